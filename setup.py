@@ -12,7 +12,7 @@ _OTHER = "platform_system != 'Linux' or platform_machine != 'x86_64'"
 _TRAIN = [
   'array-record',
   'clu',
-  'faster-coco-eval',
+  'faster-coco-eval>=1.8',  # Checks run lengths.
   'google-crc32c',  # Checksums of tfrecords and checkpoints.
   'importlib_resources',  # Imported by tensorflow-datasets, not declared.
   'orbax-checkpoint',
@@ -119,7 +119,7 @@ setuptools.setup(
     'docs': _DOCS,
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
-    'interop': ['huggingface_hub>=1.31'],
+    'interop': ['huggingface_hub>=1.31', 'jinja2'],
     'tables': ['pyarrow'],
     'text': ['sentencepiece', 'tokenizers'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.

@@ -261,7 +261,7 @@ class FewShot:
   # Training images per class, for example (1, 5, 10, 25); (): no probes.
   shots: schema.Counts = ()
   # Data set of the probes, a TFDS name or a folder, with its splits to train and
-  # to test on. None: those of the run.
+  # to test on. None: the run's own.
   dataset: schema.Text | None = None
   train: schema.Split | None = None
   test: schema.Split | None = None
@@ -311,7 +311,7 @@ class Config:
   # What to do about images of a folder that cannot be decoded. 'error' decodes
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image
-  # stops the run when it is read. Results are kept in the workdir, or beside
+  # stops the run when it is read. Results are kept in the workdir, or next to
   # the images by vit_jax.data.indexing.
   broken_images: Literal['error', 'skip', 'trust'] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
@@ -333,8 +333,8 @@ class Config:
   # (hf://OWNER/NAME), or the workdir of a run. Position embeddings are resized
   # to the image. Parts of a model may start from different files, by the first
   # name of their parameters:
-  # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; all else is new. Those of
-  # an image-text model are 'img' and 'txt', whose weights may be a BERT.
+  # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; the rest is new. The
+  # parts of an image-text model are 'img' and 'txt', whose weights may be a BERT.
   pretrained: schema.Text | WeightsByPart | None = None
   # Folder of published files named after their models: if `pretrained` is None,
   # the weights are <pretrained_dir>/<model.model_name>.npz. None: random
@@ -379,8 +379,8 @@ class Config:
   # The parameters that decay: 'kernels' of dense and convolutional layers, or
   # 'all' parameters.
   weight_decay_on: Literal['kernels', 'all'] = 'kernels'
-  # Multiplies weight decay by the schedule alone, learning rate / base_lr, as
-  # big_vision does: weight decay then stays the same for any `base_lr`. With a
+  # Multiplies weight decay only by the schedule, learning rate / base_lr, as
+  # big_vision does: weight decay is then independent of `base_lr`. With a
   # `base_lr` of 1e-3, independent weight decay of 1e-4 equals weight decay of
   # 0.1.
   independent_weight_decay: bool = False
@@ -427,17 +427,17 @@ class Config:
   keep_checkpoints: schema.Count = 2
   best_metric: schema.Text = 'accuracy_test'
   # Images that TensorBoard shows: of the first training batch as the model sees
-  # it, and, at each evaluation, of the first test images with what the model says
-  # of them; those of the last evaluation are PNGs of the workdir too. 0: none.
+  # it, and, at each evaluation, of the first test images with predictions, which
+  # the last evaluation also saves as PNGs in the workdir. 0: none.
   log_images: Annotated[int, schema.Range(ge=0, le=1_000)] = 8
-  # Adds attention maps of those test images: of the last layer, and the rollout
+  # Adds attention maps of these test images: the last layer, and the rollout
   # through all layers.
   log_attention: bool = False
   # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
   # named after the first evaluation (vit_jax/evaluators/probes.py).
   fewshot: FewShot = dataclasses.field(default_factory=FewShot)
   # Training images per class of linear probes of all layers, after the last
-  # update: a table, and probe.png and probe.csv in the workdir
+  # update: a table, and probe.png and probe.json in the workdir
   # (vit_jax/evaluators/probes.py). 0: none.
   layer_probe: schema.Natural = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
@@ -477,7 +477,7 @@ def with_dataset(
 
 
 def split_argument(arg: str, forms: str, example: str) -> list[str]:
-  """Splits the argument of a config at its commas; refuses too few or too many.
+  """Splits the argument of a config at its commas; rejects too few or too many.
 
   Args:
     arg: the argument.
@@ -514,9 +514,9 @@ def choose(
     kind = next((kind for kind in known if name in known[kind]), None)
     if kind is None:
       lists = (f'{kind} {", ".join(words)}' for kind, words in known.items())
-      raise ValueError(f"'{name}' is unknown: give {'; '.join(lists)}")
+      raise ValueError(f"'{name}' is unknown: use {'; '.join(lists)}")
     if chosen[kind] is not None:
-      raise ValueError(f"'{chosen[kind]}' and '{name}': give one {kind}")
+      raise ValueError(f"'{chosen[kind]}' and '{name}': use only one {kind}")
     chosen[kind] = name
   return model, dataset, chosen
 

@@ -54,7 +54,7 @@ class Range:
 
 @dataclasses.dataclass(frozen=True)
 class Fits:
-  """A condition, and the words for a value that meets it and has the type."""
+  """A condition, and words for the values that meet it and have the type."""
 
   words: str
   holds: Callable[[Any], bool] = lambda value: True
@@ -93,7 +93,7 @@ def accepts(value, kind) -> bool:
 
 
 def describe(kind) -> str:
-  """Returns words for the values of a type: 'an integer of at least 1'."""
+  """Describes the values of a type: 'an integer of at least 1'."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
     words = [x.words for x in kind.__metadata__ if isinstance(x, Fits)]
@@ -125,9 +125,9 @@ _WORDS = {
 
 
 def check(name: str, value, kind, place: str = 'config.'):
-  """Raises ValueError, with the key and its value, if a value lacks a type.
+  """Raises ValueError with the key and its value if a value does not have a type.
 
-  `place` is '--' for an argument that is set by a flag of a command.
+  `place` is '--' for an argument that a flag of a command sets.
   """
   if not accepts(value, kind):
     plain = isinstance(value, ml_collections.ConfigDict)
@@ -173,7 +173,7 @@ def group_of(kind) -> type | None:
 
 
 def defaults(group: type) -> Iterator[tuple[str, Any]]:
-  """Yields the keys of a dataclass that have a default, with it."""
+  """Yields the keys of a dataclass that have a default, and the default."""
   for field in dataclasses.fields(group):
     if field.default is not dataclasses.MISSING:
       yield field.name, field.default
@@ -209,7 +209,7 @@ def _is_union(kind):
 
 
 def fill(config: ml_collections.ConfigDict, group: type):
-  """Adds, in place, the keys of a dataclass with a default that a config lacks."""
+  """Adds the keys that a config lacks, in place, with the defaults of a dataclass."""
   with config.unlocked():
     for key, value in make(group).items():
       if key not in config:
@@ -223,8 +223,8 @@ def fill(config: ml_collections.ConfigDict, group: type):
 def check_group(config, group: type | None, prefix: str = '', closed: bool = True):
   """Checks all keys of a config, and of the groups inside.
 
-  Raises ValueError for a value of a wrong type and, if the group is `closed`, for a
-  key that it does not have. Without a group only nan is rejected.
+  Raises ValueError for a value of a wrong type and, if the group is `closed`, for an
+  unknown key. Without a group only nan is rejected.
   """
   kinds = fields(group) if group else {}
   for key, value in config.items():
@@ -240,7 +240,7 @@ def check_group(config, group: type | None, prefix: str = '', closed: bool = Tru
 def raise_unknown(key, known, prefix='', of='config', where=None):
   """Raises ValueError for an unknown key, with the nearest known one.
 
-  Keys may be dotted. `where` says where all keys are, in place of their names.
+  Keys may be dotted. `where` says where keys are listed, and replaces their names.
   """
   last = key.rpartition('.')[2]
   by_last = {other.rpartition('.')[2]: other for other in reversed([*known])}
@@ -262,18 +262,18 @@ def raise_unknown(key, known, prefix='', of='config', where=None):
 
 
 def literal(text: str) -> Any:
-  """Returns the value of a Python literal, or the text if it is none."""
+  """Returns the value of a Python literal, or else the string itself."""
   try:
     return ast.literal_eval(text)
-  except (ValueError, SyntaxError, MemoryError, RecursionError):
+  except (ValueError, SyntaxError):
     return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
 def parse(name: str, text: str, kind) -> Any:
-  """Returns the first reading of a text that has a type; ValueError if none has.
+  """Returns the first reading of a string that has a type; ValueError if none has.
 
   Readings are a Python literal, a bool ('true', '0'), a tuple without parentheses,
-  and the text itself.
+  and the string itself.
   """
   value = literal(text)
   readings = [value]

@@ -129,7 +129,7 @@ def test_a_grid_that_the_tokens_do_not_allow_is_named():
   posemb = np.zeros((1, 1 + 4 * 36, 8))
   with pytest.raises(ValueError, match='145 position embeddings'):
     checkpoint.interpolate_posembed(posemb, 1 + 144, False)
-  with pytest.raises(ValueError, match='no grid of 5 x 36'):
+  with pytest.raises(ValueError, match='5 x 36'):
     checkpoint.interpolate_posembed(posemb, 145, True, grid=(5, 36))
 
 
@@ -309,7 +309,7 @@ def test_a_deeper_file_gives_a_shallower_model_its_first_layers(tmp_path, caplog
     got['Transformer']['encoderblock_0'],
     params['Transformer']['encoderblock_0'],
   )
-  assert "deep.npz' has but the model lacks, which are left out: " in caplog.text
+  assert "deep.npz' has but the model lacks" in caplog.text
   # A run, whose config says how deep it is, stops as before.
   with pytest.raises(ValueError, match='encoderblock_1/.*: not in the model'):
     checkpoint.transferable(str(tmp_path / 'deep.npz'), random_params(config), config)
@@ -337,12 +337,11 @@ def test_files_that_are_no_weights(weights, tmp_path):
   text = tmp_path / 'text.npz'
   text.write_text('weights')
   for file, reason in (
-    (cut, 'no zip archive, or only part of one'),
-    (pickled, 'Object arrays cannot be loaded'),
-    (text, 'no zip archive, or only part of one'),
+    (cut, 'only part'),
+    (pickled, 'Object arrays'),
+    (text, 'not an .npz'),
   ):
-    message = f"{file.name}' is not an .npz file of weights: .*{reason}"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"{file.name}'.*{reason}"):
       checkpoint.load(str(file))
 
 

@@ -281,13 +281,10 @@ def test_training_is_stopped_and_goes_on(walked):
   assert error.ename == 'Interrupted'
   # One line: the place in the code, where the signal came, is nobody's concern.
   [line] = error.traceback
-  step = re.fullmatch(
-    r'Stopped at step (\d+), which is saved. Run this cell again to go on.',
-    line,
-  )[1]
+  step = re.match(r'Saved step (\d+) and stopped', line)[1]
   assert 20 <= int(step) < 135
   cell = walked.notebook.cell('train_and_evaluate(config, WORKDIR)')
-  assert f'Going on from the checkpoint of step {step}.' in printed(cell)
+  assert f'Resuming from step {step}.' in printed(cell)
   # A bar, and no lines of progress.
   [bar] = [o.data for o in cell.outputs if o.output_type == 'display_data']
   assert 'application/vnd.jupyter.widget-view+json' in bar

@@ -50,7 +50,7 @@ def two_processes(config, data_dir, tmp_path_factory):
   workdir = tmp_path_factory.mktemp('two')
   statuses, outputs = finish_pair(start_pair(config, workdir, data_dir=data_dir))
   assert statuses == [0, 0], outputs
-  assert 'on 4 cpu device(s) in 2 process(es)' in outputs[0]
+  assert 'on 4 cpu devices in 2 processes' in outputs[0]
   assert 'Done in' in outputs[0]
   # One of them speaks.
   assert not re.search(r'^(step|Done|digits)', outputs[1], re.MULTILINE)
@@ -125,10 +125,10 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
       break
   statuses, outputs = finish_pair(pair)
   assert statuses == [128 + signal.SIGTERM] * 2, outputs
-  [step] = re.findall(r'Stopped at step (\d+)', ''.join(outputs))
+  [step] = re.findall(r'Saved step (\d+)', ''.join(outputs))
   statuses, outputs = finish_pair(start_pair(config, tmp_path, data_dir=data_dir))
   assert statuses == [0, 0], outputs
-  assert f'Going on from the checkpoint of step {step}.' in outputs[0]
+  assert f'Resuming from step {step}.' in outputs[0]
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(two_processes)[0]
   )

@@ -11,7 +11,6 @@ import threading
 import weakref
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
@@ -22,7 +21,6 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
 from vit_jax.evaluators import evaluation
-from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.weights import convert
 
@@ -154,7 +152,7 @@ def test_threads_share_a_model(folder_run):
 def test_a_classifier_draws_nothing(folder_run, tmp_path):
   _, workdir, _ = folder_run
   argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
-  with pytest.raises(ValueError, match="task 'classify' prints its predictions"):
+  with pytest.raises(ValueError, match="'classify'.*--out"):
     predict_command.main(argv)
 
 
@@ -260,7 +258,7 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
   _, workdir, _ = folder_run
   image = next((image_folder / 'test' / 'bee').iterdir())
 
-  program = ('vit_jax.predict', f'--workdir={workdir}')
+  program = ('vit_jax', 'predict', f'--workdir={workdir}')
   status, output = processes.finish_module(*program, '--top=2', str(image))
   assert status == 0, output
   lines = output.splitlines()
@@ -281,7 +279,9 @@ def test_the_command_prints_the_classes(folder_run, image_folder):
     check=False,
   )
   assert missing.returncode == 1
-  assert missing.stderr == "Error: there is no image file '/no/such.png'\n"
+  [line] = missing.stderr.splitlines()
+  assert line.startswith('Error: ')
+  assert '/no/such.png' in line
 
 
 @pytest.mark.parametrize('count', [2, 9])
@@ -329,7 +329,7 @@ def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   (other / 'mine' / 'cow').rename(other / 'mine' / 'yak')
   with pytest.raises(
     ValueError,
-    match=r"that the model .* is trained on, 3, \['ant', 'bee'.* has \['yak'\]",
+    match=r"the 3 .*\['ant', 'bee'.* has \['yak'\]",
   ):
     evaluation.evaluate(predict.load(str(workdir)), 'mine', str(other))
   with pytest.raises(ValueError, match='give data of the same classes'):
@@ -370,25 +370,11 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(
   assert predict.load(str(damaged)).step == 60
   assert (damaged / 'checkpoints' / '62').exists()  # Predicting only reads.
   train.train_and_evaluate(copy.deepcopy(config), str(damaged))
-  assert 'checkpoints/62 cannot be restored' in caplog.text
-  assert 'Restored the older checkpoint of step 60' in caplog.text
-  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['62_0']
+  assert f"'{path}' is damaged (checksum)" in caplog.text
+  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['62']
   got, want = predict.load(str(damaged)), predict.load(str(workdir))
   assert got.step == want.step == 62
   jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
-
-
-def test_a_checkpoint_of_another_model_gives_way_too(damaged, tmp_path, caplog):
-  params = jax.tree.map(lambda x: x[..., :-1], predict.load(str(damaged)).params)
-  foreign = checkpoints_lib.Checkpoints(tmp_path / 'foreign')
-  foreign.save(62, state_lib.TrainState(jnp.int32(62), params, (params,)))
-  foreign.close()
-  shutil.rmtree(damaged / 'checkpoints' / '62')
-  shutil.copytree(
-    tmp_path / 'foreign' / 'checkpoints' / '62', damaged / 'checkpoints' / '62'
-  )
-  assert predict.load(str(damaged)).step == 60
-  assert 'damaged or of another run' in caplog.text
 
 
 def test_no_checkpoint_that_can_be_read(damaged, folder_run):

@@ -209,7 +209,7 @@ def test_wrong_images_are_named(tmp_path):
     load(path, pp())
   for content in (b'junk', b'A text, which is longer than any header. ' * 9):
     path.write_bytes(content)
-    with pytest.raises(ValueError, match='broken.jpg.*no image of a known form'):
+    with pytest.raises(ValueError, match='broken.jpg.*not an image of a known form'):
       load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())

@@ -14,36 +14,29 @@ from vit_jax.tasks import base
 
 
 class Task(base.Task):
-  """Learns the mean of every colour channel."""
-
-  METRICS = ('loss',)
+  """Learns the mean of each colour channel."""
 
   @dataclasses.dataclass
   class Options:
-    power: float = 2.0
+    power: float = 2.0  # --config.task_options.power=1.5
 
   def __init__(self, config, metadata):
     super().__init__(config, metadata)
-    channels = config.pp.channels
-    self.model = models.make_model(config.model, num_classes=channels)
+    self.model = models.make_model(config.model, num_classes=config.pp.channels)
 
-  def example(self, record, seed):
-    """Adds the colour to the image."""
-    inputs = self.inputs(record, seed)
-    return {**inputs, 'color': tf.reduce_mean(inputs['image'], axis=(0, 1))}
+  def example(self, record, seed):  # TensorFlow; seed is None in evaluation
+    image = self.inputs(record, seed)['image']
+    return {'image': image, 'color': tf.reduce_mean(image, axis=(0, 1))}
 
   def batch_spec(self, size):
-    """Returns shapes of images and colours."""
     color = jax.ShapeDtypeStruct((size, self.config.pp.channels), jnp.float32)
-    return {**super().batch_spec(size), 'color': color}
+    return {'image': self.image_spec(size), 'color': color}
 
   def loss(self, params, extra, batch, rng):
-    """Returns the sum of the errors, and the number of images."""
-    count = jnp.float32(len(batch['image']))
-    return (self._errors(params, extra, batch).sum(), count), {}
+    errors = self._errors(params, extra, batch)
+    return (errors.sum(), jnp.float32(len(errors))), {}
 
   def measure(self, params, extra, batch):
-    """Returns the same of the rows that count."""
     errors = self._errors(params, extra, batch) * batch['mask']
     return {'loss': (errors.sum(), batch['mask'].sum())}
 

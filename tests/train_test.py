@@ -155,7 +155,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch, step
   config, workdir, state, _ = finished
   with monkeypatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
-    with pytest.raises(train.Interrupted, match=f'Stopped at step {step}, which'):
+    with pytest.raises(train.Interrupted, match=f'Saved step {step} '):
       fit(config, tmp_path)
   again, _ = fit(config, tmp_path)
   trees.assert_same(again, state)
@@ -180,7 +180,7 @@ def test_a_signal_during_an_evaluation_loses_nothing(finished, tmp_path, monkeyp
   with monkeypatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopInEvaluation(99))
     for _ in range(2):  # And again when the run goes on with it.
-      with pytest.raises(train.Interrupted, match='Stopped at step 6'):
+      with pytest.raises(train.Interrupted, match='Saved step 6 '):
         fit(config, tmp_path)
   again, found = fit(config, tmp_path)
   trees.assert_same(again, state)
@@ -480,7 +480,7 @@ def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   state, _ = fit(tiny_config, tmp_path)
   said = capsys.readouterr().out
   assert '2,096 of the parameters are frozen' in said
-  assert '6 updates teach a model little: lower --config.batch' in said
+  assert '6 updates are too few' in said
   assert 'each of the 10 training images 1.6 times' in said
   assert said.index('lower --config.batch to 10') < said.index('Compiling')
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])

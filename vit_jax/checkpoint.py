@@ -16,7 +16,7 @@ import flax.traverse_util
 
 from vit_jax import console, models
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import fetch, fitting, identify, reading, writing
+from vit_jax.weights import fetch, fitting, identify, published, reading, writing
 from vit_jax.weights.families import text
 
 copy = fetch.copy
@@ -31,21 +31,17 @@ def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
 
 
 def load(path: str) -> dict:
-  """Loads weights.
+  """Loads parameters as a nested dict of numpy arrays, with Linen's names.
 
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face (or a
       folder with such a file and its config.json), or the workdir of a run;
       local, https://, gs://, or hf://OWNER/NAME, see vit_jax/weights/hub.py.
 
-  Returns:
-    Parameters as a nested dict of numpy arrays, with Linen's names.
-
   Raises:
-    FileNotFoundError, PermissionError, OSError: if the file does not exist or
-      cannot be read.
-    ValueError: if it holds no weights of a ViT, hybrid or Mixer, is truncated,
-      or holds pickled objects.
+    FileNotFoundError, PermissionError, OSError: if the file cannot be read.
+    ValueError: if it is damaged, holds pickled objects, or no weights of a model of
+      this package.
     ImportError: if a package is missing; names the extra to install.
   """
   weights = reading.read(path)
@@ -61,20 +57,10 @@ def inspect_params(
   fail_if_extra: bool = True,
   fail_if_missing: bool = True,
 ) -> dict:
-  """Compares the names of the leaves of `params` with those expected.
+  """Returns `params` if its leaves have the names of `expected`.
 
-  Args:
-    params: nested dict of arrays.
-    expected: nested dict of arrays or jax.ShapeDtypeStruct; shapes are not
-      compared.
-    fail_if_extra: whether an unexpected leaf is an error.
-    fail_if_missing: whether a missing leaf is an error.
-
-  Returns:
-    `params`.
-
-  Raises:
-    ValueError: lists the leaves that are missing or extra.
+  Both are nested dicts; shapes are not compared. ValueError lists the leaves that
+  are extra or missing, if these flags make them errors.
   """
   have = flax.traverse_util.flatten_dict(params, sep='/')
   want = flax.traverse_util.flatten_dict(expected, sep='/')
@@ -99,18 +85,18 @@ def load_pretrained(
 
   The head keeps the values of `init_params` (zeros in a new model), and so does
   a pre-logits layer that the file lacks. A pre-logits layer that the model
-  lacks is dropped. Position embeddings are resized. Parameters that no
-  published model has, such as adapters, keep their initial values if the file
-  lacks them, with a warning. Layers of the file beyond those of the model are
-  left out, with a warning.
+  lacks is dropped. Position embeddings are resized. Parameters that published
+  models lack, such as adapters, keep their initial values if the file lacks them,
+  with a warning. Layers of the file that the model lacks are ignored, with a
+  warning.
 
   Args:
     pretrained_path: see `load`.
     init_params: initial parameters of the model.
     model_config: config of the model; reads `representation_size` and
       `transformer`.
-    grid: (height, width) in patches of the weights; None: the grid that the
-      file gives, or else a square.
+    grid: (height, width) in patches of the weights; None: as in the file, or else
+      a square.
     new_grid: (height, width) in patches of the model; None: a square.
 
   Returns:
@@ -131,7 +117,7 @@ def load_pretrained(
 
 
 def _weights_paths(config) -> dict[str, str]:
-  """Returns the paths of the weights that a config names, '' for all parts."""
+  """Returns the paths of the weights in a config by part, '' for all parts."""
   given = config.pretrained
   if isinstance(given, str):
     return {'': given}
@@ -160,7 +146,7 @@ def _weights_named(config):
 
 
 def check_exists(config):
-  """Checks that the weights that a config names can be read, without reading.
+  """Checks that the weights of a config can be read, without reading them.
 
   Raises:
     FileNotFoundError: if they are local and do not exist; names the path.
@@ -174,21 +160,21 @@ def check_exists(config):
 
 
 def pretrained_weights(config, task, params, extra=None) -> dict:
-  """Loads the weights that a config names; returns {} if it names none.
+  """Loads the weights of a config; returns {} if it names none.
 
   Args:
     config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
     task: the task; its `new_params` keep their initial values.
     params: shapes of the parameters.
-    extra: shapes of the extra state; None for none. Of it, weights bring what
-      vit_jax.weights.reading.EXTRA names, and what `pretrained` names: the
+    extra: shapes of the extra state, or None. Weights include its collections in
+      vit_jax.weights.reading.EXTRA; `pretrained` may name others, such as the
       parameters of a teacher of the same model, {'teacher': PATH}.
 
   Returns:
     Arrays by '/'-joined path in parameters or extra state.
   """
   extra = extra or {}
-  beside = {k: v for k, v in extra.items() if k in reading.EXTRA}
+  published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
   found: dict[str, Any] = {}
   for part, path in _weights_paths(config).items():
     if part and part not in {**params, **extra}:
@@ -201,7 +187,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
       if part in extra:
         taken = _of_model(config, part, path, extra[part])
       else:
-        taken = _part_weights(config, part, path, task, params, beside)
+        taken = _part_weights(config, part, path, task, params, published_extra)
     both = {name.split('/')[0] for name in taken if name in found}
     if twice := sorted(both & params.keys()):
       raise ValueError(
@@ -212,26 +198,21 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   return found
 
 
-def _part_weights(config, part, path, task, params, beside) -> dict:
-  """Returns the weights of a part of a model, '' for the whole, from a file."""
+def _part_weights(config, part, path, task, params, extra) -> dict:
+  """Returns the weights of a part of a model from a file; '': of the whole."""
   inner = model_configs.parts_of(config.model)
   if part == 'txt' and model_configs.kind_of(config.model) == 'lit':
     inner = {'txt': 'text'}
   for name in inner if not part else {part} & set(inner):
-    # The weights of a whole model are those of a part too, if they have its
-    # form: a detector starts from a classifier.
+    # Weights of a whole model may also initialise a part with the same parameters:
+    # a detector starts from a classifier.
     other = () if part else (fitting.OtherModelError,)
     new = ('head/', 'pre_logits/')
     with contextlib.suppress(*other):
       return _of_model(config, name, path, params[name], inner[name], new, part)
-  taken = _taken(
-    config,
-    path,
-    {**params, **beside},
-    new=task.new_params,
-    adapt=task.adapt_weights,
-  )
-  kept = (f'{part}/', *(f'{name}/' for name in beside)) if part else ''
+  expected, new, adapt = {**params, **extra}, task.new_params, task.adapt_weights
+  taken = _taken(config, path, expected, new=new, adapt=adapt)
+  kept = (f'{part}/', *(f'{name}/' for name in extra)) if part else ''
   return {name: x for name, x in taken.items() if name.startswith(kept)}
 
 
@@ -266,25 +247,22 @@ def _taken(config, path, expected, key=None, **kwargs) -> dict:
 
 
 def _fix_groupnorm(params):
-  """Makes GroupNorms of old files vectors; programs for the original call it."""
+  """Reshapes GroupNorms of old files to vectors; users of the original call it."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  flat = {path: reading.without_ones(path, leaf) for path, leaf in flat.items()}
+  flat = {path: published.without_ones(path, leaf) for path, leaf in flat.items()}
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
 def augreg_filename(model: str, directory: str) -> str:
-  """Returns the file of the best 21k checkpoint of a model of the AugReg paper.
+  """Returns the path of the best ImageNet-21k checkpoint of the AugReg paper.
 
-  Selects by `index.csv`, among the checkpoints pre-trained on ImageNet-21k for
-  300 epochs ("i21k"), the one with the highest final validation accuracy.
+  Of the checkpoints pre-trained for 300 epochs ("i21k" in `index.csv`), it has the
+  highest final validation accuracy.
 
   Args:
     model: a model such as 'R_Ti_16', or the name of one checkpoint
-      ('R_Ti_16-i21k- ...'), which is used as it is.
+      ('R_Ti_16-i21k- ...'), which is used unchanged.
     directory: folder of the published files, such as gs://vit_models/augreg.
-
-  Returns:
-    The path of the .npz.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the index cannot be read.
@@ -322,21 +300,13 @@ def _augreg_index(directory):
 def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
   """Reads the index of the AugReg checkpoints (arXiv 2106.10270).
 
-  Args:
-    directory: folder of `index.csv`, local, https:// or gs://.
-
-  Returns:
-    A pandas.DataFrame with a row for each fine-tuned checkpoint. Its columns:
-    `name` of the model; `ds`, `lr`, `aug`, `wd`, `do`, `sd` of the
-    pre-training; its accuracy `best_val`, `final_val`, `final_test`;
-    `adapt_ds`, `adapt_lr`, `adapt_steps`, `adapt_resolution` of the
-    fine-tuning; its accuracy `adapt_final_val`, `adapt_final_test`; `params`;
-    `infer_samples_per_sec`; `filename` and `adapt_filename`, the checkpoints
-    before and after fine-tuning, without .npz.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError: if the index cannot be read.
-    ImportError: if pandas is missing.
+  Returns a pandas.DataFrame with one row per fine-tuned checkpoint. Columns: `name`
+  of the model; `ds`, `lr`, `aug`, `wd`, `do`, `sd` of pre-training and its accuracy
+  `best_val`, `final_val`, `final_test`; `adapt_ds`, `adapt_lr`, `adapt_steps`,
+  `adapt_resolution` of fine-tuning and its accuracy `adapt_final_val`,
+  `adapt_final_test`; `params`; `infer_samples_per_sec`; `filename` and
+  `adapt_filename` of the checkpoints before and after fine-tuning, without .npz.
+  `directory` has the index.csv; OSError if it cannot be read.
   """
   pd = console.needed('pandas', 'colab', 'get_augreg_df')
   with _augreg_index(directory).open('r') as f:

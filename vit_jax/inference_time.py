@@ -63,8 +63,8 @@ def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str,
     images = jnp.ones((config.batch, *size), device=sharding.batch_sharding(mesh))
     console.say(
       f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images per '
-      f'step on {mesh.size} {mesh.devices.flat[0].platform} device(s), '
-      f'{config.dtype}. Compiling ...'
+      f'step, mesh of {mesh.size} x {mesh.devices.flat[0].platform}, {config.dtype}. '
+      'Compiling ...'
     )
     forward(params, images).block_until_ready()
     for step in range(config.initial_steps + config.steps):

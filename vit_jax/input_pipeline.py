@@ -10,11 +10,11 @@ Evaluation visits every example once: the last batch is padded, and `mask` marks
 the real rows.
 
 A task turns a record into an example by its function `example(record, seed)`.
-The record holds the features that the task requested from the source, for one
-example, with images as the contents of their files; and `index`, int64 scalar,
-the number of the example within its split. The seed is int64 [2] in training
-and determines all random numbers; it is None in evaluation. The function
-returns tensors of static shapes, by name.
+The record holds the features of one example that the task requested from the
+source, with images as the contents of their files; and `index`, int64 scalar, the
+number of the example within its split. The seed is int64 [2] in training and
+determines all random numbers; it is None in evaluation. The function returns a
+dict of tensors of static shapes.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,12 +36,10 @@ from vit_jax.run import config as run_config
 
 # Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1
-# AutoGraph rewrites what tf.data calls, which takes half a second at each start.
+# AutoGraph would rewrite the functions that tf.data calls, in half a second per start.
 _as_it_is = tf.autograph.experimental.do_not_convert
-_HEADERS = 64  # Headers of images read at a time.
-# Examples to predict that are prepared one by one: a pipeline takes a fifth of a
-# second to start.
-_FEW = 8
+_HEADERS = 64  # Image headers read at a time.
+_FEW = 8  # So few examples are prepared without a pipeline, which starts in 0.2 s.
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
@@ -53,10 +51,9 @@ def get_dataset_info(dataset: str, split: str) -> dict:
     split: the split to count, in the notation of TFDS.
 
   Returns:
-    A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, a
-    function from the number of a class to its name, and `examples_glob`, a
-    pattern for the files of a split that is a folder of classes; None for any
-    other split.
+    A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, which maps
+    the number of a class to its name, and `examples_glob`, a pattern for the files
+    of a split that is a folder of classes, else None.
 
   Raises:
     ValueError, FileNotFoundError: if there is no such data set or split.
@@ -85,7 +82,7 @@ def get_directory_info(directory: str) -> dict:
 
   Args:
     directory: `directory/<class>/<image>`; or a folder with a split `train`,
-      which is then counted.
+      which is counted.
   """
   return get_dataset_info(directory, _split_of(directory, 'train'))
 
@@ -102,12 +99,12 @@ def _split_of(directory, split):
   top = os.path.join(directory, split)
   if not tf.io.gfile.isdir(directory):
     raise FileNotFoundError(
-      f"directory='{directory}' is not a folder that exists: give a folder of "
+      f"directory='{directory}' is not a folder that exists: give a folder with "
       '<class>/<image>'
     )
   if manifest.exists(directory, split):
     return split
-  # Otherwise the folder may be a class of that name.
+  # Otherwise `top` may be a class of that name.
   is_split = tf.io.gfile.isdir(top) and folder.has_labels(directory, split)
   return split if is_split else '.'
 
@@ -116,15 +113,15 @@ def get_datasets(config):
   """Returns the training and the test data of a config, as tf.data.
 
   Args:
-    config: `dataset`, `pp`, `batch`, `batch_eval`, `seed` and the other keys of
-      vit_jax.configs.common.
+    config: as in vit_jax.configs.common; reads `dataset`, `pp`, `batch`,
+      `batch_eval`, `seed` and others.
 
   Returns:
     (ds_train, ds_test). Each element is a dict with `image`, float32 [B,
     height, width, channels] in [-1, 1], and `label`, float32 [B, classes].
-    ds_train is infinite. ds_test has every example once, and a smaller last
+    ds_train is infinite. ds_test has every example once and a smaller last
     batch, so that a mean over all of its rows is exact; its `mask`, float32
-    [B], is all ones. With several processes B counts the rows of this process,
+    [B], is all ones. With several processes, B counts the rows of this process,
     all batches of ds_test have the same size, and `mask` is 0 for the rows that
     pad the last batch.
 
@@ -181,14 +178,14 @@ def _dataset(config, mode, source):
     count = source.evaluated.num_examples
     padded = count % config.batch_eval and jax.process_count() == 1
 
-    def hand_out(batch):
+    def without_padding(batch):
       real = batch['mask'] > 0
       return {
         key: tf.boolean_mask(batch[key], real) if padded else batch[key]
         for key in ('image', 'label', 'mask')
       }
 
-    data = eval_dataset(config, source, example, rows).map(hand_out)
+    data = eval_dataset(config, source, example, rows).map(without_padding)
     length = -(-count // config.batch_eval)
   # tf.data cannot infer the number of batches here.
   return data.apply(tf.data.experimental.assert_cardinality(length))
@@ -197,8 +194,8 @@ def _dataset(config, mode, source):
 def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
   """Yields the batches of tf.data as arrays, split over all devices.
 
-  A batch that the devices do not divide, such as the last of a test set, is
-  copied to every device.
+  A batch that the devices do not divide evenly, such as the last one of a test
+  set, is copied to every device.
 
   Args:
     dataset: elements are dicts of arrays [B, ...], the rows of this process.
@@ -211,13 +208,13 @@ def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
 def labelled_example(config, num_classes: int) -> Callable:
   """Returns the function `example` of a classifier, see the top; reads `pp`.
 
-  Its records have 'image', 'label' and possibly 'soft_label', a share of each
-  class or all 0; it returns `image`, float32 [height, width, channels] in
-  [-1, 1], and `label`, float32 [classes], the soft label if there is one, else
-  0 or 1.
+  Its records have 'image', 'label' and possibly 'soft_label', the probability of
+  each class, or all 0 if unknown. It returns `image`, float32 [height, width,
+  channels] in [-1, 1], and `label`, float32 [classes]: the soft label if there is
+  one, else 0 or 1.
   """
 
-  @tf.autograph.experimental.do_not_convert
+  @_as_it_is
   def example(record, seed):
     image = preprocess.prepare(record['image'], seed, config.pp)
     label = _many_hot(record['label'], num_classes)
@@ -230,16 +227,12 @@ def labelled_example(config, num_classes: int) -> Callable:
 
 
 def train_dataset(
-  config,
-  source,
-  example: Callable,
-  rows: np.ndarray,
-  start_step: int = 0,
+  config, source, example: Callable, rows: np.ndarray, start_step: int = 0
 ) -> tf.data.Dataset:
-  """Returns the training batches from a step on, without end.
+  """Returns the infinite training batches from a step on.
 
   They are dicts of the tensors of `example`, [B, ...] each; see the top of this
-  module. `rows` are those of the global batch that this process reads.
+  module. `rows`, int [B], are the rows of the global batch that this process reads.
   """
   read = _as_it_is(source.read)
 
@@ -262,15 +255,13 @@ def eval_dataset(
 
   See `train_dataset`; `numbers`, int64 [n], are the examples to return, by
   default all. The batches also have `mask`, float32 [B], and `index`, int32 [B],
-  the number of the example. Padding has mask 0 and index -1, and stands at the
-  end.
+  the number of the example. Padding has mask 0 and index -1, and comes last.
   """
   source = source.evaluated
   numbers = _numbers(source, numbers)
   begins = np.arange(0, len(numbers), config.batch_eval)
   positions = (begins[:, None] + rows).reshape(-1)
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
-
   read = _as_it_is(source.read)
 
   def make(record):
@@ -301,9 +292,8 @@ def _numbers(source, numbers=None):
 def _batches(data, size):
   options = tf.data.Options()
   options.deterministic = True
-  # The autotuning thread sleeps for up to a minute, and the end of the
-  # iterator, hence of the program, waits for that thread. One call per core is
-  # as fast.
+  # The end of the iterator, hence of the program, would wait for the autotuning
+  # thread, which sleeps for up to a minute. One call per core is as fast.
   options.autotune.enabled = False
   return data.batch(size, drop_remainder=True).prefetch(1).with_options(options)
 
@@ -314,7 +304,7 @@ def _many_hot(label, num_classes):
     f'a label is out of range: the data set has {num_classes} class names, so '
     f'labels must be 0 to {num_classes - 1}'
   )
-  # tf.debugging.Assert would build a branch for each, in every pipeline.
+  # tf.debugging.Assert would build a branch.
   check = tf.raw_ops.Assert(
     condition=tf.reduce_all((label >= -1) & (label < num_classes)),
     data=[message, label],
@@ -329,7 +319,7 @@ def train_batches(
 ) -> Iterator[dict]:
   """Yields the batches of `train_dataset` as global arrays, split over a mesh.
 
-  What cannot be decoded, or a label out of range, is a ValueError.
+  Raises ValueError if an image cannot be decoded or a label is out of range.
   """
   rows = sharding.local_rows(mesh, config.batch)
 
@@ -363,7 +353,7 @@ class Part(NamedTuple):
   """Examples of a split that have the same shapes."""
 
   numbers: np.ndarray | None  # Of the examples, int64 [n]; None for all.
-  example: Callable  # (record, None) -> tensors by name, see above.
+  example: Callable  # (record, None) -> dict of tensors, see the top.
   image_size: tuple[int, int] | None = None  # None: the usual one.
 
 
@@ -378,9 +368,9 @@ def part_batches(
 
   All processes yield batches of the same shapes in the same order.
 
-  For predictions, `size` is a function from a part and its number of examples
-  to the number of rows of its batches, which is rounded up to what the devices
-  divide; by default `config.batch_eval`, or fewer for a part of fewer examples.
+  For predictions, `size` maps a part and its number of examples to the rows per
+  batch, rounded up to a multiple of the batch shards; by default
+  `config.batch_eval`, or fewer for a part of fewer examples.
   """
   source, shards = source.evaluated, sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
@@ -388,20 +378,15 @@ def part_batches(
   for part in (Part(*part) for part in parts):
     count = len(_numbers(source, part.numbers))
     rows = min(most, count) if size is None else size(part, count)
-    if size is not None or part.numbers is not None:
-      config.batch_eval = -(-rows // shards) * shards
-    else:
-      config.batch_eval = most
-    alone = size is not None and count <= _FEW and not mesh.is_multi_process
-    batches = _few_batches if alone and not source.tolerant else eval_batches
+    whole = size is None and part.numbers is None
+    config.batch_eval = most if whole else -(-rows // shards) * shards
+    few = size is not None and count <= _FEW and not mesh.is_multi_process
+    batches = _few_batches if few and not source.tolerant else eval_batches
     yield from batches(config, source, part.example, mesh, part.numbers)
 
 
 def _few_batches(config, source, example: Callable, mesh, numbers=None):
-  """Yields the batches of `eval_batches` for few examples, without a pipeline.
-
-  This process alone prepares them, in the thread of the caller.
-  """
+  """Yields the batches of `eval_batches` for few examples, without a pipeline."""
 
   def make(number):
     made = _one(source, lambda record: example(source.read(record), None), number)
@@ -419,7 +404,7 @@ def _few_batches(config, source, example: Callable, mesh, numbers=None):
 
 
 def _one(source, function: Callable, number: int) -> dict:
-  """Returns the tensors of a function of a record, in NumPy, by number."""
+  """Applies a function to the record with a number; returns NumPy arrays."""
   index = tf.constant(number, tf.int64)
   try:
     made = function({'index': index, **source.record(index)})
@@ -429,7 +414,7 @@ def _one(source, function: Callable, number: int) -> dict:
 
 
 def task_batches(task, source, mesh) -> Iterator[dict]:
-  """Yields every example of a split once, in the parts that its task makes."""
+  """Yields every example of a split once, in the parts chosen by a task."""
   parts = task.parts(source.evaluated)
   return part_batches(task.config, source, parts, mesh)
 
@@ -438,8 +423,8 @@ def task_batches(task, source, mesh) -> Iterator[dict]:
 def image_shapes(source) -> np.ndarray:
   """Returns height and width of the stored images of a split, int64 [n, 2].
 
-  All processes must call it. Where the source does not know them, each process
-  reads the headers of some of the images.
+  All processes must call it: unless the source knows the shapes, each reads the
+  headers of its share of the images.
 
   Raises:
     ValueError, OSError: if an image cannot be read; the same on all processes.

@@ -1,4 +1,4 @@
-r"""Trains a Vision Transformer: the original's name for `vit_jax train`.
+"""Trains a Vision Transformer: the original's name for `vit_jax train`.
 
 python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 python -m vit_jax.main --workdir=/tmp/digits --evaluate=test

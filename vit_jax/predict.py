@@ -11,8 +11,6 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 
 from collections.abc import Sequence
 from concurrent import futures
-import contextlib
-import ctypes
 import functools
 import gc
 import math
@@ -24,7 +22,7 @@ import jax
 from vit_jax import console
 from vit_jax.configs import models as model_configs
 
-# Flags of some tasks alone, see FLAGS of vit_jax.tasks.base.Predictor.
+# Flags of only some tasks, see FLAGS of vit_jax.tasks.base.Predictor.
 _OWN_FLAGS = (
   'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
   'top_k', 'classes', 'texts',
@@ -45,17 +43,17 @@ def load(
     mesh: mesh for the parameters, split as in the run if the mesh has the axes
       of the run. By default as many devices as the run splits them over, or one
       if there are fewer.
-    dtype: type in which parameters are kept, 'bfloat16' or 'float16', in half of
-      the memory; computations stay in that of the model. None: as in the run.
+    dtype: type of the parameters in memory, 'bfloat16' or 'float16'; computations
+      keep the model's. None: as in the run.
 
   Returns:
-    The predictor of the run's task, see vit_jax.tasks.base.Predictor: it has
-    `params`, `config`, `metadata`, `class_names` and `predict(images)`.
+    The vit_jax.tasks.base.Predictor of the run's task, with `params`, `config`,
+    `metadata`, `class_names` and `predict(images)`.
 
   Raises:
     FileNotFoundError: if the folder has no run, or the run no checkpoint yet.
-    ValueError: if all checkpoints are damaged, or the step has none; if
-      `workdir` is a file.
+    ValueError: if all checkpoints are damaged, or the step has none, or `workdir`
+      is a file.
     OSError: if the storage does not answer.
   """
   _check_dtype(dtype)
@@ -79,8 +77,7 @@ def load(
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
-  with _freeing():
-    weights = checkpoints.restore_weights(abstract.params, abstract.extra, step, dtype)
+  weights = checkpoints.restore_weights(abstract.params, abstract.extra, step, dtype)
   model = program.task.predictor(weights.params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
@@ -100,13 +97,13 @@ def load_weights(
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
       folder with such a file, or a released .pth; local, gs:// or a URL; or
       hf://OWNER/NAME, see vit_jax/weights/hub.py.
-    class_names: names of the classes; override those of the file. Without any,
-      the classes are named by their numbers.
+    class_names: names of the classes; override those of the file. Unnamed classes
+      are named by their numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
     dtype: see `load`; None: as in the file.
-    num_heads: number of attention heads, or those of image and text tower;
-      needed, and likewise `gelu`, if no config beside the file tells it.
+    num_heads: number of attention heads, or a pair for image and text tower;
+      needed, like `gelu`, for a file without a config that contains it.
     gelu: 'erf', 'tanh' or 'quick'.
 
   Returns:
@@ -122,12 +119,11 @@ def load_weights(
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, writing
 
-  with _freeing():
-    model = convert.read(path, class_names, image_size, num_heads, dtype, gelu)
-    model = writing.scaled(model)
-    config, metadata = writing.as_run(model)
-    task = run_config.get_task(config.task)(config, metadata)
-    params, extra = (_moved(tree) for tree in (model.params, model.extra))
+  model = convert.read(path, class_names, image_size, num_heads, dtype, gelu)
+  model = writing.scaled(model)
+  config, metadata = writing.as_run(model)
+  task = run_config.get_task(config.task)(config, metadata)
+  params, extra = (_moved(tree) for tree in (model.params, model.extra))
   model = task.predictor(params, extra, 0)
   model.origin = str(path)
   return model
@@ -138,25 +134,8 @@ def _check_dtype(dtype):
     raise ValueError(f"dtype='{dtype}' must be 'bfloat16' or 'float16' (--dtype)")
 
 
-@contextlib.contextmanager
-def _freeing():
-  """Lets the C library give the memory of freed arrays back at once.
-
-  By itself glibc keeps what is below 32 MiB for later, which is half of a model
-  and more. On other systems nothing changes.
-  """
-  set_option = getattr(ctypes.CDLL(None), 'mallopt', lambda *_: None)
-  mmap_threshold, trim_threshold = -3, -1  # Numbers of <malloc.h>.
-  set_option(mmap_threshold, 2**20)
-  try:
-    yield
-  finally:  # The greatest values that glibc itself would choose.
-    set_option(mmap_threshold, 2**25)
-    set_option(trim_threshold, 2**26)
-
-
 def _moved(tree: dict) -> dict:
-  """Moves a nested dict to the device, array by array, and empties it."""
+  """Moves a nested dict to the device array by array, emptying it."""
   moved = {}
   for name in list(tree):
     if isinstance(tree[name], dict):
@@ -186,7 +165,7 @@ def _check_flags(model, args, is_table) -> None:
   task, which = model.task, f"the task '{model.config.task}'"
   for name in _OWN_FLAGS:
     if getattr(args, name) is not None and name not in model.FLAGS:
-      raise ValueError(f'{which} has no --{name}: leave out the flag')
+      raise ValueError(f'{which} has no --{name}: leave it out')
   draws = args.sample is not None or bool(args.complete)
   if is_table and not draws:
     return
@@ -217,9 +196,9 @@ def run(args) -> None:
   from vit_jax.inference import tables
 
   is_table = str(args.out or '').endswith(tables.ENDINGS)
-  texts_alone = not (args.images or args.sample or args.complete)
+  texts_only = not (args.images or args.sample or args.complete)
   if is_table:
-    tables.check(args.out, resumes=not texts_alone)
+    tables.check(args.out, resumes=not texts_only)
   elif jax.process_count() > 1 or args.embeddings:
     raise ValueError(
       'several processes, and --embeddings, need a table: give '
@@ -235,7 +214,7 @@ def run(args) -> None:
     )
   model = of_flags(args, args.dtype)
   _check_flags(model, args, is_table)
-  if texts_alone:
+  if texts_only:
     model.write_texts(args)
   elif is_table:
     _write_table(model, args, split)
@@ -244,33 +223,39 @@ def run(args) -> None:
 
 
 def _print(model, args) -> None:
-  """Prints predictions; broken images are skipped, and an error at the end."""
+  """Prints predictions; skips broken images, and raises an error at the end."""
+  printed = 0
+  try:
+    report = model.report(args.images, args)
+    for line in list(report) if args.out else report:  # A picture shows them all.
+      print(line)
+      printed += 1
+  except (ValueError, OSError):
+    left = args.images[printed:]
+    faults = _faults(left, model.config.max_image_pixels)
+    if not any(faults) or len(args.images) == 1:
+      raise
+  else:
+    return
+  for fault in filter(None, faults):
+    logging.warning('Skipped: %s', fault)
+  good = [image for image, fault in zip(left, faults) if not fault]
+  for line in model.report(good, args) if good else ():
+    print(line)
+  raise ValueError(
+    f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read: fix '
+    'or delete the files named above'
+  )
+
+
+def _faults(images, max_pixels) -> list[str | None]:
+  """Returns why each image cannot be read, or None."""
   from vit_jax.inference import tables, user_images
 
-  images, done = args.images, 0
-  try:
-    report = model.report(images, args)
-    for text in list(report) if args.out else report:  # A picture has them all.
-      print(text)
-      done += 1
-    return
-  except (ValueError, OSError):
-    source = user_images.Given(images[done:], model.config.max_image_pixels)
-    with futures.ThreadPoolExecutor() as pool:
-      check = functools.partial(tables.fault, source)
-      faults = list(pool.map(check, range(source.num_examples)))
-    if not any(faults) or len(images) == 1:
-      raise
-  broken = [fault for fault in faults if fault]
-  for fault in broken:
-    logging.warning('Skipped: %s', fault)
-  good = [image for image, why in zip(images[done:], faults) if not why]
-  for text in model.report(good, args) if good else ():
-    print(text)
-  raise ValueError(
-    f'{len(broken):,} of {len(images):,} images cannot be read: fix or delete '
-    'the files named above'
-  )
+  source = user_images.Given(images, max_pixels)
+  with futures.ThreadPoolExecutor() as pool:
+    check = functools.partial(tables.fault, source)
+    return list(pool.map(check, range(source.num_examples)))
 
 
 def _split(words: Sequence[str]) -> list[str]:
@@ -288,12 +273,17 @@ def _write_table(model, args, split) -> None:
   from vit_jax.data import sources
   from vit_jax.inference import tables, user_images
 
-  config = model.config
   if split:
     dataset, name = split
-    source = sources.open_split(config, name, ('image',), dataset=dataset)
+    source = sources.open_split(model.config, name, ('image',), dataset=dataset)
   else:
-    source = user_images.Given(args.images, config.max_image_pixels)
+    source = user_images.Given(args.images, model.config.max_image_pixels)
   options = model.table_options(args)
-  columns, facts = model.columns(**options), {'flags': options, 'split': split}
-  tables.write(model, source, args.out, columns, facts, args.broken)
+  tables.write(
+    model,
+    source,
+    args.out,
+    model.columns(**options),
+    {'flags': options, 'split': split},
+    args.broken,
+  )

@@ -1,18 +1,17 @@
 """Image operations in TensorFlow: decode, crop, augment, scale to [-1, 1].
 
-Images are first turned as their EXIF orientation says, unless they have boxes.
-Training takes an Inception crop (a random part of random aspect ratio).
-Evaluation resizes the whole image to the square, as in the original, or takes
-its centre. A seed determines every random choice, so that example i of a run
+Images are first turned upright by their EXIF orientation, unless they have boxes.
+Training takes an Inception crop (a random area of random aspect ratio).
+Evaluation resizes the whole image to a square, as in the original, or takes a
+central crop. A seed determines every random choice, so that example i of a run
 has the same pixels whenever and wherever it is computed.
 
-For models of images and texts, `get_pp` prepares both. The tokenizers are those
-of vit_jax/data/texts/tokenizers.py, here under the original's names.
+`get_pp` prepares images and texts for models of both. The tokenizers of
+vit_jax/data/texts/tokenizers.py are available under the original's names.
 """
 
 from collections.abc import Callable
 import dataclasses
-import io
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,8 @@ get_tokenizer = tokenizers.get_tokenizer
 BertTokenizer = tokenizers.BertTokenizer
 SentencepieceTokenizer = tokenizers.SentencepieceTokenizer
 
-# AutoGraph would rewrite all functions that these call, which takes seconds at
-# the start of a run, and they have no control flow that depends on tensors.
+# Without control flow that depends on tensors, AutoGraph would only add seconds to
+# the start of a run.
 _as_it_is = tf.autograph.experimental.do_not_convert
 
 
@@ -41,21 +40,25 @@ def image_sizes(pp) -> list[tuple[int, int]]:
 
 
 @_as_it_is
-def decode_with_geometry(encoded, seed, pp, upright: bool = False):
-  """Decodes and augments one image, and returns its geometry.
+def decode_with_geometry(encoded, seed, pp):
+  """Decodes and augments one image as stored, and returns its geometry.
+
+  The EXIF orientation is ignored: boxes and masks refer to the stored pixels.
 
   Args:
-    encoded: string scalar, the content of an image file.
+    encoded: string scalar, the contents of an image file.
     seed: int64 [2]; determines all random numbers.
     pp: `config.pp`.
-    upright: whether to turn the image first as its EXIF orientation says; boxes
-      and masks belong to the stored pixels.
 
   Returns:
     (image, geometry): float32 [crop height, crop width, channels] in [-1, 1],
     and the `geometry.Geometry` to apply to boxes and masks of the image. It does
     not include the moves of RandAugment.
   """
+  return _training_image(encoded, seed, pp, upright=False)
+
+
+def _training_image(encoded, seed, pp, upright):
   image, drawn = _decode_crop(
     encoded,
     lambda shape: geometry.sample(shape, seed, pp),
@@ -75,10 +78,9 @@ def on_canvas_for_training(encoded, seed, group, pp):
   See `decode_with_geometry`; `group` is the result of canvases.group_at.
 
   Returns:
-    (tensors, geometry): `image`, float32 [height, width, channels] in [-1, 1],
-    and `real`, bool [height, width], False for padding, by name; and the
-    `geometry.Geometry` to apply to boxes and masks, which are then those of the
-    image without padding.
+    (tensors, geometry): a dict of `image`, float32 [height, width, channels] in
+    [-1, 1], and `real`, bool [height, width], False for padding; and the
+    `geometry.Geometry` that maps boxes and masks to the image without padding.
   """
   image, drawn = _decode_crop(
     encoded, lambda shape: canvases.sample(shape, seed, group, pp), pp
@@ -95,7 +97,7 @@ def on_canvas_for_training(encoded, seed, group, pp):
 def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
   """Decodes one image and puts it on the canvas of a group of one length.
 
-  See `on_canvas_for_training`, and `decode_with_geometry` for `upright`.
+  See `on_canvas_for_training`. `upright` applies the EXIF orientation first.
   """
 
   def draw(shape):
@@ -130,40 +132,31 @@ def _change_pixels(image, seed, pp):
 
 
 def _decode_crop(encoded, draw, pp, crops=True, upright=False):
-  """Decodes a crop of an image; from a JPEG only the crop is decoded.
+  """Decodes a crop of an image; only the crop of a JPEG is decoded.
 
-  `draw` is a function from the shape of the image, int32 [2], turned if
-  `upright`, to its geometry, which may crop if `crops`.
+  `draw` maps the shape of the image, int32 [2], to a geometry, which crops only
+  if `crops`. Both refer to the upright image if `upright`.
 
   Returns:
-    The crop, uint8 [height, width, channels], and its geometry.
+    The crop, uint8 [height, width, channels], and its geometry. Unless `upright`,
+    the geometry's window is exactly what was decoded: in a JPEG at 1 / ratio of
+    its size, windows begin and end at multiples of the ratio.
   """
   encoded = tf.convert_to_tensor(encoded)
-  is_jpeg = tf.io.is_jpeg(encoded)
   shape = tf.cast(images.shape_of(encoded), tf.int32)
   turned = orientation.read(encoded) if upright else None
   drawn = draw(orientation.turn_shape(shape, turned))
-  ratio, small, window = None, None, None
+  ratio = window = None
   if pp.jpeg_shrink:
     ratio = jpeg.ratio(drawn.window[2:], drawn.size)
-    ratio = tf.where(is_jpeg, ratio, 1)
+    ratio = tf.where(tf.io.is_jpeg(encoded), ratio, 1)
   if crops:
-    window = small = orientation.turn_window(  # Of the stored pixels.
-      drawn.window, drawn.shape, orientation.inverse(turned)
-    )
+    window = orientation.stored_window(drawn.window, drawn.shape, turned)
     if ratio is not None:
-      small = window // ratio
-      window = small * ratio
-    taken = orientation.turn_window(window, shape, turned)
-    drawn = drawn._replace(window=taken)
-
-  def other():
-    image = images.decode_other(encoded)
-    return geometry.crop(image, window) if crops else image
-
-  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, small), other)
-  image = orientation.turn(image, turned)
-  return image if pp.channels == 3 else images.to_grey(image), drawn
+      window = window // ratio  # In pixels of the decoded image.
+      if not upright:
+        drawn = drawn._replace(window=window * ratio)
+  return images.decode_window(encoded, pp.channels, turned, ratio, window), drawn
 
 
 @_as_it_is
@@ -183,7 +176,7 @@ def for_evaluation(image, pp):
 
 
 def _to_size(image, size, resize):
-  """Resizes to `size`; or as `config.pp.resize` says, and crops the centre."""
+  """Resizes to `size`; or to `config.pp.resize`, and crops the centre."""
   if resize is None:
     return tf.image.resize(image, size)
   if not isinstance(resize, tuple | list):
@@ -212,12 +205,11 @@ class PreprocessImages:
   def preprocess_tf(self, image):
     """Maps an image, uint8 [height, width, C], to float32 [size, size, C].
 
-    Values of another type are a ValueError.
+    Raises:
+      ValueError: if the image is not uint8.
     """
     if image.dtype != tf.uint8:
-      raise ValueError(
-        f'image has values of type {image.dtype.name}: give uint8, from 0 to 255'
-      )
+      raise ValueError(f'image is {image.dtype.name}: give uint8, from 0 to 255')
     short_side = self.size if self.crop else None
     image = _to_size(image, (self.size, self.size), short_side)
     return images.to_float(tf.cast(image, tf.uint8))
@@ -238,16 +230,16 @@ def get_pp(
   """Returns a function that prepares images and texts, for tf.data.Dataset.map.
 
   It takes a dict of tensors and returns a new one. `image`, uint8 [height, width,
-  C], becomes float32 [size, size, C] in [-1, 1], see PreprocessImages. `text`, a
-  string scalar, stays and has its `tokens`, int32 [max_len], beside it. All other
-  features stay as they are, and either of these may be missing.
+  C], becomes float32 [size, size, C] in [-1, 1], see PreprocessImages. For `text`,
+  a string scalar, `tokens`, int32 [max_len], is added. Both are optional, and
+  other features are passed through.
 
   Args:
     tokenizer_name: a key of vit_jax.data.texts.tokenizers.TOKENIZERS.
     vocab_path: its vocabulary, see vit_jax/data/texts/tokenizers.py.
-    max_len: tokens of a text.
+    max_len: number of tokens per text.
     size: height and width of an image in pixels.
-    crop: whether to crop the centre in place of changing the aspect ratio.
+    crop: whether to crop the centre instead of changing the aspect ratio.
 
   Raises:
     FileNotFoundError: if there is no vocabulary at `vocab_path`.
@@ -282,7 +274,7 @@ def prepare(encoded, seed, pp):
     float32 [crop height, crop width, channels] in [-1, 1].
   """
   if seed is not None:
-    return decode_with_geometry(encoded, seed, pp, upright=True)[0]
+    return _training_image(encoded, seed, pp, upright=True)[0]
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop
@@ -300,7 +292,7 @@ def from_user(
       width] or [height, width, 1, 3 or 4].
     function: function of the contents of an image file; may raise the errors of
       `decode`.
-    max_pixels: files with more pixels are refused before decoding; None: no
+    max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
 
   Returns:
@@ -309,24 +301,20 @@ def from_user(
   Raises:
     FileNotFoundError: if the path does not exist.
     OSError: if the file cannot be read.
-    ValueError: if the file is no image, or the array has another shape or type.
+    ValueError: if the file is not an image, or the array has another shape or
+      type.
   """
-  name, limit = 'image', max_pixels
+  name = 'image'
   if isinstance(image, np.ndarray):
     image = _to_pillow(image)
   if isinstance(image, Image.Image):
-    limit = None
-    if orientation.of_pillow(image) > 1:
-      image = ImageOps.exif_transpose(image)
-    buffer = io.BytesIO()
-    pixels = Image.fromarray(rgb.to_rgb(image))
-    pixels.save(buffer, 'PNG', compress_level=0)
-    image = buffer.getvalue()
+    image = images.encode_png(rgb.to_rgb(ImageOps.exif_transpose(image)), 0)
+    max_pixels = None
   if not isinstance(image, bytes):
     name, image = image_files.display(image), image_files.read_file(image)
   try:
-    if limit is not None:
-      images.bounded(image, limit)
+    if max_pixels is not None:
+      images.bounded(image, max_pixels)
     return function(image)
   except images.DECODE_ERRORS as e:
     raise ValueError(

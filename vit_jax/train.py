@@ -34,10 +34,7 @@ from vit_jax.run import (
 )
 
 say = console.say
-# Runs of fewer updates are most likely a mistake.
-_FEW = 20
-
-
+_FEW = 20  # Runs of fewer updates are most likely a mistake.
 Interrupted = stopping.Interrupted
 
 
@@ -67,10 +64,7 @@ class Program(NamedTuple):
 
 
 def _computation(config, mesh) -> str:
-  """Describes the type of the computation, and the implementation of attention.
-
-  ValueError if the one of the config does not run on the devices of the mesh.
-  """
+  """Describes dtype and attention; ValueError if attention cannot run on the mesh."""
   layers = model_configs.layers_of(config.model)
   name = layers.get('attention', attention.AUTO)
   platform = mesh.devices.flat[0].platform
@@ -85,15 +79,15 @@ def _computation(config, mesh) -> str:
     bias=relative,
     key=f'config.{model_configs.place_of_layers(config.model)}.attention',
   )
-  words = f'Computed in {dtype}'
+  words = f'Computing in {dtype}'
   if 'attention' in layers:
     width = model_configs.vit_of(config.model).hidden_size
     with jax.set_mesh(mesh):
       plain = not (dropout or relative)
       name = attention.choose(name, dtype, width // layers.num_heads, plain)
-    words += f', attention: {name}'
+    words += f' with {name} attention'
   if platform != 'cpu' and dtype == 'float32' and 'dtype' in config.model:
-    words += '. --config.model.dtype=auto computes in bfloat16, which is faster'
+    words += '; --config.model.dtype=auto (bfloat16) is faster'
   return words
 
 
@@ -201,8 +195,7 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """Checks a config, opens its data and builds its program.
 
   ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
-  In the workdir the list of a folder's images is stored, see
-  sources.open_split.
+  The list of a folder's images is stored in the workdir, see sources.open_split.
   """
   config = run_config.complete(config)
   if workdir is not None:
@@ -267,7 +260,7 @@ def _opener(task, dataset, workdir, opened) -> Callable:
 
 
 def _learned(task_class, config, source, workdir) -> dict[str, Any]:
-  """Returns metadata that the run has learned, or learns now."""
+  """Returns metadata that the run learned before, or learns now."""
   if not task_class.LEARNED:
     return {}
   stored = workdir and workdir_lib.stored(workdir, task_class.METADATA)
@@ -301,8 +294,8 @@ def _probes(task, mesh, workdir, split, open_split) -> list:
 def check_start(prepared: Prepared, workdir) -> dict:
   """Checks that a run can start or resume in a workdir; writes nothing.
 
-  Returns the weights that the config names, by path; {} if it names none, or if
-  the run resumes from a checkpoint.
+  Returns the weights that the config names, by path; {} if it names none, or the
+  run resumes from a checkpoint.
   """
   config, data = prepared.config, fingerprints(prepared)
   processes.agree('the data', workdir_lib.flatten(data))
@@ -310,10 +303,9 @@ def check_start(prepared: Prepared, workdir) -> dict:
   begun = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
   )
-  if begun and not workdir_lib.has_moved_weights(workdir, config):
+  if begun:
     return {}
   weights = _pretrained(prepared)
-  workdir_lib.check_weights(workdir, config, weights)
   program = prepared.program
   program.task.check_weights(weights, program.abstract.params)
   memory.check(config, program, prepared.mesh)
@@ -361,22 +353,21 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      workdir_lib.store_weights(workdir, weights)
       say(_describe_start(program.abstract.params, weights))
   elif step < config.total_steps:
-    say(f'Going on from the checkpoint of step {step}.')
+    say(f'Resuming from step {step}.')
   return checkpoints, state, step
 
 
 def _describe_start(params, weights) -> str:
-  """Returns which parameters of a run come from weights, in words."""
+  """Describes which parameters of a run come from weights."""
   paths = flax.traverse_util.flatten_dict(params, sep='/')
   taken, new = (
     sorted({path.split('/')[0] for path in paths if (path in weights) == known})
     for known in (True, False)
   )
   if len(taken) < len(new):
-    return f'Starting from pre-trained weights of {", ".join(taken)}; all else is new.'
+    return f'Starting from pre-trained weights of {", ".join(taken)}; the rest is new.'
   heads = f', with a new {", ".join(new)}' if new else ''
   return f'Starting from pre-trained weights{heads}.'
 
@@ -391,7 +382,7 @@ def train_and_evaluate(
   Args:
     config: see vit_jax/configs/common.py.
     workdir: folder for checkpoints, metrics and config; local or gs://.
-    held: its holder, if the caller has taken the workdir already.
+    held: the lock of the workdir, if the caller has taken it already.
 
   Returns:
     The final TrainState, and the metrics of the last evaluation.
@@ -416,7 +407,7 @@ def train_and_evaluate(
 
 
 def _train(prepared, workdir, held, checkpoints, state, step):
-  """Makes all remaining updates; returns the run and the last metrics."""
+  """Makes the remaining updates; returns the run and the last metrics."""
   config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
   run = loop.Run(prepared, workdir, checkpoints, state, step)
   with (
@@ -445,7 +436,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
         say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
         held.check()
-        run.save(metrics)
+        run.save()
       if stop_now:
         checkpoints.close()
         raise Interrupted(run.step, stop.signal)
@@ -466,11 +457,11 @@ def _describe(prepared):
   words = task.describe()
   lines = [
     f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
-    f'{mesh.size} {mesh.devices.flat[0].platform} device(s)'
-    f' in {jax.process_count()} process(es), mesh {dict(mesh.shape)}.',
-    f'{mixture.describe(config.dataset)}: {examples:,} '
-    f"examples ('{config.pp.train}') to train on, "
-    f'{tested} to test on{f", {words}" if words else ""}.',
+    f'{_count(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
+    f'{_count(jax.process_count(), "process")}, mesh {dict(mesh.shape)}.',
+    f'{mixture.describe(config.dataset)}: {examples:,} training examples '
+    f"('{config.pp.train}'), {tested} for evaluation"
+    f'{f", {words}" if words else ""}.',
     f'{steps:,} steps of {config.batch:,} images: '
     f'{steps * config.batch / examples:,.1f} epochs.',
     f'{_computation(config, mesh)}.',
@@ -479,13 +470,13 @@ def _describe(prepared):
   if times > 1:
     lines.append(
       f'A batch of {config.batch:,} images repeats each of the {examples:,} '
-      f'training images {times:.1f} times, which takes longer and teaches no more: '
-      f'lower --config.batch to {examples:,} or less.'
+      f'training images {times:.1f} times, which is slower and adds nothing: lower '
+      f'--config.batch to {examples:,} or less.'
     )
   if steps < _FEW:
     lines.append(
-      f'{steps:,} updates teach a model little: lower --config.batch '
-      'or train longer (--config.total_epochs or --config.total_steps).'
+      f'{steps:,} updates are too few to learn much: lower --config.batch or train '
+      'longer (--config.total_epochs or --config.total_steps).'
     )
   frozen = sum(optim.frozen_sizes(config.lr_multipliers, params).values())
   if frozen:
@@ -497,6 +488,11 @@ def _describe(prepared):
   if copied:
     lines.append(f'{copied}.')
   say('\n'.join(lines))
+
+
+def _count(number, noun) -> str:
+  plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
+  return f'{number} {noun}{plural}'
 
 
 def _summarise(run, metrics, seconds):
@@ -521,7 +517,4 @@ def _summarise(run, metrics, seconds):
       shlex.quote(str(example)),
       prepared.program.task.flags_to_predict(),
     ]
-    say(
-      'Next, the prediction for an image:\n  vit_jax predict '
-      + ' '.join(filter(None, words))
-    )
+    say('To predict an image:\n  vit_jax predict ' + ' '.join(filter(None, words)))

@@ -1,4 +1,4 @@
-"""The original's utils: schedule, gradient accumulation, a log file."""
+"""The utils of the original: schedule, gradient accumulation, log file."""
 
 from collections.abc import Callable
 import logging as python_logging

@@ -106,19 +106,19 @@ def test_a_folder_without_images(tmp_path):
 def test_a_class_without_images_among_other_files(root):
   for path in (root / 'train' / 'bee').iterdir():
     path.rename(path.with_suffix('.txt'))
-  with pytest.raises(ValueError, match=r"train/bee' holds no image.*\.jpg"):
+  with pytest.raises(ValueError, match=r"train/bee' .*\.jpg"):
     folder.list_split(str(root), 'train')
 
 
 def test_a_class_that_test_lacks(root):
   shutil.rmtree(root / 'test' / 'bee')
-  with pytest.raises(ValueError, match=r"test' are not those .*it lacks \['bee'\]"):
+  with pytest.raises(ValueError, match=r"test' .*lacks \['bee'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
 def test_a_class_that_train_lacks(root):
   shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
-  with pytest.raises(ValueError, match=r"is trained on, 3, .*it has \['wasp'\]"):
+  with pytest.raises(ValueError, match=r"differ from the 3 .*has \['wasp'\]"):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
@@ -145,7 +145,7 @@ def test_broken_images_are_named(root):
   assert '--config.broken_images=skip' in str(error.value)
 
 
-def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
+def test_images_checked_before_an_error_are_not_checked_again(
   root, tmp_path, monkeypatch
 ):
   zero, cut, short = damage(root)
@@ -156,16 +156,16 @@ def test_what_was_looked_at_before_the_error_is_not_looked_at_again(
     path.unlink()
   shutil.copy(root / 'train' / 'ant' / 'ant5.jpg', zero)
   monkeypatch.setattr(checking, '_recent', {})  # As in another process.
-  looked, why_broken = [], images.why_broken
+  checked, why_broken = [], images.why_broken
 
   def count(path, max_pixels):
-    looked.append(path)
+    checked.append(path)
     return why_broken(path, max_pixels)
 
   monkeypatch.setattr(images, 'why_broken', count)
   paths, _, _ = folder.list_split(str(root), 'train', workdir=workdir)
   assert len(paths) == 31
-  assert looked == [str(zero).encode()]
+  assert checked == [str(zero).encode()]
 
 
 def test_broken_images_are_skipped_and_counted_where_the_config_says(root, caplog):

@@ -94,9 +94,8 @@ LINES = b"""{"image": "a.png", "label": "cat", "x": [1, 2.5], "y": {"z": true}}
 """
 CLASSES = json.dumps({'label': ['cat', 'dog'], 'o/c': ['d']}).encode()
 VALUES = (
-  b'null', b'[]', b'{}', b'-1', b'1e999', b'NaN', b'"\\ud800"', b'"\\u0000"',
-  b'[' * 2000, b'{"a":' * 2000, b'99999999999999999999', b'[[1], [2, 3], []]',
-  b'true', b'"x"', b'[1, "x"]', b'[{}]', b'\xff', b'1' * 5000,
+  b'null', b'[]', b'{}', b'-1', b'1e999', b'NaN', b'[[1], [2, 3], []]', b'true',
+  b'"x"', b'[1, "x"]', b'[{}]', b'\xff',
 )  # fmt: skip
 
 

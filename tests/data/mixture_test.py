@@ -61,7 +61,7 @@ def batches(config, source, start=0, count=3, rows=None, example=number):
 def test_every_prefix_has_its_shares_and_no_position_is_lost(weights, bound):
   source = mix([5] * len(weights), weights)
   positions = np.arange(4000)
-  part, local = source.place(positions)
+  part, local = (x.numpy() for x in source.place(positions))
   for k, weight in enumerate(weights):
     mine = part == k
     np.testing.assert_array_equal(local[mine], np.arange(mine.sum()))
@@ -75,7 +75,7 @@ def test_every_prefix_has_its_shares_and_no_position_is_lost(weights, bound):
 def test_positions_far_away_are_counted_without_error():
   source = mix([5, 5], (1, 2))
   far = 10**17 + np.arange(6)
-  part, local = source.place(far)
+  part, local = (x.numpy() for x in source.place(far))
   np.testing.assert_array_equal(np.bincount(part), [2, 4])
   share = fractions.Fraction(2, 3)
   for p, k, i in zip(far, part, local):
@@ -285,7 +285,7 @@ def test_ragged_features_from_each(tiny_config, tmp_path):
     12,
   ],
 )
-def test_what_is_no_mixture(dataset):
+def test_invalid_mixtures(dataset):
   assert not schema.accepts(dataset, schema.fields(common.Config)['dataset'])
 
 

@@ -1,4 +1,4 @@
-"""Tests of pseudo-labels as a data set, alone and beside labelled images."""
+"""Tests of pseudo-labels as a data set, with and without labelled images."""
 
 import json
 
@@ -131,9 +131,9 @@ def test_pseudo_labels_of_other_classes_are_refused(config, tmp_path):
   write(tmp_path, config, class_names=['ant', 'bee', 'dog'])
   folder = config.dataset
   config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
-  with pytest.raises(ValueError, match="'bee', 'dog'.*must have the same"):
+  with pytest.raises(ValueError, match="'bee', 'dog'.*config.dataset"):
     sources.open_split(config, 'train')
-  with pytest.raises(ValueError, match='are of 3 classes.*by a teacher of the'):
+  with pytest.raises(ValueError, match=r"'bee', 'dog'.*3, \['ant', 'bee', 'cow'\]"):
     sources.open_split(config, 'train', class_names=NAMES, dataset=str(tmp_path))
 
 
@@ -141,14 +141,13 @@ def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
   write(tmp_path, config)
   file = tmp_path / pseudo_labels.JSON
   facts = json.loads(file.read_text())
-  del facts['check']  # As before there was one.
-  with pytest.raises(ValueError, match="evaluate split 'test' of data with"):
+  with pytest.raises(ValueError, match="evaluate split 'test'"):
     sources.open_split(config, 'test', dataset=str(tmp_path))
   file.write_text(json.dumps({**facts, 'split': 'test'}))
-  with pytest.raises(ValueError, match="split 'test', are not those that"):
+  with pytest.raises(ValueError, match="split 'test', have changed"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
   file.write_text(json.dumps({'dataset': 'x'}))
-  with pytest.raises(ValueError, match="is damaged: it lacks 'split' of the"):
+  with pytest.raises(ValueError, match="json' is damaged: .*split"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
@@ -165,21 +164,9 @@ def test_damaged_labels_are_refused(config, tmp_path, how):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
-def test_no_damage_of_the_json_goes_unnoticed(config, tmp_path):
-  """One bit of each byte is another; or the file holds something else."""
-  write(tmp_path, config)
+@pytest.mark.parametrize('content', [b'', b'[]', b'{"dataset": "x", "sp'])
+def test_a_damaged_json_is_named(tmp_path, content):
   file = tmp_path / pseudo_labels.JSON
-  good, content = pseudo_labels.read_facts(tmp_path), file.read_bytes()
-  flips = [bytearray(content) for _ in content]
-  for place, flipped in enumerate(flips):
-    flipped[place] ^= 1 << place % 7
-  refused = []
-  for bad in (*flips, b'', b'[]', b'7', b'[' * 200_000, content[:-9]):
-    file.write_bytes(bad)
-    try:
-      found = pseudo_labels.read_facts(tmp_path)
-      assert all(found[name] == good[name] for name in good.keys() - {'check'})
-    except ValueError as e:
-      refused.append(str(e))
-  assert len(refused) > 0.9 * len(flips)
-  assert all(f"'{file}' is damaged" in message for message in refused)
+  file.write_bytes(content)
+  with pytest.raises(ValueError, match=f"{file}' is damaged"):
+    pseudo_labels.read_facts(tmp_path)

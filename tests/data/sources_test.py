@@ -222,7 +222,7 @@ def test_features_that_may_be_lacking(open_boxes):
   _, source = open_boxes('array_record', ('image', 'depth?', 'camera/id?', 'index'))
   assert source.features == ('image', 'camera/id')
   with pytest.raises(
-    ValueError, match=r"'boxes' has no feature 'depth': it has \['camera/flash'"
+    ValueError, match=r"'boxes' has no feature 'depth'.*\['camera/flash'"
   ):
     open_boxes('array_record', ('image', 'depth'))
 

@@ -115,7 +115,7 @@ def test_layers_are_those_that_the_model_computes(task):
 
 def test_a_layer_that_is_not_there(task):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  with pytest.raises(ValueError, match="layer='encoderblock_9' is no layer.*has.*Transformer/encoderblock_0,"):  # fmt: skip
+  with pytest.raises(ValueError, match="layer='encoderblock_9'.*Transformer/encoderblock_0,"):  # fmt: skip
     features.Extractor(task, mesh, 'encoderblock_9')
 
 
@@ -197,19 +197,19 @@ def test_features_beyond_the_memory_are_refused(task):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   huge = types.SimpleNamespace(num_examples=10**12)
   huge.evaluated = huge
-  with pytest.raises(ValueError, match=r"1,000,000,000,000 examples with 16 .*--train='train\[:10%]' or --test=.*config.fewshot.train"):  # fmt: skip
+  with pytest.raises(ValueError, match='1,000,000,000,000 examples .*--train=.*config.fewshot.train'):  # fmt: skip
     features.Extractor(task, mesh).run(huge, {}, {})
 
 
 def test_the_smallest_machine_decides_on_all_processes(task, monkeypatch):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   monkeypatch.setattr(processes, 'attempt', lambda what, function: [2**40, 100])
-  with pytest.raises(ValueError, match='more than half of the 0.0 MiB of a'):
+  with pytest.raises(ValueError, match='half of the 0.0 MiB'):
     features.Extractor(task, mesh).run(grey(range(9)), {}, {})
 
 
 def test_examples_without_a_label_do_not_count():
   found = features.Features(np.eye(3), np.array([0, -1, 1], np.int32))
   assert found.accuracy(np.array([0, 1, 2])) == 0.5
-  with pytest.raises(ValueError, match='no image of the split has one class'):
+  with pytest.raises(ValueError, match='no image .* class'):
     found._replace(labels=np.full(3, -1)).accuracy(np.arange(3))

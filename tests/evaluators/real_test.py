@@ -88,10 +88,10 @@ def test_files_of_a_folder_have_their_names(task, tmp_path):
 @pytest.mark.parametrize(
   ('labels', 'message'),
   [
-    (LABELS[:5], "has labels of 5 images, and split 'validation' has 6 images"),
-    ([*LABELS[:5], [3]], 'has classes that the model does not have'),
-    ([*LABELS[:5], 2], 'is not a list of lists of class numbers'),
-    ('[[1', 'is not a list of lists of class numbers'),
+    (LABELS[:5], "5 images.*'validation'.* 6 images"),
+    ([*LABELS[:5], [3]], 'classes .* 0 to 2'),
+    ([*LABELS[:5], 2], 'list of lists'),
+    ('[[1', 'list of lists'),
   ],
 )
 def test_labels_of_something_else(task, tmp_path, labels, message):
@@ -107,9 +107,9 @@ def test_a_file_that_is_not_there(task, tmp_path):
 def test_images_without_the_names_of_files(task, tmp_path):
   names = ['ILSVRC2012_val_00000007.JPEG', *['n015_54.JPEG'] * 5]
   evaluator = make(task, LABELS, tmp_path / 'real.json', lambda *_: source(names))
-  with pytest.raises(ValueError, match="'example 0' and 5 more images cannot be matched"):  # fmt: skip
+  with pytest.raises(ValueError, match="'example 0' and 5 more"):  # fmt: skip
     evaluator.run({}, {})
   columns = {'image': [png(1)] * 6, 'label': np.zeros((6, 1), np.int64)}
   nameless = records.MemorySource(columns, {'label': tuple('abc')})
-  with pytest.raises(ValueError, match="'example 0' and 5 more images cannot be matched"):  # fmt: skip
+  with pytest.raises(ValueError, match="'example 0' and 5 more"):  # fmt: skip
     make(task, LABELS, tmp_path / 'real.json', lambda *_: nameless)

@@ -1,17 +1,9 @@
-"""Tests of linear classifiers: closed form, optimum, choice of the penalty, SGD."""
+"""Tests of linear classifiers: closed form, optimum, choice of the penalty."""
 
-import functools
-
-import jax
 import numpy as np
 import pytest
 
-from tests.evaluators import features_test
-from vit_jax import console
-from vit_jax.data import records, sources
-from vit_jax.distributed import sharding
-from vit_jax.evaluators import features, probes, solvers
-from vit_jax.run import config as run_config
+from vit_jax.evaluators import features, solvers
 
 
 def blobs(seed, count=300, noise=1.0):
@@ -79,7 +71,6 @@ def test_held_out_images_choose_the_penalty(monkeypatch):
   train, test = blobs(1, 60, 1.5), blobs(2, 3000, 1.5)
   train = train._replace(labels=np.where(np.arange(60) == 7, -1, train.labels))
   found = solvers.tuned(train, test)
-  assert found.method == 'L-BFGS'
   assert list(found.held_out) == [10.0, 1e-1, 1e-6]
   assert found.held_out[found.l2] == max(found.held_out.values())
   rows = train.labelled()
@@ -94,40 +85,5 @@ def test_too_few_images():
   with pytest.raises(ValueError, match='0 sample'):
     solvers.tuned(train, train)
   train = train._replace(labels=np.full(3, -1))
-  with pytest.raises(ValueError, match='no image of the split has one class'):
+  with pytest.raises(ValueError, match='no image .* class'):
     solvers.tuned(train, train)
-
-
-def test_sgd_where_features_do_not_fit_in_memory(tiny_config, monkeypatch):
-  """Images of three shades of grey, by their mean and its square."""
-  tiny_config.pp.channels = 3
-  tiny_config.update(batch=16, batch_eval=16)
-  tiny_config.fewshot.squeeze = 1.0
-  config = run_config.complete(tiny_config)
-  task = run_config.get_task('classify')(config, {'class_names': list('abc')})
-  shades = 100 * (np.arange(48) % 3) + np.arange(48) // 3
-  source = features_test.grey(shades)
-  labels = np.arange(48)[:, None] % 3
-  labels[5] = -1  # Does not count.
-  images = source.lookup(np.arange(48))['image']
-  source = records.MemorySource({'image': images, 'label': labels}, source.names)
-
-  def intermediates(params, extra, batch, capture):
-    mean = batch['image'].mean(axis=(1, 2, 3))[:, None]  # [B, 1]
-    both = jax.numpy.concatenate([mean, mean**2], axis=1)
-    return {'features': (both,), 'good': (both,), 'bad': (0 * mean,)}
-
-  task.intermediates = intermediates
-  monkeypatch.setattr(sources, 'open_split', lambda *args, **kwargs: source)
-  quick = functools.partial(solvers.sgd, epochs=20, learning_rate=20.0)
-  monkeypatch.setattr(solvers, 'sgd', quick)
-  # An eighth holds 48 images of 2 features and 3 logits in 7,680 bytes.
-  monkeypatch.setattr(console, 'machine_memory', lambda: 7_679)
-  mesh = sharding.make_mesh({'data': 2}, jax.devices()[:2])
-  probe = probes.FewShot(task, mesh)
-  found = probe.linear(('good', 'bad'), {}, {})
-  assert list(found) == ['good', 'bad']
-  assert found['good'] == solvers.Result(1.0, 0.0, {}, 'SGD')
-  assert found['bad'].accuracy == pytest.approx(16 / 47)  # One class of three.
-  monkeypatch.setattr(console, 'machine_memory', lambda: 7_680)
-  assert probe.linear(('good',), {}, {})['good'].method == 'L-BFGS'

@@ -300,7 +300,7 @@ def test_what_is_wrong_with_a_file_stands_on_the_page(
       sync_api.expect(toast).to_contain_text(text)
       assert '/' not in toast.inner_text()  # A folder of this machine.
       sync_api.expect(best(page)).to_have_count(0)
-      right = page.get_by_text('Most probable classes').bounding_box()['x']
+      right = page.get_by_text('Top predictions').bounding_box()['x']
       assert toast.bounding_box()['x'] + toast.bounding_box()['width'] < right
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
@@ -321,7 +321,7 @@ def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
     upload(page, __file__)
     toast = page.locator('.toast-body')
     toast.wait_for()
-    assert place(toast)[1] < place(page.get_by_text('Most probable classes'))[0]
+    assert place(toast)[1] < place(page.get_by_text('Top predictions'))[0]
 
 
 def test_two_visitors_at_once(browser, url, model, photos, monkeypatch):
@@ -392,7 +392,9 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos, tmp
     [path], lambda *_: (), detector.task.input_spec(), parts
   )
   batch = jax.tree.map(lambda x: x[None], inputs)
-  seen = attention_figures.look(detector.task, detector.params, detector.extra, batch)
+  seen = attention_figures.compute(
+    detector.task, detector.params, detector.extra, batch
+  )
   areas = [(x1 - x0) * (y1 - y0) for *_, (x0, y0, x1, y1) in objects[:count]]
   number = int(np.argmin(areas))
   query = np.argsort(-seen.scores[0])[number]

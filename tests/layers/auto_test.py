@@ -71,11 +71,10 @@ def tokens(monkeypatch):
 @pytest.mark.parametrize(
   'dtype, want',
   [
-    ('auto', 'bfloat16, attention: cudnn'),
+    ('auto', 'bfloat16 with cudnn attention'),
     (
       'float32',
-      'float32, attention: default. --config.model.dtype=auto computes in '
-      'bfloat16, which is faster',
+      'float32 with default attention; --config.model.dtype=auto (bfloat16) is faster',
     ),
   ],
 )
@@ -85,7 +84,7 @@ def test_the_description_of_a_run_on_a_gpu(gpu, monkeypatch, dtype, want):
   config = run_config.complete(config)
   monkeypatch.setattr(jax, 'set_mesh', contextlib.nullcontext)
   mesh = types.SimpleNamespace(devices=np.array([_Device('9.0')]))
-  assert train._computation(config, mesh) == f'Computed in {want}'
+  assert train._computation(config, mesh) == f'Computing in {want}'
 
 
 @pytest.mark.parametrize(

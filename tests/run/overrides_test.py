@@ -58,15 +58,15 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     ('../pretrain.py', 'did you mean the installed configs/pretrain.py'),
     ('pretrian.py', 'did you mean the installed configs/pretrain.py'),
     ('vit_jax/configs/pretrian.py:b16,x', 'the installed configs/pretrain.py'),
-    ('zzz.py', 'the package has augreg.py, '),
-    ('configs', 'the package has augreg.py, '),
+    ('zzz.py', 'installed are augreg.py, '),
+    ('configs', 'installed are augreg.py, '),
   ],
 )
 def test_a_config_that_does_not_exist(path, message, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'configs').mkdir()
   name = path.partition(':')[0]
-  with pytest.raises(FileNotFoundError, match=f"^config='{name}' is no file: "):
+  with pytest.raises(FileNotFoundError, match=f"^config='{name}' is not a file: "):
     overrides.load(path)
   with pytest.raises(FileNotFoundError, match=message):
     overrides.load(path)
@@ -75,7 +75,7 @@ def test_a_config_that_does_not_exist(path, message, tmp_path, monkeypatch):
 FILES = {
   'def get_config():\n  return 5': 'get_config returns int, not a ConfigDict',
   'x = 5': 'the file has no function get_config',
-  'def get_config(arg):\n  pass': 'needs an argument: give FILE.py:ARGUMENT',
+  'def get_config(arg):\n  pass': 'needs an argument: .*FILE.py:ARGUMENT',
   'def get_config(:': 'SyntaxError in line 1',
   'import os\nimport no_such_module': 'ModuleNotFoundError in line 2: No modul',
   'import ml_collections\n\ndef get_config():\n'
@@ -95,7 +95,7 @@ def test_errors_of_a_config_file_are_one_line(text, tmp_path):
 
 
 def test_a_config_that_takes_no_argument():
-  with pytest.raises(ValueError, match='takes no argument: leave out'):
+  with pytest.raises(ValueError, match='takes no argument.*:b16'):
     overrides.load('configs/digits.py:b16')
 
 
@@ -203,10 +203,10 @@ def test_programs_of_several_runs():
     ('--config.base_lr=1e999', '^base_lr=inf .*finite'),
     ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
     ('--config.fewshot.shots=a,b', 'fewshot.shots=.* integers'),
-    ('--config.batch', 'config.batch needs a value: give --config.batch=VALUE'),
+    ('--config.batch', 'config.batch needs a value'),
     ('--config.pretrained', 'config.pretrained needs a value'),
     ('--noconfig.batch', 'config.batch needs a value'),
-    ('--config.pp=3', 'config.pp is a group of keys: set one of them, such as'),
+    ('--config.pp=3', 'config.pp is a group of keys'),
     ('--config.btch=3', "no key 'btch': did you mean 'batch'"),
     ('--config.lr=3', "no key 'lr': did you mean 'base_lr'"),
     ('--config.remat=full', "no key 'remat': did you mean 'model.transformer."),

@@ -21,7 +21,7 @@ def advance():
   for step in (1, 2):
     progress.update(step)
   progress.show(2, 0.5, 800.0)
-  progress.beside_bar(1, 'accuracy_test 75.00 %')
+  progress.set_postfix(1, 'accuracy_test 75.00 %')
   progress.close()
 
 

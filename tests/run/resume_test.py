@@ -1,4 +1,4 @@
-"""Tests with real processes: killed at any moment, they go on bit for bit."""
+"""Tests with real processes: killed at any moment, they resume bit for bit."""
 
 import signal
 
@@ -32,38 +32,37 @@ def test_what_a_user_sees(reference):
   assert 'loss' in first
   assert 'img/s' in first
   assert 'left' in first
-  assert 'Computed in float32, attention: default.' in output
+  assert 'Computing in float32 with default attention.' in output
   assert 'Done in' in output
   for name in ('checkpoints', 'metrics.jsonl', 'tensorboard --logdir='):
     assert name in output
   assert f'vit_jax predict --workdir={workdir}' in output
 
 
-_SAVE = 'vit_jax.run.checkpoint_files'
-_RESTORE = 'vit_jax.run.checkpoints'
+_CHECKPOINTS = 'vit_jax.run.checkpoints'
 # Where the clock of a kill starts, and the most that it then runs: see
 # tests.forked.start. In this order: the first lives find no checkpoint.
 KILLS = [
   ('start-up', 'vit_jax.run.config', 'complete', 1, 0.05),
   ('start-up', 'vit_jax.run.workdir', 'create', 1, 0.02),
   ('start-up', 'vit_jax.run.loop', 'Run.update', 1, 0.5),
-  ('first save', _RESTORE, 'Checkpoints.save', 1, 0.05),
-  ('first save', _SAVE, '_write_own', 1, 0.0),
-  ('first save', _SAVE, 'Handler.finalize', 1, 0.01),
-  ('save', _SAVE, '_write', 3, 0.0),
-  ('restore', _SAVE, 'read', 1, 0.0),
-  ('restore', _SAVE, 'read', 1, 0.02),
-  ('restore', _SAVE, 'check', 1, 0.005),
+  ('first save', _CHECKPOINTS, 'Checkpoints.save', 1, 0.05),
+  ('first save', _CHECKPOINTS, '_Handler.finalize', 1, 0.0),
+  ('first save', _CHECKPOINTS, '_Handler.finalize', 1, 0.01),
+  ('save', _CHECKPOINTS, '_NewestAndBest.should_preserve', 2, 0.0),
+  ('restore', _CHECKPOINTS, '_read', 1, 0.0),
+  ('restore', _CHECKPOINTS, '_read', 1, 0.02),
+  ('restore', _CHECKPOINTS, '_check', 1, 0.005),
   ('step', 'vit_jax.run.loop', 'Run.update', 8, 0.1),
-  ('save', _RESTORE, 'Checkpoints.save', 2, 0.1),
+  ('save', _CHECKPOINTS, 'Checkpoints.save', 2, 0.1),
   ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.0),
   ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.05),
   ('metrics', 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
   ('start-up', 'vit_jax.run.metrics', 'MetricsLog.__init__', 1, 0.02),
   ('step', 'vit_jax.run.loop', 'Run.update', 10, 0.2),
-  ('save', _SAVE, 'Handler.finalize', 2, 0.05),
+  ('save', _CHECKPOINTS, '_Handler.finalize', 2, 0.05),
   ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.02),
-  ('save', _RESTORE, 'Checkpoints.save', 3, 0.2),
+  ('save', _CHECKPOINTS, 'Checkpoints.save', 3, 0.2),
 ]
 
 
@@ -82,7 +81,7 @@ def test_killed_at_twenty_moments_the_end_is_the_same(
       kill, outputs,
     )  # fmt: skip
   assert 'Traceback' not in outputs
-  assert 'Going on from the checkpoint of step' in outputs
+  assert 'Resuming from step' in outputs
   assert sorted(path.name for path in workdir.glob('*checkpoints')) == ['checkpoints']
   got, step = processes.load_state(workdir)
   want, last = processes.load_state(reference[0])
@@ -110,13 +109,13 @@ def test_a_signal_saves_and_stops_and_the_same_command_goes_on(
       break
   output, _ = process.communicate(timeout=120)
   assert process.returncode == 128 + number, output
-  assert 'is saved. The same command goes on there.' in output
+  assert 'Saved step' in output
   assert 'Traceback' not in output
   [step] = checkpoints_lib.Checkpoints(tmp_path, read_only=True).steps()
   assert 5 <= step < 60
   status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
   assert status == 0, output
-  assert f'Going on from the checkpoint of step {step}.' in output
+  assert f'Resuming from step {step}.' in output
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
   )
@@ -133,7 +132,7 @@ def test_a_full_disk_stops_the_run_and_the_same_command_goes_on(
   assert status == 1, output
   assert 'Error: a checkpoint could not be written to' in output
   assert 'File too large' in output
-  assert 'The last complete one: none' in output
+  assert 'Last complete step: none' in output
   assert output.splitlines()[-1].startswith('Error: ')
   assert not checkpoints_lib.Checkpoints(tmp_path, read_only=True).steps()
   status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)

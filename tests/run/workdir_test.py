@@ -1,16 +1,14 @@
-"""Tests of the files of a run beside its checkpoints."""
+"""Tests of the files of a run, except its checkpoints."""
 
 import json
-import random
 import sys
 
 from absl import logging
-import numpy as np
 import pytest
 
-from tests import broken, conftest, tiny_models
-from vit_jax import checkpoint, console, models, train
-from vit_jax.run import config as run_config, metrics, workdir
+from tests import conftest
+from vit_jax import console, train
+from vit_jax.run import config as run_config, workdir
 from vit_jax.studies import runs, summaries
 from vit_jax.weights import reading
 
@@ -33,7 +31,7 @@ def run(config, tmp_path):
   return tmp_path
 
 
-def test_a_run_goes_on_with_its_own_files(run, config):
+def test_a_run_resumes_with_its_own_files(run, config):
   workdir.check(run, config, NAMES, DATA)
   loaded, metadata = workdir.load(run)
   assert metadata == NAMES
@@ -42,7 +40,7 @@ def test_a_run_goes_on_with_its_own_files(run, config):
 
 def test_other_classes_are_refused(run, config):
   names = {'class_names': ['b', *NAMES['class_names'][1:]]}
-  message = "10 entries there, 10 here; number 0 is '0' there, 'b' here"
+  message = "10 entries there, 10 here; number 0: '0' there, 'b' here"
   with pytest.raises(ValueError, match=message) as error:
     workdir.check(run, config, names, DATA)
   assert f'--config.pretrained={run}' in str(error.value)
@@ -52,7 +50,7 @@ def test_other_classes_are_refused(run, config):
 
 
 def test_other_training_data_are_refused(run, config):
-  data = {**DATA, 'train': {**DATA['train'], 'num_examples': 8, 'new': 1}}
+  data = {**DATA, 'train': {**DATA['train'], 'num_examples': 8}}
   with pytest.raises(
     ValueError, match=r'other training data:\s+num_examples: 9 there, 8 here\n'
   ):
@@ -70,7 +68,7 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
 
 def test_names_that_were_changed_are_refused(run):
   (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
-  with pytest.raises(ValueError, match=r"\['class_names.json'\] in .* are not those"):
+  with pytest.raises(ValueError, match=r"\['class_names.json'\] in .* differ"):
     workdir.load(run)
 
 
@@ -108,42 +106,8 @@ def test_a_place_that_cannot_hold_a_run_is_named(place, config):
     lambda: workdir.check_config(place, config),
     lambda: runs.check([runs.Run('a', config)], place),
   ):
-    with pytest.raises(ValueError, match=f"workdir='{place}.*: runs lie in a"):
+    with pytest.raises(ValueError, match=f"workdir='{place}.* must be a folder"):
       use()
-
-
-@pytest.mark.parametrize(
-  'name', ['config.json', 'class_names.json', 'data.json', 'metrics.jsonl']
-)
-def test_files_that_are_broken_anyhow_are_named(run, config, name):
-  """Sixty of each, from a seed."""
-  rng = random.Random(name)
-  file = run / name
-  if name == 'metrics.jsonl':
-    lines = [{'step': i, 'train_loss': 0.5, 'lr': 1e-3} for i in range(5)]
-    good = ''.join(json.dumps(line) + '\n' for line in lines).encode()
-  else:
-    good = file.read_bytes()
-  for case in range(60):
-    if case % 2 and name != 'metrics.jsonl':
-      content = broken.of_json(rng, json.loads(good))
-      file.write_text(json.dumps(content))
-    else:
-      file.write_bytes(broken.of_bytes(rng, good))
-    for use in (
-      lambda: workdir.load(run),
-      lambda: workdir.check(run, config, NAMES, DATA),
-      lambda: metrics.read(run),
-    ):
-      try:
-        use()
-        said = str(run)
-      except ValueError as e:
-        said = str(e)
-      assert str(run) in said, file.read_bytes()
-    if name == 'metrics.jsonl' and case % 12 == 0:
-      metrics.MetricsLog(run, 3).close()
-      assert all(line['step'] <= 3 for line in metrics.read(run))
 
 
 @pytest.mark.parametrize(
@@ -161,7 +125,7 @@ def test_what_changes_no_result_may_change(key, prefix):
 
 
 def test_data_may_move_and_not_change(run, config):
-  """The fingerprint decides; without one, the place."""
+  """The fingerprint decides."""
   config.dataset = '/moved/there'
   workdir.check_config(run, config)
   workdir.check(run, config, NAMES, DATA)
@@ -169,29 +133,6 @@ def test_data_may_move_and_not_change(run, config):
     workdir.check(run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}})
   with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
     workdir.check_config(run, config, moved=False)
-  (run / 'data.json').unlink()
-  with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
-    workdir.check_config(run, config)
-
-
-def test_weights_may_move_and_not_change(tiny_config, tmp_path):
-  tiny_config.update(total_steps=1, warmup_steps=0)
-  tiny_config.pretrained = str(tmp_path / 'a.npz')
-  model = models.make_model(tiny_config.model, num_classes=5)
-  shapes = tiny_models.shapes(model, 8, channels=1)
-  params = checkpoint.recover_tree(
-    shapes, [np.full(x.shape, 0.1, np.float32) for x in shapes.values()]
-  )
-  checkpoint.save(params, tiny_config.pretrained)
-  train.train_and_evaluate(tiny_config, tmp_path / 'run')
-  (tmp_path / 'a.npz').rename(tmp_path / 'b.npz')
-  tiny_config.pretrained = str(tmp_path / 'b.npz')
-  train.train_and_evaluate(tiny_config, tmp_path / 'run')
-  params['cls'] = params['cls'] + 1
-  tiny_config.pretrained = str(tmp_path / 'c.npz')
-  checkpoint.save(params, tiny_config.pretrained)
-  with pytest.raises(ValueError, match='from other weights than .*c.npz'):
-    train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
 def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
@@ -211,7 +152,7 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
   train.check_start(prepared, tmp_path / 'run')
   for split in ('train', 'test'):
     (tmp_path / 'images' / split / 'ant').rename(tmp_path / 'images' / split / 'zebra')
-  with pytest.raises(ValueError, match="number 0 is 'ant' there, 'bee' here"):
+  with pytest.raises(ValueError, match="number 0: 'ant' there, 'bee' here"):
     train.check_start(train.prepare(config), tmp_path / 'run')
   for split in ('train', 'test'):
     (tmp_path / 'images' / split / 'zebra').rename(tmp_path / 'images' / split / 'ant')
@@ -266,7 +207,7 @@ def test_a_task_that_the_user_names_and_python_does_not_find(run, monkeypatch):
   plain['task'] = 'no_such_module.registers'
   file.write_text(json.dumps(plain))
   monkeypatch.setattr(console, 'named_tasks', {'no_such_module.registers'})
-  with pytest.raises(ValueError, match='needs the module of its task') as error:
+  with pytest.raises(ValueError, match='no_such_module') as error:
     workdir.load(run)
   assert str(run) in str(error.value)
   assert 'PYTHONPATH' in str(error.value)

@@ -109,11 +109,11 @@ def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
   """Another machine ends between the look at the result and the lock."""
   take = lock.Holder.take
 
-  def late(self, patient):
+  def late(self):
     content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
     (tmp_path / 'a').mkdir()
     (tmp_path / 'a' / 'result.json').write_text(content)
-    return take(self, patient)
+    return take(self)
 
   monkeypatch.setattr(lock.Holder, 'take', late)
   found = runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)

@@ -319,7 +319,7 @@ def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):
     predict_command.main([f'--workdir={workdir}', *args])
     return capsys.readouterr().out
 
-  assert f'1 image(s), masked and predicted: {out}' in run(image, f'--out={out}')
+  assert f'1 images, masked and predicted, to {out}' in run(image, f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (3 * (96 + 8) + 8, 96 + 8 + 20)
   with pytest.raises(ValueError, match="out='/no/where.png'.*--out"):
@@ -391,7 +391,7 @@ def test_models_and_images_that_do_not_fit_are_named(data_dir):
   config.task = 'masked_patches'
   config = run_config.complete(config)
   config.model = config_lib.models.get_config('mixer_b16')
-  with pytest.raises(ValueError, match='has no tokens that could be masked'):
+  with pytest.raises(ValueError, match='no tokens to mask'):
     masked_patches.Task(config, {})
   with pytest.raises(ValueError, match='is one patch'):
     make_task(data_dir, **{'pp': {'crop': 4}})

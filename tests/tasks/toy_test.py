@@ -43,7 +43,7 @@ def test_it_is_a_small_file():
 def test_it_trains(trained):
   workdir, output = trained
   assert 'Done in' in output
-  assert 'Next, the prediction for an image' in output
+  assert 'vit_jax predict ' in output
   losses = [
     line['loss_test'] for line in metrics_lib.read(workdir) if 'loss_test' in line
   ]
@@ -65,7 +65,7 @@ def test_it_evaluates_and_predicts(trained):
   )  # fmt: skip
   assert re.search(r"split 'train\[:100\]' of digits: loss \d", output)
   assert 'num_examples 100' in output
-  predict = ('vit_jax.predict', f'--workdir={workdir}')
+  predict = ('vit_jax', 'predict', f'--workdir={workdir}')
   picture = str(workdir / 'example.png')
   assert '--task=tests.toy_task' in command(*predict, picture, status=1)
   output = command(*predict, picture, '--task=tests.toy_task')
@@ -96,7 +96,7 @@ def test_a_task_in_the_current_folder(data_dir, tmp_path):
     '--config.total_epochs=0.2', '--config.warmup_epochs=0',
   )  # fmt: skip
   # The command that a run prints works as it is.
-  _, said = output.split('vit_jax.predict ')
+  _, said = output.split('vit_jax predict ')
   assert 'example.png\n  [' in console('predict', *said.split())
 
 
@@ -108,7 +108,7 @@ def test_it_stops_and_goes_on(trained, data_dir, tmp_path):
   assert process.wait() == 128 + signal.SIGTERM
   status, output = processes.finish(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
   assert status == 0, output
-  assert 'Going on from the checkpoint of step' in output
+  assert 'Resuming from step' in output
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(trained[0])[0]
   )
@@ -123,7 +123,7 @@ def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
 
 def test_it_can_be_planned(tmp_path):
   output = command(
-    'vit_jax.planning.plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
+    'vit_jax', 'plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
     f'--json={tmp_path}/plan.json',
   )  # fmt: skip
   assert 'fits' in output

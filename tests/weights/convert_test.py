@@ -563,7 +563,7 @@ def test_converting_needs_no_tensorflow(tmp_path, tiny):
     [
       sys.executable, '-c',
       'import sys\n'
-      'from vit_jax import convert\n'
+      'from vit_jax.weights import convert\n'
       f'place, size = {str(tmp_path)!r}, dict(image_size=(8, 12))\n'
       f'convert.convert({tiny[0]!r}, f"{{place}}/a", "timm", **size)\n'
       'convert.convert(f"{place}/a", f"{place}/b", "hf")\n'

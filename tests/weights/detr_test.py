@@ -224,7 +224,7 @@ NORM = 'model.backbone.conv_encoder.model.embedder.embedder.normalization.'
     ({f'{NORM}running_var': None}, 'frozen/backbone/bn_root/var: missing in'),
     ({f'{NORM}weight': np.ones(5, np.float32)}, r'bn_root/scale: \(5,\) in the'),
     ({f'{LAYER}fc1.weight': np.ones(4, np.float32)}, 'must have 2 dimensions'),
-    ({f'{LAYER}norm.weight': np.ones(4, np.float32)}, 'not those of a DETR, which'),
+    ({f'{LAYER}norm.weight': np.ones(4, np.float32)}, 'not the weights of a DETR.*layers.0.norm'),
     (
       {'model.encoder.layers.999999999.fc1.bias': np.ones(1, np.float32)},
       'numbered from 0 to 999999999',
@@ -333,7 +333,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeyp
   frozen = program.abstract.extra['frozen']
   assert len(weights) == len(jax.tree.leaves((backbone, frozen)))
   assert train._describe_start(program.abstract.params, weights) == (
-    'Starting from pre-trained weights of backbone; all else is new.'
+    'Starting from pre-trained weights of backbone; the rest is new.'
   )
   # What is frozen as published comes from these weights.
   frozen = (('^backbone/(conv_root|block1)/', 0.0),)
@@ -341,7 +341,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeyp
   program.task.check_weights(weights, program.abstract.params)
   with pytest.raises(ValueError, match="'backbone/block1/.*would stay random"):
     program.task.check_weights({}, program.abstract.params)
-  with pytest.raises(ValueError, match='holds the backbone of a detector alone'):
+  with pytest.raises(ValueError, match='only the backbone of a detector'):
     convert.read(str(tmp_path))
 
 
@@ -388,21 +388,15 @@ def test_counters_of_batch_norm_are_left_out(good, tmp_path):
     assert reading.read(str(path)).kind == 'resnet'
 
 
-def test_other_models_are_refused_in_a_sentence(good, program, tmp_path):
+def test_other_models_are_rejected_in_a_sentence(good, program, tmp_path):
   classifier = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(classifier, str(tmp_path / 'vit.npz'))
   convert.convert(str(tmp_path / 'vit.npz'), str(tmp_path / 'run'), 'workdir')
   for name in ('vit.npz', 'run'):
-    with pytest.raises(ValueError, match='holds the weights of a') as error:
+    message = f"{tmp_path / name}'.*a classifier,.*a detector.*config.pretrained"
+    with pytest.raises(ValueError, match=message):
       weights_for(program, tmp_path / name)
-    assert str(error.value) == (
-      f"'{tmp_path / name}' holds the weights of a classifier, and the model of "
-      'this config is a detector, which cannot start from them: give weights of '
-      'a detector (config.pretrained)'
-    )
-  with pytest.raises(
-    ValueError, match='of a detector, and the model of this config is a classif'
-  ):
+  with pytest.raises(ValueError, match='a detector,.*a classifier'):
     checkpoint.load_pretrained(
       pretrained_path=str(good[0]), init_params=classifier, model_config={}
     )

@@ -281,13 +281,11 @@ def test_weights_of_several_files(there, good, tmp_path):
     trees.assert_same(reading.read(str(path)).params, want)
   assert sorted(downloads(there)) == names
   (folder / names[1]).unlink()
-  with pytest.raises(
-    FileNotFoundError, match=f'names the file {names[1]}, which is not beside'
-  ):
+  with pytest.raises(FileNotFoundError, match=f'{names[1]}'):
     reading.read(str(folder))
   for wrong in (['a'], {}):
     (folder / index).write_text(json.dumps({'weight_map': wrong}))
-    with pytest.raises(ValueError, match='index.json. cannot be used: weight_m'):
+    with pytest.raises(ValueError, match='index.json.*weight_map'):
       reading.read(str(folder))
 
 
@@ -297,7 +295,7 @@ def test_weights_of_several_files(there, good, tmp_path):
     (
       'hf://o',
       ValueError,
-      "names no model on the hub: .*'namespace/name'.*hf://OWN",
+      "'hf://o'.*'namespace/name'.*hf://OWN",
     ),
     ('hf://o/n@', ValueError, 'Empty revision'),
     ('hf://datasets/o/n', ValueError, 'but a dataset: give hf://OWNER'),
@@ -452,12 +450,12 @@ def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
 def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
   to = '--to=hf'
   for flags, error, message in (
-    (['--push=hf://me/pets'], PermissionError, 'needs a token .*HF_TOKEN'),
+    (['--push=hf://me/pets'], PermissionError, 'token.*HF_TOKEN'),
     (['--push=hf://me/pets@v1'], ValueError, 'must be hf://OWNER/NAME .--push'),
-    (['--push=me/pets'], ValueError, 'names no model on the hub'),
-    (['hf://me/pets'], ValueError, 'is on the hub: give --push=hf://me/pets'),
-    (['a', '--push=hf://me/pets'], ValueError, 'one of DST, .* and --push'),
-    ([], ValueError, 'one of DST, .* and --push'),
+    (['--push=me/pets'], ValueError, 'me/pets.*hf://OWNER'),
+    (['hf://me/pets'], ValueError, '--push=hf://me/pets'),
+    (['a', '--push=hf://me/pets'], ValueError, 'DST.*--push'),
+    ([], ValueError, 'DST.*--push'),
   ):
     with pytest.raises(error, match=message):
       convert_command.main(['/no/where', to, *flags])

@@ -197,16 +197,16 @@ def test_files_that_are_refused(tmp_path):
   convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / 'timm'), 'timm')
   whole = (tmp_path / 'timm' / 'model.safetensors').read_bytes()
   (tmp_path / 'cut.safetensors').write_bytes(whole[:-100])
-  with pytest.raises(ValueError, match='or only part of one'):
+  with pytest.raises(ValueError, match='cut.safetensors.*(?i:damaged)'):
     reading.read(str(tmp_path / 'cut.safetensors'))
   safetensors.numpy.save_file({'a': np.ones(3)}, tmp_path / 'other.safetensors')
-  with pytest.raises(ValueError, match="no Vision Transformer by timm's"):
+  with pytest.raises(ValueError, match='other.safetensors.*names.*a'):
     reading.read(str(tmp_path / 'other.safetensors'))
   (tmp_path / 'empty').mkdir()
-  with pytest.raises(ValueError, match='is a folder without weights'):
+  with pytest.raises(ValueError, match='empty.*checkpoints'):
     reading.read(str(tmp_path / 'empty'))
   (tmp_path / 'timm' / 'config.json').unlink()
-  with pytest.raises(ValueError, match='how many attention heads its model of'):
+  with pytest.raises(ValueError, match='--num_heads'):
     reading.read(str(tmp_path / 'timm'))
 
 
@@ -265,7 +265,7 @@ def _vit_pose(name):
         'SiglipForImageClassification', 'SiglipConfig', vision_config=_SIZES,
         text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
       ),
-      'classifier of images.*lacks .text_model',
+      'image classifier.*lacks .text_model',
     ),
     (
       lambda: _of_hf(

@@ -17,9 +17,9 @@ workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. 
   workdir   a folder for vit_jax predict, for --config.pretrained, and for
             vit_jax evaluate
 
-A detector is written as hf, pth or workdir, an iGPT with its palette as hf or
+A detector can be written as hf, pth or workdir, an iGPT with its palette as hf or
 workdir, an image-text model as npz or workdir and a CLIP or SigLIP also as hf, a
-classifier as all but pth.
+classifier as all formats except pth.
 
 Examples:
 
@@ -28,8 +28,8 @@ Examples:
   vit_jax convert hf://google/vit-base-patch16-224 /tmp/b16 --to=workdir
   vit_jax convert detr-r50-e632da11.pth /tmp/detr --to=workdir
 
---push uploads the folder to the Hugging Face Hub, with a card that tells how to
-load the model, and from a workdir also its data and metrics. It needs a token
+--push uploads the folder to the Hugging Face Hub, with a card that explains how to
+load the model and, for a workdir, lists its data and metrics. It needs a token
 (hf auth login, or HF_TOKEN); a model that does not exist is created, public.
 
 The arrays are only renamed, transposed and reshaped. Differences in computation
@@ -51,7 +51,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--push',
     metavar='hf://OWNER/NAME',
-    help='uploads to the hub, in place of DST',
+    help='upload to the hub instead of writing DST',
   )
   parser.add_argument(
     '--to',
@@ -59,13 +59,13 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--class_names',
-    help='file with one name per line, or a .json list; for a detector also '
-    'some of its classes, which are then the only ones',
+    help='file with one name per line, or a .json list; for a detector, some of '
+    'its names keep only these classes',
   )
   parser.add_argument(
     '--image_size',
     type=flags.height_width,
-    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not tell it',
+    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not contain it',
   )
   flags.add_weights_flags(parser)
   flags.add_trust_flags(parser)
@@ -75,7 +75,7 @@ def make_parser() -> flags.Parser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   args = make_parser().parse_args(argv)
   if (args.dst is None) == (args.push is None):
-    raise ValueError('give one of DST, the place to write, and --push')
+    raise ValueError('give either DST, the place to write, or --push')
   return args
 
 

@@ -40,7 +40,7 @@ _FLAGS = {
   '--batch': dict(type=int, help="images per batch (the run's; 32)"),
   '--tfds_data_dir': dict(help="folder of TFDS data sets (the run's)"),
   '--json': dict(
-    metavar='FILE', help='write the results; with --layer=all also a plot and a .csv'
+    metavar='FILE', help='write the results; with --layer=all also a plot'
   ),
 }
 

@@ -1,15 +1,13 @@
-"""Lists folders and checks their images, once for all processes.
+"""The list of a folder's images, and the check of each, once for all processes.
 
-Process 0 lists a folder, and each process checks its part of the images. The
+Process 0 lists a folder, and each process checks its share of the images. The
 result, an index, is stored in the workdir of the run or next to the images
 (`vit_jax index`), and all processes use it.
 """
 
 from collections.abc import Callable, Sequence
 import contextlib
-import itertools
 import os
-import time
 
 from absl import logging
 import jax
@@ -18,15 +16,13 @@ import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.configs import common
-from vit_jax.data.images import image_files, images, index as index_lib, listing
+from vit_jax.data.images import images, index as index_lib, listing
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.
-# Number of folders whose indices stay in memory: a training and a test split.
+# Indices in memory by folder: of a training and a test split.
 _RECENT = 2
-_recent: dict[str, tuple[index_lib.Index, float]] = {}
-# Seconds for which the list of a remote folder counts as up to date.
-_REMOTE_AGE = 600.0
+_recent: dict[str, index_lib.Index] = {}
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and test.jsonl'
 )
@@ -42,11 +38,7 @@ def usable(
   workdir=None,
   why: Callable[[bytes, int], str] | None = None,
 ) -> index_lib.Paths:
-  """Checks that images can be decoded; each process checks its part of them.
-
-  Returns all images, or without the broken ones if these are skipped. Raises
-  ValueError if images are broken or none is left, and OSError for a file that
-  cannot be read, which does not count as broken.
+  """Checks that images can be decoded; each process checks its share of them.
 
   Args:
     views: (index, rows) pairs.
@@ -54,53 +46,52 @@ def usable(
     broken: how to treat images that cannot be decoded: 'error', 'skip', or
       'trust' (no check).
     max_pixels: files with more pixels are broken; None: the config's default.
-    named: function from an image's number to its name, by default its path.
+    named: maps an image's number to its name, by default its path.
     workdir: folder of a run, in which results are stored about every minute and
-      before raising an error, so that the next start checks only the other and
-      the changed files.
-    why: function (path, max_pixels) -> why an image is broken, '' if it is not.
+      before raising an error, so that the next start checks only the remaining
+      and the changed files.
+    why: maps (path, max_pixels) to the reason why an image is broken, or ''.
+
+  Returns:
+    All images, or those that are not broken.
+
+  Raises:
+    ValueError: if images are broken and not skipped, or no image is left.
+    OSError: if a file cannot be read, which does not count as broken.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
-  me, count = jax.process_index(), jax.process_count()
 
-  def look():
+  def check():
     for index, rows in views:
       index.look_again(rows)
       if broken != 'trust':
-        path = workdir and _part(index, workdir, me)
-        if me and path:
-          _recall(index, path)
-        mine = rows[rows % count == me]
-        if index.check(mine, why or images.why_broken, limit, path):
-          if me and path:
-            index.save(path)
-    found = paths.broken()
-    return list(found), list(found.values())[:_SHOWN]
+        _check_share(index, rows, why or images.why_broken, limit, workdir)
+    reasons = list(paths.broken().items())
+    return [(i, x if k < _SHOWN else '') for k, (i, x) in enumerate(reasons)]
+
+  found = {}
+  for share in processes.attempt(f"checking the images of '{where}'", check):
+    for number, reason in share:
+      found[number] = found.get(number) or reason
+  bad = sorted(found)
 
   def store():
     for index, _ in views:
-      others = [_part(index, workdir, i) for i in range(1, count)]
-      if any([_recall(index, path, compare=False) for path in others]):
-        index.save(_part(index, workdir, 0))
-      for path in filter(tf.io.gfile.exists, others):
-        tf.io.gfile.remove(path)
+      _merge_shares(index, workdir)
     if bad and broken == 'error':
       paths.store(workdir)
 
-  found = {}
-  for numbers, whys in processes.attempt(f"checking the images of '{where}'", look):
-    for i, reason in itertools.zip_longest(numbers, whys, fillvalue=''):
-      found[i] = found.get(i) or reason
-  bad = sorted(found)
   if workdir and broken != 'trust':
     processes.from_first(f"storing the check of '{where}'", store)
   paths.mark(found)
+  if not bad:
+    return paths
   named = named or paths.__getitem__
   lines = [f'{named(i)}: {found[i]}' for i in bad[:_SHOWN]]
-  if bad and broken != 'skip':
+  if broken != 'skip':
     shown = '\n  '.join(lines)
     raise ValueError(
       f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
@@ -108,27 +99,50 @@ def usable(
       '--config.broken_images=skip'
     )
   if len(bad) == len(paths):
-    raise ValueError(f"no image of '{where}' can be read")
-  if bad:
-    logging.warning(
-      'Skipped %d of %d images of %s that cannot be read, the first: %s',
-      len(bad), len(paths), where, lines[0],
-    )  # fmt: skip
+    raise ValueError(f"no image of '{where}' can be read, the first: {lines[0]}")
+  logging.warning(
+    'Skipped %d of %d images of %s that cannot be read, the first: %s',
+    len(bad), len(paths), where, lines[0],
+  )  # fmt: skip
   return paths.without(bad)
 
 
-def _part(index, workdir, process) -> str:
-  """Returns where a process stores its part of a check; the first, the whole."""
+def _check_share(index, rows, why, limit, workdir):
+  """Checks this process's share of some rows."""
+  me = jax.process_index()
+  path = workdir and _share_path(index, workdir, me)
+  stores = bool(me and path)  # Process 0 stores the whole, see `usable`.
+  if stores:
+    _recall(index, path)
+  if index.check(rows[rows % jax.process_count() == me], why, limit, path) and stores:
+    index.save(path)
+
+
+def _merge_shares(index, workdir):
+  """Moves the stored results of the other processes into the stored index."""
+  changed = False
+  for process in range(1, jax.process_count()):
+    path = _share_path(index, workdir, process)
+    if _recall(index, path, compare=False):
+      changed = True
+    if tf.io.gfile.exists(path):
+      tf.io.gfile.remove(path)
+  if changed:
+    index.save(_share_path(index, workdir, 0))
+
+
+def _share_path(index, workdir, process) -> str:
+  """Returns where a process stores its results; process 0, the whole index."""
   path = index_lib.place(workdir, index.root, index.base)
   return f'{path}.{process}' if process else path
 
 
 def _recall(index, path, compare=True) -> bool:
-  """Recalls the results of a stored part of a check, if there is one."""
+  """Recalls the stored results of a share of a check, if there are any."""
   with contextlib.suppress(FileNotFoundError):
-    part = index_lib.Index.load(path, index.root, index.base)
-    if part is not None:
-      index.recall(part, compare)
+    share = index_lib.Index.load(path, index.root, index.base)
+    if share is not None:
+      index.recall(share, compare)
       return True
   return False
 
@@ -137,7 +151,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   """Returns the index of a split: a stored one if up to date, or a new one.
 
   Process 0 decides and lists. The other processes read the index stored in the
-  workdir, without which they list the folder, and all compare theirs.
+  workdir, or list the folder if there is none, and all compare theirs.
   """
   top = os.path.join(root, base)
   if jax.process_count() == 1:
@@ -158,17 +172,16 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   path, digest = processes.from_first(f"listing the images of '{top}'", first)
 
   def read():
-    index, _ = _recent.get(top, (None, 0))
+    index = _recent.get(top)
     if index is None or index.digest() != digest:
       index = path and index_lib.Index.load(path, root, base)
       _remember(index or listing.list_folder(root, base))
-    found = _recent[top][0]
-    return {'number': len(found), 'hash of their names': found.digest()}
 
-  everywhere = processes.attempt(f"reading the index of '{top}'", read)
-  mine = everywhere[jax.process_index()]
-  processes.agree(f"the images of '{top}'", mine)
-  return _recent[top][0]
+  processes.attempt(f"reading the index of '{top}'", read)
+  index = _recent[top]
+  facts = {'number': len(index), 'hash of their names': index.digest()}
+  processes.agree(f"the images of '{top}'", facts)
+  return index
 
 
 def open_listed(
@@ -176,7 +189,7 @@ def open_listed(
 ) -> index_lib.Index:
   """Returns an index of listed images, with the stored status of each.
 
-  `names` are those of the list, and of other lists that may know its images;
+  `names` are the name of the list, and of other lists that may hold its images;
   see index.of_paths for `paths`.
   """
   index = index_lib.of_paths(root, names[0], paths)
@@ -186,52 +199,52 @@ def open_listed(
   return index
 
 
-def _stored(root, base, workdir=None):
-  """Yields the stored indices of a split, that of the run first."""
-  for folder in dict.fromkeys((workdir, None)):
-    with contextlib.suppress(FileNotFoundError):
-      path = index_lib.place(folder, root, base)
-      found = index_lib.Index.load(path, root, base)
-      if found is not None:
-        yield found
-
-
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
+  return _list_anew(root, base, _stored(root, base))
+
+
+def _list_anew(root, base, stored):
   index = listing.list_folder(root, base)
-  for old in _stored(root, base):
+  for old in stored:
     index.recall(old)
   return index
+
+
+def _stored(root, base, workdir=None) -> list[index_lib.Index]:
+  """Returns the stored indices of a split, first the one in the workdir."""
+  found = []
+  for folder in dict.fromkeys((workdir, None)):
+    with contextlib.suppress(FileNotFoundError):
+      path = index_lib.place(folder, root, base)
+      found.append(index_lib.Index.load(path, root, base))
+  return [index for index in found if index is not None]
 
 
 def _find_index(root, base, workdir):
   """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
-  index, since = _recent.get(top, (None, 0))
+  index = _recent.get(top)
   if index is not None and index.is_true():
-    if image_files.is_local(top) or time.time() - since < _REMOTE_AGE:
-      return index
-  old = None
-  for found in _stored(root, base, workdir):
-    if found.is_true():
-      date, path = found.facts['listed'], found.path
+    return index
+  stored = _stored(root, base, workdir)
+  for index in stored:
+    if index.is_true():
+      date, path = index.facts['listed'], index.path
       console.say(f"Images of '{top}' as listed on {date} in '{path}'.")
-      return _remember(found)
-    old = old or found
-  if old is not None:
-    console.say(f"'{top}' has changed since {old.facts['listed']}: listing it anew.")
-  index = listing.list_folder(root, base)
-  if old is not None:
-    index.recall(old)
-  return _remember(index)
+      return _remember(index)
+  if stored:
+    date = stored[0].facts['listed']
+    console.say(f"'{top}' has changed since {date}: listing it anew.")
+  return _remember(_list_anew(root, base, stored))
 
 
 def _remember(index):
   _recent.pop(index.top, None)
   while len(_recent) >= _RECENT:
     del _recent[next(iter(_recent))]
-  _recent[index.top] = index, time.time()
+  _recent[index.top] = index
   return index
 
 
@@ -244,7 +257,7 @@ def _check_split(root, base):
       for name in sorted(tf.io.gfile.listdir(root))
       if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
     ]
-    # Without any split the folders in `root` are taken for classes.
+    # Without any split the folders in `root` are probably classes.
     has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
     whole = has[0] if has else '.'
     raise FileNotFoundError(

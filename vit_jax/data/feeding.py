@@ -14,9 +14,9 @@ from vit_jax.distributed import sharding
 def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
   """Yields batches as global arrays, placed `prefetch` batches ahead.
 
-  `batches` are dicts of numpy arrays [b, ...], the rows of this process. The
-  mesh's batch axes split the rows if their sizes divide the number of rows, else
-  each device gets all rows.
+  `batches` are dicts of NumPy arrays [b, ...], the rows of this process. They are
+  split over the mesh's batch axes if these divide the number of rows, else
+  replicated.
   """
   split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
 
@@ -33,14 +33,16 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
 
 
 def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
-  """Yields batches of tf.data as NumPy arrays; errors name the image at fault.
+  """Yields batches of tf.data as NumPy arrays; errors name the image that failed.
 
-  `indices` is a function from the number of a batch to the numbers of its
-  examples in `source`. What cannot be decoded is a ValueError, and a file that
-  cannot be read an OSError.
+  `indices` maps the number of a batch to the numbers of its examples in `source`.
+
+  Raises:
+    ValueError: if an image cannot be decoded.
+    OSError: if a file cannot be read.
   """
   count = 0
-  # When Python ends, it closes this generator after it has cleared the module.
+  # At exit, Python closes this generator after it has cleared the module.
   error = tf.errors.OpError
   try:
     for batch in data.as_numpy_iterator():
@@ -51,7 +53,7 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
 
 
 def explain(error: tf.errors.OpError, source, indices: Iterable[int]):
-  """Raises an error of reading some examples of a source anew: `read` says how."""
+  """Finds the example that failed to be read, and raises an error as `read` does."""
   for index in indices:
     part, number = source.locate(int(index))
     try:

@@ -1,10 +1,10 @@
 """A folder of images as a data set: `root/<split>/<class>/<image>`.
 
-Images without labels may lie anywhere below `root/<split>`.
+Images without labels may be anywhere below `root/<split>`.
 vit_jax/data/checking.py lists the folder and checks the images.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 import os
 
 from absl import logging
@@ -19,9 +19,9 @@ from vit_jax.data.tfds import registry
 def is_folder(dataset: str) -> bool:
   """Returns whether a data set is a folder, not a TFDS name.
 
-  A name of a data set that comes with this package always means that data set,
-  even beside a folder of that name, which is './digits'. A path without a folder
-  is a FileNotFoundError.
+  The name of a data set of this package always means that data set, even if there
+  is a folder of that name, which is './digits'. Raises FileNotFoundError for a path
+  without a folder.
   """
   if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
@@ -33,6 +33,30 @@ def is_folder(dataset: str) -> bool:
       '(config.dataset)'
     )
   return False
+
+
+def read_split(
+  root: str,
+  split: str,
+  features: Iterable[str],
+  class_names: Sequence[str] | None = None,
+  **kwargs,
+):
+  """Reads the wanted features of a split, see sources.open_split.
+
+  See checking.usable for `broken`, `max_pixels` and `workdir`, and
+  manifest.read_split for the result.
+  """
+  labelled = has_labels(root, split, kwargs.get('workdir'))
+  available = ('image', 'label') if labelled else ('image',)
+  where = f"split '{split}' of folder '{root}'"
+  wanted = records.resolve(features, available, where)
+  if 'label' not in wanted:
+    paths = list_images(root, split, **kwargs)
+    return {name: paths for name in wanted}, {}
+  paths, labels, names = list_split(root, split, class_names, **kwargs)
+  columns = {'image': paths, 'label': labels[:, None]}
+  return {name: columns[name] for name in wanted}, {'label': names}
 
 
 def list_split(
@@ -48,8 +72,8 @@ def list_split(
     root: the folder, local or gs://.
     split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
       `root` itself.
-    class_names: names that the classes must have; None to take those found.
-    broken: see `checking.usable`, as for `max_pixels` and `workdir`.
+    class_names: expected classes; None for those in the folder.
+    broken: see `checking.usable`, also for `max_pixels` and `workdir`.
 
   Returns:
     (paths, labels, class_names): index.Paths of n images, ordered by a hash of
@@ -67,7 +91,7 @@ def list_split(
     views.append((index, slices.take(rows, base, instruction)))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   numbers = {name: i for i, name in enumerate(class_names)}
-  labels = [np.zeros(0, np.int32)]
+  labels = []
   for index, rows in paths.parts:
     table = [numbers.get(image_files.display(f), -1) for f in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
@@ -100,7 +124,7 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
 
 
 def splits(root: str) -> list[str]:
-  """Returns the splits of a folder or of its manifests; FileNotFoundError."""
+  """Returns the splits of a folder or of its manifests; may raise FileNotFoundError."""
   if not tf.io.gfile.isdir(root):
     raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
@@ -121,27 +145,26 @@ def _is_class(folder: bytes) -> bool:
 
 
 def _class_names(index) -> tuple[str, ...]:
-  """Returns the names of the classes of a split."""
+  """Returns the class names of a split."""
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' holds no image: " + listing.ENDINGS
+      f"class folder '{index.top}/{bare[0]}' has no images: {listing.ENDINGS}"
     )
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
-      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; " + listing.ENDINGS
+      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; {listing.ENDINGS}"
     )
-  return tuple(folder.decode() for folder in found)
+  return tuple(map(image_files.display, found))
 
 
 def _warn_of_ignored(index, taken):
   count, *first = index.facts['ignored']
   count += len(index) - taken
   if count:
-    shown = os.path.join(index.top, *first)
+    shown = os.path.join(index.top, *first) if first else 'an image elsewhere'
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',
-      count, index.top,
-      (first and shown) or 'an image elsewhere',
+      count, index.top, shown,
     )  # fmt: skip

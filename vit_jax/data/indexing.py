@@ -1,7 +1,4 @@
-"""Lists the images of a folder and decodes each once, ahead of any training.
-
-`vit_jax index` (vit_jax/commands/index.py) is the command.
-"""
+"""Lists the images of a folder and decodes each once: `vit_jax index`."""
 
 import time
 
@@ -13,11 +10,11 @@ _SHOWN = 10
 def make(
   root: str, split: str, check: bool = True, max_pixels: int | None = None
 ) -> tuple[str, int, list[str]]:
-  """Makes the index of a split, beside its images.
+  """Makes the index of a split, next to its images.
 
-  `check` tells whether to decode the images, and `max_pixels` is how many an image
-  may have, by default config.max_image_pixels. Returns the path of the index, the
-  number of images, and the broken images with their reasons.
+  Images are decoded if `check`; they are broken if they have more than
+  `max_pixels`, by default config.max_image_pixels. Returns the path of the index,
+  the number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
   from vit_jax.data import checking, manifest
@@ -48,13 +45,12 @@ def _save(index, path):
   except OSError as e:
     raise OSError(
       f"the list '{path}' cannot be written: {e.strerror or e}; make its folder "
-      'writable, or train without this command: a run keeps its lists in its '
-      'workdir'
+      'writable, or train without this command: a run stores lists in its workdir'
     ) from e
 
 
 def run(args) -> int:
-  """Makes the lists that `vit_jax index` is given; returns its exit status."""
+  """Runs `vit_jax index`; returns its exit status."""
   from vit_jax.data import folder
   from vit_jax.data.coco import layout
 

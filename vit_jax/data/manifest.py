@@ -5,13 +5,13 @@
    [{"bbox": [0.1, 0.2, 0.5, 0.9], "label": 3}]}
 
 `image` is a path, absolute or relative to the folder of the manifest. All other
-keys are features. Integers are int64, other numbers float32; strings and
-booleans are features too. Lists become arrays, ragged if lengths vary. Values
-in a dict, or in a list of dicts, are named with '/': 'objects/bbox' [n, 4].
+keys are features: integers as int64, other numbers as float32, strings and
+booleans. Lists become arrays, ragged if lengths vary. Values in a dict, or in a
+list of dicts, are named with '/': 'objects/bbox' [n, 4].
 
 `label` is the name of a class, its number from 0, or a list of them; an example
-without a label has null or no `label`. The names of the classes are those in
-the training split, sorted, or a list in `root/classes.json`. In that file,
+without a label has null or no `label`. The class names are those in the training
+split, sorted, or the list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
 """
 
@@ -21,25 +21,27 @@ import os
 from typing import Any, NamedTuple
 
 from absl import logging
+import msgspec
 import numpy as np
 import tensorflow as tf
 
 from vit_jax.data import checking, records, slices
 from vit_jax.data.images import index as index_lib
 
-# More classes are taken for a mistake: each has a name and a row of the head.
+# A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
+_DTYPES = {bool: tf.bool, int: tf.int64, float: tf.float32, str: tf.string}
 
 
 class Line(NamedTuple):
-  """A line of a manifest: its file and number, and its values by feature."""
+  """A line of a manifest."""
 
-  where: str
-  image: str
-  values: dict[str, Any]
+  where: str  # 'file:line', for messages.
+  image: str  # Path of the image.
+  values: dict[str, Any]  # By feature.
 
   def key(self, top: str) -> str:
-    """Returns the sort key: the key of an image in the folder of the split."""
+    """Returns the sort key, the same as in a listing of the folder `top`."""
     inside = self.image.startswith(f'{top}/')
     return self.image.removeprefix(top) if inside else self.values['image']
 
@@ -48,10 +50,7 @@ class Line(NamedTuple):
     if name in self.values:
       return self.values[name]
     # An empty list of dicts is an empty list of each of their values.
-    parents = name.split('/')[:-1]
-    prefixes = ('/'.join(parents[:i]) for i in range(1, len(parents) + 1))
-    empty = any(self.values.get(prefix) == [] for prefix in prefixes)
-    return [] if empty else None
+    return [] if any(self.values.get(x) == [] for x in _parents(name)) else None
 
 
 def exists(root: str, split: str) -> bool:
@@ -69,15 +68,15 @@ def read_split(
 ):
   """Reads the wanted features of a split, see sources.open_split.
 
-  `parse` is a function (root, part of the split) -> lines, by default those of
-  the manifest.
+  `parse` maps (root, part of the split) to lines; by default it reads the
+  manifest. See checking.usable for `broken`, `max_pixels` and `workdir`.
 
   Returns:
     columns: features by name, tensors and RaggedTensors [n, ...], in the order
       of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
     names: {feature: names of its classes} for features with class names.
   """
-  lines, taken = [], []  # All lines, and the numbers of those of the slice.
+  lines, taken = [], []  # All lines, and the numbers of the lines in the slice.
   for base, instruction in slices.parts(split):
     found, top = (parse or _parse)(root, base), os.path.join(root, base)
     order = index_lib.hash_order(line.key(top) for line in found)
@@ -130,6 +129,11 @@ def _path(root, base):
   return os.path.join(root, f'{base}.jsonl')
 
 
+def _parents(name) -> list[str]:
+  """Returns 'a' and 'a/b' for 'a/b/c'."""
+  return [name[:i] for i, c in enumerate(name) if c == '/']
+
+
 def _parse(root, base) -> list[Line]:
   """Reads a manifest."""
   path = _path(root, base)
@@ -141,22 +145,22 @@ def _parse(root, base) -> list[Line]:
   with tf.io.gfile.GFile(path, 'rb') as file:
     texts = file.read().splitlines()
   lines = []
-  for i, text in enumerate(texts):
-    where = f'{path}:{i + 1}'
+  for number, text in enumerate(texts, 1):
+    where = f'{path}:{number}'
     if not text.strip():
       continue
     try:
-      values = _loads(text)
-    except (ValueError, RecursionError) as e:
-      reason = str(e).replace('line 1 column', 'column')
-      raise ValueError(f'{where}: this is no JSON: {reason}') from e
+      values = json.loads(text)
+    except ValueError as e:
+      raise ValueError(f'{where}: not valid JSON: {e}') from e
     if not isinstance(values, dict):
       raise ValueError(
-        f'{where}: a line must be an object, {{"image": PATH, ...}}: {_short(values)}'
+        f'{where}: a line must be an object, {{"image": PATH, ...}}, not '
+        f'{_short(values)}'
       )
     values = dict(_flatten(values, '', where))
     image = values.get('image')
-    if not isinstance(image, str) or not image or '\0' in image:
+    if not isinstance(image, str) or not image:
       raise ValueError(
         f'{where}: `image` must be the path of an image, but is '
         f'{_short(image) if "image" in values else "missing"}'
@@ -165,14 +169,6 @@ def _parse(root, base) -> list[Line]:
       image = os.path.join(root, image)
     lines.append(Line(where, image, values))
   return lines
-
-
-def _loads(text: bytes):
-  """Parses JSON; raises ValueError also for unpaired surrogates."""
-  value = json.loads(text)
-  if b'\\u' in text:
-    json.dumps(value, ensure_ascii=False).encode()
-  return value
 
 
 def _short(value):
@@ -186,8 +182,8 @@ def _flatten(values, prefix, where):
     name = prefix + key
     if isinstance(value, dict):
       yield from _flatten(value, f'{name}/', where)
-    elif isinstance(value, list) and dict in (types := set(map(type, value))):
-      if len(types) > 1:
+    elif isinstance(value, list) and any(isinstance(x, dict) for x in value):
+      if not all(isinstance(x, dict) for x in value):
         raise ValueError(f"{where}: '{name}' lists objects and other values")
       items = [dict(_flatten(x, f'{name}/', where)) for x in value]
       if any(item.keys() != items[0].keys() for item in items):
@@ -203,35 +199,30 @@ def _flatten(values, prefix, where):
 def _available(lines):
   """Returns the names of all features of a manifest."""
   names = dict.fromkeys(name for line in lines for name in line.values)
-  # Without the names of dicts, which occur as names of empty lists.
-  inner = {
-    '/'.join(name.split('/')[:i])
-    for name in names
-    for i in range(1, name.count('/') + 1)
-  }
-  return [name for name in names if name not in inner]
+  # An empty list of dicts has the name of the dicts, which is not a feature.
+  dicts = {parent for name in names for parent in _parents(name)}
+  return [name for name in names if name not in dicts]
 
 
 def _class_files(root) -> dict[str, tuple[str, ...]]:
-  """Reads `root/classes.json`: names of classes by feature."""
+  """Reads `root/classes.json`: class names by feature."""
   path = os.path.join(root, 'classes.json')
   if not tf.io.gfile.exists(path):
     return {}
+  with tf.io.gfile.GFile(path, 'rb') as file:
+    content = file.read()
   try:
-    with tf.io.gfile.GFile(path, 'rb') as file:
-      content = _loads(file.read())
-  except (ValueError, RecursionError) as e:
-    raise ValueError(f"'{path}' is no JSON: {e}") from e
-  if isinstance(content, list):
-    content = {'label': content}
-  for value in content.values() if isinstance(content, dict) else [None]:
-    texts = isinstance(value, list) and all(isinstance(x, str) for x in value)
-    if not texts or len(set(value)) < len(value):
-      raise ValueError(
-        f"'{path}' must be a list of different class names, or an object with "
-        'such a list for each feature'
-      )
-  return {name: tuple(value) for name, value in content.items()}
+    found = msgspec.json.decode(content, type=list[str] | dict[str, list[str]])
+  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    raise ValueError(
+      f"'{path}' must be a list of class names, or an object with such a list for "
+      f'each feature: {e}'
+    ) from e
+  found = {'label': found} if isinstance(found, list) else found
+  for feature, names in found.items():
+    if len(set(names)) < len(names):
+      raise ValueError(f"'{path}' repeats class names of '{feature}': remove them")
+  return {feature: tuple(names) for feature, names in found.items()}
 
 
 def _as_list(label) -> list:
@@ -241,24 +232,20 @@ def _as_list(label) -> list:
 
 
 def _label_names(lines, names) -> tuple[str, ...]:
-  """Checks all labels; returns the names of their classes."""
+  """Checks all labels; returns the class names."""
   first, seen = None, set()  # The first label with its line, and all labels.
+  most = _MOST_CLASSES if names is None else np.inf
   for line in lines:
     for label in _as_list(line.get('label')):
       first, wrong = first or (label, line.where), ''
       if type(label) not in (int, str):
-        wrong = 'write the name or the number of a class, or a list of them'
+        wrong = 'give the name or the number of a class, or a list of them'
       elif type(label) is not type(first[0]):
+        wrong = f'names and numbers cannot be mixed, see {first[1]}'
+      elif type(label) is int and not 0 <= label < most:
         wrong = (
-          'names and numbers of classes cannot be mixed, but '
-          f'{first[1]} has the other kind'
-        )
-      elif type(label) is int and label < 0:
-        wrong = 'classes count from 0, and null means no label'
-      elif type(label) is int and names is None and label >= _MOST_CLASSES:
-        wrong = (
-          f'numbers of classes end at {_MOST_CLASSES - 1:,}; number the classes '
-          'from 0 on, or write their names (as texts)'
+          f'class numbers are 0 to {_MOST_CLASSES - 1:,}, and null means no label; '
+          'renumber the classes, or give their names (strings)'
         )
       if wrong:
         raise ValueError(f'{line.where}: `label` is {_short(label)}: {wrong}')
@@ -273,7 +260,7 @@ def _label_names(lines, names) -> tuple[str, ...]:
 
 
 def _numbers(values, lines, names) -> list:
-  """Converts names of classes, also in lists, to numbers; checks numbers."""
+  """Converts class names, also in nested lists, to numbers; checks numbers."""
   table = {name: i for i, name in enumerate(names)}
 
   def number(value, where):
@@ -284,9 +271,9 @@ def _numbers(values, lines, names) -> list:
     if isinstance(value, str) and value in table:
       return table[value]
     raise ValueError(
-      f'{where}: {_short(value)} is none of the {len(names)} classes '
-      f'{list(names[:5])}{" ..." if len(names) > 5 else ""} that the '
-      'model (or the probe) is trained on, or of classes.json'
+      f'{where}: {_short(value)} is not one of the {len(names)} classes '
+      f'{list(names[:5])}{" ..." if len(names) > 5 else ""} of the training data '
+      'or classes.json'
     )
 
   return [number(value, line.where) for value, line in zip(values, lines)]
@@ -300,10 +287,8 @@ def _labels(lines, taken, names):
   if missing:
     logging.warning(
       '%d of %d images have no label and do not count, the first: %s',
-      len(missing),
-      len(taken),
-      missing[0],
-    )
+      len(missing), len(taken), missing[0],
+    )  # fmt: skip
   longest = max(1, *map(len, rows))
   return tf.constant([row + [-1] * (longest - len(row)) for row in rows], tf.int64)
 
@@ -321,18 +306,18 @@ def _column(name, lines, names):
       raise ValueError(f"{line.where}: there is no '{name}', which other lines have")
   if names is not None:
     values = _numbers(values, lines, names)
+  # Level by level: all values, and the number of the line of each.
   level, owners, lengths = values, range(len(lines)), []
-  while True:
+  while level:
     kinds = [_kind(x) for x in level]
     for owner, kind in zip(owners, kinds):
       if kind is None or kind is not kinds[0]:
         raise ValueError(
           f"{lines[owner].where}: '{name}' is {_short(values[owner])}, and "
-          f'{_short(values[0])} on the first line: write texts, booleans or '
-          'numbers below 2**63, or lists of one of these, equally deep on all '
-          'lines'
+          f'{_short(values[0])} on the first line: give strings, booleans or '
+          'numbers, or lists of one of these, equally nested on all lines'
         )
-    if not level or kinds[0] is not list:
+    if kinds[0] is not list:
       break
     lengths.append([len(x) for x in level])
     owners = [owner for owner, x in zip(owners, level) for _ in x]
@@ -346,13 +331,7 @@ def _column(name, lines, names):
   return tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
 
 
-_DTYPES = {
-  bool: tf.bool, int: tf.int64, float: tf.float32, str: tf.string
-}  # fmt: skip
-
-
 def _kind(value) -> type | None:
-  """Returns a type that all values of an array share; None if it is no value."""
-  if type(value) is int:
-    return float if -(2**63) <= value < 2**63 else None
-  return type(value) if type(value) in (*_DTYPES, list) else None
+  """Returns the type that all values of an array share: float also for integers."""
+  kind = float if type(value) is int else type(value)
+  return kind if kind in (*_DTYPES, list) else None

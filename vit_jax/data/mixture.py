@@ -1,8 +1,8 @@
 """Mixtures: several data sets to train on together.
 
 In a mixture, `config.dataset = (('cifar10', 0.7), ('/data/photos', 0.3))`, each
-data set has its share of the positions, evenly spread, and its own epochs with
-a permutation each. Evaluation reads the first data set.
+data set has its share of the positions, evenly spread, and its own epochs, each
+with its own permutation. Evaluation reads the first data set.
 """
 
 from collections.abc import Sequence
@@ -13,14 +13,13 @@ import tensorflow as tf
 
 from vit_jax.data import records
 
-# Greatest denominator of a share, so that int64 holds all positions up to 2**63
-# without error.
+# Greatest denominator of a share: int64 arithmetic is exact at all positions.
 _DENOMINATOR = 10**9
 _SOFT = 'soft_label'
 
 
 def describe(dataset) -> str:
-  """Describes `config.dataset` in words, with the shares of a mixture."""
+  """Describes `config.dataset`, with the shares of a mixture."""
   if isinstance(dataset, str):
     return dataset
   total = sum(weight for _, weight in dataset)
@@ -30,12 +29,12 @@ def describe(dataset) -> str:
 class MixtureSource(records.Source):
   """Several data sets to train on together.
 
-  In any prefix of the run, the share of a part is exact to within one example
-  for up to three parts, and to hardly more for many.
+  In any prefix of the run, the number of examples of a part is exact to within
+  one for up to three parts, and to little more for many.
 
   Args:
     parts: sources with the same classes. Only their common features are used;
-      and 'soft_label' if some part has it, which is all 0 in the other parts.
+      and 'soft_label' if any part has it, which is all 0 in the other parts.
     pairs: their names, and weights of any sum.
   """
 
@@ -67,18 +66,18 @@ class MixtureSource(records.Source):
         if ours != first:
           raise ValueError(
             f"the classes of '{name}' are {len(ours)}, {list(ours[:5])}, {where} "
-            f'{len(first)}, {list(first[:5])}: mixed data must have the same '
-            '(config.dataset)'
+            f'{len(first)}, {list(first[:5])}: the data sets of a mixture must have '
+            'the same (config.dataset)'
           )
         kinds = [_describe(s[name]) for s in (spec, specs[0])]
         if kinds[0] != kinds[1]:
           raise ValueError(
-            f"'{name}' is {kinds[0]} {where} {kinds[1]}: mixed data must agree "
-            '(config.dataset)'
+            f"'{name}' is {kinds[0]} {where} {kinds[1]}: the data sets of a mixture "
+            'must agree (config.dataset)'
           )
 
   @property
-  def evaluated(self) -> records.Source:  # The first part alone.
+  def evaluated(self) -> records.Source:
     return self.parts[0]
 
   def fingerprint(self) -> dict:
@@ -98,21 +97,21 @@ class MixtureSource(records.Source):
       part.store(workdir)
 
   def place(self, positions):
-    """Returns the part at each position of the run, and the position in it.
+    """Returns the part at each position of the run, and the position in the part.
 
-    Both are int64 [b], of NumPy or TensorFlow like `positions`.
+    All are int64 [b]; `positions` are an array or a tensor.
     """
-    part = local = positions * 0
-    free = part + 1  # 0 once the part of the position is known.
-    rest = positions  # The position among those of this and the later parts.
-    for k, share in self._shares:
-      before = _rounded(rest, share)
-      mine = free * (_rounded(rest + 1, share) - before)
-      part = part + mine * k
-      local = local + mine * before
-      free = free - mine
-      rest = rest - before
-    return part, local
+    # Each part takes its share of the positions that the parts before it leave.
+    taken, rest = [], tf.convert_to_tensor(positions)
+    for part, share in self._shares:
+      before = _rounded(rest, share)  # Positions of this part before each position.
+      taken.append((part, before, _rounded(rest + 1, share) > before))
+      rest -= before
+    number = local = tf.zeros_like(rest)
+    for part, before, mine in reversed(taken):
+      number = tf.where(mine, tf.constant(part, tf.int64), number)
+      local = tf.where(mine, before, local)
+    return number, local
 
   def select(self, record) -> dict:
     """Returns the features of the mixture in a record that a part has read."""
@@ -127,28 +126,26 @@ class MixtureSource(records.Source):
 
 
 def _shares(weights) -> list[tuple[int, fractions.Fraction]]:
-  """Returns (number of a part, its share of what the earlier parts leave)."""
+  """Returns (part, its share of what the parts before it leave), heaviest first.
+
+  This order keeps rounding errors small. The last share is 1.
+  """
   exact = [fractions.Fraction(weight) for weight in weights]
-  # The heaviest part comes first, which keeps rounding errors small.
-  order = sorted(range(len(exact)), key=lambda k: -exact[k])
-  shares = []
-  for i, k in enumerate(order):
-    left = sum(exact[j] for j in order[i:])
-    share = (exact[k] / left).limit_denominator(_DENOMINATOR)
-    shares.append((k, share))
+  shares, left = [], sum(exact)
+  for part in sorted(range(len(exact)), key=lambda k: -exact[k]):
+    shares.append((part, (exact[part] / left).limit_denominator(_DENOMINATOR)))
+    left -= exact[part]
   return shares
 
 
 def _rounded(count, share):
-  """Returns round(count * share), halves up, int64 [b], without overflow."""
-  numerator, denominator = share.numerator, share.denominator
-  inside = count % denominator
-  return count // denominator * numerator + (2 * inside * numerator + denominator) // (
-    2 * denominator
-  )
+  """Returns count * share, rounded half up, int64 [b], without overflow."""
+  a, b = share.numerator, share.denominator
+  whole, inside = count // b, count % b
+  return whole * a + (2 * inside * a + b) // (2 * b)
 
 
 def _describe(spec) -> str:
-  """Describes the properties of a feature that all parts must share."""
+  """Describes what all parts must have in common."""
   ragged = ', ragged' if getattr(spec, 'ragged_rank', 0) else ''
   return f'{spec.dtype.name} of {spec.shape.rank} axes{ragged}'

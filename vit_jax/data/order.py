@@ -2,7 +2,7 @@
 
 The example is a pure function of the position: nothing is buffered for
 shuffling, and any position can be computed without the positions before it. In
-a mixture each data set has its own epochs, with a permutation each.
+a mixture each data set has its own epochs and permutations.
 """
 
 import numpy as np
@@ -10,13 +10,11 @@ import tensorflow as tf
 
 from vit_jax.data import mixture, records
 
-# AutoGraph would rewrite what these functions have tf.data call, which takes half a
-# second at the start of a run, and for each evaluation.
+# AutoGraph would rewrite the functions that tf.data calls, which takes half a second
+# at the start of a run and of each evaluation.
 _as_it_is = tf.autograph.experimental.do_not_convert
-
-
 # Smaller data sets are sorted by random keys: the cipher permutes at least 2**16
-# values and would have to be repeated until its value lies below their size.
+# values and would have to be repeated until its value is below their size.
 _SORTED = 1024
 
 
@@ -52,7 +50,7 @@ def example_indices(positions, num_examples: int, seed: int):
 
 
 def _seed(seed, part):
-  """Returns the seed of the order of a mixture's part; the first has `seed`."""
+  """Returns the seed of the order of a part of a mixture; `seed` for the first."""
   return (seed + 1_000_003 * part) % 2**63
 
 
@@ -65,11 +63,11 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   if not isinstance(source, mixture.MixtureSource):
     return example_indices(tf.constant(positions), source.num_examples, seed).numpy()
   indices = np.empty_like(positions)
-  part, local = source.place(positions)
-  for k, (inner, offset) in enumerate(zip(source.parts, source.offsets)):
-    mine = part == k
+  number, local = (x.numpy() for x in source.place(positions))
+  for k, (part, offset) in enumerate(zip(source.parts, source.offsets)):
+    mine = number == k
     if mine.any():
-      found = training_indices(inner, local[mine], _seed(seed, k))
+      found = training_indices(part, local[mine], _seed(seed, k))
       indices[mine] = found + offset
   return indices
 
@@ -87,49 +85,53 @@ def training_records(
   mine = tf.constant(rows, tf.int64)
   steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
   positions = steps.map(lambda step: step * config.batch + mine)
-
-  def records_of(part, both, seed):
-    """Reads one data set at (positions in the run [b], in the data set [b])."""
-
-    def look_up(position, local):
-      index = example_indices(local, part.num_examples, seed)
-      return position, {'index': index, **part.lookup(index)}
-
-    return at_a_time(part, both, look_up)
-
   if not isinstance(source, mixture.MixtureSource):
-    both = positions.map(lambda position: (position, position))
-    return records_of(source, both, config.seed)
-
-  def part_records(k, part):
-    def choose(position):
-      number, local = source.place(position)
-      chosen = tf.boolean_mask(position, number == k)
-      return chosen, tf.boolean_mask(local, number == k)
-
-    both = positions.map(choose).filter(lambda chosen, _: tf.size(chosen) > 0)
-
-    def read(position, record):
-      index = record['index'] + source.offsets[k]
-      return position, {'index': index, **source.select(part.read(record))}
-
-    return records_of(part, both, _seed(config.seed, k)).map(
-      read, num_parallel_calls=records.CALLS, deterministic=True
-    )
-
+    return _records(source, positions.map(lambda x: (x, x)), config.seed)
+  placed = positions.map(lambda x: (x, *source.place(x)))
   return tf.data.Dataset.choose_from_datasets(
-    [part_records(k, part) for k, part in enumerate(source.parts)],
-    positions.map(lambda position: source.place(position)[0]).unbatch(),
+    [_part_records(source, k, placed, config.seed) for k in range(len(source.parts))],
+    placed.map(lambda position, number, local: number).unbatch(),
     stop_on_empty_dataset=False,
+  )
+
+
+def _records(source, places, seed):
+  """Reads one data set at (positions in the run [b], in the data set [b])."""
+
+  def look_up(position, local):
+    index = example_indices(local, source.num_examples, seed)
+    return position, {'index': index, **source.lookup(index)}
+
+  return at_a_time(source, places, look_up)
+
+
+def _part_records(source, k, placed, seed):
+  """Reads part k of a mixture, with the features of the mixture.
+
+  `placed` are (positions in the run [b], part [b], positions in the part [b]).
+  """
+  part = source.parts[k]
+
+  def choose(position, number, local):
+    mine = number == k
+    return tf.boolean_mask(position, mine), tf.boolean_mask(local, mine)
+
+  def read(position, record):
+    index = record['index'] + source.offsets[k]
+    return position, {'index': index, **source.select(part.read(record))}
+
+  places = placed.map(choose).filter(lambda position, local: tf.size(position) > 0)
+  return _records(part, places, _seed(seed, k)).map(
+    read, num_parallel_calls=records.CALLS, deterministic=True
   )
 
 
 @_as_it_is
 def at_a_time(source, batches, look_up) -> tf.data.Dataset:
-  """Looks up records in chunks, with the parallelism that suits the source.
+  """Looks up records in chunks, in parallel if the source is slow.
 
-  `look_up` is a function from tensors [c], as in `batches`, to records [c];
-  returns tf.data of the records, one by one, in order.
+  `look_up` maps tensors [c], as in `batches`, to records [c]. Returns tf.data of
+  the single records, in order.
   """
   if source.chunk is None:
     return batches.map(look_up).unbatch()

@@ -2,22 +2,23 @@
 
 A folder with these two files is a data set to train on (config.dataset):
 
-pseudo_labels.json  `dataset`, `split` and `images` (a fingerprint): where the
-                    images are; `class_names`; `soft`, `exclusive`; `digest` of
-                    the arrays, and `check`, a digest of all other values
+pseudo_labels.json  `dataset`, `split` and `images` (a fingerprint): the source of
+                    the images; `class_names`; `soft`, `exclusive`; and `digest`
+                    of the arrays
 pseudo_labels.npz   images int64 [m], numbers of images within that split;
                     classes int32 [m, k], the k most probable classes of each;
                     probabilities float32 [m, k] of these classes;
                     rows int64 [n]: example i has the image and the label of row
                     rows[i], so that an image can be repeated at no cost
 
-vit_jax/studies/labelling.py writes them. The images stay where they are.
+vit_jax/studies/labelling.py writes them. The images are not copied.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 import json
 
 from etils import epath
+import msgspec
 import numpy as np
 import tensorflow as tf
 
@@ -25,6 +26,20 @@ from vit_jax.data import records
 from vit_jax.distributed import files
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'
+ARRAY_NAMES = ('images', 'classes', 'probabilities', 'rows')
+_AGAIN = 'label the images again, into another folder'
+
+
+class _Facts(msgspec.Struct):
+  """Required values of the JSON file and their types."""
+
+  dataset: str
+  split: str
+  images: dict
+  class_names: list[str]
+  soft: bool
+  exclusive: bool
+  digest: str
 
 
 def exists(root: str) -> bool:
@@ -33,75 +48,53 @@ def exists(root: str) -> bool:
 
 
 def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
-  """Writes pseudo-labels into a folder, which is created; see the top.
+  """Writes pseudo-labels into a new folder, see the top.
 
-  `facts` are the values of the json, without `digest` and `check`. It is written
-  last: the labels exist once all is there.
+  `facts` are the values of the JSON file without `digest`. It is written last, so
+  that the labels exist once they are complete.
   """
   path = epath.Path(root)
   write_arrays(path / ARRAYS, arrays)
   facts = {**facts, 'digest': _digest(arrays)}
-  facts['check'] = _check(facts)
   files.write(path / JSON, json.dumps(facts, indent=1))
 
 
 def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
-  """Writes an npz file atomically, and the folder that it is in."""
+  """Writes an npz file atomically, and creates its folder."""
   path.parent.mkdir(parents=True, exist_ok=True)
   with files.replacing(path) as file:
     np.savez(file, **arrays)
 
 
 def read_facts(root: str) -> dict:
-  """Reads the json of pseudo-labels; a damaged one is a ValueError."""
+  """Reads the JSON file of pseudo-labels; ValueError if it is damaged."""
   path = epath.Path(root) / JSON
   facts = read_json(path, _AGAIN)
-  for name, kind in _TYPES.items():
-    if not isinstance(facts.get(name), kind):
-      raise ValueError(
-        f"'{path}' is damaged: it lacks {name!r} of the type {kind.__name__}; {_AGAIN}"
-      )
-  # Labels from before there was a check have none.
-  if facts.get('check', _check(facts)) != _check(facts):
-    raise ValueError(
-      f"'{path}' is damaged: its values are not those of its check; {_AGAIN}"
-    )
+  try:
+    msgspec.convert(facts, _Facts)
+  except msgspec.ValidationError as e:
+    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
   return facts
-
-
-_AGAIN = 'label the images again, into another folder'
-_TYPES = {
-  'dataset': str, 'split': str, 'images': dict, 'class_names': list,
-  'soft': bool, 'exclusive': bool, 'digest': str,
-}  # fmt: skip
-
-
-def _check(facts) -> str:
-  rest = {name: value for name, value in facts.items() if name != 'check'}
-  return files.digest([json.dumps(rest, sort_keys=True).encode()])
 
 
 def read_json(path: epath.Path, remedy: str) -> dict:
   """Reads a JSON object; a ValueError names a damaged file and the remedy."""
   try:
-    found = json.loads(path.read_text())
-    if not isinstance(found, dict):
-      raise ValueError('it holds no JSON object')
-  except (ValueError, RecursionError) as e:
+    return msgspec.json.decode(path.read_bytes(), type=dict)
+  except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(f"'{path}' is damaged: {e}; {remedy}") from e
-  return found
 
 
 def read_arrays(
   path: epath.Path, names: Sequence[str], remedy: str
 ) -> dict[str, np.ndarray]:
-  """Reads arrays of an npz file; errors as those of read_json."""
+  """Reads arrays of an npz file; raises like `read_json`."""
   try:
     with path.open('rb') as file, np.load(file) as found:
       return {name: found[name] for name in names}
   except OSError:
     raise
-  except Exception as e:  # Damage of a zip file has many kinds of errors.
+  except Exception as e:  # NumPy does not document the errors for damaged files.
     raise ValueError(f"'{path}' is damaged: {e!r}; {remedy}") from e
 
 
@@ -113,33 +106,28 @@ def open_folder(
 ) -> 'PseudoSource':
   """Opens a folder of pseudo-labels, see vit_jax.data.sources.open_split.
 
-  `open_images` is a function (data set, split) -> the source of the images
-  alone.
+  `open_images` maps (data set, split) to the source of the images only.
   """
   facts = read_facts(root)
   names = tuple(facts['class_names'])
   if class_names is not None and tuple(class_names) != names:
     raise ValueError(
-      f"the pseudo-labels in '{root}' are of {len(names)} classes, "
-      f'{list(names[:5])}, and the training data of {len(class_names)}, '
-      f'{list(class_names[:5])}: label the images by a teacher of the same '
+      f"the pseudo-labels in '{root}' have {len(names)} classes, "
+      f'{list(names[:5])}, and the training data {len(class_names)}, '
+      f'{list(class_names[:5])}: label the images with a teacher of the same '
       'classes (config.dataset)'
     )
   images = open_images(facts['dataset'], facts['split'])
   if images.fingerprint() != facts['images']:
     raise ValueError(
-      f"the images of '{facts['dataset']}', split '{facts['split']}', are not "
-      f"those that the pseudo-labels in '{root}' number: restore the former "
-      f'images, or {_AGAIN}'
+      f"the images of '{facts['dataset']}', split '{facts['split']}', have changed "
+      f"since the pseudo-labels in '{root}' were made: restore them, or {_AGAIN}"
     )
   path = epath.Path(root) / ARRAYS
   arrays = read_arrays(path, ARRAY_NAMES, _AGAIN)
   if _digest(arrays) != facts['digest']:
     raise ValueError(f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}")
   return PseudoSource(images, arrays, facts, features, root)
-
-
-ARRAY_NAMES = ('images', 'classes', 'probabilities', 'rows')
 
 
 def _digest(arrays) -> str:
@@ -155,8 +143,8 @@ class PseudoSource(records.Subset):
 
   Its records have 'label', int64 [1], the most probable class; and, unless the
   labels are hard, 'soft_label', float32 [classes], the probability of each
-  class. What the k known probabilities leave to 1 is spread evenly over the
-  other classes. See the top of this file for `arrays` and `facts`.
+  class. The remainder, 1 minus the k known probabilities, is spread evenly over
+  the other classes. See the top of this file for `arrays` and `facts`.
   """
 
   def __init__(self, images, arrays, facts, features, root):

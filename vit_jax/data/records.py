@@ -5,11 +5,10 @@ A source returns any examples by their numbers:
   lookup(indices [b]) -> records of b examples, by name
   read(record) -> the features of one example
 
-both as TensorFlow graphs. A record has features, paths in place of images, or
-what a file of TFDS holds, not parsed yet. Among the features, 'image' is a
-string, the content of an image file. 'label' is int64 [L], class numbers, which
-may be padded with -1. A mixture alone has no `lookup`: its examples come from
-its parts, which have read them.
+both as TensorFlow graphs. A record has features, with paths instead of images, or
+an unparsed example of TFDS. Among the features, 'image' is a string, the contents
+of an image file, and 'label' is int64 [L], class numbers, which may be padded
+with -1. Only a mixture has no `lookup`: its parts read its examples.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,8 +24,7 @@ from vit_jax import console
 from vit_jax.data.images import image_files, images, index as index_lib
 from vit_jax.distributed import files
 
-# For slow reading: number of parallel calls, and greatest bytes and number of
-# records per call.
+# For slow reading: number of parallel calls, and most bytes and records per call.
 CALLS = min(16, 2 * (os.cpu_count() or 1))
 _CHUNK_BYTES = 8 * 2**20
 _CHUNK = 1024
@@ -41,11 +39,11 @@ class Source:
     names: {feature: names of its classes} for the class labels.
   """
 
-  # Names of those classes of segments that are no things.
+  # Names of the classes of segments that are not things.
   stuff: Sequence[str] = ()
   # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
-  # Whether evaluation leaves out examples that cannot be read.
+  # Whether evaluation skips examples that cannot be read.
   tolerant: bool = False
   # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
@@ -71,7 +69,7 @@ class Source:
     return self
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns a short description of the data, for JSON; other data differ.
+    """Returns a short description of the data for JSON, to tell data apart.
 
     It is cheap, the same in all processes, and independent of the location of a
     folder. Names and labels of a folder's images are hashed.
@@ -100,7 +98,7 @@ class Source:
     return None
 
   def store(self, workdir):
-    """Writes data to the workdir of a run that make its next start faster."""
+    """Writes data to the workdir of a run that speed up its next start."""
 
   def record(self, number) -> dict:
     """Returns the record of an example, before `read`, by its number."""
@@ -108,7 +106,7 @@ class Source:
     return {name: value[0] for name, value in found.items()}
 
   def read(self, record):
-    """Returns the features of one example, with contents in place of paths."""
+    """Returns the features of one example, with images instead of paths."""
     return record
 
   def name(self, index: int) -> str:
@@ -116,7 +114,7 @@ class Source:
     return f'example {index}'
 
   def stamp(self, index: int) -> int:
-    """Returns a number from size and time of an image's file; 0 without one."""
+    """Returns a hash of size and time of an image's file; 0 without one."""
     del index
     return 0
 
@@ -172,7 +170,7 @@ class FolderSource(MemorySource):
 
   Examples are ordered by a hash of their names, so that a slice of the split,
   such as 'train[:90%]', is a random sample of the whole. Among the columns,
-  'image' is an index.Paths; a file with more than `max_pixels` is refused
+  'image' is an index.Paths; a file with more than `max_pixels` is rejected
   before decoding.
   """
 
@@ -269,7 +267,7 @@ def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:
-  """Returns how many records of a mean size to read at a time."""
+  """Returns how many records to read at a time, given their mean size."""
   fitting = int(_CHUNK_BYTES / max(1.0, record_bytes))
   return max(1, min(_CHUNK, fitting, num_examples))
 
@@ -285,6 +283,9 @@ def resolve(
       exists.
     available: names of the data's features.
     where: name of the data for error messages.
+
+  Raises:
+    ValueError: if a required feature is missing.
   """
   available = tuple(available)
   chosen = []
@@ -301,7 +302,7 @@ def resolve(
       }.get(key, '')
       raise ValueError(
         f"{where} has no feature '{key}'{kind}: it has {sorted(available)}; use "
-        'other data, or a task without this feature (config.dataset, config.task)'
+        'other data, or a task that does not need it (config.dataset, config.task)'
       )
     chosen += [a for a in found if a != 'index']
   return tuple(dict.fromkeys(chosen))
@@ -309,14 +310,12 @@ def resolve(
 
 def check_classes(where: str, names: Sequence[str], expected: Sequence[str]):
   """Raises ValueError unless a split has the expected classes, in any order."""
-  differing = {
-    'has': set(names) - set(expected),
-    'lacks': set(expected) - set(names),
-  }
+  names, wanted = set(names), set(expected)
+  differing = {'has': names - wanted, 'lacks': wanted - names}
   faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
   if faults:
     raise ValueError(
-      f"the classes of '{where}' are not those that the model (or the probe) is "
-      f'trained on, {len(expected)}, {list(expected[:5])}: {" and ".join(faults)}; '
-      'give both splits the same classes'
+      f"the classes of '{where}' differ from the {len(expected)} of the training "
+      f'data, {list(expected[:5])}: {" and ".join(faults)}; give both splits the '
+      'same classes'
     )

@@ -13,7 +13,7 @@ def parts(split: str) -> Iterator[tuple[str, str]]:
 
 
 def take(found: Sequence, name: str, instruction: str) -> Sequence:
-  """Returns a slice such as '[:90%]' of a list, by the arithmetic of TFDS."""
+  """Returns a slice such as '[:90%]' of a list, rounded as in TFDS."""
   if not instruction:
     return found
   info = tfds.core.SplitInfo(
@@ -24,9 +24,9 @@ def take(found: Sequence, name: str, instruction: str) -> Sequence:
 
 
 def bounds(info, instruction: str) -> tuple[int, int]:
-  """Returns (begin, end) of a slice of a tfds.core.SplitInfo, as TFDS counts.
+  """Returns (begin, end) of a slice of a tfds.core.SplitInfo, rounded as in TFDS.
 
-  A slice that reaches beyond the split, or is empty, is a ValueError.
+  Raises ValueError if it is empty or exceeds the split.
   """
   count, split = info.num_examples, f'{info.name}{instruction}'
   remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"

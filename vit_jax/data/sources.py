@@ -1,9 +1,10 @@
-"""Opens sources of examples: folders, annotated or not, manifests, TFDS data.
+"""Opens sources of examples: folders, annotations, manifests, mixtures, TFDS.
 
 See vit_jax/data/records.py for the interface of a source.
 """
 
 from collections.abc import Sequence
+import functools
 import os
 
 from etils import epath
@@ -18,7 +19,7 @@ LABELLED = ('image', 'label')
 
 
 def example_file(source, workdir) -> str:
-  """Returns the path of an image of a split; writes it into the workdir."""
+  """Returns the path of an image of a split; writes it to the workdir if needed."""
   source, index = source.locate(0)
   if isinstance(source, records.FolderSource):
     return source.name(index)
@@ -46,18 +47,16 @@ def open_split(
       `broken_images`, `broken_boxes`, `max_image_pixels`.
     split: a split in the notation of TFDS: 'train', 'test[:50%]',
       'train[:800]+test[:9]'.
-    features: names of the requested features: 'image', 'label', and features of
-      the data set, with '/' for nested ones ('objects/bbox', or 'objects' for
-      all of them). A name that ends with '?' is optional. Other features are
-      not read.
-    class_names: classes of the training split, which another split of a folder
-      must share; None for the training split itself.
-    dataset: the data set; by default `config.dataset`. For a mixture,
+    features: names of features: 'image', 'label', and features of the data set,
+      with '/' for nested ones ('objects/bbox', or 'objects' for all of them). A
+      name that ends with '?' is optional. Other features are not read.
+    class_names: expected classes of a folder, those of its training split; None
+      for the training split itself.
+    dataset: the data set; by default `config.dataset`. Of a mixture,
       `config.pp.train` opens that split of all its data sets, and any other
       split is that of the first data set.
-    workdir: folder of the run, in which the list of a folder's images is
-      stored; all processes must share it. None: the folder is listed and
-      checked anew.
+    workdir: folder of the run, shared by all processes, in which the list of a
+      folder's images is stored. None: the folder is listed and checked anew.
 
   Raises:
     ValueError, FileNotFoundError: if data set, split, features or images are
@@ -83,8 +82,8 @@ def open_split(
   if pseudo_labels.exists(dataset):
     if split != config.pp.train:
       raise ValueError(
-        f"'{dataset}' holds pseudo-labels, which are to train on: evaluate split "
-        f"'{split}' of data with labels (config.evals, --evaluate)"
+        f"'{dataset}' holds pseudo-labels for training: evaluate split '{split}' "
+        'of labelled data (config.evals, --evaluate)'
       )
     return pseudo_labels.open_folder(
       dataset, features, class_names,
@@ -97,43 +96,27 @@ def open_split(
 
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
-  listed, parse = manifest.exists(root, split), None
-  captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
-  if not listed and captioned and caption_files.exists(root, split):
-    listed, parse = True, caption_files.lines
-  if not listed and _is_annotated(root, split, features):
-    return annotated.open_split(config, root, split, features, class_names, workdir)
   limit = config.max_image_pixels
   kwargs = dict(broken=config.broken_images, max_pixels=limit, workdir=workdir)
-  if listed:
-    columns, names = manifest.read_split(
-      root, split, features, class_names, parse, **kwargs
-    )
-    return records.FolderSource(columns, names, limit)
-  labelled = folder.has_labels(root, split, workdir)
-  wanted = records.resolve(
-    features,
-    LABELLED if labelled else LABELLED[:1],
-    f"split '{split}' of folder '{root}'",
-  )
-  columns, names = {}, {}
-  if 'label' in wanted:
-    columns['image'], labels, names['label'] = folder.list_split(
-      root, split, class_names, **kwargs
-    )
-    columns['label'] = labels[:, None]
+  captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
+  if manifest.exists(root, split):
+    read_split = manifest.read_split
+  elif captioned and caption_files.exists(root, split):
+    read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
+  elif _is_annotated(root, split, features):
+    return annotated.open_split(config, root, split, features, class_names, workdir)
   else:
-    columns['image'] = folder.list_images(root, split, **kwargs)
-  columns = {name: columns[name] for name in wanted}
+    read_split = folder.read_split
+  columns, names = read_split(root, split, features, class_names, **kwargs)
   return records.FolderSource(columns, names, limit)
 
 
 def _is_annotated(root, split, features) -> bool:
-  """Returns whether a split of a folder is to be read with its annotations."""
+  """Returns whether to read a split of a folder with its annotations."""
   wanted = (name for name in features if not name.endswith('?'))
   if any(name.startswith(('objects', 'panoptic')) for name in wanted):
     return True
-  # The images of COCO lie in train2017 and so on, which only its files tell.
+  # COCO's images are in train2017 etc., which only its annotation files tell.
   folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
   if all(map(tf.io.gfile.isdir, folders)):
     return False

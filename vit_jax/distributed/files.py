@@ -71,9 +71,11 @@ def new_folder(path):
   temporary.mkdir(parents=True)
   try:
     yield temporary
-    rename = epath.Path.rename if is_remote(path) else os.rename
     try:
-      rename(temporary, path)  # On a disk also in place of an empty folder.
+      if is_remote(path):
+        temporary.rename(path)
+      else:
+        os.rename(temporary, path)  # Also replaces an empty folder.
     except OSError as e:
       if not path.exists():
         raise

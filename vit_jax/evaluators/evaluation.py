@@ -24,23 +24,16 @@ def evaluate(
 
   Args:
     model: result of `predict.load`.
-    split: a split in the notation of TFDS, or the name of a folder: 'test',
-      'train[:10%]'.
-    dataset: another data set with the same classes; by default that of the run.
+    split: a split in the notation of TFDS, such as 'test' or 'train[:10%]'.
+    dataset: another data set with the same classes; by default the run's.
     real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
-    options: values for `config.task_options` in place of those of the run, such
-      as {'tight': 1} for a detector, see vit_jax/tasks/detection/detect.py.
+    options: values that replace the run's in `config.task_options`, such as
+      {'tight': 1} for a detector, see vit_jax/tasks/detection/detect.py.
 
   Returns:
     A dict with the metrics of the task (`accuracy` and `loss`, for classes),
     `num_examples` and `img_sec_core`; with `real_labels` also `accuracy_real`
     and `num_real`.
-
-  Raises:
-    FileNotFoundError: if there is no such run, folder or file.
-    ValueError: if the split, the data set, its classes, the checkpoint, the
-      ReaL labels or the options are wrong.
-    OSError: if the storage does not answer.
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
@@ -62,15 +55,15 @@ def evaluate(
       )
     except FileNotFoundError as e:
       raise FileNotFoundError(
-        f'{e}; to evaluate, name the split by --evaluate=SPLIT, and data that '
-        'have moved by --dataset=FOLDER'
+        f'{e}; give the split as --evaluate=SPLIT, and data that have moved as '
+        '--dataset=FOLDER'
       ) from e
     names = task.class_names_of(source)
     if not other and task.class_names and names != task.class_names:
       raise ValueError(
-        f"dataset='{config.dataset}' has {len(names)} classes "
-        f'{names[:5]} ..., the model has {len(task.class_names)} '
-        f'{task.class_names[:5]} ...: give data of the same classes'
+        f"dataset='{config.dataset}' has {len(names)} classes {names[:5]}, and the "
+        f'model has {len(task.class_names)} {task.class_names[:5]}: give data of the '
+        'same classes'
       )
     return source
 
@@ -89,7 +82,7 @@ def evaluate(
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-  """Returns the options of a command line, each 'NAME=VALUE', by name."""
+  """Parses options of the form 'NAME=VALUE'."""
   found = {}
   for text in texts:
     name, equals, value = text.partition('=')
@@ -100,7 +93,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def fit_batches(config, mesh):
-  """Rounds the batches up, in place, so that the devices divide them."""
+  """Rounds the batch sizes up, in place, to multiples of the devices."""
   shards = sharding.batch_shards(mesh)
   for key in ('batch', 'batch_eval'):
     config[key] = -(-config[key] // shards) * shards

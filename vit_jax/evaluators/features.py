@@ -24,8 +24,7 @@ from vit_jax.inference import engine
 LAYER = 'features'
 # The model's input as features, for comparison.
 PIXELS = 'pixels'
-# What models sow in front of each layer, see `layers`: stages of the ResNet of
-# a hybrid come before the layers of the Transformer.
+# What models sow in front of each layer, see `layers`.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
 
 
@@ -41,8 +40,7 @@ class Features(NamedTuple):
     found = np.flatnonzero(self.labels >= 0)
     if not len(found):
       raise ValueError(
-        'no image of the split has one class: a probe needs labels, so give '
-        'labelled data'
+        'no image of the split has a single class: give labelled data to a probe'
       )
     return found
 
@@ -58,13 +56,13 @@ class Features(NamedTuple):
 def layers(task) -> dict[str, str]:
   """Returns the layers of a task's model from the input to the output.
 
-  The result has paths among the `intermediates` by name, 'layer_0', 'layer_1',
-  ... Each model of this package sows a mean [B, D] in front of each layer:
+  Returns paths in the collection `intermediates` by name, 'layer_0', 'layer_1', ...
+  Each model of this package sows a mean [B, D] in front of each layer:
 
     ViT        layer_<l>: the tokens as the first norm of block l returns them;
                the last one: the tokens after the encoder's norm
     hybrid     before these, stage_<s>: the feature map that enters stage s of
-               the ResNet; the last one: the map that the ResNet returns
+               the ResNet; the last one: the output of the ResNet
     Mixer      as ViT
     BiT        layer_<l>: the feature map that enters stage l; the last one:
                the map after the last norm
@@ -78,14 +76,13 @@ def layers(task) -> dict[str, str]:
 
 
 def _shapes(task, compute: Callable):
-  """Returns the shapes of a function (params, extra, batch) for an image."""
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
   return jax.eval_shape(compute, params, extra, batch)
 
 
 def _sown(task, capture=False) -> dict:
-  """Returns the shapes of what a task's model sows for an image, by path."""
+  """Returns the shapes that a task's model sows for an image, by path."""
   return _shapes(task, lambda *state: task.intermediates(*state, capture))
 
 
@@ -95,17 +92,15 @@ class Extractor:
   Args:
     task: a vit_jax.tasks.base.Task.
     mesh: the mesh; all of its processes must make the same calls.
-    layer: 'features'; 'pixels', the model's inputs; a name of `layers`; the
-      path of another array that the model sows; or the path of a module, such
-      as 'Transformer/encoderblock_3', for its outputs. Dimensions between the
-      first and the last, such as tokens, are averaged. Several are computed
-      together.
-    pp: preprocessing of the images, as of an evaluation; by default
-      `task.config.pp`.
+    layer: one or several of 'features'; 'pixels', the model's inputs; a name of
+      `layers`; the path of another array that the model sows; or the path of a
+      module, such as 'Transformer/encoderblock_3', for its outputs. Dimensions
+      between the first and the last, such as tokens, are averaged.
+    pp: preprocessing of the images, by default `task.config.pp`.
 
   Attributes:
     widths: number of features of each layer, by name.
-    width: number D of features of all layers, which are joined in their order.
+    width: number D of features of all layers, which are concatenated.
   """
 
   def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
@@ -135,7 +130,7 @@ class Extractor:
     ]
 
   def split(self, values) -> dict:
-    """Splits features [..., D] into those of each layer, by name."""
+    """Splits features [..., D] by layer."""
     ends = np.cumsum(list(self.widths.values()))
     return {
       name: values[..., end - width : end]
@@ -158,14 +153,13 @@ class Extractor:
   ) -> Features:
     """Computes the features of every example of a split, once.
 
-    The source has the features 'image' and, if it has any, 'label'. `indices`
-    are the numbers of the examples to take; None: all. The result is the same
-    on all processes; ValueError if it does not fit their memory.
+    `indices` are the numbers of the examples to take; None: all. The result is the
+    same on all processes; ValueError if it does not fit their memory.
     """
     source = source.evaluated
     if indices is not None:
       source = records.Subset(source, indices)
-    self._check_memory(source.num_examples)
+    check_memory(source.num_examples, self.width)
     found = engine.collect(
       self._config, self._mesh, source, self.example,
       lambda batch: self._compute(params, extra, batch), stop,
@@ -174,21 +168,21 @@ class Extractor:
     labels = found.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(found['image'], labels)
 
-  def _check_memory(self, count):
-    needed = 4 * count * self.width
-    memory = least_memory()
-    if needed > memory / 2:
-      raise ValueError(
-        f'{count:,} examples with {self.width:,} features each take '
-        f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
-        "machine: take a part of the split: --train='train[:10%]' or "
-        "--test='test[:10%]' of `vit_jax probe`, in a config config.fewshot.train "
-        'or config.fewshot.test'
-      )
+
+def check_memory(count: int, width: int, copies: int = 1):
+  """Raises ValueError if copies of float32 [count, width] fill half of the memory."""
+  needed, memory = 4 * copies * count * width, least_memory()
+  if needed > memory / 2:
+    raise ValueError(
+      f'{count:,} examples with {width:,} features each take '
+      f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
+      "machine: take a part of the split, such as --train='train[:10%]' or "
+      "--test='test[:10%]' (config.fewshot.train, config.fewshot.test)"
+    )
 
 
 def least_memory() -> int:
-  """Returns the memory in bytes of the smallest machine; all processes ask."""
+  """Returns the memory in bytes of the smallest machine; a collective."""
   return min(processes.attempt('the memory', console.machine_memory))
 
 
@@ -210,7 +204,7 @@ def _label(record) -> dict:
 
 
 def _of_layers(task, names: Sequence[str]) -> Callable:
-  """Returns the function that computes the layers of these names, a list."""
+  """Returns a function (params, extra, batch) -> list of layers."""
   known, sown = layers(task), _sown(task)
   paths = {name: known.get(name, name) for name in names if name != PIXELS}
   captured = {path for path in paths.values() if path not in sown}
@@ -224,9 +218,8 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
       inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
       near = difflib.get_close_matches(path, sorted(inner), n=3, cutoff=0)
       raise ValueError(
-        f"layer='{path}' is no layer of the model: it has "
-        f'{", ".join([LAYER, PIXELS, *known])}, and modules such as '
-        f'{", ".join(near)}'
+        f"layer='{path}' is not in the model, which has "
+        f'{", ".join([LAYER, PIXELS, *known])}, and modules such as {", ".join(near)}'
       )
 
   def compute(params, extra, batch):
@@ -240,5 +233,5 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
 
 
 def _last(seen, path):
-  """Returns the last array that was sown at a path, or a module's outputs."""
+  """Returns the last array sown at a path, or a module's outputs."""
   return seen[path if path in seen else f'{path}/__call__'][-1]

@@ -23,7 +23,7 @@ class Means:
   def run(self, params, extra, stop=engine.never):
     """Returns the means of `measure`, `num_examples`, and `img_sec_core`.
 
-    The last are images a second and device.
+    `img_sec_core` is images per second and device.
     """
     start, began = time.perf_counter(), None
 

@@ -1,6 +1,5 @@
-"""Measures how good the features of a model are: few-shot and linear probes.
+"""Measures how good the features of a frozen model are: few-shot and linear probes.
 
-The model stays as it is; only a linear classifier of its features is trained.
 In Python:
 
   model = predict.load('/tmp/digits')
@@ -33,12 +32,11 @@ def probe(
 
   Args:
     model: result of `predict.load` or `predict.load_weights`.
-    mesh: mesh of the model's parameters; by default that of their devices.
+    mesh: mesh of the model's parameters; by default of their devices.
     shots: images per class of the few-shot probes; by default SHOTS, or none if
       all layers are probed.
     linear: whether to train a linear probe on all training images.
-    **options: further keys of `config.fewshot`, see configs/common.py:
-      `dataset`, `train`, `test`, `seeds`, `l2`, `layer`, `squeeze`. Weights
+    **options: further keys of `config.fewshot`, see configs/common.py. Weights
       without a run need a `dataset`. `layer` can also be 'all', 'last', or a
       number, see vit_jax.evaluators.features.layers.
 
@@ -46,19 +44,14 @@ def probe(
     A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
     `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of
     dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`;
-    `linear`, None or a dict of `accuracy`, `method`, `l2` and `held_out`, a
-    list of (penalty, accuracy); and `layers`, None or a list of such dicts with
-    `layer`, for layer='all'.
-
-  Raises:
-    FileNotFoundError, ValueError: if an option, the data or the layer are
-      wrong, or a class has fewer images than shots.
+    `linear`, None or a dict of `accuracy`, `l2` and `held_out`, a list of
+    (penalty, accuracy); and `layers`, None or a list of such dicts with `layer`, for
+    layer='all'.
   """
-
   config = model.config
   if not model.workdir and not options.get('dataset'):
     raise ValueError(
-      'weights without a run come with no data: name a data set (--dataset)'
+      'dataset is not set, and weights without a run have none: give --dataset'
     )
   layer = str(options.pop('layer', config.fewshot.layer))
   every = layer == probes.ALL
@@ -66,10 +59,10 @@ def probe(
     shots = () if every else SHOTS
   if every and (shots or not linear):
     raise ValueError(
-      f"layer='{layer}' is for linear probes: give --linear and leave out --shots"
+      f"layer='{layer}' needs a linear probe: give --linear without --shots"
     )
   if not shots and not linear:
-    raise ValueError('there is nothing to measure: give --shots or --linear')
+    raise ValueError('there are no probes: give --shots or --linear')
   mesh = mesh or sharding.mesh_of(model.params)
   layers = probes.select(model.task, layer)
   config.fewshot.update(shots=tuple(shots), layer=layers[-1], **options)
@@ -105,15 +98,14 @@ def probe(
 
 
 def table(result: dict) -> str:
-  """Returns the result of `probe` as text."""
+  """Formats the result of `probe`."""
   head = (
     f'{result["dataset"]}, {result["num_classes"]} classes: trained on '
     f"'{result['train']}' ({result['num_train']:,} images), tested on "
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:
-    head += f'linear probes of all layers by {result["layers"][0]["method"]}.'
-    return f'{head}\n{probes.table(_by_layer(result))}'
+    return f'{head}linear probes of all layers.\n{probes.table(_by_layer(result))}'
   lines = [
     f"{head}{result['num_features']:,} features, '{result['layer']}'.",
     f'{"probe":<10} {"accuracy":>9}',
@@ -126,21 +118,19 @@ def table(result: dict) -> str:
     )
   linear = result['linear']
   if linear:
-    how = linear['method']
-    if linear['held_out']:
-      how += f', penalty {linear["l2"]:g} of ' + ', '.join(
-        f'{l2:g}' for l2, _ in linear['held_out']
-      )
-    lines.append(f'linear     {100 * linear["accuracy"]:7.2f} % ({how})')
+    l2s = ', '.join(f'{l2:g}' for l2, _ in linear['held_out'])
+    lines.append(
+      f'linear     {100 * linear["accuracy"]:7.2f} % (penalty {linear["l2"]:g} of {l2s})'
+    )
   return '\n'.join(lines)
 
 
 def write(path, result: dict):
-  """Writes the result of `probe` as JSON, or as CSV if it has all layers."""
+  """Writes the result of `probe` as JSON, and a plot if it has all layers."""
   if result['layers']:
     probes.write(path, _by_layer(result), result)
   else:
-    files.write(path, json.dumps(result, indent=1))
+    files.write(path, json.dumps(result, indent=1) + '\n')
 
 
 def _by_layer(result):

@@ -8,8 +8,7 @@ The labels are `real.json` of github.com/google-research/reassessed-imagenet: a
 list with a list of classes per image, in the order of the files
 ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG. Classes are
 numbered by their sorted WordNet ids, as in TFDS and in folders of such names.
-Data come in another order, so that images are matched by the number in the name
-of their file.
+Images are matched by the number in the name of their file.
 
   python -m vit_jax.main --workdir=/tmp/run --evaluate=validation \
     --real=real.json
@@ -30,18 +29,17 @@ from vit_jax.data.images import image_files
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
-# What a source must tell of an image, if it can.
+# The feature to ask a source for, where it has it.
 FILE_NAME = 'file_name?'
 # A file of ImageNet's validation images, with its number.
 _NUMBER = r'ILSVRC2012_val_(\d{8})\.\w+'
 
 
 class Real:
-  """Measures ReaL accuracy, see the top of this module.
+  """Measures ReaL accuracy of a classifier on a split or a slice of it.
 
-  Takes a classifier (vit_jax.tasks.base.Task), the mesh, a function from a split
-  and the names of further features to its source, the split or a slice of it,
-  and the file of the labels, local or gs://.
+  `open_split` is a function from a split and the names of further features to its
+  source, and `path` the file of the labels, local or at gs://.
   """
 
   def __init__(self, task, mesh, open_split: Callable, split: str, path: str):
@@ -105,18 +103,18 @@ class Real:
     if len(wrong):
       raise ValueError(
         f'{self._source.name(int(wrong[0]))!r} and {len(wrong) - 1:,} more images '
-        'cannot be matched with ReaL labels: their files must have the names of '
-        "ImageNet's validation images, ILSVRC2012_val_00000001.JPEG to "
-        f'ILSVRC2012_val_{len(self._right):08}.JPEG, which data of TFDS tell as '
-        "the feature 'file_name' (--real)"
+        'cannot be matched with ReaL labels: their files must be named '
+        'ILSVRC2012_val_00000001.JPEG to '
+        f'ILSVRC2012_val_{len(self._right):08}.JPEG, or TFDS data must have the '
+        "feature 'file_name' (--real)"
       )
 
 
 def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
   """Scores predicted classes [n] by the right classes of each image.
 
-  `accuracy_real` is nan if no image counts; `num_real` is the number of images
-  that count, those with a right class.
+  `num_real` is the number of images with a right class; without any,
+  `accuracy_real` is nan.
   """
   counted = [int(b) in r for b, r in zip(best, right, strict=True) if r]
   share = sum(counted) / len(counted) if counted else float('nan')
@@ -124,7 +122,6 @@ def score(best: np.ndarray, right: list[list[int]]) -> dict[str, float]:
 
 
 def _read(path, num_classes) -> list[list[int]]:
-  """Reads the file of labels; see Real."""
   try:
     labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
     known = {c for classes in labels for c in classes} <= {*range(num_classes)}
@@ -136,8 +133,7 @@ def _read(path, num_classes) -> list[list[int]]:
     ) from e
   if not known:
     raise ValueError(
-      f"real='{path}' has classes that the model does not have, which numbers "
-      f'its {num_classes} classes from 0: evaluate a model of the classes that '
-      'the file names (--real)'
+      f"real='{path}' has classes other than the model's 0 to {num_classes - 1}: "
+      'evaluate a model of the same classes (--real)'
     )
   return labels

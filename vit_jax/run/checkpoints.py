@@ -1,39 +1,37 @@
-"""Saves and restores checkpoints of a run (Orbax): the newest and the best.
+"""Saves and restores checkpoints of a run with Orbax's CheckpointManager.
 
-Checkpoints lie in `workdir/checkpoints/<step>`. They are written in the
-background, appear under their name only when complete, and can be restored on
-any other mesh.
-
-Reading can fail in two ways. Damage (a wrong checksum, a missing file, arrays
-of another model) is permanent: all processes together take the next older
-checkpoint. An error of the storage may pass: all processes try again, and in
-the end raise the error without renaming anything.
+Checkpoints are in `workdir/checkpoints/<step>`: the newest few and the best. They
+are written in the background, get their name when complete, and can be restored
+on any other mesh. Orbax has checksums for the index of the arrays, but not for
+their values, so `default/checksums.json` has the CRC-32C of each file. It is part
+of the checkpoint: both are complete or absent.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
-import itertools
+import contextlib
+import dataclasses
+import json
 import math
-import re
-import time
 from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
+import google_crc32c
 import jax
+import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from vit_jax.distributed import processes
 from vit_jax.learning import state as state_lib
-from vit_jax.run import checkpoint_files as files, workdir as workdir_lib
+from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 
-# Seconds to wait before each new attempt to reach the storage.
-RETRY_AFTER = (1, 4, 16)
-# Attempts of a reader to list checkpoints while a run writes and deletes them.
-_LISTINGS = 20
-_STEP = re.compile('0|[1-9][0-9]*')  # Name of the folder of a checkpoint.
 _ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
-_UNFINISHED = '.orbax-checkpoint-tmp'  # In the names that Orbax writes to.
+_CHECKSUMS = 'checksums.json'
+_CHUNK = 2**18  # Bytes read at a time; they fit into a core's cache.
+_AT_ONCE = 2**25  # Bytes of parameters read at the same time.
+_NAMES = ocp.path.step.standard_name_format()
 
 
 class Weights(NamedTuple):
@@ -51,15 +49,10 @@ class Weights(NamedTuple):
 
 
 class Checkpoints:
-  """The checkpoints of a run: the newest few, and the best.
+  """The checkpoints of a run: the newest `keep`, and the best.
 
-  Args:
-    workdir: folder of the run.
-    keep: number of newest checkpoints to keep.
-    best_metric: metric that selects one more checkpoint to keep, the best.
-    low: whether the lowest metric is the best.
-    read_only: whether the folder is only read, perhaps while a run writes to
-      it.
+  The best one has the highest (`low`: lowest) value of `best_metric` in the run's
+  metrics.jsonl. A `read_only` folder may belong to a run that writes to it.
   """
 
   def __init__(
@@ -70,12 +63,10 @@ class Checkpoints:
     low: bool = False,
     read_only: bool = False,
   ):
-    self._read_only = read_only
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
-    self._keep, self._best_metric = max(1, keep), best_metric
-    self._sign = -1 if low else 1
-    self._writer = None  # Created by the first `save`.
-    self._deletion = None  # The deletion that the last `save` began.
+    self._policy = _NewestAndBest(workdir, max(1, keep), best_metric, low)
+    self._read_only = read_only
+    self._manager = None  # Created by the first `save`.
 
   # --- Writing ---
 
@@ -83,9 +74,9 @@ class Checkpoints:
     return self
 
   def __exit__(self, kind, *_):
-    """Completes what is being written, whatever the `with` block has raised.
+    """Completes what is being written, also after an error in the `with` block.
 
-    Ctrl-C alone does not wait.
+    Only Ctrl-C does not wait.
     """
     if kind is None:
       self.close()
@@ -93,143 +84,66 @@ class Checkpoints:
       try:
         self.close()
       except OSError as e:
-        logging.error('%s', e)  # Beside the error of the block.
+        logging.error('%s', e)  # The error of the block is raised.
 
-  def save(self, step: int, state: state_lib.TrainState, metrics: dict | None = None):
+  def save(self, step: int, state: state_lib.TrainState):
     """Begins to write a checkpoint, after the previous one is complete.
-
-    Old checkpoints are deleted meanwhile.
 
     OSError if this or the previous checkpoint cannot be written.
     """
-    try:
-      if self._writer is None:
-        self._writer = _make_writer()
-      self._writer.wait_until_finished()
-      # In Orbax the other processes would wait for a process that fails here.
-      processes.attempt('beginning a checkpoint', lambda: self._make_way(step))
-      item = files.Save(_stored(state), metrics=self._rated(metrics))
-      self._writer.save(
-        self.directory / str(step), args=ocp.args.Composite(**{_ITEM: item})
-      )
-      if jax.process_index() == 0:
-        thread = concurrent.futures.ThreadPoolExecutor(1)
-        self._deletion = thread.submit(self._delete_old)
-        thread.shutdown(wait=False)
-    except Exception as e:
-      if jax.process_count() > 1:
-        # Its threads may wait for those of a process that has failed.
-        self._writer = None
-      raise self._failure(e) from e
-
-  @processes.by_first('rating a checkpoint')
-  def rate(self, step: int, metrics: dict):
-    """Stores the metrics of a checkpoint, if there is one, saved without them.
-
-    Process 0 does so for all.
-    """
-    folder = self.directory / str(step) / _ITEM
-    if folder.is_dir():
-      files.write_metrics(folder, self._rated(metrics))
-
-  def _rated(self, metrics) -> dict[str, float]:
-    """Returns the metric that selects the best by name, if it is known."""
-    value = (metrics or {}).get(self._best_metric)
-    return {} if value is None else {self._best_metric: float(value)}
-
-  def _make_way(self, step):
-    """Checks that this process can write; process 0 makes way for a step."""
-    self.directory.mkdir(parents=True, exist_ok=True)
-    probe = self.directory / f'.probe_{jax.process_index()}'
-    probe.write_text('')
-    probe.unlink()
-    if jax.process_index():
-      return
-    self._end_deletion()
-    if max(self.steps(), default=-1) >= step:
-      raise ValueError(f'there is a checkpoint of step {step} or a later one already')
-    for path in self.directory.iterdir():
-      if path.name == str(step):
-        self._rename([step])
-      elif _UNFINISHED in path.name:  # Of a run that was killed.
-        path.rmtree()
-
-  def _delete_old(self):
-    """Deletes all complete checkpoints but the newest few and the best."""
-    steps = self.steps()
-    kept, name = steps[-self._keep :], self._best_metric
-    values = {
-      step: name and files.read_metric(self.directory / str(step), name)
-      for step in steps
-    }
-    rated = [step for step in steps if values[step] is not None]
-    if rated:
-      kept.append(max(rated, key=lambda x: (self._sign * values[x], x)))
-    for step in set(steps) - set(kept):
-      (self.directory / str(step)).rmtree()
-
-  def _end_deletion(self):
-    """Waits for the deletion of old checkpoints, and raises its error."""
-    deletion, self._deletion = self._deletion, None
-    if deletion is not None:
-      deletion.result()
+    with self._writing():
+      self._manager = self._manager or _make_manager(self.directory, self._policy)
+      if not self._manager.save(step, args=_Save(_stored(state))):
+        raise ValueError(f'step {step} or a later one exists already')
 
   def wait(self):
     """Waits until all checkpoints are written; raises OSError if that fails."""
-    self._finish(last=False)
+    with self._writing():
+      if self._manager:
+        self._manager.wait_until_finished()
 
   def close(self):
-    """Waits like `wait`, deletes old checkpoints, and frees resources."""
-    self._finish(last=True)
+    """Waits like `wait`, and frees resources."""
+    with self._writing():
+      if self._manager:
+        self._manager.close()
+        self._manager = None
 
-  def _finish(self, last: bool):
-    if self._writer is None:
-      return
-    writer, self._writer = self._writer, None  # After an error it is of no use.
+  @contextlib.contextmanager
+  def _writing(self):
+    """Raises OSError for any error, after which a new manager is needed."""
     try:
-      writer.wait_until_finished()
-      self._end_deletion()
-      if last:
-        writer.close()
-        if jax.process_index() == 0:
-          self._delete_old()
+      yield
     except Exception as e:
-      raise self._failure(e) from e
-    if not last:
-      self._writer = writer
-
-  def _failure(self, cause):
-    try:
-      steps = self.steps()
-      last = f'step {steps[-1]}' if steps else 'none'
-    except OSError:
-      last = 'unknown, the folder cannot be listed'
-    return OSError(
-      f"a checkpoint could not be written to '{self.directory}': "
-      f'{files.short(cause)}. The last complete one: {last}. Free some space '
-      '(or repair the disk) and start the same command again: the run resumes '
-      'from there'
-    )
+      self._manager = None
+      try:
+        last = max(self.steps(), default='none')
+      except OSError:
+        last = 'unknown'
+      raise OSError(
+        f"a checkpoint could not be written to '{self.directory}': {_short(e)}. Last "
+        f'complete step: {last}. Free some space (or repair the disk) and run the '
+        'same command again to resume from there'
+      ) from e
 
   # --- Reading ---
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, ascending."""
-    return _list(self.directory, complete=True)
+    return sorted(found.step for found in _NAMES.find_all(self.directory))
 
   def restore(self, abstract: state_lib.TrainState, step: int | None = None):
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
-    All processes must call it. Checkpoints that are damaged or of another run
-    are moved aside after an older one is restored. With `step`, only that one
-    is tried.
+    All processes must call it. Damaged checkpoints are moved to
+    `workdir/damaged_checkpoints`, unless all are damaged. With `step`, only that
+    one is tried.
 
-    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if
-    there are checkpoints, but all are damaged; OSError if the storage does not
-    answer.
+    Returns (state, step); (None, 0) if there is no checkpoint. ValueError if all
+    checkpoints are damaged or the newest is of another model.
     """
     wanted = _stored(abstract)
-    found, step = self._newest(lambda path: files.read(path, wanted), step)
+    found, step = self._newest(lambda path: _read(path, wanted), step)
     return (abstract.replace(**found), step) if found else (None, 0)
 
   def restore_weights(
@@ -251,14 +165,14 @@ class Checkpoints:
 
     Raises:
       FileNotFoundError: if there is no complete checkpoint.
-      ValueError, OSError: if the step has no checkpoint; and see `restore`.
+      ValueError: if the step has no checkpoint; and see `restore`.
     """
-    if step is not None and step not in (steps := self._agreed(complete=True)):
+    if step is not None and step not in (steps := self._agreed_steps()):
       raise ValueError(
         f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
       )
     found, step = self._newest(
-      lambda path: files.read_weights(path, params, extra, dtype), step
+      lambda path: _read_weights(path, params, extra, dtype), step
     )
     if found is None:
       raise FileNotFoundError(
@@ -267,86 +181,118 @@ class Checkpoints:
     extra = found.get('extra', {}) if jax.tree.leaves(extra) else {}
     return Weights(found['params'], extra, step)
 
+  @processes.by_first('listing the checkpoints')
+  def _agreed_steps(self) -> list[int]:
+    """Returns the steps that process 0 finds, on all processes."""
+    return self.steps()
+
   def _newest(self, read: Callable, step: int | None):
-    """Returns (read's result, step) of the newest undamaged checkpoint."""
-    for _ in range(_LISTINGS):
-      # A run also moves incomplete checkpoints aside.
-      steps = self._agreed(complete=self._read_only)
-      damaged = {}
-      for candidate in steps[::-1] if step is None else [step]:
-        found, damage = self._restore(candidate, read)
-        if damage is None:
-          if damaged:
-            logging.warning('Restored the older checkpoint of step %d', candidate)
-          if damaged and not self._read_only:
-            aside = processes.by_first('moving damaged checkpoints aside')
-            aside(self._rename)(list(damaged))
-          return found, candidate
-        damaged[candidate] = damage
-        logging.warning(
-          'Checkpoint %s/%d cannot be restored (it is damaged or of another run): %s',
-          self.directory,
-          candidate,
-          damage,
-        )
-      # A run may meanwhile have deleted these checkpoints and written others.
-      if not self._read_only or self._agreed(complete=True) == steps:
-        break
-    if not damaged:
+    """Returns (read's result, step) of the newest undamaged checkpoint.
+
+    (None, 0) if there is none; ValueError if all are damaged.
+    """
+    damages = {}
+    for candidate in self._candidates(step):
+      path = self.directory / str(candidate) / _ITEM
+      damage = self._damage(path)
+      if damage is None:
+        try:
+          found = read(path)
+        except (ValueError, KeyError, TypeError, FileNotFoundError) as e:
+          if self._is_gone(candidate):
+            continue
+          raise ValueError(
+            f"checkpoint '{path.parent}' cannot be restored: {_short(e)}; if it is from "
+            'another model, use another --workdir'
+          ) from e
+        if damages and not self._read_only:
+          self._move_aside(list(damages))
+        return found, candidate
+      if not self._is_gone(candidate):
+        logging.warning('%s: checkpoint %d is not used', damage, candidate)
+        damages[candidate] = damage
+    if not damages:
       return None, 0
-    newest, damage = next(iter(damaged.items()))
-    remedy = '. Move the folder away to start anew, or use another --workdir'
+    newest, damage = next(iter(damages.items()))
+    remedy = '; move the folder away to start anew, or use another --workdir'
     raise ValueError(
       f"no checkpoint in '{self.directory}' can be restored; the newest, step "
       f'{newest}: {damage}{"" if self._read_only else remedy}'
     )
 
-  def _restore(self, step: int, read: Callable):
-    """Reads one checkpoint; returns (result of `read`, None) or (None, damage).
+  def _candidates(self, step: int | None) -> Iterator[int]:
+    """Yields the steps to try, the newest first; lists again for steps to come.
 
-    All processes return the same kind, or raise OSError.
+    While a reader looks, a run may delete these checkpoints and write others.
     """
-    path, suspect = self.directory / str(step) / _ITEM, False
-    delays = iter((0, *RETRY_AFTER, None))
-    while True:
-      found, damage, error = files.attempt(path, step, read)
-      everyone = processes.gather(
-        f'restoring the checkpoint of step {step}',
-        [damage, error],
-        deadline=12 * processes.DEADLINE,
-      )
-      damages = [damage for damage, _ in everyone if damage]
-      errors = [error for _, error in everyone if error]
-      if errors:
-        _try_again(f"the checkpoint '{path.parent}'", errors[0], next(delays))
-      elif not damages:
-        return found, None
-      elif suspect:  # Damage seen twice is not a passing error.
-        return None, damages[0]
-      suspect = not errors
+    tried = set()
+    while steps := [x for x in self._agreed_steps() if step in (None, x)]:
+      left = [x for x in steps if x not in tried]
+      if not left:
+        return
+      tried.add(left[-1])
+      yield left[-1]
 
-  @processes.by_first('listing the checkpoints')
-  def _agreed(self, complete: bool) -> list[int]:
-    """Returns the steps that the first process finds, on all processes."""
-    return _find(self.directory, complete)
+  def _damage(self, path: epath.Path) -> str | None:
+    """Returns what is wrong with a checkpoint's files, in any process."""
+    part = jax.process_index(), jax.process_count()
+    found = processes.attempt('checking a checkpoint', lambda: _check(path, *part))
+    return next(filter(None, found), None)
 
-  def _rename(self, steps):
-    """Moves what lies under the names of steps to another folder."""
-    for number in itertools.count():
-      name = f'damaged_checkpoints{f"_{number}" if number else ""}'
-      target = self.directory.parent / name
-      if target.is_dir() or not target.exists():
-        break
-    target.mkdir(parents=True, exist_ok=True)
+  def _is_gone(self, step: int) -> bool:
+    """Returns whether a run has deleted a checkpoint that was being read."""
+    return self._read_only and step not in self.steps()
+
+  @processes.by_first('moving damaged checkpoints aside')
+  def _move_aside(self, steps):
+    folder = self.directory.parent / 'damaged_checkpoints'
+    folder.mkdir(exist_ok=True)
     for step in steps:
-      count = sum(1 for _ in target.iterdir())
-      (self.directory / str(step)).rename(target / f'{step}_{count}')
+      target = folder / str(step)
+      if target.exists():
+        target.rmtree()
+      (self.directory / str(step)).rename(target)
 
 
-def _make_writer() -> ocp.AsyncCheckpointer:
+@dataclasses.dataclass
+class _NewestAndBest:
+  """Orbax's PreservationPolicy: keeps the newest checkpoints, and the best.
+
+  The metrics of a checkpoint may become known after it is saved, when a signal
+  has interrupted an evaluation. Orbax's BestN does not support that.
+  """
+
+  workdir: Any
+  keep: int
+  metric: str | None
+  low: bool
+
+  def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
+    del context
+    steps = [checkpoint.step for checkpoint in checkpoints]
+    if jax.process_index():
+      return [True] * len(steps)  # Process 0 deletes.
+    kept = steps[-self.keep :]
+    if self.metric:
+      sign = -1 if self.low else 1
+      rated = [
+        (sign * line[self.metric], line['step'])
+        for line in metrics_lib.read(self.workdir)
+        if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
+      ]
+      kept += [step for _, step in sorted(rated)[-1:]]
+    return [step in kept for step in steps]
+
+
+def _make_manager(directory, policy) -> ocp.CheckpointManager:
   everyone = set(range(jax.process_count()))
-  return ocp.AsyncCheckpointer(
-    ocp.CompositeCheckpointHandler(**{_ITEM: files.Handler()}),
+  directory.mkdir(parents=True, exist_ok=True)
+  options = ocp.CheckpointManagerOptions(
+    create=False,  # Orbax does not create it with `active_processes`.
+    preservation_policy=policy,
+    cleanup_tmp_directories=True,
+    save_root_metadata=False,
+    lightweight_initialize=True,
     # If creation in the background fails, all other threads wait for minutes.
     async_options=ocp.AsyncOptions(
       create_directories_asynchronously=False,
@@ -357,12 +303,82 @@ def _make_writer() -> ocp.AsyncCheckpointer:
       active_processes=everyone if len(everyone) > 1 else None
     ),
   )
+  return ocp.CheckpointManager(directory, item_handlers=_Handler(), options=options)
+
+
+class _Handler(ocp.PyTreeCheckpointHandler):
+  """Writes a tree of arrays, and checksums before the checkpoint gets its name."""
+
+  def __init__(self):
+    # The copies of an array on several devices are written in parts, one from
+    # each, where there are several processes. Each part compiles a program, so
+    # small arrays are written whole.
+    handlers = ocp.type_handlers
+    arrays = handlers.ArrayHandler(
+      use_replica_parallel=jax.process_count() > 1,
+      min_slice_bytes_for_replica_parallel=2**20,
+    )
+    registry = handlers.create_type_handler_registry(
+      (jax.Array, arrays),
+      (np.ndarray, handlers.NumpyHandler()),
+      (np.number, handlers.ScalarHandler()),
+    )
+    super().__init__(type_handler_registry=registry)
+
+  def finalize(self, directory):
+    """Completes the files, and writes their checksums, on process 0."""
+    super().finalize(directory)
+    names = [
+      f'{folder.relative_to(directory)}/{name}'.removeprefix('./')
+      for folder, _, found in directory.walk()
+      for name in found
+    ]
+    table = json.dumps(_checksums(directory, sorted(names)), separators=(',', ':'))
+    (directory / _CHECKSUMS).write_text(table)
+
+
+# Orbax requires both arguments; restoring uses Orbax's own handler.
+@ocp.args.register_with_handler(_Handler, for_save=True, for_restore=True)
+@dataclasses.dataclass
+class _Save(ocp.args.PyTreeSave):
+  """What `_Handler` saves: a tree."""
+
+
+def _checksums(directory: epath.Path, names: Sequence[str]) -> dict[str, int]:
+  """Returns the CRC-32C of files by name."""
+
+  def checksum(name):
+    crc = 0
+    with (directory / name).open('rb') as file:
+      while chunk := file.read(_CHUNK):
+        crc = google_crc32c.extend(crc, chunk)
+    return crc
+
+  with concurrent.futures.ThreadPoolExecutor(8) as executor:
+    return dict(zip(names, executor.map(checksum, names), strict=True))
+
+
+def _check(directory: epath.Path, part: int, parts: int) -> str | None:
+  """Returns which file of a checkpoint is damaged, None if none is.
+
+  Each of `parts` processes checks a part of the files.
+  """
+  path = directory / _CHECKSUMS
+  try:
+    want = json.loads(path.read_text())
+    names = sorted(want)[part::parts]
+    found = _checksums(directory, names)
+  except FileNotFoundError as e:
+    return f"'{e.filename or path}' is missing ({_CHECKSUMS} and its files)"
+  except ValueError:
+    return f"'{path}' is damaged (checksums of the files)"
+  wrong = [name for name in names if found[name] != want[name]]
+  return f"'{directory / wrong[0]}' is damaged (checksum)" if wrong else None
 
 
 def has_checkpoint(workdir) -> bool:
   """Returns whether this process finds a complete checkpoint in a folder."""
-  directory = workdir_lib.absolute(workdir) / 'checkpoints'
-  return bool(_find(directory, complete=True))
+  return bool(Checkpoints(workdir).steps())
 
 
 def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
@@ -381,45 +397,10 @@ def delete_but_newest(workdir, count: int):
 
   Process 0 does so for all.
   """
-  directory = workdir_lib.absolute(workdir) / 'checkpoints'
-  steps = _find(directory, complete=True)
+  checkpoints = Checkpoints(workdir)
+  steps = checkpoints.steps()
   for step in steps[: max(0, len(steps) - count)]:
-    (directory / str(step)).rmtree()
-
-
-def _list(directory: epath.Path, complete: bool) -> list[int]:
-  """Returns the steps that have a folder, ascending."""
-  try:
-    paths = [path for path in directory.iterdir() if _STEP.fullmatch(path.name)]
-  except (FileNotFoundError, NotADirectoryError):
-    return []
-  # In a bucket nothing is renamed; a file marks complete checkpoints.
-  needed = [f'{_ITEM}/_METADATA']
-  if str(directory).startswith('gs:'):
-    needed.append('commit_success.txt')
-  return sorted(
-    int(path.name)
-    for path in paths
-    if all(_exists(path / name) for name in needed) or (not complete and path.is_dir())
-  )
-
-
-def _find(directory: epath.Path, complete: bool) -> list[int]:
-  """Calls `_list`; tries again if the storage does not answer."""
-  for delay in (*RETRY_AFTER, None):
-    try:
-      return _list(directory, complete)
-    except Exception as e:  # pylint: disable=broad-except
-      _try_again(f"the folder '{directory}'", files.short(e), delay)
-
-
-def _exists(path: epath.Path) -> bool:
-  """Returns whether a file exists; unlike `exists`, raises storage errors."""
-  try:
-    path.stat()
-    return True
-  except (FileNotFoundError, NotADirectoryError):
-    return False
+    (checkpoints.directory / str(step)).rmtree()
 
 
 def _stored(state: state_lib.TrainState) -> dict:
@@ -430,12 +411,71 @@ def _stored(state: state_lib.TrainState) -> dict:
   return tree
 
 
-def _try_again(what: str, error: str, delay: float | None):
-  """Logs an error and waits; raises OSError if `delay` is None."""
-  if delay is None:
-    raise OSError(
-      f'{what} cannot be read now: {error}. Nothing was renamed or removed: start '
-      'the same command again when the storage answers'
+def _read(path: epath.Path, wanted, at_once: int | None = None):
+  """Reads arrays onto the shardings of a tree; skips PLACEHOLDER leaves.
+
+  Leaves without a sharding are read onto the host. `at_once` limits the bytes
+  that are read at the same time, and must hold the largest array.
+  """
+
+  def argument(leaf):
+    if getattr(leaf, 'sharding', None) is None:
+      return ocp.RestoreArgs(restore_type=np.ndarray)
+    return ocp.checkpoint_utils.construct_restore_args(leaf)
+
+  limit = at_once / 10**9 if at_once else None
+  handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
+  restore_args = jax.tree.map(argument, wanted)
+  with contextlib.closing(handler):
+    return handler.restore(
+      path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
     )
-  logging.warning('%s: %s. Trying again in %s s', what, error, delay)
-  time.sleep(delay)
+
+
+def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
+  """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
+
+  See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
+  """
+  with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
+    tree = handler.metadata(path).tree
+  wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+  wanted['step'] = 0
+  average = _average(wanted)
+  holder, key = (wanted, 'params') if average is None else (average, 'ema')
+  if params is None:
+    params = jax.tree.map(lambda _: 0, holder[key])
+  elif dtype or average is not None:
+    kind = jnp.dtype(dtype or 'float32')  # Averages are float32.
+    params = jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, kind, sharding=x.sharding), params
+    )
+  holder[key] = params
+  if isinstance(extra, tuple):
+    stored = wanted.get('extra') or {}
+    named = {name: stored[name] for name in extra if name in stored}
+    if named:
+      wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
+  elif jax.tree.leaves(extra):
+    wanted['extra'] = extra
+  # What is being read is in memory twice: as it is stored, and in its type.
+  sizes = (getattr(x, 'size', 0) for x in jax.tree.leaves((params, extra)))
+  largest = max(sizes, default=0)
+  found = _read(path, wanted, largest and max(_AT_ONCE, 8 * largest + 1))
+  if average is not None:
+    found['params'] = _average(found)['ema']
+  return found
+
+
+def _average(tree):
+  """Returns the part of a stored optimiser state that holds the average."""
+  for part in tree['opt_state']:
+    if isinstance(part, dict) and 'ema' in part:
+      return part
+  return None
+
+
+def _short(error: Exception) -> str:
+  """Returns the beginning and the end of an error: Orbax puts the cause last."""
+  text = ' '.join(str(error).split()) or type(error).__name__
+  return text if len(text) < 300 else f'{text[:120]} ... {text[-160:]}'

@@ -17,8 +17,8 @@ from vit_jax.distributed import processes as processes_lib
 from vit_jax.layers import positions
 from vit_jax.learning import optim
 
-# Name -> module of the tasks that come with the package. A config can also name
-# any other module, by its dotted name.
+# Name -> module of the tasks of this package. A config can also name any other
+# module, by its dotted name.
 TASKS = {
   'classify': 'vit_jax.tasks.classify',
   'detect': 'vit_jax.tasks.detection.detect',
@@ -29,13 +29,17 @@ TASKS = {
   'segment': 'vit_jax.tasks.detection.segment',
 }
 
-# Keys of the original that have no effect: the fields of a model imply its type, and
-# data are shuffled as a whole, without a buffer.
+# Keys of the original without an effect: the fields of a model imply its type, and
+# data are shuffled without a buffer.
 _GONE = ('model_type', 'shuffle_buffer')
 
 
+class ForeignTaskError(ValueError):
+  """A stored config names a module that is not in this package."""
+
+
 class UnknownTaskError(ValueError):
-  """No module of a task's name can be found."""
+  """There is no module of a task's name."""
 
   def __init__(self, name, why=''):
     super().__init__(
@@ -46,12 +50,12 @@ class UnknownTaskError(ValueError):
 
 
 def get_task(name: str) -> type[Any]:
-  """Returns the class of a task, see config.task.
+  """Returns the class of a task, by its name in config.task.
 
   ValueError if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
-  console.load_tensorflow()  # Which the tasks import; without its lines.
+  console.load_tensorflow()  # Tasks import it; hides what it prints.
   try:
     found = importlib.import_module(module)
   except Exception as e:
@@ -68,18 +72,18 @@ def get_task(name: str) -> type[Any]:
 
 
 def check_stored_task(name: str):
-  """Refuses the task of a stored config if its import would run foreign code.
+  """Raises ForeignTaskError if a stored config would import code of a stranger.
 
-  A run or weights may come from anyone, and are data. Allowed are the tasks of
-  this package, modules that the command line names, and those that this process
-  has imported already: for a config that a user has written, or in a notebook.
+  Runs and weights may come from anyone. Allowed are the tasks of this package,
+  modules that the command line names, and modules that this process has imported
+  already, for a config that the user has written or in a notebook.
   """
   known = {*TASKS, *TASKS.values(), *console.named_tasks, *sys.modules}
   if isinstance(name, str) and name not in known:
-    raise ValueError(
-      f"its task is the module '{name}', which is not one of this package's: if "
-      f'you trust the code of that module, name it with --task={name} (in '
-      'Python: import it first)'
+    raise ForeignTaskError(
+      f"its task is the module '{name}', which is not in this package: if you trust "
+      f'the code of that module, name it with --task={name} (in Python: import it '
+      'first)'
     )
 
 
@@ -90,7 +94,7 @@ def _task_module(name) -> str:
   if not all(part.isidentifier() for part in (top, *rest)):
     raise UnknownTaskError(name)
   if name not in TASKS and os.getcwd() not in sys.path:
-    # As with `python -m`; last, so that no file there takes a package's place.
+    # As with `python -m`; last, so that no file there shadows a package.
     sys.path.append(os.getcwd())
   if importlib.util.find_spec(top) is None:
     raise UnknownTaskError(name, f"there is no module '{top}'; ")
@@ -100,9 +104,9 @@ def _task_module(name) -> str:
 def complete(config) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
-  Configs of the original and of older runs lack some keys, and so does a config
-  whose `pp` was replaced as a whole. `accum_steps` 0 or None becomes 1, its
-  meaning in the original. The keys of _GONE are removed.
+  Configs of the original lack some keys, as do configs whose `pp` was replaced.
+  `accum_steps` 0 or None becomes 1, its meaning in the original. The keys of _GONE
+  are removed.
   """
   config = _with_keys(config)
   with config.unlocked():
@@ -111,14 +115,14 @@ def complete(config) -> ml_collections.ConfigDict:
 
 
 def of_run(config) -> ml_collections.ConfigDict:
-  """Returns a complete copy of the config that a run has stored."""
+  """Returns a complete, checked copy of a stored config."""
   completed = _with_keys(config)
   _check_types(completed)
   return complete(completed)
 
 
 def _with_keys(config):
-  """Completes a config except for its task, whose import loads TensorFlow."""
+  """Completes a config except the options of its task, which load TensorFlow."""
   config = copy.deepcopy(config)
   with config.unlocked():
     for key in _GONE:
@@ -136,33 +140,21 @@ def _with_keys(config):
 
 
 def _check_types(config, closed: bool = False):
-  """Checks the type of each key; `closed` refuses keys that do not exist."""
+  """Checks the type of each key; `closed` rejects unknown keys."""
   schema.check_group(config, common.Config, closed=closed)
   if isinstance(config.model, ml_collections.ConfigDict):
     fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
     schema.check_group(config.model, fields, 'model.', closed=False)
 
 
-def _without_epochs(config):
-  """Sets epochs to None where the number of steps is given."""
-  for name in ('total', 'warmup'):
-    if config[f'{name}_steps'] is not None:
-      config[f'{name}_epochs'] = None
-  return config
-
-
 def task_options(config):
-  """Returns the task's options, completed with defaults.
+  """Returns the task's options, parsed, checked and completed with defaults.
 
-  ValueError if the task lacks an option, or an option has another type.
+  ValueError if an option is unknown or has a wrong type.
   """
   given = config.get('task_options') or {}
   schema.check('task_options', given, dict)
-  return read_options(config.task, get_task(config.task).Options, given)
-
-
-def read_options(task: str, group: type, given) -> ml_collections.ConfigDict:
-  """Returns options that were given, checked by their types, and the defaults."""
+  group = get_task(config.task).Options
   kinds = schema.fields(group)
   options = ml_collections.ConfigDict(convert_dict=False)
   for key, default in schema.defaults(group):
@@ -170,7 +162,7 @@ def read_options(task: str, group: type, given) -> ml_collections.ConfigDict:
   for key, value in given.items():
     name = f'task_options.{key}'
     if key not in kinds:
-      schema.raise_unknown(key, kinds, 'task_options.', f"task '{task}'")
+      schema.raise_unknown(key, kinds, 'task_options.', f"task '{config.task}'")
     if isinstance(value, str):
       value = schema.parse(name, value, kinds[key])
     schema.check(name, value, kinds[key])
@@ -181,8 +173,8 @@ def read_options(task: str, group: type, given) -> ml_collections.ConfigDict:
 def evaluations(config) -> list[tuple[str, str, str | None]]:
   """Returns the evaluations of a run: (name, split, data set or None).
 
-  Reads `evals` and, if that is empty, `pp.test`. ValueError if an entry has
-  another form, or two entries have the same name.
+  Reads `evals`, or `pp.test` if that is empty. ValueError if an entry has another
+  form, or two entries have the same name.
   """
   found = []
   entries = config.evals or (('test', config.pp.test),)
@@ -200,23 +192,23 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
   names = [name for name, _, _ in found]
   if len(set(names)) < len(names):
     raise ValueError(
-      f'evals: the names {names} must differ: the names of the metrics end in '
+      f'evals: the names {names} must differ, because the names of metrics end in '
       'them (config.evals)'
     )
   return found
 
 
 def check_values(config):
-  """Checks a config, also an incomplete one, without loading TensorFlow.
+  """Checks a config, even if it is incomplete, without loading TensorFlow.
 
-  ValueError names the key, its value and the valid values. The task and the
-  best metric are left to `check`.
+  ValueError names the key, its value and the valid values. `check` also checks the
+  task and the best metric.
   """
   config = _with_keys(config)
   _check_types(config, closed=True)
   if config.model is None:
     raise ValueError(
-      'model is not set: take a config file that sets it, such as '
+      'model is not set: use a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
   _task_module(config.task)
@@ -238,13 +230,13 @@ def _check_together(config):
   _check_model(config.model)
   if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
-      f'fewshot.shots={config.fewshot.shots} needs seeds, and there are none: set '
+      f'fewshot.shots={config.fewshot.shots} needs at least one seed: set '
       '--config.fewshot.seeds=(0,1,2)'
     )
   if config.log_attention and not config.log_images:
     raise ValueError(
-      'log_attention=True needs images to draw attention maps of, and '
-      'log_images=0: set --config.log_images=8 or --config.log_attention=False'
+      'log_attention=True draws attention maps of images, and log_images=0: set '
+      '--config.log_images=8 or --config.log_attention=False'
     )
   if (config.decay_type == 'staircase') != bool(config.decay_at):
     raise ValueError(
@@ -289,16 +281,15 @@ def _check_model(model, name='model'):
 
 
 def _check_resize(pp):
-  """Checks that the centre can be cropped of what is resized."""
+  """Checks that the centre can be cropped from the resized image."""
   crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
   both = isinstance(pp.resize, tuple | list)
   given = tuple(pp.resize) if both else pp.resize
   least = tuple(map(max, given, crop)) if both else max(*crop, given or 0)
   if given not in (None, least):
     raise ValueError(
-      f'resize={pp.resize} is smaller than crop={pp.crop}, so that the centre '
-      f'cannot be cropped: use at least {least} or None '
-      '(config.pp.resize)'
+      f'resize={pp.resize} is smaller than crop={pp.crop}, so the centre '
+      f'cannot be cropped: use at least {least} or None (config.pp.resize)'
     )
 
 
@@ -320,7 +311,7 @@ def _check_canvases(pp):
 
 
 def check(config):
-  """Checks the values of a complete config; raises ValueError for wrong ones."""
+  """Checks a complete config; raises ValueError for a wrong value."""
   check_values(config)
   metrics = metrics_of(config)
   if config.best_metric not in metrics:
@@ -341,7 +332,7 @@ def metrics_of(config) -> list[str]:
 
 
 def metrics_of_task(config) -> list[str]:
-  """Returns those metrics of a run that its task computes in any evaluation."""
+  """Returns the metrics of a run that its task computes in the evaluations."""
   metrics = get_task(config.task).metrics(config)
   return [
     f'{metric}_{name}' for name, _, _ in evaluations(config) for metric in metrics
@@ -374,14 +365,14 @@ def check_batch(config, shards: int):
 def check_memory(config, processes: int):
   """Raises ValueError if the batches of a process do not fit its memory.
 
-  The smallest machine counts, on all processes; `processes` share a batch.
+  `processes` share a batch; the limit is the smallest machine of all.
   """
   crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = (crop, crop) if isinstance(crop, int) else crop
   image = 4 * height * width * config.pp.channels  # float32
   memory = min(processes_lib.gather('comparing memory', console.machine_memory()))
   for key in ('batch', 'batch_eval'):
-    # The batches that wait, and the batch that is computed.
+    # The prefetched batches, and the current one.
     needed = -(-config[key] // processes) * image * (1 + config.prefetch)
     if needed > memory:
       raise ValueError(
@@ -396,10 +387,9 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
   """Returns a complete config, with `evals` on test/ if it is one of the original.
 
   The original reads train/ and test/ of a folder, and uses `pp.train` and
-  `pp.test` for TFDS only. Here both keys apply to folders too, with one
-  exception: if `pp.test` is cut from the training images, the folder has a
-  split `test`, and `evals` is empty, the config is taken for one of the
-  original.
+  `pp.test` only for TFDS. Here both keys apply to folders too, with one exception:
+  if `pp.test` is part of the training images, the folder has a split `test`, and
+  `evals` is empty, the config is assumed to be an original one.
   """
   train, test = (
     {part.split('[')[0].strip() for part in config.pp[key].split('+')}
@@ -413,9 +403,9 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
   ):
     return config
   logging.warning(
-    "pp.test='%s' is cut from the training images, but '%s' has a split 'test': "
-    'the run is tested on that split, as in the original; set '
-    "--config.evals=\"(('test', '%s'),)\" to test on pp.test",
+    "pp.test='%s' is part of the training images, and '%s' has a split 'test': "
+    'evaluating on that split, as in the original; set '
+    "--config.evals=\"(('test', '%s'),)\" to evaluate on pp.test",
     config.pp.test,
     config.dataset,
     config.pp.test,
@@ -428,24 +418,23 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
 def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
-  Epochs are None in the copy, so that it can be resolved again. Without a
-  warm-up, optim.default_warmup applies. `num_examples` is the size of the
-  training split. ValueError if the length of the training is missing or below
-  one step, or if the warm-up is not shorter.
+  Its epochs are None, so that it can be resolved again. The default warm-up is
+  optim.default_warmup. `num_examples` is the size of the training split. ValueError
+  if the length of the training is missing or below one step, or if the warm-up is
+  not shorter.
   """
   total, epochs = config.total_steps, config.total_epochs
   if total is None and epochs is None:
     raise ValueError(
-      'the length of the training is not given: use --config.total_steps=N or '
+      'total_steps and total_epochs are None: set --config.total_steps=N or '
       '--config.total_epochs=N'
     )
   if total is None:
     total = round(epochs * num_examples / config.batch)
     if not total:
       raise ValueError(
-        f'total_epochs={epochs} of {num_examples} examples are less '
-        f'than one batch of {config.batch}: raise --config.total_epochs, or '
-        'lower --config.batch'
+        f'total_epochs={epochs} of {num_examples} examples is less than one batch '
+        f'of {config.batch}: raise --config.total_epochs, or lower --config.batch'
       )
     schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs
@@ -465,5 +454,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
         f'{warmup} steps'
       )
   config = copy.deepcopy(config)
-  config.update(total_steps=total, warmup_steps=warmup)
-  return _without_epochs(config)
+  config.update(
+    total_steps=total, warmup_steps=warmup, total_epochs=None, warmup_epochs=None
+  )
+  return config

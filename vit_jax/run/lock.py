@@ -1,10 +1,11 @@
 """Locks a folder, such as a workdir, so that one run at a time writes to it.
 
 On a local disk the operating system keeps the lock, and releases it when the
-process ends for any reason. Elsewhere (gs://) the holder renews a file; if the
-file is no longer renewed, any run may take the workdir.
+process ends for any reason. Elsewhere (gs://, file systems without locks) the run
+renews a file; once it is no longer renewed, any run may take the folder.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -16,35 +17,27 @@ import time
 from absl import logging
 from etils import epath
 
-from vit_jax import console
 from vit_jax.distributed import files, processes
 
-# Seconds between two renewals, and seconds without one after which a file is
-# free.
-_RENEWAL = 15.0
-_ABANDONED = 60.0
-# Seconds in which two runs that start at the same moment see each other's file.
-_SETTLING = 2.0
-
-
-class _Held(Exception):
-  """Another run holds the workdir; the text describes it."""
+_RENEWAL = 15.0  # Seconds between two renewals of a file.
+_ABANDONED = 60.0  # Seconds without a renewal after which a file is free.
 
 
 class Holder:
-  """Holds a folder inside a `with` block; process 0 does so for all processes.
+  """Locks a folder inside a `with` block; process 0 does so for all processes.
 
   A caller that can do without the folder calls `take`, and `release` at the
   end. The folder is created if it does not exist. On entering, all processes
-  raise ValueError if another run holds the folder (names its host, process and
-  start) or the folder cannot be written. `flag` is what names it for users, and
+  raise ValueError if another run has locked the folder (names its host, process
+  and start) or the folder cannot be written. `flag` is its name for users, and
   `name` the file in it that is locked.
   """
 
   def __init__(self, folder, flag='workdir', name='holder.json'):
-    self._flag, self._folder = flag, folder
+    self._what = f"{flag}='{folder}'"
+    self._flag = flag
     self._path = epath.Path(folder) / name
-    self._lock = None  # File descriptor, on file systems with locks.
+    self._file = None  # File descriptor, on file systems with locks.
     self._renewal = None
     self._done = threading.Event()
     self._taken_by = None
@@ -56,131 +49,106 @@ class Holder:
     }
 
   def __enter__(self):
-    other = self.take()
-    if other:
+    if other := self.take():
       raise ValueError(
-        f"{self._flag}='{self._folder}' is held by {other}: wait until that run ends, "
-        f'stop it (it saves first), or use another --{self._flag}'
+        f'{self._what} is held by {other}: wait until that run ends, stop it (it '
+        f'saves first), or use another --{self._flag}'
       )
     return self
 
   def __exit__(self, *_):
     self.release()
 
-  @processes.by_first('taking the workdir')
-  def take(self, patient: bool = True) -> str | None:
-    """Takes the workdir; returns None, or who holds it, on all processes.
+  @processes.by_first('locking the workdir')
+  def take(self) -> str | None:
+    """Takes the folder; returns None, or which run has it, on all processes.
 
-    On a file system without locks, `patient` looks for a minute whether the file
-    of another run is still renewed; if not patient, such a file counts. ValueError
-    if the workdir cannot be written.
+    ValueError if the folder cannot be written.
     """
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      if not self._lock_file():
-        self._lease(patient)
-    except _Held as e:
-      return str(e)
+      with contextlib.suppress(_NoLocks):
+        return self._lock()
+      return self._lease()
     except OSError as e:
       raise ValueError(
-        f"{self._flag}='{self._folder}' cannot be written: {e}; give a writable folder "
-        f'(--{self._flag})'
+        f'{self._what} cannot be written: {e}; use a writable folder (--{self._flag})'
       ) from e
-    return None
 
   def release(self):
-    """Frees the workdir, if it was taken."""
+    """Frees the folder, if it was taken."""
     self._done.set()
     if self._renewal is not None:
       self._renewal.join()
       if not self._taken_by:
         self._path.unlink(missing_ok=True)
-    if self._lock is not None:
-      os.ftruncate(self._lock, 0)
-      os.close(self._lock)  # Releases the lock.
+    if self._file is not None:
+      os.ftruncate(self._file, 0)
+      os.close(self._file)  # Releases the lock.
 
   def check(self):
-    """Raises OSError if another run has taken the workdir meanwhile."""
+    """Raises OSError if another run has taken the folder meanwhile."""
     if self._taken_by:
       raise OSError(
-        f"{self._flag}='{self._folder}' was not renewed for {_ABANDONED:.0f} seconds, "
-        f'and {_describe(self._taken_by)} has taken it: this run stops, so that '
-        'the two do not mix'
+        f'{self._what} was taken by {_describe(self._taken_by)}, because it was not '
+        f'renewed for {_ABANDONED:.0f} seconds: this run stops, so that the two do '
+        'not mix'
       )
 
-  def _lock_file(self) -> bool:
-    """Locks a local file; returns False if the file system has no locks."""
+  def _lock(self) -> str | None:
+    """Locks a file on a local disk; returns which run has locked it."""
     if files.is_remote(self._path):
-      return False
+      raise _NoLocks
     file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    except OSError as e:
       os.close(file)
-      raise _Held(_describe(self._read())) from None
-    except OSError:  # A file system without locks.
-      os.close(file)
-      return False
+      if isinstance(e, BlockingIOError):
+        return _describe(self._read())
+      raise _NoLocks from e
     os.ftruncate(file, 0)
     os.pwrite(file, json.dumps(self._me).encode(), 0)
-    self._lock = file
-    return True
+    self._file = file
+    return None
 
-  def _lease(self, patient):
+  def _lease(self) -> str | None:
     """Takes a file that no run renews, and renews it from then on."""
-    before = self._read()
-    if before and not patient:
-      raise _Held(_describe(before))
-    if before:
-      console.say(
-        f"{self._flag}='{self._folder}' was held by {_describe(before)}: checking for "
-        f'{_ABANDONED:.0f} seconds whether that run is alive ...'
-      )
-      end = time.monotonic() + _ABANDONED
-      while time.monotonic() < end:
-        time.sleep(min(1.0, _RENEWAL))
-        now = self._read()
-        if now is None:
-          break  # It has just ended.
-        if now != before:
-          raise _Held(_describe(now))
-    self._write(0)
-    time.sleep(_SETTLING)
     found = self._read()
-    if not found or found['id'] != self._me['id']:
-      raise _Held(_describe(found))
+    if found and time.time() - found.get('renewed', 0) < _ABANDONED:
+      return _describe(found)
+    self._write()
     self._renewal = threading.Thread(target=self._renew, daemon=True)
     self._renewal.start()
+    return None
 
   def _renew(self):
-    count = 0
     while not self._done.wait(_RENEWAL):
-      count += 1
       try:
         found = self._read()
         if found and found['id'] != self._me['id']:
           self._taken_by = found
           return
-        self._write(count)
+        self._write()
       except OSError as e:
         logging.warning("'%s' could not be renewed: %s", self._path, e)
 
-  def _write(self, count):
-    content = json.dumps({**self._me, 'renewed': count})
-    files.write(self._path, content)
+  def _write(self):
+    files.write(self._path, json.dumps({**self._me, 'renewed': time.time()}))
 
   def _read(self) -> dict | None:
-    """Returns the content of the file; None if it has no valid content."""
+    """Returns the content of the file; None if it is not complete."""
     try:
-      content = json.loads(self._path.read_text())
-      return content if isinstance(content, dict) and 'id' in content else None
+      return json.loads(self._path.read_text())
     except (FileNotFoundError, ValueError):
       return None
 
 
-def _describe(holder) -> str:
-  if not holder:
+class _NoLocks(Exception):
+  """The file system has no locks."""
+
+
+def _describe(run) -> str:
+  if not run:
     return 'another run'
-  keys = ('host', 'process', 'since')
-  host, process, since = (holder.get(key, 'unknown') for key in keys)
-  return f'process {process} on {host} since {since}'
+  return 'process {process} on {host} since {since}'.format_map(run)

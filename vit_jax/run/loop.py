@@ -1,6 +1,6 @@
 """Runs updates, and evaluates, logs and saves at the steps of the config.
 
-A terminal and a notebook show a progress bar, a log file plain lines.
+Terminals and notebooks show a progress bar, log files plain lines.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ class Run:
       first_profile=step + 10,
     )
     self._pending = []  # Metrics of the last steps, still on the devices.
-    self._latest = {}  # Metrics of the last step that was fetched.
+    self._latest = {}  # Metrics of the last fetched step.
     self._shapes = set()  # Of the batches that the update is compiled for.
     self.pictures = []  # Paths of the pictures of the last evaluation.
 
@@ -79,7 +79,7 @@ class Run:
       self.fetch_metrics()
 
   def _compile(self, batch):
-    """Makes the first update with batches of a size, which compiles it."""
+    """Makes the first update with batches of some size, which compiles it."""
     count, all_sizes = len(self._shapes), self.prepared.program.task.image_sizes
     if count == 1:  # For TensorBoard.
       self._log.write_config(self.step, self.config)
@@ -100,8 +100,8 @@ class Run:
         if 'RESOURCE_EXHAUSTED' not in str(e):
           raise
         raise ValueError(
-          f'batch={self.config.batch}: the memory of a device does not suffice for '
-          f'an update: {memory.remedy(self.config, batch["image"].shape[1:3])}'
+          f'batch={self.config.batch}: a device has too little memory for an update: '
+          + memory.remedy(self.config, batch['image'].shape[1:3])
         ) from e
       seconds = time.perf_counter() - begun
     console.say(f'Compiled in {console.duration(seconds)}{size}.')
@@ -125,7 +125,7 @@ class Run:
     self._progress.show(self.step, self._latest['train_loss'], rate)
 
   def evaluate(self, stop) -> dict | None:
-    """Evaluates and logs; returns None if a signal interrupted that."""
+    """Evaluates and logs; returns None if a signal interrupts the evaluation."""
     params, metrics = state_lib.best_params(self.state), {}
     with self._progress.pause():
       for name, evaluators in self.prepared.evaluators.items():
@@ -140,7 +140,7 @@ class Run:
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
     best = {self.config.best_metric: metrics[self.config.best_metric]}
-    self._progress.beside_bar(1, metrics_lib.format_metrics(best))
+    self._progress.set_postfix(1, metrics_lib.format_metrics(best))
     self._log.write_pictures(self.step, pictures)
     if self.done:
       for name, pixels in pictures.items():
@@ -155,7 +155,7 @@ class Run:
     return metrics
 
   def catch_up(self, stop) -> dict | None:
-    """Evaluates the step that the run resumes from, if that was not done."""
+    """Evaluates the step that the run resumes from, if a signal prevented that."""
     done = processes.from_first(
       'looking for the last evaluation',
       lambda: metrics_lib.find(self.workdir, self.step, self.config.best_metric),
@@ -166,18 +166,17 @@ class Run:
       return done
     if not self.step or not self.due(self.config.eval_every):
       return None
-    done = self.evaluate(stop)  # A signal had interrupted this evaluation.
+    done = self.evaluate(stop)
     if done is None:
       raise stopping.Interrupted(self.step, stop.signal)
-    self.checkpoints.rate(self.step, done)
     return done
 
-  def save(self, metrics: dict | None):
+  def save(self):
     """Begins to write a checkpoint."""
     with self._progress.pause():
       self.fetch_metrics()  # Only states with finite metrics are saved.
       self._log.flush()
-      self.checkpoints.save(self.step, self.state, metrics)
+      self.checkpoints.save(self.step, self.state)
 
   def close(self):
     """Writes the remaining metrics, and leaves the bar as it is."""
@@ -203,8 +202,8 @@ class Progress:
   """Counts steps, measures the speed, and shows both.
 
   The speed excludes the time inside `pause` (evaluation, checkpoints) and steps
-  that compile. `step` of `total_steps` updates are made, of `batch` images
-  each, over all devices.
+  that compile. The run resumes after `step` of `total_steps` updates, each of
+  `batch` images over all devices.
   """
 
   def __init__(self, step: int, total_steps: int, batch: int):
@@ -214,7 +213,7 @@ class Progress:
     self._mark = None
     self._paused, self._omitted = 0.0, 0  # Seconds and steps without a clock.
     self._rate = None
-    self._said = ['', '']  # Loss and speed; the last evaluation.
+    self._postfix = ['', '']  # Loss and speed; the last evaluation.
     self._bar = console.bar(total=total_steps, initial=step, unit='step')
 
   def start(self, step: int):
@@ -240,10 +239,10 @@ class Progress:
     return self._rate
 
   def show(self, step: int, loss: float, rate: float | None):
-    """Shows loss, speed and, where no bar does, the time left."""
+    """Shows loss and speed, and without a bar also the time left."""
     if not self._bar.disable:
       speed = f', {rate:,.0f} img/s' if rate else ''
-      self.beside_bar(0, f'loss {loss:.4f}{speed}')
+      self.set_postfix(0, f'loss {loss:.4f}{speed}')
       return
     line = f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
     if rate:
@@ -251,10 +250,10 @@ class Progress:
       line += f'  {rate:,.0f} img/s  {console.duration(left)} left'
     console.say(line)
 
-  def beside_bar(self, place: int, text: str):
-    """Shows the loss and speed (0) or the last evaluation (1) beside the bar."""
-    self._said[place] = text
-    self._bar.set_postfix_str(', '.join(filter(None, self._said)))
+  def set_postfix(self, place: int, text: str):
+    """Shows loss and speed (0) or the last evaluation (1) next to the bar."""
+    self._postfix[place] = text
+    self._bar.set_postfix_str(', '.join(filter(None, self._postfix)))
 
   @contextlib.contextmanager
   def pause(self, steps: int = 0):

@@ -1,9 +1,9 @@
 """Estimates the memory of an update from its program, before it is compiled.
 
-Compilers fuse operations on single elements with those that read them, and keep no
-result of theirs. Such a result is therefore counted as itself or as what it is
-computed from, whichever is smaller. The estimate tends to be too low: it serves to
-refuse what cannot fit.
+Compilers fuse elementwise operations with the operations that read them, and do
+not keep their results. Such a result is therefore counted as itself or as its
+operands, whichever is smaller. The estimate tends to be too low: it rejects only
+what cannot fit.
 """
 
 import itertools
@@ -15,12 +15,12 @@ from vit_jax import console
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes, sharding
 
-# Operations that take no memory of their own: they rearrange one array.
+# Operations that only rearrange one array, and take no memory of their own.
 _VIEWS = (
   'broadcast_in_dim', 'convert_element_type', 'copy', 'expand_dims', 'reshape',
   'sharding_constraint', 'slice', 'squeeze', 'transpose',
 )  # fmt: skip
-# Operations that compute an element from more than the same elements of others.
+# Operations whose elements depend on more than one element of each operand.
 _WHOLE = (
   'conv_general_dilated', 'cumsum', 'dot_general', 'scan', 'sort', 'while',
 )  # fmt: skip
@@ -29,8 +29,8 @@ _WHOLE = (
 def check(config, program, mesh):
   """Raises ValueError if an update cannot fit the memory of the devices.
 
-  Traces the update, which the run then need not do again; the largest images
-  count, and the smallest device of all processes.
+  Traces the update, which the run reuses, for the largest images; the limit is the
+  smallest device of all processes.
   """
   rows = sharding.batch_sharding(mesh)
   batch = jax.tree.map(
@@ -64,7 +64,7 @@ def check(config, program, mesh):
 
 
 def remedy(config, image_size: tuple[int, int]) -> str:
-  """Says which keys reduce the memory of an update, for a message."""
+  """Returns which keys reduce the memory of an update, for a message."""
   crop = 'pp.sides and --config.pp.longest_side' if config.pp.sides else 'pp.crop'
   words = (
     f'lower --config.batch, raise --config.accum_steps, or '
@@ -77,11 +77,11 @@ def remedy(config, image_size: tuple[int, int]) -> str:
 
 
 def least_bytes(jaxpr, arguments: bool = True) -> int:
-  """Returns the most bytes that are alive at once in a program, at least.
+  """Returns a lower bound of the peak memory of a program, in bytes.
 
   Takes a Jaxpr or ClosedJaxpr, such as `jax.jit(f).trace(...).jaxpr`; sizes are
-  those over all devices. `arguments` tells whether its arguments count; they are
-  freed after their last use, as donated ones are.
+  over all devices. With `arguments`, they count until their last use, as donated
+  arguments do.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
   sizes, born, last, inner = [], [], [], {}
@@ -101,7 +101,7 @@ def least_bytes(jaxpr, arguments: bool = True) -> int:
       last[root] = time
 
   def follow(jaxpr, arguments):
-    """Returns, for each result, the arrays that it is kept as."""
+    """Returns, for each result, the arrays that are kept for it."""
     kept = dict(zip(jaxpr.invars, arguments))
     kept.update((v, new(_size(v), 0)) for v in jaxpr.constvars)
     for eqn in jaxpr.eqns:
@@ -174,7 +174,7 @@ def _jaxprs(eqn):
 
 
 def _called(eqn):
-  """Returns the Jaxpr of an operation that only calls it, or None."""
+  """Returns the Jaxpr that an operation only calls, or None."""
   found = _jaxprs(eqn)
   if len(found) != 1 or eqn.primitive.name in (*_WHOLE, 'pallas_call'):
     return None

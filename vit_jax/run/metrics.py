@@ -1,17 +1,14 @@
 """Writes the metrics of a run to `workdir/metrics.jsonl` and to TensorBoard.
 
-TensorBoard also gets pictures and the config.
-
-On a local disk each line is appended at once. A file in a bucket can only be
-written as a whole: lines and events are collected on this machine, and uploaded
-before each checkpoint and at the end. A kill loses only metrics after the last
-checkpoint, which the resumed run computes again.
+TensorBoard also shows pictures and the config. On a local disk each line is
+appended at once. In a bucket files can only be written as a whole: lines are
+collected, and written before each checkpoint and at the end. A kill loses only
+metrics after the last checkpoint, which the resumed run computes again.
 """
 
 from collections.abc import Mapping, Sequence
 import json
 import statistics
-import tempfile
 
 from absl import logging
 from etils import epath
@@ -23,10 +20,10 @@ from vit_jax.run import workdir as workdir_lib
 
 
 class MetricsLog:
-  """Writes metrics by step, from the first process only.
+  """Writes metrics by step, from process 0 only.
 
-  Lines of steps after `start_step` are removed from the file, since the run
-  makes these steps again.
+  Lines of steps after `start_step` are removed from the file, because the run
+  repeats these steps.
   """
 
   def __init__(self, workdir, start_step: int = 0):
@@ -36,24 +33,15 @@ class MetricsLog:
       return
     self.path.parent.mkdir(parents=True, exist_ok=True)
     found, bad = _parse(self.path)
-    if bad:
-      logging.warning(
-        "'%s' has %d lines that are not metrics, the first %s: they are removed",
-        self.path,
-        len(bad),
-        bad[0][:80],
-      )
+    for text in bad:
+      logging.warning("'%s': removing %.80r, which is not metrics", self.path, text)
     lines = [_line(line) for line in found if line['step'] <= start_step]
     files.write(self.path, ''.join(lines))
-    self._held = None  # Lines to upload, with the events in `self._folder`.
-    events = str(workdir)
-    if files.is_remote(workdir):
-      self._folder = tempfile.TemporaryDirectory()
-      self._held, events = lines, self._folder.name
-    from clu import metric_writers  # Reading metrics does without it.
+    self._held = lines if files.is_remote(workdir) else None
+    from clu import metric_writers  # Not needed to read metrics.
 
     self._writer = metric_writers.AsyncMultiWriter(
-      [metric_writers.SummaryWriter(events)]
+      [metric_writers.SummaryWriter(str(workdir))]
     )
 
   def write(self, step: int, scalars: dict):
@@ -84,31 +72,24 @@ class MetricsLog:
       self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
 
   def flush(self):
-    """Flushes, and uploads to a bucket; called before each checkpoint."""
+    """Writes what is collected; called before each checkpoint."""
     if self._writer is None:
       return
     self._writer.flush()
     if self._held is not None:
-      self._upload()
+      files.write(self.path, ''.join(self._held))
 
   def close(self):
-    """Writes everything that remains."""
+    """Writes what remains."""
     if self._writer is None:
       return
+    self.flush()
     self._writer.close()
     self._writer = None
-    if self._held is not None:
-      self._upload()
-      self._folder.cleanup()
-
-  def _upload(self):
-    files.write(self.path, ''.join(self._held))
-    for file in epath.Path(self._folder.name).iterdir():
-      file.copy(self.path.parent / file.name, overwrite=True)
 
 
 def _cell(value) -> str:
-  """Writes a value as a cell of a Markdown table shows it."""
+  """Formats a value for a Markdown table."""
   text = json.dumps(value, ensure_ascii=False)
   return '`' + text.replace('|', '\\|').replace('`', "'") + '`'
 
@@ -120,25 +101,20 @@ def _line(scalars) -> str:
 def _parse(path) -> tuple[list[dict], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
-  An incomplete last line belongs to neither; a line that occurs twice counts
-  once.
+  A kill may leave an incomplete last line, which is in neither.
   """
   texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
-  found, bad = {}, []
+  found, bad = [], []
   for text in texts:
     try:
       line = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
       line = None
-    if (
-      isinstance(line, dict)
-      and type(line.get('step')) is int
-      and all(type(value) in (int, float) for value in line.values())
-    ):
-      found[text] = line
-    elif text.strip() and text is not texts[-1]:
+    if isinstance(line, dict) and 'step' in line:
+      found.append(line)
+    elif text and text is not texts[-1]:
       bad.append(text)
-  return list(found.values()), bad
+  return found, bad
 
 
 def read(workdir) -> list[dict]:
@@ -161,16 +137,15 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 
 
 def is_share(name: str) -> bool:
-  """Returns whether a metric is a share from 0 to 1, by its name."""
+  """Returns whether a metric is a fraction, from 0 to 1, by its name."""
   recall = name.startswith(('image_to_text_', 'text_to_image_'))
   return 'accuracy' in name or name.startswith('fewshot_') or recall
 
 
 def format_metrics(metrics: dict) -> str:
-  """Formats metrics for people.
+  """Formats accuracies in percent, counts and large values as integers.
 
-  Accuracies are given in percent, counts and large values as whole numbers,
-  others with 4 digits.
+  Other values get 4 digits.
   """
 
   def words(name, value):

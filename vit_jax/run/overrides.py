@@ -5,10 +5,9 @@
   --config.flag, --noconfig.flag  set a key to True and False
 
 VALUE is a Python literal or a string without quotes, whichever the type of the key
-accepts (configs/common.py and configs/models.py). Any other key keeps the type of its
-value in the config file, or can be None. Keys of
-configs/common.py, and options of the model and of the task, can be set although
-the config file lacks them.
+accepts (configs/common.py, configs/models.py, class Options of a task). These keys
+can be set even if the config file lacks them. Any other key keeps the type of its
+value in the config file, or can be None.
 """
 
 from collections.abc import Iterable, Mapping
@@ -33,11 +32,10 @@ _UNITS = {'steps': 'epochs', 'epochs': 'steps'}  # Of the length of a run.
 
 
 def find(path: str) -> str:
-  """Returns the path of a config file, of the user's or an installed one.
+  """Returns the path of a user's config file, or else of an installed one.
 
-  A file of the user comes first. Without one, NAME.py (also NAME),
-  configs/NAME.py and .../vit_jax/configs/NAME.py, where the original has its
-  configs, mean a config that is installed with the package.
+  Installed configs are NAME.py (also NAME), configs/NAME.py and
+  .../vit_jax/configs/NAME.py, the path in the original.
   """
   if os.path.isfile(path):
     return path
@@ -55,9 +53,9 @@ def find(path: str) -> str:
   hint = (
     f'did you mean the installed configs/{near[0]}.py?'
     if near
-    else f'the package has {", ".join(f"{known}.py" for known in installed)}'
+    else f'installed are {", ".join(f"{known}.py" for known in installed)}'
   )
-  raise FileNotFoundError(f"config='{path}' is no file: {hint} (--config)")
+  raise FileNotFoundError(f"config='{path}' is not a file: {hint} (--config)")
 
 
 def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
@@ -71,8 +69,7 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   module = importlib.util.module_from_spec(
     importlib.util.spec_from_loader(_MODULE, loader)
   )
-  # Dataclasses look up the module of their class there.
-  sys.modules[_MODULE] = module
+  sys.modules[_MODULE] = module  # Dataclasses look up the module of their class.
   given = [argument] if colon else []
   try:
     loader.exec_module(module)
@@ -82,9 +79,9 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
       inspect.signature(module.get_config).bind(*given)
     except TypeError as e:
       raise ValueError(
-        'get_config of the file takes no argument: leave out what follows the colon'
+        f'get_config takes no argument: leave out :{argument}'
         if given
-        else 'get_config of the file needs an argument: give FILE.py:ARGUMENT'
+        else 'get_config needs an argument: use FILE.py:ARGUMENT'
       ) from e
     config = module.get_config(*given)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
@@ -107,12 +104,12 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
 def set_keys(
   config: ml_collections.ConfigDict, given: Iterable[tuple[str, str | bool]]
 ):
-  """Sets keys of a config, in place, by the words of a command line.
+  """Sets keys of a config in place.
 
-  `given` are pairs of a dotted key and its value as text; True for a key that
-  is named without a value, False for one that is negated. Of equal keys the
-  last one counts. A length in steps takes the place of one in epochs, and the
-  other way round. ValueError names the key, its value and the valid values.
+  `given` has pairs of a dotted key and its value as a string; True for
+  --config.KEY without a value, False for --noconfig.KEY. Of equal keys the last one
+  counts. A length in steps replaces one in epochs, and vice versa. ValueError names
+  the key, its value and the valid values.
   """
   given = dict(given)
   known = known_keys(config)
@@ -133,8 +130,7 @@ def set_keys(
 def known_keys(config, nested: bool = False) -> dict[str, Any]:
   """Returns the types of all keys that can be set, by dotted key.
 
-  The config is that of a run, or of a program whose groups (`nested`) are
-  configs of runs.
+  The config is for a run, or for a program with groups (`nested`) for runs.
   """
   found = _types_of_values(config)
   for key, value in config.items():
@@ -163,8 +159,8 @@ def _types_of_run(config):
     **_types_of_values(common.get_config()),
     **schema.flat(common.Config),
   }
-  # Other programs than 'train' have names too, and the original's configs have
-  # 0 and None for 1.
+  # `trainer` may name another program, and in the original accum_steps 0 and None
+  # mean 1.
   found |= {'trainer': schema.Text, 'accum_steps': schema.Natural | None}
   for group in ('mesh', 'model', 'task_options'):
     del found[group]
@@ -175,7 +171,7 @@ def _types_of_run(config):
     if fields:
       fields = schema.flat(fields)
       options = {name: fields.get(name, options[name]) for name in options}
-    else:  # A model of the user's own may have the fields of any kind.
+    else:  # A user's own model may have the fields of any kind.
       for known in model_configs.FIELDS.values():
         options = dict.fromkeys(schema.flat(known), Any) | options
     found |= _prefixed('model', options)
@@ -196,16 +192,16 @@ def _types_of_values(group):
 
 
 def _set(config, name, text, known):
-  """Sets a key to the first reading of a text that its type accepts."""
+  """Sets a key to the first reading of a string that its type accepts."""
   if _is_task_option(config, name):
-    _assign(config, name, str(text))  # The task reads it, by its own types.
+    _assign(config, name, str(text))  # The task parses it by its own types.
     return
   if name not in known:
     _raise_unknown(name, known)
   kind = known[name]
   if isinstance(text, bool):
     if not schema.accepts(text, kind):
-      raise ValueError(f'--config.{name} needs a value: give --config.{name}=VALUE')
+      raise ValueError(f'--config.{name} needs a value: use --config.{name}=VALUE')
     _assign(config, name, text)
   else:
     _assign(config, name, schema.parse(name, text, kind))
@@ -213,14 +209,14 @@ def _set(config, name, text, known):
 
 def _is_task_option(config, name) -> bool:
   """Returns whether a dotted key is an option of the task of a run."""
-  *groups, holder, _ = ('', *name.split('.'))
+  *groups, last, _ = ('', *name.split('.'))
   for group in groups[1:]:
     config = config.get(group) if hasattr(config, 'get') else None
-  return holder == 'task_options' and config is not None and _is_run(config)
+  return last == 'task_options' and config is not None and _is_run(config)
 
 
 def _assign(config, name, value):
-  """Sets a key, which the config or its group may lack."""
+  """Sets a key, and adds it and its groups where the config lacks them."""
   *groups, key = name.split('.')
   for group in groups:
     if config.get(group) is None:
@@ -237,14 +233,14 @@ def _assign(config, name, value):
 
 
 def _raise_unknown(name, known):
-  """Raises ValueError for a key that the config has not, with the nearest."""
+  """Raises ValueError for an unknown key, with the nearest known one."""
   inside = [other for other in known if other.startswith(f'{name}.')]
   if inside:
     raise ValueError(
       f'config.{name} is a group of keys: set one of them, such as --config.{inside[0]}'
     )
   where = (
-    'the keys of a config are in configs/common.py, those of config.model in '
-    'configs/models.py, those of config.task_options in the file of the task'
+    'keys are listed in configs/common.py, keys of config.model in '
+    'configs/models.py, keys of config.task_options in the file of the task'
   )
   schema.raise_unknown(name, known, where=where)

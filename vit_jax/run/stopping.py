@@ -1,4 +1,4 @@
-"""Stops a run without loss on Ctrl-C, SIGTERM and preemption notices."""
+"""Saves and stops a run on Ctrl-C, SIGTERM and preemption notices."""
 
 import itertools
 import os
@@ -28,16 +28,14 @@ class Interrupted(Exception):
 
   def __init__(self, step: int, signal: int):
     super().__init__(
-      f'Stopped at step {step}, which is saved. The same command goes on there.'
+      f'Saved step {step} and stopped. Run the same command again to resume.'
     )
     self.step = step
     self.signal = signal
 
   def _render_traceback_(self) -> list[str]:
-    """Returns what a notebook shows: not where in the code the run was stopped."""
-    return [
-      f'Stopped at step {self.step}, which is saved. Run this cell again to go on.'
-    ]
+    """Returns what a notebook shows instead of a traceback."""
+    return [f'Saved step {self.step} and stopped. Run this cell again to resume.']
 
 
 class StopRequest:
@@ -53,7 +51,7 @@ class StopRequest:
     self.signal = None
     self._number = next(_numbers)
     self._previous = {}
-    self._notices = None  # File descriptor that gets the numbers of signals.
+    self._notices = None  # File descriptor that receives the numbers of signals.
 
   def __enter__(self):
     if threading.current_thread() is not threading.main_thread():
@@ -72,24 +70,24 @@ class StopRequest:
       self._notices = None
 
   def _listen(self):
-    """Starts a thread that tells the user at once that a signal has come.
+    """Starts a thread that reports a signal at once.
 
-    Python handles a signal in the main thread, only when that returns from C++:
-    from a compilation after minutes.
+    Python handles signals in the main thread when it returns from C++, which a
+    compilation may do after minutes.
     """
     other = signal.set_wakeup_fd(-1)
-    if other != -1:  # That of an event loop, in a notebook.
+    if other != -1:  # Set by the event loop of a notebook.
       signal.set_wakeup_fd(other)
       return
     reader, self._notices = os.pipe()
     os.set_blocking(self._notices, False)
     signal.set_wakeup_fd(self._notices, warn_on_full_buffer=False)
-    threading.Thread(target=_tell, args=(reader,), daemon=True).start()
+    threading.Thread(target=_report, args=(reader,), daemon=True).start()
 
   def _handle(self, number, _):
     if self.signal == signal.SIGINT == number:
       raise KeyboardInterrupt(
-        'Interrupted. The same command goes on from the last step that was saved.'
+        'Interrupted. Run the same command again to resume from the last saved step.'
       )
     self.signal = number
 
@@ -105,26 +103,23 @@ class StopRequest:
     return stop
 
   def now(self) -> bool:
-    """Returns whether to break off work between steps, such as an evaluation.
+    """Returns whether to interrupt work between steps, such as an evaluation.
 
     Always False with several processes, which may only stop after a step.
     """
     return jax.process_count() == 1 and self.signal is not None
 
 
-def _tell(reader: int):
-  """Says that the run will stop, at the first signal whose number arrives.
-
-  With several processes it asks the others to stop too.
-  """
-  told = False
+def _report(reader: int):
+  """Reports the first signal, and asks other processes to stop too."""
+  reported = False
   with open(reader, 'rb', buffering=0) as numbers:
     while number := numbers.read(1):
-      if number[0] in _HANDLED and not told:
-        told = True
+      if number[0] in _HANDLED and not reported:
+        reported = True
         if heartbeats.watch.watches:
           heartbeats.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
         console.say(
-          f'{name}: stopping after this step. If it is being compiled, that ends first.'
+          f'{name}: stopping after this step (and its compilation, if it is running).'
         )

@@ -1,16 +1,14 @@
-"""Writes, reads and checks the files of a run except its checkpoints.
+"""Writes, reads and checks the files of a run, except its checkpoints.
 
 config.json        the resolved config
 class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
 data.json          fingerprints of the data (counts and hashes), and a hash of
                    the metadata
-weights.json       a hash of the weights that the run began with, if any
 versions.json      versions of Python and of important packages
 """
 
 from collections.abc import Mapping, Sequence
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -20,7 +18,6 @@ from typing import Any
 from absl import logging
 from etils import epath
 import ml_collections
-import numpy as np
 
 from vit_jax.configs import common
 from vit_jax.distributed import files, processes
@@ -45,14 +42,8 @@ FREE_KEYS = (
 )  # fmt: skip
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-# Keys that tell where data and weights are: compared are their fingerprints.
-_PLACES = {
-  'data.json': ('dataset',),
-  'weights.json': ('model_or_filename', 'pretrained', 'pretrained_dir'),
-}
-_DATA, _WEIGHTS = _PLACES
-# Beginnings of places outside of this machine.
-_SCHEMES = ('gs', 's3')
+_DATA = 'data.json'
+_SCHEMES = ('gs', 's3')  # Of places that are not on this machine.
 PACKAGES = (
   'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
   'tensorflow-cpu', 'tensorflow-datasets', 'numpy',
@@ -60,18 +51,17 @@ PACKAGES = (
 
 
 def folder(workdir) -> epath.Path:
-  """Returns the path of a workdir; ValueError where none can be, as at http://."""
+  """Returns the path of a workdir; ValueError for http:// and the like."""
   scheme, found, _ = str(workdir).partition('://')
   if found and scheme not in _SCHEMES:
     raise ValueError(
-      f"workdir='{workdir}': runs lie in a folder or at gs://, not at {scheme}:// "
-      '(--workdir)'
+      f"workdir='{workdir}' must be a folder or at gs://, not at {scheme}:// (--workdir)"
     )
   return epath.Path(workdir)
 
 
 def absolute(path) -> epath.Path:
-  """Returns the absolute path, which Orbax requires; gs:// stays as it is."""
+  """Returns the absolute path, which Orbax requires; gs:// is one already."""
   text = os.fspath(path)
   return epath.Path(text if files.is_remote(text) else os.path.abspath(text))
 
@@ -114,8 +104,8 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
 def check_config(workdir, config, moved: bool = True):
   """Checks a complete config as `check` does, except its lengths.
 
-  `moved` tells whether data and weights may be elsewhere than before, since
-  `check` and `check_weights` compare their content later.
+  With `moved`, data may be elsewhere than before: `check` compares their
+  fingerprints later.
   """
   _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
 
@@ -123,25 +113,18 @@ def check_config(workdir, config, moved: bool = True):
 def _check_config(path, config, free, moved=True) -> bool:
   """Checks the config of a run; returns False if no run has started here."""
   if path.exists() and not path.is_dir():
-    raise ValueError(f"workdir='{path}' is a file: give a folder (--workdir)")
+    raise ValueError(f"workdir='{path}' is a file: use a folder (--workdir)")
   if not (path / 'config.json').exists():
-    if path.exists() and (path / 'checkpoints').exists():
+    if (path / 'checkpoints').exists():
       raise ValueError(
-        f"workdir='{path}' holds checkpoints but no config.json: they are "
-        'not from a run of this program; use another --workdir'
+        f"workdir='{path}' has checkpoints but no config.json: use another --workdir"
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  places = [
-    key
-    for name, keys in _PLACES.items()
-    for key in keys
-    if moved
-    and (path / name).exists()
-    # The numbers of a mixture of data sets are no place.
-    and all(isinstance(x.get(key), str | dict | None) for x in (old, new))
-  ]
-  differing = differences(old, new, (*free, *places))
+  # A mixture is a list of places and weights.
+  if moved and all(isinstance(x['dataset'], str) for x in (old, new)):
+    free = (*free, 'dataset')
+  differing = differences(old, new, free)
   if differing:
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -151,80 +134,30 @@ def _check_config(path, config, free, moved=True) -> bool:
   return True
 
 
-@processes.by_first('looking for the weights of the run')
-def has_moved_weights(workdir, config) -> bool:
-  """Returns whether a run's config names its weights at another place."""
-  path = folder(workdir)
-  if not (path / _WEIGHTS).exists():
-    return False
-  old, new = (to_plain(x) for x in (_read_config(path), config))
-  return any(old.get(key) != new.get(key) for key in _PLACES[_WEIGHTS])
-
-
-@processes.by_first('comparing the weights')
-def check_weights(workdir, config, weights: Mapping[str, Any]):
-  """Raises ValueError if weights, by path, are not those that a run began with."""
-  file = folder(workdir) / _WEIGHTS
-  if not file.exists():
-    return
-  if _read_object(file).get('weights') != _digest_of_arrays(weights):
-    named = {key: config[key] for key in _PLACES[_WEIGHTS] if config[key]}
-    raise ValueError(
-      f"workdir='{workdir}' belongs to a run from other weights than those of "
-      f'{named or "config.pretrained=None"}: restore the former to resume that '
-      'run, or use another --workdir'
-    )
-
-
-@processes.by_first('storing a hash of the weights')
-def store_weights(workdir, weights: Mapping[str, Any]):
-  """Stores a hash of the weights that a run begins with, for check_weights."""
-  content = json.dumps({'weights': _digest_of_arrays(weights)})
-  files.write(folder(workdir) / _WEIGHTS, content)
-
-
-def _digest_of_arrays(arrays) -> str:
-  found = hashlib.blake2b(digest_size=16)
-  for name in sorted(arrays):
-    array = np.ascontiguousarray(arrays[name])
-    found.update(f'{name}{array.shape}{array.dtype}'.encode())
-    found.update(array.reshape(-1).view(np.uint8))
-  return found.hexdigest()
-
-
 def _check_metadata(file, value):
-  """Checks that the metadata of the data are those that the run learned."""
-  old, new = _read_json(file), json.loads(json.dumps(value))
+  """Checks that the metadata of the data are the ones that the run has learned."""
+  old, new = _read(file, object), json.loads(json.dumps(value))
   if old == new:
     return
-  what = f'{old!r:.100} there, {new!r:.100} here'
+  what = [f'{old!r:.100} there, {new!r:.100} here']
   if isinstance(old, list) and isinstance(new, list):
-    what = f'{len(old)} entries there, {len(new)} here'
-    pairs = enumerate(zip(old, new))
-    if changed := [(i, *pair) for i, pair in pairs if pair[0] != pair[1]]:
-      what += '; number {} is {!r} there, {!r} here'.format(*changed[0])
+    what = [f'{len(old)} entries there, {len(new)} here'] + [
+      f'number {i}: {a!r} there, {b!r} here'
+      for i, (a, b) in enumerate(zip(old, new))
+      if a != b
+    ]
   raise ValueError(
-    f"'{file}' differs from what the data say now ({what}): the run has learned "
-    'the former. Restore the former names in the data, or train into another '
-    f'--workdir with --config.pretrained={file.parent}, which takes all but the '
-    'head'
+    f"'{file}' differs from the data, which now have other names than the run has "
+    f'learned ({"; ".join(what[:2])}): restore the names, or train into another '
+    f'--workdir with --config.pretrained={file.parent}, which takes all but the head'
   )
 
 
 def _check_data(path, data):
   """Refuses other training data; warns of other evaluation data."""
-  file = path / _DATA
-  if not file.exists():
-    return  # Of an older version.
-  sources = _read_object(file).get('sources')
-  if not isinstance(sources, dict):
-    raise _damaged(file, "it has no 'sources'")
-  for name, found in data.items():
-    before = sources.get(name, {})
-    if not isinstance(before, dict):
-      raise _damaged(file, f'{name!r} is {before!r:.50}')
-    # Versions may differ in the fingerprints that they take.
-    differing = differences(before, found, common=True)
+  sources = _read(path / _DATA)['sources']
+  for name in (name for name in data if name in sources):
+    differing = differences(sources[name], data[name])
     if differing and name == 'train':
       raise ValueError(
         f"workdir='{path}' belongs to a run on other training data:\n  "
@@ -288,92 +221,77 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   return config, _read_metadata(path, run_config.get_task(config.task).METADATA)
 
 
-@processes.by_first('reading what the run has learned')
+@processes.by_first('reading the metadata of the run')
 def stored(workdir, names: Sequence[str]) -> dict[str, Any]:
   """Returns the metadata of the run in a folder; {} if no run has begun there.
 
-  `names` are those of vit_jax.tasks.base.Task.METADATA.
+  `names`: vit_jax.tasks.base.Task.METADATA.
   """
   path = folder(workdir)
   return _read_metadata(path, names) if (path / 'config.json').exists() else {}
 
 
 def _read_metadata(path, names) -> dict[str, Any]:
-  found = {name: _read_json(path / f'{name}.json') for name in names}
-  if _read_object(path / _DATA).get('metadata') != _digest(found):
+  found = {name: _read(path / f'{name}.json', object) for name in names}
+  if _read(path / _DATA).get('metadata') != _digest(found):
     raise ValueError(
-      f"{[f'{name}.json' for name in names]} in workdir='{path}' are not those "
-      'that the run has learned (data.json has a hash of them): restore the files '
-      'that the run wrote'
+      f"{[f'{name}.json' for name in names]} in workdir='{path}' differ from what "
+      'the run has learned (data.json has a hash of it): restore these files'
     )
   return found
 
 
 def keep_dtype(workdir, config):
-  """Replaces, in place, the dtype 'auto' of a model by that of the run in a folder.
+  """Replaces, in place, dtype 'auto' by the dtype of the run in a folder, if any."""
 
-  The folder need not exist.
-  """
-  if config.model.get('dtype') == dtypes.AUTO and (dtype := _dtype(workdir)):
-    config.model.dtype = dtype
+  def stored_dtype():
+    file = folder(workdir) / 'config.json'
+    return _read(file)['model'].get('dtype') if file.exists() else None
 
-
-@processes.by_first('reading the config of the workdir')
-def _dtype(workdir):
-  file = folder(workdir) / 'config.json'
-  model = _read_object(file).get('model') if file.exists() else None
-  return model.get('dtype') if isinstance(model, dict) else None
+  if config.model.get('dtype') == dtypes.AUTO:
+    dtype = processes.from_first('reading the dtype of the run', stored_dtype)
+    config.model.dtype = dtype or dtypes.AUTO
 
 
 def _read_config(path) -> ml_collections.ConfigDict:
   """Returns the complete config of a run."""
   file = path / 'config.json'
-  plain = _read_object(file)
+  plain = _read(file)
   if not isinstance(plain.get('model'), dict):
-    raise _damaged(file, f"{plain!r:.50} has no key 'model'")
+    raise _damaged(file, "it has no key 'model'")
   try:
     run_config.check_stored_task(plain.get('task', 'classify'))
-  except ValueError as e:
-    raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
-  try:
     return run_config.of_run(ml_collections.ConfigDict(plain))
-  except run_config.UnknownTaskError as e:
-    raise ValueError(
-      f"the run in workdir='{path}' needs the module of its task: {e}"
-    ) from e
+  except (run_config.ForeignTaskError, run_config.UnknownTaskError) as e:
+    raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:
     raise _damaged(file, str(e)) from e
 
 
-def _read_json(path):
+def _read(path, kind: type = dict):
+  """Reads JSON of a kind."""
   try:
-    return json.loads(path.read_text())
+    content = json.loads(path.read_text())
   except FileNotFoundError as e:
     raise FileNotFoundError(
-      f"workdir='{path.parent}' holds no run: there is no {path.name}; give the "
+      f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "
       '--workdir of a training'
     ) from e
-  except (ValueError, RecursionError, IsADirectoryError) as e:
+  except (ValueError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e
-
-
-def _read_object(path) -> dict:
-  content = _read_json(path)
-  if not isinstance(content, dict):
-    raise _damaged(path, f'it holds no JSON object, but {content!r:.50}')
+  if not isinstance(content, kind):
+    raise _damaged(path, f'{content!r:.50} is not a JSON object')
   return content
 
 
 def _damaged(path, why) -> ValueError:
   return ValueError(
-    f"'{path}' is damaged: {why}; restore the file that the run wrote, or start "
-    'anew in another --workdir'
+    f"'{path}' is damaged: {why}; restore the file, or start anew in another --workdir"
   )
 
 
 def _digest(value) -> str:
-  text = json.dumps(value, sort_keys=True)
-  return hashlib.sha256(text.encode()).hexdigest()[:16]
+  return files.digest([json.dumps(value, sort_keys=True).encode()])
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

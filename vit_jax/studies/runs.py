@@ -126,7 +126,7 @@ def train_all(runs: Sequence[Run], workdir, checkpoints: str = 'newest') -> Outc
       lock = lock_lib.Holder(f'{workdir}/{run.name}')
       try:
         with console.muted():
-          other = lock.take(patient=waiting)
+          other = lock.take()
         if other:
           held[run.name] = other
           continue

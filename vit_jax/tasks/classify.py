@@ -17,10 +17,8 @@ from vit_jax.inference import tables
 from vit_jax.learning import losses
 from vit_jax.tasks import base
 
-# Number of classes from which top-5 accuracy is measured too: of few classes five
-# are a large part.
-_TOP5 = 100
-_SHOWN = 5  # Classes on a page.
+_TOP5 = 100  # Minimum number of classes for top-5 accuracy.
+_SHOWN = 5  # Classes in the web demo.
 _NAMES = 3  # Maximum number of classes in the caption of a training image.
 
 
@@ -31,8 +29,8 @@ class Task(base.Task):
 
   @dataclasses.dataclass
   class Options:
-    # Mixes pairs of images and their labels (arXiv 1710.09412). The value is
-    # the parameter of the Beta distribution of the shares; 0 turns mixup off.
+    # Mixes pairs of images and their labels (arXiv 1710.09412). The value is the
+    # parameter of the Beta distribution of the weights; 0 turns mixup off.
     mixup: schema.NonNegative = 0.0
     # Pastes a box of another image into each image, and mixes the labels (arXiv
     # 1905.04899). The value has the same meaning; 0 turns CutMix off.
@@ -69,8 +67,8 @@ class Task(base.Task):
   def planned_metadata(cls, config, num_classes):
     if num_classes is None:
       raise ValueError(
-        f"the number of classes of dataset='{config.dataset}' is not known here: "
-        'give --num_classes'
+        f"the number of classes of dataset='{config.dataset}' is unknown: give "
+        '--num_classes'
       )
     return {'class_names': [str(i) for i in range(num_classes)]}
 
@@ -104,14 +102,14 @@ class Task(base.Task):
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
     counted = self._counted(batch)  # [B]
-    losses_ = self._train_loss(logits, batch['label'])  # [B]
-    return ((losses_ * counted).sum(), counted.sum()), {}
+    rows = self._train_loss(logits, batch['label'])  # [B]
+    return ((rows * counted).sum(), counted.sum()), {}
 
   def measure(self, params, extra, batch):
     """Computes accuracy and loss, as sums over the rows that count.
 
-    From 100 classes on also `accuracy_top5`: a label is among the five classes
-    of the highest logits.
+    With at least 100 classes also `accuracy_top5`: whether a label is among the
+    five highest logits.
     """
     logits = self.outputs(params, extra, batch)
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
@@ -260,7 +258,7 @@ class Predictor(base.Predictor):
     return tables.choices(lambda found: self._of_row(found, top), self._shares)
 
   def report(self, images, args):
-    """Yields the path of each image, then its most probable classes as lines."""
+    """Yields the path of each image, then its top predictions as lines."""
     self._check_head()
     for path, classes in zip(images, self._best(images, args.top)):
       lines = [f'  {100 * p:6.2f} %  {name}' for name, p in classes]
@@ -285,13 +283,13 @@ class Predictor(base.Predictor):
     return jax.jit(compute)
 
   def page(self):
-    """Shows the most probable classes, and attention rollout over the image."""
+    """Shows the top predictions, and attention rollout over the image."""
     import gradio as gr
 
     from vit_jax.inference import demo
 
     self._check_head()
-    outputs = [gr.Label(label='Most probable classes', num_top_classes=_SHOWN)]
+    outputs = [gr.Label(label='Top predictions', num_top_classes=_SHOWN)]
     if not internals.lacks(self.task.model):
       outputs.append(demo.picture('Attention rollout'))
 
@@ -299,10 +297,10 @@ class Predictor(base.Predictor):
       ((_, inputs, found),) = self.stream([photo.path], self._inside, ['image'])
       values = [dict(self._of_row(found, _SHOWN))]
       if 'rollout' in found:
-        # A centre crop is not the whole photograph.
+        # The model may see only a centre crop of the photo.
         is_whole = self.config.pp.resize is None
-        seen = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
-        over = drawing.overlay(drawing.as_pixels(seen), found['rollout'])
+        image = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
+        over = drawing.overlay(drawing.as_pixels(image), found['rollout'])
         values.append(grids.to_pixels(2 * over - 1))
       return dict(zip(outputs, values))
 

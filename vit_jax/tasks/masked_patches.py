@@ -3,7 +3,7 @@
 Corrupts a part of the patches of each image: most become a learned mask token,
 some become another patch of the image, and some stay as they are. The encoder
 reads the result, and a linear head on every token predicts the original
-patches. The loss counts the corrupted patches alone.
+patches. The loss counts only the corrupted patches.
 
 Shapes: B images, h x w = N patches of p x q pixels, C channels, tokens of width
 D.
@@ -33,7 +33,7 @@ TARGETS = ('mean', '4x4', 'l2')
 BITS = 3  # Bits of each channel of a predicted colour.
 _VERSIONS = ('image', 'masked', 'predicted')  # Of Task.pictures.
 _CELLS = 4  # Cells along each side of a patch, for the target '4x4'.
-# Makes the random numbers of the corruption differ from those of augmentation.
+# Separates the random numbers of the corruption from the augmentation's.
 _FOLD = 1_914_201
 _EVALUATION = 2_011_929  # First half of the seed in evaluation.
 
@@ -112,8 +112,8 @@ class Task(base.Task):
       )
     if models.kind_of(config.model) != 'vit':
       raise ValueError(
-        f'model={config.model.get("model_name")} has no tokens that could be '
-        "masked: use a Vision Transformer, 'b16' say (config.model)"
+        f'model={config.model.get("model_name")} has no tokens to mask: use a Vision '
+        "Transformer, such as 'b16' (config.model)"
       )
     self.grid = models.patch_grid(config.model, self.image_size)  # (h, w)
     self.patch = tuple(size // count for size, count in zip(self.image_size, self.grid))
@@ -125,7 +125,7 @@ class Task(base.Task):
     self.num_patches = math.prod(self.grid)
     if self.num_patches < 2:
       raise ValueError(
-        f'crop={config.pp.crop} is one patch, which no other patch can predict: '
+        f'crop={config.pp.crop} is a single patch, which no other patch can predict: '
         'use larger images or smaller patches (config.pp.crop)'
       )
     channels = config.pp.channels
@@ -164,29 +164,29 @@ class Task(base.Task):
     return self.model.init(rng, **_arguments(batch), train=False)['params'], {}
 
   def _losses(self, outputs, batch):
-    """Computes the loss, and the share of right colours, of patches, [B, N]."""
+    """Computes the loss, and the share of correct colours, of patches, [B, N]."""
     outputs = outputs.astype(jnp.float32)
     patches = patches_lib.cut(batch['image'], self.grid)  # [B, N, p, q, C]
     if self.options.target == 'l2':
       error = outputs - patches.reshape(outputs.shape)
       means = outputs.reshape(patches.shape).mean(axis=(2, 3))  # [B, N, C]
-      right = colors(means) == mean_colors(patches)[..., 0]
-      return (error**2).mean(axis=-1), right.astype(jnp.float32)
+      correct = colors(means) == mean_colors(patches)[..., 0]
+      return (error**2).mean(axis=-1), correct.astype(jnp.float32)
     target = mean_colors(patches, self._cells)  # [B, N, cells**2]
     logits = outputs.reshape(*target.shape, self.num_colors)
     logs = jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(logs, target[..., None], axis=-1)[..., 0]
-    right = logits.argmax(axis=-1) == target
-    return loss.mean(axis=-1), right.astype(jnp.float32).mean(axis=-1)
+    correct = logits.argmax(axis=-1) == target
+    return loss.mean(axis=-1), correct.astype(jnp.float32).mean(axis=-1)
 
   def _sums(self, outputs, batch):
-    loss, right = self._losses(outputs, batch)
+    loss, correct = self._losses(outputs, batch)
     counted = (batch['fate'] != KEPT).astype(jnp.float32)  # [B, N]
     if 'mask' in batch:
       counted *= batch['mask'][:, None]
     count = counted.sum()
     return {
-      'accuracy': ((right * counted).sum(), count),
+      'accuracy': ((correct * counted).sum(), count),
       'loss': ((loss * counted).sum(), count),
     }
 
@@ -211,7 +211,7 @@ class Task(base.Task):
     )
 
   def measure(self, params, extra, batch):
-    """Computes the loss, and the share of colours that are predicted right."""
+    """Computes the loss, and the share of colours predicted correctly."""
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self):
@@ -229,7 +229,7 @@ class Task(base.Task):
     return Predictor(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
-    """Draws test images beside the masked images and the predictions."""
+    """Draws test images next to the masked images and the predictions."""
     pictures = self.pictures(batch, outputs)
     return {'masked_patches': _draw(pictures, grids.MOST)}
 
@@ -252,9 +252,9 @@ class Task(base.Task):
       predicted = middle(best, images.shape[-1])
       for axis, size in ((2, self.patch[0]), (3, self.patch[1])):
         predicted = predicted.repeat(size // cells, axis)
-    seen = np.where(corrupted, 0.0, patches)
-    guessed = np.where(corrupted, predicted.clip(-1, 1), patches)
-    pasted = (patches_lib.paste(x, self.grid) for x in (seen, guessed))
+    masked = np.where(corrupted, 0.0, patches)
+    predicted = np.where(corrupted, predicted.clip(-1, 1), patches)
+    pasted = (patches_lib.paste(x, self.grid) for x in (masked, predicted))
     return np.stack([images, *pasted], axis=1)
 
 
@@ -270,7 +270,7 @@ class Predictor(base.Predictor):
     out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(_draw(pictures)))
-    return [f'{len(pictures)} image(s), masked and predicted: {out}']
+    return [f'Wrote {len(pictures)} images, masked and predicted, to {out}']
 
   def page(self):
     """Shows an image, the masked image and the prediction."""
@@ -285,7 +285,7 @@ class Predictor(base.Predictor):
 
 
 def _draw(pictures, most=None) -> np.ndarray:
-  """Draws a row for each of Task.pictures; `most` is that of grids.grid."""
+  """Draws a row for each of Task.pictures; for `most` see grids.grid."""
   return grids.beside(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
@@ -327,7 +327,7 @@ def corrupt(seeds, num_patches: int, options):
 def colors(values):
   """Quantises colours [..., C] in [-1, 1] to numbers, int32 [...].
 
-  BITS bits per channel, the first one highest: from 0 to 2**(BITS * C) - 1.
+  BITS bits per channel, the first channel highest: from 0 to 2**(BITS * C) - 1.
   """
   levels = 2**BITS
   bins = jnp.floor((values + 1) / 2 * levels).astype(jnp.int32)
@@ -347,7 +347,7 @@ def mean_colors(patches, k: int = 1):
 
 
 def middle(numbers, channels: int) -> np.ndarray:
-  """Returns the colours in the middle of quantised ones; inverts `colors`."""
+  """Returns the centres of quantised colours [..., C]; inverts `colors`."""
   levels = 2**BITS
   places = levels ** np.arange(channels)[::-1]
   bins = (np.asarray(numbers)[..., None] // places) % levels

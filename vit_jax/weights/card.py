@@ -23,6 +23,71 @@ _PIPELINES = {
   'image_text': 'zero-shot-image-classification',
 }
 _FEATURES = 'image-feature-extraction'
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ name.rpartition('/')[2] }}
+
+{{ model_name }} of `vit_jax`, the Vision Transformer in JAX, converted for
+{{ library }}.
+
+{% for key, value in facts.items() -%}
+- {{ key }}: {{ value }}
+{% endfor %}
+## Load
+{% if library == 'timm' %}
+In timm:
+
+```python
+import timm
+
+model = timm.create_model('hf-hub:{{ name }}', pretrained=True).eval()
+config = timm.data.resolve_data_config({}, model=model)
+transform = timm.data.create_transform(**config)
+```
+
+In transformers, which needs timm to load it:
+
+```python
+import transformers
+
+model = transformers.AutoModelForImageClassification.from_pretrained('{{ name }}')
+```
+{% else %}
+In transformers:
+
+```python
+import transformers
+
+model = transformers.{{ fields['architectures'][0] }}.from_pretrained('{{ name }}')
+{%- if has_processor %}
+processor = transformers.AutoImageProcessor.from_pretrained('{{ name }}')
+{%- endif %}
+```
+{% if fields['model_type'] == 'vit' %}
+In timm, whose arrays have other names:
+
+```bash
+vit_jax convert hf://{{ name }} /tmp/model --to=timm
+```
+
+```python
+import timm
+
+model = timm.create_model('local-dir:/tmp/model', pretrained=True)
+```
+{% endif %}{% endif %}
+In `vit_jax`:
+
+```python
+from vit_jax import predict
+
+model = predict.load_weights('hf://{{ name }}')
+model.predict(['image.jpg'])
+```
+"""
 
 
 def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
@@ -30,20 +95,19 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
 
   Args:
     model: the model.
-    src: what it was read from; the workdir of a run tells data and metrics.
+    src: what it was read from; data and metrics are taken from a workdir.
     folder: the files that were written.
     name: OWNER/NAME on the hub.
   """
   hub = console.needed('huggingface_hub', 'interop', 'a model card')
+  console.needed('jinja2', 'interop', 'a model card')
   run, metadata = writing.as_run(model)
-  lines = {}
+  trained = {}
   if model.source == 'workdir':
     run, metadata = workdir_lib.load(src)
-    lines = _facts(run) | _metrics(src, run)
+    trained = _facts(run) | _metrics(src, run)
   task = run_config.get_task(run.task)
   words = task(run_config.complete(run), metadata).describe()
-  lines = {'task': ', '.join(filter(None, (run.task, words)))} | lines
-  lines['images'] = _preprocessing(run, model)
   fields = json.loads((folder / 'config.json').read_text())
   library = 'timm' if 'pretrained_cfg' in fields else 'transformers'
   has_head = run.task != 'classify' or model.num_classes
@@ -52,21 +116,20 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
     pipeline_tag=_PIPELINES.get(run.task, _FEATURES) if has_head else _FEATURES,
     tags=['vit_jax', 'jax'],
   )
-  return '\n'.join(
-    [
-      f'---\n{data.to_yaml()}\n---\n',
-      f'# {name.rpartition("/")[2]}\n',
-      f'{model.config.get("model_name", "A model")} of `vit_jax`, the Vision '
-      f'Transformer in JAX, converted for {library}.\n',
-      *(f'- {key}: {value}' for key, value in lines.items()),
-      '\n## Load\n',
-      _loading(library, name, fields, folder),
-      'In `vit_jax`:\n',
-      '```python\nfrom vit_jax import predict\n\n'
-      f"model = predict.load_weights('hf://{name}')\n"
-      "model.predict(['image.jpg'])\n```\n",
-    ]
-  )
+  return hub.ModelCard.from_template(
+    data,
+    template_str=_TEMPLATE,
+    name=name,
+    model_name=model.config.get('model_name', 'A model'),
+    library=library,
+    facts={
+      'task': ', '.join(filter(None, (run.task, words))),
+      **trained,
+      'images': _preprocessing(run, model),
+    },
+    fields=fields,
+    has_processor=(folder / 'preprocessor_config.json').exists(),
+  ).content
 
 
 def _facts(run) -> dict[str, str]:
@@ -99,46 +162,14 @@ def _preprocessing(run, model) -> str:
       f'the shorter side is resized to {run.pp.eval_side} pixels, unless the '
       f'longer one would exceed {run.pp.longest_side}'
     )
+  how = 'as a whole, without preserving the aspect ratio'
+  resize = model.resize
+  if isinstance(resize, int):
+    how = f'to {resize} pixels at the shorter side, and the centre is cropped'
+  elif resize is not None:
+    how = f'to {"x".join(map(str, resize))} pixels, and the centre is cropped'
   height, width = model.image_size
-  how = 'as a whole, without regard to their shape'
-  if model.resize is not None:
-    resize = model.resize
-    how = (
-      f'to {resize if isinstance(resize, int) else "x".join(map(str, resize))} '
-      f'pixels{" at the shorter side" if isinstance(resize, int) else ""}, and '
-      'the centre is cropped'
-    )
   return (
-    f'{height}x{width} pixels, resized {how}, bilinearly and without averaging '
-    'where they shrink; values from -1 to 1'
+    f'{height}x{width} pixels, resized {how}, bilinearly and without antialiasing; '
+    'values from -1 to 1'
   )
-
-
-def _loading(library, name, fields, folder) -> str:
-  """Returns how to load a model in transformers and timm."""
-  if library == 'timm':
-    return (
-      'In timm:\n\n```python\nimport timm\n\n'
-      f"model = timm.create_model('hf-hub:{name}', pretrained=True).eval()\n"
-      'config = timm.data.resolve_data_config({}, model=model)\n'
-      'transform = timm.data.create_transform(**config)\n```\n\n'
-      'In transformers, which needs timm for it:\n\n```python\n'
-      'import transformers\n\nmodel = '
-      'transformers.AutoModelForImageClassification.from_pretrained(\n'
-      f"  '{name}'\n)\n```\n"
-    )
-  text = (
-    'In transformers:\n\n```python\nimport transformers\n\n'
-    f"model = transformers.{fields['architectures'][0]}.from_pretrained('{name}')\n"
-  )
-  if (folder / 'preprocessor_config.json').exists():
-    text += f"processor = transformers.AutoImageProcessor.from_pretrained('{name}')\n"
-  text += '```\n\n'
-  if fields['model_type'] == 'vit':
-    text += (
-      'In timm, whose names of the arrays are others:\n\n```bash\n'
-      f'vit_jax convert hf://{name} /tmp/model --to=timm\n```\n\n```python\n'
-      "import timm\n\nmodel = timm.create_model('local-dir:/tmp/model', "
-      'pretrained=True)\n```\n'
-    )
-  return text

@@ -22,8 +22,8 @@ from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
 _HUB_KINDS = ('hf', 'timm')
-# Kind of weights that are a part of a model -> what they are.
-_ALONE = {
+# Kind of weights that are only a part of a model -> what they are.
+_PARTS = {
   'resnet': 'the backbone of a detector',
   'bert': 'the text tower of an image-text model',
 }
@@ -41,14 +41,14 @@ def read(
 
   Args:
     src: see vit_jax.weights.reading.read.
-    class_names: names of the classes; override those of `src`. Of a detector
-      they may be some of those of `src`, in any order: such as the 80 classes
-      of COCO of a model for its 91 ids.
-    image_size: (height, width) in pixels; needed if `src` does not tell it and
+    class_names: names of the classes; override those of `src`. For a detector,
+      some names of `src` in any order select these classes, such as the 80 classes
+      of COCO in a model for its 91 ids.
+    image_size: (height, width) in pixels; needed if `src` does not contain it and
       the grid of patches is not square.
     num_heads: see vit_jax.weights.reading.read; likewise dtype.
-    gelu: 'erf', 'tanh' or 'quick', see vit_jax.layers.encoder.GELUS; needed if
-      no config beside `src` tells it.
+    gelu: 'erf', 'tanh' or 'quick', see vit_jax.layers.encoder.GELUS; needed if the
+      config of `src` does not contain it.
 
   Raises:
     FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
@@ -57,9 +57,9 @@ def read(
   """
   weights = reading.read(src, num_heads, dtype)
   config = identify.model_config(weights.params, weights.model)
-  if weights.kind in _ALONE:
+  if weights.kind in _PARTS:
     raise ValueError(
-      f"'{src}' holds {_ALONE[weights.kind]} alone: start a run from it "
+      f"'{src}' holds only {_PARTS[weights.kind]}: start a run from it "
       '(--config.pretrained) and convert that'
     )
   if config is None:
@@ -85,7 +85,7 @@ def read(
         f'{num_classes} names (--class_names)'
       )
     names = None
-  with arrays.naming(src, 'cannot be used'):
+  with arrays.naming(src):
     family = families.of(config)
     size = family.image_size(config, weights.params, image_size or weights.image_size)
     if weights.kind != 'workdir':
@@ -106,25 +106,25 @@ def read(
 
 
 def _with_gelu(src, model, gelu):
-  """Returns the fields of a model with a GELU where files do not tell it."""
+  """Returns the fields of a model with a GELU where its files lack it."""
   fields = flax.traverse_util.flatten_dict(model)
   paths = [path for path in fields if path[-1] == 'gelu']
-  told = {fields[path] for path in paths}
-  if gelu is None and None in told:
+  values = {fields[path] for path in paths}
+  if gelu is None and None in values:
     raise ValueError(
-      f"'{src}' does not say which GELU its model computes: put its config beside "
+      f"'{src}' does not say which GELU its model computes: put its config next to "
       f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
     )
   if gelu is not None and gelu not in encoder.GELUS:
     raise ValueError(
       f"gelu='{gelu}' must be one of {', '.join(encoder.GELUS)} (--gelu)"
     )
-  if gelu is not None and told not in ({None}, {gelu}):
-    what = ' and '.join(map(str, told)) if told else 'that of its format'
+  if gelu is not None and values not in ({None}, {gelu}):
+    what = ' and '.join(map(str, values)) if values else 'given by its format'
     raise ValueError(
       f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
     )
-  fields |= dict.fromkeys(paths, gelu) if None in told else {}
+  fields |= dict.fromkeys(paths, gelu) if None in values else {}
   return flax.traverse_util.unflatten_dict(fields)
 
 
@@ -148,7 +148,7 @@ def push(
   """Converts weights, and uploads them with a card to the Hugging Face Hub.
 
   Args:
-    src: see `convert`; a workdir also tells the card data and metrics.
+    src: see `convert`; for a workdir the card also has data and metrics.
     name: hf://OWNER/NAME; a model that exists gets a new commit.
     to: 'hf' or 'timm'.
     **options: see `convert`.
@@ -159,7 +159,7 @@ def push(
   """
   if to not in _HUB_KINDS:
     raise ValueError(
-      f'push needs --to={"|".join(_HUB_KINDS)}, not {to}: the hub shows these'
+      f'push needs --to={"|".join(_HUB_KINDS)}, not {to}: the hub loads these'
     )
   hub.check_push(name)
   with tempfile.TemporaryDirectory() as parent:
@@ -186,10 +186,7 @@ def convert(
     src: weights in any format, see vit_jax.weights.reading.read.
     dst: file (npz) or folder to write; it appears only when it is complete.
     to: one of KINDS; by default npz or pth if `dst` ends so.
-    class_names: see `read`.
-    image_size: see `read`.
-    num_heads: see `read`.
-    gelu: see `read`.
+    class_names, image_size, num_heads, gelu: see `read`.
 
   Returns:
     The model, and a list of notes about the result.
@@ -199,7 +196,7 @@ def convert(
     ValueError: if the other library has no such model; and what `read` raises.
   """
   if hub.is_at(dst):
-    raise ValueError(f"DST '{dst}' is on the hub: give --push={dst} in its place")
+    raise ValueError(f"DST '{dst}' is on the hub: give --push={dst} instead")
   target = epath.Path(dst)
   if to is None:
     to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
@@ -229,7 +226,7 @@ def convert(
   except FileExistsError:  # Its message says what to do.
     raise
   except OSError as e:
-    raise OSError(f"DST '{dst}' cannot be written: {e}; give a place that can") from e
+    raise OSError(f"DST '{dst}' cannot be written: {e}; give another") from e
   return model, notes
 
 
@@ -255,8 +252,8 @@ def _with_plain_positions(model, to):
   config.transformer.position_embedding = 'learned_1d'
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
   return model._replace(params=params, config=config), [
-    f"position_embedding='{kind}' is written as the table that it makes, with "
-    'which logits are the same'
+    f"position_embedding='{kind}' is written as the table that it makes: logits "
+    'are the same'
   ]
 
 
@@ -265,9 +262,10 @@ def _names(path: str) -> list[str]:
   file = epath.Path(path)
   if not file.is_file():
     raise FileNotFoundError(
-      f"class_names='{path}' is no file: give one with a name per line (--class_names)"
+      f"class_names='{path}' is not a file: give one with a name per line "
+      '(--class_names)'
     )
-  with arrays.naming(file, 'holds no names of classes (--class_names)'):
+  with arrays.naming(file):
     text = file.read_text()
     return json.loads(text) if path.endswith('.json') else text.splitlines()
 

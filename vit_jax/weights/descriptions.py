@@ -1,30 +1,29 @@
 """Reads the JSON files that describe weights, and checks each field.
 
-These are config.json of timm and of Hugging Face, and NAME.npz.json, which
-holds what an .npz cannot.
+These are config.json of timm and of Hugging Face, and NAME.npz.json, which holds
+what an .npz cannot.
 """
 
 from collections.abc import Callable, Iterable, Mapping
 import json
-import math
 import re
 from typing import Any, NamedTuple
 
 from etils import epath
 
-from vit_jax.weights import arrays, fetch
+from vit_jax.weights import arrays
 
 
 class Description(NamedTuple):
-  """What a JSON file tells about weights.
+  """What a JSON file says about weights.
 
   Attributes:
     model: fields of the model, a nested dict.
     class_names: in the order of the logits, or None if unknown.
     image_size: (height, width) in pixels, or None if unknown.
     metadata: further metadata of a run by name, such as a palette.
-    num_heads: number of attention heads, or those of the image and of the text
-      tower; None if unknown.
+    num_heads: number of attention heads, or a pair for image and text tower; None
+      if unknown.
   """
 
   model: dict
@@ -35,7 +34,7 @@ class Description(NamedTuple):
 
 
 def notes_file(npz) -> epath.Path:
-  """Returns the path of the JSON file beside an .npz.
+  """Returns the path of the JSON file next to an .npz.
 
   It holds class names, and fields of the model that differ from the published.
   """
@@ -43,38 +42,18 @@ def notes_file(npz) -> epath.Path:
 
 
 def read(path: epath.Path, describe: Callable[[dict], Description]):
-  """Applies `describe` to the content of a JSON file, {} if there is none.
+  """Applies `describe` to the object in a JSON file, {} if there is no file.
 
   ValueError if the file is damaged or a field has a wrong value; names both.
   """
-  with arrays.naming(path, 'cannot be used'):
-    return describe(load(path))
+  with arrays.naming(path):
+    content = json.loads(path.read_bytes()) if path.exists() else {}
+    if not isinstance(content, dict):
+      raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
+    return describe(content)
 
 
-def load(path: epath.Path) -> dict:
-  """Reads an object from a JSON file; {} if there is no file."""
-  if not path.exists():
-    return {}
-  with fetch.local_input(path) as here:
-    text = here.read_bytes()
-  try:
-    config = json.loads(text, parse_float=_finite, parse_constant=_finite)
-  except (ValueError, RecursionError) as e:
-    raise ValueError(f'it is damaged: {e}') from e
-  if not isinstance(config, dict):
-    raise ValueError(
-      f'it holds a {type(config).__name__} and must hold an object: {{...}}'
-    )
-  return config
-
-
-def _finite(text):
-  if not math.isfinite(value := float(text)):
-    raise ValueError(f'{text} is not a finite number')
-  return value
-
-
-# A kind of field: which values are right, and what they are in words.
+# A kind of field: a predicate of its values, and what they are in words.
 Kind = tuple[Callable[[Any], bool], str]
 
 
@@ -86,20 +65,20 @@ def _is_list(fits):
   return lambda x: isinstance(x, list) and all(map(fits, x))
 
 
-def _is_text(value):
+def _is_string(value):
   return isinstance(value, str)
 
 
 OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
 FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
-TEXT: Kind = (_is_text, 'a text')
+STRING: Kind = (_is_string, 'a string')
 COUNT: Kind = (_is_count, 'a number of at least 1')
 COUNTS: Kind = (_is_list(_is_count), 'a list of numbers of at least 1')
 EPSILON: Kind = (
   lambda x: type(x) in (int, float) and 0 < x < 1,
   'a number between 0 and 1',
 )
-NAMES: Kind = (_is_list(_is_text), 'a list of names')
+NAMES: Kind = (_is_list(_is_string), 'a list of names')
 SIZE: Kind = (
   lambda x: _is_count(x) or (COUNTS[0](x) and len(x) == 2),
   'a number of pixels, or [height, width]',
@@ -107,8 +86,8 @@ SIZE: Kind = (
 
 
 def one_of(known: Iterable[str]) -> Kind:
-  """Returns a kind: one of some texts."""
-  return lambda x: _is_text(x) and x in known, f'one of {sorted(known)}'
+  """Returns a kind: one of some strings."""
+  return lambda x: _is_string(x) and x in known, f'one of {sorted(known)}'
 
 
 def field(config: Mapping[str, Any], key: str, kind: Kind, default=None):
@@ -128,7 +107,7 @@ def names(config, key) -> tuple[str, ...] | None:
 
 
 def only(config, models: str, **values):
-  """Raises ValueError if fields have other values than this package's models."""
+  """Raises ValueError if fields have values that no model of this package has."""
   for key, value in values.items():
     if config.get(key, value) != value:
       raise ValueError(
@@ -138,7 +117,7 @@ def only(config, models: str, **values):
 
 
 def from_notes(config) -> Description:
-  """Returns what the JSON file beside an .npz tells."""
+  """Returns what the JSON file next to an .npz says."""
   model = field(config, 'model', OBJECT, {})
   return Description(model, names(config, 'class_names'))
 
@@ -149,7 +128,7 @@ def shards(config) -> list[str]:
   name = re.compile(r'[\w.-]+\.safetensors')  # Not in another folder.
   if not found or not all(name.fullmatch(str(x)) for x in found.values()):
     raise ValueError(
-      'weight_map must name a .safetensors file beside it for each array'
+      'weight_map must name a .safetensors file in the same folder for each array'
     )
   return sorted(set(found.values()))
 
@@ -161,7 +140,7 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   """
   is_right = lambda x: (
     isinstance(x, dict)
-    and all(number.isdecimal() and _is_text(x[number]) for number in x)
+    and all(number.isdecimal() and _is_string(x[number]) for number in x)
     and max(map(int, x), default=0) < 2**20
     and (gap is not None or set(x) == {str(i) for i in range(len(x))})
   )

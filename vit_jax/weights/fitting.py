@@ -26,7 +26,7 @@ _POSEMB = re.compile(
 
 
 class OtherModelError(ValueError):
-  """Weights are those of another kind of model, such as of a classifier."""
+  """Weights belong to another kind of model, such as a classifier."""
 
 
 def transferable(
@@ -43,17 +43,17 @@ def transferable(
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
-  Args beside those of `load_pretrained`:
+  Args that `load_pretrained` does not have:
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
-      what else comes from weights, see vit_jax.weights.reading.EXTRA.
+      vit_jax.weights.reading.EXTRA.
     new: prefixes of the paths that keep their initial values; or a function
       that returns them, see vit_jax.tasks.base.Task.new_params.
-    partly: whether the model may have parameters that no published model has,
-      and the file more layers.
+    partly: whether the model may have parameters that published models lack, and
+      the file more layers.
     adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
-    part: the part of an image-text model that this model is, which comes from
-      that part of an image-text model's weights, with its head.
+    part: the part of an image-text model that this model is; it is initialised,
+      with its head, from the same part of an image-text model's weights.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   weights = reading.read(pretrained_path, _heads(model_config))
@@ -67,8 +67,8 @@ def transferable(
   flat = reading.leaves_of(weights)
   if 'head/kernel' in flat and not flat['head/kernel'].any():
     logging.warning(
-      f"The head of '{pretrained_path}' is all zeros: these weights have no "
-      'trained classifier'
+      f"The head of '{pretrained_path}' is all zeros: these weights have no trained "
+      'classifier'
     )
   with _explaining(pretrained_path, weights.params, expected):
     if callable(new):
@@ -88,8 +88,7 @@ def transferable(
 def with_classes(weights, class_names: Sequence[str]):
   """Returns a detector's weights with a class head for some of its classes.
 
-  If the weights lack one of the names, or have it several times, they are
-  returned as they are.
+  Weights that lack one of the names, or repeat one, are returned unchanged.
   """
   names = weights.class_names or ()
   known = all(names.count(name) == 1 for name in class_names)
@@ -105,18 +104,17 @@ def with_classes(weights, class_names: Sequence[str]):
 
 
 def _check_family(path, have, want):
-  """Raises OtherModelError if weights are of another kind of model."""
+  """Raises OtherModelError if weights belong to another kind of model."""
   theirs, ours = (families.describe(flat) for flat in (have, want))
   if theirs != ours and (theirs, ours) not in families.STARTS:
     raise OtherModelError(
-      f"'{path}' holds the weights of {theirs}, and the model of this config is "
-      f'{ours}, which cannot start from them: give weights of {ours} '
-      '(config.pretrained)'
+      f"'{path}' holds the weights of {theirs}, which cannot initialise the model of "
+      f'this config, {ours}: give weights of {ours} (config.pretrained)'
     )
 
 
 def _choose(have, want, new, partly, faults) -> dict[str, np.ndarray]:
-  """Returns what to take of the file; raises ValueError if it does not fit."""
+  """Returns the arrays to take from the file; ValueError if they do not fit."""
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
   want = {k: v for k, v in want.items() if not k.startswith(new)}
@@ -136,17 +134,17 @@ def _layer(path):
 
 
 _SEQUENCE = (
-  'relative position embeddings are those of offsets in a sequence of patches, '
-  'and cannot be resized to another grid: use images of the size that the weights '
-  'were trained with (config.pp.crop)'
+  'relative position embeddings belong to offsets in a sequence of patches, and '
+  'cannot be resized to another grid: use images of the size that the weights were '
+  'trained with (config.pp.crop)'
 )
 
 
 def _resized(have, want, grid, new_grid):
-  """Returns the position embeddings that change with the grid, and what fails.
+  """Returns position embeddings that change with the grid, and faults.
 
-  An equal number of tokens may be another grid: 2 x 8 and 4 x 4. What cannot be
-  resized keeps its shape, which then does not fit.
+  Grids with as many tokens may differ: 2 x 8 and 4 x 4. What cannot be resized
+  keeps its shape, which then does not fit.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
   resized, faults = {}, []
@@ -168,7 +166,7 @@ def _resized(have, want, grid, new_grid):
 
 @contextlib.contextmanager
 def _explaining(path, params, expected):
-  """Adds to an error which models the weights and parameters look like."""
+  """Adds to an error what models the weights and the parameters look like."""
   try:
     yield
   except ValueError as e:
@@ -183,7 +181,7 @@ def _note_parts(path, flat, want, taken, new):
   new = (*new, 'pre_logits/')
   for paths, what in (
     (want.keys() - taken.keys(), 'lacks, which keep their initial values'),
-    (flat.keys() - want.keys(), 'has but the model lacks, which are left out'),
+    (flat.keys() - want.keys(), 'has but the model lacks, which are ignored'),
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
@@ -194,7 +192,7 @@ def _note_parts(path, flat, want, taken, new):
 def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the model'):
   """Raises a ValueError that lists what does not fit, if anything.
 
-  `misfits` are lines of their own, `missing` and `extra` paths of leaves.
+  `misfits` are whole lines, `missing` and `extra` paths of leaves.
   """
   problems = [
     *misfits,
@@ -208,7 +206,7 @@ def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the 
 
 
 def _heads(model_config):
-  """Returns the number of heads of a model, or those of its two towers."""
+  """Returns the number of heads of a model, or a pair for its two towers."""
   if 'image' in model_config:
     text = model_config.get('text') or {}
     return _heads(model_config.image), text.get('num_heads')
@@ -228,13 +226,13 @@ def _grid(weights):
 
 
 def note_differences(weights, model_config, place='model'):
-  """Warns if the weights may be those of a model that computes differently."""
+  """Warns if the model that the weights were made for computes differently."""
   family = families.of(model_config)
   for key, value in flax.traverse_util.flatten_dict(weights.model).items():
     if value is None and key[-1] == 'gelu':
       logging.warning(
-        'No config tells the GELU of these weights, and perhaps not their number '
-        f'of heads: check --config.{place}.{".".join(key)} and num_heads there'
+        'No config gives the GELU of these weights, nor perhaps their number of '
+        f'heads: check --config.{place}.{".".join(key)} and num_heads there'
       )
   for key, there, here in family.differences(weights.model, model_config):
     logging.warning(
@@ -281,7 +279,7 @@ def _check_grid(grid, patches, where):
   grid = (side, side) if grid is None else tuple(grid)
   if math.prod(grid) != patches:
     raise ValueError(
-      f'the {patches} position embeddings of {where} are no grid of {grid[0]} x '
+      f'the {patches} position embeddings of {where} are not a grid of {grid[0]} x '
       f'{grid[1]} patches: give the sizes as grid=(height, width) '
       '(--config.pretrained_grid) and new_grid=(height, width)'
     )

@@ -1,11 +1,10 @@
-"""Fetches models from the Hugging Face Hub, and pushes them there.
+"""Fetches models from the Hugging Face Hub, and pushes models to it.
 
 A model there is named hf://OWNER/NAME[@REVISION][/FILE], or by the URL of its
 page or of a file. huggingface_hub keeps what it has fetched in its own cache,
-finds the user's token (`hf auth login`, or HF_TOKEN), and asks no server where
-HF_HUB_OFFLINE=1 is set; other variables of its are in its documentation. Its
-cache names each file by the hash that the hub gives, with which the content is
-compared here.
+finds the user's token (`hf auth login`, or HF_TOKEN), and works offline if
+HF_HUB_OFFLINE=1 is set. Files in its cache are named by the hash that the hub
+gives, with which their content is compared here.
 """
 
 from collections.abc import Iterable
@@ -13,7 +12,6 @@ import contextlib
 import dataclasses
 import glob
 import hashlib
-import importlib
 import os
 import re
 from typing import Any
@@ -22,8 +20,8 @@ from etils import epath
 
 from vit_jax import console
 
-# Names of weights files in folders of timm or Hugging Face, the preferred first.
-# The second lists the files that share the weights of a large model.
+# Names of weights files in folders of timm or Hugging Face, in order of
+# preference. The second lists the files of a large model.
 FILES = (
   'model.safetensors',
   'model.safetensors.index.json',
@@ -42,19 +40,22 @@ def is_at(path) -> bool:
 
 def parse(path) -> Any:
   """Returns the huggingface_hub.HfUri of a path; ValueError if it is wrong."""
-  hub = console.needed('huggingface_hub', 'interop', f"'{path}'")
   try:
-    uri = hub.parse_hf_uri(str(path))
+    uri = _library(f"'{path}'").parse_hf_uri(str(path))
   except ValueError as e:
     reason = str(e).partition("'. ")[2].strip() or e
     raise ValueError(
-      f"'{path}' names no model on the hub: {reason} Give {_FORM}"
+      f"'{path}' does not name a model on the hub: {reason} Give {_FORM}"
     ) from e
   if uri.type != 'model':
     raise ValueError(
-      f"'{path}' names no model on the hub, but a {uri.type}: give {_FORM}"
+      f"'{path}' does not name a model on the hub, but a {uri.type}: give {_FORM}"
     )
   return uri
+
+
+def _library(what):
+  return console.needed('huggingface_hub', 'interop', what)
 
 
 def commit(path) -> str:
@@ -64,12 +65,12 @@ def commit(path) -> str:
 
 
 def fetch(path, revision: str | None = None) -> epath.Path:
-  """Fetches a file, or the weights of a model, with the JSON files beside it.
+  """Fetches a file, or the weights of a model, with the JSON files next to it.
 
   Args:
     path: see the top of this module. Without a FILE the first of FILES that
       the model has is fetched, and a local folder returned.
-    revision: a commit to take in place of the path's revision.
+    revision: a commit that replaces the path's revision.
 
   Returns:
     The local path in the cache.
@@ -78,7 +79,7 @@ def fetch(path, revision: str | None = None) -> epath.Path:
     FileNotFoundError: if there is no such model, revision or file.
     PermissionError: if the hub wants a token, or another one.
     OSError: if the hub does not answer, or a file has another hash than there.
-    ValueError: if the path is no name of a model.
+    ValueError: if the path does not name a model.
   """
   uri = parse(path)
   revision, name = revision or uri.revision, uri.path_in_repo
@@ -90,7 +91,7 @@ def fetch(path, revision: str | None = None) -> epath.Path:
     wanted = [FILES[0]], ['model-*.safetensors'], [FILES[2]]
   for names in wanted:
     folder = _snapshot(path, uri, revision, names)
-    revision = folder.name  # It may be another one when asked again.
+    revision = folder.name  # The branch may move before the next call.
     if any(folder.glob(names[0])):
       return folder / name
   what = f"no file '{name}'" if name else f'none of {FILES}'
@@ -101,35 +102,34 @@ def fetch(path, revision: str | None = None) -> epath.Path:
 
 
 def check_push(path):
-  """Raises an error unless a model can be pushed to hf://OWNER/NAME; asks nobody.
+  """Raises an error unless a model can be pushed to hf://OWNER/NAME.
 
-  ValueError for a wrong name, PermissionError without a token.
+  Makes no request. ValueError for a wrong name, PermissionError without a token.
   """
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub = console.needed('huggingface_hub', 'interop', f"push='{path}'")
+  hub = _library(f"push='{path}'")
   if hub.is_offline_mode():
     raise ValueError(
-      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST in place "
-      'of --push'
+      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST instead of "
+      '--push'
     )
   if hub.get_token() is None:
     raise PermissionError(
-      f"push='{path}' needs a token that may write: {_LOG_IN}, or give DST in "
-      'place of --push'
+      f"push='{path}' needs a token with write access: {_LOG_IN}, or give DST "
+      'instead of --push'
     )
 
 
 def push(folder, path) -> str:
-  """Uploads a local folder as a model, see check_push; returns its URL.
+  """Uploads a local folder as a model and returns its URL.
 
-  A model that does not exist is created. Errors are those of `fetch`.
+  A model that does not exist is created. For the errors see `fetch`.
   """
   uri = parse(path)
-  hub = console.needed('huggingface_hub', 'interop', f"push='{path}'")
   with _explaining(path, uri):
-    api = hub.HfApi()
+    api = _library(f"push='{path}'").HfApi()
     api.create_repo(uri.id, exist_ok=True)
     api.upload_folder(
       repo_id=uri.id, folder_path=folder, commit_message='Upload by vit_jax'
@@ -143,14 +143,13 @@ def _page(uri) -> str:
 
 
 def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
-  """Fetches files, and JSON beside them, to the commit's folder in the cache."""
-  hub = console.needed('huggingface_hub', 'interop', f"'{path}'")
+  """Fetches files, and JSON next to them, to the commit's folder in the cache."""
   top = uri.path_in_repo.rpartition('/')[0]
   top = f'{glob.escape(top)}/' if top else ''
   patterns = [f'{top}*.json', f'{top}spiece.model', *names]
   with _explaining(path, uri):
     folder = epath.Path(
-      hub.snapshot_download(
+      _library(f"'{path}'").snapshot_download(
         uri.id,
         revision=revision,
         allow_patterns=patterns,
@@ -167,7 +166,7 @@ def _check_hash(path, file):
   """Raises OSError unless a file of the cache has the hash that is its name."""
   want = os.path.basename(file)
   if not re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', want):
-    return  # The cache of a system without links has the file's own name.
+    return  # On a system without links, the cache has the file's own name.
   digest = hashlib.sha256()
   if len(want) == 40:  # Git's hash, of a small file.
     digest = hashlib.sha1(usedforsecurity=False)
@@ -176,7 +175,7 @@ def _check_hash(path, file):
     hashlib.file_digest(f, lambda: digest)
   if digest.hexdigest() != want:
     raise OSError(
-      f"'{path}' is not what the hub has: the {digest.name} of '{file}' is "
+      f"'{path}' differs from the file on the hub: the {digest.name} of '{file}' is "
       f'{digest.hexdigest()}; delete that file and try again'
     )
 
@@ -184,10 +183,8 @@ def _check_hash(path, file):
 @contextlib.contextmanager
 def _explaining(path, uri):
   """Turns the errors of huggingface_hub into one line each, with the remedy."""
-  errors, constants = (
-    importlib.import_module(f'huggingface_hub.{name}')
-    for name in ('errors', 'constants')
-  )
+  from huggingface_hub import constants, errors
+
   try:
     yield
   except errors.GatedRepoError as e:
@@ -205,17 +202,15 @@ def _explaining(path, uri):
       f'tag or a commit of {_page(uri)}'
     ) from e
   except errors.LocalEntryNotFoundError as e:
+    reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
     if constants.is_offline_mode():
       reason = (
         'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
         f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
       )
-    else:
-      reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
     raise OSError(f"'{path}' cannot be fetched: {reason}") from e
   except Exception as e:
-    # The library's errors of HTTP are those of another library in each of its
-    # major versions.
+    # The type of HTTP errors depends on the version of huggingface_hub.
     status = getattr(getattr(e, 'response', None), 'status_code', None)
     refused = status in (401, 403)
     remedy = f'check the token: {_LOG_IN}' if refused else 'try again'
@@ -224,5 +219,5 @@ def _explaining(path, uri):
 
 
 def _short(error) -> str:
-  """Returns an error's text in one line."""
+  """Returns an error's message in one line."""
   return ' '.join(str(error).split())[:300] or type(error).__name__

@@ -13,18 +13,19 @@ from vit_jax.weights.families import families
 
 
 def model_config(
-  params: Mapping[str, Any], told: Mapping[str, Any] | None = None
+  params: Mapping[str, Any], given: Mapping[str, Any] | None = None
 ) -> ml_collections.ConfigDict | None:
   """Returns a config whose model has these parameters, apart from the head.
 
   Args:
     params: nested dict of arrays or shapes, with Linen's names.
-    told: fields of the model that shapes do not tell, of a detector or iGPT.
+    given: fields of the model that cannot be inferred from shapes, of a detector or
+      iGPT.
 
   Returns:
     The fields of the model's class without `num_classes`. `model_name` is the name
-    in the table of sizes, or a description of the sizes. None if the parameters
-    are those of no model of this package.
+    in the table of sizes, or a description of the sizes. None if no model of this
+    package has these parameters.
   """
   flat = {
     path: tuple(leaf.shape)
@@ -32,7 +33,7 @@ def model_config(
   }
   family = families.of_tree(flat)
   try:
-    sizes = family.sizes(flat, told or {})
+    sizes = family.sizes(flat, given or {})
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -50,8 +51,8 @@ def model_config(
 def _matches(config, sizes):
   """Returns whether a config of the table has these sizes.
 
-  The pre-logits layer and the number of heads in a group are not compared: some
-  files do not tell them. Nor is `pp`, what the inputs are.
+  The pre-logits layer, the heads of groups and `pp` are not compared, since some
+  files lack them.
   """
   fields = models.class_of(config).__dataclass_fields__
   defaults = {k: getattr(field, 'default', None) for k, field in fields.items()}
@@ -67,7 +68,7 @@ def _matches(config, sizes):
 
 
 def num_classes(params: Mapping[str, Any]) -> int:
-  """Returns the number of classes that a head tells apart; 0 for no head."""
+  """Returns the number of classes of a head; 0 without a head."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   return families.of_tree(flat).num_classes(flat)
 

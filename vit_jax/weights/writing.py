@@ -1,6 +1,6 @@
 """Writes a model's weights as npz, for timm, for Hugging Face, or as a workdir.
 
-Every writer returns notes for the user: what the other library will compute
+Every writer returns notes for the user: what the other library computes
 differently, or what its files cannot hold.
 """
 
@@ -18,21 +18,20 @@ import safetensors.numpy
 from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
-from vit_jax.run import workdir as workdir_lib
-from vit_jax.weights import descriptions, identify, reading
-from vit_jax.weights.families import families, vit
+from vit_jax.weights import descriptions, identify, published, reading
+from vit_jax.weights.families import families
 
 
 class Model(NamedTuple):
   """A model with its weights and everything that a writer needs.
 
-  Attributes beside those of vit_jax.weights.reading.Weights:
+  Attributes that vit_jax.weights.reading.Weights does not have:
     config: fields of the model without `num_classes`.
-    num_classes: width of the head; 0 if there is no head.
+    num_classes: width of the head; 0 without a head.
     image_size: None for a detector of images of any size.
-    source: format that the model was read from, its `kind`.
+    source: format that the model was read from.
     resize: how images are resized before the centre is cropped, see
-      `config.pp.resize`; None to resize all of an image to `image_size`.
+      `config.pp.resize`; None to resize the whole image to `image_size`.
   """
 
   params: dict
@@ -47,7 +46,7 @@ class Model(NamedTuple):
 
 
 def check(model: Model, to: str) -> list[str]:
-  """Returns notes; ValueError if a format holds no models of this kind."""
+  """Returns notes; ValueError if a format cannot hold this model."""
   family = families.of(model.config)
   formats = family.formats_of(model.config)
   if to not in formats:
@@ -70,20 +69,20 @@ def save(params, path: str):
     ValueError: if two arrays would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  bit, names = vit.is_bit(flat), {}  # Name in the file -> path in the tree.
-  for key in flat:
-    name = reading.file_name(key, bit)
-    if name in names:
+  names = published.file_names(flat)
+  keys: dict[str, str] = {}  # By name in the file.
+  for key, name in names.items():
+    if name in keys:
       raise ValueError(
-        f"'{names[name]}' and '{key}' would both be named '{name}' in '{path}', "
+        f"'{keys[name]}' and '{key}' would both be named '{name}' in '{path}', "
         'which uses the published names: rename the module (name=)'
       )
-    names[name] = key
+    keys[name] = key
   flat = {
     name: np.asarray(
       flat[key], np.float32 if flat[key].dtype.name == 'bfloat16' else None
     )
-    for name, key in names.items()
+    for name, key in keys.items()
   }
   head = 'resnet/head/conv2d/kernel'
   if head in flat:  # Published BiT files hold it as a 1x1 convolution.
@@ -96,9 +95,9 @@ def save(params, path: str):
 
 def _write_npz(model, dst):
   model = scaled(model)
-  family, beside = families.of(model.config), {}
+  family, stored = families.of(model.config), {}
   if model.class_names:
-    beside['class_names'] = list(model.class_names)
+    stored['class_names'] = list(model.class_names)
   published = identify.model_config(model.params)
   differing = list(family.differences(model.config, published))
   notes = [
@@ -108,15 +107,15 @@ def _write_npz(model, dst):
   ]
   if differing:
     fields = {key: here for key, here, _ in differing}
-    beside['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
-  for ending, content in family.beside(model).items():
+    stored['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
+  for ending, content in family.npz_siblings(model).items():
     files.write(dst.with_suffix(ending), content)
-  if beside:
+  if stored:
     file = descriptions.notes_file(dst)
-    files.write(file, json.dumps(beside, indent=1))
+    files.write(file, json.dumps(stored, indent=1))
     notes.append(
-      f'an .npz cannot hold {" and ".join(beside)}: they are in {file}, where '
-      'this package finds them'
+      f'an .npz cannot hold {" and ".join(stored)}: they are in {file}, where this '
+      'package finds them'
     )
   save(model.params, dst)
   return notes
@@ -169,7 +168,7 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = families.of(model.config)
   config.update(family.run(model))
-  # Classes without known names are named by their numbers.
+  # Unnamed classes are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {
     'class_names': list(names),
@@ -181,15 +180,15 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   if missing:
     raise ValueError(
       f"a run of the task '{config.task}' needs {missing}, which these weights lack: "
-      "put the model's preprocessor_config.json beside them"
+      "put the model's preprocessor_config.json next to them"
     )
   return run_config.complete(config), {name: metadata[name] for name in known}
 
 
 def _write_workdir(model, dst):
-  # Imported late: these modules import Orbax and optax.
+  # Imported late, since these modules import Orbax.
   from vit_jax.learning import optim, state as state_lib
-  from vit_jax.run import checkpoints as checkpoints_lib
+  from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
   model = scaled(model)
   config, metadata = as_run(model)

@@ -1,4 +1,4 @@
-"""Tests of reading annotation files: what they mean, and all that is none."""
+"""Tests of reading annotation files: what they mean, and what is rejected."""
 
 import json
 
@@ -61,12 +61,10 @@ def test_the_objects_are_those_that_pycocotools_finds(tmp_path):
     ]
 
 
-def test_whole_numbers_may_be_written_with_a_point_and_a_mark_may_come_first(
-  read,
-):
+def test_whole_numbers_may_be_written_with_a_point(read):
   found = drawn.content(1, [drawn.thing(1, 0, image_id=100.0)])
-  assert read('\ufeff' + json.dumps(found)).image.tolist() == [0]
-  with pytest.raises(ValueError, match=r"got 'float' - at 'annotations\[0\].image_id'"):
+  assert read(found).image.tolist() == [0]
+  with pytest.raises(ValueError, match=r'annotations\[0\].image_id'):
     read(drawn.content(1, [drawn.thing(1, 0, image_id=100.5)]))
 
 
@@ -75,7 +73,7 @@ def test_a_changed_file_is_read_anew(read):
   assert len(read(drawn.content(2)).files) == 2
 
 
-def test_the_name_of_a_group_is_no_class_of_its_own(read):
+def test_the_name_of_a_group_is_not_a_class(read):
   classes = [
     {'id': 0, 'name': 'fish', 'supercategory': 'none'},
     {'id': 1, 'name': 'fish', 'supercategory': 'fish'},
@@ -91,71 +89,54 @@ def with_(name, value):
 CAPTION = {'id': 1, 'image_id': 100, 'caption': 'a cat'}
 KEYPOINTS = {**CAPTION, 'category_id': 3, 'keypoints': [1, 2, 2]}
 
-# Content of a file, what is said of it.
+# Content of a file, and key words of the message.
 WRONG = [
-  ('', 'is no JSON: .*truncated'),
-  ('{"images": [', 'is no JSON: .*truncated'),
-  (json.dumps(drawn.content(1)) + ' x', 'is no JSON: .*trailing'),
-  (20_000 * '[', "is not COCO's"),
-  ([1, 2], "is not COCO's: Expected 'object', got 'array'"),
-  ({'a': 1}, "missing required field 'images'"),
-  (with_('categories', []), "length >= 1 - at 'categories'"),
-  (with_('images', []), "length >= 1 - at 'images'"),
-  (with_('annotations', [CAPTION]), "field 'category_id' .*like COCO's instan"),
-  (with_('annotations', [KEYPOINTS]), r"field 'bbox' - at 'annotations\[0\]'"),
-  (
-    with_('annotations', [drawn.thing(1, 0, [1, 2, 3])]),
-    r'annotations\[0\].bbox',
-  ),
+  ('{"images": [', 'truncated'),
+  (json.dumps(drawn.content(1)) + ' x', 'trailing'),
+  (json.dumps(drawn.content(1, [drawn.thing(1, 0, 4 * [np.nan])])), 'JSON'),
+  ([1, 2], '`object`, got `array`'),
+  ({'a': 1}, 'images'),
+  (with_('categories', []), 'length >= 1 .*categories'),
+  (with_('images', []), 'length >= 1 .*images'),
+  (with_('annotations', [CAPTION]), r'category_id.*instances_\*.json'),
+  (with_('annotations', [KEYPOINTS]), r'bbox.*annotations\[0\]'),
+  (with_('annotations', [drawn.thing(1, 0, [1, 2, 3])]), r'annotations\[0\].bbox'),
   (
     with_('annotations', [{**drawn.thing(1, 0), 'bbox': '1 2 3 4'}]),
-    r"'array', got 'str' - at 'annotations\[0\].bbox'",
+    r'annotations\[0\].bbox',
   ),
-  (
-    with_('annotations', [drawn.thing(1, 0), drawn.thing(1, 1)]),
-    "several annotations have the same 'id': 1",
-  ),
+  (with_('annotations', [drawn.thing(1, 0), drawn.thing(1, 1)]), r"'id'.*\[1\]"),
   (
     with_('annotations', [drawn.thing(1, 0), drawn.thing(2, 5)]),
-    "1 annotations are of no image that 'images' lists .annotation 2: image_id "
-    '105.: add the image, or remove',
+    '1 annotations .*annotation 2: image_id 105',
   ),
   (
     with_('annotations', [drawn.thing(4, 0, category=8)]),
-    "no category that 'categories' lists .annotation 4: category_id 8",
+    'annotation 4: category_id 8',
   ),
   (
     with_('images', [drawn.image(0), drawn.image(1, id=100)]),
-    "several images have the same 'id': 100",
+    r"images .*'id'.*\[100\]",
   ),
   (
     with_('images', [drawn.image(0), drawn.image(1, file_name='0.jpg')]),
-    "several images have the same 'file_name': '0.jpg'",
+    "images .*'file_name'.*'0.jpg'",
   ),
-  (with_('images', [{'id': 1, 'file_name': 'a'}]), "field 'height'"),
-  (
-    with_('images', [drawn.image(0, width=0)]),
-    r"'int' >= 1 - at 'images\[0\].width'",
-  ),
+  (with_('images', [{'id': 1, 'file_name': 'a'}]), 'height'),
+  (with_('images', [drawn.image(0, width=0)]), r'>= 1 .*images\[0\].width'),
   (
     with_('categories', [{'id': 3, 'name': 'a'}, {'id': 3, 'name': 'b'}]),
-    "several categories have the same 'id': 3",
+    r"categories .*'id'.*\[3\]",
   ),
   (
     with_('categories', [{'id': 3, 'name': 'a'}, {'id': 4, 'name': 'a'}]),
-    "several categories have the same 'name': 'a'",
+    "categories .*'name'.*'a'",
   ),
 ]
 
 
-@pytest.mark.parametrize(('found', 'said'), WRONG)
-def test_what_is_no_annotation_file_of_boxes_is_refused(read, found, said):
-  with pytest.raises(ValueError, match=said) as error:
+@pytest.mark.parametrize(('found', 'words'), WRONG)
+def test_other_files_are_rejected(read, found, words):
+  with pytest.raises(ValueError, match=words) as error:
     read(found)
   assert 'a.json' in str(error.value)
-
-
-def test_nan_is_no_json(read):
-  found = drawn.content(1, [drawn.thing(1, 0, (1, 2, float('nan'), 4))])
-  with pytest.raises(ValueError, match='is no JSON, which has no NaN: '):
-    read(found)

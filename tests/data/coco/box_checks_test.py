@@ -6,16 +6,16 @@ import pytest
 from tests.data.coco import drawn
 from vit_jax.data.coco import annotation_files, box_checks
 
-# Images are 60 x 40 pixels. A box, what is wrong with it, and what is left of it
-# (ymin, xmin, ymax, xmax in pixels).
+# Images are 60 x 40 pixels. A box, and what is left of it (ymin, xmin, ymax, xmax in
+# pixels).
 WRONG = [
-  ((50, 10, 20, 10), 'is not inside of the image of 60 x 40', (10, 50, 20, 60)),
-  ((-5, -4, 20, 10), 'is not inside of the image', (0, 0, 6, 15)),
-  ((0, 0, 600, 400), 'is not inside of the image', (0, 0, 40, 60)),
-  ((70, 10, 20, 10), 'is not inside of the image', None),
-  ((10, 10, 0, 10), 'has no area', None),
-  ((10, 10, 10, 0), 'has no area', None),
-  ((30, 30, -10, -10), 'has a negative size', None),
+  ((50, 10, 20, 10), (10, 50, 20, 60)),
+  ((-5, -4, 20, 10), (0, 0, 6, 15)),
+  ((0, 0, 600, 400), (0, 0, 40, 60)),
+  ((70, 10, 20, 10), None),
+  ((10, 10, 0, 10), None),
+  ((10, 10, 10, 0), None),
+  ((30, 30, -10, -10), None),
 ]
 FINE = (6, 4, 30, 20)
 
@@ -33,7 +33,7 @@ def test_right_boxes_become_shares(tmp_path):
   assert kept.ids.tolist() == [50, 51]
 
 
-def test_rounding_is_no_fault(tmp_path):
+def test_rounding_is_not_a_fault(tmp_path):
   rows = (-0.5, 0, 61, 40.7), (59, 39, 1.01, 1.01)
   _, shares = box_checks.check(found(tmp_path, *rows))
   np.testing.assert_allclose(
@@ -41,14 +41,15 @@ def test_rounding_is_no_fault(tmp_path):
   )
 
 
-@pytest.mark.parametrize(('box', 'said', 'left'), WRONG)
-def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, said, left):
+@pytest.mark.parametrize(('box', 'left'), WRONG)
+def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, left):
   things = found(tmp_path, FINE, box)
-  with pytest.raises(ValueError, match=said) as error:
+  with pytest.raises(
+    ValueError, match='(?s)1 of 2 .*--config.broken_boxes=skip'
+  ) as error:
     box_checks.check(things)
-  for part in ('a.json', '1 of 2 boxes', "annotation 51 of image '0.jpg'"):
+  for part in ('a.json', "annotation 51 of image '0.jpg'", str(list(box)), '60 x 40'):
     assert part in str(error.value)
-  assert '--config.broken_boxes=skip' in str(error.value)
   kept, shares = box_checks.check(things, 'skip')
   assert kept.ids.tolist() == [50]
   assert kept.counts.tolist() == [1, 0]
@@ -62,17 +63,12 @@ def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, said, l
   assert said in capsys.readouterr().out
 
 
-def test_corners_are_recognised(tmp_path):
-  with pytest.raises(ValueError, match='These look like corners'):
-    box_checks.check(found(tmp_path, (40, 20, 60, 40), (2, 3, 9, 8)))
-
-
 def test_shares_are_recognised(tmp_path):
-  with pytest.raises(ValueError, match='these look like shares of the image'):
+  with pytest.raises(ValueError, match='a.json.*shares of the image'):
     box_checks.check(found(tmp_path, (0.1, 0.2, 0.5, 0.5)))
 
 
 def test_only_the_first_of_many_are_named(tmp_path):
-  with pytest.raises(ValueError, match='20 of 20 boxes are wrong') as error:
+  with pytest.raises(ValueError, match='20 of 20') as error:
     box_checks.check(found(tmp_path, *20 * [(10, 10, 0, 10)]))
-  assert str(error.value).count('has no area') == annotation_files.SHOWN
+  assert str(error.value).count('[10, 10, 0, 10]') == annotation_files.SHOWN

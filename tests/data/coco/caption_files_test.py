@@ -59,7 +59,7 @@ def test_each_image_has_its_captions(root, capsys):
 
 def test_a_caption_of_no_image(root):
   write(root, [(3, 'A cat.'), (4, 'A bird.')])
-  with pytest.raises(ValueError, match="'A bird.' is of image 4, which 'images'"):
+  with pytest.raises(ValueError, match="image_id 4 .*'A bird.'"):
     open_split(root)
 
 
@@ -72,5 +72,5 @@ def test_no_captions_at_all(root):
 def test_a_file_of_something_else(root):
   path = root / 'annotations' / 'captions_train2017.json'
   path.write_text('{"images": 3}')
-  with pytest.raises(ValueError, match='is no file of captions'):
+  with pytest.raises(ValueError, match='captions_train2017.json.*images'):
     open_split(root)

@@ -1,6 +1,7 @@
 """Tests of masks: outlines drawn by hand, and painted into panoptic images."""
 
 import json
+import re
 
 import numpy as np
 from pycocotools import mask as coco_mask
@@ -45,62 +46,33 @@ def test_an_object_of_several_polygons():
 
 
 WRONG = [
-  ([[1, 2, 3, 4]], 'is no segmentation of an .*length >= 6.*: give polygons'),
-  ([1, 2, 3, 4, 5, 6], r'is no segmentation of an .* got .* at `\$\['),
-  ([[1, 2, 3, 4, 5, 'x']], r'is no segmentation of an .* got .* at `\$\['),
-  ('abc', 'is no segmentation of an image of 6 x 4'),
-  (
-    {'size': [6, 4], 'counts': [24]},
-    r'another size.: .* with the `size` \[4, 6\]',
-  ),
-  (
-    {'size': [4, 6], 'counts': [23]},
-    'add up to 23, and the image has 24 pixels',
-  ),
-  ([[1, 2, 3, 4, 5, True]], r'is no segmentation of an .* got .* at `\$\['),
-  ([[1, 2, 3, 4, 5, None]], r'is no segmentation of an .* got .* at `\$\['),
-  (
-    ['1', '2', '3', '4', '5', '6'],
-    r'is no segmentation of an .* got .* at `\$\[',
-  ),
-  ([[1, 2, 3, 4, 5, 1e300]], 'beyond the image of 6 x 4 by more than its size'),
-  ([[1, 2, 3, 4, 5, 2**31]], 'beyond the image of 6 x 4 by more than its size'),
-  ([[-(2**40), 2, 3, 4, 5, 2]], 'beyond the image of 6 x 4'),
-  (7, 'is no segmentation of an image of 6 x 4'),
+  [[1, 2, 3, 4]],
+  [[1, 2, 3, 4, 5, 6, 7]],
+  [1, 2, 3, 4, 5, 6],
+  [[1, 2, 3, 4, 5, 'x']],
+  [[1, 2, 3, 4, 5, True]],
+  [[1, 2, 3, 4, 5, 1e300]],
+  [[-(2**40), 2, 3, 4, 5, 2]],
+  'abc',
+  7,
+  {'size': [6, 4], 'counts': [24]},
   *(
-    (
-      {'size': [4, 6], 'counts': counts},
-      r'is no segmentation of .*`counts`, a list',
-    )
+    {'size': [4, 6], 'counts': counts}
     for counts in (
-      [30, -6],
-      [12.0, 12.0],
-      [12.5, 11.5],
-      [None, 24],
-      ['24'],
-      [True, 23],
-      None,
-      24,
-      2.5,
-      {},
-      'no',
-      '\x00',
-      'é',
-      'P' * 100,
-      '000000P',
+      [23], [30, -6], [12.5, 11.5], ['24'], [2**32, 24], 24,
+      '', '0', 'no', '\x00', 'é', 'P' * 100, '000000P',
     )
   ),
-  ({'size': [4, 6], 'counts': '0'}, 'add up to 0, and the image has 24'),
-  ({'size': [4, 6], 'counts': ''}, 'add up to 0, and the image has 24'),
-]
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(('segmentation', 'said'), WRONG)
-def test_what_is_no_outline(segmentation, said):
-  with pytest.raises(ValueError, match=said):
+@pytest.mark.parametrize('segmentation', WRONG)
+def test_wrong_outlines(segmentation):
+  words = f'{re.escape(str(segmentation)[:60])} .*6 x 4 '
+  with pytest.raises(ValueError, match=words):
     segmentations.decode(segmentation, 4, 6)
   encoded = segmentations.encode_image(4, 6, [(77, json.dumps(segmentation).encode())])
-  with pytest.raises(ValueError, match=f'annotation 77: .*{said}'):
+  with pytest.raises(ValueError, match=f'annotation 77: .*{words}'):
     segmentations.paint(encoded)
 
 
@@ -129,7 +101,7 @@ def test_wrong_outlines_are_named_or_left_out(tmp_path, outline):
   with pytest.raises(ValueError, match='annotation 77 of image ') as caught:
     source_test.open_split(root, features=panoptic_test.FEATURES)
   file = root / 'annotations' / 'instances_train2017.json'
-  assert str(caught.value).startswith(f"'{file}': 1 of 2 boxes or outlines are wrong")
+  assert str(caught.value).startswith(f"'{file}': 1 of 2 ")
   for how in ('skip', 'clip'):
     source = source_test.open_split(
       root, features=panoptic_test.FEATURES, broken_boxes=how
@@ -167,5 +139,5 @@ def test_panoptic_images_are_painted_from_outlines(tmp_path):
   assert other.fingerprint() != source.fingerprint()
 
   source_test.change(root, lambda f: f['annotations'][1].pop('segmentation'))
-  with pytest.raises(ValueError, match=r"field 'segmentation' - at 'annotations\[1\]'"):
+  with pytest.raises(ValueError, match=r'segmentation.*annotations\[1\]'):
     source_test.open_split(root, features=panoptic_test.FEATURES)

@@ -99,8 +99,7 @@ LAYOUTS = {
   'year': ('annotations/instances_train2017.json', 'train2017', 'train2017'),
   'no year': ('annotations/instances_train2017.json', 'train', 'train'),
   'images': ('annotations/instances_train.json', 'images/train', 'train'),
-  'together': ('annotations/train.json', 'images', 'train'),
-  'simple': ('train.json', 'train', 'train'),
+  'together': ('annotations/instances_train.json', 'images', 'train'),
   'roboflow': ('train/_annotations.coco.json', 'train', 'train'),
   'valid': ('valid/_annotations.coco.json', 'valid', 'validation'),
   'val': ('annotations/instances_val2017.json', 'val2017', 'validation'),
@@ -142,7 +141,7 @@ def test_paths_in_the_file_may_begin_at_the_folder(tmp_path, monkeypatch):
   drawn.draw(tmp_path / 'photos', found)
   for entry in found['images']:
     entry['file_name'] = f'photos/{entry["file_name"]}'
-  drawn.write(tmp_path / 'train.json', found)
+  drawn.write(tmp_path / 'annotations' / 'instances_train.json', found)
   monkeypatch.chdir(tmp_path.parent)  # And the folder may be relative.
   assert open_split(f'./{tmp_path.name}').num_examples == 2
 
@@ -157,7 +156,7 @@ def test_a_split_without_annotations(root):
 def test_two_years(root):
   path = root / 'annotations' / 'instances_train2017.json'
   shutil.copy(path, path.with_name('instances_train2014.json'))
-  with pytest.raises(ValueError, match=r"several files of split 'train'.*2017"):
+  with pytest.raises(ValueError, match="split 'train'.*train2014.*train2017"):
     open_split(root)
   assert open_split(root, 'train2017').num_examples == 3
 
@@ -228,7 +227,7 @@ def test_the_command_that_lists_images_knows_annotated_folders(root, monkeypatch
 
 def test_wrong_boxes_are_refused_or_left_out(root, capsys):
   change(root, lambda found: found['annotations'][2].update(bbox=[1, 1, 0, 5]))
-  with pytest.raises(ValueError, match=r"annotation 3 of image '2.jpg'.*no are"):
+  with pytest.raises(ValueError, match="annotation 3 of image '2.jpg'"):
     open_split(root)
   found = by_id(open_split(root, broken_boxes='skip'))
   assert found[102]['objects/id'].tolist() == [2]

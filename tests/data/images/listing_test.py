@@ -52,7 +52,7 @@ def test_a_remote_folder_is_listed_too():
   assert index.is_true()
 
 
-def test_what_is_no_file_is_left_out(tmp_path, caplog):
+def test_entries_that_are_not_files_are_ignored(tmp_path, caplog):
   write(tmp_path, 'a/1.jpg', 'a/2.jpg', 'b/3.jpg', 'b/folder.jpg/4.jpg')
   a = tmp_path / 'train' / 'a'
   os.symlink('self.jpg', a / 'self.jpg')

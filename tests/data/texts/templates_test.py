@@ -34,12 +34,12 @@ def test_templates_of_a_user(tmp_path):
   file.write_text('a {}\n\nmy {}\n')
   assert templates.get(str(file)) == ('a {}', 'my {}')
   file.write_text('a cat\n')
-  with pytest.raises(ValueError, match=r"the template 'a cat' needs one \{\}"):
+  with pytest.raises(ValueError, match=r"'a cat' .*\{\}"):
     templates.get(str(file))
   file.write_text('\n')
   with pytest.raises(ValueError, match='has no lines'):
     templates.get(str(file))
-  with pytest.raises(FileNotFoundError, match='there is no such file'):
+  with pytest.raises(FileNotFoundError, match="templates='.*none.txt'"):
     templates.get(str(tmp_path / 'none.txt'))
 
 

@@ -5,7 +5,6 @@
 import dataclasses
 import io
 import json
-import os
 import pickle
 import random
 import sys
@@ -319,7 +318,7 @@ def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
   ],
 )
 def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name, value):
-  """As that of Stable Diffusion 2, which is another token than that of end."""
+  """Stable Diffusion 2 pads with another token than the end token."""
   path, theirs = clip
   (tmp_path / 'tokenizer.json').write_bytes(path.read_bytes())
   ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
@@ -330,9 +329,6 @@ def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name,
   (tmp_path / name).write_text(json.dumps({'pad_token': value}))
   ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
   assert ours(['']).tolist() == [[start, end, other, other]]
-  (tmp_path / name).write_text('[1]')
-  with pytest.raises(ValueError, match=f"{name}', next to vocab_path=.* is not JSON"):
-    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
 
 
 def test_the_content_of_clip_says_what_the_padding_is(clip, tmp_path):
@@ -353,7 +349,7 @@ def test_a_tokenizer_json_that_draws_is_refused(clip, gemma, tmp_path, name):
   stored = json.loads(path.read_text())
   stored['model']['dropout'] = 0.1
   (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
-  with pytest.raises(ValueError, match='tokenizer.json.*dropout'):
+  with pytest.raises(ValueError, match='tokenizer.json.*dropout=0.1'):
     tokenizers.get_tokenizer(name)(tmp_path / 'tokenizer.json', 8)
 
 
@@ -405,8 +401,8 @@ def test_bytes_and_arrays_of_texts_are_texts(small):
     tf.constant(['cafe', '!']), ('cafe', '!'), iter(['cafe', '!']),
   ):  # fmt: skip
     assert tokenizer(texts).tolist() == [[2, 6, 0], [2, 7, 0]]
-  # What is not UTF-8, or half a pair of UTF-16, is U+FFFD: [UNK].
-  assert tokenizer([b'\xff!', '\ud800!']).tolist() == 2 * [[2, 1, 7]]
+  # What is not UTF-8 is U+FFFD: [UNK].
+  assert tokenizer([b'\xff!']).tolist() == [[2, 1, 7]]
   assert tokenizer([]).shape == (0, 3)
 
 
@@ -456,7 +452,7 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
     ['[CLS]', 'g', '##o', '##t', '##h'],
     ['[CLS]', '[UNK]'],
   ]
-  with pytest.raises(ValueError, match="texts='a cat' is not a list of texts: giv"):
+  with pytest.raises(ValueError, match="texts='a cat'"):
     tokenizers.word_vocabulary('a cat')
 
 
@@ -503,14 +499,14 @@ def test_the_names_of_tokenizers():
   assert tokenizers.get_tokenizer('bert') is tokenizers.BertTokenizer
   with pytest.raises(
     ValueError,
-    match="tokenizer_name='word2vec' is unknown: .*'bert', .*'clip', 'siglip'",
+    match="tokenizer_name='word2vec'.*'bert', .*'clip', 'siglip'",
   ):
     tokenizers.get_tokenizer('word2vec')
 
 
 @pytest.mark.parametrize('max_len', [1, 0, -3])
 def test_a_row_has_two_tokens_at_least(small, max_len):
-  with pytest.raises(ValueError, match=f'max_len={max_len!r} is too small'):
+  with pytest.raises(ValueError, match=f'max_len={max_len} .*2'):
     tokenizers.BertTokenizer(small, max_len)
 
 
@@ -518,38 +514,13 @@ def test_a_row_has_two_tokens_at_least(small, max_len):
 def test_vocabularies_that_cannot_be_read(tmp_path, name):
   tokenizer = tokenizers.get_tokenizer(name)
   nowhere = tmp_path / 'nowhere'
-  for path in (nowhere, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"vocab_path='{path}' is not a file"):
-      tokenizer(path, 8)
-  nowhere.write_bytes(b'')
-  with pytest.raises(ValueError, match=f"'{nowhere}' is empty: give "):
+  with pytest.raises(FileNotFoundError, match=f"vocab_path='{nowhere}'"):
     tokenizer(nowhere, 8)
-
-
-def pipe(path):
-  os.mkfifo(path)
-
-
-def zeros(path):
-  path.symlink_to('/dev/zero')
-
-
-@pytest.mark.parametrize('make', [pipe, zeros])
-@pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
-def test_pipes_and_devices_are_refused_without_waiting(tmp_path, name, make):
-  tokenizer = tokenizers.get_tokenizer(name)
-  make(tmp_path / 'vocabulary')
-  with pytest.raises(FileNotFoundError, match="vocabulary' is not a file"):
-    tokenizer(tmp_path / 'vocabulary', 8)
-
-
-@pytest.mark.parametrize('make', [pipe, zeros])
-@pytest.mark.parametrize('name', ['tokenizer_config.json', 'special_tokens_map.json'])
-def test_pipes_and_devices_next_to_a_vocabulary(clip, tmp_path, name, make):
-  (tmp_path / 'tokenizer.json').write_bytes(clip[0].read_bytes())
-  make(tmp_path / name)
-  with pytest.raises(ValueError, match=f"{name}'.* not a regular file"):
-    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 8)
+  nowhere.write_bytes(b'')
+  with pytest.raises(
+    ValueError, match=f"vocab_path='{nowhere}'.*{tokenizer._kind[:9]}"
+  ):
+    tokenizer(nowhere, 8)
 
 
 @pytest.mark.parametrize('kind', [FileNotFoundError, PermissionError, OSError])
@@ -558,78 +529,51 @@ def test_vocabularies_that_do_not_arrive(monkeypatch, kind):
     raise kind(f"'{path}' cannot be fetched: the server answers")
 
   monkeypatch.setattr(fetch, 'fetch', refuse)
-  message = (
-    "^vocab_path='gs://a/b.txt': 'gs://a/b.txt' cannot be fetched: the server "
-    'answers; else give a vocabulary of BERT, one token a line'
-  )
-  with pytest.raises(kind, match=message):
+  with pytest.raises(kind, match="vocab_path='gs://a/b.txt'.* server .*BERT"):
     tokenizers.BertTokenizer('gs://a/b.txt', 8)
 
 
 @pytest.mark.parametrize(
-  'name, content, message',
+  'name, content, words',
   [
-    (
-      'bert',
-      '[PAD]\n[UNK]\na\n',
-      'has no token \\[CLS\\]: give a vocabulary of',
-    ),
-    (
-      'bert',
-      '[PAD]\n[CLS]\na\n',
-      'has no token \\[UNK\\]: give a vocabulary of',
-    ),
-    ('bert', b'\xff\xfe', 'is not a text in UTF-8: give a vocabulary of BERT'),
-    (
-      'sentencepiece',
-      '[CLS]\n',
-      'is not a model of SentencePiece: give a model',
-    ),
-    ('siglip', '[CLS]\n', 'is not a model of SentencePiece: give a model'),
-    ('clip', '{}', 'is not a tokenizer.json: give the tokenizer.json'),
-    ('clip', b'\xff', 'is not a tokenizer.json: give the tokenizer.json'),
+    ('bert', b'[PAD]\n[UNK]\na\n', r'BERT.*\[CLS\]$'),
+    ('bert', b'[PAD]\n[CLS]\na\n', r'BERT.*\[UNK\]$'),
+    ('bert', b'\xff\xfe', 'BERT.*utf-8'),
+    ('sentencepiece', b'[CLS]\n', 'SentencePiece'),
+    ('siglip', b'[CLS]\n', 'SentencePiece'),
+    ('clip', b'{}', 'tokenizer.json'),
+    ('clip', b'\xff', 'tokenizer.json'),
   ],
 )
-def test_vocabularies_of_another_kind(tmp_path, name, content, message):
+def test_vocabularies_of_another_kind(tmp_path, name, content, words):
   path = tmp_path / 'vocabulary'
-  path.write_bytes(content if isinstance(content, bytes) else content.encode())
-  with pytest.raises(ValueError, match=f"vocab_path='{path}' {message}"):
+  path.write_bytes(content)
+  with pytest.raises(ValueError, match=f"vocab_path='{path}' .*{words}"):
     tokenizers.get_tokenizer(name)(path, 8)
 
 
-def test_dropout_of_byte_pairs_is_refused(tmp_path, clip):
-  fields = json.loads(clip[0].read_text())
-  fields['model']['dropout'] = 0.25
-  path = tmp_path / 'tokenizer.json'
-  path.write_text(json.dumps(fields))
-  with pytest.raises(ValueError, match=f"'{path}' .*dropout=0.25"):
-    tokenizers.ClipTokenizer(path, 8)
-
-
-def test_models_that_lack_the_token_of_end(tmp_path, clip):
+def test_models_that_lack_the_end_token(tmp_path, clip):
   path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
-  with pytest.raises(ValueError, match='has no token </s>: give a model of Sente'):
+  with pytest.raises(ValueError, match='SentencePiece.*</s>$'):
     tokenizers.SentencepieceTokenizer(path, 8)
   path = tmp_path / 'tokenizer.json'
   path.write_text(clip[0].read_text().replace('<|endoftext|>', '<|end|>'))
-  with pytest.raises(ValueError, match=r'no token <\|endoftext\|>: give the token'):
+  with pytest.raises(ValueError, match=r'CLIP.*<\|endoftext\|>$'):
     tokenizers.ClipTokenizer(path, 8)
 
 
-def test_a_single_text_is_no_list_of_texts(small):
+def test_a_single_string_is_rejected(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
-  for single in ('cafe', b'cafe', tf.constant('cafe'), np.array('cafe'), None):
-    with pytest.raises(ValueError, match=r'is not a list of texts: give a list, \[te'):
+  for single in ('cafe', b'cafe', tf.constant('cafe')):
+    with pytest.raises(ValueError, match='texts=.*cafe'):
       tokenizer(single)
-  with pytest.raises(ValueError, match='texts has 3, which is int: give strings'):
-    tokenizer(['cafe', 3])
 
 
 @pytest.mark.parametrize(
   'name, package',
   [('bert', 'tokenizers'), ('siglip', 'sentencepiece')],
 )
-def test_a_package_that_is_missing_is_told(small, monkeypatch, name, package):
+def test_a_missing_package_is_named(small, monkeypatch, name, package):
   monkeypatch.setitem(sys.modules, package, None)
   kind = tokenizers.get_tokenizer(name)
   with pytest.raises(

@@ -308,7 +308,7 @@ def test_a_package_that_tfds_lacks_is_named(tiny_config, tmp_path, monkeypatch):
 
 
 def test_wrong_names_are_told(tiny_config):
-  with pytest.raises(ValueError, match=r"'vtab/clevr_count'\? The tasks are calt"):
+  with pytest.raises(ValueError, match="'vtab/clevr_count'.*caltech101"):
     vtab_tasks.find_task('vtab/clevr')
   tiny_config.dataset = 'vtab/clevrcount'
   with pytest.raises(ValueError, match=r"mean 'vtab/clevr_count'\?"):
@@ -317,7 +317,7 @@ def test_wrong_names_are_told(tiny_config):
   for split in ('train', 'test[:50%]', 'train800+val'):
     with pytest.raises(ValueError, match='which cannot be cut'):
       vtab.tfds_split(info, 'vtab/svhn', split)
-  with pytest.raises(ValueError, match="'train' of 'made_up/1.0.0' has 700 exa"):
+  with pytest.raises(ValueError, match="'train' of 'made_up/1.0.0' has 700 .*800"):
     vtab.tfds_split(info, 'vtab/svhn', 'train800')
   with pytest.raises(ValueError, match="has no split 'validation': it has"):
     vtab.tfds_split(info, 'vtab/dtd', 'val200')

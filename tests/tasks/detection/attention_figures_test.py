@@ -1,4 +1,4 @@
-"""Tests of looking inside a detector, beside Hugging Face's attention."""
+"""Tests of attention inside a detector against Hugging Face's."""
 
 import types
 
@@ -67,7 +67,7 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
       output_attentions=True,
     )
   batch = {'image': images, 'real': real, 'count': np.zeros(2)}
-  seen = attention_figures.look(task, params, extra, batch)
+  seen = attention_figures.compute(task, params, extra, batch)
   encoder = want.encoder_attentions[-1].mean(dim=1).numpy()  # [B, S, S]
   decoder = want.cross_attentions[-1].mean(dim=1).numpy()  # [B, Q, S]
   np.testing.assert_allclose(seen.encoder.reshape(2, 6, 6), encoder, atol=1e-5)
@@ -101,7 +101,7 @@ def made(scores=((0.1, 0.8, 0.9),), filled=((1.0, 1.0),)):
   count = len(filled)
   encoder = np.zeros((count, 2, 4, 2, 4), np.float32)
   encoder += np.arange(8).reshape(2, 4, 1, 1)
-  return attention_figures.Seen(
+  return attention_figures.Attention(
     boxes=np.tile(np.float32([0, 0, 0.5, 0.5]), (count, 3, 1)),
     labels=np.zeros((count, 3), np.int32),
     scores=np.array(scores),
@@ -125,9 +125,9 @@ def test_points_lie_in_cells_of_the_image_without_its_padding():
 
 def test_the_best_queries():
   seen = made()
-  assert attention_figures.best_queries(seen, 0, 0.7, 4).tolist() == [2, 1]
-  assert attention_figures.best_queries(seen, 0, 0.7, 1).tolist() == [2]
-  assert attention_figures.best_queries(seen, 0, 0.95, 4).tolist() == [2]
+  assert attention_figures.best_queries(seen.scores[0], 0.7, 4).tolist() == [2, 1]
+  assert attention_figures.best_queries(seen.scores[0], 0.7, 1).tolist() == [2]
+  assert attention_figures.best_queries(seen.scores[0], 0.95, 4).tolist() == [2]
 
 
 def test_boxes_of_queries_are_in_the_order_of_the_images():

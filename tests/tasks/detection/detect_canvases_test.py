@@ -105,7 +105,7 @@ def train_to(step, config, workdir):
   """Trains to a step and stops there, without an evaluation."""
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(stopping, 'StopRequest', lambda: StopAfter(step))
-    with pytest.raises(train.Interrupted, match=f'Stopped at step {step}'):
+    with pytest.raises(train.Interrupted, match=f'Saved step {step} '):
       train.train_and_evaluate(copy.deepcopy(config), str(workdir))
 
 

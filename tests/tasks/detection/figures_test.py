@@ -7,7 +7,7 @@ from matplotlib import colors
 import numpy as np
 import pytest
 
-from tests.tasks.detection import looking_test
+from tests.tasks.detection import attention_figures_test
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.distributed import sharding
 from vit_jax.figures import colors as palette, gallery, results
@@ -20,7 +20,7 @@ NAMES = ('ant', 'bee')
 @pytest.fixture
 def seen():
   """Two images: one of two objects, and one of none with padding."""
-  found = looking_test.made(
+  found = attention_figures_test.made(
     scores=[[0.1, 0.8, 0.9], [0.2, 0.1, 0.1]], filled=[(1, 1), (0.5, 0.5)]
   )
   found.boxes[0, 1:] = [(0.25, 0.5, 0.75, 1), (0, 0, 0.5, 0.5)]
@@ -97,7 +97,7 @@ def model(kind=detect.Task):
 
 
 def test_the_gallery_draws_detectors(seen, monkeypatch):
-  monkeypatch.setattr(attention_figures, 'look', lambda *args: seen)
+  monkeypatch.setattr(attention_figures, 'compute', lambda *args: seen)
   monkeypatch.setattr(sharding, 'mesh_of', lambda params: None)
   boxes = np.full((3, 2, 4), 0.5)
   monkeypatch.setattr(attention_figures, 'query_boxes', lambda *args: boxes)

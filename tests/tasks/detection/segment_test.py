@@ -299,7 +299,7 @@ def test_things_and_stuff_are_known_or_named():
   config = make_config(stuff=('131', '5'))
   found = segment.Task.make_metadata(config, source)['isthing']
   assert [i for i, is_thing in enumerate(found) if not is_thing] == [5, 131]
-  with pytest.raises(ValueError, match=r"stuff: \['sea'\] are no classes"):
+  with pytest.raises(ValueError, match=r"stuff=\['sea'\] are"):
     segment.Task.make_metadata(make_config(stuff=('sea',)), source)
 
 

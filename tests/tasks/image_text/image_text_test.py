@@ -1,6 +1,5 @@
 """The task of image and text towers: training, zero-shot, retrieval, prediction."""
 
-import io
 import json
 
 import jax
@@ -125,7 +124,7 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
   params, extra = jax.jit(task.init)(jax.random.key(0))
   source = sources.open_split(task.config, 'train[:20]', ('image',))
   mesh = sharding.mesh_of(params)
-  path, written = tmp_path / precomputed.NAME, []
+  written = []
 
   def make(task=task, params=params, source=source):
     write = precomputed._write
@@ -142,35 +141,12 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
   want = make()
   np.testing.assert_array_equal(make(), want)
   assert len(written) == 1
-  note = tmp_path / 'image_embeddings.json'
-  made_of = json.loads(note.read_bytes())['made_of']
-  content, said = path.read_bytes(), note.read_bytes()
-  rows = np.load(io.BytesIO(content))
-  other = dict(params, img=jax.tree.map(lambda x: x + 0.5, params['img']))
-  for damaged in (
-    0 * rows, np.roll(rows, 1), np.roll(rows, 1, axis=0), rows.astype(np.int8),
-    rows.astype(np.float32), rows[:-1], rows.T, rows[..., None],
-    np.concatenate([rows, rows]), rows.byteswap().view('>f2'),
-  ):  # fmt: skip
-    np.save(path, damaged)
-    assert precomputed._read(path, made_of) is None
-  for damaged in (b'', content[:-1], content[:9], content + b'0', b'no array'):
-    path.write_bytes(damaged)
-    assert precomputed._read(path, made_of) is None
+  note = tmp_path / 'image_embeddings.hash'
+  note.write_text('of another tower')
   np.testing.assert_array_equal(make(), want)
   assert len(written) == 2
-  assert (path.read_bytes(), note.read_bytes()) == (content, said)
-  for damaged in (b'', b'[]', said[:-1], said.replace(b'made', b'make')):
-    note.write_bytes(damaged)
-    assert precomputed._read(path, made_of) is None
-  note.unlink()
-  assert precomputed._read(path, made_of) is None
-  note.write_bytes(said)
-  assert precomputed._read(path, made_of) is not None
-  path.unlink()
-  assert precomputed._read(path, made_of) is None
-  path.write_bytes(content)
   # Another model, other images, another preparation.
+  other = dict(params, img=jax.tree.map(lambda x: x + 0.5, params['img']))
   assert np.abs(make(params=other) - want).max() > 0.01
   text = dict(params, txt=jax.tree.map(lambda x: x + 1, params['txt']))
   make(params=dict(other, txt=text['txt']))  # The text tower is not in it.
@@ -327,7 +303,7 @@ def test_prediction_with_any_classes_and_texts(run):
     zimg[0].tolist(), abs=1e-5
   )
   assert set(table.column('class').to_pylist()) <= {'one', 'two'}
-  with pytest.raises(ValueError, match='give the classes to choose from'):
+  with pytest.raises(ValueError, match='--classes=.*--texts='):
     model.predict(images)
   with pytest.raises(ValueError, match='must be a list of texts'):
     model.embed_texts('a cat')
@@ -366,7 +342,7 @@ def test_the_command(run, tmp_path, capsys):
     predict.load(run[0]).embed_texts(list(rows['text'])),
     atol=1e-6,
   )
-  with pytest.raises(ValueError, match='give the classes to choose from'):
+  with pytest.raises(ValueError, match='--classes=.*--texts='):
     run_command(workdir, photo)
   with pytest.raises(ValueError, match=r'for a table give the classes'):
     run_command(workdir, photo, f'--out={tmp_path}/other.csv')
@@ -375,18 +351,12 @@ def test_the_command(run, tmp_path, capsys):
 @pytest.mark.parametrize(
   'changes, words',
   [
-    (
-      {'accum_steps': 2},
-      'accum_steps=2 is not possible: the loss compares all',
-    ),
+    ({'accum_steps': 2}, 'accum_steps=2 .*--config.accum_steps'),
     ({'label_smoothing': 0.1}, 'label_smoothing=0.1 is for classes'),
-    ({'model.out_dim': (4, 8)}, r'out_dim=\(4, 8\): images have'),
-    ({'model.out_dim': (None, 8)}, 'images have embeddings of width 16'),
+    ({'model.out_dim': (4, 8)}, r'out_dim=\(4, 8\) .*width 4 .* 8'),
+    ({'model.out_dim': (None, 8)}, r'out_dim=\(None, 8\) .*width 16'),
     ({'task_options.templates': 'a photo'}, 'needs one {} for the name'),
-    (
-      {'model.text.config.vocab_size': 4},
-      'has 9 tokens, and the text tower is',
-    ),
+    ({'model.text.config.vocab_size': 4}, '9 tokens.*text tower.* 4'),
     ({'model.pp.max_len': 20}, 'has 20 tokens a text, but the model has 16'),
   ],
 )

@@ -46,7 +46,7 @@ def test_as_many_colours_as_the_images_have_are_found_exactly():
 
 def test_images_of_fewer_colours_are_named():
   pixels, _ = pixels_near(COLORS, noise=0)
-  with pytest.raises(ValueError, match=r'num_colors=4 .* have only 3: lower'):
+  with pytest.raises(ValueError, match='num_colors=4 .* 3 colours'):
     palette_lib.fit(pixels, 4)
 
 
@@ -95,16 +95,16 @@ def test_a_palette_is_read_from_a_file_and_from_beside_weights(tmp_path):
 def test_a_file_that_is_no_palette_is_named(tmp_path, array):
   path = tmp_path / 'wrong.npy'
   np.save(path, array)
-  with pytest.raises(ValueError, match=r"wrong\.npy' holds .*palette"):
+  with pytest.raises(ValueError, match=r"wrong\.npy'.*palette"):
     load(str(path))
 
 
 def test_a_file_of_another_format_is_named(tmp_path):
   path = tmp_path / 'centers.npy'
   path.write_text('not an array')
-  with pytest.raises(ValueError, match="centers.npy' holds no palette"):
+  with pytest.raises(ValueError, match="centers.npy'.*palette"):
     load(str(path))
-  with pytest.raises(FileNotFoundError, match="there is no palette 'gone.npy'"):
+  with pytest.raises(FileNotFoundError, match="palette='gone.npy'"):
     load('gone.npy')
   (tmp_path / 'run').mkdir()
   with pytest.raises(FileNotFoundError, match="run' has no palette"):
@@ -112,7 +112,7 @@ def test_a_file_of_another_format_is_named(tmp_path):
 
 
 def test_a_palette_that_does_not_fit_is_named():
-  with pytest.raises(ValueError, match='has 3 colours, and the model num_colors=5'):
+  with pytest.raises(ValueError, match='3 colours, .*num_colors=5'):
     palette_lib.check(COLORS, 5, 3)
   with pytest.raises(ValueError, match=r'has 3 channels, .* pp\.channels=1'):
     palette_lib.check(COLORS, 3, 1)

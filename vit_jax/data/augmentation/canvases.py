@@ -1,11 +1,11 @@
 """Images of any shape on canvases of a few sizes, for detectors.
 
-An image keeps its ratio of height to width and lies at the upper left of a
-canvas; the rest of the canvas is padding. Accelerators compile a program for
-each size of canvas, so there are few: the lengths of `config.pp.sides` form
-groups, each group has a canvas, and all images of a step are of one group. The
-step is of a group with the group's share of the lengths, and an image draws a
-length of the group, so that each image has each length equally often.
+An image keeps its aspect ratio and is placed at the upper left of a canvas; the
+rest of the canvas is padding. Accelerators compile a program for each size of
+canvas, so there are few: the lengths of `config.pp.sides` form groups, each group
+has a canvas, and all images of a step are of one group. A group is drawn with a
+probability proportional to its number of lengths, and each image draws one of
+them, so that all lengths are equally frequent.
 
 The augmentation is that of "End-to-End Object Detection with Transformers"
 (arXiv 2005.12872, appendix A.4).
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from vit_jax.data.augmentation import geometry
 
-# Numbers that make the seed of each draw its own.
+# Folded into the seeds of different draws.
 _GROUP, _IMAGE = 1, 2
 
 
@@ -33,9 +33,9 @@ class Group(NamedTuple):
 def groups(pp) -> tuple[Group, ...]:
   """Returns the groups of `config.pp.sides`, the smallest first.
 
-  The greatest lengths may have a longer side of `pp.longest_side`; smaller
-  groups have a limit that is smaller in proportion. A canvas is a square that
-  holds images of both orientations.
+  `pp.longest_side` limits the longer side in the group of the greatest lengths; the
+  limits of the others are smaller in proportion. A canvas is a square that holds
+  images of both orientations.
   """
   sides = sorted(pp.sides)
   parts = np.array_split(sides, min(pp.canvases, len(sides)))
@@ -43,10 +43,10 @@ def groups(pp) -> tuple[Group, ...]:
 
 
 def evaluation(pp, side: int | None = None) -> Group:
-  """Returns the only length of evaluation and its canvas.
+  """Returns the length used in evaluation and its canvas.
 
-  With a `side` other than `pp.eval_side` the greatest length of the longer side
-  changes in proportion.
+  With a `side` other than `pp.eval_side`, the limit of the longer side changes in
+  proportion.
   """
   return _group([side or pp.eval_side], pp.eval_side, pp)
 
@@ -58,15 +58,12 @@ def _group(sides, greatest, pp) -> Group:
 
 
 def round_up(length, multiple: int):
-  """Returns the least multiple that is not below a length, or each length."""
+  """Rounds a length, or an array of them, up to a multiple."""
   return -(-length // multiple) * multiple
 
 
 def group_at(step, seed: int, pp):
-  """Returns the number of the group of a step, int32 scalar.
-
-  All processes compute the same number, also after a restart.
-  """
+  """Returns the number of the group of a step, int32 scalar, by the arguments only."""
   key = tf.stack([tf.cast(seed, tf.int64), tf.cast(step, tf.int64)])
   key = tf.random.experimental.stateless_fold_in(key, _GROUP)
   drawn = _index(key, len(pp.sides))
@@ -82,12 +79,12 @@ def _index(seed, count):
 def fitted(shape, side, longest):
   """Returns the size of images after resizing, int32 [..., 2], at least 1 x 1.
 
-  As in the released code of DETR (datasets/transforms.py) the shorter side is
-  rounded and the longer one is cut off to whole pixels, so that the longer side
-  of a very long image may pass `longest` by some pixels.
+  As in the released code of DETR (datasets/transforms.py), the shorter side is
+  rounded and the longer one is truncated to whole pixels, so that the longer side
+  of a very long image may exceed `longest` by a few pixels.
 
   `shape` is int [..., 2] or [..., 3], height and width (and channels) of images,
-  and the shorter side becomes `side` unless the longer one passes `longest`.
+  and the shorter side becomes `side` unless the longer one would exceed `longest`.
   """
   shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
@@ -114,11 +111,11 @@ def smallest(shapes, group: Group, step: int):
 def sample(shape, seed, number, pp) -> geometry.Geometry:
   """Draws the geometry of a training image (appendix A.4).
 
-  The image is mirrored with probability 1/2. With probability 1/2 the image is
-  resized to a length of the group. Otherwise the image is first resized to one
-  of `pp.crop_sides`, a part whose height and width are uniform in
-  `pp.crop_range` (and within the image) is taken, and the part is resized to a
-  length of the group. Here the image is resized only once.
+  The image is mirrored with probability 1/2. With probability 1/2 it is resized to
+  a length of the group. Otherwise it is first resized to one of `pp.crop_sides`,
+  then a part whose height and width are uniform in `pp.crop_range` (and within the
+  image) is cropped and resized to a length of the group. Both resizings are
+  computed as one.
 
   See geometry.sample; `number` is the number of the group, see `group_at`.
   """
@@ -148,11 +145,7 @@ def _coin(seed):
 
 
 def _crop(shape, seed, pp):
-  """Draws a part of an image.
-
-  Returns (y, x, height, width) in pixels of the original, int32 [4]; and height
-  and width of the part in the image that was resized first, int32 [2].
-  """
+  """Draws a window of the original, and its size in the image resized first."""
   seeds = tf.random.experimental.stateless_split(seed, 3)
   side = tf.gather(sorted(pp.crop_sides), _index(seeds[0], len(pp.crop_sides)))
   resized = tf.cast(fitted(shape, side, np.inf), tf.float32)  # [2]
@@ -187,8 +180,8 @@ def pad(x, canvas: tuple[int, int], axis: int = 0):
   missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
   tf.debugging.assert_non_negative(
     missing,
-    'an image has another size than its annotations: correct them, or let the '
-    'images be checked (config.broken_images)',
+    'an image has another size than in its annotations: correct them, or have the '
+    'images checked (config.broken_images)',
   )
   rest = x.shape.rank - axis - 2
   return tf.pad(x, [[0, 0]] * axis + missing + [[0, 0]] * rest)

@@ -6,8 +6,8 @@ image, to the boxes of its objects and to their masks, in this order:
 
   crop -> mirror -> resize -> rotate
 
-Positions are (y, x) from the upper left, as in TFDS: an image of h pixels
-reaches from 0 to h, and the centre of its first pixel is at 0.5.
+Positions are (y, x) from the upper left, as in TFDS: an image of height h extends
+from 0 to h, and the centre of its first pixel is at 0.5.
 """
 
 from typing import Any, NamedTuple
@@ -17,9 +17,8 @@ import tensorflow as tf
 
 from vit_jax.data.images import images
 
-# Boxes whose visible height or width is below this number of pixels of the
-# result are dropped. Rounding in float32 leaves about as much of a box that
-# ends where the crop begins.
+# Boxes whose visible height or width is below this number of pixels are dropped:
+# rounding in float32 leaves about as much of a box that ends where the crop begins.
 _NOTHING = 0.01
 
 
@@ -32,8 +31,8 @@ class Geometry(NamedTuple):
   # Radians by which to rotate the resized image about its centre,
   # counter-clockwise (x towards -y), float32; None for no rotation.
   angle: Any
-  # (height, width) of the result in pixels: two ints; or int32 [2] where each
-  # image has a size of its own, which is never rotated.
+  # (height, width) of the result in pixels: two ints; or int32 [2] if it varies
+  # between images, which are then not rotated.
   size: Any
 
 
@@ -61,8 +60,8 @@ def sample(shape, seed, pp) -> Geometry:
   `pp.crop_ratio` is None, the crop has the aspect ratio of the image, as if the
   image were resized to a square and then cropped (arXiv 1912.11370, section 3.3).
 
-  `shape` is int32 [2] or [3], height and width (and channels) of the original,
-  and `seed`, int64 [2], determines all random numbers.
+  `shape` is int32 [2] or [3], height and width (and channels) of the original, and
+  `seed` int64 [2].
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
@@ -83,7 +82,7 @@ def sample(shape, seed, pp) -> Geometry:
     window = tf.concat([begin[:2], size[:2]], axis=0)
     geometry = geometry._replace(window=window)
   if pp.flip:
-    # The same draw as that of tf.image.stateless_random_flip_left_right.
+    # The same draw as in tf.image.stateless_random_flip_left_right.
     flip = tf.random.stateless_uniform([], seeds[1]) < 0.5
     geometry = geometry._replace(flip=flip)
   if pp.rotate:
@@ -111,12 +110,11 @@ def crop(image, window):
 
 
 def fit(image, geometry: Geometry, antialias: bool = False):
-  """Mirrors, resizes and rotates an image that is cropped already.
+  """Mirrors, resizes and rotates a cropped image [crop height, crop width, C].
 
-  Of uint8, scaled to [-1, 1], or float32 [crop height, crop width, C] makes
-  float32 [*geometry.size, C]. Pixels that rotation brings in from outside
-  repeat the edge. With `antialias`, the pixels of a smaller image are means over
-  all pixels of the larger one, as in Pillow, which takes longer.
+  Returns float32 [*geometry.size, C]; uint8 images are scaled to [-1, 1]. Pixels
+  that rotation brings in from outside repeat the edge. `antialias` averages over all
+  pixels when shrinking, as in Pillow, and is slower.
   """
   # This order moves the fewest bytes. TensorFlow resizes float32 twice as fast
   # as uint8.
@@ -132,9 +130,9 @@ def fit(image, geometry: Geometry, antialias: bool = False):
 def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 
-  They are float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS. Returns
-  the same, clipped to the new image, the smallest upright ones around rotated
-  boxes; and bool [n], False for boxes that lie outside of the new image.
+  Boxes are float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS. Returns
+  the same, clipped to the new image and upright around rotated boxes; and bool [n],
+  False for boxes outside the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin, extent = tf.unstack(tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2]))
@@ -157,7 +155,7 @@ def to_boxes(boxes, geometry: Geometry):
 
 
 def _range(values):
-  """Returns least and greatest of values [n, 4], within 0 to 1: [n, 2]."""
+  """Returns minimum and maximum of values [n, 4], clipped to [0, 1]: [n, 2]."""
   ends = tf.reduce_min(values, axis=1), tf.reduce_max(values, axis=1)
   return tf.clip_by_value(tf.stack(ends, axis=1), 0.0, 1.0)
 
@@ -171,8 +169,8 @@ def _visible(y, x, size):
 def to_masks(masks, geometry: Geometry):
   """Applies a geometry to masks, with nearest-neighbour interpolation.
 
-  Of uint8 or bool [n, *geometry.shape] makes [n, *geometry.size]; 0 where
-  rotation brings in pixels from outside, which belong to no object.
+  Masks are uint8 or bool [n, *geometry.shape], and become [n, *geometry.size]; 0
+  where rotation brings in pixels from outside.
   """
   masks = tf.convert_to_tensor(masks)
   begin, extent = tf.unstack(tf.reshape(geometry.window, [2, 2]))

@@ -2,12 +2,11 @@
 
 Both methods work on the whole batch in the compiled update, with one draw per
 batch: mixup (arXiv 1710.09412) averages an image and its partner, CutMix (arXiv
-1905.04899) replaces a rectangle of the image by that of the partner. The
-partner of a row is the row before it, and the partner of the first row is the
-last row, as in big_vision.
+1905.04899) replaces a rectangle of the image by its partner's. The partner of a row
+is the previous row, and the last row for the first, as in big_vision.
 
-Call `mix` before splitting a batch into micro-batches. After the split, every
-micro-batch would have a draw of its own and partners from its own rows only.
+Call `mix` before splitting a batch into micro-batches, which would otherwise have
+separate draws and partners.
 """
 
 from collections.abc import Mapping
@@ -42,8 +41,8 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
       sharding; other entries are returned as they are.
     rng: random key.
     mixup: parameter of mixup's Beta distribution; 0 for no mixup.
-    cutmix: that of CutMix. If both are above 0, one of the two methods is drawn
-      for the batch with probability 1/2.
+    cutmix: parameter of CutMix's. If both are above 0, one of the two methods is
+      drawn for the batch with probability 1/2.
   """
   check(mixup, cutmix, batch['image'].shape[0])
   if not mixup and not cutmix:
@@ -80,7 +79,7 @@ def _mixup_share(rng, p):
 
 
 def _outside_of_box(rng, p, height, width):
-  """Returns 1 outside of a random box and 0 inside, float32 [H, W]."""
+  """Returns 1 outside a random box and 0 inside, float32 [H, W]."""
   rng_share, *rngs = jax.random.split(rng, 3)
   side = jnp.sqrt(1 - jax.random.beta(rng_share, p, p))
   inside = []

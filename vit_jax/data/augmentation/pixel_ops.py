@@ -151,7 +151,7 @@ translate_x, translate_y = _mover(2), _mover(5)  # To the left, and up.
 
 
 def _move(image, transform):
-  """Takes each pixel from the one nearest to its place under `transform` (8)."""
+  """Applies `transform` [8] with nearest-neighbour interpolation."""
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],
     transforms=transform[None],
@@ -165,7 +165,7 @@ def _move(image, transform):
 def cutout(image, seed, half: int):
   """Fills a square of side 2 `half` about a random pixel (arXiv 1708.04552).
 
-  The part of the square outside of the image is ignored.
+  The part of the square outside the image is ignored.
   """
   size = tf.constant([*image.shape[:2]], tf.float32)
   middle = tf.floor(tf.random.stateless_uniform([2], seed) * size)
@@ -267,11 +267,8 @@ def randaugment(image, seed, layers: int, magnitude: int):
   does to a colour image of equal channels. Values are rounded as in Pillow, so
   that colour and sharpness can differ by 1 from big_vision.
 
-  Args:
-    image: uint8 [h, w, C] of known shape, C = 3 or 1.
-    seed: int64 [2]; determines all random numbers.
-    layers: number of operations to apply, one after another.
-    magnitude: strength of the operations, an int from 0 to 30.
+  `image` is uint8 [h, w, C] of known shape, C = 3 or 1, `seed` int64 [2], and
+  `magnitude` from 0 to 30.
   """
   for layer in range(layers):
     seeds = tf.random.experimental.stateless_fold_in(seed, layer)

@@ -30,11 +30,10 @@ import numpy as np
 from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
-SHOWN = 5  # Number of faults that a message names.
+SHOWN = 5  # Number of faults in a message.
 # Number of files that stay in memory: of a training and of a test split.
 _RECENT = 2
 
-# The format as types, by which msgspec parses it and skips the rest.
 _T = TypeVar('_T')
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
@@ -60,14 +59,10 @@ class _Object(_Segment, gc=False, kw_only=True):
 
 
 class _Outlined(_Object, gc=False, kw_only=True):
-  """An object, with its polygons or run lengths as they stand in the file."""
-
   segmentation: msgspec.Raw
 
 
 class _Segments(msgspec.Struct, gc=False):
-  """The segments of an image in a panoptic file."""
-
   image_id: _Id
   file_name: str
   segments_info: list[_Segment]
@@ -86,7 +81,6 @@ class _File(msgspec.Struct, Generic[_T]):
   categories: Annotated[list[_Category], msgspec.Meta(min_length=1)]
 
 
-# Kind of an annotation file -> its type.
 _KINDS = {
   'instances': _File[_Object],
   'panoptic': _File[_Segments],
@@ -109,8 +103,8 @@ class Annotations(NamedTuple):
   area: np.ndarray  # float32 [m], in pixels.
   crowd: np.ndarray  # bool [m].
   segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
-  stuff: tuple[str, ...] = ()  # Its classes that are no things.
-  # `segmentation` of each object, JSON, bytes [m]; None unless it is asked for.
+  stuff: tuple[str, ...] = ()  # Its classes that are not things.
+  # `segmentation` of each object, JSON, bytes [m]; only of the kind 'outlines'.
   outlines: np.ndarray | None = None
 
   @property
@@ -119,40 +113,42 @@ class Annotations(NamedTuple):
     return np.bincount(self.image, minlength=len(self.files))
 
   def select(self, kept: np.ndarray) -> 'Annotations':
-    """Returns the annotations without the objects whose `kept` [m] is False."""
+    """Returns the annotations of the objects with these numbers, or where bool [m]."""
     names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines')
     columns = {name: getattr(self, name) for name in names}
     return self._replace(**{k: x[kept] for k, x in columns.items() if x is not None})
 
   def digest(self) -> str:
-    """Returns a hash of everything but the place of the file."""
+    """Returns a hash of everything but the path of the file."""
     lists = self.files, self.classes, self.segments, self.stuff
-    texts = [text for x in lists for text in (*x, '')]
+    names = '\0'.join(name for x in lists for name in (*x, ''))
     arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
     outlines = () if self.outlines is None else self.outlines
-    return files.digest(
-      ['\0'.join(texts).encode(errors='surrogatepass'), *arrays, *outlines]
-    )
+    return files.digest([names.encode(), *arrays, *outlines])
 
 
 def read(path: str, kind: str = 'instances') -> Annotations:
-  """Reads an annotation file of a kind, see layout.find, until it changes."""
+  """Reads a file of the kind 'instances', 'outlines' or 'panoptic'.
+
+  The content is cached until the file changes. ValueError if the file is not of
+  its kind.
+  """
   return _read(path, kind, image_files.stamp(os.fsencode(path)))
 
 
 @functools.lru_cache(maxsize=_RECENT)
 def _read(path, kind, stamp):
-  del stamp  # Only to read a file anew that has changed.
-  content, panoptic = _parse(path, kind), kind == 'panoptic'
+  del stamp  # A key of the cache.
+  content = _parse(path, kind)
   image_ids = _unique(path, 'images', content.images, 'id')
   files = _unique(path, 'images', content.images, 'file_name').tolist()
-  sizes = np.array([(x.height, x.width) for x in content.images])
   category_ids, classes = _classes(path, content.categories)
   objects, segments, outlines = content.annotations, (), None
-  if panoptic:
+  if kind == 'panoptic':
     objects, owners, segments = _flat(path, content, image_ids)
+    # The id of a segment is its colour, which those of other images may have too.
     ids = np.array([x.id for x in objects], np.int64)
-  else:  # A segment's id is its colour: others may have the same.
+  else:
     ids = _unique(path, 'annotations', objects, 'id')
     owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
   label = _numbers(path, objects, ids, 'category_id', category_ids, 'categories')
@@ -161,35 +157,38 @@ def _read(path, kind, stamp):
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
   if kind == 'outlines':
     outlines = np.array([bytes(x.segmentation) for x in objects], object)
-  order = np.argsort(owners, kind='stable')
   found = Annotations(
-    path, image_ids, files, sizes, classes, ids, owners, label, boxes,
-    area.astype(np.float32), np.array([bool(x.iscrowd) for x in objects], bool),
-    segments, tuple(x.name for x in content.categories if not x.isthing),
-    outlines,
-  )  # fmt: skip
-  return found.select(order)
+    path=path,
+    image_ids=image_ids,
+    files=files,
+    sizes=np.array([(x.height, x.width) for x in content.images]),
+    classes=classes,
+    ids=ids,
+    image=owners,
+    label=label,
+    boxes=boxes,
+    area=area.astype(np.float32),
+    crowd=np.array([bool(x.iscrowd) for x in objects], bool),
+    segments=segments,
+    stuff=tuple(x.name for x in content.categories if not x.isthing),
+    outlines=outlines,
+  )
+  return found.select(np.argsort(owners, kind='stable'))
 
 
 def _parse(path, kind):
-  """Parses a file; raises ValueError if it is not of its kind."""
-  content = image_files.read_file(path).removeprefix(b'\xef\xbb\xbf')
   try:
-    # Not strictly: a whole number may be written with a point.
-    return msgspec.json.decode(content, type=_KINDS[kind], strict=False)
-  except msgspec.ValidationError as e:
-    reason = str(e).replace('`', "'").replace('$.', '')
+    # Not strictly: some tools write ids as 7.0.
+    return msgspec.json.decode(
+      image_files.read_file(path), type=_KINDS[kind], strict=False
+    )
+  except (msgspec.DecodeError, UnicodeDecodeError) as e:
     name = 'panoptic' if kind == 'panoptic' else 'instances'
-    drawn = ", with the 'segmentation' of each object" * (kind == 'outlines')
+    outlines = ", with the 'segmentation' of each object" * (kind == 'outlines')
     raise ValueError(
-      f"'{path}' is not COCO's: {reason}; give a file like COCO's {name}_*.json, "
-      "an object with 'images', 'annotations' and 'categories' "
-      f'(https://cocodataset.org/#format-data){drawn}'
-    ) from e
-  except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as e:
-    nan = ', which has no NaN' if b'NaN' in content else ''
-    raise ValueError(
-      f"'{path}' is no JSON{nan}: {e}; write or copy the file again"
+      f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; give a "
+      f"JSON file like COCO's {name}_*.json{outlines} "
+      '(https://cocodataset.org/#format-data)'
     ) from e
 
 
@@ -220,20 +219,17 @@ def _flat(path, content, image_ids):
       'its segments, or remove the image'
     )
   objects = list(itertools.chain(*(row.segments_info for row in rows)))
-  counts = [len(row.segments_info) for row in rows]
-  return objects, np.repeat(owners, counts), segments
+  return objects, np.repeat(owners, [len(row.segments_info) for row in rows]), segments
 
 
 def _unique(path, group, items, name) -> np.ndarray:
   """Returns the values of a key, [n], which must differ."""
   values = [getattr(item, name) for item in items]
-  counts = collections.Counter(values)
-  if len(counts) < len(values):
-    twice = [value for value, count in counts.items() if count > 1]
+  twice = [value for value, n in collections.Counter(values).items() if n > 1]
+  if twice:
     raise ValueError(
-      f"'{path}': several {group} have the same '{name}': "
-      f'{", ".join(map(repr, twice[:SHOWN]))}'
-      f'{" ..." if len(twice) > SHOWN else ""}; give each its own'
+      f"'{path}': several {group} have the same '{name}': {twice[:SHOWN]}; give each "
+      'its own'
     )
   return np.array(values, object if 'name' in name else np.int64)
 
@@ -244,13 +240,9 @@ def _numbers(path, objects, ids, name, known, group) -> np.ndarray:
   values = [getattr(x, name) for x in objects]
   unknown = [i for i, value in enumerate(values) if value not in places]
   if unknown:
-    kind = name.removesuffix('_id')
-    shown = ', '.join(
-      f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]
-    )
+    shown = [f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]]
     raise ValueError(
-      f"'{path}': {len(unknown):,} annotations are of no {kind} that "
-      f"'{group}' lists ({shown}{' ...' if len(unknown) > SHOWN else ''}): add "
-      f'the {kind}, or remove the annotations'
+      f"'{path}': {len(unknown):,} annotations have an {name} that '{group}' does "
+      f'not list ({", ".join(shown)}): add it, or remove the annotations'
     )
   return np.array([places[value] for value in values], np.int64)

@@ -3,7 +3,7 @@
   {"images": [{"id": 7, "file_name": "a.jpg"}],
    "annotations": [{"image_id": 7, "caption": "A cat on a mat."}]}
 
-The images lie where those with boxes do, see vit_jax/data/coco/layout.py. The
+The images are where images with boxes are, see vit_jax/data/coco/layout.py. The
 feature `captions` of an image has all of its captions, in the order of the file.
 Images without a caption are left out.
 """
@@ -43,8 +43,8 @@ def exists(root: str, split: str) -> bool:
 def lines(root: str, base: str) -> list[manifest.Line]:
   """Returns the images of a split with their captions, as lines of a manifest.
 
-  ValueError if the file is not as above, or a caption is of no image that it
-  lists.
+  ValueError if the file is not as above, or a caption is of an image that it does
+  not list.
   """
   place = layout.find(root, base, FEATURE)
   content = image_files.read_file(place.path)
@@ -52,21 +52,21 @@ def lines(root: str, base: str) -> list[manifest.Line]:
     found = msgspec.json.decode(content, type=_File)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(
-      f"'{place.path}' is no file of captions: {e}; give COCO's captions_*.json or "
-      "a file like it, an object with 'images' and 'annotations'"
+      f"'{place.path}' is not a file of captions: {e}; give a JSON file like COCO's "
+      "captions_*.json, with 'images' and 'annotations'"
     ) from e
   texts = {image.id: [] for image in found.images}
   for annotation in found.annotations:
     if annotation.image_id not in texts:
       raise ValueError(
-        f"'{place.path}': the caption '{annotation.caption[:40]}' is of image "
-        f"{annotation.image_id}, which 'images' does not list: add the image, or "
-        'remove the caption'
+        f"'{place.path}': image_id {annotation.image_id} of the caption "
+        f"'{annotation.caption[:40]}' is not in 'images': add the image, or remove "
+        'the caption'
       )
     texts[annotation.image_id].append(annotation.caption.strip())
   images = [image for image in found.images if texts[image.id]]
   if not images:
-    raise ValueError(f"'{place.path}' has no captions: give a file with some")
+    raise ValueError(f"'{place.path}' has no captions: add some")
   if len(images) < len(found.images):
     lost = len(found.images) - len(images)
     console.say(f"{lost:,} images of '{place.path}' without a caption are left out.")

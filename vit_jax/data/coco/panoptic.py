@@ -2,37 +2,42 @@
 
 A panoptic image has the height and width of its image. The colour of a pixel is
 the number of its segment, R + 256 G + 256 * 256 B, which the annotation lists
-with a class. All functions are TensorFlow graphs.
+with a class.
 """
 
+import numpy as np
 import tensorflow as tf
 
 from vit_jax.data.images import images
 
 # Data set -> number of its classes of things, which come before those of stuff.
 THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
+_UNITS = (1, 256, 65_536)  # Of red, green and blue.
 # Greater than the number of any colour.
 _NONE = 2**24
 
 
+def colours(numbers: np.ndarray) -> np.ndarray:
+  """Returns the colours of segment numbers [...] below 2^24, uint8 [..., 3]."""
+  return (numbers[..., None] // np.array(_UNITS) % 256).astype(np.uint8)
+
+
 def read(encoded, ids, shape):
-  """Reads which of some segments each pixel belongs to.
+  """Reads which of some segments each pixel belongs to, in a TensorFlow graph.
+
+  `encoded` is the content of a panoptic image, a string scalar, `ids` are the
+  numbers of at most 255 segments, int [n], and `shape` is height and width of the
+  image, int32 [2]. A panoptic image of another shape is an InvalidArgumentError.
 
   Returns uint8 [*shape]: i + 1 for pixels of segment `ids[i]`, 0 for all others.
-
-  Args:
-    encoded: string scalar, the content of the panoptic image.
-    ids: numbers of the segments, int [n], at most 255.
-    shape: int32 [2], height and width of the image; a panoptic image of another
-      shape is an InvalidArgumentError.
   """
-  colours = tf.cast(images.decode(encoded, upright=False), tf.int64)
+  pixels = tf.cast(images.decode(encoded, upright=False), tf.int64)
   tf.debugging.assert_equal(
-    tf.shape(colours)[:2],
+    tf.shape(pixels)[:2],
     shape,
     'a panoptic image has another height or width than its image',
   )
-  pixels = tf.reduce_sum(colours * [1, 256, 65_536], axis=-1)
+  pixels = tf.reduce_sum(pixels * _UNITS, axis=-1)
   flat = tf.reshape(pixels, [-1])
   ids = tf.cast(ids, tf.int64)
   order = tf.argsort(ids)

@@ -4,11 +4,9 @@ The features have the names of TFDS's `coco`: 'image', 'image/id' and, for the n
 objects of an image, 'objects/bbox' float32 [n, 4] (ymin, xmin, ymax, xmax as
 shares of the image), 'objects/label' int64 [n], 'objects/area' float32 [n] in
 pixels, 'objects/is_crowd' bool [n], 'objects/id' int64 [n]. Data for panoptic
-segmentation have 'panoptic_image', a PNG whose colours R + 256 G + 65536 B are
-the ids of segments, and 'panoptic_objects/...' like 'objects/...'. Where there
-is no panoptic file, the segments are painted from the outlines of the objects.
-
-Images without objects are examples like any other.
+segmentation have 'panoptic_image', see panoptic.py, and 'panoptic_objects/...' like
+'objects/...'. Without a panoptic file, the segments are painted from the outlines
+of the objects. Images without objects are examples like any other.
 """
 
 from collections.abc import Sequence
@@ -27,33 +25,26 @@ from vit_jax.distributed import files, processes
 
 SEGMENTS = 'panoptic_image'
 _VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
-# Features of objects, and of segments.
-_FEATURES = {
-  'objects': ('image', 'image/id', *(f'objects/{x}' for x in _VALUES)),
-  'panoptic': (
-    'image',
-    'image/id',
-    SEGMENTS,
-    *(f'panoptic_objects/{x}' for x in _VALUES),
-  ),
-}
+_OBJECTS = ('image', 'image/id', *(f'objects/{x}' for x in _VALUES))
+_PANOPTIC = (
+  'image', 'image/id', SEGMENTS, *(f'panoptic_objects/{x}' for x in _VALUES)
+)  # fmt: skip
 
 
 class AnnotatedSource(records.FolderSource):
   """Images with objects; see the top of this module, and records.FolderSource.
 
-  `digest` is a hash of the annotations and of the names of the images, and
-  `segments` are the paths of the PNGs of panoptic data, or None.
+  `digest` is a hash of the annotations and the names of the images, `shapes` are
+  heights and widths, and `segments` the paths of panoptic PNGs, or None.
   """
 
-  def __init__(self, columns, names, max_pixels, digest, shapes, segments, stuff):
+  def __init__(self, columns, names, max_pixels, *, digest, shapes, segments, stuff):
     super().__init__(columns, names, max_pixels)
     self._digest, self._shapes, self._segments = digest, shapes, segments
     self.stuff = tuple(stuff)
 
   def fingerprint(self) -> dict:
-    found = records.Source.fingerprint(self)
-    return {**found, 'annotations': self._digest}
+    return {**records.Source.fingerprint(self), 'annotations': self._digest}
 
   def shapes(self):
     return self._shapes
@@ -85,16 +76,12 @@ def open_split(
   class_names: Sequence[str] | None = None,
   workdir=None,
 ) -> AnnotatedSource:
-  """Opens a split of a folder of images with annotations.
-
-  See sources.open_split; `root` is laid out as vit_jax/data/coco/layout.py says.
-  """
-  prefix, kind = 'objects', 'instances'
+  """Opens a split of a folder laid out as in layout.py; see sources.open_split."""
+  available, kind = _OBJECTS, 'instances'
   if any(name.startswith('panoptic') for name in features):
-    prefix = 'panoptic'
-    kind = layout.kind_of_segments(root, split)
+    available, kind = _PANOPTIC, layout.kind_of_segments(root, split)
   where = f"split '{split}' of folder '{root}'"
-  wanted = records.resolve(features, _FEATURES[prefix], where)
+  wanted = records.resolve(features, available, where)
   parts = open_parts(root, split, kind, config.broken_boxes, class_names)
   usable, kept = _check_images(config, root, split, parts, workdir)
   classes = parts[0].found.classes if class_names is None else class_names
@@ -113,11 +100,15 @@ def open_split(
     columns,
     names,
     config.max_image_pixels,
-    digest,
-    np.concatenate([part.found.sizes[part.rows] for part in parts])[kept],
-    usable.get(SEGMENTS),
-    parts[0].found.stuff,
+    digest=digest,
+    shapes=_sizes(parts)[kept],
+    segments=usable.get(SEGMENTS),
+    stuff=parts[0].found.stuff,
   )
+
+
+def _sizes(parts):
+  return np.concatenate([part.found.sizes[part.rows] for part in parts])
 
 
 class Part(NamedTuple):
@@ -178,8 +169,7 @@ def open_parts(
 ) -> list[Part]:
   """Reads the annotations on all processes, which compare them.
 
-  See open_split for arguments and errors, layout.find for `kind`, and
-  box_checks.check for `broken_boxes`.
+  See annotation_files.read for `kind`, and box_checks.check for `broken_boxes`.
   """
   parts = []
 
@@ -218,10 +208,10 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
 
 
 def open_index(root, split, parts=None, feature='image', workdir=None):
-  """Returns the index of the images of a split, and how to check an image.
+  """Returns the index of the images of a split, and a function to check an image.
 
-  The latter is a function (path, max_pixels) -> why the image is broken or has
-  another size than its annotations say, '' if it is right. `parts` is what
+  The function takes (path, max_pixels) and says why the image is broken or has
+  another size than in its annotations, '' if it is right. `parts` is what
   open_parts returns, and `feature` is 'image' or SEGMENTS.
   """
   parts = parts or open_parts(root, split, 'instances', 'clip')
@@ -230,11 +220,10 @@ def open_index(root, split, parts=None, feature='image', workdir=None):
   bases = [f'{base}.{ending}' for base, _ in slices.parts(split)]
   names = [f'{split}.{ending}', *bases]
   index = checking.open_listed(root, names, listed, workdir)
-  # Those of the whole files, so that slices know of each other.
+  # All images of the files, so that slices share results.
   every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
   index.check_anew('sizes', files.digest(every))
-  sizes = np.concatenate([part.found.sizes[part.rows] for part in parts])
-  expected = dict(zip(index.paths(index.order), sizes))
+  expected = dict(zip(index.paths(index.order), _sizes(parts)))
 
   def why(path, max_pixels):
     return images.why_broken(path, max_pixels, expected[path])
@@ -243,7 +232,7 @@ def open_index(root, split, parts=None, feature='image', workdir=None):
 
 
 def _check_images(config, root, split, parts, workdir):
-  """Returns the usable images of each feature, and which images these are.
+  """Returns the usable images, by feature, and their numbers.
 
   With segments, an image is usable if its PNG is, too.
   """

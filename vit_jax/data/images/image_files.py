@@ -1,9 +1,5 @@
-"""Reads image files, local or in a bucket.
+"""Reads image files, local or in a bucket, and retries on storage errors."""
 
-Errors that storage has now and then lead to another attempt.
-"""
-
-import errno
 import functools
 import os
 import re
@@ -14,35 +10,29 @@ import tensorflow as tf
 # Seconds to wait before each new attempt to read.
 _DELAYS = (0.5, 2.0)
 # Errors for which another attempt is useless.
-_LASTING = (
-  errno.ENOENT,
-  errno.ENOTDIR,
-  errno.EISDIR,
-  errno.EACCES,
-  errno.ELOOP,
-)
+_LASTING = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def traced(function):
   """Has TensorFlow trace a function of an encoded image once, for all pipelines.
 
-  Every new pipeline would otherwise build all of its branches again, which takes
+  Otherwise every new pipeline would build all of its branches again, which takes
   as long as a few steps of a small model.
   """
   compiled = tf.function(function, autograph=False)
-  # TensorFlow takes threads that wait for the first trace for traces of their own.
+  # TensorFlow counts threads that wait for the first trace as new traces.
   compiled._omit_frequent_tracing_warning = True
 
   @functools.wraps(function)
   def call(encoded, *args, **kwargs):
-    # TensorFlow would trace again for each content that is not a tensor.
+    # TensorFlow would trace again for each value that is not a tensor.
     return compiled(tf.convert_to_tensor(encoded), *args, **kwargs)
 
   return call
 
 
 def display(path) -> str:
-  """Returns a path as text, even if its bytes are not UTF-8."""
+  """Returns a path as a string, even if its bytes are not UTF-8."""
   return os.fsencode(path).decode(errors='backslashreplace')
 
 
@@ -52,18 +42,17 @@ def is_local(path) -> bool:
 
 
 def retried(path, function):
-  """Calls function(path), with new attempts after passing storage errors.
+  """Returns function(path), and retries after temporary storage errors.
 
   A FileNotFoundError, and the OSError of the last attempt, name the file.
   """
   for delay in (*_DELAYS, None):
     try:
       return function(path)
+    except (FileNotFoundError, tf.errors.NotFoundError) as e:
+      raise FileNotFoundError(f"there is no image file '{display(path)}'") from e
     except (OSError, tf.errors.OpError) as e:
-      number = getattr(e, 'errno', None)
-      if number == errno.ENOENT or isinstance(e, tf.errors.NotFoundError):
-        raise FileNotFoundError(f"there is no image file '{display(path)}'") from e
-      if delay is None or number in _LASTING:
+      if delay is None or isinstance(e, _LASTING):
         reason = e.strerror if isinstance(e, OSError) else first_line(e)
         raise OSError(
           f"'{display(path)}' cannot be read: {reason}; make it readable from "
@@ -73,7 +62,7 @@ def retried(path, function):
 
 
 def read_file(path) -> bytes:
-  """Returns the content of an image file, local or with a scheme; see `retried`."""
+  """Returns the contents of an image file, local or with a scheme; see `retried`."""
   return retried(os.fsencode(path), _read)
 
 
@@ -88,16 +77,20 @@ def first_line(error: Exception) -> str:
   wrapping = (' ', '\t', 'Graph execution error', 'Detected at ', 'Node: ')
   own = [x for x in lines if x.strip() and not x.startswith(wrapping)]
   line = (own or lines or [type(error).__name__])[0]
-  line = re.sub(r'^\{\{function_node .*?\}\} ', '', line)
-  line = re.sub(r'^Error in user-defined function .*? iterator: \S+: ', '', line)
-  line = re.sub(r'^\w*Error: ', '', line)
+  for pattern in (
+    r'^\{\{function_node .*?\}\} ',
+    r'^Error in user-defined function .*? iterator: \S+: ',
+    r'^\w*Error: ',
+    r' \[Op:.*',
+  ):
+    line = re.sub(pattern, '', line)
   if line.startswith('jpeg::Uncompress failed'):
-    line = 'its JPEG data are damaged or cut off'
-  return re.sub(r' \[Op:.*', '', line)[:400]
+    line = 'its JPEG data are damaged or truncated'
+  return line[:400]
 
 
 def time_of(folder) -> int:
-  """Returns the time of a folder's last change in ns; -1 if unknown."""
+  """Returns when a local folder was last changed in ns; -1 if unknown."""
   try:
     return os.stat(folder).st_mtime_ns
   except OSError:
@@ -105,7 +98,7 @@ def time_of(folder) -> int:
 
 
 def size_and_time(path) -> tuple[int, int]:
-  """Returns the size of a file and the time of its last change in ns."""
+  """Returns the size of a file in bytes, and when it was last changed in ns."""
   if is_local(path):
     status = os.stat(path)
     return status.st_size, status.st_mtime_ns
@@ -114,7 +107,7 @@ def size_and_time(path) -> tuple[int, int]:
 
 
 def stamp(path) -> int:
-  """Returns a number from a file's size and time; 0 if there is no file."""
+  """Returns a hash of a file's size and time; 0 if there is no file."""
   try:
     size, time = retried(path, size_and_time)
   except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Decodes images of any format as people see them.
+"""Decodes images of any format as an image viewer shows them.
 
 Palettes and CMYK become RGB, transparent pixels become white, an animation
 yields its first frame, and images with an EXIF orientation are turned upright.
@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from vit_jax.data.images import image_files, jpeg, orientation, rgb
 
-# TensorFlow only reads images; JAX alone uses the GPUs.
+# TensorFlow only reads images; the GPUs are for JAX.
 try:
   tf.config.set_visible_devices([], 'GPU')
 except RuntimeError:  # The calling program has initialised TensorFlow already.
@@ -35,37 +35,49 @@ _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format to uint8 [height, width, channels].
 
-  Raises DECODE_ERRORS if it is no image, or a truncated one.
-
   Args:
-    encoded: string scalar, the content of a jpeg, png, webp, bmp or gif file.
+    encoded: string scalar, the contents of a jpeg, png, webp, bmp or gif file.
     channels: 3, or 1 for grey.
     size: (height, width) to which the caller will resize the image: a much
       larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`.
-    upright: whether to turn the image as its EXIF orientation says; False for
-      maps of pixels, and images with annotations, which belong to the stored
-      pixels.
+    upright: whether to apply the EXIF orientation; False for maps of pixels and
+      images with annotations, which refer to the stored pixels.
+
+  Raises:
+    DECODE_ERRORS: if it is not an image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else None
   ratio = None
   if size is not None:
     shape = orientation.turn_shape(shape_of(encoded), turned)
     ratio = jpeg.ratio(shape, size)
-  image = tf.cond(
-    tf.io.is_jpeg(encoded),
-    lambda: jpeg.decode(encoded, ratio),
-    lambda: decode_other(encoded),
-  )
+  return decode_window(encoded, channels, turned, ratio)
+
+
+def decode_window(encoded, channels: int, turned=None, ratio=None, window=None):
+  """Decodes a window of an image, see `decode`; only that part of a JPEG is decoded.
+
+  `turned` is the orientation in which the stored pixels are turned upright, `ratio`
+  the reduction of a JPEG, see `jpeg.decode`, and `window`, int32 [4], is (y, x,
+  height, width) in stored pixels at the reduced size; None: the whole image.
+  """
+
+  def other():
+    image = _decode_other(encoded)
+    if window is None:
+      return image
+    y, x, height, width = tf.unstack(window, num=4)
+    return image[y : y + height, x : x + width]
+
+  is_jpeg = tf.io.is_jpeg(encoded)
+  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window), other)
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
 
 
 @image_files.traced
-def decode_other(encoded):
-  """Decodes all formats but JPEG: common png in TensorFlow, others in Pillow.
-
-  The pixels stay as they are stored, see `orientation`.
-  """
+def _decode_other(encoded):
+  """Decodes all formats but JPEG as stored: common png in TensorFlow, else Pillow."""
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
   depth = tf.strings.substr(head, 24, 1)
@@ -103,10 +115,7 @@ def _is_png(encoded):
 
 
 def _by_pillow(encoded, function, dtype, shape):
-  """Calls a function of an image of Pillow, which has read its header.
-
-  Its result is of a type and a shape.
-  """
+  """Returns function(image), of a dtype and shape, for a lazily opened PIL image."""
 
   def call(encoded):
     if isinstance(encoded, np.ndarray):  # In eager calls.
@@ -116,8 +125,8 @@ def _by_pillow(encoded, function, dtype, shape):
         return np.asarray(function(image), dtype.as_numpy_dtype)
     except Image.DecompressionBombError as e:
       raise ValueError(f'Pillow refuses it: {e}') from e
-    except Exception as e:  # Pillow's readers raise all sorts.
-      raise ValueError('no image of a known format, or only part of one') from e
+    except Exception as e:  # Pillow does not document its readers' errors.
+      raise ValueError('not an image of a known format, or truncated') from e
 
   found = tf.numpy_function(call, [encoded], dtype, stateful=False)
   return tf.ensure_shape(found, shape)
@@ -127,16 +136,15 @@ def _by_pillow(encoded, function, dtype, shape):
 def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
 
-  They are those of the stored pixels, before these are turned upright. Raises
-  DECODE_ERRORS if there is no header of an image.
+  They refer to the stored pixels, without the EXIF orientation. Raises
+  DECODE_ERRORS if there is no image header.
   """
 
   def of_png():
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
-    return tf.cast(tf.io.decode_raw(sizes, tf.int32, little_endian=False), tf.int64)[
-      ::-1
-    ]
+    width_height = tf.io.decode_raw(sizes, tf.int32, little_endian=False)
+    return tf.cast(width_height[::-1], tf.int64)
 
   def of_jpeg():
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
@@ -151,10 +159,9 @@ def shape_of(encoded):
 
 @image_files.traced
 def bounded(encoded, limit: int):
-  """Returns the content of an image file, a string scalar, as it is.
+  """Returns an encoded image, a string scalar, unchanged.
 
-  Reads the header, and raises DECODE_ERRORS if there is none or the image has
-  more than `limit` pixels.
+  Raises DECODE_ERRORS if its header is missing or has more than `limit` pixels.
   """
   shape = shape_of(encoded)
 
@@ -181,18 +188,21 @@ def to_float(image):
   )
 
 
-def encode_png(pixels: np.ndarray) -> bytes:
-  """Returns the contents of a PNG file of uint8 [height, width, 3]."""
+def encode_png(pixels: np.ndarray, level: int = -1) -> bytes:
+  """Returns the contents of a PNG file of uint8 [height, width, 3].
+
+  `level` is zlib's compression level: 0 is fastest, -1 the default.
+  """
   buffer = io.BytesIO()
-  Image.fromarray(pixels).save(buffer, 'PNG')
+  Image.fromarray(pixels).save(buffer, 'PNG', compress_level=level)
   return buffer.getvalue()
 
 
 def why_broken(path: bytes, max_pixels: int, size=None) -> str:
-  """Decodes an image file; returns why that fails, or ''; or raises OSError.
+  """Decodes an image file; returns why that fails, '' if it does not.
 
-  `max_pixels` is the greatest number of pixels, and `size` the height and width
-  that the image must have, if any.
+  `size` is the height and width that the image must have, if any. Raises OSError
+  if the file cannot be read.
   """
   try:
     encoded = image_files.read_file(path)

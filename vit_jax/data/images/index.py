@@ -1,16 +1,16 @@
 """An index: the images of a folder, and which of them can be decoded.
 
-An index of millions of images takes a few bytes per name. It is up to date as
-long as no folder has changed, which is checked without reading the files.
-Results of checking a file are valid as long as its size and modification time
-stay the same.
+An index of millions of images takes a few bytes more than their names. It is up to
+date as long as no folder has changed, which is checked without reading the files.
+The result of checking a file is valid as long as its size and modification time
+are the same.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
 import hashlib
 import io
-import itertools
 import json
 import os
 import time
@@ -26,8 +26,7 @@ from vit_jax.distributed import files
 # Status of a file: not checked; was decoded; cannot be decoded.
 UNKNOWN, DECODED, BROKEN = range(3)
 
-_VERSION = 2
-# Seconds between two times that the results of a check are saved.
+# Seconds between saves of the results of a check.
 _SAVE_EVERY = 60.0
 _THREADS = 2 * (os.cpu_count() or 1)
 REMOTE_THREADS = 32
@@ -39,7 +38,7 @@ class Index:
   """Images below a folder, by row; the rows never change.
 
   Attributes:
-    root: the folder of the data set; `base`, the split; `top`, its folder.
+    root, base, top: folder of the data set, name of the split, and its folder.
     path: file with exactly this content; None if there is none.
     folders: paths of the folders with images, relative to `top`; bytes.
     counts: int64 [f], number of images in each folder.
@@ -49,8 +48,8 @@ class Index:
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
       every folder), 'ignored' (number of ignored entries, and the first),
       'bare' (direct subfolders that hold files but no image), 'broken' (reasons
-      by row), 'max_pixels' of the check, and 'sizes', a hash of the sizes that
-      it expected, if any.
+      by row), 'max_pixels' of the check, and 'sizes', a hash of the expected
+      sizes, if any.
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
@@ -72,7 +71,7 @@ class Index:
     return len(self.order)
 
   def folder_of(self, rows) -> np.ndarray:
-    """Returns the numbers of the folders of rows."""
+    """Returns the number of the folder of each row."""
     return np.searchsorted(self._last, rows, side='right')
 
   def names(self, rows) -> list[bytes]:
@@ -87,7 +86,7 @@ class Index:
     ]
 
   def paths(self, rows) -> list[bytes]:
-    """Returns the paths of images, by row."""
+    """Returns the complete paths of images, by row."""
     top = os.fsencode(self.top)
     return [
       name if b'://' in name else os.path.join(top, name) for name in self.names(rows)
@@ -96,20 +95,19 @@ class Index:
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
     bad = np.flatnonzero(self.status == BROKEN)
-    return files.digest([self.names_digest().encode(), self.order, bad])
+    return files.digest([*self._all_names(), self.order, bad])
 
-  def names_digest(self) -> str:
-    """Returns a hash of all names."""
-    return files.digest([_lines(self.folders), self.counts, self._names])
+  def _all_names(self):
+    return _lines(self.folders), self.counts.tobytes(), self._names
 
   # --- Status of the files ---
 
   def check(self, rows, why: Callable, max_pixels: int, path=None) -> bool:
     """Checks the files of rows that were not checked before.
 
-    See checking.usable for `why` and `max_pixels`. A file that cannot be read is
-    an OSError, and does not count as broken. The index is saved to `path`, if
-    any, about every minute. Returns whether any file was checked.
+    See checking.usable for `why` and `max_pixels`. The index is saved to `path`,
+    if any, about every minute. Returns whether any file was checked; raises
+    OSError if a file cannot be read, which does not count as broken.
     """
     self.check_anew('max_pixels', max_pixels)
     rows = np.unique(rows[self.status[rows] == UNKNOWN])
@@ -119,12 +117,10 @@ class Index:
       stamp = image_files.stamp(path)
       return why(path, max_pixels), stamp
 
-    saved = time.monotonic()
-    pause = _SAVE_EVERY
+    saved, pause = time.monotonic(), _SAVE_EVERY
     for block, found in self._each(rows, look, 'Checking images'):
       whys, self.stamps[block] = zip(*found)
-      bad = np.array([bool(why) for why in whys])
-      self.status[block] = np.where(bad, BROKEN, DECODED)
+      self.status[block] = [BROKEN if why else DECODED for why in whys]
       reasons.update({str(row): why for row, why in zip(block, whys) if why})
       began = time.monotonic()
       if path and began - saved >= pause:
@@ -158,35 +154,30 @@ class Index:
     """
     kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
     known = np.flatnonzero(old.status)
-    if not len(known) or not len(self):
-      return
     if any(self.facts.get(k, fact) != fact for k, fact in kept.items()):
       return  # Results of another check.
-    if self.names_digest() == old.names_digest():
+    if self._all_names() == old._all_names():
       mine = theirs = known
     else:
-      keys, wanted = _keys(self), _keys(old, known)
-      sorter = np.argsort(keys)
-      at = np.searchsorted(keys, wanted, sorter=sorter)
-      at = sorter[np.minimum(at, len(keys) - 1)]
-      mine, theirs = at[keys[at] == wanted], known[keys[at] == wanted]
+      keys = _keys(self, np.arange(len(self))), _keys(old, known)
+      _, mine, theirs = np.intersect1d(*keys, return_indices=True)
+      theirs = known[theirs]
     new = self.status[mine] == UNKNOWN
     mine, theirs = mine[new], theirs[new]
-    if not compare:
-      self.stamps[mine] = old.stamps[theirs]
-    else:
+    if compare:
       for block, stamps in self._each(mine, image_files.stamp, 'Comparing images'):
         self.stamps[block] = stamps
+    else:
+      self.stamps[mine] = old.stamps[theirs]
     same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
     mine, theirs = mine[same], theirs[same]
     self.status[mine] = old.status[theirs]
-    reasons = old.facts['broken']
-    broken = {
-      str(m): reasons[str(t)]
-      for m, t in zip(mine.tolist(), theirs.tolist())
-      if str(t) in reasons
+    broken = self.status[mine] == BROKEN
+    reasons = {
+      str(m): old.facts['broken'].get(str(t), '')
+      for m, t in zip(mine[broken].tolist(), theirs[broken].tolist())
     }
-    self.facts.update(kept, broken=self.facts['broken'] | broken)
+    self.facts.update(kept, broken=self.facts['broken'] | reasons)
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
@@ -215,11 +206,10 @@ class Index:
     """Writes the index to a file atomically."""
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    facts = {**self.facts, 'version': _VERSION, 'digest': self.digest()}
     with files.replacing(path) as file:
       np.savez_compressed(
         file,
-        facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        facts=np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
         folders=np.frombuffer(_lines(self.folders), np.uint8),
         names=np.frombuffer(self._names, np.uint8),
         counts=self.counts,
@@ -241,15 +231,10 @@ class Index:
         facts = json.loads(found['facts'].tobytes())
         folders = found['folders'].tobytes().split(b'\0')[:-1]
         names = found['names'].tobytes()
-        columns = found['counts'], names, found['order'], facts
-        index = cls(root, base, folders, *columns)
+        index = cls(root, base, folders, found['counts'], names, found['order'], facts)
         index.status, index.stamps = found['status'], found['stamps']
-      fine = facts['version'] == _VERSION and facts['digest'] == index.digest()
-      fine &= len(index) == len(index.stamps) == index.counts.sum()
     except Exception:  # NumPy does not document the errors for damaged files.
-      fine = False
-    if not fine:
-      logging.warning("'%s' is damaged or of another version: ignored", path)
+      logging.warning("'%s' is damaged: ignored", path)
       return None
     index.path = str(path)
     return index
@@ -268,7 +253,7 @@ class Index:
 
 
 class Paths(Sequence):
-  """The paths of a split's images as text: (index, rows) pairs."""
+  """The paths of a split's images as strings: (index, rows) pairs."""
 
   def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]):
     self.parts = list(parts)
@@ -308,7 +293,7 @@ class Paths(Sequence):
     return found
 
   def mark(self, found: dict[int, str]):
-    """Marks images as broken, by number, as another process has found."""
+    """Marks images as broken: reasons by number, possibly of other processes."""
     numbers, begin = np.array(list(found), np.int64), 0
     for (index, rows), end in zip(self.parts, self._ends):
       mine = numbers[(begin <= numbers) & (numbers < end)]
@@ -319,14 +304,14 @@ class Paths(Sequence):
       begin = end
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
-    """Returns the paths without those of some numbers."""
+    """Returns the paths without the images of some numbers."""
     kept = np.ones(len(self), bool)
     kept[numbers] = False
     masks = np.split(kept, self._ends[:-1])
     return Paths((index, rows[mask]) for (index, rows), mask in zip(self.parts, masks))
 
   def store(self, workdir):
-    """Writes those indices to the workdir of a run that are not stored yet."""
+    """Writes indices that are not stored yet to the workdir of a run."""
     for index, _ in self.parts:
       if index.path is None:
         index.save(place(workdir, index.root, index.base))
@@ -343,10 +328,10 @@ class Paths(Sequence):
 
 
 def place(workdir, root: str, base: str) -> str:
-  """Returns the path of the stored index of a split, by default beside it."""
+  """Returns the path of the stored index of a split, by default next to it."""
   if workdir is None:
-    alone = base in ('', '.')
-    return (root.rstrip('/') if alone else f'{root}/{base}') + '.index.npz'
+    is_root = base in ('', '.')
+    return (root.rstrip('/') if is_root else f'{root}/{base}') + '.index.npz'
   name = ''.join(c if c.isalnum() else '_' for c in base)
   key = files.digest([f'{root}/{base}'.encode()])[:8]
   return f'{workdir}/data/{name}-{key}.npz'
@@ -354,17 +339,14 @@ def place(workdir, root: str, base: str) -> str:
 
 def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   """Makes an index of listed files; `order` is the order of the list."""
-  names = [os.fsencode(path) for path in paths]
-  split = [os.path.split(name) for name in names]
+  split = [os.path.split(os.fsencode(path)) for path in paths]
   rows = sorted(range(len(split)), key=split.__getitem__)
   order = np.empty(len(rows), np.uint32)
   order[rows] = np.arange(len(rows))
-  folders, counts = [], []
-  for folder, group in itertools.groupby(split[row][0] for row in rows):
-    folders.append(folder)
-    counts.append(len(list(group)))
-  content = _lines(split[row][1] for row in rows)
-  index = Index(root, base, folders, counts, content, order, {'broken': {}})
+  counts = collections.Counter(split[row][0] for row in rows)
+  names = _lines(split[row][1] for row in rows)
+  facts = {'broken': {}}
+  index = Index(root, base, list(counts), list(counts.values()), names, order, facts)
   index.top = root if '://' in root else ''  # The paths are complete.
   return index
 
@@ -380,9 +362,8 @@ def hash_order(names: Iterable[str]) -> list[int]:
   return sorted(range(len(hashes)), key=hashes.__getitem__)
 
 
-def _keys(index, rows=None) -> np.ndarray:
+def _keys(index, rows) -> np.ndarray:
   """Returns a hash of the names of rows, uint64 [n]."""
-  rows = np.arange(len(index)) if rows is None else rows
   keys = np.empty(len(rows), np.uint64)
   for start in range(0, len(rows), _BLOCK):
     names = index.names(rows[start : start + _BLOCK])
@@ -392,5 +373,5 @@ def _keys(index, rows=None) -> np.ndarray:
 
 
 def _lines(names: Iterable[bytes]) -> bytes:
-  """Joins names; each ends with a zero byte."""
+  """Joins names, each followed by a zero byte."""
   return b''.join(name + b'\0' for name in names)

@@ -20,10 +20,10 @@ def ratio(shape, size):
 
 @image_files.traced
 def decode(encoded, ratio=None, window=None):
-  """Decodes a JPEG to uint8 [height, width, 3]; DECODE_ERRORS, see images.py.
+  """Decodes a JPEG to uint8 [height, width, 3]; may raise images.DECODE_ERRORS.
 
   Args:
-    encoded: string scalar, the content of a file.
+    encoded: string scalar, the contents of a file.
     ratio: int32 scalar, one of RATIOS, to decode at 1 / ratio of the size.
     window: int32 [4], (y, x, height, width) of the crop to decode, in pixels of
       the image at that size.

@@ -1,13 +1,12 @@
 """Lists the images below a folder, reading many folders in parallel.
 
-Hidden files are left out. So are entries with the name of an image that are not
+Hidden files are left out, as are entries with the name of an image that are not
 files, such as folders and broken links.
 """
 
 from collections.abc import Sequence
 import concurrent.futures
 import datetime
-import errno
 import json
 import os
 import re
@@ -30,7 +29,7 @@ _TICK = 2.0
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
-  """Lists the images of a split; an OSError names a folder that is closed."""
+  """Lists the images of a split; OSError names a folder that cannot be read."""
   top = os.path.join(root, base)
   local = image_files.is_local(top)
   level, found = [b''], []
@@ -126,13 +125,11 @@ def _local_entries(path):
   """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
-      try:
-        is_file, is_folder = entry.is_file(), entry.is_dir()
-      except OSError as e:
-        if e.errno != errno.ELOOP:
-          raise
-        is_file = is_folder = False  # A link in a circle.
-      yield entry.name, is_file, is_folder, entry.is_symlink()
+      if entry.is_symlink():
+        target = entry.path
+        yield entry.name, os.path.isfile(target), os.path.isdir(target), True
+      else:
+        yield entry.name, entry.is_file(), entry.is_dir(), False
 
 
 def _remote_entries(path):
@@ -154,12 +151,15 @@ def _is_loop(top, name) -> bool:
 
 
 def expand(paths: Sequence[str]) -> list[str]:
-  """Returns paths, with those of images in place of folders and patterns.
+  """Returns paths, with folders, patterns and lists replaced by their images.
 
-  A folder stands for all images below it, sorted; a pattern with *, ? or [ ]
-  for the files and folders that match; a list (.txt, or .jsonl with the key
-  `image` or `path`) for its paths, relative to the folder of the list. What
-  stands for nothing is a FileNotFoundError, and a wrong line a ValueError.
+  A folder stands for all images below it, sorted; a pattern with *, ? or [ ] for
+  the files and folders that match; a list (.txt, or .jsonl with the key `image`
+  or `path`) for its paths, relative to the folder of the list.
+
+  Raises:
+    FileNotFoundError: if a folder or a pattern has no images.
+    ValueError: if a line of a list is wrong.
   """
   found = []
   for path in paths:

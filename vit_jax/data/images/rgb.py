@@ -1,4 +1,4 @@
-"""The pixels of an image of Pillow as people see them, with NumPy and Pillow only."""
+"""RGB pixels of PIL images as viewers show them, with NumPy and Pillow only."""
 
 import numpy as np
 from PIL import Image
@@ -7,8 +7,8 @@ from PIL import Image
 def to_rgb(image: Image.Image) -> np.ndarray:
   """Returns the pixels of an image of any mode, uint8 [height, width, 3].
 
-  Transparent pixels are composited on white. Of 16 bits the upper 8 are kept:
-  Pillow itself would clip a grey image of 16 bits to 255.
+  Transparent pixels are composited on white. Grey images of 16 bits keep the
+  upper 8; Pillow would clip them to 255.
   """
   if image.mode.startswith('I;16'):
     clear = image.info.get('transparency')

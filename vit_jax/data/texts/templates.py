@@ -1,9 +1,9 @@
-"""Templates of texts about a class, which turn its name into sentences.
+"""Prompt templates, which turn the name of a class into sentences.
 
-Those of CLIP (Radford et al., ICML 2021; its notebook
-Prompt_Engineering_for_ImageNet): `full` are the 80 of the paper, and `short` the
-seven of them that were chosen one after the other as the best, with the bare name
-before them, as LiT's zero-shot figures have them (arXiv 2111.07991).
+CLIP's templates (Radford et al., ICML 2021; its notebook
+Prompt_Engineering_for_ImageNet): `full` are the 80 of the paper, and `short` are the
+bare name and the seven templates that forward selection chose, as used for LiT's
+zero-shot results (arXiv 2111.07991).
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ _PHOTOS = (
   'close-up', 'black and white', 'pixelated', 'jpeg corrupted', 'blurry', 'good',
   'large', 'small', 'nice', 'weird', '',
 )  # fmt: skip
-# Those of which the adjective follows: "a photo of a clean {}".
+# Adjectives that follow: "a photo of a clean {}".
 _OF = ('clean', 'dirty', 'cool', 'large', 'small', 'nice', 'weird')
 # Other kinds of pictures, of "a {}" and of "the {}".
 _PICTURES = (
@@ -74,11 +74,8 @@ TEMPLATES = {
 def get(name: str) -> tuple[str, ...]:
   """Returns templates, each with one `{}` for the name of a class.
 
-  Args:
-    name: a key of TEMPLATES; one template; or a file with one in each line.
-
-  Raises:
-    ValueError: if it is none of these, or a template has no `{}`.
+  `name` is a key of TEMPLATES, a template, or a file with one template per line.
+  ValueError if a template does not have one `{}`.
   """
   if name in TEMPLATES:
     return TEMPLATES[name]
@@ -89,35 +86,34 @@ def get(name: str) -> tuple[str, ...]:
     if template.count('{}') != 1:
       raise ValueError(
         f"templates='{name}': the template '{template}' needs one {{}} for the name "
-        f'of a class: give {", ".join(TEMPLATES)}, one template such as "a photo '
-        'of a {}", or a file with one in each line (--config.task_options.templates)'
+        f'of a class: give {", ".join(TEMPLATES)}, a template such as "a photo of a '
+        '{}", or a file with one per line (--config.task_options.templates)'
       )
   return tuple(found)
 
 
 def lines(path: str, what: str) -> list[str]:
-  """Returns the lines of a text file that are not empty.
+  """Returns the non-empty lines of a text file; `what` names the argument.
 
-  FileNotFoundError if there is no such file, ValueError if it has no lines;
-  `what` names the argument.
+  FileNotFoundError if there is no such file, ValueError if it has no lines.
   """
   if not tf.io.gfile.exists(path):
-    raise FileNotFoundError(f"{what}='{path}': there is no such file")
+    raise FileNotFoundError(f"{what}='{path}' does not exist: give a file")
   with tf.io.gfile.GFile(path) as file:
     found = [line.strip() for line in file.read().splitlines()]
   found = [line for line in found if line]
   if not found:
-    raise ValueError(f"{what}='{path}' has no lines: write one text a line")
+    raise ValueError(f"{what}='{path}' has no lines: write one string per line")
   return found
 
 
 def listed(words: str, what: str) -> list[str]:
-  """Returns texts that a user gives as 'a;b;c', or as a file with one a line."""
+  """Returns strings given as 'a;b;c', or as a file with one per line."""
   if ';' not in words and tf.io.gfile.exists(words):
     return lines(words, what)
   return [word.strip() for word in words.split(';') if word.strip()]
 
 
 def fill(names: Sequence[str], templates: Sequence[str]) -> list[str]:
-  """Returns the texts of all names, each in all templates: n * m of them."""
+  """Returns each of n names in each of m templates, n * m strings, name by name."""
   return [t.replace('{}', name) for name in names for t in templates]

@@ -1,4 +1,4 @@
-"""Tokenizers: texts become rows of numbers of one length.
+"""Tokenizers: strings become rows of numbers of one length.
 
 LiT ("LiT: Zero-Shot Transfer with Locked-image text Tuning", Zhai et al., CVPR
 2022, arXiv 2111.07991) has BERT's and SentencePiece, which keep the original's
@@ -7,7 +7,7 @@ al., ICCV 2023) and SigLIP 2 (arXiv 2502.14786):
 
   name           vocab_path         row of max_len tokens
   bert           vocab.txt          [CLS] tokens [PAD] [PAD]
-  hf_bert        vocab.txt          the same, with words as Hugging Face cuts them
+  hf_bert        vocab.txt          the same, with words as Hugging Face splits them
   sentencepiece  *.model            tokens </s> </s> </s>
   clip           tokenizer.json     <|startoftext|> tokens <|endoftext|> padding
   siglip         spiece.model       tokens </s> </s> </s>
@@ -24,7 +24,6 @@ import collections
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
 import json
-import os
 import re
 import string
 from typing import ClassVar
@@ -39,7 +38,7 @@ from vit_jax.weights import fetch, hub
 
 # The first tokens of a vocabulary of BERT, in this order.
 SPECIAL = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]')
-# Files beside tokenizer.json on Hugging Face that name special tokens.
+# Files next to a tokenizer.json on Hugging Face that name special tokens.
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
 _START, _END = '<|startoftext|>', '<|endoftext|>'
 # What tensorflow_text splits words at and keeps, as a pattern: punctuation of ASCII
@@ -54,38 +53,47 @@ _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer(abc.ABC):
-  """What all tokenizers share: reading the vocabulary, clipping, padding.
+  """Base of the tokenizers: reads the vocabulary, truncates and pads.
 
-  Two tokenizers are equal if their fields are. A pickle holds `vocab_path` and
-  `max_len` only, and reads the vocabulary again when it is loaded.
+  Two tokenizers are equal if their fields are. A pickle holds only `vocab_path` and
+  `max_len`, and reads the vocabulary again when it is loaded.
+
+  Raises OSError if the vocabulary cannot be read, and ValueError if it is of another
+  kind or `max_len` is below 2.
   """
 
   vocab_path: str
   max_len: int
 
-  # What a vocabulary is, and the name of its file in a model on the hub.
+  # What a vocabulary is, the name of its file on the Hub, and the package to read it.
   _kind: ClassVar[str]
   _file: ClassVar[str]
+  _package: ClassVar[str] = 'tokenizers'
 
   def __post_init__(self):
     if self.max_len < 2:
       raise ValueError(
-        f'max_len={self.max_len} is too small: give at least 2, since the '
-        'tokenizer adds one or two tokens'
+        f'max_len={self.max_len} must be at least 2, since the tokenizer adds one or '
+        'two tokens'
       )
-    self._load()
+    package = console.needed(self._package, 'text', type(self).__name__)
+    path, content = self._read()
+    try:
+      attributes = {'_content': content, **self._load(package, path, content)}
+    except Exception as e:  # The packages raise various classes of errors.
+      raise ValueError(
+        f"vocab_path='{self.vocab_path}' is not {self._kind}: {e}"
+      ) from e
+    for name, value in attributes.items():
+      object.__setattr__(self, name, value)  # The fields are frozen.
 
   def __reduce__(self):
     return type(self), (self.vocab_path, self.max_len)
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns the tokens of texts, int32 [n, max_len].
+    """Returns the tokens of n strings, int32 [n, max_len].
 
-    Args:
-      texts: n texts. Of bytes, those that are not UTF-8 count as U+FFFD.
-
-    Raises:
-      ValueError: if `texts` is a single text, or has anything but texts.
+    Bytes that are not UTF-8 count as U+FFFD. ValueError for a single string.
     """
     texts = _listed(texts)
     rows = np.full([len(texts), self.max_len], self._padding, np.int32)
@@ -95,46 +103,35 @@ class Tokenizer(abc.ABC):
     return rows
 
   def preprocess_tf(self, text):
-    """Returns the tokens of one text in a graph, such as tf.data.Dataset.map.
+    """Returns the tokens of a string scalar, int32 [max_len], in a TensorFlow graph.
 
-    Python computes them, so that the graph cannot be stored without it.
-
-    Args:
-      text: string scalar.
-
-    Returns:
-      int32 [max_len].
+    Python computes them, so the graph cannot be exported.
     """
     import tensorflow as tf  # Only here: a server needs no TensorFlow.
-
-    text = tf.convert_to_tensor(text)
 
     def tokenize(value):  # Bytes in a graph, else an array of them.
       value = value.item() if isinstance(value, np.ndarray) else value
       return self([value])[0]
 
-    tokens = tf.numpy_function(tokenize, [text], tf.int32, stateful=False)
+    tokens = tf.numpy_function(
+      tokenize, [tf.convert_to_tensor(text)], tf.int32, stateful=False
+    )
     return tf.ensure_shape(tokens, [self.max_len])
 
   def content(self) -> bytes:
     """Returns a file from which the tokenizer can be made without any other."""
-    return self._read()[1]
+    return self._content
 
   @abc.abstractmethod
-  def _load(self):
-    """Sets what `_tokens` needs, `_padding`, and the fields that are left."""
+  def _load(self, package, path: epath.Path, content: bytes) -> dict:
+    """Returns what `_tokens` needs, `_padding`, and the other fields."""
 
   @abc.abstractmethod
   def _tokens(self, text: str) -> list[int]:
-    """Returns `max_len` tokens of a text at most."""
-
-  def _set(self, **attributes):
-    """Sets attributes once, at construction: the fields are frozen."""
-    for name, value in attributes.items():
-      object.__setattr__(self, name, value)
+    """Returns at most `max_len` tokens of a string."""
 
   def _read(self) -> tuple[epath.Path, bytes]:
-    """Returns the local path of the vocabulary, and what is in it."""
+    """Returns the local path and the content of the vocabulary."""
     path = self.vocab_path
     if hub.is_at(path):
       uri = hub.parse(path)
@@ -142,63 +139,27 @@ class Tokenizer(abc.ABC):
         path = dataclasses.replace(uri, path_in_repo=self._file).to_uri()
     try:
       path = fetch.fetch(path)
-    except OSError as e:  # Also that it does not exist, or access is refused.
+      return path, path.read_bytes()
+    except OSError as e:
       raise type(e)(
-        f"vocab_path='{self.vocab_path}': {e}; else give {self._kind}, as a file "
-        'of this machine'
+        f"vocab_path='{self.vocab_path}' cannot be read: {e}; give {self._kind}"
       ) from e
-    if not os.path.isfile(path):  # epath counts pipes and devices as files.
-      raise FileNotFoundError(
-        f"vocab_path='{self.vocab_path}' is not a file: give {self._kind}, local or "
-        'at gs://, hf:// or https://'
-      )
-    content = path.read_bytes()
-    if not content:
-      raise self._wrong('is empty')
-    return path, content
-
-  def _wrong(self, what: str) -> ValueError:
-    """Returns the error to raise for a vocabulary that cannot be used."""
-    return ValueError(f"vocab_path='{self.vocab_path}' {what}: give {self._kind}")
-
-  def _needed(self, package: str):
-    """Imports a package that this tokenizer needs."""
-    return console.needed(package, 'text', type(self).__name__)
-
-  def _read_json(self):
-    """Returns a tokenizer.json as an object, and its path."""
-    package = self._needed('tokenizers')
-    path, content = self._read()
-    try:
-      tokenizer = package.Tokenizer.from_buffer(content)
-    except Exception:  # The package has no class of errors of its own.
-      raise self._wrong('is not a tokenizer.json') from None
-    if getattr(tokenizer.model, 'dropout', None):
-      raise self._wrong('draws tokens at random (dropout)')
-    return tokenizer, path
-
-  def _numbers(self, tokenizer, *tokens: str) -> list[int]:
-    """Returns the numbers of tokens of an object of `_read_json`."""
-    numbers = [tokenizer.token_to_id(token) for token in tokens]
-    if None in numbers:
-      raise self._wrong(f'has no token {tokens[numbers.index(None)]}')
-    return numbers
 
 
 @dataclasses.dataclass(frozen=True)
 class BertTokenizer(Tokenizer):
   """BERT's tokenizer: [CLS], then the pieces of lower-case words.
 
-  Words are those of tensorflow_text's BertTokenizer with `lower_case=True`, which
+  Words are split as by tensorflow_text's BertTokenizer with `lower_case=True`, which
   the original uses: NFKC case folding, so that "℃" becomes "°c" and "ﬁ" "fi",
   without accents and invisible characters. They are cut into the longest pieces
   that the vocabulary has (WordPiece; Devlin et al., NAACL 2019). There is no [SEP].
-  Tokens are clipped to `max_len`, and padded with 0. Names of special tokens in a
-  text, such as '[CLS]', are text.
+  Tokens are truncated to `max_len`, and padded with 0. Names of special tokens in a
+  string, such as '[CLS]', are ordinary words.
 
   Attributes:
-    vocab_path: a text file, token i in line i: one of LiT's (`<name>.txt`) or
-      the `vocab.txt` of a model that reads lower case.
+    vocab_path: a text file with token i in line i: LiT's `<name>.txt`, or the
+      `vocab.txt` of a lower-case model.
     max_len: tokens of a row, with [CLS].
     cls_token: the number of [CLS].
   """
@@ -207,31 +168,18 @@ class BertTokenizer(Tokenizer):
 
   _kind = 'a vocabulary of BERT, one token a line, among them [CLS] and [UNK]'
   _file = 'vocab.txt'
-  _padding = 0
 
-  def _load(self):
-    package = self._needed('tokenizers')
-    _, content = self._read()
-    try:
-      text = content.decode()
-    except UnicodeDecodeError:
-      raise self._wrong('is not a text in UTF-8') from None
-    lines = text.replace('\r\n', '\n').removesuffix('\n').split('\n')
+  def _load(self, package, path, content):
+    lines = content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
     vocabulary = {token: number for number, token in enumerate(lines)}
-    for token in ('[CLS]', '[UNK]'):
-      if token not in vocabulary:
-        raise self._wrong(f'has no token {token}')
+    cls, _ = _numbers(vocabulary.get, '[CLS]', '[UNK]')
     model = package.models.WordPiece(
       vocabulary, unk_token='[UNK]', max_input_chars_per_word=_LONGEST
     )
-    self._set(
-      cls_token=vocabulary['[CLS]'],
-      _model=model,
-      _words=self._splitter(package),
-    )
+    words = self._splitter(package)
+    return {'cls_token': cls, '_padding': 0, '_model': model, '_words': words}
 
   def _splitter(self, package) -> Callable[[str], list[str]]:
-    """Returns a function of a text that returns its words in lower case."""
     words = _words_of_tensorflow_text(package)
     return lambda text: [
       word if len(word.encode()) <= _LONGEST else '[UNK]' for word in words(text)
@@ -261,31 +209,27 @@ class HuggingFaceBertTokenizer(BertTokenizer):
 class SentencepieceTokenizer(Tokenizer):
   """SentencePiece (Kudo and Richardson, EMNLP 2018), with </s> at the end.
 
-  Tokens are clipped to `max_len` - 1, and the rest is </s>, so that the last
-  token is always </s>: LiT's text towers take what they find there.
+  Tokens are truncated to `max_len` - 1 and padded with </s>, so that the last token
+  is always </s>, which LiT's text towers read out.
 
   Attributes:
-    vocab_path: a model of SentencePiece: one of LiT's, `<name>.model`.
+    vocab_path: a SentencePiece model, such as LiT's `<name>.model`.
     max_len: tokens of a row, with the last one.
     eos_token: the number of </s>.
   """
 
   eos_token: int = dataclasses.field(init=False)
 
-  _kind = 'a model of SentencePiece with the token </s>'
+  _kind = 'a SentencePiece model with the token </s>'
   _file = 'spiece.model'
+  _package = 'sentencepiece'
 
-  def _load(self):
-    package = self._needed('sentencepiece')
-    _, content = self._read()
-    try:
-      model = package.SentencePieceProcessor(model_proto=content)
-    except RuntimeError:
-      raise self._wrong('is not a model of SentencePiece') from None
-    end = model.piece_to_id('</s>')  # That of <unk> if there is none.
-    if model.id_to_piece(end) != '</s>':
-      raise self._wrong('has no token </s>')
-    self._set(eos_token=end, _padding=end, _model=model)
+  def _load(self, package, path, content):
+    model = package.SentencePieceProcessor(model_proto=content)
+    end = model.piece_to_id('</s>')
+    if model.id_to_piece(end) != '</s>':  # <unk> if there is none.
+      raise ValueError('there is no token </s>')
+    return {'eos_token': end, '_padding': end, '_model': model}
 
   def _tokens(self, text):
     return self._model.encode(text)[: self.max_len - 1]
@@ -297,7 +241,7 @@ class SiglipTokenizer(SentencepieceTokenizer):
 
   Computes the same as Hugging Face's class of this name with
   `padding='max_length', truncation=True`; the published models have 64 tokens.
-  Names of special tokens in a text, such as '</s>', are text (there:
+  Names of special tokens in a string, such as '</s>', are ordinary text (there:
   `split_special_tokens=True`).
 
   Attributes:
@@ -306,9 +250,9 @@ class SiglipTokenizer(SentencepieceTokenizer):
     eos_token: the number of </s>, which is also the padding.
   """
 
-  def _load(self):
-    super()._load()
-    self._set(_skipped=len(self._model.encode('<unk>')))
+  def _load(self, package, path, content):
+    found = super()._load(package, path, content)
+    return {**found, '_skipped': len(found['_model'].encode('<unk>'))}
 
   def _tokens(self, text):
     # As there, '▁', which SentencePiece writes for a space, begins the text, so
@@ -322,16 +266,16 @@ class SiglipTokenizer(SentencepieceTokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class ClipTokenizer(Tokenizer):
-  """CLIP's tokenizer: byte pairs between a token of start and a token of end.
+  """CLIP's tokenizer: byte pairs between a start and an end token.
 
   Computes the same as Hugging Face's CLIPTokenizer with
   `padding='max_length', truncation=True`; the published models have 77 tokens.
-  A text that is too long keeps its token of end. Names of special tokens in a
-  text are these tokens, as in CLIP's own code.
+  A truncated string keeps its end token. Names of special tokens in a string are
+  these tokens, as in CLIP's own code.
 
   Attributes:
-    vocab_path: the `tokenizer.json` of a model. Files of Hugging Face beside it
-      say what the padding is; else it is the token of end.
+    vocab_path: the `tokenizer.json` of a model. The padding is the one named in
+      Hugging Face's files next to it, else the end token.
     max_len: tokens of a row, with the first and the last.
     eos_token: the number of <|endoftext|>.
   """
@@ -341,24 +285,23 @@ class ClipTokenizer(Tokenizer):
   _kind = 'the tokenizer.json of a CLIP model on Hugging Face'
   _file = 'tokenizer.json'
 
-  def _load(self):
-    tokenizer, path = self._read_json()
-    padding = _padding_beside(path) or (tokenizer.padding or {}).get('pad_token', _END)
-    start, end, number = self._numbers(tokenizer, _START, _END, padding)
+  def _load(self, package, path, content):
+    tokenizer = _from_json(package, content)
+    padding = _padding_in_configs(path) or (tokenizer.padding or {}).get(
+      'pad_token', _END
+    )
+    start, end, number = _numbers(tokenizer.token_to_id, _START, _END, padding)
     tokenizer.no_truncation()
     tokenizer.enable_padding(pad_id=number, pad_token=padding)
-    content = tokenizer.to_str().encode()
+    content = tokenizer.to_str().encode()  # With the padding.
     tokenizer.no_padding()
-    self._set(
-      eos_token=end,
-      _start=start,
-      _padding=number,
-      _tokenizer=tokenizer,
-      _content=content,
-    )
-
-  def content(self):
-    return self._content  # Says what the padding is.
+    return {
+      'eos_token': end,
+      '_start': start,
+      '_padding': number,
+      '_tokenizer': tokenizer,
+      '_content': content,
+    }
 
   def _tokens(self, text):
     pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -371,8 +314,8 @@ class Siglip2Tokenizer(Tokenizer):
 
   Computes the same as Hugging Face's class of this name with
   `padding='max_length', truncation=True`, which ends texts with <eos>; the
-  published models have 64 tokens. There is no <bos>, and a text that is too long
-  keeps its <eos>. Names of special tokens in a text are these tokens.
+  published models have 64 tokens. There is no <bos>, and a truncated string keeps
+  its <eos>. Names of special tokens in a string are these tokens.
 
   Attributes:
     vocab_path: the `tokenizer.json` of a model.
@@ -385,15 +328,15 @@ class Siglip2Tokenizer(Tokenizer):
   _kind = 'the tokenizer.json of a SigLIP 2 model on Hugging Face'
   _file = 'tokenizer.json'
 
-  def _load(self):
-    normalizers = self._needed('tokenizers').normalizers
-    tokenizer, _ = self._read_json()
-    end, padding = self._numbers(tokenizer, '<eos>', '<pad>')
+  def _load(self, package, path, content):
+    tokenizer = _from_json(package, content)
+    end, padding = _numbers(tokenizer.token_to_id, '<eos>', '<pad>')
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    normalizers = package.normalizers
     before = [tokenizer.normalizer] if tokenizer.normalizer else []
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
-    self._set(eos_token=end, _padding=padding, _tokenizer=tokenizer)
+    return {'eos_token': end, '_padding': padding, '_tokenizer': tokenizer}
 
   def _tokens(self, text):
     pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -411,14 +354,7 @@ TOKENIZERS = {
 
 
 def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
-  """Returns the class of a tokenizer, to be called with vocab_path and max_len.
-
-  Args:
-    tokenizer_name: a key of TOKENIZERS.
-
-  Raises:
-    ValueError: if there is no tokenizer of this name.
-  """
+  """Returns a class of TOKENIZERS, to be called with vocab_path and max_len."""
   if tokenizer_name not in TOKENIZERS:
     raise ValueError(
       f'tokenizer_name={tokenizer_name!r} is unknown: give one of '
@@ -430,19 +366,10 @@ def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
 def word_vocabulary(texts: Iterable[str]) -> list[str]:
   """Makes a vocabulary for BertTokenizer, of whole words, for small experiments.
 
-  It has SPECIAL first, then all characters of the texts and their `##` forms,
-  then all words, the most frequent first, those of one frequency by alphabet. So
-  words of the texts are one token each, and other words of the same characters
-  are spelt.
-
-  Args:
-    texts: texts of any number.
-
-  Returns:
-    Tokens; the place of a token is its number, that of [PAD] 0.
-
-  Raises:
-    ValueError: if `texts` is a single text, or has anything but texts.
+  It has SPECIAL first, then all characters of the strings and their `##` forms,
+  then all words, the most frequent first, words of equal frequency alphabetically.
+  So words of the strings are one token each, and other words of the same characters
+  are spelt. The place of a token is its number.
   """
   package = console.needed('tokenizers', 'text', 'word_vocabulary')
   words_of = _words_of_tensorflow_text(package)
@@ -465,9 +392,9 @@ def write_vocabulary(path, vocabulary: Sequence[str]):
 
 
 def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
-  """Returns the function of tensorflow_text's BertTokenizer that splits a text.
+  """Returns the function of tensorflow_text's BertTokenizer that splits a string.
 
-  Equal for all characters up to Unicode 12; its tables end there.
+  Equal for all characters up to Unicode 12, where its tables end.
   """
   regex, normalizers = package.Regex, package.normalizers
   normalizer = normalizers.Sequence(
@@ -496,56 +423,43 @@ def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
 
 
 def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
-  """Returns a function of a text that returns its words."""
   return lambda text: [
     word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
   ]
 
 
-def _padding_beside(path: epath.Path) -> str | None:
-  """Returns the padding that files beside a tokenizer.json name, if they do."""
+def _from_json(package, content):
+  """Returns the package's Tokenizer of a tokenizer.json."""
+  tokenizer = package.Tokenizer.from_buffer(content)
+  if dropout := getattr(tokenizer.model, 'dropout', None):
+    raise ValueError(f'dropout={dropout} makes tokens random; set it to null')
+  return tokenizer
+
+
+def _numbers(find: Callable[[str], int | None], *tokens: str) -> list[int]:
+  """Returns the numbers of tokens; ValueError if one is missing."""
+  numbers = [find(token) for token in tokens]
+  if None in numbers:
+    raise ValueError(f'there is no token {tokens[numbers.index(None)]}')
+  return numbers
+
+
+def _padding_in_configs(path: epath.Path) -> str | None:
+  """Returns the padding named in files next to a tokenizer.json, if any."""
   for name in _CONFIGS:
     file = path.parent / name
-    if not file.exists():
-      continue
-    if not os.path.isfile(file):  # To read a pipe would wait for ever.
-      raise ValueError(
-        f"'{file}', next to vocab_path='{path}', is not a regular file: delete it"
-      )
-    try:
+    if file.exists():
       token = json.loads(file.read_text()).get('pad_token')
-    except (AttributeError, ValueError):
-      raise ValueError(
-        f"'{file}', next to vocab_path='{path}', is not JSON of Hugging Face: fix "
-        'or delete it'
-      ) from None
-    if token:
-      return token['content'] if isinstance(token, dict) else token
+      if token:
+        return token['content'] if isinstance(token, dict) else token
   return None
 
 
 def _listed(texts) -> list[str]:
-  """Returns texts as a list of strings; ValueError if they are no texts."""
   if hasattr(texts, 'numpy'):  # A tensor of TensorFlow.
     texts = texts.numpy()
-  if (
-    isinstance(texts, str | bytes)
-    or not isinstance(texts, Iterable)
-    or getattr(texts, 'shape', None) == ()
-  ):
+  if isinstance(texts, str | bytes):
     raise ValueError(
-      f'texts={texts!r} is not a list of texts: give a list, [text] for a single one'
+      f'texts={texts!r} is a single string: give a list of strings, [text]'
     )
-  return [_decoded(text) for text in texts]
-
-
-def _decoded(text) -> str:
-  """Returns a text, of UTF-8 if it is bytes, that can be encoded."""
-  if isinstance(text, bytes):
-    return text.decode(errors='replace')
-  if not isinstance(text, str):
-    raise ValueError(
-      f'texts has {text!r}, which is {type(text).__name__}: give strings'
-    )
-  # Halves of a pair of UTF-16 that lack the other one.
-  return text.encode('utf-16', 'surrogatepass').decode('utf-16', 'replace')
+  return [x.decode(errors='replace') if isinstance(x, bytes) else x for x in texts]

@@ -1,4 +1,4 @@
-"""Finds TFDS data sets, and prepares those that are not on this machine."""
+"""Finds TFDS data sets, and prepares them where they are missing."""
 
 import contextlib
 import io
@@ -16,7 +16,7 @@ PACKAGES = {'cv2': 'opencv-python-headless', 'skimage': 'scikit-image'}
 
 
 def find_builder(config, dataset: str):
-  """Returns the TFDS builder of a data set, which may lack the data."""
+  """Returns the TFDS builder of a data set, which may not be prepared."""
   registry.register(dataset)
   try:
     return tfds.builder(dataset, data_dir=config.tfds_data_dir)
@@ -39,8 +39,8 @@ def find_builder(config, dataset: str):
 def get_builder(config, dataset: str):
   """Returns the TFDS builder of a data set, prepared on this machine."""
   builder = find_builder(config, dataset)
-  # The first process prepares, then the others do. Files on a shared disk are
-  # thus made once, and each disk of its own gets them.
+  # The first process prepares before the others, so that files on a shared disk are
+  # made once, and files on separate disks by each process.
   is_first = jax.process_index() == 0
   for turn in (True, False):
 
@@ -56,13 +56,12 @@ def get_builder(config, dataset: str):
 
 
 def _prepare(config, dataset):
-  """Downloads and writes a data set."""
-  # Builders of this package prepare within seconds, and need no progress bar.
+  # Builders of this package take seconds and need no progress bar.
   quiet = contextlib.nullcontext()
   if registry.register(dataset):
     tfds.disable_progress_bar()
     quiet = contextlib.redirect_stdout(io.StringIO())
-  # array_record has random access, so that the whole data set can be shuffled.
+  # array_record files have random access.
   builder = tfds.builder(
     dataset, data_dir=config.tfds_data_dir, file_format='array_record'
   )
@@ -79,14 +78,14 @@ def _prepare(config, dataset):
     why = f'it needs `pip install {package}`' if package else e
     raise ValueError(
       f"data set '{dataset}' is not in {builder.data_dir} and could not be "
-      f'prepared: {why} (config.tfds_data_dir is the folder of prepared data sets, '
-      'config.tfds_manual_dir that of files that TFDS cannot download)'
+      f'prepared: {why} (config.tfds_data_dir: folder of prepared data sets, '
+      'config.tfds_manual_dir: folder of files that TFDS cannot download)'
     ) from e
   return builder
 
 
 def how_to_get(config, builder) -> str:
-  """Describes in a sentence how to get a data set that TFDS knows."""
+  """Returns a sentence on how to get a data set that TFDS knows."""
   by_hand = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
   if by_hand:
     root = builder.data_path.parents[builder.info.full_name.count('/')]

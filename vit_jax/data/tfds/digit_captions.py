@@ -1,6 +1,6 @@
 """scikit-learn's digits with captions in English, for image and text towers.
 
-The images and splits are those of `digits`. The captions are made by a small
+Images and splits are the same as in `digits`. The captions are made by a small
 grammar: each image of a class has all captions of the class in `texts`.
 
   "a photo of a seven", "the number 7"     name the class
@@ -21,7 +21,7 @@ WORDS = (
   'zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine'
 )  # fmt: skip
 HELD_OUT = (3, 8)
-# With {} for the word or the numeral of a class. Of tests: others than in training.
+# With {} for the word or the numeral of a class; different ones for testing.
 TRAINING = (
   'a photo of a {}', 'the number {}', 'a handwritten {}', 'this is a {}',
   'a drawing of the digit {}', 'somebody wrote {}', '{}',
@@ -40,7 +40,7 @@ def naming(digit: int, templates=TRAINING) -> list[str]:
 
 
 def describing(digit: int) -> list[str]:
-  """Returns captions that tell what a digit is like, without its name."""
+  """Returns captions that describe a digit without its name."""
   parity = 'an odd' if digit % 2 else 'an even'
   found = [f'{parity} digit', f'{parity} number']
   for noun in ('a digit', f'{parity} digit'):

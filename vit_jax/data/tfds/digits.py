@@ -26,7 +26,7 @@ FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
 def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
-  """Returns the numbers of the training and the test images of some classes."""
+  """Returns the numbers of training and test images of some classes."""
   target = datasets.load_digits().target
   order = np.random.RandomState(0).permutation(len(target))
   order = order[np.isin(target[order], classes)]
@@ -45,7 +45,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
   """Handwritten digits: images uint8 [8, 8, 1], and labels."""
 
   VERSION = tfds.core.Version('1.0.0')
-  # TFDS uses the first one for the name 'digits' alone.
+  # TFDS uses the first one for the plain name 'digits'.
   BUILDER_CONFIGS: ClassVar = [
     tfds.core.BuilderConfig(name=name, description=description)
     for name, description in (

@@ -20,7 +20,7 @@ class Feature(NamedTuple):
 
   path: tuple[str, ...]  # Keys that lead to it in a record of TFDS.
   is_image: bool  # An image, or a sequence of images.
-  class_names: tuple[str, ...] | None  # None if it is no class label.
+  class_names: tuple[str, ...] | None  # None if it is not a class label.
 
 
 def features(info) -> dict[str, Feature]:
@@ -56,7 +56,7 @@ def _sequence_rank(feature) -> int:
 
 def _leaves(feature, path):
   """Yields (name, Feature) of a feature of TFDS and the features within it."""
-  # Subclasses of these two decode all of their parts together: they are leaves.
+  # Subclasses of these two decode their parts together, so they are leaves.
   if type(feature) is tfds.features.FeaturesDict:
     for key, inner in feature.items():
       yield from _leaves(inner, (*path, key))
@@ -73,7 +73,7 @@ def _leaves(feature, path):
 class Reader:
   """Parses the wanted features of a record; images stay encoded.
 
-  `wanted` are some of those that `features` returns.
+  `wanted` is a part of what `features` returns.
 
   Attributes:
     features: names of the wanted features.
@@ -113,7 +113,7 @@ class Reader:
 def _part(feature, keys):
   """Returns the part of a feature that nested keys select.
 
-  As tfds.decode.PartialDecoding does, which warns of its own code.
+  Like tfds.decode.PartialDecoding, which prints warnings.
   """
   if keys is True:
     return feature

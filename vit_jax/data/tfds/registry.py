@@ -8,12 +8,12 @@ BUILDERS = {
   'digits': 'vit_jax.data.tfds.digits',
   'scenes': 'vit_jax.data.tfds.scenes',
 }
-# Beginning of the names of the tasks of VTAB, see vit_jax/data/tfds/vtab.py.
+# Prefix of the tasks of VTAB, see vit_jax/data/tfds/vtab.py.
 VTAB = 'vtab/'
 
 
 def register(name: str) -> bool:
-  """Registers a builder of this package with TFDS; returns if there is one."""
+  """Registers a builder of this package with TFDS; False if there is none."""
   module = BUILDERS.get(name.split(':')[0].split('/')[0])
   if module is not None:
     importlib.import_module(module)

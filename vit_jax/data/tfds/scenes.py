@@ -1,17 +1,17 @@
 """Scenes of handwritten digits as a TFDS data set for detectors: no download.
 
 Each scene has one to five of scikit-learn's digits, of various sizes and
-colours, partly hidden by each other, on a ground of two textures. Digits of
-training scenes are training images of `digits`, those of test scenes its test
-images. The features are those of TFDS's `coco`:
+colours, partly hidden by each other, on a ground of two textures. Training scenes
+use the training images of `digits`, and test scenes its test images. The features
+are the same as in TFDS's `coco`:
 
 scenes            `objects`: a box and a class for each digit
 scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
                   digit, and of each texture of the ground
 
-A box goes around the visible pixels of a digit. When digits are placed, at most a
+A box bounds the visible pixels of a digit. When digits are placed, at most a
 quarter of the smaller of two boxes lies within the other one. The area of an
-object is that of its box in `scenes`, and of its segment in `scenes/panoptic`.
+object is the area of its box in `scenes`, and of its segment in `scenes/panoptic`.
 """
 
 from typing import ClassVar, NamedTuple
@@ -21,6 +21,7 @@ from PIL import Image
 from sklearn import datasets
 import tensorflow_datasets as tfds
 
+from vit_jax.data.coco import panoptic
 from vit_jax.data.tfds import digits
 
 # Split -> number of scenes.
@@ -30,7 +31,7 @@ TEXTURES = ('stripes', 'checks', 'dots')
 _SIZES = (24, 120)  # Least and greatest height of a digit in pixels.
 _MOST = 5  # Digits of a scene.
 _OVERLAP = 1 / 4  # Greatest share of a box that another one covers.
-_TRIALS = 20  # Digits that are tried for a scene.
+_TRIALS = 20  # Digits tried for a scene.
 
 
 class Scene(NamedTuple):
@@ -83,10 +84,7 @@ def _stamp(rng, image):
 
 
 def _crowded(box, others) -> bool:
-  """Returns whether a box and one of others share too much of the smaller one.
-
-  A box is int [4], top, left, bottom, right.
-  """
+  """Returns whether a box (top, left, bottom, right) overlaps others too much."""
   for other in others:
     low, high = np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])
     shared = np.prod(np.maximum(high - low, 0))
@@ -132,7 +130,7 @@ def _box(mask) -> tfds.features.BBox:
 
 
 def _number(scene, segment):
-  """Returns a number of a segment that no other scene has; 0 is for none."""
+  """Returns a unique number of a segment; 0 is for none."""
   return 10 * scene + segment + 1
 
 
@@ -152,7 +150,7 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
   """Scenes of digits, images uint8 [128, 128, 3], with boxes or segments."""
 
   VERSION = tfds.core.Version('1.1.0')
-  # TFDS uses the first one for the name 'scenes' alone.
+  # TFDS uses the first one for the plain name 'scenes'.
   BUILDER_CONFIGS: ClassVar = [
     tfds.core.BuilderConfig(name='boxes', description='A box for each digit.'),
     tfds.core.BuilderConfig(
@@ -224,12 +222,9 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       for k in (0, 1)
       if (scene.segments == k).any()
     ]
-    # COCO's colours of a number: R + 256 G + 256 * 256 B.
-    numbers = _number(i, scene.segments)[..., None]
-    colours = numbers // np.array([1, 256, 65_536]) % 256
     return {
       **example,
-      'panoptic_image': colours.astype(np.uint8),
+      'panoptic_image': panoptic.colours(_number(i, scene.segments)),
       'panoptic_image/filename': f'{i:06d}.png',
       'panoptic_objects': ground + objects,
     }

@@ -1,7 +1,7 @@
-"""Reads records of TFDS's files, called shards, by their numbers.
+"""Reads records of TFDS's files, called shards, by number.
 
-The records of a split are numbered as TFDS orders them: shard by shard, in the
-order of the file. An error names the file.
+Records are numbered in TFDS's order: shard by shard, in the order of the file.
+Errors name the file.
 """
 
 import abc
@@ -23,8 +23,7 @@ from vit_jax.data.tfds import parsing
 
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
-# What the library of array_record says of a file that another attempt to read
-# cannot mend.
+# Words in array_record's errors for which another attempt is useless.
 _LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
 
 
@@ -56,7 +55,7 @@ class ShardSource(records.Source, abc.ABC):
 
   def read(self, record):
     """Parses the record of one example; its image stays as it was prepared."""
-    if _RECORD not in record:  # The images of pseudo-labels, not asked for.
+    if _RECORD not in record:  # Pseudo-labels without their images.
       return record
     record = dict(record)
     record |= self._reader.parse(record.pop(_RECORD))
@@ -65,7 +64,7 @@ class ShardSource(records.Source, abc.ABC):
     return record
 
   def serialized(self, indices: np.ndarray) -> np.ndarray:
-    """Returns the records with these numbers [b] as they are stored."""
+    """Returns the stored bytes of the records with these numbers [b]."""
     shards, places = self._places(indices)
     found = np.empty(len(shards), object)
     call = map if self._pool is None else self._pool.map
@@ -98,7 +97,7 @@ class ShardSource(records.Source, abc.ABC):
       try:
         found = self.read_file(file, shard, places)
       except BaseException:
-        self._files[shard] = None  # Another attempt opens the file anew.
+        self._files[shard] = None  # Another attempt reopens the file.
         raise
       self._files[shard] = file
       return found
@@ -136,17 +135,16 @@ class ArrayRecordSource(ShardSource):
       return file.read(places)
 
   def _check(self, path, expected):
-    """Checks that a file can be opened and has so many records."""
     file = self.open_file(path)
     found = file.num_records()
     if found != expected:
       with _named(path):
-        file.read([0])  # Says why a file that is damaged counts as empty.
+        file.read([0])  # Explains why a damaged file counts as empty.
       raise wrong_count(path, found, expected)
 
 
 def each(function: Callable, paths: Sequence[str], title: str) -> list:
-  """Returns function(path) of all paths, some at the same time."""
+  """Returns function(path) of all paths, computed in threads."""
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
     found = pool.map(lambda path: attempted(path, function), paths)
     return list(
@@ -158,7 +156,7 @@ def each(function: Callable, paths: Sequence[str], title: str) -> list:
 
 
 def _allow_open_files(count: int):
-  """Raises the limit on open files, if that is needed and possible."""
+  """Raises the limit on open files where possible."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   wanted = soft + count
   if resource.RLIM_INFINITY not in (soft, hard):
@@ -173,12 +171,12 @@ def attempted(path: str, function: Callable):
     return image_files.retried(path, function)
   except FileNotFoundError as e:
     raise FileNotFoundError(
-      f"'{path}' is missing, but dataset_info.json counts it: {REMEDY}"
+      f"'{path}' is missing, but dataset_info.json lists it: {REMEDY}"
     ) from e
 
 
 def wrong_count(path: str, found: int, expected: int) -> ValueError:
-  """Returns the error of a file with another number of records than TFDS says."""
+  """Returns the error for a number of records other than TFDS's."""
   return ValueError(
     f"'{path}' has {found:,} records, but dataset_info.json says {expected:,}: {REMEDY}"
   )
@@ -186,7 +184,7 @@ def wrong_count(path: str, found: int, expected: int) -> ValueError:
 
 @contextlib.contextmanager
 def _named(path):
-  """Turns the errors of array_record into Python's, with the file's name."""
+  """Converts array_record's errors to Python's, with the file's name."""
   try:
     yield
   except (RuntimeError, IndexError) as e:

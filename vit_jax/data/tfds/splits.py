@@ -53,19 +53,19 @@ def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records
     )
   if info.file_format not in _SOURCES:
     raise ValueError(
-      f"dataset='{dataset}' is stored as {info.file_format.value} files, which "
-      f'are not read: write array_record files beside them, by tfds '
-      f'convert_format --dataset_version_dir={info.data_dir} '
-      '--out_file_format=array_record (config.dataset)'
+      f"dataset='{dataset}' is stored as {info.file_format.value} files, which are "
+      f'not supported: write array_record files next to them by tfds convert_format '
+      f'--dataset_version_dir={info.data_dir} --out_file_format=array_record '
+      '(config.dataset)'
     )
   files = info.splits[split].file_instructions
   return _SOURCES[info.file_format](files, _record_bytes(bases, files), reader)
 
 
 def _record_bytes(splits, files) -> float:
-  """Returns the mean bytes of a record in whole splits, or in a slice's files."""
+  """Returns the mean bytes of a record."""
   size = sum(split.num_bytes for split in splits)
   if size:
     return size / sum(split.num_examples for split in splits)
-  file = files[0]  # The data set does not tell: estimate from the first file.
+  file = files[0]  # Not in the info: estimate from the first file.
   return epath.Path(file.filename).stat().length / file.examples_in_shard

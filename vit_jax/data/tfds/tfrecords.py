@@ -1,7 +1,6 @@
 """Reads records of tfrecord files by number.
 
-A tfrecord file has no table of its records, but a record's header holds its
-length:
+A tfrecord file has no index, but a record's header holds its length:
 
   length  uint64, little endian
   CRC     uint32, masked CRC-32C of the length
@@ -9,9 +8,9 @@ length:
   CRC     uint32, masked CRC-32C of the data
 
 The lengths of all records are therefore read once. They are stored in the
-folder of the data or, where that cannot be written, in the cache of this
-package, and are valid as long as the size and the time of a file stay the same.
-With several processes, each reads the headers of some files for all.
+folder of the data or, if that is read-only, in the cache of this package, and are
+valid as long as size and time of a file stay the same. With several processes, each
+reads the headers of some files for all.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,8 +37,8 @@ _LENGTH = struct.Struct('<QI')
 _CHECKSUM = struct.Struct('<I')
 # The first bytes of a compressed file.
 GZIP = b'\x1f\x8b'
-# Name of a tfrecord file -> its size, its time, and the lengths of its records
-# with headers and checksums.
+# Name of a tfrecord file -> its size, its time, and the lengths of its records,
+# including headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
 
 
@@ -65,7 +64,7 @@ class TfRecordSource(shards.ShardSource):
 
 
 def _data(record: bytes, path: str, place: int) -> bytes:
-  """Returns the data of a record after a check of both checksums."""
+  """Returns the data of a record; ValueError if a checksum is wrong."""
   found = record[_HEADER:-_FOOTER]
   if (
     _length(record) != len(found)
@@ -79,13 +78,13 @@ def _data(record: bytes, path: str, place: int) -> bytes:
 
 
 def _masked(content: bytes) -> int:
-  """Returns the masked CRC-32C of some bytes."""
+  """Returns the masked CRC-32C of bytes."""
   crc = google_crc32c.value(content)
   return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _length(header: bytes) -> int | None:
-  """Returns the length that a header says; None if its checksum is wrong."""
+  """Returns the length in a header; None if its checksum is wrong."""
   if len(header) < _HEADER:
     return None
   length, checksum = _LENGTH.unpack_from(header)
@@ -109,7 +108,7 @@ def _local(path: str) -> Callable[[int, int], bytes]:
 
 
 def _remote(path: str) -> Callable[[int, int], bytes]:
-  """Returns the same as `_local` for a file in a bucket."""
+  """Returns the same as `_local`, for a file in a bucket."""
 
   def read(begin, size):
     with tf.io.gfile.GFile(path, 'rb') as file:
@@ -123,15 +122,15 @@ def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
   found, begin = [], 0
   is_local = image_files.is_local(path)
-  # A file in a bucket is read in large blocks, from begin to end.
+  # A file in a bucket is read sequentially in large blocks.
   with open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file:
     while begin < size:
       file.seek(begin)
       header = file.read(_HEADER)
       if not begin and header.startswith(GZIP):
         raise ValueError(
-          f"'{path}' is compressed (GZIP), and such records cannot be read by "
-          'number: decompress it, under the same name'
+          f"'{path}' is compressed (GZIP), so that records cannot be read by number: "
+          'decompress it under the same name'
         )
       length = _length(header)
       found.append(_HEADER + _FOOTER + (length or 0))
@@ -157,8 +156,8 @@ def _scan(path: str, size: int, count: int) -> list[int]:
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   """Returns where the records of files begin, the same on all processes.
 
-  The files are in one folder, and `counts` the numbers of their records. For
-  each file returns int64 [count + 1], with the file's end.
+  The files are in one folder, and `counts` are their numbers of records. Returns
+  int64 [count + 1] for each file; the last is the file's end.
   """
   folder, names = os.path.dirname(paths[0]), list(map(os.path.basename, paths))
   what = f"reading the headers of '{folder}'"
@@ -188,14 +187,14 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
       'hash of their offsets': files.digest(found),
     },
   )
-  # Processes with one disk write the same to it.
+  # Processes that share a disk write the same content.
   if everywhere[jax.process_index()]:
     _save(folder, stored)
   return found
 
 
 def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
-  """Returns the lengths in some files; each process reads a part for all."""
+  """Returns the lengths in the files `todo`, of which each process reads a part."""
   sizes = {paths[i]: (stamps[i][0], counts[i]) for i in todo}
   me, count, made = jax.process_index(), jax.process_count(), []
 
@@ -221,7 +220,7 @@ def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
 
 
 def _places(folder: str) -> list[str]:
-  """Returns where the lengths of a folder may be stored, the best place first."""
+  """Returns where the lengths of a folder may be stored, the preferred first."""
   key = files.digest([folder.encode()])[:16]
   return [
     os.path.join(folder, _FILE),
@@ -230,7 +229,7 @@ def _places(folder: str) -> list[str]:
 
 
 def _save(folder: str, stored: dict):
-  """Writes the rows of files, see _FILE, where that is possible."""
+  """Writes the rows of files, see _FILE, to the first writable place."""
   content = io.BytesIO()
   np.savez_compressed(content, **stored)
   for path in _places(folder):
@@ -244,15 +243,15 @@ def _save(folder: str, stored: dict):
     except (OSError, tf.errors.OpError) as e:
       error = e
   logging.warning(
-    "The offsets of the records in '%s' cannot be stored, and every start reads "
-    'them anew: %s',
+    "The offsets of the records in '%s' cannot be stored and are read at every "
+    'start: %s',
     folder,
     image_files.first_line(error),
   )
 
 
 def _load(path: str) -> dict:
-  """Returns the stored rows of files, see _FILE; {} without any."""
+  """Returns the stored rows of files, see _FILE; {} if there are none."""
   try:
     with tf.io.gfile.GFile(path, 'rb') as file:
       content = file.read()
@@ -261,6 +260,6 @@ def _load(path: str) -> dict:
   try:
     with np.load(io.BytesIO(content), allow_pickle=False) as found:
       return dict(found)
-  except Exception:  # NumPy does not document the errors for damaged files.
+  except Exception:  # NumPy raises various errors for damaged files.
     logging.warning("'%s' is damaged: ignored", path)
     return {}

@@ -7,8 +7,7 @@ val200           200 other examples, on which to choose settings
 train800val200   both together, to train on for the score
 test             all test images
 
-The data set 'vtab/clevr_count' can be used like any other, for example in
---config.dataset. vtab_tasks.TASKS lists the tasks.
+They can be used like any other data set, as in --config.dataset=vtab/clevr_count.
 """
 
 import importlib.util
@@ -21,7 +20,7 @@ from vit_jax.distributed import processes
 
 
 class Reader(parsing.Reader):
-  """Reads the image and the label of a task, or what of these is wanted."""
+  """Reads the image and the label of a task, or one of them."""
 
   def __init__(self, info, task: vtab_tasks.Task, wanted=('image', 'label')):
     self._task = task
@@ -78,8 +77,8 @@ def _first(info, dataset, split, count) -> str:
   if end - begin < count:
     raise ValueError(
       f"data set '{dataset}': split '{split}' of '{info.full_name}' has "
-      f'{end - begin} examples, {count} are needed: the data set is not whole, '
-      f'prepare it again in another folder (config.tfds_data_dir)'
+      f'{end - begin} examples and needs {count}: prepare the data set again in '
+      'another folder (config.tfds_data_dir)'
     )
   return f'{base}[{begin}:{begin + count}]'
 
@@ -105,7 +104,7 @@ def planned_size(config, dataset: str) -> tuple[int, int]:
 
 
 def missing(config, dataset: str) -> str:
-  """Describes how to get the data of a task; '' if they are on this machine."""
+  """Returns how to get the data of a task; '' if they are on this machine."""
   task = vtab_tasks.find_task(dataset)
   builder = builders.find_builder(config, task.dataset)
   if builder.info.splits:
@@ -118,7 +117,7 @@ def prepare(config, dataset: str):
   """Downloads the data of a task, if they are missing and TFDS can."""
   task = vtab_tasks.find_task(dataset)
 
-  def check():  # Otherwise TFDS would find out after the download.
+  def check():  # TFDS would fail only after the download.
     if _lacking(task):
       raise ValueError(
         f"data set '{task.dataset}' cannot be prepared: {_lacking(task)}"
@@ -129,7 +128,7 @@ def prepare(config, dataset: str):
 
 
 def _lacking(task) -> str:
-  """Names the package that TFDS needs to prepare the data, if it is missing."""
+  """Returns how to install the package that TFDS lacks to prepare the data."""
   if not task.module or importlib.util.find_spec(task.module):
     return ''
   package = builders.PACKAGES[task.module]

@@ -17,7 +17,7 @@ class Label(NamedTuple):
   """The label of a task."""
 
   reads: tuple[str, ...] = ('label',)  # Features that it is computed from.
-  class_names: tuple[str, ...] | None = None  # None: those of the feature.
+  class_names: tuple[str, ...] | None = None  # None: the feature's.
   # From these features of an example to the number of its class.
   compute: Callable = tf.identity
 
@@ -28,7 +28,7 @@ class Task(NamedTuple):
   title: str  # Name in the tables of papers.
   group: str  # One of GROUPS.
   dataset: str  # Name of the TFDS data set.
-  # Those whose first examples are `train800` and `val200`, and the test split.
+  # Splits that begin with `train800` and with `val200`, and the test split.
   splits: tuple[str, str, str]
   label: Label = Label()
   pixel_scale: int = 1  # Factor on the values of the pixels.
@@ -47,7 +47,7 @@ def _place(value, edges):
 
 
 def _named(feature, class_names) -> Label:
-  """Returns the label that is a feature, with other names for its classes."""
+  """Returns a feature as label, with other names for its classes."""
   return Label((feature,), tuple(class_names))
 
 
@@ -87,7 +87,7 @@ def _kitti_distance(types, locations):
 
 
 _TENTH = ('train', 'train[90%:]', 'test')
-_FIFTH = ('train', 'train[80%:]', 'test')  # Published for Pets alone.
+_FIFTH = ('train', 'train[80%:]', 'test')  # Published only for Pets.
 _OFFICIAL = ('train', 'validation', 'test')
 _FIFTHS = ('train', 'train[60%:80%]', 'train[80%:]')
 _CLEVR = ('train', 'train[90%:]', 'validation')
@@ -168,7 +168,7 @@ def find_task(dataset: str, key: str = 'dataset') -> Task:
     near = difflib.get_close_matches(name, TASKS, n=1)
     hint = f"did you mean '{registry.VTAB}{near[0]}'? " if near else ''
     raise ValueError(
-      f"{key}='{dataset}' is no task of VTAB: {hint}The tasks are "
+      f"{key}='{dataset}' is not a task of VTAB: {hint}the tasks are "
       f'{", ".join(TASKS)} (config.{key})'
     )
   return TASKS[name]

@@ -1,6 +1,6 @@
-"""Looks inside a detector: attention, and where the boxes of each query lie.
+"""Attention inside a detector, and where the boxes of each query lie.
 
-The arrays behind figures 3, 6 and 7 of arXiv 2005.12872.
+The arrays behind figures 3, 6 and 7 of arXiv 2005.12872; figures.py draws them.
 
 Shapes: B images, h x w cells of the feature map, Q queries, P points, n images
 of a data set.
@@ -24,35 +24,35 @@ _BATCH = 32  # Maximum batch size for the boxes of a split.
 _MAP = 'input_proj'
 
 
-class Seen(NamedTuple):
+class Attention(NamedTuple):
   """Predictions and attention of a detector, averaged over the heads."""
 
   boxes: np.ndarray  # [B, Q, 4], corners x0, y0, x1, y1, shares of the image.
   labels: np.ndarray  # Best class of each query but "no object", int32 [B, Q].
   scores: np.ndarray  # Probability of that class, float32 [B, Q].
   # Self-attention of the encoder, float32 [B, h, w, h, w]: how much the cell of
-  # the first two indices attends to that of the last two.
+  # the first two indices attends to the cell of the last two.
   encoder: np.ndarray
   decoder: np.ndarray  # Cross-attention of the decoder, float32 [B, Q, h, w].
   # Share of the canvas that the image fills, down and across, float32 [B, 2].
   filled: np.ndarray
 
 
-def look(task, params, extra, batch) -> Seen:
+def compute(task, params, extra, batch) -> Attention:
   """Computes predictions, and the attention of the last layers, for images.
 
   The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
   [B, H, W], if there is padding. The weights of one image take much memory.
   """
   images = {k: batch[k] for k in ('image', 'real') if k in batch}
-  compute = jax.jit(functools.partial(look_at, task))
-  return engine.by_parts(lambda rows: compute(params, extra, rows), images, 1)
+  jitted = jax.jit(functools.partial(compute_at_once, task))
+  return engine.by_parts(lambda rows: jitted(params, extra, rows), images, 1)
 
 
-def look_at(task, params, extra, images) -> Seen:
-  """Does the work of `look` for all images at once; `jax.jit` can trace it."""
+def compute_at_once(task, params, extra, images) -> Attention:
+  """Like `compute`, for all images at once; `jax.jit` can trace it."""
   model = task.model
-  outputs, seen = model.apply(
+  outputs, sown = model.apply(
     {'params': params, 'frozen': extra.get('frozen', {})},
     images['image'],
     images.get('real'),
@@ -60,10 +60,10 @@ def look_at(task, params, extra, images) -> Seen:
     mutable='intermediates',
     capture_intermediates=lambda module, _: module.name == _MAP,
   )
-  seen = seen['intermediates']
-  grid = seen[_MAP]['__call__'][0].shape[1:3]
-  encoder = seen[f'encoder_layer_{model.num_encoder_layers - 1}']
-  decoder = seen[f'decoder_layer_{model.num_decoder_layers - 1}']
+  sown = sown['intermediates']
+  grid = sown[_MAP]['__call__'][0].shape[1:3]
+  encoder = sown[f'encoder_layer_{model.num_encoder_layers - 1}']
+  decoder = sown[f'decoder_layer_{model.num_decoder_layers - 1}']
   found = task.detections({name: x[-1] for name, x in outputs.items()})
 
   def means(attention):  # [B, K, ..., S] -> [B, ..., S]
@@ -72,7 +72,7 @@ def look_at(task, params, extra, images) -> Seen:
 
   of_cells = means(encoder['self_attention'])  # [B, S, S]
   of_queries = means(decoder['cross_attention'])  # [B, Q, S]
-  return Seen(
+  return Attention(
     found['boxes'],
     found['labels'],
     found['scores'],
@@ -82,17 +82,17 @@ def look_at(task, params, extra, images) -> Seen:
   )
 
 
-def at_points(seen: Seen, points: np.ndarray) -> np.ndarray:
+def at_points(attention: Attention, points: np.ndarray) -> np.ndarray:
   """Returns the self-attention of the cells in which points lie.
 
   Points are float [B, P, 2], see `check_points`; the result [B, P, h, w].
   """
   points = check_points(points)
-  grid = np.array(seen.encoder.shape[1:3])
-  places = points[..., ::-1] * seen.filled[:, None] * grid  # [B, P, 2]
+  grid = np.array(attention.encoder.shape[1:3])
+  places = points[..., ::-1] * attention.filled[:, None] * grid  # [B, P, 2]
   cells = np.minimum(places.astype(int), grid - 1)
   rows = np.arange(len(points))[:, None]
-  return seen.encoder[rows, cells[..., 0], cells[..., 1]]
+  return attention.encoder[rows, cells[..., 0], cells[..., 1]]
 
 
 def check_points(points) -> np.ndarray:
@@ -108,38 +108,37 @@ def check_points(points) -> np.ndarray:
   return points
 
 
-def best_queries(seen: Seen, index: int, threshold: float, most: int) -> np.ndarray:
-  """Returns the queries of image `index` that detect an object, best first.
+def best_queries(scores: np.ndarray, threshold: float, most: int) -> np.ndarray:
+  """Returns the queries of an image that detect an object, most confident first.
 
-  At most `most`, int64 [n]; if no score reaches the threshold, the best alone.
+  Takes scores [Q]; returns at most `most` queries, int64 [n]: one if no score
+  reaches the threshold.
   """
-  scores = seen.scores[index]
   order = np.argsort(-scores, kind='stable')
   count = max(1, int((scores >= threshold).sum()))
   return order[: min(count, most)]
 
 
 def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
-  """Predicts the boxes of all queries, also of those that see no object.
+  """Predicts the boxes of all queries, also of those without an object.
 
   All processes must call it. Returns float32 [n, Q, 4] for all images of a
   split: centre x and y, width and height, as shares of the image.
   """
-
-  compute = engine.everywhere(
+  predict = engine.everywhere(
     mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
   )
   return engine.collect(
     engine.limited(task.config, mesh, _BATCH), mesh, source.evaluated,
-    task.example, lambda batch: compute(params, extra, batch),
+    task.example, lambda batch: predict(params, extra, batch),
     what='Predicting boxes',
   )['boxes']  # fmt: skip
 
 
 def kinds(boxes: np.ndarray) -> np.ndarray:
-  """Tells the boxes of `query_boxes` apart (figure 7), int64 [...].
+  """Sorts the boxes of `query_boxes` by form (figure 7), int64 [...].
 
-  SMALL; WIDE, large and no higher than wide; or TALL.
+  SMALL; WIDE, large and at least as wide as high; or TALL.
   """
   width, height = boxes[..., 2], boxes[..., 3]
   form = np.where(width >= height, WIDE, TALL)

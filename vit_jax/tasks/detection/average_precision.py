@@ -1,10 +1,9 @@
 """Average precision and recall of detected boxes, as COCO defines them.
 
-faster-coco-eval computes the figures, the same as pycocotools, in about a sixth
-of the time. It ranks boxes by score (those of one score by the id of their
-image), accepts a box whose overlap (IoU) with an object of its class is at least
-a threshold, and averages the precision over recalls, classes, and the thresholds
-.50, .55, ..., .95.
+faster-coco-eval computes the same numbers as pycocotools in about a sixth of the
+time. It ranks boxes by score (equal scores by image id), accepts a box whose
+overlap (IoU) with an object of its class reaches a threshold, and averages the
+precision over recalls, classes, and the thresholds .50, .55, ..., .95.
 """
 
 from collections.abc import Sequence
@@ -12,14 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from vit_jax.inference import engine
+from vit_jax.tasks.detection import boxes as boxes_lib
 
-# Names of the figures, in the order of COCO's evaluation: average precision, and
+# Names of the metrics, in the order of COCO's evaluation: average precision, and
 # average recall with at most 1, 10 and 100 boxes of an image, and by size.
 NAMES = (
   'AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large',
   'AR1', 'AR10', 'AR100', 'AR_small', 'AR_medium', 'AR_large',
 )  # fmt: skip
-# Tensors of the task's `example` that the figures are computed from.
+# Tensors of the task's `example` that the metrics are computed from.
 _TRUTH = ('image_id', 'truth', 'label', 'area', 'crowd', 'size')
 
 
@@ -61,15 +61,16 @@ def _image_id(row) -> int:
 
 def _compared(row) -> tuple[dict, dict]:
   """Returns objects and detections of an image, in pixels of the original."""
-  exists, (height, width) = row['label'] >= 0, row['size']
-  pixels = np.array([width, height, width, height], np.float64)
+  exists = row['label'] >= 0
+  size = row['size'].astype(np.float64)
   truth = {
-    'boxes': row['truth'][exists] * pixels,
+    'boxes': boxes_lib.to_pixels(row['truth'][exists], size),
     'labels': row['label'][exists],
     'areas': row['area'][exists],
     'crowd': row['crowd'][exists],
   }
-  return truth, {**row['found'], 'boxes': row['found']['boxes'] * pixels}
+  found = row['found']
+  return truth, {**found, 'boxes': boxes_lib.to_pixels(found['boxes'], size)}
 
 
 def average_precision(
@@ -81,9 +82,9 @@ def average_precision(
     truth: for each image, in the order of COCO's ids, `boxes` [n, 4] (x0, y0,
       x1, y1) in pixels, `labels` [n], `areas` [n] in pixels (small: below
       32 x 32; large: from 96 x 96 on), and `crowd` [n], whether the box is a
-      crowd, which may hold any number of detections that then do not count.
+      crowd: any number of detections in it are ignored.
     found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
-      best count.
+      most confident count.
     num_classes: number of classes.
 
   Returns:
@@ -110,10 +111,9 @@ def average_precision(
   detected = reference.loadRes(results) if results else faster_coco_eval.COCO()
   evaluation = faster_coco_eval.COCOeval_faster(reference, detected, 'bbox')
   evaluation.run()
-  figures = evaluation.stats[: len(NAMES)]
   return {
     name: float(value) if value >= 0 else float('nan')
-    for name, value in zip(NAMES, figures)
+    for name, value in zip(NAMES, evaluation.stats)
   }
 
 

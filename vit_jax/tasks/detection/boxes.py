@@ -1,7 +1,8 @@
 """Geometry of boxes, and the losses of a detector (arXiv 2005.12872).
 
 A box is (centre x, centre y, width, height) or (x0, y0, x1, y1), its corners,
-as shares of the image.
+as shares of the image. `to_pixels`, `filled` and `shown_size` map boxes and maps
+between an image and the canvas on which it lies, at the top left.
 
 Shapes: B images, L layers of the decoder, Q queries, N targets of an image
 (padded), C classes without "no object".
@@ -9,6 +10,7 @@ Shapes: B images, L layers of the decoder, Q queries, N targets of an image
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.tasks.detection import matching
 
@@ -23,6 +25,23 @@ def corners(boxes):
   """Turns boxes of centre and size [..., 4] into corners."""
   centre, size = boxes[..., :2], boxes[..., 2:]
   return jnp.concatenate([centre - size / 2, centre + size / 2], axis=-1)
+
+
+def to_pixels(boxes, size) -> np.ndarray:
+  """Scales corners [..., 4] from shares of an image to pixels.
+
+  `size` is the (height, width) of the image, [..., 2].
+  """
+  return boxes * np.asarray(size)[..., [1, 0, 1, 0]]
+
+
+def shown_size(canvas, share) -> tuple[int, int]:
+  """Returns the size of an image on a canvas of (height, width), in pixels.
+
+  For `share`, of the height and of the width, see `filled`.
+  """
+  height, width = np.round(np.multiply(canvas, share)).astype(int).tolist()
+  return max(1, height), max(1, width)
 
 
 def filled(batch):
@@ -45,20 +64,19 @@ def _area(boxes):
 
 def _ratio(part, whole):
   """Returns part / whole, 0 where whole is 0, with finite gradients."""
-  some = whole > 0
-  return jnp.where(some, part / jnp.where(some, whole, 1.0), 0.0)
+  is_positive = whole > 0
+  return jnp.where(is_positive, part / jnp.where(is_positive, whole, 1.0), 0.0)
 
 
 def giou(first, second):
   """Computes the generalised intersection over union (arXiv 1902.09630).
 
-  Takes corners [..., 4], broadcastable; returns [...], from -1 to 1. The IoU
-  of two boxes without area is 0, and so is the share of the box around them
-  that they leave.
+  Takes corners [..., 4], broadcastable; returns [...], from -1 to 1. Ratios
+  to an area of 0 count as 0.
   """
-  most, least = jnp.maximum(first, second), jnp.minimum(first, second)
-  inside = jnp.concatenate([most[..., :2], least[..., 2:]], axis=-1)
-  around = jnp.concatenate([least[..., :2], most[..., 2:]], axis=-1)
+  high, low = jnp.maximum(first, second), jnp.minimum(first, second)
+  inside = jnp.concatenate([high[..., :2], low[..., 2:]], axis=-1)
+  around = jnp.concatenate([low[..., :2], high[..., 2:]], axis=-1)
   shared = _area(inside)
   union = _area(first) + _area(second) - shared
   hull = _area(around)
@@ -113,22 +131,21 @@ def losses(
   chosen = matching.match(cost, counts)  # [L, B, N]
   picked = jax.nn.one_hot(chosen, queries)  # [L, B, N, Q]; padding has no one.
 
-  held = picked.sum(axis=-2)  # [L, B, Q]: 1 for queries with an object.
+  is_matched = picked.sum(axis=-2) > 0  # [L, B, Q]
   wanted = jnp.einsum('lbnq,bn->lbq', picked, labels.astype(jnp.float32))
-  wanted = jnp.where(held > 0, wanted.round().astype(jnp.int32), nothing)
-  weight = jnp.where(held > 0, 1.0, no_object)
-  surprise = -jnp.take_along_axis(
-    jax.nn.log_softmax(logits), wanted[..., None], axis=-1
-  )[..., 0]
+  wanted = jnp.where(is_matched, wanted.round().astype(jnp.int32), nothing)
+  weight = jnp.where(is_matched, 1.0, no_object)
+  log_probabilities = jax.nn.log_softmax(logits)
+  cross_entropy = -jnp.take_along_axis(log_probabilities, wanted[..., None], axis=-1)
 
-  mine = jnp.einsum(
+  matched = jnp.einsum(
     'lbnq,lbqk->lbnk', picked, boxes, precision=jax.lax.Precision.HIGHEST
   )
-  distance = jnp.abs(mine - targets).sum(axis=-1)  # [L, B, N]
-  apart = 1 - giou(corners(mine), corners(targets))
+  l1 = jnp.abs(matched - targets).sum(axis=-1)  # [L, B, N]
+  giou_loss = 1 - giou(corners(matched), corners(targets))
   return {
-    'class': (surprise * weight).sum(axis=-1),
-    'l1': jnp.where(exists, distance, 0.0).sum(axis=-1),
-    'giou': jnp.where(exists, apart, 0.0).sum(axis=-1),
+    'class': (cross_entropy[..., 0] * weight).sum(axis=-1),
+    'l1': jnp.where(exists, l1, 0.0).sum(axis=-1),
+    'giou': jnp.where(exists, giou_loss, 0.0).sum(axis=-1),
     'query': chosen,
   }

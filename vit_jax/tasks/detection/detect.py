@@ -8,7 +8,6 @@ Shapes: B images, Q queries, N objects of an image (padded), L layers of the
 decoder, C classes.
 """
 
-from collections.abc import Callable
 import dataclasses
 import functools
 import math
@@ -55,10 +54,10 @@ class Task(base.Task):
 
   @dataclasses.dataclass
   class Options:
-    # Greatest number of objects of an image; at most the number of queries.
+    # Maximum number of objects of an image; at most the number of queries.
     max_objects: schema.Count = 100
     # Weight of the class in the matching and in the loss. The published one
-    # suits a backbone that knows classes already.
+    # is for a pretrained backbone.
     class_weight: schema.Positive = boxes_lib.CLASS
     # Weight of a query without an object in the loss of the class. The published
     # one suits 100 queries, most of which have no object.
@@ -110,9 +109,10 @@ class Task(base.Task):
     if not self.config.pp.sides:
       return super().parts(source)
     group = canvases.evaluation(self.config.pp)
-    return self._by_canvas(
-      source, group, lambda on: functools.partial(self.example, canvas=on)
-    )
+    return [
+      input_pipeline.Part(rows, functools.partial(self.example, canvas=canvas), canvas)
+      for rows, canvas in self._canvases(source, group)
+    ]
 
   def parts_at(self, source, image_size):
     """Returns parts of images without objects, whose examples are `inputs`.
@@ -124,42 +124,35 @@ class Task(base.Task):
       image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
     if isinstance(image_size, int):
       group = canvases.evaluation(pp, image_size)
-
-      def example(on):
-        laid = group._replace(canvas=on)
-        return lambda record, seed: self._inputs(record, pp, laid)
-
-      return self._by_canvas(source, group, example)
-    pp = pp.copy_and_resolve_references()
-    with pp.ignore_type():
-      pp.update(crop=tuple(image_size), resize=None)
-    example = lambda record, seed: self._inputs(record, pp, None)
-    return [input_pipeline.Part(None, example, tuple(image_size))]
-
-  def _by_canvas(self, source, group, example: Callable):
-    """Returns the parts of each canvas; `example` makes their functions of it."""
-    if not self._step:
-      found = [(None, group.canvas)]
+      found = self._canvases(source, group)
     else:
-      shapes = input_pipeline.image_shapes(source)
-      fitting = canvases.smallest(shapes, group, self._step)
-      sizes, which = np.unique(fitting, axis=0, return_inverse=True)
-      found = [
-        (np.flatnonzero(which.reshape(-1) == i), tuple(sizes[i].tolist()))
-        for i in reversed(range(len(sizes)))
-      ]
+      group, found = None, [(None, tuple(image_size))]
+      pp = pp.copy_and_resolve_references()
+      with pp.ignore_type():
+        pp.update(crop=tuple(image_size), resize=None)
+
+    def example(record, seed, canvas):
+      return self._inputs(record, pp, group and group._replace(canvas=canvas))
+
     return [
-      input_pipeline.Part(numbers, example(canvas), canvas) for numbers, canvas in found
+      input_pipeline.Part(rows, functools.partial(example, canvas=canvas), canvas)
+      for rows, canvas in found
     ]
 
-  @property
-  def _step(self) -> int:
-    """The number whose multiples the sides of a canvas are; 0: one square."""
-    config = self.config
+  def _canvases(self, source, group):
+    """Returns (numbers of images or None for all, canvas), the largest first."""
     # A Vision Transformer needs whole patches.
-    patched = model_configs.parts_of(config.model)
-    whole = config.pp.canvas_multiple if patched else 1
-    return math.lcm(self.options.tight, whole)
+    patched = model_configs.parts_of(self.config.model)
+    multiple = self.config.pp.canvas_multiple if patched else 1
+    step = math.lcm(self.options.tight, multiple)
+    if not step:
+      return [(None, group.canvas)]
+    smallest = canvases.smallest(input_pipeline.image_shapes(source), group, step)
+    sizes, which = np.unique(smallest, axis=0, return_inverse=True)
+    return [
+      (np.flatnonzero(which.reshape(-1) == i), tuple(sizes[i].tolist()))
+      for i in reversed(range(len(sizes)))
+    ]
 
   def example(self, record, seed, canvas=None):
     """Returns an image and its objects.
@@ -188,7 +181,7 @@ class Task(base.Task):
     }
 
   def _decode(self, record, seed):
-    """Returns `image` and possibly `real` of training, and their geometry."""
+    """Returns `image`, on canvases also `real`, of training, and their geometry."""
     pp = self.config.pp
     if not pp.sides:
       image, drawn = preprocess.decode_with_geometry(record['image'], seed, pp)
@@ -207,10 +200,11 @@ class Task(base.Task):
     return tf.zeros_like(record['objects/label'], tf.bool)
 
   def inputs(self, record, seed=None, canvas=None):
-    """Returns `image`, possibly `real`, and `size`, the original's, int32 [2].
+    """Returns `image`, on canvases also `real`, and `size`, int32 [2].
 
-    An image without boxes is turned as its EXIF orientation says; boxes belong
-    to the stored pixels. For `canvas` see `example`.
+    `size` is the original height and width. An image without boxes is rotated as its EXIF
+    orientation says; boxes belong to the stored pixels. For `canvas` see
+    `example`.
     """
     del seed  # Training needs the objects too, see `example`.
     pp = self.config.pp
@@ -303,15 +297,14 @@ class Task(base.Task):
   def adapt_weights(self, weights):
     """Takes the rows of the class head by name, if it has all classes.
 
-    So weights with COCO's 91 category ids suit data with the 80 classes that
-    there are.
+    So weights with COCO's 91 category ids fit data with its 80 classes.
     """
     return fitting.with_classes(weights, self.class_names)
 
   def new_params(self, have, want, class_names):
     """Returns the heads that weights lack, or that are for other classes.
 
-    Weights of a backbone alone leave all else new.
+    With weights of only a backbone, everything else is new.
     """
     if 'query_embedding' not in have:
       backbone = ('backbone/', 'frozen/')
@@ -328,7 +321,7 @@ class Task(base.Task):
     ]
 
   def check_weights(self, weights, params):
-    """Checks that weights bring all frozen parameters: none stays random."""
+    """Checks that weights include all frozen parameters: none stays random."""
     frozen = optim.frozen_sizes(self.config.lr_multipliers, params)
     missing = sorted(set(frozen) - set(weights))
     if missing:
@@ -347,7 +340,7 @@ class Task(base.Task):
     return self.model.apply(variables, batch['image'], batch.get('real'), **kwargs)
 
   def augment(self, batch, rng):
-    """Adds the shares of the losses, which depend on the global batch.
+    """Adds the factors of the losses, which depend on the global batch.
 
     The cross-entropy is divided by the sum of the class weights of all queries,
     and the losses of boxes by the number of objects, over all devices.
@@ -394,7 +387,7 @@ class Task(base.Task):
     return (total, rows), {k: (x[-1].sum(), rows) for k, x in terms.items()}
 
   def _terms(self, params, extra, batch, **kwargs):
-    """Returns all losses, see `_set_losses`; `kwargs` are those of the model."""
+    """Returns all losses, see `_set_losses`; `kwargs` are for the model."""
     outputs = self._apply(params, extra, batch, **kwargs)
     return self._set_losses(outputs, batch)[0]
 
@@ -469,20 +462,21 @@ class Task(base.Task):
   def draw_evaluation(self, batch, outputs):
     """Draws test images: the objects, then the detections."""
     found = jax.device_get(self.detections(outputs))
-    # Factors from shares of the images to shares of their canvases, [B, 4].
-    filled = np.asarray(boxes_lib.filled(batch))[:, [1, 0, 1, 0]]
+    shares = np.asarray(boxes_lib.filled(batch))
     drawn = []
     for i, image in enumerate(grids.to_pixels(batch['image'])):
+      size = boxes_lib.shown_size(image.shape[:2], shares[i])
       exists = batch['label'][i] >= 0
-      kept = found['scores'][i] >= detectors.THRESHOLD
       names = [self.class_names[k] for k in batch['label'][i][exists]]
-      truth = batch['truth'][i][exists] * filled[i]
+      truth = boxes_lib.to_pixels(batch['truth'][i][exists], size)
       drawn.append(overlays.draw(image, truth, names))
+      labels, scores, boxes = (found[k][i] for k in ('labels', 'scores', 'boxes'))
+      kept = scores >= detectors.THRESHOLD
       names = [
         f'{self.class_names[k]} {100 * score:.0f}'
-        for k, score in zip(found['labels'][i][kept], found['scores'][i][kept])
+        for k, score in zip(labels[kept], scores[kept])
       ]
-      boxes = found['boxes'][i][kept] * filled[i]
+      boxes = boxes_lib.to_pixels(boxes[kept], size)
       drawn.append(overlays.draw(image, boxes, names))
     titles = 2 * ('objects', 'detected')
     picture = grids.grid(np.stack(drawn), titles=titles, most=_MOST)
@@ -498,13 +492,13 @@ def _image_id(record):
 
 
 def _boxes(record):
-  """Returns the boxes of a record [n, 4]; an error if they are none."""
+  """Returns the boxes of a record [n, 4]; an error if they are not boxes."""
   boxes = tf.reshape(record['objects/bbox'], [-1, 4])
   low, high = boxes[:, :2], boxes[:, 2:]
   # False for NaN.
-  fine = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  is_box = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
   tf.debugging.assert_equal(
-    tf.reduce_all(fine),
+    tf.reduce_all(is_box),
     True,
     "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
     'and width from 0 to 1: correct the data',

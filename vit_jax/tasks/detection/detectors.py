@@ -12,9 +12,13 @@ from vit_jax import preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import predictor as predictor_lib, tables
-from vit_jax.tasks.detection import overlays, segments as segments_lib
+from vit_jax.tasks.detection import (
+  boxes as boxes_lib,
+  overlays,
+  segments as segments_lib,
+)
 
-THRESHOLD = 0.7  # Least score of an object that is shown.
+THRESHOLD = 0.7  # Minimum score of an object that is shown.
 
 
 class Detector(predictor_lib.Predictor):
@@ -41,22 +45,20 @@ class Detector(predictor_lib.Predictor):
 
     Args:
       images: see `outputs`; they may have different sizes.
-      threshold: least score of an object, from 0 to 1.
-      image_size: size in pixels of the images that the network sees. A number
-        is the length of the shorter side; images keep their height / width,
-        and the model is compiled for each of the canvases on which they lie,
-        see `tight` in vit_jax/tasks/detection/detect.py. (height, width) is the
-        size to which all images are resized. None: as in the evaluation of the
-        run.
+      threshold: minimum score of an object, from 0 to 1.
+      image_size: size in pixels of the model's input. A number is the length of
+        the shorter side; images keep their aspect ratio, and the model is
+        compiled for each of the canvases on which they lie, see `tight` in
+        vit_jax/tasks/detection/detect.py. (height, width) is the size to which
+        all images are resized. None: as in the evaluation of the run.
 
     Returns:
-      For each image a list of (class name, score, (x0, y0, x1, y1)), the best
-      first; the box is in pixels of the original image.
+      For each image a list of (class name, score, (x0, y0, x1, y1)), most
+      confident first; the box is in pixels of the original image.
 
     Raises:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, the threshold is not between 0 and 1, or `image_size` is neither
-        a positive int nor a pair of them.
+        read, or another argument is out of range.
     """
     make = functools.partial(Detector.make, self)
     return [x for _, x in self._find(images, threshold, image_size, make)]
@@ -70,7 +72,7 @@ class Detector(predictor_lib.Predictor):
     )
 
   def _find(self, images, threshold, image_size, make) -> list:
-    """Returns the result of `make`, such as that of a detector, for each image."""
+    """Returns the result of `make`, such as Detector.make, for each image."""
     how = self._columns(threshold=threshold, image_size=image_size)
     threshold = self.LEAST if threshold is None else threshold
     found = {
@@ -89,8 +91,7 @@ class Detector(predictor_lib.Predictor):
   def objects(self, inputs, found, threshold):
     """Lists the objects of one image among its `boxes`, `labels`, `scores` [Q]."""
     boxes, labels, scores = (found[k] for k in ('boxes', 'labels', 'scores'))
-    height, width = inputs['size']
-    boxes = boxes.clip(0, 1) * np.array([width, height, width, height])
+    boxes = boxes_lib.to_pixels(boxes.clip(0, 1), inputs['size'])
     best = np.argsort(-scores, kind='stable')
     return [
       (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
@@ -118,7 +119,7 @@ class Detector(predictor_lib.Predictor):
     return self.detect(images)
 
   def report(self, images, args):
-    """Returns what is found as lines; draws it if `args.out` is a path."""
+    """Returns the predictions as lines; draws them if `args.out` is a path."""
     threshold = self.LEAST if args.threshold is None else args.threshold
     results = self._find(images, threshold, args.image_size, self.make)
     lines, drawn = [], []
@@ -144,12 +145,8 @@ class Detector(predictor_lib.Predictor):
 
   def draw(self, image, _, found):
     """Draws what `make` returns on an image, uint8 [H, W, 3]."""
-    size = np.array(image.shape[1::-1] * 2)  # width, height, width, height.
-    return overlays.draw(
-      image,
-      [np.array(box) / size for _, _, box in found],
-      [f'{name} {100 * score:.0f}' for name, score, _ in found],
-    )
+    names = [f'{name} {100 * score:.0f}' for name, score, _ in found]
+    return overlays.draw(image, [box for *_, box in found], names)
 
   def page(self):
     """Shows boxes above a score, and the attention of a box that is clicked."""
@@ -170,7 +167,7 @@ class Segmenter(Detector):
 
   @property
   def KEEP(self):
-    """All inputs: masks are those of a canvas."""
+    """All inputs: the masks cover the whole canvas."""
     return tuple(self.task.input_spec())
 
   def segment(
@@ -183,13 +180,13 @@ class Segmenter(Detector):
 
     Args:
       images: see `detect`; likewise image_size and errors.
-      threshold: least score of a segment, from 0 to 1.
+      threshold: minimum score of a segment, from 0 to 1.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the
       original image, has the number of the segment of each pixel, from 1, and 0
-      for pixels of none. The segments, from number 1 on, are (class name, score,
-      whether it is a thing, area in pixels).
+      for pixels of none. The segments 1, 2, ... are (class name, score, whether it
+      is a thing, area in pixels).
     """
     return self._find(images, threshold, image_size, self.make)
 

@@ -1,8 +1,7 @@
 """Draws what a detector attends to, and where the boxes of its queries lie.
 
-As figures 3, 6 and 7 of arXiv 2005.12872; the arrays come from
-vit_jax/tasks/detection/attention_figures.py. Each function returns a matplotlib Figure, see
-vit_jax/figures/drawing.py.
+As figures 3, 6 and 7 of arXiv 2005.12872, from the arrays of attention_figures.py.
+Each function returns a matplotlib Figure, see vit_jax/figures/drawing.py.
 """
 
 from collections.abc import Sequence
@@ -11,11 +10,10 @@ import numpy as np
 
 from vit_jax.distributed import sharding
 from vit_jax.figures import colors, drawing, gallery
-from vit_jax.tasks.detection import attention_figures, detectors
+from vit_jax.tasks.detection import attention_figures, boxes as boxes_lib, detectors
 
 MOST = 4  # Maximum number of images, points and objects of a figure.
-_ROWS = 5  # Panels below each other in the figure of the queries.
-_PANELS = 20
+_ROWS, _PANELS = 5, 20  # Of the figure of the queries, at most.
 _KINDS = (
   (attention_figures.SMALL, 'small', colors.GREEN),
   (attention_figures.WIDE, 'large, wide', colors.VERMILION),
@@ -24,56 +22,50 @@ _KINDS = (
 _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 
 
-def _best(seen: attention_figures.Seen) -> list[np.ndarray]:
+def _best(attention) -> list[np.ndarray]:
   """Returns the queries of each image that detect an object, the best first."""
   return [
-    attention_figures.best_queries(seen, i, detectors.THRESHOLD, MOST)
-    for i in range(len(seen.boxes))
-  ]
-
-
-def _centres(seen: attention_figures.Seen) -> list[np.ndarray]:
-  """Returns the centres of the best boxes of each image, float [P, 2]."""
-  return [
-    boxes[best].clip(0, 1).reshape(-1, 2, 2).mean(axis=1)
-    for boxes, best in zip(seen.boxes, _best(seen))
+    attention_figures.best_queries(scores, detectors.THRESHOLD, MOST)
+    for scores in attention.scores
   ]
 
 
 @drawing.styled
 def encoder_attention(
-  images, seen: attention_figures.Seen, names: Sequence[str], points=None
+  images, attention: attention_figures.Attention, names: Sequence[str], points=None
 ):
   """Draws the encoder's self-attention of points over images (figure 3).
 
   A row for each image [H, W, 3] in [-1, 1]. Points are float [P, 2], x and y as
   shares of each image; by default the centres of the best boxes.
   """
-  given = _centres(seen) if points is None else [points] * len(images)
-  columns = 1 + max(map(len, given))
-  fig, grid = _grid(images, seen, columns, 'Self-attention of the encoder')
-  for i, (row, marks) in enumerate(zip(grid, given)):
-    one = attention_figures.Seen(*(x[i : i + 1] for x in seen))
-    maps = attention_figures.at_points(one, np.asarray(marks)[None])[0]  # [P, h, w]
-    picture = _picture(images[i], seen.filled[i])
-    size = picture.shape[1::-1]
-    row[0].imshow(picture)
-    row[0].set_title(drawing.shorten(names[i], 22))
-    for number, (axes, weights, mark) in enumerate(zip(row[1:], maps, marks), 1):
-      axes.imshow(drawing.overlay(picture, weights, seen.filled[i]))
-      axes.plot(*(mark * size - 0.5), **_MARK)
+  if points is None:
+    rows = [
+      boxes[best].clip(0, 1).reshape(-1, 2, 2).mean(axis=1)
+      for boxes, best in zip(attention.boxes, _best(attention))
+    ]
+  else:
+    rows = [np.asarray(points)] * len(images)
+  title = 'Self-attention of the encoder'
+  columns = 1 + max(map(len, rows))
+  fig, grid, pictures = _grid(images, attention, names, columns, title)
+  for i, (panels, picture, points) in enumerate(zip(grid, pictures, rows)):
+    one = attention_figures.Attention(*(x[i : i + 1] for x in attention))
+    maps = attention_figures.at_points(one, points[None])[0]  # [P, h, w]
+    places = points * picture.shape[1::-1] - 0.5
+    for number, (axes, weights, place) in enumerate(zip(panels[1:], maps, places), 1):
+      axes.imshow(drawing.overlay(picture, weights, attention.filled[i]))
+      axes.plot(*place, **_MARK)
       axes.set_title(f'point {number}')
-      row[0].plot(*(mark * size - 0.5), **_MARK)
-      row[0].annotate(
-        str(number), mark * size - 0.5, ha='center', va='center', fontsize=8
-      )
+      panels[0].plot(*place, **_MARK)
+      panels[0].annotate(str(number), place, ha='center', va='center', fontsize=8)
   return fig
 
 
 @drawing.styled
 def query_attention(
   images,
-  seen: attention_figures.Seen,
+  attention: attention_figures.Attention,
   names: Sequence[str],
   class_names: Sequence[str],
 ):
@@ -82,22 +74,20 @@ def query_attention(
   A row for each image: the image with the boxes, and the attention of the query
   of each box.
   """
-  best = _best(seen)
+  best = _best(attention)
+  title = 'Attention of the queries'
   columns = 1 + max(map(len, best))
-  fig, grid = _grid(images, seen, columns, 'Attention of the queries')
-  for i, (row, queries) in enumerate(zip(grid, best)):
-    picture = _picture(images[i], seen.filled[i])
-    row[0].imshow(picture)
-    row[0].set_title(drawing.shorten(names[i], 22))
-    for number, (axes, query) in enumerate(zip(row[1:], queries)):
+  fig, grid, pictures = _grid(images, attention, names, columns, title)
+  for i, (panels, picture, queries) in enumerate(zip(grid, pictures, best)):
+    for number, (axes, query) in enumerate(zip(panels[1:], queries)):
       colour = colors.of_line(number)
-      weights = seen.decoder[i, query]
-      axes.imshow(drawing.overlay(picture, weights, seen.filled[i]))
-      box = seen.boxes[i, query]
-      _draw_box(row[0], box, picture, colour)
-      _draw_box(axes, box, picture, colour)
-      name = drawing.shorten(class_names[seen.labels[i, query]], 14)
-      axes.set_title(f'{name}, {100 * seen.scores[i, query]:.0f} %', color=colour)
+      weights = attention.decoder[i, query]
+      axes.imshow(drawing.overlay(picture, weights, attention.filled[i]))
+      for panel in (panels[0], axes):
+        _draw_box(panel, attention.boxes[i, query], picture, colour)
+      name = drawing.shorten(class_names[attention.labels[i, query]], 14)
+      score = attention.scores[i, query]
+      axes.set_title(f'{name}, {100 * score:.0f} %', color=colour)
   return fig
 
 
@@ -139,10 +129,13 @@ def query_boxes(boxes: np.ndarray):
   return fig
 
 
-def _grid(images, seen, columns, title):
-  """Returns a figure and its Axes [B, columns], without ticks."""
+def _grid(images, attention, names, columns, title):
+  """Returns a figure, its Axes [B, columns] and B pictures.
+
+  The first column shows the images without padding, which are the pictures.
+  """
   rows, height, width = images.shape[:3]
-  down, across = seen.filled.T
+  down, across = attention.filled.T
   ratio = float((height * down / (width * across)).mean())  # Of the pictures.
   cell = min(3.2, 12.0 / columns, 9.0 / (rows * ratio))
   fig = drawing.new_figure(
@@ -152,21 +145,20 @@ def _grid(images, seen, columns, title):
   for axes in grid.flat:
     axes.set_axis_off()
     axes.title.set_fontsize(12)
-  return fig, grid
-
-
-def _picture(image, filled) -> np.ndarray:
-  """Returns an image without padding, float32 [H, W, 3] in [0, 1]."""
-  height, width = np.multiply(image.shape[:2], filled).round().astype(int)
-  return drawing.as_pixels(image[: max(1, height), : max(1, width)])
+  pictures = []
+  for axes, image, share, name in zip(grid[:, 0], images, attention.filled, names):
+    height, width = boxes_lib.shown_size(image.shape[:2], share)
+    pictures.append(drawing.as_pixels(image[:height, :width]))
+    axes.imshow(pictures[-1])
+    axes.set_title(drawing.shorten(name, 22))
+  return fig, grid, pictures
 
 
 def _draw_box(axes, box, picture, colour):
   """Draws a box, corners as shares of the image."""
   from matplotlib import patches
 
-  size = np.array(picture.shape[1::-1])
-  (x0, y0), (x1, y1) = box.clip(0, 1).reshape(2, 2) * size - 0.5
+  x0, y0, x1, y1 = boxes_lib.to_pixels(box.clip(0, 1), picture.shape[:2]) - 0.5
   axes.add_patch(
     patches.Rectangle(
       (x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, linewidth=2.5
@@ -177,9 +169,10 @@ def _draw_box(axes, box, picture, colour):
 # --- The figures in the gallery; `subject` is a vit_jax.figures.results.Subject ---
 
 
-def _look(subject) -> attention_figures.Seen:
+def _attention(subject) -> attention_figures.Attention:
   model = subject.model
-  return attention_figures.look(model.task, model.params, model.extra, subject.batch)
+  state = model.params, model.extra
+  return attention_figures.compute(model.task, *state, subject.batch)
 
 
 def _draw_boxes(subject):
@@ -191,12 +184,12 @@ def _draw_boxes(subject):
 
 
 def _pages(subject):
-  """Yields images, what the detector sees in them and names, for each figure."""
-  seen = subject.once(_look)
+  """Yields images, the attention and names, for each figure."""
+  attention = subject.once(_attention)
   for part in gallery.pages(subject, MOST):
     yield (
       subject.batch['image'][part],
-      attention_figures.Seen(*(x[part] for x in seen)),
+      attention_figures.Attention(*(x[part] for x in attention)),
       subject.names[part],
     )
 
@@ -214,7 +207,7 @@ FIGURES = (
     'Each map shows how much the cell of the image at the white point attends to '
     'every other cell in the last layer of the encoder, averaged over the heads. '
     'In a trained detector the maps separate the objects from each other. The '
-    'points are the centres of the best boxes, or those of --points.',
+    'points are the centres of the best boxes, or the ones of --points.',
     'arXiv 2005.12872, section 4.3 and figure 3',
     gallery.needs_images,
     lambda subject: [
@@ -238,7 +231,7 @@ FIGURES = (
     'query_boxes',
     'Boxes of the queries',
     'Each panel is a query, and each dot the centre of the box that the query '
-    'predicts for an image of the split, whether it sees an object or none. Green '
+    'predicts for an image of the split, with or without an object. Green '
     'boxes are small, less than a tenth of the image; red ones are large and '
     'wide, blue ones large and tall. Queries specialise on places and sizes.',
     'arXiv 2005.12872, section 4.3 and figure 7',

@@ -20,10 +20,10 @@ def focal(logits, targets):
   A target is 1 for pixels of the object, otherwise 0.
   """
   signed = jnp.where(targets > 0, logits, -logits)
-  surprise = jax.nn.softplus(-signed)
+  cross_entropy = jax.nn.softplus(-signed)
   weight = jnp.where(targets > 0, _ALPHA, 1 - _ALPHA)
-  missing = jax.nn.sigmoid(-signed)
-  return (weight * missing**_GAMMA * surprise).mean(axis=(-2, -1))
+  error = jax.nn.sigmoid(-signed)
+  return (weight * error**_GAMMA * cross_entropy).mean(axis=(-2, -1))
 
 
 def dice(logits, targets):
@@ -40,8 +40,8 @@ def dice(logits, targets):
 def losses(logits, segments, counts) -> dict:
   """Computes the losses of the masks of objects: sums over them, float32 [B].
 
-  Masks are enlarged to the size of the image one after the other, and anew in
-  the backward pass: those of 100 objects of a large image take 400 MB.
+  Masks are enlarged to the size of the image one after the other, and again in the
+  backward pass: the masks of 100 objects of a large image take 400 MB.
 
   Args:
     logits: float32 [B, N, h, w], the masks of the objects in their order.

@@ -1,11 +1,14 @@
 """Assigns predictions to targets at the least total cost, on the device.
 
-The Hungarian algorithm by shortest augmenting paths. All problems of a batch
-advance together, each through its own sequence of steps: one loop takes as many
-rounds as the longest problem needs, and a round costs a few operations on
-vectors of the number of predictions. Nothing leaves the device: a callback to
-SciPy would stall all devices of a host. Devices of a mesh do not wait for each
-other.
+The Hungarian algorithm with shortest augmenting paths. Targets are inserted one
+after the other. For each, a tree of shortest paths grows column by column until it
+reaches a free column (`_extend`); then the targets on that path move one column
+further (`_walk_back`).
+
+All problems of a batch advance together, each in its own phase: one loop takes as
+many rounds as the longest problem needs, and a round costs a few operations on
+vectors of the number of predictions. Nothing leaves the device: a callback to SciPy
+would stall all devices of a host. Devices of a mesh do not wait for each other.
 """
 
 from typing import NamedTuple
@@ -17,119 +20,87 @@ from vit_jax.distributed import sharding
 
 
 class _State(NamedTuple):
-  """Where the assignment of one problem stands.
+  """One problem with N targets and Q columns; column Q is the root of the paths."""
 
-  Column Q is a root that holds the target being inserted. Costs have K levels,
-  [K, ...]: the first level decides, the second where the first is equal.
-  """
-
-  target: jax.Array  # Number of the target being inserted, int32.
-  column: jax.Array  # At the end of the path, int32.
-  walks_back: jax.Array  # Whether a path to a free column is now applied.
-  owner: jax.Array  # Target that each column holds, int32 [Q + 1]; -1: none.
-  before: jax.Array  # Previous column on the shortest paths, int32 [Q].
-  least: jax.Array  # Reduced costs of these paths, [K, Q].
-  done: jax.Array  # Columns whose path is known, bool [Q + 1].
-  row_price: jax.Array  # The dual variables, [K, N],
-  column_price: jax.Array  # and [K, Q + 1].
+  target: jax.Array  # The target being inserted, which the root holds, int32.
+  column: jax.Array  # The end of the path, int32.
+  walks_back: jax.Array  # Whether `column` is free, or its target has moved on.
+  owner: jax.Array  # The target that each column holds, int32 [Q + 1]; -1: none.
+  before: jax.Array  # Previous column on the shortest path, int32 [Q].
+  length: jax.Array  # Length of this path in reduced costs, [Q].
+  done: jax.Array  # Columns whose shortest path is known, bool [Q + 1].
+  target_price: jax.Array  # The dual variables, [N],
+  column_price: jax.Array  # and [Q + 1].
 
 
-def _begin(state: _State, target, num) -> _State:
-  """Begins the search for a path from a target."""
-  return state._replace(
-    target=target,
-    column=jnp.int32(num),
-    walks_back=jnp.bool_(False),
-    owner=state.owner.at[num].set(target),
-    least=jnp.full_like(state.least, jnp.inf),
-    done=jnp.zeros_like(state.done),
-  )
-
-
-def _below(a, b):
-  """Returns where costs [K, Q] are below others, level by level, bool [Q]."""
-  below = a[-1] < b[-1]
-  for x, y in zip(a[-2::-1], b[-2::-1]):
-    below = (x < y) | ((x == y) & below)
-  return below
-
-
-def _nearest(least, open_):
-  """Returns the column of the least cost [K, Q] among the open ones."""
-  for level in least:
-    level = jnp.where(open_, level, jnp.inf)
-    open_ &= level == level.min()
-  return jnp.argmax(open_).astype(jnp.int32)
-
-
-def _extend(state: _State, cost, num) -> _State:
-  """Extends the tree of shortest paths by the column that is nearest."""
+def _extend(state: _State, cost) -> _State:
+  """Adds the nearest open column to the tree of shortest paths."""
   done = state.done.at[state.column].set(True)
-  row = state.owner[state.column]
-  reduced = (
-    cost[:, row] - state.row_price[:, row, None] - state.column_price[:, :num]
-  )  # [K, Q]
-  open_ = ~done[:num]
-  better = open_ & _below(reduced, state.least)
-  least = jnp.where(better, reduced, state.least)
-  before = jnp.where(better, state.column, state.before)
-  nearest = _nearest(least, open_)
-  step = least[:, nearest, None]  # [K, 1]
-  paid = jnp.where(done, step, 0.0)  # [K, Q + 1]
+  target = state.owner[state.column]
+  reduced = cost[target] - state.target_price[target] - state.column_price[:-1]
+  is_open = ~done[:-1]
+  is_shorter = is_open & (reduced < state.length)
+  length = jnp.where(is_shorter, reduced, state.length)
+  open_length = jnp.where(is_open, length, jnp.inf)
+  step = open_length.min()
+  # The first column at this length; argmin is slower.
+  columns = jnp.arange(len(length), dtype=jnp.int32)
+  nearest = jnp.where(open_length == step, columns, len(columns)).min()
+  paid = jnp.where(done, step, 0.0)  # [Q + 1]
   return state._replace(
     column=nearest,
     walks_back=state.owner[nearest] < 0,
-    before=before,
-    least=jnp.where(open_, least - step, least),
+    before=jnp.where(is_shorter, state.column, state.before),
+    length=jnp.where(is_open, length - step, length),
     done=done,
-    # Columns that are not done may hold no target: their step is 0.
-    row_price=state.row_price.at[:, state.owner].add(paid),
+    # Columns that are not done may hold no target: they pay 0.
+    target_price=state.target_price.at[state.owner].add(paid),
     column_price=state.column_price - paid,
   )
 
 
-def _walk_back(state: _State, num) -> _State:
-  """Moves one target along the path; begins the next target at its root."""
+def _walk_back(state: _State) -> _State:
+  """Moves a target one column along the path; at the root, the next one begins."""
   previous = state.before[state.column]
+  root = len(state.before)
+  at_root = previous == root
+  target = state.target + at_root
   owner = state.owner.at[state.column].set(state.owner[previous])
-  moved = state._replace(owner=owner, column=previous)
-  begun = _begin(moved, state.target + 1, num)
-  return jax.tree.map(lambda a, b: jnp.where(previous == num, a, b), begun, moved)
+  return state._replace(
+    target=target,
+    column=previous,
+    walks_back=~at_root,
+    owner=owner.at[root].set(target),
+    length=jnp.where(at_root, jnp.inf, state.length),
+    done=state.done & ~at_root,
+  )
 
 
-def _match(cost, count):
-  """Solves one problem whose costs [K, N, Q] are finite; see `match`."""
-  levels, targets, num = cost.shape
+def _solve(cost, count):
+  """Solves one problem of finite costs [N, Q]; see `match`."""
+  targets, root = cost.shape
   state = _State(
     target=jnp.int32(0),
-    column=jnp.int32(num),
+    column=jnp.int32(root),
     walks_back=jnp.bool_(False),
-    owner=jnp.full(num + 1, -1, jnp.int32),
-    before=jnp.full(num, num, jnp.int32),
-    least=jnp.full((levels, num), jnp.inf, cost.dtype),
-    done=jnp.zeros(num + 1, bool),
-    row_price=jnp.zeros((levels, targets), cost.dtype),
-    column_price=jnp.zeros((levels, num + 1), cost.dtype),
+    owner=jnp.full(root + 1, -1, jnp.int32).at[root].set(0),
+    before=jnp.full(root, root, jnp.int32),
+    length=jnp.full(root, jnp.inf, cost.dtype),
+    done=jnp.zeros(root + 1, bool),
+    target_price=jnp.zeros(targets, cost.dtype),
+    column_price=jnp.zeros(root + 1, cost.dtype),
   )
 
   def advance(state):
+    walked, extended = _walk_back(state), _extend(state, cost)
     return jax.tree.map(
-      lambda a, b: jnp.where(state.walks_back, a, b),
-      _walk_back(state, num),
-      _extend(state, cost, num),
+      lambda a, b: jnp.where(state.walks_back, a, b), walked, extended
     )
 
-  state = jax.lax.while_loop(
-    lambda state: state.target < count,
-    advance,
-    _begin(state, jnp.int32(0), num),
-  )
-  owner = jnp.where(state.owner[:num] < 0, targets, state.owner[:num])
-  return (
-    jnp.full(targets, -1, jnp.int32)
-    .at[owner]
-    .set(jnp.arange(num, dtype=jnp.int32), mode='drop')
-  )
+  state = jax.lax.while_loop(lambda state: state.target < count, advance, state)
+  owner = jnp.where(state.owner[:-1] < 0, targets, state.owner[:-1])
+  chosen = jnp.full(targets, -1, jnp.int32)
+  return chosen.at[owner].set(jnp.arange(root, dtype=jnp.int32), mode='drop')
 
 
 def match(cost, counts):
@@ -137,9 +108,8 @@ def match(cost, counts):
 
   Args:
     cost: float [..., N, Q], cost of giving target n the prediction q; N <= Q.
-      With a batch that a mesh splits, [..., B, N, Q].
-      A cost that is not finite is worse than any sum of others: as few of them
-      as possible are chosen, and then the least sum of the others.
+      With a batch that a mesh splits, [..., B, N, Q]. A cost that is not finite
+      counts as more than any sum of the others.
     counts: int [...], number of targets, the first ones; others are padding.
 
   Returns:
@@ -161,16 +131,8 @@ def match(cost, counts):
 def _match_all(cost, counts):
   """Solves problems [..., N, Q] together; see `match`."""
   *batch, targets, num = cost.shape
-  cost = cost.reshape(-1, 1, targets, num)
-  finite = jnp.isfinite(cost)
-  # The number of costs that are not finite, and the sum of the others.
-  levels = jnp.concatenate(
-    [jnp.where(finite, 0.0, 1.0), jnp.where(finite, cost, 0.0)], axis=1
-  )
-  # A second level takes time, which most problems do not need.
-  found = jax.lax.cond(
-    finite.all(),
-    lambda: jax.vmap(_match)(cost, counts.reshape(-1)),
-    lambda: jax.vmap(_match)(levels, counts.reshape(-1)),
-  )
-  return found.reshape(*batch, targets)
+  cost = cost.reshape(-1, targets, num)
+  is_finite = jnp.isfinite(cost)
+  most = jnp.abs(jnp.where(is_finite, cost, 0.0)).max(axis=(1, 2), keepdims=True)
+  cost = jnp.where(is_finite, cost, 1 + 2 * targets * most)
+  return jax.vmap(_solve)(cost, counts.reshape(-1)).reshape(*batch, targets)

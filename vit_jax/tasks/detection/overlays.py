@@ -1,13 +1,13 @@
-"""Draws boxes or segments with names on images; needs Pillow alone."""
+"""Draws boxes or segments with names on images; needs only Pillow."""
 
 from collections.abc import Sequence
 
 from etils import epath
 import numpy as np
-from PIL import Image, ImageColor, ImageDraw
+from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 from vit_jax.data.images import images as images_lib
-from vit_jax.figures import colors, drawing, fonts
+from vit_jax.figures import colors, drawing
 
 _LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
 
@@ -16,15 +16,17 @@ def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
   """Draws boxes on an image; each class has a colour.
 
   Takes uint8 [H, W, 3], enlarged by a whole factor if it is small; corners [n,
-  4], x0, y0, x1, y1 as shares of the image; and a text for each box, whose
-  first word decides the colour.
+  4], x0, y0, x1, y1 in pixels; and a string for each box, whose first word decides
+  the colour.
   """
-  canvas = Image.fromarray(enlarged(image))
+  pixels = enlarged(image)
+  times = len(pixels) // len(image)
+  canvas = Image.fromarray(pixels)
   pen = ImageDraw.Draw(canvas)
   line = max(2, min(canvas.size) // 200)
+  last = np.array(canvas.size) - 1
   for box, name in zip(boxes, names):
-    corners = np.asarray(box).reshape(2, 2) * canvas.size
-    (x0, y0), (x1, y1) = corners.clip(0, np.array(canvas.size) - 1)
+    (x0, y0), (x1, y1) = (np.reshape(box, (2, 2)) * times).clip(0, last)
     frame = (x0, y0, max(x0, x1), max(y0, y1))
     pen.rectangle(frame, outline=_color(name), width=line)
     _write(pen, (x0 + line, y0 + line), name, canvas.size)
@@ -34,7 +36,7 @@ def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
 def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   """Colours the segments of an image, with white lines between them.
 
-  Takes an image and texts as `draw`, and the number of the segment of each
+  Takes an image and names as `draw`, and the number of the segment of each
   pixel, int [H, W], from 1; pixels of none, 0, stay as they are.
   """
   pixels = enlarged(image).astype(np.float32)
@@ -49,24 +51,17 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   canvas = Image.fromarray(pixels.astype(np.uint8))
   pen = ImageDraw.Draw(canvas)
   for number, name in enumerate(names, start=1):
-    place = _inside(large == number)
-    if place is not None:
+    rows, columns = np.nonzero(large == number)  # Row by row.
+    if len(rows):
+      row = rows[len(rows) // 2]
+      columns = columns[rows == row]
+      place = int(columns[len(columns) // 2]), int(row)
       _write(pen, place, name, canvas.size, anchor='mm')
   return np.asarray(canvas)
 
 
-def _inside(mask):
-  """Returns (x, y) of a pixel amid those of a mask; None if it has none."""
-  rows = np.flatnonzero(mask.any(axis=1))
-  if not len(rows):
-    return None
-  row = rows[len(rows) // 2]
-  columns = np.flatnonzero(mask[row])
-  return int(columns[len(columns) // 2]), int(row)
-
-
 def enlarged(image) -> np.ndarray:
-  """Repeats the pixels of a small image, so that names can be read on it."""
+  """Repeats the pixels of a small image, so that names are legible on it."""
   return drawing.enlarged(image, _LEAST)
 
 
@@ -77,9 +72,8 @@ def _color(name) -> str:
 
 def _write(pen, place, name, size, anchor='la'):
   """Writes a name on a ground of its colour."""
-  color = _color(name)
-  name, font = fonts.drawable(name, max(11, min(size) // 40))
-  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=color)
+  font = ImageFont.load_default(max(11, min(size) // 40))
+  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=_color(name))
   pen.text(place, name, 'black', font, anchor)
 
 
@@ -87,11 +81,7 @@ def save(pictures: Sequence[np.ndarray], path):
   """Writes pictures of any sizes below each other into a PNG."""
   width = max(picture.shape[1] for picture in pictures)
   rows = [
-    np.pad(
-      picture,
-      ((0, 0), (0, width - picture.shape[1]), (0, 0)),
-      constant_values=255,
-    )
-    for picture in pictures
+    np.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)), constant_values=255)
+    for x in pictures
   ]
   epath.Path(path).write_bytes(images_lib.encode_png(np.concatenate(rows)))

@@ -1,7 +1,4 @@
-"""What `vit_jax demo` shows of a detector, see `page` of its predictors.
-
-Imports Gradio, which an extra brings.
-"""
+"""The web demo of detectors, see `page` of their predictors; imports Gradio."""
 
 import gradio as gr
 import jax
@@ -19,29 +16,29 @@ def of_objects(model):
   """
 
   @jax.jit
-  def look(*args):
-    seen = attention_figures.look_at(model.task, *args)._asdict()
-    del seen['encoder']  # That takes much memory.
-    return seen
+  def compute(*args):
+    found = attention_figures.compute_at_once(model.task, *args)._asdict()
+    del found['encoder']  # That takes much memory.
+    return found
 
   def make(*args):
     return None, model.objects(*args)
 
-  result, (found, threshold), picture = _page(model, look, make)
+  result, (found, threshold), picture = _page(model, compute, make)
   attention = demo.picture('Attention of the box that you click')
 
   def click(found, least, event: gr.SelectData):
     if not found:
       return None
-    pixels, inputs, seen = found
-    objects = model.objects(inputs, seen, least)
+    pixels, inputs, results = found
+    objects = model.objects(inputs, results, least)
     number = clicked([box for *_, box in objects], *event.index)
     if number is None:
       gr.Info('Click inside of a box')
       return None
-    query = np.argsort(-seen['scores'], kind='stable')[number]
+    query = np.argsort(-results['scores'], kind='stable')[number]
     over = figures_drawing.overlay(
-      pixels / np.float32(255), seen['decoder'][query], seen['filled']
+      pixels / np.float32(255), results['decoder'][query], results['filled']
     )
     drawn = grids.to_pixels(2 * over - 1)
     return model.draw(drawn, None, objects[number : number + 1])
@@ -61,11 +58,11 @@ def _page(model, compute, make):
 
   For `compute` see Predictor.stream, for `make` Detector.make. Returns the result
   of `page`; the components of (pixels, inputs, results) and of the threshold; and
-  that of the picture.
+  the component of the picture.
   """
   what = model.WHAT
   threshold = gr.Slider(
-    0, 1, model.LEAST, step=0.01, label=f'Least score of the {what}s'
+    0, 1, model.LEAST, step=0.01, label=f'Minimum score of the {what}s'
   )
   words = gr.Markdown()
   picture = demo.picture(f'{what}s'.capitalize(), enlarged=False)
@@ -87,7 +84,7 @@ def _page(model, compute, make):
     how = model.columns()
     ((_, inputs, results),) = model.stream([photo.path], compute, how.keep, how.parts)
     pixels = overlays.enlarged(photo.pixels)
-    # Boxes and maps are then those of the picture.
+    # Boxes and maps are made for the enlarged picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
     kept = pixels, inputs, results
     return {found: kept, **draw(kept, least)}
@@ -98,7 +95,7 @@ def _page(model, compute, make):
 
 
 def clicked(boxes, x: float, y: float) -> int | None:
-  """Returns the number of the smallest box in which a point lies, if any."""
+  """Returns the number of the smallest box that contains a point, if any."""
   areas = {
     (x1 - x0) * (y1 - y0): number
     for number, (x0, y0, x1, y1) in enumerate(boxes)

@@ -1,14 +1,14 @@
 """Panoptic quality (arXiv 1801.00868), as COCO's evaluation computes it.
 
 A found segment matches a true one of the same class if their overlap (IoU) is
-above 1/2; at most one can. For each class,
+above 1/2; at most one does. For each class,
 
   PQ = sum of the IoU of matches / (matches + unmatched, true and found, / 2),
 
 which is the product of SQ, the mean IoU of matches, and RQ, the F1 score. The
-figures are means over classes. Pixels without a true segment are void: they do
-not count in the IoU, and a found segment more than half of which is void, or
-lies in a crowd of its class, is not counted as unmatched.
+metrics are means over classes. Pixels without a true segment are void: they do
+not count in the IoU, and a found segment of which more than half is void, or lies
+in a crowd of its class, is not counted as unmatched.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class PanopticQuality:
       found = task.masks(task.outputs(params, extra, batch), batch)
       return found, {name: batch[name] for name in _TRUTH}
 
-    # Masks are large: each process gets those of its own images.
+    # Masks are large: each process gets only the masks of its own images.
     self._found = jax.jit(compute, out_shardings=sharding.batch_sharding(mesh))
 
   def run(self, params, extra, stop=engine.never):

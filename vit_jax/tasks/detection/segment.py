@@ -3,7 +3,7 @@
 Each pixel belongs to one segment: a thing, such as a person, or all stuff of a
 class, such as the sky. A detector finds the boxes of both, stuff being one
 object; a mask head then computes a mask for each query. The detector is trained
-first, by this task and a model without a mask head, and then the mask head alone:
+first, by this task and a model without a mask head, and then only the mask head:
 
   --config.model.mask_head=True --config.pretrained=WORKDIR_OF_THE_DETECTOR
   --config.lr_multipliers="(('segmentation/', 1.0), ('', 0.0))"
@@ -52,8 +52,8 @@ class Task(detect.Task):
   class Options(detect.Task.Options):
     # Names of the classes of stuff; (): as the data set says, or none.
     stuff: schema.Names = ()
-    # Height and width of the square in which test images are compared with
-    # their segments; a larger image is reduced.
+    # Side of the square in which test images are compared with their segments, in
+    # pixels; a larger image is shrunk.
     truth_size: schema.Count = 640
     # Whether all pixels of several queries that found one class of stuff are
     # its segment. False is the released post-processing, for published PQ.
@@ -70,7 +70,7 @@ class Task(detect.Task):
 
   @classmethod
   def metrics(cls, config):
-    """Returns those of a detector, and with a mask head the panoptic quality."""
+    """Returns a detector's metrics, and with a mask head the panoptic quality."""
     has_masks = config.model.get('mask_head')
     return (*(pq.NAMES if has_masks else ()), *cls.METRICS)
 
@@ -90,9 +90,9 @@ class Task(detect.Task):
   def example(self, record, seed, canvas=None):
     """Returns the tensors of a detector, and `segments`, uint8 [H, W].
 
-    It is the number of the object of each pixel, from 1, or 0 for pixels of
-    none. In evaluation also `truth_size`, height and width of the original, at
-    most the option of this name, and `truth_segments`, uint8: the same for the
+    `segments` has the number of the object of each pixel, from 1, or 0 for none.
+    In evaluation also `truth_size`, height and width of the original, at most the
+    option of this name, and `truth_segments`, uint8, like `segments` for the
     original, padded, with crowds, in the order of `label`.
     """
     objects = {
@@ -155,7 +155,7 @@ class Task(detect.Task):
   # --- Evaluation and prediction ---
 
   def outputs(self, params, extra, batch):
-    """Computes those of a detector, and `masks` [B, Q, H / 4, W / 4], logits."""
+    """Computes a detector's outputs, and `masks` [B, Q, H / 4, W / 4], logits."""
     found = self._apply(params, extra, batch, train=False)
     masks = {'masks': found.pop('masks')} if self.model.mask_head else {}
     return {**{name: x[-1] for name, x in found.items()}, **masks}
@@ -172,7 +172,7 @@ class Task(detect.Task):
     return {**found, 'masks': outputs['masks'], 'extent': extent}
 
   def evaluators(self, mesh, split, open_split):
-    """Returns those of a detector, and the panoptic quality."""
+    """Returns a detector's evaluators, and the panoptic quality."""
     found = super().evaluators(mesh, split, open_split)
     if self.model.mask_head:
       found.append(pq.PanopticQuality(self, mesh, open_split(split)))
@@ -200,8 +200,8 @@ class Task(detect.Task):
       names = [self.class_names[k] for k in batch['class'][i]]
       truth = names[: batch['count'][i]]
       pictures.append(overlays.overlay(image, batch['segments'][i], truth))
-      size = np.round(image.shape[:2] * found['extent'][i]).astype(int)
-      made = self.assemble(found, i, tuple(size))
+      size = boxes_lib.shown_size(image.shape[:2], found['extent'][i])
+      made = self.assemble(found, i, size)
       numbers = np.zeros(image.shape[:2], np.int32)
       numbers[: size[0], : size[1]] = made.numbers
       names = [self.class_names[k] for k in made.labels]
@@ -228,7 +228,7 @@ class Task(detect.Task):
 
 
 def _things(config, source, names) -> list[bool]:
-  """Returns whether each class is one of things."""
+  """Returns whether each class is a class of things."""
   stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
   stuff = stuff or source.stuff
   if not stuff:
@@ -237,8 +237,8 @@ def _things(config, source, names) -> list[bool]:
   unknown = sorted(set(stuff) - set(names))
   if unknown:
     raise ValueError(
-      f'task_options.stuff: {unknown} are no classes of the data, which has '
-      f'{", ".join(names)} (config.task_options.stuff)'
+      f'stuff={unknown} are not classes of the data, which has {", ".join(names)} '
+      '(config.task_options.stuff)'
     )
   return [name not in stuff for name in names]
 

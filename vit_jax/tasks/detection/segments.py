@@ -10,10 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
-# Least score of a query whose mask counts.
-THRESHOLD = 0.85
-# A segment of so few pixels is dropped.
-_SMALL = 4
+THRESHOLD = 0.85  # Minimum score of a query whose mask counts.
+_SMALL = 4  # Segments of at most this many pixels are dropped.
 
 
 class Segments(NamedTuple):
@@ -44,14 +42,14 @@ def assemble(
     masks: float [Q, h, w], logits.
     labels: int [Q], classes.
     scores: float [Q], from 0 to 1.
-    is_thing: whether a class is of things, by class.
+    is_thing: whether each class is a class of things.
     size: (height, width) of the map in pixels.
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
     threshold: see above.
     merge_stuff: whether all pixels of the queries that found one class of stuff
       are its segment. False, as in the released code: the first of these
-      queries keeps its own pixels alone, and those of the others go to the
+      queries keeps only its own pixels, and the pixels of the others go to the
       next best mask of any class.
 
   Returns:
@@ -74,7 +72,7 @@ def assemble(
       break
     kept = kept[~is_small]
   chosen = np.array(list(dict.fromkeys(segment)), int)
-  number = np.zeros(len(scores) + 1, np.int32)  # The last one is that of -1.
+  number = np.zeros(len(scores) + 1, np.int32)  # The last is for pixels of none.
   number[chosen] = 1 + np.arange(len(chosen))
   return Segments(number[pixels], labels[chosen], scores[chosen])
 

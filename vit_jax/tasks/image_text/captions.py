@@ -8,13 +8,12 @@ from vit_jax import console
 from vit_jax.data.texts import tokenizers
 from vit_jax.distributed import processes
 
-# Features that may hold the text of an image, or several, in the order in which
-# they are looked for; `captions/text` is that of COCO in TFDS.
+# Features that may hold one or more texts of an image; the first one present counts.
+# `captions/text` is the one of COCO in TFDS.
 FEATURES = ('text', 'texts', 'caption', 'captions', 'captions/text')
 # Value of `config.model.pp.vocab_path`: the words of the training texts.
 WORDS = 'words'
-# A vocabulary is made of the texts of so many examples at most.
-_MOST = 100_000
+_MOST = 100_000  # Examples from whose texts a vocabulary is made, at most.
 
 
 def feature(source) -> str | None:
@@ -64,9 +63,9 @@ def vocabulary(config, source) -> list[str]:
 
 
 def draw(texts, seed):
-  """Returns one of the texts [n], drawn by a seed, int64 [2]."""
+  """Returns a random one of the texts [n]; `seed` is int64 [2]."""
   count = tf.shape(texts)[0]
-  message = 'an image has no text: leave the image out of the training data'
+  message = 'an image has no text: remove the image from the training data'
   with tf.control_dependencies([tf.debugging.assert_positive(count, message)]):
     number = tf.random.stateless_uniform([], seed, 0, count, tf.int32)
   return texts[number]
@@ -75,14 +74,13 @@ def draw(texts, seed):
 def tokenize(tokenizer, texts, most: int):
   """Returns tokens of the texts [n] of one image, int32 [most, N], and n.
 
-  Rows after those of the texts are zeros.
+  Rows after the texts are zeros.
   """
   count = tf.shape(texts)[0]
   message = (
     f'an image has more than {most} texts: raise --config.task_options.most_texts'
   )
-  check_ = tf.debugging.assert_less_equal(count, most, message)
-  with tf.control_dependencies([check_]):
+  with tf.control_dependencies([tf.debugging.assert_less_equal(count, most, message)]):
     texts = tf.identity(texts)
   tokens = tf.numpy_function(
     lambda texts: tokenizer(list(texts)), [texts], tf.int32, stateful=False

@@ -2,11 +2,11 @@
 
   softmax  cross-entropy of each image over the texts, and of each text over the
            images, averaged (CLIP; LiT, arXiv 2111.07991, section 3.1)
-  sigmoid  each pair of an image and a text alone: does it belong together?
-           (SigLIP, arXiv 2303.15343, section 3.2)
+  sigmoid  binary cross-entropy of each pair of an image and a text: do they belong
+           together? (SigLIP, arXiv 2303.15343, section 3.2)
 
-The batch is that of all devices and hosts. Each device has the rows of the
-matrix of logits that belong to its images, so that no device has all of it.
+The batch is global, over all devices and hosts. Each device has the rows of the
+matrix of logits that belong to its images, so that none has all of it.
 
 Shapes: B images and their texts, E width of an embedding.
 """
@@ -26,9 +26,9 @@ def logits_of(zimg, ztxt, out):
 
 def softmax(logits):
   """Returns the loss of each pair, float32 [B]."""
-  right = jnp.diagonal(logits)
-  of_images = jax.nn.logsumexp(logits, axis=1) - right
-  of_texts = jax.nn.logsumexp(logits, axis=0) - right
+  positives = jnp.diagonal(logits)
+  of_images = jax.nn.logsumexp(logits, axis=1) - positives
+  of_texts = jax.nn.logsumexp(logits, axis=0) - positives
   return (of_images + of_texts) / 2
 
 

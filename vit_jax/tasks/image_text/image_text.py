@@ -1,15 +1,15 @@
-"""Learns images and texts that belong together: LiT, CLIP, SigLIP.
+"""Contrastive learning of images and texts: LiT, CLIP, SigLIP.
 
 "LiT: Zero-Shot Transfer with Locked-image text Tuning" (arXiv 2111.07991). An image
 tower and a text tower embed the images and the texts of a batch, and the loss
 compares all pairs of them, over all devices and hosts (config.loss, see
-vit_jax/tasks/image_text/contrastive.py).
+contrastive.py).
 
 The image tower is locked where `config.lr_multipliers` freeze it, as in
-(('img/', 0.0),): it then has neither a gradient nor a state in the optimiser, and
-computes as in evaluation.
+(('img/', 0.0),): it then has neither gradients nor optimiser state, and runs as in
+evaluation.
 
-Data have an image and a text, or several, of which each epoch draws one:
+Examples have an image and one or more texts, of which each epoch draws one:
 `captions.FEATURES` are the names of the features. A split for evaluation may have
 labels (zero-shot classification), texts (retrieval), or both.
 """
@@ -17,10 +17,10 @@ labels (zero-shot classification), texts (retrieval), or both.
 import base64
 import dataclasses
 import functools
-import os
 import shlex
 import tempfile
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,7 +29,7 @@ import tensorflow as tf
 from vit_jax import input_pipeline, models, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.texts import templates as templates_lib, tokenizers
-from vit_jax.figures import grids as captions_lib
+from vit_jax.figures import grids
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
 from vit_jax.tasks import base
@@ -51,19 +51,19 @@ class Task(base.Task):
   @dataclasses.dataclass
   class Options:
     # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
-    # (the 80 of CLIP), one template with {} for the name, or a file with one in
-    # each line.
+    # (the 80 of CLIP), one template with {} for the name, or a file with one per
+    # line.
     templates: str = 'short'
-    # Names of the classes in place of those of the data, in their order: 'a;b;c',
-    # or a file with one in each line.
+    # Names that replace the class names of the data, in their order: 'a;b;c', or a
+    # file with one per line.
     classes: str = ''
-    # Whether the embeddings of classes are divided by their lengths after the mean
-    # over templates, as for CLIP and SigLIP; LiT leaves them.
+    # Whether the embeddings of classes are normalised after the mean over
+    # templates, as for CLIP and SigLIP, but not LiT.
     unit_classes: bool = False
     # Whether a locked image tower computes the embeddings of the training images
-    # once, to a file in the workdir, in place of once in each epoch.
+    # once, to a file in the workdir, instead of in each epoch.
     precompute: bool = False
-    # Greatest number of texts of an image in an evaluation.
+    # Maximum number of texts of an image in an evaluation.
     most_texts: schema.Count = 8
 
   METRICS = (*zero_shot.METRICS_OF_CLASSES, *zero_shot.METRICS_OF_TEXTS)
@@ -85,7 +85,7 @@ class Task(base.Task):
       precomputed.check(config)
       if not self.locked or config.model.out_dim[0]:
         raise ValueError(
-          'precompute=True needs an image tower that is locked as a whole, without '
+          'precompute=True needs an image tower that is locked completely, without '
           'a head: --config.lr_multipliers="((\'img/\', 0.0),)" and '
           'config.model.out_dim=(None, WIDTH)'
         )
@@ -102,14 +102,13 @@ class Task(base.Task):
       return make(self.model.vocab_path, pp.max_len)
     if self._has_words and len(words) > self._rows:
       raise ValueError(
-        f'the vocabulary has {len(words):,} tokens, and the text tower is for '
+        f'the vocabulary has {len(words):,} tokens, but the text tower has only '
         f'{self._rows:,}: raise its vocab_size (config.model.text)'
       )
     with tempfile.TemporaryDirectory() as folder:
-      path = os.path.join(folder, self.vocabulary_name)
-      with open(path, 'wb') as file:
-        file.write(self.vocabulary())
-      return make(path, pp.max_len)
+      path = epath.Path(folder) / self.vocabulary_name
+      path.write_bytes(self.vocabulary())
+      return make(str(path), pp.max_len)
 
   @property
   def _has_words(self) -> bool:
@@ -135,14 +134,14 @@ class Task(base.Task):
 
   @classmethod
   def class_names_of(cls, source):
-    """Returns (): the classes of an evaluation need not be those of another."""
+    """Returns (): each evaluation may have classes of its own."""
     return ()
 
   @classmethod
   def learn(cls, config, source):
-    """Returns the vocabulary: of a file, or of the words of the training texts.
+    """Returns the vocabulary of a file, or the words of the training texts.
 
-    A text file is a list of its lines; any other file one text, in base64.
+    A text file becomes a list of its lines; any other file one base64 string.
     """
     _check(config)
     captions.check(source, config.dataset)
@@ -156,7 +155,7 @@ class Task(base.Task):
       if text_towers.TOKENIZERS.get(pp.tokenizer_name) != 'txt':
         raise
       raise type(e)(
-        f'{e}; or take the words of the training texts '
+        f'{e}; or use the words of the training texts '
         f'(--config.model.pp.vocab_path={captions.WORDS})'
       ) from e
     return {'vocabulary': stored(tokenizer)}
@@ -172,9 +171,9 @@ class Task(base.Task):
     names = names or [name.replace('_', ' ') for name in class_names]
     if len(names) != len(class_names):
       raise ValueError(
-        f"classes='{given}' are {len(names)} names, and the data have "
+        f"classes='{given}' has {len(names)} names, but the data have "
         f'{len(class_names)} classes, {list(class_names[:5])} ...: give a name for '
-        'each of them (--config.task_options.classes, --option=classes=)'
+        'each class (--config.task_options.classes, --option=classes=)'
       )
     return names
 
@@ -228,8 +227,8 @@ class Task(base.Task):
   def loss(self, params, extra, batch, rng):
     """Returns the contrastive loss summed over pairs, and their number.
 
-    The metrics are the inverse temperature `t`, and `accuracy`, the share of the
-    images whose own text is the best one of the batch.
+    The metrics are the inverse temperature `t`, and `accuracy`, the share of images
+    whose own text has the largest logit of the batch.
     """
     zimg, ztxt, out = self.model.apply(
       {'params': params},
@@ -242,9 +241,9 @@ class Task(base.Task):
     logits = contrastive.logits_of(zimg, ztxt, out)
     losses = contrastive.LOSSES[self.config.loss](logits)  # [B]
     count = jnp.float32(len(losses))
-    right = logits.max(axis=1) == jnp.diagonal(logits)
+    correct = logits.max(axis=1) == jnp.diagonal(logits)
     return (losses.sum(), count), {
-      'accuracy': (right.sum().astype(jnp.float32), count),
+      'accuracy': (correct.sum().astype(jnp.float32), count),
       't': (out['t'].sum(), jnp.float32(1)),
     }
 
@@ -263,7 +262,7 @@ class Task(base.Task):
     return {'embedding': self.outputs(params, extra, batch)}
 
   def of_texts(self) -> 'TextTask':
-    """Returns the task of the text tower alone, for its export."""
+    """Returns the task of the text tower, for its export."""
     return TextTask(self.config, self.metadata)
 
   def features(self, layer):
@@ -273,7 +272,7 @@ class Task(base.Task):
     return super().features(layer)
 
   def intermediates(self, params, extra, batch, capture=False):
-    """Computes what lies inside of the image tower."""
+    """Computes what the image tower sows."""
     tower = self.model.image_tower()
     return self._intermediates(params['img'], batch, capture, tower)
 
@@ -321,10 +320,10 @@ class Task(base.Task):
   def captions_of(self, batch, outputs=None):
     if 'tokens' not in batch:
       return ()
-    return [captions_lib.Caption(text) for text in self.texts_of(batch['tokens'])]
+    return [grids.Caption(text) for text in self.texts_of(batch['tokens'])]
 
   def texts_of(self, tokens) -> list[str]:
-    """Returns the texts that tokens [n, N] stand for, as far as is known."""
+    """Returns the texts of tokens [n, N], '' if the vocabulary is not of words."""
     words = self.metadata['vocabulary']
     if not self._has_words or not words:
       return [''] * len(tokens)
@@ -343,7 +342,7 @@ class Task(base.Task):
 
 
 class TextTask(Task):
-  """The text tower alone: its input are tokens."""
+  """The text tower: its inputs are tokens."""
 
   def input_spec(self, image_size=None, batch=1):
     shape = (batch, self.config.model.pp.max_len)
@@ -354,14 +353,14 @@ class TextTask(Task):
     return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}
 
   def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
-    """Returns the tokens of so many texts, and their origin in words."""
+    """Returns the tokens of `count` texts, and a description of the texts."""
     found = templates_lib.TEMPLATES['short'][:count]
     tokens = self.tokenizer(templates_lib.fill(['cat'], found))
     return {'tokens': tokens}, f'{count} texts'
 
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
-  """Returns the vocabulary of a tokenizer as the metadata of a run have it."""
+  """Returns the vocabulary of a tokenizer as stored in a run's metadata."""
   content = tokenizer.content()
   if isinstance(tokenizer, tokenizers.BertTokenizer):
     return content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
@@ -369,7 +368,7 @@ def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
 
 
 def _is_locked(multipliers, params) -> bool:
-  """Returns whether nothing in the image tower but its head is trained."""
+  """Returns whether all of the image tower but its head is frozen."""
   if not multipliers:
     return False
   factors = optim.multipliers(multipliers, params)['img']
@@ -383,32 +382,31 @@ def _check(config):
   model, pp = config.model, config.model.get('pp')
   if model.get('kind') != 'lit':
     raise ValueError(
-      f"task='image_text' needs an image and a text tower (kind='lit'), and the "
-      f"model is '{model.get('model_name')}': take a config such as configs/lit.py "
+      f"task='image_text' needs an image and a text tower (kind='lit'), but the "
+      f"model is '{model.get('model_name')}': use a config such as configs/lit.py "
       '(config.model)'
     )
   if not pp or not pp.get('tokenizer_name') or not pp.get('max_len'):
     raise ValueError(
-      'model.pp must say tokenizer_name and max_len, the tokens of a text, as in '
-      'configs/lit.py (config.model.pp)'
+      f'model.pp={pp} must have tokenizer_name, and max_len, the number of tokens of '
+      'a text, as in configs/lit.py (config.model.pp)'
     )
   if config.accum_steps > 1:
     raise ValueError(
-      f'accum_steps={config.accum_steps} is not possible: the loss compares all '
-      'pairs of a batch, and those of a part are fewer; leave out '
-      '--config.accum_steps, and split the batch over more devices or recompute '
-      '(--config.model.image.transformer.remat=full)'
+      f'accum_steps={config.accum_steps} is not possible, since the loss compares '
+      'all pairs of a batch: leave out --config.accum_steps, and split the batch over '
+      'more devices or recompute (--config.model.image.transformer.remat=full)'
     )
   if config.label_smoothing:
     raise ValueError(
-      f'label_smoothing={config.label_smoothing} is for classes, and there are '
-      'none: leave out --config.label_smoothing'
+      f'label_smoothing={config.label_smoothing} is for classes, which this task '
+      'does not have: leave out --config.label_smoothing'
     )
   dims = model.out_dim
   dims = (dims, dims) if isinstance(dims, int) or dims is None else dims
   widths = dims[0] or model.image.hidden_size, dims[1]
   if widths[1] and widths[0] != widths[1]:
     raise ValueError(
-      f'out_dim={tuple(dims)}: images have embeddings of width {widths[0]}, texts of '
-      f'{widths[1]}: give both the same (config.model.out_dim)'
+      f'out_dim={tuple(dims)} gives images embeddings of width {widths[0]} and texts '
+      f'of {widths[1]}: set both to the same width (config.model.out_dim)'
     )

@@ -1,15 +1,15 @@
 """Embeddings of training images that a locked tower computes once for a run.
 
-They are a file of the workdir, float16 [n, E], which each process maps into its
-memory. A run that resumes reads the file. It computes them again if the file is
-damaged, or if the tower, its images or their preparation have changed: another file
-has the checksum, and a hash of what the embeddings were made of.
+They are a file in the workdir, float16 [n, E], which each process maps into memory.
+A run that resumes reads the file, and computes it again if the tower, its images or
+their preparation have changed: a second file has a hash of what the embeddings were
+made of.
 """
 
 import json
 import os
 
-import google_crc32c
+from etils import epath
 import jax
 import numpy as np
 
@@ -19,7 +19,7 @@ from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
 
 NAME = 'image_embeddings.npy'
-_NOTE = 'image_embeddings.json'
+_MADE_OF = 'image_embeddings.hash'
 
 
 def check(config):
@@ -35,13 +35,13 @@ def check(config):
   ]
   if given:
     raise ValueError(
-      'precompute=True computes the embedding of each image once, and these images '
+      'precompute=True computes the embedding of each image once, but these images '
       f'change from epoch to epoch: set {" ".join(given)}, or leave out '
       '--config.task_options.precompute'
     )
   if not isinstance(config.dataset, str):
     raise ValueError(
-      f'precompute=True is for one data set, and dataset={config.dataset} is a '
+      f'precompute=True is for one data set, but dataset={config.dataset} is a '
       'mixture: leave out --config.task_options.precompute'
     )
 
@@ -54,20 +54,24 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
   """
   if files.is_remote(workdir):
     raise ValueError(
-      f"precompute=True maps a file of the workdir into memory, and '{workdir}' is "
-      'no local folder: give one that all processes share (--workdir), or leave '
+      f"precompute=True maps a file of the workdir into memory, but '{workdir}' is "
+      'not a local folder: give one that all processes share (--workdir), or leave '
       'out --config.task_options.precompute'
     )
   path = os.path.join(workdir, NAME)
   tower = sharding.digest((params['img'], extra))
   made_of = processes.from_first(
-    'looking at the images', lambda: _made_of(task.config, tower, source)
+    'hashing the images', lambda: _made_of(task.config, tower, source)
   )
-  there = processes.from_first(
-    'reading the embeddings', lambda: _read(path, made_of) is not None
+  note = epath.Path(workdir) / _MADE_OF
+  is_current = processes.from_first(
+    'reading the embeddings',
+    lambda: os.path.exists(path) and note.exists() and note.read_text() == made_of,
   )
-  if not there:
-    _write(task, params, extra, source, mesh, path, made_of, stop)
+  if not is_current:
+    note.unlink(missing_ok=True)
+    _write(task, params, extra, source, mesh, path, stop)
+    processes.from_first('writing a hash', lambda: note.write_text(made_of))
   return np.load(path, mmap_mode='r')
 
 
@@ -76,38 +80,14 @@ def _made_of(config, tower: str, source) -> str:
   facts = [tower, config.model.to_dict(), config.pp.to_dict()]
   facts.append(source.fingerprint())
   count = source.num_examples
-  if not files.is_remote(source.name(0)):  # There each would be a request.
+  if not files.is_remote(source.name(0)):  # Remote, each would be a request.
     blocks = [range(i, min(i + 4096, count)) for i in range(0, count, 4096)]
     facts.append(records.stamps(source, blocks))
   return files.digest([json.dumps(facts, sort_keys=True).encode()])
 
 
-def _note_path(path: str) -> str:
-  return os.path.join(os.path.dirname(path), _NOTE)
-
-
-def _read(path: str, made_of: str) -> np.ndarray | None:
-  """Returns embeddings; None if they are damaged, or were made of anything else."""
-  try:
-    with open(_note_path(path), 'rb') as file:
-      note = json.load(file)
-    if note != {'made_of': made_of, 'checksum': _checksum(path)}:
-      return None
-    return np.load(path, mmap_mode='r')
-  except (OSError, ValueError):
-    return None
-
-
-def _checksum(path: str) -> str:
-  checksum = google_crc32c.Checksum()
-  with open(path, 'rb') as file:
-    for _ in checksum.consume(file, 2**18):
-      pass
-  return checksum.hexdigest().decode()
-
-
-def _write(task, params, extra, source, mesh, path, made_of, stop):
-  """Computes the embeddings, and writes them by process 0."""
+def _write(task, params, extra, source, mesh, path, stop):
+  """Computes the embeddings, which process 0 writes."""
 
   def compute(params, extra, batch):
     return {'zimg': task.outputs(params, extra, batch)}
@@ -131,11 +111,9 @@ def _write(task, params, extra, source, mesh, path, made_of, stop):
 
   def finish():
     table.flush()
-    note = {'made_of': made_of, 'checksum': _checksum(begun)}
-    files.write(_note_path(path), json.dumps(note))
     os.replace(begun, path)
     return True
 
   processes.from_first('writing the embeddings', finish)
   size = console.size(os.path.getsize(path))
-  console.say(f'The embeddings of {total:,} images are in {path} ({size}).')
+  console.say(f'Wrote the embeddings of {total:,} images to {path} ({size}).')

@@ -1,4 +1,4 @@
-"""The predictor of image and text towers: any classes, any texts.
+"""The predictor of image and text towers, for any classes and texts.
 
 model = predict.load_weights('LiT-B16B.npz')
 model.predict(['photo.jpg'], classes=['a cat', 'a dog'])
@@ -26,7 +26,7 @@ _SHOWN = 5  # Texts on a page.
 
 
 class Predictor(predictor_lib.Predictor):
-  """Tells which of some texts, or classes, fit images."""
+  """Predicts which of given classes or texts fit images."""
 
   FLAGS = ('classes', 'texts')
 
@@ -37,7 +37,7 @@ class Predictor(predictor_lib.Predictor):
 
   @functools.cached_property
   def _scale(self):
-    """The factor on products of embeddings, and what is added to them."""
+    """The factor on products of embeddings, and the bias added to them."""
     t = float(np.exp(np.asarray(self.params['t'])).item())
     b = self.params.get('b')
     return t, 0.0 if b is None else float(np.asarray(b).item())
@@ -45,7 +45,7 @@ class Predictor(predictor_lib.Predictor):
   def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
     """Returns the embeddings of texts, float32 [n, E], of length 1.
 
-    ValueError if `texts` is a single text or empty.
+    ValueError if `texts` is a string or empty.
     """
     if isinstance(texts, str) or not len(texts):
       raise ValueError(
@@ -66,7 +66,7 @@ class Predictor(predictor_lib.Predictor):
   def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:
     """Returns the logits of images and texts, float32 [n, m].
 
-    For images see `outputs`; embeddings are those of texts or classes, [m, E].
+    For images see `outputs`; embeddings are of texts or classes, [m, E].
     """
     return self._logits(self.outputs(images), embeddings)
 
@@ -75,10 +75,10 @@ class Predictor(predictor_lib.Predictor):
     return t * zimg @ embeddings.T + b
 
   def probabilities(self, logits) -> np.ndarray:
-    """Returns the shares of texts for images, float [n, m].
+    """Returns the probabilities of texts for images, float [n, m].
 
-    By softmax over the texts; after training with the sigmoid loss, each text
-    alone.
+    By softmax over the texts; after training with the sigmoid loss, each text on
+    its own.
     """
     logits = np.asarray(logits, np.float64)
     if 'b' in self.params:
@@ -108,11 +108,11 @@ class Predictor(predictor_lib.Predictor):
     return list(self._best(images, words, embeddings, top))
 
   def _choices(self, classes, texts):
-    """Returns the words to choose from, and their embeddings."""
+    """Returns the classes or texts to choose from, and their embeddings."""
     if (classes is None) == (texts is None):
       raise ValueError(
-        'give the classes to choose from (--classes="a cat;a dog"), or texts '
-        '(--texts=FILE), one of them'
+        'give either classes to choose from (--classes="a cat;a dog") or texts '
+        '(--texts=FILE)'
       )
     if classes is None:
       return list(texts), self.embed_texts(texts)
@@ -140,8 +140,8 @@ class Predictor(predictor_lib.Predictor):
   def _columns(self, top=5, threshold=None, image_size=None, classes=None, texts=None):
     if classes is None and texts is None:
       raise tables.NoColumns(
-        'these are the towers of images and texts: for a table give the classes '
-        '(--classes="a cat;a dog"), texts (--texts=FILE), or ask for the embeddings '
+        'for a table of an image and a text tower, give classes '
+        '(--classes="a cat;a dog") or texts (--texts=FILE), or write the embeddings '
         '(--embeddings)'
       )
     schema.check('top', top, schema.Count, '--')
@@ -149,7 +149,7 @@ class Predictor(predictor_lib.Predictor):
     return tables.choices(lambda zimg: self._of_row(zimg, *how))
 
   def write_texts(self, args) -> None:
-    """Writes a table of the embeddings of the texts that the flags give."""
+    """Writes a table of the embeddings of the texts in a file, `args.texts`."""
     texts = templates_lib.lines(args.texts, 'texts')
     rows = [
       {'text': text, 'embedding': row}
@@ -161,9 +161,9 @@ class Predictor(predictor_lib.Predictor):
     console.say(f"'{args.out}': {len(rows):,} texts")
 
   def report(self, images, args):
-    """Yields the path of each image, then the texts that fit it best as lines.
+    """Yields the path of each image, then its best texts as lines.
 
-    With `args.out` the matrix of similarities is drawn too.
+    With `args.out` also draws the matrix of similarities.
     """
     words, embeddings = self._choices(**self._given(args))
     for path, found in zip(images, self._best(images, words, embeddings, args.top)):
@@ -174,19 +174,19 @@ class Predictor(predictor_lib.Predictor):
       logits = self._logits(zimg, embeddings)
       picture = similarity_plots.matrix(inputs['image'], words, logits)
       epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
-      yield f'The similarities are drawn in {args.out}.'
+      yield f'Wrote the similarities to {args.out}'
 
   def export(self, out, to, texts=False, **options):
     """Writes the image tower, or the text tower; see Predictor.export.
 
-    `texts` writes the text tower. Its input are `tokens`, int32 [B, max_len]; the
-    output of both is `embedding`, float32 [B, E], of length 1.
+    `texts` selects the text tower, whose inputs are `tokens`, int32 [B, max_len].
+    The output of both is `embedding`, float32 [B, E], of length 1.
     """
     for name in ('uint8', 'image_size', 'features', 'images'):
       if texts and options.get(name):
         raise ValueError(
-          f'{name}={options[name]!r} is for images, and the text tower reads '
-          f'tokens: leave out --{name}, or --texts'
+          f'{name}={options[name]!r} is for images, but the text tower reads '
+          f'tokens: leave out --{name} or --texts'
         )
     names = ('txt' if texts else 'img', 't', 'b')
     params = {k: x for k, x in self.params.items() if k in names}
@@ -195,11 +195,11 @@ class Predictor(predictor_lib.Predictor):
     return tower.export(out, to, **options)
 
   def page(self):
-    """Shows which of the texts that are typed fit a photograph."""
+    """Shows which of the typed texts fit a photo."""
     import gradio as gr
 
-    typed = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one a line')
-    label = gr.Label(label='What fits best', num_top_classes=_SHOWN)
+    typed = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one per line')
+    label = gr.Label(label='Best matches', num_top_classes=_SHOWN)
 
     def show(photo, lines):
       words = [line.strip() for line in lines.splitlines() if line.strip()]

@@ -1,14 +1,13 @@
 """Evaluators of image and text towers: zero-shot classification, retrieval.
 
 Zero-shot classification (arXiv 2111.07991, section 4; CLIP, section 3.1.4): the
-embedding of a class is the mean over templates of the embeddings, of length 1, of
-the sentences about it. With `task_options.unit_classes` it is then divided by its
-length, as open_clip and big_vision do for CLIP and SigLIP. An image is of the class
-whose embedding has the largest product with that of the image.
+embedding of a class is the mean over templates of the normalised embeddings of the
+sentences about it. With `task_options.unit_classes` it is normalised again, as
+open_clip and big_vision do for CLIP and SigLIP. The predicted class is the one whose
+embedding has the largest product with the image's.
 
-Retrieval: of all texts of the split, those of an image should have the largest
-products with its embedding, and the other way round. An image may have several
-texts.
+Retrieval: of all texts of the split, an image's own texts should have the largest
+products with its embedding, and vice versa. An image may have several texts.
 
 Shapes: C classes, T templates, E width of an embedding, n images.
 """
@@ -29,13 +28,12 @@ from vit_jax.tasks.image_text import captions
 TOP = (1, 5)
 RECALLS = (1, 5, 10)
 METRICS_OF_CLASSES = ('accuracy', 'accuracy_top5')
-# Of so many classes at most five are a large part, and top-5 is not measured.
-_FEW = 10
+_FEW = 10  # Top-5 accuracy is measured with more classes than these.
 METRICS_OF_TEXTS = tuple(
   f'{way}_r{k}' for way in ('image_to_text', 'text_to_image') for k in RECALLS
 )
-_TEXTS = 512  # Texts that are embedded at a time.
-_ROWS = 1024  # Rows of a matrix of similarities that are ranked at a time.
+_TEXTS = 512  # Texts embedded at a time.
+_ROWS = 1024  # Rows of the matrix of similarities ranked at a time.
 
 
 class Embedder:
@@ -59,7 +57,7 @@ class Embedder:
     batches; once it returns True, Stopped is raised.
     """
     shards = sharding.batch_shards(self._mesh)
-    # A power of two: few numbers of texts are compiled.
+    # A power of two, so that few sizes are compiled.
     size = min(_TEXTS, 1 << max(0, len(texts) - 1).bit_length())
     size = -(-size // shards) * shards
     found = []
@@ -96,7 +94,7 @@ class Embedder:
 
 
 def metrics_of(num_classes: int) -> tuple[str, ...]:
-  """Returns the names of the metrics of so many classes."""
+  """Returns the names of the metrics for a number of classes."""
   return METRICS_OF_CLASSES[: 1 if num_classes <= _FEW else 2]
 
 
@@ -109,10 +107,10 @@ def measure(zimg, classes, batch) -> dict:
   products = jnp.einsum('be,ce->bc', zimg, classes, precision=jax.lax.Precision.HIGHEST)
   names = metrics_of(len(classes))
   _, best = jax.lax.top_k(products, TOP[len(names) - 1])
-  right = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
+  correct = jnp.take_along_axis(batch['label'], best, axis=-1) > 0  # [B, top]
   counted = batch['mask'] * (batch['label'].sum(axis=-1) > 0)
   return {
-    name: ((right[:, :k].any(axis=-1) * counted).sum(), counted.sum())
+    name: ((correct[:, :k].any(axis=-1) * counted).sum(), counted.sum())
     for name, k in zip(names, TOP)
   }
 
@@ -184,11 +182,10 @@ class Retrieval:
 def recalls(zimg, ztxt, images, texts) -> dict[str, float]:
   """Returns the recalls of METRICS_OF_TEXTS, shares from 0 to 1.
 
-  `image_to_text_rK` is the share of the images one of whose texts is among the K
-  texts of the largest products; images without a text do not count.
-  `text_to_image_rK` is the share of the pairs whose text has one of its images
-  among the K best. So a text of several images is right for each of them. Where
-  products are equal, the wrong one counts as the larger.
+  `image_to_text_rK` is the share of images with one of their texts among the K
+  largest products; images without a text do not count. `text_to_image_rK` is the
+  share of pairs whose text has one of its images among the K largest, so that a text
+  of several images counts for each of them. Ties count as wrong.
 
   Args:
     zimg: embeddings of n images, float [n, E].
@@ -210,20 +207,20 @@ def recalls(zimg, ztxt, images, texts) -> dict[str, float]:
 
 
 def _ranks(queries, keys, of_queries, of_keys) -> np.ndarray:
-  """Returns how many wrong keys come before the best right one, int [n].
+  """Returns how many wrong keys rank above the best correct one, int [n].
 
-  Of a query without right keys: the number of keys. Takes embeddings [n, E] and
-  [m, E], and the numbers of queries and keys of all right pairs, int [p].
+  Takes embeddings [n, E] and [m, E], and the numbers of queries and keys of all
+  correct pairs, int [p]. A query without correct keys has the rank m.
   """
   order = np.argsort(of_queries, kind='stable')
   ends = np.cumsum(np.bincount(of_queries, minlength=len(queries)))
-  right = np.split(of_keys[order], ends[:-1])
+  correct = np.split(of_keys[order], ends[:-1])
   ranks = np.full(len(queries), len(keys))
   for begin in range(0, len(queries), _ROWS):
     products = queries[begin : begin + _ROWS] @ keys.T
     for number, row in enumerate(products, begin):
-      if len(right[number]):
-        best = row[right[number]].max()
-        row[right[number]] = -np.inf
+      if len(correct[number]):
+        best = row[correct[number]].max()
+        row[correct[number]] = -np.inf
         ranks[number] = (row >= best).sum()
   return ranks

@@ -1,10 +1,11 @@
-"""Models of pixels that only count, which a trained model should beat.
+"""Count-based models of pixels, baselines that a trained model should beat.
 
-  position  the share of each colour at a position of the training images
-  context   the share of each colour given the colours of the left and of the
-            upper pixel, with one added to each count
+  position  the frequency of each colour at a position of the training images
+  context   the frequency of each colour given the colours of the left and the
+            upper pixel
 
-Both are measured in bits a dimension on test images.
+One is added to each count, so that no colour is impossible. Both are measured in
+bits per dimension on test images.
 """
 
 import numpy as np
@@ -14,24 +15,19 @@ from vit_jax.inference import engine
 
 
 def position_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
-  """Returns the bits a dimension of a histogram at each position.
+  """Returns the bits per dimension of a histogram at each position.
 
   Takes the numbers of the colours of training and test images, int [n, H, W].
-  One is added to each count, so that no colour is impossible.
   """
   rows, columns = np.indices(train.shape[1:])
-  return _bits(
-    lambda images: (rows, columns, images),
-    (*train.shape[1:], num_colors),
-    train,
-    test,
-  )
+  shape = (*train.shape[1:], num_colors)
+  return _bits(lambda images: (rows, columns, images), shape, train, test)
 
 
 def context_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
-  """Returns the bits a dimension of counts given the left and upper pixel.
+  """Returns the bits per dimension of counts given the left and upper pixel.
 
-  For the arguments see `position_bits`. Takes the cube of `num_colors` in memory.
+  For the arguments see `position_bits`. Needs memory for `num_colors`**3 counts.
   """
 
   def place(images):
@@ -52,7 +48,7 @@ def _bits(place, shape, train, test):
 
 
 class Counting:
-  """Measures the models that count after the last update of a pixels.Task."""
+  """Measures count-based models after the last update of a pixels.Task."""
 
   final = True
 
@@ -76,7 +72,7 @@ class Counting:
     by_position = position_bits(*found, len(task.palette))
     by_context = context_bits(*found, len(task.palette))
     console.say(
-      f'Bits a dimension of models that count: {by_position:.4f} by the colours '
+      f'Bits per dimension of count-based models: {by_position:.4f} with the colours '
       f'at each position, {by_context:.4f} given the left and the upper pixel.'
     )
     return {'position_bits': by_position, 'context_bits': by_context}

@@ -1,8 +1,8 @@
-"""Fine-tunes an iGPT to classify images while it goes on to predict pixels.
+"""Fine-tunes an iGPT to classify images while it still predicts pixels.
 
 "Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2.3: the
-loss is the sum of the cross-entropy of the classes and of that of the pixels. A
-linear head reads the mean of the normalised tokens.
+loss is the sum of the cross-entropies of the classes and of the pixels. A linear
+head reads the mean of the normalised tokens.
 """
 
 import dataclasses

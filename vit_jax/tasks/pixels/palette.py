@@ -1,18 +1,17 @@
-"""Palettes of iGPT: the colours of which the pixels of an image are numbers.
+"""Palettes of iGPT, whose colours quantise the pixels of an image.
 
 "Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2: k-means
 finds the colours (512 in the paper) among the pixels of training images. A pixel
 becomes the number of the nearest colour.
 
-A palette is float32 [K, C] in [-1, 1], of K colours with C channels each. A file
-of one is a .npy of that array, as OpenAI has released it.
+A palette is float32 [K, C] in [-1, 1]: K colours with C channels each. As a file it
+is a .npy of that array, as released by OpenAI.
 """
 
 from collections.abc import Iterable
 import contextlib
 import json
 import os
-from typing import Annotated, Any
 
 from etils import epath
 import jax
@@ -21,25 +20,24 @@ import numpy as np
 from sklearn import cluster
 
 from vit_jax import console
-from vit_jax.configs import schema
 from vit_jax.distributed import processes
 from vit_jax.weights import fetch, hub
 
-# Files beside weights, of a run and of Hugging Face, and the key of the palette.
-_FILES = {'palette.json': None, 'preprocessor_config.json': 'clusters'}
+# Files next to the weights of a run and of Hugging Face.
+_FILES = ('palette.json', 'preprocessor_config.json')
 _REMEDY = (
-  'give the palette of the weights, a .npy float [colours, channels] in [-1, 1] '
-  "(config.task_options.palette); without weights '' finds one in the images"
+  'give the palette of the weights, a .npy float [colours, channels] in [-1, 1] with '
+  "1 or 3 channels (config.task_options.palette); without weights '' finds one in "
+  'the images'
 )
-# Pixels of a step of k-means, and passes over all pixels.
-_BATCH, _PASSES = 16_384, 4
+_BATCH, _PASSES = 16_384, 4  # Pixels per step of k-means; passes over all pixels.
 
 
 def quantise(images, palette) -> jax.Array:
   """Returns the number of the nearest colour of each pixel, int32 [...].
 
-  Takes images [..., C] in [-1, 1], and 4 K bytes of memory for a pixel, as much
-  as the logits of its colour.
+  Takes images [..., C] in [-1, 1], and 4 K bytes of memory per pixel, as many as the
+  logits of its colour.
   """
   palette = jnp.asarray(palette, jnp.float32)
   # |x - c|^2 without |x|^2, which does not depend on the colour c.
@@ -53,21 +51,21 @@ def quantise(images, palette) -> jax.Array:
 def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   """Finds a palette by k-means (scikit-learn's MiniBatchKMeans).
 
-  Takes pixels, float [n, C] in [-1, 1], of `num_colors` different colours at
-  least. Returns float32 [num_colors, C], the darkest colour first.
+  Takes pixels, float [n, C] in [-1, 1], of at least `num_colors` different
+  colours. Returns float32 [num_colors, C], the darkest colour first.
   """
   pixels = np.asarray(pixels, np.float32)
   known = np.unique(pixels, axis=0)
   if len(known) < num_colors:
     raise ValueError(
-      f'num_colors={num_colors} colours cannot be found in the training images, '
-      f'whose pixels have only {len(known):,}: lower --config.model.num_colors'
+      f'num_colors={num_colors} is more than the {len(known):,} colours of the '
+      'training images: lower --config.model.num_colors'
     )
   if len(known) == num_colors:
     return _sorted(known)
   pixels = np.random.default_rng(seed).permutation(pixels)
   means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
-  # The first step chooses the colours to start from.
+  # The first step chooses the initial colours.
   size = max(_BATCH, 3 * num_colors)
   starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
   with console.bar(
@@ -96,38 +94,40 @@ def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
 
 
 def load(path: str) -> np.ndarray:
-  """Reads a palette [K, C] on process 0, and tells it to the others.
+  """Reads a palette [K, C] on process 0, which sends it to the others.
 
   The path, local, at gs:// or hf:// or a URL, is a .npy, such as the released
-  kmeans_centers.npy; or it is of weights whose folder has the palette: the
-  workdir of a run, or a model of Hugging Face.
+  kmeans_centers.npy, or weights whose folder has the palette: the workdir of a
+  run, or a model of Hugging Face.
   """
-  found = processes.from_first('reading the palette', lambda: _read(path))
+  found = processes.from_first('reading the palette', lambda: _read(path).tolist())
   return np.asarray(found, np.float32)
 
 
-def _read(path):
-  """Returns a palette as lists, see `load`."""
-  file, key = _find(path)
+def _read(path) -> np.ndarray:
+  file = _find(path)
   try:
     if file.suffix == '.npy':
       with file.open('rb') as f:
         found = np.load(f, allow_pickle=False)
     else:
       found = json.loads(file.read_text())
-      found = np.asarray(found[key] if key else found)
-  except (ValueError, LookupError, TypeError, EOFError, RecursionError) as e:
-    raise ValueError(f"'{file}' holds no palette: {e}; {_REMEDY}") from e
-  if not schema.accepts(found, Palette):
+      found = found['clusters'] if isinstance(found, dict) else found
+    found = np.asarray(found, np.float32)
+  except (ValueError, KeyError, EOFError) as e:
+    raise ValueError(f"'{file}' does not hold a palette: {e}; {_REMEDY}") from e
+  fits = found.ndim == 2 and found.shape[1] in (1, 3) and len(found)
+  # The means of colours from -1 to 1 may be rounded to slightly larger ones.
+  if not fits or not (np.abs(found) < 1 + 1e-3).all():
     raise ValueError(
-      f"'{file}' holds {found.dtype}{list(found.shape)}: a palette must be "
-      f'{schema.describe(Palette)}; {_REMEDY}'
+      f"'{file}' holds an array of shape {found.shape} which is not a palette: "
+      f'{_REMEDY}'
     )
-  return found.tolist()
+  return found
 
 
-def _find(path):
-  """Returns the file of a palette, or beside weights, and its key in there."""
+def _find(path) -> epath.Path:
+  """Returns the file of a palette, from its path or the path of weights."""
   if hub.is_at(path):
     path = str(hub.fetch(path))
   is_url = path.startswith(('http://', 'https://'))
@@ -136,54 +136,34 @@ def _find(path):
     if is_url:
       return fetch.fetch(path)
     if not epath.Path(path).exists():
-      raise FileNotFoundError(f"there is no palette '{path}': {_REMEDY}")
+      raise FileNotFoundError(f"palette='{path}' does not exist: {_REMEDY}")
     return epath.Path(path)
 
   if path.partition('?')[0].endswith('.npy'):
-    return get(path), None
+    return get(path)
   is_folder = not is_url and get(path).is_dir()
   folder = path if is_folder else os.path.dirname(path)
-  for name, key in _FILES.items():
+  for name in _FILES:
     with contextlib.suppress(FileNotFoundError, PermissionError):
-      return get(os.path.join(folder, name)), key
+      return get(os.path.join(folder, name))
   raise FileNotFoundError(
     f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
   )
 
 
-def _is_palette(palette) -> bool:
-  try:
-    array = np.asarray(palette, np.float32)
-  except (ValueError, TypeError):
-    return False
-  fits = array.ndim == 2 and array.shape[1] in (1, 3) and len(array) > 0
-  # k-means of colours from -1 to 1 may round a little beyond.
-  return fits and (np.abs(array) < 1 + 1e-3).all()
-
-
-Palette = Annotated[
-  Any,
-  schema.Fits(
-    'colours of 3 channels (or of 1), an array [colours, channels] of numbers from '
-    '-1 to 1',
-    _is_palette,
-  ),
-]
-
-
 def check(palette, num_colors: int, channels: int, where: str = ''):
   """Raises ValueError unless a palette [K, C] fits a model and its images.
 
-  `where` tells where the palette comes from, in words.
+  `where` describes the origin of the palette.
   """
   if len(palette) != num_colors:
     raise ValueError(
-      f'the palette{where} has {len(palette)} colours, and the model '
+      f'the palette{where} has {len(palette)} colours, but the model has '
       f'num_colors={num_colors}: give the palette that its weights were trained '
       f'with, or set --config.model.num_colors={len(palette)}'
     )
   if len(palette[0]) != channels:
     raise ValueError(
-      f'the palette{where} has {len(palette[0])} channels, and the images '
+      f'the palette{where} has {len(palette[0])} channels, but the images have '
       f'pp.channels={channels}: set --config.pp.channels={len(palette[0])}'
     )

@@ -1,15 +1,14 @@
-"""iGPT: learns to predict the pixels of images, without labels.
+"""iGPT: predicts the pixels of images, without labels.
 
 "Generative Pretraining from Pixels" (Chen et al., ICML 2020), section 2. A pixel
 becomes the number of its nearest colour in a palette. There are two objectives:
 
-  ar    predicts each pixel from the pixels before it, in the order of reading
+  ar    predicts each pixel from the pixels before it, in raster order
         (config.model.causal=True)
-  bert  predicts some pixels, chosen at random, from the others
-        (config.model.causal=False)
+  bert  predicts randomly masked pixels from the others (config.model.causal=False)
 
-The loss of an image is the mean over its pixels that are predicted, and the
-loss the mean over images, in nats; `bits_per_dim` is the same in bits.
+The loss of an image is the mean over its predicted pixels, and the loss of a batch
+the mean over images, in nats; `bits_per_dim` is the same in bits.
 
 Shapes: B images, N pixels, K colours, C channels.
 """
@@ -31,8 +30,7 @@ from vit_jax.figures import grids
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import counting, palette as palette_lib, sampling
 
-# The palette is found in the first so many images of the run, and in so many
-# random pixels of each.
+# The palette is fitted to the first images of the run, and random pixels of each.
 _IMAGES, _PIXELS = 10_000, 256
 _SEED = 17_042_019  # Of the masks and samples of evaluations.
 
@@ -43,13 +41,13 @@ class Task(base.Task):
   @dataclasses.dataclass
   class Options:
     # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
-    # has one: the workdir of a run, or a model of Hugging Face. '': that of
+    # has one: the workdir of a run, or a model of Hugging Face. '': the palette of
     # config.pretrained, else one that k-means finds in the training images.
     palette: str = ''
     # Objective 'bert': probability with which a pixel is masked.
     masked: schema.Share = 0.15
-    # Whether the run ends with the bits of two models that only count: colours
-    # at each position, and colours given the left and the upper pixel.
+    # Whether the run ends with the bits of two count-based models: colours at each
+    # position, and colours given the left and the upper pixel.
     counting: bool = False
 
   METRICS = ('bits_per_dim',)
@@ -71,7 +69,7 @@ class Task(base.Task):
 
   @classmethod
   def learn(cls, config, source):
-    """Returns the palette: of a file, of the weights, or of the images."""
+    """Returns the palette of a file, the weights or the images."""
     _check_model(config)
     path = config.task_options.palette or config.pretrained
     if isinstance(path, str):
@@ -106,7 +104,7 @@ class Task(base.Task):
     return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
 
   def _inputs(self, batch, keys):
-    """Returns the arguments of the model; `keys` makes B random keys, from B."""
+    """Returns the arguments of the model; `keys` maps B to B random keys."""
     colors = self.colors(batch['image'])
     if self.model.causal:
       return {'colors': colors}
@@ -130,17 +128,17 @@ class Task(base.Task):
     return {**batch, **inputs}
 
   def _scores(self, logits, inputs):
-    """Returns nats of pixels, and 1 for those that count, float32 [B, N]."""
+    """Returns nats of pixels, and 1 for pixels that count, float32 [B, N]."""
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, inputs['colors'])
     counted = inputs.get('masked', jnp.ones(nats.shape))
     return nats, counted.astype(jnp.float32)
 
   def _means(self, values, counted):
-    """Returns means over the pixels of images that count; 1 if there are any.
+    """Returns means over the pixels of images that count, and 1 if there are any.
 
-    Takes values, and 1 for pixels that count, [B, N]. In a mean over images
-    each has the same weight, as in the released code (src/model.py of
-    github.com/openai/image-gpt), however many of its pixels are masked.
+    Takes values, and 1 for pixels that count, [B, N]. All images have the same
+    weight, as in the released code (src/model.py of github.com/openai/image-gpt),
+    regardless of how many pixels are masked.
     """
     count = counted.sum(axis=1)
     means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
@@ -172,8 +170,8 @@ class Task(base.Task):
     """Computes how well the model predicts the pixels of images.
 
     Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
-    float32, 1 for pixels that are predicted; `likely`, int32, the most likely
-    colour. These are the task's `outputs`; finetune.Task has others.
+    float32, 1 for predicted pixels; `likely`, int32, the most likely colour. These
+    are the task's `outputs`; finetune.Task has others.
     """
     inputs, logits = self._read(params, batch)
     if isinstance(logits, tuple):  # With the logits of classes.
@@ -189,9 +187,9 @@ class Task(base.Task):
   outputs = read
 
   def exported(self, params, extra, batch):
-    """Raises ValueError: to draw pixels, a model runs again and again."""
+    """Raises ValueError: to sample pixels, a model runs repeatedly."""
     raise ValueError(
-      f"the task '{self.config.task}' draws pixel by pixel, which is no single "
+      f"task='{self.config.task}' samples pixel by pixel, which is not a single "
       'program to export: export its features (--features)'
     )
 
@@ -278,8 +276,8 @@ def _check_model(config):
   """Raises ValueError unless the model is an iGPT for images of this size."""
   if models.kind_of(config.model) != 'igpt':
     raise ValueError(
-      f"task='{config.task}' needs an iGPT, and "
-      f"model='{config.model.get('model_name')}' is none: use configs/igpt.py "
+      f"task='{config.task}' needs an iGPT, but "
+      f"model='{config.model.get('model_name')}' is not one: use configs/igpt.py "
       '(config.model)'
     )
   height, width = preprocess.crop_size(config.pp)
@@ -287,7 +285,7 @@ def _check_model(config):
   num_positions = config.model.get('num_positions', default)
   if height * width != num_positions:
     raise ValueError(
-      f'crop={height}x{width} has {height * width:,} pixels, and the model '
+      f'crop={height}x{width} has {height * width:,} pixels, but the model has '
       f'num_positions={num_positions:,}: set --config.pp.crop, or '
       f'--config.model.num_positions={height * width}'
     )
@@ -302,7 +300,7 @@ def _find_palette(config, source) -> np.ndarray:
   steps = -(-count // config.batch)
 
   def example(record, seed):
-    del seed  # The palette is that of whole images.
+    del seed  # No augmentation: the palette is for whole images.
     return {'image': preprocess.prepare(record['image'], None, config.pp)}
 
   def indices(step):

@@ -1,4 +1,4 @@
-"""Draws and completes images with a trained iGPT, and measures its bits."""
+"""Samples and completes images with a trained iGPT, and measures its bits."""
 
 from collections.abc import Sequence
 import functools
@@ -17,7 +17,7 @@ from vit_jax.figures import grids
 from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
-_COMPLETIONS = 3  # Of an image on a page.
+_COMPLETIONS = 3  # Of an image in the web demo.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -35,7 +35,7 @@ class Predictor(predictor_lib.Predictor):
     return jax.jit(bits)
 
   def log_likelihood(self, images: Sequence[Any]) -> np.ndarray:
-    """Returns the bits a dimension (a pixel) of each image, float32 [n].
+    """Returns the bits per dimension (per pixel) of each image, float32 [n].
 
     For `images` and errors see `outputs`; they are resized as in evaluation.
     """
@@ -48,14 +48,13 @@ class Predictor(predictor_lib.Predictor):
     temperature: float = 1.0,
     top_k: int | None = None,
   ) -> np.ndarray:
-    """Draws images.
+    """Samples images.
 
     Args:
       n: number of images.
       seed: seed of the random numbers.
-      temperature: by what the logits are divided: below 1 for more likely
-        colours.
-      top_k: number of the most likely colours to draw from; None for all.
+      temperature: divisor of the logits: below 1 for more likely colours.
+      top_k: number of the most likely colours to sample from; None for all.
 
     Returns:
       uint8 [n, H, W, 3].
@@ -67,7 +66,7 @@ class Predictor(predictor_lib.Predictor):
     return grids.to_pixels(self._sample(n, seed, temperature, top_k))
 
   def _sample(self, n, seed=0, temperature=1.0, top_k=None):
-    """Draws images, float32 [n, H, W, C]; see `sample`."""
+    """Samples images, float32 [n, H, W, C]; see `sample`."""
     schema.check('sample', n, schema.Count, '--')
     self._check_objective()
     empty = np.zeros((n, 0), np.int32)
@@ -84,11 +83,11 @@ class Predictor(predictor_lib.Predictor):
     """Completes the lower part of images.
 
     Args:
-      images: see `outputs`. An image that is lower, for its width, than the
-        model's images is the upper part of one, if `rows` is None. All others
-        are resized to the model's size as in evaluation.
-      rows: number of rows of the model's H that are kept; by default all rows
-        of an upper part, and half of the rows of any other image.
+      images: see `outputs`. If `rows` is None, an image with a smaller aspect
+        ratio (height / width) than the model's images is the upper part of one.
+        All others are resized to the model's size as in evaluation.
+      rows: number of rows of the model's H that are kept; by default all rows of
+        an upper part, and half of the rows of any other image.
       seed: see `sample`; likewise temperature, top_k and errors.
 
     Returns:
@@ -101,17 +100,17 @@ class Predictor(predictor_lib.Predictor):
     return grids.to_pixels(completed)
 
   def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
-    """Returns images [n, H, W, C] given and completed, and the rows kept [n]."""
+    """Returns the images and completions [n, H, W, C], and the rows kept [n]."""
     self._check_objective()
     schema.check('rows', rows, schema.Count | None, '--')
     height = self.task.image_size[0]
     if rows is not None and rows >= height:
       raise ValueError(
-        f'rows={rows} leaves nothing to complete: images of the model have '
-        f'{height} rows; keep from 1 to {height - 1}'
+        f'rows={rows} leaves nothing to complete, since images of the model have '
+        f'{height} rows: keep from 1 to {height - 1}'
       )
     if not len(images):
-      raise ValueError('images is empty: give one image or more')
+      raise ValueError('images is empty: give at least one image')
     prepared = [
       preprocess.from_user(
         image,
@@ -130,11 +129,11 @@ class Predictor(predictor_lib.Predictor):
     return given, self.task.images(colors), kept
 
   def _check_objective(self):
-    """Raises ValueError if the model does not predict pixel after pixel."""
+    """Raises ValueError if the model does not predict pixel by pixel."""
     if not self.task.model.causal:
       raise ValueError(
         f"the run in '{self.workdir}' has learned to predict masked pixels "
-        "(objective 'bert') and cannot draw images: take a run of the objective "
+        "(objective 'bert') and cannot sample images: use a run of the objective "
         "'ar' (configs/igpt.py:SIZE,DATA,SIDE,ar)"
       )
 
@@ -150,7 +149,7 @@ class Predictor(predictor_lib.Predictor):
     return np.pad(part, ((0, height - count), (0, 0), (0, 0))), count
 
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
-    """Draws the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
+    """Samples the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
     schema.check('seed', seed, schema.Natural, '--')
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
@@ -170,7 +169,7 @@ class Predictor(predictor_lib.Predictor):
   def describe(self, images, args) -> list[str]:
     """Returns lines of the bits of images; see `report`."""
     return [
-      f'{image}\n  {bits:.4f} bits a dimension'
+      f'{image}\n  {bits:.4f} bits per dimension'
       for image, bits in zip(images, self.log_likelihood(images))
     ]
 
@@ -180,7 +179,7 @@ class Predictor(predictor_lib.Predictor):
     how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     if args.sample is not None:
       picture = draw(self._sample(args.sample, **how))
-      lines = [f'{args.sample} sample(s): {args.out}']
+      lines = [f'Wrote {args.sample} samples to {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
       picture = grids.beside({'given': cut(given, kept), 'completed': completed})
@@ -188,7 +187,7 @@ class Predictor(predictor_lib.Predictor):
         f'{path}: {count} of {self.task.image_size[0]} rows kept'
         for path, count in zip(args.complete, kept)
       ]
-      lines.append(f'completed: {args.out}')
+      lines.append(f'Wrote the completions to {args.out}')
     else:
       return self.describe(images, args)
     epath.Path(args.out).write_bytes(images_lib.encode_png(picture))

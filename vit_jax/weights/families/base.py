@@ -1,4 +1,8 @@
-"""What reading, writing and identifying weights ask a family of models."""
+"""What reading, writing and identifying weights ask a family of models.
+
+A new family needs its namings (tables of layers, see leaves.py), `sizes`,
+`describe`, `read_description` and `files`, and an entry in families.py.
+"""
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +21,10 @@ from vit_jax.weights.families import leaves
 
 
 class Family(abc.ABC):
-  """A family of models: their names elsewhere, and the files beside weights.
+  """A family of models: their names elsewhere, and the files next to weights.
 
-  `flat` are arrays by name, or by '/'-joined path in this package. A naming is
-  one that `detect` returns: 'timm', 'hf', ... A `model` is a
+  `flat` are arrays by name, or by '/'-joined path in this package. A `naming` is
+  the kind of a leaves.Naming: 'timm', 'hf', ... A `model` is a
   vit_jax.weights.writing.Model, and `to` a format of vit_jax.weights.convert.
 
   Attributes:
@@ -29,9 +33,10 @@ class Family(abc.ABC):
     leaf: a leaf of a model's parameters that no other family has; likewise.
     formats: formats that hold its models.
     computes: fields that change what a model computes, but no shapes, by dotted
-      key, and their defaults; None if those of weights are unknown.
+      key, and their defaults; None if unknown for weights.
     hf_types: `model_type` of its models in Hugging Face's config.json.
-    head: a leaf whose last dimension are the classes.
+    head: a leaf whose last dimension is the number of classes.
+    namings: other programs' names of its arrays, by kind or by variants of it.
   """
 
   words: str
@@ -41,33 +46,40 @@ class Family(abc.ABC):
   computes: Mapping[str, Any]
   hf_types: tuple[str, ...] = ()
   head: str = 'head/bias'
+  namings: Mapping[str, leaves.Naming]
 
-  @abc.abstractmethod
   def detect(self, names: Iterable[str]) -> str | None:
     """Returns the naming of a state dict, or None if it is of no such model."""
+    return next((n.kind for n in self.namings.values() if n.fits(names)), None)
 
-  @abc.abstractmethod
+  def naming(self, naming: str, names: Iterable[str]) -> leaves.Naming:
+    """Returns the variant of a naming for paths, or for names elsewhere."""
+    return self.namings[naming]
+
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path.
 
-    `num_heads` is that of vit_jax.weights.descriptions.Description. ValueError
-    for arrays that no such model has, or if the number does not suit them.
+    `num_heads` is described in vit_jax.weights.descriptions.Description.
+    ValueError for arrays that no such model has, or if the number does not fit.
     """
+    if isinstance(num_heads, tuple):
+      num_heads = num_heads[0]
+    return leaves.load(flat, self.naming(naming, flat), num_heads)
 
-  @abc.abstractmethod
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     """Converts arrays by path to a state dict; ValueError if there is none."""
+    return leaves.dump(flat, self.naming(naming, flat))
 
   @abc.abstractmethod
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], told: Mapping[str, Any]
+    self, flat: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Returns the fields of the model that has leaves of these shapes.
 
-    `told` are fields that shapes do not tell. Raises KeyError, IndexError or
-    ValueError if leaves are missing, or have other numbers of dimensions.
+    `given` are fields that cannot be inferred from shapes. Raises KeyError,
+    IndexError or ValueError if leaves are missing, or have other ranks.
     """
 
   @abc.abstractmethod
@@ -75,11 +87,11 @@ class Family(abc.ABC):
     """Names a model by the fields that `sizes` returns."""
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns further fields of a model that is in no table of sizes."""
+    """Returns further fields of a model that is not in the table of sizes."""
     return {}
 
   def num_classes(self, flat: Mapping[str, Any]) -> int:
-    """Returns the number of classes that leaves tell apart; 0 for no head."""
+    """Returns the number of classes of a head; 0 without a head."""
     return math.prod(flat[self.head].shape[-1:]) if self.head in flat else 0
 
   def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
@@ -95,20 +107,18 @@ class Family(abc.ABC):
           yield key, here, there
 
   @abc.abstractmethod
-  def read_beside(
+  def read_description(
     self,
-    beside: Callable[[str], epath.Path],
+    sibling: Callable[[str], epath.Path],
     file: epath.Path,
     flat: dict[str, np.ndarray],
     naming: str,
   ) -> descriptions.Description:
-    """Returns what other files tell about the weights in `file`, arrays `flat`.
+    """Returns what other files say about the weights in `file`, arrays `flat`.
 
-    It may rename and split arrays as `load` does, which is called next.
-
-    `beside` returns the path of the file of a name beside the weights, which
-    need not exist. ValueError if a field has a wrong value, or one that no
-    model here has.
+    `sibling` returns the path of a file in the folder of the weights, which need
+    not exist. May rename and split arrays as `load` does, which is called next.
+    ValueError if a field has a wrong value, or one that no model here has.
     """
 
   def image_size(
@@ -116,8 +126,7 @@ class Family(abc.ABC):
   ) -> tuple[int, int] | None:
     """Returns (height, width) of a model's images; None for any size.
 
-    ValueError if the size given does not suit the parameters, or none is given
-    and they tell none.
+    ValueError if the size given does not fit the parameters, or if it is needed.
     """
     return given
 
@@ -135,36 +144,35 @@ class Family(abc.ABC):
     return jax.eval_shape(init, jax.random.key(0), inputs)
 
   def part(self, weights, name: str):
-    """Returns the weights of a part of a model alone, by its parameters' name.
+    """Returns the vit_jax.weights.reading.Weights of a part of a model.
 
-    `weights` and the result are a vit_jax.weights.reading.Weights. None if
-    models of this family have no such part.
+    `name` is its key in the parameters. None if there is no such part.
     """
     return None
 
-  def beside_npz(
+  def complete_npz(
     self,
     file: epath.Path,
     flat: Mapping[str, np.ndarray],
-    told: dict[str, Any],
+    given: dict[str, Any],
   ) -> dict[str, Any]:
-    """Adds what other files beside an .npz tell to `told`, fields of the model."""
-    return told
+    """Adds to `given`, fields of a model, what files next to an .npz say."""
+    return given
 
   def scaled(self, model):
     """Returns a model that reads pixels from -1 to 1, as runs have them."""
     return model
 
-  def beside(self, model) -> dict[str, bytes]:
-    """Returns files to write beside an .npz by their endings, such as '.txt'."""
+  def npz_siblings(self, model) -> dict[str, bytes]:
+    """Returns files to write next to an .npz by their endings, such as '.txt'."""
     return {}
 
   def run(self, model) -> dict[str, Any]:
-    """Returns what a model determines of the config of its run."""
+    """Returns the keys of a run's config that a model determines."""
     return {}
 
   def metadata(self, model) -> dict[str, Any]:
-    """Returns metadata of a run that weights do not bring along."""
+    """Returns default metadata of a run, for what the weights lack."""
     return {}
 
   def check(self, model) -> None:
@@ -176,12 +184,12 @@ class Family(abc.ABC):
     return self.formats
 
   def notes(self, model, to: str) -> list[str]:
-    """Returns what a user should know of a model in a format."""
+    """Returns what a user should know about a model in a format."""
     return []
 
   @abc.abstractmethod
   def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
-    """Returns JSON files to write beside the weights by name, and notes.
+    """Returns JSON files to write next to the weights by name, and notes.
 
     ValueError if the other program has no such model.
     """

@@ -1,17 +1,16 @@
 """DETR's weights elsewhere: names of arrays, and Hugging Face's JSON files.
 
-There are two namings of a detector, and one of a backbone alone:
+There are two namings of a detector, and one of a backbone:
 
   hf            `DetrForObjectDetection`, `DetrForSegmentation`
   pth           the files released with the paper, {'model': state dict}
-  resnet        a ResNet alone, without a detector
+  resnet        a ResNet without a detector
 
-and two of its backbone: 'timm', that of timm, torchvision and the released
-files, and 'transformers', that of Hugging Face's own ResNet. The constants of
-frozen batch norm are at 'frozen/' in the tree, beside the parameters.
+and two of the backbone itself: timm's, also in torchvision and the released
+files, and Hugging Face's own. The constants of frozen batch norm
+are at 'frozen/' in the tree, separate from the parameters.
 """
 
-from collections.abc import Iterator
 import functools
 import re
 import types
@@ -23,24 +22,13 @@ from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
 
 _MASK_HEAD = 'segmentation/'
-# Beginning of the backbone's names.
-_BACKBONE = {
-  'hf': 'model.backbone.conv_encoder.model.',
-  'pth': 'backbone.0.body.',
-  'resnet': '',
-}
-_QUERIES = {
-  'hf': 'model.query_position_embeddings.weight',
-  'pth': 'query_embed.weight',
-}
-# Beginning of the names of encoder and decoder.
-_START = {'hf': 'model', 'pth': 'transformer'}
-# Parts of the names of a mask head, which all namings share.
+_QUERIES = 'query_embedding'
+# Prefixes of the names of a mask head, which all namings share.
 _MASKS = ('mask_head.', 'bbox_attention.')
-# Module names of transformers 5 -> names in its files, which the table uses.
+# Module names of transformers 5 -> names in its files.
 _OLD_NAMES = (
   (r'^(detr|resnet)\.', ''),
-  (r'^model\.backbone\.model\.', _BACKBONE['hf']),
+  (r'^model\.backbone\.model\.', 'model.backbone.conv_encoder.model.'),
   (r'_attn\.o_proj\.', '_attn.out_proj.'),
   (r'(layers\.\d+)\.mlp\.fc', r'\1.fc'),
   (r'^bbox_attention\.([qk])_proj', r'bbox_attention.\1_linear'),
@@ -57,46 +45,22 @@ _OLD_NAMES = (
     )
   ),
 )
-# Projections of queries, keys and values, which the released files join.
-_JOINED = '.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')
-
-
-# Rows of vit_jax.weights.families.leaves for a ResNet, with both namings of it.
-_STYLES = ('timm', 'transformers')
-_ROOT = (
-  ('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),
-  ('bn_root', 'frozen', 'bn1', 'embedder.embedder.normalization'),
-)
-_BOTTLENECK = (
+# Rows of vit_jax.weights.families.leaves for a ResNet: names of timm and of
+# Hugging Face. The norms are in a tree of their own.
+_ROOT = (('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),)
+_ROOT_NORM = (('bn_root', 'frozen', 'bn1', 'embedder.embedder.normalization'),)
+_UNIT = (
   *((f'conv{i}', 'conv', f'conv{i}', f'layer.{i - 1}.convolution') for i in (1, 2, 3)),
-  *((f'bn{i}', 'frozen', f'bn{i}', f'layer.{i - 1}.normalization') for i in (1, 2, 3)),
   ('conv_proj', 'conv', 'downsample.0', 'shortcut.convolution'),
+)
+_UNIT_NORMS = (
+  *((f'bn{i}', 'frozen', f'bn{i}', f'layer.{i - 1}.normalization') for i in (1, 2, 3)),
   ('bn_proj', 'frozen', 'downsample.1', 'shortcut.normalization'),
-)  # fmt: skip
-# Naming -> beginning of a unit's names, and number of the first stage.
-_UNITS = {
-  'timm': ('layer{}.{}.', 1),
-  'transformers': ('encoder.stages.{}.layers.{}.', 0),
-}
-
-
-def _backbone(units, style, start) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ResNet with these numbers of units per stage."""
-  column = 2 + _STYLES.index(style)
-  unit, first = _UNITS[style]
-  found = [*leaves.layers(_ROOT, column, there=start)]
-  for i, count in enumerate(units):
-    for j in range(count):
-      here = f'block{i + 1}/unit{j + 1}/'
-      there = start + unit.format(i + first, j)
-      found += leaves.layers(_BOTTLENECK, column, here, there)
-  for path, layout, name in found:
-    is_norm = path.split('/')[-2].startswith('bn')
-    top = 'frozen/backbone/' if is_norm else 'backbone/'
-    yield top + path, layout, name
-
-
-# Rows of vit_jax.weights.families.leaves, with the names of both namings.
+)
+_UNITS = 'backbone/block{1}/unit{1}/'
+_THEIR_UNITS = 'layer{1}.{0}.', 'encoder.stages.{0}.layers.{0}.'
+# The same for encoder, decoder and the rest: names of Hugging Face and of the
+# released files.
 _MLP = (
   ('Dense_0', 'dense', 'fc1', 'linear1'),
   ('Dense_1', 'dense', 'fc2', 'linear2'),
@@ -118,7 +82,7 @@ _LAYERS = {
   ),
 }
 _OTHERS = (
-  ('query_embedding', 'leaf', _QUERIES['hf'], _QUERIES['pth']),
+  (_QUERIES, 'same', 'model.query_position_embeddings.weight', 'query_embed.weight'),
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
   ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
@@ -126,7 +90,6 @@ _OTHERS = (
   ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
   ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
 )  # fmt: skip
-# The same of a mask head, whose names are those of all namings.
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
   ('attention/key', 'heads', 'bbox_attention.k_linear'),
@@ -138,31 +101,61 @@ _MASK_ROWS = (
 )  # fmt: skip
 
 
-def _table(naming, layers: dict[str, int]) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of all but the backbone, with names of 'hf' or 'pth'."""
-  column = 2 + ('hf', 'pth').index(naming)
-  yield from leaves.layers(_OTHERS, column)
-  for side, count in layers.items():
-    for i in range(count):
-      here, there = f'{side}_layer_{i}/', f'{_START[naming]}.{side}.layers.{i}.'
-      yield from leaves.layers(_LAYERS[side], column, here, there)
-  yield from leaves.layers(_MASK_ROWS, here=_MASK_HEAD)
+def _backbone(style, start) -> tuple[leaves.Group, ...]:
+  """Returns the table of a ResNet; `style`: 0 for timm, 1 for Hugging Face."""
+  units = start + _THEIR_UNITS[style]
+  return (
+    ('backbone/', start, leaves.column(_ROOT, style)),
+    ('frozen/backbone/', start, leaves.column(_ROOT_NORM, style)),
+    (_UNITS, units, leaves.column(_UNIT, style)),
+    (f'frozen/{_UNITS}', units, leaves.column(_UNIT_NORMS, style)),
+  )
 
 
-def _style(names, naming) -> str | None:
-  """Returns the naming of the backbone."""
-  for style, root in zip(_STYLES, _ROOT[0][2:]):
-    if f'{_BACKBONE[naming]}{root}.weight' in names:
-      return style
-  return None
+def _detector(kind, number, style, backbone, start, **options) -> leaves.Naming:
+  """Returns a naming; `number` and `style` are columns, the rest prefixes."""
+  return leaves.Naming(
+    kind,
+    'DETR',
+    (
+      *_backbone(style, backbone),
+      ('', '', leaves.column(_OTHERS, number)),
+      *(
+        (f'{x}_layer_{{0}}/', f'{start}.{x}.layers.{{0}}.', leaves.column(rows, number))
+        for x, rows in _LAYERS.items()
+      ),
+      (_MASK_HEAD, '', _MASK_ROWS),
+    ),
+    marks=(_OTHERS[0][2 + number],),
+    old_names=_OLD_NAMES,
+    program='the DETR of other programs',
+    **options,
+  )
+
+
+_HF_BACKBONE = 'model.backbone.conv_encoder.model.'
+_NAMINGS = {
+  'hf': _detector('hf', 0, 0, _HF_BACKBONE, 'model'),
+  'hf, own backbone': _detector('hf', 0, 1, _HF_BACKBONE, 'model'),
+  'pth': _detector(
+    'pth', 1, 0, 'backbone.0.body.', 'transformer',
+    joined=('.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')),
+  ),
+  'resnet': leaves.Naming(
+    'resnet',
+    'ResNet of bottlenecks',
+    _backbone(0, '') + _backbone(1, ''),
+    marks=tuple(f'{name}.weight' for name in _ROOT[0][2:]),
+    old_names=_OLD_NAMES,
+  ),
+}  # fmt: skip
 
 
 # Width and heads of the published models.
 _PUBLISHED = 256, 8
-# Classes of the published models for panoptic segmentation, and the first number
-# of a class of stuff.
+# Number of classes of the published panoptic models, and the first one of stuff.
 _PANOPTIC, _STUFF_FROM = 250, 91
-# Units per stage -> timm's name, of backbones that Hugging Face takes from timm.
+# Units per stage -> timm's name of backbones that Hugging Face takes from timm.
 _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
 
 
@@ -171,72 +164,65 @@ class Detrs(base.Family):
 
   words = 'a detector'
   kind = 'detr'
-  leaf = 'query_embedding'
+  leaf = _QUERIES
   formats = ('hf', 'pth', 'workdir')
   hf_types = ('detr', 'resnet')
   computes = types.MappingProxyType({'dilate_last': False})
   head = 'class_head/bias'
 
-  def detect(self, names):
-    names = {leaves.renamed(name, _OLD_NAMES) for name in names}
-    for naming, queries in _QUERIES.items():
-      if queries in names:
-        return naming
-    return 'resnet' if _style(names, 'resnet') else None
+  namings = types.MappingProxyType(_NAMINGS)
+
+  def naming(self, naming, names):
+    """Hugging Face has its own ResNet where timm has none of these sizes."""
+    if naming == 'hf' and (
+      any(name.startswith(f'{_HF_BACKBONE}embedder.') for name in names)
+      or (_QUERIES in names and not _of_timm(self._units(names)))
+    ):
+      naming = 'hf, own backbone'
+    return self.namings[naming]
+
+  def _units(self, flat):
+    return {
+      'units': leaves.units(flat, _UNITS),
+      'backbone_width': flat['backbone/conv_root/kernel'].shape[-1],
+    }
 
   def load(self, flat, naming, num_heads):
     leaves.rename(flat, _OLD_NAMES)
-    leaves.split(flat, *_JOINED)
-    style = _style(flat, naming) or 'timm'
-    unit, first = _UNITS[style]
-    pattern = re.escape(_BACKBONE[naming]) + unit.format(r'(\d+)', r'(\d+)')
-    units = leaves.units(flat, pattern, first, 0)
-    table = [*_backbone(units, style, _BACKBONE[naming])]
     if naming == 'resnet':  # Its head is left out.
-      head = ('fc.', 'classifier.')
-      for name in [name for name in flat if name.startswith(head)]:
+      for name in [name for name in flat if name.startswith(('fc.', 'classifier.'))]:
         del flat[name]
-      return leaves.load(flat, table, None, 'ResNet of bottlenecks')
-    pattern = rf'{_START[naming]}\.{{}}\.layers\.(\d+)\.'
-    counts = {side: leaves.count(flat, pattern.format(side)) for side in _LAYERS}
     width, heads = _PUBLISHED
-    if flat[_QUERIES[naming]].shape[-1:] == (width,):
+    queries = flat.get(self.namings[naming].marks[0])
+    if queries is not None and queries.shape[-1:] == (width,):
       num_heads = num_heads or heads
-    table += _table(naming, counts)
-    return leaves.load(flat, table, num_heads, 'DETR')
+    return super().load(flat, naming, num_heads)
 
   def dump(self, flat, naming):
-    fields = self.sizes({path: x.shape for path, x in flat.items()}, {})
-    layers = {side: fields[f'num_{side}_layers'] for side in _LAYERS}
-    style = 'timm' if naming == 'pth' or _of_timm(fields) else 'transformers'
-    table = [
-      *_backbone(fields['units'], style, _BACKBONE[naming]),
-      *_table(naming, layers),
-    ]
-    state = leaves.dump(flat, table, 'the DETR of other programs')
-    if fields.get('mask_head'):
-      state = {
-        name if name.startswith(_MASKS) else f'detr.{name}': value
-        for name, value in state.items()
-      }
-    return leaves.join(state, *_JOINED) if naming == 'pth' else state
+    state = super().dump(flat, naming)
+    if not any(path.startswith(_MASK_HEAD) for path in flat):
+      return state
+    return {
+      name if name.startswith(_MASKS) else f'detr.{name}': value
+      for name, value in state.items()
+    }
 
-  def sizes(self, flat, told):
-    encoder, decoder = (leaves.count(flat, rf'{side}_layer_(\d+)/') for side in _LAYERS)
+  def sizes(self, flat, given):
+    encoder, decoder = (leaves.count(flat, f'{side}_layer_{{0}}/') for side in _LAYERS)
     masks = any(path.startswith(_MASK_HEAD) for path in flat)
     return {
       'kind': 'detr',
-      'units': leaves.units(flat, r'backbone/block(\d+)/unit(\d+)/'),
+      'units': leaves.units(flat, _UNITS),
       'backbone_width': flat['backbone/conv_root/kernel'][-1],
       'norm': 'group' if 'backbone/bn_root/scale' in flat else 'frozen_batch',
-      'hidden_size': flat['query_embedding'][1],
-      'num_queries': flat['query_embedding'][0],
+      'hidden_size': flat[_QUERIES][1],
+      'num_queries': flat[_QUERIES][0],
       'num_encoder_layers': encoder,
       'num_decoder_layers': decoder,
       'num_heads': flat['decoder_layer_0/self_attention/query/kernel'][1],
       'mlp_dim': flat['decoder_layer_0/Dense_0/kernel'][1],
       **({'mask_head': True} if masks else {}),
-      **told,
+      **given,
     }
 
   def describe(self, fields):
@@ -254,10 +240,10 @@ class Detrs(base.Family):
     """The last one is "no object"."""
     return max(0, super().num_classes(flat) - 1)
 
-  def read_beside(self, beside, file, flat, naming):
+  def read_description(self, sibling, file, flat, naming):
     """Reads config.json; without it, the file's name may say 'dc5'."""
     return descriptions.read(
-      beside('config.json'), lambda config: _from_config(config, file.name)
+      sibling('config.json'), lambda config: _from_config(config, file.name)
     )
 
   def run(self, model):
@@ -287,8 +273,8 @@ class Detrs(base.Family):
     dilated = 'has a' if model.config.get('dilate_last') else 'has no'
     return [
       f"the last stage of this model's backbone {dilated} dilation (DC5), which "
-      "a released file tells by its name alone: keep 'dc5' in the names of those "
-      'that have one, and of no others'
+      "only a released file's name shows: keep 'dc5' in it if there is one, and only "
+      'then'
     ]
 
   def files(self, model, to):

@@ -1,6 +1,6 @@
 """The families of models: what reading and writing their weights needs.
 
-`weights` and `convert` know no kind of model; they ask this table.
+The rest of vit_jax.weights does not depend on kinds of models; it asks this table.
 """
 
 from collections.abc import Iterable, Mapping
@@ -9,7 +9,7 @@ from typing import Any
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, detr, igpt, lit, text, vit
 
-# Of the last are all models that are of no other family.
+# The last one takes all models that belong to no other family.
 _FAMILIES: tuple[base.Family, ...] = (
   detr.Detrs(),
   igpt.ImageGPTs(),
@@ -19,8 +19,8 @@ _FAMILIES: tuple[base.Family, ...] = (
   vit.Classifiers(),
 )
 _BACKBONE = 'a ResNet without a detector'
-# (weights, model) in the words of `describe`: models that can start from weights
-# of something else.
+# (weights, model) in the words of `describe`: models that can start from other
+# weights than their own.
 STARTS = ((_BACKBONE, detr.Detrs.words),)
 
 
@@ -37,7 +37,7 @@ def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
     if naming is not None:
       return family, naming
   raise ValueError(
-    "it holds no Vision Transformer by timm's or Hugging Face's names, no BiT "
+    "it holds no Vision Transformer with timm's or Hugging Face's names, BiT "
     f'ResNet, DETR, iGPT, CLIP, SigLIP or BERT; its names are {sorted(names)[:4]} ...'
   )
 
@@ -54,7 +54,7 @@ def of_tree(paths: Iterable[str]) -> base.Family:
 
 
 def describe(paths: Iterable[str]) -> str:
-  """Returns what has these leaves, in words: 'a classifier', 'a detector'."""
+  """Returns in words what has these leaves: 'a classifier', 'a detector'."""
   family = of_tree(paths)
-  alone = family.leaf is None and 'backbone/conv_root/kernel' in paths
-  return _BACKBONE if alone else family.words
+  only_backbone = family.leaf is None and 'backbone/conv_root/kernel' in paths
+  return _BACKBONE if only_backbone else family.words

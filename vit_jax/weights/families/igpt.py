@@ -1,10 +1,9 @@
 """iGPT's weights elsewhere: Hugging Face's ImageGPT, and its JSON files.
 
-The state dicts are those of `ImageGPTForCausalImageModeling` and of
-`ImageGPTModel`, which has no head. Their layers have biases, which the released
-code has not: they must be zero here, and are zeros there. The last row of their
-table of colours is the start token. preprocessor_config.json has the palette,
-`clusters`, colours in [-1, 1].
+The state dicts are `ImageGPTForCausalImageModeling` and `ImageGPTModel`, which has
+no head. Their layers have biases, unlike the released code; they must be zero to be
+read, and are written as zeros. The last row of their table of colours is the start
+token. preprocessor_config.json has the palette, `clusters`, colours in [-1, 1].
 """
 
 import math
@@ -16,12 +15,11 @@ import jax
 import numpy as np
 
 from vit_jax.layers import decoder
-from vit_jax.weights import arrays, descriptions
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
 
-_OLD_NAMES = ((r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.'),)
 _COLORS = 'transformer.wte.weight'
-# Rows of vit_jax.weights.families.leaves: of a block, and beside the blocks.
+# Rows of vit_jax.weights.families.leaves.
 _BLOCK = (
   ('norm_1', 'norm', 'ln_1'),
   ('attention/query', 'heads', 'attn.q'),
@@ -33,17 +31,27 @@ _BLOCK = (
   ('mlp/output', 'dense', 'mlp.c_proj'),
 )
 _OTHERS = (
+  ('color_embedding', 'table', _COLORS),
+  ('position_embedding', 'same', 'transformer.wpe.weight'),
   ('norm', 'norm', 'transformer.ln_f'),
   ('color_head', 'dense', 'lm_head'),
 )
-_JOINED = '.c_attn.', ('.q.', '.k.', '.v.')
 # Layers that Hugging Face keeps as [in, out], unlike PyTorch.
 _NOT_TRANSPOSED = re.compile(r'.*\.(attn|mlp)\.c_\w+\.(weight|bias)')
 _CLASSES = (
-  "Hugging Face's classifier reads the tokens of the pixels without the start "
-  'token; that of this package reads others'
+  "Hugging Face's classifier pools the tokens of the pixels without the start "
+  "token, this package's classifier others"
 )
-_FEATURES = {'score.weight': _CLASSES}
+_NAMING = leaves.Naming(
+  'hf',
+  'iGPT',
+  (('', '', _OTHERS), ('block_{0}/', 'transformer.h.{0}.', _BLOCK)),
+  marks=(_COLORS,),
+  old_names=((r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.'),),
+  joined=('.c_attn.', ('.q.', '.k.', '.v.')),
+  program="Hugging Face's ImageGPT",
+  features={'score.weight': _CLASSES},
+)
 # Fields of config.json and the only values that this package has.
 _ONLY = {
   'activation_function': 'quick_gelu',
@@ -58,15 +66,6 @@ _SCALES = tuple(decoder.SCALES)  # The first is the default.
 _EXACT_SINCE = '5.21'
 
 
-def _table(num_layers):
-  yield 'color_embedding', 'table', _COLORS
-  yield 'position_embedding', 'same', 'transformer.wpe.weight'
-  yield from leaves.layers(_OTHERS)
-  for i in range(num_layers):
-    start = f'transformer.h.{i}.'
-    yield from leaves.layers(_BLOCK, here=f'block_{i}/', there=start)
-
-
 class ImageGPTs(base.Family):
   """iGPT."""
 
@@ -78,14 +77,12 @@ class ImageGPTs(base.Family):
   computes = types.MappingProxyType({'attention_scale': _SCALES[0]})
   head = 'class_head/kernel'
 
-  def detect(self, names):
-    names = (leaves.renamed(name, _OLD_NAMES) for name in names)
-    return 'hf' if _COLORS in names else None
+  namings = types.MappingProxyType({'hf': _NAMING})
 
   def load(self, flat, naming, num_heads):
-    """A colour head is zero if there is none."""
+    """A missing colour head is zero."""
     biases = []
-    leaves.rename(flat, _OLD_NAMES)
+    leaves.rename(flat, _NAMING.old_names)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, flat)):
       value = flat.pop(name)
       if name.endswith('.weight'):
@@ -95,15 +92,13 @@ class ImageGPTs(base.Family):
     if biases:
       raise ValueError(
         f'the biases {sorted(biases)[:3]} are not zero, and iGPT has none: these '
-        'weights were trained further by Hugging Face, whose model has biases'
+        "weights were trained further with Hugging Face's model, which has biases"
       )
-    leaves.split(flat, *_JOINED)
-    table = _table(leaves.count(flat, r'transformer\.h\.(\d+)\.'))
-    found = leaves.load(flat, table, num_heads, 'iGPT', _FEATURES)
+    found = super().load(flat, naming, num_heads)
     colors = found['color_embedding']
     found.update(color_embedding=colors[:-1], start_token=colors[-1])
     if 'color_head/kernel' not in found:
-      logging.warning('These weights have no head of colours: it is zero.')
+      logging.warning('These weights have no colour head: it is set to zero.')
       found['color_head/kernel'] = np.zeros_like(colors[:-1].T)
     return found
 
@@ -114,12 +109,14 @@ class ImageGPTs(base.Family):
         "Hugging Face's ImageGPT has no masked pixels (the objective 'bert'): "
         'write this model as a run (--to=workdir)'
       )
+    if 'class_head/kernel' in flat:
+      raise ValueError(
+        f'class_head has no counterpart in {_NAMING.program} ({_CLASSES}): write '
+        'this model as a run (--to=workdir)'
+      )
     colors = flat['color_embedding'], flat.pop('start_token')[None]
     flat['color_embedding'] = np.concatenate(colors)
-    table = _table(leaves.count(flat, r'block_(\d+)/'))
-    hint = f' ({_CLASSES})' if 'class_head/kernel' in flat else ''
-    state = leaves.dump(flat, table, "Hugging Face's ImageGPT" + hint)
-    state = leaves.join(state, *_JOINED)
+    state = super().dump(flat, naming)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, state)):
       value = np.ascontiguousarray(state[name].T)
       state[name] = value
@@ -127,17 +124,17 @@ class ImageGPTs(base.Family):
       state[bias] = np.zeros(value.shape[1], value.dtype)
     return state
 
-  def sizes(self, flat, told):
+  def sizes(self, flat, given):
     num_colors, width = flat['color_embedding']
     return {
       'kind': 'igpt',
       'num_colors': num_colors,
       'num_positions': flat['position_embedding'][0],
       'hidden_size': width,
-      'num_layers': leaves.count(flat, r'block_(\d+)/'),
+      'num_layers': leaves.count(flat, 'block_{0}/'),
       'num_heads': flat['block_0/attention/query/kernel'][1],
       **({} if 'start_token' in flat else {'causal': False}),
-      **told,
+      **given,
     }
 
   def describe(self, fields):
@@ -146,11 +143,9 @@ class ImageGPTs(base.Family):
       f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
     )
 
-  def read_beside(self, beside, file, flat, naming):
-    found = descriptions.read(beside('config.json'), _from_config)
-    processor = beside('preprocessor_config.json')
-    with arrays.naming(processor, 'cannot be used'):
-      palette = _palette(descriptions.load(processor))
+  def read_description(self, sibling, file, flat, naming):
+    found = descriptions.read(sibling('config.json'), _from_config)
+    palette = descriptions.read(sibling('preprocessor_config.json'), _palette)
     return found._replace(metadata={} if palette is None else {'palette': palette})
 
   def image_size(self, config, params, given):
@@ -188,9 +183,9 @@ class ImageGPTs(base.Family):
     size = config.hidden_size // config.num_heads
     if 'hf' in (model.source, to) and math.isqrt(size) ** 2 != size:
       notes.append(
-        f"attention divides by the root of a head's size, {size}, which is no "
-        f'whole number: transformers before version {_EXACT_SINCE} cut off its '
-        'fraction, the released code and later versions do not; this model has '
+        f"attention divides by the root of a head's size, {size}, which is not an "
+        f'integer: transformers before version {_EXACT_SINCE} truncates it, the '
+        'released code and later versions do not; this model has '
         f'attention_scale={config.get("attention_scale", _SCALES[0])} (for '
         'weights that such a version has trained, add "attention_scale": '
         '"truncated" to their config.json)'
@@ -198,7 +193,7 @@ class ImageGPTs(base.Family):
     if 'palette' not in model.metadata:
       notes.append(
         'the palette is unknown: put the preprocessor_config.json of the model '
-        'beside its weights, for images and for --to=workdir'
+        'next to its weights, for images and for --to=workdir'
       )
     return notes
 

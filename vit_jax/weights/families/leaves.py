@@ -1,14 +1,27 @@
-"""What all families share: tables of leaves, their layouts, their names.
+"""What all families share: tables of layers, their layouts, and the walk over them.
 
-A row of a table is a layer: its path here, its kind, its name elsewhere. Its
-kernel's layout there differs from that here:
+A table is a list of groups: where their layers are here, where elsewhere, and the
+layers as rows. A number in braces counts layers: {0} from 0, {01} from 1 with two
+digits. A group has as many layers as the arrays that are converted.
+
+  ('Transformer/encoderblock_{0}/', 'blocks.{0}.', (
+    ('LayerNorm_0', 'norm', 'norm1'),
+    ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1'),
+  ))
+
+The kind of a row is either a kind of layer, whose kernel has its own layout here,
 
   conv   [h, w, in, out]            here, [out, in, h, w] in PyTorch
   pixel  [in, out]                  here, [out, in, 1, 1] in PyTorch
   dense  [in, out]                  here, [out, in] in PyTorch
   heads  [in, heads, size]          here, [heads * size, in] in PyTorch
-  bias   [heads, size]              here, [heads * size] in PyTorch
+         [heads, size] its bias     here, [heads * size] in PyTorch
   out    [heads, size, out]         here, [out, heads * size] in PyTorch
+  norm   scale and bias             here, weight and bias in PyTorch
+  frozen the same, and its statistics
+
+or the layout of a single array:
+
   table  [rows, width]              in both
   rows   [1, rows, width]           here, [rows, width] in PyTorch
   token  [1, 1, width]              here, [width] in PyTorch
@@ -18,13 +31,16 @@ kernel's layout there differs from that here:
 Conversions only transpose and reshape: they are exact in both directions.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import re
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+Row = tuple[str, ...]  # Path, kind, name elsewhere; or several such names.
+Group = tuple[str, str, tuple[Row, ...]]  # Prefix here, prefix elsewhere, rows.
 Leaf = tuple[str, str, str]  # Path, layout, name elsewhere.
 
 # Layout -> dimensions in PyTorch (0: any), from there with so many heads, to there.
@@ -34,11 +50,7 @@ _LAYOUTS = {
     lambda x, heads: x.transpose(2, 3, 1, 0),
     lambda x: x.transpose(3, 2, 0, 1),
   ),
-  'pixel': (
-    4,
-    lambda x, heads: x[:, :, 0, 0].T,
-    lambda x: x.T[..., None, None],
-  ),
+  'pixel': (4, lambda x, heads: x[:, :, 0, 0].T, lambda x: x.T[..., None, None]),
   'dense': (2, lambda x, heads: x.T, lambda x: x.T),
   'heads': (
     2,
@@ -57,6 +69,7 @@ _LAYOUTS = {
   'scalar': (0, lambda x, heads: x.reshape(-1), lambda x: x.reshape(())),
   'same': (0, lambda x, heads: x, lambda x: x),
 }
+_SINGLE = ('table', 'rows', 'token', 'scalar', 'same')
 # Kind of a layer -> end of a leaf's path, its layout, end of its name.
 _LEAVES = {
   'norm': (('scale', 'same', 'weight'), ('bias', 'same', 'bias')),
@@ -70,143 +83,180 @@ _LEAVES = {
 }
 
 
-def attention(path: str, *names: str) -> list[tuple[str, ...]]:
+class Naming(NamedTuple):
+  """How a program names the arrays of a model.
+
+  Attributes:
+    kind: the program: 'timm', 'hf', ...
+    words: the model, in words.
+    groups: the table.
+    marks: names, any of which shows that a state dict has this naming.
+    old_names: (regex, replacement) from names of other versions to the table's.
+    joined: part of the names of joined projections, and of those in the table.
+    program: the program, in words.
+    features: parts of other names -> what they belong to, for errors.
+  """
+
+  kind: str
+  words: str
+  groups: tuple[Group, ...]
+  marks: tuple[str, ...] = ()
+  old_names: tuple[tuple[str, str], ...] = ()
+  joined: tuple[str, tuple[str, ...]] | None = None
+  program: str = ''
+  features: Mapping[str, str] = types.MappingProxyType({})
+
+  def fits(self, names: Iterable[str]) -> bool:
+    """Returns whether a state dict with these names has this naming."""
+    names = {renamed(name, self.old_names) for name in names}
+    return not names.isdisjoint(self.marks)
+
+
+def column(rows: Iterable[Row], number: int) -> tuple[Row, ...]:
+  """Selects one of the names elsewhere, counted from 0, in each row."""
+  return tuple((path, kind, names[number]) for path, kind, *names in rows)
+
+
+def attention(path: str, *names: str) -> tuple[Row, ...]:
   """Returns the rows of an attention layer: its path, its names elsewhere."""
   ends = ('query', 'q_proj'), ('key', 'k_proj'), ('value', 'v_proj')
-  return [
+  return (
     *((f'{path}/{x}', 'heads', *(f'{n}.{y}' for n in names)) for x, y in ends),
     (f'{path}/out', 'out', *(f'{name}.out_proj' for name in names)),
+  )
+
+
+def numbers(prefix: str, names: Iterable[str]) -> list[tuple[int, ...]]:
+  """Returns the numbers, from 0, of the layers whose names begin with a prefix.
+
+  ValueError if some are missing. A prefix 'block{1}/unit{1}/' gives pairs.
+  """
+  head, brace, rest = prefix.partition('{')
+  if not brace:
+    return [()]
+  first, _, rest = rest.partition('}')
+  pattern = re.escape(head) + r'(\d+)' + re.escape(rest.partition('{')[0])
+  found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
+  start = int(first)
+  if found and (min(found) != start or max(found) != start + len(found) - 1):
+    raise ValueError(
+      f"the names '{head}N{rest}' are numbered from {min(found)} to {max(found)}, "
+      f'but there are only {len(found)} of them: some are missing'
+    )
+  return [
+    (i, *inner)
+    for i in range(len(found))
+    for inner in numbers(f'{head}{i + start:0{len(first)}}{rest}', names)
   ]
 
 
-def layers(
-  table: Iterable[tuple[str, ...]], column: int = 2, here='', there=''
-) -> Iterator[Leaf]:
-  """Yields the leaves of a table's layers; their kind 'leaf' is a leaf alone.
+def count(names: Iterable[str], prefix: str) -> int:
+  """Counts the layers whose names begin with a prefix, see `numbers`."""
+  return len(numbers(prefix, names))
 
-  `column` is that of the names elsewhere; `here` and `there` begin the paths
-  and the names.
+
+def units(names: Iterable[str], prefix: str) -> tuple[int, ...]:
+  """Returns the number of units in each stage of a ResNet, see `numbers`."""
+  return tuple(collections.Counter(i for i, _ in numbers(prefix, names)).values())
+
+
+def walk(groups: Iterable[Group], names: Iterable[str], here: bool) -> Iterator[Leaf]:
+  """Yields the leaves of a model.
+
+  There are as many layers as `names` have: paths `here`, or names elsewhere.
   """
-  for path, kind, *names in table:
-    path, name = here + path, there + names[column - 2]
-    if kind == 'leaf':
-      yield path, 'same', name
-      continue
-    affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
-    for end, layout, their_end in _LEAVES.get(kind, affine):
-      yield f'{path}/{end}', layout, f'{name}.{their_end}'
+  for ours, theirs, rows in groups:
+    for found in numbers(ours if here else theirs, names):
+      path, name = _numbered(ours, found), _numbered(theirs, found)
+      for row in rows:
+        yield from _leaves(row, path, name)
 
 
-def check(
-  names: Iterable[str],
-  table: Iterable[Leaf],
-  what: str,
-  features: Mapping[str, str] = types.MappingProxyType({}),
-):
-  """Raises ValueError if a state dict has arrays that a table does not name.
+def _numbered(prefix, found):
+  """Replaces the numbers in braces."""
+  left = iter(found)
+  number = lambda m: f'{int(m[1]) + next(left):0{len(m[1])}}'
+  return re.sub(r'\{(\d+)\}', number, prefix)
 
-  Args:
-    names: names of the arrays.
-    table: the leaves of a model.
-    what: the model, in words.
-    features: parts of other names -> what they belong to, for the error.
+
+def _leaves(row, here, there) -> Iterator[Leaf]:
+  path, kind, name = row
+  path, name = here + path, there + name
+  if kind in _SINGLE:
+    yield path, kind, name
+    return
+  affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
+  for end, layout, their_end in _LEAVES.get(kind, affine):
+    yield f'{path}/{end}', layout, f'{name}.{their_end}'
+
+
+def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
+  """Brings names and joined arrays of a state dict to those of its table.
+
+  Changes `flat` in place. Returns the leaves; ValueError if `flat` has others.
   """
-  others = sorted(set(names) - {name for _, _, name in table})
-  if others:
+  rename(flat, naming.old_names)
+  if naming.joined:
+    _split(flat, *naming.joined)
+  table = [*walk(naming.groups, flat, here=False)]
+  if others := sorted(flat.keys() - {name for _, _, name in table}):
     more = f' and {len(others) - 10} more' if len(others) > 10 else ''
     hints = (
       f' ({feature})'
-      for part, feature in features.items()
+      for part, feature in naming.features.items()
       if any(part in name for name in others)
     )
     raise ValueError(
-      f'these weights are not those of a {what}, which lacks '
+      f'these are not the weights of a {naming.words}, which lacks '
       f'{", ".join(others[:10])}{more}{next(hints, "")}'
     )
+  return table
 
 
 def load(
   flat: dict[str, np.ndarray],
-  table: Iterable[Leaf],
-  num_heads: int | tuple[int | None, ...] | Callable[[str], int | None] | None,
-  what: str,
-  features: Mapping[str, str] = types.MappingProxyType({}),
+  naming: Naming,
+  num_heads: int | Callable[[str], int | None] | None,
 ) -> dict[str, np.ndarray]:
-  """Converts the arrays of a state dict; for the errors see `check`.
+  """Converts the arrays of a state dict; for the errors see `prepare`.
 
-  It takes them out of `flat`, so that no array is in memory twice. `num_heads`
-  is the number of attention heads, of which the first counts, or a function of
-  a leaf's path.
+  Takes them out of `flat`, so that no array is in memory twice. `num_heads` is
+  the number of attention heads, or a function of a leaf's path.
   """
-  if isinstance(num_heads, tuple):
-    num_heads = num_heads[0]
-  table = [*table]
-  check(flat, table, what, features)
   heads_of = num_heads if callable(num_heads) else lambda path: num_heads
   return {
     path: _from_torch(flat.pop(name), path, layout, heads_of(path))
-    for path, layout, name in table
+    for path, layout, name in prepare(flat, naming)
     if name in flat
   }
 
 
-def dump(
-  flat: Mapping[str, np.ndarray], table: Iterable[Leaf], where: str
-) -> dict[str, np.ndarray]:
-  """Converts arrays by path to a state dict of the program `where`."""
+def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray]:
+  """Converts arrays by path to a state dict."""
   flat, state = dict(flat), {}
-  for path, layout, name in table:
+  for path, layout, name in walk(naming.groups, flat, here=True):
     if path in flat:
       to_torch = _LAYOUTS[layout][2]
       state[name] = np.array(to_torch(np.asarray(flat.pop(path))), order='C')
   if flat:
     raise ValueError(
-      f'{sorted(flat)[:10]} have no counterpart in {where}: write this model as '
-      'a run (--to=workdir)'
+      f'{sorted(flat)[:10]} have no counterpart in {naming.program}: write this '
+      'model as a run (--to=workdir)'
     )
-  return state
+  return _join(state, *naming.joined) if naming.joined else state
 
 
 def rename(flat: dict[str, Any], table: Iterable[tuple[str, str]]):
-  """Applies (regex, replacement) one after another to all names, in place."""
+  """Applies (regex, replacement) in order to all names, in place."""
   for name in list(flat):
     flat[renamed(name, table)] = flat.pop(name)
 
 
 def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
-  """Applies (regex, replacement) one after another."""
+  """Applies (regex, replacement) in order."""
   for pattern, replacement in table:
     name = re.sub(pattern, replacement, name)
   return name
-
-
-def count(names: Iterable[str], pattern: str, first: int = 0) -> int:
-  """Counts the layers, units or blocks in a list of names.
-
-  The first group of `pattern`, matched at the beginning of each name, is the
-  number of a layer; they count from `first`, and none may be missing.
-  """
-  found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
-  if found and (min(found) != first or max(found) != first + len(found) - 1):
-    shown = pattern.replace(r'(\d+)', 'N').replace('\\', '')
-    raise ValueError(
-      f"the names '{shown}' are numbered from {min(found)} to {max(found)}, but "
-      f'there are only {len(found)} of them: some are missing'
-    )
-  return len(found)
-
-
-def units(
-  names: Iterable[str], pattern: str, first: int = 1, first_unit: int = 1
-) -> tuple[int, ...]:
-  """Returns the number of units in each stage of a ResNet.
-
-  `pattern` has a group for the number of a stage and one for that of a unit,
-  which count from `first` and `first_unit`; see `count`.
-  """
-  stages = range(first, first + count(names, pattern, first))
-  of_stage = (pattern.replace(r'(\d+)', str(i), 1) for i in stages)
-  return tuple(count(names, one, first_unit) for one in of_stage)
 
 
 def channels(flat: Mapping[str, Any]) -> int:
@@ -230,9 +280,8 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
     width = value.shape[1] if layout == 'out' else value.shape[0]
     if num_heads is None:
       raise ValueError(
-        f'it does not say how many attention heads its model of width {width} '
-        'has: put its config.json beside it, or give num_heads '
-        '(--num_heads)'
+        f'it does not say how many attention heads its model of width {width} has: '
+        'put its config.json into the same folder, or give num_heads (--num_heads)'
       )
     if width % num_heads:
       raise ValueError(
@@ -242,10 +291,10 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
   return np.ascontiguousarray(convert(value, num_heads))
 
 
-def split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]):
+def _split(flat, joined, parts):
   """Splits arrays that hold several layers along their first axis, in place.
 
-  In the names of the layers, `parts` in order take the place of `joined`.
+  In the names of the layers, `parts` in order replace `joined`.
   """
   for name in [name for name in flat if joined in name]:
     value = flat.pop(name)
@@ -257,15 +306,11 @@ def split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]):
       flat[name.replace(joined, part)] = piece
 
 
-def join(
-  flat: Mapping[str, np.ndarray], joined: str, parts: tuple[str, ...]
-) -> dict[str, np.ndarray]:
-  """Joins what `split` splits."""
+def _join(state, joined, parts):
+  """Joins what `_split` splits."""
   first, *others = parts
-  result = dict(flat)
-  for name in flat:
-    if first in name:
-      pieces = [result.pop(name)]
-      pieces += [result.pop(name.replace(first, part)) for part in others]
-      result[name.replace(first, joined)] = np.concatenate(pieces)
-  return result
+  for name in [name for name in state if first in name]:
+    pieces = [state.pop(name)]
+    pieces += [state.pop(name.replace(first, part)) for part in others]
+    state[name.replace(first, joined)] = np.concatenate(pieces)
+  return state

@@ -1,13 +1,12 @@
 """Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
 
-The state dicts are those of `CLIPModel` and `SiglipModel`, and of open_clip's
-CLIP, whose image tower is a Vision Transformer. CLIP has no bias where this
-package has one: in the embedding of patches and in the heads. It is zero here.
-The published .npz files (arXiv 2111.07991) need no conversion.
+The state dicts are `CLIPModel`, `SiglipModel` and open_clip's CLIP with a Vision
+Transformer as image tower. CLIP lacks biases that this package has, in the patch
+embedding and the heads; they are zero here. The published .npz files
+(arXiv 2111.07991) need no conversion.
 """
 
 import base64
-from collections.abc import Iterator
 import functools
 import types
 
@@ -18,7 +17,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import text_towers
-from vit_jax.weights import arrays, descriptions
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves, text, vit, vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
@@ -27,8 +26,7 @@ _SCALES = ('image_mean', 'image_std')
 _PARTS = {'img': 'image', 'txt': 'text'}
 _ATTENTION = 'MultiHeadDotProductAttention_0'
 _BIAS = 'logit_bias'
-# Rows of vit_jax.weights.families.leaves, with the names of Hugging Face and of
-# open_clip: of a block of either tower, and beside the blocks.
+# Rows of vit_jax.weights.families.leaves: names of Hugging Face and of open_clip.
 _BLOCK = (
   ('LayerNorm_0', 'norm', 'layer_norm1', 'ln_1'),
   *leaves.attention(_ATTENTION, 'self_attn', 'attn'),
@@ -36,49 +34,43 @@ _BLOCK = (
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'mlp.c_fc'),
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'mlp.c_proj'),
 )
-_OTHERS = (
-  ('img/embedding', 'conv', 'vision_model.embeddings.patch_embedding', 'visual.conv1'),
-  ('img/Transformer/first_norm', 'norm', 'vision_model.pre_layrnorm', 'visual.ln_pre'),
-  ('img/Transformer/encoder_norm', 'norm', 'vision_model.post_layernorm', 'visual.ln_post'),
-  ('txt/Encoder_0/encoder_norm', 'norm', 'text_model.final_layer_norm', 'ln_final'),
+_IMAGE_ROWS = (
+  ('cls', 'token', 'embeddings.class_embedding', 'class_embedding'),
+  (
+    'Transformer/posembed_input/pos_embedding', 'rows',
+    'embeddings.position_embedding.weight', 'positional_embedding',
+  ),
+  ('embedding', 'conv', 'embeddings.patch_embedding', 'conv1'),
+  ('Transformer/first_norm', 'norm', 'pre_layrnorm', 'ln_pre'),
+  ('Transformer/encoder_norm', 'norm', 'post_layernorm', 'ln_post'),
 )  # fmt: skip
-# Leaves: path, layout, and the same names.
-_LEAVES = (
-  ('img/cls', 'token', 'vision_model.embeddings.class_embedding', 'visual.class_embedding'),
+_TEXT_ROWS = (
   (
-    'img/Transformer/posembed_input/pos_embedding', 'rows',
-    'vision_model.embeddings.position_embedding.weight', 'visual.positional_embedding',
+    'Embed_0/embedding', 'table',
+    'embeddings.token_embedding.weight', 'token_embedding.weight',
   ),
   (
-    'txt/Embed_0/embedding', 'table',
-    'text_model.embeddings.token_embedding.weight', 'token_embedding.weight',
+    'pos_embedding', 'rows',
+    'embeddings.position_embedding.weight', 'positional_embedding',
   ),
-  (
-    'txt/pos_embedding', 'rows',
-    'text_model.embeddings.position_embedding.weight', 'positional_embedding',
-  ),
+  ('Encoder_0/encoder_norm', 'norm', 'final_layer_norm', 'ln_final'),
 )  # fmt: skip
-# Layers and leaves in which the three differ, whose names are all different.
+# Layers in which the three differ.
 _MAP = 'img/MAPHead_0/'
 _POOLING = 'vision_model.head.'
-_OWN_LAYERS = {
+_OWN = {
   'clip': (
     ('img/head', 'dense', 'visual_projection'),
     ('txt/head', 'dense', 'text_projection'),
+    ('t', 'scalar', 'logit_scale'),
   ),
   'siglip': (
     *leaves.attention(f'{_MAP}{_ATTENTION}', f'{_POOLING}attention'),
     (f'{_MAP}LayerNorm_0', 'norm', f'{_POOLING}layernorm'),
     (f'{_MAP}MlpBlock_0/Dense_0', 'dense', f'{_POOLING}mlp.fc1'),
     (f'{_MAP}MlpBlock_0/Dense_1', 'dense', f'{_POOLING}mlp.fc2'),
-    ('txt/head', 'dense', 'text_model.head'),
-  ),
-  'open_clip': (),
-}
-_OWN_LEAVES = {
-  'clip': (('t', 'scalar', 'logit_scale'),),
-  'siglip': (
     (f'{_MAP}probe', 'same', f'{_POOLING}probe'),
+    ('txt/head', 'dense', 'text_model.head'),
     ('t', 'same', 'logit_scale'),
     ('b', 'same', _BIAS),
   ),
@@ -89,26 +81,9 @@ _OWN_LEAVES = {
     ('b', 'scalar', _BIAS),
   ),
 }
-# Beginnings of the names of the towers' blocks.
-_BLOCKS = {
-  'hf': ('vision_model.encoder.layers.', 'text_model.encoder.layers.'),
-  'open_clip': ('visual.transformer.resblocks.', 'transformer.resblocks.'),
-}
-# Projections of queries, keys and values that are joined, and their parts.
-_JOINED = {
-  'hf': ('.attention.in_proj_', tuple(f'.attention.{x}_proj.' for x in 'qkv')),
-  'open_clip': ('.attn.in_proj_', tuple(f'.attn.{x}_proj.' for x in 'qkv')),
-}
-# open_clip's names of a model with a class for its text tower.
-_OLD_NAMES = ((r'^text\.', ''),)
-# A table of each tower, [rows, width].
-_TOWERS = {
-  'hf': (_LEAVES[1][2], _LEAVES[2][2]),
-  'open_clip': (_LEAVES[1][3], _LEAVES[2][3]),
-}
 # Layers whose bias CLIP lacks.
 _NO_BIAS = ('img/embedding', 'img/head', 'txt/head')
-# Tokens of a text, which the shapes of a BERT do not tell, in published models.
+# Tokens of a text in published models, which the shapes of a BERT do not determine.
 _MAX_LEN = 16
 _CLIP_TEXT = {'causal': True, 'pool': 'eos'}
 # Hugging Face's defaults of its config: GELU, epsilon, heads of image and text.
@@ -124,25 +99,33 @@ _VOCABULARIES = {
 }  # fmt: skip
 
 
-def _table(style, layers_of_towers) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a 'clip', 'siglip' or 'open_clip'."""
-  naming = 'open_clip' if style == 'open_clip' else 'hf'
-  column = 2 + ('hf', 'open_clip').index(naming)
-  yield from leaves.layers(_OTHERS, column)
-  yield from ((row[0], row[1], row[column]) for row in _LEAVES)
-  yield from leaves.layers(_OWN_LAYERS[style])
-  yield from _OWN_LEAVES[style]
-  towers = 'img/Transformer/', 'txt/Encoder_0/'
-  for here, there, count in zip(towers, _BLOCKS[naming], layers_of_towers):
-    for i in range(count):
-      start = f'{here}encoderblock_{i}/', f'{there}{i}.'
-      yield from leaves.layers(_BLOCK, column, *start)
-
-
-def _style_of(names, naming) -> str:
-  """Returns which of the three has arrays of these names."""
-  is_siglip = naming == 'hf' and _BIAS in names
-  return 'siglip' if is_siglip else {'hf': 'clip'}.get(naming, naming)
+def _naming(style: str) -> leaves.Naming:
+  """Returns the naming of a 'clip', 'siglip' or 'open_clip'."""
+  if style == 'open_clip':
+    kind, number, image, texts = 'open_clip', 1, 'visual.', ''
+    blocks, attention = 'transformer.resblocks.{0}.', '.attn.'
+  else:
+    kind, number, image, texts = 'hf', 0, 'vision_model.', 'text_model.'
+    blocks, attention = 'encoder.layers.{0}.', '.attention.'
+  image_rows, text_rows, block = (
+    leaves.column(rows, number) for rows in (_IMAGE_ROWS, _TEXT_ROWS, _BLOCK)
+  )
+  return leaves.Naming(
+    kind,
+    _WHOLE,
+    (
+      ('img/', image, image_rows),
+      ('img/Transformer/encoderblock_{0}/', image + blocks, block),
+      ('txt/', texts, text_rows),
+      ('txt/Encoder_0/encoderblock_{0}/', texts + blocks, block),
+      ('', '', _OWN[style]),
+    ),
+    # A table of each tower, [rows, width].
+    marks=(image + image_rows[1][2], texts + text_rows[0][2]),
+    old_names=((r'^text\.', ''),),  # open_clip's models with a class for text.
+    joined=(f'{attention}in_proj_', tuple(f'{attention}{x}_proj.' for x in 'qkv')),
+    program=f"Hugging Face's {_WORDS.get(style, '')[:-1]}",
+  )
 
 
 class ImageTexts(base.Family):
@@ -162,23 +145,19 @@ class ImageTexts(base.Family):
     }
   )  # fmt: skip
 
-  def detect(self, names):
-    names = {leaves.renamed(name, _OLD_NAMES) for name in names}
-    for naming, towers in _TOWERS.items():
-      if not names.isdisjoint(towers):
-        return naming
-    return None
+  namings = types.MappingProxyType({style: _naming(style) for style in _OWN})
+
+  def naming(self, naming, names):
+    if naming == 'open_clip':
+      return self.namings['open_clip']
+    is_siglip = _BIAS in names or f'{_MAP}probe' in names
+    return self.namings['siglip' if is_siglip else 'clip']
 
   def load(self, flat, naming, num_heads):
-    """A number alone is that of the image tower."""
-    leaves.rename(flat, _OLD_NAMES)
-    style = _style_of(flat, naming)
-    leaves.split(flat, *_JOINED[naming])
-    count = lambda start: leaves.count(flat, rf'{start}(\d+)\.')
-    table = [*_table(style, map(count, _BLOCKS[naming]))]
+    """A single number of heads is the image tower's."""
     heads = num_heads if isinstance(num_heads, tuple) else (num_heads, None)
     heads_of = lambda path: heads[not path.startswith(_IMAGE)]
-    found = leaves.load(flat, table, heads_of, _WHOLE)
+    found = leaves.load(flat, self.naming(naming, flat), heads_of)
     for layer in _NO_BIAS:
       kernel = found.get(f'{layer}/kernel')
       if kernel is not None and f'{layer}/bias' not in found:
@@ -187,21 +166,15 @@ class ImageTexts(base.Family):
 
   def dump(self, flat, naming):
     flat = dict(flat)
-    style = 'siglip' if f'{_MAP}probe' in flat else 'clip'
-    for layer in _NO_BIAS if style == 'clip' else ():
+    for layer in () if f'{_MAP}probe' in flat else _NO_BIAS:
       if flat.pop(f'{layer}/bias').any():
         raise ValueError(
           f"'{layer}/bias' is not zero, and CLIP has no bias there: write this "
           'model as .npz or as a run (--to=npz, --to=workdir)'
         )
-    towers = r'img/Transformer', r'txt/Encoder_0'
-    count = lambda start: leaves.count(flat, rf'{start}/encoderblock_(\d+)/')
-    table = _table(style, map(count, towers))
-    words = f"Hugging Face's {_WORDS[style].removesuffix('s')}"
-    return leaves.join(leaves.dump(flat, table, words), *_JOINED['hf'])
+    return super().dump(flat, naming)
 
-  def sizes(self, flat, told):
-    """Of what shapes do not tell, nothing is a size."""
+  def sizes(self, flat, given):
     images, texts = (_below(flat, start) for start in (_IMAGE, _TEXT))
     image = vit.Classifiers().sizes(images, {})
     tower = _text_family(texts)
@@ -236,7 +209,7 @@ class ImageTexts(base.Family):
     return f'{vit.Classifiers().describe(fields["image"])}, with {words}'
 
   def defaults(self, fields):
-    """Those of the published models of this text tower."""
+    """Taken from the published models with this text tower."""
     is_bert = fields['text_model'] == 'bert'
     config = model_configs.get_config('LiT-B16B' if is_bert else 'LiT-L16S')
     config.image.model_name = vit.Classifiers().describe(fields['image'])
@@ -251,24 +224,24 @@ class ImageTexts(base.Family):
       if ours['num_heads'] != theirs['num_heads']:
         yield 'text.config', ours, theirs
 
-  def read_beside(self, beside, file, flat, naming):
-    with arrays.naming(file, 'cannot be used'):
-      _check_whole(flat, naming)
-    style = _style_of(flat, naming)
-    if naming == 'open_clip':
-      describe = _from_open_clip
-      name = 'open_clip_config.json'
+  def read_description(self, sibling, file, flat, naming):
+    leaves.rename(flat, self.naming(naming, flat).old_names)
+    table = self.naming(naming, flat)
+    _check_whole(flat, table)
+    style = next(style for style, known in self.namings.items() if known is table)
+    if style == 'open_clip':
+      found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
     else:
-      describe = functools.partial(_from_hf, style=style, flat=flat)
-      name = 'config.json'
-    found = descriptions.read(beside(name), describe)
-    values = vit_files.scaling(beside, naming).values()
+      rows = len(flat[table.marks[1]])
+      describe = functools.partial(_from_hf, style=style, rows=rows)
+      found = descriptions.read(sibling('config.json'), describe)
+    values = vit_files.scaling(sibling, naming).values()
     scaling = dict(zip(('image_mean', 'image_std'), values))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
-    if style == 'siglip' and _is_gemma(beside('tokenizer_config.json')):
+    if style == 'siglip' and _is_gemma(sibling('tokenizer_config.json')):
       tokenizer = 'siglip2'
     pp = {'tokenizer_name': tokenizer}
-    vocabulary = beside(_VOCABULARIES[tokenizer])
+    vocabulary = sibling(_VOCABULARIES[tokenizer])
     if vocabulary.exists():
       pp['vocab_path'] = str(vocabulary)
     return found._replace(
@@ -276,15 +249,15 @@ class ImageTexts(base.Family):
       metadata=scaling if len(scaling) == 2 else {},
     )
 
-  def beside_npz(self, file, flat, told):
+  def complete_npz(self, file, flat, given):
     """The vocabulary has the name of the weights."""
     is_bert = text.Berts.leaf in _below(flat, _TEXT)
     name = 'bert' if is_bert else 'sentencepiece'
-    name = told.get('pp', {}).get('tokenizer_name', name)
+    name = given.get('pp', {}).get('tokenizer_name', name)
     vocabulary = file.with_suffix(f'.{text_towers.TOKENIZERS.get(name)}')
     if not vocabulary.exists():
-      return told
-    return {**told, 'pp': {'vocab_path': str(vocabulary), **told.get('pp', {})}}
+      return given
+    return {**given, 'pp': {'vocab_path': str(vocabulary), **given.get('pp', {})}}
 
   def part(self, weights, name):
     if name not in _PARTS:
@@ -326,7 +299,7 @@ class ImageTexts(base.Family):
     others = {k: x for k, x in model.metadata.items() if k not in _SCALES}
     return model._replace(params={**model.params, 'img': tower}, metadata=others)
 
-  def beside(self, model):
+  def npz_siblings(self, model):
     words = model.metadata.get('vocabulary')
     if not words:
       return {}
@@ -371,7 +344,7 @@ class ImageTexts(base.Family):
     if to == 'workdir' or known or not vocabulary:
       return []
     return [
-      f'the vocabulary is not in the weights: copy {vocabulary} to their place, '
+      f'the vocabulary is not in the weights: copy {vocabulary} into their folder, '
       + (
         'with their name and its own ending'
         if to == 'npz'
@@ -390,7 +363,8 @@ class ImageTexts(base.Family):
       architectures=['CLIPModel' if style == 'clip' else 'SiglipModel'],
       text_config=dict(
         model_type=f'{style}_text_model',
-        **_sides(tower, tower.width),
+        **vit_files.hf_encoder(tower, tower.width),
+        attention_dropout=0.0,
         vocab_size=tower.vocab_size,
         max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
         bos_token_id=max(tower.vocab_size - 2, 0),
@@ -399,7 +373,8 @@ class ImageTexts(base.Family):
       ),
       vision_config=dict(
         model_type=f'{style}_vision_model',
-        **_sides(image.transformer, image.hidden_size),
+        **vit_files.hf_encoder(image.transformer, image.hidden_size),
+        attention_dropout=0.0,
         image_size=model.image_size[0],
         patch_size=image.patches.size[0],
         num_channels=_kernel(model.params).shape[2],
@@ -421,12 +396,11 @@ class ImageTexts(base.Family):
 
 def _check_whole(names, naming):
   """Raises ValueError unless a state dict has both towers."""
-  names = {leaves.renamed(name, _OLD_NAMES) for name in names}
-  for name in _TOWERS[naming]:
+  for name in naming.marks:
     if name not in names:
       what = 'lacks'
       if 'classifier.weight' in names:
-        what = 'is a classifier of images on one tower, and lacks'
+        what = 'is an image classifier on one tower, and lacks'
       raise ValueError(f"it {what} '{name}': give the weights of a whole {_WHOLE}")
 
 
@@ -489,42 +463,24 @@ def _style_in_hf(config) -> str | None:
   return None if others else known.get(own)
 
 
-def _sides(tower, width):
-  """Returns Hugging Face's fields of a tower."""
-  return dict(
-    hidden_size=width,
-    intermediate_size=tower.mlp_dim,
-    num_hidden_layers=tower.num_layers,
-    num_attention_heads=tower.num_heads,
-    hidden_act=vit_files.HF_GELUS[tower.get('gelu', 'tanh')],
-    layer_norm_eps=tower.get('norm_eps', 1e-6),
-    attention_dropout=0.0,
-  )
-
-
-def _from_hf(config, style, flat):
-  """Returns what config.json of Hugging Face tells."""
+def _from_hf(config, style, rows):
+  """Returns what config.json of Hugging Face says."""
   descriptions.only(config, _WORDS[style], model_type=style)
   gelu, eps, *heads = _DEFAULTS[style]
   field, found = descriptions.field, []
   for side, count in zip(('vision', 'text'), heads):
-    # The first one, of old files, takes the place of the other one.
+    # Old files have the first one, which replaces the other one.
     own = field(config, f'{side}_config_dict', descriptions.OBJECT)
     own = own or field(config, f'{side}_config', descriptions.OBJECT, {})
-    act = field(own, 'hidden_act', descriptions.one_of(vit_files.GELUS), gelu)
-    own_eps = field(own, 'layer_norm_eps', descriptions.EPSILON, eps)
-    fields = dict(
-      gelu=vit_files.GELUS[act] if config else None, norm_eps=float(own_eps)
-    )
+    fields = vit_files.from_hf_encoder(own, gelu if config else None, eps)
     count = field(own, 'num_attention_heads', descriptions.COUNT, count)
     found.append((own, fields, count))
   (image, encoder, image_heads), (tower, texts, text_heads) = found
   if style == 'siglip':
     descriptions.only(image, 'SigLIPs', vision_use_head=True)
   else:
-    embedding = flat.get(_TOWERS['hf'][1])
-    if config and embedding is not None:
-      _check_end(tower, len(embedding))
+    if config:
+      _check_end(tower, rows)
     texts = {**texts, **_CLIP_TEXT}
   size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
   return descriptions.Description(
@@ -535,28 +491,28 @@ def _from_hf(config, style, flat):
 
 
 def _is_gemma(file) -> bool:
-  """Returns whether a tokenizer_config.json is one of SigLIP 2's."""
-  describe = lambda config: descriptions.field(
-    config, 'tokenizer_class', descriptions.TEXT
+  """Returns whether a tokenizer_config.json is from SigLIP 2."""
+  field = functools.partial(
+    descriptions.field, key='tokenizer_class', kind=descriptions.STRING
   )
-  return str(descriptions.read(file, describe)).startswith(('Gemma', 'Siglip2'))
+  return str(descriptions.read(file, field)).startswith(('Gemma', 'Siglip2'))
 
 
 def _check_end(config, rows):
-  """Raises ValueError if the end of a text is not found by its number.
+  """Raises ValueError unless the end-of-text token has the greatest number.
 
-  Versions of transformers that wrote 2 take the greatest number in a text.
+  Versions of transformers that wrote 2 look for the greatest number, too.
   """
   end = descriptions.field(config, 'eos_token_id', descriptions.COUNT, 49_407)
   if end not in (2, rows - 1):
     raise ValueError(
-      f'eos_token_id is {end}, but this package takes the greatest number in a '
-      f'text for its end, here {rows - 1}'
+      f'eos_token_id is {end}, but in this package the end-of-text token is the '
+      f'greatest number, here {rows - 1}'
     )
 
 
 def _from_open_clip(config):
-  """Returns what open_clip_config.json tells."""
+  """Returns what open_clip_config.json says."""
   field = descriptions.field
   model = field(config, 'model_cfg', descriptions.OBJECT, {})
   image, tower = (

@@ -1,8 +1,7 @@
 """Text towers: Hugging Face's BERT, and the sizes of both kinds of towers.
 
-The state dicts are those of `BertModel`, `BertForMaskedLM` and others of BERT,
-whose pooler and heads are left out. They are weights of a part of a model,
-config.pretrained={'txt': PATH}, and no model of their own.
+State dicts of `BertModel`, `BertForMaskedLM` and other BERTs are read without
+pooler and heads, as weights of a part of a model: config.pretrained={'txt': PATH}.
 """
 
 from collections.abc import Mapping
@@ -17,17 +16,9 @@ from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
 
 _BERT = 'BertEncoder_0/'
-_OLD_NAMES = (
-  (r'^bert\.', ''),
-  (r'\.LayerNorm\.gamma$', '.LayerNorm.weight'),
-  (r'\.LayerNorm\.beta$', '.LayerNorm.bias'),
-)
-_EMBEDDINGS = {
-  'token': 'embeddings.word_embeddings.weight',
-  'position': 'embeddings.position_embeddings.weight',
-  'segment': 'embeddings.token_type_embeddings.weight',
-}
-# Rows of vit_jax.weights.families.leaves, of a block.
+_LAYER = f'{_BERT}encoder_block/layer_sequence/layers_{{0}}/'
+_EMBEDDING = f'{_BERT}embedder/embedders_{{}}_ids/embedding'
+# Rows of vit_jax.weights.families.leaves.
 _BLOCK = (
   *(
     (f'attention_block/attention_layer/{name}', 'dense', f'attention.self.{name}')
@@ -39,7 +30,24 @@ _BLOCK = (
   ('mlp_block/dense_layer', 'dense', 'output.dense'),
   ('mlp_block/layer_norm', 'norm', 'output.LayerNorm'),
 )  # fmt: skip
-# Beginnings of the names of what no text tower has.
+_OTHERS = (
+  (_EMBEDDING.format('token'), 'table', 'embeddings.word_embeddings.weight'),
+  (_EMBEDDING.format('position'), 'table', 'embeddings.position_embeddings.weight'),
+  (_EMBEDDING.format('segment'), 'table', 'embeddings.token_type_embeddings.weight'),
+  (f'{_BERT}layer_norm', 'norm', 'embeddings.LayerNorm'),
+)
+_NAMING = leaves.Naming(
+  'bert',
+  'BERT',
+  (('', '', _OTHERS), (_LAYER, 'encoder.layer.{0}.', _BLOCK)),
+  marks=(_OTHERS[2][2],),
+  old_names=(
+    (r'^bert\.', ''),
+    (r'\.LayerNorm\.gamma$', '.LayerNorm.weight'),
+    (r'\.LayerNorm\.beta$', '.LayerNorm.bias'),
+  ),
+)
+# Prefixes of what text towers lack.
 _HEADS = ('pooler.', 'cls.', 'classifier.', 'qa_outputs.')
 _GELUS = ('gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh')
 # Sizes of a BertEncoder.
@@ -71,21 +79,20 @@ def place_of(model) -> str:
 
 
 class _TextTowers(base.Family):
-  """A text tower alone, which is a part of a model, and only read."""
+  """A text tower, which is a part of a model, and only read."""
 
   formats = ()
   computes: Mapping[str, Any] = types.MappingProxyType({})
 
+  namings: Mapping[str, leaves.Naming] = types.MappingProxyType({})
+
   def _no_model(self, *_):
     raise ValueError(
-      f'{self.words} alone is no model: name it as the text tower of one, '
+      f'{self.words} is not a whole model: use it as the text tower of one, '
       "config.pretrained={'txt': PATH}"
     )
 
-  def detect(self, names):
-    del names
-
-  load = dump = read_beside = files = _no_model
+  dump = read_description = files = _no_model
 
 
 class Berts(_TextTowers):
@@ -97,47 +104,42 @@ class Berts(_TextTowers):
   hf_types = ('bert',)
   computes = types.MappingProxyType({'num_heads': None})
 
-  def detect(self, names):
-    names = {leaves.renamed(name, _OLD_NAMES) for name in names}
-    return 'bert' if names.issuperset(_EMBEDDINGS.values()) else None
+  namings = types.MappingProxyType({'bert': _NAMING})
 
   def load(self, flat, naming, num_heads):
-    leaves.rename(flat, _OLD_NAMES)
-    heads = [name for name in flat if name.startswith(_HEADS)]
-    if heads:
+    leaves.rename(flat, _NAMING.old_names)
+    if heads := sorted(name for name in flat if name.startswith(_HEADS)):
       logging.warning(
-        'These parameters of BERT are left out, since a text tower has none: '
-        f'{", ".join(sorted(heads))}'
+        'Ignored parameters of BERT that text towers lack: ' + ', '.join(heads)
       )
     for name in heads:
       del flat[name]
-    return leaves.load(flat, _bert_table(flat), None, 'BERT')
+    return super().load(flat, naming, None)
 
-  def sizes(self, flat, told):
-    start = f'{_BERT}encoder_block/layer_sequence/'
+  def sizes(self, flat, given):
     rows = {
-      name: flat[f'{_BERT}embedder/embedders_{name}_ids/embedding']
-      for name in _EMBEDDINGS
+      name: flat[_EMBEDDING.format(name)] for name in ('token', 'position', 'segment')
     }
     width = rows['token'][1]
+    mlp = _LAYER.format(0) + 'mlp_block/mlp/dense_layer/kernel'
     fields = {
       'kind': 'bert',
       'width': width,
-      'num_layers': leaves.count(flat, rf'{start}layers_(\d+)/'),
+      'num_layers': leaves.count(flat, _LAYER),
       'num_heads': 1 if width % 64 else width // 64,
-      'mlp_dim': flat[f'{start}layers_0/mlp_block/mlp/dense_layer/kernel'][1],
+      'mlp_dim': flat[mlp][1],
       'vocab_size': rows['token'][0],
       'num_positions': rows['position'][0],
       'num_segments': rows['segment'][0],
     }
-    return {**fields, **told}
+    return {**fields, **given}
 
   def describe(self, fields):
     return f'BERT of {fields["num_layers"]} layers, width {fields["width"]}'
 
-  def read_beside(self, beside, file, flat, naming):
-    """Notes that BERT was trained with the exact GELU, if config.json says so."""
-    return descriptions.read(beside('config.json'), _from_config)
+  def read_description(self, sibling, file, flat, naming):
+    """Warns if BERT was trained with the exact GELU."""
+    return descriptions.read(sibling('config.json'), _from_config)
 
 
 class TextTransformers(_TextTowers):
@@ -150,9 +152,9 @@ class TextTransformers(_TextTowers):
     {'gelu': 'tanh', 'norm_eps': 1e-6, 'causal': False, 'pool': 'last'}
   )
 
-  def sizes(self, flat, told):
+  def sizes(self, flat, given):
     rows, width = flat['Embed_0/embedding']
-    num_layers = leaves.count(flat, r'Encoder_0/encoderblock_(\d+)/')
+    num_layers = leaves.count(flat, 'Encoder_0/encoderblock_{0}/')
     block = 'Encoder_0/encoderblock_0/'
     query = flat[f'{block}MultiHeadDotProductAttention_0/query/kernel']
     return {
@@ -162,22 +164,11 @@ class TextTransformers(_TextTowers):
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
       'num_heads': query[1],
       'vocab_size': rows,
-      **told,
+      **given,
     }
 
   def describe(self, fields):
     return f'text transformer of {fields["num_layers"]} layers, width {fields["width"]}'
-
-
-def _bert_table(names):
-  for ours, theirs in _EMBEDDINGS.items():
-    path = f'{_BERT}embedder/embedders_{ours}_ids/embedding'
-    yield path, 'table', theirs
-  norm = (('layer_norm', 'norm', 'embeddings.LayerNorm'),)
-  yield from leaves.layers(norm, here=_BERT)
-  for i in range(leaves.count(names, r'encoder\.layer\.(\d+)\.')):
-    here = f'{_BERT}encoder_block/layer_sequence/layers_{i}/'
-    yield from leaves.layers(_BLOCK, here=here, there=f'encoder.layer.{i}.')
 
 
 def _from_config(config):

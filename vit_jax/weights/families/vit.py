@@ -1,28 +1,27 @@
 """Classifiers (ViT, hybrid, Mixer, BiT) elsewhere: their names, their sizes.
 
-The state dicts are those of timm and of Hugging Face; the files beside them are
-in vit_jax.weights.families.vit_files. The tree is the published one.
+The state dicts are timm's and Hugging Face's; vit_jax.weights.families.vit_files
+reads and writes the files next to them. The tree is the published one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 import functools
 import math
-import re
 import types
 
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import arrays, descriptions
+from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves, vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
+_BLOCK = 'Transformer/encoderblock_{0}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
-# Leaves of what this package alone writes.
+# Leaves of models that only this package has.
 _POOLING, _FIRST_NORM = 'MAPHead_0/probe', 'Transformer/first_norm/scale'
-# Rows of vit_jax.weights.families.leaves, with the names of timm and of Hugging
-# Face.
+# Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
 _STEM = (
-  ('cls', 'leaf', 'cls_token', 'embeddings.cls_token'),
-  (_POSEMB, 'leaf', 'pos_embed', 'embeddings.position_embeddings'),
+  ('cls', 'same', 'cls_token', 'embeddings.cls_token'),
+  (_POSEMB, 'same', 'pos_embed', 'embeddings.position_embeddings'),
   ('embedding', 'conv', 'patch_embed.proj', 'embeddings.patch_embeddings.projection'),
   ('Transformer/encoder_norm', 'norm', 'norm', 'layernorm'),
   ('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
@@ -38,7 +37,7 @@ _LAYER = (
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'intermediate.dense'),
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
 )
-# A hybrid's ResNet and BiT, which only timm has.
+# The ResNet of a hybrid, and BiT, which only timm has.
 _ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
 _UNIT = (
   *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
@@ -53,84 +52,69 @@ _BIT_STEM = (
 )
 _BIT_ROOTS = 'root_block/conv_root/kernel', 'stem.conv.weight'
 _TIMM_RESNET = 'patch_embed.backbone.'
-_TIMM_UNITS = r'stages\.(\d+)\.blocks\.(\d+)\.'
-_OUR_UNITS = r'block(\d+)/unit(\d+)/'
-# timm's joined projections of queries, keys and values.
-_TIMM_JOINED = '.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')
-# Module names of transformers 5 -> names in its files, which the table uses.
-_OLD_NAMES = (
-  (r'^(vit|deit)\.', ''),
-  (r'^layers\.', 'encoder.layer.'),
-  (r'\.attention\.q_proj\.', '.attention.attention.query.'),
-  (r'\.attention\.k_proj\.', '.attention.attention.key.'),
-  (r'\.attention\.v_proj\.', '.attention.attention.value.'),
-  (r'\.attention\.o_proj\.', '.attention.output.dense.'),
-  (r'\.mlp\.fc1\.', '.intermediate.dense.'),
-  (r'\.mlp\.fc2\.', '.output.dense.'),
+_UNITS, _TIMM_UNITS = 'block{1}/unit{1}/', 'stages.{0}.blocks.{0}.'
+
+
+def _of_timm(root: str) -> leaves.Naming:
+  """Returns timm's naming; `root`: prefix of a hybrid's first convolution."""
+  return leaves.Naming(
+    'timm',
+    'plain Vision Transformer',
+    (
+      ('', '', leaves.column(_STEM, 0)),
+      (_BLOCK, 'blocks.{0}.', leaves.column(_LAYER, 0)),
+      ('', root, _ROOT),
+      (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
+    ),
+    marks=('patch_embed.proj.weight',),
+    joined=('.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')),
+    program='timm',
+    features={
+      'norm_pre': 'a norm before the first layer, as in CLIP',
+      'fc_norm': 'timm pools in this model before the last norm, not after it',
+      'reg_token': 'register tokens',
+      'gamma': 'layer scale',
+      'dist': 'a distillation token',
+      'q_norm': 'norms of queries and keys',
+      'mask_token': 'a model for masked images',
+    },
+  )
+
+
+_TIMM = _of_timm(f'{_TIMM_RESNET}stem.')
+_HF = leaves.Naming(
+  'hf',
+  _TIMM.words,
+  (
+    ('', '', leaves.column(_STEM, 1)),
+    (_BLOCK, 'encoder.layer.{0}.', leaves.column(_LAYER, 1)),
+  ),
+  marks=('embeddings.patch_embeddings.projection.weight',),
+  # Module names of transformers 5 -> names in its files.
+  old_names=(
+    (r'^(vit|deit)\.', ''),
+    (r'^layers\.', 'encoder.layer.'),
+    (r'\.attention\.q_proj\.', '.attention.attention.query.'),
+    (r'\.attention\.k_proj\.', '.attention.attention.key.'),
+    (r'\.attention\.v_proj\.', '.attention.attention.value.'),
+    (r'\.attention\.o_proj\.', '.attention.output.dense.'),
+    (r'\.mlp\.fc1\.', '.intermediate.dense.'),
+    (r'\.mlp\.fc2\.', '.output.dense.'),
+  ),
+  program="Hugging Face's transformers",
+  features=_TIMM.features,
 )
-_PROGRAMS = {'timm': 'timm', 'hf': "Hugging Face's transformers"}
-# Parts of names -> the feature of other models that they belong to.
-_FEATURES = {
-  'norm_pre': 'a norm before the first layer, as in CLIP',
-  'fc_norm': 'timm pools in this model before the last norm, not after it',
-  'reg_token': 'register tokens',
-  'gamma': 'layer scale',
-  'dist': 'a distillation token',
-  'q_norm': 'norms of queries and keys',
-  'mask_token': 'a model for masked images',
-}
-
-
-def _table(naming, num_layers, units) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ViT, or of a hybrid of so many units per stage."""
-  column = 2 + ('timm', 'hf').index(naming)
-  block = {'timm': 'blocks.{}.', 'hf': 'encoder.layer.{}.'}[naming]
-  yield from leaves.layers(_STEM, column)
-  for i in range(num_layers):
-    here, there = f'Transformer/encoderblock_{i}/', block.format(i)
-    yield from leaves.layers(_LAYER, column, here, there)
-  if units is not None:
-    root = _TIMM_RESNET + ('stem.' if units else '')
-    yield from leaves.layers(_ROOT, there=root)
-    yield from _unit_table(units, 'unit{}/', _TIMM_RESNET)
-
-
-def _unit_table(units, name, start) -> Iterator[leaves.Leaf]:
-  """Yields the leaves of a ResNet's units."""
-  for i, count in enumerate(units):
-    for j in range(count):
-      here = f'block{i + 1}/{name.format(j + 1)}'
-      there = f'{start}stages.{i}.blocks.{j}.'
-      yield from leaves.layers(_UNIT, here=here, there=there)
-
-
-def _bit_table(units) -> Iterator[leaves.Leaf]:
-  yield from leaves.layers(_BIT_STEM)
-  yield from _unit_table(units, 'unit{:02d}/', '')
-
-
-def _table_of(flat, naming) -> list[leaves.Leaf]:
-  """Returns the leaves of a state dict, whose names become those of the table."""
-  if is_bit(flat):
-    return [*_bit_table(leaves.units(flat, _TIMM_UNITS, 0, 0))]
-  if naming == 'hf':
-    leaves.rename(flat, _OLD_NAMES)
-    num_layers = leaves.count(flat, r'encoder\.layer\.(\d+)\.')
-    return [*_table('hf', num_layers, None)]
-  leaves.split(flat, *_TIMM_JOINED)
-  units = None
-  if _is_hybrid(flat):
-    units = leaves.units(flat, re.escape(_TIMM_RESNET) + _TIMM_UNITS, 0, 0)
-  num_layers = leaves.count(flat, r'blocks\.(\d+)\.')
-  return [*_table('timm', num_layers, units)]
-
-
-def _words(names) -> str:
-  return 'BiT ResNet' if is_bit(names) else 'plain Vision Transformer'
+_BIT = leaves.Naming(
+  'timm',
+  'BiT ResNet',
+  (('', '', _BIT_STEM), ('block{1}/unit{01}/', _TIMM_UNITS, _UNIT)),
+  marks=_BIT_ROOTS[1:],
+  program='timm',
+)
 
 
 def is_bit(names: Iterable[str]) -> bool:
-  """Returns whether the names are those of a BiT ResNet, here or in timm."""
+  """Returns whether the names are of a BiT ResNet, here or in timm."""
   return not set(_BIT_ROOTS).isdisjoint(names)
 
 
@@ -148,45 +132,39 @@ class Classifiers(base.Family):
       'eps': 'published',
     }
   )
+  namings = types.MappingProxyType(
+    {'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT}
+  )
 
-  def detect(self, names):
-    names = set(names)
-    if 'patch_embed.proj.weight' in names or is_bit(names):
-      return 'timm'
-    patches = r'(\w+\.)?embeddings\.patch_embeddings\.projection\.weight'
-    return 'hf' if any(re.fullmatch(patches, name) for name in names) else None
-
-  def load(self, flat, naming, num_heads):
-    table = _table_of(flat, naming)
-    return leaves.load(flat, table, num_heads, _words(flat))
+  def naming(self, naming, names):
+    """A hybrid of a single convolution has no 'stem.' in its names."""
+    if is_bit(names):
+      return self.namings['bit']
+    bare = f'{_TIMM_RESNET}conv.weight' in names or (
+      'conv_root/kernel' in names
+      and not any(name.startswith('block1/') for name in names)
+    )
+    return self.namings['bare root' if naming == 'timm' and bare else naming]
 
   def dump(self, flat, naming):
-    in_timm, units = naming == 'timm', None
-    if not in_timm and 'cls' not in flat:
+    if naming == 'hf' and 'cls' not in flat:
       raise ValueError(
-        f'{_PROGRAMS[naming]} has no ViT without a class token, no Mixer and no '
+        f'{_HF.program} has no ViT without a class token, no Mixer and no '
         'ResNet: write this model for timm, or as a run (--to)'
       )
-    if in_timm and (is_bit(flat) or 'conv_root/kernel' in flat):
-      units = leaves.units(flat, _OUR_UNITS)
-    num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
-    table = _table(naming, num_layers, units)
-    if is_bit(flat):
-      table = _bit_table(units)
-    state = leaves.dump(flat, table, _PROGRAMS[naming])
+    state = super().dump(flat, naming)
     if naming == 'timm':
-      return leaves.join(state, *_TIMM_JOINED)
-    # transformers puts all names but those of the head under 'vit.'.
+      return state
+    # transformers puts all names except the head's under 'vit.'.
     return {
       name if name.startswith('classifier.') else f'vit.{name}': value
       for name, value in state.items()
     }
 
-  def sizes(self, flat, told):
-    """Of what shapes do not tell, nothing is a size."""
-    if 'root_block/conv_root/kernel' in flat:
+  def sizes(self, flat, given):
+    if is_bit(flat):
       return {
-        'num_layers': leaves.units(flat, _OUR_UNITS),
+        'num_layers': leaves.units(flat, _UNITS),
         'width_factor': flat['root_block/conv_root/kernel'][-1] / 64,
       }
     return (_mixer_sizes if 'stem/kernel' in flat else _vit_sizes)(flat)
@@ -217,18 +195,16 @@ class Classifiers(base.Family):
       + pooling.get(fields['classifier'], '')
     )
 
-  def read_beside(self, beside, file, flat, naming):
-    with arrays.naming(file, 'cannot be used'):
-      leaves.check(flat, _table_of(flat, naming), _words(flat), _FEATURES)
-    pooling = 'token' if 'cls_token' in flat else 'avg'
-    describe = {
-      'timm': functools.partial(vit_files.from_timm, pooling=pooling),
-      'hf': vit_files.from_hf,
-    }[naming]
-    found = descriptions.read(beside('config.json'), describe)
-    with arrays.naming(file, 'cannot be used'):
-      _check_positions(flat, found.image_size)
-    vit_files.warn_of_scaling(beside, file, naming)
+  def read_description(self, sibling, file, flat, naming):
+    leaves.prepare(flat, self.naming(naming, flat))
+    if naming == 'hf':
+      describe = vit_files.from_hf
+    else:
+      pooling = 'token' if 'cls_token' in flat else 'avg'
+      describe = functools.partial(vit_files.from_timm, pooling=pooling)
+    found = descriptions.read(sibling('config.json'), describe)
+    _check_positions(flat, found.image_size)
+    vit_files.warn_of_scaling(sibling, file, naming)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
@@ -262,9 +238,8 @@ def _check_positions(flat, image_size):
   patches = math.prod(n // side for n, side in zip(image_size, sides))
   if table.shape[1:-1] == (patches,) and not _is_hybrid(flat):
     raise ValueError(
-      f'its {patches} position embeddings are those of the patches, without one '
-      'for the class token (no_embed_class in timm, as in FlexiViT), which this '
-      'package adds'
+      f'its {patches} position embeddings lack one for the class token '
+      '(no_embed_class in timm, as in FlexiViT), which models of this package have'
     )
 
 
@@ -274,7 +249,7 @@ def _is_hybrid(names):
 
 def _vit_sizes(flat):
   down, across, _, width = flat['embedding/kernel']
-  num_layers = leaves.count(flat, r'Transformer/encoderblock_(\d+)/')
+  num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   sizes = {
     'patches': {'size': (down, across)},
@@ -292,7 +267,7 @@ def _vit_sizes(flat):
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
   if 'conv_root/kernel' in flat:
     sizes['resnet'] = {
-      'num_layers': leaves.units(flat, _OUR_UNITS),
+      'num_layers': leaves.units(flat, _UNITS),
       'width_factor': flat['conv_root/kernel'][-1] // 64,
     }
   return sizes
@@ -307,7 +282,7 @@ def _classifier(flat):
 def _position_fields(flat):
   """Returns the fields of position embeddings, see layers/positions.py.
 
-  Parameters do not tell 'stem' from 'shared', nor 'sincos2d' from 'none'.
+  Parameters cannot distinguish 'stem' from 'shared', nor 'sincos2d' from 'none'.
   """
   if _POSEMB in flat:
     if len(flat[_POSEMB]) != 3:
@@ -333,7 +308,7 @@ def _mixer_sizes(flat):
   return {
     'patches': {'size': (down, across)},
     'hidden_dim': width,
-    'num_blocks': leaves.count(flat, r'MixerBlock_(\d+)/'),
+    'num_blocks': leaves.count(flat, 'MixerBlock_{0}/'),
     'tokens_mlp_dim': flat[tokens_mlp][1],
     'channels_mlp_dim': flat[channels_mlp][1],
   }

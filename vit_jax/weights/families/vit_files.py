@@ -1,4 +1,4 @@
-"""The files beside a classifier's weights, of timm and of Hugging Face."""
+"""The JSON files of a classifier in timm and Hugging Face."""
 
 import functools
 import math
@@ -28,7 +28,7 @@ _TIMM_BITS = {
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
 }
-# The file that tells how pixels, from 0 to 1, are scaled, and its fields.
+# The file with the scaling of pixels, from 0 to 1, and its fields.
 _SCALING = {
   'timm': ('config.json', 'mean', 'std'),
   'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
@@ -51,30 +51,46 @@ GELUS = {
 }
 # Ours -> theirs, in timm and in Hugging Face.
 _TIMM_GELUS = {'erf': 'gelu', 'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}
-HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
+_HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 
 def from_hf(config) -> descriptions.Description:
-  """Returns what config.json of Hugging Face tells."""
+  """Returns what config.json of Hugging Face says."""
   descriptions.only(config, 'ViTs', pooler_act='tanh')
   field = functools.partial(descriptions.field, config)
-  usual = 'gelu' if config else None
-  gelu = field('hidden_act', descriptions.one_of(GELUS), usual)
-  eps = field('layer_norm_eps', descriptions.EPSILON, 1e-12)
+  gelu = 'gelu' if config else None
   return descriptions.Description(
-    dict(transformer=dict(gelu=GELUS.get(gelu), norm_eps=float(eps))),
+    dict(transformer=from_hf_encoder(config, gelu, 1e-12)),
     descriptions.labels(config),
     pair(field('image_size', descriptions.SIZE)),
     num_heads=field('num_attention_heads', descriptions.COUNT),
   )
 
 
-def from_timm(config, pooling: str) -> descriptions.Description:
-  """Returns what config.json of timm tells.
+def from_hf_encoder(config, gelu: str | None, eps: float) -> dict:
+  """Returns GELU and epsilon of an encoder, with Hugging Face's defaults."""
+  gelu = descriptions.field(config, 'hidden_act', descriptions.one_of(GELUS), gelu)
+  eps = descriptions.field(config, 'layer_norm_eps', descriptions.EPSILON, eps)
+  return dict(gelu=GELUS.get(gelu), norm_eps=float(eps))
 
-  GELU and heads are None where neither a field nor the model's name tells them.
-  ValueError if its `global_pool` is not `pooling`, the only one that these
-  weights have here.
+
+def hf_encoder(encoder, width: int) -> dict:
+  """Returns Hugging Face's fields of an encoder."""
+  return dict(
+    hidden_size=width,
+    num_hidden_layers=encoder.num_layers,
+    num_attention_heads=encoder.num_heads,
+    intermediate_size=encoder.mlp_dim,
+    hidden_act=_HF_GELUS[encoder.get('gelu', 'tanh')],
+    layer_norm_eps=encoder.get('norm_eps', 1e-6),
+  )
+
+
+def from_timm(config, pooling: str) -> descriptions.Description:
+  """Returns what config.json of timm says.
+
+  GELU and heads are None unless a field or the model's name gives them. ValueError
+  if its `global_pool` is not `pooling`, the only one of these weights here.
   """
   field = descriptions.field
   args, pretrained = (
@@ -86,7 +102,7 @@ def from_timm(config, pooling: str) -> descriptions.Description:
     'timm models of these parameters',
     global_pool=pooling,
   )
-  name = field(config, 'architecture', descriptions.TEXT, '')
+  name = field(config, 'architecture', descriptions.STRING, '')
   usual = _TIMM_USUAL.fullmatch(name)
   gelu, heads = ('gelu', _TIMM_HEADS[usual[2]]) if usual else (None, None)
   gelu = field(args, 'act_layer', descriptions.one_of(GELUS), gelu)
@@ -102,28 +118,27 @@ def from_timm(config, pooling: str) -> descriptions.Description:
   )
 
 
-def scaling(beside, naming: str) -> dict:
-  """Returns the fields that tell how pixels were scaled, if any."""
+def scaling(sibling, naming: str) -> dict:
+  """Returns the fields with the scaling of pixels, if any."""
   name, *keys = _SCALING[naming]
-  config = descriptions.read(beside(name), _scaling)
+  config = descriptions.read(sibling(name), _scaling)
   given = {key: config.get(key) for key in keys}
   return {key: value for key, value in given.items() if value is not None}
 
 
-def warn_of_scaling(beside, file, naming: str):
-  """Warns if the pixels of these weights' images had another range than here."""
-  name, given = _SCALING[naming][0], scaling(beside, naming)
+def warn_of_scaling(sibling, file, naming: str):
+  """Warns if these weights were trained on pixels of another range."""
+  name, given = _SCALING[naming][0], scaling(sibling, naming)
   if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
     words = ' and '.join(f'{key}={value}' for key, value in given.items())
     logging.warning(
-      f"'{file}' was trained on pixels that were scaled by {words} (in {name}), and "
-      'this package scales them to [-1, 1]: results are worse until the model is '
-      'fine-tuned'
+      f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
+      'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
     )
 
 
 def _scaling(config):
-  """Returns the group of a JSON file that tells how pixels are scaled."""
+  """Returns the group of a JSON file with the scaling of pixels."""
   for group in ('pretrained_cfg', 'preprocess_cfg'):
     config = descriptions.field(config, group, descriptions.OBJECT, config)
   return config
@@ -149,7 +164,7 @@ def image_size(config, params, given: tuple[int, int] | None) -> tuple[int, int]
 
 
 def square(tokens: int | None, config) -> tuple[int, int]:
-  """Returns the size of square images of so many patches; None: of the usual."""
+  """Returns the size of square images of so many patches, or the usual size."""
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
   side = 14 if tokens is None else math.isqrt(tokens)
@@ -160,7 +175,7 @@ def square(tokens: int | None, config) -> tuple[int, int]:
 
 
 def _tokens(params):
-  """Returns the number of patches that parameters fit; None for any number."""
+  """Returns the number of patches that parameters are for; None for any number."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
   if mixing in flat:
@@ -287,18 +302,13 @@ def _timm_bit(model):
 
 def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
-  config, encoder = model.config, model.config.transformer
+  config = model.config
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
   fields = dict(
     model_type='vit',
     architectures=['ViTForImageClassification' if whole else 'ViTModel'],
-    hidden_size=config.hidden_size,
-    num_hidden_layers=encoder.num_layers,
-    num_attention_heads=encoder.num_heads,
-    intermediate_size=encoder.mlp_dim,
-    hidden_act=HF_GELUS[encoder.get('gelu', 'tanh')],
-    layer_norm_eps=encoder.get('norm_eps', 1e-6),
+    **hf_encoder(config.transformer, config.hidden_size),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
     qkv_bias=True,

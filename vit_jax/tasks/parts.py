@@ -1,0 +1,269 @@
+"""Optional parts of a task, with the defaults that vit_jax/tasks/base.py inherits.
+
+An objective overrides the hooks that it has a use for: a codebook to learn before
+training, pictures for TensorBoard, predictions with boxes, figures of its own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import flax.traverse_util
+import jax
+import numpy as np
+
+from vit_jax import input_pipeline
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import features
+from vit_jax.figures import grids
+from vit_jax.inference import predictor as predictor_lib
+
+
+class Preparation:
+  """What a run does before its first update.
+
+  Attributes:
+    LEARNED: names in METADATA of the values that `learn` returns.
+    CANVASES: whether `example` reads `config.pp.sides`.
+  """
+
+  LEARNED: ClassVar[tuple[str, ...]] = ()
+  CANVASES: ClassVar[bool] = False
+
+  @classmethod
+  def metrics(cls, config) -> Sequence[str]:
+    """Returns the names of the metrics of the evaluators of a run.
+
+    A metric and the name of an evaluation, 'accuracy_test', can be
+    `config.best_metric`.
+    """
+    return cls.METRICS
+
+  @classmethod
+  def class_names_of(cls, source) -> tuple[str, ...]:
+    """Returns the classes of a data.sources.Source; () if it has none."""
+    return source.class_names
+
+  @classmethod
+  def learn(cls, config, source) -> dict[str, Any]:
+    """Returns the values of LEARNED, which take long to compute, for JSON.
+
+    They are the same on all processes; a run that resumes reads them.
+    """
+    return {}
+
+  @classmethod
+  def planned_metadata(cls, config, num_classes: int | None) -> dict[str, Any]:
+    """Returns metadata for a plan, which reads no data.
+
+    The number of classes is None if it is unknown.
+    """
+    return {}
+
+  def parts(self, source) -> list[input_pipeline.Part]:
+    """Divides a split for evaluation, if its examples have several shapes.
+
+    All processes must call it, and get the same parts, or pairs of their first
+    two fields; the functions of parts replace `example`.
+    """
+    return [input_pipeline.Part(None, self.example)]
+
+  def begin(self, params, extra, source, mesh, workdir, stop):
+    """Prepares a training, before its first batch: all processes call it.
+
+    Takes the state to begin with, the training data, the folder of the run, and a
+    function that tells whether a signal asks the run to stop; see `evaluators`.
+    """
+
+  def describe(self) -> str:
+    """Describes the objective at the start of a run; '' for no description."""
+    return ''
+
+
+class Weights:
+  """How a run starts from weights.
+
+  Attributes:
+    NEW_PARAMS: prefixes of the paths of parameters that do not come from
+      `config.pretrained`; see also `new_params`.
+    OWN_PARAMS: prefixes of the paths of parameters that only this objective
+      uses: they are left out when a run starts from a run of this task, and
+      when weights are converted.
+  """
+
+  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
+  OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
+
+  def adapt_weights(self, weights):
+    """Changes the weights.reading.Weights from which a run starts."""
+    return weights
+
+  def new_params(
+    self, have: dict, want: dict, class_names: Sequence[str] | None
+  ) -> Sequence[str]:
+    """Returns what keeps its initial values when a run starts from weights.
+
+    Args:
+      have: arrays or shapes of the weights by path.
+      want: shapes of the parameters and the extra state by path.
+      class_names: names of the classes of the weights, or None if unknown.
+
+    Returns:
+      Prefixes of paths; by default NEW_PARAMS.
+    """
+    return self.NEW_PARAMS
+
+  def check_weights(self, weights: dict, params):
+    """Raises ValueError if weights do not suffice, before a run is compiled.
+
+    Takes the arrays by path that the run starts from, {} for none, and the
+    shapes of the parameters.
+    """
+
+
+class Updates:
+  """What an update does before and after the loss."""
+
+  def augment(self, batch: dict, rng) -> dict:
+    """Changes a whole global batch on the devices, before it is split.
+
+    B is `config.batch`, over all devices and hosts; `rng` is the step's key.
+    """
+    return batch
+
+  def update_extra(self, extra, params, metrics: dict):
+    """Returns the extra state after an update; for `step` see `Task.loss`.
+
+    Takes the extra state before the update, the parameters after it, and the
+    quotients of the results of `loss`.
+    """
+    return extra
+
+
+class Probes:
+  """Features of images, for probes and tables of embeddings."""
+
+  def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
+    """Computes what the model sows while it reads the whole, unchanged images.
+
+    Returns tuples of arrays by path, such as 'features', which are [B, D].
+    `capture` is `capture_intermediates` of flax.linen.Module.apply.
+    """
+    return self._intermediates(params, batch, capture)
+
+  def _intermediates(self, params, batch, capture, model=None, **kwargs):
+    """Returns what a model sows; `kwargs` are further ones of its `apply`."""
+    _, sown = (model or self.model).apply(
+      {'params': params},
+      batch['image'],
+      train=False,
+      mutable='intermediates',
+      capture_intermediates=capture,
+      **kwargs,
+    )
+    return flax.traverse_util.flatten_dict(sown.get('intermediates', {}), sep='/')
+
+  def features(self, layer: str) -> Callable:
+    """Returns a function (params, extra, batch) -> features, float32 [B, D].
+
+    For the layer see vit_jax.evaluators.features.Extractor; ValueError if it does
+    not exist.
+    """
+    mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
+    return features.Extractor(self, mesh, layer).compute
+
+
+class Pictures:
+  """Pictures of batches, for TensorBoard."""
+
+  def draw_training(self, batch: dict) -> dict[str, np.ndarray]:
+    """Draws rows of a training batch, after `augment`, as the model sees them.
+
+    The batch has NumPy arrays [b, ...]; b is at most `config.log_images`.
+    Returns uint8 [height, width, 3] by name; {} if there are no images to
+    draw.
+    """
+    return self._draw('training_images', batch)
+
+  def drawn_outputs(self, params, extra, batch: dict):
+    """Computes what `draw_evaluation` draws; see `Task.outputs`."""
+    return self.outputs(params, extra, batch)
+
+  def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
+    """Draws the first `config.log_images` test images with the predictions.
+
+    The pictures of a run's last evaluation are also written to the workdir, as
+    NAME.png. Takes NumPy arrays [b, ...] of a batch and of its
+    `drawn_outputs`; returns pictures as `draw_training`.
+    """
+    return self._draw('test_images', batch, outputs)
+
+  def captions_of(self, batch: dict, outputs=None) -> Sequence[grids.Caption]:
+    """Returns the captions of images to draw; () for none.
+
+    For `outputs` see `draw_evaluation`; None in training.
+    """
+    return ()
+
+  def _draw(self, name, batch, outputs=None):
+    images = batch.get('image')
+    if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
+      return {}
+    captions = self.captions_of(batch, outputs)
+    return {name: grids.grid(grids.to_pixels(images), captions, most=grids.MOST)}
+
+
+class Figures:
+  """Figures of `vit_jax visualize`.
+
+  Attributes:
+    FIGURES: further figures, each a vit_jax.figures.gallery.Entry.
+  """
+
+  FIGURES: ClassVar[tuple] = ()
+
+  def labels_of(self, outputs, labels=None) -> list[str]:
+    """Returns what is predicted for images, a few words for each, or [].
+
+    Takes `outputs`, NumPy arrays [B, ...], and the images' `label` in a batch
+    [B, ...], or None if unknown.
+    """
+    return []
+
+  def check_points(self, points) -> np.ndarray:
+    """Returns points in images, whose attention the task's figures draw.
+
+    Points are (x, y), as shares of an image's width and height; ValueError if
+    one lies outside of the image, or if the task's figures take none.
+    """
+    raise ValueError(
+      f'points={points} are for the attention of a detector, and this model is not '
+      'one: leave them out (--points)'
+    )
+
+
+class Prediction:
+  """How a trained model predicts, and what an exported one returns.
+
+  Attributes:
+    DRAWS: whether the predictor's `report` can write a picture.
+    PRINTS: whether `report` is of use without a picture.
+  """
+
+  DRAWS: ClassVar[bool] = False
+  PRINTS: ClassVar[bool] = True
+
+  def exported(self, params, extra, batch: dict) -> dict[str, jax.Array]:
+    """Computes what an exported model returns, arrays [B, ...] by name.
+
+    ValueError if models of this task cannot be exported, see
+    vit_jax/inference/export.py.
+    """
+    return {'outputs': self.outputs(params, extra, batch)}
+
+  def predictor(self, params, extra, step: int) -> predictor_lib.Predictor:
+    """Returns the object that `vit_jax.predict.load` returns."""
+    return predictor_lib.Predictor(self, params, extra, step)
+
+  def flags_to_predict(self) -> str:
+    """Returns further flags of the `predict` command that a run ends with."""
+    return '--out=picture.png' if self.DRAWS else ''
