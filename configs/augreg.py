@@ -1,6 +1,6 @@
 r"""Fine-tunes a checkpoint of "How to train your ViT?" (arXiv 2106.10270).
 
-  python -m vit_jax.main --config=configs/augreg.py:R_Ti_16 \
+  vit_jax train --config=configs/augreg.py:R_Ti_16 \
     --config.dataset=oxford_iiit_pet --config.pp.train='train[:90%]' \
     --config.base_lr=0.01 --workdir=/tmp/vit
 
@@ -11,7 +11,7 @@ without .npz:
   --config=configs/augreg.py:R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0
 
 Both are taken from --config.pretrained_dir, by default the public bucket. If
-the bucket does not answer, give a local file, or the URL of the same weights on
+the bucket does not answer, pass a local file or the URL of the same weights on
 Hugging Face: --config.pretrained=FILE. Expected accuracy: the column
 adapt_final_test of index.csv (vit_jax.checkpoint.get_augreg_df).
 """

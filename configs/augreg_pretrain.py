@@ -1,8 +1,8 @@
 r"""Pre-trains a ViT as in "How to train your ViT?" (arXiv 2106.10270), AugReg.
 
-  python -m vit_jax.main --config=configs/augreg_pretrain.py:b16,imagenet21k \
+  vit_jax train --config=configs/augreg_pretrain.py:b16,imagenet21k \
     --workdir=/tmp/run
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/augreg_pretrain.py:b16,imagenet2012,strong2,wd_0.1,do_0.1 \
     --workdir=/tmp/run
 
@@ -23,7 +23,7 @@ arguments `grid` yields:
   print(*a.grid('b16', 'imagenet21k'), sep='\n')"
 
 The best ones for ImageNet-21k, and the accuracy on ImageNet that they reach when
-fine-tuned at 384 px (configs/augreg.py), as the original's README has it:
+fine-tuned at 384 px (configs/augreg.py), from the original's README:
 
   L/16      strong1,wd_0.1,do_0.0    85.59    B/32     light1,wd_0.1,do_0.0  83.59
   B/16      medium1,wd_0.1,do_0.0    85.49    S/32     none,wd_0.1,do_0.0    79.58
@@ -37,9 +37,9 @@ Peculiarities of the published recipe:
   -10, on ImageNet at -6.9, the logarithm of 1/1000.
 - The head is linear, on the class token. big_vision's `vit_i21k` has mean
   pooling: --config.model.classifier=gap.
-- Weight decay is multiplied by the learning rate. That of big_vision, 1e-4, is
-  not: at the same learning rate it equals wd_0.1.
-- Stochastic depth skips attention and MLP apart from each other; its probability
+- Weight decay is multiplied by the learning rate. In big_vision (1e-4) it is not;
+  at the same learning rate it equals wd_0.1.
+- Stochastic depth skips attention and MLP independently; its probability
   increases linearly from 0 in the first layer to 0.1 in the last.
 - big_vision holds out 51,200 images of ImageNet-21k for validation and test, and
   this package 102,400, as for the models of the first paper.

@@ -1,17 +1,16 @@
 r"""Fine-tunes by BiT-HyperRule (arXiv 1912.11370, section 3.3).
 
-  python -m vit_jax.main --config=configs/bit_hyperrule.py:bit_r50x1,cifar10 \
+  vit_jax train --config=configs/bit_hyperrule.py:bit_r50x1,cifar10 \
     --config.pretrained=BiT-M-R50x1.npz --workdir=/tmp/bit
-  python -m vit_jax.main --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
+  vit_jax train --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
     --config=configs/bit_hyperrule.py:bit_r50x1,/data/photos,5000,500
 
 The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS, and ,paper at its end
 for the sizes of images that the paper gives (see below). MODEL is a short name
 from models.py, such as bit_r50x1. DATA is a TFDS name, or a folder with
 train/<class>/* and test/<class>/*. EXAMPLES is the number of training images,
-which decides on the length of the training and on mixup; PIXELS is the usual
-height and width of the images, which decides on the size that they are resized
-to. Both are known for the data sets in DATASETS below.
+which determines training length and mixup; PIXELS is the typical
+height and width of the images, which determines the size they are resized to. Both are known for the data sets in DATASETS below.
 
 --config.pretrained takes a published BiT .npz, a .safetensors or .bin of timm's
 resnetv2_*_bit, a URL, a gs:// path, or the workdir of a run.

@@ -1,8 +1,8 @@
 r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
 
-  python -m vit_jax.main --config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 \
+  vit_jax train --config=configs/bit_pretrain.py:bit_r50x1,imagenet2012 \
     --workdir=/tmp/bit
-  python -m vit_jax.main --workdir=/tmp/bit \
+  vit_jax train --workdir=/tmp/bit \
     --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
 
 The argument is MODEL,DATA or MODEL,DATA,RECIPE. MODEL is a short name from
@@ -15,8 +15,8 @@ Expected of BiT-L R152x4 after fine-tuning: see configs/bit_hyperrule.py.
 The learning rate is 0.03 for 256 images: with another --config.batch, also set
 --config.base_lr to 0.03 * batch / 256. Weight decay goes through the momentum
 (`l2_decay`), as usual for SGD. Several labels per image, as ImageNet-21k and
-JFT have, need the sigmoid and a low bias of the head, which the paper leaves
-open: they are those of big_vision's bit_i21k.
+JFT have, need the sigmoid and a low head bias, which the paper does not
+specify: they are taken from big_vision's bit_i21k.
 """
 
 from vit_jax.configs import common, models

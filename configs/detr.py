@@ -1,8 +1,8 @@
 r"""Trains DETR as published, on COCO or on a folder (arXiv 2005.12872).
 
-  python -m vit_jax.main --config=configs/detr.py:r50,coco/2017 \
+  vit_jax train --config=configs/detr.py:r50,coco/2017 \
     --config.pretrained=resnet50.safetensors --workdir=/tmp/detr
-  python -m vit_jax.main --config=configs/detr.py:r50,/path/to/folder \
+  vit_jax train --config=configs/detr.py:r50,/path/to/folder \
     --config.pretrained=detr-resnet-50.safetensors \
     --config.total_epochs=50 --workdir=/tmp/own
 
@@ -24,31 +24,31 @@ and large objects), after 500ep, evaluated with no or little padding
 
 As published, the backbone has a tenth of the learning rate, its root and its first
 stage are frozen, and so is its batch norm; it has to come from weights that were
-trained on ImageNet. To train it from random numbers, set --config.lr_multipliers="()"
+trained on ImageNet. To train it from scratch, set --config.lr_multipliers="()"
 and --config.model.norm=group.
 
 The head has the classes of the data and "no object": 80 and 1 for TFDS's coco,
 which numbers the classes from 0 without gaps. The published heads have 91 and 1,
 COCO's category ids; the 11 ids that do not occur are never predicted.
 
-vit_s16, vit_b16, vit_r50_b32 and the like put a Vision Transformer of
-configs/models.py in the place of the ResNet. It starts from its published weights in
+vit_s16, vit_b16, vit_r50_b32 and the like replace the ResNet by a Vision Transformer of
+configs/models.py. It starts from its published weights in
 any format that the package reads, and the rest of the model is new:
 
-  python -m vit_jax.main --config=configs/detr.py:vit_s16,coco/2017 \
+  vit_jax train --config=configs/detr.py:vit_s16,coco/2017 \
     --config.pretrained=ViT-S_16.npz --config.model.dtype=bfloat16 \
     --workdir=/tmp/detr_vit
 
 Its position embeddings are resized to each canvas in the model, patches of padding
 are not attended to, all of its layers are trained at a tenth of the learning rate,
 and the backward pass recomputes them (--config.model.vit.transformer.remat=''
-switches this off). No figures are published for these models.
+switches this off). No results are published for these models.
 
 On TPUs and GPUs set --config.model.dtype=bfloat16; logits, boxes and the matching
 stay in float32. docs/detection.md has the estimate for a TPU, and says how
 canvases work. In a folder whose images are smaller than COCO's (nine tenths of a
 sample have a shorter side below 480 pixels), all lengths are reduced in proportion:
-the shorter side of images of 128 x 96 becomes 96 to 160 pixels long in place of 480
+the shorter side of images of 128 x 96 becomes 96 to 160 pixels long instead of 480
 to 800, which enlarges them as much as the published recipe enlarges COCO's. --config.pp.sides,
 eval_side, longest_side, crop_sides and crop_range set the lengths themselves.
 

@@ -3,15 +3,15 @@ r"""Trains DETR to segment images as published (arXiv 2005.12872, section 4.4).
 The detector learns the boxes of things and of stuff, and then a mask head is
 trained while the detector is frozen:
 
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,boxes \
     --config.pretrained=resnet50.safetensors --workdir=/tmp/boxes
-  python -m vit_jax.main \
+  vit_jax train \
     --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,masks \
     --config.pretrained=/tmp/boxes --workdir=/tmp/masks
 
-The argument is MODEL,DATA,PART. MODEL and DATA are those of configs/detr.py, but
-the data have the features of coco/2017_panoptic. PART is boxes, with the settings
+The argument is MODEL,DATA,PART. MODEL and DATA are as in configs/detr.py, but
+the data needs the features of coco/2017_panoptic. PART is boxes, with the settings
 of configs/detr.py; masks, which takes 25 epochs in batches of 16 images, with a
 tenth of the learning rate after 15; or both, which trains all at once.
 

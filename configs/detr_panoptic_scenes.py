@@ -1,6 +1,6 @@
 """Trains a small DETR to segment scenes of digits, without a download.
 
-python -m vit_jax.main --config=configs/detr_panoptic_scenes.py \
+vit_jax train --config=configs/detr_panoptic_scenes.py \
   --workdir=/tmp/segments
 
 Digits are things, and the textures of the ground are stuff. The detector and the

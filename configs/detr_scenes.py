@@ -1,9 +1,9 @@
 """Trains a small DETR on scenes of digits, without a download.
 
-python -m vit_jax.main --config=configs/detr_scenes.py --workdir=/tmp/scenes
+  vit_jax train --config=configs/detr_scenes.py --workdir=/tmp/scenes
 
 Expected on the 400 test scenes: AP 46.9, AP50 84.9, AP75 47.7, after ten minutes on
-two cores, the making of the scenes included.
+two cores, including the generation of the scenes.
 """
 
 import ml_collections

@@ -1,8 +1,8 @@
 r"""Trains iGPT to predict the pixels of images, without labels.
 
-  python -m vit_jax.main --config=configs/igpt.py:s,imagenet2012,32 \
+  vit_jax train --config=configs/igpt.py:s,imagenet2012,32 \
     --workdir=/tmp/igpt
-  python -m vit_jax.main --config=configs/igpt.py:l,/path/to/folder,48,bert \
+  vit_jax train --config=configs/igpt.py:l,/path/to/folder,48,bert \
     --workdir=/tmp/igpt
 
 The argument is SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE: s, m, l or xl; a
@@ -15,7 +15,7 @@ first step. The released one: --config.task_options.palette=kmeans_centers.npy.
 The recipe is that of "Generative Pretraining from Pixels" (Chen et al., ICML
 2020): Adam, no weight decay, no dropout, one epoch of warm-up, a cosine to 0,
 1M steps of 128 images (xl: 2M steps of 64). Expected at 32 px on the test images
-of ImageNet: 3.01, 2.97 and 2.95 bits a dimension for s, m and l (2.0895, 2.0614
+of ImageNet: 3.01, 2.97 and 2.95 bits per dimension for s, m and l (2.0895, 2.0614
 and 2.0466 nats of the released weights). iGPT-L, 32 px, reaches 96.3 % on
 CIFAR-10 by a linear probe of its best layer, and 99.0 % fine-tuned.
 """

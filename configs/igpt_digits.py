@@ -1,6 +1,6 @@
 r"""Trains a small iGPT on the pixels of scikit-learn's digits, without a download.
 
-  python -m vit_jax.main --config=configs/igpt_digits.py --workdir=/tmp/igpt
+  vit_jax train --config=configs/igpt_digits.py --workdir=/tmp/igpt
 
 The 8x8 pixels of an image become numbers of a palette of 4 greys, which k-means
 finds in the training images, and a small Transformer predicts each of them from

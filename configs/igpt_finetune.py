@@ -1,8 +1,8 @@
 r"""Fine-tunes an iGPT to classify images while it goes on to predict pixels.
 
-  python -m vit_jax.main --config=configs/igpt_finetune.py:l,cifar10,32 \
+  vit_jax train --config=configs/igpt_finetune.py:l,cifar10,32 \
     --config.pretrained=/tmp/igpt --workdir=/tmp/tuned
-  python -m vit_jax.main --config=configs/igpt_finetune.py:digits \
+  vit_jax train --config=configs/igpt_finetune.py:digits \
     --config.pretrained=/tmp/igpt --workdir=/tmp/tuned
 
 The argument is SIZE,DATA,SIDE as in igpt.py, or `digits` for the model of

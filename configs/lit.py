@@ -1,19 +1,19 @@
 r"""Tunes a text tower to a locked image tower: LiT, on any images with texts.
 
-  python -m vit_jax.main --config=configs/lit.py:b16b,/path/to/pairs \
+  vit_jax train --config=configs/lit.py:b16b,/path/to/pairs \
     --workdir=/tmp/lit
-  python -m vit_jax.main --config=configs/lit.py:l16s,coco_captions,siglip \
+  vit_jax train --config=configs/lit.py:l16s,coco_captions,siglip \
     --config.pretrained="{'img': '/data/ViT-L_16.npz'}" --workdir=/tmp/lit
 
 The argument is MODEL,DATA, optionally followed by LOSS. MODEL is b16b, b16b_2,
-l16l, l16s or l16ti: an image tower B/16 or L/16 beside BERT-base, BERT-large, or a
+l16l, l16s or l16ti: an image tower B/16 or L/16 with BERT-base, BERT-large, or a
 small Transformer. DATA is a TFDS name, or a folder with train.jsonl, whose lines are
 {"image": PATH, "text": TEXT}, or with COCO's annotations/captions_train2017.json.
-LOSS is lit (softmax over the batch, by default) or siglip (a sigmoid a pair).
+LOSS is lit (softmax over the batch, by default) or siglip (a sigmoid per pair).
 
-The image tower starts from the published ImageNet-21k weights and stays as it is;
-the text tower starts from random numbers, or from BERT's weights, which
-{'img': PATH, 'txt': 'hf://google-bert/bert-base-uncased'} names. A BERT tower reads
+The image tower starts from the published ImageNet-21k weights and is frozen;
+the text tower starts from scratch, or from BERT's weights, with
+{'img': PATH, 'txt': 'hf://google-bert/bert-base-uncased'}. A BERT tower reads
 the vocabulary of `vocab_path`.
 
 The recipe is that of the released training code (big_vision, lit_coco): Adam,

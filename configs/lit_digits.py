@@ -1,7 +1,7 @@
 """Learns English beside a locked image tower, on the digits, without a download.
 
-  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
-  python -m vit_jax.main --config=configs/lit_digits.py --workdir=/tmp/lit_digits
+  vit_jax train --config=configs/digits.py --workdir=/tmp/digits
+  vit_jax train --config=configs/lit_digits.py --workdir=/tmp/lit_digits
 
 The image tower is that of the first command, whose workdir is the config's
 argument (configs/lit_digits.py:/tmp/digits). The text tower, a small BERT, starts

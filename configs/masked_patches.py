@@ -1,8 +1,8 @@
 r"""Pre-trains without labels by masked patch prediction (arXiv 2010.11929, B.1.2).
 
-  python -m vit_jax.main --config=configs/masked_patches.py:b16,/path/to/folder \
+  vit_jax train --config=configs/masked_patches.py:b16,/path/to/folder \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/masked_patches.py:b16,imagenet2012 \
+  vit_jax train --config=configs/masked_patches.py:b16,imagenet2012 \
     --config.total_steps=100_000 --workdir=/tmp/run
 
 The argument is MODEL,DATA: a short name from models.py, and a TFDS name or a
@@ -19,7 +19,7 @@ it, so there is none here. Expected: B/16 pre-trained this way fine-tunes to
 79.9 % on ImageNet, 2 points above training from scratch, 4 below supervised
 pre-training:
 
-  python -m vit_jax.main --config=configs/vit.py:b16,imagenet2012 \
+  vit_jax train --config=configs/vit.py:b16,imagenet2012 \
     --config.pretrained=/tmp/run --workdir=/tmp/tuned
 """
 

@@ -1,6 +1,6 @@
 r"""Predicts masked patches of scikit-learn's digits, without a download.
 
-  python -m vit_jax.main --config=configs/masked_patches_digits.py \
+  vit_jax train --config=configs/masked_patches_digits.py \
     --workdir=/tmp/masked
 
 A small ViT sees digits of 16x16 pixels in patches of 4x4, half of them

@@ -1,6 +1,6 @@
 r"""Fine-tunes an MLP-Mixer B/16 on CIFAR-10 (arXiv 2105.01601).
 
-  python -m vit_jax.main --config=configs/mixer_base16_cifar10.py \
+  vit_jax train --config=configs/mixer_base16_cifar10.py \
     --config.pretrained=Mixer-B_16.npz --workdir=/tmp/mixer
 
 Uses 224 pixels, as in pre-training: a Mixer accepts no other number of patches.

@@ -1,17 +1,17 @@
-r"""Trains a ViT from scratch with Adam, on any TFDS data set or folder.
+r"""Trains a ViT from scratch with Adam on a TFDS data set or a folder.
 
-  python -m vit_jax.main --config=configs/pretrain.py:ti16,/path/to/folder \
+  vit_jax train --config=configs/pretrain.py:ti16,/path/to/folder \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/pretrain.py:s16,imagenet2012,light2 \
+  vit_jax train --config=configs/pretrain.py:s16,imagenet2012,light2 \
     --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/pretrain.py:l16,/data/21k,imagenet21k,30ep \
+  vit_jax train --config=configs/pretrain.py:l16,/data/21k,imagenet21k,30ep \
     --workdir=/tmp/run
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and
 AUGMENTATION in any order. MODEL is a short name from models.py. DATA is a TFDS
 name, or a folder with train/<class>/* and test/<class>/*. RECIPE is
-imagenet2012, imagenet21k, jft300m or other; by default that of the data set's
-name. EPOCHS is one of the lengths that the paper trains a model for: 7ep or
+imagenet2012, imagenet21k, jft300m or other; the default follows the data set's
+name. EPOCHS is one of the paper's training lengths: 7ep or
 14ep for l16 and r50_l16 on JFT-300M, 30ep or 90ep for l16 and l32 on
 ImageNet-21k; by default the longest. AUGMENTATION is a setting of AUGREG in
 common.py.
@@ -27,10 +27,10 @@ Peculiarities of the published recipes:
 
 - The gradient is clipped for ImageNet only (caption of table 3). If another run
   diverges, set --config.grad_norm_clip=1.
-- Weight decay is multiplied by the learning rate: 0.3 for ImageNet takes off at
-  most 0.3 * 3e-3 of a weight per step.
-- The warm-up takes 10,000 steps for all data, a ninth of the run on ImageNet.
-- Linear decay ends at 1e-5, and not at 0 (issue #2).
+- Weight decay is multiplied by the learning rate: 0.3 for ImageNet decreases a
+  weight by at most 0.3 * 3e-3 of itself per step.
+- The warm-up takes 10,000 steps for all data sets, a ninth of the run on ImageNet.
+- Linear decay ends at 1e-5 rather than 0 (issue #2).
 - ImageNet-21k and JFT-300M have a sigmoid per class, summed over classes (issue
   #34), and a head with a hidden layer. On ImageNet the head here is linear;
   --config.model.representation_size=768 adds the hidden layer of section 3.1.

@@ -1,14 +1,14 @@
 r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
 
-  python -m vit_jax.main --config=configs/vit.py:b16,cifar10 \
+  vit_jax train --config=configs/vit.py:b16,cifar10 \
     --config.pretrained=ViT-B_16.npz --workdir=/tmp/vit
-  python -m vit_jax.main --config=configs/vit.py:b16,/path/to/folder \
+  vit_jax train --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=model.safetensors --workdir=/tmp/vit
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
 models.py. DATA is a TFDS name, or a folder with train/<class>/* and
-test/<class>/*. SIZE is the size of the images in pixels: by default 384, or 378
-for patches of 14 pixels. From 512 on the weights are averaged with decay .9999,
+test/<class>/*. SIZE is the size of the images in pixels: 384 by default, or 378
+for patches of 14 pixels. At 512 and above, weights are averaged with decay .9999,
 as in table 2.
 
 --config.pretrained takes a published .npz, a .safetensors or .bin of timm or

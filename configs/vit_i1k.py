@@ -1,7 +1,7 @@
 r"""Trains a ViT on ImageNet from scratch, by the recipe `vit_i1k` of big_vision.
 
-  python -m vit_jax.main --config=configs/vit_i1k.py:b16 --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/vit_i1k.py:b32,imagenet2012,light1 \
+  vit_jax train --config=configs/vit_i1k.py:b16 --workdir=/tmp/run
+  vit_jax train --config=configs/vit_i1k.py:b32,imagenet2012,light1 \
     --workdir=/tmp/run
 
 The argument is MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION. MODEL is a short
@@ -10,13 +10,13 @@ with train/<class>/* and test/<class>/*. AUGMENTATION is a setting of AUGREG in
 common.py, by default the choice of big_vision for the model.
 
 Expected on the ImageNet validation set after 300 epochs: B/16 about 79 % (issue
-#7 of big_vision), where the recipe of the paper has 74.79 %
+#7 of big_vision), compared with 74.79 % for the paper's recipe
 (configs/pretrain.py:b16,imagenet2012).
 
 Peculiarities of the published recipe:
 
 - The loss is a sigmoid per class although each image has one class. The head's
-  bias starts at -6.9, the logarithm of 1/1000: with other data set
+  bias starts at -6.9, the logarithm of 1/1000: with other data, set
   --config.model.head_bias_init to that of 1/classes.
 - Weight decay of 1e-4 is not multiplied by the learning rate, only by the
   schedule. That equals 0.1 in the terms of the papers, at this learning rate.

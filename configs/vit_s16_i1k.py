@@ -1,7 +1,7 @@
 r"""Trains S/16 on ImageNet from scratch, as a simple and good baseline.
 
-  python -m vit_jax.main --config=configs/vit_s16_i1k.py --workdir=/tmp/run
-  python -m vit_jax.main --config=configs/vit_s16_i1k.py:/path/to/folder \
+  vit_jax train --config=configs/vit_s16_i1k.py --workdir=/tmp/run
+  vit_jax train --config=configs/vit_s16_i1k.py:/path/to/folder \
     --workdir=/tmp/run
 
 The recipe is that of "Better plain ViT baselines for ImageNet-1k" (arXiv

@@ -10,15 +10,7 @@ from vit_jax.run import config as run_config
 from vit_jax.studies import study
 
 # `python -m MODULE` -> the command that it is.
-MODULES = {
-  'vit_jax.main': 'train',
-  'vit_jax.data.indexing': 'index',
-} | {
-  f'vit_jax.{name}': name
-  for name in (
-    'predict', 'visualize', 'probe', 'convert', 'plan', 'sweep', 'compute',
-  )
-}  # fmt: skip
+MODULES = {'vit_jax.main': 'train'}
 # Command -> arguments that are right, without a config.
 MINIMAL = {
   'evaluate': ['--workdir=/tmp/run', '--split=test'],

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import runpy
 import shlex
 
 import pytest
@@ -151,6 +152,17 @@ def test_links_lead_somewhere():
 def test_pages_are_in_the_index():
   index = markdown.links(DOCS / 'README.md')
   assert set(index) == set(NAMES) - {'README.md'}
+
+
+def test_the_page_of_keys_is_up_to_date():
+  """Run `python docs/config_table.py` to write it."""
+  generator = runpy.run_path(str(DOCS / 'config_table.py'))
+  assert generator['PAGE'].read_text() == generator['page']()
+  rows = markdown.rows(DOCS / 'config.md', 'key')
+  assert {row[0].strip('`') for row in rows} == {*schema.flat(common.Config)}
+  by_key = {row[0].strip('`'): row[1:] for row in rows}
+  assert by_key['batch'][:2] == ['an integer of at least 1', '`512`']
+  assert by_key['pp.crop_ratio'][1] == '`(3 / 4, 4 / 3)`'
 
 
 # --- Figures ---

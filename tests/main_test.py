@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tests import commands
-from vit_jax import __main__ as program, console
+from vit_jax import __main__ as program
 from vit_jax.commands import predict, train
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -41,7 +40,7 @@ def test_help_names_every_command(capsys):
     assert len(does) < 66
     assert (ROOT / 'vit_jax' / 'commands' / f'{name}.py').exists()
   files = {path.stem for path in (ROOT / 'vit_jax' / 'commands').glob('*.py')}
-  assert files - {*program.COMMANDS} == {'__init__', 'flags', 'hosts', 'runs'}
+  assert files - {*program.COMMANDS} == {'__init__', 'flags', 'hosts', 'run_flags'}
   assert status_of(program.main, []) == 1
   assert out.strip() in capsys.readouterr().err
 
@@ -71,38 +70,27 @@ def test_help_of_all_commands_loads_nothing_that_is_slow():
     assert f'usage: vit_jax {name} ' in done.stdout
 
 
-@pytest.mark.parametrize('module', commands.MODULES)
-def test_modules_are_commands(module):
-  """`vit_jax predict` is `vit_jax predict`: the file's last line."""
-  name = commands.MODULES[module]
-  path = ROOT / (module.replace('.', '/') + '.py')
-  last = path.read_text().splitlines()[-2:]
-  assert last == ["if __name__ == '__main__':", f"  console.run('{name}')"]
-
-
-def test_commands_run_by_their_new_and_old_name():
-  for args in (('vit_jax', 'compute'), ('vit_jax.planning.compute',)):
-    done = run('-m', *args, '--model=s16', '--epochs=0', '--dataset=digits')
+def test_python_m_is_the_same():
+  for args in (('vit_jax', 'train'), ('vit_jax.main',)):
+    done = run('-m', *args, '--workdir=/tmp/x', '--evaluate=test', '--print')
     assert done.returncode == 1
-    assert done.stderr.strip() == (
-      'Error: epochs=0.0 .*finite number above 0 (--epochs)'
-    )
+    assert done.stderr.startswith('Error: --print and --run')
+    assert done.stderr.count('\n') == 1
 
 
 def test_a_platform_that_is_not_there():
-  """It was an AssertionError of JAX, with its traceback."""
   code = (
     'import jax\n'
-    'from vit_jax import cli\n'
+    'from vit_jax import __main__ as program\n'
     'from vit_jax.commands import compute\n'
     'compute.main = lambda argv: jax.devices()\n'
-    'cli.run("compute")\n'
+    'program.run("compute")\n'
   )
   for platform in ('rocm', 'nonsense'):
     done = run('-c', code, JAX_PLATFORMS=platform)
     assert done.returncode == 1
     line = done.stderr.splitlines()[-1]
-    assert line.startswith(f'Error: JAX_PLATFORMS={platform}: JAX finds no such')
+    assert line.startswith(f'Error: JAX_PLATFORMS={platform}: ')
     assert 'unset JAX_PLATFORMS' in line
     assert 'Traceback' not in done.stderr
 
@@ -117,17 +105,18 @@ def test_statuses(monkeypatch, capsys):
     raise result
 
   monkeypatch.setattr(predict, 'main', main)
-  assert status_of(console.run, 'predict', []) == 0
-  assert status_of(console.run, 'predict', []) == 7
-  assert status_of(console.run, 'predict', []) == 130
+  assert status_of(program.run, 'predict', []) == 0
+  assert status_of(program.run, 'predict', []) == 7
+  assert status_of(program.run, 'predict', []) == 130
   assert capsys.readouterr().err == 'Interrupted.\n'
   with pytest.raises(ValueError, match='elsewhere'):  # Not of this package.
-    console.run('predict', [])
+    program.run('predict', [])
   monkeypatch.undo()
-  assert status_of(console.run, 'predict', ['--top=x', 'a.png']) == 1
-  assert capsys.readouterr().err == (
-    "Error: --top: invalid int value: 'x' (see --help)\n"
-  )
+  assert status_of(program.run, 'predict', ['--top=x', 'a.png']) == 1
+  error = capsys.readouterr().err
+  assert error.startswith('Error: --top: ')
+  assert "'x'" in error
+  assert error.count('\n') == 1
 
 
 def test_the_originals_command_line(monkeypatch):
@@ -155,26 +144,26 @@ def test_evaluation_by_both_names(monkeypatch):
   for args in seen:
     assert (args.workdir, args.evaluate, args.real) == ('/w', 'test', 'r.json')
   assert len(seen) == 2
-  with pytest.raises(ValueError, match='--split=SPLIT is needed'):
+  with pytest.raises(ValueError, match='--split=SPLIT'):
     evaluate.main(['--workdir=/w'])
-  with pytest.raises(ValueError, match='--dataset=x is for evaluation: add'):
+  with pytest.raises(ValueError, match='--dataset=x .*--evaluate'):
     train.main(['--workdir=/w', '--config=configs/digits.py', '--dataset=x'])
   for flag in ('--print', '--run=a'):
-    with pytest.raises(ValueError, match='--print and --run are for training'):
+    with pytest.raises(ValueError, match='--print and --run'):
       train.main(['--workdir=/w', '--evaluate=test', flag])
 
 
 _LINES = """
 import sys, types
-from vit_jax import console
+from vit_jax import __main__ as program
 module = types.ModuleType('vit_jax.commands.lines')
 module.main = lambda argv: print('line\\n' * 100_000) or 0
 sys.modules['vit_jax.commands.lines'] = module
-console.run('lines', [])
+program.run('lines', [])
 """
 
 
-def test_a_reader_that_has_enough_ends_a_command_in_silence():
+def test_a_closed_pipe_ends_a_command_silently():
   """As `vit_jax predict ... | head -1` does."""
   with subprocess.Popen(
     [sys.executable, '-c', _LINES],

@@ -65,7 +65,7 @@ def shell_lines(page) -> list[str]:
 def calls(line: str) -> list[tuple[str, list[str]]]:
   """Returns the commands of this package in a line, with their arguments.
 
-  `vit_jax predict ...` and `vit_jax predict ...` are both 'predict'.
+  `vit_jax train ...` and `python -m vit_jax.main ...` are both 'train'.
   """
   words = shlex.split(line, comments=True)
   found = []

@@ -1,26 +1,32 @@
-"""The command `vit_jax`, also `python -m vit_jax`: trains, looks in, converts."""
+"""The command `vit_jax`, also `python -m vit_jax`: dispatches to a command."""
 
 from collections.abc import Sequence
 import difflib
+import importlib
+import os
+import pathlib
 import sys
+import traceback
 
 from vit_jax import console
 
 # Name of a command, a module in vit_jax/commands -> what it does.
 COMMANDS = {
-  'train': 'trains a model, or runs another program of a config',
-  'evaluate': 'evaluates a trained model on any split',
-  'predict': 'prints or draws what a model says of images',
-  'visualize': "draws the paper's figures of a model",
-  'demo': 'shows a model on a page, for photographs that you drop',
-  'probe': 'measures the features of a model by linear probes',
-  'convert': 'converts weights to and from timm, Hugging Face, ...',
-  'export': 'writes a model as StableHLO, SavedModel or ONNX',
-  'index': 'lists and checks the images of a folder before training',
-  'plan': 'plans a training for TPUs: memory, speed, cost',
-  'sweep': 'chooses a learning rate or other values, and tests it',
-  'compute': 'counts FLOPs and cost of pre-training',
+  'train': 'Train or fine-tune a model, or run a study',
+  'evaluate': 'Evaluate a trained model on any split',
+  'predict': 'Print, draw or tabulate predictions for images',
+  'visualize': "Draw the paper's figures for a model",
+  'demo': 'Serve a web demo for your photos',
+  'probe': 'Measure the features of a model by few-shot and linear probes',
+  'convert': 'Convert weights to and from timm, Hugging Face, ...',
+  'export': 'Export a model to ONNX, StableHLO or SavedModel',
+  'index': 'List and check the images of a folder before training',
+  'plan': 'Estimate memory, speed and cost of training on TPUs',
+  'sweep': 'Choose a learning rate or other values, then test it',
+  'compute': 'Count the FLOPs and the cost of pre-training',
 }
+# Errors that are shown in one line if this package raises them.
+_EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)
 
 
 def help_text() -> str:
@@ -31,27 +37,72 @@ def help_text() -> str:
     [
       'usage: vit_jax COMMAND ...\n',
       *lines,
-      '\nvit_jax COMMAND --help describes a command and its flags.',
+      '\nRun `vit_jax COMMAND --help` for the flags of a command.',
     ]
   )
 
 
-def main(argv: Sequence[str] | None = None):
-  """Runs a command, and exits with its status.
+def run(command: str, argv: Sequence[str] | None = None):
+  """Runs a module of vit_jax/commands and exits with the status it returns.
 
-  Args:
-    argv: name of the command and its arguments; by default those of the process.
+  Errors raised by this package (a wrong flag, a missing folder) are printed in one
+  line, all others with a traceback. `argv` defaults to the process's arguments.
+  """
+  console.quiet()
+  console.avoid_absent_gpus()
+  console.keep_compiled()
+  try:
+    module = importlib.import_module(f'vit_jax.commands.{command}')
+    status = module.main(sys.argv[1:] if argv is None else argv)
+    sys.stdout.flush()
+    sys.exit(status)
+  except BrokenPipeError:  # The reader, such as `head`, has closed the pipe.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(141)  # 128 + SIGPIPE.
+  except KeyboardInterrupt as e:
+    print(str(e) or 'Interrupted.', file=sys.stderr)
+    sys.exit(130)
+  except Exception as e:
+    frame = traceback.extract_tb(e.__traceback__)[-1]
+    source = pathlib.Path(frame.filename)
+    ours = {'vit_jax', 'configs'} & set(source.parts[-4:-1])
+    if isinstance(e, ModuleNotFoundError) and e.name in console.TRAIN_MODULES:
+      reason = console.install(e.name, 'train', f'vit_jax {command}')
+    elif isinstance(e, _EXPECTED) and ours:
+      reason = f'{e}'
+    elif (source.name, frame.name) == ('xla_bridge.py', 'backends'):
+      reason = _no_device(e)
+    else:
+      raise
+    print(f'Error: {reason}', file=sys.stderr)
+    sys.exit(1)
+
+
+def _no_device(error) -> str:
+  wanted = sys.modules['jax'].config.jax_platforms
+  lines = str(error).splitlines()
+  cause = f' ({lines[0]})' if lines else ''
+  return (
+    f'JAX_PLATFORMS={wanted}: JAX finds no such device on this machine{cause}: '
+    'install JAX for it, or unset JAX_PLATFORMS'
+  )
+
+
+def main(argv: Sequence[str] | None = None):
+  """Runs the command named by the first argument and exits with its status.
+
+  `argv` defaults to the arguments of the process.
   """
   name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
   if name in COMMANDS:
-    console.run(name, rest)
+    run(name, rest)
   if name in ('-h', '--help', 'help'):
     print(help_text())
     sys.exit(0)
   near = difflib.get_close_matches(name, COMMANDS, n=1)
   hint = f": did you mean '{near[0]}'?" if near else ''
-  said = f"Error: there is no command '{name}'{hint}" if name else ''
-  print(f'{said}\n{help_text()}'.strip(), file=sys.stderr)
+  message = f"Error: there is no command '{name}'{hint}" if name else ''
+  print(f'{message}\n{help_text()}'.strip(), file=sys.stderr)
   sys.exit(1)
 
 

@@ -1,12 +1,10 @@
-"""Trains a Vision Transformer, by the command of the original.
+"""Trains a Vision Transformer: the original's name for `vit_jax train`.
 
-  python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
-  python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
-
-`vit_jax train` is the same, see vit_jax/commands/train.py.
+python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
+python -m vit_jax.main --workdir=/tmp/digits --evaluate=test
 """
 
-from vit_jax import console
+from vit_jax import __main__ as program
 
 if __name__ == '__main__':
-  console.run('train')
+  program.run('train')

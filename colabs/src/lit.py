@@ -33,7 +33,7 @@ REPOSITORY = ''
 # Name of a published model: 'LiT-B16B', 'LiT-B16B_2', 'LiT-L16L', 'LiT-L16S' or
 # 'LiT-L16Ti'; or weights of your own: the path of a .npz, hf://OWNER/NAME, ...
 MODEL = 'LiT-B16B'
-# Path of the vocabulary; '' takes the published one, or the one that lies beside
+# Path of the vocabulary; '' uses the published one, or the one next to
 # your weights (weights.npz, weights.txt).
 VOCABULARY = ''
 # Paths of photographs; [] takes those of scikit-learn, a temple and a flower.
@@ -253,7 +253,7 @@ colab_tools.show(
 # temple', 'a flower'])`. In a terminal, in the checkout of vit_jax:
 #
 # ```
-# python -m vit_jax predict --weights=LiT-B16B.npz --classes='a temple;a flower' photo.jpg
+# vit_jax predict --weights=LiT-B16B.npz --classes='a temple;a flower' photo.jpg
 # ```
 #
 # `docs/image_text.md` tells how to evaluate on any data set, and how to train on

@@ -165,8 +165,8 @@ for part, leaves in params.items():
 # all test images now and then, and saves checkpoints.
 #
 # **Stop it at any time** with the stop button: it saves the current step. **Run the
-# cell again** and it goes on from there; the result is the same as without a stop.
-# A finished run says that it is finished. To train anew with other settings, choose
+# cell again** to resume; the result is the same as without a stop.
+# A finished run says so. To train again with other settings, choose
 # another `WORKDIR`.
 #
 # To expect for the digits: 98.9 % of the 360 test images, after 80 passes over the
@@ -221,7 +221,7 @@ for name, probability in trained.predict([f'{WORKDIR}/example.png'], top=3)[0]:
 # ## Fine-tuning
 #
 # A trained model knows what images look like. To answer another question it keeps
-# all layers but the last: the *head* starts anew, with zeros, and everything is
+# all layers but the last: the *head* is new, initialised with zeros, and everything is
 # trained a little further. The paper's recipe is SGD with momentum, without weight
 # decay, at a higher resolution, for which the position embeddings are interpolated.
 #

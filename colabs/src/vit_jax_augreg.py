@@ -36,7 +36,7 @@ WORKDIR = '/tmp/vit_jax/augreg'
 PUBLISHED = 'gs://vit_models/augreg'
 # Model to take: 'R_Ti_16', 'Ti_16', 'S_32', 'S_16', 'R26_S_32', 'B_32', 'B_16', ...
 MODEL = 'R_Ti_16'
-# Names of ImageNet's classes, one a line; '' shows their numbers.
+# Names of ImageNet's classes, one per line; '' shows their numbers.
 IMAGENET_NAMES = (
   'https://storage.googleapis.com/bit_models/ilsvrc2012_wordnet_lemmas.txt'
 )
@@ -207,7 +207,7 @@ colab_tools.show(
 # embeddings are interpolated to the resolution.
 #
 # **Stop it at any time** with the stop button: it saves the current step. **Run the
-# cell again** and it goes on from there. To train anew with other settings, choose
+# cell again** to resume. To train again with other settings, choose
 # another `WORKDIR`.
 
 # %%

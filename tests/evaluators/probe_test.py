@@ -150,7 +150,7 @@ def test_wrong_wishes(model, mesh, options, message):
 
 
 def test_a_folder_of_data_sets_that_is_not_there():
-  with pytest.raises(ValueError, match="tfds_data_dir='/no/such' is no folder"):
+  with pytest.raises(ValueError, match="tfds_data_dir='/no/such'"):
     probe_command.main(['--workdir=/tmp/run', '--tfds_data_dir=/no/such'])
 
 

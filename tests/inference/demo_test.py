@@ -23,7 +23,8 @@ from PIL import Image
 from playwright import sync_api
 import pytest
 
-from tests import conftest, visualize_test
+from tests import conftest
+from tests.figures import visualize_test
 from tests.inference import export_test
 from vit_jax import predict
 from vit_jax.commands import demo as command, visualize as visualize_command
@@ -517,7 +518,7 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
   flags = [f'--workdir={workdir}', f'--port={port}']
   output = run_command(monkeypatch, flags, visit)
-  assert f'shown on {url}/ until you press Ctrl-C' in output
+  assert f'on {url}/ until you press Ctrl-C' in output
   assert 'password' not in output
   assert not folders[0].exists()
   assert os.environ['GRADIO_TEMP_DIR'] == '/tmp/of_the_user'
@@ -540,10 +541,10 @@ def test_the_command_says_who_else_can_reach_it(workdir, monkeypatch):
 
   flags = [f'--workdir={workdir}', f'--port={port}', '--host=0.0.0.0']
   output = run_command(monkeypatch, flags, visit)
-  [host] = re.findall(rf'shown on http://(.+):{port}/ until', output)
+  [host] = re.findall(rf'on http://(.+):{port}/ until', output)
   assert host not in ('0.0.0.0', 'localhost', '127.0.0.1')
   socket.create_server((host, 0)).close()  # It is an address of this machine.
-  assert 'verybody who can reach this machine' in output
+  assert 'veryone who can reach this machine' in output
   assert 'password' in output
 
 
@@ -570,5 +571,5 @@ def test_without_gradio_the_extra_is_named(monkeypatch):
 
 
 def test_a_task_without_a_page(model):
-  with gradio.Blocks(), pytest.raises(ValueError, match='nothing on a page'):
+  with gradio.Blocks(), pytest.raises(ValueError, match='`page`'):
     predictor.Predictor.page(model)

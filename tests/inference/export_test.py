@@ -292,14 +292,14 @@ def test_other_and_free_sizes(name, image_size, tmp_path):
 
 def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
   monkeypatch.setitem(export.TOLERANCES, 'bfloat16', 1e-6)
-  with pytest.raises(ValueError, match='differs from JAX by .*nothing was wri'):
+  with pytest.raises(ValueError, match='differs from JAX by .*--to'):
     vit.export(tmp_path / 'out', 'onnx', dtype='bfloat16')
   assert not list(tmp_path.iterdir())
 
 
 def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
   monkeypatch.setattr(export, '_LARGEST', 10_000)
-  with pytest.raises(ValueError, match='more than a file of StableHLO holds'):
+  with pytest.raises(ValueError, match='StableHLO.*--dtype=bfloat16'):
     vit.export(tmp_path / 'out', 'stablehlo')
   assert not list(tmp_path.iterdir())
   vit.export(tmp_path / 'out', 'onnx')
@@ -316,8 +316,8 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
     (['--to=tflite'], "invalid choice: 'tflite' .choose from .*saved_model"),
     (['--dtype=int8'], "dtype: invalid choice: 'int8'"),
     (['--image_size=0'], "'0' .*integer"),
-    (['--out={taken}'], "out='.*' exists: give another path, or delete it"),
-    (['--to=onnx', '--image_size=free'], "'free' is not for --to=onnx: give"),
+    (['--out={taken}'], "out='.*' exists.*--out"),
+    (['--to=onnx', '--image_size=free'], "'free' .*--to=onnx"),
     (['--step=3', '--weights=a.npz'], '--step=3 selects a checkpoint of a run'),
   ],
 )
@@ -340,11 +340,11 @@ def test_a_missing_package_is_named_with_its_extra(vit, tmp_path, monkeypatch):
 
 def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
   out = tmp_path / 'out'
-  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\): leave'):
+  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
     vit.export(out, 'stablehlo', image_size=48)
-  with pytest.raises(ValueError, match='image_size=.*does not suit the model'):
+  with pytest.raises(ValueError, match=r'image_size=.*8'):
     vit.export(out, 'stablehlo', image_size=8)
-  with pytest.raises(ValueError, match="'free' does not suit the model"):
+  with pytest.raises(ValueError, match="image_size='free'"):
     vit.export(out, 'stablehlo', image_size='free')
   assert not list(tmp_path.iterdir())
 

@@ -186,7 +186,7 @@ def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monke
 
   with monkeypatch.context() as patch:
     patch.setattr(tables.files, 'write', signalled)
-    with pytest.raises(stopping.Interrupted, match='resumes') as error:
+    with pytest.raises(stopping.Interrupted, match='resume.*table.csv') as error:
       write(model, images * 3, out)
   assert error.value.signal == signal.SIGTERM
   parts = sorted((tmp_path / 'table.csv.parts').glob('part-*'))
@@ -371,14 +371,14 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', 'empty'], "no images in '.*empty'"),
     (['--out=a.csv', 'bad.jsonl'], "bad.jsonl', line 2: must be like"),
     (['--out=a.csv', 'no.txt'], 'no.txt'),
-    (['--out=a.csv', 'none.txt'], 'there are no images to predict'),
+    (['--out=a.csv', 'none.txt'], 'no images given'),
     (
       ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
       'no layer of the model: it has features, pixels, layer_0, layer_1, .*such as',
     ),
-    (['--out=a.csv', '--top=0', 'a.png'], '--top=0 must be 1 or more'),
+    (['--out=a.csv', '--top=0', 'a.png'], 'top=0 .*--top'),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
-    (['--out=no/a.csv', 'a.png'], 'is in no folder that exists'),
+    (['--out=no/a.csv', 'a.png'], "out='no/a.csv'.*--out"),
   ],
 )
 def test_wrong_input_is_refused_and_nothing_is_written(
@@ -429,7 +429,7 @@ def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
   stop_before_joining(model, few, out)
   for which in (parts, out):
     for args in refused:
-      with pytest.raises(ValueError, match=f"'{which}'.*other {args[2]}[,)].*--out"):
+      with pytest.raises(ValueError, match=f"'{which}'.*other .*{args[2]}[,:].*--out"):
         write(*args[:2], out)
     facts = tmp_path / '.table.csv.json'
     content = facts.read_bytes()

@@ -20,7 +20,7 @@ MACHINE = """
 import pathlib, sys, time
 import pytest
 from tests.studies import fake_training
-from vit_jax import console
+from vit_jax import __main__ as program
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs
 runs._PAUSE = 0.2
@@ -36,7 +36,7 @@ def measure(config):
     f'accuracy_{name}': 0.5 + config.base_lr, f'loss_{name}': config.seed
   }
 fake = fake_training.Fake(pytest.MonkeyPatch(), measure)
-console.run('sweep', sys.argv[4:])
+program.run('sweep', sys.argv[4:])
 """
 
 STUDY = """
@@ -174,5 +174,5 @@ def test_a_run_that_was_trained_alone_is_done(study, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('flag', ['--print', '--run=a'])
 def test_programs_whose_runs_build_on_each_other_have_none_to_choose(flag):
-  with pytest.raises(ValueError, match="trainer='transfer' has no runs to ch"):
+  with pytest.raises(ValueError, match="trainer='transfer'.*--print and --run"):
     command.main(['--config=configs/digits_transfer.py', '--workdir=/w', flag])

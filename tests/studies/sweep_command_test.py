@@ -98,8 +98,8 @@ def test_flags():
       'no flag --valeus: did you mean --values',
     ),
     ([*CONFIG, 'base_lr=1'], r"unknown arguments \['base_lr=1'\]"),
-    (CONFIG[:1], '--workdir=FOLDER is needed'),
-    (CONFIG[1:], '--config=FILE is needed'),
+    (CONFIG[:1], '--workdir=FOLDER'),
+    (CONFIG[1:], '--config=FILE'),
   ],
 )
 def test_wrong_flags_are_named(args, message):

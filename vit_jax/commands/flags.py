@@ -1,13 +1,15 @@
-"""The parser of the commands, and flags that several of them have.
+"""The parser of the commands, and flags that several of them share.
 
-Each command has `make_parser`, the parser of its flags, and `main`, which runs
-it and returns the exit status. `parse`, where it has one, parses its flags and
-checks them together; it raises ValueError for wrong ones, as the parser does.
+Each command has a table of its flags (name -> arguments of `add_argument`),
+`make_parser`, and `main`, which returns the exit status. `parse`, where there is
+one, also checks flags against each other. Wrong flags raise ValueError.
 """
 
 import argparse
+from collections.abc import Mapping
 import difflib
 import os
+from typing import Any
 
 from etils import epath
 
@@ -33,53 +35,56 @@ def pixels(text: str) -> int | tuple[int, int]:
 
 
 def height_width(text: str) -> tuple[int, int]:
-  """Parses SIDE or HEIGHT,WIDTH; a side is that of a square."""
+  """Parses SIDE (of a square) or HEIGHT,WIDTH."""
   found = pixels(text)
   return found if isinstance(found, tuple) else (found, found)
 
 
 class Parser(argparse.ArgumentParser):
-  """Parser of a command; raises ValueError for wrong flags.
+  """The parser of a command.
 
-  `text` is what --help prints of the command, the docstring of its module.
+  `text` is the description in --help, `table` the flags, see `add`.
   """
 
-  def __init__(self, command: str, text: str):
+  def __init__(self, command: str, text: str, table: Mapping[str, Any] = {}):
     super().__init__(
       prog=f'vit_jax {command}',
       description=text,
       formatter_class=argparse.RawDescriptionHelpFormatter,
       allow_abbrev=False,
     )
+    self.add(table)
 
-  def add_config(self, text: str = 'config file of a training'):
-    """Adds --config=FILE.py:ARG and flags that set its keys.
+  def add(self, table: Mapping[str, Any], group: str | None = None):
+    """Adds flags, name -> arguments of `add_argument`, under a title in --help."""
+    place = self.add_argument_group(group) if group else self
+    for name, options in table.items():
+      place.add_argument(name, **options)
 
-    The namespace has the path in `config_file`, and in `config` the config,
-    None if there is no such flag.
+  def add_config(self, text: str = 'config file'):
+    """Adds --config=FILE.py:ARG and --config.KEY=VALUE.
+
+    The namespace has the path in `config_file`, and the config (or None) in `config`.
     """
-    self.add_argument(
-      f'--{_CONFIG}', metavar='FILE[:ARG]',
-      help=f'{text}, with an argument for it after a colon; --config.KEY=VALUE '
-      'sets one of its keys',
-    )  # fmt: skip
+    text = f'{text}; --config.KEY=VALUE sets a key'
+    self.add({f'--{_CONFIG}': dict(metavar='FILE[:ARG]', help=text)})
     self.set_defaults(config_file=None)
 
   def parse_args(self, args, namespace=None):
     given, args = _split(args) if self._has_config() else ([], args)
-    # Flags may stand between arguments, of which the last may be missing.
+    # Intermixed: flags may be given between positional arguments.
     found, rest = self.parse_known_intermixed_args(args, namespace)
     if rest:
       self._refuse(rest)
     if getattr(found, 'step', None) is not None and not found.workdir:
       raise ValueError(
-        f'--step={found.step} selects a checkpoint of a run: give --workdir=RUN, '
-        'or leave out --step'
+        f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
+        'leave out --step'
       )
     for name in ('num_heads', 'gelu'):
       if getattr(found, name, None) and getattr(found, 'workdir', None):
         raise ValueError(
-          f'--{name} is for weights without a config, and a run has one: give '
+          f'--{name} is for weights without a config, but a run has one: pass '
           f'--weights=FILE, or leave out --{name}'
         )
     if self._has_config():
@@ -97,7 +102,7 @@ class Parser(argparse.ArgumentParser):
     return f'--{_CONFIG}' in self.flags()
 
   def _refuse(self, words):
-    """Raises ValueError for words that are no flags of the command."""
+    """Raises ValueError for words that are not flags of the command."""
     unknown = [word for word in words if word.startswith('-')]
     if not unknown:
       hint = f' (--images {words[0]})' if '--images' in self.flags() else ''
@@ -105,8 +110,8 @@ class Parser(argparse.ArgumentParser):
     flag, _, value = unknown[0].partition('=')
     if flag.startswith('--jax_'):
       raise ValueError(
-        f'there is no flag {flag}: the settings of JAX are variables of the '
-        f'environment, such as {flag[2:].upper()}={value or "VALUE"}'
+        f'there is no flag {flag}: set JAX options as environment variables, such '
+        f'as {flag[2:].upper()}={value or "VALUE"}'
       )
     first, dot, key = flag.lstrip('-').partition('.')
     near = difflib.get_close_matches(f'--{first}', self.flags(), n=1)
@@ -120,10 +125,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _split(words):
-  """Splits a command line into keys of the config, and all other words.
-
-  Returns the pairs of overrides.set_keys, and the other words.
-  """
+  """Returns the config keys of a command line as pairs, and all other words."""
   words, given, rest = list(words), [], []
   while words:
     word = words.pop(0)
@@ -141,12 +143,12 @@ def _split(words):
 
 
 def _load_config(found, given):
-  """Replaces the name of a config file by its config, with the keys set."""
+  """Replaces the name of the config file by its config with the keys set."""
   if not found.config:
     found.config = None
     if given:
       raise ValueError(
-        f'--config.{given[0][0]} sets a key of a config: give --config=FILE too'
+        f'--config.{given[0][0]} sets a key of a config: add --config=FILE'
       )
     return
   # Imported late, so that --help and errors in other flags are fast.
@@ -157,67 +159,69 @@ def _load_config(found, given):
 
 
 def require(args: argparse.Namespace, **examples: str):
-  """Raises ValueError unless flags are given; a word for each flag's value."""
+  """Raises ValueError unless flags are given; maps each name to a sample value."""
   for name, word in examples.items():
     if not getattr(args, name):
-      raise ValueError(f'--{name}={word} is needed (see --help)')
-
-
-def add_model_flags(parser: argparse.ArgumentParser, required: bool = True):
-  """Adds the flags that name a model: --workdir or --weights, --step, --task."""
-  given = parser.add_mutually_exclusive_group(required=required)
-  given.add_argument('--workdir', help='folder of the run')
-  given.add_argument(
-    '--weights',
-    help='file or folder of weights, or hf://OWNER/NAME, in place of a run',
-  )
-  parser.add_argument('--step', type=int, help='step of the checkpoint (the newest)')
-  add_weights_flags(parser)
-  add_trust_flags(parser)
+      raise ValueError(f'--{name}={word} is required (see --help)')
 
 
 def heads(text: str) -> int | tuple[int, int]:
-  """Parses NUMBER, or IMAGE,TEXT of two towers."""
+  """Parses NUMBER, or IMAGE,TEXT for two towers."""
   found = tuple(map(count, text.split(',')))
   if len(found) > 2:
     raise argparse.ArgumentTypeError(f"'{text}' must be NUMBER or IMAGE,TEXT")
   return found if len(found) > 1 else found[0]
 
 
-def add_weights_flags(parser: argparse.ArgumentParser):
-  """Adds --num_heads and --gelu: what no config beside weights tells."""
-  parser.add_argument(
-    '--num_heads',
-    type=heads,
-    metavar='NUMBER or IMAGE,TEXT',
-    help='attention heads of weights without a config that tells them',
+def add_model_flags(parser: Parser, required: bool = True):
+  """Adds the flags that select a model."""
+  source = parser.add_mutually_exclusive_group(required=required)
+  source.add_argument('--workdir', help='folder of a run')
+  source.add_argument(
+    '--weights', help='file or folder of weights, or hf://OWNER/NAME, instead of a run'
   )
-  parser.add_argument(
-    '--gelu',
-    choices=('erf', 'tanh', 'quick'),
-    help='GELU of such weights: exact, its approximation, or that of CLIP',
+  parser.add({'--step': dict(type=int, help='step of the checkpoint (newest)')})
+  add_weights_flags(parser)
+  add_trust_flags(parser)
+
+
+def add_weights_flags(parser: Parser):
+  """Adds --num_heads and --gelu, for weights without a config."""
+  parser.add(
+    {
+      '--num_heads': dict(
+        type=heads,
+        metavar='NUMBER or IMAGE,TEXT',
+        help='number of attention heads, for weights without a config',
+      ),
+      '--gelu': dict(
+        choices=('erf', 'tanh', 'quick'),
+        help="such weights' GELU: exact, tanh approximation, or CLIP's sigmoid",
+      ),
+    }
   )
 
 
-def add_trust_flags(parser: argparse.ArgumentParser):
-  """Adds --task and --insecure: what a command may trust."""
-  parser.add_argument(
-    '--insecure',
-    action=_Insecure,
-    nargs=0,
-    help='allow files from http://',
-  )
-  parser.add_argument(
-    '--task',
-    type=_named_task,
-    metavar='MODULE',
-    help='module of the task of a run whose task is none of the package: its '
-    'code is run, so name only a module that you trust',
+def add_trust_flags(parser: Parser):
+  """Adds --task and --insecure."""
+  parser.add(
+    {
+      '--insecure': dict(
+        action=_Insecure,
+        nargs=0,
+        help='allow files from http://',
+      ),
+      '--task': dict(
+        type=_named_task,
+        metavar='MODULE',
+        help="module of a run's own task; its code is executed, so it must be trusted",
+      ),
+    }
   )
 
 
 class _Insecure(argparse.Action):
-  """Sets the variable that vit_jax/weights/fetch.py reads."""
+  """Sets the environment variable that vit_jax/weights/fetch.py reads."""
 
   def __call__(self, *_):
     os.environ['VIT_JAX_INSECURE'] = '1'
@@ -230,14 +234,11 @@ def _named_task(module):
 
 
 def check_output(name: str, path: str | os.PathLike | None):
-  """Refuses the path of a file to write, of the flag --NAME, if it is a folder.
-
-  Its folder must exist. None means that there is no such flag.
-  """
+  """Raises ValueError unless a file can be written to the path of a flag --NAME."""
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(
-      f"{name}='{path}' is in no folder that exists: make the folder, or give "
-      f'another path (--{name})'
+      f"{name}='{path}': this folder does not exist: create it, or give another "
+      f'path (--{name})'
     )
   if path and epath.Path(path).is_dir():
-    raise ValueError(f"{name}='{path}' is a folder: give the path of a file (--{name})")
+    raise ValueError(f"{name}='{path}' is a folder: give a file path (--{name})")

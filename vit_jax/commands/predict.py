@@ -1,35 +1,13 @@
-r"""Prints the predictions of a trained model for images, such as their classes.
+r"""Print, draw or tabulate predictions for images.
 
-  vit_jax predict --workdir=/tmp/digits image.png other.jpg
-  vit_jax predict --weights=model.safetensors image.png
-  vit_jax predict --workdir=/tmp/digits folder 'gs://bucket/*.jpg'
-
-Any number of images becomes a table with a row an image (.parquet, .csv, .jsonl);
-the same command resumes a table that was stopped or killed:
-
+  vit_jax predict --workdir=/tmp/digits image.png
+  vit_jax predict --weights=hf://google/vit-base-patch16-224 photo.jpg
   vit_jax predict --workdir=/tmp/digits --out=table.parquet folder
-  vit_jax predict --workdir=/tmp/digits --out=table.csv list.txt
-  vit_jax predict --workdir=/tmp/digits --out=table.parquet --embeddings cifar10:test
 
-A model of pixels (configs/igpt.py) draws images, and completes their lower part:
-
-  vit_jax predict --workdir=/tmp/igpt --sample=16 --out=samples.png
-  vit_jax predict --workdir=/tmp/igpt --complete half.png --out=whole.png
-
-Image and text towers choose among any classes or texts, and embed both:
-
-  vit_jax predict --weights=LiT-B16B.npz --classes='a cat;a dog' photo.jpg
-  vit_jax predict --weights=LiT-B16B.npz --embeddings --out=images.parquet folder
-  vit_jax predict --weights=LiT-B16B.npz --embeddings --out=texts.parquet \
-    --texts=texts.txt
-
-A detector prints class, score and box (left, top, right, bottom edge in pixels)
-of each object, and draws them:
-
-  vit_jax predict --workdir=/tmp/detr street.jpg --out=boxes.png
-
-The task of the run decides what is predicted: see the class Predictor in the
-file of the task, such as vit_jax/tasks/classify.py.
+Prints the top classes of each image; detectors print class, score and box (left, top,
+right, bottom edge in pixels). With --out=FILE.parquet, .csv or .jsonl, any number of
+images becomes a table with one row per image; run the same command again to resume it.
+See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
 """
 
 import argparse
@@ -37,128 +15,103 @@ from collections.abc import Sequence
 
 from vit_jax.commands import flags, hosts
 
-# Greatest number of images of --sample.
-_MOST_SAMPLES = 4096
+_MOST_SAMPLES = 4096  # Of --sample.
 TABLES = ('.parquet', '.csv', '.jsonl')
+_FLAGS = {
+  'images': dict(
+    nargs='*',
+    help="image files of any size, folders, patterns such as 'photos/*.jpg', lists of "
+    'paths (.txt, one per line; .jsonl, with an "image" in each line), or, for a table, '
+    'a split NAME:SPLIT of a data set',
+  ),
+}
+_OUTPUT = {
+  '--top': dict(type=int, default=5, help='number of classes to print (5)'),
+  '--out': dict(
+    help='table to write (.parquet, .csv or .jsonl), or PNG: required by models that '
+    'draw images, optional for detectors, which draw boxes'
+  ),
+  '--embeddings': dict(
+    metavar='LAYER',
+    help='tables: add a column with the features of a layer, such as layer_3; without '
+    'LAYER: the inputs of the head',
+  ),
+  '--broken': dict(
+    choices=('row', 'stop'),
+    default='row',
+    help='tables: what a broken image does: add a row with an error, or stop (row)',
+  ),
+  '--dtype': dict(
+    choices=('bfloat16', 'float16'), help='keep the parameters in half the memory'
+  ),
+}
+_DETECTORS = {
+  '--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)'),
+  '--image_size': dict(
+    type=flags.pixels,
+    metavar='SIDE or HEIGHT,WIDTH',
+    help="shorter side, or height and width, of the model's input in pixels (as in the "
+    "run's evaluation)",
+  ),
+}
+_TOWERS = {
+  '--classes': dict(
+    metavar='A;B;C',
+    help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
+    "per line; the run's templates turn them into sentences",
+  ),
+  '--texts': dict(
+    metavar='FILE', help='file with one text per line, to choose from or to embed'
+  ),
+}
+_PIXELS = {
+  '--sample': dict(type=int, help='number of images to draw'),
+  '--complete': dict(nargs='+', help='image files whose lower part is drawn'),
+  '--rows': dict(
+    type=int, help='rows of the image to keep (half, or all of an image that is short)'
+  ),
+  '--seed': dict(type=int, help='random seed (0)'),
+  '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
+  '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
+}
 
 
 def make_parser() -> flags.Parser:
-  parser = flags.Parser('predict', __doc__)
-  parser.add_argument(
-    'images',
-    nargs='*',
-    help='image files of any size, folders with such files, patterns such as '
-    "'photos/*.jpg', lists of paths (.txt, a path a line; .jsonl, each line "
-    'with an "image"), or a split of a data set, NAME:SPLIT, for a table',
-  )
+  parser = flags.Parser('predict', __doc__, _FLAGS)
   flags.add_model_flags(parser)
-  parser.add_argument(
-    '--top', type=int, default=5, help='number of classes to print (5)'
-  )
-  parser.add_argument(
-    '--out',
-    help='table to write, .parquet, .csv or .jsonl; or PNG to write: required '
-    'for tasks whose result is a picture, optional for detectors, which draw '
-    'boxes on the images',
-  )
-  parser.add_argument(
-    '--embeddings',
-    metavar='LAYER',
-    help='tables: a column of features of a layer, such as --embeddings=layer_3; '
-    '--embeddings alone: the inputs of the head',
-  )
-  parser.add_argument(
-    '--broken',
-    choices=('row', 'stop'),
-    default='row',
-    help='tables: whether a broken image is a row with an error, or stops the '
-    'work (row)',
-  )
-  parser.add_argument(
-    '--threshold',
-    type=float,
-    help='detectors: least score of an object, from 0 to 1 (0.7)',
-  )
-  parser.add_argument(
-    '--image_size',
-    type=flags.pixels,
-    metavar='SIDE or HEIGHT,WIDTH',
-    help='detectors: pixels of the shorter side, or height and width, of the '
-    'images that the network sees (as in the evaluation of the run)',
-  )
-  parser.add_argument(
-    '--dtype',
-    choices=('bfloat16', 'float16'),
-    help='keeps the parameters in this type, in half of the memory',
-  )
-  _add_flags_of_some_models(parser)
+  parser.add(_OUTPUT)
+  parser.add(_DETECTORS, 'detectors')
+  parser.add(_TOWERS, 'image and text towers (LiT, CLIP, SigLIP)')
+  parser.add(_PIXELS, 'models of pixels')
   hosts.add_flags(parser)
   return parser
 
 
-def _add_flags_of_some_models(parser):
-  group = parser.add_argument_group('image and text towers (LiT, CLIP, SigLIP)')
-  group.add_argument(
-    '--classes',
-    metavar='A;B;C',
-    help="names of classes to choose from, as in --classes='a cat;a dog', or a "
-    'file with one in each line; they become sentences by the templates of the run',
-  )
-  group.add_argument(
-    '--texts',
-    metavar='FILE',
-    help='file with a text in each line, to choose from as they are',
-  )
-  group = parser.add_argument_group('models of pixels')
-  group.add_argument('--sample', type=int, help='number of images to draw')
-  group.add_argument(
-    '--complete', nargs='+', help='image files whose lower part to draw'
-  )
-  group.add_argument(
-    '--rows',
-    type=int,
-    help="rows to keep of the model's image (all rows of an image that is low "
-    'for its width, half of the rows of any other)',
-  )
-  group.add_argument('--seed', type=int, help='seed of drawing (0)')
-  group.add_argument(
-    '--temperature',
-    type=float,
-    help='below 1: more likely colours (1)',
-  )
-  group.add_argument(
-    '--top_k', type=int, help='draw among so many likely colours (all)'
-  )
-
-
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags; raises ValueError for wrong ones.
-
-  A command line must name one thing to do.
-  """
-  alone = '--embeddings'  # Without a layer; the next word may be a file.
-  argv = [f'{alone}=features' if word == alone else word for word in argv]
+  """Parses and checks the flags: a command line must name one thing to do."""
+  bare = '--embeddings'  # Without a layer; the next word may be a file.
+  argv = [f'{bare}=features' if word == bare else word for word in argv]
   args = make_parser().parse_args(argv)
-  alone = args.texts and args.embeddings and not args.images
+  only_texts = args.texts and args.embeddings and not args.images
   given = {
-    'images': bool(args.images) or bool(alone),
+    'images': bool(args.images or only_texts),
     '--sample': args.sample is not None,
     '--complete': bool(args.complete),
   }
   if sum(given.values()) != 1:
+    found = ' and '.join(k for k, v in given.items() if v) or 'none of them'
     raise ValueError(
-      'give one of image files, --sample=NUMBER and --complete FILE, not '
-      + (' and '.join(k for k, v in given.items() if v) or 'none of them')
+      f'pass image files, --sample=NUMBER or --complete FILE, not {found} (see --help)'
     )
   if args.top < 1:
-    raise ValueError(f'--top={args.top} must be 1 or more')
+    raise ValueError(f'top={args.top} must be at least 1 (--top)')
   if args.sample is not None and not 1 <= args.sample <= _MOST_SAMPLES:
     raise ValueError(
-      f'--sample={args.sample} must be from 1 to {_MOST_SAMPLES:,}, which are drawn '
-      'into one picture'
+      f'sample={args.sample} must be from 1 to {_MOST_SAMPLES:,}, which fit into one '
+      'picture (--sample)'
     )
   if args.rows is not None and not args.complete:
-    raise ValueError(f'--rows={args.rows} is a part of --complete FILE: give that too')
+    raise ValueError(f'--rows={args.rows} needs --complete FILE: add it')
   return args
 
 
@@ -171,6 +124,6 @@ def main(argv: Sequence[str]) -> int:
 
     predict.run(args)
 
-  # Only a table is the work of several hosts.
+  # Several hosts share the work of a table only.
   args.distributed &= str(args.out or '').endswith(TABLES)
   return hosts.run(args, work)

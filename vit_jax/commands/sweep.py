@@ -98,8 +98,10 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
     try:
       found[key] = list(ast.literal_eval(f'[{listed}]'))
     except (ValueError, SyntaxError):
+      from vit_jax.configs import schema  # Late, for a fast --help.
+
       words = listed.split(',')
-      found[key] = [console.literal(word.strip()) for word in words]
+      found[key] = [schema.literal(word.strip()) for word in words]
   return found
 
 

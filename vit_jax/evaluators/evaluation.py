@@ -88,7 +88,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
     name, equals, value = text.partition('=')
     if not name or not equals:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    found[name] = console.literal(value)
+    found[name] = schema.literal(value)
   return found
 
 

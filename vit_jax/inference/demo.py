@@ -1,9 +1,8 @@
-"""Shows what a model makes of photographs, on a page that this machine serves.
+"""Serves a web demo of a model, made with Gradio.
 
-The page has the photograph, examples, and what `page` of the model's predictor
-adds, such as the classes (vit_jax/tasks/classify.py). Gradio makes the page. It
-asks no other machine for anything, and what visitors upload is deleted. What they
-may ask its server for is in vit_jax/inference/guard.py.
+The page has a photo, examples, and what the predictor's `page` adds, such as the top
+classes (vit_jax/tasks/classify.py). It needs no other machine, and uploads are
+deleted. vit_jax/inference/guard.py decides which requests are answered.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,27 +25,27 @@ from vit_jax import console, preprocess
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import guard, user_images
 
-gr = console.needed('gradio', 'demo', 'the page of vit_jax demo')
+gr = console.needed('gradio', 'demo', 'vit_jax demo')
 
-LARGEST = '64mb'  # File that is taken.
+LARGEST = '64mb'  # Of an upload.
 _EXAMPLES = 6
-_SIDE = 1024  # Most pixels of a side of a picture on the page.
-_SMALL = 64  # Images with shorter sides are shown without smoothing.
-_KEPT = 600  # Seconds until an upload is deleted, while the page is served.
-_VISITORS = 16  # Whose results are in memory; and most of those who wait.
-_AT_ONCE = 2  # Photographs.
+_SIDE = 1024  # Longest side of a picture on the page, in pixels.
+_SMALL = 64  # Smaller images are shown without smoothing.
+_KEPT = 600  # Seconds until an upload is deleted.
+_VISITORS = 16  # Sessions in memory, and length of the queue.
+_AT_ONCE = 2  # Photos computed concurrently.
 _ALL = '0.0.0.0'  # All addresses of this machine.
-_FOLDER = 'GRADIO_TEMP_DIR'  # Gradio reads the folder of uploads here.
-_ENLARGED = 'enlarged'  # Class of components whose picture fills them.
+_FOLDER = 'GRADIO_TEMP_DIR'  # Names Gradio's folder of uploads.
+_ENLARGED = 'enlarged'  # CSS class: the picture fills the component.
 _STYLE = (
   f'.{_ENLARGED} .image-frame img '
   '{width: 100%; height: 22rem; object-fit: contain}'
   '#heading * {padding: 0}'
-  # Warnings lie on the photograph, not on results: in the left half, or across a
-  # narrow screen. (Gradio does not apply media queries to them.)
+  # Warnings cover the photo, not the results: the left half of a wide screen. (Gradio
+  # does not apply media queries to them.)
   '.toast-wrap {left: var(--size-3) !important; '
   'max-width: max(45vw, min(100vw, (768px - 100vw) * 99)) !important}'
-  # On narrow screens results come before the examples.
+  # On narrow screens, results come before the examples.
   '@media (max-width: 767px) {'
   '#columns {flex-flow: column nowrap; align-items: stretch}'
   '#given {display: contents}'
@@ -57,24 +56,20 @@ _PIXELATED = 'img {image-rendering: pixelated}'
 
 
 class Photo(NamedTuple):
-  """What a visitor shows to the model."""
+  """A photo of a visitor."""
 
   path: str
-  pixels: np.ndarray  # uint8 [H, W, 3], reduced to 1,024 pixels a side.
+  pixels: np.ndarray  # uint8 [H, W, 3], sides of at most 1,024 pixels.
 
 
 def picture(label: str, enlarged: bool = True):
-  """Makes a component that shows a picture, for `page` of a predictor.
+  """Returns a picture component for a predictor's `page`.
 
-  Gradio tells rightly where a picture is clicked if it is not `enlarged`.
+  Clicks are located correctly only if it is not `enlarged`.
   """
   classes = _ENLARGED if enlarged else None
   return gr.Image(
-    label=label,
-    format='png',
-    interactive=False,
-    elem_classes=classes,
-    buttons=[],
+    label=label, format='png', interactive=False, elem_classes=classes, buttons=[]
   )
 
 
@@ -90,13 +85,15 @@ def check(host: str, port: int | None):
 
 
 def serve(model, title: str, facts: Mapping[str, str], host: str, port: int):
-  """Serves the page until Ctrl-C or SIGTERM; for the arguments see `served`."""
+  """Serves the page until Ctrl-C or SIGTERM; see `served` for the arguments."""
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   with contextlib.suppress(KeyboardInterrupt):
     with served(model, title, facts, host, port) as url:
-      console.say(f'The model is shown on {url} until you press Ctrl-C.')
+      console.say(f'Serving the demo on {url} until you press Ctrl-C.')
       if not guard.is_loopback(host):
-        console.say('Everybody who can reach this machine can use it: no password.')
+        console.say(
+          'Everyone who can reach this machine can use it: there is no password.'
+        )
       threading.Event().wait()
 
 
@@ -108,20 +105,17 @@ def served(
   host: str = '127.0.0.1',
   port: int | None = None,
 ) -> Iterator[str]:
-  """Serves the page of a model inside a `with` block, one page a process.
+  """Serves the page of a model inside a `with` block, and yields its URL.
 
   Args:
     model: a vit_jax.inference.predictor.Predictor.
     title: heading of the page.
-    facts: about the model, by name.
+    facts: shown below the title, by name.
     host: address to listen on.
     port: port to listen on; None: the first free one from 7860.
 
-  Yields:
-    The address of the page, for other machines if they can reach it.
-
   Raises:
-    ValueError: if there is nothing to show of the model.
+    ValueError: if the task has no page.
   """
   host = socket.gethostbyname(host)
   before = os.environ.get(_FOLDER)
@@ -164,10 +158,10 @@ def served(
 
 
 def _address() -> str:
-  """Returns the address of this machine in its network, or its name."""
+  """Returns the network address of this machine, or its name."""
   try:
     with socket.socket(type=socket.SOCK_DGRAM) as probe:
-      # Finds the route to any other machine; for UDP nothing is sent.
+      # Selects a route; nothing is sent over UDP.
       probe.connect(('192.0.2.1', 9))
       return probe.getsockname()[0]
   except OSError:
@@ -176,10 +170,7 @@ def _address() -> str:
 
 @contextlib.contextmanager
 def _sweeping(folder, kept):
-  """Deletes files a while after they were written, also of uploads that broke off.
-
-  Gradio's own deletion knows complete uploads only.
-  """
+  """Deletes old files, including incomplete uploads, which Gradio does not know."""
   done = threading.Event()
 
   def sweep():
@@ -201,7 +192,7 @@ def _sweeping(folder, kept):
 
 
 def _make_page(model, title, facts, folder, examples):
-  """Returns the page, a gradio.Blocks; the examples are files in the folder."""
+  """Returns the page, a gradio.Blocks; `examples` are paths."""
   limit = model.config.max_image_pixels
   words = ' · '.join(f'{k}: {v}' for k, v in facts.items())
   with gr.Blocks(title=title, analytics_enabled=False) as page:
@@ -210,7 +201,7 @@ def _make_page(model, title, facts, folder, examples):
     with gr.Row(elem_id='columns'):
       with gr.Column(elem_id='given'):
         upload = gr.Image(
-          label='Photograph',
+          label='Photo',
           sources=['upload', 'clipboard'],
           elem_classes=_ENLARGED,
           buttons=[],
@@ -225,7 +216,7 @@ def _make_page(model, title, facts, folder, examples):
         return found
       path = file.get('path') if isinstance(file, dict) else None
       if not guard.is_inside(path, folder):
-        gr.Warning('The photograph is not here any more: upload it again')
+        gr.Warning('The photo was deleted: upload it again')
         return found
       try:
         return {**found, **show(_read(path, limit), *values)}
@@ -235,7 +226,7 @@ def _make_page(model, title, facts, folder, examples):
         return found
 
     for event in (upload.input, chosen.load_input_event.then):
-      # Gradio would decode the file itself, whatever its size.
+      # With preprocess=True Gradio would decode files of any size itself.
       event(changed, [upload, *inputs], outputs, preprocess=False)
   with console.waiting('Compiling the model'):
     show(_read(examples[0], limit), *(x.value for x in inputs))
@@ -250,7 +241,7 @@ def _read(path, max_pixels) -> Photo:
 
 
 def _write_examples(config, folder) -> list[str]:
-  """Writes images of the test split, or photographs; returns their paths."""
+  """Writes images of the test split, or photos; returns their paths."""
   source, _ = user_images.sample(config, _EXAMPLES)
   paths = []
   for number in range(source.num_examples):

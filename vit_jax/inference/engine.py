@@ -1,8 +1,8 @@
-"""Computes arrays for every example of a split: the one loop of inference.
+"""Computes arrays for every example of a split: the inference loop.
 
-Evaluations, probes, pseudo-labels, figures and predictions use it. The input
-pipeline decodes images in parallel, all devices of all processes compute, and a
-few batches wait at most, so that memory does not grow with the number of images.
+It is shared by evaluations, probes, pseudo-labels, figures and predictions. Images are
+decoded in parallel, all devices of all processes compute, and only a few batches are
+in flight, so that memory does not grow with the number of images.
 """
 
 import collections
@@ -19,14 +19,14 @@ from vit_jax import console, input_pipeline
 from vit_jax.distributed import sharding
 from vit_jax.run import stopping
 
-# Batches that the devices may be behind the host: waiting ones take memory.
+# Batches by which the devices may lag behind the host.
 _AHEAD = 2
-_SAY_EVERY = 60  # Seconds between lines of progress in a log.
+_SAY_EVERY = 60  # Seconds between progress lines in a log.
 Stopped = stopping.Stopped
 
 
 def never() -> bool:
-  """Returns False: what `stop` is by default."""
+  """Returns False; the default of `stop`."""
   return False
 
 
@@ -39,9 +39,9 @@ def run(
   total: int | None = None,
   at_once: int = 1,
 ) -> Iterator[Any]:
-  """Yields the results for batches, in their order, in NumPy.
+  """Yields the results for batches, in order, as NumPy arrays.
 
-  Whole arrays where all devices have them, else the rows of this process. All
+  Replicated arrays are yielded whole, others as the rows of this process. All
   processes of the mesh must make the same calls.
 
   Args:
@@ -49,12 +49,12 @@ def run(
     batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches,
       also for its errors.
     mesh: the mesh.
-    stop: called between batches; once it returns True, Stopped is raised.
-    what: what the progress bar says.
+    stop: called between batches; if it returns True, Stopped is raised.
+    what: label of the progress bar.
     total: number of examples, for the bar; None for no bar.
-    at_once: number of batches that threads compute at the same time, for one
-      device: what a CPU computes on one core then leaves no other idle. The first
-      batch of each shape, which compiles, is computed alone.
+    at_once: number of batches computed concurrently by threads, to keep all cores of
+      a single CPU device busy. The first batch of each shape, which compiles, is not
+      overlapped.
   """
   waiting, begun, compiled = collections.deque(), 0, set()
 
@@ -62,11 +62,11 @@ def run(
     with jax.set_mesh(mesh):
       return compute(batch)
 
-  def finish(batch):  # In a thread: by itself JAX computes one after the other.
+  def finish(batch):  # In a thread; JAX's own dispatch is sequential.
     return jax.block_until_ready(begin(batch))
 
   said = started = time.monotonic()
-  # No bar is shown for work of a few seconds.
+  # Work of a few seconds shows no bar.
   kwargs = dict(total=total, unit='image', delay=3, leave=False)
   if total is None:
     kwargs['disable'] = True
@@ -115,19 +115,16 @@ def _fetch(results, mesh):
 
 
 def rows(found: Any) -> Iterator[tuple[int, Any]]:
-  """Yields the number and results of each example of a batch, without padding.
+  """Yields number and results of each example of a batch, without padding.
 
-  The arrays [B, ...] are by name, among them `index` and `mask` of a batch.
+  `found` is a dict of arrays [B, ...], including `index` and `mask`.
   """
   for i in np.flatnonzero(found['mask']):
     yield int(found['index'][i]), jax.tree.map(lambda x, i=i: x[i], found)
 
 
 def split(task, source, mesh, compute, stop=never, what='Evaluating') -> Iterator[Any]:
-  """Yields the results for the examples of a split, in the parts of its task.
-
-  The task is a vit_jax.tasks.base.Task; for the rest see `run`.
-  """
+  """Yields the results for a split, in the parts of its task; see `run`."""
   batches = input_pipeline.task_batches(task, source, mesh)
   total = source.evaluated.num_examples
   return run(compute, batches, mesh, stop, what, total)
@@ -136,17 +133,17 @@ def split(task, source, mesh, compute, stop=never, what='Evaluating') -> Iterato
 def collect(
   config, mesh, source, example, compute, stop=never, what=''
 ) -> dict[str, np.ndarray]:
-  """Computes arrays [n, ...] by name for all examples of a split, in order.
+  """Returns a dict of arrays [n, ...] for all examples of a split, in order.
 
-  They are the same on all processes.
+  The result is the same on all processes.
 
   Args:
     config: reads `batch_eval`, `prefetch`.
-    mesh: see `run`; likewise stop, what and errors.
+    mesh, stop, what: see `run`, also for errors.
     source: the split.
     example: see vit_jax.input_pipeline.eval_batches.
     compute: compiled function from a batch to a dict of arrays [B, ...] with
-      `index` and `mask`, whole on every process, see `everywhere`.
+      `index` and `mask`, replicated, see `everywhere`.
   """
   total, found = source.num_examples, {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)
@@ -163,8 +160,7 @@ def collect(
 def everywhere(mesh, compute: Callable) -> Callable:
   """Compiles a function for `collect`; its last argument is the batch.
 
-  Adds `index` and `mask` of the batch to its dict of arrays; every process has
-  the arrays as a whole.
+  Adds `index` and `mask` of the batch to its dict of arrays, and replicates them.
   """
 
   def whole(*args):
@@ -175,7 +171,7 @@ def everywhere(mesh, compute: Callable) -> Callable:
 
 
 def limited(config, mesh, most: int):
-  """Returns a config with a `batch_eval` of about `most` rows at most."""
+  """Returns a config with a `batch_eval` of at most about `most` rows."""
   shards = sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
   config.batch_eval = -(-min(config.batch_eval, most) // shards) * shards
@@ -183,13 +179,13 @@ def limited(config, mesh, most: int):
 
 
 def by_parts(compute: Callable, batch, size: int):
-  """Computes a function of a batch for `size` rows at a time, to save memory.
+  """Computes a function of a batch `size` rows at a time, to save memory.
 
-  Takes and returns trees of arrays [B, ...]; the result is in NumPy.
+  Takes a tree of arrays [B, ...] and returns a tree of NumPy arrays [B, ...].
   """
   count, parts = len(jax.tree.leaves(batch)[0]), []
   for start in range(0, count, size):
-    # The last part has the shape of the others, so that one is compiled.
+    # Pads the last part, so that only one shape is compiled.
     rows = np.arange(start, start + size).clip(max=count - 1)
     part = compute(jax.tree.map(lambda x, rows=rows: x[rows], batch))
     kept = min(size, count - start)

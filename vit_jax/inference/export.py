@@ -1,15 +1,14 @@
 """Exports a trained model to formats that are served without this package.
 
-  stablehlo    model.stablehlo: one file for CPUs, CUDA GPUs and TPUs, which
-               jax.export.deserialize reads
-  saved_model  1/: a SavedModel, in the layout of TensorFlow Serving
+  stablehlo    model.stablehlo: one file for CPUs, CUDA GPUs and TPUs, read by
+               jax.export.deserialize
+  saved_model  1/: a SavedModel, laid out for TensorFlow Serving
   onnx         model.onnx: an ONNX graph, see vit_jax/inference/onnx_graph.py
 
-The inputs are those of `Task.input_spec`, the outputs those of `Task.exported`,
-both by name, for batches of any size. What was written is run on real images, and
-is deleted where it differs from the model. `model.json` beside it describes inputs,
-outputs, labels and how images are prepared; a text tower has the file of its
-tokenizer too.
+Inputs (`Task.input_spec`) and outputs (`Task.exported`) have names, and batches any
+size. The exported model is run on real images and deleted if it differs from the
+original. `model.json` describes inputs, outputs, labels and preprocessing; a text
+tower also has its tokenizer's file.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,13 +37,13 @@ from vit_jax.distributed import files
 from vit_jax.inference import user_images
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
-# Greatest difference to the model, as a share of the largest output (of 1, if all
-# are smaller), by the type of the parameters or of the computation.
+# Largest difference to the model relative to the largest output (at least 1), by the
+# type of the parameters or of the computation.
 TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
 FREE = 'free'
-_IMAGES = 5  # Compared in one batch, and the first one alone.
-_DATA = 'model.onnx.data'  # The weights of a large ONNX model.
-_LARGEST = 2**31 - 2**20  # Bytes of weights in a file of StableHLO.
+_IMAGES = 5  # Compared as a batch, and the first one by itself.
+_DATA = 'model.onnx.data'  # Weights of a large ONNX model.
+_LARGEST = 2**31 - 2**20  # Bytes of weights in a StableHLO file.
 
 
 class Program(NamedTuple):
@@ -77,32 +76,28 @@ def export(
   images: Sequence[Any] | None = None,
   command: str | None = None,
 ) -> float:
-  """Writes a model to a folder, see the top of this module.
+  """Exports a model and returns the largest difference to its outputs.
 
   Args:
     model: a vit_jax.inference.predictor.Predictor.
-    out: the folder, which must not exist; it appears when all is written and
-      compared.
+    out: new folder, which appears once everything is written and compared.
     to: one of FORMATS.
     features: whether the output is the inputs of the head, `features` [B, D].
-    dtype: type in which the parameters are stored, a key of TOLERANCES; None: as
-      they are. The type of the computation stays.
-    uint8: whether images are uint8 [B, H, W, C] from 0 to 255, in place of
-      float32 from -1 to 1; those in the padding of a canvas may be any.
-    image_size: side, or (height, width), of the images in pixels; 'free' for any
-      size, if the model and the format allow it; None: as in evaluation.
-    images: images to compare on, see Predictor.outputs; by default those of the
-      run's test split if it is there, else the photographs of scikit-learn.
-    command: what `model.json` names as the origin of the folder.
-
-  Returns:
-    The largest difference between an output and that of the model.
+    dtype: stored type of the parameters, a key of TOLERANCES. The type of the
+      computation does not change.
+    uint8: whether images are uint8 [B, H, W, C] from 0 to 255 instead of float32 from
+      -1 to 1; pixels in the padding of a canvas are ignored.
+    image_size: side, or (height, width), in pixels; 'free' for any size, if the model
+      and the format allow it; None: as in evaluation.
+    images: images to compare on, see Predictor.outputs; by default those of the run's
+      test split if it is present, else photos from scikit-learn.
+    command: the command that `model.json` records.
 
   Raises:
     FileExistsError: if `out` exists.
     ImportError: if a package for the format is missing.
     ValueError: if an argument is wrong, the task or the model cannot be exported
-      so, or the result differs.
+      in this way, or the result differs.
   """
   out = epath.Path(out)
   check(out, to, dtype, image_size)
@@ -115,8 +110,8 @@ def export(
     program = make_program(served, features, dtype, uint8, image_size == FREE)
   if to == 'stablehlo' and program.size > _LARGEST:
     raise ValueError(
-      f'the parameters take {console.size(program.size)}, more than a file of StableHLO holds '
-      '(2 GiB): give --dtype=bfloat16, or --to=saved_model'
+      f'the parameters take {console.size(program.size)}, more than the 2 GiB of a '
+      'StableHLO file: pass --dtype=bfloat16 or --to=saved_model'
     )
   inputs, where = _inputs(model, program, images)
   write, load = FORMATS[to]
@@ -125,7 +120,7 @@ def export(
     want = jax.device_get(run(_weights(model), **inputs))
     write(program, folder)
     difference = _compare(load(folder), inputs, want, _tolerance(model.task, dtype), to)
-    if 'image' not in program.inputs:  # To make tokens of texts.
+    if 'image' not in program.inputs:  # A text tower.
       name = model.task.vocabulary_name
       (folder / name).write_bytes(model.task.vocabulary())
     facts = {
@@ -135,15 +130,12 @@ def export(
       'compared_on': where,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
-  console.say(
-    f"'{out}': {to}, compared on {where}: the largest difference to JAX is "
-    f'{difference:.1e}'
-  )
+  console.say(f"'{out}': {to}; largest difference to JAX on {where}: {difference:.1e}")
   return difference
 
 
 def check(out, to: str, dtype: str | None, image_size):
-  """Raises what is wrong with arguments of `export`, before a model is read."""
+  """Checks arguments of `export` before a model is read; raises as `export`."""
   schema.check('to', to, Literal[tuple(FORMATS)], '--')
   schema.check('dtype', dtype, Literal[tuple(TOLERANCES)] | None, '--')
   if image_size != FREE:
@@ -154,15 +146,15 @@ def check(out, to: str, dtype: str | None, image_size):
     )
   if to == 'onnx' and image_size == FREE:
     raise ValueError(
-      f"image_size='{FREE}' is not for --to=onnx: give --image_size=HEIGHT,WIDTH, or "
-      '--to=stablehlo or --to=saved_model'
+      f"image_size='{FREE}' is not supported with --to=onnx: pass "
+      '--image_size=HEIGHT,WIDTH, or --to=stablehlo or --to=saved_model'
     )
   for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
     console.needed(package, 'onnx', '--to=onnx')
 
 
 def _cpu():
-  """Makes JAX compute on the CPU if it may: GPUs round products of matrices."""
+  """Selects the CPU if available, since GPUs round matrix products."""
   with contextlib.suppress(RuntimeError):
     return jax.default_device(jax.local_devices(backend='cpu')[0])
   return contextlib.nullcontext()
@@ -170,7 +162,7 @@ def _cpu():
 
 @contextlib.contextmanager
 def _without_paths():
-  """Keeps the paths of this machine's source files out of what JAX lowers."""
+  """Keeps the paths of source files out of what JAX lowers."""
   name = 'jax_traceback_in_locations_limit'
   before = getattr(jax.config, name)
   jax.config.update(name, 0)
@@ -194,11 +186,11 @@ def _at_size(model, image_size):
     task = type(task)(config, task.metadata)
     want, _ = jax.eval_shape(task.init, jax.random.key(0))
   except ValueError as e:
-    raise ValueError(f'image_size={image_size} does not suit the model: {e}') from e
+    raise ValueError(f'image_size={image_size} does not fit the model: {e}') from e
   shapes = [jax.tree.map(jnp.shape, tree) for tree in (want, model.params)]
   if shapes[0] != shapes[1]:
     raise ValueError(
-      f'image_size={image_size} does not suit the model, whose parameters are for '
+      f'image_size={image_size} does not fit the model, whose parameters are for '
       f'{model.task.image_size}: leave out --image_size, or fine-tune the model at '
       'that size (--config.pp.crop)'
     )
@@ -208,7 +200,7 @@ def _at_size(model, image_size):
 
 
 def _in_float32(model):
-  """Returns the model with computations in float32, all that ONNX Runtime has."""
+  """Returns the model computing in float32, for ONNX Runtime."""
   if _computed(model.task) == 'float32':
     return model
   task = copy.copy(model.task)
@@ -226,8 +218,8 @@ def make_program(
   """Returns what an exported model computes; see `export` for the arguments.
 
   Raises:
-    ValueError: if the task cannot be exported, or has no features; if sizes of
-      images cannot be free.
+    ValueError: if the task cannot be exported or has no features, or if the image
+      size cannot be free.
   """
   weights, run = _weights(model), _function(model, features, uint8)
   batch, *size = jax_export.symbolic_shape('batch, height, width')
@@ -240,11 +232,11 @@ def make_program(
     if isinstance(e, ValueError) and not free:
       raise
     why = (
-      f"image_size='{FREE}' does not suit the model, which needs to know the size: "
-      'give --image_size=HEIGHT,WIDTH, or leave it out'
+      f"image_size='{FREE}' does not fit the model, which depends on the size: "
+      'pass --image_size=HEIGHT,WIDTH, or leave it out'
       if free
-      else f"the task '{model.config.task}' cannot be traced with a batch of any "
-      'size, which an export needs: correct its `exported`'
+      else f"the task '{model.config.task}' cannot be traced with a symbolic batch "
+      'size, which an export needs: fix its `exported`'
     )
     raise ValueError(f'{why} ({image_files.first_line(e)})') from e
   read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
@@ -258,7 +250,6 @@ def make_program(
 
 
 def _weights(model):
-  """Returns parameters and extra state as NumPy arrays."""
   return jax.device_get((model.params, model.extra))
 
 
@@ -274,7 +265,7 @@ def _function(model, features, uint8):
     weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
     if uint8:
       pixels = inputs['image'].astype(jnp.float32) / 127.5 - 1
-      if 'real' in inputs:  # No byte is 0, with which a canvas is padded.
+      if 'real' in inputs:  # The padding of a canvas is 0, which no byte maps to.
         pixels = jnp.where(inputs['real'][..., None], pixels, 0)
       inputs = {**inputs, 'image': pixels}
     return compute(*weights, inputs)
@@ -309,7 +300,7 @@ def _write_saved_model(program, folder):
   exported = jax_export.export(jax.jit(run), platforms=PLATFORMS)(
     program.weights, program.inputs
   )
-  # In the oldest version of StableHLO, which every TensorFlow reads.
+  # In the oldest StableHLO version, which every TensorFlow reads.
   hlo = stablehlo.serialize_portable_artifact_str(
     exported.mlir_module(), stablehlo.get_minimum_version()
   )
@@ -330,7 +321,7 @@ def _write_saved_model(program, folder):
     name: tf.TensorSpec(_known(x.shape), x.dtype, name)
     for name, x in program.inputs.items()
   }
-  # As a part of the module it would be traced twice.
+  # As an attribute of the module it would be traced twice.
   serve = tf.function(serve, autograph=False)
   tf.saved_model.save(
     module,
@@ -340,7 +331,7 @@ def _write_saved_model(program, folder):
 
 
 def _known(shape):
-  """Returns a shape with None for each size that is a symbol."""
+  """Returns a shape with None for symbolic sizes."""
   return [n if isinstance(n, int) else None for n in shape]
 
 
@@ -352,7 +343,7 @@ def _load_saved_model(folder):
     found = serve(**{name: tf.constant(x) for name, x in inputs.items()})
     return {name: x.numpy() for name, x in found.items()}
 
-  run.loaded = loaded  # Its variables live as long as it does.
+  run.loaded = loaded  # Keeps its variables alive.
   return run
 
 
@@ -365,7 +356,7 @@ def _write_onnx(program, folder):
   path = folder / 'model.onnx'
   if program.size <= _LARGEST // 2:
     path.write_bytes(made.SerializeToString())
-  else:  # A file of the format ends at 2 GiB.
+  else:  # Protobuf files are limited to 2 GiB.
     onnx.save_model(made, os.fspath(path), save_as_external_data=True, location=_DATA)
 
 
@@ -382,7 +373,7 @@ def _load_onnx(folder):
   return lambda inputs: dict(zip(names, session.run(names, inputs)))
 
 
-# Name -> functions (program, folder), and (folder) -> function of inputs.
+# Name -> (write(program, folder), load(folder) -> function of inputs).
 FORMATS = {
   'stablehlo': (_write_stablehlo, _load_stablehlo),
   'saved_model': (_write_saved_model, _load_saved_model),
@@ -394,7 +385,7 @@ FORMATS = {
 
 
 def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
-  """Returns inputs of real images, [n, ...] by name, and their origin in words."""
+  """Returns inputs [n, ...] of real images by name, and a description of them."""
   if 'image' not in program.inputs:
     return model.task.sample(_IMAGES)
   source, where = user_images.sample(model.config, _IMAGES, images)
@@ -408,7 +399,7 @@ def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
 
 
 def _computed(task) -> str:
-  """Returns the type in which a task's model computes."""
+  """Returns the computation type of a task's model."""
   return jnp.dtype(getattr(task.model, 'dtype', None) or jnp.float32).name
 
 
@@ -417,7 +408,7 @@ def _tolerance(task, dtype) -> float:
 
 
 def _compare(run, inputs, want, tolerance, to) -> float:
-  """Returns the largest difference to the model; raises ValueError if too large."""
+  """Returns the largest difference to the model; ValueError if it is too large."""
   largest = 0.0
   for count in {1, len(next(iter(inputs.values())))}:
     found = run({name: x[:count] for name, x in inputs.items()})
@@ -429,7 +420,7 @@ def _compare(run, inputs, want, tolerance, to) -> float:
       if not difference <= allowed:  # True for NaN.
         raise ValueError(
           f"'{name}' of the {to} differs from JAX by {difference:.2g}, more than "
-          f'{allowed:.2g}, so nothing was written: choose another format (--to) or '
+          f'{allowed:.2g}, so nothing was written: use another format (--to) or '
           'type (--dtype)'
         )
       largest = max(largest, float(difference))
@@ -440,7 +431,7 @@ def _compare(run, inputs, want, tolerance, to) -> float:
 
 
 def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
-  """Returns what `model.json` says of the model, for JSON."""
+  """Returns the content of `model.json`."""
   names = ('vit_jax', 'jax', 'flax')
   return {
     'task': model.config.task,
@@ -460,7 +451,7 @@ def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
 
 
 def _similarity(params) -> dict:
-  """Returns how products of embeddings become probabilities, for towers."""
+  """Returns how products of embeddings become probabilities, for image-text models."""
   if 't' not in params:
     return {}
   bias = float(np.sum(params['b'])) if 'b' in params else 0.0
@@ -479,7 +470,7 @@ def _described(spec) -> dict:
 
 
 def _preprocessing(task, inputs, uint8) -> dict:
-  """Returns how images become inputs, see vit_jax/preprocess.py; or texts."""
+  """Returns how images (vit_jax/preprocess.py) or texts become inputs."""
   pp, spec = task.config.pp, inputs.get('image')
   if spec is None:
     pp, name = task.config.model.pp, task.vocabulary_name
@@ -492,7 +483,7 @@ def _preprocessing(task, inputs, uint8) -> dict:
     'size': size, 'channels': channels, 'interpolation': 'bilinear',
     'jpeg_shrink': bool(pp.jpeg_shrink),
   }  # fmt: skip
-  if pp.sides:  # The image keeps its ratio; the rest of `size` is padding.
+  if pp.sides:  # The aspect ratio is kept, and `size` is padded.
     group = canvases.evaluation(pp)
     facts.update(shorter_side=pp.eval_side, longest_side=group.longest, antialias=True)
   else:
@@ -503,5 +494,5 @@ def _preprocessing(task, inputs, uint8) -> dict:
     )
   if uint8:
     return {**facts, 'range': [0, 255]}
-  half = [0.5] * channels  # Of pixels from 0 to 1.
+  half = [0.5] * channels  # For pixels from 0 to 1.
   return {**facts, 'range': [-1, 1], 'mean': half, 'std': half}

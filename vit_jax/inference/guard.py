@@ -1,9 +1,8 @@
-"""What visitors of the page of `vit_jax demo` may ask its server for.
+"""Middleware that restricts the server of `vit_jax demo` to the page's requests.
 
-Gradio's server does more than the page needs: it fetches addresses and opens
-files that a request names. The middleware here answers the page's own requests
-and refuses the rest, always in the same words, so that nobody learns from them
-which files exist.
+Gradio's server fetches URLs and opens files named in a request. Everything that the
+page does not need is rejected with the same response, which does not reveal which
+files exist.
 """
 
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import socket
 
 from vit_jax import console
 
-_WHAT = 'demo', 'the page of vit_jax demo'
+_WHAT = 'demo', 'vit_jax demo'
 requests = console.needed('starlette.requests', *_WHAT)
 responses = console.needed('starlette.responses', *_WHAT)
 middleware_lib = console.needed('starlette.middleware', *_WHAT)
@@ -34,10 +33,9 @@ def middleware(folder: str, host: str) -> Sequence:
   """Returns the middleware of a page, as FastAPI takes it.
 
   Args:
-    folder: where the page keeps files; an absolute path without links.
-    host: address on which the server listens. If only this machine can reach it,
-      other names of the server are refused: another site's page could reach it
-      under a name of its own, which then counts as that site's server.
+    folder: the page's files; an absolute path without links.
+    host: address on which the server listens. On loopback, other host names are
+      rejected, as protection against DNS rebinding.
   """
   found = [middleware_lib.Middleware(_Guard, folder=folder)]
   if is_loopback(host):
@@ -50,14 +48,14 @@ def middleware(folder: str, host: str) -> Sequence:
 
 
 def is_loopback(host: str) -> bool:
-  """Returns whether only this machine can reach a server on an address."""
+  """Returns whether an address can be reached from this machine only."""
   return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
 
 
 def is_inside(path, folder: str) -> bool:
-  """Returns whether a value that a visitor sent is the path of a file in a folder.
+  """Returns whether a value from a request is the path of a file in a folder.
 
-  The path is compared as text first, so that nothing outside is touched.
+  The string is compared first, so that nothing outside the folder is accessed.
   """
   return (
     isinstance(path, str)
@@ -69,7 +67,7 @@ def is_inside(path, folder: str) -> bool:
 
 
 class _Guard:
-  """Refuses what the page does not ask for."""
+  """Rejects requests that the page does not send."""
 
   def __init__(self, app, folder):
     self.app, self.folder = app, folder
@@ -103,13 +101,13 @@ class _Guard:
     return _ROUTES.fullmatch(path) is not None
 
   def _check(self, value: dict):
-    """Gradio takes each object with a `path` for a file, and fetches addresses."""
+    """Raises for an object with a `path`, which Gradio would open or fetch."""
     if 'path' in value and not is_inside(value['path'], self.folder):
       raise ValueError(value)
 
 
 def _again(body, receive):
-  """Returns a function like `receive` that starts with a body that was read."""
+  """Returns a function like `receive` that first returns a body already read."""
   messages = iter([{'type': 'http.request', 'body': body}])
 
   async def read():

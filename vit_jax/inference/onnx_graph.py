@@ -1,11 +1,11 @@
-"""Translates a function of JAX to an ONNX graph, operation by operation.
+"""Translates a JAX function to an ONNX graph, operation by operation.
 
-The function is traced with a batch of unknown size, and each operation of the trace
-becomes one or a few nodes. Models of this package need about fifty of them, so that
-no converter with a dependency on versions of JAX's other libraries is needed.
+The function is traced with a symbolic batch size, and each operation of the trace
+becomes one or a few nodes. The models of this package need about fifty operations
+(docs/export.md compares converters).
 
-A result of a broadcast keeps its small shape until a node needs the whole: the
-nodes of elementwise operations broadcast by themselves.
+A broadcast result keeps its small shape until a node needs the full one, since
+elementwise nodes broadcast themselves.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ import numpy as np
 
 from vit_jax import console
 
-OPSET, IR_VERSION = 18, 8  # Of 2022, so that old runtimes read them.
+OPSET, IR_VERSION = 18, 8  # From 2022, for old runtimes.
 _LAST = np.iinfo(np.int64).max  # The end of an axis, for Slice.
 
 
@@ -40,8 +40,8 @@ def make_model(
   Args:
     function: takes `weights`, and `inputs` as keywords; returns arrays by name.
     weights: a tree of NumPy arrays; their paths become their names in the graph.
-    inputs: shapes and types; the first dimension of each is the same symbol of
-      jax.export, the others are numbers.
+    inputs: shapes and types; the first dimension of each is the same jax.export
+      symbol, the others are numbers.
 
   Raises:
     ImportError: without the package onnx.
@@ -89,7 +89,7 @@ def make_model(
 
 
 class _Graph:
-  """The nodes so far; the input `first` has the size `batch`, a symbol, first."""
+  """The nodes so far; the first dimension of the input `first` is the symbol `batch`."""
 
   def __init__(self, onnx, batch, first: str):
     self.nodes, self.constants = [], []
@@ -206,7 +206,7 @@ class _Graph:
 
 def _unknown(what: str) -> ValueError:
   return ValueError(
-    f'{what} of the model has no translation to ONNX: give --to=stablehlo or '
+    f'{what} of the model has no translation to ONNX: use --to=stablehlo or '
     '--to=saved_model'
   )
 
@@ -219,7 +219,7 @@ _CALLS = {
   'jit': 'jaxpr',
   'remat2': 'jaxpr',
 }
-# Operations that do not change the values of an inference.
+# Operations that are the identity in inference.
 _SAME = ('stop_gradient', 'copy', 'optimization_barrier')
 
 
@@ -240,7 +240,7 @@ def _simple(*ops: str):
 
 
 def _power(graph, values, shape, eqn):
-  """x ** y of whole numbers y; 2 for 'square'."""
+  """x ** y for integers y; 2 for 'square'."""
   name, y = values[0].name, eqn.params.get('y', 2)
   if y == 2:
     return graph.node('Mul', [name, name], shape)
@@ -320,7 +320,7 @@ def _shape(eqn) -> tuple:
 
 def _reduce(op: str):
   def translate(graph, values, eqn):
-    if not eqn.params['axes']:  # Which ONNX takes for all.
+    if not eqn.params['axes']:  # ONNX would reduce all.
       return values[0]
     names = [values[0].name, graph.integers(*eqn.params['axes'])]
     return graph.node(op, names, _shape(eqn), keepdims=0)
@@ -361,7 +361,7 @@ def _dot(graph, values, eqn):
   batch = left.shape[: len(batch_left)]
   free_left = left.shape[len(batch) : len(batch) + len(rows)]
   free_right = right.shape[len(batch) + len(depth) :]
-  if batch or not rows:  # MatMul would take some rows for further batches.
+  if batch or not rows:  # Else MatMul would treat rows as batch dimensions.
     left = graph.reshape(left, [*batch, math.prod(free_left), math.prod(depth)])
     free = [math.prod(free_left)]
   else:
@@ -412,7 +412,7 @@ def _max_pool(graph, values, eqn):
   window, dilation = params['window_dimensions'], params['window_dilation']
   flat = len(window) == 4 and window[0] == window[3] == 1
   if not flat or {*params['base_dilation'], *dilation} != {1}:
-    raise _unknown('a pooling of other dimensions than height and width')
+    raise _unknown('a pooling over dimensions other than height and width')
   images = graph.transpose(values[0], [0, 3, 1, 2])
   shape = [_shape(eqn)[i] for i in (0, 3, 1, 2)]
   found = graph.node(
@@ -445,7 +445,7 @@ def _slice(graph, values, eqn):
 
 
 def _gather(graph, values, eqn):
-  """Takes a range of one dimension, or slices at many places of it."""
+  """Takes a range of one dimension, or slices at several positions of it."""
   numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
   x, indices = values
   axes, batches = numbers.start_index_map, numbers.operand_batching_dims
@@ -470,7 +470,7 @@ def _gather(graph, values, eqn):
   shape = [*indices.shape[:-1], *(sizes[i] for i in others)]
   names = [x.name, indices.name]
   found = graph.node('GatherND', names, shape, batch_dims=len(first))
-  # `offset_dims` says where the dimensions of the slices are in the result.
+  # `offset_dims`: positions of the slices' dimensions in the result.
   kept = _others(x, batches, numbers.collapsed_slice_dims)
   offsets = dict(zip(kept, numbers.offset_dims))
   inner = [offsets[i] for i in others]
@@ -493,8 +493,8 @@ def _scan(graph, values, eqn):
   """A loop, unrolled."""
   params = eqn.params
   steps, body = params['length'], params['jaxpr']
-  # Rows alone have another shape inside of the loop. (JAX 0.11 has other names
-  # for the numbers of constants, carried values and rows.)
+  # Only rows have another shape inside the loop. (JAX 0.11 renamed the counts of
+  # constants, carried values and rows.)
   kept, read = (
     sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both))
     for both in (

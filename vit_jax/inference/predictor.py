@@ -1,4 +1,4 @@
-"""Runs a trained model on images: the class of predictors."""
+"""The base class of predictors: trained models that run on images."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
@@ -14,9 +14,9 @@ from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine, tables, user_images
 
-# Of one CPU: images per batch, and batches at the same time. The forward pass alone
-# of Ti/16 on two cores is 1.3 times as fast with 8 images as with 32, whose arrays
-# its caches do not hold, and 1.3 times as fast again with two batches at once.
+# On a single CPU device: images per batch, and concurrent batches. On two cores, the
+# forward pass of Ti/16 is 1.3 times as fast with 8 images as with 32, which exceed the
+# caches, and another 1.3 times as fast with two concurrent batches.
 _CPU_BATCH, _AT_ONCE = 8, 2
 
 
@@ -28,18 +28,17 @@ class Predictor:
   """A trained model that takes images as paths, PIL images or arrays.
 
   Attributes:
-    task: the objective, a vit_jax.tasks.base.Task; likewise its `config`,
-      `metadata`, and `class_names`, in the order of the logits.
+    task: the objective, a vit_jax.tasks.base.Task.
+    config, metadata, class_names: from the task; names in the order of the logits.
     params: the parameters; averaged if the run kept an average.
     extra: see vit_jax.tasks.base.Task.init.
     step: step of the checkpoint.
-    workdir: folder of the run, '' if unknown.
-    origin: the same, or the path of the weights.
+    workdir: folder of the run, or ''.
+    origin: folder of the run, or path of the weights.
   """
 
-  BATCH = 32  # Most images per batch.
-  # Those flags of `vit_jax predict` beyond --top and --out that
-  # `report` reads.
+  BATCH = 32  # Largest batch.
+  # Flags of `vit_jax predict` that `report` reads, besides --top and --out.
   FLAGS = ()
 
   def __init__(self, task, params, extra, step: int):
@@ -53,16 +52,13 @@ class Predictor:
     self.class_names = task.class_names
     self._outputs = jax.jit(task.outputs)
     self._features = functools.cache(lambda name: jax.jit(task.features(name)))
-    self._everywhere = None  # The state on all devices, see `_placed`.
+    self._everywhere = None  # (params, extra, mesh) on all devices, see `_placed`.
 
   def __repr__(self):
-    config, count = (
-      self.config,
-      sum(x.size for x in jax.tree.leaves(self.params)),
-    )
+    count = sum(x.size for x in jax.tree.leaves(self.params))
     height, width = self.task.image_size
     words = [
-      f'{config.model.get("model_name") or "model"} ({config.task})',
+      f'{self.config.model.get("model_name") or "model"} ({self.config.task})',
       f'{count:,} parameters',
       f'{height}x{width} pixels',
     ]
@@ -75,7 +71,7 @@ class Predictor:
     return f'<{", ".join(words)}>'
 
   def __getattr__(self, name):
-    """Raises AttributeError for what only predictors of other tasks have."""
+    """Raises AttributeError with the names that this predictor has."""
     known = ', '.join(x for x in dir(type(self)) if x[0].islower())
     task = vars(self).get('config', {}).get('task')
     raise AttributeError(
@@ -83,22 +79,19 @@ class Predictor:
     )
 
   def _refuse(self, options):
-    """Raises ValueError for arguments that only predictors of other tasks take."""
+    """Raises ValueError for arguments that only other tasks accept."""
     for name, value in options.items():
       raise ValueError(
-        f"{name}={value!r:.80}: a model of the task '{self.config.task}' has no "
-        f'such choice: leave out {name}'
+        f"{name}={value!r:.80} is not an option of the task '{self.config.task}': "
+        f'leave out {name}'
       )
 
   def outputs(self, images: Sequence[Any]):
-    """Computes the model's outputs for images.
+    """Returns the outputs of the task for images, float32 arrays [n, ...].
 
     Args:
       images: a list (or an array [n, height, width, channels]) of images of any
         size: paths, PIL images, or arrays uint8 [height, width(, channels)].
-
-    Returns:
-      The outputs of the task, float32 arrays [n, ...].
 
     Raises:
       FileNotFoundError, ValueError: if an image does not exist or cannot be
@@ -116,11 +109,10 @@ class Predictor:
     compute=None,
     keep: Iterable[str] | None = None,
   ) -> tuple[dict, Any]:
-    """Computes arrays for images, see `outputs`.
+    """Returns the inputs and results for images, arrays [n, ...].
 
-    `compute` and `keep` are those of `stream`; by default all inputs are kept,
-    which takes memory. Returns the inputs and the results of `compute`, arrays
-    [n, ...].
+    For the arguments see `outputs` and `stream`. By default all inputs are kept,
+    which takes memory.
     """
     compute = compute or self._outputs
     keep = self.task.input_spec() if keep is None else keep
@@ -142,26 +134,19 @@ class Predictor:
     parts: Callable | None = None,
     stop: Callable[[], bool] = engine.never,
   ) -> Iterator[tuple[int, dict, Any]]:
-    """Computes arrays for any number of images, in memory that does not grow.
+    """Yields (number, inputs, results) for any number of images in constant memory.
 
-    More than a batch of images is spread over all devices of this process.
+    More than one batch of images is spread over all devices of this process. Images
+    of a part come in order.
 
     Args:
-      images: see `outputs`; or a source of images.
+      images: see `outputs`, also for errors; or a source of images.
       compute: compiled function (params, extra, inputs) -> arrays [B, ...]; by
         default the outputs of the task.
       keep: names of the inputs to return.
-      parts: function from a source of the images to its parts, see
-        vit_jax.input_pipeline.Part, for which the model is compiled one by one;
-        by default one part of the task's inputs.
+      parts: function from the source to its parts (vit_jax.input_pipeline.Part), for
+        each of which the model is compiled; by default one part.
       stop: see vit_jax.inference.engine.run.
-
-    Yields:
-      For each image its number, the inputs in `keep`, and its results, NumPy
-      arrays; images of one part in their order.
-
-    Raises:
-      FileNotFoundError, ValueError: see `outputs`.
     """
     source = self._source(images)
     total = source.num_examples
@@ -191,27 +176,25 @@ class Predictor:
         yield number, row['inputs'], row['outputs']
 
   def _source(self, images):
-    """Returns images, see `outputs`, as a source."""
+    """Returns images as a source."""
     if isinstance(images, records.Source):
       return images
     is_list = hasattr(images, '__len__') and hasattr(images, '__getitem__')
     if isinstance(images, (str, bytes)) or not is_list:
       raise ValueError(
-        f'images={images!r:.80} must be a list: give [image] for a single one, '
-        'list(images) for what a generator yields'
+        f'images={images!r:.80} must be a list: pass [image] for a single image, '
+        'list(images) for a generator'
       )
     return user_images.Given(images, self.config.max_image_pixels)
 
   def columns(self, embeddings: str | None = None, **options) -> tables.Columns:
-    """Returns what a table has of each image.
+    """Returns the columns of a table.
 
     Args:
       embeddings: layer whose features are a column, such as 'features', the
-        inputs of the head; see vit_jax.evaluators.features.Extractor. None: no
-        such column.
-      **options: `top`, of classifiers the number of classes; `threshold` and
-        `image_size`, see `detect` of detectors; `classes` and `texts`, lists, see
-        `predict` of image and text towers.
+        inputs of the head; see vit_jax.evaluators.features.Extractor.
+      **options: `top` (number of classes) for classifiers; `threshold` and
+        `image_size` for detectors; lists `classes` and `texts` for image-text models.
 
     Raises:
       ValueError: if there is no such layer, or an argument is out of range.
@@ -224,7 +207,7 @@ class Predictor:
     spec = jax.eval_shape(features, self.params, self.extra, self.task.input_spec())
     try:
       own = self._columns(**options)
-    except tables.NoColumns:  # The features are all that there is.
+    except tables.NoColumns:  # Only features.
       own = tables.Columns({}, lambda inputs, outputs: {}, lambda *_: ())
     compute = own.compute or self._outputs
 
@@ -239,24 +222,23 @@ class Predictor:
     return own._replace(types=types, row=row, compute=both)
 
   def table_options(self, args) -> dict[str, Any]:
-    """Returns the arguments of `columns` that the flags of a command give."""
+    """Returns the arguments of `columns` from a command's flags."""
     names = ('embeddings', 'top', 'threshold', 'image_size')
     return {name: getattr(args, name) for name in names}
 
   def _columns(self, top=5, threshold=None, image_size=None) -> tables.Columns:
-    """Returns the columns of the task, see `columns`."""
+    """Returns the task's own columns, see `columns`."""
     raise tables.NoColumns(
-      f"the task '{self.config.task}' predicts pictures, which are no columns of "
+      f"the task '{self.config.task}' predicts pictures, which do not fit into "
       'a table: ask for its features (--embeddings)'
     )
 
   def table(self, images: Sequence[Any], **options):
-    """Predicts for images; returns a pyarrow.Table with a row an image.
+    """Returns predictions as a pyarrow.Table with one row per image.
 
-    For images see `outputs`, for options and errors `columns`; ImportError
-    without pyarrow. A row has the columns of the task, such as `class` and
-    `probability`; `path`; and `error`, what is wrong with a broken image, whose
-    other columns are null.
+    For images see `outputs`, for options and errors `columns`. The columns are
+    `path`, those of the task, such as `class` and `probability`, and `error`; the
+    other columns of a broken image are null. Raises ImportError without pyarrow.
     """
     columns, source = self.columns(**options), self._source(images)
     blocks = [range(source.num_examples)] if source.num_examples else []
@@ -266,40 +248,27 @@ class Predictor:
     )
 
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
-    """Computes the features of images, float32 [n, D].
-
-    For images and errors see `outputs`, for the layer `columns`.
-    """
+    """Returns the features of images, float32 [n, D]; see `outputs` and `columns`."""
     return self.run(images, self._features(layer), keep=())[1]
 
   def export(self, out: str | os.PathLike, to: str, **options) -> float:
-    """Writes the model for programs that serve it without this package.
+    """Exports the model to `to`: 'stablehlo', 'saved_model' or 'onnx'.
 
-    Args:
-      out: the folder to write.
-      to: 'stablehlo', 'saved_model' or 'onnx'.
-      **options: see vit_jax.inference.export.export.
-
-    Returns:
-      The largest difference between the outputs of what was written and those of
-      the model, on a few images.
-
-    Raises:
-      ImportError, FileExistsError, ValueError: see vit_jax.inference.export.export.
+    See vit_jax.inference.export.export. Returns the largest difference between the
+    outputs of the exported model and of this one on a few images.
     """
-    from vit_jax.inference import export  # Late: prediction does not need it.
+    from vit_jax.inference import export  # Late, not needed for prediction.
 
     return export.export(self, out, to, **options)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
-    """Returns the greatest number of images of a batch of a part."""
+    """Returns the largest batch for a part."""
     return self.BATCH
 
   def _rows(self, mesh, part, count):
-    """Returns the number of rows of the batches of a part of `count` images.
+    """Returns the rows per batch of a part of `count` images.
 
-    A power of two below the greatest: calls with any numbers of images compile
-    the model a few times, and no more than half of the rows are padding.
+    Powers of two bound the number of compilations, and the padding by half.
     """
     most = self.batch_size(part)
     if _is_one_cpu(mesh):
@@ -307,7 +276,7 @@ class Predictor:
     return min(most, 1 << (count - 1).bit_length())
 
   def _placed(self, count):
-    """Returns parameters and extra state for so many images, and their mesh."""
+    """Returns parameters and extra state, placed for `count` images, and the mesh."""
     mesh = sharding.mesh_of(self.params)
     devices = jax.local_devices()
     if mesh.size > 1 or len(devices) == 1 or count <= self.BATCH:
@@ -323,41 +292,40 @@ class Predictor:
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
       raise ValueError(
         f"the output of step {self.step} in '{self.workdir}' for '{name}' "
-        'is not finite: the training diverged, or its checkpoint is '
-        'damaged; choose another checkpoint (--step=N)'
+        'is not finite: the training diverged, or its checkpoint is damaged; use '
+        'another checkpoint (--step=N)'
       )
 
   def predict(self, images: Sequence[Any], **others) -> list:
-    """Returns the predictions for each image; here the outputs themselves."""
+    """Returns a prediction per image; by default the outputs."""
     self._refuse(others)
     outputs = self.outputs(images)
     return [jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))]
 
   def report(self, images: Sequence[str], args) -> Iterable[str]:
-    """Returns what `vit_jax predict` prints, one string per image.
+    """Returns (or yields) what `vit_jax predict` prints for each path.
 
-    If it is a generator, the strings are printed as they are computed. Takes paths, and the flags of that command, such as `top`, the number of
-    classes to show, and `out`, the path of the picture to write, or None.
+    `args` are the command's flags, such as `top`, the number of classes, and `out`,
+    the path of the picture to write, or None.
     """
     return [
       f'{image}\n  {result}' for image, result in zip(images, self.predict(images))
     ]
 
   def page(self) -> tuple[Callable[..., dict], list, list]:
-    """Adds what is seen of a photograph to a page, see vit_jax/inference/demo.py.
+    """Adds the task's components to a demo page, inside a gradio.Blocks.
 
-    Runs inside of a gradio.Blocks; makes components there, and their events.
+    See vit_jax/inference/demo.py.
 
     Returns:
-      (show, inputs, outputs). `inputs` and `outputs` are components. Several
-      threads call show(photo, *values of the inputs), with a
-      vit_jax.inference.demo.Photo; it returns new values by component, and those
-      `outputs` that it leaves out are cleared.
+      (show, inputs, outputs), the latter two being components.
+      show(photo, *values of the inputs) takes a vit_jax.inference.demo.Photo, must be
+      thread-safe, and returns new values by component; omitted outputs are cleared.
 
     Raises:
-      ValueError: if there is nothing to show.
+      ValueError: if the task has no page.
     """
     raise ValueError(
-      f"the task '{self.config.task}' shows nothing on a page: give its predictor "
-      'a method `page`, as in vit_jax/tasks/classify.py'
+      f"the task '{self.config.task}' has no demo page: add a method `page` to its "
+      'predictor, as in vit_jax/tasks/classify.py'
     )

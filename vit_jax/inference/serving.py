@@ -1,12 +1,12 @@
-"""Prepares images for an exported model, with NumPy and Pillow only.
+"""Prepares images for an exported model, with only NumPy and Pillow.
 
-A server needs neither JAX nor TensorFlow for it:
+A server imports neither JAX nor TensorFlow:
 
   with open(f'{folder}/model.json') as file:
     facts = json.load(file)
   image = serving.prepare(content, facts['preprocessing'])
 
-See docs/serve.md for whole servers.
+See docs/serve.md for complete servers.
 """
 
 from collections.abc import Mapping
@@ -22,11 +22,11 @@ _AFFINE, _BILINEAR = Image.Transform.AFFINE, Image.Resampling.BILINEAR
 
 
 def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
-  """Decodes an image as `vit_jax predict` does, to the input of a model.
+  """Decodes an image to the input of a model, like `vit_jax predict`.
 
-  The image is turned upright as its EXIF orientation says, transparent pixels
-  become white, and 16 bits become 8. It is resized as by tf.image.resize, which
-  takes the nearest pixels only: Pillow's `resize` averages.
+  The image is rotated according to its EXIF orientation, transparent pixels become
+  white, and 16 bits become 8. It is resized like tf.image.resize, without the
+  antialiasing of Pillow's `resize`.
 
   Args:
     file: the content of an image file.
@@ -42,8 +42,8 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   pp = preprocessing
   if 'resize' not in pp or not all(isinstance(n, int) for n in pp['size']):
     raise ValueError(
-      f'preprocessing={dict(pp)} is of a model for canvases or images of any size: '
-      'export it with --image_size=HEIGHT,WIDTH'
+      f'preprocessing={dict(pp)} is for canvases or images of any size: '
+      'export the model with --image_size=HEIGHT,WIDTH'
     )
   image = Image.open(io.BytesIO(file))
   (height, width), (low, high) = pp['size'], pp['range']
@@ -52,9 +52,9 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
     image.draft(None, 2 * [whole] if isinstance(whole, int) else whole[::-1])
   image = Image.fromarray(rgb.to_rgb(ImageOps.exif_transpose(image)))
   image = image.convert('RGB' if pp['channels'] == 3 else 'L')
-  if isinstance(whole, int):  # The length of the shorter side.
+  if isinstance(whole, int):  # Length of the shorter side.
     whole = [round(n * whole / min(image.size)) for n in image.size[::-1]]
-  y, x = image.height / whole[0], image.width / whole[1]  # Pixels a step.
+  y, x = image.height / whole[0], image.width / whole[1]  # Source pixels per pixel.
   top, left = (whole[0] - height) // 2 * y, (whole[1] - width) // 2 * x
   move = (width, height), _AFFINE, (x, 0, left, 0, y, top), _BILINEAR
   bands = [band.convert('F').transform(*move) for band in image.split()]

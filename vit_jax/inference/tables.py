@@ -1,14 +1,13 @@
-"""Writes tables of predictions: a row an image, for any number of images.
+"""Writes tables of predictions with one row per image, for any number of images.
 
-A table is a .parquet, .csv or .jsonl file. Images are divided into blocks, and
-each block is written, whole or not at all, to a file of its own in the folder
-`OUT.parts`. So the same command resumes where it was stopped or killed; when all
-blocks are there, they become one file. Of several processes each writes blocks of
-its own, without waiting for the others, and the files stay parts: OUT is then a
-folder, which readers of Parquet data sets open as one table.
+A table is a .parquet, .csv or .jsonl file. The rows of each block of images are
+written atomically to a part in the folder `OUT.parts`, so the same command resumes
+after a stop or a kill; when all parts are there, they are joined into one file.
+Several processes write parts of their own without waiting for each other, and OUT is
+then a folder, which readers of Parquet data sets open as one table.
 
-A block is made anew if its file is damaged, or if the file of one of its images has
-another size or time. A table of other weights, images or flags is refused.
+A part is made again if its file is damaged, or the size or time of an image's file
+has changed. A table of other weights, images or flags is rejected.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,21 +32,26 @@ from vit_jax.inference import engine
 from vit_jax.run import lock, stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
-# Readers of data sets pass over names with a `_`.
+# Readers of Parquet data sets skip names with a `_`.
 _FACTS, _LOCK = '_table.json', '_holder.json'
-# Images of a block: a table has about a thousand blocks.
+# Images per block: fewest and most, for about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
-# What is wrong with one image; other errors of storage may concern all of them.
+# Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
 
 class Columns(NamedTuple):
-  """What a task knows of an image."""
+  """The columns of a task.
 
-  # By name: str, int, float or bool; [type] for a list; (type, n) for n values.
+  Attributes:
+    types: type by name: str, int, float or bool; [type] for a list; (type, n) for n
+      values.
+    row: function from the inputs in `keep` and the results of `compute` for one image
+      to its values by name.
+    compute, keep, parts: see Predictor.stream.
+  """
+
   types: Mapping[str, Any]
-  # From the inputs in `keep` and the results of `compute` for one image to its
-  # values by name; for `compute`, `keep` and `parts` see Predictor.stream.
   row: Callable[[dict, Any], dict]
   compute: Callable | None = None
   keep: Sequence[str] = ()
@@ -58,9 +62,9 @@ def choices(
   best: Callable[[Any], Sequence[tuple[str, float]]],
   compute: Callable | None = None,
 ) -> Columns:
-  """Returns the columns of the best classes of an image.
+  """Returns the columns of a classifier.
 
-  `best` lists name and probability from the results of `compute` for an image.
+  `best` maps the results of `compute` for an image to pairs of name and probability.
   """
 
   def row(_, outputs):
@@ -78,7 +82,7 @@ def choices(
 
 
 class NoColumns(ValueError):
-  """A task has no columns for a table."""
+  """The task has no columns for a table."""
 
 
 def types(columns: Columns) -> dict[str, Any]:
@@ -87,12 +91,12 @@ def types(columns: Columns) -> dict[str, Any]:
 
 
 class Block(records.Subset):
-  """Images of a source that this process alone reads; broken ones are left out."""
+  """Images of a source read by this process only; broken ones are left out."""
 
   tolerant = True
 
   def shapes(self) -> np.ndarray:
-    """Returns the sizes of the images, see Source; (1, 1) for a broken one."""
+    """Returns the sizes of the images, see Source; (1, 1) for broken ones."""
     known = self._source.shapes()
     if known is not None:
       return known[self._indices]
@@ -110,9 +114,9 @@ class Block(records.Subset):
 
 
 def check(out: str | os.PathLike, resumes: bool = True):
-  """Raises ValueError unless a table can be written to a path, `--out`.
+  """Raises ValueError unless a table can be written to a path (--out).
 
-  `resumes`: whether the same command may have written it.
+  `resumes`: whether an earlier run of the command may have written it.
   """
   path = epath.Path(out)
   if path.is_file() and not (resumes and _facts_path(path).exists()):
@@ -122,8 +126,8 @@ def check(out: str | os.PathLike, resumes: bool = True):
 
 
 def arrow():
-  """Returns the module pyarrow; raises ImportError with the remedy."""
-  console.needed('pyarrow.parquet', 'tables', 'a table of Parquet')
+  """Returns the module pyarrow; raises ImportError if it is missing."""
+  console.needed('pyarrow.parquet', 'tables', 'a Parquet table')
   import pyarrow
 
   return pyarrow
@@ -137,21 +141,17 @@ def rows(
   broken: str = 'row',
   stop: Callable[[], bool] = engine.never,
 ) -> Iterator[tuple[range, list[dict]]]:
-  """Yields the rows of blocks of images, each block as soon as it is done.
+  """Yields each block of images with its rows: `path`, the columns, and `error`.
 
   Args:
     model: a vit_jax.inference.predictor.Predictor.
     source: the images.
-    columns: what to compute, see Predictor.columns.
-    blocks: numbers of the images of each block, ascending.
-    broken: 'row': a broken image has a row with an `error`; 'stop': it ends the
-      work.
+    columns: see Predictor.columns.
+    blocks: image numbers of each block, ascending.
+    broken: what a broken image does: 'row' adds a row with an `error`, 'stop' raises.
     stop: see vit_jax.inference.engine.run.
-
-  Yields:
-    A block and its rows: `path`, the columns, and `error`; None if missing.
   """
-  # Images of several sizes do not come in their order: block by block.
+  # Images of several sizes arrive out of order, so block by block.
   groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
 
   def predicted(make, numbers):
@@ -185,7 +185,7 @@ def rows(
 
 
 def fault(source, number: int) -> str:
-  """Returns what is wrong with an image; '' if nothing is."""
+  """Returns why an image cannot be read, or ''."""
   part, number = source.locate(number)
   record = part.record(number)
   try:
@@ -203,23 +203,21 @@ def write(
   facts: Mapping[str, Any],
   broken: str = 'row',
 ):
-  """Writes a table, or what is missing of it; see the top of this module.
-
-  All processes must call it.
+  """Writes a table or resumes it; all processes must call it.
 
   Args:
-    model: see `rows`; likewise source, columns and broken.
+    model, source, columns, broken: see `rows`.
     out: the file, with one of ENDINGS; a folder if there are several processes.
     facts: what the rows depend on besides images, model and columns, for JSON.
 
   Raises:
-    stopping.Interrupted: after a signal; what is done is written.
-    ValueError: if there are no images, the table was begun with other images or
+    stopping.Interrupted: after a signal, when finished blocks are saved.
+    ValueError: if there are no images, the table was started with other images or
       another model, or another process is writing it.
   """
   out, count = epath.Path(out), source.num_examples
   if not count:
-    raise ValueError('there are no images to predict: give some')
+    raise ValueError('no images given: pass files, folders or glob patterns')
   kinds = types(columns)
   alone = jax.process_count() == 1 and not out.is_dir()
   size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
@@ -233,17 +231,17 @@ def write(
   mine = blocks[jax.process_index() :: jax.process_count()]
   table = _Table(out, alone, facts, size, dict(zip(mine, records.stamps(source, mine))))
   complete = f"'{out}' is complete: {count:,} images"
-  if processes.from_first('looking for the table', table.is_done):
+  if processes.from_first('checking the table', table.is_done):
     console.say(complete)
     return
   with lock.Holder(table.folder, 'out', _LOCK) as held:
-    if processes.from_first('beginning the table', table.begin):
+    if processes.from_first('starting the table', table.begin):
       console.say(complete)
       return
     faults = {block: table.faults(block) for block in mine}
     missing = [block for block in mine if faults[block] is None]
     if len(missing) < len(mine):
-      console.say(f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts are left")
+      console.say(f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts left")
     begun = time.monotonic()
     with stopping.StopRequest() as request:
       try:
@@ -270,7 +268,7 @@ def write(
 
 
 def _config_digest(model) -> str:
-  """Returns a hash of what a model computes with besides its weights."""
+  """Returns a hash of the config keys and metadata that determine the outputs."""
   keys = ('task', 'task_options', 'model', 'pp')
   config = {key: model.config.to_dict()[key] for key in keys}
   content = json.dumps([config, dict(model.metadata)], sort_keys=True)
@@ -278,10 +276,10 @@ def _config_digest(model) -> str:
 
 
 class Interrupted(stopping.Interrupted):
-  """A signal stopped the work; see vit_jax.run.stopping.Interrupted."""
+  """A signal stopped a table; see vit_jax.run.stopping.Interrupted."""
 
   def __init__(self, out, number: int):
-    Exception.__init__(self, f"Stopped. The same command resumes '{out}' where it was.")
+    Exception.__init__(self, f"Stopped. Run the same command again to resume '{out}'.")
     self.signal = number
 
   def _render_traceback_(self):
@@ -289,10 +287,10 @@ class Interrupted(stopping.Interrupted):
 
 
 class _Table:
-  """The files of a table: facts about it, its parts, and a note on each part.
+  """The files of a table: facts, parts, and a note on each part.
 
-  A note has a hash of what its part was made of, the checksum of the part, and
-  the number of its broken images. It is written before the part.
+  A note has a hash of the part's inputs, the checksum of the part, and its number of
+  broken images. It is written before the part.
   """
 
   def __init__(self, out, alone, facts, size, stamps):
@@ -308,9 +306,9 @@ class _Table:
     self.stamp = files.digest(x.encode() for x in stamps.values())
 
   def _is_joined(self) -> bool:
-    """Returns whether the table is one file already.
+    """Returns whether the table is already one file.
 
-    ValueError if what is there is another table, or anything else.
+    Raises ValueError if something else is there.
     """
     joined = self.alone and self.out.is_file()
     there = self.out if joined else self.folder
@@ -329,22 +327,20 @@ class _Table:
       other = [key for key, x in wanted.items() if before.get(key) != x]
     except FileNotFoundError:
       raise ValueError(
-        f"out='{there}' exists, and this command has not begun it: {remedy}"
+        f"out='{there}' exists and was not started by this command: {remedy}"
       ) from None
     except (ValueError, AttributeError):
       raise ValueError(f"'{self.path}' is damaged: {remedy}") from None
     if other:
-      raise ValueError(
-        f"'{there}' is of another table (other {', '.join(other)}): {remedy}"
-      )
+      raise ValueError(f"'{there}' is a table of other {', '.join(other)}: {remedy}")
     return joined
 
   def is_done(self) -> bool:
-    """Returns whether nothing is left to do; for errors see _is_joined."""
+    """Returns whether nothing is left to do; raises as `_is_joined`."""
     return self._is_joined() and not self.folder.exists()
 
   def begin(self) -> bool:
-    """Writes the facts, unless the table is complete: then returns True."""
+    """Returns True if the table is complete, else writes the facts."""
     if self._is_joined():
       self.folder.rmtree()
       return True
@@ -358,7 +354,6 @@ class _Table:
     return self.folder / f'_part-{block.start // self.size:05}.json'
 
   def write(self, block, content: bytes, faults: int):
-    """Writes the part of a block."""
     note = {
       'made_of': self.keys[block], 'checksum': google_crc32c.value(content),
       'broken': faults,
@@ -367,7 +362,7 @@ class _Table:
     files.write(self._part(block), content)
 
   def faults(self, block) -> int | None:
-    """Returns the broken images of a block; None if its part is to be made."""
+    """Returns the number of broken images of a block; None without a valid part."""
     try:
       note = json.loads(self._note(block).read_bytes())
       found = google_crc32c.value(self._part(block).read_bytes())
@@ -377,7 +372,7 @@ class _Table:
       return None
 
   def finish(self, blocks):
-    """Joins the parts to one file, if one process wrote them all."""
+    """Joins the parts into one file if a single process wrote them."""
     if not self.alone:
       return
     with files.replacing(self.out) as file:
@@ -388,12 +383,11 @@ class _Table:
 
 
 def _facts_path(out) -> epath.Path:
-  """Returns the hidden file of facts about a table that is one file."""
   return out.parent / f'.{out.name}.json'
 
 
 def join(parts: Iterable[epath.Path], file, ending: str):
-  """Writes the rows of files of one format to another file of this format."""
+  """Concatenates the rows of files of one format into another such file."""
   if ending == '.parquet':
     writer = None
     for part in parts:
@@ -410,7 +404,7 @@ def join(parts: Iterable[epath.Path], file, ending: str):
 
 
 def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> bytes:
-  """Returns rows as the content of a file with one of ENDINGS."""
+  """Returns rows in the format of one of ENDINGS."""
   if ending == '.parquet':
     file = io.BytesIO()
     arrow().parquet.write_table(to_arrow(found, types), file)
@@ -430,7 +424,7 @@ def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> byte
 
 
 def to_arrow(found: Sequence[dict], types: Mapping[str, Any]):
-  """Returns rows as a pyarrow.Table with columns of these types."""
+  """Returns rows as a pyarrow.Table with typed columns."""
   pa = arrow()
 
   def kind(of):
@@ -451,7 +445,7 @@ def to_arrow(found: Sequence[dict], types: Mapping[str, Any]):
 
 
 def _plain(value):
-  """Returns a value for JSON; floats with the digits that float32 has."""
+  """Returns a value for JSON; floats have the digits of float32."""
   if isinstance(value, np.ndarray):
     value = value.tolist()
   if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Images that a user gives, or that are at hand, as sources of the pipeline."""
+"""Sources of images given by a user, and of sample images."""
 
 from collections.abc import Sequence
 import contextlib
@@ -15,8 +15,8 @@ from vit_jax.data.images import image_files, images as images_lib
 from vit_jax.data.tfds import builders, registry
 from vit_jax.distributed import files
 
-# TensorFlow keeps what a `numpy_function` calls until the process ends, so there is
-# one for all sources, which finds a source by its number.
+# TensorFlow never frees the callable of a `numpy_function`, so one serves all
+# sources, which it finds by number.
 _numbers, _sources = itertools.count(), weakref.WeakValueDictionary()
 
 
@@ -31,9 +31,9 @@ def _encoded(source, number):
 
 
 class Given(records.Source):
-  """Images in any form, see vit_jax.preprocess.from_user, read when needed.
+  """Images in any form accepted by vit_jax.preprocess.from_user, read lazily.
 
-  Files of more than `max_pixels` are refused before decoding; None: no limit.
+  Files with more than `max_pixels` are rejected before decoding; None: no limit.
   """
 
   def __init__(self, images: Sequence[Any], max_pixels: int | None = None):
@@ -52,12 +52,12 @@ class Given(records.Source):
     return {**record, 'image': image}
 
   def encoded(self, number: int) -> bytes:
-    """Returns the content of the file of an image, by its number."""
+    """Returns an image, by number, as the content of an image file."""
     image = self._images[number]
     return preprocess.from_user(image, lambda x: x, self._max_pixels)
 
   def fingerprint(self) -> dict[str, Any]:
-    """Returns the number and a hash of the names of the images."""
+    """Returns the number of images and a hash of their names."""
     names = (f'{self.name(i)}\n'.encode() for i in range(self.num_examples))
     return {**super().fingerprint(), 'images': files.digest(names)}
 
@@ -77,10 +77,10 @@ class Given(records.Source):
 def sample(
   config, count: int, images: Sequence[Any] | None = None
 ) -> tuple[records.Source, str]:
-  """Returns at most `count` images as a source, and their origin in words.
+  """Returns a source of at most `count` images, and a description of it.
 
-  These are the given images; else those of the run's test split, unless that
-  needs a download; else the photographs of scikit-learn.
+  In this order: the given images, the run's test split unless that needs a download,
+  photos from scikit-learn.
   """
   source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
   if images is not None:
@@ -94,10 +94,10 @@ def sample(
 
     photos = datasets.load_sample_images().images
     parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
-    source, where = Given([*photos, *parts]), "scikit-learn's photographs"
+    source, where = Given([*photos, *parts]), 'photos from scikit-learn'
   count = min(count, source.num_examples)
   if not count:
-    raise ValueError(f'{where}: there are no images: give some')
+    raise ValueError(f'{where}: it has no images: give some')
   return records.Subset(source, np.arange(count)), f'{count} of {where}'
 
 
