@@ -215,9 +215,9 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
   """Calls a function on every process; returns all results, see `gather`.
 
   The function returns a value for JSON, and must not wait for other processes.
-  If it fails anywhere, all processes raise: their own error, or else that of
-  the first process with an error, with its name, as a ValueError or OSError if
-  it is one, else as a RuntimeError.
+  If it fails anywhere, all processes raise: their own error, or else the error of the
+  first process that failed, with its name, as a ValueError or OSError if it is one,
+  else as a RuntimeError.
   """
   error, value = None, None
   try:
@@ -229,8 +229,8 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
       raise error
     return [json.loads(json.dumps(value))]
   kind = next((t.__name__ for t in _TYPES if isinstance(error, t)), None)
-  told = None if error is None else [kind, str(error) or type(error).__name__]
-  answers = gather(what, [value, told], _WORK_DEADLINE)
+  report = None if error is None else [kind, str(error) or type(error).__name__]
+  answers = gather(what, [value, report], _WORK_DEADLINE)
   if error is not None:
     raise _together(error)
   types = {t.__name__: t for t in _TYPES}

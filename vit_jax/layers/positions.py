@@ -124,10 +124,10 @@ def resize(table, size: int, axis: int = 0):
 
 
 def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
-  """Resizes the table of a grid of patches, after that of other tokens.
+  """Resizes the table of a grid of patches; the rows of other tokens stay.
 
-  The table is an array [1, N, D] of NumPy or JAX, whose last rows are the
-  grid's; grids are (height, width) in patches.
+  The table is an array [1, N, D] of NumPy or JAX, whose last rows belong to the
+  grid; grids are (height, width) in patches.
   """
   before = table.shape[1] - grid[0] * grid[1]
   patches = table[0, before:].reshape(*grid, -1)
@@ -271,7 +271,7 @@ class RelativeEmbedding(nn.Module):
 
 
 def check_width(kind: str, width: int) -> None:
-  """Raises ValueError if the parts of an embedding do not fill a width D."""
+  """Raises ValueError if an embedding cannot have the width D."""
   parts = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
   if width % parts or (kind == 'sincos2d' and width < 8):
     raise ValueError(
