@@ -63,14 +63,14 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
   patches_lib.check_choice('position_layers', layers, LAYERS, place)
   if kind == 'relative' and layers == 'stem':
     raise ValueError(
-      "position_embedding='relative' enters the attention of every layer, and "
-      "position_layers='stem' names none: use 'every' or 'shared' "
+      "position_embedding='relative' is part of the attention of every layer, which "
+      "position_layers='stem' excludes: use 'every' or 'shared' "
       '(config.model.transformer.position_layers)'
     )
   if kind == 'relative' and table_grid is not None:
     raise ValueError(
-      f"position_embedding='relative' cannot be resized, and position_grid="
-      f'{tuple(table_grid)} asks for it: leave out one of them '
+      "position_embedding='relative' cannot be resized to the grid of the images, as "
+      f'position_grid={tuple(table_grid)} requires: leave out one of them '
       '(config.model.transformer.position_grid)'
     )
   if add:
