@@ -26,7 +26,7 @@ from vit_jax import console
 HEARTBEAT = 50
 # Seconds that a process has to print its own error before the error of another
 # process ends it.
-GRACE = 2.0
+GRACE = 4.0
 _KEYS = 'vit_jax/end/'
 _HOUR = 3_600_000  # In milliseconds.
 
