@@ -69,8 +69,8 @@ BITS = {
   'R200': ((3, 24, 36, 3), (3,)),
 }
 
-# iGPT: size -> (layers, width D, heads). The heads of XL, whose weights were
-# never released, are unknown: the number here is that of L.
+# iGPT: size -> (layers, width D, heads). The heads of XL, whose weights were never
+# released, are unknown: the number here is the number of L.
 IGPTS = {
   'S': (24, 512, 8),
   'M': (36, 1024, 8),
@@ -78,8 +78,8 @@ IGPTS = {
   'XL': (60, 3072, 16),
 }
 
-# Name -> units per stage of the backbone, whether its last stage has a dilation
-# in place of its stride ("DC5"), of a DETR (arXiv 2005.12872, section 4).
+# Name -> units per stage of the backbone, whether its last stage is dilated instead of
+# strided ("DC5"), of a DETR (arXiv 2005.12872, section 4).
 DETRS = {
   'DETR-R50': ((3, 4, 6, 3), False),
   'DETR-R50-DC5': ((3, 4, 6, 3), True),

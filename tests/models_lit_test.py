@@ -300,7 +300,7 @@ def test_a_causal_tower_reads_the_end_of_the_text_alone():
 @pytest.mark.parametrize(
   'change, tokens, words',
   [
-    ({}, np.ones((2, 13), int), 'has 13 tokens a text, but the model has 12'),
+    ({}, np.ones((2, 13), int), 'has 13 tokens per text, but the model has 12'),
     (
       {},
       np.ones(4, int),
@@ -322,5 +322,5 @@ def test_more_tokens_than_a_text_transformer_has_positions():
   params = jax.eval_shape(init, np.ones((1, 5), int))
   for count in (4, 6):
     tokens = np.ones((1, count), int)
-    with pytest.raises(ValueError, match=f'{count} tokens a text.* has 5'):
+    with pytest.raises(ValueError, match=f'{count} tokens per text.* has 5'):
       jax.eval_shape(model.apply, params, tokens)

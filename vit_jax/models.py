@@ -53,10 +53,12 @@ def register(kind: str, cls: type[nn.Module]) -> None:
     cls: the class; its fields become the keys of `config.model`.
 
   Raises:
-    ValueError: if another class has this kind, or `cls` is no Linen module.
+    ValueError: if another class has this kind, or `cls` is not a Linen module.
   """
   if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
-    raise ValueError(f"kind='{kind}' must be a class of Linen modules, got {cls}")
+    raise ValueError(
+      f"kind='{kind}' must be a subclass of flax.linen.Module, got {cls}"
+    )
   location = f'{cls.__module__}:{cls.__qualname__}'
   if kind in KINDS and _location(KINDS[kind]) != location:
     raise ValueError(
@@ -104,8 +106,8 @@ def get_model(name: str, **kwargs) -> nn.Module:
       its short form such as 'b16', 'r50_l32', 'bit_r50x1' or 'igpt_s', or the
       beginning of an AugReg file such as 'R_Ti_16'; see
       `vit_jax.configs.models.get_config`.
-    **kwargs: fields of the model, such as `num_classes`, which override those
-      of the config; also `cls`, see `make_model`.
+    **kwargs: fields of the model, such as `num_classes`, which override the
+      config; also `cls`, see `make_model`.
 
   Raises:
     ValueError: if the name is unknown.
@@ -119,7 +121,7 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   Args:
     config: fields of the model, and optionally `kind`.
     cls: class of the model, such as a task's own subclass; overrides `kind`.
-    **kwargs: fields that override those of the config.
+    **kwargs: fields that override the config.
 
   Returns:
     The model, a Linen module.

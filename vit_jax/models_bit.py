@@ -2,7 +2,7 @@
 
 Pre-activation (v2) bottlenecks with GroupNorm and weight-standardised
 convolutions, stride on the 3x3 convolution. A width factor multiplies the
-channels of every layer: R101x3 has three times those of a ResNet-101. The
+channels of every layer: R101x3 has three times the channels of a ResNet-101. The
 parameters have the names of big_vision's `bit_paper`.
 
 Shapes in the comments:
@@ -21,8 +21,7 @@ from vit_jax import models_resnet
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes, layer_stack, patches, resnet
 
-# By name (config.model.eps): the constants of the published models, and those
-# of timm.
+# By name (config.model.eps): the constants of the published models, and of timm.
 EPSILONS = {
   'published': models_resnet.Epsilons(norm=1e-5, std=0.0, std_variance=1e-10),
   'timm': models_resnet.EPSILONS['timm'],
@@ -36,17 +35,7 @@ def _group_norm(eps, types, name):
   return nn.GroupNorm(32, epsilon=eps.norm, use_fast_variance=False, name=name, **types)
 
 
-def _conv(features, size, strides, name, eps, types):
-  return models_resnet.StdConv(
-    features,
-    (size, size),
-    strides,
-    padding=size // 2,
-    use_bias=False,
-    eps=eps,
-    name=name,
-    **types,
-  )
+_conv = functools.partial(resnet.convolution, models_resnet.StdConv)
 
 
 class ResidualUnit(nn.Module):
@@ -67,7 +56,7 @@ class ResidualUnit(nn.Module):
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dtypes.of(self)
-    conv = functools.partial(_conv, eps=self.eps, types=types)
+    conv = functools.partial(_conv, eps=self.eps, **types)
     norm = lambda name: _group_norm(self.eps, types, f'gn{name}')
     x = resnet.bottleneck(x, self.features, self.strides, conv, norm, norms_first=True)
     return sharding.constrain_batch(x)
@@ -84,13 +73,10 @@ class RootBlock(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps images [B, H, W, C] to [B, H / 4, W / 4, F]."""
-    types = dtypes.of(self)
-    x = _conv(self.features, 7, (2, 2), 'conv_root', self.eps, types)(x)
-    # Zeros at the borders, which count as values, are part of the published
-    # models.
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    x = nn.max_pool(x, (3, 3), strides=(2, 2), padding='VALID')
-    return sharding.constrain_batch(x)
+    conv = _conv(self.features, 7, (2, 2), name='conv_root', **dtypes.of(self, 'eps'))
+    # The published models pad with zeros, which count in the maximum.
+    pad = lambda x: jnp.pad(conv(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    return sharding.constrain_batch(resnet.stem(x, pad, None, 'VALID'))
 
 
 class BitResNet(patches.ImageModel):
@@ -103,7 +89,7 @@ class BitResNet(patches.ImageModel):
   Attributes:
     num_classes: width of the head; with 0 or None the model returns features.
     num_layers: number of units in each stage, (3, 4, 6, 3) for R50.
-    width_factor: multiplies the channels; 1 gives those of a ResNet.
+    width_factor: multiplies the channels; 1 gives a ResNet.
     head_bias_init: initial bias of the head.
     eps: a key of EPSILONS.
     remat: '' stores all activations for the backward pass; 'full' recomputes

@@ -3,7 +3,7 @@
 A backbone, a ResNet or a Vision Transformer, makes a feature map of an image, a
 Transformer encoder relates its cells to each other, and a decoder turns a fixed
 number of learned queries into one class and one box each. Images of a batch may
-have padding below and to the right; a mask says which pixels are real.
+have padding below and to the right; a mask marks the real pixels.
 
 Shapes in the comments:
   B images    H, W image height and width    h, w cells of the feature map
@@ -74,7 +74,7 @@ class VitBackbone(models_vit.VisionTransformer):
   def __call__(self, images, mask=None, *, train):
     """Maps images, float [B, H, W, 3] in [-1, 1], to [B, h, w, F].
 
-    The mask, bool [B, H, W], is True for real pixels, and None if there is no
+    The mask, bool [B, H, W], is True for real pixels, and None without
     padding. Patches that begin in the padding are not attended to.
     """
     if mask is not None:
@@ -151,8 +151,8 @@ class Detr(nn.Module):
 
     Args:
       images: float [B, H, W, 3] in [-1, 1].
-      mask: bool [B, H, W], True for real pixels, False for padding; None if
-        there is no padding.
+      mask: bool [B, H, W], True for real pixels, False for padding; None
+        without padding.
       train: whether dropout is on (needs the rng 'dropout').
       draw: whether a model with a mask head computes the masks of all queries.
 
@@ -162,7 +162,7 @@ class Detr(nn.Module):
       [L, B, Q, 4]: centre x, centre y, width and height, as shares of width and
       height of the image without its padding. With a mask head also `masks`,
       the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
-      not `draw`, `features`, of which `draw_masks` computes some of them.
+      not `draw`, `features`, from which `draw_masks` computes some of them.
     """
     types = dtypes.of(self)
     stages = self._stages(images.astype(types['dtype']), mask, train)
@@ -208,8 +208,8 @@ class Detr(nn.Module):
     if self.backbone == 'vit':
       if self.mask_head:
         raise ValueError(
-          "backbone='vit' has one feature map, but mask_head=True needs those of "
-          "four stages: use backbone='resnet' (config.model.backbone)"
+          "backbone='vit' has one feature map, but mask_head=True needs the maps "
+          "of four stages: use backbone='resnet' (config.model.backbone)"
         )
       fields = {**(self.vit or {}), **types, 'num_classes': None}
       try:

@@ -44,8 +44,8 @@ class ImageGPT(nn.Module):
 
   `model.apply(..., mutable='intermediates')` also returns what a linear probe
   reads: `layer_<l>`, float32 [B, D], for l from 0 to L, the mean over the
-  pixels of the normalised tokens that enter the attention of layer l; the last
-  is that of the tokens that enter the head.
+  pixels of the normalised tokens that enter the attention of layer l, and the last
+  of the tokens that enter the head.
 
   Attributes:
     hidden_size: width D of a token.
@@ -202,14 +202,14 @@ class ImageGPT(nn.Module):
     return sharding.constrain_batch(x.astype(dtypes.of(self)['dtype']))
 
   def empty_cache(self, batch: int):
-    """Returns the cache of `extend` before the first pixel of so many images."""
+    """Returns the cache of `extend` before the first pixel of a batch of images."""
     heads = self.num_heads
     shape = (batch, heads, self.num_positions, self.hidden_size // heads)
     zeros = jnp.zeros(shape, dtypes.of(self)['dtype'])  # [B, K, N, E]
     return [(zeros, zeros) for _ in range(self.num_layers)]
 
   def extend(self, before, start, cache):
-    """Predicts some pixels of a causal model, after those of earlier calls.
+    """Predicts some pixels of a causal model, after the pixels of earlier calls.
 
     Args:
       before: colour of the pixel before each of these pixels, int32 [B, Q];
@@ -271,7 +271,7 @@ def sample(
     rng: a random key, which is split into one for each image; or B keys.
     temperature: by what logits are divided; below 1 likely colours become more
       likely.
-    top_k: draw among so many most likely colours; None for all.
+    top_k: draw among this number of most likely colours; None for all.
 
   Returns:
     Colours of all pixels, int32 [B, N].

@@ -13,8 +13,8 @@ of two vectors tells how well an image and a text fit together.
 Shapes in the comments:
   B images or texts    N tokens    D width of a token    E width of an embedding
 
-Parameters: those of the image tower under `img`, a Vision Transformer; those of
-the text tower under `txt`; `t` [1], the logarithm of the inverse temperature;
+Parameters: the image tower, a Vision Transformer, under `img`; the text tower under
+`txt`; `t` [1], the logarithm of the inverse temperature;
 and `b` [1], added to the products, with `bias_init`.
 """
 
@@ -85,7 +85,7 @@ class LitModel(patches.ImageModel):
 
   @nn.nowrap
   def image_tower(self, **kwargs) -> models_vit.VisionTransformer:
-    """Returns the image tower, whose parameters are those under `img`."""
+    """Returns the image tower, whose parameters are under `img`."""
     types = dtypes.of(self)
     fields = {k: v for k, v in self.image.items() if k != 'kind'}
     # A head of zeros would have no direction.
@@ -94,7 +94,7 @@ class LitModel(patches.ImageModel):
 
   @nn.nowrap
   def text_tower(self, **kwargs) -> nn.Module:
-    """Returns the text tower, whose parameters are those under `txt`."""
+    """Returns the text tower, whose parameters are under `txt`."""
     patches.check_choice('text_model', self.text_model, text_towers.TEXT_MODELS)
     fields = {**(self.text or {}), **dtypes.of(self), **kwargs}
     return text_towers.TEXT_MODELS[self.text_model](
@@ -166,7 +166,7 @@ class LitModel(patches.ImageModel):
       local = f'{self.model_name}.npz'
       path = f'{BASE_PATH}/{local}'
       if os.path.exists(local):
-        print(f'Reading the copy in this folder: {local}')
+        print(f'Reading {local} from the current folder.')
         path = local
       elif cache:
         fetch.copy(fetch.fetch(path), local, progress=False)
@@ -183,7 +183,7 @@ class LitModel(patches.ImageModel):
     ending = text_towers.TOKENIZERS[self.pp['tokenizer_name']]
     if not own and self.model_name not in model_configs.LITS:
       raise ValueError(
-        'the vocabulary of this model is unknown: put the file beside its weights, '
+        'the vocabulary of this model is unknown: put the file next to its weights, '
         f'with their name and the ending .{ending} (NAME.{ending} for NAME.npz), or '
         'give its path (config.model.pp.vocab_path)'
       )

@@ -7,6 +7,7 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
 from collections.abc import Sequence
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -23,8 +24,8 @@ class Epsilons(NamedTuple):
   std_variance: float  # Added to the variance of a kernel.
 
 
-# By name (config.model.resnet.eps): the constants of the published models, and
-# those of timm.
+# By name (config.model.resnet.eps): the constants of the published models, and of
+# timm.
 EPSILONS = {
   'published': Epsilons(norm=1e-6, std=1e-5, std_variance=0.0),
   'timm': Epsilons(norm=1e-5, std=0.0, std_variance=1e-8),
@@ -32,13 +33,10 @@ EPSILONS = {
 
 
 def weight_standardize(w, axis, eps, variance_eps=0.0):
-  """Subtracts the mean of `w` and divides by its standard deviation.
+  """Subtracts the mean of a kernel and divides by its standard deviation.
 
-  Args:
-    w: a kernel.
-    axis: axes to standardise over.
-    eps: added to the standard deviation.
-    variance_eps: added to the variance.
+  Both are taken over `axis`. `eps` is added to the standard deviation,
+  `variance_eps` to the variance.
   """
   w = w - jnp.mean(w, axis=axis, keepdims=True)
   variance = jnp.mean(w**2, axis=axis, keepdims=True)
@@ -46,11 +44,7 @@ def weight_standardize(w, axis, eps, variance_eps=0.0):
 
 
 class StdConv(nn.Conv):
-  """A convolution with a standardised kernel.
-
-  Attributes:
-    eps: the epsilons. For the others see flax.linen.Conv.
-  """
+  """A convolution with a standardised kernel; see flax.linen.Conv."""
 
   eps: Epsilons = EPSILONS['published']
 
@@ -65,15 +59,10 @@ class StdConv(nn.Conv):
 
 
 class ResidualUnit(nn.Module):
-  """One bottleneck: 1x1, 3x3, 1x1 to 4 F channels, added to the input.
+  """One bottleneck: 1x1, 3x3, 1x1 to 4 F channels, added to the input."""
 
-  Attributes:
-    features: channels F inside the bottleneck.
-    strides: strides of the 3x3 convolution and of the projection.
-    eps: the epsilons.
-  """
-
-  features: int
+  features: int  # F, the channels inside the bottleneck.
+  # Of the 3x3 convolution and of the projection.
   strides: tuple[int, int] = (1, 1)
   eps: Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
@@ -85,18 +74,11 @@ class ResidualUnit(nn.Module):
     types = dtypes.of(self)
 
     def conv(features, size, strides, name):
-      return StdConv(
-        features,
-        (size, size),
-        strides,
-        use_bias=False,
-        name=name,
-        eps=self.eps,
-        **types,
-      )
+      kwargs = dict(use_bias=False, name=name, eps=self.eps, **types)
+      return StdConv(features, (size, size), strides, **kwargs)
 
     def norm(name):
-      # At first a unit is its projection alone.
+      # A new unit returns its projection only.
       init = nn.initializers.zeros if name == '3' else nn.initializers.ones
       return nn.GroupNorm(
         epsilon=self.eps.norm, scale_init=init, name=f'gn{name}', **types
@@ -106,17 +88,10 @@ class ResidualUnit(nn.Module):
 
 
 class ResNetStage(nn.Module):
-  """A sequence of units; the first may have strides.
+  """A sequence of units, of which only the first may be strided."""
 
-  Attributes:
-    block_size: number of units.
-    nout: channels F inside each bottleneck.
-    first_stride: strides of the first unit.
-    eps: the epsilons.
-  """
-
-  block_size: int
-  nout: int
+  block_size: int  # Number of units.
+  nout: int  # Channels F inside each bottleneck.
   first_stride: tuple[int, int] = (1, 1)
   eps: Epsilons = EPSILONS['published']
   dtype: Any = jnp.float32
@@ -125,12 +100,9 @@ class ResNetStage(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+    unit = functools.partial(ResidualUnit, self.nout, **dtypes.of(self, 'eps'))
     for i in range(self.block_size):
-      strides = (1, 1) if i else self.first_stride
-      unit = ResidualUnit(
-        self.nout, strides, name=f'unit{i + 1}', **dtypes.of(self, 'eps')
-      )
-      x = unit(x)
+      x = unit((1, 1) if i else self.first_stride, name=f'unit{i + 1}')(x)
     return x
 
 
@@ -158,16 +130,9 @@ def make_resnet(
   epsilons = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
   width = int(64 * width_factor)
+  root = dict(use_bias=False, name='conv_root', eps=epsilons, **types)
   layers: list[nn.Module] = [
-    StdConv(
-      width,
-      (7, 7),
-      (2, 2),
-      use_bias=False,
-      name='conv_root',
-      eps=epsilons,
-      **types,
-    ),
+    StdConv(width, (7, 7), (2, 2), **root),
     nn.GroupNorm(name='gn_root', epsilon=epsilons.norm, **types),
   ]
   for i, units in enumerate(num_layers):
@@ -193,8 +158,7 @@ def apply_resnet(x, layers: Sequence[nn.Module], see=lambda i, x: None):
     the first stage, and each further stage halves them.
   """
   conv, norm, *stages = layers
-  x = nn.relu(norm(conv(x)))
-  x = nn.max_pool(x, window_shape=(3, 3), strides=(2, 2), padding='SAME')
+  x = resnet.stem(x, conv, norm, 'SAME')
   for i, stage in enumerate(stages):
     see(i, x)
     x = stage(x)

@@ -71,11 +71,11 @@ def _field(config: Any, name: str, default: Any = None) -> Any:
 
 
 def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
-  """Selects the given fields that an encoder has.
+  """Selects the fields that an encoder has.
 
   An encoder class of a user, or a function that makes an encoder, may lack
   fields of this package's Encoder. Such a field is left out if it has its
-  default value; another value is refused with the fields that the encoder has.
+  default value; otherwise ValueError lists the fields that the encoder has.
   """
   known = inspect.signature(encoder).parameters
   if any(p.kind is p.VAR_KEYWORD for p in known.values()):
@@ -278,7 +278,7 @@ class VisionTransformer(patches_lib.ImageModel):
       train: whether dropout is on.
       mask: bool, broadcastable to [B, K, N, N], True where a query may attend
         to a key (the class token is the first); None: everywhere.
-      only_first: whether to compute the first token alone, the class token. An
+      only_first: whether to compute only the first token, the class token. An
         encoder class of a user computes all tokens regardless.
       positioned: whether the tokens are those of `add_positions`, possibly
         fewer, [B, n, D].

@@ -237,13 +237,13 @@ def test_the_first_token_alone_is_that_of_all(name, causal, masked):
 @pytest.mark.parametrize(
   'fields, args, message',
   [
-    ({'causal': True}, {'kv': (B, 5, 12)}, 'causal=True is not defined'),
+    ({'causal': True}, {'kv': (B, 5, 12)}, 'causal=True.*kv'),
     ({}, {'kv': (B + 1, 5, 12)}, r'kv must be tokens \[2, tokens, width\]'),
     ({}, {'kv': (5, 12)}, r'kv must be tokens .*got \(5, 12\)'),
     ({}, {'mask': (B, 5)}, r'= \[2, 3, 5, 5\], got bool \[2, 5\]'),
     ({}, {'mask': (1, B, 3, 5, 5)}, 'broadcast'),
     ({}, {'kv': (B, 4, 12), 'mask': (5, 5)}, r'\[2, 3, 5, 4\], got'),
-    ({'attention': 'flash'}, {'mask': (5, 5)}, "flash' takes no mask: use"),
+    ({'attention': 'flash'}, {'mask': (5, 5)}, "flash'.*masks"),
   ],
 )
 def test_what_does_not_go_together_is_named(fields, args, message):
@@ -260,7 +260,7 @@ def test_masks_are_bool():
   layer, variables, x = layer_and_params()
   with pytest.raises(ValueError, match='mask must be bool.*got float32'):
     layer.apply(variables, x, mask=jnp.zeros((5, 5)), deterministic=True)
-  with pytest.raises(ValueError, match="attention='flash' takes no mask"):
+  with pytest.raises(ValueError, match="attention='flash'.* masks"):
     attention.check('flash', 0.0, 'tpu', 'bfloat16', mask=True)
   attention.check('cudnn', 0.0, 'gpu', 'bfloat16', mask=True)
   attention.check('flash', 0.0, 'tpu', 'bfloat16')

@@ -1,4 +1,4 @@
-"""Writes files that other processes and machines may read or write at once."""
+"""Writes files that other processes and machines may read or write concurrently."""
 
 from collections.abc import Iterable
 import contextlib
@@ -22,7 +22,7 @@ def temporary_name(path) -> epath.Path:
 
 @contextlib.contextmanager
 def replacing(path):
-  """Opens a file for bytes, which takes the place of `path` when it is complete.
+  """Opens a file for bytes, which replaces `path` when it is complete.
 
   No reader ever sees the file incomplete, not even after a power failure. After
   an error nothing is left behind. The folder of `path` must exist.
@@ -80,7 +80,7 @@ def new_folder(path):
       if not path.exists():
         raise
       raise FileExistsError(
-        f"'{path}' was written by another process meanwhile, and is not "
+        f"'{path}' was written by another process in the meantime, and is not "
         'overwritten: give another path, or delete it first'
       ) from e
   finally:

@@ -1,16 +1,15 @@
-"""Signs of life of the processes of a run; ends this one if another is lost.
+"""How the processes of a run end together.
 
-Every two seconds each process writes a sign to the coordination service of
-`jax.distributed`, which runs in process 0, and reads those of the others. JAX
-itself waits for 100 seconds (its heartbeat_timeout_seconds) and then aborts
-with a page of stack traces; here a process ends with one sentence, which names
-the process that is lost or has failed first, and with the status of SIGTERM.
+JAX's heartbeats end a run that has lost a process: HEARTBEAT seconds after its last
+heartbeat, JAX aborts the other processes with a message that names it. This module
+adds what JAX lacks: a process that fails reports the cause to the others, which end
+within seconds, and all processes agree on the step after which they stop. Both use
+keys of the coordination service of `jax.distributed` that are written only then;
+each process waits for them in two threads.
 """
 
 import atexit
 import contextlib
-import ctypes
-import itertools
 import json
 import os
 import signal
@@ -23,15 +22,13 @@ import jax
 
 from vit_jax import console
 
-# Seconds between two signs of life, and seconds without one until a process is
-# lost.
-PULSE = 2.0
-SILENCE = 60.0
-_SIGNS = 'vit_jax/signs/'
-
-
-class Lost(RuntimeError):
-  """Another process of the run has ended."""
+# Seconds without a heartbeat after which JAX considers a process lost.
+HEARTBEAT = 50
+# Seconds that a process has to print its own error before the error of another
+# process ends it.
+GRACE = 4.0
+_KEYS = 'vit_jax/end/'
+_HOUR = 3_600_000  # In milliseconds.
 
 
 def client():
@@ -45,267 +42,151 @@ def client():
 
 
 def here() -> str:
-  """Returns host and process id of this process."""
+  """Returns the host and the process id of this process."""
   return f'{socket.gethostname()}, pid {os.getpid()}'
 
 
 def name(process: int) -> str:
-  """Returns a name of a process for messages: 'process 1 (host-b, pid 7)'."""
+  """Returns the name of a process in messages: 'process 1 (host-b, pid 7)'."""
   return f'process {process} ({watch.hosts.get(process, "host unknown")})'
 
 
+def _set(key, value):
+  """Writes a key, unless another process was first."""
+  with contextlib.suppress(Exception):
+    client().key_value_set(_KEYS + key, json.dumps(value))
+
+
+def _wait_for(key):
+  """Returns the value of a key once it is written, None when this process exits."""
+  while True:
+    try:
+      return json.loads(client().blocking_key_value_get(_KEYS + key, _HOUR))
+    except Exception as e:  # pylint: disable=broad-except
+      if 'DEADLINE_EXCEEDED' not in str(e):
+        return None
+
+
 class Watch:
-  """Gives signs of life in a thread, and watches those of the other processes.
+  """Waits for the failure of a process and for a request to stop.
 
   Attributes:
-    connects: whether this process waits for the others to connect.
-    watches: whether there are other processes to watch.
+    watches: whether there are other processes.
     hosts: results of `here` by process.
-    doing: what this process is doing, for the other processes.
-    error: the error that ends this process, for the others; '' while there is none.
+    failed: whether this process has reported an error.
   """
 
   def __init__(self):
-    self._thread = None  # Made late: a forked process could not start it.
-    self.connects = self.watches = False
+    self.watches = self.failed = False
     self.hosts = {}
-    self.doing = 'the start'
-    self.error = ''
-    self._signs = {}  # Process -> (its last sign, time of its arrival).
-    self._read, self._parted = 0.0, 0.0  # Times: of reading signs, of `part`.
-    self._ended, self._wake = threading.Event(), threading.Event()
-    # The stop of all processes after the same step; see `passed`.
-    self._lock = threading.Lock()  # Of the next three.
-    self._asked = False
-    self._at = self._published = (0, 0)
+    self._threads = []
+    self._lock = threading.Lock()  # Of the next two.
+    self._asked, self._at = False, (0, 0)
     self._last, self._decided = None, threading.Event()
 
-  # --- Life and death ---
-
   def start(self):
-    """Begins to watch; until the process exits."""
-    self.watches, self._read = True, time.monotonic()
-    self._thread = threading.Thread(target=self._run, daemon=True)
-    self._thread.start()
-    atexit.register(self.stop)
+    """Begins to watch, until the process exits."""
+    self.watches = True
+    for wait in (self._end_on_failure, self._agree_on_stop):
+      self._threads.append(threading.Thread(target=wait, daemon=True))
+      self._threads[-1].start()
+    atexit.register(self._leave)
 
-  def _run(self):
-    """Gives signs of life until stopped; ends the process if one is lost."""
-    for count in itertools.count():
-      self._beat(count)
-      if self._ended.is_set():
-        return
-      if self.error:
-        # Threads that wait for other processes may keep this one from its end.
-        pulses = 5 if jax.process_index() else 8  # The first holds the signs.
-        if time.monotonic() > self._parted + pulses * PULSE:
-          _exit(1)
-      elif words := self.trouble(SILENCE):
-        end(words)
-      self._wake.wait(PULSE if self._decided.is_set() == self._asked else 0.1)
-      self._wake.clear()
-
-  def stop(self):
-    """Gives a last sign, after which silence does not mean a loss."""
-    self._ended.set()
-    self._wake.set()
-    self._thread.join()
-    self._beat(None)
-    if self.error:
-      # JAX would wait for the other processes, which end after reading the
-      # error.
-      time.sleep(3 * PULSE)
+  def _leave(self):
+    """Disconnects this process, which ends the threads."""
+    if self.failed:  # JAX would wait for the others, which end on their own.
+      if jax.process_index() == 0:
+        time.sleep(2 * GRACE)  # The others read the error from its service.
       _exit(1)
+    jax.distributed.shutdown()
+    for thread in self._threads:
+      thread.join()
 
-  def part(self, error: str):
-    """Gives the last sign, with the error that ends this process."""
-    self._parted, self.error = time.monotonic(), error[:1000]
-    self._beat(None)
-
-  def place(self, process: int) -> str:
-    """Returns what a process was doing at its last sign."""
-    sign, _ = self._signs.get(process, ({'doing': 'the start'}, 0))
-    return sign['doing']
-
-  def farewell(self, process: int) -> str:
-    """Returns that a process has ended, and with which error; '' if it has not."""
-    sign, _ = self._signs.get(process, ({'count': 0}, 0))
-    if sign['count'] is not None:
-      return ''
-    error = sign['error']
-    return f'{name(process)} has ended' + (f': {error}' if error else '')
-
-  def trouble(self, silence: float) -> str:
-    """Returns which process has failed or is lost, in words; '' if none.
-
-    A process is lost after `silence` seconds without a sign of life. An error
-    that all processes raise together is theirs to print for a while.
-    """
-    now = time.monotonic()
-    signs = sorted(self._signs.items(), key=lambda item: item[1][1])
-    for process, (sign, since) in signs:  # The first one first.
-      if sign['error'] and now - since > 3 * PULSE:
-        return self.farewell(process)
-    lost = [
-      process
-      for process, (sign, since) in signs
-      if sign['count'] is not None and self._read - since > silence
-    ]
-    if jax.process_index() and now - self._read > 5 * PULSE:
-      lost = [0]  # It holds all signs, and does not answer.
-    who = ' and '.join(map(name, lost))
-    return f'{who} {"are" if len(lost) > 1 else "is"} gone' if lost else ''
-
-  def _beat(self, count: int | None):
-    """Writes a sign of life, None for the last one; reads those of the others."""
-    with self._lock:
-      if not self._asked:
-        self._published = self._at
-      sign = {
-        'count': None if self.error else count,
-        'doing': self.doing,
-        'error': self.error,
-        'stop': self._published if self._asked else None,
-      }
-    try:
-      client().key_value_set(
-        f'{_SIGNS}{jax.process_index()}', json.dumps(sign), allow_overwrite=True
+  def report(self, error: BaseException):
+    """Reports the error that ends this process to the others."""
+    text = str(error) or type(error).__name__
+    # Errors of collectives that have lost a process. Storage gives similar ones.
+    lost = any(s in text for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED'))
+    if lost and not isinstance(error, OSError):
+      seconds = HEARTBEAT + 5 * GRACE
+      print(
+        f'Lost the connection to another process ({text.splitlines()[0]:.200}); it is '
+        f'named within {seconds:.0f} seconds.',
+        file=sys.stderr,
+        flush=True,
       )
-    except Exception:  # pylint: disable=broad-except
-      return  # Process 0 does not answer.
-    if self.look():
-      self._agree_on_stop()
+      time.sleep(seconds)  # A message of that process, or JAX, ends this one.
+    self.failed = True
+    _set('failed', [jax.process_index(), text[:1000]])
 
-  def look(self) -> bool:
-    """Reads the signs of all processes; returns whether process 0 answers."""
-    try:
-      found = client().key_value_dir_get(_SIGNS)
-    except Exception:  # pylint: disable=broad-except
-      return False
-    self._read = time.monotonic()
-    for key, text in found:
-      process, sign = int(key.rsplit('/', 1)[1]), json.loads(text)
-      if process not in self._signs or self._signs[process][0] != sign:
-        self._signs[process] = (sign, self._read)
-    return True
+  def _end_on_failure(self):
+    """Ends this process if one has failed; waits for that in a thread."""
+    found = _wait_for('failed')
+    if found is None:
+      return
+    time.sleep(GRACE)
+    if self.failed:
+      # Threads that wait for other processes may keep this one from its end.
+      time.sleep(5 * GRACE)
+      _exit(1)
+    process, error = found
+    text = (
+      f'\nError: {name(process)} has failed: {error}\n'
+      f'{name(jax.process_index())} stops. Fix the cause, and start the same command '
+      'again on all hosts to resume from the last checkpoint.\n'
+    )
+    with contextlib.suppress(OSError):  # Perhaps nobody reads it any more.
+      os.write(2, text.encode())
+    if jax.process_index() == 0:
+      time.sleep(2 * GRACE)
+    _exit(128 + signal.SIGTERM)
 
   # --- Stopping together ---
 
   def ask_to_stop(self):
     """Asks all processes to stop after the same step."""
-    with self._lock:
-      if not self._asked:
-        self._asked, self._published = True, self._at
-    self._wake.set()
+    _set('stop', jax.process_index())
 
   def passed(self, at: tuple[int, int]) -> bool:
     """Returns whether all processes stop here; all must call it after each step.
 
     `at` are the numbers of the loop and of the step in it, the same on all
-    processes. When a process is asked to stop, each one publishes the last step
-    that it has passed, and none passes another one until it knows all of these.
-    They stop after the step that follows the greatest.
+    processes. When one of them is asked to stop, each publishes the last step that
+    it has passed, and does not pass another one before the greatest of these is
+    known. All stop after the step that follows it.
     """
     with self._lock:
-      self._at = at
-      asked = self._asked
+      self._at, asked = at, self._asked
     if asked:
       self._decided.wait()
     return self._last is not None and at > self._last
 
   def _agree_on_stop(self):
-    """Takes part if a process asks to stop; decides if all have published."""
-    stops = {
-      process: sign['stop'] and tuple(sign['stop'])
-      for process, (sign, _) in self._signs.items()
-      if sign['count'] is not None
-    }
-    if any(stops.values()) and not self._asked:
-      first = next(process for process in stops if stops[process])
-      console.say(f'{name(first)} was told to stop: all stop after the same step.')
-      self.ask_to_stop()
-    elif (
-      self._asked
-      and not self._decided.is_set()
-      and len(self._signs) == jax.process_count()
-      and all(stops.values())
-    ):
-      self._last = max(stops.values(), default=self._published)
+    """Agrees on the last step when a process asks to stop; waits in a thread."""
+    first, me = _wait_for('stop'), jax.process_index()
+    if first is None:
+      return
+    if first != me:
+      console.say(f'{name(first)} was asked to stop: all stop after the same step.')
+    with self._lock:
+      self._asked = True
+      _set(f'at/{me}', self._at)
+    if me == 0:
+      everywhere = [_wait_for(f'at/{i}') for i in range(jax.process_count())]
+      if None not in everywhere:
+        _set('last', max(everywhere))
+    last = _wait_for('last')
+    if last is not None:
+      self._last = tuple(last)
       self._decided.set()
 
 
-def end_with(error: BaseException):
-  """Tells the other processes the error that ends this one.
-
-  If the error is due to a lost process, this process ends here with one
-  sentence, without the usual shutdown between processes, which would wait or
-  abort. Otherwise the caller raises the error.
-  """
-  if not watch.watches:
-    return
-  if isinstance(error, Lost):
-    end(str(error))
-  with _ending:  # Waits if another thread ends this process.
-    pass
-  # Errors of collectives whose peer closes its connection or never answers. A
-  # bucket gives such errors too, while all processes live.
-  if any(s in str(error) for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED')):
-    time.sleep(5 * PULSE)  # Living processes give a sign meanwhile.
-    watch.look()
-    if words := watch.trouble(4 * PULSE):
-      end(words)
-  watch.part(str(error) or type(error).__name__)
-
-
-def end(words: str):
-  """Ends this process, in any thread, because another one `words`."""
-  _ending.acquire()  # Never released: another thread waits here for the end.
-  me = name(jax.process_index()) if watch.watches else 'this process'
-  text = (
-    f'\nError: {words}, so {me} stops. Start the same command again on all '
-    'hosts: the run goes on from its last checkpoint.\n'
-  )
-  with contextlib.suppress(OSError):  # Perhaps nobody reads it any more.
-    os.write(2, text.encode())
-  if watch.watches and jax.process_index() == 0:
-    time.sleep(3 * PULSE)  # The others read the cause from its service.
-  os._exit(128 + signal.SIGTERM)
-
-
 def _exit(status):
-  """Ends this process without the usual shutdown."""
+  """Ends this process without JAX's shutdown, which waits for the others."""
   with contextlib.suppress(OSError):
     sys.stdout.flush()
     sys.stderr.flush()
   os._exit(status)
 
 
-def speak_on_abort():
-  """Has this process end with a sentence where JAX aborts it.
-
-  JAX aborts a process that the others do not join, and each process as soon as
-  it loses the connection to process 0. It prints a page of stack traces, and
-  has no public way to prevent that. This C handler of SIGABRT is the only part
-  that is no public Python: delete this function when jax.distributed.initialize
-  raises an error for the first, and takes a function to call for the second.
-  """
-  set_handler = ctypes.CDLL(None).signal
-  set_handler.argtypes = [ctypes.c_int, ctypes.c_void_p]
-
-  def handle(number):
-    set_handler(number, int(signal.SIG_DFL))
-    if watch.connects:
-      end('not all processes came to the coordinator in time')
-    if watch.error:
-      _exit(1)  # It has said why.
-    time.sleep(6 * PULSE)
-    if words := watch.watches and watch.trouble(SILENCE):
-      end(words)
-    # Otherwise the abort has another reason, and goes on.
-
-  speak_on_abort.handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
-  set_handler(signal.SIGABRT, ctypes.cast(speak_on_abort.handler, ctypes.c_void_p))
-
-
 watch = Watch()
-_ending = threading.Lock()

@@ -1,18 +1,20 @@
 """Communication between the processes of a run, host to host.
 
 All functions use the coordination service of `jax.distributed`, which runs in
-process 0. It needs no device, has deadlines, and errors name the missing
-process. All processes must make the same calls in the same order; a different
+process 0: no device is needed, nothing is compiled, and an error names the process
+that is missing. All processes must make the same calls in the same order; a different
 call is an error on all of them. With a single process nothing is sent.
 """
 
 from collections.abc import Callable, Mapping
 import contextlib
 import functools
+import hashlib
 import itertools
 import json
 import os
 import re
+import threading
 import time
 from typing import Any
 
@@ -34,38 +36,45 @@ _TYPES = (ValueError, FileNotFoundError, TimeoutError, OSError)
 def initialize(*args, **kwargs):
   """Connects the processes of a run; see jax.distributed.initialize.
 
-  If another process is lost later, this process names it and exits with the
-  status of SIGTERM.
+  JAX ends this process if the others do not come, or if one of them is lost later.
   """
-  heartbeats.speak_on_abort()
-  heartbeats.watch.connects = True
+  # JAX's handler would keep SIGTERM from ending a process between trainings.
+  jax.config.update('jax_enable_preemption_service', False)
+  timeout = kwargs.setdefault('initialization_timeout', 300)
+  kwargs.setdefault('heartbeat_timeout_seconds', heartbeats.HEARTBEAT)
+  text = (
+    'Waiting for the other processes to connect: start the same command on all '
+    f'hosts, within {timeout} seconds.'
+  )
+  reminder = threading.Timer(min(20, timeout / 2), print, [text], {'flush': True})
+  reminder.daemon = True
+  reminder.start()
   try:
-    # JAX's handler would keep SIGTERM from ending a process between trainings.
-    jax.config.update('jax_enable_preemption_service', False)
     jax.distributed.initialize(*args, **kwargs)
   finally:
-    heartbeats.watch.connects = False
+    reminder.cancel()
   if jax.process_count() > 1:
     if jax.config.jax_compilation_cache_dir == str(console.compiled_folder()):
-      # Process 0 alone writes to it. If it then compiles less than the others,
-      # they wait for its part of what GPUs compile together.
+      # Only process 0 writes to it. If it then compiles less than the others, they
+      # wait for its part of what GPUs compile together.
       jax.config.update('jax_compilation_cache_dir', None)
-    heartbeats.watch.start()
-    hosts = gather('telling each other their hosts', heartbeats.here())
+    hosts = gather('exchanging the names of the hosts', heartbeats.here())
     heartbeats.watch.hosts = dict(enumerate(hosts))
+    heartbeats.watch.start()
 
 
 @contextlib.contextmanager
 def connected(**flags):
   """Connects the processes of a run for a `with` block; see `connect`.
 
-  An error in the block is also told to the other processes, which end with it.
+  An error in the block that not all processes raise ends the other processes too.
   """
   try:
     connect(**flags)
     yield
   except (Exception, KeyboardInterrupt) as e:
-    heartbeats.end_with(e)
+    if heartbeats.watch.watches and not is_common(e):
+      heartbeats.watch.report(e)
     raise
 
 
@@ -77,9 +86,9 @@ def connect(
 ):
   """Connects the processes of a run, if there are several.
 
-  `distributed` tells whether to look for the other hosts of a TPU pod or a
-  SLURM job. Where they are not found so, `coordinator` is the HOST:PORT of
-  process 0, with the number of processes and that of this one.
+  `distributed` says whether to look for the other hosts of a TPU pod or a SLURM
+  job. Elsewhere, `coordinator` is the HOST:PORT of process 0, next to the number of
+  processes and the number of this one.
   """
   given = (coordinator, num_processes, process_id)
   if any(value is not None for value in given):
@@ -91,7 +100,7 @@ def connect(
   try:
     initialize()
   except ValueError as e:
-    # JAX raises this error if it finds no cluster: the run has one process. Any
+    # Without a cluster, where JAX raises this error, the run has one process. Any
     # other error is due to a cluster, whose hosts must not train separately.
     if 'coordinator_address' not in str(e):
       raise
@@ -119,55 +128,66 @@ def _check(coordinator, num_processes, process_id):
 def gather(what: str, value, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 
-  `what` says what is being done, such as 'reading the index', for errors;
-  `value` is for JSON, some kilobytes at most. Lost if a process has ended,
-  TimeoutError if one does not call within `deadline` seconds, RuntimeError if
-  it makes another call.
+  Process 0 collects the values and publishes them all. `what` says what is being
+  done, such as 'reading the index', for errors; `value` is for JSON, some kilobytes
+  at most. TimeoutError if a process does not call within `deadline` seconds,
+  RuntimeError if it makes another call.
   """
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
-  heartbeats.watch.doing = what
   client, me, number = heartbeats.client(), jax.process_index(), next(_numbers)
-  text = json.dumps({'what': what, 'value': value})
-  client.key_value_set(f'{_CALLS}/{number}/{me}', text)
-  begun, values = time.monotonic(), []
-  while len(values) < jax.process_count():
-    process = len(values)
+  place, own = f'{_CALLS}/{number}', json.dumps([what, value])
+  if me:
+    client.key_value_set(f'{place}/{me}', own)
+    # Process 0 raises first, and names the process that is missing.
+    values, failed = json.loads(_get(f'{place}/all', 0, what, deadline + 60))
+  else:
+    values, failed = [], None
     try:
-      # Short, so that Python handles signals between two of them.
-      text = client.blocking_key_value_get(f'{_CALLS}/{number}/{process}', 1000)
-    except Exception as e:  # pylint: disable=broad-except
-      if 'DEADLINE_EXCEEDED' not in str(e):
-        raise heartbeats.Lost(f'{heartbeats.name(0)} is gone') from e
-      _check_waiting(what, process, time.monotonic() - begun, deadline)
-      continue
-    theirs = json.loads(text)
-    if theirs['what'] != what:
-      raise RuntimeError(
-        f'the processes do not do the same: {heartbeats.name(process)} is at '
-        f"'{theirs['what']}', {heartbeats.name(me)} at '{what}'; start all with the "
-        'same command, versions and files'
-      )
-    values.append(theirs['value'])
-  if number:
-    # All processes have begun this call, so all have finished the previous one.
-    client.key_value_delete(f'{_CALLS}/{number - 1}/{me}')
+      for process in range(jax.process_count()):
+        text = _get(f'{place}/{process}', process, what, deadline) if process else own
+        theirs, value = json.loads(text)
+        _check_same(what, theirs, process)
+        values.append(value)
+    except (TimeoutError, RuntimeError) as e:
+      failed = [type(e).__name__, str(e)]
+    client.key_value_set(f'{place}/all', json.dumps([values, failed]))
+    if number:
+      # All processes have begun this call, so all have finished the previous one.
+      client.key_value_delete(f'{_CALLS}/{number - 1}')
+  if failed:
+    raise (TimeoutError if failed[0] == 'TimeoutError' else RuntimeError)(failed[1])
   return values
 
 
-def _check_waiting(what, process, seconds, deadline):
-  """Raises an error if waiting for a process is in vain; else may say who it is."""
-  if words := heartbeats.watch.farewell(process):
-    raise heartbeats.Lost(words)
-  who = heartbeats.name(process)
-  if seconds > deadline:
-    raise TimeoutError(
-      f'{who} did not come within the deadline, at {what}; it is at '
-      f'{heartbeats.watch.place(process)}. Check that process; the environment '
-      'variable VIT_JAX_DEADLINE=SECONDS sets a longer deadline'
+def _get(key, process, what, deadline):
+  """Returns the value that a process writes for a key."""
+  begun, who = time.monotonic(), heartbeats.name(process)
+  while True:
+    try:
+      # Short, so that Python handles signals between two of them.
+      return heartbeats.client().blocking_key_value_get(key, 1000)
+    except Exception as e:  # pylint: disable=broad-except
+      if 'DEADLINE_EXCEEDED' not in str(e):
+        raise
+    seconds = time.monotonic() - begun
+    if seconds > deadline:
+      raise TimeoutError(
+        f'{who} did not arrive within {deadline:g} seconds at: {what}. Check that '
+        'process; the environment variable VIT_JAX_DEADLINE=SECONDS sets another '
+        'deadline'
+      )
+    if int(seconds) % 60 == 30:
+      console.say(f'Waiting for {who} at: {what} ...')
+
+
+def _check_same(what, theirs, process):
+  if theirs != what:
+    raise RuntimeError(
+      f"the processes are not in step: {heartbeats.name(process)} is at '{theirs}', "
+      f"{heartbeats.name(0)} at '{what}'; start all with the same command, versions "
+      'and files'
     )
-  if int(seconds) % 60 == 30:
-    console.say(f'Waiting for {who}, at {what} ...')
 
 
 def from_first(what: str, make: Callable[[], Any]):
@@ -195,9 +215,9 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
   """Calls a function on every process; returns all results, see `gather`.
 
   The function returns a value for JSON, and must not wait for other processes.
-  If it fails anywhere, all processes raise: their own error, or else that of
-  the first process with an error, with its name, as a ValueError or OSError if
-  it is one, else as a RuntimeError.
+  If it fails anywhere, all processes raise: their own error, or else the error of the
+  first process that failed, with its name, as a ValueError or OSError if it is one,
+  else as a RuntimeError.
   """
   error, value = None, None
   try:
@@ -209,8 +229,8 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
       raise error
     return [json.loads(json.dumps(value))]
   kind = next((t.__name__ for t in _TYPES if isinstance(error, t)), None)
-  told = None if error is None else [kind, str(error) or type(error).__name__]
-  answers = gather(what, [value, told], _WORK_DEADLINE)
+  report = None if error is None else [kind, str(error) or type(error).__name__]
+  answers = gather(what, [value, report], _WORK_DEADLINE)
   if error is not None:
     raise _together(error)
   types = {t.__name__: t for t in _TYPES}
@@ -224,25 +244,28 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
 def agree(what: str, facts: Mapping[str, Any]):
   """Raises ValueError on all processes, with a list, if their facts differ.
 
-  Facts are short values for JSON by name.
+  Facts are short values for JSON by name. Hashes are compared first.
   """
-  everywhere = gather(f'comparing {what}', dict(facts))
+  text = json.dumps(dict(facts), sort_keys=True)
+  hashes = gather(f'comparing {what}', hashlib.sha256(text.encode()).hexdigest())
+  if len(set(hashes)) == 1:
+    return
+  everywhere = gather(f'naming the differences in {what}', dict(facts))
   differing = []
   for key in dict.fromkeys(k for found in everywhere for k in found):
     first = {}  # Value -> the first process that has it.
     for process, found in enumerate(everywhere):
       first.setdefault(json.dumps(found.get(key)), heartbeats.name(process))
     if len(first) > 1:
-      words = (f'{value[:200]} on {name}' for value, name in first.items())
-      differing.append(f'  {key}: {"; ".join(words)}')
-  if differing:
-    raise _together(
-      ValueError(
-        f'the processes of this run differ in {what}:\n'
-        + '\n'.join(differing)
-        + '\nGive all of them the same command and the same files'
-      )
+      values = (f'{value[:200]} on {name}' for value, name in first.items())
+      differing.append(f'  {key}: {"; ".join(values)}')
+  raise _together(
+    ValueError(
+      f'the processes of this run differ in {what}:\n'
+      + '\n'.join(differing)
+      + '\nGive all of them the same command and the same files'
     )
+  )
 
 
 def is_common(error: Exception) -> bool:

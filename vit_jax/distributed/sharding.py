@@ -33,7 +33,7 @@ from vit_jax import console
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
 
-# What the heads of an attention layer are mapped by to its output.
+# The kernel from the heads of an attention layer to its output.
 _OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
 # The MLPs of a Vision Transformer or Mixer, of a detector, and of an iGPT.
 _MLP = r'(MlpBlock_0|_mixing|coder_layer_\d+|box_head)'
@@ -76,7 +76,7 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if len(devices) % fixed or (not free and fixed != len(devices)):
     raise ValueError(
-      f'mesh={dict(axes)} does not fit {len(devices)} device(s): the sizes must '
+      f'mesh={dict(axes)} does not fit {len(devices)} devices: the sizes must '
       f'multiply to {len(devices)}, of which --config.mesh.data=-1 takes the rest'
     )
   for name in free:
@@ -95,7 +95,7 @@ def batch_axes(mesh) -> tuple[str, ...]:
 
 
 def mesh_of(tree) -> jax.sharding.Mesh:
-  """Returns the mesh that the arrays of a tree lie on, or that of one device."""
+  """Returns the mesh of the arrays of a tree, or a mesh of one device."""
   arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
   where = next((x.sharding for x in arrays), None)
   if isinstance(where, NamedSharding):
@@ -119,8 +119,8 @@ def constrain_batch(x):
 
   Without this constraint the partitioner may carry the parameters' sharding
   into the activations, which more than halves the speed of a sharded model.
-  Returns `x` as it is where no mesh of `make_mesh` is set, and under jax.pmap,
-  jax.shard_map or a mesh of explicit axes, where the caller splits the arrays.
+  Has no effect without a mesh of `make_mesh`, and under jax.pmap, jax.shard_map or a
+  mesh of explicit axes, where the caller splits the arrays.
   """
   mesh = _mesh_that_is_set()
   if mesh is None:
@@ -129,15 +129,15 @@ def constrain_batch(x):
 
 
 def replicated(mesh) -> NamedSharding:
-  """Returns the sharding of an array that every device has as a whole."""
+  """Returns the sharding of an array of which every device has a copy."""
   return NamedSharding(mesh, P())
 
 
 def on_own_rows(function: Callable, *args, axis: int = 0):
   """Applies a function on each device to the rows of the batch that lie there.
 
-  Left to the partitioner, a loop whose length depends on the data waits for all
-  devices in every round. Where `constrain_batch` has no effect, or the mesh
+  With automatic partitioning, a loop whose length depends on the data would wait for
+  all devices in every iteration. Where `constrain_batch` has no effect, or the mesh
   does not divide the rows, the function is applied to all rows at once. Rows
   must not depend on each other; `axis` is the dimension of each argument that
   is the batch.
@@ -316,7 +316,7 @@ def not_split(abstract, mesh) -> str:
 
 
 def describe(row: Mapping[str, Any]) -> str:
-  """Describes a row of `report` in words, without its axes."""
+  """Describes a row of `report`, without its axes."""
   return (
     f'{row["arrays"]} arrays, {console.size(row["bytes_per_device"])} of '
     f'{console.size(row["bytes"])} on each device'

@@ -18,10 +18,10 @@ rounding. They differ in what they support:
   cudnn    no                   yes               yes      as a bias   no
   flash    no                   yes               yes      no          no
 
-If the collection `intermediates` is mutable, the default implementation runs
-and sows the attention weights, with causality and mask applied. A query that
-may not attend to any key yields zeros in every implementation, has zero
-attention weights and passes no gradient on.
+If the collection `intermediates` is mutable, matrix products and a softmax run, and
+the attention weights are sown, with causality and mask applied. In every
+implementation, a query that may not attend to any key yields zeros, has zero
+attention weights and passes on no gradient.
 
 Shapes: B images, Q queries, S keys and values, K heads, E width of a head, D
 and D' width of a token in the sequences of the queries and of the keys.
@@ -45,8 +45,8 @@ check, choose = attention_kernels.check, attention_kernels.choose
 def first_token(x):
   """Returns the first of tokens [B, N, D] as [B, 1, D].
 
-  The slice is written as a sum, since with a slice the TPU compiler changes the
-  layout of the tokens in all layers, which it estimates to be a tenth slower.
+  Written as a sum, since a slice makes the TPU compiler change the layout of the
+  tokens in all layers, which it estimates to be a tenth slower.
   """
   first = jnp.arange(x.shape[1])[:, None] == 0
   return x.sum(axis=1, keepdims=True, where=first)
@@ -54,43 +54,43 @@ def first_token(x):
 
 def _check_inputs(x, kv, mask, relative, num_heads, causal):
   """Checks shapes and types; returns the mask with four dimensions."""
-  if x.shape[-1] % num_heads:
+  images, queries, width = x.shape
+  if width % num_heads:
     raise ValueError(
-      f'num_heads={num_heads} does not divide the width {x.shape[-1]} '
+      f'num_heads={num_heads} does not divide the width {width} '
       '(config.model.hidden_size): choose a divisor'
     )
   if kv is not None and (causal or relative is not None):
     name = 'causal=True' if causal else 'relative'
     raise ValueError(
-      f'{name} is not defined for keys of another sequence (kv), whose '
-      'positions have no offset: leave out one of them'
+      f'{name} needs keys of the same sequence, since positions of another one (kv) '
+      'have no offset: leave out one of them'
     )
-  shape = [2 * x.shape[1] - 1, x.shape[-1] // num_heads]
+  shape = [2 * queries - 1, width // num_heads]
   if relative is not None and list(relative.shape) != shape:
     raise ValueError(
-      f'relative must be [2 x {x.shape[1]} tokens - 1, width of a head] = '
-      f'{shape}, got {list(relative.shape)}'
+      f'relative must be [2 x {queries} tokens - 1, width of a head] = {shape}, got '
+      f'{list(relative.shape)}'
     )
-  if kv is not None and (kv.ndim != 3 or kv.shape[0] != x.shape[0]):
-    raise ValueError(f'kv must be tokens [{x.shape[0]}, tokens, width], got {kv.shape}')
+  if kv is not None and (kv.ndim != 3 or kv.shape[0] != images):
+    raise ValueError(f'kv must be tokens [{images}, tokens, width], got {kv.shape}')
   if mask is None:
     return None
-  keys = (x if kv is None else kv).shape[1]
-  whole = (x.shape[0], num_heads, x.shape[1], keys)
+  full = (images, num_heads, queries, (x if kv is None else kv).shape[1])
   fits = mask.ndim <= 4 and all(
-    size in (1, full) for size, full in zip(mask.shape[::-1], whole[::-1])
+    size in (1, whole) for size, whole in zip(mask.shape[::-1], full[::-1])
   )
   if mask.dtype != bool or not fits:
     raise ValueError(
       'mask must be bool, True where a query may attend to a key, and broadcast '
-      f'to [batch, heads, queries, keys] = {list(whole)}, got {mask.dtype} '
-      f'{list(mask.shape)}; [batch, 1, 1, keys] hides keys from all'
+      f'to [batch, heads, queries, keys] = {list(full)}, got {mask.dtype} '
+      f'{list(mask.shape)}; [batch, 1, 1, keys] hides keys from all queries'
     )
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
 
 
 def _hide_padding(mask, length, keys):
-  """Returns a mask that also hides the keys from number `length` on."""
+  """Returns a mask that also hides the keys after the first `length`."""
   kept = (jnp.arange(keys) < length)[None, None, None]  # [1, 1, 1, S]
   return kept if mask is None else mask & kept
 
@@ -98,8 +98,8 @@ def _hide_padding(mask, length, keys):
 class _Heads(nn.Module):
   """A dense layer from tokens [B, N, D] to heads [B, N, K, E].
 
-  It has the parameters of nn.DenseGeneral. On GPUs it adds the bias as one vector,
-  which the matrix product does on its way; a bias [K, E] takes two passes more.
+  It has the parameters of nn.DenseGeneral. On GPUs the bias is one vector, which is
+  fused into the matrix product; a bias [K, E] takes two more passes over memory.
   """
 
   num_heads: int
@@ -132,9 +132,9 @@ class MultiHeadDotProductAttention(nn.Module):
     num_heads: number of heads K; must divide the width.
     dropout_rate: dropout of the attention weights (0 in the paper).
     attention: name of the implementation, see the top of this module.
-    only_first: whether to compute the output of the first query alone. The
-      output equals the first one of a full computation; in causal attention the
-      first query attends to the first token only.
+    only_first: whether to compute the output of the first query only. It equals the
+      first one of a full computation; with causal attention, the first query attends
+      to the first token only.
     causal: whether token i attends to tokens 0 to i only; self-attention only.
   """
 
@@ -163,7 +163,7 @@ class MultiHeadDotProductAttention(nn.Module):
     Args:
       x: tokens of the queries, [B, Q, D].
       kv: tokens of the keys and values, [B, S, D']; None: `x`.
-      values: tokens of the values, if others than those of the keys.
+      values: tokens of the values, if they differ from `kv`.
       mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
         to a key; None: everywhere.
       relative: embeddings of the offsets between the positions of two tokens,
@@ -184,42 +184,37 @@ class MultiHeadDotProductAttention(nn.Module):
     dropout = 0.0 if deterministic else self.dropout_rate
     check(self.attention, dropout, mask=mask is not None, bias=relative is not None)
     head_dim = width // self.num_heads
+    scale = head_dim**-0.5
     special = dropout or self.only_first or not (mask is relative is None)
     name = choose(self.attention, self.dtype, head_dim, not special)
-    heads = functools.partial(_Heads, self.num_heads, head_dim, **dtypes.of(self))
-    kv = x if kv is None else kv
-    causal = self.causal and not self.only_first
+    if dropout or self.is_initializing() or self.is_mutable_collection('intermediates'):
+      name = 'weights'  # The weights are needed as an array.
+    kv, causal = x if kv is None else kv, self.causal
     if self.only_first:
       x = first_token(x)  # [B, 1, D]
-      kv = x if self.causal else kv
-      if mask is not None:
-        mask = mask[:, :, :1, : kv.shape[1]]
+      kv, causal = x if causal else kv, False
+      mask = None if mask is None else mask[:, :, :1, : kv.shape[1]]
     if length is not None and (name != 'cudnn' or mask is not None):
       mask, length = _hide_padding(mask, length, kv.shape[1]), None
-    shown = (
-      dropout or self.is_initializing() or self.is_mutable_collection('intermediates')
-    )
+    heads = functools.partial(_Heads, self.num_heads, head_dim, **dtypes.of(self))
     query = heads(name='query')(x)  # [B, Q, K, E]
-    given = {} if length is None else {'length': length}
-    if name == 'cudnn' and not shown:
-      given['scale'] = head_dim**-0.5
-    else:
-      query = query * head_dim**-0.5
+    if name != 'cudnn':  # It scales the logits itself.
+      query = query * scale
     key = heads(name='key')(kv)  # [B, S, K, E]
     value = heads(name='value')(kv if values is None else values)
     bias = None
     if relative is not None:
-      relative = relative.astype(query.dtype)
-      bias = attention_kernels.relative_logits(query, relative, key.shape[1])
-    if shown:
+      table = relative.astype(query.dtype)
+      bias = attention_kernels.relative_logits(query, table, key.shape[1])
+    if name == 'weights':
       weights = attention_kernels.attention_weights(query, key, mask, causal, bias)
       self.sow('intermediates', 'attention_weights', weights)
-      weights = nn.Dropout(self.dropout_rate)(
-        weights.astype(value.dtype), deterministic=deterministic
-      )
+      drop = nn.Dropout(self.dropout_rate, deterministic=deterministic)
+      weights = drop(weights.astype(value.dtype))
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
     else:  # [B, Q, K, E]
-      x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **given)
+      options = {'length': length, 'scale': scale} if name == 'cudnn' else {}
+      x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **options)
     return nn.DenseGeneral(
       features=width,
       axis=(-2, -1),

@@ -20,7 +20,7 @@ from vit_jax.layers import dtypes
 
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
-# Causal attention computes so many queries at a time, and at most so many times.
+# Least number of queries in a block of causal attention, and most blocks.
 _CAUSAL_BLOCK = 256
 _CAUSAL_BLOCKS = 4
 
@@ -135,33 +135,26 @@ def _default(query, key, value, mask=None, causal=False, bias=None):
 
 
 def _causal(query, key, value):
-  """Computes causal attention, for some queries at a time.
+  """Computes causal attention in blocks of queries.
 
   The keys after the last query of a block are left out, which saves up to three
-  eighths of the matrix products, and of the memory for logits.
+  eighths of the matrix products and of the memory for logits.
   """
   tokens = query.shape[1]
   size = max(_CAUSAL_BLOCK, -(-tokens // _CAUSAL_BLOCKS))
-  parts = []
+  blocks = []
   for start in range(0, tokens, size):
     stop = min(start + size, tokens)
     logits = _logits(query[:, start:stop], key[:, :stop], None)
     past = jnp.tri(stop - start, stop, start, dtype=bool)
-    parts.append(average(_hide(logits, past), value[:, :stop]))
-  return jnp.concatenate(parts, axis=1)
+    blocks.append(average(_hide(logits, past), value[:, :stop]))
+  return jnp.concatenate(blocks, axis=1)
 
 
 def _xla(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with jax.nn, compiled by XLA."""
   out = jax.nn.dot_product_attention(
-    query,
-    key,
-    value,
-    bias=bias,
-    mask=mask,
-    is_causal=causal,
-    scale=1.0,
-    implementation='xla',
+    query, key, value, bias, mask, scale=1.0, is_causal=causal, implementation='xla'
   )
   if mask is None:
     return out
@@ -173,12 +166,12 @@ def _cudnn(
 ):
   """Computes attention with jax.nn and cuDNN, without a bias.
 
-  Keys from number `length` on are padding; None: there is none. cuDNN multiplies
-  the logits by `scale`, which spares a pass over the queries. For gradients jax
-  0.10 supports only even numbers of tokens: an odd number is padded with one
-  token, which is masked out. The mask is turned into a bias of full size. A query
-  without an allowed key is here allowed all keys, since the bias alone would
-  overflow in the backward pass; its output is then set to 0.
+  Keys after the first `length` are padding; None: there is none. cuDNN multiplies
+  the logits by `scale`, which saves a pass over the queries. For gradients jax 0.10
+  supports only even numbers of tokens: an odd number is padded with one token, which
+  is masked out. cuDNN turns the mask into a bias, which would overflow in the backward
+  pass of a query without an allowed key: such a query is here allowed all keys, and
+  its output is set to 0.
   """
   del bias
   queries, keys = query.shape[1], key.shape[1]
@@ -190,16 +183,12 @@ def _cudnn(
     hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
   elif (keys % 2 or length) and not causal:
     hidden['key_value_seq_lengths'] = jnp.full(key.shape[0], length or keys, jnp.int32)
-
-  def even(x):  # [B, N, K, E] -> [B, N or N+1, K, E]
-    return jnp.pad(x, ((0, 0), (0, 1), (0, 0), (0, 0))) if x.shape[1] % 2 else x
-
+  even = (  # [B, N, K, E] -> [B, N or N+1, K, E]
+    jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+    for x in (query, key, value)
+  )
   out = jax.nn.dot_product_attention(
-    *map(even, (query, key, value)),
-    is_causal=causal,
-    scale=scale,
-    implementation='cudnn',
-    **hidden,
+    *even, scale=scale, is_causal=causal, implementation='cudnn', **hidden
   )[:, :queries]
   return out if mask is None else _zero_blind(out, allowed)
 
@@ -271,7 +260,7 @@ def _has_cudnn() -> bool:
     return False
   try:
     found = jax.local_devices(backend='cuda')[0].compute_capability
-  except RuntimeError:  # Other GPUs, or those of a topology.
+  except RuntimeError:  # Other GPUs, or a topology.
     return False
   return tuple(int(x) for x in found.split('.')) >= _CAPABILITY
 
@@ -280,8 +269,8 @@ def choose(name: str, dtype, head_dim: int, plain: bool = True) -> str:
   """Returns the implementation that a name stands for on the devices in use.
 
   'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation has 16 bits
-  and is plain, and 'default' elsewhere. The devices are those of the current
-  mesh, else JAX's default device. Other names stand for themselves.
+  and is plain, and 'default' elsewhere. The devices are the current mesh, else JAX's
+  default device. Other names stand for themselves.
 
   Args:
     name: one of NAMES.
@@ -308,10 +297,10 @@ def check(
 ) -> None:
   """Raises ValueError if an implementation does not support what is requested.
 
-  `platform` is that of the devices, 'cpu', 'gpu' or 'tpu', None if unknown;
-  `dtype` is `config.model.dtype`; `mask` is any but the causal one, and `bias`
-  one on the logits, as of relative position embeddings. `key` of the config
-  chooses `name`.
+  `platform` is 'cpu', 'gpu', 'tpu', or None if unknown; `dtype` is
+  `config.model.dtype`; `mask` is any mask but the causal one, `bias` a bias on the
+  logits, such as relative position embeddings; `key` is the key of the config that
+  holds `name`.
   """
   problem = None
   if name not in NAMES:
@@ -329,11 +318,11 @@ def check(
       "--config.model.transformer.attention_dropout_rate=0.0, or use 'default'"
     )
   elif name == 'flash' and mask:
-    problem = "takes no mask: use 'default' or 'xla'"
+    problem = "does not support masks: use 'default' or 'xla'"
   elif name in ('flash', 'cudnn') and bias:
     problem = (
-      "cannot add relative position embeddings to the logits: use 'default' or "
-      "'xla', or another position_embedding"
+      "does not support relative position embeddings: use 'default' or 'xla', or "
+      'another position_embedding'
     )
   if problem:
     raise ValueError(f"attention='{name}' {problem} ({key})")

@@ -53,7 +53,7 @@ class _Layer(nn.Module):
 
 
 class _Embedder(nn.Module):
-  """Embeds tokens, positions and segments, of so many rows each."""
+  """Embeds tokens, positions and segments; `rows` are the sizes of their tables."""
 
   rows: tuple[int, int, int]
   width: int
@@ -164,7 +164,7 @@ class BertEncoder(_Layer):
     """
     if tokens.shape[1] > self.num_positions:
       raise ValueError(
-        f'tokens has {tokens.shape[1]} tokens a text, but the model has '
+        f'tokens has {tokens.shape[1]} tokens per text, but the model has '
         f'{self.num_positions} positions: clip the texts (max_len of the '
         'tokenizer, config.model.pp.max_len)'
       )

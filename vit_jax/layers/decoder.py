@@ -2,7 +2,7 @@
 
 As in the released code of "Generative Pretraining from Pixels" (Chen et al.,
 ICML 2020, section 2.2): the norms have a gain only and do not subtract the
-mean, and each branch starts with the standard deviations given there.
+mean, and each branch starts with the standard deviations listed there.
 
 Attention to earlier tokens can be computed piece by piece: keys and values of
 the tokens so far are kept in a cache, and each call appends those of its own.

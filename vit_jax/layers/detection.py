@@ -24,11 +24,11 @@ _NORM_EPS = 1e-5
 def sine_positions(mask, width: int, temperature: float = 10_000.0):
   """Computes position embeddings of the cells of padded images.
 
-  A cell's row and column are counted among the cells that are no padding, and
+  A cell's row and column are counted among the cells that are not padding, and
   scaled so that the last one is at 2 pi. Half of the features encode the row,
   the other half the column, as sines and cosines in turn.
 
-  Maps a mask, bool [B, h, w], True for cells that are no padding, to float32
+  Maps a mask, bool [B, h, w], True for cells that are not padding, to float32
   [B, h, w, D]. The width D is a multiple of 4, the temperature the greatest
   wavelength over 2 pi.
   """
@@ -99,7 +99,7 @@ class DecoderLayer(_Layer):
     """Maps the state of the queries [B, Q, D] to [B, Q, D].
 
     `queries` are their own embeddings [B, Q, D], `memory` the result of the
-    encoder [B, S, D], `positions` those of the image [B, S, D], and `mask`,
+    encoder [B, S, D], `positions` the image's positions [B, S, D], and `mask`,
     bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
     x = self._attend(x, 'self_attention', 'LayerNorm_0', queries, train, values=x)

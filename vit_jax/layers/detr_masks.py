@@ -2,9 +2,9 @@
 
 As in "End-to-End Object Detection with Transformers" (arXiv 2005.12872, section
 4.4 and figure 8). A query attends to the encoder's memory with several heads,
-and the maps of its attention, beside the features of the image, go through
-convolutions that double the size three times with the help of the backbone's
-earlier stages.
+and the maps of its attention, concatenated with the features of the image, go
+through convolutions that double the size three times with the help of the
+backbone's earlier stages.
 
 Shapes: B images, Q queries, h x w cells of the feature map, D width of a token,
 K heads.
@@ -32,7 +32,7 @@ class Features(NamedTuple):
 
   queries: Any  # States of the queries after the decoder, [B, Q, D].
   memory: Any  # Result of the encoder, [B, h, w, D].
-  mask: Any  # bool [B, h, w], True for cells that are no padding.
+  mask: Any  # bool [B, h, w], True for cells that are not padding.
   projected: Any  # Input of the encoder, [B, h, w, D].
   # Results of the backbone's earlier stages, [B, H, W, F], the smallest first.
   stages: Sequence[Any]
@@ -86,10 +86,10 @@ class Attention(nn.Module):
 
 
 class FirstConvolution(nn.Module):
-  """A convolution of features beside maps, in two parts.
+  """The first convolution, of features concatenated with a query's maps.
 
-  The convolution is linear: the part of the features is the same for all
-  queries and is computed once.
+  It is linear, so the term of the features, the same for all queries, is computed
+  only once.
   """
 
   dtype: Any = jnp.float32
@@ -97,10 +97,10 @@ class FirstConvolution(nn.Module):
 
   @nn.compact
   def __call__(self, features, num_maps: int):
-    """Convolves features [B, h, w, D], for so many maps K of a query.
+    """Convolves features [B, h, w, D], for K = `num_maps` maps of each query.
 
-    Returns the part of the features, [B, h, w, D + K], and the kernel of the
-    maps, [3, 3, K, D + K].
+    Returns the term of the features, [B, h, w, D + K], and the kernel of the maps,
+    [3, 3, K, D + K].
     """
     width = features.shape[-1]
     channels, dtype = width + num_maps, self.param_dtype
@@ -128,10 +128,10 @@ class Convolutions(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, _, maps, shared, kernel, stages):
-    """Computes (None, logits), float32 [B, Q, H, W], as `nn.scan` wants it.
+  def __call__(self, maps, shared, kernel, stages):
+    """Computes the logits of masks, float32 [B, Q, H, W].
 
-    Takes nothing, the attention of the queries [B, Q, h, w, K], both results of
+    Takes the attention of the queries, [B, Q, h, w, K], both results of
     FirstConvolution, and the adapted earlier features [B, H, W, D / 2], [B, ..,
     D / 4], ..., of which the last has the size of the result.
     """
@@ -140,23 +140,21 @@ class Convolutions(nn.Module):
     conv = functools.partial(
       nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
     )
+    by_query = functools.partial(jnp.repeat, repeats=queries, axis=0)  # [B Q, ...]
 
     def norm(x, number):
       groups = math.gcd(_GROUPS, x.shape[-1])
       norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
       return sharding.constrain_batch(nn.relu(norm(x)))
 
-    def of_queries(x):
-      return jnp.repeat(x, queries, axis=0)  # [B Q, ...]
-
     x = _convolve(maps.reshape(-1, *maps.shape[2:]), kernel)
-    x = norm(x + of_queries(shared), 0)
+    x = norm(x + by_query(shared), 0)
     x = norm(conv(self.hidden_size // 2, name='conv_1')(x), 1)
     for i, stage in enumerate(stages, start=2):
-      x = enlarge(x, stage.shape[1:3]) + of_queries(stage)
+      x = enlarge(x, stage.shape[1:3]) + by_query(stage)
       x = norm(conv(self.hidden_size // 2**i, name=f'conv_{i}')(x), i)
     x = conv(1, name='output')(x).astype(jnp.float32)  # [B Q, H, W, 1]
-    return None, x.reshape(images, queries, *x.shape[1:3])
+    return x.reshape(images, queries, *x.shape[1:3])
 
 
 class MaskHead(nn.Module):
@@ -164,8 +162,8 @@ class MaskHead(nn.Module):
 
   hidden_size: int  # D.
   num_heads: int  # K.
-  # Number of queries that are computed together; others wait, and are computed
-  # anew in the backward pass, to save memory. 0: all.
+  # Number of queries whose masks are computed at a time, and again in the backward
+  # pass, to save memory. 0: all.
   at_a_time: int = 0
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -187,25 +185,30 @@ class MaskHead(nn.Module):
       adapter(self.hidden_size // 2 ** (i + 1), name=f'adapter_{i}')(stage)
       for i, stage in enumerate(features.stages)
     ]
-    shared, kernel = FirstConvolution(name='conv_0', **types)(
-      features.projected, self.num_heads
-    )
-    images, queries = maps.shape[:2]
-    part = self.at_a_time
-    kwargs = dict(hidden_size=self.hidden_size, name='convolutions', **types)
-    if not part or queries <= part:
-      return Convolutions(**kwargs)(None, maps, shared, kernel, stages)[1]
-    parts = -(-queries // part)
-    missing = [(0, 0)] * maps.ndim
-    missing[1] = (0, parts * part - queries)
-    maps = jnp.pad(maps, missing)
-    maps = maps.reshape(images, parts, part, *maps.shape[2:])
-    scanned = nn.scan(
-      nn.remat(Convolutions, prevent_cse=False),
+    first = FirstConvolution(name='conv_0', **types)
+    shared, kernel = first(features.projected, self.num_heads)
+    convolutions = Convolutions(self.hidden_size, name='convolutions', **types)
+
+    def compute(module, maps):
+      return module(maps, shared, kernel, stages)
+
+    queries, size = maps.shape[1], self.at_a_time
+    if not size or queries <= size:
+      return compute(convolutions, maps)
+
+    def compute_group(module, _, maps):
+      return None, nn.remat(compute, prevent_cse=False)(module, maps)
+
+    groups = -(-queries // size)
+    missing = groups * size - queries
+    maps = jnp.pad(maps, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)])
+    maps = maps.reshape(maps.shape[0], groups, size, *maps.shape[2:])
+    loop = nn.scan(
+      compute_group,
       variable_broadcast='params',
       split_rngs={'params': False},
-      in_axes=(1, nn.broadcast, nn.broadcast, nn.broadcast),
+      in_axes=1,
       out_axes=1,
     )
-    masks = scanned(**kwargs)(None, maps, shared, kernel, stages)[1]
-    return masks.reshape(images, -1, *masks.shape[3:])[:, :queries]
+    _, masks = loop(convolutions, None, maps)  # [B, groups, size, H, W]
+    return masks.reshape(masks.shape[0], -1, *masks.shape[3:])[:, :queries]

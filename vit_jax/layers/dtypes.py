@@ -28,7 +28,7 @@ def platform() -> str:
 def resolve(dtype, platform_: str | None = None):
   """Returns the type of a computation: 'auto' is bfloat16 except on CPUs.
 
-  `platform_` is that of the devices, by default `platform()`.
+  `platform_` is by default `platform()`.
   """
   if dtype != AUTO:
     return dtype

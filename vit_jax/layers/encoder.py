@@ -7,7 +7,7 @@ Shapes: B images, N tokens, D width of a token, M width of the MLP.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -44,7 +44,7 @@ GELUS = {
 # What an encoder consists of, in order: the position embeddings before the first
 # layer, and the layers with the last norm.
 PARTS = ('positions', 'layers')
-# Kernels are faster with a multiple of so many tokens, by the name of the
+# Multiples of the number of tokens with which kernels are faster, by the name of the
 # implementation of attention. The encoder then pads the tokens, once.
 _MULTIPLES = {'cudnn': 8}
 # Fields of the encoder that its layers have too.
@@ -54,12 +54,20 @@ _BLOCK_FIELDS = (
 )  # fmt: skip
 
 
+class _Own(NamedTuple):
+  """What differs between layers; None for nothing."""
+
+  drop_rate: Any = None  # Of stochastic depth.
+  relative: Any = None  # Relative position embeddings [2N - 1, E].
+  added: Any = None  # What is added after the layer, [1, N, D].
+
+
 class MlpBlock(nn.Module):
   """Two dense layers with a GELU between.
 
   Attributes:
     mlp_dim: width M of the hidden layer.
-    out_dim: width of the output, by default that of the input.
+    out_dim: width of the output, by default the width of the input.
     dropout_rate: dropout after each dense layer.
     kernel_init: initialiser of the kernels.
     bias_init: initialiser of the biases.
@@ -112,8 +120,8 @@ class Encoder1DBlock(nn.Module):
   Attributes:
     mlp_dim: width M of the MLP.
     num_heads: number of heads K.
-    dropout_rate: see Encoder, as for all that are not here.
-    only_first: whether to compute the first token alone, [B, 1, D].
+    dropout_rate: see Encoder, as for all that are not described here.
+    only_first: whether to compute only the first token, [B, 1, D].
     layer: number of the layer, from 0; the block sows the mean over the tokens
       of its first norm's result as `layer_<layer>`. None: it does not.
   """
@@ -226,8 +234,8 @@ class Encoder(nn.Module):
     dropout_rate: dropout after dense layers and after the position embeddings.
     attention_dropout_rate: dropout of the attention weights.
     add_position_embedding: False is `position_embedding='none'`.
-    only_first: whether the model reads the first token alone, the class token.
-      The last layer then computes that token only, and the result is [B, 1, D].
+    only_first: whether the model reads only the first token, the class token. The
+      last layer then computes only that token, and the result is [B, 1, D].
     attention: name of the implementation, see vit_jax.layers.attention. Where it
       is cuDNN's, tokens are padded to a multiple of 8 before the first layer, and
       the padding is cut off after the last, if no mask, dropout or positions in
@@ -294,54 +302,71 @@ class Encoder(nn.Module):
         position embeddings too.
     """
     types = dtypes.of(self)
-    later, relative = [None] * (self.num_layers - 1), [None] * self.num_layers
     if tuple(parts) != PARTS:
       self._check_parts()
+    own = [_Own()] * self.num_layers
     if 'positions' in parts:
-      x, later, relative = self._positions(x, train, grid)
+      x, own = self._positions(x, train, grid)
     if 'layers' not in parts:
       return x
     if self.first_norm:
       x = nn.LayerNorm(self.norm_eps, name='first_norm', **types)(x)
-    # Initialising parameters and sowing intermediates need separate layers, and
-    # intermediates need all tokens of the last layer.
-    sows = self.is_mutable_collection('intermediates')
-    last = self.num_layers - 1
-    looped = loop_lib.is_looped(self.scan, self.num_layers, train)
-    loop = looped and not sows and not self.is_initializing()
-    patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
-    length = None
-    if not sows and all(own is None for own in (mask, *later, *relative)):
-      length, x = self._pad(x, train)
-    block = functools.partial(
-      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2, 6)),
-      **dtypes.of(self, *_BLOCK_FIELDS),
-    )
-    drop_rates = [None] * self.num_layers
     if self.stochastic_depth:
-      ends = 0, self.stochastic_depth
-      drop_rates = np.linspace(*ends, self.num_layers).tolist()
-    if loop:
-      by_layer = drop_rates[:last], relative[:last], later
-      x = self._scan_layers(block(parent=None), x, last, train, mask, length, by_layer)
-    else:
-      for i in range(last):
-        x = block(name=f'encoderblock_{i}', layer=i)(
-          x, not train, mask, drop_rates[i], relative[i], length
-        )
-        x = x if later[i] is None else x + later[i]
-    if self.num_layers:
-      only_first = self.only_first if only_first is None else only_first
-      x = block(
-        name=f'encoderblock_{last}',
-        layer=last,
-        only_first=only_first and not sows,
-      )(x, not train, mask, drop_rates[last], relative[last], length)
+      rates = np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
+      own = [each._replace(drop_rate=rate) for each, rate in zip(own, rates)]
+    length = None
+    if mask is None and all(each.relative is each.added is None for each in own):
+      length, x = self._pad(x, train)
+    x = self._layers(x, own, train, mask, length, only_first)
     x = x if length is None else x[:, :length]
     x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
+
+  def _layers(self, x, own, train, mask, length, only_first):
+    """Applies all layers; all but the last in a loop where that is faster.
+
+    `own` has an _Own per layer. Initialising parameters and sowing intermediates
+    need separate layers, and intermediates need all tokens of the last layer.
+    """
+    patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
+    if not self.num_layers:
+      return x
+    sows = self.is_mutable_collection('intermediates')
+    looped = loop_lib.is_looped(self.scan, self.num_layers, train)
+    loop = looped and not sows and not self.is_initializing()
+    block = functools.partial(
+      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2, 6)),
+      **dtypes.of(self, *_BLOCK_FIELDS),
+    )
+
+    def apply(layer, x, own):
+      x = layer(x, not train, mask, own.drop_rate, own.relative, length)
+      return x if own.added is None else x + own.added
+
+    *first, last = [f'encoderblock_{i}' for i in range(self.num_layers)]
+    if loop:
+      params = [self.variables['params'][name] for name in first]
+      keys = [None] * len(first)
+      if train and (
+        self.dropout_rate or self.attention_dropout_rate or self.stochastic_depth
+      ):
+        keys = jax.random.split(self.make_rng('dropout'), len(first))
+      layer = block(parent=None)
+
+      def apply_pure(x, params, key, own):
+        rngs = None if key is None else {'dropout': key}
+        function = functools.partial(layer.apply, {'params': params}, rngs=rngs)
+        return apply(function, x, own)
+
+      x = loop_lib.over_layers(apply_pure, x, params, keys, own[:-1])
+    else:
+      for i, name in enumerate(first):
+        x = apply(block(name=name, layer=i), x, own[i])
+    only_first = self.only_first if only_first is None else only_first
+    layer = block(name=last, layer=len(first), only_first=only_first and not sows)
+    return apply(layer, x, own[-1])
 
   def _pad(self, x, train):
     """Pads tokens [B, N, D] at their end to the multiple that kernels like.
@@ -359,7 +384,8 @@ class Encoder(nn.Module):
       not (train and self.attention_dropout_rate),
     )
     rest = -x.shape[1] % _MULTIPLES.get(name, 1)
-    if not rest or (train and self.dropout_rate) or self.is_initializing():
+    sees = self.is_initializing() or self.is_mutable_collection('intermediates')
+    if not rest or sees or (train and self.dropout_rate):
       return None, x
     return x.shape[1], jnp.pad(x, ((0, 0), (0, rest), (0, 0)))
 
@@ -384,20 +410,18 @@ class Encoder(nn.Module):
   def _positions(self, x, train, grid):
     """Adds position embeddings before the first layer.
 
-    Returns tokens [B, N, D]; what to add before each later layer, L - 1 times
-    [1, N, D] or None; the relative embeddings of each layer, [2N - 1, E] or
-    None.
+    Returns tokens [B, N, D] and an _Own per layer.
     """
-    kind = self._kind()
-    nothing = [None] * self.num_layers
+    kind, nothing = self._kind(), [_Own()] * self.num_layers
     if kind == 'none':
-      return x, nothing[1:], nothing
+      return x, nothing
     if kind == 'relative':
-      module = positions.RelativeEmbedding
-      size = (x.shape[1], x.shape[2] // self.num_heads)
-      make = lambda name: module(name=name, param_dtype=self.param_dtype)(*size)
+      module, tokens, width = positions.RelativeEmbedding, x.shape[1], x.shape[2]
+      make = lambda name: module(name=name, param_dtype=self.param_dtype)(
+        tokens, width // self.num_heads
+      )
       tables = positions.by_layer(make, self.position_layers, self.num_layers)
-      return x, nothing[1:], tables
+      return x, [_Own(relative=table) for table in tables]
     module = functools.partial(
       positions.AddPositionEmbs,
       kind=kind,
@@ -406,30 +430,7 @@ class Encoder(nn.Module):
       param_dtype=self.param_dtype,
     )
     make = lambda name: module(name=name).table(x).astype(self.dtype)
-    tables = positions.by_layer(make, self.position_layers, self.num_layers)
-    x = x.astype(self.dtype) + tables[0]
+    first, *later = positions.by_layer(make, self.position_layers, self.num_layers)
+    x = x.astype(self.dtype) + first
     x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
-    return x, tables[1:], nothing
-
-  def _scan_layers(self, block, x, num_layers, train, mask, length, by_layer):
-    """Applies the first `num_layers` layers in a loop, compiled once.
-
-    `by_layer` has for each layer the rate of stochastic depth, the relative
-    embeddings, and what to add after the layer.
-    """
-    params = self.variables['params']
-    layers = [params[f'encoderblock_{i}'] for i in range(num_layers)]
-    dropout = train and (
-      self.dropout_rate or self.attention_dropout_rate or self.stochastic_depth
-    )
-    keys = [None] * num_layers
-    if dropout:
-      keys = jax.random.split(self.make_rng('dropout'), num_layers)
-
-    def apply(x, params, key, rate, relative, later):
-      rngs = None if key is None else {'dropout': key}
-      variables = {'params': params}
-      x = block.apply(variables, x, not train, mask, rate, relative, length, rngs=rngs)
-      return x if later is None else x + later
-
-    return loop_lib.over_layers(apply, x, layers, keys, *by_layer)
+    return x, [_Own(added=table) for table in [*later, None]]

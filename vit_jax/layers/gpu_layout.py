@@ -1,8 +1,8 @@
-"""What spares GPUs passes over memory; elsewhere these functions do nothing.
+"""Layout and recomputation hints that reduce memory traffic on GPUs.
 
-An update spends most of its time outside of matrix products and attention on
-reading and writing activations. XLA's choices for GPUs cost it some of these
-passes; a program for other devices stays as it is.
+Outside of matrix products and attention, an update spends most of its time reading
+and writing activations, and XLA's default choices on GPUs add extra passes. On other
+devices these functions do nothing.
 """
 
 from collections.abc import Callable
@@ -27,9 +27,9 @@ def _row_major(x):
 def row_major(x):
   """Stores the activations `x` with their last dimension contiguous.
 
-  Left to itself, XLA stores tokens [B, N, D] with the batch contiguous, and then
-  transposes them around every matrix product. JAX before 0.11 would gather the
-  batch of several devices for this, and so does not.
+  By default XLA stores tokens [B, N, D] with the batch contiguous, and transposes
+  them around every matrix product. Has no effect on several devices before JAX 0.11,
+  which would gather the batch.
   """
   splits = jax.__version_info__ >= (0, 11) or jax.device_count() == 1
   return _row_major(x) if splits and on_gpus() else x
@@ -59,5 +59,5 @@ def residual(x, branch, train):
 
 
 def recomputed(function: Callable) -> Callable:
-  """Returns a function of one array whose backward pass stores that array alone."""
+  """Returns a function of one array whose backward pass stores only that array."""
   return jax.checkpoint(function) if on_gpus() else function

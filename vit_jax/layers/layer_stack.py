@@ -1,4 +1,4 @@
-"""Layers that are alike: a loop over them, and what its backward pass keeps."""
+"""Loops over identical layers, and what their backward pass stores."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from vit_jax.layers import dtypes
 
-# What `remat` stores of a layer for the backward pass, beside the layer's
+# What `remat` stores of a layer for the backward pass, in addition to the layer's
 # input; everything else is recomputed.
 REMAT_POLICIES = {
   'full': None,
@@ -25,11 +25,10 @@ def is_looped(
 ) -> bool:
   """Returns whether layers are applied in a loop, which compiles once.
 
-  `scan` None is for training more than DEEP layers on TPUs: without gradients a
-  loop would copy the parameters for little. On GPUs it would read and write more
-  than twice as many bytes of activations. On CPUs it would be slower, by 8 % in
-  24 layers of Ti/16. `platform` is that of the devices, by default
-  `dtypes.platform()`.
+  With `scan` None, only training of more than DEEP layers on TPUs is looped: without
+  gradients a loop would copy the parameters for little gain. On GPUs it would read and
+  write more than twice as many bytes of activations; on CPUs it would be slower, by
+  8 % in 24 layers of Ti/16. `platform` is by default `dtypes.platform()`.
   """
   if scan is None:
     scan = train and num_layers > DEEP

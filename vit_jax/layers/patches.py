@@ -31,7 +31,7 @@ def check_images(images):
 
 
 def check_keys(rngs):
-  """Raises ValueError if a batch of random keys is given in place of one key.
+  """Raises ValueError for a batch of random keys instead of one key.
 
   A key may be old-style (uint32 [2]) or new-style; `rngs` may be a dict of keys.
   """
@@ -91,7 +91,7 @@ def make_head(
 ) -> nn.Dense:
   """Returns the linear classifier, with an initial bias.
 
-  `dtype` is that of the preceding layers; logits are float32 or wider. `init` is
+  `dtype` is the type of the preceding layers; logits are float32 or wider. `init` is
   one of HEAD_INITS.
   """
   check_choice('head_init', init, HEAD_INITS)

@@ -63,14 +63,14 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
   patches_lib.check_choice('position_layers', layers, LAYERS, place)
   if kind == 'relative' and layers == 'stem':
     raise ValueError(
-      "position_embedding='relative' enters the attention of every layer, and "
-      "position_layers='stem' names none: use 'every' or 'shared' "
+      "position_embedding='relative' is part of the attention of every layer, which "
+      "position_layers='stem' excludes: use 'every' or 'shared' "
       '(config.model.transformer.position_layers)'
     )
   if kind == 'relative' and table_grid is not None:
     raise ValueError(
-      f"position_embedding='relative' cannot be resized, and position_grid="
-      f'{tuple(table_grid)} asks for it: leave out one of them '
+      "position_embedding='relative' cannot be resized to the grid of the images, as "
+      f'position_grid={tuple(table_grid)} requires: leave out one of them '
       '(config.model.transformer.position_grid)'
     )
   if add:
@@ -124,10 +124,10 @@ def resize(table, size: int, axis: int = 0):
 
 
 def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
-  """Resizes the table of a grid of patches, after that of other tokens.
+  """Resizes the table of a grid of patches; the rows of other tokens stay.
 
-  The table is an array [1, N, D] of NumPy or JAX, whose last rows are the
-  grid's; grids are (height, width) in patches.
+  The table is an array [1, N, D] of NumPy or JAX, whose last rows belong to the
+  grid; grids are (height, width) in patches.
   """
   before = table.shape[1] - grid[0] * grid[1]
   patches = table[0, before:].reshape(*grid, -1)
@@ -271,7 +271,7 @@ class RelativeEmbedding(nn.Module):
 
 
 def check_width(kind: str, width: int) -> None:
-  """Raises ValueError if the parts of an embedding do not fill a width D."""
+  """Raises ValueError if an embedding cannot have the width D."""
   parts = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
   if width % parts or (kind == 'sincos2d' and width < 8):
     raise ValueError(

@@ -1,10 +1,13 @@
-"""ResNets without a head, the backbones of detectors.
+"""ResNets: what hybrids, BiT and detectors share, and the backbones of detectors.
 
-The post-activation ResNet (v1.5: the stride is on the 3x3 convolution) that
-torchvision and timm publish, with one of two norms. Frozen batch norm is an
-affine map with constants that are never trained; they are in the collection
-`frozen`, apart from the parameters, and come from published weights. Group norm
-is for training from random weights.
+A model passes its convolution and its norm to `stem` and `bottleneck`: functions
+from (features, kernel size, strides, name) and from a name to a layer.
+
+The backbone of detectors is the post-activation ResNet (v1.5: the stride is on the
+3x3 convolution) that torchvision and timm publish, with one of two norms. Frozen
+batch norm is an affine map with constants that are never trained; they are in the
+collection `frozen`, apart from the parameters, and come from published weights.
+Group norm is for training from random weights.
 
 Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
@@ -24,15 +27,89 @@ from vit_jax.layers import dtypes
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
 
 
+def convolution(cls, features, size, strides, dilation=1, **kwargs) -> nn.Conv:
+  """Returns a square convolution without bias, padded as PyTorch pads."""
+  pad = dilation * (size // 2)
+  return cls(
+    features,
+    (size, size),
+    strides,
+    padding=((pad, pad), (pad, pad)),
+    kernel_dilation=dilation,
+    use_bias=False,
+    **kwargs,
+  )
+
+
+def stem(x, conv: Callable, norm: Callable | None, padding):
+  """Applies a 7x7 convolution, norm and ReLU if any, and a 3x3 max-pool.
+
+  `conv` and `norm` are layers; both the convolution and the pool halve the size.
+  """
+  x = conv(x)
+  if norm is not None:
+    x = nn.relu(norm(x))
+  return nn.max_pool(x, (3, 3), (2, 2), padding)
+
+
+def bottleneck(
+  x,
+  features: int,
+  strides: tuple[int, int],
+  conv: Callable,
+  norm: Callable,
+  norms_first: bool = False,
+):
+  """Applies 1x1, 3x3, 1x1 convolutions to 4 F channels, and adds the input.
+
+  The stride is on the 3x3 convolution. Norm and ReLU come after a convolution
+  (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
+
+  Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. Names of convolutions are
+  'conv1' to 'conv3' and 'conv_proj'; of norms, '1' to '3' or '_proj'.
+  """
+  out, one = 4 * features, (1, 1)
+  residual = x
+  if norms_first:
+    x = nn.relu(norm('1')(x))
+  if residual.shape[-1] != out or tuple(strides) != one:
+    residual = conv(out, 1, strides, name='conv_proj')(x)
+    if not norms_first:
+      residual = norm('_proj')(residual)
+  second, third = '23' if norms_first else '12'
+  y = conv(features, 1, one, name='conv1')(x)
+  y = nn.relu(norm(second)(y))
+  y = conv(features, 3, strides, name='conv2')(y)
+  y = nn.relu(norm(third)(y))
+  y = conv(out, 1, one, name='conv3')(y)
+  return residual + y if norms_first else nn.relu(residual + norm('3')(y))
+
+
+class Stage(nn.Module):
+  """A sequence of units; maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
+
+  unit: Callable  # Makes a unit from fields and a name.
+  count: int
+  first: Mapping[str, Any]  # Fields of the first unit.
+  others: Mapping[str, Any]  # Fields of the other units.
+  names: str = 'unit{}'  # Format of a unit's name.
+
+  @nn.compact
+  def __call__(self, x):
+    for i in range(self.count):
+      fields = self.others if i else self.first
+      x = self.unit(**fields, name=self.names.format(i + 1))(x)
+    return x
+
+
 class FrozenBatchNorm(nn.Module):
-  """Batch norm whose statistics, scale and bias are constants."""
+  """Batch norm [B, H, W, C] whose statistics, scale and bias are constants."""
 
   eps: float = 1e-5  # Added to the variance.
   dtype: Any = jnp.float32
 
   @nn.compact
   def __call__(self, x):
-    """Maps [B, H, W, C] to the same shape."""
     shape = x.shape[-1:]
     value = lambda name, init: self.variable('frozen', name, init, shape).value
     mean, bias = (value(name, jnp.zeros) for name in ('mean', 'bias'))
@@ -53,58 +130,15 @@ def _norm(kind, types, name):
   return FrozenBatchNorm(dtype=types['dtype'], name=name)
 
 
-def _conv(features, size, strides, dilation=1, **kwargs):
-  """Returns a convolution without bias, padded as PyTorch pads."""
-  pad = dilation * (size // 2)
-  return nn.Conv(
-    features,
-    (size, size),
-    strides,
-    padding=((pad, pad), (pad, pad)),
-    kernel_dilation=dilation,
-    use_bias=False,
-    kernel_init=nn.initializers.variance_scaling(2.0, 'fan_out', 'normal'),
-    **kwargs,
-  )
-
-
-def bottleneck(
-  x,
-  features: int,
-  strides: tuple[int, int],
-  conv: Callable,
-  norm: Callable,
-  norms_first: bool = False,
-):
-  """Applies 1x1, 3x3, 1x1 convolutions to 4 F channels, and adds the input.
-
-  The stride is on the 3x3 convolution. Norm and ReLU come after a convolution
-  (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
-
-  Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. `conv` is a function
-  (features, side of the kernel, strides, name) -> layer; the names are 'conv1'
-  to 'conv3' and 'conv_proj'. `norm` makes a layer of the end of a name, '1' to
-  '3' or '_proj'.
-  """
-  out, one = 4 * features, (1, 1)
-  residual = x
-  if norms_first:
-    x = nn.relu(norm('1')(x))
-  if residual.shape[-1] != out or tuple(strides) != one:
-    residual = conv(out, 1, strides, name='conv_proj')(x)
-    if not norms_first:
-      residual = norm('_proj')(residual)
-  second, third = '23' if norms_first else '12'
-  y = conv(features, 1, one, name='conv1')(x)
-  y = nn.relu(norm(second)(y))
-  y = conv(features, 3, strides, name='conv2')(y)
-  y = nn.relu(norm(third)(y))
-  y = conv(out, 1, one, name='conv3')(y)
-  return residual + y if norms_first else nn.relu(residual + norm('3')(y))
+_conv = functools.partial(
+  convolution,
+  nn.Conv,
+  kernel_init=nn.initializers.variance_scaling(2.0, 'fan_out', 'normal'),
+)
 
 
 class Bottleneck(nn.Module):
-  """1x1, 3x3, 1x1 to 4 F channels, added to the input."""
+  """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F], see `bottleneck`."""
 
   features: int  # F, the channels inside.
   stride: int = 1  # Of the 3x3 convolution and of the projection.
@@ -115,7 +149,6 @@ class Bottleneck(nn.Module):
 
   @nn.compact
   def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     types = dtypes.of(self)
 
     def conv(features, size, strides, name):
@@ -127,32 +160,14 @@ class Bottleneck(nn.Module):
     return bottleneck(x, self.features, strides, conv, norm)
 
 
-class Stage(nn.Module):
-  """A sequence of units."""
-
-  unit: Callable  # Makes a unit of fields and a name.
-  count: int
-  first: Mapping[str, Any]  # Fields of the first unit.
-  others: Mapping[str, Any]  # Fields of the other units.
-  names: str = 'unit{}'  # Format of a unit's name.
-
-  @nn.compact
-  def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    for i in range(self.count):
-      fields = self.others if i else self.first
-      x = self.unit(**fields, name=self.names.format(i + 1))(x)
-    return x
-
-
 class ResNet(nn.Module):
   """A ResNet without its head.
 
   Attributes:
     units: bottlenecks per stage, see UNITS.
     width: channels of the root; the stages have 4, 8, 16 and 32 times as many.
-    dilate_last: whether the last stage has a dilation in place of its stride
-      ("DC5", arXiv 2005.12872, section 4).
+    dilate_last: whether the last stage is dilated instead of strided ("DC5", arXiv
+      2005.12872, section 4).
     norm: one of NORMS.
   """
 
@@ -171,9 +186,8 @@ class ResNet(nn.Module):
     last 16 if `dilate_last`), sizes rounded up.
     """
     types = dtypes.of(self)
-    x = _conv(self.width, 7, (2, 2), name='conv_root', **types)(x)
-    x = nn.relu(_norm(self.norm, types, 'bn_root')(x))
-    x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+    root = _conv(self.width, 7, (2, 2), name='conv_root', **types)
+    x = stem(x, root, _norm(self.norm, types, 'bn_root'), ((1, 1), (1, 1)))
     maps = []
     for i, units in enumerate(self.units):
       dilated = self.dilate_last and i == len(self.units) - 1

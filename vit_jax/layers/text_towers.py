@@ -28,7 +28,7 @@ POOLS = ('last', 'eos')
 
 
 class BertModel(nn.Module):
-  """BERT; the embedding of a text is that of its first token, [CLS].
+  """BERT; its first token, [CLS], is the embedding of a text.
 
   Attributes:
     config: sizes, a key of BERTS, or the fields of
@@ -74,7 +74,7 @@ class TextTransformer(nn.Module):
     num_layers: number of layers.
     mlp_dim: width of the MLPs.
     num_heads: number of heads.
-    dropout_rate: has no effect: there is no dropout.
+    dropout_rate: has no effect, since there is no dropout.
     vocab_size: number of tokens of the vocabulary.
     causal: whether a token attends to itself and earlier ones only.
     pool: which token is the embedding of the text, one of POOLS.
@@ -105,8 +105,7 @@ class TextTransformer(nn.Module):
       `pre_logits`, [B, D], and with a head `logits`).
 
     Raises:
-      ValueError: if the number of tokens is not that of the positions, or `pool`
-        is unknown.
+      ValueError: if the numbers of tokens and positions differ, or `pool` is unknown.
     """
     patches.check_choice('pool', self.pool, POOLS, 'config.model.text')
     types, out, tokens = dtypes.of(self), {}, x
@@ -132,7 +131,7 @@ class TextTransformer(nn.Module):
     return x, out
 
   def _positions(self, tokens):
-    """Returns position embeddings [1, N, D] for so many tokens."""
+    """Returns position embeddings [1, N, D] for N = `tokens` tokens."""
     name = 'pos_embedding'
     have = self.get_variable('params', name)
     have = tokens if have is None else have.shape[1]
@@ -140,7 +139,7 @@ class TextTransformer(nn.Module):
     # tokens after its end change nothing.
     if tokens != have and not (self.causal and tokens < have):
       raise ValueError(
-        f'tokens has {tokens} tokens a text, but the model has {have} positions: '
+        f'tokens has {tokens} tokens per text, but the model has {have} positions: '
         'make texts of that length (max_len of the tokenizer, '
         'config.model.pp.max_len)'
       )

@@ -85,9 +85,9 @@ def _staircase(base, total_steps, warmup_steps, decay_at):
   steps = [round(share * total_steps) for share in decay_at]
   if steps and steps[0] <= warmup_steps:
     raise ValueError(
-      f'decay_at={tuple(decay_at)} of total_steps={total_steps} lets the learning '
-      f'rate drop at step {steps[0]}, before the warm-up of {warmup_steps} steps '
-      'ends: train longer, or lower --config.warmup_steps'
+      f'decay_at={tuple(decay_at)} of total_steps={total_steps} drops the '
+      f'learning rate at step {steps[0]}, before the end of the warm-up of '
+      f'{warmup_steps} steps: train longer, or lower --config.warmup_steps'
     )
   return optax.piecewise_constant_schedule(
     base, {step - warmup_steps: _DROP for step in steps}
@@ -238,7 +238,7 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   1e-4 off at the peak. Independent weight decay is multiplied by lr / base_lr
   instead. Frozen parameters have no optimiser state.
 
-  `factors` are those of `multipliers`; None: 1 for all parameters. With
+  `factors` are the result of `multipliers`; None: 1 for all parameters. With
   `ema_decay`, `update` of the optax.GradientTransformation takes the argument
   `step`, the number of updates so far.
   """

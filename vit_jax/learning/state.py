@@ -80,7 +80,7 @@ def mean(total, weight):
 
 
 def step_key(seed: int, step) -> jax.Array:
-  """Returns the random key of the update that is made after so many."""
+  """Returns the random key of the update number `step`."""
   return jax.random.fold_in(jax.random.key(seed), step)
 
 
@@ -105,7 +105,7 @@ def make_update(
   `accum_steps` micro-batches: sums and weights are added up first, then
   divided once. Dropout depends on (seed, step), and with accumulation also on
   the number of the micro-batch. `tx` is the optimiser, `schedule` its learning
-  rate, and `factors` those of optim.multipliers.
+  rate, and `factors` are the result of optim.multipliers.
   """
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))

@@ -372,7 +372,7 @@ def test_the_command(run, tmp_path, capsys):
     ({'model.out_dim': (None, 8)}, r'out_dim=\(None, 8\) .*width 16'),
     ({'task_options.templates': 'a photo'}, 'needs one {} for the name'),
     ({'model.text.config.vocab_size': 4}, '9 tokens.*text tower.* 4'),
-    ({'model.pp.max_len': 20}, 'has 20 tokens a text, but the model has 16'),
+    ({'model.pp.max_len': 20}, 'has 20 tokens .*model has 16'),
   ],
 )
 def test_keys_that_do_not_fit(data_dir, changes, words):
@@ -477,7 +477,7 @@ def test_a_run_becomes_a_file_that_predicts_the_same(run, tmp_path):
   assert found == pytest.approx(want, abs=1e-5)
   (tmp_path / 'mine.txt').unlink()
   alone = predict.load_weights(path)
-  with pytest.raises(ValueError, match=r'put the file beside its weights, .*txt'):
+  with pytest.raises(ValueError, match=r'the file next to its weights, .*txt'):
     alone.embed_texts(['a one'])
 
 
