@@ -250,7 +250,9 @@ class _TextTower:
 
 @dataclasses.dataclass(kw_only=True)
 class _Tokens:
-  tokenizer_name: Literal['bert', 'sentencepiece', 'clip', 'siglip']
+  tokenizer_name: Literal[
+    'bert', 'hf_bert', 'sentencepiece', 'clip', 'siglip', 'siglip2'
+  ]
   vocab_path: schema.Text | None
   size: schema.Count
   max_len: Annotated[int, schema.Range(ge=2)]
