@@ -136,7 +136,7 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
   Raises ValueError for a pipe or a device, reading which may never end.
   """
   if not files.is_remote(path):
-    if not os.path.isfile(path):
+    if path.exists() and not os.path.isfile(path):
       raise ValueError(f"'{path}' is not a regular file")
     yield path
     return

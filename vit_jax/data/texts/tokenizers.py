@@ -139,7 +139,8 @@ class Tokenizer(abc.ABC):
         path = dataclasses.replace(uri, path_in_repo=self._file).to_uri()
     try:
       path = fetch.fetch(path)
-      return path, path.read_bytes()
+      with fetch.local_input(path) as here:
+        return path, here.read_bytes()
     except OSError as e:
       raise type(e)(
         f"vocab_path='{self.vocab_path}' cannot be read: {e}; give {self._kind}"
@@ -449,7 +450,8 @@ def _padding_in_configs(path: epath.Path) -> str | None:
   for name in _CONFIGS:
     file = path.parent / name
     if file.exists():
-      token = json.loads(file.read_text()).get('pad_token')
+      with fetch.local_input(file) as here:
+        token = json.loads(here.read_bytes()).get('pad_token')
       if token:
         return token['content'] if isinstance(token, dict) else token
   return None
