@@ -296,9 +296,9 @@ def test_a_bar_without_widgets_is_text(client):
   cell = notebook.add(
     'import importlib.util\n'
     'from unittest import mock\n'
-    'from vit_jax import cli\n'
+    'from vit_jax import console\n'
     "with mock.patch.object(importlib.util, 'find_spec', lambda name: None):\n"
-    '  with cli.bar(total=2) as bar:\n'
+    '  with console.bar(total=2) as bar:\n'
     '    bar.update(2)\n'
   )
   assert {o.get('name') for o in cell.outputs} == {'stdout'}
@@ -380,7 +380,7 @@ def test_inspect(client, walked):
   ]
   assert titles == [f'### {e.title}' for e in gallery.of(classify.Task)]
   assert pictures(drawn) == len(titles)
-  arrays = printed(notebook.cell('attention.attention'))
+  arrays = printed(notebook.cell('internals.attention'))
   assert 'layers, heads: (1, 3)' in arrays
   assert 'attention weights of a layer: (8, 3, 17, 17)' in arrays
   assert 'rollout: (8, 4, 4)' in arrays
@@ -404,7 +404,7 @@ def test_lit(client, tmp_path):
   embedded = printed(notebook.cell('get_image_preprocessing'))
   assert 'images: (2, 8, 8, 3) -> (2, 64)' in embedded
   assert 'texts: (2, 16) -> (2, 64)' in embedded
-  matrix = notebook.cell('drawing.matrix')
+  matrix = notebook.cell('similarity_plots.matrix')
   assert pictures(matrix) == 1
   assert printed(matrix).count('%') == 2
   assert '10 classes, 8 sentences about each' in printed(

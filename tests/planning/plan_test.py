@@ -141,7 +141,7 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   # Again, as a user does: from the cache, the same but for that.
   args, file = arguments(cache, *TI16)
   monkeypatch.setenv('VIT_JAX_CACHE', str(cache))
-  status, said = processes.finish_module('vit_jax.planning.plan', *args)
+  status, said = processes.finish_module('vit_jax', 'plan', *args)
   assert status == 0, said
   again = json.loads(file.read_text())
   assert again.pop('cached')
