@@ -357,23 +357,18 @@ def test_wrong_flags_of_a_model_are_named(flag, message):
     model_flags(f'--config.model.{flag}')
 
 
-def test_a_run_of_an_older_version_goes_on(tmp_path):
-  """Its config.json says all options, as they were then."""
+def test_the_dtype_of_a_run_replaces_auto(tmp_path):
   config = run_config.complete(pretrain.get_config('r_ti16,x'))
   stored = workdir.to_plain(config)
   assert stored['model']['transformer']['gelu'] == 'tanh'
   assert stored['model']['resnet']['eps'] == 'published'
-  for key in ('causal', 'add_position_embedding'):  # They came later.
-    del stored['model']['transformer'][key]
-  (tmp_path / 'config.json').write_text(json.dumps(stored))
-  workdir.check(tmp_path, config, {}, {})
-  assert config.model.dtype == 'auto'  # Was float32, in which the run goes on.
+  assert config.model.dtype == 'auto'
   stored['model']['dtype'] = 'float32'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
   workdir.keep_dtype(tmp_path, config)
   assert config.model.dtype == 'float32'
-  workdir.check(tmp_path, config, {}, {})
+  workdir.check_config(tmp_path, config)
   stored['model']['dtype'] = 'bfloat16'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
-  with pytest.raises(ValueError, match='model.dtype: bfloat16 there, float32 h'):
-    workdir.check(tmp_path, config, {}, {})
+  with pytest.raises(ValueError, match='model.dtype.*bfloat16.*float32'):
+    workdir.check_config(tmp_path, config)

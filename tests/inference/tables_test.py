@@ -374,7 +374,7 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', 'none.txt'], 'no images given'),
     (
       ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
-      'no layer of the model: it has features, pixels, layer_0, layer_1, .*such as',
+      'layer_9.*features, pixels, layer_0, layer_1, .*such as',
     ),
     (['--out=a.csv', '--top=0', 'a.png'], 'top=0 .*--top'),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),

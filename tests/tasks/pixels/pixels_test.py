@@ -295,9 +295,9 @@ def test_the_command_samples_completes_and_measures(
   for args, message in (
     (('--sample=3',), 'writes .* as a picture: give --out'),
     ((image, f'--out={out}'), 'leave out --out'),
-    ((), 'image files, --sample=NUMBER or --complete FILE'),
-    ((image, '--sample=2'), 'not images and --sample'),
-    (('--sample=2', '--rows=3'), '--rows=3 is a part of --complete'),
+    ((), '--sample=NUMBER.*--complete FILE'),
+    ((image, '--sample=2'), 'images and --sample'),
+    (('--sample=2', '--rows=3'), '--rows=3 .*--complete'),
   ):
     with pytest.raises(ValueError, match=message):
       run(*args)
