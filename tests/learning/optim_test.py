@@ -50,7 +50,7 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
     [0.12, 0.48, 0.48, 0.48, 0.048, 0.048, 0.0048, 0.0048, 0.00048, 0.00048],
     rtol=1e-5,
   )
-  with pytest.raises(ValueError, match='at step 3, before the warm-up of 4 st'):
+  with pytest.raises(ValueError, match='decay_at=.*step 3.*4 steps'):
     optim.create_learning_rate_schedule(10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6))
 
 
