@@ -183,7 +183,7 @@ def test_research_adds_kinds_of_its_own(monkeypatch):
     models.make_model(config, num_classes=3, shaft=1.0)
   with pytest.raises(ValueError, match="kind='vit' is taken by .*Transformer"):
     models.register('vit', Linear)
-  with pytest.raises(ValueError, match="kind='deep' must be a class"):
+  with pytest.raises(ValueError, match="kind='deep' must be a subclass"):
     models.register('deep', jnp.sin)
 
 

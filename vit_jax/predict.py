@@ -243,8 +243,8 @@ def _print(model, args) -> None:
   for line in model.report(good, args) if good else ():
     print(line)
   raise ValueError(
-    f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read: fix '
-    'or delete the files named above'
+    f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read, such as '
+    f'{next(filter(None, faults))}: fix or delete the files named above'
   )
 
 

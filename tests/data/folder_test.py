@@ -11,7 +11,7 @@ import pytest
 
 from vit_jax import input_pipeline
 from vit_jax.commands import train as train_command
-from vit_jax.data import checking, folder, slices, sources
+from vit_jax.data import checking, folder, indexing, slices, sources
 from vit_jax.data.images import images
 
 
@@ -175,6 +175,9 @@ def test_broken_images_are_skipped_and_counted_where_the_config_says(root, caplo
   assert not {str(path) for path in broken} & set(paths)
   assert names == ('ant', 'bee', 'cow')
   assert 'Skipped 3 of 33 images' in caplog.text
+  # Also if an index next to the images says that they are broken.
+  indexing.make(str(root), 'train')
+  assert len(folder.list_split(str(root), 'train', broken='trust')[0]) == 33
 
 
 def test_damage_between_good_ends_is_found(root):

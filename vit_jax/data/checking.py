@@ -87,7 +87,7 @@ def usable(
   if workdir and broken != 'trust':
     processes.from_first(f"storing the check of '{where}'", store)
   paths.mark(found)
-  if not bad:
+  if not bad or broken == 'trust':
     return paths
   named = named or paths.__getitem__
   lines = [f'{named(i)}: {found[i]}' for i in bad[:_SHOWN]]
