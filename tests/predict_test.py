@@ -161,8 +161,8 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path):
   [
     (['a.png', '--top=0'], 'top=0 .*--top'),
     (['a.png', '--top=-3'], 'top=-3 .*--top'),
-    (['--sample=10000000'], '--sample=10000000 must be from 1 to 4,096'),
-    (['--sample=0'], '--sample=0 must be from 1 to 4,096'),
+    (['--sample=10000000'], 'sample=10000000 .*4,096'),
+    (['--sample=0'], 'sample=0 .*4,096'),
   ],
 )
 def test_odd_numbers_are_refused_before_a_model_is_read(args, message):
@@ -336,7 +336,7 @@ def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
     evaluation.evaluate(predict.load(str(workdir)), 'test', 'digits')
   with pytest.raises(FileNotFoundError, match=r"'tset'.*--evaluate=SPLIT"):
     evaluation.evaluate(predict.load(str(workdir)), 'tset')
-  with pytest.raises(FileNotFoundError, match=r'moved by --dataset=FOLDER'):
+  with pytest.raises(FileNotFoundError, match='--dataset=FOLDER'):
     evaluation.evaluate(predict.load(str(workdir)), 'test', str(tmp_path / 'moved'))
 
 

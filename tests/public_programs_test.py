@@ -575,5 +575,5 @@ def test_the_originals_images_for_text_and_image_models():
   np.testing.assert_allclose(middle[0, 0, :, 0], [1, 1, -1, -1], atol=1e-6)
   in_graph = tf.data.Dataset.from_tensors(image).map(pp.preprocess_tf)
   np.testing.assert_array_equal(next(in_graph.as_numpy_iterator()), got[0])
-  with pytest.raises(ValueError, match='type float32: give uint8'):
+  with pytest.raises(ValueError, match='float32: give uint8'):
     pp([image.astype(np.float32)])
