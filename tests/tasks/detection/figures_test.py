@@ -121,7 +121,7 @@ def test_wrong_points():
   with pytest.raises(ValueError, match='point 2,0.5 lies outside'):
     results.Subject(model(), ['a.png'], points=[(2, 0.5)])
   subject = results.Subject(model(classify.Task), ['a'])
-  with pytest.raises(ValueError, match='encoder_attention.* not among those'):
+  with pytest.raises(ValueError, match='encoder_attention.* not among'):
     gallery.choose(subject, ['encoder_attention'])
   argv = '--workdir=/tmp/run --out=/tmp/out --points 0.5,0.5 0.3'
   with pytest.raises(ValueError, match="--points: '0.3' is not a point"):
