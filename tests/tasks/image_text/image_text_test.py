@@ -359,7 +359,7 @@ def test_the_command(run, tmp_path, capsys):
   )
   with pytest.raises(ValueError, match='--classes=.*--texts='):
     run_command(workdir, photo)
-  with pytest.raises(ValueError, match=r'for a table give the classes'):
+  with pytest.raises(ValueError, match=r'for a table.*--classes='):
     run_command(workdir, photo, f'--out={tmp_path}/other.csv')
 
 
