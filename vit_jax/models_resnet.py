@@ -102,7 +102,8 @@ class ResNetStage(nn.Module):
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     unit = functools.partial(ResidualUnit, self.nout, **dtypes.of(self, 'eps'))
     for i in range(self.block_size):
-      x = unit((1, 1) if i else self.first_stride, name=f'unit{i + 1}')(x)
+      strides = (1, 1) if i else self.first_stride
+      x = unit(strides=strides, name=f'unit{i + 1}')(x)
     return x
 
 
