@@ -125,5 +125,5 @@ def test_similarity_is_drawn_of_tables_and_not_of_offsets(tmp_path):
   assert '2 x 3 patches' in found['position_similarity'].get_suptitle()
   path = save(numbers(make_config('relative', 'every')), tmp_path / 'b.npz')
   loaded = predict.load_weights(path, image_size=(16, 16))
-  with pytest.raises(ValueError, match='those of offsets, not of patches'):
+  with pytest.raises(ValueError, match='offsets, not to patches'):
     visualize.figures(loaded, names=['position_similarity'])
