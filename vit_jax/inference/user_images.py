@@ -48,7 +48,10 @@ class Given(records.Source):
     return {'image': indices}  # What `read` needs.
 
   def read(self, record):
-    image = _encoded(tf.constant(self._number, tf.int64), record['image'])
+    if tf.executing_eagerly():  # In this thread: TensorFlow's own could run out.
+      image = tf.constant(self.encoded(int(record['image'])))
+    else:
+      image = _encoded(tf.constant(self._number, tf.int64), record['image'])
     return {**record, 'image': image}
 
   def encoded(self, number: int) -> bytes:
