@@ -102,7 +102,9 @@ def grid(
   return drawing.write(canvas, written, _FONT_SIZE) if written else canvas
 
 
-def beside(images: Mapping[str, np.ndarray], most: int | None = MOST) -> np.ndarray:
+def side_by_side(
+  images: Mapping[str, np.ndarray], most: int | None = MOST
+) -> np.ndarray:
   """Draws a row for each image, with a titled column for each version of it.
 
   The versions are float [n, H, W, C] in [-1, 1], by title; for `most` see `grid`.

@@ -286,7 +286,7 @@ class Predictor(base.Predictor):
 
 def _draw(pictures, most=None) -> np.ndarray:
   """Draws a row for each of Task.pictures; for `most` see grids.grid."""
-  return grids.beside(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
+  return grids.side_by_side(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
 def _reconstructions(subject) -> list:

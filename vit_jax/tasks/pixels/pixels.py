@@ -240,7 +240,7 @@ class Task(base.Task):
       rows = self.image_size[0] // 2
       return {
         'samples': sampling.draw(self.images(outputs['samples'])),
-        'completions': grids.beside(
+        'completions': grids.side_by_side(
           {
             'image': truth,
             'cut': sampling.cut(truth, rows),
@@ -251,7 +251,7 @@ class Task(base.Task):
     guessed = np.where(outputs['counted'] > 0, outputs['likely'], outputs['colors'])
     masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
     return {
-      'masked_pixels': grids.beside(
+      'masked_pixels': grids.side_by_side(
         {
           'image': truth,
           'masked': np.where(masked[..., None], 0.0, truth),

@@ -182,7 +182,7 @@ class Predictor(predictor_lib.Predictor):
       lines = [f'Wrote {args.sample} samples to {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = grids.beside({'given': cut(given, kept), 'completed': completed})
+      picture = grids.side_by_side({'given': cut(given, kept), 'completed': completed})
       lines = [
         f'{path}: {count} of {self.task.image_size[0]} rows kept'
         for path, count in zip(args.complete, kept)
