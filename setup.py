@@ -13,7 +13,6 @@ _TRAIN = [
   'array-record',
   'clu',
   'faster-coco-eval>=1.8',  # Checks run lengths.
-  'google-crc32c',  # Checksums of tfrecords and checkpoints.
   'importlib_resources',  # Imported by tensorflow-datasets, not declared.
   'matplotlib',  # Pictures in TensorBoard and in workdirs.
   'orbax-checkpoint',
@@ -22,7 +21,6 @@ _TRAIN = [
   f'tensorflow-cpu; {_SMALL}',
   f'tensorflow; {_OTHER}',
   'tensorflow-datasets',
-  'threadpoolctl',
 ]
 
 _DOCS = ['mkdocs-material', 'mkdocstrings[python]']
@@ -66,11 +64,12 @@ setuptools.setup(
   # them, and a wheel would silently lack them.
   package_dir={'vit_jax.configs': 'configs'},
   package_data={'vit_jax': ['py.typed']},
-  # What the models, their weights and conversion need.
+  # What the models, their weights, conversion and export need.
   install_requires=[
     'absl-py',
     'etils[epath]',
     'flax',
+    'google-crc32c',  # Checksums of checkpoints and tables.
     'jax>=0.10',
     'ml-collections',
     'msgspec',
@@ -79,6 +78,7 @@ setuptools.setup(
     'Pillow',
     'safetensors',
     'scipy',
+    'threadpoolctl',
     'tqdm',
   ],
   entry_points={'console_scripts': ['vit_jax = vit_jax.__main__:main']},

@@ -9,7 +9,6 @@ import time
 import numpy as np
 
 from benchmarks import timing
-from vit_jax import console
 from vit_jax.configs import common
 
 BATCH = 64
@@ -55,7 +54,6 @@ def plain(folder: str):
 
 def measure_one(name: str, folder: str):
   """Prints the seconds that 20 batches of 'ours' or 'plain' take."""
-  console.load_tensorflow()
   from vit_jax import input_pipeline
   from vit_jax.data import sources
 

@@ -92,7 +92,6 @@ def _peak_bytes(device) -> int:
 
 
 def _rows(args, train: bool) -> list[dict]:
-  console.load_tensorflow()
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]

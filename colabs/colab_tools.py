@@ -48,7 +48,6 @@ def ready(checkout, extras: Sequence[str] = ('colab',), folders=()):
 
   console.quiet()
   console.avoid_absent_gpus()
-  console.load_tensorflow()
   from IPython import get_ipython
   import jax
 

@@ -10,11 +10,12 @@ import sys
 import tempfile
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import safetensors.numpy
 
-from vit_jax import checkpoint, models, test_utils
+from vit_jax import checkpoint, console, models, predict, test_utils
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import convert
 
@@ -33,11 +34,16 @@ with tempfile.TemporaryDirectory() as folder:
   )
   convert.convert(str(npz), str(timm), 'timm')
   written = safetensors.numpy.load_file(timm / 'model.safetensors')
+  served = pathlib.Path(folder, 'served')
+  with console.muted():
+    predict.load_weights(str(timm)).export(served, 'stablehlo')
+  exported = jax.export.deserialize((served / 'model.stablehlo').read_bytes())
 
 kernel = params['embedding']['kernel']  # [height, width, in, out]
 assert np.any(kernel)
 np.testing.assert_array_equal(
   written['patch_embed.proj.weight'], np.transpose(kernel, (3, 2, 0, 1))
 )
+assert exported.platforms == ('cpu', 'cuda', 'tpu')
 assert 'tensorflow' not in sys.modules
 print('ok')

@@ -33,8 +33,9 @@ def run(code, cwd='/'):
 def test_models_load_neither_tensorflow_nor_the_trainer():
   done = run(
     'import sys, vit_jax.models, vit_jax.learning.losses, vit_jax.learning.optim\n'
+    'import vit_jax.predict, vit_jax.input_pipeline, vit_jax.tasks.detection.detect\n'
     'for name in ("tensorflow", "tensorflow_datasets", "orbax", "clu",'
-    ' "matplotlib"):\n'
+    ' "matplotlib", "sklearn"):\n'
     '  assert name not in sys.modules, name\n'
   )
   assert done.returncode == 0, done.stderr

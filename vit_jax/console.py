@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 import contextlib
 import ctypes
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -22,9 +23,8 @@ import tqdm
 
 # Modules of the extra `train`, which most commands need.
 TRAIN_MODULES = (
-  'array_record', 'clu', 'faster_coco_eval', 'google_crc32c',
-  'importlib_resources', 'matplotlib', 'orbax', 'sklearn', 'tensorboard', 'tensorflow',
-  'tensorflow_datasets', 'threadpoolctl',
+  'array_record', 'clu', 'faster_coco_eval', 'importlib_resources', 'matplotlib',
+  'orbax', 'sklearn', 'tensorboard', 'tensorflow', 'tensorflow_datasets',
 )  # fmt: skip
 _muted = False
 # Modules of tasks that --task allows a run to import.
@@ -63,13 +63,13 @@ def hidden_stderr():
     os.close(stderr)
 
 
+@functools.cache
 def load_tensorflow():
   """Imports TensorFlow silently, and leaves the GPUs to JAX."""
-  if 'tensorflow' in sys.modules:
-    return
   with hidden_stderr():
     tf = importlib.import_module('tensorflow')
-    tf.config.set_visible_devices([], 'GPU')
+    with contextlib.suppress(RuntimeError):  # The caller has initialised it.
+      tf.config.set_visible_devices([], 'GPU')
     tf.constant(0)
 
 

@@ -25,19 +25,17 @@ from typing import NamedTuple
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import feeding, folder, manifest, order, sources
 from vit_jax.data.images import images
+from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.distributed import processes, sharding
 from vit_jax.run import config as run_config
 
 # Number of images decoded at a time.
 _CALLS = os.cpu_count() or 1
-# AutoGraph would rewrite the functions that tf.data calls, in half a second per start.
-_as_it_is = tf.autograph.experimental.do_not_convert
 _HEADERS = 64  # Image headers read at a time.
 _FEW = 8  # So few examples are prepared without a pipeline, which starts in 0.2 s.
 
@@ -134,13 +132,13 @@ def get_datasets(config):
   return _dataset(config, 'train', train), _dataset(config, 'test', test)
 
 
-def get_data_from_tfds(*, config, mode: str) -> tf.data.Dataset:
+def get_data_from_tfds(*, config, mode: str) -> 'tf.data.Dataset':
   """Returns the data of a config for 'train' or 'test', see `get_datasets`."""
   _check_mode(mode)
   return get_datasets(config)[mode == 'test']
 
 
-def get_data_from_directory(*, config, directory: str, mode: str) -> tf.data.Dataset:
+def get_data_from_directory(*, config, directory: str, mode: str) -> 'tf.data.Dataset':
   """Returns the images of a folder of classes, see `get_datasets`.
 
   Args:
@@ -191,7 +189,7 @@ def _dataset(config, mode, source):
   return data.apply(tf.data.experimental.assert_cardinality(length))
 
 
-def prefetch(dataset: tf.data.Dataset, n_prefetch: int) -> Iterator[dict]:
+def prefetch(dataset: 'tf.data.Dataset', n_prefetch: int) -> Iterator[dict]:
   """Yields the batches of tf.data as arrays, split over all devices.
 
   A batch that the devices do not divide evenly, such as the last one of a test
@@ -214,7 +212,7 @@ def labelled_example(config, num_classes: int) -> Callable:
   one, else 0 or 1.
   """
 
-  @_as_it_is
+  @as_it_is
   def example(record, seed):
     image = preprocess.prepare(record['image'], seed, config.pp)
     label = _many_hot(record['label'], num_classes)
@@ -228,13 +226,13 @@ def labelled_example(config, num_classes: int) -> Callable:
 
 def train_dataset(
   config, source, example: Callable, rows: np.ndarray, start_step: int = 0
-) -> tf.data.Dataset:
+) -> 'tf.data.Dataset':
   """Returns the infinite training batches from a step on.
 
   They are dicts of the tensors of `example`, [B, ...] each; see the top of this
   module. `rows`, int [B], are the rows of the global batch that this process reads.
   """
-  read = _as_it_is(source.read)
+  read = as_it_is(source.read)
 
   def make(position, record):
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
@@ -250,7 +248,7 @@ def eval_dataset(
   example: Callable,
   rows: np.ndarray,
   numbers: np.ndarray | None = None,
-) -> tf.data.Dataset:
+) -> 'tf.data.Dataset':
   """Returns every example of a split once, in padded batches.
 
   See `train_dataset`; `numbers`, int64 [n], are the examples to return, by
@@ -262,7 +260,7 @@ def eval_dataset(
   begins = np.arange(0, len(numbers), config.batch_eval)
   positions = (begins[:, None] + rows).reshape(-1)
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
-  read = _as_it_is(source.read)
+  read = as_it_is(source.read)
 
   def make(record):
     made = example(read(record), None)

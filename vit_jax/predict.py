@@ -19,7 +19,6 @@ from absl import logging
 from etils import epath
 import jax
 
-from vit_jax import console
 from vit_jax.configs import models as model_configs
 
 # Flags of only some tasks, see FLAGS of vit_jax.tasks.base.Predictor.
@@ -57,8 +56,6 @@ def load(
     OSError: if the storage does not answer.
   """
   _check_dtype(dtype)
-  # Imported late: these modules load TensorFlow, which takes seconds.
-  console.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
@@ -115,7 +112,6 @@ def load_weights(
       vit_jax.weights.convert.read.
   """
   _check_dtype(dtype)
-  console.load_tensorflow()
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, writing
 
@@ -191,7 +187,6 @@ def of_flags(args, dtype: str | None = None):
 
 def run(args) -> None:
   """Prints or writes what the flags of `vit_jax predict` ask for."""
-  console.load_tensorflow()
   from vit_jax.data.images import listing
   from vit_jax.inference import tables
 
@@ -260,7 +255,7 @@ def _faults(images, max_pixels) -> list[str | None]:
 
 def _split(words: Sequence[str]) -> list[str]:
   """Returns name and split of a data set named as NAME:SPLIT; [] of files."""
-  import tensorflow as tf
+  from vit_jax.data.lazy import tf
 
   name, colon, split = words[0].partition(':') if words else ('', '', '')
   if len(words) != 1 or not colon or split.startswith('//'):

@@ -16,20 +16,16 @@ from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
-import tensorflow as tf
 
 from vit_jax.data.augmentation import canvases, geometry, pixel_ops
 from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
+from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.data.texts import tokenizers
 
 crop_size = geometry.crop_size
 get_tokenizer = tokenizers.get_tokenizer
 BertTokenizer = tokenizers.BertTokenizer
 SentencepieceTokenizer = tokenizers.SentencepieceTokenizer
-
-# Without control flow that depends on tensors, AutoGraph would only add seconds to
-# the start of a run.
-_as_it_is = tf.autograph.experimental.do_not_convert
 
 
 def image_sizes(pp) -> list[tuple[int, int]]:
@@ -39,7 +35,7 @@ def image_sizes(pp) -> list[tuple[int, int]]:
   return [crop_size(pp)]
 
 
-@_as_it_is
+@as_it_is
 def decode_with_geometry(encoded, seed, pp):
   """Decodes and augments one image as stored, and returns its geometry.
 
@@ -71,7 +67,7 @@ def _training_image(encoded, seed, pp, upright):
   return _change_pixels(image, seed, pp), drawn
 
 
-@_as_it_is
+@as_it_is
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on the canvas of a group.
 
@@ -93,7 +89,7 @@ def on_canvas_for_training(encoded, seed, group, pp):
   return canvases.place(image, canvas), drawn
 
 
-@_as_it_is
+@as_it_is
 def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
   """Decodes one image and puts it on the canvas of a group of one length.
 
@@ -159,7 +155,7 @@ def _decode_crop(encoded, draw, pp, crops=True, upright=False):
   return images.decode_window(encoded, pp.channels, turned, ratio, window), drawn
 
 
-@_as_it_is
+@as_it_is
 def for_evaluation(image, pp):
   """Resizes one decoded image to the size of the model.
 
@@ -249,7 +245,7 @@ def get_pp(
   tokenizer = get_tokenizer(tokenizer_name)(vocab_path, max_len)
   preprocess_images = PreprocessImages(size, crop)
 
-  @_as_it_is
+  @as_it_is
   def pp(features):
     features = dict(features)
     if 'image' in features:
@@ -261,7 +257,7 @@ def get_pp(
   return pp
 
 
-@_as_it_is
+@as_it_is
 def prepare(encoded, seed, pp):
   """Decodes one image and prepares it for training or evaluation.
 
@@ -316,7 +312,7 @@ def from_user(
     if max_pixels is not None:
       images.bounded(image, max_pixels)
     return function(image)
-  except images.DECODE_ERRORS as e:
+  except images.decode_errors() as e:
     raise ValueError(
       f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
       f'{image_files.first_line(e)}'

@@ -198,7 +198,7 @@ def test_a_photograph_and_an_example_are_classified(
       width_of(rollout) == 50 * 5
     )  # The lower side, 30, is enlarged to 128 or more.
     page.locator('.gallery-item').first.click()
-    first = user_images.sample(model.config, 1)[0].name(0)
+    first = user_images.examples(model.config, 1).name(0)
     assert first.startswith(f'{image_folder}/test/')
     expect_shares(page, *model.predict([first]))
     page.get_by_label('Remove Image').click()

@@ -10,7 +10,6 @@ ends. Needs Gradio: pip install -e '.[demo]'.
 
 from collections.abc import Sequence
 
-from vit_jax import console
 from vit_jax.commands import flags
 
 _FLAGS = {
@@ -33,7 +32,6 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Serves the demo until Ctrl-C."""
   args = make_parser().parse_args(argv)
-  console.load_tensorflow()
   from vit_jax import predict
   from vit_jax.figures import drawing, visualize
   from vit_jax.inference import demo

@@ -7,14 +7,13 @@ Writes model.stablehlo (for jax.export.deserialize, on CPUs, GPUs and TPUs), 1/ 
 TensorFlow Serving) or model.onnx (for ONNX Runtime). Batches may have any size.
 model.json describes inputs, outputs, labels and preprocessing.
 
-The exported model is run on a few images and compared with the original; if the
+The exported model is run on random images and compared with the original; if the
 difference is large, nothing is kept.
 """
 
 from collections.abc import Sequence
 import shlex
 
-from vit_jax import console
 from vit_jax.commands import flags
 
 
@@ -23,11 +22,6 @@ def _size(text):
 
 
 _FLAGS = {
-  'images': dict(
-    nargs='*',
-    help="images to compare on, as for `vit_jax predict` (the run's test split, or two "
-    'photos)',
-  ),
   '--to': dict(
     required=True, choices=('stablehlo', 'saved_model', 'onnx'), help='format'
   ),
@@ -63,13 +57,10 @@ def make_parser() -> flags.Parser:
 
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
-  console.load_tensorflow()
   from vit_jax import predict
-  from vit_jax.data.images import listing
   from vit_jax.inference import export
 
   export.check(args.out, args.to, args.dtype, args.image_size)
-  images = listing.expand(args.images) if args.images else None
   model = predict.of_flags(args)
   if args.texts and 'texts' not in model.FLAGS:
     raise ValueError(
@@ -79,7 +70,6 @@ def main(argv: Sequence[str]) -> int:
   model.export(
     args.out,
     args.to,
-    images=images,
     command=shlex.join(['vit_jax', 'export', *argv]),
     **{name: getattr(args, name) for name in names},
     **({'texts': True} if args.texts else {}),

@@ -17,7 +17,6 @@ The exit status is 1 if there are broken images. They are named and recorded;
 
 from collections.abc import Sequence
 
-from vit_jax import console
 from vit_jax.commands import flags
 
 _FLAGS = {
@@ -46,7 +45,6 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; returns 1 if images are broken."""
   args = make_parser().parse_args(argv)
-  console.load_tensorflow()
   from vit_jax.data import indexing
 
   return indexing.run(args)

@@ -61,7 +61,6 @@ def main(argv: Sequence[str]) -> int:
       f"tfds_data_dir='{folder}' is not a folder: give the folder of prepared TFDS "
       'data sets (--tfds_data_dir)'
     )
-  console.load_tensorflow()
   import jax
 
   from vit_jax import predict

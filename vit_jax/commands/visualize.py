@@ -105,7 +105,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
-  console.load_tensorflow()
   from vit_jax.data.images import listing
 
   if args.images:

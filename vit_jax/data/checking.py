@@ -12,11 +12,11 @@ import os
 from absl import logging
 import jax
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.data.images import images, index as index_lib, listing
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 import itertools
 
 import jax
-import tensorflow as tf
 
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import sharding
 
 
@@ -32,7 +32,7 @@ def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
     ready.extend(itertools.islice(placed, 1))
 
 
-def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
+def read(data: 'tf.data.Dataset', source, indices: Callable) -> Iterator[dict]:
   """Yields batches of tf.data as NumPy arrays; errors name the image that failed.
 
   `indices` maps the number of a batch to the numbers of its examples in `source`.
@@ -52,7 +52,7 @@ def read(data: tf.data.Dataset, source, indices: Callable) -> Iterator[dict]:
     explain(e, source, indices(count))
 
 
-def explain(error: tf.errors.OpError, source, indices: Iterable[int]):
+def explain(error: 'tf.errors.OpError', source, indices: Iterable[int]):
   """Finds the example that failed to be read, and raises an error as `read` does."""
   for index in indices:
     part, number = source.locate(int(index))

@@ -9,10 +9,10 @@ import os
 
 from absl import logging
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import checking, records, slices
 from vit_jax.data.images import image_files, index as index_lib, listing
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
 
 

@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 from absl import logging
 import msgspec
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import checking, records, slices
 from vit_jax.data.images import index as index_lib
+from vit_jax.data.lazy import tf
 
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
-_DTYPES = {bool: tf.bool, int: tf.int64, float: tf.float32, str: tf.string}
+_DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
 class Line(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import fractions
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import records
+from vit_jax.data.lazy import tf
 
 # Greatest denominator of a share: int64 arithmetic is exact at all positions.
 _DENOMINATOR = 10**9

@@ -6,19 +6,16 @@ a mixture each data set has its own epochs and permutations.
 """
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import mixture, records
+from vit_jax.data.lazy import as_it_is, tf
 
-# AutoGraph would rewrite the functions that tf.data calls, which takes half a second
-# at the start of a run and of each evaluation.
-_as_it_is = tf.autograph.experimental.do_not_convert
 # Smaller data sets are sorted by random keys: the cipher permutes at least 2**16
 # values and would have to be repeated until its value is below their size.
 _SORTED = 1024
 
 
-@_as_it_is
+@as_it_is
 def example_indices(positions, num_examples: int, seed: int):
   """Returns the example at each position of the endless run, int64 [b].
 
@@ -72,10 +69,10 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   return indices
 
 
-@_as_it_is
+@as_it_is
 def training_records(
   config, source, rows: np.ndarray, start_step: int
-) -> tf.data.Dataset:
+) -> 'tf.data.Dataset':
   """Returns the records of a run from a step on, without end.
 
   They are tf.data of (position, record): int64 scalar, and the record of one
@@ -126,8 +123,8 @@ def _part_records(source, k, placed, seed):
   )
 
 
-@_as_it_is
-def at_a_time(source, batches, look_up) -> tf.data.Dataset:
+@as_it_is
+def at_a_time(source, batches, look_up) -> 'tf.data.Dataset':
   """Looks up records in chunks, in parallel if the source is slow.
 
   `look_up` maps tensors [c], as in `batches`, to records [c]. Returns tf.data of

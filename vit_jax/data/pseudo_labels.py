@@ -20,9 +20,9 @@ import json
 from etils import epath
 import msgspec
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import records
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
 JSON, ARRAYS = 'pseudo_labels.json', 'pseudo_labels.npz'

@@ -18,10 +18,10 @@ import os
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data.images import image_files, images, index as index_lib
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
 # For slow reading: number of parallel calls, and most bytes and records per call.
@@ -128,7 +128,7 @@ class Source:
     name = f"image '{self.name(index)}'"
     try:
       images.decode(self.read(record)['image'])
-    except images.DECODE_ERRORS as e:
+    except images.decode_errors() as e:
       raise ValueError(
         f'{name} cannot be decoded: {image_files.first_line(e)}. Repair or delete it, '
         'or leave out the broken images of a folder with '

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-import tensorflow_datasets as tfds
+from vit_jax.data.lazy import tfds
 
 
 def parts(split: str) -> Iterator[tuple[str, str]]:

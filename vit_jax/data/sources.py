@@ -8,10 +8,10 @@ import functools
 import os
 
 from etils import epath
-import tensorflow as tf
 
 from vit_jax.data import folder, manifest, mixture, pseudo_labels, records, slices
 from vit_jax.data.coco import caption_files, layout, source as annotated
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry, splits, vtab
 
 # Features that a classifier needs.

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console, preprocess
 from vit_jax.data import records
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 

@@ -22,10 +22,10 @@ import re
 
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data import slices
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 

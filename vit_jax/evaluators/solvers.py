@@ -8,7 +8,6 @@ tuned          the same, with the penalty that suits held-out images best
 from typing import NamedTuple
 
 import numpy as np
-from sklearn import linear_model, pipeline, preprocessing
 import threadpoolctl
 
 from vit_jax import console
@@ -55,6 +54,8 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
   factor of the squared weights, including the weight of the constant feature,
   added to the sum of the squared errors. All examples have labels.
   """
+  from sklearn import linear_model
+
   x = train.values
   mean = x.mean(axis=0, dtype=np.float64)
   inputs = np.full((len(x), x.shape[1] + 1), CONSTANT)  # [n, D + 1]
@@ -69,15 +70,15 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
   return Linear(kernel, CONSTANT * weights[-1] - mean @ kernel)
 
 
-def logistic(
-  train: features.Features, l2: float, each: bool = True
-) -> pipeline.Pipeline:
-  """Fits a classifier by L-BFGS, on standardised features; all have labels.
+def logistic(train: features.Features, l2: float, each: bool = True):
+  """Returns a scikit-learn Pipeline fitted by L-BFGS; all examples have labels.
 
   Each feature is divided by its standard deviation; without `each`, all by the
   root mean square of their length, so that one penalty suits layers of any width
   and pixels keep their contrast.
   """
+  from sklearn import linear_model, pipeline, preprocessing
+
   x = train.values
   scaler = preprocessing.StandardScaler().fit(x)
   if not each:

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit_jax import console
 from vit_jax.run import workdir as workdir_lib
 
 _SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
@@ -118,7 +117,6 @@ def inductive_bias(images: Sequence[Any] | None = None):
 
 def small_images(images):
   """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
-  console.load_tensorflow()
   from vit_jax import preprocess
   from vit_jax.configs import common
 

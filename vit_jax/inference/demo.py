@@ -242,7 +242,7 @@ def _read(path, max_pixels) -> Photo:
 
 def _write_examples(config, folder) -> list[str]:
   """Writes images of the test split, or photos; returns their paths."""
-  source, _ = user_images.sample(config, _EXAMPLES)
+  source = user_images.examples(config, _EXAMPLES)
   paths = []
   for number in range(source.num_examples):
     encoded = source.read(source.record(number))['image'].numpy()

@@ -6,12 +6,12 @@
   onnx         model.onnx: an ONNX graph, see vit_jax/inference/onnx_graph.py
 
 Inputs (`Task.input_spec`) and outputs (`Task.exported`) have names, and batches any
-size. The exported model is run on real images and deleted if it differs from the
+size. The exported model is run on random images and deleted if it differs from the
 original. `model.json` describes inputs, outputs, labels and preprocessing; a text
 tower also has its tokenizer's file.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 import contextlib
 import copy
 import datetime
@@ -27,14 +27,14 @@ from jax import export as jax_export
 from jax.extend.mlir.dialects import stablehlo
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
+from PIL import Image
 
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.data.augmentation import canvases
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
-from vit_jax.inference import user_images
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 # Largest difference to the model relative to the largest output (at least 1), by the
@@ -73,7 +73,6 @@ def export(
   dtype: str | None = None,
   uint8: bool = False,
   image_size: int | tuple[int, int] | str | None = None,
-  images: Sequence[Any] | None = None,
   command: str | None = None,
 ) -> float:
   """Exports a model and returns the largest difference to its outputs.
@@ -89,8 +88,6 @@ def export(
       -1 to 1; pixels in the padding of a canvas are ignored.
     image_size: side, or (height, width), in pixels; 'free' for any size, if the model
       and the format allow it; None: as in evaluation.
-    images: images to compare on, see Predictor.outputs; by default those of the run's
-      test split if it is present, else photos from scikit-learn.
     command: the command that `model.json` records.
 
   Raises:
@@ -113,7 +110,7 @@ def export(
       f'the parameters take {console.size(program.size)}, more than the 2 GiB of a '
       'StableHLO file: pass --dtype=bfloat16 or --to=saved_model'
     )
-  inputs, where = _inputs(model, program, images)
+  inputs, where = _inputs(model, program)
   write, load = FORMATS[to]
   with _cpu(), _without_paths(), files.new_folder(out) as folder:
     run = jax.jit(_function(model, features, uint8))
@@ -288,6 +285,7 @@ def _load_stablehlo(folder):
 
 
 def _write_saved_model(program, folder):
+  console.load_tensorflow()
   from tensorflow.compiler.tf2xla.python import xla as tf_xla
 
   module = tf.Module()
@@ -384,18 +382,32 @@ FORMATS = {
 # --- The comparison ---
 
 
-def _inputs(model, program, images) -> tuple[dict[str, np.ndarray], str]:
-  """Returns inputs [n, ...] of real images by name, and a description of them."""
+def _inputs(model, program) -> tuple[dict[str, np.ndarray], str]:
+  """Returns inputs [n, ...] by name, and a description of them."""
   if 'image' not in program.inputs:
     return model.task.sample(_IMAGES)
-  source, where = user_images.sample(model.config, _IMAGES, images)
-  stream = model.stream(source, lambda *_: (), program.inputs)
-  found = [inputs for _, inputs, _ in stream]
-  found = jax.tree.map(lambda *rows: np.stack(rows), *found)
-  if program.inputs['image'].dtype == jnp.uint8:
-    pixels = np.round((found['image'] + 1) * 127.5)
-    found['image'] = pixels.clip(0, 255).astype(np.uint8)
-  return found, where
+  rng = np.random.RandomState(0)
+  spec = model.task.input_spec(None, _IMAGES)
+  count, height, width, channels = spec['image'].shape
+  blurred = [  # Smooth, like photos.
+    [
+      Image.fromarray(band).resize((width, height), Image.Resampling.BICUBIC)
+      for band in rng.randint(0, 256, (channels, 8, 8)).astype(np.uint8)
+    ]
+    for _ in range(count)
+  ]
+  pixels = np.moveaxis(np.asarray([[*map(np.asarray, x)] for x in blurred]), 1, -1)
+  if program.inputs['image'].dtype != jnp.uint8:
+    pixels = pixels.astype(np.float32) / 127.5 - 1
+  found = {'image': pixels}
+  if 'real' in spec:  # Canvases whose lower quarter is padding.
+    found['real'] = np.broadcast_to(
+      np.arange(height)[:, None] < height * 3 / 4, (count, height, width)
+    )
+    found['image'] = np.where(found['real'][..., None], pixels, pixels.dtype.type(0))
+  for name in spec.keys() - found:  # Numbers that are valid in any table.
+    found[name] = rng.randint(0, 2, spec[name].shape).astype(spec[name].dtype)
+  return {name: found[name] for name in program.inputs}, f'{count} random images'
 
 
 def _computed(task) -> str:

@@ -22,11 +22,11 @@ from etils import epath
 import google_crc32c
 import jax
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
 from vit_jax.run import lock, stopping

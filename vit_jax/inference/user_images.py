@@ -7,11 +7,11 @@ from typing import Any
 import weakref
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.data import folder as folder_lib, records, sources
 from vit_jax.data.images import image_files, images as images_lib
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import builders, registry
 from vit_jax.distributed import files
 
@@ -20,7 +20,7 @@ from vit_jax.distributed import files
 _numbers, _sources = itertools.count(), weakref.WeakValueDictionary()
 
 
-@tf.function(autograph=False, input_signature=2 * [tf.TensorSpec([], tf.int64)])
+@image_files.traced
 def _encoded(source, number):
   encoded = tf.numpy_function(
     lambda source, number: _sources[int(source)].encoded(int(number)),
@@ -77,31 +77,21 @@ class Given(records.Source):
     preprocess.from_user(image, images_lib.decode, self._max_pixels)
 
 
-def sample(
-  config, count: int, images: Sequence[Any] | None = None
-) -> tuple[records.Source, str]:
-  """Returns a source of at most `count` images, and a description of it.
+def examples(config, count: int) -> records.Source:
+  """Returns at most `count` images of the run's test split.
 
-  In this order: the given images, the run's test split unless that needs a download,
-  photos from scikit-learn.
+  If the split would have to be downloaded, photos from scikit-learn.
   """
-  source, where = None, f"'{config.dataset}', split '{config.pp.test}'"
-  if images is not None:
-    source = Given(images, config.max_image_pixels)
-    where = 'the given images'
-  else:
-    with contextlib.suppress(ValueError, OSError):
-      source = _test_split(config)
+  source = None
+  with contextlib.suppress(ValueError, OSError):
+    source = _test_split(config)
   if source is None:
     from sklearn import datasets
 
     photos = datasets.load_sample_images().images
     parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
-    source, where = Given([*photos, *parts]), 'photos from scikit-learn'
-  count = min(count, source.num_examples)
-  if not count:
-    raise ValueError(f'{where}: it has no images: give some')
-  return records.Subset(source, np.arange(count)), f'{count} of {where}'
+    source = Given([*photos, *parts])
+  return records.Subset(source, np.arange(min(count, source.num_examples)))
 
 
 def _test_split(config):

@@ -51,7 +51,6 @@ def make_plan(
     vit_jax.planning.topology.get_topology.
   """
   devices = topology_lib.get_topology(topology)
-  console.load_tensorflow()
   from vit_jax import train
   from vit_jax.run import config as run_config
 
@@ -177,12 +176,10 @@ def data_size(
   name = dataset if isinstance(dataset, str) else ''
   known = costs.DATASETS.get(name, (None, None))
   if name.startswith(registry.VTAB):
-    console.load_tensorflow()
     from vit_jax.data.tfds import vtab
 
     known = vtab.planned_size(config, name)
   if known[0] is None and os.path.isdir(name):
-    console.load_tensorflow()
     from vit_jax.data import sources
     from vit_jax.run import config as run_config
 

@@ -55,7 +55,6 @@ def get_task(name: str) -> type[Any]:
   ValueError if the task is unknown or cannot be imported.
   """
   module = _task_module(name)
-  console.load_tensorflow()  # Tasks import it; hides what it prints.
   try:
     found = importlib.import_module(module)
   except Exception as e:

@@ -7,7 +7,6 @@ import contextlib
 import math
 import time
 
-from clu import periodic_actions
 from etils import epath
 import jax
 from PIL import Image
@@ -35,6 +34,8 @@ class Run:
     self._update = prepared.program.jit_update()
     self._log = metrics_lib.MetricsLog(workdir, step)
     self._progress = Progress(step, self.config.total_steps, self.config.batch)
+    from clu import periodic_actions  # Imports TensorFlow.
+
     self._profile = periodic_actions.Profile(
       logdir=str(workdir),
       num_profile_steps=self.config.profile_steps,

@@ -3,10 +3,9 @@
 import re
 from typing import NamedTuple
 
-import tensorflow_datasets as tfds
-
 from vit_jax.configs import schema
 from vit_jax.data import slices
+from vit_jax.data.lazy import tfds
 
 _LARGE = 10**9  # Number of examples by which slices are compared.
 

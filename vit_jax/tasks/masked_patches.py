@@ -18,11 +18,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import models, models_vit
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.lazy import tf
 from vit_jax.figures import charts, gallery, grids
 from vit_jax.layers import patches as patches_lib
 from vit_jax.tasks import base

@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_is_no_image(kind):
   assert decode(tf.constant(data)).shape == (203, 301, 3)
   for share in (0.3, 0.5, 0.7):
     for function in (images.decode, decode):
-      with pytest.raises(images.DECODE_ERRORS, match='Invalid JPEG'):
+      with pytest.raises(images.decode_errors(), match='Invalid JPEG'):
         function(tf.constant(cut(data, share)))
 
 
@@ -63,7 +63,7 @@ def test_a_crop_is_an_error_where_it_meets_what_is_missing():
   above = jpeg.decode(half, window=tf.constant([0, 0, 60, 60]))
   whole = jpeg.decode(tf.constant(encode(PICTURE)), window=tf.constant([0, 0, 60, 60]))
   np.testing.assert_array_equal(above, whole)
-  with pytest.raises(images.DECODE_ERRORS, match='Invalid JPEG'):
+  with pytest.raises(images.decode_errors(), match='Invalid JPEG'):
     jpeg.decode(half, window=tf.constant([20, 20, 170, 60]))
 
 

@@ -14,9 +14,9 @@ The augmentation is that of "End-to-End Object Detection with Transformers"
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data.augmentation import geometry
+from vit_jax.data.lazy import tf
 
 # Folded into the seeds of different draws.
 _GROUP, _IMAGE = 1, 2

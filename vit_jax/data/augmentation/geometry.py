@@ -13,9 +13,9 @@ from 0 to h, and the centre of its first pixel is at 0.5.
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data.images import images
+from vit_jax.data.lazy import tf
 
 # Boxes whose visible height or width is below this number of pixels are dropped:
 # rounding in float32 leaves about as much of a box that ends where the crop begins.

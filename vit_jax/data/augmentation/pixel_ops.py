@@ -8,10 +8,9 @@ values, and float32 in [-1, 1] for the others. They have 3 channels or 1.
 import functools
 import math
 
-import tensorflow as tf
-
 from vit_jax.data.augmentation import geometry
 from vit_jax.data.images import images
+from vit_jax.data.lazy import tf
 
 # The grey with which RandAugment fills pixels from outside and cut-out squares.
 _FILL = 128
@@ -59,7 +58,9 @@ def _look_up(table, index, image):
   return tf.reshape(tf.gather(table, index), image.shape)
 
 
-invert = tf.bitwise.invert  # A negative, as of PIL.ImageOps.invert.
+def invert(image):
+  """Makes a negative: PIL.ImageOps.invert."""
+  return tf.bitwise.invert(image)
 
 
 def posterize(image, bits: int):

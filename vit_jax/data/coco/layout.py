@@ -18,9 +18,8 @@ import os
 import re
 from typing import NamedTuple
 
-import tensorflow as tf
-
 from vit_jax.data import slices
+from vit_jax.data.lazy import tf
 
 LAYOUT = (
   'a folder with boxes must hold annotations/instances_<split>.json and the images '

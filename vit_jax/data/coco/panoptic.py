@@ -6,9 +6,9 @@ with a class.
 """
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.data.images import images
+from vit_jax.data.lazy import tf
 
 # Data set -> number of its classes of things, which come before those of stuff.
 THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}

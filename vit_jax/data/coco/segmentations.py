@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import json
 from typing import Annotated, Any
 
-from faster_coco_eval import mask as coco_mask
 import msgspec
 import numpy as np
 
@@ -32,6 +31,8 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
 
 
 def _draw(segmentation, height, width):
+  from faster_coco_eval import mask as coco_mask
+
   if not segmentation:  # No polygons.
     return np.zeros((height, width), np.uint8)
   if isinstance(segmentation, list):

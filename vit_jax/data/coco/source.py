@@ -15,12 +15,12 @@ import os
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data import checking, records, slices
 from vit_jax.data.coco import annotation_files, box_checks, layout, segmentations
 from vit_jax.data.images import images, index as index_lib
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files, processes
 
 SEGMENTS = 'panoptic_image'

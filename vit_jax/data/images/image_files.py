@@ -5,7 +5,7 @@ import os
 import re
 import time
 
-import tensorflow as tf
+from vit_jax.data.lazy import tf
 
 # Seconds to wait before each new attempt to read.
 _DELAYS = (0.5, 2.0)
@@ -19,14 +19,18 @@ def traced(function):
   Otherwise every new pipeline would build all of its branches again, which takes
   as long as a few steps of a small model.
   """
-  compiled = tf.function(function, autograph=False)
-  # TensorFlow counts threads that wait for the first trace as new traces.
-  compiled._omit_frequent_tracing_warning = True
+
+  @functools.cache
+  def compiled():
+    made = tf.function(function, autograph=False)
+    # TensorFlow counts threads that wait for the first trace as new traces.
+    made._omit_frequent_tracing_warning = True
+    return made
 
   @functools.wraps(function)
   def call(encoded, *args, **kwargs):
     # TensorFlow would trace again for each value that is not a tensor.
-    return compiled(tf.convert_to_tensor(encoded), *args, **kwargs)
+    return compiled()(tf.convert_to_tensor(encoded), *args, **kwargs)
 
   return call
 

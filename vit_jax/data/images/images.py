@@ -8,27 +8,24 @@ import io
 
 import numpy as np
 from PIL import Image
-import tensorflow as tf
 
 from vit_jax.data.images import image_files, jpeg, orientation, rgb
-
-# TensorFlow only reads images; the GPUs are for JAX.
-try:
-  tf.config.set_visible_devices([], 'GPU')
-except RuntimeError:  # The calling program has initialised TensorFlow already.
-  pass
-
-# Errors of `decode`; a ValueError comes from Pillow in eager calls.
-DECODE_ERRORS = (
-  tf.errors.InvalidArgumentError,
-  tf.errors.DataLossError,
-  tf.errors.UnimplementedError,
-  ValueError,
-)
+from vit_jax.data.lazy import tf
 
 _PNG = b'\x89PNG\r\n\x1a\n'
 # Formats that Pillow may read. Some of its other readers start programs.
 _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
+
+
+def decode_errors() -> tuple[type[Exception], ...]:
+  """Returns the errors of `decode`; a ValueError comes from Pillow in eager calls."""
+  errors = tf.errors
+  return (
+    errors.InvalidArgumentError,
+    errors.DataLossError,
+    errors.UnimplementedError,
+    ValueError,
+  )
 
 
 @image_files.traced
@@ -44,7 +41,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
       images with annotations, which refer to the stored pixels.
 
   Raises:
-    DECODE_ERRORS: if it is not an image, or a truncated one.
+    decode_errors(): if it is not an image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else None
   ratio = None
@@ -137,7 +134,7 @@ def shape_of(encoded):
   """Returns height and width of an encoded image, int64 [2], from its header.
 
   They refer to the stored pixels, without the EXIF orientation. Raises
-  DECODE_ERRORS if there is no image header.
+  decode_errors() if there is no image header.
   """
 
   def of_png():
@@ -161,7 +158,7 @@ def shape_of(encoded):
 def bounded(encoded, limit: int):
   """Returns an encoded image, a string scalar, unchanged.
 
-  Raises DECODE_ERRORS if its header is missing or has more than `limit` pixels.
+  Raises decode_errors() if its header is missing or has more than `limit` pixels.
   """
   shape = shape_of(encoded)
 
@@ -209,7 +206,7 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
     if not encoded:
       return 'zero bytes'
     shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
-  except (*DECODE_ERRORS, FileNotFoundError) as e:
+  except (*decode_errors(), FileNotFoundError) as e:
     return image_files.first_line(e)
   shape = shape.numpy().tolist()
   expected = shape if size is None else [int(x) for x in size]
@@ -222,7 +219,7 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
   )
 
 
-@tf.function(input_signature=[tf.TensorSpec([], x) for x in (tf.string, tf.int64)])
+@image_files.traced
 def _try(encoded, max_pixels):
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)

@@ -1,8 +1,7 @@
 """Decodes JPEG files, in part or at reduced size."""
 
-import tensorflow as tf
-
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 
 # Decoding at 1 / each of these sizes is cheaper than decoding in full.
 RATIOS = (1, 2, 4, 8)
@@ -20,7 +19,7 @@ def ratio(shape, size):
 
 @image_files.traced
 def decode(encoded, ratio=None, window=None):
-  """Decodes a JPEG to uint8 [height, width, 3]; may raise images.DECODE_ERRORS.
+  """Decodes a JPEG to uint8 [height, width, 3]; may raise images.decode_errors().
 
   Args:
     encoded: string scalar, the contents of a file.

@@ -14,10 +14,10 @@ import time
 from typing import NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data.images import image_files, index as index_lib
+from vit_jax.data.lazy import tf
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)

@@ -16,9 +16,9 @@ import io
 
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin
-import tensorflow as tf
 
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 
 # Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
 # swapped first.

@@ -9,7 +9,7 @@ zero-shot results (arXiv 2111.07991).
 from collections.abc import Sequence
 import os
 
-import tensorflow as tf
+from vit_jax.data.lazy import tf
 
 _SHORT = """
 {}

@@ -5,9 +5,9 @@ import io
 
 from google.protobuf import json_format
 import jax
-import tensorflow_datasets as tfds
 
 from vit_jax import console
+from vit_jax.data.lazy import tfds
 from vit_jax.data.tfds import registry
 from vit_jax.distributed import processes
 

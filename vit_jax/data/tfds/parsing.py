@@ -11,8 +11,7 @@ import functools
 import operator
 from typing import NamedTuple
 
-import tensorflow as tf
-import tensorflow_datasets as tfds
+from vit_jax.data.lazy import tf, tfds
 
 
 class Feature(NamedTuple):

@@ -12,13 +12,12 @@ import errno
 import os
 import resource
 
-from array_record.python import array_record_module
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data import records
 from vit_jax.data.images import image_files, index as index_lib, orientation
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import parsing
 
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
@@ -123,6 +122,8 @@ class ArrayRecordSource(ShardSource):
     each(check, list(expected), 'Opening array_record files')
 
   def open_file(self, path):
+    from array_record.python import array_record_module
+
     with _named(path):
       return array_record_module.ArrayRecordReader(
         path,

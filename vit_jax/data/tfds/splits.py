@@ -1,14 +1,14 @@
 """Opens splits of TFDS data sets in array_record and tfrecord files."""
 
 from etils import epath
-import tensorflow_datasets as tfds
 
 from vit_jax.data import records, slices
+from vit_jax.data.lazy import tfds
 from vit_jax.data.tfds import builders, parsing, shards, tfrecords
 
 _SOURCES = {
-  tfds.core.FileFormat.ARRAY_RECORD: shards.ArrayRecordSource,
-  tfds.core.FileFormat.TFRECORD: tfrecords.TfRecordSource,
+  'array_record': shards.ArrayRecordSource,
+  'tfrecord': tfrecords.TfRecordSource,
 }
 
 
@@ -51,7 +51,7 @@ def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records
       override=True,
       override_if_initialized=True,
     )
-  if info.file_format not in _SOURCES:
+  if info.file_format.value not in _SOURCES:
     raise ValueError(
       f"dataset='{dataset}' is stored as {info.file_format.value} files, which are "
       f'not supported: write array_record files next to them by tfds convert_format '
@@ -59,7 +59,7 @@ def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records
       '(config.dataset)'
     )
   files = info.splits[split].file_instructions
-  return _SOURCES[info.file_format](files, _record_bytes(bases, files), reader)
+  return _SOURCES[info.file_format.value](files, _record_bytes(bases, files), reader)
 
 
 def _record_bytes(splits, files) -> float:

@@ -25,10 +25,10 @@ import google_crc32c
 import jax
 from jax.experimental import multihost_utils
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import console
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import parsing, shards
 from vit_jax.distributed import files, processes
 

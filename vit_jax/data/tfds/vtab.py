@@ -12,9 +12,8 @@ They can be used like any other data set, as in --config.dataset=vtab/clevr_coun
 
 import importlib.util
 
-import tensorflow as tf
-
 from vit_jax.data import records, slices
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import builders, parsing, splits, vtab_tasks
 from vit_jax.distributed import processes
 

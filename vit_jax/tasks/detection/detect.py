@@ -15,12 +15,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import input_pipeline, models, preprocess
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.lazy import tf
 from vit_jax.evaluators import means
 from vit_jax.figures import grids
 from vit_jax.learning import optim

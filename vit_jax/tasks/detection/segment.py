@@ -19,11 +19,11 @@ from typing import Annotated
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax.configs import schema
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
+from vit_jax.data.lazy import tf
 from vit_jax.figures import grids
 from vit_jax.tasks.detection import (
   boxes as boxes_lib,

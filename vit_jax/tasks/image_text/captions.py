@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator
 
-import tensorflow as tf
-
 from vit_jax import console
+from vit_jax.data.lazy import tf
 from vit_jax.data.texts import tokenizers
 from vit_jax.distributed import processes
 

@@ -24,10 +24,10 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import input_pipeline, models, preprocess
 from vit_jax.configs import schema
+from vit_jax.data.lazy import tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
 from vit_jax.figures import grids
 from vit_jax.layers import text_towers

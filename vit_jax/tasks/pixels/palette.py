@@ -17,7 +17,6 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
-from sklearn import cluster
 
 from vit_jax import console
 from vit_jax.distributed import processes
@@ -63,6 +62,8 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
     )
   if len(known) == num_colors:
     return _sorted(known)
+  from sklearn import cluster
+
   pixels = np.random.default_rng(seed).permutation(pixels)
   means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
   # The first step chooses the initial colours.

@@ -8,11 +8,11 @@ from etils import epath
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tensorflow as tf
 
 from vit_jax import models_igpt, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.lazy import tf
 from vit_jax.figures import grids
 from vit_jax.inference import engine, predictor as predictor_lib, tables
 
