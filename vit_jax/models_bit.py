@@ -136,7 +136,7 @@ class BitResNet(patches.ImageModel):
     types = dtypes.of(self)
     eps = EPSILONS[self.eps]
     width = int(64 * self.width_factor)
-    unit = layer_stack.recomputed(ResidualUnit, self.remat)
+    unit: type = layer_stack.recomputed(ResidualUnit, self.remat)
     x = RootBlock(width, eps=eps, name='root_block', **types)(inputs)
     for i, num_units in enumerate(self.num_layers):
       patches.sow_mean(self, f'layer_{i}', x)
