@@ -28,7 +28,7 @@ _DOCS = ['mkdocs-material', 'mkdocstrings[python]']
 setuptools.setup(
   name='vit_jax',
   version='0.1.0',
-  description='The Vision Transformer in JAX and Flax: train, transfer, look in',
+  description='The Vision Transformer in JAX and Flax: train, fine-tune, inspect',
   long_description=pathlib.Path(__file__).with_name('README.md').read_text(),
   long_description_content_type='text/markdown',
   license='Apache-2.0',
