@@ -101,9 +101,8 @@ def train(encoded, seed, **kwargs):
   ).numpy()
 
 
-@pytest.mark.parametrize('name', ['jpeg', 'png', 'webp'])
-def test_augmentation_is_a_function_of_its_seed(name):
-  encoded, _ = FILES[name]
+def test_augmentation_is_a_function_of_its_seed():
+  encoded, _ = FILES['jpeg']
   first = train(encoded, (0, 5), rotate=20.0)
   np.testing.assert_array_equal(first, train(encoded, (0, 5), rotate=20.0))
   assert np.abs(first - train(encoded, (0, 6), rotate=20.0)).max() > 0.01
@@ -113,41 +112,9 @@ def test_augmentation_is_a_function_of_its_seed(name):
   assert first.max() <= 1
 
 
-def test_a_jpeg_is_cropped_like_any_other_image():
-  jpeg, _ = FILES['jpeg']
-  png = encode(Image.open(io.BytesIO(jpeg)), 'PNG')
-  for seed in range(10):
-    got = train(jpeg, (0, seed), jpeg_shrink=False)
-    np.testing.assert_allclose(got, train(png, (0, seed)), atol=0.06)
-
-
-def test_crops_cover_the_areas_that_the_config_says():
-  # The picture's value is its x coordinate: the slope tells the width of a crop.
-  ramp = np.tile(np.arange(200, dtype=np.uint8), (200, 1))
-  encoded = encode(Image.fromarray(ramp).convert('RGB'), 'PNG')
-  widths = []
-  for seed in range(60):
-    crop = train(
-      encoded, (0, seed), crop=50, flip=False, crop_area=(0.1, 0.3),
-      crop_ratio=(1.0, 1.0),
-    )  # fmt: skip
-    slope = (crop[25, 40, 0] - crop[25, 10, 0]) * 127.5 / 30
-    widths.append(slope * 50)
-  areas = (np.array(widths) / 200) ** 2
-  assert 0.08 < areas.min() < 0.14
-  assert 0.26 < areas.max() < 0.32
-
-
-def test_half_of_the_images_are_mirrored():
-  ramp = np.tile(np.arange(0, 240, 4, dtype=np.uint8), (60, 1))
-  encoded = encode(Image.fromarray(ramp).convert('RGB'), 'PNG')
-  kwargs = dict(crop_area=None)
-  mirrored = 0
-  for seed in range(100):
-    crop = train(encoded, (0, seed), **kwargs)
-    mirrored += crop[0, 0, 0] > crop[0, -1, 0]
-  assert 35 <= mirrored <= 65
-  plain = train(encoded, (0, 0), flip=False, **kwargs)
+def test_without_augmentation_training_sees_what_evaluation_sees():
+  encoded, _ = FILES['png']
+  plain = train(encoded, (0, 0), flip=False, crop_area=None)
   want = preprocess.for_evaluation(images.decode(encoded), pp(crop=16))
   np.testing.assert_array_equal(plain, want)
 
@@ -155,15 +122,8 @@ def test_half_of_the_images_are_mirrored():
 def test_rotation_is_scipys():
   image = np.asarray(Image.fromarray(smooth(32, 32)).convert('L'), np.float32)
   encoded = encode(Image.fromarray(image.astype(np.uint8)), 'PNG')
-  got = train(
-    encoded,
-    (0, 3),
-    crop=32,
-    channels=1,
-    crop_area=None,
-    flip=False,
-    rotate=30.0,
-  )[..., 0]
+  fields = dict(crop=32, channels=1, crop_area=None, flip=False, rotate=30.0)
+  got = train(encoded, (0, 3), **fields)[..., 0]
   got = got * 127.5 + 127.5
   angles = np.arange(-30, 30.25, 0.25)
   errors = [

@@ -1,13 +1,11 @@
 """Image operations in TensorFlow: decode, crop, augment, scale to [-1, 1].
 
-Images are first turned upright by their EXIF orientation, unless they have boxes.
-Training takes an Inception crop (a random area of random aspect ratio).
-Evaluation resizes the whole image to a square, as in the original, or takes a
-central crop. A seed determines every random choice, so that example i of a run
-has the same pixels whenever and wherever it is computed.
+Images without boxes are first turned upright by their EXIF orientation. Training
+takes an Inception crop (a random area of random aspect ratio); evaluation resizes the
+whole image to a square, as in the original, or takes a central crop. A seed determines
+every random choice, so that example i of a run always has the same pixels.
 
-`get_pp` prepares images and texts for models of both. The tokenizers of
-vit_jax/data/texts/tokenizers.py are available under the original's names.
+`get_pp` and the names of tokenizers are the original's, for images with texts.
 """
 
 from collections.abc import Callable
@@ -36,33 +34,26 @@ def image_sizes(pp) -> list[tuple[int, int]]:
 
 
 @as_it_is
-def decode_with_geometry(encoded, seed, pp):
-  """Decodes and augments one image as stored, and returns its geometry.
-
-  The EXIF orientation is ignored: boxes and masks refer to the stored pixels.
+def decode_with_geometry(encoded, seed, pp, upright: bool = False):
+  """Decodes and augments one image, and returns its geometry.
 
   Args:
     encoded: string scalar, the contents of an image file.
-    seed: int64 [2]; determines all random numbers.
+    seed: int64 [2].
     pp: `config.pp`.
+    upright: whether to apply the EXIF orientation first; boxes and masks refer to the
+      stored pixels.
 
   Returns:
-    (image, geometry): float32 [crop height, crop width, channels] in [-1, 1],
-    and the `geometry.Geometry` to apply to boxes and masks of the image. It does
-    not include the moves of RandAugment.
+    (image, geometry): float32 [crop height, crop width, channels] in [-1, 1], and the
+    `geometry.Geometry` for boxes and masks, without the moves of RandAugment.
   """
-  return _training_image(encoded, seed, pp, upright=False)
 
+  def draw(shape):
+    return geometry.sample(shape, seed, pp)
 
-def _training_image(encoded, seed, pp, upright):
-  image, drawn = _decode_crop(
-    encoded,
-    lambda shape: geometry.sample(shape, seed, pp),
-    pp,
-    crops=pp.crop_area is not None,
-    upright=upright,
-  )
-  image = geometry.fit(image, drawn)
+  crops = pp.crop_area is not None
+  image, drawn = _decode(encoded, draw, pp, crops=crops, upright=upright)
   image = tf.ensure_shape(image, [*drawn.size, pp.channels])
   return _change_pixels(image, seed, pp), drawn
 
@@ -71,22 +62,19 @@ def _training_image(encoded, seed, pp, upright):
 def on_canvas_for_training(encoded, seed, group, pp):
   """Decodes and augments one image, and puts it on the canvas of a group.
 
-  See `decode_with_geometry`; `group` is the result of canvases.group_at.
-
-  Returns:
-    (tensors, geometry): a dict of `image`, float32 [height, width, channels] in
-    [-1, 1], and `real`, bool [height, width], False for padding; and the
-    `geometry.Geometry` that maps boxes and masks to the image without padding.
+  See `decode_with_geometry`; `group` is the result of canvases.group_at. Returns
+  ({image, real}, geometry), see canvases.place; the geometry maps boxes and masks to
+  the image without padding.
   """
-  image, drawn = _decode_crop(
-    encoded, lambda shape: canvases.sample(shape, seed, group, pp), pp
-  )
-  image = geometry.fit(image, drawn)
+
+  def draw(shape):
+    return canvases.sample(shape, seed, group, pp)
+
+  image, drawn = _decode(encoded, draw, pp)
   image = tf.ensure_shape(image, [None, None, pp.channels])
   image = _change_pixels(image, seed, pp)
   sizes = [group.canvas for group in canvases.groups(pp)]
-  canvas = tf.unstack(tf.gather(sizes, group))
-  return canvases.place(image, canvas), drawn
+  return canvases.place(image, tf.unstack(tf.gather(sizes, group))), drawn
 
 
 @as_it_is
@@ -100,8 +88,7 @@ def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
     size = canvases.fitted(shape, group.sides[0], group.longest)
     return geometry.whole(shape, tf.minimum(size, max(group.canvas)))
 
-  image, drawn = _decode_crop(encoded, draw, pp, crops=False, upright=upright)
-  image = geometry.fit(image, drawn, antialias=True)
+  image, drawn = _decode(encoded, draw, pp, False, upright, antialias=True)
   tensors = canvases.place(image, group.canvas)
   shape = [*group.canvas, pp.channels]
   return {
@@ -120,51 +107,42 @@ def _change_pixels(image, seed, pp):
     values = pixel_ops.randaugment(values, fold(seed, 1), layers, magnitude)
     image = images.to_float(values)
   if pp.color_jitter:
-    strengths = (pp.color_jitter,) * 3
-    image = pixel_ops.color_jitter(image, fold(seed, 2), *strengths)
+    image = pixel_ops.color_jitter(image, fold(seed, 2), *(pp.color_jitter,) * 3)
   if pp.random_erasing:
     image = pixel_ops.random_erasing(image, fold(seed, 3), pp.random_erasing)
   return image
 
 
-def _decode_crop(encoded, draw, pp, crops=True, upright=False):
-  """Decodes a crop of an image; only the crop of a JPEG is decoded.
+def _decode(encoded, draw, pp, crops=True, upright=False, antialias=False):
+  """Decodes an image and applies the geometry that `draw` chooses; returns both.
 
-  `draw` maps the shape of the image, int32 [2], to a geometry, which crops only
-  if `crops`. Both refer to the upright image if `upright`.
-
-  Returns:
-    The crop, uint8 [height, width, channels], and its geometry. Unless `upright`,
-    the geometry's window is exactly what was decoded: in a JPEG at 1 / ratio of
-    its size, windows begin and end at multiples of the ratio.
+  `draw` maps the shape of the image, int32 [2], to a geometry, both of the upright
+  image if `upright`. Without `crops`, the geometry has the whole image as its window.
   """
   encoded = tf.convert_to_tensor(encoded)
-  shape = tf.cast(images.shape_of(encoded), tf.int32)
   turned = orientation.read(encoded) if upright else None
+  shape = tf.cast(images.shape_of(encoded), tf.int32)
   drawn = draw(orientation.turn_shape(shape, turned))
-  ratio = window = None
+  ratio = window = None  # Decodes at full size, and the whole image.
   if pp.jpeg_shrink:
     ratio = jpeg.ratio(drawn.window[2:], drawn.size)
     ratio = tf.where(tf.io.is_jpeg(encoded), ratio, 1)
   if crops:
     window = orientation.stored_window(drawn.window, drawn.shape, turned)
-    if ratio is not None:
-      window = window // ratio  # In pixels of the decoded image.
-      if not upright:
-        drawn = drawn._replace(window=window * ratio)
-  return images.decode_window(encoded, pp.channels, turned, ratio, window), drawn
+  if crops and ratio is not None:
+    # At 1 / ratio of the size, windows begin and end at multiples of the ratio.
+    window = window // ratio
+    if not upright:  # Boxes and masks follow what was decoded.
+      drawn = drawn._replace(window=window * ratio)
+  image = images.decode_window(encoded, pp.channels, turned, ratio, window)
+  return geometry.fit(image, drawn, antialias), drawn
 
 
 @as_it_is
 def for_evaluation(image, pp):
-  """Resizes one decoded image to the size of the model.
+  """Resizes one decoded image, uint8 [height, width, channels], as `config.pp` says.
 
-  Args:
-    image: uint8 [height, width, channels].
-    pp: `config.pp`; reads `crop`, `resize`, `channels`.
-
-  Returns:
-    float32 [crop height, crop width, channels] in [-1, 1].
+  Returns float32 [crop height, crop width, channels] in [-1, 1].
   """
   size = crop_size(pp)
   image = _to_size(images.to_float(image), size, pp.resize)
@@ -185,14 +163,10 @@ def _to_size(image, size, resize):
 
 @dataclasses.dataclass(frozen=True)
 class PreprocessImages:
-  """Resizes decoded images to a square and scales them to [-1, 1].
+  """Resizes decoded images to squares of `size` pixels and scales them to [-1, 1].
 
-  Computes the same as the original's class of this name.
-
-  Attributes:
-    size: height and width of the square in pixels.
-    crop: if True, resizes the short side to `size` and crops the centre; if
-      False, resizes the whole image to the square.
+  Computes the same as the original's class of this name. With `crop`, the short side
+  is resized to `size` and the centre is cropped; else the whole image is resized.
   """
 
   size: int
@@ -201,8 +175,7 @@ class PreprocessImages:
   def preprocess_tf(self, image):
     """Maps an image, uint8 [height, width, C], to float32 [size, size, C].
 
-    Raises:
-      ValueError: if the image is not uint8.
+    ValueError if the image is not uint8.
     """
     if image.dtype != tf.uint8:
       raise ValueError(f'image is {image.dtype.name}: give uint8, from 0 to 255')
@@ -226,21 +199,10 @@ def get_pp(
   """Returns a function that prepares images and texts, for tf.data.Dataset.map.
 
   It takes a dict of tensors and returns a new one. `image`, uint8 [height, width,
-  C], becomes float32 [size, size, C] in [-1, 1], see PreprocessImages. For `text`,
-  a string scalar, `tokens`, int32 [max_len], is added. Both are optional, and
-  other features are passed through.
-
-  Args:
-    tokenizer_name: a key of vit_jax.data.texts.tokenizers.TOKENIZERS.
-    vocab_path: its vocabulary, see vit_jax/data/texts/tokenizers.py.
-    max_len: number of tokens per text.
-    size: height and width of an image in pixels.
-    crop: whether to crop the centre instead of changing the aspect ratio.
-
-  Raises:
-    FileNotFoundError: if there is no vocabulary at `vocab_path`.
-    ImportError: if the package that the tokenizer needs is not installed.
-    ValueError: if the name is unknown, or the vocabulary or `max_len` is wrong.
+  C], becomes float32 [size, size, C] in [-1, 1]; for `size` and `crop` see
+  PreprocessImages. For `text`, a string scalar, `tokens`, int32 [max_len], is added;
+  for `tokenizer_name`, `vocab_path` and errors see vit_jax/data/texts/tokenizers.py.
+  Both are optional, and other features are passed through.
   """
   tokenizer = get_tokenizer(tokenizer_name)(vocab_path, max_len)
   preprocess_images = PreprocessImages(size, crop)
@@ -261,16 +223,12 @@ def get_pp(
 def prepare(encoded, seed, pp):
   """Decodes one image and prepares it for training or evaluation.
 
-  Args:
-    encoded: string scalar, the contents of an image file.
-    seed: int64 [2] in training; None in evaluation.
-    pp: `config.pp`.
-
-  Returns:
-    float32 [crop height, crop width, channels] in [-1, 1].
+  `encoded` is the contents of an image file, a string scalar, and `seed` int64 [2] in
+  training, None in evaluation. Returns float32 [crop height, crop width, channels] in
+  [-1, 1].
   """
   if seed is not None:
-    return _training_image(encoded, seed, pp, upright=True)[0]
+    return decode_with_geometry(encoded, seed, pp, upright=True)[0]
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop
@@ -281,22 +239,17 @@ def prepare(encoded, seed, pp):
 def from_user(
   image: Any, function: Callable[[bytes], Any], max_pixels: int | None = None
 ):
-  """Applies a function to the encoded bytes of an image in any form.
+  """Returns the result of a function of the encoded bytes of an image in any form.
 
   Args:
     image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
       width] or [height, width, 1, 3 or 4].
-    function: function of the contents of an image file; may raise the errors of
-      `decode`.
+    function: function of the contents of an image file.
     max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
 
-  Returns:
-    The result of the function.
-
   Raises:
-    FileNotFoundError: if the path does not exist.
-    OSError: if the file cannot be read.
+    OSError: if the file does not exist or cannot be read.
     ValueError: if the file is not an image, or the array has another shape or
       type.
   """

@@ -139,18 +139,18 @@ def test_each_length_is_drawn_equally_often():
 
     return tf.map_fn(one, steps, fn_output_signature=(tf.int32, tf.int32))
 
-  count = 1_100
+  count = 550
   steps = tf.range(count, dtype=tf.int64)
   groups, sizes = (x.numpy() for x in draw(steps, 0))
   found, counts = np.unique(sizes[:, 0], return_counts=True)
   assert found.tolist() == list(range(480, 801, 32))
-  # Binomial: 100 of each, with a standard deviation of 9.5.
-  assert abs(counts - count / 11).max() < 4 * 9.5
+  # Binomial: 50 of each, with a standard deviation of 6.7.
+  assert abs(counts - count / 11).max() < 4 * 6.7
   for group, size in zip(groups, sizes):
     assert size[0] in canvases.groups(config)[group].sides
   # A draw depends on the step and the seed of the run, and on nothing else.
-  np.testing.assert_array_equal(draw(steps[500:600], 0)[0], groups[500:600])
-  assert (draw(steps, 1)[0].numpy() != groups).mean() > 0.5
+  np.testing.assert_array_equal(draw(steps[300:400], 0)[0], groups[300:400])
+  assert (draw(steps[:100], 1)[0].numpy() != groups[:100]).mean() > 0.5
 
 
 def test_an_image_lies_at_the_upper_left_of_its_canvas():
@@ -192,7 +192,7 @@ def test_a_part_has_the_published_size_within_the_resized_image():
   config = detr.get_config().pp
   draw = tf.function(lambda key: canvases.sample((480, 640, 3), key, 2, config))
   whole, widths = 0, []
-  for number in range(200):
+  for number in range(120):
     drawn = draw(seed(number))
     y, x, height, width = drawn.window.numpy()
     size = drawn.size.numpy()
@@ -206,7 +206,7 @@ def test_a_part_has_the_published_size_within_the_resized_image():
     # The pixels of the original stay square, to within one pixel.
     assert size[0] / size[1] == pytest.approx(height / width, rel=0.01)
     widths.append(width)
-  assert 70 < whole < 130
+  assert 40 < whole < 80
   # 384 of 800 pixels to all: the first resizing is to 600 x 800, 500 x 667 or
   # 400 x 533 pixels, and at most 600 are left.
   assert min(widths) >= 0.99 * 384 / 800 * 640
@@ -226,7 +226,7 @@ def test_boxes_and_masks_follow_the_image():
   shares = np.array([box], np.float32) / [120, 160, 120, 160]
   seen = 0
   decode = trained(png(pixels), config)
-  for number in range(25):
+  for number in range(20):
     inputs, drawn = decode(number)
     found, kept = geometry.to_boxes(shares, drawn)
     if not kept[0]:
@@ -241,7 +241,7 @@ def test_boxes_and_masks_follow_the_image():
       y, x = np.nonzero(picture)
       hull = (y.min(), x.min(), y.max() + 1, x.max() + 1)
       np.testing.assert_allclose(moved, hull, atol=1.6)
-  assert seen > 15
+  assert seen > 12
   # A box outside of the part is dropped, one at its edge is clipped.
   drawn = geometry.whole((120, 160), tf.constant([40, 40]))._replace(
     window=tf.constant([60, 80, 40, 40])
@@ -266,11 +266,8 @@ def test_a_part_of_a_jpeg_is_that_of_the_whole_image():
   decode = trained(buffer.getvalue(), config)
   for number in range(8):
     inputs, drawn = decode(number)
-    want = geometry.fit(
-      geometry.crop(tf.constant(pixels), drawn.window),
-      drawn,
-      antialias=True,
-    )
+    part = tf.image.crop_to_bounding_box(pixels, *tf.unstack(drawn.window))
+    want = geometry.fit(part, drawn, antialias=True)
     height, width = drawn.size.numpy()
     got = inputs['image'][:height, :width]
     np.testing.assert_allclose(got, want, atol=0.06)

@@ -17,8 +17,8 @@ H, W = 120, 160
 
 def to_image(image, drawn):
   """Applies a geometry to a decoded image."""
-  image = tf.convert_to_tensor(image)
-  return geometry.fit(geometry.crop(image, drawn.window), drawn)
+  part = tf.image.crop_to_bounding_box(image, *tf.unstack(drawn.window))
+  return geometry.fit(part, drawn)
 
 
 def pp(**kwargs):
@@ -56,10 +56,8 @@ def make(**kwargs):
 @pytest.mark.parametrize(
   'fields',
   [
-    {},
     {'rotate': 25.0},
     {'crop_area': None, 'rotate': 40.0},
-    {'crop_area': None, 'flip': False},
     {'crop_ratio': (0.3, 3.0), 'crop_area': (0.5, 0.9)},
   ],
 )
@@ -102,7 +100,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   image = np.stack([y, x, y * 0], axis=-1)
   squared = tf.image.resize(image, (448, 448)).numpy()
   begins = set()
-  for number in range(40):
+  for number in range(30):
     drawn = geometry.sample(image.shape, seed(number), config)
     y, x, height, width = drawn.window.numpy().tolist()
     assert (height, width) == (240, 600)
@@ -117,7 +115,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   assert 36 <= tops.max() <= 40
   assert lefts.min() <= 10
   assert 90 <= lefts.max() <= 100
-  assert len(begins) > 35
+  assert len(begins) > 25
   areas = [
     drawn.window[2:].numpy().prod() / image[..., 0].size
     for drawn in (
@@ -152,13 +150,12 @@ def test_a_crop_in_numbers():
 
 
 def test_a_box_that_ends_at_the_crop_is_gone_for_any_rounding():
-  for edge in range(1, 4999, 17):
+  for edge in range(1, 4999, 67):
     drawn = geometry.whole((5000, 5000), (224, 224))
     drawn = drawn._replace(window=tf.constant([edge, 0, 5000 - edge, 5000]))
-    box = normalised((0, 0, edge, 5000), height=5000, width=5000)
-    assert not geometry.to_boxes(box, drawn)[1].numpy().any()
-    box = normalised((0, 0, edge + 1, 5000), height=5000, width=5000)
-    assert geometry.to_boxes(box, drawn)[1].numpy().all()
+    boxes = (0, 0, edge, 5000), (0, 0, edge + 1, 5000)
+    _, kept = geometry.to_boxes(normalised(*boxes, height=5000, width=5000), drawn)
+    assert kept.numpy().tolist() == [False, True]
 
 
 def test_a_flip_is_its_own_inverse():

@@ -1,7 +1,5 @@
 """Tests of mixup and CutMix against NumPy, on one device and on eight."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
@@ -23,9 +21,11 @@ def make_batch(seed=0):
   }
 
 
+_mix = jax.jit(mixing.mix, static_argnums=(2, 3))
+
+
 def mix(batch, number, mixup=0.0, cutmix=0.0):
-  function = functools.partial(mixing.mix, mixup=mixup, cutmix=cutmix)
-  return jax.tree.map(np.asarray, function(batch, jax.random.key(number)))
+  return jax.tree.map(np.asarray, _mix(batch, jax.random.key(number), mixup, cutmix))
 
 
 def shares(got, batch):
@@ -83,11 +83,10 @@ def test_cutmix_is_numpys():
     np.testing.assert_array_equal(got['image'], want)
 
 
-@pytest.mark.parametrize('mixup, cutmix', [(0.2, 0), (0, 1.0), (0.8, 1.0)])
+@pytest.mark.parametrize('mixup, cutmix', [(0.5, 0.0), (0.0, 1.0)])
 def test_the_sum_of_labels_is_kept(mixup, cutmix):
   batch = make_batch()
-  batch['label'] = np.eye(B, 7, dtype=np.float32) + np.eye(B, 7, -7)
-  batch['label'][14:, 3] = 1
+  batch['label'] = np.eye(5, dtype=np.float32)[np.arange(B) % 5]
   for number in range(20):
     got = mix(batch, number, mixup, cutmix)['label']
     np.testing.assert_allclose(got.sum(-1), 1, atol=1e-6)
@@ -107,18 +106,17 @@ def draw(count, mixup, cutmix, size=(1, 1)):
   return np.asarray(got['label'][:, 0, 0]), np.asarray(got['image'][:, 0, ..., 0])
 
 
-@pytest.mark.parametrize('p', [0.2, 0.5, 0.8, 1.0])
-def test_the_share_of_mixup_is_a_folded_beta(p):
+def test_the_share_of_mixup_is_a_folded_beta():
+  p = 0.2
   label, _ = draw(2000, p, 0)
   beta = stats.beta(p, p)
   cdf = lambda a: np.where(a < 0.5, 0, beta.cdf(a) - beta.cdf(1 - a))
   assert stats.kstest(label, cdf).pvalue > 0.01
 
 
-@pytest.mark.parametrize('p', [0.5, 1.0])
-def test_the_area_of_the_box_follows_from_a_beta(p):
-  height, width = 64, 96
-  label, pixels = draw(2000, 0, p, (height, width))
+def test_the_area_of_the_box_follows_from_a_beta():
+  p, height, width = 0.5, 64, 48
+  label, pixels = draw(1500, 0, p, (height, width))
   sides = []
   for picture, share in zip(pixels, label, strict=True):
     np.testing.assert_allclose(share, picture.mean(), atol=1e-6)
@@ -139,23 +137,20 @@ def test_the_area_of_the_box_follows_from_a_beta(p):
   assert np.abs(below - want).max() < 1.63 / np.sqrt(len(sides)) + 0.01
 
 
-def test_the_middle_of_the_box_is_any_pixel():
-  _, pixels = draw(4000, 0, 1.0, (8, 8))
-  covered = (pixels == 0).mean(axis=0)
+def test_one_of_the_two_is_drawn_and_the_middle_of_the_box_is_any_pixel():
+  _, pixels = draw(8000, 1.0, 1.0, (8, 8))
+  low, high = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
+  mixed = (0 < low) & (low < 1)
+  assert 3800 < mixed.sum() < 4200
+  np.testing.assert_array_equal(low[mixed], high[mixed])
+  assert low[mixed].min() >= 0.5
+  assert set(np.unique(pixels[~mixed])) == {0, 1}
+  covered = (pixels[~mixed] == 0).mean(axis=0)
   # More often in the middle of the image, the same on either side of it.
   np.testing.assert_allclose(covered, covered[::-1], atol=0.1)
   np.testing.assert_allclose(covered, covered.T, atol=0.04)
   assert covered.min() > 0.15
   assert covered[3:5, 3:5].min() > covered[0, 0] + 0.1
-
-
-def test_one_of_the_two_is_drawn():
-  _, pixels = draw(1000, 1.0, 1.0, (6, 6))
-  cut = np.array([set(np.unique(picture)) <= {0, 1} for picture in pixels])
-  assert 450 < cut.sum() < 550
-  for picture in pixels[~cut]:
-    assert np.ptp(picture) == 0
-    assert 0.5 <= picture[0, 0] < 1
 
 
 def test_without_either_the_batch_is_left_alone():
@@ -166,21 +161,17 @@ def test_without_either_the_batch_is_left_alone():
     np.testing.assert_array_equal(got[key], value)
 
 
-@pytest.mark.parametrize('mixup, cutmix', [(0.5, 0.0), (0.0, 1.0), (0.5, 1.0)])
-def test_eight_devices_mix_as_one_does(mixup, cutmix):
+def test_eight_devices_mix_as_one_does():
   batch = make_batch()
   mesh = sharding.make_mesh({'data': 4, 'fsdp': 2})
   split = sharding.batch_sharding(mesh)
   placed = jax.device_put(batch, split)
   assert len(placed['image'].addressable_shards) == 8
-  step = jax.jit(
-    functools.partial(mixing.mix, mixup=mixup, cutmix=cutmix),
-    out_shardings=split,
-  )
+  step = jax.jit(mixing.mix, static_argnums=(2, 3), out_shardings=split)
   for number in range(6):
-    got = step(placed, jax.random.key(number))
+    got = step(placed, jax.random.key(number), 0.0, 1.0)
     assert got['image'].addressable_shards[0].data.shape == (B // 8, H, W, C)
-    want = mix(batch, number, mixup, cutmix)
+    want = mix(batch, number, 0.0, 1.0)
     for key in batch:
       np.testing.assert_allclose(got[key], want[key], atol=1e-6)
 

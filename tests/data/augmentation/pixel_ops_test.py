@@ -33,6 +33,12 @@ def seed(number):
   return tf.constant((3, number), tf.int64)
 
 
+def many(function, count, dtype=tf.float32):
+  """Returns a function of a seed for the seeds 0 to `count` - 1, computed at once."""
+  seeds = tf.constant([(3, number) for number in range(count)], tf.int64)
+  return tf.function(lambda seeds: tf.map_fn(function, seeds, dtype))(seeds).numpy()
+
+
 def pp(**kwargs):
   config = common.get_config().pp
   config.update(kwargs)
@@ -65,7 +71,7 @@ def test_histograms_of_rare_forms_are_pillows(image):
   np.testing.assert_array_equal(pixel_ops.equalize(image), ImageOps.equalize(pil))
 
 
-@pytest.mark.parametrize('bits', range(1, 9))
+@pytest.mark.parametrize('bits', [1, 4, 8])
 def test_posterize_is_pillows(bits):
   np.testing.assert_array_equal(
     pixel_ops.posterize(IMAGE, bits), ImageOps.posterize(PIL, bits)
@@ -105,12 +111,6 @@ def test_contrast_blends_with_the_number_of_pixels(factor, shape, grey):
   np.testing.assert_array_equal(pixel_ops.contrast(image, factor), want)
 
 
-def test_contrast_is_pillows_where_the_mean_is_that_number():
-  image = np.tile(np.array([[[156], [236]]], np.uint8), (224, 112, 3))
-  want = ImageEnhance.Contrast(Image.fromarray(image)).enhance(0.3)
-  np.testing.assert_array_equal(pixel_ops.contrast(image, 0.3), want)
-
-
 @pytest.mark.parametrize('degrees', [-60.0, -7.0, 30.0, 45.0, 90.0])
 def test_rotate_is_pillows(degrees):
   want = np.asarray(PIL.rotate(degrees, fillcolor=(128,) * 3))
@@ -145,11 +145,9 @@ def test_translations_in_closed_form(shift):
 
 
 def test_cutout_is_a_square_about_any_pixel():
-  black = np.zeros((12, 16, 3), np.uint8)
-  hole = tf.function(lambda s: pixel_ops.cutout(black, s, 2))
+  black = np.zeros((6, 8, 3), np.uint8)
   seen = set()
-  for number in range(1500):
-    holes = hole(seed(number)).numpy()
+  for holes in many(lambda s: pixel_ops.cutout(black, s, 2), 400, tf.uint8):
     assert (holes == holes[..., :1]).all()
     assert set(np.unique(holes)) <= {0, 128}
     y, x = np.nonzero(holes[..., 0])
@@ -158,12 +156,11 @@ def test_cutout_is_a_square_about_any_pixel():
     seen.add(tuple(int(v) for v in box))
   # Every pixel of the image was its middle, the first and the last too.
   assert seen == {
-    (max(0, y - 2), max(0, x - 2), min(12, y + 2), min(16, x + 2))
-    for y in range(12)
-    for x in range(16)
+    (max(0, y - 2), max(0, x - 2), min(6, y + 2), min(8, x + 2))
+    for y in range(6)
+    for x in range(8)
   }
-  image = pixel_ops.cutout(IMAGE, seed(0), 0)
-  np.testing.assert_array_equal(image, IMAGE)
+  np.testing.assert_array_equal(pixel_ops.cutout(IMAGE, seed(0), 0), IMAGE)
 
 
 @pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
@@ -178,7 +175,7 @@ def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
 
 
 @pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
-@pytest.mark.parametrize('shape', [(1, 1, 3), (2, 5, 1), (9, 2, 3)])
+@pytest.mark.parametrize('shape', [(1, 1, 3), (2, 5, 1)])
 def test_tiny_images_keep_their_shape(name, shape):
   image = np.full(shape, 200, np.uint8)
   got = pixel_ops.OPERATIONS[name](image, 15, seed(0))
@@ -233,18 +230,16 @@ def test_magnitudes(name):
 @pytest.mark.parametrize('name', EITHER_WAY)
 def test_magnitudes_either_way(name):
   function, arguments = EITHER_WAY[name]
-  apply = tf.function(pixel_ops.OPERATIONS[name])
+  operation = pixel_ops.OPERATIONS[name]
   for magnitude, argument in arguments.items():
     ways = [function(IMAGE, way * argument).numpy() for way in (1, -1)]
-    counts = np.zeros(2, int)
-    for number in range(60):
-      got = apply(IMAGE, magnitude, seed(number)).numpy()
-      counts += [(got != way).any(-1).mean() < 0.02 for way in ways]
-    if argument:
-      assert counts.sum() == 60
-      assert counts.min() >= 18
-    else:
-      assert counts.tolist() == [60, 60]
+    got = operation(IMAGE, magnitude, seed(0))
+    same = [(got != way).numpy().any(-1).mean() < 0.02 for way in ways]
+    assert sum(same) == (1 if argument else 2)
+  drawn = many(lambda s: operation(IMAGE, magnitude, s), 40, tf.uint8)
+  counts = [((drawn != way).any(-1).mean((1, 2)) < 0.02).sum() for way in ways]
+  assert sum(counts) == 40
+  assert min(counts) >= 10
 
 
 def test_magnitude_of_cutout():
@@ -264,58 +259,20 @@ def test_all_operations_are_equally_frequent(monkeypatch):
   }
   monkeypatch.setattr(pixel_ops, 'OPERATIONS', marks)
   black = tf.zeros([1, 1, 1], tf.uint8)
-  seeds = tf.stack([tf.zeros(4000, tf.int64), tf.range(4000, dtype='int64')], 1)
-  drawn = tf.function(
-    lambda seeds: tf.map_fn(
-      lambda s: pixel_ops.randaugment(black, s, 2, 5), seeds, tf.uint8
-    )
-  )(seeds).numpy()
+  drawn = many(lambda s: pixel_ops.randaugment(black, s, 2, 5), 2000, tf.uint8)
   first, second = drawn.flatten() // 16, drawn.flatten() % 16
   for numbers in (first, second, (second - first) % 16):
     assert stats.chisquare(np.bincount(numbers, minlength=16)).pvalue > 0.001
 
 
 def test_randaugment_is_a_function_of_its_seed():
-  layers = tf.function(lambda s, n: pixel_ops.randaugment(IMAGE, s, n, 9))
-  other = 0
-  for number in range(12):
-    eager = pixel_ops.randaugment(IMAGE, seed(number), 2, 9).numpy()
-    np.testing.assert_array_equal(layers(seed(number), 2), eager)
-    other += (
-      (eager != pixel_ops.randaugment(IMAGE, seed(number + 99), 2, 9)).numpy().any()
-    )
-  assert other >= 11
-
-
-def test_randaugment_applies_layer_after_layer():
-  for number in range(12):
-    results = [IMAGE]
-    for layers in (1, 2, 3):
-      results.append(pixel_ops.randaugment(IMAGE, seed(number), layers, 4).numpy())
-    for before, after in itertools.pairwise(results):
-      # Some operation takes the one to the other; those with a draw of their
-      # own are tried both ways, and cutout is known by what it leaves.
-      tried = [
-        function(before, *(() if value == () else (value,)))
-        for function, value in (
-          *((f, a) for f, a in AT_FOUR),
-          *((f, -a) for f, a in AT_FOUR if f in TURNS),
-        )
-      ]
-      same = [np.abs(t.numpy().astype(int) - after).max() <= 1 for t in tried]
-      cut = (after != before).any(-1).sum() <= (2 * 16) ** 2
-      assert any(same) or cut
-
-
-TURNS = [function for function, _ in EITHER_WAY.values()]
-AT_FOUR = [
-  (pixel_ops.autocontrast, ()), (pixel_ops.equalize, ()), (pixel_ops.invert, ()),
-  (pixel_ops.posterize, 1), (pixel_ops.solarize, 102), (pixel_ops.solarize_add, 44),
-  (pixel_ops.color, 0.82), (pixel_ops.contrast, 0.82), (pixel_ops.brightness, 0.82),
-  (pixel_ops.sharpness, 0.82), (pixel_ops.rotate, 12.0), (pixel_ops.shear_x, 0.12),
-  (pixel_ops.shear_y, 0.12), (pixel_ops.translate_x, 40.0),
-  (pixel_ops.translate_y, 40.0),
-]  # fmt: skip
+  layer = tf.function(lambda s: pixel_ops.randaugment(IMAGE, s, 1, 9))
+  found = set()
+  for number in range(6):
+    eager = pixel_ops.randaugment(IMAGE, seed(number), 1, 9).numpy()
+    np.testing.assert_array_equal(layer(seed(number)), eager)
+    found.add(eager.tobytes())
+  assert len(found) > 3
 
 
 # --- Colours ------------------------------------------------------------------
@@ -344,16 +301,14 @@ def jitter_factors(strength, count):
   for i in range(3):
     strengths = [0.0] * 3
     strengths[i] = strength
-    jitter = tf.function(
-      lambda s, strengths=strengths: pixel_ops.color_jitter(image, s, *strengths)
+    out = many(
+      lambda s, strengths=strengths: pixel_ops.color_jitter(image, s, *strengths),
+      count,
     )
-    row = []
-    for number in range(count):
-      out = jitter(seed(number)).numpy()
-      factor = (out[0, 0, 2] - out[0, 0, 0]) / 0.3
-      np.testing.assert_allclose(out, STEPS[i](image, factor), atol=1e-5)
-      row.append(factor)
-    factors.append(row)
+    factor = (out[:, 0, 0, 2] - out[:, 0, 0, 0]) / 0.3
+    want = STEPS[i](image, factor[:, None, None, None])
+    np.testing.assert_allclose(out, want, atol=1e-5)
+    factors.append(factor)
   return np.transpose(factors)
 
 
@@ -365,13 +320,12 @@ def test_factors_of_the_jitter_are_uniform():
 
 
 def test_the_jitter_takes_any_order():
-  image = (picture() / 127.5 - 1).astype(np.float32)
+  image = (picture(6, 8) / 127.5 - 1).astype(np.float32)
   factors = jitter_factors(0.8, 60)
-  jitter = tf.function(lambda s: pixel_ops.color_jitter(image, s, 0.8, 0.8, 0.8))
+  jittered = many(lambda s: pixel_ops.color_jitter(image, s, 0.8, 0.8, 0.8), 60)
   orders = list(itertools.permutations(range(3)))
   counts = np.zeros(6, int)
-  for number, row in enumerate(factors):
-    got = jitter(seed(number)).numpy()
+  for got, row in zip(jittered, factors, strict=True):
     errors = []
     for order in orders:
       want = image.astype(np.float64)
@@ -399,12 +353,12 @@ def test_jitter_of_a_grey_image_has_no_saturation():
 
 def test_random_erasing():
   image = np.full((100, 120, 3), 0.5, np.float32)
-  erase = tf.function(
-    lambda s: pixel_ops.random_erasing(image, s, 0.25, (0.1, 0.3), (0.5, 2.0))
-  )
+
+  def erase(seed):
+    return pixel_ops.random_erasing(image, seed, 0.25, (0.1, 0.3), (0.5, 2.0))
+
   areas, ratios, tops, lefts = [], [], [], []
-  for number in range(1600):
-    got = erase(seed(number)).numpy()
+  for got in many(erase, 800):
     y, x = np.nonzero(got[..., 0] == 0)
     if not len(y):
       np.testing.assert_array_equal(got, image)
@@ -417,7 +371,7 @@ def test_random_erasing():
     ratios.append(height / width)
     tops.append(y.min() / (100 - height))
     lefts.append(x.min() / (120 - width))
-  assert 350 < len(areas) < 450  # 400 +- 3 standard deviations of 17.
+  assert 163 < len(areas) < 237  # 200 +- 3 standard deviations of 12.
   for values, low, high in (
     (areas, 0.1, 0.3),
     (np.log(ratios), np.log(0.5), np.log(2)),
@@ -430,11 +384,12 @@ def test_random_erasing():
 
 def test_what_is_erased_always_fits():
   image = np.ones((20, 60, 1), np.float32)
-  erase = tf.function(
-    lambda s: pixel_ops.random_erasing(image, s, 1.0, (0.3, 0.5), (0.3, 3.3))
-  )
-  shares = [1 - erase(seed(i)).numpy().mean() for i in range(100)]
-  erased = np.array(shares)[np.array(shares) > 0]
+
+  def erase(seed):
+    return pixel_ops.random_erasing(image, seed, 1.0, (0.3, 0.5), (0.3, 3.3))
+
+  shares = 1 - many(erase, 100).mean(axis=(1, 2, 3))
+  erased = shares[shares > 0]
   assert len(erased) >= 95  # The others found no size that fits in ten draws.
   assert 0.27 < erased.min()
   assert erased.max() < 0.53
@@ -459,7 +414,7 @@ def train(number, **kwargs):
 def test_training_images_are_augmented_with_seeds_of_their_own():
   plain = images.to_float(tf.constant(IMAGE)).numpy()
   fold = tf.random.experimental.stateless_fold_in
-  for number in range(8):
+  for number in range(3):
     np.testing.assert_array_equal(train(number), plain)
     want = pixel_ops.randaugment(IMAGE, fold(seed(number), 1), 2, 15)
     got = train(number, randaugment=(2, 15))
@@ -475,7 +430,7 @@ def test_training_images_are_augmented_with_seeds_of_their_own():
 
 def test_augmentation_changes_neither_crop_nor_flip():
   fields = dict(crop=32, crop_area=(0.1, 0.5), flip=True)
-  for number in range(8):
+  for number in range(3):
     plain = train(number, **fields)
     erased = train(number, random_erasing=1.0, **fields)
     np.testing.assert_array_equal(erased[erased != 0], plain[erased != 0])

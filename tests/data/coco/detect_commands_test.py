@@ -3,13 +3,17 @@
 from PIL import Image
 import pytest
 
-from tests import processes
+from tests import multiprocess_test, processes
 from tests.data.coco import detect_test, drawn
 from vit_jax import predict, train
-from vit_jax.commands import predict as predict_command, visualize
+from vit_jax.commands import (
+  evaluate as evaluate_command,
+  predict as predict_command,
+  visualize,
+)
 from vit_jax.evaluators import evaluation
 from vit_jax.planning import plan
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, metrics as metrics_lib
 
 THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
 
@@ -17,25 +21,60 @@ THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
   """A run of two updates: its folder, its data, and the last metrics."""
-  root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, turned=(1,))
-  config = detect_test.on_canvases(root)
-  config.update(eval_every=2, checkpoint_every=2)
+  root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, grey=(2,))
   workdir = str(tmp_path_factory.mktemp('run'))
-  _, metrics = train.train_and_evaluate(config, workdir)
+  _, metrics = train.train_and_evaluate(make_config(root), workdir)
   return workdir, root, metrics
 
 
+def make_config(root):
+  config = detect_test.on_canvases(root)
+  config.update(progress_every=1, eval_every=2, checkpoint_every=2)
+  return config
+
+
+def test_two_processes_train_as_one_does(run, tmp_path):
+  workdir, root, _ = run
+  config = tmp_path / 'config.py'
+  config.write_text(
+    'from tests.data.coco import detect_commands_test\n\n\n'
+    'def get_config():\n'
+    f'  return detect_commands_test.make_config({str(root)!r})\n'
+  )
+  pair = [
+    processes.start(config, tmp_path / 'two', *address, devices=2, data_dir=tmp_path)
+    for address in multiprocess_test.addresses()
+  ]
+  statuses, outputs = multiprocess_test.finish_pair(pair)
+  assert statuses == [0, 0], outputs
+  two, one = metrics_lib.read(tmp_path / 'two'), metrics_lib.read(workdir)
+  assert [x['step'] for x in two] == [x['step'] for x in one]
+  for ours, theirs in zip(two, one, strict=True):
+    for name in ('train_loss', 'loss_test', 'AP_test', 'AP50_test'):
+      assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4)
+  assert 0 <= one[-1]['AP_test'] <= 1
+  assert one[-1]['num_examples_test'] == 4
+
+
 def test_the_evaluation_of_a_run_is_that_of_its_training(run):
-  workdir, root, metrics = run
+  workdir, _, metrics = run
   found = evaluation.evaluate(predict.load(workdir), 'val')
   assert found['num_examples'] == 4
   for name in ('loss', 'AP', 'AP50', 'AR100'):
     assert found[name] == pytest.approx(metrics[f'{name}_test'], rel=1e-5)
-  # Another folder of the same classes, in another order.
+
+
+def test_the_command_evaluates_other_data(run, capsys):
+  """The same images, their classes in another order."""
+  workdir, root, metrics = run
   other = drawn.content(4, THINGS, drawn.CATEGORIES[::-1])
   drawn.write(root / 'annotations' / 'instances_test2017.json', other)
-  drawn.draw(root / 'test2017', other)
-  assert evaluation.evaluate(predict.load(workdir), 'test')['num_examples'] == 4
+  drawn.draw(root / 'test2017', other, grey=(2,))
+  flags = [f'--workdir={workdir}', '--split=test', '--option=tight=8']
+  assert evaluate_command.main([*flags, '--nodistributed']) == 0
+  said = capsys.readouterr().out
+  assert f"split 'test' of {root}" in said
+  assert f'loss {metrics["loss_test"]:.4g}' in said
 
 
 def test_data_of_other_classes_are_refused(run, tmp_path):
@@ -46,45 +85,23 @@ def test_data_of_other_classes_are_refused(run, tmp_path):
     evaluation.evaluate(predict.load(run[0]), 'val', str(tmp_path))
 
 
-def test_the_modes_of_evaluation(run):
-  """Without padding, on small canvases and on one square."""
-  losses = [
-    evaluation.evaluate(predict.load(run[0]), 'val', options={'tight': tight})['loss']
-    for tight in (1, 0)
-  ]
-  losses.append(run[2]['loss_test'])  # The run's own: tight=8.
-  assert losses == pytest.approx([losses[0]] * 3, rel=0.1)
-  assert len(set(losses)) > 1  # A ResNet sees where its padding begins.
-
-
 @pytest.mark.parametrize(
   'option, said',
   [
     ('tight=-1', 'tight=-1 must be'),
     ('tihgt=1', "did you mean 'task_options.tight'"),
-    ('tight=all', "tight='all' must be"),
     ('tight', '--option=tight must be NAME=VALUE'),
   ],
 )
 def test_wrong_options_are_named(run, option, said):
-  def call():
-    found = evaluation.parse_options([option])
-    evaluation.evaluate(predict.load(run[0]), 'val', options=found)
-
+  flags = [
+    f'--workdir={run[0]}',
+    '--split=val',
+    f'--option={option}',
+    '--nodistributed',
+  ]
   with pytest.raises(ValueError, match=said):
-    call()
-
-
-def test_the_command_evaluates(run, tmp_path):
-  workdir, root, metrics = run
-  config = tmp_path / 'config.py'
-  config.write_text('from vit_jax.configs.common import get_config\n')
-  status, output = processes.finish(
-    config, workdir, '--evaluate=val', '--option=tight=8', data_dir=tmp_path
-  )
-  assert status == 0, output
-  assert f"split 'val' of {root}" in output
-  assert f'loss {metrics["loss_test"]:.4g}' in output
+    evaluate_command.main(flags)
 
 
 def test_the_command_predicts_and_draws(run, tmp_path, capsys):
@@ -101,7 +118,7 @@ def test_the_command_predicts_and_draws(run, tmp_path, capsys):
 
 def test_the_command_visualizes(run, tmp_path, capsys):
   out = tmp_path / 'figures'
-  flags = [f'--workdir={run[0]}', f'--out={out}', '--num_images=2']
+  flags = [f'--workdir={run[0]}', f'--out={out}', '--num_images=1']
   visualize.main(flags)
   assert {'query_boxes.png', 'encoder_attention.png', 'index.html'} <= {
     path.name for path in out.iterdir()

@@ -7,7 +7,6 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests import multiprocess_test, processes
 from tests.data.coco import drawn
 from vit_jax import input_pipeline, train
 from vit_jax.configs import common, detr_scenes
@@ -15,7 +14,7 @@ from vit_jax.data import records, sources
 from vit_jax.data.images import images
 from vit_jax.data.tfds import parsing
 from vit_jax.distributed import sharding
-from vit_jax.run import config as run_config, metrics as metrics_lib
+from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import detect
 
 
@@ -74,37 +73,6 @@ def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
   np.testing.assert_array_equal(grey, batch['count'] == 1)
 
 
-def test_a_run_on_a_folder_of_two_processes_and_of_one(tmp_path):
-  things = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
-  root = drawn.make(tmp_path / 'own', 4, things, grey=(2,))
-  config = tmp_path / 'config.py'
-  config.write_text(
-    'from tests.data.coco import detect_test\n\n\n'
-    'def get_config():\n'
-    f'  config = detect_test.tiny({str(root)!r})\n'
-    '  config.update(progress_every=1, eval_every=2)\n'
-    '  return config\n'
-  )
-  kwargs = dict(data_dir=tmp_path)
-  pair = [
-    processes.start(
-      config, tmp_path / 'two', *address, devices=2, **kwargs
-    )
-    for address in multiprocess_test.addresses()
-  ]  # fmt: skip
-  statuses, outputs = multiprocess_test.finish_pair(pair)
-  assert statuses == [0, 0], outputs
-  status, output = processes.finish(config, tmp_path / 'one', **kwargs)
-  assert status == 0, output
-  two, one = (metrics_lib.read(tmp_path / name) for name in ('two', 'one'))
-  assert [x['step'] for x in two] == [x['step'] for x in one]
-  for ours, theirs in zip(two, one, strict=True):
-    for name in ('train_loss', 'loss_test', 'AP_test', 'AP50_test'):
-      assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4)
-  assert 0 <= one[-1]['AP_test'] <= 1
-  assert one[-1]['num_examples_test'] == 4
-
-
 def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
   root = drawn.make(tmp_path / 'own', 2, [drawn.thing(1, 0)])
   config = tiny(root)
@@ -133,12 +101,12 @@ BOX = [0.1, 0.2, 0.3, 0.4]
   'box',
   [[0.3, 0.2, 0.1, 0.4], [0.1, 0.2, 0.3, 1.4], [0.1, 0.2, np.nan, 0.4]],
 )
-@pytest.mark.parametrize('seed', [None, (0, 1)])
-def test_boxes_of_any_data_are_checked_as_they_are_read(tmp_path, box, seed):
+def test_boxes_of_any_data_are_checked_as_they_are_read(tmp_path, box):
   task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
   boxes = np.array([BOX, box], np.float32)
-  with pytest.raises(tf.errors.InvalidArgumentError, match='must be .ymin, xm'):
-    task.example({**RECORD, 'objects/bbox': boxes}, seed)
+  for seed in (None, (0, 1)):
+    with pytest.raises(tf.errors.InvalidArgumentError, match='must be .ymin, xm'):
+      task.example({**RECORD, 'objects/bbox': boxes}, seed)
 
 
 def test_data_whose_sizes_are_unknown_may_have_too_many_objects(tmp_path):
@@ -192,7 +160,7 @@ def evaluate(root, answers):
   return precision.run({}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P())))
 
 
-@pytest.mark.parametrize('place', [0, 1, 2, 3])
+@pytest.mark.parametrize('place', [1, 3])
 def test_detections_of_the_same_score_rank_by_the_id_of_their_image(tmp_path, place):
   """As in pycocotools; the images of a folder are in another order."""
   root = drawn.make(tmp_path, 4, [drawn.thing(1, place, (10, 4, 30, 20))])

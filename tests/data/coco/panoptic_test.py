@@ -61,13 +61,8 @@ def test_the_features_are_those_of_tfds(root):
   ):
     assert (ids == name.numpy()).sum() == area
     y, x = np.nonzero(ids == name.numpy())
-    corners = [
-      y.min() / 40,
-      x.min() / 60,
-      (y.max() + 1) / 40,
-      (x.max() + 1) / 60,
-    ]
-    np.testing.assert_allclose(box, corners)
+    corners = np.array([y.min(), x.min(), y.max() + 1, x.max() + 1])
+    np.testing.assert_allclose(box, corners / (40, 60, 40, 60))
   np.testing.assert_array_equal(record['panoptic_objects/label'], [1, 0])
   assert not record['panoptic_objects/is_crowd'].numpy().any()
 

@@ -18,8 +18,7 @@ import numpy as np
 from vit_jax.data.augmentation import geometry
 from vit_jax.data.lazy import tf
 
-# Folded into the seeds of different draws.
-_GROUP, _IMAGE = 1, 2
+_GROUP, _IMAGE = 1, 2  # Folded into the seeds of different draws.
 
 
 class Group(NamedTuple):
@@ -33,9 +32,8 @@ class Group(NamedTuple):
 def groups(pp) -> tuple[Group, ...]:
   """Returns the groups of `config.pp.sides`, the smallest first.
 
-  `pp.longest_side` limits the longer side in the group of the greatest lengths; the
-  limits of the others are smaller in proportion. A canvas is a square that holds
-  images of both orientations.
+  `pp.longest_side` limits the longer side in the group of the greatest lengths, and
+  in proportion in the others. Canvases are squares, for images of both orientations.
   """
   sides = sorted(pp.sides)
   parts = np.array_split(sides, min(pp.canvases, len(sides)))
@@ -43,11 +41,7 @@ def groups(pp) -> tuple[Group, ...]:
 
 
 def evaluation(pp, side: int | None = None) -> Group:
-  """Returns the length used in evaluation and its canvas.
-
-  With a `side` other than `pp.eval_side`, the limit of the longer side changes in
-  proportion.
-  """
+  """Returns the group of the length used in evaluation, `pp.eval_side` or `side`."""
   return _group([side or pp.eval_side], pp.eval_side, pp)
 
 
@@ -79,12 +73,10 @@ def _index(seed, count):
 def fitted(shape, side, longest):
   """Returns the size of images after resizing, int32 [..., 2], at least 1 x 1.
 
-  As in the released code of DETR (datasets/transforms.py), the shorter side is
-  rounded and the longer one is truncated to whole pixels, so that the longer side
-  of a very long image may exceed `longest` by a few pixels.
-
-  `shape` is int [..., 2] or [..., 3], height and width (and channels) of images,
-  and the shorter side becomes `side` unless the longer one would exceed `longest`.
+  The shorter side of `shape`, int [..., 2] or [..., 3], becomes `side`, unless the
+  longer one would exceed `longest`. As in the released code of DETR
+  (datasets/transforms.py), the shorter side is rounded and the longer one truncated,
+  so that a very long image may exceed `longest` by a few pixels.
   """
   shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
@@ -100,8 +92,7 @@ def smallest(shapes, group: Group, step: int):
   """Returns the smallest canvases that hold images, int64 [..., 2].
 
   `shapes` is int [..., 2], heights and widths of the originals, and `group` the
-  result of `evaluation`, whose canvas is the largest. The sides of a canvas are
-  multiples of `step`.
+  result of `evaluation`. The sides of a canvas are multiples of `step`.
   """
   sizes = fitted(shapes, group.sides[0], group.longest).numpy()
   sizes = sizes.clip(max=group.canvas)
@@ -114,8 +105,7 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   The image is mirrored with probability 1/2. With probability 1/2 it is resized to
   a length of the group. Otherwise it is first resized to one of `pp.crop_sides`,
   then a part whose height and width are uniform in `pp.crop_range` (and within the
-  image) is cropped and resized to a length of the group. Both resizings are
-  computed as one.
+  image) is cropped and resized to a length of the group, both in one resizing.
 
   See geometry.sample; `number` is the number of the group, see `group_at`.
   """
@@ -165,8 +155,8 @@ def _crop(shape, seed, pp):
 def place(image, canvas: tuple[int, int]) -> dict:
   """Puts an image [h, w, C] on a canvas.
 
-  Returns `image`, [height, width, C], and `real`, bool [height, width], False
-  for padding, by name.
+  Returns a dict of `image`, [height, width, C], and `real`, bool [height, width],
+  False for padding.
   """
   real = tf.ones(tf.shape(image)[:2], tf.bool)
   return {'image': pad(image, canvas), 'real': pad(real, canvas)}

@@ -17,8 +17,8 @@ import numpy as np
 from vit_jax.data.images import images
 from vit_jax.data.lazy import tf
 
-# Boxes whose visible height or width is below this number of pixels are dropped:
-# rounding in float32 leaves about as much of a box that ends where the crop begins.
+# Boxes with less visible height or width, in pixels, are dropped: rounding in float32
+# leaves about as much of a box that ends where the crop begins.
 _NOTHING = 0.01
 
 
@@ -28,11 +28,8 @@ class Geometry(NamedTuple):
   shape: Any  # int32 [2], height and width of the original in pixels.
   window: Any  # (y, x, height, width) of the crop in the original, int32 [4].
   flip: Any  # bool, whether to mirror left and right.
-  # Radians by which to rotate the resized image about its centre,
-  # counter-clockwise (x towards -y), float32; None for no rotation.
-  angle: Any
-  # (height, width) of the result in pixels: two ints; or int32 [2] if it varies
-  # between images, which are then not rotated.
+  angle: Any  # To rotate the result counter-clockwise, radians, float32; or None.
+  # (height, width) of the result: two ints; or int32 [2], and then no angle.
   size: Any
 
 
@@ -42,10 +39,7 @@ def crop_size(pp) -> tuple[int, int]:
 
 
 def whole(shape, size) -> Geometry:
-  """Returns the geometry of evaluation: the whole image, resized to a size.
-
-  `shape` is int32 [2] or [3], height and width (and channels) of the original.
-  """
+  """Returns the geometry that resizes the whole image, of a shape [2] or [3]."""
   shape = tf.convert_to_tensor(shape, tf.int32)[:2]
   size = size if tf.is_tensor(size) else tuple(size)
   window = tf.concat([[0, 0], shape], axis=0)
@@ -60,8 +54,7 @@ def sample(shape, seed, pp) -> Geometry:
   `pp.crop_ratio` is None, the crop has the aspect ratio of the image, as if the
   image were resized to a square and then cropped (arXiv 1912.11370, section 3.3).
 
-  `shape` is int32 [2] or [3], height and width (and channels) of the original, and
-  `seed` int64 [2].
+  `shape` is int32 [2] or [3], and `seed` int64 [2].
   """
   seeds = tf.random.experimental.stateless_split(seed, 3)  # [3, 2]
   geometry = whole(shape, crop_size(pp))
@@ -103,12 +96,6 @@ def _similar(shape, seed, crop_area):
   return tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
 
 
-def crop(image, window):
-  """Crops an image [height, width, C], see Geometry."""
-  y, x, height, width = tf.unstack(window, num=4)
-  return tf.slice(image, [y, x, 0], [height, width, -1])
-
-
 def fit(image, geometry: Geometry, antialias: bool = False):
   """Mirrors, resizes and rotates a cropped image [crop height, crop width, C].
 
@@ -116,8 +103,7 @@ def fit(image, geometry: Geometry, antialias: bool = False):
   that rotation brings in from outside repeat the edge. `antialias` averages over all
   pixels when shrinking, as in Pillow, and is slower.
   """
-  # This order moves the fewest bytes. TensorFlow resizes float32 twice as fast
-  # as uint8.
+  # TensorFlow resizes float32 twice as fast as uint8.
   image = _flip(image, geometry, axis=1)
   if image.dtype == tf.uint8:
     image = images.to_float(image)
@@ -131,8 +117,8 @@ def to_boxes(boxes, geometry: Geometry):
   """Applies a geometry to boxes.
 
   Boxes are float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS. Returns
-  the same, clipped to the new image and upright around rotated boxes; and bool [n],
-  False for boxes outside the new image.
+  them clipped to the new image, upright around rotated boxes; and bool [n], False for
+  boxes outside the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin, extent = tf.unstack(tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2]))
@@ -150,7 +136,7 @@ def to_boxes(boxes, geometry: Geometry):
     cos, sin = tf.cos(geometry.angle), tf.sin(geometry.angle)
     y, x = cos * y - sin * x, sin * y + cos * x
     y, x = _range(y / size[0] + 0.5), _range(x / size[1] + 0.5)
-    kept = tf.logical_and(kept, _visible(y, x, size))
+    kept &= _visible(y, x, size)
   return tf.reshape(tf.stack([y, x], axis=-1), [-1, 4]), kept
 
 
@@ -163,7 +149,7 @@ def _range(values):
 def _visible(y, x, size):
   """Returns which boxes [n, 2], [n, 2] have a visible height and width."""
   height, width = (y[:, 1] - y[:, 0]) * size[0], (x[:, 1] - x[:, 0]) * size[1]
-  return tf.logical_and(height > _NOTHING, width > _NOTHING)
+  return (height > _NOTHING) & (width > _NOTHING)
 
 
 def to_masks(masks, geometry: Geometry):

@@ -1,12 +1,9 @@
 """Mixes the images of a batch, and their labels in the same proportion.
 
-Both methods work on the whole batch in the compiled update, with one draw per
-batch: mixup (arXiv 1710.09412) averages an image and its partner, CutMix (arXiv
-1905.04899) replaces a rectangle of the image by its partner's. The partner of a row
-is the previous row, and the last row for the first, as in big_vision.
-
-Call `mix` before splitting a batch into micro-batches, which would otherwise have
-separate draws and partners.
+Both methods draw once per batch: mixup (arXiv 1710.09412) averages an image and its
+partner, CutMix (arXiv 1905.04899) replaces a rectangle of the image by its partner's.
+The partner of a row is the previous row, and the last row for the first, as in
+big_vision.
 """
 
 from collections.abc import Mapping
@@ -27,22 +24,18 @@ def check(mixup: float, cutmix: float, batch: int):
 
 
 def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
-  """Mixes a batch; can be jitted, with `mixup` and `cutmix` static.
+  """Mixes a batch, before it is split into micro-batches.
 
   Mixup draws a ~ Beta(mixup, mixup) and weights an image by max(a, 1 - a) and
   its partner by the rest, as in big_vision. CutMix draws l ~ Beta(cutmix,
   cutmix) and a centre, uniform over the pixels. A rectangle about the centre,
   of the image's aspect ratio and the share 1 - l of its area, is clipped to the
   image and taken from the partner. The label's weight is the remaining share of
-  the area.
+  the area. If both parameters are above 0, one of the methods is drawn with
+  probability 1/2; a parameter of 0 is no mixing.
 
-  Args:
-    batch: `image` [B, H, W, C] and `label` [B, classes], float32, with any
-      sharding; other entries are returned as they are.
-    rng: random key.
-    mixup: parameter of mixup's Beta distribution; 0 for no mixup.
-    cutmix: parameter of CutMix's. If both are above 0, one of the two methods is
-      drawn for the batch with probability 1/2.
+  `batch` has `image` [B, H, W, C] and `label` [B, classes], float32; other entries
+  are returned as they are.
   """
   check(mixup, cutmix, batch['image'].shape[0])
   if not mixup and not cutmix:
@@ -50,7 +43,8 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
   which, rng_mixup, rng_cutmix = jax.random.split(rng, 3)
   height, width = batch['image'].shape[1:3]
   if mixup:
-    kept = _mixup_share(rng_mixup, mixup)
+    share = jax.random.beta(rng_mixup, mixup, mixup)
+    kept = jnp.maximum(share, 1 - share)
     pixels = jnp.full((height, width), kept)
   if cutmix:
     cut_pixels = _outside_of_box(rng_cutmix, cutmix, height, width)  # [H, W]
@@ -71,11 +65,6 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
 def _blend(rows, share):
   """Averages rows with weight `share` (one, or per pixel) and their partners."""
   return share * rows + (1 - share) * jnp.roll(rows, 1, axis=0)
-
-
-def _mixup_share(rng, p):
-  share = jax.random.beta(rng, p, p)
-  return jnp.maximum(share, 1 - share)
 
 
 def _outside_of_box(rng, p, height, width):

@@ -1,8 +1,8 @@
 """Random augmentation of an image's pixels: RandAugment, colours, erasing.
 
-All functions run in TensorFlow on one image, and a seed determines their random
-numbers. Images are uint8 for RandAugment, whose operations are defined on 256
-values, and float32 in [-1, 1] for the others. They have 3 channels or 1.
+All functions run in TensorFlow on one image of 3 channels or 1, and a seed, int64 [2],
+determines their random numbers. Images are uint8 for RandAugment, whose operations are
+defined on 256 values, and float32 in [-1, 1] for the others.
 """
 
 import functools
@@ -12,10 +12,8 @@ from vit_jax.data.augmentation import geometry
 from vit_jax.data.images import images
 from vit_jax.data.lazy import tf
 
-# The grey with which RandAugment fills pixels from outside and cut-out squares.
-_FILL = 128
-# Number of rectangles that random erasing draws before it gives up.
-_ATTEMPTS = 10
+_FILL = 128  # The grey of pixels from outside and of cut-out squares.
+_ATTEMPTS = 10  # Rectangles that random erasing draws before it gives up.
 
 
 # --- The operations of RandAugment, each on uint8 [h, w, C] -------------------
@@ -81,21 +79,14 @@ def solarize_add(image, addition: int):
 
 
 def color(image, factor: float):
-  """Blends with the grey image, as PIL.ImageEnhance.Color does.
-
-  A grey image stays as it is.
-  """
+  """Blends with the grey image, as PIL.ImageEnhance.Color does."""
   if image.shape[-1] == 1:
     return tf.identity(image)
   return _blend(tf.cast(images.to_grey(image), tf.float32), image, factor)
 
 
 def contrast(image, factor: float):
-  """Blends with the grey min(255, h * w // 256), which is 196 at 224 pixels.
-
-  PIL.ImageEnhance.Contrast blends with the mean of the image instead; see
-  `randaugment`.
-  """
+  """Blends with the grey min(255, h * w // 256), see `randaugment`."""
   height, width, _ = image.shape
   return _blend(float(min(255, height * width // 256)), image, factor)
 
@@ -108,11 +99,11 @@ def brightness(image, factor: float):
 def sharpness(image, factor: float):
   """Blends with a smoothed image, as PIL.ImageEnhance.Sharpness does.
 
-  Smoothing takes the mean of 3 x 3 pixels, with a weight of 5 for the centre;
-  the outermost pixels stay as they are.
+  Each pixel, except the outermost, becomes the mean of 3 x 3 pixels, with a weight of
+  5 for the centre.
   """
   if min(image.shape[:2]) < 3:
-    return image  # All pixels are outermost.
+    return image
   values = tf.cast(image, tf.int32)
   rows = values[:-2] + values[1:-1] + values[2:]
   box = rows[:, :-2] + rows[:, 1:-1] + rows[:, 2:]
@@ -164,10 +155,7 @@ def _move(image, transform):
 
 
 def cutout(image, seed, half: int):
-  """Fills a square of side 2 `half` about a random pixel (arXiv 1708.04552).
-
-  The part of the square outside the image is ignored.
-  """
+  """Fills a square of side 2 `half` about a random pixel (arXiv 1708.04552)."""
   size = tf.constant([*image.shape[:2]], tf.float32)
   middle = tf.floor(tf.random.stateless_uniform([2], seed) * size)
   hole = _rectangle(image, middle - half, [2 * half, 2 * half])
@@ -180,9 +168,8 @@ def _rectangle(image, begin, extent):
   height, width, channels = image.shape
   y = tf.range(height, dtype=tf.float32) - begin[0]
   x = tf.repeat(tf.range(width, dtype=tf.float32), channels) - begin[1]
-  rows = tf.logical_and(y >= 0, y < extent[0])
-  columns = tf.logical_and(x >= 0, x < extent[1])
-  return tf.reshape(tf.logical_and(rows[:, None], columns), image.shape)
+  rows, columns = (y >= 0) & (y < extent[0]), (x >= 0) & (x < extent[1])
+  return tf.reshape(rows[:, None] & columns, image.shape)
 
 
 # --- RandAugment --------------------------------------------------------------
@@ -251,9 +238,8 @@ def randaugment(image, seed, layers: int, magnitude: int):
   Some details are surprising. They are kept from big_vision, since the
   published settings were chosen with them:
 
-  - Probability: the chosen operation is always applied, whatever probability is
-    drawn for it.
-  - Magnitude 0 is not the identity. It inverts, equalises, leaves a tenth of
+  - The chosen operation is always applied.
+  - Magnitude 0 is not the identity: it inverts, equalises, leaves a tenth of
     colour, contrast, brightness and sharpness, and solarizes from 0 on.
   - Lengths in pixels do not scale with the image. They suit images of 224
     pixels; an image of 32 pixels can be moved out of view.
@@ -264,20 +250,16 @@ def randaugment(image, seed, layers: int, magnitude: int):
   - Posterize keeps one bit where it should keep none (m < 3), and also where it
     should keep more than 8 (m > 22).
 
-  On grey images colour has no effect, and every other operation does what it
-  does to a colour image of equal channels. Values are rounded as in Pillow, so
-  that colour and sharpness can differ by 1 from big_vision.
-
-  `image` is uint8 [h, w, C] of known shape, C = 3 or 1, `seed` int64 [2], and
-  `magnitude` from 0 to 30.
+  Values are rounded as in Pillow, so that colour and sharpness can differ by 1
+  from big_vision. `image` is uint8 [h, w, C] of known shape, and `magnitude` from
+  0 to 30.
   """
   for layer in range(layers):
     seeds = tf.random.experimental.stateless_fold_in(seed, layer)
     seeds = tf.random.experimental.stateless_split(seeds, 2)
     number = tf.random.stateless_uniform([], seeds[0], 0, len(OPERATIONS), tf.int32)
-    shape = image.shape
-    image = _choose(number, OPERATIONS.values(), image, magnitude, seeds[1])
-    image = tf.ensure_shape(image, shape)
+    changed = _choose(number, OPERATIONS.values(), image, magnitude, seeds[1])
+    image = tf.ensure_shape(changed, image.shape)
   return image
 
 
@@ -292,12 +274,10 @@ def _choose(number, functions, *args):
 def color_jitter(image, seed, brightness, contrast, saturation):
   """Changes brightness, contrast and saturation, in random order.
 
-  The strengths, at least 0 each, are those of torchvision's ColorJitter: each
-  factor is uniform in [max(0, 1 - strength), 1 + strength]. With values from 0
-  (black) to 1 (white), brightness multiplies by the factor, contrast blends with
-  the mean of the grey image, and saturation blends with the grey image; the
-  factor is the share of the image, and results are clipped to [0, 1]. Saturation
-  does not change grey images.
+  The strengths are those of torchvision's ColorJitter: each factor is uniform in
+  [max(0, 1 - strength), 1 + strength]. Brightness blends with black, contrast with the
+  mean of the grey image, and saturation with the grey image; the factor is the share
+  of the image, and results are clipped.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
   kinds = (
@@ -334,26 +314,22 @@ def random_erasing(image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3
 
   Random Erasing (arXiv 1708.04896), with the defaults of torchvision and timm.
   As in these, the logarithm of the aspect ratio is uniform (in the paper the
-  ratio is), so that upright and lying rectangles are equally frequent, and the
-  position is drawn after a size that fits. Erased pixels become 0, the grey in
-  the middle of [-1, 1] (in the paper noise). `area` is the least and greatest
-  share of the image's area, and `ratio` of the rectangle's height / width.
+  ratio is), and the position is drawn after a size that fits. Erased pixels become
+  0 (in the paper noise). `area` is the least and greatest share of the image's area,
+  and `ratio` of the rectangle's height / width.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
   size = tf.constant([*image.shape[:2]], tf.float32)
   areas = tf.random.stateless_uniform([_ATTEMPTS], seeds[0], *area)
-  ratios = tf.exp(
-    tf.random.stateless_uniform(
-      [_ATTEMPTS], seeds[1], math.log(ratio[0]), math.log(ratio[1])
-    )
-  )
+  limits = math.log(ratio[0]), math.log(ratio[1])
+  ratios = tf.exp(tf.random.stateless_uniform([_ATTEMPTS], seeds[1], *limits))
   areas *= size[0] * size[1]
   sizes = tf.stack([tf.sqrt(areas * ratios), tf.sqrt(areas / ratios)], axis=1)
   sizes = tf.round(sizes)  # [_ATTEMPTS, (height, width)]
   fits = tf.reduce_all(sizes <= size, axis=1)
   extent = sizes[tf.argmax(tf.cast(fits, tf.int32))]  # The first that fits.
   u = tf.random.stateless_uniform([3], seeds[2])
-  erased = tf.logical_and(u[0] < probability, tf.reduce_any(fits))
+  erased = (u[0] < probability) & tf.reduce_any(fits)
   extent = tf.where(erased, extent, 0.0)
   begin = tf.floor(u[1:] * (size - extent + 1))
   return image * (1 - tf.cast(_rectangle(image, begin, extent), tf.float32))

@@ -13,8 +13,6 @@ image of segments: {"image_id": 7, "file_name": "a.png", "segments_info": [...]}
 with `id`, `category_id`, `bbox`, `area` and `iscrowd` of each segment.
 
 The ids of categories may have gaps; classes are numbered from 0 in their order.
-msgspec skips what is not read, such as polygons, so that COCO's own file of
-860,000 boxes takes seconds and less than twice its size in memory.
 """
 
 import collections
@@ -31,8 +29,6 @@ from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
 SHOWN = 5  # Number of faults in a message.
-# Number of files that stay in memory: of a training and of a test split.
-_RECENT = 2
 
 _T = TypeVar('_T')
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -136,10 +132,12 @@ def read(path: str, kind: str = 'instances') -> Annotations:
   return _read(path, kind, image_files.stamp(os.fsencode(path)))
 
 
-@functools.lru_cache(maxsize=_RECENT)
+@functools.lru_cache(maxsize=2)  # Files of a training and a test split.
 def _read(path, kind, stamp):
   del stamp  # A key of the cache.
-  content = _parse(path, kind)
+  name = 'panoptic' if kind == 'panoptic' else 'instances'
+  needed = " and the 'segmentation' of each object" * (kind == 'outlines')
+  content = parse(path, _KINDS[kind], name, needed)
   image_ids = _unique(path, 'images', content.images, 'id')
   files = _unique(path, 'images', content.images, 'file_name').tolist()
   category_ids, classes = _classes(path, content.categories)
@@ -157,47 +155,33 @@ def _read(path, kind, stamp):
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
   if kind == 'outlines':
     outlines = np.array([bytes(x.segmentation) for x in objects], object)
-  found = Annotations(
-    path=path,
-    image_ids=image_ids,
-    files=files,
-    sizes=np.array([(x.height, x.width) for x in content.images]),
-    classes=classes,
-    ids=ids,
-    image=owners,
-    label=label,
-    boxes=boxes,
-    area=area.astype(np.float32),
-    crowd=np.array([bool(x.iscrowd) for x in objects], bool),
-    segments=segments,
-    stuff=tuple(x.name for x in content.categories if not x.isthing),
-    outlines=outlines,
-  )
+  sizes = np.array([(x.height, x.width) for x in content.images])
+  crowd = np.array([bool(x.iscrowd) for x in objects], bool)
+  stuff = tuple(x.name for x in content.categories if not x.isthing)
+  images = path, image_ids, files, sizes, classes
+  columns = ids, owners, label, boxes, area.astype(np.float32), crowd
+  found = Annotations(*images, *columns, segments, stuff, outlines)
   return found.select(np.argsort(owners, kind='stable'))
 
 
-def _parse(path, kind):
+def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
+  """Returns the content of a file like COCO's files of a name, a msgspec.Struct."""
+  content = image_files.read_file(path)
   try:
     # Not strictly: some tools write ids as 7.0.
-    return msgspec.json.decode(
-      image_files.read_file(path), type=_KINDS[kind], strict=False
-    )
+    return msgspec.json.decode(content, type=kind, strict=False)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
-    name = 'panoptic' if kind == 'panoptic' else 'instances'
-    outlines = ", with the 'segmentation' of each object" * (kind == 'outlines')
     raise ValueError(
       f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; give a "
-      f"JSON file like COCO's {name}_*.json{outlines} "
+      f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{needed} "
       '(https://cocodataset.org/#format-data)'
     ) from e
 
 
 def _classes(path, categories):
-  """Returns ids and names of the classes, in the order of the ids.
-
-  Roboflow lists a group of classes, which no box has, as one more category of
-  supercategory 'none'. It is left out if a class has the same name.
-  """
+  """Returns ids and names of the classes, in the order of the ids."""
+  # Roboflow adds a category of supercategory 'none' for the group of all classes. It
+  # is left out if a class has the same name.
   names = collections.Counter(x.name for x in categories)
   chosen = [x for x in categories if x.supercategory != 'none' or names[x.name] == 1]
   chosen.sort(key=lambda category: category.id)

@@ -1,15 +1,12 @@
-"""Checks the boxes and outlines of a file, and converts boxes to shares.
-
-In many files, COCO's own among them, a box reaches up to a pixel beyond its image
-by rounding: it is clipped and counts as right.
-"""
+"""Checks the boxes and outlines of a file, and converts boxes to shares."""
 
 import numpy as np
 
 from vit_jax import console
 from vit_jax.data.coco import annotation_files, segmentations
 
-_ROUNDING = 1.0  # Pixels by which a right box may reach beyond its image.
+# Pixels by which a valid box may reach beyond its image, as in COCO's own files.
+_ROUNDING = 1.0
 
 
 def check(
@@ -17,9 +14,9 @@ def check(
 ) -> tuple[annotation_files.Annotations, np.ndarray]:
   """Checks boxes, and outlines if there are any.
 
-  `broken` says how to treat wrong boxes: 'refuse', 'skip' leaves the objects out,
-  'clip' clips boxes at the border of the image and leaves out those of which
-  nothing remains. Objects with a wrong outline are refused or left out.
+  `broken` says how to treat wrong boxes: 'refuse'; 'skip' leaves the objects out;
+  'clip' clips boxes at the border of the image, and leaves out those outside.
+  Objects with a wrong outline are refused or left out.
 
   Returns the annotations without the objects left out; and their boxes, float32
   [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.

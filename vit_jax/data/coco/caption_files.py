@@ -3,9 +3,8 @@
   {"images": [{"id": 7, "file_name": "a.jpg"}],
    "annotations": [{"image_id": 7, "caption": "A cat on a mat."}]}
 
-The images are where images with boxes are, see vit_jax/data/coco/layout.py. The
-feature `captions` of an image has all of its captions, in the order of the file.
-Images without a caption are left out.
+The feature `captions` of an image has all of its captions, in the order of the file.
+Images without a caption are left out. For the folders of images see layout.py.
 """
 
 import os
@@ -14,8 +13,7 @@ import msgspec
 
 from vit_jax import console
 from vit_jax.data import manifest, slices
-from vit_jax.data.coco import layout
-from vit_jax.data.images import image_files
+from vit_jax.data.coco import annotation_files, layout
 
 FEATURE = 'captions'
 
@@ -41,20 +39,9 @@ def exists(root: str, split: str) -> bool:
 
 
 def lines(root: str, base: str) -> list[manifest.Line]:
-  """Returns the images of a split with their captions, as lines of a manifest.
-
-  ValueError if the file is not as above, or a caption is of an image that it does
-  not list.
-  """
+  """Returns the images of a split with their captions, as lines of a manifest."""
   place = layout.find(root, base, FEATURE)
-  content = image_files.read_file(place.path)
-  try:
-    found = msgspec.json.decode(content, type=_File)
-  except (msgspec.DecodeError, UnicodeDecodeError) as e:
-    raise ValueError(
-      f"'{place.path}' is not a file of captions: {e}; give a JSON file like COCO's "
-      "captions_*.json, with 'images' and 'annotations'"
-    ) from e
+  found = annotation_files.parse(place.path, _File, 'captions')
   texts = {image.id: [] for image in found.images}
   for annotation in found.annotations:
     if annotation.image_id not in texts:

@@ -21,14 +21,13 @@ from typing import NamedTuple
 from vit_jax.data import slices
 from vit_jax.data.lazy import tf
 
-LAYOUT = (
+_LAYOUT = (
   'a folder with boxes must hold annotations/instances_<split>.json and the images '
   'in <split>/, or <split>/_annotations.coco.json next to the images'
 )
 _ROBOFLOW = '_annotations.coco.json'
 _VALIDATION = ('validation', 'val', 'valid')
 _SPLIT = r'(?:train|validation|valid|val|test)(?:\d{4})?'
-_PROBED = 5  # Number of images looked for in a folder.
 
 
 class Place(NamedTuple):
@@ -73,22 +72,18 @@ def find(root: str, base: str, kind: str = 'instances') -> Place:
   found = _find(root, base, 'instances' if kind == 'outlines' else kind)
   if found is None:
     there = [f'annotations/{x}' for x in _listed(os.path.join(root, 'annotations'))]
-    wanted = (
-      'segments, annotations/panoptic_<split>.json and its PNGs'
-      if kind == 'panoptic'
-      else LAYOUT
-    )
+    segments = 'segments are annotations/panoptic_<split>.json and its PNGs'
     raise FileNotFoundError(
-      f"folder '{root}' has no annotations of split '{base}': {wanted}; it has "
-      f'{sorted(there)[:10]} (config.dataset, config.pp.train, config.pp.test, '
-      'config.evals)'
+      f"folder '{root}' has no annotations of split '{base}': "
+      f'{segments if kind == "panoptic" else _LAYOUT}; it has {sorted(there)[:10]} '
+      '(config.dataset, config.pp.train, config.pp.test, config.evals)'
     )
   return found
 
 
 def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
   """Returns the folder that holds the images of an annotation file."""
-  probed = files[:: max(1, len(files) // _PROBED)]
+  probed = files[:: max(1, len(files) // 5)]
   for where in folders:
     if any(_has(where, name) for name in probed):
       return where
@@ -99,36 +94,31 @@ def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
 
 
 def _find(root, base, kind) -> Place | None:
-  names = [base]
-  if base in ('test', *_VALIDATION):
-    names += [name for name in _VALIDATION if name != base]
-  for name in names:
-    if found := _of_any_year(root, name, kind):
-      return found
+  where = os.path.join(root, 'annotations')
+  files = sorted(_listed(where))
+  others = _VALIDATION if base in ('test', *_VALIDATION) else ()
+  for name in dict.fromkeys((base, *others)):
+    pattern = rf'{kind}_({re.escape(name)}(\d{{4}})?)\.json'
+    found = [match[1] for match in (re.fullmatch(pattern, x) for x in files) if match]
+    if len(found) > 1:
+      raise ValueError(
+        f"'{where}' has {kind} of split '{name}' of several years: give one of {found} "
+        '(config.pp.train, config.pp.test)'
+      )
+    if found:
+      return _in_annotations(root, kind, found[0])
     if kind == 'instances' and _has(root, name, _ROBOFLOW):
       top = os.path.join(root, name)
       return Place(os.path.join(top, _ROBOFLOW), name, (top,))
   return None
 
 
-def _of_any_year(root, name, kind) -> Place | None:
-  where = os.path.join(root, 'annotations')
-  pattern = rf'{kind}_({re.escape(name)}(\d{{4}})?)\.json'
-  matches = [re.fullmatch(pattern, file) for file in sorted(_listed(where))]
-  names = [match[1] for match in matches if match]
-  if len(names) > 1:
-    raise ValueError(
-      f"'{where}' has {kind} of split '{name}' of several years: give one of {names} "
-      '(config.pp.train, config.pp.test)'
-    )
-  if not names:
-    return None
-  [name] = names
+def _in_annotations(root, kind, name) -> Place:
   plain = name.rstrip('0123456789')
   inside = name, plain, f'images/{name}', f'images/{plain}', 'images', ''
   segments = f'annotations/panoptic_{name}', f'panoptic_{name}'
   return Place(
-    os.path.join(where, f'{kind}_{name}.json'),
+    os.path.join(root, 'annotations', f'{kind}_{name}.json'),
     name,
     tuple(os.path.join(root, x) for x in dict.fromkeys(inside)),
     tuple(os.path.join(root, x) for x in segments),

@@ -13,8 +13,7 @@ from vit_jax.data.lazy import tf
 # Data set -> number of its classes of things, which come before those of stuff.
 THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
 _UNITS = (1, 256, 65_536)  # Of red, green and blue.
-# Greater than the number of any colour.
-_NONE = 2**24
+_NONE = 2**24  # Greater than the number of any colour.
 
 
 def colours(numbers: np.ndarray) -> np.ndarray:
@@ -25,11 +24,10 @@ def colours(numbers: np.ndarray) -> np.ndarray:
 def read(encoded, ids, shape):
   """Reads which of some segments each pixel belongs to, in a TensorFlow graph.
 
-  `encoded` is the content of a panoptic image, a string scalar, `ids` are the
-  numbers of at most 255 segments, int [n], and `shape` is height and width of the
-  image, int32 [2]. A panoptic image of another shape is an InvalidArgumentError.
-
-  Returns uint8 [*shape]: i + 1 for pixels of segment `ids[i]`, 0 for all others.
+  `encoded` is the content of a panoptic image, a string scalar, and `ids` are the
+  numbers of at most 255 segments, int [n]. Returns uint8 [*shape], i + 1 for pixels
+  of segment `ids[i]`, 0 for all others; InvalidArgumentError for an image of another
+  shape.
   """
   pixels = tf.cast(images.decode(encoded, upright=False), tf.int64)
   tf.debugging.assert_equal(

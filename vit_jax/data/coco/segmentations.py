@@ -5,7 +5,7 @@ y1, ...], ...] in pixels, or as run lengths in column order, {"size": [height,
 width], "counts": ...}, compressed (a string) or not (a list).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 import json
 from typing import Annotated, Any
 
@@ -25,8 +25,8 @@ _Polygons = list[Annotated[list[float], msgspec.Meta(min_length=6)]]
 
 
 def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
-  """Draws the mask of an object, uint8 [height, width]; see `check` for errors."""
-  check(segmentation, height, width)
+  """Draws the mask of an object, uint8 [height, width]; see `_check` for errors."""
+  _check(segmentation, height, width)
   return _draw(segmentation, height, width)
 
 
@@ -44,15 +44,12 @@ def _draw(segmentation, height, width):
   return coco_mask.decode(runs)
 
 
-def check(segmentation: Any, height: int, width: int):
-  """Raises ValueError for a segmentation that cannot be drawn.
-
-  Run lengths are checked by faster_coco_eval. It does not check the coordinates of
-  polygons, and would draw distant ones for hours.
-  """
+def _check(segmentation, height, width):
+  """Raises ValueError for a segmentation that cannot be drawn."""
   try:
     found = msgspec.convert(segmentation, _Polygons | _Runs)
     if isinstance(found, list):
+      # faster_coco_eval does not check polygons, and draws distant ones for hours.
       for polygon in found:
         # An odd number of coordinates fails here.
         points = np.reshape(polygon, (-1, 2)) / (width, height)
@@ -77,27 +74,27 @@ def faults(found: annotation_files.Annotations) -> dict[int, str]:
     sizes = found.sizes[found.image].tolist()
     for i, (outline, size) in enumerate(zip(found.outlines, sizes)):
       try:
-        check(msgspec.json.decode(outline), *size)
+        _check(msgspec.json.decode(outline), *size)
       except ValueError as e:
         wrong[i] = str(e)
   return wrong
 
 
 def encode_image(
-  height: int, width: int, outlines: Sequence[tuple[int, bytes]]
-) -> list[bytes]:
+  height: int, width: int, outlines: Iterable[tuple[int, bytes]]
+) -> bytes:
   """Returns the objects, (id, `segmentation` as JSON) each, for `paint`."""
-  head = b'[%d,%d]' % (height, width)
-  return [head, *(b'[%d,%s]' % outline for outline in outlines)]
+  objects = b','.join(b'[%d,%s]' % outline for outline in outlines)
+  return b'[%d,%d,[%s]]' % (height, width, objects)
 
 
-def paint(encoded: Sequence[bytes]) -> bytes:
+def paint(encoded) -> bytes:
   """Returns the content of a panoptic PNG from the result of `encode_image`.
 
   Objects are numbered from 1 in the order given; 0 is the background. Where objects
   overlap, the smallest is on top.
   """
-  (height, width), *objects = map(json.loads, encoded)
+  height, width, objects = json.loads(np.asarray(encoded).item())
   masks = []
   for name, segmentation in objects:
     try:

@@ -4,13 +4,11 @@ The features have the names of TFDS's `coco`: 'image', 'image/id' and, for the n
 objects of an image, 'objects/bbox' float32 [n, 4] (ymin, xmin, ymax, xmax as
 shares of the image), 'objects/label' int64 [n], 'objects/area' float32 [n] in
 pixels, 'objects/is_crowd' bool [n], 'objects/id' int64 [n]. Data for panoptic
-segmentation have 'panoptic_image', see panoptic.py, and 'panoptic_objects/...' like
-'objects/...'. Without a panoptic file, the segments are painted from the outlines
-of the objects. Images without objects are examples like any other.
+segmentation have 'panoptic_image', see panoptic.py, and 'panoptic_objects/...'.
+Without a panoptic file, segments are painted from the outlines of the objects.
 """
 
 from collections.abc import Sequence
-import itertools
 import os
 from typing import NamedTuple
 
@@ -32,16 +30,14 @@ _PANOPTIC = (
 
 
 class AnnotatedSource(records.FolderSource):
-  """Images with objects; see the top of this module, and records.FolderSource.
-
-  `digest` is a hash of the annotations and the names of the images, `shapes` are
-  heights and widths, and `segments` the paths of panoptic PNGs, or None.
-  """
+  """Images with objects; see the top of this module, and records.FolderSource."""
 
   def __init__(self, columns, names, max_pixels, *, digest, shapes, segments, stuff):
     super().__init__(columns, names, max_pixels)
-    self._digest, self._shapes, self._segments = digest, shapes, segments
-    self.stuff = tuple(stuff)
+    self._digest = digest  # Hash of the annotations and the names of the images.
+    self._shapes = shapes  # Heights and widths.
+    self._segments = segments  # Paths of panoptic PNGs, or None.
+    self.stuff = stuff
 
   def fingerprint(self) -> dict:
     return {**records.Source.fingerprint(self), 'annotations': self._digest}
@@ -54,12 +50,11 @@ class AnnotatedSource(records.FolderSource):
     if SEGMENTS not in record:
       return record
     segments = record[SEGMENTS]
-    if segments.shape.rank == 0:  # A path.
+    if self._segments is not None:
       segments = tf.io.read_file(segments)
     else:
-      segments = tf.numpy_function(
-        segmentations.paint, [segments], tf.string, stateful=False
-      )
+      paint = segmentations.paint
+      segments = tf.numpy_function(paint, [segments], tf.string, stateful=False)
     return {**record, SEGMENTS: tf.ensure_shape(segments, [])}
 
   def store(self, workdir):
@@ -69,12 +64,7 @@ class AnnotatedSource(records.FolderSource):
 
 
 def open_split(
-  config,
-  root: str,
-  split: str,
-  features: Sequence[str],
-  class_names: Sequence[str] | None = None,
-  workdir=None,
+  config, root: str, split: str, features: Sequence[str], class_names=None, workdir=None
 ) -> AnnotatedSource:
   """Opens a split of a folder laid out as in layout.py; see sources.open_split."""
   available, kind = _OBJECTS, 'instances'
@@ -85,22 +75,16 @@ def open_split(
   parts = open_parts(root, split, kind, config.broken_boxes, class_names)
   usable, kept = _check_images(config, root, split, parts, workdir)
   classes = parts[0].found.classes if class_names is None else class_names
-  columns, names = {}, {}
-  for name in wanted:
-    if name == 'image':
-      columns[name] = usable[name]
-      continue
+  columns = {name: usable.get('image') for name in wanted}
+  for name in columns.keys() - {'image'}:
     column = tf.concat([part.column(name, classes) for part in parts], 0)
     columns[name] = tf.gather(column, kept)
-    if name.endswith('/label'):
-      names[name] = tuple(classes)
   hashes = [part.found.digest().encode() for part in parts]
-  digest = files.digest([*hashes, *(part.rows for part in parts), kept])
   return AnnotatedSource(
     columns,
-    names,
+    {name: tuple(classes) for name in wanted if name.endswith('/label')},
     config.max_image_pixels,
-    digest=digest,
+    digest=files.digest([*hashes, *(part.rows for part in parts), kept]),
     shapes=_sizes(parts)[kept],
     segments=usable.get(SEGMENTS),
     stuff=parts[0].found.stuff,
@@ -130,8 +114,7 @@ class Part(NamedTuple):
     if found.outlines is not None and name.startswith('panoptic'):
       # As `segmentations.paint` numbers the objects of each image.
       ids = np.concatenate([np.arange(n) + 1 for n in found.counts])
-    numbers = {name: i for i, name in enumerate(classes)}
-    table = np.array([numbers[name] for name in found.classes], np.int64)
+    table = np.array([list(classes).index(x) for x in found.classes], np.int64)
     values = {
       'bbox': self.shares,
       'label': table[found.label],
@@ -146,31 +129,18 @@ class Part(NamedTuple):
     """Returns paths of PNGs, or the objects to paint for each image taken."""
     if SEGMENTS in self.paths:
       return tf.constant(self.paths[SEGMENTS])
-    found = self.found
-    ends = np.cumsum(found.counts)
-    begins = ends - found.counts
-    rows = [
-      segmentations.encode_image(
-        *found.sizes[i], zip(found.ids[a:b], found.outlines[a:b])
-      )
-      for i, a, b in zip(self.rows, begins[self.rows], ends[self.rows])
+    found, ends = self.found, np.cumsum(self.found.counts)
+    objects = [
+      (*found.sizes[i], zip(found.ids[a:b], found.outlines[a:b]))
+      for i, a, b in zip(self.rows, (ends - found.counts)[self.rows], ends[self.rows])
     ]
-    return tf.RaggedTensor.from_row_lengths(
-      list(itertools.chain(*rows)), [len(row) for row in rows]
-    )
+    return tf.constant([segmentations.encode_image(*x) for x in objects])
 
 
 def open_parts(
-  root: str,
-  split: str,
-  kind: str,
-  broken_boxes: str,
-  class_names: Sequence[str] | None = None,
+  root: str, split: str, kind: str, broken_boxes: str, class_names=None
 ) -> list[Part]:
-  """Reads the annotations on all processes, which compare them.
-
-  See annotation_files.read for `kind`, and box_checks.check for `broken_boxes`.
-  """
+  """Reads the annotations, see annotation_files.read, on all processes."""
   parts = []
 
   def read():
@@ -210,9 +180,9 @@ def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
 def open_index(root, split, parts=None, feature='image', workdir=None):
   """Returns the index of the images of a split, and a function to check an image.
 
-  The function takes (path, max_pixels) and says why the image is broken or has
-  another size than in its annotations, '' if it is right. `parts` is what
-  open_parts returns, and `feature` is 'image' or SEGMENTS.
+  The function takes (path, max_pixels) and returns why the image is broken or of
+  another size than in its annotations, or ''. `parts` is the result of open_parts,
+  and `feature` is 'image' or SEGMENTS.
   """
   parts = parts or open_parts(root, split, 'instances', 'clip')
   ending = {'image': 'coco', SEGMENTS: 'segments'}[feature]

@@ -7,18 +7,13 @@ import time
 
 from vit_jax.data.lazy import tf
 
-# Seconds to wait before each new attempt to read.
-_DELAYS = (0.5, 2.0)
+_DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
 # Errors for which another attempt is useless.
 _LASTING = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def traced(function):
-  """Has TensorFlow trace a function of an encoded image once, for all pipelines.
-
-  Otherwise every new pipeline would build all of its branches again, which takes
-  as long as a few steps of a small model.
-  """
+  """Has TensorFlow trace a function of an encoded image once, for all pipelines."""
 
   @functools.cache
   def compiled():

@@ -19,13 +19,8 @@ _FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 def decode_errors() -> tuple[type[Exception], ...]:
   """Returns the errors of `decode`; a ValueError comes from Pillow in eager calls."""
-  errors = tf.errors
-  return (
-    errors.InvalidArgumentError,
-    errors.DataLossError,
-    errors.UnimplementedError,
-    ValueError,
-  )
+  found = tf.errors.InvalidArgumentError, tf.errors.DataLossError
+  return *found, tf.errors.UnimplementedError, ValueError
 
 
 @image_files.traced
@@ -37,8 +32,8 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
     channels: 3, or 1 for grey.
     size: (height, width) to which the caller will resize the image: a much
       larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`.
-    upright: whether to apply the EXIF orientation; False for maps of pixels and
-      images with annotations, which refer to the stored pixels.
+    upright: whether to apply the EXIF orientation; False where annotations refer to
+      the stored pixels.
 
   Raises:
     decode_errors(): if it is not an image, or a truncated one.
@@ -46,8 +41,7 @@ def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   turned = orientation.read(encoded) if upright else None
   ratio = None
   if size is not None:
-    shape = orientation.turn_shape(shape_of(encoded), turned)
-    ratio = jpeg.ratio(shape, size)
+    ratio = jpeg.ratio(orientation.turn_shape(shape_of(encoded), turned), size)
   return decode_window(encoded, channels, turned, ratio)
 
 
@@ -78,9 +72,7 @@ def _decode_other(encoded):
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
   depth = tf.strings.substr(head, 24, 1)
-  fast = tf.logical_and(
-    _is_png(encoded), tf.logical_or(depth == b'\x08', depth == b'\x10')
-  )
+  fast = _is_png(encoded) & ((depth == b'\x08') | (depth == b'\x10'))
   return tf.cond(
     fast,
     lambda: _on_white(tf.io.decode_png(encoded, channels=4)),
@@ -131,10 +123,9 @@ def _by_pillow(encoded, function, dtype, shape):
 
 @image_files.traced
 def shape_of(encoded):
-  """Returns height and width of an encoded image, int64 [2], from its header.
+  """Returns height and width of the stored pixels, int64 [2], from the header.
 
-  They refer to the stored pixels, without the EXIF orientation. Raises
-  decode_errors() if there is no image header.
+  Raises decode_errors() if there is no image header.
   """
 
   def of_png():
@@ -146,7 +137,7 @@ def shape_of(encoded):
   def of_jpeg():
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
-  has_header = tf.logical_and(_is_png(encoded), tf.strings.length(encoded) > 23)
+  has_header = _is_png(encoded) & (tf.strings.length(encoded) > 23)
   shape = tf.case(
     [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
     lambda: _by_pillow(encoded, lambda image: image.size[::-1], tf.int64, [2]),

@@ -1,9 +1,8 @@
 """An index: the images of a folder, and which of them can be decoded.
 
-An index of millions of images takes a few bytes more than their names. It is up to
-date as long as no folder has changed, which is checked without reading the files.
-The result of checking a file is valid as long as its size and modification time
-are the same.
+An index takes a few bytes more than the names of the images. It is up to date as long
+as no folder has changed, and the result of checking a file is valid as long as its
+size and modification time are the same.
 """
 
 import collections
@@ -26,12 +25,10 @@ from vit_jax.distributed import files
 # Status of a file: not checked; was decoded; cannot be decoded.
 UNKNOWN, DECODED, BROKEN = range(3)
 
-# Seconds between saves of the results of a check.
-_SAVE_EVERY = 60.0
+_SAVE_EVERY = 60.0  # Seconds between saves of the results of a check.
 _THREADS = 2 * (os.cpu_count() or 1)
 REMOTE_THREADS = 32
-# Number of files passed to the threads at a time.
-_BLOCK = 4096
+_BLOCK = 4096  # Number of files passed to the threads at a time.
 
 
 class Index:
@@ -43,13 +40,12 @@ class Index:
     folders: paths of the folders with images, relative to `top`; bytes.
     counts: int64 [f], number of images in each folder.
     order: uint32 [n], rows in the order of a hash of their names.
-    status: uint8 [n], see UNKNOWN.
+    status: uint8 [n], UNKNOWN, DECODED or BROKEN.
     stamps: uint64 [n], hash of size and time of each file when checked, or 0.
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
       every folder), 'ignored' (number of ignored entries, and the first),
       'bare' (direct subfolders that hold files but no image), 'broken' (reasons
-      by row), 'max_pixels' of the check, and 'sizes', a hash of the expected
-      sizes, if any.
+      by row), 'max_pixels' of the check, and 'sizes', a hash of expected sizes.
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
@@ -105,9 +101,8 @@ class Index:
   def check(self, rows, why: Callable, max_pixels: int, path=None) -> bool:
     """Checks the files of rows that were not checked before.
 
-    See checking.usable for `why` and `max_pixels`. The index is saved to `path`,
-    if any, about every minute. Returns whether any file was checked; raises
-    OSError if a file cannot be read, which does not count as broken.
+    See checking.usable for `why`, `max_pixels` and errors. The index is saved to
+    `path`, if any, about every minute. Returns whether any file was checked.
     """
     self.check_anew('max_pixels', max_pixels)
     rows = np.unique(rows[self.status[rows] == UNKNOWN])
@@ -153,15 +148,14 @@ class Index:
     Without `compare`, all count as unchanged.
     """
     kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
-    known = np.flatnonzero(old.status)
     if any(self.facts.get(k, fact) != fact for k, fact in kept.items()):
       return  # Results of another check.
-    if self._all_names() == old._all_names():
-      mine = theirs = known
-    else:
-      keys = _keys(self, np.arange(len(self))), _keys(old, known)
-      _, mine, theirs = np.intersect1d(*keys, return_indices=True)
-      theirs = known[theirs]
+    mine = theirs = np.flatnonzero(old.status)
+    if self._all_names() != old._all_names():
+      rows = {name: row for row, name in enumerate(self.names(np.arange(len(self))))}
+      found = zip(map(rows.get, old.names(theirs)), theirs.tolist())
+      pairs = [pair for pair in found if pair[0] is not None]
+      mine, theirs = np.array(pairs, np.int64).reshape(-1, 2).T
     new = self.status[mine] == UNKNOWN
     mine, theirs = mine[new], theirs[new]
     if compare:
@@ -181,23 +175,15 @@ class Index:
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
-    local = image_files.is_local(self.top)
-    threads = _THREADS if local else REMOTE_THREADS
-    some = -(-_BLOCK // (8 * threads))
-
-    def call(rows):
-      return list(map(function, self.paths(rows)))
-
+    threads = _THREADS if image_files.is_local(self.top) else REMOTE_THREADS
+    keys = dict(desc=title, total=len(rows), delay=3, leave=False, unit=' images')
     with (
       concurrent.futures.ThreadPoolExecutor(threads) as pool,
-      console.bar(
-        desc=title, total=len(rows), delay=3, leave=False, unit=' images'
-      ) as bar,
+      console.bar(**keys) as bar,
     ):
       for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
-        pieces = [block[i : i + some] for i in range(0, len(block), some)]
-        yield block, [x for found in pool.map(call, pieces) for x in found]
+        yield block, list(pool.map(function, self.paths(block)))
         bar.update(len(block))
 
   # --- On disk ---
@@ -253,15 +239,18 @@ class Index:
 
 
 class Paths(Sequence):
-  """The paths of a split's images as strings: (index, rows) pairs."""
+  """The paths of a split's images as strings; `parts` are (index, rows) pairs."""
 
   def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]):
     self.parts = list(parts)
-    self._ends = np.cumsum([len(rows) for _, rows in self.parts])
+    sizes = [len(rows) for _, rows in self.parts]
+    self._part = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    rows = [np.zeros(0, np.uint32), *(rows for _, rows in self.parts)]
+    self._rows = np.concatenate(rows)
     self._digest = None
 
   def __len__(self):
-    return int(self._ends[-1]) if len(self._ends) else 0
+    return len(self._rows)
 
   def __getitem__(self, i):
     if isinstance(i, slice):
@@ -272,43 +261,37 @@ class Paths(Sequence):
 
   def encoded(self, numbers) -> np.ndarray:
     """Returns the paths of some images, as an array of bytes objects."""
-    numbers = np.asarray(numbers, np.int64)
-    which = np.searchsorted(self._ends, numbers, side='right')
-    found = np.empty(len(numbers), object)
-    for k, (index, rows) in enumerate(self.parts):
-      mine = np.flatnonzero(which == k)
-      if len(mine):
-        begin = self._ends[k] - len(rows)
-        found[mine] = index.paths(rows[numbers[mine] - begin])
+    part, rows = self._part[numbers], self._rows[numbers]
+    found = np.empty(len(rows), object)
+    for k, (index, _) in enumerate(self.parts):
+      if (mine := part == k).any():
+        found[mine] = index.paths(rows[mine])
     return found
 
   def broken(self) -> dict[int, str]:
     """Returns why images are known to be broken, by number."""
-    found, begin = {}, 0
-    for index, rows in self.parts:
+    found = {}
+    for k, (index, rows) in enumerate(self.parts):
+      bad = index.status[rows] == BROKEN
+      numbers = np.flatnonzero(self._part == k)[bad].tolist()
       reasons = index.facts['broken']
-      for i in np.flatnonzero(index.status[rows] == BROKEN).tolist():
-        found[begin + i] = reasons.get(str(rows[i]), '')
-      begin += len(rows)
+      found |= {i: reasons.get(str(self._rows[i]), '') for i in numbers}
     return found
 
   def mark(self, found: dict[int, str]):
     """Marks images as broken: reasons by number, possibly of other processes."""
-    numbers, begin = np.array(list(found), np.int64), 0
-    for (index, rows), end in zip(self.parts, self._ends):
-      mine = numbers[(begin <= numbers) & (numbers < end)]
-      index.status[rows[mine - begin]] = BROKEN
-      for number in mine.tolist():
-        reasons = index.facts['broken']
-        reasons.setdefault(str(rows[number - begin]), found[number])
-      begin = end
+    for number, reason in found.items():
+      (index, _), row = self.parts[self._part[number]], self._rows[number]
+      index.status[row] = BROKEN
+      index.facts['broken'].setdefault(str(row), reason)
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
     """Returns the paths without the images of some numbers."""
     kept = np.ones(len(self), bool)
     kept[numbers] = False
-    masks = np.split(kept, self._ends[:-1])
-    return Paths((index, rows[mask]) for (index, rows), mask in zip(self.parts, masks))
+    return Paths(
+      (index, rows[kept[self._part == k]]) for k, (index, rows) in enumerate(self.parts)
+    )
 
   def store(self, workdir):
     """Writes indices that are not stored yet to the workdir of a run."""
@@ -360,16 +343,6 @@ def hash_order(names: Iterable[str]) -> list[int]:
   """Returns the order of names by their hash: a slice is a random sample."""
   hashes = [hash_name(name.encode()) for name in names]
   return sorted(range(len(hashes)), key=hashes.__getitem__)
-
-
-def _keys(index, rows) -> np.ndarray:
-  """Returns a hash of the names of rows, uint64 [n]."""
-  keys = np.empty(len(rows), np.uint64)
-  for start in range(0, len(rows), _BLOCK):
-    names = index.names(rows[start : start + _BLOCK])
-    digests = b''.join(hash_name(name)[:8] for name in names)
-    keys[start : start + _BLOCK] = np.frombuffer(digests, np.uint64)
-  return keys
 
 
 def _lines(names: Iterable[bytes]) -> bytes:

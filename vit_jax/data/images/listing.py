@@ -22,7 +22,6 @@ from vit_jax.data.lazy import tf
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
 ENDINGS = f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
-_LISTS = ('.txt', '.jsonl')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
 _TICK = 2.0
@@ -30,15 +29,14 @@ _TICK = 2.0
 
 def list_folder(root: str, base: str) -> index_lib.Index:
   """Lists the images of a split; OSError names a folder that cannot be read."""
-  top = os.path.join(root, base)
-  local = image_files.is_local(top)
+  top = os.fsencode(os.path.join(root, base))
   level, found = [b''], []
   with (
     concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
-      pieces = pool.map(lambda name: _scan(top, name, local), level)
+      pieces = pool.map(lambda name: _scan(top, name), level)
       level = []
       for piece in pieces:
         found.append(piece)
@@ -47,48 +45,43 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   found.sort(key=lambda piece: piece.name)
   holding = [piece for piece in found if piece.count]
   others = [other for piece in found for other in piece.others]
-  ignored = sum(piece.ignored for piece in found)
   bare = [
     image_files.display(piece.name)
     for piece in found
-    if not piece.count and (piece.ignored or piece.inner)
+    if not piece.count and (piece.others or piece.inner)
     if piece.name and b'/' not in piece.name
   ]
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
-    'ignored': [ignored, *map(image_files.display, others[:1])],
+    'ignored': [len(others), *map(image_files.display, others[:1])],
     'bare': bare,
     'broken': {},
   }
-  return index_lib.Index(
-    root,
-    base,
-    [piece.name for piece in holding],
-    [piece.count for piece in holding],
-    b''.join(piece.names for piece in holding),
-    _order(b''.join(piece.digests for piece in holding)),
-    facts,
-  )
+  names = b''.join(piece.names for piece in holding)
+  digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
+  order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
+  folders, counts = [x.name for x in holding], [x.count for x in holding]
+  return index_lib.Index(root, base, folders, counts, names, order, facts)
 
 
 class _Piece(NamedTuple):
-  """The content of one folder."""
+  """The content of one folder; names are relative to the folder of the split."""
 
   name: bytes
-  time: int
-  count: int
-  names: bytes
-  digests: bytes
-  inner: list[bytes]
-  ignored: int
-  others: list[bytes]
+  time: int  # Of the last change.
+  count: int  # Of images.
+  names: bytes  # Of images, each followed by a zero byte.
+  digests: bytes  # By which images are ordered, 16 bytes each.
+  inner: list[bytes]  # Folders.
+  others: list[bytes]  # Ignored entries.
 
 
-def _scan(top, name, local) -> _Piece:
+def _scan(top, name) -> _Piece:
   """Lists one folder."""
-  path = os.path.join(os.fsencode(top), name) if name else os.fsencode(top)
-  listing = _local_entries if local else _remote_entries
+  path = os.path.join(top, name) if name else top
+  local = image_files.is_local(path)
+  entries = _local_entries if local else _remote_entries
   changed = image_files.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
@@ -96,17 +89,17 @@ def _scan(top, name, local) -> _Piece:
 
   def look(path):
     found, inner, others = [], [], []
-    for entry, is_file, is_folder, is_link in listing(path):
+    for entry, is_file, is_folder, is_link in entries(path):
       if entry.startswith(b'.'):
         continue
-      image = is_image(entry)
+      image = _is_image(entry)
       if image and is_file:
         found.append(entry)
       elif not image and is_folder and not (is_link and _is_loop(top, prefix + entry)):
         inner.append(prefix + entry)
       else:
-        others.append(entry)
-    return sorted(found), sorted(inner), others
+        others.append(prefix + entry)
+    return sorted(found), sorted(inner), sorted(others)
 
   found, inner, others = image_files.retried(path, look)
   return _Piece(
@@ -116,8 +109,7 @@ def _scan(top, name, local) -> _Piece:
     names=b''.join(x + b'\0' for x in found),
     digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in found),
     inner=inner,
-    ignored=len(others),
-    others=[prefix + min(others)] if others else [],
+    others=others,
   )
 
 
@@ -125,9 +117,8 @@ def _local_entries(path):
   """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
-      if entry.is_symlink():
-        target = entry.path
-        yield entry.name, os.path.isfile(target), os.path.isdir(target), True
+      if entry.is_symlink():  # Which may lead nowhere, or to itself.
+        yield entry.name, os.path.isfile(entry.path), os.path.isdir(entry.path), True
       else:
         yield entry.name, entry.is_file(), entry.is_dir(), False
 
@@ -137,14 +128,14 @@ def _remote_entries(path):
   for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
     name = entry.rstrip(b'/')
     is_folder = entry != name or (
-      not is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
+      not _is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
     )
     yield name, not is_folder, is_folder, False
 
 
 def _is_loop(top, name) -> bool:
   """Returns whether a link leads to a folder that contains the link."""
-  top, parts = os.fsencode(top), name.split(b'/')
+  parts = name.split(b'/')
   real = os.path.realpath(os.path.join(top, name))
   above = (b'/'.join(parts[:i]) for i in range(len(parts)))
   return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
@@ -156,10 +147,6 @@ def expand(paths: Sequence[str]) -> list[str]:
   A folder stands for all images below it, sorted; a pattern with *, ? or [ ] for
   the files and folders that match; a list (.txt, or .jsonl with the key `image`
   or `path`) for its paths, relative to the folder of the list.
-
-  Raises:
-    FileNotFoundError: if a folder or a pattern has no images.
-    ValueError: if a line of a list is wrong.
   """
   found = []
   for path in paths:
@@ -173,7 +160,7 @@ def expand(paths: Sequence[str]) -> list[str]:
       if not matches:
         raise FileNotFoundError(f"no file matches '{path}'")
       found += expand(matches)
-    elif path.endswith(_LISTS):
+    elif path.endswith(('.txt', '.jsonl')):
       found += _listed(path)
     else:
       found.append(path)
@@ -201,12 +188,5 @@ def _listed(path) -> list[str]:
   return found
 
 
-def is_image(name: bytes) -> bool:
-  """Returns whether a name has the ending of an image file."""
+def _is_image(name: bytes) -> bool:
   return name.lower().endswith(_ENDINGS)
-
-
-def _order(digests: bytes) -> np.ndarray:
-  """Returns the order of digests of 16 bytes each, uint32 [n]."""
-  words = np.frombuffer(digests, '>u8').reshape(-1, 2).astype(np.uint64)
-  return np.lexsort((words[:, 1], words[:, 0])).astype(np.uint32)

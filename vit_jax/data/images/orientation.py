@@ -8,8 +8,7 @@ from 1 to 8 that says how to turn and mirror them:
   3: by 180 degrees              7: swap rows and columns, then by 180 degrees
   4: mirror up and down          8: by 90 degrees counter-clockwise
 
-None in place of a number leaves pixels as stored, and adds no operation to a
-pipeline.
+None in place of a number leaves pixels as stored.
 """
 
 import io
@@ -20,8 +19,7 @@ from PIL import ExifTags, Image, JpegImagePlugin
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 
-# Orientation - 1 -> which axes (y, x) to reverse. Rows and columns of 5 to 8 are
-# swapped first.
+# Orientation - 1 -> which axes (y, x) to reverse, after swapping those of 5 to 8.
 _REVERSED = (
   (False, False), (False, True), (True, True), (True, False),
 ) * 2  # fmt: skip
@@ -49,13 +47,12 @@ def as_stored(encoded):
 
 def _renamed(encoded, name):
   """Renames the section of EXIF data in an encoded image."""
-  patterns = r'Exif(\x00\x00)', 'eXIf|EXIF'  # In JPEG; in PNG and in WebP.
-  names = rf'{name}\1', name
-  in_jpeg, elsewhere = (
-    lambda pair=pair: tf.strings.regex_replace(encoded, *pair, False)
-    for pair in zip(patterns, names)
+  replace = tf.strings.regex_replace
+  return tf.cond(
+    tf.io.is_jpeg(encoded),
+    lambda: replace(encoded, r'Exif(\x00\x00)', rf'{name}\1', False),
+    lambda: replace(encoded, 'eXIf|EXIF', name, False),  # In PNG and in WebP.
   )
-  return tf.cond(tf.io.is_jpeg(encoded), in_jpeg, elsewhere)
 
 
 def _read(encoded) -> np.int32:

@@ -21,21 +21,19 @@ a {} in a video game.
 art of the {}.
 a photo of the small {}.
 """
-# Kinds of photographs, of which CLIP has sentences with "a" and with "the".
+# Completes "a ... photo of a {}." and "a ... photo of the {}.".
 _PHOTOS = (
   'bad', 'low resolution', 'cropped', 'bright', 'clean', 'dirty', 'dark', 'cool',
   'close-up', 'black and white', 'pixelated', 'jpeg corrupted', 'blurry', 'good',
   'large', 'small', 'nice', 'weird', '',
 )  # fmt: skip
-# Adjectives that follow: "a photo of a clean {}".
+# Of these, in "a photo of a ... {}." instead.
 _OF = ('clean', 'dirty', 'cool', 'large', 'small', 'nice', 'weird')
-# Other kinds of pictures, of "a {}" and of "the {}".
 _PICTURES = (
   'a sculpture of', 'a rendering of', 'graffiti of', 'a tattoo of',
   'a drawing of', 'a painting of', 'a doodle of', 'a sketch of',
   'a rendition of', 'art of', 'itap of',
 )  # fmt: skip
-# Materials, of "a ... {}" and "the ... {}".
 _MADE_OF = ('embroidered', 'plastic', 'origami', 'toy', 'cartoon', 'plushie')
 _OTHERS = """
 a photo of many {}.
@@ -55,19 +53,15 @@ def _photo(kind, article):
   return f'a {kind} photo of {article} {{}}.'.replace('  ', ' ')
 
 
-def _full():
-  both = ('a', 'the')
-  return [
-    *(_photo(kind, article) for kind in _PHOTOS for article in both),
-    *(f'{kind} {article} {{}}.' for kind in _PICTURES for article in both),
-    *(f'{article} {kind} {{}}.' for kind in _MADE_OF for article in both),
-    *_OTHERS.strip().splitlines(),
-  ]
-
-
+_BOTH = ('a', 'the')
 TEMPLATES = {
   'short': tuple(_SHORT.strip().splitlines()),
-  'full': tuple(_full()),
+  'full': (
+    *(_photo(kind, article) for kind in _PHOTOS for article in _BOTH),
+    *(f'{kind} {article} {{}}.' for kind in _PICTURES for article in _BOTH),
+    *(f'{article} {kind} {{}}.' for kind in _MADE_OF for article in _BOTH),
+    *_OTHERS.strip().splitlines(),
+  ),
 }
 
 

@@ -33,6 +33,7 @@ from etils import epath
 import numpy as np
 
 from vit_jax import console
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 from vit_jax.weights import fetch, hub
 
@@ -41,8 +42,7 @@ SPECIAL = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]')
 # Files next to a tokenizer.json on Hugging Face that name special tokens.
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
 _START, _END = '<|startoftext|>', '<|endoftext|>'
-# What tensorflow_text splits words at and keeps, as a pattern: punctuation of ASCII
-# and Unicode, and Chinese characters.
+# What tensorflow_text splits words at and keeps: punctuation and Chinese characters.
 _KEPT = (
   r'[!-/:-@\[-`{-~\p{P}\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF'
   '\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]'
@@ -53,10 +53,9 @@ _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer(abc.ABC):
-  """Base of the tokenizers: reads the vocabulary, truncates and pads.
+  """Base class: reads the vocabulary at `vocab_path`, and pads rows to `max_len`.
 
-  Two tokenizers are equal if their fields are. A pickle holds only `vocab_path` and
-  `max_len`, and reads the vocabulary again when it is loaded.
+  A pickle holds only these two fields; loading it reads the vocabulary again.
 
   Raises OSError if the vocabulary cannot be read, and ValueError if it is of another
   kind or `max_len` is below 2.
@@ -65,7 +64,7 @@ class Tokenizer(abc.ABC):
   vocab_path: str
   max_len: int
 
-  # What a vocabulary is, the name of its file on the Hub, and the package to read it.
+  # Description of a vocabulary, its file name on the Hub, and the package to read it.
   _kind: ClassVar[str]
   _file: ClassVar[str]
   _package: ClassVar[str] = 'tokenizers'
@@ -80,7 +79,7 @@ class Tokenizer(abc.ABC):
     path, content = self._read()
     try:
       attributes = {'_content': content, **self._load(package, path, content)}
-    except Exception as e:  # The packages raise various classes of errors.
+    except Exception as e:  # The packages do not document their errors.
       raise ValueError(
         f"vocab_path='{self.vocab_path}' is not {self._kind}: {e}"
       ) from e
@@ -107,15 +106,12 @@ class Tokenizer(abc.ABC):
 
     Python computes them, so the graph cannot be exported.
     """
-    import tensorflow as tf  # Only here: a server needs no TensorFlow.
 
     def tokenize(value):  # Bytes in a graph, else an array of them.
-      value = value.item() if isinstance(value, np.ndarray) else value
-      return self([value])[0]
+      return self([value.item() if isinstance(value, np.ndarray) else value])[0]
 
-    tokens = tf.numpy_function(
-      tokenize, [tf.convert_to_tensor(text)], tf.int32, stateful=False
-    )
+    text = tf.convert_to_tensor(text)
+    tokens = tf.numpy_function(tokenize, [text], tf.int32, stateful=False)
     return tf.ensure_shape(tokens, [self.max_len])
 
   def content(self) -> bytes:
@@ -151,18 +147,14 @@ class Tokenizer(abc.ABC):
 class BertTokenizer(Tokenizer):
   """BERT's tokenizer: [CLS], then the pieces of lower-case words.
 
+  The vocabulary is a text file with token i in line i: LiT's `<name>.txt`, or the
+  `vocab.txt` of a lower-case model.
+
   Words are split as by tensorflow_text's BertTokenizer with `lower_case=True`, which
   the original uses: NFKC case folding, so that "℃" becomes "°c" and "ﬁ" "fi",
-  without accents and invisible characters. They are cut into the longest pieces
-  that the vocabulary has (WordPiece; Devlin et al., NAACL 2019). There is no [SEP].
-  Tokens are truncated to `max_len`, and padded with 0. Names of special tokens in a
-  string, such as '[CLS]', are ordinary words.
-
-  Attributes:
-    vocab_path: a text file with token i in line i: LiT's `<name>.txt`, or the
-      `vocab.txt` of a lower-case model.
-    max_len: tokens of a row, with [CLS].
-    cls_token: the number of [CLS].
+  without accents and invisible characters. They are cut into the longest pieces in
+  the vocabulary (WordPiece; Devlin et al., NAACL 2019). There is no [SEP], and names
+  of special tokens in a string, such as '[CLS]', are ordinary words.
   """
 
   cls_token: int = dataclasses.field(init=False)
@@ -194,11 +186,9 @@ class BertTokenizer(Tokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class HuggingFaceBertTokenizer(BertTokenizer):
-  """BERT's tokenizer with the words of Hugging Face's and BERT's own code.
+  """BertTokenizer with words split as by Hugging Face and BERT's own code.
 
-  See BertTokenizer. Computes the same as Hugging Face's BertTokenizer without
-  [SEP], for models trained with it: words become lower case without NFKC, so that
-  "℃" and "ﬁ" stay one character.
+  Words become lower case without NFKC, so that "℃" and "ﬁ" stay one character.
   """
 
   def _splitter(self, package):
@@ -210,13 +200,8 @@ class HuggingFaceBertTokenizer(BertTokenizer):
 class SentencepieceTokenizer(Tokenizer):
   """SentencePiece (Kudo and Richardson, EMNLP 2018), with </s> at the end.
 
-  Tokens are truncated to `max_len` - 1 and padded with </s>, so that the last token
-  is always </s>, which LiT's text towers read out.
-
-  Attributes:
-    vocab_path: a SentencePiece model, such as LiT's `<name>.model`.
-    max_len: tokens of a row, with the last one.
-    eos_token: the number of </s>.
+  The last token is always </s>, which LiT's text towers read out. The vocabulary is a
+  SentencePiece model, such as LiT's `<name>.model`.
   """
 
   eos_token: int = dataclasses.field(init=False)
@@ -241,14 +226,8 @@ class SiglipTokenizer(SentencepieceTokenizer):
   """SigLIP's tokenizer: SentencePiece of lower-case text without punctuation.
 
   Computes the same as Hugging Face's class of this name with
-  `padding='max_length', truncation=True`; the published models have 64 tokens.
-  Names of special tokens in a string, such as '</s>', are ordinary text (there:
-  `split_special_tokens=True`).
-
-  Attributes:
-    vocab_path: the `spiece.model` of a model.
-    max_len: tokens of a row, with </s> at the end.
-    eos_token: the number of </s>, which is also the padding.
+  `padding='max_length', truncation=True, split_special_tokens=True`; the published
+  models have 64 tokens.
   """
 
   def _load(self, package, path, content):
@@ -256,9 +235,9 @@ class SiglipTokenizer(SentencepieceTokenizer):
     return {**found, '_skipped': len(found['_model'].encode('<unk>'))}
 
   def _tokens(self, text):
-    # As there, '▁', which SentencePiece writes for a space, begins the text, so
-    # that white space after it is not stripped. A word in front decides between
-    # pieces of equal scores: of 'aaa' these are 'a', 'aa' and 'aa', 'a'.
+    # As in Hugging Face's: '▁', SentencePiece's space, begins the text, so that white
+    # space after it is not stripped. The word in front decides between pieces of
+    # equal scores: 'aaa' can be 'a', 'aa' or 'aa', 'a'.
     text = '▁' + text.replace('▁', ' ')
     text = re.sub(r'\s+', ' ', text.lower().translate(_NO_PUNCTUATION)).strip()
     pieces = self._model.encode('<unk>' + text)[self._skipped :]
@@ -272,13 +251,8 @@ class ClipTokenizer(Tokenizer):
   Computes the same as Hugging Face's CLIPTokenizer with
   `padding='max_length', truncation=True`; the published models have 77 tokens.
   A truncated string keeps its end token. Names of special tokens in a string are
-  these tokens, as in CLIP's own code.
-
-  Attributes:
-    vocab_path: the `tokenizer.json` of a model. The padding is the one named in
-      Hugging Face's files next to it, else the end token.
-    max_len: tokens of a row, with the first and the last.
-    eos_token: the number of <|endoftext|>.
+  these tokens, as in CLIP's own code. The padding is the one named in Hugging Face's
+  files next to `tokenizer.json`, else the end token.
   """
 
   eos_token: int = dataclasses.field(init=False)
@@ -292,21 +266,15 @@ class ClipTokenizer(Tokenizer):
       'pad_token', _END
     )
     start, end, number = _numbers(tokenizer.token_to_id, _START, _END, padding)
-    tokenizer.no_truncation()
     tokenizer.enable_padding(pad_id=number, pad_token=padding)
     content = tokenizer.to_str().encode()  # With the padding.
     tokenizer.no_padding()
-    return {
-      'eos_token': end,
-      '_start': start,
-      '_padding': number,
-      '_tokenizer': tokenizer,
-      '_content': content,
-    }
+    values = {'eos_token': end, '_start': start, '_padding': number}
+    return {**values, '_tokenizer': tokenizer, '_content': content}
 
   def _tokens(self, text):
-    pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
-    return [self._start, *pieces[: self.max_len - 2], self.eos_token]
+    tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+    return [self._start, *tokens[: self.max_len - 2], self.eos_token]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,14 +282,9 @@ class Siglip2Tokenizer(Tokenizer):
   """SigLIP 2's tokenizer: Gemma's byte pairs of lower-case text, then <eos>.
 
   Computes the same as Hugging Face's class of this name with
-  `padding='max_length', truncation=True`, which ends texts with <eos>; the
-  published models have 64 tokens. There is no <bos>, and a truncated string keeps
-  its <eos>. Names of special tokens in a string are these tokens.
-
-  Attributes:
-    vocab_path: the `tokenizer.json` of a model.
-    max_len: tokens of a row, with <eos>.
-    eos_token: the number of <eos>.
+  `padding='max_length', truncation=True`; the published models have 64 tokens.
+  There is no <bos>, and a truncated string keeps its <eos>. Names of special tokens
+  in a string are these tokens.
   """
 
   eos_token: int = dataclasses.field(init=False)
@@ -332,7 +295,6 @@ class Siglip2Tokenizer(Tokenizer):
   def _load(self, package, path, content):
     tokenizer = _from_json(package, content)
     end, padding = _numbers(tokenizer.token_to_id, '<eos>', '<pad>')
-    tokenizer.no_truncation()
     tokenizer.no_padding()
     normalizers = package.normalizers
     before = [tokenizer.normalizer] if tokenizer.normalizer else []
@@ -340,8 +302,8 @@ class Siglip2Tokenizer(Tokenizer):
     return {'eos_token': end, '_padding': padding, '_tokenizer': tokenizer}
 
   def _tokens(self, text):
-    pieces = self._tokenizer.encode(text, add_special_tokens=False).ids
-    return [*pieces[: self.max_len - 1], self.eos_token]
+    tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
+    return [*tokens[: self.max_len - 1], self.eos_token]
 
 
 TOKENIZERS = {
@@ -357,34 +319,29 @@ TOKENIZERS = {
 def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
   """Returns a class of TOKENIZERS, to be called with vocab_path and max_len."""
   if tokenizer_name not in TOKENIZERS:
+    known = ', '.join(map(repr, TOKENIZERS))
     raise ValueError(
-      f'tokenizer_name={tokenizer_name!r} is unknown: give one of '
-      f'{", ".join(map(repr, TOKENIZERS))}'
+      f'tokenizer_name={tokenizer_name!r} is unknown: give one of {known}'
     )
   return TOKENIZERS[tokenizer_name]
 
 
 def word_vocabulary(texts: Iterable[str]) -> list[str]:
-  """Makes a vocabulary for BertTokenizer, of whole words, for small experiments.
+  """Makes a vocabulary of whole words for BertTokenizer, for small experiments.
 
-  It has SPECIAL first, then all characters of the strings and their `##` forms,
-  then all words, the most frequent first, words of equal frequency alphabetically.
-  So words of the strings are one token each, and other words of the same characters
-  are spelt. The place of a token is its number.
+  It has SPECIAL, then all characters of the strings and their `##` forms, then all
+  words by frequency. Words of the strings are one token each, and other words of the
+  same characters are spelt.
   """
   package = console.needed('tokenizers', 'text', 'word_vocabulary')
   words_of = _words_of_tensorflow_text(package)
   counts = collections.Counter(
     word for text in _listed(texts) for word in words_of(text)
   )
-  characters = sorted({character for word in counts for character in word})
+  characters = sorted(set(''.join(counts)))
+  inner = [f'##{character}' for character in characters]
   words = sorted(counts, key=lambda word: (-counts[word], word))
-  return [
-    *SPECIAL,
-    *characters,
-    *(f'##{character}' for character in characters),
-    *(word for word in words if len(word) > 1),
-  ]
+  return [*SPECIAL, *characters, *inner, *(x for x in words if len(x) > 1)]
 
 
 def write_vocabulary(path, vocabulary: Sequence[str]):
@@ -407,13 +364,9 @@ def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
     ]
   )
   split = package.pre_tokenizers.Split
-  words_of = _split_by(
-    package.pre_tokenizers.Sequence(
-      # White space of ASCII only; NFKC has made spaces of most others.
-      [split(regex('[\t\n\f\r ]+'), 'removed'), split(regex(_KEPT), 'isolated')]
-    ),
-    normalizer,
-  )
+  # White space of ASCII only; NFKC has made spaces of most others.
+  splits = split(regex('[\t\n\f\r ]+'), 'removed'), split(regex(_KEPT), 'isolated')
+  words_of = _split_by(package.pre_tokenizers.Sequence(list(splits)), normalizer)
 
   def words(text):
     for _ in range(2):  # Folding can make characters that NFKC changes.
@@ -430,10 +383,11 @@ def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
 
 
 def _from_json(package, content):
-  """Returns the package's Tokenizer of a tokenizer.json."""
+  """Returns the package's Tokenizer of a tokenizer.json, without truncation."""
   tokenizer = package.Tokenizer.from_buffer(content)
   if dropout := getattr(tokenizer.model, 'dropout', None):
     raise ValueError(f'dropout={dropout} makes tokens random; set it to null')
+  tokenizer.no_truncation()
   return tokenizer
 
 
@@ -461,7 +415,5 @@ def _listed(texts) -> list[str]:
   if hasattr(texts, 'numpy'):  # A tensor of TensorFlow.
     texts = texts.numpy()
   if isinstance(texts, str | bytes):
-    raise ValueError(
-      f'texts={texts!r} is a single string: give a list of strings, [text]'
-    )
+    raise ValueError(f'texts={texts!r} is a single string: give a list, [text]')
   return [x.decode(errors='replace') if isinstance(x, bytes) else x for x in texts]
