@@ -242,15 +242,6 @@ def test_boxes_and_masks_follow_the_image():
       hull = (y.min(), x.min(), y.max() + 1, x.max() + 1)
       np.testing.assert_allclose(moved, hull, atol=1.6)
   assert seen > 12
-  # A box outside of the part is dropped, one at its edge is clipped.
-  drawn = geometry.whole((120, 160), tf.constant([40, 40]))._replace(
-    window=tf.constant([60, 80, 40, 40])
-  )
-  found, kept = geometry.to_boxes(
-    np.array([box, (0, 0, 59, 79)]) / [120, 160, 120, 160], drawn
-  )
-  assert kept.numpy().tolist() == [True, False]
-  np.testing.assert_allclose(found[0], [0, 0, 0.5, 0.75], atol=1e-6)
 
 
 def test_a_part_of_a_jpeg_is_that_of_the_whole_image():

@@ -122,9 +122,8 @@ def _blend(start, image, factor):
 
 def rotate(image, degrees):
   """Rotates about the centre, counter-clockwise."""
-  height, width, _ = image.shape
   angle = degrees * (math.pi / 180)
-  return _move(image, geometry.rotation(angle, height, width))
+  return _move(image, geometry.rotation(angle, *image.shape[:2]))
 
 
 def _mover(place):
@@ -181,10 +180,6 @@ def _posterize_bits(magnitude):
   return 8 - min((8 - int(magnitude / 10 * 4)) % 256, 7)
 
 
-def _solarize_threshold(magnitude):
-  return int(magnitude / 10 * 256) % 256  # uint8, as in big_vision.
-
-
 def _factor(magnitude):
   return magnitude / 10 * 1.8 + 0.1  # .1 at magnitude 0, 1 at 5, 1.9 at 10.
 
@@ -211,7 +206,7 @@ OPERATIONS = {
   'Invert': lambda image, magnitude, seed: invert(image),
   'Rotate': _either_way(rotate, 3.0),
   'Posterize': _by(posterize, _posterize_bits),
-  'Solarize': _by(solarize, _solarize_threshold),
+  'Solarize': _by(solarize, lambda magnitude: int(magnitude / 10 * 256) % 256),
   'Color': _by(color, _factor),
   'Contrast': _by(contrast, _factor),
   'Brightness': _by(brightness, _factor),

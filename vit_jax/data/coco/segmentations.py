@@ -88,13 +88,13 @@ def encode_image(
   return b'[%d,%d,[%s]]' % (height, width, objects)
 
 
-def paint(encoded) -> bytes:
+def paint(encoded: bytes) -> bytes:
   """Returns the content of a panoptic PNG from the result of `encode_image`.
 
   Objects are numbered from 1 in the order given; 0 is the background. Where objects
   overlap, the smallest is on top.
   """
-  height, width, objects = json.loads(np.asarray(encoded).item())
+  height, width, objects = json.loads(encoded)
   masks = []
   for name, segmentation in objects:
     try:

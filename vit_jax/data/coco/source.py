@@ -17,7 +17,7 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data import checking, records, slices
 from vit_jax.data.coco import annotation_files, box_checks, layout, segmentations
-from vit_jax.data.images import images, index as index_lib
+from vit_jax.data.images import image_files, images, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files, processes
 
@@ -49,13 +49,12 @@ class AnnotatedSource(records.FolderSource):
     record = super().read(record)
     if SEGMENTS not in record:
       return record
-    segments = record[SEGMENTS]
     if self._segments is not None:
-      segments = tf.io.read_file(segments)
+      segments = tf.io.read_file(record[SEGMENTS])
     else:
       paint = segmentations.paint
-      segments = tf.numpy_function(paint, [segments], tf.string, stateful=False)
-    return {**record, SEGMENTS: tf.ensure_shape(segments, [])}
+      segments = image_files.in_python(paint, record[SEGMENTS], tf.string, [])
+    return {**record, SEGMENTS: segments}
 
   def store(self, workdir):
     super().store(workdir)
@@ -206,21 +205,15 @@ def _check_images(config, root, split, parts, workdir):
 
   With segments, an image is usable if its PNG is, too.
   """
-  found, fine = {}, {}
+  indices, fine = {}, []
+  where, keys = f'{root}/{split}', (config.broken_images, config.max_image_pixels)
   for feature in parts[0].paths:
     index, why = open_index(root, split, parts, feature, workdir)
-    found[feature] = checking.usable(
-      [(index, index.order)],
-      f'{root}/{split}',
-      config.broken_images,
-      config.max_image_pixels,
-      workdir=workdir,
-      why=why,
-    )
-    [(_, rows)] = found[feature].parts
-    fine[feature] = np.isin(index.order, rows)
-  kept = np.logical_and.reduce(list(fine.values()))
-  for feature in found:
-    lost = np.flatnonzero(~kept[fine[feature]])
-    found[feature] = found[feature].without(lost)
-  return found, np.flatnonzero(kept)
+    views = [(index, index.order)]
+    found = checking.usable(views, where, *keys, workdir=workdir, why=why)
+    [(_, rows)] = found.parts
+    fine.append(np.isin(index.order, rows))
+    indices[feature] = index
+  kept = np.logical_and.reduce(fine)
+  paths = {k: index_lib.Paths([(x, x.order[kept])]) for k, x in indices.items()}
+  return paths, np.flatnonzero(kept)

@@ -5,6 +5,8 @@ import os
 import re
 import time
 
+import numpy as np
+
 from vit_jax.data.lazy import tf
 
 _DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
@@ -28,6 +30,16 @@ def traced(function):
     return compiled()(tf.convert_to_tensor(encoded), *args, **kwargs)
 
   return call
+
+
+def in_python(function, encoded, dtype, shape):
+  """Calls a Python function of bytes, a string scalar, in a TensorFlow graph."""
+
+  def call(value):  # Bytes in a graph, else an array of them.
+    return function(value.item() if isinstance(value, np.ndarray) else value)
+
+  found = tf.numpy_function(call, [encoded], dtype, stateful=False)
+  return tf.ensure_shape(found, shape)
 
 
 def display(path) -> str:

@@ -107,8 +107,6 @@ def _by_pillow(encoded, function, dtype, shape):
   """Returns function(image), of a dtype and shape, for a lazily opened PIL image."""
 
   def call(encoded):
-    if isinstance(encoded, np.ndarray):  # In eager calls.
-      encoded = encoded.item()
     try:
       with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
         return np.asarray(function(image), dtype.as_numpy_dtype)
@@ -117,8 +115,7 @@ def _by_pillow(encoded, function, dtype, shape):
     except Exception as e:  # Pillow does not document its readers' errors.
       raise ValueError('not an image of a known format, or truncated') from e
 
-  found = tf.numpy_function(call, [encoded], dtype, stateful=False)
-  return tf.ensure_shape(found, shape)
+  return image_files.in_python(call, encoded, dtype, shape)
 
 
 @image_files.traced

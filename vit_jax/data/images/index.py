@@ -121,7 +121,7 @@ class Index:
       if path and began - saved >= pause:
         self.save(path)
         saved = time.monotonic()
-        pause = max(_SAVE_EVERY, 10 * (saved - began))
+        pause = max(_SAVE_EVERY, 10 * (saved - began))  # Saving takes a tenth at most.
         done = np.searchsorted(rows, block[-1], side='right')
         console.say(f'Checked and saved {done:,} of {len(rows):,} images.')
     if len(rows):

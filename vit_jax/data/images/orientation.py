@@ -28,15 +28,13 @@ _REVERSED = (
 @image_files.traced
 def read(encoded):
   """Returns the orientation in an encoded image, int32 scalar; 1 by default."""
-
-  def look():
-    found = tf.numpy_function(_read, [encoded], tf.int32, stateful=False)
-    return tf.ensure_shape(found, [])
-
   # Files without EXIF data, the most common ones, need no Python.
   rest = _renamed(encoded, '')
-  may_have = tf.strings.length(rest) < tf.strings.length(encoded)
-  return tf.cond(may_have, look, lambda: tf.constant(1))
+  return tf.cond(
+    tf.strings.length(rest) < tf.strings.length(encoded),
+    lambda: image_files.in_python(_read, encoded, tf.int32, []),
+    lambda: tf.constant(1),
+  )
 
 
 @image_files.traced
@@ -56,8 +54,6 @@ def _renamed(encoded, name):
 
 
 def _read(encoded) -> np.int32:
-  if isinstance(encoded, np.ndarray):  # In eager calls.
-    encoded = encoded.item()
   file = io.BytesIO(encoded)
   try:
     if encoded.startswith(b'\xff\xd8'):
