@@ -106,14 +106,6 @@ def draw(count, mixup, cutmix, size=(1, 1)):
   return np.asarray(got['label'][:, 0, 0]), np.asarray(got['image'][:, 0, ..., 0])
 
 
-def test_the_share_of_mixup_is_a_folded_beta():
-  p = 0.2
-  label, _ = draw(2000, p, 0)
-  beta = stats.beta(p, p)
-  cdf = lambda a: np.where(a < 0.5, 0, beta.cdf(a) - beta.cdf(1 - a))
-  assert stats.kstest(label, cdf).pvalue > 0.01
-
-
 def test_the_area_of_the_box_follows_from_a_beta():
   p, height, width = 0.5, 64, 48
   label, pixels = draw(1500, 0, p, (height, width))
@@ -137,13 +129,17 @@ def test_the_area_of_the_box_follows_from_a_beta():
   assert np.abs(below - want).max() < 1.63 / np.sqrt(len(sides)) + 0.01
 
 
-def test_one_of_the_two_is_drawn_and_the_middle_of_the_box_is_any_pixel():
-  _, pixels = draw(8000, 1.0, 1.0, (8, 8))
+def test_draws_of_mixup_and_cutmix():
+  """One of the two, a share of a folded beta, and a box about any pixel."""
+  p = 0.8
+  _, pixels = draw(6000, p, 1.0, (8, 8))
   low, high = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
   mixed = (0 < low) & (low < 1)
-  assert 3800 < mixed.sum() < 4200
+  assert 2850 < mixed.sum() < 3150
   np.testing.assert_array_equal(low[mixed], high[mixed])
-  assert low[mixed].min() >= 0.5
+  beta = stats.beta(p, p)
+  cdf = lambda a: np.where(a < 0.5, 0, beta.cdf(a) - beta.cdf(1 - a))
+  assert stats.kstest(low[mixed], cdf).pvalue > 0.01
   assert set(np.unique(pixels[~mixed])) == {0, 1}
   covered = (pixels[~mixed] == 0).mean(axis=0)
   # More often in the middle of the image, the same on either side of it.
