@@ -34,27 +34,18 @@ from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.distributed import processes, sharding
 from vit_jax.run import config as run_config
 
-# Number of images decoded at a time.
-_CALLS = os.cpu_count() or 1
+_CALLS = os.cpu_count() or 1  # Images decoded at a time.
 _HEADERS = 64  # Image headers read at a time.
 _FEW = 8  # So few examples are prepared without a pipeline, which starts in 0.2 s.
 
 
 def get_dataset_info(dataset: str, split: str) -> dict:
-  """Returns the sizes and classes of a data set.
+  """Returns the sizes and classes of a TFDS data set or a folder.
 
-  Args:
-    dataset: a TFDS name, or a folder as in vit_jax/data/folder.py or
-      manifest.py.
-    split: the split to count, in the notation of TFDS.
-
-  Returns:
-    A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, which maps
-    the number of a class to its name, and `examples_glob`, a pattern for the files
-    of a split that is a folder of classes, else None.
-
-  Raises:
-    ValueError, FileNotFoundError: if there is no such data set or split.
+  A dict with `num_examples`, `num_classes`, `class_names`, `int2str`, which maps the
+  number of a class to its name, and `examples_glob`, a pattern for the files of a
+  split that is a folder of classes, else None. Raises ValueError or
+  FileNotFoundError if there is no such data set or split.
   """
   config = common.set_dataset(common.get_config(), dataset)
   is_folder, names = folder.is_folder(dataset), None
@@ -66,7 +57,7 @@ def get_dataset_info(dataset: str, split: str) -> dict:
     'num_classes': len(source.class_names),
     'class_names': source.class_names,
     'int2str': lambda i: source.class_names[i],
-    'examples_glob': _examples_glob(dataset, split) if is_folder else None,
+    'examples_glob': _examples_glob(dataset.rstrip('/'), split) if is_folder else None,
   }
 
 
@@ -78,16 +69,14 @@ def get_tfds_info(dataset: str, split: str) -> dict:
 def get_directory_info(directory: str) -> dict:
   """Returns the sizes and classes of a folder, see `get_dataset_info`.
 
-  Args:
-    directory: `directory/<class>/<image>`; or a folder with a split `train`,
-      which is counted.
+  The folder is `directory/<class>/<image>`, or has a split `train`, which is counted.
   """
   return get_dataset_info(directory, _split_of(directory, 'train'))
 
 
 def _examples_glob(root, split):
   """Returns a pattern for the files of a split of class folders, else None."""
-  top = root.rstrip('/') + ('' if split == '.' else f'/{split}')
+  top = root if split == '.' else f'{root}/{split}'
   listed = manifest.exists(root, split) or not tf.io.gfile.isdir(top)
   return None if listed else f'{top}/*/*'
 
@@ -110,21 +99,14 @@ def _split_of(directory, split):
 def get_datasets(config):
   """Returns the training and the test data of a config, as tf.data.
 
-  Args:
-    config: as in vit_jax.configs.common; reads `dataset`, `pp`, `batch`,
-      `batch_eval`, `seed` and others.
+  Each element is a dict with `image`, float32 [B, height, width, channels] in
+  [-1, 1], and `label`, float32 [B, classes]. The training data are infinite. The
+  test data have every example once and a smaller last batch, so that a mean over
+  all rows is exact; their `mask`, float32 [B], is all ones. With several processes,
+  B counts the rows of this process, all test batches have the same size, and `mask`
+  is 0 for the rows that pad the last batch.
 
-  Returns:
-    (ds_train, ds_test). Each element is a dict with `image`, float32 [B,
-    height, width, channels] in [-1, 1], and `label`, float32 [B, classes].
-    ds_train is infinite. ds_test has every example once and a smaller last
-    batch, so that a mean over all of its rows is exact; its `mask`, float32
-    [B], is all ones. With several processes, B counts the rows of this process,
-    all batches of ds_test have the same size, and `mask` is 0 for the rows that
-    pad the last batch.
-
-  Raises:
-    ValueError, FileNotFoundError: if the config or the data are wrong.
+  Raises ValueError or FileNotFoundError if the config or the data are wrong.
   """
   config = run_config.complete(config)
   train = sources.open_split(config, config.pp.train)
@@ -141,11 +123,8 @@ def get_data_from_tfds(*, config, mode: str) -> 'tf.data.Dataset':
 def get_data_from_directory(*, config, directory: str, mode: str) -> 'tf.data.Dataset':
   """Returns the images of a folder of classes, see `get_datasets`.
 
-  Args:
-    config: see `get_datasets`; `dataset` and the splits are not read.
-    directory: `directory/<class>/<image>`; or a folder with the splits `train`
-      and `test`, of which `mode` selects one.
-    mode: 'train' or 'test'.
+  `directory` is `directory/<class>/<image>`, or has the splits `train` and `test`, of
+  which `mode` selects one. The config's `dataset` and splits are not read.
   """
   _check_mode(mode)
   config = run_config.complete(config)
@@ -192,12 +171,9 @@ def _dataset(config, mode, source):
 def prefetch(dataset: 'tf.data.Dataset', n_prefetch: int) -> Iterator[dict]:
   """Yields the batches of tf.data as arrays, split over all devices.
 
-  A batch that the devices do not divide evenly, such as the last one of a test
-  set, is copied to every device.
-
-  Args:
-    dataset: elements are dicts of arrays [B, ...], the rows of this process.
-    n_prefetch: number of batches kept ready on the devices.
+  The elements of `dataset` are dicts of arrays [B, ...], the rows of this process,
+  of which `n_prefetch` are kept ready. A batch that the devices do not divide evenly,
+  such as the last one of a test set, is copied to every device.
   """
   mesh = sharding.make_mesh({'data': -1})
   return feeding.on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
@@ -227,10 +203,10 @@ def labelled_example(config, num_classes: int) -> Callable:
 def train_dataset(
   config, source, example: Callable, rows: np.ndarray, start_step: int = 0
 ) -> 'tf.data.Dataset':
-  """Returns the infinite training batches from a step on.
+  """Returns the infinite training batches from a step on, see the top.
 
-  They are dicts of the tensors of `example`, [B, ...] each; see the top of this
-  module. `rows`, int [B], are the rows of the global batch that this process reads.
+  They are dicts of the tensors of `example`, [B, ...] each. `rows`, int [B], are the
+  rows of the global batch that this process reads.
   """
   read = as_it_is(source.read)
 
@@ -243,11 +219,7 @@ def train_dataset(
 
 
 def eval_dataset(
-  config,
-  source,
-  example: Callable,
-  rows: np.ndarray,
-  numbers: np.ndarray | None = None,
+  config, source, example: Callable, rows: np.ndarray, numbers: np.ndarray | None = None
 ) -> 'tf.data.Dataset':
   """Returns every example of a split once, in padded batches.
 
@@ -256,7 +228,7 @@ def eval_dataset(
   the number of the example. Padding has mask 0 and index -1, and comes last.
   """
   source = source.evaluated
-  numbers = _numbers(source, numbers)
+  numbers = np.arange(source.num_examples) if numbers is None else numbers
   begins = np.arange(0, len(numbers), config.batch_eval)
   positions = (begins[:, None] + rows).reshape(-1)
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
@@ -280,11 +252,6 @@ def eval_dataset(
   padding['index'] = tf.constant(-1)
   padding = tf.data.Dataset.from_tensors(padding).repeat()
   return _batches(data.concatenate(padding).take(len(positions)), len(rows))
-
-
-def _numbers(source, numbers=None):
-  """Returns the numbers of the examples to evaluate, by default all."""
-  return np.arange(source.num_examples) if numbers is None else numbers
 
 
 def _batches(data, size):
@@ -336,7 +303,7 @@ def eval_batches(
   """Yields the batches of `eval_dataset` like `train_batches`."""
   source = source.evaluated
   rows = sharding.local_rows(mesh, config.batch_eval)
-  numbers = _numbers(source, numbers)
+  numbers = np.arange(source.num_examples) if numbers is None else numbers
 
   def indices(number):
     positions = number * config.batch_eval + rows
@@ -374,31 +341,32 @@ def part_batches(
   config = config.copy_and_resolve_references()
   most = config.batch_eval
   for part in (Part(*part) for part in parts):
-    count = len(_numbers(source, part.numbers))
-    rows = min(most, count) if size is None else size(part, count)
-    whole = size is None and part.numbers is None
-    config.batch_eval = most if whole else -(-rows // shards) * shards
-    few = size is not None and count <= _FEW and not mesh.is_multi_process
-    batches = _few_batches if few and not source.tolerant else eval_batches
-    yield from batches(config, source, part.example, mesh, part.numbers)
+    whole = part.numbers is None
+    numbers = np.arange(source.num_examples) if whole else part.numbers
+    rows = min(most, len(numbers)) if size is None else size(part, len(numbers))
+    config.batch_eval = -(-rows // shards) * shards
+    if size is None and whole:
+      config.batch_eval = most
+    few = size is not None and len(numbers) <= _FEW and not mesh.is_multi_process
+    if few and not source.tolerant:
+      batches = _few_batches(config.batch_eval, source, part.example, numbers)
+      yield from feeding.on_devices(batches, mesh, 1)
+    else:
+      yield from eval_batches(config, source, part.example, mesh, numbers)
 
 
-def _few_batches(config, source, example: Callable, mesh, numbers=None):
-  """Yields the batches of `eval_batches` for few examples, without a pipeline."""
+def _few_batches(size, source, example: Callable, numbers):
+  """Yields the batches of `eval_dataset` for few examples, without a pipeline."""
 
   def make(number):
     made = _one(source, lambda record: example(source.read(record), None), number)
     return {**made, 'mask': np.float32(1), 'index': np.int32(number)}
 
-  def batches():
-    size, todo = config.batch_eval, _numbers(source, numbers)
-    for begin in range(0, len(todo), size):
-      made = [make(number) for number in todo[begin : begin + size]]
-      padding = jax.tree.map(np.zeros_like, made[0])
-      made += [{**padding, 'index': np.int32(-1)}] * (size - len(made))
-      yield jax.tree.map(lambda *rows: np.stack(rows), *made)
-
-  return feeding.on_devices(batches(), mesh, 1)
+  for begin in range(0, len(numbers), size):
+    made = [make(number) for number in numbers[begin : begin + size]]
+    padding = jax.tree.map(np.zeros_like, made[0])
+    made += [{**padding, 'index': np.int32(-1)}] * (size - len(made))
+    yield jax.tree.map(lambda *rows: np.stack(rows), *made)
 
 
 def _one(source, function: Callable, number: int) -> dict:
@@ -422,10 +390,8 @@ def image_shapes(source) -> np.ndarray:
   """Returns height and width of the stored images of a split, int64 [n, 2].
 
   All processes must call it: unless the source knows the shapes, each reads the
-  headers of its share of the images.
-
-  Raises:
-    ValueError, OSError: if an image cannot be read; the same on all processes.
+  headers of its share of the images. Raises ValueError or OSError, the same on all
+  processes, if an image cannot be read.
   """
   known = source.shapes()
   if known is not None:

@@ -9,7 +9,6 @@ import zlib
 from PIL import Image
 import pytest
 
-from vit_jax import input_pipeline
 from vit_jax.commands import train as train_command
 from vit_jax.data import checking, folder, indexing, slices, sources
 from vit_jax.data.images import images
@@ -59,13 +58,6 @@ def test_hidden_and_other_files_do_not_disturb(root):
   assert len(folder.list_split(str(root), 'train')[0]) == 33
 
 
-def test_info_counts_a_split_with_the_classes_of_train(root):
-  info = input_pipeline.get_dataset_info(str(root), 'test')
-  assert info['num_examples'] == 9
-  assert info['num_classes'] == 3
-  assert info['int2str'](2) == 'cow'
-
-
 def test_no_folder_and_no_split():
   with pytest.raises(FileNotFoundError, match="dataset='/no/such' is not a fol"):
     folder.is_folder('/no/such')
@@ -97,12 +89,6 @@ def test_the_proposed_flags_split_what_there_is(root, tmp_path, split):
   assert len(names[1]) == 3
 
 
-def test_a_folder_without_images(tmp_path):
-  (tmp_path / 'train' / 'ant').mkdir(parents=True)
-  with pytest.raises(FileNotFoundError, match='no images in .*train/<class>/'):
-    folder.list_split(str(tmp_path), 'train')
-
-
 def test_a_class_without_images_among_other_files(root):
   for path in (root / 'train' / 'bee').iterdir():
     path.rename(path.with_suffix('.txt'))
@@ -110,15 +96,10 @@ def test_a_class_without_images_among_other_files(root):
     folder.list_split(str(root), 'train')
 
 
-def test_a_class_that_test_lacks(root):
-  shutil.rmtree(root / 'test' / 'bee')
-  with pytest.raises(ValueError, match=r"test' .*lacks \['bee'\]"):
-    folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
-
-
-def test_a_class_that_train_lacks(root):
-  shutil.copytree(root / 'test' / 'bee', root / 'test' / 'wasp')
-  with pytest.raises(ValueError, match=r"differ from the 3 .*has \['wasp'\]"):
+def test_classes_that_differ_from_those_of_train(root):
+  shutil.move(root / 'test' / 'bee', root / 'test' / 'wasp')
+  message = r"test' differ from the 3 .*has \['wasp'\] and it lacks \['bee'\]"
+  with pytest.raises(ValueError, match=message):
     folder.list_split(str(root), 'test', ('ant', 'bee', 'cow'))
 
 
@@ -134,13 +115,10 @@ def damage(root):
 
 
 def test_broken_images_are_named(root):
-  zero, cut, short = damage(root)
-  text = root / 'train' / 'cow' / 'cow3.webp'
-  text.write_text('this is no image')
-  with pytest.raises(ValueError, match='4 of 33 images cannot be') as error:
+  broken = damage(root)
+  with pytest.raises(ValueError, match='3 of 33 images cannot be') as error:
     folder.list_split(str(root), 'train')
-  for path in (zero, cut, short, text):
-    assert str(path) in str(error.value)
+  assert all(str(path) in str(error.value) for path in broken)
   assert 'zero bytes' in str(error.value)
   assert '--config.broken_images=skip' in str(error.value)
 
@@ -210,14 +188,8 @@ def test_damage_between_good_ends_is_found(root):
 @pytest.mark.parametrize(
   'instruction, message',
   [
-    (
-      '[:100000]',
-      r"split 'test\[:100000\]' cannot be taken: .*has 20 examples",
-    ),
-    ('[-21:]', r"split 'test\[-21:\]' cannot be taken"),
+    ('[:21]', r"split 'test\[:21\]' cannot be taken: .*has 20 examples"),
     ('[50%:40%]', r"split 'test\[50%:40%\]' is empty, from 10 to 8"),
-    ('[7:7]', 'is empty, from 7 to 7'),
-    ('[:0%]', 'is empty, from 0 to 0'),
     ('[abc', r"split 'test\[abc' cannot be taken: Unrecognized"),
     ('[:200%]', r"split 'test\[:200%\]' cannot be taken"),
   ],

@@ -122,23 +122,18 @@ def test_labels_are_names_numbers_or_nothing(tmp_path):
 
 
 def test_classes_of_the_training_split_hold_for_all(tmp_path):
-  write(tmp_path, [{'label': 'bee'}, {'label': 'ant'}])
   write(tmp_path, [{'label': 'bee'}], 'test')
   got, names = read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
   assert names == {'label': ('ant', 'bee')}
   assert got['label'].numpy().tolist() == [[1]]
-  write(tmp_path, [{'label': 'bee'}, {'label': 'wasp'}], 'test')
-  with pytest.raises(ValueError, match=r'test.jsonl:2: "wasp" is not .* 2 classes'):
-    read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
-  write(tmp_path, [{'label': 1}, {'label': 2}], 'test')
-  with pytest.raises(ValueError, match=r'test.jsonl:2: 2 is not .* 2 classes'):
-    read(tmp_path, 'label', split='test', class_names=('0', '1'))
+  for labels in (('bee', 'wasp'), (1, 2)):
+    write(tmp_path, [{'label': label} for label in labels], 'test')
+    message = f'test.jsonl:2: {json.dumps(labels[1])} is not .* 2 classes'
+    with pytest.raises(ValueError, match=message):
+      read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
 
 
-@pytest.mark.parametrize(
-  'content',
-  [['wasp', 'bee'], {'label': ['wasp', 'bee']}],
-)
+@pytest.mark.parametrize('content', [['wasp', 'bee'], {'label': ['wasp', 'bee']}])
 def test_classes_may_be_listed(tmp_path, content):
   (tmp_path / 'classes.json').write_text(json.dumps(content))
   write(tmp_path, [{'label': 'bee'}, {'label': ['wasp']}])
@@ -174,8 +169,6 @@ GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
     ('{"x": [1, 2]}', '`image` must be the path of an image, but is missing'),
     ('{"image": 3, "x": [1, 2]}', '`image` must be .*, but is 3'),
     ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),
-    ('{"image": "photos/0.png", "x": null}', "there is no 'x'"),
-    ('{"image": "photos/0.png", "x": "y"}', r"'x' is \"y\", and \[1, 2\] on the first line"),
     ('{"image": "photos/0.png", "x": [[1]]}', r"'x' is \[\[1\]\], and \[1, 2\] on"),
     ('{"image": "photos/0.png", "x": 1}', r"'x' is 1, and \[1, 2\] on"),
     ('{"image": "photos/0.png", "x": [1, "y"]}', r"'x' is \[1, \"y\"\], and \[1, 2\] on"),
@@ -212,13 +205,10 @@ def test_wrong_labels(tmp_path, labels, message):
 
 def test_wrong_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
-  for text in ('["a", "a"]', '{"label": 3}', '"a"', '[0, 1]'):
+  for text in ('["a", "a"]', '{"label": 3}', '[0, 1]', '['):
     (tmp_path / 'classes.json').write_text(text)
     with pytest.raises(ValueError, match=r"classes.json' "):
       read(tmp_path, 'label')
-  (tmp_path / 'classes.json').write_text('[')
-  with pytest.raises(ValueError, match=r"classes.json' "):
-    read(tmp_path, 'label')
 
 
 def test_missing_features_and_splits(tiny_config, tmp_path):
@@ -260,10 +250,7 @@ def as_manifest(image_folder, root, splits=('train', 'test')):
     (root / split).symlink_to(image_folder / split)
     lines = [
       json.dumps(
-        {
-          'image': str(path.relative_to(image_folder)),
-          'label': path.parent.name,
-        }
+        {'image': str(path.relative_to(image_folder)), 'label': path.parent.name}
       )
       for path in sorted((image_folder / split).glob('*/*'))
     ]
@@ -302,15 +289,6 @@ def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
   assert [*first['x'].numpy(), *last['x'].numpy()] == orders[0]
 
 
-def test_the_folder_may_be_relative(tmp_path, monkeypatch):
-  root = tmp_path / 'photos'
-  root.mkdir()
-  write(root, [{'label': 'cat'}])
-  monkeypatch.chdir(tmp_path)
-  columns, _ = manifest.read_split('photos', 'train', ('image',))
-  assert columns['image'][0].startswith('photos/')
-
-
 def test_records_have_the_contents_of_files_wherever_they_lie(
   tiny_config, image_folder, tmp_path
 ):
@@ -335,4 +313,3 @@ def test_records_have_the_contents_of_files_wherever_they_lie(
   assert batch['same'].tolist() == [True, True, True, False]
   assert sorted(batch['size'][:3]) == [0, 1, 2]
   assert sizes == [[None]]
-  assert sources.example_file(source, tmp_path) == str(outside)

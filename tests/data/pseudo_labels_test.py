@@ -117,12 +117,10 @@ def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
     np.testing.assert_array_equal(
       batch['label'][~pseudo], np.eye(3)[labels[index[~pseudo], 0]]
     )
-  # From a later step, and on two hosts, the same.
-  for got, want in zip(examples(config, source, 1, 2), batches[1:]):
-    np.testing.assert_array_equal(got['image'], want['image'])
-    np.testing.assert_array_equal(got['label'], want['label'])
-  half = examples(config, source, 1, 1, np.arange(4, 8))[0]
-  np.testing.assert_array_equal(half['label'], batches[1]['label'][4:])
+  # From a later step, on the second of two hosts, the same.
+  [half] = examples(config, source, 1, 1, np.arange(4, 8))
+  for key in ('image', 'label'):
+    np.testing.assert_array_equal(half[key], batches[1][key][4:])
   # Evaluation reads the labelled images.
   assert sources.open_split(config, 'test').num_examples == 9
 
@@ -151,7 +149,7 @@ def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
-@pytest.mark.parametrize('how', ['cut', 'other', 'nothing'])
+@pytest.mark.parametrize('how', ['cut', 'other'])
 def test_damaged_labels_are_refused(config, tmp_path, how):
   write(tmp_path, config)
   file = tmp_path / pseudo_labels.ARRAYS
@@ -159,12 +157,12 @@ def test_damaged_labels_are_refused(config, tmp_path, how):
     changed = {**ARRAYS, 'rows': ARRAYS['rows'][::-1]}
     pseudo_labels.write_arrays(file, changed)
   else:
-    file.write_bytes(file.read_bytes()[: 200 if how == 'cut' else 0])
+    file.write_bytes(file.read_bytes()[:200])
   with pytest.raises(ValueError, match="npz' is damaged: .* label the images"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
-@pytest.mark.parametrize('content', [b'', b'[]', b'{"dataset": "x", "sp'])
+@pytest.mark.parametrize('content', [b'[]', b'{"dataset": "x", "sp'])
 def test_a_damaged_json_is_named(tmp_path, content):
   file = tmp_path / pseudo_labels.JSON
   file.write_bytes(content)

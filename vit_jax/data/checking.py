@@ -7,6 +7,7 @@ result, an index, is stored in the workdir of the run or next to the images
 
 from collections.abc import Callable, Sequence
 import contextlib
+import itertools
 import os
 
 from absl import logging
@@ -20,8 +21,7 @@ from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 
 _SHOWN = 10  # Broken images that a message names.
-# Indices in memory by folder: of a training and a test split.
-_RECENT = 2
+# Indices in memory by folder: the last two, of a training and a test split.
 _recent: dict[str, index_lib.Index] = {}
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and test.jsonl'
@@ -38,22 +38,21 @@ def usable(
   workdir=None,
   why: Callable[[bytes, int], str] | None = None,
 ) -> index_lib.Paths:
-  """Checks that images can be decoded; each process checks its share of them.
+  """Checks that images can be decoded; returns those that are not broken.
+
+  Each process checks its share. In a run's `workdir`, results are stored about every
+  minute and before raising an error, so that the next start checks only the
+  remaining and the changed files.
 
   Args:
     views: (index, rows) pairs.
     where: name of the split for messages.
     broken: how to treat images that cannot be decoded: 'error', 'skip', or
-      'trust' (no check).
+      'trust' (no check, all images are returned).
     max_pixels: files with more pixels are broken; None: the config's default.
     named: maps an image's number to its name, by default its path.
-    workdir: folder of a run, in which results are stored about every minute and
-      before raising an error, so that the next start checks only the remaining
-      and the changed files.
+    workdir: folder of the run, if any.
     why: maps (path, max_pixels) to the reason why an image is broken, or ''.
-
-  Returns:
-    All images, or those that are not broken.
 
   Raises:
     ValueError: if images are broken and not skipped, or no image is left.
@@ -111,7 +110,7 @@ def _check_share(index, rows, why, limit, workdir):
   """Checks this process's share of some rows."""
   me = jax.process_index()
   path = workdir and _share_path(index, workdir, me)
-  stores = bool(me and path)  # Process 0 stores the whole, see `usable`.
+  stores = me and path  # Process 0 stores the whole, see `usable`.
   if stores:
     _recall(index, path)
   if index.check(rows[rows % jax.process_count() == me], why, limit, path) and stores:
@@ -120,15 +119,12 @@ def _check_share(index, rows, why, limit, workdir):
 
 def _merge_shares(index, workdir):
   """Moves the stored results of the other processes into the stored index."""
-  changed = False
-  for process in range(1, jax.process_count()):
-    path = _share_path(index, workdir, process)
-    if _recall(index, path, compare=False):
-      changed = True
-    if tf.io.gfile.exists(path):
-      tf.io.gfile.remove(path)
-  if changed:
-    index.save(_share_path(index, workdir, 0))
+  paths = [_share_path(index, workdir, k) for k in range(jax.process_count())]
+  recalled = [_recall(index, path, compare=False) for path in paths[1:]]
+  for path in filter(tf.io.gfile.exists, paths[1:]):
+    tf.io.gfile.remove(path)
+  if any(recalled):
+    index.save(paths[0])
 
 
 def _share_path(index, workdir, process) -> str:
@@ -139,12 +135,17 @@ def _share_path(index, workdir, process) -> str:
 
 def _recall(index, path, compare=True) -> bool:
   """Recalls the stored results of a share of a check, if there are any."""
+  share = _load(path, index.root, index.base)
+  if share is not None:
+    index.recall(share, compare)
+  return share is not None
+
+
+def _load(path, root, base) -> index_lib.Index | None:
+  """Returns a stored index; None if it is missing or damaged."""
   with contextlib.suppress(FileNotFoundError):
-    share = index_lib.Index.load(path, index.root, index.base)
-    if share is not None:
-      index.recall(share, compare)
-      return True
-  return False
+    return index_lib.Index.load(path, root, base)
+  return None
 
 
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
@@ -187,26 +188,22 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 def open_listed(
   root: str, names: Sequence[str], paths: Sequence[str], workdir=None
 ) -> index_lib.Index:
-  """Returns an index of listed images, with the stored status of each.
+  """Returns an index of listed images, see index.of_paths, with their stored status.
 
-  `names` are the name of the list, and of other lists that may hold its images;
-  see index.of_paths for `paths`.
+  `names` are the name of the list, and of other lists that may hold its images.
   """
   index = index_lib.of_paths(root, names[0], paths)
-  for name in dict.fromkeys(names):
-    for old in _stored(root, name, workdir):
-      index.recall(old)
-  return index
+  stored = [_stored(root, name, workdir) for name in dict.fromkeys(names)]
+  return _recall_all(index, itertools.chain(*stored))
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
-  return _list_anew(root, base, _stored(root, base))
+  return _recall_all(listing.list_folder(root, base), _stored(root, base))
 
 
-def _list_anew(root, base, stored):
-  index = listing.list_folder(root, base)
+def _recall_all(index, stored):
   for old in stored:
     index.recall(old)
   return index
@@ -214,11 +211,8 @@ def _list_anew(root, base, stored):
 
 def _stored(root, base, workdir=None) -> list[index_lib.Index]:
   """Returns the stored indices of a split, first the one in the workdir."""
-  found = []
-  for folder in dict.fromkeys((workdir, None)):
-    with contextlib.suppress(FileNotFoundError):
-      path = index_lib.place(folder, root, base)
-      found.append(index_lib.Index.load(path, root, base))
+  folders = dict.fromkeys((workdir, None))
+  found = (_load(index_lib.place(x, root, base), root, base) for x in folders)
   return [index for index in found if index is not None]
 
 
@@ -237,14 +231,14 @@ def _find_index(root, base, workdir):
   if stored:
     date = stored[0].facts['listed']
     console.say(f"'{top}' has changed since {date}: listing it anew.")
-  return _remember(_list_anew(root, base, stored))
+  return _remember(_recall_all(listing.list_folder(root, base), stored))
 
 
 def _remember(index):
-  _recent.pop(index.top, None)
-  while len(_recent) >= _RECENT:
-    del _recent[next(iter(_recent))]
-  _recent[index.top] = index
+  """Keeps an index in memory, and only the last of the others."""
+  others = [other for other in _recent.values() if other.top != index.top]
+  _recent.clear()
+  _recent.update({other.top: other for other in [*others[-1:], index]})
   return index
 
 

@@ -11,7 +11,7 @@ from absl import logging
 import numpy as np
 
 from vit_jax.data import checking, records, slices
-from vit_jax.data.images import image_files, index as index_lib, listing
+from vit_jax.data.images import image_files, listing
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
 
@@ -20,8 +20,8 @@ def is_folder(dataset: str) -> bool:
   """Returns whether a data set is a folder, not a TFDS name.
 
   The name of a data set of this package always means that data set, even if there
-  is a folder of that name, which is './digits'. Raises FileNotFoundError for a path
-  without a folder.
+  is a folder of that name, which is './digits'. FileNotFoundError for a path without
+  a folder.
   """
   if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
@@ -42,17 +42,13 @@ def read_split(
   class_names: Sequence[str] | None = None,
   **kwargs,
 ):
-  """Reads the wanted features of a split, see sources.open_split.
-
-  See checking.usable for `broken`, `max_pixels` and `workdir`, and
-  manifest.read_split for the result.
-  """
+  """Reads the wanted features of a split, like manifest.read_split."""
   labelled = has_labels(root, split, kwargs.get('workdir'))
   available = ('image', 'label') if labelled else ('image',)
   where = f"split '{split}' of folder '{root}'"
   wanted = records.resolve(features, available, where)
   if 'label' not in wanted:
-    paths = list_images(root, split, **kwargs)
+    paths, _, _ = list_split(root, split, labelled=False, **kwargs)
     return {name: paths for name in wanted}, {}
   paths, labels, names = list_split(root, split, class_names, **kwargs)
   columns = {'image': paths, 'label': labels[:, None]}
@@ -64,52 +60,42 @@ def list_split(
   split: str,
   class_names: Sequence[str] | None = None,
   broken: str = 'error',
+  labelled: bool = True,
   **kwargs,
 ):
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
-  Args:
-    root: the folder, local or gs://.
-    split: name of a folder in `root`, or a slice of it: 'train[:90%]'; '.' is
-      `root` itself.
-    class_names: expected classes; None for those in the folder.
-    broken: see `checking.usable`, also for `max_pixels` and `workdir`.
+  `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]'; '.' is
+  `root` itself. `class_names` are the expected classes, by default those in the
+  folder. See checking.usable for `broken`, `max_pixels` and `workdir`.
 
-  Returns:
-    (paths, labels, class_names): index.Paths of n images, ordered by a hash of
-    their names; int32 [n], numbers of the classes; and their names, sorted.
+  Returns (paths, labels, class_names): index.Paths of n images, ordered by a hash of
+  their names; int32 [n], numbers of the classes; and their names, sorted. Unless
+  `labelled`, the images may be anywhere below the split and have no labels, None.
   """
   views = []
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
-    names = _class_names(index)
-    class_names = names if class_names is None else tuple(class_names)
-    records.check_classes(index.top, names, class_names)
-    is_class = np.array(list(map(_is_class, index.folders)))
-    rows = index.order[is_class[index.folder_of(index.order)]]
+    rows = index.order
+    if labelled:
+      names = _class_names(index)
+      class_names = names if class_names is None else tuple(class_names)
+      records.check_classes(index.top, names, class_names)
+      is_class = np.array(list(map(_is_class, index.folders)))
+      rows = rows[is_class[index.folder_of(rows)]]
+    elif not len(index):
+      raise FileNotFoundError(f"no images in '{index.top}': {listing.ENDINGS}")
     _warn_of_ignored(index, len(rows))
     views.append((index, slices.take(rows, base, instruction)))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
+  if not labelled:
+    return paths, None, ()
   numbers = {name: i for i, name in enumerate(class_names)}
   labels = []
   for index, rows in paths.parts:
     table = [numbers.get(image_files.display(f), -1) for f in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
   return paths, np.concatenate(labels), class_names
-
-
-def list_images(
-  root: str, split: str, broken: str = 'error', **kwargs
-) -> index_lib.Paths:
-  """Lists the images of a split, anywhere below it; see `list_split`."""
-  views = []
-  for base, instruction in slices.parts(split):
-    index = checking.open_index(root, base, kwargs.get('workdir'))
-    if not len(index):
-      raise FileNotFoundError(f"no images in '{index.top}': {listing.ENDINGS}")
-    _warn_of_ignored(index, len(index))
-    views.append((index, slices.take(index.order, base, instruction)))
-  return checking.usable(views, f'{root}/{split}', broken, **kwargs)
 
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
@@ -128,16 +114,15 @@ def splits(root: str) -> list[str]:
   if not tf.io.gfile.isdir(root):
     raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
-  lists = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')}
-  folders = {
+  found = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')} or {
     x for x in names if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
   }
-  if not lists and not folders:
+  if not found:
     raise FileNotFoundError(
       f"folder '{root}' has no split: {checking.LAYOUT}; name other folders as "
       "splits, or give '.' for the folder itself"
     )
-  return sorted(lists or folders)
+  return sorted(found)
 
 
 def _is_class(folder: bytes) -> bool:

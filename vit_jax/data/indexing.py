@@ -10,10 +10,9 @@ _SHOWN = 10
 def make(
   root: str, split: str, check: bool = True, max_pixels: int | None = None
 ) -> tuple[str, int, list[str]]:
-  """Makes the index of a split, next to its images.
+  """Makes the index of a split, next to its images, which are decoded if `check`.
 
-  Images are decoded if `check`; they are broken if they have more than
-  `max_pixels`, by default config.max_image_pixels. Returns the path of the index,
+  `max_pixels` is config.max_image_pixels by default. Returns the path of the index,
   the number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
@@ -24,7 +23,7 @@ def make(
   limit = max_pixels or common.get_config().max_image_pixels
   why = images.why_broken
   if manifest.exists(root, split):
-    index = manifest.open_index(root, split, manifest.image_paths(root, split))
+    index = manifest.open_index(root, split)
   elif layout.exists(root, split):
     index, why = source.open_index(root, split)
   else:

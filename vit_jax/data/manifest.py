@@ -34,7 +34,7 @@ _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
 class Line(NamedTuple):
-  """A line of a manifest."""
+  """A line of a manifest, an image."""
 
   where: str  # 'file:line', for messages.
   image: str  # Path of the image.
@@ -52,6 +52,13 @@ class Line(NamedTuple):
     # An empty list of dicts is an empty list of each of their values.
     return [] if any(self.values.get(x) == [] for x in _parents(name)) else None
 
+  def labels(self) -> list:
+    """Returns `label` as a list; [] without a label."""
+    label = self.get('label')
+    if label is None:
+      return []
+    return label if isinstance(label, list) else [label]
+
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
@@ -64,7 +71,9 @@ def read_split(
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
   parse: Callable[[str, str], list[Line]] | None = None,
-  **kwargs,
+  broken: str = 'error',
+  max_pixels: int | None = None,
+  workdir=None,
 ):
   """Reads the wanted features of a split, see sources.open_split.
 
@@ -86,16 +95,11 @@ def read_split(
   wanted = records.resolve(
     features, _available(lines), f"manifest '{_path(root, split)}'"
   )
-  workdir = kwargs.get('workdir')
   index = open_index(root, split, [lines[i].image for i in taken], workdir)
   paths = checking.usable(
-    [(index, index.order)],
-    f'{root}/{split}',
-    kwargs.get('broken', 'error'),
-    kwargs.get('max_pixels'),
-    lambda i: f'{lines[taken[i]].where}: {lines[taken[i]].image}',
-    workdir,
-  )
+    [(index, index.order)], f'{root}/{split}', broken, max_pixels,
+    lambda i: f'{lines[taken[i]].where}: {lines[taken[i]].image}', workdir,
+  )  # fmt: skip
   [(_, rows)] = paths.parts
   taken = np.array(taken)[np.isin(index.order, rows)]
   names = _class_files(root)
@@ -114,15 +118,12 @@ def read_split(
   return columns, {name: names[name] for name in wanted if name in names}
 
 
-def open_index(root: str, split: str, paths: Sequence[str], workdir=None):
-  """Returns an index of the listed images of a split, see open_listed."""
+def open_index(root: str, split: str, paths: Sequence[str] | None = None, workdir=None):
+  """Returns an index of some images of a split, by default of the whole manifest."""
+  if paths is None:
+    paths = [line.image for line in _parse(root, split)]
   bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
   return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
-
-
-def image_paths(root: str, base: str) -> list[str]:
-  """Returns the paths of the images of a manifest, line by line."""
-  return [line.image for line in _parse(root, base)]
 
 
 def _path(root, base):
@@ -155,8 +156,7 @@ def _parse(root, base) -> list[Line]:
       raise ValueError(f'{where}: not valid JSON: {e}') from e
     if not isinstance(values, dict):
       raise ValueError(
-        f'{where}: a line must be an object, {{"image": PATH, ...}}, not '
-        f'{_short(values)}'
+        f'{where}: must be an object, {{"image": PATH, ...}}, not {_short(values)}'
       )
     values = dict(_flatten(values, '', where))
     image = values.get('image')
@@ -218,17 +218,12 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
       f"'{path}' must be a list of class names, or an object with such a list for "
       f'each feature: {e}'
     ) from e
-  found = {'label': found} if isinstance(found, list) else found
+  if isinstance(found, list):
+    found = {'label': found}
   for feature, names in found.items():
     if len(set(names)) < len(names):
       raise ValueError(f"'{path}' repeats class names of '{feature}': remove them")
   return {feature: tuple(names) for feature, names in found.items()}
-
-
-def _as_list(label) -> list:
-  if label is None:
-    return []
-  return label if isinstance(label, list) else [label]
 
 
 def _label_names(lines, names) -> tuple[str, ...]:
@@ -236,7 +231,7 @@ def _label_names(lines, names) -> tuple[str, ...]:
   first, seen = None, set()  # The first label with its line, and all labels.
   most = _MOST_CLASSES if names is None else np.inf
   for line in lines:
-    for label in _as_list(line.get('label')):
+    for label in line.labels():
       first, wrong = first or (label, line.where), ''
       if type(label) not in (int, str):
         wrong = 'give the name or the number of a class, or a list of them'
@@ -281,7 +276,7 @@ def _numbers(values, lines, names) -> list:
 
 def _labels(lines, taken, names):
   """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
-  rows = _numbers([_as_list(line.get('label')) for line in lines], lines, names)
+  rows = _numbers([line.labels() for line in lines], lines, names)
   rows = [rows[i] for i in taken]
   missing = [lines[i].where for i, row in zip(taken, rows) if not row]
   if missing:

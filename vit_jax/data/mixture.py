@@ -39,24 +39,20 @@ class MixtureSource(records.Source):
   """
 
   def __init__(
-    self,
-    parts: Sequence[records.Source],
-    pairs: Sequence[tuple[str, float]],
+    self, parts: Sequence[records.Source], pairs: Sequence[tuple[str, float]]
   ):
-    features = [
-      name
-      for name in parts[0].features
-      if name != _SOFT and all(name in part.features for part in parts)
-    ]
+    common = set.intersection(*(set(part.features) for part in parts)) - {_SOFT}
+    features = [name for name in parts[0].features if name in common]
+    names = {k: v for k, v in parts[0].names.items() if k in common}
+    *self.offsets, size = np.cumsum([0, *(p.num_examples for p in parts)]).tolist()
+    super().__init__(size, features, names)
     self._has_soft = any(_SOFT in part.features for part in parts)
-    names = {k: v for k, v in parts[0].names.items() if k in features}
-    super().__init__(sum(part.num_examples for part in parts), features, names)
     self.parts = tuple(parts)
-    self.offsets = np.cumsum([0, *(p.num_examples for p in parts)]).tolist()
     self._shares = _shares([weight for _, weight in pairs])
     self._check([name for name, _ in pairs])
 
   def _check(self, titles):
+    """Compares the classes and types of the features of all parts."""
     one = tf.data.Dataset.range(1).batch(1)
     specs = [one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts]
     for name in self.features:

@@ -46,9 +46,9 @@ def example_indices(positions, num_examples: int, seed: int):
   return tf.cast(tf.gather_nd(orders, places), tf.int64)
 
 
-def _seed(seed, part):
-  """Returns the seed of the order of a part of a mixture; `seed` for the first."""
-  return (seed + 1_000_003 * part) % 2**63
+def _part_seed(seed, k):
+  """Returns the seed of the order of part k of a mixture; `seed` for the first."""
+  return (seed + 1_000_003 * k) % 2**63
 
 
 def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
@@ -64,7 +64,7 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   for k, (part, offset) in enumerate(zip(source.parts, source.offsets)):
     mine = number == k
     if mine.any():
-      found = training_indices(part, local[mine], _seed(seed, k))
+      found = training_indices(part, local[mine], _part_seed(seed, k))
       indices[mine] = found + offset
   return indices
 
@@ -84,10 +84,11 @@ def training_records(
   positions = steps.map(lambda step: step * config.batch + mine)
   if not isinstance(source, mixture.MixtureSource):
     return _records(source, positions.map(lambda x: (x, x)), config.seed)
+  # Each part is read at its own positions, and the records are merged in order.
   placed = positions.map(lambda x: (x, *source.place(x)))
   return tf.data.Dataset.choose_from_datasets(
     [_part_records(source, k, placed, config.seed) for k in range(len(source.parts))],
-    placed.map(lambda position, number, local: number).unbatch(),
+    placed.map(lambda position, part, local: part).unbatch(),
     stop_on_empty_dataset=False,
   )
 
@@ -107,20 +108,17 @@ def _part_records(source, k, placed, seed):
 
   `placed` are (positions in the run [b], part [b], positions in the part [b]).
   """
-  part = source.parts[k]
 
-  def choose(position, number, local):
-    mine = number == k
-    return tf.boolean_mask(position, mine), tf.boolean_mask(local, mine)
+  def choose(position, part, local):
+    return tf.boolean_mask(position, part == k), tf.boolean_mask(local, part == k)
 
   def read(position, record):
     index = record['index'] + source.offsets[k]
-    return position, {'index': index, **source.select(part.read(record))}
+    return position, {'index': index, **source.select(source.parts[k].read(record))}
 
   places = placed.map(choose).filter(lambda position, local: tf.size(position) > 0)
-  return _records(part, places, _seed(seed, k)).map(
-    read, num_parallel_calls=records.CALLS, deterministic=True
-  )
+  found = _records(source.parts[k], places, _part_seed(seed, k))
+  return found.map(read, num_parallel_calls=records.CALLS, deterministic=True)
 
 
 @as_it_is

@@ -15,6 +15,7 @@ vit_jax/studies/labelling.py writes them. The images are not copied.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import itertools
 import json
 
 from etils import epath
@@ -69,18 +70,14 @@ def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
 def read_facts(root: str) -> dict:
   """Reads the JSON file of pseudo-labels; ValueError if it is damaged."""
   path = epath.Path(root) / JSON
-  facts = read_json(path, _AGAIN)
-  try:
-    msgspec.convert(facts, _Facts)
-  except msgspec.ValidationError as e:
-    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
-  return facts
+  read_json(path, _AGAIN, _Facts)  # Has the required values.
+  return read_json(path, _AGAIN)
 
 
-def read_json(path: epath.Path, remedy: str) -> dict:
+def read_json(path: epath.Path, remedy: str, kind: type = dict):
   """Reads a JSON object; a ValueError names a damaged file and the remedy."""
   try:
-    return msgspec.json.decode(path.read_bytes(), type=dict)
+    return msgspec.json.decode(path.read_bytes(), type=kind)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(f"'{path}' is damaged: {e}; {remedy}") from e
 
@@ -104,7 +101,7 @@ def open_folder(
   class_names: Sequence[str] | None,
   open_images: Callable[[str, str], records.Source],
 ) -> 'PseudoSource':
-  """Opens a folder of pseudo-labels, see vit_jax.data.sources.open_split.
+  """Opens a folder of pseudo-labels, see sources.open_split.
 
   `open_images` maps (data set, split) to the source of the images only.
   """
@@ -131,11 +128,8 @@ def open_folder(
 
 
 def _digest(arrays) -> str:
-  return files.digest(
-    part
-    for name in ARRAY_NAMES
-    for part in (str(arrays[name].shape).encode(), arrays[name])
-  )
+  parts = [(str(arrays[name].shape).encode(), arrays[name]) for name in ARRAY_NAMES]
+  return files.digest(itertools.chain(*parts))
 
 
 class PseudoSource(records.Subset):
@@ -149,10 +143,9 @@ class PseudoSource(records.Subset):
 
   def __init__(self, images, arrays, facts, features, root):
     super().__init__(images, arrays['images'][arrays['rows']])
-    available = ['image', 'label', *(['soft_label'] if facts['soft'] else [])]
-    self.features = records.resolve(
-      features, available, f"folder '{root}' of pseudo-labels"
-    )
+    available = ('image', 'label', 'soft_label')[: 3 if facts['soft'] else 2]
+    where = f"folder '{root}' of pseudo-labels"
+    self.features = records.resolve(features, available, where)
     self.names = {'label': tuple(facts['class_names'])}
     self.origin = {'pseudo_labels': facts['digest'], 'images': facts['images']}
     self._exclusive = facts['exclusive']

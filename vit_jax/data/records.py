@@ -121,9 +121,7 @@ class Source:
   def check(self, record, index: int):
     """Decodes the image of an example, by its record before `read` and number.
 
-    Raises:
-      ValueError: if the image cannot be decoded.
-      OSError: if its file cannot be read.
+    ValueError if the image cannot be decoded, OSError if its file cannot be read.
     """
     name = f"image '{self.name(index)}'"
     try:
@@ -275,17 +273,11 @@ def chunk(num_examples: int, record_bytes: float) -> int:
 def resolve(
   wanted: Iterable[str], available: Iterable[str], where: str
 ) -> tuple[str, ...]:
-  """Selects the wanted features of the data.
+  """Selects the wanted features of the data, by name.
 
-  Args:
-    wanted: names. 'objects' selects all features below it, such as
-      'objects/bbox'; a name that ends with '?' is optional. 'index' always
-      exists.
-    available: names of the data's features.
-    where: name of the data for error messages.
-
-  Raises:
-    ValueError: if a required feature is missing.
+  'objects' selects all features below it, such as 'objects/bbox'; a name that ends
+  with '?' is optional; 'index' always exists. A ValueError names the data, `where`,
+  if a required feature is missing.
   """
   available = tuple(available)
   chosen = []
@@ -296,12 +288,9 @@ def resolve(
     else:
       found = [a for a in available if a.startswith(f'{key}/')]
     if not found and not name.endswith('?') and key != 'index':
-      kind = {
-        'image': ', an image',
-        'label': ', a class label (or several) of the image',
-      }.get(key, '')
+      kinds = {'image': ', an image', 'label': ', a class label of the image'}
       raise ValueError(
-        f"{where} has no feature '{key}'{kind}: it has {sorted(available)}; use "
+        f"{where} has no feature '{key}'{kinds.get(key, '')}: it has {sorted(available)}; use "
         'other data, or a task that does not need it (config.dataset, config.task)'
       )
     chosen += [a for a in found if a != 'index']

@@ -43,8 +43,7 @@ def open_split(
   """Opens one split of a data set, with the requested features.
 
   Args:
-    config: reads `dataset`, `tfds_data_dir`, `tfds_manual_dir`,
-      `broken_images`, `broken_boxes`, `max_image_pixels`.
+    config: the run's.
     split: a split in the notation of TFDS: 'train', 'test[:50%]',
       'train[:800]+test[:9]'.
     features: names of features: 'image', 'label', and features of the data set,
@@ -85,19 +84,17 @@ def open_split(
         f"'{dataset}' holds pseudo-labels for training: evaluate split '{split}' "
         'of labelled data (config.evals, --evaluate)'
       )
-    return pseudo_labels.open_folder(
-      dataset, features, class_names,
-      lambda name, split: open_split(
-        config, split, ('image',), dataset=name, workdir=workdir
-      ),
-    )  # fmt: skip
+
+    def images(name, split):
+      return open_split(config, split, ('image',), dataset=name, workdir=workdir)
+
+    return pseudo_labels.open_folder(dataset, features, class_names, images)
   return _open_folder(config, dataset, split, features, class_names, workdir)
 
 
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
-  limit = config.max_image_pixels
-  kwargs = dict(broken=config.broken_images, max_pixels=limit, workdir=workdir)
+  read_split, limit = folder.read_split, config.max_image_pixels
   captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
   if manifest.exists(root, split):
     read_split = manifest.read_split
@@ -105,9 +102,10 @@ def _open_folder(config, root, split, features, class_names, workdir):
     read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
   elif _is_annotated(root, split, features):
     return annotated.open_split(config, root, split, features, class_names, workdir)
-  else:
-    read_split = folder.read_split
-  columns, names = read_split(root, split, features, class_names, **kwargs)
+  columns, names = read_split(
+    root, split, features, class_names,
+    broken=config.broken_images, max_pixels=limit, workdir=workdir,
+  )  # fmt: skip
   return records.FolderSource(columns, names, limit)
 
 
@@ -118,26 +116,12 @@ def _is_annotated(root, split, features) -> bool:
     return True
   # COCO's images are in train2017 etc., which only its annotation files tell.
   folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
-  if all(map(tf.io.gfile.isdir, folders)):
-    return False
-  return layout.exists(root, split)
+  return not all(map(tf.io.gfile.isdir, folders)) and layout.exists(root, split)
 
 
 def open_for(
-  config,
-  task_class,
-  metadata,
-  split: str,
-  dataset=None,
-  workdir=None,
-  further=(),
+  config, task_class, metadata, split: str, dataset=None, workdir=None, further=()
 ):
   """Opens a split with the classes of the training data, and `further` features."""
-  return open_split(
-    config,
-    split,
-    (*task_class.FEATURES, *further),
-    class_names=metadata.get('class_names'),
-    dataset=dataset,
-    workdir=workdir,
-  )
+  features, class_names = (*task_class.FEATURES, *further), metadata.get('class_names')
+  return open_split(config, split, features, class_names, dataset, workdir)

@@ -27,10 +27,8 @@ TRAINING = (
   'a drawing of the digit {}', 'somebody wrote {}', '{}',
 )  # fmt: skip
 TEST = (
-  'this digit is a {}',
-  'a photo of the number {}',
-  'somebody wrote the digit {}',
-)
+  'this digit is a {}', 'a photo of the number {}', 'somebody wrote the digit {}'
+)  # fmt: skip
 
 
 def naming(digit: int, templates=TRAINING) -> list[str]:
@@ -65,18 +63,8 @@ class DigitCaptions(tfds.core.GeneratorBasedBuilder):
   VERSION = tfds.core.Version('1.0.0')
 
   def _info(self) -> tfds.core.DatasetInfo:
-    return self.dataset_info_from_configs(
-      description='Handwritten digits from scikit-learn, with captions.',
-      homepage='https://archive.ics.uci.edu/dataset/80',
-      features=tfds.features.FeaturesDict(
-        {
-          'image': tfds.features.Image(shape=(8, 8, 1)),
-          'label': tfds.features.ClassLabel(names=WORDS),
-          'texts': tfds.features.Sequence(tfds.features.Text()),
-        }
-      ),
-      supervised_keys=('image', 'label'),
-    )
+    texts = tfds.features.Sequence(tfds.features.Text())
+    return digits.info(self, WORDS, texts=texts)
 
   def _split_generators(self, dl_manager):
     del dl_manager  # Nothing to download.
@@ -96,6 +84,4 @@ class DigitCaptions(tfds.core.GeneratorBasedBuilder):
     images, target = digits.images(), datasets.load_digits().target
     for i in indices:
       label = int(target[i])
-      yield int(i), {
-        'image': images[i], 'label': label, 'texts': texts(label)
-      }  # fmt: skip
+      yield int(i), {'image': images[i], 'label': label, 'texts': texts(label)}

@@ -41,39 +41,37 @@ def images() -> np.ndarray:
   return found.round().astype(np.uint8)[..., None]
 
 
+def info(builder, class_names, **features) -> tfds.core.DatasetInfo:
+  """Returns the metadata of digits with labels and further features."""
+  return builder.dataset_info_from_configs(
+    description='Handwritten digits, 8x8 grey pixels, from scikit-learn.',
+    homepage='https://archive.ics.uci.edu/dataset/80',
+    features=tfds.features.FeaturesDict(
+      {
+        'image': tfds.features.Image(shape=(8, 8, 1)),
+        'label': tfds.features.ClassLabel(names=class_names),
+        **features,
+      }
+    ),
+    supervised_keys=('image', 'label'),
+  )
+
+
 class Digits(tfds.core.GeneratorBasedBuilder):
   """Handwritten digits: images uint8 [8, 8, 1], and labels."""
 
   VERSION = tfds.core.Version('1.0.0')
   # TFDS uses the first one for the plain name 'digits'.
   BUILDER_CONFIGS: ClassVar = [
-    tfds.core.BuilderConfig(name=name, description=description)
-    for name, description in (
-      ('all', 'All ten classes.'),
-      ('0to4', 'The digits 0 to 4.'),
-      ('5to9_few', 'The digits 5 to 9, with splits of 5 images a class.'),
-      ('few', 'All ten classes, with splits of 5 images a class.'),
-      ('few10', 'All ten classes, with splits of 10 images a class.'),
-    )
+    tfds.core.BuilderConfig(name=name) for name in ('all', '0to4', *FEW)
   ]
 
   def _classes(self):
-    return {'0to4': range(5), '5to9_few': range(5, 10)}.get(
-      self.builder_config.name, range(10)
-    )
+    some = {'0to4': range(5), '5to9_few': range(5, 10)}
+    return some.get(self.builder_config.name, range(10))
 
   def _info(self) -> tfds.core.DatasetInfo:
-    return self.dataset_info_from_configs(
-      description='Handwritten digits, 8x8 grey pixels, from scikit-learn.',
-      homepage='https://archive.ics.uci.edu/dataset/80',
-      features=tfds.features.FeaturesDict(
-        {
-          'image': tfds.features.Image(shape=(8, 8, 1)),
-          'label': tfds.features.ClassLabel(names=[str(i) for i in self._classes()]),
-        }
-      ),
-      supervised_keys=('image', 'label'),
-    )
+    return info(self, [str(i) for i in self._classes()])
 
   def _split_generators(self, dl_manager):
     del dl_manager  # Nothing to download.
@@ -89,16 +87,15 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     if name == '5to9_few':
       train = np.concatenate([train, test])
     by_class = [train[target[train] == c] for c in self._classes()]
-    splits = {
-      f'few_{i}': np.concatenate([x[i * shots :][:shots] for x in by_class])
-      for i in range(draws)
-    }
+    drawn = [
+      np.concatenate([x[i * shots :][:shots] for x in by_class]) for i in range(draws)
+    ]
+    splits = {f'few_{i}': chosen for i, chosen in enumerate(drawn)}
     if name == '5to9_few':
       test = np.concatenate([x[draws * shots :] for x in by_class])
     elif name == 'few10':
-      for i in range(draws):
-        others = train[~np.isin(train, splits[f'few_{i}'])]
-        splits[f'unlabelled_{i}'] = others
+      for i, chosen in enumerate(drawn):
+        splits[f'unlabelled_{i}'] = train[~np.isin(train, chosen)]
     return {**splits, 'test': test}
 
   def _generate_examples(self, indices):

@@ -27,21 +27,14 @@ def features(info) -> dict[str, Feature]:
   found = dict(_leaves(info.features, ()))
   top = {name: found[name] for name in info.features if name in found}
   ranks = {name: _sequence_rank(info.features[name]) for name in top}
-  images = [n for n, feature in top.items() if feature.is_image and not ranks[n]]
-  labels = [
-    name
-    for name, feature in top.items()
-    if feature.class_names is not None and ranks[name] < 2
-  ]
+  images = [n for n, x in top.items() if x.is_image and not ranks[n]]
+  labels = [n for n, x in top.items() if x.class_names is not None and ranks[n] < 2]
   keys = info.supervised_keys or ('image', 'label')
   chosen = {}
-  for name, key, candidates in (
-    ('image', keys[0], images),
-    ('label', keys[-1], labels),
-  ):
+  for name, key, names in (('image', keys[0], images), ('label', keys[-1], labels)):
     found.pop(name, None)
-    if candidates:
-      chosen[name] = top[key if key in candidates else candidates[0]]
+    if names:
+      chosen[name] = top[key if key in names else names[0]]
   return {**chosen, **found}
 
 

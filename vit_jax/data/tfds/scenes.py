@@ -35,7 +35,7 @@ _TRIALS = 20  # Digits tried for a scene.
 
 
 class Scene(NamedTuple):
-  """A scene."""
+  """A scene of digits on a ground of two textures."""
 
   pixels: np.ndarray  # uint8 [SIZE, SIZE, 3].
   # int32 [SIZE, SIZE]: 0 and 1 for the textures of the ground, then a number
@@ -73,7 +73,7 @@ def _ground(rng):
 
 
 def _stamp(rng, image):
-  """Returns the ink of an enlarged digit, float [h, w], and its corner."""
+  """Returns the ink of an enlarged digit, float [h, w], and its top left corner."""
   height = round(rng.uniform(*_SIZES))
   width = min(_SIZES[1], round(height * rng.uniform(0.7, 1.1)))
   ink = Image.fromarray((image * (255 / 16)).astype(np.uint8))
@@ -120,12 +120,9 @@ def compose(rng: np.random.RandomState, images, labels) -> Scene:
 
 def _box(mask) -> tfds.features.BBox:
   """Returns the box around the true pixels of a mask [SIZE, SIZE]."""
-  rows, columns = (np.flatnonzero(mask.any(axis=axis)) for axis in (1, 0))
+  places = np.argwhere(mask)
   return tfds.features.BBox(
-    ymin=rows[0] / SIZE,
-    xmin=columns[0] / SIZE,
-    ymax=(rows[-1] + 1) / SIZE,
-    xmax=(columns[-1] + 1) / SIZE,
+    *(places.min(axis=0) / SIZE), *((places.max(axis=0) + 1) / SIZE)
   )
 
 
@@ -134,28 +131,13 @@ def _number(scene, segment):
   return 10 * scene + segment + 1
 
 
-def _annotation(scene, segment, number, label, of_box):
-  mask = scene.segments == segment
-  rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
-  return {
-    'id': number,
-    'area': rows * columns if of_box else int(mask.sum()),
-    'bbox': _box(mask),
-    'label': label,
-    'is_crowd': False,
-  }
-
-
 class Scenes(tfds.core.GeneratorBasedBuilder):
   """Scenes of digits, images uint8 [128, 128, 3], with boxes or segments."""
 
   VERSION = tfds.core.Version('1.1.0')
   # TFDS uses the first one for the plain name 'scenes'.
   BUILDER_CONFIGS: ClassVar = [
-    tfds.core.BuilderConfig(name='boxes', description='A box for each digit.'),
-    tfds.core.BuilderConfig(
-      name='panoptic', description='Segments of digits and ground.'
-    ),
+    tfds.core.BuilderConfig(name=name) for name in ('boxes', 'panoptic')
   ]
 
   @property
@@ -198,33 +180,34 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
     data = datasets.load_digits()
     chosen = digits.split_indices()[split]
     first = {'train': 0, 'test': SCENES['train']}[split]
+    images, labels = data.images[chosen], data.target[chosen]
     for i in range(first, first + SCENES[split]):
       # A seed for each scene: scenes can be made one by one.
-      scene = compose(
-        np.random.RandomState(i), data.images[chosen], data.target[chosen]
-      )
-      yield i, self._example(scene, i)
+      yield i, self._example(compose(np.random.RandomState(i), images, labels), i)
 
   def _example(self, scene, i):
-    example = {
-      'image': scene.pixels,
-      'image/filename': f'{i:06d}.jpg',
-      'image/id': i,
-    }
-    objects = [
-      _annotation(scene, k + 2, _number(i, k + 2), label, not self._is_panoptic)
-      for k, label in enumerate(scene.labels)
-    ]
+    def annotation(segment, label):
+      mask = scene.segments == segment
+      rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
+      return {
+        'id': _number(i, segment),
+        'area': int(mask.sum()) if self._is_panoptic else rows * columns,
+        'bbox': _box(mask),
+        'label': label,
+        'is_crowd': False,
+      }
+
+    name = f'{i:06d}'
+    example = {'image': scene.pixels, 'image/filename': f'{name}.jpg', 'image/id': i}
+    objects = [annotation(k + 2, label) for k, label in enumerate(scene.labels)]
     if not self._is_panoptic:
       return {**example, 'objects': objects}
     ground = [
-      _annotation(scene, k, _number(i, k), 10 + scene.textures[k], False)
-      for k in (0, 1)
-      if (scene.segments == k).any()
+      annotation(k, 10 + scene.textures[k]) for k in (0, 1) if k in scene.segments
     ]
     return {
       **example,
       'panoptic_image': panoptic.colours(_number(i, scene.segments)),
-      'panoptic_image/filename': f'{i:06d}.png',
+      'panoptic_image/filename': f'{name}.png',
       'panoptic_objects': ground + objects,
     }

@@ -92,12 +92,9 @@ class ShardSource(records.Source, abc.ABC):
     """Returns records of a shard by their numbers in it, ascending."""
 
     def read(path):
-      file = self._files[shard] or self.open_file(path)
-      try:
-        found = self.read_file(file, shard, places)
-      except BaseException:
-        self._files[shard] = None  # Another attempt reopens the file.
-        raise
+      # Another attempt after an error reopens the file.
+      file, self._files[shard] = self._files[shard] or self.open_file(path), None
+      found = self.read_file(file, shard, places)
       self._files[shard] = file
       return found
 
@@ -117,9 +114,9 @@ class ArrayRecordSource(ShardSource):
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
     super().__init__(files, record_bytes, reader)
-    expected = dict(zip(self.paths, (f.examples_in_shard for f in files)))
-    check = lambda path: self._check(path, expected[path])
-    each(check, list(expected), 'Opening array_record files')
+    counts = {path: file.examples_in_shard for path, file in zip(self.paths, files)}
+    check = lambda path: self._check(path, counts[path])
+    each(check, list(counts), 'Opening array_record files')
 
   def open_file(self, path):
     from array_record.python import array_record_module
@@ -137,32 +134,26 @@ class ArrayRecordSource(ShardSource):
 
   def _check(self, path, expected):
     file = self.open_file(path)
-    found = file.num_records()
-    if found != expected:
+    if file.num_records() != expected:
       with _named(path):
         file.read([0])  # Explains why a damaged file counts as empty.
-      raise wrong_count(path, found, expected)
+      raise wrong_count(path, file.num_records(), expected)
 
 
 def each(function: Callable, paths: Sequence[str], title: str) -> list:
   """Returns function(path) of all paths, computed in threads."""
   with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
     found = pool.map(lambda path: attempted(path, function), paths)
-    return list(
-      console.bar(
-        iterable=found, total=len(paths), delay=3, desc=title, leave=False,
-        unit=' files',
-      )
-    )  # fmt: skip
+    kwargs = dict(total=len(paths), delay=3, leave=False, unit=' files')
+    return list(console.bar(desc=title, iterable=found, **kwargs))
 
 
 def _allow_open_files(count: int):
   """Raises the limit on open files where possible."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  wanted = soft + count
-  if resource.RLIM_INFINITY not in (soft, hard):
-    wanted = min(wanted, hard)
-  if soft != resource.RLIM_INFINITY and wanted > soft:
+  if soft != resource.RLIM_INFINITY:
+    unlimited = hard == resource.RLIM_INFINITY
+    wanted = soft + count if unlimited else min(soft + count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 

@@ -27,9 +27,8 @@ def whole(info, dataset: str, split: str):
   """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo."""
   if split not in info.splits:
     raise ValueError(
-      f"data set '{dataset}' has no split '{split}': it has "
-      f'{list(info.splits)} (config.pp.train, config.pp.test, '
-      'config.evals, --evaluate)'
+      f"data set '{dataset}' has no split '{split}': it has {list(info.splits)} "
+      '(config.pp.train, config.pp.test, config.evals, --evaluate)'
     )
   return info.splits[split]
 
@@ -47,9 +46,7 @@ def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records
   stored = info.as_proto
   if 'array_record' in (stored.file_format, *stored.alternative_file_formats):
     info.set_file_format(
-      tfds.core.FileFormat.ARRAY_RECORD,
-      override=True,
-      override_if_initialized=True,
+      tfds.core.FileFormat.ARRAY_RECORD, override=True, override_if_initialized=True
     )
   if info.file_format.value not in _SOURCES:
     raise ValueError(

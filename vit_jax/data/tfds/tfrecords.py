@@ -34,9 +34,7 @@ from vit_jax.distributed import files, processes
 
 _HEADER, _FOOTER = 12, 4
 _LENGTH = struct.Struct('<QI')
-_CHECKSUM = struct.Struct('<I')
-# The first bytes of a compressed file.
-GZIP = b'\x1f\x8b'
+_GZIP = b'\x1f\x8b'  # The first bytes of a compressed file.
 # Name of a tfrecord file -> its size, its time, and the lengths of its records,
 # including headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
@@ -66,10 +64,8 @@ class TfRecordSource(shards.ShardSource):
 def _data(record: bytes, path: str, place: int) -> bytes:
   """Returns the data of a record; ValueError if a checksum is wrong."""
   found = record[_HEADER:-_FOOTER]
-  if (
-    _length(record) != len(found)
-    or _masked(found) != _CHECKSUM.unpack(record[-_FOOTER:])[0]
-  ):
+  checksum = _masked(found).to_bytes(_FOOTER, 'little')
+  if _length(record) != len(found) or record[-_FOOTER:] != checksum:
     raise ValueError(
       f"record {place} of '{path}' is damaged, or the file has changed since "
       f'it was opened: {shards.REMEDY}'
@@ -89,9 +85,6 @@ def _length(header: bytes) -> int | None:
     return None
   length, checksum = _LENGTH.unpack_from(header)
   return length if _masked(header[:8]) == checksum else None
-
-
-# --- Files ---
 
 
 def _local(path: str) -> Callable[[int, int], bytes]:
@@ -120,14 +113,13 @@ def _remote(path: str) -> Callable[[int, int], bytes]:
 
 def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
-  found, begin = [], 0
-  is_local = image_files.is_local(path)
+  found, begin, is_local = [], 0, image_files.is_local(path)
   # A file in a bucket is read sequentially in large blocks.
   with open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file:
     while begin < size:
       file.seek(begin)
       header = file.read(_HEADER)
-      if not begin and header.startswith(GZIP):
+      if not begin and header.startswith(_GZIP):
         raise ValueError(
           f"'{path}' is compressed (GZIP), so that records cannot be read by number: "
           'decompress it under the same name'
@@ -150,9 +142,6 @@ def _scan(path: str, size: int, count: int) -> list[int]:
   return found
 
 
-# --- The offsets of a split ---
-
-
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   """Returns where the records of files begin, the same on all processes.
 
@@ -168,25 +157,17 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
     for place in _places(folder):
       stored.update(_load(place))
     rows = [stored.get(name, np.zeros(0)) for name in names]
-    return [
-      i
-      for i, (row, stamp, count) in enumerate(zip(rows, stamps, counts))
-      if len(row) != count + 2 or tuple(row[:2]) != stamp
-    ]
+    heads = [(len(row) - 2, *row[:2]) for row in rows]
+    wanted = [(count, *stamp) for count, stamp in zip(counts, stamps)]
+    return [i for i, head in enumerate(heads) if head != wanted[i]]
 
   everywhere = processes.attempt(f'{what}: looking for stored ones', lacking)
   todo = sorted(set().union(*everywhere))
   for i, lengths in zip(todo, _scan_all(what, paths, stamps, counts, todo)):
     stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
   found = [np.cumsum([0, *stored[name][2:]]) for name in names]
-  processes.agree(
-    f"the records of '{folder}'",
-    {
-      'number': sum(counts),
-      'bytes': sum(size for size, _ in stamps),
-      'hash of their offsets': files.digest(found),
-    },
-  )
+  facts = {'number': sum(counts), 'hash of their offsets': files.digest(found)}
+  processes.agree(f"the records of '{folder}'", facts)
   # Processes that share a disk write the same content.
   if everywhere[jax.process_index()]:
     _save(folder, stored)
@@ -195,13 +176,13 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
 
 def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
   """Returns the lengths in the files `todo`, of which each process reads a part."""
-  sizes = {paths[i]: (stamps[i][0], counts[i]) for i in todo}
+  facts = {paths[i]: (stamps[i][0], counts[i]) for i in todo}
   me, count, made = jax.process_index(), jax.process_count(), []
 
   def scan():
     mine = [paths[i] for i in todo[me::count]]
     title = 'Reading the headers of tfrecord files'
-    made.extend(shards.each(lambda path: _scan(path, *sizes[path]), mine, title))
+    made.extend(shards.each(lambda path: _scan(path, *facts[path]), mine, title))
 
   processes.attempt(what, scan)
   found = {}
@@ -216,16 +197,11 @@ def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
   return [found[i] for i in todo]
 
 
-# --- On disk ---
-
-
 def _places(folder: str) -> list[str]:
   """Returns where the lengths of a folder may be stored, the preferred first."""
-  key = files.digest([folder.encode()])[:16]
-  return [
-    os.path.join(folder, _FILE),
-    str(console.cache_folder() / 'tfrecords' / f'{key}.npz'),
-  ]
+  cached = files.digest([folder.encode()])[:16] + '.npz'
+  cache = console.cache_folder() / 'tfrecords'
+  return [os.path.join(folder, _FILE), str(cache / cached)]
 
 
 def _save(folder: str, stored: dict):
@@ -244,10 +220,8 @@ def _save(folder: str, stored: dict):
       error = e
   logging.warning(
     "The offsets of the records in '%s' cannot be stored and are read at every "
-    'start: %s',
-    folder,
-    image_files.first_line(error),
-  )
+    'start: %s', folder, image_files.first_line(error),
+  )  # fmt: skip
 
 
 def _load(path: str) -> dict:

@@ -22,7 +22,7 @@ class Label(NamedTuple):
 
 
 class Task(NamedTuple):
-  """A task."""
+  """A task of VTAB."""
 
   title: str  # Name in the tables of papers.
   group: str  # One of GROUPS.
@@ -43,11 +43,6 @@ def _ranges(edges, unit) -> tuple[str, ...]:
 def _place(value, edges):
   """Counts the edges below a value, a float scalar."""
   return tf.reduce_sum(tf.cast(tf.constant(edges) < value, tf.int64))
-
-
-def _named(feature, class_names) -> Label:
-  """Returns a feature as label, with other names for its classes."""
-  return Label((feature,), tuple(class_names))
 
 
 def _binned(feature, classes, last, unit) -> Label:
@@ -108,14 +103,14 @@ TASKS: dict[str, Task] = {
   'svhn': Task('SVHN', 'natural', 'svhn_cropped', _TENTH),
   'patch_camelyon': Task(
     'Camelyon', 'specialised', 'patch_camelyon', _OFFICIAL,
-    _named('label', ('no tumour', 'tumour')),
+    Label(class_names=('no tumour', 'tumour')),
   ),
   'eurosat': Task('EuroSAT', 'specialised', 'eurosat/rgb', _FIFTHS),
   'resisc45': Task('Resisc45', 'specialised', 'resisc45', _FIFTHS),
   'diabetic_retinopathy': Task(
     'Retinopathy', 'specialised',
     'diabetic_retinopathy_detection/btgraham-300', _OFFICIAL,
-    _named('label', _GRADES), module='cv2',
+    Label(class_names=_GRADES), module='cv2',
   ),
   'clevr_count': Task(
     'Clevr-Count', 'structured', 'clevr', _CLEVR,
@@ -148,11 +143,11 @@ TASKS: dict[str, Task] = {
   ),
   'smallnorb_azimuth': Task(
     'sNORB-Azim', 'structured', 'smallnorb', _SMALLNORB,
-    _named('label_azimuth', [f'{20 * i} degrees' for i in range(18)]),
+    Label(('label_azimuth',), tuple(f'{20 * i} degrees' for i in range(18))),
   ),
   'smallnorb_elevation': Task(
     'sNORB-Elev', 'structured', 'smallnorb', _SMALLNORB,
-    _named('label_elevation', [f'{30 + 5 * i} degrees' for i in range(9)]),
+    Label(('label_elevation',), tuple(f'{30 + 5 * i} degrees' for i in range(9))),
   ),
 }  # fmt: skip
 
