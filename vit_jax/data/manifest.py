@@ -136,7 +136,7 @@ def _parents(name) -> list[str]:
 
 
 def _parse(root, base) -> list[Line]:
-  """Reads a manifest."""
+  """Reads a manifest, line by line."""
   path = _path(root, base)
   if not tf.io.gfile.exists(path):
     raise FileNotFoundError(
@@ -145,30 +145,27 @@ def _parse(root, base) -> list[Line]:
     )
   with tf.io.gfile.GFile(path, 'rb') as file:
     texts = file.read().splitlines()
-  lines = []
-  for number, text in enumerate(texts, 1):
-    where = f'{path}:{number}'
-    if not text.strip():
-      continue
-    try:
-      values = json.loads(text)
-    except ValueError as e:
-      raise ValueError(f'{where}: not valid JSON: {e}') from e
-    if not isinstance(values, dict):
-      raise ValueError(
-        f'{where}: must be an object, {{"image": PATH, ...}}, not {_short(values)}'
-      )
-    values = dict(_flatten(values, '', where))
-    image = values.get('image')
-    if not isinstance(image, str) or not image:
-      raise ValueError(
-        f'{where}: `image` must be the path of an image, but is '
-        f'{_short(image) if "image" in values else "missing"}'
-      )
-    if '://' not in image:
-      image = os.path.join(root, image)
-    lines.append(Line(where, image, values))
-  return lines
+  numbered = ((i, text) for i, text in enumerate(texts, 1) if text.strip())
+  return [_parse_line(root, f'{path}:{i}', text) for i, text in numbered]
+
+
+def _parse_line(root, where, text) -> Line:
+  try:
+    values = json.loads(text)
+  except ValueError as e:
+    raise ValueError(f'{where}: not valid JSON: {e}') from e
+  if not isinstance(values, dict):
+    raise ValueError(
+      f'{where}: must be an object, {{"image": PATH, ...}}, not {_short(values)}'
+    )
+  values = dict(_flatten(values, '', where))
+  image = values.get('image')
+  if not isinstance(image, str) or not image:
+    raise ValueError(
+      f'{where}: `image` must be the path of an image, but is '
+      f'{_short(image) if "image" in values else "missing"}'
+    )
+  return Line(where, image if '://' in image else os.path.join(root, image), values)
 
 
 def _short(value):
@@ -301,22 +298,7 @@ def _column(name, lines, names):
       raise ValueError(f"{line.where}: there is no '{name}', which other lines have")
   if names is not None:
     values = _numbers(values, lines, names)
-  # Level by level: all values, and the number of the line of each.
-  level, owners, lengths = values, range(len(lines)), []
-  while level:
-    kinds = [_kind(x) for x in level]
-    for owner, kind in zip(owners, kinds):
-      if kind is None or kind is not kinds[0]:
-        raise ValueError(
-          f"{lines[owner].where}: '{name}' is {_short(values[owner])}, and "
-          f'{_short(values[0])} on the first line: give strings, booleans or '
-          'numbers, or lists of one of these, equally nested on all lines'
-        )
-    if kinds[0] is not list:
-      break
-    lengths.append([len(x) for x in level])
-    owners = [owner for owner, x in zip(owners, level) for _ in x]
-    level = [y for x in level for y in x]
+  level, lengths = _flat(name, values, lines)
   shape = []
   while lengths and len(set(lengths[-1])) == 1 and lengths[-1][0]:
     shape.insert(0, lengths.pop()[0])
@@ -326,7 +308,21 @@ def _column(name, lines, names):
   return tf.RaggedTensor.from_nested_row_lengths(flat, lengths) if lengths else flat
 
 
-def _kind(value) -> type | None:
-  """Returns the type that all values of an array share: float also for integers."""
-  kind = float if type(value) is int else type(value)
-  return kind if kind in (*_DTYPES, list) else None
+def _flat(name, values, lines):
+  """Returns the innermost values of nested lists, and the lengths of each level."""
+  level, owners, lengths = values, lines, []  # Values, and the line of each.
+  while level:
+    kinds = [float if type(x) is int else type(x) for x in level]
+    for kind, line in zip(kinds, owners):
+      if kind is not kinds[0] or kind not in (*_DTYPES, list):
+        raise ValueError(
+          f"{line.where}: '{name}' is {_short(line.get(name))}, and "
+          f'{_short(lines[0].get(name))} on the first line: give strings, booleans '
+          'or numbers, or lists of one of these, equally nested on all lines'
+        )
+    if kinds[0] is not list:
+      break
+    lengths.append([len(x) for x in level])
+    owners = [line for line, x in zip(owners, level) for _ in x]
+    level = [y for x in level for y in x]
+  return level, lengths

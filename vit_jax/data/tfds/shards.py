@@ -92,9 +92,12 @@ class ShardSource(records.Source, abc.ABC):
     """Returns records of a shard by their numbers in it, ascending."""
 
     def read(path):
-      # Another attempt after an error reopens the file.
-      file, self._files[shard] = self._files[shard] or self.open_file(path), None
-      found = self.read_file(file, shard, places)
+      file = self._files[shard] or self.open_file(path)
+      try:
+        found = self.read_file(file, shard, places)
+      except BaseException:
+        self._files[shard] = None  # Another attempt reopens the file.
+        raise
       self._files[shard] = file
       return found
 
