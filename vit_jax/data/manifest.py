@@ -80,10 +80,9 @@ def read_split(
   `parse` maps (root, part of the split) to lines; by default it reads the
   manifest. See checking.usable for `broken`, `max_pixels` and `workdir`.
 
-  Returns:
-    columns: features by name, tensors and RaggedTensors [n, ...], in the order
-      of `folder.list_split`; 'image' is an index.Paths, 'label' int64 [n, L].
-    names: {feature: names of its classes} for features with class names.
+  Returns the features by name, tensors and RaggedTensors [n, ...], in the order of
+  `folder.list_split`, where 'image' is an index.Paths and 'label' int64 [n, L]; and
+  {feature: names of its classes}.
   """
   lines, taken = [], []  # All lines, and the numbers of the lines in the slice.
   for base, instruction in slices.parts(split):

@@ -32,10 +32,9 @@ class MixtureSource(records.Source):
   In any prefix of the run, the number of examples of a part is exact to within
   one for up to three parts, and to little more for many.
 
-  Args:
-    parts: sources with the same classes. Only their common features are used;
-      and 'soft_label' if any part has it, which is all 0 in the other parts.
-    pairs: their names, and weights of any sum.
+  `parts` have the same classes, and `pairs` are their names and weights of any sum.
+  Only common features are used, and 'soft_label' if any part has it, which is all 0
+  in the other parts.
   """
 
   def __init__(

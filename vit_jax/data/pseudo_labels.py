@@ -133,12 +133,11 @@ def _digest(arrays) -> str:
 
 
 class PseudoSource(records.Subset):
-  """Images with the labels that a model has given them.
+  """Images with the labels that a model has given them; see the top.
 
   Its records have 'label', int64 [1], the most probable class; and, unless the
-  labels are hard, 'soft_label', float32 [classes], the probability of each
-  class. The remainder, 1 minus the k known probabilities, is spread evenly over
-  the other classes. See the top of this file for `arrays` and `facts`.
+  labels are hard, 'soft_label', float32 [classes], the probability of each class.
+  The remainder, 1 minus the k known probabilities, is spread evenly over the others.
   """
 
   def __init__(self, images, arrays, facts, features, root):

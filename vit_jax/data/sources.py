@@ -44,22 +44,18 @@ def open_split(
 
   Args:
     config: the run's.
-    split: a split in the notation of TFDS: 'train', 'test[:50%]',
-      'train[:800]+test[:9]'.
-    features: names of features: 'image', 'label', and features of the data set,
-      with '/' for nested ones ('objects/bbox', or 'objects' for all of them). A
-      name that ends with '?' is optional. Other features are not read.
+    split: in the notation of TFDS: 'train', 'test[:50%]', 'train[:800]+test[:9]'.
+    features: 'image', 'label', and names of other features, with '/' for nested
+      ones; see records.resolve. Others are not read.
     class_names: expected classes of a folder, those of its training split; None
       for the training split itself.
-    dataset: the data set; by default `config.dataset`. Of a mixture,
-      `config.pp.train` opens that split of all its data sets, and any other
-      split is that of the first data set.
+    dataset: by default `config.dataset`. Of a mixture, `config.pp.train` opens that
+      split of all its data sets, and any other split is that of the first.
     workdir: folder of the run, shared by all processes, in which the list of a
       folder's images is stored. None: the folder is listed and checked anew.
 
   Raises:
-    ValueError, FileNotFoundError: if data set, split, features or images are
-      wrong; names them and the remedy.
+    ValueError, FileNotFoundError: if data set, split, features or images are wrong.
   """
   dataset = config.dataset if dataset is None else dataset
   if not dataset:

@@ -65,11 +65,8 @@ def _leaves(feature, path):
 class Reader:
   """Parses the wanted features of a record; images stay encoded.
 
-  `wanted` is a part of what `features` returns.
-
-  Attributes:
-    features: names of the wanted features.
-    names: {feature: names of its classes} for the class labels.
+  `wanted` is a part of what `features` returns. The attributes `features` and `names`
+  are those of records.Source.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):
