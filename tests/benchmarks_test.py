@@ -27,51 +27,61 @@ def run(monkeypatch, tmp_path, *flags):
 
 def test_steps_are_reported_with_their_share_of_the_peak(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
-  got = run(
-    monkeypatch, tmp_path, '--only', 'train', 'inference', '--model=testing',
-    '--image_size=32',
-  )  # fmt: skip
+  flags = ('--only=inference', '--model=testing', '--image_size=32')
+  got = run(monkeypatch, tmp_path, *flags)
   assert got['machine']['platform'] == 'cpu'
-  for section in ('train', 'inference'):
-    step, xla, ratio, product = got['results'][section]
-    assert xla['name'] == 'attention=xla'
-    assert ratio['name'] == 'ratio'
-    assert ratio['median'] > 0
-    assert step['unit'] == 'img/s'
-    assert 0 < step['min'] <= step['median'] <= step['max']
-    assert 0 < step['share_of_peak'] < 1
-    assert product['unit'] == 'GFLOP/s'
+  step, xla, ratio, product = got['results']['inference']
+  assert xla['name'] == 'attention=xla'
+  assert ratio['median'] > 0
+  assert step['unit'] == 'img/s'
+  assert 0 < step['min'] <= step['median'] <= step['max']
+  assert 0 < step['share_of_peak'] < 1
+  assert product['unit'] == 'GFLOP/s'
   assert '% of peak' in capsys.readouterr().out
 
 
-@pytest.fixture(autouse=True)
-def timm_beside_a_torch_for_cpus(monkeypatch):
-  code = (
-    'from tests import torchvision_ops\n'
-    'from benchmarks import timm_steps\n'
-    "timm_steps.NAMES['testing'] = 'test_vit'\n"
-    'timm_steps.main()'
-  )
-  monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', code])
+# timm beside a torch for CPUs.
+TIMM = """
+from tests import torchvision_ops
+from benchmarks import timm_steps
+timm_steps.NAMES['testing'] = 'test_vit'
+timm_steps.main()
+"""
 
 
-@pytest.mark.parametrize(
-  'section, dtype', [('train', 'bfloat16'), ('inference', 'float32')]
-)
-def test_steps_beside_timm(monkeypatch, tmp_path, capsys, section, dtype):
+def test_updates_beside_timm(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', TIMM])
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
   monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
   got = run(
-    monkeypatch, tmp_path, f'--only={section}', '--model=testing',
-    '--image_size=32', '--batch=8', '--beside=timm_eager', f'--dtype={dtype}',
+    monkeypatch, tmp_path, '--only=train', '--model=testing', '--image_size=32',
+    '--batch=8', '--beside=timm_eager', '--dtype=bfloat16',
   )  # fmt: skip
-  ours, theirs, ratio, product = got['results'][section]
-  assert ours['name'].endswith(f'testing, batch 8, {dtype}')
+  ours, theirs, ratio, product = got['results']['train']
+  assert ours['name'].endswith('testing, batch 8, bfloat16')
   assert theirs['name'] == 'timm_eager'
   assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
   assert min(ours['first_call_seconds'], theirs['first_call_seconds']) > 0
-  assert product['name'] == f'matrix product, {dtype}'
+  assert product['name'] == 'matrix product, bfloat16'
   assert capsys.readouterr().out.count('compiled in') == 2
+
+
+def test_logits_of_timm(monkeypatch):
+  seen = []
+  create = torch_models.timm.create_model
+
+  def watched(name, **kwargs):
+    net = create(name, **kwargs)
+    net.register_forward_hook(lambda net, _, out: seen.append((net.training, out)))
+    return net
+
+  monkeypatch.setattr(torch_models.timm, 'create_model', watched)
+  monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
+  timm_steps._make_step('testing', 2, 32, 'float32', train=False, compiled=False)()
+  [(training, logits)] = seen
+  assert not training
+  assert not logits.requires_grad
+  assert logits.shape == (2, 1000)
 
 
 def test_timm_has_as_many_parameters():
@@ -127,24 +137,24 @@ def test_pipelines_take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(pipeline, name, value)
   forked = types.SimpleNamespace(check_output=check_output)
   monkeypatch.setattr(pipeline, 'subprocess', forked)
-  got = run(monkeypatch, tmp_path, '--only', 'pipeline')
-  ours, plain, ratio = got['results']['pipeline']
+  ours, plain, ratio = run(monkeypatch, tmp_path, '--only=pipeline')['results'][
+    'pipeline'
+  ]
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
 
 
-def test_imports_are_compared(monkeypatch, tmp_path):
-  got = run(monkeypatch, tmp_path, '--only', 'import')
-  ours, theirs, ratio = got['results']['import']
-  assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
-  assert ours['unit'] == 's'
-
-
-def test_weights_are_loaded_beside_plain_numpy(monkeypatch, tmp_path):
+def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
+  statements = []
+  monkeypatch.setattr(
+    start.subprocess, 'run', lambda command, check: statements.append(command[-1])
+  )
   monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
-  got = run(monkeypatch, tmp_path, '--only', 'weights')
-  ours, plain, ratio = got['results']['weights']
-  assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
-  assert ours['name'] == 'load_pretrained, ViT-Ti_16.npz'
+  got = run(monkeypatch, tmp_path, '--only', 'import', 'weights')['results']
+  assert statements == 2 * ['import vit_jax.models', 'import flax.linen, optax']
+  for ours, theirs, ratio in got.values():
+    assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
+    assert ours['unit'] == 's'
+  assert got['weights'][0]['name'] == 'load_pretrained, ViT-Ti_16.npz'
 
 
 def test_turns_alternate_and_a_function_may_time_itself():
