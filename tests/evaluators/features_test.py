@@ -1,7 +1,5 @@
 """Tests of extracting features: each example once, of any layer."""
 
-import types
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,38 +51,26 @@ def mean_grey(task, mesh):
   return features.Extractor(task, mesh, 'grey')
 
 
-@pytest.mark.parametrize('devices', [1, 8])
-def test_every_example_comes_once_in_its_place(task, devices):
-  mesh = sharding.make_mesh({'data': devices}, jax.devices()[:devices])
-  values = np.arange(COUNT) * 12
-  extractor = mean_grey(task, mesh)
-  found = extractor.run(grey(values), PARAMS, {})
+def test_every_example_comes_once_in_its_place(task):
+  mesh = sharding.make_mesh({'data': 8})
+  values, indices = np.arange(COUNT) * 12, [17, 2, 9]
+  extractor, source = mean_grey(task, mesh), grey(values)
+  found = extractor.run(source, PARAMS, {})
   assert found.values.dtype == np.float32
   want = np.repeat(2 * (values[:, None] / 127.5 - 1), 3, axis=1)
   np.testing.assert_allclose(found.values, want, atol=1e-5)
   assert found.labels[:8].tolist() == [0, 1, 2, 0, -1, -1, 0, 1]
-
-
-def test_some_examples_in_any_order(task):
-  mesh = sharding.make_mesh({'data': 8})
-  source, indices = grey(np.arange(COUNT)), [17, 2, 9]
-  extractor = mean_grey(task, mesh)
+  # Some of them, in any order.
   found = extractor.run(source, PARAMS, {}, indices)
-  want = 2 * (np.array(indices) / 127.5 - 1)
-  np.testing.assert_allclose(found.values[:, 0], want, atol=1e-5)
+  np.testing.assert_allclose(found.values, want[indices], atol=1e-5)
   assert found.labels.tolist() == [2, 2, 0]
   labelled = records.MemorySource(
     {'label': source.lookup(tf.range(COUNT))['label']}, source.names
   )
   labels = features.read_labels(task.config, mesh, labelled)
   assert labels.tolist() == [0, 1, 2, 0, -1, -1, *(i % 3 for i in range(6, 21))]
-
-
-def test_the_work_ends_when_it_is_told_to(task):
-  mesh = sharding.make_mesh({'data': 8})
-  made = mean_grey(task, mesh)
   with pytest.raises(engine.Stopped):
-    made.run(grey(range(9)), PARAMS, {}, stop=lambda: True)
+    extractor.run(source, PARAMS, {}, stop=lambda: True)
 
 
 def test_layers_are_those_that_the_model_computes(task):
@@ -92,20 +78,17 @@ def test_layers_are_those_that_the_model_computes(task):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   x = jnp.ones((1, 8, 8, 3)) * 0.2
   params = tiny_models.numbers(task.model, 8)
+  made = features.Extractor(task, mesh, ['features', 'Transformer/encoder_norm'])
 
   def compute(params):
     tokens = task.model.apply(
-      {'params': params},
-      x,
-      method=lambda m, x: m.encode(m.embed(x), train=False),
+      {'params': params}, x, method=lambda m, x: m.encode(m.embed(x), train=False)
     )
-    return tokens, task.model.apply({'params': params}, x, train=False)
+    logits = task.model.apply({'params': params}, x, train=False)
+    return tokens, logits, made.compute(params, {}, {'image': x})
 
-  tokens, logits = jax.jit(compute)(params)
-  inputs, norm = (
-    features.Extractor(task, mesh, name).run(grey([153]), params, {}).values
-    for name in ('features', 'Transformer/encoder_norm')
-  )
+  tokens, logits, found = jax.jit(compute)(params)
+  inputs, norm = made.split(found).values()
   head = params['head']
   np.testing.assert_allclose(inputs @ head['kernel'] + head['bias'], logits, atol=1e-4)
   np.testing.assert_allclose(norm, tokens.mean(axis=1), atol=1e-5)
@@ -123,18 +106,8 @@ def test_a_layer_that_is_not_there(task):
   ('name', 'depth', 'width', 'layers'),
   [
     ('mixer_b32', {'num_blocks': 1}, 768, ['layer_0', 'layer_1']),
-    (
-      'r_ti16',
-      {'transformer.num_layers': 1},
-      192,
-      ['stage_0', 'layer_0', 'layer_1'],
-    ),
-    (
-      'bit_r50x1',
-      {'num_layers': (1, 1)},
-      512,
-      ['layer_0', 'layer_1', 'layer_2'],
-    ),
+    ('r_ti16', {'transformer.num_layers': 1}, 192, ['stage_0', 'layer_0', 'layer_1']),
+    ('bit_r50x1', {'num_layers': (1, 1)}, 512, ['layer_0', 'layer_1', 'layer_2']),
   ],
 )
 def test_every_kind_of_model_has_features(task, name, depth, width, layers):
@@ -167,18 +140,15 @@ def test_layers_are_means_of_the_inputs_of_blocks(task):
   assert names == ['layer_0', 'layer_1', 'layer_2']
   np.testing.assert_array_equal(got['pixels'], x.reshape(2, -1))
 
-  fields = dict(task.model.transformer)
-  blocks = params['Transformer']
+  # A model of fewer blocks whose last norm is the first norm of the next block.
+  fields, blocks = dict(task.model.transformer), params['Transformer']
 
   def by_hand(count):
     model = task.model.clone(transformer={**fields, 'num_layers': count})
     norm = blocks[f'encoderblock_{count}']['LayerNorm_0']
-    tree = {**blocks, 'encoder_norm': norm}
-    return model.apply(
-      {'params': {**params, 'Transformer': tree}},
-      x,
-      method=lambda m, x: m.encode(m.embed(x), train=False),
-    ).mean(axis=1)
+    tree = {**params, 'Transformer': {**blocks, 'encoder_norm': norm}}
+    encode = lambda m, x: m.encode(m.embed(x), train=False)
+    return model.apply({'params': tree}, x, method=encode).mean(axis=1)
 
   for count in (0, 1):
     want = jax.jit(by_hand, static_argnums=0)(count)
@@ -193,19 +163,12 @@ def test_masked_patches_have_the_features_of_whole_images(tiny_config):
   assert features.Extractor(task, mesh).width == 16
 
 
-def test_features_beyond_the_memory_are_refused(task):
-  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  huge = types.SimpleNamespace(num_examples=10**12)
-  huge.evaluated = huge
+def test_the_smallest_machine_limits_the_features(monkeypatch):
   with pytest.raises(ValueError, match='1,000,000,000,000 examples .*--train=.*config.fewshot.train'):  # fmt: skip
-    features.Extractor(task, mesh).run(huge, {}, {})
-
-
-def test_the_smallest_machine_decides_on_all_processes(task, monkeypatch):
-  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
+    features.check_memory(10**12, 16)
   monkeypatch.setattr(processes, 'attempt', lambda what, function: [2**40, 100])
   with pytest.raises(ValueError, match='half of the 0.0 MiB'):
-    features.Extractor(task, mesh).run(grey(range(9)), {}, {})
+    features.check_memory(9, 16)
 
 
 def test_examples_without_a_label_do_not_count():

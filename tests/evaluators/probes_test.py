@@ -116,47 +116,35 @@ def mesh():
   return sharding.make_mesh({'data': 8})
 
 
-def test_the_accuracy_of_a_split(task, splits, mesh):
-  probe = probes.FewShot(task, mesh)
-  assert probe.run({}, {}) == {'fewshot_1': 0.75, 'fewshot_3': 0.75}
-  found = probe.accuracies({}, {})
-  assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
-  with pytest.raises(engine.Stopped):
-    probe.run({}, {}, lambda: True)
-
-
-def test_a_bar_on_a_terminal_drops_no_seed(task, splits, mesh, monkeypatch):
-  """The bar is drawn on a pseudo-terminal after each probe."""
+def test_the_accuracy_of_a_split(task, splits, mesh, monkeypatch):
+  """On a pseudo-terminal, where a bar is drawn after each probe."""
   probe = probes.FewShot(task, mesh)
   controller, terminal = pty.openpty()
   termios.tcsetwinsize(terminal, (24, 80))
   os.set_blocking(controller, False)
-  make_bar = console.bar
-  with open(terminal, 'w') as stderr:
-    monkeypatch.setattr(sys, 'stderr', stderr)
-    monkeypatch.setattr(
-      console,
-      'bar',
-      lambda **kwargs: make_bar(
-        **{**kwargs, 'delay': 1e-9, 'mininterval': 0, 'miniters': 1}
-      ),
-    )
+  make_bar, often = console.bar, {'delay': 1e-9, 'mininterval': 0, 'miniters': 1}
+  with open(terminal, 'w') as stderr, monkeypatch.context() as patch:
+    patch.setattr(sys, 'stderr', stderr)
+    patch.setattr(console, 'bar', lambda **kwargs: make_bar(**{**kwargs, **often}))
     found = probe.accuracies({}, {})
     assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
     select.select([controller], [], [], 60)  # The system passes it on later.
     assert b'Few-shot probes' in os.read(controller, 10_000)
   os.close(controller)
+  with pytest.raises(engine.Stopped):
+    probe.run({}, {}, lambda: True)
+  probe.accuracies = lambda *_: {'features': {1: [0.5, 1.0], 3: [0.25] * 2}}
+  assert probe.run({}, {}) == {'fewshot_1': 0.75, 'fewshot_3': 0.25}
 
 
-@pytest.mark.parametrize('kind', [probes.FewShot, probes.LayerProbe])
-def test_classes_are_matched_by_name(task, splits, mesh, kind):
+def test_classes_are_matched_by_name(task, splits, mesh):
   """The test images lack the first class, so that 'light' is their first one."""
   task.config.fewshot.shots = (2,)
   splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
-  assert set(kind(task, mesh).run({}, {}).values()) == {1.0}
+  assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0}
   splits['test'] = grey([250, 0], [1, 0], ('black', 'light'))
   with pytest.raises(ValueError, match=r"\['black'\]"):
-    kind(task, mesh)
+    probes.FewShot(task, mesh)
 
 
 def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
@@ -172,19 +160,13 @@ def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   assert found == {'probe_best': 1.0, 'probe_pixels': 1.0}
   assert 'pixels      100.00 %' in capsys.readouterr().out
   assert (tmp_path / 'probe.png').read_bytes()[1:4] == b'PNG'
-
-
-def test_the_spread_of_the_draws(task, splits, mesh, tmp_path, capsys):
-  probe = probes.LayerProbe(task, mesh, tmp_path)
+  # The spread of the draws.
   draws = {'layer_0': [0.5, 0.7], 'layer_1': [0.5] * 2, 'pixels': [0.25, 0.75]}
   probe.accuracies = lambda *_: {name: {2: x} for name, x in draws.items()}
-  found = probe.run({}, {})
-  assert found == {'probe_best': pytest.approx(0.6), 'probe_pixels': 0.5}
-  rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
-  for row in rows:
+  assert probe.run({}, {}) == {'probe_best': pytest.approx(0.6), 'probe_pixels': 0.5}
+  for row in json.loads((tmp_path / 'probe.json').read_text())['layers']:
     assert row['std'] == pytest.approx(np.std(draws[row['layer']], ddof=1))
-  said = capsys.readouterr().out
-  assert 'layer_0      60.00 % ± 14.14  best layer\n' in said
+  assert 'layer_0      60.00 % ± 14.14  best layer\n' in capsys.readouterr().out
 
 
 def test_what_an_evaluation_needs(task, splits, mesh):

@@ -213,7 +213,7 @@ def test_checkpoints_of_runs_that_are_done(kept, steps, tiny_config, fake, tmp_p
   runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, checkpoints=kept)
   left = [path.name for path in (tmp_path / 'a' / 'checkpoints').iterdir()]
   assert sorted(left) == steps
-  with pytest.raises(ValueError, match="checkpoints='one' is unknown: use"):
+  with pytest.raises(ValueError, match="checkpoints='one' must be one of 'all'"):
     runs_lib.train_all([], tmp_path, checkpoints='one')
 
 

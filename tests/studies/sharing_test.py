@@ -12,7 +12,6 @@ from tests.studies import fake_training
 from vit_jax.commands import hosts, train as command
 from vit_jax.configs import common
 from vit_jax.data.tfds import builders
-from vit_jax.run import loop
 
 # A machine that shares a sweep: no machine ends its first run before all have
 # begun one.
@@ -94,18 +93,18 @@ def test_machines_share_a_sweep(tmp_path):
   assert 'accuracy_test (%)  53.00 ± 0.00  53.00 53.00' in tables[0]
 
 
-def test_machines_may_prepare_the_same_data_at_once(tmp_path, monkeypatch):
+def test_machines_may_prepare_the_same_data_at_once(data_dir, monkeypatch):
   """TFDS raises an error on the machine that comes later."""
-  prepare = tfds.core.DatasetBuilder.download_and_prepare
+  config = common.get_config()
+  config.tfds_data_dir = data_dir
+  dataset = 'digits/few10'
+  builders.get_builder(config, dataset)
 
   def late(builder, **kwargs):
-    prepare(builder, **kwargs)
     raise FileExistsError('Destination already exists')
 
   monkeypatch.setattr(tfds.core.DatasetBuilder, 'download_and_prepare', late)
-  config = common.get_config()
-  config.tfds_data_dir = str(tmp_path)
-  builder = builders.get_builder(config, 'digits/few10')
+  builder = builders._prepare(config, dataset)
   assert builder.info.splits['few_0'].num_examples == 100
 
 
@@ -156,20 +155,6 @@ def test_a_printed_command_trains_a_run_of_the_study(
   assert not capsys.readouterr().out
   with pytest.raises(ValueError, match="run='slow_7' is not one of the runs slow_"):
     study('printed', '--run=slow_7')
-
-
-def test_a_run_that_was_trained_alone_is_done(study, tmp_path, monkeypatch):
-  """It has no result.json; its metrics are read, and no update is made."""
-  words = ('s', '--config.seeds=5', "--config.variants=(('slow', {}),)")
-  study(*words, '--run=slow_5')
-  folder = tmp_path / 's/slow_5'
-  (folder / 'result.json').unlink()
-  monkeypatch.setattr(loop.Run, 'update', None)
-  study(*words)
-  [row] = json.loads((tmp_path / 's/study.json').read_text())
-  lines = (folder / 'metrics.jsonl').read_text().splitlines()
-  assert row['seed_5'] == json.loads(lines[-1])['accuracy_test']
-  assert (folder / 'result.json').exists()
 
 
 @pytest.mark.parametrize('flag', ['--print', '--run=a'])

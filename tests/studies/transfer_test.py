@@ -1,20 +1,18 @@
 """Tests of fine-tuning compared with training from scratch."""
 
-import contextlib
-import copy
-import io
 import json
-import statistics
+import pathlib
 
 import numpy as np
 import pytest
 from sklearn import datasets as sklearn_datasets
 
 from tests import conftest, looked_up
+from tests.studies import fake_training
 from vit_jax import predict, train
 from vit_jax.configs import common, digits_transfer
 from vit_jax.data import sources
-from vit_jax.studies import runs as runs_lib, transfer
+from vit_jax.studies import transfer
 
 
 def labels_of(dataset, split, data_dir):
@@ -44,72 +42,70 @@ def test_classes_and_labels_of_the_digits(data_dir):
   assert len(set(seen)) > 0.99 * total  # No image is in two splits.
 
 
-def make_config(data_dir):
-  """Returns the config of the example, cut down to a few steps of a tiny model."""
+@pytest.fixture(scope='module')
+def config(data_dir):
+  """The config of the example, cut down to two steps of a tiny model."""
   config = digits_transfer.get_config()
   assert config.pretrain.pp.crop < config.finetune.pp.crop
   for run in (config.pretrain, config.finetune, config.scratch):
-    tiny = conftest.make_tiny_config(data_dir)
     run.tfds_data_dir = data_dir
-    run.model = copy.deepcopy(tiny.model)
+    run.model = conftest.make_tiny_config(data_dir).model
     run.update(batch=8, batch_eval=104, total_steps=2, warmup_steps=1, log_images=0)
     run.update(total_epochs=None, warmup_epochs=None)
+  config.finetune.base_lr = 0.0  # What is neither interpolated nor new is unchanged.
   config.seeds = (0, 1)
   return config
 
 
-@pytest.fixture
-def config(data_dir):
-  return make_config(data_dir)
-
-
 @pytest.fixture(scope='module')
-def finished(data_dir, tmp_path_factory):
-  """A study: its folder, its result, and what it printed."""
+def finished(config, tmp_path_factory):
+  """A study: its folder, its rows, and the configs of runs that are not trained."""
   workdir = tmp_path_factory.mktemp('study')
-  with contextlib.redirect_stdout(io.StringIO()) as out:
-    result = transfer.transfer(make_config(data_dir), str(workdir))
-  return workdir, result, out.getvalue()
+  really = train.train_and_evaluate
+  with pytest.MonkeyPatch.context() as patch:
+    values = {'finetune_1': 0.5, 'scratch_0': 0.1, 'scratch_1': 0.4}
+    fake = fake_training.Fake(
+      patch, lambda _: {'accuracy_test': values[fake.trained[-1]]}
+    )
+
+    def train_some(run, folder, held):
+      if pathlib.Path(folder).name in ('pretrain', 'finetune_0'):
+        return really(run, folder, held)
+      return fake(run, folder, held)
+
+    patch.setattr(train, 'train_and_evaluate', train_some)
+    rows = transfer.transfer(config, str(workdir))
+  return workdir, rows, fake.configs
 
 
-def test_both_ways_and_what_is_left_behind(config, finished):
-  tmp_path, result, out = finished
-  assert json.loads((tmp_path / 'transfer.json').read_text()) == result
-  tuned, scratch = ([row[f'seed_{seed}'] for seed in (0, 1)] for row in result[:2])
-  means = [*(row['mean'] for row in result), result[0]['margin']]
-  margin = (sum(tuned) - sum(scratch)) / 2
-  assert means == pytest.approx([sum(tuned) / 2, sum(scratch) / 2, margin])
-  assert result[1]['std'] == pytest.approx(statistics.stdev(scratch))
-  rows = {line.split('  ')[0]: line for line in out.splitlines()}
-  for name, value in zip(('fine-tuned', 'from scratch', 'fine-tuned'), means):
-    assert f' {100 * value:.2f} ± ' in rows[name]
-  for seed in (0, 1):
-    run = predict.load(str(tmp_path / f'finetune_{seed}'))
-    assert run.config.pp.train == f'few_{seed}'
-    assert run.config.pretrained == str(tmp_path / 'pretrain')
-    same = predict.load(str(tmp_path / f'scratch_{seed}'))
-    assert same.config.pp == run.config.pp
-    assert same.config.model == run.config.model
-  # Again: all runs are finished, nothing is trained.
-  before = sorted(tmp_path.rglob('*'))
-  assert transfer.transfer(config, str(tmp_path)) == result
-  assert [p for p in sorted(tmp_path.rglob('*')) if 'tfevents' not in p.name] == [
-    p for p in before if 'tfevents' not in p.name
-  ]
+def test_both_ways_with_the_same_labels(config, finished, monkeypatch, capsys):
+  workdir, rows, configs = finished
+  assert json.loads((workdir / 'transfer.json').read_text()) == rows
+  tuned, scratch = rows
+  result = json.loads((workdir / 'finetune_0/result.json').read_text())
+  first = result['metrics']['accuracy_test']
+  assert (tuned['seed_0'], tuned['seed_1']) == (first, 0.5)
+  assert (scratch['seed_0'], scratch['seed_1']) == (0.1, 0.4)
+  assert tuned['margin'] == pytest.approx((first - 0.1 + 0.5 - 0.4) / 2)
+  tuned, scratch = configs['finetune_1'], configs['scratch_1']
+  assert tuned.pp.train == scratch.pp.train == 'few_1'
+  assert tuned.pretrained == str(workdir / 'pretrain')
+  assert (tuned.pp, tuned.model) == (scratch.pp, scratch.model)
+  # Again: all runs are finished.
+  monkeypatch.setattr(train, 'train_and_evaluate', None)
+  assert transfer.transfer(config, str(workdir)) == rows
+  assert f'from scratch  {25:.2f} ± 21.21' in capsys.readouterr().out
 
 
-def test_weights_come_in_at_another_resolution(config, finished, tmp_path):
-  """With a learning rate of 0, what is not interpolated or new is unchanged."""
-  pretrained = str(finished[0] / 'pretrain')
-  run = runs_lib.seeded(config.finetune, 0)
-  run.update(pretrained=pretrained, base_lr=0.0)
-  state, _ = train.train_and_evaluate(run, str(tmp_path / 'run'))
-  before = predict.load(pretrained).params
+def test_weights_come_in_at_another_resolution(finished):
+  before, after = (
+    predict.load(str(finished[0] / name)).params for name in ('pretrain', 'finetune_0')
+  )
   np.testing.assert_array_equal(
-    state.params['embedding']['kernel'], before['embedding']['kernel']
+    after['embedding']['kernel'], before['embedding']['kernel']
   )
   tables = [
-    p['Transformer']['posembed_input']['pos_embedding'] for p in (before, state.params)
+    p['Transformer']['posembed_input']['pos_embedding'] for p in (before, after)
   ]
   assert [t.shape[1] for t in tables] == [1 + 4 * 4, 1 + 6 * 6]
   np.testing.assert_allclose(tables[0][0, -1], tables[1][0, -1], atol=1e-6)

@@ -20,20 +20,19 @@ def evaluate(
   real_labels: str | None = None,
   options: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-  """Evaluates a trained model, and prints the metrics.
+  """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
   Args:
-    model: result of `predict.load`.
+    model: the model.
     split: a split in the notation of TFDS, such as 'test' or 'train[:10%]'.
     dataset: another data set with the same classes; by default the run's.
     real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
-    options: values that replace the run's in `config.task_options`, such as
-      {'tight': 1} for a detector, see vit_jax/tasks/detection/detect.py.
+    options: replace values of the run's `config.task_options`, as {'tight': 1} for a
+      detector.
 
   Returns:
-    A dict with the metrics of the task (`accuracy` and `loss`, for classes),
-    `num_examples` and `img_sec_core`; with `real_labels` also `accuracy_real`
-    and `num_real`.
+    The metrics of the task (`accuracy` and `loss`, for classes), `num_examples` and
+    `img_sec_core`; with `real_labels` also `accuracy_real` and `num_real`.
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
@@ -69,8 +68,7 @@ def evaluate(
 
   evaluators = task.evaluators(mesh, split, open_split)
   if real_labels is not None:
-    made = real.Real(task, mesh, open_split, split, real_labels)
-    evaluators = [*evaluators, made]
+    evaluators = [*evaluators, real.Real(task, mesh, open_split, split, real_labels)]
   metrics = {}
   for evaluator in evaluators:
     metrics.update(evaluator.run(model.params, model.extra))

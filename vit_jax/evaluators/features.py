@@ -1,8 +1,8 @@
 """Extracts features of all images of a split, for probes.
 
-The features of a model are the inputs of its head (`features`, which every
-model of this package sows), its layers from the first to the last (`layer_0`,
-`layer_1`, ..., see `layers`), the outputs of any module, or the pixels.
+Features are the inputs of a model's head (`features`, which every model of this
+package sows), its layers (`layer_0`, `layer_1`, ..., see `layers`), the outputs of any
+module, or the pixels.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +20,9 @@ from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
-# What a model of this package sows in front of its head.
-LAYER = 'features'
-# The model's input as features, for comparison.
-PIXELS = 'pixels'
-# What models sow in front of each layer, see `layers`.
+LAYER = 'features'  # Sown in front of the head.
+PIXELS = 'pixels'  # The model's input.
+# Sown in front of each layer, see `layers`.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
 
 
@@ -32,8 +30,7 @@ class Features(NamedTuple):
   """Features and labels of n examples, in the order of the split."""
 
   values: np.ndarray  # float32 [n, D].
-  # int32 [n], the number of the class; -1 for no class, or several.
-  labels: np.ndarray
+  labels: np.ndarray  # int32 [n]; -1 for no class, or several.
 
   def labelled(self) -> np.ndarray:
     """Returns the numbers of the examples with a label; ValueError for none."""
@@ -54,10 +51,10 @@ class Features(NamedTuple):
 
 
 def layers(task) -> dict[str, str]:
-  """Returns the layers of a task's model from the input to the output.
+  """Returns the paths of a model's layers in `intermediates`, from the input on.
 
-  Returns paths in the collection `intermediates` by name, 'layer_0', 'layer_1', ...
-  Each model of this package sows a mean [B, D] in front of each layer:
+  The names are 'layer_0', 'layer_1', ... Each model of this package sows a mean
+  [B, D] in front of each layer:
 
     ViT        layer_<l>: the tokens as the first norm of block l returns them;
                the last one: the tokens after the encoder's norm
@@ -89,14 +86,12 @@ def _sown(task, capture=False) -> dict:
 class Extractor:
   """Computes features of splits; compiled once for all of them.
 
-  Args:
-    task: a vit_jax.tasks.base.Task.
-    mesh: the mesh; all of its processes must make the same calls.
-    layer: one or several of 'features'; 'pixels', the model's inputs; a name of
-      `layers`; the path of another array that the model sows; or the path of a
-      module, such as 'Transformer/encoderblock_3', for its outputs. Dimensions
-      between the first and the last, such as tokens, are averaged.
-    pp: preprocessing of the images, by default `task.config.pp`.
+  All processes of the mesh must make the same calls. `layer` is one or several of
+  'features'; 'pixels', the model's inputs; a name of `layers`; the path of another
+  array that the model sows; or the path of a module, such as
+  'Transformer/encoderblock_3', for its outputs. Dimensions between the first and the
+  last, such as tokens, are averaged. `pp` is the preprocessing of the images, by
+  default `task.config.pp`.
 
   Attributes:
     widths: number of features of each layer, by name.
@@ -227,11 +222,10 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
     if paths:
       seen = task.intermediates(params, extra, batch, capture)
     pixels = batch['image'].reshape(batch['image'].shape[0], -1)
-    return [pixels if name == PIXELS else _last(seen, paths[name]) for name in names]
+    found = {
+      name: seen[path if path in seen else f'{path}/__call__'][-1]
+      for name, path in paths.items()
+    }
+    return [found.get(name, pixels) for name in names]
 
   return compute
-
-
-def _last(seen, path):
-  """Returns the last array sown at a path, or a module's outputs."""
-  return seen[path if path in seen else f'{path}/__call__'][-1]

@@ -28,10 +28,10 @@ def probe(
   linear: bool = False,
   **options,
 ) -> dict:
-  """Probes the features of a model.
+  """Probes the features of a model, the result of `predict.load` or `load_weights`.
 
   Args:
-    model: result of `predict.load` or `predict.load_weights`.
+    model: the model; its parameters are not changed.
     mesh: mesh of the model's parameters; by default of their devices.
     shots: images per class of the few-shot probes; by default SHOTS, or none if
       all layers are probed.
@@ -42,11 +42,10 @@ def probe(
 
   Returns:
     A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
-    `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of
-    dicts of `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`;
-    `linear`, None or a dict of `accuracy`, `l2` and `held_out`, a list of
-    (penalty, accuracy); and `layers`, None or a list of such dicts with `layer`, for
-    layer='all'.
+    `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
+    `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a
+    dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); and
+    `layers`, None or for layer='all' a list of such dicts with `layer`.
   """
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -76,12 +75,10 @@ def probe(
     [found] = made.accuracies(*state).values()
     for number, values in found.items():
       mean, std = metrics.mean_std(values)
-      row = {'shots': number, 'accuracies': values, 'mean': mean, 'std': std}
-      few.append(row)
+      few.append({'shots': number, 'accuracies': values, 'mean': mean, 'std': std})
   if linear:
     for name, x in made.linear(layers, *state).items():
-      held_out = list(x.held_out.items())
-      rows.append({'layer': name, **x._asdict(), 'held_out': held_out})
+      rows.append({'layer': name, **x._asdict(), 'held_out': [*x.held_out.items()]})
   return {
     'dataset': dataset or config.dataset,
     'train': train,

@@ -1,9 +1,9 @@
 """Linear probes of a frozen model: how well its features separate classes.
 
-FewShot trains on a few images of each class, by the protocol of the paper's
-few-shot numbers (arXiv 2010.11929, section 4.1 and figure 4) as in big_vision's
-`fewshot_lsr`: several random choices of images, and least squares in closed form,
-so that a probe takes little more time than an evaluation.
+FewShot trains on a few images of each class, by the protocol of the paper's few-shot
+numbers (arXiv 2010.11929, section 4.1 and figure 4) as in big_vision's `fewshot_lsr`:
+several random choices of images, and least squares in closed form, so that a probe
+takes little more time than an evaluation.
 
 LayerProbe measures all layers, and the pixels, by logistic regression: accuracy by
 depth shows which layers separate the classes best ("Generative Pretraining from
@@ -12,12 +12,10 @@ Pixels", section 4.1: in a generative model, those in the middle).
 `Probe.linear` trains on all training images.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import copy
-import dataclasses
 import itertools
 import json
-from typing import Any
 
 from etils import epath
 import numpy as np
@@ -44,58 +42,57 @@ _COPIES = 4
 _GROUP = 1 / 4
 
 
-@dataclasses.dataclass(kw_only=True)
 class Probe:
   """Classifies the test images by features of a few images of each class.
 
   Classes of the test images are matched by name; some may be missing.
 
-  Attributes:
-    task: the objective, see features.Extractor; likewise mesh, layers and pp.
+  Args:
+    task, mesh, layers, pp: see features.Extractor.
     workdir: folder of the run, see vit_jax.data.sources.open_split.
     splits: data set (None: the run's), training and test split.
     shots: numbers of training images of each class; () if only for `linear`.
     seeds: seeds of the choice of these images.
     fit: function from features to a classifier, see solvers.
     skip_empty: whether to leave out classes without training images.
-    extractor: extracts the features of `layers`.
-    train: source of the training images; likewise test.
-    class_names: names of the training images' classes.
   """
 
-  task: Any
-  mesh: Any
-  workdir: Any
-  splits: tuple[str | None, str, str]
-  layers: Sequence[str]
-  shots: Sequence[int]
-  seeds: Iterable[int]
-  fit: Callable
-  pp: Any
-  skip_empty: bool = False
+  def __init__(
+    self,
+    task,
+    mesh,
+    workdir,
+    *,
+    splits,
+    layers,
+    shots,
+    seeds,
+    fit,
+    pp,
+    skip_empty=False,
+  ):
+    self.task, self.mesh, self.workdir = task, mesh, workdir
+    self.shots, self._fit, self._pp = shots, fit, pp
+    dataset, train, test = splits
 
-  def __post_init__(self):
-    _, train, test = self.splits
-    self.extractor = self._extractor(self.layers)
-    self.train, self.test = self._open(train), self._open(test)
+    def open_split(split, wanted=sources.LABELLED):
+      return sources.open_split(
+        task.config, split, wanted, dataset=dataset, workdir=workdir
+      ).evaluated
+
+    self.extractor = self._extractor(layers)
+    self.train, self.test = open_split(train), open_split(test)
     self.class_names = self.train.class_names
     self._numbers = _numbers(self.test.class_names, self.class_names)
     self._chosen = []
-    if self.shots:
-      source = self._open(train, ('label',))
-      labels = features.read_labels(self.task.config, self.mesh, source)
+    if shots:
+      labels = features.read_labels(task.config, mesh, open_split(train, ('label',)))
       self._chosen = [
-        choose(labels, self.class_names, max(self.shots), seed, self.skip_empty)
-        for seed in self.seeds
+        choose(labels, self.class_names, max(shots), seed, skip_empty) for seed in seeds
       ]
 
   def _extractor(self, layers):
-    return features.Extractor(self.task, self.mesh, layers, self.pp)
-
-  def _open(self, split, wanted=sources.LABELLED):
-    return sources.open_split(
-      self.task.config, split, wanted, dataset=self.splits[0], workdir=self.workdir
-    ).evaluated
+    return features.Extractor(self.task, self.mesh, layers, self._pp)
 
   def accuracies(
     self, params, extra, stop=engine.never
@@ -103,34 +100,30 @@ class Probe:
     """Returns the accuracy for each seed, by layer and number of shots."""
     rows = np.unique(self._chosen)
     train, test = self._extract(self.extractor, params, extra, rows, stop)
-    shots = self.shots
 
     def solve():
-      found = []
       x, y = (self.extractor.split(part.values) for part in (train, test))
-      work = itertools.product(x, shots, self._chosen)
+      found = {layer: {count: [] for count in self.shots} for layer in x}
+      work = [*itertools.product(x, self.shots, self._chosen)]
       with console.bar(
-        iterable=list(work), desc='Few-shot probes', delay=3, leave=False
+        iterable=work, desc='Few-shot probes', delay=3, leave=False
       ) as bar:
         for layer, count, draw in bar:
           at = np.searchsorted(rows, draw[:, :count]).reshape(-1)
-          model = self.fit(train._replace(values=x[layer]).take(at))
-          found.append(test.accuracy(model.predict(y[layer])))
-      return np.reshape(found, (-1, len(shots), len(self._chosen))).tolist()
+          model = self._fit(train._replace(values=x[layer]).take(at))
+          found[layer][count].append(test.accuracy(model.predict(y[layer])))
+      return [[layer, [*by_shots.items()]] for layer, by_shots in found.items()]
 
     found = processes.from_first('solving the few-shot probes', solve)
-    return {
-      layer: dict(zip(shots, values))
-      for layer, values in zip(self.extractor.widths, found)
-    }
+    return {layer: dict(by_shots) for layer, by_shots in found}
 
   def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images.
 
     A pass over the images extracts as many layers as fit in memory.
     """
-    extractor, found = self._extractor(layers), {}
-    count, widest = self.train.num_examples, max(extractor.widths.values())
+    widest, found = max(self._extractor(layers).widths.values()), {}
+    count = self.train.num_examples
     features.check_memory(count, widest + len(self.class_names), _COPIES)
     # All processes must choose the same passes.
     size = 4 * widest * (count + self.test.num_examples)
@@ -146,14 +139,13 @@ class Probe:
     return found
 
   def _extract(self, extractor, params, extra, rows=None, stop=engine.never):
-    """Returns the features of training images and of all test images."""
+    """Returns the features of training images and of all test images.
+
+    Classes of test images are numbered like those of training images.
+    """
     train = extractor.run(self.train, params, extra, rows, stop)
     test = extractor.run(self.test, params, extra, stop=stop)
-    return train, self._named(test)
-
-  def _named(self, test):
-    """Returns test images with the training images' numbers of classes."""
-    return test._replace(labels=self._numbers[test.labels])
+    return train, test._replace(labels=self._numbers[test.labels])
 
 
 def _numbers(test_names, train_names) -> np.ndarray:
@@ -178,16 +170,10 @@ class FewShot(Probe):
   def __init__(self, task, mesh, workdir=None):
     config, options = task.config, task.config.fewshot
     super().__init__(
-      task=task,
-      mesh=mesh,
-      workdir=workdir,
-      splits=splits(config),
-      layers=options.layer,
-      shots=options.shots,
-      seeds=options.seeds,
+      task, mesh, workdir, splits=splits(config), layers=options.layer,
+      shots=options.shots, seeds=options.seeds, pp=squeezed(config.pp, options.squeeze),
       fit=lambda x: solvers.least_squares(x, len(self.class_names), options.l2),
-      pp=squeezed(config.pp, options.squeeze),
-    )
+    )  # fmt: skip
 
   def run(self, params, extra, stop=engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ...}; see accuracies."""
@@ -207,32 +193,28 @@ class LayerProbe(Probe):
   def __init__(self, task, mesh, workdir=None):
     config = task.config
     super().__init__(
-      task=task,
-      mesh=mesh,
-      workdir=workdir,
-      splits=(None, *own_splits(config)),
-      layers=(*select(task, ALL), features.PIXELS),
-      shots=(config.layer_probe,),
-      seeds=range(DRAWS),
+      task, mesh, workdir, splits=(None, *own_splits(config)),
+      layers=(*select(task, ALL), features.PIXELS), shots=(config.layer_probe,),
+      seeds=range(DRAWS), pp=config.pp, skip_empty=True,
       fit=lambda x: solvers.logistic(x, L2, each=False),
-      pp=config.pp,
-      skip_empty=True,
-    )
+    )  # fmt: skip
 
   def run(self, params, extra, stop=engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""
     found = {
-      layer: next(iter(by_shots.values()))
+      layer: draws
       for layer, by_shots in self.accuracies(params, extra, stop).items()
+      for draws in by_shots.values()
     }
     console.say(table(found))
     if self.workdir is not None:
       path = epath.Path(self.workdir) / 'probe.json'
       write(path, found, {'layers': as_rows(found)})
-    best, pixels = (
-      metrics.mean_std(found[name])[0] for name in (best_layer(found), features.PIXELS)
-    )
-    return {'probe_best': best, 'probe_pixels': pixels}
+    best, pixels = best_layer(found), features.PIXELS
+    return {
+      'probe_best': float(np.mean(found[best])),
+      'probe_pixels': float(np.mean(found[pixels])),
+    }
 
 
 def splits(config) -> tuple[str | None, str, str]:
@@ -268,9 +250,9 @@ def choose(
 ) -> np.ndarray:
   """Chooses `shots` examples of each class at random, int64 [classes, shots].
 
-  The choice depends only on the seed and the examples of the class. Fewer shots are
-  the first columns of more. Labels are int [n], -1 for none; `skip_empty` leaves
-  out classes without an example.
+  The choice depends only on the seed and the examples of the class; fewer shots are
+  the first columns of more. Labels are int [n], -1 for none. `skip_empty` leaves out
+  classes without an example.
   """
   classes = np.arange(len(class_names))
   if skip_empty:
@@ -290,12 +272,11 @@ def choose(
       'shots or a larger split (--shots, --train; config.fewshot.shots, '
       'config.fewshot.train; config.layer_probe)'
     )
-  return np.stack(
-    [
-      order[begin + np.random.default_rng([seed, i]).permutation(count)[:shots]]
-      for i, (begin, count) in enumerate(zip(begins, counts))
-    ]
-  )
+  chosen = [
+    order[begin + np.random.default_rng([seed, i]).permutation(count)[:shots]]
+    for i, (begin, count) in enumerate(zip(begins, counts))
+  ]
+  return np.stack(chosen)
 
 
 def select(task, layer: str) -> list[str]:

@@ -1,17 +1,16 @@
 r"""ImageNet ReaL: accuracy by reassessed labels (arXiv 2006.07159).
 
-Experts have reassessed the 50,000 validation images of ImageNet: an image has a
-set of right classes. A prediction is right if it is in the set; images with an
-empty set do not count, so that 46,837 are scored.
+Experts have reassessed the 50,000 validation images of ImageNet: an image has a set of
+right classes. A prediction is right if it is in the set; images with an empty set do
+not count, so that 46,837 are scored.
 
-The labels are `real.json` of github.com/google-research/reassessed-imagenet: a
-list with a list of classes per image, in the order of the files
-ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG. Classes are
-numbered by their sorted WordNet ids, as in TFDS and in folders of such names.
-Images are matched by the number in the name of their file.
+The labels are `real.json` of github.com/google-research/reassessed-imagenet: a list
+with a list of classes per image, in the order of the files
+ILSVRC2012_val_00000001.JPEG to ILSVRC2012_val_00050000.JPEG. Classes are numbered by
+their sorted WordNet ids, as in TFDS and in folders of such names. Images are matched
+by the number in the name of their file.
 
-  python -m vit_jax.main --workdir=/tmp/run --evaluate=validation \
-    --real=real.json
+  vit_jax evaluate --workdir=/tmp/run --split=validation --real=real.json
 
 `config.real_labels` adds it to the evaluations of a run.
 """
@@ -29,17 +28,15 @@ from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
-# The feature to ask a source for, where it has it.
-FILE_NAME = 'file_name?'
-# A file of ImageNet's validation images, with its number.
+FILE_NAME = 'file_name?'  # A feature that the source may lack.
 _NUMBER = r'ILSVRC2012_val_(\d{8})\.\w+'
 
 
 class Real:
   """Measures ReaL accuracy of a classifier on a split or a slice of it.
 
-  `open_split` is a function from a split and the names of further features to its
-  source, and `path` the file of the labels, local or at gs://.
+  `open_split` maps a split and the names of further features to its source; `path` is
+  the file of the labels, local or at gs://.
   """
 
   def __init__(self, task, mesh, open_split: Callable, split: str, path: str):

@@ -1,9 +1,4 @@
-"""Linear classifiers of features: least squares and logistic regression.
-
-least_squares  ridge regression to -1 or 1 for each class, in closed form
-logistic       multinomial logistic regression with an L2 penalty, by L-BFGS
-tuned          the same, with the penalty that suits held-out images best
-"""
+"""Linear classifiers of features: least squares and logistic regression."""
 
 from typing import NamedTuple
 
@@ -48,11 +43,11 @@ class Result(NamedTuple):
 
 
 def least_squares(train: features.Features, num_classes: int, l2: float) -> Linear:
-  """Fits a linear classifier by least squares, in float64.
+  """Fits targets of -1 or 1 for each class by ridge regression, in float64.
 
-  Features are standardised by their mean and standard deviation; `l2` is the
-  factor of the squared weights, including the weight of the constant feature,
-  added to the sum of the squared errors. All examples have labels.
+  Features are standardised; `l2` is the factor of the squared weights, including the
+  weight of the constant feature, added to the sum of the squared errors. All examples
+  have labels.
   """
   from sklearn import linear_model
 
@@ -71,9 +66,9 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
 
 
 def logistic(train: features.Features, l2: float, each: bool = True):
-  """Returns a scikit-learn Pipeline fitted by L-BFGS; all examples have labels.
+  """Returns a multinomial logistic regression with an L2 penalty, fitted by L-BFGS.
 
-  Each feature is divided by its standard deviation; without `each`, all by the
+  It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by its standard deviation; without `each`, all by the
   root mean square of their length, so that one penalty suits layers of any width
   and pixels keep their contrast.
   """

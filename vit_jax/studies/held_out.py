@@ -21,12 +21,10 @@ class Parts(NamedTuple):
 def cut(split: str, test: str, held_out: str | None = None) -> Parts:
   """Splits the training data into a part to train on and a held-out part.
 
-  Args:
-    split: training split of the config, in the notation of TFDS.
-    test: test split of the config, which must not be held out.
-    held_out: None for the rest of the base of `split` ('train[98%:]' for
-      'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the end
-      of `split`; or another split, 'validation'.
+  `split` and `test` are the training and the test split, in the notation of TFDS.
+  `held_out` is None for the rest of the base of `split` ('train[98%:]' for
+  'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the end of
+  `split`; or another split, 'validation'.
 
   Raises ValueError if nothing is left to train on or to hold out, or the held-out
   part overlaps with the rest or the test split.

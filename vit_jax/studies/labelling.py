@@ -5,7 +5,6 @@ balanced over the classes (arXiv 1911.04252, section 3). Images are labelled in
 blocks; after an interruption the same call resumes with the first missing block.
 """
 
-import functools
 import json
 from typing import Any, NamedTuple
 
@@ -45,12 +44,12 @@ class Settings(NamedTuple):
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
   """Labels images and writes a folder of pseudo-labels, unless it exists.
 
-  Takes a source of images and the number of images per step, over all devices and
-  hosts. Returns the content of pseudo_labels.json; `counts` has the number of
-  images seen (`images`), of confident labels per class (`by_class`), and of
-  examples after balancing (`examples`). Raises ValueError for a folder with
-  pseudo-labels of other settings or images, a run that is not a classifier, and
-  images without any confident label.
+  `batch` is the number of images per step, over all devices and hosts. Returns the
+  content of pseudo_labels.json; its `counts` are the numbers of images seen
+  (`images`), of confident labels per class (`by_class`), and of examples after
+  balancing (`examples`). Raises ValueError for a folder with pseudo-labels of other
+  settings or images, a run that is not a classifier, and images without any
+  confident label.
   """
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}
@@ -137,12 +136,13 @@ def _label_blocks(model, mesh, settings, source, path):
       lambda batch: best(model.params, model.extra, batch),
       what=f'Labelling images {begin:,} to {end:,}',
     )
-    write = functools.partial(
-      pseudo_labels.write_arrays,
-      _block(path, begin),
-      confident(found, begin, settings.confidence),
+    found = confident(found, begin, settings.confidence)
+    processes.from_first(
+      'writing a block of labels',
+      lambda begin=begin, found=found: pseudo_labels.write_arrays(
+        _block(path, begin), found
+      ),
     )
-    processes.from_first('writing a block of labels', write)
     if begin != missing[-1]:
       console.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
 

@@ -16,7 +16,8 @@ After an interruption the same command resumes. Machines that see the workdir sh
 the runs; one labels the images of a seed while the others wait.
 """
 
-from typing import Annotated, Any
+import dataclasses
+from typing import Annotated
 
 import ml_collections
 
@@ -30,24 +31,28 @@ from vit_jax.studies import labelling, runs as runs_lib, summaries
 say = console.say
 # Difference between the seeds of an iteration and the next.
 _SEEDS = 1000
+_Ratios = Annotated[
+  tuple[schema.Positive, ...], schema.Fits('one or more numbers above 0', bool)
+]
 
-_KEYS: dict[str, Any] = {
-  'teacher': ml_collections.ConfigDict,
-  'student': ml_collections.ConfigDict,
-  'seeds': schema.Seeds,
-  'teacher_workdir': schema.Text | None,
-  'unlabelled': schema.Text,
-  'unlabelled_split': schema.Text,
-  'confidence': schema.Probability,
-  'per_class': schema.Count | None,
-  'soft': bool,
-  'soft_classes': schema.Count | None,
-  'ratios': Annotated[
-    tuple[schema.Positive, ...],
-    schema.Fits('one or more numbers above 0', bool),
-  ],
-  'metric': schema.Text,
-}
+
+@dataclasses.dataclass(kw_only=True)
+class NoisyStudent:
+  """The config; configs/noisy_student.py describes the keys."""
+
+  trainer: str = 'noisy_student'
+  teacher: ml_collections.ConfigDict
+  student: ml_collections.ConfigDict
+  seeds: schema.Seeds
+  teacher_workdir: schema.Text | None
+  unlabelled: schema.Text
+  unlabelled_split: schema.Text
+  confidence: schema.Probability
+  per_class: schema.Count | None
+  soft: bool
+  soft_classes: schema.Count | None
+  ratios: _Ratios
+  metric: schema.Text
 
 
 def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
@@ -60,38 +65,36 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   """
   _check(config)
   counts = [_check_data(config, seed) for seed in config.seeds]
-  teachers, values = _teachers(config, workdir)
-  found = {'teacher': values}
+  given = config.teacher_workdir
+  found = {}
+  if given is None:
+    say('Teachers:')
+    runs = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
+    found['teacher'] = _train(config, runs, workdir)
+    teachers = [f'{workdir}/{run.name}' for run in runs]
+  else:
+    found['teacher'] = dict.fromkeys(config.seeds, _evaluate(given, config))
+    teachers = [given] * len(config.seeds)
   for iteration in range(1, len(config.ratios) + 1):
     say(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
-    students = [
+    runs = [
       _student(config, workdir, iteration, *each)
       for each in zip(config.seeds, teachers, counts)
     ]
-    found[f'student {iteration}'] = _train(config, students, workdir)
-    teachers = [f'{workdir}/{run.name}' for run in students]
-  return _report(config, found, workdir)
+    found[f'student {iteration}'] = _train(config, runs, workdir)
+    teachers = [f'{workdir}/{run.name}' for run in runs]
+  return summaries.report(
+    workdir, 'noisy_student', config.metric, found, 'Noisy Student',
+    baseline='teacher', x_label='iteration',
+    places=[('mean over the seeds', iteration) for iteration in range(len(found))],
+  )  # fmt: skip
 
 
-def _train(config, runs, workdir) -> list[float]:
-  """Trains the runs of all seeds; returns the metric of each."""
+def _train(config, runs, workdir) -> dict[int, float]:
+  """Trains a run for each seed; returns the metric by the seeds of the config."""
   outcome = runs_lib.train_all(runs, workdir)
   outcome.finish()
-  return list(outcome.by_seed(runs, config.metric).values())
-
-
-def _report(config, found, workdir) -> list[dict]:
-  """Reports the values of all seeds by model."""
-  return summaries.report(
-    workdir,
-    'noisy_student',
-    config.metric,
-    {model: dict(zip(config.seeds, values)) for model, values in found.items()},
-    'Noisy Student',
-    baseline='teacher',
-    places=[('mean over the seeds', iteration) for iteration in range(len(found))],
-    x_label='iteration',
-  )
+  return dict(zip(config.seeds, outcome.by_seed(runs, config.metric).values()))
 
 
 # --- Checking ---
@@ -99,8 +102,8 @@ def _report(config, found, workdir) -> list[dict]:
 
 def _check(config):
   """Checks the config, and those of the runs."""
-  runs_lib.check_keys(config, _KEYS, 'a Noisy Student')
-  for kind, ratios in (('teacher', [0]), ('student', set(config.ratios))):
+  runs_lib.complete(config, NoisyStudent, 'a Noisy Student')
+  for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
     known = run_config.metrics_of(run)
     whose = kind
@@ -142,7 +145,7 @@ def _check_data(config, seed) -> int:
 
 
 def _unlabelled(config, seed, run, workdir=None):
-  """Opens the unlabelled images of a seed; `run` has the other keys of the data."""
+  """Opens the unlabelled images of a seed."""
   split = runs_lib.with_seed(config.unlabelled_split, seed)
   return sources.open_split(
     run, split, ('image',), dataset=config.unlabelled, workdir=workdir
@@ -150,17 +153,6 @@ def _unlabelled(config, seed, run, workdir=None):
 
 
 # --- The runs ---
-
-
-def _teachers(config, workdir) -> tuple[list[str], list[float]]:
-  """Trains the first teachers, or evaluates the given one."""
-  if config.teacher_workdir is not None:
-    value = _evaluate(config.teacher_workdir, config)
-    return [[x] * len(config.seeds) for x in (config.teacher_workdir, value)]
-  say('Teachers:')
-  teachers = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
-  values = _train(config, teachers, workdir)
-  return [f'{workdir}/{run.name}' for run in teachers], values
 
 
 def _evaluate(teacher, config) -> float:
@@ -179,13 +171,15 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
     run_config.complete(runs_lib.seeded(config.student, seed)), num_labelled
   )
   folder = f'{workdir}/pseudo_{iteration}_{seed}'
-  same = ('confidence', 'per_class', 'soft', 'soft_classes')
   settings = labelling.Settings(
     teacher=teacher,
     dataset=config.unlabelled,
-    seed=seed,
     split=runs_lib.with_seed(config.unlabelled_split, seed),
-    **{key: config[key] for key in same},
+    confidence=config.confidence,
+    per_class=config.per_class,
+    soft=config.soft,
+    soft_classes=config.soft_classes,
+    seed=seed,
   )
   with runs_lib.alone(folder):
     source = _unlabelled(config, seed, run, folder)

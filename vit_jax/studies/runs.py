@@ -1,9 +1,9 @@
 """Trains many runs in one workdir, on any number of machines that see it.
 
-Each run has its own folder, workdir/<name>, which vit_jax.predict and
-vit_jax.figures.visualize read as that of any run. A finished run has a file
-result.json and is not trained again; an interrupted run resumes. Each machine
-takes the next run whose folder no other machine has locked (vit_jax/run/lock.py).
+Each run has its own folder, workdir/<name>, which `vit_jax predict` and other
+commands read like that of any run. A finished run has a file result.json and is not
+trained again; an interrupted run resumes. Each machine takes the next run whose
+folder no other machine has locked (vit_jax/run/lock.py).
 """
 
 import collections
@@ -13,7 +13,7 @@ import copy
 import json
 import re
 import time
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import ml_collections
@@ -33,34 +33,30 @@ from vit_jax.run import (
 from vit_jax.studies import summaries
 
 say = console.say
-# Which checkpoints of a finished run are kept, and how many of them.
-CHECKPOINTS = {'all': None, 'newest': 1, 'none': 0}
+# Which checkpoints of a finished run are kept.
+Kept = Literal['all', 'newest', 'none']
 _RESULT = 'result.json'
-_PAUSE = 5.0  # Seconds between two looks at runs that other machines train.
-# Keys that may change while a run is trained, but not when it is finished: its
-# length, and what is measured.
+_AGAIN = 'delete it and run the same command again to evaluate the run anew'
+_PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
+# Keys that may change during training but not afterwards: the length of the run,
+# and what is measured.
 _FIXED = (
   'total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs', 'evals',
   'fewshot', 'real_labels',
 )  # fmt: skip
-# Errors of a single run: the others are trained all the same.
-_OWN_ERRORS = (
-  ValueError,
-  FloatingPointError,
-  OSError,
-  jax.errors.JaxRuntimeError,
-)
+# Errors of a single run, which do not stop the others.
+_OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
 
 
 class Run(NamedTuple):
-  """A run among others: the name of its folder in the workdir, and its config."""
+  """The name of a run, which is that of its folder in the workdir, and its config."""
 
   name: str
   config: ml_collections.ConfigDict
 
 
 class Failed(ValueError):
-  """Some runs failed; raised when all others are finished."""
+  """Some runs failed; raised once all others are finished."""
 
 
 class _Result(msgspec.Struct, omit_defaults=True):
@@ -80,18 +76,16 @@ class _Result(msgspec.Struct, omit_defaults=True):
 
 
 class Outcome(NamedTuple):
-  """The outcome of runs, by name."""
+  """The outcome of the runs in a workdir, by name."""
 
-  workdir: Any  # Folder of the runs.
-  # Metrics of the last evaluation of the finished runs.
-  results: dict[str, dict[str, float]]
-  failed: dict[str, str]  # Errors of runs that the same command tries again.
-  # Errors of runs whose loss was not finite; they are not tried again.
-  diverged: dict[str, str]
+  workdir: Any
+  results: dict[str, dict[str, float]]  # Metrics of the last evaluation.
+  failed: dict[str, str]  # Errors of runs that the same command trains again.
+  diverged: dict[str, str]  # Errors of runs whose loss was not finite.
 
   @property
   def done(self) -> set[str]:
-    """Names of the runs that are not trained any more."""
+    """Names of the runs that are not trained again."""
     return {*self.results, *self.diverged}
 
   def by_seed(self, runs: Sequence[Run], metric: str) -> dict[int, float | None]:
@@ -99,35 +93,29 @@ class Outcome(NamedTuple):
     return {run.config.seed: self.results.get(run.name, {}).get(metric) for run in runs}
 
   def finish(self, allow_diverged: bool = False):
-    """Raises Failed if runs failed; to be called after printing the table."""
+    """Raises Failed if runs failed; call it after printing the table."""
     reasons = {**self.failed, **({} if allow_diverged else self.diverged)}
     if not reasons:
       return
-    remedy = (
-      'Run the same command again to retry'
-      if self.failed
-      else 'To train such a run again, delete its folder'
-    )
+    remedy = 'To train such a run again, delete its folder'
+    if self.failed:
+      remedy = 'Run the same command again to retry'
+    lines = '\n'.join(f'  {name}: {reason}' for name, reason in reasons.items())
     raise Failed(
-      f"{len(reasons)} runs in workdir='{self.workdir}' failed:\n"
-      + '\n'.join(f'  {name}: {reason}' for name, reason in reasons.items())
-      + f'\nAll other runs are finished. {remedy}'
+      f"{len(reasons)} runs in workdir='{self.workdir}' failed:\n{lines}\n"
+      f'All other runs are finished. {remedy}'
     )
 
 
-def train_all(runs: Sequence[Run], workdir, checkpoints: str = 'newest') -> Outcome:
+def train_all(runs: Sequence[Run], workdir, checkpoints: Kept = 'newest') -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
-  Finished runs are skipped, interrupted ones resume. Everything that `check`
-  checks is checked before the first run starts. If a run fails, the others are
-  still trained, see Outcome.finish; but an error of only some of the processes
-  ends them all. A run that another machine has locked comes last: it is trained
-  here if that machine stops without finishing it.
-
-  Args:
-    runs: the runs.
-    workdir: folder of all runs.
-    checkpoints: a key of CHECKPOINTS: which ones to keep of a finished run.
+  Finished runs are skipped, interrupted ones resume. Everything that `check` checks
+  is checked before the first run starts. If a run fails, the others are still
+  trained, see Outcome.finish; but an error of only some of the processes ends them
+  all. A run that another machine has locked comes last: it is trained here if that
+  machine stops without finishing it. `checkpoints` says which ones to keep of a
+  finished run.
   """
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
@@ -139,30 +127,18 @@ def train_all(runs: Sequence[Run], workdir, checkpoints: str = 'newest') -> Outc
   while left:
     locked = {}  # Names of runs -> who has locked them.
     for run in left:
-      head, began = heads[run.name], time.perf_counter()
-      if (result := _read(workdir, run)) is not None:
-        say(f'{head}  {result.describe()}, already done')
-        continue
-      lock = lock_lib.Holder(f'{workdir}/{run.name}')
       try:
-        with console.muted():
-          other = lock.take()
-        if other:
-          locked[run.name] = other
-          continue
-        result = _train(run, workdir, checkpoints, head.strip(), lock)
-        say(
-          f'{head}  {result.describe()}, {console.duration(time.perf_counter() - began)}'
-        )
+        other = _train(run, workdir, checkpoints, heads[run.name])
       except _OWN_ERRORS as e:
         # Processes continue together only if all have the same error. The loss,
         # which FloatingPointError is about, is the same on all of them.
         if not processes.is_common(e) and not isinstance(e, FloatingPointError):
           raise
         failed[run.name] = str(e)
-        say(f'{head}  failed: {str(e).splitlines()[0]}')
-      finally:
-        lock.release()
+        say(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
+      else:
+        if other:
+          locked[run.name] = other
     if len(locked) == len(left) and not waiting:
       others = ''.join(f'  {name}: {other}\n' for name, other in locked.items())
       say(
@@ -177,11 +153,30 @@ def train_all(runs: Sequence[Run], workdir, checkpoints: str = 'newest') -> Outc
   return collect(runs, workdir, failed)
 
 
-def _train(run, workdir, checkpoints, title, lock) -> _Result:
-  """Trains a run; returns and stores the content of its result.json."""
-  folder = f'{workdir}/{run.name}'
+def _train(run, workdir, checkpoints, head) -> str | None:
+  """Trains a run unless it is finished; returns who has locked it, if anyone."""
+  began = time.perf_counter()
   if (result := _read(workdir, run)) is not None:
-    return result  # Another machine has just finished it.
+    say(f'{head}  {result.describe()}, already done')
+    return None
+  lock = lock_lib.Holder(f'{workdir}/{run.name}')
+  try:
+    with console.muted():
+      other = lock.take()
+    if other:
+      return other
+    # Another machine may have just finished it.
+    if (result := _read(workdir, run)) is None:
+      result = _train_locked(run, workdir, checkpoints, head.strip(), lock)
+  finally:
+    lock.release()
+  say(f'{head}  {result.describe()}, {console.duration(time.perf_counter() - began)}')
+  return None
+
+
+def _train_locked(run, workdir, checkpoints, title, lock) -> _Result:
+  """Trains a run; returns and writes its result."""
+  folder = f'{workdir}/{run.name}'
   live = contextlib.nullcontext()
   if console.kind_of_output() != 'log':
     live = console.waiting(title, leave=False)
@@ -195,8 +190,8 @@ def _train(run, workdir, checkpoints, title, lock) -> _Result:
   lock.check()
   text = json.dumps(msgspec.to_builtins(result), indent=1)
   summaries.write(workdir, f'{run.name}/{_RESULT}', text)
-  if CHECKPOINTS[checkpoints] is not None:
-    checkpoints_lib.delete_but_newest(folder, CHECKPOINTS[checkpoints])
+  if checkpoints != 'all':
+    checkpoints_lib.delete_but_newest(folder, 1 if checkpoints == 'newest' else 0)
   return result
 
 
@@ -222,22 +217,21 @@ def _fixed(config) -> dict:
 def collect(
   runs: Sequence[Run], workdir, failed: Mapping[str, str] | None = None
 ) -> Outcome:
-  """Returns the outcome of runs on this and on other machines.
+  """Returns the outcome of runs on all machines.
 
-  `failed` has the errors of this machine; another one may have succeeded.
+  `failed` are the errors on this machine; another one may have succeeded.
   """
   found = {run.name: _read(workdir, run) for run in runs}
-  found = {name: result for name, result in found.items() if result is not None}
   return Outcome(
     workdir,
-    {k: x.metrics for k, x in found.items() if x.metrics is not None},
-    {k: why for k, why in (failed or {}).items() if k not in found},
-    {k: x.diverged for k, x in found.items() if x.diverged is not None},
+    {name: x.metrics for name, x in found.items() if x and x.metrics is not None},
+    {name: why for name, why in (failed or {}).items() if not found[name]},
+    {name: x.diverged for name, x in found.items() if x and x.diverged is not None},
   )
 
 
 def _read(workdir, run) -> _Result | None:
-  """Returns the content of a run's result.json; None if the run is not finished."""
+  """Returns the result of a run; None if the run is not finished."""
 
   def read():
     file = workdir_lib.folder(workdir) / run.name / _RESULT
@@ -249,48 +243,44 @@ def _read(workdir, run) -> _Result | None:
         raise ValueError('it must have either `metrics` or `diverged`')
       return msgspec.to_builtins(found)
     except ValueError as e:
-      raise ValueError(
-        f"'{file}' is damaged: {e}; delete it and run the same command again to "
-        'evaluate the run anew'
-      ) from e
+      raise ValueError(f"'{file}' is damaged: {e}; {_AGAIN}") from e
 
   found = processes.from_first(f'reading the result of {run.name}', read)
-  return None if found is None else msgspec.convert(found, _Result)
+  return msgspec.convert(found, _Result | None)
 
 
 # --- Checking ---
 
 
-def check_keys(config, known: Mapping[str, Any], of: str):
-  """Checks the keys of the config of a study; `of` names it.
+def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
+  """Returns a checked copy of the config of a study, with all keys of a dataclass.
 
-  Raises ValueError for an unknown or missing key, or a wrong value.
+  `of` names the study. Raises ValueError for an unknown or missing key, or a wrong
+  value.
   """
-  for key in config:
-    if key not in (*known, 'trainer'):
-      schema.raise_unknown(key, known, of=f'the config of {of}')
-  for key, kind in known.items():
+  config = copy.deepcopy(config)
+  schema.fill(config, group)
+  schema.check_group(config, group)
+  for key in schema.fields(group):
     if key not in config:
       raise ValueError(f'{of} needs config.{key}')
-    schema.check(key, config[key], kind)
+  return config
 
 
-def check(runs: Sequence[Run], workdir, checkpoints: str = 'newest'):
+def check(runs: Sequence[Run], workdir, checkpoints: Kept = 'newest'):
   """Checks all that can be checked before the first run starts; writes nothing."""
-  if checkpoints not in CHECKPOINTS:
-    raise ValueError(
-      f'checkpoints={checkpoints!r} is unknown: use one of {list(CHECKPOINTS)}'
-    )
+  schema.check('checkpoints', checkpoints, Kept, '--')
   names = collections.Counter(run.name for run in runs)
-  for name, count in names.items():
-    if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', name):
-      raise ValueError(
-        f"run '{name}': the name of a run must be that of a folder, of letters, digits "
-        'and ._-+=,@'
-      )
-    if count > 1:
-      raise ValueError(f"run '{name}' occurs {count} times: names of runs must differ")
   for run in runs:
+    if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', run.name):
+      raise ValueError(
+        f"run '{run.name}': the name of a run must be that of a folder, of letters, "
+        'digits and ._-+=,@'
+      )
+    if (count := names[run.name]) > 1:
+      raise ValueError(
+        f"run '{run.name}' occurs {count} times: names of runs must differ"
+      )
     try:
       _check_run(run, f'{workdir}/{run.name}', _read(workdir, run))
     except (ValueError, FileNotFoundError) as e:
@@ -316,8 +306,7 @@ def _check_run(run, folder, result):
   if result.metrics is not None and config.best_metric not in result.metrics:
     raise ValueError(
       f"'{folder}/{_RESULT}' has no {config.best_metric}, but "
-      f'{list(result.metrics)}: delete it and run the same command again to '
-      'evaluate the run anew'
+      f'{list(result.metrics)}: {_AGAIN}'
     )
 
 
@@ -336,14 +325,14 @@ def named(runs: Sequence[Run], name: str) -> list[Run]:
 def over_seeds(
   name: str, config: ml_collections.ConfigDict, seeds: Sequence[int]
 ) -> list[Run]:
-  """Returns a run of a config for each seed, NAME_0, NAME_1, ..."""
+  """Returns a run of a config for each seed: NAME_0, NAME_1, ..."""
   return [Run(f'{name}_{seed}', seeded(config, seed)) for seed in seeds]
 
 
 def seeded(config: ml_collections.ConfigDict, seed: int) -> ml_collections.ConfigDict:
-  """Returns a copy of a run's config with a seed, also in its splits.
+  """Returns a copy of a run's config with a seed.
 
-  The seed replaces '{seed}' in pp.train and pp.test, for draws of labels.
+  The seed also replaces '{seed}' in pp.train and pp.test, for draws of labels.
   """
   config = copy.deepcopy(config)
   config.seed = seed
@@ -360,12 +349,10 @@ def with_seed(split: str, seed: int) -> str:
 def changed(
   config: ml_collections.ConfigDict, changes: Mapping[str, Any]
 ) -> ml_collections.ConfigDict:
-  """Returns a complete copy of a run's config with other values.
+  """Returns a complete copy of a run's config with changed values, by dotted key.
 
-  `changes` are values by dotted key: {'base_lr': 0.01,
-  'model.transformer.num_layers': 2}. The keys are checked, the values are not.
-  A whole group, such as `model`, is replaced. A length in steps replaces the
-  length in epochs, and vice versa.
+  The keys are checked, the values are not. A whole group, such as `model`, is
+  replaced. A length in steps replaces the length in epochs, and vice versa.
   """
   config = run_config.complete(config)
   for key, value in changes.items():

@@ -2,20 +2,12 @@
 
   python -m vit_jax.main --config=STUDY.py --workdir=/tmp/study
 
-The config of a study has these keys:
-
-  base         config of a run.
-  variants     ((name, {dotted key: value, ...}), ...): what each variant changes
-               in `base`, see `changed` in vit_jax/studies/runs.py.
-  seeds        seeds of the runs of each variant. A seed also replaces '{seed}'
-               in pp.train and pp.test, for draws of labels.
-  metric       metric to compare, such as 'accuracy_test'.
-
-and optionally those of _OPTIONS below. To share the runs between machines that see
-the workdir, start the same command on each.
+`Study` has the keys of the config. To share the runs between machines that see the
+workdir, start the same command on each.
 """
 
-import copy
+from collections.abc import Mapping, Sequence
+import dataclasses
 import itertools
 import re
 from typing import Annotated, Literal
@@ -30,40 +22,45 @@ from vit_jax.planning import costs, flops
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
 
-_KEYS = {
-  'base': ml_collections.ConfigDict,
-  'variants': Annotated[
-    tuple[tuple[str, dict], ...],
-    schema.Fits('one or more pairs (name, {key: value, ...})', bool),
-  ],
-  'seeds': schema.Seeds,
-  'metric': schema.Text,
-}
-# Key -> (default, type).
-_OPTIONS = {
+_Variants = Annotated[
+  tuple[tuple[str, dict], ...],
+  schema.Fits('one or more pairs (name, {key: value, ...})', bool),
+]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Study:
+  """The config of a study."""
+
+  trainer: str = 'study'
+  # Config of a run.
+  base: ml_collections.ConfigDict
+  # What each variant changes in `base`, by dotted key, see runs.changed.
+  variants: _Variants
+  # Seeds of the runs of each variant. A seed also replaces '{seed}' in pp.train and
+  # pp.test, for draws of labels.
+  seeds: schema.Seeds
+  # Metric to compare, such as 'accuracy_test'.
+  metric: schema.Text
   # Title of the plot.
-  'title': ('Study', schema.Text),
-  # For a plot of curves: (name of the line, x) for each variant. Without, the
-  # plot has a bar for each variant. 'exaflops' as x stands for the compute of the
-  # variant's runs in exaFLOPs.
-  'x': ((), tuple[tuple[str, float | Literal['exaflops']], ...]),
+  title: schema.Text = 'Study'
+  # For a plot of curves: (name of the line, x) for each variant. Without, the plot has
+  # a bar for each variant. 'exaflops' as x stands for the compute of the variant's
+  # runs in exaFLOPs.
+  x: tuple[tuple[str, float | Literal['exaflops']], ...] = ()
   # Label of the x axis, and whether the axis is logarithmic.
-  'x_label': ('', str),
-  'x_log': (False, bool),
-  # Checkpoints to keep of a finished run: 'all', 'newest' or 'none'.
-  'checkpoints': ('newest', Literal[tuple(runs_lib.CHECKPOINTS)]),
-}
+  x_label: str = ''
+  x_log: bool = False
+  # Checkpoints to keep of a finished run.
+  checkpoints: runs_lib.Kept = 'newest'
 
 
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Trains each variant with each seed, and compares a metric.
 
   The workdir holds all runs, study.json and study.png. Returns the rows of
-  study.json, see summaries.report.
-
-  Raises:
-    ValueError: if the config is wrong, before anything is trained.
-    runs.Failed: after the table, if runs failed.
+  study.json, see summaries.report. Raises ValueError if the config is wrong, before
+  anything is trained, and runs.Failed after the table if runs failed.
   """
   config = _complete(config)
   variants = _variants(config)
@@ -72,22 +69,30 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     (line, exaflops(found[0].config) if x == 'exaflops' else x)
     for (line, x), found in zip(config.x, variants.values())
   ]
-  runs = [*itertools.chain(*variants.values())]
+  count = len(variants) * len(config.seeds)
   console.say(
-    f'{len(variants)} variants x {len(config.seeds)} seeds = {len(runs)} runs in '
-    f'{workdir}:'
+    f'{len(variants)} variants x {len(config.seeds)} seeds = {count} runs in {workdir}:'
   )
-  outcome = runs_lib.train_all(runs, workdir, config.checkpoints)
-  rows = summaries.report(
-    workdir,
-    'study',
-    config.metric,
-    {name: outcome.by_seed(found, config.metric) for name, found in variants.items()},
-    config.title,
-    places=places,
-    x_label=config.x_label,
-    log_x=config.x_log,
-  )
+  return compare(
+    variants, workdir, 'study', config.metric, config.title, config.checkpoints,
+    places=places, x_label=config.x_label, log_x=config.x_log,
+  )  # fmt: skip
+
+
+def compare(
+  variants: Mapping[str, Sequence[runs_lib.Run]],
+  workdir: str,
+  name: str,
+  metric: str,
+  title: str,
+  checkpoints: runs_lib.Kept = 'newest',
+  **options,
+) -> list[dict]:
+  """Trains the runs of variants, and reports a metric; see summaries.report."""
+  runs = [*itertools.chain(*variants.values())]
+  outcome = runs_lib.train_all(runs, workdir, checkpoints)
+  found = {variant: outcome.by_seed(runs, metric) for variant, runs in variants.items()}
+  rows = summaries.report(workdir, name, metric, found, title, **options)
   outcome.finish()
   return rows
 
@@ -98,6 +103,17 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   Checks the study's config, but not those of the runs.
   """
   return [*itertools.chain(*_variants(_complete(config)).values())]
+
+
+def _complete(config):
+  """Returns the config with all keys, checked except for the values of the runs."""
+  config = runs_lib.complete(config, Study, 'a study')
+  if config.x and len(config.x) != len(config.variants):
+    raise ValueError(
+      f'x has {len(config.x)} entries for {len(config.variants)} variants: give '
+      '(name of the line, x) for each variant (config.x)'
+    )
+  return config
 
 
 def _variants(config) -> dict[str, list[runs_lib.Run]]:
@@ -137,20 +153,3 @@ def exaflops(config: ml_collections.ConfigDict) -> float:
     model, geometry.crop_size(config.pp), config.pp.channels, whole=True
   )
   return costs.exaflops(count, config.batch * config.total_steps)
-
-
-def _complete(config):
-  """Returns the config with all keys, checked except for `base`."""
-  config = copy.deepcopy(config)
-  with config.unlocked():
-    for key, (default, _) in _OPTIONS.items():
-      if key not in config:
-        config[key] = default
-  options = {key: kind for key, (_, kind) in _OPTIONS.items()}
-  runs_lib.check_keys(config, _KEYS | options, 'a study')
-  if config.x and len(config.x) != len(config.variants):
-    raise ValueError(
-      f'x has {len(config.x)} entries for {len(config.variants)} variants: give '
-      '(name of the line, x) for each variant (config.x)'
-    )
-  return config

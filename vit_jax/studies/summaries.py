@@ -1,7 +1,7 @@
 """Tables and plots of many runs: means and standard deviations over seeds.
 
-Process 0 writes the files for all processes, atomically, since machines that
-share a workdir may write the same file at once.
+Process 0 writes the files, atomically: machines that share a workdir may write the
+same file at once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,10 +84,7 @@ def publish(
   header: Sequence[str],
   lines: Sequence[Sequence[str]],
 ):
-  """Prints a table below a heading, and writes `rows` to NAME.json.
-
-  `header` and `lines` are the column names and the cells to print.
-  """
+  """Prints a table with a heading, and writes `rows` to NAME.json."""
   console.say(f'\n{heading}\n{console.table(header, lines)}')
   write(workdir, f'{name}.json', json.dumps(list(rows), indent=1) + '\n')
   console.say(f'  table  {workdir}/{name}.json')
@@ -101,7 +98,7 @@ def plot(
   x_label: str | None = None,
   log_x: bool = False,
 ):
-  """Plots a metric of many runs: as curves over x, or without x_label as bars.
+  """Plots a metric of many runs as curves over x, or without x_label as bars.
 
   `points` are (name of the curve or bar, x, values of one or several runs).
   """
@@ -139,10 +136,10 @@ def report(
     workdir: folder of the files.
     name: name of the files.
     metric: name of the metric.
-    found: value of each seed, or None if it is missing, by variant.
+    found: value of each seed, None if it is missing, by variant.
     title: title of the plot.
     baseline: variant to compare the others with, seed by seed.
-    places: (name of the line, x) of each variant, to plot curves in place of bars.
+    places: (name of the line, x) of each variant, for curves instead of bars.
     x_label: label of the x axis, with its unit.
     log_x: whether the x axis is logarithmic.
 

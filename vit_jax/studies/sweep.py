@@ -1,8 +1,8 @@
 """Chooses values of config keys on held-out data, and tests the best ones.
 
-The protocol of arXiv 2010.11929, B.1.1: a part of the training data is held out.
-Each combination of values is trained once on the rest; the best one on the held-out
-part is then trained with several seeds and tested. `vit_jax sweep` is the command.
+The protocol of arXiv 2010.11929, B.1.1: part of the training data is held out. Each
+combination of values is trained once on the rest, and the one that is best on the
+held-out part is trained with several seeds and tested. The command is `vit_jax sweep`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,24 +22,22 @@ from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summarie
 say = console.say
 # Data to train the winner on: all of the training data, as in the paper, or the part
 # that the choice was trained on, as in the original's configs.
-REFITS = ('all', 'part')
+Refit = Literal['all', 'part']
 HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
 # Keys that the sweep sets.
 _OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
-# Numbers whose largest is at least this many times the smallest have a
-# logarithmic axis.
-_LOG_RANGE = 8
+_LOG_RANGE = 8  # Ratio of largest to smallest value for a logarithmic axis.
 
 
 class Sweep(NamedTuple):
-  """A sweep, checked."""
+  """A sweep whose arguments are checked, see `sweep`."""
 
-  config: ml_collections.ConfigDict  # Of a run, complete.
-  values: Mapping[str, Sequence[Any]]  # Values to try, by dotted key.
+  config: ml_collections.ConfigDict  # Complete.
+  values: Mapping[str, Sequence[Any]]
   parts: held_out_lib.Parts
-  metric: str  # Chooses the winner; without the name of an evaluation.
-  refit: str  # One of REFITS.
-  seeds: Sequence[int]  # Of the test.
+  metric: str  # Without the name of an evaluation.
+  refit: Refit
+  seeds: Sequence[int]
 
   @property
   def chosen_by(self) -> str:
@@ -78,25 +76,24 @@ def sweep(
   *,
   held_out: str | None = None,
   seeds: int = 3,
-  refit: str = 'all',
+  refit: Refit = 'all',
   metric: str | None = None,
-  checkpoints: str = 'newest',
+  checkpoints: runs_lib.Kept = 'newest',
   only: str | None = None,
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
-  All runs lie side by side in the workdir. Finished runs are not trained again, so
-  values and seeds can be added later. A run with the same name but another config
-  raises ValueError.
+  All runs lie side by side in the workdir, which machines may share. Finished runs are
+  not trained again, so values and seeds can be added later.
 
   Args:
     config: config of a run.
-    workdir: folder of all runs and of the tables, which machines may share.
+    workdir: folder of all runs and of the tables.
     values: values to try, by dotted key; several keys make a grid. By default
       the learning rates of the paper, for the data sets of common.FINE_TUNING.
     held_out: what to hold out of the training data, see held_out.cut.
     seeds: number of test runs: seeds config.seed, config.seed + 1, ...
-    refit: one of REFITS.
+    refit: data to train the winner on.
     metric: the metric that chooses, such as 'accuracy'; by default
       config.best_metric.
     checkpoints: see runs.train_all.
@@ -107,7 +104,8 @@ def sweep(
     the rows of test.json.
 
   Raises:
-    ValueError: if an argument is wrong, before anything is trained.
+    ValueError: before anything is trained, if an argument is wrong or the workdir
+      holds a run with the same name but another config.
     runs.Failed: after a table, if runs failed. Diverged combinations just lose.
   """
   plan = make(config, values, held_out, seeds, refit, metric)
@@ -162,7 +160,7 @@ def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
 def make(
   config, values=None, held_out=None, seeds=3, refit='all', metric=None
 ) -> Sweep:
-  """Checks the arguments of `sweep`, and the configs of all its runs."""
+  """Checks the arguments of `sweep`, and the configs of both phases."""
   if config.get('trainer', 'train') != 'train':
     raise ValueError(
       f"trainer='{config.trainer}': a sweep needs the config of a single run "
@@ -175,7 +173,7 @@ def make(
     metric = config.best_metric  # Without the name of the evaluation.
     for name, _, _ in run_config.evaluations(config):
       metric = metric.removesuffix(f'_{name}')
-  schema.check('refit', refit, Literal[tuple(REFITS)], '--')
+  schema.check('refit', refit, Refit, '--')
   schema.check('seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--')
   schema.check('metric', metric, Literal[tuple(known)], '--')
   parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
@@ -187,15 +185,7 @@ def make(
         "values to try, as in --values='config.base_lr=.003,.01,.03'"
       )
     values = {'base_lr': common.FINE_TUNING[name][1]}
-  seeds = range(config.seed, config.seed + seeds)
-  plan = Sweep(config, dict(values), parts, metric, refit, seeds)
-  _check_values(plan)
-  return plan
-
-
-def _check_values(plan):
-  """Checks the values, and the configs of both phases for each combination."""
-  for key, tried in plan.values.items():
+  for key, tried in values.items():
     if key in _OWN_KEYS:
       raise ValueError(
         f"'{key}' cannot be among the values: the sweep sets this key (--values)"
@@ -204,8 +194,11 @@ def _check_values(plan):
       raise ValueError(
         f"'{key}' needs one or more distinct values, not {tried} (--values)"
       )
-  for values in plan.combinations():
-    train.check(plan.test_runs(values)[0].config)
+  seeds = range(config.seed, config.seed + seeds)
+  plan = Sweep(config, dict(values), parts, metric, refit, seeds)
+  for tried in plan.combinations():
+    train.check(plan.test_runs(tried)[0].config)
+  return plan
 
 
 def _name(values) -> str:
@@ -235,7 +228,7 @@ def _choice(plan, outcome) -> list[dict]:
 def _show_choice(plan, rows, workdir):
   """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
-  # Over the first key if its values are numbers, else as bars.
+  # Curves over the first key if its values are numbers, else bars.
   first, *others = plan.values
   tried = plan.values[first]
   curves = all(map(schema.is_number, tried))
@@ -250,9 +243,10 @@ def _show_choice(plan, rows, workdir):
   header = (*plan.values, summaries.with_unit(metric))
   summaries.publish(workdir, 'choice', rows, 'Choice:', header, lines)
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
-  axis = first if curves else None
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
-  summaries.plot(metric, title, points, f'{workdir}/sweep.png', axis, log)
+  summaries.plot(
+    metric, title, points, f'{workdir}/sweep.png', first if curves else None, log
+  )
 
 
 def _best(plan, rows) -> dict[str, Any]:

@@ -3,36 +3,41 @@
 python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 """
 
+import dataclasses
+
 import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.run import config as run_config
-from vit_jax.studies import runs as runs_lib, summaries
+from vit_jax.studies import runs as runs_lib, study
 
-_METRIC = 'accuracy_test'
-_TYPES = {
-  'seeds': schema.Seeds,
-  **dict.fromkeys(('pretrain', 'finetune', 'scratch'), ml_collections.ConfigDict),
-}
+
+@dataclasses.dataclass(kw_only=True)
+class Transfer:
+  """The config of a transfer."""
+
+  trainer: str = 'transfer'
+  # Seeds of the runs. A seed also draws the labels: it replaces '{seed}' in pp.train
+  # and pp.test.
+  seeds: schema.Seeds
+  # Configs of runs.
+  pretrain: ml_collections.ConfigDict
+  finetune: ml_collections.ConfigDict
+  scratch: ml_collections.ConfigDict
 
 
 def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   """Pre-trains once, then fine-tunes and trains from scratch with each seed.
 
-  The config has `pretrain`, `finetune` and `scratch`, each the config of a run,
-  and `seeds`. A seed also draws the labels: it replaces '{seed}' in pp.train and
-  pp.test. The workdir holds all runs, transfer.json and transfer.png.
-
-  Returns the rows of transfer.json, see summaries.report: test accuracies of the
-  variants 'fine-tuned' and 'from scratch', and their margin. Raises as
-  study.study does.
+  The workdir holds all runs, transfer.json and transfer.png. Returns the rows of
+  transfer.json, see summaries.report: test accuracies of the variants 'fine-tuned'
+  and 'from scratch', and their margin. Raises as study.study does.
   """
-  runs_lib.check_keys(config, _TYPES, 'a transfer')
+  config = runs_lib.complete(config, Transfer, 'a transfer')
   pretraining = runs_lib.Run('pretrain', config.pretrain)
+  config.finetune.pretrained = f'{workdir}/{pretraining.name}'
   tuned = runs_lib.over_seeds('finetune', config.finetune, config.seeds)
-  for run in tuned:
-    run.config.pretrained = f'{workdir}/{pretraining.name}'
   scratch = runs_lib.over_seeds('scratch', config.scratch, config.seeds)
   for run in (pretraining, tuned[0], scratch[0]):
     run_config.check(run_config.complete(run.config))
@@ -42,13 +47,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
     f'same labels, {len(config.seeds)} draws of labels:'
   )
-  outcome = runs_lib.train_all([*tuned, *scratch], workdir)
-  found = {
-    'fine-tuned': outcome.by_seed(tuned, _METRIC),
-    'from scratch': outcome.by_seed(scratch, _METRIC),
-  }
-  rows = summaries.report(
-    workdir, 'transfer', _METRIC, found, 'Transfer', baseline='from scratch'
-  )
-  outcome.finish()
-  return rows
+  return study.compare(
+    {'fine-tuned': tuned, 'from scratch': scratch},
+    workdir, 'transfer', 'accuracy_test', 'Transfer', baseline='from scratch',
+  )  # fmt: skip

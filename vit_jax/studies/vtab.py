@@ -4,8 +4,9 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
 import copy
+import dataclasses
 import statistics
-from typing import Any, Literal
+from typing import Any
 
 import ml_collections
 
@@ -25,22 +26,27 @@ PUBLISHED = {
   model: dict(zip(TASKS, accuracies, strict=True))
   for model, accuracies in vtab_config.TABLE_9.items()
 }
-_TYPES = {
-  'tasks': tuple,
-  'seeds': schema.Seeds,
-  'validate': bool,
-  'download': bool,
-  'checkpoints': Literal[tuple(runs_lib.CHECKPOINTS)],
-  'run': ml_collections.ConfigDict,
-}
+
+
+@dataclasses.dataclass(kw_only=True)
+class Vtab:
+  """The config; configs/vtab.py describes the keys."""
+
+  trainer: str = 'vtab'
+  tasks: tuple
+  seeds: schema.Seeds
+  validate: bool
+  download: bool
+  checkpoints: runs_lib.Kept
+  run: ml_collections.ConfigDict
 
 
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
-  The workdir holds all runs, vtab.json and vtab.png (vtab_val.* if config.validate
-  is set). Machines that see it share the runs; each trains on the tasks whose data
-  it has.
+  The workdir holds all runs, vtab.json and vtab.png (vtab_val.* with
+  config.validate). Machines that see it share the runs; each trains on the tasks whose
+  data it has.
 
   Returns `rows`, the content of vtab.json: one row per task, per group and for all
   tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
@@ -52,8 +58,12 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   runs_lib.check(every, workdir, config.checkpoints)
   done = runs_lib.collect(every, workdir).done
   skipped = _skipped(config, runs, done)
-  left_out = {run.name for task in skipped for run in runs[task]} - done
-  chosen = [run for run in every if run.name not in left_out]
+  chosen = [
+    run
+    for task, found in runs.items()
+    for run in found
+    if task not in skipped or run.name in done
+  ]
   if not chosen:
     raise FileNotFoundError(
       'no task of VTAB has data on this machine: get them as described above, or '
@@ -73,8 +83,8 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
-  """Checks the config except for the configs of the runs; returns them by task."""
-  runs_lib.check_keys(config, _TYPES, 'VTAB')
+  """Checks the config, but not those of the runs; returns the runs by task."""
+  runs_lib.complete(config, Vtab, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
@@ -165,10 +175,8 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
     )
     for row in rows
   ]
-  heading, header = (
-    f'VTAB-1k, accuracy (%) on {tested}:',
-    ('task', 'this model', *models),
-  )
+  heading = f'VTAB-1k, accuracy (%) on {tested}:'
+  header = ('task', 'this model', *models)
   summaries.publish(workdir, name, rows, heading, header, lines)
   if not config.validate:
     means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
