@@ -194,6 +194,18 @@ def write_run(workdir, config, metadata, params, extra=None, step=1):
   return workdir
 
 
+def write_classifier(workdir, config, class_names):
+  """Writes a run on images without colour, with random parameters."""
+  from tests import tiny_models
+  from vit_jax.run import config as run_config
+
+  config = run_config.complete(config)
+  metadata = {'class_names': [*class_names]}
+  task = run_config.get_task('classify')(config, metadata)
+  params = tiny_models.numbers(task.model, config.pp.crop, channels=1)
+  return write_run(workdir, config, metadata, params)
+
+
 @pytest.fixture
 def tiny_config(data_dir):
   """The config of `make_tiny_config`; to be changed at will."""

@@ -59,18 +59,21 @@ def config(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(config, tmp_path_factory):
-  """A study: its folder, its rows, and the configs of runs that are not trained."""
+  """A study that really trains finetune_0: folder, rows, configs of the others."""
   workdir = tmp_path_factory.mktemp('study')
   really = train.train_and_evaluate
   with pytest.MonkeyPatch.context() as patch:
-    values = {'finetune_1': 0.5, 'scratch_0': 0.1, 'scratch_1': 0.4}
+    values = {'pretrain': 1.0, 'finetune_1': 0.5, 'scratch_0': 0.1, 'scratch_1': 0.4}
     fake = fake_training.Fake(
       patch, lambda _: {'accuracy_test': values[fake.trained[-1]]}
     )
 
     def train_some(run, folder, held):
-      if pathlib.Path(folder).name in ('pretrain', 'finetune_0'):
+      name = pathlib.Path(folder).name
+      if name == 'finetune_0':
         return really(run, folder, held)
+      if name == 'pretrain':
+        conftest.write_classifier(folder, run, '01234')
       return fake(run, folder, held)
 
     patch.setattr(train, 'train_and_evaluate', train_some)
