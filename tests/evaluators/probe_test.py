@@ -4,13 +4,13 @@ import functools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests import conftest
 from vit_jax import predict, train
 from vit_jax.commands import probe as probe_command
-from vit_jax.data import sources
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import evaluation, features, probe, probes, solvers
 from vit_jax.run import config as run_config
@@ -44,22 +44,13 @@ def model(tiny_config):
 
 @pytest.fixture
 def run(model, mesh, monkeypatch, tmp_path):
-  """Calls the command on a run whose model is `model`; returns what it writes."""
+  """Calls the command on a run whose model is `model`.
+
+  Returns what it writes, and the features that it extracts.
+  """
   model.workdir = '/tmp/run'
   monkeypatch.setattr(predict, 'load', lambda *_: model)
   monkeypatch.setattr(evaluation, 'run_mesh', lambda _: mesh)
-
-  def call(flags):
-    path = tmp_path / 'probe.json'
-    args = f'--workdir=/tmp/run --test=test[:120] --squeeze=1 --linear --json={path}'
-    probe_command.main([*args.split(), *flags.split()])
-    return json.loads(path.read_text())
-
-  return call
-
-
-def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys):
-  monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   extract, extracted = features.Extractor.run, []
 
   def record(*args, **kwargs):
@@ -67,9 +58,22 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
     return extracted[-1]
 
   monkeypatch.setattr(features.Extractor, 'run', record)
+
+  def call(flags):
+    path = tmp_path / 'probe.json'
+    args = f'--workdir=/tmp/run --test=test[:120] --squeeze=1 --linear --json={path}'
+    probe_command.main([*args.split(), *flags.split()])
+    return json.loads(path.read_text()), extracted
+
+  return call
+
+
+def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys):
+  monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   layer = 'Transformer/encoderblock_0'
-  found = run(f'--train=train[:120] --shots 1 4 --seeds 3 4 --layer={layer}')
-  *_, known, asked = extracted
+  found, (*_, known, asked) = run(
+    f'--train=train[:120] --shots 1 4 --seeds 3 4 --layer={layer}'
+  )
   assert (found['dataset'], found['num_test']) == ('digits', 120)
   assert (found['num_train'], found['num_features']) == (120, 16)
   wanted = solvers.tuned(known, asked)
@@ -89,36 +93,31 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
   assert 'linear' in said
 
 
-def test_all_layers(model, mesh, run, tmp_path, monkeypatch, capsys):
-  """Sums of the rows and of the columns of the images as layers 0 and 1."""
+def test_all_layers(model, run, tmp_path, monkeypatch, capsys):
+  """Sums of the rows, and of the rows and of the columns, as layers 0 and 1."""
   monkeypatch.setattr(probes, '_GROUP', 0)  # One layer a pass.
   monkeypatch.setattr(solvers, 'L2', (1e-1,))
 
   def intermediates(params, extra, batch, capture):
-    image = batch['image'][..., 0]  # [B, H, W]
-    return {f'layer_{i}': (image.sum(axis=2 - i),) for i in (1, 0)}
+    rows, columns = (batch['image'][..., 0].sum(axis=i) for i in (2, 1))  # [B, 8]
+    return {'layer_1': (jnp.concatenate([rows, columns], 1),), 'layer_0': (rows,)}
 
   model.task.intermediates = intermediates
-  found = run('--train=train[:100] --layer=all')
+  found, extracted = run('--train=train[:100] --layer=all')
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
-  digits, pixels = {}, features.Extractor(model.task, mesh, 'pixels')
-  for split in ('train[:100]', 'test[:120]'):
-    source = sources.open_for(model.config, type(model.task), model.metadata, split)
-    digits[split] = pixels.run(source, {}, {})
-  for i, row in enumerate(found['layers']):
-    x, y = (
-      part._replace(values=part.values.reshape(-1, 8, 8).sum(axis=2 - i))
-      for part in digits.values()
-    )
-    assert row['accuracy'] == solvers.tuned(x, y).accuracy
+  assert [x.values.shape for x in extracted] == [
+    (100, 8), (120, 8), (100, 16), (120, 16)
+  ]  # fmt: skip
+  for row, known, asked in zip(found['layers'], extracted[::2], extracted[1::2]):
+    assert row['accuracy'] == solvers.tuned(known, asked).accuracy
     assert row['accuracy'] > 0.3
   assert (tmp_path / 'probe.png').exists()
   assert 'best layer' in capsys.readouterr().out
 
 
 def test_layers_by_number(model, mesh, monkeypatch):
-  names = {'last': 'layer_1', '0': 'layer_0', '1': 'layer_1', 'a/path': 'a/path'}
+  names = {'last': 'layer_1', '0': 'layer_0', 'a/path': 'a/path'}
   for layer, name in names.items():
     assert probes.select(model.task, layer) == [name]
   monkeypatch.setattr(
@@ -163,6 +162,7 @@ def test_a_batch_that_no_memory_holds(model, mesh):
 def test_features_that_do_not_fit_in_memory(model, mesh, monkeypatch):
   """Four copies of 1,437 x (16 + 10) numbers in half of the memory."""
   made = probes.FewShot(model.task, mesh)
+  made._extractor = lambda layers: made.extractor
   least = 2 * 4 * 4 * 1_437 * 26
   monkeypatch.setattr(features, 'least_memory', lambda: least - 1)
   with pytest.raises(ValueError, match='1,437 examples .*--train'):

@@ -2,6 +2,7 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from scipy import special
@@ -66,7 +67,7 @@ def test_soft_labels_of_the_most_probable_classes(tiny_config, tmp_path, monkeyp
   task = run_config.get_task('classify')(config, {'class_names': names})
   params = tiny_models.numbers(task.model, 8)
   model = types.SimpleNamespace(config=config, task=task, params=params, extra={})
-  mesh = sharding.make_mesh({'data': 8})
+  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   monkeypatch.setattr(labelling, 'load_teacher', lambda _: (model, mesh))
   pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
   source = records.MemorySource({'image': [images.encode_png(x) for x in pixels]}, {})

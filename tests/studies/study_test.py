@@ -85,31 +85,19 @@ def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
   assert (x_label, y_label) == ('width', 'accuracy_test (%)')
 
 
-@pytest.mark.parametrize(
-  'key, value, message',
-  [
-    (
-      'metric',
-      'accuracy',
-      "'accuracy' is not among the metrics of variant 'sm",
-    ),
-    ('seeds', (), r'seeds=\(\) .*one or more'),
-    ('seeds', (1, 1), 'different'),
-    ('seeds', (0.5,), 'integers'),
-    ('variants', (), r'variants=\(\) .*one or more'),
-    ('variants', (('a', 'b'),), r'variants=.* pairs'),
-    (
-      'variants',
-      (('a', {'modl.dtype': 1}),),
-      "variant 'a': config has no key 'm",
-    ),
-    ('variants', (('a', {'seed': 1}),), "variant 'a' sets the key 'seed'"),
-    ('variants', (('a', {}), ('a', {})), "variant 'a' occurs twice"),
-    ('variants', (('a', {'batch': 0}),), "run 'a_0': batch=0 .*integer"),
-    ('x', (('a', 1),), 'x has 1 entries for 2 variants'),
-    ('metrics', 'loss', "no key 'metrics': did you mean 'metric'"),
-  ],
-)
+@pytest.mark.parametrize('key, value, message', [
+  ('metric', 'accuracy', "'accuracy' is not among the metrics of variant 'sm"),
+  ('seeds', (), r'seeds=\(\) .*one or more'),
+  ('seeds', (1, 1), 'different'),
+  ('variants', (), r'variants=\(\) .*one or more'),
+  ('variants', (('a', 'b'),), r'variants=.* pairs'),
+  ('variants', (('a', {'modl.dtype': 1}),), "variant 'a': config has no key 'm"),
+  ('variants', (('a', {'seed': 1}),), "variant 'a' sets the key 'seed'"),
+  ('variants', (('a', {}), ('a', {})), "variant 'a' occurs twice"),
+  ('variants', (('a', {'batch': 0}),), "run 'a_0': batch=0 .*integer"),
+  ('x', (('a', 1),), 'x has 1 entries for 2 variants'),
+  ('metrics', 'loss', "no key 'metrics': did you mean 'metric'"),
+])  # fmt: skip
 def test_a_wrong_study_is_named(key, value, message, config, monkeypatch, tmp_path):
   fake = fake_training.Fake(monkeypatch, measure)
   config[key] = value

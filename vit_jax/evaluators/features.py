@@ -99,9 +99,7 @@ class Extractor:
   """
 
   def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
-    self._config = task.config
-    self._mesh = mesh
-    self._pp = pp or task.config.pp
+    self._config, self._mesh, self._pp = task.config, mesh, pp or task.config.pp
     names = (layer,) if isinstance(layer, str) else tuple(layer)
     self._layers = _of_layers(task, names)
     shapes = _shapes(task, self._means)
@@ -124,13 +122,11 @@ class Extractor:
       for x in self._layers(params, extra, batch)
     ]
 
-  def split(self, values) -> dict:
-    """Splits features [..., D] by layer."""
-    ends = np.cumsum(list(self.widths.values()))
-    return {
-      name: values[..., end - width : end]
-      for (name, width), end in zip(self.widths.items(), ends)
-    }
+  def split(self, found: Features) -> dict[str, Features]:
+    """Splits features of all layers by layer."""
+    ends = np.cumsum([*self.widths.values()])
+    parts = np.split(found.values, ends[:-1], axis=-1)
+    return {name: Features(x, found.labels) for name, x in zip(self.widths, parts)}
 
   def example(self, record: dict, seed) -> dict:
     """Returns `image` and `label` of a record; without augmentation."""

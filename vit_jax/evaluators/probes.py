@@ -58,19 +58,8 @@ class Probe:
   """
 
   def __init__(
-    self,
-    task,
-    mesh,
-    workdir,
-    *,
-    splits,
-    layers,
-    shots,
-    seeds,
-    fit,
-    pp,
-    skip_empty=False,
-  ):
+    self, task, mesh, workdir, *, splits, layers, shots, seeds, fit, pp, skip_empty=False
+  ):  # fmt: skip
     self.task, self.mesh, self.workdir = task, mesh, workdir
     self.shots, self._fit, self._pp = shots, fit, pp
     dataset, train, test = splits
@@ -102,20 +91,23 @@ class Probe:
     train, test = self._extract(self.extractor, params, extra, rows, stop)
 
     def solve():
-      x, y = (self.extractor.split(part.values) for part in (train, test))
-      found = {layer: {count: [] for count in self.shots} for layer in x}
+      x, y = self.extractor.split(train), self.extractor.split(test)
       work = [*itertools.product(x, self.shots, self._chosen)]
+      found = []
       with console.bar(
         iterable=work, desc='Few-shot probes', delay=3, leave=False
       ) as bar:
         for layer, count, draw in bar:
           at = np.searchsorted(rows, draw[:, :count]).reshape(-1)
-          model = self._fit(train._replace(values=x[layer]).take(at))
-          found[layer][count].append(test.accuracy(model.predict(y[layer])))
-      return [[layer, [*by_shots.items()]] for layer, by_shots in found.items()]
+          model = self._fit(x[layer].take(at))
+          found.append(y[layer].accuracy(model.predict(y[layer].values)))
+      return np.reshape(found, (-1, len(self.shots), len(self._chosen))).tolist()
 
     found = processes.from_first('solving the few-shot probes', solve)
-    return {layer: dict(by_shots) for layer, by_shots in found}
+    return {
+      layer: dict(zip(self.shots, values))
+      for layer, values in zip(self.extractor.widths, found)
+    }
 
   def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images.
@@ -130,12 +122,8 @@ class Probe:
     at_once = max(1, int(_GROUP * features.least_memory() / size))
     for begin in range(0, len(layers), at_once):
       extractor = self._extractor(layers[begin : begin + at_once])
-      known, asked = self._extract(extractor, params, extra)
-      x, y = (extractor.split(part.values) for part in (known, asked))
-      for layer in x:
-        found[layer] = solvers.tuned(
-          known._replace(values=x[layer]), asked._replace(values=y[layer])
-        )
+      x, y = map(extractor.split, self._extract(extractor, params, extra))
+      found |= {layer: solvers.tuned(x[layer], y[layer]) for layer in x}
     return found
 
   def _extract(self, extractor, params, extra, rows=None, stop=engine.never):

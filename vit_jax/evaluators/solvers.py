@@ -12,11 +12,9 @@ from vit_jax.evaluators import features
 CONSTANT = 100.0  # A constant feature, for the bias.
 # Factors of half of the squared weights, added to the mean cross-entropy.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
-HELD_OUT = 0.2  # Share of the training images that choose the factor.
-# Added to standard deviations by the published few-shot protocol.
-_EPS = 1e-5
-# Numbers of features up to which one thread is no slower than several.
-_SMALL = 1_000_000
+HELD_OUT = 0.2  # Fraction of the training images that choose the factor.
+_EPS = 1e-5  # Added to standard deviations by the published few-shot protocol.
+_SMALL = 1_000_000  # Numbers up to which one thread is no slower than several.
 _ROWS = 8192  # Images that `Linear` classifies at a time.
 
 
@@ -68,9 +66,9 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
 def logistic(train: features.Features, l2: float, each: bool = True):
   """Returns a multinomial logistic regression with an L2 penalty, fitted by L-BFGS.
 
-  It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by its standard deviation; without `each`, all by the
-  root mean square of their length, so that one penalty suits layers of any width
-  and pixels keep their contrast.
+  It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by
+  its standard deviation; without `each`, all by the root mean square of their length,
+  so that one penalty suits layers of any width and pixels keep their contrast.
   """
   from sklearn import linear_model, pipeline, preprocessing
 

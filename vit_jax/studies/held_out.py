@@ -66,15 +66,12 @@ def _overlap(split: str, other: str) -> bool:
 
   def ranges(split):
     for base, instruction in slices.parts(split):
-      whole = tfds.core.SplitInfo(
-        name=base, shard_lengths=[_LARGE], num_bytes=0, filename_template=None
-      )
-      yield base, *slices.bounds(whole, instruction)
+      yield base, slices.take(range(_LARGE), base, instruction)
 
   return any(
-    base == other_base and begin < other_end and other_begin < end
-    for base, begin, end in ranges(split)
-    for other_base, other_begin, other_end in ranges(other)
+    base == other_base and part.start < other_part.stop and other_part.start < part.stop
+    for base, part in ranges(split)
+    for other_base, other_part in ranges(other)
   )
 
 

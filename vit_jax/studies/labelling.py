@@ -47,9 +47,8 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   `batch` is the number of images per step, over all devices and hosts. Returns the
   content of pseudo_labels.json; its `counts` are the numbers of images seen
   (`images`), of confident labels per class (`by_class`), and of examples after
-  balancing (`examples`). Raises ValueError for a folder with pseudo-labels of other
-  settings or images, a run that is not a classifier, and images without any
-  confident label.
+  balancing (`examples`). Raises ValueError for a folder with other settings or
+  images, a run that is not a classifier, and images without any confident label.
   """
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}
@@ -90,9 +89,8 @@ def _begin(path, asked, source) -> bool:
     facts = pseudo_labels.read_facts(path)
     before = {**facts.get('settings', {}), 'images': facts['images']}
   elif begun.exists():
-    before = pseudo_labels.read_json(
-      begun, f"delete the folder '{path}' to label its images anew"
-    )
+    again = f"delete the folder '{path}' to label its images anew"
+    before = pseudo_labels.read_json(begun, again)
   else:
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
@@ -152,12 +150,11 @@ def _block(path, begin):
 
 
 def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
-  """Selects the images of a block that have a confident label.
+  """Selects the images with a confident label of a block that begins at `begin`.
 
-  `found` has `classes` and `probabilities` [b, k] of all images of the block, the
-  top class first; its first image has the number `begin`. Returns `images`, int64
-  [m], numbers of the images; `classes` and `probabilities` [m, k]; and `highest`,
-  the highest probability of all images.
+  `found` has `classes` and `probabilities` [b, k] of all its images, the top class
+  first. Returns `images`, int64 [m], numbers of the images; `classes` and
+  `probabilities` [m, k]; and `highest`, the highest probability of all images.
   """
   first = found['probabilities'][:, 0]
   kept = np.flatnonzero(first >= confidence)
@@ -171,12 +168,9 @@ def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
 
 def _finish(path, asked: dict[str, Any], task):
   """Balances the labels of all blocks, and writes the result."""
+  again = 'delete it and run the same command again to label these images anew'
   found = [
-    pseudo_labels.read_arrays(
-      block,
-      (*_LABELS, 'highest'),
-      'delete it and run the same command again to label these images anew',
-    )
+    pseudo_labels.read_arrays(block, (*_LABELS, 'highest'), again)
     for block in sorted((path / 'blocks').glob('*.npz'))
   ]
   arrays = {name: np.concatenate([part[name] for part in found]) for name in _LABELS}
@@ -187,10 +181,8 @@ def _finish(path, asked: dict[str, Any], task):
       f'{asked["confidence"]}: the highest probability is {highest:.3f}; lower '
       '--config.confidence, or train the teacher longer'
     )
-  best = arrays['classes'][:, 0]
-  arrays['rows'] = balance(
-    best, arrays['probabilities'][:, 0], asked['per_class'], asked['seed']
-  )
+  best, confidence = (arrays[name][:, 0] for name in _LABELS[1:])
+  arrays['rows'] = balance(best, confidence, asked['per_class'], asked['seed'])
   facts = {
     **{name: asked[name] for name in ('dataset', 'split', 'images', 'soft')},
     'class_names': list(task.class_names),
@@ -213,12 +205,11 @@ def balance(
   """Chooses the same number of images of each class (arXiv 1911.04252, 3.1).
 
   A class with too many images keeps the most confident ones. A class with too few
-  repeats its images equally often, and randomly chosen ones once more. A class
-  without images stays empty.
+  repeats its images equally often, and randomly chosen ones once more. A class without
+  images stays empty. With per_class=None every image is kept once.
 
-  Takes the class of each image, int [m], and its confidence, float [m]; returns
-  rows of these arrays, int64 [n], ascending by class. With per_class=None every
-  image is kept once.
+  Takes the class, int [m], and the confidence, float [m], of each image; returns rows
+  of these arrays, int64 [n], ascending by class.
   """
   if per_class is None:
     return np.arange(len(classes))

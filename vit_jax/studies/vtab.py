@@ -108,12 +108,12 @@ def _runs(config, task: str) -> list[runs_lib.Run]:
 
 
 def _skipped(config, runs, done) -> dict[str, str]:
-  """Returns and reports how to get the data of each task without data.
+  """Returns and prints how to get the data of each task that lacks them.
 
   Tasks whose runs are all finished need no data.
   """
   needed = [
-    task for task, found in runs.items() if not all(run.name in done for run in found)
+    task for task, found in runs.items() if not done.issuperset(x.name for x in found)
   ]
   skipped = _missing(config.run, needed)
   if config.download:
@@ -125,19 +125,19 @@ def _skipped(config, runs, done) -> dict[str, str]:
       except ValueError as e:
         failures[task] = str(e)
     skipped = {**_missing(config.run, needed), **failures}
-  if skipped:
+  if not skipped:
+    return {}
+  say(
+    f'{len(skipped)} of {len(runs)} tasks are left out because their data are not '
+    'prepared on this machine:'
+  )
+  for reason in dict.fromkeys(skipped.values()):
+    say(f'  {", ".join(x for x in skipped if skipped[x] == reason)}: {reason}')
+  if not config.download:
     say(
-      f'{len(skipped)} of {len(runs)} tasks are left out because their data are not '
-      'prepared on this machine:'
+      '--config.download=True downloads what TFDS can download, and prepares the '
+      'files in the manual_dir (--config.run.tfds_manual_dir).'
     )
-    for reason in dict.fromkeys(skipped.values()):
-      tasks = [task for task in skipped if skipped[task] == reason]
-      say(f'  {", ".join(tasks)}: {reason}')
-    if not config.download:
-      say(
-        '--config.download=True downloads what TFDS can download, and prepares the '
-        'files in the manual_dir (--config.run.tfds_manual_dir).'
-      )
   return skipped
 
 
@@ -147,11 +147,7 @@ def _missing(run, tasks) -> dict[str, str]:
     'looking for data sets',
     lambda: {task: data.missing(run, f'vtab/{task}') for task in tasks},
   )
-  return {
-    task: reason
-    for task in tasks
-    if (reason := next(filter(None, (each[task] for each in found)), ''))
-  }
+  return {task: how for each in reversed(found) for task, how in each.items() if how}
 
 
 # --- Results ---
@@ -187,6 +183,19 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
 
 def _rows(config, accuracies) -> list[dict]:
   """Returns a row for each task, each group and all tasks."""
+
+  def row(group, title, tasks):
+    by_seed = {
+      seed: _mean([accuracies[task].get(seed) for task in tasks])
+      for seed in config.seeds
+    }
+    found = summaries.row({'group': group, 'task': title}, by_seed)
+    if not config.validate:
+      for model, published in PUBLISHED.items():
+        mean = _mean([published[task] / 100 for task in tasks])
+        found[model] = None if mean is None else round(mean, 5)
+    return found
+
   rows = []
   for group in ('', *vtab_tasks.GROUPS):
     names = [name for name, task in TASKS.items() if group in ('', task.group)]
@@ -195,29 +204,15 @@ def _rows(config, accuracies) -> list[dict]:
       continue  # The config names no task of this group.
     # A mean is over the same tasks for all seeds.
     there = [name for name in here if set(accuracies[name].values()) - {None}]
-    count = f'{len(there)} of {len(names)}'
-    rows.append(_row(config, group or 'all', count, there, accuracies))
+    rows.append(row(group or 'all', f'{len(there)} of {len(names)}', there))
     if group:
-      rows += [_row(config, group, name, [name], accuracies) for name in here]
+      rows += [row(group, name, [name]) for name in here]
   return rows
 
 
 def _mean(values) -> float | None:
   """Returns the mean of values; None if there are none or one is missing."""
   return None if None in values or not values else statistics.mean(values)
-
-
-def _row(config, group, title, tasks, accuracies) -> dict:
-  """Returns a row of the table, for a task or the mean over several."""
-  by_seed = {
-    seed: _mean([accuracies[task].get(seed) for task in tasks]) for seed in config.seeds
-  }
-  row = summaries.row({'group': group, 'task': title}, by_seed)
-  if not config.validate:
-    for model, published in PUBLISHED.items():
-      found = _mean([published[task] / 100 for task in tasks])
-      row[model] = None if found is None else round(found, 5)
-  return row
 
 
 def _title(row) -> str:
