@@ -1,4 +1,4 @@
-"""Times the drawing of images with an iGPT."""
+"""Times sampling images from an iGPT."""
 
 from collections.abc import Callable
 import functools
@@ -11,11 +11,11 @@ from benchmarks import timing
 from vit_jax import models, models_igpt
 
 MODEL = 'iGPT-S'
-STEPS = 8  # Pixels drawn at a time.
+STEPS = 8  # Pixels sampled per call.
 
 
 def _draw_pixels(model, params, batch: int) -> Callable:
-  """Returns a function that draws STEPS pixels after a number of them."""
+  """Returns a function that samples STEPS pixels from a given position on."""
   keys = jax.random.split(jax.random.key(0), batch)
   color = np.zeros(batch, np.int32)
 
@@ -30,7 +30,7 @@ def _draw_pixels(model, params, batch: int) -> Callable:
 
 
 def _draw_uncached(model, params, batch: int) -> Callable:
-  """Returns such a function for one pixel, without cached keys and values."""
+  """Returns a function that samples one pixel, without cached keys and values."""
   keys = jax.random.split(jax.random.key(0), batch)
 
   @functools.partial(jax.jit, static_argnums=1)
@@ -46,7 +46,7 @@ def _draw_uncached(model, params, batch: int) -> Callable:
 
 
 def rows(args) -> list[dict]:
-  """Times drawing pixels at three places of an image; reports their mean."""
+  """Times sampling pixels at three positions of an image; reports their mean."""
   model = models.get_model(MODEL)
   pixels = model.num_positions
   colors = np.zeros((1, pixels), np.int32)

@@ -16,7 +16,7 @@ WEIGHTS_MODEL = 'ViT-B_16'
 
 
 def import_rows(args) -> list[dict]:
-  """Times `import vit_jax.models`, and the two packages that it needs."""
+  """Times `import vit_jax.models`, and the two packages that it imports."""
 
   def run(statement):
     return lambda: subprocess.run([sys.executable, '-c', statement], check=True)

@@ -1,7 +1,7 @@
 """Times updates of the trainer and the logits of a model.
 
-A large matrix product of the same type takes turns with them, and so do timm's
-models if asked for.
+A large matrix product of the same type takes turns with them and, if requested, timm's
+models.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from vit_jax.planning import flops
 
 
 def check(args):
-  """Raises what is wrong with --beside, before anything is timed."""
+  """Checks --beside before anything is timed."""
   if not args.beside:
     return
   if model_configs.get_config(args.model).model_name not in timm_steps.NAMES:

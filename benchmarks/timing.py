@@ -12,8 +12,8 @@ PRODUCT_SIZE = 2048
 def measure(*functions: Callable, repeats: int) -> list[list[float]]:
   """Times functions in turn, after one unmeasured call of each.
 
-  Returns seconds, a list of `repeats` numbers for each function. If a function
-  returns a float, that is its time.
+  Returns a list of `repeats` times in seconds for each function. If a function returns
+  a float, that is its time.
   """
   seconds = [[] for _ in functions]
   for turn in range(repeats + 1):
@@ -26,11 +26,11 @@ def measure(*functions: Callable, repeats: int) -> list[list[float]]:
   return seconds
 
 
-def row(name: str, values: list[float], unit: str, **extra) -> dict:
+def row(name: str, values: list[float], unit: str) -> dict:
   """Makes one row of the table."""
   median = statistics.median(values)
   ends = {'min': min(values), 'max': max(values)}
-  return {'name': name, 'median': median, **ends, 'unit': unit, **extra}
+  return {'name': name, 'median': median, **ends, 'unit': unit}
 
 
 def compared(
@@ -38,8 +38,7 @@ def compared(
 ) -> list[dict]:
   """Makes rows of two programs that took turns, and of their ratio."""
   ratios = [a / b for a, b in zip(ours, theirs)]
-  rows = row(name, ours, unit), row(other, theirs, unit)
-  return [*rows, row('ratio', ratios, 'x')]
+  return [row(name, ours, unit), row(other, theirs, unit), row('ratio', ratios, 'x')]
 
 
 def matrix_product(dtype: str, size: int) -> Callable:

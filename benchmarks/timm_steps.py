@@ -1,8 +1,8 @@
 """Times updates and logits of timm's models, in a process of its own.
 
 JAX and PyTorch bring different versions of NVIDIA's libraries. This process reads
-a line of JSON with the arguments of `_make_step` and answers what the first call
-took; then for each line, a number of calls, the seconds that they took.
+a line of JSON with the arguments of `_make_step` and answers with the cost of the
+first call; then, for each line with a number of calls, with the seconds they took.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ COMMAND = [sys.executable, '-m', 'benchmarks.timm_steps']
 class Beside:
   """The process; takes the arguments of `_make_step`.
 
-  `first` is what the first call took: `seconds` with compilation, and
-  `peak_bytes` of memory on a GPU. An OSError if the process ends.
+  `first` is the cost of the first call: `seconds` with compilation, and `peak_bytes`
+  of memory on a GPU. Raises OSError if the process ends.
   """
 
   def __init__(self, **kwargs):
@@ -50,7 +50,7 @@ class Beside:
     return json.loads(answer)
 
   def __call__(self, count: int) -> float:
-    """Makes so many steps; returns the seconds that they took."""
+    """Makes `count` steps; returns the seconds that they took."""
     return self._ask(count)
 
   def close(self):
@@ -69,9 +69,8 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
 
   device = 'cuda' if torch.cuda.is_available() else 'cpu'
   torch.set_float32_matmul_precision('high')
-  net = timm.create_model(NAMES[model], img_size=image_size, num_classes=1000).to(
-    device
-  )
+  net = timm.create_model(NAMES[model], img_size=image_size, num_classes=1000)
+  net = net.to(device)
   run = torch.compile(net) if compiled else net
   images = torch.randn(batch, 3, image_size, image_size, device=device)
   if dtype == 'float32':

@@ -100,12 +100,12 @@ def test_timm_has_as_many_parameters():
     (['--only=start'], "beside='timm' is for the sections train and inference"),
   ],
 )
-def test_what_cannot_be_beside_timm(flags, message):
+def test_what_cannot_be_compared_with_timm(flags, message):
   with pytest.raises(ValueError, match=message):
     program.main(['--beside=timm', *flags])
 
 
-def test_a_process_of_timm_that_fails_is_told(monkeypatch):
+def test_the_end_of_the_timm_process_is_reported(monkeypatch):
   monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', 'exit(3)'])
   with pytest.raises(OSError, match=r'the process that runs timm ended \(status 3'):
     timm_steps.Beside(model='ViT-B_16', batch=1, image_size=-1, dtype='',

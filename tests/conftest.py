@@ -71,7 +71,7 @@ _FIRST = (
   'resume_test.py', 'train_test.py', 'multiprocess_test.py', 'plan_test.py',
   'detect_commands_test.py', 'colabs_test.py', 'weights/convert_test.py',
   'detect_canvases_test.py', 'export_test.py', 'detect_test.py',
-  'tables_test.py', 'toy_test.py', 'transfer_test.py', 'masked_patches_test.py',
+  'tables_test.py', 'toy_test.py', 'masked_patches_test.py',
   'original_test.py', 'models_vit_parts_test.py', 'pixels_test.py',
   'encoder_test.py', 'benchmarks_test.py',
 )  # fmt: skip

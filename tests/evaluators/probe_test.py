@@ -78,7 +78,7 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
   assert (found['num_train'], found['num_features']) == (120, 16)
   wanted = solvers.tuned(known, asked)
   assert found['linear']['accuracy'] == pytest.approx(wanted.accuracy)
-  assert wanted.accuracy > 0.5  # Random features of digits tell much.
+  assert wanted.accuracy > 0.5  # Random features suffice for this.
   for row, shots in zip(found['fewshot'], (1, 4), strict=True):
     accuracies = []
     for seed in (3, 4):
@@ -143,7 +143,7 @@ def test_layers_by_number(model, mesh, monkeypatch):
     ({'train': 'train[:30]'}, r'shots=25 .* \d examples .*--shots'),
   ],
 )
-def test_wrong_wishes(model, mesh, options, message):
+def test_wrong_arguments(model, mesh, options, message):
   with pytest.raises(ValueError, match=message):
     probe.probe(model, mesh, **{'dataset': 'digits', **options})
 
@@ -153,7 +153,7 @@ def test_a_folder_of_data_sets_that_is_not_there():
     probe_command.main(['--workdir=/tmp/run', '--tfds_data_dir=/no/such'])
 
 
-def test_a_batch_that_no_memory_holds(model, mesh):
+def test_a_batch_that_does_not_fit_in_memory(model, mesh):
   model.config.batch_eval = 10**12
   with pytest.raises(ValueError, match='batch_eval=1000000000000 and prefetch'):
     probe.probe(model, mesh, dataset='digits', shots=(1,))

@@ -1,4 +1,4 @@
-"""Tests of probes by few images a class: which, of what layers, how well."""
+"""Tests of probes with few images per class: choice, layers, accuracy."""
 
 import json
 import os

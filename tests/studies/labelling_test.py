@@ -39,9 +39,13 @@ def test_every_class_has_as_many_images():
   classes = np.array([0, 2, 0, 1, 0, 1, 2, 0, 1, 4, 0])
   confidence = np.array([0.5, 0.9, 0.8, 0.7, 0.6, 0.7, 0.4, 0.9, 0.3, 0.5, 0.6])
   rows = labelling.balance(classes, confidence, 3, seed=0)
-  assert rows[:3].tolist() == [7, 2, 4]  # The surest; of equals the first.
+  assert rows[:3].tolist() == [
+    7,
+    2,
+    4,
+  ]  # The most confident ones; the first of equal ones.
   assert rows[3:6].tolist() == [3, 5, 8]
-  # Each once, and one of them, by lot, once more.
+  # Each once, and a random one of them once more.
   assert rows[6:8].tolist() == [1, 6]
   assert rows[8] in (1, 6)
   assert rows[9:].tolist() == [9, 9, 9]

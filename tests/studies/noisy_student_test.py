@@ -1,4 +1,4 @@
-"""Tests of self-training: the runs, what is done again, and what is refused."""
+"""Tests of self-training: the runs, resuming, and wrong configs."""
 
 import copy
 import json
@@ -108,7 +108,7 @@ def test_the_result_is_that_of_the_runs(finished):
     assert row['seed_1'] == row['mean'] == result['metrics']['accuracy_test']
 
 
-def test_nothing_that_is_done_is_done_again(finished, monkeypatch, capsys):
+def test_finished_work_is_not_repeated(finished, monkeypatch, capsys):
   config, workdir, rows, _ = finished
   monkeypatch.setattr(labelling, 'load_teacher', None)
   monkeypatch.setattr('vit_jax.train.train_and_evaluate', None)
@@ -137,10 +137,10 @@ def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path)
   assert not list(tmp_path.iterdir())
 
 
-def test_a_given_teacher_has_the_metrics_of_its_task_alone(
+def test_a_given_teacher_has_only_the_metrics_of_its_task(
   data_dir, tmp_path, monkeypatch
 ):
-  """An evaluation of a run that is done leaves few-shot probes out."""
+  """The evaluation of a finished run has no few-shot probes."""
   config = make_config(data_dir)
   for run in (config.teacher, config.student):
     run.fewshot.shots = (5,)
@@ -156,7 +156,7 @@ def test_a_given_teacher_has_the_metrics_of_its_task_alone(
 
 @pytest.fixture
 def recorded(monkeypatch, data_dir, tmp_path):
-  """What is trained and labelled, in place of training and labelling."""
+  """Records what would be trained and labelled."""
   trained, labelled = {}, []
 
   def train_all(runs, workdir):

@@ -48,7 +48,7 @@ def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
   )
 
 
-# Another machine, which holds a folder.
+# Another machine, which has locked a folder.
 HOLDS = """
 import fcntl, sys, time
 file = open(sys.argv[1], 'w')
@@ -61,10 +61,10 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize('is_done', [True, False])
-def test_a_run_that_another_machine_holds_comes_last(
+def test_a_run_that_another_machine_has_locked_comes_last(
   is_done, tiny_config, fake, tmp_path, monkeypatch, capsys
 ):
-  """It is done there, or goes on here when that machine is killed."""
+  """It is finished there, or resumed here when that machine is killed."""
   runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
   (tmp_path / 'a').mkdir()
   other = subprocess.Popen(
@@ -96,10 +96,10 @@ def test_a_run_that_another_machine_holds_comes_last(
   assert last.endswith('already done') == is_done
 
 
-def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
+def test_a_run_that_is_finished_while_it_is_locked_is_not_trained_again(
   tiny_config, fake, tmp_path, monkeypatch
 ):
-  """Another machine ends between the look at the result and the lock."""
+  """Another machine finishes it between reading the result and locking."""
   take = lock.Holder.take
 
   def late(self):
@@ -114,7 +114,7 @@ def test_a_run_that_ends_while_it_is_taken_is_not_trained_again(
   assert not fake.trained
 
 
-def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
+def test_the_other_runs_are_trained_if_one_fails(tiny_config, fake, tmp_path):
   def measure(config):
     if config.base_lr == 0.1:
       raise FloatingPointError('loss nan at step 3: not finite. Lower it')
@@ -132,7 +132,7 @@ def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
     found.finish()
   with pytest.raises(runs_lib.Failed, match='b: the disk is full\nAll other'):
     found.finish(allow_diverged=True)
-  # What diverged would diverge again; what else has failed is tried again.
+  # Diverged runs would diverge again; other failures are retried.
   fake.measure = metrics_of
   found = runs_lib.train_all(runs, tmp_path)
   with pytest.raises(runs_lib.Failed, match='delete its folder'):
@@ -142,7 +142,7 @@ def test_the_others_go_on_where_one_fails(tiny_config, fake, tmp_path):
   assert list(found.results) == ['b', 'c']
 
 
-def test_an_interrupted_run_goes_on(tiny_config, fake, tmp_path):
+def test_an_interrupted_run_resumes(tiny_config, fake, tmp_path):
   def stop(config):
     raise train.Interrupted(3, 15)
 
@@ -200,7 +200,7 @@ def test_a_folder_of_another_config_is_refused(
   other = runs_lib.changed(runs[0].config, changes)
   with pytest.raises(ValueError, match=message):
     runs_lib.train_all([runs_lib.Run('a', other)], tmp_path)
-  # What does not change the result is free.
+  # Keys that do not change the result may differ.
   free = runs_lib.changed(runs[0].config, {'progress_every': 1, 'prefetch': 1})
   runs_lib.train_all([runs_lib.Run('a', free)], tmp_path)
   assert fake.trained == ['a']
@@ -209,7 +209,7 @@ def test_a_folder_of_another_config_is_refused(
 @pytest.mark.parametrize(
   'kept, steps', [('all', ['10', '20']), ('newest', ['20']), ('none', [])]
 )
-def test_checkpoints_of_runs_that_are_done(kept, steps, tiny_config, fake, tmp_path):
+def test_checkpoints_of_finished_runs(kept, steps, tiny_config, fake, tmp_path):
   runs_lib.train_all(make(tiny_config, a=0.1), tmp_path, checkpoints=kept)
   left = [path.name for path in (tmp_path / 'a' / 'checkpoints').iterdir()]
   assert sorted(left) == steps

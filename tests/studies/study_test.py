@@ -68,7 +68,7 @@ def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
   assert large['mean'] is None
 
 
-def test_curves_have_a_point_a_variant(config, monkeypatch, tmp_path):
+def test_curves_have_a_point_per_variant(config, monkeypatch, tmp_path):
   fake_training.Fake(monkeypatch, measure)
   drawn = []
   monkeypatch.setattr(studies, 'curves', lambda *args, **_: drawn.append(args))

@@ -44,7 +44,7 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
   choice = ['base_lr=0.001', 'base_lr=0.01', 'base_lr=0.1']
   test = [f'base_lr=0.01,test_{seed}' for seed in (0, 1, 2)]
   assert fake.trained == choice + test
-  for name in choice:  # The test split is never looked at.
+  for name in choice:  # The test split is not read.
     run = fake.configs[name]
     assert (run.pp.train, run.seed) == ('train[:90%]', 0)
     assert run.evals == (('held_out', 'train[90%:]'),)
@@ -66,7 +66,7 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
   assert [row['base_lr'] for row in rows] == [0.001, 0.01, 0.1]
   assert [row['accuracy_held_out'] for row in rows] == [0.8, 0.9, 0.8]
   assert json.loads((tmp_path / 'test.json').read_text()) == found['test']
-  # Nothing is done twice; a value and a seed are added.
+  # Nothing is trained twice; a value and a seed are added.
   more = {'base_lr': (*RATES['base_lr'], 0.02)}
   sweep.sweep(config, str(tmp_path), more, seeds=4)
   assert fake.trained[6:] == ['base_lr=0.02', 'base_lr=0.01,test_3']
@@ -110,7 +110,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   ]  # fmt: skip
   assert fake.configs['base_lr=0.1,classifier=gap'].model.classifier == 'gap'
   assert len(found['choice']) == 4
-  # The first of those that are equal, at the edge of the rates.
+  # The first of equal ones, at the edge of the rates.
   assert found['best'] == {'base_lr': 0.01, 'model.classifier': 'token'}
   out = capsys.readouterr().out
   assert 'Chosen: base_lr=0.01,classifier=token. 1 more are equally good.' in out
@@ -126,7 +126,7 @@ def test_a_loss_chooses_the_lowest(config, fake, tmp_path):
 
 
 def test_one_run_of_a_sweep(config, fake, tmp_path):
-  """What a scheduler's jobs train, the sweep finds done."""
+  """The sweep skips the runs that a scheduler's jobs have trained."""
   workdir, plan = str(tmp_path), sweep.make(config, RATES, seeds=2)
 
   def names():

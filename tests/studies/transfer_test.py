@@ -86,7 +86,7 @@ def test_both_ways_with_the_same_labels(config, finished, monkeypatch, capsys):
   # Again: all runs are finished.
   monkeypatch.setattr(train, 'train_and_evaluate', None)
   assert transfer.transfer(config, str(workdir)) == rows
-  assert 'from scratch      25.00 ± 21.21' in capsys.readouterr().out
+  assert 'from scratch  25.00 ± 21.21' in capsys.readouterr().out
 
 
 def test_weights_come_in_at_another_resolution(finished, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests of VTAB-1k as a program: what is left out, the table, going on."""
+"""Tests of VTAB-1k as a program: missing data, the table, resuming."""
 
 import json
 import re
@@ -33,7 +33,9 @@ def config(tmp_path):
   return config
 
 
-def test_what_is_here_is_trained_and_compared(config, tmp_path, monkeypatch, capsys):
+def test_tasks_with_data_are_trained_and_compared(
+  config, tmp_path, monkeypatch, capsys
+):
   def measure(run):
     prepared = train.prepare(run)
     assert prepared.train.num_examples == 1000
@@ -69,7 +71,7 @@ def test_what_is_here_is_trained_and_compared(config, tmp_path, monkeypatch, cap
   stored = json.loads((tmp_path / 'vtab/vtab.json').read_text())
   assert stored == result['rows']
   assert (tmp_path / 'vtab/vtab.png').read_bytes().startswith(b'\x89PNG')
-  # Again: the run is done, and needs no data.
+  # Again: the run is finished, and needs no data.
   shutil.rmtree(here)
   again = vtab.vtab(config, workdir)
   assert 'already done' in capsys.readouterr().out
@@ -77,32 +79,23 @@ def test_what_is_here_is_trained_and_compared(config, tmp_path, monkeypatch, cap
   assert again['skipped'].keys() == result['skipped'].keys()
 
 
-def test_all_tasks_and_one_that_diverges(config, tmp_path, monkeypatch, capsys):
-  published = vtab.PUBLISHED['L/16 I21k']
-
+def test_one_run_diverges(config, tmp_path, monkeypatch):
   def measure(run):
-    task = run.dataset.removeprefix('vtab/')
-    if task == 'svhn' and run.seed == 1:
+    if run.dataset == 'vtab/svhn' and run.seed == 1:
       raise FloatingPointError('the loss is nan at step 7. Lower the rate')
-    return {'accuracy_test': published[task] / 100 + 0.005 * run.seed}
+    return {'accuracy_test': 0.5 + 0.01 * run.seed}
 
   fake = fake_training.Fake(monkeypatch, measure)
   monkeypatch.setattr(data, 'missing', lambda run, dataset: '')
-  workdir = str(tmp_path / 'vtab')
-  rows = vtab.vtab(config, workdir)['rows']
-  assert sorted(fake.trained) == sorted(f'{task}_0' for task in published)
-  assert fake.trained[:2] == ['caltech101_0', 'cifar100_0']
-  # Table 2 has 72.72.
-  assert rows[0]['mean'] == pytest.approx(0.7272, abs=2e-4)
-  assert 'all (19)  ' in capsys.readouterr().out
-  config.update(seeds=(0, 1), tasks=('svhn', 'dtd'))
+  config.update(seeds=(0, 1), tasks=('svhn', 'vtab/dtd'))
   with pytest.raises(runs_lib.Failed, match='svhn_1'):
-    vtab.vtab(config, workdir)
-  rows = json.loads((tmp_path / 'vtab/vtab.json').read_text())
-  by_task = {row['task']: row for row in rows}
-  assert by_task['svhn']['seed_1'] is None
-  assert by_task['dtd']['seed_1'] == pytest.approx(0.746)
-  assert len(fake.trained) == 19 + 2
+    vtab.vtab(config, str(tmp_path))
+  assert fake.trained == ['svhn_0', 'svhn_1', 'dtd_0', 'dtd_1']
+  rows = {row['task']: row for row in json.loads((tmp_path / 'vtab.json').read_text())}
+  assert rows['svhn']['seed_1'] is None
+  assert rows['dtd']['seed_1'] == 0.51
+  # A mean is over the same tasks for all seeds.
+  assert (rows['2 of 19']['seed_0'], rows['2 of 19']['seed_1']) == (0.5, None)
 
 
 def test_without_any_data_it_stops_before_the_workdir_exists(config, tmp_path):
@@ -145,7 +138,7 @@ def test_no_download_without_the_package_that_prepares(config, monkeypatch):
 
 
 def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_path):
-  """What they have done is in the table."""
+  """Their results are in the table."""
   fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
   config.update(tasks=('dtd', 'svhn'), seeds=(0, 1))
   run, _ = vtab._runs(config, 'svhn')
@@ -226,12 +219,12 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   assert 'all (19)  ' in out
   assert '73.21 ± 0.71' in out
   assert 'BiT-L 76.29' in out
-  # Of some tasks: their groups alone.
+  # Of some tasks: only their groups.
   few = {'dtd': accuracies['dtd'], 'svhn': {}}
   rows = vtab._report(config, few, str(tmp_path))
   capsys.readouterr()
   assert [row['task'] for row in rows] == ['1 of 19', '1 of 7', 'dtd', 'svhn']
-  # One seed of one task is not done: the means are over the other seed.
+  # One seed of one task is missing: the means are over the other seed.
   del accuracies['svhn'][1]
   config.validate = True
   rows = vtab._report(config, accuracies, str(tmp_path))

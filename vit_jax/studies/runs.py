@@ -209,9 +209,9 @@ def alone(folder):
 
 
 def _fixed(config) -> dict:
-  """Returns the values of _FIXED in a complete config, as JSON has them."""
+  """Returns the values of _FIXED in a complete config, in types of JSON."""
   plain = workdir_lib.to_plain(config)
-  return {key: plain[key] for key in _FIXED if key in plain}
+  return {key: plain[key] for key in _FIXED}
 
 
 def collect(
@@ -253,7 +253,7 @@ def _read(workdir, run) -> _Result | None:
 
 
 def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
-  """Returns a checked copy of the config of a study, with all keys of a dataclass.
+  """Returns a copy of a study's config, checked and completed by a dataclass.
 
   `of` names the study. Raises ValueError for an unknown or missing key, or a wrong
   value.
@@ -296,8 +296,7 @@ def _check_run(run, folder, result):
   if result is None:
     checkpoint.check_exists(config)
     return
-  fixed = _fixed(config)
-  if differing := workdir_lib.differences(result.config, fixed, common=True):
+  if differing := workdir_lib.differences(result.config, _fixed(config), common=True):
     raise ValueError(
       f"workdir='{folder}' holds a finished run with another config:\n  "
       + '\n  '.join(differing)

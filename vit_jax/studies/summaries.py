@@ -19,9 +19,9 @@ draw = drawing.to_file
 
 
 def format_values(metric: str, values: Sequence[float]) -> str:
-  """Formats the values of runs as the paper does: '99.15 ± 0.03', '-' for none.
+  """Formats values as the paper does, fractions in percent: '99.15 ± 0.03'.
 
-  Shares are in percent. A single value has no ±.
+  '-' stands for no values; a single value has no ±.
   """
   if not values:
     return '-'
@@ -46,11 +46,8 @@ def row(names: Mapping[str, Any], by_seed: Mapping[int, float | None]) -> dict:
 
 def values(row: Mapping[str, Any]) -> list[float]:
   """Returns the values of a row's seeds, without missing ones."""
-  return [
-    value
-    for column, value in row.items()
-    if column.startswith('seed_') and value is not None
-  ]
+  found = (value for column, value in row.items() if column.startswith('seed_'))
+  return [value for value in found if value is not None]
 
 
 def cells(metric: str, row: Mapping[str, Any]) -> tuple[str, str]:

@@ -74,47 +74,29 @@ def sweep(
   workdir: str,
   values: Mapping[str, Sequence[Any]] | None = None,
   *,
-  held_out: str | None = None,
-  seeds: int = 3,
-  refit: Refit = 'all',
-  metric: str | None = None,
   checkpoints: runs_lib.Kept = 'newest',
   only: str | None = None,
+  **options,
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
   All runs lie side by side in the workdir, which machines may share. Finished runs are
-  not trained again, so values and seeds can be added later.
+  not trained again, so values and seeds can be added later. For `values` and further
+  `options` see `make`; for `checkpoints`, runs.train_all. `only` is the name of a
+  single run to train, without comparing anything.
 
-  Args:
-    config: config of a run.
-    workdir: folder of all runs and of the tables.
-    values: values to try, by dotted key; several keys make a grid. By default
-      the learning rates of the paper, for the data sets of common.FINE_TUNING.
-    held_out: what to hold out of the training data, see held_out.cut.
-    seeds: number of test runs: seeds config.seed, config.seed + 1, ...
-    refit: data to train the winner on.
-    metric: the metric that chooses, such as 'accuracy'; by default
-      config.best_metric.
-    checkpoints: see runs.train_all.
-    only: name of a single run to train, without comparing anything.
-
-  Returns:
-    `choice`, the rows of choice.json; `best`, the values that won; and `test`,
-    the rows of test.json.
-
-  Raises:
-    ValueError: before anything is trained, if an argument is wrong or the workdir
-      holds a run with the same name but another config.
-    runs.Failed: after a table, if runs failed. Diverged combinations just lose.
+  Returns `choice`, the rows of choice.json; `best`, the values that won; and `test`,
+  the rows of test.json. Raises ValueError before anything is trained, if an argument is
+  wrong or the workdir holds a run with the same name but another config; and
+  runs.Failed after a table, if runs failed. Diverged combinations just lose.
   """
-  plan = make(config, values, held_out, seeds, refit, metric)
+  plan = make(config, values, **options)
   runs = plan.choice_runs()
   if only is not None:
     tests = map(plan.test_runs, plan.combinations())
     runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
-  if held_out and not runs_lib.collect(runs, workdir).done:
+  if options.get('held_out') and not runs_lib.collect(runs, workdir).done:
     # A missing split is an error before anything is trained.
     task = run_config.get_task(plan.config.task)
     config = copy.deepcopy(plan.config)
@@ -158,9 +140,25 @@ def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
 
 
 def make(
-  config, values=None, held_out=None, seeds=3, refit='all', metric=None
+  config: ml_collections.ConfigDict,
+  values: Mapping[str, Sequence[Any]] | None = None,
+  held_out: str | None = None,
+  seeds: int = 3,
+  refit: Refit = 'all',
+  metric: str | None = None,
 ) -> Sweep:
-  """Checks the arguments of `sweep`, and the configs of both phases."""
+  """Returns the plan of a sweep; checks the configs of both phases.
+
+  Args:
+    config: config of a run.
+    values: values to try, by dotted key; several keys make a grid. By default
+      the learning rates of the paper, for the data sets of common.FINE_TUNING.
+    held_out: what to hold out of the training data, see held_out.cut.
+    seeds: number of test runs: seeds config.seed, config.seed + 1, ...
+    refit: data to train the winner on.
+    metric: the metric that chooses, such as 'accuracy'; by default
+      config.best_metric.
+  """
   if config.get('trainer', 'train') != 'train':
     raise ValueError(
       f"trainer='{config.trainer}': a sweep needs the config of a single run "
