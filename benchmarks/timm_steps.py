@@ -5,11 +5,13 @@ a line of JSON with the arguments of `_make_step` and answers with the cost of t
 first call; then, for each line with a number of calls, with the seconds they took.
 """
 
+from collections.abc import Iterable
 import contextlib
 import json
 import subprocess
 import sys
 import time
+from typing import TextIO
 
 # Name of a model here -> timm's name of the same architecture.
 NAMES = {
@@ -99,11 +101,12 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
   return update
 
 
-def main():
-  out, sys.stdout = sys.stdout, sys.stderr  # Libraries print too.
+def main(requests: Iterable[str], answers: TextIO):
+  """Answers lines of JSON, see the top."""
   import torch
 
   cuda = torch.cuda.is_available()
+  requests = iter(requests)
 
   def timed(step, count):
     start = time.perf_counter()
@@ -113,14 +116,15 @@ def main():
       torch.cuda.synchronize()
     return time.perf_counter() - start
 
-  step = _make_step(**json.loads(sys.stdin.readline()))
+  step = _make_step(**json.loads(next(requests)))
   first = {'seconds': timed(step, 1)}
   if cuda:
     first['peak_bytes'] = torch.cuda.max_memory_allocated()
-  print(json.dumps(first), file=out, flush=True)
-  for line in sys.stdin:
-    print(json.dumps(timed(step, json.loads(line))), file=out, flush=True)
+  print(json.dumps(first), file=answers, flush=True)
+  for line in requests:
+    print(json.dumps(timed(step, json.loads(line))), file=answers, flush=True)
 
 
 if __name__ == '__main__':
-  main()
+  answers, sys.stdout = sys.stdout, sys.stderr  # Libraries print too.
+  main(sys.stdin, answers)

@@ -2,16 +2,10 @@
 
 import types
 
-import jax
 import numpy as np
 import pytest
-from scipy import special
 
-from tests import tiny_models
 from vit_jax.data import pseudo_labels, records
-from vit_jax.data.images import images
-from vit_jax.distributed import sharding
-from vit_jax.run import config as run_config
 from vit_jax.studies import labelling
 
 
@@ -60,35 +54,6 @@ def test_every_class_has_as_many_images():
 def test_without_a_number_every_image_is_used_once():
   rows = labelling.balance(np.array([1, 0, 1]), np.ones(3), None, seed=0)
   assert rows.tolist() == [0, 1, 2]
-
-
-def test_soft_labels_of_the_most_probable_classes(tiny_config, tmp_path, monkeypatch):
-  """32 of 40."""
-  tiny_config.pp.channels = 3
-  tiny_config.batch_eval = 8
-  config = run_config.complete(tiny_config)
-  names = [str(i) for i in range(40)]
-  task = run_config.get_task('classify')(config, {'class_names': names})
-  params = tiny_models.numbers(task.model, 8)
-  model = types.SimpleNamespace(config=config, task=task, params=params, extra={})
-  mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  monkeypatch.setattr(labelling, 'load_teacher', lambda _: (model, mesh))
-  pixels = np.random.RandomState(0).randint(0, 256, (5, 8, 8, 3), np.uint8)
-  source = records.MemorySource({'image': [images.encode_png(x) for x in pixels]}, {})
-  logits = task.model.apply(
-    {'params': params}, pixels / np.float32(127.5) - 1, train=False
-  )
-  want = special.softmax(np.asarray(logits), axis=1)
-  settings = labelling.Settings('/run', 'photos', 'train', 0.0, None, True, 0, 32)
-  folder = tmp_path / 'labels'
-  labelling.label(settings, source, str(folder), 8)
-  with np.load(folder / pseudo_labels.ARRAYS) as arrays:
-    classes, found = arrays['classes'], arrays['probabilities']
-  assert classes.shape == (5, 32)
-  np.testing.assert_allclose(np.take_along_axis(want, classes, 1), found, atol=1e-5)
-  np.testing.assert_allclose(found, -np.sort(-want)[:, :32], atol=1e-5)
-  with pytest.raises(ValueError, match='soft_classes: 32 there, None here'):
-    labelling.label(settings._replace(soft_classes=None), source, str(folder), 8)
 
 
 def test_damage_of_an_interrupted_labelling_is_named(tmp_path):

@@ -218,21 +218,6 @@ def test_a_sweep_that_never_began_does_not_block_the_next(
   assert fake.trained[-1] == 'base_lr=0.01,test_0'
 
 
-def test_a_workdir_of_another_sweep_is_refused(config, fake, tmp_path):
-  sweep.sweep(config, str(tmp_path), RATES, seeds=1)
-  trained = len(fake.trained)
-  for changes, message in (
-    ({'batch': 32}, 'batch: 16 there, 32 here'),
-    ({'pp.train': 'train[:80%]'}, r'pp.train: train\[:90%\] there'),
-  ):
-    other = runs_lib.changed(config, changes)
-    with pytest.raises(ValueError, match=f"'base_lr=0.001'(.|\n)*{message}"):
-      sweep.sweep(other, str(tmp_path), RATES, seeds=1)
-  assert len(fake.trained) == trained
-  free = runs_lib.changed(config, {'progress_every': 1})
-  sweep.sweep(free, str(tmp_path), RATES, seeds=1)
-
-
 def test_a_sweep_of_a_tiny_model(config, fake, tmp_path, monkeypatch):
   """The run of the choice is trained, the test is not."""
 
