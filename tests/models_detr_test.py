@@ -1,4 +1,4 @@
-"""Tests of DETR against published counts and Hugging Face's model."""
+"""Tests of DETR and its masks against Hugging Face's model and closed forms."""
 
 import jax
 import jax.numpy as jnp
@@ -9,79 +9,92 @@ import transformers
 
 from tests import torch_models
 from vit_jax import models, models_detr
-from vit_jax.layers import detection, resnet
+from vit_jax.layers import detection, detr_masks, resnet
 from vit_jax.weights import convert
 
 
-@pytest.mark.parametrize(
-  'name, total, trainable',
-  [('r50', 41_524_768, 41_302_368), ('r101', 60_464_672, 60_242_272)],
-)
-def test_parameters_are_those_of_the_published_models(name, total, trainable):
-  model = models_detr.Detr(91, units=resnet.UNITS[name])
-  images = jnp.zeros((1, 64, 64, 3))
-  shapes = jax.eval_shape(
-    lambda rng: model.init(rng, images, train=False), jax.random.key(0)
-  )
-
-  def count(tree):
-    return sum(x.size for x in jax.tree.leaves(tree))
-
-  backbone = shapes['params']['backbone']
-  kept = count((backbone['conv_root'], backbone['block1']))
-  assert count(shapes['params']) == total
-  assert total - kept == trainable
-
-
-def hf_detr():
-  """A narrow DETR-R50 of Hugging Face with random weights and statistics."""
-  model = transformers.DetrForObjectDetection(
+@pytest.fixture(scope='module')
+def narrow(tmp_path_factory):
+  """A narrow DETR of Hugging Face with masks; the same model, and variables."""
+  folder = tmp_path_factory.mktemp('detr')
+  theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
-      num_queries=7,
-      num_labels=5,
+      backbone='resnet26',  # Half of the layers of a ResNet-50.
+      use_timm_backbone=True,
+      use_pretrained_backbone=False,
+      num_queries=5,
+      num_labels=4,
       d_model=32,
       encoder_layers=2,
       decoder_layers=2,
-      encoder_attention_heads=4,
-      decoder_attention_heads=4,
-      encoder_ffn_dim=48,
-      decoder_ffn_dim=48,
+      encoder_attention_heads=8,
+      decoder_attention_heads=8,
+      encoder_ffn_dim=16,
+      decoder_ffn_dim=16,
     )
   )
   rng = torch.Generator().manual_seed(1)
-  for name, value in torch_models.randomize(model).named_buffers():
+  for name, value in torch_models.randomize(theirs).named_buffers():
     positive = name.endswith(('weight', 'running_var'))
     noise = torch.rand(value.shape, generator=rng)
     value.copy_(noise / 2 + 0.7 if positive else noise / 5 - 0.1)
-  return model.eval()
+  theirs.eval().save_pretrained(folder)
+  found = convert.read(str(folder))
+  ours = models.make_model(
+    found.config,
+    num_classes=found.num_classes,
+    masks_at_a_time=3,  # Two parts.
+  )
+  return theirs, ours, {'params': found.params, **found.extra}
 
 
-def test_logits_and_boxes_are_those_of_hugging_face_for_a_padded_batch(
-  tmp_path,
-):
-  theirs = hf_detr()
-  theirs.save_pretrained(tmp_path)
-  found = convert.read(str(tmp_path))
-  variables = {'params': found.params, **found.extra}
-  ours = models.make_model(found.config, num_classes=found.num_classes)
+def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
+  theirs, ours, variables = narrow
   rng = np.random.RandomState(0)
-  images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
-  mask = np.ones((2, 96, 64), bool)
-  mask[1, 70:], mask[1, :, 50:] = False, False
+  # Three of the four maps have an odd height or width: 25 x 17, 13 x 9, 7 x 5.
+  images = rng.uniform(-1, 1, (2, 100, 66, 3)).astype(np.float32)
+  mask = np.ones((2, 100, 66), bool)
+  mask[1, 70:], mask[1, :, 40:] = False, False
   want = torch_models.detect(theirs, images, mask)
-  apply = jax.jit(lambda x, m: ours.apply(variables, x, m, train=False))
-  got = apply(images, mask)
-  assert got['logits'].shape == (2, 2, 7, 6)
+
+  def outputs(model, images, mask):
+    out = model(images, mask, train=False, draw=False)
+    features = out.pop('features')
+    some = model.draw_masks(features, np.array([[4, 0], [2, 2]]))
+    return out, model.segmentation(features), some
+
+  compute = jax.jit(lambda *args: ours.apply(variables, *args, method=outputs))
+  got, masks, some = compute(images, mask)
+  assert got['logits'].shape == (2, 2, 5, 5)
+  assert masks.shape == (2, 5, 25, 17)
+  assert np.std(want.pred_masks.numpy()) > 0.05
   np.testing.assert_allclose(got['logits'][-1], want.logits, atol=1e-4)
   np.testing.assert_allclose(got['boxes'][-1], want.pred_boxes, atol=1e-4)
+  np.testing.assert_allclose(masks, want.pred_masks, atol=1e-4)
+  np.testing.assert_allclose(some[0], masks[0, [4, 0]], atol=1e-5)
+  np.testing.assert_allclose(some[1], masks[1, [2, 2]], atol=1e-5)
   # Rows that fill up a batch have no real pixel.
-  empty = apply(images, np.zeros_like(mask))
-  assert all(np.isfinite(x).all() for x in empty.values())
-  # What lies in the padding has no influence.
-  images[~mask] = 1.0
-  again = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))
-  want = torch_models.normalised(images, mask)
-  np.testing.assert_allclose(again, want, atol=1e-6)
+  empty = jax.tree.leaves(compute(images, np.zeros_like(mask)))
+  assert all(np.isfinite(x).all() for x in empty)
+
+
+def test_images_are_normalised_and_padding_is_zero():
+  images = np.random.RandomState(0).uniform(-1, 1, (1, 3, 4, 3)).astype('f')
+  mask = np.arange(4)[None, None] < np.array([4, 2, 0])[None, :, None]
+  got = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))
+  np.testing.assert_allclose(got, torch_models.normalised(images, mask), atol=1e-6)
+
+
+def test_attention_of_masks_sums_to_one_over_heads_and_real_cells():
+  rng = np.random.RandomState(0)
+  query = rng.randn(1, 2, 3, 4).astype(np.float32)
+  key = rng.randn(1, 2, 2, 3, 4).astype(np.float32)
+  mask = np.array([[[True, True], [True, False]]])
+  got = detr_masks.attention_maps(query, key, mask)
+  logits = np.einsum('qke,hwke->qhwk', query[0], key[0])
+  odds = np.exp(logits) * mask[0][..., None]
+  want = odds / odds.sum(axis=(1, 2, 3), keepdims=True)
+  np.testing.assert_allclose(got[0], want, atol=1e-6)
 
 
 def test_sine_positions_in_closed_form():

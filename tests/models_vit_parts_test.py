@@ -1,5 +1,7 @@
 """Tests of the parts of a Vision Transformer: embed, encode, classify."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -10,20 +12,16 @@ from tests import tiny_models
 from vit_jax import models
 
 
-def parts(model, variables, x, **kwargs):
+def parts(bound, x, **kwargs):
   """Logits by the three methods, one by one."""
-  apply = lambda *args, **kw: model.apply(variables, *args, **kw)
-  tokens = apply(x, method='embed')
-  encoded = apply(tokens, train=False, method='encode', **kwargs)
-  return apply(encoded, train=False, method='classify')
+  encoded = bound.encode(bound.embed(x), train=False, **kwargs)
+  return bound.classify(encoded, train=False)
 
 
 @pytest.mark.parametrize(
   'fields',
   [
-    {},
     {'classifier': 'gap', 'representation_size': 6},
-    {'classifier': 'unpooled', 'num_classes': None},
     {'classifier': 'token_unpooled', 'dtype': 'bfloat16'},
     {'resnet': {'num_layers': (1,), 'width_factor': 0.5},
      'patches': {'size': (1, 1)}},
@@ -32,40 +30,50 @@ def parts(model, variables, x, **kwargs):
 def test_the_model_is_made_of_its_parts(fields):
   model = tiny_models.tiny(**fields)
   x = tiny_models.images()
-  variables = {'params': tiny_models.randomised(model, x)}
-  whole = model.apply(variables, x, train=False)
-  first = {'only_first': model.classifier == 'token'}
-  np.testing.assert_array_equal(parts(model, variables, x, **first), whole)
-  np.testing.assert_allclose(parts(model, variables, x), whole, atol=1e-5)
+  params = tiny_models.randomised(model, x)
+
+  @jax.jit
+  def compute(params):
+    bound = model.bind({'params': params})
+    first = {'only_first': model.classifier == 'token'}
+    return bound(x, train=False), parts(bound, x, **first), parts(bound, x)
+
+  whole, first, every = compute(params)
+  np.testing.assert_array_equal(first, whole)
+  np.testing.assert_allclose(every, whole, atol=1e-5)
 
 
 def test_shapes_of_the_parts():
   model = tiny_models.tiny()
   x = tiny_models.images((2, 8, 12, 3))
-  variables = {'params': tiny_models.randomised(model, x)}
-  bound = model.bind(variables)
-  grid = bound.embed(x, flat=False)
-  tokens = bound.embed(x)
+  params = tiny_models.randomised(model, x)
+
+  @jax.jit
+  def compute(params):
+    bound = model.bind({'params': params})
+    grid, tokens = bound.embed(x, flat=False), bound.embed(x)
+    encode = functools.partial(bound.encode, train=False)
+    return grid, tokens, encode(tokens), encode(grid), encode(tokens, only_first=True)
+
+  grid, tokens, encoded, of_grid, first = compute(params)
   assert grid.shape == (2, 2, 3, 16)
   np.testing.assert_array_equal(grid.reshape(tokens.shape), tokens)
-  encoded = bound.encode(tokens, train=False)
   assert encoded.shape == (2, 7, 16)  # The class token is the first.
-  first = bound.encode(tokens, train=False, only_first=True)
   np.testing.assert_allclose(first, encoded[:, :1], atol=1e-5)
-  np.testing.assert_array_equal(bound.encode(grid, train=False), encoded)
+  np.testing.assert_array_equal(of_grid, encoded)
   with pytest.raises(ValueError, match=r'tokens must be \[batch, tokens, width'):
-    bound.encode(tokens[0], train=False)
+    model.bind({'params': params}).encode(tokens[0], train=False)
 
 
 def test_without_a_transformer_the_tokens_stay_as_they_are():
   model = tiny_models.tiny(transformer=None, classifier='unpooled')
   x = tiny_models.images()
-  variables = {'params': tiny_models.randomised(model, x)}
-  assert set(variables['params']) == {'embedding', 'head'}
-  logits = model.apply(variables, x, train=False)
+  params = tiny_models.randomised(model, x)
+  assert set(params) == {'embedding', 'head'}
+  bound = model.bind({'params': params})
+  logits = bound(x, train=False)
   assert logits.shape == (2, 2, 2, 5)
-  flat = parts(model, variables, x)
-  np.testing.assert_allclose(flat.reshape(logits.shape), logits, atol=1e-6)
+  np.testing.assert_allclose(parts(bound, x).reshape(logits.shape), logits, atol=1e-6)
 
 
 class Masked(models.VisionTransformer):
@@ -83,39 +91,43 @@ class Masked(models.VisionTransformer):
     return self.classify(self.encode(tokens, train=train), train=train)
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-def test_a_subclass_replaces_tokens_and_adds_parameters(dtype):
-  plain = tiny_models.tiny(classifier='unpooled', dtype=dtype)
-  masked = Masked(**{
-    name: getattr(plain, name)
-    for name in ('num_classes', 'patches', 'transformer', 'hidden_size',
-                 'classifier', 'dtype')
-  })  # fmt: skip
+def test_a_subclass_replaces_tokens_and_adds_parameters():
+  plain = tiny_models.tiny(classifier='unpooled')
+  fields = ('num_classes', 'patches', 'transformer', 'hidden_size', 'classifier')
+  masked = Masked(**{name: getattr(plain, name) for name in fields})
   x = tiny_models.images()
   hidden = jnp.array([[True, False, False, False]] * 2)
-  params = masked.init(jax.random.key(0), x, hidden, train=False)['params']
+  few = {'transformer': {**plain.transformer, 'num_layers': 0}}
+  init = jax.jit(functools.partial(masked.clone(**few).init, train=False))
+  params = init(jax.random.key(0), x, hidden)['params']
   token = params.pop('mask_token')
   assert token.shape == (1, 1, 16)
-  want = plain.init(jax.random.key(0), x, train=False)['params']
+  want = tiny_models.init(plain.clone(**few), x)
   jax.tree.map(np.testing.assert_array_equal, params, want)
   params = tiny_models.randomised(plain, x)
 
+  @jax.jit
   def run(token, x, hidden):
     variables = {'params': {**params, 'mask_token': token}}
     return masked.apply(variables, x, hidden, train=False)
 
   nothing = jnp.zeros_like(hidden)
-  np.testing.assert_array_equal(
-    run(token, x, nothing), plain.apply({'params': params}, x, train=False)
-  )
+  want = jax.jit(lambda x: plain.apply({'params': params}, x, train=False))(x)
+  np.testing.assert_allclose(run(token, x, nothing), want, atol=1e-6)
   # What was in the hidden patch, the first, does not show in any logit.
   other = x.at[:, :4, :4].multiply(-1)
   logits = run(token, x, hidden)
   assert logits.shape == (2, 4, 5)
   np.testing.assert_array_equal(run(token, other, hidden), logits)
   assert np.abs(run(token, other, nothing) - logits).max() > 1e-3
-  gradient = jax.grad(lambda token: run(token, x, hidden).sum())(token)
+  gradient = jax.jit(jax.grad(lambda token: run(token, x, hidden).sum()))(token)
   assert np.abs(gradient).max() > 1e-3
+  # Tokens of another type are cast to that of the computation.
+  half = masked.clone(dtype='bfloat16')
+  encode = functools.partial(half.apply, train=False, method='encode')
+  variables = {'params': {**params, 'mask_token': token}}
+  encoded = jax.eval_shape(encode, variables, jnp.zeros((2, 4, 16)))
+  assert encoded.dtype == jnp.bfloat16
 
 
 class Dropping(models.VisionTransformer):
@@ -137,7 +149,6 @@ def dropping(plain):
   'fields',
   [
     {},
-    {'position_embedding': 'sincos2d'},
     {'position_grid': (3, 3)},
     {'add_position_embedding': False, 'scan': True},
   ],
@@ -148,11 +159,6 @@ def test_tokens_are_dropped_after_their_positions_were_added(fields):
   x = tiny_models.images()
   kept = jnp.array([[0, 2, 3], [0, 4, 1]])  # Of five tokens, by image.
   model = dropping(plain)
-  drawn = jax.jit(lambda key: model.init(key, x, kept, train=False))
-  params = drawn(jax.random.key(0))['params']
-  want = dict(tiny_models.init(plain, x))
-  del want['head']  # No classifier follows.
-  jax.tree.map(np.testing.assert_array_equal, params, want)
   params = tiny_models.randomised(plain, x)
   visible = (kept[:, None] == jnp.arange(5)[:, None]).any(axis=-1)  # [2, 5]
 
@@ -189,17 +195,21 @@ def test_no_token_is_dropped_where_later_layers_add_positions():
 def test_encode_takes_a_mask():
   model = tiny_models.tiny()
   x = tiny_models.images()
-  variables = {'params': tiny_models.randomised(model, x)}
-  bound = model.bind(variables)
+  params = tiny_models.randomised(model, x)
   # Nobody attends to the last patch; the class token is the first of the keys.
   mask = jnp.array([True, True, True, True, False])[None, None, None]
+
+  @jax.jit
+  def compute(x):
+    bound = model.bind({'params': params})
+    tokens = bound.embed(x)
+    return [
+      bound.encode(tokens, train=False, mask=mask, only_first=first)[:, :4]
+      for first in (False, True)
+    ]
+
   other = x.at[:, 4:, 4:].multiply(-1)
-  for first in (False, True):
-    left, right = (
-      bound.encode(bound.embed(y), train=False, mask=mask, only_first=first)
-      for y in (x, other)
-    )
-    np.testing.assert_array_equal(left[:, :4], right[:, :4])
+  jax.tree.map(np.testing.assert_array_equal, compute(x), compute(other))
 
 
 def test_a_causal_model_reads_its_tokens_or_their_mean():
@@ -207,12 +217,12 @@ def test_a_causal_model_reads_its_tokens_or_their_mean():
   model = tiny_models.tiny(classifier='unpooled', transformer=transformer)
   x = tiny_models.images()
   params = tiny_models.randomised(model, x)
-  run = lambda x: model.apply({'params': params}, x, train=False)
+  run = jax.jit(lambda x: model.apply({'params': params}, x, train=False))
   changed = np.abs(run(x) - run(x.at[:, 4:, :4].multiply(-1))).max(axis=(0, 2))
   assert changed[:2].max() == 0.0  # The third of four patches has changed.
   assert changed[2:].min() > 1e-3
   with pytest.raises(ValueError, match="classifier='token' reads .* use 'gap'"):
-    model.clone(classifier='token').init(jax.random.key(0), x, train=False)
+    tiny_models.shapes(model.clone(classifier='token'), 8)
 
 
 class Halves(nn.Module):

@@ -1,5 +1,7 @@
 """Tests of the Vision Transformer: the paper's equations, every option."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,13 +11,16 @@ from tests import numpy_vit, tiny_models
 from vit_jax import models
 
 
+def apply(model, params, x):
+  return jax.jit(functools.partial(model.apply, train=False))({'params': params}, x)
+
+
 def test_pre_logits_layer_adds_one_dense_layer():
-  base = tiny_models.shapes(models.get_model('b16', num_classes=1000))
-  with_rep = tiny_models.shapes(
-    models.get_model('b16', num_classes=1000, representation_size=768)
-  )
-  extra = sum(x.size for x in with_rep.values()) - sum(x.size for x in base.values())
-  assert extra == 768 * 768 + 768
+  names = tiny_models.shapes(tiny_models.tiny(representation_size=6), 8)
+  new = names.keys() - tiny_models.shapes(tiny_models.tiny(), 8)
+  assert {name: names[name].shape for name in new} == {
+    'pre_logits/kernel': (16, 6), 'pre_logits/bias': (6,)
+  }  # fmt: skip
 
 
 def test_parameter_names_are_the_published_ones():
@@ -49,7 +54,7 @@ def test_logits_are_those_of_the_equations_of_the_paper():
   params = tiny_models.randomised(model, x)
   table = params['Transformer']['posembed_input']['pos_embedding']
   want = numpy_vit.logits(params, x, heads=2, added=[table, 0.0])
-  got = model.apply({'params': params}, x, train=False)
+  got = apply(model, params, x)
   assert np.abs(want).max() > 0.1
   np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -65,68 +70,56 @@ def test_logits_are_those_of_the_equations_of_the_paper():
 )
 def test_classifiers(classifier, shape):
   model = tiny_models.tiny(classifier=classifier)
-  x = tiny_models.images()
-  params = tiny_models.randomised(model, x)
-  logits = model.apply({'params': params}, x, train=False)
+  init = functools.partial(model.init_with_output, train=False)
+  logits, variables = jax.eval_shape(init, jax.random.key(0), tiny_models.images())
   assert logits.shape == shape
-  assert ('cls' in params) == ('token' in classifier)
+  assert ('cls' in variables['params']) == ('token' in classifier)
 
 
 def test_gap_is_the_mean_of_what_unpooled_gives():
   x = tiny_models.images()
-  params = tiny_models.randomised(tiny_models.tiny(classifier='gap'), x)
-  unpooled = tiny_models.tiny(classifier='unpooled').apply(
-    {'params': params}, x, train=False
-  )
-  pooled = tiny_models.tiny(classifier='gap').apply({'params': params}, x, train=False)
-  np.testing.assert_allclose(unpooled.mean(axis=1), pooled, atol=1e-5)
+  model = tiny_models.tiny(classifier='gap')
+  params = tiny_models.randomised(model, x)
+  unpooled = apply(model.clone(classifier='unpooled'), params, x)
+  np.testing.assert_allclose(
+    unpooled.mean(axis=1), apply(model, params, x), atol=1e-5
+  )  # fmt: skip
 
 
 def test_head_starts_at_its_bias_and_no_head_gives_the_pre_logits():
   x = tiny_models.images()
-  model = tiny_models.tiny(head_bias_init=-10.0)
-  logits, _ = model.init_with_output(jax.random.key(0), x, train=False)
-  np.testing.assert_array_equal(logits, np.full((2, 5), -10.0))
-  features, _ = tiny_models.tiny(num_classes=None).init_with_output(
-    jax.random.key(0), x, train=False
-  )
+  model = tiny_models.tiny(head_bias_init=-10.0, transformer=None, classifier='gap')
+  head = tiny_models.init(model, x)['head']
+  np.testing.assert_array_equal(head['kernel'], 0)
+  np.testing.assert_array_equal(head['bias'], -10.0)
+  init = tiny_models.tiny(num_classes=None).init_with_output
+  features, _ = jax.eval_shape(lambda: init(jax.random.key(0), x, train=False))
   assert features.shape == (2, 16)
 
 
 def test_rectangular_images_and_patches():
-  model = tiny_models.tiny(patches={'size': (2, 8)})
-  x = tiny_models.images((2, 8, 24, 1))
-  params = tiny_models.init(model, x)
-  table = params['Transformer']['posembed_input']['pos_embedding']
+  names = tiny_models.shapes(tiny_models.tiny(patches={'size': (2, 8)}), (8, 24))
+  table = names['Transformer/posembed_input/pos_embedding']
   assert table.shape == (1, 1 + 4 * 3, 16)
 
 
-def test_positions_matter_only_with_position_embeddings():
+def test_without_position_embeddings_the_order_of_patches_does_not_matter():
   x = tiny_models.images((1, 8, 8, 3))
   turned = x.reshape(1, 2, 4, 8, 3)[:, ::-1].reshape(x.shape)
-  for add, same in ((True, False), (False, True)):
-    transformer = {
-      **tiny_models.tiny().transformer,
-      'add_position_embedding': add,
-    }
-    model = tiny_models.tiny(transformer=transformer)
-    params = tiny_models.randomised(model, x)
-    difference = model.apply({'params': params}, x, train=False) - model.apply(
-      {'params': params}, turned, train=False
-    )
-    assert (jnp.abs(difference).max() < 1e-5) == same
+  transformer = {**tiny_models.tiny().transformer, 'add_position_embedding': False}
+  model = tiny_models.tiny(transformer=transformer)
+  params = tiny_models.randomised(model, x)
+  got, want = apply(model, params, jnp.concatenate([x, turned]))
+  np.testing.assert_allclose(got, want, atol=1e-5)
 
 
 def test_dtype_reaches_every_layer_and_logits_stay_float32():
   x = tiny_models.images()
   model = tiny_models.tiny(dtype='bfloat16', representation_size=8)
   params = tiny_models.randomised(model, x)
-  logits, seen = model.apply(
-    {'params': params},
-    x,
-    train=False,
-    capture_intermediates=True,
-    mutable=['intermediates'],
+  inside = dict(capture_intermediates=True, mutable=['intermediates'])
+  logits, seen = jax.eval_shape(
+    lambda: model.apply({'params': params}, x, train=False, **inside)
   )
   assert logits.dtype == jnp.float32
   leaves, _ = jax.tree_util.tree_flatten_with_path(seen['intermediates'])
@@ -145,9 +138,8 @@ def test_dtype_reaches_every_layer_and_logits_stay_float32():
   assert all(
     leaf.dtype == jnp.bfloat16 for leaf in tiny_models.shapes(half, 8).values()
   )
-  exact = tiny_models.tiny(representation_size=8).apply(
-    {'params': params}, x, train=False
-  )
+  logits = apply(model, params, x)
+  exact = apply(model.clone(dtype='float32'), params, x)
   np.testing.assert_allclose(logits, exact, atol=0.1)
   assert jnp.abs(logits - exact).max() > 0
 
@@ -156,7 +148,8 @@ def test_attention_weights_and_tokens_are_sown():
   x = tiny_models.images()
   model = tiny_models.tiny()
   params = tiny_models.randomised(model, x)
-  _, seen = model.apply({'params': params}, x, train=False, mutable=['intermediates'])
+  sown = functools.partial(model.apply, train=False, mutable=['intermediates'])
+  _, seen = jax.jit(sown)({'params': params}, x)
   seen = seen['intermediates']
   [weights] = seen['Transformer']['encoderblock_0']['MultiHeadDotProductAttention_0'][
     'attention_weights'
@@ -165,7 +158,7 @@ def test_attention_weights_and_tokens_are_sown():
   np.testing.assert_allclose(weights.sum(axis=-1), 1, atol=1e-5)
   assert seen['Transformer']['tokens'][0].shape == (2, 5, 16)
   assert seen['features'][0].shape == (2, 16)
-  variables = model.init(jax.random.key(0), x, train=False)
+  variables = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
   assert set(variables) == {'params'}
 
 

@@ -47,11 +47,8 @@ def test_a_loop_of_ones_own(image_folder, tmp_path):
   model_config = models_config.MODEL_CONFIGS['testing']
   test_utils.create_checkpoint(model_config, str(tmp_path / 'testing.npz'))
   model = models.VisionTransformer(num_classes=num_classes, **model_config)
-  variables = jax.jit(
-    lambda: model.init(
-      jax.random.PRNGKey(0), batch['image'][:1], train=False
-    )
-  )()  # fmt: skip
+  image = batch['image'][:1]
+  variables = jax.jit(lambda: model.init(jax.random.PRNGKey(0), image, train=False))()
   params = checkpoint.load_pretrained(
     pretrained_path=str(tmp_path / 'testing.npz'),
     init_params=variables['params'],
@@ -65,9 +62,7 @@ def test_a_loop_of_ones_own(image_folder, tmp_path):
     optax.clip_by_global_norm(1),
     optax.sgd(learning_rate=lr_fn, momentum=0.9, accumulator_dtype='bfloat16'),
   )
-  update_fn = train.make_update_fn(
-    apply_fn=model.apply, accum_steps=2, tx=tx
-  )  # fmt: skip
+  update_fn = train.make_update_fn(apply_fn=model.apply, accum_steps=2, tx=tx)
   opt_state = tx.init(params)
   rng = jax.random.PRNGKey(0)
   losses = []
@@ -80,8 +75,8 @@ def test_a_loop_of_ones_own(image_folder, tmp_path):
   # Empty leaves, which the notebook puts in by hand, do no harm.
   params = flax.core.unfreeze(params)
   params['pre_logits'] = {}
-  logits = model.apply({'params': params}, batch['image'], train=False)
-  assert logits.shape == (8, 3)
+  apply = jax.jit(model.apply, static_argnames='train')
+  assert apply({'params': params}, batch['image'], train=False).shape == (8, 3)
 
 
 def test_the_augreg_notebook(image_folder, tmp_path):
@@ -135,7 +130,7 @@ def test_a_mixer_trains_and_starts_from_weights(image_folder, tmp_path):
   config.model.update(hidden_dim=16, num_blocks=1, tokens_mlp_dim=8, channels_mlp_dim=8)
   config.pp.crop = 32
   config.batch = config.batch_eval = 8
-  config.update(total_steps=2, warmup_steps=1)
+  config.update(total_steps=1, warmup_steps=0)
   state, metrics = train.train_and_evaluate(config, str(tmp_path / 'run'))
   assert metrics['num_examples_test'] == 9
   block = state.params['MixerBlock_0']
@@ -177,8 +172,8 @@ def test_mixer_by_hand():
   x = x + mlp(block['channel_mixing'], norm(block['LayerNorm_1'], x))
   x = norm(params['pre_head_layer_norm'], x).mean(0)
   want = dense(params['head'], x)
-  got = model.apply({'params': params}, images, train=False)
-  np.testing.assert_allclose(got[0], want, rtol=1e-4)
+  apply = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
+  np.testing.assert_allclose(apply(params, images)[0], want, rtol=1e-4)
 
 
 def test_accumulate_gradient():

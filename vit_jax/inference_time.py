@@ -28,17 +28,12 @@ TYPES = {
 def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str, float]:
   """Times the forward pass, step by step, on all devices.
 
-  Args:
-    config: see vit_jax/configs/inference_time.py.
-    workdir: folder for the metrics.
+  Takes a config as in vit_jax/configs/inference_time.py. Returns, and logs in
+  `workdir`, `imgs_sec_core_min`, `_max`, `_mean` and `_std`: images per second and
+  device over the `config.steps` measured steps.
 
-  Returns:
-    `imgs_sec_core_min`, `_max`, `_mean` and `_std`: images per second and
-    device over the `config.steps` measured steps; they are logged too.
-
-  Raises:
-    ValueError: if a number is not positive, the devices do not divide the
-      batch, or the model is unknown.
+  Raises ValueError if a number is not positive, the devices do not divide the batch,
+  or the model is unknown.
   """
   complete = default_config.get_config()
   with complete.ignore_type():

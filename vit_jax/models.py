@@ -46,32 +46,20 @@ def __getattr__(name):
 
 
 def register(kind: str, cls: type[nn.Module]) -> None:
-  """Registers a class under a value of `config.model.kind`.
+  """Registers a class, whose fields become keys of `config.model`, under a kind.
 
-  Args:
-    kind: the value.
-    cls: the class; its fields become the keys of `config.model`.
-
-  Raises:
-    ValueError: if another class has this kind, or `cls` is not a Linen module.
+  Raises ValueError if another class has this kind, or `cls` is not a Linen module.
   """
   if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
     raise ValueError(
       f"kind='{kind}' must be a subclass of flax.linen.Module, got {cls}"
     )
-  location = f'{cls.__module__}:{cls.__qualname__}'
-  if kind in KINDS and _location(KINDS[kind]) != location:
-    raise ValueError(
-      f"kind='{kind}' is taken by {_location(KINDS[kind])}: use another name"
-    )
+  location = lambda cls: f'{cls.__module__}:{cls.__qualname__}'
+  known = KINDS.get(kind, cls)
+  known = known if isinstance(known, str) else location(known)
+  if known != location(cls):
+    raise ValueError(f"kind='{kind}' is taken by {known}: use another name")
   KINDS[kind] = cls  # Replaces the class if a notebook defines it again.
-
-
-def _location(entry):
-  """Returns 'module:name' of an entry of KINDS."""
-  if isinstance(entry, str):
-    return entry
-  return f'{entry.__module__}:{entry.__qualname__}'
 
 
 def kind_of(config) -> str:
@@ -99,7 +87,7 @@ def class_of(config) -> type[nn.Module]:
 
 
 def get_model(name: str, **kwargs) -> nn.Module:
-  """Returns a model by name.
+  """Returns a model by name; raises ValueError if the name is unknown.
 
   Args:
     name: a name such as 'ViT-B_16', 'R50+ViT-L_32', 'BiT-R50x1' or 'iGPT-S',
@@ -108,27 +96,16 @@ def get_model(name: str, **kwargs) -> nn.Module:
       `vit_jax.configs.models.get_config`.
     **kwargs: fields of the model, such as `num_classes`, which override the
       config; also `cls`, see `make_model`.
-
-  Raises:
-    ValueError: if the name is unknown.
   """
   return make_model(model_configs.get_config(name), **kwargs)
 
 
 def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
-  """Returns the model of a config (`config.model` of a run).
+  """Returns the model of a config (`config.model` of a run), a Linen module.
 
-  Args:
-    config: fields of the model, and optionally `kind`.
-    cls: class of the model, such as a task's own subclass; overrides `kind`.
-    **kwargs: fields that override the config.
-
-  Returns:
-    The model, a Linen module.
-
-  Raises:
-    ValueError: if the kind or a field is unknown.
-    TypeError: if a field is missing, such as `num_classes`.
+  `kwargs` are fields that override the config; `cls`, such as a task's own subclass,
+  overrides its `kind`. Raises ValueError if the kind or a field is unknown, and
+  TypeError if a field is missing, such as `num_classes`.
   """
   fields = {**config, **kwargs}
   model = cls or class_of(fields)
@@ -150,14 +127,9 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
 
 
 def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int] | None:
-  """Returns the number of patches (down, across) of an image.
+  """Returns the number of patches (down, across) of an image (height, width).
 
-  Args:
-    config: reads `patches.size` and `resnet`.
-    image_size: (height, width) in pixels.
-
-  Returns:
-    The number of patches; None for a model without patches, such as BiT.
+  None for a model without patches, such as BiT.
   """
   if config.get('patches') is None:
     return None

@@ -38,28 +38,17 @@ def _group_norm(eps, types, name):
 _conv = functools.partial(resnet.convolution, models_resnet.StdConv)
 
 
-class ResidualUnit(nn.Module):
-  """One bottleneck: 1x1, 3x3, 1x1 to 4 F channels, added to the input.
+class ResidualUnit(resnet.Bottleneck):
+  """One bottleneck, with norm and ReLU before each convolution."""
 
-  Norm and ReLU come before each convolution, and before the projection of the
-  input where the shapes differ.
-  """
-
-  features: int  # F.
-  # Of the 3x3 convolution and of the projection.
-  strides: tuple[int, int] = (1, 1)
   eps: models_resnet.Epsilons = EPSILONS['published']
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
+  norms_first = True
 
-  @nn.compact
-  def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    types = dtypes.of(self)
-    conv = functools.partial(_conv, eps=self.eps, **types)
-    norm = lambda name: _group_norm(self.eps, types, f'gn{name}')
-    x = resnet.bottleneck(x, self.features, self.strides, conv, norm, norms_first=True)
-    return sharding.constrain_batch(x)
+  def conv(self, features, size, strides, name):
+    return _conv(features, size, strides, name=name, **dtypes.of(self, 'eps'))
+
+  def norm(self, name):
+    return _group_norm(self.eps, dtypes.of(self), f'gn{name}')
 
 
 class RootBlock(nn.Module):
@@ -86,26 +75,16 @@ class BitResNet(patches.ImageModel):
   the mean over the last feature map, and `layer_0`, `layer_1`, ..., the means
   over the maps that enter the stages, and over the last one.
 
-  Attributes:
-    num_classes: width of the head; with 0 or None the model returns features.
-    num_layers: number of units in each stage, (3, 4, 6, 3) for R50.
-    width_factor: multiplies the channels; 1 gives a ResNet.
-    head_bias_init: initial bias of the head.
-    eps: a key of EPSILONS.
-    remat: '' stores all activations for the backward pass; 'full' recomputes
-      what is inside a unit, to save memory.
-    model_name: name in the table of configs; has no effect.
-    dtype: type of the computation. The statistics of norms and the logits are
-      always float32.
+  The statistics of norms and the logits are always float32.
   """
 
-  num_classes: int | None
-  num_layers: Sequence[int]
-  width_factor: float = 1.0
+  num_classes: int | None  # Width of the head; 0 or None: returns features.
+  num_layers: Sequence[int]  # Units of each stage, (3, 4, 6, 3) for R50.
+  width_factor: float = 1.0  # Multiplies the channels; 1 gives a ResNet.
   head_bias_init: float = 0.0
-  eps: str = 'published'
-  remat: str = ''
-  model_name: str | None = None
+  eps: str = 'published'  # A key of EPSILONS.
+  remat: str = ''  # One of REMATS.
+  model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -113,15 +92,9 @@ class BitResNet(patches.ImageModel):
   def __call__(self, inputs, *, train):
     """Computes logits.
 
-    Args:
-      inputs: images, float [B, H, W, C] in [-1, 1], of any size.
-      train: has no effect; a BiT ResNet has no dropout.
-
-    Returns:
-      Logits, float32 [B, num_classes]; without a head, features [B, D].
-
-    Raises:
-      ValueError: if the inputs have another rank, or a field is wrong.
+    Maps images, float [B, H, W, C] in [-1, 1], of any size, to float32 [B,
+    num_classes]; without a head to features [B, D]. `train` has no effect, as there
+    is no dropout. Raises ValueError for inputs of another rank and wrong fields.
     """
     del train
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.

@@ -94,75 +94,53 @@ class VitBackbone(models_vit.VisionTransformer):
 class Detr(nn.Module):
   """DETR with a ResNet or a Vision Transformer as the backbone.
 
-  Attributes:
-    num_classes: number of classes without "no object", which is the last one.
-    backbone: one of BACKBONES.
-    vit: fields of vit_jax.models_vit.VisionTransformer, for `backbone='vit'`.
-      With `transformer.position_grid` images may have several sizes.
-    units: bottlenecks per stage of a ResNet.
-    backbone_width: channels of a ResNet's root.
-    dilate_last: whether a ResNet's last stage has a dilation in place of its
-      stride ("DC5").
-    norm: norm of a ResNet, one of vit_jax.layers.resnet.NORMS.
-    hidden_size: width D of a token.
-    num_queries: number of object queries Q.
-    num_encoder_layers: layers of the encoder.
-    num_decoder_layers: layers of the decoder.
-    num_heads: heads of all attention layers.
-    mlp_dim: width of the hidden layers of the MLPs.
-    dropout_rate: dropout after attention and dense layers.
-    attention_dropout_rate: dropout of the attention weights.
-    mask_head: whether to compute a mask for each query (section 4.4).
-    masks_at_a_time: number of queries whose masks are computed together, to
-      save memory; 0: all.
-    model_name: name in the table of configs; has no effect.
-    dtype: type of the computation. Logits and boxes are always float32.
+  Logits and boxes are always float32.
   """
 
-  num_classes: int
+  num_classes: int  # Without "no object", which is the last one.
   backbone: str = BACKBONES[0]
+  # Fields of vit_jax.models_vit.VisionTransformer, for backbone='vit'. With
+  # `transformer.position_grid` images may have several sizes.
   vit: Mapping[str, Any] | None = None
+  # Fields of vit_jax.layers.resnet.ResNet, for backbone='resnet'.
   units: Sequence[int] = resnet.UNITS['r50']
   backbone_width: int = 64
   dilate_last: bool = False
   norm: str = resnet.NORMS[0]
-  hidden_size: int = 256
-  num_queries: int = 100
+  hidden_size: int = 256  # D.
+  num_queries: int = 100  # Q.
   num_encoder_layers: int = 6
   num_decoder_layers: int = 6
   num_heads: int = 8
-  mlp_dim: int = 2048
-  dropout_rate: float = 0.1
-  attention_dropout_rate: float = 0.1
-  mask_head: bool = False
-  masks_at_a_time: int = 10
-  model_name: str | None = None
+  mlp_dim: int = 2048  # Width of the hidden layers of the MLPs.
+  dropout_rate: float = 0.1  # After attention and dense layers.
+  attention_dropout_rate: float = 0.1  # Of the attention weights.
+  mask_head: bool = False  # Whether to compute a mask for each query (section 4.4).
+  masks_at_a_time: int = 10  # Computed together, to save memory; 0: all.
+  model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
   def setup(self):
     if self.mask_head:
-      fields = (self.hidden_size, self.num_heads, self.masks_at_a_time)
-      self.segmentation = detr_masks.MaskHead(*fields, **dtypes.of(self))
+      self.segmentation = detr_masks.MaskHead(
+        self.hidden_size, self.num_heads, self.masks_at_a_time, **dtypes.of(self)
+      )
 
   @nn.compact
   def __call__(self, images, mask=None, *, train, draw=True):
     """Detects objects.
 
-    Args:
-      images: float [B, H, W, 3] in [-1, 1].
-      mask: bool [B, H, W], True for real pixels, False for padding; None
-        without padding.
-      train: whether dropout is on (needs the rng 'dropout').
-      draw: whether a model with a mask head computes the masks of all queries.
+    Takes images, float [B, H, W, 3] in [-1, 1], and a mask, bool [B, H, W], True for
+    real pixels, or None without padding. `train` turns dropout on, which needs the rng
+    'dropout'.
 
-    Returns:
-      A dict with the outputs after each layer of the decoder, the last layer's
-      last: `logits`, float32 [L, B, Q, num_classes + 1], and `boxes`, float32
-      [L, B, Q, 4]: centre x, centre y, width and height, as shares of width and
-      height of the image without its padding. With a mask head also `masks`,
-      the logits of the last layer's masks, float32 [B, Q, H / 4, W / 4]; or, if
-      not `draw`, `features`, from which `draw_masks` computes some of them.
+    Returns a dict with the outputs after each layer of the decoder, the last layer's
+    last: `logits`, float32 [L, B, Q, num_classes + 1], and `boxes`, float32 [L, B, Q,
+    4]: centre x, centre y, width and height, as shares of width and height of the image
+    without its padding. With a mask head also `masks`, the logits of the last layer's
+    masks, float32 [B, Q, H / 4, W / 4]; or, if not `draw`, `features`, from which
+    `draw_masks` computes some of them.
     """
     types = dtypes.of(self)
     stages = self._stages(images.astype(types['dtype']), mask, train)
@@ -170,21 +148,16 @@ class Detr(nn.Module):
       mask = jnp.ones(images.shape[:3], bool)
     projected, memory, positions, seen = self._encode(stages[-1], mask, train)
     states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
-    head = nn.Dense(
-      self.num_classes + 1,
-      name='class_head',
-      dtype=jnp.float32,
-      param_dtype=types['param_dtype'],
-    )
+    exact = {**types, 'dtype': jnp.float32}
+    head = nn.Dense(self.num_classes + 1, name='class_head', **exact)
     boxes = BoxHead(self.hidden_size, name='box_head', **types)
     outputs = {'logits': head(states), 'boxes': boxes(states)}
     if not self.mask_head:
       return outputs
-    cells = projected.shape[:3]
     features = detr_masks.Features(
       queries=states[-1],
       memory=memory.reshape(projected.shape),
-      mask=seen.reshape(cells),
+      mask=seen.reshape(projected.shape[:3]),
       projected=projected,
       stages=stages[-2::-1],
     )
@@ -222,14 +195,8 @@ class Detr(nn.Module):
       return [backbone(images, mask, train=train)]
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    stages = resnet.ResNet(
-      self.units,
-      self.backbone_width,
-      self.dilate_last,
-      self.norm,
-      name='backbone',
-      **types,
-    )
+    sizes = (self.units, self.backbone_width, self.dilate_last, self.norm)
+    stages = resnet.ResNet(*sizes, name='backbone', **types)
     return stages(normalise(images, mask))
 
   def _layers(self, cls, count, name):
@@ -238,11 +205,7 @@ class Detr(nn.Module):
     return [cls(**fields, name=f'{name}_{i}') for i in range(count)]
 
   def _encode(self, features, mask, train):
-    """Encodes a feature map.
-
-    Returns the map with D channels [B, h, w, D]; memory [B, S, D], positions [B,
-    S, D], and mask [B, 1, 1, S].
-    """
+    """Returns the map [B, h, w, D], memory and positions [B, S, D], mask [B, 1, 1, S]."""
     types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
@@ -251,30 +214,23 @@ class Detr(nn.Module):
     x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
     seen = mask.reshape(mask.shape[0], 1, 1, -1)
-    layers = self._layers(
-      detection.EncoderLayer, self.num_encoder_layers, 'encoder_layer'
-    )
-    for layer in layers:
+    cls, count = detection.EncoderLayer, self.num_encoder_layers
+    for layer in self._layers(cls, count, 'encoder_layer'):
       x = layer(x, positions, seen, train=train)
     return projected, x, positions, seen
 
   def _decode(self, memory, positions, seen, train):
     """Returns the normalised state after each layer, [L, B, Q, D]."""
     types = dtypes.of(self)
-    queries = self.param(
-      'query_embedding',
-      nn.initializers.normal(1.0),
-      (self.num_queries, self.hidden_size),
-      types['param_dtype'],
-    ).astype(types['dtype'])
+    init, shape = nn.initializers.normal(1.0), (self.num_queries, self.hidden_size)
+    queries = self.param('query_embedding', init, shape, types['param_dtype'])
+    queries = queries.astype(types['dtype'])
     queries = jnp.broadcast_to(queries, (memory.shape[0], *queries.shape))
     queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
     x, states = jnp.zeros_like(queries), []
-    layers = self._layers(
-      detection.DecoderLayer, self.num_decoder_layers, 'decoder_layer'
-    )
-    for layer in layers:
+    cls, count = detection.DecoderLayer, self.num_decoder_layers
+    for layer in self._layers(cls, count, 'decoder_layer'):
       x = layer(x, queries, memory, positions, seen, train=train)
       states.append(norm(x))
     return jnp.stack(states)

@@ -47,36 +47,23 @@ class ImageGPT(nn.Module):
   pixels of the normalised tokens that enter the attention of layer l, and the last
   of the tokens that enter the head.
 
-  Attributes:
-    hidden_size: width D of a token.
-    num_layers: number of layers L.
-    num_heads: number of heads.
-    num_colors: number of colours C of the palette.
-    num_positions: number of pixels N of an image.
-    num_classes: number of classes of a second head, for fine-tuning; 0 or None
-      for no such head.
-    causal: whether a pixel is predicted from the pixels before it; otherwise
-      from all pixels that are not masked.
-    attention: implementation, see vit_jax.layers.attention.
-    attention_scale: a key of vit_jax.layers.decoder.SCALES.
-    remat: what the backward pass recomputes, see vit_jax.layers.encoder.Encoder.
-    scan: whether to apply all layers but the last in a loop, see there.
-    model_name: name in the table of configs; has no effect.
-    dtype: type of the computation. Logits are always float32.
+  Logits are always float32.
   """
 
-  hidden_size: int
-  num_layers: int
+  hidden_size: int  # D.
+  num_layers: int  # L.
   num_heads: int
-  num_colors: int = 512
-  num_positions: int = 1024
-  num_classes: int | None = 0
+  num_colors: int = 512  # C, the colours of the palette.
+  num_positions: int = 1024  # N, the pixels of an image.
+  num_classes: int | None = 0  # Of a second head, for fine-tuning; 0, None: no head.
+  # Whether a pixel is predicted from the pixels before it; otherwise from all pixels
+  # that are not masked.
   causal: bool = True
-  attention: str = attention_lib.AUTO
-  attention_scale: str = 'exact'
-  remat: str = ''
+  attention: str = attention_lib.AUTO  # See vit_jax.layers.attention.
+  attention_scale: str = 'exact'  # A key of vit_jax.layers.decoder.SCALES.
+  remat: str = ''  # See vit_jax.layers.encoder.Encoder, as for `scan`.
   scan: bool | None = None
-  model_name: str | None = None
+  model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -86,12 +73,12 @@ class ImageGPT(nn.Module):
     patches.check_choice('attention_scale', self.attention_scale, decoder.SCALES)
     patches.check_choice('remat', self.remat, loop_lib.REMATS)
     width, types = self.hidden_size, dtypes.of(self)
+    dtype = types['param_dtype']
     if width % self.num_heads:
       raise ValueError(
         f'num_heads={self.num_heads} does not divide the width {width} '
         '(config.model.hidden_size): choose a divisor'
       )
-    dtype = types['param_dtype']
 
     def normal(name, std, *shape):
       return self.param(name, nn.initializers.normal(std), shape, dtype)
@@ -99,20 +86,14 @@ class ImageGPT(nn.Module):
     if self.causal:
       self.start_token = normal('start_token', 0.02, width)
     self.color_embedding = normal('color_embedding', 0.02, self.num_colors, width)
-    self.position_embedding = normal(
-      'position_embedding', 0.01, self.num_positions, width
-    )
-    block = loop_lib.recomputed(decoder.Block, self.remat)
-    self.block = [
-      block(layer=i, **self._block_fields()) for i in range(self.num_layers)
-    ]
+    table = 'position_embedding'
+    self.position_embedding = normal(table, 0.01, self.num_positions, width)
+    block, fields = loop_lib.recomputed(decoder.Block, self.remat), self._block_fields()
+    self.block = [block(layer=i, **fields) for i in range(self.num_layers)]
     self.norm = nn.RMSNorm(decoder.NORM_EPS, **types)
+    exact = dict(dtype=jnp.float32, param_dtype=dtype)
     head = functools.partial(
-      nn.Dense,
-      use_bias=False,
-      kernel_init=nn.initializers.zeros,
-      dtype=jnp.float32,
-      param_dtype=dtype,
+      nn.Dense, use_bias=False, kernel_init=nn.initializers.zeros, **exact
     )
     self.color_head = head(self.num_colors)
     if self.num_classes:
@@ -125,19 +106,14 @@ class ImageGPT(nn.Module):
   def __call__(self, colors, masked=None, *, train=False):
     """Predicts the colours of pixels.
 
-    Args:
-      colors: numbers of the colours of all pixels, int32 [B, N].
-      masked: bool [B, N], True for pixels whose colour the model must not see;
-        None for no pixels. Not for a causal model.
-      train: whether to loop over deep models, see `scan`; there is no dropout.
+    Maps the numbers of their colours, int32 [B, N], to logits, float32 [B, N, C]; with
+    classes to a pair of these and the logits of the classes, float32 [B, num_classes].
+    `masked`, bool [B, N] or None, is True for pixels whose colour a model that is not
+    causal must not see. `train` selects a loop over deep models, see `scan`; there is
+    no dropout.
 
-    Returns:
-      Logits of the colour of each pixel, float32 [B, N, C]; with classes a pair
-      of these and the logits of the classes, float32 [B, num_classes].
-
-    Raises:
-      ValueError: if the colours have another shape or type, or pixels of a
-        causal model are masked.
+    Raises ValueError if the colours have another shape or type, or pixels of a causal
+    model are masked.
     """
     if colors.ndim != 2 or not jnp.issubdtype(colors.dtype, jnp.integer):
       raise ValueError(
@@ -166,25 +142,20 @@ class ImageGPT(nn.Module):
     return (logits, self.class_head(mean)) if self.num_classes else logits
 
   def _encode(self, x, train):
-    """Applies all layers to tokens [B, N, D]."""
+    """Applies all layers to tokens [B, N, D], all but the last maybe in a loop."""
     # Initialising parameters and sowing intermediates need separate layers.
     apart = self.is_initializing() or self.is_mutable_collection('intermediates')
     layers = self.block
     if loop_lib.is_looped(self.scan, self.num_layers, train) and not apart:
-      x, layers = self._loop(x), self.block[-1:]
+      params, layers = self.variables['params'], self.block[-1:]
+      blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
+      cls = loop_lib.recomputed(decoder.Block, self.remat, looped=True)
+      block = cls(**self._block_fields(), parent=None)
+      apply = lambda x, params: block.apply({'params': params}, x)[0]
+      x = loop_lib.over_layers(apply, x, blocks)
     for layer in layers:
       x, _ = layer(x)
     return x
-
-  def _loop(self, x):
-    """Applies all layers but the last in a loop, compiled once."""
-    params = self.variables['params']
-    blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
-    block = loop_lib.recomputed(decoder.Block, self.remat, looped=True)(
-      **self._block_fields(), parent=None
-    )
-    apply = lambda x, params: block.apply({'params': params}, x)[0]
-    return loop_lib.over_layers(apply, x, blocks)
 
   def _embed(self, colors, start, masked=None):
     """Makes tokens [B, Q, D] of the colours [B, Q] that they may see.
@@ -211,16 +182,12 @@ class ImageGPT(nn.Module):
   def extend(self, before, start, cache):
     """Predicts some pixels of a causal model, after the pixels of earlier calls.
 
-    Args:
-      before: colour of the pixel before each of these pixels, int32 [B, Q];
-        that before pixel 0 does not matter.
-      start: number of the first of these pixels, int32 scalar.
-      cache: result of earlier calls for the pixels before `start`, or
-        `empty_cache`.
+    `before`, int32 [B, Q], are the colours of the pixel before each of these pixels
+    (for pixel 0, any), `start` is the number of the first, an int32 scalar, and `cache`
+    the result of earlier calls for the pixels before it, or `empty_cache`.
 
-    Returns:
-      Logits, float32 [B, Q, C], equal to those of all pixels together, and the
-      cache for the next call.
+    Returns logits, float32 [B, Q, C], equal to those of all pixels together, and the
+    cache for the next call.
     """
     x, grown = self._embed(before, start), []
     for block, old in zip(self.block, cache, strict=True):
@@ -261,24 +228,19 @@ def sample(
 ):
   """Draws the pixels of images after given ones, in one compiled loop.
 
-  Each image has a random key of its own, so that with the keys of a batch, its
-  images can be drawn in parts.
-
   Args:
     model: a causal model.
     params: its parameters.
     prefix: colours of the first pixels, int32 [B, M]; M may be 0.
-    rng: a random key, which is split into one for each image; or B keys.
+    rng: a random key, which is split into one for each image; or B keys, so that the
+      images of a batch can be drawn in parts.
     temperature: by what logits are divided; below 1 likely colours become more
       likely.
     top_k: draw among this number of most likely colours; None for all.
 
-  Returns:
-    Colours of all pixels, int32 [B, N].
-
-  Raises:
-    ValueError: if the model is not causal, the prefix leaves no pixel to draw,
-      or the temperature or `top_k` is out of range.
+  Returns the colours of all pixels, int32 [B, N]. Raises ValueError if the model is not
+  causal, the prefix leaves no pixel to draw, or the temperature or `top_k` is out of
+  range.
   """
   prefix = jnp.asarray(prefix, jnp.int32)
   if not model.causal:

@@ -48,31 +48,21 @@ def normalized(x):
 class LitModel(patches.ImageModel):
   """An image tower and a text tower (arXiv 2111.07991, section 3).
 
-  Attributes:
-    image: fields of models_vit.VisionTransformer, without `num_classes`.
-    text_model: class of the text tower, a key of
-      vit_jax.layers.text_towers.TEXT_MODELS.
-    text: fields of that class, without `num_classes`; None for its defaults.
-    pp: what the inputs are: `size`, pixels of an image's side; `max_len`, tokens
-      of a text; `tokenizer_name`, see vit_jax.preprocess.get_tokenizer; and
-      `vocab_path`, the file of the vocabulary, for others than the published
-      models.
-    out_dim: widths of the heads of the image and of the text tower, or one for
-      both; None for no head.
-    model_name: name in the table of configs, and of the published files.
-    temperature_init: initial value of exp(t).
-    bias_init: initial value of `b`; None: there is none.
-    dtype: type of the computation; embeddings are float32 or wider.
+  Embeddings are float32 or wider. `pp` says what the inputs are: `size`, pixels of an
+  image's side; `max_len`, tokens of a text; `tokenizer_name`, see
+  vit_jax.preprocess.get_tokenizer; and `vocab_path`, the file of the vocabulary, for
+  others than the published models.
   """
 
-  image: Mapping[str, Any]
-  text_model: str
-  text: Mapping[str, Any] | None
+  image: Mapping[str, Any]  # Fields of models_vit.VisionTransformer.
+  text_model: str  # A key of vit_jax.layers.text_towers.TEXT_MODELS.
+  text: Mapping[str, Any] | None  # Fields of that class; None: its defaults.
   pp: Mapping[str, Any]
+  # Widths of the heads of the image and of the text tower, or one for both; None: none.
   out_dim: int | tuple[int | None, int | None] | None
-  model_name: str | None = None
-  temperature_init: float = 1.0
-  bias_init: float | None = None
+  model_name: str | None = None  # Name of the config and of the published files.
+  temperature_init: float = 1.0  # Initial value of exp(t).
+  bias_init: float | None = None  # Initial value of `b`; None: there is no `b`.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -118,8 +108,7 @@ class LitModel(patches.ImageModel):
       `txt/pre_logits`. The logit of image i and text j is
       t * zimg[i] @ ztxt[j] (+ b).
 
-    Raises:
-      ValueError: if the inputs have wrong shapes.
+    Raises ValueError if the inputs have wrong shapes.
     """
     zimg, ztxt, out = None, None, {}
     if tokens is not None:
@@ -146,18 +135,11 @@ class LitModel(patches.ImageModel):
     return zimg, ztxt, out
 
   def load_variables(self, path: str | None = None, cache: bool = True):
-    """Loads the published variables.
+    """Loads the published variables: {'params': nested dict of NumPy arrays}.
 
-    Args:
-      path: a .npz; by default `<model_name>.npz` in the current folder, else the
-        published file.
-      cache: whether the published file is kept in the current folder.
-
-    Returns:
-      {'params': nested dict of NumPy arrays}, for `apply`.
-
-    Raises:
-      FileNotFoundError, OSError, ValueError: see vit_jax.checkpoint.load.
+    `path` is a .npz, by default `<model_name>.npz` in the current folder, else the
+    published file, which `cache` keeps in the current folder. Raises what
+    vit_jax.checkpoint.load raises.
     """
     from vit_jax import checkpoint
     from vit_jax.weights import fetch

@@ -34,19 +34,13 @@ class MlpBlock(nn.Module):
 
 
 class MixerBlock(nn.Module):
-  """One layer: an MLP over the tokens, then one over the channels, pre-norm.
+  """One layer: an MLP over the tokens, then one over the channels, pre-norm."""
 
-  Attributes:
-    tokens_mlp_dim: width of the hidden layer of the MLP over tokens.
-    channels_mlp_dim: width of the hidden layer of the MLP over channels.
-    layer: number of the layer, from 0; see vit_jax.layers.patches.sow_mean.
-  """
-
-  tokens_mlp_dim: int
+  tokens_mlp_dim: int  # Width of the hidden layer of the MLP over tokens.
   channels_mlp_dim: int
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-  layer: int = 0
+  layer: int = 0  # Its number, see vit_jax.layers.patches.sow_mean.
 
   @nn.compact
   def __call__(self, x):
@@ -63,27 +57,15 @@ class MixerBlock(nn.Module):
 
 
 class MlpMixer(patches.ImageModel):
-  """MLP-Mixer.
+  """MLP-Mixer; its logits are always float32."""
 
-  Attributes:
-    patches: has a field `size`, (height, width) of a patch in pixels.
-    num_classes: width of the head; with 0 or None the model returns the mean
-      token.
-    num_blocks: number of layers.
-    hidden_dim: width D of a token.
-    tokens_mlp_dim: see MixerBlock.
-    channels_mlp_dim: see MixerBlock.
-    model_name: name in the table of configs; has no effect.
-    dtype: type of the computation. The logits are always float32.
-  """
-
-  patches: Any
-  num_classes: int | None
+  patches: Any  # Has a field `size`, (height, width) of a patch in pixels.
+  num_classes: int | None  # Width of the head; 0 or None: returns the mean token.
   num_blocks: int
-  hidden_dim: int
+  hidden_dim: int  # D.
   tokens_mlp_dim: int
   channels_mlp_dim: int
-  model_name: str | None = None
+  model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -91,17 +73,12 @@ class MlpMixer(patches.ImageModel):
   def __call__(self, inputs, *, train):
     """Computes logits.
 
-    Args:
-      inputs: images, float [B, H, W, C] in [-1, 1], of the size at
-        initialisation, which determines the shapes of the MLPs over tokens.
-      train: has no effect; a Mixer has no dropout.
+    Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes]; without a
+    head to features [B, D]. The MLPs over tokens need images of the size at
+    initialisation. `train` has no effect, as there is no dropout.
 
-    Returns:
-      Logits, float32 [B, num_classes]; without a head, features [B, D].
-
-    Raises:
-      ValueError: if the inputs have another rank, or the patch size does not
-        divide the image size.
+    Raises ValueError if the inputs have another rank, or the patch size does not
+    divide the image size.
     """
     del train
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.

@@ -58,33 +58,20 @@ class StdConv(nn.Conv):
     return weight_standardize(value, inputs, self.eps.std, self.eps.std_variance)
 
 
-class ResidualUnit(nn.Module):
-  """One bottleneck: 1x1, 3x3, 1x1 to 4 F channels, added to the input."""
+class ResidualUnit(resnet.Bottleneck):
+  """One bottleneck, see vit_jax.layers.resnet.Bottleneck."""
 
-  features: int  # F, the channels inside the bottleneck.
-  # Of the 3x3 convolution and of the projection.
-  strides: tuple[int, int] = (1, 1)
   eps: Epsilons = EPSILONS['published']
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
 
-  @nn.compact
-  def __call__(self, x):
-    """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
-    types = dtypes.of(self)
+  def conv(self, features, size, strides, name):
+    kwargs = dict(use_bias=False, name=name, **dtypes.of(self, 'eps'))
+    return StdConv(features, (size, size), strides, **kwargs)
 
-    def conv(features, size, strides, name):
-      kwargs = dict(use_bias=False, name=name, eps=self.eps, **types)
-      return StdConv(features, (size, size), strides, **kwargs)
-
-    def norm(name):
-      # A new unit returns its projection only.
-      init = nn.initializers.zeros if name == '3' else nn.initializers.ones
-      return nn.GroupNorm(
-        epsilon=self.eps.norm, scale_init=init, name=f'gn{name}', **types
-      )
-
-    return resnet.bottleneck(x, self.features, self.strides, conv, norm)
+  def norm(self, name):
+    # A new unit returns its projection only.
+    init = nn.initializers.zeros if name == '3' else nn.initializers.ones
+    kwargs = dict(epsilon=self.eps.norm, scale_init=init, **dtypes.of(self))
+    return nn.GroupNorm(name=f'gn{name}', **kwargs)
 
 
 class ResNetStage(nn.Module):
@@ -116,16 +103,9 @@ def make_resnet(
 ) -> list[nn.Module]:
   """Creates root block and stages, as submodules of the calling module.
 
-  Args:
-    num_layers: number of units in each stage; if empty, there is only the root.
-    width_factor: the root block has 64 times this number of channels.
-    eps: a key of EPSILONS.
-    dtype: type of the computation.
-    param_dtype: type of the parameters.
-
-  Returns:
-    Layers for `apply_resnet`: convolution and norm of the root, then the
-    stages.
+  Returns the layers for `apply_resnet`: convolution and norm of the root, then a stage
+  of each number of units in `num_layers`. The root has 64 channels times
+  `width_factor`; `eps` is a key of EPSILONS.
   """
   patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
   epsilons = EPSILONS[eps]
@@ -148,15 +128,10 @@ def make_resnet(
 def apply_resnet(x, layers: Sequence[nn.Module], see=lambda i, x: None):
   """Applies the layers of `make_resnet`.
 
-  Args:
-    x: images [B, H, W, C].
-    layers: the layers.
-    see: called with i and the features that enter stage i, from 0, and with the
-      number of stages and the result.
-
-  Returns:
-    Features. Height and width are a quarter of the image's after the root and
-    the first stage, and each further stage halves them.
+  Maps images [B, H, W, C] to features. Height and width are a quarter of the image's
+  after the root and the first stage, and each further stage halves them. `see` is
+  called with i and the features that enter stage i, from 0, and with the number of
+  stages and the result.
   """
   conv, norm, *stages = layers
   x = resnet.stem(x, conv, norm, 'SAME')

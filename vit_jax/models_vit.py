@@ -63,13 +63,6 @@ check_images = patches_lib.check_images
 make_head = patches_lib.make_head
 
 
-def _field(config: Any, name: str, default: Any = None) -> Any:
-  """Reads the field `name` of a ConfigDict, a mapping or an object."""
-  if isinstance(config, Mapping):
-    return config.get(name, default)
-  return getattr(config, name, default)
-
-
 def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
   """Selects the fields that an encoder has.
 
@@ -80,11 +73,11 @@ def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
   known = inspect.signature(encoder).parameters
   if any(p.kind is p.VAR_KEYWORD for p in known.values()):
     return dict(fields)
-  lacking = {key: fields[key] for key in fields if key not in known}
   wrong = {
     key: value
-    for key, value in lacking.items()
-    if not hasattr(Encoder, key) or value != getattr(Encoder, key)
+    for key, value in fields.items()
+    if key not in known
+    and (not hasattr(Encoder, key) or value != getattr(Encoder, key))
   }
   if wrong:
     name = getattr(encoder, '__name__', encoder)
@@ -108,48 +101,37 @@ class IdentityLayer(nn.Module):
 class VisionTransformer(patches_lib.ImageModel):
   """The Vision Transformer, optionally behind a ResNet (hybrid).
 
-  Attributes:
-    num_classes: width of the head; with 0 or None the model returns pre-logits.
-    patches: has a field `size`, (height, width) of a patch: in pixels, or for a
-      hybrid in cells of the ResNet's feature map.
-    transformer: fields of `encoder`; None for no encoder.
-    hidden_size: width D of a token.
-    resnet: None, or has fields `num_layers` (units per stage, possibly none),
-      `width_factor` and optionally `eps` (see vit_jax.models_resnet).
-    representation_size: width of a dense layer with tanh before the head (the
-      paper's pre-training head, section 3.1), or None.
-    classifier: 'token' reads the class token, 'gap' the mean over patches, 'map'
-      the result of attention pooling (see vit_jax.layers.encoder.MAPHead);
-      'unpooled' and 'token_unpooled' apply the head to every token, without and
-      with a class token.
-    head_bias_init: initial bias of the head (-10 for the 21k models).
-    encoder: class of the encoder.
-    model_name: name in the table of configs; has no effect.
-    dtype: type of the computation, such as 'bfloat16'. Softmax, the statistics
-      of norms and the logits are always float32.
-    head_init: initial kernel of the head, see vit_jax.layers.patches.HEAD_INITS.
+  Softmax, the statistics of norms and the logits are always float32.
   """
 
-  num_classes: int | None
+  num_classes: int | None  # Width of the head; 0 or None: returns pre-logits.
+  # Has a field `size`, (height, width) of a patch: in pixels, or for a hybrid in cells
+  # of the ResNet's feature map.
   patches: Any
-  transformer: Any
-  hidden_size: int
+  transformer: Any  # Fields of `encoder`; None: no encoder.
+  hidden_size: int  # D.
+  # Fields of vit_jax.models_resnet.make_resnet, `num_layers` (units per stage, possibly
+  # none), `width_factor` and optionally `eps`; None: no ResNet.
   resnet: Any = None
+  # Width of a dense layer with tanh before the head (the paper's pre-training head,
+  # section 3.1), or None.
   representation_size: int | None = None
+  # 'token' reads the class token, 'gap' the mean over patches, 'map' the result of
+  # attention pooling (see vit_jax.layers.encoder.MAPHead); 'unpooled' and
+  # 'token_unpooled' apply the head to every token, without and with a class token.
   classifier: str = 'token'
-  head_bias_init: float = 0.0
+  head_bias_init: float = 0.0  # -10 for the 21k models.
   encoder: type[nn.Module] = Encoder
-  model_name: str | None = None
+  model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-  head_init: str = 'zeros'
+  head_init: str = 'zeros'  # A key of vit_jax.layers.patches.HEAD_INITS.
 
   def setup(self):
     """Creates the submodules, with published names.
 
-    Raises:
-      ValueError: if the classifier is unknown, or if it reads the class token
-        while causal attention hides all other tokens from that token.
+    Raises ValueError if the classifier is unknown, or if it reads the class token
+    while causal attention hides all other tokens from that token.
     """
     patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
     types = dtypes.of(self)
@@ -157,7 +139,7 @@ class VisionTransformer(patches_lib.ImageModel):
       self.resnet_layers = models_resnet.make_resnet(**dict(self.resnet), **types)
     self.embedding = PatchEmbedding(
       features=self.hidden_size,
-      patch_size=tuple(_field(self.patches, 'size')),
+      patch_size=tuple(self.patches['size']),
       **types,
     )
     if self.transformer is not None:
@@ -193,25 +175,19 @@ class VisionTransformer(patches_lib.ImageModel):
   @property
   def needs_grid(self) -> bool:
     """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
-    return positions.needs_grid(
-      _field(self.transformer, 'position_embedding', 'learned_1d'),
-      _field(self.transformer, 'position_grid'),
-    )
+    fields = self.transformer or {}
+    kind = fields.get('position_embedding', 'learned_1d')
+    return positions.needs_grid(kind, fields.get('position_grid'))
 
   def __call__(self, inputs, *, train):
     """Computes logits: embeds images, encodes the tokens, classifies them.
 
-    Args:
-      inputs: images, float [B, H, W, C] in [-1, 1].
-      train: whether dropout is on (needs the rng 'dropout').
+    Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes], or [B, N,
+    num_classes] for an unpooled classifier; without a head to the pre-logits, of type
+    `dtype`. `train` turns dropout on, which needs the rng 'dropout'.
 
-    Returns:
-      Logits, float32 [B, num_classes], or [B, N, num_classes] for an unpooled
-      classifier; without a head the pre-logits, of type `dtype`.
-
-    Raises:
-      ValueError: if the classifier is unknown, the inputs have another rank, or
-        the patch size does not divide the image size.
+    Raises ValueError if the classifier is unknown, the inputs have another rank, or
+    the patch size does not divide the image size.
     """
     flat = self.transformer is not None and not self.needs_grid
     x = self.embed(inputs, flat=flat)
@@ -221,16 +197,8 @@ class VisionTransformer(patches_lib.ImageModel):
   def embed(self, images, *, flat=True):
     """Maps each patch to a token, without its position embedding.
 
-    Args:
-      images: float [B, H, W, C] in [-1, 1].
-      flat: whether to flatten the grid of tokens, row by row.
-
-    Returns:
-      Tokens of type `dtype`: [B, h*w, D] if `flat`, else a grid [B, h, w, D].
-
-    Raises:
-      ValueError: if the images have another rank, or the patch size does not
-        divide the image size.
+    Maps images, float [B, H, W, C] in [-1, 1], to tokens of type `dtype`: [B, h*w, D],
+    row by row, if `flat`, else a grid [B, h, w, D].
     """
     images = jnp.asarray(images)  # Accepts TensorFlow's tensors.
     check_images(images)
@@ -244,18 +212,12 @@ class VisionTransformer(patches_lib.ImageModel):
   def add_positions(self, tokens, *, train):
     """Puts the class token first, and adds position embeddings.
 
-    Args:
-      tokens: see `encode`.
-      train: whether dropout is on.
+    Takes the tokens that `encode` takes. Returns tokens [B, N, D], the input of
+    `encode(..., positioned=True)`, also after some of them were dropped. Without a
+    transformer it returns its input.
 
-    Returns:
-      Tokens [B, N, D], the class token first if there is one: the input of
-      `encode(..., positioned=True)`, also after some of them were dropped.
-      Without a transformer, the input.
-
-    Raises:
-      ValueError: if the tokens have another rank, later layers add positions
-        too, or an encoder class of a user adds positions itself.
+    Raises ValueError if the tokens have another rank, later layers add positions too,
+    or an encoder class of a user adds positions itself.
     """
     if self.transformer is None:
       return tokens
@@ -287,8 +249,7 @@ class VisionTransformer(patches_lib.ImageModel):
       Tokens [B, N, D], the class token first if there is one; [B, 1, D] with
       `only_first`. Without a transformer, the input.
 
-    Raises:
-      ValueError: if the tokens have another rank, or see `add_positions`.
+    Raises ValueError if the tokens have another rank, or see `add_positions`.
     """
     if self.transformer is None:
       return tokens
@@ -319,14 +280,9 @@ class VisionTransformer(patches_lib.ImageModel):
     return x, {'grid': tokens.shape[1:3]} if on_grid else {}
 
   def classify(self, encoded, *, train):
-    """Pools tokens as `classifier` specifies, and applies pre-logits and head.
+    """Pools tokens [B, N, D] as `classifier` specifies; applies pre-logits and head.
 
-    Args:
-      encoded: tokens [B, N, D] from `encode`.
-      train: has no effect here.
-
-    Returns:
-      The model's result, see `__call__`.
+    Returns the model's result, see `__call__`; `train` has no effect here.
     """
     del train
     x = encoded

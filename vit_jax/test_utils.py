@@ -1,5 +1,7 @@
 """Helpers for tests of other code: writes weights of a small model."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -7,13 +9,8 @@ from vit_jax import checkpoint, models
 
 
 def create_checkpoint(model_config, path: str):
-  """Writes an .npz of a model's initial weights.
-
-  Args:
-    model_config: fields of the model without `num_classes`, which is 1; for
-      images of 16 x 16 pixels.
-    path: path of the file.
-  """
+  """Writes an .npz of initial weights, for one class and images of 16 x 16 pixels."""
   model = models.make_model(model_config, num_classes=1)
-  variables = model.init(jax.random.key(0), jnp.ones((1, 16, 16, 3)), train=False)
+  init = jax.jit(functools.partial(model.init, train=False))
+  variables = init(jax.random.key(0), jnp.ones((1, 16, 16, 3)))
   checkpoint.save(variables['params'], path)

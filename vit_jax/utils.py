@@ -17,20 +17,9 @@ def accumulate_gradient(
 ):
   """Computes loss and gradient of a batch in micro-batches, to save memory.
 
-  Args:
-    loss_and_grad_fn: (params, images, labels) -> (loss, gradient), both means
-      over the images.
-    params: the parameters.
-    images: [B, ...].
-    labels: [B, ...].
-    accum_steps: number of micro-batches; None, 0 and 1 compute the batch at
-      once.
-
-  Returns:
-    (loss, gradient), the means over the batch.
-
-  Raises:
-    ValueError: if `accum_steps` does not divide the batch.
+  `loss_and_grad_fn` is (params, images, labels) -> (loss, gradient), both means over
+  the images [B, ...], as are those returned. `accum_steps` is the number of
+  micro-batches, which must divide B; None, 0 and 1 compute the batch at once.
   """
   steps = accum_steps or 1
   total = optim.accumulate(
@@ -40,12 +29,7 @@ def accumulate_gradient(
 
 
 class GFileHandler(python_logging.StreamHandler):
-  """Appends log records to a file, local or in a bucket.
-
-  Args:
-    filename: path of the file; its folder is created.
-    mode: 'a' to append to the file, 'w' to overwrite it.
-  """
+  """Appends log records to a file, local or in a bucket; creates its folder."""
 
   def __init__(self, filename: str, mode: str = 'a'):
     path = epath.Path(filename)
@@ -63,8 +47,7 @@ def add_gfile_logger(
 ) -> GFileHandler:
   """Also writes the log to <workdir>/<basename>.log from now on.
 
-  Returns:
-    The handler; remove it from the root logger to stop.
+  To stop, remove the handler, which is returned, from the root logger.
   """
   handler = GFileHandler(f'{workdir}/{basename}.log')
   handler.setLevel(level)

@@ -136,32 +136,13 @@ def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
   assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}
 
 
-def test_a_run_goes_on_with_its_extra(finished, config, tmp_path, monkeypatch):
-  _, state = finished
+def test_a_run_resumes_with_its_extra(finished, config, tmp_path, monkeypatch):
+  """From the checkpoint of step 3, as if the run had been killed after it."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
-  half = copy.deepcopy(config)
-
-  class StopAfter:
-    signal = 15
-
-    def __enter__(self):
-      return self
-
-    def __exit__(self, *_):
-      pass
-
-    def after(self, step):
-      return step == 4
-
-    def now(self):
-      return False
-
-  with monkeypatch.context() as patch:
-    patch.setattr(train.stopping, 'StopRequest', StopAfter)
-    with pytest.raises(train.Interrupted):
-      train.train_and_evaluate(half, str(tmp_path))
-  again, _ = train.train_and_evaluate(copy.deepcopy(config), str(tmp_path))
-  trees.assert_same(again, state)
+  workdir = shutil.copytree(finished[0], tmp_path / 'run')
+  shutil.rmtree(workdir / 'checkpoints' / '6')
+  again, _ = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
+  trees.assert_same(again, finished[1])
 
 
 def test_the_mean_of_nothing_is_nothing():
@@ -173,6 +154,7 @@ def test_rows_without_a_label_do_not_count(data_dir):
   """Six of sixteen rows have a label: loss and gradient are those of the six."""
   config = conftest.make_tiny_config(data_dir)
   config.update(grad_norm_clip=0.0)
+  config.model.transformer.num_layers = 0
   names = {'class_names': [str(i) for i in range(10)]}
   rng = np.random.RandomState(0)
   image = rng.uniform(-1, 1, (16, 8, 8, 1)).astype(np.float32)
@@ -195,7 +177,7 @@ def test_rows_without_a_label_do_not_count(data_dir):
 
   want = losses(image[has_label], label[has_label], 1, 1)
   masked = label * has_label[:, None]
-  for accum_steps, devices in ((1, 1), (4, 1), (1, 8), (2, 8)):
+  for accum_steps, devices in ((4, 1), (1, 8)):
     got = losses(image, masked, accum_steps, devices)
     np.testing.assert_allclose(got, want, rtol=1e-5)
 

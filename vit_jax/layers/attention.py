@@ -38,7 +38,6 @@ from vit_jax.layers import attention_kernels, dtypes, gpu_layout
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
-average = attention_kernels.average
 check, choose = attention_kernels.check, attention_kernels.choose
 
 
@@ -72,8 +71,6 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'relative must be [2 x {queries} tokens - 1, width of a head] = {shape}, got '
       f'{list(relative.shape)}'
     )
-  if kv is not None and (kv.ndim != 3 or kv.shape[0] != images):
-    raise ValueError(f'kv must be tokens [{images}, tokens, width], got {kv.shape}')
   if mask is None:
     return None
   full = (images, num_heads, queries, (x if kv is None else kv).shape[1])
@@ -87,12 +84,6 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'{list(mask.shape)}; [batch, 1, 1, keys] hides keys from all queries'
     )
   return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-
-
-def _hide_padding(mask, length, keys):
-  """Returns a mask that also hides the keys after the first `length`."""
-  kept = (jnp.arange(keys) < length)[None, None, None]  # [1, 1, 1, S]
-  return kept if mask is None else mask & kept
 
 
 class _Heads(nn.Module):
@@ -126,23 +117,15 @@ class _Heads(nn.Module):
 
 
 class MultiHeadDotProductAttention(nn.Module):
-  """Multi-head attention (appendix A), softmax in float32.
+  """Multi-head attention (appendix A), softmax in float32."""
 
-  Attributes:
-    num_heads: number of heads K; must divide the width.
-    dropout_rate: dropout of the attention weights (0 in the paper).
-    attention: name of the implementation, see the top of this module.
-    only_first: whether to compute the output of the first query only. It equals the
-      first one of a full computation; with causal attention, the first query attends
-      to the first token only.
-    causal: whether token i attends to tokens 0 to i only; self-attention only.
-  """
-
-  num_heads: int
-  dropout_rate: float = 0.0
-  attention: str = AUTO
+  num_heads: int  # K, which must divide the width.
+  dropout_rate: float = 0.0  # Of the attention weights; 0 in the paper.
+  attention: str = AUTO  # The implementation, see the top of this module.
+  # Whether to compute the output of the first query only. It equals the first one of a
+  # full computation.
   only_first: bool = False
-  causal: bool = False
+  causal: bool = False  # Whether token i attends to tokens 0 to i only.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -185,21 +168,29 @@ class MultiHeadDotProductAttention(nn.Module):
     check(self.attention, dropout, mask=mask is not None, bias=relative is not None)
     head_dim = width // self.num_heads
     scale = head_dim**-0.5
-    special = dropout or self.only_first or not (mask is relative is None)
-    name = choose(self.attention, self.dtype, head_dim, not special)
+    plain = mask is relative is None and not dropout and not self.only_first
+    name = choose(self.attention, self.dtype, head_dim, plain)
     if dropout or self.is_initializing() or self.is_mutable_collection('intermediates'):
       name = 'weights'  # The weights are needed as an array.
+
     kv, causal = x if kv is None else kv, self.causal
     if self.only_first:
       x = first_token(x)  # [B, 1, D]
-      kv, causal = x if causal else kv, False
+      if causal:  # The first query sees the first token only.
+        kv, causal = x, False
       mask = None if mask is None else mask[:, :, :1, : kv.shape[1]]
-    if length is not None and (name != 'cudnn' or mask is not None):
-      mask, length = _hide_padding(mask, length, kv.shape[1]), None
+    options = {}
+    if name == 'cudnn':  # It scales the logits itself, and knows lengths.
+      options['scale'] = scale
+    if length is not None and name == 'cudnn' and mask is None:
+      options['length'] = length
+    elif length is not None:
+      kept = (jnp.arange(kv.shape[1]) < length)[None, None, None]  # [1, 1, 1, S]
+      mask = kept if mask is None else mask & kept
+
     heads = functools.partial(_Heads, self.num_heads, head_dim, **dtypes.of(self))
     query = heads(name='query')(x)  # [B, Q, K, E]
-    if name != 'cudnn':  # It scales the logits itself.
-      query = query * scale
+    query = query if name == 'cudnn' else query * scale
     key = heads(name='key')(kv)  # [B, S, K, E]
     value = heads(name='value')(kv if values is None else values)
     bias = None
@@ -212,8 +203,7 @@ class MultiHeadDotProductAttention(nn.Module):
       drop = nn.Dropout(self.dropout_rate, deterministic=deterministic)
       weights = drop(weights.astype(value.dtype))
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
-    else:  # [B, Q, K, E]
-      options = {'length': length, 'scale': scale} if name == 'cudnn' else {}
+    else:
       x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **options)
     return nn.DenseGeneral(
       features=width,

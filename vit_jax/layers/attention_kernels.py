@@ -1,10 +1,9 @@
 """Implementations of attention on queries, keys and values.
 
-vit_jax.layers.attention lists what each of them supports and selects one. All
-of them take queries [B, Q, K, E], already scaled, keys and values [B, S, K, E],
-a mask (bool, broadcastable to [B, K, Q, S], or None), whether attention is
-causal, and a bias ([B, K, Q, S], added to the logits, or None), and return
-[B, Q, K, E].
+vit_jax.layers.attention lists what each of them supports and selects one. All take
+queries [B, Q, K, E], already scaled, keys and values [B, S, K, E], a mask (bool, of
+four dimensions, broadcastable to [B, K, Q, S], or None), whether attention is causal,
+and a bias ([B, K, Q, S], added to the logits, or None), and return [B, Q, K, E].
 
 Shapes: B images, Q queries, S keys and values, K heads, E width of a head.
 """
@@ -65,26 +64,6 @@ def _average_jvp(primals, tangents):
   return out, dot
 
 
-def _allowed(mask, causal, queries, keys):
-  """Combines mask and causality into one mask with four dimensions, or None."""
-  if mask is not None:
-    mask = mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-  if not causal:
-    return mask
-  past = jnp.tri(queries, keys, dtype=bool)[None, None]  # [1, 1, Q, S]
-  return past if mask is None else mask & past
-
-
-def _hide(logits, allowed):
-  """Lowers logits [B, K, Q, S] where not allowed, so that the weights are 0.
-
-  The lowest finite number keeps the softmax of a fully masked row finite.
-  """
-  if allowed is None:
-    return logits
-  return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
-
-
 def relative_logits(query, embedding, keys):
   """Multiplies queries with embeddings of offsets between positions (T8).
 
@@ -97,21 +76,32 @@ def relative_logits(query, embedding, keys):
   return jnp.einsum('bqke,qse->bkqs', query, pairs)
 
 
-def _logits(query, key, bias):
-  """Returns the logits [B, K, Q, S], with the bias unless it is None.
+def _allowed(mask, causal, queries, keys):
+  """Combines mask and causality into one mask, or None."""
+  if not causal:
+    return mask
+  past = jnp.tri(queries, keys, dtype=bool)[None, None]  # [1, 1, Q, S]
+  return past if mask is None else mask & past
+
+
+def _logits(query, key, allowed=None, bias=None):
+  """Returns logits [B, K, Q, S], low where not allowed, so that weights are 0.
 
   The logits keep the type of the queries: bfloat16 halves the memory traffic of
-  the layer's largest array.
+  the layer's largest array. The lowest finite number keeps the softmax of a fully
+  masked row finite.
   """
   logits = jnp.einsum('bqke,bske->bkqs', query, key)
-  return logits if bias is None else logits + bias
+  logits = logits if bias is None else logits + bias
+  if allowed is None:
+    return logits
+  return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
 def attention_weights(query, key, mask=None, causal=False, bias=None):
   """Returns the attention weights, float32 or wider, [B, K, Q, S]."""
-  logits = _logits(query, key, bias)
-  allowed = _allowed(mask, causal, *logits.shape[2:])
-  logits = _hide(logits, allowed)
+  allowed = _allowed(mask, causal, query.shape[1], key.shape[1])
+  logits = _logits(query, key, allowed, bias)
   weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
   if mask is None:
     return weights
@@ -128,9 +118,8 @@ def _default(query, key, value, mask=None, causal=False, bias=None):
   """Computes attention with matrix products."""
   if causal and mask is None and bias is None:
     return _causal(query, key, value)
-  logits = _logits(query, key, bias)
-  allowed = _allowed(mask, causal, *logits.shape[2:])
-  out = average(_hide(logits, allowed), value)
+  allowed = _allowed(mask, causal, query.shape[1], key.shape[1])
+  out = average(_logits(query, key, allowed, bias), value)
   return out if mask is None else _zero_blind(out, allowed)
 
 
@@ -145,9 +134,9 @@ def _causal(query, key, value):
   blocks = []
   for start in range(0, tokens, size):
     stop = min(start + size, tokens)
-    logits = _logits(query[:, start:stop], key[:, :stop], None)
     past = jnp.tri(stop - start, stop, start, dtype=bool)
-    blocks.append(average(_hide(logits, past), value[:, :stop]))
+    logits = _logits(query[:, start:stop], key[:, :stop], past)
+    blocks.append(average(logits, value[:, :stop]))
   return jnp.concatenate(blocks, axis=1)
 
 
@@ -238,16 +227,8 @@ def _flash_on_one_device(query, key, value, causal):
 
 
 # Implementations by name (config.model.transformer.attention).
-IMPLEMENTATIONS = {
-  'default': _default,
-  'xla': _xla,
-  'cudnn': _cudnn,
-  'flash': _flash,
-}
-
-
-# The implementation that is chosen by the devices, see `choose`.
-AUTO = 'auto'
+IMPLEMENTATIONS = {'default': _default, 'xla': _xla, 'cudnn': _cudnn, 'flash': _flash}
+AUTO = 'auto'  # Chosen by the devices, see `choose`.
 NAMES = (AUTO, *IMPLEMENTATIONS)
 # cuDNN's flash attention needs this, and heads of at most this width.
 _CAPABILITY = (8, 0)  # Ampere.
@@ -268,16 +249,10 @@ def _has_cudnn() -> bool:
 def choose(name: str, dtype, head_dim: int, plain: bool = True) -> str:
   """Returns the implementation that a name stands for on the devices in use.
 
-  'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation has 16 bits
-  and is plain, and 'default' elsewhere. The devices are the current mesh, else JAX's
-  default device. Other names stand for themselves.
-
-  Args:
-    name: one of NAMES.
-    dtype: type of the computation.
-    head_dim: width of a head.
-    plain: whether there is no dropout of the weights, no bias, no mask (which
-      cuDNN reads as a bias) and more than one query.
+  'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation, of type `dtype`,
+  has 16 bits and is plain, and 'default' elsewhere. The devices are the current mesh,
+  else JAX's default device. Plain means no dropout of the weights, no bias, no mask
+  (which cuDNN reads as a bias) and more than one query.
   """
   if name != AUTO:
     return name

@@ -62,17 +62,15 @@ class _Embedder(nn.Module):
 
   @nn.compact
   def __call__(self, tokens):
+    def embed(name, rows, ids):
+      fields = dict(name=f'embedders_{name}_ids', **dtypes.of(self))
+      return nn.Embed(rows, self.width, embedding_init=_INIT, **fields)(ids)
+
+    vocabulary, places, segments = self.rows
     positions = jnp.arange(tokens.shape[1])
-    token, position, segment = (
-      nn.Embed(
-        rows, self.width, embedding_init=_INIT,
-        name=f'embedders_{what}_ids', **dtypes.of(self)
-      )(ids)
-      for what, rows, ids in zip(
-        ('token', 'position', 'segment'), self.rows,
-        (tokens, positions, jnp.zeros_like(positions)),
-      )
-    )  # fmt: skip
+    token = embed('token', vocabulary, tokens)
+    position = embed('position', places, positions)
+    segment = embed('segment', segments, jnp.zeros_like(positions))
     return token + position + segment  # [B, N, D]
 
 
@@ -133,34 +131,22 @@ class _EncoderBlock(_Layer):
 
 
 class BertEncoder(_Layer):
-  """BERT without its pooler.
+  """BERT without its pooler."""
 
-  Attributes:
-    width: D.
-    num_layers: number of layers.
-    num_heads: number of heads K.
-    mlp_dim: M.
-    vocab_size: number of tokens of the vocabulary.
-    num_positions: greatest number of tokens of a text.
-    num_segments: rows of the table of segments; a text is in the first.
-  """
-
-  width: int = 768
+  width: int = 768  # D.
   num_layers: int = 12
-  num_heads: int = 12
-  mlp_dim: int = 3072
+  num_heads: int = 12  # K.
+  mlp_dim: int = 3072  # M.
   vocab_size: int = 30_522
-  num_positions: int = 512
-  num_segments: int = 2
+  num_positions: int = 512  # The greatest number of tokens of a text.
+  num_segments: int = 2  # A text is in the first.
 
   @nn.compact
   def __call__(self, tokens):
     """Maps tokens, int32 [B, N], to [B, N, D].
 
-    Tokens of number 0 are padding, to which no token attends.
-
-    Raises:
-      ValueError: if a text has more tokens than there are positions.
+    Tokens of number 0 are padding, to which no token attends. Raises ValueError if a
+    text has more tokens than there are positions.
     """
     if tokens.shape[1] > self.num_positions:
       raise ValueError(
@@ -172,5 +158,5 @@ class BertEncoder(_Layer):
     x = _Embedder(rows, self.width, name='embedder', **dtypes.of(self))(tokens)
     x = sharding.constrain_batch(self.norm()(x))
     mask = (tokens != 0)[:, None, None]  # [B, 1, 1, N]
-    layers = {'num_layers': self.num_layers}
-    return self.make(_EncoderBlock, 'encoder_block', **layers)(x, mask)
+    layers = self.make(_EncoderBlock, 'encoder_block', num_layers=self.num_layers)
+    return layers(x, mask)

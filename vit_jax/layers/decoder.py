@@ -64,13 +64,10 @@ class Attention(_Layer):
   def __call__(self, x, cache=None, start=0):
     """Maps tokens [B, N, D] to [B, N, D]; see Block."""
     width = x.shape[-1]
-    head_dim = width // self.num_heads
-    types = dtypes.of(self)
-    dense = functools.partial(nn.DenseGeneral, use_bias=False, **types)
+    head_dim, normal = width // self.num_heads, nn.initializers.normal
+    dense = functools.partial(nn.DenseGeneral, use_bias=False, **dtypes.of(self))
     heads = functools.partial(
-      dense,
-      features=(self.num_heads, head_dim),
-      kernel_init=nn.initializers.normal(width**-0.5),
+      dense, (self.num_heads, head_dim), kernel_init=normal(width**-0.5)
     )
     query = heads(name='query')(x) / SCALES[self.scale](head_dim)
     key, value = heads(name='key')(x), heads(name='value')(x)  # [B, N, K, E]
@@ -84,13 +81,8 @@ class Attention(_Layer):
         for old, new in zip(cache, (key, value))
       )
       x = attend_to_past(query, *cache, start)
-    out = dense(
-      features=width,
-      axis=(-2, -1),
-      kernel_init=nn.initializers.normal((width * self.num_layers) ** -0.5),
-      name='out',
-    )
-    return out(x), cache
+    init = normal((width * self.num_layers) ** -0.5)
+    return dense(width, axis=(-2, -1), kernel_init=init, name='out')(x), cache
 
 
 class Mlp(nn.Module):

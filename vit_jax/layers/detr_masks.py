@@ -137,10 +137,10 @@ class Convolutions(nn.Module):
     """
     images, queries = maps.shape[:2]
     types = dtypes.of(self)
-    conv = functools.partial(
-      nn.Conv, kernel_size=(3, 3), kernel_init=_CONV_INIT, **types
-    )
     by_query = functools.partial(jnp.repeat, repeats=queries, axis=0)  # [B Q, ...]
+
+    def conv(features, name):
+      return nn.Conv(features, (3, 3), kernel_init=_CONV_INIT, name=name, **types)
 
     def norm(x, number):
       groups = math.gcd(_GROUPS, x.shape[-1])
@@ -149,11 +149,11 @@ class Convolutions(nn.Module):
 
     x = _convolve(maps.reshape(-1, *maps.shape[2:]), kernel)
     x = norm(x + by_query(shared), 0)
-    x = norm(conv(self.hidden_size // 2, name='conv_1')(x), 1)
+    x = norm(conv(self.hidden_size // 2, 'conv_1')(x), 1)
     for i, stage in enumerate(stages, start=2):
       x = enlarge(x, stage.shape[1:3]) + by_query(stage)
-      x = norm(conv(self.hidden_size // 2**i, name=f'conv_{i}')(x), i)
-    x = conv(1, name='output')(x).astype(jnp.float32)  # [B Q, H, W, 1]
+      x = norm(conv(self.hidden_size // 2**i, f'conv_{i}')(x), i)
+    x = conv(1, 'output')(x).astype(jnp.float32)  # [B Q, H, W, 1]
     return x.reshape(images, queries, *x.shape[1:3])
 
 
@@ -175,16 +175,16 @@ class MaskHead(nn.Module):
     H x W is the size of the largest stage.
     """
     types = dtypes.of(self)
-    maps = Attention(self.num_heads, name='attention', **types)(
-      features.queries, features.memory, features.mask
-    )  # [B, Q, h, w, K]
-    adapter = functools.partial(
-      nn.Conv, kernel_size=(1, 1), kernel_init=_CONV_INIT, **types
-    )
-    stages = [
-      adapter(self.hidden_size // 2 ** (i + 1), name=f'adapter_{i}')(stage)
-      for i, stage in enumerate(features.stages)
-    ]
+    attend = Attention(self.num_heads, name='attention', **types)
+    maps = attend(features.queries, features.memory, features.mask)  # [B, Q, h, w, K]
+    stages = []
+    for i, stage in enumerate(features.stages):
+      width, fields = (
+        self.hidden_size // 2 ** (i + 1),
+        {'name': f'adapter_{i}', **types},
+      )
+      adapter = nn.Conv(width, (1, 1), kernel_init=_CONV_INIT, **fields)
+      stages.append(adapter(stage))
     first = FirstConvolution(name='conv_0', **types)
     shared, kernel = first(features.projected, self.num_heads)
     convolutions = Convolutions(self.hidden_size, name='convolutions', **types)
@@ -196,15 +196,15 @@ class MaskHead(nn.Module):
     if not size or queries <= size:
       return compute(convolutions, maps)
 
-    def compute_group(module, _, maps):
-      return None, nn.remat(compute, prevent_cse=False)(module, maps)
-
-    groups = -(-queries // size)
-    missing = groups * size - queries
+    # A loop over groups of queries, the last of which is filled up.
+    missing = -queries % size
     maps = jnp.pad(maps, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)])
-    maps = maps.reshape(maps.shape[0], groups, size, *maps.shape[2:])
+    maps = maps.reshape(maps.shape[0], -1, size, *maps.shape[2:])
     loop = nn.scan(
-      compute_group,
+      lambda module, _, maps: (
+        None,
+        nn.remat(compute, prevent_cse=False)(module, maps),
+      ),
       variable_broadcast='params',
       split_rngs={'params': False},
       in_axes=1,

@@ -44,9 +44,9 @@ GELUS = {
 # What an encoder consists of, in order: the position embeddings before the first
 # layer, and the layers with the last norm.
 PARTS = ('positions', 'layers')
-# Multiples of the number of tokens with which kernels are faster, by the name of the
-# implementation of attention. The encoder then pads the tokens, once.
-_MULTIPLES = {'cudnn': 8}
+# cuDNN's kernels are faster with a multiple of this number of tokens. The encoder then
+# pads the tokens, once.
+_MULTIPLE = 8
 # Fields of the encoder that its layers have too.
 _BLOCK_FIELDS = (
   'mlp_dim', 'num_heads', 'dropout_rate', 'attention_dropout_rate',
@@ -63,22 +63,13 @@ class _Own(NamedTuple):
 
 
 class MlpBlock(nn.Module):
-  """Two dense layers with a GELU between.
+  """Two dense layers with a GELU, a key of GELUS, between."""
 
-  Attributes:
-    mlp_dim: width M of the hidden layer.
-    out_dim: width of the output, by default the width of the input.
-    dropout_rate: dropout after each dense layer.
-    kernel_init: initialiser of the kernels.
-    bias_init: initialiser of the biases.
-    gelu: 'erf' for the exact function; 'tanh' and 'quick' for approximations.
-  """
-
-  mlp_dim: int
+  mlp_dim: int  # M, the width of the hidden layer.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-  out_dim: int | None = None
-  dropout_rate: float = 0.1
+  out_dim: int | None = None  # Width of the output; None: that of the input.
+  dropout_rate: float = 0.1  # After each dense layer.
   kernel_init: Any = nn.initializers.xavier_uniform()
   bias_init: Any = nn.initializers.normal(stddev=1e-6)
   gelu: str = 'tanh'
@@ -102,12 +93,11 @@ class MlpBlock(nn.Module):
 
 
 def drop_branch(x, rate, rng):
-  """Sets a residual branch to zero for some images (stochastic depth).
+  """Sets a residual branch [B, N, D] to zero for some images (stochastic depth).
 
   The rest is divided by 1 - rate, so that the expectation stays the same (arXiv
-  1603.09382; by image, as in arXiv 2106.10270).
-
-  `rate` is the probability, a number or a scalar array below 1; x is [B, N, D].
+  1603.09382; by image, as in arXiv 2106.10270). `rate` is a number or a scalar array
+  below 1.
   """
   kept = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
   scaled = x / jnp.asarray(1 - rate, jnp.float32)
@@ -117,13 +107,9 @@ def drop_branch(x, rate, rng):
 class Encoder1DBlock(nn.Module):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
-  Attributes:
-    mlp_dim: width M of the MLP.
-    num_heads: number of heads K.
-    dropout_rate: see Encoder, as for all that are not described here.
-    only_first: whether to compute only the first token, [B, 1, D].
-    layer: number of the layer, from 0; the block sows the mean over the tokens
-      of its first norm's result as `layer_<layer>`. None: it does not.
+  The fields are those of Encoder, and `layer`, the number of the layer, from 0: the
+  block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
+  unless it is None.
   """
 
   mlp_dim: int
@@ -141,23 +127,13 @@ class Encoder1DBlock(nn.Module):
 
   @nn.compact
   def __call__(
-    self,
-    inputs,
-    deterministic,
-    mask=None,
-    drop_rate=None,
-    relative=None,
-    length=None,
+    self, inputs, deterministic, mask=None, drop_rate=None, relative=None, length=None
   ):
-    """Maps tokens [B, N, D] to tokens [B, N, D].
+    """Maps tokens [B, N, D] to tokens [B, N, D], or [B, 1, D] with `only_first`.
 
-    Args:
-      inputs: the tokens.
-      deterministic: whether dropout is off.
-      mask: see Encoder.
-      drop_rate: rate of stochastic depth, a number or a scalar array; None: 0.
-      relative: relative position embeddings [2N - 1, E], or None.
-      length: number of tokens before the padding; None: there is no padding.
+    `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
+    scalar array, `relative` are relative position embeddings [2N - 1, E], and
+    `length` is the number of tokens before the padding; each may be None.
     """
 
     def drop(x):
@@ -172,13 +148,7 @@ class Encoder1DBlock(nn.Module):
     x = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
       **dtypes.of(self, 'num_heads', 'attention', 'only_first', 'causal'),
-    )(
-      x,
-      mask=mask,
-      relative=relative,
-      length=length,
-      deterministic=deterministic,
-    )
+    )(x, mask=mask, relative=relative, length=length, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     first = attention.first_token(inputs) if self.only_first else inputs
     x = gpu_layout.residual(first, drop(x), not deterministic)
@@ -194,18 +164,12 @@ class MAPHead(nn.Module):
 
   The head of "Scaling Vision Transformers" (arXiv 2106.04560, section 3.2) and of
   SigLIP, with the names of their published parameters.
-
-  Attributes:
-    mlp_dim: width of the MLP.
-    num_heads: number of heads.
-    gelu: see MlpBlock.
-    norm_eps: added to the variance in LayerNorm.
   """
 
   mlp_dim: int
   num_heads: int
   gelu: str = 'tanh'
-  norm_eps: float = 1e-6
+  norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -227,54 +191,38 @@ class MAPHead(nn.Module):
 class Encoder(nn.Module):
   """Position embeddings, the layers, and a last LayerNorm (equations 1 to 4).
 
-  Attributes:
-    num_layers: number of layers.
-    mlp_dim: width M of the MLP.
-    num_heads: number of heads K.
-    dropout_rate: dropout after dense layers and after the position embeddings.
-    attention_dropout_rate: dropout of the attention weights.
-    add_position_embedding: False is `position_embedding='none'`.
-    only_first: whether the model reads only the first token, the class token. The
-      last layer then computes only that token, and the result is [B, 1, D].
-    attention: name of the implementation, see vit_jax.layers.attention. Where it
-      is cuDNN's, tokens are padded to a multiple of 8 before the first layer, and
-      the padding is cut off after the last, if no mask, dropout or positions in
-      later layers need to know; nothing else sees it.
-    gelu: see MlpBlock.
-    norm_eps: added to the variance in LayerNorm.
-    remat: what the backward pass recomputes. '': nothing; 'full': everything
-      but each layer's input; 'dots': everything but the inputs and the results
-      of the dense layers.
-    scan: whether to apply all layers but the last in a loop, which compiles
-      faster. Results are the same except for dropout's noise, and parameters
-      keep their names. None: in training on TPUs, with more than 12 layers.
-    stochastic_depth: probability that an image skips the attention of the last
-      layer, and likewise the MLP; it increases linearly from 0 in the first
-      layer (arXiv 1603.09382).
-    causal: whether token i attends to tokens 0 to i only, in every layer.
-    first_norm: whether a LayerNorm comes before the first layer, as in CLIP.
-    position_embedding: kind of position embeddings, 'learned_1d', 'learned_2d',
-      'sincos2d', 'relative' or 'none', see vit_jax.layers.positions.
-    position_layers: the layers that add them, 'stem', 'every' or 'shared'.
-    position_grid: grid (height, width) in patches of learned tables, which are
-      resized to the grid of the images; None: the tables have that grid.
+  Where attention is cuDNN's, tokens are padded to a multiple of 8 before the first
+  layer, and the padding is cut off after the last, if no mask, dropout or positions in
+  later layers need to know; nothing else sees it.
   """
 
   num_layers: int
-  mlp_dim: int
-  num_heads: int
+  mlp_dim: int  # M.
+  num_heads: int  # K.
+  # Dropout after dense layers and after the position embeddings.
   dropout_rate: float = 0.1
-  attention_dropout_rate: float = 0.1
-  add_position_embedding: bool = True
+  attention_dropout_rate: float = 0.1  # Dropout of the attention weights.
+  add_position_embedding: bool = True  # False is position_embedding='none'.
+  # Whether the model reads only the first token, the class token. The last layer then
+  # computes only that token, and the result is [B, 1, D].
   only_first: bool = False
-  attention: str = attention.AUTO
-  gelu: str = 'tanh'
-  norm_eps: float = 1e-6
+  attention: str = attention.AUTO  # See vit_jax.layers.attention.
+  gelu: str = 'tanh'  # A key of GELUS.
+  norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
+  # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
+  # input; 'dots': everything but the inputs and the results of the dense layers.
   remat: str = ''
+  # Whether to apply all layers but the last in a loop, which compiles faster. Results
+  # are the same except for dropout's noise, and parameters keep their names. None: in
+  # training on TPUs, with more than 12 layers.
   scan: bool | None = None
+  # Probability that an image skips the attention of the last layer, and likewise the
+  # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382).
   stochastic_depth: float = 0.0
-  causal: bool = False
-  first_norm: bool = False
+  causal: bool = False  # Whether token i attends to tokens 0 to i only.
+  first_norm: bool = False  # Whether a LayerNorm precedes the layers, as in CLIP.
+  # See vit_jax.layers.positions. The grid is (height, width) in patches of learned
+  # tables, which are resized to the grid of the images; None: the tables have that grid.
   position_embedding: str = 'learned_1d'
   position_layers: str = 'stem'
   position_grid: tuple[int, int] | None = None
@@ -285,28 +233,33 @@ class Encoder(nn.Module):
   def __call__(self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS):
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
-    Args:
-      x: the tokens.
-      train: whether dropout is on.
-      mask: bool, broadcastable to [B, K, N, N], True where a query may attend
-        to a key, in every layer; None: everywhere.
-      only_first: overrides the field `only_first` unless it is None.
-      grid: number of patches (down, across), (h, w), the last h*w tokens; for
-        position embeddings on a grid, and for `position_grid`.
-      parts: the parts of PARTS to apply, so that a model can do something
-        between them, such as drop tokens.
+    `mask`, bool, broadcastable to [B, K, N, N], is True where a query may attend to a
+    key, in every layer; None: everywhere. `only_first` overrides the field unless it is
+    None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
+    for position embeddings on a grid, and for `position_grid`. `parts` are the parts of
+    PARTS to apply, so that a model can do something between them, such as drop tokens.
 
-    Raises:
-      ValueError: if a field has an unknown value, the tokens do not suit the
-        position embeddings, or only a part is applied and later layers add
-        position embeddings too.
+    Raises ValueError if a field has an unknown value, the tokens do not suit the
+    position embeddings, or only a part is applied and later layers add position
+    embeddings too.
     """
     types = dtypes.of(self)
-    if tuple(parts) != PARTS:
-      self._check_parts()
+    kind = positions.kind_of(
+      self.add_position_embedding,
+      self.position_embedding,
+      self.position_layers,
+      self.position_grid,
+    )
+    if tuple(parts) != PARTS and kind != 'none' and self.position_layers != 'stem':
+      raise ValueError(
+        f"position_layers='{self.position_layers}' adds the positions of all "
+        'tokens in later layers too, so that no token can be dropped after the '
+        "first ones are added: use position_layers='stem' "
+        '(config.model.transformer.position_layers)'
+      )
     own = [_Own()] * self.num_layers
-    if 'positions' in parts:
-      x, own = self._positions(x, train, grid)
+    if 'positions' in parts and kind != 'none':
+      x, own = self._positions(x, kind, train, grid)
     if 'layers' not in parts:
       return x
     if self.first_norm:
@@ -327,8 +280,8 @@ class Encoder(nn.Module):
   def _layers(self, x, own, train, mask, length, only_first):
     """Applies all layers; all but the last in a loop where that is faster.
 
-    `own` has an _Own per layer. Initialising parameters and sowing intermediates
-    need separate layers, and intermediates need all tokens of the last layer.
+    Initialising parameters and sowing intermediates need separate layers, and
+    intermediates need all tokens of the last layer.
     """
     patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
     if not self.num_layers:
@@ -369,57 +322,28 @@ class Encoder(nn.Module):
     return apply(layer, x, own[-1])
 
   def _pad(self, x, train):
-    """Pads tokens [B, N, D] at their end to the multiple that kernels like.
+    """Pads tokens [B, N, D] at their end for cuDNN; returns N or None, and the tokens.
 
     Dropout of the tokens would draw other noise with padding, so that tokens are
     then not padded.
-
-    Returns:
-      N, or None if nothing is padded; the tokens.
     """
-    name = attention.choose(
-      self.attention,
-      self.dtype,
-      x.shape[2] // self.num_heads,
-      not (train and self.attention_dropout_rate),
-    )
-    rest = -x.shape[1] % _MULTIPLES.get(name, 1)
+    plain = not (train and self.attention_dropout_rate)
+    head_dim = x.shape[2] // self.num_heads
+    name = attention.choose(self.attention, self.dtype, head_dim, plain)
+    rest = -x.shape[1] % _MULTIPLE
     sees = self.is_initializing() or self.is_mutable_collection('intermediates')
-    if not rest or sees or (train and self.dropout_rate):
+    if name != 'cudnn' or not rest or sees or (train and self.dropout_rate):
       return None, x
     return x.shape[1], jnp.pad(x, ((0, 0), (0, rest), (0, 0)))
 
-  def _check_parts(self):
-    """Raises ValueError if the layers have positions of their own."""
-    if self._kind() != 'none' and self.position_layers != 'stem':
-      raise ValueError(
-        f"position_layers='{self.position_layers}' adds the positions of all "
-        'tokens in later layers too, so that no token can be dropped after the '
-        "first ones are added: use position_layers='stem' "
-        '(config.model.transformer.position_layers)'
-      )
-
-  def _kind(self):
-    return positions.kind_of(
-      self.add_position_embedding,
-      self.position_embedding,
-      self.position_layers,
-      self.position_grid,
-    )
-
-  def _positions(self, x, train, grid):
-    """Adds position embeddings before the first layer.
-
-    Returns tokens [B, N, D] and an _Own per layer.
-    """
-    kind, nothing = self._kind(), [_Own()] * self.num_layers
-    if kind == 'none':
-      return x, nothing
+  def _positions(self, x, kind, train, grid):
+    """Adds embeddings before the first layer; returns the tokens and a list of _Own."""
     if kind == 'relative':
-      module, tokens, width = positions.RelativeEmbedding, x.shape[1], x.shape[2]
-      make = lambda name: module(name=name, param_dtype=self.param_dtype)(
-        tokens, width // self.num_heads
+      module = functools.partial(
+        positions.RelativeEmbedding, param_dtype=self.param_dtype
       )
+      size = (x.shape[1], x.shape[2] // self.num_heads)
+      make = lambda name: module(name=name)(*size)
       tables = positions.by_layer(make, self.position_layers, self.num_layers)
       return x, [_Own(relative=table) for table in tables]
     module = functools.partial(

@@ -31,10 +31,7 @@ def check_images(images):
 
 
 def check_keys(rngs):
-  """Raises ValueError for a batch of random keys instead of one key.
-
-  A key may be old-style (uint32 [2]) or new-style; `rngs` may be a dict of keys.
-  """
+  """Raises ValueError for a batch of keys, old-style or new-style, or a dict of such."""
   keys = rngs if isinstance(rngs, Mapping) else {'params': rngs}
   for name, key in keys.items():
     dtype = getattr(key, 'dtype', None)
@@ -51,10 +48,8 @@ def check_keys(rngs):
 def sow_mean(module: nn.Module, name: str, x):
   """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
 
-  Computes nothing unless the collection `intermediates` of the module is
-  mutable. It gets the mean, float32 [B, D], of tokens [B, N, D] or a feature
-  map [B, h, w, D], under a name 'layer_0', 'layer_1', ..., from the model's
-  input to its output.
+  It is the mean, float32 [B, D], of tokens [B, N, D] or a feature map [B, h, w, D],
+  computed only if the collection `intermediates` of the module is mutable.
   """
   if module.is_mutable_collection('intermediates'):
     axes = tuple(range(1, x.ndim - 1))
@@ -110,14 +105,10 @@ class PatchEmbedding(nn.Module):
 
   Computes a convolution whose stride equals its kernel size, as one matrix
   product, which is faster on every backend.
-
-  Attributes:
-    features: width D of a token.
-    patch_size: (height, width) of a patch in pixels.
   """
 
-  features: int
-  patch_size: tuple[int, int]
+  features: int  # D, the width of a token.
+  patch_size: tuple[int, int]  # (height, width) in pixels.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -129,6 +120,7 @@ class PatchEmbedding(nn.Module):
     """
     ph, pw = self.patch_size
     b, height, width, c = x.shape
+    h, w = height // ph, width // pw
     for name, size, patch in (('height', height, ph), ('width', width, pw)):
       if size < patch:
         raise ValueError(
@@ -143,12 +135,11 @@ class PatchEmbedding(nn.Module):
           f'use {low} or {low + patch} (config.pp.crop) or other patches '
           '(config.model.patches.size)'
         )
-    init, zeros = nn.initializers.lecun_normal(), nn.initializers.zeros
-    shape, dtype = (ph, pw, c, self.features), self.param_dtype
-    kernel = self.param('kernel', init, shape, dtype)
-    bias = self.param('bias', zeros, (self.features,), dtype)
+    inits, dtype = nn.initializers, self.param_dtype
+    shape = (ph, pw, c, self.features)
+    kernel = self.param('kernel', inits.lecun_normal(), shape, dtype)
+    bias = self.param('bias', inits.zeros, shape[-1:], dtype)
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    h, w = height // ph, width // pw
     x = x.reshape(b, h, ph, w, pw, c).swapaxes(2, 3)  # [B, h, w, ph, pw, C]
     x = x.reshape(b, h, w, ph * pw * c)
     return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]

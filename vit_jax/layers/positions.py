@@ -114,12 +114,8 @@ def resize(table, size: int, axis: int = 0):
   if isinstance(table, np.ndarray):
     resized = np.tensordot(table, weights, axes=(axis, 1))
     return np.moveaxis(resized, -1, axis)
-  resized = jnp.tensordot(
-    table,
-    weights.astype(np.float32),
-    axes=(axis, 1),
-    precision=jax.lax.Precision.HIGHEST,
-  )
+  weights, precision = weights.astype(np.float32), jax.lax.Precision.HIGHEST
+  resized = jnp.tensordot(table, weights, axes=(axis, 1), precision=precision)
   return jnp.moveaxis(resized, -1, axis)
 
 
@@ -152,13 +148,10 @@ def sincos(count: int, width: int) -> np.ndarray:
 class AddPositionEmbs(nn.Module):
   """Adds position embeddings to tokens (section 3.1; T8).
 
-  Attributes:
-    posemb_init: initialiser of learned tables.
-    kind: name of the embedding, see the top of this module.
-    grid: number of patches (down, across), (h, w), for embeddings on a grid and
-      tables that are resized.
-    table_grid: the grid of a learned table that is resized to `grid`; None: the
-      table has the grid of the tokens.
+  `kind` is a name of the list above. `grid`, (h, w), is the number of patches (down,
+  across), for embeddings on a grid and tables that are resized; `table_grid` is the
+  grid of a learned table that is resized to `grid`, or None if the table has the grid
+  of the tokens.
   """
 
   posemb_init: Any = nn.initializers.normal(stddev=0.02)
@@ -170,21 +163,16 @@ class AddPositionEmbs(nn.Module):
 
   def __call__(self, inputs):
     """Adds the embeddings to tokens [B, N, D]; see `table`."""
-    inputs, table = nn.dtypes.promote_dtype(
-      inputs, self.table(inputs), dtype=self.dtype
-    )
+    table = self.table(inputs)
+    inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
     return inputs + table  # [B, N, D]
 
   @nn.compact
   def table(self, inputs):
     """Returns the embeddings of tokens [B, N, D] as [1, N, D].
 
-    Raises ValueError if rank, number or width of the tokens do not suit.
+    Raises ValueError if number or width of the tokens do not suit.
     """
-    if inputs.ndim != 3:
-      raise ValueError(
-        f'inputs must be tokens [batch, tokens, width], got {inputs.shape}'
-      )
     _, tokens, width = inputs.shape
     learned = lambda name, *shape: self.param(
       name, self.posemb_init, shape, self.param_dtype
@@ -202,10 +190,8 @@ class AddPositionEmbs(nn.Module):
       x = resize(learned('x_embedding', columns, width // 2), across)
       y = resize(learned('y_embedding', rows, width // 2), height)
     else:
-      x, y = (
-        jnp.asarray(sincos(count, width // 2), jnp.float32)
-        for count in (across, height)
-      )
+      x = jnp.asarray(sincos(across, width // 2), jnp.float32)
+      y = jnp.asarray(sincos(height, width // 2), jnp.float32)
     x = jnp.broadcast_to(x, (height, *x.shape))
     y = jnp.broadcast_to(y[:, None], x.shape)
     table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
@@ -235,11 +221,8 @@ def first_table(flat, transformer, grid):
   nothing.
   """
   layers = transformer.get('position_layers', 'stem')
-  kind = kind_of(
-    transformer.get('add_position_embedding', True),
-    transformer.get('position_embedding', 'learned_1d'),
-    layers,
-  )
+  add = transformer.get('add_position_embedding', True)
+  kind = kind_of(add, transformer.get('position_embedding', 'learned_1d'), layers)
   table_grid = transformer.get('position_grid')
   if kind in ('none', 'relative'):
     return None

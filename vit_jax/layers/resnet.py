@@ -1,8 +1,5 @@
 """ResNets: what hybrids, BiT and detectors share, and the backbones of detectors.
 
-A model passes its convolution and its norm to `stem` and `bottleneck`: functions
-from (features, kernel size, strides, name) and from a name to a layer.
-
 The backbone of detectors is the post-activation ResNet (v1.5: the stride is on the
 3x3 convolution) that torchvision and timm publish, with one of two norms. Frozen
 batch norm is an affine map with constants that are never trained; they are in the
@@ -14,7 +11,7 @@ Shapes in the comments: B images, H x W pixels, C channels, F features.
 
 from collections.abc import Callable, Mapping, Sequence
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -25,6 +22,7 @@ from vit_jax.layers import dtypes
 
 # Name -> units per stage (arXiv 1512.03385, table 1).
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
+NORMS = ('frozen_batch', 'group')
 
 
 def convolution(cls, features, size, strides, dilation=1, **kwargs) -> nn.Conv:
@@ -52,37 +50,47 @@ def stem(x, conv: Callable, norm: Callable | None, padding):
   return nn.max_pool(x, (3, 3), (2, 2), padding)
 
 
-def bottleneck(
-  x,
-  features: int,
-  strides: tuple[int, int],
-  conv: Callable,
-  norm: Callable,
-  norms_first: bool = False,
-):
-  """Applies 1x1, 3x3, 1x1 convolutions to 4 F channels, and adds the input.
+class Bottleneck(nn.Module):
+  """1x1, 3x3, 1x1 convolutions to 4 F channels, added to the input.
 
-  The stride is on the 3x3 convolution. Norm and ReLU come after a convolution
-  (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
+  Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. Norm and ReLU come after a
+  convolution (arXiv 1512.03385), or with `norms_first` before it (arXiv 1603.05027).
 
-  Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]. Names of convolutions are
-  'conv1' to 'conv3' and 'conv_proj'; of norms, '1' to '3' or '_proj'.
+  A subclass makes the layers: `conv`, of names 'conv1' to 'conv3' and 'conv_proj', and
+  `norm`, of names '1' to '3', or '_proj' for the one after the projection.
   """
-  out, one = 4 * features, (1, 1)
-  residual = x
-  if norms_first:
-    x = nn.relu(norm('1')(x))
-  if residual.shape[-1] != out or tuple(strides) != one:
-    residual = conv(out, 1, strides, name='conv_proj')(x)
-    if not norms_first:
-      residual = norm('_proj')(residual)
-  second, third = '23' if norms_first else '12'
-  y = conv(features, 1, one, name='conv1')(x)
-  y = nn.relu(norm(second)(y))
-  y = conv(features, 3, strides, name='conv2')(y)
-  y = nn.relu(norm(third)(y))
-  y = conv(out, 1, one, name='conv3')(y)
-  return residual + y if norms_first else nn.relu(residual + norm('3')(y))
+
+  features: int  # F, the channels inside.
+  # Of the 3x3 convolution and of the projection.
+  strides: tuple[int, int] = (1, 1)
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+  norms_first: ClassVar[bool] = False
+
+  def conv(self, features: int, size: int, strides: tuple[int, int], name: str):
+    raise NotImplementedError
+
+  def norm(self, name: str):
+    raise NotImplementedError
+
+  @nn.compact
+  def __call__(self, x):
+    features, first = self.features, self.norms_first
+    out, one = 4 * features, (1, 1)
+    residual = x
+    if first:
+      x = nn.relu(self.norm('1')(x))
+    if residual.shape[-1] != out or tuple(self.strides) != one:
+      residual = self.conv(out, 1, self.strides, 'conv_proj')(x)
+      if not first:
+        residual = self.norm('_proj')(residual)
+    y = self.conv(features, 1, one, 'conv1')(x)
+    y = nn.relu(self.norm('2' if first else '1')(y))
+    y = self.conv(features, 3, self.strides, 'conv2')(y)
+    y = nn.relu(self.norm('3' if first else '2')(y))
+    y = self.conv(out, 1, one, 'conv3')(y)
+    y = residual + y if first else nn.relu(residual + self.norm('3')(y))
+    return sharding.constrain_batch(y)
 
 
 class Stage(nn.Module):
@@ -120,11 +128,7 @@ class FrozenBatchNorm(nn.Module):
     return x * scale + bias
 
 
-NORMS = ('frozen_batch', 'group')
-
-
 def _norm(kind, types, name):
-  """Returns a norm, see NORMS."""
   if kind == 'group':
     return nn.GroupNorm(num_groups=None, group_size=8, name=name, **types)
   return FrozenBatchNorm(dtype=types['dtype'], name=name)
@@ -137,42 +141,24 @@ _conv = functools.partial(
 )
 
 
-class Bottleneck(nn.Module):
-  """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F], see `bottleneck`."""
-
-  features: int  # F, the channels inside.
-  stride: int = 1  # Of the 3x3 convolution and of the projection.
+class _Unit(Bottleneck):
+  kind: str = NORMS[0]
   dilation: int = 1  # Of the 3x3 convolution.
-  norm: str = NORMS[0]
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
 
-  @nn.compact
-  def __call__(self, x):
-    types = dtypes.of(self)
+  def conv(self, features, size, strides, name):
+    dilation = self.dilation if size > 1 else 1
+    return _conv(features, size, strides, dilation, name=name, **dtypes.of(self))
 
-    def conv(features, size, strides, name):
-      dilation = self.dilation if size > 1 else 1
-      return _conv(features, size, strides, dilation, name=name, **types)
-
-    norm = lambda name: _norm(self.norm, types, f'bn{name}')
-    strides = (self.stride, self.stride)
-    return bottleneck(x, self.features, strides, conv, norm)
+  def norm(self, name):
+    return _norm(self.kind, dtypes.of(self), f'bn{name}')
 
 
 class ResNet(nn.Module):
-  """A ResNet without its head.
+  """A ResNet without its head."""
 
-  Attributes:
-    units: bottlenecks per stage, see UNITS.
-    width: channels of the root; the stages have 4, 8, 16 and 32 times as many.
-    dilate_last: whether the last stage is dilated instead of strided ("DC5", arXiv
-      2005.12872, section 4).
-    norm: one of NORMS.
-  """
-
-  units: Sequence[int]
-  width: int = 64
+  units: Sequence[int]  # Bottlenecks per stage, see UNITS.
+  width: int = 64  # Channels of the root; stages have 4, 8, 16 and 32 times as many.
+  # Whether the last stage is dilated, not strided ("DC5", arXiv 2005.12872, section 4).
   dilate_last: bool = False
   norm: str = NORMS[0]
   dtype: Any = jnp.float32
@@ -191,10 +177,9 @@ class ResNet(nn.Module):
     maps = []
     for i, units in enumerate(self.units):
       dilated = self.dilate_last and i == len(self.units) - 1
-      unit = functools.partial(Bottleneck, self.width * 2**i, norm=self.norm, **types)
-      first = {'stride': 1 if i == 0 or dilated else 2}
+      unit = functools.partial(_Unit, self.width * 2**i, kind=self.norm, **types)
+      first = {'strides': (1, 1) if i == 0 or dilated else (2, 2)}
       others = {'dilation': 2 if dilated else 1}
       x = Stage(unit, units, first, others, name=f'block{i + 1}')(x)
-      x = sharding.constrain_batch(x)
       maps.append(x)
     return maps

@@ -28,16 +28,10 @@ POOLS = ('last', 'eos')
 
 
 class BertModel(nn.Module):
-  """BERT; its first token, [CLS], is the embedding of a text.
+  """BERT; its first token, [CLS], is the embedding of a text."""
 
-  Attributes:
-    config: sizes, a key of BERTS, or the fields of
-      vit_jax.layers.bert.BertEncoder.
-    num_classes: width E of a linear head; None for no head.
-  """
-
-  config: str | Mapping[str, Any]
-  num_classes: int | None = None
+  config: str | Mapping[str, Any]  # A key of BERTS, or the fields of BertEncoder.
+  num_classes: int | None = None  # E, the width of a linear head; None: no head.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -45,12 +39,9 @@ class BertModel(nn.Module):
   def __call__(self, tokens):
     """Embeds tokens, int32 [B, N], with 0 for padding.
 
-    Returns:
-      (embeddings [B, E], or [B, D] without a head; dict of `transformed`, [B, N,
-      D], `pre_logits`, [B, D], and with a head `logits`).
-
-    Raises:
-      ValueError: if the config is unknown, or a text has too many tokens.
+    Returns embeddings [B, E], or [B, D] without a head, and a dict of `transformed`,
+    [B, N, D], `pre_logits`, [B, D], and with a head `logits`. Raises ValueError if the
+    config is unknown, or a text has too many tokens.
     """
     fields = self.config
     if isinstance(fields, str):
@@ -66,33 +57,19 @@ class BertModel(nn.Module):
 
 
 class TextTransformer(nn.Module):
-  """The encoder of the Vision Transformer on the tokens of a text.
+  """The encoder of the Vision Transformer on the tokens of a text."""
 
-  Attributes:
-    num_classes: width E of a linear head; None for no head.
-    width: width D of a token.
-    num_layers: number of layers.
-    mlp_dim: width of the MLPs.
-    num_heads: number of heads.
-    dropout_rate: has no effect, since there is no dropout.
-    vocab_size: number of tokens of the vocabulary.
-    causal: whether a token attends to itself and earlier ones only.
-    pool: which token is the embedding of the text, one of POOLS.
-    gelu: see vit_jax.layers.encoder.MlpBlock.
-    norm_eps: added to the variance in LayerNorm.
-  """
-
-  num_classes: int | None
-  width: int = 512
+  num_classes: int | None  # E, the width of a linear head; None: no head.
+  width: int = 512  # D.
   num_layers: int = 12
   mlp_dim: int = 2048
   num_heads: int = 8
-  dropout_rate: float = 0.0
+  dropout_rate: float = 0.0  # Has no effect, since there is no dropout.
   vocab_size: int = 32_000
-  causal: bool = False
-  pool: str = 'last'
-  gelu: str = 'tanh'
-  norm_eps: float = 1e-6
+  causal: bool = False  # Whether a token attends to itself and earlier ones only.
+  pool: str = 'last'  # One of POOLS.
+  gelu: str = 'tanh'  # See vit_jax.layers.encoder.GELUS.
+  norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -100,26 +77,21 @@ class TextTransformer(nn.Module):
   def __call__(self, x):
     """Embeds tokens, int32 [B, N].
 
-    Returns:
-      (embeddings [B, E], or [B, D] without a head; dict of `embedded`, [B, N, D],
-      `pre_logits`, [B, D], and with a head `logits`).
-
-    Raises:
-      ValueError: if the numbers of tokens and positions differ, or `pool` is unknown.
+    Returns embeddings [B, E], or [B, D] without a head, and a dict of `embedded`, [B,
+    N, D], `pre_logits`, [B, D], and with a head `logits`. Raises ValueError if the
+    numbers of tokens and positions differ, or `pool` is unknown.
     """
     patches.check_choice('pool', self.pool, POOLS, 'config.model.text')
     types, out, tokens = dtypes.of(self), {}, x
     x = nn.Embed(self.vocab_size, self.width, **types)(tokens)  # [B, N, D]
     out['embedded'] = x
     x = x + self._positions(tokens.shape[1]).astype(x.dtype)
+    same = ('num_layers', 'mlp_dim', 'num_heads', 'gelu', 'norm_eps', 'causal')
     x = encoder.Encoder(
       dropout_rate=0.0,
       attention_dropout_rate=0.0,
       add_position_embedding=False,
-      **dtypes.of(
-        self,
-        *('num_layers', 'mlp_dim', 'num_heads', 'gelu', 'norm_eps', 'causal'),
-      ),
+      **dtypes.of(self, *same),
     )(sharding.constrain_batch(x), train=False)
     if self.pool == 'last':
       x = x[:, -1]
@@ -150,13 +122,9 @@ class TextTransformer(nn.Module):
 
 def _head(module):
   """Returns the linear head of a text tower; its results are float32 or wider."""
-  dtype = jnp.promote_types(dtypes.of(module)['dtype'], jnp.float32)
-  return nn.Dense(
-    module.num_classes,
-    name='head',
-    dtype=dtype,
-    param_dtype=module.param_dtype,
-  )
+  types = dtypes.of(module)
+  types['dtype'] = jnp.promote_types(types['dtype'], jnp.float32)
+  return nn.Dense(module.num_classes, name='head', **types)
 
 
 def vocab_size(params) -> int:

@@ -21,10 +21,8 @@ def sigmoid_xent(logits, labels):
 
   Labels [B, C] have any number of ones in a row.
   """
-  losses = optax.sigmoid_binary_cross_entropy(
-    logits.astype(jnp.float32), labels
-  )  # [B, C]
-  return losses.sum(axis=-1)
+  logits = logits.astype(jnp.float32)
+  return optax.sigmoid_binary_cross_entropy(logits, labels).sum(axis=-1)
 
 
 LOSSES = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
@@ -33,7 +31,7 @@ LOSSES = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
 def get_loss(name: str, label_smoothing: float = 0.0) -> Callable:
   """Returns a loss of LOSSES, a function (logits, labels) -> [B].
 
-  `label_smoothing` is the share of each label to spread evenly over all classes.
+  `label_smoothing` is the fraction of each label to spread evenly over all classes.
   """
   loss = LOSSES[name]
   if not label_smoothing:

@@ -48,10 +48,9 @@ def create_learning_rate_schedule(
       base / warmup_steps, not 0. None: `default_warmup`. Logs a warning if it
       is not below `total_steps`: the learning rate then only rises.
     linear_end: last learning rate of the linear decay (1e-5; issue #2).
-    decay_at: when a staircase drops, as increasing shares of `total_steps`.
+    decay_at: when a staircase drops, as increasing fractions of `total_steps`.
 
-  Returns:
-    A function from the step (0 for the first update) to the learning rate.
+  Returns a function from the step (0 for the first update) to the learning rate.
   """
   schema.check('decay_type', decay_type, Literal[DECAY_TYPES])
   schema.check('total_steps', total_steps, schema.Count)
@@ -134,9 +133,7 @@ def decay_mask(params):
 
 
 class EmaState(NamedTuple):
-  """Exponential average of the parameters: a tree like them, in float32."""
-
-  ema: Any
+  ema: Any  # Exponential average of the parameters: a tree like them, in float32.
 
 
 def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
@@ -176,10 +173,10 @@ def get_ema(opt_state):
 def multipliers(rules: Sequence[tuple[str, float]], params):
   """Returns the factors on the learning rate of parameters, a tree of floats.
 
-  `rules` is `config.lr_multipliers`: ordered (regex, factor) pairs, or a
-  single one. The first regex that is found in the parameter's path
-  ('/'-joined) gives its factor; 0 freezes the parameter. Without a match it is
-  1. Raises ValueError if a rule applies to no parameter, or all are frozen.
+  `rules` is `config.lr_multipliers`: ordered (regex, factor) pairs, or a single one.
+  The first regex found in the '/'-joined path of the parameter gives its factor, by
+  default 1; 0 freezes the parameter. Raises ValueError if a rule applies to no
+  parameter, or all are frozen.
   """
   if len(rules) == 2 and isinstance(rules[0], str):
     rules = (rules,)  # A single pair, written without the trailing comma.
