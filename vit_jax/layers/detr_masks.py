@@ -179,11 +179,8 @@ class MaskHead(nn.Module):
     maps = attend(features.queries, features.memory, features.mask)  # [B, Q, h, w, K]
     stages = []
     for i, stage in enumerate(features.stages):
-      width, fields = (
-        self.hidden_size // 2 ** (i + 1),
-        {'name': f'adapter_{i}', **types},
-      )
-      adapter = nn.Conv(width, (1, 1), kernel_init=_CONV_INIT, **fields)
+      width, name = self.hidden_size // 2 ** (i + 1), f'adapter_{i}'
+      adapter = nn.Conv(width, (1, 1), kernel_init=_CONV_INIT, name=name, **types)
       stages.append(adapter(stage))
     first = FirstConvolution(name='conv_0', **types)
     shared, kernel = first(features.projected, self.num_heads)
@@ -196,15 +193,15 @@ class MaskHead(nn.Module):
     if not size or queries <= size:
       return compute(convolutions, maps)
 
+    def compute_group(module, _, maps):
+      return None, nn.remat(compute, prevent_cse=False)(module, maps)
+
     # A loop over groups of queries, the last of which is filled up.
     missing = -queries % size
     maps = jnp.pad(maps, [(0, 0), (0, missing), (0, 0), (0, 0), (0, 0)])
     maps = maps.reshape(maps.shape[0], -1, size, *maps.shape[2:])
     loop = nn.scan(
-      lambda module, _, maps: (
-        None,
-        nn.remat(compute, prevent_cse=False)(module, maps),
-      ),
+      compute_group,
       variable_broadcast='params',
       split_rngs={'params': False},
       in_axes=1,
