@@ -75,7 +75,7 @@ def test_a_config_of_the_original_gives_a_schedule(total_steps, warmup):
     total_steps, cfg.base_lr, cfg.decay_type, cfg.warmup_steps
   )
   rates = values(schedule, [0, warmup, total_steps])
-  assert rates == pytest.approx([0.03 / max(1, warmup), 0.03, 0.0], abs=1e-9)
+  assert rates == pytest.approx([0.03 / max(1, warmup), 0.03, 0.0], rel=1e-6, abs=1e-9)
 
 
 def test_a_warm_up_longer_than_the_run_rises_with_a_warning(caplog):
