@@ -13,7 +13,7 @@ KEY = jax.random.key(0)
 SIZE = (32, 32, 3)  # Of an image.
 VIT = dict(
   patches={'size': (8, 8)}, hidden_size=16,
-  transformer=dict(num_layers=3, mlp_dim=16, num_heads=2),
+  transformer=dict(num_layers=1, mlp_dim=16, num_heads=2),
 )  # fmt: skip
 
 
@@ -37,14 +37,10 @@ def igpt(**fields):
 
 
 MODELS = {
-  'vit': vit,
-  'vit_in_a_loop': lambda: vit(num_layers=3, scan=True, attention='xla'),
-  'vit_relative': lambda: vit(
-    position_embedding='relative', position_layers='every'
-  ),
-  'vit_any_grid': lambda: vit(position_grid=(3, 3)),
+  'vit_in_a_loop': lambda: vit(num_layers=2, scan=True, attention='xla'),
+  'vit_any_grid': lambda: vit(position_grid=(3, 3), num_layers=1),
   'hybrid': lambda: tiny_models.tiny(
-    resnet={'num_layers': (1, 1), 'width_factor': 0.5},
+    resnet={'num_layers': (1,), 'width_factor': 0.5},
     patches={'size': (1, 1)},
   ),
   'mixer': lambda: models.MlpMixer(
@@ -54,7 +50,6 @@ MODELS = {
   'bit': lambda: models_bit.BitResNet(5, (1, 1), 0.5),
   'detr_vit': lambda: detr(backbone='vit', vit=VIT),
   'detr_panoptic': lambda: detr(mask_head=True, masks_at_a_time=2),
-  'igpt': igpt,
   'igpt_masked_in_a_loop': lambda: igpt(causal=False, scan=True),
 }  # fmt: skip
 
@@ -64,8 +59,7 @@ def arguments(name, count):
   rng = np.random.RandomState(count)
   if name.startswith('igpt'):
     colors = rng.randint(0, 8, (count, 16)).astype(np.int32)
-    masked = None if name == 'igpt' else rng.rand(count, 16) < 0.3
-    return dict(colors=colors, masked=masked)
+    return dict(colors=colors, masked=rng.rand(count, 16) < 0.3)
   images = rng.uniform(-1, 1, (count, *SIZE)).astype(np.float32)
   if name == 'masked_patches':
     fate, other = rng.randint(0, 4, (2, count, 16)).astype(np.int32)
@@ -89,7 +83,7 @@ def test_a_model_is_exported_with_a_free_batch(name):
     model = masked_patches.MaskedViT(num_classes=5, **VIT)
   else:
     model = MODELS[name]()
-  one, five = (arguments(name, count) for count in (1, 5))
+  one, three = (arguments(name, count) for count in (1, 3))
   draw = np.random.RandomState(0).uniform
   variables = jax.tree.map(  # Positive, for the variances.
     lambda x: draw(0.01, 0.3, x.shape).astype(x.dtype),
@@ -104,9 +98,8 @@ def test_a_model_is_exported_with_a_free_batch(name):
   )
   exported = export.export(apply)(variables, shapes)
   loaded = export.deserialize(exported.serialize())
-  for inputs in (one, five):
-    got, want = loaded.call(variables, inputs), apply(variables, inputs)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-      assert x.shape == y.shape
-      assert np.ptp(y) > 1e-3
-      np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)
+  got, want = loaded.call(variables, three), apply(variables, three)
+  for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    assert x.shape == y.shape
+    assert np.ptp(y) > 1e-3
+    np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5)

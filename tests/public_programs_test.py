@@ -68,23 +68,12 @@ def by_pmap(apply, variables, x):
 def by_shard_map(apply, variables, x):
   mesh = jax.sharding.Mesh(np.array(jax.devices()), ('data',))
   specs = dict(in_specs=(P(), P('data')), out_specs=P('data'))
-  return jax.shard_map(apply, mesh=mesh, **specs)(variables, x)
+  return jax.jit(jax.shard_map(apply, mesh=mesh, **specs))(variables, x)
 
 
 def by_vmap(apply, variables, x):
   run = jax.vmap(apply, in_axes=(None, 0), axis_name='batch')
   return run(variables, x[:, None])[:, 0]
-
-
-def by_jit_on_the_cpu(apply, variables, x):
-  with pytest.warns(DeprecationWarning, match='backend'):
-    return jax.jit(apply, backend='cpu')(variables, x)
-
-
-def under_explicit_axes(apply, variables, x):
-  kinds = (jax.sharding.AxisType.Explicit,)
-  with jax.set_mesh(jax.make_mesh((8,), ('data',), axis_types=kinds)):
-    return jax.jit(apply)(variables, x)
 
 
 def under_explicit_axes_split(apply, variables, x):
@@ -95,12 +84,8 @@ def under_explicit_axes_split(apply, variables, x):
 
 
 @pytest.mark.parametrize(
-  'way',
-  [
-    by_pmap, by_shard_map, by_vmap, by_jit_on_the_cpu, under_explicit_axes,
-    under_explicit_axes_split,
-  ],
-)  # fmt: skip
+  'way', [by_pmap, by_shard_map, by_vmap, under_explicit_axes_split]
+)
 def test_a_robustness_study_applies_the_model(small, way):
   """Evaluation over corrupted images, on all devices of a host."""
   model, variables, x = small
@@ -494,7 +479,6 @@ def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(
   folder = f'{config.dataset}/test'
   for data in (
     ds_test,
-    input_pipeline.get_data_from_tfds(config=config, mode='test'),
     input_pipeline.get_data_from_directory(
       config=config, directory=folder, mode='test'
     ),

@@ -1,4 +1,4 @@
-"""timm and transformers for the tests, beside a PyTorch without CUDA."""
+"""timm and transformers for the tests, with a PyTorch without CUDA."""
 
 import os
 

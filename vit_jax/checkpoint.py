@@ -14,7 +14,7 @@ from absl import logging
 import flax.core
 import flax.traverse_util
 
-from vit_jax import console, models
+from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import fetch, fitting, identify, published, reading, writing
 from vit_jax.weights.families import text
@@ -38,11 +38,7 @@ def load(path: str) -> dict:
       folder with such a file and its config.json), or the workdir of a run;
       local, https://, gs://, or hf://OWNER/NAME, see vit_jax/weights/hub.py.
 
-  Raises:
-    FileNotFoundError, PermissionError, OSError: if the file cannot be read.
-    ValueError: if it is damaged, holds pickled objects, or no weights of a model of
-      this package.
-    ImportError: if a package is missing; names the extra to install.
+  Raises what vit_jax.weights.reading.read does.
   """
   weights = reading.read(path)
   if weights.kind != 'workdir':
@@ -99,14 +95,10 @@ def load_pretrained(
       a square.
     new_grid: (height, width) in patches of the model; None: a square.
 
-  Returns:
-    Parameters with the shapes of `init_params`, frozen as in the original:
-    `.unfreeze()` converts them to a nested dict.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: if the
-      file cannot be read (see `load`) or does not fit; lists the wrong leaves
-      with both shapes, and names the model that the weights look like.
+  Returns parameters with the shapes of `init_params`, frozen as in the original:
+  `.unfreeze()` converts them to a nested dict. Raises what
+  vit_jax.weights.reading.read does, and ValueError if the weights do not fit, with
+  the leaves, both shapes, and the model that the weights look like.
   """
   taken = fitting.transferable(
     pretrained_path, init_params, model_config, grid, new_grid, partly=True
@@ -160,32 +152,27 @@ def check_exists(config):
 
 
 def pretrained_weights(config, task, params, extra=None) -> dict:
-  """Loads the weights of a config; returns {} if it names none.
+  """Loads the weights of a config, arrays by '/'-joined path; {} if it names none.
 
-  Args:
-    config: reads `pretrained`, `pretrained_dir`, `model`, `pp.crop`.
-    task: the task; its `new_params` keep their initial values.
-    params: shapes of the parameters.
-    extra: shapes of the extra state, or None. Weights include its collections in
-      vit_jax.weights.reading.EXTRA; `pretrained` may name others, such as the
-      parameters of a teacher of the same model, {'teacher': PATH}.
-
-  Returns:
-    Arrays by '/'-joined path in parameters or extra state.
+  `config` gives `pretrained`, `pretrained_dir`, `model` and `pp.crop`; the task its
+  `new_params`, which keep their initial values. `params` are shapes, and so is the
+  extra state, if any. Weights include its collections in
+  vit_jax.weights.reading.EXTRA; `pretrained` may name others, such as the parameters
+  of a teacher of the same model, {'teacher': PATH}.
   """
   extra = extra or {}
   published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
   found: dict[str, Any] = {}
   for part, path in _weights_paths(config).items():
-    if part and part not in {**params, **extra}:
+    known = sorted({**params, **extra})
+    if part and part not in known:
       raise ValueError(
         f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
-        f"'{part}/', but {sorted({**params, **extra})}; name one of these "
-        '(config.pretrained)'
+        f"'{part}/', but {known}; name one of these (config.pretrained)"
       )
     with _weights_named(config):
       if part in extra:
-        taken = _of_model(config, part, path, extra[part])
+        taken = _taken(config, path, extra[part], part, new=())
       else:
         taken = _part_weights(config, part, path, task, params, published_extra)
     both = {name.split('/')[0] for name in taken if name in found}
@@ -199,33 +186,34 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
 
 
 def _part_weights(config, part, path, task, params, extra) -> dict:
-  """Returns the weights of a part of a model from a file; '': of the whole."""
-  inner = model_configs.parts_of(config.model)
+  """Returns the weights of a part of a model from a file; '': of the whole.
+
+  1. A part that is a model of its own (`own`), such as an image tower, starts from
+     weights of such a model.
+  2. A whole model starts from the weights of such a part, if the file has those: a
+     detector with a Vision Transformer starts from a classifier.
+  3. Otherwise, the file has weights of the whole model, of which `part` is taken.
+  """
+  own = model_configs.parts_of(config.model)  # {'img': 'image'}
   if part == 'txt' and model_configs.kind_of(config.model) == 'lit':
-    inner = {'txt': 'text'}
-  for name in inner if not part else {part} & set(inner):
-    # Weights of a whole model may also initialise a part with the same parameters:
-    # a detector starts from a classifier.
-    other = () if part else (fitting.OtherModelError,)
-    new = ('head/', 'pre_logits/')
-    with contextlib.suppress(*other):
-      return _of_model(config, name, path, params[name], inner[name], new, part)
-  expected, new, adapt = {**params, **extra}, task.new_params, task.adapt_weights
-  taken = _taken(config, path, expected, new=new, adapt=adapt)
+    own = {'txt': 'text'}
+  new = ('head/', 'pre_logits/')
+  if part in own:
+    return _taken(config, path, params[part], part, own[part], new=new, part=part)
+  for name, key in own.items() if not part else ():
+    with contextlib.suppress(fitting.OtherModelError):
+      return _taken(config, path, params[name], name, key, new=new)
+  options = dict(new=task.new_params, adapt=task.adapt_weights)
+  taken = _taken(config, path, {**params, **extra}, **options)
   kept = (f'{part}/', *(f'{name}/' for name in extra)) if part else ''
   return {name: x for name, x in taken.items() if name.startswith(kept)}
 
 
-def _of_model(config, name, path, expected, key=None, new=(), part='') -> dict:
-  """Returns the weights of a whole model in a file, as part `name` of a state."""
-  taken = _taken(config, path, expected, key, new=new, part=part)
-  return {f'{name}/{leaf}': value for leaf, value in taken.items()}
+def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
+  """Calls `transferable` for a run's model, or for `config.model[key]`.
 
-
-def _taken(config, path, expected, key=None, **kwargs) -> dict:
-  """Calls `transferable` for a run's model, or for `config.model[key]`."""
-  from vit_jax import preprocess  # Late: imports TensorFlow.
-
+  `name` is the prefix of its parameters in the run's; '' for the whole model.
+  """
   model = config.model[key] if key and key != 'text' else config.model
   image = model_configs.vit_of(model)
   encoder = image.get('transformer') or {}
@@ -235,15 +223,9 @@ def _taken(config, path, expected, key=None, **kwargs) -> dict:
   place = f'model.{key}' if key else 'model'
   if key == 'text':
     model, place = text.config_of(model), text.place_of(model)
-  return transferable(
-    path,
-    expected,
-    model,
-    config.pretrained_grid,
-    new_grid,
-    place=place,
-    **kwargs,
-  )
+  grid = config.pretrained_grid
+  taken = transferable(path, expected, model, grid, new_grid, place=place, **kwargs)
+  return {f'{name}/{leaf}' if name else leaf: x for leaf, x in taken.items()}
 
 
 def _fix_groupnorm(params):
@@ -271,11 +253,8 @@ def augreg_filename(model: str, directory: str) -> str:
   filename = model
   if '-' not in model:
     rows = csv.DictReader(_augreg_index(directory).read_text().splitlines())
-    ours = [
-      row
-      for row in rows
-      if row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
-    ]
+    chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
+    ours = [*filter(chosen, rows)]
     if not ours:
       raise ValueError(
         f"model '{model}' is not among the i21k checkpoints of "

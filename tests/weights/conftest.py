@@ -3,6 +3,7 @@
 import json
 
 import flax.traverse_util
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -11,7 +12,30 @@ import torch
 from tests import tiny_models
 from vit_jax import checkpoint
 from vit_jax.weights import convert
-from vit_jax.weights.families import families
+from vit_jax.weights.families import base, families, lit
+
+
+def remembered(function):
+  """Returns a family's `shapes` that traces the model of each config once."""
+  found = {}
+
+  def shapes(self, config, params, num_classes, size):
+    of_params = str(jax.tree.map(np.shape, params))
+    key = config.to_json_best_effort(), of_params, num_classes, size
+    if key not in found:
+      found[key] = function(self, config, params, num_classes, size)
+    return dict(found[key])
+
+  return shapes
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _shapes_are_remembered():
+  """Tracing models is most of what reading their weights takes."""
+  with pytest.MonkeyPatch.context() as patch:
+    for family in (base.Family, lit.ImageTexts):
+      patch.setattr(family, 'shapes', remembered(family.shapes))
+    yield
 
 
 @pytest.fixture(scope='session')

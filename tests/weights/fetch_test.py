@@ -60,7 +60,7 @@ def test_a_url_is_fetched_once(tmp_path, server):
   assert asked == ['/ViT-B_16.npz']
 
 
-def test_the_config_beside_a_url_comes_along(tmp_path, server):
+def test_the_config_next_to_a_url_is_fetched(tmp_path, server):
   address, asked = server
   theirs = torch_models.hf_model(hidden_act='gelu_new')
   theirs.save_pretrained(tmp_path / 'served')
@@ -75,7 +75,7 @@ def test_the_config_beside_a_url_comes_along(tmp_path, server):
   assert found.image_size == (8, 12)
 
 
-def test_the_palette_beside_a_url_comes_along(tmp_path, server):
+def test_the_palette_next_to_a_url_is_fetched(tmp_path, server):
   address, asked = server
   (tmp_path / 'served').mkdir()
   colors = {'clusters': [[-1.0] * 3, [0.5] * 3]}

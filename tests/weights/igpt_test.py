@@ -1,4 +1,4 @@
-"""Tests of iGPT's weights from and for elsewhere."""
+"""Tests of converting the weights of iGPT."""
 
 import json
 
@@ -127,7 +127,7 @@ def test_a_file_without_a_head_has_a_head_of_zeros(good, tmp_path, caplog):
     convert.convert(str(tmp_path), str(tmp_path / 'run'), 'workdir')
 
 
-def test_old_files_have_masks_beside_their_weights(good, tmp_path):
+def test_old_files_have_masks_next_to_their_weights(good, tmp_path):
   _, theirs = good
   state = theirs.state_dict()
   state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16).bool()

@@ -64,7 +64,7 @@ def timm_folder(tmp_path):
   return change
 
 
-@pytest.mark.parametrize('pool', ['avg', 'max', 'avgmax'])
+@pytest.mark.parametrize('pool', ['avg', 'max'])
 def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder, pool):
   message = f"global_pool is '{pool}', but this package has only .* 'token'"
   for change in (
@@ -80,14 +80,11 @@ def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder, poo
   [
     ('vit_base_patch16_gap_224', {}, ('heads', 'GELU')),
     ('vit_base_patch16_gap_224', {'num_heads': 2}, ('GELU',)),
-    ('vit_base_patch16_gap_224', {'act_layer': 'gelu'}, ('heads',)),
     ('vit_base_patch16_gap_224', {'num_heads': 2, 'act_layer': 'gelu'}, ()),
     (None, {}, ('heads', 'GELU')),
   ],
 )
-def test_what_no_config_beside_weights_tells_is_asked_for(
-  timm_folder, name, args, untold
-):
+def test_what_no_config_gives_is_asked_for(timm_folder, name, args, untold):
   folder = timm_folder(args, architecture=name)
   told = dict(zip(('heads', 'GELU'), ({'num_heads': 2}, {'gelu': 'erf'})))
   for lacking in untold:
@@ -109,7 +106,8 @@ def test_what_no_config_beside_weights_tells_is_asked_for(
   ],
 )
 def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
-  theirs = timm.create_model(name.partition('.')[0], pretrained=False)
+  with torch.device('meta'):
+    theirs = timm.create_model(name.partition('.')[0], depth=1)
   found = vit_files.from_timm({'architecture': name}, 'token')
   block = theirs.blocks[0]
   assert found.num_heads == heads == block.attn.num_heads
@@ -135,7 +133,7 @@ def test_a_number_of_heads_that_the_config_contradicts_is_refused(timm_folder):
 
 
 @pytest.mark.parametrize('gelu', ['tanh', 'relu'])
-def test_a_gelu_that_is_told_or_unknown_is_refused(timm_folder, gelu):
+def test_a_gelu_that_is_given_or_unknown_is_refused(timm_folder, gelu):
   with pytest.raises(ValueError, match=f"gelu='{gelu}'.*erf.*--gelu"):
     convert.read(timm_folder({'num_heads': 2, 'act_layer': 'gelu'}), gelu=gelu)
 
@@ -192,22 +190,12 @@ def test_files_that_are_refused(tmp_path):
     with pytest.raises(ValueError, match='pickled objects, which are never'):
       reading.read(str(tmp_path / name))
   assert not (tmp_path / 'boom').exists()
-  params = tiny_models.numbers(tiny_models.tiny(), 8)
-  checkpoint.save(params, str(tmp_path / 'a.npz'))
-  convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / 'timm'), 'timm')
-  whole = (tmp_path / 'timm' / 'model.safetensors').read_bytes()
-  (tmp_path / 'cut.safetensors').write_bytes(whole[:-100])
-  with pytest.raises(ValueError, match='cut.safetensors.*(?i:damaged)'):
-    reading.read(str(tmp_path / 'cut.safetensors'))
   safetensors.numpy.save_file({'a': np.ones(3)}, tmp_path / 'other.safetensors')
   with pytest.raises(ValueError, match='other.safetensors.*names.*a'):
     reading.read(str(tmp_path / 'other.safetensors'))
   (tmp_path / 'empty').mkdir()
   with pytest.raises(ValueError, match='empty.*checkpoints'):
     reading.read(str(tmp_path / 'empty'))
-  (tmp_path / 'timm' / 'config.json').unlink()
-  with pytest.raises(ValueError, match='--num_heads'):
-    reading.read(str(tmp_path / 'timm'))
 
 
 def test_models_that_are_no_plain_vit(tmp_path):
@@ -242,18 +230,6 @@ def _of_hf(name, config, **fields):
   return getattr(torch_models.transformers, name)(config)
 
 
-def _vit_pose(name):
-  backbone = dict(
-    model_type='vitpose_backbone', image_size=[8, 8], patch_size=[4, 4],
-    hidden_size=32, num_hidden_layers=1, num_attention_heads=2, mlp_ratio=2,
-    out_indices=[1],
-  )  # fmt: skip
-  if name == 'VitPoseBackbone':
-    return _of_hf(name, 'VitPoseBackboneConfig', **backbone)
-  backbone = torch_models.transformers.VitPoseBackboneConfig(**backbone)
-  return _of_hf(name, 'VitPoseConfig', backbone_config=backbone)
-
-
 @pytest.mark.parametrize(
   'make, message',
   [
@@ -273,12 +249,17 @@ def _vit_pose(name):
       ),
       "model_type is 'dinov3_vit'",
     ),
-    (lambda: _vit_pose('VitPoseBackbone'), "model_type is 'vitpose_backbone'"),
-    (lambda: _vit_pose('VitPoseForPoseEstimation'), "model_type is 'vitpose'"),
+    (
+      lambda: _of_hf(
+        'VitPoseBackbone', 'VitPoseBackboneConfig', mlp_ratio=2, out_indices=[1],
+        **{**_SIZES, 'image_size': [8, 8], 'patch_size': [4, 4]},
+      ),
+      "model_type is 'vitpose_backbone'",
+    ),
   ],
 )  # fmt: skip
 def test_what_this_package_lacks_is_the_reason(tmp_path, make, message):
-  """The config beside the weights tells heads, sizes and all else."""
+  """The config next to the weights gives heads, sizes and all else."""
   if callable(make):
     make().save_pretrained(tmp_path)
   else:
@@ -303,17 +284,18 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
       checkpoint.check_exists(config)
 
 
-@pytest.mark.parametrize('dtype', [None, 'bfloat16'])
-def test_weights_are_in_memory_once(tmp_path, dtype):
-  """Beside the array that is being converted; NumPy tells tracemalloc."""
+def test_weights_are_in_memory_once(tmp_path):
+  """Except for the array being converted; tracemalloc sees NumPy's arrays."""
   layers = dict(num_layers=6, mlp_dim=512, num_heads=3)
   params = tiny_models.numbers(tiny_models.tiny(hidden_size=192, transformer=layers), 8)
+  gc.collect()
   checkpoint.save(params, str(tmp_path / 'a.npz'))
   for kind in ('timm', 'hf'):
     convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / kind), kind)
   sizes = [x.nbytes for x in jax.tree.leaves(params)]
-  for name in ('a.npz', 'timm', 'hf'):
-    gc.collect()
+  for name, dtype in (
+    ('a.npz', None), ('a.npz', 'bfloat16'), ('timm', 'bfloat16'), ('hf', None)
+  ):  # fmt: skip
     tracemalloc.start()
     try:
       found = reading.read(str(tmp_path / name), 3, dtype).params

@@ -116,16 +116,10 @@ def _checked(name, array, dtype) -> np.ndarray:
 
 def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
   """Warns of arrays that hold NaN or infinity."""
-  names = [name for name, array in arrays.items() if not _is_finite(array)]
+  names = [name for name, array in arrays.items() if not np.isfinite(array).all()]
   if names:
     more = f' and {len(names) - 10} more' if len(names) > 10 else ''
     logging.warning(
       f"'{file}' has NaN or infinite values in {', '.join(names[:10])}{more}: "
       'everything computed with them will have them too'
     )
-
-
-def _is_finite(array):
-  with np.errstate(over='ignore', invalid='ignore'):
-    # NaN and infinity persist in a sum; the sum itself may overflow.
-    return bool(np.isfinite(array.sum()) or np.isfinite(array).all())

@@ -47,14 +47,6 @@ model = timm.create_model('hf-hub:{{ name }}', pretrained=True).eval()
 config = timm.data.resolve_data_config({}, model=model)
 transform = timm.data.create_transform(**config)
 ```
-
-In transformers, which needs timm to load it:
-
-```python
-import transformers
-
-model = transformers.AutoModelForImageClassification.from_pretrained('{{ name }}')
-```
 {% else %}
 In transformers:
 
@@ -66,19 +58,7 @@ model = transformers.{{ fields['architectures'][0] }}.from_pretrained('{{ name }
 processor = transformers.AutoImageProcessor.from_pretrained('{{ name }}')
 {%- endif %}
 ```
-{% if fields['model_type'] == 'vit' %}
-In timm, whose arrays have other names:
-
-```bash
-vit_jax convert hf://{{ name }} /tmp/model --to=timm
-```
-
-```python
-import timm
-
-model = timm.create_model('local-dir:/tmp/model', pretrained=True)
-```
-{% endif %}{% endif %}
+{% endif %}
 In `vit_jax`:
 
 ```python
@@ -91,13 +71,9 @@ model.predict(['image.jpg'])
 
 
 def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
-  """Returns the card of a model that was written for timm or Hugging Face.
+  """Returns the card of a model of `src` that was written to `folder`.
 
-  Args:
-    model: the model.
-    src: what it was read from; data and metrics are taken from a workdir.
-    folder: the files that were written.
-    name: OWNER/NAME on the hub.
+  A workdir also has data and metrics. `name` is OWNER/NAME on the hub.
   """
   hub = console.needed('huggingface_hub', 'interop', 'a model card')
   console.needed('jinja2', 'interop', 'a model card')
@@ -145,13 +121,10 @@ def _facts(run) -> dict[str, str]:
 
 def _metrics(workdir, run) -> dict[str, str]:
   """Returns the last metrics of a run's evaluations."""
-  names = run_config.get_task(run.task).metrics(run)
-  found = {
-    key: value
-    for line in metrics_lib.read(workdir)
-    for key, value in line.items()
-    if key.startswith(tuple(f'{name}_' for name in names))
-  }
+  prefixes = tuple(f'{name}_' for name in run_config.get_task(run.task).metrics(run))
+  found = {}
+  for line in metrics_lib.read(workdir):
+    found |= {key: x for key, x in line.items() if key.startswith(prefixes)}
   return {'metrics': metrics_lib.format_metrics(found)} if found else {}
 
 
@@ -162,14 +135,12 @@ def _preprocessing(run, model) -> str:
       f'the shorter side is resized to {run.pp.eval_side} pixels, unless the '
       f'longer one would exceed {run.pp.longest_side}'
     )
-  how = 'as a whole, without preserving the aspect ratio'
-  resize = model.resize
-  if isinstance(resize, int):
-    how = f'to {resize} pixels at the shorter side, and the centre is cropped'
-  elif resize is not None:
-    how = f'to {"x".join(map(str, resize))} pixels, and the centre is cropped'
-  height, width = model.image_size
+  how = 'the whole image resized'
+  if isinstance(model.resize, int):
+    how = f'the centre of an image resized to {model.resize} at the shorter side'
+  elif model.resize is not None:
+    how = f'the centre of an image resized to {"x".join(map(str, model.resize))}'
   return (
-    f'{height}x{width} pixels, resized {how}, bilinearly and without antialiasing; '
-    'values from -1 to 1'
+    f'{"x".join(map(str, model.image_size))} pixels, {how}, bilinearly and without '
+    'antialiasing; values from -1 to 1'
   )

@@ -15,13 +15,13 @@ import ml_collections
 import numpy as np
 
 from vit_jax import models
+from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files
 from vit_jax.layers import encoder, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
 from vit_jax.weights.families import families
 
 KINDS = tuple(writing.WRITERS)
-_HUB_KINDS = ('hf', 'timm')
 # Kind of weights that are only a part of a model -> what they are.
 _PARTS = {
   'resnet': 'the backbone of a detector',
@@ -37,23 +37,21 @@ def read(
   dtype: str | None = None,
   gelu: str | None = None,
 ) -> writing.Model:
-  """Reads weights and identifies their model.
+  """Reads weights, see vit_jax.weights.reading.read, and identifies their model.
 
   Args:
-    src: see vit_jax.weights.reading.read.
+    src: see vit_jax.weights.reading.read; likewise num_heads and dtype.
     class_names: names of the classes; override those of `src`. For a detector,
       some names of `src` in any order select these classes, such as the 80 classes
       of COCO in a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not contain it and
       the grid of patches is not square.
-    num_heads: see vit_jax.weights.reading.read; likewise dtype.
     gelu: 'erf', 'tanh' or 'quick', see vit_jax.layers.encoder.GELUS; needed if the
       config of `src` does not contain it.
 
   Raises:
-    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      vit_jax.weights.reading.read. Also ValueError if names, size and weights
-      do not fit together.
+    What vit_jax.weights.reading.read raises, and ValueError if names, size and
+    weights do not fit together.
   """
   weights = reading.read(src, num_heads, dtype)
   config = identify.model_config(weights.params, weights.model)
@@ -67,23 +65,23 @@ def read(
       f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
       f'iGPT or LiT: it has {sorted(weights.params)[:6]} (SRC)'
     )
-  weights = weights._replace(model=_with_gelu(src, weights.model, gelu))
+  fields = _with_gelu(src, weights.model, gelu)
   if weights.kind == 'workdir':
-    config = ml_collections.ConfigDict(weights.model)
+    config = ml_collections.ConfigDict(fields)
   else:
     with config.ignore_type():
-      config.update(weights.model)
+      config.update(fields)
   num_classes = identify.num_classes(weights.params)
   if class_names and len(class_names) < num_classes:
     weights = fitting.with_classes(weights, class_names)
     num_classes = identify.num_classes(weights.params)
   names = class_names or weights.class_names
+  if class_names and len(names) != num_classes:
+    raise ValueError(
+      f'{len(names)} class names for a head of {num_classes} classes: give '
+      f'{num_classes} names (--class_names)'
+    )
   if names is not None and len(names) != num_classes:
-    if class_names:
-      raise ValueError(
-        f'{len(names)} class names for a head of {num_classes} classes: give '
-        f'{num_classes} names (--class_names)'
-      )
     names = None
   with arrays.naming(src):
     family = families.of(config)
@@ -115,12 +113,10 @@ def _with_gelu(src, model, gelu):
       f"'{src}' does not say which GELU its model computes: put its config next to "
       f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
     )
-  if gelu is not None and gelu not in encoder.GELUS:
-    raise ValueError(
-      f"gelu='{gelu}' must be one of {', '.join(encoder.GELUS)} (--gelu)"
-    )
+  if gelu not in (None, *encoder.GELUS):
+    raise ValueError(f"gelu='{gelu}' must be one of {[*encoder.GELUS]} (--gelu)")
   if gelu is not None and values not in ({None}, {gelu}):
-    what = ' and '.join(map(str, values)) if values else 'given by its format'
+    what = ' and '.join(map(str, values)) or 'given by its format'
     raise ValueError(
       f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
     )
@@ -147,20 +143,12 @@ def push(
 ) -> tuple[writing.Model, list[str]]:
   """Converts weights, and uploads them with a card to the Hugging Face Hub.
 
-  Args:
-    src: see `convert`; for a workdir the card also has data and metrics.
-    name: hf://OWNER/NAME; a model that exists gets a new commit.
-    to: 'hf' or 'timm'.
-    **options: see `convert`.
-
-  Raises:
-    PermissionError: without a token, before anything is read.
-    OSError, ValueError: see vit_jax.weights.hub.fetch, and `convert`.
+  `name` is hf://OWNER/NAME; a model that exists gets a new commit. For the rest, the
+  result and the errors see `convert`. PermissionError without a token, before
+  anything is read; OSError if the hub refuses.
   """
-  if to not in _HUB_KINDS:
-    raise ValueError(
-      f'push needs --to={"|".join(_HUB_KINDS)}, not {to}: the hub loads these'
-    )
+  if to not in ('hf', 'timm'):
+    raise ValueError(f'push needs --to=hf|timm, not {to}: the hub loads these')
   hub.check_push(name)
   with tempfile.TemporaryDirectory() as parent:
     folder = epath.Path(parent) / 'model'
@@ -180,16 +168,13 @@ def convert(
   num_heads: int | tuple[int, int] | None = None,
   gelu: str | None = None,
 ) -> tuple[writing.Model, list[str]]:
-  """Converts weights bit for bit.
+  """Converts weights bit for bit; returns the model, and notes about the result.
 
   Args:
     src: weights in any format, see vit_jax.weights.reading.read.
-    dst: file (npz) or folder to write; it appears only when it is complete.
+    dst: file (npz, pth) or folder to write; it appears only when it is complete.
     to: one of KINDS; by default npz or pth if `dst` ends so.
     class_names, image_size, num_heads, gelu: see `read`.
-
-  Returns:
-    The model, and a list of notes about the result.
 
   Raises:
     FileExistsError: if `dst` exists.
@@ -232,12 +217,13 @@ def convert(
 
 def _with_plain_positions(model, to):
   """Replaces position embeddings on a grid by their table; also returns notes."""
-  fields = model.config.get('transformer') or {}
+  fields = model_configs.vit_of(model.config).get('transformer') or {}
   kind = fields.get('position_embedding', 'learned_1d')
   layers = fields.get('position_layers', 'stem')
-  if kind == 'none' or (kind, layers) == ('learned_1d', 'stem'):
+  whole = 'transformer' in model.config  # Not a tower of an image-text model.
+  if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and whole):
     return model, []
-  if kind == 'relative' or layers != 'stem':
+  if kind == 'relative' or layers != 'stem' or not whole:
     raise ValueError(
       f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
       f'written as {to}, whose models add one table before the first layer: use '
@@ -272,8 +258,6 @@ def _names(path: str) -> list[str]:
 
 def run(args) -> None:
   """Converts as the flags of `vit_jax convert` say, and prints a summary."""
-  if args.push:
-    hub.check_push(args.push)  # Before anything is read.
   names = _names(args.class_names) if args.class_names else None
   options = dict(
     to=args.to, class_names=names, image_size=args.image_size,
@@ -285,10 +269,10 @@ def run(args) -> None:
     model, notes = convert(args.src, args.dst, **options)
   count = sum(x.size for x in jax.tree.leaves(model.params))
   size = 'x'.join(map(str, model.image_size or ('any size',)))
+  classes = f'{model.num_classes:,}' if model.num_classes else 'no'
   print(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
-    f'images of {size}, '
-    + (f'{model.num_classes:,} classes' if model.num_classes else 'no classes')
+    f'images of {size}, {classes} classes'
   )
   for note in notes:
     print(f'note: {note}')

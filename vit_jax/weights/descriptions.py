@@ -15,15 +15,10 @@ from vit_jax.weights import arrays, fetch
 
 
 class Description(NamedTuple):
-  """What a JSON file says about weights.
+  """What a JSON file says about weights, see vit_jax.weights.reading.Weights.
 
-  Attributes:
-    model: fields of the model, a nested dict.
-    class_names: in the order of the logits, or None if unknown.
-    image_size: (height, width) in pixels, or None if unknown.
-    metadata: further metadata of a run by name, such as a palette.
-    num_heads: number of attention heads, or a pair for image and text tower; None
-      if unknown.
+  `num_heads` is the number of attention heads, or a pair for image and text tower;
+  None if unknown.
   """
 
   model: dict
@@ -60,28 +55,28 @@ def read(path: epath.Path, describe: Callable[[dict], Description]):
 Kind = tuple[Callable[[Any], bool], str]
 
 
-def _is_count(value):
-  return type(value) is int and value > 0
+def _is_count(x):
+  return type(x) is int and x > 0
+
+
+def _is_string(x):
+  return isinstance(x, str)
 
 
 def _is_list(fits):
   return lambda x: isinstance(x, list) and all(map(fits, x))
 
 
-def _is_string(value):
-  return isinstance(value, str)
-
-
 OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
 FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
 STRING: Kind = (_is_string, 'a string')
+NAMES: Kind = (_is_list(_is_string), 'a list of names')
 COUNT: Kind = (_is_count, 'a number of at least 1')
 COUNTS: Kind = (_is_list(_is_count), 'a list of numbers of at least 1')
 EPSILON: Kind = (
   lambda x: type(x) in (int, float) and 0 < x < 1,
   'a number between 0 and 1',
 )
-NAMES: Kind = (_is_list(_is_string), 'a list of names')
 SIZE: Kind = (
   lambda x: _is_count(x) or (COUNTS[0](x) and len(x) == 2),
   'a number of pixels, or [height, width]',

@@ -6,7 +6,7 @@ variable VIT_JAX_INSECURE=1, which the flag --insecure of the commands sets, als
 allows http://. vit_jax/weights/hub.py fetches models from the Hugging Face Hub.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 import contextlib
 import hashlib
 import os
@@ -78,10 +78,9 @@ def fetch(path: str) -> epath.Path:
   A path on the hub may name a whole model, see vit_jax.weights.hub.fetch. Files
   in a bucket are tried without credentials first, then with the user's.
 
-  Raises:
-    FileNotFoundError, PermissionError: if there is no such file, or no access.
-    OSError: if the file cannot be fetched.
-    ValueError: if the URL is not encrypted and VIT_JAX_INSECURE is not set.
+  FileNotFoundError or PermissionError if there is no such file, or no access; OSError
+  if it cannot be fetched; ValueError if the URL is not encrypted and
+  VIT_JAX_INSECURE is not set.
   """
   path = str(path)
   if hub.is_at(path):
@@ -149,14 +148,8 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
 def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
   """Copies a file between any two places that etils.epath reaches.
 
-  Args:
-    src: the file to copy.
-    dst: the copy; it appears only when it is complete.
-    progress: whether to show a bar.
-    block_size: bytes to read at a time.
-
-  Raises:
-    FileNotFoundError: if there is no such file.
+  The copy appears only when it is complete. `block_size` are the bytes that are read
+  at a time. FileNotFoundError if there is no such file.
   """
   source = epath.Path(src)
   if not source.is_file():
@@ -172,14 +165,13 @@ def _write(source, target, length, label, block_size=_BLOCK):
   The target appears only when it is complete.
   """
   target.parent.mkdir(parents=True, exist_ok=True)
-  blocks: Iterable[bytes] = iter(lambda: source.read(block_size), b'')
   options = dict(total=length, unit='B', unit_scale=True, desc=label)
   with (
     console.bar(**options, disable=label is None) as bar,
     files.replacing(target) as f,
   ):
     written = 0
-    for block in blocks:
+    while block := source.read(block_size):
       written += f.write(block)
       bar.update(len(block))
     if length is not None and written != length:

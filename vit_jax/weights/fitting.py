@@ -5,7 +5,6 @@ in section 3.2 of the paper.
 """
 
 from collections.abc import Callable, Sequence
-import contextlib
 import math
 import re
 
@@ -50,7 +49,7 @@ def transferable(
       that returns them, see vit_jax.tasks.base.Task.new_params.
     partly: whether the model may have parameters that published models lack, and
       the file more layers.
-    adapt: changes what was read, see vit_jax.tasks.base.Task.adapt_weights.
+    adapt: see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
     part: the part of an image-text model that this model is; it is initialised,
       with its head, from the same part of an image-text model's weights.
@@ -70,7 +69,7 @@ def transferable(
       f"The head of '{pretrained_path}' is all zeros: these weights have no trained "
       'classifier'
     )
-  with _explaining(pretrained_path, weights.params, expected):
+  try:
     if callable(new):
       new = new(flat, want, weights.class_names)
     if model_config.get('representation_size') is None:
@@ -79,6 +78,11 @@ def transferable(
     have = {k: v for k, v in flat.items() if not k.startswith(new)}
     resized, faults = _resized(have, want, grid or _grid(weights), new_grid)
     taken = _choose(have | resized, want, new, partly, faults)
+  except ValueError as e:
+    raise ValueError(
+      f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the model "
+      f'of this config like {identify.describe(expected)}: {e}'
+    ) from None
   note_differences(weights, model_config, place)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, new)
@@ -162,18 +166,6 @@ def _resized(have, want, grid, new_grid):
       table = positions.resize(np.asarray(table, np.float32), new[0])
       resized[path] = table.astype(np.float32)
   return resized, faults
-
-
-@contextlib.contextmanager
-def _explaining(path, params, expected):
-  """Adds to an error what models the weights and the parameters look like."""
-  try:
-    yield
-  except ValueError as e:
-    raise ValueError(
-      f"'{path}' looks like {identify.describe(params)}, the model of this "
-      f'config like {identify.describe(expected)}: {e}'
-    ) from None
 
 
 def _note_parts(path, flat, want, taken, new):
@@ -261,11 +253,8 @@ def interpolate_posembed(
     grid: (height, width) of `posemb` in patches; None: a square.
     new_grid: (height, width) wanted; None: a square.
 
-  Returns:
-    float32 [1, num_tokens, D].
-
-  Raises:
-    ValueError: if a grid does not match its number of tokens.
+  Returns float32 [1, num_tokens, D]. ValueError if a grid does not match its number
+  of tokens.
   """
   posemb = np.asarray(posemb, np.float32)
   extra = int(has_class_token)

@@ -20,14 +20,10 @@ from etils import epath
 
 from vit_jax import console
 
-# Names of weights files in folders of timm or Hugging Face, in order of
-# preference. The second lists the files of a large model.
-FILES = (
-  'model.safetensors',
-  'model.safetensors.index.json',
-  'pytorch_model.bin',
-)
+# Weights files in folders of timm or Hugging Face, in order of preference. The second
+# lists the files of a large model.
 INDEX = '.safetensors.index.json'
+FILES = ('model.safetensors', f'model{INDEX}', 'pytorch_model.bin')
 _PLACES = ('hf://', 'https://huggingface.co/', 'https://hf.co/')
 _FORM = 'hf://OWNER/NAME[@REVISION][/FILE]'
 _LOG_IN = 'log in (hf auth login), or set HF_TOKEN'
@@ -67,19 +63,12 @@ def commit(path) -> str:
 def fetch(path, revision: str | None = None) -> epath.Path:
   """Fetches a file, or the weights of a model, with the JSON files next to it.
 
-  Args:
-    path: see the top of this module. Without a FILE the first of FILES that
-      the model has is fetched, and a local folder returned.
-    revision: a commit that replaces the path's revision.
+  Without a FILE in `path`, the first of FILES that the model has is fetched, and its
+  local folder returned. `revision` is a commit that replaces the path's revision.
 
-  Returns:
-    The local path in the cache.
-
-  Raises:
-    FileNotFoundError: if there is no such model, revision or file.
-    PermissionError: if the hub wants a token, or another one.
-    OSError: if the hub does not answer, or a file has another hash than there.
-    ValueError: if the path does not name a model.
+  FileNotFoundError if there is no such model, revision or file; PermissionError if
+  the hub wants a token, or another one; OSError if the hub does not answer, or a file
+  has another hash than there; ValueError if the path does not name a model.
   """
   uri = parse(path)
   revision, name = revision or uri.revision, uri.path_in_repo
@@ -88,7 +77,7 @@ def fetch(path, revision: str | None = None) -> epath.Path:
   if name.endswith(INDEX):
     wanted[0].append(f'{glob.escape(name.removesuffix(INDEX))}-*.safetensors')
   elif not name:
-    wanted = [FILES[0]], ['model-*.safetensors'], [FILES[2]]
+    wanted = [[FILES[0]], ['model-*.safetensors'], [FILES[2]]]
   for names in wanted:
     folder = _snapshot(path, uri, revision, names)
     revision = folder.name  # The branch may move before the next call.

@@ -82,8 +82,8 @@ def read(
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
-    ValueError: if the file holds no weights, is damaged, holds pickled objects or
-      other types than floats, or is not of a model of this package.
+    ValueError: if it is damaged, holds pickled objects or other types than floats,
+      or is not of a model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
   pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
@@ -181,15 +181,8 @@ def _weights(flat, kind, found: descriptions.Description) -> Weights:
   """Returns arrays by path as a tree, with their description."""
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
   extra = {name: tree.pop(name) for name in EXTRA if name in tree}
-  return Weights(
-    tree,
-    kind,
-    found.model,
-    found.class_names,
-    found.image_size,
-    extra,
-    found.metadata,
-  )
+  model, class_names, image_size, metadata, _ = found
+  return Weights(tree, kind, model, class_names, image_size, extra, metadata)
 
 
 def _read_workdir(folder):
@@ -229,8 +222,10 @@ def _read_torch(file, num_heads, sibling, dtype):
         'files of the weights into one folder'
       )
     with arrays.naming(part):
-      is_torch = not part.name.endswith('.safetensors')
-      found = (arrays.read_torch if is_torch else arrays.read_safetensors)(part, dtype)
+      if part.name.endswith('.safetensors'):
+        found = arrays.read_safetensors(part, dtype)
+      else:
+        found = arrays.read_torch(part, dtype)
       if repeated := sorted(flat.keys() & found):
         raise ValueError(f"'{repeated[0]}' is in another file of '{file}' too")
     flat |= found

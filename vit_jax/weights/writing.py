@@ -28,10 +28,7 @@ class Model(NamedTuple):
   Attributes that vit_jax.weights.reading.Weights does not have:
     config: fields of the model without `num_classes`.
     num_classes: width of the head; 0 without a head.
-    image_size: None for a detector of images of any size.
     source: format that the model was read from.
-    resize: how images are resized before the centre is cropped, see
-      `config.pp.resize`; None to resize the whole image to `image_size`.
   """
 
   params: dict
@@ -58,15 +55,11 @@ def check(model: Model, to: str) -> list[str]:
 
 
 def save(params, path: str):
-  """Writes parameters as an .npz file, under the published names.
+  """Writes parameters, a nested dict of arrays, under the published names.
 
-  Args:
-    params: nested dict of arrays. They keep their types, except that bfloat16
-      becomes float32, since .npz cannot hold bfloat16.
-    path: the file; it appears only when it is complete.
-
-  Raises:
-    ValueError: if two arrays would get the same name in the file.
+  Arrays keep their types, except that bfloat16 becomes float32, since .npz cannot
+  hold bfloat16. The file appears only when it is complete. ValueError if two arrays
+  would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
   names = published.file_names(flat)
@@ -128,7 +121,7 @@ def _write_folder(model, dst, to):
   contents, notes = family.files(model, to)
   dst.mkdir(parents=True, exist_ok=True)
   with files.replacing(dst / 'model.safetensors') as file:
-    _write_safetensors(state, file)
+    file.write(_safetensors(state))
   for name, content in contents.items():
     (dst / name).write_text(json.dumps(content, indent=1))
   return notes
@@ -139,15 +132,15 @@ def _write_pth(model, dst):
   state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
   with files.replacing(dst) as file:
     if dst.suffix == '.safetensors':
-      _write_safetensors(state, file)
+      file.write(_safetensors(state))
     else:
       torch = console.needed('torch', 'torch', f"writing '{dst}'")
       torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []
 
 
-def _write_safetensors(state, file):
-  file.write(safetensors.numpy.save(state, metadata={'format': 'pt'}))
+def _safetensors(state):
+  return safetensors.numpy.save(state, metadata={'format': 'pt'})
 
 
 def scaled(model: Model) -> Model:

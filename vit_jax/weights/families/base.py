@@ -46,7 +46,7 @@ class Family(abc.ABC):
   computes: Mapping[str, Any]
   hf_types: tuple[str, ...] = ()
   head: str = 'head/bias'
-  namings: Mapping[str, leaves.Naming]
+  namings: Mapping[str, leaves.Naming] = {}
 
   def detect(self, names: Iterable[str]) -> str | None:
     """Returns the naming of a state dict, or None if it is of no such model."""
@@ -61,7 +61,6 @@ class Family(abc.ABC):
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path.
 
-    `num_heads` is described in vit_jax.weights.descriptions.Description.
     ValueError for arrays that no such model has, or if the number does not fit.
     """
     if isinstance(num_heads, tuple):
@@ -116,18 +115,14 @@ class Family(abc.ABC):
   ) -> descriptions.Description:
     """Returns what other files say about the weights in `file`, arrays `flat`.
 
-    `sibling` returns the path of a file in the folder of the weights, which need
-    not exist. May rename and split arrays as `load` does, which is called next.
-    ValueError if a field has a wrong value, or one that no model here has.
+    `sibling` returns the path of a file next to them, which need not exist. May
+    rename and split arrays as `load` does, which is called next.
     """
 
   def image_size(
     self, config, params, given: tuple[int, int] | None
   ) -> tuple[int, int] | None:
-    """Returns (height, width) of a model's images; None for any size.
-
-    ValueError if the size given does not fit the parameters, or if it is needed.
-    """
+    """Returns (height, width) of a model's images; None for any size."""
     return given
 
   def inputs(self, config, params, image_size) -> jax.ShapeDtypeStruct:

@@ -13,7 +13,6 @@ are at 'frozen/' in the tree, separate from the parameters.
 
 import functools
 import re
-import types
 
 from vit_jax import models_detr
 from vit_jax.configs import common, detr as recipe, schema
@@ -151,8 +150,6 @@ _NAMINGS = {
 }  # fmt: skip
 
 
-# Width and heads of the published models.
-_PUBLISHED = 256, 8
 # Number of classes of the published panoptic models, and the first one of stuff.
 _PANOPTIC, _STUFF_FROM = 250, 91
 # Units per stage -> timm's name of backbones that Hugging Face takes from timm.
@@ -167,10 +164,9 @@ class Detrs(base.Family):
   leaf = _QUERIES
   formats = ('hf', 'pth', 'workdir')
   hf_types = ('detr', 'resnet')
-  computes = types.MappingProxyType({'dilate_last': False})
+  computes = {'dilate_last': False}  # noqa: RUF012
   head = 'class_head/bias'
-
-  namings = types.MappingProxyType(_NAMINGS)
+  namings = _NAMINGS
 
   def naming(self, naming, names):
     """Hugging Face has its own ResNet where timm has none of these sizes."""
@@ -192,10 +188,9 @@ class Detrs(base.Family):
     if naming == 'resnet':  # Its head is left out.
       for name in [name for name in flat if name.startswith(('fc.', 'classifier.'))]:
         del flat[name]
-    width, heads = _PUBLISHED
     queries = flat.get(self.namings[naming].marks[0])
-    if queries is not None and queries.shape[-1:] == (width,):
-      num_heads = num_heads or heads
+    if queries is not None and queries.shape[-1:] == (256,):  # As published.
+      num_heads = num_heads or 8
     return super().load(flat, naming, num_heads)
 
   def dump(self, flat, naming):

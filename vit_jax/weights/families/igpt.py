@@ -8,7 +8,6 @@ token. preprocessor_config.json has the palette, `clusters`, colours in [-1, 1].
 
 import math
 import re
-import types
 
 from absl import logging
 import jax
@@ -74,10 +73,9 @@ class ImageGPTs(base.Family):
   leaf = 'color_embedding'
   formats = ('hf', 'workdir')
   hf_types = ('imagegpt',)
-  computes = types.MappingProxyType({'attention_scale': _SCALES[0]})
+  computes = {'attention_scale': _SCALES[0]}  # noqa: RUF012
   head = 'class_head/kernel'
-
-  namings = types.MappingProxyType({'hf': _NAMING})
+  namings = {'hf': _NAMING}  # noqa: RUF012
 
   def load(self, flat, naming, num_heads):
     """A missing colour head is zero."""
@@ -114,12 +112,11 @@ class ImageGPTs(base.Family):
         f'class_head has no counterpart in {_NAMING.program} ({_CLASSES}): write '
         'this model as a run (--to=workdir)'
       )
-    colors = flat['color_embedding'], flat.pop('start_token')[None]
-    flat['color_embedding'] = np.concatenate(colors)
+    start = flat.pop('start_token')[None]
+    flat['color_embedding'] = np.concatenate([flat['color_embedding'], start])
     state = super().dump(flat, naming)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, state)):
-      value = np.ascontiguousarray(state[name].T)
-      state[name] = value
+      state[name] = value = np.ascontiguousarray(state[name].T)
       bias = f'{name.removesuffix("weight")}bias'
       state[bias] = np.zeros(value.shape[1], value.dtype)
     return state

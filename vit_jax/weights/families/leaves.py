@@ -34,7 +34,6 @@ Conversions only transpose and reshape: they are exact in both directions.
 import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import re
-import types
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,7 +91,7 @@ class Naming(NamedTuple):
     groups: the table.
     marks: names, any of which shows that a state dict has this naming.
     old_names: (regex, replacement) from names of other versions to the table's.
-    joined: part of the names of joined projections, and of those in the table.
+    joined: part of the name of a joined projection, and the parts that replace it.
     program: the program, in words.
     features: parts of other names -> what they belong to, for errors.
   """
@@ -104,7 +103,7 @@ class Naming(NamedTuple):
   old_names: tuple[tuple[str, str], ...] = ()
   joined: tuple[str, tuple[str, ...]] | None = None
   program: str = ''
-  features: Mapping[str, str] = types.MappingProxyType({})
+  features: Mapping[str, str] = {}
 
   def fits(self, names: Iterable[str]) -> bool:
     """Returns whether a state dict with these names has this naming."""
@@ -191,7 +190,7 @@ def _leaves(row, here, there) -> Iterator[Leaf]:
 
 
 def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
-  """Brings names and joined arrays of a state dict to those of its table.
+  """Renames and splits the arrays of a state dict as its table has them.
 
   Changes `flat` in place. Returns the leaves; ValueError if `flat` has others.
   """
@@ -218,10 +217,9 @@ def load(
   naming: Naming,
   num_heads: int | Callable[[str], int | None] | None,
 ) -> dict[str, np.ndarray]:
-  """Converts the arrays of a state dict; for the errors see `prepare`.
+  """Converts the arrays of a state dict, which it empties; see `prepare`.
 
-  Takes them out of `flat`, so that no array is in memory twice. `num_heads` is
-  the number of attention heads, or a function of a leaf's path.
+  `num_heads` is the number of attention heads, or a function of a leaf's path.
   """
   heads_of = num_heads if callable(num_heads) else lambda path: num_heads
   return {

@@ -8,7 +8,6 @@ embedding and the heads; they are zero here. The published .npz files
 
 import base64
 import functools
-import types
 
 import jax
 import ml_collections
@@ -93,10 +92,6 @@ _DEFAULTS = {
 }
 _WHOLE = 'CLIP or SigLIP of Vision Transformers'
 _WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
-# The files of their vocabularies.
-_VOCABULARIES = {
-  'clip': 'tokenizer.json', 'siglip': 'spiece.model', 'siglip2': 'tokenizer.json'
-}  # fmt: skip
 
 
 def _naming(style: str) -> leaves.Naming:
@@ -136,16 +131,13 @@ class ImageTexts(base.Family):
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
   hf_types = ('clip', 'siglip')
-  computes = types.MappingProxyType(
-    {
-      **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
-      **{f'text.{k}': v for k, v in text.TextTransformers.computes.items()},
-      'pp.tokenizer_name': None,
-      'pp.max_len': None,
-    }
-  )  # fmt: skip
-
-  namings = types.MappingProxyType({style: _naming(style) for style in _OWN})
+  computes = {  # noqa: RUF012
+    **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
+    **{f'text.{k}': v for k, v in text.TextTransformers.computes.items()},
+    'pp.tokenizer_name': None,
+    'pp.max_len': None,
+  }
+  namings = {style: _naming(style) for style in _OWN}  # noqa: RUF012
 
   def naming(self, naming, names):
     if naming == 'open_clip':
@@ -184,11 +176,9 @@ class ImageTexts(base.Family):
       fields = {'kind': 'bert', 'config': _bert_config(fields)}
     else:
       pp = {'max_len': texts['pos_embedding'][1]}
-    posemb = images.get('Transformer/posembed_input/pos_embedding')
-    if posemb is not None:
+    if posemb := images.get('Transformer/posembed_input/pos_embedding'):
       patches = posemb[1] - ('cls' in images)
-      config = ml_collections.ConfigDict(image)
-      pp['size'] = vit_files.square(patches, config)[0]
+      pp['size'] = vit_files.square(patches, ml_collections.ConfigDict(image))[0]
     heads = (x.get('head/kernel', (None,))[-1] for x in (images, texts))
     return {
       'kind': 'lit',
@@ -236,12 +226,14 @@ class ImageTexts(base.Family):
       describe = functools.partial(_from_hf, style=style, rows=rows)
       found = descriptions.read(sibling('config.json'), describe)
     values = vit_files.scaling(sibling, naming).values()
-    scaling = dict(zip(('image_mean', 'image_std'), values))
+    scaling = dict(zip(_SCALES, values))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
-    if style == 'siglip' and _is_gemma(sibling('tokenizer_config.json')):
+    beside = sibling('tokenizer_config.json')
+    kind = descriptions.read(beside, lambda config: config.get('tokenizer_class'))
+    if style == 'siglip' and str(kind).startswith(('Gemma', 'Siglip2')):
       tokenizer = 'siglip2'
     pp = {'tokenizer_name': tokenizer}
-    vocabulary = sibling(_VOCABULARIES[tokenizer])
+    vocabulary = sibling('spiece.model' if tokenizer == 'siglip' else 'tokenizer.json')
     if vocabulary.exists():
       pp['vocab_path'] = str(vocabulary)
     return found._replace(
@@ -329,35 +321,24 @@ class ImageTexts(base.Family):
     return ('hf', *self.formats) if _style_in_hf(config) else self.formats
 
   def notes(self, model, to):
-    encoder = model.config.image.get('transformer') or {}
-    kinds = (
-      encoder.get('position_embedding', 'learned_1d'),
-      encoder.get('position_layers', 'stem'),
-    )
-    if to != 'workdir' and kinds != ('learned_1d', 'stem'):
-      raise ValueError(
-        f"position_embedding='{kinds[0]}' with position_layers='{kinds[1]}' in "
-        f'the image tower cannot be written as {to}: use --to=workdir'
-      )
+    """Warns that the vocabulary must be copied, unless it is written."""
     vocabulary = model.config.pp.get('vocab_path')
-    known = bool(model.metadata.get('vocabulary')) and to == 'npz'
-    if to == 'workdir' or known or not vocabulary:
+    written = to == 'npz' and model.metadata.get('vocabulary')
+    if to == 'workdir' or written or not vocabulary:
       return []
+    name = ' under their name, with its own ending' if to == 'npz' else ''
     return [
-      f'the vocabulary is not in the weights: copy {vocabulary} into their folder, '
-      + (
-        'with their name and its own ending'
-        if to == 'npz'
-        else 'with the other files of the tokenizer'
-      )
+      f'the vocabulary is not in the weights: copy {vocabulary} to their folder{name}'
     ]
 
   def files(self, model, to):
     config = model.config
     style = _style_in_hf(config)
     image, tower = config.image, config.text
-    out_dim = _out_dims(config)[1]
     project = 'projection_dim' if style == 'clip' else 'projection_size'
+    projection = {project: _out_dims(config)[1]}
+    image_projection = projection if style == 'clip' else {}
+    channels = _kernel(model.params).shape[2]
     fields = dict(
       model_type=style,
       architectures=['CLIPModel' if style == 'clip' else 'SiglipModel'],
@@ -369,7 +350,7 @@ class ImageTexts(base.Family):
         max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
         bos_token_id=max(tower.vocab_size - 2, 0),
         eos_token_id=tower.vocab_size - 1,
-        **{project: out_dim},
+        **projection,
       ),
       vision_config=dict(
         model_type=f'{style}_vision_model',
@@ -377,18 +358,15 @@ class ImageTexts(base.Family):
         attention_dropout=0.0,
         image_size=model.image_size[0],
         patch_size=image.patches.size[0],
-        num_channels=_kernel(model.params).shape[2],
-        **({project: out_dim} if style == 'clip' else {}),
+        num_channels=channels,
+        **image_projection,
       ),
-      **({project: out_dim} if style == 'clip' else {}),
+      **image_projection,
     )
     sides = dict(zip(('height', 'width'), model.image_size))
-    half = [0.5] * fields['vision_config']['num_channels']
+    scales = (model.metadata.get(name, [0.5] * channels) for name in _SCALES)
     processor = descriptions.processor(
-      'CLIPImageProcessor',
-      sides,
-      *(model.metadata.get(name, half) for name in _SCALES),
-      do_center_crop=False,
+      'CLIPImageProcessor', sides, *scales, do_center_crop=False
     )
     found = {'config.json': fields, 'preprocessor_config.json': processor}
     return found, ['the files of the tokenizer are not written']
@@ -405,7 +383,7 @@ def _check_whole(names, naming):
 
 
 def _below(flat, start):
-  """Returns arrays or shapes by path, of those whose path begins with `start`."""
+  """Returns the entries whose path begins with `start`, without it."""
   return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}  # fmt: skip
 
 
@@ -415,8 +393,7 @@ def _kernel(params):
 
 def _text_family(names):
   """Returns the family of a text tower; KeyError if these names are of none."""
-  families = text.Berts(), text.TextTransformers()
-  for family in families:
+  for family in (text.Berts(), text.TextTransformers()):
     if family.leaf in names:
       return family
   raise KeyError('no text tower')
@@ -440,27 +417,27 @@ def _style_in_hf(config) -> str | None:
   """Returns which of Hugging Face's models has these fields, if any."""
   image, tower = config.image, config.get('text') or {}
   encoder = image.get('transformer') or {}
-  heads = [dim is not None for dim in _out_dims(config)]
+  has_heads = [dim is not None for dim in _out_dims(config)]
   down, across = image.patches.size
-  others = (
+  if (
     config.text_model != 'text_transformer' or image.get('resnet')
     or image.get('representation_size') or encoder.get('causal')
-    or down != across or not heads[1]
+    or down != across or not has_heads[1]
     or not encoder.get('add_position_embedding', True)
-  )  # fmt: skip
+  ):  # fmt: skip
+    return None
   own = (
     image.get('classifier', 'token'),
     bool(encoder.get('first_norm')),
     bool(tower.get('causal')),
     tower.get('pool', 'last'),
-    heads[0],
+    has_heads[0],
     config.get('bias_init') is not None,
   )
-  known = {
+  return {
     ('token', True, True, 'eos', True, False): 'clip',
     ('map', False, False, 'last', False, True): 'siglip',
-  }
-  return None if others else known.get(own)
+  }.get(own)
 
 
 def _from_hf(config, style, rows):
@@ -479,8 +456,13 @@ def _from_hf(config, style, rows):
   if style == 'siglip':
     descriptions.only(image, 'SigLIPs', vision_use_head=True)
   else:
-    if config:
-      _check_end(tower, rows)
+    # Versions of transformers that wrote 2 look for the greatest number, too.
+    end = field(tower, 'eos_token_id', descriptions.COUNT, 49_407)
+    if config and end not in (2, rows - 1):
+      raise ValueError(
+        f'eos_token_id is {end}, but in this package the end token is the greatest '
+        f'number, here {rows - 1}'
+      )
     texts = {**texts, **_CLIP_TEXT}
   size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
   return descriptions.Description(
@@ -488,27 +470,6 @@ def _from_hf(config, style, rows):
     image_size=vit_files.pair(size),
     num_heads=(image_heads, text_heads) if config else None,
   )
-
-
-def _is_gemma(file) -> bool:
-  """Returns whether a tokenizer_config.json is from SigLIP 2."""
-  field = functools.partial(
-    descriptions.field, key='tokenizer_class', kind=descriptions.STRING
-  )
-  return str(descriptions.read(file, field)).startswith(('Gemma', 'Siglip2'))
-
-
-def _check_end(config, rows):
-  """Raises ValueError unless the end-of-text token has the greatest number.
-
-  Versions of transformers that wrote 2 look for the greatest number, too.
-  """
-  end = descriptions.field(config, 'eos_token_id', descriptions.COUNT, 49_407)
-  if end not in (2, rows - 1):
-    raise ValueError(
-      f'eos_token_id is {end}, but in this package the end-of-text token is the '
-      f'greatest number, here {rows - 1}'
-    )
 
 
 def _from_open_clip(config):

@@ -5,7 +5,6 @@ pooler and heads, as weights of a part of a model: config.pretrained={'txt': PAT
 """
 
 from collections.abc import Mapping
-import types
 from typing import Any
 
 from absl import logging
@@ -82,9 +81,10 @@ class _TextTowers(base.Family):
   """A text tower, which is a part of a model, and only read."""
 
   formats = ()
-  computes: Mapping[str, Any] = types.MappingProxyType({})
 
-  namings: Mapping[str, leaves.Naming] = types.MappingProxyType({})
+  def describe(self, fields):
+    words = self.words.removeprefix('a ')
+    return f'{words} of {fields["num_layers"]} layers, width {fields["width"]}'
 
   def _no_model(self, *_):
     raise ValueError(
@@ -102,9 +102,8 @@ class Berts(_TextTowers):
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
   hf_types = ('bert',)
-  computes = types.MappingProxyType({'num_heads': None})
-
-  namings = types.MappingProxyType({'bert': _NAMING})
+  computes = {'num_heads': None}  # noqa: RUF012
+  namings = {'bert': _NAMING}  # noqa: RUF012
 
   def load(self, flat, naming, num_heads):
     leaves.rename(flat, _NAMING.old_names)
@@ -117,25 +116,19 @@ class Berts(_TextTowers):
     return super().load(flat, naming, None)
 
   def sizes(self, flat, given):
-    rows = {
-      name: flat[_EMBEDDING.format(name)] for name in ('token', 'position', 'segment')
-    }
-    width = rows['token'][1]
+    vocab_size, width = flat[_EMBEDDING.format('token')]
     mlp = _LAYER.format(0) + 'mlp_block/mlp/dense_layer/kernel'
-    fields = {
+    return {
       'kind': 'bert',
       'width': width,
       'num_layers': leaves.count(flat, _LAYER),
       'num_heads': 1 if width % 64 else width // 64,
       'mlp_dim': flat[mlp][1],
-      'vocab_size': rows['token'][0],
-      'num_positions': rows['position'][0],
-      'num_segments': rows['segment'][0],
+      'vocab_size': vocab_size,
+      'num_positions': flat[_EMBEDDING.format('position')][0],
+      'num_segments': flat[_EMBEDDING.format('segment')][0],
+      **given,
     }
-    return {**fields, **given}
-
-  def describe(self, fields):
-    return f'BERT of {fields["num_layers"]} layers, width {fields["width"]}'
 
   def read_description(self, sibling, file, flat, naming):
     """Warns if BERT was trained with the exact GELU."""
@@ -148,27 +141,23 @@ class TextTransformers(_TextTowers):
   words = 'a text transformer'
   kind = 'text_transformer'
   leaf = 'Embed_0/embedding'
-  computes = types.MappingProxyType(
-    {'gelu': 'tanh', 'norm_eps': 1e-6, 'causal': False, 'pool': 'last'}
-  )
+  computes = {  # noqa: RUF012
+    'gelu': 'tanh', 'norm_eps': 1e-6, 'causal': False, 'pool': 'last'
+  }  # fmt: skip
 
   def sizes(self, flat, given):
     rows, width = flat['Embed_0/embedding']
-    num_layers = leaves.count(flat, 'Encoder_0/encoderblock_{0}/')
     block = 'Encoder_0/encoderblock_0/'
     query = flat[f'{block}MultiHeadDotProductAttention_0/query/kernel']
     return {
       'kind': 'text_transformer',
       'width': width,
-      'num_layers': num_layers,
+      'num_layers': leaves.count(flat, 'Encoder_0/encoderblock_{0}/'),
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
       'num_heads': query[1],
       'vocab_size': rows,
       **given,
     }
-
-  def describe(self, fields):
-    return f'text transformer of {fields["num_layers"]} layers, width {fields["width"]}'
 
 
 def _from_config(config):

@@ -7,7 +7,6 @@ reads and writes the files next to them. The tree is the published one.
 from collections.abc import Iterable
 import functools
 import math
-import types
 
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
@@ -124,17 +123,18 @@ class Classifiers(base.Family):
   words = 'a classifier'
   formats = ('npz', 'timm', 'hf', 'workdir')
   hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa')
-  computes = types.MappingProxyType(
-    {
-      'transformer.gelu': 'tanh',
-      'transformer.norm_eps': 1e-6,
-      'resnet.eps': 'published',
-      'eps': 'published',
-    }
-  )
-  namings = types.MappingProxyType(
-    {'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT}
-  )
+  computes = {  # noqa: RUF012
+    'transformer.gelu': 'tanh',
+    'transformer.norm_eps': 1e-6,
+    'resnet.eps': 'published',
+    'eps': 'published',
+  }
+  namings = {  # noqa: RUF012
+    'timm': _TIMM,
+    'bare root': _of_timm(_TIMM_RESNET),
+    'hf': _HF,
+    'bit': _BIT,
+  }
 
   def naming(self, naming, names):
     """A hybrid of a single convolution has no 'stem.' in its names."""
@@ -207,8 +207,9 @@ class Classifiers(base.Family):
     vit_files.warn_of_scaling(sibling, file, naming)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
-    resnet = {'resnet': {'eps': 'timm'}} if _is_hybrid(flat) else {}
-    return found._replace(model={**found.model, **resnet})
+    if _is_hybrid(flat):
+      found.model['resnet'] = {'eps': 'timm'}
+    return found
 
   def image_size(self, config, params, given):
     return vit_files.image_size(config, params, given)
@@ -220,7 +221,10 @@ class Classifiers(base.Family):
     if to == 'hf':
       return vit_files.of_hf(model)
     fields, notes = vit_files.of_timm(model)
-    there = vit_files.as_in_timm(model.config)
+    there = {'eps': 'timm'}  # As timm computes a BiT ResNet.
+    if 'transformer' in model.config:
+      encoder = {**model.config.transformer, 'norm_eps': 1e-6}
+      there = {'transformer': encoder, 'resnet': there}
     notes += [
       f'timm computes with model.{key}={theirs}, but these weights were made for '
       f'{ours}: logits differ a little'
@@ -249,6 +253,7 @@ def _is_hybrid(names):
 
 def _vit_sizes(flat):
   down, across, _, width = flat['embedding/kernel']
+  pooling = 'map' if _POOLING in flat else 'gap'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   sizes = {
@@ -261,7 +266,7 @@ def _vit_sizes(flat):
       **_position_fields(flat),
       **({'first_norm': True} if _FIRST_NORM in flat else {}),
     },
-    'classifier': _classifier(flat),
+    'classifier': 'token' if 'cls' in flat else pooling,
   }
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
@@ -271,12 +276,6 @@ def _vit_sizes(flat):
       'width_factor': flat['conv_root/kernel'][-1] // 64,
     }
   return sizes
-
-
-def _classifier(flat):
-  if 'cls' in flat:
-    return 'token'
-  return 'map' if _POOLING in flat else 'gap'
 
 
 def _position_fields(flat):

@@ -121,9 +121,13 @@ def from_timm(config, pooling: str) -> descriptions.Description:
 def scaling(sibling, naming: str) -> dict:
   """Returns the fields with the scaling of pixels, if any."""
   name, *keys = _SCALING[naming]
-  config = descriptions.read(sibling(name), _scaling)
-  given = {key: config.get(key) for key in keys}
-  return {key: value for key, value in given.items() if value is not None}
+
+  def describe(config):
+    for group in ('pretrained_cfg', 'preprocess_cfg'):
+      config = descriptions.field(config, group, descriptions.OBJECT, config)
+    return {key: config[key] for key in keys if config.get(key) is not None}
+
+  return descriptions.read(sibling(name), describe)
 
 
 def warn_of_scaling(sibling, file, naming: str):
@@ -135,13 +139,6 @@ def warn_of_scaling(sibling, file, naming: str):
       f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
       'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
     )
-
-
-def _scaling(config):
-  """Returns the group of a JSON file with the scaling of pixels."""
-  for group in ('pretrained_cfg', 'preprocess_cfg'):
-    config = descriptions.field(config, group, descriptions.OBJECT, config)
-  return config
 
 
 def pair(size):
@@ -188,14 +185,6 @@ def channels(model) -> int:
   """Returns the number of channels of a model's images."""
   flat = flax.traverse_util.flatten_dict(model.params, sep='/')
   return leaves.channels(flat)
-
-
-def as_in_timm(config) -> dict:
-  """Returns the fields with which timm computes a model."""
-  if config.get('kind') == 'bit':
-    return {'eps': 'timm'}
-  encoder = {**config.transformer, 'norm_eps': 1e-6}
-  return {'transformer': encoder, 'resnet': {'eps': 'timm'}}
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
