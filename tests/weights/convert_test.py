@@ -185,11 +185,11 @@ def test_others_prepare_images_as_this_package(
 
 @pytest.mark.parametrize('name', ['vit_tiny_r_s16_p8_224', 'vit_small_r26_s32_224'])
 def test_hybrids_of_timm_and_back(tmp_path, name):
-  args = dict(depth=1, img_size=(64, 96), act_layer='gelu_tanh')
+  args = dict(depth=1, img_size=(32, 64), act_layer='gelu_tanh')
   theirs = torch_models.randomize(timm.create_model(name, num_classes=3, **args))
   timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
   found = convert.read(str(tmp_path / 'timm'))
-  images = random_images((64, 96))
+  images = random_images((32, 64))
   want = torch_models.logits(theirs, images)
   assert want.std() > 0.1
   model = models.make_model(found.config, num_classes=3)
@@ -199,7 +199,7 @@ def test_hybrids_of_timm_and_back(tmp_path, name):
   _, notes = convert.convert(str(tmp_path / 'timm'), str(tmp_path / 'a.npz'))
   assert 'model.resnet.eps=published, but these weights were made for timm' in notes[0]
   convert.convert(
-    str(tmp_path / 'a.npz'), str(tmp_path / 'again'), 'timm', image_size=(64, 96)
+    str(tmp_path / 'a.npz'), str(tmp_path / 'again'), 'timm', image_size=(32, 64)
   )
   for key, value in load_elsewhere(tmp_path / 'again', 'timm').state_dict().items():
     np.testing.assert_array_equal(value, theirs.state_dict()[key])
