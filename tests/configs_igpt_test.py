@@ -18,6 +18,15 @@ SIZES = {
 }
 
 
+def parameters(config, num_layers):
+  """Counts the parameters of a model of a few of its layers, which are alike."""
+  config = config.copy_and_resolve_references()
+  config.model.num_layers = num_layers
+  task = pixels.Task(config, pixels.Task.planned_metadata(config, None))
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  return sum(x.size for x in jax.tree.leaves(params))
+
+
 @pytest.mark.parametrize('size', SIZES)
 def test_pre_training_is_that_of_the_paper(size):
   config = run_config.complete(igpt.get_config(f'{size},imagenet2012,32'))
@@ -32,9 +41,8 @@ def test_pre_training_is_that_of_the_paper(size):
   assert not config.pp.flip
   layers, width, count = SIZES[size]
   assert (config.model.num_layers, config.model.hidden_size) == (layers, width)
-  task = pixels.Task(config, pixels.Task.planned_metadata(config, None))
-  params, _ = jax.eval_shape(task.init, jax.random.key(0))
-  assert sum(x.size for x in jax.tree.leaves(params)) == count
+  one, two = (parameters(config, num_layers) for num_layers in (1, 2))
+  assert one + (layers - 1) * (two - one) == count
   # From memory of the paper's appendix.
   assert config.base_lr == {'s': 3e-3, 'm': 3e-3, 'l': 1e-3, 'xl': 3e-4}[size]
 

@@ -5,8 +5,6 @@ import os
 import pathlib
 import re
 import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -72,21 +70,6 @@ def finish(*args, **kwargs):
   process = start(*args, **kwargs)
   output, _ = process.communicate()
   return process.returncode, output
-
-
-def finish_anew(config, workdir, *flags, data_dir):
-  """Like `finish`, of a command that starts and imports all as a user's does."""
-  command = _command(config, workdir, flags, data_dir)
-  done = subprocess.run(
-    [sys.executable, '-m', 'vit_jax.main', *command],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.STDOUT,
-    text=True,
-    timeout=1200,
-    check=False,
-    env=_environment(1),
-  )
-  return done.returncode, done.stdout
 
 
 def finish_code(code, *args, devices=1):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+import types
 
 import jax
 import pytest
@@ -58,17 +59,14 @@ def arguments(cache, model, *flags):
   ], file  # fmt: skip
 
 
-# Few layers and small images: the compiler takes a minute for a whole model.
+# One layer and one patch: the compiler takes a minute for a whole model.
 TI16 = (
   'ti16', '--config.batch=4096', '--config.mesh.data=1', '--config.mesh.fsdp=8',
-  '--topology=v3:2x2', '--config.model.transformer.num_layers=2',
-  '--config.pp.crop=32',
+  '--topology=v3:2x2', '--config.model.transformer.num_layers=1',
+  '--config.pp.crop=16',
 )  # fmt: skip
 PLANS = {
   'ti16': TI16,
-  'loops': (
-    *TI16, '--config.model.transformer.scan=True', '--config.accum_steps=2',
-  ),
   'does not fit': (
     'h14', '--topology=v2:2x2', '--config.batch=16384',
     '--config.model.transformer.num_layers=2',
@@ -112,22 +110,26 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   assert '(estimate)' in out
   # Forward and backward, by hand, but for the gradient with respect to the images.
   model = model_configs.get_config('ti16')
-  model.transformer.num_layers = 2
-  count = flops_test.multiply_adds(model, (32, 32), 1000, as_run=True)
-  embedding = 2 * 2 * (16 * 16 * 3) * 192
+  model.transformer.num_layers = 1
+  count = flops_test.multiply_adds(model, (16, 16), 1000, as_run=True)
+  embedding = (16 * 16 * 3) * 192
   want = (6 * count - 2 * embedding) * 512
   assert got['flops_per_step_per_core'] == pytest.approx(want, rel=1e-6)
   # Parameters and both moments of Adam, split over 8 cores but for small ones.
-  # Of 5,717,416, less ten of its twelve layers of width 192, and the position
-  # embeddings of 2x2 patches in place of 14x14.
-  parameters = 5_717_416 - 10 * (12 * 192**2 + 13 * 192)
-  parameters -= (14 * 14 - 2 * 2) * 192
+  # Of 5,717,416, less eleven of its twelve layers of width 192, and the position
+  # embeddings of one patch in place of 14x14.
+  parameters = 5_717_416 - 11 * (12 * 192**2 + 13 * 192)
+  parameters -= (14 * 14 - 1) * 192
   assert got['parameters'] == parameters
   assert 4 * parameters / 8 < got['params_bytes'] < 4 * parameters / 8 * 1.5
   assert got['optimizer_bytes'] == pytest.approx(2 * got['params_bytes'], rel=0.01)
-  total = got['params_bytes'] + got['optimizer_bytes'] + got['activations_bytes']
-  assert total < got['memory_per_core_bytes'] < 16 * 2**30
-  assert got['memory_per_core_bytes'] < 1.3 * total
+  # Images and labels, float32, and padding.
+  images = 512 * (16 * 16 * 3 + 1000) * 4
+  assert images < got['batch_bytes'] < 1.5 * images
+  parts = ('params', 'optimizer', 'batch', 'activations')
+  total = sum(got[f'{part}_bytes'] for part in parts)
+  assert got['memory_per_core_bytes'] == pytest.approx(total, rel=0.01)
+  assert got['memory_per_core_bytes'] < 16 * 2**30
   assert {'all-gather'} <= set(got['collectives'])
   rate = got['images_per_second_per_core']
   assert rate == pytest.approx(512 / got['step_seconds'])
@@ -157,17 +159,6 @@ def test_a_model_that_does_not_fit(plans):
   assert got['memory_per_core_bytes'] is None or (
     got['memory_per_core_bytes'] > 8 * 2**30
   )
-
-
-def test_what_is_in_loops_counts_as_often_as_it_runs(plans):
-  """Layers and micro-batches in loops cost about what they cost written out."""
-  whole, loops = plans['ti16'][1], plans['loops'][1]
-  assert loops['flops_per_step_per_core'] == whole['flops_per_step_per_core']
-  assert loops['step_seconds'] == pytest.approx(whole['step_seconds'], rel=0.3)
-  assert loops['bytes_accessed_per_core'] == pytest.approx(
-    whole['bytes_accessed_per_core'], rel=0.5
-  )
-  assert loops['params_bytes'] == whole['params_bytes']
 
 
 def test_the_loops_of_all_models_are_known():
@@ -213,22 +204,75 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('kind', SMALL)
-def test_every_kind_of_model_is_lowered(kind):
-  file, fields = SMALL[kind]
+def lower(kind, **fields):
+  """Lowers the update of a small model for the devices of this test."""
+  file, small = SMALL[kind]
   config, _ = overrides.load(f'configs/{file}')
   config = run_config.complete(config)
-  config.update_from_flattened_dict({'batch': 8, **fields})
+  config.update_from_flattened_dict({'batch': 8, **small, **fields})
   assert models.kind_of(config.model) == kind
   config = run_config.resolve_steps(config, 1_268_356)
   metadata = run_config.get_task(config.task).planned_metadata(config, 5)
-  lowered = estimate.lower(
-    config,
-    lambda part, mesh: train.make_program(part, metadata, mesh),
-    jax.devices('cpu'),
-  )
+  make = lambda part, mesh: train.make_program(part, metadata, mesh)
+  return estimate.lower(config, make, jax.devices('cpu'))
+
+
+@pytest.mark.parametrize('kind', SMALL)
+def test_every_kind_of_model_is_lowered(kind):
+  lowered = lower(kind)
   assert lowered.flops > 0
   assert [times for times, _ in lowered.loops] == ([1, -1] if kind == 'igpt' else [])
+
+
+class Compiled:
+  """Stands for a program, and for what its compiler says of it."""
+
+  def __init__(self, seconds, count, collective=''):
+    self._cost = {'optimal_seconds': seconds, 'bytes accessed': 8e6, 'flops': count}
+    self._text = f'%x = f32[100]{{0}} {collective}(%y)' if collective else ''
+
+  def compile(self):
+    return self
+
+  def cost_analysis(self):
+    return self._cost
+
+  def as_text(self):
+    return self._text
+
+  def memory_analysis(self):
+    return types.SimpleNamespace(
+      argument_size_in_bytes=5, output_size_in_bytes=4, alias_size_in_bytes=3,
+      temp_size_in_bytes=20,
+    )  # fmt: skip
+
+
+def test_what_is_in_loops_counts_as_often_as_it_runs():
+  """Of layers and micro-batches in loops the compiler counts one."""
+  layers = {'model.transformer.num_layers': 4}
+  whole = lower('vit', **layers)
+  layers['model.transformer.scan'] = True
+  loops = lower('vit', batch=16, accum_steps=2, **layers)
+  assert [times for times, _ in loops.loops] == [1, 4, -4]
+  assert loops.flops == 2 * whole.flops
+  lowered = loops._replace(
+    abstract=types.SimpleNamespace(params=(), opt_state=()),
+    update=Compiled(0.5, 1e12, 'all-reduce'),
+    loops=[
+      (1, Compiled(0.25, 5e11)),
+      (4, Compiled(0.2, 4e11)),
+      (-4, Compiled(0.1, 3e11)),
+    ],
+    flops=8 * 2e12,
+  )
+  chip = topology.CHIPS['v3']
+  got = estimate.compile_plan(lowered, chip, 8)
+  assert got['flops_unseen_per_core'] == pytest.approx(2e12 - 1.9e12)
+  want = 0.5 + 0.25 + 4 * (0.2 - 0.1) + 0.1e12 / chip.peak
+  assert got['step_seconds'] == pytest.approx(want)
+  assert got['bytes_accessed_per_core'] == 2 * 8e6
+  assert got['collectives']['all-reduce']['count'] == 1
+  assert (got['memory_per_core_bytes'], got['activations_bytes']) == (26, 20)
 
 
 def test_collectives_are_read_from_the_program():
@@ -328,7 +372,6 @@ def test_topologies_and_what_does_not_fit_them(cache):
   'args, message',
   [
     (['--topology=v9:2x2'], "topology='v9:2x2' is unknown.*v3:4x4"),
-    (['--topology=v3'], "topology='v3' is unknown"),
     (
       ['--config.dataset=mine'],
       "dataset='mine' is neither a data set of known",
@@ -336,12 +379,9 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['--config.topologie=1'], "config has no key 'topologie'"),
     (['--config.dataset=/no/folder'], "dataset='/no/folder' does not exist"),
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json'.*does not exist"),
-    (['--json=/tmp'], "json='/tmp' is a folder"),
     # The compiler ended the process, with a division by 0.
     (['--topology=v3:0x4'], "topology='v3:0x4' is unknown"),
-    (['--topology=v3:99999999999x2'], 'is unknown'),
     (['--num_examples=0'], "num_examples: '0' .*integer"),
-    (['--num_classes=-1'], "num_classes: '-1' .*integer"),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
     (['extra'], r"unknown arguments \['extra'\]"),
   ],

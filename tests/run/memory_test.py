@@ -6,7 +6,6 @@ import pytest
 
 from vit_jax import console, train
 from vit_jax.run import loop, memory
-from vit_jax.tasks import classify
 
 ROWS, WIDTH, DEPTH = 512, 64, 8
 SIZE = 4 * ROWS * WIDTH  # Bytes of the result of a layer.
@@ -66,16 +65,3 @@ def test_what_the_compiler_refuses_is_said(tiny_config, tmp_path, monkeypatch):
   monkeypatch.setattr(loop.Run, '_update_once', fail)
   with pytest.raises(ValueError, match='batch=16.*memory.*--config.accum_steps'):
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
-
-
-def test_a_run_is_traced_once(tiny_config, tmp_path, monkeypatch):
-  calls, loss = [], classify.Task.loss
-
-  def counted(self, *args):
-    calls.append(1)
-    return loss(self, *args)
-
-  monkeypatch.setattr(classify.Task, 'loss', counted)
-  tiny_config.update(total_steps=1, warmup_steps=0)
-  train.train_and_evaluate(tiny_config, tmp_path / 'run')
-  assert len(calls) == 1
