@@ -4,15 +4,10 @@ r"""Fine-tunes a checkpoint of "How to train your ViT?" (arXiv 2106.10270).
     --config.dataset=oxford_iiit_pet --config.pp.train='train[:90%]' \
     --config.base_lr=0.01 --workdir=/tmp/vit
 
-The argument is a model, whose best checkpoint is selected by its accuracy on
-the validation data of ImageNet-21k in index.csv; or the name of one checkpoint
-without .npz:
-
-  --config=configs/augreg.py:R_Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0
-
-Both are taken from --config.pretrained_dir, by default the public bucket. If
-the bucket does not answer, pass a local file or the URL of the same weights on
-Hugging Face: --config.pretrained=FILE. Expected accuracy: the column
+The argument is a model, whose checkpoint with the best validation accuracy on
+ImageNet-21k is taken, or the name of a checkpoint of index.csv without .npz. Both
+come from --config.pretrained_dir; if the public bucket does not answer, pass a
+local file or a URL: --config.pretrained=FILE. Expected accuracy: the column
 adapt_final_test of index.csv (vit_jax.checkpoint.get_augreg_df).
 """
 

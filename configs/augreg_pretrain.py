@@ -14,16 +14,9 @@ The argument is MODEL,DATA, optionally followed, in any order, by
   REGULARISATION  do_0.0, the default, or do_0.1: dropout and stochastic depth
   LENGTH          300ep, the default, or 30ep (ImageNet-21k only in the paper)
 
-MODEL is a short name from models.py. DATA is a TFDS name, or a folder with
-train/<class>/* and test/<class>/*. The words are those in the names of the
-published checkpoints. The paper trains each model with 7 x 2 x 2 settings, whose
-arguments `grid` yields:
-
-  python -c "from vit_jax.configs import augreg_pretrain as a
-  print(*a.grid('b16', 'imagenet21k'), sep='\n')"
-
-The best ones for ImageNet-21k, and the accuracy on ImageNet that they reach when
-fine-tuned at 384 px (configs/augreg.py), from the original's README:
+`grid` yields the arguments of the 7 x 2 x 2 settings of the paper. The best ones for
+ImageNet-21k, and the accuracy on ImageNet that they reach when fine-tuned at 384 px
+(configs/augreg.py), from the original's README:
 
   L/16      strong1,wd_0.1,do_0.0    85.59    B/32     light1,wd_0.1,do_0.0  83.59
   B/16      medium1,wd_0.1,do_0.0    85.49    S/32     none,wd_0.1,do_0.0    79.58
@@ -31,18 +24,11 @@ fine-tuned at 384 px (configs/augreg.py), from the original's README:
   R50+L/32  medium1,wd_0.1,do_0.1    85.99    Ti/16    none,wd_0.03,do_0.0   78.22
   R26+S/32  light1,wd_0.1,do_0.0     83.85
 
-Peculiarities of the published recipe:
-
-- The loss is a sigmoid per class, also on ImageNet. The head's bias starts at
-  -10, on ImageNet at -6.9, the logarithm of 1/1000.
-- The head is linear, on the class token. big_vision's `vit_i21k` has mean
-  pooling: --config.model.classifier=gap.
-- Weight decay is multiplied by the learning rate. In big_vision (1e-4) it is not;
-  at the same learning rate it equals wd_0.1.
-- Stochastic depth skips attention and MLP independently; its probability
-  increases linearly from 0 in the first layer to 0.1 in the last.
-- big_vision holds out 51,200 images of ImageNet-21k for validation and test, and
-  this package 102,400, as for the models of the first paper.
+The loss is a sigmoid per class, also on ImageNet. The head is linear, on the class
+token; big_vision's `vit_i21k` has mean pooling (--config.model.classifier=gap).
+Weight decay is multiplied by the learning rate; big_vision's 1e-4 is not, and equals
+wd_0.1. Validation and test images are 102,400 of ImageNet-21k, as for the models of
+the first paper; big_vision holds out 51,200.
 """
 
 from collections.abc import Iterator

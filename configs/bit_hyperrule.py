@@ -5,27 +5,19 @@ r"""Fine-tunes by BiT-HyperRule (arXiv 1912.11370, section 3.3).
   vit_jax train --workdir=/tmp/bit --config.pretrained=BiT-M-R50x1.npz \
     --config=configs/bit_hyperrule.py:bit_r50x1,/data/photos,5000,500
 
-The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS, and ,paper at its end
-for the sizes of images that the paper gives (see below). MODEL is a short name
-from models.py, such as bit_r50x1. DATA is a TFDS name, or a folder with
-train/<class>/* and test/<class>/*. EXAMPLES is the number of training images,
-which determines training length and mixup; PIXELS is the typical
-height and width of the images, which determines the size they are resized to. Both are known for the data sets in DATASETS below.
-
---config.pretrained takes a published BiT .npz, a .safetensors or .bin of timm's
-resnetv2_*_bit, a URL, a gs:// path, or the workdir of a run.
+The argument is MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS, with ,paper at its end for
+the image sizes of the paper. EXAMPLES is the number of training images, which
+determines training length and mixup; PIXELS is their typical height and width, which
+determines the size they are resized to. DATASETS has both for some data sets.
 
 Expected of BiT-L R152x4 (arXiv 2010.11929, table 2): ImageNet 87.54, CIFAR-10
 99.37, CIFAR-100 93.51, Oxford Pets 96.62, Oxford Flowers 99.63.
 
 Paper and released code (bit_hyperrule.py of github.com/google-research/big_transfer)
-differ. Images of 96x96 pixels and more are resized to 512x512 in the code, of
-which 480x480 are cropped; in the paper they are resized to 448x448, of which
-384x384 are cropped, except for R152x4, which has 512 and 480 there as well. This
-config follows the code, and with ,paper the paper. The warm-up, which the paper
-does not mention, is that of the code. For fewer than 20,000 examples the code
-drops the learning rate at 40, 60 and 80 % of the training; this config follows
-the paper: 30, 60 and 90 %.
+differ. This config follows the code in the image sizes and in the warm-up, which the
+paper does not mention. For fewer than 20,000 examples the code drops the learning
+rate at 40, 60 and 80 % of the training; this config follows the paper: 30, 60 and
+90 %.
 """
 
 from vit_jax.configs import common, models

@@ -5,18 +5,13 @@ r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
   vit_jax train --workdir=/tmp/bit \
     --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
 
-The argument is MODEL,DATA or MODEL,DATA,RECIPE. MODEL is a short name from
-models.py, such as bit_r101x3. DATA is a TFDS name, or a folder with
-train/<class>/* and test/<class>/*. RECIPE is imagenet2012 (BiT-S), imagenet21k
-(BiT-M) or jft300m (BiT-L); by default the recipe of the data set's name.
-
-Expected of BiT-L R152x4 after fine-tuning: see configs/bit_hyperrule.py.
+The argument is MODEL,DATA or MODEL,DATA,RECIPE. RECIPE is imagenet2012 (BiT-S),
+imagenet21k (BiT-M) or jft300m (BiT-L); by default that of the data set's name.
+Expected after fine-tuning: see configs/bit_hyperrule.py.
 
 The learning rate is 0.03 for 256 images: with another --config.batch, also set
---config.base_lr to 0.03 * batch / 256. Weight decay goes through the momentum
-(`l2_decay`), as usual for SGD. Several labels per image, as ImageNet-21k and
-JFT have, need the sigmoid and a low head bias, which the paper does not
-specify: they are taken from big_vision's bit_i21k.
+--config.base_lr. Weight decay goes through the momentum (`l2_decay`). For several
+labels per image, the sigmoid and the low head bias are those of big_vision's bit_i21k.
 """
 
 from vit_jax.configs import common, models

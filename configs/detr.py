@@ -5,9 +5,12 @@ r"""Trains DETR as published, on COCO or on a folder (arXiv 2005.12872).
   vit_jax train --config=configs/detr.py:r50,/path/to/folder \
     --config.pretrained=detr-resnet-50.safetensors \
     --config.total_epochs=50 --workdir=/tmp/own
+  vit_jax train --config=configs/detr.py:vit_s16,coco/2017 \
+    --config.pretrained=ViT-S_16.npz --config.model.dtype=bfloat16 \
+    --workdir=/tmp/detr_vit
 
 The argument is MODEL,DATA or MODEL,DATA,LENGTH. MODEL is r50, r50_dc5, r101,
-r101_dc5, or vit_NAME for a Vision Transformer as the backbone (see below). DATA is a
+r101_dc5, or vit_NAME for a Vision Transformer of models.py as the backbone. DATA is a
 TFDS name with the features of coco/2017, or a folder. LENGTH is 300ep (the default,
 with a tenth of the learning rate after 200 epochs) or 500ep (after 400);
 --config.total_epochs=N sets any other length, with the drop at the same share of the
@@ -22,40 +25,16 @@ and large objects), after 500ep, evaluated with no or little padding
   r101      43.5  63.8  46.4  21.9  48.0  61.8
   r101_dc5  44.9  64.7  47.7  23.7  49.5  62.3
 
-As published, the backbone has a tenth of the learning rate, its root and its first
-stage are frozen, and so is its batch norm; it has to come from weights that were
-trained on ImageNet. To train it from scratch, set --config.lr_multipliers="()"
-and --config.model.norm=group.
+As published, the backbone starts from weights trained on ImageNet, has a tenth of the
+learning rate, and its root, its first stage and its batch norm are frozen. To train
+from scratch, set --config.lr_multipliers="()" and --config.model.norm=group. All
+layers of a Vision Transformer are trained, at a tenth of the learning rate, and
+recomputed in the backward pass; no results are published for these models.
 
-The head has the classes of the data and "no object": 80 and 1 for TFDS's coco,
-which numbers the classes from 0 without gaps. The published heads have 91 and 1,
-COCO's category ids; the 11 ids that do not occur are never predicted.
-
-vit_s16, vit_b16, vit_r50_b32 and the like replace the ResNet by a Vision Transformer of
-configs/models.py. It starts from its published weights in
-any format that the package reads, and the rest of the model is new:
-
-  vit_jax train --config=configs/detr.py:vit_s16,coco/2017 \
-    --config.pretrained=ViT-S_16.npz --config.model.dtype=bfloat16 \
-    --workdir=/tmp/detr_vit
-
-Its position embeddings are resized to each canvas in the model, patches of padding
-are not attended to, all of its layers are trained at a tenth of the learning rate,
-and the backward pass recomputes them (--config.model.vit.transformer.remat=''
-switches this off). No results are published for these models.
-
-On TPUs and GPUs set --config.model.dtype=bfloat16; logits, boxes and the matching
-stay in float32. docs/detection.md has the estimate for a TPU, and says how
-canvases work. In a folder whose images are smaller than COCO's (nine tenths of a
-sample have a shorter side below 480 pixels), all lengths are reduced in proportion:
-the shorter side of images of 128 x 96 becomes 96 to 160 pixels long instead of 480
-to 800, which enlarges them as much as the published recipe enlarges COCO's. --config.pp.sides,
-eval_side, longest_side, crop_sides and crop_range set the lengths themselves.
-
-The augmentation is that of appendix A.4, except that an image whose longer side is
-more than 5/3 of the shorter one may be smaller than published: the limit of 1333
-pixels holds for the greatest length of the shorter side, 800, and decreases with the
-size of the canvas.
+On TPUs and GPUs set --config.model.dtype=bfloat16. In a folder whose images are
+smaller than COCO's, all lengths in pixels are reduced in proportion. The augmentation
+is that of appendix A.4, except that long images may be smaller than published:
+docs/detection.md describes the canvases.
 """
 
 import contextlib

@@ -10,10 +10,8 @@ trained while the detector is frozen:
     --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,masks \
     --config.pretrained=/tmp/boxes --workdir=/tmp/masks
 
-The argument is MODEL,DATA,PART. MODEL and DATA are as in configs/detr.py, but
-the data needs the features of coco/2017_panoptic. PART is boxes, with the settings
-of configs/detr.py; masks, which takes 25 epochs in batches of 16 images, with a
-tenth of the learning rate after 15; or both, which trains all at once.
+The argument is MODEL,DATA,PART. MODEL and DATA are as in configs/detr.py, with the
+features of coco/2017_panoptic. PART is boxes, masks, or both for all at once.
 
 Expected on COCO's validation images (table 5: PQ, SQ, RQ; PQ of things, of
 stuff):

@@ -7,17 +7,15 @@ r"""Trains iGPT to predict the pixels of images, without labels.
 
 The argument is SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE: s, m, l or xl; a
 TFDS name or a folder, with or without classes; 32, 48 or 64 pixels; ar (each
-pixel from those before it) or bert (15 % of the pixels from the others).
-
-k-means finds the palette of 512 colours in the training images, before the
-first step. The released one: --config.task_options.palette=kmeans_centers.npy.
+pixel from those before it) or bert (15 % of the pixels from the others). The
+palette is learned from the training images, or the released one:
+--config.task_options.palette=kmeans_centers.npy.
 
 The recipe is that of "Generative Pretraining from Pixels" (Chen et al., ICML
-2020): Adam, no weight decay, no dropout, one epoch of warm-up, a cosine to 0,
-1M steps of 128 images (xl: 2M steps of 64). Expected at 32 px on the test images
-of ImageNet: 3.01, 2.97 and 2.95 bits per dimension for s, m and l (2.0895, 2.0614
-and 2.0466 nats of the released weights). iGPT-L, 32 px, reaches 96.3 % on
-CIFAR-10 by a linear probe of its best layer, and 99.0 % fine-tuned.
+2020). Expected at 32 px on the test images of ImageNet: 3.01, 2.97 and 2.95 bits per
+dimension for s, m and l (2.0895, 2.0614 and 2.0466 nats of the released weights).
+iGPT-L, 32 px, reaches 96.3 % on CIFAR-10 by a linear probe of its best layer, and
+99.0 % fine-tuned.
 """
 
 from vit_jax.configs import common, models

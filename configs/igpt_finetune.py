@@ -7,14 +7,12 @@ r"""Fine-tunes an iGPT to classify images while it goes on to predict pixels.
 
 The argument is SIZE,DATA,SIDE as in igpt.py, or `digits` for the model of
 igpt_digits.py. `pretrained` is the workdir of a run of configs/igpt.py, or a
-folder of converted weights; the palette is that of these weights.
+folder of converted weights.
 
 The loss is the sum of the cross-entropies of the classes and of the pixels, as
 in "Generative Pretraining from Pixels" (section 2.3);
---config.task_options.generation=0 leaves the pixels out. As in the paper, the
-batch and Adam are those of the pre-training, the learning rate is constant, and
-the best checkpoint counts; the learning rate and the length are ours. Expected,
-by the paper, of iGPT-L: 99.0 % on CIFAR-10, 88.5 % on CIFAR-100.
+--config.task_options.generation=0 leaves the pixels out. Learning rate and length
+are ours. Expected, by the paper, of iGPT-L: 99.0 % on CIFAR-10, 88.5 % on CIFAR-100.
 """
 
 from vit_jax.configs import common, igpt, igpt_digits

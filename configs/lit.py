@@ -7,19 +7,16 @@ r"""Tunes a text tower to a locked image tower: LiT, on any images with texts.
 
 The argument is MODEL,DATA, optionally followed by LOSS. MODEL is b16b, b16b_2,
 l16l, l16s or l16ti: an image tower B/16 or L/16 with BERT-base, BERT-large, or a
-small Transformer. DATA is a TFDS name, or a folder with train.jsonl, whose lines are
-{"image": PATH, "text": TEXT}, or with COCO's annotations/captions_train2017.json.
-LOSS is lit (softmax over the batch, by default) or siglip (a sigmoid per pair).
+small Transformer. DATA is a TFDS name or a folder, see docs/image_text.md. LOSS is
+lit (softmax over the batch, by default) or siglip (a sigmoid per pair).
 
 The image tower starts from the published ImageNet-21k weights and is frozen;
 the text tower starts from scratch, or from BERT's weights, with
-{'img': PATH, 'txt': 'hf://google-bert/bert-base-uncased'}. A BERT tower reads
-the vocabulary of `vocab_path`.
+{'img': PATH, 'txt': 'hf://google-bert/bert-base-uncased'}.
 
-The recipe is that of the released training code (big_vision, lit_coco): Adam,
-learning rate 1e-3, weight decay 0.01, cosine, gradient clipping, inverse temperature
-10, flips. The paper's models saw CC12M and YFCC100M (batch 16,384); expected of them:
-B16B_2 73.9 % zero-shot on ImageNet, L16L 75.7 %.
+The recipe is that of the released training code (big_vision, lit_coco). The paper's
+models saw CC12M and YFCC100M (batch 16,384); expected of them: B16B_2 73.9 %
+zero-shot on ImageNet, L16L 75.7 %.
 """
 
 from vit_jax.configs import common, models

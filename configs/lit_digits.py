@@ -1,13 +1,12 @@
-"""Learns English beside a locked image tower, on the digits, without a download.
+"""Learns English next to a locked image tower, on the digits, without a download.
 
   vit_jax train --config=configs/digits.py --workdir=/tmp/digits
   vit_jax train --config=configs/lit_digits.py --workdir=/tmp/lit_digits
 
 The image tower is that of the first command, whose workdir is the config's
 argument (configs/lit_digits.py:/tmp/digits). The text tower, a small BERT, starts
-from random numbers. Captions name most digits ("a photo of a seven", "the number
-7") and describe all of them ("an odd digit greater than six"); the names of three
-and eight never occur with their images (vit_jax/data/tfds/digit_captions.py).
+from random numbers. The names of three and eight never occur with their images
+(vit_jax/data/tfds/digit_captions.py).
 
 The second command takes about two and a half minutes on two cores. With a template
 that training has not seen it reaches 100 % on the 299 test images of the eight named

@@ -4,10 +4,9 @@ r"""Self-training with unlabelled images: Noisy Student (arXiv 1911.04252).
     --config=configs/noisy_student.py:b16,imagenet2012,/data/unlabelled
 
 The argument is MODEL,LABELLED,UNLABELLED, or MODEL,LABELLED,UNLABELLED,STUDENT
-for students with another, usually larger model. Models are short names of models.py
-(ti16, s16, b16, l16, bit_r50x1, ...). LABELLED and UNLABELLED are TFDS names or
-folders; labels of the unlabelled images are not read. To hide the labels of 90 % of a
-data set:
+for students with another, usually larger model. Models are short names of models.py.
+LABELLED and UNLABELLED are TFDS names or folders; labels of the unlabelled images are
+not read. To hide the labels of 90 % of a data set:
 
   python -m vit_jax.main --workdir=/tmp/ns \
     --config=configs/noisy_student.py:s16,imagenet2012,imagenet2012 \
@@ -15,15 +14,11 @@ data set:
     --config.student.pp.train='train[:10%]' \
     --config.unlabelled_split='train[10%:]'
 
-vit_jax/studies/noisy_student.py describes the files in the workdir. Run `vit_jax
-index` once on folders, or each run checks their images anew.
+docs/self_training.md has the published recipe.
 
-docs/self_training.md has the published recipe: the defaults below, RandAugment
-(2, 27), stochastic depth of 0.2 in the last layer, 350 epochs of the labelled images;
-the loss is labelled + ratio * unlabelled. The paper trains EfficientNets; model,
-optimiser, weight decay and dropout here are from configs/pretrain.py. The paper ends
-with an epoch and a half at a higher resolution: use configs/vit.py with
---config.pretrained=/tmp/ns/student_3_0.
+The paper trains EfficientNets; model, optimiser, weight decay and dropout here are
+from configs/pretrain.py. The paper ends with an epoch and a half at a higher
+resolution: use configs/vit.py with --config.pretrained=/tmp/ns/student_3_0.
 
 Published for EfficientNet-L2 with 300M unlabelled images: 88.4 % on ImageNet; for
 EfficientNet-B7 86.9 %, and 85.0 % without the unlabelled images. Nothing is

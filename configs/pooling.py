@@ -2,11 +2,8 @@ r"""Compares class token and mean pooling (arXiv 2010.11929, D.3) in small.
 
   python -m vit_jax.main --config=configs/pooling.py --workdir=/tmp/pooling
 
-Trains a small ViT on scikit-learn's digits with a class token or with mean pooling,
-each with several learning rates, and prints the test accuracy over three seeds. An
-argument selects one of VARIANTS: --config=configs/pooling.py:gap.
-
-In the paper (figure 9) both work similarly, but need different learning rates. Takes
+The argument, if any, selects one of VARIANTS: --config=configs/pooling.py:gap. In the
+paper (figure 9) both work similarly, but need different learning rates. Takes
 about 10 minutes of processor time. Expected over three seeds, in percent:
 
   learning rate    class token   mean pooling

@@ -8,13 +8,9 @@ r"""Trains a ViT from scratch with Adam on a TFDS data set or a folder.
     --workdir=/tmp/run
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and
-AUGMENTATION in any order. MODEL is a short name from models.py. DATA is a TFDS
-name, or a folder with train/<class>/* and test/<class>/*. RECIPE is
-imagenet2012, imagenet21k, jft300m or other; the default follows the data set's
-name. EPOCHS is one of the paper's training lengths: 7ep or
-14ep for l16 and r50_l16 on JFT-300M, 30ep or 90ep for l16 and l32 on
-ImageNet-21k; by default the longest. AUGMENTATION is a setting of AUGREG in
-common.py.
+AUGMENTATION in any order. RECIPE is imagenet2012, imagenet21k, jft300m or other; the
+default follows the data set's name. EPOCHS is one of the paper's training lengths (EPOCHS
+below), by default the longest. AUGMENTATION is a setting of AUGREG in common.py.
 
 The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
 ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,
@@ -27,15 +23,13 @@ Peculiarities of the published recipes:
 
 - The gradient is clipped for ImageNet only (caption of table 3). If another run
   diverges, set --config.grad_norm_clip=1.
-- Weight decay is multiplied by the learning rate: 0.3 for ImageNet decreases a
-  weight by at most 0.3 * 3e-3 of itself per step.
-- The warm-up takes 10,000 steps for all data sets, a ninth of the run on ImageNet.
+- Weight decay is multiplied by the learning rate.
 - Linear decay ends at 1e-5 rather than 0 (issue #2).
 - ImageNet-21k and JFT-300M have a sigmoid per class, summed over classes (issue
   #34), and a head with a hidden layer. On ImageNet the head here is linear;
   --config.model.representation_size=768 adds the hidden layer of section 3.1.
-- ResNets (bit_*) train on JFT-300M with Adam, which there is better than SGD
-  (D.1). configs/bit_pretrain.py has the recipe of BiT.
+- ResNets (bit_*) train on JFT-300M with Adam (D.1). configs/bit_pretrain.py has the
+  recipe of BiT.
 """
 
 from vit_jax.configs import common, models

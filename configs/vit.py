@@ -7,13 +7,8 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
 models.py. DATA is a TFDS name, or a folder with train/<class>/* and
-test/<class>/*. SIZE is the size of the images in pixels: 384 by default, or 378
-for patches of 14 pixels. At 512 and above, weights are averaged with decay .9999,
-as in table 2.
-
---config.pretrained takes a published .npz, a .safetensors or .bin of timm or
-Hugging Face, a URL, a gs:// path, or the workdir of a run. Without it, the
-weights are the file named after the model, such as ViT-B_16.npz, in
+test/<class>/*. SIZE is the size of the images in pixels. Without --config.pretrained,
+the weights are the file named after the model, such as ViT-B_16.npz, in
 --config.pretrained_dir, by default '.'.
 
 common.FINE_TUNING has the learning rates that the paper tries on each data set.

@@ -4,29 +4,21 @@ r"""Trains a ViT on ImageNet from scratch, by the recipe `vit_i1k` of big_vision
   vit_jax train --config=configs/vit_i1k.py:b32,imagenet2012,light1 \
     --workdir=/tmp/run
 
-The argument is MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION. MODEL is a short
-name from models.py. DATA is a TFDS name, by default imagenet2012, or a folder
-with train/<class>/* and test/<class>/*. AUGMENTATION is a setting of AUGREG in
-common.py, by default the choice of big_vision for the model.
+The argument is MODEL, MODEL,DATA or MODEL,DATA,AUGMENTATION. DATA is by default
+imagenet2012. AUGMENTATION is a setting of AUGREG in common.py, by default the choice
+of big_vision for the model.
 
 Expected on the ImageNet validation set after 300 epochs: B/16 about 79 % (issue
 #7 of big_vision), compared with 74.79 % for the paper's recipe
 (configs/pretrain.py:b16,imagenet2012).
 
-Peculiarities of the published recipe:
-
-- The loss is a sigmoid per class although each image has one class. The head's
-  bias starts at -6.9, the logarithm of 1/1000: with other data, set
-  --config.model.head_bias_init to that of 1/classes.
-- Weight decay of 1e-4 is not multiplied by the learning rate, only by the
-  schedule. That equals 0.1 in the terms of the papers, at this learning rate.
-- There is neither dropout nor stochastic depth, which the paper found to help
-  B/32, B/16 and L/16: configs/augreg_pretrain.py has them.
-- Training leaves out 1 % of the training images.
-
-big_vision adds position embeddings to the patches only, initialised with
-standard deviation 1/sqrt(D). Here the class token has one too, and the standard
-deviation is 0.02, as in the original.
+The loss is a sigmoid per class although each image has one class. The head's bias
+starts at -6.9, the logarithm of 1/1000: with other data, set
+--config.model.head_bias_init to that of 1/classes. Weight decay of 1e-4 is multiplied
+by the schedule only, not by the learning rate. Training leaves out 1 % of the images.
+big_vision adds position embeddings to the patches only, initialised with standard
+deviation 1/sqrt(D); here the class token has one too, and the standard deviation is
+0.02, as in the original.
 """
 
 from vit_jax.configs import common, models

@@ -10,17 +10,6 @@ imagenet2012, or a folder with train/<class>/* and test/<class>/*.
 
 Expected on the ImageNet validation set: 76.5 % after 90 epochs, which take 6 to
 7 hours on a TPU v3-8; 80 % after 300 epochs (--config.total_epochs=300).
-
-It differs from the original in a smaller batch, mean pooling in place of the
-class token, fixed position embeddings (sines and cosines of row and column),
-RandAugment and mixup, and the lack of dropout.
-
-Peculiarities of the published recipe:
-
-- The loss is a softmax cross-entropy, unlike that of configs/vit_i1k.py.
-- The head has a hidden layer; --config.model.representation_size=None leaves it
-  out.
-- Weight decay and the split are those of configs/vit_i1k.py.
 """
 
 from vit_jax.configs import common, models, vit_i1k

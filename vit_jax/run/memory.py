@@ -22,7 +22,8 @@ _VIEWS = (
 )  # fmt: skip
 # Operations whose elements depend on more than one element of each operand.
 _WHOLE = (
-  'conv_general_dilated', 'cumsum', 'dot_general', 'scan', 'sort', 'while',
+  'conv_general_dilated', 'cumsum', 'dot_general', 'pallas_call', 'scan', 'sort',
+  'while',
 )  # fmt: skip
 
 
@@ -84,66 +85,55 @@ def least_bytes(jaxpr, arguments: bool = True) -> int:
   arguments do.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
-  sizes, born, last, inner = [], [], [], {}
-  now = itertools.count(1)
+  sizes, born, last = [], [], []  # By array; times are numbers of operations.
+  inner = [0]  # By time: bytes of arrays inside of the operation, such as a loop.
 
-  def new(size, time):
+  def new(size):
     sizes.append(size)
-    born.append(time)
-    last.append(time)
-    return frozenset([len(sizes) - 1])
+    born.append(len(inner) - 1)
+    last.append(len(inner) - 1)
+    return {len(sizes) - 1}
 
-  def read(kept, atoms):  # Literals have no name.
-    return [kept[v] if _named(v) else frozenset() for v in atoms]
-
-  def use(values, time):
-    for root in frozenset().union(*values):
-      last[root] = time
-
-  def follow(jaxpr, arguments):
+  def follow(jaxpr, kept):
     """Returns, for each result, the arrays that are kept for it."""
-    kept = dict(zip(jaxpr.invars, arguments))
-    kept.update((v, new(_size(v), 0)) for v in jaxpr.constvars)
+    kept = dict(zip(jaxpr.invars, kept))
+    kept.update((v, new(_size(v))) for v in jaxpr.constvars)
+    # Literals, which have a value, take no memory.
+    read = lambda atoms: [set() if hasattr(v, 'val') else kept[v] for v in atoms]
     for eqn in jaxpr.eqns:
-      name, values = eqn.primitive.name, read(kept, eqn.invars)
-      called = _called(eqn)
-      if called is not None:
-        results = follow(called, values)
+      bodies, operands = _bodies(eqn), read(eqn.invars)
+      if _is_call(eqn, bodies):
+        results = follow(bodies[0], operands)
       else:
-        time = next(now)
-        use(values, time)
-        bodies = () if name == 'pallas_call' else _jaxprs(eqn)
-        inner[time] = max((least_bytes(x, False) for x in bodies), default=0)
-        together = frozenset().union(*values)
-        cost = sum(sizes[root] for root in together)
-        fused = _is_fused(eqn)
+        inner.append(max((least_bytes(body, False) for body in bodies), default=0))
+        arrays = set().union(*operands)
+        use(arrays)
+        cost = sum(sizes[array] for array in arrays)
+        fused = not bodies and _is_fused(eqn)
         results = [
-          together if fused and cost <= 1.25 * _size(v) else new(_size(v), time)
+          arrays if fused and cost <= 1.25 * _size(v) else new(_size(v))
           for v in eqn.outvars
         ]
       kept.update(zip(eqn.outvars, results))
-    return read(kept, jaxpr.outvars)
+    return read(jaxpr.outvars)
 
-  given = [new(arguments * _size(v), 0) for v in jaxpr.invars]
-  results = follow(jaxpr, given)
-  end = next(now)
-  use(results, end)
-  change = [0] * (end + 2)
+  def use(arrays):
+    for array in arrays:
+      last[array] = len(inner) - 1
+
+  results = follow(jaxpr, [new(arguments * _size(v)) for v in jaxpr.invars])
+  inner.append(0)
+  use(set().union(*results))
+  change = [0] * (len(inner) + 1)
   for size, first, final in zip(sizes, born, last):
     change[first] += size
     change[final + 1] -= size
-  alive = itertools.accumulate(change)
-  return max(x + inner.get(time, 0) for time, x in enumerate(alive))
-
-
-def _named(atom) -> bool:
-  return not hasattr(atom, 'val')
+  return max(map(sum, zip(itertools.accumulate(change), inner)))
 
 
 def _size(v) -> int:
   """Returns the bytes of a variable; keys of random numbers do not count."""
-  itemsize = getattr(v.aval.dtype, 'itemsize', 0)
-  return math.prod(v.aval.shape) * itemsize
+  return math.prod(v.aval.shape) * getattr(v.aval.dtype, 'itemsize', 0)
 
 
 def _is_fused(eqn) -> bool:
@@ -151,32 +141,29 @@ def _is_fused(eqn) -> bool:
   name, shape = eqn.primitive.name, eqn.outvars[0].aval.shape
   if name in _VIEWS:
     return True
-  # An axis of 1 is broadcast.
-  alike = all(
-    not v.aval.shape
-    or (
-      len(v.aval.shape) == len(shape)
-      and all(n in (1, m) for n, m in zip(v.aval.shape, shape))
-    )
-    for v in eqn.invars
+  shapes = [v.aval.shape for v in eqn.invars if v.aval.shape]
+  return name not in _WHOLE and all(
+    len(x) == len(shape) and all(n in (1, m) for n, m in zip(x, shape)) for x in shapes
   )
-  return alike and name not in _WHOLE and not _jaxprs(eqn)
 
 
-def _jaxprs(eqn):
-  found = []
-  for value in eqn.params.values():
-    for item in value if isinstance(value, tuple | list) else (value,):
-      item = getattr(item, 'jaxpr', item)
-      if hasattr(item, 'eqns'):
-        found.append(item)
-  return found
+def _is_call(eqn, bodies) -> bool:
+  """Returns whether an operation only calls a program."""
+  return (
+    len(bodies) == 1
+    and eqn.primitive.name not in _WHOLE
+    and len(bodies[0].invars) == len(eqn.invars)
+    and len(bodies[0].outvars) == len(eqn.outvars)
+  )
 
 
-def _called(eqn):
-  """Returns the Jaxpr that an operation only calls, or None."""
-  found = _jaxprs(eqn)
-  if len(found) != 1 or eqn.primitive.name in (*_WHOLE, 'pallas_call'):
-    return None
-  counts = (len(found[0].invars), len(found[0].outvars))
-  return found[0] if counts == (len(eqn.invars), len(eqn.outvars)) else None
+def _bodies(eqn) -> list:
+  """Returns the programs inside of an operation; kernels count as one operation."""
+  if eqn.primitive.name == 'pallas_call':
+    return []
+  return [
+    getattr(item, 'jaxpr', item)
+    for value in eqn.params.values()
+    for item in (value if isinstance(value, tuple | list) else (value,))
+    if hasattr(getattr(item, 'jaxpr', item), 'eqns')
+  ]
