@@ -39,20 +39,12 @@ Interrupted = stopping.Interrupted
 
 
 class Program(NamedTuple):
-  """The program of a config and its metadata; needs no data.
+  """The program of a config and its metadata; needs no data."""
 
-  Attributes:
-    task: the objective, a vit_jax.tasks.base.Task.
-    update: function (state, batch) -> (state, metrics), not compiled.
-    create_state: function (weights by path, possibly empty) -> initial
-      TrainState.
-    abstract: shapes, types and shardings of the state.
-  """
-
-  task: Any
-  update: Callable
-  create_state: Callable
-  abstract: state_lib.TrainState
+  task: Any  # The objective, a vit_jax.tasks.base.Task.
+  update: Callable  # (state, batch) -> (state, metrics), not compiled.
+  create_state: Callable  # (weights by path, possibly empty) -> initial TrainState.
+  abstract: state_lib.TrainState  # Shapes, types and shardings of the state.
 
   def jit_update(self) -> Callable:
     """Returns the jitted update, which donates the state."""
@@ -71,14 +63,8 @@ def _computation(config, mesh) -> str:
   dtype = dtypes.resolve(config.model.get('dtype', 'float32'), platform)
   dropout = layers.get('attention_dropout_rate', 0.0)
   relative = layers.get('position_embedding') == 'relative'
-  attention.check(
-    name,
-    dropout,
-    platform,
-    dtype,
-    bias=relative,
-    key=f'config.{model_configs.place_of_layers(config.model)}.attention',
-  )
+  key = f'config.{model_configs.place_of_layers(config.model)}.attention'
+  attention.check(name, dropout, platform, dtype, bias=relative, key=key)
   words = f'Computing in {dtype}'
   if 'attention' in layers:
     width = model_configs.vit_of(config.model).hidden_size
@@ -94,13 +80,9 @@ def _computation(config, mesh) -> str:
 def make_program(config, metadata, mesh) -> Program:
   """Builds task, optimiser and update of a config; computes nothing.
 
-  Args:
-    config: complete config with `total_steps` and `warmup_steps` as numbers.
-    metadata: the task's metadata of the training data, such as class names.
-    mesh: the mesh.
-
-  ValueError if the metadata do not fit, attention does not run on the devices,
-  or the rules for sharding or learning rates match nothing.
+  The complete config has numbers of steps; `metadata` are the task's, of the training
+  data, such as class names. ValueError if they do not fit, attention does not run on
+  the devices, or the rules for sharding or learning rates match nothing.
   """
   _computation(config, mesh)
   config = config.copy_and_resolve_references()
@@ -133,15 +115,11 @@ def make_program(config, metadata, mesh) -> Program:
 def make_update_fn(*, apply_fn: Callable, accum_steps: int | None, tx) -> Callable:
   """Returns a compiled update for training loops of users, as in the original.
 
-  Args:
-    apply_fn: `model.apply`.
-    accum_steps: number of micro-batches of a batch.
-    tx: an optax.GradientTransformation.
-
-  Returns:
-    Function (params, opt_state, batch, rng) -> (params, opt_state, loss, new
-    rng). `batch` has `image` [B, H, W, C] and `label` [B, classes]; the loss is
-    the softmax cross-entropy. `params` are donated: use the returned ones.
+  `apply_fn` is `model.apply`, `accum_steps` the number of micro-batches of a batch,
+  and `tx` an optax.GradientTransformation. The update is a function (params, opt_state,
+  batch, rng) -> (params, opt_state, loss, new rng). `batch` has `image` [B, H, W, C]
+  and `label` [B, classes]; the loss is the softmax cross-entropy. `params` are donated:
+  use the returned ones.
   """
   steps = accum_steps or 1
 
@@ -168,27 +146,16 @@ def make_update_fn(*, apply_fn: Callable, accum_steps: int | None, tx) -> Callab
 
 
 class Prepared(NamedTuple):
-  """Everything that a run needs, checked and opened; nothing is compiled yet.
+  """Everything that a run needs, checked and opened; nothing is compiled yet."""
 
-  Attributes:
-    config: complete config, with numbers of steps.
-    mesh: the mesh.
-    program: see Program.
-    metadata: the task's metadata of the training data.
-    train: the training data, see vit_jax.data.sources.Source.
-    tests: evaluation data by the name of the evaluation.
-    evaluators: lists of evaluators by the name of the evaluation.
-    pictures: draws images during training; see vit_jax.figures.pictures.
-  """
-
-  config: ml_collections.ConfigDict
+  config: ml_collections.ConfigDict  # Complete, with numbers of steps.
   mesh: jax.sharding.Mesh
   program: Program
-  metadata: dict[str, Any]
-  train: Any
-  tests: dict[str, Any]
-  evaluators: dict[str, list]
-  pictures: Any
+  metadata: dict[str, Any]  # The task's, of the training data.
+  train: Any  # The training data, see vit_jax.data.sources.Source.
+  tests: dict[str, Any]  # Evaluation data, by the name of the evaluation.
+  evaluators: dict[str, list]  # By the name of the evaluation.
+  pictures: Any  # Draws images during training; see vit_jax.figures.pictures.
 
 
 def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
@@ -379,13 +346,9 @@ def train_and_evaluate(
 ):
   """Trains to the last step of a config, resuming from the newest checkpoint.
 
-  Args:
-    config: see vit_jax/configs/common.py.
-    workdir: folder for checkpoints, metrics and config; local or gs://.
-    held: the lock of the workdir, if the caller has taken it already.
-
-  Returns:
-    The final TrainState, and the metrics of the last evaluation.
+  `config` has the keys of vit_jax/configs/common.py. Checkpoints, metrics and config go
+  to `workdir`, local or gs://, whose lock is `held` if the caller has taken it already.
+  Returns the final TrainState, and the metrics of the last evaluation.
 
   Raises:
     ValueError, FileNotFoundError: if the config, data, mesh or workdir are

@@ -25,7 +25,8 @@ from vit_jax.tasks import classify
     # Steps or epochs, of 1,000 examples in batches of 16: steps, warm-up.
     (dict(total_steps=125, warmup_steps=31), (125, 31)),
     (dict(total_epochs=2.0, warmup_epochs=0.5), (125, 31)),
-    (dict(total_epochs=2.0, warmup_steps=0), (125, 0)),
+    # Longer than the training: a tenth of it.
+    (dict(total_epochs=2.0, warmup_epochs=5.0), (125, 12)),
     # None is given: the original's 500, or a tenth.
     (dict(total_steps=10_000), (10_000, 500)),
     (dict(total_steps=4_000), (4_000, 400)),
@@ -188,13 +189,9 @@ def test_a_stored_config_is_that_of_the_same_command(stored):
   [
     ('config', '[]', r'\[\] is not a JSON object'),
     ('config', '{}', "no key 'model'"),
-    ('config', '{"model": null}', "has no key 'model'"),
     ('config', '{"model": {}, "pp": []}', 'must be a group of keys'),
-    ('config', '{"model": {}, "task": 5}', 'task=5 .*string'),
-    ('config', '{"model": {}, "task_options": 5}', 'must be a group of keys'),
     ('config', '{"model": {}, "batch": "x"}', "batch='x' .*integer"),
     ('config', '{"model": {}, "base_lr": NaN}', 'base_lr=nan must be'),
-    ('config', '{"model": {"hidden_size": -1}}', 'hidden_size=-1 must be'),
     ('config', '{"model": {"a.b": 1}}', 'a.b'),
     ('config', '{"model":', 'Expecting'),
   ],

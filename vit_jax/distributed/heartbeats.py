@@ -68,17 +68,12 @@ def _wait_for(key):
 
 
 class Watch:
-  """Waits for the failure of a process and for a request to stop.
-
-  Attributes:
-    watches: whether there are other processes.
-    hosts: results of `here` by process.
-    failed: whether this process has reported an error.
-  """
+  """Waits for the failure of a process and for a request to stop."""
 
   def __init__(self):
-    self.watches = self.failed = False
-    self.hosts = {}
+    self.watches = False  # Whether there are other processes.
+    self.failed = False  # Whether this process has reported an error.
+    self.hosts = {}  # Results of `here` by process.
     self._threads = []
     self._lock = threading.Lock()  # Of the next two.
     self._asked, self._at = False, (0, 0)

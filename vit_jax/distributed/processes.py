@@ -147,7 +147,12 @@ def gather(what: str, value, deadline: float = DEADLINE) -> list:
       for process in range(jax.process_count()):
         text = _get(f'{place}/{process}', process, what, deadline) if process else own
         theirs, value = json.loads(text)
-        _check_same(what, theirs, process)
+        if theirs != what:
+          raise RuntimeError(
+            f'the processes are not in step: {heartbeats.name(process)} is at '
+            f"'{theirs}', {heartbeats.name(0)} at '{what}'; start all with the same "
+            'command, versions and files'
+          )
         values.append(value)
     except (TimeoutError, RuntimeError) as e:
       failed = [type(e).__name__, str(e)]
@@ -179,15 +184,6 @@ def _get(key, process, what, deadline):
       )
     if int(seconds) % 60 == 30:
       console.say(f'Waiting for {who} at: {what} ...')
-
-
-def _check_same(what, theirs, process):
-  if theirs != what:
-    raise RuntimeError(
-      f"the processes are not in step: {heartbeats.name(process)} is at '{theirs}', "
-      f"{heartbeats.name(0)} at '{what}'; start all with the same command, versions "
-      'and files'
-    )
 
 
 def from_first(what: str, make: Callable[[], Any]):

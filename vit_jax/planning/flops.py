@@ -33,11 +33,6 @@ def forward_flops(
   return count_flops(jax.make_jaxpr(init)(images))
 
 
-def training_flops(forward: int) -> int:
-  """FLOPs of a forward and backward pass: three times the forward pass."""
-  return 3 * forward
-
-
 def count_flops(jaxpr) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 

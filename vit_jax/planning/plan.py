@@ -24,31 +24,14 @@ say = console.say
 _FORMAT = '4'
 
 
-def _cache_file(lowered, topology):
-  versions = jax.__version__ + importlib.metadata.version('libtpu')
-  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
-  key = hashlib.sha256(text.encode()).hexdigest()[:32]
-  return console.cache_folder() / 'plans' / f'{key}.json'
-
-
 def make_plan(
   config, topology: str, num_examples: int, num_classes: int | None
 ) -> dict:
-  """Plans a run.
+  """Plans a run on a topology such as 'v3:4x4'; for its errors see get_topology.
 
-  Args:
-    config: config of a training.
-    topology: its name, such as 'v3:4x4'.
-    num_examples: number of training examples.
-    num_classes: number of classes, for tasks that classify.
-
-  Returns:
-    A dict with the values of the table and of --json. Times and rates are the
-    compiler's estimates.
-
-  Raises:
-    ValueError, ImportError, OSError: see
-    vit_jax.planning.topology.get_topology.
+  `num_examples` is the number of training examples, and `num_classes` that of their
+  classes, for tasks that classify. Returns a dict with the values of the table and of
+  --json. Times and rates are the compiler's estimates.
   """
   devices = topology_lib.get_topology(topology)
   from vit_jax import train
@@ -65,7 +48,10 @@ def make_plan(
   make = lambda part, mesh: train.make_program(part, metadata, mesh)
   lowered = estimate.lower(config, make, devices)
   params = lowered.abstract.params
-  file = _cache_file(lowered, topology)
+  versions = jax.__version__ + importlib.metadata.version('libtpu')
+  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
+  key = hashlib.sha256(text.encode()).hexdigest()[:32]
+  file = console.cache_folder() / 'plans' / f'{key}.json'
   cached = file.exists()
   if cached:
     result = json.loads(file.read_text())

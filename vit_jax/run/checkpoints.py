@@ -35,17 +35,11 @@ _NAMES = ocp.path.step.standard_name_format()
 
 
 class Weights(NamedTuple):
-  """The part of a checkpoint that evaluation and prediction need.
+  """The part of a checkpoint that evaluation and prediction need."""
 
-  Attributes:
-    params: the parameters; averaged if the run kept an average.
-    extra: see vit_jax.learning.state.TrainState.
-    step: number of updates so far.
-  """
-
-  params: Any
-  extra: Any
-  step: int
+  params: Any  # Averaged if the run kept an average.
+  extra: Any  # See vit_jax.learning.state.TrainState.
+  step: int  # Number of updates so far.
 
 
 class Checkpoints:
@@ -147,25 +141,15 @@ class Checkpoints:
     return (abstract.replace(**found), step) if found else (None, 0)
 
   def restore_weights(
-    self,
-    params=None,
-    extra=None,
-    step: int | None = None,
-    dtype: str | None = None,
+    self, params=None, extra=None, step: int | None = None, dtype: str | None = None
   ) -> Weights:
     """Restores what evaluation and prediction need; all processes must call it.
 
-    Args:
-      params: a tree of jax.ShapeDtypeStruct with shardings; None: all
-        parameters, onto the host.
-      extra: likewise; None: nothing; or names in the extra state, onto the
-        host.
-      step: step of the checkpoint; by default the newest.
-      dtype: type of the parameters; by default as in `params`.
-
-    Raises:
-      FileNotFoundError: if there is no complete checkpoint.
-      ValueError: if the step has no checkpoint; and see `restore`.
+    `params` is a tree of jax.ShapeDtypeStruct with shardings, whose types `dtype`
+    replaces; None restores all parameters onto the host. `extra` is such a tree, or
+    names in the extra state, to restore onto the host. FileNotFoundError if there is
+    no complete checkpoint; ValueError if `step` (default: the newest) has none; see
+    also `restore`.
     """
     if step is not None and step not in (steps := self._agreed_steps()):
       raise ValueError(
@@ -209,9 +193,10 @@ class Checkpoints:
           if damages and not self._read_only:
             self._move_aside(list(damages))
           return found, candidate
-      if not self._is_gone(candidate):
-        logging.warning('%s: checkpoint %d is not used', damage, candidate)
-        damages[candidate] = damage
+      if self._read_only and candidate not in self.steps():
+        continue  # A run has deleted it meanwhile.
+      logging.warning('%s: checkpoint %d is not used', damage, candidate)
+      damages[candidate] = damage
     if not damages:
       return None, 0
     newest, damage = next(iter(damages.items()))
@@ -239,10 +224,6 @@ class Checkpoints:
     part = jax.process_index(), jax.process_count()
     found = processes.attempt('checking a checkpoint', lambda: _check(path, *part))
     return next(filter(None, found), None)
-
-  def _is_gone(self, step: int) -> bool:
-    """Returns whether a run has deleted a checkpoint that was being read."""
-    return self._read_only and step not in self.steps()
 
   @processes.by_first('moving damaged checkpoints aside')
   def _move_aside(self, steps):

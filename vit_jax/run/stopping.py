@@ -19,12 +19,7 @@ class Stopped(Exception):
 
 
 class Interrupted(Exception):
-  """A signal stopped the run, after a checkpoint was saved.
-
-  Attributes:
-    step: step of the checkpoint.
-    signal: number of the signal.
-  """
+  """A signal of some number stopped the run, after a step was saved."""
 
   def __init__(self, step: int, signal: int):
     super().__init__(

@@ -10,6 +10,7 @@ versions.json      versions of Python and of important packages
 
 from collections.abc import Mapping, Sequence
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -81,16 +82,10 @@ def facts(config) -> dict[str, Any]:
 def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
   """Checks that a run can start or resume in a folder, on process 0 for all.
 
-  Args:
-    workdir: the folder; it need not exist.
-    config: the resolved config.
-    metadata: the task's metadata of the data: {name of the file: JSON}.
-    data: fingerprints of the data, first `train`, then each evaluation; see
-      vit_jax.data.records.Source.fingerprint.
-
-  Raises:
-    ValueError: if the folder holds a run with another config, other classes or
-      other training data, or holds other files; lists the differences.
+  `config` is resolved, `metadata` {name of the file: JSON}, `data` the fingerprints
+  of the training data and of each evaluation (data.records.Source.fingerprint).
+  ValueError lists the differences if the folder holds a run with another config,
+  other classes or other training data.
   """
   path = folder(workdir)
   if _check_config(path, config, FREE_KEYS):
@@ -139,17 +134,14 @@ def _check_metadata(file, value):
   old, new = _read(file, object), json.loads(json.dumps(value))
   if old == new:
     return
-  what = [f'{old!r:.100} there, {new!r:.100} here']
+  what = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
-    what = [f'{len(old)} entries there, {len(new)} here'] + [
-      f'number {i}: {a!r} there, {b!r} here'
-      for i, (a, b) in enumerate(zip(old, new))
-      if a != b
-    ]
+    pairs = enumerate(itertools.zip_longest(old, new))
+    what = next(f'number {i}: {a!r} there, {b!r} here' for i, (a, b) in pairs if a != b)
   raise ValueError(
     f"'{file}' differs from the data, which now have other names than the run has "
-    f'learned ({"; ".join(what[:2])}): restore the names, or train into another '
-    f'--workdir with --config.pretrained={file.parent}, which takes all but the head'
+    f'learned ({what}): restore the names, or train into another --workdir with '
+    f'--config.pretrained={file.parent}, which takes all but the head'
   )
 
 
