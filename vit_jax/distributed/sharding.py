@@ -114,6 +114,14 @@ def batch_sharding(mesh) -> NamedSharding:
   return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
+def abstract_batch(batch, mesh):
+  """Returns the shapes and types of a batch with their sharding."""
+  rows = batch_sharding(mesh)
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
+  )
+
+
 def constrain_batch(x):
   """Splits the first dimension of `x`, the batch, over the mesh.
 

@@ -23,12 +23,13 @@ from vit_jax.layers import layer_stack
 from vit_jax.learning import state as state_lib
 from vit_jax.planning import flops, topology
 
-_COLLECTIVES = (
-  'all-reduce',
-  'all-gather',
-  'reduce-scatter',
-  'all-to-all',
-  'collective-permute',
+# A collective in the text of a program, and a fusion that holds a reduce-scatter.
+_CALL = re.compile(
+  ' = (?P<shape>.*?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|'
+  r'collective-permute)(?P<start>-start)?\('
+)
+_FUSED = re.compile(
+  r' = (?P<shape>.*?) fusion\(.*calls=(?P<fusion>%all-reduce-scatter[\w.]*)'
 )
 # Rearranges memory on v5e and newer; the compiler does not estimate its time.
 _UNKNOWN = 'custom_call_target="ConcatBitcast"'
@@ -65,12 +66,6 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
-  def split(batch):
-    rows = sharding.batch_sharding(mesh)
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
-    )
-
   def gradient(num_layers=None):
     """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
     part = copy.deepcopy(config)
@@ -95,7 +90,9 @@ def lower(config, make_program: Callable, devices) -> Lowered:
       batch = jax.eval_shape(
         lambda batch: task.augment(batch, jax.random.key(0)), batch
       )
-      return function.lower(params, abstract.extra, split(batch))
+      return function.lower(
+        params, abstract.extra, sharding.abstract_batch(batch, mesh)
+      )
 
   loops = []
   if config.accum_steps > 1:
@@ -106,7 +103,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   if times > 0:
     loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
-  batch = split(program.task.batch_spec(config.batch))
+  batch = sharding.abstract_batch(program.task.batch_spec(config.batch), mesh)
   with jax.set_mesh(mesh):
     traced = program.jit_update().trace(program.abstract, batch)
     return Lowered(
@@ -121,36 +118,33 @@ def collectives(hlo: str) -> dict[str, dict]:
   occurs, bytes of its results on one device, and the least number of bytes that
   it sends over the links of a chip. The body of a loop counts once.
   """
-  found = {}
-  call = re.compile(rf' ({"|".join(_COLLECTIVES)})(-start)?\(')
-  groups = {}  # Group sizes of the fusions that hold a reduce-scatter (v4 on).
-  inside = None
+  found, groups, fusion = {}, {}, None
   for line in hlo.splitlines():
-    if line.startswith('%all-reduce-scatter'):
-      inside = line.split(' ')[0]
+    if line.startswith('%all-reduce-scatter'):  # A fusion that scatters (v4 on).
+      fusion = line.split(' ')[0]
     elif line.startswith('}'):
-      inside = None
-    elif inside:
-      groups[inside] = groups.get(inside) or _group_size(line)
+      fusion = None
+    elif fusion:
+      groups[fusion] = groups.get(fusion) or _group_size(line)
       continue
-    scatter = re.search(r' fusion\(.*calls=(%all-reduce-scatter[\w.]*)', line)
-    match = scatter or call.search(line)
-    if match is None or ' = ' not in line[: match.start()]:
+    if match := _FUSED.search(line):
+      kind, group = 'reduce-scatter', groups.get(match['fusion'])
+    elif match := _CALL.search(line):
+      kind, group = match['kind'], _group_size(line)
+    else:
       continue
-    kind = 'reduce-scatter' if scatter else match[1]
-    shape = line[: match.start()].partition(' = ')[2]
     size = sum(
       _SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
-      for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shape)
+      for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', match['shape'])
     )
-    if not scatter and match[2]:
+    if match.groupdict().get('start'):
       size //= 2  # The shape of a '-start' holds the operands too.
-    group = (groups.get(match[1]) if scatter else _group_size(line)) or 1
     row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
     row['bytes'] += size
     if kind != 'collective-permute':  # Which sends its result once.
       # Bytes over a chip's links per byte of a device's result.
+      group = group or 1
       passes = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
       size *= passes * (group - 1) / group
     row['network_bytes'] += size

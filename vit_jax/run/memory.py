@@ -33,11 +33,7 @@ def check(config, program, mesh):
   Traces the update, which the run reuses, for the largest images; the limit is the
   smallest device of all processes.
   """
-  rows = sharding.batch_sharding(mesh)
-  batch = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows),
-    program.task.batch_spec(config.batch),
-  )
+  batch = sharding.abstract_batch(program.task.batch_spec(config.batch), mesh)
   try:
     with jax.set_mesh(mesh):
       jaxpr = program.jit_update().trace(program.abstract, batch).jaxpr
