@@ -479,13 +479,8 @@ def with_dataset(
 def split_argument(arg: str, forms: str, example: str) -> list[str]:
   """Splits the argument of a config at its commas; rejects too few or too many.
 
-  Args:
-    arg: the argument.
-    forms: its forms, the shortest first, as 'MODEL,DATA or MODEL,DATA,SIZE'.
-    example: config and argument of the message, as 'vit.py:b16,cifar10'.
-
-  Returns:
-    The words, as many as the last form has, with '' for those left out.
+  `forms` has the shortest first, as 'MODEL,DATA or MODEL,DATA,SIZE'. Returns as many
+  words as the last form has, with '' for those left out.
   """
   words = arg.split(',')
   least, *_, most = 2 * [form.count(',') + 1 for form in forms.split(' or ')]
@@ -543,11 +538,8 @@ def layer_wise_decay(
 
   The head has the full rate, the last layer and the norm after it `factor`
   times the rate, the layer before `factor` squared, and so on down to the
-  embeddings (arXiv 2106.08254, section 3.2, and others).
-
-  Args:
-    config: config with a Vision Transformer; `lr_multipliers` is set.
-    factor: above 0 and below 1, for example .75.
+  embeddings (arXiv 2106.08254, section 3.2, and others). `factor` is between 0 and 1,
+  for example .75; the config is changed in place, and returned.
   """
   layers = config.model.transformer.num_layers
   rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]

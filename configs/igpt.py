@@ -24,8 +24,6 @@ SIDES = (32, 48, 64)
 OBJECTIVES = ('ar', 'bert')
 # From memory of table 5 of the paper: our reference does not have them.
 LEARNING_RATES = {'s': 3e-3, 'm': 3e-3, 'l': 1e-3, 'xl': 3e-4}
-# Images of a batch, and steps.
-_RUN, _RUNS = (128, 1_000_000), {'xl': (64, 2_000_000)}
 # Short sides from 256 to 384 pixels, of which 224 x 224 are cropped: shares of
 # the area of a photograph of 4:3.
 _CROP_AREA = tuple(3 / 4 * (224 / side) ** 2 for side in (384, 256))
@@ -39,7 +37,9 @@ def get_config(arg: str = 's,imagenet2012,32'):
   config.task = 'pixels'
   set_model(config, size, side)
   config.model.causal = objective == 'ar'
-  config.batch, config.total_steps = _RUNS.get(size, _RUN)
+  config.update(batch=128, total_steps=1_000_000)
+  if size == 'xl':
+    config.update(batch=64, total_steps=2_000_000)
   config.update(batch_eval=128, warmup_epochs=1.0)
   set_adam(config)
   config.update(base_lr=LEARNING_RATES[size], decay_type='cosine')

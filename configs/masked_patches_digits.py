@@ -3,11 +3,9 @@ r"""Predicts masked patches of scikit-learn's digits, without a download.
   vit_jax train --config=configs/masked_patches_digits.py \
     --workdir=/tmp/masked
 
-A small ViT sees digits of 16x16 pixels in patches of 4x4, half of them
-corrupted, and predicts the mean grey of each in 3 bits. Expected: after a few
-minutes on two cores, 67 % of the corrupted patches of the test images are
-predicted right, one of eight values each. The run ends with a picture of test
-images, masked_patches.png.
+Expected: after a few minutes on two cores, 67 % of the corrupted patches of the test
+images are predicted right, one of eight values each. The run ends with a picture of
+test images, masked_patches.png.
 """
 
 from vit_jax.configs import digits

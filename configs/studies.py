@@ -13,9 +13,7 @@ from vit_jax.configs import digits
 def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
   """Returns the config of a study of small models on the digits.
 
-  Args:
-    title: title of the plot.
-    variants: ((name, {dotted key: value, ...}), ...).
+  `title` is that of the plot; `variants` is ((name, {dotted key: value, ...}), ...).
   """
   config = ml_collections.ConfigDict()
   config.trainer = 'study'
