@@ -14,7 +14,7 @@ The image tower starts from the published ImageNet-21k weights and is frozen;
 the text tower starts from scratch, or from BERT's weights, with
 {'img': PATH, 'txt': 'hf://google-bert/bert-base-uncased'}.
 
-The recipe is that of the released training code (big_vision, lit_coco). The paper's
+The recipe follows the released training code (big_vision, lit_coco). The paper's
 models saw CC12M and YFCC100M (batch 16,384); expected of them: B16B_2 73.9 %
 zero-shot on ImageNet, L16L 75.7 %.
 """

@@ -3,7 +3,7 @@
   vit_jax train --config=configs/digits.py --workdir=/tmp/digits
   vit_jax train --config=configs/lit_digits.py --workdir=/tmp/lit_digits
 
-The image tower is that of the first command, whose workdir is the config's
+The image tower comes from the first command, whose workdir is the config's
 argument (configs/lit_digits.py:/tmp/digits). The text tower, a small BERT, starts
 from random numbers. The names of three and eight never occur with their images
 (vit_jax/data/tfds/digit_captions.py).

@@ -13,7 +13,7 @@ from vit_jax.configs import digits
 def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
   """Returns the config of a study of small models on the digits.
 
-  `title` is that of the plot; `variants` is ((name, {dotted key: value, ...}), ...).
+  `title` is the title of the plot, and `variants` is ((name, {key: value, ...}), ...).
   """
   config = ml_collections.ConfigDict()
   config.trainer = 'study'
