@@ -9,8 +9,8 @@ r"""Trains a ViT from scratch with Adam on a TFDS data set or a folder.
 
 The argument is MODEL,DATA, optionally followed by RECIPE, EPOCHS and
 AUGMENTATION in any order. RECIPE is imagenet2012, imagenet21k, jft300m or other; the
-default follows the data set's name. EPOCHS is one of the paper's training lengths (EPOCHS
-below), by default the longest. AUGMENTATION is a setting of AUGREG in common.py.
+default follows the data set's name. EPOCHS is one of the paper's training lengths
+(see below), by default the longest. AUGMENTATION is a setting of AUGREG in common.py.
 
 The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
 ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,
