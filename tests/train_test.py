@@ -2,7 +2,6 @@
 
 import copy
 import json
-import shutil
 
 import jax
 import jax.numpy as jnp
@@ -87,29 +86,6 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
   trees.assert_same(again, state)
   assert found['accuracy_test'] == metrics['accuracy_test']
   assert (workdir / 'metrics.jsonl').read_text() == before
-
-
-def test_a_run_of_an_older_version_is_read_and_goes_on(finished, tmp_path):
-  """One whose config lacks all keys that have come since."""
-  config, workdir, state, _ = finished
-  old = tmp_path / 'old'
-  shutil.copytree(workdir, old)
-  stored = json.loads((old / 'config.json').read_text())
-  for key in (
-    'task_options', 'evals', 'lr_multipliers', 'log_images', 'log_attention',
-  ):  # fmt: skip
-    del stored[key]
-  for key in ('randaugment', 'color_jitter', 'random_erasing'):
-    del stored['pp'][key]
-  (old / 'config.json').write_text(json.dumps(stored))
-  trees.assert_same(predict.load(str(old)).params, state_lib.best_params(state))
-  again, _ = fit(config, old)
-  trees.assert_same(again, state)
-  # A key that is given another value than the run's default is another run.
-  config = copy.deepcopy(config)
-  config.pp.random_erasing = 0.5
-  with pytest.raises(ValueError, match='pp.random_erasing: 0.0 there, 0.5 here'):
-    fit(config, old)
 
 
 def test_the_evaluation_is_that_of_the_averaged_weights(finished):
