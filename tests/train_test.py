@@ -194,7 +194,7 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   config.mesh.update(data=1, fsdp=8)
   config.accum_steps = 2
-  config.model.transformer.update(remat='full', scan=True, attention='xla')
+  config.model.transformer.update(scan=True, attention='xla')
   got, _ = fit(config, tmp_path / 'moved')
   kernel = got.params['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
   assert kernel['kernel'].addressable_shards[0].data.shape == (2, 16)
