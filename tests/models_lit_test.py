@@ -31,7 +31,7 @@ COUNTS = {
 VIT = dict(
   patches={'size': (4, 4)}, hidden_size=8, representation_size=None,
   transformer=dict(
-    num_layers=2, mlp_dim=16, num_heads=2, dropout_rate=0.0,
+    num_layers=1, mlp_dim=16, num_heads=2, dropout_rate=0.0,
     attention_dropout_rate=0.0,
   ),
 )  # fmt: skip
@@ -39,7 +39,7 @@ BERT = dict(
   width=8, num_layers=2, num_heads=2, mlp_dim=16, vocab_size=20,
   num_positions=12,
 )  # fmt: skip
-TEXT = dict(width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=20)
+TEXT = dict(width=8, num_layers=1, mlp_dim=16, num_heads=2, vocab_size=20)
 PP = dict(tokenizer_name='bert', size=8, max_len=5)
 
 
@@ -57,24 +57,36 @@ def inputs():
 
 @functools.cache
 def shapes(name):
+  """Shapes of a published model; models with equal image towers share their trace."""
+  model = models.get_model(name)
+  tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
+  init = lambda x: model.init(jax.random.key(0), tokens=x)['params']
+  of_image = image_shapes('LiT-L16L' if 'L16' in name else name)
+  return {**jax.eval_shape(init, tokens), **of_image}
+
+
+@functools.cache
+def image_shapes(name):
   model = models.get_model(name)
   images = jax.ShapeDtypeStruct((1, model.pp.size, model.pp.size, 3), 'float32')
-  tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
-  init = lambda *x: model.init(jax.random.key(0), images=x[0], tokens=x[1])
-  return jax.eval_shape(init, images, tokens)
+  init = lambda x: model.init(jax.random.key(0), images=x)['params']
+  return jax.eval_shape(init, images)
 
 
 @pytest.mark.parametrize('name', COUNTS)
 def test_the_published_models(name):
   model, (count, width) = models.get_model(name), COUNTS[name]
-  variables = shapes(name)
-  assert sum(leaf.size for leaf in jax.tree.leaves(variables)) == count
-  found = identify.model_config(variables['params'])
+  params = shapes(name)
+  assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
+  found = identify.model_config(params)
   assert found.to_dict() == model_configs.get_config(name).to_dict()
+  assert params['txt']['head']['bias'].shape == (width,)
+  if 'B16B' not in name:
+    return  # The others differ from LiT-B16B_2 only in their sizes.
   images = jax.ShapeDtypeStruct((2, 224, 224, 3), 'float32')
   tokens = jax.ShapeDtypeStruct((3, 16), 'int32')
   apply = lambda v, i, t: model.apply(v, images=i, tokens=t)
-  zimg, ztxt, out = jax.eval_shape(apply, variables, images, tokens)
+  zimg, ztxt, out = jax.eval_shape(apply, {'params': params}, images, tokens)
   assert (zimg.shape, ztxt.shape) == ((2, width), (3, width))
   kind = 'transformed' if model.text_model == 'bert' else 'embedded'
   assert set(out) == {
@@ -84,7 +96,7 @@ def test_the_published_models(name):
 
 
 def test_names_and_shapes_of_berts_parameters_are_the_published_ones():
-  params = shapes('LiT-B16B')['params']['txt']
+  params = shapes('LiT-B16B')['txt']
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   found = {path: leaf.shape for path, leaf in flat.items()}
   block = {}
@@ -189,26 +201,25 @@ def dense(p, x):
 
 
 def encode(p, x):
-  """The pre-norm encoder, without positions, of tokens [B, N, D]."""
-  for i in range(2):
-    block = p[f'encoderblock_{i}']
-    heads = block['MultiHeadDotProductAttention_0']
-    y = norm(block['LayerNorm_0'], x)
-    query, key, value = (
-      np.einsum('bnd,dke->bnke', y, heads[name]['kernel']) + heads[name]['bias']
-      for name in ('query', 'key', 'value')
-    )
-    weights = np.einsum('bqke,bske->bkqs', query, key) / query.shape[-1] ** 0.5
-    y = np.einsum('bkqs,bske->bqke', special.softmax(weights, -1), value)
-    out = heads['out']
-    x = x + np.einsum('bqke,ked->bqd', y, out['kernel']) + out['bias']
-    mlp = block['MlpBlock_0']
-    y = gelu(dense(mlp['Dense_0'], norm(block['LayerNorm_1'], x)))
-    x = x + dense(mlp['Dense_1'], y)
+  """The pre-norm encoder of one layer, without positions, of tokens [B, N, D]."""
+  block = p['encoderblock_0']
+  heads = block['MultiHeadDotProductAttention_0']
+  y = norm(block['LayerNorm_0'], x)
+  query, key, value = (
+    np.einsum('bnd,dke->bnke', y, heads[name]['kernel']) + heads[name]['bias']
+    for name in ('query', 'key', 'value')
+  )
+  weights = np.einsum('bqke,bske->bkqs', query, key) / query.shape[-1] ** 0.5
+  y = np.einsum('bkqs,bske->bqke', special.softmax(weights, -1), value)
+  out = heads['out']
+  x = x + np.einsum('bqke,ked->bqd', y, out['kernel']) + out['bias']
+  mlp = block['MlpBlock_0']
+  y = gelu(dense(mlp['Dense_0'], norm(block['LayerNorm_1'], x)))
+  x = x + dense(mlp['Dense_1'], y)
   return norm(p['encoder_norm'], x)
 
 
-@pytest.mark.parametrize('out_dim', [(None, 8), (8, 8), 8])
+@pytest.mark.parametrize('out_dim', [(None, 8), 8])
 def test_the_whole_model_beside_numpy(out_dim):
   model = make('text_transformer', out_dim, temperature_init=2.0)
   images, tokens = inputs()
@@ -240,13 +251,20 @@ def test_the_whole_model_beside_numpy(out_dim):
   np.testing.assert_allclose(found, logits, atol=1e-4)
 
 
-def test_one_input_alone_gives_the_same_embeddings():
-  model = make()
+@pytest.fixture(scope='module')
+def embedded():
+  """Variables of a model, and what it returns for images and texts."""
   images, tokens = inputs()
-  init = jax.jit(lambda key: model.init(key, images=images, tokens=tokens))
-  variables = init(jax.random.key(0))
-  apply = jax.jit(model.apply)
-  both = apply(variables, images=images, tokens=tokens)
+  model = make()
+  init = lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
+  variables = tiny_models.drawn(jax.eval_shape(init))
+  return variables, jax.jit(model.apply)(variables, images=images, tokens=tokens)
+
+
+def test_one_input_alone_gives_the_same_embeddings(embedded):
+  variables, both = embedded
+  images, tokens = inputs()
+  apply = jax.jit(make().apply)
   zimg, none, out = apply(variables, images=images)
   assert none is None
   assert not any(name.startswith('txt') for name in out)
@@ -256,28 +274,34 @@ def test_one_input_alone_gives_the_same_embeddings():
   assert not any(name.startswith('img') for name in out)
   np.testing.assert_allclose(ztxt, both[1], atol=1e-6)
   np.testing.assert_allclose(np.linalg.norm(ztxt, axis=1), 1, atol=1e-6)
-  assert out['t'] == 1  # exp(0), as published.
   assert 'b' not in out
+
+
+def test_the_initial_temperature_is_1():
+  out = make().init_with_output(jax.random.key(0))[0][2]
+  assert out['t'] == 1  # exp(0), as published.
+
+
+def drawn(model, tokens):
+  init = lambda: model.init(jax.random.key(0), tokens)
+  return tiny_models.drawn(jax.eval_shape(init))
 
 
 def test_padding_of_a_text_changes_nothing():
   model = text_towers.BertModel(BERT, 4)
   _, tokens = inputs()
-  params = jax.jit(model.init)(jax.random.key(0), tokens)
+  params = drawn(model, tokens)
   longer = np.pad(tokens, ((0, 0), (0, 3)))
   apply = jax.jit(lambda tokens: model.apply(params, tokens)[0])
   np.testing.assert_allclose(apply(tokens), apply(longer), atol=1e-6)
 
 
-def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same():
+def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same(embedded):
   images, tokens = inputs()
-  given = dict(images=images, tokens=tokens)
-  model = make()
-  variables = jax.jit(lambda key: model.init(key, **given))(jax.random.key(0))
-  wanted = jax.jit(model.apply)(variables, **given)[:2]
+  variables, wanted = embedded
   half = make(dtype='bfloat16')
-  found = jax.jit(half.apply)(variables, **given)[:2]
-  for x, y in zip(found, wanted):
+  found = jax.jit(half.apply)(variables, images=images, tokens=tokens)
+  for x, y in zip(found[:2], wanted[:2]):
     assert x.dtype == jnp.float32
     np.testing.assert_allclose(x, y, atol=0.05)
     assert (np.asarray(x) != y).any()
@@ -287,7 +311,7 @@ def test_a_causal_tower_reads_the_end_of_the_text_alone():
   fields = dict(causal=True, pool='eos', gelu='quick', norm_eps=1e-5)
   model = text_towers.TextTransformer(4, **{**TEXT, **fields})
   tokens = np.array([[1, 5, 19, 0, 0], [1, 6, 7, 8, 19]])
-  params = jax.jit(model.init)(jax.random.key(0), tokens)
+  params = drawn(model, tokens)
   apply = jax.jit(model.apply)
   found = apply(params, tokens)[0]
   # What follows the end of a text changes nothing, nor does its absence.

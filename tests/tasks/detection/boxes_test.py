@@ -1,9 +1,10 @@
 """Tests of the geometry of boxes, and of DETR's losses."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import torch
 import transformers
 
@@ -11,18 +12,15 @@ from tests import torch_models  # noqa: F401 (before transformers.loss)
 from vit_jax.tasks.detection import boxes
 
 
-@pytest.mark.parametrize(
-  'first, second, want',
-  [
+def test_generalised_iou():
+  first, second, want = zip(
     ([0, 0, 2, 2], [0, 0, 2, 2], 1),
     ([0, 0, 2, 2], [1, 1, 3, 3], 1 / 7 - 2 / 9),
     ([0, 0, 1, 1], [2, 0, 3, 1], -1 / 3),
     ([1, 1, 1, 1], [1, 1, 1, 1], 0),  # Without area.
-  ],
-)
-def test_generalised_iou(first, second, want):
-  first, second = jnp.array(first, float), jnp.array(second, float)
-  value, slope = jax.value_and_grad(boxes.giou)(first, second)
+  )
+  compute = jax.jit(jax.vmap(jax.value_and_grad(boxes.giou)))
+  value, slope = compute(np.array(first, np.float32), np.array(second, np.float32))
   np.testing.assert_allclose(value, want, atol=1e-6)
   assert np.isfinite(slope).all()
 
@@ -32,8 +30,7 @@ def test_corners():
   np.testing.assert_allclose(boxes.corners(box), [0.4, 0.2, 0.6, 0.3])
 
 
-@pytest.mark.parametrize('class_weight, no_object', [(1, boxes.NO_OBJECT), (3, 0.5)])
-def test_losses_and_gradients_are_those_of_hugging_face(class_weight, no_object):
+def test_losses_and_gradients_are_those_of_hugging_face():
   from transformers.loss import loss_for_object_detection
 
   layers, images, queries, classes, most = 3, 4, 20, 5, 8
@@ -45,32 +42,9 @@ def test_losses_and_gradients_are_those_of_hugging_face(class_weight, no_object)
   targets = rng.uniform(0.1, 0.6, (images, most, 4)).astype(np.float32)
   counts = np.array([3, 0, 8, 1])  # One image has no objects.
 
-  theirs = [
-    torch.tensor(x).requires_grad_() for x in (logits, predicted)
-  ]  # fmt: skip
-  want, _, _ = loss_for_object_detection.ForObjectDetectionLoss(
-    theirs[0][-1],
-    [
-      {
-        'class_labels': torch.tensor(labels[i, :n]),
-        'boxes': torch.tensor(targets[i, :n]),
-      }
-      for i, n in enumerate(counts)
-    ],
-    'cpu',
-    theirs[1][-1],
-    transformers.DetrConfig(
-      num_labels=classes,
-      auxiliary_loss=True,
-      decoder_layers=layers,
-      class_cost=class_weight,
-      eos_coefficient=no_object,
-    ),
-    *theirs,
-  )
-  want.backward()
-
-  def loss(logits, predicted):
+  @jax.jit
+  @functools.partial(jax.value_and_grad, argnums=(0, 1))
+  def ours(logits, predicted, class_weight, no_object):
     sums = boxes.losses(
       logits, predicted, labels, targets, counts, class_weight, no_object
     )
@@ -82,7 +56,30 @@ def test_losses_and_gradients_are_those_of_hugging_face(class_weight, no_object)
       + (boxes.L1 * sums['l1'] + boxes.GIOU * sums['giou']) / counts.sum()
     ).sum()
 
-  got, slopes = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(logits, predicted)
-  np.testing.assert_allclose(got, want.item(), rtol=1e-5)
-  for ours, other in zip(slopes, theirs):
-    np.testing.assert_allclose(ours, other.grad, atol=1e-5)
+  for class_weight, no_object in ((1, boxes.NO_OBJECT), (3, 0.5)):
+    theirs = [torch.tensor(x).requires_grad_() for x in (logits, predicted)]
+    want, _, _ = loss_for_object_detection.ForObjectDetectionLoss(
+      theirs[0][-1],
+      [
+        {
+          'class_labels': torch.tensor(labels[i, :n]),
+          'boxes': torch.tensor(targets[i, :n]),
+        }
+        for i, n in enumerate(counts)
+      ],
+      'cpu',
+      theirs[1][-1],
+      transformers.DetrConfig(
+        num_labels=classes,
+        auxiliary_loss=True,
+        decoder_layers=layers,
+        class_cost=class_weight,
+        eos_coefficient=no_object,
+      ),
+      *theirs,
+    )
+    want.backward()
+    got, slopes = ours(logits, predicted, class_weight, no_object)
+    np.testing.assert_allclose(got, want.item(), rtol=1e-5)
+    for slope, other in zip(slopes, theirs):
+      np.testing.assert_allclose(slope, other.grad, atol=1e-5)

@@ -13,7 +13,7 @@ from PIL import Image
 import pytest
 from scipy import special
 
-from tests import conftest, looked_up
+from tests import conftest, looked_up, tiny_models
 from vit_jax import models_igpt, predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import igpt_finetune
@@ -36,8 +36,9 @@ def make_config(data_dir, **model):
   config.task = 'pixels'
   config.model = ml_collections.ConfigDict({**MODEL, **model})
   config.best_metric = 'bits_per_dim_test'
-  config.batch_eval = 120
-  config.log_images = 3
+  config.pp.train = 'train[:120]'
+  config.evals = (('test', 'test[:40]'),)
+  config.update(batch_eval=40, log_images=3, total_steps=4, eval_every=2)
   return config
 
 
@@ -57,92 +58,96 @@ def images(count=3):
 
 def random_params(task):
   """Parameters with heads that are not zero."""
-  params, _ = jax.jit(task.init)(jax.random.key(0))
-  head = params['color_head']
-  shape = head['kernel'].shape
-  return {
-    **params, 'color_head': {'kernel': jax.random.normal(jax.random.key(2), shape)}
-  }  # fmt: skip
+  return tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0))[0])
 
 
 def test_an_untrained_model_takes_the_bits_of_its_colours(data_dir):
   task = make_task(data_dir)
-  params, extra = jax.jit(task.init)(jax.random.key(0))
   batch = {'image': images(), 'mask': jnp.ones(3)}
-  total, count = task.measure(params, extra, batch)['bits_per_dim']
+
+  @jax.jit
+  def measure(key):
+    return task.measure(*task.init(key), batch)['bits_per_dim']
+
+  total, count = measure(jax.random.key(0))
   assert float(total / count) == pytest.approx(math.log2(4), rel=1e-5)
   assert count == 3
+
+
+def nats_of(logits, colors):
+  """The cross-entropies of pixels in float64."""
+  log_p = special.log_softmax(np.asarray(logits, np.float64), axis=-1)
+  return -np.take_along_axis(log_p, np.asarray(colors)[..., None], axis=-1)[..., 0]
 
 
 def test_bits_are_those_of_the_logits(data_dir):
   task = make_task(data_dir)
   params = random_params(task)
   batch = {'image': images(), 'mask': jnp.array([1.0, 0.0, 1.0])}
-  colors = np.asarray(task.colors(batch['image']))
-  logits = task.model.apply({'params': params}, colors)
-  nats = -np.take_along_axis(
-    special.log_softmax(np.asarray(logits, np.float64), axis=-1),
-    colors[..., None],
-    axis=-1,
-  )[..., 0]
-  total, count = task.measure(params, {}, batch)['bits_per_dim']
+
+  @jax.jit
+  def compute(batch, key):
+    made = task.augment({'image': batch['image']}, key)
+    logits = task.model.apply({'params': params}, made['colors'])
+    loss = task.loss(params, {}, made, key)
+    measured = task.measure(params, {}, batch)['bits_per_dim']
+    return made, logits, loss, measured, task.read(params, {}, batch)['likely']
+
+  made, logits, loss, (total, count), likely = compute(batch, jax.random.key(0))
+  assert set(made) == {'colors'}
+  nats = nats_of(logits, task.colors(batch['image']))
   want = nats[[0, 2]].mean() / math.log(2)
   assert float(total / count) == pytest.approx(want, rel=1e-5)
-  made = task.augment({'image': batch['image']}, jax.random.key(0))
-  assert set(made) == {'colors'}
-  (total, count), metrics = task.loss(params, {}, made, jax.random.key(0))
+  (total, count), metrics = loss
   assert float(total / count) == pytest.approx(nats.mean(), rel=1e-5)
   bits, _ = metrics['bits_per_dim']
   assert float(bits / count) == pytest.approx(nats.mean() / math.log(2), rel=1e-5)
-  likely = task.read(params, {}, batch)['likely']
   np.testing.assert_array_equal(likely, np.argmax(logits, axis=-1))
 
 
-def test_bert_counts_masked_pixels_alone(data_dir):
+def test_bert_counts_only_masked_pixels(data_dir):
   task = make_task(data_dir, causal=False)
   params = random_params(task)
-  made = task.augment({'image': images(40)}, jax.random.key(0))
+  made = jax.jit(task.augment)({'image': images(40)}, jax.random.key(0))
   assert made['masked'].dtype == bool
   # 2,560 draws: four standard deviations.
   assert float(made['masked'].mean()) == pytest.approx(0.15, abs=0.03)
   # Image 0 has no masked pixel and does not count, image 1 a single one.
-  masked = made['masked'].at[:2].set(False).at[1, 5].set(True)
+  masked = np.array(made['masked'])
+  masked[:2] = False
+  masked[1, 5] = True
   made = {**made, 'masked': masked}
-  total, count = task.loss(params, {}, made, jax.random.key(0))[0]
-  logits = task.model.apply({'params': params}, **made)
-  log_p = special.log_softmax(np.asarray(logits, np.float64), axis=-1)
-  nats = -np.take_along_axis(log_p, np.array(made['colors'])[..., None], -1)
-  # As released: the mean within each image, then the mean over images.
-  want = [
-    nats[i, np.flatnonzero(row), 0].mean() for i, row in enumerate(masked)
-    if row.any()
-  ]  # fmt: skip
-  assert len(want) == 39
-  assert float(total / count) == pytest.approx(np.mean(want), rel=1e-5)
-  # Images that are paddings of a batch have no weight in an evaluation.
   batch = {
     'image': images(4), 'index': jnp.arange(4), 'mask': jnp.array([1, 1, 1, 0.0])
   }  # fmt: skip
-  read = task.read(params, {}, batch)
+
+  @jax.jit
+  def compute(made, batch):
+    (total, count), _ = task.loss(params, {}, made, jax.random.key(0))
+    logits = task.model.apply({'params': params}, **made)
+    reversed_batch = {name: x[::-1] for name, x in batch.items()}
+    both = [task.read(params, {}, x) for x in (batch, reversed_batch)]
+    return total / count, logits, both, task.measure(params, {}, batch)
+
+  loss, logits, (read, again), measured = compute(made, batch)
+  # As released: the mean within each image, then the mean over images.
+  nats = nats_of(logits, made['colors'])
+  want = [nats[i, row].mean() for i, row in enumerate(masked) if row.any()]
+  assert len(want) == 39
+  assert float(loss) == pytest.approx(np.mean(want), rel=1e-5)
+  # Images that are paddings of a batch have no weight in an evaluation.
   want = [
     bits[counted > 0].mean()
     for bits, counted in zip(read['bits'][:3], read['counted'][:3])
   ]
-  total, count = task.measure(params, {}, batch)['bits_per_dim']
+  total, count = measured['bits_per_dim']
   assert float(total / count) == pytest.approx(np.mean(want), rel=1e-5)
-
-
-def test_test_images_have_the_same_masks_in_any_batch(data_dir):
-  task = make_task(data_dir, causal=False)
-  params = random_params(task)
-  batch = {'image': images(), 'index': jnp.arange(3)}
-  found = task.read(params, {}, batch)
-  again = task.read(params, {}, {k: x[::-1] for k, x in batch.items()})
-  for name, value in found.items():
+  # Test images have the same masks in any batch.
+  for name, value in read.items():
     np.testing.assert_allclose(again[name][::-1], value, atol=1e-5)
-  assert not (found['counted'][0] == found['counted'][1]).all()
-  drawn = task.draw_evaluation({}, jax.device_get(found))
-  assert drawn['masked_pixels'].shape == (3 * 104 + 20, 3 * 104 + 8, 3)
+  assert not (read['counted'][0] == read['counted'][1]).all()
+  drawn = task.draw_evaluation({}, jax.device_get(read))
+  assert drawn['masked_pixels'].shape == (4 * 104 + 20, 3 * 104 + 8, 3)
 
 
 @pytest.fixture(scope='module')
@@ -150,21 +155,19 @@ def finished(data_dir, tmp_path_factory):
   """A run to its end: its config, its folder, what it measured."""
   config = make_config(data_dir)
   config.task_options.counting = True
-  config.layer_probe = 10
   workdir = tmp_path_factory.mktemp('pixels')
   _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
   return config, workdir, metrics
 
 
-def test_a_run_ends_with_pictures_probes_and_counts(finished):
+def test_a_run_ends_with_pictures_and_counts(finished):
   _, workdir, metrics = finished
   lines = [x for x in metrics_lib.read(workdir) if 'bits_per_dim_test' in x]
-  # What only counts, and probes, come with the last of the two evaluations.
+  # What only counts comes with the last of the two evaluations.
   assert [('context_bits_test' in x) for x in lines] == [False, True]
-  assert [('probe_best_test' in x) for x in lines] == [False, True]
   for name in ('context_bits_test', 'position_bits_test'):
     assert 0 < metrics[name] < 2
-  assert metrics['num_examples_test'] == 360
+  assert metrics['num_examples_test'] == 40
   for name, size in (('samples', (3, 1)), ('completions', (3, 3))):
     with Image.open(workdir / f'{name}.png') as picture:
       top = 20 if name == 'completions' else 8
@@ -212,11 +215,11 @@ def test_a_page_shows_an_image_and_its_completions(model):
 
 
 def test_completions_keep_the_upper_rows(model):
-  given = np.zeros((2, 8, 8), np.uint8)
+  given = np.zeros((3, 8, 8), np.uint8)
   given[1] = 255
   for rows, kept in ((None, 4), (3, 3)):
     completed = model.complete(given, rows=rows)
-    assert completed.shape == (2, 8, 8, 3)
+    assert completed.shape == (3, 8, 8, 3)
     for image, completion in zip(given, completed):
       color = np.asarray(model.task.colors(image[None, ..., None] / 127.5 - 1))
       want = np.ravel(model.metadata['palette'])[color[0, 0]]
@@ -226,17 +229,17 @@ def test_completions_keep_the_upper_rows(model):
 def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
   whole = np.random.RandomState(0).randint(0, 256, (8, 8), np.uint8)
   larger = whole[:3].repeat(4, axis=0).repeat(4, axis=1)
-  completed = model.complete([whole[:3], larger])
-  want = model.complete([whole, whole], rows=3)
+  completed = model.complete([whole[:3], larger, larger])
+  want = model.complete([whole] * 3, rows=3)
   np.testing.assert_array_equal(completed, want)
 
 
 def test_likelihoods_are_those_of_the_evaluation(finished, model):
   _, _, metrics = finished
-  source = sources.open_for(model.config, type(model.task), {}, 'test')
+  source = sources.open_for(model.config, type(model.task), {}, 'test[:40]')
   encoded = looked_up.features(source)['image']
   bits = model.log_likelihood(encoded)
-  assert bits.shape == (360,)
+  assert bits.shape == (40,)
   assert bits.mean() == pytest.approx(metrics['bits_per_dim_test'], rel=1e-5)
 
 
@@ -306,48 +309,50 @@ def test_the_command_samples_completes_and_measures(
 def test_joint_fine_tuning_adds_the_losses(data_dir):
   task = make_task(data_dir, pixels_finetune.Task)
   params = random_params(task)
-  shape = params['class_head']['kernel'].shape
-  assert shape == (16, 3)
-  params['class_head'] = {'kernel': jax.random.normal(jax.random.key(3), shape)}
+  assert params['class_head']['kernel'].shape == (16, 3)
   label = jnp.eye(3).at[1].set(0.0)  # The second image has no label.
-  made = task.augment({'image': images(), 'label': label}, jax.random.key(0))
-  (total, count), metrics = task.loss(params, {}, made, jax.random.key(0))
-  logits, classes = task.model.apply({'params': params}, made['colors'])
-  nats = -models_igpt.log_likelihood(logits, made['colors']) / 64
-  log_p = jax.nn.log_softmax(classes)
+  batch = {'image': images(), 'label': label, 'mask': jnp.ones(3)}
+
+  @jax.jit
+  def compute(key):
+    made = task.augment({'image': images(), 'label': label}, key)
+    loss = task.loss(params, {}, made, key)
+    logits, classes = task.model.apply({'params': params}, made['colors'])
+    nats = -models_igpt.log_likelihood(logits, made['colors']) / 64
+    return loss, nats, jax.nn.log_softmax(classes), task.measure(params, {}, batch)
+
+  ((total, count), metrics), nats, log_p, found = compute(jax.random.key(0))
   want = nats[0] + nats[2] - log_p[0, 0] - log_p[2, 2]
   assert count == 2
   assert float(total) == pytest.approx(float(want), rel=1e-5)
   assert float(metrics['generation'][0]) == pytest.approx(
     float(nats[0] + nats[2]), rel=1e-5
   )
-  found = task.measure(
-    params, {}, {'image': images(), 'label': label, 'mask': jnp.ones(3)}
-  )
   assert set(found) >= {'accuracy', 'loss', 'bits_per_dim'}
 
 
-def test_fine_tuning_starts_from_a_run_and_its_palette(finished, data_dir, tmp_path):
-  config, workdir, _ = finished
+def test_fine_tuning_starts_from_a_run_and_its_palette(
+  finished, model, data_dir, tmp_path
+):
+  _, workdir, _ = finished
   config = make_config(data_dir)
   config.task = 'pixels_finetune'
   config.best_metric = 'accuracy_test'
   config.pretrained = str(workdir)
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
   state, metrics = train.train_and_evaluate(config, str(tmp_path / 'tuned'))
-  before = predict.load(str(workdir))
-  for name in before.params:
-    jax.tree.map(np.testing.assert_array_equal, state.params[name], before.params[name])
-  model = predict.load(str(tmp_path / 'tuned'))
-  assert model.metadata['palette'] == before.metadata['palette']
-  assert len(model.class_names) == 10
+  for name in model.params:
+    jax.tree.map(np.testing.assert_array_equal, state.params[name], model.params[name])
+  tuned = predict.load(str(tmp_path / 'tuned'))
+  assert tuned.metadata['palette'] == model.metadata['palette']
+  assert len(tuned.class_names) == 10
   image = np.zeros((8, 8, 3), np.uint8)
-  [classes] = model.predict([image])
+  [classes] = tuned.predict([image])
   assert len(classes) == 5
   path = str(tmp_path / 'image.png')
   Image.fromarray(image).save(path)
   with gradio.Blocks():
-    show, _, outputs = model.page()
+    show, _, outputs = tuned.page()
   shares, completions = list(show(demo.Photo(path, image), 0).values())[:2]
   assert shares == pytest.approx(dict(classes))
   assert completions.ndim == 3
@@ -356,8 +361,7 @@ def test_fine_tuning_starts_from_a_run_and_its_palette(finished, data_dir, tmp_p
     finished[2]['bits_per_dim_test'], rel=1e-5
   )
   assert (tmp_path / 'tuned' / 'test_images.png').exists()
-  tuned = igpt_finetune.get_config('digits')
-  assert tuned.task == config.task
+  assert igpt_finetune.get_config('digits').task == config.task
 
 
 @pytest.mark.parametrize(
