@@ -42,16 +42,7 @@ from vit_jax.tasks import parts
 Predictor = predictor_lib.Predictor
 
 
-class Task(
-  parts.Preparation,
-  parts.Weights,
-  parts.Updates,
-  parts.Probes,
-  parts.Pictures,
-  parts.Figures,
-  parts.Prediction,
-  abc.ABC,
-):
+class Task(parts.Hooks, abc.ABC):
   """The base class of objectives.
 
   Attributes:
@@ -161,9 +152,8 @@ class Task(
   def loss(self, params, extra, batch: dict, rng):
     """Computes the loss of a batch or of a part of it.
 
-    The random key `rng` is for dropout. A method with a further argument `step`
-    gets the number of updates before this one, int32 scalar, for schedules of its
-    own.
+    `rng` is for dropout. A method with a further argument `step` gets the number of
+    updates before this one, int32 scalar, for schedules of its own.
 
     Returns:
       ((sum, weight), metrics). The loss is the sum divided by the weight, both
@@ -193,10 +183,9 @@ class Task(
     Args:
       mesh: the mesh.
       split: name of the split in `config.evals`.
-      open_split: function (split, further features, data set) -> source; without
-        a data set, the one of the evaluation, with the run's classes; another
-        data set has its own classes. An evaluator may open further splits, such
-        as the training data for a probe.
+      open_split: function (split, further features, data set) -> source. An
+        evaluator may open further splits, such as the training data for a probe;
+        another data set than the evaluation's has its own classes.
 
     Returns:
       Objects with `run(params, extra, stop)`, which returns metrics by name.

@@ -84,7 +84,6 @@ class Task(base.Task):
     return {'image': self.image_spec(size), 'label': label}
 
   def augment(self, batch, rng):
-    """Applies mixup and CutMix if the options turn them on."""
     if not (self.options.mixup or self.options.cutmix):
       return batch
     return mixing.mix(batch, rng, self.options.mixup, self.options.cutmix)
@@ -106,26 +105,19 @@ class Task(base.Task):
     return ((rows * counted).sum(), counted.sum()), {}
 
   def measure(self, params, extra, batch):
-    """Computes accuracy and loss, as sums over the rows that count.
-
-    With at least 100 classes also `accuracy_top5`: whether a label is among the
-    five highest logits.
-    """
-    logits = self.outputs(params, extra, batch)
+    """Computes accuracy and loss, with at least 100 classes also `accuracy_top5`."""
+    logits, label = self.outputs(params, extra, batch), batch['label']
+    counted = self._counted(batch) * batch['mask']  # [B]
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
-    correct = (best * batch['label']).sum(axis=-1) > 0  # [B]
-    counted = self._counted(batch) * batch['mask']
-    loss = self._eval_loss(logits, batch['label']) * counted
-    count = counted.sum()
-    sums = {
-      'accuracy': ((correct * counted).sum(), count),
-      'loss': (loss.sum(), count),
+    found = {
+      'accuracy': (best * label).sum(axis=-1) > 0,
+      'loss': self._eval_loss(logits, label),
     }
     if logits.shape[-1] >= _TOP5:
       _, best = jax.lax.top_k(logits, 5)  # [B, 5]
-      correct = jnp.take_along_axis(batch['label'], best, axis=-1).max(axis=-1)
-      sums['accuracy_top5'] = (((correct > 0) * counted).sum(), count)
-    return sums
+      correct = jnp.take_along_axis(label, best, axis=-1).max(axis=-1)
+      found['accuracy_top5'] = correct > 0
+    return {name: ((x * counted).sum(), counted.sum()) for name, x in found.items()}
 
   @property
   def exclusive(self) -> bool:
@@ -141,10 +133,7 @@ class Task(base.Task):
     return np.asarray(self.squash(logits))
 
   def captions_of(self, batch, outputs=None):
-    """Returns captions: the labels in training, else the predicted class.
-
-    Below a wrong prediction the caption names the classes of the label.
-    """
+    """Returns the labels in training, else the predicted class and what is true."""
     if outputs is None:
       return [self._label_caption(label) for label in batch['label']]
     return [
@@ -155,12 +144,11 @@ class Task(base.Task):
   def _label_caption(self, label):
     """Returns the classes of a label [classes], the largest share first."""
     best = np.argsort(-label, kind='stable')[: np.count_nonzero(label)]
-    return grids.Caption(
-      '\n'.join(
-        self.class_names[i] + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
-        for i in best[:_NAMES]
-      )
+    words = (
+      self.class_names[i] + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
+      for i in best[:_NAMES]
     )
+    return grids.Caption('\n'.join(words))
 
   def _prediction_caption(self, probabilities, label):
     """Returns the predicted class, and the label's classes if it is not one."""
@@ -176,13 +164,12 @@ class Task(base.Task):
   def labels_of(self, outputs, labels=None):
     if not self.class_names:
       return []
-    words = []
-    for i, row in enumerate(self.probabilities(outputs)):
-      best = int(row.argmax())
+    rows, words = self.probabilities(outputs), []
+    for row, true in zip(rows, np.zeros_like(rows) if labels is None else labels):
+      best = row.argmax()
       words.append(f'{self.class_names[best]}\n{100 * row[best]:.0f} %')
-      true = None if labels is None else labels[i]
-      if true is not None and true.any() and not true[best]:
-        words[-1] += f'\ntrue: {self.class_names[int(true.argmax())]}'
+      if true.any() and not true[best]:
+        words[-1] += f'\ntrue: {self.class_names[true.argmax()]}'
     return words
 
   def exported(self, params, extra, batch):
@@ -221,8 +208,7 @@ class Predictor(base.Predictor):
   ) -> list[list[tuple[str, float]]]:
     """Returns (name, probability) of the `top` best classes of each image.
 
-    For images and errors see `outputs`; ValueError also for a model without a
-    head, and for arguments of other tasks, such as `classes`.
+    For images and errors see `outputs`; ValueError also for a model without a head.
     """
     self._refuse(others)
     self._check_head()

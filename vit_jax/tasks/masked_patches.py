@@ -42,7 +42,6 @@ class MaskedViT(models_vit.VisionTransformer):
   """A Vision Transformer that corrupts tokens before it encodes them."""
 
   def setup(self):
-    """Adds the mask token to the parameters of the Vision Transformer."""
     super().setup()
     self.mask_token = self.param(
       'mask_token',
@@ -63,8 +62,7 @@ class MaskedViT(models_vit.VisionTransformer):
     swapped = jnp.take_along_axis(tokens, other[..., None], axis=1)
     fate = fate[..., None]
     tokens = jnp.where(fate == SWAPPED, swapped, tokens)
-    mask = self.mask_token.astype(tokens.dtype)
-    tokens = jnp.where(fate == MASKED, mask, tokens)
+    tokens = jnp.where(fate == MASKED, self.mask_token.astype(tokens.dtype), tokens)
     encoded = self.encode(tokens.reshape(grid.shape), train=train)
     return self.head(encoded[:, -fate.shape[1] :])  # Without the class token.
 
@@ -123,11 +121,6 @@ class Task(base.Task):
         f"{self.patch}: use 'mean' or 'l2' (config.task_options.target)"
       )
     self.num_patches = math.prod(self.grid)
-    if self.num_patches < 2:
-      raise ValueError(
-        f'crop={config.pp.crop} is a single patch, which no other patch can predict: '
-        'use larger images or smaller patches (config.pp.crop)'
-      )
     channels = config.pp.channels
     self.num_colors = 2 ** (BITS * channels)  # 512; 8 for grey images.
     self._cells = _CELLS if self.options.target == '4x4' else 1
@@ -160,8 +153,8 @@ class Task(base.Task):
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng):
-    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.batch_spec(1))
-    return self.model.init(rng, **_arguments(batch), train=False)['params'], {}
+    batch = jax.tree.map(jnp.zeros_like, self.batch_spec(1))
+    return self.model.init(rng, *_arguments(batch), train=False)['params'], {}
 
   def _losses(self, outputs, batch):
     """Computes the loss, and the share of correct colours, of patches, [B, N]."""
@@ -192,17 +185,14 @@ class Task(base.Task):
 
   def loss(self, params, extra, batch, rng):
     outputs = self.model.apply(
-      {'params': params},
-      **_arguments(batch),
-      train=True,
-      rngs={'dropout': rng},
+      {'params': params}, *_arguments(batch), train=True, rngs={'dropout': rng}
     )
     sums = self._sums(outputs, batch)
     return sums['loss'], {'accuracy': sums['accuracy']}
 
   def outputs(self, params, extra, batch):
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
-    return self.model.apply({'params': params}, **_arguments(batch), train=False)
+    return self.model.apply({'params': params}, *_arguments(batch), train=False)
 
   def intermediates(self, params, extra, batch, capture=False):
     """Reads the images as a plain Vision Transformer, without corruption."""
@@ -211,7 +201,6 @@ class Task(base.Task):
     )
 
   def measure(self, params, extra, batch):
-    """Computes the loss, and the share of colours predicted correctly."""
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self):
@@ -230,14 +219,12 @@ class Task(base.Task):
 
   def draw_evaluation(self, batch, outputs):
     """Draws test images next to the masked images and the predictions."""
-    pictures = self.pictures(batch, outputs)
-    return {'masked_patches': _draw(pictures, grids.MOST)}
+    return {'masked_patches': _draw(self.pictures(batch, outputs), grids.MOST)}
 
   def pictures(self, batch, outputs) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
 
-    float32 [B, 3, H, W, C] in [-1, 1]. Corrupted patches are grey in the second
-    image; the third shows the model's prediction in their place.
+    float32 [B, 3, H, W, C] in [-1, 1]; masked patches are grey.
     """
     images = np.asarray(batch['image'])
     patches = patches_lib.cut(images, self.grid)  # [B, N, p, q, C]
@@ -245,13 +232,11 @@ class Task(base.Task):
     if self.options.target == 'l2':
       predicted = np.asarray(outputs, np.float32).reshape(patches.shape)
     else:
-      cells = self._cells
-      best = np.asarray(outputs).reshape(
-        *patches.shape[:2], cells, cells, self.num_colors
-      ).argmax(-1)  # fmt: skip
+      shape = (*patches.shape[:2], self._cells, self._cells, self.num_colors)
+      best = np.asarray(outputs).reshape(shape).argmax(-1)
       predicted = middle(best, images.shape[-1])
-      for axis, size in ((2, self.patch[0]), (3, self.patch[1])):
-        predicted = predicted.repeat(size // cells, axis)
+      for axis, size in enumerate(self.patch, 2):
+        predicted = predicted.repeat(size // self._cells, axis)
     masked = np.where(corrupted, 0.0, patches)
     predicted = np.where(corrupted, predicted.clip(-1, 1), patches)
     pasted = (patches_lib.paste(x, self.grid) for x in (masked, predicted))
@@ -266,7 +251,7 @@ class Predictor(base.Predictor):
     return list(self.task.pictures(*self.run(images)))
 
   def report(self, images, args):
-    """Writes a PNG of the predictions to `args.out`, and returns a line."""
+    """Writes a PNG of the predictions to `args.out`."""
     out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(_draw(pictures)))
@@ -299,11 +284,9 @@ def _reconstructions(subject) -> list:
   ]
 
 
-def _arguments(batch) -> dict:
+def _arguments(batch) -> tuple:
   """Returns the arguments of MaskedViT from a batch of the task."""
-  return {
-    'images': batch['image'], 'fate': batch['fate'], 'other': batch['other'],
-  }  # fmt: skip
+  return batch['image'], batch['fate'], batch['other']
 
 
 def corrupt(seeds, num_patches: int, options):

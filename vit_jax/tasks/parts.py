@@ -1,4 +1,4 @@
-"""Optional parts of a task, with the defaults that vit_jax/tasks/base.py inherits.
+"""Optional hooks of a task, with the defaults that vit_jax/tasks/base.py inherits.
 
 An objective overrides the hooks that it has a use for: a codebook to learn before
 training, pictures for TensorBoard, predictions with boxes, figures of its own.
@@ -18,16 +18,31 @@ from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 
 
-class Preparation:
-  """What a run does before its first update.
+class Hooks:
+  """The optional hooks.
 
   Attributes:
     LEARNED: names in METADATA of the values that `learn` returns.
     CANVASES: whether `example` reads `config.pp.sides`.
+    NEW_PARAMS: prefixes of the paths of parameters that do not come from
+      `config.pretrained`; see also `new_params`.
+    OWN_PARAMS: prefixes of the paths of parameters that only this objective uses:
+      they are left out when a run starts from a run of this task, and when weights
+      are converted.
+    FIGURES: further figures of `vit_jax visualize`, vit_jax.figures.gallery.Entry.
+    DRAWS: whether the predictor's `report` can write a picture.
+    PRINTS: whether `report` is of use without a picture.
   """
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
   CANVASES: ClassVar[bool] = False
+  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
+  OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
+  FIGURES: ClassVar[tuple] = ()
+  DRAWS: ClassVar[bool] = False
+  PRINTS: ClassVar[bool] = True
+
+  # --- Before the first update ---
 
   @classmethod
   def metrics(cls, config) -> Sequence[str]:
@@ -62,36 +77,23 @@ class Preparation:
   def parts(self, source) -> list[input_pipeline.Part]:
     """Divides a split for evaluation, if its examples have several shapes.
 
-    All processes must call it, and get the same parts, or pairs of their first
-    two fields; the functions of parts replace `example`.
+    All processes must call it and get the same parts; the functions of parts replace
+    `example`.
     """
     return [input_pipeline.Part(None, self.example)]
 
   def begin(self, params, extra, source, mesh, workdir, stop):
     """Prepares a training, before its first batch: all processes call it.
 
-    Takes the state to begin with, the training data, the folder of the run, and a
-    function that tells whether a signal asks the run to stop; see `evaluators`.
+    Takes the initial state, the training data, the folder of the run, and `stop`, see
+    `Task.evaluators`.
     """
 
   def describe(self) -> str:
     """Describes the objective at the start of a run; '' for no description."""
     return ''
 
-
-class Weights:
-  """How a run starts from weights.
-
-  Attributes:
-    NEW_PARAMS: prefixes of the paths of parameters that do not come from
-      `config.pretrained`; see also `new_params`.
-    OWN_PARAMS: prefixes of the paths of parameters that only this objective
-      uses: they are left out when a run starts from a run of this task, and
-      when weights are converted.
-  """
-
-  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
-  OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
+  # --- Starting from weights ---
 
   def adapt_weights(self, weights):
     """Changes the weights.reading.Weights from which a run starts."""
@@ -115,13 +117,11 @@ class Weights:
   def check_weights(self, weights: dict, params):
     """Raises ValueError if weights do not suffice, before a run is compiled.
 
-    Takes the arrays by path that the run starts from, {} for none, and the
-    shapes of the parameters.
+    Takes the arrays by path that the run starts from, {} for none, and the shapes of
+    the parameters.
     """
 
-
-class Updates:
-  """What an update does before and after the loss."""
+  # --- Before and after the loss ---
 
   def augment(self, batch: dict, rng) -> dict:
     """Changes a whole global batch on the devices, before it is split.
@@ -138,20 +138,18 @@ class Updates:
     """
     return extra
 
-
-class Probes:
-  """Features of images, for probes and tables of embeddings."""
+  # --- Features, for probes and tables of embeddings ---
 
   def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
     """Computes what the model sows while it reads the whole, unchanged images.
 
-    Returns tuples of arrays by path, such as 'features', which are [B, D].
-    `capture` is `capture_intermediates` of flax.linen.Module.apply.
+    Returns tuples of arrays by path, such as 'features', which are [B, D]. `capture`
+    is `capture_intermediates` of flax.linen.Module.apply.
     """
     return self._intermediates(params, batch, capture)
 
   def _intermediates(self, params, batch, capture, model=None, **kwargs):
-    """Returns what a model sows; `kwargs` are further ones of its `apply`."""
+    """Returns what a model sows; `kwargs` are for its `apply`."""
     _, sown = (model or self.model).apply(
       {'params': params},
       batch['image'],
@@ -171,16 +169,13 @@ class Probes:
     mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
     return features.Extractor(self, mesh, layer).compute
 
-
-class Pictures:
-  """Pictures of batches, for TensorBoard."""
+  # --- Pictures, for TensorBoard ---
 
   def draw_training(self, batch: dict) -> dict[str, np.ndarray]:
     """Draws rows of a training batch, after `augment`, as the model sees them.
 
-    The batch has NumPy arrays [b, ...]; b is at most `config.log_images`.
-    Returns uint8 [height, width, 3] by name; {} if there are no images to
-    draw.
+    Takes NumPy arrays [b, ...] of at most `config.log_images` rows. Returns uint8
+    [height, width, 3] by name; {} if there are no images to draw.
     """
     return self._draw('training_images', batch)
 
@@ -189,11 +184,10 @@ class Pictures:
     return self.outputs(params, extra, batch)
 
   def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
-    """Draws the first `config.log_images` test images with the predictions.
+    """Draws the first test images with the predictions; see `draw_training`.
 
-    The pictures of a run's last evaluation are also written to the workdir, as
-    NAME.png. Takes NumPy arrays [b, ...] of a batch and of its
-    `drawn_outputs`; returns pictures as `draw_training`.
+    `outputs` are the `drawn_outputs` as NumPy arrays. The pictures of a run's last
+    evaluation are also written to the workdir, as NAME.png.
     """
     return self._draw('test_images', batch, outputs)
 
@@ -211,46 +205,27 @@ class Pictures:
     captions = self.captions_of(batch, outputs)
     return {name: grids.grid(grids.to_pixels(images), captions, most=grids.MOST)}
 
-
-class Figures:
-  """Figures of `vit_jax visualize`.
-
-  Attributes:
-    FIGURES: further figures, each a vit_jax.figures.gallery.Entry.
-  """
-
-  FIGURES: ClassVar[tuple] = ()
+  # --- Figures of `vit_jax visualize` ---
 
   def labels_of(self, outputs, labels=None) -> list[str]:
     """Returns what is predicted for images, a few words for each, or [].
 
-    Takes `outputs`, NumPy arrays [B, ...], and the images' `label` in a batch
-    [B, ...], or None if unknown.
+    Takes `outputs` and the images' `label`, or None if unknown, NumPy arrays [B, ...].
     """
     return []
 
   def check_points(self, points) -> np.ndarray:
     """Returns points in images, whose attention the task's figures draw.
 
-    Points are (x, y), as shares of an image's width and height; ValueError if
-    one lies outside of the image, or if the task's figures take none.
+    Points are (x, y), as shares of an image's width and height; ValueError if one lies
+    outside of the image, or if the task's figures take none.
     """
     raise ValueError(
       f'points={points} are for the attention of a detector, and this model is not '
       'one: leave them out (--points)'
     )
 
-
-class Prediction:
-  """How a trained model predicts, and what an exported one returns.
-
-  Attributes:
-    DRAWS: whether the predictor's `report` can write a picture.
-    PRINTS: whether `report` is of use without a picture.
-  """
-
-  DRAWS: ClassVar[bool] = False
-  PRINTS: ClassVar[bool] = True
+  # --- Prediction and export ---
 
   def exported(self, params, extra, batch: dict) -> dict[str, jax.Array]:
     """Computes what an exported model returns, arrays [B, ...] by name.

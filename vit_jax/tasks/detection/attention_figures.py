@@ -20,8 +20,7 @@ SMALL, WIDE, TALL = range(3)
 # Least area of a large box, as a share of the image. The paper gives none.
 LARGE = 0.1
 _BATCH = 32  # Maximum batch size for the boxes of a split.
-# The module whose output has the cells of the feature map.
-_MAP = 'input_proj'
+_MAP = 'input_proj'  # The module whose output has the cells of the feature map.
 
 
 class Attention(NamedTuple):
@@ -53,13 +52,10 @@ def compute_at_once(task, params, extra, images) -> Attention:
   """Like `compute`, for all images at once; `jax.jit` can trace it."""
   model = task.model
   outputs, sown = model.apply(
-    {'params': params, 'frozen': extra.get('frozen', {})},
-    images['image'],
-    images.get('real'),
-    train=False,
+    {'params': params, **extra}, images['image'], images.get('real'), train=False,
     mutable='intermediates',
     capture_intermediates=lambda module, _: module.name == _MAP,
-  )
+  )  # fmt: skip
   sown = sown['intermediates']
   grid = sown[_MAP]['__call__'][0].shape[1:3]
   encoder = sown[f'encoder_layer_{model.num_encoder_layers - 1}']
@@ -73,12 +69,10 @@ def compute_at_once(task, params, extra, images) -> Attention:
   of_cells = means(encoder['self_attention'])  # [B, S, S]
   of_queries = means(decoder['cross_attention'])  # [B, Q, S]
   return Attention(
-    found['boxes'],
-    found['labels'],
-    found['scores'],
-    of_cells.reshape(-1, *grid, *grid),
-    of_queries.reshape(*of_queries.shape[:2], *grid),
-    boxes_lib.filled(images),
+    **found,
+    encoder=of_cells.reshape(-1, *grid, *grid),
+    decoder=of_queries.reshape(*of_queries.shape[:2], *grid),
+    filled=boxes_lib.filled(images),
   )
 
 
@@ -96,7 +90,7 @@ def at_points(attention: Attention, points: np.ndarray) -> np.ndarray:
 
 
 def check_points(points) -> np.ndarray:
-  """Returns points, x and y as shares of width and height, as float64 [..., 2]."""
+  """Returns points, shares of width and height, as float64 [..., 2]; ValueError."""
   points = np.asarray(points, np.float64)
   wrong = ~((points >= 0) & (points <= 1)).all(axis=-1)
   if wrong.any():

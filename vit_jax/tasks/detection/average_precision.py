@@ -38,14 +38,8 @@ class AveragePrecision:
 
   def run(self, params, extra, stop=engine.never):
     """Returns NAMES, see `average_precision`, and `num_examples`."""
-    images = {}
-    for batch in engine.split(
-      self._task,
-      self._source,
-      self._mesh,
-      lambda batch: self._found(params, extra, batch),
-      stop,
-    ):
+    images, compute = {}, lambda batch: self._found(params, extra, batch)
+    for batch in engine.split(self._task, self._source, self._mesh, compute, stop):
       images.update(engine.rows(batch))
     order = sorted(images, key=lambda i: (_image_id(images[i]), i))
     truth, found = zip(*(_compared(images[i]) for i in order))
@@ -94,10 +88,8 @@ def average_precision(
 
   annotations = [
     {**line, 'id': number, 'area': float(area), 'iscrowd': int(crowd)}
-    for number, (line, area, crowd) in enumerate(
-      _lines(truth, 'areas', 'crowd'),
-      start=1,  # 0 would stand for none.
-    )
+    # 0 would stand for none.
+    for number, (line, area, crowd) in enumerate(_lines(truth, 'areas', 'crowd'), 1)
   ]
   results = [{**line, 'score': float(score)} for line, score in _lines(found, 'scores')]
   reference = faster_coco_eval.COCO(

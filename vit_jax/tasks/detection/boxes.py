@@ -53,8 +53,7 @@ def filled(batch):
   real = batch.get('real')
   if real is None:
     return jnp.ones((len(batch['image']), 2))
-  sides = [jnp.any(real, axis=axis).mean(axis=-1) for axis in (2, 1)]
-  return jnp.stack(sides, axis=-1)
+  return jnp.stack([jnp.any(real, axis).mean(-1) for axis in (2, 1)], axis=-1)
 
 
 def _area(boxes):
@@ -99,29 +98,19 @@ def matching_cost(logits, boxes, labels, targets, class_weight: float = CLASS):
 
 
 def losses(
-  logits,
-  boxes,
-  labels,
-  targets,
-  counts,
-  class_weight: float = CLASS,
-  no_object: float = NO_OBJECT,
+  logits, boxes, labels, targets, counts, class_weight=CLASS, no_object=NO_OBJECT
 ) -> dict:
   """Computes the losses of a set prediction after an optimal matching.
 
-  Args:
-    logits: float [L, B, Q, C + 1]; the last class is "no object".
-    boxes: predicted boxes of centre and size [L, B, Q, 4].
-    labels: int [B, N], classes of the targets.
-    targets: boxes of centre and size [B, N, 4].
-    counts: int [B], number of targets of each image, the first ones.
-    class_weight: weight of the class in the matching.
-    no_object: weight of a query without an object in the cross-entropy.
+  Takes predicted logits [L, B, Q, C + 1], the last class being "no object", and boxes
+  [L, B, Q, 4]; the classes of the targets, int [B, N], their boxes [B, N, 4] and
+  number, int [B]. Boxes have centre and size. The weights are of the class in the
+  matching, and of a query without an object in the cross-entropy.
 
   Returns:
-    Sums over queries or targets, float32 [L, B]: `class`, the cross-entropy;
-    `l1` and `giou`, over targets. And `query`, the query of each target, int32
-    [L, B, N], -1 for padding.
+    Sums, float32 [L, B]: `class`, the cross-entropy, over queries; `l1` and `giou`
+    over targets. And `query`, the query of each target, int32 [L, B, N], -1 for
+    padding.
   """
   logits = logits.astype(jnp.float32)
   nothing = logits.shape[-1] - 1

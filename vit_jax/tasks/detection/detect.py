@@ -44,13 +44,9 @@ class Task(base.Task):
   """Learns boxes and classes of the objects of images."""
 
   FEATURES = (
-    'image',
-    'image/id?',
-    'objects/bbox',
-    'objects/label',
-    'objects/area?',
+    'image', 'image/id?', 'objects/bbox', 'objects/label', 'objects/area?',
     'objects/is_crowd?',
-  )
+  )  # fmt: skip
 
   @dataclasses.dataclass
   class Options:
@@ -108,11 +104,8 @@ class Task(base.Task):
     """Returns the images of each canvas, the largest canvas first."""
     if not self.config.pp.sides:
       return super().parts(source)
-    group = canvases.evaluation(self.config.pp)
-    return [
-      input_pipeline.Part(rows, functools.partial(self.example, canvas=canvas), canvas)
-      for rows, canvas in self._canvases(source, group)
-    ]
+    sizes = self._canvases(source, canvases.evaluation(self.config.pp))
+    return _parts(sizes, self.example)
 
   def parts_at(self, source, image_size):
     """Returns parts of images without objects, whose examples are `inputs`.
@@ -124,9 +117,9 @@ class Task(base.Task):
       image_size = pp.eval_side if pp.sides else preprocess.crop_size(pp)
     if isinstance(image_size, int):
       group = canvases.evaluation(pp, image_size)
-      found = self._canvases(source, group)
+      sizes = self._canvases(source, group)
     else:
-      group, found = None, [(None, tuple(image_size))]
+      group, sizes = None, [(None, tuple(image_size))]
       pp = pp.copy_and_resolve_references()
       with pp.ignore_type():
         pp.update(crop=tuple(image_size), resize=None)
@@ -134,10 +127,7 @@ class Task(base.Task):
     def example(record, seed, canvas):
       return self._inputs(record, pp, group and group._replace(canvas=canvas))
 
-    return [
-      input_pipeline.Part(rows, functools.partial(example, canvas=canvas), canvas)
-      for rows, canvas in found
-    ]
+    return _parts(sizes, example)
 
   def _canvases(self, source, group):
     """Returns (numbers of images or None for all, canvas), the largest first."""
@@ -161,19 +151,18 @@ class Task(base.Task):
     default on the square that holds any image.
 
     Returns:
-      `image`, and on canvases `real`, bool [height, width], False for padding;
-      `box` float32 [N, 4], centre and size, as shares of the image without
-      padding, `class` int32 [N], and `count`, int32, the number of objects,
-      which come first. In evaluation also `truth`, float32 [N, 4], corners x0,
-      y0, x1, y1, `label`, -1 for padding, `area` in pixels, `crowd`, `size`,
-      height and width of the original, and `image_id`, int32 [2], the low and the
-      high half of the number of an image in COCO or 0.
+      `image`, and on canvases `real`, bool [height, width], False for padding; `box`
+      float32 [N, 4], centre and size, as shares of the image without padding,
+      `class` int32 [N], and `count`, int32, the number of objects, which come first.
+      In evaluation also `truth`, float32 [N, 4], corners x0, y0, x1, y1, `label`, -1
+      for padding, `area` in pixels, `crowd`, `size`, height and width of the
+      original, and `image_id`, int32 [2], see `_image_id`.
     """
     if seed is None:
       return self._for_evaluation(record, canvas)
     inputs, transform = self._decode(record, seed)
     boxes, kept = geometry.to_boxes(_boxes(record), transform)
-    kept = tf.logical_and(kept, ~self._crowd(record))
+    kept &= ~is_crowd(record)
     return {
       **inputs,
       **self._targets(boxes, record['objects/label'], kept),
@@ -193,11 +182,6 @@ class Task(base.Task):
   def _more_targets(self, record, inputs, transform, kept):
     """Returns further tensors of a training example, for subclasses."""
     return {}
-
-  def _crowd(self, record):
-    if 'objects/is_crowd' in record:
-      return tf.cast(record['objects/is_crowd'], tf.bool)
-    return tf.zeros_like(record['objects/label'], tf.bool)
 
   def inputs(self, record, seed=None, canvas=None):
     """Returns `image`, on canvases also `real`, and `size`, int32 [2].
@@ -227,8 +211,7 @@ class Task(base.Task):
 
   def _for_evaluation(self, record, canvas):
     inputs = self.inputs(record, canvas=canvas)
-    crowd = self._crowd(record)
-    boxes, label = _boxes(record), record['objects/label']
+    crowd, boxes, label = is_crowd(record), _boxes(record), record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)
@@ -360,14 +343,10 @@ class Task(base.Task):
     The batch has the shares that `augment` adds.
     """
     sums = boxes_lib.losses(
-      outputs['logits'],
-      outputs['boxes'],
-      batch['class'],
-      batch['box'],
-      batch['count'],
-      self.options.class_weight,
-      self.options.no_object_weight,
-    )
+      outputs['logits'], outputs['boxes'],
+      batch['class'], batch['box'], batch['count'],
+      self.options.class_weight, self.options.no_object_weight,
+    )  # fmt: skip
     return {
       'class': self.options.class_weight * sums['class'] * batch['class_share'],
       'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
@@ -428,9 +407,8 @@ class Task(base.Task):
   def measure(self, params, extra, batch):
     """Returns the sum of the losses of images, and the number of images."""
     count = batch['count'].astype(jnp.float32)
-    weight = self._weight_of_queries(count)
     shares = {
-      'class_share': 1 / weight,
+      'class_share': 1 / self._weight_of_queries(count),
       'box_share': 1 / jnp.maximum(count, 1.0),
     }
     terms = self._terms(params, extra, {**batch, **shares}, train=False)
@@ -444,10 +422,7 @@ class Task(base.Task):
     """Returns the mean of the loss, and COCO's average precision."""
     source = open_split(split)
     _check_counts(self.config, source)
-    return [
-      means.Means(self, mesh, source),
-      ap.AveragePrecision(self, mesh, source),
-    ]
+    return [means.Means(self, mesh, source), ap.AveragePrecision(self, mesh, source)]
 
   def describe(self):
     words = f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
@@ -483,12 +458,27 @@ class Task(base.Task):
     return {'detections': picture}
 
 
+def _parts(sizes, example) -> list[input_pipeline.Part]:
+  """Returns the parts of `Task._canvases`; `example` takes a `canvas` too."""
+  return [
+    input_pipeline.Part(rows, functools.partial(example, canvas=canvas), canvas)
+    for rows, canvas in sizes
+  ]
+
+
 def _image_id(record):
   """Returns COCO's number of an image in two halves, since JAX has no int64."""
   number = record.get('image/id', tf.constant(0, tf.int64))
   if number.dtype == tf.string:
     number = tf.constant(0, tf.int64)
   return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
+
+
+def is_crowd(record):
+  """Returns whether each object is a crowd, bool [n]."""
+  if 'objects/is_crowd' in record:
+    return tf.cast(record['objects/is_crowd'], tf.bool)
+  return tf.zeros_like(record['objects/label'], tf.bool)
 
 
 def _boxes(record):

@@ -44,7 +44,7 @@ class Detector(predictor_lib.Predictor):
     """Detects objects.
 
     Args:
-      images: see `outputs`; they may have different sizes.
+      images: see `outputs`, also for errors; they may have different sizes.
       threshold: minimum score of an object, from 0 to 1.
       image_size: size in pixels of the model's input. A number is the length of
         the shorter side; images keep their aspect ratio, and the model is
@@ -55,10 +55,6 @@ class Detector(predictor_lib.Predictor):
     Returns:
       For each image a list of (class name, score, (x0, y0, x1, y1)), most
       confident first; the box is in pixels of the original image.
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, or another argument is out of range.
     """
     make = functools.partial(Detector.make, self)
     return [x for _, x in self._find(images, threshold, image_size, make)]
@@ -83,9 +79,8 @@ class Detector(predictor_lib.Predictor):
 
   def make(self, inputs, outputs, threshold):
     """Returns None and the objects of one image, see `detect`."""
-    outputs = jax.tree.map(lambda x: x[None], outputs)
-    found = jax.device_get(self._detections(outputs))
-    found = jax.tree.map(lambda x: x[0], found)
+    found = self._detections(jax.tree.map(lambda x: x[None], outputs))
+    found = jax.tree.map(lambda x: np.asarray(x)[0], found)
     return None, self.objects(inputs, found, threshold)
 
   def objects(self, inputs, found, threshold):
@@ -179,7 +174,7 @@ class Segmenter(Detector):
     """Finds the segments of images.
 
     Args:
-      images: see `detect`; likewise image_size and errors.
+      images, image_size: see `detect`, also for errors.
       threshold: minimum score of a segment, from 0 to 1.
 
     Returns:

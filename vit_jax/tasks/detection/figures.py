@@ -110,9 +110,8 @@ def query_boxes(boxes: np.ndarray):
   kinds = attention_figures.kinds(boxes)
   grid = fig.subplots(rows, columns, squeeze=False)
   size = float(np.clip(4_000 / max(1, count), 1, 16))
-  for axes in grid.flat:
-    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect='equal')
   for query, axes in enumerate(grid.flat):
+    axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect='equal')
     if query >= shown:
       axes.set_visible(False)
       continue
@@ -158,12 +157,9 @@ def _draw_box(axes, box, picture, colour):
   """Draws a box, corners as shares of the image."""
   from matplotlib import patches
 
-  x0, y0, x1, y1 = boxes_lib.to_pixels(box.clip(0, 1), picture.shape[:2]) - 0.5
-  axes.add_patch(
-    patches.Rectangle(
-      (x0, y0), x1 - x0, y1 - y0, fill=False, color=colour, linewidth=2.5
-    )
-  )
+  box = boxes_lib.to_pixels(box.clip(0, 1), picture.shape[:2]) - 0.5
+  frame = dict(fill=False, color=colour, linewidth=2.5)
+  axes.add_patch(patches.Rectangle(box[:2], *(box[2:] - box[:2]), **frame))
 
 
 # --- The figures in the gallery; `subject` is a vit_jax.figures.results.Subject ---
@@ -171,15 +167,15 @@ def _draw_box(axes, box, picture, colour):
 
 def _attention(subject) -> attention_figures.Attention:
   model = subject.model
-  state = model.params, model.extra
-  return attention_figures.compute(model.task, *state, subject.batch)
+  return attention_figures.compute(model.task, model.params, model.extra, subject.batch)
 
 
 def _draw_boxes(subject):
   model = subject.model
   mesh = sharding.mesh_of(model.params)
-  state = model.params, model.extra
-  found = attention_figures.query_boxes(model.task, mesh, subject.source, *state)
+  found = attention_figures.query_boxes(
+    model.task, mesh, subject.source, model.params, model.extra
+  )
   return [query_boxes(found)]
 
 

@@ -9,17 +9,16 @@ from PIL import Image, ImageColor, ImageDraw, ImageFont
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import colors, drawing
 
-_LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
+LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
 
 
 def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
   """Draws boxes on an image; each class has a colour.
 
-  Takes uint8 [H, W, 3], enlarged by a whole factor if it is small; corners [n,
-  4], x0, y0, x1, y1 in pixels; and a string for each box, whose first word decides
-  the colour.
+  Takes uint8 [H, W, 3], enlarged by a whole factor if it is small; corners [n, 4], x0,
+  y0, x1, y1 in pixels; and names, whose first word decides the colour.
   """
-  pixels = enlarged(image)
+  pixels = drawing.enlarged(image, LEAST)
   times = len(pixels) // len(image)
   canvas = Image.fromarray(pixels)
   pen = ImageDraw.Draw(canvas)
@@ -39,7 +38,7 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
   Takes an image and names as `draw`, and the number of the segment of each
   pixel, int [H, W], from 1; pixels of none, 0, stay as they are.
   """
-  pixels = enlarged(image).astype(np.float32)
+  pixels = drawing.enlarged(image, LEAST).astype(np.float32)
   times = len(pixels) // len(image)
   large = np.asarray(numbers).repeat(times, 0).repeat(times, 1)
   tints = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
@@ -58,11 +57,6 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
       place = int(columns[len(columns) // 2]), int(row)
       _write(pen, place, name, canvas.size, anchor='mm')
   return np.asarray(canvas)
-
-
-def enlarged(image) -> np.ndarray:
-  """Repeats the pixels of a small image, so that names are legible on it."""
-  return drawing.enlarged(image, _LEAST)
 
 
 def _color(name) -> str:

@@ -83,7 +83,7 @@ def _page(model, compute, make):
   def show(photo, least):
     how = model.columns()
     ((_, inputs, results),) = model.stream([photo.path], compute, how.keep, how.parts)
-    pixels = overlays.enlarged(photo.pixels)
+    pixels = figures_drawing.enlarged(photo.pixels, overlays.LEAST)
     # Boxes and maps are made for the enlarged picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
     kept = pixels, inputs, results

@@ -41,14 +41,8 @@ class PanopticQuality:
 
   def run(self, params, extra, stop=engine.never):
     """Returns NAMES, see `panoptic_quality`, and `num_examples`."""
-    counts = {}
-    for results in engine.split(
-      self._task,
-      self._source,
-      self._mesh,
-      lambda batch: self._found(params, extra, batch),
-      stop,
-    ):
+    counts, compute = {}, lambda batch: self._found(params, extra, batch)
+    for results in engine.split(self._task, self._source, self._mesh, compute, stop):
       counts.update(self._compare(*results))
     total, count = add_up(counts, len(self._task.is_thing))
     metrics = panoptic_quality(total, self._task.is_thing)
@@ -77,9 +71,8 @@ def add_up(
 ) -> tuple[np.ndarray, int]:
   """Adds up the counts of all processes, which all must call it.
 
-  Takes results of `compare` on this process, by number of the image; an image
-  that several processes have counts once. Returns the sum, float64 [4, C], and
-  the number of images.
+  Takes the results of `compare` by number of the image; an image that several
+  processes have counts once. Returns the sum, float64 [4, C], and their number.
   """
   everywhere = processes.attempt('the images compared', lambda: sorted(counts))
   earlier = set().union(*everywhere[: jax.process_index()])
@@ -99,10 +92,9 @@ def compare(
   """Compares the true segments of an image with those found.
 
   Takes the number of the true segment of each pixel, int [H, W], from 1, 0 for
-  void; the classes of the segments 1, 2, ..., int [n]; whether each is a
-  crowd, not to be found; and the segments found. Returns float64 [4, C]: by
-  class the sum of the IoU of matches, and the numbers of matches, of unmatched
-  found segments, and of unmatched true segments.
+  void; the classes of the segments 1, 2, ..., int [n]; whether each is a crowd, not
+  to be found; and the segments found. Returns float64 [4, C]: by class the sum of the
+  IoU of matches, and the numbers of matches and of unmatched found and true segments.
   """
   n, m = len(labels), len(found.labels)
   both = numbers.astype(np.int64) * (m + 1) + found.numbers
@@ -120,18 +112,12 @@ def compare(
   extra = ~matches.any(axis=0) & (2 * hidden <= found_area)
   missed = ~matches.any(axis=1) & ~is_crowd & (true_area > 0)
 
-  def by_class(classes, weights=None):
-    return np.bincount(classes, weights, minlength=num_classes)
-
   rows, columns = np.nonzero(matches)
-  return np.stack(
-    [
-      by_class(labels[rows], overlap[rows, columns]),
-      by_class(labels[rows]),
-      by_class(found.labels[extra]),
-      by_class(labels[missed]),
-    ]
-  ).astype(np.float64)
+  by_class = (
+    (labels[rows], overlap[rows, columns]), (labels[rows], None),
+    (found.labels[extra], None), (labels[missed], None),
+  )  # fmt: skip
+  return np.array([np.bincount(*x, num_classes) for x in by_class], np.float64)
 
 
 def panoptic_quality(total: np.ndarray, is_thing: Sequence[bool]) -> dict[str, float]:
@@ -149,12 +135,9 @@ def panoptic_quality(total: np.ndarray, is_thing: Sequence[bool]) -> dict[str, f
     'RQ': matches / np.maximum(weight, 1e-9),
   }
   groups = {'': is_thing | True, '_things': is_thing, '_stuff': ~is_thing}
-
-  def mean(values):
-    return float(values.mean()) if len(values) else float('nan')
-
-  return {
-    name + group: mean(values[(weight > 0) & members])
-    for group, members in groups.items()
-    for name, values in figures.items()
-  }
+  found = {}
+  for group, members in groups.items():
+    occur = (weight > 0) & members
+    for name, values in figures.items():
+      found[name + group] = float(values[occur].mean() if occur.any() else np.nan)
+  return found

@@ -42,11 +42,9 @@ class Task(detect.Task):
   """Learns boxes, classes and masks of things and stuff."""
 
   FEATURES = (
-    'image',
-    'image/id?',
-    'panoptic_image',
+    'image', 'image/id?', 'panoptic_image',
     *(_OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')),
-  )
+  )  # fmt: skip
 
   @dataclasses.dataclass
   class Options(detect.Task.Options):
@@ -70,7 +68,6 @@ class Task(detect.Task):
 
   @classmethod
   def metrics(cls, config):
-    """Returns a detector's metrics, and with a mask head the panoptic quality."""
     has_masks = config.model.get('mask_head')
     return (*(pq.NAMES if has_masks else ()), *cls.METRICS)
 
@@ -78,7 +75,6 @@ class Task(detect.Task):
 
   @classmethod
   def make_metadata(cls, config, source):
-    """Returns the names of the classes, and which of them are things."""
     names = list(cls.class_names_of(source))
     return {'class_names': names, 'isthing': _things(config, source, names)}
 
@@ -95,9 +91,7 @@ class Task(detect.Task):
     option of this name, and `truth_segments`, uint8, like `segments` for the
     original, padded, with crowds, in the order of `label`.
     """
-    objects = {
-      name.replace(_OBJECTS, 'objects/'): value for name, value in record.items()
-    }
+    objects = {k.replace(_OBJECTS, 'objects/'): x for k, x in record.items()}
     return super().example(objects, seed, canvas)
 
   def _more_targets(self, record, inputs, transform, kept):
@@ -109,10 +103,9 @@ class Task(detect.Task):
   def _for_evaluation(self, record, canvas):
     example = super()._for_evaluation(record, canvas)
     most = self.options.truth_size
-    truth = panoptic.read(
-      record['panoptic_image'], record['objects/id'], example['size']
-    )
-    is_target = tf.cast(~self._crowd(record), tf.uint8)
+    ids = record['objects/id']
+    truth = panoptic.read(record['panoptic_image'], ids, example['size'])
+    is_target = tf.cast(~detect.is_crowd(record), tf.uint8)
     place = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
     numbers = tf.gather(place, tf.cast(truth, tf.int32))
     size = tf.cast(example['size'], tf.float32)
@@ -138,11 +131,9 @@ class Task(detect.Task):
       return super()._terms(params, extra, batch, **kwargs)
     outputs = self._apply(params, extra, batch, draw=False, **kwargs)
     terms, query = self._set_losses(outputs, batch)
+    queries = jnp.maximum(query[-1], 0)
     masks = self.model.apply(
-      {'params': params},
-      outputs['features'],
-      jnp.maximum(query[-1], 0),
-      method='draw_masks',
+      {'params': params}, outputs['features'], queries, method='draw_masks'
     )
     found = masks_lib.losses(masks, batch['segments'], batch['count'])
     share = batch['box_share']
@@ -167,12 +158,10 @@ class Task(detect.Task):
     [B, 2], the shares of the masks that show the image.
     """
     found = self.detections(outputs)
-    extent = boxes_lib.filled(batch)
     del found['boxes']
-    return {**found, 'masks': outputs['masks'], 'extent': extent}
+    return {**found, 'masks': outputs['masks'], 'extent': boxes_lib.filled(batch)}
 
   def evaluators(self, mesh, split, open_split):
-    """Returns a detector's evaluators, and the panoptic quality."""
     found = super().evaluators(mesh, split, open_split)
     if self.model.mask_head:
       found.append(pq.PanopticQuality(self, mesh, open_split(split)))
@@ -185,9 +174,7 @@ class Task(detect.Task):
     return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
 
   def predictor(self, params, extra, step):
-    """Returns a predictor of segments, or of objects without a mask head."""
-    has_masks = self.model.mask_head
-    kind = detectors.Segmenter if has_masks else detectors.Detector
+    kind = detectors.Segmenter if self.model.mask_head else detectors.Detector
     return kind(self, params, extra, step)
 
   def draw_evaluation(self, batch, outputs):
@@ -207,10 +194,7 @@ class Task(detect.Task):
       names = [self.class_names[k] for k in made.labels]
       pictures.append(overlays.overlay(image, numbers, names))
     titles = 2 * ('segments', 'predicted')
-    return {
-      **drawn,
-      'segments': grids.grid(np.stack(pictures), titles=titles),
-    }
+    return {**drawn, 'segments': grids.grid(np.stack(pictures), titles=titles)}
 
   def assemble(self, found, row, size, **kwargs) -> segments_lib.Segments:
     """Returns the segments of image `row` of the result of `masks` in NumPy.
@@ -218,13 +202,8 @@ class Task(detect.Task):
     For the other arguments see vit_jax.tasks.detection.segments.assemble.
     """
     one = {name: x[row] for name, x in found.items()}
-    return segments_lib.assemble(
-      **one,
-      is_thing=self.is_thing,
-      size=size,
-      merge_stuff=self.options.merge_stuff,
-      **kwargs,
-    )
+    kwargs['merge_stuff'] = self.options.merge_stuff
+    return segments_lib.assemble(**one, is_thing=self.is_thing, size=size, **kwargs)
 
 
 def _things(config, source, names) -> list[bool]:

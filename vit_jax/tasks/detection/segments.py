@@ -46,7 +46,7 @@ def assemble(
     size: (height, width) of the map in pixels.
     extent: shares of the height and width of `masks` that show the image; the
       rest is padding.
-    threshold: see above.
+    threshold: minimum score.
     merge_stuff: whether all pixels of the queries that found one class of stuff
       are its segment. False, as in the released code: the first of these
       queries keeps only its own pixels, and the pixels of the others go to the

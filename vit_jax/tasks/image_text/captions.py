@@ -40,24 +40,21 @@ def check(source, where: str):
     )
 
 
-def read(source, most: int = _MOST) -> Iterator[list[str]]:
-  """Yields the texts of each of the first examples of a source."""
-  count = min(source.num_examples, most)
+def read(source) -> Iterator[str]:
+  """Yields the texts of the first examples of a source."""
+  count = min(source.num_examples, _MOST)
   texts = lambda index: of(source.read(source.record(index)))
   data = tf.data.Dataset.range(count).map(texts, num_parallel_calls=2)
   with console.bar(total=count, desc='Reading texts', delay=3) as bar:
     for found in data:
-      yield [text.decode() for text in found.numpy()]
+      yield from (text.decode() for text in found.numpy())
       bar.update()
 
 
-def vocabulary(config, source) -> list[str]:
+def vocabulary(source) -> list[str]:
   """Returns the words of the texts of a source, the same on all processes."""
   return processes.from_first(
-    'making a vocabulary',
-    lambda: tokenizers.word_vocabulary(
-      text for texts in read(source.evaluated) for text in texts
-    ),
+    'making a vocabulary', lambda: tokenizers.word_vocabulary(read(source.evaluated))
   )
 
 

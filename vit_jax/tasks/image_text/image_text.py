@@ -111,15 +111,14 @@ class Task(base.Task):
       return make(str(path), pp.max_len)
 
   @property
-  def _has_words(self) -> bool:
-    """Whether the metadata's vocabulary is a list of words, see `stored`."""
-    return self.vocabulary_name.endswith('.txt')
-
-  @property
   def vocabulary_name(self) -> str:
-    """Name of a file for the vocabulary."""
+    """Name of a file for the vocabulary: .txt if it is a list of words."""
     ending = text_towers.TOKENIZERS[self.config.model.pp.tokenizer_name]
     return f'vocabulary.{ending}'
+
+  @property
+  def _has_words(self) -> bool:
+    return self.vocabulary_name.endswith('.txt')
 
   def vocabulary(self) -> bytes:
     """Returns the content of the file from which the tokenizer is made."""
@@ -147,7 +146,7 @@ class Task(base.Task):
     captions.check(source, config.dataset)
     pp = config.model.pp
     if pp.get('vocab_path') == captions.WORDS:
-      return {'vocabulary': captions.vocabulary(config, source)}
+      return {'vocabulary': captions.vocabulary(source)}
     try:
       path = models.make_model(config.model).vocab_path
       tokenizer = preprocess.get_tokenizer(pp.tokenizer_name)(path, pp.max_len)
@@ -167,8 +166,8 @@ class Task(base.Task):
   def words_of(self, class_names) -> list[str]:
     """Returns the words for the classes of a data set, in their order."""
     given = self.options.classes
-    names = templates_lib.listed(given, 'classes') if given else []
-    names = names or [name.replace('_', ' ') for name in class_names]
+    names = [name.replace('_', ' ') for name in class_names]
+    names = templates_lib.listed(given, 'classes') if given else names
     if len(names) != len(class_names):
       raise ValueError(
         f"classes='{given}' has {len(names)} names, but the data have "
@@ -186,39 +185,32 @@ class Task(base.Task):
     if seed is None or self._embeddings is None:
       found = self.inputs(record, seed)
     else:
-      found = {'zimg': self._embedding(record['index'])}
+      row = tf.numpy_function(
+        lambda i: self._embeddings[i].astype(np.float32), [record['index']], tf.float32,
+        stateful=False,
+      )  # fmt: skip
+      found = {'zimg': tf.ensure_shape(row, self._embeddings.shape[1:])}
     if texts is None:
       return found
     text = texts[0] if seed is None else captions.draw(texts, seed)
     return {**found, 'tokens': self.tokenizer.preprocess_tf(text)}
 
-  def _embedding(self, index):
-    """Returns the precomputed embedding of a training image, float32 [E]."""
-    row = tf.numpy_function(
-      lambda i: self._embeddings[i].astype(np.float32), [index], tf.float32,
-      stateful=False,
-    )  # fmt: skip
-    return tf.ensure_shape(row, self._embeddings.shape[1:])
-
   def batch_spec(self, size):
-    tokens = (size, self.config.model.pp.max_len)
-    found = {'image': self.image_spec(size)}
+    model = self.config.model
+    tokens = jax.ShapeDtypeStruct((size, model.pp.max_len), jnp.int32)
     if self.options.precompute:
-      shape = (size, self.config.model.out_dim[1])
-      found = {'zimg': jax.ShapeDtypeStruct(shape, jnp.float32)}
-    return {**found, 'tokens': jax.ShapeDtypeStruct(tokens, jnp.int32)}
+      zimg = jax.ShapeDtypeStruct((size, model.out_dim[1]), jnp.float32)
+      return {'zimg': zimg, 'tokens': tokens}
+    return {'image': self.image_spec(size), 'tokens': tokens}
 
   # --- Training ---
 
   def init(self, rng):
-    inputs = {
-      'images': jnp.zeros(self.image_spec(1).shape),
-      'tokens': jnp.zeros((1, self.config.model.pp.max_len), jnp.int32),
-    }
-    return self.model.init(rng, **inputs)['params'], {}
+    images = jnp.zeros(self.image_spec(1).shape)
+    tokens = jnp.zeros((1, self.config.model.pp.max_len), jnp.int32)
+    return self.model.init(rng, images=images, tokens=tokens)['params'], {}
 
   def begin(self, params, extra, source, mesh, workdir, stop):
-    """Computes the embeddings of the training images, with `precompute`."""
     if self.options.precompute:
       self._embeddings = precomputed.make(
         self, params, extra, source, mesh, workdir, stop
@@ -267,9 +259,7 @@ class Task(base.Task):
 
   def features(self, layer):
     """For 'features', returns the function of the images' embeddings."""
-    if layer == 'features':
-      return self.outputs
-    return super().features(layer)
+    return self.outputs if layer == 'features' else super().features(layer)
 
   def intermediates(self, params, extra, batch, capture=False):
     """Computes what the image tower sows."""
@@ -283,10 +273,7 @@ class Task(base.Task):
     return [input_pipeline.Part(None, example)]
 
   def measure(self, params, extra, batch):
-    """Computes zero-shot accuracy, see zero_shot.measure.
-
-    `extra` has `classes` too, the embeddings of the classes, float32 [C, E].
-    """
+    """Computes zero-shot accuracy; `extra['classes']` are the classes' embeddings."""
     zimg = self.outputs(params, extra, batch)
     return zero_shot.measure(zimg, extra['classes'], batch)
 

@@ -29,11 +29,7 @@ def check(config):
     'crop_area': None, 'flip': False, 'rotate': 0.0, 'randaugment': (),
     'color_jitter': 0.0, 'random_erasing': 0.0,
   }  # fmt: skip
-  given = [
-    f'--config.pp.{name}={default}'
-    for name, default in changing.items()
-    if config.pp[name] and config.pp[name] != default
-  ]
+  given = [f'--config.pp.{k}={off}' for k, off in changing.items() if config.pp[k]]
   if given:
     raise ValueError(
       'precompute=True computes the embedding of each image once, but these images '
@@ -80,8 +76,7 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
 
 def _made_of(config, tower: str, source) -> str:
   """Returns a hash of what embeddings depend on: the tower and the images."""
-  facts = [tower, config.model.to_dict(), config.pp.to_dict()]
-  facts.append(source.fingerprint())
+  facts = [tower, config.model.to_dict(), config.pp.to_dict(), source.fingerprint()]
   count = source.num_examples
   if not files.is_remote(source.name(0)):  # Remote, each would be a request.
     blocks = [range(i, min(i + 4096, count)) for i in range(0, count, 4096)]
@@ -101,10 +96,7 @@ def _checksum(path: str) -> str:
 def _write(task, params, extra, source, mesh, path, stop):
   """Computes the embeddings, which process 0 writes."""
 
-  def compute(params, extra, batch):
-    return {'zimg': task.outputs(params, extra, batch)}
-
-  compute = engine.everywhere(mesh, compute)
+  compute = engine.everywhere(mesh, lambda *args: {'zimg': task.outputs(*args)})
   example = lambda record, seed: task.inputs(record)
   batches = input_pipeline.eval_batches(task.config, source, example, mesh)
   total, table, begun = source.num_examples, None, f'{path}.begun'

@@ -38,30 +38,18 @@ class Predictor(predictor_lib.Predictor):
   @functools.cached_property
   def _scale(self):
     """The factor on products of embeddings, and the bias added to them."""
-    t = float(np.exp(np.asarray(self.params['t'])).item())
-    b = self.params.get('b')
-    return t, 0.0 if b is None else float(np.asarray(b).item())
+    t = np.exp(np.asarray(self.params['t'])).item()
+    return t, np.asarray(self.params.get('b', 0.0)).item()
 
   def embed_texts(self, texts: Sequence[str]) -> np.ndarray:
-    """Returns the embeddings of texts, float32 [n, E], of length 1.
-
-    ValueError if `texts` is a string or empty.
-    """
-    if isinstance(texts, str) or not len(texts):
-      raise ValueError(
-        f'texts={texts!r:.80} must be a list of texts: give [text] for a single one'
-      )
-    return self._embedder(self.params, self.extra, list(texts))
+    """Returns the embeddings of texts, float32 [n, E], of length 1."""
+    texts = _listed('texts', texts)
+    return self._embedder(self.params, self.extra, texts)
 
   def embed_classes(self, classes: Sequence[str]) -> np.ndarray:
     """Returns the embeddings of classes, float32 [C, E]: means over templates."""
-    if isinstance(classes, str) or not len(classes):
-      raise ValueError(
-        f'classes={classes!r:.80} must be a list of names: give at least two'
-      )
-    return self._embedder.classes(
-      self.params, self.extra, list(classes), self.task.templates
-    )
+    classes = _listed('classes', classes)
+    return self._embedder.classes(self.params, self.extra, classes)
 
   def logits(self, images: Sequence[Any], embeddings: np.ndarray) -> np.ndarray:
     """Returns the logits of images and texts, float32 [n, m].
@@ -77,8 +65,7 @@ class Predictor(predictor_lib.Predictor):
   def probabilities(self, logits) -> np.ndarray:
     """Returns the probabilities of texts for images, float [n, m].
 
-    By softmax over the texts; after training with the sigmoid loss, each text on
-    its own.
+    By softmax over the texts; after training with the sigmoid loss, each on its own.
     """
     logits = np.asarray(logits, np.float64)
     if 'b' in self.params:
@@ -94,15 +81,8 @@ class Predictor(predictor_lib.Predictor):
   ) -> list[list[tuple[str, float]]]:
     """Returns (text, probability) of the `top` best texts of each image.
 
-    Args:
-      images: see `outputs`.
-      classes: names of classes, which become sentences by the templates of the
-        task; or
-      texts: texts as they are.
-      top: number of texts to return.
-
-    Raises:
-      ValueError: if neither or both of them are given; see also `outputs`.
+    Takes images, see `outputs`, and either names of classes, which become sentences by
+    the templates of the task, or texts as they are.
     """
     words, embeddings = self._choices(classes, texts)
     return list(self._best(images, words, embeddings, top))
@@ -177,10 +157,10 @@ class Predictor(predictor_lib.Predictor):
       yield f'Wrote the similarities to {args.out}'
 
   def export(self, out, to, texts=False, **options):
-    """Writes the image tower, or the text tower; see Predictor.export.
+    """Exports the image tower, or with `texts` the text tower; see Predictor.export.
 
-    `texts` selects the text tower, whose inputs are `tokens`, int32 [B, max_len].
-    The output of both is `embedding`, float32 [B, E], of length 1.
+    The text tower reads `tokens`, int32 [B, max_len]. Both return `embedding`, float32
+    [B, E], of length 1.
     """
     for name in ('uint8', 'image_size', 'features', 'images'):
       if texts and options.get(name):
@@ -209,3 +189,12 @@ class Predictor(predictor_lib.Predictor):
       return {label: dict(found)}
 
     return show, [typed], [label]
+
+
+def _listed(name, texts) -> list[str]:
+  """Returns texts as a list; ValueError for a string or none."""
+  if isinstance(texts, str) or not len(texts):
+    raise ValueError(
+      f'{name}={texts!r:.80} must be a list of texts: give [text] for a single one'
+    )
+  return list(texts)

@@ -15,13 +15,8 @@ _CELL, _GAP, _TEXT = 64, 4, 300  # Pixels: side of a cell, gap, width of texts.
 def matrix(images, texts: Sequence[str], logits) -> np.ndarray:
   """Draws the probabilities of texts for images: one column per image.
 
-  Args:
-    images: float [n, H, W, C] in [-1, 1].
-    texts: m texts.
-    logits: float [n, m]. A cell has the softmax over the texts, in percent.
-
-  Returns:
-    uint8 [height, width, 3].
+  Takes images, float [n, H, W, C] in [-1, 1], m texts, and logits, float [n, m]; a
+  cell has the softmax over the texts, in percent. Returns uint8 [height, width, 3].
   """
   shares = special.softmax(np.asarray(logits, np.float64), axis=1).T  # [m, n]
   step = _CELL + _GAP

@@ -53,40 +53,30 @@ class Embedder:
   ) -> np.ndarray:
     """Returns the embeddings of texts, float32 [n, E], of length 1.
 
-    All processes of the mesh must make the same calls. `stop` is called between
-    batches; once it returns True, Stopped is raised.
+    All processes of the mesh must make the same calls; for `stop` see engine.run.
     """
     shards = sharding.batch_shards(self._mesh)
     # A power of two, so that few sizes are compiled.
     size = min(_TEXTS, 1 << max(0, len(texts) - 1).bit_length())
     size = -(-size // shards) * shards
-    found = []
-    with console.bar(
-      total=len(texts), desc='Embedding texts', delay=3, leave=False
-    ) as bar:
-      for begin in range(0, len(texts), size):
+    what = 'Embedding texts'
+    with console.bar(total=len(texts), desc=what, delay=3, leave=False) as bar:
+
+      def embed(tokens):
         if stop():
-          raise engine.Stopped('Embedding texts')
-        tokens = self._task.tokenizer(texts[begin : begin + size])
-        count = len(tokens)
-        tokens = tokens[np.arange(size).clip(max=count - 1)]
+          raise engine.Stopped(what)
+        bar.update(min(size, bar.total - bar.n))
         with jax.set_mesh(self._mesh):
-          rows = self._embed(params, extra, tokens)
-        found.append(np.asarray(rows)[:count])
-        bar.update(count)
-    return np.concatenate(found)
+          return self._embed(params, extra, tokens)
+
+      return engine.by_parts(embed, self._task.tokenizer(texts), size)
 
   def classes(
-    self,
-    params,
-    extra,
-    names: Sequence[str],
-    templates: Sequence[str],
-    stop=engine.never,
+    self, params, extra, names: Sequence[str], stop=engine.never
   ) -> np.ndarray:
     """Returns the embeddings of classes, float32 [C, E], means over templates."""
-    texts = templates_lib.fill(names, templates)
-    rows = self(params, extra, texts, stop)
+    templates = self._task.templates
+    rows = self(params, extra, templates_lib.fill(names, templates), stop)
     found = rows.reshape(len(names), len(templates), -1).mean(axis=1)
     if self._task.options.unit_classes:
       found /= np.linalg.norm(found, axis=1, keepdims=True)
@@ -126,9 +116,7 @@ class ZeroShot:
 
   def run(self, params, extra, stop=engine.never):
     """Returns `accuracy`, of more than 10 classes `accuracy_top5`; see Means."""
-    classes = self._embed.classes(
-      params, extra, self._names, self._task.templates, stop
-    )
+    classes = self._embed.classes(params, extra, self._names, stop)
     return self._means.run(params, {**extra, 'classes': classes}, stop)
 
 
@@ -154,15 +142,11 @@ class Retrieval:
 
   def run(self, params, extra, stop=engine.never):
     """Returns the recalls in METRICS_OF_TEXTS, and `num_texts`."""
+    compute = lambda batch: self._compute(params, extra, batch)
     found = engine.collect(
-      self._task.config,
-      self._mesh,
-      self._source.evaluated,
-      self._example,
-      lambda batch: self._compute(params, extra, batch),
-      stop,
-      'Evaluating',
-    )
+      self._task.config, self._mesh, self._source.evaluated, self._example, compute,
+      stop, 'Evaluating',
+    )  # fmt: skip
     most = found['text'].shape[1]
     real = np.arange(most) < found['count'][:, None]  # [n, most].
     owners = np.broadcast_to(np.arange(len(real))[:, None], real.shape)[real]
@@ -194,11 +178,9 @@ def recalls(zimg, ztxt, images, texts) -> dict[str, float]:
     texts: numbers of their texts, int [p].
   """
   ways = {
-    'image_to_text': _ranks(zimg, ztxt, images, texts),
+    'image_to_text': _ranks(zimg, ztxt, images, texts)[np.unique(images)],
     'text_to_image': _ranks(ztxt, zimg, texts, images)[texts],
   }
-  with_texts = np.unique(images)
-  ways['image_to_text'] = ways['image_to_text'][with_texts]
   return {
     f'{way}_r{k}': float((ranks < k).mean())
     for way, ranks in ways.items()

@@ -53,12 +53,9 @@ class Counting:
   final = True
 
   def __init__(self, task, mesh, train, test):
-    self._task, self._mesh = task, mesh
-    self._sources = (train, test)
-    self._colors = engine.everywhere(
-      mesh,
-      lambda batch: {'colors': task.colors(batch['image']).astype(np.uint16)},
-    )
+    self._task, self._mesh, self._sources = task, mesh, (train, test)
+    colors = lambda batch: {'colors': task.colors(batch['image']).astype(np.uint16)}
+    self._colors = engine.everywhere(mesh, colors)
 
   def run(self, params, extra, stop=engine.never):
     """Returns `position_bits` and `context_bits`; prints them."""

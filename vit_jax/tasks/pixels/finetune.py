@@ -36,14 +36,14 @@ class Task(pixels.Task, classify.Task):
     inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
     logits, class_logits = self.model.apply({'params': params}, **inputs, train=True)
     nats, _ = self._means(*self._scores(logits, inputs))  # [B]
-    means = {
-      'generation': nats,
-      'classes': self._train_loss(class_logits, batch['label']),
-    }
+    classes = self._train_loss(class_logits, batch['label'])  # [B]
     rows = self._counted(batch)  # [B]
-    sums = {name: ((x * rows).sum(), rows.sum()) for name, x in means.items()}
-    total = sums['classes'][0] + self.options.generation * sums['generation'][0]
-    return (total, rows.sum()), sums
+    count = rows.sum()
+    generation, classes = (nats * rows).sum(), (classes * rows).sum()
+    total = classes + self.options.generation * generation
+    return (total, count), {
+      'generation': (generation, count), 'classes': (classes, count)
+    }  # fmt: skip
 
   def outputs(self, params, extra, batch):
     """Returns the logits of the classes, float32 [B, classes]."""

@@ -54,31 +54,25 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   colours. Returns float32 [num_colors, C], the darkest colour first.
   """
   pixels = np.asarray(pixels, np.float32)
-  known = np.unique(pixels, axis=0)
-  if len(known) < num_colors:
+  palette = np.unique(pixels, axis=0)
+  if len(palette) < num_colors:
     raise ValueError(
-      f'num_colors={num_colors} is more than the {len(known):,} colours of the '
+      f'num_colors={num_colors} is more than the {len(palette):,} colours of the '
       'training images: lower --config.model.num_colors'
     )
-  if len(known) == num_colors:
-    return _sorted(known)
-  from sklearn import cluster
+  if len(palette) > num_colors:
+    from sklearn import cluster
 
-  pixels = np.random.default_rng(seed).permutation(pixels)
-  means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
-  # The first step chooses the initial colours.
-  size = max(_BATCH, 3 * num_colors)
-  starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
-  with console.bar(
-    total=len(starts), desc='Finding a palette', delay=3, leave=False
-  ) as bar:
-    for start in starts:
+    pixels = np.random.default_rng(seed).permutation(pixels)
+    means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
+    # The first step chooses the initial colours.
+    size = max(_BATCH, 3 * num_colors)
+    starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
+    for start in console.bar(
+      iterable=starts, desc='Finding a palette', delay=3, leave=False
+    ):
       means.partial_fit(pixels[start : start + size])
-      bar.update()
-  return _sorted(means.cluster_centers_.astype(np.float32))
-
-
-def _sorted(palette):
+    palette = means.cluster_centers_.astype(np.float32)
   return palette[np.argsort(palette.sum(axis=-1), kind='stable')]
 
 
@@ -97,9 +91,8 @@ def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
 def load(path: str) -> np.ndarray:
   """Reads a palette [K, C] on process 0, which sends it to the others.
 
-  The path, local, at gs:// or hf:// or a URL, is a .npy, such as the released
-  kmeans_centers.npy, or weights whose folder has the palette: the workdir of a
-  run, or a model of Hugging Face.
+  The path, local, at gs:// or hf:// or a URL, is a .npy, or weights whose folder has
+  the palette: the workdir of a run, or a model of Hugging Face.
   """
   found = processes.from_first('reading the palette', lambda: _read(path).tolist())
   return np.asarray(found, np.float32)

@@ -71,15 +71,13 @@ class Task(base.Task):
   def learn(cls, config, source):
     """Returns the palette of a file, the weights or the images."""
     _check_model(config)
-    path = config.task_options.palette or config.pretrained
+    path, where = config.task_options.palette or config.pretrained, ''
     if isinstance(path, str):
-      found = palette_lib.load(path)
-      where = f" of '{path}'"
+      found, where = palette_lib.load(path), f" of '{path}'"
     else:
       found = processes.from_first(
         'finding a palette', lambda: _find_palette(config, source).tolist()
       )
-      where = ''
     num_colors = config.model.get('num_colors', len(found))
     palette_lib.check(found, num_colors, config.pp.channels, where)
     return {'palette': np.asarray(found, np.float32).tolist()}
@@ -87,11 +85,8 @@ class Task(base.Task):
   @classmethod
   def planned_metadata(cls, config, num_classes):
     greys = np.linspace(-1, 1, config.model.num_colors)[:, None]
-    colors = np.repeat(greys, config.pp.channels, axis=1)
-    return {
-      **super().planned_metadata(config, num_classes),
-      'palette': colors.tolist(),
-    }
+    palette = np.repeat(greys, config.pp.channels, axis=1).tolist()
+    return {**super().planned_metadata(config, num_classes), 'palette': palette}
 
   def colors(self, images):
     """Returns the numbers of the colours of images [B, H, W, C], int32 [B, N]."""
@@ -215,9 +210,7 @@ class Task(base.Task):
   # --- Pictures ---
 
   def draw_training(self, batch):
-    """Draws the images of a batch in the colours of the palette."""
-    images = self.images(batch['colors'])
-    return super().draw_training({**batch, 'image': images})
+    return super().draw_training({**batch, 'image': self.images(batch['colors'])})
 
   def drawn_outputs(self, params, extra, batch):
     """Computes `read`, and for 'ar' samples and completions of upper halves."""
@@ -226,46 +219,31 @@ class Task(base.Task):
       return found
     height, width = self.image_size
     upper = found['colors'][:, : height // 2 * width]
-    for name, prefix in (('samples', upper[:, :0]), ('completions', upper)):
-      found[name] = models_igpt.sample(
-        self.model, params, prefix, jax.random.key(_SEED)
-      )
-    return found
+    draw = lambda prefix: models_igpt.sample(
+      self.model, params, prefix, jax.random.key(_SEED)
+    )
+    return {**found, 'samples': draw(upper[:, :0]), 'completions': draw(upper)}
 
   def draw_evaluation(self, batch, outputs):
     """Draws samples and completions; for 'bert' masked pixels and guesses."""
     truth = self.images(outputs['colors'])
     if self.model.causal:
-      completed = self.images(outputs['completions'])
-      rows = self.image_size[0] // 2
+      samples, completed = (self.images(outputs[k]) for k in ('samples', 'completions'))
+      cut = sampling.cut(truth, self.image_size[0] // 2)
+      columns = {'image': truth, 'cut': cut, 'completed': completed}
       return {
-        'samples': sampling.draw(self.images(outputs['samples'])),
-        'completions': grids.side_by_side(
-          {
-            'image': truth,
-            'cut': sampling.cut(truth, rows),
-            'completed': completed,
-          }
-        ),
+        'samples': sampling.draw(grids.to_pixels(samples)),
+        'completions': grids.side_by_side(columns),
       }
-    guessed = np.where(outputs['counted'] > 0, outputs['likely'], outputs['colors'])
-    masked = outputs['counted'].reshape(truth.shape[:-1]) > 0
-    return {
-      'masked_pixels': grids.side_by_side(
-        {
-          'image': truth,
-          'masked': np.where(masked[..., None], 0.0, truth),
-          'predicted': self.images(guessed),
-        }
-      )
-    }
+    is_masked = outputs['counted'] > 0  # [B, N]
+    guessed = np.where(is_masked, outputs['likely'], outputs['colors'])
+    masked = np.where(is_masked.reshape(*truth.shape[:-1], 1), 0.0, truth)
+    columns = {'image': truth, 'masked': masked, 'predicted': self.images(guessed)}
+    return {'masked_pixels': grids.side_by_side(columns)}
 
   def describe(self):
-    what = (
-      'each pixel from those before it'
-      if self.model.causal
-      else f'{self.options.masked:.0%} of the pixels from the others'
-    )
+    what = f'{self.options.masked:.0%} of the pixels from the others'
+    what = 'each pixel from those before it' if self.model.causal else what
     return f'to predict {what}: one of {len(self.palette)} colours'
 
   def predictor(self, params, extra, step):

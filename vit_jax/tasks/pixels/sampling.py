@@ -29,8 +29,7 @@ class Predictor(predictor_lib.Predictor):
   def _bits(self):
     def bits(params, extra, batch):
       found = self.task.read(params, extra, batch)
-      total = (found['bits'] * found['counted']).sum(axis=1)
-      return total / found['counted'].sum(axis=1)
+      return found['bits'].mean(axis=1, where=found['counted'] > 0)
 
     return jax.jit(bits)
 
@@ -50,27 +49,15 @@ class Predictor(predictor_lib.Predictor):
   ) -> np.ndarray:
     """Samples images.
 
-    Args:
-      n: number of images.
-      seed: seed of the random numbers.
-      temperature: divisor of the logits: below 1 for more likely colours.
-      top_k: number of the most likely colours to sample from; None for all.
-
-    Returns:
-      uint8 [n, H, W, 3].
-
-    Raises:
-      ValueError: if an argument is out of range, or the model predicts masked
-        pixels (objective 'bert').
+    `temperature` divides the logits: below 1 for more likely colours; `top_k` is the
+    number of the most likely colours to sample from, None for all. Returns uint8
+    [n, H, W, 3]. ValueError if an argument is out of range, or the model predicts
+    masked pixels (objective 'bert').
     """
-    return grids.to_pixels(self._sample(n, seed, temperature, top_k))
-
-  def _sample(self, n, seed=0, temperature=1.0, top_k=None):
-    """Samples images, float32 [n, H, W, C]; see `sample`."""
     schema.check('sample', n, schema.Count, '--')
     self._check_objective()
-    empty = np.zeros((n, 0), np.int32)
-    return self.task.images(self._draw(empty, seed, temperature, top_k))
+    colors = self._draw(np.zeros((n, 0), np.int32), seed, temperature, top_k)
+    return grids.to_pixels(self.task.images(colors))
 
   def complete(
     self,
@@ -88,13 +75,10 @@ class Predictor(predictor_lib.Predictor):
         All others are resized to the model's size as in evaluation.
       rows: number of rows of the model's H that are kept; by default all rows of
         an upper part, and half of the rows of any other image.
-      seed: see `sample`; likewise temperature, top_k and errors.
+      seed, temperature, top_k: see `sample`, also for errors.
 
     Returns:
       uint8 [n, H, W, 3], in the colours of the palette.
-
-    Raises:
-      ValueError: also if nothing is left to complete.
     """
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
     return grids.to_pixels(completed)
@@ -111,16 +95,10 @@ class Predictor(predictor_lib.Predictor):
       )
     if not len(images):
       raise ValueError('images is empty: give at least one image')
-    prepared = [
-      preprocess.from_user(
-        image,
-        lambda encoded: self._upper_part(encoded, rows),
-        self.config.max_image_pixels,
-      )
-      for image in images
-    ]
-    given = np.stack([image for image, _ in prepared])
-    kept = np.array([count for _, count in prepared])
+    read = functools.partial(self._upper_part, rows=rows)
+    most = self.config.max_image_pixels
+    prepared = zip(*(preprocess.from_user(image, read, most) for image in images))
+    given, kept = map(np.stack, prepared)
     colors = np.array(self.task.colors(given))
     for count in sorted(set(kept)):
       chosen = np.flatnonzero(kept == count)
@@ -178,7 +156,7 @@ class Predictor(predictor_lib.Predictor):
     names = ('seed', 'temperature', 'top_k')
     how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     if args.sample is not None:
-      picture = draw(self._sample(args.sample, **how))
+      picture = draw(self.sample(args.sample, **how))
       lines = [f'Wrote {args.sample} samples to {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
@@ -208,7 +186,7 @@ class Predictor(predictor_lib.Predictor):
       images = [photo.pixels] * _COMPLETIONS
       given, completed, kept = self._complete(images, None, int(number or 0))
       shown = np.concatenate([cut(given, kept)[:1], completed])
-      return {picture: draw(shown), last: photo}
+      return {picture: draw(grids.to_pixels(shown)), last: photo}
 
     def again(photo, number):
       return show(photo, number) if photo else {picture: None}
@@ -218,12 +196,11 @@ class Predictor(predictor_lib.Predictor):
 
 
 def draw(images: np.ndarray) -> np.ndarray:
-  """Draws samples, float [n, H, W, C] in [-1, 1], side by side."""
-  across = min(_ACROSS, len(images))
-  return grids.grid(grids.to_pixels(images), columns=across, most=grids.MOST)
+  """Draws samples, uint8 [n, H, W, 3], side by side."""
+  return grids.grid(images, columns=min(_ACROSS, len(images)), most=grids.MOST)
 
 
 def cut(images: np.ndarray, rows) -> np.ndarray:
-  """Returns images that are grey below the `rows` that are kept, int or [n]."""
+  """Returns images that are grey below the `rows` kept, int or [n]."""
   below = np.arange(images.shape[1]) >= np.reshape(rows, (-1, 1))  # [n, H]
   return np.where(below[..., None, None], 0.0, images)
