@@ -96,16 +96,8 @@ def test_the_patch_embedding_is_equivariant_to_shifts_by_whole_patches():
   assert change(hybrid, 1, 4) > 0.01
 
 
-@pytest.mark.parametrize(
-  'shape, patch, count',
-  [
-    ((1, 224, 224, 3), 16, 196),
-    ((1, 32, 64, 1), 8, 32),
-    ((1, 48, 32, 3), 8, 24),
-    ((1, 8, 8, 1), 4, 4),
-  ],
-)
-def test_patches_fit_the_images(shape, patch, count):
+def test_patches_fit_the_images():
+  shape, patch, count = (1, 32, 64, 1), 8, 32
   for model in invariance.standard_models(patch).values():
     shapes = tiny_models.shapes(model, shape[1:3], shape[3])
     if isinstance(model, models.MlpMixer):

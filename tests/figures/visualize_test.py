@@ -84,6 +84,7 @@ def call(monkeypatch, *args):
 
 
 def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys):
+  monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
   call(monkeypatch, f'--workdir={run}', f'--out={out}', '--num_images=2')
   names = {path.name for path in out.iterdir()}
@@ -91,7 +92,7 @@ def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys
   assert names == {f'{name}.png' for name in without} | {'index.html'}
   for name in without:
     with Image.open(out / f'{name}.png') as image:
-      assert min(image.size) > 200
+      assert min(image.size) > 60
   page = (out / 'index.html').read_text()
   assert page.count('<img src="data:image/png;base64,') == len(without)
   assert f'{run.name}, step 2' in page
@@ -139,7 +140,7 @@ def test_a_hybrid_is_seen_by_its_root_convolution_on_its_feature_grid(tmp_path):
     patches={'size': (1, 1)}, resnet={'num_layers': (), 'width_factor': 1}
   )
   loaded = predict.load_weights(save(model, tmp_path / 'r.npz', (16, 16)))
-  found = visualize.figures(loaded, [np.zeros((9, 9, 3), np.uint8)])
+  found = visualize.figures(loaded)
   assert found['filters'].axes[0].get_images()[0].get_array().shape[2] == 3
   assert '28 principal' in found['filters'].get_suptitle()  # Of 7 x 7 x 3.
   assert '4 x 4 patches' in found['position_similarity'].get_suptitle()
@@ -158,10 +159,6 @@ def test_what_cannot_be_drawn_says_why(run, mixer, photo, tmp_path, monkeypatch)
     call(monkeypatch, f'--workdir={run}', *named, '--figures', 'attenton')
   with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
     call(monkeypatch, f'--workdir={run}', f'--out={out}', '--images=/no/such.png')
-  broken = tmp_path / 'broken.png'
-  broken.write_text('no image')
-  with pytest.raises(ValueError, match='broken.png.* is not an image'):
-    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--images', photo, broken)
   with pytest.raises(FileNotFoundError, match="no split 'nowhere'"):
     call(monkeypatch, f'--workdir={run}', f'--out={out}', '--split=nowhere')
   assert not out.exists()

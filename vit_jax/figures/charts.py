@@ -56,10 +56,7 @@ def attention_distances(distances, uniform: float, count: int):
 
 @drawing.styled
 def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
-  """Draws the losses, metrics and learning rate that a run has logged.
-
-  The curves are (steps, values) by name, see results.learning_curves.
-  """
+  """Draws what a run has logged, see results.learning_curves."""
   panels = curve_panels(curves)
   fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
   grid = fig.subplots(
@@ -113,10 +110,7 @@ def _split_of(name):
 
 @drawing.styled
 def confusion(found: results.Results, class_names: Sequence[str], split: str):
-  """Draws a confusion matrix, and the pairs of classes confused most often.
-
-  For the results of a split see results.classify.
-  """
+  """Draws a confusion matrix, and the pairs of classes confused most often."""
   from matplotlib import colors as scales
 
   matrix = np.asarray(found.confusion)
@@ -181,10 +175,7 @@ def _draw_pairs(axes, pairs, class_names):
 
 @drawing.styled
 def mistakes(found: results.Results, class_names: Sequence[str], split: str):
-  """Draws the most confident mistakes.
-
-  For the arguments see `confusion`.
-  """
+  """Draws the most confident mistakes."""
   wrong = found.mistakes
   if not wrong:
     title = f"All images of split '{split}' are predicted correctly"
@@ -222,11 +213,7 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
 
 @drawing.styled
 def reconstructions(pictures, titles: Sequence[str]):
-  """Draws images, masked images and predictions below one another.
-
-  Takes float32 [B, rows, H, W, C] in [-1, 1], see
-  vit_jax.tasks.masked_patches.Task.pictures, and the titles of the rows.
-  """
+  """Draws images, masked images and predictions, float32 [B, rows, H, W, C]."""
   pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
   rows, columns, height, width = pixels.shape[:4]
   cell = min(11.2 / columns, 2.2 * width / height)

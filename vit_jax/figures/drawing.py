@@ -2,8 +2,7 @@
 
 Each function takes arrays and returns a matplotlib Figure for a slide; `path`, if
 given, is a PNG to write. None uses pyplot, so all of them work in notebooks, in
-threads and without a screen. To restyle all figures, change STYLE.
-vit_jax/figures/charts.py draws curves and results.
+threads and without a screen.
 """
 
 from collections.abc import Callable, Sequence
@@ -50,10 +49,7 @@ def require_matplotlib():
 
 
 def styled(function):
-  """Decorates a function to draw with STYLE, whatever the caller's rcParams.
-
-  The decorated function also takes `path`, of a PNG to write.
-  """
+  """Decorates a function to draw with STYLE; it then also takes `path`, of a PNG."""
 
   @functools.wraps(function)
   def draw(*args, path=None, **kwargs):
@@ -70,10 +66,7 @@ def styled(function):
 
 
 def to_file(make: Callable, *args, path, **kwargs):
-  """Calls a `styled` function on the first process to draw into a file.
-
-  Only prints a message if matplotlib is missing.
-  """
+  """Calls a `styled` function on process 0; without matplotlib, says so."""
   if jax.process_index():
     return
   try:
@@ -128,10 +121,7 @@ def new_figure(height: float, title: str, width: float = WIDTH):
 
 
 def as_pixels(images) -> np.ndarray:
-  """Converts images, float32 [..., H, W, C] in [-1, 1], to RGB in [0, 1].
-
-  Enlarges small ones; shows them in grey unless C is 3.
-  """
+  """Converts images, float32 [..., H, W, C] in [-1, 1], to enlarged RGB in [0, 1]."""
   pixels = (np.asarray(images, np.float32).clip(-1, 1) + 1) / 2
   if pixels.shape[-1] not in (1, 3):
     pixels = pixels.mean(axis=-1, keepdims=True)
@@ -140,11 +130,7 @@ def as_pixels(images) -> np.ndarray:
 
 
 def enlarged(pictures: np.ndarray, least: int) -> np.ndarray:
-  """Repeats the pixels of small pictures [..., H, W, C].
-
-  The shorter side then has at least `least` pixels, unless the longer one would
-  have more than 2,048.
-  """
+  """Repeats pixels of pictures [..., H, W, C] up to `least`, the longer side to 2,048."""
   short, long = sorted(pictures.shape[-3:-1])
   times = max(1, min(-(-least // short), _LARGEST // long))
   return pictures.repeat(times, axis=-3).repeat(times, axis=-2)
@@ -155,8 +141,8 @@ def overlay(
 ) -> np.ndarray:
   """Draws a map in colours over a picture in grey, both in [0, 1].
 
-  Takes float32 [H, W, 3] and [h, w], not negative, scaled by its largest value;
-  and the part of the map, down and across, that belongs to the picture.
+  Takes float32 [H, W, 3] and [h, w], which is scaled by its largest value; and the part
+  of the map, down and across, that belongs to the picture.
   """
   import matplotlib
 
@@ -174,16 +160,10 @@ def overlay(
 
 
 def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
-  """Draws pictures in rows and columns, with labels; enlarges small ones.
+  """Draws pictures [rows, columns, H, W, ...] with labels; enlarges small ones.
 
-  Args:
-    axes: matplotlib Axes to draw on.
-    pictures: [rows, columns, H, W, ...].
-    columns: labels of the columns, drawn above them.
-    rows: labels of the rows.
-    gap: width of the gaps, as a share of the shorter side of a picture.
-    fill: value of the gaps.
-    **kwargs: for `imshow`, whose AxesImage is returned, for a colour bar.
+  The gaps have the value `fill` and a width of `gap` times the shorter side of a
+  picture. Other arguments go to `imshow`, whose AxesImage is returned.
   """
   times = -(-_TILE // min(pictures.shape[2:4]))
   pictures = pictures.repeat(times, axis=2).repeat(times, axis=3)
@@ -239,7 +219,7 @@ def letters(width: float, points: float) -> int:
 def filters(components, shares):
   """Draws the principal components of filters (figure 7, left).
 
-  For components [n, p, q, C] and shares [n] see attention.principal_filters.
+  For components [n, p, q, C] and shares [n] see internals.principal_filters.
   """
   count, height, width, channels = components.shape
   columns = min(7, count)
@@ -273,11 +253,7 @@ def filters(components, shares):
 
 @styled
 def position_similarity(similarity):
-  """Draws the similarity of position embeddings (figure 7, centre).
-
-  Draws one map of [h, w, h, w] per patch, or for large grids for every n-th
-  one.
-  """
+  """Draws position similarities [h, w, h, w] (figure 7, centre), of every n-th patch."""
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
   rows, columns = (
@@ -315,8 +291,7 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
   """Draws the attention of each layer over images (as figure 14, by layer).
 
   Draws at most 12 layers, evenly spaced. Takes images, float32 [B, H, W, C] in
-  [-1, 1]; maps [L, B, h, w], see attention.maps; a label per image; and the
-  title of the labels.
+  [-1, 1]; maps [L, B, h, w]; a label per image; and the title of the labels.
   """
   layers = len(maps)
   chosen = np.unique(

@@ -1,11 +1,7 @@
-"""Lists the figures of any model, and draws figures for a model and images.
+"""Lists the figures of any model: FIGURES, to which a task adds its own.
 
-  from vit_jax import predict, visualize
-  found = visualize.figures(predict.load('/tmp/digits'), ['a.png', 'b.png'])
-  found['attention_rollout']  # A matplotlib Figure; a notebook shows it.
-
-FIGURES is the list, to which a task adds its own (FIGURES in vit_jax/tasks/base.py).
 Each figure takes a Subject (a model and images), computes arrays, and draws them.
+vit_jax/figures/visualize.py draws several.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,4 @@
-"""Draws small images in a grid, with a caption below each.
-
-TensorBoard and the PNGs of a workdir show these grids. For the figures of a paper,
-draw the arrays that vit_jax/figures computes.
-"""
+"""Draws small images in a grid with captions, for TensorBoard and a workdir."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -63,14 +59,9 @@ def grid(
 ) -> np.ndarray:
   """Draws images row by row, on white; returns uint8 [height, width, 3].
 
-  Args:
-    images: uint8 [n, H, W, 3]; if the shorter side is below LEAST, enlarged by
-      a whole factor.
-    captions: one for each image, or none at all.
-    columns: number of images per row.
-    titles: one above each column, or none at all.
-    most: maximum length of the shorter side in pixels, to which larger images
-      are shrunk; None for no maximum.
+  Images are uint8 [n, H, W, 3], enlarged by a whole factor if the shorter side is below
+  LEAST, and shrunk if it is above `most`. There is a caption for each image, or none,
+  and a title above each column, or none.
   """
   height, width = _cell(images.shape[1:3], most)
   shrinks = height < images.shape[1]
@@ -105,9 +96,9 @@ def grid(
 def side_by_side(
   images: Mapping[str, np.ndarray], most: int | None = MOST
 ) -> np.ndarray:
-  """Draws a row for each image, with a titled column for each version of it.
+  """Draws a row for each image, with a column for each version of it.
 
-  The versions are float [n, H, W, C] in [-1, 1], by title; for `most` see `grid`.
+  The versions are float [n, H, W, C] in [-1, 1], by title.
   """
   versions = np.stack(list(images.values()), axis=1)  # [n, columns, H, W, C]
   return grid(

@@ -1,11 +1,7 @@
 """Computes attention maps, filters and position similarities of Vision Transformers.
 
-Attention maps, rollout and distances; the principal components of the filters
-of the patch embedding; the similarity of the position embeddings. Source: arXiv
-2010.11929, section 4.5, D.4, D.7 and D.8.
-
-Shapes: B images, L layers, K heads, h x w patches, N tokens (the patches, and
-before them the class token where there is one).
+Source: arXiv 2010.11929, section 4.5, D.4, D.7 and D.8. Shapes: B images, L layers, K
+heads, h x w patches, N tokens (the patches, after the class token if there is one).
 """
 
 import functools
@@ -37,12 +33,8 @@ def attention(
 
   The weights do not depend on the model's implementation of attention. Only `embed`,
   `encode` and `classify` are called, so a model of masked patches masks nothing.
-  Takes a Vision Transformer, hybrid or not, or a subclass; its parameters; and
-  images, float [B, H, W, C] in [-1, 1].
-
-  Raises:
-    ValueError: if the model has no attention, or its encoder does not sow the
-      weights.
+  Images are float [B, H, W, C] in [-1, 1]. Raises ValueError if the model has no
+  attention, or its encoder does not sow the weights.
   """
   grid = patch_grid(model, params, images)
   compute = jax.jit(functools.partial(forward, model))
@@ -66,10 +58,7 @@ def lacks(model) -> str | None:
 
 
 def patch_grid(model, params, images) -> tuple[int, int]:
-  """Returns the number of patches (down, across) without running the model.
-
-  Raises ValueError if the model has no attention.
-  """
+  """Returns the number of patches (down, across); ValueError without attention."""
   if why := lacks(model):
     raise ValueError(why)
   embed = functools.partial(model.apply, method='embed', flat=False)
@@ -78,11 +67,7 @@ def patch_grid(model, params, images) -> tuple[int, int]:
 
 
 def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
-  """Computes attention weights and outputs; `jax.jit` can trace it.
-
-  Returns L arrays float32 [B, K, N, N], and the outputs, float32. Raises
-  ValueError if the encoder does not sow the weights.
-  """
+  """Computes `attention` without the grid, for `jax.jit`."""
 
   def compute(model, images):
     tokens = model.embed(images, flat=not model.needs_grid)
@@ -112,15 +97,11 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
 def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:
   """Computes the mean attention distance of each head (D.7, figure 11).
 
-  Averages the distance between the centres of a query's patch and a key's
-  patch: over the keys, weighted by attention, then over queries and images. The
-  class token counts neither as query nor as key: the weights of each query are
-  divided by their sum over the patches. Uniform attention over 14 x 14 patches
-  of 16 pixels gives 116.49 with or without a class token. A query that attends
-  only to its own patch, or to no patch, gives 0.
-
-  Takes the (height, width) of a patch in pixels of the image; returns pixels,
-  float32 [L, K].
+  Averages the distance between the centres of a query's patch and a key's patch: over
+  the keys, weighted by attention, then over queries and images. The class token counts
+  neither as query nor as key. Uniform attention over 14 x 14 patches of 16 pixels gives
+  116.49. A query that attends to no patch gives 0. Takes the (height, width) of a patch
+  in pixels; returns pixels, float32 [L, K].
   """
   rows, columns = np.indices(attention.grid).reshape(2, -1)  # [h*w]
   lengths = np.hypot(
@@ -136,10 +117,9 @@ def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarr
 
 
 def maps(attention: Attention) -> np.ndarray:
-  """Computes attention maps of each layer, averaged over the heads.
+  """Computes the maps of each layer, mean over the heads, float32 [L, B, h, w].
 
-  Returns float32 [L, B, h, w]: the weights of the patches as keys, with the class
-  token as query; without a class token, the mean over all queries.
+  The query is the class token; without a class token, the mean over all queries.
   """
   means = np.stack([np.mean(w, axis=1) for w in attention.weights])
   return _on_grid(means, attention)
@@ -148,11 +128,10 @@ def maps(attention: Attention) -> np.ndarray:
 def rollout(weights: list[np.ndarray]) -> np.ndarray:
   """Computes attention rollout (Abnar and Zuidema, arXiv 2005.00928; D.8).
 
-  Estimates how much each token of the first layer contributes to each token of
-  the last. In each layer, averages the heads, adds the identity for the
-  residual connection, and divides rows by their sums; then multiplies the
-  layers, the last on the left. Takes L arrays [B, K, N, N]; returns float32
-  [B, N, N], in which the row of each token of the last layer sums to 1.
+  Estimates how much each token of the first layer contributes to each token of the
+  last: averages the heads of each layer, adds the identity for the residual connection,
+  divides rows by their sums, and multiplies the layers. Takes L arrays [B, K, N, N];
+  returns float32 [B, N, N], in which the row of each token of the last layer sums to 1.
   """
   identity = np.eye(weights[0].shape[-1], dtype=np.float32)
   result = identity
@@ -163,11 +142,7 @@ def rollout(weights: list[np.ndarray]) -> np.ndarray:
 
 
 def rollout_maps(attention: Attention) -> np.ndarray:
-  """Computes maps of attention rollout (figure 6), float32 [B, h, w].
-
-  How much each patch contributes to the class token; without a class token, the
-  mean over all tokens.
-  """
+  """Computes maps of `rollout` (figure 6), float32 [B, h, w]; queries as in `maps`."""
   return _on_grid(rollout(attention.weights), attention)
 
 
@@ -180,9 +155,8 @@ def _on_grid(mixed, attention):
 def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
   """Computes at most `count` principal components of D filters [p, q, C, D].
 
-  Returns the components, float32 [count, p, q, C], each of norm 1 and with its
-  value of largest magnitude positive; and the share of the variance that each
-  explains, float32 [count].
+  Returns the components, float32 [count, p, q, C], of norm 1 and with the largest
+  magnitude positive; and the share of the variance that each explains.
   """
   kernel = np.asarray(kernel, np.float64)
   filters = kernel.reshape(-1, kernel.shape[-1]).T  # [D, p*q*C]
@@ -199,9 +173,8 @@ def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
 def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:
   """Computes the cosine similarity of the position embeddings of patches.
 
-  Takes [N, D] or [1, N, D], whose tokens before the patches are ignored, and
-  the number of patches (down, across), (h, w). Returns float32 [h, w, h, w];
-  [i, j] compares the patch in row i, column j with all.
+  Takes [N, D] or [1, N, D], whose tokens before the patches are ignored. Returns
+  float32 [h, w, h, w]; [i, j] compares the patch in row i, column j with all.
   """
   count = grid[0] * grid[1]
   table = np.asarray(embeddings, np.float64)

@@ -4,14 +4,10 @@ A Vision Transformer uses the two-dimensional structure of images only in its
 patches and its position embeddings (arXiv 2010.11929, section 3.1, "Inductive
 bias"). Untrained models show the effect.
 
-Shifts are circular: columns that leave the image on the right enter it on the left.
-No content is lost, so two statements hold up to rounding. Shifting images by whole
+Shifts are circular, so two statements hold up to rounding. Shifting images by whole
 patches shifts the tokens of the patch embedding equally. Without position embeddings,
 permuting the patches (a shift by whole patches is a permutation) changes neither the
 class token nor the mean of the tokens.
-
-Shapes: B images, H x W pixels, C channels, D width of the features, M models, S
-shifts.
 """
 
 import functools
@@ -31,8 +27,8 @@ _ORDERS = 8  # Number of permutations that `compare` averages over.
 class Comparison(NamedTuple):
   """Changes of the features of models, see `relative_change`."""
 
-  names: tuple[str, ...]  # Of the M models.
-  shifts: np.ndarray  # Lengths of the shifts to the right in pixels, int [S].
+  names: tuple[str, ...]  # Of M models.
+  shifts: np.ndarray  # S lengths of shifts to the right in pixels, int [S].
   shifted: np.ndarray  # Change by each shift, float32 [M, S].
   shuffled: np.ndarray  # Mean change by permutations of patches, float32 [M].
   patch: int  # Side of a patch in pixels.
@@ -48,11 +44,7 @@ def relative_change(before: Any, after: Any) -> np.float32:
 
 
 def shuffle_patches(images: np.ndarray, patch: int, order: Any) -> np.ndarray:
-  """Permutes the patches of images [B, H, W, C], `patch` pixels wide and high.
-
-  The order, int [N], is the index of the patch that moves to each place; patches
-  are counted in rows.
-  """
+  """Permutes patches of images [B, H, W, C]; order[i] is the patch that moves to i."""
   grid = (images.shape[1] // patch, images.shape[2] // patch)
   return patches_lib.paste(patches_lib.cut(images, grid)[:, order], grid)
 
@@ -61,12 +53,8 @@ def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
   """Compares how the features of small, random models change with the images.
 
   Position embeddings have standard deviation 1: with the usual 0.02 at initialisation
-  they would have hardly any effect.
-
-  Args:
-    images: float32 [B, H, W, C] in [-1, 1].
-    patch: side of a patch in pixels, which divides H and W: 16, 8 or 4.
-    seed: seed of the parameters and of the permutations.
+  they would have hardly any effect. Images are float32 [B, H, W, C] in [-1, 1]; the
+  side of a patch, 16, 8 or 4 pixels, divides H and W.
   """
   standard = standard_models(patch)
   pixels = np.arange(min(2 * patch + 1, images.shape[2]))
@@ -128,11 +116,7 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
 
 
 def _random_parameters(model, images, seed):
-  """Draws random parameters of a model.
-
-  Kernels are normal with variance 1 / inputs, the class token and the position
-  embeddings standard normal; scales are 1 and biases 0.
-  """
+  """Draws parameters: kernels with variance 1 / inputs, embeddings standard normal."""
   rng = np.random.RandomState(seed)
   init = functools.partial(model.init, train=False)
   shapes = jax.eval_shape(init, jax.random.key(0), images[:1])['params']

@@ -99,10 +99,7 @@ class Pictures:
 
 
 def _attempt(draw) -> dict[str, np.ndarray]:
-  """Returns what `draw` returns; {} and a warning if that fails.
-
-  A failed picture must not end a run.
-  """
+  """Returns what `draw` returns; {} and a warning if it fails, which ends no run."""
   try:
     return draw()
   except Exception as e:  # pylint: disable=broad-except
@@ -128,14 +125,12 @@ def _attention_grid(task) -> tuple[int, int]:
 def draw_attention(images, weights, grid) -> np.ndarray:
   """Draws images, the attention maps of the last layer, and attention rollout.
 
-  Takes float32 [B, H, W, C] in [-1, 1] and the weights of each layer, L arrays
-  float32 [B, K, N, N]. Two images per row are each followed by their two maps.
-  The patch of the largest value is yellow; the caption gives its share in
-  percent.
+  Takes float32 [B, H, W, C] in [-1, 1] and L arrays float32 [B, K, N, N]. Two images
+  per row are each followed by their two maps. The patch of the largest value is
+  yellow; the caption gives its share.
   """
   found = internals.of(weights, None, grid)
-  columns = [grids.to_pixels(images)]
-  texts = [[''] * len(images)]
+  columns, texts = [grids.to_pixels(images)], [[''] * len(images)]
   for maps in (internals.maps(found)[-1], internals.rollout_maps(found)):
     columns.append(grids.heat(maps, images.shape[1:3]))
     texts.append([f'yellow: {100 * m.max():.1f} %' for m in maps])

@@ -24,10 +24,7 @@ _BATCH = 32
 
 
 def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """Reads the numbers that a run has logged: steps and values by name.
-
-  Steps are int64 [n] and values float64 [n]; names are those of metrics.jsonl.
-  """
+  """Reads metrics.jsonl: steps, int64 [n], and values, float64 [n], by name."""
   curves = {}
   for line in metrics_lib.read(workdir):
     for name, value in line.items():
@@ -93,19 +90,17 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   order = np.argsort(-found['probability'][wrong], kind='stable')
   wrong = wrong[order][:num_mistakes]
   images = _examples(model, source, wrong)['image'] if len(wrong) else ()
-  return Results(
-    confusion,
-    [
-      Mistake(
-        image=image,
-        true=int(true[i]),
-        predicted=int(predicted[i]),
-        probability=float(found['probability'][i]),
-        name=source.name(int(i)),
-      )
-      for i, image in zip(wrong, images)
-    ],
-  )
+  mistakes = [
+    Mistake(
+      image,
+      int(true[i]),
+      int(predicted[i]),
+      float(found['probability'][i]),
+      source.name(int(i)),
+    )
+    for i, image in zip(wrong, images)
+  ]
+  return Results(confusion, mistakes)
 
 
 def _examples(model, source, numbers) -> dict:
@@ -139,18 +134,12 @@ class Seen(NamedTuple):
 
 
 class Subject:
-  """A trained model, and the images for its figures.
+  """A trained model (a Predictor), and the images for its figures.
 
-  Attributes:
-    model: a vit_jax.tasks.base.Predictor.
-    batch: the model's inputs for the images, arrays [B, ...]; None if there are
-      no images.
-    names: names of the images.
-    source: a split with labels, for the confusion matrix, or None.
-    split: name of that split.
-    lacking: why there is no `source`, in words.
-    points: points in the images whose attention is drawn, see
-      Task.check_points; None for those that the task chooses.
+  `batch` has the model's inputs for the images, arrays [B, ...], or is None; `names`
+  are their names. `source` is a split with labels, for the confusion matrix, or None,
+  and `lacking` says why. `points` in the images, whose attention is drawn, are as for
+  Task.check_points; None for those that the task chooses.
   """
 
   def __init__(
@@ -164,10 +153,9 @@ class Subject:
     points: Sequence[tuple[float, float]] | None = None,
   ):
     """Reads `images` of any sizes, else the first `count` of `source`."""
-    self.points = None if points is None else model.task.check_points(points)
-    self.model = model
-    self._computed = {}
+    self.model, self._computed = model, {}
     self.source, self.split, self.lacking = source, split, lacking
+    self.points = None if points is None else model.task.check_points(points)
     self.batch, self.names, self._labels = None, [], None
     if images:
       self.batch = model.inputs(images)

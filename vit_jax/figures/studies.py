@@ -21,8 +21,8 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
   """Draws means as bars, standard deviations as lines and values as dots.
 
-  Groups are {group: {label: values of one or several runs}}. A label has the same
-  colour in all groups. A single group needs no name.
+  Groups are {group: {label: values of one or several runs}}; a label has the same
+  colour in all of them.
   """
   labels = list(dict.fromkeys(itertools.chain(*groups.values())))
   alone = len(groups) == 1
@@ -63,8 +63,7 @@ def curves(
 ):
   """Draws lines through means, with bands of their standard deviations.
 
-  Lines are {label: (x [n], values of one or several runs at each x)}; `xlabel`
-  and `ylabel` have units.
+  Lines are {label: (x [n], values of one or several runs at each x)}.
   """
   fig, axes = _new(title, xlabel, ylabel, log_x)
   for number, (label, (x, values)) in enumerate(lines.items()):
@@ -74,13 +73,11 @@ def curves(
     if not points:
       continue
     at = np.array([place for place, _ in points], np.float64)
-    spreads = np.array([metrics_lib.mean_std(found) for _, found in points])
-    (mean, std), colour = spreads.T, colors.of_line(number)
-    marker = _MARKERS[number % 8]
+    mean, std = np.array([metrics_lib.mean_std(found) for _, found in points]).T
+    colour, marker = colors.of_line(number), _MARKERS[number % 8]
     axes.plot(at, mean, color=colour, label=label, zorder=3, marker=marker)
     if std.any():
-      low, high = mean - std, mean + std
-      axes.fill_between(at, low, high, color=colour, alpha=0.15, lw=0)
+      axes.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, lw=0)
     for place, found in points:
       if len(found) > 1:
         axes.scatter([place] * len(found), found, s=14, alpha=0.6, color=colour)

@@ -26,24 +26,19 @@ def subject(
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
 ):
-  """Returns a model together with the images for its figures.
+  """Returns a model and the images for its figures, a figures.results.Subject.
 
   Args:
     model: result of `predict.load` or `predict.load_weights`.
     images: a list of images of any size: paths, PIL images, or arrays uint8
-      [height, width(, channels)]; by default the first images of the split.
-    split: split of the run's data set, for the images and the confusion
-      matrix; by default the first split that the run is tested on.
-    num_images: number of images to take from the split.
+      [height, width(, channels)]; by default the first `num_images` of the split.
+    split: split of the run's data set, for the images and the confusion matrix; by
+      default the first split that the run is tested on.
     points: points (x, y) in every image for the attention of a detector's encoder,
       as shares of width and height; by default the centres of boxes.
 
-  Returns:
-    A vit_jax.figures.results.Subject.
-
-  Raises:
-    FileNotFoundError, ValueError: if an image or the split cannot be read, or
-      a point lies outside of the images.
+  Raises FileNotFoundError or ValueError if an image or the split cannot be read, or
+  a point lies outside of the images.
   """
   from vit_jax.data import sources
   from vit_jax.figures import results
@@ -77,19 +72,11 @@ def figures(
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
 ) -> dict[str, Any]:
-  """Draws figures of a model.
+  """Draws figures of a model; returns matplotlib Figures by name.
 
-  Args:
-    model: see `subject`; likewise images, split, num_images, points and errors.
-    names: names of figures, see vit_jax.figures.gallery.of; by default all that
-      the model can have.
-
-  Returns:
-    matplotlib Figures by name.
-
-  Raises:
-    ValueError: if a named figure cannot be drawn.
-    ImportError: if matplotlib is missing.
+  `names` are among those of vit_jax.figures.gallery.of; by default all that the model
+  can have. For the other arguments see `subject`. Raises ValueError if a named figure
+  cannot be drawn, and ImportError without matplotlib.
   """
   from vit_jax.figures import gallery
 
@@ -103,11 +90,7 @@ def figures(
 def inductive_bias(images: Sequence[Any] | None = None):
   """Draws how shifts and permuted patches change outputs of untrained models.
 
-  Args:
-    images: see `subject`; by default the two photographs of scikit-learn.
-
-  Returns:
-    A matplotlib Figure.
+  Images are as for `subject`; by default the two photographs of scikit-learn.
   """
   from vit_jax.figures import gallery
 
