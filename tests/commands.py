@@ -94,22 +94,21 @@ def accepted(given):
   """Tells whether a command takes flags that stand alone on a page."""
   if len(given) == 1 and '=' not in given[0]:  # A flag that is named, not set.
     return given[0] in known_names()
+  keys = all(word.startswith('--config') for word in given)
   # The last of equal flags counts.
-  for name, least in MINIMAL.items():
+  for name, least in () if keys else MINIMAL.items():
     try:
       module_of(name).make_parser().parse_args([*least, *given])
       return True
     except ValueError:
       pass
-  candidates = []
-  for base in BASES:
+  for base in BASES if keys else BASES[:1]:  # All three take the same keys.
     least = [f'--config={base}', '--workdir=/tmp/run']
-    candidates += [(name, [*least, *given]) for name in ('train', 'sweep')]
-    candidates.append(('plan', [*least[:1], *given]))
-  for command, args in candidates:
-    try:
-      parse(command, args)
-      return True
-    except ValueError:
-      pass
+    candidates = {'train': least, 'sweep': least, 'plan': least[:1]}
+    for command in ('train',) if keys else candidates:
+      try:
+        parse(command, [*candidates[command], *given])
+        return True
+      except ValueError:
+        pass
   return False

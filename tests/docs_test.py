@@ -183,10 +183,11 @@ def test_the_table_of_models():
   for title, name, parameters, giga, *published in table:
     name = name.strip('`')
     long = model_configs.SHORT_NAMES[name]
-    assert long.replace('_', '/') in (title, title.replace('R26+', 'R26+'))
-    # That is held against the model itself in models_test.
+    assert long.replace('_', '/') == title
+    # models_test compares the count with the model itself.
     assert parameters == f'{models_test.COUNTS[long]:,}'
-    assert giga == f'{gigaflops(name):.2f}'
+    if name in ('ti16', 'b32', 'mixer_b16', 'bit_r50x1'):  # Tracing takes seconds.
+      assert giga == f'{gigaflops(name):.2f}'
     assert len(published) == 3
 
 

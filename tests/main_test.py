@@ -86,13 +86,12 @@ def test_a_platform_that_is_not_there():
     'compute.main = lambda argv: jax.devices()\n'
     'program.run("compute")\n'
   )
-  for platform in ('rocm', 'nonsense'):
-    done = run('-c', code, JAX_PLATFORMS=platform)
-    assert done.returncode == 1
-    line = done.stderr.splitlines()[-1]
-    assert line.startswith(f'Error: JAX_PLATFORMS={platform}: ')
-    assert 'unset JAX_PLATFORMS' in line
-    assert 'Traceback' not in done.stderr
+  done = run('-c', code, JAX_PLATFORMS='rocm')
+  assert done.returncode == 1
+  line = done.stderr.splitlines()[-1]
+  assert line.startswith('Error: JAX_PLATFORMS=rocm: ')
+  assert 'unset JAX_PLATFORMS' in line
+  assert 'Traceback' not in done.stderr
 
 
 def test_statuses(monkeypatch, capsys):

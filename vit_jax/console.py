@@ -32,11 +32,7 @@ named_tasks: set[str] = set()
 
 
 def quiet():
-  """Limits logs to warnings that concern users of this package.
-
-  Orbax's logs of a failed save (a traceback per thread) are dropped: the caller
-  receives the error anyway.
-  """
+  """Limits logs to warnings; drops Orbax's, whose caller receives the error."""
   logging.use_absl_handler()
   absl_flags.FLAGS.mark_as_parsed()  # Else absl warns that they are not.
   logging.set_verbosity(logging.WARNING)
@@ -153,8 +149,7 @@ def say(text: str):
 def waiting(text: str, every: float = 1.0, leave: bool = True):
   """Shows what a `with` block does; on a terminal also the elapsed time.
 
-  `every`: seconds between updates. `leave`: whether the line stays on the terminal
-  after the block.
+  `every`: seconds between updates. `leave`: whether the line stays afterwards.
   """
   done = threading.Event()
 
@@ -177,10 +172,7 @@ def waiting(text: str, every: float = 1.0, leave: bool = True):
 
 
 def cache_folder() -> pathlib.Path:
-  """Returns the folder for downloads and other files that can be made again.
-
-  It is $VIT_JAX_CACHE, by default ~/.cache/vit_jax, and need not exist.
-  """
+  """Returns $VIT_JAX_CACHE, by default ~/.cache/vit_jax; it need not exist."""
   folder = os.environ.get('VIT_JAX_CACHE', '~/.cache/vit_jax')
   return pathlib.Path(folder).expanduser()
 

@@ -46,14 +46,13 @@ def load(
       keep the model's. None: as in the run.
 
   Returns:
-    The vit_jax.tasks.base.Predictor of the run's task, with `params`, `config`,
-    `metadata`, `class_names` and `predict(images)`.
+    The Predictor of the run's task, with `params`, `config`, `metadata`,
+    `class_names` and `predict(images)`.
 
   Raises:
     FileNotFoundError: if the folder has no run, or the run no checkpoint yet.
     ValueError: if all checkpoints are damaged, or the step has none, or `workdir`
       is a file.
-    OSError: if the storage does not answer.
   """
   _check_dtype(dtype)
   from vit_jax import train
@@ -90,26 +89,20 @@ def load_weights(
 ):
   """Loads a model from weights in any format, without a run.
 
+  Returns the predictor of the model's task; for errors see
+  vit_jax.weights.convert.read.
+
   Args:
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
       folder with such a file, or a released .pth; local, gs:// or a URL; or
       hf://OWNER/NAME, see vit_jax/weights/hub.py.
-    class_names: names of the classes; override those of the file. Unnamed classes
-      are named by their numbers.
+    class_names: override those of the file; unnamed classes have numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
     dtype: see `load`; None: as in the file.
     num_heads: number of attention heads, or a pair for image and text tower;
       needed, like `gelu`, for a file without a config that contains it.
     gelu: 'erf', 'tanh' or 'quick'.
-
-  Returns:
-    The predictor of the model's task, such as
-    vit_jax.tasks.classify.Predictor or vit_jax.tasks.detection.detectors.Detector.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError, ValueError, ImportError: see
-      vit_jax.weights.convert.read.
   """
   _check_dtype(dtype)
   from vit_jax.run import config as run_config

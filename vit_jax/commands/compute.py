@@ -1,25 +1,16 @@
 r"""Count the compute of pre-training, its time and its price.
 
   vit_jax compute
-
-counts the 18 pre-trainings of the paper's table 6 from the models themselves, next to
-the published exaFLOPs, and the pre-trainings of table 2 next to the published
-core-days. No model is compiled or run: it takes seconds on any machine.
-
-Any other pre-training, on a known data set or on data of any size:
-
   vit_jax compute --model s16 bit_r50x1 --dataset=imagenet21k --epochs=90
   vit_jax compute --model b16 --num_examples=5e6 --num_classes=400 \
     --epochs=30 --image_size=384 --chip=v5e --mfu=0.5 --price=1.2
 
-A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its peak:
-61.5 TFLOP/s per core of v3, according to Google Cloud's documentation. --price is per
-hour and chip; chips of v2 and v3 have two cores.
+Without flags, counts the pre-trainings of the paper's tables 6 and 2 next to the
+published exaFLOPs and core-days. No model is compiled or run: it takes seconds.
 
-Matrix products and convolutions count: 2 FLOPs per multiply-add of a forward pass,
-times 3 for forward and backward pass. Products with padding do not count, all tokens
-of the last layer do. The paper counts in the same way: table 6 agrees within 2.5 % in
-all rows but one.
+A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its peak.
+--price is per hour and chip; chips of v2 and v3 have two cores. Matrix products and
+convolutions count: 2 FLOPs per multiply-add, times 3 for forward and backward pass.
 """
 
 from collections.abc import Sequence

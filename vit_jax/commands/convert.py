@@ -19,9 +19,7 @@ workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. 
 
 A detector can be written as hf, pth or workdir, an iGPT with its palette as hf or
 workdir, an image-text model as npz or workdir and a CLIP or SigLIP also as hf, a
-classifier as all formats except pth.
-
-Examples:
+classifier as all formats except pth. Examples:
 
   vit_jax convert ViT-B_16.npz /tmp/b16_timm --to=timm
   vit_jax convert /tmp/run /tmp/run.npz
@@ -32,10 +30,8 @@ Examples:
 load the model and, for a workdir, lists its data and metrics. It needs a token
 (hf auth login, or HF_TOKEN); a model that does not exist is created, public.
 
-The arrays are only renamed, transposed and reshaped. Differences in computation
-(the GELU, the epsilons of norms) are written to the config of DST, so that
-logits agree; if that config has no field for a difference, the command reports
-it.
+The arrays are only renamed, transposed and reshaped. Differences in computation (the
+GELU, the epsilons of norms) are written to the config of DST, or reported.
 """
 
 import argparse

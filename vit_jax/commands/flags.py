@@ -41,10 +41,7 @@ def height_width(text: str) -> tuple[int, int]:
 
 
 class Parser(argparse.ArgumentParser):
-  """The parser of a command.
-
-  `text` is the description in --help, `table` the flags, see `add`.
-  """
+  """The parser of a command, with its description and its table of flags."""
 
   def __init__(self, command: str, text: str, table: Mapping[str, Any] = {}):
     super().__init__(

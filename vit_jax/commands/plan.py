@@ -6,23 +6,19 @@ r"""Plan a training run for TPUs without a TPU: memory, speed, cost.
 
 Compiles the update of `vit_jax train` with the TPU compiler, which runs on any x86
 Linux machine. Reports the memory per device, the FLOPs, the compiler's estimate of the
-time per step, and the resulting duration of the whole run. Estimated times are good
-for comparing programs; they are not measurements. They exclude the network, for which
-a lower bound is reported separately.
+time per step (good for comparing programs, not a measurement; without the network, for
+which there is a lower bound), and the resulting duration of the whole run.
 
---search tries meshes (parameters split over all devices, over some, or copied; heads
-split over two) and, for each mesh, increasing numbers of micro-batches until the run
-fits, and rematerialisation where it could be faster. It ignores these keys of the
-config, and prints the best plans and the flags that select them. Plans are cached in
-$VIT_JAX_CACHE (by default ~/.cache/vit_jax), by the compiled program.
+--search tries meshes, increasing numbers of micro-batches until the run fits, and
+rematerialisation where it could be faster. It ignores these keys of the config, and
+prints the best plans and the flags that select them. Plans are cached in $VIT_JAX_CACHE
+(by default ~/.cache/vit_jax).
 
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips along
 each axis, such as v3:4x4 or v4:2x2x4. A device is a core on v2 and v3, which have two
-per chip, and a chip on later versions. Compiling takes one to two minutes for v3 on
-two processor cores, and several for v5e and v6e.
-
-The data need not exist: the sizes of the paper's data sets are known, folders are
-counted, and --num_examples and --num_classes set any other sizes.
+per chip, and a chip on later versions. The data need not exist: the sizes of the
+paper's data sets are known, folders are counted, and --num_examples and --num_classes
+set any other sizes. See docs/plan.md.
 """
 
 import argparse

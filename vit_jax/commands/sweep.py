@@ -8,22 +8,14 @@ on a part of the training data and compared on the held-out rest. The best value
 then trained on all training data with several seeds, and tested. Prints the mean and
 the standard deviation, and writes choice.json, test.json and sweep.png to the workdir.
 
-Repeat --values to try all combinations of several keys. The default are the learning
-rates of the paper, for the data sets of its table 4.
+The default values are the learning rates of the paper, for the data sets of its table
+4. By default the rest of config.pp.train is held out: 'train[98%:]' for 'train[:98%]'.
 
-By default the rest of config.pp.train is held out: 'train[98%:]' for 'train[:98%]'.
-For a folder or other data hold out a part with --held_out=10%, or name a split with
---held_out=validation.
-
-All runs lie side by side in the workdir, as if `vit_jax train` had trained each.
 The same command resumes after an interruption; finished runs are not trained again,
 so values and seeds can be added later. To share the runs between machines that see
-the workdir (a folder or gs://), start the same command on each. If a machine is lost,
-another one resumes its run.
-
-For a scheduler (SLURM array, Kubernetes job), --print prints one command per run of
-the choice or, once these are finished, per test run. The command without --print
-then shows the tables.
+the workdir (a folder or gs://), start the same command on each. For a scheduler,
+--print prints one command per run of the choice or, once these are finished, per test
+run. See docs/experiments.md.
 """
 
 import argparse
