@@ -41,16 +41,6 @@ _STYLE = (
   f'.{_ENLARGED} .image-frame img '
   '{width: 100%; height: 22rem; object-fit: contain}'
   '#heading * {padding: 0}'
-  # Warnings cover the photo, not the results: the left half of a wide screen. (Gradio
-  # does not apply media queries to them.)
-  '.toast-wrap {left: var(--size-3) !important; '
-  'max-width: max(45vw, min(100vw, (768px - 100vw) * 99)) !important}'
-  # On narrow screens, results come before the examples.
-  '@media (max-width: 767px) {'
-  '#columns {flex-flow: column nowrap; align-items: stretch}'
-  '#given {display: contents}'
-  '#examples {order: 1}'
-  '}'
 )
 _PIXELATED = 'img {image-rendering: pixelated}'
 
@@ -63,10 +53,7 @@ class Photo(NamedTuple):
 
 
 def picture(label: str, enlarged: bool = True):
-  """Returns a picture component for a predictor's `page`.
-
-  Clicks are located correctly only if it is not `enlarged`.
-  """
+  """Returns a picture for a predictor's `page`; clicks need `enlarged=False`."""
   classes = _ENLARGED if enlarged else None
   return gr.Image(
     label=label, format='png', interactive=False, elem_classes=classes, buttons=[]
@@ -105,17 +92,10 @@ def served(
   host: str = '127.0.0.1',
   port: int | None = None,
 ) -> Iterator[str]:
-  """Serves the page of a model inside a `with` block, and yields its URL.
+  """Serves the page of a Predictor inside a `with` block, and yields its URL.
 
-  Args:
-    model: a vit_jax.inference.predictor.Predictor.
-    title: heading of the page.
-    facts: shown below the title, by name.
-    host: address to listen on.
-    port: port to listen on; None: the first free one from 7860.
-
-  Raises:
-    ValueError: if the task has no page.
+  `facts` stand below the title, by name. The default port is the first free one from
+  7860. Raises ValueError if the task has no page.
   """
   host = socket.gethostbyname(host)
   before = os.environ.get(_FOLDER)
@@ -198,15 +178,15 @@ def _make_page(model, title, facts, folder, examples):
   with gr.Blocks(title=title, analytics_enabled=False) as page:
     heading = f'<h1>{html.escape(title)}</h1>{html.escape(words)}'
     gr.HTML(heading, elem_id='heading')
-    with gr.Row(elem_id='columns'):
-      with gr.Column(elem_id='given'):
+    with gr.Row():
+      with gr.Column():
         upload = gr.Image(
           label='Photo',
           sources=['upload', 'clipboard'],
           elem_classes=_ENLARGED,
           buttons=[],
         )
-        chosen = gr.Examples(examples, upload, label='Examples', elem_id='examples')
+        chosen = gr.Examples(examples, upload, label='Examples')
       with gr.Column():
         show, inputs, outputs = model.page()
 

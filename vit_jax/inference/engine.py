@@ -46,15 +46,13 @@ def run(
 
   Args:
     compute: compiled function from a batch to a tree of arrays.
-    batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches,
-      also for its errors.
+    batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches.
     mesh: the mesh.
     stop: called between batches; if it returns True, Stopped is raised.
     what: label of the progress bar.
     total: number of examples, for the bar; None for no bar.
     at_once: number of batches computed concurrently by threads, to keep all cores of
-      a single CPU device busy. The first batch of each shape, which compiles, is not
-      overlapped.
+      a single CPU device busy.
   """
   waiting, begun, compiled = collections.deque(), 0, set()
 
@@ -81,7 +79,7 @@ def run(
       shapes = tuple(x.shape for x in batch.values())
       if at_once > 1 and shapes in compiled:
         waiting.append((count, pool.submit(finish, batch)))
-      else:
+      else:  # The first batch of a shape, which compiles, is not overlapped.
         waiting.append((count, begin(batch)))
         compiled.add(shapes)
       if len(waiting) > _AHEAD:
@@ -135,15 +133,9 @@ def collect(
 ) -> dict[str, np.ndarray]:
   """Returns a dict of arrays [n, ...] for all examples of a split, in order.
 
-  The result is the same on all processes.
-
-  Args:
-    config: reads `batch_eval`, `prefetch`.
-    mesh, stop, what: see `run`, also for errors.
-    source: the split.
-    example: see vit_jax.input_pipeline.eval_batches.
-    compute: compiled function from a batch to a dict of arrays [B, ...] with
-      `index` and `mask`, replicated, see `everywhere`.
+  The result is the same on all processes. `compute` is a function from a batch to a
+  dict of arrays, see `everywhere`; for the other arguments see `run` and
+  vit_jax.input_pipeline.eval_batches.
   """
   total, found = source.num_examples, {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)

@@ -47,17 +47,11 @@ _LARGEST = 2**31 - 2**20  # Bytes of weights in a StableHLO file.
 
 
 class Program(NamedTuple):
-  """A model as a function of arrays.
+  """A model as a function of arrays."""
 
-  Attributes:
-    run: function (weights, **inputs) -> {name: array [B, ...]}.
-    weights: parameters and extra state, NumPy arrays.
-    inputs: shapes and types of the inputs by name; the batch is a symbol.
-  """
-
-  run: Callable[..., dict[str, jax.Array]]
-  weights: Any
-  inputs: dict[str, jax.ShapeDtypeStruct]
+  run: Callable[..., dict[str, jax.Array]]  # (weights, **inputs) -> {name: [B, ...]}
+  weights: Any  # Parameters and extra state, NumPy arrays.
+  inputs: dict[str, jax.ShapeDtypeStruct]  # By name; the batch is a symbol.
 
   @property
   def size(self) -> int:
@@ -90,11 +84,9 @@ def export(
       and the format allow it; None: as in evaluation.
     command: the command that `model.json` records.
 
-  Raises:
-    FileExistsError: if `out` exists.
-    ImportError: if a package for the format is missing.
-    ValueError: if an argument is wrong, the task or the model cannot be exported
-      in this way, or the result differs.
+  Raises FileExistsError if `out` exists, ImportError if a package for the format is
+  missing, and ValueError if an argument is wrong, the model cannot be exported in this
+  way, or the result differs.
   """
   out = epath.Path(out)
   check(out, to, dtype, image_size)
@@ -114,9 +106,12 @@ def export(
   write, load = FORMATS[to]
   with _cpu(), _without_paths(), files.new_folder(out) as folder:
     run = jax.jit(_function(model, features, uint8))
-    want = jax.device_get(run(_weights(model), **inputs))
+    weights = jax.device_get((model.params, model.extra))
+    want = jax.device_get(run(weights, **inputs))
     write(program, folder)
-    difference = _compare(load(folder), inputs, want, _tolerance(model.task, dtype), to)
+    types = dtype or 'float32', _computed(model.task)
+    tolerance = max(TOLERANCES.get(x, 0) for x in types)
+    difference = _compare(load(folder), inputs, want, tolerance, to)
     if 'image' not in program.inputs:  # A text tower.
       name = model.task.vocabulary_name
       (folder / name).write_bytes(model.task.vocabulary())
@@ -132,7 +127,7 @@ def export(
 
 
 def check(out, to: str, dtype: str | None, image_size):
-  """Checks arguments of `export` before a model is read; raises as `export`."""
+  """Checks arguments of `export` before a model is read."""
   schema.check('to', to, Literal[tuple(FORMATS)], '--')
   schema.check('dtype', dtype, Literal[tuple(TOLERANCES)] | None, '--')
   if image_size != FREE:
@@ -151,7 +146,7 @@ def check(out, to: str, dtype: str | None, image_size):
 
 
 def _cpu():
-  """Selects the CPU if available, since GPUs round matrix products."""
+  """Selects the CPU, if available: GPUs round matrix products."""
   with contextlib.suppress(RuntimeError):
     return jax.default_device(jax.local_devices(backend='cpu')[0])
   return contextlib.nullcontext()
@@ -212,13 +207,9 @@ def make_program(
   uint8: bool = False,
   free: bool = False,
 ) -> Program:
-  """Returns what an exported model computes; see `export` for the arguments.
-
-  Raises:
-    ValueError: if the task cannot be exported or has no features, or if the image
-      size cannot be free.
-  """
-  weights, run = _weights(model), _function(model, features, uint8)
+  """Returns what an exported model computes; see `export`."""
+  weights = jax.device_get((model.params, model.extra))
+  run = _function(model, features, uint8)
   batch, *size = jax_export.symbolic_shape('batch, height, width')
   spec = model.task.input_spec(tuple(size) if free else None, batch)
   if uint8:
@@ -244,10 +235,6 @@ def make_program(
     params, extra = weights
     weights = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), extra
   return Program(run, weights, spec)
-
-
-def _weights(model):
-  return jax.device_get((model.params, model.extra))
 
 
 def _function(model, features, uint8):
@@ -413,10 +400,6 @@ def _inputs(model, program) -> tuple[dict[str, np.ndarray], str]:
 def _computed(task) -> str:
   """Returns the computation type of a task's model."""
   return jnp.dtype(getattr(task.model, 'dtype', None) or jnp.float32).name
-
-
-def _tolerance(task, dtype) -> float:
-  return max(TOLERANCES.get(x, 0) for x in (dtype or 'float32', _computed(task)))
 
 
 def _compare(run, inputs, want, tolerance, to) -> float:

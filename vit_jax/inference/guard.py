@@ -30,12 +30,9 @@ _ROUTES = re.compile(
 
 
 def middleware(folder: str, host: str) -> Sequence:
-  """Returns the middleware of a page, as FastAPI takes it.
+  """Returns the middleware of a page with files in a folder, a path without links.
 
-  Args:
-    folder: the page's files; an absolute path without links.
-    host: address on which the server listens. On loopback, other host names are
-      rejected, as protection against DNS rebinding.
+  On loopback, other host names are rejected, as protection against DNS rebinding.
   """
   found = [middleware_lib.Middleware(_Guard, folder=folder)]
   if is_loopback(host):
@@ -53,10 +50,7 @@ def is_loopback(host: str) -> bool:
 
 
 def is_inside(path, folder: str) -> bool:
-  """Returns whether a value from a request is the path of a file in a folder.
-
-  The string is compared first, so that nothing outside the folder is accessed.
-  """
+  """Returns whether a value is the path of a file in a folder; reads nothing else."""
   return (
     isinstance(path, str)
     and path.startswith(folder + os.sep)

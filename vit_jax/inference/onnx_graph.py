@@ -35,17 +35,11 @@ def make_model(
   weights: Any,
   inputs: dict[str, jax.ShapeDtypeStruct],
 ):
-  """Returns an onnx.ModelProto.
+  """Returns an onnx.ModelProto; raises ValueError for an unknown operation.
 
-  Args:
-    function: takes `weights`, and `inputs` as keywords; returns arrays by name.
-    weights: a tree of NumPy arrays; their paths become their names in the graph.
-    inputs: shapes and types; the first dimension of each is the same jax.export
-      symbol, the others are numbers.
-
-  Raises:
-    ImportError: without the package onnx.
-    ValueError: if an operation has no translation.
+  The function takes `weights`, a tree of NumPy arrays, whose paths become their names
+  in the graph, and `inputs` as keywords; it returns arrays by name. The first dimension
+  of each input is the same jax.export symbol, the others are numbers.
   """
   onnx = console.needed('onnx', 'onnx', 'exporting to ONNX')
   traced, outputs = jax.make_jaxpr(function, return_shape=True)(weights, **inputs)
@@ -265,49 +259,30 @@ def _clamp(graph, values, shape, eqn):
   return graph.node('Min', [least.name, high], shape)
 
 
+# Operation -> nodes of ONNX, the second on the result of the first.
+_NODES = {
+  'abs': ['Abs'], 'add': ['Add'], 'add_any': ['Add'], 'and': ['And'], 'ceil': ['Ceil'],
+  'cos': ['Cos'], 'div': ['Div'], 'eq': ['Equal'], 'erf': ['Erf'], 'exp': ['Exp'],
+  'floor': ['Floor'], 'ge': ['GreaterOrEqual'], 'gt': ['Greater'],
+  'le': ['LessOrEqual'], 'log': ['Log'], 'logistic': ['Sigmoid'], 'lt': ['Less'],
+  'max': ['Max'], 'min': ['Min'], 'mul': ['Mul'], 'ne': ['Equal', 'Not'],
+  'neg': ['Neg'], 'not': ['Not'], 'or': ['Or'], 'pow': ['Pow'],
+  'rsqrt': ['Sqrt', 'Reciprocal'], 'sign': ['Sign'], 'sin': ['Sin'], 'sqrt': ['Sqrt'],
+  'sub': ['Sub'], 'tanh': ['Tanh'],
+}  # fmt: skip
 _ELEMENTWISE = {
-  'abs': _simple('Abs'),
-  'add': _simple('Add'),
-  'add_any': _simple('Add'),
-  'and': _simple('And'),
-  'ceil': _simple('Ceil'),
+  **{name: _simple(*ops) for name, ops in _NODES.items()},
   'clamp': _clamp,
   'convert_element_type': lambda graph, values, shape, eqn: graph.cast(
     values[0], eqn.params['new_dtype']
   ),
-  'cos': _simple('Cos'),
-  'div': _simple('Div'),
-  'eq': _simple('Equal'),
-  'erf': _simple('Erf'),
   'erfc': _erfc,
-  'exp': _simple('Exp'),
-  'floor': _simple('Floor'),
-  'ge': _simple('GreaterOrEqual'),
-  'gt': _simple('Greater'),
   'integer_pow': _power,
-  'le': _simple('LessOrEqual'),
-  'log': _simple('Log'),
-  'logistic': _simple('Sigmoid'),
-  'lt': _simple('Less'),
-  'max': _simple('Max'),
-  'min': _simple('Min'),
-  'mul': _simple('Mul'),
-  'ne': _simple('Equal', 'Not'),
-  'neg': _simple('Neg'),
-  'not': _simple('Not'),
-  'or': _simple('Or'),
-  'pow': _simple('Pow'),
   'rem': lambda graph, values, shape, eqn: graph.node(
     'Mod', [x.name for x in values], shape, fmod=1
   ),
-  'rsqrt': _simple('Sqrt', 'Reciprocal'),
   'select_n': _select,
-  'sign': _simple('Sign'),
-  'sin': _simple('Sin'),
-  'sqrt': _simple('Sqrt'),
   'square': _power,
-  'sub': _simple('Sub'),
-  'tanh': _simple('Tanh'),
 }
 
 

@@ -27,14 +27,9 @@ def _is_one_cpu(mesh) -> bool:
 class Predictor:
   """A trained model that takes images as paths, PIL images or arrays.
 
-  Attributes:
-    task: the objective, a vit_jax.tasks.base.Task.
-    config, metadata, class_names: from the task; names in the order of the logits.
-    params: the parameters; averaged if the run kept an average.
-    extra: see vit_jax.tasks.base.Task.init.
-    step: step of the checkpoint.
-    workdir: folder of the run, or ''.
-    origin: folder of the run, or path of the weights.
+  `params` are averaged if the run kept an average; `config`, `metadata` and
+  `class_names` (in the order of the logits) are the task's. `workdir` is the folder of
+  the run, or '', and `origin` that folder or the path of the weights.
   """
 
   BATCH = 32  # Largest batch.
@@ -89,13 +84,10 @@ class Predictor:
   def outputs(self, images: Sequence[Any]):
     """Returns the outputs of the task for images, float32 arrays [n, ...].
 
-    Args:
-      images: a list (or an array [n, height, width, channels]) of images of any
-        size: paths, PIL images, or arrays uint8 [height, width(, channels)].
-
-    Raises:
-      FileNotFoundError, ValueError: if an image does not exist or cannot be
-        read, or if an output is not finite.
+    Images are a list (or an array [n, height, width, channels]) of images of any size:
+    paths, PIL images, or arrays uint8 [height, width(, channels)]. Raises
+    FileNotFoundError or ValueError if an image does not exist or cannot be read, or an
+    output is not finite.
     """
     return self.run(images, keep=())[1]
 
@@ -104,15 +96,11 @@ class Predictor:
     return self.run(images, lambda *_: ())[0]
 
   def run(
-    self,
-    images: Sequence[Any],
-    compute=None,
-    keep: Iterable[str] | None = None,
+    self, images: Sequence[Any], compute=None, keep: Iterable[str] | None = None
   ) -> tuple[dict, Any]:
-    """Returns the inputs and results for images, arrays [n, ...].
+    """Returns inputs and results for images, arrays [n, ...], as `stream` does.
 
-    For the arguments see `outputs` and `stream`. By default all inputs are kept,
-    which takes memory.
+    By default all inputs are kept, which takes memory.
     """
     compute = compute or self._outputs
     keep = self.task.input_spec() if keep is None else keep
@@ -146,7 +134,6 @@ class Predictor:
       keep: names of the inputs to return.
       parts: function from the source to its parts (vit_jax.input_pipeline.Part), for
         each of which the model is compiled; by default one part.
-      stop: see vit_jax.inference.engine.run.
     """
     source = self._source(images)
     total = source.num_examples
@@ -190,14 +177,10 @@ class Predictor:
   def columns(self, embeddings: str | None = None, **options) -> tables.Columns:
     """Returns the columns of a table.
 
-    Args:
-      embeddings: layer whose features are a column, such as 'features', the
-        inputs of the head; see vit_jax.evaluators.features.Extractor.
-      **options: `top` (number of classes) for classifiers; `threshold` and
-        `image_size` for detectors; lists `classes` and `texts` for image-text models.
-
-    Raises:
-      ValueError: if there is no such layer, or an argument is out of range.
+    The features of the layer `embeddings`, such as 'features' (the inputs of the head),
+    are a column. Options are `top` for classifiers, `threshold` and `image_size` for
+    detectors, and lists `classes` and `texts` for image-text models. Raises ValueError
+    if there is no such layer, or an argument is out of range.
     """
     known = inspect.signature(self._columns).parameters
     self._refuse({k: v for k, v in options.items() if k not in known})
@@ -236,9 +219,9 @@ class Predictor:
   def table(self, images: Sequence[Any], **options):
     """Returns predictions as a pyarrow.Table with one row per image.
 
-    For images see `outputs`, for options and errors `columns`. The columns are
-    `path`, those of the task, such as `class` and `probability`, and `error`; the
-    other columns of a broken image are null. Raises ImportError without pyarrow.
+    For options and errors see `columns`. The columns are `path`, those of the task,
+    such as `class` and `probability`, and `error`; the other columns of a broken image
+    are null. Raises ImportError without pyarrow.
     """
     columns, source = self.columns(**options), self._source(images)
     blocks = [range(source.num_examples)] if source.num_examples else []
@@ -248,7 +231,7 @@ class Predictor:
     )
 
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
-    """Returns the features of images, float32 [n, D]; see `outputs` and `columns`."""
+    """Returns the features of images, float32 [n, D]; see `columns`."""
     return self.run(images, self._features(layer), keep=())[1]
 
   def export(self, out: str | os.PathLike, to: str, **options) -> float:
@@ -284,7 +267,7 @@ class Predictor:
     if self._everywhere is None:
       mesh = sharding.make_mesh({'data': -1}, devices)
       state = jax.device_put((self.params, self.extra), sharding.replicated(mesh))
-      self._everywhere = *state, mesh
+      self._everywhere = (*state, mesh)
     return self._everywhere
 
   def _check_finite(self, outputs, name):
@@ -305,8 +288,7 @@ class Predictor:
   def report(self, images: Sequence[str], args) -> Iterable[str]:
     """Returns (or yields) what `vit_jax predict` prints for each path.
 
-    `args` are the command's flags, such as `top`, the number of classes, and `out`,
-    the path of the picture to write, or None.
+    `args` are the command's flags, such as `out`, the picture to write, or None.
     """
     return [
       f'{image}\n  {result}' for image, result in zip(images, self.predict(images))
@@ -315,15 +297,10 @@ class Predictor:
   def page(self) -> tuple[Callable[..., dict], list, list]:
     """Adds the task's components to a demo page, inside a gradio.Blocks.
 
-    See vit_jax/inference/demo.py.
-
-    Returns:
-      (show, inputs, outputs), the latter two being components.
-      show(photo, *values of the inputs) takes a vit_jax.inference.demo.Photo, must be
-      thread-safe, and returns new values by component; omitted outputs are cleared.
-
-    Raises:
-      ValueError: if the task has no page.
+    Returns (show, inputs, outputs), the latter two being components.
+    show(photo, *values of the inputs) takes a vit_jax.inference.demo.Photo, must be
+    thread-safe, and returns new values by component; omitted outputs are cleared.
+    Raises ValueError if the task has no page.
     """
     raise ValueError(
       f"the task '{self.config.task}' has no demo page: add a method `page` to its "

@@ -28,16 +28,9 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   white, and 16 bits become 8. It is resized like tf.image.resize, without the
   antialiasing of Pillow's `resize`.
 
-  Args:
-    file: the content of an image file.
-    preprocessing: `preprocessing` of the model.json that `vit_jax export` writes.
-
-  Returns:
-    float32 [height, width, channels] in the range of the model.
-
-  Raises:
-    ValueError: if the model reads canvases, or images of any size.
-    OSError, and other errors of Pillow: if the file is not an image.
+  Takes the content of an image file, and `preprocessing` of the model.json that
+  `vit_jax export` writes. Returns float32 [height, width, channels]. Raises ValueError
+  if the model reads canvases or images of any size, and Pillow's errors.
   """
   pp = preprocessing
   if 'resize' not in pp or not all(isinstance(n, int) for n in pp['size']):

@@ -41,27 +41,19 @@ _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
 
 class Columns(NamedTuple):
-  """The columns of a task.
+  """The columns of a task."""
 
-  Attributes:
-    types: type by name: str, int, float or bool; [type] for a list; (type, n) for n
-      values.
-    row: function from the inputs in `keep` and the results of `compute` for one image
-      to its values by name.
-    compute, keep, parts: see Predictor.stream.
-  """
-
+  # By name: str, int, float or bool; [type] for a list; (type, n) for n values.
   types: Mapping[str, Any]
+  # From an image's inputs in `keep` and results of `compute` to its values by name.
   row: Callable[[dict, Any], dict]
+  # See Predictor.stream.
   compute: Callable | None = None
   keep: Sequence[str] = ()
   parts: Callable | None = None
 
 
-def choices(
-  best: Callable[[Any], Sequence[tuple[str, float]]],
-  compute: Callable | None = None,
-) -> Columns:
+def choices(best: Callable, compute: Callable | None = None) -> Columns:
   """Returns the columns of a classifier.
 
   `best` maps the results of `compute` for an image to pairs of name and probability.
@@ -143,25 +135,15 @@ def rows(
 ) -> Iterator[tuple[range, list[dict]]]:
   """Yields each block of images with its rows: `path`, the columns, and `error`.
 
-  Args:
-    model: a vit_jax.inference.predictor.Predictor.
-    source: the images.
-    columns: see Predictor.columns.
-    blocks: image numbers of each block, ascending.
-    broken: what a broken image does: 'row' adds a row with an `error`, 'stop' raises.
-    stop: see vit_jax.inference.engine.run.
+  Blocks are image numbers, ascending. A broken image adds a row with an `error`, or
+  raises if `broken` is 'stop'.
   """
   # Images of several sizes arrive out of order, so block by block.
   groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
 
   def predicted(make, numbers):
-    for i, inputs, outputs in model.stream(
-      make(source, np.array(numbers)),
-      columns.compute,
-      columns.keep,
-      columns.parts,
-      stop,
-    ):
+    options = columns.compute, columns.keep, columns.parts, stop
+    for i, inputs, outputs in model.stream(make(source, np.array(numbers)), *options):
       yield numbers[i], columns.row(inputs, outputs)
 
   def row_of(number, found):
@@ -203,12 +185,10 @@ def write(
   facts: Mapping[str, Any],
   broken: str = 'row',
 ):
-  """Writes a table or resumes it; all processes must call it.
+  """Writes a table of `rows` or resumes it; all processes must call it.
 
-  Args:
-    model, source, columns, broken: see `rows`.
-    out: the file, with one of ENDINGS; a folder if there are several processes.
-    facts: what the rows depend on besides images, model and columns, for JSON.
+  `out` is a file with one of ENDINGS, or a folder if there are several processes.
+  `facts` are what the rows depend on besides images, model and columns, for JSON.
 
   Raises:
     stopping.Interrupted: after a signal, when finished blocks are saved.
