@@ -69,7 +69,7 @@ def trained(examples):
   config.model.update(hidden_size=24)
   config.model.transformer.update(num_layers=1, mlp_dim=24)
   config.update(warmup_epochs=0.5, batch_eval=304)
-  config.update(progress_every=0, eval_every=0, checkpoint_every=0)
+  config.update(progress_every=0, eval_every=0, checkpoint_every=0, log_images=0)
   (code,) = markdown.blocks(DOCS / 'notebooks.md', 'python')
   assert 'digits.get_config()' in code
   code = code.replace('digits.get_config()', 'small')
@@ -95,7 +95,7 @@ def untrained(config, workdir, **metadata):
   """Writes a run of one step with random parameters; returns its folder."""
   config = run_config.complete(config)
   task = run_config.get_task(config.task)(config, metadata)
-  params, extra = jax.jit(task.init)(jax.random.key(0))
+  params, extra = tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0)))
   return str(conftest.write_run(workdir, config, metadata, params, extra))
 
 
@@ -249,7 +249,7 @@ def test_fastapi_batches_requests_that_come_together(served):
   names, model, _ = served
   names['session'] = slow = Slow(names['session'])
   files = [
-    *photographs(23),
+    *photographs(12),
     *map(encoded, np.eye(4, dtype=np.uint8)[:, None] * 90),
   ]
   jpeg = encoded(datasets.load_sample_images().images[1], 'JPEG')
