@@ -23,8 +23,9 @@ from vit_jax.tasks import classify
 
 ROOT = pathlib.Path(__file__).parents[1]
 NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan', 'lit')
-# A model that compiles and trains in seconds.
+# A model that compiles and trains in seconds, without pictures for TensorBoard.
 TINY = {
+  'log_images': 0,
   'model.hidden_size': 48,
   'model.transformer.num_layers': 1,
   'model.transformer.mlp_dim': 96,
@@ -230,8 +231,8 @@ def walked(client, tmp_path_factory):
     'vit_jax',
     WORKDIR=str(workdir),
     CHANGES={
-      **TINY, 'total_epochs': 12.0, 'warmup_epochs': 1.0, 'base_lr': 3e-3,
-      'progress_every': 20, 'eval_every': 100, 'checkpoint_every': 0,
+      **TINY, 'total_epochs': 8.0, 'warmup_epochs': 1.0, 'base_lr': 5e-3,
+      'progress_every': 20, 'eval_every': 0, 'checkpoint_every': 0,
     },
     NEW_CHANGES={
       **TINY, 'total_steps': 40, 'warmup_steps': 4, 'progress_every': 10,
@@ -282,7 +283,7 @@ def test_training_is_stopped_and_goes_on(walked):
   # One line: the place in the code, where the signal came, is nobody's concern.
   [line] = error.traceback
   step = re.match(r'Saved step (\d+) and stopped', line)[1]
-  assert 20 <= int(step) < 135
+  assert 20 <= int(step) < 90
   cell = walked.notebook.cell('train_and_evaluate(config, WORKDIR)')
   assert f'Resuming from step {step}.' in printed(cell)
   # A bar, and no lines of progress.
@@ -340,7 +341,7 @@ def test_augreg(client, tmp_path):
     MODEL='Ti_16',
     IMAGENET_NAMES=str(published / 'names.txt'),
     CHANGES={
-      'pp.crop': 32, 'batch': 16, 'batch_eval': 60, 'total_steps': 8,
+      'log_images': 0, 'pp.crop': 32, 'batch': 16, 'batch_eval': 60, 'total_steps': 8,
       'warmup_steps': 2, 'eval_every': 4, 'progress_every': 2,
       'model.transformer.num_layers': 1,
     },
@@ -371,7 +372,7 @@ def test_augreg(client, tmp_path):
 def test_inspect(client, walked):
   notebook = Notebook(client, 'inspect', RUN=str(walked.workdir))
   notebook.run_all()
-  assert 'ViT-digits, after 135 steps' in printed(notebook.cell('predict.load('))
+  assert 'ViT-digits, after 90 steps' in printed(notebook.cell('predict.load('))
   drawn = notebook.cell('visualize.figures')
   titles = [
     output.data['text/markdown'].splitlines()[0]
