@@ -56,9 +56,9 @@ def browser():
 
 
 @contextlib.contextmanager
-def visit(browser, url):
+def visit(browser, url, width=1280):
   """Opens a page as a new visitor; it must be right, and ask nobody else."""
-  context = browser.new_context(viewport={'width': 1280, 'height': 900})
+  context = browser.new_context(viewport={'width': width, 'height': 900})
   page, wrong = context.new_page(), []
   page.on('console', lambda m: m.type == 'error' and wrong.append(m.text))
   page.on('pageerror', lambda error: wrong.append(str(error)))
@@ -295,9 +295,28 @@ def test_what_is_wrong_with_a_file_stands_on_the_page(
       sync_api.expect(toast).to_contain_text(text)
       assert '/' not in toast.inner_text()  # A folder of this machine.
       sync_api.expect(best(page)).to_have_count(0)
+      right = page.get_by_text('Top predictions').bounding_box()['x']
+      assert toast.bounding_box()['x'] + toast.bounding_box()['width'] < right
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
     best(page).wait_for()
+
+
+def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
+  def place(shown):
+    found = shown.bounding_box()
+    return found['y'], found['y'] + found['height']
+
+  with visit(browser, url, width=400) as page:
+    upload(page, photos[0])
+    best(page).wait_for()
+    photo, rollout = (place(page.locator('.image-frame').nth(i)) for i in (0, 1))
+    assert photo[1] < place(best(page))[0] < rollout[0]
+    assert rollout[1] < place(page.locator('.gallery-item').first)[0]
+    upload(page, __file__)
+    toast = page.locator('.toast-body')
+    toast.wait_for()
+    assert place(toast)[1] < place(page.get_by_text('Top predictions'))[0]
 
 
 def test_two_visitors_at_once(url, model, photos, monkeypatch):

@@ -41,6 +41,16 @@ _STYLE = (
   f'.{_ENLARGED} .image-frame img '
   '{width: 100%; height: 22rem; object-fit: contain}'
   '#heading * {padding: 0}'
+  # Warnings cover the photo, not the results: the left half of a wide screen. (Gradio
+  # does not apply media queries to them.)
+  '.toast-wrap {left: var(--size-3) !important; '
+  'max-width: max(45vw, min(100vw, (768px - 100vw) * 99)) !important}'
+  # On narrow screens, results come before the examples.
+  '@media (max-width: 767px) {'
+  '#columns {flex-flow: column nowrap; align-items: stretch}'
+  '#given {display: contents}'
+  '#examples {order: 1}'
+  '}'
 )
 _PIXELATED = 'img {image-rendering: pixelated}'
 
@@ -178,15 +188,15 @@ def _make_page(model, title, facts, folder, examples):
   with gr.Blocks(title=title, analytics_enabled=False) as page:
     heading = f'<h1>{html.escape(title)}</h1>{html.escape(words)}'
     gr.HTML(heading, elem_id='heading')
-    with gr.Row():
-      with gr.Column():
+    with gr.Row(elem_id='columns'):
+      with gr.Column(elem_id='given'):
         upload = gr.Image(
           label='Photo',
           sources=['upload', 'clipboard'],
           elem_classes=_ENLARGED,
           buttons=[],
         )
-        chosen = gr.Examples(examples, upload, label='Examples')
+        chosen = gr.Examples(examples, upload, label='Examples', elem_id='examples')
       with gr.Column():
         show, inputs, outputs = model.page()
 
