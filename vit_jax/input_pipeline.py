@@ -342,7 +342,7 @@ def part_batches(
   most = config.batch_eval
   for part in (Part(*part) for part in parts):
     whole = part.numbers is None
-    numbers = np.arange(source.num_examples) if whole else part.numbers
+    numbers: np.ndarray = np.arange(source.num_examples) if whole else part.numbers
     rows = min(most, len(numbers)) if size is None else size(part, len(numbers))
     config.batch_eval = -(-rows // shards) * shards
     if size is None and whole:
