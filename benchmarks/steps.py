@@ -126,7 +126,7 @@ def _rows(args, train: bool) -> list[dict]:
     )
   model = models.get_model(args.model, num_classes=1000)
   work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
-  work = flops.training_flops(work) if train else work
+  work = 3 * work if train else work
   peak = [2 * size**3 / t * mesh.size for t in products]
   speeds = [[args.batch / t for t in turns] for turns in times]
   share = work * statistics.median(speeds[0]) / args.batch

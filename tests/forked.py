@@ -19,9 +19,11 @@ _PRELOAD = [
   'vit_jax.commands.evaluate', 'vit_jax.commands.plan', 'vit_jax.commands.predict',
   'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
   'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.transfer',
-  'tensorflow_datasets', 'tests.forked',
+  'tensorflow', 'tensorflow_datasets', 'tests.forked',
   # What runs and JAX import late.
-  'jaxlib.mlir.dialects.mhlo', 'sklearn.datasets', 'tensorboard.summary',
+  'clu.metric_writers', 'clu.periodic_actions', 'jaxlib.mlir.dialects.mhlo',
+  'sklearn.cluster', 'sklearn.datasets', 'sklearn.linear_model', 'sklearn.pipeline',
+  'tensorboard.summary', 'tensorflow_datasets.core.features',
   'vit_jax.figures.results', 'vit_jax.tasks.classify',
 ]  # fmt: skip
 # What JAX reads from the environment when it is imported, before the fork.
