@@ -11,6 +11,7 @@ import collections
 from collections.abc import Callable, Iterator, Mapping
 import dataclasses
 import difflib
+import functools
 import math
 import numbers
 import re
@@ -149,6 +150,7 @@ def is_mapping(value) -> bool:
 # --- Groups of keys ---
 
 
+@functools.cache
 def fields(group: type) -> dict[str, Any]:
   """Returns the types of the keys of a dataclass, with groups inside, by key."""
   return typing.get_type_hints(group, include_extras=True)

@@ -384,7 +384,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
   ):
     upload(page, path)
     words = page.get_by_text('with a score of at least')
-    sync_api.expect(words).to_contain_text('at least 70 %')
+    sync_api.expect(words).to_contain_text('at least 70 %', timeout=60_000)
     field = page.get_by_role('spinbutton')
     for value, found in ((0, 8), (0.99, 0), (least, count)):
       field.fill(f'{value:g}')
