@@ -137,7 +137,7 @@ def _vit_model(name):
   config.vit = models.with_options(models.get_config(name))
   if 'transformer' not in config.vit:
     raise ValueError(
-      f"'{name}' is no Vision Transformer, and cannot be the backbone of a DETR: "
+      f"'{name}' is not a Vision Transformer, and cannot be the backbone of a DETR: "
       "use for example 's16' or 'r50_b32'"
     )
   config.model_name = f'DETR-{config.vit.model_name}'

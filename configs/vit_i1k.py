@@ -43,7 +43,7 @@ def get_config(arg: str = 'b16'):
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   if 'transformer' not in config.model:
     raise ValueError(
-      f"model '{model}' is no Vision Transformer, and the recipe is for these: use "
+      f"model '{model}' is not a Vision Transformer, and the recipe is for these: use "
       f'one of {", ".join(AUGMENTATIONS)}'
     )
   set_optimization(config)

@@ -125,7 +125,7 @@ def test_configs_of_vision_transformers():
   run_config.check_values(config)
   assert config.lr_multipliers == (('^backbone/', 0.1),)
   assert config.pp.canvas_multiple % 14 == 0
-  with pytest.raises(ValueError, match="'mixer_b16' is no Vision Transformer"):
+  with pytest.raises(ValueError, match="'mixer_b16' is not a Vision Transformer"):
     detr_config.get_config('vit_mixer_b16,coco/2017')
 
 

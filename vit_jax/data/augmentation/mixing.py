@@ -32,7 +32,7 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
   of the image's aspect ratio and the share 1 - l of its area, is clipped to the
   image and taken from the partner. The label's weight is the remaining share of
   the area. If both parameters are above 0, one of the methods is drawn with
-  probability 1/2; a parameter of 0 is no mixing.
+  probability 1/2; with a parameter of 0 nothing is mixed.
 
   `batch` has `image` [B, H, W, C] and `label` [B, classes], float32; other entries
   are returned as they are.
