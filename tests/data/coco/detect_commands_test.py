@@ -3,7 +3,6 @@
 from PIL import Image
 import pytest
 
-from tests import multiprocess_test, processes
 from tests.data.coco import detect_test, drawn
 from vit_jax import predict, train
 from vit_jax.commands import (
@@ -13,7 +12,7 @@ from vit_jax.commands import (
 )
 from vit_jax.evaluators import evaluation
 from vit_jax.planning import plan
-from vit_jax.run import config as run_config, metrics as metrics_lib
+from vit_jax.run import config as run_config
 
 THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
 
@@ -31,29 +30,6 @@ def make_config(root):
   config = detect_test.on_canvases(root)
   config.update(progress_every=1, eval_every=2, checkpoint_every=2)
   return config
-
-
-def test_two_processes_train_as_one_does(run, tmp_path):
-  workdir, root, _ = run
-  config = tmp_path / 'config.py'
-  config.write_text(
-    'from tests.data.coco import detect_commands_test\n\n\n'
-    'def get_config():\n'
-    f'  return detect_commands_test.make_config({str(root)!r})\n'
-  )
-  pair = [
-    processes.start(config, tmp_path / 'two', *address, devices=2, data_dir=tmp_path)
-    for address in multiprocess_test.addresses()
-  ]
-  statuses, outputs = multiprocess_test.finish_pair(pair)
-  assert statuses == [0, 0], outputs
-  two, one = metrics_lib.read(tmp_path / 'two'), metrics_lib.read(workdir)
-  assert [x['step'] for x in two] == [x['step'] for x in one]
-  for ours, theirs in zip(two, one, strict=True):
-    for name in ('train_loss', 'loss_test', 'AP_test', 'AP50_test'):
-      assert ours.get(name, 0) == pytest.approx(theirs.get(name, 0), rel=1e-4)
-  assert 0 <= one[-1]['AP_test'] <= 1
-  assert one[-1]['num_examples_test'] == 4
 
 
 def test_the_evaluation_of_a_run_is_that_of_its_training(run):
