@@ -9,10 +9,10 @@ images, with the same number of updates. Each seed has its own 50 images.
 Takes about ten minutes of processor time. Expected mean and standard deviation over
 three seeds, in percent:
 
-  images        ViT           BiT        hybrid
-      50   61.7 +- 5.1   84.9 +- 3.1   79.3 +- 2.6
-     250   90.4 +- 0.3   96.8 +- 0.4   96.6 +- 1.1
-   1,437   93.9 +- 1.1   99.0 +- 0.4   98.7 +- 0.8
+  images          ViT          BiT       hybrid
+      50   66.8 ± 1.0   84.6 ± 3.5   83.3 ± 2.4
+     250   91.6 ± 1.1   97.2 ± 1.0   96.0 ± 0.9
+   1,437   94.8 ± 0.3   98.8 ± 0.2   99.1 ± 0.2
 
 As in the paper, the ViT catches up with more images; with so few it does not
 overtake the ResNet.
