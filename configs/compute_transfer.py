@@ -10,9 +10,9 @@ updates. A linear probe then learns the unseen digits 5 to 9 from 5 images per c
 Takes about 13 minutes of processor time. Expected, in percent, over three seeds:
 
   updates            ViT            BiT         hybrid
-       60   37.96 ± 5.66   64.72 ± 3.74   45.65 ± 6.67
-      180   41.70 ± 3.74   60.58 ± 2.75   42.93 ± 2.72
-      540   44.92 ± 2.45   55.70 ± 1.77   39.71 ± 2.09
+       60   39.13 ± 4.87   64.69 ± 1.21   47.98 ± 4.76
+      180   39.87 ± 1.82   60.52 ± 3.48   42.54 ± 3.22
+      540   46.34 ± 1.67   59.83 ± 1.91   47.92 ± 2.10
 
 The ViT transfers better with more compute. Unlike in the paper, the ResNet stays
 ahead, and transfers worse the longer it memorises these few images.

@@ -7,11 +7,11 @@ The argument, if any, selects some of VARIANTS:
 --config=configs/position_embeddings.py:none,1d,relative. Takes about 14 minutes of
 processor time for all. Expected over three seeds, in percent:
 
-  none                87.50 ± 1.67
-  1d                  95.56 ± 1.21   every layer 96.39 ± 0.73   shared 95.93 ± 0.70
-  2d                  92.59 ± 1.25   every layer 94.63 ± 1.28   shared 94.17 ± 0.73
-  relative                           every layer 92.04 ± 1.85   shared 91.76 ± 0.42
-  sines and cosines   96.67 ± 0.73
+  none                88.15 ± 0.64
+  1d                  96.20 ± 0.70   every layer 95.83 ± 0.83   shared 96.85 ± 0.85
+  2d                  90.65 ± 2.08   every layer 94.26 ± 0.64   shared 93.33 ± 1.21
+  relative                           every layer 91.39 ± 2.68   shared 90.19 ± 2.25
+  sines and cosines   96.48 ± 0.70
 
 As in the paper (ViT-B/16, 5-shot ImageNet: none .614, all others .640 to .643), no
 embeddings are worst by far. Unlike there, 2-D and relative embeddings trail 1-D ones.
