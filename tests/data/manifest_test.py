@@ -1,6 +1,11 @@
 """Tests of manifests: what they may hold, and everything that can be wrong."""
 
+from concurrent import futures
 import json
+import multiprocessing
+import os
+import signal
+import time
 
 import numpy as np
 from PIL import Image
@@ -309,3 +314,105 @@ def test_records_have_the_contents_of_files_wherever_they_lie(
   assert batch['same'].tolist() == [True, True, True, False]
   assert sorted(batch['size'][:3]) == [0, 1, 2]
   assert sizes == [[None]]
+
+
+@pytest.fixture
+def stored(tmp_path, monkeypatch):
+  """Stores manifests of any size; returns how to read, and the stored folders."""
+  cache = tmp_path / 'cache' / 'manifests'
+  monkeypatch.setenv('VIT_JAX_CACHE', str(cache.parent))
+  monkeypatch.setattr(manifest, '_LARGE', 0)
+  lines = [{'label': x, 'caption': x, 'box': [i] * i} for i, x in enumerate('abcab')]
+  write(tmp_path, [*lines, {'label': None, 'caption': '', 'box': []}])
+
+  def read_all(split='train[:80%]'):
+    wanted = 'image', 'label', 'caption', 'box'
+    columns, names = manifest.read_split(str(tmp_path), split, wanted)
+    images = list(columns.pop('image'))
+    rows = {k: getattr(v, 'to_list', v.numpy)() for k, v in columns.items()}
+    return images, {k: np.asarray(v, object).tolist() for k, v in rows.items()}, names
+
+  return read_all, lambda: sorted(x for x in cache.glob('*') if x.is_dir())
+
+
+def _never(*args):
+  raise AssertionError('parsed again')
+
+
+def test_a_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
+  read_all, folders = stored
+  with monkeypatch.context() as patch:
+    patch.setattr(manifest, '_LARGE', 10**9)
+    wanted = read_all()
+  assert not folders()
+  assert read_all() == wanted
+  assert len(folders()) == 1
+  with monkeypatch.context() as patch:
+    patch.setattr(manifest, '_parse', _never)
+    assert read_all() == wanted
+  assert read_all('train[80%:]') != wanted  # Another slice is stored too.
+  assert len(folders()) == 2
+  (tmp_path / 'photos' / '2.png').write_bytes(b'no image')
+  with pytest.raises(ValueError, match=r'train.jsonl:3: .*2\.png'):
+    read_all('train')
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['facts.json', 'names.npy', 'lines.npy', 'order.npy', '1.0.npy', '2.0.text.npy'],
+)
+@pytest.mark.parametrize('cut', [True, False])
+def test_a_damaged_stored_manifest_is_written_again(stored, name, cut, monkeypatch):
+  read_all, folders = stored
+  wanted = read_all()
+  path = folders()[0] / name
+  content = path.read_bytes()
+  path.write_bytes(content[:-1] if cut else content[:-1] + bytes([content[-1] ^ 1]))
+  assert read_all() == wanted
+  monkeypatch.setattr(manifest, '_parse', _never)
+  assert read_all() == wanted
+
+
+def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):
+  read_all, folders = stored
+  read_all()
+  old, path = folders(), tmp_path / 'train.jsonl'
+  (old[0].parent / f'.{old[0].name}.1234.tmp').mkdir()  # Left by kill -9.
+  path.write_text(path.read_text().replace('"label": "c"', '"label": "d"'))
+  assert read_all()[2]['label'] == ('a', 'b', 'd')
+  assert len(folders()) == 1
+  assert folders() != old
+  assert not list(old[0].parent.glob('.*.tmp'))
+
+
+def _killed(root):
+  os.environ['VIT_JAX_CACHE'] = f'{root}/cache'
+  manifest._LARGE = 0
+  manifest._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+  manifest.read_split(root, 'train', ('image', 'label', 'caption', 'box'))
+
+
+def test_a_manifest_is_parsed_once_for_all_also_after_a_kill(
+  stored, tmp_path, monkeypatch
+):
+  read_all, folders = stored
+  process = multiprocessing.get_context('spawn').Process(
+    target=_killed, args=(str(tmp_path),)
+  )
+  process.start()
+  process.join()
+  assert process.exitcode == -signal.SIGKILL
+  assert [x.name[0] for x in folders()] == ['.']  # An incomplete one.
+  parse, parsed = manifest._parse, []
+
+  def slow(*args):
+    parsed.append(args)
+    time.sleep(0.5)
+    return parse(*args)
+
+  monkeypatch.setattr(manifest, '_parse', slow)
+  with futures.ThreadPoolExecutor(3) as pool:
+    first, *others = pool.map(lambda _: read_all(), range(3))
+  assert others == [first] * 2
+  assert len(parsed) == 1
+  assert [x.name[0] == '.' for x in folders()] == [False]

@@ -192,8 +192,14 @@ def open_listed(
 
   `names` are the name of the list, and of other lists that may hold its images.
   """
-  index = index_lib.of_paths(root, names[0], paths)
-  stored = [_stored(root, name, workdir) for name in dict.fromkeys(names)]
+  return recall_listed(index_lib.of_paths(root, names[0], paths), names, workdir)
+
+
+def recall_listed(
+  index: index_lib.Index, names: Sequence[str], workdir=None
+) -> index_lib.Index:
+  """Recalls the stored status of an index's images, see `open_listed`."""
+  stored = [_stored(index.root, name, workdir) for name in dict.fromkeys(names)]
   return _recall_all(index, itertools.chain(*stored))
 
 

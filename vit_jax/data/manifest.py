@@ -16,20 +16,26 @@ split, sorted, or the list in `root/classes.json`. In that file,
 """
 
 from collections.abc import Callable, Iterable, Sequence
+import fcntl
 import json
 import os
+import shutil
 from typing import Any, NamedTuple
 
 from absl import logging
 import msgspec
 import numpy as np
 
+from vit_jax import console
 from vit_jax.data import checking, records, slices
-from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
+from vit_jax.distributed import files
 
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
+_LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
+_VERSION = 1  # Of what is stored of a manifest.
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
@@ -84,6 +90,50 @@ def read_split(
   `folder.list_split`, where 'image' is an index.Paths and 'label' int64 [n, L]; and
   {feature: names of its classes}.
   """
+  arguments = root, split, tuple(features), class_names
+  if parse is None:
+    listed = _stored(*arguments)
+  else:
+    listed = _list(*arguments, parse)
+  index, names = listed.index, dict(listed.names)
+  bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
+  checking.recall_listed(index, [f'{split}.jsonl', *bases], workdir)
+
+  def named(i):
+    return f'{listed.where(i)}: {os.fsdecode(index.paths(index.order[i : i + 1])[0])}'
+
+  paths = checking.usable(
+    [(index, index.order)], f'{root}/{split}', broken, max_pixels, named, workdir
+  )
+  [(_, rows)] = paths.parts
+  kept = np.flatnonzero(np.isin(index.order, rows))
+  columns = {}
+  for name, column in listed.columns.items():
+    if name == 'image':
+      columns[name] = paths
+      continue
+    columns[name] = column if len(kept) == len(index) else tf.gather(column, kept)
+    if name == 'label':
+      columns[name] = _trimmed(columns[name], kept, listed)
+  return columns, names
+
+
+class _Listed(NamedTuple):
+  """The images of a split in order, and their features."""
+
+  index: index_lib.Index
+  files: list[str]  # Paths of manifests.
+  lines: np.ndarray  # bytes [n], b'0:17' for line 17 of files[0].
+  columns: dict[str, Any]  # Tensors [n, ...]; 'image' is left empty.
+  names: dict[str, tuple[str, ...]]  # Names of classes, by feature.
+
+  def where(self, i) -> str:
+    file, _, line = self.lines[i].decode().partition(':')
+    return f'{self.files[int(file)]}:{line}'
+
+
+def _list(root, split, features, class_names, parse=None) -> _Listed:
+  """Parses manifests, by default with `_parse`."""
   lines, taken = [], []  # All lines, and the numbers of the lines in the slice.
   for base, instruction in slices.parts(split):
     found, top = (parse or _parse)(root, base), os.path.join(root, base)
@@ -94,27 +144,133 @@ def read_split(
   wanted = records.resolve(
     features, _available(lines), f"manifest '{_path(root, split)}'"
   )
-  index = open_index(root, split, [lines[i].image for i in taken], workdir)
-  paths = checking.usable(
-    [(index, index.order)], f'{root}/{split}', broken, max_pixels,
-    lambda i: f'{lines[taken[i]].where}: {lines[taken[i]].image}', workdir,
-  )  # fmt: skip
-  [(_, rows)] = paths.parts
-  taken = np.array(taken)[np.isin(index.order, rows)]
+  paths = [lines[i].image for i in taken]
+  index = index_lib.of_paths(root, f'{split}.jsonl', paths)
   names = _class_files(root)
   if class_names is not None:
     names['label'] = tuple(class_names)
   columns = {}
   for name in wanted:
     if name == 'image':
-      columns[name] = paths
+      columns[name] = tf.zeros([0])  # The index has the paths.
     elif name == 'label':
       names[name] = _label_names(lines, names.get(name))
       columns[name] = _labels(lines, taken, names[name])
     else:
-      column = _column(name, lines, names.get(name))
-      columns[name] = tf.gather(column, taken)
-  return columns, {name: names[name] for name in wanted if name in names}
+      columns[name] = tf.gather(_column(name, lines, names.get(name)), taken)
+  where = [lines[i].where.rpartition(':') for i in taken]
+  found_in = list(dict.fromkeys(path for path, _, _ in where))
+  number = {path: i for i, path in enumerate(found_in)}
+  places = np.array([f'{number[path]}:{line}'.encode() for path, _, line in where])
+  names = {name: names[name] for name in wanted if name in names}
+  return _Listed(index, found_in, places, columns, names)
+
+
+def _stored(root, split, features, class_names) -> _Listed:
+  """Returns the same as `_list`; a large manifest is parsed once per machine.
+
+  The result is stored in the cache of this package, in a folder of memory-mapped
+  arrays named after the arguments, and the sizes and times of the files.
+  """
+  manifests = [_path(root, base) for base, _ in slices.parts(split)]
+  if not all(map(tf.io.gfile.exists, manifests)):
+    return _list(root, split, features, class_names)
+  classes = os.path.join(root, 'classes.json')
+  paths = [*manifests, classes] if tf.io.gfile.exists(classes) else manifests
+  stamps = [[path, *image_files.size_and_time(path)] for path in paths]
+  if sum(size for _, size, _ in stamps) < _LARGE:
+    return _list(root, split, features, class_names)
+  what = os.path.abspath(root), manifests
+  call = _VERSION, root, split, features, class_names, stamps
+  name, key = (files.digest([json.dumps(x).encode()]) for x in (what, call))
+  top, listed = console.cache_folder() / 'manifests', None
+  folder = top / f'{name}-{key}'
+  try:
+    listed = _load(folder, root, split)
+    if listed is not None:
+      return listed
+    top.mkdir(parents=True, exist_ok=True)
+    with open(top / f'{name}.lock', 'wb') as lock:
+      fcntl.flock(lock, fcntl.LOCK_EX)  # The others wait for the first to parse.
+      listed = _load(folder, root, split)
+      if listed is None:
+        listed = _list(root, split, features, class_names)
+        _remove_old(top, name, folder, stamps)
+        with files.new_folder(folder) as new:
+          _save(new, listed, stamps)
+  except (OSError, tf.errors.OpError) as e:
+    logging.warning("The lines of '%s' cannot be stored: %s", manifests[0], e)
+  return listed or _list(root, split, features, class_names)
+
+
+def _remove_old(top, name, folder, stamps):
+  """Removes what was stored of earlier versions of a manifest, or incompletely."""
+  for old in [*top.glob(f'{name}-*'), *top.glob(f'.{name}-*.tmp')]:
+    try:
+      kept = json.loads((old / 'facts.json').read_text())['stamps'] == stamps
+    except (OSError, ValueError, KeyError):
+      kept = False
+    if not kept or old == folder or old.suffix == '.tmp':  # Damaged, or left by kill.
+      shutil.rmtree(old, ignore_errors=True)
+
+
+def _save(folder, listed: _Listed, stamps):
+  """Writes arrays, and what they are; see `_load`."""
+  arrays = {'lines': listed.lines, **listed.index.arrays()}
+  kinds = {}
+  for i, (name, column) in enumerate(listed.columns.items()):
+    ragged = isinstance(column, tf.RaggedTensor)
+    tensors = [column.flat_values, *column.nested_row_splits] if ragged else [column]
+    kinds[name] = len(tensors)
+    for j, tensor in enumerate(tensors):
+      if tensor.dtype == tf.string:
+        content = tf.io.serialize_tensor(tensor).numpy()
+        arrays[f'{i}.{j}.text'] = np.frombuffer(content, np.uint8)
+      else:
+        arrays[f'{i}.{j}'] = tensor.numpy()
+  for name, array in arrays.items():
+    np.save(folder / f'{name}.npy', array)
+  hashes = {name: files.digest([np.ascontiguousarray(x)]) for name, x in arrays.items()}
+  facts = {
+    'files': listed.files,
+    'stamps': stamps,
+    'kinds': kinds,
+    'names': listed.names,
+    'hashes': hashes,
+  }
+  (folder / 'facts.json').write_text(json.dumps(facts))
+
+
+def _load(folder, root, split) -> _Listed | None:
+  """Returns what `_save` wrote; None if it is missing or damaged."""
+  if not folder.exists():
+    return None
+  try:
+    facts = json.loads((folder / 'facts.json').read_text())
+    arrays = {}
+    for name, wanted in facts['hashes'].items():
+      arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
+      if files.digest([arrays[name]]) != wanted:
+        raise ValueError(f'{name}.npy has changed')
+    columns = {}
+    for i, (name, count) in enumerate(facts['kinds'].items()):
+      tensors = []
+      for j in range(count):
+        if f'{i}.{j}' in arrays:
+          tensors.append(tf.constant(arrays[f'{i}.{j}']))
+        else:
+          content = arrays[f'{i}.{j}.text'].tobytes()
+          tensors.append(tf.io.parse_tensor(content, tf.string))
+      flat, *splits = tensors
+      ragged = tf.RaggedTensor.from_nested_row_splits
+      columns[name] = ragged(flat, splits) if splits else flat
+    index = index_lib.Index.of_arrays(root, f'{split}.jsonl', arrays)
+    index.top = root if '://' in root else ''
+    names = {name: tuple(x) for name, x in facts['names'].items()}
+    return _Listed(index, facts['files'], arrays['lines'], columns, names)
+  except Exception as e:  # NumPy and TensorFlow raise various errors.
+    logging.warning("'%s' is damaged, and written again: %s", folder, e)
+    return None
 
 
 def open_index(root: str, split: str, paths: Sequence[str] | None = None, workdir=None):
@@ -274,14 +430,20 @@ def _labels(lines, taken, names):
   """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
   rows = _numbers([line.labels() for line in lines], lines, names)
   rows = [rows[i] for i in taken]
-  missing = [lines[i].where for i, row in zip(taken, rows) if not row]
-  if missing:
-    logging.warning(
-      '%d of %d images have no label and do not count, the first: %s',
-      len(missing), len(taken), missing[0],
-    )  # fmt: skip
   longest = max(1, *map(len, rows))
   return tf.constant([row + [-1] * (longest - len(row)) for row in rows], tf.int64)
+
+
+def _trimmed(labels, kept, listed):
+  """Returns the labels of the images kept without needless padding; warns of none."""
+  sizes = np.sum(labels.numpy() >= 0, axis=1)
+  missing = kept[sizes == 0]
+  if len(missing):
+    logging.warning(
+      '%d of %d images have no label and do not count, the first: %s',
+      len(missing), len(kept), listed.where(missing[0]),
+    )  # fmt: skip
+  return labels[:, : max(1, sizes.max())]
 
 
 def _column(name, lines, names):

@@ -77,7 +77,7 @@ class Index:
     begins = np.where(rows > 0, self._ends[rows - 1].astype(np.int64) + 1, 0)
     folders, names = self.folders, self._names
     return [
-      b'%s/%s' % (folders[f], names[a:b]) if folders[f] else names[a:b]
+      b'%s/%s' % (folders[f], names[a:b]) if folders[f] else bytes(names[a:b])
       for f, a, b in zip(self.folder_of(rows).tolist(), begins.tolist(), ends)
     ]
 
@@ -95,6 +95,24 @@ class Index:
 
   def _all_names(self):
     return _lines(self.folders), self.counts.tobytes(), self._names
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns the list of images as arrays, without the status of each."""
+    return dict(
+      facts=np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
+      folders=np.frombuffer(_lines(self.folders), np.uint8),
+      names=np.frombuffer(self._names, np.uint8),
+      counts=self.counts,
+      order=self.order,
+    )
+
+  @classmethod
+  def of_arrays(cls, root: str, base: str, arrays) -> 'Index':
+    """Returns the index with these `arrays`; the names are not copied."""
+    facts = json.loads(arrays['facts'].tobytes())
+    folders = arrays['folders'].tobytes().split(b'\0')[:-1]
+    names = memoryview(arrays['names'])
+    return cls(root, base, folders, arrays['counts'], names, arrays['order'], facts)
 
   # --- Status of the files ---
 
@@ -200,11 +218,7 @@ class Index:
     with files.replacing(path) as file:
       np.savez_compressed(
         file,
-        facts=np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
-        folders=np.frombuffer(_lines(self.folders), np.uint8),
-        names=np.frombuffer(self._names, np.uint8),
-        counts=self.counts,
-        order=self.order,
+        **self.arrays(),
         status=self.status,
         stamps=self.stamps,
       )
@@ -219,10 +233,7 @@ class Index:
     content = image_files.read_file(path)
     try:
       with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        facts = json.loads(found['facts'].tobytes())
-        folders = found['folders'].tobytes().split(b'\0')[:-1]
-        names = found['names'].tobytes()
-        index = cls(root, base, folders, found['counts'], names, found['order'], facts)
+        index = cls.of_arrays(root, base, found)
         index.status, index.stamps = found['status'], found['stamps']
     except Exception:  # NumPy does not document the errors for damaged files.
       logging.warning("'%s' is damaged: ignored", path)

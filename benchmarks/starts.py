@@ -1,0 +1,137 @@
+"""Times what a process does before its first batch, and reading from slow storage.
+
+  python -m benchmarks.starts manifest 1000000   # Opens a manifest twice.
+  python -m benchmarks.starts shards 1000        # Opens an array_record split.
+  python -m benchmarks.starts bucket             # Reads at 40 ms per read.
+
+Each opening runs in a new process, as at a start of a run.
+"""
+
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import types
+
+import numpy as np
+
+
+def _measure(name, function, *args):
+  """Runs a function in a new process; prints its time and memory."""
+  context = multiprocessing.get_context('spawn')
+  process = context.Process(target=_measured, args=(name, function, *args))
+  process.start()
+  process.join()
+
+
+def _measured(name, function, *args):
+  import tensorflow as tf
+
+  tf.constant(0)
+  peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+  before, start = peak(), time.perf_counter()
+  found = function(*args)
+  seconds = time.perf_counter() - start
+  print(f'{name}: {seconds:.1f} s, {peak() - before:,.0f} MB more, {found}', flush=True)
+
+
+def _open_manifest(root):
+  from vit_jax.data import manifest
+
+  columns, names = manifest.read_split(
+    root, 'train', ['image', 'label'], broken='trust'
+  )
+  digest = columns['image'].digest(), int(columns['label'].numpy().sum())
+  return f'{len(names["label"])} classes, {digest}'
+
+
+def manifest(folder, count):
+  with open(f'{folder}/train.jsonl', 'w') as file:
+    for i in range(count):
+      row = {
+        'image': f'n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG',
+        'label': f'c{i % 1000}',
+      }
+      file.write(json.dumps(row) + '\n')
+  for start in ('first start', 'next start'):
+    _measure(start, _open_manifest, folder)
+
+
+def _instructions(paths, each):
+  return [
+    types.SimpleNamespace(filename=path, skip=0, take=each, examples_in_shard=each)
+    for path in paths
+  ]
+
+
+def _open_shards(paths, each):
+  from array_record.python import array_record_module as module
+
+  from vit_jax.data.tfds import shards
+
+  opens, reader = [], module.ArrayRecordReader
+  module.ArrayRecordReader = lambda *a, **kw: opens.append(a) or reader(*a, **kw)
+  parser = types.SimpleNamespace(features=(), names={})
+  source = shards.ArrayRecordSource(_instructions(paths, each), 100, parser)
+  indices = np.random.default_rng(0).integers(source.num_examples, size=4096)
+  digest = hash(tuple(source.serialized(indices))) and len(indices)
+  descriptors = len(os.listdir('/proc/self/fd'))
+  return f'{digest} records, {len(opens)} opens, {descriptors} descriptors'
+
+
+def shards(folder, count, each=20):
+  from array_record.python import array_record_module as module
+
+  paths = [f'{folder}/x-{i:05d}.array_record' for i in range(count)]
+  for i, path in enumerate(paths):
+    writer = module.ArrayRecordWriter(path, 'group_size:1')
+    for k in range(each):
+      writer.write(b'%d/%d' % (i, k) * 20)
+    writer.close()
+  _measure('open and read 4,096', _open_shards, paths, each)
+
+
+def _read_bucket(paths, each):
+  from vit_jax.data import records
+  from vit_jax.data.lazy import tf
+  from vit_jax.data.tfds import shards
+
+  class Slow(shards.ShardSource):
+    """Each read of a record takes 40 ms."""
+
+    def open_file(self, path):
+      return path
+
+    def read_file(self, file, shard, places):
+      found = []
+      for place in places:
+        time.sleep(0.04)
+        found.append(b'%d/%d' % (shard, place))
+      return found
+
+  parser = types.SimpleNamespace(features=(), names={})
+  source = Slow(_instructions(paths, each), 100_000, parser)
+  numbers = np.random.default_rng(0).permutation(source.num_examples)[:8192]
+  data = tf.data.Dataset.from_tensor_slices(numbers).batch(source.chunk)
+  data = data.map(source.lookup, num_parallel_calls=records.CALLS)
+  start = time.perf_counter()
+  found = [x for batch in data.as_numpy_iterator() for x in batch['record']]
+  seconds = time.perf_counter() - start
+  wanted = [b'%d/%d' % divmod(n, each) for n in numbers.tolist()]
+  assert found == wanted
+  return f'{len(found) / seconds:,.0f} records/s in chunks of {source.chunk}'
+
+
+def bucket(folder, count):
+  del folder
+  paths = [f'gs://bucket/x-{i:05d}' for i in range(count)]
+  _measure('bucket', _read_bucket, paths, 1000)
+
+
+if __name__ == '__main__':
+  command, count = sys.argv[1], int([*sys.argv, 1000][2])
+  with tempfile.TemporaryDirectory() as folder:
+    {'manifest': manifest, 'shards': shards, 'bucket': bucket}[command](folder, count)
