@@ -17,7 +17,7 @@ from tests import input_pipeline_test, looked_up
 from vit_jax import input_pipeline
 from vit_jax.data import sources
 from vit_jax.data.images import image_files
-from vit_jax.data.tfds import tfrecords
+from vit_jax.data.tfds import shards, tfrecords
 from vit_jax.distributed import sharding
 
 FORMATS = ('tfrecord', 'array_record')
@@ -282,3 +282,25 @@ def test_a_dataset_info_that_lies(opened, tmp_path, change, message):
   with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
     opened()
   assert '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize('file_format', FORMATS)
+def test_few_files_are_open_and_each_is_opened_when_used(
+  opened, file_format, monkeypatch
+):
+  _, source = opened(file_format)
+  want = source.serialized(np.arange(40)).tolist()
+  _, source = opened(file_format)
+  opens, open_file = [], type(source).open_file
+  monkeypatch.setattr(shards, '_OPEN_FILES', 2)
+  monkeypatch.setattr(
+    type(source), 'open_file', lambda *args: opens.append(1) or open_file(*args)
+  )
+  assert source.serialized(np.array([0, 1])).tolist() == want[:2]
+  assert len(opens) == 1
+  assert source.serialized(np.arange(40)).tolist() == want
+  assert len(opens) == 3
+  assert source.serialized(np.array([39, 20])).tolist() == [want[39], want[20]]
+  assert len(opens) == 3
+  assert source.serialized(np.array([0])).tolist() == want[:1]
+  assert len(opens) == 4

@@ -5,12 +5,14 @@ Errors name the file.
 """
 
 import abc
+import collections
 from collections.abc import Callable, Sequence
 from concurrent import futures
 import contextlib
 import errno
 import os
 import resource
+import threading
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from vit_jax.data.images import image_files, index as index_lib, orientation
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import parsing
 
+# Most open files: with fewer than the shards, a random order reopens files.
+_OPEN_FILES = 1024
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
 # Words in array_record's errors for which another attempt is useless.
@@ -38,8 +42,9 @@ class ShardSource(records.Source, abc.ABC):
     self._skips = np.array([file.skip for file in files], np.int64)
     self._ends = np.cumsum([file.take for file in files])
     self._reader = reader
-    self._files = [None] * len(files)
-    _allow_open_files(len(files))
+    self._files = collections.OrderedDict()  # Open files by shard, the last used last.
+    self._lock = threading.Lock()
+    _allow_open_files(min(len(files), _OPEN_FILES))
     self._pool = None
     if not all(map(image_files.is_local, self.paths)):
       self._pool = futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS)
@@ -92,13 +97,21 @@ class ShardSource(records.Source, abc.ABC):
     """Returns records of a shard by their numbers in it, ascending."""
 
     def read(path):
-      file = self._files[shard] or self.open_file(path)
+      with self._lock:
+        file = self._files.pop(shard, None)
+        if file is not None:
+          self._files[shard] = file
+      file = self.open_file(path) if file is None else file
       try:
         found = self.read_file(file, shard, places)
       except BaseException:
-        self._files[shard] = None  # Another attempt reopens the file.
+        with self._lock:
+          self._files.pop(shard, None)  # Another attempt reopens the file.
         raise
-      self._files[shard] = file
+      with self._lock:
+        self._files[shard] = file
+        if len(self._files) > _OPEN_FILES:
+          self._files.popitem(last=False)
       return found
 
     return attempted(self.paths[shard], read)
@@ -117,30 +130,29 @@ class ArrayRecordSource(ShardSource):
 
   def __init__(self, files, record_bytes: float, reader: parsing.Reader):
     super().__init__(files, record_bytes, reader)
-    counts = {path: file.examples_in_shard for path, file in zip(self.paths, files)}
-    check = lambda path: self._check(path, counts[path])
-    each(check, list(counts), 'Opening array_record files')
+    self._counts = {
+      path: file.examples_in_shard for path, file in zip(self.paths, files)
+    }
+    # The records are counted when a file is first read: an open one takes .6 MB.
+    each(image_files.size_and_time, list(self._counts), 'Looking at files')
 
   def open_file(self, path):
     from array_record.python import array_record_module
 
     with _named(path):
-      return array_record_module.ArrayRecordReader(
+      file = array_record_module.ArrayRecordReader(
         path,
         options='readahead_buffer_size:0,max_parallelism:0',
         file_reader_buffer_size=32768,
       )
+      if file.num_records() != self._counts[path]:
+        file.read([0])  # Explains why a damaged file counts as empty.
+        raise wrong_count(path, file.num_records(), self._counts[path])
+    return file
 
   def read_file(self, file, shard, places):
     with _named(self.paths[shard]):
       return file.read(places)
-
-  def _check(self, path, expected):
-    file = self.open_file(path)
-    if file.num_records() != expected:
-      with _named(path):
-        file.read([0])  # Explains why a damaged file counts as empty.
-      raise wrong_count(path, file.num_records(), expected)
 
 
 def each(function: Callable, paths: Sequence[str], title: str) -> list:
