@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import types
 
 import numpy as np
 import pytest
@@ -304,3 +305,31 @@ def test_few_files_are_open_and_each_is_opened_when_used(
   assert len(opens) == 3
   assert source.serialized(np.array([0])).tolist() == want[:1]
   assert len(opens) == 4
+
+
+def test_neighbours_in_a_bucket_take_one_read(opened, monkeypatch):
+  config, source = opened('tfrecord')
+  want = source.serialized(np.arange(40)).tolist()
+  expected = batches(config, source)
+  reads, local = [], tfrecords._local
+
+  def counted(path):
+    read = local(path)
+    return lambda begin, size: reads.append(path) or read(begin, size)
+
+  monkeypatch.setattr(tfrecords, '_remote', counted)
+  monkeypatch.setattr(image_files, 'is_local', lambda path: False)
+  files = [
+    types.SimpleNamespace(filename=path, skip=0, take=n, examples_in_shard=n)
+    for path, n in zip(source.paths, [13, 14, 13])
+  ]
+  monkeypatch.setattr(tfrecords, 'offsets', lambda *args: source._offsets)
+  remote = tfrecords.TfRecordSource(files, 100, source._reader)
+  assert remote.serialized(np.arange(40)).tolist() == want
+  assert sorted(reads) == source.paths
+  numbers = [20, 3, 4, 3, 39, 5, 19, 0]  # Runs 0, 3, 3-5, 19-20, 39.
+  assert remote.serialized(np.array(numbers)).tolist() == [want[i] for i in numbers]
+  assert len(reads) == 3 + 5
+  for a, b in zip(expected, batches(config, remote), strict=True):
+    for key in a:
+      np.testing.assert_array_equal(a[key], b[key])

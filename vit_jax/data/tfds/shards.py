@@ -24,6 +24,9 @@ from vit_jax.data.tfds import parsing
 
 # Most open files: with fewer than the shards, a random order reopens files.
 _OPEN_FILES = 1024
+# Most parallel reads from a bucket. Threads start when all others are waiting, so
+# that their number follows the latency.
+_REMOTE_READS = 256
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
 # Words in array_record's errors for which another attempt is useless.
@@ -46,10 +49,12 @@ class ShardSource(records.Source, abc.ABC):
     self._lock = threading.Lock()
     _allow_open_files(min(len(files), _OPEN_FILES))
     self._pool = None
+    chunks = 1
     if not all(map(image_files.is_local, self.paths)):
-      self._pool = futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS)
+      self._pool = futures.ThreadPoolExecutor(_REMOTE_READS)
+      chunks = 4  # Keeps enough reads in flight.
     super().__init__(int(self._ends[-1]), reader.features, reader.names)
-    self.chunk = records.chunk(self.num_examples, record_bytes)
+    self.chunk = records.chunk(self.num_examples, record_bytes / chunks)
 
   def lookup(self, indices) -> dict:
     serialized = tf.numpy_function(
@@ -71,14 +76,19 @@ class ShardSource(records.Source, abc.ABC):
     """Returns the stored bytes of the records with these numbers [b]."""
     shards, places = self._places(indices)
     found = np.empty(len(shards), object)
-    call = map if self._pool is None else self._pool.map
+    rows = np.lexsort([places, shards])  # In the order of the files.
+    cuts = np.diff(shards[rows]) != 0
+    call = map
+    if self._pool is not None:
+      # Only neighbouring records are read together, all others in parallel.
+      call = self._pool.map
+      cuts |= np.diff(places[rows]) != 1
+    parts = np.split(rows, np.flatnonzero(cuts) + 1) if len(rows) else []
 
-    def read(k):
-      rows = np.flatnonzero(shards == k)
-      rows = rows[np.argsort(places[rows])]  # In the order of the file.
-      return rows, self._read(int(k), places[rows].tolist())
+    def read(rows):
+      return rows, self._read(int(shards[rows[0]]), places[rows].tolist())
 
-    for rows, contents in call(read, np.unique(shards)):
+    for rows, contents in call(read, parts):
       for row, content in zip(rows, contents):
         found[row] = content
     return found

@@ -55,10 +55,15 @@ class TfRecordSource(shards.ShardSource):
     return _local(path) if image_files.is_local(path) else _remote(path)
 
   def read_file(self, file, shard, places):
-    ends, path = self._offsets[shard], self.paths[shard]
-    return [
-      _data(file(int(ends[i]), int(ends[i + 1] - ends[i])), path, i) for i in places
-    ]
+    ends, found = self._offsets[shard], []
+    gaps = np.flatnonzero(np.diff(places) != 1) + 1
+    for run in np.split(np.array(places), gaps):  # Neighbours take one read.
+      begin, end = int(ends[run[0]]), int(ends[run[-1] + 1])
+      content = file(begin, end - begin)
+      for i in run.tolist():
+        record = content[ends[i] - begin : ends[i + 1] - begin]
+        found.append(_data(record, self.paths[shard], i))
+    return found
 
 
 def _data(record: bytes, path: str, place: int) -> bytes:
