@@ -2,30 +2,43 @@
 
 import types
 
+from etils import epath
 import numpy as np
 import pytest
 
-from vit_jax.data import pseudo_labels, records
+from vit_jax.data import pseudo_labels
 from vit_jax.studies import labelling
 
+TASK = types.SimpleNamespace(class_names=('a', 'b', 'c'), exclusive=True)
 
-def test_confident_labels_are_kept():
-  found = labelling.confident(
-    {
-      'classes': np.array([[1, 0], [0, 1], [2, 1], [1, 2]]),
-      'probabilities': np.array([[0.9, 0.1], [0.3, 0.3], [0.29, 0.2], [0.31, 0.3]]),
-    },
-    begin=100,
-    confidence=0.3,
-  )  # fmt: skip
-  assert found['images'].tolist() == [100, 101, 103]
-  assert found['classes'].tolist() == [[1, 0], [0, 1], [1, 2]]
-  assert found['probabilities'].tolist() == [
-    [0.9, 0.1],
-    [0.3, 0.3],
-    [0.31, 0.3],
-  ]
-  assert found['highest'] == 0.9
+
+def write(path, confidence):
+  found = {
+    'classes': np.array([[1, 0], [0, 1], [2, 1], [1, 2]]),
+    'probabilities': np.array([[0.9, 0.1], [0.3, 0.3], [0.29, 0.2], [0.31, 0.3]]),
+  }
+  asked = {
+    'teacher': '/run', 'dataset': 'd', 'split': 's', 'soft': True,
+    'images': {'num_examples': 4}, 'confidence': confidence, 'per_class': None,
+    'seed': 0,
+  }  # fmt: skip
+  labelling._write(epath.Path(path), asked, TASK, found)
+
+
+def test_confident_labels_are_kept(tmp_path):
+  write(tmp_path, 0.3)
+  with np.load(tmp_path / pseudo_labels.ARRAYS) as found:
+    assert found['images'].tolist() == [0, 1, 3]
+    assert found['classes'].tolist() == [[1, 0], [0, 1], [1, 2]]
+    assert found['probabilities'].tolist() == [[0.9, 0.1], [0.3, 0.3], [0.31, 0.3]]
+  counts = pseudo_labels.read_facts(tmp_path)['counts']
+  assert counts == {'images': 4, 'by_class': [1, 2, 0], 'examples': 3}
+
+
+def test_no_confident_label_at_all(tmp_path):
+  with pytest.raises(ValueError, match=r'confidence=0\.95.* 0\.900'):
+    write(tmp_path, 0.95)
+  assert not pseudo_labels.exists(tmp_path)
 
 
 def test_every_class_has_as_many_images():
@@ -54,32 +67,3 @@ def test_every_class_has_as_many_images():
 def test_without_a_number_every_image_is_used_once():
   rows = labelling.balance(np.array([1, 0, 1]), np.ones(3), None, seed=0)
   assert rows.tolist() == [0, 1, 2]
-
-
-def test_damage_of_an_interrupted_labelling_is_named(tmp_path):
-  source = records.MemorySource({'image': [b'x']}, {})
-  for content in (b'{"teach', b'[1]', b'\xff'):
-    (tmp_path / 'settings.json').write_bytes(content)
-    with pytest.raises(ValueError, match="settings.json' is damaged: .* delete"):
-      labelling._begin(tmp_path, {}, source)
-  block = labelling._block(tmp_path, 0)
-  pseudo_labels.write_arrays(block, {'images': np.arange(9), 'classes': [1]})
-  whole = block.read_bytes()
-  for content in (whole, whole[:99], b'', whole.replace(b'images', b'imagfs')):
-    block.write_bytes(content)
-    with pytest.raises(ValueError, match="0.npz' is damaged: .*label these"):
-      labelling._finish(tmp_path, {}, None)
-
-
-def test_no_confident_label_at_all(tmp_path):
-  for begin, highest in ((0, 0.7), (500, 0.8)):
-    found = {
-      'classes': np.int32([[0], [1]]), 'probabilities': np.array([[0.1], [highest]]),
-    }  # fmt: skip
-    empty = labelling.confident(found, begin, 0.9)
-    pseudo_labels.write_arrays(labelling._block(tmp_path, begin), empty)
-  task = types.SimpleNamespace(class_names=('a', 'b'))
-  asked = {'teacher': '/run', 'confidence': 0.9}
-  with pytest.raises(ValueError, match=r'confidence=0\.9.* 0\.800'):
-    labelling._finish(tmp_path, asked, task)
-  assert not pseudo_labels.exists(tmp_path)

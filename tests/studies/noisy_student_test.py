@@ -11,7 +11,6 @@ from tests import conftest, looked_up
 from vit_jax import predict, train
 from vit_jax.configs import common, noisy_student as recipe, noisy_student_digits
 from vit_jax.data import pseudo_labels, sources
-from vit_jax.inference import engine
 from vit_jax.studies import labelling, noisy_student, runs as runs_lib
 
 
@@ -36,7 +35,7 @@ def make_config(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(data_dir, tmp_path_factory):
-  """A student, of a teacher that was not trained; labelling was interrupted once."""
+  """A student of an untrained teacher; writing the labels was interrupted once."""
   config, workdir = make_config(data_dir), tmp_path_factory.mktemp('student')
   really = train.train_and_evaluate
 
@@ -48,35 +47,21 @@ def finished(data_dir, tmp_path_factory):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(train, 'train_and_evaluate', train_student)
-    patch.setattr(labelling, 'BLOCK', 120)
-    write, collect = pseudo_labels.write_arrays, engine.collect
+    write = pseudo_labels.write
 
-    def stop(path, arrays):
-      if path.name == '000000000120.npz':
-        raise KeyboardInterrupt
-      write(path, arrays)
+    def stop(*args):
+      raise KeyboardInterrupt
 
-    patch.setattr(pseudo_labels, 'write_arrays', stop)
+    patch.setattr(pseudo_labels, 'write', stop)
     with pytest.raises(KeyboardInterrupt):
       noisy_student.noisy_student(config, str(workdir))
-    patch.setattr(pseudo_labels, 'write_arrays', write)
-    seen = []
-
-    def count(config, mesh, source, *args, **kwargs):
-      seen.append(source.num_examples)
-      return collect(config, mesh, source, *args, **kwargs)
-
-    patch.setattr(engine, 'collect', count)
+    patch.setattr(pseudo_labels, 'write', write)
     rows = noisy_student.noisy_student(config, str(workdir))
-  return config, workdir, rows, seen
-
-
-def test_an_interruption_costs_one_block(finished):
-  assert finished[3] == [120, 60]  # Of 300 images, 120 were labelled before.
+  return config, workdir, rows
 
 
 def test_pseudo_labels_are_what_the_teacher_predicts(finished):
-  config, workdir, _, _ = finished
+  config, workdir, _ = finished
   run = copy.deepcopy(config.student)
   run.pp.train = 'unlabelled_1[:300]'
   images = sources.open_split(run, run.pp.train, ('image',))
@@ -104,7 +89,7 @@ def test_pseudo_labels_are_what_the_teacher_predicts(finished):
 
 
 def test_the_result_is_that_of_the_runs(finished):
-  _, workdir, rows, _ = finished
+  _, workdir, rows = finished
   assert json.loads((workdir / 'noisy_student.json').read_text()) == rows
   assert [row['variant'] for row in rows] == ['teacher', 'student 1']
   for row, name in zip(rows, ('teacher_1', 'student_1_1')):
@@ -113,7 +98,7 @@ def test_the_result_is_that_of_the_runs(finished):
 
 
 def test_finished_work_is_not_repeated(finished, monkeypatch, capsys):
-  config, workdir, rows, _ = finished
+  config, workdir, rows = finished
   monkeypatch.setattr(labelling, 'load_teacher', None)
   monkeypatch.setattr('vit_jax.train.train_and_evaluate', None)
   assert noisy_student.noisy_student(config, str(workdir)) == rows
@@ -123,7 +108,7 @@ def test_finished_work_is_not_repeated(finished, monkeypatch, capsys):
 
 
 def test_other_settings_are_refused(finished):
-  config, workdir, _, _ = finished
+  config, workdir, _ = finished
   config = copy.deepcopy(config)
   config.update(confidence=0.5, soft_classes=None)
   with pytest.raises(
@@ -133,7 +118,7 @@ def test_other_settings_are_refused(finished):
 
 
 def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path):
-  config, workdir, _, _ = finished
+  config, workdir, _ = finished
   config = copy.deepcopy(config)
   config.teacher_workdir = str(workdir / 'teacher_1')
   config.student.dataset = str(image_folder)
@@ -179,7 +164,7 @@ def recorded(monkeypatch, data_dir, tmp_path):
     return {'counts': counts, 'class_names': ['a', 'b']}
 
   monkeypatch.setattr(runs_lib, 'train_all', train_all)
-  monkeypatch.setattr(noisy_student.summaries, 'draw', lambda *_, **__: None)
+  monkeypatch.setattr(noisy_student.summaries, 'plot', lambda *_, **__: None)
   monkeypatch.setattr(labelling, 'label', label)
   config = make_config(data_dir)
   config.ratios = (1.0, 3.0)

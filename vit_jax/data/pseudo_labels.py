@@ -70,29 +70,23 @@ def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
 def read_facts(root: str) -> dict:
   """Reads the JSON file of pseudo-labels; ValueError if it is damaged."""
   path = epath.Path(root) / JSON
-  read_json(path, _AGAIN, _Facts)  # Has the required values.
-  return read_json(path, _AGAIN)
-
-
-def read_json(path: epath.Path, remedy: str, kind: type = dict):
-  """Reads a JSON object; a ValueError names a damaged file and the remedy."""
   try:
-    return msgspec.json.decode(path.read_bytes(), type=kind)
+    content = path.read_bytes()
+    msgspec.json.decode(content, type=_Facts)  # Has the required values.
+    return msgspec.json.decode(content)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
-    raise ValueError(f"'{path}' is damaged: {e}; {remedy}") from e
+    raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
 
 
-def read_arrays(
-  path: epath.Path, names: Sequence[str], remedy: str
-) -> dict[str, np.ndarray]:
-  """Reads arrays of an npz file; raises like `read_json`."""
+def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
+  """Reads the arrays; ValueError if the file is damaged."""
   try:
     with path.open('rb') as file, np.load(file) as found:
-      return {name: found[name] for name in names}
+      return {name: found[name] for name in ARRAY_NAMES}
   except OSError:
     raise
   except Exception as e:  # NumPy does not document the errors for damaged files.
-    raise ValueError(f"'{path}' is damaged: {e!r}; {remedy}") from e
+    raise ValueError(f"'{path}' is damaged: {e!r}; {_AGAIN}") from e
 
 
 def open_folder(
@@ -121,7 +115,7 @@ def open_folder(
       f"since the pseudo-labels in '{root}' were made: restore them, or {_AGAIN}"
     )
   path = epath.Path(root) / ARRAYS
-  arrays = read_arrays(path, ARRAY_NAMES, _AGAIN)
+  arrays = _read_arrays(path)
   if _digest(arrays) != facts['digest']:
     raise ValueError(f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}")
   return PseudoSource(images, arrays, facts, features, root)

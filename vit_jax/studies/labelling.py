@@ -1,8 +1,7 @@
 """Labels images with a trained model: the pseudo-labels of Noisy Student.
 
 The model sees each image once, without noise. Confident labels are kept and
-balanced over the classes (arXiv 1911.04252, section 3). Images are labelled in
-blocks; after an interruption the same call resumes with the first missing block.
+balanced over the classes (arXiv 1911.04252, section 3).
 """
 
 import json
@@ -13,18 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import console, predict
-from vit_jax.data import pseudo_labels, records
-from vit_jax.distributed import files, processes
+from vit_jax import predict
+from vit_jax.data import pseudo_labels
+from vit_jax.distributed import processes
 from vit_jax.evaluators import evaluation
 from vit_jax.inference import engine
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
-
-# Number of classes whose probabilities are stored for an image by default, and
-# number of images in a block with as many classes.
-SOFT_CLASSES, BLOCK = 32, 2**18
-_LABELS = ('images', 'classes', 'probabilities')
 
 
 class Settings(NamedTuple):
@@ -37,8 +31,7 @@ class Settings(NamedTuple):
   per_class: int | None  # Images per class, see `balance`; None for all.
   soft: bool  # Whether a label is the probability of every class, or the best one.
   seed: int  # Of `balance`.
-  # Number of top classes whose probabilities are stored; None for all.
-  soft_classes: int | None = SOFT_CLASSES
+  soft_classes: int | None  # Top classes whose probabilities are stored; None: all.
 
 
 def label(settings: Settings, source, folder: str, batch: int) -> dict:
@@ -53,15 +46,15 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   path = epath.Path(folder)
   asked = {**settings._asdict(), 'images': source.fingerprint()}
   done = processes.from_first(
-    'looking for pseudo-labels', lambda: _begin(path, asked, source)
+    'looking for pseudo-labels', lambda: _is_done(path, asked, source)
   )
   if not done:
     model, mesh = load_teacher(settings.teacher)
     model.config.batch_eval = batch
     evaluation.fit_batches(model.config, mesh)
-    _label_blocks(model, mesh, settings, source, path)
+    found = _predict(model, mesh, source, settings.soft_classes)
     processes.from_first(
-      'writing the pseudo-labels', lambda: _finish(path, asked, model.task)
+      'writing the pseudo-labels', lambda: _write(path, asked, model.task, found)
     )
   return processes.from_first(
     'reading the pseudo-labels', lambda: pseudo_labels.read_facts(folder)
@@ -80,109 +73,61 @@ def load_teacher(workdir: str):
   return model, mesh
 
 
-def _begin(path, asked, source) -> bool:
-  """Checks the settings against the folder's; returns whether it is complete."""
-  asked = json.loads(json.dumps(asked))
-  done = pseudo_labels.exists(path)
-  begun = path / 'settings.json'
-  if done:
-    facts = pseudo_labels.read_facts(path)
-    before = {**facts.get('settings', {}), 'images': facts['images']}
-  elif begun.exists():
-    again = f"delete the folder '{path}' to label its images anew"
-    before = pseudo_labels.read_json(begun, again)
-  else:
+def _is_done(path, asked, source) -> bool:
+  """Returns whether the folder has labels; ValueError if of other settings."""
+  if not pseudo_labels.exists(path):
     path.mkdir(parents=True, exist_ok=True)
     source.store(path)
-    files.write(begun, json.dumps(asked, indent=1))
     return False
-  if differing := workdir_lib.differences(before, asked):
+  facts = pseudo_labels.read_facts(path)
+  before = {**facts.get('settings', {}), 'images': facts['images']}
+  if differing := workdir_lib.differences(before, json.loads(json.dumps(asked))):
     raise ValueError(
       f"'{path}' has pseudo-labels of other settings:\n  "
       + '\n  '.join(differing)
-      + '\nUse another --workdir, or the same config to resume'
+      + '\nUse another --workdir, or the same config'
     )
-  return done
+  return True
 
 
-def _label_blocks(model, mesh, settings, source, path):
-  """Writes a file of confident labels for each block that lacks one."""
+def _predict(model, mesh, source, known: int | None) -> dict[str, np.ndarray]:
+  """Returns the `known` top `classes` and `probabilities` [n, known] of images."""
   task = model.task
   count = len(task.class_names)
-  known = min(settings.soft_classes or count, count)
 
   def best(params, extra, batch):
     logits = task.outputs(params, extra, batch)
     shares = task.squash(logits.astype(jnp.float32))
-    probabilities, classes = jax.lax.top_k(shares, known)  # [B, known]
+    probabilities, classes = jax.lax.top_k(shares, min(known or count, count))
     return {'classes': classes, 'probabilities': probabilities}
 
   best = engine.everywhere(mesh, best)
-  size = max(1, BLOCK * SOFT_CLASSES // max(known, SOFT_CLASSES))
-  begins = range(0, source.num_examples, size)
-  missing = processes.from_first(
-    'looking for labelled blocks',
-    lambda: [begin for begin in begins if not _block(path, begin).exists()],
+  return engine.collect(
+    model.config,
+    mesh,
+    source,
+    task.inputs,
+    lambda batch: best(model.params, model.extra, batch),
+    what='Labelling images',
   )
-  for begin in missing:
-    end = min(begin + size, source.num_examples)
-    found = engine.collect(
-      model.config,
-      mesh,
-      records.Subset(source, np.arange(begin, end)),
-      task.inputs,
-      lambda batch: best(model.params, model.extra, batch),
-      what=f'Labelling images {begin:,} to {end:,}',
-    )
-    found = confident(found, begin, settings.confidence)
-    processes.from_first(
-      'writing a block of labels',
-      lambda begin=begin, found=found: pseudo_labels.write_arrays(
-        _block(path, begin), found
-      ),
-    )
-    if begin != missing[-1]:
-      console.say(f'  {end:,} of {source.num_examples:,} images are labelled.')
 
 
-def _block(path, begin):
-  return path / 'blocks' / f'{begin:012}.npz'
-
-
-def confident(found, begin: int, confidence: float) -> dict[str, np.ndarray]:
-  """Selects the images with a confident label of a block that begins at `begin`.
-
-  `found` has `classes` and `probabilities` [b, k] of all its images, the top class
-  first. Returns `images`, int64 [m], numbers of the images; `classes` and
-  `probabilities` [m, k]; and `highest`, the highest probability of all images.
-  """
-  first = found['probabilities'][:, 0]
-  kept = np.flatnonzero(first >= confidence)
-  return {
-    'images': kept.astype(np.int64) + begin,
-    'classes': found['classes'][kept],
-    'probabilities': found['probabilities'][kept],
-    'highest': first.max(),
-  }
-
-
-def _finish(path, asked: dict[str, Any], task):
-  """Balances the labels of all blocks, and writes the result."""
-  again = 'delete it and run the same command again to label these images anew'
-  found = [
-    pseudo_labels.read_arrays(block, (*_LABELS, 'highest'), again)
-    for block in sorted((path / 'blocks').glob('*.npz'))
-  ]
-  arrays = {name: np.concatenate([part[name] for part in found]) for name in _LABELS}
-  if not len(arrays['images']):
-    highest = max(part['highest'] for part in found)
+def _write(path, asked: dict[str, Any], task, found):
+  """Selects the confident labels, balances them, and writes them."""
+  confidence = found['probabilities'][:, 0]
+  kept = np.flatnonzero(confidence >= asked['confidence'])
+  if not len(kept):
     raise ValueError(
       f"no label of the teacher in '{asked['teacher']}' reaches confidence="
-      f'{asked["confidence"]}: the highest probability is {highest:.3f}; lower '
-      '--config.confidence, or train the teacher longer'
+      f'{asked["confidence"]}: the highest probability is {confidence.max():.3f}; '
+      'lower --config.confidence, or train the teacher longer'
     )
-  best, confidence = (arrays[name][:, 0] for name in _LABELS[1:])
-  arrays['rows'] = balance(best, confidence, asked['per_class'], asked['seed'])
+  best = found['classes'][kept, 0]
+  arrays = {
+    'images': kept.astype(np.int64),
+    **{name: found[name][kept] for name in ('classes', 'probabilities')},
+    'rows': balance(best, confidence[kept], asked['per_class'], asked['seed']),
+  }
   facts = {
     **{name: asked[name] for name in ('dataset', 'split', 'images', 'soft')},
     'class_names': list(task.class_names),
@@ -195,8 +140,6 @@ def _finish(path, asked: dict[str, Any], task):
     },
   }
   pseudo_labels.write(path, arrays, facts)
-  (path / 'blocks').rmtree()
-  (path / 'settings.json').unlink()
 
 
 def balance(
