@@ -95,7 +95,6 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
 
 def test_all_layers(model, run, tmp_path, monkeypatch, capsys):
   """Sums of the rows, and of the rows and of the columns, as layers 0 and 1."""
-  monkeypatch.setattr(probes, '_GROUP', 0)  # One layer a pass.
   monkeypatch.setattr(solvers, 'L2', (1e-1,))
 
   def intermediates(params, extra, batch, capture):
@@ -106,11 +105,11 @@ def test_all_layers(model, run, tmp_path, monkeypatch, capsys):
   found, extracted = run('--train=train[:100] --layer=all')
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
-  assert [x.values.shape for x in extracted] == [
-    (100, 8), (120, 8), (100, 16), (120, 16)
-  ]  # fmt: skip
-  for row, known, asked in zip(found['layers'], extracted[::2], extracted[1::2]):
-    assert row['accuracy'] == solvers.tuned(known, asked).accuracy
+  known, asked = extracted  # In one pass, layer_0 first.
+  assert (known.values.shape, asked.values.shape) == ((100, 24), (120, 24))
+  for row, part in zip(found['layers'], (slice(0, 8), slice(8, 24)), strict=True):
+    parts = (x._replace(values=x.values[:, part]) for x in (known, asked))
+    assert row['accuracy'] == solvers.tuned(*parts).accuracy
     assert row['accuracy'] > 0.3
   assert (tmp_path / 'probe.png').exists()
   assert 'best layer' in capsys.readouterr().out

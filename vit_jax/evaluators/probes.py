@@ -36,10 +36,7 @@ ALL = 'all'  # The name of all layers, see select.
 # Draws of LayerProbe, and its penalty, see solvers.logistic.
 DRAWS = 5
 L2 = 1e-3
-# Copies of features and logits that L-BFGS keeps, and the share of the memory for the
-# layers of one pass.
-_COPIES = 4
-_GROUP = 1 / 4
+_COPIES = 4  # Copies of features and logits that L-BFGS keeps.
 
 
 class Probe:
@@ -110,21 +107,14 @@ class Probe:
     }
 
   def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
-    """Probes layers by logistic regression on all training images.
-
-    A pass over the images extracts as many layers as fit in memory.
-    """
-    widest, found = max(self._extractor(layers).widths.values()), {}
-    count = self.train.num_examples
-    features.check_memory(count, widest + len(self.class_names), _COPIES)
-    # All processes must choose the same passes.
-    size = 4 * widest * (count + self.test.num_examples)
-    at_once = max(1, int(_GROUP * features.least_memory() / size))
-    for begin in range(0, len(layers), at_once):
-      extractor = self._extractor(layers[begin : begin + at_once])
-      x, y = map(extractor.split, self._extract(extractor, params, extra))
-      found |= {layer: solvers.tuned(x[layer], y[layer]) for layer in x}
-    return found
+    """Probes layers by logistic regression on all training images."""
+    extractor = self._extractor(layers)
+    widest = max(extractor.widths.values())
+    features.check_memory(
+      self.train.num_examples, widest + len(self.class_names), _COPIES
+    )
+    x, y = map(extractor.split, self._extract(extractor, params, extra))
+    return {layer: solvers.tuned(x[layer], y[layer]) for layer in x}
 
   def _extract(self, extractor, params, extra, rows=None, stop=engine.never):
     """Returns the features of training images and of all test images.
