@@ -12,7 +12,7 @@ def heights(axes):
 
 def test_a_bar_a_label_with_its_deviation():
   values = {'learned': [60.0, 62.0, 64.0], 'none': [50.0], 'lost': []}
-  fig = studies.bars({'': values}, 'accuracy (%)', 'Positions')
+  fig = studies.bars(values, 'accuracy (%)', 'Positions')
   [axes] = fig.axes
   assert heights(axes) == [62, 50]
   labels = [label.get_text() for label in axes.get_xticklabels()]
@@ -22,24 +22,8 @@ def test_a_bar_a_label_with_its_deviation():
   assert axes.get_ylabel() == 'accuracy (%)'
   assert not fig.legends
   # Bars of one length are cut off below, so that their difference is seen.
-  [axes] = studies.bars({'': {'a': [99.0], 'b': [99.2]}}, '', '').axes
+  [axes] = studies.bars({'a': [99.0], 'b': [99.2]}, '', '').axes
   assert axes.get_ylim()[0] == pytest.approx(99 - 0.992)
-
-
-def test_groups_share_the_colours_of_their_bars():
-  groups = {
-    'natural': {'ViT': [80.0], 'BiT': [70.0]},
-    'structured': {'BiT': [60.0], 'ViT': [65.0]},
-  }
-  fig = studies.bars(groups, 'top-1 (%)', 'VTAB')
-  [axes] = fig.axes
-  assert heights(axes) == [80, 65, 70, 60]
-  colours = [patch.get_facecolor() for patch in axes.patches]
-  assert colours[0] == colours[1] != colours[2] == colours[3]
-  places = [patch.get_x() + patch.get_width() / 2 for patch in axes.patches]
-  np.testing.assert_allclose(places, [-0.2, 0.8, 0.2, 1.2])
-  [legend] = fig.legends
-  assert [text.get_text() for text in legend.get_texts()] == ['ViT', 'BiT']
 
 
 def test_lines_run_through_means_with_bands(tmp_path):

@@ -305,7 +305,7 @@ def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
 
 
 def test_the_margin_is_taken_seed_by_seed(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(summaries, 'draw', lambda *args, **kwargs: None)
+  monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
   found = {
     'base': {0: 0.5, 1: 0.6, 2: 0.7},
     'better': {0: 0.6, 1: 0.8, 2: None},
@@ -324,7 +324,7 @@ def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch, tmp_path):
   def make(path):
     raise ImportError("figures need matplotlib: pip install -e '.[plots]'")
 
-  summaries.draw(make, path=tmp_path / 'a.png')
+  summaries.drawing.to_file(make, path=tmp_path / 'a.png')
   assert "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'" in (
     capsys.readouterr().out
   )

@@ -60,7 +60,7 @@ def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
     return measure(config)
 
   fake_training.Fake(monkeypatch, fail)
-  monkeypatch.setattr(summaries, 'draw', lambda *args, **kwargs: None)
+  monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
   with pytest.raises(runs_lib.Failed, match='large_wide_0: loss nan'):
     study.study(config, str(tmp_path))
   small, large = json.loads((tmp_path / 'study.json').read_text())

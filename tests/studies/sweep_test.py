@@ -29,7 +29,7 @@ def measure(config):
 
 @pytest.fixture
 def fake(monkeypatch):
-  monkeypatch.setattr(summaries, 'draw', lambda *args, **kwargs: None)
+  monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
   return fake_training.Fake(monkeypatch, measure)
 
 
@@ -96,7 +96,9 @@ def test_the_values_of_the_paper_are_the_default(config, fake, tmp_path):
 
 def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   drawn = []
-  monkeypatch.setattr(summaries, 'draw', lambda *args, **_: drawn.append(args))
+  monkeypatch.setattr(
+    summaries.drawing, 'to_file', lambda *args, **_: drawn.append(args)
+  )
   values = {'base_lr': (0.1, 0.01), 'model.classifier': ('token', 'gap')}
   found = sweep.sweep(config, str(tmp_path), values, seeds=1)
   [(make, lines, x_label, *_)] = drawn

@@ -70,7 +70,6 @@ def test_tasks_with_data_are_trained_and_compared(
   assert re.search(line, out)
   stored = json.loads((tmp_path / 'vtab/vtab.json').read_text())
   assert stored == result['rows']
-  assert (tmp_path / 'vtab/vtab.png').read_bytes().startswith(b'\x89PNG')
   # Again: the run is finished, and needs no data.
   shutil.rmtree(here)
   again = vtab.vtab(config, workdir)

@@ -5,7 +5,6 @@ Each function takes arrays and returns a matplotlib Figure; for the style and
 """
 
 from collections.abc import Mapping, Sequence
-import itertools
 
 import numpy as np
 
@@ -18,39 +17,28 @@ _MOST_UPRIGHT = 60  # Characters of all labels that fit below an axis.
 
 
 @drawing.styled
-def bars(groups: Mapping[str, Mapping[str, Values]], ylabel: str, title: str):
+def bars(values: Mapping[str, Values], ylabel: str, title: str):
   """Draws means as bars, standard deviations as lines and values as dots.
 
-  Groups are {group: {label: values of one or several runs}}; a label has the same
-  colour in all of them.
+  `values` are {label: values of one or several runs}.
   """
-  labels = list(dict.fromkeys(itertools.chain(*groups.values())))
-  alone = len(groups) == 1
   fig, axes = _new(title, ylabel=ylabel)
-  width = 0.8 if alone else 0.8 / max(1, len(labels))
-  for number, label in enumerate(labels):
-    colour = colors.BLUE if alone else colors.of_line(number)
-    named = '' if alone else label
-    for place, values in enumerate(groups.values()):
-      if not len(values.get(label, ())):
-        continue
-      x = number if alone else place + (number - (len(labels) - 1) / 2) * width
-      found = values[label]
-      mean, std = metrics_lib.mean_std(found)
-      axes.bar(x, mean, 0.9 * width, color=colour, alpha=0.75, label=named)
-      named = ''
-      if len(found) > 1:
-        axes.errorbar(x, mean, std, color=colors.BLACK, capsize=5, zorder=3)
-        axes.scatter([x] * len(found), found, s=18, color=colors.GREY, zorder=4)
-  names = labels if alone else list(groups)
-  crowded = sum(map(len, names)) > _MOST_UPRIGHT
+  for x, found in enumerate(values.values()):
+    if not len(found):
+      continue
+    mean, std = metrics_lib.mean_std(found)
+    axes.bar(x, mean, 0.72, color=colors.BLUE, alpha=0.75)
+    if len(found) > 1:
+      axes.errorbar(x, mean, std, color=colors.BLACK, capsize=5, zorder=3)
+      axes.scatter([x] * len(found), found, s=18, color=colors.GREY, zorder=4)
+  crowded = sum(map(len, values)) > _MOST_UPRIGHT
   turned = {'rotation': 30, 'ha': 'right'} if crowded else {}
-  axes.set_xticks(range(len(names)), names, **turned)
-  axes.set_xlim(-0.6, len(names) - 0.4)
-  axes.set_ylim(*_limits([v for group in groups.values() for v in group.values()]))
+  axes.set_xticks(range(len(values)), list(values), **turned)
+  axes.set_xlim(-0.6, len(values) - 0.4)
+  axes.set_ylim(*_limits(values.values()))
   axes.grid(False, axis='x')
   axes.set_axisbelow(True)
-  return _with_legend(fig, axes)
+  return fig
 
 
 @drawing.styled
@@ -84,7 +72,9 @@ def curves(
   places = np.concatenate([np.asarray(x, float) for x, _ in lines.values()])
   if not log_x and (places == places.round()).all():
     axes.xaxis.get_major_locator().set_params(integer=True)
-  return _with_legend(fig, axes)
+  if len(axes.get_legend_handles_labels()[1]) > 1:
+    fig.legend(loc='outside lower center', ncols=4, frameon=False)
+  return fig
 
 
 def _limits(values) -> tuple[float | None, float | None]:
@@ -106,10 +96,3 @@ def _new(title, xlabel=None, ylabel=None, log_x=False):
   axes.set(xlabel=xlabel, ylabel=ylabel, xscale='log' if log_x else 'linear')
   axes.grid(alpha=0.25)
   return fig, axes
-
-
-def _with_legend(fig, axes):
-  """Adds a legend if there are several labels; returns the figure."""
-  if len(axes.get_legend_handles_labels()[1]) > 1:
-    fig.legend(loc='outside lower center', ncols=4, frameon=False)
-  return fig

@@ -15,8 +15,6 @@ from vit_jax.distributed import files, processes
 from vit_jax.figures import drawing, studies
 from vit_jax.run import metrics as metrics_lib
 
-draw = drawing.to_file
-
 
 def format_values(metric: str, values: Sequence[float]) -> str:
   """Formats values as the paper does, fractions in percent: '99.15 ± 0.03'.
@@ -110,9 +108,11 @@ def plot(
   label = with_unit(metric)
   if x_label is None:
     bars = {name: heights[0] for name, (_, heights) in lines.items()}
-    draw(studies.bars, {'': bars}, label, title, path=path)
+    drawing.to_file(studies.bars, bars, label, title, path=path)
   else:
-    draw(studies.curves, lines, x_label, label, title, log_x=log_x, path=path)
+    drawing.to_file(
+      studies.curves, lines, x_label, label, title, log_x=log_x, path=path
+    )
 
 
 def report(

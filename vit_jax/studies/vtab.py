@@ -14,7 +14,6 @@ from vit_jax import console
 from vit_jax.configs import common, schema, vtab as vtab_config
 from vit_jax.data.tfds import vtab as data, vtab_tasks
 from vit_jax.distributed import processes
-from vit_jax.figures import studies
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
 
@@ -44,9 +43,8 @@ class Vtab:
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
-  The workdir holds all runs, vtab.json and vtab.png (vtab_val.* with
-  config.validate). Machines that see it share the runs; each trains on the tasks whose
-  data it has.
+  The workdir holds all runs and vtab.json (vtab_val.json with config.validate).
+  Machines that see it share the runs; each trains on the tasks whose data it has.
 
   Returns `rows`, the content of vtab.json: one row per task, per group and for all
   tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
@@ -154,7 +152,7 @@ def _missing(run, tasks) -> dict[str, str]:
 
 
 def _report(config, accuracies, workdir: str) -> list[dict]:
-  """Prints, writes and draws the table next to the paper's; returns its rows.
+  """Prints and writes the table next to the paper's; returns its rows.
 
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
@@ -177,7 +175,6 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   if not config.validate:
     means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
     say(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
-  _draw(rows, models, f'{workdir}/{name}.png')
   return rows
 
 
@@ -222,19 +219,3 @@ def _title(row) -> str:
   there, _, total = row['task'].partition(' of ')
   count = total if there == total else row['task']
   return f'{row["group"]} ({count})'
-
-
-def _draw(rows, models, path):
-  """Draws figure 2 of the paper: the means over all tasks and each group."""
-  groups = {}
-  for row in rows:
-    if row['task'] in TASKS or not row['mean']:
-      continue
-    bars = {'this model': [100 * value for value in summaries.values(row)]}
-    bars |= {model: [100 * row[model]] for model in models}
-    if models and row['task'] == f'{len(TASKS)} of {len(TASKS)}':
-      bars['BiT-L'] = [vtab_config.MEANS['BiT-L']]
-    groups[_title(row)] = bars
-  if groups:
-    title = 'VTAB-1k by group of tasks'
-    summaries.draw(studies.bars, groups, 'accuracy (%)', title, path=path)
