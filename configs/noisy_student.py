@@ -25,10 +25,49 @@ EfficientNet-B7 86.9 %, and 85.0 % without the unlabelled images. Nothing is
 published for a ViT.
 """
 
-import ml_collections
-from ml_collections.config_dict import placeholder
+import dataclasses
+from typing import Annotated
 
-from vit_jax.configs import common, pretrain
+import ml_collections
+
+from vit_jax.configs import common, pretrain, schema
+
+_Ratios = Annotated[
+  tuple[schema.Positive, ...], schema.Fits('one or more numbers above 0', bool)
+]
+
+
+@dataclasses.dataclass(kw_only=True)
+class NoisyStudent:
+  """The config."""
+
+  trainer: str = 'noisy_student'
+  # Configs of runs; the batch of a student is the number of labelled images.
+  teacher: ml_collections.ConfigDict
+  student: ml_collections.ConfigDict
+  # A TFDS name or a folder, and the split; '{seed}' stands for the seed.
+  unlabelled: schema.Text
+  unlabelled_split: schema.Text
+  # Each seed has its own teacher and students. A seed also replaces '{seed}' in
+  # the names of splits, for draws of labels.
+  seeds: schema.Seeds = (0,)
+  # Workdir of a run to use as the first teacher; None: train `teacher`.
+  teacher_workdir: schema.Text | None = None
+  # Minimum probability of a pseudo-label.
+  confidence: schema.Probability = 0.3
+  # Images per class: the most confident ones, or all of them several times. None:
+  # every confident image once.
+  per_class: schema.Count | None = 130_000
+  # Whether a pseudo-label is the probability of each class, or the best class.
+  soft: bool = True
+  # Soft labels: number of top classes whose probabilities are stored; the rest is
+  # spread evenly over the others. None: all classes, as in the paper, which takes 8
+  # bytes per image and class on disk and in memory.
+  soft_classes: schema.Count | None = 32
+  # Unlabelled images per labelled image of a batch, for each iteration.
+  ratios: _Ratios = (14.0, 14.0, 28.0)
+  # Metric to compare.
+  metric: schema.Text = 'accuracy_test'
 
 
 def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
@@ -38,17 +77,16 @@ def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
     'MODEL,LABELLED,UNLABELLED or MODEL,LABELLED,UNLABELLED,STUDENT',
     'noisy_student.py:b16,imagenet2012,/data/unlabelled',
   )
-  config = ml_collections.ConfigDict()
-  config.trainer = 'noisy_student'
+  config = schema.make(NoisyStudent)
   config.teacher = _with_noise(pretrain.get_config(f'{model},{labelled}'))
   config.student = _with_noise(pretrain.get_config(f'{student or model},{labelled}'))
   # Labelled images of a batch; the unlabelled ones are added.
   config.student.batch = 512
   # Epochs over the labelled images.
   config.student.total_epochs = 350.0
-  return set_defaults(
-    config, unlabelled, common.SPLITS.get(unlabelled, ('train', ''))[0]
-  )
+  config.unlabelled = unlabelled
+  config.unlabelled_split = common.SPLITS.get(unlabelled, ('train', ''))[0]
+  return config
 
 
 def _with_noise(run):
@@ -57,33 +95,3 @@ def _with_noise(run):
   if 'transformer' in run.model:
     run.model.transformer.stochastic_depth = 0.2
   return run
-
-
-def set_defaults(config, unlabelled: str, split: str):
-  """Sets all keys but `trainer`, `teacher` and `student`; returns the config."""
-  # A TFDS name or a folder, and the split; '{seed}' stands for the seed.
-  config.unlabelled = unlabelled
-  config.unlabelled_split = split
-  # Each seed has its own teacher and students. A seed also replaces '{seed}' in
-  # the names of splits, for draws of labels.
-  config.seeds = (0,)
-  # Workdir of a run to use as the first teacher; None: train `teacher`.
-  config.teacher_workdir = placeholder(str)
-  # Minimum probability of a pseudo-label.
-  config.confidence = 0.3
-  # Images per class: the most confident ones, or all of them several times. None:
-  # every confident image once.
-  config.per_class = placeholder(int)
-  config.per_class = 130_000
-  # Whether a pseudo-label is the probability of each class, or the best class.
-  config.soft = True
-  # Soft labels: number of top classes whose probabilities are stored; the rest is
-  # spread evenly over the others. None: all classes, as in the paper, which takes 8
-  # bytes per image and class on disk and in memory.
-  config.soft_classes = placeholder(int)
-  config.soft_classes = 32
-  # Unlabelled images per labelled image of a batch, for each iteration.
-  config.ratios = (14.0, 14.0, 28.0)
-  # Metric to compare.
-  config.metric = 'accuracy_test'
-  return config

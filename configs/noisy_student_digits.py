@@ -14,15 +14,12 @@ gains nothing.
 The settings were chosen with few_3, on 300 of its unlabelled images.
 """
 
-import ml_collections
-
-from vit_jax.configs import digits, noisy_student
+from vit_jax.configs import digits, noisy_student, schema
 
 
 def get_config():
   """Returns the config: the program, and the configs of teacher and student."""
-  config = ml_collections.ConfigDict()
-  config.trainer = 'noisy_student'
+  config = schema.make(noisy_student.NoisyStudent)
   few = digits.get_config()
   few.dataset = 'digits/few10'
   few.pp.train = 'few_{seed}'
@@ -40,7 +37,8 @@ def get_config():
   config.student.model.transformer.dropout_rate = 0.1
   config.student.model.transformer.stochastic_depth = 0.1
 
-  noisy_student.set_defaults(config, 'digits/few10', 'unlabelled_{seed}')
+  config.unlabelled = 'digits/few10'
+  config.unlabelled_split = 'unlabelled_{seed}'
   config.seeds = (0, 1, 2)
   config.per_class = 130
   config.ratios = (4.0, 4.0)

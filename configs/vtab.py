@@ -12,9 +12,11 @@ Expected (tables 2 and 9), mean over the 19 tasks: L/16 from ImageNet-21k 72.72,
 L/16 from JFT-300M 76.28, H/14 from JFT-300M 77.63; BiT-L has 76.29.
 """
 
+import dataclasses
+
 import ml_collections
 
-from vit_jax.configs import vit
+from vit_jax.configs import schema, vit
 
 # Table 9 of arXiv 2010.11929, accuracy in %: the 7 natural tasks (Caltech101,
 # CIFAR-100, DTD, Flowers102, Pets, Sun397, SVHN), the 4 specialised ones (Camelyon,
@@ -43,25 +45,31 @@ MEANS = {
 }  # fmt: skip
 
 
+@dataclasses.dataclass(kw_only=True)
+class Vtab:
+  """The config."""
+
+  trainer: str = 'vtab'
+  # Tasks, keys of common.VTAB; () for all of them.
+  tasks: tuple = ()
+  # Seeds of the runs of each task.
+  seeds: schema.Seeds = (0,)
+  # Train on train800 and test on val200, to choose settings; otherwise train on
+  # both and test on the test images.
+  validate: bool = False
+  # Download the missing data sets that TFDS can download, about 90 GB in total,
+  # and prepare the files in run.tfds_manual_dir.
+  download: bool = False
+  # Checkpoints to keep of a finished run.
+  checkpoints: schema.Kept = 'newest'
+  # The run of each task, without the data and augmentation that its labels rule out.
+  run: ml_collections.ConfigDict
+
+
 def get_config(model: str = 'b16'):
   """Returns the config for 'MODEL' or 'MODEL,SIZE'."""
   name, comma, size = model.partition(',')
-  config = ml_collections.ConfigDict()
-  config.trainer = 'vtab'
-  # Tasks, keys of common.VTAB; () for all of them.
-  config.tasks = ()
-  # Seeds of the runs of each task.
-  config.seeds = (0,)
-  # Train on train800 and test on val200, to choose settings; otherwise train on
-  # both and test on the test images.
-  config.validate = False
-  # Download the missing data sets that TFDS can download, about 90 GB in total,
-  # and prepare the files in run.tfds_manual_dir.
-  config.download = False
-  # Checkpoints to keep of a finished run: 'all', 'newest' or 'none'.
-  config.checkpoints = 'newest'
-
-  # The run of each task, without the data and augmentation that its labels rule out.
+  config = schema.make(Vtab)
   config.run = vit.get_config(f'{name},vtab/caltech101{comma}{size}')
   # Some tasks have more than 70,000 test images: only one evaluation.
   config.run.update(eval_every=0, progress_every=100)

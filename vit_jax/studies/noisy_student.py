@@ -12,17 +12,15 @@ The student is then the teacher of the next student (arXiv 1911.04252, algorithm
   workdir/student_1_0  the run of the first student, on labels and pseudo-labels
   workdir/pseudo_2_0   the labels of the first student, and so on
 
-After an interruption the same command resumes. Machines that see the workdir share
-the runs; one labels the images of a seed while the others wait.
+After an interruption the same command resumes; interrupted labelling starts again.
+Machines that see the workdir share the runs; one labels the images of a seed while
+the others wait.
 """
-
-import dataclasses
-from typing import Annotated
 
 import ml_collections
 
 from vit_jax import console, predict, train
-from vit_jax.configs import schema
+from vit_jax.configs import noisy_student as recipe
 from vit_jax.data import sources
 from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config, workdir as workdir_lib
@@ -31,28 +29,6 @@ from vit_jax.studies import labelling, runs as runs_lib, summaries
 say = console.say
 # Difference between the seeds of an iteration and the next.
 _SEEDS = 1000
-_Ratios = Annotated[
-  tuple[schema.Positive, ...], schema.Fits('one or more numbers above 0', bool)
-]
-
-
-@dataclasses.dataclass(kw_only=True)
-class NoisyStudent:
-  """The config; configs/noisy_student.py describes the keys."""
-
-  trainer: str = 'noisy_student'
-  teacher: ml_collections.ConfigDict
-  student: ml_collections.ConfigDict
-  seeds: schema.Seeds
-  teacher_workdir: schema.Text | None
-  unlabelled: schema.Text
-  unlabelled_split: schema.Text
-  confidence: schema.Probability
-  per_class: schema.Count | None
-  soft: bool
-  soft_classes: schema.Count | None
-  ratios: _Ratios
-  metric: schema.Text
 
 
 def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
@@ -102,7 +78,7 @@ def _train(config, runs, workdir) -> dict[int, float]:
 
 def _check(config):
   """Checks the config, and those of the runs."""
-  runs_lib.complete(config, NoisyStudent, 'a Noisy Student')
+  runs_lib.complete(config, recipe.NoisyStudent, 'a Noisy Student')
   for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
     known = run_config.metrics_of(run)

@@ -13,7 +13,7 @@ import copy
 import json
 import re
 import time
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
@@ -33,8 +33,6 @@ from vit_jax.run import (
 from vit_jax.studies import summaries
 
 say = console.say
-# Which checkpoints of a finished run are kept.
-Kept = Literal['all', 'newest', 'none']
 _RESULT = 'result.json'
 _AGAIN = 'delete it and run the same command again to evaluate the run anew'
 _PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
@@ -107,7 +105,9 @@ class Outcome(NamedTuple):
     )
 
 
-def train_all(runs: Sequence[Run], workdir, checkpoints: Kept = 'newest') -> Outcome:
+def train_all(
+  runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'
+) -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
   Finished runs are skipped, interrupted ones resume. Everything that `check` checks
@@ -267,9 +267,9 @@ def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
   return config
 
 
-def check(runs: Sequence[Run], workdir, checkpoints: Kept = 'newest'):
+def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):
   """Checks all that can be checked before the first run starts; writes nothing."""
-  schema.check('checkpoints', checkpoints, Kept, '--')
+  schema.check('checkpoints', checkpoints, schema.Kept, '--')
   names = collections.Counter(run.name for run in runs)
   for run in runs:
     if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', run.name):

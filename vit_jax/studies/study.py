@@ -52,7 +52,7 @@ class Study:
   x_label: str = ''
   x_log: bool = False
   # Checkpoints to keep of a finished run.
-  checkpoints: runs_lib.Kept = 'newest'
+  checkpoints: schema.Kept = 'newest'
 
 
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
@@ -85,7 +85,7 @@ def compare(
   name: str,
   metric: str,
   title: str,
-  checkpoints: runs_lib.Kept = 'newest',
+  checkpoints: schema.Kept = 'newest',
   **options,
 ) -> list[dict]:
   """Trains the runs of variants, and reports a metric; see summaries.report."""

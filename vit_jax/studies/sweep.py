@@ -74,7 +74,7 @@ def sweep(
   workdir: str,
   values: Mapping[str, Sequence[Any]] | None = None,
   *,
-  checkpoints: runs_lib.Kept = 'newest',
+  checkpoints: schema.Kept = 'newest',
   only: str | None = None,
   **options,
 ) -> dict[str, Any]:

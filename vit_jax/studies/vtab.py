@@ -4,14 +4,13 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
 import copy
-import dataclasses
 import statistics
 from typing import Any
 
 import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import common, schema, vtab as vtab_config
+from vit_jax.configs import common, vtab as vtab_config
 from vit_jax.data.tfds import vtab as data, vtab_tasks
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
@@ -25,19 +24,6 @@ PUBLISHED = {
   model: dict(zip(TASKS, accuracies, strict=True))
   for model, accuracies in vtab_config.TABLE_9.items()
 }
-
-
-@dataclasses.dataclass(kw_only=True)
-class Vtab:
-  """The config; configs/vtab.py describes the keys."""
-
-  trainer: str = 'vtab'
-  tasks: tuple
-  seeds: schema.Seeds
-  validate: bool
-  download: bool
-  checkpoints: runs_lib.Kept
-  run: ml_collections.ConfigDict
 
 
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
@@ -82,7 +68,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
   """Checks the config, but not those of the runs; returns the runs by task."""
-  runs_lib.complete(config, Vtab, 'VTAB')
+  runs_lib.complete(config, vtab_config.Vtab, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
