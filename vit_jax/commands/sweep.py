@@ -25,44 +25,44 @@ from collections.abc import Sequence
 from vit_jax import console
 from vit_jax.commands import flags, hosts, run_flags
 
+_FLAGS = {
+  '--workdir': dict(help='folder of all runs, or gs://...'),
+  '--values': dict(
+    action='append',
+    metavar='KEY=VALUE,VALUE,...',
+    help="values to try: 'config.base_lr=.003,.01'; repeat for a grid",
+  ),
+  '--held_out': dict(
+    help="training data to choose on: '10%%' or '200' (examples) from the end of "
+    "config.pp.train, or a split such as 'validation' (default: the rest of the "
+    'split of config.pp.train)',
+  ),
+  '--metric': dict(
+    help="metric to choose by: 'accuracy', 'loss' (default: config.best_metric)",
+  ),
+  '--seeds': dict(
+    type=int,
+    default=3,
+    help='number of test runs, with seeds config.seed, config.seed + 1, ... (3)',
+  ),
+  '--refit': dict(
+    choices=('all', 'part'),
+    default='all',
+    help='data to train the winner on: all training data, as in the paper, or the '
+    "part of the choice, as in the original's configs (all)",
+  ),
+  '--checkpoints': dict(
+    choices=('all', 'newest', 'none'),
+    default='newest',
+    help='checkpoints to keep of a finished run (newest)',
+  ),
+}
+
 
 def make_parser() -> flags.Parser:
   parser = flags.Parser('sweep', __doc__)
   parser.add_config()
-  parser.add_argument('--workdir', help='folder of all runs, or gs://...')
-  parser.add_argument(
-    '--values',
-    action='append',
-    metavar='KEY=VALUE,VALUE,...',
-    help="values to try: 'config.base_lr=.003,.01'; repeat for a grid",
-  )
-  parser.add_argument(
-    '--held_out',
-    help="training data to choose on: '10%%' or '200' (examples) from the end of "
-    "config.pp.train, or a split such as 'validation' (default: the rest of the "
-    'split of config.pp.train)',
-  )
-  parser.add_argument(
-    '--metric',
-    help="metric to choose by: 'accuracy', 'loss' (default: config.best_metric)",
-  )
-  parser.add_argument(
-    '--seeds',
-    type=int,
-    default=3,
-    help='number of test runs, with seeds config.seed, config.seed + 1, ... (3)',
-  )
-  parser.add_argument(
-    '--refit',
-    default='all',
-    help="data to train the winner on: 'all' training data, as in the paper, or "
-    "the same 'part' as for the choice, as in the original's configs (all)",
-  )
-  parser.add_argument(
-    '--checkpoints',
-    default='newest',
-    help="checkpoints to keep of a finished run: 'all', 'newest' or 'none' (newest)",
-  )
+  parser.add(_FLAGS)
   run_flags.add_flags(parser, 'the sweep')
   hosts.add_flags(parser)
   return parser
