@@ -306,15 +306,17 @@ def test_what_one_waits_for_is_said(monkeypatch, capsys):
   assert 'Compiling ... 00:01' in shown
 
 
-# Prints what each of the arguments lists raises, all example topologies, and what
-# a second process says meanwhile.
+# Prints what each of the arguments lists raises, all example topologies, the mesh and
+# the collectives of two slices, and what a second process says meanwhile.
 _SCRIPT = """
 import json
 import os
 import subprocess
 import sys
+import jax
 from vit_jax.commands import plan
-from vit_jax.planning import topology
+from vit_jax.distributed import sharding
+from vit_jax.planning import estimate, topology
 errors = []
 for args in json.loads(sys.argv[1]):
   try:
@@ -325,13 +327,25 @@ coordinates = {
   name: [list(d.coords) for d in topology.get_topology(chip.example)]
   for name, chip in topology.CHIPS.items()
 }
+devices = topology.get_topology('2xv5e:2x2')
+mesh = sharding.make_mesh({'data': -1, 'fsdp': 4}, devices)
+whole = sharding.make_mesh({'data': 1, 'fsdp': -1}, devices)
+slices = [
+  [[d.slice_index for d in row] for row in mesh.devices],
+  [d.slice_index for d in whole.devices.flat],
+]
+rows = jax.ShapeDtypeStruct((8, 96), 'float32', sharding=sharding.batch_sharding(mesh))
+with topology.quiet_compiler():
+  total = jax.jit(lambda x: x.sum(0), out_shardings=sharding.replicated(mesh))
+  hlo = total.lower(rows).compile().as_text()
+slices.append(estimate.collectives(hlo))
 # This process holds libtpu now.
 second = subprocess.run(
   [sys.executable, '-m', 'vit_jax', 'plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
   capture_output=True, text=True,
   env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
 )
-print(json.dumps([errors, coordinates, [second.returncode, second.stderr]]))
+print(json.dumps([errors, coordinates, slices, [second.returncode, second.stderr]]))
 """
 
 
@@ -347,12 +361,19 @@ def test_topologies_and_what_does_not_fit_them(cache):
   )
   args = json.dumps([[flag] for flag, _ in cases])
   out = run_python('-c', _SCRIPT, args, cache=cache)
-  errors, coordinates, second = json.loads(out.splitlines()[-1])
+  errors, coordinates, slices, second = json.loads(out.splitlines()[-1])
   for (_, message), error in zip(cases, errors, strict=True):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})
     assert len(coords) == chips * topology.CHIPS[name].per_chip, name
+  # 'data' crosses the slices, or 'fsdp' where it is the only axis; each device sends
+  # its sum of the 96 columns to the other slice.
+  assert slices[:2] == [[4 * [0], 4 * [1]], 4 * [0] + 4 * [1]]
+  between = slices[2][estimate.BETWEEN]
+  assert between['count'] == 1
+  assert 4 * 96 <= between['bytes'] <= 4 * 1024
+  assert between['network_bytes'] == 0
   status, said = second
   assert status != 0
   assert 'libtpu is in use by another process: wait until that process ends' in said
@@ -372,6 +393,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json'.*does not exist"),
     # The compiler ended the process, with a division by 0.
     (['--topology=v3:0x4'], "topology='v3:0x4' is unknown"),
+    (['--topology=0xv5e:4x4'], "topology='0xv5e:4x4' is unknown.*two slices"),
     (['--num_examples=0'], "num_examples: '0' .*integer"),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
     (['extra'], r"unknown arguments \['extra'\]"),

@@ -24,7 +24,7 @@ import re
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
 import numpy as np
 
@@ -62,7 +62,9 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
   `axes` are the sizes by name, in the order of the mesh; one size may be -1,
-  for "the rest". ValueError if they do not multiply to the number of devices.
+  for "the rest". The first axis whose size allows it, usually 'data', crosses the
+  slower network between slices (of TPUs). ValueError if the sizes do not multiply to
+  the number of devices.
   """
   devices = jax.devices() if devices is None else devices
   sizes = {name: int(size) for name, size in axes.items() if size is not None}
@@ -81,12 +83,20 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
     )
   for name in free:
     sizes[name] = len(devices) // fixed
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-    devices=devices,
+  names, shape = tuple(sizes), tuple(sizes.values())
+  types = (jax.sharding.AxisType.Auto,) * len(sizes)
+  slices = len({getattr(device, 'slice_index', 0) for device in devices})
+  if slices == 1:
+    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+  across, left = [], slices  # The number of parts of each axis, one per slice.
+  for size in shape:
+    across.append(math.gcd(size, left))
+    left //= across[-1]
+  within = [size // parts for size, parts in zip(shape, across)]
+  arranged = mesh_utils.create_hybrid_device_mesh(
+    within, across, devices, allow_split_physical_axes=True
   )
+  return jax.sharding.Mesh(arranged, names, axis_types=types)
 
 
 def batch_axes(mesh) -> tuple[str, ...]:

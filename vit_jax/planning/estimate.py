@@ -31,8 +31,12 @@ _CALL = re.compile(
 _FUSED = re.compile(
   r' = (?P<shape>.*?) fusion\(.*calls=(?P<fusion>%all-reduce-scatter[\w.]*)'
 )
-# Rearranges memory on v5e and newer; the compiler does not estimate its time.
-_UNKNOWN = 'custom_call_target="ConcatBitcast"'
+# Rearranges memory on v5e and newer, or sends to another slice; the compiler does not
+# estimate the time.
+_UNKNOWN = re.compile(r'custom_call_target="ConcatBitcast"| send\(')
+# The send of an operand to another slice: ' = (bf16[48,8]{...}, u32[], token[]) send('.
+_SEND = re.compile(r' = \((?P<shape>\w+\[[\d,]*\]).*? send\(')
+BETWEEN = 'between slices'  # Kind of `collectives`: what leaves the slice.
 _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
 
@@ -127,7 +131,9 @@ def collectives(hlo: str) -> dict[str, dict]:
     elif fusion:
       groups[fusion] = groups.get(fusion) or _group_size(line)
       continue
-    if match := _FUSED.search(line):
+    if match := _SEND.search(line):
+      kind, group = BETWEEN, 0
+    elif match := _FUSED.search(line):
       kind, group = 'reduce-scatter', groups.get(match['fusion'])
     elif match := _CALL.search(line):
       kind, group = match['kind'], _group_size(line)
@@ -142,7 +148,9 @@ def collectives(hlo: str) -> dict[str, dict]:
     row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
     row['bytes'] += size
-    if kind != 'collective-permute':  # Which sends its result once.
+    if kind == BETWEEN:  # Not over the links of a chip.
+      size = 0
+    elif kind != 'collective-permute':  # Which sends its result once.
       # Bytes over a chip's links per byte of a device's result.
       group = group or 1
       passes = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
@@ -227,7 +235,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
       if key in cost:
         cost[key] += times * value
     hlo = part.as_text()
-    unknown += times * hlo.count(_UNKNOWN)
+    unknown += times * len(_UNKNOWN.findall(hlo))
     for kind, row in collectives(hlo).items():
       total = found.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():

@@ -37,7 +37,7 @@ def make_plan(
   from vit_jax import train
   from vit_jax.run import config as run_config
 
-  chip = topology_lib.get_chip(topology)
+  chip, _, _ = topology_lib.parse(topology)
   config = run_config.complete(config)
   run_config.check(config)
   config = run_config.resolve_steps(config, num_examples)
@@ -126,6 +126,7 @@ def table(plan: dict) -> str:
       ),
       **{
         f'  {kind}': f'{found["count"]}, together {console.size(found["bytes"])}'
+        + (', not in the times' if kind == estimate.BETWEEN else '')
         for kind, found in plan['collectives'].items()
       },
       'network, at best': (

@@ -36,17 +36,21 @@ _OF_OTHERS = re.compile('--xla_(cpu|gpu|force_host|backend|llvm)_')
 _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
 
 
-def get_chip(name: str) -> Chip:
-  """Returns the kind of device in a topology such as 'v3:4x4'."""
-  version = name.split(':')[0]
+def parse(name: str) -> tuple[Chip, int, str]:
+  """Returns the kind of device, the number of slices, and the topology of a slice.
+
+  'v3:4x4' is one slice, and '2xv5e:4x4' two slices 'v5e:4x4'. ValueError if the name
+  has another form.
+  """
   # The compiler ends the process with 0 chips along an axis.
-  axis = '[1-9][0-9]{0,3}'
-  if version not in CHIPS or not re.fullmatch(f'\\w+:{axis}(x{axis})*', name):
+  number = '[1-9][0-9]{0,3}'
+  match = re.fullmatch(f'(?:({number})x)?((v\\w+):{number}(?:x{number})*)', name)
+  if not match or match[3] not in CHIPS:
     raise ValueError(
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
-      f'for example {_EXAMPLES} (--topology)'
+      f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
     )
-  return CHIPS[version]
+  return CHIPS[match[3]], int(match[1] or 1), match[2]
 
 
 @contextlib.contextmanager
@@ -67,12 +71,12 @@ def quiet_compiler():
 
 
 def get_topology(name: str):
-  """Returns the devices of a topology such as 'v3:4x4'.
+  """Returns the devices of a topology, see `parse`.
 
   Raises ValueError if there is no such topology, ImportError if libtpu is
   missing, OSError if another process uses it.
   """
-  chip = get_chip(name)
+  chip, slices, shape = parse(name)
   console.needed('libtpu', 'plan', 'planning')
   from jax.experimental import topologies
 
@@ -81,9 +85,11 @@ def get_topology(name: str):
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
   options = {'chip_config_name': chip.config} if chip.config else {}
+  if slices > 1:
+    options['num_slices'] = slices
   try:
     with quiet_compiler():
-      return topologies.get_topology_desc(name, 'tpu', **options).devices
+      return topologies.get_topology_desc(shape, 'tpu', **options).devices
   except Exception as e:
     text = ' '.join(str(e).split())
     if 'already in use' in text or 'lockfile' in text:
