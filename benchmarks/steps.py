@@ -47,7 +47,7 @@ def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
   config.model.dtype = args.dtype
   if attention:
     config.model.transformer.attention = attention
-  if args.beside:  # timm's have no dropout.
+  if args.beside:  # timm's models have no dropout.
     config.model.transformer.dropout_rate = 0.0
   config.pp.crop = args.image_size
   config.update(
@@ -101,7 +101,7 @@ def _rows(args, train: bool) -> list[dict]:
     steps = [_make_step(args, mesh, train, None)]
     before = _peak_bytes(device)
     facts = {'first_call_seconds': _seconds(steps[0], 1)}
-    # The peak is that of the process: it counts if this program has raised it.
+    # The peak is per process: it counts if this program has raised it.
     if _peak_bytes(device) > before:
       facts['peak_bytes'] = _peak_bytes(device)
     if args.beside:

@@ -1,4 +1,4 @@
-"""Times updates and logits of timm's models, in a process of its own.
+"""Times updates and logits of timm's models, in a separate process.
 
 JAX and PyTorch bring different versions of NVIDIA's libraries. This process reads
 a line of JSON with the arguments of `_make_step` and answers with the cost of the

@@ -6,12 +6,12 @@ r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
     --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
 
 The argument is MODEL,DATA or MODEL,DATA,RECIPE. RECIPE is imagenet2012 (BiT-S),
-imagenet21k (BiT-M) or jft300m (BiT-L); by default that of the data set's name.
+imagenet21k (BiT-M) or jft300m (BiT-L); by default inferred from the name of the data set.
 Expected after fine-tuning: see configs/bit_hyperrule.py.
 
 The learning rate is 0.03 for 256 images: with another --config.batch, also set
 --config.base_lr. Weight decay goes through the momentum (`l2_decay`). For several
-labels per image, the sigmoid and the low head bias are those of big_vision's bit_i21k.
+labels per image, the sigmoid and the low head bias follow big_vision's bit_i21k.
 """
 
 from vit_jax.configs import common, models

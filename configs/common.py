@@ -317,7 +317,7 @@ class Config:
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size. 'refuse' names them and stops;
   # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
-  # the image, and leaves out those of which nothing remains.
+  # the image, and drops boxes of which nothing remains.
   broken_boxes: Literal['refuse', 'skip', 'clip'] = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.

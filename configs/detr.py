@@ -33,7 +33,7 @@ recomputed in the backward pass; no results are published for these models.
 
 On TPUs and GPUs set --config.model.dtype=bfloat16. In a folder whose images are
 smaller than COCO's, all lengths in pixels are reduced in proportion. The augmentation
-is that of appendix A.4, except that long images may be smaller than published:
+is from appendix A.4, except that long images may be smaller than published:
 docs/detection.md describes the canvases.
 """
 

@@ -11,7 +11,7 @@ pixel from those before it) or bert (15 % of the pixels from the others). The
 palette is learned from the training images, or the released one:
 --config.task_options.palette=kmeans_centers.npy.
 
-The recipe is that of "Generative Pretraining from Pixels" (Chen et al., ICML
+The recipe follows "Generative Pretraining from Pixels" (Chen et al., ICML
 2020). Expected at 32 px on the test images of ImageNet: 3.01, 2.97 and 2.95 bits per
 dimension for s, m and l (2.0895, 2.0614 and 2.0466 nats of the released weights).
 iGPT-L, 32 px, reaches 96.3 % on CIFAR-10 by a linear probe of its best layer, and

@@ -1,4 +1,4 @@
-r"""Fine-tunes an iGPT to classify images while it goes on to predict pixels.
+r"""Fine-tunes an iGPT to classify images while it keeps predicting pixels.
 
   vit_jax train --config=configs/igpt_finetune.py:l,cifar10,32 \
     --config.pretrained=/tmp/igpt --workdir=/tmp/tuned

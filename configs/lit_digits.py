@@ -19,7 +19,7 @@ from vit_jax.configs import digits, models
 
 
 def get_config(workdir='/tmp/digits'):
-  """Returns the config; `workdir` is that of a run of configs/digits.py."""
+  """Returns the config; `workdir` holds a run of configs/digits.py."""
   config = digits.get_config()
   config.task = 'image_text'
   config.dataset = 'digit_captions'

@@ -403,7 +403,7 @@ def kind_of(model) -> str:
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
 
 
-# Key of a part of a model that is a model of its own -> first name of its
+# Key of a part of a model that is itself a model -> first name of its
 # parameters: of a DETR's Vision Transformer, and of an image tower.
 _PARTS = {'vit': 'backbone', 'image': 'img'}
 

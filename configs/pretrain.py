@@ -12,7 +12,7 @@ AUGMENTATION in any order. RECIPE is imagenet2012, imagenet21k, jft300m or other
 default follows the data set's name. EPOCHS is one of the paper's training lengths
 (see below), by default the longest. AUGMENTATION is a setting of AUGREG in common.py.
 
-The recipes are those of arXiv 2010.11929, table 3 and B.1. Expected on the
+The recipes follow arXiv 2010.11929, table 3 and B.1. Expected on the
 ImageNet validation set, after 300 epochs of ImageNet from scratch: B/32 69.19,
 B/16 74.79, L/32 66.90, L/16 72.59 (issue #62 of the original); on the
 validation data of ImageNet-21k, after 90 epochs: B/16 47.88, B/32 44.04, L/16

@@ -4,7 +4,7 @@ r"""Trains S/16 on ImageNet from scratch, as a simple and good baseline.
   vit_jax train --config=configs/vit_s16_i1k.py:/path/to/folder \
     --workdir=/tmp/run
 
-The recipe is that of "Better plain ViT baselines for ImageNet-1k" (arXiv
+The recipe follows "Better plain ViT baselines for ImageNet-1k" (arXiv
 2205.01580; `vit_s16_i1k` of big_vision). The argument is a TFDS name, by default
 imagenet2012, or a folder with train/<class>/* and test/<class>/*.
 

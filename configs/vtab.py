@@ -6,7 +6,7 @@ r"""Fine-tunes a model on the 19 tasks of VTAB-1k, as in the paper (table 4, B.1
 The argument is MODEL or MODEL,SIZE, as in vit.py. Tasks whose data set is not on this
 machine are left out, and the command says how to get each of them.
 --config.run.base_lr=0.003 sets a key of the runs. The paper has one setting for all
-tasks. Warm-up is that of the original code; augmentation is as in BiT: common.VTAB.
+tasks. Warm-up follows the original code; augmentation is as in BiT: common.VTAB.
 
 Expected (tables 2 and 9), mean over the 19 tasks: L/16 from ImageNet-21k 72.72,
 L/16 from JFT-300M 76.28, H/14 from JFT-300M 77.63; BiT-L has 76.29.

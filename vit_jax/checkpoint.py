@@ -188,7 +188,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
 def _part_weights(config, part, path, task, params, extra) -> dict:
   """Returns the weights of a part of a model from a file; '': of the whole.
 
-  1. A part that is a model of its own (`own`), such as an image tower, starts from
+  1. A part that is itself a model (`own`), such as an image tower, starts from
      weights of such a model.
   2. A whole model starts from the weights of such a part, if the file has those: a
      detector with a Vision Transformer starts from a classifier.

@@ -23,7 +23,7 @@ The model consists of three methods, which can be called separately:
   tokens = model.apply(variables, tokens, train=False, method='encode')
   logits = model.apply(variables, tokens, train=False, method='classify')
 
-A subclass can insert tokens of its own between the calls. To drop tokens, as
+A subclass can insert other tokens between the calls. To drop tokens, as
 masked autoencoders do (arXiv 2111.06377), it adds the positions first:
 
   tokens = self.add_positions(self.embed(images), train=train)  # [B, N, D]

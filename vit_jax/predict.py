@@ -21,7 +21,7 @@ import jax
 
 from vit_jax.configs import models as model_configs
 
-# Flags of only some tasks, see FLAGS of vit_jax.tasks.base.Predictor.
+# Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
 _OWN_FLAGS = (
   'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
   'top_k', 'classes', 'texts',
@@ -96,7 +96,7 @@ def load_weights(
     path: a published .npz, a .safetensors or .bin of timm or Hugging Face or a
       folder with such a file, or a released .pth; local, gs:// or a URL; or
       hf://OWNER/NAME, see vit_jax/weights/hub.py.
-    class_names: override those of the file; unnamed classes have numbers.
+    class_names: override the names in the file; unnamed classes have numbers.
     image_size: (height, width) in pixels; needed if the file does not contain
       it and the grid of patches is not square.
     dtype: see `load`; None: as in the file.

@@ -246,7 +246,7 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
 
 
 def _probes(task, mesh, workdir, split, open_split) -> list:
-  """Returns the evaluators that the config adds to those of the task."""
+  """Returns the evaluators that the config adds to the task's."""
   config = task.config
   found: list[Any] = []
   if config.fewshot.shots:

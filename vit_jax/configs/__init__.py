@@ -1,6 +1,6 @@
 """Makes the top-level folder `configs/` importable as `vit_jax.configs`.
 
-A wheel has the config files beside this file. In a checkout they are in the
+A wheel has the config files next to this file. In a checkout they are in the
 top-level folder, and `__path__` points to it.
 """
 

@@ -55,7 +55,7 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   """Returns the numbers of the examples at positions of the run, int64 [b].
 
   A mixture numbers the examples of all its parts consecutively. `positions`,
-  int64 [b], ascend; `seed` is that of the run.
+  int64 [b], ascend; `seed` is the seed of the run.
   """
   if not isinstance(source, mixture.MixtureSource):
     return example_indices(tf.constant(positions), source.num_examples, seed).numpy()

@@ -50,7 +50,7 @@ def open_split(
     class_names: expected classes of a folder, those of its training split; None
       for the training split itself.
     dataset: by default `config.dataset`. Of a mixture, `config.pp.train` opens that
-      split of all its data sets, and any other split is that of the first.
+      split of all its data sets, and any other split is taken from the first.
     workdir: folder of the run, shared by all processes, in which the list of a
       folder's images is stored. None: the folder is listed and checked anew.
 

@@ -14,7 +14,7 @@ CONSTANT = 100.0  # A constant feature, for the bias.
 L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HELD_OUT = 0.2  # Fraction of the training images that choose the factor.
 _EPS = 1e-5  # Added to standard deviations by the published few-shot protocol.
-_SMALL = 1_000_000  # Numbers up to which one thread is no slower than several.
+_SMALL = 1_000_000  # Numbers up to which one thread is as fast as several.
 _ROWS = 8192  # Images that `Linear` classifies at a time.
 
 

@@ -89,7 +89,7 @@ def write(
   """Writes texts on a picture, uint8 [H, W, 3], and returns the result.
 
   Texts are (x, y, text, colour) with the left end of the baseline in pixels;
-  `size` is that of DejaVu Sans Mono in pixels.
+  `size` is the font size of DejaVu Sans Mono in pixels.
   """
   require_matplotlib()
   from matplotlib import figure

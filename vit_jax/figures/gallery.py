@@ -243,7 +243,7 @@ INDUCTIVE_BIAS = Entry(
 
 
 def of(task) -> tuple[Entry, ...]:
-  """Returns the figures of any model and those of a task."""
+  """Returns the figures of any model and of a task."""
   return (*FIGURES, *task.FIGURES)
 
 

@@ -19,7 +19,7 @@ from vit_jax.figures import internals
 from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 
-# Maximum batch size: on a CPU larger ones are no faster and take more memory.
+# Maximum batch size: on a CPU, larger ones only take more memory.
 _BATCH = 32
 
 

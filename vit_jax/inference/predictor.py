@@ -219,7 +219,7 @@ class Predictor:
   def table(self, images: Sequence[Any], **options):
     """Returns predictions as a pyarrow.Table with one row per image.
 
-    For options and errors see `columns`. The columns are `path`, those of the task,
+    For options and errors see `columns`. The columns are `path`, the task's columns,
     such as `class` and `probability`, and `error`; the other columns of a broken image
     are null. Raises ImportError without pyarrow.
     """

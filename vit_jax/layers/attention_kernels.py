@@ -212,7 +212,7 @@ def _flash_on_one_device(query, key, value, causal):
     rest = -x.shape[1] % _BLOCK
     return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
 
-  def segments(x):  # The padding is a segment of its own.
+  def segments(x):  # The padding is a separate segment.
     length = x.shape[1] + -x.shape[1] % _BLOCK
     return jnp.broadcast_to(
       (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (x.shape[0], length)

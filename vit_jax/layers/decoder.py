@@ -5,7 +5,7 @@ ICML 2020, section 2.2): the norms have a gain only and do not subtract the
 mean, and each branch starts with the standard deviations listed there.
 
 Attention to earlier tokens can be computed piece by piece: keys and values of
-the tokens so far are kept in a cache, and each call appends those of its own.
+the tokens so far are kept in a cache, and each call appends its own.
 
 Shapes: B images, N tokens, Q tokens of a piece, D width of a token, K heads,
 E = D/K width of a head.

@@ -68,7 +68,7 @@ class MlpBlock(nn.Module):
   mlp_dim: int  # M, the width of the hidden layer.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-  out_dim: int | None = None  # Width of the output; None: that of the input.
+  out_dim: int | None = None  # Width of the output; None: same as the input.
   dropout_rate: float = 0.1  # After each dense layer.
   kernel_init: Any = nn.initializers.xavier_uniform()
   bias_init: Any = nn.initializers.normal(stddev=1e-6)
@@ -107,7 +107,7 @@ def drop_branch(x, rate, rng):
 class Encoder1DBlock(nn.Module):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
-  The fields are those of Encoder, and `layer`, the number of the layer, from 0: the
+  The fields are as in Encoder, plus `layer`, the number of the layer, from 0: the
   block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
   unless it is None.
   """

@@ -16,7 +16,7 @@
 `config.model.transformer.position_layers` selects where:
 
   stem    added before the first layer
-  every   added before every layer, each with a table of its own
+  every   added before every layer, each with its own table
   shared  added before every layer, all with the same table
 
 Relative embeddings enter the attention of each layer, so for them there is

@@ -64,7 +64,7 @@ class TextTransformer(nn.Module):
   num_layers: int = 12
   mlp_dim: int = 2048
   num_heads: int = 8
-  dropout_rate: float = 0.0  # Has no effect, since there is no dropout.
+  dropout_rate: float = 0.0  # Ignored: the tower has no dropout.
   vocab_size: int = 32_000
   causal: bool = False  # Whether a token attends to itself and earlier ones only.
   pool: str = 'last'  # One of POOLS.

@@ -29,7 +29,7 @@ def make_plan(
 ) -> dict:
   """Plans a run on a topology such as 'v3:4x4'; for its errors see get_topology.
 
-  `num_examples` is the number of training examples, and `num_classes` that of their
+  `num_examples` is the number of training examples, and `num_classes` the number of
   classes, for tasks that classify. Returns a dict with the values of the table and of
   --json. Times and rates are the compiler's estimates.
   """

@@ -39,7 +39,7 @@ class ForeignTaskError(ValueError):
 
 
 class UnknownTaskError(ValueError):
-  """There is no module of a task's name."""
+  """No module has the name of the task."""
 
   def __init__(self, name, why=''):
     super().__init__(

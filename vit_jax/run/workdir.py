@@ -188,7 +188,7 @@ def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
     **metadata,
     'data': {'metadata': _digest(metadata), 'sources': data},
     'versions': _versions(),
-    # Written last, since config.json marks the folder as that of a run.
+    # Written last, since config.json marks the folder as a run's.
     'config': to_plain(config),
   }
   try:

@@ -77,7 +77,7 @@ def _train(config, runs, workdir) -> dict[int, float]:
 
 
 def _check(config):
-  """Checks the config, and those of the runs."""
+  """Checks the config of the study and of its runs."""
   runs_lib.complete(config, recipe.NoisyStudent, 'a Noisy Student')
   for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))

@@ -1,7 +1,7 @@
 """Trains many runs in one workdir, on any number of machines that see it.
 
 Each run has its own folder, workdir/<name>, which `vit_jax predict` and other
-commands read like that of any run. A finished run has a file result.json and is not
+commands read like any other run. A finished run has a file result.json and is not
 trained again; an interrupted run resumes. Each machine takes the next run whose
 folder no other machine has locked (vit_jax/run/lock.py).
 """
@@ -47,7 +47,7 @@ _OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeErr
 
 
 class Run(NamedTuple):
-  """The name of a run, which is that of its folder in the workdir, and its config."""
+  """The name of a run, which is also its folder in the workdir, and its config."""
 
   name: str
   config: ml_collections.ConfigDict
@@ -274,7 +274,7 @@ def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):
   for run in runs:
     if not re.fullmatch(r'[\w=+,@-][\w.=+,@-]*', run.name):
       raise ValueError(
-        f"run '{run.name}': the name of a run must be that of a folder, of letters, "
+        f"run '{run.name}': the name of a run must be a valid folder name, of letters, "
         'digits and ._-+=,@'
       )
     if (count := names[run.name]) > 1:

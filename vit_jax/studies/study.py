@@ -100,7 +100,7 @@ def compare(
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   """Returns the runs of a study: all seeds of the first variant, and so on.
 
-  Checks the study's config, but not those of the runs.
+  Checks the study's config, but not the configs of its runs.
   """
   return [*itertools.chain(*_variants(_complete(config)).values())]
 

@@ -153,7 +153,7 @@ class Task(parts.Hooks, abc.ABC):
     """Computes the loss of a batch or of a part of it.
 
     `rng` is for dropout. A method with a further argument `step` gets the number of
-    updates before this one, int32 scalar, for schedules of its own.
+    updates before this one, int32 scalar, for its own schedules.
 
     Returns:
       ((sum, weight), metrics). The loss is the sum divided by the weight, both

@@ -1,7 +1,7 @@
 """Optional hooks of a task, with the defaults that vit_jax/tasks/base.py inherits.
 
 An objective overrides the hooks that it has a use for: a codebook to learn before
-training, pictures for TensorBoard, predictions with boxes, figures of its own.
+training, pictures for TensorBoard, predictions with boxes, further figures.
 """
 
 from collections.abc import Callable, Sequence

@@ -41,7 +41,7 @@ def read(
 
   Args:
     src: see vit_jax.weights.reading.read; likewise num_heads and dtype.
-    class_names: names of the classes; override those of `src`. For a detector,
+    class_names: names of the classes; override the names in `src`. For a detector,
       some names of `src` in any order select these classes, such as the 80 classes
       of COCO in a model for its 91 ids.
     image_size: (height, width) in pixels; needed if `src` does not contain it and

@@ -7,7 +7,7 @@ has a canvas, and all images of a step are of one group. A group is drawn with a
 probability proportional to its number of lengths, and each image draws one of
 them, so that all lengths are equally frequent.
 
-The augmentation is that of "End-to-End Object Detection with Transformers"
+The augmentation follows "End-to-End Object Detection with Transformers"
 (arXiv 2005.12872, appendix A.4).
 """
 

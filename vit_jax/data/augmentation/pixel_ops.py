@@ -269,7 +269,7 @@ def _choose(number, functions, *args):
 def color_jitter(image, seed, brightness, contrast, saturation):
   """Changes brightness, contrast and saturation, in random order.
 
-  The strengths are those of torchvision's ColorJitter: each factor is uniform in
+  The strengths are defined as in torchvision's ColorJitter: each factor is uniform in
   [max(0, 1 - strength), 1 + strength]. Brightness blends with black, contrast with the
   mean of the grey image, and saturation with the grey image; the factor is the share
   of the image, and results are clipped.

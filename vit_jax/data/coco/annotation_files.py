@@ -7,7 +7,7 @@ The format (https://cocodataset.org/#format-data), in short:
    "annotations": [{"id": 1, "image_id": 7, "category_id": 3,
                     "bbox": [x, y, width, height], "area": 12.5, "iscrowd": 0}]}
 
-Boxes are in pixels from the upper left; `area` (by default that of the box) and
+Boxes are in pixels from the upper left; `area` (by default the area of the box) and
 `iscrowd` (by default 0) may be absent. In a panoptic file an annotation is an
 image of segments: {"image_id": 7, "file_name": "a.png", "segments_info": [...]}
 with `id`, `category_id`, `bbox`, `area` and `iscrowd` of each segment.
@@ -144,7 +144,7 @@ def _read(path, kind, stamp):
   objects, segments, outlines = content.annotations, (), None
   if kind == 'panoptic':
     objects, owners, segments = _flat(path, content, image_ids)
-    # The id of a segment is its colour, which those of other images may have too.
+    # The id of a segment is its colour, which segments of other images may share.
     ids = np.array([x.id for x in objects], np.int64)
   else:
     ids = _unique(path, 'annotations', objects, 'id')

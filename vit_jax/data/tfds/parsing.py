@@ -66,7 +66,7 @@ class Reader:
   """Parses the wanted features of a record; images stay encoded.
 
   `wanted` is a part of what `features` returns. The attributes `features` and `names`
-  are those of records.Source.
+  are as in records.Source.
   """
 
   def __init__(self, info, wanted: Mapping[str, Feature]):

@@ -104,7 +104,7 @@ def _solve(cost, count):
 
 
 def match(cost, counts):
-  """Assigns a prediction of its own to each target at the least total cost.
+  """Assigns each target a different prediction at the least total cost.
 
   Args:
     cost: float [..., N, Q], cost of giving target n the prediction q; N <= Q.

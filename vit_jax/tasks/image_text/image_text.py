@@ -133,7 +133,7 @@ class Task(base.Task):
 
   @classmethod
   def class_names_of(cls, source):
-    """Returns (): each evaluation may have classes of its own."""
+    """Returns (): each evaluation may have other classes."""
     return ()
 
   @classmethod
@@ -179,7 +179,7 @@ class Task(base.Task):
   def example(self, record, seed):
     """Returns `image`, and the `tokens`, int32 [N], of one of its texts.
 
-    Without a text there are no tokens. In evaluation it is the first text.
+    Without a text, the tokens are left out. In evaluation it is the first text.
     """
     texts = captions.of(record)
     if seed is None or self._embeddings is None:

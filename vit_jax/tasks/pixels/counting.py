@@ -31,7 +31,7 @@ def context_bits(train: np.ndarray, test: np.ndarray, num_colors: int):
   """
 
   def place(images):
-    # What lies outside of an image is a colour of its own.
+    # What lies outside of an image counts as another colour.
     framed = np.pad(images, ((0, 0), (1, 0), (1, 0)), constant_values=num_colors)
     return framed[:, 1:, :-1], framed[:, :-1, 1:], images
 
