@@ -14,8 +14,9 @@ Expected on the ImageNet validation set after 300 epochs: B/16 about 79 % (issue
 
 The loss is a sigmoid per class although each image has one class. The head's bias
 starts at -6.9, the logarithm of 1/1000: with other data, set
---config.model.head_bias_init to the logit of 1/classes. Weight decay of 1e-4 is multiplied
-by the schedule only, not by the learning rate. Training leaves out 1 % of the images.
+--config.model.head_bias_init to the logarithm of 1/classes. Weight decay of 1e-4 is
+multiplied by the schedule only, not by the learning rate. Training leaves out 1 % of
+the images.
 big_vision adds position embeddings to the patches only, initialised with standard
 deviation 1/sqrt(D); here the class token has one too, and the standard deviation is
 0.02, as in the original.
