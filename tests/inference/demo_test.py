@@ -206,6 +206,10 @@ def test_only_uploads_and_examples_are_read(url, photos, tmp_path):
     forged += [{'value': {'path': str(photos[0])}}, [{'path': str(photos[0])}]]
     for x in forged:
       assert told(url, number, [x] * inputs) == refusal
+  for body in ('', '{', '3', '[]', '{}', '{"data": [null], "fn_index": 99}'):
+    for name in ('queue/join', 'run/predict'):
+      answer = CLIENT.post(f'{url}/gradio_api/{name}', content=body)
+      assert (answer.status_code, answer.text) == refusal
   for path in map(parse.quote, paths[1:14]):
     answer = CLIENT.get(f'{url}/gradio_api/file={path}')
     assert (answer.status_code, answer.text) == refusal
@@ -469,6 +473,10 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
       socket.create_connection(('127.0.0.2', port))
     examples = files()
     assert sent(url, bytes(2_001)).status_code == 413
+    for path in ('queue/join', 'run/predict', 'cancel'):
+      answer = CLIENT.post(f'{url}/gradio_api/{path}', content=b' ' * 2_001)
+      assert answer.status_code == 413
+      assert answer.text == 'The body has more than 2000 bytes'
     [path] = sent(url, bytes(2_000)).json()
     assert files() == examples | {pathlib.Path(path)}
     told(url, changed(url), [as_file(pathlib.Path(path).parent)])  # A folder.

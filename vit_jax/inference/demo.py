@@ -27,7 +27,7 @@ from vit_jax.inference import guard, user_images
 
 gr = console.needed('gradio', 'demo', 'vit_jax demo')
 
-LARGEST = '64mb'  # Of an upload.
+LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
 _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 _SMALL = 64  # Smaller images are shown without smoothing.
@@ -132,7 +132,7 @@ def served(
         pwa=False,
         footer_links=[],
         css=_STYLE + (_PIXELATED if small else ''),
-        app_kwargs={'middleware': guard.middleware(folder, host)},
+        app_kwargs={'middleware': guard.middleware(page, folder, host, LARGEST)},
       )
       if host == _ALL:
         url = f'http://{_address()}:{page.server_port}/'

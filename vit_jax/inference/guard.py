@@ -20,7 +20,7 @@ responses = console.needed('starlette.responses', *_WHAT)
 middleware_lib = console.needed('starlette.middleware', *_WHAT)
 trustedhost = console.needed('starlette.middleware.trustedhost', *_WHAT)
 
-_FILE = '/gradio_api/file='
+_FILE, _UPLOAD = '/gradio_api/file=', '/gradio_api/upload'
 _EVENTS = '/gradio_api/queue/join', '/gradio_api/run/predict'
 _ROUTES = re.compile(
   r'/|/(assets|static)/.+|/(config|theme\.css|favicon\.ico|robots\.txt)|'
@@ -29,12 +29,15 @@ _ROUTES = re.compile(
 )
 
 
-def middleware(folder: str, host: str) -> Sequence:
+def middleware(page, folder: str, host: str, largest: int) -> Sequence:
   """Returns the middleware of a page with files in a folder, a path without links.
 
-  On loopback, other host names are rejected, as protection against DNS rebinding.
+  Only the page's events are accepted, and bodies of at most `largest` bytes; Gradio
+  limits uploads itself. On loopback, other host names are rejected, as protection
+  against DNS rebinding.
   """
-  found = [middleware_lib.Middleware(_Guard, folder=folder)]
+  args = set(page.fns), folder, largest
+  found = [middleware_lib.Middleware(_Guard, *args)]
   if is_loopback(host):
     names = ['localhost', '127.0.0.1', '[::1]', host]
     hosts = middleware_lib.Middleware(
@@ -63,21 +66,26 @@ def is_inside(path, folder: str) -> bool:
 class _Guard:
   """Rejects requests that the page does not send."""
 
-  def __init__(self, app, folder):
-    self.app, self.folder = app, folder
+  def __init__(self, app, events, folder, largest):
+    self.app, self.events, self.folder, self.largest = app, events, folder, largest
 
   async def __call__(self, scope, receive, send):
     if scope['type'] == 'http':
-      request, body = requests.Request(scope, receive), b''
-      if scope['path'] in _EVENTS:
+      request, body, status = requests.Request(scope, receive), b'', None
+      if scope['path'] != _UPLOAD:
         try:
-          body = await request.body()
+          async for chunk in request.stream():
+            body += chunk
+            if len(body) > self.largest:
+              status, text = 413, f'The body has more than {self.largest} bytes'
+              break
         except requests.ClientDisconnect:
           return
         receive = _again(body, receive)
-      if not self._allows(scope['path'], request.headers, body):
-        text = 'The page does not send such requests'
-        refusal = responses.PlainTextResponse(text, status_code=403)
+      if not status and not self._allows(scope['path'], request.headers, body):
+        status, text = 403, 'The page does not send such requests'
+      if status:
+        refusal = responses.PlainTextResponse(text, status_code=status)
         await refusal(scope, receive, send)
         return
     await self.app(scope, receive, send)
@@ -89,15 +97,18 @@ class _Guard:
     if path.startswith(_FILE):
       return is_inside(path.removeprefix(_FILE), self.folder)
     try:
-      json.loads(body or b'null', object_hook=self._check)
-    except (ValueError, RecursionError):
+      content = json.loads(body or b'null', object_hook=self._check)
+      if path in _EVENTS and content['fn_index'] not in self.events:
+        return False
+    except (ValueError, TypeError, KeyError, RecursionError):
       return False
     return _ROUTES.fullmatch(path) is not None
 
-  def _check(self, value: dict):
+  def _check(self, value: dict) -> dict:
     """Raises for an object with a `path`, which Gradio would open or fetch."""
     if 'path' in value and not is_inside(value['path'], self.folder):
       raise ValueError(value)
+    return value
 
 
 def _again(body, receive):
