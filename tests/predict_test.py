@@ -3,7 +3,9 @@
 from concurrent import futures
 import copy
 import gc
+import io
 import pathlib
+import pickle
 import shutil
 import threading
 import weakref
@@ -146,6 +148,15 @@ def test_threads_share_a_model(folder_run):
   assert np.ptp(found[-1][1], axis=0).min() > 1e-3  # No two images are alike.
 
 
+def test_a_model_can_be_pickled(model):
+  images = varied_images(3)
+  model.probabilities(images), model.embed(images)  # Compiles functions.
+  again = pickle.loads(pickle.dumps(model))
+  assert repr(again) == repr(model)
+  assert again.predict(images) == model.predict(images)
+  np.testing.assert_array_equal(again.embed(images), model.embed(images))
+
+
 def test_a_classifier_draws_nothing(folder_run, tmp_path):
   _, workdir, _ = folder_run
   argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
@@ -241,6 +252,10 @@ def test_images_may_be_arrays_of_any_size(model):
   blue = Image.fromarray(np.full((9, 9, 3), (40, 40, 200), np.uint8))
   assert [r[0][0] for r in model.predict([red, blue])] == ['ant', 'cow']
   assert model.predict(red[None])[0][0][0] == 'ant'
+  file = io.BytesIO()
+  blue.save(file, 'png')  # Leaves the position at the end.
+  assert model.predict([file]) == model.predict([file.getvalue()])
+  assert model.predict([file]) == model.predict([blue])
   with pytest.raises(ValueError, match='must be a list'):
     model.predict('image.png')
 

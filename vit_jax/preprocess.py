@@ -10,6 +10,7 @@ every random choice, so that example i of a run always has the same pixels.
 
 from collections.abc import Callable
 import dataclasses
+import io
 from typing import Any
 
 import numpy as np
@@ -242,8 +243,8 @@ def from_user(
   """Returns the result of a function of the encoded bytes of an image in any form.
 
   Args:
-    image: a path, the bytes of a file, a PIL image, or an array uint8 [height,
-      width] or [height, width, 1, 3 or 4].
+    image: a path, the content of a file (bytes or io.BytesIO), a PIL image, or an
+      array uint8 [height, width] or [height, width, 1, 3 or 4].
     function: function of the contents of an image file.
     max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
@@ -254,6 +255,8 @@ def from_user(
       type.
   """
   name = 'image'
+  if isinstance(image, io.BytesIO):
+    image = image.getvalue()
   if isinstance(image, np.ndarray):
     image = _to_pillow(image)
   if isinstance(image, Image.Image):

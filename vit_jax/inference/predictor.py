@@ -25,7 +25,7 @@ def _is_one_cpu(mesh) -> bool:
 
 
 class Predictor:
-  """A trained model that takes images as paths, PIL images or arrays.
+  """A trained model that takes images as paths, file contents, PIL images or arrays.
 
   `params` are averaged if the run kept an average; `config`, `metadata` and
   `class_names` (in the order of the logits) are the task's. `workdir` is the folder of
@@ -48,6 +48,12 @@ class Predictor:
     self._outputs = jax.jit(task.outputs)
     self._features = functools.cache(lambda name: jax.jit(task.features(name)))
     self._everywhere = None  # (params, extra, mesh) on all devices, see `_placed`.
+
+  def __reduce__(self):
+    """Pickles the task and the parameters; the copy compiles its own functions."""
+    task = self.task
+    args = type(task), task.config, task.metadata, self.params, self.extra, self.step
+    return _unpickle, args, {'workdir': self.workdir, 'origin': self.origin}
 
   def __repr__(self):
     count = sum(x.size for x in jax.tree.leaves(self.params))
@@ -85,9 +91,9 @@ class Predictor:
     """Returns the outputs of the task for images, float32 arrays [n, ...].
 
     Images are a list (or an array [n, height, width, channels]) of images of any size:
-    paths, PIL images, or arrays uint8 [height, width(, channels)]. Raises
-    FileNotFoundError or ValueError if an image does not exist or cannot be read, or an
-    output is not finite.
+    paths, contents of files (bytes or io.BytesIO), PIL images, or arrays uint8
+    [height, width(, channels)]. Raises FileNotFoundError or ValueError if an image does
+    not exist or cannot be read, or an output is not finite.
     """
     return self.run(images, keep=())[1]
 
@@ -306,3 +312,7 @@ class Predictor:
       f"the task '{self.config.task}' has no demo page: add a method `page` to its "
       'predictor, as in vit_jax/tasks/classify.py'
     )
+
+
+def _unpickle(task_type, config, metadata, *args):
+  return task_type(config, metadata).predictor(*args)
