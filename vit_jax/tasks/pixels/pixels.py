@@ -28,7 +28,7 @@ from vit_jax.data import feeding, order
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
 from vit_jax.tasks import base
-from vit_jax.tasks.pixels import counting, palette as palette_lib, sampling
+from vit_jax.tasks.pixels import palette as palette_lib, sampling
 
 # The palette is fitted to the first images of the run, and random pixels of each.
 _IMAGES, _PIXELS = 10_000, 256
@@ -46,9 +46,6 @@ class Task(base.Task):
     palette: str = ''
     # Objective 'bert': probability with which a pixel is masked.
     masked: schema.Share = 0.15
-    # Whether the run ends with the bits of two count-based models: colours at each
-    # position, and colours given the left and the upper pixel.
-    counting: bool = False
 
   METRICS = ('bits_per_dim',)
   LOW = ('bits_per_dim',)
@@ -199,13 +196,6 @@ class Task(base.Task):
     """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""
     colors = self.colors(batch['image'])
     return self._intermediates(params, {'image': colors}, capture)
-
-  def evaluators(self, mesh, split, open_split):
-    found = super().evaluators(mesh, split, open_split)
-    if self.options.counting:
-      train = open_split(self.config.pp.train)
-      found.append(counting.Counting(self, mesh, train, open_split(split)))
-    return found
 
   # --- Pictures ---
 
