@@ -35,7 +35,7 @@ from vit_jax.distributed import files
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
-_VERSION = 1  # Of what is stored of a manifest.
+_VERSION = 2  # Of what is stored of a manifest.
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
@@ -230,15 +230,22 @@ def _save(folder, listed: _Listed, stamps):
         arrays[f'{i}.{j}'] = tensor.numpy()
   for name, array in arrays.items():
     np.save(folder / f'{name}.npy', array)
-  hashes = {name: files.digest([np.ascontiguousarray(x)]) for name, x in arrays.items()}
   facts = {
     'files': listed.files,
     'stamps': stamps,
     'kinds': kinds,
     'names': listed.names,
-    'hashes': hashes,
+    'hashes': {name: _hash(array) for name, array in arrays.items()},
   }
-  (folder / 'facts.json').write_text(json.dumps(facts))
+  text = json.dumps(facts)
+  (folder / 'facts.json').write_text(text)
+  (folder / 'facts.hash').write_text(files.digest([text.encode()]))
+
+
+def _hash(array) -> str:
+  """Returns a hash of the type, the shape and the values of an array."""
+  kind = f'{array.dtype.str} {array.shape}'.encode()
+  return files.digest([kind, np.ascontiguousarray(array)])
 
 
 def _load(folder, root, split) -> _Listed | None:
@@ -246,11 +253,13 @@ def _load(folder, root, split) -> _Listed | None:
   if not folder.exists():
     return None
   try:
-    facts = json.loads((folder / 'facts.json').read_text())
-    arrays = {}
+    text = (folder / 'facts.json').read_text()
+    if files.digest([text.encode()]) != (folder / 'facts.hash').read_text():
+      raise ValueError('facts.json has changed')
+    facts, arrays = json.loads(text), {}
     for name, wanted in facts['hashes'].items():
       arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
-      if files.digest([arrays[name]]) != wanted:
+      if _hash(arrays[name]) != wanted:
         raise ValueError(f'{name}.npy has changed')
     columns = {}
     for i, (name, count) in enumerate(facts['kinds'].items()):
