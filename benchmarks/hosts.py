@@ -116,6 +116,7 @@ def measure(clients: int) -> tuple[list[float], float]:
 
 
 def rows(args) -> list[dict]:
+  """Times gathers of several numbers of processes."""
   del args
   found = []
   for clients in CLIENTS:

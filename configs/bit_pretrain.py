@@ -6,7 +6,7 @@ r"""Trains a BiT ResNet from scratch (arXiv 1912.11370, section 3.2).
     --config=configs/bit_pretrain.py:bit_r101x3,/data/21k,imagenet21k
 
 The argument is MODEL,DATA or MODEL,DATA,RECIPE. RECIPE is imagenet2012 (BiT-S),
-imagenet21k (BiT-M) or jft300m (BiT-L); by default inferred from the name of the data set.
+imagenet21k (BiT-M) or jft300m (BiT-L); the default follows the data set's name.
 Expected after fine-tuning: see configs/bit_hyperrule.py.
 
 The learning rate is 0.03 for 256 images: with another --config.batch, also set

@@ -373,6 +373,18 @@ def test_a_damaged_stored_manifest_is_written_again(stored, name, cut, monkeypat
   assert read_all() == wanted
 
 
+@pytest.mark.parametrize(
+  'name, old, new', [('facts.json', b'"a"', b'"z"'), ('1.0.npy', b'<i8', b'>i8')]
+)
+def test_an_edited_stored_manifest_is_written_again(stored, name, old, new):
+  read_all, folders = stored
+  wanted = read_all()
+  path = folders()[0] / name
+  assert old in path.read_bytes()
+  path.write_bytes(path.read_bytes().replace(old, new, 1))
+  assert read_all() == wanted
+
+
 def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):
   read_all, folders = stored
   read_all()

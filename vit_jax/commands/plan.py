@@ -17,9 +17,9 @@ prints the best plans and the flags that select them. Plans are cached in $VIT_J
 A topology is a TPU version (v2, v3, v4, v5e, v5p, v6e) and the number of chips along
 each axis, such as v3:4x4 or v4:2x2x4; 2xv5e:4x4 are two slices, connected by the data
 center network. A device is a core on v2 and v3, which have two per chip, and a chip on
-later versions. The data need not exist: the sizes of the
-paper's data sets are known, folders are counted, and --num_examples and --num_classes
-set any other sizes. See docs/plan.md.
+later versions. The data need not exist: the sizes of the paper's data sets are known,
+folders are counted, and --num_examples and --num_classes set any other sizes. See
+docs/plan.md.
 """
 
 import argparse

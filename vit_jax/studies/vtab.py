@@ -67,7 +67,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
-  """Checks the study's config, but not the configs of its runs; returns the runs by task."""
+  """Checks the study's config, but not its runs; returns the runs by task."""
   runs_lib.complete(config, vtab_config.Vtab, 'VTAB')
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
