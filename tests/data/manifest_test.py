@@ -169,7 +169,7 @@ GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
 @pytest.mark.parametrize(
   'line, message',
   [
-    ('{"image": "photos/0.png"', 'JSON: Expecting'),
+    ('{"image": "photos/0.png"', 'valid JSON'),
     ('\xff', 'JSON'),
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),
     ('{"x": [1, 2]}', '`image` must be the path of an image, but is missing'),

@@ -17,6 +17,7 @@ split, sorted, or the list in `root/classes.json`. In that file,
 
 from collections.abc import Callable, Iterable, Sequence
 import fcntl
+import itertools
 import json
 import os
 import shutil
@@ -42,9 +43,21 @@ _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 class Line(NamedTuple):
   """A line of a manifest, an image."""
 
-  where: str  # 'file:line', for messages.
-  image: str  # Path of the image.
+  file: str  # Path of the file that lists it.
+  place: int | str  # Number of the line, or another place in the file.
+  folder: str  # That of the image's path.
   values: dict[str, Any]  # By feature.
+
+  @property
+  def where(self) -> str:
+    """Names the line in messages."""
+    return f'{self.file}:{self.place}'
+
+  @property
+  def image(self) -> str:
+    """Path of the image."""
+    image = self.values['image']
+    return image if '://' in image else os.path.join(self.folder, image)
 
   def key(self, top: str) -> str:
     """Returns the sort key, the same as in a listing of the folder `top`."""
@@ -158,10 +171,10 @@ def _list(root, split, features, class_names, parse=None) -> _Listed:
       columns[name] = _labels(lines, taken, names[name])
     else:
       columns[name] = tf.gather(_column(name, lines, names.get(name)), taken)
-  where = [lines[i].where.rpartition(':') for i in taken]
-  found_in = list(dict.fromkeys(path for path, _, _ in where))
+  found_in = list(dict.fromkeys(line.file for line in lines))
   number = {path: i for i, path in enumerate(found_in)}
-  places = np.array([f'{number[path]}:{line}'.encode() for path, _, line in where])
+  places = ((number[lines[i].file], lines[i].place) for i in taken)
+  places = np.array([b'%d:%s' % (file, str(x).encode()) for file, x in places])
   names = {name: names[name] for name in wanted if name in names}
   return _Listed(index, found_in, places, columns, names)
 
@@ -310,13 +323,13 @@ def _parse(root, base) -> list[Line]:
   with tf.io.gfile.GFile(path, 'rb') as file:
     texts = file.read().splitlines()
   numbered = ((i, text) for i, text in enumerate(texts, 1) if text.strip())
-  return [_parse_line(root, f'{path}:{i}', text) for i, text in numbered]
+  return [Line(path, i, root, _parse_line(f'{path}:{i}', text)) for i, text in numbered]
 
 
-def _parse_line(root, where, text) -> Line:
+def _parse_line(where, text) -> dict[str, Any]:
   try:
-    values = json.loads(text)
-  except ValueError as e:
+    values = msgspec.json.decode(text)
+  except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(f'{where}: not valid JSON: {e}') from e
   if not isinstance(values, dict):
     raise ValueError(
@@ -329,7 +342,7 @@ def _parse_line(root, where, text) -> Line:
       f'{where}: `image` must be the path of an image, but is '
       f'{_short(image) if "image" in values else "missing"}'
     )
-  return Line(where, image if '://' in image else os.path.join(root, image), values)
+  return values
 
 
 def _short(value):
@@ -438,9 +451,11 @@ def _numbers(values, lines, names) -> list:
 def _labels(lines, taken, names):
   """Returns class numbers of the lines taken, int64 [n, L], padded with -1."""
   rows = _numbers([line.labels() for line in lines], lines, names)
-  rows = [rows[i] for i in taken]
-  longest = max(1, *map(len, rows))
-  return tf.constant([row + [-1] * (longest - len(row)) for row in rows], tf.int64)
+  lengths = np.array([len(rows[i]) for i in taken])
+  padded = np.full([len(taken), max(1, *lengths)], -1, np.int64)
+  filled = np.arange(padded.shape[1]) < lengths[:, None]
+  padded[filled] = list(itertools.chain.from_iterable(rows[i] for i in taken))
+  return tf.constant(padded)
 
 
 def _trimmed(labels, kept, listed):

@@ -7,8 +7,6 @@ The feature `captions` of an image has all of its captions, in the order of the 
 Images without a caption are left out. For the folders of images see layout.py.
 """
 
-import os
-
 import msgspec
 
 from vit_jax import console
@@ -61,8 +59,9 @@ def lines(root: str, base: str) -> list[manifest.Line]:
   where = layout.folder_of(place.path, place.folders, files)
   return [
     manifest.Line(
-      f'{place.path}: image {image.id}',
-      os.path.join(where, image.file_name),
+      place.path,
+      f' image {image.id}',
+      where,
       {'image': image.file_name, FEATURE: texts[image.id]},
     )
     for image in images

@@ -338,12 +338,13 @@ def place(workdir, root: str, base: str) -> str:
 
 def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   """Makes an index of listed files; `order` is the order of the list."""
-  split = [os.path.split(os.fsencode(path)) for path in paths]
+  # They sort as pairs of folder and name.
+  split = [b'\0'.join(os.path.split(os.fsencode(path))) for path in paths]
   rows = sorted(range(len(split)), key=split.__getitem__)
   order = np.empty(len(rows), np.uint32)
   order[rows] = np.arange(len(rows))
-  counts = collections.Counter(split[row][0] for row in rows)
-  names = _lines(split[row][1] for row in rows)
+  counts = collections.Counter(split[row].partition(b'\0')[0] for row in rows)
+  names = _lines(split[row].partition(b'\0')[2] for row in rows)
   facts = {'broken': {}}
   index = Index(root, base, list(counts), list(counts.values()), names, order, facts)
   index.top = root if '://' in root else ''  # The paths are complete.
