@@ -157,6 +157,24 @@ def test_offsets_are_kept_in_the_cache_of_data_that_cannot_be_written(
   assert 'cannot be stored' in caplog.text
 
 
+def test_processes_of_a_machine_share_large_offsets(
+  opened, written, tmp_path, monkeypatch
+):
+  want = everything(opened()[1])
+  monkeypatch.setattr(tfrecords, '_LARGE', 0)
+  _, source = opened()
+  [mapped] = (tmp_path / 'cache' / 'tfrecords').glob('*.npy')
+  used = [np.shares_memory(x, x.base) for x in source._offsets]
+  assert used == [True] * 3
+  assert isinstance(source._offsets[0].base, np.memmap)
+  content = mapped.read_bytes()
+  for damaged in (content[:-8], content[:200] + b'x' + content[201:], b''):
+    mapped.unlink()  # Others may read the old one.
+    mapped.write_bytes(damaged)
+    assert everything(opened()[1]) == want
+    assert mapped.read_bytes() == content
+
+
 def test_files_in_a_bucket(opened, tmp_path):
   _, source = opened()
   want = everything(source)

@@ -10,10 +10,12 @@ A tfrecord file has no index, but a record's header holds its length:
 The lengths of all records are therefore read once. They are stored in the
 folder of the data or, if that is read-only, in the cache of this package, and are
 valid as long as size and time of a file stay the same. With several processes, each
-reads the headers of some files for all.
+reads the headers of some files for all, and the processes of a machine share the
+offsets, 8 bytes per record, in a memory-mapped file in the cache.
 """
 
 from collections.abc import Callable, Sequence
+import contextlib
 import io
 import itertools
 import os
@@ -38,6 +40,7 @@ _GZIP = b'\x1f\x8b'  # The first bytes of a compressed file.
 # Name of a tfrecord file -> its size, its time, and the lengths of its records,
 # including headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
+_LARGE = 2**20  # Bytes of offsets; each process keeps smaller ones for itself.
 
 
 class TfRecordSource(shards.ShardSource):
@@ -176,6 +179,27 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   # Processes that share a disk write the same content.
   if everywhere[jax.process_index()]:
     _save(folder, stored)
+  return _shared(found, facts['hash of their offsets'])
+
+
+def _shared(found: list[np.ndarray], key: str) -> list[np.ndarray]:
+  """Returns large offsets memory-mapped: the processes of a machine share them."""
+  whole = np.concatenate(found)
+  if whole.nbytes < _LARGE:
+    return found
+  path = console.cache_folder() / 'tfrecords' / f'{key}.npy'
+  for _ in range(2):
+    with contextlib.suppress(OSError, ValueError, EOFError):  # Missing, or damaged.
+      mapped = np.load(path, mmap_mode='r')
+      if np.array_equal(mapped, whole):
+        return np.split(mapped, np.cumsum(list(map(len, found)))[:-1])
+    try:
+      path.parent.mkdir(parents=True, exist_ok=True)
+      with files.replacing(path) as file:
+        np.save(file, whole)
+    except OSError as e:
+      logging.warning('The offsets of the records cannot be shared: %s', e)
+      break
   return found
 
 
@@ -190,15 +214,15 @@ def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
     made.extend(shards.each(lambda path: _scan(path, *facts[path]), mine, title))
 
   processes.attempt(what, scan)
-  found = {}
-  for process in range(min(count, len(todo))):
-    share = todo[process::count]
-    ends = np.cumsum([counts[i] for i in share])
-    lengths = np.zeros(ends[-1], np.uint32)
-    if process == me:
-      lengths[:] = list(itertools.chain(*made))
-    lengths = multihost_utils.broadcast_one_to_all(lengths, process == me)
-    found.update(zip(share, np.split(np.asarray(lengths), ends[:-1])))
+  found, shares = {}, [todo[process::count] for process in range(count)]
+  ends = [np.cumsum([counts[i] for i in share], dtype=int) for share in shares if share]
+  # Of one length, so that JAX compiles one broadcast.
+  padded = np.zeros(max((end[-1] for end in ends), default=0), np.uint32)
+  if me < len(ends):
+    padded[: ends[me][-1]] = list(itertools.chain(*made))
+  for process, (share, end) in enumerate(zip(shares, ends)):
+    lengths = multihost_utils.broadcast_one_to_all(padded, process == me)
+    found.update(zip(share, np.split(np.asarray(lengths)[: end[-1]], end[:-1])))
   return [found[i] for i in todo]
 
 
