@@ -173,7 +173,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   todo = sorted(set().union(*everywhere))
   for i, lengths in zip(todo, _scan_all(what, paths, stamps, counts, todo)):
     stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
-  found = [np.cumsum([0, *stored[name][2:]]) for name in names]
+  found = [np.insert(np.cumsum(stored[name][2:]), 0, 0) for name in names]
   facts = {'number': sum(counts), 'hash of their offsets': files.digest(found)}
   processes.agree(f"the records of '{folder}'", facts)
   # Processes that share a disk write the same content.
@@ -184,19 +184,19 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
 
 def _shared(found: list[np.ndarray], key: str) -> list[np.ndarray]:
   """Returns large offsets memory-mapped: the processes of a machine share them."""
-  whole = np.concatenate(found)
-  if whole.nbytes < _LARGE:
+  cuts = np.cumsum(list(map(len, found)))
+  if 8 * cuts[-1] < _LARGE:
     return found
   path = console.cache_folder() / 'tfrecords' / f'{key}.npy'
   for _ in range(2):
     with contextlib.suppress(OSError, ValueError, EOFError):  # Missing, or damaged.
-      mapped = np.load(path, mmap_mode='r')
-      if np.array_equal(mapped, whole):
-        return np.split(mapped, np.cumsum(list(map(len, found)))[:-1])
+      mapped = np.split(np.load(path, mmap_mode='r'), cuts[:-1])
+      if all(map(np.array_equal, mapped, found)):
+        return mapped
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
       with files.replacing(path) as file:
-        np.save(file, whole)
+        np.save(file, np.concatenate(found))
     except OSError as e:
       logging.warning('The offsets of the records cannot be shared: %s', e)
       break
