@@ -6,6 +6,7 @@ result, an index, is stored in the workdir of the run or next to the images
 """
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 import contextlib
 import itertools
 import os
@@ -109,36 +110,29 @@ def usable(
 def _check_share(index, rows, why, limit, workdir):
   """Checks this process's share of some rows."""
   me = jax.process_index()
-  path = workdir and _share_path(index, workdir, me)
-  stores = me and path  # Process 0 stores the whole, see `usable`.
-  if stores:
-    _recall(index, path)
-  if index.check(rows[rows % jax.process_count() == me], why, limit, path) and stores:
-    index.save(path)
+  rows = np.unique(rows[rows % jax.process_count() == me])
+  path = workdir and index_lib.place(workdir, index.root, index.base)
+  if not me or not path:  # Process 0 stores the whole, see `usable`.
+    index.check(rows, why, limit, path and (lambda: index.save(path)))
+    return
+  path = f'{path}.{me}'
+  index.recall(index.shares([path]))
+  if index.check(rows, why, limit, lambda: index.save_share(path, rows)):
+    index.save_share(path, rows)
 
 
 def _merge_shares(index, workdir):
   """Moves the stored results of the other processes into the stored index."""
-  paths = [_share_path(index, workdir, k) for k in range(jax.process_count())]
-  recalled = [_recall(index, path, compare=False) for path in paths[1:]]
-  for path in filter(tf.io.gfile.exists, paths[1:]):
-    tf.io.gfile.remove(path)
-  if any(recalled):
-    index.save(paths[0])
-
-
-def _share_path(index, workdir, process) -> str:
-  """Returns where a process stores its results; process 0, the whole index."""
   path = index_lib.place(workdir, index.root, index.base)
-  return f'{path}.{process}' if process else path
-
-
-def _recall(index, path, compare=True) -> bool:
-  """Recalls the stored results of a share of a check, if there are any."""
-  share = _load(path, index.root, index.base)
-  if share is not None:
-    index.recall(share, compare)
-  return share is not None
+  folder, name = os.path.split(path)
+  found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+  paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
+  merged = index.shares(paths)
+  if merged.status.any():
+    index.recall(merged, compare=False)
+    index.save(path)
+  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
+    list(pool.map(tf.io.gfile.remove, paths))
 
 
 def _load(path, root, base) -> index_lib.Index | None:

@@ -31,7 +31,7 @@ def make(
   index.look_again(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.
-  if check and index.check(index.order, why, limit, path):
+  if check and index.check(index.order, why, limit, lambda: index.save(path)):
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
   broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]

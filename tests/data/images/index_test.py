@@ -11,7 +11,7 @@ import pytest
 
 from tests import processes
 from vit_jax.data import checking, folder, indexing, sources
-from vit_jax.data.images import image_files, images, index as index_lib
+from vit_jax.data.images import image_files, images, index as index_lib, listing
 
 
 @pytest.fixture
@@ -213,6 +213,33 @@ def test_two_processes_check_half_of_the_images_each(root, checked, tmp_path):
   forget_all()
   folder.list_split(str(root), 'train', broken='skip', workdir=str(workdir))
   assert len(checked) == 33
+
+
+def test_only_whole_shares_of_the_same_check_are_merged(root, tmp_path):
+  index = listing.list_folder(str(root), 'train')
+  index.check(index.order, lambda *_: '', 1000)
+  index.facts['broken']['3'] = 'cut off'
+  index.status[3] = index_lib.BROKEN
+  names = ['half', 'rest', 'cut', 'other']
+  half, rest, cut, other = (str(tmp_path / name) for name in names)
+  index.save_share(half, np.arange(0, 33, 2))
+  index.save_share(rest, np.arange(1, 33, 2))
+  content = pathlib.Path(rest).read_bytes()
+  pathlib.Path(cut).write_bytes(content[: len(content) // 2])
+  index.facts['max_pixels'] = 2000
+  index.save_share(other, np.arange(1, 33, 2))
+  new = listing.list_folder(str(root), 'train')
+  new.facts['max_pixels'] = 1000
+  found = new.shares([half, cut, other, str(tmp_path / 'missing')])
+  assert np.flatnonzero(found.status).tolist() == list(range(0, 33, 2))
+  assert found.facts == {'broken': {}, 'max_pixels': 1000}
+  new.recall(new.shares([half, rest]))
+  np.testing.assert_array_equal(new.status, index.status)
+  np.testing.assert_array_equal(new.stamps, index.stamps)
+  assert new.facts['broken'] == {'3': 'cut off'}
+  (root / 'train/bee/bee5.jpg').rename(root / 'train/bee/bee99.jpg')
+  changed = listing.list_folder(str(root), 'train')
+  assert not changed.shares([half, rest]).status.any()
 
 
 def test_a_repaired_file_is_checked_again(root, checked):

@@ -8,6 +8,8 @@ size and modification time are the same.
 import collections
 from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
+import contextlib
+import copy
 import hashlib
 import io
 import json
@@ -25,6 +27,7 @@ from vit_jax.distributed import files
 # Status of a file: not checked; was decoded; cannot be decoded.
 UNKNOWN, DECODED, BROKEN = range(3)
 
+_CHECKED = {'max_pixels', 'sizes'}  # Facts that the result of a check depends on.
 _SAVE_EVERY = 60.0  # Seconds between saves of the results of a check.
 _THREADS = 2 * (os.cpu_count() or 1)
 REMOTE_THREADS = 32
@@ -116,11 +119,11 @@ class Index:
 
   # --- Status of the files ---
 
-  def check(self, rows, why: Callable, max_pixels: int, path=None) -> bool:
+  def check(self, rows, why: Callable, max_pixels: int, save=None) -> bool:
     """Checks the files of rows that were not checked before.
 
-    See checking.usable for `why`, `max_pixels` and errors. The index is saved to
-    `path`, if any, about every minute. Returns whether any file was checked.
+    See checking.usable for `why`, `max_pixels` and errors. `save` is called about
+    every minute. Returns whether any file was checked.
     """
     self.check_anew('max_pixels', max_pixels)
     rows = np.unique(rows[self.status[rows] == UNKNOWN])
@@ -136,8 +139,8 @@ class Index:
       self.status[block] = [BROKEN if why else DECODED for why in whys]
       reasons.update({str(row): why for row, why in zip(block, whys) if why})
       began = time.monotonic()
-      if path and began - saved >= pause:
-        self.save(path)
+      if save and began - saved >= pause:
+        save()
         saved = time.monotonic()
         pause = max(_SAVE_EVERY, 10 * (saved - began))  # Saving takes a tenth at most.
         done = np.searchsorted(rows, block[-1], side='right')
@@ -165,7 +168,7 @@ class Index:
 
     Without `compare`, all count as unchanged.
     """
-    kept = {k: old.facts[k] for k in ('max_pixels', 'sizes') if k in old.facts}
+    kept = {k: old.facts[k] for k in _CHECKED if k in old.facts}
     if any(self.facts.get(k, fact) != fact for k, fact in kept.items()):
       return  # Results of another check.
     mine = theirs = known = np.flatnonzero(old.status)
@@ -240,6 +243,56 @@ class Index:
       return None
     index.path = str(path)
     return index
+
+  def save_share(self, path, rows):
+    """Writes the status of some rows alone to a file atomically; see `shares`."""
+    rows = rows[self.status[rows] != UNKNOWN]
+    reasons = self.facts['broken']
+    broken = {str(row): reasons[str(row)] for row in rows if str(row) in reasons}
+    facts = {k: self.facts[k] for k in _CHECKED if k in self.facts}
+    facts |= {'names': files.digest(self._all_names()), 'broken': broken}
+    epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with files.replacing(path) as file:
+      np.savez_compressed(
+        file,
+        facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        rows=rows,
+        status=self.status[rows],
+        stamps=self.stamps[rows],
+      )
+
+  def shares(self, paths) -> 'Index':
+    """Returns this index with only the status in files of `save_share`, if they exist.
+
+    Files that are damaged, of other images or of another check are ignored.
+    """
+    whole = copy.copy(self)
+    whole.status, whole.stamps = np.zeros_like(self.status), np.zeros_like(self.stamps)
+    whole.facts = {'broken': {}}
+    names = files.digest(self._all_names())
+
+    def read(path):
+      with contextlib.suppress(FileNotFoundError):
+        return image_files.read_file(path)
+
+    with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
+      for path, content in zip(paths, pool.map(read, paths)):
+        if content is None:
+          continue
+        try:
+          with np.load(io.BytesIO(content), allow_pickle=False) as found:
+            facts = json.loads(found['facts'].tobytes())
+            rows, status, stamps = (found[k] for k in ('rows', 'status', 'stamps'))
+        except Exception:  # NumPy does not document the errors for damaged files.
+          logging.warning("'%s' is damaged: ignored", path)
+          continue
+        same = all(
+          self.facts.get(k, facts[k]) == facts[k] for k in _CHECKED & facts.keys()
+        )
+        if same and facts.pop('names') == names:
+          whole.status[rows], whole.stamps[rows] = status, stamps
+          whole.facts |= {**facts, 'broken': whole.facts['broken'] | facts['broken']}
+    return whole
 
   def is_true(self) -> bool:
     """Returns whether no folder has changed since it was listed.
