@@ -3,6 +3,7 @@
   python -m benchmarks.starts manifest 1000000   # Opens a manifest twice.
   python -m benchmarks.starts shards 1000        # Opens an array_record split.
   python -m benchmarks.starts offsets 10000000   # Opens the offsets of records twice.
+  python -m benchmarks.starts check 64           # Merges the checks of 64 processes.
   python -m benchmarks.starts bucket             # Reads at 40 ms per read.
 
 Each opening runs in a new process, as at a start of a run.
@@ -11,6 +12,7 @@ Each opening runs in a new process, as at a start of a run.
 import json
 import multiprocessing
 import os
+import pathlib
 import resource
 import sys
 import tempfile
@@ -116,6 +118,43 @@ def offsets(folder, count):
     _measure(start, _open_offsets, paths, count // 100)
 
 
+def _check(folder, count, images=1_000_000):
+  import jax
+
+  from vit_jax.data import checking
+  from vit_jax.data.images import index as index_lib
+
+  class Checked(index_lib.Index):
+    """An index whose files need no reading."""
+
+    def _each(self, rows, function, title):
+      del function
+      stamps = np.random.default_rng(0).integers(2**63, size=len(rows)).tolist()
+      checked = [('', x) for x in stamps] if title == 'Checking images' else stamps
+      for i in range(0, len(rows), 4096):
+        yield rows[i : i + 4096], checked[i : i + 4096]
+
+  paths = (f'/data/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG' for i in range(images))
+  index = index_lib.of_paths('/data', 'train.jsonl', list(paths))
+  index.__class__ = Checked
+  jax.process_count = lambda: count
+  for process in reversed(range(count)):
+    index.status[:], index.stamps[:] = 0, 0
+    jax.process_index = lambda process=process: process
+    checking._check_share(index, np.arange(images), None, 10**9, folder)
+  size = sum(file.stat().st_size for file in pathlib.Path(folder).glob('data/*'))
+  start = time.perf_counter()
+  checking._merge_shares(index, folder)
+  seconds = time.perf_counter() - start
+  assert index.status.all()
+  return f'{size / 2**20:,.0f} MB written by all, merged in {seconds:.1f} s'
+
+
+def check(folder, count):
+  """Times merging the checks of a million images by `count` processes."""
+  _measure('check', _check, folder, count)
+
+
 def _framed(data):
   """Returns a record of a tfrecord file."""
   from vit_jax.data.tfds import tfrecords
@@ -169,12 +208,8 @@ def bucket(folder, count):
 
 
 if __name__ == '__main__':
-  commands = {
-    'manifest': manifest,
-    'shards': shards,
-    'offsets': offsets,
-    'bucket': bucket,
-  }
+  timed = (manifest, shards, offsets, check, bucket)
+  commands = {function.__name__: function for function in timed}
   if len(sys.argv) < 2 or sys.argv[1] not in commands:
     sys.exit(__doc__)
   count = int(sys.argv[2]) if len(sys.argv) > 2 else 1000
