@@ -194,6 +194,14 @@ Mesh = Annotated[
 ]
 
 
+@dataclasses.dataclass(kw_only=True)
+class Seeded:
+  """Key of the programs that train runs with several seeds."""
+
+  # A seed also replaces '{seed}' in the names of splits, for draws of labels.
+  seeds: schema.Seeds
+
+
 @dataclasses.dataclass
 class Preprocessing:
   """Keys of `config.pp`."""

@@ -38,7 +38,7 @@ _Ratios = Annotated[
 
 
 @dataclasses.dataclass(kw_only=True)
-class NoisyStudent:
+class NoisyStudent(common.Seeded):
   """The config."""
 
   trainer: str = 'noisy_student'
@@ -48,8 +48,6 @@ class NoisyStudent:
   # A TFDS name or a folder, and the split; '{seed}' stands for the seed.
   unlabelled: schema.Text
   unlabelled_split: schema.Text
-  # Each seed has its own teacher and students. A seed also replaces '{seed}' in
-  # the names of splits, for draws of labels.
   seeds: schema.Seeds = (0,)
   # Workdir of a run to use as the first teacher; None: train `teacher`.
   teacher_workdir: schema.Text | None = None

@@ -16,7 +16,7 @@ import dataclasses
 
 import ml_collections
 
-from vit_jax.configs import schema, vit
+from vit_jax.configs import common, schema, vit
 
 # Table 9 of arXiv 2010.11929, accuracy in %: the 7 natural tasks (Caltech101,
 # CIFAR-100, DTD, Flowers102, Pets, Sun397, SVHN), the 4 specialised ones (Camelyon,
@@ -46,13 +46,12 @@ MEANS = {
 
 
 @dataclasses.dataclass(kw_only=True)
-class Vtab:
+class Vtab(common.Seeded):
   """The config."""
 
   trainer: str = 'vtab'
   # Tasks, keys of common.VTAB; () for all of them.
   tasks: tuple = ()
-  # Seeds of the runs of each task.
   seeds: schema.Seeds = (0,)
   # Train on train800 and test on val200, to choose settings; otherwise train on
   # both and test on the test images.

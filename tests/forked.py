@@ -18,7 +18,7 @@ import threading
 _PRELOAD = [
   'vit_jax.commands.evaluate', 'vit_jax.commands.plan', 'vit_jax.commands.predict',
   'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
-  'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.transfer',
+  'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.study',
   'tensorflow', 'tensorflow_datasets', 'tests.forked',
   # What runs and JAX import late.
   'clu.metric_writers', 'clu.periodic_actions', 'jaxlib.mlir.dialects.mhlo',

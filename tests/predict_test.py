@@ -315,7 +315,7 @@ def test_images_that_were_predicted_are_forgotten(model):
 def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   model = predict.load(str(folder_run[1]))  # An evaluation changes its config.
   assert evaluation.evaluate(model, 'train[:7]')['num_examples'] == 7
-  with pytest.raises(FileNotFoundError, match=r"'tset'.*--evaluate=SPLIT"):
+  with pytest.raises(FileNotFoundError, match=r"'tset'.*--split=SPLIT"):
     evaluation.evaluate(model, 'tset')
   other = tmp_path / 'other'
   shutil.copytree(image_folder / 'test', other / 'mine')

@@ -206,6 +206,12 @@ def size(count: float | None) -> str:
   return f'{count / 2**30:.2f} GiB'
 
 
+def counted(number: int, noun: str) -> str:
+  """Formats a number with a noun: '1 seed', '2 processes'."""
+  plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
+  return f'{number} {noun}{plural}'
+
+
 def needed(package: str, extra: str, what: str) -> types.ModuleType:
   """Imports a package of an extra; the error says how to install it."""
   try:

@@ -420,8 +420,8 @@ def _describe(prepared):
   words = task.describe()
   lines = [
     f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
-    f'{_count(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
-    f'{_count(jax.process_count(), "process")}, mesh {dict(mesh.shape)}.',
+    f'{console.counted(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
+    f'{console.counted(jax.process_count(), "process")}, mesh {dict(mesh.shape)}.',
     f'{mixture.describe(config.dataset)}: {examples:,} training examples '
     f"('{config.pp.train}'), {tested} for evaluation"
     f'{f", {words}" if words else ""}.',
@@ -451,11 +451,6 @@ def _describe(prepared):
   if copied:
     lines.append(f'{copied}.')
   say('\n'.join(lines))
-
-
-def _count(number, noun) -> str:
-  plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
-  return f'{number} {noun}{plural}'
 
 
 def _summarise(run, metrics, seconds):

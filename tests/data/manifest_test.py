@@ -231,7 +231,7 @@ def test_missing_features_and_splits(tiny_config, tmp_path):
   with pytest.raises(FileNotFoundError, match=r"no manifest '.*test.jsonl'"):
     sources.open_split(tiny_config, 'train+test', ('image',))
   (tmp_path / 'empty.jsonl').write_text('\n')
-  with pytest.raises(ValueError, match="has no feature 'image'"):
+  with pytest.raises(ValueError, match="empty.jsonl' is empty"):
     sources.open_split(tiny_config, 'empty')
 
 

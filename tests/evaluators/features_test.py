@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests import tiny_models
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
-from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import images as images_lib, index as index_lib
 from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
@@ -64,9 +64,11 @@ def test_every_example_comes_once_in_its_place(task):
   found = extractor.run(source, PARAMS, {}, indices)
   np.testing.assert_allclose(found.values, want[indices], atol=1e-5)
   assert found.labels.tolist() == [2, 2, 0]
-  labelled = records.MemorySource(
-    {'label': source.lookup(tf.range(COUNT))['label']}, source.names
-  )
+  columns = source.lookup(tf.range(COUNT))
+  # No file is read, and these do not exist.
+  missing = index_lib.of_paths('/no', 'such', [f'/no/{i}.png' for i in range(COUNT)])
+  columns['image'] = index_lib.Paths([(missing, missing.order)])
+  labelled = records.FolderSource(columns, source.names, 10**9)
   labels = features.read_labels(task.config, mesh, labelled)
   assert labels.tolist() == [0, 1, 2, 0, -1, -1, *(i % 3 for i in range(6, 21))]
   with pytest.raises(engine.Stopped):

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import conftest
 from vit_jax import console
 from vit_jax.data import records, sources
 from vit_jax.data.images import images as images_lib
@@ -110,6 +111,14 @@ def splits(monkeypatch):
     sources, 'open_split', lambda config, split, *_, **__: opened[split]
   )
   return opened
+
+
+def test_data_are_opened_once(task, mesh, tmp_path, caplog):
+  """So that their warnings come once."""
+  task.config.dataset = str(conftest.make_folder(tmp_path, (4, 1)))
+  (tmp_path / 'train' / 'notes.txt').touch()
+  probes.FewShot(task, mesh)
+  assert caplog.text.count('Ignored 1 files') == 1
 
 
 @pytest.fixture

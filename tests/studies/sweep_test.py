@@ -115,7 +115,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   # The first of equal ones, at the edge of the rates.
   assert found['best'] == {'base_lr': 0.01, 'model.classifier': 'token'}
   out = capsys.readouterr().out
-  assert 'Chosen: base_lr=0.01,classifier=token. 1 more are equally good.' in out
+  assert 'Chosen: base_lr=0.01,classifier=token. Equally good: 1 more.' in out
   assert 'base_lr=0.01 is at the edge of the values tried' in out
 
 

@@ -11,7 +11,7 @@ from tests.studies import fake_training
 from vit_jax import predict, train
 from vit_jax.configs import common, digits_transfer
 from vit_jax.data import sources
-from vit_jax.studies import transfer
+from vit_jax.studies import study
 
 
 def labels_of(dataset, split, data_dir):
@@ -68,7 +68,7 @@ def finished(config, tmp_path_factory):
       patch, lambda _: {'accuracy_test': values[fake.trained[-1]]}
     )
     conftest.write_classifier(workdir / 'pretrain', config.pretrain, '01234')
-    rows = transfer.transfer(config, str(workdir))
+    rows = study.transfer(config, str(workdir))
   return workdir, rows, fake.configs
 
 
@@ -85,7 +85,7 @@ def test_both_ways_with_the_same_labels(config, finished, monkeypatch, capsys):
   assert (tuned.pp, tuned.model) == (scratch.pp, scratch.model)
   # Again: all runs are finished.
   monkeypatch.setattr(train, 'train_and_evaluate', None)
-  assert transfer.transfer(config, str(workdir)) == rows
+  assert study.transfer(config, str(workdir)) == rows
   assert 'from scratch  25.00 ± 21.21' in capsys.readouterr().out
 
 

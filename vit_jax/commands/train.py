@@ -27,7 +27,7 @@ TRAINERS = {
   'inference_time': 'vit_jax.inference_time:inference_time',
   'noisy_student': 'vit_jax.studies.noisy_student:noisy_student',
   'study': 'vit_jax.studies.study:study',
-  'transfer': 'vit_jax.studies.transfer:transfer',
+  'transfer': 'vit_jax.studies.study:transfer',
   'vtab': 'vit_jax.studies.vtab:vtab',
 }
 # Trainers of many independent runs.

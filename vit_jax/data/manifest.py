@@ -322,7 +322,9 @@ def _parse(root, base) -> list[Line]:
     )
   with tf.io.gfile.GFile(path, 'rb') as file:
     texts = file.read().splitlines()
-  numbered = ((i, text) for i, text in enumerate(texts, 1) if text.strip())
+  numbered = [(i, text) for i, text in enumerate(texts, 1) if text.strip()]
+  if not numbered:
+    raise ValueError(f"manifest '{path}' is empty: write one image per line")
   return [Line(path, i, root, _parse_line(f'{path}:{i}', text)) for i, text in numbered]
 
 

@@ -78,7 +78,7 @@ def open_split(
     if split != config.pp.train:
       raise ValueError(
         f"'{dataset}' holds pseudo-labels for training: evaluate split '{split}' "
-        'of labelled data (config.evals, --evaluate)'
+        'of labelled data (config.evals, --split)'
       )
 
     def images(name, split):

@@ -54,7 +54,7 @@ def evaluate(
       )
     except FileNotFoundError as e:
       raise FileNotFoundError(
-        f'{e}; give the split as --evaluate=SPLIT, and data that have moved as '
+        f'{e}; give the split as --split=SPLIT, and data that have moved as '
         '--dataset=FOLDER'
       ) from e
     names = task.class_names_of(source)

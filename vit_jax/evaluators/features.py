@@ -177,10 +177,20 @@ def least_memory() -> int:
   return min(processes.attempt('the memory', console.machine_memory))
 
 
+class _Labels(records.Subset):
+  """A source whose images are not read."""
+
+  def lookup(self, indices):
+    found = super().lookup(indices)
+    return {name: x for name, x in found.items() if name != 'image'}
+
+
 def read_labels(config, mesh, source) -> np.ndarray:
   """Reads the class of every example of a split, int32 [n], see Features."""
+  source = source.evaluated
+  source = _Labels(source, np.arange(source.num_examples))
   return engine.collect(
-    config, mesh, source.evaluated, lambda record, seed: _label(record),
+    config, mesh, source, lambda record, seed: _label(record),
     engine.everywhere(mesh, lambda batch: batch), what='Reading labels',
   )['label']  # fmt: skip
 

@@ -61,18 +61,18 @@ class Probe:
     self.shots, self._fit, self._pp = shots, fit, pp
     dataset, train, test = splits
 
-    def open_split(split, wanted=sources.LABELLED):
-      return sources.open_split(
-        task.config, split, wanted, dataset=dataset, workdir=workdir
-      ).evaluated
-
     self.extractor = self._extractor(layers)
-    self.train, self.test = open_split(train), open_split(test)
+    self.train, self.test = (
+      sources.open_split(
+        task.config, split, sources.LABELLED, dataset=dataset, workdir=workdir
+      ).evaluated
+      for split in (train, test)
+    )
     self.class_names = self.train.class_names
     self._numbers = _numbers(self.test.class_names, self.class_names)
     self._chosen = []
     if shots:
-      labels = features.read_labels(task.config, mesh, open_split(train, ('label',)))
+      labels = features.read_labels(task.config, mesh, self.train)
       self._chosen = [
         choose(labels, self.class_names, max(shots), seed, skip_empty) for seed in seeds
       ]

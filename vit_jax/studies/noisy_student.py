@@ -41,13 +41,20 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   """
   _check(config)
   counts = [_check_data(config, seed) for seed in config.seeds]
-  given = config.teacher_workdir
-  found = {}
+  found, given = {}, config.teacher_workdir
+
+  def train_all(variant, runs):
+    outcome = runs_lib.train_all(runs, workdir)
+    outcome.finish()
+    # A student's own seed differs from the seed of its teacher.
+    metrics = outcome.by_seed(runs, config.metric).values()
+    found[variant] = dict(zip(config.seeds, metrics))
+    return [f'{workdir}/{run.name}' for run in runs]
+
   if given is None:
     say('Teachers:')
     runs = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
-    found['teacher'] = _train(config, runs, workdir)
-    teachers = [f'{workdir}/{run.name}' for run in runs]
+    teachers = train_all('teacher', runs)
   else:
     found['teacher'] = dict.fromkeys(config.seeds, _evaluate(given, config))
     teachers = [given] * len(config.seeds)
@@ -57,20 +64,12 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
       _student(config, workdir, iteration, *each)
       for each in zip(config.seeds, teachers, counts)
     ]
-    found[f'student {iteration}'] = _train(config, runs, workdir)
-    teachers = [f'{workdir}/{run.name}' for run in runs]
+    teachers = train_all(f'student {iteration}', runs)
   return summaries.report(
     workdir, 'noisy_student', config.metric, found, 'Noisy Student',
     baseline='teacher', x_label='iteration',
     places=[('mean over the seeds', iteration) for iteration in range(len(found))],
   )  # fmt: skip
-
-
-def _train(config, runs, workdir) -> dict[int, float]:
-  """Trains a run for each seed; returns the metric by the seeds of the config."""
-  outcome = runs_lib.train_all(runs, workdir)
-  outcome.finish()
-  return dict(zip(config.seeds, outcome.by_seed(runs, config.metric).values()))
 
 
 # --- Checking ---
@@ -81,17 +80,12 @@ def _check(config):
   runs_lib.complete(config, recipe.NoisyStudent, 'a Noisy Student')
   for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
-    known = run_config.metrics_of(run)
-    whose = kind
+    known, whose = run_config.metrics_of(run), f'the {kind}'
     if config.teacher_workdir is not None:
       # Few-shot probes are part of a run, not of an evaluation.
       known = run_config.metrics_of_task(run)
-      whose = f'{kind} and of a given teacher (config.teacher_workdir)'
-    if config.metric not in known:
-      raise ValueError(
-        f"metric='{config.metric}' is not among the metrics of the {whose}: use "
-        f'one of {known} (config.metric)'
-      )
+      whose += ' and of a given teacher (config.teacher_workdir)'
+    runs_lib.check_metric(config.metric, known, whose)
     size = run.batch
     for ratio in ratios:
       run.batch = round(size * (1 + ratio))
@@ -174,9 +168,10 @@ def _describe(facts, folder) -> str:
   counts = facts['counts']
   each = counts['by_class']
   empty = [x for x, count in zip(facts['class_names'], each) if not count]
-  none = f'; none for {len(empty)} classes, such as {empty[:3]}'
+  lacking = console.counted(len(empty), 'class')
+  none = f'; none for {lacking}, such as {empty[:3]}'
   return (
     f'{folder}: {sum(each):,} of {counts["images"]:,} images labelled, '
-    f'{min(each):,} to {max(each):,} a class, and {counts["examples"]:,} when '
+    f'{min(each):,} to {max(each):,} per class, and {counts["examples"]:,} when '
     f'balanced{none if empty else ""}.'
   )

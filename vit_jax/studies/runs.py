@@ -64,12 +64,11 @@ class _Result(msgspec.Struct, omit_defaults=True):
   metrics: dict[str, float] | None = None  # Of the last evaluation.
   diverged: str | None = None  # Error message, if the loss was not finite.
 
-  def describe(self) -> str:
+  def __str__(self):
     if self.diverged is not None:
       return f'diverged: {self.diverged.partition(". ")[0]}'
     hidden = ('num_examples', 'img_sec')
-    metrics = self.metrics.items()
-    shown = {k: v for k, v in metrics if not k.startswith(hidden)}
+    shown = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
     return metrics_lib.format_metrics(shown)
 
 
@@ -100,7 +99,7 @@ class Outcome(NamedTuple):
       remedy = 'Run the same command again to retry'
     lines = '\n'.join(f'  {name}: {reason}' for name, reason in reasons.items())
     raise Failed(
-      f"{len(reasons)} runs in workdir='{self.workdir}' failed:\n{lines}\n"
+      f"{console.counted(len(reasons), 'run')} in workdir='{self.workdir}' failed:\n{lines}\n"
       f'All other runs are finished. {remedy}'
     )
 
@@ -110,12 +109,11 @@ def train_all(
 ) -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
-  Finished runs are skipped, interrupted ones resume. Everything that `check` checks
-  is checked before the first run starts. If a run fails, the others are still
-  trained, see Outcome.finish; but an error of only some of the processes ends them
-  all. A run that another machine has locked comes last: it is trained here if that
-  machine stops without finishing it. `checkpoints` says which ones to keep of a
-  finished run.
+  Finished runs are skipped, interrupted ones resume. Calls `check` first. If a run
+  fails, the others are still trained, see Outcome.finish; but an error of only some of
+  the processes ends them all. A run that another machine has locked comes last: it is
+  trained here if that machine stops without finishing it. `checkpoints` says which ones
+  to keep of a finished run.
   """
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
@@ -128,7 +126,8 @@ def train_all(
     locked = {}  # Names of runs -> who has locked them.
     for run in left:
       try:
-        other = _train(run, workdir, checkpoints, heads[run.name])
+        if other := _train(run, workdir, checkpoints, heads[run.name]):
+          locked[run.name] = other
       except _OWN_ERRORS as e:
         # Processes continue together only if all have the same error. The loss,
         # which FloatingPointError is about, is the same on all of them.
@@ -136,13 +135,10 @@ def train_all(
           raise
         failed[run.name] = str(e)
         say(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
-      else:
-        if other:
-          locked[run.name] = other
     if len(locked) == len(left) and not waiting:
       others = ''.join(f'  {name}: {other}\n' for name, other in locked.items())
       say(
-        f'Waiting for {len(locked)} runs on other machines:\n{others}'
+        f'Waiting for {console.counted(len(locked), "run")} on other machines:\n{others}'
         'A run whose machine stops resumes here. Ctrl-C stops waiting; run the same '
         'command later to see the table.'
       )
@@ -157,7 +153,7 @@ def _train(run, workdir, checkpoints, head) -> str | None:
   """Trains a run unless it is finished; returns who has locked it, if anyone."""
   began = time.perf_counter()
   if (result := _read(workdir, run)) is not None:
-    say(f'{head}  {result.describe()}, already done')
+    say(f'{head}  {result}, already done')
     return None
   lock = lock_lib.Holder(f'{workdir}/{run.name}')
   try:
@@ -170,7 +166,7 @@ def _train(run, workdir, checkpoints, head) -> str | None:
       result = _train_locked(run, workdir, checkpoints, head.strip(), lock)
   finally:
     lock.release()
-  say(f'{head}  {result.describe()}, {console.duration(time.perf_counter() - began)}')
+  say(f'{head}  {result}, {console.duration(time.perf_counter() - began)}')
   return None
 
 
@@ -265,6 +261,15 @@ def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
     if key not in config:
       raise ValueError(f'{of} needs config.{key}')
   return config
+
+
+def check_metric(metric: str, known: Sequence[str], whose: str):
+  """Raises ValueError if a metric is not among the known ones."""
+  if metric not in known:
+    raise ValueError(
+      f"metric='{metric}' is not among the metrics of {whose}: use one of {known} "
+      '(config.metric)'
+    )
 
 
 def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):

@@ -1,21 +1,23 @@
 """Compares variants of a run over several seeds, with a table and a plot.
 
   python -m vit_jax.main --config=STUDY.py --workdir=/tmp/study
+  python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 
-`Study` has the keys of the config. To share the runs between machines that see the
-workdir, start the same command on each.
+`Study` and `Transfer` have the keys of the configs. To share the runs between machines
+that see the workdir, start the same command on each.
 """
 
 from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
+import math
 import re
 from typing import Annotated, Literal
 
 import ml_collections
 
 from vit_jax import console, models
-from vit_jax.configs import schema
+from vit_jax.configs import common, schema
 from vit_jax.data import sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.planning import costs, flops
@@ -29,7 +31,7 @@ _Variants = Annotated[
 
 
 @dataclasses.dataclass(kw_only=True)
-class Study:
+class Study(common.Seeded):
   """The config of a study."""
 
   trainer: str = 'study'
@@ -37,9 +39,6 @@ class Study:
   base: ml_collections.ConfigDict
   # What each variant changes in `base`, by dotted key, see runs.changed.
   variants: _Variants
-  # Seeds of the runs of each variant. A seed also replaces '{seed}' in pp.train and
-  # pp.test, for draws of labels.
-  seeds: schema.Seeds
   # Metric to compare, such as 'accuracy_test'.
   metric: schema.Text
   # Title of the plot.
@@ -53,6 +52,17 @@ class Study:
   x_log: bool = False
   # Checkpoints to keep of a finished run.
   checkpoints: schema.Kept = 'newest'
+
+
+@dataclasses.dataclass(kw_only=True)
+class Transfer(common.Seeded):
+  """The config of a comparison of fine-tuning with training from scratch."""
+
+  trainer: str = 'transfer'
+  # Configs of runs.
+  pretrain: ml_collections.ConfigDict
+  finetune: ml_collections.ConfigDict
+  scratch: ml_collections.ConfigDict
 
 
 def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
@@ -69,13 +79,39 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     (line, exaflops(found[0].config) if x == 'exaflops' else x)
     for (line, x), found in zip(config.x, variants.values())
   ]
-  count = len(variants) * len(config.seeds)
-  console.say(
-    f'{len(variants)} variants x {len(config.seeds)} seeds = {count} runs in {workdir}:'
-  )
+  counts = {'variant': len(variants), 'seed': len(config.seeds)}
+  found = ' x '.join(console.counted(n, noun) for noun, n in counts.items())
+  runs = console.counted(math.prod(counts.values()), 'run')
+  console.say(f'{found} = {runs} in {workdir}:')
   return compare(
     variants, workdir, 'study', config.metric, config.title, config.checkpoints,
     places=places, x_label=config.x_label, log_x=config.x_log,
+  )  # fmt: skip
+
+
+def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
+  """Pre-trains once, then fine-tunes and trains from scratch on the same few labels.
+
+  The workdir holds all runs, transfer.json and transfer.png. Returns the rows of
+  transfer.json, see summaries.report: test accuracies of 'fine-tuned' and 'from
+  scratch', and their margin. Raises as `study` does.
+  """
+  config = runs_lib.complete(config, Transfer, 'a transfer')
+  pretraining = runs_lib.Run('pretrain', config.pretrain)
+  config.finetune.pretrained = f'{workdir}/{pretraining.name}'
+  tuned = runs_lib.over_seeds('finetune', config.finetune, config.seeds)
+  scratch = runs_lib.over_seeds('scratch', config.scratch, config.seeds)
+  for run in (pretraining, tuned[0], scratch[0]):
+    run_config.check(run_config.complete(run.config))
+  console.say(f'Pre-training on {config.pretrain.dataset}:')
+  runs_lib.train_all([pretraining], workdir, 'all').finish()
+  console.say(
+    f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
+    f'same labels, {console.counted(len(config.seeds), "draw")} of labels:'
+  )
+  return compare(
+    {'fine-tuned': tuned, 'from scratch': scratch},
+    workdir, 'transfer', 'accuracy_test', 'Transfer', baseline='from scratch',
   )  # fmt: skip
 
 
@@ -131,11 +167,7 @@ def _variants(config) -> dict[str, list[runs_lib.Run]]:
     except ValueError as e:
       raise ValueError(f"variant '{name}': {e} (config.variants)") from e
     known = run_config.metrics_of(run)
-    if config.metric not in known:
-      raise ValueError(
-        f"metric='{config.metric}' is not among the metrics of variant '{name}': "
-        f'use one of {known} (config.metric)'
-      )
+    runs_lib.check_metric(config.metric, known, f"variant '{name}'")
     # 'learned_1-D_0' for 'learned, 1-D'.
     folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
     variants[name] = runs_lib.over_seeds(folder, run, config.seeds)

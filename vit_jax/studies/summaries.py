@@ -44,15 +44,15 @@ def row(names: Mapping[str, Any], by_seed: Mapping[int, float | None]) -> dict:
 
 def values(row: Mapping[str, Any]) -> list[float]:
   """Returns the values of a row's seeds, without missing ones."""
-  found = (value for column, value in row.items() if column.startswith('seed_'))
-  return [value for value in found if value is not None]
+  return [x for k, x in row.items() if k.startswith('seed_') and x is not None]
 
 
 def cells(metric: str, row: Mapping[str, Any]) -> tuple[str, str]:
   """Formats the mean of a row, and the values of its seeds."""
   found = values(row)
-  each = ' '.join(format_values(metric, [value]) for value in found)
-  return format_values(metric, found), each
+  return format_values(metric, found), ' '.join(
+    format_values(metric, [x]) for x in found
+  )
 
 
 def with_unit(metric: str) -> str:
@@ -62,9 +62,9 @@ def with_unit(metric: str) -> str:
 
 def write(workdir, name: str, text: str):
   """Writes a file of a workdir."""
+  path = epath.Path(workdir) / name
 
   def do():
-    path = epath.Path(workdir) / name
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, text)
 
@@ -129,29 +129,21 @@ def report(
 ) -> list[dict]:
   """Compares a metric of variants: prints a table, writes NAME.json and NAME.png.
 
-  Args:
-    workdir: folder of the files.
-    name: name of the files.
-    metric: name of the metric.
-    found: value of each seed, None if it is missing, by variant.
-    title: title of the plot.
-    baseline: variant to compare the others with, seed by seed.
-    places: (name of the line, x) of each variant, for curves instead of bars.
-    x_label: label of the x axis, with its unit.
-    log_x: whether the x axis is logarithmic.
+  `found` has the value of each seed, or None, by variant; `baseline` is the variant to
+  compare the others with, seed by seed. `places` are (name of the line, x) of each
+  variant, for curves instead of bars.
 
-  Returns:
-    The rows of NAME.json: `variant`, `metric`, `mean` and `std` over the seeds,
-    and `seed_0`, ...; with a baseline `margin` and `margin_std`, and for curves
-    `line` and `x`.
+  Returns the rows of NAME.json: `variant`, `metric`, `mean` and `std` over the seeds,
+  and `seed_0`, ...; with a baseline `margin` and `margin_std`, and for curves `line`
+  and `x`.
   """
   rows, lines, points = [], [], []
-  for i, (variant, by_seed) in enumerate(found.items()):
+  places = places or [(variant, None) for variant in found]
+  for (variant, by_seed), (line, x) in zip(found.items(), places, strict=True):
     new = row({'variant': variant, 'metric': metric}, by_seed)
     mean, each = cells(metric, new)
-    line, x = places[i] if places else (variant, None)
     columns = {'variant': variant}
-    if places:
+    if x is not None:
       new.update(line=line, x=x)
       columns[x_label] = f'{x:.4g}'
     columns[metric] = mean
@@ -168,6 +160,6 @@ def report(
   if baseline is not None:
     heading += f", and margin over '{baseline}' with the same seed"
   publish(workdir, name, rows, f'{heading}:', [*columns, 'seeds'], lines)
-  axis = x_label if places else None
+  axis = None if points[0][1] is None else x_label
   plot(metric, title, points, f'{workdir}/{name}.png', axis, log_x)
   return rows

@@ -106,7 +106,8 @@ def sweep(
     runs_lib.train_all(runs, workdir, checkpoints).finish()
     return {'choice': [], 'best': None, 'test': []}
   say(
-    f'Choice: {len(runs)} combinations of {", ".join(plan.values)}, trained on '
+    f'Choice: {console.counted(len(runs), "combination")} of '
+    f'{", ".join(plan.values)}, trained on '
     f"'{plan.parts.train}', compared by {plan.metric} on '{plan.parts.held_out}':"
   )
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
@@ -115,9 +116,10 @@ def sweep(
   outcome.finish(allow_diverged=True)
   best = _best(plan, choice)
   runs = plan.test_runs(best)
+  seeds = ', '.join(map(str, plan.seeds))
   say(
-    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}' with the seeds "
-    f'{", ".join(map(str, plan.seeds))}:'
+    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}', "
+    f'seed{"s" * (len(runs) > 1)} {seeds}:'
   )
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
   test = _show_test(plan, best, runs, outcome, workdir)
@@ -257,7 +259,7 @@ def _best(plan, rows) -> dict[str, Any]:
   best = (min if low else max)(rows, key=lambda row: row[metric])
   values = {key: best[key] for key in plan.values}
   equal = sum(row[metric] == best[metric] for row in rows) - 1
-  tied = f' {equal} more are equally good.' if equal else ''
+  tied = f' Equally good: {equal} more.' if equal else ''
   say(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():
     ordered = all(map(schema.is_number, tried)) and len(tried) > 1
@@ -280,6 +282,6 @@ def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
     (summaries.with_unit(row['metric']), *summaries.cells(row['metric'], row))
     for row in rows
   ]
-  heading = f'Mean and standard deviation over {len(runs)} seeds:'
+  heading = f'Mean and standard deviation over {console.counted(len(runs), "seed")}:'
   summaries.publish(workdir, 'test', rows, heading, ('metric', 'test', 'seeds'), lines)
   return rows

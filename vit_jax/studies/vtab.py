@@ -4,6 +4,7 @@ python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
 import copy
+import itertools
 import statistics
 from typing import Any
 
@@ -11,7 +12,7 @@ import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import common, vtab as vtab_config
-from vit_jax.data.tfds import vtab as data, vtab_tasks
+from vit_jax.data.tfds import builders, vtab as data, vtab_tasks
 from vit_jax.distributed import processes
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
@@ -38,16 +39,12 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   study.study does, and FileNotFoundError if no task has data on this machine.
   """
   runs = _by_task(config)
-  every = [run for found in runs.values() for run in found]
+  every = [*itertools.chain(*runs.values())]
   runs_lib.check(every, workdir, config.checkpoints)
   done = runs_lib.collect(every, workdir).done
   skipped = _skipped(config, runs, done)
-  chosen = [
-    run
-    for task, found in runs.items()
-    for run in found
-    if task not in skipped or run.name in done
-  ]
+  left_out = {run.name for task in skipped for run in runs[task]} - done
+  chosen = [run for run in every if run.name not in left_out]
   if not chosen:
     raise FileNotFoundError(
       'no task of VTAB has data on this machine: get them as described above, or '
@@ -63,7 +60,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   """Returns the runs of all tasks and seeds; their configs are not checked."""
-  return [run for found in _by_task(config).values() for run in found]
+  return [*itertools.chain(*_by_task(config).values())]
 
 
 def _by_task(config) -> dict[str, list[runs_lib.Run]]:
@@ -96,16 +93,16 @@ def _skipped(config, runs, done) -> dict[str, str]:
 
   Tasks whose runs are all finished need no data.
   """
-  needed = [
-    task for task, found in runs.items() if not done.issuperset(x.name for x in found)
-  ]
-  skipped = _missing(config.run, needed)
+  needed = [task for task, found in runs.items() if {x.name for x in found} - done]
+  skipped, failures = _missing(config.run, needed), {}
   if config.download:
-    failures = {}
     for task in skipped:
+      # TFDS would fail only after the download.
+      if any(processes.attempt('the packages', lambda t=task: data.lacking(TASKS[t]))):
+        continue
       say(f'Preparing {TASKS[task].dataset} for {task} ...')
       try:
-        data.prepare(config.run, f'vtab/{task}')
+        builders.get_builder(config.run, TASKS[task].dataset)
       except ValueError as e:
         failures[task] = str(e)
     skipped = {**_missing(config.run, needed), **failures}

@@ -28,7 +28,7 @@ def whole(info, dataset: str, split: str):
   if split not in info.splits:
     raise ValueError(
       f"data set '{dataset}' has no split '{split}': it has {list(info.splits)} "
-      '(config.pp.train, config.pp.test, config.evals, --evaluate)'
+      '(config.pp.train, config.pp.test, config.evals, --split)'
     )
   return info.splits[split]
 

@@ -15,7 +15,6 @@ import importlib.util
 from vit_jax.data import records, slices
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import builders, parsing, splits, vtab_tasks
-from vit_jax.distributed import processes
 
 
 class Reader(parsing.Reader):
@@ -60,7 +59,7 @@ def tfds_split(info, dataset: str, split: str) -> str:
     if part not in known:
       raise ValueError(
         f"data set '{dataset}' has no split '{part}': it has {list(known)}, which "
-        'cannot be cut (config.pp.train, config.pp.test, config.evals, --evaluate)'
+        'cannot be cut (config.pp.train, config.pp.test, config.evals, --split)'
       )
     found += known[part]
   return '+'.join(_first(info, dataset, *part) for part in found)
@@ -108,26 +107,12 @@ def missing(config, dataset: str) -> str:
   builder = builders.find_builder(config, task.dataset)
   if builder.info.splits:
     return ''
-  how = f'{builders.how_to_get(config, builder)} {_lacking(task)}'.strip()
+  how = f'{builders.how_to_get(config, builder)} {lacking(task)}'.strip()
   return f"'{task.dataset}' is not in {builder.data_dir}: {how}"
 
 
-def prepare(config, dataset: str):
-  """Downloads the data of a task, if they are missing and TFDS can."""
-  task = vtab_tasks.find_task(dataset)
-
-  def check():  # TFDS would fail only after the download.
-    if _lacking(task):
-      raise ValueError(
-        f"data set '{task.dataset}' cannot be prepared: {_lacking(task)}"
-      )
-
-  processes.attempt(f"checking the packages for '{task.dataset}'", check)
-  builders.get_builder(config, task.dataset)
-
-
-def _lacking(task) -> str:
-  """Returns how to install the package that TFDS lacks to prepare the data."""
+def lacking(task: vtab_tasks.Task) -> str:
+  """Returns how to install the package that TFDS needs to prepare the data, or ''."""
   if not task.module or importlib.util.find_spec(task.module):
     return ''
   package = builders.PACKAGES[task.module]
