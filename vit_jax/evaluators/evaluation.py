@@ -22,17 +22,12 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
-  Args:
-    model: the model.
-    split: a split in the notation of TFDS, such as 'test' or 'train[:10%]'.
-    dataset: another data set with the same classes; by default the run's.
-    real_labels: file of ReaL labels, see vit_jax/evaluators/real.py.
-    options: replace values of the run's `config.task_options`, as {'tight': 1} for a
-      detector.
+  `split` is in the notation of TFDS, such as 'train[:10%]', of the run's data set or of
+  a `dataset` with the same classes; `real_labels` is a file, see real.py; `options`
+  replace values of the run's `config.task_options`, as {'tight': 1} for a detector.
 
-  Returns:
-    The metrics of the task (`accuracy` and `loss`, for classes), `num_examples` and
-    `img_sec_core`; with `real_labels` also `accuracy_real` and `num_real`.
+  Returns the metrics of the task (`accuracy` and `loss`, for classes), `num_examples`
+  and `img_sec_core`; with `real_labels` also `accuracy_real` and `num_real`.
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)

@@ -54,17 +54,14 @@ def layers(task) -> dict[str, str]:
   """Returns the paths of a model's layers in `intermediates`, from the input on.
 
   The names are 'layer_0', 'layer_1', ... Each model of this package sows a mean
-  [B, D] in front of each layer:
+  [B, D] in front of each layer, and one after the last:
 
-    ViT        layer_<l>: the tokens as the first norm of block l returns them;
-               the last one: the tokens after the encoder's norm
-    hybrid     before these, stage_<s>: the feature map that enters stage s of
-               the ResNet; the last one: the output of the ResNet
-    Mixer      as ViT
-    BiT        layer_<l>: the feature map that enters stage l; the last one:
-               the map after the last norm
-    iGPT       as ViT (section 3.4 of "Generative Pretraining from Pixels":
-               n^l, averaged over the positions)
+    ViT, Mixer, iGPT  the tokens as the first norm of the block returns them (n^l in
+                      section 3.4 of "Generative Pretraining from Pixels"); last: after
+                      the encoder's norm
+    hybrid            before these, stage_<s>: what enters and what leaves the ResNet's
+                      stages
+    BiT               the feature map that enters the stage; last: after the last norm
   """
   matches = map(_SOWN.search, _sown(task))
   found = [match for match in matches if match]
@@ -91,11 +88,8 @@ class Extractor:
   array that the model sows; or the path of a module, such as
   'Transformer/encoderblock_3', for its outputs. Dimensions between the first and the
   last, such as tokens, are averaged. `pp` is the preprocessing of the images, by
-  default `task.config.pp`.
-
-  Attributes:
-    widths: number of features of each layer, by name.
-    width: number D of features of all layers, which are concatenated.
+  default `task.config.pp`. `widths` are the numbers of features by layer, and `width`
+  is their sum D.
   """
 
   def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):

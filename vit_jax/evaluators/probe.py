@@ -10,11 +10,11 @@ In Python:
 """
 
 from collections.abc import Sequence
-import json
 
 import jax
 
-from vit_jax.distributed import files, sharding
+from vit_jax import console
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import evaluation, probes
 from vit_jax.run import config as run_config, metrics
 
@@ -30,22 +30,17 @@ def probe(
 ) -> dict:
   """Probes the features of a model, the result of `predict.load` or `load_weights`.
 
-  Args:
-    model: the model; its parameters are not changed.
-    mesh: mesh of the model's parameters; by default of their devices.
-    shots: images per class of the few-shot probes; by default SHOTS, or none if
-      all layers are probed.
-    linear: whether to train a linear probe on all training images.
-    **options: further keys of `config.fewshot`, see configs/common.py. Weights
-      without a run need a `dataset`. `layer` can also be 'all', 'last', or a
-      number, see vit_jax.evaluators.features.layers.
+  Its parameters, on the devices of `mesh`, are not changed. `shots` are the images per
+  class of the few-shot probes, by default SHOTS, or none if all layers are probed;
+  `linear` adds a probe of all training images. `options` are further keys of
+  `config.fewshot`, see configs/common.py: weights without a run need a `dataset`, and
+  `layer` can also be 'all', 'last', or a number, see features.layers.
 
-  Returns:
-    A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
-    `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
-    `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a
-    dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); and
-    `layers`, None or for layer='all' a list of such dicts with `layer`.
+  Returns a dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
+  `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
+  `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a
+  dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); and `layers`,
+  None or for layer='all' a list of such dicts with `layer`.
   """
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -70,15 +65,13 @@ def probe(
   run_config.check_memory(config, jax.process_count())
   made = probes.FewShot(model.task, mesh)
   dataset, train, test = probes.splits(config)
-  few, rows, state = [], [], (model.params, model.extra)
+  few, rows, state = {}, [], (model.params, model.extra)
   if shots:
-    [found] = made.accuracies(*state).values()
-    for number, values in found.items():
-      mean, std = metrics.mean_std(values)
-      few.append({'shots': number, 'accuracies': values, 'mean': mean, 'std': std})
+    [few] = made.accuracies(*state).values()
   if linear:
     for name, x in made.linear(layers, *state).items():
       rows.append({'layer': name, **x._asdict(), 'held_out': [*x.held_out.items()]})
+  names = 'mean', 'std'
   return {
     'dataset': dataset or config.dataset,
     'train': train,
@@ -88,7 +81,10 @@ def probe(
     'num_classes': len(made.class_names),
     'layer': layer,
     'num_features': made.extractor.width,
-    'fewshot': few,
+    'fewshot': [
+      {'shots': n, 'accuracies': x, **dict(zip(names, metrics.mean_std(x)))}
+      for n, x in few.items()
+    ],
     'linear': rows[0] if rows and not every else None,
     'layers': rows if every else None,
   }
@@ -103,32 +99,22 @@ def table(result: dict) -> str:
   )
   if result['layers']:
     return f'{head}linear probes of all layers.\n{probes.table(_by_layer(result))}'
-  lines = [
-    f"{head}{result['num_features']:,} features, '{result['layer']}'.",
-    f'{"probe":<10} {"accuracy":>9}',
-  ]
+  head += f"{result['num_features']:,} features, '{result['layer']}'."
+  lines = [head, probes.header('probe')]
   for row in result['fewshot']:
-    seeds = len(row['accuracies'])
-    lines.append(
-      f'{row["shots"]:>2}-shot    {100 * row["mean"]:7.2f} % '
-      f'± {100 * row["std"]:.2f} ({seeds} seed{"s" * (seeds > 1)})'
-    )
-  linear = result['linear']
-  if linear:
+    note = f' ({console.counted(len(row["accuracies"]), "seed")})'
+    lines.append(probes.line(f'{row["shots"]:>2}-shot', row['accuracies'], note))
+  if linear := result['linear']:
     l2s = ', '.join(f'{l2:g}' for l2, _ in linear['held_out'])
-    lines.append(
-      f'linear     {100 * linear["accuracy"]:7.2f} % (penalty {linear["l2"]:g} of {l2s})'
-    )
+    note = f' (penalty {linear["l2"]:g} of {l2s})'
+    lines.append(probes.line('linear', [linear['accuracy']], note))
   return '\n'.join(lines)
 
 
 def write(path, result: dict):
   """Writes the result of `probe` as JSON, and a plot if it has all layers."""
-  if result['layers']:
-    probes.write(path, _by_layer(result), result)
-  else:
-    files.write(path, json.dumps(result, indent=1) + '\n')
+  probes.write(path, result, _by_layer(result))
 
 
 def _by_layer(result):
-  return {row['layer']: [row['accuracy']] for row in result['layers']}
+  return {row['layer']: [row['accuracy']] for row in result['layers'] or ()}

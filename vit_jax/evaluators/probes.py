@@ -2,8 +2,8 @@
 
 FewShot trains on a few images of each class, by the protocol of the paper's few-shot
 numbers (arXiv 2010.11929, section 4.1 and figure 4) as in big_vision's `fewshot_lsr`:
-several random choices of images, and least squares in closed form, so that a probe
-takes little more time than an evaluation.
+several random choices of images, and least squares in closed form, which takes little
+more time than an evaluation.
 
 LayerProbe measures all layers, and the pixels, by logistic regression: accuracy by
 depth shows which layers separate the classes best ("Generative Pretraining from
@@ -179,20 +179,18 @@ class LayerProbe(Probe):
 
   def run(self, params, extra, stop=engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""
-    found = {
-      layer: draws
-      for layer, by_shots in self.accuracies(params, extra, stop).items()
-      for draws in by_shots.values()
-    }
+    found = self.accuracies(params, extra, stop)
+    found = {layer: draws for layer, x in found.items() for draws in x.values()}
     console.say(table(found))
     if self.workdir is not None:
-      path = epath.Path(self.workdir) / 'probe.json'
-      write(path, found, {'layers': as_rows(found)})
-    best, pixels = best_layer(found), features.PIXELS
-    return {
-      'probe_best': float(np.mean(found[best])),
-      'probe_pixels': float(np.mean(found[pixels])),
-    }
+      names = 'accuracy', 'std'
+      rows = [
+        {'layer': layer, **dict(zip(names, metrics.mean_std(draws)))}
+        for layer, draws in found.items()
+      ]
+      write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, found)
+    best, pixels = found[best_layer(found)], found[features.PIXELS]
+    return {'probe_best': float(np.mean(best)), 'probe_pixels': float(np.mean(pixels))}
 
 
 def splits(config) -> tuple[str | None, str, str]:
@@ -278,16 +276,23 @@ def select(task, layer: str) -> list[str]:
   return [name]
 
 
+def line(name: str, accuracies: Sequence[float], note: str = '') -> str:
+  """Returns a line of a table: the mean of accuracies, and the spread of several."""
+  mean, std = metrics.mean_std(accuracies)
+  spread = f' ± {100 * std:.2f}' if std else ''
+  return f'{name:<10} {100 * mean:7.2f} %{spread}{note}'
+
+
+def header(title: str) -> str:
+  """Returns the first line of a table."""
+  return f'{title:<10} {"accuracy":>9}'
+
+
 def table(found: Accuracies) -> str:
   """Returns the accuracy by layer as text, with the best layer marked."""
   best = best_layer(found)
-  lines = [f'{"layer":<10} {"accuracy":>9}']
-  for name, values in found.items():
-    mean, std = metrics.mean_std(values)
-    spread = f' ± {100 * std:.2f}' if std else ''
-    mark = '  best layer' if name == best else ''
-    lines.append(f'{name:<10} {100 * mean:7.2f} %{spread}{mark}')
-  return '\n'.join(lines)
+  rows = [line(k, x, '  best layer' * (k == best)) for k, x in found.items()]
+  return '\n'.join([header('layer'), *rows])
 
 
 def best_layer(found: Accuracies) -> str:
@@ -296,35 +301,27 @@ def best_layer(found: Accuracies) -> str:
   return max(names, key=lambda name: np.mean(found[name]))
 
 
-def as_rows(found: Accuracies) -> list[dict]:
-  """Returns the accuracy by layer as rows, with the deviation of several draws."""
-  rows = []
-  for name, values in found.items():
-    mean, std = metrics.mean_std(values)
-    spread = {'std': std} if len(values) > 1 else {}
-    rows.append({'layer': name, 'accuracy': mean, **spread})
-  return rows
-
-
-def write(path: epath.Path, found: Accuracies, content: dict):
-  """Writes `content` as JSON, and a plot of the accuracy by layer next to it.
+def write(path: epath.Path, content: dict, found: Accuracies | None = None):
+  """Writes `content` as JSON, and a plot of the accuracy by layer, if any, next to it.
 
   Process 0 writes. Without matplotlib, the plot is left out.
   """
-  best = best_layer(found)
-  layers = [x for name, x in found.items() if name != features.PIXELS]
-  curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
-  if features.PIXELS in found:  # A horizontal line.
-    pixels = 100 * np.array([found[features.PIXELS]] * 2)
-    curves['raw pixels'] = ((0, len(layers) - 1), pixels)
-  title = (
-    f'Linear probes: {best.replace("_", " ")} is best, '
-    f'{100 * np.mean(found[best]):.1f} %'
-  )
-  labels = ('layer, from the input on', 'accuracy (%)', title)
 
   def do():
     files.write(path, json.dumps(content, indent=1) + '\n')
+    if not found:
+      return
+    best = best_layer(found)
+    layers = [x for name, x in found.items() if name != features.PIXELS]
+    curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
+    if features.PIXELS in found:  # A horizontal line.
+      pixels = 100 * np.array([found[features.PIXELS]] * 2)
+      curves['raw pixels'] = ((0, len(layers) - 1), pixels)
+    title = (
+      f'Linear probes: {best.replace("_", " ")} is best, '
+      f'{100 * np.mean(found[best]):.1f} %'
+    )
+    labels = ('layer, from the input on', 'accuracy (%)', title)
     drawing.to_file(studies.curves, curves, *labels, path=path.with_suffix('.png'))
 
-  processes.from_first('writing the linear probes', do)
+  processes.from_first('writing the probes', do)
