@@ -28,17 +28,14 @@ def test_values_are_pythons_or_words(text, values):
 def test_several_keys_keep_their_order():
   found = sweep.parse_values(['batch=8,16', 'base_lr=.1'])
   assert list(found.items()) == [('batch', [8, 16]), ('base_lr', [0.1])]
+  with pytest.raises(ValueError, match="'base_lr' is given twice"):
+    sweep.parse_values(['config.base_lr=1', 'base_lr=2'])
 
 
 @pytest.mark.parametrize('text', ['base_lr', 'base_lr=', '=1,2', ''])
 def test_wrong_values_are_named(text):
   with pytest.raises(ValueError, match=f"values='{text}' must be KEY=VALUE"):
     sweep.parse_values([text])
-
-
-def test_a_key_that_is_given_twice_is_named():
-  with pytest.raises(ValueError, match="'base_lr' is given twice"):
-    sweep.parse_values(['config.base_lr=1', 'base_lr=2'])
 
 
 def test_the_config_of_a_program_is_no_sweep(monkeypatch):

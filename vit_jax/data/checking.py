@@ -7,8 +7,6 @@ result, an index, is stored in the workdir of the run or next to the images
 
 from collections.abc import Callable, Sequence
 from concurrent import futures
-import contextlib
-import itertools
 import os
 
 from absl import logging
@@ -45,19 +43,14 @@ def usable(
   minute and before raising an error, so that the next start checks only the
   remaining and the changed files.
 
-  Args:
-    views: (index, rows) pairs.
-    where: name of the split for messages.
-    broken: how to treat images that cannot be decoded: 'error', 'skip', or
-      'trust' (no check, all images are returned).
-    max_pixels: files with more pixels are broken; None: the config's default.
-    named: maps an image's number to its name, by default its path.
-    workdir: folder of the run, if any.
-    why: maps (path, max_pixels) to the reason why an image is broken, or ''.
+  `views` are (index, rows) pairs, and `where` names the split in messages. `broken` is
+  'error', 'skip', or 'trust' (no check, all images are returned). Files of more than
+  `max_pixels`, by default the config's, are broken. `named` maps an image's number to
+  its name, by default its path; `why` maps (path, max_pixels) to the reason why an
+  image is broken, or ''.
 
-  Raises:
-    ValueError: if images are broken and not skipped, or no image is left.
-    OSError: if a file cannot be read, which does not count as broken.
+  Raises ValueError if images are broken and not skipped, or none is left; OSError if a
+  file cannot be read, which does not count as broken.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
@@ -135,13 +128,6 @@ def _merge_shares(index, workdir):
     list(pool.map(tf.io.gfile.remove, paths))
 
 
-def _load(path, root, base) -> index_lib.Index | None:
-  """Returns a stored index; None if it is missing or damaged."""
-  with contextlib.suppress(FileNotFoundError):
-    return index_lib.Index.load(path, root, base)
-  return None
-
-
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   """Returns the index of a split: a stored one if up to date, or a new one.
 
@@ -193,8 +179,9 @@ def recall_listed(
   index: index_lib.Index, names: Sequence[str], workdir=None
 ) -> index_lib.Index:
   """Recalls the stored status of an index's images, see `open_listed`."""
-  stored = [_stored(index.root, name, workdir) for name in dict.fromkeys(names)]
-  return _recall_all(index, itertools.chain(*stored))
+  for name in dict.fromkeys(names):
+    _recall_all(index, _stored(index.root, name, workdir))
+  return index
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
@@ -212,7 +199,8 @@ def _recall_all(index, stored):
 def _stored(root, base, workdir=None) -> list[index_lib.Index]:
   """Returns the stored indices of a split, first the one in the workdir."""
   folders = dict.fromkeys((workdir, None))
-  found = (_load(index_lib.place(x, root, base), root, base) for x in folders)
+  load, place = index_lib.Index.load, index_lib.place
+  found = (load(place(x, root, base), root, base) for x in folders)
   return [index for index in found if index is not None]
 
 

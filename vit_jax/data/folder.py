@@ -19,9 +19,8 @@ from vit_jax.data.tfds import registry
 def is_folder(dataset: str) -> bool:
   """Returns whether a data set is a folder, not a TFDS name.
 
-  The name of a data set of this package always means that data set, even if there
-  is a folder of that name, which is './digits'. FileNotFoundError for a path without
-  a folder.
+  A name of this package's data sets never means a folder, which is './digits'.
+  FileNotFoundError for a path without a folder.
   """
   if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
@@ -66,8 +65,7 @@ def list_split(
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
   `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]'; '.' is
-  `root` itself. `class_names` are the expected classes, by default those in the
-  folder. See checking.usable for `broken`, `max_pixels` and `workdir`.
+  `root` itself. See checking.usable for `broken`, `max_pixels` and `workdir`.
 
   Returns (paths, labels, class_names): index.Paths of n images, ordered by a hash of
   their names; int32 [n], numbers of the classes; and their names, sorted. Unless
@@ -79,7 +77,7 @@ def list_split(
     rows = index.order
     if labelled:
       names = _class_names(index)
-      class_names = names if class_names is None else tuple(class_names)
+      class_names = tuple(class_names or names)
       records.check_classes(index.top, names, class_names)
       is_class = np.array(list(map(_is_class, index.folders)))
       rows = rows[is_class[index.folder_of(rows)]]
@@ -90,8 +88,7 @@ def list_split(
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   if not labelled:
     return paths, None, ()
-  numbers = {name: i for i, name in enumerate(class_names)}
-  labels = []
+  numbers, labels = {name: i for i, name in enumerate(class_names)}, []
   for index, rows in paths.parts:
     table = [numbers.get(image_files.display(f), -1) for f in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
@@ -100,11 +97,10 @@ def list_split(
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
   """Returns whether a split, which must exist, has class folders."""
-  folders = [
-    folder
-    for base, _ in slices.parts(split)
-    for folder in checking.open_index(root, base, workdir).folders
+  indices = [
+    checking.open_index(root, base, workdir) for base, _ in slices.parts(split)
   ]
+  folders = [folder for index in indices for folder in index.folders]
   # A split without any image counts as one whose class folders are missing.
   return not folders or any(map(_is_class, folders))
 

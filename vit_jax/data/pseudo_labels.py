@@ -55,16 +55,11 @@ def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   that the labels exist once they are complete.
   """
   path = epath.Path(root)
-  write_arrays(path / ARRAYS, arrays)
+  path.mkdir(parents=True, exist_ok=True)
+  with files.replacing(path / ARRAYS) as file:
+    np.savez(file, **arrays)
   facts = {**facts, 'digest': _digest(arrays)}
   files.write(path / JSON, json.dumps(facts, indent=1))
-
-
-def write_arrays(path: epath.Path, arrays: Mapping[str, np.ndarray]):
-  """Writes an npz file atomically, and creates its folder."""
-  path.parent.mkdir(parents=True, exist_ok=True)
-  with files.replacing(path) as file:
-    np.savez(file, **arrays)
 
 
 def read_facts(root: str) -> dict:

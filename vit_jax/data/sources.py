@@ -45,17 +45,15 @@ def open_split(
   Args:
     config: the run's.
     split: in the notation of TFDS: 'train', 'test[:50%]', 'train[:800]+test[:9]'.
-    features: 'image', 'label', and names of other features, with '/' for nested
-      ones; see records.resolve. Others are not read.
-    class_names: expected classes of a folder, those of its training split; None
-      for the training split itself.
+    features: names of features, see records.resolve. Others are not read.
+    class_names: expected classes of a folder, those of its training split.
     dataset: by default `config.dataset`. Of a mixture, `config.pp.train` opens that
       split of all its data sets, and any other split is taken from the first.
-    workdir: folder of the run, shared by all processes, in which the list of a
-      folder's images is stored. None: the folder is listed and checked anew.
+    workdir: folder of the run, shared by all processes, to store the list of a folder's
+      images in. None: the folder is listed and checked anew.
 
-  Raises:
-    ValueError, FileNotFoundError: if data set, split, features or images are wrong.
+  Raises ValueError or FileNotFoundError if data set, split, features or images are
+  wrong.
   """
   dataset = config.dataset if dataset is None else dataset
   if not dataset:

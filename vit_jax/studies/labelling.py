@@ -43,22 +43,16 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   balancing (`examples`). Raises ValueError for a folder with other settings or
   images, a run that is not a classifier, and images without any confident label.
   """
-  path = epath.Path(folder)
+  path, first = epath.Path(folder), processes.from_first
   asked = {**settings._asdict(), 'images': source.fingerprint()}
-  done = processes.from_first(
-    'looking for pseudo-labels', lambda: _is_done(path, asked, source)
-  )
-  if not done:
+  if not first('looking for pseudo-labels', lambda: _is_done(path, asked, source)):
     model, mesh = load_teacher(settings.teacher)
     model.config.batch_eval = batch
     evaluation.fit_batches(model.config, mesh)
     found = _predict(model, mesh, source, settings.soft_classes)
-    processes.from_first(
-      'writing the pseudo-labels', lambda: _write(path, asked, model.task, found)
-    )
-  return processes.from_first(
-    'reading the pseudo-labels', lambda: pseudo_labels.read_facts(folder)
-  )
+    write = lambda: _write(path, asked, model.task, found)
+    first('writing the pseudo-labels', write)
+  return first('reading the pseudo-labels', lambda: pseudo_labels.read_facts(folder))
 
 
 def load_teacher(workdir: str):

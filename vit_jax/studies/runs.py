@@ -217,12 +217,13 @@ def collect(
 
   `failed` are the errors on this machine; another one may have succeeded.
   """
-  found = {run.name: _read(workdir, run) for run in runs}
+  read = {run.name: _read(workdir, run) for run in runs}
+  done = {name: result for name, result in read.items() if result}
   return Outcome(
     workdir,
-    {name: x.metrics for name, x in found.items() if x and x.metrics is not None},
-    {name: why for name, why in (failed or {}).items() if not found[name]},
-    {name: x.diverged for name, x in found.items() if x and x.diverged is not None},
+    {name: x.metrics for name, x in done.items() if x.metrics is not None},
+    {name: why for name, why in (failed or {}).items() if name not in done},
+    {name: x.diverged for name, x in done.items() if x.diverged is not None},
   )
 
 
@@ -334,10 +335,7 @@ def over_seeds(
 
 
 def seeded(config: ml_collections.ConfigDict, seed: int) -> ml_collections.ConfigDict:
-  """Returns a copy of a run's config with a seed.
-
-  The seed also replaces '{seed}' in pp.train and pp.test, for draws of labels.
-  """
+  """Returns a copy of a run's config with a seed, see common.Seeded."""
   config = copy.deepcopy(config)
   config.seed = seed
   for split in ('train', 'test'):

@@ -32,10 +32,7 @@ def format_values(metric: str, values: Sequence[float]) -> str:
 
 
 def row(names: Mapping[str, Any], by_seed: Mapping[int, float | None]) -> dict:
-  """Returns a row: names, `mean` and `std` over the seeds, `seed_0`, ...
-
-  Missing values are None; `mean` and `std` are None if all values are missing.
-  """
+  """Returns a row: names, `mean` and `std` over the seeds, `seed_0`, ...; or None."""
   there = [value for value in by_seed.values() if value is not None]
   mean, std = metrics_lib.mean_std(there) if there else (None, None)
   seeds = {f'seed_{seed}': value for seed, value in by_seed.items()}

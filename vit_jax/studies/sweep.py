@@ -80,15 +80,13 @@ def sweep(
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
-  All runs lie side by side in the workdir, which machines may share. Finished runs are
-  not trained again, so values and seeds can be added later. For `values` and further
-  `options` see `make`; for `checkpoints`, runs.train_all. `only` is the name of a
-  single run to train, without comparing anything.
+  Finished runs in the workdir are not trained again, so values and seeds can be added
+  later. For `values` and further `options` see `make`; for `checkpoints` and errors,
+  runs.train_all. `only` is the name of a single run to train, without comparing anything.
 
   Returns `choice`, the rows of choice.json; `best`, the values that won; and `test`,
-  the rows of test.json. Raises ValueError before anything is trained, if an argument is
-  wrong or the workdir holds a run with the same name but another config; and
-  runs.Failed after a table, if runs failed. Diverged combinations just lose.
+  the rows of test.json. Diverged combinations just lose; if other runs failed,
+  runs.Failed is raised after a table.
   """
   plan = make(config, values, **options)
   runs = plan.choice_runs()
@@ -149,17 +147,12 @@ def make(
   refit: Refit = 'all',
   metric: str | None = None,
 ) -> Sweep:
-  """Returns the plan of a sweep; checks the configs of both phases.
+  """Returns the plan of a sweep of the config of a run; checks both phases.
 
-  Args:
-    config: config of a run.
-    values: values to try, by dotted key; several keys make a grid. By default
-      the learning rates of the paper, for the data sets of common.FINE_TUNING.
-    held_out: what to hold out of the training data, see held_out.cut.
-    seeds: number of test runs: seeds config.seed, config.seed + 1, ...
-    refit: data to train the winner on.
-    metric: the metric that chooses, such as 'accuracy'; by default
-      config.best_metric.
+  `values` to try are by dotted key, and several keys make a grid; by default the
+  learning rates of the paper, for the data sets of common.FINE_TUNING. See held_out.cut
+  for `held_out`, and Refit for `refit`. Test runs have the seeds config.seed,
+  config.seed + 1, ... The metric that chooses is config.best_metric by default.
   """
   if config.get('trainer', 'train') != 'train':
     raise ValueError(
@@ -204,10 +197,8 @@ def make(
 def _name(values) -> str:
   """Returns the name of a run's folder: 'base_lr=0.01,classifier=gap'."""
   last = [key.rpartition('.')[2] for key in values]
-  parts = [
-    f'{key if last.count(short) > 1 else short}={value}'
-    for short, (key, value) in zip(last, values.items())
-  ]
+  names = [x if last.count(x) == 1 else key for x, key in zip(last, values)]
+  parts = [f'{name}={value}' for name, value in zip(names, values.values())]
   return re.sub(r'[^\w.=+,-]+', '_', ','.join(parts))
 
 
@@ -251,14 +242,14 @@ def _show_choice(plan, rows, workdir):
 
 def _best(plan, rows) -> dict[str, Any]:
   """Returns the values that won; the first ones in a tie."""
-  metric = plan.chosen_by
-  rows = [row for row in rows if not row['diverged']]
-  if not rows:
+  found = [row[plan.chosen_by] for row in rows if not row['diverged']]
+  if not found:
     raise ValueError('all combinations diverged: try lower learning rates (--values)')
   low = plan.metric in run_config.get_task(plan.config.task).LOW
-  best = (min if low else max)(rows, key=lambda row: row[metric])
+  wanted = min(found) if low else max(found)
+  best = next(row for row in rows if row[plan.chosen_by] == wanted)
   values = {key: best[key] for key in plan.values}
-  equal = sum(row[metric] == best[metric] for row in rows) - 1
+  equal = found.count(wanted) - 1
   tied = f' Equally good: {equal} more.' if equal else ''
   say(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():

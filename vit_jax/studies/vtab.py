@@ -33,10 +33,10 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   The workdir holds all runs and vtab.json (vtab_val.json with config.validate).
   Machines that see it share the runs; each trains on the tasks whose data it has.
 
-  Returns `rows`, the content of vtab.json: one row per task, per group and for all
-  tasks, with `mean` and `std` over the seeds of the accuracy from 0 to 1, and
-  `seed_0`, ...; and `skipped`, the reason for each task without data. Raises as
-  study.study does, and FileNotFoundError if no task has data on this machine.
+  Returns `rows`, the content of vtab.json: one per task, per group and for all tasks, see
+  summaries.row, with the accuracy from 0 to 1; and `skipped`, the reason for each task
+  without data. Raises as study.study does, and FileNotFoundError if no task has data on
+  this machine.
   """
   runs = _by_task(config)
   every = [*itertools.chain(*runs.values())]
@@ -142,7 +142,7 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   rows = _rows(config, accuracies)
   name, models = 'vtab', list(PUBLISHED)
   tested = "the test images, and the paper's (table 9, means over the same tasks)"
-  if config.validate:
+  if config.validate:  # The paper has no accuracies on these.
     name, models, tested = 'vtab_val', [], 'val200'
   lines = [
     (
@@ -177,16 +177,14 @@ def _rows(config, accuracies) -> list[dict]:
     return found
 
   rows = []
-  for group in ('', *vtab_tasks.GROUPS):
-    names = [name for name, task in TASKS.items() if group in ('', task.group)]
-    here = [name for name in names if name in accuracies]
-    if not here:
+  for group in ('all', *vtab_tasks.GROUPS):
+    names = [name for name, task in TASKS.items() if group in ('all', task.group)]
+    if not (here := [name for name in names if name in accuracies]):
       continue  # The config names no task of this group.
     # A mean is over the same tasks for all seeds.
     there = [name for name in here if set(accuracies[name].values()) - {None}]
-    rows.append(row(group or 'all', f'{len(there)} of {len(names)}', there))
-    if group:
-      rows += [row(group, name, [name]) for name in here]
+    rows.append(row(group, f'{len(there)} of {len(names)}', there))
+    rows += [row(group, name, [name]) for name in here if group != 'all']
   return rows
 
 

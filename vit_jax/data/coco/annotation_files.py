@@ -35,9 +35,14 @@ _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
-class _Image(msgspec.Struct, gc=False):
+class Image(msgspec.Struct, gc=False):
+  """An image without its size."""
+
   id: _Id
   file_name: str
+
+
+class _SizedImage(Image, gc=False):
   height: _Pixels
   width: _Pixels
 
@@ -72,7 +77,7 @@ class _Category(msgspec.Struct):
 
 
 class _File(msgspec.Struct, Generic[_T]):
-  images: Annotated[list[_Image], msgspec.Meta(min_length=1)]
+  images: Annotated[list[_SizedImage], msgspec.Meta(min_length=1)]
   annotations: list[_T]
   categories: Annotated[list[_Category], msgspec.Meta(min_length=1)]
 

@@ -16,18 +16,13 @@ from vit_jax.data.coco import annotation_files, layout
 FEATURE = 'captions'
 
 
-class _Image(msgspec.Struct, gc=False):
-  id: int
-  file_name: str
-
-
 class _Caption(msgspec.Struct, gc=False):
   image_id: int
   caption: str
 
 
 class _File(msgspec.Struct):
-  images: list[_Image]
+  images: list[annotation_files.Image]
   annotations: list[_Caption]
 
 

@@ -32,13 +32,13 @@ def traced(function):
   return call
 
 
-def in_python(function, encoded, dtype, shape):
+def in_python(function, content, dtype, shape):
   """Calls a Python function of bytes, a string scalar, in a TensorFlow graph."""
 
   def call(value):  # Bytes in a graph, else an array of them.
     return function(value.item() if isinstance(value, np.ndarray) else value)
 
-  found = tf.numpy_function(call, [encoded], dtype, stateful=False)
+  found = tf.numpy_function(call, [content], dtype, stateful=False)
   return tf.ensure_shape(found, shape)
 
 

@@ -27,16 +27,11 @@ def decode_errors() -> tuple[type[Exception], ...]:
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format to uint8 [height, width, channels].
 
-  Args:
-    encoded: string scalar, the contents of a jpeg, png, webp, bmp or gif file.
-    channels: 3, or 1 for grey.
-    size: (height, width) to which the caller will resize the image: a much
-      larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`.
-    upright: whether to apply the EXIF orientation; False where annotations refer to
-      the stored pixels.
-
-  Raises:
-    decode_errors(): if it is not an image, or a truncated one.
+  `encoded` is a string scalar, the contents of a jpeg, png, webp, bmp or gif file;
+  channels are 3, or 1 for grey. If the caller will resize the image to `size`, (height,
+  width), a much larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. `upright`
+  is False where annotations refer to the stored pixels. Raises decode_errors() if it is
+  not an image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else None
   ratio = None

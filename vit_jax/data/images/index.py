@@ -219,21 +219,20 @@ class Index:
     path = epath.Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
-      np.savez_compressed(
-        file,
-        **self.arrays(),
-        status=self.status,
-        stamps=self.stamps,
-      )
+      arrays = dict(self.arrays(), status=self.status, stamps=self.stamps)
+      np.savez_compressed(file, **arrays)
     self.path = str(path)
 
   @classmethod
   def load(cls, path, root: str, base: str) -> 'Index | None':
-    """Returns the index in a file; None, with a warning, if it is damaged.
+    """Returns the index in a file; None if it is missing, or damaged (with a warning).
 
     The data set in `root` may have been moved since the file was written.
     """
-    content = image_files.read_file(path)
+    try:
+      content = image_files.read_file(path)
+    except FileNotFoundError:
+      return None
     try:
       with np.load(io.BytesIO(content), allow_pickle=False) as found:
         index = cls.of_arrays(root, base, found)

@@ -21,11 +21,8 @@ def ratio(shape, size):
 def decode(encoded, ratio=None, window=None):
   """Decodes a JPEG to uint8 [height, width, 3]; may raise images.decode_errors().
 
-  Args:
-    encoded: string scalar, the contents of a file.
-    ratio: int32 scalar, one of RATIOS, to decode at 1 / ratio of the size.
-    window: int32 [4], (y, x, height, width) of the crop to decode, in pixels of
-      the image at that size.
+  `ratio`, int32 scalar, is one of RATIOS, to decode at 1 / ratio of the size; `window`,
+  int32 [4], is (y, x, height, width) of the crop in pixels of the image at that size.
   """
 
   def at(ratio):

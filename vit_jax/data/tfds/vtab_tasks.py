@@ -58,28 +58,34 @@ def _binned(feature, classes, last, unit) -> Label:
   return Label((feature,), names, lambda label: label * 16 // classes)
 
 
-_CLEVR_DEPTHS = (8.0, 8.5, 9.0, 9.5, 10.0)
-_KITTI_METRES = (8.0, 20.0, 999.0)
-# The first three types of objects of KITTI are Car, Van and Truck.
-_VEHICLES = 3
-
-
-def _clevr_count(sizes):
-  """Counts the objects, from 3 to 10: their sizes [n]."""
-  return tf.size(sizes) - 3
-
-
-def _clevr_distance(coordinates):
-  """Places the depth of the nearest object, of coordinates [n, 3]."""
-  return _place(tf.reduce_min(coordinates[:, 2]), _CLEVR_DEPTHS)
+_DEPTHS = (8.0, 8.5, 9.0, 9.5, 10.0)
+_METRES = (8.0, 20.0, 999.0)
+# From 3 to 10 objects, whose sizes are [n].
+_CLEVR_COUNT = Label(
+  ('objects/size',),
+  tuple(f'{n} objects' for n in range(3, 11)),
+  lambda sizes: tf.size(sizes) - 3,
+)
+# The depth of the nearest object, of coordinates [n, 3].
+_CLEVR_DISTANCE = Label(
+  ('objects/pixel_coords',),
+  _ranges(_DEPTHS, ''),
+  lambda coordinates: _place(tf.reduce_min(coordinates[:, 2]), _DEPTHS),
+)
 
 
 def _kitti_distance(types, locations):
   """Places the depth of the nearest vehicle, of types [n], locations [n, 3]."""
-  depths = tf.where(types < _VEHICLES, locations[:, 2], math.inf)
-  return _place(tf.reduce_min(depths), _KITTI_METRES)
+  # The first three types of objects are Car, Van and Truck.
+  depths = tf.where(types < 3, locations[:, 2], math.inf)
+  return _place(tf.reduce_min(depths), _METRES)
 
 
+_KITTI_DISTANCE = Label(
+  ('objects/type', 'objects/location'),
+  (*_ranges(_METRES[:2], ' m'), 'no vehicle'),
+  _kitti_distance,
+)
 _TENTH = ('train', 'train[90%:]', 'test')
 _FIFTH = ('train', 'train[80%:]', 'test')  # Published only for Pets.
 _OFFICIAL = ('train', 'validation', 'test')
@@ -93,13 +99,9 @@ TASKS: dict[str, Task] = {
   'caltech101': Task('Caltech101', 'natural', 'caltech101', _TENTH),
   'cifar100': Task('CIFAR-100', 'natural', 'cifar100', _TENTH),
   'dtd': Task('DTD', 'natural', 'dtd', _OFFICIAL),
-  'oxford_flowers102': Task(
-    'Flowers102', 'natural', 'oxford_flowers102', _OFFICIAL
-  ),
+  'oxford_flowers102': Task('Flowers102', 'natural', 'oxford_flowers102', _OFFICIAL),
   'oxford_iiit_pet': Task('Pets', 'natural', 'oxford_iiit_pet', _FIFTH),
-  'sun397': Task(
-    'Sun397', 'natural', 'sun397/tfds', _OFFICIAL, module='cv2'
-  ),
+  'sun397': Task('Sun397', 'natural', 'sun397/tfds', _OFFICIAL, module='cv2'),
   'svhn': Task('SVHN', 'natural', 'svhn_cropped', _TENTH),
   'patch_camelyon': Task(
     'Camelyon', 'specialised', 'patch_camelyon', _OFFICIAL,
@@ -108,23 +110,11 @@ TASKS: dict[str, Task] = {
   'eurosat': Task('EuroSAT', 'specialised', 'eurosat/rgb', _FIFTHS),
   'resisc45': Task('Resisc45', 'specialised', 'resisc45', _FIFTHS),
   'diabetic_retinopathy': Task(
-    'Retinopathy', 'specialised',
-    'diabetic_retinopathy_detection/btgraham-300', _OFFICIAL,
-    Label(class_names=_GRADES), module='cv2',
+    'Retinopathy', 'specialised', 'diabetic_retinopathy_detection/btgraham-300',
+    _OFFICIAL, Label(class_names=_GRADES), module='cv2',
   ),
-  'clevr_count': Task(
-    'Clevr-Count', 'structured', 'clevr', _CLEVR,
-    Label(
-      ('objects/size',), tuple(f'{n} objects' for n in range(3, 11)),
-      _clevr_count,
-    ),
-  ),
-  'clevr_distance': Task(
-    'Clevr-Dist', 'structured', 'clevr', _CLEVR,
-    Label(
-      ('objects/pixel_coords',), _ranges(_CLEVR_DEPTHS, ''), _clevr_distance
-    ),
-  ),
+  'clevr_count': Task('Clevr-Count', 'structured', 'clevr', _CLEVR, _CLEVR_COUNT),
+  'clevr_distance': Task('Clevr-Dist', 'structured', 'clevr', _CLEVR, _CLEVR_DISTANCE),
   'dmlab': Task('DMLab', 'structured', 'dmlab', _OFFICIAL),
   'dsprites_x_position': Task(
     'dSpr-Loc', 'structured', 'dsprites', _DSPRITES,
@@ -135,11 +125,7 @@ TASKS: dict[str, Task] = {
     _binned('label_orientation', 40, 360, ' degrees'), 255,
   ),
   'kitti_distance': Task(
-    'KITTI-Dist', 'structured', 'kitti', _OFFICIAL,
-    Label(
-      ('objects/type', 'objects/location'),
-      (*_ranges(_KITTI_METRES[:2], ' m'), 'no vehicle'), _kitti_distance,
-    ), module='cv2',
+    'KITTI-Dist', 'structured', 'kitti', _OFFICIAL, _KITTI_DISTANCE, module='cv2'
   ),
   'smallnorb_azimuth': Task(
     'sNORB-Azim', 'structured', 'smallnorb', _SMALLNORB,
