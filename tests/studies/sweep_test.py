@@ -117,6 +117,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys, monkeypatch):
   out = capsys.readouterr().out
   assert 'Chosen: base_lr=0.01,classifier=token. Equally good: 1 more.' in out
   assert 'base_lr=0.01 is at the edge of the values tried' in out
+  assert 'Mean and standard deviation over 1 seed:' in out
 
 
 def test_a_loss_chooses_the_lowest(config, fake, tmp_path):

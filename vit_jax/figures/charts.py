@@ -146,11 +146,8 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   axes.set_xlabel('predicted class')
   axes.set_ylabel('true class')
   bar = fig.colorbar(image, ax=axes, shrink=0.8, ticks=(0, 1, 10, 25, 50, 100))
-  bar.set_label(
-    'share of the true class (%)'
-    if block == 1
-    else f'largest share of {block} x {block} classes (%)'
-  )
+  several = f'largest share of {block} x {block} classes (%)'
+  bar.set_label('share of the true class (%)' if block == 1 else several)
   _draw_pairs(right, results.most_confused(matrix, _PAIRS), class_names)
   return fig
 
@@ -185,17 +182,15 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
   ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
   width = drawing.WIDTH / columns - 0.3  # Of the text of an image, in inches.
   points, small = drawing.STYLE['font.size'], 12
-  titles, names = [], []
-  for mistake in wrong:
-    title = (
-      f'predicted with {100 * mistake.probability:.0f} %:\n'
-      f'{class_names[mistake.predicted]}\n'
-      f'true: {class_names[mistake.true]}'
-    )
-    titles.append(drawing.wrapped(title, drawing.letters(width, points)))
-    name = mistake.name.rpartition('/')[2]
-    names.append(drawing.wrapped(name, drawing.letters(width, small), 2))
-  lines = max(a.count('\n') + b.count('\n') for a, b in zip(titles, names)) + 2
+  titles = [
+    f'predicted with {100 * x.probability:.0f} %:\n{class_names[x.predicted]}\n'
+    f'true: {class_names[x.true]}'
+    for x in wrong
+  ]
+  titles, above = drawing.wrapped_all(titles, width, points)
+  names = [x.name.rpartition('/')[2] for x in wrong]
+  names, below = drawing.wrapped_all(names, width, small, 2)
+  lines = above + below
   fig = drawing.new_figure(
     0.7 + rows * (0.25 * lines + min(3.2, drawing.WIDTH / columns * ratio)),
     f"The most confident mistakes on split '{split}'",

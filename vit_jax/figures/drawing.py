@@ -207,9 +207,11 @@ def wrapped(text: str, letters: int, most: int = _MOST_LINES) -> str:
   return '\n'.join(found).replace('\xa0%', ' %')
 
 
-def letters(width: float, points: float) -> int:
-  """Returns how many letters of a font of `points` fit into `width` inches."""
-  return int(72 * width / (0.7 * points))  # Of DejaVu Sans, on average.
+def wrapped_all(texts, width: float, points: float, most: int = _MOST_LINES):
+  """Wraps texts of a font of `points` to a width in inches; also counts the lines."""
+  letters = int(72 * width / (0.7 * points))  # Of DejaVu Sans, on average.
+  found = [wrapped(text, letters, most) for text in texts]
+  return found, 1 + max(text.count('\n') for text in found)
 
 
 # --- Figures ---
@@ -237,13 +239,8 @@ def filters(components, shares):
     components = components.mean(axis=-1, keepdims=True)
   sheet = np.ones((rows * columns, height, width, 3), np.float32)
   sheet[:count] = components / np.abs(components).max() / 2 + 0.5
-  axes = fig.subplots()
-  show_tiles(
-    axes,
-    sheet.reshape(rows, columns, *sheet.shape[1:]),
-    [''] * columns,
-    range(1, count + 1, columns),
-  )
+  axes, sheet = fig.subplots(), sheet.reshape(rows, columns, *sheet.shape[1:])
+  show_tiles(axes, sheet, [''] * columns, range(1, count + 1, columns))
   scale = 'red, green and blue on one scale' if in_colour else 'on one scale'
   axes.set_xlabel(f'{scale}, mid-grey is zero', labelpad=10)
   axes.set_ylabel('component')
@@ -267,19 +264,11 @@ def position_similarity(similarity):
     f'Similarity of position embeddings\n{height} x {width} patches{every}',
     width=max(7.0, 2.6 + cell * len(columns)),
   )
-  axes = fig.subplots()
+  axes, shown = fig.subplots(), similarity[np.ix_(rows, columns)]
   image = show_tiles(
-    axes,
-    similarity[np.ix_(rows, columns)],
-    columns + 1,
-    rows + 1,
-    gap=0.1,
-    fill=np.nan,
-    cmap='viridis',
-    vmin=min(0.0, float(similarity.min())),
-    vmax=1,
-    interpolation='nearest',
-  )
+    axes, shown, columns + 1, rows + 1, gap=0.1, fill=np.nan, cmap='viridis',
+    vmin=min(0.0, float(similarity.min())), vmax=1, interpolation='nearest',
+  )  # fmt: skip
   axes.set_xlabel('column of the patch')
   axes.set_ylabel('row of the patch')
   _colour_bar(fig, axes, image, 'cosine similarity')
@@ -337,11 +326,10 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = _cell(len(columns), len(rows), ratio)
   points = STYLE['xtick.labelsize']
-  columns = [wrapped(label, letters(cell, points)) for label in columns]
-  rows = [wrapped(label, letters(_ROW_LABEL, points)) for label in rows]
-  lines = 1 + max(label.count('\n') for label in columns) + bool(across)
+  columns, lines = wrapped_all(columns, cell, points)
+  rows, _ = wrapped_all(rows, _ROW_LABEL, points)
   fig = new_figure(
-    max(3.2, 0.85 + 0.27 * lines + 1.06 * cell * len(rows) * ratio),
+    max(3.2, 0.85 + 0.27 * (lines + bool(across)) + 1.06 * cell * len(rows) * ratio),
     heading,
     width=max(8.0, 2.6 + 1.05 * cell * len(columns)),
   )

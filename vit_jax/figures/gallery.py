@@ -94,17 +94,19 @@ def _position_table(subject):
   return positions.first_table(subject.params, fields, subject.grid)
 
 
+def _position_similarity(subject):
+  found = internals.position_similarity(_position_table(subject), subject.grid)
+  return [drawing.position_similarity(found)]
+
+
 def _attention_distance(subject):
   count, grid = math.prod(subject.grid), subject.grid
   size = subject.batch['image'].shape[1:3]
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
   uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
-  alike = internals.mean_distances(internals.of(uniform, None, grid), patch)
-  return [
-    charts.attention_distances(
-      subject.seen.distances, float(alike[0, 0]), len(subject.names)
-    )
-  ]
+  [[alike]] = internals.mean_distances(internals.of(uniform, None, grid), patch)
+  found = subject.seen.distances, float(alike), len(subject.names)
+  return [charts.attention_distances(*found)]
 
 
 def pages(subject, most: int = _A_ROW):
@@ -189,11 +191,7 @@ FIGURES = (
     'similar near the patch and along its row and column.',
     'arXiv 2010.11929, section 4.5 and appendix D.4, figures 7 (centre) and 10',
     _needs_posemb,
-    lambda x: [
-      drawing.position_similarity(
-        internals.position_similarity(_position_table(x), x.grid)
-      )
-    ],
+    _position_similarity,
   ),
   Entry(
     'learning_curves',

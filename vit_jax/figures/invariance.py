@@ -72,14 +72,8 @@ def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
       apply({'params': params}, x) for x in (images, *shifted, *shuffled)
     )
     found.append([relative_change(before, x) for x in after])
-  found = np.array(found, np.float32)
-  return Comparison(
-    names=tuple(standard),
-    shifts=pixels,
-    shifted=found[:, : len(pixels)],
-    shuffled=found[:, len(pixels) :].mean(axis=1),
-    patch=patch,
-  )
+  shifts, orders = np.split(np.array(found, np.float32), [len(pixels)], axis=1)
+  return Comparison(tuple(standard), pixels, shifts, orders.mean(axis=1), patch)
 
 
 def standard_models(patch: int) -> dict[str, nn.Module]:
@@ -87,12 +81,9 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
   transformer = dict(num_layers=2, mlp_dim=128, num_heads=4, dropout_rate=0.0)
   blind = dict(transformer, add_position_embedding=False)
   vit = functools.partial(
-    models.VisionTransformer,
-    num_classes=0,
-    patches={'size': (patch, patch)},
-    hidden_size=64,
-    transformer=transformer,
-  )
+    models.VisionTransformer, num_classes=0, patches={'size': (patch, patch)},
+    hidden_size=64, transformer=transformer,
+  )  # fmt: skip
   # The root of the ResNet divides by 4, and each stage but the first by 2.
   stages = int(math.log2(patch)) - 1
   return {
@@ -105,14 +96,10 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
       resnet=dict(num_layers=(1,) * stages, width_factor=0.5),
     ),
     'MLP-Mixer': models.MlpMixer(
-      patches={'size': (patch, patch)},
-      num_classes=0,
-      num_blocks=2,
-      hidden_dim=64,
-      tokens_mlp_dim=64,
-      channels_mlp_dim=128,
+      patches={'size': (patch, patch)}, num_classes=0, num_blocks=2, hidden_dim=64,
+      tokens_mlp_dim=64, channels_mlp_dim=128,
     ),
-  }
+  }  # fmt: skip
 
 
 def _random_parameters(model, images, seed):

@@ -90,17 +90,11 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   order = np.argsort(-found['probability'][wrong], kind='stable')
   wrong = wrong[order][:num_mistakes]
   images = _examples(model, source, wrong)['image'] if len(wrong) else ()
-  mistakes = [
-    Mistake(
-      image,
-      int(true[i]),
-      int(predicted[i]),
-      float(found['probability'][i]),
-      source.name(int(i)),
-    )
-    for i, image in zip(wrong, images)
-  ]
-  return Results(confusion, mistakes)
+  values = (
+    found[name][wrong].tolist() for name in ('true', 'predicted', 'probability')
+  )
+  names = map(source.name, wrong.tolist())
+  return Results(confusion, [*map(Mistake, images, *values, names)])
 
 
 def _examples(model, source, numbers) -> dict:
@@ -136,10 +130,9 @@ class Seen(NamedTuple):
 class Subject:
   """A trained model (a Predictor), and the images for its figures.
 
-  `batch` has the model's inputs for the images, arrays [B, ...], or is None; `names`
-  are their names. `source` is a split with labels, for the confusion matrix, or None,
-  and `lacking` says why. `points` in the images, whose attention is drawn, are as for
-  Task.check_points; None for those that the task chooses.
+  `batch` has the model's inputs for the images, arrays [B, ...], or is None. `source` is
+  a split with labels, for the confusion matrix, or None, and `lacking` says why.
+  `points` in the images are as for Task.check_points; None: the task chooses.
   """
 
   def __init__(

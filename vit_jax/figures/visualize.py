@@ -28,14 +28,12 @@ def subject(
 ):
   """Returns a model and the images for its figures, a figures.results.Subject.
 
-  Args:
-    model: result of `predict.load` or `predict.load_weights`.
-    images: a list of images of any size: paths, PIL images, or arrays uint8
-      [height, width(, channels)]; by default the first `num_images` of the split.
-    split: split of the run's data set, for the images and the confusion matrix; by
-      default the first split that the run is tested on.
-    points: points (x, y) in every image for the attention of a detector's encoder,
-      as shares of width and height; by default the centres of boxes.
+  The model is the result of `predict.load` or `predict.load_weights`. Images are paths,
+  PIL images, or arrays uint8 [height, width(, channels)] of any size; by default the
+  first `num_images` of the split of the run's data set, which is also that of the
+  confusion matrix: by default the first split that the run is tested on. `points` (x, y)
+  in every image, as shares of width and height, are for the attention of a detector's
+  encoder; by default the centres of boxes.
 
   Raises FileNotFoundError or ValueError if an image or the split cannot be read, or
   a point lies outside of the images.
@@ -109,16 +107,9 @@ def small_images(images):
     images = datasets.load_sample_images().images
   config = common.get_config()
   config.pp.crop = config.pp.resize = _SMALL
-  return np.stack(
-    [
-      preprocess.from_user(
-        image,
-        lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy(),
-        config.max_image_pixels,
-      )
-      for image in images
-    ]
-  )
+  prepare = lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy()
+  limit = config.max_image_pixels
+  return np.stack([preprocess.from_user(x, prepare, limit) for x in images])
 
 
 def describe(model) -> tuple[str, dict[str, str]]:

@@ -45,17 +45,11 @@ def pp(**kwargs):
   return config
 
 
-def test_operations_without_a_magnitude_are_pillows():
-  np.testing.assert_array_equal(
-    pixel_ops.autocontrast(IMAGE), ImageOps.autocontrast(PIL)
-  )
-  np.testing.assert_array_equal(pixel_ops.equalize(IMAGE), ImageOps.equalize(PIL))
-  np.testing.assert_array_equal(pixel_ops.invert(IMAGE), ImageOps.invert(PIL))
-
-
+@pytest.mark.parametrize('name', ['autocontrast', 'equalize'])
 @pytest.mark.parametrize(
   'image',
   [
+    IMAGE,
     np.full((20, 20, 3), 77, np.uint8),  # Nothing to stretch.
     np.repeat([[[3]], [[200]]], 3, 2).astype(np.uint8),  # Two pixels.
     np.arange(3 * 7 * 9, dtype=np.uint8).reshape(7, 9, 3),  # Few of each value.
@@ -63,26 +57,20 @@ def test_operations_without_a_magnitude_are_pillows():
     np.minimum(picture(), 40),  # Many pixels are the brightest.
   ],
 )
-def test_histograms_of_rare_forms_are_pillows(image):
-  pil = Image.fromarray(image)
-  np.testing.assert_array_equal(
-    pixel_ops.autocontrast(image), ImageOps.autocontrast(pil)
-  )
-  np.testing.assert_array_equal(pixel_ops.equalize(image), ImageOps.equalize(pil))
+def test_histograms_are_pillows(name, image):
+  want = getattr(ImageOps, name)(Image.fromarray(image))
+  np.testing.assert_array_equal(getattr(pixel_ops, name)(image), want)
 
 
-@pytest.mark.parametrize('bits', [1, 4, 8])
-def test_posterize_is_pillows(bits):
-  np.testing.assert_array_equal(
-    pixel_ops.posterize(IMAGE, bits), ImageOps.posterize(PIL, bits)
-  )
-
-
-@pytest.mark.parametrize('threshold', [0, 1, 128, 255])
-def test_solarize_is_pillows(threshold):
-  np.testing.assert_array_equal(
-    pixel_ops.solarize(IMAGE, threshold), ImageOps.solarize(PIL, threshold)
-  )
+@pytest.mark.parametrize('name, arguments', [
+  ('invert', [()]),
+  ('posterize', [(bits,) for bits in (1, 4, 8)]),
+  ('solarize', [(threshold,) for threshold in (0, 1, 128, 255)]),
+])  # fmt: skip
+def test_values_are_pillows(name, arguments):
+  for args in arguments:
+    want = getattr(ImageOps, name)(PIL, *args)
+    np.testing.assert_array_equal(getattr(pixel_ops, name)(IMAGE, *args), want)
 
 
 @pytest.mark.parametrize('addition', [0, 110, 330])
@@ -135,13 +123,12 @@ def test_shears_are_pillows(level):
 @pytest.mark.parametrize('shift', [-50.0, -10.0, 0.0, 20.0, 150.0])
 def test_translations_in_closed_form(shift):
   padded = np.pad(IMAGE, ((200, 200), (200, 200), (0, 0)), constant_values=128)
-  start = 200 + int(shift)
-  np.testing.assert_array_equal(
-    pixel_ops.translate_x(IMAGE, shift), padded[200:260, start : start + 80]
-  )
-  np.testing.assert_array_equal(
-    pixel_ops.translate_y(IMAGE, shift), padded[start : start + 60, 200:280]
-  )
+  begin = 200 + int(shift)
+  for function, want in (
+    (pixel_ops.translate_x, padded[200:260, begin : begin + 80]),
+    (pixel_ops.translate_y, padded[begin : begin + 60, 200:280]),
+  ):
+    np.testing.assert_array_equal(function(IMAGE, shift), want)
 
 
 def test_cutout_is_a_square_about_any_pixel():

@@ -33,6 +33,7 @@ from etils import epath
 import numpy as np
 
 from vit_jax import console
+from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 from vit_jax.weights import fetch, hub
@@ -107,12 +108,8 @@ class Tokenizer(abc.ABC):
     Python computes them, so the graph cannot be exported.
     """
 
-    def tokenize(value):  # Bytes in a graph, else an array of them.
-      return self([value.item() if isinstance(value, np.ndarray) else value])[0]
-
-    text = tf.convert_to_tensor(text)
-    tokens = tf.numpy_function(tokenize, [text], tf.int32, stateful=False)
-    return tf.ensure_shape(tokens, [self.max_len])
+    tokenize = lambda text: self([text])[0]
+    return image_files.in_python(tokenize, text, tf.int32, [self.max_len])
 
   def content(self) -> bytes:
     """Returns a file from which the tokenizer can be made without any other."""
@@ -198,10 +195,9 @@ class HuggingFaceBertTokenizer(BertTokenizer):
 
 @dataclasses.dataclass(frozen=True)
 class SentencepieceTokenizer(Tokenizer):
-  """SentencePiece (Kudo and Richardson, EMNLP 2018), with </s> at the end.
+  """SentencePiece (Kudo and Richardson, EMNLP 2018), such as LiT's `<name>.model`.
 
-  The last token is always </s>, which LiT's text towers read out. The vocabulary is a
-  SentencePiece model, such as LiT's `<name>.model`.
+  The last token is always </s>, which LiT's text towers read out.
   """
 
   eos_token: int = dataclasses.field(init=False)
@@ -329,9 +325,8 @@ def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
 def word_vocabulary(texts: Iterable[str]) -> list[str]:
   """Makes a vocabulary of whole words for BertTokenizer, for small experiments.
 
-  It has SPECIAL, then all characters of the strings and their `##` forms, then all
-  words by frequency. Words of the strings are one token each, and other words of the
-  same characters are spelt.
+  It has SPECIAL, then all characters of the strings and their `##` forms, to spell other
+  words, then all words by frequency.
   """
   package = console.needed('tokenizers', 'text', 'word_vocabulary')
   words_of = _words_of_tensorflow_text(package)
@@ -355,14 +350,10 @@ def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
   Equal for all characters up to Unicode 12, where its tables end.
   """
   regex, normalizers = package.Regex, package.normalizers
-  normalizer = normalizers.Sequence(
-    [
-      normalizers.Replace(regex(r'\p{Default_Ignorable_Code_Point}'), ''),
-      normalizers.NFD(),
-      normalizers.Replace(regex(r'\p{Mn}'), ''),
-      normalizers.Replace(regex(r'[\p{Cc}\p{Cf}]'), ' '),
-    ]
-  )
+  replace = lambda pattern, by: normalizers.Replace(regex(pattern), by)
+  removed = replace(r'\p{Default_Ignorable_Code_Point}', '')
+  accents, control = replace(r'\p{Mn}', ''), replace(r'[\p{Cc}\p{Cf}]', ' ')
+  normalizer = normalizers.Sequence([removed, normalizers.NFD(), accents, control])
   split = package.pre_tokenizers.Split
   # White space of ASCII only; NFKC has made spaces of most others.
   splits = split(regex('[\t\n\f\r ]+'), 'removed'), split(regex(_KEPT), 'isolated')
