@@ -195,7 +195,7 @@ def test_a_student_is_the_next_teacher(recorded, tmp_path, capsys):
     assert run.batch == 8 * (1 + ratio)
     assert run.pp.train == trained['teacher_2'].pp.train == 'few_2'
   assert len({run.seed for run in trained.values()}) == 6
-  assert 'none for 1 classes' in capsys.readouterr().out
+  assert 'none for 1 class, such' in capsys.readouterr().out
 
 
 def test_epochs_are_those_of_the_labelled_images(recorded, tmp_path):

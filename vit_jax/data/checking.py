@@ -180,20 +180,15 @@ def recall_listed(
 ) -> index_lib.Index:
   """Recalls the stored status of an index's images, see `open_listed`."""
   for name in dict.fromkeys(names):
-    _recall_all(index, _stored(index.root, name, workdir))
+    for old in _stored(index.root, name, workdir):
+      index.recall(old)
   return index
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
-  return _recall_all(listing.list_folder(root, base), _stored(root, base))
-
-
-def _recall_all(index, stored):
-  for old in stored:
-    index.recall(old)
-  return index
+  return recall_listed(listing.list_folder(root, base), [base])
 
 
 def _stored(root, base, workdir=None) -> list[index_lib.Index]:
@@ -219,14 +214,18 @@ def _find_index(root, base, workdir):
   if stored:
     date = stored[0].facts['listed']
     console.say(f"'{top}' has changed since {date}: listing it anew.")
-  return _remember(_recall_all(listing.list_folder(root, base), stored))
+  index = listing.list_folder(root, base)
+  for old in stored:
+    index.recall(old)
+  return _remember(index)
 
 
 def _remember(index):
   """Keeps an index in memory, and only the last of the others."""
-  others = [other for other in _recent.values() if other.top != index.top]
-  _recent.clear()
-  _recent.update({other.top: other for other in [*others[-1:], index]})
+  _recent.pop(index.top, None)
+  for top in [*_recent][:-1]:
+    del _recent[top]
+  _recent[index.top] = index
   return index
 
 

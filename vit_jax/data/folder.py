@@ -142,8 +142,7 @@ def _class_names(index) -> tuple[str, ...]:
 
 def _warn_of_ignored(index, taken):
   count, *first = index.facts['ignored']
-  count += len(index) - taken
-  if count:
+  if count := count + len(index) - taken:
     shown = os.path.join(index.top, *first) if first else 'an image elsewhere'
     logging.warning(
       'Ignored %d files of %s that are not images in a class folder, the first: %s',

@@ -30,10 +30,7 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
   part overlaps with the rest or the test split.
   """
   (base, instruction), *more = slices.parts(split)
-  remedy = (
-    'hold out a part with --held_out=10%, or name another split with '
-    '--held_out=validation'
-  )
+  remedy = 'hold out a part with --held_out=10%, or a split with --held_out=validation'
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
     schema.check('held_out', held_out, schema.Split, '--')
     found = Parts(split, held_out, f'{split}+{held_out}')

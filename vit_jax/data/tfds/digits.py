@@ -81,7 +81,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     return {name: self._generate_examples(indices) for name, indices in splits.items()}
 
   def _few(self, train, test):
-    """Returns the images of each split, in a builder config with few labels."""
+    """Returns the images of each split, with few labels."""
     name, target = self.builder_config.name, datasets.load_digits().target
     shots, draws = FEW[name]
     if name == '5to9_few':

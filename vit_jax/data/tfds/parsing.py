@@ -40,10 +40,8 @@ def features(info) -> dict[str, Feature]:
 
 def _sequence_rank(feature) -> int:
   """Counts the nested sequences that hold a feature."""
-  rank = 0
-  while type(feature) is tfds.features.Sequence:
-    feature, rank = feature.feature, rank + 1
-  return rank
+  nested = type(feature) is tfds.features.Sequence
+  return 1 + _sequence_rank(feature.feature) if nested else 0
 
 
 def _leaves(feature, path):

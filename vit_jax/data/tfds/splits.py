@@ -34,10 +34,7 @@ def whole(info, dataset: str, split: str):
 
 
 def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records.Source:
-  """Opens a split of a prepared TFDS data set, a tfds.core.DatasetInfo.
-
-  `dataset` is its name for messages, and `split` is in the notation of TFDS.
-  """
+  """Opens a split, in the notation of TFDS, of a prepared tfds.core.DatasetInfo."""
   bases = []
   for base, instruction in slices.parts(split):
     bases.append(whole(info, dataset, base))
