@@ -3,9 +3,9 @@
 `get_b16_config()` and `MODEL_CONFIGS['ViT-B_16']` give the same config: the
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
-(Ti, S, R+Ti, R26+S), 2105.01601 table 1 (Mixer), 1912.11370 (BiT), 2005.12872
-(DETR); "Generative Pretraining from Pixels", section 3.1, and its released code
-(iGPT).
+(Ti, S, R+Ti, R26+S), 2106.04560 table 2 (G), 2302.05442 table 1 (22B), 2105.01601
+table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR); "Generative Pretraining from
+Pixels", section 3.1, and its released code (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. FIELDS has all fields of a model, with their types and defaults; set them
@@ -29,7 +29,17 @@ SIZES = {
   'B': (12, 768, 3072, 12),
   'L': (24, 1024, 4096, 16),
   'H': (32, 1280, 5120, 16),
+  'G': (48, 1664, 8192, 16),
+  '22B': (48, 6144, 24576, 48),
 }
+# Size -> how its encoder differs from the original's. As published, the sizes of G and
+# 22B do not include attention pooling, which is --config.model.classifier=map.
+VARIATIONS = {
+  '22B': {'norm': 'rms', 'qkv_bias': False, 'qk_norm': True, 'parallel': True},
+}
+# Size -> its name on the command line. Papers tell G ("gigantic") from g ("giant", of
+# width 1408) by its case only.
+SHORT_SIZES = {'G': 'gigantic'}
 
 # Size -> patch sizes in pixels.
 PATCHES = {
@@ -38,6 +48,8 @@ PATCHES = {
   'B': (8, 14, 16, 32),
   'L': (14, 16, 32),
   'H': (14, 16, 32),
+  'G': (14,),
+  '22B': (14,),
 }
 
 # Name -> (size, patch in cells of the feature map, units per stage, width
@@ -159,6 +171,10 @@ class _Transformer:
   position_grid: schema.HeightWidth | None = None
   causal: bool = False
   first_norm: bool = False
+  norm: Literal['layer', 'layer_no_bias', 'rms'] = 'layer'
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  parallel: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -279,7 +295,7 @@ def _config(name, **fields):
   return ml_collections.ConfigDict({'model_name': name, **fields})
 
 
-def _vit_config(name, size, patch, classifier='token', **fields):
+def _vit_config(name, size, patch, classifier='token', variations=None, **fields):
   layers, width, mlp_dim, heads = size
   return _config(
     name,
@@ -291,6 +307,7 @@ def _vit_config(name, size, patch, classifier='token', **fields):
       'num_layers': layers,
       'attention_dropout_rate': 0.0,
       'dropout_rate': DROPOUT.get(name, 0.0),
+      **(variations or {}),
     },
     classifier=classifier,
     representation_size=ml_collections.config_dict.placeholder(int),
@@ -305,7 +322,8 @@ def _make_configs():
   for size, patches in PATCHES.items():
     for patch in patches:
       name = f'ViT-{size}_{patch}'
-      configs[name] = _vit_config(name, SIZES[size], patch)
+      variations = VARIATIONS.get(size, {})
+      configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
   for variant in GAP:
     size, patch = variant.split('_')
     name = f'ViT-{variant}-gap-norep'
@@ -358,6 +376,7 @@ def short_name(name: str) -> str:
   hybrid, _, rest = name.rpartition('+')
   rest = rest.removeprefix('ViT-')
   size, _, variant = rest.partition('_')
+  size = SHORT_SIZES.get(size, size)
   short = (size + variant).replace('-', '_')  # mixer_b16 for Mixer-B_16.
   return (f'{hybrid}_{short}' if hybrid else short).lower()
 
@@ -389,7 +408,8 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   if name in AUGREG_CONFIGS:
     name = AUGREG_CONFIGS[name].model_name
   if name not in MODEL_CONFIGS:
-    near = difflib.get_close_matches(name.lower(), SHORT_NAMES, 1)
+    short = SHORT_SIZES.get(name[:1].upper(), name[:1]) + name[1:]
+    near = difflib.get_close_matches(short.lower(), SHORT_NAMES, 1)
     hint = f"did you mean '{near[0]}'? Or " if near else ''
     raise ValueError(
       f"model '{name}' is unknown: {hint}use one of {', '.join(SHORT_NAMES)}, or a "

@@ -26,6 +26,8 @@ COUNTS = {
   'ViT-L_16': 304_326_632,
   'ViT-L_32': 306_535_400,
   'ViT-H_14': 632_045_800,
+  'ViT-G_14': 1_844_440_680,
+  'ViT-22B_14': 21_756_703_720,
   'ViT-S_16-gap-norep': 22_049_896,
   'ViT-S_32-gap-norep': 22_878_184,
   'ViT-B_16-gap-norep': 86_566_120,
@@ -91,6 +93,43 @@ def test_parameter_counts_are_the_published_ones(name):
   if name not in model_configs.TESTING:
     assert identify.describe(params) == name
   assert sum(leaf.size for leaf in leaves.values()) == COUNTS[name]
+
+
+@pytest.mark.parametrize(
+  'name, layers, width, hidden, heads, variations, published',
+  [  # arXiv 2106.04560, table 2, and 2302.05442, table 1, in millions.
+    ('ViT-G_14', 48, 1664, 8192, 16, False, 1843),
+    ('ViT-22B_14', 48, 6144, 24576, 48, True, 21743),
+  ],
+)
+def test_large_models_have_the_published_size(
+  name, layers, width, hidden, heads, variations, published
+):
+  products = layers * (4 * width**2 + 2 * width * hidden)
+  vectors = layers * (hidden + 2 * width)  # Biases of the MLP and after attention.
+  if variations:  # One scale of the layer, and two of a head; no other bias.
+    vectors += layers * (width + 2 * width // heads)
+  else:  # Biases of queries, keys and values; scale and bias of two norms.
+    vectors += layers * 7 * width
+  vectors += (1 if variations else 2) * width  # The last norm.
+  embedding = (14 * 14 * 3 + 1) * width
+  tokens = (1 + 257) * width  # The class token, and the positions.
+  head = (width + 1) * 1000
+  total = products + vectors + embedding + tokens + head
+  leaves = published_shapes(name)
+  assert sum(leaf.size for leaf in leaves.values()) == total == COUNTS[name]
+  # The published number of 22B is that of the products alone, rounded down.
+  counted = products if variations else total - head
+  assert round(counted / 1e6) == published
+  assert total == pytest.approx(published * 1e6, rel=1e-3)
+
+
+def test_gigantic_is_not_giant():
+  assert model_configs.get_config('gigantic14').model_name == 'ViT-G_14'
+  assert model_configs.get_config('22b14').model_name == 'ViT-22B_14'
+  for name in ('g14', 'ViT-g_14'):
+    with pytest.raises(ValueError, match=f"'{name}' is unknown.*gigantic14"):
+      model_configs.get_config(name)
 
 
 def test_every_published_count_and_every_size_has_a_config():

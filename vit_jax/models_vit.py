@@ -157,8 +157,7 @@ class VisionTransformer(patches_lib.ImageModel):
         **encoder_fields(self.encoder, {**types, **fields})
       )
     if self.classifier == 'map':
-      same = ('mlp_dim', 'num_heads', 'gelu', 'norm_eps')
-      given = {k: v for k, v in fields.items() if k in same}
+      given = {k: fields[k] for k in encoder_lib.POOLING_FIELDS if k in fields}
       self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
     size = self.representation_size
     self.pre_logits = IdentityLayer() if size is None else nn.Dense(size, **types)

@@ -83,9 +83,9 @@ def test_dropout_in_a_loop_differs_by_layer_and_key():
   assert 'random_split' in str(keys)
 
 
-def counting(layers, width):
+def counting(layers, width, **fields):
   """Parameters whose layer i adds 1 to value 2 i, and its MLP to 2 i + 1."""
-  model = encoder.Encoder(layers, 8, 1, add_position_embedding=False)
+  model = encoder.Encoder(layers, 8, 1, add_position_embedding=False, **fields)
   shapes = jax.eval_shape(
     lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, width)), train=False)
   )['params']
@@ -135,6 +135,22 @@ def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
   want = np.append(np.ones(2 * layers), 0)
   want = (want - want.mean()) / want.std()
   np.testing.assert_allclose(run(0, False)[0, 0], want, rtol=1e-4)
+
+
+def test_stochastic_depth_drops_both_branches_of_a_parallel_layer():
+  layers, width, images = 3, 7, 500
+  params = counting(layers, width, parallel=True)
+  model = encoder.Encoder(
+    layers, 8, 1, dropout_rate=0.0, attention_dropout_rate=0.0,
+    add_position_embedding=False, stochastic_depth=0.5, parallel=True,
+  )  # fmt: skip
+  x = np.zeros((images, 2, width), np.float32)
+  rngs = {'dropout': jax.random.key(0)}
+  out = jax.jit(lambda x: model.apply({'params': params}, x, train=True, rngs=rngs))(x)
+  branches = np.asarray(out - out[..., -1:])[:, 0, :-1].reshape(images, layers, 2)
+  is_kept = branches > 1e-3
+  np.testing.assert_array_equal(is_kept[..., 0], is_kept[..., 1])
+  np.testing.assert_allclose(is_kept.mean(axis=(0, 2)), [1, 0.75, 0.5], atol=0.08)
 
 
 def encoder_and_params(**fields):
@@ -196,8 +212,11 @@ def test_the_first_token_of_an_encoder():
   assert whole.shape == x.shape
 
 
-def test_on_eight_devices():
-  model, params, x = encoder_and_params(causal=True, scan=True)
+@pytest.mark.parametrize(
+  'fields', [{}, {'norm': 'rms', 'qkv_bias': False, 'qk_norm': True, 'parallel': True}]
+)
+def test_on_eight_devices(fields):
+  model, params, x = encoder_and_params(causal=True, scan=True, **fields)
   mask = np.random.RandomState(0).rand(4, 1, 7, 7) < 0.5
 
   def loss(params, x, mask):

@@ -34,7 +34,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.layers import attention_kernels, dtypes, gpu_layout
+from vit_jax.layers import attention_kernels, dtypes, gpu_layout, norms
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -95,6 +95,7 @@ class _Heads(nn.Module):
 
   num_heads: int
   head_dim: int
+  use_bias: bool = True
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -108,11 +109,15 @@ class _Heads(nn.Module):
       return flat.reshape(shape)
 
     kernel = self.param('kernel', init, (x.shape[-1], *shape), self.param_dtype)
-    bias = self.param('bias', nn.initializers.zeros, shape, self.param_dtype)
+    bias = None
+    if self.use_bias:
+      bias = self.param('bias', nn.initializers.zeros, shape, self.param_dtype)
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     if not gpu_layout.on_gpus():
-      return jnp.einsum('bnd,dke->bnke', x, kernel) + bias
-    x = x @ kernel.reshape(-1, width) + bias.reshape(width)
+      x = jnp.einsum('bnd,dke->bnke', x, kernel)
+      return x if bias is None else x + bias
+    x = x @ kernel.reshape(-1, width)
+    x = x if bias is None else x + bias.reshape(width)
     return x.reshape(*x.shape[:-1], *shape)
 
 
@@ -128,6 +133,11 @@ class MultiHeadDotProductAttention(nn.Module):
   causal: bool = False  # Whether token i attends to tokens 0 to i only.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  qkv_bias: bool = True  # Whether queries, keys and values have biases.
+  # Whether norms follow the projections to queries and keys, one over each head.
+  qk_norm: bool = False
+  norm: str = 'layer'  # Kind of these norms, see vit_jax.layers.norms.
+  norm_eps: float = 1e-6  # Added to the variance in these norms.
 
   @nn.compact
   def __call__(
@@ -188,10 +198,14 @@ class MultiHeadDotProductAttention(nn.Module):
       kept = (jnp.arange(kv.shape[1]) < length)[None, None, None]  # [1, 1, 1, S]
       mask = kept if mask is None else mask & kept
 
-    heads = functools.partial(_Heads, self.num_heads, head_dim, **dtypes.of(self))
+    types = dtypes.of(self)
+    heads = functools.partial(_Heads, self.num_heads, head_dim, self.qkv_bias, **types)
     query = heads(name='query')(x)  # [B, Q, K, E]
-    query = query if name == 'cudnn' else query * scale
     key = heads(name='key')(kv)  # [B, S, K, E]
+    if self.qk_norm:
+      norm = functools.partial(norms.make, self.norm, self.norm_eps, **types)
+      query, key = norm('query_ln')(query), norm('key_ln')(key)
+    query = query if name == 'cudnn' else query * scale
     value = heads(name='value')(kv if values is None else values)
     bias = None
     if relative is not None:

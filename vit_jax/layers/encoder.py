@@ -20,6 +20,7 @@ from vit_jax.layers import (
   dtypes,
   gpu_layout,
   layer_stack as loop_lib,
+  norms,
   patches,
   positions,
 )
@@ -47,10 +48,14 @@ PARTS = ('positions', 'layers')
 # cuDNN's kernels are faster with a multiple of this number of tokens. The encoder then
 # pads the tokens, once.
 _MULTIPLE = 8
+# Fields of the encoder that its attention and attention pooling have too.
+_ATTENTION_FIELDS = ('num_heads', 'norm', 'norm_eps', 'qkv_bias', 'qk_norm')
+# Fields of attention pooling.
+POOLING_FIELDS = ('mlp_dim', 'gelu', *_ATTENTION_FIELDS)
 # Fields of the encoder that its layers have too.
 _BLOCK_FIELDS = (
-  'mlp_dim', 'num_heads', 'dropout_rate', 'attention_dropout_rate',
-  'attention', 'gelu', 'norm_eps', 'causal',
+  'mlp_dim', 'dropout_rate', 'attention_dropout_rate', 'attention', 'gelu', 'causal',
+  'parallel', *_ATTENTION_FIELDS,
 )  # fmt: skip
 
 
@@ -107,6 +112,8 @@ def drop_branch(x, rate, rng):
 class Encoder1DBlock(nn.Module):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
+  With `parallel`, both read the same norm: x + attention(norm(x)) + MLP(norm(x)).
+
   The fields are as in Encoder, plus `layer`, the number of the layer, from 0: the
   block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
   unless it is None.
@@ -124,6 +131,10 @@ class Encoder1DBlock(nn.Module):
   causal: bool = False
   param_dtype: Any = jnp.float32
   layer: int | None = None
+  norm: str = 'layer'
+  qkv_bias: bool = True
+  qk_norm: bool = False
+  parallel: bool = False
 
   @nn.compact
   def __call__(
@@ -141,21 +152,25 @@ class Encoder1DBlock(nn.Module):
         return x
       return drop_branch(x, drop_rate, self.make_rng('dropout'))
 
-    types = dtypes.of(self)
-    x = nn.LayerNorm(self.norm_eps, **types)(inputs)
+    norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
+    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
+    y = norm('LayerNorm_0')(inputs)
     if self.layer is not None:
-      patches.sow_mean(self, f'layer_{self.layer}', x)
+      patches.sow_mean(self, f'layer_{self.layer}', y)
     x = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
-      **dtypes.of(self, 'num_heads', 'attention', 'only_first', 'causal'),
-    )(x, mask=mask, relative=relative, length=length, deterministic=deterministic)
+      **dtypes.of(self, 'attention', 'only_first', 'causal', *_ATTENTION_FIELDS),
+    )(y, mask=mask, relative=relative, length=length, deterministic=deterministic)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     first = attention.first_token(inputs) if self.only_first else inputs
-    x = gpu_layout.residual(first, drop(x), not deterministic)
-    y = nn.LayerNorm(self.norm_eps, **types)(x)
-    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
-    y = mlp(y, deterministic=deterministic)
-    x = gpu_layout.residual(x, drop(y), not deterministic)
+    if self.parallel:
+      y = attention.first_token(y) if self.only_first else y
+      x = x + mlp(y, deterministic=deterministic)
+      x = gpu_layout.residual(first, drop(x), not deterministic)
+    else:
+      x = gpu_layout.residual(first, drop(x), not deterministic)
+      y = mlp(norm('LayerNorm_1')(x), deterministic=deterministic)
+      x = gpu_layout.residual(x, drop(y), not deterministic)
     return gpu_layout.row_major(sharding.constrain_batch(x))
 
 
@@ -172,6 +187,9 @@ class MAPHead(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  norm: str = 'layer'  # These three are as in Encoder.
+  qkv_bias: bool = True
+  qk_norm: bool = False
 
   @nn.compact
   def __call__(self, x):
@@ -181,9 +199,9 @@ class MAPHead(nn.Module):
     probe = self.param('probe', init, shape, types['param_dtype'])
     probe = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], *shape[1:]))
     x = attention.MultiHeadDotProductAttention(
-      attention='default', **dtypes.of(self, 'num_heads')
+      attention='default', **dtypes.of(self, *_ATTENTION_FIELDS)
     )(probe, x, deterministic=True)  # [B, 1, D]
-    y = nn.LayerNorm(self.norm_eps, **types)(x)
+    y = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
     mlp = MlpBlock(dropout_rate=0.0, **dtypes.of(self, 'mlp_dim', 'gelu'))
     return (x + mlp(y, deterministic=True))[:, 0]
 
@@ -208,7 +226,7 @@ class Encoder(nn.Module):
   only_first: bool = False
   attention: str = attention.AUTO  # See vit_jax.layers.attention.
   gelu: str = 'tanh'  # A key of GELUS.
-  norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
+  norm_eps: float = 1e-6  # Added to the variance in norms.
   # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
   # input; 'dots': everything but the inputs and the results of the dense layers.
   remat: str = ''
@@ -217,7 +235,8 @@ class Encoder(nn.Module):
   # training on TPUs, with more than 12 layers.
   scan: bool | None = None
   # Probability that an image skips the attention of the last layer, and likewise the
-  # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382).
+  # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382). An image
+  # skips both or neither of a layer with `parallel`.
   stochastic_depth: float = 0.0
   causal: bool = False  # Whether token i attends to tokens 0 to i only.
   first_norm: bool = False  # Whether a LayerNorm precedes the layers, as in CLIP.
@@ -228,6 +247,13 @@ class Encoder(nn.Module):
   position_grid: tuple[int, int] | None = None
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
+  # The following are variations of ViT-22B (arXiv 2302.05442, section 2).
+  norm: str = 'layer'  # Kind of all norms, see vit_jax.layers.norms.
+  qkv_bias: bool = True  # Whether queries, keys and values have biases.
+  # Whether norms precede the product of queries and keys, one over each head.
+  qk_norm: bool = False
+  # Whether attention and MLP of a layer both read its input, after one norm.
+  parallel: bool = False
 
   @nn.compact
   def __call__(self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS):
@@ -243,7 +269,7 @@ class Encoder(nn.Module):
     position embeddings, or only a part is applied and later layers add position
     embeddings too.
     """
-    types = dtypes.of(self)
+    norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
     kind = positions.kind_of(
       self.add_position_embedding,
       self.position_embedding,
@@ -263,7 +289,7 @@ class Encoder(nn.Module):
     if 'layers' not in parts:
       return x
     if self.first_norm:
-      x = nn.LayerNorm(self.norm_eps, name='first_norm', **types)(x)
+      x = norm('first_norm')(x)
     if self.stochastic_depth:
       rates = np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
       own = [each._replace(drop_rate=rate) for each, rate in zip(own, rates)]
@@ -272,7 +298,7 @@ class Encoder(nn.Module):
       length, x = self._pad(x, train)
     x = self._layers(x, own, train, mask, length, only_first)
     x = x if length is None else x[:, :length]
-    x = nn.LayerNorm(self.norm_eps, name='encoder_norm', **types)(x)
+    x = norm('encoder_norm')(x)
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x

@@ -9,7 +9,7 @@ import ml_collections
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
-from vit_jax.weights.families import families
+from vit_jax.weights.families import families, vit
 
 
 def model_config(
@@ -62,8 +62,11 @@ def _matches(config, sizes):
   )
   untold = re.compile(r'pp\..*|.+\.num_heads|(.+\.)?representation_size')
   resnets = [any('resnet.' in key for key in x) for x in (have, want)]
+  # An encoder with a variation is not one without it.
+  varied = tuple(f'transformer.{key}' for key in vit.VARIATIONS)
+  keys = want.keys() | {key for key in have if key.endswith(varied)}
   return resnets[0] == resnets[1] and all(
-    have.get(key) == x for key, x in want.items() if not untold.fullmatch(key)
+    have.get(key) == want.get(key) for key in keys if not untold.fullmatch(key)
   )
 
 

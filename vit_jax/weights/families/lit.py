@@ -423,7 +423,7 @@ def _style_in_hf(config) -> str | None:
     config.text_model != 'text_transformer' or image.get('resnet')
     or image.get('representation_size') or encoder.get('causal')
     or down != across or not has_heads[1]
-    or not encoder.get('add_position_embedding', True)
+    or not encoder.get('add_position_embedding', True) or not vit.is_plain(encoder)
   ):  # fmt: skip
     return None
   own = (

@@ -4,9 +4,10 @@ The state dicts are timm's and Hugging Face's; vit_jax.weights.families.vit_file
 reads and writes the files next to them. The tree is the published one.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import functools
 import math
+from typing import Any
 
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
@@ -17,6 +18,8 @@ _BLOCK = 'Transformer/encoderblock_{0}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 # Leaves of models that only this package has.
 _POOLING, _FIRST_NORM = 'MAPHead_0/probe', 'Transformer/first_norm/scale'
+# Fields of an encoder that only this package's formats hold, and their defaults.
+VARIATIONS = {'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False}
 # Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
 _STEM = (
   ('cls', 'same', 'cls_token', 'embeddings.cls_token'),
@@ -112,6 +115,11 @@ _BIT = leaves.Naming(
 )
 
 
+def is_plain(encoder: Mapping[str, Any]) -> bool:
+  """Returns whether an encoder with these fields is the original's."""
+  return all(encoder.get(key, plain) == plain for key, plain in VARIATIONS.items())
+
+
 def is_bit(names: Iterable[str]) -> bool:
   """Returns whether the names are of a BiT ResNet, here or in timm."""
   return not set(_BIT_ROOTS).isdisjoint(names)
@@ -126,6 +134,7 @@ class Classifiers(base.Family):
   computes = {  # noqa: RUF012
     'transformer.gelu': 'tanh',
     'transformer.norm_eps': 1e-6,
+    'transformer.norm': None,
     'resnet.eps': 'published',
     'eps': 'published',
   }
@@ -145,6 +154,10 @@ class Classifiers(base.Family):
       and not any(name.startswith('block1/') for name in names)
     )
     return self.namings['bare root' if naming == 'timm' and bare else naming]
+
+  def formats_of(self, config):
+    plain = is_plain(config.get('transformer') or {})
+    return self.formats if plain else ('npz', 'workdir')
 
   def dump(self, flat, naming):
     if naming == 'hf' and 'cls' not in flat:
@@ -193,6 +206,7 @@ class Classifiers(base.Family):
       f'{fields["hidden_size"]}, MLP {encoder["mlp_dim"]}, '
       f'{encoder["num_heads"]} heads, patches {patch}'
       + pooling.get(fields['classifier'], '')
+      + ''.join(f', {k}={encoder[k]}' for k in VARIATIONS if k in encoder)
     )
 
   def read_description(self, sibling, file, flat, naming):
@@ -265,6 +279,7 @@ def _vit_sizes(flat):
       'num_heads': flat[f'{block}{_ATTENTION}query/kernel'][1],
       **_position_fields(flat),
       **({'first_norm': True} if _FIRST_NORM in flat else {}),
+      **_variations(flat),
     },
     'classifier': 'token' if 'cls' in flat else pooling,
   }
@@ -276,6 +291,22 @@ def _vit_sizes(flat):
       'width_factor': flat['conv_root/kernel'][-1] // 64,
     }
   return sizes
+
+
+def _variations(flat):
+  """Returns the fields of VARIATIONS that differ from their defaults.
+
+  Parameters cannot distinguish 'rms' from 'layer_no_bias'.
+  """
+  inner = {path.partition('/encoderblock_')[2].partition('/')[2] for path in flat}
+  attention = _ATTENTION + 'query'
+  found = {
+    'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
+    'qkv_bias': f'{attention}/bias' in inner,
+    'qk_norm': f'{attention}_ln/scale' in inner,
+    'parallel': 'LayerNorm_1/scale' not in inner,
+  }
+  return {key: x for key, x in found.items() if x != VARIATIONS[key]}
 
 
 def _position_fields(flat):
