@@ -47,6 +47,16 @@ def test_a_vit_is_counted_as_in_closed_form(whole):
   assert got == 2 * want
 
 
+def test_the_variations_of_vit_22b_add_no_product():
+  config = model_configs.get_config('22b14')
+  config.hidden_size = 96
+  config.transformer.update(num_layers=2, mlp_dim=64)
+  model = models.make_model(config, num_classes=10)
+  for whole in (False, True):
+    want = multiply_adds(config, (28, 42), 10, as_run=not whole)
+    assert flops.forward_flops(model, (28, 42), whole=whole) == 2 * want
+
+
 def test_rectangles_mean_pooling_and_pre_logits():
   config = model_configs.get_config('s16_gap_norep')
   config.representation_size = 100

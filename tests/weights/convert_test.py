@@ -431,6 +431,30 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
   assert not list(tmp_path.glob('.*'))
 
 
+def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
+  variations = dict(norm='rms', qkv_bias=False, qk_norm=True, parallel=True)
+  path, again = str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz')
+  for fields in (*({key: x} for key, x in variations.items()), variations):
+    _, params = random_model('ti16', (32, 32), transformer={**SHALLOW, **fields})
+    checkpoint.save(params, path)
+    model = convert.read(path)
+    found = {k: x for k, x in model.config.transformer.items() if k in variations}
+    assert found == fields
+    for to in ('timm', 'hf'):
+      with pytest.raises(ValueError, match=rf'as {to}: give --to=npz\|workdir'):
+        convert.convert(path, str(tmp_path / 'no'), to, image_size=(32, 32))
+  convert.convert(path, str(tmp_path / 'run'), 'workdir', image_size=(32, 32))
+  _, notes = convert.convert(str(tmp_path / 'run'), again)
+  assert not any('norm' in note for note in notes)
+  trees.assert_same(checkpoint.load(again), params)
+  # Parameters do not tell whether the mean is subtracted.
+  model.config.transformer.norm = 'layer_no_bias'
+  notes = writing.WRITERS['npz'](model, tmp_path / 'c.npz')
+  assert any('norm=rms, but these weights were made for layer_no' in x for x in notes)
+  encoder = convert.read(str(tmp_path / 'c.npz')).config.transformer
+  assert (encoder.norm, encoder.parallel) == ('layer_no_bias', True)
+
+
 def test_the_command_line(tmp_path, tiny, capsys):
   path, *_ = tiny
   (tmp_path / 'names.txt').write_text('ant\nbee\ncow\n')
