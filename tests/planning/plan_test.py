@@ -18,6 +18,7 @@ from tests.planning import flops_test
 from vit_jax import console, models, train
 from vit_jax.commands import plan as plan_command
 from vit_jax.configs import detr, models as model_configs, pretrain
+from vit_jax.layers import dtypes, layer_stack
 from vit_jax.planning import estimate, plan, topology
 from vit_jax.run import config as run_config, overrides
 
@@ -219,6 +220,23 @@ def test_every_kind_of_model_is_lowered(kind):
   assert lowered.flops > 0
   # Layers and micro-batches of an iGPT are in loops.
   assert [times for times, _ in lowered.loops] == ([1, 2, -2] if kind == 'igpt' else [])
+
+
+@pytest.mark.parametrize('locked', [True, False])
+def test_layers_of_a_locked_tower_are_in_no_loop(locked, monkeypatch):
+  monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
+  monkeypatch.setattr(layer_stack, 'DEEP', 4)
+  config, _ = overrides.load('configs/lit_digits.py')
+  config = run_config.complete(config)
+  config.update_from_flattened_dict(
+    {**SMALL['lit'][1], 'batch': 8, 'model.image.transformer.num_layers': 5}
+  )
+  config.lr_multipliers = (('img/', 0.0),) if locked else ()
+  config = run_config.resolve_steps(config, 1_000)
+  metadata = run_config.get_task(config.task).planned_metadata(config, 5)
+  make = lambda part, mesh: train.make_program(part, metadata, mesh)
+  lowered = estimate.lower(config, make, jax.devices('cpu'))
+  assert [times for times, _ in lowered.loops] == ([] if locked else [3, -3])
 
 
 class Compiled:

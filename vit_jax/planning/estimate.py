@@ -51,7 +51,7 @@ class Lowered(NamedTuple):
 
 
 def looped_layers(model) -> int:
-  """Returns how many layers TPUs train in a loop; 0 if there is no loop.
+  """Returns how many layers TPUs loop over if they are trained; 0 if none.
 
   `model` is a complete config. Kinds without the option `scan` have no loop.
   """
@@ -98,21 +98,21 @@ def lower(config, make_program: Callable, devices) -> Lowered:
         params, abstract.extra, sharding.abstract_batch(batch, mesh)
       )
 
-  loops = []
-  if config.accum_steps > 1:
-    loops.append((config.accum_steps - 1, gradient()))
-  # Three layers minus two are the cost of one. The last layer is outside the loop,
-  # and the compiler counts one layer inside it.
-  times = config.accum_steps * (looped_layers(config.model) - 2)
-  if times > 0:
-    loops += [(times, gradient(3)), (-times, gradient(2))]
   program = make_program(config, mesh)
   batch = sharding.abstract_batch(program.task.batch_spec(config.batch), mesh)
   with jax.set_mesh(mesh):
     traced = program.jit_update().trace(program.abstract, batch)
-    return Lowered(
-      traced.lower(), loops, program.abstract, flops.count_flops(traced.jaxpr)
-    )
+    update = traced.lower()
+  loops = []
+  if config.accum_steps > 1:
+    loops.append((config.accum_steps - 1, gradient()))
+  # Three layers minus two are the cost of one. The last layer is outside the loop,
+  # and the compiler counts one layer inside it. A locked tower has no loop.
+  layers = looped_layers(config.model)
+  times = config.accum_steps * (layers - 2)
+  if times > 0 and layers - 1 in flops.loop_lengths(traced.jaxpr):
+    loops += [(times, gradient(3)), (-times, gradient(2))]
+  return Lowered(update, loops, program.abstract, flops.count_flops(traced.jaxpr))
 
 
 def collectives(hlo: str) -> dict[str, dict]:

@@ -62,6 +62,20 @@ def count_flops(jaxpr) -> int:
   return total
 
 
+def loop_lengths(jaxpr) -> set[int]:
+  """Returns how often the loops (jax.lax.scan) in a program run their bodies.
+
+  Takes what `count_flops` takes.
+  """
+  found = set()
+  for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
+    if eqn.primitive.name == 'scan':
+      found.add(eqn.params['length'])
+    for inner in _inner_jaxprs(eqn.params):
+      found |= loop_lengths(inner)
+  return found
+
+
 def _convolution_flops(eqn) -> int:
   """Counts the FLOPs of a convolution without products with inserted zeros."""
   numbers, params = eqn.params['dimension_numbers'], eqn.params
