@@ -192,6 +192,12 @@ def _memory_needed(failure: Exception) -> float | None:
   return float(used[1]) * unit[used[2]] if used else None
 
 
+def _costs(compiled):
+  """Returns costs, number of operations of unknown time, and collectives."""
+  hlo = compiled.as_text()
+  return compiled.cost_analysis(), len(_UNKNOWN.findall(hlo)), collectives(hlo)
+
+
 def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   """Compiles a program; returns the compiler's memory and time estimates.
 
@@ -211,11 +217,12 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     with topology.quiet_compiler():
       compiled = lowered.update.compile()
       seconds = time.perf_counter() - start
-      parts = [(1, compiled)]
-      parts += [(times, part.compile()) for times, part in lowered.loops]
+      memory = compiled.memory_analysis()
+      parts = [(1, *_costs(compiled))]
+      del compiled  # A program takes gigabytes of the host's memory.
+      parts += [(times, *_costs(part.compile())) for times, part in lowered.loops]
   except jax.errors.JaxRuntimeError as e:
     return {**result, 'fits': False, 'memory_per_core_bytes': _memory_needed(e)}
-  memory = compiled.memory_analysis()
   arguments = memory.argument_size_in_bytes
   batch = arguments - result['params_bytes'] - result['optimizer_bytes']
   result.update(
@@ -230,13 +237,12 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   )
   cost = dict.fromkeys(('optimal_seconds', 'bytes accessed', 'flops'), 0)
   found, unknown = {}, 0
-  for times, part in parts:
-    for key, value in part.cost_analysis().items():
+  for times, costs, unknowns, rows in parts:
+    for key, value in costs.items():
       if key in cost:
         cost[key] += times * value
-    hlo = part.as_text()
-    unknown += times * len(_UNKNOWN.findall(hlo))
-    for kind, row in collectives(hlo).items():
+    unknown += times * unknowns
+    for kind, row in rows.items():
       total = found.setdefault(kind, dict.fromkeys(row, 0))
       for key, value in row.items():
         total[key] += times * value
