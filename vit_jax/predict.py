@@ -274,4 +274,6 @@ def _write_table(model, args, split) -> None:
     model.columns(**options),
     {'flags': options, 'split': split},
     args.broken,
+    args.shard,
+    args.join,
   )

@@ -1,10 +1,12 @@
 """Tests of tables of predictions: any task, stopping, several processes."""
 
+import contextlib
 import copy
 import functools
 import json
 import os
 import pathlib
+import shlex
 import shutil
 import signal
 
@@ -22,7 +24,7 @@ from vit_jax import models
 from vit_jax.commands import predict as predict_command
 from vit_jax.data import records, sources
 from vit_jax.inference import tables, user_images
-from vit_jax.run import stopping
+from vit_jax.run import lock, stopping
 
 BLOCK = 12  # Images.
 COUNT = 40  # Three blocks and a rest.
@@ -153,10 +155,10 @@ def test_files_of_all_formats_have_the_same_rows(
   assert_same(got, rows)
 
 
-def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path, monkeypatch):
+def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path):
   """At each file that is written: what is there is whole, and not made again."""
-  real, seen = tables.files.write, []
-  for most in (1, 6, 10, 11):
+  real = tables.files.write
+  for most in (1, 3, 5, 6):
     out, written = tmp_path / f'{most}.jsonl', []
 
     def dying(path, content, written=written, most=most):
@@ -175,19 +177,11 @@ def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path, monkeypa
     parts = [path for path in written if path.name.startswith('part')]
     if most > len(written):
       break
-    seen.clear()
-    stream = model.stream
-
-    def counted(source, *args, stream=stream):
-      seen.append(source.num_examples)
-      return stream(source, *args)
-
-    monkeypatch.setattr(model, 'stream', counted)
-    write(model, images, out)
-    monkeypatch.undo()
+    with counting(model) as seen:
+      write(model, images, out)
     assert sum(seen) == max(0, COUNT - BLOCK * len(parts))
     assert_same(read_lines(out), rows)
-  assert most == 11  # The facts twice, four parts, a note on each.
+  assert most == 6  # The facts twice, four parts.
 
 
 def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monkeypatch):
@@ -274,40 +268,192 @@ def test_each_task_has_its_columns(
 # --- Several processes ---
 
 _TWO = """
-import sys, jax, pathlib
+import sys, jax, os, pathlib, signal, time
 from vit_jax.distributed import processes
-place, number, folder, out, data_dir = sys.argv[1:]
+place, number, folder, whole, killed, data_dir = sys.argv[1:]
 processes.connect(coordinator=place, num_processes=2, process_id=int(number))
 from tests.inference import tables_test
-tables_test.tables._FEWEST = tables_test.BLOCK
+tables = tables_test.tables
+tables._FEWEST = tables_test.BLOCK
 model = tables_test.make_model('classify', data_dir)
 images = sorted(map(str, pathlib.Path(folder).iterdir()))
 try:  # The second process lacks an image.
-  tables_test.write(model, images[int(number):], out)
+  tables_test.write(model, images[int(number):], whole)
 except ValueError as e:
   print(e)
-assert not pathlib.Path(out).exists()
+assert not pathlib.Path(whole).exists()
 for _ in range(2):  # The second time all is there.
-  tables_test.write(model, images, out)
+  tables_test.write(model, images, whole)
+write = tables.files.write
+def dying(path, content):
+  write(path, content)
+  while len(list(path.parent.glob('part-*'))) < 3:
+    time.sleep(0.05)
+  os.kill(os.getpid(), signal.SIGKILL)
+tables.files.write = dying
+tables_test.write(model, images, killed)
 """
 
 
-def test_each_of_two_processes_writes_parts_of_its_own(
-  images, rows, data_dir, tmp_path
-):
-  out, folder = tmp_path / 'table.parquet', pathlib.Path(images[0]).parent
-  statuses, outputs = processes.run_two(_TWO, folder, out, data_dir)
-  assert statuses == [0, 0], outputs
+def test_any_number_of_processes_goes_on(model, images, rows, data_dir, tmp_path):
+  """One process is stopped after a part, two are killed after one more each."""
+  whole, killed = tmp_path / 'whole.jsonl', tmp_path / 'killed.jsonl'
+  stop_after(1, model, images, killed)
+  folder = pathlib.Path(images[0]).parent
+  statuses, outputs = processes.run_two(_TWO, folder, whole, killed, data_dir)
+  assert statuses == [-signal.SIGKILL] * 2, outputs
   assert all('differ in the table' in output for output in outputs), outputs
-  assert "table.parquet': 40 images, 3 of them broken" in outputs[0]
-  assert 'is complete: 40 images, 3 of them broken' in outputs[0]
-  assert '40 images' not in outputs[1]
-  assert len(list(out.glob('part-*.parquet'))) == 4
-  table = pd.read_parquet(out)  # Readers take the folder for one table.
-  assert list(table['path']) == images
-  got = table['class'].replace({np.nan: None})
-  assert list(got) == [row['class'] for row in rows]
-  assert set(got) == {'a', 'b', None}
+  assert "whole.jsonl': 40 images, 3 of them broken" in outputs[0]
+  assert 'is complete: 40 images' in outputs[0]
+  assert "killed.jsonl': 1 of 2 parts left" in outputs[0]
+  assert 'images' not in outputs[1].split('same files')[1]
+  assert not killed.exists()
+  with counting(model) as seen:
+    write(model, images, killed)
+  assert seen == [COUNT % BLOCK]
+  for path in (whole, killed):
+    assert_same(read_lines(path), rows)
+  assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def stop_after(count, model, images, out, **kwargs):
+  """Writes some parts of a table."""
+  real, written = tables.files.write, []
+
+  def stopping_(path, content):
+    real(path, content)
+    written.extend([path] if path.name.startswith('part') else [])
+    if len(written) == count:
+      raise KeyboardInterrupt
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tables.files, 'write', stopping_)
+    with pytest.raises(KeyboardInterrupt):
+      write(model, images, out, **kwargs)
+
+
+@contextlib.contextmanager
+def counting(model):
+  """Yields a list of the numbers of images that are computed."""
+  seen, stream = [], model.stream
+
+  def counted(source, *args):
+    seen.append(source.num_examples)
+    return stream(source, *args)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(model, 'stream', counted)
+    yield seen
+
+
+# --- Independent tasks ---
+
+
+def test_tasks_share_a_table_and_the_last_joins_it(
+  model, images, rows, tmp_path, capsys
+):
+  out, parts = tmp_path / 'table.jsonl', tmp_path / 'table.jsonl.parts'
+  with pytest.raises(ValueError, match='4 of 4 parts are missing.* without --join'):
+    write(model, images, out, only_join=True)
+  assert list(tmp_path.iterdir()) == []
+  write(model, images, out, shard=(1, 3))
+  assert 'shard 1/3 is finished, 3 of 4 parts are left' in capsys.readouterr().out
+  stop_after(1, model, images, out, shard=(0, 3))  # It has two, 0 and 3.
+  with pytest.raises(ValueError, match=r'2 of 4 parts are missing.*shards 0,2 of 3 '):
+    write(model, images, out, only_join=True)
+  other = copy.copy(model)
+  other.params = jax.tree.map(lambda x: x * 2, model.params)
+  with pytest.raises(
+    ValueError, match="table.jsonl.parts' is a table of other weights"
+  ):
+    write(other, images, out, shard=(2, 3))
+  with counting(model) as seen:
+    write(model, images, out, shard=(0, 2))  # Of two: 0, which is there, and 2.
+    assert seen == [BLOCK]
+    write(model, images, out, shard=(9, 10))  # There is no such part.
+    write(model, images, out, shard=(0, 3))
+  assert seen == [BLOCK, 0, COUNT % BLOCK]
+  assert "jsonl': 40 images, 3 of them broken" in capsys.readouterr().out
+  assert_same(read_lines(out), rows)
+  assert not parts.exists()
+  for kwargs in ({'shard': (2, 3)}, {'only_join': True}, {}):
+    write(model, images, out, **kwargs)
+    assert 'is complete: 40 images' in capsys.readouterr().out
+  assert not parts.exists()
+
+
+def test_a_task_that_is_not_the_only_one(model, images, rows, tmp_path, capsys):
+  """Another has the same shard, or the same block, or joins at the same time."""
+  out, join, answers = tmp_path / 'table.jsonl', tables.join, []
+  write(model, images, out, shard=(0, 2))
+  real = tables.files.write
+
+  def twice(path, content):
+    real(path, content)
+    if path.name.startswith('part') and not answers:
+      answers.append(None)
+      with pytest.raises(ValueError, match=f'process {os.getpid()} .*--out'):
+        write(model, images, out, shard=(1, 2))
+      write(model, images, out)  # All of them, while this task has one left.
+
+  def joined(*args):
+    write(model, images, out, only_join=True)
+    answers.append(capsys.readouterr().out)
+    join(*args)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(tables.files, 'write', twice)
+    patch.setattr(tables, 'join', joined)
+    write(model, images, out, shard=(1, 2))
+  assert 'is being joined by process' in answers[1]
+  assert len(answers) == 2  # It is joined once.
+  assert 'is complete: 40 images' in capsys.readouterr().out
+  assert_same(read_lines(out), rows)
+  assert not (tmp_path / 'table.jsonl.parts').exists()
+
+
+def test_two_tasks_join_at_once_where_there_are_no_locks(
+  model, images, rows, tmp_path, monkeypatch
+):
+  """In a bucket both may take the lock: both write the same file."""
+  out, join, begun = tmp_path / 'table.jsonl', tables.join, []
+  monkeypatch.setattr(lock.files, 'is_remote', lambda _: True)
+  stop_before_joining(model, images, out)
+
+  def joined(parts, *args):
+    begun.append(out)
+    if len(begun) == 1:
+      (tmp_path / 'table.jsonl.parts' / '_join.json').unlink()
+      write(model, images, out, only_join=True)
+    join(parts, *args)
+
+  monkeypatch.setattr(tables, 'join', joined)
+  write(model, images, out, only_join=True)
+  assert len(begun) == 2
+  assert_same(read_lines(out), rows)
+  assert not (tmp_path / 'table.jsonl.parts').exists()
+
+
+def test_a_part_that_is_damaged_or_old_is_not_joined(model, images, rows, tmp_path):
+  folder, out = tmp_path / 'photos', tmp_path / 'table.jsonl'
+  shutil.copytree(pathlib.Path(images[0]).parent, folder)
+  mine = [str(folder / os.path.basename(path)) for path in images]
+  write(model, mine, out, shard=(1, 4))
+  write(model, mine, out, shard=(2, 4))
+  [part] = (tmp_path / 'table.jsonl.parts').glob('part-00002-*')
+  part.write_bytes(part.read_bytes()[:-20])
+  shutil.copy(images[0], folder / '013.png')
+  write(model, mine, out, shard=(0, 4))
+  with pytest.raises(ValueError, match='2 of 4 parts are .*damaged.*shards 1,2 of 4 '):
+    write(model, mine, out, shard=(3, 4))
+  assert not out.exists()
+  with pytest.raises(ValueError, match='1 of 4 parts .*shards 2 of 4 '):
+    write(model, mine, out, shard=(1, 4))
+  write(model, mine, out, shard=(2, 4))
+  got = [row['class'] for row in read_lines(out)]
+  want = [row['class'] for row in rows]
+  want[13] = want[0]
+  assert got == want
 
 
 # --- The command ---
@@ -387,6 +533,14 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', '--top=0', 'a.png'], 'top=0 .*--top'),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
     (['--out=no/a.csv', 'a.png'], "out='no/a.csv'.*--out"),
+    (['--out=a.csv', '--join', 'a.png'], "'a.csv' cannot be joined: 1 of 1 parts"),
+    (['--shard=0/2', 'a.png'], '--shard is for a table of images'),
+    (['--out=a.csv', '--shard=0/2', '--join', 'a.png'], '--shard and --join'),
+    (['--out=a.csv', '--print=2', '--coordinator=a:1', 'a.png'], '--coordinator'),
+    *(
+      (['--out=a.csv', f'--shard={bad}', 'a.png'], f"--shard: '{bad}' must be I/N")
+      for bad in ('2/2', '1/0', '-1/2', '1', 'a/b', '0/2/3', ' 0/2')
+    ),
   ],
 )
 def test_wrong_input_is_refused_and_nothing_is_written(
@@ -402,6 +556,23 @@ def test_wrong_input_is_refused_and_nothing_is_written(
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     predict_command.main([f'--weights={weights}', '--nodistributed', *flags])
   assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_command_prints_the_commands_of_tasks(
+  weights, images, rows, tmp_path, capsys
+):
+  folder = shutil.copytree(pathlib.Path(images[0]).parent, tmp_path / "O'Neil 1")
+  out = tmp_path / 'table.csv'
+  argv = [f'--weights={weights}', '--print', '2', f'--out={out}', str(folder)]
+  predict_command.main(argv)
+  lines = capsys.readouterr().out.splitlines()
+  assert len(lines) == 2
+  for line in lines:
+    assert not out.exists()
+    program, command, *argv = shlex.split(line)
+    assert (program, command) == ('vit_jax', 'predict')
+    predict_command.main(argv)
+  assert list(pd.read_csv(out)['path']) == sorted(map(str, folder.iterdir()))
 
 
 def test_the_command_knows_all_endings():
@@ -494,56 +665,55 @@ def test_what_is_damaged_or_old_is_made_anew(model, images, rows, tmp_path):
   stop_before_joining(other, mine, foreign)
   whole = shutil.copytree(parts, tmp_path / 'whole')
 
+  def part_of(folder, number):
+    [part] = folder.glob(f'part-0000{number}-*.jsonl')
+    return part
+
+  def content(number):
+    return part_of(whole, number).read_bytes()
+
   def without(number):
     lines = content(number).splitlines(keepends=True)
     return b''.join([*lines[:9], *lines[10:]])
 
-  def content(number):
-    return (whole / f'part-0000{number}.jsonl').read_bytes()
+  def renamed(part):
+    part.rename(part.with_name('part-00000.jsonl'))
 
-  def copied(source, number):
-    def copy(part, note):
-      for path in (part, note):
-        name = path.name.replace(part.stem[-1], str(number))
-        shutil.copy(source / name, path)
+  def with_the_number_of_another(part):
+    name = part_of(whole, 3).name.replace('-00003-', '-00001-')
+    part.rename(part.with_name(name)).write_bytes(content(3))
 
-    return copy
+  def of_another_model(part):
+    part.unlink()
+    shutil.copy(part_of(tmp_path / 'foreign.jsonl.parts', 0), parts)
 
-  def replaced(part, note):
+  def replaced(part):
     image = folder / '013.png'
     time = image.stat().st_mtime_ns
     shutil.copy(images[16], image)
     os.utime(image, ns=(time, time + 1))
 
   damages = [
-    lambda part, note: part.write_bytes(b''),
-    lambda part, note: part.write_bytes(content(1)[:-1]),
-    lambda part, note: part.write_bytes(without(2)),
-    lambda part, note: part.write_bytes(content(0)[::-1]),
-    lambda part, note: part.write_bytes(content(1) * 2),
-    lambda part, note: note.unlink(),
-    lambda part, note: note.write_bytes(b''),
-    lambda part, note: note.write_bytes(b'[]'),
-    lambda part, note: note.write_bytes(note.read_bytes()[:-5]),
-    copied(tmp_path / 'foreign.jsonl.parts', 0),
+    lambda part: part.write_bytes(b''),
+    lambda part: part.write_bytes(content(1)[:-1]),
+    lambda part: part.write_bytes(without(2)),
+    lambda part: part.write_bytes(content(0)[::-1]),
+    lambda part: part.write_bytes(content(1) * 2),
+    lambda part: part.unlink(),
+    renamed,
+    with_the_number_of_another,
+    lambda part: part.write_bytes(content(3)),
+    of_another_model,
     replaced,
-    copied(whole, 3),
+    lambda part: part.rename(part.with_name(part.name[:11] + part.name[12:])),
   ]
   for first in range(0, len(damages), 3):
     if first:
       out.unlink()
       shutil.copytree(whole, parts)
     for number in range(3):
-      names = f'part-0000{number}.jsonl', f'_part-0000{number}.json'
-      damages[first + number](*(parts / name for name in names))
-    seen, stream = [], model.stream
-
-    def counted(source, *args, seen=seen, stream=stream):
-      seen.append(source.num_examples)
-      return stream(source, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-      patch.setattr(model, 'stream', counted)
+      damages[first + number](part_of(parts, number))
+    with counting(model) as seen:
       write(model, mine, out)
     assert sum(seen) == 3 * BLOCK, first
     wanted = [{**row, 'path': path} for row, path in zip(rows, mine)]
@@ -557,16 +727,16 @@ def test_what_is_damaged_or_old_is_made_anew(model, images, rows, tmp_path):
 
 
 def test_a_second_writer_is_refused(model, images, tmp_path, monkeypatch):
-  out, refused = tmp_path / 'table.csv', []
-  join = tables.join
+  out, refused, real = tmp_path / 'table.csv', [], tables.files.write
 
-  def joined(*args):
-    with pytest.raises(ValueError, match=f'process {os.getpid()} .*--out') as e:
-      write(model, images[:9], out)
-    refused.append(str(e.value))
-    join(*args)
+  def written(path, content):
+    real(path, content)
+    if path.name.startswith('part'):
+      with pytest.raises(ValueError, match=f'process {os.getpid()} .*--out') as e:
+        write(model, images[:9], out)
+      refused.append(str(e.value))
 
-  monkeypatch.setattr(tables, 'join', joined)
+  monkeypatch.setattr(tables.files, 'write', written)
   write(model, images[:9], out)
   assert "table.csv.parts' is held" in refused[0]
   assert len(pd.read_csv(out)) == 9

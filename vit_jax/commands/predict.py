@@ -7,16 +7,33 @@ r"""Print, draw or tabulate predictions for images.
 Prints the top classes of each image; detectors print class, score and box (left, top,
 right, bottom edge in pixels). With --out=FILE.parquet, .csv or .jsonl, any number of
 images becomes a table with one row per image; run the same command again to resume it.
+Independent tasks share a table with --shard=0/50, ..., --shard=49/50 and one --out.
 See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
 """
 
 import argparse
 from collections.abc import Sequence
+import re
+import shlex
 
+from vit_jax import console
 from vit_jax.commands import flags, hosts
 
 _MOST_SAMPLES = 4096  # Of --sample.
 TABLES = ('.parquet', '.csv', '.jsonl')
+
+
+def _shard(text: str) -> tuple[int, int]:
+  """Parses I/N, the number of a shard from 0 and the number of shards."""
+  found = re.fullmatch('([0-9]+)/([0-9]+)', text)
+  shard, count = map(int, found.groups()) if found else (0, 0)
+  if shard >= count:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be I/N with I from 0 to N - 1, such as 0/50 to 49/50"
+    )
+  return shard, count
+
+
 _FLAGS = {
   'images': dict(
     nargs='*',
@@ -43,6 +60,22 @@ _OUTPUT = {
   ),
   '--dtype': dict(
     choices=('bfloat16', 'float16'), help='keep the parameters in half the memory'
+  ),
+}
+_TASKS = {
+  '--shard': dict(
+    type=_shard,
+    metavar='I/N',
+    help='compute part I of N, from 0/N to N-1/N, for one --out that all tasks see; '
+    'the last one joins the table',
+  ),
+  '--join': dict(
+    action='store_true', help='only join what the tasks wrote; names missing shards'
+  ),
+  '--print': dict(
+    type=flags.count,
+    metavar='N',
+    help='print the commands of N tasks, one per line, for a scheduler; compute nothing',
   ),
 }
 _DETECTORS = {
@@ -80,6 +113,7 @@ def make_parser() -> flags.Parser:
   parser = flags.Parser('predict', __doc__, _FLAGS)
   flags.add_model_flags(parser)
   parser.add(_OUTPUT)
+  parser.add(_TASKS, 'a table by independent tasks')
   parser.add(_DETECTORS, 'detectors')
   parser.add(_TOWERS, 'image and text towers (LiT, CLIP, SigLIP)')
   parser.add(_PIXELS, 'models of pixels')
@@ -112,18 +146,42 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
   if args.rows is not None and not args.complete:
     raise ValueError(f'--rows={args.rows} needs --complete FILE: add it')
+  tasks = [f'--{name}' for name in ('shard', 'join', 'print') if getattr(args, name)]
+  if len(tasks) > 1:
+    raise ValueError(f'{" and ".join(tasks)} exclude each other: leave out one')
+  if tasks and not (args.images and str(args.out or '').endswith(TABLES)):
+    raise ValueError(
+      f'{tasks[0]} is for a table of images: give images and --out=table.parquet (or '
+      '.csv or .jsonl)'
+    )
+  if tasks and args.coordinator:
+    raise ValueError(
+      f'{tasks[0]} is for tasks that do not know of each other: leave out --coordinator'
+    )
   return args
+
+
+def _command(argv):
+  """Returns the words of a command line without --print."""
+  parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+  parser.add_argument('--print')
+  return ['vit_jax', 'predict', *parser.parse_known_args(argv)[1]]
 
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
   flags.check_output('out', args.out)
+  if args.print:
+    for shard in range(args.print):
+      console.say(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
+    return 0
 
   def work():
     from vit_jax import predict
 
     predict.run(args)
 
-  # Several hosts share the work of a table only.
+  # Several hosts share the work of a table only, and not that of a shard.
   args.distributed &= str(args.out or '').endswith(TABLES)
+  args.distributed &= not (args.shard or args.join)
   return hosts.run(args, work)

@@ -2,15 +2,17 @@
 
 A table is a .parquet, .csv or .jsonl file. The rows of each block of images are
 written atomically to a part in the folder `OUT.parts`, so the same command resumes
-after a stop or a kill; when all parts are there, they are joined into one file.
-Several processes write parts of their own without waiting for each other, and OUT is
-then a folder, which readers of Parquet data sets open as one table.
+after a stop or a kill. Processes of one job, or independent tasks, compute blocks of
+their own without waiting for each other. When all parts are there, they are joined
+into one file.
 
 A part is made again if its file is damaged, or the size or time of an image's file
 has changed. A table of other weights, images or flags is rejected.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
 import csv
 import io
 import json
@@ -32,8 +34,8 @@ from vit_jax.inference import engine
 from vit_jax.run import lock, stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
-# Readers of Parquet data sets skip names with a `_`.
-_FACTS, _LOCK = '_table.json', '_holder.json'
+# What locks all blocks, those of a shard, and the joining of the parts.
+_LOCK, _SHARD_LOCK, _JOIN_LOCK = '_holder.json', '_holder-{}of{}.json', '_join.json'
 # Images per block: fewest and most, for about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
 # Errors of a single image; other errors of the storage may concern all images.
@@ -184,44 +186,77 @@ def write(
   columns: Columns,
   facts: Mapping[str, Any],
   broken: str = 'row',
+  shard: tuple[int, int] | None = None,
+  only_join: bool = False,
 ):
   """Writes a table of `rows` or resumes it; all processes must call it.
 
-  `out` is a file with one of ENDINGS, or a folder if there are several processes.
-  `facts` are what the rows depend on besides images, model and columns, for JSON.
+  `out` is a file with one of ENDINGS. `facts` are what the rows depend on besides
+  images, model and columns, for JSON. `shard` (I, N) computes the I-th of N parts of
+  the work, from 0, and the task that finds all parts joins them; `only_join` joins
+  them without computing any.
 
   Raises:
     stopping.Interrupted: after a signal, when finished blocks are saved.
     ValueError: if there are no images, the table was started with other images or
-      another model, or another process is writing it.
+      another model, another process is writing it or the shard, or parts to be
+      joined are missing.
   """
-  out, count = epath.Path(out), source.num_examples
-  if not count:
+  out, total = epath.Path(out), source.num_examples
+  if not total:
     raise ValueError('no images given: pass files, folders or glob patterns')
   kinds = types(columns)
-  alone = jax.process_count() == 1 and not out.is_dir()
-  size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
-  blocks = [range(i, min(i + size, count)) for i in range(0, count, size)]
+  size = min(max(_FEWEST, -(-total // _BLOCKS)), _MOST)
+  blocks = [range(i, min(i + size, total)) for i in range(0, total, size)]
   facts = {
     **facts, 'weights': sharding.digest((model.params, model.extra)),
     'config': _config_digest(model), 'images': source.fingerprint(),
     'columns': repr(kinds), 'block': size,
   }  # fmt: skip
   processes.agree('the table', facts)
-  mine = blocks[jax.process_index() :: jax.process_count()]
-  table = _Table(out, alone, facts, size, dict(zip(mine, records.stamps(source, mine))))
-  complete = f"'{out}' is complete: {count:,} images"
-  if processes.from_first('checking the table', table.is_done):
-    console.say(complete)
-    return
-  with lock.Holder(table.folder, 'out', _LOCK) as held:
-    if processes.from_first('starting the table', table.begin):
-      console.say(complete)
+  table = _Table(out, facts, blocks, source, shard[1] if shard else 1)
+  begin = table.is_joined if only_join else table.begin
+  is_joined, rate, wrong = processes.from_first('starting the table', begin), 0.0, None
+  if not is_joined and not only_join:
+    rate = _compute(model, source, columns, kinds, broken, table, shard)
+    left = processes.from_first('listing the parts', table.left)
+    if shard and left:
+      console.say(
+        f"'{out}': shard {shard[0]}/{shard[1]} is finished, {left:,} of "
+        f'{len(blocks):,} parts are left to the others'
+      )
       return
-    faults = {block: table.faults(block) for block in mine}
-    missing = [block for block in mine if faults[block] is None]
+  if not is_joined:
+    if only_join and table.left():
+      table.raise_incomplete()
+    held = lock.Holder(table.folder, 'out', _JOIN_LOCK)
+    if other := held.take():
+      console.say(f"'{out}' is being joined by {other}")
+      return
+    try:
+      wrong = processes.from_first('joining the parts', table.join)
+    finally:
+      held.release()
+  done = f"'{out}': {total:,} images"
+  console.say(
+    (f"'{out}' is complete: {total:,} images" if wrong is None else done)
+    + (f', {wrong:,} of them broken (see the column error)' if wrong else '')
+    + (f', {rate:.1f} images/s' if rate else '')
+  )
+
+
+def _compute(model, source, columns, kinds, broken, table, shard) -> float:
+  """Computes the missing parts of this process or shard; returns images/s of all."""
+  index, count = shard or (jax.process_index(), jax.process_count())
+  mine = table.blocks[index::count]
+  with lock.Holder(
+    table.folder, 'out', _SHARD_LOCK.format(*shard) if shard else _LOCK
+  ) as held:
+    missing = table.missing(mine)
     if len(missing) < len(mine):
-      console.say(f"Resuming '{out}': {len(missing):,} of {len(mine):,} parts left")
+      console.say(
+        f"Resuming '{table.out}': {len(missing):,} of {len(mine):,} parts left"
+      )
     begun = time.monotonic()
     with stopping.StopRequest() as request:
       try:
@@ -229,22 +264,15 @@ def write(
           model, source, columns, missing, broken, lambda: request.signal
         ):
           held.check()
-          faults[block] = sum('error' in row for row in found)
-          content = encode(found, kinds, out.suffix)
-          table.write(block, content, faults[block])
+          content = encode(found, kinds, table.out.suffix)
+          table.write(block, content, sum('error' in row for row in found))
       except engine.Stopped:
-        raise Interrupted(out, request.signal) from None
+        raise Interrupted(table.out, request.signal) from None
+      except FileNotFoundError:
+        if not table.is_joined():  # By tasks that computed these blocks too.
+          raise
     rate = sum(map(len, missing)) / max(time.monotonic() - begun, 1e-9)
-    done = processes.attempt(
-      'finishing the table', lambda: [rate, sum(faults.values())]
-    )
-    processes.from_first('joining the parts', lambda: table.finish(blocks))
-  rate, wrong = map(sum, zip(*done))
-  console.say(
-    (f"'{out}': {count:,} images" if rate else complete)
-    + (f', {wrong:,} of them broken (see the column error)' if wrong else '')
-    + (f', {rate:.1f} images/s' if rate else '')
-  )
+    return sum(processes.attempt('finishing the table', lambda: rate))
 
 
 def _config_digest(model) -> str:
@@ -267,120 +295,197 @@ class Interrupted(stopping.Interrupted):
 
 
 class _Table:
-  """The files of a table: facts, parts, and a note on each part.
+  """The files of a table: its parts, and facts that they share.
 
-  A note has a hash of the part's inputs, the checksum of the part, and its number of
-  broken images. It is written before the part.
+  The name of a part has its number, a hash of its inputs, its number of broken images
+  and its checksum. So a part is one atomic write, and tasks that compute the same
+  block do not disturb each other.
   """
 
-  def __init__(self, out, alone, facts, size, stamps):
-    self.out, self.alone, self.size = out, alone, size
-    self.folder = epath.Path(f'{out}.parts') if alone else out
-    self.path = _facts_path(out) if alone else out / _FACTS
-    self.facts = json.loads(json.dumps(facts))
-    text = json.dumps(facts, sort_keys=True)
-    self.keys = {
-      block: files.digest([f'{text} {block.start} {stamp}'.encode()])
-      for block, stamp in stamps.items()
-    }
-    self.stamp = files.digest(x.encode() for x in stamps.values())
+  def __init__(self, out, facts, blocks, source, shards):
+    self.out, self.blocks = out, blocks
+    self.folder = epath.Path(f'{out}.parts')
+    self._path = _facts_path(out)
+    self._text = json.dumps(facts, sort_keys=True)
+    self._facts = json.loads(self._text)
+    self._shards = shards  # Of the first start.
+    self._source = source
+    self._stamps = {}  # By block.
+    self._parts = {}  # Paths by block.
 
-  def _is_joined(self) -> bool:
-    """Returns whether the table is already one file.
+  def _is_begun(self) -> bool:
+    """Returns whether there are parts, or locks that were not released."""
+    with contextlib.suppress(FileNotFoundError):
+      # Parts come first. A released lock is empty or gone.
+      paths = sorted(self.folder.iterdir(), reverse=True)
+      return any(path.name[0] != '_' or path.stat().length for path in paths)
+    return False
+
+  def is_joined(self) -> bool:
+    """Returns whether the table is complete.
 
     Raises ValueError if something else is there.
     """
-    joined = self.alone and self.out.is_file()
-    there = self.out if joined else self.folder
-    parts = self.folder.exists() and [
-      path for path in self.folder.iterdir() if path.name != _LOCK
-    ]
-    if not joined and not parts:
+    joined = self.out.is_file()
+    if not joined and not self._is_begun():
       return False
+    there = self.out if joined else self.folder
     remedy = f"delete '{there}', or give another path (--out)"
-    wanted = dict(self.facts)
+    wanted = dict(self._facts)
     if joined:
-      wanted['contents of the images'] = self.stamp
-      wanted['bytes'] = self.out.stat().length
+      wanted |= self._contents(self.out.stat().length)
     try:
-      before = json.loads(self.path.read_bytes())
+      before = json.loads(self._path.read_bytes())
       other = [key for key, x in wanted.items() if before.get(key) != x]
     except FileNotFoundError:
       raise ValueError(
         f"out='{there}' exists and was not started by this command: {remedy}"
       ) from None
     except (ValueError, AttributeError):
-      raise ValueError(f"'{self.path}' is damaged: {remedy}") from None
+      raise ValueError(f"'{self._path}' is damaged: {remedy}") from None
     if other:
       raise ValueError(f"'{there}' is a table of other {', '.join(other)}: {remedy}")
+    self._shards = before.get('shards', 1)
     return joined
 
-  def is_done(self) -> bool:
-    """Returns whether nothing is left to do; raises as `_is_joined`."""
-    return self._is_joined() and not self.folder.exists()
-
   def begin(self) -> bool:
-    """Returns True if the table is complete, else writes the facts."""
-    if self._is_joined():
-      self.folder.rmtree()
+    """Returns True if the table is complete, else makes the folder of the parts."""
+    is_begun = self._is_begun()  # First: parts are deleted after they are joined.
+    if self.is_joined():
+      self._delete_parts()
       return True
-    files.write(self.path, json.dumps(self.facts, indent=1))
+    if not is_begun:
+      self._write_facts()
+      self.folder.mkdir(exist_ok=True)
     return False
 
-  def _part(self, block) -> epath.Path:
-    return self.folder / f'part-{block.start // self.size:05}{self.out.suffix}'
+  def _write_facts(self, **more):
+    facts = {**self._facts, 'shards': self._shards, **more}
+    files.write(self._path, json.dumps(facts, indent=1))
 
-  def _note(self, block) -> epath.Path:
-    return self.folder / f'_part-{block.start // self.size:05}.json'
+  def _contents(self, size) -> dict:
+    """Returns the facts of the table as one file of some bytes."""
+    self._stamp(self.blocks)
+    stamps = (self._stamps[block].encode() for block in self.blocks)
+    return {'contents of the images': files.digest(stamps), 'bytes': size}
+
+  def _stamp(self, blocks):
+    new = [block for block in blocks if block not in self._stamps]
+    self._stamps.update(zip(new, records.stamps(self._source, new)))
+
+  def _number(self, block) -> str:
+    return f'part-{block.start // len(self.blocks[0]):05}'
+
+  def _name(self, block) -> str:
+    made_of = f'{self._text} {block.start} {self._stamps[block]}'
+    return f'{self._number(block)}-{files.digest([made_of.encode()])}'
 
   def write(self, block, content: bytes, faults: int):
-    note = {
-      'made_of': self.keys[block], 'checksum': google_crc32c.value(content),
-      'broken': faults,
-    }  # fmt: skip
-    files.write(self._note(block), json.dumps(note))
-    files.write(self._part(block), content)
+    name = f'{self._name(block)}-{faults}-{_checksum(content)}{self.out.suffix}'
+    files.write(self.folder / name, content)
 
-  def faults(self, block) -> int | None:
-    """Returns the number of broken images of a block; None without a valid part."""
-    try:
-      note = json.loads(self._note(block).read_bytes())
-      found = google_crc32c.value(self._part(block).read_bytes())
-      wanted = {'made_of': self.keys[block], 'checksum': found}
-      return note['broken'] if note.items() >= wanted.items() else None
-    except (OSError, ValueError, KeyError, AttributeError):
+  def _list(self):
+    """Lists the parts by their numbers."""
+    self._parts = collections.defaultdict(list)
+    with contextlib.suppress(FileNotFoundError):
+      for path in sorted(self.folder.iterdir()):
+        self._parts['-'.join(path.name.split('-')[:2])].append(path)
+
+  def read(self, block) -> tuple[bytes, int] | None:
+    """Returns a part and its number of broken images; None without a valid part."""
+    for path in self._parts[self._number(block)]:
+      if path.name.startswith(self._name(block)):
+        *_, faults, checksum = path.stem.split('-')
+        with contextlib.suppress(FileNotFoundError):  # Joined meanwhile.
+          content = path.read_bytes()
+          if checksum == _checksum(content):
+            return content, int(faults)
+    return None
+
+  def missing(self, blocks) -> list[range]:
+    """Returns the blocks without a valid part."""
+    self._stamp(blocks)
+    self._list()
+    return [block for block in blocks if self.read(block) is None]
+
+  def left(self) -> int:
+    """Returns how many blocks have no part, valid or not."""
+    if self.is_joined():
+      return 0
+    self._list()
+    return sum(not self._parts[self._number(block)] for block in self.blocks)
+
+  def join(self) -> int | None:
+    """Joins all parts into one file, and deletes them.
+
+    Returns the number of broken images; None if the table is already complete. Raises
+    ValueError if parts are missing.
+    """
+    if self.is_joined():
+      self._delete_parts()
       return None
+    self._stamp(self.blocks)
+    self._list()
+    faults = []
 
-  def finish(self, blocks):
-    """Joins the parts into one file if a single process wrote them."""
-    if not self.alone:
-      return
-    with files.replacing(self.out) as file:
-      join(map(self._part, blocks), file, self.out.suffix)
-      facts = {'contents of the images': self.stamp, 'bytes': file.tell()}
-      files.write(self.path, json.dumps({**self.facts, **facts}, indent=1))
-    self.folder.rmtree()
+    def contents():
+      for block in self.blocks:
+        found = self.read(block)
+        if found is None:
+          self.raise_incomplete()
+        faults.append(found[1])
+        yield found[0]
+
+    try:
+      with files.replacing(self.out) as file:
+        join(contents(), file, self.out.suffix)
+        self._write_facts(**self._contents(file.tell()))
+    except ValueError:
+      if not self.is_joined():  # By a task that took the lock at the same time.
+        raise
+      return None
+    self._delete_parts()
+    return sum(faults)
+
+  def raise_incomplete(self):
+    missing = {self.blocks.index(block) for block in self.missing(self.blocks)}
+    shards = sorted({number % self._shards for number in missing})
+    remedy = 'start the same command, without --join, to compute them'
+    if self._shards > 1:
+      listed, count = ','.join(map(str, shards)), self._shards
+      remedy = f'run the shards {listed} of {count} again (--shard=I/{count})'
+    raise ValueError(
+      f"out='{self.out}' cannot be joined: {len(missing):,} of {len(self.blocks):,} "
+      f'parts are missing, damaged, or of images that were replaced: {remedy}'
+    )
+
+  def _delete_parts(self):
+    with contextlib.suppress(OSError):  # The next start deletes what is left.
+      self.folder.rmtree()
 
 
 def _facts_path(out) -> epath.Path:
   return out.parent / f'.{out.name}.json'
 
 
-def join(parts: Iterable[epath.Path], file, ending: str):
+def _checksum(content: bytes) -> str:
+  return f'{google_crc32c.value(content):08x}'
+
+
+def join(parts: Iterable[bytes], file, ending: str):
   """Concatenates the rows of files of one format into another such file."""
   if ending == '.parquet':
     writer = None
     for part in parts:
-      table = arrow().parquet.read_table(io.BytesIO(part.read_bytes()))
+      table = arrow().parquet.read_table(io.BytesIO(part))
       writer = writer or arrow().parquet.ParquetWriter(file, table.schema)
       writer.write_table(table)
     if writer:
       writer.close()
     return
   for number, part in enumerate(parts):
-    content = part.read_bytes()
     header = ending == '.csv' and number > 0
-    file.write(content[content.index(b'\n') + 1 :] if header else content)
+    file.write(part[part.index(b'\n') + 1 :] if header else part)
 
 
 def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> bytes:
