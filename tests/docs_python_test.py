@@ -10,6 +10,7 @@ import http.server
 import io
 import json
 import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -18,16 +19,17 @@ import urllib.request
 
 import jax
 import numpy as np
+import pandas as pd
 from PIL import Image
 import pytest
 from sklearn import datasets
 import tensorflow as tf
 import uvicorn
 
-from tests import commands, conftest, markdown, tiny_models, tiny_towers
+from tests import commands, conftest, markdown, processes, tiny_models, tiny_towers
 from vit_jax import checkpoint, predict, preprocess
 from vit_jax.commands import export
-from vit_jax.configs import detr_scenes, igpt_digits
+from vit_jax.configs import detr_scenes, digits, igpt_digits
 from vit_jax.data.tfds import registry
 from vit_jax.run import config as run_config
 
@@ -166,6 +168,8 @@ def run_page(page, stand_ins):
   """Runs the Python of a page, whose blocks follow each other; its variables."""
   names = {}
   for code in markdown.blocks(page, 'python'):
+    if code.startswith('# ray_table.py'):  # It has a test of its own.
+      continue
     exec(replaced(code, stand_ins), names)
   return names
 
@@ -349,6 +353,46 @@ def test_threads_predict_what_one_does(served):
   names, model, _ = served
   assert len(names['paths']) == 10
   assert names['found'] == [model.predict([path])[0] for path in names['paths']]
+
+
+def test_two_workers_of_ray_write_the_table_of_predictions(tmp_path):
+  pytest.importorskip('ray')
+  photos, out = tmp_path / 'photos', tmp_path / 'table'
+  photos.mkdir()
+  for i, photo in enumerate(photographs(40)):
+    (photos / f'{i:02}.png').write_bytes(photo if i != 7 else b'no image')
+  [code] = [
+    code
+    for code in markdown.blocks(DOCS / 'serve.md', 'python')
+    if code.startswith('# ray_table.py')
+  ]
+  config = digits.get_config()
+  config.update(total_epochs=None, total_steps=1)
+  config.model.update(hidden_size=16)
+  config.model.transformer.update(num_layers=1, mlp_dim=16)
+  run = untrained(config, tmp_path / 'run', class_names=list('0123456789'))
+  paths = {'digits': run, 'photos': photos, 'ray_table': out}
+  code = replaced(code, {f'/tmp/{name}': str(path) for name, path in paths.items()})
+  # Batches for both workers; a core for each, and one to read images.
+  code = code.replace('batch_size=256', 'batch_size=10')
+  start = 'import ray\nray.init(num_cpus=3, include_dashboard=False)\n'
+  env = {
+    **processes._environment(1),
+    'RAY_AUTH_MODE': 'disabled',
+    'RAY_USAGE_STATS_ENABLED': '0',
+  }
+  done = subprocess.run(
+    [sys.executable, '-c', start + code], env=env, capture_output=True, text=True
+  )
+  assert done.returncode == 0, done.stderr
+  got = pd.read_parquet(out).sort_values('path').reset_index(drop=True)
+  want = predict.load(run).table(sorted(map(str, photos.iterdir())))
+  assert list(got) == want.column_names
+  want = want.to_pandas()
+  for name in ('path', 'class'):
+    assert list(got[name].fillna('')) == list(want[name].fillna('')), name
+  np.testing.assert_allclose(got['probability'], want['probability'], atol=1e-5)
+  assert list(np.flatnonzero(got['error'].notna())) == [7]
 
 
 def test_the_task_that_is_shown_is_the_one_that_is_tested():

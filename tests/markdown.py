@@ -67,6 +67,7 @@ def calls(line: str) -> list[tuple[str, list[str]]]:
 
   `vit_jax train ...` and `python -m vit_jax.main ...` are both 'train'.
   """
+  line = line.replace('$SLURM_ARRAY_TASK_ID', '0')
   words = shlex.split(line, comments=True)
   found = []
   for i, word in enumerate(words):

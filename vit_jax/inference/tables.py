@@ -475,13 +475,14 @@ def _checksum(content: bytes) -> str:
 def join(parts: Iterable[bytes], file, ending: str):
   """Concatenates the rows of files of one format into another such file."""
   if ending == '.parquet':
-    writer = None
-    for part in parts:
-      table = arrow().parquet.read_table(io.BytesIO(part))
-      writer = writer or arrow().parquet.ParquetWriter(file, table.schema)
-      writer.write_table(table)
-    if writer:
-      writer.close()
+    with contextlib.ExitStack() as stack:
+      writer = None
+      for part in parts:
+        table = arrow().parquet.read_table(io.BytesIO(part))
+        writer = writer or stack.enter_context(
+          arrow().parquet.ParquetWriter(file, table.schema)
+        )
+        writer.write_table(table)
     return
   for number, part in enumerate(parts):
     header = ending == '.csv' and number > 0
