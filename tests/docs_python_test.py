@@ -368,7 +368,7 @@ def test_two_workers_of_ray_write_the_table_of_predictions(tmp_path):
   ]
   config = digits.get_config()
   config.update(total_epochs=None, total_steps=1)
-  config.model.update(hidden_size=16)
+  config.model.update(hidden_size=24)
   config.model.transformer.update(num_layers=1, mlp_dim=16)
   run = untrained(config, tmp_path / 'run', class_names=list('0123456789'))
   paths = {'digits': run, 'photos': photos, 'ray_table': out}
