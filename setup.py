@@ -106,6 +106,7 @@ setuptools.setup(
       'pycocotools',
       'pytest',
       'pytest-xdist',
+      'ray[data]',
       'ruff',
       'sentencepiece',
       'tokenizers',
