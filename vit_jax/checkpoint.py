@@ -222,7 +222,7 @@ def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
   )
   place = f'model.{key}' if key else 'model'
   if key == 'text':
-    model, place = text.config_of(model), text.place_of(model)
+    model, place = text.config_of(model)
   grid = config.pretrained_grid
   taken = transferable(path, expected, model, grid, new_grid, place=place, **kwargs)
   return {f'{name}/{leaf}' if name else leaf: x for leaf, x in taken.items()}

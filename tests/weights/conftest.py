@@ -81,3 +81,23 @@ def write_shards(good, folder):
   config = (good / 'hf' / 'config.json').read_text()
   (folder / 'config.json').write_text(config)
   return sorted(path.name for path in folder.iterdir())
+
+
+def merged(old, new):
+  """Returns a nested dict with new values; None removes one."""
+  both = {
+    k: merged(old[k], x) if isinstance(x, dict) and k in old else x
+    for k, x in dict(new).items()
+  }
+  return {k: x for k, x in {**old, **both}.items() if x is not None}
+
+
+def changed(folder, there, arrays=(), **fields):
+  """Writes a changed copy of weights, and of JSON files by stem; returns its path."""
+  state = safetensors.numpy.load_file(folder / 'model.safetensors')
+  there.mkdir(exist_ok=True)
+  safetensors.numpy.save_file(merged(state, arrays), there / 'model.safetensors')
+  for file in folder.glob('*config.json'):
+    content = merged(json.loads(file.read_text()), fields.get(file.stem, {}))
+    (there / file.name).write_text(json.dumps(content))
+  return str(there)

@@ -50,16 +50,16 @@ def test_pipes_and_devices_are_not_read(tmp_path, good, name):
 
 
 @pytest.mark.parametrize(
-  'members, words',
+  'members',
   [
-    ([('cls.npy', files.claim((10**12,)))], ''),
-    ([('cls.npy', files.npy("{'descr': '<f4', 'shape': (3,"))], ''),
-    ([('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))], ''),
+    [('cls.npy', files.claim((10**12,)))],
+    [('cls.npy', files.npy("{'descr': '<f4', 'shape': (3,"))],
+    [('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))],
   ],
 )
-def test_damaged_archives_are_named(tmp_path, members, words):
+def test_damaged_archives_are_named(tmp_path, members):
   path = files.write_npz(tmp_path / 'a.npz', members)
-  with pytest.raises(ValueError, match=f"a.npz'.*{words}"):
+  with pytest.raises(ValueError, match="a.npz'"):
     checkpoint.load(path)
 
 
@@ -124,12 +124,13 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path, good):
 @pytest.mark.parametrize(
   'kind, fields, words',
   [
-    ('npz', {'model': []}, 'model.*object'),
+    ('npz', {'model': []}, 'model is .* must be'),
     ('npz', {'class_names': [1, 2]}, 'class_names.*1, 2'),
     ('hf', {'id2label': {'a': 'b'}}, 'id2label.*object'),
     ('hf', {'layer_norm_eps': 'x'}, "layer_norm_eps.*'x'"),
     ('hf', {'image_size': [8]}, r'image_size.*\[8\]'),
     ('hf', {'hidden_act': 'relu'}, "hidden_act.*'relu'"),
+    ('hf', {'pooler_act': 'relu'}, "pooler_act is 'relu', but .* 'tanh'"),
     ('timm', {'pretrained_cfg': {'input_size': 3}}, 'input_size.*3'),
   ],
 )

@@ -19,7 +19,6 @@ from tests import torch_models, trees
 from tests.weights import conftest
 from vit_jax import checkpoint, predict
 from vit_jax.commands import convert as convert_command
-from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes
 from vit_jax.tasks.pixels import palette
 from vit_jax.weights import convert, hub, reading
@@ -312,7 +311,7 @@ def test_weights_of_several_files(there, good, tmp_path):
       PermissionError,
       'is gated: accept .*/o/gated, then log in',
     ),
-    ('hf://o/broken', OSError, "'hf://o/broken': the hub says: .*; try again"),
+    ('hf://o/broken', OSError, "'hf://o/broken' .*the hub says: .*; try again"),
   ],
 )
 def test_what_cannot_be_fetched(there, good, monkeypatch, path, error, message):
@@ -352,20 +351,11 @@ def test_a_hub_that_does_not_answer(there, monkeypatch):
   url = 'http://127.0.0.1:9'
   monkeypatch.setattr('time.sleep', lambda _: None)
   monkeypatch.setattr(constants, 'ENDPOINT', url)
-  with pytest.raises(OSError, match="'hf://o/n' cannot be fetched: .*not answer"):
+  with pytest.raises(OSError, match="'hf://o/n' cannot be used: .*not answer"):
     hub.fetch('hf://o/n')
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
   with pytest.raises(OSError, match='HF_HUB_OFFLINE=1 is set, .*not in the cache'):
     hub.fetch('hf://o/n')
-
-
-def test_the_weights_of_a_config(there, good):
-  config = model_configs.get_config('testing')
-  want = reading.read(str(good / 'hf')).params
-  found = checkpoint.load_pretrained(
-    pretrained_path='hf://o/n', init_params=want, model_config=config
-  )
-  trees.assert_same(found.unfreeze(), want)
 
 
 def test_a_palette_on_the_hub(there, good, tmp_path):
@@ -470,9 +460,3 @@ def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
   with pytest.raises(ValueError, match='unset HF_HUB_OFFLINE'):
     convert.push(str(run), 'hf://me/pets')
-
-
-def test_a_model_of_the_hub_predicts(there):
-  image = np.zeros((8, 8, 3), np.uint8)
-  model = predict.load_weights('hf://o/n')
-  assert len(model.predict([image])[0]) == 5

@@ -9,6 +9,7 @@ import safetensors.numpy
 import torch
 
 from tests import torch_models, trees
+from tests.weights import conftest
 from vit_jax import checkpoint, models, predict
 from vit_jax.weights import card, convert, reading, writing
 
@@ -59,7 +60,7 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
   for name, to in (('run', 'workdir'), ('hf', 'hf')):
     there = str(tmp_path / name)
     _, [note] = convert.convert(source, there, to)
-    assert "a head's size, 12, " in note
+    assert "a head's size, 12: " in note
     assert 'this model has attention_scale=exact' in note
     again = convert.read(there)
     trees.assert_same(again.params, found.params)
@@ -86,27 +87,9 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
   assert dict(processor.size) == {'height': 4, 'width': 4}
 
 
-def write(good, folder, change=(), config=(), processor=()):
-  """Writes a changed copy of the good folder; returns its path."""
-  state = safetensors.numpy.load_file(good[0] / 'model.safetensors')
-  state.update(change)
-  state = {name: value for name, value in state.items() if value is not None}
-  folder.mkdir(exist_ok=True)
-  safetensors.numpy.save_file(state, folder / 'model.safetensors')
-  for name, fields in (
-    ('config.json', config),
-    ('preprocessor_config.json', processor),
-  ):
-    content = json.loads((good[0] / name).read_text())
-    content.update(fields)
-    content = {k: v for k, v in content.items() if v is not None}
-    (folder / name).write_text(json.dumps(content))
-  return str(folder)
-
-
 def test_a_file_may_ask_for_the_truncated_scale(good, tmp_path):
   asked = {'attention_scale': 'truncated'}
-  path = write(good, tmp_path / 'a', config=asked)
+  path = conftest.changed(good[0], tmp_path / 'a', config=asked)
   found, [note] = convert.convert(path, str(tmp_path / 'hf'), 'hf')
   assert found.config.attention_scale == 'truncated'
   assert 'this model has attention_scale=truncated' in note
@@ -150,28 +133,28 @@ BLOCK = 'transformer.h.0.'
 @pytest.mark.parametrize(
   'parts, message',
   [
-    ({'config': {'activation_function': 'gelu'}}, "has only iGPTs with 'quick_gelu'"),
+    ({'config': {'activation_function': 'gelu'}}, "is 'gelu', but .* 'quick_gelu'"),
     ({'config': {'n_head': '2'}}, "config.json' cannot .*n_head is '2', but must be"),
     ({'config': {'n_head': None}}, 'attention heads its model of width 24 has'),
     ({'config': {'n_head': 5}}, 'num_heads=5 does not divide the width 24'),
     ({'config': {'attention_scale': 'x'}}, "attention_scale is 'x', but must be one"),
-    ({'processor': {'clusters': [[0, 0]]}}, 'r_config.json. cannot be .*clusters is'),
-    ({'processor': {'clusters': [[0, 0, 255]]}}, 'clusters is .* numbers from -1 to 1'),
-    ({'processor': {'clusters': 'red'}}, "clusters is 'red', but must be colours of"),
-    ({'processor': {'clusters': [[0, 0, 0]]}}, 'palette of 1 colours, but the weig'),
-    ({'change': {f'{BLOCK}ln_1.weight': None}}, 'block_0/norm_1/scale: missing in'),
-    ({'change': {f'{BLOCK}mlp.c_fc.bias': np.ones(96, np.float32)}}, 'are not zero'),
-    ({'change': {'score.weight': np.ones((3, 24), np.float32)}}, 'without the start'),
+    ({'preprocessor_config': {'clusters': [[0, 0]]}}, 'r_config.json. cannot be .*clusters is'),
+    ({'preprocessor_config': {'clusters': [[0, 0, 255]]}}, 'clusters is .* numbers from -1 to 1'),
+    ({'preprocessor_config': {'clusters': 'red'}}, "clusters is 'red', but must be colours of"),
+    ({'preprocessor_config': {'clusters': [[0, 0, 0]]}}, 'palette of 1 colours, but the weig'),
+    ({'arrays': {f'{BLOCK}ln_1.weight': None}}, 'block_0/norm_1/scale: missing in'),
+    ({'arrays': {f'{BLOCK}mlp.c_fc.bias': np.ones(96, np.float32)}}, 'bias. is not zero'),
+    ({'arrays': {'score.weight': np.ones((3, 24), np.float32)}}, 'without the start'),
     (
-      {'change': {f'{BLOCK}attn.c_attn.weight': np.ones((24, 7), np.float32)}},
+      {'arrays': {f'{BLOCK}attn.c_attn.weight': np.ones((24, 7), np.float32)}},
       'cannot be split into query, key and value',
     ),
-    ({'change': {'transformer.wte.weight': np.ones(4, np.float32)}}, '2 dimensions'),
+    ({'arrays': {'transformer.wte.weight': np.ones(4, np.float32)}}, '2 dimensions'),
   ],
 )  # fmt: skip
 def test_files_that_are_refused(good, tmp_path, parts, message):
   with pytest.raises(ValueError, match=message) as error:
-    convert.read(write(good, tmp_path, **parts))
+    convert.read(conftest.changed(good[0], tmp_path, **parts))
   assert str(tmp_path) in str(error.value)
 
 

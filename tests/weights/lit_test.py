@@ -13,6 +13,7 @@ import safetensors.numpy
 import torch
 
 from tests import tiny_models, tiny_towers, torch_models, trees
+from tests.weights import conftest
 from vit_jax import checkpoint, models, models_lit, predict
 from vit_jax.configs import common, models as model_configs
 from vit_jax.weights import convert, fitting, identify, reading, writing
@@ -391,46 +392,32 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
     writing.check(model, 'hf')
 
 
-def write(folder, there, state=(), config=None, **fields):
-  """Writes a changed copy of a folder of Hugging Face's; returns its path."""
-  arrays = {**state_of(folder), **dict(state)}
-  arrays = {name: x for name, x in arrays.items() if x is not None}
-  there.mkdir(exist_ok=True)
-  safetensors.numpy.save_file(arrays, there / 'model.safetensors')
-  content = json.loads((folder / 'config.json').read_text())
-  for group, values in fields.items():
-    content[group].update(values)
-  content.update(config or {})
-  (there / 'config.json').write_text(json.dumps(content))
-  return str(there)
-
-
 @pytest.mark.parametrize(
   'name, fields, message',
   [
-    ('clip', {'text_config': {'eos_token_id': 7}}, 'eos_token_id is 7.*here 19'),
+    ('clip', {'config': {'text_config': {'eos_token_id': 7}}}, 'eos_token_id is 7.*here 19'),
     ('clip', {'config': {'model_type': 'altclip'}}, "is 'altclip'.*'clip'"),
-    ('siglip', {'vision_config': {'vision_use_head': False}}, 'vision_use_head'),
+    ('siglip', {'config': {'vision_config': {'vision_use_head': False}}}, 'vision_use_head'),
     (
       'siglip',
-      {'state': {'text_model.embeddings.token_embedding.weight': None}},
+      {'arrays': {'text_model.embeddings.token_embedding.weight': None}},
       'it lacks .*token_embedding.* a whole CLIP or SigLIP',
     ),
     (
       'clip',
-      {'state': {'vision_model.extra': np.ones(2, np.float32)}},
+      {'arrays': {'vision_model.extra': np.ones(2, np.float32)}},
       'which lacks vision_model.extra',
     ),
     (
       'clip',
-      {'state': {'visual_projection.weight': None, 'logit_scale': None}},
+      {'arrays': {'visual_projection.weight': None, 'logit_scale': None}},
       r't: missing in the weights',
     ),
   ],
 )  # fmt: skip
 def test_what_is_refused(saved, tmp_path, name, fields, message):
   with pytest.raises(ValueError, match=message):
-    convert.read(write(saved[name][0], tmp_path / 'a', **fields))
+    convert.read(conftest.changed(saved[name][0], tmp_path, **fields))
 
 
 def test_files_of_old_versions(saved, tmp_path):
@@ -439,9 +426,10 @@ def test_files_of_old_versions(saved, tmp_path):
   numbers = torch.arange(6)[None]
   state = {k: torch.tensor(x) for k, x in state_of(folder).items()}
   state['text_model.embeddings.position_ids'] = numbers
-  path = write(folder, tmp_path / 'a', text_config={'eos_token_id': 2})
-  (tmp_path / 'a' / 'model.safetensors').unlink()
-  torch.save(state, tmp_path / 'a' / 'pytorch_model.bin')
+  fields = {'text_config': {'eos_token_id': 2}}
+  path = conftest.changed(folder, tmp_path, config=fields)
+  (tmp_path / 'model.safetensors').unlink()
+  torch.save(state, tmp_path / 'pytorch_model.bin')
   trees.assert_same(convert.read(path).params, convert.read(str(folder)).params)
 
 
@@ -508,7 +496,7 @@ def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
     taken[f'img/{table}'],
     fitting.interpolate_posembed(flat_of(classifier)[table], 5, True),
   )
-  assert 'text towers lack: cls.pred' in caplog.text
+  assert 'Ignored parameters: cls.pred' in caplog.text
   assert 'was trained with the exact GELU' in caplog.text
   assert 'num_heads' not in caplog.text
   # Its features are those of Hugging Face.

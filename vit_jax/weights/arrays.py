@@ -86,18 +86,15 @@ def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarr
     state = state.get('state_dict', state.get('model', state))
   if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
     raise ValueError('it is not a state dict: arrays by name')
-  return {
-    name: _checked(name, _to_numpy(torch, name, state.pop(name)), dtype)
-    for name in list(state)
-    if not _NO_WEIGHTS.fullmatch(name)
-  }
-
-
-def _to_numpy(torch, name, value) -> np.ndarray:
-  if not isinstance(value, torch.Tensor):
-    raise ValueError(f"'{name}' is a {type(value).__name__}, not a tensor")
-  value = value.detach()  # It may be a parameter.
-  return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+  arrays = {}
+  for name in [name for name in state if not _NO_WEIGHTS.fullmatch(name)]:
+    value = state.pop(name)
+    if not isinstance(value, torch.Tensor):
+      raise ValueError(f"'{name}' is a {type(value).__name__}, not a tensor")
+    value = value.detach()  # It may be a parameter.
+    value = value.float() if value.dtype == torch.bfloat16 else value
+    arrays[name] = _checked(name, value.numpy(), dtype)
+  return arrays
 
 
 def _checked(name, array, dtype) -> np.ndarray:
@@ -118,8 +115,13 @@ def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
   """Warns of arrays that hold NaN or infinity."""
   names = [name for name, array in arrays.items() if not np.isfinite(array).all()]
   if names:
-    more = f' and {len(names) - 10} more' if len(names) > 10 else ''
     logging.warning(
-      f"'{file}' has NaN or infinite values in {', '.join(names[:10])}{more}: "
-      'everything computed with them will have them too'
+      f"'{file}' has NaN or infinite values in {listed(names)}: everything computed "
+      'with them will have them too'
     )
+
+
+def listed(names: list[str], most: int = 10) -> str:
+  """Joins names for a message, which has at most so many of them."""
+  more = f' and {len(names) - most} more' if len(names) > most else ''
+  return ', '.join(names[:most]) + more

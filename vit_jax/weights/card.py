@@ -37,29 +37,22 @@ _TEMPLATE = """\
 - {{ key }}: {{ value }}
 {% endfor %}
 ## Load
-{% if library == 'timm' %}
-In timm:
 
 ```python
-import timm
-
+import {{ library }}
+{% if library == 'timm' %}
 model = timm.create_model('hf-hub:{{ name }}', pretrained=True).eval()
 config = timm.data.resolve_data_config({}, model=model)
 transform = timm.data.create_transform(**config)
-```
-{% else %}
-In transformers:
-
-```python
-import transformers
-
+{%- else %}
 model = transformers.{{ fields['architectures'][0] }}.from_pretrained('{{ name }}')
 {%- if has_processor %}
 processor = transformers.AutoImageProcessor.from_pretrained('{{ name }}')
 {%- endif %}
+{%- endif %}
 ```
-{% endif %}
-In `vit_jax`:
+
+or in `vit_jax`:
 
 ```python
 from vit_jax import predict
@@ -81,7 +74,7 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
   trained = {}
   if model.source == 'workdir':
     run, metadata = workdir_lib.load(src)
-    trained = _facts(run) | _metrics(src, run)
+    trained = _facts(run, src)
   task = run_config.get_task(run.task)
   words = task(run_config.complete(run), metadata).describe()
   fields = json.loads((folder / 'config.json').read_text())
@@ -108,24 +101,17 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
   ).content
 
 
-def _facts(run) -> dict[str, str]:
-  """Returns what a run was trained on. Folders are named without their path."""
-  if run.dataset is None:  # Weights that were converted.
-    return {}
-  names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
-  return {
-    'data': ', '.join(re.sub(r'^(/|~|\w+://).*/', '', name) for name in names),
-    'training': f'{run.total_steps:,} steps of {run.batch:,} images',
-  }
-
-
-def _metrics(workdir, run) -> dict[str, str]:
-  """Returns the last metrics of a run's evaluations."""
+def _facts(run, workdir) -> dict[str, str]:
+  """Returns data, training and last metrics of a run, without paths of folders."""
+  facts, last = {}, {}
+  if run.dataset is not None:  # Else its weights were converted.
+    names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
+    facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
+    facts['training'] = f'{run.total_steps:,} steps of {run.batch:,} images'
   prefixes = tuple(f'{name}_' for name in run_config.get_task(run.task).metrics(run))
-  found = {}
   for line in metrics_lib.read(workdir):
-    found |= {key: x for key, x in line.items() if key.startswith(prefixes)}
-  return {'metrics': metrics_lib.format_metrics(found)} if found else {}
+    last |= {key: x for key, x in line.items() if key.startswith(prefixes)}
+  return facts | ({'metrics': metrics_lib.format_metrics(last)} if last else {})
 
 
 def _preprocessing(run, model) -> str:
@@ -135,11 +121,11 @@ def _preprocessing(run, model) -> str:
       f'the shorter side is resized to {run.pp.eval_side} pixels, unless the '
       f'longer one would exceed {run.pp.longest_side}'
     )
-  how = 'the whole image resized'
-  if isinstance(model.resize, int):
-    how = f'the centre of an image resized to {model.resize} at the shorter side'
-  elif model.resize is not None:
-    how = f'the centre of an image resized to {"x".join(map(str, model.resize))}'
+  how, resize = 'the whole image resized', model.resize
+  if resize is not None:
+    short = isinstance(resize, int)
+    to = f'{resize} at the shorter side' if short else 'x'.join(map(str, resize))
+    how = f'the centre of an image resized to {to}'
   return (
     f'{"x".join(map(str, model.image_size))} pixels, {how}, bilinearly and without '
     'antialiasing; values from -1 to 1'

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import copy
 import json
 import tempfile
+from typing import Literal
 
 from etils import epath
 import flax.traverse_util
@@ -15,7 +16,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax import models
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files
 from vit_jax.layers import encoder, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
@@ -54,12 +55,12 @@ def read(
     weights do not fit together.
   """
   weights = reading.read(src, num_heads, dtype)
-  config = identify.model_config(weights.params, weights.model)
   if weights.kind in _PARTS:
     raise ValueError(
       f"'{src}' holds only {_PARTS[weights.kind]}: start a run from it "
       '(--config.pretrained) and convert that'
     )
+  config = identify.model_config(weights.params, weights.model)
   if config is None:
     raise ValueError(
       f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
@@ -75,30 +76,22 @@ def read(
   if class_names and len(class_names) < num_classes:
     weights = fitting.with_classes(weights, class_names)
     num_classes = identify.num_classes(weights.params)
-  names = class_names or weights.class_names
-  if class_names and len(names) != num_classes:
+  if class_names and len(class_names) != num_classes:
     raise ValueError(
-      f'{len(names)} class names for a head of {num_classes} classes: give '
+      f'{len(class_names)} class names for a head of {num_classes} classes: give '
       f'{num_classes} names (--class_names)'
     )
-  if names is not None and len(names) != num_classes:
-    names = None
+  names = tuple(class_names or weights.class_names or ())
   with arrays.naming(src):
     family = families.of(config)
     size = family.image_size(config, weights.params, image_size or weights.image_size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
-      weights.params,
-      config,
-      tuple(names) if names else None,
-      num_classes,
-      size,
-      weights.extra,
-      weights.metadata,
-      weights.kind,
+      weights.params, config, names if len(names) == num_classes else None,
+      num_classes, size, weights.extra, weights.metadata, weights.kind,
       weights.resize if size == weights.image_size else None,
-    )
+    )  # fmt: skip
     family.check(model)
   return model
 
@@ -106,35 +99,32 @@ def read(
 def _with_gelu(src, model, gelu):
   """Returns the fields of a model with a GELU where its files lack it."""
   fields = flax.traverse_util.flatten_dict(model)
-  paths = [path for path in fields if path[-1] == 'gelu']
-  values = {fields[path] for path in paths}
-  if gelu is None and None in values:
+  known = {path: x for path, x in fields.items() if path[-1] == 'gelu'}
+  if gelu is None and None in known.values():
     raise ValueError(
       f"'{src}' does not say which GELU its model computes: put its config next to "
       f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
     )
-  if gelu not in (None, *encoder.GELUS):
-    raise ValueError(f"gelu='{gelu}' must be one of {[*encoder.GELUS]} (--gelu)")
-  if gelu is not None and values not in ({None}, {gelu}):
-    what = ' and '.join(map(str, values)) or 'given by its format'
-    raise ValueError(
-      f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
-    )
-  fields |= dict.fromkeys(paths, gelu) if None in values else {}
+  if gelu is not None:
+    schema.check('gelu', gelu, Literal[*encoder.GELUS], '--')
+    if set(known.values()) not in ({None}, {gelu}):
+      what = ' and '.join(map(str, {*known.values()})) or 'given by its format'
+      raise ValueError(
+        f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
+      )
+    fields |= dict.fromkeys(known, gelu)
   return flax.traverse_util.unflatten_dict(fields)
 
 
 def _check_shapes(weights, config, num_classes, size):
   """Checks that all leaves of the model are present, with their shapes."""
-  family = families.of(config)
-  expected = family.shapes(config, weights.params, num_classes, size)
-  have = reading.leaves_of(weights)
+  expected = families.of(config).shapes(config, weights.params, num_classes, size)
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')
+  have, what = reading.leaves_of(weights), identify.describe(weights.params)
+  missing = sorted(want.keys() - have)
   fitting.fail_for(
-    identify.misfits(have, want),
-    sorted(want.keys() - have),
-    what=f'it looks like {identify.describe(weights.params)}, but',
+    identify.misfits(have, want), missing, what=f'it looks like {what}, but'
   )
 
 
@@ -183,12 +173,10 @@ def convert(
   if hub.is_at(dst):
     raise ValueError(f"DST '{dst}' is on the hub: give --push={dst} instead")
   target = epath.Path(dst)
-  if to is None:
-    to = {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
+  to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
     raise ValueError(
-      f"the format of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
-      + (f', not {to}' if to else '')
+      f"the format {to or ''} of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
     )
   endings = writing.FILES.get(to)
   if endings and target.suffix not in endings:

@@ -4,13 +4,14 @@ These are config.json of timm and of Hugging Face, and NAME.npz.json, which hold
 what an .npz cannot.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 import json
 import re
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from etils import epath
 
+from vit_jax.configs import schema
 from vit_jax.weights import arrays, fetch
 
 
@@ -36,95 +37,53 @@ def notes_file(npz) -> epath.Path:
   return epath.Path(f'{npz}.json')
 
 
-def read(path: epath.Path, describe: Callable[[dict], Description]):
+def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
   """Applies `describe` to the object in a JSON file, {} if there is no file.
 
-  ValueError if the file is damaged or a field has a wrong value; names both.
+  Fields that are null are left out. ValueError if the file is damaged or a field has a
+  wrong value; names both.
   """
   with arrays.naming(path):
     content = {}
     if path.exists():
+      without_null = lambda x: {k: v for k, v in x.items() if v is not None}
       with fetch.local_input(path) as here:
-        content = json.loads(here.read_bytes())
+        content = json.loads(here.read_bytes(), object_hook=without_null)
     if not isinstance(content, dict):
       raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
     return describe(content)
 
 
-# A kind of field: a predicate of its values, and what they are in words.
-Kind = tuple[Callable[[Any], bool], str]
-
-
-def _is_count(x):
-  return type(x) is int and x > 0
-
-
-def _is_string(x):
-  return isinstance(x, str)
-
-
-def _is_list(fits):
-  return lambda x: isinstance(x, list) and all(map(fits, x))
-
-
-OBJECT: Kind = (lambda x: isinstance(x, dict), 'an object: {...}')
-FLAG: Kind = (lambda x: isinstance(x, bool), 'true or false')
-STRING: Kind = (_is_string, 'a string')
-NAMES: Kind = (_is_list(_is_string), 'a list of names')
-COUNT: Kind = (_is_count, 'a number of at least 1')
-COUNTS: Kind = (_is_list(_is_count), 'a list of numbers of at least 1')
-EPSILON: Kind = (
-  lambda x: type(x) in (int, float) and 0 < x < 1,
-  'a number between 0 and 1',
-)
-SIZE: Kind = (
-  lambda x: _is_count(x) or (COUNTS[0](x) and len(x) == 2),
-  'a number of pixels, or [height, width]',
-)
-
-
-def one_of(known: Iterable[str]) -> Kind:
-  """Returns a kind: one of some strings."""
-  return lambda x: _is_string(x) and x in known, f'one of {sorted(known)}'
-
-
-def field(config: Mapping[str, Any], key: str, kind: Kind, default=None):
-  """Returns a field, or `default` if it is missing or null; checks its kind."""
-  is_right, what = kind
-  value = config.get(key)
-  if value is None:
-    return default
-  if not is_right(value):
+def field(config: Mapping[str, Any], key: str, kind, default=None):
+  """Returns a field, or `default`; ValueError unless it has a type, see schema."""
+  value = config.get(key, default)
+  if key in config and not schema.accepts(value, kind):
+    what = schema.describe(kind)
     raise ValueError(f'{key} is {value!r:.80}, but must be {what}')
   return value
 
 
-def names(config, key) -> tuple[str, ...] | None:
-  """Returns a field that is a list of names; None if it is empty."""
-  return tuple(field(config, key, NAMES, ())) or None
-
-
-def only(config, models: str, **values):
-  """Raises ValueError if fields have values that no model of this package has."""
+def only(config, **values):
+  """Raises ValueError if fields have other values than all models of this package."""
   for key, value in values.items():
     if config.get(key, value) != value:
       raise ValueError(
-        f'{key} is {config[key]!r:.80}, but this package has only {models} with '
-        f'{value!r}'
+        f'{key} is {config[key]!r:.80}, but this package has only models with {value!r}'
       )
 
 
 def from_notes(config) -> Description:
   """Returns what the JSON file next to an .npz says."""
-  model = field(config, 'model', OBJECT, {})
-  return Description(model, names(config, 'class_names'))
+  names = field(config, 'class_names', tuple[str, ...], ())
+  return Description(field(config, 'model', dict, {}), tuple(names) or None)
 
 
 def shards(config) -> list[str]:
   """Returns the files that the index of a large model's .safetensors names."""
-  found = field(config, 'weight_map', OBJECT)
+  found = config.get('weight_map')
   name = re.compile(r'[\w.-]+\.safetensors')  # Not in another folder.
-  if not found or not all(name.fullmatch(str(x)) for x in found.values()):
+  is_map = isinstance(found, dict) and found
+  if not is_map or not all(name.fullmatch(str(x)) for x in found.values()):
     raise ValueError(
       'weight_map must name a .safetensors file in the same folder for each array'
     )
@@ -137,13 +96,13 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   `gap` names the numbers that no class has; None: all must be there.
   """
   is_right = lambda x: (
-    isinstance(x, dict)
-    and all(number.isdecimal() and _is_string(x[number]) for number in x)
+    all(number.isdecimal() and isinstance(x[number], str) for number in x)
     and max(map(int, x), default=0) < 2**20
     and (gap is not None or set(x) == {str(i) for i in range(len(x))})
   )
   what = 'an object that names each class: {"0": ..., "1": ...}'
-  found = field(config, 'id2label', (is_right, what), {})
+  kind = Annotated[dict, schema.Fits(what, is_right)]
+  found = field(config, 'id2label', kind, {})
   number = 1 + max(map(int, found), default=-1)
   return tuple(found.get(str(i), gap) for i in range(number)) or None
 
@@ -160,14 +119,7 @@ def label_fields(model) -> dict[str, dict]:
 def processor(kind: str, size, mean, std, **more) -> dict[str, Any]:
   """Returns preprocessor_config.json for Hugging Face's class `kind`."""
   return dict(
-    image_processor_type=kind,
-    do_resize=True,
-    size=size,
-    resample=2,
-    do_rescale=True,
-    rescale_factor=1 / 255,
-    do_normalize=True,
-    image_mean=mean,
-    image_std=std,
-    **more,
-  )
+    image_processor_type=kind, do_resize=True, size=size, resample=2,
+    do_rescale=True, rescale_factor=1 / 255,
+    do_normalize=True, image_mean=mean, image_std=std, **more,
+  )  # fmt: skip

@@ -22,38 +22,15 @@ from vit_jax.weights import hub
 
 INSECURE = 'VIT_JAX_INSECURE'
 _BLOCK = 10 * 2**20  # Bytes to read at a time.
-# Model in a published file's name -> a repository that holds the same weights.
-_REPOSITORIES = {
-  'ViT-B_16': 'google/vit-base-patch16-224-in21k',
-  'ViT-B_32': 'google/vit-base-patch32-224-in21k',
-  'ViT-L_16': 'google/vit-large-patch16-224-in21k',
-  'ViT-L_32': 'google/vit-large-patch32-224-in21k',
-  'ViT-H_14': 'google/vit-huge-patch14-224-in21k',
-  'R26_S_32': 'timm/vit_small_r26_s32_224.augreg_in21k',
-  'R50_L_32': 'timm/vit_large_r50_s32_224.augreg_in21k',
-  'R_Ti_16': 'timm/vit_tiny_r_s16_p8_224.augreg_in21k',
-  'Ti_16': 'timm/vit_tiny_patch16_224.augreg_in21k',
-  'S_16': 'timm/vit_small_patch16_224.augreg_in21k',
-  'S_32': 'timm/vit_small_patch32_224.augreg_in21k',
-  'B_8': 'timm/vit_base_patch8_224.augreg_in21k',
-  'B_16': 'timm/vit_base_patch16_224.augreg_in21k',
-  'B_32': 'timm/vit_base_patch32_224.augreg_in21k',
-  'L_16': 'timm/vit_large_patch16_224.augreg_in21k',
-}
 
 
 def elsewhere(path: str) -> str:
-  """Returns a sentence that names another source of some weights, or ''."""
-  for name, repository in _REPOSITORIES.items():
-    if name in path.rpartition('/')[2]:
-      return (
-        f'. The same weights are on Hugging Face: hf://{repository} (config.pretrained)'
-      )
+  """Returns a sentence that names another source of published weights, or ''."""
   if is_remote(path) and path.endswith(('.npz', '.csv')):
     return (
-      '. The published weights are also at https://huggingface.co/google and '
-      'https://huggingface.co/timm: give the name of a model there, hf://OWNER/NAME '
-      '(config.pretrained)'
+      '. The published weights are also on the Hugging Face Hub: pass '
+      'hf://OWNER/NAME of a model at https://huggingface.co/google or '
+      'https://huggingface.co/timm (config.pretrained)'
     )
   return ''
 

@@ -15,7 +15,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
-from vit_jax.weights import identify, reading
+from vit_jax.weights import arrays, identify, reading
 from vit_jax.weights.families import families
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
@@ -177,8 +177,7 @@ def _note_parts(path, flat, want, taken, new):
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
-      more = f' and {len(paths) - 10} more' if len(paths) > 10 else ''
-      logging.warning(f"Parameters that '{path}' {what}: {', '.join(paths[:10])}{more}")
+      logging.warning("Parameters that '%s' %s: %s", path, what, arrays.listed(paths))
 
 
 def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the model'):
@@ -202,8 +201,7 @@ def _heads(model_config):
   if 'image' in model_config:
     text = model_config.get('text') or {}
     return _heads(model_config.image), text.get('num_heads')
-  encoder = model_config.get('transformer') or model_config
-  return encoder.get('num_heads')
+  return (model_config.get('transformer') or model_config).get('num_heads')
 
 
 def _grid(weights):

@@ -38,16 +38,12 @@ def parse(path) -> Any:
   """Returns the huggingface_hub.HfUri of a path; ValueError if it is wrong."""
   try:
     uri = _library(f"'{path}'").parse_hf_uri(str(path))
+    if uri.type == 'model':
+      return uri
+    reason = f'but a {uri.type}'
   except ValueError as e:
-    reason = str(e).partition("'. ")[2].strip() or e
-    raise ValueError(
-      f"'{path}' does not name a model on the hub: {reason} Give {_FORM}"
-    ) from e
-  if uri.type != 'model':
-    raise ValueError(
-      f"'{path}' does not name a model on the hub, but a {uri.type}: give {_FORM}"
-    )
-  return uri
+    reason = str(e).partition("'. ")[2].strip(' .') or e
+  raise ValueError(f"'{path}' does not name a model on the hub, {reason}: give {_FORM}")
 
 
 def _library(what):
@@ -98,16 +94,12 @@ def check_push(path):
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub = _library(f"push='{path}'")
+  hub, instead = _library(f"push='{path}'"), 'or give DST instead of --push'
   if hub.is_offline_mode():
-    raise ValueError(
-      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, or give DST instead of "
-      '--push'
-    )
+    raise ValueError(f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, {instead}")
   if hub.get_token() is None:
     raise PermissionError(
-      f"push='{path}' needs a token with write access: {_LOG_IN}, or give DST "
-      'instead of --push'
+      f"push='{path}' needs a token with write access: {_LOG_IN}, {instead}"
     )
 
 
@@ -176,35 +168,35 @@ def _explaining(path, uri):
 
   try:
     yield
-  except errors.GatedRepoError as e:
-    raise PermissionError(
-      f"'{path}' is gated: accept the conditions at {_page(uri)}, then {_LOG_IN}"
-    ) from e
-  except errors.RepositoryNotFoundError as e:
-    raise FileNotFoundError(
-      f"'{path}': the hub has no model {uri.id}, or it is private: check the "
-      f'name at {constants.ENDPOINT}; for a private model {_LOG_IN}'
-    ) from e
-  except errors.RevisionNotFoundError as e:
-    raise FileNotFoundError(
-      f"'{path}': the model has no revision '{uri.revision}': choose a branch, a "
-      f'tag or a commit of {_page(uri)}'
-    ) from e
-  except errors.LocalEntryNotFoundError as e:
-    reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
-    if constants.is_offline_mode():
-      reason = (
-        'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
-        f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
-      )
-    raise OSError(f"'{path}' cannot be fetched: {reason}") from e
-  except Exception as e:
-    # The type of HTTP errors depends on the version of huggingface_hub.
+  except Exception as e:  # The type of HTTP errors depends on the version.
     status = getattr(getattr(e, 'response', None), 'status_code', None)
-    refused = status in (401, 403)
-    remedy = f'check the token: {_LOG_IN}' if refused else 'try again'
-    kind = PermissionError if refused else OSError
-    raise kind(f"'{path}': the hub says: {_short(e)}; {remedy}") from e
+    kind, reason = OSError, f'the hub says: {_short(e)}; try again'
+    if isinstance(e, errors.GatedRepoError):
+      kind = PermissionError
+      reason = f'it is gated: accept the conditions at {_page(uri)}, then {_LOG_IN}'
+    elif isinstance(e, errors.RepositoryNotFoundError):
+      kind = FileNotFoundError
+      reason = (
+        f'the hub has no model {uri.id}, or it is private: check the name at '
+        f'{constants.ENDPOINT}; for a private model {_LOG_IN}'
+      )
+    elif isinstance(e, errors.RevisionNotFoundError):
+      kind = FileNotFoundError
+      reason = (
+        f"the model has no revision '{uri.revision}': choose a branch, a tag or a "
+        f'commit of {_page(uri)}'
+      )
+    elif isinstance(e, errors.LocalEntryNotFoundError):
+      reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
+      if constants.is_offline_mode():
+        reason = (
+          'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
+          f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
+        )
+    elif status in (401, 403):
+      kind = PermissionError
+      reason = f'the hub says: {_short(e)}; check the token: {_LOG_IN}'
+    raise kind(f"'{path}' cannot be used: {reason}") from e
 
 
 def _short(error) -> str:

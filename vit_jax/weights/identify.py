@@ -79,25 +79,20 @@ def num_classes(params: Mapping[str, Any]) -> int:
 _PUBLISHED = re.compile(
   r"""
   cls
-  | (embedding | stem | pre_logits | head) / (kernel | bias)
   | Transformer/posembed_input/pos_embedding
-  | Transformer/encoderblock_\d+ / (
-      LayerNorm_[01] / (scale | bias)
-      | MultiHeadDotProductAttention_0/(query|key|value|out) / (kernel | bias)
-      | MlpBlock_0/Dense_[01] / (kernel | bias)
-    )
-  | MixerBlock_\d+ / (
-      LayerNorm_[01] / (scale | bias)
-      | (token|channel)_mixing/Dense_[01] / (kernel | bias)
-    )
   | (
-      Transformer/encoder_norm | pre_head_layer_norm | gn_root | norm-pre-head
+      embedding | stem | pre_logits | head
+      | Transformer/encoderblock_\d+ / (
+          MultiHeadDotProductAttention_0/(query|key|value|out) | MlpBlock_0/Dense_[01]
+        )
+      | MixerBlock_\d+/(token|channel)_mixing/Dense_[01]
+    ) / (kernel | bias)
+  | (
+      (Transformer/encoderblock|MixerBlock)_\d+/LayerNorm_[01]
+      | Transformer/encoder_norm | pre_head_layer_norm | gn_root | norm-pre-head
+      | block\d+/unit\d+/gn(\d|_proj)
     ) / (scale | bias)
-  | (root_block/)?conv_root/kernel
-  | block\d+/unit\d+ / (
-      conv(\d|_proj)/kernel
-      | gn(\d|_proj) / (scale | bias)
-    )
+  | ((root_block/)?conv_root | block\d+/unit\d+/conv(\d|_proj)) / kernel
   """,
   re.VERBOSE,
 )

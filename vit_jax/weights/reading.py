@@ -20,7 +20,6 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
-import functools
 from typing import NamedTuple
 
 from etils import epath
@@ -90,9 +89,8 @@ def read(
   if any(count is not None and count < 1 for count in pair):
     raise ValueError(f'num_heads={num_heads} must be at least 1')
   if hub.is_at(path):
-    commit = processes.from_first(
-      'looking up a model on the hub', lambda: hub.commit(path)
-    )
+    look_up = lambda: hub.commit(path)
+    commit = processes.from_first('looking up a model on the hub', look_up)
     path = hub.fetch(path, commit)  # Local, and so are the files next to it.
   found = existing(path)
   if found.is_dir() and (found / 'checkpoints').exists():
@@ -100,7 +98,8 @@ def read(
   elif found.is_dir():
     weights = _read_torch(_file_in(found), num_heads, found.joinpath, dtype)
   elif found.name.endswith(_TORCH_ENDINGS):
-    sibling = functools.partial(_sibling, str(path).rpartition('/')[0])
+    folder = str(path).rpartition('/')[0]
+    sibling = lambda name: _fetched(f'{folder}/{name}' if folder else name)
     weights = _read_torch(found, num_heads, sibling, dtype)
   else:
     weights = _read_npz(found, dtype)
@@ -128,13 +127,12 @@ def _file_in(folder):
   )
 
 
-def _sibling(folder, name):
-  """Returns the path of a file in a folder; fetches a remote one."""
-  path = f'{folder}/{name}' if folder else name
+def _fetched(path):
+  """Returns the local path of a file; fetches a remote one, if it exists."""
   try:
     return fetch.fetch(path)
   except (FileNotFoundError, PermissionError):
-    return fetch.local(path)  # It does not exist.
+    return fetch.local(path)
 
 
 def check_packages(path: str):
@@ -153,10 +151,10 @@ def existing(path) -> epath.Path:
 
   FileNotFoundError if it does not exist.
   """
+  name = str(path)
   # A folder in a bucket, such as a workdir, is read in place.
-  bucket = str(path).startswith('gs://')
-  whole = bucket and not str(path).endswith(('.npz', *_TORCH_ENDINGS))
-  found = epath.Path(path) if whole else fetch.fetch(path)
+  in_place = name.startswith('gs://') and not name.endswith(('.npz', *_TORCH_ENDINGS))
+  found = epath.Path(path) if in_place else fetch.fetch(path)
   if not found.exists():
     raise FileNotFoundError(
       f"there is no weights file '{path}': give a published .npz, a .safetensors or "

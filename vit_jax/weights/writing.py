@@ -62,28 +62,25 @@ def save(params, path: str):
   would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  names = published.file_names(flat)
   keys: dict[str, str] = {}  # By name in the file.
-  for key, name in names.items():
+  for key, name in published.file_names(flat).items():
     if name in keys:
       raise ValueError(
         f"'{keys[name]}' and '{key}' would both be named '{name}' in '{path}', "
         'which uses the published names: rename the module (name=)'
       )
     keys[name] = key
-  flat = {
-    name: np.asarray(
-      flat[key], np.float32 if flat[key].dtype.name == 'bfloat16' else None
-    )
-    for name, key in keys.items()
-  }
+  found = {}
+  for name, key in keys.items():
+    dtype = np.float32 if flat[key].dtype.name == 'bfloat16' else None
+    found[name] = np.asarray(flat[key], dtype)
   head = 'resnet/head/conv2d/kernel'
-  if head in flat:  # Published BiT files hold it as a 1x1 convolution.
-    flat[head] = flat[head][None, None]
+  if head in found:  # Published BiT files hold it as a 1x1 convolution.
+    found[head] = found[head][None, None]
   target = epath.Path(path)
   target.parent.mkdir(parents=True, exist_ok=True)
   with files.replacing(target) as f:
-    np.savez(f, **flat)
+    np.savez(f, **found)
 
 
 def _write_npz(model, dst):
@@ -91,15 +88,9 @@ def _write_npz(model, dst):
   family, stored = families.of(model.config), {}
   if model.class_names:
     stored['class_names'] = list(model.class_names)
-  published = identify.model_config(model.params)
-  differing = list(family.differences(model.config, published))
-  notes = [
-    f'readers of .npz compute with model.{key}={there}, but these weights were '
-    f'made for {here}: logits differ a little'
-    for key, here, there in differing
-  ]
-  if differing:
-    fields = {key: here for key, here, _ in differing}
+  usual = identify.model_config(model.params)
+  notes = family.difference_notes('readers of .npz compute', model.config, usual)
+  if fields := {key: x for key, x, _ in family.differences(model.config, usual)}:
     stored['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
   for ending, content in family.npz_siblings(model).items():
     files.write(dst.with_suffix(ending), content)
@@ -163,14 +154,9 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.update(family.run(model))
   # Unnamed classes are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]
-  metadata = {
-    'class_names': list(names),
-    **family.metadata(model),
-    **model.metadata,
-  }
+  metadata = {'class_names': list(names), **family.metadata(model), **model.metadata}
   known = run_config.get_task(config.task).METADATA
-  missing = sorted(set(known) - set(metadata))
-  if missing:
+  if missing := sorted(set(known) - set(metadata)):
     raise ValueError(
       f"a run of the task '{config.task}' needs {missing}, which these weights lack: "
       "put the model's preprocessor_config.json next to them"
@@ -186,9 +172,7 @@ def _write_workdir(model, dst):
   model = scaled(model)
   config, metadata = as_run(model)
   tx = optim.get_optimizer(config, lambda _: 0.0)
-  params, extra = (
-    jax.tree.map(np.asarray, tree) for tree in (model.params, model.extra)
-  )
+  params, extra = jax.tree.map(np.asarray, (model.params, model.extra))
   state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
   workdir_lib.create(dst, config, metadata, data={})
   checkpoints = checkpoints_lib.Checkpoints(dst)

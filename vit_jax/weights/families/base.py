@@ -4,14 +4,12 @@ A new family needs its namings (tables of layers, see leaves.py), `sizes`,
 `describe`, `read_description` and `files`, and an entry in families.py.
 """
 
-import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 import functools
 import math
 from typing import Any
 
 from etils import epath
-import flax.traverse_util
 import jax
 import numpy as np
 
@@ -20,7 +18,7 @@ from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
 
-class Family(abc.ABC):
+class Family:
   """A family of models: their names elsewhere, and the files next to weights.
 
   `flat` are arrays by name, or by '/'-joined path in this package. A `naming` is
@@ -59,19 +57,14 @@ class Family(abc.ABC):
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads
   ) -> dict[str, np.ndarray]:
-    """Converts a state dict, which it empties, to arrays by path.
-
-    ValueError for arrays that no such model has, or if the number does not fit.
-    """
-    if isinstance(num_heads, tuple):
-      num_heads = num_heads[0]
+    """Converts a state dict, which it empties, to arrays by path; see leaves.load."""
+    num_heads = num_heads[0] if isinstance(num_heads, tuple) else num_heads
     return leaves.load(flat, self.naming(naming, flat), num_heads)
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     """Converts arrays by path to a state dict; ValueError if there is none."""
     return leaves.dump(flat, self.naming(naming, flat))
 
-  @abc.abstractmethod
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]
   ) -> dict[str, Any]:
@@ -80,10 +73,11 @@ class Family(abc.ABC):
     `given` are fields that cannot be inferred from shapes. Raises KeyError,
     IndexError or ValueError if leaves are missing, or have other ranks.
     """
+    raise NotImplementedError
 
-  @abc.abstractmethod
   def describe(self, fields: Mapping[str, Any]) -> str:
     """Names a model by the fields that `sizes` returns."""
+    raise NotImplementedError
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns further fields of a model that is not in the table of sizes."""
@@ -96,28 +90,33 @@ class Family(abc.ABC):
   def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, value, other value) where two models compute differently."""
     for key, default in self.computes.items():
-      group, _, name = key.rpartition('.')
-      ours, theirs = config, other
-      for part in filter(None, group.split('.')):
-        ours, theirs = ((c or {}).get(part) for c in (ours, theirs))
-      if ours is not None and theirs is not None:
-        here, there = ours.get(name, default), theirs.get(name, default)
+      *groups, name = key.split('.')
+      pair = [config, other]
+      for group in groups:
+        pair = [(fields or {}).get(group) for fields in pair]
+      if None not in pair:
+        here, there = (fields.get(name, default) for fields in pair)
         if here != there and None not in (here, there):
           yield key, here, there
 
-  @abc.abstractmethod
+  def difference_notes(self, who: str, config, other) -> list[str]:
+    """Returns notes on `differences`; `who` computes models as in `other`."""
+    return [
+      f'{who} with model.{key}={theirs}, but these weights were made for {ours}: '
+      'logits differ a little'
+      for key, ours, theirs in self.differences(config, other)
+    ]
+
   def read_description(
-    self,
-    sibling: Callable[[str], epath.Path],
-    file: epath.Path,
-    flat: dict[str, np.ndarray],
-    naming: str,
-  ) -> descriptions.Description:
+    self, sibling: Callable[[str], epath.Path], file: epath.Path,
+    flat: dict[str, np.ndarray], naming: str,
+  ) -> descriptions.Description:  # fmt: skip
     """Returns what other files say about the weights in `file`, arrays `flat`.
 
     `sibling` returns the path of a file next to them, which need not exist. May
     rename and split arrays as `load` does, which is called next.
     """
+    raise NotImplementedError
 
   def image_size(
     self, config, params, given: tuple[int, int] | None
@@ -127,8 +126,7 @@ class Family(abc.ABC):
 
   def inputs(self, config, params, image_size) -> jax.ShapeDtypeStruct:
     """Returns shape and type of a model's input, one image."""
-    flat = flax.traverse_util.flatten_dict(params, sep='/')
-    shape = (1, *image_size, leaves.channels(flat))
+    shape = (1, *image_size, leaves.channels(params))
     return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
 
   def shapes(self, config, params, num_classes, image_size) -> dict[str, Any]:
@@ -139,17 +137,10 @@ class Family(abc.ABC):
     return jax.eval_shape(init, jax.random.key(0), inputs)
 
   def part(self, weights, name: str):
-    """Returns the vit_jax.weights.reading.Weights of a part of a model.
-
-    `name` is its key in the parameters. None if there is no such part.
-    """
-    return None
+    """Returns the weights of the part of a model with this key; None if there is none."""
 
   def complete_npz(
-    self,
-    file: epath.Path,
-    flat: Mapping[str, np.ndarray],
-    given: dict[str, Any],
+    self, file: epath.Path, flat: Mapping[str, np.ndarray], given: dict[str, Any]
   ) -> dict[str, Any]:
     """Adds to `given`, fields of a model, what files next to an .npz say."""
     return given
@@ -172,7 +163,6 @@ class Family(abc.ABC):
 
   def check(self, model) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
-    return None
 
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the formats that hold a model."""
@@ -182,9 +172,9 @@ class Family(abc.ABC):
     """Returns what a user should know about a model in a format."""
     return []
 
-  @abc.abstractmethod
   def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
     """Returns JSON files to write next to the weights by name, and notes.
 
     ValueError if the other program has no such model.
     """
+    raise NotImplementedError

@@ -11,7 +11,6 @@ files, and Hugging Face's own. The constants of frozen batch norm
 are at 'frozen/' in the tree, separate from the parameters.
 """
 
-import functools
 import re
 
 from vit_jax import models_detr
@@ -22,28 +21,6 @@ from vit_jax.weights.families import base, leaves
 
 _MASK_HEAD = 'segmentation/'
 _QUERIES = 'query_embedding'
-# Prefixes of the names of a mask head, which all namings share.
-_MASKS = ('mask_head.', 'bbox_attention.')
-# Module names of transformers 5 -> names in its files.
-_OLD_NAMES = (
-  (r'^(detr|resnet)\.', ''),
-  (r'^model\.backbone\.model\.', 'model.backbone.conv_encoder.model.'),
-  (r'_attn\.o_proj\.', '_attn.out_proj.'),
-  (r'(layers\.\d+)\.mlp\.fc', r'\1.fc'),
-  (r'^bbox_attention\.([qk])_proj', r'bbox_attention.\1_linear'),
-  (r'^mask_head\.conv(\d)\.conv', r'mask_head.lay\1'),
-  (r'^mask_head\.conv(\d)\.norm', r'mask_head.gn\1'),
-  (r'^mask_head\.output_conv', 'mask_head.out_lay'),
-  *(
-    (rf'^mask_head\.fpn_stages\.{i}\.{new}', f'mask_head.{old}')
-    for i in range(3)
-    for new, old in (
-      ('fpn_adapter', f'adapter{i + 1}'),
-      (r'refine\.conv', f'lay{i + 3}'),
-      (r'refine\.norm', f'gn{i + 3}'),
-    )
-  ),
-)
 # Rows of vit_jax.weights.families.leaves for a ResNet: names of timm and of
 # Hugging Face. The norms are in a tree of their own.
 _ROOT = (('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),)
@@ -60,24 +37,19 @@ _UNITS = 'backbone/block{1}/unit{1}/'
 _THEIR_UNITS = 'layer{1}.{0}.', 'encoder.stages.{0}.layers.{0}.'
 # The same for encoder, decoder and the rest: names of Hugging Face and of the
 # released files.
-_MLP = (
+_FIRST = (
+  *leaves.attention('self_attention', 'self_attn', 'self_attn'),
+  ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
   ('Dense_0', 'dense', 'fc1', 'linear1'),
   ('Dense_1', 'dense', 'fc2', 'linear2'),
 )
 _LAYERS = {
-  'encoder': (
-    *leaves.attention('self_attention', 'self_attn', 'self_attn'),
-    ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
-    ('LayerNorm_1', 'norm', 'final_layer_norm', 'norm2'),
-    *_MLP,
-  ),
+  'encoder': (*_FIRST, ('LayerNorm_1', 'norm', 'final_layer_norm', 'norm2')),
   'decoder': (
-    *leaves.attention('self_attention', 'self_attn', 'self_attn'),
+    *_FIRST,
     *leaves.attention('cross_attention', 'encoder_attn', 'multihead_attn'),
-    ('LayerNorm_0', 'norm', 'self_attn_layer_norm', 'norm1'),
     ('LayerNorm_1', 'norm', 'encoder_attn_layer_norm', 'norm2'),
     ('LayerNorm_2', 'norm', 'final_layer_norm', 'norm3'),
-    *_MLP,
   ),
 }
 _OTHERS = (
@@ -85,9 +57,10 @@ _OTHERS = (
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
   ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
-  ('box_head/Dense_0', 'dense', 'bbox_predictor.layers.0', 'bbox_embed.layers.0'),
-  ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
-  ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
+  *(
+    (f'box_head/Dense_{i}', 'dense', f'bbox_predictor.layers.{i}', f'bbox_embed.layers.{i}')
+    for i in range(3)
+  ),
 )  # fmt: skip
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
@@ -126,7 +99,7 @@ def _detector(kind, number, style, backbone, start, **options) -> leaves.Naming:
       (_MASK_HEAD, '', _MASK_ROWS),
     ),
     marks=(_OTHERS[0][2 + number],),
-    old_names=_OLD_NAMES,
+    old_names=((r'^detr\.', ''),),
     program='the DETR of other programs',
     **options,
   )
@@ -145,7 +118,8 @@ _NAMINGS = {
     'ResNet of bottlenecks',
     _backbone(0, '') + _backbone(1, ''),
     marks=tuple(f'{name}.weight' for name in _ROOT[0][2:]),
-    old_names=_OLD_NAMES,
+    old_names=((r'^resnet\.', ''),),
+    ignored=r'(fc|classifier)\.',
   ),
 }  # fmt: skip
 
@@ -170,25 +144,19 @@ class Detrs(base.Family):
 
   def naming(self, naming, names):
     """Hugging Face has its own ResNet where timm has none of these sizes."""
-    if naming == 'hf' and (
-      any(name.startswith(f'{_HF_BACKBONE}embedder.') for name in names)
-      or (_QUERIES in names and not _of_timm(self._units(names)))
-    ):
-      naming = 'hf, own backbone'
-    return self.namings[naming]
-
-  def _units(self, flat):
-    return {
-      'units': leaves.units(flat, _UNITS),
-      'backbone_width': flat['backbone/conv_root/kernel'].shape[-1],
-    }
+    if naming != 'hf':
+      return self.namings[naming]
+    if _QUERIES in names:  # Paths here.
+      width = names['backbone/conv_root/kernel'].shape[-1]
+      own = not _is_of_timm(leaves.units(names, _UNITS), width)
+    else:
+      own = any(name.startswith(f'{_HF_BACKBONE}embedder.') for name in names)
+    return self.namings['hf, own backbone' if own else 'hf']
 
   def load(self, flat, naming, num_heads):
-    leaves.rename(flat, _OLD_NAMES)
-    if naming == 'resnet':  # Its head is left out.
-      for name in [name for name in flat if name.startswith(('fc.', 'classifier.'))]:
-        del flat[name]
-    queries = flat.get(self.namings[naming].marks[0])
+    table = self.namings[naming]
+    leaves.rename(flat, table.old_names)
+    queries = flat.get(table.marks[0])
     if queries is not None and queries.shape[-1:] == (256,):  # As published.
       num_heads = num_heads or 8
     return super().load(flat, naming, num_heads)
@@ -197,10 +165,8 @@ class Detrs(base.Family):
     state = super().dump(flat, naming)
     if not any(path.startswith(_MASK_HEAD) for path in flat):
       return state
-    return {
-      name if name.startswith(_MASKS) else f'detr.{name}': value
-      for name, value in state.items()
-    }
+    masks = r'^(?!(mask_head|bbox_attention)\.)'  # The prefixes of a mask head.
+    return {re.sub(masks, 'detr.', name): x for name, x in state.items()}
 
   def sizes(self, flat, given):
     encoder, decoder = (leaves.count(flat, f'{side}_layer_{{0}}/') for side in _LAYERS)
@@ -224,11 +190,11 @@ class Detrs(base.Family):
     units = tuple(fields['units'])
     known = {units: name.upper() for name, units in resnet.UNITS.items()}
     layers = f'{fields["num_encoder_layers"]}+{fields["num_decoder_layers"]}'
+    backbone = known.get(units, f'ResNet of {units} units')
+    masks = ', mask head' if fields.get('mask_head') else ''
     return (
       f'DETR of {layers} layers, width {fields["hidden_size"]}, '
-      f'{fields["num_queries"]} queries, backbone '
-      f'{known.get(units, f"ResNet of {units} units")}'
-      + (', mask head' if fields.get('mask_head') else '')
+      f'{fields["num_queries"]} queries, backbone {backbone}{masks}'
     )
 
   def num_classes(self, flat):
@@ -237,9 +203,8 @@ class Detrs(base.Family):
 
   def read_description(self, sibling, file, flat, naming):
     """Reads config.json; without it, the file's name may say 'dc5'."""
-    return descriptions.read(
-      sibling('config.json'), lambda config: _from_config(config, file.name)
-    )
+    describe = lambda config: _from_config(config, file.name)
+    return descriptions.read(sibling('config.json'), describe)
 
   def run(self, model):
     """Images of an unknown size are prepared as in the published recipe."""
@@ -304,36 +269,28 @@ class Detrs(base.Family):
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
-def _of_timm(config) -> bool:
-  """Returns whether Hugging Face takes the backbone from timm."""
-  return tuple(config['units']) in _TIMM and config['backbone_width'] == 64
+def _is_of_timm(units, width) -> bool:
+  """Returns whether Hugging Face takes a backbone from timm."""
+  return tuple(units) in _TIMM and width == 64
 
 
 def _from_config(config, name):
-  field = functools.partial(descriptions.field, config)
-  heads = field('encoder_attention_heads', descriptions.COUNT)
+  heads = descriptions.field(config, 'encoder_attention_heads', schema.Count)
   descriptions.only(
-    config,
-    'DETRs',
-    decoder_attention_heads=heads,
-    position_embedding_type='sine',
+    config, decoder_attention_heads=heads, position_embedding_type='sine',
     activation_function='relu',
-  )
-  dilated = field('dilation', descriptions.FLAG, False)
-  backbone = field('backbone_config', descriptions.OBJECT, {})
+  )  # fmt: skip
+  backbone = descriptions.field(config, 'backbone_config', dict, {})
   descriptions.only(
-    backbone,
-    'ResNets in backbone_config',
-    downsample_in_first_stage=False,
-    downsample_in_bottleneck=False,
+    backbone, downsample_in_first_stage=False, downsample_in_bottleneck=False,
     hidden_act='relu',
-  )
-  stride = descriptions.field(backbone, 'output_stride', descriptions.COUNT)
-  things = config.get('isthing')  # Of this package.
+  )  # fmt: skip
+  dilated = descriptions.field(config, 'dilation', bool, False)
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
+  things = config.get('isthing')  # Of this package.
   return descriptions.Description(
-    {'dilate_last': dilated or stride == 16},
+    {'dilate_last': dilated or backbone.get('output_stride') == 16},
     descriptions.labels(config, gap=schema.NO_CLASS),
     metadata={'isthing': things} if things else {},
     num_heads=heads,
@@ -344,13 +301,9 @@ def _backbone_fields(config):
   """Returns the fields of config.json that describe the backbone."""
   dilated = bool(config.get('dilate_last'))
   units, width = config.units, config.backbone_width
-  if _of_timm(config):
-    return dict(
-      backbone=_TIMM[tuple(units)],
-      use_timm_backbone=True,
-      use_pretrained_backbone=False,
-      dilation=dilated,
-    )
+  if _is_of_timm(units, width):
+    own = dict(backbone=_TIMM[tuple(units)], dilation=dilated)
+    return dict(use_timm_backbone=True, use_pretrained_backbone=False, **own)
   if dilated:
     raise ValueError(
       f'Hugging Face has a dilated backbone (DC5) only of the sizes {list(_TIMM)}: '

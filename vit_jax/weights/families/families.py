@@ -4,7 +4,7 @@ The rest of vit_jax.weights does not depend on kinds of models; it asks this tab
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, detr, igpt, lit, text, vit
@@ -45,7 +45,7 @@ def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
 def check_type(config: Mapping[str, Any]):
   """Raises ValueError if config.json is of another model of Hugging Face."""
   known = [name for family in _FAMILIES for name in family.hf_types]
-  descriptions.field(config, 'model_type', descriptions.one_of(known))
+  descriptions.field(config, 'model_type', Literal[*known])
 
 
 def of_tree(paths: Iterable[str]) -> base.Family:

@@ -8,11 +8,13 @@ token. preprocessor_config.json has the palette, `clusters`, colours in [-1, 1].
 
 import math
 import re
+from typing import Annotated, Literal
 
 from absl import logging
 import jax
 import numpy as np
 
+from vit_jax.configs import schema
 from vit_jax.layers import decoder
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
@@ -61,8 +63,11 @@ _ONLY = {
   'add_cross_attention': False,
 }
 _SCALES = tuple(decoder.SCALES)  # The first is the default.
-# The first version of transformers that divides by the exact root.
-_EXACT_SINCE = '5.21'
+_Value = Annotated[float, schema.Range(ge=-1.001, le=1.001)]
+_PALETTE = Annotated[
+  tuple[tuple[_Value, _Value, _Value], ...],
+  schema.Fits('colours of 3 channels, numbers from -1 to 1'),
+]
 
 
 class ImageGPTs(base.Family):
@@ -79,19 +84,16 @@ class ImageGPTs(base.Family):
 
   def load(self, flat, naming, num_heads):
     """A missing colour head is zero."""
-    biases = []
     leaves.rename(flat, _NAMING.old_names)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, flat)):
       value = flat.pop(name)
       if name.endswith('.weight'):
         flat[name] = value.T
       elif value.any():
-        biases.append(name)
-    if biases:
-      raise ValueError(
-        f'the biases {sorted(biases)[:3]} are not zero, and iGPT has none: these '
-        "weights were trained further with Hugging Face's model, which has biases"
-      )
+        raise ValueError(
+          f"'{name}' is not zero, and iGPT has no biases: these weights were trained "
+          "further with Hugging Face's model, which has them"
+        )
     found = super().load(flat, naming, num_heads)
     colors = found['color_embedding']
     found.update(color_embedding=colors[:-1], start_token=colors[-1])
@@ -102,15 +104,14 @@ class ImageGPTs(base.Family):
 
   def dump(self, flat, naming):
     flat = dict(flat)
+    reason = None
     if 'start_token' not in flat:
+      reason = "masked pixels (the objective 'bert')"
+    elif 'class_head/kernel' in flat:
+      reason = f'such a class_head ({_CLASSES})'
+    if reason:
       raise ValueError(
-        "Hugging Face's ImageGPT has no masked pixels (the objective 'bert'): "
-        'write this model as a run (--to=workdir)'
-      )
-    if 'class_head/kernel' in flat:
-      raise ValueError(
-        f'class_head has no counterpart in {_NAMING.program} ({_CLASSES}): write '
-        'this model as a run (--to=workdir)'
+        f'{_NAMING.program} has no {reason}: write this model as a run (--to=workdir)'
       )
     start = flat.pop('start_token')[None]
     flat['color_embedding'] = np.concatenate([flat['color_embedding'], start])
@@ -135,14 +136,18 @@ class ImageGPTs(base.Family):
     }
 
   def describe(self, fields):
-    return (
-      f'iGPT of {fields["num_layers"]} layers, width {fields["hidden_size"]}, '
-      f'{fields["num_positions"]} pixels of {fields["num_colors"]} colours'
+    form = (
+      'iGPT of {num_layers} layers, width {hidden_size}, {num_positions} pixels of '
+      '{num_colors} colours'
     )
+    return form.format(**fields)
 
   def read_description(self, sibling, file, flat, naming):
     found = descriptions.read(sibling('config.json'), _from_config)
-    palette = descriptions.read(sibling('preprocessor_config.json'), _palette)
+    palette = descriptions.read(
+      sibling('preprocessor_config.json'),
+      lambda processor: descriptions.field(processor, 'clusters', _PALETTE),
+    )
     return found._replace(metadata={} if palette is None else {'palette': palette})
 
   def image_size(self, config, params, given):
@@ -179,13 +184,12 @@ class ImageGPTs(base.Family):
     config, notes = model.config, []
     size = config.hidden_size // config.num_heads
     if 'hf' in (model.source, to) and math.isqrt(size) ** 2 != size:
+      scale = config.get('attention_scale', _SCALES[0])
       notes.append(
-        f"attention divides by the root of a head's size, {size}, which is not an "
-        f'integer: transformers before version {_EXACT_SINCE} truncates it, the '
-        'released code and later versions do not; this model has '
-        f'attention_scale={config.get("attention_scale", _SCALES[0])} (for '
-        'weights that such a version has trained, add "attention_scale": '
-        '"truncated" to their config.json)'
+        f"attention divides by the root of a head's size, {size}: transformers before "
+        f'5.21 truncates it to an integer; this model has attention_scale={scale} (for '
+        'weights trained with such a version, add "attention_scale": "truncated" to '
+        'their config.json)'
       )
     if 'palette' not in model.metadata:
       notes.append(
@@ -214,34 +218,15 @@ class ImageGPTs(base.Family):
       height, width = model.image_size
       found['preprocessor_config.json'] = dict(
         image_processor_type='ImageGPTImageProcessor',
-        clusters=model.metadata['palette'],
-        do_color_quantize=True,
-        do_normalize=True,
-        do_resize=True,
-        size=dict(height=height, width=width),
-        resample=2,
-      )
+        clusters=model.metadata['palette'], do_color_quantize=True, do_normalize=True,
+        do_resize=True, size=dict(height=height, width=width), resample=2,
+      )  # fmt: skip
     return found, []
 
 
 def _from_config(config):
-  descriptions.only(config, 'iGPTs', **_ONLY)
-  field, scales = descriptions.field, descriptions.one_of(_SCALES)
-  scale = field(config, 'attention_scale', scales, _SCALES[0])
-  heads = field(config, 'n_head', descriptions.COUNT)
+  descriptions.only(config, **_ONLY)
+  field = descriptions.field
+  scale = field(config, 'attention_scale', Literal[*_SCALES], _SCALES[0])
+  heads = field(config, 'n_head', schema.Count)
   return descriptions.Description({'attention_scale': scale}, num_heads=heads)
-
-
-def _palette(processor):
-  """Returns the palette of preprocessor_config.json as a list, or None."""
-
-  def is_right(x):
-    try:
-      array = np.asarray(x, np.float32)
-    except (ValueError, TypeError):
-      return False
-    # NaN is not less than anything.
-    return array.shape[1:] == (3,) and bool((abs(array) <= 1 + 1e-3).all())
-
-  what = 'colours of 3 channels, numbers from -1 to 1'
-  return descriptions.field(processor, 'clusters', (is_right, what))

@@ -36,7 +36,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import re
 from typing import Any, NamedTuple
 
+from absl import logging
+import flax.traverse_util
 import numpy as np
+
+from vit_jax.weights import arrays
 
 Row = tuple[str, ...]  # Path, kind, name elsewhere; or several such names.
 Group = tuple[str, str, tuple[Row, ...]]  # Prefix here, prefix elsewhere, rows.
@@ -44,40 +48,29 @@ Leaf = tuple[str, str, str]  # Path, layout, name elsewhere.
 
 # Layout -> dimensions in PyTorch (0: any), from there with so many heads, to there.
 _LAYOUTS = {
-  'conv': (
-    4,
-    lambda x, heads: x.transpose(2, 3, 1, 0),
-    lambda x: x.transpose(3, 2, 0, 1),
-  ),
-  'pixel': (4, lambda x, heads: x[:, :, 0, 0].T, lambda x: x.T[..., None, None]),
-  'dense': (2, lambda x, heads: x.T, lambda x: x.T),
+  'conv': (4, lambda x, n: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1)),
+  'pixel': (4, lambda x, n: x[:, :, 0, 0].T, lambda x: x.T[..., None, None]),
+  'dense': (2, lambda x, n: x.T, lambda x: x.T),
   'heads': (
-    2,
-    lambda x, heads: x.T.reshape(x.shape[1], heads, -1),
-    lambda x: x.reshape(x.shape[0], -1).T,
+    2, lambda x, n: x.T.reshape(x.shape[1], n, -1), lambda x: x.reshape(len(x), -1).T
   ),
-  'bias': (1, lambda x, heads: x.reshape(heads, -1), lambda x: x.reshape(-1)),
+  'bias': (1, lambda x, n: x.reshape(n, -1), lambda x: x.reshape(-1)),
   'out': (
-    2,
-    lambda x, heads: x.T.reshape(heads, -1, x.shape[0]),
-    lambda x: x.reshape(-1, x.shape[-1]).T,
+    2, lambda x, n: x.T.reshape(n, -1, len(x)), lambda x: x.reshape(-1, x.shape[-1]).T
   ),
-  'table': (2, lambda x, heads: x, lambda x: x),
-  'rows': (2, lambda x, heads: x[None], lambda x: x[0]),
-  'token': (1, lambda x, heads: x[None, None], lambda x: x[0, 0]),
-  'scalar': (0, lambda x, heads: x.reshape(-1), lambda x: x.reshape(())),
-  'same': (0, lambda x, heads: x, lambda x: x),
-}
+  'table': (2, lambda x, n: x, lambda x: x),
+  'rows': (2, lambda x, n: x[None], lambda x: x[0]),
+  'token': (1, lambda x, n: x[None, None], lambda x: x[0, 0]),
+  'scalar': (0, lambda x, n: x.reshape(-1), lambda x: x.reshape(())),
+  'same': (0, lambda x, n: x, lambda x: x),
+}  # fmt: skip
 _SINGLE = ('table', 'rows', 'token', 'scalar', 'same')
 # Kind of a layer -> end of a leaf's path, its layout, end of its name.
+_NORM = ('scale', 'same', 'weight'), ('bias', 'same', 'bias')
+_STATISTICS = ('mean', 'same', 'running_mean'), ('var', 'same', 'running_var')
 _LEAVES = {
-  'norm': (('scale', 'same', 'weight'), ('bias', 'same', 'bias')),
-  'frozen': (
-    ('scale', 'same', 'weight'),
-    ('bias', 'same', 'bias'),
-    ('mean', 'same', 'running_mean'),
-    ('var', 'same', 'running_var'),
-  ),
+  'norm': _NORM,
+  'frozen': _NORM + _STATISTICS,
   'heads': (('kernel', 'heads', 'weight'), ('bias', 'bias', 'bias')),
 }
 
@@ -92,6 +85,7 @@ class Naming(NamedTuple):
     marks: names, any of which shows that a state dict has this naming.
     old_names: (regex, replacement) from names of other versions to the table's.
     joined: part of the name of a joined projection, and the parts that replace it.
+    ignored: regex of the beginnings of names that this package has no use for.
     program: the program, in words.
     features: parts of other names -> what they belong to, for errors.
   """
@@ -102,6 +96,7 @@ class Naming(NamedTuple):
   marks: tuple[str, ...] = ()
   old_names: tuple[tuple[str, str], ...] = ()
   joined: tuple[str, tuple[str, ...]] | None = None
+  ignored: str | None = None
   program: str = ''
   features: Mapping[str, str] = {}
 
@@ -168,7 +163,13 @@ def walk(groups: Iterable[Group], names: Iterable[str], here: bool) -> Iterator[
     for found in numbers(ours if here else theirs, names):
       path, name = _numbered(ours, found), _numbered(theirs, found)
       for row in rows:
-        yield from _leaves(row, path, name)
+        layer, kind, their_layer = path + row[0], row[1], name + row[2]
+        if kind in _SINGLE:
+          yield layer, kind, their_layer
+          continue
+        affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
+        for end, layout, their_end in _LEAVES.get(kind, affine):
+          yield f'{layer}/{end}', layout, f'{their_layer}.{their_end}'
 
 
 def _numbered(prefix, found):
@@ -178,28 +179,21 @@ def _numbered(prefix, found):
   return re.sub(r'\{(\d+)\}', number, prefix)
 
 
-def _leaves(row, here, there) -> Iterator[Leaf]:
-  path, kind, name = row
-  path, name = here + path, there + name
-  if kind in _SINGLE:
-    yield path, kind, name
-    return
-  affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
-  for end, layout, their_end in _LEAVES.get(kind, affine):
-    yield f'{path}/{end}', layout, f'{name}.{their_end}'
-
-
 def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
   """Renames and splits the arrays of a state dict as its table has them.
 
   Changes `flat` in place. Returns the leaves; ValueError if `flat` has others.
   """
   rename(flat, naming.old_names)
+  if naming.ignored:
+    if ignored := sorted(filter(re.compile(naming.ignored).match, flat)):
+      logging.warning('Ignored parameters: %s', arrays.listed(ignored))
+    for name in ignored:
+      del flat[name]
   if naming.joined:
     _split(flat, *naming.joined)
   table = [*walk(naming.groups, flat, here=False)]
   if others := sorted(flat.keys() - {name for _, _, name in table}):
-    more = f' and {len(others) - 10} more' if len(others) > 10 else ''
     hints = (
       f' ({feature})'
       for part, feature in naming.features.items()
@@ -207,7 +201,7 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
     )
     raise ValueError(
       f'these are not the weights of a {naming.words}, which lacks '
-      f'{", ".join(others[:10])}{more}{next(hints, "")}'
+      f'{arrays.listed(others)}{next(hints, "")}'
     )
   return table
 
@@ -257,8 +251,9 @@ def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
   return name
 
 
-def channels(flat: Mapping[str, Any]) -> int:
-  """Returns the number of channels of the images of a model with these leaves."""
+def channels(params: Mapping[str, Any]) -> int:
+  """Returns the number of channels of the images of a model, from nested parameters."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
   for root in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
     for path, leaf in flat.items():
       if path.endswith(root):

@@ -7,14 +7,13 @@ embedding and the heads; they are zero here. The published .npz files
 """
 
 import base64
-import functools
 
 import jax
 import ml_collections
 import numpy as np
 
 from vit_jax import models
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import text_towers
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves, text, vit, vit_files
@@ -91,7 +90,6 @@ _DEFAULTS = {
   'siglip': ('gelu_pytorch_tanh', 1e-6, 12, 12),
 }
 _WHOLE = 'CLIP or SigLIP of Vision Transformers'
-_WORDS = {'clip': 'CLIPs', 'siglip': 'SigLIPs'}
 
 
 def _naming(style: str) -> leaves.Naming:
@@ -119,7 +117,7 @@ def _naming(style: str) -> leaves.Naming:
     marks=(image + image_rows[1][2], texts + text_rows[0][2]),
     old_names=((r'^text\.', ''),),  # open_clip's models with a class for text.
     joined=(f'{attention}in_proj_', tuple(f'{attention}{x}_proj.' for x in 'qkv')),
-    program=f"Hugging Face's {_WORDS.get(style, '')[:-1]}",
+    program=f"Hugging Face's {style}",
   )
 
 
@@ -140,10 +138,11 @@ class ImageTexts(base.Family):
   namings = {style: _naming(style) for style in _OWN}  # noqa: RUF012
 
   def naming(self, naming, names):
-    if naming == 'open_clip':
-      return self.namings['open_clip']
+    return self.namings[self._style(naming, names)]
+
+  def _style(self, naming, names):
     is_siglip = _BIAS in names or f'{_MAP}probe' in names
-    return self.namings['siglip' if is_siglip else 'clip']
+    return {'hf': 'siglip' if is_siglip else 'clip'}.get(naming, naming)
 
   def load(self, flat, naming, num_heads):
     """A single number of heads is the image tower's."""
@@ -169,13 +168,15 @@ class ImageTexts(base.Family):
   def sizes(self, flat, given):
     images, texts = (_below(flat, start) for start in (_IMAGE, _TEXT))
     image = vit.Classifiers().sizes(images, {})
-    tower = _text_family(texts)
-    fields = tower.sizes(texts, {})
-    if tower.kind == 'bert':
-      pp = {'max_len': min(_MAX_LEN, fields['num_positions'])}
-      fields = {'kind': 'bert', 'config': _bert_config(fields)}
+    if text.Berts.leaf in texts:
+      kind, own = 'bert', text.Berts().sizes(texts, {})
+      del own['kind']
+      named = (name for name in text_towers.BERTS if text.bert_fields(name) == own)
+      pp = {'max_len': min(_MAX_LEN, own['num_positions'])}
+      tower = {'config': next(named, own)}
     else:
-      pp = {'max_len': texts['pos_embedding'][1]}
+      tower = text.TextTransformers().sizes(texts, {})
+      kind, pp = tower.pop('kind'), {'max_len': texts['pos_embedding'][1]}
     if posemb := images.get('Transformer/posembed_input/pos_embedding'):
       patches = posemb[1] - ('cls' in images)
       pp['size'] = vit_files.square(patches, ml_collections.ConfigDict(image))[0]
@@ -183,20 +184,19 @@ class ImageTexts(base.Family):
     return {
       'kind': 'lit',
       'image': image,
-      'text_model': fields.pop('kind'),
-      'text': fields,
+      'text_model': kind,
+      'text': tower,
       'out_dim': tuple(heads),
       'pp': pp,
       **({'bias_init': -10.0} if 'b' in flat else {}),
     }
 
   def describe(self, fields):
-    tower = fields['text']
+    words = text.TextTransformers().describe
     if fields['text_model'] == 'bert':
-      words = text.Berts().describe(text.bert_fields(tower['config']))
-    else:
-      words = text.TextTransformers().describe(tower)
-    return f'{vit.Classifiers().describe(fields["image"])}, with {words}'
+      words = lambda tower: text.Berts().describe(text.bert_fields(tower['config']))
+    image = vit.Classifiers().describe(fields['image'])
+    return f'{image}, with {words(fields["text"])}'
 
   def defaults(self, fields):
     """Taken from the published models with this text tower."""
@@ -215,21 +215,23 @@ class ImageTexts(base.Family):
         yield 'text.config', ours, theirs
 
   def read_description(self, sibling, file, flat, naming):
-    leaves.rename(flat, self.naming(naming, flat).old_names)
-    table = self.naming(naming, flat)
-    _check_whole(flat, table)
-    style = next(style for style, known in self.namings.items() if known is table)
+    style = self._style(naming, flat)
+    table = self.namings[style]
+    leaves.rename(flat, table.old_names)
+    if missing := [name for name in table.marks if name not in flat]:
+      one = 'is an image classifier on one tower, and '
+      one = one if 'classifier.weight' in flat else ''
+      raise ValueError(
+        f"it {one}lacks '{missing[0]}': give the weights of a whole {_WHOLE}"
+      )
     if style == 'open_clip':
       found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
     else:
-      rows = len(flat[table.marks[1]])
-      describe = functools.partial(_from_hf, style=style, rows=rows)
+      describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
-    values = vit_files.scaling(sibling, naming).values()
-    scaling = dict(zip(_SCALES, values))
+    scaling = dict(zip(_SCALES, vit_files.scaling(sibling, naming).values()))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
-    beside = sibling('tokenizer_config.json')
-    kind = descriptions.read(beside, lambda config: config.get('tokenizer_class'))
+    kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
     if style == 'siglip' and str(kind).startswith(('Gemma', 'Siglip2')):
       tokenizer = 'siglip2'
     pp = {'tokenizer_name': tokenizer}
@@ -270,7 +272,7 @@ class ImageTexts(base.Family):
 
   def shapes(self, config, params, num_classes, image_size):
     model = models.make_model(config)
-    channels = leaves.channels({'embedding/kernel': _kernel(params)})
+    channels = leaves.channels(params['img'])
     images = jax.ShapeDtypeStruct((1, *image_size, channels), 'float32')
     tokens = jax.ShapeDtypeStruct((1, config.pp.max_len), 'int32')
     init = lambda key, x, y: model.init(key, images=x, tokens=y)
@@ -280,7 +282,7 @@ class ImageTexts(base.Family):
     scales = [model.metadata.get(name) for name in _SCALES]
     if None in scales:
       return model
-    mean, std = (np.asarray(x, np.float64) for x in scales)
+    mean, std = np.asarray(scales, np.float64)
     # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
     old = model.params['img']['embedding']
     kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
@@ -303,13 +305,11 @@ class ImageTexts(base.Family):
   def run(self, model):
     # CLIP resizes the short side, and crops the centre; others the whole image.
     crops = model.config.image.transformer.get('first_norm')
+    side, channels = model.image_size[0], leaves.channels(model.params['img'])
+    resize = side if crops else model.resize
     return {
       'task': 'image_text',
-      'pp': {
-        'resize': model.image_size[0] if crops else model.resize,
-        'crop': model.image_size[0],
-        'channels': _kernel(model.params).shape[2],
-      },
+      'pp': {'resize': resize, 'crop': side, 'channels': channels},
       'loss': 'softmax' if model.config.get('bias_init') is None else 'sigmoid',
       'task_options': {'unit_classes': _style_in_hf(model.config) is not None},
     }
@@ -335,10 +335,8 @@ class ImageTexts(base.Family):
     config = model.config
     style = _style_in_hf(config)
     image, tower = config.image, config.text
-    project = 'projection_dim' if style == 'clip' else 'projection_size'
-    projection = {project: _out_dims(config)[1]}
-    image_projection = projection if style == 'clip' else {}
-    channels = _kernel(model.params).shape[2]
+    width, channels = _out_dims(config)[1], leaves.channels(model.params['img'])
+    projection = {'projection_dim': width} if style == 'clip' else {}
     fields = dict(
       model_type=style,
       architectures=['CLIPModel' if style == 'clip' else 'SiglipModel'],
@@ -350,7 +348,7 @@ class ImageTexts(base.Family):
         max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
         bos_token_id=max(tower.vocab_size - 2, 0),
         eos_token_id=tower.vocab_size - 1,
-        **projection,
+        **(projection or {'projection_size': width}),
       ),
       vision_config=dict(
         model_type=f'{style}_vision_model',
@@ -359,9 +357,9 @@ class ImageTexts(base.Family):
         image_size=model.image_size[0],
         patch_size=image.patches.size[0],
         num_channels=channels,
-        **image_projection,
+        **projection,
       ),
-      **image_projection,
+      **projection,
     )
     sides = dict(zip(('height', 'width'), model.image_size))
     scales = (model.metadata.get(name, [0.5] * channels) for name in _SCALES)
@@ -372,40 +370,9 @@ class ImageTexts(base.Family):
     return found, ['the files of the tokenizer are not written']
 
 
-def _check_whole(names, naming):
-  """Raises ValueError unless a state dict has both towers."""
-  for name in naming.marks:
-    if name not in names:
-      what = 'lacks'
-      if 'classifier.weight' in names:
-        what = 'is an image classifier on one tower, and lacks'
-      raise ValueError(f"it {what} '{name}': give the weights of a whole {_WHOLE}")
-
-
 def _below(flat, start):
   """Returns the entries whose path begins with `start`, without it."""
-  return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}  # fmt: skip
-
-
-def _kernel(params):
-  return params['img']['embedding']['kernel']
-
-
-def _text_family(names):
-  """Returns the family of a text tower; KeyError if these names are of none."""
-  for family in (text.Berts(), text.TextTransformers()):
-    if family.leaf in names:
-      return family
-  raise KeyError('no text tower')
-
-
-def _bert_config(fields):
-  """Returns the name of a BERT's sizes, or these."""
-  own = {k: v for k, v in fields.items() if k != 'kind'}
-  for name in text_towers.BERTS:
-    if text.bert_fields(name) == own:
-      return name
-  return own
+  return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}
 
 
 def _out_dims(config):
@@ -427,13 +394,10 @@ def _style_in_hf(config) -> str | None:
   ):  # fmt: skip
     return None
   own = (
-    image.get('classifier', 'token'),
-    bool(encoder.get('first_norm')),
-    bool(tower.get('causal')),
-    tower.get('pool', 'last'),
-    has_heads[0],
-    config.get('bias_init') is not None,
-  )
+    image.get('classifier', 'token'), bool(encoder.get('first_norm')),
+    bool(tower.get('causal')), tower.get('pool', 'last'),
+    has_heads[0], config.get('bias_init') is not None,
+  )  # fmt: skip
   return {
     ('token', True, True, 'eos', True, False): 'clip',
     ('map', False, False, 'last', False, True): 'siglip',
@@ -442,61 +406,69 @@ def _style_in_hf(config) -> str | None:
 
 def _from_hf(config, style, rows):
   """Returns what config.json of Hugging Face says."""
-  descriptions.only(config, _WORDS[style], model_type=style)
-  gelu, eps, *heads = _DEFAULTS[style]
-  field, found = descriptions.field, []
-  for side, count in zip(('vision', 'text'), heads):
-    # Old files have the first one, which replaces the other one.
-    own = field(config, f'{side}_config_dict', descriptions.OBJECT)
-    own = own or field(config, f'{side}_config', descriptions.OBJECT, {})
-    fields = vit_files.from_hf_encoder(own, gelu if config else None, eps)
-    count = field(own, 'num_attention_heads', descriptions.COUNT, count)
-    found.append((own, fields, count))
-  (image, encoder, image_heads), (tower, texts, text_heads) = found
+  descriptions.only(config, model_type=style)
+  gelu, eps, *counts = _DEFAULTS[style]
+  # Old files have the first one, which replaces the other one.
+  image, tower = (
+    descriptions.field(config, f'{side}_config_dict', dict)
+    or descriptions.field(config, f'{side}_config', dict, {})
+    for side in ('vision', 'text')
+  )
+  encoder, texts = (
+    vit_files.from_hf_encoder(x, gelu if config else None, eps) for x in (image, tower)
+  )
+  heads = (
+    descriptions.field(x, 'num_attention_heads', schema.Count, count)
+    for x, count in zip((image, tower), counts)
+  )
   if style == 'siglip':
-    descriptions.only(image, 'SigLIPs', vision_use_head=True)
+    descriptions.only(image, vision_use_head=True)
   else:
     # Versions of transformers that wrote 2 look for the greatest number, too.
-    end = field(tower, 'eos_token_id', descriptions.COUNT, 49_407)
+    end = descriptions.field(tower, 'eos_token_id', schema.Count, 49_407)
     if config and end not in (2, rows - 1):
       raise ValueError(
         f'eos_token_id is {end}, but in this package the end token is the greatest '
         f'number, here {rows - 1}'
       )
-    texts = {**texts, **_CLIP_TEXT}
-  size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
+    texts |= _CLIP_TEXT
   return descriptions.Description(
     dict(image=dict(transformer=encoder), text=texts),
-    image_size=vit_files.pair(size),
-    num_heads=(image_heads, text_heads) if config else None,
+    image_size=_image_size(config, image),
+    num_heads=tuple(heads) if config else None,
   )
+
+
+def _image_size(config, image):
+  """Returns the size that a config's image tower has; without a config it is unknown."""
+  default = 224 if config else None
+  return vit_files.pair(descriptions.field(image, 'image_size', schema.Size, default))
 
 
 def _from_open_clip(config):
   """Returns what open_clip_config.json says."""
-  field = descriptions.field
-  model = field(config, 'model_cfg', descriptions.OBJECT, {})
-  image, tower = (
-    field(model, f'{side}_cfg', descriptions.OBJECT, {}) for side in ('vision', 'text')
-  )
+  model = descriptions.field(config, 'model_cfg', dict, {})
+  image = descriptions.field(model, 'vision_cfg', dict, {})
+  tower = descriptions.field(model, 'text_cfg', dict, {})
   nothing = dict(norm_kwargs=None, act_kwargs=None)
   descriptions.only(
-    image, 'CLIPs', pool_type='tok', global_average_pool=False,
-    timm_model_name=None, attentional_pool=False, **nothing,
+    image, pool_type='tok', global_average_pool=False, timm_model_name=None,
+    attentional_pool=False, **nothing,
   )  # fmt: skip
   descriptions.only(
-    tower, 'CLIPs', pool_type='argmax', no_causal_mask=False,
-    hf_model_name=None, **nothing,
-  )  # fmt: skip
-  quick = field(model, 'quick_gelu', descriptions.FLAG, False)
+    tower, pool_type='argmax', no_causal_mask=False, hf_model_name=None, **nothing
+  )
+  quick = descriptions.field(model, 'quick_gelu', bool, False)
   gelu = ('quick' if quick else 'erf') if config else None
   fields = dict(gelu=gelu, norm_eps=1e-5)
-  width = field(image, 'width', descriptions.COUNT, 768)
-  head_width = field(image, 'head_width', descriptions.COUNT, 64)
-  size = field(image, 'image_size', descriptions.SIZE, 224 if config else None)
-  heads = field(tower, 'heads', descriptions.COUNT, 8)
+  width, head_width, heads = (
+    descriptions.field(part, key, schema.Count, default)
+    for part, key, default in (
+      (image, 'width', 768), (image, 'head_width', 64), (tower, 'heads', 8)
+    )
+  )  # fmt: skip
   return descriptions.Description(
     dict(image=dict(transformer=fields), text={**fields, **_CLIP_TEXT}),
-    image_size=vit_files.pair(size),
+    image_size=_image_size(config, image),
     num_heads=(max(1, width // head_width), heads) if config else None,
   )

@@ -5,11 +5,12 @@ pooler and heads, as weights of a part of a model: config.pretrained={'txt': PAT
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 import ml_collections
 
+from vit_jax.configs import schema
 from vit_jax.layers import bert, text_towers
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
@@ -45,12 +46,10 @@ _NAMING = leaves.Naming(
     (r'\.LayerNorm\.gamma$', '.LayerNorm.weight'),
     (r'\.LayerNorm\.beta$', '.LayerNorm.bias'),
   ),
+  ignored=r'(pooler|cls|classifier|qa_outputs)\.',  # Text towers have no heads.
 )
-# Prefixes of what text towers lack.
-_HEADS = ('pooler.', 'cls.', 'classifier.', 'qa_outputs.')
-_GELUS = ('gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh')
 # Sizes of a BertEncoder.
-BERT_FIELDS = (
+_SIZES = (
   'width', 'num_layers', 'num_heads', 'mlp_dim', 'vocab_size', 'num_positions',
   'num_segments',
 )  # fmt: skip
@@ -59,22 +58,15 @@ BERT_FIELDS = (
 def bert_fields(config: str | Mapping[str, Any]) -> dict[str, int]:
   """Returns all sizes of a BertModel's `config`."""
   given = text_towers.BERTS[config] if isinstance(config, str) else config
-  return {
-    name: given.get(name, getattr(bert.BertEncoder, name)) for name in BERT_FIELDS
-  }
+  return {name: given.get(name, getattr(bert.BertEncoder, name)) for name in _SIZES}
 
 
-def config_of(model) -> ml_collections.ConfigDict:
-  """Returns the fields of an image-text model's text tower, and its kind."""
-  fields = model.get('text') or {}
+def config_of(model) -> tuple[ml_collections.ConfigDict, str]:
+  """Returns fields and kind of an image-text model's text tower, and their key."""
+  fields, place = model.get('text') or {}, 'model.text'
   if model.text_model == 'bert':
-    fields = bert_fields(fields.get('config', 'base'))
-  return ml_collections.ConfigDict({'kind': model.text_model, **fields})
-
-
-def place_of(model) -> str:
-  """Returns the dotted key of the fields of `config_of`."""
-  return 'model.text.config' if model.text_model == 'bert' else 'model.text'
+    fields, place = bert_fields(fields.get('config', 'base')), 'model.text.config'
+  return ml_collections.ConfigDict({'kind': model.text_model, **fields}), place
 
 
 class _TextTowers(base.Family):
@@ -86,34 +78,14 @@ class _TextTowers(base.Family):
     words = self.words.removeprefix('a ')
     return f'{words} of {fields["num_layers"]} layers, width {fields["width"]}'
 
-  def _no_model(self, *_):
-    raise ValueError(
-      f'{self.words} is not a whole model: use it as the text tower of one, '
-      "config.pretrained={'txt': PATH}"
-    )
-
-  dump = read_description = files = _no_model
-
 
 class Berts(_TextTowers):
-  """BERT."""
-
   words = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
   hf_types = ('bert',)
   computes = {'num_heads': None}  # noqa: RUF012
   namings = {'bert': _NAMING}  # noqa: RUF012
-
-  def load(self, flat, naming, num_heads):
-    leaves.rename(flat, _NAMING.old_names)
-    if heads := sorted(name for name in flat if name.startswith(_HEADS)):
-      logging.warning(
-        'Ignored parameters of BERT that text towers lack: ' + ', '.join(heads)
-      )
-    for name in heads:
-      del flat[name]
-    return super().load(flat, naming, None)
 
   def sizes(self, flat, given):
     vocab_size, width = flat[_EMBEDDING.format('token')]
@@ -136,8 +108,6 @@ class Berts(_TextTowers):
 
 
 class TextTransformers(_TextTowers):
-  """The encoder of the Vision Transformer on tokens of a text."""
-
   words = 'a text transformer'
   kind = 'text_transformer'
   leaf = 'Embed_0/embedding'
@@ -162,19 +132,16 @@ class TextTransformers(_TextTowers):
 
 def _from_config(config):
   descriptions.only(
-    config,
-    'BERTs',
-    model_type='bert',
-    position_embedding_type='absolute',
+    config, model_type='bert', position_embedding_type='absolute',
     layer_norm_eps=bert.NORM_EPS,
-  )
-  field = descriptions.field
-  gelu = field(config, 'hidden_act', descriptions.one_of(_GELUS))
+  )  # fmt: skip
+  gelus = Literal['gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh']
+  gelu = descriptions.field(config, 'hidden_act', gelus)
   if gelu in ('gelu', 'gelu_python'):
     logging.warning(
       'This BERT was trained with the exact GELU (hidden_act in config.json), '
       'and the text tower computes its tanh approximation: features differ a '
       'little'
     )
-  heads = field(config, 'num_attention_heads', descriptions.COUNT)
+  heads = descriptions.field(config, 'num_attention_heads', schema.Count)
   return descriptions.Description({'num_heads': heads} if heads else {})

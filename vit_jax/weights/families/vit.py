@@ -5,8 +5,8 @@ reads and writes the files next to them. The tree is the published one.
 """
 
 from collections.abc import Iterable, Mapping
-import functools
 import math
+import re
 from typing import Any
 
 from vit_jax.configs import models as model_configs
@@ -92,17 +92,7 @@ _HF = leaves.Naming(
     (_BLOCK, 'encoder.layer.{0}.', leaves.column(_LAYER, 1)),
   ),
   marks=('embeddings.patch_embeddings.projection.weight',),
-  # Module names of transformers 5 -> names in its files.
-  old_names=(
-    (r'^(vit|deit)\.', ''),
-    (r'^layers\.', 'encoder.layer.'),
-    (r'\.attention\.q_proj\.', '.attention.attention.query.'),
-    (r'\.attention\.k_proj\.', '.attention.attention.key.'),
-    (r'\.attention\.v_proj\.', '.attention.attention.value.'),
-    (r'\.attention\.o_proj\.', '.attention.output.dense.'),
-    (r'\.mlp\.fc1\.', '.intermediate.dense.'),
-    (r'\.mlp\.fc2\.', '.output.dense.'),
-  ),
+  old_names=((r'^(vit|deit)\.', ''),),
   program="Hugging Face's transformers",
   features=_TIMM.features,
 )
@@ -139,11 +129,8 @@ class Classifiers(base.Family):
     'eps': 'published',
   }
   namings = {  # noqa: RUF012
-    'timm': _TIMM,
-    'bare root': _of_timm(_TIMM_RESNET),
-    'hf': _HF,
-    'bit': _BIT,
-  }
+    'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT
+  }  # fmt: skip
 
   def naming(self, naming, names):
     """A hybrid of a single convolution has no 'stem.' in its names."""
@@ -169,10 +156,7 @@ class Classifiers(base.Family):
     if naming == 'timm':
       return state
     # transformers puts all names except the head's under 'vit.'.
-    return {
-      name if name.startswith('classifier.') else f'vit.{name}': value
-      for name, value in state.items()
-    }
+    return {re.sub(r'^(?!classifier\.)', 'vit.', k): x for k, x in state.items()}
 
   def sizes(self, flat, given):
     if is_bit(flat):
@@ -188,35 +172,34 @@ class Classifiers(base.Family):
 
   def describe(self, fields):
     if 'patches' not in fields:
-      return (
-        f'BiT ResNet of {fields["num_layers"]} units, '
-        f'{fields["width_factor"]:g} times the width'
-      )
+      form = 'BiT ResNet of {num_layers} units, {width_factor:g} times the width'
+      return form.format(**fields)
     patch = 'x'.join(str(size) for size in fields['patches']['size'])
     if 'num_blocks' in fields:
-      return (
-        f'Mixer of {fields["num_blocks"]} blocks, width {fields["hidden_dim"]}, '
-        f'patches {patch}'
-      )
-    encoder = fields['transformer']
+      form = 'Mixer of {num_blocks} blocks, width {hidden_dim}, patches {patch}'
+      return form.format(**fields, patch=patch)
+    form = (
+      'ViT of {num_layers} layers, width {width}, MLP {mlp_dim}, {num_heads} heads, '
+      'patches {patch}'
+    )
+    words = form.format(
+      **fields['transformer'], width=fields['hidden_size'], patch=patch
+    )
     resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
     pooling = {'gap': ', mean pooling', 'map': ', attention pooling'}
-    return (
-      f'{resnet}ViT of {encoder["num_layers"]} layers, width '
-      f'{fields["hidden_size"]}, MLP {encoder["mlp_dim"]}, '
-      f'{encoder["num_heads"]} heads, patches {patch}'
-      + pooling.get(fields['classifier'], '')
-      + ''.join(f', {k}={encoder[k]}' for k in VARIATIONS if k in encoder)
+    words += ''.join(
+      f', {k}={x}' for k, x in fields['transformer'].items() if k in VARIATIONS
     )
+    return resnet + words + pooling.get(fields['classifier'], '')
 
   def read_description(self, sibling, file, flat, naming):
     leaves.prepare(flat, self.naming(naming, flat))
+    config = sibling('config.json')
     if naming == 'hf':
-      describe = vit_files.from_hf
+      found = descriptions.read(config, vit_files.from_hf)
     else:
       pooling = 'token' if 'cls_token' in flat else 'avg'
-      describe = functools.partial(vit_files.from_timm, pooling=pooling)
-    found = descriptions.read(sibling('config.json'), describe)
+      found = descriptions.read(config, lambda x: vit_files.from_timm(x, pooling))
     _check_positions(flat, found.image_size)
     vit_files.warn_of_scaling(sibling, file, naming)
     if is_bit(flat):
@@ -229,7 +212,7 @@ class Classifiers(base.Family):
     return vit_files.image_size(config, params, given)
 
   def run(self, model):
-    return {'pp': {'channels': vit_files.channels(model)}}
+    return {'pp': {'channels': leaves.channels(model.params)}}
 
   def files(self, model, to):
     if to == 'hf':
@@ -239,12 +222,7 @@ class Classifiers(base.Family):
     if 'transformer' in model.config:
       encoder = {**model.config.transformer, 'norm_eps': 1e-6}
       there = {'transformer': encoder, 'resnet': there}
-    notes += [
-      f'timm computes with model.{key}={theirs}, but these weights were made for '
-      f'{ours}: logits differ a little'
-      for key, ours, theirs in self.differences(model.config, there)
-    ]
-    return fields, notes
+    return fields, notes + self.difference_notes('timm computes', model.config, there)
 
 
 def _check_positions(flat, image_size):
@@ -318,12 +296,11 @@ def _position_fields(flat):
     if len(flat[_POSEMB]) != 3:
       raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
     return {}
-  for leaf, kind in (
-    ('pos_embedding', 'learned_1d'),
-    ('x_embedding', 'learned_2d'),
-    ('relative_embedding', 'relative'),
+  for leaf, kind, one in (
+    ('pos_embedding', 'learned_1d', 'stem'),
+    ('x_embedding', 'learned_2d', 'stem'),
+    ('relative_embedding', 'relative', 'shared'),
   ):
-    one = 'shared' if kind == 'relative' else 'stem'
     for name, layers in (('posembed_input', one), ('posembed_0', 'every')):
       if f'Transformer/{name}/{leaf}' in flat:
         return {'position_embedding': kind, 'position_layers': layers}
@@ -332,13 +309,10 @@ def _position_fields(flat):
 
 def _mixer_sizes(flat):
   down, across, _, width = flat['stem/kernel']
-  tokens_mlp, channels_mlp = (
-    f'MixerBlock_0/{part}_mixing/Dense_0/kernel' for part in ('token', 'channel')
-  )
   return {
     'patches': {'size': (down, across)},
     'hidden_dim': width,
     'num_blocks': leaves.count(flat, 'MixerBlock_{0}/'),
-    'tokens_mlp_dim': flat[tokens_mlp][1],
-    'channels_mlp_dim': flat[channels_mlp][1],
+    'tokens_mlp_dim': flat['MixerBlock_0/token_mixing/Dense_0/kernel'][1],
+    'channels_mlp_dim': flat['MixerBlock_0/channel_mixing/Dense_0/kernel'][1],
   }

@@ -1,14 +1,15 @@
 """The JSON files of a classifier in timm and Hugging Face."""
 
-import functools
 import math
 import re
+from typing import Annotated, Literal
 
 from absl import logging
 import flax.traverse_util
 import numpy as np
 
 from vit_jax import models
+from vit_jax.configs import schema
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -38,6 +39,8 @@ _SCALING = {
 _TIMM_USUAL = re.compile(
   r'(vit|deit)_(tiny|small|base|large|huge)_(patch|r)[\dr_sp]+(_in21k)?(\..*)?'
 )
+_Epsilon = Annotated[float, schema.Range(gt=0, lt=1)]
+_Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
 _TIMM_HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
 # Their names of GELUs -> ours.
 GELUS = {
@@ -56,21 +59,20 @@ _HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 def from_hf(config) -> descriptions.Description:
   """Returns what config.json of Hugging Face says."""
-  descriptions.only(config, 'ViTs', pooler_act='tanh')
-  field = functools.partial(descriptions.field, config)
+  descriptions.only(config, pooler_act='tanh')
   gelu = 'gelu' if config else None
   return descriptions.Description(
     dict(transformer=from_hf_encoder(config, gelu, 1e-12)),
     descriptions.labels(config),
-    pair(field('image_size', descriptions.SIZE)),
-    num_heads=field('num_attention_heads', descriptions.COUNT),
+    pair(descriptions.field(config, 'image_size', schema.Size)),
+    num_heads=descriptions.field(config, 'num_attention_heads', schema.Count),
   )
 
 
 def from_hf_encoder(config, gelu: str | None, eps: float) -> dict:
   """Returns GELU and epsilon of an encoder, with Hugging Face's defaults."""
-  gelu = descriptions.field(config, 'hidden_act', descriptions.one_of(GELUS), gelu)
-  eps = descriptions.field(config, 'layer_norm_eps', descriptions.EPSILON, eps)
+  gelu = descriptions.field(config, 'hidden_act', Literal[*GELUS], gelu)
+  eps = descriptions.field(config, 'layer_norm_eps', _Epsilon, eps)
   return dict(gelu=GELUS.get(gelu), norm_eps=float(eps))
 
 
@@ -93,41 +95,28 @@ def from_timm(config, pooling: str) -> descriptions.Description:
   if its `global_pool` is not `pooling`, the only one of these weights here.
   """
   field = descriptions.field
-  args, pretrained = (
-    field(config, key, descriptions.OBJECT, {})
-    for key in ('model_args', 'pretrained_cfg')
-  )
-  descriptions.only(
-    {'global_pool': config.get('global_pool', pooling), **args},
-    'timm models of these parameters',
-    global_pool=pooling,
-  )
-  name = field(config, 'architecture', descriptions.STRING, '')
-  usual = _TIMM_USUAL.fullmatch(name)
+  args = field(config, 'model_args', dict, {})
+  pretrained = field(config, 'pretrained_cfg', dict, {})
+  descriptions.only({**config, **args}, global_pool=pooling)
+  usual = _TIMM_USUAL.fullmatch(field(config, 'architecture', str, ''))
   gelu, heads = ('gelu', _TIMM_HEADS[usual[2]]) if usual else (None, None)
-  gelu = field(args, 'act_layer', descriptions.one_of(GELUS), gelu)
-  is_shape = lambda x: descriptions.COUNTS[0](x) and len(x) == 3
-  shape = field(pretrained, 'input_size', (is_shape, '[channels, height, width]'))
-  size = field(args, 'img_size', descriptions.SIZE, shape and shape[1:])
-  names = (descriptions.names(x, 'label_names') for x in (config, pretrained))
+  gelu = field(args, 'act_layer', Literal[*GELUS], gelu)
+  shape = field(pretrained, 'input_size', _Shape)
+  names = (field(x, 'label_names', tuple[str, ...]) for x in (config, pretrained))
   return descriptions.Description(
     dict(transformer=dict(gelu=GELUS.get(gelu), norm_eps=1e-6)),
-    next(filter(None, names), None),
-    pair(size),
-    num_heads=field(args, 'num_heads', descriptions.COUNT, heads),
+    next((tuple(x) for x in names if x), None),
+    pair(field(args, 'img_size', schema.Size, shape and shape[1:])),
+    num_heads=field(args, 'num_heads', schema.Count, heads),
   )
 
 
 def scaling(sibling, naming: str) -> dict:
   """Returns the fields with the scaling of pixels, if any."""
   name, *keys = _SCALING[naming]
-
-  def describe(config):
-    for group in ('pretrained_cfg', 'preprocess_cfg'):
-      config = descriptions.field(config, group, descriptions.OBJECT, config)
-    return {key: config[key] for key in keys if config.get(key) is not None}
-
-  return descriptions.read(sibling(name), describe)
+  config = descriptions.read(sibling(name))
+  config = config.get('pretrained_cfg') or config.get('preprocess_cfg') or config
+  return {key: config[key] for key in keys if key in config}
 
 
 def warn_of_scaling(sibling, file, naming: str):
@@ -165,8 +154,8 @@ def square(tokens: int | None, config) -> tuple[int, int]:
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
   side = 14 if tokens is None else math.isqrt(tokens)
-  many = 2**10  # Patches, so that all strides divide the image.
-  image = tuple(many * size for size in config.patches.size)
+  # Many patches, so that all strides divide the image.
+  image = tuple(2**10 * size for size in config.patches.size)
   grid = models.patch_grid(config, image)
   return tuple(side * size // count for size, count in zip(image, grid))
 
@@ -179,12 +168,6 @@ def _tokens(params):
     return flat[mixing].shape[0]
   posemb = flat.get('Transformer/posembed_input/pos_embedding')
   return None if posemb is None else posemb.shape[1] - ('cls' in flat)
-
-
-def channels(model) -> int:
-  """Returns the number of channels of a model's images."""
-  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
-  return leaves.channels(flat)
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
@@ -202,7 +185,7 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
     model_args=args,
     pretrained_cfg=dict(
       num_classes=model.num_classes,
-      input_size=(channels(model), *model.image_size),
+      input_size=(leaves.channels(model.params), *model.image_size),
       **resizing,
       interpolation='bilinear',
       first_conv=None,
@@ -262,7 +245,7 @@ def _timm_vit(model):
     num_heads=encoder.num_heads,
     # timm truncates this product to an integer.
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
-    in_chans=channels(model),
+    in_chans=leaves.channels(model.params),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
@@ -282,7 +265,7 @@ def _timm_bit(model):
   # timm multiplies these by the width factor of the architecture.
   widths = [int(256 * 2**i * width) // factor for i in range(len(units))]
   return architecture, dict(
-    in_chans=channels(model),
+    in_chans=leaves.channels(model.params),
     stem_chs=int(64 * width) // factor,
     channels=widths,
     global_pool='avg',
@@ -303,7 +286,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     qkv_bias=True,
     image_size=_one(model.image_size),
     patch_size=_one(config.patches.size),
-    num_channels=channels(model),
+    num_channels=leaves.channels(model.params),
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     **descriptions.label_fields(model),
@@ -341,5 +324,5 @@ def _one(pair):
 
 def _pixels(model):
   """Returns the mean and deviation that map pixels in [0, 1] to [-1, 1]."""
-  half = (0.5,) * channels(model)
+  half = (0.5,) * leaves.channels(model.params)
   return dict(mean=half, std=half)
