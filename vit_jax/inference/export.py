@@ -179,8 +179,7 @@ def _at_size(model, image_size):
     want, _ = jax.eval_shape(task.init, jax.random.key(0))
   except ValueError as e:
     raise ValueError(f'image_size={image_size} does not fit the model: {e}') from e
-  shapes = [jax.tree.map(jnp.shape, tree) for tree in (want, model.params)]
-  if shapes[0] != shapes[1]:
+  if jax.tree.map(jnp.shape, want) != jax.tree.map(jnp.shape, model.params):
     raise ValueError(
       f'image_size={image_size} does not fit the model, whose parameters are for '
       f'{model.task.image_size}: leave out --image_size, or fine-tune the model at '
@@ -220,12 +219,14 @@ def make_program(
     if isinstance(e, ValueError) and not free:
       raise
     why = (
-      f"image_size='{FREE}' does not fit the model, which depends on the size: "
-      'pass --image_size=HEIGHT,WIDTH, or leave it out'
-      if free
-      else f"the task '{model.config.task}' cannot be traced with a symbolic batch "
-      'size, which an export needs: fix its `exported`'
+      f"the task '{model.config.task}' cannot be traced with a symbolic batch size, "
+      'which an export needs: fix its `exported`'
     )
+    if free:
+      why = (
+        f"image_size='{FREE}' does not fit the model, which depends on the size: pass "
+        '--image_size=HEIGHT,WIDTH, or leave it out'
+      )
     raise ValueError(f'{why} ({image_files.first_line(e)})') from e
   read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
   names = sorted(spec)
@@ -279,16 +280,16 @@ def _write_saved_model(program, folder):
   weights = [tf.Variable(x) for x in jax.tree.leaves(program.weights)]
   module.variables_of_the_model = weights  # To be saved.
 
-  def run(weights, inputs):
-    return program.run(weights, **inputs)
-
-  exported = jax_export.export(jax.jit(run), platforms=PLATFORMS)(
+  run = jax.jit(lambda weights, inputs: program.run(weights, **inputs))
+  exported = jax_export.export(run, platforms=PLATFORMS)(
     program.weights, program.inputs
   )
   # In the oldest StableHLO version, which every TensorFlow reads.
   hlo = stablehlo.serialize_portable_artifact_str(
     exported.mlir_module(), stablehlo.get_minimum_version()
   )
+
+  known = lambda shape: [n if isinstance(n, int) else None for n in shape]
 
   def serve(**inputs):
     args = weights + [inputs[name] for name in sorted(inputs)]
@@ -297,27 +298,18 @@ def _write_saved_model(program, folder):
       version=exported.calling_convention_version,
       module=hlo,
       Tout=[x.dtype.name for x in exported.out_avals],
-      Sout=[_known(x.shape) for x in exported.out_avals],
+      Sout=[known(x.shape) for x in exported.out_avals],
       platforms=[x.upper() for x in exported.platforms],
     )
     return exported.out_tree.unflatten(found)
 
   signature = {
-    name: tf.TensorSpec(_known(x.shape), x.dtype, name)
+    name: tf.TensorSpec(known(x.shape), x.dtype, name)
     for name, x in program.inputs.items()
   }
   # As an attribute of the module it would be traced twice.
-  serve = tf.function(serve, autograph=False)
-  tf.saved_model.save(
-    module,
-    os.fspath(folder / '1'),
-    signatures=serve.get_concrete_function(**signature),
-  )
-
-
-def _known(shape):
-  """Returns a shape with None for symbolic sizes."""
-  return [n if isinstance(n, int) else None for n in shape]
+  serve = tf.function(serve, autograph=False).get_concrete_function(**signature)
+  tf.saved_model.save(module, os.fspath(folder / '1'), signatures=serve)
 
 
 def _load_saved_model(folder):
@@ -349,11 +341,8 @@ def _load_onnx(folder):
   import onnxruntime
 
   path = folder / 'model.onnx'
-  whole = not (folder / _DATA).exists()
-  session = onnxruntime.InferenceSession(
-    path.read_bytes() if whole else os.fspath(path),
-    providers=['CPUExecutionProvider'],
-  )
+  source = os.fspath(path) if (folder / _DATA).exists() else path.read_bytes()
+  session = onnxruntime.InferenceSession(source, providers=['CPUExecutionProvider'])
   names = [x.name for x in session.get_outputs()]
   return lambda inputs: dict(zip(names, session.run(names, inputs)))
 
@@ -449,14 +438,12 @@ def _similarity(params) -> dict:
   """Returns how products of embeddings become probabilities, for image-text models."""
   if 't' not in params:
     return {}
-  bias = float(np.sum(params['b'])) if 'b' in params else 0.0
-  return {
-    'similarity': {
-      'scale': float(np.exp(np.sum(params['t']))),
-      'bias': bias,
-      'probabilities': 'sigmoid' if 'b' in params else 'softmax',
-    }
+  found = {
+    'scale': float(np.exp(np.sum(params['t']))),
+    'bias': float(np.sum(params.get('b', 0.0))),
+    'probabilities': 'sigmoid' if 'b' in params else 'softmax',
   }
+  return {'similarity': found}
 
 
 def _described(spec) -> dict:
@@ -468,11 +455,8 @@ def _preprocessing(task, inputs, uint8) -> dict:
   """Returns how images (vit_jax/preprocess.py) or texts become inputs."""
   pp, spec = task.config.pp, inputs.get('image')
   if spec is None:
-    pp, name = task.config.model.pp, task.vocabulary_name
-    return {
-      'tokenizer_name': pp.tokenizer_name, 'max_len': pp.max_len,
-      'vocab_path': name,
-    }  # fmt: skip
+    facts = {name: task.config.model.pp[name] for name in ('tokenizer_name', 'max_len')}
+    return {**facts, 'vocab_path': task.vocabulary_name}
   *size, channels = _described(spec)['shape'][1:]
   facts = {
     'size': size, 'channels': channels, 'interpolation': 'bilinear',
@@ -482,11 +466,8 @@ def _preprocessing(task, inputs, uint8) -> dict:
     group = canvases.evaluation(pp)
     facts.update(shorter_side=pp.eval_side, longest_side=group.longest, antialias=True)
   else:
-    resize = pp.resize
-    facts.update(
-      resize=list(resize) if isinstance(resize, tuple) else resize,
-      antialias=False,
-    )
+    resize = list(pp.resize) if isinstance(pp.resize, tuple) else pp.resize
+    facts.update(resize=resize, antialias=False)
   if uint8:
     return {**facts, 'range': [0, 255]}
   half = [0.5] * channels  # For pixels from 0 to 1.

@@ -50,11 +50,9 @@ def make_model(
     for path, x in leaves
   ]
   values += [Value(name, inputs[name].shape) for name in sorted(inputs)]
-  consts = [graph.constant(np.asarray(x)) for x in traced.consts]
-  found = graph.run(traced.jaxpr, consts, values)
+  found = graph.run(traced.jaxpr, traced.consts, values)
   for value, name in zip(found, sorted(outputs)):
-    whole = graph.whole(value, outputs[name].shape)
-    graph.node('Identity', [whole.name], (), name=name)
+    graph.node('Identity', graph.whole(value, outputs[name].shape), name=name)
 
   def described(specs):
     return [
@@ -67,12 +65,9 @@ def make_model(
     ]
 
   used = {name for node in graph.nodes for name in node.input}
+  constants = [x for x in graph.constants if x.name in used]
   made = onnx.helper.make_graph(
-    graph.nodes,
-    'vit_jax',
-    described(inputs),
-    described(outputs),
-    [x for x in graph.constants if x.name in used],
+    graph.nodes, 'vit_jax', described(inputs), described(outputs), constants
   )
   return onnx.helper.make_model(
     made,
@@ -88,26 +83,29 @@ class _Graph:
   def __init__(self, onnx, batch, first: str):
     self.nodes, self.constants = [], []
     self._onnx, self._batch, self._count = onnx, batch, 0
-    self._size = self.node('Shape', [first], (1,), start=0, end=1)
+    self._size = self.node('Shape', Value(first, ()), shape=(1,), start=0, end=1)
 
-  def node(self, op: str, inputs: Sequence[str], shape, name=None, **kwargs):
-    """Adds a node with one output of this shape; returns its Value."""
+  def node(self, op: str, *inputs, shape=None, name=None, **kwargs) -> Value:
+    """Adds a node with one output; its shape is by default that of broadcasting.
+
+    Inputs are Values, arrays, or integers and lists of them, constants of int64.
+    """
+    inputs = [x if isinstance(x, Value) else self.constant(x) for x in inputs]
+    if shape is None:
+      shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
     self._count += 1
     name = name or f'{op}_{self._count}'
-    made = self._onnx.helper.make_node(op, inputs, [name], **kwargs)
-    self.nodes.append(made)
+    names = [x.name for x in inputs]
+    self.nodes.append(self._onnx.helper.make_node(op, names, [name], **kwargs))
     return Value(name, tuple(shape))
 
   def constant(self, x, name: str | None = None) -> Value:
-    """Adds a constant array."""
+    """Adds a constant: an array, or integers."""
+    x = np.asarray(x, None if hasattr(x, 'dtype') else np.int64)
     self._count += 1
     name = name or f'constant_{self._count}'
     self.constants.append(self._onnx.numpy_helper.from_array(x, name))
     return Value(name, x.shape)
-
-  def integers(self, *numbers: int) -> str:
-    """Adds a constant list of int64; returns its name."""
-    return self.constant(np.array(numbers, np.int64)).name
 
   def type_of(self, dtype) -> int:
     """Returns ONNX's number of a type."""
@@ -115,42 +113,40 @@ class _Graph:
 
   def cast(self, value: Value, dtype) -> Value:
     """Converts to another type."""
-    to = self.type_of(dtype)
-    return self.node('Cast', [value.name], value.shape, to=to)
+    return self.node('Cast', value, to=self.type_of(dtype))
 
   def reshape(self, value: Value, shape) -> Value:
     """Changes the shape of a whole tensor."""
     if value.shape == tuple(shape):
       return value
     sizes = [n if isinstance(n, int) else -1 for n in shape]
-    return self.node('Reshape', [value.name, self.integers(*sizes)], shape)
+    return self.node('Reshape', value, sizes, shape=shape)
 
   def transpose(self, value: Value, order: Sequence[int]) -> Value:
     """Changes the order of the dimensions of a whole tensor."""
     if list(order) == sorted(order):
       return value
     shape = [value.shape[i] for i in order]
-    return self.node('Transpose', [value.name], shape, perm=list(order))
+    return self.node('Transpose', value, shape=shape, perm=list(order))
 
   def whole(self, value: Value, shape) -> Value:
     """Broadcasts a tensor to a shape."""
     if value.shape == tuple(shape):
       return value
-    sizes = [self.integers(n) if isinstance(n, int) else self._length(n) for n in shape]
-    target = self.node('Concat', sizes, (len(sizes),), axis=0)
-    return self.node('Expand', [value.name, target.name], shape)
+    sizes = [[n] if isinstance(n, int) else self._length(n) for n in shape]
+    target = self.node('Concat', *sizes, shape=(len(sizes),), axis=0)
+    return self.node('Expand', value, target, shape=shape)
 
-  def _length(self, size) -> str:
-    """Returns the name of a list of one length, a multiple of the batch."""
+  def _length(self, size) -> Value:
+    """Returns a list of one length, a multiple of the batch."""
     factor = size // self._batch
     if not isinstance(factor, int):
       raise _unknown(f'the size {size}')
-    if factor == 1:
-      return self._size.name
-    return self.node('Mul', [self._size.name, self.integers(factor)], (1,)).name
+    return self._size if factor == 1 else self.node('Mul', self._size, [factor])
 
   def run(self, jaxpr, consts, args) -> list[Value]:
     """Adds the operations of a trace; returns its outputs."""
+    consts = [x if isinstance(x, Value) else self.constant(x) for x in consts]
     known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
     def read(x):
@@ -170,32 +166,22 @@ class _Graph:
       inner = params[_CALLS[name]]
       if not hasattr(inner, 'consts'):
         return self.run(inner, (), values)
-      consts = [self.constant(np.asarray(x)) for x in inner.consts]
-      return self.run(inner.jaxpr, consts, values)
+      return self.run(inner.jaxpr, inner.consts, values)
     if name in _SAME:
       return values
+    if name in _NODES:
+      first, *rest = _NODES[name]
+      found = self.node(first, *values)
+      for op in rest:
+        found = self.node(op, found)
+      return [found]
     if name in _ELEMENTWISE:
-      shape = jnp.broadcast_shapes(*(x.shape for x in values))
-      return [_ELEMENTWISE[name](self, values, shape, eqn)]
-    if name == 'broadcast_in_dim':
-      return [self._broadcast_in_dim(values[0], eqn)]
+      return [_ELEMENTWISE[name](self, eqn, *values)]
     values = [self.whole(value, x.aval.shape) for value, x in zip(values, eqn.invars)]
     if name not in _OTHERS:
       raise _unknown(f"the operation '{name}'")
-    found = _OTHERS[name](self, values, eqn)
+    found = _OTHERS[name](self, eqn, *values)
     return found if isinstance(found, list) else [found]
-
-  def _broadcast_in_dim(self, value, eqn):
-    shape = eqn.params['shape']
-    places = eqn.params['broadcast_dimensions']
-    own = len(eqn.invars[0].aval.shape)
-    if list(places) == list(range(len(shape) - own, len(shape))):
-      return value  # Aligned to the right, as in NumPy's broadcasting.
-    sizes = [1] * len(shape)
-    aligned = (1,) * (own - len(value.shape)) + value.shape
-    for place, size in zip(places, aligned):
-      sizes[place] = size
-    return self.reshape(value, sizes)
 
 
 def _unknown(what: str) -> ValueError:
@@ -207,59 +193,12 @@ def _unknown(what: str) -> ValueError:
 
 # Operations that call a trace, and which of their parameters it is.
 _CALLS = {
-  'closed_call': 'call_jaxpr',
-  'custom_jvp_call': 'call_jaxpr',
-  'custom_vjp_call': 'call_jaxpr',
-  'jit': 'jaxpr',
-  'remat2': 'jaxpr',
-}
+  'closed_call': 'call_jaxpr', 'custom_jvp_call': 'call_jaxpr',
+  'custom_vjp_call': 'call_jaxpr', 'jit': 'jaxpr', 'remat2': 'jaxpr',
+}  # fmt: skip
 # Operations that are the identity in inference.
 _SAME = ('stop_gradient', 'copy', 'optimization_barrier')
-
-
-# --- Elementwise operations: functions (graph, values, shape, equation) ---
-
-
-def _simple(*ops: str):
-  """Translates to a node of the first operation, then the others on its result."""
-
-  def translate(graph, values, shape, eqn):
-    first, *rest = ops
-    found = graph.node(first, [x.name for x in values], shape)
-    for op in rest:
-      found = graph.node(op, [found.name], shape)
-    return found
-
-  return translate
-
-
-def _power(graph, values, shape, eqn):
-  """x ** y for integers y; 2 for 'square'."""
-  name, y = values[0].name, eqn.params.get('y', 2)
-  if y == 2:
-    return graph.node('Mul', [name, name], shape)
-  exponent = graph.constant(np.array(y, eqn.invars[0].aval.dtype))
-  return graph.node('Pow', [name, exponent.name], shape)
-
-
-def _erfc(graph, values, shape, eqn):
-  one = graph.constant(np.array(1, eqn.invars[0].aval.dtype))
-  erf = graph.node('Erf', [values[0].name], shape)
-  return graph.node('Sub', [one.name, erf.name], shape)
-
-
-def _select(graph, values, shape, eqn):
-  which, no, yes = (x.name for x in values)
-  return graph.node('Where', [which, yes, no], shape)
-
-
-def _clamp(graph, values, shape, eqn):
-  low, x, high = (value.name for value in values)
-  least = graph.node('Max', [x, low], shape)
-  return graph.node('Min', [least.name, high], shape)
-
-
-# Operation -> nodes of ONNX, the second on the result of the first.
+# Elementwise operation -> nodes of ONNX, the second on the result of the first.
 _NODES = {
   'abs': ['Abs'], 'add': ['Add'], 'add_any': ['Add'], 'and': ['And'], 'ceil': ['Ceil'],
   'cos': ['Cos'], 'div': ['Div'], 'eq': ['Equal'], 'erf': ['Erf'], 'exp': ['Exp'],
@@ -270,81 +209,100 @@ _NODES = {
   'rsqrt': ['Sqrt', 'Reciprocal'], 'sign': ['Sign'], 'sin': ['Sin'], 'sqrt': ['Sqrt'],
   'sub': ['Sub'], 'tanh': ['Tanh'],
 }  # fmt: skip
+
+
+# --- Operations on values that need not be whole: functions (graph, eqn, *values) ---
+
+
+def _power(graph, eqn, x):
+  """x ** y for an integer y."""
+  y = eqn.params['y']
+  if y == 2:
+    return graph.node('Mul', x, x)
+  return graph.node('Pow', x, np.array(y, eqn.invars[0].aval.dtype))
+
+
+def _erfc(graph, eqn, x):
+  one = np.array(1, eqn.invars[0].aval.dtype)
+  return graph.node('Sub', one, graph.node('Erf', x))
+
+
+def _broadcast_in_dim(graph, eqn, x):
+  shape, places = eqn.params['shape'], eqn.params['broadcast_dimensions']
+  own = len(eqn.invars[0].aval.shape)
+  if list(places) == list(range(len(shape) - own, len(shape))):
+    return x  # Aligned to the right, as in NumPy's broadcasting.
+  sizes = [1] * len(shape)
+  aligned = (1,) * (own - len(x.shape)) + x.shape
+  for place, size in zip(places, aligned):
+    sizes[place] = size
+  return graph.reshape(x, sizes)
+
+
 _ELEMENTWISE = {
-  **{name: _simple(*ops) for name, ops in _NODES.items()},
-  'clamp': _clamp,
-  'convert_element_type': lambda graph, values, shape, eqn: graph.cast(
-    values[0], eqn.params['new_dtype']
+  'broadcast_in_dim': _broadcast_in_dim,
+  'clamp': lambda graph, eqn, low, x, high: graph.node(
+    'Min', graph.node('Max', x, low), high
   ),
+  'convert_element_type': lambda graph, eqn, x: graph.cast(x, eqn.params['new_dtype']),
   'erfc': _erfc,
   'integer_pow': _power,
-  'rem': lambda graph, values, shape, eqn: graph.node(
-    'Mod', [x.name for x in values], shape, fmod=1
-  ),
-  'select_n': _select,
-  'square': _power,
+  'rem': lambda graph, eqn, x, y: graph.node('Mod', x, y, fmod=1),
+  'select_n': lambda graph, eqn, which, no, yes: graph.node('Where', which, yes, no),
+  'square': lambda graph, eqn, x: graph.node('Mul', x, x),
 }
 
 
-# --- Other operations: functions (graph, whole values, equation) ---
+# --- Other operations: functions (graph, eqn, *whole values) ---
 
 
 def _shape(eqn) -> tuple:
   return eqn.outvars[0].aval.shape
 
 
-def _reduce(op: str):
-  def translate(graph, values, eqn):
-    if not eqn.params['axes']:  # ONNX would reduce all.
-      return values[0]
-    names = [values[0].name, graph.integers(*eqn.params['axes'])]
-    return graph.node(op, names, _shape(eqn), keepdims=0)
+def _reduce(op: str, cast: bool = False):
+  """Translates a reduction; with `cast`, one of bools by integers."""
 
-  return translate
-
-
-def _reduce_bool(op: str):
-  def translate(graph, values, eqn):
-    numbers = graph.cast(values[0], np.int32)
-    return graph.cast(_reduce(op)(graph, [numbers], eqn), np.bool_)
+  def translate(graph, eqn, x):
+    axes = list(eqn.params['axes'])
+    if not axes:  # ONNX would reduce all.
+      return x
+    x = graph.cast(x, np.int32) if cast else x
+    found = graph.node(op, x, axes, shape=_shape(eqn), keepdims=0)
+    return graph.cast(found, np.bool_) if cast else found
 
   return translate
 
 
 def _arg(op: str):
-  def translate(graph, values, eqn):
+  def translate(graph, eqn, x):
     [axis] = eqn.params['axes']
-    found = graph.node(op, [values[0].name], _shape(eqn), axis=axis, keepdims=0)
+    found = graph.node(op, x, shape=_shape(eqn), axis=axis, keepdims=0)
     return graph.cast(found, eqn.params['index_dtype'])
 
   return translate
 
 
-def _dot(graph, values, eqn):
+def _dot(graph, eqn, left, right):
   """A product over some dimensions, by MatMul.
 
   The left tensor becomes [batch..., rows..., K], the right one [batch..., K, N],
   where K and N are all summed and all free dimensions of the right one, in one.
   """
   (sum_left, sum_right), (batch_left, batch_right) = eqn.params['dimension_numbers']
-  left, right = values
-  depth = [left.shape[i] for i in sum_left]
   rows = _others(left, sum_left, batch_left)
-  left = graph.transpose(left, [*batch_left, *rows, *sum_left])
   columns = _others(right, sum_right, batch_right)
-  right = graph.transpose(right, [*batch_right, *sum_right, *columns])
-  batch = left.shape[: len(batch_left)]
-  free_left = left.shape[len(batch) : len(batch) + len(rows)]
-  free_right = right.shape[len(batch) + len(depth) :]
+  batch = [left.shape[i] for i in batch_left]
+  free = [left.shape[i] for i in rows]
+  depth = math.prod(left.shape[i] for i in sum_left)
+  width = math.prod(right.shape[i] for i in columns)
   if batch or not rows:  # Else MatMul would treat rows as batch dimensions.
-    left = graph.reshape(left, [*batch, math.prod(free_left), math.prod(depth)])
-    free = [math.prod(free_left)]
-  else:
-    left = graph.reshape(left, [*free_left, math.prod(depth)])
-    free = free_left
-  right = graph.reshape(right, [*batch, math.prod(depth), math.prod(free_right)])
-  shape = [*batch, *free, math.prod(free_right)]
-  found = graph.node('MatMul', [left.name, right.name], shape)
+    free = [math.prod(free)]
+  left = graph.transpose(left, [*batch_left, *rows, *sum_left])
+  left = graph.reshape(left, [*batch, *free, depth])
+  right = graph.transpose(right, [*batch_right, *sum_right, *columns])
+  right = graph.reshape(right, [*batch, depth, width])
+  found = graph.node('MatMul', left, right, shape=[*batch, *free, width])
   found = graph.reshape(found, _shape(eqn))
   wanted = eqn.outvars[0].aval.dtype
   same = all(x.aval.dtype == wanted for x in eqn.invars)
@@ -362,17 +320,16 @@ def _pads(padding) -> list[int]:
   return [before for before, _ in padding] + [after for _, after in padding]
 
 
-def _convolve(graph, values, eqn):
+def _convolve(graph, eqn, images, kernel):
   params = eqn.params
   order = params['dimension_numbers']
   if params['batch_group_count'] != 1 or set(params['lhs_dilation']) != {1}:
     raise _unknown('a transposed convolution')
-  images = graph.transpose(values[0], order.lhs_spec)
-  kernel = graph.transpose(values[1], order.rhs_spec)
   found = graph.node(
     'Conv',
-    [images.name, kernel.name],
-    [_shape(eqn)[i] for i in order.out_spec],
+    graph.transpose(images, order.lhs_spec),
+    graph.transpose(kernel, order.rhs_spec),
+    shape=[_shape(eqn)[i] for i in order.out_spec],
     strides=list(params['window_strides']),
     pads=_pads(params['padding']),
     dilations=list(params['rhs_dilation']),
@@ -381,19 +338,17 @@ def _convolve(graph, values, eqn):
   return graph.transpose(found, np.argsort(order.out_spec).tolist())
 
 
-def _max_pool(graph, values, eqn):
+def _max_pool(graph, eqn, images):
   """The maxima of windows of images [B, H, W, C]."""
   params = eqn.params
   window, dilation = params['window_dimensions'], params['window_dilation']
   flat = len(window) == 4 and window[0] == window[3] == 1
   if not flat or {*params['base_dilation'], *dilation} != {1}:
     raise _unknown('a pooling over dimensions other than height and width')
-  images = graph.transpose(values[0], [0, 3, 1, 2])
-  shape = [_shape(eqn)[i] for i in (0, 3, 1, 2)]
   found = graph.node(
     'MaxPool',
-    [images.name],
-    shape,
+    graph.transpose(images, [0, 3, 1, 2]),
+    shape=[_shape(eqn)[i] for i in (0, 3, 1, 2)],
     kernel_shape=list(window[1:3]),
     strides=list(params['window_strides'][1:3]),
     pads=_pads(params['padding'][1:3]),
@@ -401,28 +356,25 @@ def _max_pool(graph, values, eqn):
   return graph.transpose(found, [0, 2, 3, 1])
 
 
-def _pad(graph, values, eqn):
+def _pad(graph, eqn, x, value):
   config = eqn.params['padding_config']
   if any(inner for *_, inner in config):
     raise _unknown('padding between elements')
-  pads = graph.integers(*_pads([pair[:2] for pair in config]))
-  names = [values[0].name, pads, values[1].name]
-  return graph.node('Pad', names, _shape(eqn))
+  pads = _pads([pair[:2] for pair in config])
+  return graph.node('Pad', x, pads, value, shape=_shape(eqn))
 
 
-def _slice(graph, values, eqn):
-  params, rank = eqn.params, len(_shape(eqn))
+def _slice(graph, eqn, x):
+  params, rank = eqn.params, len(x.shape)
   ends = [n if isinstance(n, int) else _LAST for n in params['limit_indices']]
   strides = params['strides'] or (1,) * rank
-  parts = (params['start_indices'], ends, range(rank), strides)
-  lists = [graph.integers(*part) for part in parts]
-  return graph.node('Slice', [values[0].name, *lists], _shape(eqn))
+  parts = params['start_indices'], ends, range(rank), strides
+  return graph.node('Slice', x, *map(list, parts), shape=_shape(eqn))
 
 
-def _gather(graph, values, eqn):
+def _gather(graph, eqn, x, indices):
   """Takes a range of one dimension, or slices at several positions of it."""
   numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
-  x, indices = values
   axes, batches = numbers.start_index_map, numbers.operand_batching_dims
   first = tuple(range(len(batches)))
   others = _others(x, batches, axes)
@@ -435,36 +387,38 @@ def _gather(graph, values, eqn):
   [axis] = axes
   indices = graph.cast(indices, np.int64)  # [batches..., more..., 1]
   if indices.shape == (1,):
-    size = graph.integers(sizes[axis])
-    end = graph.node('Add', [indices.name, size], (1,))
-    names = [x.name, indices.name, end.name, graph.integers(axis)]
-    return graph.reshape(graph.node('Slice', names, sizes), _shape(eqn))
+    end = graph.node('Add', indices, [sizes[axis]])
+    found = graph.node('Slice', x, indices, end, [axis], shape=sizes)
+    return graph.reshape(found, _shape(eqn))
   if sizes[axis] != 1:
     raise _unknown('an indexing by ranges')
   x = graph.transpose(x, [*first, axis, *others])
   shape = [*indices.shape[:-1], *(sizes[i] for i in others)]
-  names = [x.name, indices.name]
-  found = graph.node('GatherND', names, shape, batch_dims=len(first))
+  found = graph.node('GatherND', x, indices, shape=shape, batch_dims=len(first))
   # `offset_dims`: positions of the slices' dimensions in the result.
   kept = _others(x, batches, numbers.collapsed_slice_dims)
   offsets = dict(zip(kept, numbers.offset_dims))
-  inner = [offsets[i] for i in others]
   outer = set(range(len(_shape(eqn)))) - set(numbers.offset_dims)
-  order = [*sorted(outer), *inner]
+  order = [*sorted(outer), *(offsets[i] for i in others)]
   found = graph.transpose(found, np.argsort(order).tolist())
   return graph.reshape(found, _shape(eqn))
 
 
-def _stack(graph, values, axis: int):
-  """Joins tensors along a new dimension."""
+def _join(graph, axis: int, values):
+  """Joins whole tensors along a dimension."""
+  shape = list(values[0].shape)
+  shape[axis] = sum(x.shape[axis] for x in values)
+  return graph.node('Concat', *values, shape=shape, axis=axis)
+
+
+def _stack(graph, axis: int, values):
+  """Joins whole tensors along a new dimension."""
   shape = list(values[0].shape)
   shape.insert(axis, 1)
-  parts = [graph.reshape(x, shape) for x in values]
-  shape[axis] = len(parts)
-  return graph.node('Concat', [x.name for x in parts], shape, axis=axis)
+  return _join(graph, axis, [graph.reshape(x, shape) for x in values])
 
 
-def _scan(graph, values, eqn):
+def _scan(graph, eqn, *values):
   """A loop, unrolled."""
   params = eqn.params
   steps, body = params['length'], params['jaxpr']
@@ -479,21 +433,20 @@ def _scan(graph, values, eqn):
   )
   consts, carry = values[: read - kept], values[read - kept : read]
   rows, found = values[read:], []
-  inner = [graph.constant(np.asarray(x)) for x in body.consts]
+  inner = [graph.constant(x) for x in body.consts]
   shapes = [x.aval.shape for x in body.jaxpr.outvars]
   numbers = range(steps)
   for step in reversed(numbers) if params['reverse'] else numbers:
-    index = graph.constant(np.array(step, np.int64)).name
-    row = [graph.node('Gather', [x.name, index], x.shape[1:], axis=0) for x in rows]
+    row = [graph.node('Gather', x, step, shape=x.shape[1:], axis=0) for x in rows]
     results = graph.run(body.jaxpr, inner, [*consts, *carry, *row])
     results = [graph.whole(x, shape) for x, shape in zip(results, shapes)]
     carry = results[:kept]
     found.append(results[kept:])
   found = found[::-1] if params['reverse'] else found
-  return [*carry, *(_stack(graph, column, 0) for column in zip(*found))]
+  return [*carry, *(_stack(graph, 0, column) for column in zip(*found))]
 
 
-def _iota(graph, values, eqn):
+def _iota(graph, eqn):
   shape, dimension = eqn.params['shape'], eqn.params['dimension']
   if not isinstance(shape[dimension], int):
     raise _unknown('a count over the batch')
@@ -502,38 +455,35 @@ def _iota(graph, values, eqn):
   return graph.whole(graph.constant(numbers.reshape(column)), shape)
 
 
+def _cumsum(graph, eqn, x):
+  reverse = int(eqn.params['reverse'])
+  return graph.node('CumSum', x, eqn.params['axis'], shape=x.shape, reverse=reverse)
+
+
+def _reshape(graph, eqn, x):
+  return graph.reshape(x, _shape(eqn))
+
+
 _OTHERS = {
   'argmax': _arg('ArgMax'),
   'argmin': _arg('ArgMin'),
-  'concatenate': lambda graph, values, eqn: graph.node(
-    'Concat',
-    [x.name for x in values],
-    _shape(eqn),
-    axis=eqn.params['dimension'],
-  ),
+  'concatenate': lambda graph, eqn, *x: _join(graph, eqn.params['dimension'], x),
   'conv_general_dilated': _convolve,
-  'cumsum': lambda graph, values, eqn: graph.node(
-    'CumSum',
-    [values[0].name, graph.constant(np.array(eqn.params['axis'])).name],
-    _shape(eqn),
-    reverse=int(eqn.params['reverse']),
-  ),
+  'cumsum': _cumsum,
   'dot_general': _dot,
   'gather': _gather,
   'iota': _iota,
   'pad': _pad,
-  'reduce_and': _reduce_bool('ReduceMin'),
+  'reduce_and': _reduce('ReduceMin', cast=True),
   'reduce_max': _reduce('ReduceMax'),
   'reduce_min': _reduce('ReduceMin'),
-  'reduce_or': _reduce_bool('ReduceMax'),
+  'reduce_or': _reduce('ReduceMax', cast=True),
   'reduce_sum': _reduce('ReduceSum'),
   'reduce_window_max': _max_pool,
-  'reshape': lambda graph, values, eqn: graph.reshape(values[0], _shape(eqn)),
+  'reshape': _reshape,
   'scan': _scan,
   'slice': _slice,
-  'squeeze': lambda graph, values, eqn: graph.reshape(values[0], _shape(eqn)),
-  'stack': lambda graph, values, eqn: _stack(graph, values, eqn.params['axis']),
-  'transpose': lambda graph, values, eqn: graph.transpose(
-    values[0], eqn.params['permutation']
-  ),
+  'squeeze': _reshape,
+  'stack': lambda graph, eqn, *x: _stack(graph, eqn.params['axis'], x),
+  'transpose': lambda graph, eqn, x: graph.transpose(x, eqn.params['permutation']),
 }
