@@ -219,7 +219,7 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
       seconds = time.perf_counter() - start
       memory = compiled.memory_analysis()
       parts = [(1, *_costs(compiled))]
-      del compiled  # A program takes gigabytes of the host's memory.
+      del compiled  # Before the next one is compiled.
       parts += [(times, *_costs(part.compile())) for times, part in lowered.loops]
   except jax.errors.JaxRuntimeError as e:
     return {**result, 'fits': False, 'memory_per_core_bytes': _memory_needed(e)}
