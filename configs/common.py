@@ -413,10 +413,10 @@ class Config:
   # --- Devices ---
   # Size of each axis of the mesh; -1 for all remaining devices. 'data' and
   # 'fsdp' split the batch, 'fsdp' also splits the parameters and the optimiser
-  # state, 'model' splits heads and hidden layers: see
-  # vit_jax/distributed/sharding.py.
+  # state, 'model' splits heads and hidden layers, 'sequence' the tokens of each
+  # image: see vit_jax/distributed/sharding.py.
   mesh: Mesh = dataclasses.field(
-    default_factory=lambda: {'data': -1, 'fsdp': 1, 'model': 1}
+    default_factory=lambda: {'data': -1, 'fsdp': 1, 'model': 1, 'sequence': 1}
   )
   # Ordered (regex, spec) pairs, which override the sharding by the mesh.
   sharding_rules: ShardingRules = ()

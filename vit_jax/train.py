@@ -241,6 +241,7 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   run_config.check(config)
   mesh = sharding.make_mesh(config.mesh)
   run_config.check_batch(config, sharding.batch_shards(mesh))
+  run_config.check_sequence(config, sharding.sequence_shards(mesh))
   run_config.check_memory(config, jax.process_count())
   return mesh
 

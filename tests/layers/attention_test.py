@@ -141,9 +141,12 @@ def test_cudnn_is_asked_only_for_what_it_can_do(monkeypatch, queries, keys, caus
     attention.IMPLEMENTATIONS['cudnn'](*args[:3], mask=mask, causal=True)
 
 
-def test_flash_where_images_and_heads_are_split():
+@pytest.mark.parametrize(
+  'axes', [{'data': 2, 'fsdp': 2, 'model': 2}, {'data': 2, 'sequence': 4}]
+)
+def test_flash_where_images_heads_and_queries_are_split(axes):
   *args, gradient = inputs(17, 17, (4, 2, 8))
-  mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
+  mesh = sharding.make_mesh(axes)
   function = loss(attention.IMPLEMENTATIONS['flash'], gradient)
   with jax.set_mesh(mesh), pltpu.force_tpu_interpret_mode():
     (_, out), gradients = jax.device_get(function(*args))

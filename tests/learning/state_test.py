@@ -120,6 +120,7 @@ def test_evaluation_and_prediction_split_parameters_as_the_run_did(
     'data': 2,
     'fsdp': 4,
     'model': 1,
+    'sequence': 1,
   }
   lines = [x for x in metrics_lib.read(workdir) if 'loss_test' in x]
   again = evaluation.evaluate(predict.load(str(workdir)), 'test')

@@ -1,11 +1,13 @@
 """Builds the mesh and the shardings: how one program spans many devices.
 
-The axes of a mesh, of which all but `model` split the batch:
+The axes of a mesh, of which all but `model` and `sequence` split the batch:
 
-  data    replicates the parameters (data parallelism)
-  fsdp    splits each large array, of parameters and optimiser state, along its
-          largest dimension that the axis divides (fully sharded)
-  model   splits heads and hidden layers (tensor parallelism)
+  data      replicates the parameters (data parallelism)
+  fsdp      splits each large array, of parameters and optimiser state, along its
+            largest dimension that the axis divides (fully sharded)
+  model     splits heads and hidden layers (tensor parallelism)
+  sequence  splits the tokens of each image; attention gathers keys and values
+            (context parallelism, arXiv 2407.21783, section 3.3.2)
 
 Most runs need no more than `--config.mesh.fsdp=8` or `--config.mesh.model=2`.
 `config.sharding_rules` overrides these defaults. It is an ordered list of
@@ -32,6 +34,7 @@ from vit_jax import console
 
 MODEL_AXIS = 'model'
 FSDP_AXIS = 'fsdp'
+SEQUENCE_AXIS = 'sequence'
 
 # The kernel from the heads of an attention layer to its output.
 _OUT = '(MultiHeadDotProductAttention_0|attention)/out/kernel'
@@ -101,7 +104,8 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
 
 def batch_axes(mesh) -> tuple[str, ...]:
   """Returns the names of the axes that split the batch."""
-  return tuple(name for name in mesh.axis_names if name != MODEL_AXIS)
+  others = (MODEL_AXIS, SEQUENCE_AXIS)
+  return tuple(name for name in mesh.axis_names if name not in others)
 
 
 def mesh_of(tree) -> jax.sharding.Mesh:
@@ -144,6 +148,41 @@ def constrain_batch(x):
   if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
+
+
+def sequence_shards(mesh=None) -> int:
+  """Returns into how many parts a mesh splits tokens; None: the mesh that is set."""
+  mesh = _mesh_that_is_set() if mesh is None else mesh
+  return 1 if mesh is None else mesh.shape.get(SEQUENCE_AXIS, 1)
+
+
+def constrain_tokens(x):
+  """Splits tokens [B, N, D] like `constrain_batch`, and N over the axis `sequence`.
+
+  The axis need not divide N: the compiler pads the last part. Fewer tokens than parts,
+  such as a class token [B, 1, D], stay whole.
+  """
+  parts = sequence_shards()
+  if parts == 1 or x.shape[1] < parts:
+    return constrain_batch(x)
+  batch = batch_axes(_mesh_that_is_set())
+  return jax.lax.with_sharding_constraint(x, P(batch, SEQUENCE_AXIS))
+
+
+def gather_keys(query, key, value):
+  """Splits queries [B, Q, K, E] over `sequence`; gathers keys, values [B, S, K, E].
+
+  Each device then computes the attention of its own queries. Heads stay split as they
+  are. A single query, as of a class token, needs the sums over split keys only. Has no
+  effect without the axis `sequence`.
+  """
+  parts = sequence_shards()
+  if parts == 1 or query.shape[1] < parts:
+    return query, key, value
+  batch, rest = batch_axes(_mesh_that_is_set()), 2 * [P.UNCONSTRAINED]
+  constrain = jax.lax.with_sharding_constraint
+  query = constrain(query, P(batch, SEQUENCE_AXIS, *rest))
+  return query, *(constrain(x, P(batch, None, *rest)) for x in (key, value))
 
 
 def replicated(mesh) -> NamedSharding:

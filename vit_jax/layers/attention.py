@@ -34,6 +34,7 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.distributed import sharding
 from vit_jax.layers import attention_kernels, dtypes, gpu_layout, norms
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
@@ -207,6 +208,7 @@ class MultiHeadDotProductAttention(nn.Module):
       query, key = norm('query_ln')(query), norm('key_ln')(key)
     query = query if name == 'cudnn' else query * scale
     value = heads(name='value')(kv if values is None else values)
+    query, key, value = sharding.gather_keys(query, key, value)
     bias = None
     if relative is not None:
       table = relative.astype(query.dtype)

@@ -183,11 +183,12 @@ def _cudnn(
 
 
 def _flash(query, key, value, mask=None, causal=False, bias=None):
-  """Computes flash attention on each device's own images and heads.
+  """Computes flash attention on each device's own images, heads and queries.
 
   It takes neither mask nor bias, see `check`. The compiler cannot split the
-  kernel over devices, so shard_map does. A single query, as in the last layer,
-  uses the default: the kernel works on whole blocks of queries.
+  kernel over devices, so shard_map does, which needs queries that the axis `sequence`
+  divides. A single query, as in the last layer, uses the default: the kernel works on
+  whole blocks of queries.
   """
   del mask, bias
   if query.shape[1] == 1:
@@ -199,9 +200,15 @@ def _flash(query, key, value, mask=None, causal=False, bias=None):
   parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
   split = parts > 1 and query.shape[2] % parts == 0
   heads = sharding.MODEL_AXIS if split else None
-  spec = jax.P(sharding.batch_axes(mesh), None, heads)
-  specs = {'in_specs': (spec, spec, spec), 'out_specs': spec}
-  return jax.shard_map(compute, **specs, check_vma=False)(query, key, value)
+  whole = jax.P(sharding.batch_axes(mesh), None, heads)
+  parts, queries = sharding.sequence_shards(), query.shape[1]
+  own = whole
+  if parts > 1:
+    own = jax.P(sharding.batch_axes(mesh), sharding.SEQUENCE_AXIS, heads)
+    query = jnp.pad(query, ((0, 0), (0, -queries % parts), (0, 0), (0, 0)))
+  specs = {'in_specs': (own, whole, whole), 'out_specs': own}
+  out = jax.shard_map(compute, **specs, check_vma=False)(query, key, value)
+  return out[:, :queries]
 
 
 def _flash_on_one_device(query, key, value, causal):
@@ -252,11 +259,12 @@ def choose(name: str, dtype, head_dim: int, plain: bool = True) -> str:
   'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation, of type `dtype`,
   has 16 bits and is plain, and 'default' elsewhere. The devices are the current mesh,
   else JAX's default device. Plain means no dropout of the weights, no bias, no mask
-  (which cuDNN reads as a bias) and more than one query.
+  (which cuDNN reads as a bias), more than one query and tokens that are not split.
   """
   if name != AUTO:
     return name
   suits = plain and jnp.dtype(dtype).itemsize == 2
+  suits = suits and sharding.sequence_shards() == 1
   suits = suits and head_dim % 8 == 0 and head_dim <= _HEAD_DIM
   return 'cudnn' if suits and _has_cudnn() else 'default'
 

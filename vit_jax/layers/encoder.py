@@ -171,7 +171,7 @@ class Encoder1DBlock(nn.Module):
       x = gpu_layout.residual(first, drop(x), not deterministic)
       y = mlp(norm('LayerNorm_1')(x), deterministic=deterministic)
       x = gpu_layout.residual(x, drop(y), not deterministic)
-    return gpu_layout.row_major(sharding.constrain_batch(x))
+    return gpu_layout.row_major(sharding.constrain_tokens(x))
 
 
 class MAPHead(nn.Module):
@@ -312,6 +312,8 @@ class Encoder(nn.Module):
     patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
     if not self.num_layers:
       return x
+    if sharding.sequence_shards() > 1:
+      x = sharding.constrain_tokens(x)
     sows = self.is_mutable_collection('intermediates')
     looped = loop_lib.is_looped(self.scan, self.num_layers, train)
     loop = looped and not sows and not self.is_initializing()

@@ -43,6 +43,7 @@ def make_plan(
   config = run_config.resolve_steps(config, num_examples)
   mesh = sharding.make_mesh(config.mesh, devices)
   run_config.check_batch(config, sharding.batch_shards(mesh))
+  run_config.check_sequence(config, sharding.sequence_shards(mesh))
   task = run_config.get_task(config.task)
   metadata = task.planned_metadata(config, num_classes)
   make = lambda part, mesh: train.make_program(part, metadata, mesh)

@@ -49,6 +49,7 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   communication does not overlap with computation. Each plan has its `flags`.
   """
   config = copy.deepcopy(config)
+  devices //= config.mesh.get('sequence') or 1  # The axis stays as it is.
   config.model = model_configs.with_options(config.model)
   remats, remat_key = _remats(config.model)
   plans, best = [], []

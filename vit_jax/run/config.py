@@ -361,6 +361,39 @@ def check_batch(config, shards: int):
       )
 
 
+def check_sequence(config, parts: int):
+  """Raises ValueError unless the model can split its tokens into `parts`.
+
+  `parts` is the size of the mesh axis `sequence`.
+  """
+  if parts == 1:
+    return
+  vit = model_configs.vit_of(config.model)
+  layers = model_configs.layers_of(config.model)
+  place = f'config.{model_configs.place_of_layers(config.model)}'
+  name, problem = layers.get('attention'), None
+  if not vit.get('transformer'):
+    kind = model_configs.kind_of(config.model)
+    problem = (
+      f"splits the tokens of Vision Transformers only, not of kind='{kind}': use "
+      '--config.mesh.fsdp or --config.mesh.data'
+    )
+  elif name == 'cudnn':
+    problem = f"cannot split attention='cudnn': use 'default' ({place}.attention)"
+  elif name == 'flash' and layers.get('causal'):
+    problem = (
+      f"cannot split causal attention='flash': use 'default' ({place}.attention)"
+    )
+  elif not vit.get('resnet') and not config.pp.sides:
+    crop, patch = config.pp.crop, vit.patches.size
+    height, width = (crop, crop) if isinstance(crop, int) else crop
+    tokens = (height // patch[0]) * (width // patch[1])
+    if tokens < parts:
+      problem = f'is more than the {tokens} tokens of an image: use at most {tokens}'
+  if problem:
+    raise ValueError(f'sequence={parts} {problem} (--config.mesh.sequence)')
+
+
 def check_memory(config, processes: int):
   """Raises ValueError if the batches of a process do not fit its memory.
 
