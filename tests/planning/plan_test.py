@@ -150,6 +150,13 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   assert again.pop('cached')
   got.pop('cached')
   assert again == got
+  # As if the axis spanned a torus of three dimensions.
+  sums = {k: v for k, v in got['collectives'].items() if k != 'all-gather'}
+  assert 'all-reduce, which' not in out
+  assert re.search(
+    'NOTE +no all-gather.*all-reduce, which.*--config.mesh.fsdp=2',
+    plan.table({**got, 'collectives': sums}),
+  )
 
 
 def test_a_model_that_does_not_fit(plans):
@@ -348,6 +355,7 @@ coordinates = {
 devices = topology.get_topology('2xv5e:2x2')
 mesh = sharding.make_mesh({'data': -1, 'fsdp': 4}, devices)
 whole = sharding.make_mesh({'data': 1, 'fsdp': -1}, devices)
+parts = sharding.make_mesh({'data': -1, 'fsdp': 8}, topology.get_topology('v5e:4x4'))
 slices = [
   [[d.slice_index for d in row] for row in mesh.devices],
   [d.slice_index for d in whole.devices.flat],
@@ -357,6 +365,7 @@ with topology.quiet_compiler():
   total = jax.jit(lambda x: x.sum(0), out_shardings=sharding.replicated(mesh))
   hlo = total.lower(rows).compile().as_text()
 slices.append(estimate.collectives(hlo))
+slices.append([[len({d.coords[i] for d in part}) for i in (0, 1)] for part in parts.devices])
 # This process holds libtpu now.
 second = subprocess.run(
   [sys.executable, '-m', 'vit_jax', 'plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
@@ -392,6 +401,8 @@ def test_topologies_and_what_does_not_fit_them(cache):
   assert between['count'] == 1
   assert 4 * 96 <= between['bytes'] <= 4 * 1024
   assert between['network_bytes'] == 0
+  # An axis may take a part of an axis of the torus.
+  assert [sorted(spans) for spans in slices[3]] == 2 * [[2, 4]]
   status, said = second
   assert status != 0
   assert 'libtpu is in use by another process: wait until that process ends' in said

@@ -90,7 +90,13 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
   types = (jax.sharding.AxisType.Auto,) * len(sizes)
   slices = len({getattr(device, 'slice_index', 0) for device in devices})
   if slices == 1:
-    return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    try:
+      return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    except NotImplementedError:  # An axis takes only a part of an axis of the torus.
+      arranged = mesh_utils.create_device_mesh(
+        shape, devices, allow_split_physical_axes=True
+      )
+      return jax.sharding.Mesh(arranged, names, axis_types=types)
   across, left = [], slices  # The number of parts of each axis, one per slice.
   for size in shape:
     across.append(math.gcd(size, left))

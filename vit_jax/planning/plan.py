@@ -130,6 +130,7 @@ def table(plan: dict) -> str:
         + (', not in the times' if kind == estimate.BETWEEN else '')
         for kind, found in plan['collectives'].items()
       },
+      **({'    NOTE': note} if (note := _gathers_by_sums(plan)) else {}),
       'network, at best': (
         f'{1000 * plan["network_seconds"]:,.1f} ms, not in the estimate: '
         f'{mixed:,.1f} images a second if none of it is hidden'
@@ -149,6 +150,19 @@ def table(plan: dict) -> str:
     rows['what helps'] = helps
   width = max(map(len, rows))
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows.items())
+
+
+def _gathers_by_sums(plan) -> str:
+  """Says that the compiler gathers parameters by all-reduce; '' if it does not."""
+  parts = plan['mesh'].get(sharding.FSDP_AXIS, 1)
+  split = any(sharding.FSDP_AXIS in row['spec'] for row in plan['sharding'])
+  if not split or 'all-gather' in plan['collectives']:
+    return ''
+  return (
+    f'no all-gather: parameters are gathered by all-reduce, which sends twice the '
+    f'bytes; an axis fsdp={parts} that spans all axes of the torus does this, try '
+    f'--config.mesh.data=-1 --config.mesh.fsdp={max(1, parts // 4)}'
+  )
 
 
 def data_size(
