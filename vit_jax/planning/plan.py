@@ -103,10 +103,12 @@ def table(plan: dict) -> str:
   """Formats a plan as a table."""
   needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
   fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
+  parts = plan['mesh'].get(sharding.SEQUENCE_AXIS, 1)
+  share = 'a device' if parts == 1 else f'on every {parts} devices'
   rows = {
     'model': f'{plan["model"]}, {plan["parameters"]:,} parameters',
     'devices': f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
-    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} a device',
+    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} {share}',
     'memory a device': f'{console.size(needed)} of {console.size(limit)}: {fits}',
     '  parameters': console.size(plan['params_bytes']),
     **{f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']},
