@@ -114,7 +114,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
     state.params['conv_root']['kernel'], params['conv_root']['kernel']
   )
   config.model_or_filename = 'R_Ti_16-i21k-b'
-  with pytest.raises(FileNotFoundError, match='R_Ti_16-i21k-b.npz.*timm/vit_tiny_r'):
+  with pytest.raises(FileNotFoundError, match='R_Ti_16-i21k-b.npz.*hf://'):
     train.train_and_evaluate(config, str(tmp_path / 'other'))
   with pytest.raises(ValueError, match="model 'S_16' is not among the i21k"):
     checkpoint.augreg_filename('S_16', str(tmp_path))

@@ -15,7 +15,7 @@ The same command resumes after an interruption; finished runs are not trained ag
 so values and seeds can be added later. To share the runs between machines that see
 the workdir (a folder or gs://), start the same command on each. For a scheduler,
 --print prints one command per run of the choice or, once these are finished, per test
-run. See docs/experiments.md.
+run. See docs/measure.md.
 """
 
 import argparse

@@ -108,7 +108,7 @@ def _check_share(index, rows, why, limit, workdir):
   if not me or not path:  # Process 0 stores the whole, see `usable`.
     index.check(rows, why, limit, path and (lambda: index.save(path)))
     return
-  path = f'{path}.{me}'
+  path = f'{path}.{me}of{jax.process_count()}'
   index.recall(index.shares([path]))
   if index.check(rows, why, limit, lambda: index.save_share(path, rows)):
     index.save_share(path, rows)
@@ -120,7 +120,8 @@ def _merge_shares(index, workdir):
   folder, name = os.path.split(path)
   found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
   paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
-  merged = index.shares(paths)
+  # Those of another number of processes were not compared with the files.
+  merged = index.shares(x for x in paths if x.endswith(f'of{jax.process_count()}'))
   if merged.status.any():
     index.recall(merged, compare=False)
     index.save(path)

@@ -199,13 +199,13 @@ def _stored(root, split, features, class_names) -> _Listed:
   top, listed = console.cache_folder() / 'manifests', None
   folder = top / f'{name}-{key}'
   try:
-    listed = _load(folder, root, split)
+    listed = _load(folder, root, split, stamps)
     if listed is not None:
       return listed
     top.mkdir(parents=True, exist_ok=True)
     with open(top / f'{name}.lock', 'wb') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)  # The others wait for the first to parse.
-      listed = _load(folder, root, split)
+      listed = _load(folder, root, split, stamps)
       if listed is None:
         listed = _list(root, split, features, class_names)
         _remove_old(top, name, folder, stamps)
@@ -261,8 +261,8 @@ def _hash(array) -> str:
   return files.digest([kind, np.ascontiguousarray(array)])
 
 
-def _load(folder, root, split) -> _Listed | None:
-  """Returns what `_save` wrote; None if it is missing or damaged."""
+def _load(folder, root, split, stamps) -> _Listed | None:
+  """Returns what `_save` wrote; None if it is missing, damaged or of other files."""
   if not folder.exists():
     return None
   try:
@@ -270,6 +270,8 @@ def _load(folder, root, split) -> _Listed | None:
     if files.digest([text.encode()]) != (folder / 'facts.hash').read_text():
       raise ValueError('facts.json has changed')
     facts, arrays = json.loads(text), {}
+    if facts['stamps'] != stamps:
+      raise ValueError('it is of other manifests')
     for name, wanted in facts['hashes'].items():
       arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
       if _hash(arrays[name]) != wanted:
@@ -339,7 +341,7 @@ def _parse_line(where, text) -> dict[str, Any]:
     )
   values = dict(_flatten(values, '', where))
   image = values.get('image')
-  if not isinstance(image, str) or not image:
+  if not isinstance(image, str) or not image or '\0' in image:
     raise ValueError(
       f'{where}: `image` must be the path of an image, but is '
       f'{_short(image) if "image" in values else "missing"}'

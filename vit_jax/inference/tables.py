@@ -453,7 +453,7 @@ class _Table:
     remedy = 'start the same command, without --join, to compute them'
     if self._shards > 1:
       listed, count = ','.join(map(str, shards)), self._shards
-      remedy = f'run the shards {listed} of {count} again (--shard=I/{count})'
+      remedy = f'run --shard=I/{count} again with I={listed}'
     raise ValueError(
       f"out='{self.out}' cannot be joined: {len(missing):,} of {len(self.blocks):,} "
       f'parts are missing, damaged, or of images that were replaced: {remedy}'

@@ -275,6 +275,7 @@ class Index:
         return image_files.read_file(path)
 
     with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
+      paths = list(paths)
       for path, content in zip(paths, pool.map(read, paths)):
         if content is None:
           continue
