@@ -4,6 +4,7 @@ from concurrent import futures
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import time
 
@@ -174,6 +175,7 @@ GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),
     ('{"x": [1, 2]}', '`image` must be the path of an image, but is missing'),
     ('{"image": 3, "x": [1, 2]}', '`image` must be .*, but is 3'),
+    (r'{"image": "photos/0.png\u0000", "x": [1, 2]}', '`image` must be .*, but is .*0.png'),
     ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),
     ('{"image": "photos/0.png", "x": [[1]]}', r"'x' is \[\[1\]\], and \[1, 2\] on"),
     ('{"image": "photos/0.png", "x": 1}', r"'x' is 1, and \[1, 2\] on"),
@@ -383,6 +385,16 @@ def test_an_edited_stored_manifest_is_written_again(stored, name, old, new):
   assert old in path.read_bytes()
   path.write_bytes(path.read_bytes().replace(old, new, 1))
   assert read_all() == wanted
+
+
+def test_a_stored_manifest_of_another_split_is_not_used(stored):
+  read_all, folders = stored
+  wanted, part = read_all(), read_all('train[80%:]')
+  one, other = folders()
+  shutil.rmtree(one)
+  shutil.copytree(other, one)
+  assert read_all() == wanted
+  assert read_all('train[80%:]') == part
 
 
 def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):

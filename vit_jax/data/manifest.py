@@ -36,7 +36,7 @@ from vit_jax.distributed import files
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
-_VERSION = 2  # Of what is stored of a manifest.
+_VERSION = 3  # Of what is stored of a manifest.
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
@@ -199,18 +199,18 @@ def _stored(root, split, features, class_names) -> _Listed:
   top, listed = console.cache_folder() / 'manifests', None
   folder = top / f'{name}-{key}'
   try:
-    listed = _load(folder, root, split, stamps)
+    listed = _load(folder, root, split)
     if listed is not None:
       return listed
     top.mkdir(parents=True, exist_ok=True)
     with open(top / f'{name}.lock', 'wb') as lock:
       fcntl.flock(lock, fcntl.LOCK_EX)  # The others wait for the first to parse.
-      listed = _load(folder, root, split, stamps)
+      listed = _load(folder, root, split)
       if listed is None:
         listed = _list(root, split, features, class_names)
         _remove_old(top, name, folder, stamps)
         with files.new_folder(folder) as new:
-          _save(new, listed, stamps)
+          _save(new, listed, stamps, folder.name)
   except (OSError, tf.errors.OpError) as e:
     logging.warning("The lines of '%s' cannot be stored: %s", manifests[0], e)
   return listed or _list(root, split, features, class_names)
@@ -227,7 +227,7 @@ def _remove_old(top, name, folder, stamps):
       shutil.rmtree(old, ignore_errors=True)
 
 
-def _save(folder, listed: _Listed, stamps):
+def _save(folder, listed: _Listed, stamps, call):
   """Writes arrays, and what they are; see `_load`."""
   arrays = {'lines': listed.lines, **listed.index.arrays()}
   kinds = {}
@@ -245,6 +245,7 @@ def _save(folder, listed: _Listed, stamps):
     np.save(folder / f'{name}.npy', array)
   facts = {
     'files': listed.files,
+    'call': call,
     'stamps': stamps,
     'kinds': kinds,
     'names': listed.names,
@@ -261,8 +262,8 @@ def _hash(array) -> str:
   return files.digest([kind, np.ascontiguousarray(array)])
 
 
-def _load(folder, root, split, stamps) -> _Listed | None:
-  """Returns what `_save` wrote; None if it is missing, damaged or of other files."""
+def _load(folder, root, split) -> _Listed | None:
+  """Returns what `_save` wrote; None if it is missing, damaged or of another call."""
   if not folder.exists():
     return None
   try:
@@ -270,8 +271,8 @@ def _load(folder, root, split, stamps) -> _Listed | None:
     if files.digest([text.encode()]) != (folder / 'facts.hash').read_text():
       raise ValueError('facts.json has changed')
     facts, arrays = json.loads(text), {}
-    if facts['stamps'] != stamps:
-      raise ValueError('it is of other manifests')
+    if facts['call'] != folder.name:
+      raise ValueError('it is of another split')
     for name, wanted in facts['hashes'].items():
       arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
       if _hash(arrays[name]) != wanted:

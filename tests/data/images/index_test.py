@@ -242,6 +242,21 @@ def test_only_whole_shares_of_the_same_check_are_merged(root, tmp_path):
   assert not changed.shares([half, rest]).status.any()
 
 
+def test_shares_of_another_number_of_processes_are_not_merged(
+  root, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(checking.jax, 'process_count', lambda: 2)
+  index = listing.list_folder(str(root), 'train')
+  path = index_lib.place(str(tmp_path), index.root, index.base)
+  index.status[:], index.stamps[:] = index_lib.DECODED, 7
+  index.save_share(f'{path}.1of4', np.arange(1, 33, 4))
+  index.save_share(f'{path}.1of2', np.arange(1, 33, 2)[:5])
+  new = listing.list_folder(str(root), 'train')
+  checking._merge_shares(new, str(tmp_path))
+  assert np.flatnonzero(new.status).tolist() == [1, 3, 5, 7, 9]
+  assert [x.name for x in (tmp_path / 'data').iterdir()] == [os.path.basename(path)]
+
+
 def test_a_repaired_file_is_checked_again(root, checked):
   path = root / 'train' / 'ant' / 'ant0.jpg'
   good = path.read_bytes()
