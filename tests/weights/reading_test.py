@@ -81,6 +81,7 @@ def test_what_no_config_gives_is_asked_for(timm_folder, name, args, untold):
   assert (found.num_heads, found.gelu) == (2, 'erf')
 
 
+@pytest.mark.filterwarnings('ignore:Mapping deprecated model name')  # Of timm.
 @pytest.mark.parametrize(
   'name, heads',
   [
