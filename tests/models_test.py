@@ -118,7 +118,7 @@ def test_large_models_have_the_published_size(
   total = products + vectors + embedding + tokens + head
   leaves = published_shapes(name)
   assert sum(leaf.size for leaf in leaves.values()) == total == COUNTS[name]
-  # The published number of 22B is that of the products alone, rounded down.
+  # The published number of 22B counts only matrix products, rounded down.
   counted = products if variations else total - head
   assert round(counted / 1e6) == published
   assert total == pytest.approx(published * 1e6, rel=1e-3)

@@ -48,7 +48,7 @@ def loss_and_gradients(model, axes=None):
   ],
 )
 def test_split_tokens_compute_the_same(axes, classifier, fields, monkeypatch):
-  """Loss and gradients are those of one device, with dropout."""
+  """Loss and gradients, with dropout, equal those on one device."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   model = tiny_models.tiny(classifier=classifier, transformer={**FIELDS, **fields})
   want, want_gradients, _ = loss_and_gradients(model)

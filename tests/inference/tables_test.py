@@ -370,7 +370,7 @@ def test_tasks_share_a_table_and_the_last_joins_it(
   with counting(model) as seen:
     write(model, images, out, shard=(0, 2))  # Of two: 0, which is there, and 2.
     assert seen == [BLOCK]
-    write(model, images, out, shard=(9, 10))  # There is no such part.
+    write(model, images, out, shard=(9, 10))  # A shard without parts.
     write(model, images, out, shard=(0, 3))
   assert seen == [BLOCK, 0, COUNT % BLOCK]
   assert "jsonl': 40 images, 3 of them broken" in capsys.readouterr().out

@@ -155,7 +155,7 @@ def test_flash_where_images_and_heads_are_split():
 
 
 def test_flash_where_queries_are_split(monkeypatch):
-  """The interpreted kernel hangs beside collectives; a formula replaces it."""
+  """A formula replaces the interpreted kernel, which deadlocks with collectives."""
   shapes = []
 
   def kernel(query, key, value, segment_ids, causal):

@@ -181,7 +181,7 @@ def main(argv: Sequence[str]) -> int:
 
     predict.run(args)
 
-  # Several hosts share the work of a table only, and not that of a shard.
+  # Several hosts share a table, but neither a shard nor other outputs.
   args.distributed &= str(args.out or '').endswith(TABLES)
   args.distributed &= not (args.shard or args.join)
   return hosts.run(args, work)

@@ -120,7 +120,7 @@ def _merge_shares(index, workdir):
   folder, name = os.path.split(path)
   found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
   paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
-  # Those of another number of processes were not compared with the files.
+  # Shares of a different number of processes may be out of date.
   merged = index.shares(x for x in paths if x.endswith(f'of{jax.process_count()}'))
   if merged.status.any():
     index.recall(merged, compare=False)

@@ -45,7 +45,7 @@ class Line(NamedTuple):
 
   file: str  # Path of the file that lists it.
   place: int | str  # Number of the line, or another place in the file.
-  folder: str  # That of the image's path.
+  folder: str  # Folder that the image's path is relative to.
   values: dict[str, Any]  # By feature.
 
   @property

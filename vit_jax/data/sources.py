@@ -46,7 +46,7 @@ def open_split(
     config: the run's.
     split: in the notation of TFDS: 'train', 'test[:50%]', 'train[:800]+test[:9]'.
     features: names of features, see records.resolve. Others are not read.
-    class_names: expected classes of a folder, those of its training split.
+    class_names: expected classes of a folder: the classes of its training split.
     dataset: by default `config.dataset`. Of a mixture, `config.pp.train` opens that
       split of all its data sets, and any other split is taken from the first.
     workdir: folder of the run, shared by all processes, to store the list of a folder's

@@ -30,8 +30,8 @@ def subject(
 
   The model is the result of `predict.load` or `predict.load_weights`. Images are paths,
   PIL images, or arrays uint8 [height, width(, channels)] of any size; by default the
-  first `num_images` of the split of the run's data set, which is also that of the
-  confusion matrix: by default the first split that the run is tested on. `points` (x, y)
+  first `num_images` of `split`, which also gives the confusion matrix: a split of the
+  run's data set, by default the first one that the run is tested on. `points` (x, y)
   in every image, as shares of width and height, are for the attention of a detector's
   encoder; by default the centres of boxes.
 

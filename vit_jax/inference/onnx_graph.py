@@ -86,7 +86,7 @@ class _Graph:
     self._size = self.node('Shape', Value(first, ()), shape=(1,), start=0, end=1)
 
   def node(self, op: str, *inputs, shape=None, name=None, **kwargs) -> Value:
-    """Adds a node with one output; its shape is by default that of broadcasting.
+    """Adds a node with one output, by default of the broadcast shape of its inputs.
 
     Inputs are Values, arrays, or integers and lists of them, constants of int64.
     """

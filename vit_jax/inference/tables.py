@@ -34,7 +34,7 @@ from vit_jax.inference import engine
 from vit_jax.run import lock, stopping
 
 ENDINGS = ('.parquet', '.csv', '.jsonl')
-# What locks all blocks, those of a shard, and the joining of the parts.
+# Lock files: for all blocks, for the blocks of a shard, for joining the parts.
 _LOCK, _SHARD_LOCK, _JOIN_LOCK = '_holder.json', '_holder-{}of{}.json', '_join.json'
 # Images per block: fewest and most, for about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000

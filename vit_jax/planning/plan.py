@@ -161,7 +161,7 @@ def _gathers_by_sums(plan) -> str:
   if not split or 'all-gather' in plan['collectives']:
     return ''
   return (
-    f'no all-gather: parameters are gathered by all-reduce, which sends twice the '
+    'no all-gather: parameters are gathered by all-reduce, which sends twice the '
     f'bytes; an axis fsdp={parts} that spans all axes of the torus does this, try '
     f'--config.mesh.data=-1 --config.mesh.fsdp={max(1, parts // 4)}'
   )

@@ -176,7 +176,7 @@ def convert(
   to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
     raise ValueError(
-      f"the format {to or ''} of DST '{dst}' is unknown: give --to={'|'.join(KINDS)}"
+      f"the format of DST '{dst}' is unknown (to={to}): give --to={'|'.join(KINDS)}"
     )
   endings = writing.FILES.get(to)
   if endings and target.suffix not in endings:
