@@ -211,6 +211,12 @@ def test_wrong_labels(tmp_path, labels, message):
     read(tmp_path, 'label')
 
 
+def test_a_number_too_large_for_float32(tmp_path):
+  write(tmp_path, [{'x': 0.5}, {'x': 1e39}])
+  with pytest.raises(ValueError, match=r"train.jsonl:2: 'x' is 1e\+39.*float32"):
+    read(tmp_path, 'x')
+
+
 def test_wrong_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
   for text in ('["a", "a"]', '{"label": 3}', '[0, 1]', '['):

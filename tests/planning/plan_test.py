@@ -422,6 +422,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json'.*does not exist"),
     # The compiler ended the process, with a division by 0.
     (['--topology=v3:0x4'], "topology='v3:0x4' is unknown"),
+    (['--topology=v5e:2x2x2'], "topology='v5e:2x2x2' is unknown.*v5e:4x4"),
     (['--topology=0xv5e:4x4'], "topology='0xv5e:4x4' is unknown.*two slices"),
     (['--num_examples=0'], "num_examples: '0' .*integer"),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),

@@ -1,4 +1,4 @@
-r"""Converts weights between this package, timm and Hugging Face, bit for bit.
+r"""Convert weights between this package, timm and Hugging Face, bit for bit.
 
   vit_jax convert SRC DST [--to=npz|timm|hf|pth|workdir]
   vit_jax convert SRC --to=hf|timm --push=hf://OWNER/NAME

@@ -515,4 +515,11 @@ def _flat(name, values, lines):
     lengths.append([len(x) for x in level])
     owners = [line for line, x in zip(owners, level) for _ in x]
     level = [y for x in level for y in x]
+  if level and kinds[0] is float:
+    largest = np.finfo(np.float32).max
+    for value, line in zip(level, owners):
+      if abs(value) > largest:
+        raise ValueError(
+          f"{line.where}: '{name}' is {value}, too large for float32: scale its values"
+        )
   return level, lengths

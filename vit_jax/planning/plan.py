@@ -57,7 +57,7 @@ def make_plan(
   if cached:
     result = json.loads(file.read_text())
   else:
-    with console.waiting(f'Compiling for {topology}, takes minutes'):
+    with console.waiting(f'Compiling for {topology} (takes minutes)'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     file.parent.mkdir(parents=True, exist_ok=True)
     files.write(file, json.dumps(result))

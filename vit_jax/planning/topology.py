@@ -45,12 +45,13 @@ def parse(name: str) -> tuple[Chip, int, str]:
   # The compiler ends the process with 0 chips along an axis.
   number = '[1-9][0-9]{0,3}'
   match = re.fullmatch(f'(?:({number})x)?((v\\w+):{number}(?:x{number})*)', name)
-  if not match or match[3] not in CHIPS:
+  chip = match and CHIPS.get(match[3])
+  if not chip or name.count('x', name.find(':')) != chip.example.count('x'):
     raise ValueError(
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
     )
-  return CHIPS[match[3]], int(match[1] or 1), match[2]
+  return chip, int(match[1] or 1), match[2]
 
 
 @contextlib.contextmanager
