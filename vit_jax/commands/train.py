@@ -77,8 +77,8 @@ def main(argv: Sequence[str]) -> int:
     )
   if (args.print or args.run) and trainer not in STUDIES:
     raise ValueError(
-      f"trainer='{trainer}' trains a single run: --print and --run are for "
-      f'{" and ".join(STUDIES)} (config.trainer), and for `vit_jax sweep`'
+      f"trainer='{trainer}' does not support --print and --run: only "
+      f'{" and ".join(STUDIES)} (config.trainer) and `vit_jax sweep` do'
     )
   if trainer == 'train':
     # Before slow imports.
