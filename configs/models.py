@@ -4,8 +4,8 @@
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2106.04560 table 2 (G), 2302.05442 table 1 (22B), 2105.01601
-table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR); "Generative Pretraining from
-Pixels", section 3.1, and its released code (iGPT).
+table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR), 2304.07193 table 17 and 2309.16588
+(DINOv2); "Generative Pretraining from Pixels", section 3.1, and its released code (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. FIELDS has all fields of a model, with their types and defaults; set them
@@ -62,6 +62,16 @@ HYBRIDS = {
   'R50+ViT-B_32': ('B', 1, (3, 4, 6, 3), 1),
   'R50+ViT-L_16': ('L', 1, (3, 4, 9), 1),
   'R50+ViT-L_32': ('L', 1, (3, 4, 6, 3), 1),
+}
+
+# DINOv2: size -> its row of SIZES, where it has one, and how its encoder differs. There
+# are models with 4 registers ('-reg4') and without. The MLP of g has two thirds of the
+# width of one without a gate.
+DINOV2 = {
+  'S': (SIZES['S'], {}),
+  'B': (SIZES['B'], {}),
+  'L': (SIZES['L'], {}),
+  'g': ((40, 1536, 4096, 24), {'mlp': 'swiglu'}),
 }
 
 # Name -> (patch in pixels, width D, blocks, widths of the MLPs over tokens and
@@ -175,6 +185,8 @@ class _Transformer:
   qkv_bias: bool = True
   qk_norm: bool = False
   parallel: bool = False
+  mlp: Literal['gelu', 'swiglu'] = 'gelu'
+  layer_scale: schema.Positive | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -195,6 +207,7 @@ class Vit(_Model):
   head_init: Literal['zeros', 'lecun_normal']
   # Initial bias of the head: -10 for many classes with a sigmoid.
   head_bias_init: float = 0.0
+  registers: schema.Natural = 0
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -324,6 +337,11 @@ def _make_configs():
       name = f'ViT-{size}_{patch}'
       variations = VARIATIONS.get(size, {})
       configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
+  for size, (sizes, more) in DINOV2.items():
+    for suffix, fields in (('', {}), ('-reg4', {'registers': 4})):
+      name = f'DINOv2-{size}_14{suffix}'
+      variations = {'gelu': 'erf', 'layer_scale': 1e-5, **more}
+      configs[name] = _vit_config(name, sizes, 14, variations=variations, **fields)
   for variant in GAP:
     size, patch = variant.split('_')
     name = f'ViT-{variant}-gap-norep'

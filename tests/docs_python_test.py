@@ -51,7 +51,7 @@ def examples(tmp_path_factory):
   sys.path.insert(0, str(folder))
   yield folder
   sys.path.remove(str(folder))
-  sys.modules.pop('registers', None)
+  sys.modules.pop('prompts', None)
 
 
 @pytest.fixture(scope='module')
@@ -62,7 +62,7 @@ def trained(examples):
   """
   runpy.run_path(str(examples / 'parity.py'))
   (args,) = (
-    args for _, _, args in markdown.commands() if '--config.task=registers' in args
+    args for _, _, args in markdown.commands() if '--config.task=prompts' in args
   )
   folder = str(examples / 'parity')
   args = [arg.replace('/path/to/folder', folder) for arg in args]
@@ -86,11 +86,11 @@ def test_the_examples_train_together(examples, trained):
   assert json.loads(rows[1]) == {'image': '1.png', 'label': 'odd'}
   workdir, state, metrics = trained
   assert int(state.step) == 23  # Two epochs of 1,500 images in batches of 128.
-  assert state.params['registers'].shape == (1, 4, 24)
+  assert state.params['prompts'].shape == (1, 4, 24)
   assert metrics['num_examples_test'] == 297
   model = predict.load(str(workdir))
   assert model.class_names == ('even', 'odd')
-  assert type(model.task.model).__name__ == 'RegisterViT'
+  assert type(model.task.model).__name__ == 'PromptViT'
 
 
 def untrained(config, workdir, **metadata):

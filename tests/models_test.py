@@ -42,6 +42,16 @@ COUNTS = {
   'Mixer-B_16': 59_880_472,
   'Mixer-B_32': 60_293_428,
   'Mixer-L_16': 208_196_168,
+  # As in timm (images of 518 px, no classes), with the positions of 224 px, 1000 classes,
+  # and a position of the class token where there are registers.
+  'DINOv2-S_14': 22_056_192 - 1113 * 384 + 1000 * 385,
+  'DINOv2-B_14': 86_579_712 - 1113 * 768 + 1000 * 769,
+  'DINOv2-L_14': 304_367_616 - 1113 * 1024 + 1000 * 1025,
+  'DINOv2-g_14': 1_136_479_232 - 1113 * 1536 + 1000 * 1537,
+  'DINOv2-S_14-reg4': 22_057_344 - 1112 * 384 + 1000 * 385,
+  'DINOv2-B_14-reg4': 86_582_016 - 1112 * 768 + 1000 * 769,
+  'DINOv2-L_14-reg4': 304_370_688 - 1112 * 1024 + 1000 * 1025,
+  'DINOv2-g_14-reg4': 1_136_483_840 - 1112 * 1536 + 1000 * 1537,
   # arXiv 1912.11370, 1000 classes.
   'BiT-R50x1': 25_549_352,
   'BiT-R50x2': 97_988_712,

@@ -243,7 +243,7 @@ class ForkedMixer(nn.Module):
   [
     n
     for n in models_config.MODEL_CONFIGS
-    if not n.startswith(('BiT', 'DETR', 'iGPT', 'LiT', 'ViT-22B'))
+    if not n.startswith(('BiT', 'DETR', 'DINOv2', 'iGPT', 'LiT', 'ViT-22B'))
   ],
 )
 def test_forks_of_the_model_file_take_the_configs_of_named_models(name):

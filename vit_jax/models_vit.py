@@ -126,12 +126,15 @@ class VisionTransformer(patches_lib.ImageModel):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
   head_init: str = 'zeros'  # A key of vit_jax.layers.patches.HEAD_INITS.
+  # Number of learned tokens without positions that the encoder reads in addition, after
+  # the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
+  registers: int = 0
 
   def setup(self):
     """Creates the submodules, with published names.
 
-    Raises ValueError if the classifier is unknown, or if it reads the class token
-    while causal attention hides all other tokens from that token.
+    Raises ValueError if the classifier is unknown, or if causal attention hides the
+    other tokens from the class token that it reads, or from registers.
     """
     patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
     types = dtypes.of(self)
@@ -150,9 +153,17 @@ class VisionTransformer(patches_lib.ImageModel):
           "causal=True attends to itself only: use 'gap' or 'unpooled' "
           '(config.model.classifier)'
         )
+      if fields.get('causal') and self.registers:
+        raise ValueError(
+          f'registers={self.registers} come before the patches and with causal=True '
+          'attend to none of them: use 0 (config.model.registers)'
+        )
+      width, dtype = self.hidden_size, types['param_dtype']
       if self.has_class_token:
-        shape, dtype = (1, 1, self.hidden_size), types['param_dtype']
-        self.cls = self.param('cls', nn.initializers.zeros, shape, dtype)
+        self.cls = self.param('cls', nn.initializers.zeros, (1, 1, width), dtype)
+      if self.registers:
+        shape, init = (1, self.registers, width), nn.initializers.normal(1e-6)
+        self.register_tokens = self.param('register_tokens', init, shape, dtype)
       self.Transformer = self.encoder(
         **encoder_fields(self.encoder, {**types, **fields})
       )
@@ -209,11 +220,11 @@ class VisionTransformer(patches_lib.ImageModel):
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
   def add_positions(self, tokens, *, train):
-    """Puts the class token first, and adds position embeddings.
+    """Puts the class token first, adds position embeddings, inserts the registers.
 
-    Takes the tokens that `encode` takes. Returns tokens [B, N, D], the input of
-    `encode(..., positioned=True)`, also after some of them were dropped. Without a
-    transformer it returns its input.
+    Takes the tokens that `encode` takes. Returns class token, registers and patches,
+    [B, N, D], the input of `encode(..., positioned=True)`, also after some patches were
+    dropped. Without a transformer it returns its input.
 
     Raises ValueError if the tokens have another rank, later layers add positions too,
     or an encoder class of a user adds positions itself.
@@ -228,7 +239,13 @@ class VisionTransformer(patches_lib.ImageModel):
         "`parts`, as vit_jax.layers.encoder.Encoder has (config.model's encoder)"
       )
     x, grid = self._with_class_token(tokens)
-    return self.Transformer(x, train=train, parts=('positions',), **grid)
+    x = self.Transformer(x, train=train, parts=('positions',), **grid)
+    if not self.registers:
+      return x
+    registers = self.register_tokens.astype(x.dtype)
+    registers = jnp.broadcast_to(registers, (x.shape[0], *registers.shape[1:]))
+    first = int(self.has_class_token)
+    return jnp.concatenate([x[:, :first], registers, x[:, first:]], axis=1)
 
   def encode(self, tokens, *, train, mask=None, only_first=False, positioned=False):
     """Adds class token and position embeddings, and applies the encoder.
@@ -238,15 +255,15 @@ class VisionTransformer(patches_lib.ImageModel):
         Position embeddings on a grid need the former.
       train: whether dropout is on.
       mask: bool, broadcastable to [B, K, N, N], True where a query may attend
-        to a key (the class token is the first); None: everywhere.
+        to a key, of class token, registers and patches in this order; None: everywhere.
       only_first: whether to compute only the first token, the class token. An
         encoder class of a user computes all tokens regardless.
       positioned: whether the tokens are those of `add_positions`, possibly
         fewer, [B, n, D].
 
     Returns:
-      Tokens [B, N, D], the class token first if there is one; [B, 1, D] with
-      `only_first`. Without a transformer, the input.
+      Tokens [B, N, D] without registers, the class token first if there is one;
+      [B, 1, D] with `only_first`. Without a transformer, the input.
 
     Raises ValueError if the tokens have another rank, or see `add_positions`.
     """
@@ -254,14 +271,20 @@ class VisionTransformer(patches_lib.ImageModel):
       return tokens
     # An encoder class of a user need not accept these arguments.
     extra = {} if mask is None else {'mask': mask}
-    if positioned:
-      x, extra['parts'] = tokens, ('layers',)
+    if positioned or self.registers:
+      x = tokens if positioned else self.add_positions(tokens, train=train)
+      extra['parts'] = ('layers',)
     else:
       x, grid = self._with_class_token(tokens)
       extra.update(grid)
     if only_first and self.encoder is Encoder:
       extra['only_first'] = True
-    return self.Transformer(x, train=train, **extra)
+    x = self.Transformer(x, train=train, **extra)
+    if not self.registers:
+      return x
+    first = int(self.has_class_token)
+    patches = x[:, first + self.registers :]
+    return jnp.concatenate([x[:, :first], patches], axis=1)
 
   def _with_class_token(self, tokens):
     """Returns tokens [B, N, D] as a sequence, and the encoder's `grid`, if any."""

@@ -212,9 +212,12 @@ def test_the_first_token_of_an_encoder():
   assert whole.shape == x.shape
 
 
-@pytest.mark.parametrize(
-  'fields', [{}, {'norm': 'rms', 'qkv_bias': False, 'qk_norm': True, 'parallel': True}]
-)
+VARIED = dict(
+  norm='rms', qkv_bias=False, qk_norm=True, parallel=True, mlp='swiglu', layer_scale=0.1
+)  # fmt: skip
+
+
+@pytest.mark.parametrize('fields', [{}, VARIED])
 def test_on_eight_devices(fields):
   model, params, x = encoder_and_params(causal=True, scan=True, **fields)
   mask = np.random.RandomState(0).rand(4, 1, 7, 7) < 0.5

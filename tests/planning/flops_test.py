@@ -23,9 +23,10 @@ def multiply_adds(
   width, encoder = model.hidden_size, model.transformer
   patch_height, patch_width = model.patches.size
   patches = (image_size[0] // patch_height) * (image_size[1] // patch_width)
-  tokens = patches + model.classifier.startswith('token')
+  tokens = patches + model.classifier.startswith('token') + model.get('registers', 0)
+  products = 3 if encoder.get('mlp') == 'swiglu' else 2  # Of the MLP.
   embedding = patches * patch_height * patch_width * channels * width
-  dense = tokens * (4 * width * width + 2 * width * encoder.mlp_dim)
+  dense = tokens * (4 * width * width + products * width * encoder.mlp_dim)
   attention = 2 * tokens * tokens * width
   head = width * num_classes
   if model.get('representation_size'):
@@ -33,7 +34,7 @@ def multiply_adds(
   total = embedding + encoder.num_layers * (dense + attention) + head
   if as_run and model.classifier == 'token':
     unread = tokens - 1
-    total -= unread * (2 * width * (width + encoder.mlp_dim + tokens))
+    total -= unread * width * (2 * width + products * encoder.mlp_dim + 2 * tokens)
   return total
 
 
@@ -47,8 +48,9 @@ def test_a_vit_is_counted_as_in_closed_form(whole):
   assert got == 2 * want
 
 
-def test_the_variations_of_vit_22b_add_no_product():
-  config = model_configs.get_config('22b14')
+@pytest.mark.parametrize('name', ['22b14', 'dinov2_g14_reg4'])
+def test_variations_of_the_encoder_are_counted_as_in_closed_form(name):
+  config = model_configs.get_config(name)
   config.hidden_size = 96
   config.transformer.update(num_layers=2, mlp_dim=64)
   model = models.make_model(config, num_classes=10)

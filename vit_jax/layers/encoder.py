@@ -40,6 +40,7 @@ GELUS = {
   'erf': functools.partial(jax.nn.gelu, approximate=False),
   'quick': quick_gelu,
 }
+MLPS = ('gelu', 'swiglu')
 
 
 # What an encoder consists of, in order: the position embeddings before the first
@@ -51,11 +52,11 @@ _MULTIPLE = 8
 # Fields of the encoder that its attention and attention pooling have too.
 _ATTENTION_FIELDS = ('num_heads', 'norm', 'norm_eps', 'qkv_bias', 'qk_norm')
 # Fields of attention pooling.
-POOLING_FIELDS = ('mlp_dim', 'gelu', *_ATTENTION_FIELDS)
+POOLING_FIELDS = ('mlp_dim', 'gelu', 'mlp', *_ATTENTION_FIELDS)
 # Fields of the encoder that its layers have too.
 _BLOCK_FIELDS = (
   'mlp_dim', 'dropout_rate', 'attention_dropout_rate', 'attention', 'gelu', 'causal',
-  'parallel', *_ATTENTION_FIELDS,
+  'parallel', 'mlp', 'layer_scale', *_ATTENTION_FIELDS,
 )  # fmt: skip
 
 
@@ -68,7 +69,11 @@ class _Own(NamedTuple):
 
 
 class MlpBlock(nn.Module):
-  """Two dense layers with a GELU, a key of GELUS, between."""
+  """Two dense layers with a GELU, a key of GELUS, between.
+
+  With mlp='swiglu', the hidden layer is silu(gate(x)) * Dense_0(x) instead (arXiv
+  2002.05202), whose third dense layer has the width of the other two.
+  """
 
   mlp_dim: int  # M, the width of the hidden layer.
   dtype: Any = jnp.float32
@@ -78,19 +83,25 @@ class MlpBlock(nn.Module):
   kernel_init: Any = nn.initializers.xavier_uniform()
   bias_init: Any = nn.initializers.normal(stddev=1e-6)
   gelu: str = 'tanh'
+  mlp: str = 'gelu'  # One of MLPS.
 
   @nn.compact
   def __call__(self, inputs, *, deterministic):
     """Maps tokens [B, N, D] to [B, N, out_dim]."""
     patches.check_choice('gelu', self.gelu, GELUS, _PLACE)
+    patches.check_choice('mlp', self.mlp, MLPS, _PLACE)
     dense = functools.partial(
       nn.Dense,
       kernel_init=self.kernel_init,
       bias_init=self.bias_init,
       **dtypes.of(self),
     )
-    gelu = gpu_layout.recomputed(GELUS[self.gelu])
-    x = gelu(dense(self.mlp_dim)(inputs))  # [B, N, M]
+    x = dense(self.mlp_dim)(inputs)  # [B, N, M]
+    if self.mlp == 'swiglu':
+      gated = gpu_layout.recomputed(lambda gate, x: nn.silu(gate) * x)
+      x = gated(dense(self.mlp_dim, name='gate')(inputs), x)
+    else:
+      x = gpu_layout.recomputed(GELUS[self.gelu])(x)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
     x = dense(out_dim)(x)  # [B, N, out_dim]
@@ -107,6 +118,22 @@ def drop_branch(x, rate, rng):
   kept = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
   scaled = x / jnp.asarray(1 - rate, jnp.float32)
   return jnp.where(kept, scaled, 0).astype(x.dtype)
+
+
+class LayerScale(nn.Module):
+  """Multiplies each channel by a learned number (arXiv 2103.17239, section 2)."""
+
+  init: float
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x):
+    """Maps tokens [B, N, D] to [B, N, D]."""
+    init = nn.initializers.constant(self.init)
+    gamma = self.param('gamma', init, x.shape[-1:], self.param_dtype)
+    x, gamma = nn.dtypes.promote_dtype(x, gamma, dtype=self.dtype)
+    return x * gamma
 
 
 class Encoder1DBlock(nn.Module):
@@ -135,6 +162,8 @@ class Encoder1DBlock(nn.Module):
   qkv_bias: bool = True
   qk_norm: bool = False
   parallel: bool = False
+  mlp: str = 'gelu'
+  layer_scale: float | None = None
 
   @nn.compact
   def __call__(
@@ -152,8 +181,12 @@ class Encoder1DBlock(nn.Module):
         return x
       return drop_branch(x, drop_rate, self.make_rng('dropout'))
 
+    def scale(x):
+      init, types = self.layer_scale, dtypes.of(self)
+      return x if init is None else LayerScale(init, **types)(x)
+
     norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
-    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu'))
+    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu', 'mlp'))
     y = norm('LayerNorm_0')(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', y)
@@ -161,15 +194,15 @@ class Encoder1DBlock(nn.Module):
       dropout_rate=self.attention_dropout_rate,
       **dtypes.of(self, 'attention', 'only_first', 'causal', *_ATTENTION_FIELDS),
     )(y, mask=mask, relative=relative, length=length, deterministic=deterministic)
-    x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    x = scale(nn.Dropout(self.dropout_rate)(x, deterministic=deterministic))
     first = attention.first_token(inputs) if self.only_first else inputs
     if self.parallel:
       y = attention.first_token(y) if self.only_first else y
-      x = x + mlp(y, deterministic=deterministic)
+      x = x + scale(mlp(y, deterministic=deterministic))
       x = gpu_layout.residual(first, drop(x), not deterministic)
     else:
       x = gpu_layout.residual(first, drop(x), not deterministic)
-      y = mlp(norm('LayerNorm_1')(x), deterministic=deterministic)
+      y = scale(mlp(norm('LayerNorm_1')(x), deterministic=deterministic))
       x = gpu_layout.residual(x, drop(y), not deterministic)
     return gpu_layout.row_major(sharding.constrain_tokens(x))
 
@@ -187,9 +220,10 @@ class MAPHead(nn.Module):
   norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
-  norm: str = 'layer'  # These three are as in Encoder.
+  norm: str = 'layer'  # These four are as in Encoder.
   qkv_bias: bool = True
   qk_norm: bool = False
+  mlp: str = 'gelu'
 
   @nn.compact
   def __call__(self, x):
@@ -202,7 +236,7 @@ class MAPHead(nn.Module):
       attention='default', **dtypes.of(self, *_ATTENTION_FIELDS)
     )(probe, x, deterministic=True)  # [B, 1, D]
     y = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
-    mlp = MlpBlock(dropout_rate=0.0, **dtypes.of(self, 'mlp_dim', 'gelu'))
+    mlp = MlpBlock(dropout_rate=0.0, **dtypes.of(self, 'mlp_dim', 'gelu', 'mlp'))
     return (x + mlp(y, deterministic=True))[:, 0]
 
 
@@ -254,6 +288,11 @@ class Encoder(nn.Module):
   qk_norm: bool = False
   # Whether attention and MLP of a layer both read its input, after one norm.
   parallel: bool = False
+  # The following are variations of DINOv2 (arXiv 2304.07193, table 1 and appendix B).
+  # MLP of a layer: 'swiglu' multiplies two hidden layers of width M, one after a SiLU.
+  mlp: str = 'gelu'
+  # Initial value of learned factors on the channels of each branch; None: no factors.
+  layer_scale: float | None = None
 
   @nn.compact
   def __call__(self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS):
@@ -279,8 +318,8 @@ class Encoder(nn.Module):
     if tuple(parts) != PARTS and kind != 'none' and self.position_layers != 'stem':
       raise ValueError(
         f"position_layers='{self.position_layers}' adds the positions of all "
-        'tokens in later layers too, so that no token can be dropped after the '
-        "first ones are added: use position_layers='stem' "
+        'tokens in later layers too, so that no token can be dropped, nor registers '
+        "inserted, after the first ones are added: use position_layers='stem' "
         '(config.model.transformer.position_layers)'
       )
     own = [_Own()] * self.num_layers

@@ -63,7 +63,7 @@ def _matches(config, sizes):
   untold = re.compile(r'pp\..*|.+\.num_heads|(.+\.)?representation_size')
   resnets = [any('resnet.' in key for key in x) for x in (have, want)]
   # An encoder with a variation is not one without it.
-  varied = tuple(f'transformer.{key}' for key in vit.VARIATIONS)
+  varied = ('registers', *(f'transformer.{key}' for key in vit.VARIATIONS))
   keys = want.keys() | {key for key in have if key.endswith(varied)}
   return resnets[0] == resnets[1] and all(
     have.get(key) == want.get(key) for key in keys if not untold.fullmatch(key)
@@ -78,12 +78,12 @@ def num_classes(params: Mapping[str, Any]) -> int:
 
 _PUBLISHED = re.compile(
   r"""
-  cls
+  cls | register_tokens
   | Transformer/posembed_input/pos_embedding
   | (
       embedding | stem | pre_logits | head
       | Transformer/encoderblock_\d+ / (
-          MultiHeadDotProductAttention_0/(query|key|value|out) | MlpBlock_0/Dense_[01]
+          MultiHeadDotProductAttention_0/(query|key|value|out) | MlpBlock_0/(Dense_[01]|gate)
         )
       | MixerBlock_\d+/(token|channel)_mixing/Dense_[01]
     ) / (kernel | bias)
@@ -92,6 +92,7 @@ _PUBLISHED = re.compile(
       | Transformer/encoder_norm | pre_head_layer_norm | gn_root | norm-pre-head
       | block\d+/unit\d+/gn(\d|_proj)
     ) / (scale | bias)
+  | Transformer/encoderblock_\d+/LayerScale_[01]/gamma
   | ((root_block/)?conv_root | block\d+/unit\d+/conv(\d|_proj)) / kernel
   """,
   re.VERBOSE,

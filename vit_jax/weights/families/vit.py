@@ -19,7 +19,10 @@ _ATTENTION = 'MultiHeadDotProductAttention_0/'
 # Leaves of models that only this package has.
 _POOLING, _FIRST_NORM = 'MAPHead_0/probe', 'Transformer/first_norm/scale'
 # Fields of an encoder that only this package's formats hold, and their defaults.
-VARIATIONS = {'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False}
+VARIATIONS = {
+  'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
+  'mlp': 'gelu', 'layer_scale': None,
+}  # fmt: skip
 # Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
 _STEM = (
   ('cls', 'same', 'cls_token', 'embeddings.cls_token'),
@@ -251,6 +254,7 @@ def _vit_sizes(flat):
   sizes = {
     'patches': {'size': (down, across)},
     'hidden_size': width,
+    'registers': flat.get('register_tokens', (1, 0))[1],
     'transformer': {
       'num_layers': num_layers,
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
@@ -283,6 +287,8 @@ def _variations(flat):
     'qkv_bias': f'{attention}/bias' in inner,
     'qk_norm': f'{attention}_ln/scale' in inner,
     'parallel': 'LayerNorm_1/scale' not in inner,
+    'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
+    'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
   }
   return {key: x for key, x in found.items() if x != VARIATIONS[key]}
 
