@@ -26,10 +26,18 @@ timm = torch_models.timm
 def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
   torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   file = tmp_path / 'hf' / 'preprocessor_config.json'
-  for mean, warns in (([0.5] * 3, False), ([0.485, 0.456, 0.406], True)):
-    file.write_text(json.dumps({'image_mean': mean, 'image_std': [0.5] * 3}))
-    reading.read(str(tmp_path / 'hf'))
-    assert ('scaled by image_mean=[0.485, 0.456, 0.4' in caplog.text) == warns
+  means, half = {'image_mean': [0.485, 0.456, 0.406]}, {'image_std': [0.5] * 3}
+  for given, warns in (
+    ({'image_mean': [0.5] * 3, **half}, False),
+    ({**means, **half}, False),  # The patch embedding absorbs it.
+    ({'image_mean': [0.2], 'image_std': [0.1]}, True),  # Of one channel.
+  ):
+    file.write_text(json.dumps(given))
+    found = reading.read(str(tmp_path / 'hf'))
+    assert ('scaled by image_mean=[0.2] and image_std' in caplog.text) == warns
+    assert found.metadata == (
+      given if given.get('image_mean') == means['image_mean'] else {}
+    )
 
 
 @pytest.fixture
@@ -200,9 +208,14 @@ def _of_hf(name, config, **fields):
   [
     (_of_timm('vit_base_patch16_clip_224'), 'norm_pre.*a norm before the first layer'),
     (_of_timm('vit_small_patch16_224', global_pool='avg'), 'fc_norm.*pools in this'),
-    (_of_timm('deit3_small_patch16_224'), r'ls1.gamma.*\(layer scale\)'),
-    (_of_timm('flexivit_small'), '4 position embeddings .*no_embed_class'),
-    (_of_timm('vit_small_patch16_dinov3'), 'reg_token.*register tokens'),
+    (_of_timm('vit_small_patch16_dinov3'), 'gamma_1.*an EVA, as DINOv3'),
+    (
+      _of_hf(
+        'Dinov2ForImageClassification', 'Dinov2Config',
+        **{**_SIZES, 'image_size': 8, 'patch_size': 4},
+      ),
+      'classifier.bias.*class token and mean of the patches',
+    ),
     (
       _of_hf(
         'SiglipForImageClassification', 'SiglipConfig', vision_config=_SIZES,

@@ -12,6 +12,7 @@ from vit_jax.run import (
   workdir as workdir_lib,
 )
 from vit_jax.weights import writing
+from vit_jax.weights.families import vit_files
 
 # Task -> what the hub calls it.
 _PIPELINES = {
@@ -126,7 +127,8 @@ def _preprocessing(run, model) -> str:
     short = isinstance(resize, int)
     to = f'{resize} at the shorter side' if short else 'x'.join(map(str, resize))
     how = f'the centre of an image resized to {to}'
+  values = [f'{k} {model.metadata[k]}' for k in vit_files.SCALES if k in model.metadata]
   return (
     f'{"x".join(map(str, model.image_size))} pixels, {how}, bilinearly and without '
-    'antialiasing; values from -1 to 1'
+    f'antialiasing; values {" and ".join(values) or "from -1 to 1"}'
   )

@@ -56,8 +56,10 @@ def transferable(
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   weights = reading.read(pretrained_path, _heads(model_config))
+  family = families.of_tree(reading.leaves_of(weights))
+  weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
-  own = families.of_tree(flat).part(weights, part) if part else None
+  own = family.part(weights, part) if part else None
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
     new = () if 'head/kernel' in flat.keys() & want.keys() else ('head/',)

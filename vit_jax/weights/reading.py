@@ -7,7 +7,8 @@ Formats, and how each is recognised:
   timm      .safetensors or .bin with timm's names, or a folder with such a file;
             also model.safetensors.index.json, next to the files that it names
   hf        the same with Hugging Face's names (`ViTModel` and
-            `ViTForImageClassification`, `DetrForObjectDetection`,
+            `ViTForImageClassification`, `Dinov2Model` and
+            `Dinov2WithRegistersModel`, `DetrForObjectDetection`,
             `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
             `ImageGPTModel`, `CLIPModel` and `SiglipModel`)
   open_clip a CLIP with open_clip's names, likewise a file or a folder

@@ -84,7 +84,7 @@ class Naming(NamedTuple):
     groups: the table.
     marks: names, any of which shows that a state dict has this naming.
     old_names: (regex, replacement) from names of other versions to the table's.
-    joined: part of the name of a joined projection, and the parts that replace it.
+    joined: part of the name of each joined layer, and the parts that replace it.
     ignored: regex of the beginnings of names that this package has no use for.
     program: the program, in words.
     features: parts of other names -> what they belong to, for errors.
@@ -95,7 +95,7 @@ class Naming(NamedTuple):
   groups: tuple[Group, ...]
   marks: tuple[str, ...] = ()
   old_names: tuple[tuple[str, str], ...] = ()
-  joined: tuple[str, tuple[str, ...]] | None = None
+  joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
   ignored: str | None = None
   program: str = ''
   features: Mapping[str, str] = {}
@@ -190,8 +190,8 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
       logging.warning('Ignored parameters: %s', arrays.listed(ignored))
     for name in ignored:
       del flat[name]
-  if naming.joined:
-    _split(flat, *naming.joined)
+  for joined in naming.joined:
+    _split(flat, *joined)
   table = [*walk(naming.groups, flat, here=False)]
   if others := sorted(flat.keys() - {name for _, _, name in table}):
     hints = (
@@ -235,7 +235,9 @@ def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray
       f'{sorted(flat)[:10]} have no counterpart in {naming.program}: write this '
       'model as a run (--to=workdir)'
     )
-  return _join(state, *naming.joined) if naming.joined else state
+  for joined in naming.joined:
+    _join(state, *joined)
+  return state
 
 
 def rename(flat: dict[str, Any], table: Iterable[tuple[str, str]]):
@@ -293,17 +295,17 @@ def _split(flat, joined, parts):
     value = flat.pop(name)
     if not value.ndim or len(value) % len(parts):
       raise ValueError(
-        f"'{name}' of shape {value.shape} cannot be split into query, key and value"
+        f"'{name}' of shape {value.shape} cannot be split into "
+        + ('query, key and value' if len(parts) == 3 else 'gate and hidden layer')
       )
     for part, piece in zip(parts, np.split(value, len(parts))):
       flat[name.replace(joined, part)] = piece
 
 
 def _join(state, joined, parts):
-  """Joins what `_split` splits."""
+  """Joins what `_split` splits, in place."""
   first, *others = parts
   for name in [name for name in state if first in name]:
     pieces = [state.pop(name)]
     pieces += [state.pop(name.replace(first, part)) for part in others]
     state[name.replace(first, joined)] = np.concatenate(pieces)
-  return state

@@ -19,8 +19,6 @@ from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves, text, vit, vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
-# Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
-_SCALES = ('image_mean', 'image_std')
 _PARTS = {'img': 'image', 'txt': 'text'}
 _ATTENTION = 'MultiHeadDotProductAttention_0'
 _BIAS = 'logit_bias'
@@ -116,7 +114,7 @@ def _naming(style: str) -> leaves.Naming:
     # A table of each tower, [rows, width].
     marks=(image + image_rows[1][2], texts + text_rows[0][2]),
     old_names=((r'^text\.', ''),),  # open_clip's models with a class for text.
-    joined=(f'{attention}in_proj_', tuple(f'{attention}{x}_proj.' for x in 'qkv')),
+    joined=((f'{attention}in_proj_', tuple(f'{attention}{x}_proj.' for x in 'qkv')),),
     program=f"Hugging Face's {style}",
   )
 
@@ -229,7 +227,7 @@ class ImageTexts(base.Family):
     else:
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
-    scaling = dict(zip(_SCALES, vit_files.scaling(sibling, naming).values()))
+    scaling = dict(zip(vit_files.SCALES, vit_files.scaling(sibling, naming).values()))
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
     if style == 'siglip' and str(kind).startswith(('Gemma', 'Siglip2')):
@@ -279,19 +277,7 @@ class ImageTexts(base.Family):
     return jax.eval_shape(init, jax.random.key(0), images, tokens)
 
   def scaled(self, model):
-    scales = [model.metadata.get(name) for name in _SCALES]
-    if None in scales:
-      return model
-    mean, std = np.asarray(scales, np.float64)
-    # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
-    old = model.params['img']['embedding']
-    kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
-    bias = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
-    new = {'kernel': kernel * (0.5 / std)[:, None], 'bias': old['bias'] + bias}
-    new = {name: x.astype(old[name].dtype) for name, x in new.items()}
-    tower = {**model.params['img'], 'embedding': new}
-    others = {k: x for k, x in model.metadata.items() if k not in _SCALES}
-    return model._replace(params={**model.params, 'img': tower}, metadata=others)
+    return vit_files.scaled(model, 'img')
 
   def npz_siblings(self, model):
     words = model.metadata.get('vocabulary')
@@ -362,7 +348,7 @@ class ImageTexts(base.Family):
       **projection,
     )
     sides = dict(zip(('height', 'width'), model.image_size))
-    scales = (model.metadata.get(name, [0.5] * channels) for name in _SCALES)
+    scales = (model.metadata.get(x, [0.5] * channels) for x in vit_files.SCALES)
     processor = descriptions.processor(
       'CLIPImageProcessor', sides, *scales, do_center_crop=False
     )

@@ -9,9 +9,11 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base, leaves, vit_files
+from vit_jax.weights.families import base, dino, leaves, vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _BLOCK = 'Transformer/encoderblock_{0}/'
@@ -32,6 +34,7 @@ _STEM = (
   ('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
   ('head', 'dense', 'head', 'classifier'),
 )  # fmt: skip
+_MLP = ('mlp.fc1', 'mlp.fc2'), ('intermediate.dense', 'output.dense')
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
   (f'{_ATTENTION}query', 'heads', 'attn.q', 'attention.attention.query'),
@@ -39,8 +42,11 @@ _LAYER = (
   (f'{_ATTENTION}value', 'heads', 'attn.v', 'attention.attention.value'),
   (f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
   ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
-  ('MlpBlock_0/Dense_0', 'dense', 'mlp.fc1', 'intermediate.dense'),
-  ('MlpBlock_0/Dense_1', 'dense', 'mlp.fc2', 'output.dense'),
+)
+# Only timm has these in its plain Vision Transformers.
+_REGISTERS = ('register_tokens', 'same', 'reg_token')
+_LAYER_SCALES = tuple(
+  (f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)
 )
 # The ResNet of a hybrid, and BiT, which only timm has.
 _ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
@@ -60,25 +66,28 @@ _TIMM_RESNET = 'patch_embed.backbone.'
 _UNITS, _TIMM_UNITS = 'block{1}/unit{1}/', 'stages.{0}.blocks.{0}.'
 
 
-def _of_timm(root: str) -> leaves.Naming:
+def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.Naming:
   """Returns timm's naming; `root`: prefix of a hybrid's first convolution."""
+  layer = (*leaves.column(_LAYER, 0), *dino.mlp(*_MLP[0], gated), *_LAYER_SCALES)
   return leaves.Naming(
     'timm',
     'plain Vision Transformer',
     (
-      ('', '', leaves.column(_STEM, 0)),
-      (_BLOCK, 'blocks.{0}.', leaves.column(_LAYER, 0)),
+      ('', '', (*leaves.column(_STEM, 0), _REGISTERS)),
+      (_BLOCK, 'blocks.{0}.', layer),
       ('', root, _ROOT),
       (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
     ),
     marks=('patch_embed.proj.weight',),
-    joined=('.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')),
+    joined=(
+      ('.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')),
+      *((('.mlp.fc1.', dino.JOINED),) if gated else ()),
+    ),
     program='timm',
     features={
       'norm_pre': 'a norm before the first layer, as in CLIP',
       'fc_norm': 'timm pools in this model before the last norm, not after it',
-      'reg_token': 'register tokens',
-      'gamma': 'layer scale',
+      'gamma': 'an EVA, as DINOv3 is in timm',
       'dist': 'a distillation token',
       'q_norm': 'norms of queries and keys',
       'mask_token': 'a model for masked images',
@@ -86,13 +95,17 @@ def _of_timm(root: str) -> leaves.Naming:
   )
 
 
-_TIMM = _of_timm(f'{_TIMM_RESNET}stem.')
+_TIMM = _of_timm()
 _HF = leaves.Naming(
   'hf',
   _TIMM.words,
   (
     ('', '', leaves.column(_STEM, 1)),
-    (_BLOCK, 'encoder.layer.{0}.', leaves.column(_LAYER, 1)),
+    (
+      _BLOCK,
+      'encoder.layer.{0}.',
+      (*leaves.column(_LAYER, 1), *dino.mlp(*_MLP[1], gated=False)),
+    ),
   ),
   marks=('embeddings.patch_embeddings.projection.weight',),
   old_names=((r'^(vit|deit)\.', ''),),
@@ -123,7 +136,7 @@ class Classifiers(base.Family):
 
   words = 'a classifier'
   formats = ('npz', 'timm', 'hf', 'workdir')
-  hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa')
+  hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa', *dino.HF_TYPES)
   computes = {  # noqa: RUF012
     'transformer.gelu': 'tanh',
     'transformer.norm_eps': 1e-6,
@@ -132,13 +145,20 @@ class Classifiers(base.Family):
     'eps': 'published',
   }
   namings = {  # noqa: RUF012
-    'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT
+    'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT,
+    'timm, gated': _of_timm(gated=True),
+    'dino': dino.naming(gated=False), 'dino, gated': dino.naming(gated=True),
   }  # fmt: skip
 
   def naming(self, naming, names):
     """A hybrid of a single convolution has no 'stem.' in its names."""
     if is_bit(names):
       return self.namings['bit']
+    gated = ', gated' if _is_gated(names) else ''
+    if naming == 'hf' and any(re.search('LayerScale|layer_scale', x) for x in names):
+      return self.namings[f'dino{gated}']
+    if gated:
+      return self.namings[f'{naming}{gated}']
     bare = f'{_TIMM_RESNET}conv.weight' in names or (
       'conv_root/kernel' in names
       and not any(name.startswith('block1/') for name in names)
@@ -146,8 +166,13 @@ class Classifiers(base.Family):
     return self.namings['bare root' if naming == 'timm' and bare else naming]
 
   def formats_of(self, config):
-    plain = is_plain(config.get('transformer') or {})
-    return self.formats if plain else ('npz', 'workdir')
+    encoder = config.get('transformer') or {}
+    own = {k for k, plain in VARIATIONS.items() if encoder.get(k, plain) != plain}
+    if own - {'mlp', 'layer_scale'} or ('mlp' in own and config.get('resnet')):
+      return ('npz', 'workdir')
+    theirs = bool(own or config.get('registers'))
+    lacks = theirs and 'layer_scale' not in own
+    return tuple(name for name in self.formats if name != 'hf' or not lacks)
 
   def dump(self, flat, naming):
     if naming == 'hf' and 'cls' not in flat:
@@ -155,9 +180,15 @@ class Classifiers(base.Family):
         f'{_HF.program} has no ViT without a class token, no Mixer and no '
         'ResNet: write this model for timm, or as a run (--to)'
       )
+    if naming == 'timm' and {'cls', 'register_tokens', _POSEMB} <= set(flat):
+      # timm adds no position to the class token where there are registers.
+      first, table = np.split(flat[_POSEMB], [1], axis=1)
+      flat = {**flat, 'cls': flat['cls'] + first, _POSEMB: table}
     state = super().dump(flat, naming)
     if naming == 'timm':
       return state
+    if self.naming(naming, flat) is not _HF:  # Needs it, but only for training.
+      return {**state, 'embeddings.mask_token': np.zeros_like(state[dino.CLS][0])}
     # transformers puts all names except the head's under 'vit.'.
     return {re.sub(r'^(?!classifier\.)', 'vit.', k): x for k, x in state.items()}
 
@@ -193,23 +224,34 @@ class Classifiers(base.Family):
     words += ''.join(
       f', {k}={x}' for k, x in fields['transformer'].items() if k in VARIATIONS
     )
+    words += f', {fields["registers"]} registers' if fields['registers'] else ''
     return resnet + words + pooling.get(fields['classifier'], '')
 
   def read_description(self, sibling, file, flat, naming):
-    leaves.prepare(flat, self.naming(naming, flat))
+    table = self.naming(naming, flat)
+    names = {path: name for path, _, name in leaves.prepare(flat, table)}
     config = sibling('config.json')
     if naming == 'hf':
-      found = descriptions.read(config, vit_files.from_hf)
+      read = vit_files.from_hf if table is _HF else dino.from_hf
+      found = descriptions.read(config, read)
     else:
       pooling = 'token' if 'cls_token' in flat else 'avg'
       found = descriptions.read(config, lambda x: vit_files.from_timm(x, pooling))
-    _check_positions(flat, found.image_size)
-    vit_files.warn_of_scaling(sibling, file, naming)
+    _add_position(flat, found.image_size)
+    # A convolution with padding cannot absorb the scaling of pixels.
+    plain = 'embedding/kernel' in names and not _is_hybrid(flat)
+    shape = flat[names['embedding/kernel']].shape if plain else ()
+    channels = shape[1] if len(shape) == 4 else 0
+    scales = vit_files.scales(sibling, file, naming, channels)
+    found = found._replace(metadata=scales)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     if _is_hybrid(flat):
       found.model['resnet'] = {'eps': 'timm'}
     return found
+
+  def scaled(self, model):
+    return vit_files.scaled(model)
 
   def image_size(self, config, params, given):
     return vit_files.image_size(config, params, given)
@@ -219,7 +261,8 @@ class Classifiers(base.Family):
 
   def files(self, model, to):
     if to == 'hf':
-      return vit_files.of_hf(model)
+      is_dino = model.config.transformer.get('layer_scale') is not None
+      return (dino if is_dino else vit_files).of_hf(model)
     fields, notes = vit_files.of_timm(model)
     there = {'eps': 'timm'}  # As timm computes a BiT ResNet.
     if 'transformer' in model.config:
@@ -228,18 +271,27 @@ class Classifiers(base.Family):
     return fields, notes + self.difference_notes('timm computes', model.config, there)
 
 
-def _check_positions(flat, image_size):
-  """Raises ValueError if the class token of a timm model has no position."""
+def _add_position(flat, image_size):
+  """Adds a position of the class token, 0, to a timm model that has none."""
   table = flat.get('pos_embed')
-  if image_size is None or table is None or 'cls_token' not in flat:
+  if table is None or 'cls_token' not in flat or _is_hybrid(flat):
     return
-  sides = flat['patch_embed.proj.weight'].shape[2:]
-  patches = math.prod(n // side for n, side in zip(image_size, sides))
-  if table.shape[1:-1] == (patches,) and not _is_hybrid(flat):
-    raise ValueError(
-      f'its {patches} position embeddings lack one for the class token '
-      '(no_embed_class in timm, as in FlexiViT), which models of this package have'
-    )
+  patches = None
+  if image_size is not None:
+    sides = flat['patch_embed.proj.weight'].shape[2:]
+    patches = math.prod(n // side for n, side in zip(image_size, sides))
+  if table.ndim == 3 and ('reg_token' in flat or table.shape[1] == patches):
+    flat['pos_embed'] = np.concatenate([np.zeros_like(table[:, :1]), table], axis=1)
+
+
+def _is_gated(names):
+  """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
+  if any(re.search(r'MlpBlock_0/gate/|\.mlp\.(gate|weights_in)\.', x) for x in names):
+    return True
+  first, last = 'blocks.0.mlp.fc1.weight', 'blocks.0.mlp.fc2.weight'
+  if not {first, last} <= set(names):
+    return False
+  return names[first].shape[:1] == tuple(2 * n for n in names[last].shape[-1:])
 
 
 def _is_hybrid(names):

@@ -35,13 +35,18 @@ _SCALING = {
   'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
   'open_clip': ('open_clip_config.json', 'mean', 'std'),
 }
+# Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
+SCALES = ('image_mean', 'image_std')
 # timm's names of ViTs with the exact GELU and the usual number of heads.
 _TIMM_USUAL = re.compile(
-  r'(vit|deit)_(tiny|small|base|large|huge)_(patch|r)[\dr_sp]+(_in21k)?(\..*)?'
+  r'(vit|deit)_(tiny|small|base|large|huge|giant(?=.*_dinov2))_(patch|r)[\dr_sp]+'
+  r'(_in21k|(_reg4)?_dinov2)?(\..*)?'
 )
 _Epsilon = Annotated[float, schema.Range(gt=0, lt=1)]
 _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
-_TIMM_HEADS = {'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16}
+_TIMM_HEADS = {
+  'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16, 'giant': 24
+}  # fmt: skip
 # Their names of GELUs -> ours.
 GELUS = {
   'gelu': 'erf',
@@ -119,15 +124,45 @@ def scaling(sibling, naming: str) -> dict:
   return {key: config[key] for key in keys if key in config}
 
 
-def warn_of_scaling(sibling, file, naming: str):
-  """Warns if these weights were trained on pixels of another range."""
+def scales(sibling, file, naming: str, channels: int) -> dict:
+  """Returns SCALES of pixels of another range than [-1, 1], see `scaled`.
+
+  Warns if there are not as many numbers as channels; 0 if a model cannot absorb them.
+  """
   name, given = _SCALING[naming][0], scaling(sibling, naming)
-  if any(np.any(np.asarray(value) != 0.5) for value in given.values()):
-    words = ' and '.join(f'{key}={value}' for key, value in given.items())
-    logging.warning(
-      f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
-      'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
-    )
+  if all(np.all(np.asarray(value) == 0.5) for value in given.values()):
+    return {}
+  if [np.size(value) for value in given.values()] == [channels] * 2:
+    return dict(zip(SCALES, given.values()))
+  words = ' and '.join(f'{key}={value}' for key, value in given.items())
+  logging.warning(
+    f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
+    'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
+  )
+  return {}
+
+
+def scaled(model, part: str | None = None):
+  """Returns a model whose patch embedding absorbs the scaling of pixels in its metadata.
+
+  The patch embedding is that of a part of the parameters, or of all.
+  """
+  values = [model.metadata.get(name) for name in SCALES]
+  if None in values:
+    return model
+  mean, std = np.asarray(values, np.float64)
+  # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
+  tower = model.params[part] if part else model.params
+  old = tower['embedding']
+  kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
+  bias = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
+  new = {'kernel': kernel * (0.5 / std)[:, None], 'bias': old['bias'] + bias}
+  new = {name: x.astype(old[name].dtype) for name, x in new.items()}
+  params = {**tower, 'embedding': new}
+  others = {k: x for k, x in model.metadata.items() if k not in SCALES}
+  return model._replace(
+    params={**model.params, part: params} if part else params, metadata=others
+  )
 
 
 def pair(size):
@@ -237,6 +272,16 @@ def _timm_vit(model):
         f'{sizes[2]}: it has {sorted(_TIMM_HYBRIDS.values())} (--to)'
       )
     architecture = _TIMM_HYBRIDS[sizes]
+  hidden, more = encoder.mlp_dim, {}
+  gated = encoder.get('mlp') == 'swiglu'
+  if gated:  # Only an architecture can say so.
+    architecture, hidden = 'vit_giant_patch14_dinov2', 2 * hidden
+  else:
+    more['act_layer'] = _TIMM_GELUS[encoder.get('gelu', 'tanh')]
+  if gated or encoder.get('layer_scale'):
+    more['init_values'] = encoder.get('layer_scale')
+  if registers := config.get('registers'):
+    more.update(reg_tokens=registers, no_embed_class=True)
   return architecture, dict(
     img_size=model.image_size,
     patch_size=_one(config.patches.size),
@@ -244,12 +289,12 @@ def _timm_vit(model):
     depth=encoder.num_layers,
     num_heads=encoder.num_heads,
     # timm truncates this product to an integer.
-    mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
+    mlp_ratio=math.nextafter(hidden / config.hidden_size, math.inf),
     in_chans=leaves.channels(model.params),
     class_token=config.classifier == 'token',
     global_pool='token' if config.classifier == 'token' else 'avg',
     fc_norm=False,
-    act_layer=_TIMM_GELUS[encoder.get('gelu', 'tanh')],
+    **more,
   )
 
 
@@ -277,9 +322,29 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   config = model.config
   pooled = 'pre_logits' in model.params
   whole = model.num_classes and not pooled
-  fields = dict(
+  files = hf_files(
+    model,
     model_type='vit',
     architectures=['ViTForImageClassification' if whole else 'ViTModel'],
+    pooler_act='tanh',
+    pooler_output_size=config.get('representation_size') or config.hidden_size,
+    **descriptions.label_fields(model),
+  )
+  notes = []
+  if pooled and model.num_classes:
+    notes.append(
+      'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
+      'whose pooler_output is the pre-logits; the head is in the file'
+    )
+  elif not whole:
+    notes.append('load it as ViTModel(Config): the model has no classifier')
+  return files, notes
+
+
+def hf_files(model, **fields) -> dict[str, dict]:
+  """Returns Hugging Face's JSON files of a ViT by name; `fields` are its own."""
+  config = model.config
+  fields = dict(
     **hf_encoder(config.transformer, config.hidden_size),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
@@ -287,9 +352,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     image_size=_one(model.image_size),
     patch_size=_one(config.patches.size),
     num_channels=leaves.channels(model.params),
-    pooler_act='tanh',
-    pooler_output_size=config.get('representation_size') or config.hidden_size,
-    **descriptions.label_fields(model),
+    **fields,
   )
   resize = model.image_size if model.resize is None else model.resize
   sides = lambda pair: dict(zip(('height', 'width'), pair))
@@ -306,15 +369,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
       do_center_crop=True,
       crop_size=sides(model.image_size),
     )
-  notes = []
-  if pooled and model.num_classes:
-    notes.append(
-      'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
-      'whose pooler_output is the pre-logits; the head is in the file'
-    )
-  elif not whole:
-    notes.append('load it as ViTModel(Config): the model has no classifier')
-  return {'config.json': fields, 'preprocessor_config.json': processor}, notes
+  return {'config.json': fields, 'preprocessor_config.json': processor}
 
 
 def _one(pair):
@@ -323,6 +378,6 @@ def _one(pair):
 
 
 def _pixels(model):
-  """Returns the mean and deviation that map pixels in [0, 1] to [-1, 1]."""
+  """Returns the mean and deviation of pixels in [0, 1], by default to map to [-1, 1]."""
   half = (0.5,) * leaves.channels(model.params)
-  return dict(mean=half, std=half)
+  return {key: model.metadata.get(f'image_{key}', half) for key in ('mean', 'std')}

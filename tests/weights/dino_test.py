@@ -1,0 +1,151 @@
+"""Tests of the weights of DINOv2 against transformers and timm."""
+
+import functools
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from tests import torch_models, trees
+from vit_jax import models
+from vit_jax.weights import convert, fitting, writing
+
+# What must be imported in its own way.
+timm = torch_models.timm
+transformers = torch_models.transformers
+
+SCALING = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
+# Registers, MLPs with gates.
+KINDS = [(0, False), (4, True)]
+
+
+def of_hf(registers, gated, **fields):
+  """A tiny model of Hugging Face for images of 12 x 12, or one with other fields."""
+  name = 'Dinov2WithRegisters' if registers else 'Dinov2'
+  more = {'num_register_tokens': registers} if registers else {}
+  sizes = dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=12,
+    patch_size=4, mlp_ratio=3, use_swiglu_ffn=gated,
+  )  # fmt: skip
+  config = getattr(transformers, f'{name}Config')(**{**sizes, **more, **fields})
+  return torch_models.randomize(getattr(transformers, f'{name}Model')(config))
+
+
+def tokens_of(model, images, registers):
+  """Class token and patches of a model of Hugging Face or timm."""
+  with torch.no_grad():
+    images = torch.tensor(images).permute(0, 3, 1, 2)
+    model = model.eval()
+    if isinstance(model, transformers.PreTrainedModel):
+      found = model(images).last_hidden_state.numpy()
+    else:
+      found = model.forward_features(images).numpy()
+  return np.concatenate([found[:, :1], found[:, 1 + registers :]], axis=1)
+
+
+def our_tokens(model, images):
+  """The same of a vit_jax.weights.writing.Model."""
+  module = models.make_model(
+    model.config, num_classes=None, classifier='token_unpooled'
+  )
+  apply = jax.jit(functools.partial(module.apply, train=False))
+  return np.asarray(apply({'params': model.params}, images))
+
+
+def assert_close(got, want):
+  assert want.std() > 0.1
+  np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.fixture(scope='module', params=KINDS, ids=str)
+def saved(request, tmp_path_factory):
+  """A folder of Hugging Face, its model, and how many registers the model has."""
+  folder, theirs = tmp_path_factory.mktemp('hf'), of_hf(*request.param)
+  theirs.save_pretrained(folder)
+  (folder / 'preprocessor_config.json').write_text(json.dumps(SCALING))
+  return folder, theirs, request.param[0]
+
+
+def images_of(height, width):
+  images = np.random.RandomState(0).uniform(-1, 1, (2, height, width, 3))
+  return images.astype(np.float32)
+
+
+def test_tokens_of_pixels_from_minus_1_to_1_are_those_of_hugging_face(saved):
+  folder, theirs, registers = saved
+  images = images_of(12, 12)
+  mean, std = SCALING.values()
+  pixels = ((images / 2 + 0.5 - mean) / std).astype(np.float32)
+  model = writing.scaled(convert.read(str(folder)))
+  assert_close(our_tokens(model, images), tokens_of(theirs, pixels, registers))
+  # Fine-tuning starts from the same parameters.
+  taken = fitting.transferable(str(folder), model.params, model.config)
+  tree = fitting.flax.traverse_util.unflatten_dict(taken, sep='/')
+  trees.assert_same(tree, model.params)
+
+
+def test_to_timm_and_back(saved, tmp_path):
+  folder, theirs, registers = saved
+  convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
+  there = timm.create_model(f'local-dir:{tmp_path}/timm', pretrained=True)
+  assert list(there.pretrained_cfg['std']) == SCALING['image_std']
+  images = images_of(12, 12)
+  want = tokens_of(theirs, images, registers)
+  assert_close(tokens_of(there, images, registers), want)
+  convert.convert(str(tmp_path / 'timm'), str(tmp_path / 'hf'), 'hf')
+  again, info = type(theirs).from_pretrained(tmp_path / 'hf', output_loading_info=True)
+  assert not info['missing_keys']
+  assert not info['unexpected_keys']
+  assert_close(tokens_of(again, images, registers), want)
+  for key, value in again.config.to_dict().items():
+    if key in ('mlp_ratio', 'use_swiglu_ffn', 'num_register_tokens', 'layer_norm_eps'):
+      assert value == getattr(theirs.config, key)
+  processor = json.loads((tmp_path / 'hf' / 'preprocessor_config.json').read_text())
+  assert {key: processor[key] for key in SCALING} == SCALING
+
+
+@pytest.mark.parametrize(
+  'name, registers',
+  [('vit_giant_patch14_reg4_dinov2', 4), ('deit3_small_patch16_224', 0)],
+)
+def test_timm_has_the_same_tokens_for_images_that_are_not_square(
+  tmp_path, name, registers
+):
+  """Neither model of timm adds positions to the class token."""
+  args = dict(
+    depth=2, embed_dim=16, num_heads=2, img_size=(8, 12), patch_size=4, mlp_ratio=4
+  )  # fmt: skip
+  theirs = torch_models.randomize(timm.create_model(name, **args))
+  timm.models.save_for_hf(theirs, tmp_path / 'a', model_args=args)
+  found = convert.read(str(tmp_path / 'a'), gelu=None if registers else 'erf')
+  assert found.config.get('registers') == registers
+  images = images_of(8, 12)
+  assert_close(our_tokens(found, images), tokens_of(theirs, images, registers))
+  if registers:
+    convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'timm')
+    again = timm.create_model(f'local-dir:{tmp_path}/b', pretrained=True)
+    for key, value in again.state_dict().items():
+      np.testing.assert_array_equal(value, theirs.state_dict()[key])
+    with pytest.raises(ValueError, match='position embeddings of a square only'):
+      convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'hf')
+
+
+@pytest.mark.parametrize(
+  'name, fields, message',
+  [
+    ('vit_small_patch14_dinov2', {'mlp_ratio': 2.5}, 'no MLP of width 40 for tokens'),
+    (
+      'vit_small_patch16_224', {'reg_tokens': 2, 'no_embed_class': True},
+      'cannot be written as hf: give --to=npz|timm|workdir',
+    ),
+  ],
+)  # fmt: skip
+def test_what_hugging_face_cannot_hold_is_rejected(tmp_path, name, fields, message):
+  args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4, **fields)
+  timm.models.save_for_hf(timm.create_model(name, **args), tmp_path, model_args=args)
+  with pytest.raises(ValueError, match=re.escape(message)):
+    convert.convert(str(tmp_path), str(tmp_path / 'hf'), 'hf')
+  assert not (tmp_path / 'hf').exists()
