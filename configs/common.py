@@ -226,7 +226,8 @@ class Preprocessing:
   crop_ratio: SmallestLargest | None = (3 / 4, 4 / 3)
   # Decodes a JPEG, or only its crop, at 1/2, 1/4 or 1/8 of its size if that is
   # still at least as high and wide as `crop`. Photographs of many megapixels
-  # take half of the time, and their pixels differ a little.
+  # take half of the time. Pixels differ a little, and more where an image is only a
+  # few times as large as `crop` and full of fine detail; predictions decode alike.
   jpeg_shrink: bool = True
   # Training: mirrors an image with probability 1/2.
   flip: bool = True
