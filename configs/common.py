@@ -265,10 +265,13 @@ class Preprocessing:
 
 @dataclasses.dataclass
 class FewShot:
-  """Keys of `config.fewshot`: few-shot linear probes."""
+  """Keys of `config.fewshot`: few-shot linear probes, nearest neighbours."""
 
   # Training images per class, for example (1, 5, 10, 25); (): no probes.
   shots: schema.Counts = ()
+  # Numbers k of nearest neighbours among all training images, for example (20,), which
+  # adds 'knn_20_test' to each evaluation; (): none.
+  knn: schema.Counts = ()
   # Data set of the probes, a TFDS name or a folder, with its splits to train and
   # to test on. None: the run's own.
   dataset: schema.Text | None = None

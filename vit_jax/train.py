@@ -250,7 +250,7 @@ def _probes(task, mesh, workdir, split, open_split) -> list:
   """Returns the evaluators that the config adds to the task's."""
   config = task.config
   found: list[Any] = []
-  if config.fewshot.shots:
+  if config.fewshot.shots or config.fewshot.knn:
     found.append(probes.FewShot(task, mesh, workdir))
   if config.layer_probe:
     found.append(probes.LayerProbe(task, mesh, workdir))

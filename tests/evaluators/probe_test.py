@@ -72,7 +72,7 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
   monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   layer = 'Transformer/encoderblock_0'
   found, (*_, known, asked) = run(
-    f'--train=train[:120] --shots 1 4 --seeds 3 4 --layer={layer}'
+    f'--train=train[:120] --shots 1 4 --knn 5 --seeds 3 4 --layer={layer}'
   )
   assert (found['dataset'], found['num_test']) == ('digits', 120)
   assert (found['num_train'], found['num_features']) == (120, 16)
@@ -88,7 +88,10 @@ def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys)
     assert row['accuracies'] == pytest.approx(accuracies)
     assert row['mean'] == pytest.approx(np.mean(accuracies))
     assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
+  [near] = solvers.neighbours(known, asked.values, [5])
+  assert found['knn'] == [{'k': 5, 'accuracy': asked.accuracy(near)}]
   said = capsys.readouterr().out
+  assert f'5-NN       {100 * found["knn"][0]["accuracy"]:7.2f} %' in said
   assert f' 4-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % ± ' in said
   assert 'linear' in said
 
@@ -136,8 +139,10 @@ def test_layers_by_number(model, mesh, monkeypatch):
     ({'layer': 'all'}, "layer='all'.*--linear.*--shots"),
     ({'layer': 2}, 'layer=2 .* layer_0, layer_1'),
     ({'dataset': None}, '--dataset'),
-    ({'shots': ()}, 'give --shots or --linear'),
+    ({'shots': ()}, 'give --shots, --linear or --knn'),
     ({'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
+    ({'shots': (), 'knn': (0,)}, r'fewshot.knn=\(0,\) must be'),
+    ({'shots': (), 'knn': (31,), 'train': 'train[:30]'}, 'knn=31 .* 30 .*--knn'),
     ({'squeeze': 1e9}, 'squeeze=1.* at most 8'),
     ({'train': 'train[:30]'}, r'shots=25 .* \d examples .*--shots'),
   ],
@@ -175,7 +180,7 @@ def test_features_that_do_not_fit_in_memory(model, mesh, monkeypatch):
 def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
   labels = tmp_path / 'real.json'
   labels.write_text('[[1]]')
-  tiny_config.fewshot.shots = (2,)
+  tiny_config.fewshot.update(shots=(2,), knn=(3,))
   tiny_config.evals = (('val', 'train[:20]'), ('test', 'test'))
   tiny_config.best_metric = 'fewshot_2_val'
   prepared = train.prepare(tiny_config)
@@ -184,7 +189,7 @@ def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
   assert [type(x).__name__ for x in test] == ['Means']
   assert not run_config.is_low(prepared.config)
   tiny_config.best_metric = 'fewshot_5_val'
-  with pytest.raises(ValueError, match="use one of .*'fewshot_2_val'"):
+  with pytest.raises(ValueError, match="use one of .*'fewshot_2_val', 'knn_3_val'"):
     train.prepare(tiny_config)
   tiny_config.best_metric = 'accuracy_real_val'
   tiny_config.real_labels = str(labels)

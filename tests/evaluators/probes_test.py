@@ -149,9 +149,9 @@ def test_the_accuracy_of_a_split(task, splits, mesh, monkeypatch):
 
 def test_classes_are_matched_by_name(task, splits, mesh):
   """The test images lack the first class, so that 'light' is their first one."""
-  task.config.fewshot.shots = (2,)
+  task.config.fewshot.update(shots=(2,), knn=(3,))
   splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
-  assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0}
+  assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0, 'knn_3': 1.0}
   splits['test'] = grey([250, 0], [1, 0], ('black', 'light'))
   with pytest.raises(ValueError, match=r"\['black'\]"):
     probes.FewShot(task, mesh)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sklearn import neighbors
 
 from vit_jax.evaluators import features, solvers
 
@@ -87,3 +88,19 @@ def test_too_few_images():
   train = train._replace(labels=np.full(3, -1))
   with pytest.raises(ValueError, match='no image .* class'):
     solvers.tuned(train, train)
+
+
+def test_neighbours_vote_as_in_scikit_learn(monkeypatch):
+  """Several k at once, in parts of 7 test images; unlabelled images do not vote."""
+  train, test = blobs(1, 200, 1.5), blobs(2, 100, 1.5)
+  train = train._replace(labels=np.where(np.arange(200) % 9, train.labels, -1))
+  monkeypatch.setattr(solvers, '_SIMILARITIES', 7 * 177)
+  found = solvers.neighbours(train, test.values, (1, 20, 50))
+  rows = train.labelled()
+  assert len(rows) == 177
+  for k, classes in zip((1, 20, 50), found, strict=True):
+    want = neighbors.KNeighborsClassifier(
+      k, weights=lambda distance: np.exp((1 - distance) / 0.07), metric='cosine'
+    ).fit(train.values[rows], train.labels[rows])
+    assert classes.tolist() == want.predict(test.values).tolist()
+  assert test.accuracy(found[1]) > test.accuracy(found[0]) > 0.5

@@ -1,13 +1,15 @@
-r"""Measure the features of a model by few-shot and linear probes.
+r"""Measure the features of a model by few-shot, linear and kNN probes.
 
   vit_jax probe --workdir=/tmp/digits
   vit_jax probe --workdir=/tmp/run --dataset=cifar100 --linear
+  vit_jax probe --workdir=/tmp/run --shots --knn 10 20
   vit_jax probe --workdir=/tmp/run --linear --layer=all --json=/tmp/probe.json
 
 The model is not changed; only a linear classifier of its features is trained.
 Few-shot probes solve least squares in closed form, on N images per class and for each
 seed (arXiv 2010.11929, section 4.1). --linear is logistic regression on all training
-images, with the penalty chosen on held-out ones. See docs/measure.md.
+images, with the penalty chosen on held-out ones. --knn lets the
+nearest training images vote (arXiv 2104.14294). See docs/measure.md.
 """
 
 from collections.abc import Sequence
@@ -30,6 +32,12 @@ _FLAGS = {
   '--seeds': dict(type=int, nargs='+', metavar='N', help='few-shot draws (0 1 2)'),
   '--l2': dict(type=float, help='penalty of the few-shot probes (1024)'),
   '--linear': dict(action='store_true', help='add a probe of all training images'),
+  '--knn': dict(
+    type=int,
+    nargs='*',
+    metavar='K',
+    help='add votes of the K nearest training images; without a number: 20',
+  ),
   '--layer': dict(
     help="number (from 0) or path of a layer, whose tokens are averaged, 'last', or "
     "'all' with --linear ('features': the inputs of the head)"
@@ -83,7 +91,8 @@ def main(argv: Sequence[str]) -> int:
   options = {name: getattr(args, name) for name in names}
   options['seeds'] = args.seeds and tuple(args.seeds)
   options = {k: v for k, v in options.items() if v is not None}
-  result = probe.probe(model, mesh, args.shots, args.linear, **options)
+  knn = probe.KNN if args.knn == [] else args.knn or ()
+  result = probe.probe(model, mesh, args.shots, args.linear, knn, **options)
   step = '' if args.weights else f', step {model.step}'
   console.say(f'{args.weights or args.workdir}{step}\n{probe.table(result)}')
   if args.json:

@@ -1,4 +1,4 @@
-"""Measures how good the features of a frozen model are: few-shot and linear probes.
+"""Measures how good the features of a frozen model are: few-shot, linear and kNN probes.
 
 In Python:
 
@@ -19,6 +19,7 @@ from vit_jax.evaluators import evaluation, probes
 from vit_jax.run import config as run_config, metrics
 
 SHOTS = (1, 5, 10, 25)
+KNN = (20,)  # Neighbours; DINO's choice.
 
 
 def probe(
@@ -26,20 +27,23 @@ def probe(
   mesh: jax.sharding.Mesh | None = None,
   shots: Sequence[int] | None = None,
   linear: bool = False,
+  knn: Sequence[int] = (),
   **options,
 ) -> dict:
   """Probes the features of a model, the result of `predict.load` or `load_weights`.
 
   Its parameters, on the devices of `mesh`, are not changed. `shots` are the images per
   class of the few-shot probes, by default SHOTS, or none if all layers are probed;
-  `linear` adds a probe of all training images. `options` are further keys of
+  `linear` adds a probe of all training images, and `knn` votes of so many nearest ones,
+  such as KNN. `options` are further keys of
   `config.fewshot`, see configs/common.py: weights without a run need a `dataset`, and
   `layer` can also be 'all', 'last', or a number, see features.layers.
 
   Returns a dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
   `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
   `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a
-  dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); and `layers`,
+  dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); `knn`, a list
+  of dicts of `k` and `accuracy`; and `layers`,
   None or for layer='all' a list of such dicts with `layer`.
   """
   config = model.config
@@ -51,23 +55,25 @@ def probe(
   every = layer == probes.ALL
   if shots is None:
     shots = () if every else SHOTS
-  if every and (shots or not linear):
+  if every and (shots or knn or not linear):
     raise ValueError(
-      f"layer='{layer}' needs a linear probe: give --linear without --shots"
+      f"layer='{layer}' needs a linear probe: give --linear without --shots and --knn"
     )
-  if not shots and not linear:
-    raise ValueError('there are no probes: give --shots or --linear')
+  if not shots and not linear and not knn:
+    raise ValueError('there are no probes: give --shots, --linear or --knn')
   mesh = mesh or sharding.mesh_of(model.params)
   layers = probes.select(model.task, layer)
-  config.fewshot.update(shots=tuple(shots), layer=layers[-1], **options)
+  config.fewshot.update(shots=tuple(shots), knn=tuple(knn), layer=layers[-1], **options)
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
   made = probes.FewShot(model.task, mesh)
   dataset, train, test = probes.splits(config)
-  few, rows, state = {}, [], (model.params, model.extra)
+  few, near, rows, state = {}, {}, [], (model.params, model.extra)
   if shots:
     [few] = made.accuracies(*state).values()
+  if knn:
+    near = made.neighbours(config.fewshot.knn, *state)
   if linear:
     for name, x in made.linear(layers, *state).items():
       rows.append({'layer': name, **x._asdict(), 'held_out': [*x.held_out.items()]})
@@ -86,6 +92,7 @@ def probe(
       for n, x in few.items()
     ],
     'linear': rows[0] if rows and not every else None,
+    'knn': [{'k': k, 'accuracy': accuracy} for k, accuracy in near.items()],
     'layers': rows if every else None,
   }
 
@@ -104,6 +111,8 @@ def table(result: dict) -> str:
   for row in result['fewshot']:
     note = f' ({console.counted(len(row["accuracies"]), "seed")})'
     lines.append(probes.line(f'{row["shots"]:>2}-shot', row['accuracies'], note))
+  for row in result['knn']:
+    lines.append(probes.line(f'{row["k"]}-NN', [row['accuracy']]))
   if linear := result['linear']:
     l2s = ', '.join(f'{l2:g}' for l2, _ in linear['held_out'])
     note = f' (penalty {linear["l2"]:g} of {l2s})'

@@ -1,4 +1,4 @@
-"""Linear probes of a frozen model: how well its features separate classes.
+"""Probes of a frozen model: how well its features separate classes.
 
 FewShot trains on a few images of each class, by the protocol of the paper's few-shot
 numbers (arXiv 2010.11929, section 4.1 and figure 4) as in big_vision's `fewshot_lsr`:
@@ -9,7 +9,8 @@ LayerProbe measures all layers, and the pixels, by logistic regression: accuracy
 depth shows which layers separate the classes best ("Generative Pretraining from
 Pixels", section 4.1: in a generative model, those in the middle).
 
-`Probe.linear` trains on all training images.
+`Probe.linear` trains on all training images, and `Probe.neighbours` compares the test
+images with all of them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,10 +53,12 @@ class Probe:
     seeds: seeds of the choice of these images.
     fit: function from features to a classifier, see solvers.
     skip_empty: whether to leave out classes without training images.
+    knn: numbers of neighbours for `neighbours`, to be checked.
   """
 
   def __init__(
-    self, task, mesh, workdir, *, splits, layers, shots, seeds, fit, pp, skip_empty=False
+    self, task, mesh, workdir, *, splits, layers, shots, seeds, fit, pp, skip_empty=False,
+    knn=(),
   ):  # fmt: skip
     self.task, self.mesh, self.workdir = task, mesh, workdir
     self.shots, self._fit, self._pp = shots, fit, pp
@@ -71,8 +74,9 @@ class Probe:
     self.class_names = self.train.class_names
     self._numbers = _numbers(self.test.class_names, self.class_names)
     self._chosen = []
-    if shots:
+    if shots or knn:
       labels = features.read_labels(task.config, mesh, self.train)
+      _check_neighbours(knn, labels)
       self._chosen = [
         choose(labels, self.class_names, max(shots), seed, skip_empty) for seed in seeds
       ]
@@ -116,6 +120,19 @@ class Probe:
     x, y = map(extractor.split, self._extract(extractor, params, extra))
     return {layer: solvers.tuned(x[layer], y[layer]) for layer in x}
 
+  def neighbours(
+    self, counts: Sequence[int], params, extra, stop=engine.never
+  ) -> dict[int, float]:
+    """Returns the accuracy by k nearest training images, see solvers.neighbours."""
+    features.check_memory(self.train.num_examples, self.extractor.width, 2)
+    train, test = self._extract(self.extractor, params, extra, stop=stop)
+
+    def solve():
+      found = solvers.neighbours(train, test.values, counts)
+      return [test.accuracy(classes) for classes in found]
+
+    return dict(zip(counts, processes.from_first('the nearest neighbours', solve)))
+
   def _extract(self, extractor, params, extra, rows=None, stop=engine.never):
     """Returns the features of training images and of all test images.
 
@@ -138,8 +155,18 @@ def _numbers(test_names, train_names) -> np.ndarray:
   return np.array([*(numbers[name] for name in test_names), -1])
 
 
+def _check_neighbours(counts, labels):
+  known = int((labels >= 0).sum())
+  if max(counts, default=0) > known:
+    raise ValueError(
+      f'knn={max(counts)} is more than the {known} labelled images of the training '
+      'split: use fewer neighbours or a larger split (--knn, --train; '
+      'config.fewshot.knn, config.fewshot.train)'
+    )
+
+
 class FewShot(Probe):
-  """Measures few-shot accuracy at each evaluation, see `config.fewshot`.
+  """Measures few-shot and nearest-neighbour accuracy at each evaluation, see `config.fewshot`.
 
   Images are resized to `config.fewshot.squeeze` times the size of the model's
   images, of which the centre is cropped (256 and 224 pixels in big_vision).
@@ -151,12 +178,19 @@ class FewShot(Probe):
       task, mesh, workdir, splits=splits(config), layers=options.layer,
       shots=options.shots, seeds=options.seeds, pp=squeezed(config.pp, options.squeeze),
       fit=lambda x: solvers.least_squares(x, len(self.class_names), options.l2),
+      knn=options.knn,
     )  # fmt: skip
 
   def run(self, params, extra, stop=engine.never):
-    """Returns {'fewshot_5': mean accuracy over the seeds, ...}; see accuracies."""
-    [found] = self.accuracies(params, extra, stop).values()
-    return {f'fewshot_{n}': float(np.mean(found[n])) for n in found}
+    """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
+    few: dict = {}
+    if self.shots:
+      [few] = self.accuracies(params, extra, stop).values()
+    found = {f'fewshot_{n}': float(np.mean(few[n])) for n in few}
+    if knn := self.task.config.fewshot.knn:
+      near = self.neighbours(knn, params, extra, stop)
+      found |= {f'knn_{k}': accuracy for k, accuracy in near.items()}
+    return found
 
 
 class LayerProbe(Probe):

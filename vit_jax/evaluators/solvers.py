@@ -1,13 +1,18 @@
-"""Linear classifiers of features: least squares and logistic regression."""
+"""Classifiers of features: least squares, logistic regression, nearest neighbours."""
 
+from collections.abc import Sequence
+import functools
 from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import threadpoolctl
 
 from vit_jax import console
 from vit_jax.distributed import processes
 from vit_jax.evaluators import features
+from vit_jax.inference import engine
 
 CONSTANT = 100.0  # A constant feature, for the bias.
 # Factors of half of the squared weights, added to the mean cross-entropy.
@@ -16,6 +21,8 @@ HELD_OUT = 0.2  # Fraction of the training images that choose the factor.
 _EPS = 1e-5  # Added to standard deviations by the published few-shot protocol.
 _SMALL = 1_000_000  # Numbers up to which one thread is as fast as several.
 _ROWS = 8192  # Images that `Linear` classifies at a time.
+TEMPERATURE = 0.07  # Of the votes of nearest neighbours.
+_SIMILARITIES = 2**26  # Similarities that `neighbours` computes at a time.
 
 
 class Linear(NamedTuple):
@@ -105,3 +112,41 @@ def tuned(train: features.Features, test: features.Features) -> Result:
 
   accuracy, best, found = processes.from_first('the linear probe', solve)
   return Result(accuracy, best, dict(zip(l2s, found)))
+
+
+def neighbours(
+  train: features.Features, asked: np.ndarray, counts: Sequence[int]
+) -> list[np.ndarray]:
+  """Classifies by the k nearest training images, for each k of `counts`.
+
+  Takes features [n, D], and returns classes, int64 [n], for each k. Images are compared
+  by the cosine of their features, and each neighbour's vote counts
+  exp(cosine / TEMPERATURE): the protocol of DINO (arXiv 2104.14294, appendix F.1) and
+  of "Unsupervised Feature Learning via Non-Parametric Instance Discrimination" (arXiv
+  1805.01978, section 3.4). Training images without a class do not vote. The first
+  local device computes, and keeps the training features [n, D] and at most
+  _SIMILARITIES cosines, or one row of them.
+  """
+  train = train.take(train.labelled())
+  known, labels = _normalised(train.values), train.labels
+  classes = int(labels.max()) + 1
+
+  @jax.jit
+  def vote(known, labels, asked):
+    cosines = jnp.matmul(_normalised(asked), known.T, precision='highest')
+    nearest, rows = jax.lax.top_k(cosines, max(counts))  # [B, k], from the nearest on.
+    votes = jnp.exp(nearest / TEMPERATURE)[..., None]
+    votes *= jax.nn.one_hot(labels[rows], classes)  # [B, k, classes]
+    return [votes[:, :k].sum(axis=1).argmax(axis=-1) for k in counts]
+
+  size = max(
+    1, min(len(asked), _SIMILARITIES // max(len(known), max(counts) * classes))
+  )
+  found = engine.by_parts(
+    functools.partial(vote, jnp.asarray(known), jnp.asarray(labels)), asked, size
+  )
+  return [x.astype(np.int64) for x in found]
+
+
+def _normalised(x):
+  return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -325,6 +325,7 @@ def metrics_of(config) -> list[str]:
   first, _, _ = evaluations(config)[0]
   metrics = metrics_of_task(config)
   metrics += [f'fewshot_{shots}_{first}' for shots in config.fewshot.shots]
+  metrics += [f'knn_{k}_{first}' for k in config.fewshot.knn]
   if config.real_labels is not None:
     metrics.append(f'accuracy_real_{first}')
   return metrics

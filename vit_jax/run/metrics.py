@@ -139,7 +139,7 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
 def is_share(name: str) -> bool:
   """Returns whether a metric is a fraction, from 0 to 1, by its name."""
   recall = name.startswith(('image_to_text_', 'text_to_image_'))
-  return 'accuracy' in name or name.startswith('fewshot_') or recall
+  return 'accuracy' in name or name.startswith(('fewshot_', 'knn_')) or recall
 
 
 def format_metrics(metrics: dict) -> str:

@@ -57,7 +57,7 @@ class Sweep(NamedTuple):
       config.pp.train = self.parts.train
       config.evals = ((HELD_OUT, self.parts.held_out),)
       config.real_labels = None  # Of the test split.
-      config.fewshot.shots = ()
+      config.fewshot.update(shots=(), knn=())
       config.best_metric = self.chosen_by
       found.append(runs_lib.Run(_name(values), config))
     return found
