@@ -2,6 +2,7 @@
 
 import functools
 
+from flax import nnx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -253,3 +254,35 @@ def test_an_encoder_of_ones_own():
       {'params': params}, jnp.zeros((2, 4, 16)), train=False,
       method='add_positions',
     )  # fmt: skip
+
+
+def test_the_model_works_in_flax_nnx():
+  """Outputs and gradients, with and without dropout, are those of Linen."""
+  dropout = dict(tiny_models.tiny().transformer, num_layers=1, dropout_rate=0.5)
+  model = tiny_models.tiny(transformer=dropout)
+  params = tiny_models.numbers(model, 8)
+  images = np.random.RandomState(1).randn(2, 8, 8, 3).astype(np.float32)
+  module = nnx.bridge.ToNNX(model, rngs=nnx.Rngs(0))
+  module = nnx.jit(lambda m, x: m.lazy_init(x, train=False))(module, images)
+  state = nnx.state(module, nnx.Param)
+  nnx.replace_by_pure_dict(state, params)
+  nnx.update(module, state)
+
+  def ours(module, rngs):
+    logits = module(images, train=True, rngs=rngs)
+    return (logits**2).mean(), (logits, module(images, train=False))
+
+  def linen(params, key):
+    apply = functools.partial(model.apply, {'params': params}, images)
+    logits = apply(train=True, rngs={'dropout': key})
+    return (logits**2).mean(), (logits, apply(train=False))
+
+  grads, outputs = nnx.jit(nnx.grad(ours, has_aux=True))(module, nnx.Rngs(dropout=3))
+  key = nnx.Rngs(dropout=3).dropout()
+  wanted = jax.jit(jax.grad(linen, has_aux=True))(params, key)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * abs(y).max()),
+    (nnx.to_pure_dict(grads), outputs),
+    wanted,
+  )
+  assert np.abs(outputs[0] - outputs[1]).max() > 0.1  # Dropout was on.
