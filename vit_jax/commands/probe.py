@@ -8,8 +8,8 @@ r"""Measure the features of a model by few-shot, linear and kNN probes.
 The model is not changed; only a linear classifier of its features is trained.
 Few-shot probes solve least squares in closed form, on N images per class and for each
 seed (arXiv 2010.11929, section 4.1). --linear is logistic regression on all training
-images, with the penalty chosen on held-out ones. --knn lets the
-nearest training images vote (arXiv 2104.14294). See docs/measure.md.
+images, with the penalty chosen on held-out ones. --knn lets the nearest training images
+vote (arXiv 2104.14294). See docs/measure.md.
 """
 
 from collections.abc import Sequence

@@ -35,9 +35,9 @@ def probe(
   Its parameters, on the devices of `mesh`, are not changed. `shots` are the images per
   class of the few-shot probes, by default SHOTS, or none if all layers are probed;
   `linear` adds a probe of all training images, and `knn` votes of so many nearest ones,
-  such as KNN. `options` are further keys of
-  `config.fewshot`, see configs/common.py: weights without a run need a `dataset`, and
-  `layer` can also be 'all', 'last', or a number, see features.layers.
+  such as KNN. `options` are further keys of `config.fewshot`, see configs/common.py:
+  weights without a run need a `dataset`, and `layer` can also be 'all', 'last', or a
+  number, see features.layers.
 
   Returns a dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
   `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
