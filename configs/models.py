@@ -175,7 +175,7 @@ class _Transformer:
   norm_eps: schema.Positive = 1e-6
   add_position_embedding: bool = True
   position_embedding: Literal[
-    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'none'
+    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'none'
   ] = 'learned_1d'
   position_layers: Literal['stem', 'every', 'shared'] = 'stem'
   position_grid: schema.HeightWidth | None = None

@@ -155,7 +155,7 @@ def test_logits_are_those_of_timm(case):
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-VARIED = {**CASES['22B'], **CASES['DINOv2']}
+VARIED = {**CASES['22B'], **CASES['DINOv2'], 'position_embedding': 'rope'}
 
 
 @pytest.fixture(scope='module')
@@ -246,6 +246,11 @@ def test_registers_are_no_tokens_of_the_result():
     ({'causal': True, 'classifier': 'gap', 'registers': 2}, 'registers=2.*causal=True'),
     ({'position_layers': 'every', 'registers': 2}, "'every'.*registers"),
     ({'mlp': 'geglu'}, "mlp='geglu' is unknown.*swiglu"),
+    (
+      {'position_embedding': 'rope', 'position_layers': 'shared'},
+      "'rope' has no table .* position_layers='shared'",
+    ),
+    ({'position_embedding': 'rope', 'num_heads': 8}, "'rope'.*multiple of 4, not 2"),
   ],
 )
 def test_what_does_not_work_is_rejected(fields, message):

@@ -50,7 +50,7 @@ def randomize(model):
   with torch.no_grad():
     for name, value in model.named_parameters():
       noise = torch.randn(value.shape, generator=generator)
-      scale = 0.5 if value.ndim < 2 else (value[0].numel()) ** -0.5
+      scale = 0.5 if value.ndim < 2 else max(1, value[0].numel()) ** -0.5
       norm = 'norm' in name and name.endswith('weight')
       value.copy_(noise * scale * 0.3 + 1 if norm else noise * scale)
   return model

@@ -272,8 +272,11 @@ class VisionTransformer(patches_lib.ImageModel):
     # An encoder class of a user need not accept these arguments.
     extra = {} if mask is None else {'mask': mask}
     if positioned or self.registers:
-      x = tokens if positioned else self.add_positions(tokens, train=train)
       extra['parts'] = ('layers',)
+      if not positioned:
+        extra.update(self._grid(tokens))
+        tokens = self.add_positions(tokens, train=train)
+      x = tokens
     else:
       x, grid = self._with_class_token(tokens)
       extra.update(grid)
@@ -298,8 +301,12 @@ class VisionTransformer(patches_lib.ImageModel):
     if self.has_class_token:
       cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
       x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
+    return x, self._grid(tokens)
+
+  def _grid(self, tokens):
+    """Returns the encoder's argument `grid`, if it needs one and the tokens have it."""
     on_grid = self.needs_grid and tokens.ndim == 4
-    return x, {'grid': tokens.shape[1:3]} if on_grid else {}
+    return {'grid': tokens.shape[1:3]} if on_grid else {}
 
   def classify(self, encoded, *, train):
     """Pools tokens [B, N, D] as `classifier` specifies; applies pre-logits and head.

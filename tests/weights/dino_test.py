@@ -20,16 +20,14 @@ transformers = torch_models.transformers
 SCALING = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
 # Registers, MLPs with gates.
 KINDS = [(0, False), (4, True)]
+SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
 
 
 def of_hf(registers, gated, **fields):
   """A tiny model of Hugging Face for images of 12 x 12, or one with other fields."""
   name = 'Dinov2WithRegisters' if registers else 'Dinov2'
   more = {'num_register_tokens': registers} if registers else {}
-  sizes = dict(
-    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=12,
-    patch_size=4, mlp_ratio=3, use_swiglu_ffn=gated,
-  )  # fmt: skip
+  sizes = dict(image_size=12, mlp_ratio=3, use_swiglu_ffn=gated, **SIZES)
   config = getattr(transformers, f'{name}Config')(**{**sizes, **more, **fields})
   return torch_models.randomize(getattr(transformers, f'{name}Model')(config))
 
@@ -46,11 +44,9 @@ def tokens_of(model, images, registers):
   return np.concatenate([found[:, :1], found[:, 1 + registers :]], axis=1)
 
 
-def our_tokens(model, images):
+def our_tokens(model, images, classifier='token_unpooled'):
   """The same of a vit_jax.weights.writing.Model."""
-  module = models.make_model(
-    model.config, num_classes=None, classifier='token_unpooled'
-  )
+  module = models.make_model(model.config, num_classes=None, classifier=classifier)
   apply = jax.jit(functools.partial(module.apply, train=False))
   return np.asarray(apply({'params': model.params}, images))
 
@@ -149,3 +145,27 @@ def test_what_hugging_face_cannot_hold_is_rejected(tmp_path, name, fields, messa
   with pytest.raises(ValueError, match=re.escape(message)):
     convert.convert(str(tmp_path), str(tmp_path / 'hf'), 'hf')
   assert not (tmp_path / 'hf').exists()
+
+
+@pytest.mark.parametrize('registers, gated', KINDS)
+def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
+  """Its rotary embeddings suit images of any size; it has no biases of keys."""
+  act = {'use_gated_mlp': True, 'hidden_act': 'silu'} if gated else {}
+  config = transformers.DINOv3ViTConfig(
+    image_size=8, intermediate_size=24, num_register_tokens=registers, **SIZES, **act
+  )
+  theirs = torch_models.randomize(transformers.DINOv3ViTModel(config))
+  theirs.save_pretrained(tmp_path / 'a')
+  found = convert.read(str(tmp_path / 'a'))
+  images = images_of(8, 12)
+  want = tokens_of(theirs, images, registers)
+  assert_close(our_tokens(found, images), want)
+  assert_close(our_tokens(found, images, 'token'), want[:, 0])
+  convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
+  cls = transformers.DINOv3ViTModel
+  again, info = cls.from_pretrained(tmp_path / 'b', output_loading_info=True)
+  assert not info['missing_keys']
+  assert not info['unexpected_keys']
+  assert_close(tokens_of(again, images, registers), want)
+  with pytest.raises(ValueError, match=r'cannot be written as npz: .*hf\|workdir'):
+    convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c.npz'))

@@ -224,8 +224,8 @@ def _of_hf(name, config, **fields):
       'image classifier.*lacks .text_model',
     ),
     (
-      _of_hf('DINOv3ViTModel', 'DINOv3ViTConfig', num_register_tokens=0, **_SIZES),
-      "model_type is 'dinov3_vit'",
+      _of_hf('DINOv3ViTModel', 'DINOv3ViTConfig', rope_theta=10.0, **_SIZES),
+      'rope_theta is 10.0.* only models with 100.0',
     ),
     (
       _of_hf(

@@ -35,7 +35,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention_kernels, dtypes, gpu_layout, norms
+from vit_jax.layers import attention_kernels, dtypes, gpu_layout, norms, positions
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -150,6 +150,7 @@ class MultiHeadDotProductAttention(nn.Module):
     mask=None,
     relative=None,
     length=None,
+    angles=None,
     deterministic,
   ):
     """Applies self-attention, or cross-attention to another sequence.
@@ -164,6 +165,8 @@ class MultiHeadDotProductAttention(nn.Module):
         [2Q - 1, E], from 1 - Q to Q - 1; self-attention only. A logit gains the
         query times the embedding of p_q - p_k.
       length: number of keys before the padding; None: there is no padding.
+      angles: of rotary embeddings, [Q, E/2], see vit_jax.layers.positions;
+        self-attention only.
       deterministic: whether dropout is off.
 
     Returns:
@@ -206,6 +209,9 @@ class MultiHeadDotProductAttention(nn.Module):
     if self.qk_norm:
       norm = functools.partial(norms.make, self.norm, self.norm_eps, **types)
       query, key = norm('query_ln')(query), norm('key_ln')(key)
+    if angles is not None:
+      query = positions.rotate(query, angles[: query.shape[1]])
+      key = positions.rotate(key, angles)
     query = query if name == 'cudnn' else query * scale
     value = heads(name='value')(kv if values is None else values)
     query, key, value = sharding.gather_keys(query, key, value)

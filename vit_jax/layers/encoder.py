@@ -167,13 +167,15 @@ class Encoder1DBlock(nn.Module):
 
   @nn.compact
   def __call__(
-    self, inputs, deterministic, mask=None, drop_rate=None, relative=None, length=None
-  ):
+    self, inputs, deterministic, mask=None, drop_rate=None, relative=None, length=None,
+    angles=None,
+  ):  # fmt: skip
     """Maps tokens [B, N, D] to tokens [B, N, D], or [B, 1, D] with `only_first`.
 
     `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
-    scalar array, `relative` are relative position embeddings [2N - 1, E], and
-    `length` is the number of tokens before the padding; each may be None.
+    scalar array, `relative` are relative position embeddings [2N - 1, E], `length` is
+    the number of tokens before the padding, and `angles`, [N, E/2], are those of rotary
+    position embeddings; each may be None.
     """
 
     def drop(x):
@@ -193,7 +195,10 @@ class Encoder1DBlock(nn.Module):
     x = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
       **dtypes.of(self, 'attention', 'only_first', 'causal', *_ATTENTION_FIELDS),
-    )(y, mask=mask, relative=relative, length=length, deterministic=deterministic)
+    )(
+      y, mask=mask, relative=relative, length=length, angles=angles,
+      deterministic=deterministic,
+    )  # fmt: skip
     x = scale(nn.Dropout(self.dropout_rate)(x, deterministic=deterministic))
     first = attention.first_token(inputs) if self.only_first else inputs
     if self.parallel:
@@ -323,7 +328,7 @@ class Encoder(nn.Module):
         '(config.model.transformer.position_layers)'
       )
     own = [_Own()] * self.num_layers
-    if 'positions' in parts and kind != 'none':
+    if 'positions' in parts and kind not in ('none', 'rope'):
       x, own = self._positions(x, kind, train, grid)
     if 'layers' not in parts:
       return x
@@ -332,17 +337,21 @@ class Encoder(nn.Module):
     if self.stochastic_depth:
       rates = np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
       own = [each._replace(drop_rate=rate) for each, rate in zip(own, rates)]
-    length = None
+    length = angles = None
+    if kind == 'rope':
+      angles = positions.rope_angles(grid, x.shape[1], x.shape[2] // self.num_heads)
     if mask is None and all(each.relative is each.added is None for each in own):
       length, x = self._pad(x, train)
-    x = self._layers(x, own, train, mask, length, only_first)
+    if length is not None and angles is not None:
+      angles = np.pad(angles, ((0, x.shape[1] - length), (0, 0)))
+    x = self._layers(x, own, train, mask, length, angles, only_first)
     x = x if length is None else x[:, :length]
     x = norm('encoder_norm')(x)
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
 
-  def _layers(self, x, own, train, mask, length, only_first):
+  def _layers(self, x, own, train, mask, length, angles, only_first):
     """Applies all layers; all but the last in a loop where that is faster.
 
     Initialising parameters and sowing intermediates need separate layers, and
@@ -362,7 +371,7 @@ class Encoder(nn.Module):
     )
 
     def apply(layer, x, own):
-      x = layer(x, not train, mask, own.drop_rate, own.relative, length)
+      x = layer(x, not train, mask, own.drop_rate, own.relative, length, angles)
       return x if own.added is None else x + own.added
 
     *first, last = [f'encoderblock_{i}' for i in range(self.num_layers)]

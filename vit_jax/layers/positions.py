@@ -11,6 +11,10 @@
               positions p of a query q and a key k: the logits of attention are
               q (k + r[p_q - p_k]) / sqrt(E), with the same r in all heads
               (arXiv 1803.02155)
+  rope        rotary embeddings of the grid (DINOv3, arXiv 2508.10104): queries and
+              keys of patches are rotated, in pairs of channels, by angles
+              proportional to the row (the first quarter) and the column of the
+              patch, with centres from -1 to 1; other tokens are not
   none        nothing
 
 `config.model.transformer.position_layers` selects where:
@@ -20,7 +24,8 @@
   shared  added before every layer, all with the same table
 
 Relative embeddings enter the attention of each layer, so for them there is
-`every` and `shared`, and no `stem`. Dropout follows the addition before the
+`every` and `shared`, and no `stem`. Rotary ones do too, but have no parameters: for
+them `stem` stays as it is. Dropout follows the addition before the
 first layer only.
 
 The positions of `learned_1d` and `relative` are those in the sequence: the class
@@ -45,11 +50,11 @@ import numpy as np
 
 from vit_jax.layers import patches as patches_lib
 
-KINDS = ('learned_1d', 'learned_2d', 'sincos2d', 'relative', 'none')
+KINDS = ('learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'none')
 LAYERS = ('stem', 'every', 'shared')
 
-_ON_GRID = ('learned_2d', 'sincos2d')
-_TEMPERATURE = 10_000.0
+_ON_GRID = ('learned_2d', 'sincos2d', 'rope')
+_TEMPERATURE, _ROPE_TEMPERATURE = 10_000.0, 100.0
 
 
 def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
@@ -72,6 +77,12 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
       "position_embedding='relative' cannot be resized to the grid of the images, as "
       f'position_grid={tuple(table_grid)} requires: leave out one of them '
       '(config.model.transformer.position_grid)'
+    )
+  if kind == 'rope' and (layers != 'stem' or table_grid is not None):
+    raise ValueError(
+      "position_embedding='rope' has no table for layers or a grid: leave out "
+      f'position_layers={layers!r} and position_grid={table_grid} '
+      '(config.model.transformer.position_embedding)'
     )
   if add:
     return kind
@@ -179,7 +190,8 @@ class AddPositionEmbs(nn.Module):
     )
     if self.kind == 'learned_1d' and self.table_grid is None:
       return learned('pos_embedding', 1, tokens, width)
-    self._check_grid(tokens, width)
+    check_grid(self.kind, self.grid, tokens, self.table_grid)
+    check_width(self.kind, width)
     height, across = self.grid
     rows, columns = self.table_grid or self.grid
     before = tokens - height * across  # The class token.
@@ -197,20 +209,50 @@ class AddPositionEmbs(nn.Module):
     table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
     return jnp.pad(table, ((before, 0), (0, 0)))[None]
 
-  def _check_grid(self, tokens, width):
-    if self.grid is None:
-      raise ValueError(
-        f"position_embedding='{self.kind}'"
-        f'{" with position_grid" if self.table_grid else ""} needs the grid of '
-        'the patches: give encode() tokens [batch, height, width, D], from '
-        'embed(..., flat=False) (config.model.transformer.position_embedding)'
-      )
-    if self.grid[0] * self.grid[1] > tokens:
-      raise ValueError(
-        f'{tokens} tokens are fewer than the {self.grid[0]} x {self.grid[1]} '
-        'patches of the grid: give the grid of these tokens'
-      )
-    check_width(self.kind, width)
+
+def check_grid(kind: str, grid, tokens: int, table_grid=None) -> None:
+  """Raises ValueError if embeddings lack a grid, or have one of too many patches."""
+  if grid is None:
+    raise ValueError(
+      f"position_embedding='{kind}'"
+      f'{" with position_grid" if table_grid else ""} needs the grid of '
+      'the patches: give encode() tokens [batch, height, width, D], from '
+      'embed(..., flat=False) (config.model.transformer.position_embedding)'
+    )
+  if grid[0] * grid[1] > tokens:
+    raise ValueError(
+      f'{tokens} tokens are fewer than the {grid[0]} x {grid[1]} '
+      'patches of the grid: give the grid of these tokens'
+    )
+
+
+def rope_angles(grid: tuple[int, int], tokens: int, head_dim: int) -> np.ndarray:
+  """Returns the angles by which `rotate` turns tokens, float32 [N, E/2].
+
+  The last h*w of N tokens are patches; the angles of others are 0. ValueError for
+  fewer tokens, or a width E of a head that is not a multiple of 4.
+  """
+  check_grid('rope', grid, tokens)
+  if head_dim % 4:
+    raise ValueError(
+      "position_embedding='rope' needs heads whose width is a multiple of 4, not "
+      f'{head_dim} (config.model.transformer.num_heads)'
+    )
+  centres = [2 * (np.arange(size) + 0.5) / size - 1 for size in grid]
+  places = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1)  # [h, w, 2]
+  frequencies = (
+    2 * np.pi * _ROPE_TEMPERATURE ** -np.linspace(0, 1, head_dim // 4, endpoint=False)
+  )
+  angles = (places[..., None] * frequencies).reshape(-1, head_dim // 2)
+  return np.pad(angles, ((tokens - len(angles), 0), (0, 0))).astype(np.float32)
+
+
+def rotate(x, angles):
+  """Turns channels i and i + E/2 of [B, N, K, E] by angle i of [N, E/2]."""
+  a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]  # [N, 1, E/2]
+  turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  return turned.astype(x.dtype)
 
 
 def first_table(flat, transformer, grid):
@@ -224,7 +266,7 @@ def first_table(flat, transformer, grid):
   add = transformer.get('add_position_embedding', True)
   kind = kind_of(add, transformer.get('position_embedding', 'learned_1d'), layers)
   table_grid = transformer.get('position_grid')
-  if kind in ('none', 'relative'):
+  if kind in ('none', 'relative', 'rope'):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'
   tables = {

@@ -8,7 +8,7 @@ Formats, and how each is recognised:
             also model.safetensors.index.json, next to the files that it names
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, `Dinov2Model` and
-            `Dinov2WithRegistersModel`, `DetrForObjectDetection`,
+            `Dinov2WithRegistersModel`, `DINOv3ViTModel`, `DetrForObjectDetection`,
             `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
             `ImageGPTModel`, `CLIPModel` and `SiglipModel`)
   open_clip a CLIP with open_clip's names, likewise a file or a folder

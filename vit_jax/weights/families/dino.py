@@ -1,13 +1,16 @@
-"""DINOv2 in Hugging Face: names of its arrays, and its JSON files.
+"""DINOv2 and DINOv3 in Hugging Face: names of their arrays, and their JSON files.
 
-`Dinov2Model` (arXiv 2304.07193) and `Dinov2WithRegistersModel` (arXiv 2309.16588);
-timm has them under the names of its other Vision Transformers.
+`Dinov2Model` (arXiv 2304.07193), `Dinov2WithRegistersModel` (arXiv 2309.16588), both of
+which timm has under the names of its other Vision Transformers, and `DINOv3ViTModel`
+(arXiv 2508.10104). DINOv3 has no biases of keys; they are zero here.
 """
+
+import numpy as np
 
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves, vit_files
 
-HF_TYPES = ('dinov2', 'dinov2_with_registers')
+HF_TYPES = ('dinov2', 'dinov2_with_registers', 'dinov3_vit')
 # Names of an MLP with a gate, whose first layer other programs join with the gate.
 JOINED = '.mlp.gate.', '.mlp.up.'
 _ATTENTION = 'MultiHeadDotProductAttention_0'
@@ -32,6 +35,25 @@ _LAYER = (
   ('LayerScale_0/gamma', 'same', 'layer_scale1.lambda1'),
   ('LayerNorm_1', 'norm', 'norm2'),
   ('LayerScale_1/gamma', 'same', 'layer_scale2.lambda1'),
+)
+# The same of DINOv3.
+_STEM_3 = (
+  _STEM[0],
+  _STEM[2],
+  ('embedding', 'conv', 'embeddings.patch_embeddings'),
+  ('Transformer/encoder_norm', 'norm', 'norm'),
+)
+_LAYER_3 = (
+  ('LayerNorm_0', 'norm', 'norm1'),
+  *(
+    (f'{_ATTENTION}/{x}', 'heads', f'attention.{x[0]}_proj')
+    for x in ('query', 'key', 'value')
+  ),
+  (f'{_ATTENTION}/out', 'out', 'attention.o_proj'),
+  *_LAYER[-3:],
+  ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
+  ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
+  ('MlpBlock_0/Dense_1', 'dense', 'mlp.down_proj'),
 )
 
 
@@ -61,13 +83,52 @@ def naming(gated: bool) -> leaves.Naming:
   )
 
 
+NAMING_3 = leaves.Naming(
+  'hf',
+  'DINOv3',
+  (('', '', _STEM_3), ('Transformer/encoderblock_{0}/', 'layer.{0}.', _LAYER_3)),
+  marks=('layer.0.layer_scale1.lambda1',),
+  ignored=r'embeddings\.mask_token',
+  program="Hugging Face's DINOv3",
+)
+
+
+def of_3(found):
+  """Returns arrays of DINOv3 by path, with biases of keys where queries have some."""
+  biases = {
+    path.replace('/query/', '/key/'): np.zeros_like(x)
+    for path, x in found.items()
+    if path.endswith('/query/bias')
+  }
+  return {path: x for path, x in {**biases, **found}.items() if x.size}
+
+
+def completed(state, naming: leaves.Naming):
+  """Adds arrays to a state dict that are zero or empty: mask token, no registers."""
+  token, is_3 = state[CLS], naming is NAMING_3
+  others = {'embeddings.mask_token': np.zeros_like(token if is_3 else token[0])}
+  if is_3:
+    others['embeddings.register_tokens'] = token[:, :0]
+  return {**others, **state}
+
+
+def from_hf_3(config) -> descriptions.Description:
+  """Returns what config.json of DINOv3 says."""
+  gated = config.get('use_gated_mlp', False)
+  if gated:  # Of which only the gate has an activation.
+    descriptions.only({'hidden_act': 'gelu', **config}, hidden_act='silu')
+    config = {**config, 'hidden_act': 'gelu'}
+  descriptions.only(config, rope_theta=100.0, proj_bias=True, mlp_bias=True)
+  found = from_hf({'layer_norm_eps': 1e-5, **config})
+  rope = {'position_embedding': 'rope', 'add_position_embedding': True}
+  model = {'transformer': {**found.model['transformer'], **rope}}
+  return found._replace(model=model)
+
+
 def from_hf(config) -> descriptions.Description:
   """Returns what config.json says; GELU and epsilon have other defaults than ViT's."""
   descriptions.only(config, qkv_bias=True)
-  found = vit_files.from_hf({'layer_norm_eps': 1e-6, **config})
-  gelu = found.model['transformer']['gelu'] if config else 'erf'
-  model = {'transformer': {**found.model['transformer'], 'gelu': gelu}}
-  return found._replace(model=model)
+  return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
 
 
 def of_hf(model) -> tuple[dict[str, dict], list[str]]:
@@ -77,6 +138,16 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   """
   config, encoder = model.config, model.config.transformer
   gated = encoder.get('mlp') == 'swiglu'
+  registers = config.get('registers', 0)
+  if encoder.get('position_embedding') == 'rope':
+    files = vit_files.hf_files(
+      model, model_type=HF_TYPES[2], architectures=['DINOv3ViTModel'], key_bias=True,
+      use_gated_mlp=gated, num_register_tokens=registers,
+      layerscale_value=encoder.layer_scale, rope_theta=100.0,
+    )  # fmt: skip
+    if gated:
+      files['config.json']['hidden_act'] = 'silu'
+    return files, ['load it as DINOv3ViTModel: the model has no classifier']
   # It rounds two thirds of this width up to a multiple of 8 if there is a gate.
   hidden = encoder.mlp_dim * 3 // 2 if gated else encoder.mlp_dim
   ratio, rest = divmod(hidden, config.hidden_size)
@@ -90,7 +161,6 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
       "Hugging Face's DINOv2 has position embeddings of a square only, not of images "
       f'of {model.image_size}: write this model for timm, or as a run (--to)'
     )
-  registers = config.get('registers', 0)
   kind, name = HF_TYPES[registers > 0], 'Dinov2WithRegisters' if registers else 'Dinov2'
   files = vit_files.hf_files(
     model,

@@ -141,6 +141,7 @@ class Classifiers(base.Family):
     'transformer.gelu': 'tanh',
     'transformer.norm_eps': 1e-6,
     'transformer.norm': None,
+    'transformer.position_embedding': None,
     'resnet.eps': 'published',
     'eps': 'published',
   }
@@ -148,6 +149,7 @@ class Classifiers(base.Family):
     'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT,
     'timm, gated': _of_timm(gated=True),
     'dino': dino.naming(gated=False), 'dino, gated': dino.naming(gated=True),
+    'dino 3': dino.NAMING_3,
   }  # fmt: skip
 
   def naming(self, naming, names):
@@ -156,7 +158,8 @@ class Classifiers(base.Family):
       return self.namings['bit']
     gated = ', gated' if _is_gated(names) else ''
     if naming == 'hf' and any(re.search('LayerScale|layer_scale', x) for x in names):
-      return self.namings[f'dino{gated}']
+      learned = any(re.search('pos_embedding|position_embeddings', x) for x in names)
+      return self.namings[f'dino{gated}' if learned else 'dino 3']
     if gated:
       return self.namings[f'{naming}{gated}']
     bare = f'{_TIMM_RESNET}conv.weight' in names or (
@@ -168,11 +171,19 @@ class Classifiers(base.Family):
   def formats_of(self, config):
     encoder = config.get('transformer') or {}
     own = {k for k, plain in VARIATIONS.items() if encoder.get(k, plain) != plain}
+    if encoder.get('position_embedding') == 'rope':
+      is_dino = 'layer_scale' in own and not own - {'mlp', 'layer_scale'}
+      return ('hf', 'workdir') if is_dino else ('workdir',)
     if own - {'mlp', 'layer_scale'} or ('mlp' in own and config.get('resnet')):
       return ('npz', 'workdir')
     theirs = bool(own or config.get('registers'))
     lacks = theirs and 'layer_scale' not in own
     return tuple(name for name in self.formats if name != 'hf' or not lacks)
+
+  def load(self, flat, naming, num_heads):
+    is_3 = self.naming(naming, flat) is dino.NAMING_3
+    found = super().load(flat, naming, num_heads)
+    return dino.of_3(found) if is_3 else found
 
   def dump(self, flat, naming):
     if naming == 'hf' and 'cls' not in flat:
@@ -187,8 +198,9 @@ class Classifiers(base.Family):
     state = super().dump(flat, naming)
     if naming == 'timm':
       return state
-    if self.naming(naming, flat) is not _HF:  # Needs it, but only for training.
-      return {**state, 'embeddings.mask_token': np.zeros_like(state[dino.CLS][0])}
+    table = self.naming(naming, flat)
+    if table is not _HF:
+      return dino.completed(state, table)
     # transformers puts all names except the head's under 'vit.'.
     return {re.sub(r'^(?!classifier\.)', 'vit.', k): x for k, x in state.items()}
 
@@ -232,8 +244,9 @@ class Classifiers(base.Family):
     names = {path: name for path, _, name in leaves.prepare(flat, table)}
     config = sibling('config.json')
     if naming == 'hf':
-      read = vit_files.from_hf if table is _HF else dino.from_hf
-      found = descriptions.read(config, read)
+      is_3 = table is dino.NAMING_3
+      read = dino.from_hf_3 if is_3 else dino.from_hf
+      found = descriptions.read(config, vit_files.from_hf if table is _HF else read)
     else:
       pooling = 'token' if 'cls_token' in flat else 'avg'
       found = descriptions.read(config, lambda x: vit_files.from_timm(x, pooling))
