@@ -554,7 +554,7 @@ def layer_wise_decay(
   for example .75; the config is changed in place, and returned.
   """
   layers = config.model.transformer.num_layers
-  rules = [('^(head|pre_logits)/', 1.0), ('encoder_norm/', factor)]
+  rules = [('^(head|head_dist|pre_logits)/', 1.0), ('(encoder|pool)_norm/', factor)]
   rules += [(f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)]
   config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config

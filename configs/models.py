@@ -203,11 +203,15 @@ class Vit(_Model):
   transformer: _Transformer
   resnet: _ResNet
   representation_size: schema.Count | None
-  classifier: Literal['token', 'gap', 'map', 'unpooled', 'token_unpooled']
+  classifier: Literal[
+    'token', 'gap', 'token_gap', 'map', 'unpooled', 'token_unpooled'
+  ]  # fmt: skip
   head_init: Literal['zeros', 'lecun_normal']
   # Initial bias of the head: -10 for many classes with a sigmoid.
   head_bias_init: float = 0.0
   registers: schema.Natural = 0
+  pool_norm: bool = False
+  distilled: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)

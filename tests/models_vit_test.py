@@ -64,6 +64,7 @@ def test_logits_are_those_of_the_equations_of_the_paper():
   [
     ('token', (2, 5)),
     ('gap', (2, 5)),
+    ('token_gap', (2, 5)),
     ('unpooled', (2, 4, 5)),
     ('token_unpooled', (2, 5, 5)),
   ],
@@ -165,6 +166,7 @@ def test_attention_weights_and_tokens_are_sown():
 @pytest.mark.parametrize(
   'fields, shape, message',
   [
+    ({'classifier': 'gap', 'distilled': True}, (1, 8, 8, 3), "='gap'.*use 'token'"),
     ({'classifier': 'sum'}, (1, 8, 8, 3), "classifier='sum'.*token.*gap"),
     ({}, (1, 10, 8, 3), 'image height 10 is not a multiple.*use 8 or 12'),
     ({}, (1, 8, 2, 3), 'image width 2 is smaller than one patch of 4'),

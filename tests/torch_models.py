@@ -21,9 +21,11 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-def hf_model(cls=transformers.ViTForImageClassification, **kwargs):
+def hf_model(
+  cls=transformers.ViTForImageClassification, config=transformers.ViTConfig, **kwargs
+):
   """A tiny model of Hugging Face for images of 8 x 12, of three classes."""
-  config = transformers.ViTConfig(
+  fields = dict(
     hidden_size=32,
     num_hidden_layers=2,
     num_attention_heads=4,
@@ -32,9 +34,8 @@ def hf_model(cls=transformers.ViTForImageClassification, **kwargs):
     patch_size=4,
     id2label={0: 'ant', 1: 'bee', 2: 'cow'},
     label2id={'ant': 0, 'bee': 1, 'cow': 2},
-    **kwargs,
   )
-  return randomize(cls(config))
+  return randomize(cls(config(**{**fields, **kwargs})))
 
 
 def logits(model, images):

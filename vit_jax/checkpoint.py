@@ -197,7 +197,7 @@ def _part_weights(config, part, path, task, params, extra) -> dict:
   own = model_configs.parts_of(config.model)  # {'img': 'image'}
   if part == 'txt' and model_configs.kind_of(config.model) == 'lit':
     own = {'txt': 'text'}
-  new = ('head/', 'pre_logits/')
+  new = ('head', 'pre_logits/')
   if part in own:
     return _taken(config, path, params[part], part, own[part], new=new, part=part)
   for name, key in own.items() if not part else ():

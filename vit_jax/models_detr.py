@@ -84,7 +84,7 @@ class VitBackbone(models_vit.VisionTransformer):
     tokens = grid[0] * grid[1]
     if mask is not None:
       mask = shrink_mask(mask, grid).reshape(-1, 1, 1, tokens)
-      first = int(self.has_class_token) + self.registers
+      first = int(self.has_class_token) + self.distilled + self.registers
       ends = ((0, 0), (0, 0), (0, 0), (first, 0))
       mask = jnp.pad(mask, ends, constant_values=True)
     x = self.encode(x, train=train, mask=mask)[:, -tokens:]

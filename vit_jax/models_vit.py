@@ -46,11 +46,12 @@ from vit_jax.layers import (
   attention,
   dtypes,
   encoder as encoder_lib,
+  norms,
   patches as patches_lib,
   positions,
 )
 
-CLASSIFIERS = ('token', 'gap', 'map', 'unpooled', 'token_unpooled')
+CLASSIFIERS = ('token', 'gap', 'token_gap', 'map', 'unpooled', 'token_unpooled')
 
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
@@ -116,9 +117,10 @@ class VisionTransformer(patches_lib.ImageModel):
   # Width of a dense layer with tanh before the head (the paper's pre-training head,
   # section 3.1), or None.
   representation_size: int | None = None
-  # 'token' reads the class token, 'gap' the mean over patches, 'map' the result of
-  # attention pooling (see vit_jax.layers.encoder.MAPHead); 'unpooled' and
-  # 'token_unpooled' apply the head to every token, without and with a class token.
+  # 'token' reads the class token, 'gap' and 'token_gap' the mean over patches, without
+  # and with a class token next to them, 'map' the result of attention pooling (see
+  # vit_jax.layers.encoder.MAPHead); 'unpooled' and 'token_unpooled' apply the head to
+  # every token, without and with a class token.
   classifier: str = 'token'
   head_bias_init: float = 0.0  # -10 for the 21k models.
   encoder: type[nn.Module] = Encoder
@@ -129,14 +131,26 @@ class VisionTransformer(patches_lib.ImageModel):
   # Number of learned tokens without positions that the encoder reads in addition, after
   # the class token ("Vision Transformers Need Registers", arXiv 2309.16588).
   registers: int = 0
+  # Whether a norm follows the pooling instead of the layers, as in MAE's fine-tuning
+  # (arXiv 2111.06377, section A.1).
+  pool_norm: bool = False
+  # Whether a distillation token follows the class token and has a head of its own. The
+  # logits are the mean of both heads', in training too (arXiv 2012.12877, section 4).
+  distilled: bool = False
 
   def setup(self):
     """Creates the submodules, with published names.
 
-    Raises ValueError if the classifier is unknown, or if causal attention hides the
-    other tokens from the class token that it reads, or from registers.
+    Raises ValueError if the classifier is unknown or does not suit `distilled`, or if
+    causal attention hides the other tokens from the class token that it reads, or from
+    registers.
     """
     patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
+    if self.distilled and self.classifier != 'token':
+      raise ValueError(
+        f"classifier='{self.classifier}' reads no distillation token, which "
+        "distilled=True adds: use 'token' (config.model.classifier)"
+      )
     types = dtypes.of(self)
     if self.resnet is not None:
       self.resnet_layers = models_resnet.make_resnet(**dict(self.resnet), **types)
@@ -145,8 +159,8 @@ class VisionTransformer(patches_lib.ImageModel):
       patch_size=tuple(self.patches['size']),
       **types,
     )
+    fields = dict(self.transformer or {})
     if self.transformer is not None:
-      fields = dict(self.transformer)
       if fields.get('causal') and self.classifier == 'token':
         raise ValueError(
           "classifier='token' reads the class token, which comes first and with "
@@ -161,6 +175,9 @@ class VisionTransformer(patches_lib.ImageModel):
       width, dtype = self.hidden_size, types['param_dtype']
       if self.has_class_token:
         self.cls = self.param('cls', nn.initializers.zeros, (1, 1, width), dtype)
+      if self.distilled:
+        init = nn.initializers.normal(stddev=0.02)
+        self.dist = self.param('dist', init, (1, 1, width), dtype)
       if self.registers:
         shape, init = (1, self.registers, width), nn.initializers.normal(1e-6)
         self.register_tokens = self.param('register_tokens', init, shape, dtype)
@@ -170,17 +187,21 @@ class VisionTransformer(patches_lib.ImageModel):
     if self.classifier == 'map':
       given = {k: fields[k] for k in encoder_lib.POOLING_FIELDS if k in fields}
       self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
+    if self.pool_norm:
+      kind, eps = fields.get('norm', Encoder.norm), fields.get('norm_eps', 1e-6)
+      self._pool_norm = norms.make(kind, eps, 'pool_norm', **types)
     size = self.representation_size
     self.pre_logits = IdentityLayer() if size is None else nn.Dense(size, **types)
     if self.num_classes:
-      self.head = make_head(
-        self.num_classes, self.head_bias_init, **types, init=self.head_init
-      )
+      options = dict(bias=self.head_bias_init, init=self.head_init, **types)
+      self.head = make_head(self.num_classes, **options)
+      if self.distilled:
+        self.head_dist = make_head(self.num_classes, **options, name='head_dist')
 
   @property
   def has_class_token(self) -> bool:
     """Whether the class token comes before the other tokens."""
-    return self.classifier in ('token', 'token_unpooled')
+    return self.classifier in ('token', 'token_gap', 'token_unpooled')
 
   @property
   def needs_grid(self) -> bool:
@@ -201,7 +222,8 @@ class VisionTransformer(patches_lib.ImageModel):
     """
     flat = self.transformer is not None and not self.needs_grid
     x = self.embed(inputs, flat=flat)
-    x = self.encode(x, train=train, only_first=self.classifier == 'token')
+    only_first = self.classifier == 'token' and not self.distilled
+    x = self.encode(x, train=train, only_first=only_first)
     return self.classify(x, train=train)
 
   def embed(self, images, *, flat=True):
@@ -244,7 +266,7 @@ class VisionTransformer(patches_lib.ImageModel):
       return x
     registers = self.register_tokens.astype(x.dtype)
     registers = jnp.broadcast_to(registers, (x.shape[0], *registers.shape[1:]))
-    first = int(self.has_class_token)
+    first = int(self.has_class_token) + self.distilled
     return jnp.concatenate([x[:, :first], registers, x[:, first:]], axis=1)
 
   def encode(self, tokens, *, train, mask=None, only_first=False, positioned=False):
@@ -280,12 +302,14 @@ class VisionTransformer(patches_lib.ImageModel):
     else:
       x, grid = self._with_class_token(tokens)
       extra.update(grid)
+    if self.pool_norm:
+      extra['last_norm'] = False
     if only_first and self.encoder is Encoder:
       extra['only_first'] = True
     x = self.Transformer(x, train=train, **extra)
     if not self.registers:
       return x
-    first = int(self.has_class_token)
+    first = int(self.has_class_token) + self.distilled
     patches = x[:, first + self.registers :]
     return jnp.concatenate([x[:, :first], patches], axis=1)
 
@@ -299,8 +323,10 @@ class VisionTransformer(patches_lib.ImageModel):
     x = tokens.astype(dtypes.of(self)['dtype'])
     x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, h*w, D]
     if self.has_class_token:
-      cls = jnp.broadcast_to(self.cls, (x.shape[0], 1, x.shape[-1]))
-      x = jnp.concatenate([cls.astype(x.dtype), x], axis=1)  # [B, N, D]
+      shape, own = (x.shape[0], 1, x.shape[-1]), [self.cls]
+      own += [self.dist] if self.distilled else []
+      first = [jnp.broadcast_to(token, shape).astype(x.dtype) for token in own]
+      x = jnp.concatenate([*first, x], axis=1)  # [B, N, D]
     return x, self._grid(tokens)
 
   def _grid(self, tokens):
@@ -315,14 +341,25 @@ class VisionTransformer(patches_lib.ImageModel):
     """
     del train
     x = encoded
-    if self.classifier == 'token':
+    if self.distilled:
+      x = x[:, :2]  # [B, 2, D]
+    elif self.classifier == 'token':
       x = x[:, 0]  # [B, D]
+    elif self.classifier == 'token_gap':
+      x = x[:, 1:].mean(axis=1)  # [B, D]
     elif self.classifier == 'gap':
       x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
     elif self.classifier == 'map':
       x = self.MAPHead_0(x)  # [B, D]
+    if self.pool_norm:
+      x = self._pool_norm(x)
     x = self.pre_logits(x)
     if self.representation_size is not None:
       x = nn.tanh(x)
-    self.sow('intermediates', 'features', x)
-    return self.head(x) if self.num_classes else x
+    features = x.mean(axis=1) if self.distilled else x
+    self.sow('intermediates', 'features', features)
+    if not self.num_classes:
+      return features
+    if self.distilled:
+      return (self.head(x[:, 0]) + self.head_dist(x[:, 1])) / 2
+    return self.head(x)

@@ -38,6 +38,16 @@ def multiply_adds(
   return total
 
 
+def test_a_distillation_token_is_a_token_with_a_head():
+  config = model_configs.get_config('s16')
+  config.distilled, config.transformer.num_layers = True, 1
+  model = models.make_model(config, num_classes=10)
+  # 6 patches and 2 tokens, of which all are computed.
+  layer = 8 * (4 * 384**2 + 2 * 384 * 1536) + 2 * 8 * 8 * 384
+  want = 6 * 768 * 384 + layer + 2 * 384 * 10
+  assert flops.forward_flops(model, (32, 48)) == 2 * want
+
+
 @pytest.mark.parametrize('whole', [False, True])
 def test_a_vit_is_counted_as_in_closed_form(whole):
   config = model_configs.get_config('s16')

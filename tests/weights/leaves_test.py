@@ -23,7 +23,7 @@ _NAMING = leaves.Naming(
   ),
   marks=('cls_token',),
   old_names=((r'^module\.', ''),),
-  joined=(('.qk.', ('.q.', '.k.')),),
+  joined={'.qk.': ('.q.', '.k.')},
   program='toys',
   features={'gamma': 'layer scale'},
 )

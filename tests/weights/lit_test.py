@@ -616,7 +616,8 @@ def test_classifiers_keep_quick_gelu_and_others_are_refused(tmp_path, to):
   assert again.config.transformer.gelu == 'quick'
   encoder = {**model.transformer, 'first_norm': True}
   message = 'write this model (as a run|for timm, or as a run)'
-  for fields in ({'classifier': 'map'}, {'transformer': encoder}):
+  refused = {'transformer': encoder}, {'classifier': 'map'}
+  for fields in refused[: 1 if to == 'timm' else 2]:  # timm has attention pooling.
     path = str(tmp_path / 'b.npz')
     checkpoint.save(tiny_models.numbers(tiny_models.tiny(**fields), 8), path)
     found = convert.read(path)

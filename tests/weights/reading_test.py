@@ -57,7 +57,7 @@ def timm_folder(tmp_path):
   return change
 
 
-@pytest.mark.parametrize('pool', ['avg', 'max'])
+@pytest.mark.parametrize('pool', ['prr', 'max'])
 def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder, pool):
   message = f"global_pool is '{pool}', but this package has only .* 'token'"
   for change in (
@@ -206,8 +206,12 @@ def _of_hf(name, config, **fields):
 @pytest.mark.parametrize(
   'write, message',
   [
-    (_of_timm('vit_base_patch16_clip_224'), 'norm_pre.*a norm before the first layer'),
-    (_of_timm('vit_small_patch16_224', global_pool='avg'), 'fc_norm.*pools in this'),
+    (_of_timm('vit_base_patch16_rpn_224'), "architecture is 'vit_base_patch16_rpn_224'"),
+    (_of_timm('vit_small_patch16_224', global_pool='max'), "is 'max'.*'token' or 'avg'"),
+    (
+      _of_hf('DeiTForImageClassification', 'DeiTConfig', **_SIZES),
+      "'classifier' reads the first token only",
+    ),
     (_of_timm('vit_small_patch16_dinov3'), 'gamma_1.*an EVA, as DINOv3'),
     (
       _of_hf(

@@ -50,8 +50,8 @@ TENSOR_RULES = (
   (f'({_MLP}/(Dense_0|gate)|mlp/hidden)/kernel', (None, MODEL_AXIS)),
   (f'{_MLP}/(Dense_0|gate)/bias', (MODEL_AXIS,)),
   (f'({_MLP}/Dense_1|mlp/output)/kernel', (MODEL_AXIS,)),
-  ('head/kernel', (None, MODEL_AXIS)),
-  ('head/bias', (MODEL_AXIS,)),
+  ('head(_dist)?/kernel', (None, MODEL_AXIS)),
+  ('head(_dist)?/bias', (MODEL_AXIS,)),
 )
 
 # Least number of elements for an array to be split over the axis `fsdp`:

@@ -300,7 +300,10 @@ class Encoder(nn.Module):
   layer_scale: float | None = None
 
   @nn.compact
-  def __call__(self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS):
+  def __call__(
+    self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS,
+    last_norm=True,
+  ):  # fmt: skip
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     `mask`, bool, broadcastable to [B, K, N, N], is True where a query may attend to a
@@ -308,6 +311,7 @@ class Encoder(nn.Module):
     None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
     for position embeddings on a grid, and for `position_grid`. `parts` are the parts of
     PARTS to apply, so that a model can do something between them, such as drop tokens.
+    `last_norm` is whether a norm follows the layers, rather than the model's pooling.
 
     Raises ValueError if a field has an unknown value, the tokens do not suit the
     position embeddings, or only a part is applied and later layers add position
@@ -346,7 +350,7 @@ class Encoder(nn.Module):
       angles = np.pad(angles, ((0, x.shape[1] - length), (0, 0)))
     x = self._layers(x, own, train, mask, length, angles, only_first)
     x = x if length is None else x[:, :length]
-    x = norm('encoder_norm')(x)
+    x = norm('encoder_norm')(x) if last_norm else x
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x

@@ -82,7 +82,7 @@ HEAD_INITS = {
 
 
 def make_head(
-  num_classes: int, bias: float, dtype, param_dtype, init: str = 'zeros'
+  num_classes: int, bias: float, dtype, param_dtype, init: str = 'zeros', name='head'
 ) -> nn.Dense:
   """Returns the linear classifier, with an initial bias.
 
@@ -92,7 +92,7 @@ def make_head(
   check_choice('head_init', init, HEAD_INITS)
   return nn.Dense(
     num_classes,
-    name='head',
+    name=name,
     kernel_init=HEAD_INITS[init],
     bias_init=nn.initializers.constant(bias),
     dtype=jnp.promote_types(dtype, jnp.float32),

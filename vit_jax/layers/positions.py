@@ -255,6 +255,11 @@ def rotate(x, angles):
   return turned.astype(x.dtype)
 
 
+def class_tokens(paths, tower: str = '') -> int:
+  """Returns how many tokens with positions precede the patches, by '/'-joined paths."""
+  return sum(f'{tower}{name}' in paths for name in ('cls', 'dist'))
+
+
 def first_table(flat, transformer, grid):
   """Returns what a Vision Transformer adds to tokens before its first layer.
 
@@ -276,7 +281,7 @@ def first_table(flat, transformer, grid):
   }
   if not tables and kind != 'sincos2d':
     return None
-  tokens = grid[0] * grid[1] + ('cls' in flat)
+  tokens = grid[0] * grid[1] + class_tokens(flat)
   inputs = jnp.zeros((1, tokens, *flat['embedding/bias'].shape))
   module = AddPositionEmbs(kind=kind, grid=tuple(grid), table_grid=table_grid)
   return module.apply({'params': tables}, inputs, method='table')

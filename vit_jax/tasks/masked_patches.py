@@ -84,8 +84,8 @@ class Task(base.Task):
     target: Literal['mean', '4x4', 'l2'] = 'mean'
 
   METRICS = ('accuracy', 'loss')
-  NEW_PARAMS = ('head/', 'mask_token')
-  OWN_PARAMS = ('head/', 'mask_token')
+  NEW_PARAMS = ('head', 'mask_token')
+  OWN_PARAMS = ('head', 'mask_token')
   DRAWS, PRINTS = True, False
   FIGURES = (
     gallery.Entry(

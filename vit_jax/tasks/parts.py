@@ -36,7 +36,7 @@ class Hooks:
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
   CANVASES: ClassVar[bool] = False
-  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head/',)
+  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   FIGURES: ClassVar[tuple] = ()
   DRAWS: ClassVar[bool] = False

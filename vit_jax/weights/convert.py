@@ -117,14 +117,14 @@ def _with_gelu(src, model, gelu):
 
 
 def _check_shapes(weights, config, num_classes, size):
-  """Checks that all leaves of the model are present, with their shapes."""
+  """Checks that the leaves are those of the model, with their shapes."""
   expected = families.of(config).shapes(config, weights.params, num_classes, size)
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')
   have, what = reading.leaves_of(weights), identify.describe(weights.params)
-  missing = sorted(want.keys() - have)
+  missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
   fitting.fail_for(
-    identify.misfits(have, want), missing, what=f'it looks like {what}, but'
+    identify.misfits(have, want), missing, extra, f'it looks like {what}, but'
   )
 
 

@@ -34,7 +34,7 @@ def transferable(
   model_config,
   grid=None,
   new_grid=None,
-  new: Sequence[str] | Callable[..., Sequence[str]] = ('head/',),
+  new: Sequence[str] | Callable[..., Sequence[str]] = ('head',),
   partly: bool = False,
   adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
   place: str = 'model',
@@ -62,7 +62,7 @@ def transferable(
   own = family.part(weights, part) if part else None
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
-    new = () if 'head/kernel' in flat.keys() & want.keys() else ('head/',)
+    new = () if 'head/kernel' in flat.keys() & want.keys() else ('head',)
   _check_family(pretrained_path, flat, want)
   weights = adapt(weights)
   flat = reading.leaves_of(weights)
@@ -156,14 +156,15 @@ def _resized(have, want, grid, new_grid):
   resized, faults = {}, []
   for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
     tower, kind = _POSEMB.fullmatch(path).groups()
-    table, cls = have[path], f'{tower}cls'
+    table = have[path]
+    first, wanted = (positions.class_tokens(x, tower) for x in (have, want))
     old, new = table.shape, want[path].shape
     if kind == 'relative' and (moved or old != new):
       faults.append(f'{path}: {_SEQUENCE}')
-    elif (cls in have) != (cls in want) or len(old) != len(new):
+    elif first != wanted or len(old) != len(new):
       continue
     elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
-      resized[path] = interpolate_posembed(table, new[1], cls in have, grid, new_grid)
+      resized[path] = interpolate_posembed(table, new[1], first, grid, new_grid)
     elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
       table = positions.resize(np.asarray(table, np.float32), new[0])
       resized[path] = table.astype(np.float32)
@@ -227,6 +228,8 @@ def note_differences(weights, model_config, place='model'):
         f'heads: check --config.{place}.{".".join(key)} and num_heads there'
       )
   for key, there, here in family.differences(weights.model, model_config):
+    if key == 'classifier':  # Another pooling is the new model's choice.
+      continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
       f'computes with {here}: for the same features set '

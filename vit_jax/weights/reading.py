@@ -7,10 +7,11 @@ Formats, and how each is recognised:
   timm      .safetensors or .bin with timm's names, or a folder with such a file;
             also model.safetensors.index.json, next to the files that it names
   hf        the same with Hugging Face's names (`ViTModel` and
-            `ViTForImageClassification`, `Dinov2Model` and
-            `Dinov2WithRegistersModel`, `DINOv3ViTModel`, `DetrForObjectDetection`,
-            `DetrForSegmentation`, `ImageGPTForCausalImageModeling` and
-            `ImageGPTModel`, `CLIPModel` and `SiglipModel`)
+            `ViTForImageClassification`, likewise of DeiT, I-JEPA and MAE,
+            `Dinov2Model` and `Dinov2WithRegistersModel`, `DINOv3ViTModel`,
+            `DetrForObjectDetection`, `DetrForSegmentation`,
+            `ImageGPTForCausalImageModeling` and `ImageGPTModel`, `CLIPModel` and
+            `SiglipModel`)
   open_clip a CLIP with open_clip's names, likewise a file or a folder
   bert      a BERT of Hugging Face, as a text tower
   pth       a file released with DETR's paper

@@ -111,7 +111,7 @@ _NAMINGS = {
   'hf, own backbone': _detector('hf', 0, 1, _HF_BACKBONE, 'model'),
   'pth': _detector(
     'pth', 1, 0, 'backbone.0.body.', 'transformer',
-    joined=(('.in_proj_', ('.q_proj.', '.k_proj.', '.v_proj.')),),
+    joined={'.in_proj_': ('.q_proj.', '.k_proj.', '.v_proj.')},
   ),
   'resnet': leaves.Naming(
     'resnet',

@@ -76,7 +76,7 @@ def naming(gated: bool) -> leaves.Naming:
     (('', '', _STEM), ('Transformer/encoderblock_{0}/', 'encoder.layer.{0}.', layer)),
     marks=('encoder.layer.0.layer_scale1.lambda1',),
     old_names=((r'^dinov2(_with_registers)?\.', ''),),
-    joined=(('.mlp.weights_in.', JOINED),) if gated else (),
+    joined={'.mlp.weights_in.': JOINED} if gated else {},
     ignored=r'embeddings\.mask_token',
     program="Hugging Face's DINOv2",
     features={'classifier': 'a classifier of class token and mean of the patches'},

@@ -49,7 +49,7 @@ _NAMING = leaves.Naming(
   (('', '', _OTHERS), ('block_{0}/', 'transformer.h.{0}.', _BLOCK)),
   marks=(_COLORS,),
   old_names=((r'^(wte|wpe|h|ln_f)\.', r'transformer.\1.'),),
-  joined=(('.c_attn.', ('.q.', '.k.', '.v.')),),
+  joined={'.c_attn.': ('.q.', '.k.', '.v.')},
   program="Hugging Face's ImageGPT",
   features={'score.weight': _CLASSES},
 )

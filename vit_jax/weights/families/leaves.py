@@ -84,7 +84,7 @@ class Naming(NamedTuple):
     groups: the table.
     marks: names, any of which shows that a state dict has this naming.
     old_names: (regex, replacement) from names of other versions to the table's.
-    joined: part of the name of each joined layer, and the parts that replace it.
+    joined: parts of names of joined projections -> the parts that replace each.
     ignored: regex of the beginnings of names that this package has no use for.
     program: the program, in words.
     features: parts of other names -> what they belong to, for errors.
@@ -95,7 +95,7 @@ class Naming(NamedTuple):
   groups: tuple[Group, ...]
   marks: tuple[str, ...] = ()
   old_names: tuple[tuple[str, str], ...] = ()
-  joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
+  joined: Mapping[str, tuple[str, ...]] = {}
   ignored: str | None = None
   program: str = ''
   features: Mapping[str, str] = {}
@@ -190,8 +190,8 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
       logging.warning('Ignored parameters: %s', arrays.listed(ignored))
     for name in ignored:
       del flat[name]
-  for joined in naming.joined:
-    _split(flat, *joined)
+  for joined, parts in naming.joined.items():
+    _split(flat, joined, parts)
   table = [*walk(naming.groups, flat, here=False)]
   if others := sorted(flat.keys() - {name for _, _, name in table}):
     hints = (
@@ -235,8 +235,8 @@ def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray
       f'{sorted(flat)[:10]} have no counterpart in {naming.program}: write this '
       'model as a run (--to=workdir)'
     )
-  for joined in naming.joined:
-    _join(state, *joined)
+  for joined, parts in naming.joined.items():
+    _join(state, joined, parts)
   return state
 
 

@@ -114,7 +114,7 @@ def _naming(style: str) -> leaves.Naming:
     # A table of each tower, [rows, width].
     marks=(image + image_rows[1][2], texts + text_rows[0][2]),
     old_names=((r'^text\.', ''),),  # open_clip's models with a class for text.
-    joined=((f'{attention}in_proj_', tuple(f'{attention}{x}_proj.' for x in 'qkv')),),
+    joined={f'{attention}in_proj_': tuple(f'{attention}{x}_proj.' for x in 'qkv')},
     program=f"Hugging Face's {style}",
   )
 

@@ -18,21 +18,32 @@ from vit_jax.weights.families import base, dino, leaves, vit_files
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _BLOCK = 'Transformer/encoderblock_{0}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
-# Leaves of models that only this package has.
-_POOLING, _FIRST_NORM = 'MAPHead_0/probe', 'Transformer/first_norm/scale'
-# Fields of an encoder that only this package's formats hold, and their defaults.
+_MAP = 'MAPHead_0/'
+# Leaves that tell fields of a model.
+_POOLING, _POOL_NORM = f'{_MAP}probe', 'pool_norm/scale'
+_FIRST_NORM = 'Transformer/first_norm/scale'
+# Fields of an encoder that the original lacks, and their defaults.
 VARIATIONS = {
   'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
   'mlp': 'gelu', 'layer_scale': None,
 }  # fmt: skip
+# Fields of VARIATIONS that other programs hold too.
+_ELSEWHERE = {
+  'timm': ('qkv_bias', 'qk_norm', 'mlp', 'layer_scale'),
+  'hf': ('qkv_bias',), 'dino': ('mlp', 'layer_scale'),
+}  # fmt: skip
+# What completes masked images, of which no logits and no features depend.
+_IGNORED = r'decoder|(embeddings\.)?mask_token'
 # Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
 _STEM = (
   ('cls', 'same', 'cls_token', 'embeddings.cls_token'),
+  ('dist', 'same', 'dist_token', 'embeddings.distillation_token'),
   (_POSEMB, 'same', 'pos_embed', 'embeddings.position_embeddings'),
   ('embedding', 'conv', 'patch_embed.proj', 'embeddings.patch_embeddings.projection'),
   ('Transformer/encoder_norm', 'norm', 'norm', 'layernorm'),
   ('pre_logits', 'dense', 'pre_logits.fc', 'pooler.dense'),
   ('head', 'dense', 'head', 'classifier'),
+  ('head_dist', 'dense', 'head_dist', 'distillation_classifier'),
 )  # fmt: skip
 _MLP = ('mlp.fc1', 'mlp.fc2'), ('intermediate.dense', 'output.dense')
 _LAYER = (
@@ -43,12 +54,25 @@ _LAYER = (
   (f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
   ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
 )
-# Only timm has these in its plain Vision Transformers.
-_REGISTERS = ('register_tokens', 'same', 'reg_token')
-_LAYER_SCALES = tuple(
-  (f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)
+# What only timm has in a plain Vision Transformer: registers, factors, norms, attention pooling, the ResNet of a hybrid, and BiT.
+_TIMM_STEM = (
+  ('register_tokens', 'same', 'reg_token'),
+  ('Transformer/first_norm', 'norm', 'norm_pre'),
+  ('pool_norm', 'norm', 'fc_norm'),
+  (_POOLING, 'same', 'attn_pool.latent'),
+  (f'{_MAP}{_ATTENTION}query', 'heads', 'attn_pool.q'),
+  (f'{_MAP}{_ATTENTION}key', 'heads', 'attn_pool.k'),
+  (f'{_MAP}{_ATTENTION}value', 'heads', 'attn_pool.v'),
+  (f'{_MAP}{_ATTENTION}out', 'out', 'attn_pool.proj'),
+  (f'{_MAP}LayerNorm_0', 'norm', 'attn_pool.norm'),
+  (f'{_MAP}MlpBlock_0/Dense_0', 'dense', 'attn_pool.mlp.fc1'),
+  (f'{_MAP}MlpBlock_0/Dense_1', 'dense', 'attn_pool.mlp.fc2'),
 )
-# The ResNet of a hybrid, and BiT, which only timm has.
+_TIMM_LAYER = (
+  (f'{_ATTENTION}query_ln', 'norm', 'attn.q_norm'),
+  (f'{_ATTENTION}key_ln', 'norm', 'attn.k_norm'),
+  *((f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)),
+)
 _ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
 _UNIT = (
   *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
@@ -68,30 +92,25 @@ _UNITS, _TIMM_UNITS = 'block{1}/unit{1}/', 'stages.{0}.blocks.{0}.'
 
 def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.Naming:
   """Returns timm's naming; `root`: prefix of a hybrid's first convolution."""
-  layer = (*leaves.column(_LAYER, 0), *dino.mlp(*_MLP[0], gated), *_LAYER_SCALES)
+  layer = (*leaves.column(_LAYER, 0), *dino.mlp(*_MLP[0], gated), *_TIMM_LAYER)
   return leaves.Naming(
     'timm',
     'plain Vision Transformer',
     (
-      ('', '', (*leaves.column(_STEM, 0), _REGISTERS)),
+      ('', '', (*leaves.column(_STEM, 0), *_TIMM_STEM)),
       (_BLOCK, 'blocks.{0}.', layer),
       ('', root, _ROOT),
       (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
     ),
     marks=('patch_embed.proj.weight',),
-    joined=(
-      ('.attn.qkv.', ('.attn.q.', '.attn.k.', '.attn.v.')),
-      *((('.mlp.fc1.', dino.JOINED),) if gated else ()),
-    ),
-    program='timm',
-    features={
-      'norm_pre': 'a norm before the first layer, as in CLIP',
-      'fc_norm': 'timm pools in this model before the last norm, not after it',
-      'gamma': 'an EVA, as DINOv3 is in timm',
-      'dist': 'a distillation token',
-      'q_norm': 'norms of queries and keys',
-      'mask_token': 'a model for masked images',
+    joined={
+      '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
+      'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
+      **({'.mlp.fc1.': dino.JOINED} if gated else {}),
     },
+    ignored=_IGNORED,
+    program='timm',
+    features={'gamma': 'an EVA, as DINOv3 is in timm'},
   )
 
 
@@ -108,7 +127,8 @@ _HF = leaves.Naming(
     ),
   ),
   marks=('embeddings.patch_embeddings.projection.weight',),
-  old_names=((r'^(vit|deit)\.', ''),),
+  old_names=((r'^(vit|deit|ijepa)\.', ''), (r'^cls_classifier\.', 'classifier.')),
+  ignored=_IGNORED,
   program="Hugging Face's transformers",
   features=_TIMM.features,
 )
@@ -142,6 +162,7 @@ class Classifiers(base.Family):
     'transformer.norm_eps': 1e-6,
     'transformer.norm': None,
     'transformer.position_embedding': None,
+    'classifier': None,
     'resnet.eps': 'published',
     'eps': 'published',
   }
@@ -171,38 +192,64 @@ class Classifiers(base.Family):
   def formats_of(self, config):
     encoder = config.get('transformer') or {}
     own = {k for k, plain in VARIATIONS.items() if encoder.get(k, plain) != plain}
-    if encoder.get('position_embedding') == 'rope':
-      is_dino = 'layer_scale' in own and not own - {'mlp', 'layer_scale'}
-      return ('hf', 'workdir') if is_dino else ('workdir',)
-    if own - {'mlp', 'layer_scale'} or ('mlp' in own and config.get('resnet')):
-      return ('npz', 'workdir')
-    theirs = bool(own or config.get('registers'))
-    lacks = theirs and 'layer_scale' not in own
-    return tuple(name for name in self.formats if name != 'hf' or not lacks)
+    dino_only = own & set(_ELSEWHERE['dino']) or config.get('registers')
+    rope = encoder.get('position_embedding') == 'rope'
+
+    def holds(kind):
+      held = _ELSEWHERE.get(kind, VARIATIONS)
+      if kind == 'timm' and config.get('classifier') == 'map':
+        held = ('layer_scale',)  # The attention pooling there has no variations.
+      if kind == 'hf' and (dino_only or rope):
+        return 'layer_scale' in own and own <= set(_ELSEWHERE['dino'])
+      if rope or ('mlp' in own and config.get('resnet') and kind != 'npz'):
+        return kind == 'workdir'
+      return own <= set(held)
+
+    return tuple(filter(holds, self.formats))
 
   def load(self, flat, naming, num_heads):
     is_3 = self.naming(naming, flat) is dino.NAMING_3
     found = super().load(flat, naming, num_heads)
-    return dino.of_3(found) if is_3 else found
+    if is_3:
+      found = dino.of_3(found)
+    if _FIRST_NORM in found and 'embedding/kernel' in found:
+      kernel = found['embedding/kernel']
+      found.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
+    return found
 
   def dump(self, flat, naming):
-    if naming == 'hf' and 'cls' not in flat:
+    kind = vit_files.hf_type(flat)
+    table = self.naming(naming, flat)
+    if table is _HF and kind is None:
       raise ValueError(
-        f'{_HF.program} has no ViT without a class token, no Mixer and no '
-        'ResNet: write this model for timm, or as a run (--to)'
+        f'{_HF.program} has no ViT without class token and position embeddings, no '
+        'Mixer and no ResNet: write this model for timm, or as a run (--to)'
+      )
+    if {'dist', 'register_tokens'} <= set(flat):
+      raise ValueError(
+        'no program has a distillation token and registers in one model: write it as '
+        'a run (--to=workdir)'
       )
     if naming == 'timm' and {'cls', 'register_tokens', _POSEMB} <= set(flat):
       # timm adds no position to the class token where there are registers.
       first, table = np.split(flat[_POSEMB], [1], axis=1)
       flat = {**flat, 'cls': flat['cls'] + first, _POSEMB: table}
+    if naming == 'timm' and _FIRST_NORM in flat:
+      flat = dict(flat)
+      if flat.pop('embedding/bias').any():
+        raise ValueError(
+          "'embedding/bias' is not zero, and timm has no bias there in models with a "
+          'norm before the first layer: write this model as a run (--to)'
+        )
     state = super().dump(flat, naming)
     if naming == 'timm':
       return state
-    table = self.naming(naming, flat)
     if table is not _HF:
       return dino.completed(state, table)
-    # transformers puts all names except the head's under 'vit.'.
-    return {re.sub(r'^(?!classifier\.)', 'vit.', k): x for k, x in state.items()}
+    if kind == 'deit':
+      leaves.rename(state, ((r'^classifier\.', 'cls_classifier.'),))
+    # transformers puts all names except the heads' under the model's type.
+    return {re.sub(r'^(?!\w*classifier\.)', f'{kind}.', k): x for k, x in state.items()}
 
   def sizes(self, flat, given):
     if is_bit(flat):
@@ -233,9 +280,10 @@ class Classifiers(base.Family):
     )
     resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
     pooling = {'gap': ', mean pooling', 'map': ', attention pooling'}
-    words += ''.join(
-      f', {k}={x}' for k, x in fields['transformer'].items() if k in VARIATIONS
-    )
+    pooling['token_gap'] = ', class token and mean pooling'
+    more = {**fields['transformer'], **fields}
+    named = (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled')
+    words += ''.join(f', {key}={more[key]}' for key in named if key in more)
     words += f', {fields["registers"]} registers' if fields['registers'] else ''
     return resnet + words + pooling.get(fields['classifier'], '')
 
@@ -247,10 +295,11 @@ class Classifiers(base.Family):
       is_3 = table is dino.NAMING_3
       read = dino.from_hf_3 if is_3 else dino.from_hf
       found = descriptions.read(config, vit_files.from_hf if table is _HF else read)
+      if table is _HF:
+        _check_first_token(flat)
     else:
-      pooling = 'token' if 'cls_token' in flat else 'avg'
-      found = descriptions.read(config, lambda x: vit_files.from_timm(x, pooling))
-    _add_position(flat, found.image_size)
+      found = descriptions.read(config, lambda x: vit_files.from_timm(x, flat))
+    _add_positions(flat, found.image_size)
     # A convolution with padding cannot absorb the scaling of pixels.
     plain = 'embedding/kernel' in names and not _is_hybrid(flat)
     shape = flat[names['embedding/kernel']].shape if plain else ()
@@ -279,22 +328,36 @@ class Classifiers(base.Family):
     fields, notes = vit_files.of_timm(model)
     there = {'eps': 'timm'}  # As timm computes a BiT ResNet.
     if 'transformer' in model.config:
-      encoder = {**model.config.transformer, 'norm_eps': 1e-6}
+      encoder = {**model.config.transformer, 'norm_eps': vit_files.timm_eps(fields)}
       there = {'transformer': encoder, 'resnet': there}
     return fields, notes + self.difference_notes('timm computes', model.config, there)
 
 
-def _add_position(flat, image_size):
-  """Adds a position of the class token, 0, to a timm model that has none."""
+def _check_first_token(flat):
+  """Raises ValueError if only the first of the tokens that are read here is read there."""
+  two = 'embeddings.distillation_token' in flat
+  reader = 'pooler.dense' if two or 'embeddings.cls_token' not in flat else None
+  if two and 'distillation_classifier.weight' not in flat:
+    reader = 'classifier' if 'classifier.weight' in flat else reader
+  if reader and f'{reader}.weight' in flat:
+    raise ValueError(
+      f"its '{reader}' reads the first token only, unlike models of this package "
+      'with a distillation token or without a class token'
+    )
+
+
+def _add_positions(flat, image_size):
+  """Adds zeros for the first tokens of a timm model that gives them no positions."""
   table = flat.get('pos_embed')
-  if table is None or 'cls_token' not in flat or _is_hybrid(flat):
+  if table is None or _is_hybrid(flat):
     return
   patches = None
   if image_size is not None:
     sides = flat['patch_embed.proj.weight'].shape[2:]
     patches = math.prod(n // side for n, side in zip(image_size, sides))
   if table.ndim == 3 and ('reg_token' in flat or table.shape[1] == patches):
-    flat['pos_embed'] = np.concatenate([np.zeros_like(table[:, :1]), table], axis=1)
+    first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
+    flat['pos_embed'] = np.pad(table, ((0, 0), (first, 0), (0, 0)))
 
 
 def _is_gated(names):
@@ -314,6 +377,8 @@ def _is_hybrid(names):
 def _vit_sizes(flat):
   down, across, _, width = flat['embedding/kernel']
   pooling = 'map' if _POOLING in flat else 'gap'
+  if 'cls' in flat and pooling == 'gap':
+    pooling = 'token_gap' if _POOL_NORM in flat and 'dist' not in flat else 'token'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   sizes = {
@@ -328,7 +393,9 @@ def _vit_sizes(flat):
       **({'first_norm': True} if _FIRST_NORM in flat else {}),
       **_variations(flat),
     },
-    'classifier': 'token' if 'cls' in flat else pooling,
+    'classifier': pooling,
+    **({'pool_norm': True} if _POOL_NORM in flat else {}),
+    **({'distilled': True} if 'dist' in flat else {}),
   }
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]

@@ -10,9 +10,11 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import schema
+from vit_jax.layers import positions
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
 # Image size of most pre-training, in pixels.
 _USUAL_SIZE = 224
 # Units per stage, width and side of a patch of a hybrid -> timm's name for it.
@@ -37,15 +39,28 @@ _SCALING = {
 }
 # Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
 SCALES = ('image_mean', 'image_std')
-# timm's names of ViTs with the exact GELU and the usual number of heads.
+# timm's names of ViTs with the usual number of heads; vit_base_patch16_gap_224 has 16.
 _TIMM_USUAL = re.compile(
-  r'(vit|deit)_(tiny|small|base|large|huge|giant(?=.*_dinov2))_(patch|r)[\dr_sp]+'
-  r'(_in21k|(_reg4)?_dinov2)?(\..*)?'
+  r'(?!vit_base_patch16_gap)(?:vit|deit3?|flexivit)_([a-z]+\d*m?2?)'
+  r'(?:_(?:patch\d+|r\d*|[sp]?\d+|in21k|clip|quickgelu|siglip|distilled|reg\d|gap|map'
+  r'|miil|dinov2))*'
+)
+# Parts of these names -> their GELU, if it is not the exact one.
+_TIMM_NAMED_GELUS = (
+  ('_quickgelu', 'quick_gelu'),
+  (
+    r'_(base_patch32|(giantopt|so400m)_patch16)_siglip|_large_patch16_siglip(_gap)?_512',
+    'gelu_tanh',
+  ),
 )
 _Epsilon = Annotated[float, schema.Range(gt=0, lt=1)]
 _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
 _TIMM_HEADS = {
-  'tiny': 3, 'small': 6, 'base': 12, 'large': 16, 'huge': 16, 'giant': 24
+  'tiny': 3, 'xsmall': 4, 'wee': 4, 'little': 5, 'small': 6, 'medium': 8, 'mediumd': 8,
+  'betwixt': 10, 'base': 12, 'so150m2': 13, 'so150m': 14, 'large': 16, 'so400m': 16,
+  'huge': 16, 'giant': 16, 'giantopt': 16, 'gigantic': 16,
+  'vit_base_patch16_plus_clip_240': 14,
+  'vit_giant_patch14_dinov2': 24, 'vit_giant_patch14_reg4_dinov2': 24,
 }  # fmt: skip
 # Their names of GELUs -> ours.
 GELUS = {
@@ -56,6 +71,12 @@ GELUS = {
   'gelu_fast': 'tanh',
   'gelu_tanh': 'tanh',
   'quick_gelu': 'quick',
+}
+# Type of a model of Hugging Face -> its classes, without and with a classifier.
+_HF_CLASSES = {
+  'vit': ('ViTModel', 'ViTForImageClassification'),
+  'deit': ('DeiTModel', 'DeiTForImageClassificationWithTeacher'),
+  'ijepa': ('IJepaModel', 'IJepaForImageClassification'),
 }
 # Ours -> theirs, in timm and in Hugging Face.
 _TIMM_GELUS = {'erf': 'gelu', 'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}
@@ -93,27 +114,63 @@ def hf_encoder(encoder, width: int) -> dict:
   )
 
 
-def from_timm(config, pooling: str) -> descriptions.Description:
-  """Returns what config.json of timm says.
+def from_timm(config, paths) -> descriptions.Description:
+  """Returns what config.json of timm says about weights with these names there.
 
   GELU and heads are None unless a field or the model's name gives them. ValueError
-  if its `global_pool` is not `pooling`, the only one of these weights here.
+  if no model of this package pools as its `global_pool` says.
   """
   field = descriptions.field
   args = field(config, 'model_args', dict, {})
   pretrained = field(config, 'pretrained_cfg', dict, {})
-  descriptions.only({**config, **args}, global_pool=pooling)
-  usual = _TIMM_USUAL.fullmatch(field(config, 'architecture', str, ''))
-  gelu, heads = ('gelu', _TIMM_HEADS[usual[2]]) if usual else (None, None)
+  name = field(config, 'architecture', str, '').partition('.')[0]
+  if '_rpn_' in name:
+    raise ValueError(
+      f"architecture is '{name}', whose layers end with their norms, but this package "
+      'has only models whose layers begin with them'
+    )
+  usual = _TIMM_USUAL.fullmatch(name)
+  heads = _TIMM_HEADS.get(name, _TIMM_HEADS.get(usual[1]) if usual else None)
+  named = (gelu for part, gelu in _TIMM_NAMED_GELUS if re.search(part, name))
+  gelu = next(named, 'gelu') if heads else None
   gelu = field(args, 'act_layer', Literal[*GELUS], gelu)
   shape = field(pretrained, 'input_size', _Shape)
   names = (field(x, 'label_names', tuple[str, ...]) for x in (config, pretrained))
   return descriptions.Description(
-    dict(transformer=dict(gelu=GELUS.get(gelu), norm_eps=1e-6)),
+    {
+      'transformer': dict(gelu=GELUS.get(gelu), norm_eps=timm_eps(config)),
+      **_timm_pooling({**config, **args}, paths),
+    },
     next((tuple(x) for x in names if x), None),
     pair(field(args, 'img_size', schema.Size, shape and shape[1:])),
     num_heads=field(args, 'num_heads', schema.Count, heads),
   )
+
+
+def timm_eps(config) -> float:
+  """Returns the epsilon of the norms of a model by timm's config.json."""
+  return 1e-5 if '_clip_' in config.get('architecture', '') else 1e-6
+
+
+def _timm_pooling(config, names):
+  """Returns the field of a model that pools as `global_pool`, unless it is usual."""
+  if 'stem.conv.weight' in names:  # BiT.
+    descriptions.only(config, global_pool='avg')
+    return {}
+  descriptions.only(config, pool_include_prefix=False)
+  cls, norm = ('cls_token' in names), ('fc_norm.weight' in names)
+  kinds = {'token': 'token', 'avg': 'token_gap'} if cls else {'avg': 'gap'}
+  if 'attn_pool.latent' in names:
+    kinds = {} if cls else {'map': 'map'}
+  # The one that vit_jax.weights.identify infers.
+  usual = 'avg' if norm and 'avg' in kinds else next(iter(kinds), None)
+  kind = descriptions.field(config, 'global_pool', str, usual)
+  if kind not in kinds:
+    raise ValueError(
+      f'global_pool is {kind!r}, but this package has only models with '
+      f'{" or ".join(map(repr, kinds)) or "another head"} of these layers'
+    )
+  return {} if kind == usual else {'classifier': kinds[kind]}
 
 
 def scaling(sibling, naming: str) -> dict:
@@ -201,8 +258,8 @@ def _tokens(params):
   mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
   if mixing in flat:
     return flat[mixing].shape[0]
-  posemb = flat.get('Transformer/posembed_input/pos_embedding')
-  return None if posemb is None else posemb.shape[1] - ('cls' in flat)
+  posemb = flat.get(_POSEMB)
+  return None if posemb is None else posemb.shape[1] - positions.class_tokens(flat)
 
 
 def of_timm(model) -> tuple[dict[str, dict], list[str]]:
@@ -212,6 +269,7 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
   resizing, notes = _timm_resizing(model)
   norm = model.params['norm-pre-head'] if bit else None
+  heads = [name for name in ('head', 'head_dist') if name in model.params]
   fields = dict(
     architecture=architecture,
     num_classes=model.num_classes,
@@ -224,7 +282,7 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
       **resizing,
       interpolation='bilinear',
       first_conv=None,
-      classifier='head.fc' if bit else 'head',
+      classifier='head.fc' if bit else heads if len(heads) > 1 else 'head',
       **_pixels(model),
     ),
     **({'label_names': model.class_names} if model.class_names else {}),
@@ -262,7 +320,12 @@ def _timm_resizing(model):
 def _timm_vit(model):
   """Returns timm's name of a ViT or hybrid, and its arguments there."""
   config, encoder = model.config, model.config.transformer
+  # Names with the epsilon of norms, which is not an argument.
   architecture = 'vit_base_patch16_224'
+  if encoder.get('norm_eps') == 1e-5:
+    architecture = 'vit_base_patch16_clip_224'
+  if config.get('distilled'):
+    architecture = 'deit_base_distilled_patch16_224'
   if config.get('resnet') is not None:
     units = tuple(config.resnet.num_layers or ())
     sizes = (units, config.hidden_size, _one(config.patches.size))
@@ -291,9 +354,12 @@ def _timm_vit(model):
     # timm truncates this product to an integer.
     mlp_ratio=math.nextafter(hidden / config.hidden_size, math.inf),
     in_chans=leaves.channels(model.params),
-    class_token=config.classifier == 'token',
-    global_pool='token' if config.classifier == 'token' else 'avg',
-    fc_norm=False,
+    class_token='cls' in model.params,
+    global_pool={'token': 'token', 'map': 'map'}.get(config.classifier, 'avg'),
+    fc_norm=bool(config.get('pool_norm')),
+    pre_norm=bool(encoder.get('first_norm')),
+    qkv_bias=encoder.get('qkv_bias', True),
+    qk_norm=bool(encoder.get('qk_norm')),
     **more,
   )
 
@@ -317,15 +383,29 @@ def _timm_bit(model):
   )
 
 
+def hf_type(paths) -> str | None:
+  """Returns the `model_type` in Hugging Face of a model by its paths, if it has one."""
+  found = {'dist': 'deit', 'cls': 'vit', _POSEMB: 'ijepa'}
+  return next((kind for leaf, kind in found.items() if leaf in paths), None)
+
+
 def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
   config = model.config
+  kind = hf_type(flax.traverse_util.flatten_dict(model.params, sep='/'))
   pooled = 'pre_logits' in model.params
+  if config.classifier not in ('token', 'gap') or (pooled and kind != 'vit'):
+    raise ValueError(
+      f"Hugging Face's transformers have no {kind} with classifier="
+      f"'{config.classifier}'{' and a pre-logits layer' if pooled else ''}: write this "
+      'model for timm, or as a run (--to)'
+    )
   whole = model.num_classes and not pooled
+  bare, classes = _HF_CLASSES[kind]
   files = hf_files(
     model,
-    model_type='vit',
-    architectures=['ViTForImageClassification' if whole else 'ViTModel'],
+    model_type=kind,
+    architectures=[classes if whole else bare],
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     **descriptions.label_fields(model),
@@ -337,7 +417,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
       'whose pooler_output is the pre-logits; the head is in the file'
     )
   elif not whole:
-    notes.append('load it as ViTModel(Config): the model has no classifier')
+    notes.append(f'load it as {bare}(Config): the model has no classifier')
   return files, notes
 
 
@@ -348,7 +428,7 @@ def hf_files(model, **fields) -> dict[str, dict]:
     **hf_encoder(config.transformer, config.hidden_size),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
-    qkv_bias=True,
+    qkv_bias=config.transformer.get('qkv_bias', True),
     image_size=_one(model.image_size),
     patch_size=_one(config.patches.size),
     num_channels=leaves.channels(model.params),
