@@ -177,6 +177,7 @@ def test_the_loops_of_all_models_are_known():
   depths = {
     'ViT-L': 24, 'R50+ViT-L': 24, 'ViT-H': 32, 'ViT-G': 48, 'ViT-22B': 48, 'LiT-L16L': 24, 'LiT-L16S': 24,
     'LiT-L16Ti': 24, 'iGPT-S': 24, 'iGPT-M': 36, 'iGPT-L': 48, 'iGPT-XL': 60,
+    'DINOv2-L': 24, 'DINOv2-g': 40,
   }  # fmt: skip
   assert found == {k: depths.get(k.split('_')[0], 0) for k in configs}
   assert {models.kind_of(x) for x in configs.values()} == set(SMALL)
