@@ -293,7 +293,7 @@ class Encoder(nn.Module):
   qk_norm: bool = False
   # Whether attention and MLP of a layer both read its input, after one norm.
   parallel: bool = False
-  # The following are variations of DINOv2 (arXiv 2304.07193, table 1 and appendix B).
+  # The following are variations of DINOv2 (arXiv 2304.07193).
   # MLP of a layer: 'swiglu' multiplies two hidden layers of width M, one after a SiLU.
   mlp: str = 'gelu'
   # Initial value of learned factors on the channels of each branch; None: no factors.
