@@ -4,7 +4,7 @@
 arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kind`) without
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2106.04560 table 2 (G), 2302.05442 table 1 (22B), 2105.01601
-table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR), 2304.07193 (DINOv2) and 2309.16588
+table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR), 2304.07193 and 2309.16588
 (DINOv2); "Generative Pretraining from Pixels", section 3.1, and its released code (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
