@@ -74,7 +74,7 @@ setuptools.setup(
     'ml-collections',
     'msgspec',
     'numpy',
-    'optax>=0.2.5',
+    'optax>=0.2.7',
     'Pillow',
     'safetensors',
     'scipy',

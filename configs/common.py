@@ -368,12 +368,18 @@ class Config:
   # Number of updates, or of epochs (set one of the two).
   total_steps: Steps | None = None
   total_epochs: schema.Positive | None = None
-  # 'sgd' (with momentum) or 'adam'.
-  optimizer: Literal['adam', 'sgd'] = 'sgd'
+  # 'sgd' (with momentum), 'adam', 'lion', 'adafactor' or 'muon', compared in
+  # docs/train.md.
+  optimizer: Literal['adam', 'sgd', 'lion', 'adafactor', 'muon'] = 'sgd'
+  # Momentum of SGD, and of Muon, which is published with 0.95.
   momentum: schema.Rate = 0.9
+  # Of Adam, Lion and Adafactor: decay of the first moment; also for the parameters
+  # that Muon leaves to Adam.
   b1: schema.Rate = 0.9
+  # Of the same: decay of Adam's second moment, its greatest value for Adafactor, and
+  # decay of Lion's momentum, which is published with 0.99.
   b2: schema.Rate = 0.999
-  # Type of the accumulator: SGD's momentum, Adam's first moment.
+  # Type of the accumulator: momentum, or the first moment.
   optim_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   # Learning rate after the warm-up.
   base_lr: schema.NonNegative = 0.03

@@ -1,5 +1,7 @@
 """Tests of schedules and optimisers against closed forms."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,12 @@ import optax
 import pytest
 import torch
 
+from tests import trees
 from vit_jax import utils
 from vit_jax.configs import common
-from vit_jax.learning import optim
+from vit_jax.distributed import sharding
+from vit_jax.learning import optim, state as state_lib
+from vit_jax.run import checkpoints as checkpoints_lib
 
 
 def config(**kwargs):
@@ -178,11 +183,11 @@ def test_independent_weight_decay_follows_the_schedule_alone(
     np.testing.assert_allclose(got[name], want, rtol=1e-5)
 
 
-@pytest.mark.parametrize('optimizer', ['sgd', 'adam'])
+@pytest.mark.parametrize('optimizer', ['sgd', 'adam', 'lion', 'adafactor'])
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
 def test_the_accumulator_has_the_type_of_the_config(optimizer, dtype):
   _, state = run(config(optimizer=optimizer, optim_dtype=dtype))
-  name = 'mu' if optimizer == 'adam' else 'trace'
+  name = 'mu' if optimizer in ('adam', 'lion') else 'trace'
   accumulator = optax.tree.get(state, name)
   assert {x.dtype for x in jax.tree.leaves(accumulator)} == {jnp.dtype(dtype)}
 
@@ -336,3 +341,182 @@ def test_adam_with_decay_on_all_parameters_is_pytorchs_adamw():
     params,
     theirs,
   )
+
+
+def lion(grads, b1, b2):
+  """Updates by arXiv 2302.06675, algorithm 2."""
+  momentum = 0.0
+  for g in grads:
+    yield np.sign(b1 * momentum + (1 - b1) * g)
+    momentum = b2 * momentum + (1 - b2) * g
+
+
+def adafactor(grads, b1, b2):
+  """Updates by arXiv 1804.04235, algorithm 4, changed as in 2106.04560, 3.4."""
+  # Largest and second largest dimension, if both are at least 32.
+  sizes = np.array(grads[0].shape)
+  large = [int(i) for i in sizes.argsort()[::-1][:2] if sizes[i] >= 32]
+  rows = columns = second = momentum = 0.0
+  for t, g in enumerate(grads, 1):
+    decay = min(b2, 1 - t**-0.8)
+    if len(large) == 2:
+      row, column = (np.mean(g**2, axis=i, keepdims=True) for i in large)
+      rows = decay * rows + (1 - decay) * row
+      columns = decay * columns + (1 - decay) * column
+      second = rows * columns / np.mean(rows, axis=large[1], keepdims=True)
+    else:
+      second = decay * second + (1 - decay) * g**2
+    momentum = b1 * momentum + (1 - b1) * g / np.sqrt(second)
+    yield momentum
+
+
+def adam(grads, b1, b2):
+  first = second = 0.0
+  for t, g in enumerate(grads, 1):
+    first, second = b1 * first + (1 - b1) * g, b2 * second + (1 - b2) * g**2
+    yield first / (1 - b1**t) / (np.sqrt(second / (1 - b2**t)) + 1e-8)
+
+
+def muon(grads, beta, rows):
+  """Updates by kellerjordan.github.io/posts/muon, scaled as in arXiv 2502.16982."""
+  momentum = 0.0
+  for t, g in enumerate(grads, 1):
+    momentum = beta * momentum + (1 - beta) * g
+    # Nesterov momentum with the correction of the bias, as in Adam.
+    ahead = beta * momentum / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
+    x = ahead.reshape(rows, -1)
+    scale = 0.2 * np.sqrt(max(x.shape))
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+      a = x @ x.T
+      x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+    yield scale * x.reshape(g.shape)
+
+
+# Large enough for Adafactor's factors and, where not small, for `fsdp`.
+SHAPES = {
+  'embedding': {'kernel': (2, 2, 1, 64)},
+  'block': {
+    'attention': {
+      'query': {'kernel': (64, 2, 32), 'bias': (2, 32)},
+      'out': {'kernel': (2, 32, 64)},
+    },
+    'MlpBlock_0': {'Dense_0': {'kernel': (64, 96)}},
+  },
+  'head': {'kernel': (64, 4), 'bias': (4,)},
+}
+# The rows of the matrices that Muon sees: the inputs of the layer.
+ROWS = {
+  'block/attention/query/kernel': 64,
+  'block/attention/out/kernel': 64,
+  'block/MlpBlock_0/Dense_0/kernel': 64,
+}
+ORACLES = {
+  'lion': lambda name, grads: lion(grads, 0.8, 0.5),
+  'adafactor': lambda name, grads: adafactor(grads, 0.8, 0.5),
+  'muon': lambda name, grads: (
+    muon(grads, 0.95, ROWS[name]) if name in ROWS else adam(grads, 0.8, 0.5)
+  ),
+}
+RATES = (0.1, 0.3, 0.2)
+
+
+def drawn(seed):
+  rng = np.random.RandomState(seed)
+  draw = lambda shape: rng.randn(*shape).astype('f')
+  return jax.tree.map(draw, SHAPES, is_leaf=lambda x: isinstance(x, tuple))
+
+
+@pytest.fixture(scope='module', params=ORACLES)
+def trained(request, tmp_path_factory):
+  """Three updates on eight devices, with a checkpoint after the second.
+
+  Returns the name, the initial and the last state, and the one restored and updated.
+  """
+  cfg = config(
+    optimizer=request.param, b1=0.8, b2=0.5, momentum=0.95, optim_dtype='float32',
+    grad_norm_clip=0.0, weight_decay=0.25,
+  )  # fmt: skip
+  factors = jax.tree.map(lambda _: 1.0, drawn(0))
+  factors['block']['attention']['out']['kernel'], factors['head']['bias'] = 0.5, 0.0
+  tx = optim.get_optimizer(cfg, lambda step: jnp.array(RATES)[step], factors)
+  mesh = sharding.make_mesh({'data': 1, 'fsdp': 4, 'model': 2})
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sharding, 'FSDP_MIN_SIZE', 4096)
+    create, abstract = state_lib.abstract_state(
+      lambda rng: (jax.tree.map(jnp.asarray, drawn(0)), {}),
+      tx, jax.random.key(0), mesh, (),
+    )  # fmt: skip
+  shardings = jax.tree.map(lambda x: x.sharding, abstract)
+
+  def update(state, grads):
+    changes, opt_state = tx.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, changes)
+    return state_lib.TrainState(state.step + 1, params, opt_state)
+
+  update = jax.jit(update, out_shardings=shardings)
+  start = create({})
+  second = update(update(start, drawn(1)), drawn(2))
+  workdir = tmp_path_factory.mktemp('optimizer')
+  with checkpoints_lib.Checkpoints(workdir) as checkpoints:
+    checkpoints.save(2, second)
+  with checkpoints_lib.Checkpoints(workdir) as checkpoints:
+    restored, _ = checkpoints.restore(abstract)
+  return request.param, start, update(second, drawn(3)), update(restored, drawn(3))
+
+
+def test_updates_are_the_published_ones_on_any_mesh(trained):
+  """With decay of the kernels, a schedule, half a rate and a frozen bias."""
+  name, start, last, _ = trained
+  grads = [jax.tree.leaves(drawn(seed)) for seed in (1, 2, 3)]
+  got = jax.tree.leaves(last.params)
+  for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(start.params)):
+    path, want = sharding.path_name(path), np.asarray(x, np.float64)
+    factor = {'block/attention/out/kernel': 0.5, 'head/bias': 0.0}.get(path, 1.0)
+    decay = 0.25 if path.endswith('kernel') else 0.0
+    gradients = [np.asarray(g[i], np.float64) for g in grads]
+    for rate, change in zip(RATES, ORACLES[name](path, gradients)):
+      want = want - factor * rate * (change + decay * want)
+    np.testing.assert_allclose(got[i], want, rtol=1e-4, atol=1e-4, err_msg=path)
+
+
+def test_a_restored_state_goes_on_bit_for_bit(trained):
+  _, _, last, restored = trained
+  trees.assert_same(restored, last)
+
+
+def test_the_state_is_split_like_its_parameter(trained):
+  name, start, _, _ = trained
+  P = jax.P
+  split = {
+    sharding.path_name(path): x.sharding.spec
+    for path, x in jax.tree_util.tree_leaves_with_path(start.opt_state)
+  }
+  params = {
+    'block/attention/query/kernel': P(None, 'model', 'fsdp'),
+    'block/attention/out/kernel': P('model', 'fsdp', None),
+    'block/MlpBlock_0/Dense_0/kernel': P('fsdp', 'model'),
+  }
+  # Of the larger two dimensions a row lacks the largest, a column the other.
+  factors = {
+    'block/attention/query/kernel': (P('model', 'fsdp'), P(None, 'model')),
+    'block/attention/out/kernel': (P('model', 'fsdp'), P('model', None)),
+    'block/MlpBlock_0/Dense_0/kernel': (P('fsdp'), P('model')),
+  }
+  found = {key for key in split if re.search('(mu|trace)/block', key)}
+  assert len(found) == (3 if name == 'muon' else 4) + (name == 'muon')
+  for path, spec in params.items():
+    [key] = [key for key in found if key.endswith(path)]
+    assert split[key] == spec
+    for part, want in zip(('v_row', 'v_col'), factors[path]):
+      if name == 'adafactor':
+        [key] = [key for key in split if key.endswith(f'{part}/{path}')]
+        assert split[key] == want
+  assert not [key for key in split if 'head/bias' in key]  # Frozen.
+  assert optim.get_ema(start.opt_state) is None
+
+
+def test_muon_needs_matrices_of_hidden_layers():
+  cfg = config(optimizer='muon')
+  with pytest.raises(ValueError, match="optimizer='muon' .*matrices.*adam"):
+    optim.get_optimizer(cfg, lambda _: 0.1).init({'head': {'kernel': np.ones((2, 2))}})

@@ -42,6 +42,7 @@ WRONG = [
   ('total_steps', 2**31, 'at most 2147483647 or None'),
   ('total_epochs', 5.0, 'total_steps=10000 and total_epochs=5.0'),
   ('momentum', 1.0, 'below 1'),
+  ('b1', 0.5, "not an argument of optimizer='sgd'.*adam, lion.*b1=0.9"),
   ('base_lr', NAN, 'finite'),
   ('decay_type', 'staircase', r'decay_at=\(\)'),
   ('decay_at', (0.6, 0.3), 'increasing'),

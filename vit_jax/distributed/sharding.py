@@ -262,18 +262,45 @@ def tree_shardings(tree, rules: Rules, mesh):
   `tree` has arrays or jax.ShapeDtypeStructs; for `rules` see the top of this
   module. A spec gives a mesh axis, several axes or None for each dimension.
   Leaves that no rule matches are split by the defaults there; scalars are
-  replicated. ValueError if a rule does not fit a leaf or the mesh, or matches
-  no leaf.
+  replicated. Factors of Adafactor's second moment follow their parameters.
+  ValueError if a rule does not fit a leaf or the mesh, or matches no leaf.
   """
+  shapes = {
+    path_name(path): leaf.shape
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  }
 
   def leaf_sharding(path, leaf, number):
     name = path_name(path)
-    if number < 0 or not leaf.ndim:
-      return NamedSharding(mesh, _default_spec(name, leaf.shape, mesh))
-    return _sharding_by_rule(name, leaf.shape, *rules[number], mesh)
+    shape, reduced = _factored(name, leaf.shape, shapes)
+    if shape is None:
+      return replicated(mesh)
+    if number < 0 or not shape:
+      found = NamedSharding(mesh, _default_spec(name, shape, mesh))
+    else:
+      found = _sharding_by_rule(name, shape, *rules[number], mesh)
+    if reduced is None:
+      return found
+    spec = [*found.spec, *(len(shape) - len(found.spec)) * [None]]
+    del spec[reduced]
+    return NamedSharding(mesh, P(*spec))
 
   numbers = first_matches('sharding_rules', rules, tree)
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree, numbers)
+
+
+def _factored(name, shape, shapes):
+  """Returns the shape that a leaf is split by, and the dimension it lacks.
+
+  The shape is None for the placeholders of optax.scale_by_factored_rms.
+  """
+  factor = re.search('/(v_row|v_col|v)/(.*)', name)
+  whole = factor and shapes.get(f'params/{factor[2]}')
+  if whole is None or shape == whole:
+    return shape, None
+  if shape == (1,):
+    return None, None
+  return whole, int(np.argsort(whole)[-1 if factor[1] == 'v_row' else -2])
 
 
 def first_matches(key: str, rules: Rules, tree):

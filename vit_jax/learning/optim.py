@@ -1,25 +1,41 @@
 """Schedules, optimisers and weight-decay masks (arXiv 2010.11929, T3, T4, B.1).
 
-Builds optax transformations from a config.
+Builds optax transformations from a config. docs/train.md compares the optimisers.
 """
 
 from collections.abc import Callable, Sequence
+import re
 from typing import Any, Literal, NamedTuple
 
 from absl import logging
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 
 from vit_jax.configs import schema
 from vit_jax.distributed import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
-OPTIMIZERS = ('adam', 'sgd')
+# The optimisers, and the keys of the config that are arguments of each.
+OPTIMIZERS = {
+  'adam': ('b1', 'b2'),
+  'sgd': ('momentum',),
+  'lion': ('b1', 'b2'),
+  'adafactor': ('b1', 'b2'),
+  'muon': ('momentum', 'b1', 'b2'),
+}
 # Parameters that weight decay applies to.
 DECAYING = ('kernels', 'all')
 # Factor of each drop of a staircase.
 _DROP = 0.1
+# Adafactor factors the second moment of arrays with two dimensions of at least this
+# size, such as the width of a head (big_vision's default).
+_FACTORED = 32
+# Root mean square of Muon's updates, about that of Adam's (arXiv 2502.16982, 2.2).
+_MUON_RMS = 0.2
+# Kernels of embeddings and heads, which Muon leaves to Adam.
+_OUTER = re.compile('embed|stem|head|logits|pooler')
 # Default number of warm-up updates, as in the original.
 WARMUP_STEPS = 500
 
@@ -224,11 +240,73 @@ def _with_factors(tx, factors):
   )
 
 
+def _adafactor(b1, b2, dtype):
+  """Adafactor of arXiv 2106.04560, 3.4: with momentum, b2 of at most 0.999."""
+  return optax.chain(
+    optax.scale_by_factored_rms(
+      min_dim_size_to_factor=_FACTORED,
+      decay_rate_fn=lambda step, power: jnp.minimum(b2, 1 - (step + 1.0) ** -power),
+    ),
+    # Not optax.ema, whose state has the name of the average of the weights.
+    optax.scale(1 - b1),
+    optax.trace(b1, accumulator_dtype=dtype),
+  )
+
+
+def _matrix(path, x):
+  """Returns Muon's view of a parameter as a matrix; None if Adam updates it."""
+  name = sharding.path_name(path)
+  if not name.endswith('/kernel') or _OUTER.search(name) or x.ndim not in (2, 3):
+    return None
+  # An attention kernel is [D, K, E] or [K, E, D]: a matrix D x KE or KE x D.
+  inputs = x.ndim - 1 if name.endswith('/out/kernel') else 1
+  axes = tuple(range(x.ndim))
+  return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
+
+
+def _muon(beta, adam, dtype):
+  """Muon for the matrices of hidden layers, `adam` for all other parameters."""
+  matrices = lambda params: jax.tree_util.tree_map_with_path(_matrix, params)
+
+  def label(path, x):
+    return 'adam' if _matrix(path, x) is None else 'muon'
+
+  def labels(params):
+    found = jax.tree_util.tree_map_with_path(label, params)
+    if 'muon' not in jax.tree.leaves(found):
+      raise ValueError(
+        "optimizer='muon' updates the matrices of hidden layers, and this model has "
+        'none to train: use --config.optimizer=adam'
+      )
+    return found
+
+  # The rate of -1 cancels the sign; the chain of get_optimizer has the schedule.
+  muon = optax.contrib.muon(
+    -1.0, beta=beta, mu_dtype=dtype, consistent_rms=_MUON_RMS,
+    muon_weight_dimension_numbers=matrices,
+  )  # fmt: skip
+  return optax.partition({'muon': muon, 'adam': adam}, labels)
+
+
+def _precondition(config):
+  """Returns the transformation of the gradient by `config.optimizer`."""
+  dtype = jnp.dtype(config.optim_dtype)
+  b1, b2 = config.b1, config.b2
+  if config.optimizer == 'sgd':
+    return optax.trace(config.momentum, accumulator_dtype=dtype)
+  if config.optimizer == 'lion':
+    return optax.scale_by_lion(b1, b2, mu_dtype=dtype)
+  if config.optimizer == 'adafactor':
+    return _adafactor(b1, b2, dtype)
+  adam = optax.scale_by_adam(b1=b1, b2=b2, mu_dtype=dtype)
+  return adam if config.optimizer == 'adam' else _muon(config.momentum, adam, dtype)
+
+
 def get_optimizer(config, schedule: optax.Schedule, factors=None):
   """Builds the optimiser of a checked config, see configs/common.py.
 
   In order: clip the gradient by its global norm, add `l2_decay` times the
-  kernels, precondition it (Adam or momentum), add decoupled weight decay (on
+  kernels, precondition it by `optimizer`, add decoupled weight decay (on
   the kernels, or on all parameters), multiply by the learning rate and by the
   parameter's factor, and average the parameters. Weight decay is thus
   multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes
@@ -239,16 +317,12 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   `ema_decay`, `update` of the optax.GradientTransformation takes the argument
   `step`, the number of updates so far.
   """
-  dtype = jnp.dtype(config.optim_dtype)
   chain = []
   if config.grad_norm_clip:
     chain.append(optax.clip_by_global_norm(config.grad_norm_clip))
   if config.l2_decay:
     chain.append(optax.add_decayed_weights(config.l2_decay, decay_mask))
-  if config.optimizer == 'adam':
-    chain.append(optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=dtype))
-  else:
-    chain.append(optax.trace(config.momentum, accumulator_dtype=dtype))
+  chain.append(_precondition(config))
   if config.weight_decay:
     # The learning rate multiplies weight decay below: `base_lr` cancels.
     unit = config.base_lr if config.independent_weight_decay else 1.0

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
 from typing import Any
@@ -243,6 +244,14 @@ def _check_together(config):
       'staircase needs the shares of the run at which it drops, as in '
       '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
     )
+  arguments, defaults = optim.OPTIMIZERS, dict(schema.defaults(common.Config))
+  for key in sorted({*itertools.chain(*arguments.values())}):
+    if config[key] != defaults[key] and key not in arguments[config.optimizer]:
+      having = [name for name in arguments if key in arguments[name]]
+      raise ValueError(
+        f"{key}={config[key]} is not an argument of optimizer='{config.optimizer}', "
+        f'only of {", ".join(having)}: set --config.{key}={defaults[key]}'
+      )
   if config.independent_weight_decay and not config.base_lr:
     raise ValueError(
       'independent_weight_decay=True divides by base_lr, which is 0: set '
