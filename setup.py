@@ -126,6 +126,9 @@ setuptools.setup(
     'text': ['sentencepiece', 'tokenizers'],
     'torch': ['torch>=2.6'],  # Before, a .bin could run code of its own.
     'plan': ['libtpu'],
+    'wandb': ['wandb'],
+    # The part of MLflow that writes to servers, and to SQLite, its default.
+    'mlflow': ['mlflow-skinny', 'alembic', 'sqlalchemy'],
     'colab': [*_TRAIN, 'huggingface_hub>=1.31', 'matplotlib', 'pandas'],
     'tpu': ['jax[tpu]'],
     # NVIDIA's driver decides: from 580 on for CUDA 13, from 525 on for CUDA 12.

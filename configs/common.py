@@ -126,6 +126,12 @@ DATASET_PRESETS = {
 _DIFFERENT = schema.Fits(
   'a tuple of different integers of at least 0', lambda x: len(set(x)) == len(x)
 )
+Trackers = Annotated[
+  tuple[Literal['wandb', 'mlflow'], ...],
+  schema.Fits(
+    "a tuple of different names of 'wandb', 'mlflow'", lambda x: len(set(x)) == len(x)
+  ),
+]
 _SHARES = schema.Fits(
   '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
 )
@@ -444,6 +450,9 @@ class Config:
   # too.
   keep_checkpoints: schema.Count = 2
   best_metric: schema.Text = 'accuracy_test'
+  # Trackers to write to, next to TensorBoard: 'wandb', 'mlflow'. Their environment
+  # variables apply, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.
+  trackers: Trackers = ()
   # Images that TensorBoard shows: of the first training batch as the model sees
   # it, and, at each evaluation, of the first test images with predictions, which
   # the last evaluation also saves as PNGs in the workdir. 0: none.

@@ -239,6 +239,8 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """Checks a complete config without data and workdir; returns its mesh."""
   run_config.check(config)
+  for name in config.trackers:
+    console.needed(name, name, f"trackers=('{name}',)")
   mesh = sharding.make_mesh(config.mesh)
   run_config.check_batch(config, sharding.batch_shards(mesh))
   run_config.check_sequence(config, sharding.sequence_shards(mesh))

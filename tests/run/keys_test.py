@@ -47,6 +47,7 @@ WRONG = [
   ('decay_type', 'staircase', r'decay_at=\(\)'),
   ('decay_at', (0.6, 0.3), 'increasing'),
   ('lr_multipliers', (('(', 1.0),), 'regular expression'),
+  ('trackers', ('wandb', 'wanb'), "different names of 'wandb', 'mlflow'"),
   ('mesh', {'data': 0}, 'axis'),
   ('sharding_rules', (('head', 3),), 'mesh axes'),
   ('evals', (('val', 'train[abc'),), 'notation of TFDS'),

@@ -32,7 +32,7 @@ class Run:
     self.state = state
     self.step = step
     self._update = prepared.program.jit_update()
-    self._log = metrics_lib.MetricsLog(workdir, step)
+    self._log = metrics_lib.MetricsLog(workdir, step, self.config.trackers)
     self._progress = Progress(step, self.config.total_steps, self.config.batch)
     from clu import periodic_actions  # Imports TensorFlow.
 

@@ -1,6 +1,6 @@
-"""Writes the metrics of a run to `workdir/metrics.jsonl` and to TensorBoard.
+"""Writes the metrics of a run to `workdir/metrics.jsonl`, TensorBoard and trackers.
 
-TensorBoard also shows pictures and the config. On a local disk each line is
+TensorBoard and trackers also show pictures and the config. On a local disk each line is
 appended at once. In a bucket files can only be written as a whole: lines are
 collected, and written before each checkpoint and at the end. A kill loses only
 metrics after the last checkpoint, which the resumed run computes again.
@@ -23,10 +23,10 @@ class MetricsLog:
   """Writes metrics by step, from process 0 only.
 
   Lines of steps after `start_step` are removed from the file, because the run
-  repeats these steps.
+  repeats these steps. `trackers` are names, see vit_jax/run/trackers.py.
   """
 
-  def __init__(self, workdir, start_step: int = 0):
+  def __init__(self, workdir, start_step: int = 0, trackers: Sequence[str] = ()):
     self.path = epath.Path(workdir) / 'metrics.jsonl'
     self._writer = None
     if jax.process_index():
@@ -40,8 +40,13 @@ class MetricsLog:
     self._held = lines if files.is_remote(workdir) else None
     from clu import metric_writers  # Not needed to read metrics.
 
+    self._trackers = []
+    if trackers:
+      from vit_jax.run import trackers as trackers_lib
+
+      self._trackers = trackers_lib.start(trackers, workdir)
     self._writer = metric_writers.AsyncMultiWriter(
-      [metric_writers.SummaryWriter(str(workdir))]
+      [metric_writers.SummaryWriter(str(workdir)), *self._trackers]
     )
 
   def write(self, step: int, scalars: dict):
@@ -65,6 +70,8 @@ class MetricsLog:
     lines = [f'| {key} | {_cell(value)} |' for key, value in rows.items()]
     table = '\n'.join(['| key | value |', '|---|---|', *sorted(lines)])
     self._writer.write_texts(step, {'config': table})
+    for tracker in self._trackers:
+      tracker.write_hparams(rows)
 
   def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]):
     """Writes pictures, uint8 [height, width, 3] by name."""

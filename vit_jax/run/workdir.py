@@ -34,7 +34,7 @@ FREE_KEYS = (
   'log_attention', 'log_images', 'max_image_pixels', 'mesh',
   'model.masks_at_a_time', 'prefetch', 'profile_steps', 'progress_every',
   'real_labels', 'sharding_rules', 'task_options.merge_stuff',
-  'task_options.tight', 'tfds_data_dir', 'tfds_manual_dir',
+  'task_options.tight', 'tfds_data_dir', 'tfds_manual_dir', 'trackers',
   *(
     f'{layers}.{key}'
     for layers in ('model', 'model.transformer', 'model.vit.transformer')

@@ -1,0 +1,89 @@
+"""Tests of what Weights & Biases and MLflow are told; both modules are mocks here.
+
+The real packages pull in too much for the tests.
+"""
+
+import json
+import sys
+from unittest import mock
+
+import jax
+import ml_collections
+import numpy as np
+import pytest
+
+from vit_jax import train
+from vit_jax.run import config as run_config, metrics as metrics_lib
+
+NAMES = ('wandb', 'mlflow')
+
+
+@pytest.fixture
+def modules(monkeypatch):
+  """Mocks of wandb and mlflow; MLflow knows the parameter `a.b` of the run."""
+  wandb, mlflow = mock.Mock(), mock.Mock()
+  wandb.init.return_value.id = 'w1'
+  mlflow.start_run.return_value.info.run_id = 'm1'
+  client = mlflow.MlflowClient.return_value
+  client.get_run.return_value.data.params = {'a.b': '1'}
+  for name, module in zip(NAMES, (wandb, mlflow)):
+    monkeypatch.setitem(sys.modules, name, module)
+  return wandb, mlflow
+
+
+def write(workdir, start):
+  log = metrics_lib.MetricsLog(workdir, start, NAMES)
+  log.write_config(start, ml_collections.ConfigDict({'a': {'b': 2}, 'batch': 16}))
+  log.write(start + 1, {'loss': np.float32(0.5)})
+  log.write_pictures(start + 1, {'some': np.ones((2, 3, 3), np.uint8)})
+  log.close()
+
+
+def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
+  wandb, mlflow = modules
+  workdir = tmp_path / 'some_run'
+  write(workdir, 0)
+  assert json.loads((workdir / 'trackers.json').read_text()) == {
+    'wandb': 'w1', 'mlflow': 'm1'
+  }  # fmt: skip
+  write(workdir, 1)
+  start = dict(resume='allow', dir=str(workdir), name='some_run')
+  assert wandb.init.mock_calls[0] == mock.call(id=None, **start)
+  assert mock.call(id='w1', **start) in wandb.init.mock_calls
+  assert mlflow.start_run.call_args_list == [
+    mock.call(run_id=run_id, run_name='some_run') for run_id in (None, 'm1')
+  ]
+  run, client = wandb.init.return_value, mlflow.MlflowClient.return_value
+  # The step is a metric: W&B ignores rows of steps before its last one.
+  run.define_metric.assert_called_with('*', step_metric='step')
+  pictures = [wandb.Image.return_value]
+  assert run.log.call_args_list == [
+    mock.call({'step': step, **row})
+    for step in (1, 2)
+    for row in ({'loss': 0.5}, {'some': pictures})
+  ]
+  assert wandb.Image.call_args.args[0].shape == (2, 3, 3)
+  run.config.update.assert_called_with({'a.b': 2, 'batch': 16}, allow_val_change=True)
+  assert mlflow.log_metrics.call_args_list == [
+    mock.call({'loss': 0.5}, step=step, run_id='m1') for step in (1, 2)
+  ]
+  assert client.log_image.call_args.args[1].shape == (2, 3, 3)
+  assert client.log_image.call_args.kwargs == {'key': 'some', 'step': 2}
+  # A parameter cannot change.
+  assert client.log_param.call_args_list == 2 * [mock.call('m1', 'batch', 16)]
+  assert run.finish.call_count == mlflow.end_run.call_count == 2
+
+
+def test_only_the_first_process_writes(modules, tmp_path, monkeypatch):
+  monkeypatch.setattr(jax, 'process_index', lambda: 1)
+  write(tmp_path, 0)
+  assert not [module.mock_calls for module in modules if module.mock_calls]
+  assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize('name', NAMES)
+def test_a_missing_package_is_named(name, tiny_config, monkeypatch):
+  monkeypatch.setitem(sys.modules, name, None)
+  tiny_config.trackers = (name,)
+  with pytest.raises(ImportError, match=rf"trackers=\('{name}',\).*\[{name}\]"):
+    train.check(run_config.complete(tiny_config))

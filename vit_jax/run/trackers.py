@@ -1,0 +1,93 @@
+"""Writes the metrics, pictures and config of a run to Weights & Biases or MLflow.
+
+`--config.trackers="('wandb', 'mlflow')"` adds them to TensorBoard. Servers, projects
+and keys are set by the trackers' own environment variables, such as WANDB_PROJECT,
+WANDB_MODE=offline, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. `trackers.json` in
+the workdir has the id of each tracker's run, which a resumed run continues.
+"""
+
+import json
+
+from clu import metric_writers
+from etils import epath
+
+from vit_jax.distributed import files
+
+
+class _Tracker(metric_writers.MetricWriter):
+  """Leaves out what runs do not write: all but scalars, images and the config."""
+
+  def _ignore(self, *args, **kwargs):
+    pass
+
+  write_summaries = write_videos = write_audios = _ignore
+  write_texts = write_histograms = flush = _ignore
+
+
+class Wandb(_Tracker):
+  """Writes to a run of Weights & Biases, a new one if `run_id` is None."""
+
+  def __init__(self, workdir, run_id: str | None):
+    import wandb
+
+    self._wandb = wandb
+    folder = None if files.is_remote(workdir) else str(workdir)
+    name = epath.Path(workdir).name
+    self._run = self._wandb.init(id=run_id, resume='allow', dir=folder, name=name)
+    # A metric of its own: W&B drops steps that a resumed run repeats.
+    self._run.define_metric('*', step_metric='step')
+    self.run_id = self._run.id
+
+  def write_scalars(self, step, scalars):
+    self._run.log({'step': step, **scalars})
+
+  def write_images(self, step, images):
+    each = {k: [self._wandb.Image(x) for x in batch] for k, batch in images.items()}
+    self._run.log({'step': step, **each})
+
+  def write_hparams(self, hparams):
+    self._run.config.update(hparams, allow_val_change=True)
+
+  def close(self):
+    self._run.finish()
+
+
+class Mlflow(_Tracker):
+  """Writes to a run of MLflow, a new one if `run_id` is None."""
+
+  def __init__(self, workdir, run_id: str | None):
+    import mlflow
+
+    self._mlflow = mlflow
+    name = epath.Path(workdir).name
+    run = self._mlflow.start_run(run_id=run_id, run_name=name)
+    self.run_id, self._client = run.info.run_id, self._mlflow.MlflowClient()
+
+  def write_scalars(self, step, scalars):
+    self._mlflow.log_metrics(scalars, step=step, run_id=self.run_id)
+
+  def write_images(self, step, images):
+    for key, batch in images.items():
+      for image in batch:
+        self._client.log_image(self.run_id, image, key=key, step=step)
+
+  def write_hparams(self, hparams):
+    # Parameters of a run cannot change in MLflow.
+    known = self._client.get_run(self.run_id).data.params
+    for key in hparams.keys() - known.keys():
+      self._client.log_param(self.run_id, key, hparams[key])
+
+  def close(self):
+    self._mlflow.end_run()
+
+
+def start(names, workdir) -> list[metric_writers.MetricWriter]:
+  """Starts or resumes the runs of trackers, by name, and stores their ids."""
+  path = epath.Path(workdir) / 'trackers.json'
+  ids = json.loads(path.read_text()) if path.exists() else {}
+  found = []
+  for name in names:
+    found.append({'wandb': Wandb, 'mlflow': Mlflow}[name](workdir, ids.get(name)))
+    ids[name] = found[-1].run_id
+    files.write(path, json.dumps(ids))
+  return found
