@@ -204,7 +204,8 @@ class Vit(_Model):
   resnet: _ResNet
   representation_size: schema.Count | None
   classifier: Literal[
-    'token', 'gap', 'token_gap', 'map', 'unpooled', 'token_unpooled'
+    'token', 'gap', 'token_gap', 'map', 'token_map', 'unpooled',
+    'token_unpooled',
   ]  # fmt: skip
   head_init: Literal['zeros', 'lecun_normal']
   # Initial bias of the head: -10 for many classes with a sigmoid.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 
 from tests import numpy_vit, tiny_models
 from vit_jax import models
@@ -161,6 +162,35 @@ def test_attention_weights_and_tokens_are_sown():
   assert seen['features'][0].shape == (2, 16)
   variables = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
   assert set(variables) == {'params'}
+
+
+def test_attention_pools_patches_as_pytorch_does():
+  """With a class token, which it leaves out."""
+  x = tiny_models.images()
+  model = tiny_models.tiny(classifier='token_map')
+  params = tiny_models.randomised(model, x)
+  inner = tiny_models.tiny(classifier='token_unpooled', num_classes=None)
+  tokens = torch.tensor(np.asarray(apply(inner, params, x)))[:, 1:]  # [2, 4, 16]
+  pool = jax.tree.map(lambda p: torch.tensor(np.asarray(p)), params['MAPHead_0'])
+  theirs = pool['MultiHeadDotProductAttention_0']
+  functional = torch.nn.functional
+  parts = [theirs[name] for name in ('query', 'key', 'value')]
+  query = pool['probe'].expand(2, 1, 16).transpose(0, 1)
+  keys = tokens.transpose(0, 1)
+  y, _ = functional.multi_head_attention_forward(
+    query, keys, keys, 16, 2,
+    torch.cat([part['kernel'].reshape(16, 16).T for part in parts]),
+    torch.cat([part['bias'].reshape(16) for part in parts]),
+    None, None, False, 0.0,
+    theirs['out']['kernel'].reshape(16, 16).T, theirs['out']['bias'],
+  )  # fmt: skip
+  norm, mlp = pool['LayerNorm_0'], pool['MlpBlock_0']
+  z = functional.layer_norm(y, (16,), norm['scale'], norm['bias'], 1e-6)
+  z = z @ mlp['Dense_0']['kernel'] + mlp['Dense_0']['bias']
+  z = functional.gelu(z, approximate='tanh')
+  y = (y + z @ mlp['Dense_1']['kernel'] + mlp['Dense_1']['bias'])[0]
+  want = y.numpy() @ params['head']['kernel'] + params['head']['bias']
+  np.testing.assert_allclose(apply(model, params, x), want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ import optax
 import pytest
 
 from tests import conftest, trees
-from vit_jax import predict, train
+from vit_jax import checkpoint, predict, train
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import evaluation
-from vit_jax.learning import state as state_lib
+from vit_jax.learning import optim, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
+  config as run_config,
   metrics as metrics_lib,
   stopping,
   workdir as workdir_lib,
@@ -373,6 +374,25 @@ def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
     evaluation.evaluate(predict.load(str(tmp_path)), 'test')
   with pytest.raises(FileNotFoundError, match='holds no run'):
     workdir_lib.load(tmp_path)
+
+
+def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path):
+  """Attention pooling is new, everything else comes from the weights, frozen."""
+  config = run_config.complete(tiny_config)
+
+  def made():
+    task = classify.Task(config, NAMES)
+    return task, jax.eval_shape(task.init, jax.random.key(0))[0]
+
+  _, params = made()
+  path = str(tmp_path / 'token.npz')
+  checkpoint.save(jax.tree.map(lambda x: np.ones(x.shape, x.dtype), params), path)
+  config.model.classifier, config.pretrained = 'token_map', path
+  config.lr_multipliers = (('MAPHead_0/', 1.0), ('^head/', 1.0), ('', 0.0))
+  task, params = made()
+  taken = checkpoint.pretrained_weights(config, task, params)
+  assert set(taken) == set(optim.frozen_sizes(config.lr_multipliers, params))
+  assert {'cls', 'Transformer/encoder_norm/scale'} < set(taken)
 
 
 def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):

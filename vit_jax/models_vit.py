@@ -51,7 +51,9 @@ from vit_jax.layers import (
   positions,
 )
 
-CLASSIFIERS = ('token', 'gap', 'token_gap', 'map', 'unpooled', 'token_unpooled')
+CLASSIFIERS = (
+  'token', 'gap', 'token_gap', 'map', 'token_map', 'unpooled', 'token_unpooled'
+)  # fmt: skip
 
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
@@ -118,9 +120,9 @@ class VisionTransformer(patches_lib.ImageModel):
   # section 3.1), or None.
   representation_size: int | None = None
   # 'token' reads the class token, 'gap' and 'token_gap' the mean over patches, without
-  # and with a class token next to them, 'map' the result of attention pooling (see
-  # vit_jax.layers.encoder.MAPHead); 'unpooled' and 'token_unpooled' apply the head to
-  # every token, without and with a class token.
+  # and with a class token next to them, 'map' and 'token_map' likewise the result of
+  # attention pooling (see vit_jax.layers.encoder.MAPHead); 'unpooled' and
+  # 'token_unpooled' apply the head to every token, without and with a class token.
   classifier: str = 'token'
   head_bias_init: float = 0.0  # -10 for the 21k models.
   encoder: type[nn.Module] = Encoder
@@ -184,7 +186,7 @@ class VisionTransformer(patches_lib.ImageModel):
       self.Transformer = self.encoder(
         **encoder_fields(self.encoder, {**types, **fields})
       )
-    if self.classifier == 'map':
+    if self.classifier in ('map', 'token_map'):
       given = {k: fields[k] for k in encoder_lib.POOLING_FIELDS if k in fields}
       self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
     if self.pool_norm:
@@ -201,7 +203,7 @@ class VisionTransformer(patches_lib.ImageModel):
   @property
   def has_class_token(self) -> bool:
     """Whether the class token comes before the other tokens."""
-    return self.classifier in ('token', 'token_gap', 'token_unpooled')
+    return self.classifier.startswith('token')
 
   @property
   def needs_grid(self) -> bool:
@@ -351,6 +353,8 @@ class VisionTransformer(patches_lib.ImageModel):
       x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
     elif self.classifier == 'map':
       x = self.MAPHead_0(x)  # [B, D]
+    elif self.classifier == 'token_map':
+      x = self.MAPHead_0(x[:, 1:])  # [B, D]
     if self.pool_norm:
       x = self._pool_norm(x)
     x = self.pre_logits(x)

@@ -308,7 +308,9 @@ def check_both_ways(tmp_path, theirs, kind, want, images):
     ),
     ('vit_base_patch16_clip_quickgelu_224', {}, dict(classifier='token')),
     ('vit_base_patch32_siglip_256', dict(img_size=8), dict(classifier='map')),
-    ('flexivit_small', dict(img_size=8, global_pool='avg', fc_norm=False),
+    ('vit_base_patch32_siglip_256', dict(class_token=True),
+     dict(classifier='token_map')),
+    ('deit3_small_patch16_224', dict(global_pool='avg', fc_norm=False),
      dict(classifier='token_gap')),
   ],
 )  # fmt: skip

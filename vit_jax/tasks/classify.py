@@ -19,6 +19,7 @@ from vit_jax.tasks import base
 
 _TOP5 = 100  # Minimum number of classes for top-5 accuracy.
 _SHOWN = 5  # Classes in the web demo.
+_POOLING = 'MAPHead_0/'  # Attention pooling, which weights may lack.
 _NAMES = 3  # Maximum number of classes in the caption of a training image.
 
 
@@ -71,6 +72,11 @@ class Task(base.Task):
         '--num_classes'
       )
     return {'class_names': [str(i) for i in range(num_classes)]}
+
+  def new_params(self, have, want, class_names):
+    new = super().new_params(have, want, class_names)
+    pooled = any(path.startswith(_POOLING) for path in have)
+    return new if pooled else (*new, _POOLING)
 
   def example(self, record, seed):
     """Returns `image`, and `label`, float32 [classes], 1 for each true class.

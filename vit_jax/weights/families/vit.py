@@ -197,7 +197,7 @@ class Classifiers(base.Family):
 
     def holds(kind):
       held = _ELSEWHERE.get(kind, VARIATIONS)
-      if kind == 'timm' and config.get('classifier') == 'map':
+      if kind == 'timm' and config.get('classifier') in ('map', 'token_map'):
         held = ('layer_scale',)  # The attention pooling there has no variations.
       if kind == 'hf' and (dino_only or rope):
         return 'layer_scale' in own and own <= set(_ELSEWHERE['dino'])
@@ -280,7 +280,7 @@ class Classifiers(base.Family):
     )
     resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
     pooling = {'gap': ', mean pooling', 'map': ', attention pooling'}
-    pooling['token_gap'] = ', class token and mean pooling'
+    pooling |= {f'token_{k}': f', class token{x}' for k, x in pooling.items()}
     more = {**fields['transformer'], **fields}
     named = (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled')
     words += ''.join(f', {key}={more[key]}' for key in named if key in more)
@@ -376,9 +376,11 @@ def _is_hybrid(names):
 
 def _vit_sizes(flat):
   down, across, _, width = flat['embedding/kernel']
-  pooling = 'map' if _POOLING in flat else 'gap'
-  if 'cls' in flat and pooling == 'gap':
-    pooling = 'token_gap' if _POOL_NORM in flat and 'dist' not in flat else 'token'
+  first, pooled = 'cls' in flat, _POOLING in flat
+  pooling = {(1, 0): 'token', (1, 1): 'token_map', (0, 1): 'map', (0, 0): 'gap'}
+  pooling = pooling[first, pooled]
+  if pooling == 'token' and _POOL_NORM in flat and 'dist' not in flat:
+    pooling = 'token_gap'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   sizes = {

@@ -80,6 +80,8 @@ _HF_CLASSES = {
 }
 # Ours -> theirs, in timm and in Hugging Face.
 _TIMM_GELUS = {'erf': 'gelu', 'tanh': 'gelu_tanh', 'quick': 'quick_gelu'}
+# Our classifiers -> timm's `global_pool`; 'avg' for others.
+_TIMM_POOLINGS = {'token': 'token', 'map': 'map', 'token_map': 'map'}
 _HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 
@@ -161,14 +163,14 @@ def _timm_pooling(config, names):
   cls, norm = ('cls_token' in names), ('fc_norm.weight' in names)
   kinds = {'token': 'token', 'avg': 'token_gap'} if cls else {'avg': 'gap'}
   if 'attn_pool.latent' in names:
-    kinds = {} if cls else {'map': 'map'}
+    kinds = {'map': 'token_map' if cls else 'map'}
   # The one that vit_jax.weights.identify infers.
   usual = 'avg' if norm and 'avg' in kinds else next(iter(kinds), None)
   kind = descriptions.field(config, 'global_pool', str, usual)
   if kind not in kinds:
     raise ValueError(
       f'global_pool is {kind!r}, but this package has only models with '
-      f'{" or ".join(map(repr, kinds)) or "another head"} of these layers'
+      f'{" or ".join(map(repr, kinds))} of these layers'
     )
   return {} if kind == usual else {'classifier': kinds[kind]}
 
@@ -355,7 +357,7 @@ def _timm_vit(model):
     mlp_ratio=math.nextafter(hidden / config.hidden_size, math.inf),
     in_chans=leaves.channels(model.params),
     class_token='cls' in model.params,
-    global_pool={'token': 'token', 'map': 'map'}.get(config.classifier, 'avg'),
+    global_pool=_TIMM_POOLINGS.get(config.classifier, 'avg'),
     fc_norm=bool(config.get('pool_norm')),
     pre_norm=bool(encoder.get('first_norm')),
     qkv_bias=encoder.get('qkv_bias', True),
