@@ -22,6 +22,7 @@ from vit_jax.run import (
   workdir as workdir_lib,
 )
 from vit_jax.tasks import classify
+from vit_jax.weights import identify
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
 
@@ -393,6 +394,7 @@ def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path)
   taken = checkpoint.pretrained_weights(config, task, params)
   assert set(taken) == set(optim.frozen_sizes(config.lr_multipliers, params))
   assert {'cls', 'Transformer/encoder_norm/scale'} < set(taken)
+  assert identify.model_config(params).classifier == 'token_map'
 
 
 def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
