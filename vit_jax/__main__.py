@@ -17,7 +17,7 @@ COMMANDS = {
   'predict': 'Print, draw or tabulate predictions for images',
   'visualize': "Draw the paper's figures for a model",
   'demo': 'Serve a web demo for your photos',
-  'probe': 'Measure the features of a model by few-shot, linear and kNN probes',
+  'probe': 'Measure features by few-shot, linear and nearest-neighbour probes',
   'convert': 'Convert weights to and from timm, Hugging Face, ...',
   'export': 'Export a model to ONNX, StableHLO or SavedModel',
   'index': 'List and check the images of a folder before training',

@@ -516,7 +516,7 @@ def _flat(name, values, lines):
     owners = [line for line, x in zip(owners, level) for _ in x]
     level = [y for x in level for y in x]
   if level and kinds[0] is float:
-    largest = np.finfo(np.float32).max
+    largest = float(np.finfo(np.float32).max)
     for value, line in zip(level, owners):
       if abs(value) > largest:
         raise ValueError(

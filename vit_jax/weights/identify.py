@@ -66,7 +66,9 @@ def _matches(config, sizes):
   varied = ('registers', *(f'transformer.{key}' for key in vit.VARIATIONS))
   keys = want.keys() | {key for key in have if key.endswith(varied)}
   return resnets[0] == resnets[1] and all(
-    have.get(key) == want.get(key) for key in keys if not untold.fullmatch(key)
+    (have.get(key) or None) == (want.get(key) or None)  # No registers, or 0.
+    for key in keys
+    if not untold.fullmatch(key)
   )
 
 

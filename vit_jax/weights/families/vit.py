@@ -54,7 +54,8 @@ _LAYER = (
   (f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
   ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
 )
-# What only timm has in a plain Vision Transformer: registers, factors, norms, attention pooling, the ResNet of a hybrid, and BiT.
+# What only timm has in a plain Vision Transformer (registers, LayerScale, norms,
+# attention pooling), the ResNet of a hybrid, and BiT.
 _TIMM_STEM = (
   ('register_tokens', 'same', 'reg_token'),
   ('Transformer/first_norm', 'norm', 'norm_pre'),
@@ -284,7 +285,7 @@ class Classifiers(base.Family):
     more = {**fields['transformer'], **fields}
     named = (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled')
     words += ''.join(f', {key}={more[key]}' for key in named if key in more)
-    words += f', {fields["registers"]} registers' if fields['registers'] else ''
+    words += f', {fields["registers"]} registers' if 'registers' in fields else ''
     return resnet + words + pooling.get(fields['classifier'], '')
 
   def read_description(self, sibling, file, flat, naming):
@@ -386,7 +387,6 @@ def _vit_sizes(flat):
   sizes = {
     'patches': {'size': (down, across)},
     'hidden_size': width,
-    'registers': flat.get('register_tokens', (1, 0))[1],
     'transformer': {
       'num_layers': num_layers,
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
@@ -398,6 +398,7 @@ def _vit_sizes(flat):
     'classifier': pooling,
     **({'pool_norm': True} if _POOL_NORM in flat else {}),
     **({'distilled': True} if 'dist' in flat else {}),
+    **({'registers': flat['register_tokens'][1]} if 'register_tokens' in flat else {}),
   }
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
