@@ -152,6 +152,8 @@ def test_classes_are_matched_by_name(task, splits, mesh):
   task.config.fewshot.update(shots=(2,), knn=(3,))
   splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
   assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0, 'knn_3': 1.0}
+  task.config.fewshot.shots = ()
+  assert probes.FewShot(task, mesh).run({}, {}) == {'knn_3': 1.0}
   splits['test'] = grey([250, 0], [1, 0], ('black', 'light'))
   with pytest.raises(ValueError, match=r"\['black'\]"):
     probes.FewShot(task, mesh)

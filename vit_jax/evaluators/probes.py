@@ -77,6 +77,7 @@ class Probe:
     if shots or knn:
       labels = features.read_labels(task.config, mesh, self.train)
       _check_neighbours(knn, labels)
+    if shots:
       self._chosen = [
         choose(labels, self.class_names, max(shots), seed, skip_empty) for seed in seeds
       ]
