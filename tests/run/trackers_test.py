@@ -74,6 +74,15 @@ def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
   assert run.finish.call_count == mlflow.end_run.call_count == 2
 
 
+def test_a_damaged_file_of_ids_is_named(modules, tmp_path):
+  write(tmp_path, 0)
+  path = tmp_path / 'trackers.json'
+  for text in (path.read_text()[:-3], '["w1"]', '{"wandb": 1}'):
+    path.write_text(text)
+    with pytest.raises(ValueError, match='trackers.json.*damaged.*delete'):
+      write(tmp_path, 0)
+
+
 def test_only_the_first_process_writes(modules, tmp_path, monkeypatch):
   monkeypatch.setattr(jax, 'process_index', lambda: 1)
   write(tmp_path, 0)

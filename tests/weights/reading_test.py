@@ -38,6 +38,10 @@ def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
     assert found.metadata == (
       given if given.get('image_mean') == means['image_mean'] else {}
     )
+  for std in ([0.2, 0.0, 0.2], [-0.2, 0.2, 0.2], ['a', 'b', 'c']):
+    file.write_text(json.dumps({**means, 'image_std': std}))
+    with pytest.raises(ValueError, match='preprocessor_config.json.*image_std is'):
+      reading.read(str(tmp_path / 'hf'))
 
 
 @pytest.fixture

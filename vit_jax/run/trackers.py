@@ -6,10 +6,9 @@ WANDB_MODE=offline, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. `trackers.js
 the workdir has the id of each tracker's run, which a resumed run continues.
 """
 
-import json
-
 from clu import metric_writers
 from etils import epath
+import msgspec
 
 from vit_jax.distributed import files
 
@@ -82,12 +81,22 @@ class Mlflow(_Tracker):
 
 
 def start(names, workdir) -> list[metric_writers.MetricWriter]:
-  """Starts or resumes the runs of trackers, by name, and stores their ids."""
+  """Starts or resumes the runs of trackers, by name, and stores their ids.
+
+  Raises ValueError if the file of ids is damaged.
+  """
   path = epath.Path(workdir) / 'trackers.json'
-  ids = json.loads(path.read_text()) if path.exists() else {}
+  try:
+    ids = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+  except FileNotFoundError:
+    ids = {}
+  except msgspec.DecodeError as e:
+    raise ValueError(
+      f"'{path}' is damaged: {e}: delete it to start new runs in {', '.join(names)}"
+    ) from e
   found = []
   for name in names:
     found.append({'wandb': Wandb, 'mlflow': Mlflow}[name](workdir, ids.get(name)))
     ids[name] = found[-1].run_id
-    files.write(path, json.dumps(ids))
+    files.write(path, msgspec.json.encode(ids))
   return found

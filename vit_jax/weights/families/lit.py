@@ -227,7 +227,7 @@ class ImageTexts(base.Family):
     else:
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
-    scaling = dict(zip(vit_files.SCALES, vit_files.scaling(sibling, naming).values()))
+    scaling = vit_files.scaling(sibling, naming)
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
     if style == 'siglip' and str(kind).startswith(('Gemma', 'Siglip2')):

@@ -54,6 +54,9 @@ _TIMM_NAMED_GELUS = (
   ),
 )
 _Epsilon = Annotated[float, schema.Range(gt=0, lt=1)]
+_Share = Annotated[float, schema.Range(ge=0, le=1)]  # Of the largest value of a pixel.
+_Mean = _Share | tuple[_Share, ...]
+_Std = schema.Positive | tuple[schema.Positive, ...]
 _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
 _TIMM_HEADS = {
   'tiny': 3, 'xsmall': 4, 'wee': 4, 'little': 5, 'small': 6, 'medium': 8, 'mediumd': 8,
@@ -176,11 +179,19 @@ def _timm_pooling(config, names):
 
 
 def scaling(sibling, naming: str) -> dict:
-  """Returns the fields with the scaling of pixels, if any."""
+  """Returns SCALES, as far as the file with the scaling of pixels has them."""
   name, *keys = _SCALING[naming]
-  config = descriptions.read(sibling(name))
-  config = config.get('pretrained_cfg') or config.get('preprocess_cfg') or config
-  return {key: config[key] for key in keys if key in config}
+  group = lambda config, key: descriptions.field(config, key, dict)
+
+  def read(config):
+    config = (
+      group(config, 'pretrained_cfg') or group(config, 'preprocess_cfg') or config
+    )
+    kinds = (_Mean, _Std)
+    found = [descriptions.field(config, key, kind) for key, kind in zip(keys, kinds)]
+    return {name: x for name, x in zip(SCALES, found) if x is not None}
+
+  return descriptions.read(sibling(name), read)
 
 
 def scales(sibling, file, naming: str, channels: int) -> dict:
@@ -192,7 +203,7 @@ def scales(sibling, file, naming: str, channels: int) -> dict:
   if all(np.all(np.asarray(value) == 0.5) for value in given.values()):
     return {}
   if [np.size(value) for value in given.values()] == [channels] * 2:
-    return dict(zip(SCALES, given.values()))
+    return given
   words = ' and '.join(f'{key}={value}' for key, value in given.items())
   logging.warning(
     f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
