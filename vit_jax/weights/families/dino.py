@@ -27,15 +27,19 @@ _STEM = (
 )  # fmt: skip
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1'),
-  *(
-    (f'{_ATTENTION}/{x}', 'heads', f'attention.attention.{x}')
-    for x in ('query', 'key', 'value')
-  ),
-  (f'{_ATTENTION}/out', 'out', 'attention.output.dense'),
   ('LayerScale_0/gamma', 'same', 'layer_scale1.lambda1'),
   ('LayerNorm_1', 'norm', 'norm2'),
   ('LayerScale_1/gamma', 'same', 'layer_scale2.lambda1'),
 )
+
+
+def _attention(query: str, key: str, value: str, out: str) -> tuple[leaves.Row, ...]:
+  """Returns the rows of an attention layer, whose dense layers have these names."""
+  heads = {'query': query, 'key': key, 'value': value}
+  rows = ((f'{_ATTENTION}/{path}', 'heads', name) for path, name in heads.items())
+  return (*rows, (f'{_ATTENTION}/out', 'out', out))
+
+
 # The same of DINOv3.
 _STEM_3 = (
   _STEM[0],
@@ -44,13 +48,8 @@ _STEM_3 = (
   ('Transformer/encoder_norm', 'norm', 'norm'),
 )
 _LAYER_3 = (
-  ('LayerNorm_0', 'norm', 'norm1'),
-  *(
-    (f'{_ATTENTION}/{x}', 'heads', f'attention.{x[0]}_proj')
-    for x in ('query', 'key', 'value')
-  ),
-  (f'{_ATTENTION}/out', 'out', 'attention.o_proj'),
-  *_LAYER[-3:],
+  *_LAYER,
+  *_attention(*(f'attention.{x}_proj' for x in 'qkvo')),
   ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.down_proj'),
@@ -69,7 +68,9 @@ def mlp(first: str, last: str, gated: bool) -> tuple[leaves.Row, ...]:
 def naming(gated: bool) -> leaves.Naming:
   """Returns Hugging Face's naming, for MLPs with a gate or without."""
   last = 'mlp.weights_out' if gated else 'mlp.fc2'
-  layer = (*_LAYER, *mlp('mlp.fc1', last, gated))
+  heads = (f'attention.attention.{x}' for x in ('query', 'key', 'value'))
+  attention = _attention(*heads, 'attention.output.dense')
+  layer = (*_LAYER, *attention, *mlp('mlp.fc1', last, gated))
   return leaves.Naming(
     'hf',
     'DINOv2',
