@@ -20,7 +20,7 @@ from vit_jax.tasks import masked_patches
 
 def made(weights, grid, before=0):
   """Attention of given weights."""
-  return internals.Attention(weights, None, grid, before)
+  return internals.Attention(weights, None, grid, before, before == 1)
 
 
 def random_weights(shape, seed=0):
@@ -210,6 +210,21 @@ def test_bfloat16_gives_float32():
   found = internals.attention(model, params, images)
   assert found.outputs.dtype == np.float32
   assert {w.dtype for w in found.weights} == {np.dtype(np.float32)}
+
+
+@pytest.mark.parametrize('classifier', ['gap', 'token'])
+def test_registers_are_in_no_map(classifier):
+  model = tiny_models.tiny(
+    classifier=classifier, registers=2, transformer=transformer(1)
+  )
+  images = tiny_models.images()
+  found = internals.attention(model, parameters(model, images), images)
+  first = 2 + (classifier == 'token')
+  assert found.before == first
+  weights = found.weights[0].mean(axis=1)[..., first:]
+  want = weights[:, 0] if classifier == 'token' else weights[:, first:].mean(axis=1)
+  [got] = internals.maps(found)
+  np.testing.assert_allclose(got, want.reshape(got.shape), rtol=1e-5)
 
 
 class Layered(nn.Module):

@@ -166,7 +166,9 @@ def test_attention_maps_are_those_of_the_weights(shown, run, config):
   images, _ = first_test_images(config)
   inputs, _ = model.run(images)
   seen = internals.attention(model.task.model, model.params, inputs['image'])
-  want = pictures.draw_attention(inputs['image'], seen.weights, seen.grid)
+  want = pictures.draw_attention(
+    model.task.model, inputs['image'], seen.weights, seen.grid
+  )
   assert want.shape == found[6].shape
   # Rounding may move a colour, or the last digit of a caption.
   assert (abs(found[6].astype(int) - want) <= 3).mean() > 0.99

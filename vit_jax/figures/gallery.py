@@ -104,7 +104,9 @@ def _attention_distance(subject):
   size = subject.batch['image'].shape[1:3]
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
   uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
-  [[alike]] = internals.mean_distances(internals.of(uniform, None, grid), patch)
+  [[alike]] = internals.mean_distances(
+    internals.Attention(uniform, None, grid, 0, False), patch
+  )
   found = subject.seen.distances, float(alike), len(subject.names)
   return [charts.attention_distances(*found)]
 

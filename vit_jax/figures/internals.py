@@ -23,7 +23,8 @@ class Attention(NamedTuple):
   weights: list[np.ndarray]
   outputs: np.ndarray  # Of the model, float32; [B, classes] for a classifier.
   grid: tuple[int, int]  # Number of patches (down, across), (h, w).
-  before: int  # Tokens before the patches: 1 with a class token, else 0.
+  before: int  # Tokens before the patches, such as class token and registers.
+  class_token: bool  # Whether the first of them is the class token.
 
 
 def attention(
@@ -38,13 +39,13 @@ def attention(
   """
   grid = patch_grid(model, params, images)
   compute = jax.jit(functools.partial(forward, model))
-  return of(*jax.device_get(compute(params, images)), grid)
+  return of(model, *jax.device_get(compute(params, images)), grid)
 
 
-def of(weights, outputs, grid: tuple[int, int]) -> Attention:
-  """Returns the Attention of weights and outputs, as `forward` returns them."""
+def of(model, weights, outputs, grid: tuple[int, int]) -> Attention:
+  """Returns the Attention of a model's weights and outputs, as `forward` returns them."""
   before = weights[0].shape[-1] - grid[0] * grid[1]
-  return Attention(weights, outputs, grid, before)
+  return Attention(weights, outputs, grid, before, model.has_class_token)
 
 
 def lacks(model) -> str | None:
@@ -119,7 +120,7 @@ def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarr
 def maps(attention: Attention) -> np.ndarray:
   """Computes the maps of each layer, mean over the heads, float32 [L, B, h, w].
 
-  The query is the class token; without a class token, the mean over all queries.
+  The query is the class token; without a class token, the mean over all patches.
   """
   means = np.stack([np.mean(w, axis=1) for w in attention.weights])
   return _on_grid(means, attention)
@@ -147,8 +148,9 @@ def rollout_maps(attention: Attention) -> np.ndarray:
 
 
 def _on_grid(mixed, attention):
-  """Turns matrices [..., N, N] into maps [..., h, w]: one row, or their mean."""
-  row = mixed[..., 0, :] if attention.before else mixed.mean(axis=-2)
+  """Turns matrices [..., N, N] into maps [..., h, w]: a row, or the patches' mean."""
+  patches = mixed[..., attention.before :, :]
+  row = mixed[..., 0, :] if attention.class_token else patches.mean(axis=-2)
   return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)
 
 

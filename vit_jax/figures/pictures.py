@@ -68,7 +68,7 @@ class Pictures:
       drawn = self._task.draw_evaluation(batch, outputs)
       if self._grid is None:
         return drawn
-      picture = draw_attention(batch['image'], weights, self._grid)
+      picture = draw_attention(self._task.model, batch['image'], weights, self._grid)
       return {**drawn, 'attention': picture}
 
     return _attempt(draw)
@@ -122,14 +122,14 @@ def _attention_grid(task) -> tuple[int, int]:
   return grid
 
 
-def draw_attention(images, weights, grid) -> np.ndarray:
+def draw_attention(model, images, weights, grid) -> np.ndarray:
   """Draws images, the attention maps of the last layer, and attention rollout.
 
   Takes float32 [B, H, W, C] in [-1, 1] and L arrays float32 [B, K, N, N]. Two images
   per row are each followed by their two maps. The patch of the largest value is
   yellow; the caption gives its share.
   """
-  found = internals.of(weights, None, grid)
+  found = internals.of(model, weights, None, grid)
   columns, texts = [grids.to_pixels(images)], [[''] * len(images)]
   for maps in (internals.maps(found)[-1], internals.rollout_maps(found)):
     columns.append(grids.heat(maps, images.shape[1:3]))

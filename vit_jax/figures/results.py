@@ -208,7 +208,7 @@ def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
 
   def seen(image):
     weights, outputs = jax.device_get(compute(model.params, image))
-    found = internals.of(weights, outputs, grid)
+    found = internals.of(model.task.model, weights, outputs, grid)
     return Seen(
       internals.maps(found).swapaxes(0, 1),
       internals.rollout_maps(found),

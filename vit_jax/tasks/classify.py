@@ -269,7 +269,7 @@ class Predictor(base.Predictor):
       found = internals.forward(task.model, params, images)
       return {
         'probabilities': task.squash(found[1]),
-        'rollout': internals.rollout_maps(internals.of(*found, grid)),
+        'rollout': internals.rollout_maps(internals.of(task.model, *found, grid)),
       }
 
     return jax.jit(compute)
