@@ -20,6 +20,7 @@ import gzip
 import pathlib
 import tempfile
 from unittest import mock
+import zlib
 
 from vit_jax import console
 from vit_jax.commands import flags
@@ -41,7 +42,7 @@ def _unpack(folder: pathlib.Path, name: str, to: pathlib.Path) -> str:
   try:
     with (gzip.open if source.suffix == '.gz' else open)(source, 'rb') as file:
       content = file.read()
-  except (EOFError, gzip.BadGzipFile) as e:
+  except (EOFError, gzip.BadGzipFile, zlib.error) as e:
     raise ValueError(f"'{source}' is damaged: {e}: download it again") from e
   [(_, magic)] = [item for item in _MAGIC.items() if item[0] in name]
   count = int.from_bytes(content[4:8], 'big')

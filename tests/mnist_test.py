@@ -53,12 +53,15 @@ def test_missing_and_damaged_files_are_named(files):
   folder, _ = files
   path = folder / 'train-images-idx3-ubyte.gz'
   content = path.read_bytes()
-  path.write_bytes(content[:-9])
-  with pytest.raises(ValueError, match='train-images-idx3-ubyte.gz.*damaged'):
-    mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
-  path.write_bytes(gzip.compress(gzip.decompress(content)[:-1]))
-  with pytest.raises(ValueError, match='train-images-idx3-ubyte.gz.*damaged'):
-    mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
+  damaged = (
+    content[:-9],
+    content[:40] + bytes(40) + content[80:],
+    gzip.compress(gzip.decompress(content)[:-1]),
+  )
+  for wrong in damaged:
+    path.write_bytes(wrong)
+    with pytest.raises(ValueError, match='train-images-idx3-ubyte.gz.*damaged'):
+      mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
   path.unlink()
   with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte.gz'):
     mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])

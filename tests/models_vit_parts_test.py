@@ -257,7 +257,7 @@ def test_an_encoder_of_ones_own():
 
 
 def test_the_model_works_in_flax_nnx():
-  """Outputs and gradients, with and without dropout, are those of Linen."""
+  """Equal outputs and gradients, with and without dropout."""
   dropout = dict(tiny_models.tiny().transformer, num_layers=1, dropout_rate=0.5)
   model = tiny_models.tiny(transformer=dropout)
   params = tiny_models.numbers(model, 8)

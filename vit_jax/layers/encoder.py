@@ -174,8 +174,8 @@ class Encoder1DBlock(nn.Module):
 
     `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
     scalar array, `relative` are relative position embeddings [2N - 1, E], `length` is
-    the number of tokens before the padding, and `angles`, [N, E/2], are those of rotary
-    position embeddings; each may be None.
+    the number of tokens before the padding, and `angles`, [N, E/2], rotate queries and
+    keys (rotary position embeddings); each may be None.
     """
 
     def drop(x):

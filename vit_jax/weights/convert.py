@@ -117,7 +117,7 @@ def _with_gelu(src, model, gelu):
 
 
 def _check_shapes(weights, config, num_classes, size):
-  """Checks that the leaves are those of the model, with their shapes."""
+  """Checks for missing, unknown and misshapen leaves."""
   expected = families.of(config).shapes(config, weights.params, num_classes, size)
   tree = {**expected.pop('params'), **expected}
   want = flax.traverse_util.flatten_dict(tree, sep='/')

@@ -215,7 +215,7 @@ def scales(sibling, file, naming: str, channels: int) -> dict:
 def scaled(model, part: str | None = None):
   """Returns a model whose patch embedding absorbs the scaling of pixels in its metadata.
 
-  The patch embedding is that of a part of the parameters, or of all.
+  `part` names the tower with the patch embedding in a model of several towers.
   """
   values = [model.metadata.get(name) for name in SCALES]
   if None in values:
