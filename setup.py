@@ -106,7 +106,6 @@ setuptools.setup(
       'pycocotools',
       'pytest',
       'pytest-xdist',
-      'ray[data]',
       'ruff',
       'sentencepiece',
       'tokenizers',
