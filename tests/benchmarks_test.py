@@ -6,6 +6,7 @@ import sys
 import threading
 import types
 
+import jax
 import pytest
 import torch
 
@@ -16,6 +17,7 @@ from benchmarks import (
   start,
   timing,
   timm_steps,
+  track,
 )
 from tests import models_test, processes, torch_models
 from vit_jax import models_igpt
@@ -179,3 +181,25 @@ def test_turns_alternate_and_a_function_may_time_itself():
   assert second == [7.0, 7.0]
   assert len(first) == 2
   assert timing.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0
+
+
+def test_runs_are_compared_with_the_line_before(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(timing, 'PRODUCT_SIZE', 64)
+  jobs = iter([{'value': 10.0, 'unit': 'img/s', 'loss_test': 0.5},
+               {'value': 20.0, 'unit': 'img/s', 'loss_test': 0.25}])  # fmt: skip
+  monkeypatch.setitem(track.JOBS, 'digits', lambda folder: next(jobs))
+  path = tmp_path / 'track.jsonl'
+  for _ in range(2):
+    track.main([str(path), '--only', 'digits'])
+  first, second = map(json.loads, path.read_text().splitlines())
+  assert first['jobs']['digits']['value'] == 10
+  assert second['versions']['jax'] == jax.__version__
+  said = capsys.readouterr().out.splitlines()[-1]
+  product = second['product'] / first['product']
+  assert f'2.00 x as fast ({2 / product:.2f} x beside' in said
+  assert 'loss_test 0.5 -> 0.25' in said
+  slow = {'value': 3.0, 'unit': 's'}
+  assert '0.50 x' in track.compare('start', slow, {'value': 1.5, 'unit': 's'}, 1.0)
+  path.write_text('{')
+  with pytest.raises(ValueError, match='track.jsonl'):
+    track.main([str(path)])

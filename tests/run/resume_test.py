@@ -45,12 +45,10 @@ _CHECKPOINTS = 'vit_jax.run.checkpoints'
 # tests.forked.start. In this order: the first lives find no checkpoint.
 KILLS = [
   ('start-up', 'vit_jax.run.workdir', 'create', 1, 0.02),
-  ('first save', _CHECKPOINTS, 'Checkpoints.save', 1, 0.05),
   ('first save', _CHECKPOINTS, '_Handler.finalize', 1, 0.01),
   ('deletion', _CHECKPOINTS, '_NewestAndBest.should_preserve', 2, 0.0),
   ('restore', _CHECKPOINTS, '_read', 1, 0.02),
   ('step', 'vit_jax.run.loop', 'Run.update', 8, 0.1),
-  ('evaluation', 'vit_jax.evaluators.means', 'Means.run', 1, 0.02),
   ('metrics', 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
   ('save', _CHECKPOINTS, '_Handler.finalize', 2, 0.05),
 ]

@@ -74,8 +74,8 @@ def to_plain(config) -> dict[str, Any]:
 
 def facts(config) -> dict[str, Any]:
   """Returns values by name that must agree in all processes of a run."""
-  versions = {f'version of {k}': v for k, v in _versions().items()}
-  return {**flatten(to_plain(config)), **versions}
+  found = {f'version of {k}': v for k, v in versions().items()}
+  return {**flatten(to_plain(config)), **found}
 
 
 @processes.by_first('checking the workdir')
@@ -187,7 +187,7 @@ def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
   contents = {
     **metadata,
     'data': {'metadata': _digest(metadata), 'sources': data},
-    'versions': _versions(),
+    'versions': versions(),
     # Written last, since config.json marks the folder as a run's.
     'config': to_plain(config),
   }
@@ -291,11 +291,12 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
   return dict(common.flatten(tree, ()))
 
 
-def _versions():
-  versions = {'python': platform.python_version()}
+def versions() -> dict[str, str]:
+  """Returns the versions of Python and of the packages that decide results."""
+  found = {'python': platform.python_version()}
   for name in PACKAGES:
     try:
-      versions[name] = importlib.metadata.version(name)
+      found[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       continue
-  return versions
+  return found
