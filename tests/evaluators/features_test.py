@@ -120,6 +120,12 @@ def test_every_kind_of_model_has_features(task, name, depth, width, layers):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   assert features.Extractor(made, mesh).width == width
   assert list(features.layers(made)) == layers
+  if name == 'r_ti16':  # Cells of 32 pixels.
+    compute = features.patches(made)
+    assert features._shapes(made, compute).shape == (1, 2, 2, width)
+  else:
+    with pytest.raises(ValueError, match="layer='patches' .* such as features"):
+      features.patches(made)
 
 
 def test_layers_are_in_the_order_of_their_numbers(task):

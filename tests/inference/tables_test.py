@@ -530,6 +530,10 @@ def test_the_command_reads_a_split_of_a_data_set(
       ['--out=a.csv', '--embeddings=layer_9', 'a.png'],
       'layer_9.*features, pixels, layer_0, layer_1, .*such as',
     ),
+    (
+      ['--out=a.csv', '--embeddings=patches', 'a.png'],
+      r"out='a.csv' .*array \[2, 2, 16\].*--out=table.parquet",
+    ),
     (['--out=a.csv', '--top=0', 'a.png'], 'top=0 .*--top'),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
     (['--out=no/a.csv', 'a.png'], "out='no/a.csv'.*--out"),
@@ -586,6 +590,28 @@ def test_a_classifier_without_a_head_has_embeddings_alone(data_dir, images):
     model.table(images[:2])
   table = model.table(images[:2], embeddings='features')
   assert table.column_names == ['path', 'embedding', 'error']
+
+
+def test_patches_are_arrays_in_parquet_whose_parts_are_small(
+  model, images, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(tables, '_PART', 3 * 2 * 2 * 16 * 4)  # Three images.
+  out, images = tmp_path / 'a.parquet', images[:8]
+  columns = model.columns(embeddings='patches')
+  for shard in range(2):
+    source = model._source(images)
+    tables.write(model, source, out, columns, {}, shard=(shard, 2))
+    assert out.exists() == bool(shard)
+  assert pyarrow.parquet.ParquetFile(out).num_row_groups == 3
+  table = pyarrow.parquet.read_table(out)
+  assert table['path'].to_pylist() == images
+  is_good = table['embedding'].is_valid()
+  assert is_good.to_pylist() == [i not in BROKEN for i in range(8)]
+  good = table.filter(is_good)
+  found = good['embedding'].combine_chunks().to_numpy_ndarray()
+  want = model.embed(good['path'].to_pylist(), 'patches')
+  assert want.shape == (7, 2, 2, 16)
+  np.testing.assert_allclose(found, want, atol=1e-5)
 
 
 # --- A table that is there already ---

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests import torch_models, trees
-from vit_jax import models
+from vit_jax import models, predict
 from vit_jax.weights import convert, fitting, writing
 
 # What must be imported in its own way.
@@ -51,6 +51,12 @@ def our_tokens(model, images, classifier='token_unpooled'):
   return np.asarray(apply({'params': model.params}, images))
 
 
+def our_patches(folder, images, **kwargs):
+  """The patches that `vit_jax predict --embeddings=patches` writes."""
+  loaded = predict.load_weights(str(folder), image_size=images.shape[1:3], **kwargs)
+  return loaded.embed(np.round((images + 1) * 127.5).astype(np.uint8), 'patches')
+
+
 def assert_close(got, want):
   assert want.std() > 0.1
   np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
@@ -66,17 +72,22 @@ def saved(request, tmp_path_factory):
 
 
 def images_of(height, width):
-  images = np.random.RandomState(0).uniform(-1, 1, (2, height, width, 3))
-  return images.astype(np.float32)
+  images = np.random.RandomState(0).randint(0, 256, (2, height, width, 3))
+  return (images / 127.5 - 1).astype(np.float32)
+
+
+def standardised(images):
+  mean, std = SCALING.values()
+  return ((images / 2 + 0.5 - mean) / std).astype(np.float32)
 
 
 def test_tokens_of_pixels_from_minus_1_to_1_are_those_of_hugging_face(saved):
   folder, theirs, registers = saved
   images = images_of(12, 12)
-  mean, std = SCALING.values()
-  pixels = ((images / 2 + 0.5 - mean) / std).astype(np.float32)
   model = writing.scaled(convert.read(str(folder)))
-  assert_close(our_tokens(model, images), tokens_of(theirs, pixels, registers))
+  want = tokens_of(theirs, standardised(images), registers)
+  assert_close(our_tokens(model, images), want)
+  assert_close(our_patches(folder, images), want[:, 1:].reshape(2, 3, 3, 16))
   # Fine-tuning starts from the same parameters.
   taken = fitting.transferable(str(folder), model.params, model.config)
   tree = fitting.flax.traverse_util.unflatten_dict(taken, sep='/')
@@ -121,6 +132,8 @@ def test_timm_has_the_same_tokens_for_images_that_are_not_square(
   images = images_of(8, 12)
   assert_close(our_tokens(found, images), tokens_of(theirs, images, registers))
   if registers:
+    want = tokens_of(theirs, standardised(images), registers)[:, 1:]
+    assert_close(our_patches(tmp_path / 'a', images), want.reshape(2, 2, 3, 16))
     convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'timm')
     again = timm.create_model(f'local-dir:{tmp_path}/b', pretrained=True)
     for key, value in again.state_dict().items():

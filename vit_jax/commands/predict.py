@@ -50,8 +50,8 @@ _OUTPUT = {
   ),
   '--embeddings': dict(
     metavar='LAYER',
-    help='tables: add a column with the features of a layer, such as layer_3; without '
-    'LAYER: the inputs of the head',
+    help='tables: add a column with the features of a layer, such as layer_3, or of all '
+    'patches (in .parquet); without LAYER: the inputs of the head',
   ),
   '--broken': dict(
     choices=('row', 'stop'),

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import console, preprocess
+from vit_jax import console, models, preprocess
+from vit_jax.configs import models as model_configs
 from vit_jax.data import records
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
@@ -22,6 +23,7 @@ from vit_jax.inference import engine
 
 LAYER = 'features'  # Sown in front of the head.
 PIXELS = 'pixels'  # The model's input.
+PATCHES = 'patches'  # See `patches`.
 # Sown in front of each layer, see `layers`.
 _SOWN = re.compile(r'(?:^|/)((stage|layer)_(\d+))$')
 
@@ -78,6 +80,30 @@ def _shapes(task, compute: Callable):
 def _sown(task, capture=False) -> dict:
   """Returns the shapes that a task's model sows for an image, by path."""
   return _shapes(task, lambda *state: task.intermediates(*state, capture))
+
+
+def patches(task) -> Callable:
+  """Returns a function (params, extra, batch) -> tokens of the patches.
+
+  These are what the encoder returns, after its last norm if it has one, as a grid
+  float32 [B, h, w, D], without class token, distillation token and registers; those of
+  a hybrid belong to cells of the ResNet's feature map. Raises ValueError for a model
+  without a Vision Transformer's encoder.
+  """
+  path = 'Transformer/tokens'
+  grid = models.patch_grid(model_configs.vit_of(task.config.model), task.image_size)
+  if grid is None or path not in _sown(task):
+    raise ValueError(
+      f"layer='{PATCHES}' needs the patch tokens of a Vision Transformer, which the "
+      f'model of this {task.config.task} lacks: use another layer, such as {LAYER}'
+    )
+
+  def compute(params, extra, batch):
+    tokens = task.intermediates(params, extra, batch)[path][-1]  # [B, N, D]
+    tokens = tokens[:, -grid[0] * grid[1] :].astype(jnp.float32)
+    return tokens.reshape(-1, *grid, tokens.shape[-1])
+
+  return compute
 
 
 class Extractor:

@@ -184,7 +184,7 @@ class Predictor:
     """Returns the columns of a table.
 
     The features of the layer `embeddings`, such as 'features' (the inputs of the head),
-    are a column. Options are `top` for classifiers, `threshold` and `image_size` for
+    or 'patches' (a token for each patch), are a column, see `embed`. Options are `top` for classifiers, `threshold` and `image_size` for
     detectors, and lists `classes` and `texts` for image-text models. Raises ValueError
     if there is no such layer, or an argument is out of range.
     """
@@ -207,7 +207,9 @@ class Predictor:
     def row(inputs, outputs):
       return {**own.row(inputs, outputs[0]), 'embedding': outputs[1]}
 
-    types = {**own.types, 'embedding': (float, spec.shape[-1])}
+    shape = spec.shape[1:]
+    kind = (float, shape if len(shape) > 1 else shape[0])
+    types = {**own.types, 'embedding': kind}
     return own._replace(types=types, row=row, compute=both)
 
   def table_options(self, args) -> dict[str, Any]:
@@ -237,7 +239,10 @@ class Predictor:
     )
 
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
-    """Returns the features of images, float32 [n, D]; see `columns`."""
+    """Returns the features of images, float32 [n, D]; of 'patches' [n, h, w, D].
+
+    For layers see vit_jax.tasks.parts.Hooks.features.
+    """
     return self.run(images, self._features(layer), keep=())[1]
 
   def export(self, out: str | os.PathLike, to: str, **options) -> float:

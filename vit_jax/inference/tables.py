@@ -38,6 +38,7 @@ ENDINGS = ('.parquet', '.csv', '.jsonl')
 _LOCK, _SHARD_LOCK, _JOIN_LOCK = '_holder.json', '_holder-{}of{}.json', '_join.json'
 # Images per block: fewest and most, for about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
+_PART = 2**26  # Most bytes of features per block, unless one image has more.
 # Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
@@ -45,7 +46,8 @@ _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 class Columns(NamedTuple):
   """The columns of a task."""
 
-  # By name: str, int, float or bool; [type] for a list; (type, n) for n values.
+  # By name: str, int, float or bool; [type] for a list; (type, n) for n values;
+  # (type, shape) for an array, which only Parquet has.
   types: Mapping[str, Any]
   # From an image's inputs in `keep` and results of `compute` to its values by name.
   row: Callable[[dict, Any], dict]
@@ -206,7 +208,15 @@ def write(
   if not total:
     raise ValueError('no images given: pass files, folders or glob patterns')
   kinds = types(columns)
+  shapes = [kind[1] for kind in kinds.values() if isinstance(kind, tuple)]
+  arrays = [shape for shape in shapes if isinstance(shape, tuple)]
+  if arrays and out.suffix != '.parquet':
+    raise ValueError(
+      f"out='{out}' cannot hold an array {list(arrays[0])} per image: give "
+      '--out=table.parquet, or the features of another layer (--embeddings)'
+    )
   size = min(max(_FEWEST, -(-total // _BLOCKS)), _MOST)
+  size = min(size, max(1, _PART // max(1, sum(map(_bytes, shapes)))))
   blocks = [range(i, min(i + size, total)) for i in range(0, total, size)]
   facts = {
     **facts, 'weights': sharding.digest((model.params, model.extra)),
@@ -509,22 +519,35 @@ def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> byte
   return text.getvalue().encode()
 
 
+def _bytes(shape) -> int:
+  """Returns the size of float32 numbers of a shape, or their count, in bytes."""
+  return 4 * int(np.prod(shape))
+
+
 def to_arrow(found: Sequence[dict], types: Mapping[str, Any]):
-  """Returns rows as a pyarrow.Table with typed columns."""
+  """Returns rows as a pyarrow.Table with typed columns; arrays are tensors."""
   pa = arrow()
 
   def kind(of):
     if isinstance(of, list):
       return pa.list_(kind(of[0]))
+    if isinstance(of, tuple) and isinstance(of[1], tuple):
+      return pa.fixed_shape_tensor(kind(of[0]), of[1])
     if isinstance(of, tuple):
       return pa.list_(kind(of[0]), of[1])
     return {
       str: pa.string(), int: pa.int64(), float: pa.float32(), bool: pa.bool_(),
     }[of]  # fmt: skip
 
+  def column(values, of):
+    if not isinstance(of, pa.FixedShapeTensorType):
+      return pa.array(values, of)
+    flat = [None if x is None else np.ravel(x) for x in values]
+    return pa.ExtensionArray.from_storage(of, pa.array(flat, of.storage_type))
+
   return pa.table(
     {
-      name: pa.array([row.get(name) for row in found], kind(of))
+      name: column([row.get(name) for row in found], kind(of))
       for name, of in types.items()
     }
   )

@@ -163,9 +163,12 @@ class Hooks:
   def features(self, layer: str) -> Callable:
     """Returns a function (params, extra, batch) -> features, float32 [B, D].
 
-    For the layer see vit_jax.evaluators.features.Extractor; ValueError if it does
-    not exist.
+    For the layer see vit_jax.evaluators.features.Extractor; 'patches' are
+    vit_jax.evaluators.features.patches, [B, h, w, D]. ValueError if the layer does not
+    exist.
     """
+    if layer == features.PATCHES:
+      return features.patches(self)
     mesh = sharding.make_mesh({'data': 1}, jax.local_devices()[:1])
     return features.Extractor(self, mesh, layer).compute
 
