@@ -225,6 +225,12 @@ def test_registers_are_in_no_map(classifier):
   want = weights[:, 0] if classifier == 'token' else weights[:, first:].mean(axis=1)
   [got] = internals.maps(found)
   np.testing.assert_allclose(got, want.reshape(got.shape), rtol=1e-5)
+  tokens = internals.token_maps(found)
+  assert tokens.shape == (first, *got.shape)
+  for token in range(first):
+    np.testing.assert_allclose(
+      tokens[token], weights[:, token].reshape(got.shape), rtol=1e-5
+    )
 
 
 class Layered(nn.Module):
@@ -294,6 +300,27 @@ def test_filters_are_the_principal_components_up_to_sign():
   products = (found.reshape(7, 24) * pca.components_).sum(axis=1)
   np.testing.assert_allclose(np.abs(products), 1, atol=1e-5)
   np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-5)
+
+
+@pytest.mark.parametrize('foreground', ['', 'positive', 'negative'])
+def test_colours_are_the_principal_components_of_patches(foreground):
+  tokens = np.random.RandomState(0).randn(3, 4, 5, 8) * np.arange(1, 9) + 7
+  found, shares = internals.patch_colours(tokens, foreground)
+  rows, kept = tokens.reshape(-1, 8), np.ones(60, bool)
+  if foreground:
+    pca = decomposition.PCA(1, svd_solver='full')
+    first = pca.fit_transform(rows)[:, 0]
+    first *= np.sign(pca.components_[0, np.abs(pca.components_[0]).argmax()])
+    kept = (first > 0) == (foreground == 'positive')
+  pca = decomposition.PCA(3, svd_solver='full')
+  values = pca.fit_transform(rows[kept])
+  want = (values - values.min(axis=0)) / np.ptp(values, axis=0)
+  got = found.reshape(60, 3)
+  assert not got[~kept].any()
+  same = np.abs(got[kept] - want).max(axis=0) < 1e-4
+  turned = np.abs(got[kept] - (1 - want)).max(axis=0) < 1e-4
+  assert (same | turned).all()
+  np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-4)
 
 
 def test_similarity_is_the_cosine_without_the_class_token():

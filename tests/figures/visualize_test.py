@@ -31,6 +31,7 @@ def tiny_config(folder, task='classify'):
   config.pp.crop = 8
   config.model = tiny_models.config()
   config.model.patches.size = (4, 4)
+  config.model.registers = 2
   config.update(batch=8, batch_eval=8, total_epochs=None, warmup_epochs=None)
   config.update(total_steps=2, warmup_steps=1)
   return run_config.complete(config)
@@ -129,7 +130,7 @@ def test_weights_without_head_of_oblong_images(tmp_path, photo):
   assert '2 x 4 patches' in without['position_similarity'].get_suptitle()
   found = visualize.figures(loaded, [photo])
   assert sorted(set(found) - set(without)) == [
-    'attention_distance', 'attention_maps', 'attention_rollout',
+    'attention_distance', 'attention_maps', 'attention_rollout', 'patch_components',
   ]  # fmt: skip
   [label] = found['attention_rollout'].axes[0].get_xticklabels()
   assert label.get_text() == 'photo.png'  # There are no classes.

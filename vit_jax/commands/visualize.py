@@ -14,11 +14,12 @@ needs no network. It leaves out figures that the model cannot have, and says why
 Without --images it draws the first images of the run's test split. Needs matplotlib:
 pip install -e '.[plots]'.
 
-The figures: attention_rollout, attention_maps, attention_distance, filters,
-position_similarity, reconstructions (of masked patches), learning_curves, confusion
-and mistakes (of a classifier, on the run's test split or --split); for a detector
-encoder_attention (at the centres of its boxes, or --points), query_attention, and
-query_boxes (on the whole split).
+The figures: attention_rollout, attention_maps, register_attention, patch_components
+(colours as in DINOv2's paper), attention_distance, filters, position_similarity,
+reconstructions (of masked patches), learning_curves, confusion and mistakes (of a
+classifier, on the run's test split or --split); for a detector encoder_attention (at
+the centres of its boxes, or --points), query_attention, and query_boxes (on the whole
+split).
 """
 
 import argparse
@@ -56,6 +57,12 @@ def make_parser() -> flags.Parser:
     type=_point,
     metavar='X,Y',
     help='points for encoder_attention, as shares of width and height (box centres)',
+  )
+  parser.add_argument(
+    '--foreground',
+    choices=('positive', 'negative'),
+    default='',
+    help='patch_components: colour only patches whose first component has this sign',
   )
   parser.add_argument(
     '--inductive_bias',
@@ -131,7 +138,7 @@ def _draw(args):
   if args.workdir or args.weights:
     model = predict.of_flags(args)
     shown = visualize.subject(
-      model, args.images, args.split, args.num_images, args.points
+      model, args.images, args.split, args.num_images, args.points, args.foreground
     )
     entries, lacking = gallery.choose(shown, args.figures)
     chosen += [(entry, shown) for entry in entries]

@@ -307,6 +307,40 @@ def rollout(images, maps, labels: Sequence[str], title: str):
   return _over_pictures('Attention rollout', pictures, labels, names, title, '')
 
 
+@styled
+def register_attention(names, images, maps, labels: Sequence[str], title: str):
+  """Draws images, and below them the attention of named tokens in the last layer.
+
+  For the other arguments see `attention_maps`; maps are [len(names), B, h, w].
+  """
+  pictures, rows = _over(images, maps), ['image', *names]
+  heading = 'Attention in the last layer, mean over the heads'
+  return _over_pictures(heading, pictures, labels, rows, title, '')
+
+
+@styled
+def patch_components(images, colours, shares, labels: Sequence[str]):
+  """Draws images, and below them the principal components of their patches.
+
+  Takes images as `attention_maps`; for the colours of these images and the shares see
+  internals.patch_colours.
+  """
+  pixels = as_pixels(images)
+  rows, columns = (
+    np.arange(size) * cells // size
+    for size, cells in zip(pixels.shape[1:3], colours.shape[1:3])
+  )
+  explained = ' + '.join(f'{100 * share:.0f}' for share in shares)
+  return _over_pictures(
+    'Principal components of patches',
+    np.stack([pixels, colours[:, rows][:, :, columns]]),
+    labels,
+    ['image', 'patches'],
+    f'red, green, blue: {explained} % of the variance',
+    bar=False,
+  )
+
+
 def _over(images, maps) -> np.ndarray:
   """Returns images, and below them maps [n, B, h, w] over them."""
   pixels = as_pixels(images)
@@ -319,8 +353,8 @@ def _cell(columns: int, rows: int, ratio: float) -> float:
   return min(10.3 / columns, 7.2 / (rows * ratio))
 
 
-def _over_pictures(heading, pictures, columns, rows, across, down):
-  """Draws pictures [rows, columns, H, W, 3] with labels and a colour bar."""
+def _over_pictures(heading, pictures, columns, rows, across='', down='', bar=True):
+  """Draws pictures [rows, columns, H, W, 3] with labels and perhaps a colour bar."""
   from matplotlib import cm, colors
 
   ratio = pictures.shape[2] / pictures.shape[3]
@@ -337,8 +371,9 @@ def _over_pictures(heading, pictures, columns, rows, across, down):
   show_tiles(axes, pictures, columns, rows)
   axes.set_xlabel(across, labelpad=8)
   axes.set_ylabel(down)
-  values = cm.ScalarMappable(colors.Normalize(0, 1), 'viridis')
-  _colour_bar(fig, axes, values, 'relative attention', ticks=(0, 0.5, 1))
+  if bar:
+    values = cm.ScalarMappable(colors.Normalize(0, 1), 'viridis')
+    _colour_bar(fig, axes, values, 'relative attention', ticks=(0, 0.5, 1))
   return fig
 
 

@@ -53,6 +53,19 @@ def _needs_attention(subject):
   return internals.lacks(subject.model.task.model) or needs_images(subject)
 
 
+def _needs_registers(subject):
+  has = getattr(subject.model.task.model, 'registers', 0)
+  return _needs_attention(subject) if has else 'the model has no registers'
+
+
+def _needs_patches(subject):
+  try:
+    subject.model.task.features('patches')
+  except ValueError as e:
+    return str(e)
+  return needs_images(subject)
+
+
 def _needs_kernel(subject):
   if any(path in subject.params for path in _KERNELS):
     return None
@@ -123,6 +136,24 @@ def _with_maps(draw, maps, subject):
   return [draw(images[p], maps[..., p, :, :], labels[p], title) for p in pages(subject)]
 
 
+def _register_attention(subject):
+  model = subject.model.task.model
+  names = ['class token'] if model.has_class_token else []
+  names += ['distillation token'] if model.distilled else []
+  names += [f'register {1 + i}' for i in range(model.registers)]
+  draw = functools.partial(drawing.register_attention, names)
+  return _with_maps(draw, subject.seen.tokens, subject)
+
+
+def _patch_components(subject):
+  colours, shares = internals.patch_colours(subject.patches, subject.foreground)
+  images, names = subject.batch['image'], subject.names
+  return [
+    drawing.patch_components(images[p], colours[p], shares, names[p])
+    for p in pages(subject)
+  ]
+
+
 def _of_results(draw, subject):
   names = subject.model.class_names
   return [draw(subject.results, names, subject.split)]
@@ -162,6 +193,27 @@ FIGURES = (
     'arXiv 2010.11929, section 4.5 and appendix D.8',
     _needs_attention,
     lambda x: _with_maps(drawing.attention_maps, x.seen.maps, x),
+  ),
+  Entry(
+    'register_attention',
+    'Attention of class token and registers',
+    'Each map shows how much the class token or a register attends to each patch in '
+    'the last layer, averaged over the heads. Registers of trained models may attend '
+    'to different parts of an image. Each map is scaled to its largest value.',
+    'arXiv 2309.16588 ("Vision Transformers Need Registers"), figure 9',
+    _needs_registers,
+    _register_attention,
+  ),
+  Entry(
+    'patch_components',
+    'Principal components of patches',
+    'The colours of a patch are the first three principal components of its token '
+    'after the last layer, among the patches of all images. In models such as DINOv2, '
+    'matching parts of objects have the same colour in all images. With --foreground, '
+    'patches with the other sign of the first component are black.',
+    'arXiv 2304.07193 (DINOv2), figure 1',
+    _needs_patches,
+    _patch_components,
   ),
   Entry(
     'attention_distance',

@@ -1,4 +1,4 @@
-"""Computes attention maps, filters and position similarities of Vision Transformers.
+"""Computes attention maps, filters and other insides of Vision Transformers.
 
 Source: arXiv 2010.11929, section 4.5, D.4, D.7 and D.8. Shapes: B images, L layers, K
 heads, h x w patches, N tokens (the patches, after the class token if there is one).
@@ -126,6 +126,18 @@ def maps(attention: Attention) -> np.ndarray:
   return _on_grid(means, attention)
 
 
+def token_maps(attention: Attention) -> np.ndarray:
+  """Computes what the tokens before the patches attend to in the last layer.
+
+  These are class token, distillation token and registers ("Vision Transformers Need
+  Registers", arXiv 2309.16588, figure 9). Returns the mean over the heads, float32
+  [tokens, B, h, w].
+  """
+  before, last = attention.before, np.mean(attention.weights[-1], axis=1)  # [B, N, N]
+  maps = last[:, :before, before:].swapaxes(0, 1)
+  return maps.reshape(before, len(last), *attention.grid)
+
+
 def rollout(weights: list[np.ndarray]) -> np.ndarray:
   """Computes attention rollout (Abnar and Zuidema, arXiv 2005.00928; D.8).
 
@@ -163,13 +175,46 @@ def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
   kernel = np.asarray(kernel, np.float64)
   filters = kernel.reshape(-1, kernel.shape[-1]).T  # [D, p*q*C]
   filters = filters - filters.mean(axis=0)
-  _, scales, components = np.linalg.svd(filters, full_matrices=False)
-  components, shares = components[:count], scales**2 / (scales**2).sum()
-  rows = np.arange(len(components))
-  largest = components[rows, np.abs(components).argmax(axis=1)]
-  components = components * np.sign(largest)[:, None]
+  components, shares = _principal(filters, min(count, *filters.shape))
   components = components.reshape(-1, *kernel.shape[:-1])  # [count, p, q, C]
-  return components.astype(np.float32), shares[:count].astype(np.float32)
+  return components.astype(np.float32), shares.astype(np.float32)
+
+
+def _principal(rows, count):
+  """Returns components [count, D] of centred rows [n, D], and their shares [count]."""
+  variances, vectors = np.linalg.eigh(rows.T @ rows)  # Ascending.
+  components = vectors.T[::-1][:count]
+  largest = np.abs(components).argmax(axis=1)
+  components = components * np.sign(components[np.arange(count), largest])[:, None]
+  return components, variances[::-1][:count] / max(variances.sum(), 1e-30)
+
+
+def patch_colours(tokens, foreground: str = '') -> tuple[np.ndarray, np.ndarray]:
+  """Computes the first three principal components of patches as colours.
+
+  As in DINOv2 (arXiv 2304.07193, figure 1): one PCA over the patches of all images,
+  whose components are each scaled to [0, 1] and shown as red, green and blue.
+  With `foreground`, 'positive' or 'negative', patches whose first component has the
+  other sign are black, and a second PCA is of the rest. Signs are as in
+  `principal_filters`, so which of them is the foreground depends on the images.
+
+  Takes the tokens of patches, float [B, h, w, D] with D of at least 3. Returns float32
+  [B, h, w, 3] and the share of the variance that each component explains, float32 [3].
+  """
+  tokens = np.asarray(tokens, np.float32)
+  rows = tokens.reshape(-1, tokens.shape[-1])
+  rows = rows - rows.mean(axis=0, dtype=np.float64).astype(np.float32)
+  kept = np.ones(len(rows), bool)
+  if foreground:
+    first = rows @ _principal(rows, 1)[0][0]
+    kept = first >= 0 if foreground == 'positive' else first <= 0
+    rows = rows[kept] - rows[kept].mean(axis=0)
+  components, shares = _principal(rows, 3)
+  values = rows @ components.T
+  low, spread = values.min(axis=0), np.ptp(values, axis=0)
+  colours = np.zeros((len(kept), 3), np.float32)
+  colours[kept] = (values - low) / np.where(spread > 0, spread, 1)
+  return colours.reshape(*tokens.shape[:-1], 3), shares.astype(np.float32)
 
 
 def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:

@@ -123,6 +123,7 @@ class Seen(NamedTuple):
 
   maps: np.ndarray  # Attention maps of each layer, float32 [L, B, h, w].
   rollout: np.ndarray  # Maps of attention rollout, float32 [B, h, w].
+  tokens: np.ndarray  # Maps of the tokens before the patches, float32 [T, B, h, w].
   distances: np.ndarray  # Mean attention distances in pixels, float32 [L, K].
   outputs: np.ndarray  # float32 [B, ...].
 
@@ -133,6 +134,7 @@ class Subject:
   `batch` has the model's inputs for the images, arrays [B, ...], or is None. `source` is
   a split with labels, for the confusion matrix, or None, and `lacking` says why.
   `points` in the images are as for Task.check_points; None: the task chooses.
+  `foreground` is as for internals.patch_colours.
   """
 
   def __init__(
@@ -144,10 +146,12 @@ class Subject:
     count: int = 8,
     lacking: str = '',
     points: Sequence[tuple[float, float]] | None = None,
+    foreground: str = '',
   ):
     """Reads `images` of any sizes, else the first `count` of `source`."""
     self.model, self._computed = model, {}
     self.source, self.split, self.lacking = source, split, lacking
+    self.foreground = foreground
     self.points = None if points is None else model.task.check_points(points)
     self.batch, self.names, self._labels = None, [], None
     if images:
@@ -178,6 +182,14 @@ class Subject:
   def seen(self) -> Seen:
     """Computes attention and outputs for the images, once."""
     return look(self.model, self.batch['image'], self.grid)
+
+  @functools.cached_property
+  def patches(self) -> np.ndarray:
+    """Computes the tokens of the images' patches, float32 [B, h, w, D], once."""
+    model = self.model
+    compute = jax.jit(model.task.features('patches'))
+    one = lambda image: compute(model.params, model.extra, {'image': image})
+    return engine.by_parts(one, self.batch['image'], 1)
 
   def once(self, compute: Callable[['Subject'], Any]) -> Any:
     """Returns `compute(self)`, which is called once for several figures."""
@@ -212,11 +224,14 @@ def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
     return Seen(
       internals.maps(found).swapaxes(0, 1),
       internals.rollout_maps(found),
+      internals.token_maps(found).swapaxes(0, 1),
       internals.mean_distances(found, patch)[None],
       outputs,
     )
 
   found = engine.by_parts(seen, images, 1)
   return found._replace(
-    maps=found.maps.swapaxes(0, 1), distances=found.distances.mean(axis=0)
+    maps=found.maps.swapaxes(0, 1),
+    tokens=found.tokens.swapaxes(0, 1),
+    distances=found.distances.mean(axis=0),
   )

@@ -25,6 +25,7 @@ def subject(
   split: str | None = None,
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
+  foreground: str = '',
 ):
   """Returns a model and the images for its figures, a figures.results.Subject.
 
@@ -33,7 +34,8 @@ def subject(
   first `num_images` of `split`, which also gives the confusion matrix: a split of the
   run's data set, by default the first one that the run is tested on. `points` (x, y)
   in every image, as shares of width and height, are for the attention of a detector's
-  encoder; by default the centres of boxes.
+  encoder; by default the centres of boxes. `foreground`, 'positive' or 'negative', is
+  the sign of the patches that `patch_components` colours; '' for all.
 
   Raises FileNotFoundError or ValueError if an image or the split cannot be read, or
   a point lies outside of the images.
@@ -59,7 +61,9 @@ def subject(
       f"split='{split}' needs a run, and these weights have none: pass images "
       '(--images)'
     )
-  return results.Subject(model, images, source, split, num_images, lacking, points)
+  return results.Subject(
+    model, images, source, split, num_images, lacking, points, foreground
+  )
 
 
 def figures(
@@ -69,6 +73,7 @@ def figures(
   names: Sequence[str] | None = None,
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
+  foreground: str = '',
 ) -> dict[str, Any]:
   """Draws figures of a model; returns matplotlib Figures by name.
 
@@ -78,7 +83,7 @@ def figures(
   """
   from vit_jax.figures import gallery
 
-  shown = subject(model, images, split, num_images, points)
+  shown = subject(model, images, split, num_images, points, foreground)
   found = {}
   for entry in gallery.choose(shown, names)[0]:
     found.update(gallery.draw(entry, shown))
