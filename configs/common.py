@@ -349,8 +349,8 @@ class Config:
   # Weights to start from, except the head: a published .npz, a .safetensors or
   # .bin of timm or Hugging Face, a URL or gs:// path of one, a model on the hub
   # (hf://OWNER/NAME), or the workdir of a run. Position embeddings are resized
-  # to the image. Parts of a model may start from different files, by the first
-  # name of their parameters:
+  # to the image, patch embeddings to the patch size. Parts of a model may start
+  # from different files, by the first name of their parameters:
   # --config.pretrained="{'backbone': 'ViT-B_16.npz'}"; the rest is new. The
   # parts of an image-text model are 'img' and 'txt', whose weights may be a BERT.
   pretrained: schema.Text | WeightsByPart | None = None

@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 from scipy import ndimage
+import tensorflow as tf
 
-from tests import tiny_models, trees
+from tests import tiny_models, torch_models, trees
 from vit_jax import checkpoint, models, train
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import identify
+from vit_jax.weights import fitting, identify
 
 
 def make_config(**kwargs):
@@ -119,6 +120,44 @@ def test_position_embeddings_are_resized_as_scipy_does(grid, new_grid, has_class
   assert np.mean(got[:, extra:] == want) > 0.95
 
 
+@pytest.mark.parametrize('old, new', [((4, 3), (9, 4)), ((6, 4), (5, 2))])
+def test_patches_are_resized_as_timm_does(old, new):
+  kernel = np.random.RandomState(0).randn(*old, 2, 5).astype(np.float32)
+  got = fitting.resize_patches(kernel, new)
+  want = torch_models.timm.layers.patch_embed.resample_patch_embed(
+    torch_models.torch.tensor(kernel.transpose(3, 2, 0, 1)), new, 'bilinear', False
+  )
+  np.testing.assert_allclose(got, want.numpy().transpose(2, 3, 1, 0), atol=1e-5)
+  patches = np.random.RandomState(1).randn(7, *old, 2).astype(np.float32)
+  if new > old:  # Nothing is lost, so tokens are the same.
+    tokens = np.tensordot(tf.image.resize(patches, new), got, axes=3)
+    np.testing.assert_allclose(tokens, np.tensordot(patches, kernel, axes=3), atol=1e-4)
+
+
+@pytest.mark.parametrize('size', [(2, 2), (8, 4)])
+def test_weights_start_a_model_of_another_patch_size(weights, size, caplog):
+  path, params, _ = weights
+  new = make_config(patches={'size': size})
+  init = random_params(new, size=tuple(4 * side for side in size), seed=1)
+  got = load(path, init, new)
+  kernel = fitting.resize_patches(params['embedding']['kernel'], size)
+  trees.assert_same(got['embedding'], {**params['embedding'], 'kernel': kernel})
+  trees.assert_same(got['Transformer'], params['Transformer'])  # The grid is the same.
+  named = f'patches of 4 x 4 pixels: resized embedding/kernel to {size[0]} x {size[1]}'
+  assert named in caplog.text
+
+
+def test_patches_that_cannot_be_resized_are_named(tmp_path):
+  resnet = {'num_layers': (), 'width_factor': 1}
+  configs = [
+    make_config(resnet=resnet, patches={'size': (side, side)}) for side in (1, 2)
+  ]
+  params = random_params(configs[0])
+  checkpoint.save(params, str(tmp_path / 'a.npz'))
+  with pytest.raises(ValueError, match="a ResNet's features .*1 x 1 .*patches.size"):
+    load(tmp_path / 'a.npz', random_params(configs[1]), configs[1])
+
+
 def test_a_grid_that_the_tokens_do_not_allow_is_named():
   posemb = np.zeros((1, 1 + 4 * 36, 8))
   with pytest.raises(ValueError, match='145 position embeddings'):
@@ -160,8 +199,8 @@ def test_pre_logits_are_dropped_or_kept_or_new(tmp_path):
   [
     ({'hidden_size': 20}, r'cls: \(1, 1, 16\) in the weights, \(1, 1, 20\) in'),
     (
-      {'patches': {'size': (2, 2)}},
-      r'embedding/kernel: \(4, 4, 3, 16\) in the',
+      {'transformer': {'mlp_dim': 24}},
+      r'Dense_0/kernel: \(16, 16\) in the weights, \(16, 24\) in',
     ),
     ({'classifier': 'gap'}, 'cls: not in the model'),
   ],

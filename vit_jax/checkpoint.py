@@ -81,9 +81,10 @@ def load_pretrained(
 
   The head keeps the values of `init_params` (zeros in a new model), and so does
   a pre-logits layer that the file lacks. A pre-logits layer that the model
-  lacks is dropped. Position embeddings are resized. Parameters that published
-  models lack, such as adapters, keep their initial values if the file lacks them,
-  with a warning. Layers of the file that the model lacks are ignored, with a
+  lacks is dropped. Position embeddings are resized, and patch embeddings to another
+  patch size (vit_jax.weights.fitting.resize_patches), with a warning. Parameters that
+  published models lack, such as adapters, keep their initial values if the file lacks
+  them, with a warning. Layers of the file that the model lacks are ignored, with a
   warning.
 
   Args:

@@ -1,7 +1,7 @@
 """Selects the weights of a file that fit a model, and resizes embeddings.
 
-Names and shapes are compared leaf by leaf. Position embeddings are resized as
-in section 3.2 of the paper.
+Names and shapes are compared leaf by leaf. Position embeddings are resized as in
+section 3.2 of the paper, patch embeddings as in FlexiViT (arXiv 2212.08013).
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +22,8 @@ from vit_jax.weights.families import families
 _POSEMB = re.compile(
   r'(img/|)Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_embedding'
 )
+
+_PATCHES = re.compile(r'(?:\w+/)?embedding/kernel')  # Also of a tower or backbone.
 
 
 class OtherModelError(ValueError):
@@ -147,13 +149,28 @@ _SEQUENCE = (
 
 
 def _resized(have, want, grid, new_grid):
-  """Returns position embeddings that change with the grid, and faults.
+  """Returns embeddings that change with the grid or the patch size, and faults.
 
   Grids with as many tokens may differ: 2 x 8 and 4 x 4. What cannot be resized
   keeps its shape, which then does not fit.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
   resized, faults = {}, []
+  for path in filter(_PATCHES.fullmatch, have.keys() & want.keys()):
+    (*old, _, _), (*new, _, _) = have[path].shape, want[path].shape
+    if old == new or have[path].shape[2:] != want[path].shape[2:]:
+      continue
+    if path.replace('embedding', 'conv_root') in want:
+      faults.append(
+        f"{path}: patches of a ResNet's features are not resized: use the weights' "
+        f'{old[0]} x {old[1]} (config.model.patches.size)'
+      )
+      continue
+    resized[path] = resize_patches(have[path], new)
+    logging.warning(
+      f'The weights are for patches of {old[0]} x {old[1]} pixels: resized {path} to '
+      f'{new[0]} x {new[1]}'
+    )
   for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
     tower, kind = _POSEMB.fullmatch(path).groups()
     table = have[path]
@@ -235,6 +252,26 @@ def note_differences(weights, model_config, place='model'):
       f'computes with {here}: for the same features set '
       f'--config.{place}.{key}={there}'
     )
+
+
+def resize_patches(kernel, size: Sequence[int]) -> np.ndarray:
+  """Resizes the kernel of a patch embedding to another patch size.
+
+  Multiplies by the pseudo-inverse of the transpose of the matrix that resizes patches
+  bilinearly, without antialiasing as in preprocessing ("PI-resize", FlexiViT, arXiv
+  2212.08013, section 3.4). So patches that are enlarged give the same tokens. Where
+  patches shrink, the squared error of tokens of white noise is the least possible.
+
+  Takes [height, width, C, D] and a size (height, width) in pixels; returns float32.
+  """
+  kernel = np.asarray(kernel, np.float64)
+  for axis, new in enumerate(size):
+    old = kernel.shape[axis]
+    places = ((np.arange(new) + 0.5) * old / new - 0.5).clip(0, old - 1)[:, None]
+    matrix = np.maximum(0, 1 - abs(places - np.arange(old)))  # [new, old]
+    inverse = np.linalg.pinv(matrix.T)  # [new, old]
+    kernel = np.moveaxis(np.tensordot(inverse, kernel, axes=(1, axis)), 0, axis)
+  return kernel.astype(np.float32)
 
 
 def interpolate_posembed(
