@@ -187,6 +187,8 @@ class _Transformer:
   parallel: bool = False
   mlp: Literal['gelu', 'swiglu'] = 'gelu'
   layer_scale: schema.Positive | None = None
+  attention_pattern: Literal['global', 'local', 'axial'] = 'global'
+  attention_window: schema.Count = 7
 
 
 @dataclasses.dataclass(kw_only=True)

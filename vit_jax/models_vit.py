@@ -210,7 +210,8 @@ class VisionTransformer(patches_lib.ImageModel):
     """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
     fields = self.transformer or {}
     kind = fields.get('position_embedding', 'learned_1d')
-    return positions.needs_grid(kind, fields.get('position_grid'))
+    on_grid = positions.needs_grid(kind, fields.get('position_grid'))
+    return on_grid or fields.get('attention_pattern', 'global') != 'global'
 
   def __call__(self, inputs, *, train):
     """Computes logits: embeds images, encodes the tokens, classifies them.

@@ -19,6 +19,7 @@ from vit_jax.layers import (
   attention,
   dtypes,
   gpu_layout,
+  grid_attention,
   layer_stack as loop_lib,
   norms,
   patches,
@@ -143,7 +144,8 @@ class Encoder1DBlock(nn.Module):
 
   The fields are as in Encoder, plus `layer`, the number of the layer, from 0: the
   block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
-  unless it is None.
+  unless it is None. With `axis`, 'row' or 'column', patches attend along that axis of
+  `grid` only.
   """
 
   mlp_dim: int
@@ -164,6 +166,8 @@ class Encoder1DBlock(nn.Module):
   parallel: bool = False
   mlp: str = 'gelu'
   layer_scale: float | None = None
+  axis: str | None = None
+  grid: tuple[int, int] | None = None
 
   @nn.compact
   def __call__(
@@ -192,13 +196,17 @@ class Encoder1DBlock(nn.Module):
     y = norm('LayerNorm_0')(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', y)
-    x = attention.MultiHeadDotProductAttention(
+    attend = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
       **dtypes.of(self, 'attention', 'only_first', 'causal', *_ATTENTION_FIELDS),
-    )(
-      y, mask=mask, relative=relative, length=length, angles=angles,
-      deterministic=deterministic,
-    )  # fmt: skip
+    )
+    attend = functools.partial(
+      attend, mask=mask, relative=relative, length=length, deterministic=deterministic
+    )
+    if self.axis is None:
+      x = attend(y, angles=angles)
+    else:
+      x = grid_attention.along(self.axis, self.grid, attend, y, angles)
     x = scale(nn.Dropout(self.dropout_rate)(x, deterministic=deterministic))
     first = attention.first_token(inputs) if self.only_first else inputs
     if self.parallel:
@@ -210,6 +218,17 @@ class Encoder1DBlock(nn.Module):
       y = scale(mlp(norm('LayerNorm_1')(x), deterministic=deterministic))
       x = gpu_layout.residual(x, drop(y), not deterministic)
     return gpu_layout.row_major(sharding.constrain_tokens(x))
+
+
+class AxialBlock(Encoder1DBlock):
+  """One layer of axial attention: the blocks `row` and `column` (appendix D.6)."""
+
+  @nn.compact
+  def __call__(self, inputs, deterministic, *args):
+    """Maps patches [B, h*w, D] to [B, h*w, D]; arguments as in Encoder1DBlock."""
+    block = functools.partial(Encoder1DBlock, **dtypes.of(self, 'grid', *_BLOCK_FIELDS))
+    x = block(axis='row', name='row', layer=self.layer)(inputs, deterministic, *args)
+    return block(axis='column', name='column')(x, deterministic, *args)
 
 
 class MAPHead(nn.Module):
@@ -298,6 +317,9 @@ class Encoder(nn.Module):
   mlp: str = 'gelu'
   # Initial value of learned factors on the channels of each branch; None: no factors.
   layer_scale: float | None = None
+  # See vit_jax.layers.grid_attention. A window has an odd number of patches a side.
+  attention_pattern: str = 'global'
+  attention_window: int = 7
 
   @nn.compact
   def __call__(
@@ -309,13 +331,14 @@ class Encoder(nn.Module):
     `mask`, bool, broadcastable to [B, K, N, N], is True where a query may attend to a
     key, in every layer; None: everywhere. `only_first` overrides the field unless it is
     None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
-    for position embeddings on a grid, and for `position_grid`. `parts` are the parts of
-    PARTS to apply, so that a model can do something between them, such as drop tokens.
+    for position embeddings on a grid, `position_grid` and attention patterns. `parts`
+    are the parts of PARTS to apply, so that a model can do something between them, such
+    as drop tokens.
     `last_norm` is whether a norm follows the layers, rather than the model's pooling.
 
     Raises ValueError if a field has an unknown value, the tokens do not suit the
-    position embeddings, or only a part is applied and later layers add position
-    embeddings too.
+    position embeddings or the attention pattern, or only a part is applied and later
+    layers add position embeddings too.
     """
     norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
     kind = positions.kind_of(
@@ -341,6 +364,11 @@ class Encoder(nn.Module):
     if self.stochastic_depth:
       rates = np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
       own = [each._replace(drop_rate=rate) for each, rate in zip(own, rates)]
+    only_first = self.only_first if only_first is None else only_first
+    mask = grid_attention.masked(
+      self.attention_pattern, self.attention_window, grid, x.shape[1], mask,
+      relative=kind == 'relative', only_first=only_first,
+    )  # fmt: skip
     length = angles = None
     if kind == 'rope':
       angles = positions.rope_angles(grid, x.shape[1], x.shape[2] // self.num_heads)
@@ -348,14 +376,14 @@ class Encoder(nn.Module):
       length, x = self._pad(x, train)
     if length is not None and angles is not None:
       angles = np.pad(angles, ((0, x.shape[1] - length), (0, 0)))
-    x = self._layers(x, own, train, mask, length, angles, only_first)
+    x = self._layers(x, own, train, mask, length, angles, only_first, grid)
     x = x if length is None else x[:, :length]
     x = norm('encoder_norm')(x) if last_norm else x
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{self.num_layers}', x)
     return x
 
-  def _layers(self, x, own, train, mask, length, angles, only_first):
+  def _layers(self, x, own, train, mask, length, angles, only_first, grid):
     """Applies all layers; all but the last in a loop where that is faster.
 
     Initialising parameters and sowing intermediates need separate layers, and
@@ -369,9 +397,11 @@ class Encoder(nn.Module):
     sows = self.is_mutable_collection('intermediates')
     looped = loop_lib.is_looped(self.scan, self.num_layers, train)
     loop = looped and not sows and not self.is_initializing()
+    layer = AxialBlock if self.attention_pattern == 'axial' else Encoder1DBlock
     block = functools.partial(
-      loop_lib.recomputed(Encoder1DBlock, self.remat, loop, (2, 6)),
+      loop_lib.recomputed(layer, self.remat, loop, (2, 6)),
       **dtypes.of(self, *_BLOCK_FIELDS),
+      grid=grid,
     )
 
     def apply(layer, x, own):
@@ -397,7 +427,6 @@ class Encoder(nn.Module):
     else:
       for i, name in enumerate(first):
         x = apply(block(name=name, layer=i), x, own[i])
-    only_first = self.only_first if only_first is None else only_first
     layer = block(name=last, layer=len(first), only_first=only_first and not sows)
     return apply(layer, x, own[-1])
 
@@ -408,6 +437,7 @@ class Encoder(nn.Module):
     then not padded.
     """
     plain = not (train and self.attention_dropout_rate)
+    plain = plain and self.attention_pattern != 'axial'
     head_dim = x.shape[2] // self.num_heads
     name = attention.choose(self.attention, self.dtype, head_dim, plain)
     rest = -x.shape[1] % _MULTIPLE

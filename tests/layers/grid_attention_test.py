@@ -1,0 +1,174 @@
+"""Tests of local and axial attention next to dense NumPy attention under a mask."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from tests import tiny_models
+from vit_jax.layers import encoder, positions
+from vit_jax.planning import flops
+
+GRID = (3, 4)
+# Whether a query at a may attend to a key at b, (row, column), by kind of block.
+NEAR = {
+  'local': lambda a, b: max(abs(a[0] - b[0]), abs(a[1] - b[1])) <= 1,
+  'row': lambda a, b: a[0] == b[0],
+  'column': lambda a, b: a[1] == b[1],
+}
+
+
+def model_of(classifier='gap', registers=0, **fields):
+  transformer = {**tiny_models.tiny().transformer, 'attention_window': 3, **fields}
+  return tiny_models.tiny(
+    classifier=classifier, registers=registers, transformer=transformer
+  )
+
+
+def norm(p, x):
+  x = x - x.mean(axis=-1, keepdims=True)
+  return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p['scale'] + p['bias']
+
+
+def dense(p, x, axes=1):
+  return np.tensordot(x, p['kernel'], axes) + p['bias']
+
+
+def block(p, x, seen, turns):
+  """Equations 2 and 3 of the paper; returns tokens and attention weights.
+
+  `seen` [N, N] are the keys of each query. Queries and keys, as complex numbers, are
+  multiplied by `turns` [N, E/2].
+  """
+  attend, y = p['MultiHeadDotProductAttention_0'], norm(p['LayerNorm_0'], x)
+  q, k, v = (dense(attend[name], y) for name in ('query', 'key', 'value'))
+  q, k = (
+    (x[..., : x.shape[-1] // 2] + 1j * x[..., x.shape[-1] // 2 :]) * turns[:, None]
+    for x in (q, k)
+  )
+  scores = np.einsum('bqhe,bkhe->bhqk', q, k.conj()).real / np.sqrt(v.shape[-1])
+  weights = np.exp(scores) * seen
+  weights /= weights.sum(axis=-1, keepdims=True)
+  x = x + dense(attend['out'], np.einsum('bhqk,bkhe->bqhe', weights, v), axes=2)
+  y = dense(p['MlpBlock_0']['Dense_0'], norm(p['LayerNorm_1'], x))
+  y = y / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (y + 0.044715 * y**3)))
+  return x + dense(p['MlpBlock_0']['Dense_1'], y), weights
+
+
+def reference(params, x, kinds, causal, turns):
+  """The layers in float64, each a block of each of `kinds`; see `block`."""
+  params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+  places = list(np.ndindex(*GRID))
+  x, found = np.asarray(x, np.float64), []
+  layers = sum(name.startswith('encoderblock') for name in params)
+  for i in range(layers):
+    layer = params[f'encoderblock_{i}']
+    for kind in kinds:
+      near = [[NEAR[kind](a, b) for b in places] for a in places]
+      before = ((x.shape[1] - len(places), 0),) * 2
+      seen = np.pad(near, before, constant_values=True)
+      seen = np.tril(seen) if causal else seen
+      x, weights = block(layer.get(kind, layer), x, seen, turns)
+      found.append(weights)
+  return norm(params['encoder_norm'], x), found
+
+
+@pytest.mark.parametrize(
+  'pattern, fields',
+  [
+    ('local', {'classifier': 'token_gap', 'registers': 2, 'attention': 'xla'}),
+    ('local', {'position_embedding': 'rope', 'causal': True, 'remat': 'dots'}),
+    ('axial', {'position_embedding': 'rope', 'causal': True}),
+    ('axial', {'position_embedding': 'learned_2d', 'scan': True, 'remat': 'full'}),
+  ],
+)
+def test_equals_dense_attention_under_a_mask(pattern, fields):
+  model = model_of(num_layers=3, attention_pattern=pattern, **fields)
+  x = np.asarray(tiny_models.images((2, 4 * GRID[0], 4 * GRID[1], 3)))
+  params = tiny_models.randomised(model, x)
+  model = model.bind({'params': params})
+  tokens = model.embed(x, flat=False)
+  first = np.asarray(model.add_positions(tokens, train=False))
+
+  @jax.jit
+  def encode(params, tokens):
+    model_ = model.unbind()[0]
+    apply = functools.partial(
+      model_.apply, {'params': params}, tokens, train=True, method='encode'
+    )
+    _, seen = apply(mutable='intermediates')
+    return apply(), seen['intermediates']['Transformer']
+
+  got, seen = encode(params, tokens)
+  angles = np.zeros((first.shape[1], 4))
+  if fields.get('position_embedding') == 'rope':
+    angles = positions.rope_angles(GRID, first.shape[1], 8)
+  kinds = ('row', 'column') if pattern == 'axial' else (pattern,)
+  want, weights = reference(
+    params['Transformer'], first, kinds, fields.get('causal'), np.exp(1j * angles)
+  )
+  registers = slice(1, 1 + fields.get('registers', 0))
+  want = np.delete(want, registers, axis=1) if fields.get('registers') else want
+  np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+  if pattern == 'local':
+    layer = seen['encoderblock_2']['MultiHeadDotProductAttention_0']
+    np.testing.assert_allclose(layer['attention_weights'][0], weights[2], atol=1e-5)
+
+
+def test_stochastic_depth_of_axial_layers_drops_all_lines_of_an_image():
+  model = encoder.Encoder(
+    2, 8, 1, 0.0, 0.0, add_position_embedding=False, stochastic_depth=0.5,
+    attention_pattern='axial',
+  )  # fmt: skip
+  x = np.ones((32, 6, 8), np.float32) * np.arange(8)
+  apply = functools.partial(model.apply, train=True, grid=(2, 3))
+  init = lambda: model.init(jax.random.key(0), x, train=False, grid=(2, 3))
+  params = tiny_models.drawn(jax.eval_shape(init)['params'])
+  out = jax.jit(apply)({'params': params}, x, rngs={'dropout': jax.random.key(0)})
+  np.testing.assert_allclose(out, np.broadcast_to(out[:, :1], x.shape), atol=1e-5)
+  assert len(np.unique(np.round(out[:, 0], 3), axis=0)) > 4  # 16 patterns of branches.
+
+
+def test_flops_are_those_of_the_pairs():
+  """4 N^2 D a layer, also under a mask, or 4 N D (h + w) and a second block."""
+  tokens, width, size = 32 * 64, 16, (128, 256)
+  count = lambda **fields: flops.forward_flops(model_of(**fields, num_layers=1), size)
+  full = count()
+  assert count(attention_pattern='local') == full
+  rest = full - 4 * tokens**2 * width  # One block's projections and MLP, and the ends.
+  more = tokens * 2 * (4 * width**2 + 2 * width * 32)
+  pairs = 4 * tokens * width * (32 + 64)
+  assert count(attention_pattern='axial') == rest + more + pairs
+
+
+@pytest.mark.parametrize(
+  'pattern, fields, words',
+  [
+    ('near', {}, 'near'),
+    ('local', dict(attention_window=4), 'attention_window=4'),
+    ('local', dict(attention='flash'), "attention='flash' .*masks: use 'default'"),
+    ('axial', dict(classifier='token'), '--config.model.classifier'),
+    ('axial', dict(registers=1), '--config.model.registers=0'),
+    (
+      'axial',
+      dict(position_embedding='relative', position_layers='every'),
+      'position_embedding',
+    ),
+  ],
+)
+def test_what_cannot_be_combined(pattern, fields, words):
+  with pytest.raises(ValueError, match=words):
+    tiny_models.shapes(model_of(attention_pattern=pattern, **fields), 8)
+
+
+@pytest.mark.parametrize(
+  'pattern, shape, mask, words',
+  [('local', (1, 4, 16), None, 'flat=False'), ('axial', (1, 2, 2, 16), True, 'masks')],
+)
+def test_what_tokens_do_not_suit(pattern, shape, mask, words):
+  model = model_of(attention_pattern=pattern)
+  mask = None if mask is None else np.ones((1, 1, 1, 4), bool)
+  encode = functools.partial(model.init, train=False, method='encode', mask=mask)
+  with pytest.raises(ValueError, match=words):
+    jax.eval_shape(encode, jax.random.key(0), np.zeros(shape, np.float32))
