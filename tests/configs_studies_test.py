@@ -2,7 +2,7 @@
 
 import pytest
 
-from vit_jax.configs import pooling, position_embeddings
+from vit_jax.configs import attention_patterns, pooling, position_embeddings
 from vit_jax.run import config as run_config
 from vit_jax.studies import study
 
@@ -33,7 +33,8 @@ def test_pooling_is_compared_over_learning_rates():
 
 
 @pytest.mark.parametrize(
-  'module, names', [(position_embeddings, '2d, none'), (pooling, 'gap')]
+  'module, names',
+  [(position_embeddings, '2d, none'), (pooling, 'gap'), (attention_patterns, 'axial')],
 )
 def test_an_argument_selects_variants(module, names):
   all_of_them = len(module.get_config().variants)

@@ -14,7 +14,7 @@ from vit_jax.run import config as run_config
 SIZE = (4, 16, 16, 3)
 FIELDS = {
   'num_layers': 3, 'mlp_dim': 32, 'num_heads': 2, 'dropout_rate': 0.1,
-  'attention_dropout_rate': 0.0,
+  'attention_dropout_rate': 0.0, 'attention_window': 3,
 }  # fmt: skip
 
 
@@ -43,10 +43,13 @@ def loss_and_gradients(model, axes=None):
   [
     ({'data': 2, 'fsdp': 2, 'sequence': 2}, 'token', {}),
     ({'data': 1, 'model': 2, 'sequence': 4}, 'gap', {'scan': True, 'remat': 'dots'}),
-    ({'data': 1, 'sequence': 8}, 'map', {'attention_dropout_rate': 0.1}),
+    (
+      {'data': 1, 'sequence': 8}, 'map',
+      {'attention_dropout_rate': 0.1, 'attention_pattern': 'local'},
+    ),
     ({'data': 2, 'sequence': 4}, 'unpooled', {'attention': 'xla', 'causal': True}),
   ],
-)
+)  # fmt: skip
 def test_split_tokens_compute_the_same(axes, classifier, fields, monkeypatch):
   """Loss and gradients, with dropout, equal those on one device."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)

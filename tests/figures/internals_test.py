@@ -278,6 +278,12 @@ def test_layers_come_in_the_order_of_their_numbers():
     (tiny_models.tiny(transformer=None), 'transformer=None'),
     (
       tiny_models.tiny(
+        classifier='gap',
+        transformer={**tiny_models.tiny().transformer, 'attention_pattern': 'axial'},
+      ), "attention_pattern='axial' .* use 'global' or 'local'",
+    ),
+    (
+      tiny_models.tiny(
         encoder=Layered, transformer=dict(num_layers=1, sows=False)
       ), 'encoder=Layered sows no attention_weights',
     ),

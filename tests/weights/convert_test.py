@@ -518,11 +518,16 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
 def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
   variations = dict(norm='rms', qkv_bias=False, qk_norm=True, parallel=True)
   path, again = str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz')
-  for fields in (*({key: x} for key, x in variations.items()), variations):
-    _, params = random_model('ti16', (32, 32), transformer={**SHALLOW, **fields})
+  axial = {'attention_pattern': 'axial'}
+  for fields in (axial, *({key: x} for key, x in variations.items()), variations):
+    transformer = {**SHALLOW, **fields}
+    _, params = random_model(
+      'ti16', (32, 32), transformer=transformer, classifier='gap'
+    )
     checkpoint.save(params, path)
     model = convert.read(path)
-    found = {k: x for k, x in model.config.transformer.items() if k in variations}
+    known = variations | axial
+    found = {k: x for k, x in model.config.transformer.items() if k in known}
     assert found == fields
     held = {'qkv_bias': ('timm', 'hf'), 'qk_norm': ('timm',)}
     shared = set.intersection(*(set(held.get(key, ())) for key in fields))
@@ -533,12 +538,14 @@ def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
   _, notes = convert.convert(str(tmp_path / 'run'), again)
   assert not any('norm' in note for note in notes)
   trees.assert_same(checkpoint.load(again), params)
-  # Parameters do not tell whether the mean is subtracted.
-  model.config.transformer.norm = 'layer_no_bias'
+  # Parameters do not tell whether the mean is subtracted, nor what attention is masked.
+  local = {'attention_pattern': 'local', 'attention_window': 3}
+  model.config.transformer.update(norm='layer_no_bias', **local)
   notes = writing.WRITERS['npz'](model, tmp_path / 'c.npz')
   assert any('norm=rms, but these weights were made for layer_no' in x for x in notes)
   encoder = convert.read(str(tmp_path / 'c.npz')).config.transformer
   assert (encoder.norm, encoder.parallel) == ('layer_no_bias', True)
+  assert (encoder.attention_pattern, encoder.attention_window) == ('local', 3)
 
 
 def test_the_command_line(tmp_path, tiny, capsys):

@@ -51,7 +51,12 @@ def of(model, weights, outputs, grid: tuple[int, int]) -> Attention:
 def lacks(model) -> str | None:
   """Returns why a model has no attention weights, in words; None if it has."""
   if isinstance(model, models_vit.VisionTransformer) and model.transformer is not None:
-    return None
+    if model.transformer.get('attention_pattern') != 'axial':
+      return None
+    return (
+      "attention_pattern='axial' has attention weights of rows and columns, not of all "
+      "pairs of patches: use 'global' or 'local' (config.model.transformer)"
+    )
   return (
     f'model={type(model).__name__} has no attention weights to show: use a '
     'VisionTransformer without transformer=None (config.model)'

@@ -25,7 +25,7 @@ _FIRST_NORM = 'Transformer/first_norm/scale'
 # Fields of an encoder that the original lacks, and their defaults.
 VARIATIONS = {
   'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
-  'mlp': 'gelu', 'layer_scale': None,
+  'mlp': 'gelu', 'layer_scale': None, 'attention_pattern': 'global',
 }  # fmt: skip
 # Fields of VARIATIONS that other programs hold too.
 _ELSEWHERE = {
@@ -163,6 +163,8 @@ class Classifiers(base.Family):
     'transformer.norm_eps': 1e-6,
     'transformer.norm': None,
     'transformer.position_embedding': None,
+    'transformer.attention_pattern': 'global',
+    'transformer.attention_window': 7,
     'classifier': None,
     'resnet.eps': 'published',
     'eps': 'published',
@@ -384,6 +386,7 @@ def _vit_sizes(flat):
     pooling = 'token_gap'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
+  block += 'row/' if f'{block}row/LayerNorm_0/scale' in flat else ''
   sizes = {
     'patches': {'size': (down, across)},
     'hidden_size': width,
@@ -413,9 +416,11 @@ def _vit_sizes(flat):
 def _variations(flat):
   """Returns the fields of VARIATIONS that differ from their defaults.
 
-  Parameters cannot distinguish 'rms' from 'layer_no_bias'.
+  Parameters cannot distinguish 'rms' from 'layer_no_bias', nor 'local' from 'global'.
   """
   inner = {path.partition('/encoderblock_')[2].partition('/')[2] for path in flat}
+  axial = any(path.startswith('row/') for path in inner)
+  inner = {path.removeprefix('row/') for path in inner}
   attention = _ATTENTION + 'query'
   found = {
     'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
@@ -424,6 +429,7 @@ def _variations(flat):
     'parallel': 'LayerNorm_1/scale' not in inner,
     'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
     'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
+    'attention_pattern': 'axial' if axial else 'global',
   }
   return {key: x for key, x in found.items() if x != VARIATIONS[key]}
 

@@ -1,0 +1,101 @@
+r"""Estimates the cost of global, local and axial attention by image size.
+
+  python -m benchmarks.patterns --json=/tmp/patterns.json \
+    --out=docs/pictures/attention_patterns.png
+
+Of the 12 layers of ViT-B/16, per image: the FLOPs of a forward pass, and its time as the
+compiler estimates it for a core of TPU v3, in bfloat16 (see docs/plan.md), from one
+layer. No TPU is needed. A size that the JSON file has is not computed again.
+"""
+
+import json
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import console
+from vit_jax.commands import flags
+from vit_jax.configs import models as model_configs
+from vit_jax.figures import drawing
+from vit_jax.layers import encoder, grid_attention
+from vit_jax.planning import flops, topology
+
+SIZES = (224, 384, 512, 768, 1024)
+PATCH = 16
+_TOKENS = 8192  # Of a batch, at most.
+
+
+def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
+  """Returns FLOPs and estimated seconds of a layer's forward pass, per image."""
+  config = model_configs.get_config('ViT-B_16')
+  side = size // PATCH
+  images = _TOKENS // side**2
+  fields = {**config.transformer, 'num_layers': 1, 'position_embedding': 'none'}
+  layer = encoder.Encoder(**fields, attention_pattern=pattern, dtype=jnp.bfloat16)
+  apply = lambda variables, x: layer.apply(variables, x, train=False, grid=(side, side))
+  init = lambda x: layer.init(jax.random.key(0), x, train=False, grid=(side, side))
+  place = jax.sharding.SingleDeviceSharding(device)
+  x = jax.ShapeDtypeStruct((images, side**2, config.hidden_size), jnp.bfloat16)
+  args = jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+    (jax.eval_shape(init, x), x),
+  )
+  traced = jax.jit(apply).trace(*args)
+  with topology.quiet_compiler():
+    cost = traced.lower().compile().cost_analysis()
+  return flops.count_flops(traced.jaxpr) / images, cost['optimal_seconds'] / images
+
+
+@drawing.styled
+def draw(rows: list[dict]):
+  """Draws FLOPs and times by image size, a line for each pattern."""
+  fig = drawing.new_figure(4.6, 'Layers of ViT-B/16, one image, forward')
+  labels = {'gflops': 'GFLOPs', 'ms': 'ms on a TPU v3 core (estimate)'}
+  for axes, (key, label) in zip(fig.subplots(1, 2), labels.items()):
+    for pattern, line in zip(grid_attention.PATTERNS, ('o-', 's--', '^-')):
+      chosen = [row for row in rows if row['pattern'] == pattern]
+      sizes, values = zip(*((row['size'], row[key]) for row in chosen))
+      axes.plot(sizes, values, line, label=pattern)
+    axes.set(xlabel='image size, px', ylabel=label, yscale='log')
+    axes.set_xticks(SIZES, SIZES)
+    axes.grid(alpha=0.25)
+  axes.legend()
+  return fig
+
+
+def main() -> None:
+  parser = flags.Parser('', __doc__)
+  parser.prog = 'python -m benchmarks.patterns'
+  parser.add_argument('--json', metavar='FILE', help='file for the results')
+  parser.add_argument('--out', metavar='FILE', help='file for the figure, a PNG')
+  args = parser.parse_args(sys.argv[1:])
+  for flag in ('json', 'out'):
+    flags.check_output(flag, getattr(args, flag))
+  device = topology.get_topology('v3:2x2')[0]
+  file = args.json and pathlib.Path(args.json)
+  rows = json.loads(file.read_text()) if file and file.exists() else []
+  known = {(row['pattern'], row['size']) for row in rows}
+  layers = model_configs.get_config('ViT-B_16').transformer.num_layers
+  for size in SIZES:
+    for pattern in grid_attention.PATTERNS:
+      if (pattern, size) not in known:
+        count, seconds = (layers * cost for cost in layer_costs(pattern, size, device))
+        costs = {'gflops': 1e-9 * count, 'ms': 1e3 * seconds}
+        rows.append({'pattern': pattern, 'size': size, **costs})
+        print(
+          '{pattern:<7} {size:>5} px {gflops:8.1f} GFLOPs {ms:7.2f} ms'.format(
+            **rows[-1]
+          ),
+          flush=True,
+        )
+        if file:
+          file.write_text(json.dumps(rows, indent=1))
+  if args.out:
+    draw(rows, path=args.out)
+
+
+if __name__ == '__main__':
+  console.quiet()
+  main()

@@ -1,0 +1,40 @@
+r"""Compares global, local and axial attention (arXiv 2010.11929, D.6) in small.
+
+  python -m vit_jax.main --config=configs/attention_patterns.py \
+    --workdir=/tmp/patterns
+
+The argument, if any, selects some of VARIANTS: --config=configs/attention_patterns.py:axial.
+All pool by the mean, since axial attention has no class token. A layer of axial
+attention has two blocks, so `deep` is global attention with as many blocks.
+"""
+
+from vit_jax.configs import studies
+
+LAYERS = 4
+# Name -> (attention_pattern, attention_window, num_layers).
+VARIANTS = {
+  'global': ('global', 7, LAYERS),
+  'local': ('local', 3, LAYERS),
+  'axial': ('axial', 7, LAYERS),
+  'deep': ('global', 7, 2 * LAYERS),
+}
+
+
+def get_config(names: str = ''):
+  """Returns the config of the study of some variants, separated by commas."""
+  transformer = 'model.transformer'
+  return studies.get_config(
+    'Attention patterns (appendix D.6 in small)',
+    tuple(
+      (
+        name,
+        {
+          'model.classifier': 'gap',
+          f'{transformer}.attention_pattern': VARIANTS[name][0],
+          f'{transformer}.attention_window': VARIANTS[name][1],
+          f'{transformer}.num_layers': VARIANTS[name][2],
+        },
+      )
+      for name in studies.select(VARIANTS, names)
+    ),
+  )
