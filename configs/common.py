@@ -294,6 +294,20 @@ class FewShot:
 
 
 @dataclasses.dataclass
+class Lora:
+  """Keys of `config.lora`: low-rank adapters (vit_jax/learning/lora.py)."""
+
+  # Rank r of the adapters. Only they and the heads are trained, and what
+  # `lr_multipliers` name with another factor than 0. 0: no adapters.
+  rank: schema.Natural = 0
+  # The adapter is multiplied by alpha / r. None: by 1.
+  alpha: schema.Positive | None = None
+  # Which kernels have adapters: a regex for their paths in the parameters, such as
+  # '(query|key|value|out|Dense_[01])/'.
+  on: schema.Regex = '(query|value)'
+
+
+@dataclasses.dataclass
 class Config:
   """Keys of a run, `config`; the fields of `config.model` are in models.py."""
 
@@ -416,6 +430,7 @@ class Config:
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
   # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
   lr_multipliers: Multipliers = ()
+  lora: Lora = dataclasses.field(default_factory=Lora)
   # Greatest global norm of the gradient (0: no limit).
   grad_norm_clip: schema.NonNegative | None = 1.0
   # Number of micro-batches that a batch is split into, to save memory; results

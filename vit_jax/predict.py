@@ -56,6 +56,7 @@ def load(
   """
   _check_dtype(dtype)
   from vit_jax import train
+  from vit_jax.learning import lora
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
   if epath.Path(workdir).is_file():
@@ -73,8 +74,16 @@ def load(
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
-  weights = checkpoints.restore_weights(abstract.params, abstract.extra, step, dtype)
-  model = program.task.predictor(weights.params, weights.extra, weights.step)
+  base = program.task.base(abstract.params, abstract.extra)
+  workdir_lib.check_base(workdir, config, lora.fingerprint(base))
+  stored = lora.trained(abstract.params, config)
+  weights = checkpoints.restore_weights(
+    stored, abstract.extra, step, None if base else dtype
+  )
+  params = lora.merged(lora.whole(weights.params, base, abstract.params), config)
+  if base and dtype:
+    params = jax.tree.map(lambda x: x.astype(dtype), params)
+  model = program.task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
 

@@ -5,6 +5,7 @@ python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 
 from collections.abc import Callable
 import contextlib
+import functools
 import shlex
 import time
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import probes, real
 from vit_jax.figures import pictures
 from vit_jax.layers import attention, dtypes, patches
-from vit_jax.learning import losses, optim, state as state_lib
+from vit_jax.learning import lora, losses, optim, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
@@ -98,16 +99,17 @@ def make_program(config, metadata, mesh) -> Program:
     decay_at=config.decay_at,
   )
   rng = jax.random.key(config.seed)
-  factors = None
-  if config.lr_multipliers:
-    params, _ = jax.eval_shape(task.init, rng)
-    factors = optim.multipliers(config.lr_multipliers, params)
+  init, rules, factors = lora.adapted(task.init, config), lora.rules(config), None
+  if rules:
+    params, _ = jax.eval_shape(init, rng)
+    factors = optim.multipliers(rules, params)
   tx = optim.get_optimizer(config, schedule, factors)
+  merge = functools.partial(lora.merged, config=config)
   create_state, abstract = state_lib.abstract_state(
-    task.init, tx, rng, mesh, config.sharding_rules
+    init, tx, rng, mesh, config.sharding_rules
   )
   update = state_lib.make_update(
-    task, tx, schedule, config.seed, config.accum_steps, factors
+    task, tx, schedule, config.seed, config.accum_steps, factors, merge
   )
   return Program(task, update, create_state, abstract)
 
@@ -265,18 +267,19 @@ def check_start(prepared: Prepared, workdir) -> dict:
   """Checks that a run can start or resume in a workdir; writes nothing.
 
   Returns the weights that the config names, by path; {} if it names none, or the
-  run resumes from a checkpoint.
+  run resumes from a checkpoint with all parameters.
   """
-  config, data = prepared.config, fingerprints(prepared)
+  config, program = prepared.config, prepared.program
+  weights = _pretrained(prepared) if config.lora.rank else {}
+  data = fingerprints(prepared, weights)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
   begun = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
   )
   if begun:
-    return {}
-  weights = _pretrained(prepared)
-  program = prepared.program
+    return weights
+  weights = weights or _pretrained(prepared)
   program.task.check_weights(weights, program.abstract.params)
   memory.check(config, program, prepared.mesh)
   return weights
@@ -285,18 +288,23 @@ def check_start(prepared: Prepared, workdir) -> dict:
 def _pretrained(prepared: Prepared) -> dict:
   """Returns the weights that the config names, by path."""
   abstract = prepared.program.abstract
+  params = lora.without_adapters(abstract.params)
   return checkpoint.pretrained_weights(
-    prepared.config, prepared.program.task, abstract.params, abstract.extra
+    prepared.config, prepared.program.task, params, abstract.extra
   )
 
 
-def fingerprints(prepared: Prepared) -> dict[str, dict]:
-  """Returns short descriptions of a run's data, for comparison."""
+def fingerprints(prepared: Prepared, weights=()) -> dict[str, dict]:
+  """Returns short descriptions of a run's data, for comparison.
+
+  Adapters also depend on the frozen ones of the `weights`, see check_start.
+  """
   sources_ = {f'evaluation {k}': v for k, v in prepared.tests.items()}
+  frozen = lora.base(weights, prepared.program.abstract.params, prepared.config)
   return {
     name: source.fingerprint()
     for name, source in {'train': prepared.train, **sources_}.items()
-  }
+  } | lora.fingerprint(frozen)
 
 
 def start(prepared: Prepared, workdir, weights):
@@ -307,7 +315,8 @@ def start(prepared: Prepared, workdir, weights):
   numbers.
   """
   config, program = prepared.config, prepared.program
-  workdir_lib.create(workdir, config, prepared.metadata, fingerprints(prepared))
+  data = fingerprints(prepared, weights)
+  workdir_lib.create(workdir, config, prepared.metadata, data)
   if jax.process_index() == 0:
     for source in (prepared.train, *prepared.tests.values()):
       source.store(workdir)
@@ -318,12 +327,18 @@ def start(prepared: Prepared, workdir, weights):
     run_config.is_low(config),
   )
   _describe(prepared)
-  state, step = checkpoints.restore(program.abstract)
+  abstract = program.abstract
+  params = lora.trained(abstract.params, config)
+  state, step = checkpoints.restore(abstract.replace(params=params))
+  if step:
+    frozen = lora.base(weights, abstract.params, config)
+    params = lora.whole(state.params, frozen, abstract.params)
+    state = state.replace(params=params)
   if not step:
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      say(_describe_start(program.abstract.params, weights))
+      say(_describe_start(lora.without_adapters(abstract.params), weights))
   elif step < config.total_steps:
     say(f'Resuming from step {step}.')
   return checkpoints, state, step
@@ -386,7 +401,8 @@ def _train(prepared, workdir, held, checkpoints, state, step):
     if step < config.total_steps:
       held.check()
       try:
-        task.begin(state.params, state.extra, prepared.train, mesh, workdir, stop.now)
+        params = lora.merged(state.params, config)
+        task.begin(params, state.extra, prepared.train, mesh, workdir, stop.now)
       except stopping.Stopped as e:
         raise Interrupted(step, stop.signal) from e
     batches = input_pipeline.train_batches(
@@ -444,7 +460,7 @@ def _describe(prepared):
       f'{steps:,} updates are too few to learn much: lower --config.batch or train '
       'longer (--config.total_epochs or --config.total_steps).'
     )
-  frozen = sum(optim.frozen_sizes(config.lr_multipliers, params).values())
+  frozen = sum(optim.frozen_sizes(lora.rules(config), params).values())
   if frozen:
     lines.append(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)

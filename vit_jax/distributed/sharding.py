@@ -332,7 +332,7 @@ def _default_spec(name, shape, mesh):
   """Returns the spec of a leaf that no rule matches."""
   spec = [None] * len(shape)
   parts = mesh.shape.get(MODEL_AXIS, 1)
-  if parts > 1:
+  if parts > 1 and '_lora_' not in name:  # Adapters are small.
     for regex, wanted in TENSOR_RULES:
       if re.search(regex, name):
         for i, axis in enumerate(wanted[: len(shape)]):

@@ -186,6 +186,12 @@ def get_ema(opt_state):
   return None if found is None else found.ema
 
 
+def as_pairs(rules: Sequence) -> tuple:
+  """Returns `lr_multipliers` as pairs; one may be written without a trailing comma."""
+  single = len(rules) == 2 and isinstance(rules[0], str)
+  return (rules,) if single else tuple(rules)
+
+
 def multipliers(rules: Sequence[tuple[str, float]], params):
   """Returns the factors on the learning rate of parameters, a tree of floats.
 
@@ -194,8 +200,7 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   default 1; 0 freezes the parameter. Raises ValueError if a rule applies to no
   parameter, or all are frozen.
   """
-  if len(rules) == 2 and isinstance(rules[0], str):
-    rules = (rules,)  # A single pair, written without the trailing comma.
+  rules = as_pairs(rules)
   numbers = sharding.first_matches('lr_multipliers', rules, params)
   factors = [float(factor) for _, factor in rules] + [1.0]  # -1 is the last.
   factors = jax.tree.map(lambda number: factors[number], numbers)
@@ -253,13 +258,20 @@ def _adafactor(b1, b2, dtype):
   )
 
 
+def num_inputs(name: str, ndim: int) -> int:
+  """Returns how many of a kernel's dimensions are inputs; the others are outputs.
+
+  An attention kernel is [D, K, E] or, of `out`, [K, E, D].
+  """
+  return 1 if ndim == 3 and not name.endswith('/out/kernel') else ndim - 1
+
+
 def _matrix(path, x):
   """Returns Muon's view of a parameter as a matrix; None if Adam updates it."""
   name = sharding.path_name(path)
   if not name.endswith('/kernel') or _OUTER.search(name) or x.ndim not in (2, 3):
     return None
-  # An attention kernel is [D, K, E] or [K, E, D]: a matrix D x KE or KE x D.
-  inputs = x.ndim - 1 if name.endswith('/out/kernel') else 1
+  inputs = num_inputs(name, x.ndim)
   axes = tuple(range(x.ndim))
   return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
 

@@ -97,7 +97,13 @@ def augment(task, batch: dict, rng) -> dict:
 
 
 def make_update(
-  task, tx, schedule: optax.Schedule, seed: int, accum_steps: int, factors=None
+  task,
+  tx,
+  schedule: optax.Schedule,
+  seed: int,
+  accum_steps: int,
+  factors=None,
+  merge: Callable = lambda params: params,
 ) -> Callable:
   """Returns the update function, (state, batch) -> (state, metrics).
 
@@ -105,7 +111,8 @@ def make_update(
   `accum_steps` micro-batches: sums and weights are added up first, then
   divided once. Dropout depends on (seed, step), and with accumulation also on
   the number of the micro-batch. `tx` is the optimiser, `schedule` its learning
-  rate, and `factors` are the result of optim.multipliers.
+  rate, and `factors` are the result of optim.multipliers. `merge` turns the parameters
+  of the state into the task's, see vit_jax.learning.lora.
   """
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))
@@ -118,7 +125,7 @@ def make_update(
       key = jax.random.fold_in(rng, number) if accum_steps > 1 else rng
 
       def loss_fn(params):
-        params = optim.stop_frozen(params, factors)
+        params = merge(optim.stop_frozen(params, factors))
         (total, weight), metrics = loss_of(
           params, state.extra, rows, key, step=state.step
         )
@@ -137,7 +144,7 @@ def make_update(
     )
     params = optax.apply_updates(state.params, updates)
     means = {name: mean(*pair) for name, pair in sums.items()}
-    extra = update_extra(state.extra, params, means, step=state.step)
+    extra = update_extra(state.extra, merge(params), means, step=state.step)
     metrics = {
       'train_loss': mean(*loss),
       **{f'train_{k}': v for k, v in means.items() if jnp.ndim(v) == 0},

@@ -130,7 +130,7 @@ def _with_keys(config):
         del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    for group in ('pp', 'fewshot'):
+    for group in ('pp', 'fewshot', 'lora'):
       if config.get(group, 0) is None:
         del config[group]
     schema.fill(config, common.Config)
@@ -256,6 +256,11 @@ def _check_together(config):
     raise ValueError(
       'independent_weight_decay=True divides by base_lr, which is 0: set '
       '--config.base_lr above 0 or --config.independent_weight_decay=False'
+    )
+  if config.lora.rank and config.ema_decay:
+    raise ValueError(
+      f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
+      f'{config.lora.rank} trains few: set --config.ema_decay=0'
     )
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']

@@ -13,7 +13,7 @@ from PIL import Image
 
 from vit_jax import console
 from vit_jax.distributed import processes
-from vit_jax.learning import state as state_lib
+from vit_jax.learning import lora, state as state_lib
 from vit_jax.run import memory, metrics as metrics_lib, stopping
 
 
@@ -127,7 +127,8 @@ class Run:
 
   def evaluate(self, stop) -> dict | None:
     """Evaluates and logs; returns None if a signal interrupts the evaluation."""
-    params, metrics = state_lib.best_params(self.state), {}
+    params = lora.merged(state_lib.best_params(self.state), self.config)
+    metrics = {}
     with self._progress.pause():
       for name, evaluators in self.prepared.evaluators.items():
         for evaluator in evaluators:
@@ -177,7 +178,8 @@ class Run:
     with self._progress.pause():
       self.fetch_metrics()  # Only states with finite metrics are saved.
       self._log.flush()
-      self.checkpoints.save(self.step, self.state)
+      params = lora.trained(self.state.params, self.config)
+      self.checkpoints.save(self.step, self.state.replace(params=params))
 
   def close(self):
     """Writes the remaining metrics, and leaves the bar as it is."""

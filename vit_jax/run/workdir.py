@@ -92,6 +92,7 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
         _check_metadata(path / f'{name}.json', value)
+    check_base(path, config, {k: v for k, v in data.items() if k == 'base'})
     _check_data(path, data)
 
 
@@ -143,6 +144,19 @@ def _check_metadata(file, value):
     f'learned ({what}): restore the names, or train into another --workdir with '
     f'--config.pretrained={file.parent}, which takes all but the head'
   )
+
+
+def check_base(workdir, config, base: Mapping[str, Any]):
+  """Raises ValueError unless adapters of a run were trained on frozen parameters.
+
+  `base` is the result of vit_jax.learning.lora.fingerprint.
+  """
+  stored = _read(folder(workdir) / _DATA)['sources']
+  if base and base['base'] != stored.get('base'):
+    raise ValueError(
+      f"workdir='{workdir}' has adapters of other weights than those now at "
+      f'pretrained={config.pretrained!r}: restore these, whose hash is {stored["base"]}'
+    )
 
 
 def _check_data(path, data):

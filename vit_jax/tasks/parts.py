@@ -11,11 +11,12 @@ import flax.traverse_util
 import jax
 import numpy as np
 
-from vit_jax import input_pipeline
+from vit_jax import checkpoint, input_pipeline
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
+from vit_jax.learning import lora
 
 
 class Hooks:
@@ -113,6 +114,17 @@ class Hooks:
       Prefixes of paths; by default NEW_PARAMS.
     """
     return self.NEW_PARAMS
+
+  def base(self, params, extra=None) -> dict:
+    """Reads the frozen parameters of a run with adapters, arrays by path.
+
+    Takes shapes of all parameters and of the extra state. {} without adapters.
+    """
+    if not self.config.lora.rank:
+      return {}
+    plain = lora.without_adapters(params)
+    weights = checkpoint.pretrained_weights(self.config, self, plain, extra)
+    return lora.base(weights, params, self.config)
 
   def check_weights(self, weights: dict, params):
     """Raises ValueError if weights do not suffice, before a run is compiled.

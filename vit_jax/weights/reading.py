@@ -187,11 +187,20 @@ def _weights(flat, kind, found: descriptions.Description) -> Weights:
 
 def _read_workdir(folder):
   # Only weights of runs need the modules of runs, some of which import Orbax.
+  from vit_jax.learning import lora
   from vit_jax.run import checkpoints, config as run_config, workdir as workdir_lib
 
   config, metadata = workdir_lib.load(folder)
-  own = tuple(run_config.get_task(config.task).OWN_PARAMS)
+  task_class = run_config.get_task(config.task)
+  own = tuple(task_class.OWN_PARAMS)
   found = checkpoints.load_weights(folder, EXTRA)
+  if config.lora.rank:
+    task = task_class(config, metadata)
+    shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
+    base = task.base(shapes, extra)
+    workdir_lib.check_base(folder, config, lora.fingerprint(base))
+    params = lora.merged(lora.whole(found.params, base), config)
+    found = found._replace(params=jax.tree.map(np.asarray, params))
   flat = flax.traverse_util.flatten_dict(found.params, sep='/')
   flat = {k: v for k, v in flat.items() if not k.startswith(own)}
   crop = config.pp.crop

@@ -1,0 +1,147 @@
+"""Low-rank adapters, LoRA (arXiv 2106.09685): few trained parameters per kernel.
+
+A kernel W that `config.lora.on` selects gets two arrays next to it in the tree,
+`kernel_lora_a` [*inputs, r] and `kernel_lora_b` [r, *outputs]. The model computes with
+W + alpha / r * A B, so that it needs no layers of its own: any kernel of any model can
+be adapted. A begins with random numbers and B with zeros, hence the first update with
+W. Only adapters and heads are trained, stored and have an optimiser state.
+"""
+
+from collections.abc import Callable, Mapping
+import re
+from typing import Any
+
+import flax.linen as nn
+import flax.traverse_util
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vit_jax.distributed import sharding
+from vit_jax.learning import optim
+
+_A, _B = '_lora_a', '_lora_b'
+_HEAD = '(^|[/_])head/'
+# Uniform in 1 / sqrt(inputs), as torch.nn.Linear and PEFT.
+_INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
+
+
+def rules(config) -> tuple:
+  """Returns `config.lr_multipliers`; with adapters, what they omit is frozen or 1."""
+  given = optim.as_pairs(config.lr_multipliers)
+  if not config.lora.rank:
+    return given
+  return (*given, (f'{_HEAD}|({_A}|{_B})$', 1.0), ('', 0.0))
+
+
+def adapted(init: Callable, config) -> Callable:
+  """Returns `init` of a task, with adapters among its parameters.
+
+  ValueError if `config.lora.on` selects no kernel, or only frozen ones.
+  """
+  if not config.lora.rank:
+    return init
+
+  def init_adapted(rng):
+    params, extra = init(rng)
+    flat = flax.traverse_util.flatten_dict(params, sep='/')
+    kernels = [path for path in sorted(flat) if _is_adapted(path, flat[path], config)]
+    if not kernels:
+      names = sorted({path.split('/')[-2] for path in flat if path.endswith('/kernel')})
+      raise ValueError(
+        f"lora.on='{config.lora.on}' selects no kernel of this model: give a regular "
+        f'expression for paths that end in one of {", ".join(names)} (config.lora.on)'
+      )
+    for number, path in enumerate(kernels):
+      kernel, key = flat[path], jax.random.fold_in(rng, number)
+      split, rank = optim.num_inputs(path, kernel.ndim), config.lora.rank
+      inputs, outputs = kernel.shape[:split], kernel.shape[split:]
+      a = _INIT(key, (np.prod(inputs), rank), kernel.dtype).reshape(*inputs, rank)
+      flat[path + _A], flat[path + _B] = a, jnp.zeros((rank, *outputs), kernel.dtype)
+    _check_trained(kernels, config, flat)
+    return flax.traverse_util.unflatten_dict(flat, sep='/'), extra
+
+  return init_adapted
+
+
+def _is_adapted(path, x, config):
+  kernel = path.endswith('/kernel') and x.ndim >= 2 and not re.search(_HEAD, path)
+  return kernel and re.search(config.lora.on, path)
+
+
+def _check_trained(kernels, config, flat):
+  """Raises ValueError if `lr_multipliers` freeze adapters."""
+  frozen = optim.frozen_sizes(rules(config), flat)
+  if stopped := [path for path in kernels if path + _A in frozen]:
+    raise ValueError(
+      f"lora.on='{config.lora.on}' adapts '{stopped[0]}', whose adapter "
+      'lr_multipliers freeze: select other kernels (config.lora.on), or leave out that '
+      'rule (config.lr_multipliers)'
+    )
+
+
+def without_adapters(params):
+  """Returns parameters, or shapes, without the adapters."""
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  flat = {path: x for path, x in flat.items() if not path.endswith((_A, _B))}
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def merged(params, config):
+  """Returns the parameters that the model computes with, from those of a state."""
+  if not config.lora.rank:
+    return params
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  scale = (config.lora.alpha or config.lora.rank) / config.lora.rank
+  for path in [path for path in flat if path.endswith(_A)]:
+    name = path.removesuffix(_A)
+    a, b = flat.pop(path), flat.pop(name + _B)
+    flat[name] += scale * jnp.tensordot(a, b, 1, precision='highest')
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def trained(params, config):
+  """Returns the parameters that are stored: without the frozen ones of adapters."""
+  if not config.lora.rank:
+    return params
+  frozen = optim.frozen_sizes(rules(config), params)
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  kept = {path: x for path, x in flat.items() if path not in frozen}
+  return flax.traverse_util.unflatten_dict(kept, sep='/')
+
+
+def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
+  """Returns the frozen parameters among weights by path; {} without adapters.
+
+  `params` are shapes. ValueError if the weights lack one of them.
+  """
+  if not config.lora.rank:
+    return {}
+  frozen = sorted(optim.frozen_sizes(rules(config), params))
+  if missing := [path for path in frozen if path not in weights]:
+    raise ValueError(
+      f'lora.rank={config.lora.rank} freezes the weights of config.pretrained='
+      f"{config.pretrained!r}, which lack {len(missing)}, such as '{missing[0]}': give "
+      'weights that have them (--config.pretrained), or train these parameters, as in '
+      f'--config.lr_multipliers="(\'{missing[0]}\', 1.0)"'
+    )
+  return {path: weights[path] for path in frozen}
+
+
+def whole(params, frozen: Mapping[str, Any], shapes=None):
+  """Returns stored parameters with the frozen ones, which are placed as `shapes`."""
+  if not frozen:
+    return params
+  if shapes is not None:
+    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
+    put = lambda path, x: jax.device_put(
+      x.astype(flat[path].dtype), flat[path].sharding
+    )
+    frozen = {path: put(path, x) for path, x in frozen.items()}
+  flat = {**frozen, **flax.traverse_util.flatten_dict(params, sep='/')}
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def fingerprint(frozen: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what a workdir keeps of the frozen parameters; {} for none."""
+  return {'base': {'hash': sharding.digest(dict(frozen))}} if frozen else {}
