@@ -1,0 +1,125 @@
+"""Tests of low-rank adapters, against W + alpha / r * A B in NumPy."""
+
+import copy
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from tests import conftest, trees
+from vit_jax import checkpoint, predict, train
+from vit_jax.configs import models as model_configs
+from vit_jax.run import checkpoints as checkpoints_lib
+from vit_jax.weights import convert
+
+NAMES = [str(i) for i in range(10)]
+ATTENTION = 'Transformer/encoderblock_0/MultiHeadDotProductAttention_0'
+
+
+@pytest.fixture(scope='module')
+def adapted(data_dir, tmp_path_factory):
+  """Base and run of 4 updates with adapters: config, folders, last state."""
+  folder = tmp_path_factory.mktemp('adapted')
+  config = conftest.make_tiny_config(data_dir)
+  conftest.write_classifier(folder / 'base', config, NAMES)
+  config.update(pretrained=str(folder / 'base'), checkpoint_every=2, eval_every=4)
+  config.update(total_steps=4, weight_decay=0.1)
+  config.lora.update(rank=2, alpha=6.0, on='(query|out|Dense_0)/')
+  state, _ = train.train_and_evaluate(copy.deepcopy(config), str(folder / 'run'))
+  return config, folder, jax.device_get(state)
+
+
+def flat(tree):
+  return {
+    '/'.join(key.key for key in path): np.asarray(x)
+    for path, x in jax.tree_util.tree_leaves_with_path(tree)
+  }
+
+
+def test_adapters_and_head_alone_are_trained_and_stored(adapted):
+  _, folder, state = adapted
+  params, base = flat(state.params), flat(checkpoint.load(str(folder / 'base')))
+  new = {f'{ATTENTION}/{x}/kernel_lora_{y}' for x in ('query', 'out') for y in 'ab'}
+  dense = 'Transformer/encoderblock_0/MlpBlock_0/Dense_0/kernel'
+  new |= {f'{dense}_lora_a', f'{dense}_lora_b'}
+  assert params.keys() - base.keys() == new
+  for path, x in base.items():
+    assert (params[path] == x).all() != path.startswith('head/'), path
+  width, rank, hidden = 16, 2, base[dense].shape[1]
+  assert params[f'{ATTENTION}/out/kernel_lora_a'].shape == (2, width // 2, rank)
+  assert all(params[path].any() for path in new)
+  count = 4 * width * rank + (width + hidden) * rank + (width + 1) * len(NAMES)
+  moments = optax.tree.get(state.opt_state, 'mu')
+  assert sum(x.size for x in jax.tree.leaves(moments)) == count
+  stored = flat(checkpoints_lib.load_weights(folder / 'run').params)
+  assert stored.keys() == new | {'head/kernel', 'head/bias'}
+
+
+def test_the_model_computes_with_the_sum_everywhere(adapted):
+  _, folder, state = adapted
+  params = flat(state.params)
+  want = {path: x for path, x in params.items() if '_lora_' not in path}
+  for path in [path for path in want if f'{path}_lora_a' in params]:
+    a, b = params[f'{path}_lora_a'], params[f'{path}_lora_b']
+    want[path] = want[path] + 3.0 * np.einsum(
+      '...r,rk->...k', a, b.reshape(2, -1)
+    ).reshape(want[path].shape)
+  model = predict.load(str(folder / 'run'))
+  for got in (model.params, checkpoint.load(str(folder / 'run'))):
+    got = flat(got)
+    assert got.keys() == want.keys()
+    for path, x in want.items():
+      np.testing.assert_allclose(got[path], x, rtol=1e-6, atol=1e-6, err_msg=path)
+  convert.convert(str(folder / 'run'), str(folder / 'merged.npz'))
+  merged = convert.read(str(folder / 'merged.npz'))
+  trees.assert_same(merged.params, checkpoint.load(str(folder / 'run')))
+
+
+def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
+  config, folder, state = adapted
+  shutil.copytree(folder / 'run', tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'checkpoints' / '4')
+  again, _ = train.train_and_evaluate(copy.deepcopy(config), str(tmp_path / 'run'))
+  trees.assert_same(again, state)
+  base = flat(checkpoint.load(config.pretrained))
+  kernel = base['embedding/kernel']
+  kernel[0, 0, 0, 0] = np.nextafter(kernel[0, 0, 0, 0], 9)
+  other = copy.deepcopy(config)
+  other.pretrained = str(tmp_path / 'base.npz')
+  checkpoint.save(checkpoint.recover_tree(base, base.values()), other.pretrained)
+  stored = tmp_path / 'run' / 'config.json'
+  text = stored.read_text()
+  stored.write_text(text.replace(config.pretrained, other.pretrained))
+  for read in (
+    lambda: predict.load(str(tmp_path / 'run')),
+    lambda: checkpoint.load(str(tmp_path / 'run')),
+    lambda: train.train_and_evaluate(other, str(tmp_path / 'run')),
+  ):
+    with pytest.raises(ValueError, match=r'adapters of other weights.*base\.npz'):
+      read()
+
+
+@pytest.mark.parametrize(
+  ('changes', 'message'),
+  [
+    ({'model': model_configs.get_config('bit_r50x1')}, 'query.* no kernel .*conv1'),
+    ({'lora': {'rank': 1, 'on': 'bias'}}, "lora.on='bias' selects no kernel.*Dense_0"),
+    ({'lr_multipliers': (('query', 0.0),)}, "adapts '.*query/kernel'.*lr_multipliers"),
+    ({'lora': {'rank': -1}}, 'lora.rank=-1'),
+    ({'ema_decay': 0.9}, 'ema_decay=0.9 .* lora.rank=1'),
+    ({'pretrained': None}, "lora.rank=1 freezes .*None, which lack .*'Transformer/"),
+  ],
+)
+def test_adapters_that_cannot_be_trained_are_refused(
+  tiny_config, changes, message, tmp_path
+):
+  config = tiny_config
+  config.lora.rank = 1
+  with config.ignore_type():
+    config.update(changes)
+  if 'model' in changes:
+    config.model.num_layers = (1,)
+  with pytest.raises(ValueError, match=message):
+    train.check_start(train.prepare(config, str(tmp_path)), str(tmp_path))
