@@ -42,8 +42,9 @@ def load(
     mesh: mesh for the parameters, split as in the run if the mesh has the axes
       of the run. By default as many devices as the run splits them over, or one
       if there are fewer.
-    dtype: type of the parameters in memory, 'bfloat16' or 'float16'; computations
-      keep the model's. None: as in the run.
+    dtype: type of the parameters in memory, 'bfloat16', 'float16' or 'int8' (of
+      kernels, see vit_jax/inference/int8.py); computations keep the model's. None: as
+      in the run.
 
   Returns:
     The Predictor of the run's task, with `params`, `config`, `metadata`,
@@ -56,6 +57,7 @@ def load(
   """
   _check_dtype(dtype)
   from vit_jax import train
+  from vit_jax.inference import int8
   from vit_jax.learning import lora
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
@@ -77,12 +79,15 @@ def load(
   base = program.task.base(abstract.params, abstract.extra)
   workdir_lib.check_base(workdir, config, lora.fingerprint(base))
   stored = lora.trained(abstract.params, config)
+  float_type = None if dtype == 'int8' else dtype
   weights = checkpoints.restore_weights(
-    stored, abstract.extra, step, None if base else dtype
+    stored, abstract.extra, step, None if base else float_type
   )
   params = lora.merged(lora.whole(weights.params, base, abstract.params), config)
-  if base and dtype:
-    params = jax.tree.map(lambda x: x.astype(dtype), params)
+  if base and float_type:
+    params = jax.tree.map(lambda x: x.astype(float_type), params)
+  if dtype == 'int8':
+    params = int8.quantised(params)
   model = program.task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
@@ -114,22 +119,27 @@ def load_weights(
     gelu: 'erf', 'tanh' or 'quick'.
   """
   _check_dtype(dtype)
+  from vit_jax.inference import int8
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, writing
 
-  model = convert.read(path, class_names, image_size, num_heads, dtype, gelu)
+  read_type = None if dtype == 'int8' else dtype
+  model = convert.read(path, class_names, image_size, num_heads, read_type, gelu)
   model = writing.scaled(model)
   config, metadata = writing.as_run(model)
   task = run_config.get_task(config.task)(config, metadata)
   params, extra = (_moved(tree) for tree in (model.params, model.extra))
+  params = int8.quantised(params) if dtype == 'int8' else params
   model = task.predictor(params, extra, 0)
   model.origin = str(path)
   return model
 
 
 def _check_dtype(dtype):
-  if dtype not in (None, 'bfloat16', 'float16'):
-    raise ValueError(f"dtype='{dtype}' must be 'bfloat16' or 'float16' (--dtype)")
+  if dtype not in (None, 'bfloat16', 'float16', 'int8'):
+    raise ValueError(
+      f"dtype='{dtype}' must be 'bfloat16', 'float16' or 'int8' (--dtype)"
+    )
 
 
 def _moved(tree: dict) -> dict:

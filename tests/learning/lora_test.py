@@ -1,12 +1,14 @@
 """Tests of low-rank adapters, against W + alpha / r * A B in NumPy."""
 
 import copy
+import json
 import shutil
 
 import jax
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 
 from tests import conftest, trees
 from vit_jax import checkpoint, predict, train
@@ -75,6 +77,36 @@ def test_the_model_computes_with_the_sum_everywhere(adapted):
   convert.convert(str(folder / 'run'), str(folder / 'merged.npz'))
   merged = convert.read(str(folder / 'merged.npz'))
   trees.assert_same(merged.params, checkpoint.load(str(folder / 'run')))
+
+
+def test_peft_finds_the_layers_and_their_sums(adapted):
+  """Names and layout are PEFT's: W + lora_alpha / r * lora_B lora_A, in PyTorch's W."""
+  _, folder, _ = adapted
+  for source, to in (('base', 'hf'), ('run', 'hf'), ('run', 'peft')):
+    convert.convert(str(folder / source), str(folder / f'{source}_{to}'), to)
+  load = safetensors.numpy.load_file
+  base, merged = (load(folder / f'{x}_hf/model.safetensors') for x in ('base', 'run'))
+  found = load(folder / 'run_peft' / 'adapter_model.safetensors')
+  config = json.loads((folder / 'run_peft' / 'adapter_config.json').read_text())
+  assert config['peft_type'] == 'LORA'
+  assert config['base_model_name_or_path'] == str(folder / 'base')
+  assert config['modules_to_save'] == ['classifier']
+  scale = config['lora_alpha'] / config['r']
+  here = 'base_model.model.'
+  for module, name in (
+    ('attention.q_proj', 'attention.attention.query'),
+    ('attention.o_proj', 'attention.output.dense'),
+    ('mlp.fc1', 'intermediate.dense'),
+  ):
+    assert f'vit.layers.0.{module}' in config['target_modules']
+    a, b = (found.pop(f'{here}vit.layers.0.{module}.lora_{x}.weight') for x in 'AB')
+    name = f'vit.encoder.layer.0.{name}.weight'
+    np.testing.assert_allclose(merged[name], base[name] + scale * b @ a, rtol=1e-5)
+  for name in ('classifier.weight', 'classifier.bias'):
+    np.testing.assert_array_equal(merged[name], found.pop(here + name))
+  assert not found
+  with pytest.raises(ValueError, match='cannot be written as peft'):
+    convert.convert(str(folder / 'base'), str(folder / 'none'), 'peft')
 
 
 def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):

@@ -34,7 +34,8 @@ _FLAGS = {
     help='export the text tower, whose inputs are tokens, instead of the image tower',
   ),
   '--dtype': dict(
-    choices=('bfloat16', 'float16'), help='store the parameters in half the space'
+    choices=('bfloat16', 'float16', 'int8'),
+    help='store the parameters in half, or their kernels in a quarter, of the space',
   ),
   '--uint8': dict(
     action='store_true', help='take pixels from 0 to 255 instead of floats in [-1, 1]'

@@ -59,7 +59,8 @@ _OUTPUT = {
     help='tables: what a broken image does: add a row with an error, or stop (row)',
   ),
   '--dtype': dict(
-    choices=('bfloat16', 'float16'), help='keep the parameters in half the memory'
+    choices=('bfloat16', 'float16', 'int8'),
+    help='keep the parameters in half, or their kernels in a quarter, of the memory',
   ),
 }
 _TASKS = {

@@ -35,11 +35,12 @@ from vit_jax.data.augmentation import canvases
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
+from vit_jax.inference import int8
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 # Largest difference to the model relative to the largest output (at least 1), by the
 # type of the parameters or of the computation.
-TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2}
+TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2, 'int8': 1e-1}
 FREE = 'free'
 _IMAGES = 5  # Compared as a batch, and the first one by itself.
 _DATA = 'model.onnx.data'  # Weights of a large ONNX model.
@@ -232,8 +233,10 @@ def make_program(
   names = sorted(spec)
   places = dict(zip(names, jaxpr.invars[-len(names) :]))
   spec = {k: v for k, v in spec.items() if id(places[k]) in read}
-  if dtype:
-    params, extra = weights
+  params, extra = weights
+  if dtype == 'int8':
+    weights = jax.device_get(int8.quantised(params)), extra
+  elif dtype:
     weights = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), extra
   return Program(run, weights, spec)
 
@@ -247,7 +250,7 @@ def _function(model, features, uint8):
   types = jax.tree.map(lambda x: x.dtype, (model.params, model.extra))
 
   def run(weights, **inputs):
-    weights = jax.tree.map(lambda x, t: x.astype(t), weights, types)
+    weights = jax.tree.map(lambda x, t: x.astype(t), int8.restored(weights), types)
     if uint8:
       pixels = inputs['image'].astype(jnp.float32) / 127.5 - 1
       if 'real' in inputs:  # The padding of a canvas is 0, which no byte maps to.

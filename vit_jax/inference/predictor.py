@@ -1,6 +1,7 @@
 """The base class of predictors: trained models that run on images."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+import copy
 import functools
 import inspect
 import os
@@ -12,7 +13,7 @@ import numpy as np
 from vit_jax import input_pipeline
 from vit_jax.data import records
 from vit_jax.distributed import sharding
-from vit_jax.inference import engine, tables, user_images
+from vit_jax.inference import engine, int8, tables, user_images
 
 # On a single CPU device: images per batch, and concurrent batches. On two cores, the
 # forward pass of Ti/16 is 1.3 times as fast with 8 images as with 32, which exceed the
@@ -37,6 +38,9 @@ class Predictor:
   FLAGS = ()
 
   def __init__(self, task, params, extra, step: int):
+    if int8.is_quantised(params):
+      task = copy.copy(task)
+      task.model = int8.Model(task.model)
     self.task = task
     self.params = params
     self.extra = extra

@@ -20,7 +20,7 @@ import numpy as np
 from vit_jax.distributed import sharding
 from vit_jax.learning import optim
 
-_A, _B = '_lora_a', '_lora_b'
+A, B = '_lora_a', '_lora_b'  # Ends of their paths.
 _HEAD = '(^|[/_])head/'
 # Uniform in 1 / sqrt(inputs), as torch.nn.Linear and PEFT.
 _INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
@@ -31,7 +31,7 @@ def rules(config) -> tuple:
   given = optim.as_pairs(config.lr_multipliers)
   if not config.lora.rank:
     return given
-  return (*given, (f'{_HEAD}|({_A}|{_B})$', 1.0), ('', 0.0))
+  return (*given, (f'{_HEAD}|({A}|{B})$', 1.0), ('', 0.0))
 
 
 def adapted(init: Callable, config) -> Callable:
@@ -57,7 +57,7 @@ def adapted(init: Callable, config) -> Callable:
       split, rank = optim.num_inputs(path, kernel.ndim), config.lora.rank
       inputs, outputs = kernel.shape[:split], kernel.shape[split:]
       a = _INIT(key, (np.prod(inputs), rank), kernel.dtype).reshape(*inputs, rank)
-      flat[path + _A], flat[path + _B] = a, jnp.zeros((rank, *outputs), kernel.dtype)
+      flat[path + A], flat[path + B] = a, jnp.zeros((rank, *outputs), kernel.dtype)
     _check_trained(kernels, config, flat)
     return flax.traverse_util.unflatten_dict(flat, sep='/'), extra
 
@@ -72,7 +72,7 @@ def _is_adapted(path, x, config):
 def _check_trained(kernels, config, flat):
   """Raises ValueError if `lr_multipliers` freeze adapters."""
   frozen = optim.frozen_sizes(rules(config), flat)
-  if stopped := [path for path in kernels if path + _A in frozen]:
+  if stopped := [path for path in kernels if path + A in frozen]:
     raise ValueError(
       f"lora.on='{config.lora.on}' adapts '{stopped[0]}', whose adapter "
       'lr_multipliers freeze: select other kernels (config.lora.on), or leave out that '
@@ -83,8 +83,14 @@ def _check_trained(kernels, config, flat):
 def without_adapters(params):
   """Returns parameters, or shapes, without the adapters."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  flat = {path: x for path, x in flat.items() if not path.endswith((_A, _B))}
+  flat = {path: x for path, x in flat.items() if not path.endswith((A, B))}
   return flax.traverse_util.unflatten_dict(flat, sep='/')
+
+
+def split_name(path: str) -> tuple[str, str]:
+  """Returns the path of an adapted kernel, and A or B; '' for other parameters."""
+  part = path[-len(A) :] if path.endswith((A, B)) else ''
+  return path.removesuffix(part), part
 
 
 def merged(params, config):
@@ -93,9 +99,9 @@ def merged(params, config):
     return params
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   scale = (config.lora.alpha or config.lora.rank) / config.lora.rank
-  for path in [path for path in flat if path.endswith(_A)]:
-    name = path.removesuffix(_A)
-    a, b = flat.pop(path), flat.pop(name + _B)
+  for path in [path for path in flat if path.endswith(A)]:
+    name = path.removesuffix(A)
+    a, b = flat.pop(path), flat.pop(name + B)
     flat[name] += scale * jnp.tensordot(a, b, 1, precision='highest')
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 

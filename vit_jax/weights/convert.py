@@ -90,7 +90,7 @@ def read(
     model = writing.Model(
       weights.params, config, names if len(names) == num_classes else None,
       num_classes, size, weights.extra, weights.metadata, weights.kind,
-      weights.resize if size == weights.image_size else None,
+      weights.resize if size == weights.image_size else None, weights.adapters,
     )  # fmt: skip
     family.check(model)
   return model

@@ -22,7 +22,7 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import flax.traverse_util
@@ -53,6 +53,8 @@ class Weights(NamedTuple):
       statistics}; see vit_jax.tasks.base.Task.init.
     metadata: further metadata of a run by name, such as a palette.
     resize: `config.pp.resize` of a run.
+    adapters: config of a run with adapters, which `params` include, and what the run
+      has trained by path; None for other weights.
   """
 
   params: dict
@@ -63,6 +65,7 @@ class Weights(NamedTuple):
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
   resize: int | tuple[int, int] | None = None
+  adapters: tuple[Any, dict] | None = None
 
 
 def read(
@@ -194,7 +197,9 @@ def _read_workdir(folder):
   task_class = run_config.get_task(config.task)
   own = tuple(task_class.OWN_PARAMS)
   found = checkpoints.load_weights(folder, EXTRA)
+  adapters = None
   if config.lora.rank:
+    adapters = config, flax.traverse_util.flatten_dict(found.params, sep='/')
     task = task_class(config, metadata)
     shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
     base = task.base(shapes, extra)
@@ -214,6 +219,7 @@ def _read_workdir(folder):
     found.extra,
     metadata,
     config.pp.resize,
+    adapters,
   )
 
 

@@ -18,7 +18,7 @@ import safetensors.numpy
 from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
-from vit_jax.weights import descriptions, identify, published, reading
+from vit_jax.weights import descriptions, identify, peft, published, reading
 from vit_jax.weights.families import families
 
 
@@ -40,12 +40,15 @@ class Model(NamedTuple):
   metadata: dict = {}  # noqa: RUF012
   source: str = ''
   resize: int | tuple[int, int] | None = None
+  adapters: tuple | None = None
 
 
 def check(model: Model, to: str) -> list[str]:
   """Returns notes; ValueError if a format cannot hold this model."""
   family = families.of(model.config)
   formats = family.formats_of(model.config)
+  if model.adapters and family.peft_names(model.config):
+    formats = (*formats, 'peft')
   if to not in formats:
     raise ValueError(
       f'{identify.describe(model.params)} cannot be written as {to}: give '
@@ -187,6 +190,7 @@ WRITERS = {
   'npz': _write_npz,
   'timm': functools.partial(_write_folder, to='timm'),
   'hf': functools.partial(_write_folder, to='hf'),
+  'peft': peft.write,
   'pth': _write_pth,
   'workdir': _write_workdir,
 }

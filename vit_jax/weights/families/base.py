@@ -168,6 +168,13 @@ class Family:
     """Returns the formats that hold a model."""
     return self.formats
 
+  def peft_names(self, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Returns (regex, replacement) from the names in Hugging Face's files to modules.
+
+    () if PEFT cannot adapt such models with arrays of this package.
+    """
+    return ()
+
   def notes(self, model, to: str) -> list[str]:
     """Returns what a user should know about a model in a format."""
     return []

@@ -45,6 +45,14 @@ _STEM = (
   ('head', 'dense', 'head', 'classifier'),
   ('head_dist', 'dense', 'head_dist', 'distillation_classifier'),
 )  # fmt: skip
+# From names in files to those of modules, since transformers 5.
+_HF_MODULES = (
+  (r'encoder\.layer\.', 'layers.'),
+  (r'attention\.attention\.(q|k|v)(uery|ey|alue)', r'attention.\1_proj'),
+  (r'attention\.output\.dense', 'attention.o_proj'),
+  (r'intermediate\.dense', 'mlp.fc1'),
+  (r'output\.dense', 'mlp.fc2'),
+)
 _MLP = ('mlp.fc1', 'mlp.fc2'), ('intermediate.dense', 'output.dense')
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
@@ -209,6 +217,10 @@ class Classifiers(base.Family):
       return own <= set(held)
 
     return tuple(filter(holds, self.formats))
+
+  def peft_names(self, config):
+    plain = (config.get('transformer') or {}).get('layer_scale') is None  # Not DINO's.
+    return _HF_MODULES if plain and 'hf' in self.formats_of(config) else ()
 
   def load(self, flat, naming, num_heads):
     is_3 = self.naming(naming, flat) is dino.NAMING_3

@@ -1,0 +1,61 @@
+"""Parameters in 8 bits: kernels are int8 with a scale for each output channel.
+
+A kernel W becomes round(W / s), s = max |W| / 127 over the inputs of the channel
+(arXiv 1806.08342, 2.2 and 3.1.1, symmetric). Computations keep their type: kernels
+return to it where a program reads them. Biases, norms and embeddings are unchanged.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.distributed import sharding
+from vit_jax.learning import optim
+
+
+class Kernel(NamedTuple):
+  values: jax.Array  # int8, with the shape of the kernel.
+  scale: jax.Array  # float32 [1, ..., *outputs].
+
+
+def quantised(params):
+  """Returns parameters whose kernels are `Kernel`s."""
+
+  def convert(path, x):
+    name = sharding.path_name(path)
+    if x.ndim < 2 or not name.endswith('kernel'):
+      return x
+    inputs = tuple(range(optim.num_inputs(name, x.ndim)))
+    x = jnp.asarray(x, jnp.float32)
+    scale = jnp.max(jnp.abs(x), inputs, keepdims=True) / 127
+    scale = jnp.where(scale > 0, scale, 1)
+    return Kernel(jnp.round(x / scale).astype(jnp.int8), scale)
+
+  return jax.tree_util.tree_map_with_path(convert, params)
+
+
+def restored(params):
+  """Returns parameters whose `Kernel`s are arrays again."""
+  # jnp: a program with constants shall hold 8 bits.
+  back = lambda x: jnp.multiply(*x) if isinstance(x, Kernel) else x
+  return jax.tree.map(back, params, is_leaf=lambda x: isinstance(x, Kernel))
+
+
+def is_quantised(params) -> bool:
+  """Returns whether kernels of parameters are in 8 bits."""
+  return any(x.dtype == jnp.int8 for x in jax.tree.leaves(params))
+
+
+class Model:
+  """A Flax module whose `apply` takes parameters with `Kernel`s."""
+
+  def __init__(self, module):
+    self.module = module
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(self.module, name)
+
+  def apply(self, variables, *args, **kwargs):
+    variables = {**variables, 'params': restored(variables['params'])}
+    return self.module.apply(variables, *args, **kwargs)

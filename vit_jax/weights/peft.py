@@ -1,0 +1,73 @@
+"""Writes adapters (vit_jax/learning/lora.py) as PEFT has them, for Hugging Face's models.
+
+adapter_model.safetensors has the arrays lora_A [r, inputs] and lora_B [outputs, r] of
+each adapted layer, and whole layers such as the head; adapter_config.json names them.
+"""
+
+import json
+
+import numpy as np
+import safetensors.numpy
+
+from vit_jax.distributed import files
+from vit_jax.learning import lora
+from vit_jax.weights import reading
+from vit_jax.weights.families import families, leaves
+
+_PREFIX = 'base_model.model.'
+
+
+def write(model, dst) -> list[str]:
+  """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
+  family, (config, stored) = families.of(model.config), model.adapters
+  flat = reading.leaves_of(model)
+  names, modules = _names(family, flat), family.peft_names(model.config)
+  converted = family.dump(flat, 'hf')
+  state, layers, whole = {}, set(), set()
+  for path, x in stored.items():
+    kernel, part = lora.split_name(path)
+    if kernel not in names:
+      raise ValueError(
+        f"'{kernel}' has no layer of its own in Hugging Face's model: write the merged "
+        'weights (--to=hf)'
+      )
+    layer, _, end = leaves.renamed(names[kernel], modules).rpartition('.')
+    shape = converted[names[kernel]].shape
+    if not part:
+      whole.add(layer)
+      state[f'{_PREFIX}{layer}.{end}'] = converted[names[kernel]]
+    elif part == lora.A:
+      layers.add(layer)
+      x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.reshape(-1, x.shape[-1]).T
+      state[f'{_PREFIX}{layer}.lora_A.weight'] = x.reshape(-1, *shape[1:])
+    else:
+      x = x.reshape(len(x), -1).T.reshape(-1, len(x), *(1 for _ in shape[2:]))
+      state[f'{_PREFIX}{layer}.lora_B.weight'] = x
+  fields = {
+    'peft_type': 'LORA',
+    'base_model_name_or_path': str(config.pretrained).removeprefix('hf://'),
+    'r': config.lora.rank,
+    'lora_alpha': config.lora.alpha or config.lora.rank,
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'target_modules': sorted(layers),
+    'modules_to_save': sorted(whole),
+    'inference_mode': True,
+  }
+  (dst / 'adapter_config.json').write_text(json.dumps(fields, indent=1))
+  with files.replacing(dst / 'adapter_model.safetensors') as file:
+    state = {name: np.ascontiguousarray(x) for name, x in state.items()}
+    file.write(safetensors.numpy.save(state, metadata={'format': 'pt'}))
+  height, width = model.image_size
+  return [
+    f'the base is the model from which the run started, for {height}x{width} pixels; '
+    'PEFT needs transformers 5 for these names'
+  ]
+
+
+def _names(family, flat) -> dict[str, str]:
+  """Returns the names in Hugging Face's model of arrays that stay whole, by path."""
+  paths = dict(enumerate(flat, 1))
+  numbers = {path: np.full(flat[path].shape, i, np.int32) for i, path in paths.items()}
+  found = family.dump(numbers, 'hf')
+  return {paths.get(x.max()): k for k, x in found.items() if x.min() == x.max()}
