@@ -250,7 +250,9 @@ def _function(model, features, uint8):
   types = jax.tree.map(lambda x: x.dtype, (model.params, model.extra))
 
   def run(weights, **inputs):
-    weights = jax.tree.map(lambda x, t: x.astype(t), int8.restored(weights), types)
+    # By JAX rather than NumPy: a program with constants keeps their stored type.
+    convert = jax.lax.convert_element_type
+    weights = jax.tree.map(convert, int8.restored(weights), types)
     if uint8:
       pixels = inputs['image'].astype(jnp.float32) / 127.5 - 1
       if 'real' in inputs:  # The padding of a canvas is 0, which no byte maps to.
