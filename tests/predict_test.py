@@ -10,6 +10,7 @@ import shutil
 import threading
 import weakref
 
+from flax import traverse_util
 import jax
 import numpy as np
 from PIL import Image
@@ -95,8 +96,32 @@ def test_parameters_in_half_of_the_memory(folder_run, model, image_folder, tmp_p
   difference = np.abs(half.logits(images) - want).max()
   assert 0 < difference < 1e-2 * np.abs(want).max()
   for load in (predict.load, predict.load_weights):
-    with pytest.raises(ValueError, match="dtype='int8' must be 'bfloat16' or"):
-      load('/no/where', dtype='int8')
+    with pytest.raises(ValueError, match="dtype='int4' must be 'bfloat16', .*int8"):
+      load('/no/where', dtype='int4')
+
+
+def test_kernels_in_a_quarter_of_the_memory(folder_run, model, image_folder, tmp_path):
+  """As rounded in NumPy: the largest weight of an output channel becomes 127."""
+  want = {}
+  for path, x in traverse_util.flatten_dict(model.params, sep='/').items():
+    x = want[path] = np.asarray(x)
+    if path.endswith('kernel'):
+      inputs = -1 if x.ndim != 3 or 'out/' in path else 1
+      rows = x.reshape(int(np.prod(x.shape[:inputs])), -1)  # [inputs, outputs]
+      scale = np.abs(rows).max(axis=0) / 127
+      want[path] = (np.round(rows / np.where(scale, scale, 1)) * scale).reshape(x.shape)
+  path = str(tmp_path / 'weights.npz')
+  checkpoint.save(traverse_util.unflatten_dict(want, sep='/'), path)
+  images = sorted(map(str, (image_folder / 'test').glob('*/*')))
+  rounded = predict.load_weights(path, image_size=(16, 16)).logits(images)
+  small = predict.load(folder_run[1], dtype='int8')
+  copied = pickle.loads(pickle.dumps(small))
+  np.testing.assert_allclose(copied.logits(images), rounded, rtol=1e-4, atol=1e-5)
+  assert np.abs(rounded - model.logits(images)).max() > 1e-4
+  weights = {x.dtype.name: x for x in jax.tree.leaves(small.params)}
+  assert weights.keys() == {'int8', 'float32'}
+  again = predict.load_weights(path, image_size=(16, 16), dtype='int8')
+  np.testing.assert_allclose(again.logits(images), rounded, rtol=1e-3, atol=1e-4)
 
 
 def test_prediction_is_evaluation(folder_run, model):

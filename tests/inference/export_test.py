@@ -231,11 +231,20 @@ def test_uint8_and_halves(vit, tmp_path):
   photos = np.stack([x[:32, :32] for x in PHOTOS])
   want = vit.probabilities(photos)
   for dtype, to, most in (
-    ('bfloat16', 'stablehlo', 0.03), ('float16', 'onnx', 0.003)
+    ('bfloat16', 'stablehlo', 0.03), ('float16', 'onnx', 0.003), ('int8', 'onnx', 0.03)
   ):  # fmt: skip
     out = tmp_path / dtype
     assert vit.export(out, to, dtype=dtype, uint8=True) < most
-    assert export.make_program(vit, dtype=dtype).size == whole / 2
+    program = export.make_program(vit, dtype=dtype)
+    if dtype == 'int8':
+      sizes = {x.dtype.name: x.nbytes for x in jax.tree.leaves(program.weights)}
+      assert 'int8' in sizes
+      assert program.size < whole / 2
+    else:
+      assert program.size == whole / 2
+    # The rest of the file is the program.
+    [file] = out.glob(f'model.{to}')
+    assert program.size < file.stat().st_size < program.size + 60_000
     got = serve(out)({'image': photos})['probabilities']
     np.testing.assert_allclose(got, want, atol=most)
     assert np.abs(got - want).max() > 1e-6
@@ -303,7 +312,7 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
   ('flags', 'message'),
   [
     (['--to=tflite'], "invalid choice: 'tflite' .choose from .*saved_model"),
-    (['--dtype=int8'], "dtype: invalid choice: 'int8'"),
+    (['--dtype=int4'], "dtype: invalid choice: 'int4'"),
     (['--image_size=0'], "'0' .*integer"),
     (['--out={taken}'], "out='.*' exists.*--out"),
     (['--to=onnx', '--image_size=free'], "'free' .*--to=onnx"),
