@@ -175,8 +175,9 @@ class _Transformer:
   norm_eps: schema.Positive = 1e-6
   add_position_embedding: bool = True
   position_embedding: Literal[
-    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'none'
-  ] = 'learned_1d'
+    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
+    'learned_axial_rope', 'relative_bias', 'none',
+  ] = 'learned_1d'  # fmt: skip
   position_layers: Literal['stem', 'every', 'shared'] = 'stem'
   position_grid: schema.HeightWidth | None = None
   causal: bool = False
@@ -189,6 +190,10 @@ class _Transformer:
   layer_scale: schema.Positive | None = None
   attention_pattern: Literal['global', 'local', 'axial'] = 'global'
   attention_window: schema.Count = 7
+  rope_temperature: schema.Positive = 100.0
+  rope_grid: schema.HeightWidth | None = None
+  mlp_norm: bool = False
+  attention_norm: bool = False
 
 
 @dataclasses.dataclass(kw_only=True)

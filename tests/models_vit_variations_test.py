@@ -155,7 +155,8 @@ def test_logits_are_those_of_timm(case):
   np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-VARIED = {**CASES['22B'], **CASES['DINOv2'], 'position_embedding': 'rope'}
+_NEW = dict(position_embedding='axial_rope', mlp_norm=True, attention_norm=True)
+VARIED = {**CASES['22B'], **CASES['DINOv2'], **_NEW}
 
 
 @pytest.fixture(scope='module')

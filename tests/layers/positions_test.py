@@ -39,6 +39,8 @@ def without_positions(classifier):
     ('learned_2d', 'every', 'gap', lambda n: LAYERS * (H + W) * D // 2),
     ('relative', 'every', 'token', lambda n: LAYERS * (2 * n - 1) * E),
     ('relative', 'shared', 'gap', lambda n: (2 * n - 1) * E),
+    ('relative_bias', 'every', 'token', lambda n: LAYERS * (5 * 7 + 3) * 2),
+    ('learned_axial_rope', 'stem', 'token', lambda n: n * D),
     ('sincos2d', 'every', 'token', lambda n: 0),
   ],
 )

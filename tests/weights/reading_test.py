@@ -101,6 +101,14 @@ def test_what_no_config_gives_is_asked_for(timm_folder, name, args, untold):
     ('vit_small_r26_s32_224', 6),
     ('vit_tiny_r_s16_p8_224', 3),
     ('deit_small_patch16_224.fb_in1k', 6),
+    ('eva02_tiny_patch14_336.mim_in22k_ft_in1k', 3),
+    ('eva_giant_patch14_clip_224.merged2b', 16),
+    ('beitv2_large_patch16_224.in1k_ft_in1k', 16),
+    ('vit_mediumd_patch16_rope_reg1_gap_256', 8),
+    ('vit_large_patch16_rope_ape_224', 16),
+    ('vit_giant_patch16_lingbot', 24),
+    ('vit_huge_plus_patch16_dinov3_qkvb', 20),
+    ('vit_7b_patch16_dinov3', 32),
   ],
 )
 def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
@@ -110,9 +118,11 @@ def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
   block = theirs.blocks[0]
   assert found.num_heads == heads == block.attn.num_heads
   assert found.model['transformer']['gelu'] == 'erf'
-  assert (block.mlp.act.__class__, block.mlp.act.approximate) == (
-    torch.nn.GELU, 'none',
-  )  # fmt: skip
+  assert found.model['transformer']['norm_eps'] == block.norm1.eps
+  act = block.mlp.act
+  assert isinstance(act, torch.nn.SiLU) or (
+    isinstance(act, torch.nn.GELU) and act.approximate == 'none'
+  )
 
 
 def test_a_number_of_heads_that_the_config_contradicts_is_refused(timm_folder):
@@ -216,7 +226,11 @@ def _of_hf(name, config, **fields):
       _of_hf('DeiTForImageClassification', 'DeiTConfig', **_SIZES),
       "'classifier' reads the first token only",
     ),
-    (_of_timm('vit_small_patch16_dinov3'), 'gamma_1.*an EVA, as DINOv3'),
+    (_of_timm('vit_small_patch16_rope_mixed_224'), 'rope.freqs.*frequencies of rotary'),
+    (_of_timm('vit_base_patch16_sapiens2', num_kv_heads=2), 'LayerScale of attention'),
+    (_of_timm('vit_pe_spatial_tiny_patch16_512'), 'no norm after its layers'),
+    (_of_timm('vit_pe_core_tiny_patch16_384'), 'pooling has its own number of heads'),
+    (_of_timm('eva02_enormous_patch14_clip_224'), 'whose layers end with their norms'),
     (
       _of_hf(
         'Dinov2ForImageClassification', 'Dinov2Config',

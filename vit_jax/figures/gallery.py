@@ -34,7 +34,7 @@ _KERNELS = (
 
 def _needs_posemb(subject):
   fields = getattr(subject.model.task.model, 'transformer', None) or {}
-  if fields.get('position_embedding') == 'relative':
+  if fields.get('position_embedding') in positions.RELATIVE:
     return 'relative position embeddings belong to offsets, not to patches'
   if _position_table(subject) is None:
     return 'the model has no position embeddings'

@@ -66,11 +66,11 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
       f'{name} needs keys of the same sequence, since positions of another one (kv) '
       'have no offset: leave out one of them'
     )
-  shape = [2 * queries - 1, width // num_heads]
-  if relative is not None and list(relative.shape) != shape:
+  shape, bias = [2 * queries - 1, width // num_heads], [num_heads, queries, queries]
+  if relative is not None and list(relative.shape) not in (shape, bias):
     raise ValueError(
-      f'relative must be [2 x {queries} tokens - 1, width of a head] = {shape}, got '
-      f'{list(relative.shape)}'
+      f'relative must be [heads, queries, keys] = {bias}, or [2 x {queries} tokens - 1, '
+      f'width of a head] = {shape}, got {list(relative.shape)}'
     )
   if mask is None:
     return None
@@ -139,6 +139,8 @@ class MultiHeadDotProductAttention(nn.Module):
   qk_norm: bool = False
   norm: str = 'layer'  # Kind of these norms, see vit_jax.layers.norms.
   norm_eps: float = 1e-6  # Added to the variance in these norms.
+  # Whether a norm over all heads precedes the last layer.
+  attention_norm: bool = False
 
   @nn.compact
   def __call__(
@@ -163,7 +165,7 @@ class MultiHeadDotProductAttention(nn.Module):
         to a key; None: everywhere.
       relative: embeddings of the offsets between the positions of two tokens,
         [2Q - 1, E], from 1 - Q to Q - 1; self-attention only. A logit gains the
-        query times the embedding of p_q - p_k.
+        query times the embedding of p_q - p_k. Or what each logit gains, [K, Q, Q].
       length: number of keys before the padding; None: there is no padding.
       angles: of rotary embeddings, [Q, E/2], see vit_jax.layers.positions;
         self-attention only.
@@ -218,7 +220,10 @@ class MultiHeadDotProductAttention(nn.Module):
     bias = None
     if relative is not None:
       table = relative.astype(query.dtype)
-      bias = attention_kernels.relative_logits(query, table, key.shape[1])
+      if table.ndim == 3:
+        bias = table[None, :, : query.shape[1], : key.shape[1]]  # [1, K, Q, S]
+      else:
+        bias = attention_kernels.relative_logits(query, table, key.shape[1])
     if name == 'weights':
       weights = attention_kernels.attention_weights(query, key, mask, causal, bias)
       self.sow('intermediates', 'attention_weights', weights)
@@ -227,6 +232,9 @@ class MultiHeadDotProductAttention(nn.Module):
       x = jnp.einsum('bkqs,bske->bqke', weights, value)
     else:
       x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **options)
+    if self.attention_norm:
+      norm = norms.make(self.norm, self.norm_eps, 'out_ln', **types)
+      x = norm(x.reshape(*x.shape[:2], width)).reshape(x.shape)
     return nn.DenseGeneral(
       features=width,
       axis=(-2, -1),

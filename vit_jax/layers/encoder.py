@@ -57,7 +57,7 @@ POOLING_FIELDS = ('mlp_dim', 'gelu', 'mlp', *_ATTENTION_FIELDS)
 # Fields of the encoder that its layers have too.
 _BLOCK_FIELDS = (
   'mlp_dim', 'dropout_rate', 'attention_dropout_rate', 'attention', 'gelu', 'causal',
-  'parallel', 'mlp', 'layer_scale', *_ATTENTION_FIELDS,
+  'parallel', 'mlp', 'layer_scale', 'mlp_norm', 'attention_norm', *_ATTENTION_FIELDS,
 )  # fmt: skip
 
 
@@ -65,7 +65,7 @@ class _Own(NamedTuple):
   """What differs between layers; None for nothing."""
 
   drop_rate: Any = None  # Of stochastic depth.
-  relative: Any = None  # Relative position embeddings [2N - 1, E].
+  relative: Any = None  # Relative position embeddings [2N - 1, E], biases [K, N, N].
   added: Any = None  # What is added after the layer, [1, N, D].
 
 
@@ -85,6 +85,11 @@ class MlpBlock(nn.Module):
   bias_init: Any = nn.initializers.normal(stddev=1e-6)
   gelu: str = 'tanh'
   mlp: str = 'gelu'  # One of MLPS.
+  mlp_norm: bool = (
+    False  # Whether a norm follows the hidden layer; these as in Encoder.
+  )
+  norm: str = 'layer'
+  norm_eps: float = 1e-6
 
   @nn.compact
   def __call__(self, inputs, *, deterministic):
@@ -104,6 +109,8 @@ class MlpBlock(nn.Module):
     else:
       x = gpu_layout.recomputed(GELUS[self.gelu])(x)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
+    if self.mlp_norm:
+      x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **dtypes.of(self))(x)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
     x = dense(out_dim)(x)  # [B, N, out_dim]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
@@ -168,6 +175,8 @@ class Encoder1DBlock(nn.Module):
   layer_scale: float | None = None
   axis: str | None = None
   grid: tuple[int, int] | None = None
+  mlp_norm: bool = False
+  attention_norm: bool = False
 
   @nn.compact
   def __call__(
@@ -177,8 +186,8 @@ class Encoder1DBlock(nn.Module):
     """Maps tokens [B, N, D] to tokens [B, N, D], or [B, 1, D] with `only_first`.
 
     `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
-    scalar array, `relative` are relative position embeddings [2N - 1, E], `length` is
-    the number of tokens before the padding, and `angles`, [N, E/2], rotate queries and
+    scalar array, `relative` are relative position embeddings [2N - 1, E], or biases
+    [K, N, N], `length` is the number of tokens before the padding, and `angles`, [N, E/2], rotate queries and
     keys (rotary position embeddings); each may be None.
     """
 
@@ -192,13 +201,16 @@ class Encoder1DBlock(nn.Module):
       return x if init is None else LayerScale(init, **types)(x)
 
     norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
-    mlp = MlpBlock(**dtypes.of(self, 'mlp_dim', 'dropout_rate', 'gelu', 'mlp'))
+    fields = 'mlp_dim', 'dropout_rate', 'gelu', 'mlp', 'mlp_norm', 'norm', 'norm_eps'
+    mlp = MlpBlock(**dtypes.of(self, *fields))
     y = norm('LayerNorm_0')(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', y)
     attend = attention.MultiHeadDotProductAttention(
       dropout_rate=self.attention_dropout_rate,
-      **dtypes.of(self, 'attention', 'only_first', 'causal', *_ATTENTION_FIELDS),
+      **dtypes.of(
+        self, 'attention', 'only_first', 'causal', 'attention_norm', *_ATTENTION_FIELDS
+      ),
     )
     attend = functools.partial(
       attend, mask=mask, relative=relative, length=length, deterministic=deterministic
@@ -320,6 +332,13 @@ class Encoder(nn.Module):
   # See vit_jax.layers.grid_attention. A window has an odd number of patches a side.
   attention_pattern: str = 'global'
   attention_window: int = 7
+  # The following are variations of EVA-02 (arXiv 2303.11331, section 2.1). Rotary
+  # embeddings: their temperature, and the grid to which `axial_rope` scales.
+  rope_temperature: float = 100.0
+  rope_grid: tuple[int, int] | None = None
+  # Whether norms follow the hidden layer of the MLP, and the heads of attention.
+  mlp_norm: bool = False
+  attention_norm: bool = False
 
   @nn.compact
   def __call__(
@@ -355,8 +374,9 @@ class Encoder(nn.Module):
         '(config.model.transformer.position_layers)'
       )
     own = [_Own()] * self.num_layers
-    if 'positions' in parts and kind not in ('none', 'rope'):
-      x, own = self._positions(x, kind, train, grid)
+    tables = positions.table_kind(kind)
+    if 'positions' in parts and tables != 'none':
+      x, own = self._positions(x, tables, train, grid)
     if 'layers' not in parts:
       return x
     if self.first_norm:
@@ -370,8 +390,10 @@ class Encoder(nn.Module):
       relative=kind == 'relative', only_first=only_first,
     )  # fmt: skip
     length = angles = None
-    if kind == 'rope':
-      angles = positions.rope_angles(grid, x.shape[1], x.shape[2] // self.num_heads)
+    if kind in positions.ROPES:
+      size = (x.shape[1], x.shape[2] // self.num_heads)
+      rope = (kind, self.rope_temperature, self.rope_grid)
+      angles = positions.rope_angles(grid, *size, *rope)
     if mask is None and all(each.relative is each.added is None for each in own):
       length, x = self._pad(x, train)
     if length is not None and angles is not None:
@@ -448,11 +470,12 @@ class Encoder(nn.Module):
 
   def _positions(self, x, kind, train, grid):
     """Adds embeddings before the first layer; returns the tokens and a list of _Own."""
-    if kind == 'relative':
-      module = functools.partial(
-        positions.RelativeEmbedding, param_dtype=self.param_dtype
-      )
-      size = (x.shape[1], x.shape[2] // self.num_heads)
+    if kind in positions.RELATIVE:
+      module, size = positions.RelativeBias, (grid, x.shape[1], self.num_heads)
+      if kind == 'relative':
+        module = positions.RelativeEmbedding
+        size = (x.shape[1], x.shape[2] // self.num_heads)
+      module = functools.partial(module, param_dtype=self.param_dtype)
       make = lambda name: module(name=name)(*size)
       tables = positions.by_layer(make, self.position_layers, self.num_layers)
       return x, [_Own(relative=table) for table in tables]

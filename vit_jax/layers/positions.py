@@ -15,7 +15,20 @@
               keys of patches are rotated, in pairs of channels, by angles
               proportional to the row (the first quarter) and the column of the
               patch, with centres from -1 to 1; other tokens are not
+  axial_rope  the same with the numbers of row and column, from 0, as angles of the
+              fastest channels (arXiv 2403.13298, section 3.2). With `rope_grid`, the
+              numbers are scaled to that grid (EVA-02, arXiv 2303.11331)
+  learned_axial_rope
+              learned_1d and axial_rope
+  relative_bias
+              a learned number for each head and each offset between the rows and
+              columns of query and key is added to the logits, one number for each
+              of class token to patch, patch to class token and class token to itself
+              (BEiT, arXiv 2106.08254)
   none        nothing
+
+The slowest channels of rotary embeddings are almost `rope_temperature` times slower
+than the fastest.
 
 `config.model.transformer.position_layers` selects where:
 
@@ -23,7 +36,7 @@
   every   added before every layer, each with its own table
   shared  added before every layer, all with the same table
 
-Relative embeddings enter the attention of each layer, so for them there is
+Relative embeddings and biases enter the attention of each layer, so for them there is
 `every` and `shared`, and no `stem`. Rotary ones do too, but have no parameters: for
 them `stem` stays as it is. Dropout follows the addition before the
 first layer only.
@@ -50,11 +63,16 @@ import numpy as np
 
 from vit_jax.layers import patches as patches_lib
 
-KINDS = ('learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'none')
+KINDS = (
+  'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
+  'learned_axial_rope', 'relative_bias', 'none',
+)  # fmt: skip
+ROPES = ('rope', 'axial_rope', 'learned_axial_rope')
+RELATIVE = ('relative', 'relative_bias')
 LAYERS = ('stem', 'every', 'shared')
 
-_ON_GRID = ('learned_2d', 'sincos2d', 'rope')
-_TEMPERATURE, _ROPE_TEMPERATURE = 10_000.0, 100.0
+_ON_GRID = ('learned_2d', 'sincos2d', 'relative_bias', *ROPES)
+_TEMPERATURE = 10_000.0
 
 
 def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
@@ -66,21 +84,21 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
   place = 'config.model.transformer'
   patches_lib.check_choice('position_embedding', kind, KINDS, place)
   patches_lib.check_choice('position_layers', layers, LAYERS, place)
-  if kind == 'relative' and layers == 'stem':
+  if kind in RELATIVE and layers == 'stem':
     raise ValueError(
-      "position_embedding='relative' is part of the attention of every layer, which "
+      f"position_embedding='{kind}' is part of the attention of every layer, which "
       "position_layers='stem' excludes: use 'every' or 'shared' "
       '(config.model.transformer.position_layers)'
     )
-  if kind == 'relative' and table_grid is not None:
+  if kind in RELATIVE and table_grid is not None:
     raise ValueError(
-      "position_embedding='relative' cannot be resized to the grid of the images, as "
+      f"position_embedding='{kind}' cannot be resized to the grid of the images, as "
       f'position_grid={tuple(table_grid)} requires: leave out one of them '
       '(config.model.transformer.position_grid)'
     )
-  if kind == 'rope' and (layers != 'stem' or table_grid is not None):
+  if kind in ('rope', 'axial_rope') and (layers != 'stem' or table_grid is not None):
     raise ValueError(
-      "position_embedding='rope' has no table for layers or a grid: leave out "
+      f"position_embedding='{kind}' has no table for layers or a grid: leave out "
       f'position_layers={layers!r} and position_grid={table_grid} '
       '(config.model.transformer.position_embedding)'
     )
@@ -92,6 +110,13 @@ def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
       'leave out one of them (config.model.transformer.add_position_embedding)'
     )
   return 'none'
+
+
+def table_kind(kind: str) -> str:
+  """Returns the kind of the tables of a kind of embeddings; 'none' without tables."""
+  if kind in ROPES:
+    return 'learned_1d' if kind == 'learned_axial_rope' else 'none'
+  return kind
 
 
 def by_layer(make, layers: str, num_layers: int) -> list:
@@ -226,23 +251,31 @@ def check_grid(kind: str, grid, tokens: int, table_grid=None) -> None:
     )
 
 
-def rope_angles(grid: tuple[int, int], tokens: int, head_dim: int) -> np.ndarray:
+def rope_angles(
+  grid: tuple[int, int],
+  tokens: int,
+  head_dim: int,
+  kind: str = 'rope',
+  temperature: float = 100.0,
+  rope_grid: tuple[int, int] | None = None,
+) -> np.ndarray:
   """Returns the angles by which `rotate` turns tokens, float32 [N, E/2].
 
-  The last h*w of N tokens are patches; the angles of others are 0. ValueError for
-  fewer tokens, or a width E of a head that is not a multiple of 4.
+  `kind` is one of ROPES. The last h*w of N tokens are patches; the angles of others are
+  0. ValueError for fewer tokens, or a width E of a head that is not a multiple of 4.
   """
-  check_grid('rope', grid, tokens)
+  check_grid(kind, grid, tokens)
   if head_dim % 4:
     raise ValueError(
-      "position_embedding='rope' needs heads whose width is a multiple of 4, not "
+      f"position_embedding='{kind}' needs heads whose width is a multiple of 4, not "
       f'{head_dim} (config.model.transformer.num_heads)'
     )
-  centres = [2 * (np.arange(size) + 0.5) / size - 1 for size in grid]
-  places = np.stack(np.meshgrid(*centres, indexing='ij'), axis=-1)  # [h, w, 2]
-  frequencies = (
-    2 * np.pi * _ROPE_TEMPERATURE ** -np.linspace(0, 1, head_dim // 4, endpoint=False)
-  )
+  if kind == 'rope':
+    unit, axes = 2 * np.pi, [2 * (np.arange(n) + 0.5) / n - 1 for n in grid]
+  else:
+    unit, axes = 1.0, [np.arange(n) * m / n for n, m in zip(grid, rope_grid or grid)]
+  places = np.stack(np.meshgrid(*axes, indexing='ij'), axis=-1)  # [h, w, 2]
+  frequencies = unit * temperature ** -np.linspace(0, 1, head_dim // 4, endpoint=False)
   angles = (places[..., None] * frequencies).reshape(-1, head_dim // 2)
   return np.pad(angles, ((tokens - len(angles), 0), (0, 0))).astype(np.float32)
 
@@ -271,7 +304,8 @@ def first_table(flat, transformer, grid):
   add = transformer.get('add_position_embedding', True)
   kind = kind_of(add, transformer.get('position_embedding', 'learned_1d'), layers)
   table_grid = transformer.get('position_grid')
-  if kind in ('none', 'relative', 'rope'):
+  kind = table_kind(kind)
+  if kind in ('none', *RELATIVE):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'
   tables = {
@@ -298,6 +332,37 @@ class RelativeEmbedding(nn.Module):
     """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E]."""
     shape = (2 * tokens - 1, head_dim)
     return self.param('relative_embedding', self.init, shape, self.param_dtype)
+
+
+class RelativeBias(nn.Module):
+  """Holds a number for each head and each offset on the grid (BEiT)."""
+
+  init: Any = nn.initializers.zeros
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, grid: tuple[int, int], tokens: int, num_heads: int):
+    """Returns the biases of logits, [K, N, N], of each query and key.
+
+    The last h*w of N tokens are patches. The table, [(2h - 1) (2w - 1) + 3, K], has the
+    offsets row by row, and then class token to patch, patch to class token, and class
+    token to class token.
+    """
+    check_grid('relative_bias', grid, tokens)
+    (height, width), patches = grid, grid[0] * grid[1]
+    offsets = (2 * height - 1) * (2 * width - 1)
+    shape = (offsets + 3, num_heads)
+    table = self.param('relative_bias', self.init, shape, self.param_dtype)
+    rows, columns = np.divmod(np.arange(patches), width)
+    down = rows[:, None] - rows + height - 1  # [h*w, h*w]
+    across = columns[:, None] - columns + width - 1
+    first = tokens - patches
+    places = np.pad(
+      down * (2 * width - 1) + across, ((first, 0), (first, 0)), constant_values=offsets
+    )  # [N, N]
+    places[first:, :first] += 1
+    places[:first, :first] += 2
+    return jnp.moveaxis(table[places], -1, 0)
 
 
 def check_width(kind: str, width: int) -> None:

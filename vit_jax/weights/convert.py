@@ -211,9 +211,10 @@ def _with_plain_positions(model, to):
   whole = 'transformer' in model.config  # Not a tower of an image-text model.
   if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and whole):
     return model, []
-  if kind == 'rope' and to == 'hf':
+  own = *positions.ROPES, 'relative_bias'
+  if kind in own and to in ('hf', 'timm') and whole:  # See `formats_of`.
     return model, []
-  if kind in ('relative', 'rope') or layers != 'stem' or not whole:
+  if kind in ('relative', *own) or layers != 'stem' or not whole:
     raise ValueError(
       f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
       f'written as {to}, whose models add one table before the first layer: use '

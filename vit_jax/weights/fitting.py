@@ -20,7 +20,7 @@ from vit_jax.weights.families import families
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
 _POSEMB = re.compile(
-  r'(img/|)Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_embedding'
+  r'(img/|)Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_(?:embedding|bias)'
 )
 
 _PATCHES = re.compile(r'(?:\w+/)?embedding/kernel')  # Also of a tower or backbone.
@@ -142,7 +142,7 @@ def _layer(path):
 
 
 _SEQUENCE = (
-  'relative position embeddings belong to offsets in a sequence of patches, and '
+  'relative position embeddings belong to offsets between patches of one grid, and '
   'cannot be resized to another grid: use images of the size that the weights were '
   'trained with (config.pp.crop)'
 )

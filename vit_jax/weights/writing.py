@@ -111,7 +111,8 @@ def _write_npz(model, dst):
 def _write_folder(model, dst, to):
   """Writes model.safetensors, and the JSON files of a format."""
   family = families.of(model.config)
-  state = family.dump(reading.leaves_of(model), to)
+  naming = family.naming_of(model.config, to)
+  state = family.dump(reading.leaves_of(model), naming)
   contents, notes = family.files(model, to)
   dst.mkdir(parents=True, exist_ok=True)
   with files.replacing(dst / 'model.safetensors') as file:

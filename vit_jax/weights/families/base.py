@@ -54,6 +54,10 @@ class Family:
     """Returns the variant of a naming for paths, or for names elsewhere."""
     return self.namings[naming]
 
+  def naming_of(self, config: Mapping[str, Any], to: str) -> str:
+    """Returns the kind of the names that `dump` gives a model in a format."""
+    return to
+
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads
   ) -> dict[str, np.ndarray]:

@@ -94,8 +94,8 @@ NAMING_3 = leaves.Naming(
 )
 
 
-def of_3(found):
-  """Returns arrays of DINOv3 by path, with biases of keys where queries have some."""
+def with_key_biases(found):
+  """Returns arrays by path, with biases of keys, zeros, where queries have some."""
   biases = {
     path.replace('/query/', '/key/'): np.zeros_like(x)
     for path, x in found.items()
@@ -141,8 +141,11 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   gated = encoder.get('mlp') == 'swiglu'
   registers = config.get('registers', 0)
   if encoder.get('position_embedding') == 'rope':
+    biases = dict.fromkeys(
+      (f'{x}_bias' for x in ('query', 'key', 'value')), encoder.get('qkv_bias', True)
+    )
     files = vit_files.hf_files(
-      model, model_type=HF_TYPES[2], architectures=['DINOv3ViTModel'], key_bias=True,
+      model, model_type=HF_TYPES[2], architectures=['DINOv3ViTModel'], **biases,
       use_gated_mlp=gated, num_register_tokens=registers,
       layerscale_value=encoder.layer_scale, rope_theta=100.0,
     )  # fmt: skip

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from vit_jax.configs import models as model_configs
+from vit_jax.layers import positions
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base, dino, leaves, vit_files
+from vit_jax.weights.families import base, dino, eva, leaves, vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
+_BIAS = 'Transformer/posembed_input/relative_bias'
 _BLOCK = 'Transformer/encoderblock_{0}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0/'
 _MAP = 'MAPHead_0/'
@@ -26,10 +28,14 @@ _FIRST_NORM = 'Transformer/first_norm/scale'
 VARIATIONS = {
   'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
   'mlp': 'gelu', 'layer_scale': None, 'attention_pattern': 'global',
+  'mlp': 'gelu', 'layer_scale': None, 'mlp_norm': False, 'attention_norm': False,
 }  # fmt: skip
 # Fields of VARIATIONS that other programs hold too.
 _ELSEWHERE = {
-  'timm': ('qkv_bias', 'qk_norm', 'mlp', 'layer_scale'),
+  'timm': (
+    'qkv_bias', 'qk_norm', 'mlp', 'layer_scale', 'mlp_norm', 'attention_norm'
+  ),
+  'beit': ('qkv_bias', 'mlp', 'layer_scale', 'mlp_norm'),
   'hf': ('qkv_bias',), 'dino': ('mlp', 'layer_scale'),
 }  # fmt: skip
 # What completes masked images, of which no logits and no features depend.
@@ -76,10 +82,13 @@ _TIMM_STEM = (
   (f'{_MAP}LayerNorm_0', 'norm', 'attn_pool.norm'),
   (f'{_MAP}MlpBlock_0/Dense_0', 'dense', 'attn_pool.mlp.fc1'),
   (f'{_MAP}MlpBlock_0/Dense_1', 'dense', 'attn_pool.mlp.fc2'),
+  (_BIAS, 'table', 'rel_pos_bias.relative_position_bias_table'),
 )
 _TIMM_LAYER = (
   (f'{_ATTENTION}query_ln', 'norm', 'attn.q_norm'),
   (f'{_ATTENTION}key_ln', 'norm', 'attn.k_norm'),
+  (f'{_ATTENTION}out_ln', 'norm', 'attn.norm'),
+  ('MlpBlock_0/LayerNorm_0', 'norm', 'mlp.norm'),
   *((f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)),
 )
 _ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
@@ -108,10 +117,12 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
     (
       ('', '', (*leaves.column(_STEM, 0), *_TIMM_STEM)),
       (_BLOCK, 'blocks.{0}.', layer),
+      eva.BIAS,
       ('', root, _ROOT),
       (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
     ),
     marks=('patch_embed.proj.weight',),
+    old_names=eva.OLD_NAMES,
     joined={
       '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
       'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
@@ -119,11 +130,11 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
     },
     ignored=_IGNORED,
     program='timm',
-    features={'gamma': 'an EVA, as DINOv3 is in timm'},
+    features={'rope.freqs': 'frequencies of rotary embeddings, which are fixed here'},
   )
 
 
-_TIMM = _of_timm()
+_TIMM, _TIMM_GATED = _of_timm(), _of_timm(gated=True)
 _HF = leaves.Naming(
   'hf',
   _TIMM.words,
@@ -139,7 +150,6 @@ _HF = leaves.Naming(
   old_names=((r'^(vit|deit|ijepa)\.', ''), (r'^cls_classifier\.', 'classifier.')),
   ignored=_IGNORED,
   program="Hugging Face's transformers",
-  features=_TIMM.features,
 )
 _BIT = leaves.Naming(
   'timm',
@@ -173,13 +183,20 @@ class Classifiers(base.Family):
     'transformer.position_embedding': None,
     'transformer.attention_pattern': 'global',
     'transformer.attention_window': 7,
+    'transformer.rope_temperature': 100.0,
+    'transformer.rope_grid': None,
     'classifier': None,
     'resnet.eps': 'published',
     'eps': 'published',
   }
   namings = {  # noqa: RUF012
     'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT,
-    'timm, gated': _of_timm(gated=True),
+    'timm, gated': _TIMM_GATED,
+    # timm's Eva and Beit, whose gates are layers of their own.
+    **dict.fromkeys(('eva', 'beit'), _TIMM),
+    **dict.fromkeys(
+      ('eva, gated', 'beit, gated'), _TIMM_GATED._replace(joined=_TIMM.joined)
+    ),
     'dino': dino.naming(gated=False), 'dino, gated': dino.naming(gated=True),
     'dino 3': dino.NAMING_3,
   }  # fmt: skip
@@ -204,15 +221,25 @@ class Classifiers(base.Family):
     encoder = config.get('transformer') or {}
     own = {k for k, plain in VARIATIONS.items() if encoder.get(k, plain) != plain}
     dino_only = own & set(_ELSEWHERE['dino']) or config.get('registers')
-    rope = encoder.get('position_embedding') == 'rope'
+    position = encoder.get('position_embedding')
+    rope, there = position == 'rope', eva.holds(config)
 
     def holds(kind):
       held = _ELSEWHERE.get(kind, VARIATIONS)
-      if kind == 'timm' and config.get('classifier') in ('map', 'token_map'):
-        held = ('layer_scale',)  # The attention pooling there has no variations.
+      if kind == 'timm':
+        if there and not eva.has_fields(config):
+          return False
+        held = _ELSEWHERE.get(there, held)
+        if config.get('classifier') in ('map', 'token_map'):
+          held = ('layer_scale',)  # The attention pooling there has no variations.
+      elif kind != 'workdir' and (
+        position in (*positions.ROPES[1:], 'relative_bias') or (rope and kind == 'npz')
+      ):
+        return False
       if kind == 'hf' and (dino_only or rope):
-        return 'layer_scale' in own and own <= set(_ELSEWHERE['dino'])
-      if rope or ('mlp' in own and config.get('resnet') and kind != 'npz'):
+        held = set(_ELSEWHERE['dino']) | ({'qkv_bias'} if rope else set())
+        return 'layer_scale' in own and own <= held
+      if 'mlp' in own and config.get('resnet') and kind != 'npz':
         return kind == 'workdir'
       return own <= set(held)
 
@@ -222,11 +249,11 @@ class Classifiers(base.Family):
     plain = (config.get('transformer') or {}).get('layer_scale') is None  # Not DINO's.
     return _HF_MODULES if plain and 'hf' in self.formats_of(config) else ()
 
+  def naming_of(self, config, to):
+    return (eva.holds(config) if to == 'timm' else None) or to
+
   def load(self, flat, naming, num_heads):
-    is_3 = self.naming(naming, flat) is dino.NAMING_3
-    found = super().load(flat, naming, num_heads)
-    if is_3:
-      found = dino.of_3(found)
+    found = dino.with_key_biases(super().load(flat, naming, num_heads))
     if _FIRST_NORM in found and 'embedding/kernel' in found:
       kernel = found['embedding/kernel']
       found.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
@@ -245,11 +272,12 @@ class Classifiers(base.Family):
         'no program has a distillation token and registers in one model: write it as '
         'a run (--to=workdir)'
       )
-    if naming == 'timm' and {'cls', 'register_tokens', _POSEMB} <= set(flat):
+    timm = naming in ('timm', 'eva', 'beit')
+    if timm and {'cls', 'register_tokens', _POSEMB} <= set(flat):
       # timm adds no position to the class token where there are registers.
       first, table = np.split(flat[_POSEMB], [1], axis=1)
       flat = {**flat, 'cls': flat['cls'] + first, _POSEMB: table}
-    if naming == 'timm' and _FIRST_NORM in flat:
+    if timm and _FIRST_NORM in flat:
       flat = dict(flat)
       if flat.pop('embedding/bias').any():
         raise ValueError(
@@ -257,8 +285,8 @@ class Classifiers(base.Family):
           'norm before the first layer: write this model as a run (--to)'
         )
     state = super().dump(flat, naming)
-    if naming == 'timm':
-      return state
+    if timm:
+      return state if naming == 'timm' else eva.of_state(state, naming)
     if table is not _HF:
       return dino.completed(state, table)
     if kind == 'deit':
@@ -303,7 +331,7 @@ class Classifiers(base.Family):
     return resnet + words + pooling.get(fields['classifier'], '')
 
   def read_description(self, sibling, file, flat, naming):
-    table = self.naming(naming, flat)
+    table, named = self.naming(naming, flat), eva.is_named(flat)
     names = {path: name for path, _, name in leaves.prepare(flat, table)}
     config = sibling('config.json')
     if naming == 'hf':
@@ -313,7 +341,8 @@ class Classifiers(base.Family):
       if table is _HF:
         _check_first_token(flat)
     else:
-      found = descriptions.read(config, lambda x: vit_files.from_timm(x, flat))
+      read = lambda x: vit_files.from_timm(x, flat, named)
+      found = descriptions.read(config, read)
     _add_positions(flat, found.image_size)
     # A convolution with padding cannot absorb the scaling of pixels.
     plain = 'embedding/kernel' in names and not _is_hybrid(flat)
@@ -343,7 +372,8 @@ class Classifiers(base.Family):
     fields, notes = vit_files.of_timm(model)
     there = {'eps': 'timm'}  # As timm computes a BiT ResNet.
     if 'transformer' in model.config:
-      encoder = {**model.config.transformer, 'norm_eps': vit_files.timm_eps(fields)}
+      eps = eva.eps(eva.architecture(fields['config.json']))
+      encoder = {**model.config.transformer, 'norm_eps': eps}
       there = {'transformer': encoder, 'resnet': there}
     return fields, notes + self.difference_notes('timm computes', model.config, there)
 
@@ -377,7 +407,8 @@ def _add_positions(flat, image_size):
 
 def _is_gated(names):
   """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
-  if any(re.search(r'MlpBlock_0/gate/|\.mlp\.(gate|weights_in)\.', x) for x in names):
+  gates = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|weights_in|fc1_g)\.')
+  if any(map(gates.search, names)):
     return True
   first, last = 'blocks.0.mlp.fc1.weight', 'blocks.0.mlp.fc2.weight'
   if not {first, last} <= set(names):
@@ -442,6 +473,8 @@ def _variations(flat):
     'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
     'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
     'attention_pattern': 'axial' if axial else 'global',
+    'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
+    'attention_norm': f'{_ATTENTION}out_ln/scale' in inner,
   }
   return {key: x for key, x in found.items() if x != VARIATIONS[key]}
 
@@ -459,6 +492,7 @@ def _position_fields(flat):
     ('pos_embedding', 'learned_1d', 'stem'),
     ('x_embedding', 'learned_2d', 'stem'),
     ('relative_embedding', 'relative', 'shared'),
+    ('relative_bias', 'relative_bias', 'shared'),
   ):
     for name, layers in (('posembed_input', one), ('posembed_0', 'every')):
       if f'Transformer/{name}/{leaf}' in flat:

@@ -12,7 +12,7 @@ from vit_jax import models
 from vit_jax.configs import schema
 from vit_jax.layers import positions
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import leaves
+from vit_jax.weights.families import eva, leaves
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 # Image size of most pre-training, in pixels.
@@ -41,9 +41,10 @@ _SCALING = {
 SCALES = ('image_mean', 'image_std')
 # timm's names of ViTs with the usual number of heads; vit_base_patch16_gap_224 has 16.
 _TIMM_USUAL = re.compile(
-  r'(?!vit_base_patch16_gap)(?:vit|deit3?|flexivit)_([a-z]+\d*m?2?)'
+  r'(?!vit_base_patch16_gap)(?:vit|deit3?|flexivit|eva(?:02)?|beit(?:v2)?)_'
+  r'((?:huge|small)_plus|7b|[a-z]+\d*m?2?)'
   r'(?:_(?:patch\d+|r\d*|[sp]?\d+|in21k|clip|quickgelu|siglip|distilled|reg\d|gap|map'
-  r'|miil|dinov2))*'
+  r'|miil|dinov[23]|qkvb|lingbot|rope|ape))*'
 )
 # Parts of these names -> their GELU, if it is not the exact one.
 _TIMM_NAMED_GELUS = (
@@ -64,6 +65,7 @@ _TIMM_HEADS = {
   'huge': 16, 'giant': 16, 'giantopt': 16, 'gigantic': 16,
   'vit_base_patch16_plus_clip_240': 14,
   'vit_giant_patch14_dinov2': 24, 'vit_giant_patch14_reg4_dinov2': 24,
+  'small_plus': 6, 'huge_plus': 20, '7b': 32, 'vit_giant_patch16_lingbot': 24,
 }  # fmt: skip
 # Their names of GELUs -> ours.
 GELUS = {
@@ -119,16 +121,17 @@ def hf_encoder(encoder, width: int) -> dict:
   )
 
 
-def from_timm(config, paths) -> descriptions.Description:
-  """Returns what config.json of timm says about weights with these names there.
+def from_timm(config, flat, is_eva: bool = False) -> descriptions.Description:
+  """Returns what config.json of timm says about weights with these arrays by name.
 
-  GELU and heads are None unless a field or the model's name gives them. ValueError
-  if no model of this package pools as its `global_pool` says.
+  `is_eva`: see eva.from_timm, which may change arrays. GELU and heads are None unless a
+  field or the model's name gives them. ValueError if no model of this package pools as
+  its `global_pool` says.
   """
   field = descriptions.field
   args = field(config, 'model_args', dict, {})
   pretrained = field(config, 'pretrained_cfg', dict, {})
-  name = field(config, 'architecture', str, '').partition('.')[0]
+  name = eva.architecture(config)
   if '_rpn_' in name:
     raise ValueError(
       f"architecture is '{name}', whose layers end with their norms, but this package "
@@ -140,21 +143,21 @@ def from_timm(config, paths) -> descriptions.Description:
   gelu = next(named, 'gelu') if heads else None
   gelu = field(args, 'act_layer', Literal[*GELUS], gelu)
   shape = field(pretrained, 'input_size', _Shape)
+  num_heads = field(args, 'num_heads', schema.Count, heads)
   names = (field(x, 'label_names', tuple[str, ...]) for x in (config, pretrained))
   return descriptions.Description(
     {
-      'transformer': dict(gelu=GELUS.get(gelu), norm_eps=timm_eps(config)),
-      **_timm_pooling({**config, **args}, paths),
+      'transformer': {
+        'gelu': GELUS.get(gelu),
+        'norm_eps': eva.eps(name),
+        **eva.from_timm(config, flat, is_eva, num_heads),
+      },
+      **_timm_pooling({**config, **args}, flat),
     },
     next((tuple(x) for x in names if x), None),
     pair(field(args, 'img_size', schema.Size, shape and shape[1:])),
-    num_heads=field(args, 'num_heads', schema.Count, heads),
+    num_heads=num_heads,
   )
-
-
-def timm_eps(config) -> float:
-  """Returns the epsilon of the norms of a model by timm's config.json."""
-  return 1e-5 if '_clip_' in config.get('architecture', '') else 1e-6
 
 
 def _timm_pooling(config, names):
@@ -358,7 +361,7 @@ def _timm_vit(model):
     more['init_values'] = encoder.get('layer_scale')
   if registers := config.get('registers'):
     more.update(reg_tokens=registers, no_embed_class=True)
-  return architecture, dict(
+  args = dict(
     img_size=model.image_size,
     patch_size=_one(config.patches.size),
     embed_dim=config.hidden_size,
@@ -375,6 +378,7 @@ def _timm_vit(model):
     qk_norm=bool(encoder.get('qk_norm')),
     **more,
   )
+  return eva.of_timm(config, args) if eva.holds(config) else (architecture, args)
 
 
 def _timm_bit(model):
