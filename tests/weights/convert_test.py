@@ -364,6 +364,45 @@ def test_variants_of_hugging_face_and_back(tmp_path, kind, name, fields):
   trees.assert_same(dict(back.state_dict()), dict(theirs.state_dict()))
 
 
+# What these read, and a single name of its result there.
+@pytest.mark.parametrize(
+  'config, name, result, fields',
+  [
+    ('DeiTConfig', 'DeiTModel', 'pooler_output', {}),
+    ('DeiTConfig', 'DeiTForImageClassification', 'logits', {}),
+    ('CLIPVisionConfig', 'CLIPVisionModelWithProjection', None, {}),
+    ('SiglipVisionConfig', 'SiglipVisionModel', 'pooler_output', {}),
+    ('SiglipConfig', 'SiglipForImageClassification', 'logits', {}),
+  ],
+)
+def test_towers_and_single_heads_of_hugging_face(
+  tmp_path, config, name, result, fields
+):
+  if not config.startswith('DeiT'):  # Images there must be squares.
+    fields = dict(image_size=12)
+  if config == 'SiglipConfig':
+    sizes = dict(
+      hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48
+    )
+    fields = dict(
+      vision_config=dict(**sizes, image_size=12, patch_size=4), text_config=sizes
+    )
+  cls, config = (getattr(transformers, x) for x in (name, config))
+  theirs = torch_models.hf_model(cls, config, num_hidden_layers=1, **fields).eval()
+  theirs.save_pretrained(tmp_path / 'there')
+  found = convert.read(str(tmp_path / 'there'))
+  images = random_images(found.image_size)
+  with torch.no_grad():
+    pixels = torch.tensor(images).permute(0, 3, 1, 2)
+    want = getattr(theirs, 'vision_model', theirs)(pixels) if result is None else None
+    want = getattr(want or theirs(pixels), result or 'pooler_output').numpy()
+  model = models.make_model(found.config, num_classes=found.num_classes)
+  got = jax.jit(functools.partial(model.apply, train=False))
+  np.testing.assert_allclose(
+    got({'params': found.params}, images), want, atol=1e-4 * np.abs(want).max()
+  )
+
+
 def test_heads_that_are_not_64_wide(tmp_path):
   """timm's files for this model do not tell that it has 16 heads."""
   args = dict(depth=1, img_size=32, embed_dim=96)

@@ -223,8 +223,11 @@ def _of_hf(name, config, **fields):
     (_of_timm('vit_base_patch16_rpn_224'), "architecture is 'vit_base_patch16_rpn_224'"),
     (_of_timm('vit_small_patch16_224', global_pool='max'), "is 'max'.*'token' or 'avg'"),
     (
-      _of_hf('DeiTForImageClassification', 'DeiTConfig', **_SIZES),
-      "'classifier' reads the first token only",
+      _of_hf(
+        'CLIPForImageClassification', 'CLIPConfig', vision_config=_SIZES,
+        text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
+      ),
+      "'classifier' reads the mean of the patches before the last norm",
     ),
     (_of_timm('vit_small_patch16_rope_mixed_224'), 'rope.freqs.*frequencies of rotary'),
     (_of_timm('vit_base_patch16_sapiens2', num_kv_heads=2), 'LayerScale of attention'),
@@ -237,13 +240,6 @@ def _of_hf(name, config, **fields):
         **{**_SIZES, 'image_size': 8, 'patch_size': 4},
       ),
       'classifier.bias.*class token and mean of the patches',
-    ),
-    (
-      _of_hf(
-        'SiglipForImageClassification', 'SiglipConfig', vision_config=_SIZES,
-        text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
-      ),
-      'image classifier.*lacks .text_model',
     ),
     (
       _of_hf('DINOv3ViTModel', 'DINOv3ViTConfig', rope_theta=10.0, **_SIZES),

@@ -11,7 +11,7 @@ Formats, and how each is recognised:
             `Dinov2Model` and `Dinov2WithRegistersModel`, `DINOv3ViTModel`,
             `DetrForObjectDetection`, `DetrForSegmentation`,
             `ImageGPTForCausalImageModeling` and `ImageGPTModel`, `CLIPModel` and
-            `SiglipModel`)
+            `SiglipModel`, also their image towers alone)
   open_clip a CLIP with open_clip's names, likewise a file or a folder
   bert      a BERT of Hugging Face, as a text tower
   pth       a file released with DETR's paper

@@ -128,7 +128,7 @@ def from_hf_3(config) -> descriptions.Description:
 
 def from_hf(config) -> descriptions.Description:
   """Returns what config.json says; GELU and epsilon have other defaults than ViT's."""
-  descriptions.only(config, qkv_bias=True)
+  descriptions.only(config, qkv_bias=True, apply_layernorm=True)
   return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
 
 

@@ -1,13 +1,14 @@
 """Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
 
 The state dicts are `CLIPModel`, `SiglipModel` and open_clip's CLIP with a Vision
-Transformer as image tower. CLIP lacks biases that this package has, in the patch
+Transformer as image tower. An image tower alone is read as a classifier. CLIP lacks biases that this package has, in the patch
 embedding and the heads; they are zero here. The published .npz files
 (arXiv 2111.07991) need no conversion.
 """
 
 import base64
 
+from absl import logging
 import jax
 import ml_collections
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import text_towers
-from vit_jax.weights import descriptions
+from vit_jax.weights import arrays, descriptions
 from vit_jax.weights.families import base, leaves, text, vit, vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
@@ -67,6 +68,7 @@ _OWN = {
     (f'{_MAP}MlpBlock_0/Dense_1', 'dense', f'{_POOLING}mlp.fc2'),
     (f'{_MAP}probe', 'same', f'{_POOLING}probe'),
     ('txt/head', 'dense', 'text_model.head'),
+    ('img/head', 'dense', 'classifier'),
     ('t', 'same', 'logit_scale'),
     ('b', 'same', _BIAS),
   ),
@@ -88,15 +90,25 @@ _DEFAULTS = {
   'siglip': ('gelu_pytorch_tanh', 1e-6, 12, 12),
 }
 _WHOLE = 'CLIP or SigLIP of Vision Transformers'
+# `model_type` of image towers without a text tower. Others have CLIP's.
+_TOWERS = (
+  'clip_vision_model', 'siglip_vision_model', 'metaclip_2_vision_model',
+  'chinese_clip_vision_model', 'altclip_vision_model', 'clipseg_vision_model',
+  'git_vision_model',
+)  # fmt: skip
+# Beginnings of names of towers that were saved alone.
+_TOWER_NAMES = r'^(?=(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)'
 
 
 def _naming(style: str) -> leaves.Naming:
   """Returns the naming of a 'clip', 'siglip' or 'open_clip'."""
   if style == 'open_clip':
     kind, number, image, texts = 'open_clip', 1, 'visual.', ''
+    old_names = ((r'^text\.', ''),)  # Models with a class for text.
     blocks, attention = 'transformer.resblocks.{0}.', '.attn.'
   else:
     kind, number, image, texts = 'hf', 0, 'vision_model.', 'text_model.'
+    old_names = ((_TOWER_NAMES, image),)
     blocks, attention = 'encoder.layers.{0}.', '.attention.'
   image_rows, text_rows, block = (
     leaves.column(rows, number) for rows in (_IMAGE_ROWS, _TEXT_ROWS, _BLOCK)
@@ -113,7 +125,7 @@ def _naming(style: str) -> leaves.Naming:
     ),
     # A table of each tower, [rows, width].
     marks=(image + image_rows[1][2], texts + text_rows[0][2]),
-    old_names=((r'^text\.', ''),),  # open_clip's models with a class for text.
+    old_names=old_names,
     joined={f'{attention}in_proj_': tuple(f'{attention}{x}_proj.' for x in 'qkv')},
     program=f"Hugging Face's {style}",
   )
@@ -126,7 +138,7 @@ class ImageTexts(base.Family):
   kind = 'lit'
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
-  hf_types = ('clip', 'siglip')
+  hf_types = ('clip', 'siglip', *_TOWERS)
   computes = {  # noqa: RUF012
     **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
     **{f'text.{k}': v for k, v in text.TextTransformers.computes.items()},
@@ -139,7 +151,7 @@ class ImageTexts(base.Family):
     return self.namings[self._style(naming, names)]
 
   def _style(self, naming, names):
-    is_siglip = _BIAS in names or f'{_MAP}probe' in names
+    is_siglip = {'img/cls', 'vision_model.embeddings.class_embedding'}.isdisjoint(names)
     return {'hf': 'siglip' if is_siglip else 'clip'}.get(naming, naming)
 
   def load(self, flat, naming, num_heads):
@@ -151,7 +163,7 @@ class ImageTexts(base.Family):
       kernel = found.get(f'{layer}/kernel')
       if kernel is not None and f'{layer}/bias' not in found:
         found[f'{layer}/bias'] = np.zeros(kernel.shape[-1], kernel.dtype)
-    return found
+    return found if 'txt/pos_embedding' in found else _below(found, _IMAGE)
 
   def dump(self, flat, naming):
     flat = dict(flat)
@@ -213,15 +225,13 @@ class ImageTexts(base.Family):
         yield 'text.config', ours, theirs
 
   def read_description(self, sibling, file, flat, naming):
+    leaves.rename(flat, self.namings.get(naming, self.namings['clip']).old_names)
     style = self._style(naming, flat)
     table = self.namings[style]
-    leaves.rename(flat, table.old_names)
+    if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
+      return _read_tower(sibling, file, flat, style)
     if missing := [name for name in table.marks if name not in flat]:
-      one = 'is an image classifier on one tower, and '
-      one = one if 'classifier.weight' in flat else ''
-      raise ValueError(
-        f"it {one}lacks '{missing[0]}': give the weights of a whole {_WHOLE}"
-      )
+      raise ValueError(f"it lacks '{missing[0]}': give the weights of a whole {_WHOLE}")
     if style == 'open_clip':
       found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
     else:
@@ -354,6 +364,37 @@ class ImageTexts(base.Family):
     )
     found = {'config.json': fields, 'preprocessor_config.json': processor}
     return found, ['the files of the tokenizer are not written']
+
+
+def _read_tower(sibling, file, flat, style):
+  """Returns what files say about an image tower alone; drops what it does not use."""
+  classes = 'classifier.weight' in flat
+  if classes and style == 'clip':
+    raise ValueError(
+      "its 'classifier' reads the mean of the patches before the last norm, unlike "
+      'models of this package: load the tower without it'
+    )
+  unused = _POOLING if classes else 'visual_projection.'
+  if names := [name for name in flat if name.startswith(unused)]:
+    logging.warning('Ignored parameters: %s', arrays.listed(sorted(names)))
+  for name in names:
+    del flat[name]
+  gelu, eps, count, _ = _DEFAULTS[style]
+
+  def describe(config):
+    image = descriptions.field(config, 'vision_config', dict, config)
+    heads = descriptions.field(image, 'num_attention_heads', schema.Count, count)
+    return descriptions.Description(
+      dict(transformer=vit_files.from_hf_encoder(image, gelu if config else None, eps)),
+      descriptions.labels(config),
+      _image_size(config, image),
+      num_heads=heads if config else None,
+    )
+
+  kernel = flat['vision_model.embeddings.patch_embedding.weight']
+  found = descriptions.read(sibling('config.json'), describe)
+  scales = vit_files.scales(sibling, file, 'hf', kernel.shape[1])
+  return found._replace(metadata=scales)
 
 
 def _below(flat, start):

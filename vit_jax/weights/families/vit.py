@@ -38,6 +38,7 @@ _ELSEWHERE = {
   'beit': ('qkv_bias', 'mlp', 'layer_scale', 'mlp_norm'),
   'hf': ('qkv_bias',), 'dino': ('mlp', 'layer_scale'),
 }  # fmt: skip
+_HF_REGISTERS = 'embeddings.register_tokens'  # As in DINOv2.
 # What completes masked images, of which no logits and no features depend.
 _IGNORED = r'decoder|(embeddings\.)?mask_token'
 # Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
@@ -139,7 +140,7 @@ _HF = leaves.Naming(
   'hf',
   _TIMM.words,
   (
-    ('', '', leaves.column(_STEM, 1)),
+    ('', '', (*leaves.column(_STEM, 1), ('register_tokens', 'same', _HF_REGISTERS))),
     (
       _BLOCK,
       'encoder.layer.{0}.',
@@ -339,7 +340,7 @@ class Classifiers(base.Family):
       read = dino.from_hf_3 if is_3 else dino.from_hf
       found = descriptions.read(config, vit_files.from_hf if table is _HF else read)
       if table is _HF:
-        _check_first_token(flat)
+        _read_first_token(flat)
     else:
       read = lambda x: vit_files.from_timm(x, flat, named)
       found = descriptions.read(config, read)
@@ -378,16 +379,22 @@ class Classifiers(base.Family):
     return fields, notes + self.difference_notes('timm computes', model.config, there)
 
 
-def _check_first_token(flat):
-  """Raises ValueError if only the first of the tokens that are read here is read there."""
-  two = 'embeddings.distillation_token' in flat
-  reader = 'pooler.dense' if two or 'embeddings.cls_token' not in flat else None
-  if two and 'distillation_classifier.weight' not in flat:
-    reader = 'classifier' if 'classifier.weight' in flat else reader
-  if reader and f'{reader}.weight' in flat:
+def _read_first_token(flat):
+  """Makes a register of a distillation token if only the class token is read.
+
+  ValueError if only the first of patches is read.
+  """
+  if 'distillation_classifier.weight' in flat:
+    return
+  readers = ('pooler.dense.weight', 'classifier.weight')
+  table, token = 'embeddings.position_embeddings', 'embeddings.distillation_token'
+  if token in flat and not flat.keys().isdisjoint(readers):
+    flat[_HF_REGISTERS] = flat.pop(token) + flat[table][:, 1:2]
+    flat[table] = np.delete(flat[table], 1, axis=1)
+  elif 'embeddings.cls_token' not in flat and readers[0] in flat:
     raise ValueError(
-      f"its '{reader}' reads the first token only, unlike models of this package "
-      'with a distillation token or without a class token'
+      f"its '{readers[0]}' reads the first token only, unlike models of this package "
+      'without a class token'
     )
 
 
