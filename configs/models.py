@@ -315,6 +315,9 @@ FIELDS = {
   'vit': Vit, 'mixer': Mixer, 'bit': Bit, 'igpt': Igpt, 'detr': Detr, 'lit': Lit
 }  # fmt: skip
 
+# The kind of a model whose fields the weights determine (config.pretrained).
+PRETRAINED = 'pretrained'
+
 
 def _config(name, **fields):
   return ml_collections.ConfigDict({'model_name': name, **fields})

@@ -4,9 +4,11 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
     --config.pretrained=ViT-B_16.npz --workdir=/tmp/vit
   vit_jax train --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=model.safetensors --workdir=/tmp/vit
+  vit_jax train --config=configs/vit.py:pretrained,cifar10 \
+    --config.pretrained=hf://facebook/dinov2-base --workdir=/tmp/dinov2
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
-models.py. DATA is a TFDS name, or a folder with train/<class>/* and
+models.py, or 'pretrained' for the model of --config.pretrained. DATA is a TFDS name, or a folder with train/<class>/* and
 test/<class>/*. SIZE is the size of the images in pixels. Without --config.pretrained,
 the weights are the file named after the model, such as ViT-B_16.npz, in
 --config.pretrained_dir, by default '.'.
@@ -16,9 +18,13 @@ Expected from the 21k models: CIFAR-10 B/16 98.92 and 99.03 (issue #21 of the
 original), CIFAR-100 B/32 92.31 (issue #152), ImageNet B/16 84.61 (issue #85).
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 SIZE = 384
+# Of images of a model whose patches are unknown: of 8, 14, 16, 28 or 32 pixels.
+PRETRAINED_SIZE = 224
 # The paper averages the weights from this size on (table 2: 512 for L/16, 518
 # for H/14).
 AVERAGED_SIZE = 512
@@ -31,12 +37,15 @@ def get_config(model_dataset: str = 'b16,cifar10'):
   if size and not size.isdigit():
     raise ValueError(f"size '{size}' must be pixels, as in configs/{example}")
   config = common.with_dataset(common.get_config(), dataset)
-  config.model = models.get_config(model)
-  # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.
-  patch = config.model.patches.size[0]
-  config.pp.crop = int(size) if size else SIZE
-  if not size and patch == 14:
-    config.pp.crop = SIZE // patch * patch
+  if model == models.PRETRAINED:
+    config.model = ml_collections.ConfigDict({'kind': model})
+    default = PRETRAINED_SIZE
+  else:
+    config.model = models.get_config(model)
+    # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.
+    patch = config.model.patches.size[0]
+    default = SIZE // patch * patch if patch == 14 else SIZE
+  config.pp.crop = int(size) if size else default
   if config.pp.crop >= AVERAGED_SIZE:
     config.ema_decay = 0.9999
   if (model, dataset) == ('b16', 'cifar10'):

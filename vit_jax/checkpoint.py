@@ -13,11 +13,12 @@ from typing import Any
 from absl import logging
 import flax.core
 import flax.traverse_util
+import ml_collections
 
 from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import fetch, fitting, identify, published, reading, writing
-from vit_jax.weights.families import text
+from vit_jax.weights.families import families, text, vit
 
 copy = fetch.copy
 save = writing.save
@@ -136,6 +137,80 @@ def _weights_named(config):
     raise FileNotFoundError(
       f'{e}; to start from random weights use --config.pretrained_dir=None'
     ) from e
+
+
+# Fields of a model that are free for any weights.
+_FREE = (
+  'attention', 'attention_dropout_rate', 'classifier', 'dropout_rate', 'dtype',
+  'head_bias_init', 'head_init', 'kind', 'layer_scale', 'model_name', 'param_dtype',
+  'pool_norm', 'position_grid', 'remat', 'representation_size', 'scan',
+  'stochastic_depth',
+)  # fmt: skip
+
+
+def with_model(config, stored=None) -> ml_collections.ConfigDict:
+  """Returns a config with the model of its weights, if it asks for that.
+
+  A model of the kind 'pretrained' becomes the one in `config.pretrained`, of an
+  image-text model the image tower, without pre-logits, with the fields that the config
+  sets, such as dropout. `stored` are the fields of the model of a run, which replace
+  the weights. For errors see vit_jax.weights.reading.read; ValueError also for a field
+  that contradicts the weights, and for weights of other models.
+  """
+  if not config.get('model') or config.model.get('kind') != model_configs.PRETRAINED:
+    return config
+  config = config.copy_and_resolve_references()
+  given = config.model.to_dict()
+  del given['kind']
+  found = ml_collections.ConfigDict(stored or _model_of(config, given))
+  flat = lambda fields: flax.traverse_util.flatten_dict(fields, sep='.')
+  known = flat(model_configs.with_options(found).to_dict())
+  for key, value in flat(given).items():
+    have = known.get(key)
+    if not stored and key.rpartition('.')[2] not in _FREE and value != have:
+      raise ValueError(
+        f"model.{key}={value}, but the weights in pretrained='{config.pretrained}' are "
+        f'of a model with {have}: leave out --config.model.{key}'
+      )
+  with config.unlocked(), found.ignore_type():
+    found.update(given)
+    config.model = found
+  return config
+
+
+def _model_of(config, given) -> dict[str, Any]:
+  """Returns the fields of the model in `config.pretrained`, a classifier."""
+  path = config.get('pretrained')
+  if not isinstance(path, str):
+    raise ValueError(
+      f'pretrained={path}, but the model is the one of the weights: name them '
+      '(--config.pretrained=PATH)'
+    )
+  encoder = given.get('transformer') or {}
+  weights = reading.read(path, encoder.get('num_heads'))
+  family = families.of_tree(reading.leaves_of(weights))
+  weights = family.part(weights, 'img') or weights
+  if not isinstance(families.of_tree(reading.leaves_of(weights)), vit.Classifiers):
+    raise ValueError(
+      f"pretrained='{path}' holds {family.words}, not {vit.Classifiers.words}: name a "
+      'model in the config instead (--config)'
+    )
+  found = identify.model_config(weights.params, weights.model)
+  flat = flax.traverse_util.flatten_dict(dict(weights.model))
+  gelu = {key: encoder.get('gelu') for key, x in flat.items() if x is None}
+  if found is None or None in gelu.values():
+    raise ValueError(
+      f"pretrained='{path}' does not tell "
+      + (
+        'the sizes of its model'
+        if found is None
+        else 'its GELU: set --config.model.transformer.gelu=erf, tanh or quick'
+      )
+    )
+  with found.ignore_type():
+    found.update(flax.traverse_util.unflatten_dict({**flat, **gelu}))
+    found.representation_size = None
+  return found.to_dict()
 
 
 def check_exists(config):

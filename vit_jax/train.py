@@ -166,7 +166,8 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
   The list of a folder's images is stored in the workdir, see sources.open_split.
   """
-  config = run_config.complete(config)
+  stored = workdir_lib.stored_model(workdir) if workdir is not None else {}
+  config = run_config.complete(checkpoint.with_model(config, stored))
   if workdir is not None:
     workdir_lib.keep_dtype(workdir, config)
   mesh = check(config)

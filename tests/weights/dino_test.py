@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests import torch_models, trees
-from vit_jax import models, predict
+from vit_jax import checkpoint, models, predict
+from vit_jax.configs import vit as vit_config
+from vit_jax.run import config as run_config, overrides
 from vit_jax.weights import convert, fitting, writing
 
 # What must be imported in its own way.
@@ -92,6 +94,43 @@ def test_tokens_of_pixels_from_minus_1_to_1_are_those_of_hugging_face(saved):
   taken = fitting.transferable(str(folder), model.params, model.config)
   tree = fitting.flax.traverse_util.unflatten_dict(taken, sep='/')
   trees.assert_same(tree, model.params)
+
+
+def fine_tuning(folder, **fields):
+  """The config of a run from weights, which also sets these fields of the model."""
+  config = vit_config.get_config('pretrained,digits,8')
+  config.pretrained = str(folder)
+  keys = [(f'model.{key}', str(value)) for key, value in fields.items()]
+  overrides.set_keys(config.lock(), keys)
+  return checkpoint.with_model(config)
+
+
+def test_a_run_takes_its_model_from_the_weights(saved):
+  folder, _, registers = saved
+  config = fine_tuning(folder, **{'transformer.dropout_rate': 0.1})
+  run_config.check_values(config)
+  assert config.model.transformer.dropout_rate == 0.1
+  found = convert.read(str(folder)).config
+  assert config.model.get('registers', 0) == registers
+  assert config.model.transformer.get('mlp') == found.transformer.get('mlp')
+  model = models.make_model(config.model, num_classes=3)
+  init = functools.partial(model.init, jax.random.key(0), train=False)
+  want = jax.eval_shape(init, np.zeros((1, 8, 8, 3)))['params']
+  taken = fitting.transferable(str(folder), want, config.model)
+  rest = {'/'.join(path) for path in fitting.flax.traverse_util.flatten_dict(want)}
+  assert rest - taken.keys() == {'head/kernel', 'head/bias'}
+  # A run that resumes has its model, and may have lost the weights.
+  config = vit_config.get_config('pretrained,digits,8')
+  assert checkpoint.with_model(config, found.to_dict()).model.hidden_size == 16
+  with pytest.raises(ValueError, match='pretrained=None.*--config.pretrained=PATH'):
+    checkpoint.with_model(config)
+  for fields, message in (
+    ({'registers': 1}, f'model.registers=1, but .* a model with {registers}:'),
+    ({'transformer.gelu': 'tanh'}, 'gelu=tanh, but .* a model with erf'),
+    ({'patches.size': (8, 8)}, r'patches.size=\(8, 8\), but .* with \(4, 4\)'),
+  ):
+    with pytest.raises(ValueError, match=message):
+      fine_tuning(folder, **fields)
 
 
 def test_to_timm_and_back(saved, tmp_path):

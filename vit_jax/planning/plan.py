@@ -34,11 +34,11 @@ def make_plan(
   --json. Times and rates are the compiler's estimates.
   """
   devices = topology_lib.get_topology(topology)
-  from vit_jax import train
+  from vit_jax import checkpoint, train
   from vit_jax.run import config as run_config
 
   chip, _, _ = topology_lib.parse(topology)
-  config = run_config.complete(config)
+  config = run_config.complete(checkpoint.with_model(config))
   run_config.check(config)
   config = run_config.resolve_steps(config, num_examples)
   mesh = sharding.make_mesh(config.mesh, devices)

@@ -247,16 +247,17 @@ def _read_metadata(path, names) -> dict[str, Any]:
   return found
 
 
+@processes.by_first('reading the model of the run')
+def stored_model(workdir) -> dict[str, Any]:
+  """Returns the fields of the model of the run in a folder, {} if none has begun."""
+  file = folder(workdir) / 'config.json'
+  return _read(file)['model'] if file.exists() else {}
+
+
 def keep_dtype(workdir, config):
   """Replaces, in place, dtype 'auto' by the dtype of the run in a folder, if any."""
-
-  def stored_dtype():
-    file = folder(workdir) / 'config.json'
-    return _read(file)['model'].get('dtype') if file.exists() else None
-
   if config.model.get('dtype') == dtypes.AUTO:
-    dtype = processes.from_first('reading the dtype of the run', stored_dtype)
-    config.model.dtype = dtype or dtypes.AUTO
+    config.model.dtype = stored_model(workdir).get('dtype') or dtypes.AUTO
 
 
 def _read_config(path) -> ml_collections.ConfigDict:

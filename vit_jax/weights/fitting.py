@@ -16,7 +16,7 @@ from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
 from vit_jax.weights import arrays, identify, reading
-from vit_jax.weights.families import families
+from vit_jax.weights.families import families, vit
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
 _POSEMB = re.compile(
@@ -61,9 +61,12 @@ def transferable(
   family = families.of_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
-  own = family.part(weights, part) if part else None
+  # A classifier starts from the image tower of an image-text model.
+  tower = 'img' if families.describe(want) == vit.Classifiers.words else ''
+  own = family.part(weights, part or tower)
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
+  if own is not None and part:
     new = () if 'head/kernel' in flat.keys() & want.keys() else ('head',)
   _check_family(pretrained_path, flat, want)
   weights = adapt(weights)

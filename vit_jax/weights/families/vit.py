@@ -28,7 +28,7 @@ _FIRST_NORM = 'Transformer/first_norm/scale'
 VARIATIONS = {
   'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
   'mlp': 'gelu', 'layer_scale': None, 'attention_pattern': 'global',
-  'mlp': 'gelu', 'layer_scale': None, 'mlp_norm': False, 'attention_norm': False,
+  'mlp_norm': False, 'attention_norm': False,
 }  # fmt: skip
 # Fields of VARIATIONS that other programs hold too.
 _ELSEWHERE = {
