@@ -5,7 +5,8 @@ r"""Estimates the cost of global, local and axial attention by image size.
 
 Of the 12 layers of ViT-B/16, per image: the FLOPs of a forward pass, and its time as the
 compiler estimates it for a core of TPU v3, in bfloat16 (see docs/plan.md), from one
-layer. No TPU is needed. A size that the JSON file has is not computed again.
+layer. No TPU is needed, only '.[plan]', and about 3 minutes of processor time. What the
+JSON file has is not computed again.
 """
 
 import json
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from vit_jax import console
 from vit_jax.commands import flags
 from vit_jax.configs import models as model_configs
-from vit_jax.figures import drawing
+from vit_jax.figures import colors, drawing
 from vit_jax.layers import encoder, grid_attention
 from vit_jax.planning import flops, topology
 
@@ -48,20 +49,34 @@ def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
   return flops.count_flops(traced.jaxpr) / images, cost['optimal_seconds'] / images
 
 
+def pairs(side: int) -> int:
+  """Returns how many pairs of patches attend in local attention."""
+  reach = min(encoder.Encoder.attention_window // 2, side - 1)
+  return (side + 2 * sum(side - d for d in range(1, reach + 1))) ** 2
+
+
 @drawing.styled
 def draw(rows: list[dict]):
   """Draws FLOPs and times by image size, a line for each pattern."""
-  fig = drawing.new_figure(4.6, 'Layers of ViT-B/16, one image, forward')
-  labels = {'gflops': 'GFLOPs', 'ms': 'ms on a TPU v3 core (estimate)'}
-  for axes, (key, label) in zip(fig.subplots(1, 2), labels.items()):
-    for pattern, line in zip(grid_attention.PATTERNS, ('o-', 's--', '^-')):
-      chosen = [row for row in rows if row['pattern'] == pattern]
-      sizes, values = zip(*((row['size'], row[key]) for row in chosen))
-      axes.plot(sizes, values, line, label=pattern)
-    axes.set(xlabel='image size, px', ylabel=label, yscale='log')
+  fig = drawing.new_figure(4.2, 'Layers of ViT-B/16, forward, one image', 10.0)
+  left, right = fig.subplots(1, 2)
+  config = model_configs.get_config('ViT-B_16')
+  for axes, key in ((left, 'gflops'), (right, 'ms')):
+    for i, pattern in enumerate(grid_attention.PATTERNS):
+      chosen, color = [x for x in rows if x['pattern'] == pattern], colors.of_line(i)
+      line = ('o-', 's--', '^-')[i]
+      axes.plot(SIZES, [row[key] for row in chosen], line, c=color, label=pattern)
+      if (pattern, key) == ('local', 'gflops'):
+        unseen = [(n // PATCH) ** 4 - pairs(n // PATCH) for n in SIZES]
+        each = 4e-9 * config.hidden_size * config.transformer.num_layers
+        least = [row[key] - each * n for row, n in zip(chosen, unseen)]
+        axes.plot(SIZES, least, ':', c=color, label='local, pairs that attend')
+    axes.set(xlabel='image size, px', yscale='log')
     axes.set_xticks(SIZES, SIZES)
     axes.grid(alpha=0.25)
-  axes.legend()
+  left.set(ylabel='GFLOPs')
+  right.set(ylabel='ms, TPU v3 core (estimate)')
+  left.legend()
   return fig
 
 

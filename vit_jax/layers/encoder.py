@@ -351,8 +351,8 @@ class Encoder(nn.Module):
     key, in every layer; None: everywhere. `only_first` overrides the field unless it is
     None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
     for position embeddings on a grid, `position_grid` and attention patterns. `parts`
-    are the parts of PARTS to apply, so that a model can do something between them, such
-    as drop tokens.
+    are those of PARTS to apply, so that a model can do something between them, such as
+    drop tokens.
     `last_norm` is whether a norm follows the layers, rather than the model's pooling.
 
     Raises ValueError if a field has an unknown value, the tokens do not suit the
@@ -387,14 +387,15 @@ class Encoder(nn.Module):
     only_first = self.only_first if only_first is None else only_first
     mask = grid_attention.masked(
       self.attention_pattern, self.attention_window, grid, x.shape[1], mask,
-      relative=kind == 'relative', only_first=only_first,
+      relative=kind in positions.RELATIVE, only_first=only_first,
     )  # fmt: skip
     length = angles = None
     if kind in positions.ROPES:
       size = (x.shape[1], x.shape[2] // self.num_heads)
       rope = (kind, self.rope_temperature, self.rope_grid)
       angles = positions.rope_angles(grid, *size, *rope)
-    if mask is None and all(each.relative is each.added is None for each in own):
+    whole = mask is None and self.attention_pattern == 'global'
+    if whole and all(each.relative is each.added is None for each in own):
       length, x = self._pad(x, train)
     if length is not None and angles is not None:
       angles = np.pad(angles, ((0, x.shape[1] - length), (0, 0)))
@@ -459,7 +460,6 @@ class Encoder(nn.Module):
     then not padded.
     """
     plain = not (train and self.attention_dropout_rate)
-    plain = plain and self.attention_pattern != 'axial'
     head_dim = x.shape[2] // self.num_heads
     name = attention.choose(self.attention, self.dtype, head_dim, plain)
     rest = -x.shape[1] % _MULTIPLE

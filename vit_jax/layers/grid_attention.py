@@ -48,12 +48,11 @@ def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
     problem = f'needs a centre, attention_window={window} has none: use an odd number'
   elif pattern == 'axial' and (grid[0] * grid[1] != tokens or only_first):
     problem = (
-      'has no row or column for class token and registers: set '
-      "--config.model.classifier to 'gap', 'map' or 'unpooled', and "
-      '--config.model.registers=0'
+      "has no row or column for other tokens: use classifier='gap', 'map' or "
+      "'unpooled', registers=0 (config.model) and only_first=False"
     )
   elif pattern == 'axial' and (relative or mask is not None):
-    name = "position_embedding='relative'" if relative else 'masks, as of canvases'
+    name = 'relative position embeddings' if relative else 'masks, as of canvases'
     problem = f"does not support {name}: use 'local' or 'global'"
   if problem:
     raise ValueError(
