@@ -28,7 +28,7 @@ import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data import feeding, folder, manifest, order, sources
+from vit_jax.data import feeding, folder, manifest, order, parquet, sources
 from vit_jax.data.images import images
 from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.distributed import processes, sharding
@@ -77,8 +77,8 @@ def get_directory_info(directory: str) -> dict:
 def _examples_glob(root, split):
   """Returns a pattern for the files of a split of class folders, else None."""
   top = root if split == '.' else f'{root}/{split}'
-  listed = manifest.exists(root, split) or not tf.io.gfile.isdir(top)
-  return None if listed else f'{top}/*/*'
+  listed = any(kind.exists(root, split) for kind in (manifest, parquet))
+  return None if listed or not tf.io.gfile.isdir(top) else f'{top}/*/*'
 
 
 def _split_of(directory, split):
@@ -89,7 +89,7 @@ def _split_of(directory, split):
       f"directory='{directory}' is not a folder that exists: give a folder with "
       '<class>/<image>'
     )
-  if manifest.exists(directory, split):
+  if any(kind.exists(directory, split) for kind in (manifest, parquet)):
     return split
   # Otherwise `top` may be a class of that name.
   is_split = tf.io.gfile.isdir(top) and folder.has_labels(directory, split)

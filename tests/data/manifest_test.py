@@ -285,6 +285,32 @@ def test_a_manifest_of_a_folder_gives_its_examples(tiny_config, image_folder, tm
   assert (info['num_examples'], info['int2str'](2)) == (9, 'cow')
 
 
+@pytest.mark.parametrize('labelled', [True, False])
+def test_metadata_of_an_image_folder_gives_its_examples(
+  tiny_config, image_folder, tmp_path, labelled
+):
+  root = shutil.copytree(image_folder, tmp_path / 'root')
+  for top in (root / 'train', root / 'test'):
+    lines = []
+    for path in sorted(top.glob('*/*')):
+      line = {'file_name': f'{path.parent.name}/{path.name}', 'text': path.name}
+      lines.append({**line, 'label': path.parent.name} if labelled else line)
+    (top / 'metadata.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  tiny_config.dataset, found = str(image_folder), []
+  for features in (('image', 'label'), ('image', 'label', 'text')):
+    source = sources.open_split(tiny_config, 'train[:80%]+test[:3]', features)
+    assert source.class_names == ('ant', 'bee', 'cow')
+    found.append(looked_up.features(source))
+    tiny_config.dataset = str(root)
+  names = [source.name(i).split('/')[-1] for i in range(source.num_examples)]
+  assert [text.decode() for text in found[1].pop('text')] == names
+  assert found[0]['image'] == found[1]['image']
+  np.testing.assert_array_equal(found[0]['label'], found[1]['label'])
+  (root / 'train' / 'metadata.jsonl').write_text('{"text": "a"}')
+  with pytest.raises(ValueError, match=r'metadata.jsonl:1: `file_name` .*missing'):
+    sources.open_split(tiny_config, 'train')
+
+
 def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
   orders = []
   for name in ('here', 'there'):

@@ -23,7 +23,8 @@ _SHOWN = 10  # Broken images that a message names.
 # Indices in memory by folder: the last two, of a training and a test split.
 _recent: dict[str, index_lib.Index] = {}
 LAYOUT = (
-  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and test.jsonl'
+  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
+  'test.jsonl, or data/train-*.parquet'
 )
 SPLITS = ('train', 'test', 'val', 'validation')  # Usual names.
 

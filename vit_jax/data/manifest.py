@@ -13,6 +13,10 @@ list of dicts, are named with '/': 'objects/bbox' [n, 4].
 without a label has null or no `label`. The class names are those in the training
 split, sorted, or the list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
+
+`root/<split>/metadata.jsonl`, as in an "imagefolder" of Hugging Face's `datasets`, is
+such a manifest too: its `file_name` is the path of an image, relative to its folder.
+Where no line has a label, images in class folders, `<class>/1.jpg`, have theirs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -37,6 +41,7 @@ from vit_jax.distributed import files
 _MOST_CLASSES = 10**6
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
 _VERSION = 3  # Of what is stored of a manifest.
+_OF_HUB = 'metadata.jsonl'  # Name of a manifest in the folder of its split.
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
@@ -307,7 +312,9 @@ def open_index(root: str, split: str, paths: Sequence[str] | None = None, workdi
 
 
 def _path(root, base):
-  return os.path.join(root, f'{base}.jsonl')
+  path, inside = (os.path.join(root, x) for x in (f'{base}.jsonl', f'{base}/{_OF_HUB}'))
+  there = tf.io.gfile.exists
+  return inside if not there(path) and there(inside) else path
 
 
 def _parents(name) -> list[str]:
@@ -328,26 +335,34 @@ def _parse(root, base) -> list[Line]:
   numbered = [(i, text) for i, text in enumerate(texts, 1) if text.strip()]
   if not numbered:
     raise ValueError(f"manifest '{path}' is empty: write one image per line")
-  return [Line(path, i, root, _parse_line(f'{path}:{i}', text)) for i, text in numbered]
+  of_hub = os.path.basename(path) == _OF_HUB
+  key, folder = ('file_name', os.path.dirname(path)) if of_hub else ('image', root)
+  rows = [(i, _parse_line(f'{path}:{i}', text, key)) for i, text in numbered]
+  if of_hub and not any('label' in values for _, values in rows):
+    for _, values in rows:
+      label, slash, _ = values['image'].removeprefix('./').partition('/')
+      if slash:
+        values['label'] = label
+  return [Line(path, i, folder, values) for i, values in rows]
 
 
-def _parse_line(where, text) -> dict[str, Any]:
+def _parse_line(where, text, key) -> dict[str, Any]:
   try:
     values = msgspec.json.decode(text)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(f'{where}: not valid JSON: {e}') from e
   if not isinstance(values, dict):
     raise ValueError(
-      f'{where}: must be an object, {{"image": PATH, ...}}, not {_short(values)}'
+      f'{where}: must be an object, {{"{key}": PATH, ...}}, not {_short(values)}'
     )
   values = dict(_flatten(values, '', where))
-  image = values.get('image')
+  image = values.get(key)
   if not isinstance(image, str) or not image or '\0' in image:
     raise ValueError(
-      f'{where}: `image` must be the path of an image, but is '
-      f'{_short(image) if "image" in values else "missing"}'
+      f'{where}: `{key}` must be the path of an image, but is '
+      f'{_short(image) if key in values else "missing"}'
     )
-  return values
+  return {'image': values.pop(key), **values}
 
 
 def _short(value):

@@ -9,7 +9,15 @@ import os
 
 from etils import epath
 
-from vit_jax.data import folder, manifest, mixture, pseudo_labels, records, slices
+from vit_jax.data import (
+  folder,
+  manifest,
+  mixture,
+  parquet,
+  pseudo_labels,
+  records,
+  slices,
+)
 from vit_jax.data.coco import caption_files, layout, source as annotated
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry, splits, vtab
@@ -92,6 +100,8 @@ def _open_folder(config, root, split, features, class_names, workdir):
   captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
   if manifest.exists(root, split):
     read_split = manifest.read_split
+  elif parquet.exists(root, split):
+    return parquet.open_split(config, root, split, features, class_names)
   elif captioned and caption_files.exists(root, split):
     read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
   elif _is_annotated(root, split, features):

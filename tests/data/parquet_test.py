@@ -1,0 +1,178 @@
+"""Tests of data sets in Parquet files with the layout of the Hugging Face Hub."""
+
+import io
+import json
+
+import numpy as np
+from PIL import Image
+import pyarrow as pa
+from pyarrow import parquet as pq
+import pytest
+
+from tests import looked_up
+from vit_jax import input_pipeline
+from vit_jax.data import parquet, sources
+
+NAMES = ['cow', 'ant', 'bee']  # Not sorted.
+
+
+def png(grey):
+  file = io.BytesIO()
+  Image.new('L', (4, 5), grey).save(file, 'PNG')
+  return file.getvalue()
+
+
+def write(path, columns, names=None, key='label'):
+  """Writes row groups of two rows, with the names of classes as `datasets` does."""
+  path.parent.mkdir(exist_ok=True)
+  table = pa.table(columns)
+  if names:
+    features = {key: {'names': names, '_type': 'ClassLabel'}}
+    facts = json.dumps({'info': {'features': features}})
+    table = table.replace_schema_metadata({'huggingface': facts})
+  pq.write_table(table, path, row_group_size=2)
+
+
+def images(greys):
+  return [{'bytes': png(grey), 'path': f'{grey}.png'} for grey in greys]
+
+
+@pytest.fixture
+def root(tmp_path):
+  """Two files of 5 and 4 rows to train on, and one of 3 rows to test on."""
+  for name, greys in (
+    ('train-00000-of-00002', range(5)),
+    ('train-00001-of-00002', range(5, 9)),
+    ('test-00000-of-00001', range(20, 23)),
+  ):
+    columns = {
+      'image': images(greys),
+      'text': [f'number {grey}' for grey in greys],
+      'label': [grey % 3 for grey in greys],
+      'tags': [[str(grey)] * (grey % 2) for grey in greys],
+      'score': [grey / 4 for grey in greys],
+      'other': [{'x': 1}] * len(greys),
+    }
+    write(tmp_path / 'data' / f'{name}.parquet', columns, NAMES)
+  return tmp_path
+
+
+def open_split(config, root, split='train', *features, **kwargs):
+  config.dataset = str(root)
+  return sources.open_split(config, split, features or ('image', 'label'), **kwargs)
+
+
+def greys_of(source):
+  found = looked_up.features(source)['image']
+  return [Image.open(io.BytesIO(image)).getpixel((0, 0)) for image in found]
+
+
+def test_rows_come_in_their_order_and_slices_are_of_rows(root, tiny_config):
+  source = open_split(
+    tiny_config, root, 'train', 'image', 'label', 'text', 'tags', 'score'
+  )
+  assert source.class_names == tuple(NAMES)
+  assert source.name(6) == 'row 1 of train-00001-of-00002.parquet'
+  found = looked_up.features(source, [8, 0, 3, 8])
+  assert found['image'] == [png(grey) for grey in (8, 0, 3, 8)]
+  assert [x.tolist() for x in found['label']] == [[2], [0], [0], [2]]
+  assert found['text'] == [b'number 8', b'number 0', b'number 3', b'number 8']
+  assert [x.tolist() for x in found['tags']] == [[], [], [b'3'], []]
+  assert found['score'] == [2, 0, 0.75, 2]
+  assert greys_of(source) == [*range(9)]
+  parts = 'train[:10%]', 'train[10%:]', 'test[1:]+train[6:-1]'
+  found = [greys_of(open_split(tiny_config, root, part)) for part in parts]
+  assert found == [[0], [*range(1, 9)], [21, 22, 6, 7]]
+  info = input_pipeline.get_dataset_info(str(root), 'test')
+  assert (info['num_examples'], info['int2str'](0)) == (3, 'cow')
+
+
+def test_the_start_reads_only_footers_and_the_data_have_a_fingerprint(
+  root, tiny_config, monkeypatch
+):
+  found = open_split(tiny_config, root).fingerprint()
+  assert found == open_split(tiny_config, root.rename(root.parent / 'b')).fingerprint()
+  root = root.parent / 'b'
+  assert found != open_split(tiny_config, root, 'train[1:]').fingerprint()
+  write(root / 'data' / 'test-00000-of-00001.parquet', {'image': images([1, 2])})
+  test = open_split(tiny_config, root, 'test', 'image')
+  with monkeypatch.context() as patch:
+    for name in ('read', 'read_row_group', 'read_row_groups'):
+      patch.setattr(pq.ParquetFile, name, None)
+    assert open_split(tiny_config, root).num_examples == 9
+  # A row group that has been read is kept, unless others need the memory.
+  assert greys_of(test) == [1, 2]
+  assert test._held > 0
+  monkeypatch.setattr(parquet, '_CACHE', 1)
+  source = open_split(tiny_config, root)
+  assert greys_of(source) == [*range(9)]
+  assert len(source._groups) == 1
+
+
+@pytest.mark.parametrize(
+  'train, names, test, classes, want',
+  [
+    (['b', 'a', None, 'b'], None, ['a', 'b'], ('a', 'b'), [[0], [1]]),
+    ([2, 0, -1, 0], None, [1, -1], ('0', '1', '2'), [[1], [-1]]),
+    ([[2, 0], [], None, [1]], None, [[1, 2], []], ('0', '1', '2'), [[1, 2], [-1, -1]]),
+    ([1, 0, 0, 2], NAMES, [0, 1], tuple(NAMES), [[1], [2]]),
+  ],
+)
+def test_labels_are_those_of_the_training_split(
+  tiny_config, tmp_path, train, names, test, classes, want
+):
+  key = 'kind' if names else 'label'
+  columns = {key: train, 'img': images(range(4))}
+  write(tmp_path / 'train' / '0.parquet', columns, names, key)
+  columns = {key: test, 'img': images([1, 2])}
+  # The other split numbers its classes in another order.
+  write(tmp_path / 'test' / '0.parquet', columns, names and sorted(names), key)
+  assert open_split(tiny_config, tmp_path).class_names == classes
+  source = open_split(tiny_config, tmp_path, 'test', class_names=classes)
+  found = looked_up.features(source)['label']
+  assert [x.tolist() for x in found] == want
+
+
+def rewritten(path, **columns):
+  table = pq.read_table(path)
+  columns = {**{x: table[x] for x in table.column_names}, **columns}
+  write(path, columns, NAMES)
+
+
+@pytest.mark.parametrize(
+  'change, message',
+  [
+    (lambda path: path.unlink(), "00000-of-00002.parquet' is one of 2 files.*1 are th"),
+    (lambda path: path.write_bytes(b'PAR1'), 'train-00001-of-00002.parquet.* is damaged'),
+    (lambda path: rewritten(path, more=[1] * 4), 'differ in .*more: int64'),
+    (lambda path: rewritten(path, label=[0, 7, 1, 1]), '-00001-.*row 1.* is 7, not .* 3 '),
+    (lambda path: rewritten(path, text=['', '', None, '']), "row 2: .* no 'text'"),
+    (lambda path: path.write_bytes(zeroed(path)), 'row group 0 of .*00001.* is damaged'),
+  ],
+)  # fmt: skip
+def test_what_is_wrong_names_file_and_row(root, tiny_config, change, message):
+  change(root / 'data' / 'train-00001-of-00002.parquet')
+
+  def read():
+    source = open_split(tiny_config, root, 'train', 'image', 'label', 'text')
+    source._features(np.arange(source.num_examples))
+
+  with pytest.raises((ValueError, FileNotFoundError), match=message):
+    read()
+
+
+def zeroed(path):
+  content = path.read_bytes()
+  return content[:4] + bytes(200) + content[204:]
+
+
+def test_an_image_that_is_not_stored_or_broken_names_the_row(root, tiny_config):
+  path = root / 'data' / 'test-00000-of-00001.parquet'
+  pictures = images([1, 2, 3])
+  pictures[1]['bytes'], pictures[2]['bytes'] = b'no image', None
+  rewritten(path, image=pictures)
+  source = open_split(tiny_config, root, 'test')
+  with pytest.raises(ValueError, match='row 1 of test-.* cannot be decoded'):
+    source.check(source.record(1), 1)
+  with pytest.raises(ValueError, match=r"parquet', row 2: .*image.bytes"):
+    source._features(np.array([2]))

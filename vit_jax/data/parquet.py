@@ -1,0 +1,395 @@
+"""Parquet files with encoded images as a data set, as on the Hugging Face Hub.
+
+A split is one or more files, `data/train-00000-of-00002.parquet` etc.; _PLACES has the
+other patterns. Each row is an example:
+
+  image  a column {bytes, path}: `image` or the first such column; or `image` is bytes
+  label  number or name of a class, or a list of them; null and -1 are none. `label`, or
+         else the first class label in the metadata of `datasets`
+  ...    all other columns of numbers, booleans, strings, or lists of these
+
+Class names are those in the metadata of `datasets` (key 'huggingface' of the schema),
+or else the labels of the training split, sorted. Rows are numbered file by file, so
+'train[:10%]' has the rows that it has in `datasets`.
+
+At the start only the footers of the files are read. A row is read together with its
+row group; the last row groups stay in memory.
+"""
+
+import collections
+from collections.abc import Mapping, Sequence
+import contextlib
+import itertools
+import json
+import os
+import re
+import threading
+from typing import NamedTuple
+
+from absl import logging
+import numpy as np
+
+from vit_jax import console
+from vit_jax.data import records, slices
+from vit_jax.data.images import image_files, images
+from vit_jax.data.lazy import tf, tfds
+from vit_jax.data.tfds import shards
+from vit_jax.distributed import files, processes
+
+_PLACES = 'data/{}-*.parquet', 'data/{}.parquet', '{}-*.parquet', '{}/*.parquet'
+_NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
+_CACHE = 2**28  # Bytes of row groups in memory.
+_LARGE = 2**26  # Bytes of a row group that takes long to read for a single image.
+_MOST_CLASSES = 10**6  # Of numbers without names; a greater one is taken for an id.
+
+
+class Shard(NamedTuple):
+  """Rows of a file, with the attributes of TFDS's FileInstruction."""
+
+  filename: str
+  skip: int
+  take: int
+
+
+class _Column(NamedTuple):
+  """A column that holds a feature."""
+
+  name: str
+  kind: str  # 'bytes', or a type of TensorFlow: 'int64', 'float32', 'bool', 'string'.
+  listed: bool = False  # Whether a row has a list of such values.
+
+
+class _Reader(NamedTuple):
+  """The wanted features, and names of classes, see shards.ShardSource."""
+
+  columns: Mapping[str, _Column]
+  names: Mapping[str, tuple[str, ...]]
+  numbers: Mapping[int | str, int]  # From labels in the files to classes.
+
+  @property
+  def features(self) -> tuple[str, ...]:
+    return tuple(self.columns)
+
+
+def exists(root: str, split: str) -> bool:
+  """Returns whether a folder has Parquet files for a split."""
+  return any(_find(root, base) for base, _ in slices.parts(split))
+
+
+def _find(root, base) -> list[str]:
+  if base == '.':  # Class folders, perhaps next to tables.
+    return []
+  places = (os.path.join(root, place.format(base)) for place in _PLACES)
+  return next((sorted(x) for x in map(tf.io.gfile.glob, places) if x), [])
+
+
+def _complete(root, base) -> list[str]:
+  """Returns the files of a split; FileNotFoundError if any is missing."""
+  paths = _find(root, base)
+  if not paths:
+    raise FileNotFoundError(
+      f"there is no '{root}/data/{base}-*.parquet', though another part of the split "
+      'has such files (config.pp.train, config.pp.test)'
+    )
+  numbers = [_NUMBER.search(path) for path in paths]
+  if all(numbers):
+    count = int(numbers[-1][2])
+    if [(int(x[1]), int(x[2])) for x in numbers] != [(i, count) for i in range(count)]:
+      raise FileNotFoundError(
+        f"'{paths[-1]}' is one of {count:,} files, numbered from 0, of which "
+        f'{len(paths):,} are there: download the data set again'
+      )
+  return paths
+
+
+def open_split(
+  config,
+  root: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None = None,
+) -> 'ParquetSource':
+  """Opens a split of a folder, see sources.open_split."""
+  footers, taken = {}, []
+  for base, instruction in slices.parts(split):
+    paths = _complete(root, base)
+    new = [path for path in paths if path not in footers]
+    footers.update(zip(new, shards.each(_footer, new, 'Reading footers')))
+    counts = [footers[path].num_rows for path in paths]
+    info = tfds.core.SplitInfo(
+      name=base, shard_lengths=counts, num_bytes=0, filename_template=None
+    )
+    begin, end = slices.bounds(info, instruction)
+    for path, count, last in zip(paths, counts, np.cumsum(counts).tolist()):
+      skip, stop = max(begin - last + count, 0), min(end - last + count, count)
+      if skip < stop:
+        taken.append(Shard(path, skip, stop - skip))
+  paths = list(footers)
+  columns, names = _same_columns(footers)
+  wanted = records.resolve(features, columns, f"'{paths[0]}'")
+  columns = {name: columns[name] for name in wanted}
+  names = {name: names[name] for name in wanted if name in names}
+  numbers = {}
+  if 'label' in columns:
+    own, where = names.get('label'), f'{root}/{split}'
+    if own and class_names is not None:
+      records.check_classes(where, own, class_names)
+    found = class_names or own or _distinct(paths, columns['label'], where)
+    names['label'] = tuple(found)
+    numbers = {name: i for i, name in enumerate(found)}
+    numbers |= {i: numbers[name] for i, name in enumerate(own or found)}
+  sizes = shards.each(lambda path: image_files.size_and_time(path)[0], paths, 'Sizes')
+  listed = [[os.path.basename(path), size] for path, size in zip(paths, sizes)]
+  origin = {'split': split, 'files': files.digest([json.dumps(listed).encode()])}
+  processes.agree(f"the files of '{root}'", origin)
+  reader = _Reader(columns, names, numbers)
+  return ParquetSource(taken, footers, reader, origin, config.max_image_pixels)
+
+
+@contextlib.contextmanager
+def _checked(what: str):
+  """Converts pyarrow's errors for damaged files, which do not name the file."""
+  try:
+    yield
+  except (ValueError, OSError) as e:
+    if getattr(e, 'errno', None) is not None:  # Of the storage, not of the content.
+      raise
+    raise ValueError(
+      f'{what} is damaged: {image_files.first_line(e)}: download it again'
+    ) from e
+
+
+def _open(path: str, footer=None):
+  """Opens a file; `footer` is its footer if it has been read."""
+  parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
+  with _checked(f"'{path}'"):
+    return parquet.ParquetFile(path, metadata=footer)
+
+
+def _footer(path: str):
+  return _open(path).metadata
+
+
+def _same_columns(footers):
+  """Returns `_described` of files; ValueError if their columns differ."""
+  (first, footer), *others = footers.items()
+  schema = footer.schema.to_arrow_schema()
+  for path, other in others:
+    other = other.schema.to_arrow_schema()
+    if not schema.equals(other):
+      texts = (', '.join(f'{x.name}: {x.type}' for x in s) for s in (other, schema))
+      raise ValueError(
+        f"'{path}' and '{first}' differ in their columns, {' and '.join(texts)}: give "
+        'files of one data set (config.dataset)'
+      )
+  return _described(schema)
+
+
+def _described(schema) -> tuple[dict[str, _Column], dict[str, tuple[str, ...]]]:
+  """Returns the columns that can be read, and names of classes, by feature."""
+  try:
+    facts = json.loads((schema.metadata or {})[b'huggingface'])['info']['features']
+  except (KeyError, TypeError, ValueError):
+    facts = {}  # `datasets` has not written the file.
+  found, classes, pictures = {}, {}, []
+  for field in schema:
+    name, fact = field.name, facts.get(field.name)
+    column = _column(name, field.type)
+    if column.kind == 'bytes':
+      pictures.append(column)
+    elif column.kind:
+      found[name] = column
+    if isinstance(fact, list):  # A list of features, in older versions.
+      fact = fact[0]
+    fact = fact.get('feature', fact) if isinstance(fact, dict) else {}
+    if fact.get('_type') == 'ClassLabel' and fact.get('names'):
+      classes[name] = tuple(fact['names'])
+  pictures.sort(key=lambda column: column.name not in ('image', 'image.bytes'))
+  found.pop('image', None)  # Of another kind, such as paths.
+  if pictures and (pictures[0].name.endswith('.bytes') or pictures[0].name == 'image'):
+    found['image'] = pictures[0]
+  labels = [name for name in ('label', *classes) if name in found]
+  if labels and found[labels[0]].kind in ('int64', 'string'):
+    found['label'] = found[labels[0]]
+  else:
+    found.pop('label', None)
+  names = {k: classes[x.name] for k, x in found.items() if x.name in classes}
+  return found, names
+
+
+def _column(name: str, of) -> _Column:
+  """Returns how a column of an Arrow type is read; its kind is '' if it is not."""
+  from pyarrow import types
+
+  if types.is_struct(of):
+    is_image = of.get_field_index('bytes') >= 0
+    return _Column(f'{name}.bytes', 'bytes' if is_image else '')
+  if types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
+    inner = _column(name, of.value_type)
+    plain = inner.kind != 'bytes' and not inner.listed
+    return _Column(name, inner.kind if plain else '', True)
+  if types.is_dictionary(of):
+    return _column(name, of.value_type)
+  kinds = {
+    'int64': types.is_integer, 'float32': types.is_floating, 'bool': types.is_boolean,
+    'string': lambda x: types.is_string(x) or types.is_large_string(x),
+    'bytes': lambda x: types.is_binary(x) or types.is_large_binary(x),
+  }  # fmt: skip
+  return _Column(name, next((k for k, is_kind in kinds.items() if is_kind(of)), ''))
+
+
+def _distinct(paths, column: _Column, where: str) -> list[str]:
+  """Returns the names of the classes in a column of labels, of all files."""
+  import pyarrow.compute as pc
+
+  def read(path):
+    with _checked(f"'{path}'"):
+      values = _open(path).read(columns=[column.name]).column(0)
+    return pc.unique(pc.list_flatten(values) if column.listed else values).to_pylist()
+
+  found = {*itertools.chain(*shards.each(read, paths, 'Reading labels'))} - {None, -1}
+  if not found:
+    raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
+  if column.kind == 'string':
+    return sorted(found)
+  if min(found) < 0 or max(found) >= _MOST_CLASSES:
+    raise ValueError(
+      f"'{where}' has the label {min(found) if min(found) < 0 else max(found)} in "
+      f"'{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
+      'label; renumber the classes, or give their names'
+    )
+  return [str(i) for i in range(max(found) + 1)]
+
+
+class ParquetSource(shards.ShardSource):
+  """Rows of Parquet files, see the top; its images may have `max_pixels`.
+
+  All processes must open the same split.
+  """
+
+  def __init__(self, taken, footers, reader: _Reader, origin, max_pixels: int):
+    self._footers, self._max_pixels = footers, max_pixels
+    groups = {
+      path: [footer.row_group(i) for i in range(footer.num_row_groups)]
+      for path, footer in footers.items()
+    }
+    self._group_ends = {
+      path: np.cumsum([group.num_rows for group in found])
+      for path, found in groups.items()
+    }
+    sizes = [group.total_byte_size for found in groups.values() for group in found]
+    if max(sizes) > _LARGE:
+      logging.warning(
+        "'%s' etc. have row groups of up to %s, each of which is read for a single "
+        'image in random order: write them with fewer rows (row_group_size)',
+        next(iter(footers)), console.size(max(sizes)),
+      )  # fmt: skip
+    rows = sum(footer.num_rows for footer in footers.values())
+    super().__init__(taken, sum(sizes) / rows, reader)
+    self.origin = origin
+    self._groups = collections.OrderedDict()  # The last used last.
+    self._held = 0  # Their bytes.
+    self._groups_lock = threading.Lock()
+
+  def open_file(self, path):
+    return _open(path, self._footers[path])
+
+  def read_file(self, file, shard, places):
+    path, found = self.paths[shard], []
+    ends = self._group_ends[path]
+    for group, place in zip(np.searchsorted(ends, places, side='right'), places):
+      table = self._group(file, path, int(group))
+      row = place - (ends[group - 1] if group else 0)
+      found.append(tuple(column[row].as_py() for column in table))
+    return found
+
+  def _group(self, file, path, group):
+    """Returns the columns of a row group."""
+    key = path, group
+    with self._groups_lock:
+      if key in self._groups:
+        self._groups.move_to_end(key)
+        return self._groups[key].columns
+    with _checked(f"row group {group} of '{path}'"):
+      names = [column.name for column in self._reader.columns.values()]
+      table = file.read_row_group(group, names, use_threads=False)
+    # One of two names, such as `label`, may be of the same column.
+    table = table.flatten().combine_chunks().select(names)
+    with self._groups_lock:
+      if key not in self._groups:
+        self._groups[key] = table
+        self._held += table.nbytes
+      while self._held > _CACHE and len(self._groups) > 1:
+        self._held -= self._groups.popitem(last=False)[1].nbytes
+    return table.columns
+
+  def lookup(self, indices) -> dict:
+    types = []
+    for name, column in self._reader.columns.items():
+      types.append('string' if column.kind == 'bytes' else column.kind)
+      if name == 'label':
+        types[-1] = 'int64'
+      elif column.listed:
+        types.append('int64')
+    flat = iter(tf.numpy_function(self._features, [indices], types, stateful=False))
+    found = {}
+    for name, column in self._reader.columns.items():
+      shape = [None, None] if name == 'label' else [None]
+      found[name] = tf.ensure_shape(next(flat), shape)
+      if column.listed and name != 'label':
+        lengths = tf.ensure_shape(next(flat), [None])
+        found[name] = tf.RaggedTensor.from_row_lengths(found[name], lengths)
+    return found
+
+  def _features(self, indices: np.ndarray) -> list[np.ndarray]:
+    """Returns the arrays that `lookup` asks for, of rows [b]."""
+    rows, found = self.serialized(indices), []
+    for i, (name, column) in enumerate(self._reader.columns.items()):
+      values = [row[i] for row in rows]
+      if name == 'label':
+        labels = [self._labels(x, k) for x, k in zip(values, indices)]
+        found.append(np.full([len(rows), max(1, *map(len, labels), 1)], -1, np.int64))
+        for row, numbers in zip(found[-1], labels):
+          row[: len(numbers)] = numbers
+        continue
+      for value, index in zip(values, indices):
+        if value is None or (column.listed and None in value):
+          raise ValueError(
+            f"{self._where(index)}: there is no '{column.name}', which all rows need"
+          )
+      lengths = np.array(list(map(len, values)) if column.listed else [], np.int64)
+      values = list(itertools.chain(*values)) if column.listed else values
+      if column.kind in ('bytes', 'string'):
+        texts = (x.encode() if isinstance(x, str) else x for x in values)
+        found.append(np.fromiter(texts, object, len(values)))
+      else:
+        found.append(np.array(values, column.kind))
+      if column.listed:
+        found.append(lengths)
+    return found
+
+  def _labels(self, value, index) -> list[int]:
+    """Returns the numbers of the classes of a row."""
+    values = value if isinstance(value, list) else [value]
+    values = [x for x in values if x is not None and x != -1]
+    known = self._reader.numbers
+    for x in values:
+      if x not in known:
+        raise ValueError(
+          f'{self._where(index)}: `{self._reader.columns["label"].name}` is {x!r}, not '
+          f'one of the {len(self.class_names)} classes {list(self.class_names[:5])} ...'
+        )
+    return [known[x] for x in values]
+
+  def _where(self, index) -> str:
+    [shard], [place] = self._places(np.array([index]))
+    return f"'{self.paths[shard]}', row {place}"
+
+  def read(self, record):
+    if 'image' not in record:
+      return record
+    return {**record, 'image': images.bounded(record['image'], self._max_pixels)}
+
+  def name(self, index: int) -> str:
+    [shard], [place] = self._places(np.array([index]))
+    return f'row {place} of {os.path.basename(self.paths[shard])}'
