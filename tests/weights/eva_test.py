@@ -23,6 +23,10 @@ def of_timm(name, folder, **fields):
   args = {**SIZES, **fields}
   theirs = torch_models.randomize(timm.create_model(name, **args))
   args.pop('num_classes')
+  for attention in (block.attn for block in theirs.blocks):
+    if 'relative_position_index' in dict(attention.named_buffers()):
+      index = attention.relative_position_index  # Older files have it.
+      attention.register_buffer('relative_position_index', index)
   timm.models.save_for_hf(theirs, folder, model_args=args)
   return theirs.eval()
 

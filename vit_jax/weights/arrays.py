@@ -22,7 +22,7 @@ _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
 # masks, and position indices.
 _NO_WEIGHTS = re.compile(
   r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias'
-  r'|embeddings\.position_ids)'
+  r'|attn\.relative_position_index|embeddings\.position_ids)'
 )  # fmt: skip
 
 

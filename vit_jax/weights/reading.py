@@ -5,7 +5,8 @@ Formats, and how each is recognised:
   npz       a file of arrays with '/' in their names, such as the published ones
             of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file;
-            also model.safetensors.index.json, next to the files that it names
+            also model.safetensors.index.json, next to the files that it names;
+            `VisionTransformer`, `Eva` and `Beit` there
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, likewise of DeiT, I-JEPA and MAE,
             `Dinov2Model` and `Dinov2WithRegistersModel`, `DINOv3ViTModel`,

@@ -332,7 +332,7 @@ class Classifiers(base.Family):
     return resnet + words + pooling.get(fields['classifier'], '')
 
   def read_description(self, sibling, file, flat, naming):
-    table, named = self.naming(naming, flat), eva.is_named(flat)
+    table, named = self.naming(naming, flat), eva.is_eva(flat)
     names = {path: name for path, _, name in leaves.prepare(flat, table)}
     config = sibling('config.json')
     if naming == 'hf':
