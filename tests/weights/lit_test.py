@@ -15,7 +15,7 @@ import torch
 from tests import tiny_models, tiny_towers, torch_models, trees
 from tests.weights import conftest
 from vit_jax import checkpoint, models, models_lit, predict
-from vit_jax.configs import common, models as model_configs
+from vit_jax.configs import common, models as model_configs, vit as vit_config
 from vit_jax.weights import convert, fitting, identify, reading, writing
 from vit_jax.weights.families import families
 
@@ -44,6 +44,17 @@ def siglip():
   return transformers.SiglipModel(
     transformers.SiglipConfig(text_config=text, vision_config=IMAGE)
   )
+
+
+def siglip2():
+  """A model for patches of any grid, of which ours has the one of its positions."""
+  text = {**TEXT, 'hidden_size': 8, 'num_attention_heads': 4}
+  image = {k: x for k, x in IMAGE.items() if k != 'image_size'}
+  config = transformers.Siglip2Config(
+    text_config={**text, 'projection_size': 8},
+    vision_config={**image, 'num_patches': 4},
+  )
+  return transformers.Siglip2Model(config)
 
 
 MAKERS = {'clip': clip, 'siglip': siglip}
@@ -231,6 +242,35 @@ OPEN_CLIP = (
   (r'\.mlp\.fc1\.', '.mlp.c_fc.'),
   (r'\.mlp\.fc2\.', '.mlp.c_proj.'),
 )
+
+
+def test_siglip_2_of_the_grid_of_its_positions(tmp_path):
+  theirs = torch_models.randomize(siglip2()).eval()
+  theirs.save_pretrained(tmp_path)
+  found = convert.read(str(tmp_path))
+  assert found.image_size == (8, 8)
+  assert found.config.pp.tokenizer_name == 'siglip2'
+  images, tokens = inputs()
+  patches = images.reshape(-1, 2, 4, 2, 4, 3).swapaxes(2, 3).reshape(-1, 4, 48)
+  with torch.no_grad():
+    want = theirs(
+      torch.tensor(tokens),
+      torch.tensor(patches),
+      pixel_attention_mask=torch.ones(len(images), 4),
+      spatial_shapes=torch.full((len(images), 2), 2),
+    ).logits_per_image.numpy()
+  got = our_logits(found.config, found.params)
+  np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+def test_a_classifier_starts_from_the_image_tower(saved):
+  run = vit_config.get_config('pretrained,digits,8')
+  run.pretrained, run.pretrained_grid = str(saved['siglip'][0]), None
+  run = checkpoint.with_model(run)
+  assert run.model.classifier == 'map'
+  whole = writing.scaled(convert.read(run.pretrained)).params['img']
+  taken = fitting.transferable(run.pretrained, whole, run.model)
+  trees.assert_same(taken, flat_of(whole))
 
 
 def open_clip(state):

@@ -61,9 +61,9 @@ def transferable(
   family = families.of_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
-  # A classifier starts from the image tower of an image-text model.
-  tower = 'img' if families.describe(want) == vit.Classifiers.words else ''
-  own = family.part(weights, part or tower)
+  # A whole classifier starts from the image tower of an image-text model.
+  alone = place == 'model' and families.describe(want) == vit.Classifiers.words
+  own = family.part(weights, 'img' if alone else part)
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
   if own is not None and part:

@@ -1,12 +1,15 @@
 """Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
 
 The state dicts are `CLIPModel`, `SiglipModel` and open_clip's CLIP with a Vision
-Transformer as image tower. An image tower alone is read as a classifier. CLIP lacks biases that this package has, in the patch
+Transformer as image tower. An image tower alone is read as a classifier. `Siglip2Model`, whose patches are a
+linear layer, is read for the grid of its position embeddings. CLIP lacks biases that this package has, in the patch
 embedding and the heads; they are zero here. The published .npz files
 (arXiv 2111.07991) need no conversion.
 """
 
 import base64
+import math
+from typing import Literal
 
 from absl import logging
 import jax
@@ -55,6 +58,7 @@ _TEXT_ROWS = (
 # Layers in which the three differ.
 _MAP = 'img/MAPHead_0/'
 _POOLING = 'vision_model.head.'
+_PATCHES = 'vision_model.embeddings.patch_embedding.weight'
 _OWN = {
   'clip': (
     ('img/head', 'dense', 'visual_projection'),
@@ -138,7 +142,7 @@ class ImageTexts(base.Family):
   kind = 'lit'
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
-  hf_types = ('clip', 'siglip', *_TOWERS)
+  hf_types = ('clip', 'siglip', 'siglip2', 'siglip2_vision_model', *_TOWERS)
   computes = {  # noqa: RUF012
     **{f'image.{k}': v for k, v in vit.Classifiers.computes.items() if '.' in k},
     **{f'text.{k}': v for k, v in text.TextTransformers.computes.items()},
@@ -228,8 +232,12 @@ class ImageTexts(base.Family):
     leaves.rename(flat, self.namings.get(naming, self.namings['clip']).old_names)
     style = self._style(naming, flat)
     table = self.namings[style]
+    naflex = style == 'siglip' and np.ndim(flat.get(_PATCHES)) == 2
+    if naflex:
+      flat[_PATCHES] = _as_convolution(flat[_PATCHES])
     if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
-      return _read_tower(sibling, file, flat, style)
+      found = _read_tower(sibling, file, flat, style)
+      return found._replace(image_size=None) if naflex else found
     if missing := [name for name in table.marks if name not in flat]:
       raise ValueError(f"it lacks '{missing[0]}': give the weights of a whole {_WHOLE}")
     if style == 'open_clip':
@@ -237,10 +245,11 @@ class ImageTexts(base.Family):
     else:
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
+      found = found._replace(image_size=None) if naflex else found
     scaling = vit_files.scaling(sibling, naming)
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
-    if style == 'siglip' and str(kind).startswith(('Gemma', 'Siglip2')):
+    if style == 'siglip' and (naflex or str(kind).startswith(('Gemma', 'Siglip2'))):
       tokenizer = 'siglip2'
     pp = {'tokenizer_name': tokenizer}
     vocabulary = sibling('spiece.model' if tokenizer == 'siglip' else 'tokenizer.json')
@@ -391,10 +400,18 @@ def _read_tower(sibling, file, flat, style):
       num_heads=heads if config else None,
     )
 
-  kernel = flat['vision_model.embeddings.patch_embedding.weight']
+  kernel = flat[_PATCHES]
   found = descriptions.read(sibling('config.json'), describe)
   scales = vit_files.scales(sibling, file, 'hf', kernel.shape[1])
   return found._replace(metadata=scales)
+
+
+def _as_convolution(kernel):
+  """Returns SigLIP 2's linear layer of patches [D, p * p * C] as [D, C, p, p]."""
+  width, size = kernel.shape
+  channels = 1 if math.isqrt(size) ** 2 == size else 3
+  side = math.isqrt(size // channels)
+  return kernel.reshape(width, side, side, channels).transpose(0, 3, 1, 2)
 
 
 def _below(flat, start):
@@ -433,7 +450,8 @@ def _style_in_hf(config) -> str | None:
 
 def _from_hf(config, style, rows):
   """Returns what config.json of Hugging Face says."""
-  descriptions.only(config, model_type=style)
+  kinds = (style, 'siglip2') if style == 'siglip' else (style,)
+  descriptions.field(config, 'model_type', Literal[*kinds])
   gelu, eps, *counts = _DEFAULTS[style]
   # Old files have the first one, which replaces the other one.
   image, tower = (
