@@ -52,7 +52,7 @@ def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
       "'unpooled', registers=0 (config.model) and only_first=False"
     )
   elif pattern == 'axial' and (relative or mask is not None):
-    name = 'relative position embeddings' if relative else 'masks, as of canvases'
+    name = 'a relative position_embedding' if relative else 'masks, as of canvases'
     problem = f"does not support {name}: use 'local' or 'global'"
   if problem:
     raise ValueError(
