@@ -18,8 +18,7 @@ from vit_jax.learning import optim
 _AUGMENT = 2**31 - 1
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
   """State of a training."""
 
   step: jax.Array  # int32 scalar, number of updates so far.
