@@ -151,8 +151,7 @@ class Encoder1DBlock(nn.Module):
 
   The fields are as in Encoder, plus `layer`, the number of the layer, from 0: the
   block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
-  unless it is None. With `axis`, 'row' or 'column', patches attend along that axis of
-  `grid` only.
+  unless it is None, and `axis`, see vit_jax.layers.grid_attention.along.
   """
 
   mlp_dim: int
@@ -206,19 +205,16 @@ class Encoder1DBlock(nn.Module):
     y = norm('LayerNorm_0')(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', y)
-    attend = attention.MultiHeadDotProductAttention(
-      dropout_rate=self.attention_dropout_rate,
-      **dtypes.of(
-        self, 'attention', 'only_first', 'causal', 'attention_norm', *_ATTENTION_FIELDS
-      ),
-    )
     attend = functools.partial(
-      attend, mask=mask, relative=relative, length=length, deterministic=deterministic
-    )
-    if self.axis is None:
-      x = attend(y, angles=angles)
-    else:
-      x = grid_attention.along(self.axis, self.grid, attend, y, angles)
+      attention.MultiHeadDotProductAttention(
+        dropout_rate=self.attention_dropout_rate,
+        **dtypes.of(
+          self, 'attention', 'only_first', 'causal', 'attention_norm', *_ATTENTION_FIELDS
+        ),
+      ),
+      mask=mask, relative=relative, length=length, deterministic=deterministic,
+    )  # fmt: skip
+    x = grid_attention.along(self.axis, self.grid, attend, y, angles)
     x = scale(nn.Dropout(self.dropout_rate)(x, deterministic=deterministic))
     first = attention.first_token(inputs) if self.only_first else inputs
     if self.parallel:

@@ -29,24 +29,23 @@ def local_mask(grid: tuple[int, int], window: int, tokens: int):
 
 
 def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
-  """Returns the mask of N tokens for all layers, with that of local attention.
+  """Returns `mask`, of all layers or None, combined with that of local attention.
 
-  `mask` is the caller's or None, `relative` is whether there are relative position
-  embeddings, and `only_first` whether the last layer computes the first token only.
-  Raises ValueError if the pattern does not support them, or lacks the grid.
+  `relative` is whether there are relative position embeddings, and `only_first` whether
+  the last layer computes one token. Raises ValueError for what a pattern lacks.
   """
   patches_lib.check_choice('attention_pattern', pattern, PATTERNS, _PLACE)
   if pattern == 'global':
     return mask
-  problem = None
-  if grid is None or grid[0] * grid[1] > tokens:
+  problem, patches = None, tokens + 1 if grid is None else grid[0] * grid[1]
+  if patches > tokens:
     problem = (
       'needs the grid of all patches: give encode() tokens [batch, height, width, D], '
       'from embed(..., flat=False), and drop none'
     )
   elif pattern == 'local' and window % 2 == 0:
     problem = f'needs a centre, attention_window={window} has none: use an odd number'
-  elif pattern == 'axial' and (grid[0] * grid[1] != tokens or only_first):
+  elif pattern == 'axial' and (patches < tokens or only_first):
     problem = (
       "has no row or column for other tokens: use classifier='gap', 'map' or "
       "'unpooled', registers=0 (config.model) and only_first=False"
@@ -58,18 +57,19 @@ def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
     raise ValueError(
       f"attention_pattern='{pattern}' {problem} ({_PLACE}.attention_pattern)"
     )
-  if pattern == 'axial':
-    return None
-  near = local_mask(grid, window, tokens)
+  near = local_mask(grid, window, tokens) if pattern == 'local' else None
   return near if mask is None else mask & near
 
 
-def along(axis: str, grid: tuple[int, int], attend, x, angles=None):
-  """Applies self-attention to each row or column of patches as an image of its own.
+def along(axis: str | None, grid: tuple[int, int] | None, attend, x, angles=None):
+  """Applies self-attention to each 'row' or 'column' of patches as an image of its own.
 
   `attend` maps tokens and the angles of rotary embeddings to tokens. Takes and returns
-  patches [B, h*w, D]; `angles` are [h*w, E/2], or None.
+  patches [B, h*w, D]; `angles` are [h*w, E/2] or None. With `axis` None all tokens
+  attend to each other.
   """
+  if axis is None:
+    return attend(x, angles=angles)
   turn = lambda x: x.swapaxes(1, 2) if axis == 'column' else x
   x = turn(x.reshape(-1, *grid, x.shape[-1]))  # [B, lines, length, D]
   if angles is not None:  # Angles that all tokens of a line share cancel out.
