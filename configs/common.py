@@ -325,7 +325,8 @@ class Config:
 
   # --- Data ---
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
-  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), or with boxes in
+  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), with Parquet files
+  # as on the Hugging Face Hub (vit_jax/data/parquet.py), or with boxes in
   # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.

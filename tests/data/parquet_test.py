@@ -100,13 +100,32 @@ def test_the_start_reads_only_footers_and_the_data_have_a_fingerprint(
     for name in ('read', 'read_row_group', 'read_row_groups'):
       patch.setattr(pq.ParquetFile, name, None)
     assert open_split(tiny_config, root).num_examples == 9
-  # A row group that has been read is kept, unless others need the memory.
   assert greys_of(test) == [1, 2]
-  assert test._held > 0
-  monkeypatch.setattr(parquet, '_CACHE', 1)
-  source = open_split(tiny_config, root)
-  assert greys_of(source) == [*range(9)]
-  assert len(source._groups) == 1
+
+
+def test_row_groups_are_read_once_per_machine(
+  root, tiny_config, tmp_path, monkeypatch, caplog
+):
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
+  small = open_split(tiny_config, root)
+  monkeypatch.setattr(parquet, '_MEMORY', 1)  # Of which there is not enough.
+  assert greys_of(open_split(tiny_config, root)) == [*range(9)]
+  kept = sorted((tmp_path / 'cache' / 'parquet').iterdir())
+  assert len(kept) == 5
+  kept[0].write_bytes(kept[0].read_bytes()[:-9])  # Is written again.
+  read, calls = pq.ParquetFile.read_row_group, []
+  with monkeypatch.context() as patch:
+    patch.setattr(
+      pq.ParquetFile, 'read_row_group', lambda *args: calls.append(1) or read(*args)
+    )
+    assert greys_of(open_split(tiny_config, root)) == [*range(9)]
+  assert len(calls) == 1
+  assert greys_of(small) == [*range(9)]
+  assert len(small._groups) == 1  # The memory holds no more.
+  (tmp_path / 'file').touch()
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'file'))
+  assert greys_of(open_split(tiny_config, root)) == [*range(9)]
+  assert 'random order are slow' in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,11 @@ Class names are those in the metadata of `datasets` (key 'huggingface' of the sc
 or else the labels of the training split, sorted. Rows are numbered file by file, so
 'train[:10%]' has the rows that it has in `datasets`.
 
-At the start only the footers of the files are read. A row is read together with its
-row group; the last row groups stay in memory.
+At the start only the footers of the files are read. Parquet is made for reading whole
+row groups, of which `datasets` makes 100 MB each. So a row group is read once, when its
+first row is needed, and kept: in memory if the data are small, else memory-mapped in
+the cache of this package, which needs as much disk space as the data. Where that is
+lacking, the last row groups stay in memory.
 """
 
 import collections
@@ -38,8 +41,7 @@ from vit_jax.distributed import files, processes
 
 _PLACES = 'data/{}-*.parquet', 'data/{}.parquet', '{}-*.parquet', '{}/*.parquet'
 _NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
-_CACHE = 2**28  # Bytes of row groups in memory.
-_LARGE = 2**26  # Bytes of a row group that takes long to read for a single image.
+_MEMORY = 2**28  # Most bytes of row groups in memory.
 _MOST_CLASSES = 10**6  # Of numbers without names; a greater one is taken for an id.
 
 
@@ -138,12 +140,13 @@ def open_split(
     names['label'] = tuple(found)
     numbers = {name: i for i, name in enumerate(found)}
     numbers |= {i: numbers[name] for i, name in enumerate(own or found)}
-  sizes = shards.each(lambda path: image_files.size_and_time(path)[0], paths, 'Sizes')
-  listed = [[os.path.basename(path), size] for path, size in zip(paths, sizes)]
+  stamps = shards.each(image_files.size_and_time, paths, 'Looking at files')
+  listed = [[os.path.basename(path), size] for path, (size, _) in zip(paths, stamps)]
   origin = {'split': split, 'files': files.digest([json.dumps(listed).encode()])}
   processes.agree(f"the files of '{root}'", origin)
   reader = _Reader(columns, names, numbers)
-  return ParquetSource(taken, footers, reader, origin, config.max_image_pixels)
+  stamps = dict(zip(paths, stamps))
+  return ParquetSource(taken, footers, stamps, reader, origin, config.max_image_pixels)
 
 
 @contextlib.contextmanager
@@ -261,14 +264,24 @@ def _distinct(paths, column: _Column, where: str) -> list[str]:
   return [str(i) for i in range(max(found) + 1)]
 
 
+def _mapped(path):
+  """Returns the table in an Arrow file, memory-mapped; None without a whole one."""
+  import pyarrow as pa
+
+  try:
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+  except (OSError, ValueError):
+    return None
+
+
 class ParquetSource(shards.ShardSource):
   """Rows of Parquet files, see the top; its images may have `max_pixels`.
 
   All processes must open the same split.
   """
 
-  def __init__(self, taken, footers, reader: _Reader, origin, max_pixels: int):
-    self._footers, self._max_pixels = footers, max_pixels
+  def __init__(self, taken, footers, stamps, reader: _Reader, origin, max_pixels: int):
+    self._footers, self._stamps, self._max_pixels = footers, stamps, max_pixels
     groups = {
       path: [footer.row_group(i) for i in range(footer.num_row_groups)]
       for path, footer in footers.items()
@@ -277,18 +290,13 @@ class ParquetSource(shards.ShardSource):
       path: np.cumsum([group.num_rows for group in found])
       for path, found in groups.items()
     }
-    sizes = [group.total_byte_size for found in groups.values() for group in found]
-    if max(sizes) > _LARGE:
-      logging.warning(
-        "'%s' etc. have row groups of up to %s, each of which is read for a single "
-        'image in random order: write them with fewer rows (row_group_size)',
-        next(iter(footers)), console.size(max(sizes)),
-      )  # fmt: skip
-    rows = sum(footer.num_rows for footer in footers.values())
-    super().__init__(taken, sum(sizes) / rows, reader)
+    size = sum(group.total_byte_size for found in groups.values() for group in found)
+    count = sum(footer.num_rows for footer in footers.values())
+    super().__init__(taken, size / count, reader)
     self.origin = origin
-    self._groups = collections.OrderedDict()  # The last used last.
-    self._held = 0  # Their bytes.
+    # Where row groups are kept; None: in memory.
+    self._cache = console.cache_folder() / 'parquet' if size > _MEMORY else None
+    self._groups = collections.OrderedDict()  # Tables by (path, number).
     self._groups_lock = threading.Lock()
 
   def open_file(self, path):
@@ -304,24 +312,53 @@ class ParquetSource(shards.ShardSource):
     return found
 
   def _group(self, file, path, group):
-    """Returns the columns of a row group."""
+    """Returns the columns of a row group, which one thread at a time reads."""
     key = path, group
+    if (found := self._groups.get(key)) is not None:
+      return found.columns
     with self._groups_lock:
-      if key in self._groups:
-        self._groups.move_to_end(key)
-        return self._groups[key].columns
-    with _checked(f"row group {group} of '{path}'"):
+      if (
+        found := self._groups.get(key)
+      ) is not None:  # Another thread has read it meanwhile.
+        return found.columns
       names = [column.name for column in self._reader.columns.values()]
-      table = file.read_row_group(group, names, use_threads=False)
-    # One of two names, such as `label`, may be of the same column.
-    table = table.flatten().combine_chunks().select(names)
-    with self._groups_lock:
-      if key not in self._groups:
-        self._groups[key] = table
-        self._held += table.nbytes
-      while self._held > _CACHE and len(self._groups) > 1:
-        self._held -= self._groups.popitem(last=False)[1].nbytes
-    return table.columns
+      call = os.path.abspath(path), self._stamps[path], group, names
+      name = f'{files.digest([json.dumps(call).encode()])}.arrow'
+      table = self._cache and _mapped(self._cache / name)
+      if table is None:
+        with _checked(f"row group {group} of '{path}'"):
+          table = file.read_row_group(group, names)
+        # Two features, such as `label`, may be of one column.
+        table = self._kept(table.flatten().select(names), name)
+      self._groups[key] = table
+      if self._cache is None:
+        held = sum(table.nbytes for table in self._groups.values())
+        while held > _MEMORY and len(self._groups) > 1:
+          held -= self._groups.popitem(last=False)[1].nbytes
+      return table.columns
+
+  def _kept(self, table, name):
+    """Returns the columns of a row group, memory-mapped where possible."""
+    if self._cache is None:
+      return table.combine_chunks()
+    import pyarrow as pa
+
+    try:
+      self._cache.mkdir(parents=True, exist_ok=True)
+      with (
+        files.replacing(self._cache / name) as file,
+        pa.ipc.new_file(file, table.schema) as writer,
+      ):
+        writer.write_table(table.combine_chunks())
+      return _mapped(self._cache / name)
+    except OSError as e:
+      logging.warning(
+        "'%s' cannot keep row groups, so that images in random order are slow: %s",
+        self._cache, e,
+      )  # fmt: skip
+      self._cache = None
+      self._groups.clear()
+      return table.combine_chunks()
 
   def lookup(self, indices) -> dict:
     types = []
