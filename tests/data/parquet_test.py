@@ -11,6 +11,7 @@ import pytest
 
 from tests import looked_up
 from vit_jax import input_pipeline
+from vit_jax.commands import index as index_command
 from vit_jax.data import parquet, sources
 
 NAMES = ['cow', 'ant', 'bee']  # Not sorted.
@@ -150,6 +151,11 @@ def test_labels_are_those_of_the_training_split(
   source = open_split(tiny_config, tmp_path, 'test', class_names=classes)
   found = looked_up.features(source)['label']
   assert [x.tolist() for x in found] == want
+
+
+def test_files_need_no_index(root):
+  with pytest.raises(ValueError, match="Parquet files of 'train'.* without an index"):
+    index_command.main([str(root)])
 
 
 def rewritten(path, **columns):

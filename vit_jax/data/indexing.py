@@ -50,9 +50,16 @@ def _save(index, path):
 
 def run(args) -> int:
   """Runs `vit_jax index`; returns its exit status."""
-  from vit_jax.data import folder
+  from vit_jax.data import checking, folder, manifest, parquet
   from vit_jax.data.coco import layout
 
+  for split in args.splits or checking.SPLITS:
+    listed = manifest.exists(args.folder, split)
+    if not listed and parquet.exists(args.folder, split):
+      raise ValueError(
+        f"'{args.folder}' has Parquet files of '{split}', whose images are not "
+        'listed: train without an index (config.dataset)'
+      )
   found = False
   splits = args.splits or layout.splits(args.folder)
   for split in splits or folder.splits(args.folder):
