@@ -204,7 +204,12 @@ def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
   """Its rotary embeddings suit images of any size; it has no biases of keys."""
   act = {'use_gated_mlp': True, 'hidden_act': 'silu'} if gated else {}
   config = transformers.DINOv3ViTConfig(
-    image_size=8, intermediate_size=24, num_register_tokens=registers, **SIZES, **act
+    image_size=8,
+    intermediate_size=24,
+    num_register_tokens=registers,
+    rope_theta=50.0 if gated else 100.0,
+    **SIZES,
+    **act,
   )
   theirs = torch_models.randomize(transformers.DINOv3ViTModel(config))
   theirs.save_pretrained(tmp_path / 'a')

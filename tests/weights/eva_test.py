@@ -91,6 +91,8 @@ def test_architectures_tell_their_rotary_embeddings():
     found = vit_files.from_timm({'architecture': name}, state)
     assert found.num_heads == theirs.blocks[0].attn.num_heads
     got, rope = found.model['transformer'], theirs.rope
+    assert got['norm_eps'] == theirs.blocks[0].norm1.eps
+    assert got['gelu'] == 'erf'
     kinds = {
       'NoneType': None,
       'RotaryEmbeddingDinoV3': 'rope',

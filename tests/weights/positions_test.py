@@ -54,8 +54,9 @@ def test_every_table_is_resized(tmp_path, kind):
     np.testing.assert_allclose(new[1:].reshape(want.shape), want, atol=1e-5)
 
 
-def test_relative_embeddings_stay_with_their_grid(tmp_path):
-  config = make_config('relative', 'shared')
+@pytest.mark.parametrize('kind', ['relative', 'relative_bias'])
+def test_relative_embeddings_stay_with_their_grid(tmp_path, kind):
+  config = make_config(kind, 'shared')
   params = numbers(config)
   path = save(params, tmp_path / 'a.npz')
 
@@ -82,6 +83,7 @@ def test_relative_embeddings_stay_with_their_grid(tmp_path):
     ('learned_2d', 'every'),
     ('relative', 'every'),
     ('relative', 'shared'),
+    ('relative_bias', 'every'),
   ],
 )
 def test_parameters_tell_their_position_embeddings(kind, layers):

@@ -7,6 +7,7 @@ which timm has under the names of its other Vision Transformers, and `DINOv3ViTM
 
 import numpy as np
 
+from vit_jax.configs import schema
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves, vit_files
 
@@ -119,9 +120,15 @@ def from_hf_3(config) -> descriptions.Description:
   if gated:  # Of which only the gate has an activation.
     descriptions.only({'hidden_act': 'gelu', **config}, hidden_act='silu')
     config = {**config, 'hidden_act': 'gelu'}
-  descriptions.only(config, rope_theta=100.0, proj_bias=True, mlp_bias=True)
+  descriptions.only(config, proj_bias=True, mlp_bias=True)
   found = from_hf({'layer_norm_eps': 1e-5, **config})
-  rope = {'position_embedding': 'rope', 'add_position_embedding': True}
+  rope = {
+    'position_embedding': 'rope',
+    'add_position_embedding': True,
+    'rope_temperature': float(
+      descriptions.field(config, 'rope_theta', schema.Positive, 100.0)
+    ),
+  }
   model = {'transformer': {**found.model['transformer'], **rope}}
   return found._replace(model=model)
 
@@ -147,7 +154,8 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     files = vit_files.hf_files(
       model, model_type=HF_TYPES[2], architectures=['DINOv3ViTModel'], **biases,
       use_gated_mlp=gated, num_register_tokens=registers,
-      layerscale_value=encoder.layer_scale, rope_theta=100.0,
+      layerscale_value=encoder.layer_scale,
+      rope_theta=encoder.get('rope_temperature', 100.0),
     )  # fmt: skip
     if gated:
       files['config.json']['hidden_act'] = 'silu'

@@ -74,8 +74,8 @@ def is_eva(names) -> bool:
 def from_timm(config, flat, named: bool, num_heads: int | None) -> dict:
   """Returns the fields of rotary embeddings; reorders channels in `flat`.
 
-  The arrays are already renamed; `named` is `is_eva` of their names before. ValueError if it
-  is unknown whether the embeddings are rotary, or the models here compute others.
+  The arrays are already renamed; `named` is `is_eva` of their names before. ValueError
+  if the architecture is unknown, or no model of this package computes the same.
   """
   name, field = architecture(config), descriptions.field
   for pattern, why in _REJECTED.items():
@@ -122,6 +122,8 @@ def _reorder(flat, num_heads, args):
     if found := re.search(r'\.attn\.[qk](_norm)?\.(weight|bias)$', name):
       x = flat[name]
       size = len(x) if found[1] else len(x) // num_heads
+      if not size or len(x) % size or size % 4:
+        continue  # No model has such heads.
       pairs = np.arange(size)  # [2, E/2].
       pairs = pairs.reshape(2, -1) if half else pairs.reshape(-1, 2).T
       order = np.roll(pairs, size // 4 if columns_first else 0, axis=1).ravel()
