@@ -364,6 +364,34 @@ def test_variants_of_hugging_face_and_back(tmp_path, kind, name, fields):
   trees.assert_same(dict(back.state_dict()), dict(theirs.state_dict()))
 
 
+def test_moco_v3(tmp_path):
+  """Its file has the names of its two encoders, and fixed positions."""
+  args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4)
+  name = 'vit_small_patch16_224'
+  theirs = torch_models.randomize(timm.create_model(name, **args, num_classes=0))
+  angles = torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]])[..., None]
+  angles = angles * torch.tensor([1.0, 0.1, 0.01, 0.001])  # [N, 2, D / 4].
+  table = torch.stack([angles.sin(), angles.cos()], 2).reshape(4, 16)
+  theirs.pos_embed.data[:] = torch.cat([torch.zeros(1, 16), table])
+  state = {
+    f'module.{part}_encoder.{key}': x if part == 'base' else x + 1
+    for part in ('base', 'momentum')
+    for key, x in theirs.state_dict().items()
+  }
+  for key in ('base_encoder.head.0', 'momentum_encoder.head.0', 'predictor.0'):
+    state[f'module.{key}.weight'] = torch.ones(3, 3)
+  file = tmp_path / 'vit-s-300ep.pth.tar'
+  torch.save({'epoch': 300, 'state_dict': state, 'optimizer': {'state': {}}}, file)
+  found = convert.read(str(file), num_heads=2, gelu='erf')
+  images = random_images((8, 8))
+  model = models.make_model(found.config, num_classes=None)
+  np.testing.assert_allclose(
+    model.apply({'params': found.params}, images, train=False),
+    torch_models.logits(theirs, images),
+    atol=1e-4,
+  )
+
+
 # What these read, and a single name of its result there.
 @pytest.mark.parametrize(
   'config, name, result, fields',

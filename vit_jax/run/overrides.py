@@ -171,8 +171,11 @@ def _types_of_run(config):
   model = config.get('model')
   if isinstance(model, ml_collections.ConfigDict):
     options = _types_of_values(model_configs.with_options(model))
-    fields = model_configs.FIELDS.get(model_configs.kind_of(model))
-    if fields:
+    kind = model_configs.kind_of(model)
+    fields = model_configs.FIELDS.get(kind)
+    if kind == model_configs.PRETRAINED:  # Nearly always of a Vision Transformer.
+      options = schema.flat(model_configs.Vit)
+    elif fields:
       fields = schema.flat(fields)
       options = {name: fields.get(name, options[name]) for name in options}
     else:  # A user's own model may have the fields of any kind.

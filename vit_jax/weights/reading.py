@@ -5,7 +5,8 @@ Formats, and how each is recognised:
   npz       a file of arrays with '/' in their names, such as the published ones
             of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file;
-            also model.safetensors.index.json, next to the files that it names;
+            also model.safetensors.index.json, next to the files that it names, and
+            MoCo v3's .pth.tar, of which the base encoder is taken;
             `VisionTransformer`, `Eva` and `Beit` there
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, likewise of DeiT, I-JEPA and MAE,
@@ -37,7 +38,7 @@ from vit_jax.weights.families import families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
-_TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth')
+_TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
 
 
 class Weights(NamedTuple):

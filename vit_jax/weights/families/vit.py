@@ -40,7 +40,12 @@ _ELSEWHERE = {
 }  # fmt: skip
 _HF_REGISTERS = 'embeddings.register_tokens'  # As in DINOv2.
 # What completes masked images, of which no logits and no features depend.
-_IGNORED = r'decoder|(embeddings\.)?mask_token'
+_IGNORED = r'decoder|(embeddings\.)?mask_token|module\.'
+# Names of PyTorch's DistributedDataParallel, and of MoCo v3 (arXiv 2104.02057), whose
+# projections, predictor and momentum encoder are not read.
+_PARALLEL = (
+  r'^module\.(base_encoder\.(?!head\.)|(?!(base|momentum)_encoder\.|predictor\.))', ''
+)  # fmt: skip
 # Rows of vit_jax.weights.families.leaves: names of timm and of Hugging Face.
 _STEM = (
   ('cls', 'same', 'cls_token', 'embeddings.cls_token'),
@@ -123,7 +128,7 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
       (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
     ),
     marks=('patch_embed.proj.weight',),
-    old_names=eva.OLD_NAMES,
+    old_names=(_PARALLEL, *eva.OLD_NAMES),
     joined={
       '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
       'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
