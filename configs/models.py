@@ -211,7 +211,7 @@ class Vit(_Model):
   resnet: _ResNet
   representation_size: schema.Count | None
   classifier: Literal[
-    'token', 'gap', 'token_gap', 'map', 'token_map', 'unpooled',
+    'token', 'gap', 'token_gap', 'token_with_gap', 'map', 'token_map', 'unpooled',
     'token_unpooled',
   ]  # fmt: skip
   head_init: Literal['zeros', 'lecun_normal']

@@ -52,7 +52,8 @@ from vit_jax.layers import (
 )
 
 CLASSIFIERS = (
-  'token', 'gap', 'token_gap', 'map', 'token_map', 'unpooled', 'token_unpooled'
+  'token', 'gap', 'token_gap', 'token_with_gap', 'map', 'token_map', 'unpooled',
+  'token_unpooled',
 )  # fmt: skip
 
 # Names of the original.
@@ -120,7 +121,8 @@ class VisionTransformer(patches_lib.ImageModel):
   # section 3.1), or None.
   representation_size: int | None = None
   # 'token' reads the class token, 'gap' and 'token_gap' the mean over patches, without
-  # and with a class token next to them, 'map' and 'token_map' likewise the result of
+  # and with a class token next to them, 'token_with_gap' class token and mean side by
+  # side (as DINOv2's linear classifiers), 'map' and 'token_map' likewise the result of
   # attention pooling (see vit_jax.layers.encoder.MAPHead); 'unpooled' and
   # 'token_unpooled' apply the head to every token, without and with a class token.
   classifier: str = 'token'
@@ -350,6 +352,8 @@ class VisionTransformer(patches_lib.ImageModel):
       x = x[:, 0]  # [B, D]
     elif self.classifier == 'token_gap':
       x = x[:, 1:].mean(axis=1)  # [B, D]
+    elif self.classifier == 'token_with_gap':
+      x = jnp.concatenate([x[:, 0], x[:, 1:].mean(axis=1)], axis=1)  # [B, 2 D]
     elif self.classifier == 'gap':
       x = x.mean(axis=range(1, x.ndim - 1))  # [B, D]
     elif self.classifier == 'map':

@@ -153,6 +153,30 @@ def test_to_timm_and_back(saved, tmp_path):
   assert {key: processor[key] for key in SCALING} == SCALING
 
 
+@pytest.mark.parametrize('registers', [0, 4])
+def test_classifiers_of_class_token_and_mean_and_back(tmp_path, registers):
+  name = 'Dinov2WithRegisters' if registers else 'Dinov2'
+  more = {'num_register_tokens': registers} if registers else {}
+  labels = {0: 'ant', 1: 'bee', 2: 'cow'}
+  sizes = dict(image_size=12, mlp_ratio=3, **SIZES, **more, id2label=labels)
+  cls = getattr(transformers, f'{name}ForImageClassification')
+  theirs = cls(getattr(transformers, f'{name}Config')(**sizes))
+  torch_models.randomize(theirs).save_pretrained(tmp_path / 'a')
+  found = convert.read(str(tmp_path / 'a'))
+  assert found.class_names == ('ant', 'bee', 'cow')
+  images = images_of(12, 12)
+  model = models.make_model(found.config, num_classes=3)
+  got = model.apply({'params': found.params}, images, train=False)
+  assert_close(got, torch_models.logits(theirs, images))
+  convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
+  again, info = cls.from_pretrained(tmp_path / 'b', output_loading_info=True)
+  assert not info['missing_keys']
+  assert not info['unexpected_keys']
+  assert_close(torch_models.logits(again, images), torch_models.logits(theirs, images))
+  with pytest.raises(ValueError, match='cannot be written as timm'):
+    convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'timm')
+
+
 @pytest.mark.parametrize(
   'name, registers',
   [('vit_giant_patch14_reg4_dinov2', 4), ('deit3_small_patch16_224', 0)],

@@ -227,13 +227,6 @@ def _of_hf(name, config, **fields):
     (_of_timm('vit_pe_core_tiny_patch16_384'), 'pooling has its own number of heads'),
     (_of_timm('eva02_enormous_patch14_clip_224'), 'whose layers end with their norms'),
     (
-      _of_hf(
-        'Dinov2ForImageClassification', 'Dinov2Config',
-        **{**_SIZES, 'image_size': 8, 'patch_size': 4},
-      ),
-      'classifier.bias.*class token and mean of the patches',
-    ),
-    (
       _of_hf('DINOv3ViTModel', 'DINOv3ViTConfig', proj_bias=False, **_SIZES),
       'proj_bias is False.* only models with True',
     ),

@@ -10,7 +10,8 @@ Formats, and how each is recognised:
             `VisionTransformer`, `Eva` and `Beit` there
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, likewise of DeiT, I-JEPA and MAE,
-            `Dinov2Model` and `Dinov2WithRegistersModel`, `DINOv3ViTModel`,
+            `Dinov2Model` and `Dinov2WithRegistersModel` and their
+            classifiers, `DINOv3ViTModel`,
             `DetrForObjectDetection`, `DetrForSegmentation`,
             `ImageGPTForCausalImageModeling` and `ImageGPTModel`, `CLIPModel` and
             `SiglipModel`, also their image towers alone)

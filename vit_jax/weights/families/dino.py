@@ -25,6 +25,7 @@ _STEM = (
   ('register_tokens', 'same', 'embeddings.register_tokens'),
   ('embedding', 'conv', 'embeddings.patch_embeddings.projection'),
   ('Transformer/encoder_norm', 'norm', 'layernorm'),
+  ('head', 'dense', 'classifier'),
 )  # fmt: skip
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1'),
@@ -81,7 +82,6 @@ def naming(gated: bool) -> leaves.Naming:
     joined={'.mlp.weights_in.': JOINED} if gated else {},
     ignored=r'embeddings\.mask_token',
     program="Hugging Face's DINOv2",
-    features={'classifier': 'a classifier of class token and mean of the patches'},
   )
 
 
@@ -105,13 +105,18 @@ def with_key_biases(found):
   return {path: x for path, x in {**biases, **found}.items() if x.size}
 
 
-def completed(state, naming: leaves.Naming):
-  """Adds arrays to a state dict that are zero or empty: mask token, no registers."""
+def completed(state, naming: leaves.Naming, registers: bool):
+  """Adds arrays to a state dict that are zero or empty: mask token, no registers.
+
+  A classifier's other names begin with its type.
+  """
   token, is_3 = state[CLS], naming is NAMING_3
   others = {'embeddings.mask_token': np.zeros_like(token if is_3 else token[0])}
   if is_3:
     others['embeddings.register_tokens'] = token[:, :0]
-  return {**others, **state}
+  state = {**others, **state}
+  prefix = f'{HF_TYPES[registers]}.' if 'classifier.bias' in state else ''
+  return {k if k.startswith('classifier.') else prefix + k: x for k, x in state.items()}
 
 
 def from_hf_3(config) -> descriptions.Description:
@@ -174,13 +179,22 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
       f'of {model.image_size}: write this model for timm, or as a run (--to)'
     )
   kind, name = HF_TYPES[registers > 0], 'Dinov2WithRegisters' if registers else 'Dinov2'
+  whole = config.classifier == 'token_with_gap'
+  if whole != bool(model.num_classes) or 'pre_logits' in model.params:
+    raise ValueError(
+      f"Hugging Face's DINOv2 has no {model.num_classes} classes with classifier="
+      f"'{config.classifier}', only with 'token_with_gap': write this model as a run "
+      '(--to=workdir)'
+    )
+  name += 'ForImageClassification' if whole else 'Model'
   files = vit_files.hf_files(
     model,
     model_type=kind,
-    architectures=[f'{name}Model'],
+    architectures=[name],
     mlp_ratio=ratio,
     use_swiglu_ffn=gated,
     layerscale_value=encoder.layer_scale,
     **({'num_register_tokens': registers} if registers else {}),
+    **(descriptions.label_fields(model) if whole else {}),
   )
-  return files, [f'load it as {name}Model: the model has no classifier']
+  return files, [] if whole else [f'load it as {name}: the model has no classifier']

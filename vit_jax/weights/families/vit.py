@@ -229,8 +229,11 @@ class Classifiers(base.Family):
     dino_only = own & set(_ELSEWHERE['dino']) or config.get('registers')
     position = encoder.get('position_embedding')
     rope, there = position == 'rope', eva.holds(config)
+    both = config.get('classifier') == 'token_with_gap'
 
     def holds(kind):
+      if both and (kind == 'timm' or (kind == 'hf' and rope)):
+        return False
       held = _ELSEWHERE.get(kind, VARIATIONS)
       if kind == 'timm':
         if there and not eva.has_fields(config):
@@ -294,7 +297,7 @@ class Classifiers(base.Family):
     if timm:
       return state if naming == 'timm' else eva.of_state(state, naming)
     if table is not _HF:
-      return dino.completed(state, table)
+      return dino.completed(state, table, 'register_tokens' in flat)
     if kind == 'deit':
       leaves.rename(state, ((r'^classifier\.', 'cls_classifier.'),))
     # transformers puts all names except the heads' under the model's type.
@@ -439,6 +442,9 @@ def _vit_sizes(flat):
   pooling = pooling[first, pooled]
   if pooling == 'token' and _POOL_NORM in flat and 'dist' not in flat:
     pooling = 'token_gap'
+  pre_logits = flat.get('pre_logits/kernel', flat.get('head/kernel', ()))
+  if pooling == 'token' and pre_logits[:1] == (2 * width,):
+    pooling = 'token_with_gap'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
   block += 'row/' if f'{block}row/LayerNorm_0/scale' in flat else ''
