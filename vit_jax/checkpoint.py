@@ -197,7 +197,8 @@ def _model_of(config, given) -> dict[str, Any]:
     )
   found = identify.model_config(weights.params, weights.model)
   flat = flax.traverse_util.flatten_dict(dict(weights.model))
-  gelu = {key: encoder.get('gelu') for key, x in flat.items() if x is None}
+  unknown = [key for key, x in flat.items() if key[-1] == 'gelu' and x is None]
+  gelu = dict.fromkeys(unknown, encoder.get('gelu'))
   if found is None or None in gelu.values():
     raise ValueError(
       f"pretrained='{path}' does not tell "

@@ -105,7 +105,7 @@ def fine_tuning(folder, **fields):
   return checkpoint.with_model(config)
 
 
-def test_a_run_takes_its_model_from_the_weights(saved):
+def test_a_run_takes_its_model_from_the_weights(saved, tmp_path):
   folder, _, registers = saved
   config = fine_tuning(folder, **{'transformer.dropout_rate': 0.1})
   run_config.check_values(config)
@@ -119,6 +119,9 @@ def test_a_run_takes_its_model_from_the_weights(saved):
   taken = fitting.transferable(str(folder), want, config.model)
   rest = {'/'.join(path) for path in fitting.flax.traverse_util.flatten_dict(want)}
   assert rest - taken.keys() == {'head/kernel', 'head/bias'}
+  convert.convert(str(folder), str(tmp_path / 'run'), 'workdir')
+  for key in ('patches', 'hidden_size', 'classifier'):
+    assert fine_tuning(tmp_path / 'run').model[key] == config.model[key]
   # A run that resumes has its model, and may have lost the weights.
   config = vit_config.get_config('pretrained,digits,8')
   assert checkpoint.with_model(config, found.to_dict()).model.hidden_size == 16
