@@ -76,18 +76,12 @@ def load(
   program = train.make_program(config, metadata, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
-  base = program.task.base(abstract.params, abstract.extra)
-  workdir_lib.check_base(workdir, config, lora.fingerprint(base))
   stored = lora.trained(abstract.params, config)
-  float_type = None if dtype == 'int8' else dtype
-  weights = checkpoints.restore_weights(
-    stored, abstract.extra, step, None if base else float_type
-  )
-  params = lora.merged(lora.whole(weights.params, base, abstract.params), config)
-  if base and float_type:
-    params = jax.tree.map(lambda x: x.astype(float_type), params)
-  if dtype == 'int8':
-    params = int8.quantised(params)
+  kept = None if dtype == 'int8' or config.lora.rank else dtype
+  weights = checkpoints.restore_weights(stored, abstract.extra, step, kept)
+  params = program.task.merged(weights.params, abstract.params, abstract.extra, workdir)
+  if kept != dtype:
+    params = int8.converted(params, dtype)
   model = program.task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
@@ -123,13 +117,13 @@ def load_weights(
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, writing
 
-  read_type = None if dtype == 'int8' else dtype
-  model = convert.read(path, class_names, image_size, num_heads, read_type, gelu)
+  kept = None if dtype == 'int8' else dtype
+  model = convert.read(path, class_names, image_size, num_heads, kept, gelu)
   model = writing.scaled(model)
   config, metadata = writing.as_run(model)
   task = run_config.get_task(config.task)(config, metadata)
   params, extra = (_moved(tree) for tree in (model.params, model.extra))
-  params = int8.quantised(params) if dtype == 'int8' else params
+  params = params if kept == dtype else int8.converted(params, dtype)
   model = task.predictor(params, extra, 0)
   model.origin = str(path)
   return model

@@ -331,7 +331,7 @@ def start(prepared: Prepared, workdir, weights):
   abstract = program.abstract
   params = lora.trained(abstract.params, config)
   state, step = checkpoints.restore(abstract.replace(params=params))
-  if step:
+  if config.lora.rank and step:
     frozen = lora.base(weights, abstract.params, config)
     params = lora.whole(state.params, frozen, abstract.params)
     state = state.replace(params=params)

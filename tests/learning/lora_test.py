@@ -138,7 +138,10 @@ def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
   [
     ({'model': model_configs.get_config('bit_r50x1')}, 'query.* no kernel .*conv1'),
     ({'lora': {'rank': 1, 'on': 'bias'}}, "lora.on='bias' selects no kernel.*Dense_0"),
-    ({'lr_multipliers': (('query', 0.0),)}, "adapts '.*query/kernel'.*lr_multipliers"),
+    (
+      {'lr_multipliers': (('query', 0.0),)},
+      "adapts '.*query/kernel'.*lr_multipliers freeze",
+    ),
     ({'lora': {'rank': -1}}, 'lora.rank=-1'),
     ({'ema_decay': 0.9}, 'ema_decay=0.9 .* lora.rank=1'),
     ({'pretrained': None}, "lora.rank=1 freezes .*None, which lack .*'Transformer/"),

@@ -233,11 +233,9 @@ def make_program(
   names = sorted(spec)
   places = dict(zip(names, jaxpr.invars[-len(names) :]))
   spec = {k: v for k, v in spec.items() if id(places[k]) in read}
-  params, extra = weights
-  if dtype == 'int8':
-    weights = jax.device_get(int8.quantised(params)), extra
-  elif dtype:
-    weights = jax.tree.map(lambda x: x.astype(jnp.dtype(dtype)), params), extra
+  if dtype:
+    params, extra = weights
+    weights = jax.device_get(int8.converted(params, dtype)), extra
   return Program(run, weights, spec)
 
 

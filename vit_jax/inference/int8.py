@@ -19,10 +19,12 @@ class Kernel(NamedTuple):
   scale: jax.Array  # float32 [1, ..., *outputs].
 
 
-def quantised(params):
-  """Returns parameters whose kernels are `Kernel`s."""
+def converted(params, dtype: str):
+  """Returns parameters in a type; kernels are `Kernel`s for 'int8', others unchanged."""
 
   def convert(path, x):
+    if dtype != 'int8':
+      return x.astype(dtype)
     name = sharding.path_name(path)
     if x.ndim < 2 or not name.endswith('kernel'):
       return x
@@ -40,11 +42,6 @@ def restored(params):
   # jnp: a program with constants shall hold 8 bits.
   back = lambda x: jnp.multiply(*x) if isinstance(x, Kernel) else x
   return jax.tree.map(back, params, is_leaf=lambda x: isinstance(x, Kernel))
-
-
-def is_quantised(params) -> bool:
-  """Returns whether kernels of parameters are in 8 bits."""
-  return any(x.dtype == jnp.int8 for x in jax.tree.leaves(params))
 
 
 class Model:

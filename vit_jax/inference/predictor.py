@@ -38,7 +38,7 @@ class Predictor:
   FLAGS = ()
 
   def __init__(self, task, params, extra, step: int):
-    if int8.is_quantised(params):
+    if any(x.dtype == np.int8 for x in jax.tree.leaves(params)):
       task = copy.copy(task)
       task.model = int8.Model(task.model)
     self.task = task

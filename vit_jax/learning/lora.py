@@ -58,7 +58,13 @@ def adapted(init: Callable, config) -> Callable:
       inputs, outputs = kernel.shape[:split], kernel.shape[split:]
       a = _INIT(key, (np.prod(inputs), rank), kernel.dtype).reshape(*inputs, rank)
       flat[path + A], flat[path + B] = a, jnp.zeros((rank, *outputs), kernel.dtype)
-    _check_trained(kernels, config, flat)
+    frozen = optim.frozen_sizes(rules(config), flat)
+    if stopped := [path for path in kernels if path + A in frozen]:
+      raise ValueError(
+        f"lora.on='{config.lora.on}' adapts '{stopped[0]}', which lr_multipliers "
+        'freeze: select other kernels (config.lora.on), or leave out that rule '
+        '(config.lr_multipliers)'
+      )
     return flax.traverse_util.unflatten_dict(flat, sep='/'), extra
 
   return init_adapted
@@ -67,17 +73,6 @@ def adapted(init: Callable, config) -> Callable:
 def _is_adapted(path, x, config):
   kernel = path.endswith('/kernel') and x.ndim >= 2 and not re.search(_HEAD, path)
   return kernel and re.search(config.lora.on, path)
-
-
-def _check_trained(kernels, config, flat):
-  """Raises ValueError if `lr_multipliers` freeze adapters."""
-  frozen = optim.frozen_sizes(rules(config), flat)
-  if stopped := [path for path in kernels if path + A in frozen]:
-    raise ValueError(
-      f"lora.on='{config.lora.on}' adapts '{stopped[0]}', whose adapter "
-      'lr_multipliers freeze: select other kernels (config.lora.on), or leave out that '
-      'rule (config.lr_multipliers)'
-    )
 
 
 def without_adapters(params):
@@ -134,17 +129,13 @@ def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
   return {path: weights[path] for path in frozen}
 
 
-def whole(params, frozen: Mapping[str, Any], shapes=None):
+def whole(params, frozen: Mapping[str, Any], shapes):
   """Returns stored parameters with the frozen ones, which are placed as `shapes`."""
-  if not frozen:
-    return params
-  if shapes is not None:
-    flat = flax.traverse_util.flatten_dict(shapes, sep='/')
-    put = lambda path, x: jax.device_put(
-      x.astype(flat[path].dtype), flat[path].sharding
-    )
-    frozen = {path: put(path, x) for path, x in frozen.items()}
-  flat = {**frozen, **flax.traverse_util.flatten_dict(params, sep='/')}
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  wanted = flax.traverse_util.flatten_dict(shapes, sep='/')
+  for path, x in frozen.items():
+    like = wanted[path]
+    flat[path] = jax.device_put(x.astype(like.dtype), like.sharding)
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 

@@ -92,8 +92,7 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
         _check_metadata(path / f'{name}.json', value)
-    check_base(path, config, {k: v for k, v in data.items() if k == 'base'})
-    _check_data(path, data)
+    check_data(path, data)
 
 
 @processes.by_first('checking the workdir')
@@ -146,24 +145,17 @@ def _check_metadata(file, value):
   )
 
 
-def check_base(workdir, config, base: Mapping[str, Any]):
-  """Raises ValueError unless adapters of a run were trained on frozen parameters.
-
-  `base` is the result of vit_jax.learning.lora.fingerprint.
-  """
-  stored = _read(folder(workdir) / _DATA)['sources']
-  if base and base['base'] != stored.get('base'):
-    raise ValueError(
-      f"workdir='{workdir}' has adapters of other weights than those now at "
-      f'pretrained={config.pretrained!r}: restore these, whose hash is {stored["base"]}'
-    )
-
-
-def _check_data(path, data):
-  """Refuses other training data; warns of other evaluation data."""
+def check_data(workdir, data: Mapping[str, Any]):
+  """Refuses other training data or frozen weights; warns of other evaluation data."""
+  path = folder(workdir)
   sources = _read(path / _DATA)['sources']
   for name in (name for name in data if name in sources):
     differing = differences(sources[name], data[name])
+    if differing and name == 'base':
+      raise ValueError(
+        f"workdir='{path}' has adapters of other weights than there are now at "
+        f"pretrained='{_read_config(path).pretrained}' ({differing[0]}): restore these"
+      )
     if differing and name == 'train':
       raise ValueError(
         f"workdir='{path}' belongs to a run on other training data:\n  "

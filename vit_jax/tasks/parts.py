@@ -17,6 +17,7 @@ from vit_jax.evaluators import features
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.learning import lora
+from vit_jax.run import workdir as workdir_lib
 
 
 class Hooks:
@@ -115,16 +116,19 @@ class Hooks:
     """
     return self.NEW_PARAMS
 
-  def base(self, params, extra=None) -> dict:
-    """Reads the frozen parameters of a run with adapters, arrays by path.
+  def merged(self, stored, shapes, extra, workdir):
+    """Returns the model's parameters of a run, from those in its checkpoint.
 
-    Takes shapes of all parameters and of the extra state. {} without adapters.
+    With adapters, the frozen ones come from `config.pretrained`. Takes the shapes of
+    all parameters and of the extra state.
     """
     if not self.config.lora.rank:
-      return {}
-    plain = lora.without_adapters(params)
+      return stored
+    plain = lora.without_adapters(shapes)
     weights = checkpoint.pretrained_weights(self.config, self, plain, extra)
-    return lora.base(weights, params, self.config)
+    frozen = lora.base(weights, shapes, self.config)
+    workdir_lib.check_data(workdir, lora.fingerprint(frozen))
+    return lora.merged(lora.whole(stored, frozen, shapes), self.config)
 
   def check_weights(self, weights: dict, params):
     """Raises ValueError if weights do not suffice, before a run is compiled.

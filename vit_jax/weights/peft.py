@@ -21,7 +21,7 @@ def write(model, dst) -> list[str]:
   """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
   family, (config, stored) = families.of(model.config), model.adapters
   flat = reading.leaves_of(model)
-  names, modules = _names(family, flat), family.peft_names(model.config)
+  names = _names(family, flat)
   converted = family.dump(flat, 'hf')
   state, layers, whole = {}, set(), set()
   for path, x in stored.items():
@@ -31,7 +31,7 @@ def write(model, dst) -> list[str]:
         f"'{kernel}' has no layer of its own in Hugging Face's model: write the merged "
         'weights (--to=hf)'
       )
-    layer, _, end = leaves.renamed(names[kernel], modules).rpartition('.')
+    layer, _, end = leaves.renamed(names[kernel], family.modules).rpartition('.')
     shape = converted[names[kernel]].shape
     if not part:
       whole.add(layer)

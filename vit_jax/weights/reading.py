@@ -204,10 +204,8 @@ def _read_workdir(folder):
   if config.lora.rank:
     adapters = config, flax.traverse_util.flatten_dict(found.params, sep='/')
     task = task_class(config, metadata)
-    shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
-    base = task.base(shapes, extra)
-    workdir_lib.check_base(folder, config, lora.fingerprint(base))
-    params = lora.merged(lora.whole(found.params, base), config)
+    shapes = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
+    params = task.merged(found.params, *shapes, folder)
     found = found._replace(params=jax.tree.map(np.asarray, params))
   flat = flax.traverse_util.flatten_dict(found.params, sep='/')
   flat = {k: v for k, v in flat.items() if not k.startswith(own)}

@@ -47,7 +47,8 @@ def check(model: Model, to: str) -> list[str]:
   """Returns notes; ValueError if a format cannot hold this model."""
   family = families.of(model.config)
   formats = family.formats_of(model.config)
-  if model.adapters and family.peft_names(model.config):
+  is_dino = (model.config.get('transformer') or {}).get('layer_scale') is not None
+  if model.adapters and family.modules and 'hf' in formats and not is_dino:
     formats = (*formats, 'peft')
   if to not in formats:
     raise ValueError(

@@ -34,6 +34,8 @@ class Family:
       key, and their defaults; None if unknown for weights.
     hf_types: `model_type` of its models in Hugging Face's config.json.
     head: a leaf whose last dimension is the number of classes.
+    modules: (regex, replacement) from names in Hugging Face's files to modules there;
+      () for models that are not written as PEFT.
     namings: other programs' names of its arrays, by kind or by variants of it.
   """
 
@@ -44,6 +46,7 @@ class Family:
   computes: Mapping[str, Any]
   hf_types: tuple[str, ...] = ()
   head: str = 'head/bias'
+  modules: tuple[tuple[str, str], ...] = ()
   namings: Mapping[str, leaves.Naming] = {}
 
   def detect(self, names: Iterable[str]) -> str | None:
@@ -171,13 +174,6 @@ class Family:
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the formats that hold a model."""
     return self.formats
-
-  def peft_names(self, config: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Returns (regex, replacement) from the names in Hugging Face's files to modules.
-
-    () if PEFT cannot adapt such models with arrays of this package.
-    """
-    return ()
 
   def notes(self, model, to: str) -> list[str]:
     """Returns what a user should know about a model in a format."""

@@ -57,14 +57,6 @@ _STEM = (
   ('head', 'dense', 'head', 'classifier'),
   ('head_dist', 'dense', 'head_dist', 'distillation_classifier'),
 )  # fmt: skip
-# From names in files to those of modules, since transformers 5.
-_HF_MODULES = (
-  (r'encoder\.layer\.', 'layers.'),
-  (r'attention\.attention\.(q|k|v)(uery|ey|alue)', r'attention.\1_proj'),
-  (r'attention\.output\.dense', 'attention.o_proj'),
-  (r'intermediate\.dense', 'mlp.fc1'),
-  (r'output\.dense', 'mlp.fc2'),
-)
 _MLP = ('mlp.fc1', 'mlp.fc2'), ('intermediate.dense', 'output.dense')
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
@@ -181,6 +173,13 @@ class Classifiers(base.Family):
 
   words = 'a classifier'
   formats = ('npz', 'timm', 'hf', 'workdir')
+  modules = (  # Since transformers 5.
+    (r'encoder\.layer\.', 'layers.'),
+    (r'attention\.attention\.(q|k|v)(uery|ey|alue)', r'attention.\1_proj'),
+    (r'attention\.output\.dense', 'attention.o_proj'),
+    (r'intermediate\.dense', 'mlp.fc1'),
+    (r'output\.dense', 'mlp.fc2'),
+  )
   hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa', *dino.HF_TYPES)
   computes = {  # noqa: RUF012
     'transformer.gelu': 'tanh',
@@ -253,10 +252,6 @@ class Classifiers(base.Family):
       return own <= set(held)
 
     return tuple(filter(holds, self.formats))
-
-  def peft_names(self, config):
-    plain = (config.get('transformer') or {}).get('layer_scale') is None  # Not DINO's.
-    return _HF_MODULES if plain and 'hf' in self.formats_of(config) else ()
 
   def naming_of(self, config, to):
     return (eva.holds(config) if to == 'timm' else None) or to
