@@ -1,6 +1,6 @@
 r"""Convert weights between this package, timm and Hugging Face, bit for bit.
 
-  vit_jax convert SRC DST [--to=npz|timm|hf|pth|workdir]
+  vit_jax convert SRC DST [--to=npz|timm|hf|peft|pth|workdir]
   vit_jax convert SRC --to=hf|timm --push=hf://OWNER/NAME
 
 SRC is a published .npz, a .safetensors or .bin file of timm, Hugging Face or
@@ -12,6 +12,8 @@ workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. 
   hf        a folder for ViTForImageClassification.from_pretrained(DST), for
             DetrForObjectDetection, ImageGPTForCausalImageModeling, CLIPModel
             or SiglipModel
+  peft      a folder with the adapters of a run (config.lora) of a ViT, for
+            PeftModel.from_pretrained(base, DST)
   pth       a detector under the names of the files released with DETR: a .pth
             file, which needs PyTorch, or a .safetensors file
   workdir   a folder for vit_jax predict, for --config.pretrained, and for
@@ -51,7 +53,7 @@ def make_parser() -> flags.Parser:
   )
   parser.add_argument(
     '--to',
-    help='format of DST: npz, timm, hf, pth or workdir (npz or pth if DST ends so)',
+    help='format of DST: npz, timm, hf, peft, pth or workdir (npz or pth if DST ends so)',
   )
   parser.add_argument(
     '--class_names',
