@@ -80,7 +80,7 @@ def load(
   kept = None if dtype == 'int8' or config.lora.rank else dtype
   weights = checkpoints.restore_weights(stored, abstract.extra, step, kept)
   params = program.task.merged(weights.params, abstract.params, abstract.extra, workdir)
-  if kept != dtype:
+  if dtype and kept != dtype:
     params = int8.converted(params, dtype)
   model = program.task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
@@ -123,7 +123,8 @@ def load_weights(
   config, metadata = writing.as_run(model)
   task = run_config.get_task(config.task)(config, metadata)
   params, extra = (_moved(tree) for tree in (model.params, model.extra))
-  params = params if kept == dtype else int8.converted(params, dtype)
+  if dtype and kept != dtype:
+    params = int8.converted(params, dtype)
   model = task.predictor(params, extra, 0)
   model.origin = str(path)
   return model
