@@ -1,5 +1,6 @@
 """Tests that the benchmarks run and report what they should; not how fast."""
 
+import itertools
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ import torch
 
 from benchmarks import (
   __main__ as program,
+  patterns,
   pipeline,
   sampling,
   start,
@@ -203,3 +205,10 @@ def test_runs_are_compared_with_the_line_before(monkeypatch, tmp_path, capsys):
   path.write_text('{')
   with pytest.raises(ValueError, match='track.jsonl'):
     track.main([str(path)])
+
+
+@pytest.mark.parametrize('side', [2, 5])
+def test_pairs_of_local_attention(side):
+  places = list(itertools.product(range(side), repeat=2))
+  near = [max(abs(a - c), abs(b - d)) <= 3 for a, b in places for c, d in places]
+  assert patterns.pairs(side) == sum(near)
