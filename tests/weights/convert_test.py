@@ -572,7 +572,7 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
     convert.convert(path, str(tmp_path / 'no'), 'hf', image_size=(8, 8))
   with pytest.raises(ValueError, match='2 class names for a head of 3'):
     convert.convert(path, str(tmp_path / 'no'), 'hf', class_names=['a', 'b'])
-  with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|pth\|workdir'):
+  with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|peft\|pth\|workdir'):
     convert.convert(path, str(tmp_path / 'no'))
   with pytest.raises(FileExistsError, match='exists: give another'):
     convert.convert(path, path)
