@@ -88,7 +88,7 @@ def test_rows_come_in_their_order_and_slices_are_of_rows(root, tiny_config):
   assert (info['num_examples'], info['int2str'](0)) == (3, 'cow')
 
 
-def test_the_start_reads_only_footers_and_the_data_have_a_fingerprint(
+def test_the_start_reads_only_labels_and_the_data_have_a_fingerprint(
   root, tiny_config, monkeypatch
 ):
   found = open_split(tiny_config, root).fingerprint()
@@ -97,11 +97,23 @@ def test_the_start_reads_only_footers_and_the_data_have_a_fingerprint(
   assert found != open_split(tiny_config, root, 'train[1:]').fingerprint()
   write(root / 'data' / 'test-00000-of-00001.parquet', {'image': images([1, 2])})
   test = open_split(tiny_config, root, 'test', 'image')
+  read, columns = pq.ParquetFile.read, []
   with monkeypatch.context() as patch:
-    for name in ('read', 'read_row_group', 'read_row_groups'):
+    for name in ('read_row_group', 'read_row_groups'):
       patch.setattr(pq.ParquetFile, name, None)
+    patch.setattr(
+      pq.ParquetFile,
+      'read',
+      lambda self, **kwargs: columns.append(kwargs['columns']) or read(self, **kwargs),
+    )
     assert open_split(tiny_config, root).num_examples == 9
+  assert columns == [['label']] * 2
   assert greys_of(test) == [1, 2]
+  path = root / 'data' / 'train-00001-of-00002.parquet'
+  size = path.stat().st_size
+  rewritten(path, label=[2, 1, 0, 2])
+  assert path.stat().st_size == size
+  assert found != open_split(tiny_config, root).fingerprint()
 
 
 def test_row_groups_are_read_once_per_machine(
@@ -170,7 +182,7 @@ def rewritten(path, **columns):
     (lambda path: path.unlink(), "00000-of-00002.parquet' is one of 2 files.*1 are th"),
     (lambda path: path.write_bytes(b'PAR1'), 'train-00001-of-00002.parquet.* is damaged'),
     (lambda path: rewritten(path, more=[1] * 4), 'differ in .*more: int64'),
-    (lambda path: rewritten(path, label=[0, 7, 1, 1]), '-00001-.*row 1.* is 7, not .* 3 '),
+    (lambda path: rewritten(path, label=[0, 7, 1, 1]), '-00001-.* label 7 .* 3 '),
     (lambda path: rewritten(path, text=['', '', None, '']), "row 2: .* no 'text'"),
     (lambda path: path.write_bytes(zeroed(path)), 'row group 0 of .*00001.* is damaged'),
   ],

@@ -340,6 +340,8 @@ def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
   out = tmp_path / 'out'
   with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
     vit.export(out, 'stablehlo', image_size=48)
+  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
+    vit.export(out, 'stablehlo', image_size=(16, 64))  # As many patches.
   with pytest.raises(ValueError, match=r'image_size=.*8'):
     vit.export(out, 'stablehlo', image_size=8)
   with pytest.raises(ValueError, match="image_size='free'"):

@@ -14,7 +14,7 @@ from tests import conftest, trees
 from vit_jax import checkpoint, predict, train
 from vit_jax.configs import models as model_configs
 from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.weights import convert
+from vit_jax.weights import convert, peft
 
 NAMES = [str(i) for i in range(10)]
 ATTENTION = 'Transformer/encoderblock_0/MultiHeadDotProductAttention_0'
@@ -105,6 +105,17 @@ def test_peft_finds_the_layers_and_their_sums(adapted):
   for name in ('classifier.weight', 'classifier.bias'):
     np.testing.assert_array_equal(merged[name], found.pop(here + name))
   assert not found
+  model = convert.read(str(folder / 'run'))
+  dense = 'Transformer/encoderblock_0/MlpBlock_0/Dense_0'
+  for path, fields, message in (
+    (f'{dense}/bias', {}, "only a part of 'vit.layers.0.mlp.fc1'"),
+    ('cls', {}, "only a part of 'vit.embeddings'"),
+    ('embedding/kernel', {'image_mean': (0.4,) * 3}, 'absorbed the scaling'),
+  ):
+    stored = {**model.adapters[1], path: flat(model.params)[path]}
+    other = model._replace(adapters=(model.adapters[0], stored), metadata=fields)
+    with pytest.raises(ValueError, match=message):
+      peft.write(other, folder)
   with pytest.raises(ValueError, match='cannot be written as peft'):
     convert.convert(str(folder / 'base'), str(folder / 'none'), 'peft')
 

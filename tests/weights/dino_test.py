@@ -3,10 +3,12 @@
 import functools
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from tests import torch_models, trees
@@ -251,3 +253,18 @@ def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
   assert_close(tokens_of(again, images, registers), want)
   with pytest.raises(ValueError, match=r'cannot be written as npz: .*hf\|workdir'):
     convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c.npz'))
+
+
+def test_weights_that_lack_what_their_config_names_are_refused(saved, tmp_path):
+  folder, _, registers = saved
+  shutil.copytree(folder, tmp_path / 'cut')
+  file = tmp_path / 'cut' / 'model.safetensors'
+  whole = safetensors.torch.load_file(file)
+  cuts = {'.1.': 'num_layers=1, .* 2'}
+  if registers:
+    cuts['register_tokens'] = f'registers=0, .* {registers}'
+  for name, message in cuts.items():
+    kept = {key: x for key, x in whole.items() if name not in key}
+    safetensors.torch.save_file(kept, file)
+    with pytest.raises(ValueError, match=f'{message}: download'):
+      convert.read(str(tmp_path / 'cut'))

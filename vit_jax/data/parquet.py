@@ -12,7 +12,7 @@ Class names are those in the metadata of `datasets` (key 'huggingface' of the sc
 or else the labels of the training split, sorted. Rows are numbered file by file, so
 'train[:10%]' has the rows that it has in `datasets`.
 
-At the start only the footers of the files are read. Parquet is made for reading whole
+At the start only the footers of the files and the labels are read. Parquet is made for reading whole
 row groups, of which `datasets` makes 100 MB each. So a row group is read once, when its
 first row is needed, and kept: in memory if the data are small, else memory-mapped in
 the cache of this package, which needs as much disk space as the data. Where that is
@@ -131,17 +131,31 @@ def open_split(
   wanted = records.resolve(features, columns, f"'{paths[0]}'")
   columns = {name: columns[name] for name in wanted}
   names = {name: names[name] for name in wanted if name in names}
-  numbers = {}
+  numbers, hashes = {}, {}
   if 'label' in columns:
     own, where = names.get('label'), f'{root}/{split}'
     if own and class_names is not None:
       records.check_classes(where, own, class_names)
-    found = class_names or own or _distinct(paths, columns['label'], where)
+    read = dict(zip(paths, _labels(paths, columns['label'])))
+    labels = set().union(*(found for found, _ in read.values()))
+    if not labels:
+      raise ValueError(f"no row of '{where}' has a label in '{columns['label'].name}'")
+    found = class_names or own or _names(labels, columns['label'], where)
     names['label'] = tuple(found)
     numbers = {name: i for i, name in enumerate(found)}
     numbers |= {i: numbers[name] for i, name in enumerate(own or found)}
+    for path, (labels, hashes[path]) in read.items():
+      if unknown := [x for x in labels if x not in numbers]:
+        raise ValueError(
+          f"'{path}' has the label {unknown[0]!r} in '{columns['label'].name}', not one "
+          f'of the {len(found)} classes {list(found[:5])} ...: leave out these rows, or '
+          'add the class to the training split'
+        )
   stamps = shards.each(image_files.size_and_time, paths, 'Looking at files')
-  listed = [[os.path.basename(path), size] for path, (size, _) in zip(paths, stamps)]
+  listed = [
+    [os.path.basename(path), size, hashes.get(path)]
+    for path, (size, _) in zip(paths, stamps)
+  ]
   origin = {'split': split, 'files': files.digest([json.dumps(listed).encode()])}
   processes.agree(f"the files of '{root}'", origin)
   reader = _Reader(columns, names, numbers)
@@ -241,18 +255,26 @@ def _column(name: str, of) -> _Column:
   return _Column(name, next((k for k, is_kind in kinds.items() if is_kind(of)), ''))
 
 
-def _distinct(paths, column: _Column, where: str) -> list[str]:
-  """Returns the names of the classes in a column of labels, of all files."""
+def _labels(paths, column: _Column) -> list[tuple[set, str]]:
+  """Returns the labels in each file, and a hash of the labels of its rows."""
   import pyarrow.compute as pc
 
   def read(path):
     with _checked(f"'{path}'"):
-      values = _open(path).read(columns=[column.name]).column(0)
-    return pc.unique(pc.list_flatten(values) if column.listed else values).to_pylist()
+      values = _open(path).read(columns=[column.name]).column(0).combine_chunks()
+    rows = [pc.fill_null(pc.list_value_length(values), -1)] if column.listed else []
+    values = pc.list_flatten(values) if column.listed else values
+    values = values if hasattr(values, 'indices') else values.dictionary_encode()
+    found = values.dictionary.to_pylist()
+    rows.append(pc.fill_null(values.indices, -1))
+    rows = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
+    return {*found} - {None, -1}, files.digest([*rows, json.dumps(found).encode()])
 
-  found = {*itertools.chain(*shards.each(read, paths, 'Reading labels'))} - {None, -1}
-  if not found:
-    raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
+  return shards.each(read, paths, 'Reading labels')
+
+
+def _names(found: set, column: _Column, where: str) -> list[str]:
+  """Returns the names of the classes with these labels."""
   if column.kind == 'string':
     return sorted(found)
   if min(found) < 0 or max(found) >= _MOST_CLASSES:
@@ -384,7 +406,7 @@ class ParquetSource(shards.ShardSource):
     for i, (name, column) in enumerate(self._reader.columns.items()):
       values = [row[i] for row in rows]
       if name == 'label':
-        labels = [self._labels(x, k) for x, k in zip(values, indices)]
+        labels = list(map(self._labels, values))
         found.append(np.full([len(rows), max(1, *map(len, labels), 1)], -1, np.int64))
         for row, numbers in zip(found[-1], labels):
           row[: len(numbers)] = numbers
@@ -405,18 +427,10 @@ class ParquetSource(shards.ShardSource):
         found.append(lengths)
     return found
 
-  def _labels(self, value, index) -> list[int]:
+  def _labels(self, value) -> list[int]:
     """Returns the numbers of the classes of a row."""
     values = value if isinstance(value, list) else [value]
-    values = [x for x in values if x is not None and x != -1]
-    known = self._reader.numbers
-    for x in values:
-      if x not in known:
-        raise ValueError(
-          f'{self._where(index)}: `{self._reader.columns["label"].name}` is {x!r}, not '
-          f'one of the {len(self.class_names)} classes {list(self.class_names[:5])} ...'
-        )
-    return [known[x] for x in values]
+    return [self._reader.numbers[x] for x in values if x is not None and x != -1]
 
   def _where(self, index) -> str:
     [shard], [place] = self._places(np.array([index]))

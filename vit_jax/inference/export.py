@@ -177,10 +177,15 @@ def _at_size(model, image_size):
     config.pp.update(crop=tuple(image_size), resize=None, sides=())
   try:
     task = type(task)(config, task.metadata)
-    want, _ = jax.eval_shape(task.init, jax.random.key(0))
+    shapes = _shapes(task)
+    # Positions of as many patches on another grid would be mixed up.
+    config.pp.crop = tuple(2 * side for side in image_size)
+    fits = shapes == _shapes(type(task)(config, task.metadata))
+    fits &= shapes == jax.tree.map(jnp.shape, model.params)
+    config.pp.crop = tuple(image_size)
   except ValueError as e:
     raise ValueError(f'image_size={image_size} does not fit the model: {e}') from e
-  if jax.tree.map(jnp.shape, want) != jax.tree.map(jnp.shape, model.params):
+  if not fits:
     raise ValueError(
       f'image_size={image_size} does not fit the model, whose parameters are for '
       f'{model.task.image_size}: leave out --image_size, or fine-tune the model at '
@@ -189,6 +194,11 @@ def _at_size(model, image_size):
   other = task.predictor(model.params, model.extra, model.step)
   other.workdir = model.workdir
   return other
+
+
+def _shapes(task):
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  return jax.tree.map(jnp.shape, params)
 
 
 def _in_float32(model):

@@ -125,7 +125,13 @@ class Hooks:
     if not self.config.lora.rank:
       return stored
     plain = lora.without_adapters(shapes)
-    weights = checkpoint.pretrained_weights(self.config, self, plain, extra)
+    try:
+      weights = checkpoint.pretrained_weights(self.config, self, plain, extra)
+    except FileNotFoundError as e:
+      raise FileNotFoundError(
+        f'{e}; adapters (config.lora) need the weights that they were trained on in '
+        'their place (config.pretrained)'
+      ) from e
     frozen = lora.base(weights, shapes, self.config)
     workdir_lib.check_data(workdir, lora.fingerprint(frozen))
     return lora.merged(lora.whole(stored, frozen, shapes), self.config)

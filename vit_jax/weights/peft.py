@@ -12,7 +12,7 @@ import safetensors.numpy
 from vit_jax.distributed import files
 from vit_jax.learning import lora
 from vit_jax.weights import reading
-from vit_jax.weights.families import families, leaves
+from vit_jax.weights.families import families, leaves, vit_files
 
 _PREFIX = 'base_model.model.'
 
@@ -24,8 +24,14 @@ def write(model, dst) -> list[str]:
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
   state, layers, whole = {}, set(), set()
+  scaled = any(model.metadata.get(name) for name in vit_files.SCALES)
   for path, x in stored.items():
     kernel, part = lora.split_name(path)
+    if scaled and kernel.startswith('embedding/'):
+      raise ValueError(
+        f"'{kernel}' has absorbed the scaling of pixels of the base: write the merged "
+        'weights (--to=hf)'
+      )
     if kernel not in names:
       raise ValueError(
         f"'{kernel}' has no layer of its own in Hugging Face's model: write the merged "
@@ -43,6 +49,14 @@ def write(model, dst) -> list[str]:
     else:
       x = x.reshape(len(x), -1).T.reshape(-1, len(x), *(1 for _ in shape[2:]))
       state[f'{_PREFIX}{layer}.lora_B.weight'] = x
+  for name in converted:
+    name = leaves.renamed(name, family.modules)
+    parts = {layer for layer in whole if name.startswith(f'{layer}.')}
+    if parts and (f'{_PREFIX}{name}' not in state or parts & layers):
+      raise ValueError(
+        f"only a part of '{min(parts)}' was trained, or next to an adapter, and PEFT has "
+        'whole layers: write the merged weights (--to=hf)'
+      )
   fields = {
     'peft_type': 'LORA',
     'base_model_name_or_path': str(config.pretrained).removeprefix('hf://'),

@@ -34,7 +34,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.distributed import processes
-from vit_jax.weights import arrays, descriptions, fetch, hub, published
+from vit_jax.weights import arrays, descriptions, fetch, hub, identify, published
 from vit_jax.weights.families import families
 
 # Collections in `extra` that weights include: constants of frozen norms.
@@ -250,7 +250,36 @@ def _read_torch(file, num_heads, sibling, dtype):
     family, naming = families.of_names(flat)
     described = family.read_description(sibling, file, flat, naming)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
-    return _weights(flat, naming, described)
+    weights = _weights(flat, naming, described)
+    told = descriptions.read(sibling('config.json'), _told)
+    if told and set(told.values()) != {None}:
+      _check_complete(identify.model_config(weights.params), told)
+    return weights
+
+
+def _told(config) -> dict[str, Any]:
+  """Returns numbers that config.json states, by field of the model; None if not."""
+  image = descriptions.field(config, 'vision_config', dict, config)
+  args = descriptions.field(config, 'model_args', dict, {})
+  return {
+    'num_layers': image.get('num_hidden_layers', args.get('depth')),
+    'registers': image.get('num_register_tokens', args.get('reg_tokens')),
+  }
+
+
+def _check_complete(config, told):
+  """Raises ValueError if arrays of layers or registers are missing."""
+  image = config.get('image', config)
+  found = {
+    'num_layers': (image.get('transformer') or {}).get('num_layers'),
+    'registers': image.get('registers', 0),
+  }
+  for name, number in told.items():
+    if None not in (number, found['num_layers']) and number != found[name]:
+      raise ValueError(
+        f'it has the arrays of {name}={found[name]}, but its config.json says {number}: '
+        'download the weights again'
+      )
 
 
 def _heads(given, found):

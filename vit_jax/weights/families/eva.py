@@ -9,6 +9,7 @@ queries and keys are reordered, which changes no result.
 
 import math
 import re
+from typing import Literal
 
 import numpy as np
 
@@ -92,6 +93,8 @@ def from_timm(config, flat, named: bool, num_heads: int | None) -> dict:
       )
     return {}
   args = field(config, 'model_args', dict, {})
+  field(args, 'rope_rotate_half', bool)
+  field(args, 'rope_grid_indexing', Literal['ij', 'xy'])
   descriptions.only(
     args, rope_grid_offset=0.0, use_post_norm=False, attn_only_layer_scale=False
   )
