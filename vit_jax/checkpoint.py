@@ -141,10 +141,10 @@ def _weights_named(config):
 
 # Fields of a model that are free for any weights.
 _FREE = (
-  'attention', 'attention_dropout_rate', 'classifier', 'dropout_rate', 'dtype',
-  'head_bias_init', 'head_init', 'kind', 'layer_scale', 'model_name', 'param_dtype',
-  'pool_norm', 'position_grid', 'remat', 'representation_size', 'scan',
-  'stochastic_depth',
+  'attention', 'attention_dropout_rate', 'attention_pattern', 'attention_window',
+  'classifier', 'dropout_rate', 'dtype', 'head_bias_init', 'head_init', 'kind',
+  'layer_scale', 'model_name', 'param_dtype', 'patches.size', 'pool_norm',
+  'position_grid', 'remat', 'representation_size', 'scan', 'stochastic_depth',
 )  # fmt: skip
 
 
@@ -167,7 +167,8 @@ def with_model(config, stored=None) -> ml_collections.ConfigDict:
   known = flat(model_configs.with_options(found).to_dict())
   for key, value in flat(given).items():
     have = known.get(key)
-    if not stored and key.rpartition('.')[2] not in _FREE and value != have:
+    free = {key, key.rpartition('.')[2]} & {*_FREE}
+    if not stored and not free and value != have:
       raise ValueError(
         f"model.{key}={value}, but the weights in pretrained='{config.pretrained}' are "
         f'of a model with {have}: leave out --config.model.{key}'

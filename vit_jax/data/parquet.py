@@ -39,7 +39,9 @@ from vit_jax.data.lazy import tf, tfds
 from vit_jax.data.tfds import shards
 from vit_jax.distributed import files, processes
 
-_PLACES = 'data/{}-*.parquet', 'data/{}.parquet', '{}-*.parquet', '{}/*.parquet'
+_PLACES = (
+  'data/{}-*.parquet', 'data/{}.parquet', '{}-*.parquet', '{}.parquet', '{}/*.parquet',
+)  # fmt: skip
 _NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
 _MEMORY = 2**28  # Most bytes of row groups in memory.
 _MOST_CLASSES = 10**6  # Of numbers without names; a greater one is taken for an id.

@@ -250,6 +250,9 @@ def note_differences(weights, model_config, place='model'):
   for key, there, here in family.differences(weights.model, model_config):
     if key == 'classifier':  # Another pooling is the new model's choice.
       continue
+    lists = isinstance(there, (list, tuple)) and isinstance(here, (list, tuple))
+    if lists and [*there] == [*here]:
+      continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
       f'computes with {here}: for the same features set '
