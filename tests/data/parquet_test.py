@@ -165,6 +165,11 @@ def test_labels_are_those_of_the_training_split(
   assert [x.tolist() for x in found] == want
 
 
+def test_other_splits_are_offered(root, tiny_config):
+  with pytest.raises(FileNotFoundError, match=r"no split 'val': .*\['train', 'test'\]"):
+    open_split(tiny_config, root, 'val')
+
+
 def test_files_need_no_index(root):
   with pytest.raises(ValueError, match="Parquet files of 'train'.* without an index"):
     index_command.main([str(root)])

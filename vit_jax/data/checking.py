@@ -15,7 +15,6 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.configs import common
-from vit_jax.data import parquet
 from vit_jax.data.images import images, index as index_lib, listing
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
@@ -242,8 +241,6 @@ def _check_split(root, base):
       if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
     ]
     # Without any split the folders in `root` are probably classes.
-    tables = [name for name in SPLITS if parquet.exists(root, name)]
-    there = [*tables, *there]
     has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
     whole = has[0] if has else '.'
     raise FileNotFoundError(

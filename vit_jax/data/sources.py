@@ -10,6 +10,7 @@ import os
 from etils import epath
 
 from vit_jax.data import (
+  checking,
   folder,
   manifest,
   mixture,
@@ -106,6 +107,14 @@ def _open_folder(config, root, split, features, class_names, workdir):
     read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
   elif _is_annotated(root, split, features):
     return annotated.open_split(config, root, split, features, class_names, workdir)
+  elif tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
+    if not all(tf.io.gfile.isdir(f'{root}/{base}') for base, _ in slices.parts(split)):
+      raise FileNotFoundError(
+        f"folder '{root}' has no split '{split}': its Parquet files are the splits "
+        f"{tables}. To test on one of them: --config.pp.test='{tables[-1]}'; on a tenth "
+        f"of '{tables[0]}': --config.pp.train='{tables[0]}[:90%]' "
+        f"--config.pp.test='{tables[0]}[90%:]'"
+      )
   columns, names = read_split(
     root, split, features, class_names,
     broken=config.broken_images, max_pixels=limit, workdir=workdir,
