@@ -12,9 +12,9 @@ JSON to the file. Jobs (choose with --only):
   predict   images a second of `vit_jax predict`, 500 photographs, with the digits' run
   pipeline  images a second of 224 px crops, from JPEGs of 500x375
 
-A large matrix product is timed beside them, since shared machines vary: the ratio to
-the line before is printed as it is, and relative to that of the product. The losses
-say whether the jobs still compute the same.
+A large matrix product is timed too, since the speed of shared machines varies: each
+job's speed relative to the last run is printed as it is, and divided by the product's.
+The losses show whether the jobs still compute the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ JOBS: dict[str, Callable[[pathlib.Path], dict]] = {
 
 
 def _read(path: pathlib.Path) -> list[dict]:
-  """Returns the lines of earlier runs; [] if there is no file."""
+  """Returns the results of earlier runs; [] without a file."""
   if not path.exists():
     return []
   try:
@@ -126,20 +126,20 @@ def _commit() -> str:
 
 
 def compare(name: str, found: dict, before: dict | None, product: float) -> str:
-  """Describes a job's result beside that of the line before.
+  """Describes a job's result, compared with the last run.
 
   Args:
     name: of the job.
     found: its 'value' and 'unit' (img/s: more is better; s: less), and losses.
-    before: the job's result in the line before; None: it has none.
-    product: speed of the matrix product, relative to that in the line before.
+    before: the job's result in the last run; None if it has none.
+    product: speed of the matrix product, relative to the last run.
   """
   text = f'{name:<9} {found["value"]:9.2f} {found["unit"]:<6}'
   if not before:
     return text
   ratio = found['value'] / before['value']
   speed = 1 / ratio if found['unit'] == 's' else ratio
-  text += f' {speed:5.2f} x as fast ({speed / product:.2f} x beside the product)'
+  text += f' {speed:5.2f} x as fast ({speed / product:.2f} x relative to the product)'
   for key in ('train_loss', 'loss_test'):
     if found.get(key) != before.get(key):
       text += f'; {key} {before.get(key)} -> {found.get(key)}'

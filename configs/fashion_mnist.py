@@ -3,7 +3,7 @@
   vit_jax train --config=configs/fashion_mnist.py --workdir=/tmp/fashion
 
 TFDS downloads the data, 30 MB; without a network: `python -m benchmarks.mnist --help`.
-The model and its optimiser are those of configs/digits.py.
+The model and optimiser come from configs/digits.py.
 """
 
 from vit_jax.configs import common, digits

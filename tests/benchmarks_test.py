@@ -185,7 +185,7 @@ def test_turns_alternate_and_a_function_may_time_itself():
   assert timing.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0
 
 
-def test_runs_are_compared_with_the_line_before(monkeypatch, tmp_path, capsys):
+def test_runs_are_compared_with_the_last_one(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 64)
   jobs = iter([{'value': 10.0, 'unit': 'img/s', 'loss_test': 0.5},
                {'value': 20.0, 'unit': 'img/s', 'loss_test': 0.25}])  # fmt: skip
@@ -198,7 +198,7 @@ def test_runs_are_compared_with_the_line_before(monkeypatch, tmp_path, capsys):
   assert second['versions']['jax'] == jax.__version__
   said = capsys.readouterr().out.splitlines()[-1]
   product = second['product'] / first['product']
-  assert f'2.00 x as fast ({2 / product:.2f} x beside' in said
+  assert f'2.00 x as fast ({2 / product:.2f} x relative' in said
   assert 'loss_test 0.5 -> 0.25' in said
   slow = {'value': 3.0, 'unit': 's'}
   assert '0.50 x' in track.compare('start', slow, {'value': 1.5, 'unit': 's'}, 1.0)

@@ -372,7 +372,7 @@ def test_the_dtype_of_a_run_replaces_auto(tmp_path):
   assert config.model.dtype == 'auto'
   stored['model']['dtype'] = 'float32'
   (tmp_path / 'config.json').write_text(json.dumps(stored))
-  workdir.keep_dtype(tmp_path, config)
+  workdir.keep_dtype(workdir.stored_model(tmp_path), config)
   assert config.model.dtype == 'float32'
   workdir.check_config(tmp_path, config)
   stored['model']['dtype'] = 'bfloat16'

@@ -22,6 +22,7 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
 from vit_jax.evaluators import evaluation
+from vit_jax.figures import visualize
 from vit_jax.run import checkpoints as checkpoints_lib
 from vit_jax.weights import convert
 
@@ -118,6 +119,11 @@ def test_kernels_in_a_quarter_of_the_memory(folder_run, model, image_folder, tmp
   copied = pickle.loads(pickle.dumps(small))
   np.testing.assert_allclose(copied.logits(images), rounded, rtol=1e-4, atol=1e-5)
   assert np.abs(rounded - model.logits(images)).max() > 1e-4
+  assert copy.copy(small.task.model).hidden_size == model.task.model.hidden_size
+  with pytest.raises(ValueError, match="dtype='int8' is not for export"):
+    small.export(tmp_path / 'out', 'onnx')
+  with pytest.raises(ValueError, match="dtype='int8' is not for figures"):
+    visualize.figures(small, images)
   weights = {x.dtype.name: x for x in jax.tree.leaves(small.params)}
   assert weights.keys() == {'int8', 'float32'}
   again = predict.load_weights(path, image_size=(16, 16), dtype='int8')

@@ -168,8 +168,7 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   """
   stored = workdir_lib.stored_model(workdir) if workdir is not None else {}
   config = run_config.complete(checkpoint.with_model(config, stored))
-  if workdir is not None:
-    workdir_lib.keep_dtype(workdir, config)
+  workdir_lib.keep_dtype(stored, config)
   mesh = check(config)
   config = run_config.with_test_folder(config)
   processes.agree('the config', workdir_lib.facts(config))

@@ -118,7 +118,7 @@ def test_rollout_beside_the_images():
   np.testing.assert_array_equal(sheet[0, 0], 0.5)  # Mid-grey is 0.
 
 
-def test_components_beside_the_images():
+def test_components_of_patches_are_below_the_images():
   images, colours = np.zeros((2, 16, 24, 3)), np.random.RandomState(0).rand(2, 2, 3, 3)
   fig = drawing.patch_components(images, colours, [0.5, 0.25, 0.1], ['a', 'b'])
   [axes] = fig.axes  # There is no colour bar.

@@ -12,11 +12,11 @@ Class names are those in the metadata of `datasets` (key 'huggingface' of the sc
 or else the labels of the training split, sorted. Rows are numbered file by file, so
 'train[:10%]' has the rows that it has in `datasets`.
 
-At the start only the footers of the files and the labels are read. Parquet is made for reading whole
-row groups, of which `datasets` makes 100 MB each. So a row group is read once, when its
-first row is needed, and kept: in memory if the data are small, else memory-mapped in
-the cache of this package, which needs as much disk space as the data. Where that is
-lacking, the last row groups stay in memory.
+At the start only the footers of the files and the labels are read. Parquet is made for
+reading whole row groups, of which `datasets` makes 100 MB each. So a row group is read
+once, when its first row is needed, and kept: in memory if the data are small, else
+memory-mapped in the cache of this package, which needs as much disk space as the data.
+Without that space, the last row groups stay in memory.
 """
 
 import collections
@@ -341,9 +341,8 @@ class ParquetSource(shards.ShardSource):
     if (found := self._groups.get(key)) is not None:
       return found.columns
     with self._groups_lock:
-      if (
-        found := self._groups.get(key)
-      ) is not None:  # Another thread has read it meanwhile.
+      found = self._groups.get(key)
+      if found is not None:  # Another thread has read it in the meantime.
         return found.columns
       names = [column.name for column in self._reader.columns.values()]
       call = os.path.abspath(path), self._stamps[path], group, names
@@ -374,7 +373,8 @@ class ParquetSource(shards.ShardSource):
         pa.ipc.new_file(file, table.schema) as writer,
       ):
         writer.write_table(table.combine_chunks())
-      return _mapped(self._cache / name)
+      found = _mapped(self._cache / name)
+      return table.combine_chunks() if found is None else found
     except OSError as e:
       logging.warning(
         "'%s' cannot keep row groups, so that images in random order are slow: %s",
@@ -409,7 +409,7 @@ class ParquetSource(shards.ShardSource):
       values = [row[i] for row in rows]
       if name == 'label':
         labels = list(map(self._labels, values))
-        found.append(np.full([len(rows), max(1, *map(len, labels), 1)], -1, np.int64))
+        found.append(np.full([len(rows), max([1, *map(len, labels)])], -1, np.int64))
         for row, numbers in zip(found[-1], labels):
           row[: len(numbers)] = numbers
         continue

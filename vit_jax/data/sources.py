@@ -107,14 +107,8 @@ def _open_folder(config, root, split, features, class_names, workdir):
     read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
   elif _is_annotated(root, split, features):
     return annotated.open_split(config, root, split, features, class_names, workdir)
-  elif tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
-    if not all(tf.io.gfile.isdir(f'{root}/{base}') for base, _ in slices.parts(split)):
-      raise FileNotFoundError(
-        f"folder '{root}' has no split '{split}': its Parquet files are the splits "
-        f"{tables}. To test on one of them: --config.pp.test='{tables[-1]}'; on a tenth "
-        f"of '{tables[0]}': --config.pp.train='{tables[0]}[:90%]' "
-        f"--config.pp.test='{tables[0]}[90%:]'"
-      )
+  elif not _has_folders(root, split):
+    _check_tables(root, split)
   columns, names = read_split(
     root, split, features, class_names,
     broken=config.broken_images, max_pixels=limit, workdir=workdir,
@@ -128,8 +122,23 @@ def _is_annotated(root, split, features) -> bool:
   if any(name.startswith(('objects', 'panoptic')) for name in wanted):
     return True
   # COCO's images are in train2017 etc., which only its annotation files tell.
+  return not _has_folders(root, split) and layout.exists(root, split)
+
+
+def _has_folders(root, split) -> bool:
   folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
-  return not all(map(tf.io.gfile.isdir, folders)) and layout.exists(root, split)
+  return all(map(tf.io.gfile.isdir, folders))
+
+
+def _check_tables(root, split):
+  """Raises FileNotFoundError if a folder has Parquet files of other splits."""
+  if tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
+    first, last = tables[0], tables[-1]
+    raise FileNotFoundError(
+      f"folder '{root}' has no split '{split}': its Parquet files are the splits "
+      f"{tables}. To test on '{last}': --config.pp.test='{last}'; on a tenth of "
+      f"'{first}': --config.pp.train='{first}[:90%]' --config.pp.test='{first}[90%:]'"
+    )
 
 
 def open_for(

@@ -86,8 +86,8 @@ def patches(task) -> Callable:
   """Returns a function (params, extra, batch) -> tokens of the patches.
 
   These are what the encoder returns, after its last norm if it has one, as a grid
-  float32 [B, h, w, D], without class token, distillation token and registers; those of
-  a hybrid belong to cells of the ResNet's feature map. Raises ValueError for a model
+  float32 [B, h, w, D], without class token, distillation token and registers. In a
+  hybrid, patches are cells of the ResNet's feature map. Raises ValueError for a model
   without a Vision Transformer's encoder.
   """
   path = 'Transformer/tokens'

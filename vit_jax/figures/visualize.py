@@ -37,13 +37,15 @@ def subject(
   encoder; by default the centres of boxes. `foreground`, 'positive' or 'negative', is
   the sign of the patches that `patch_components` colours; '' for all.
 
-  Raises FileNotFoundError or ValueError if an image or the split cannot be read, or
-  a point lies outside of the images.
+  Raises FileNotFoundError or ValueError if an image or the split cannot be read, a
+  point lies outside of the images, or the model was loaded in 8 bits.
   """
   from vit_jax.data import sources
   from vit_jax.figures import results
+  from vit_jax.inference import int8
   from vit_jax.run import config as run_config
 
+  int8.check(model, 'figures: load it without')
   source, lacking = None, 'weights without a run have no data'
   if model.workdir:
     _, wanted, dataset = run_config.evaluations(model.config)[0]

@@ -93,6 +93,7 @@ def export(
   check(out, to, dtype, image_size)
   options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
   changed = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
+  int8.check(model, "export: load it without, and pass dtype='int8' to export")
   if image_size is not None and image_size != FREE:
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model

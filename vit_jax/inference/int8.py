@@ -44,6 +44,12 @@ def restored(params):
   return jax.tree.map(back, params, is_leaf=lambda x: isinstance(x, Kernel))
 
 
+def check(model, use: str):
+  """Raises ValueError if a Predictor was loaded in 8 bits, which a `use` excludes."""
+  if isinstance(model.task.model, Model):
+    raise ValueError(f"a model loaded with dtype='int8' is not for {use}")
+
+
 class Model:
   """A Flax module whose `apply` takes parameters with `Kernel`s."""
 
@@ -51,6 +57,8 @@ class Model:
     self.module = module
 
   def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):  # Of a copy, which has no module yet.
+      raise AttributeError(name)
     return getattr(self.module, name)
 
   def apply(self, variables, *args, **kwargs):

@@ -188,9 +188,10 @@ class Predictor:
     """Returns the columns of a table.
 
     The features of the layer `embeddings`, such as 'features' (the inputs of the head),
-    or 'patches' (a token for each patch), are a column, see `embed`. Options are `top` for classifiers, `threshold` and `image_size` for
-    detectors, and lists `classes` and `texts` for image-text models. Raises ValueError
-    if there is no such layer, or an argument is out of range.
+    or 'patches' (a token for each patch), are a column, see `embed`. Options are `top`
+    for classifiers, `threshold` and `image_size` for detectors, and lists `classes` and
+    `texts` for image-text models. Raises ValueError if there is no such layer, or an
+    argument is out of range.
     """
     known = inspect.signature(self._columns).parameters
     self._refuse({k: v for k, v in options.items() if k not in known})

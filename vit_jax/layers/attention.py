@@ -164,8 +164,8 @@ class MultiHeadDotProductAttention(nn.Module):
       mask: bool, broadcastable to [B, K, Q, S], True where a query may attend
         to a key; None: everywhere.
       relative: embeddings of the offsets between the positions of two tokens,
-        [2Q - 1, E], from 1 - Q to Q - 1; self-attention only. A logit gains the
-        query times the embedding of p_q - p_k. Or what each logit gains, [K, Q, Q].
+        [2Q - 1, E], from 1 - Q to Q - 1; the query times the embedding of p_q - p_k
+        is added to a logit. Or these biases, [K, Q, Q]. Self-attention only.
       length: number of keys before the padding; None: there is no padding.
       angles: of rotary embeddings, [Q, E/2], see vit_jax.layers.positions;
         self-attention only.
@@ -219,11 +219,8 @@ class MultiHeadDotProductAttention(nn.Module):
     query, key, value = sharding.gather_keys(query, key, value)
     bias = None
     if relative is not None:
-      table = relative.astype(query.dtype)
-      if table.ndim == 3:
-        bias = table[None, :, : query.shape[1], : key.shape[1]]  # [1, K, Q, S]
-      else:
-        bias = attention_kernels.relative_logits(query, table, key.shape[1])
+      relative = relative.astype(query.dtype)
+      bias = attention_kernels.relative_logits(query, relative, key.shape[1])
     if name == 'weights':
       weights = attention_kernels.attention_weights(query, key, mask, causal, bias)
       self.sow('intermediates', 'attention_weights', weights)

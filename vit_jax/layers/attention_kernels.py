@@ -69,8 +69,11 @@ def relative_logits(query, embedding, keys):
 
   Maps the queries [B, Q, K, E] of the first Q of N tokens to logits [B, K, Q,
   S] for the first `keys`, S, of them. `embedding`, [2N - 1, E], has the offsets
-  1 - N to N - 1 between the positions of query and key.
+  1 - N to N - 1 between the positions of query and key; or it has the logits of all
+  queries and keys, [K, N, N].
   """
+  if embedding.ndim == 3:
+    return embedding[None, :, : query.shape[1], :keys]
   offsets = np.arange(query.shape[1])[:, None] - np.arange(keys)  # [Q, S]
   pairs = embedding[offsets + len(embedding) // 2]  # [Q, S, E]
   return jnp.einsum('bqke,qse->bkqs', query, pairs)

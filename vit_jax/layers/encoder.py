@@ -85,9 +85,8 @@ class MlpBlock(nn.Module):
   bias_init: Any = nn.initializers.normal(stddev=1e-6)
   gelu: str = 'tanh'
   mlp: str = 'gelu'  # One of MLPS.
-  mlp_norm: bool = (
-    False  # Whether a norm follows the hidden layer; these as in Encoder.
-  )
+  # Whether a norm follows the hidden layer, and its kind and epsilon.
+  mlp_norm: bool = False
   norm: str = 'layer'
   norm_eps: float = 1e-6
 
@@ -186,8 +185,8 @@ class Encoder1DBlock(nn.Module):
 
     `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
     scalar array, `relative` are relative position embeddings [2N - 1, E], or biases
-    [K, N, N], `length` is the number of tokens before the padding, and `angles`, [N, E/2], rotate queries and
-    keys (rotary position embeddings); each may be None.
+    [K, N, N], `length` is the number of tokens before the padding, and `angles`,
+    [N, E/2], rotate queries and keys (rotary position embeddings); each may be None.
     """
 
     def drop(x):
@@ -347,9 +346,8 @@ class Encoder(nn.Module):
     key, in every layer; None: everywhere. `only_first` overrides the field unless it is
     None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
     for position embeddings on a grid, `position_grid` and attention patterns. `parts`
-    are those of PARTS to apply, so that a model can do something between them, such as
-    drop tokens.
-    `last_norm` is whether a norm follows the layers, rather than the model's pooling.
+    selects from PARTS what to apply, so that a model can do something in between, such
+    as drop tokens. `last_norm` is whether a norm follows the layers, rather than the model's pooling.
 
     Raises ValueError if a field has an unknown value, the tokens do not suit the
     position embeddings or the attention pattern, or only a part is applied and later

@@ -29,7 +29,7 @@ def local_mask(grid: tuple[int, int], window: int, tokens: int):
 
 
 def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
-  """Returns `mask`, of all layers or None, combined with that of local attention.
+  """Returns `mask`, of all layers or None, combined with the one of local attention.
 
   `relative` is whether there are relative position embeddings, and `only_first` whether
   the last layer computes one token. Raises ValueError for what a pattern lacks.

@@ -89,7 +89,7 @@ def split_name(path: str) -> tuple[str, str]:
 
 
 def merged(params, config):
-  """Returns the parameters that the model computes with, from those of a state."""
+  """Adds the adapters to their kernels; returns the parameters of the model."""
   if not config.lora.rank:
     return params
   flat = flax.traverse_util.flatten_dict(params, sep='/')

@@ -246,10 +246,10 @@ def stored_model(workdir) -> dict[str, Any]:
   return _read(file)['model'] if file.exists() else {}
 
 
-def keep_dtype(workdir, config):
-  """Replaces, in place, dtype 'auto' by the dtype of the run in a folder, if any."""
+def keep_dtype(stored: Mapping[str, Any], config):
+  """Replaces, in place, dtype 'auto' by that of a `stored_model`, if it has one."""
   if config.model.get('dtype') == dtypes.AUTO:
-    config.model.dtype = stored_model(workdir).get('dtype') or dtypes.AUTO
+    config.model.dtype = stored.get('dtype') or dtypes.AUTO
 
 
 def _read_config(path) -> ml_collections.ConfigDict:

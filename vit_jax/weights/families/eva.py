@@ -18,7 +18,7 @@ from vit_jax.layers import positions
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
-# From their names to those of timm's other Vision Transformers, and back.
+# From their names to the names of timm's other Vision Transformers, and back.
 OLD_NAMES = (
   (r'\.attn\.([qkv])_(?:proj\.)?(weight|bias)$', r'.attn.\1.\2'),
   (r'\.gamma_(\d)$', r'.ls\1.gamma'),
@@ -144,7 +144,7 @@ def holds(config) -> str | None:
 
 
 def has_fields(config) -> bool:
-  """Returns whether that class has what a model has beside its layers."""
+  """Returns whether that class has the parts of a model other than its layers."""
   beit = holds(config) == 'beit' and (
     config.classifier not in ('token', 'token_gap')
     or config.get('registers')
@@ -164,7 +164,7 @@ def of_state(state, naming: str):
 
 
 def of_timm(config, args) -> tuple[str, dict]:
-  """Returns name and arguments of a model, from those of a plain Vision Transformer.
+  """Returns name and arguments of a model, given arguments of `VisionTransformer`.
 
   ValueError if neither class has its GELU.
   """

@@ -1,10 +1,11 @@
 """Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
 
 The state dicts are `CLIPModel`, `SiglipModel` and open_clip's CLIP with a Vision
-Transformer as image tower. An image tower alone is read as a classifier. `Siglip2Model`, whose patches are a
-linear layer, is read for the grid of its position embeddings. CLIP lacks biases that this package has, in the patch
-embedding and the heads; they are zero here. The published .npz files
-(arXiv 2111.07991) need no conversion.
+Transformer as image tower. An image tower alone is read as a classifier.
+`Siglip2Model`, whose patch embedding is a linear layer, is read for the grid of its
+position embeddings. CLIP lacks biases that this package has, in the patch embedding and
+the heads; they are zero here. The published .npz files (arXiv 2111.07991) need no
+conversion.
 """
 
 import base64
