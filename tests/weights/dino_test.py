@@ -213,6 +213,24 @@ def test_timm_has_the_same_tokens_for_images_that_are_not_square(
       convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'hf')
 
 
+def test_positions_of_registers_become_part_of_them(tmp_path):
+  """As in timm's vit_so150m_patch16_reg4_gap_256, also with a class token."""
+  for name, fields in (
+    ('vit_so150m_patch16_reg4_gap_256', {}),
+    ('vit_small_patch16_224', {'reg_tokens': 2}),
+  ):
+    args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4, **fields)
+    theirs = torch_models.randomize(timm.create_model(name, num_classes=3, **args))
+    args['num_classes'] = 3
+    timm.models.save_for_hf(theirs, tmp_path / name, model_args=args)
+    found = convert.read(str(tmp_path / name), gelu='erf')
+    images = images_of(8, 8)
+    model = models.make_model(found.config, num_classes=3)
+    got = model.apply({'params': found.params}, images, train=False)
+    want = theirs(torch.tensor(images.transpose(0, 3, 1, 2)))
+    assert_close(got, want.detach().numpy())
+
+
 @pytest.mark.parametrize(
   'name, fields, message',
   [

@@ -402,7 +402,10 @@ def _read_first_token(flat):
 
 
 def _add_positions(flat, image_size):
-  """Adds zeros for the first tokens of a timm model that gives them no positions."""
+  """Adds zeros for the first tokens of a timm model that gives them no positions.
+
+  Positions of registers become part of these.
+  """
   table = flat.get('pos_embed')
   if table is None or _is_hybrid(flat):
     return
@@ -410,8 +413,16 @@ def _add_positions(flat, image_size):
   if image_size is not None:
     sides = flat['patch_embed.proj.weight'].shape[2:]
     patches = math.prod(n // side for n, side in zip(image_size, sides))
+  first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
+  if table.ndim == 3 and 'reg_token' in flat:
+    rows, count = table.shape[1], first + flat['reg_token'].shape[1]
+    square = lambda number: math.isqrt(max(number, 0)) ** 2 == number
+    with_registers = not square(rows) and square(rows - count)
+    if with_registers if patches is None else rows - count == patches:
+      flat['reg_token'] = flat['reg_token'] + table[:, first:count]
+      flat['pos_embed'] = np.delete(table, slice(first, count), axis=1)
+      return
   if table.ndim == 3 and ('reg_token' in flat or table.shape[1] == patches):
-    first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
     flat['pos_embed'] = np.pad(table, ((0, 0), (first, 0), (0, 0)))
 
 
