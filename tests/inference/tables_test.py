@@ -280,7 +280,7 @@ images = sorted(map(str, pathlib.Path(folder).iterdir()))
 try:  # The second process lacks an image.
   tables_test.write(model, images[int(number):], whole)
 except ValueError as e:
-  print(e)
+  print(e, flush=True)  # Before it is killed.
 assert not pathlib.Path(whole).exists()
 for _ in range(2):  # The second time all is there.
   tables_test.write(model, images, whole)
