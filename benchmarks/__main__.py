@@ -106,6 +106,7 @@ def _text(row):
 
 
 if __name__ == '__main__':
+  console.use_huge_pages()
   console.quiet()
   console.avoid_absent_gpus()
   try:

@@ -20,13 +20,14 @@ overtake the ResNet.
 
 import ml_collections
 
-from vit_jax.configs import digits, models, studies
+from vit_jax.configs import common, digits, models, studies
 
-# Name -> split. The seed replaces {seed}.
+# Data set -> number of images -> split. The seed replaces {seed}.
 SUBSETS = {
-  50: 'train[{seed}00:{seed}50]',
-  250: 'train[:250]',
-  1437: 'train',
+  'digits': {50: 'train[{seed}00:{seed}50]', 250: 'train[:250]', 1437: 'train'},
+  'fashion_mnist': {
+    600: 'train[{seed}000:{seed}600]', 6000: 'train[:6000]', 60000: 'train'
+  },
 }
 
 
@@ -65,20 +66,25 @@ def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
   return config
 
 
-def get_config() -> ml_collections.ConfigDict:
-  """Returns the config of the study."""
-  known = families()
-  places = [(name, size) for name in known for size in SUBSETS]
+def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
+  """Returns the config of the study on 'digits' or 'fashion_mnist'."""
+  studies.select(SUBSETS, dataset)
+  known, subsets = families(), SUBSETS[dataset]
+  places = [(name, size) for name in known for size in subsets]
   config = study(
     'Accuracy by the number of training images (figure 4 in small)',
     tuple(
       (
         f'{name}, {size} images',
-        {'model': known[name], 'pp.train': SUBSETS[size]},
+        {'model': known[name], 'pp.train': subsets[size]},
       )
       for name, size in places
     ),
     tuple(places),
   )
   config.x_label = 'training images'
+  if dataset == 'fashion_mnist':
+    config.base = common.set_dataset(config.base, dataset)
+    config.base.pp.update(flip=True, rotate=0.0)
+    config.base.update(batch=64, total_steps=2000, warmup_steps=200, batch_eval=500)
   return config

@@ -71,6 +71,34 @@ def test_libtpu_is_left_alone_where_there_is_no_tpu():
   assert done.stderr == ''  # What libtpu says of a machine without a TPU.
 
 
+@pytest.mark.parametrize(
+  'arguments, pages, restarts',
+  [
+    (['/usr/bin/vit_jax', 'train'], 'always [madvise] never', True),
+    (['-m', 'vit_jax', 'train'], 'always [madvise] never', True),
+    (['-m', 'vit_jax.main'], 'always [madvise] never', True),
+    (['-m', 'vit_jax.main'], '[always] madvise never', False),
+    (['-m', 'pytest'], 'always [madvise] never', False),
+    (['research.py', 'vit_jax'], 'always [madvise] never', False),
+    ([], 'always [madvise] never', False),
+  ],
+)
+def test_commands_alone_restart_with_huge_pages(
+  monkeypatch, arguments, pages, restarts
+):
+  restarted = []
+  monkeypatch.setattr(sys, 'orig_argv', ['python', *arguments])
+  monkeypatch.setattr(os, 'execv', lambda *call: restarted.append(call))
+  monkeypatch.setattr(pathlib.Path, 'exists', lambda path: True)
+  monkeypatch.setattr(pathlib.Path, 'read_text', lambda path: pages)
+  monkeypatch.delenv('GLIBC_TUNABLES', raising=False)
+  console.use_huge_pages()
+  call = (sys.executable, ['python', *arguments])
+  assert restarted == ([call] if restarts else [])
+  console.use_huge_pages()  # Not again, with the setting in the environment.
+  assert len(restarted) == restarts
+
+
 @pytest.mark.parametrize('driver', [True, False])
 def test_jax_for_cuda_is_left_alone_where_there_is_no_driver(tmp_path, driver):
   (tmp_path / 'jax_plugins/xla_cuda13').mkdir(parents=True)
