@@ -1,6 +1,7 @@
-r"""Figure 4 in small: a ViT, a ResNet and a hybrid on growing parts of the digits.
+r"""Figure 4 in small: a ViT, a ResNet and a hybrid on growing parts of a data set.
 
   python -m vit_jax.main --config=configs/data_scaling.py --workdir=/tmp/scaling
+  vit_jax train --config=configs/data_scaling.py:fashion_mnist --workdir=/tmp/fashion
 
 One recipe for all sizes of data and models, as in arXiv 2010.11929, section 4.3:
 three models of about the same compute learn from 50, 250 and all 1,437 training
@@ -26,7 +27,9 @@ from vit_jax.configs import common, digits, models, studies
 SUBSETS = {
   'digits': {50: 'train[{seed}00:{seed}50]', 250: 'train[:250]', 1437: 'train'},
   'fashion_mnist': {
-    600: 'train[{seed}000:{seed}600]', 6000: 'train[:6000]', 60000: 'train'
+    600: 'train[{seed}000:{seed}600]',
+    6000: 'train[:6000]',
+    60000: 'train',
   },
 }
 
@@ -68,7 +71,11 @@ def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
 
 def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   """Returns the config of the study on 'digits' or 'fashion_mnist'."""
-  studies.select(SUBSETS, dataset)
+  if dataset not in SUBSETS:
+    raise ValueError(
+      f'configs/data_scaling.py:{dataset} is not a data set of this study: use one of '
+      + ', '.join(SUBSETS)
+    )
   known, subsets = families(), SUBSETS[dataset]
   places = [(name, size) for name in known for size in subsets]
   config = study(

@@ -51,8 +51,11 @@ def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):
     study.study(config, str(tmp_path))
 
 
-def test_the_models_in_small_take_about_the_same_compute():
-  config = data_scaling.get_config()
+@pytest.mark.parametrize('dataset', data_scaling.SUBSETS)
+def test_the_models_in_small_take_about_the_same_compute(dataset):
+  config = data_scaling.get_config(dataset)
+  assert config.base.dataset == dataset
+  assert [x for _, x in config.x] == 3 * [*data_scaling.SUBSETS[dataset]]
   configs = {line: run[1]['model'] for (line, _), run in zip(config.x, config.variants)}
   counts = {
     line: flops.forward_flops(models.make_model(model, num_classes=10), (32, 32), 1)
@@ -60,3 +63,10 @@ def test_the_models_in_small_take_about_the_same_compute():
   }
   assert list(counts) == ['ViT', 'BiT', 'hybrid']
   assert max(counts.values()) < 1.2 * min(counts.values())
+
+
+def test_another_data_set_is_refused():
+  with pytest.raises(
+    ValueError, match='data_scaling.py:mnist .* digits, fashion_mnist'
+  ):
+    data_scaling.get_config('mnist')
