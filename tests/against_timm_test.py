@@ -1,0 +1,39 @@
+"""Tests the comparison of training here with training timm's model."""
+
+import json
+
+import pytest
+
+from benchmarks import against_timm
+
+
+def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
+  """Warm-up, decay, label smoothing, weight decay and clipping, on shuffled crops."""
+  file = tmp_path / 'rows.json'
+  against_timm.main(
+    [
+      '--config=configs/digits.py', f'--config.tfds_data_dir={data_dir}',
+      '--config.model.hidden_size=24', '--config.model.transformer.num_layers=2',
+      '--config.model.transformer.mlp_dim=48', '--config.batch=64',
+      '--config.total_epochs=None', '--config.warmup_epochs=None',
+      '--config.total_steps=30', '--config.warmup_steps=4',
+      '--config.base_lr=0.003', '--config.weight_decay=2.0', '--config.grad_norm_clip=0.5',
+      '--config.progress_every=10', f'--json={file}',
+    ]
+  )  # fmt: skip
+  [row] = json.loads(file.read_text())
+  ours, theirs = zip(*row['losses'], strict=True)
+  assert ours == pytest.approx(theirs, rel=1e-5)
+  assert ours[-1] < ours[0] - 0.05
+  accuracy, accuracy_theirs = row['accuracy']
+  assert accuracy == pytest.approx(accuracy_theirs, abs=0.6)  # Two of 360 images.
+  said = capsys.readouterr().out
+  assert 'step 30/30' in said
+  assert f'{accuracy:.2f} %' in said
+
+
+@pytest.mark.parametrize('key, value', [('optimizer', 'sgd'), ('ema_decay', 0.9)])
+def test_what_is_not_compared_is_named(tiny_config, key, value):
+  tiny_config[key] = value
+  with pytest.raises(ValueError, match=f'config.{key}={value}'):
+    against_timm.compare(tiny_config)
