@@ -3,16 +3,15 @@ r"""Trains a ViT here and in timm, from the same weights on the same batches:
   python -m benchmarks.against_timm --config=configs/fashion_mnist.py --seeds=0,1,2
 
 timm's model starts with the initial weights of a run of each seed. Both make all
-updates of the config by turns, timm's by PyTorch's AdamW. The losses agree until
-rounding has grown; after that, the accuracies show whether one of them learns better.
-Prints both, and images a second without the first updates, which compile. Needs
-`pip install -e '.[test]'`; on CPUs.
+updates of the config in turn, timm's with PyTorch's AdamW on the CPU. The losses agree
+until rounding errors have grown; after that, the accuracies show whether one of them
+learns better. Also prints images a second, without the first updates, which compile.
+Needs `pip install -e '.[test]'`.
 """
 
 from collections.abc import Sequence
 import json
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
@@ -24,31 +23,38 @@ import numpy as np
 from vit_jax import checkpoint, console, input_pipeline, train
 from vit_jax.commands import flags
 from vit_jax.learning import optim
+from vit_jax.studies import summaries
 from vit_jax.weights import convert
 
-# What the other side does not have, by key of the config.
+# Key of a config -> the value that timm's side supports.
 _PLAIN = {
   'task': 'classify', 'loss': 'softmax', 'optimizer': 'adam', 'l2_decay': 0.0,
   'ema_decay': 0.0, 'accum_steps': 1, 'lr_multipliers': (), 'weight_decay_on': 'kernels',
   'independent_weight_decay': False, 'task_options.mixup': 0.0,
   'task_options.cutmix': 0.0, 'model.transformer.dropout_rate': 0.0,
-  'model.transformer.attention_dropout_rate': 0.0, 'lora.rank': 0,
+  'model.transformer.attention_dropout_rate': 0.0,
+  'model.transformer.stochastic_depth': 0.0, 'optim_dtype': 'float32', 'lora.rank': 0,
 }  # fmt: skip
 _UNTIMED = 3
 
 
 def _check(config):
-  """Raises ValueError for a key of a complete config whose value is not in _PLAIN."""
+  """Raises ValueError if timm's side cannot train as a complete config says."""
+  if 'transformer' not in config.model:
+    name = config.model.get('model_name')
+    raise ValueError(
+      f'only Vision Transformers are compared, not {name} (config.model)'
+    )
   for key, value in _PLAIN.items():
     found: Any = config
     for name in key.split('.'):
       found = found.get(name, value)
     if found != value:
-      raise ValueError(f'--config.{key}={found} is not compared: use {value}')
+      raise ValueError(f'--config.{key}={found} is not supported here: use {value}')
 
 
 class Theirs:
-  """timm's model with parameters of ours, trained by the rules of a config."""
+  """timm's model with the parameters `params` of ours, trained as a config says."""
 
   def __init__(self, prepared: train.Prepared, params):
     from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
@@ -98,12 +104,12 @@ class Theirs:
 
 
 def _is_kernel(name, parameter):
-  """Whether weight decay applies to a parameter of timm, as to kernels here."""
+  """Returns whether a parameter of timm is a kernel, to which weight decay applies."""
   return parameter.ndim > 1 and name not in ('cls_token', 'pos_embed', 'reg_token')
 
 
 def _accuracy(prepared, split, logits) -> float:
-  """Returns the percentage of images of a split for which `logits` are right."""
+  """Returns the share of images of a split for which `logits` are right."""
   config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
   right = count = 0
   for batch in input_pipeline.eval_batches(config, split, task.example, mesh):
@@ -111,13 +117,13 @@ def _accuracy(prepared, split, logits) -> float:
     found = np.asarray(logits(batch)).argmax(axis=-1)
     right += (label[np.arange(len(found)), found] * mask).sum()
     count += mask.sum()
-  return float(100 * right / count)
+  return float(right / count)
 
 
 def compare(config) -> dict:
   """Trains both with the seed of a config; returns losses, accuracies and speeds.
 
-  `losses` are pairs (ours, timm's) by update; `accuracy` (percent, of the first
+  `losses` are pairs (ours, timm's) by update; `accuracy` (a share, of the first
   evaluation) and `img_sec` are such pairs too. Raises ValueError for a config that
   trains differently in PyTorch.
   """
@@ -140,25 +146,29 @@ def compare(config) -> dict:
       batch, rate = jax.device_get(next(batches)), float(schedule(step))
       times = [time.perf_counter()]
       state, metrics = update(state, batch)
-      losses.append((float(metrics['train_loss']), None))
+      ours = float(metrics['train_loss'])
       times.append(time.perf_counter())
-      losses[-1] = losses[-1][0], theirs.update(batch, rate)
+      other = theirs.update(batch, rate)
       times.append(time.perf_counter())
+      losses.append((ours, other))
       seconds.append(np.diff(times))
       if (step + 1) % config.progress_every == 0:
-        ours, other = losses[-1]
         console.say(
           f'step {step + 1}/{config.total_steps}  loss {ours:.4f}, timm {other:.4f}'
         )
     split = next(iter(prepared.tests.values()))
-    ours = _accuracy(
-      prepared, split, lambda batch: outputs(state.params, state.extra, batch)
-    )
-  speeds = config.batch / np.median(seconds[_UNTIMED:], axis=0)
+    accuracies = [
+      _accuracy(prepared, split, logits)
+      for logits in (
+        lambda batch: outputs(state.params, state.extra, batch), theirs.logits
+      )
+    ]  # fmt: skip
+  timed = seconds[_UNTIMED:] or seconds
+  speeds = config.batch / np.median(timed, axis=0)
   return {
     'seed': config.seed,
     'losses': losses,
-    'accuracy': (ours, _accuracy(prepared, split, theirs.logits)),
+    'accuracy': accuracies,
     'img_sec': tuple(speeds.tolist()),
   }
 
@@ -171,25 +181,30 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument('--json', metavar='FILE', help='write all losses to a file')
   args = parser.parse_args(sys.argv[1:] if argv is None else argv)
   flags.require(args, config='FILE')
+  seeds = args.seeds.split(',')
+  if not all(seed.isdecimal() for seed in seeds):
+    raise ValueError(f'--seeds={args.seeds} must be numbers, such as 0,1,2')
   rows = []
-  for seed in args.seeds.split(','):
+  for seed in seeds:
     args.config.seed = int(seed)
     row = compare(args.config)
     rows.append(row)
     (ours, other), (speed, speed_other) = row['accuracy'], row['img_sec']
     console.say(
-      f'seed {seed}: accuracy {ours:.2f} %, timm {other:.2f} %; '
+      f'seed {seed}: accuracy {100 * ours:.2f} %, timm {100 * other:.2f} %; '
       f'{speed:,.0f} img/s, timm {speed_other:,.0f}'
     )
     if args.json:
       pathlib.Path(args.json).write_text(json.dumps(rows))
   for i, name in enumerate(('vit_jax', 'timm')):
     values = [row['accuracy'][i] for row in rows]
-    spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    console.say(f'{name}: {statistics.mean(values):.2f} ± {spread:.2f} %')
+    console.say(f'{name}: {summaries.format_values("accuracy", values)} %')
 
 
 if __name__ == '__main__':
   console.use_huge_pages()
   console.quiet()
-  main()
+  try:
+    main()
+  except (ValueError, ImportError, OSError) as e:
+    sys.exit(f'Error: {e}')

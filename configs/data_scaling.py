@@ -16,8 +16,8 @@ three seeds, in percent:
    1,437   94.8 ± 0.3   98.8 ± 0.2   99.1 ± 0.2
 
 As in the paper, the ViT catches up with more images; with so few it does not
-overtake the ResNet. docs/benchmarks.md has the results of Fashion-MNIST, about two and a
-half hours of processor time.
+overtake the ResNet. docs/benchmarks.md has the results of Fashion-MNIST, about two hours
+of processor time.
 """
 
 import ml_collections

@@ -247,7 +247,7 @@ def stored_model(workdir) -> dict[str, Any]:
 
 
 def keep_dtype(stored: Mapping[str, Any], config):
-  """Replaces, in place, dtype 'auto' by that of a `stored_model`, if it has one."""
+  """Replaces, in place, dtype 'auto' by the dtype of a `stored_model`, if any."""
   if config.model.get('dtype') == dtypes.AUTO:
     config.model.dtype = stored.get('dtype') or dtypes.AUTO
 
