@@ -18,6 +18,7 @@ downloads the same files.
 from collections.abc import Sequence
 import gzip
 import pathlib
+import sys
 import tempfile
 from unittest import mock
 import zlib
@@ -99,4 +100,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  main()
+  try:
+    main()
+  except (ValueError, ImportError, OSError) as e:
+    sys.exit(f'Error: {e}')

@@ -1,19 +1,53 @@
-"""Trains a small ViT from scratch on Fashion-MNIST (arXiv 1708.07747): 28 px, 10 classes.
+r"""Trains small models from scratch on Fashion-MNIST or MNIST: 28 px, 10 classes.
 
   vit_jax train --config=configs/fashion_mnist.py --workdir=/tmp/fashion
+  vit_jax train --config=configs/fashion_mnist.py:hybrid,mnist --workdir=/tmp/mnist
 
-TFDS downloads the data, 30 MB; without a network: `python -m benchmarks.mnist --help`.
-The model and optimiser come from configs/digits.py.
+The models are vit, hybrid, bit and mixer; the data sets fashion_mnist (arXiv
+1708.07747) and mnist. TFDS downloads them, 30 and 11 MB; without a network: `python -m
+benchmarks.mnist --help`. docs/benchmarks.md has the results.
 """
 
-from vit_jax.configs import common, digits
+import ml_collections
+
+from vit_jax.configs import common, data_scaling, digits, models
 
 
-def get_config():
-  """Returns the config of a run; no recipe was tuned for this data set."""
-  config = common.set_dataset(digits.get_config(), 'fashion_mnist')
-  config.model.model_name = 'ViT-fashion_mnist'
-  config.pp.update(crop=28, flip=True, rotate=0.0)  # 49 patches of 4x4.
+def _model(name: str) -> ml_collections.ConfigDict:
+  """Returns the config of a model for 28x28 pixels, of which patches have 4x4."""
+  if name == 'vit':
+    return digits.get_config().model
+  if name == 'mixer':
+    config = models.get_config('mixer_b32')
+    config.patches.size = (4, 4)
+    config.update(hidden_dim=96, num_blocks=4, tokens_mlp_dim=48, channels_mlp_dim=384)
+    return config
+  config = data_scaling.families()[{'bit': 'BiT'}.get(name, name)]
+  if name == 'hybrid':
+    config.patches.size = (1, 1)  # Cells of 4x4 pixels.
+  return config
+
+
+def get_config(model_and_dataset: str = 'vit'):
+  """Returns the config of a run, for MODEL or MODEL,DATASET."""
+  forms, example = 'MODEL or MODEL,DATASET', 'fashion_mnist.py:hybrid,mnist'
+  model, dataset = common.split_argument(model_and_dataset, forms, example)
+  dataset = dataset or 'fashion_mnist'
+  for value, known in (
+    (model, ('vit', 'hybrid', 'bit', 'mixer')),
+    (dataset, ('fashion_mnist', 'mnist')),
+  ):
+    if value not in known:
+      raise ValueError(
+        f"'{value}' of configs/fashion_mnist.py:{model_and_dataset} is unknown: use "
+        f'one of {", ".join(known)}'
+      )
+  config = common.set_dataset(digits.get_config(), dataset)
+  config.model = _model(model)
+  config.model.model_name = f'{model}-{dataset}'
+  config.pp.crop = 28
+  if dataset == 'fashion_mnist':
+    config.pp.update(flip=True, rotate=0.0)
   config.update(batch_eval=500, total_epochs=15.0, warmup_epochs=1.0)
   config.update(eval_every=1000, checkpoint_every=1000)
   return config

@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from tests import commands, tiny_models
 from tests.planning import flops_test
 from vit_jax import models
-from vit_jax.configs import compute_transfer, data_scaling
+from vit_jax.configs import compute_transfer, data_scaling, fashion_mnist
 from vit_jax.planning import flops
 from vit_jax.studies import runs, study
 
@@ -70,3 +71,29 @@ def test_another_data_set_is_refused():
     ValueError, match='data_scaling.py:mnist .* digits, fashion_mnist'
   ):
     data_scaling.get_config('mnist')
+
+
+@pytest.mark.parametrize(
+  'name, path, shape',
+  [
+    ('vit', 'Transformer/posembed_input/pos_embedding', (1, 50, 96)),
+    ('hybrid', 'Transformer/posembed_input/pos_embedding', (1, 50, 96)),
+    ('mixer', 'MixerBlock_3/token_mixing/Dense_0/kernel', (49, 48)),
+    ('bit', 'head/kernel', (512, 10)),
+  ],
+)
+def test_small_models_of_28_pixels(name, path, shape):
+  for dataset, flip in (('fashion_mnist', True), ('mnist', False)):
+    config = fashion_mnist.get_config(f'{name},{dataset}')
+    assert (config.dataset, config.pp.flip) == (dataset, flip)
+    commands.check_config(config)
+  model = models.make_model(config.model, num_classes=10)
+  found = tiny_models.shapes(model, config.pp.crop, channels=1)
+  assert found[path].shape == shape
+
+
+@pytest.mark.parametrize('arg', ['vti', 'vit,cifar10', 'vit,mnist,3'])
+def test_other_small_models_are_refused(arg):
+  wrong = arg.split(',')[-1] if arg.count(',') < 2 else arg
+  with pytest.raises(ValueError, match=f"'{wrong}'.*fashion_mnist.py:"):
+    fashion_mnist.get_config(arg)
