@@ -27,6 +27,7 @@ VARIANTS = {
 def get_config(names: str = ''):
   """Returns the config of the study of some variants, separated by commas."""
   transformer = 'model.transformer'
+  chosen, dataset = studies.select(VARIANTS, names)
   return studies.get_config(
     'Attention patterns (appendix D.6 in small)',
     tuple(
@@ -39,6 +40,7 @@ def get_config(names: str = ''):
           f'{transformer}.num_layers': VARIANTS[name][2],
         },
       )
-      for name in studies.select(VARIANTS, names)
+      for name in chosen
     ),
+    dataset,
   )

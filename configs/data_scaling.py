@@ -22,7 +22,7 @@ of processor time.
 
 import ml_collections
 
-from vit_jax.configs import common, digits, models, studies
+from vit_jax.configs import digits, models, studies
 
 # Data set -> number of images -> split. The seed replaces {seed}.
 SUBSETS = {
@@ -92,7 +92,7 @@ def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   )
   config.x_label = 'training images'
   if dataset == 'fashion_mnist':
-    config.base = common.set_dataset(config.base, dataset)
-    config.base.pp.update(flip=True, rotate=0.0)
-    config.base.update(batch=64, total_steps=2000, warmup_steps=200, batch_eval=500)
+    studies.set_dataset(config.base, dataset)
+    config.base.pp.crop = 32  # As above.
+    config.base.update(batch=64, total_steps=2000, warmup_steps=200)
   return config

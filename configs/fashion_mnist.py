@@ -10,7 +10,7 @@ benchmarks.mnist --help`. docs/benchmarks.md has the results.
 
 import ml_collections
 
-from vit_jax.configs import common, data_scaling, digits, models
+from vit_jax.configs import common, data_scaling, digits, models, studies
 
 
 def _model(name: str) -> ml_collections.ConfigDict:
@@ -42,12 +42,13 @@ def get_config(model_and_dataset: str = 'vit'):
         f"'{value}' of configs/fashion_mnist.py:{model_and_dataset} is unknown: use "
         f'one of {", ".join(known)}'
       )
-  config = common.set_dataset(digits.get_config(), dataset)
+  config = digits.get_config()
+  studies.set_dataset(config, dataset)
   config.model = _model(model)
   config.model.model_name = f'{model}-{dataset}'
-  config.pp.crop = 28
-  if dataset == 'fashion_mnist':
-    config.pp.update(flip=True, rotate=0.0)
-  config.update(batch_eval=500, total_epochs=15.0, warmup_epochs=1.0)
-  config.update(eval_every=1000, checkpoint_every=1000)
+  # Random crops cost 2.5 points after three epochs (on `train[90%:]`).
+  config.pp.crop_area = None
+  config.update(batch=64, base_lr=2e-3)
+  config.update(total_epochs=12.0, warmup_epochs=1.0)
+  config.update(eval_every=2000, checkpoint_every=2000)
   return config

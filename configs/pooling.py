@@ -24,7 +24,7 @@ RATES = (3e-4, 1e-3, 3e-3)
 
 def get_config(names: str = ''):
   """Returns the config of the study of some variants, separated by commas."""
-  chosen = studies.select(VARIANTS, names)
+  chosen, dataset = studies.select(VARIANTS, names)
   pairs = [(*VARIANTS[name], rate) for name in chosen for rate in RATES]
   config = studies.get_config(
     'Class token or mean pooling (figure 9 in small)',
@@ -32,6 +32,7 @@ def get_config(names: str = ''):
       (f'{label}, lr {rate:g}', {'model.classifier': kind, 'base_lr': rate})
       for kind, label, rate in pairs
     ),
+    dataset,
   )
   config.x = tuple((label, rate) for _, label, rate in pairs)
   config.x_label = 'base learning rate'

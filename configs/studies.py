@@ -1,4 +1,4 @@
-"""Studies of small models on scikit-learn's digits (vit_jax/studies/study.py).
+"""Studies of small models (vit_jax/studies/study.py) on digits or Fashion-MNIST.
 
 configs/position_embeddings.py and configs/pooling.py are examples.
 """
@@ -7,11 +7,25 @@ from collections.abc import Iterable
 
 import ml_collections
 
-from vit_jax.configs import digits
+from vit_jax.configs import common, digits
+
+DATASETS = ('digits', 'fashion_mnist', 'mnist')
 
 
-def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
-  """Returns the config of a study of small models on the digits.
+def set_dataset(config: ml_collections.ConfigDict, dataset: str) -> None:
+  """Changes a config made from configs/digits.py to a data set of DATASETS."""
+  common.set_dataset(config, dataset)
+  if dataset != 'digits':
+    config.pp.crop = 28  # All their pixels.
+    config.batch_eval = 500
+  if dataset == 'fashion_mnist':
+    config.pp.update(flip=True, rotate=0.0)
+
+
+def get_config(
+  title: str, variants: tuple, dataset: str = 'digits'
+) -> ml_collections.ConfigDict:
+  """Returns the config of a study of small models on a data set of DATASETS.
 
   `title` is the title of the plot, and `variants` is ((name, {key: value, ...}), ...).
   """
@@ -25,19 +39,27 @@ def get_config(title: str, variants: tuple) -> ml_collections.ConfigDict:
   config.base.warmup_epochs = 2.0
   config.base.base_lr = 2e-3
   config.base.update(eval_every=0, checkpoint_every=0, log_images=0)
+  set_dataset(config.base, dataset)
+  if dataset != 'digits':  # 60,000 images in place of 1,437.
+    config.base.pp.crop_area = None
+    config.base.update(batch=64, total_epochs=2.0, warmup_epochs=0.2)
   config.variants = variants
   config.seeds = (0, 1, 2)
   config.metric = 'accuracy_test'
   return config
 
 
-def select(known: Iterable[str], names: str) -> list[str]:
-  """Splits names at commas, and checks that they are known; '' stands for all."""
-  chosen = [name.strip() for name in names.split(',')] if names else [*known]
-  for name in chosen:
+def select(known: Iterable[str], words: str) -> tuple[list[str], str]:
+  """Splits words at commas into names of variants, by default all, and a data set."""
+  chosen = [word.strip() for word in words.split(',')] if words else []
+  datasets = [word for word in chosen if word in DATASETS]
+  names = [word for word in chosen if word not in DATASETS]
+  for name in names:
     if name not in known:
       raise ValueError(
-        f"variant '{name}' is unknown: use some of {', '.join(known)}, separated "
-        'by commas'
+        f"variant '{name}' is unknown: use some of {', '.join(known)}, and one of "
+        f'{", ".join(DATASETS)}, separated by commas'
       )
-  return chosen
+  if len(datasets) > 1:
+    raise ValueError(f"'{words}' names {len(datasets)} data sets: use one")
+  return names or [*known], (datasets or ['digits'])[0]

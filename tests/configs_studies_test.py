@@ -1,4 +1,4 @@
-"""Tests of the studies on the digits: what they compare, and selecting."""
+"""Tests of the studies: what they compare, and how an argument selects."""
 
 import pytest
 
@@ -42,3 +42,15 @@ def test_an_argument_selects_variants(module, names):
   known = ', '.join(module.VARIANTS)
   with pytest.raises(ValueError, match=f"variant '3d' is unknown: use some of {known}"):
     module.get_config(f'{names},3d')
+
+
+@pytest.mark.parametrize('module', [position_embeddings, pooling, attention_patterns])
+def test_an_argument_selects_the_data_set(module):
+  name = next(iter(module.VARIANTS))
+  config = module.get_config(f'{name},fashion_mnist')
+  assert len(config.variants) == len(module.get_config(name).variants)
+  assert config.base.dataset == 'fashion_mnist'
+  assert config.base.pp.flip
+  run_config.check(run_config.complete(study.make_runs(config)[0].config))
+  with pytest.raises(ValueError, match='mnist,digits.* names 2 data sets'):
+    module.get_config('mnist,digits')
