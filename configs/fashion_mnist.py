@@ -5,7 +5,11 @@ r"""Trains small models from scratch on Fashion-MNIST or MNIST: 28 px, 10 classe
 
 The models are vit, hybrid, bit and mixer; the data sets fashion_mnist (arXiv
 1708.07747) and mnist. TFDS downloads them, 30 and 11 MB; without a network: `python -m
-benchmarks.mnist --help`. docs/benchmarks.md has the results.
+benchmarks.mnist --help`.
+
+A run takes about 35 (vit) or 10 minutes (hybrid, bit) of processor time. Expected on
+Fashion-MNIST over three seeds, in percent: vit 89.33 ± 0.31, hybrid 89.89 ± 0.17, bit
+90.55 ± 0.25; more in docs/benchmarks.md.
 """
 
 import ml_collections
@@ -49,6 +53,8 @@ def get_config(model_and_dataset: str = 'vit'):
   # Random crops cost 2.5 points after three epochs (on `train[90%:]`).
   config.pp.crop_area = None
   config.update(batch=64, base_lr=2e-3)
-  config.update(total_epochs=12.0, warmup_epochs=1.0)
+  # Convolutions learn faster.
+  epochs = 6.0 if model in ('hybrid', 'bit') else 12.0
+  config.update(total_epochs=epochs, warmup_epochs=epochs / 12)
   config.update(eval_every=2000, checkpoint_every=2000)
   return config
