@@ -3,10 +3,9 @@ r"""Compares position embeddings (arXiv 2010.11929, D.4, table 8) in small.
   python -m vit_jax.main --config=configs/position_embeddings.py \
     --workdir=/tmp/positions
 
-The argument, if any, selects some of VARIANTS:
---config=configs/position_embeddings.py:none,1d,relative, and the data set:
---config=configs/position_embeddings.py:fashion_mnist (docs/benchmarks.md has the results).
-On the digits, all take about 14 minutes of processor time. Expected over three seeds, in percent:
+The argument, if any, selects some of VARIANTS, or another data set, or both:
+--config=configs/position_embeddings.py:none,1d,fashion_mnist. On the digits, all take
+about 14 minutes of processor time. Expected over three seeds, in percent:
 
   none                88.15 ± 0.64
   1d                  96.20 ± 0.70   every layer 95.83 ± 0.83   shared 96.85 ± 0.85

@@ -1,4 +1,4 @@
-"""Studies of small models (vit_jax/studies/study.py) on digits or Fashion-MNIST.
+"""Studies of small models (vit_jax/studies/study.py) on digits, MNIST or Fashion-MNIST.
 
 configs/position_embeddings.py and configs/pooling.py are examples.
 """
