@@ -92,7 +92,6 @@ def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   )
   config.x_label = 'training images'
   if dataset == 'fashion_mnist':
-    studies.set_dataset(config.base, dataset)
-    config.base.pp.crop = 32  # As above.
+    studies.change_dataset(config.base, dataset)
     config.base.update(batch=64, total_steps=2000, warmup_steps=200)
   return config

@@ -12,12 +12,11 @@ from vit_jax.configs import common, digits
 DATASETS = ('digits', 'fashion_mnist', 'mnist')
 
 
-def set_dataset(config: ml_collections.ConfigDict, dataset: str) -> None:
+def change_dataset(config: ml_collections.ConfigDict, dataset: str) -> None:
   """Changes a config made from configs/digits.py to a data set of DATASETS."""
   common.set_dataset(config, dataset)
   if dataset != 'digits':
-    config.pp.crop = 28  # All their pixels.
-    config.batch_eval = 500
+    config.batch_eval = 500  # Divides 10,000.
   if dataset == 'fashion_mnist':
     config.pp.update(flip=True, rotate=0.0)
 
@@ -39,9 +38,9 @@ def get_config(
   config.base.warmup_epochs = 2.0
   config.base.base_lr = 2e-3
   config.base.update(eval_every=0, checkpoint_every=0, log_images=0)
-  set_dataset(config.base, dataset)
-  if dataset != 'digits':  # 60,000 images in place of 1,437.
-    config.base.pp.crop_area = None
+  change_dataset(config.base, dataset)
+  if dataset != 'digits':  # 60,000 images of 28x28 pixels, not 1,437 of 8x8.
+    config.base.pp.update(crop=28, crop_area=None)
     config.base.update(batch=64, total_epochs=2.0, warmup_epochs=0.2)
   config.variants = variants
   config.seeds = (0, 1, 2)
