@@ -72,11 +72,7 @@ def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
 
 def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   """Returns the config of the study on 'digits' or 'fashion_mnist'."""
-  if dataset not in SUBSETS:
-    raise ValueError(
-      f'configs/data_scaling.py:{dataset} is not a data set of this study: use one of '
-      + ', '.join(SUBSETS)
-    )
+  studies.check_dataset(dataset, SUBSETS, 'data_scaling')
   known, subsets = families(), SUBSETS[dataset]
   places = [(name, size) for name in known for size in subsets]
   config = study(

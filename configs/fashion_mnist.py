@@ -50,8 +50,9 @@ def get_config(model_and_dataset: str = 'vit'):
   studies.change_dataset(config, dataset)
   config.model = _model(model)
   config.model.model_name = f'{model}-{dataset}'
-  # Random crops cost 2.6 points after three epochs (on `train[90%:]`, one seed).
-  config.pp.update(crop=28, crop_area=None)
+  # After three epochs (on `train[90%:]`, one seed), random crops cost the ViT 2.6 points
+  # on Fashion-MNIST, and gave the ResNet 0.2 points on MNIST.
+  config.pp.update(crop=28, crop_area=(0.7, 1.0) if dataset == 'mnist' else None)
   config.update(batch=64, base_lr=2e-3)
   # Convolutions learn faster.
   epochs = 6.0 if model in ('hybrid', 'bit') else 12.0

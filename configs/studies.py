@@ -12,6 +12,15 @@ from vit_jax.configs import common, digits
 DATASETS = ('digits', 'fashion_mnist', 'mnist')
 
 
+def check_dataset(dataset: str, known: Iterable[str], name: str) -> None:
+  """Raises ValueError if the config `name` does not know a data set."""
+  if dataset not in known:
+    raise ValueError(
+      f'configs/{name}.py:{dataset} is not a data set of this config: use one of '
+      + ', '.join(known)
+    )
+
+
 def change_dataset(config: ml_collections.ConfigDict, dataset: str) -> None:
   """Changes a config made from configs/digits.py to a data set of DATASETS."""
   common.set_dataset(config, dataset)

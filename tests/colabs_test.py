@@ -126,6 +126,8 @@ class Notebook:
     for key, value in choices.items():
       assert re.search(rf'^{key} = ', first.source, re.M), key
       first.source += f'\n{key} = {value!r}'
+    # Garbage is collected: not what is imported.
+    self.add('import gc; gc.freeze()')
     self.add('%reset -f')
 
   def add(self, source):

@@ -1,5 +1,6 @@
 """Parses the commands and flags of README.md and docs/ as the programs do."""
 
+import functools
 import importlib
 
 import ml_collections
@@ -82,6 +83,7 @@ def parse(command, args):
   return values
 
 
+@functools.cache
 def known_names():
   """Returns the names of all flags, with their dashes."""
   found = {f'--config.{name}' for name in schema.flat(common.Config)}

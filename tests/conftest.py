@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import importlib
 import importlib.metadata
 import os
 import shutil
@@ -41,6 +42,7 @@ sys.modules.setdefault('triton', None)
 
 gc.set_threshold(100_000, 20, 20)
 
+_LARGE = ('tensorflow', 'tests.torch_models', 'gradio')
 _COMPILED = 'VIT_JAX_TESTS_COMPILED'
 # What one test has compiled the next one loads, in all processes of pytest.
 if _COMPILED not in os.environ:
@@ -53,6 +55,12 @@ def pytest_configure(config):
   if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
     return
   import jax
+
+  if not config.option.file_or_dir and config.getoption('markexpr') != 'quick':
+    # All tests: workers that start together compile different modules to bytecode.
+    first = int(getattr(config, 'workerinput', {}).get('workerid', 'gw0')[2:])
+    for i in range(len(_LARGE)):
+      importlib.import_module(_LARGE[(first + i) % len(_LARGE)])
 
   # Bit-exact tests compare runs on the same backend.
   jax.config.update('jax_platforms', 'cpu')

@@ -59,10 +59,24 @@ def hidden_stderr():
     os.close(stderr)
 
 
+@contextlib.contextmanager
+def _without_keras():
+  """Keeps TensorFlow from importing Keras, a third of its import, until tf.keras is used."""
+  name = 'TF_USE_LEGACY_KERAS'  # With '1', only tf_keras is imported, where it exists.
+  if name in os.environ or importlib.util.find_spec('tf_keras'):
+    yield
+    return
+  os.environ[name] = '1'
+  try:
+    yield
+  finally:
+    del os.environ[name]
+
+
 @functools.cache
 def load_tensorflow():
   """Imports TensorFlow silently, and leaves the GPUs to JAX."""
-  with hidden_stderr():
+  with hidden_stderr(), _without_keras():
     tf = importlib.import_module('tensorflow')
     with contextlib.suppress(RuntimeError):  # The caller has initialised it.
       tf.config.set_visible_devices([], 'GPU')

@@ -2,8 +2,6 @@
 
 from concurrent import futures
 import json
-import multiprocessing
-import os
 import shutil
 import signal
 import time
@@ -13,7 +11,7 @@ from PIL import Image
 import pytest
 import tensorflow as tf
 
-from tests import looked_up
+from tests import looked_up, processes
 from vit_jax import input_pipeline
 from vit_jax.data import folder, manifest, sources
 
@@ -441,23 +439,22 @@ def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path
   assert not list(old[0].parent.glob('.*.tmp'))
 
 
-def _killed(root):
-  os.environ['VIT_JAX_CACHE'] = f'{root}/cache'
-  manifest._LARGE = 0
-  manifest._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-  manifest.read_split(root, 'train', ('image', 'label', 'caption', 'box'))
+_KILLED = """
+import os, signal, sys
+from vit_jax.data import manifest
+os.environ['VIT_JAX_CACHE'] = f'{sys.argv[1]}/cache'
+manifest._LARGE = 0
+manifest._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+manifest.read_split(sys.argv[1], 'train', ('image', 'label', 'caption', 'box'))
+"""
 
 
 def test_a_manifest_is_parsed_once_for_all_also_after_a_kill(
   stored, tmp_path, monkeypatch
 ):
   read_all, folders = stored
-  process = multiprocessing.get_context('spawn').Process(
-    target=_killed, args=(str(tmp_path),)
-  )
-  process.start()
-  process.join()
-  assert process.exitcode == -signal.SIGKILL
+  status, said = processes.finish_code(_KILLED, tmp_path)
+  assert status == -signal.SIGKILL, said
   assert [x.name[0] for x in folders()] == ['.']  # An incomplete one.
   parse, parsed = manifest._parse, []
 

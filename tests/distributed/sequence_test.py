@@ -13,7 +13,7 @@ from vit_jax.run import config as run_config
 # 16 patches, and with a class token 17 tokens, which no axis divides.
 SIZE = (4, 16, 16, 3)
 FIELDS = {
-  'num_layers': 3, 'mlp_dim': 32, 'num_heads': 2, 'dropout_rate': 0.1,
+  'num_layers': 2, 'mlp_dim': 32, 'num_heads': 2, 'dropout_rate': 0.1,
   'attention_dropout_rate': 0.0, 'attention_window': 3,
 }  # fmt: skip
 

@@ -7,7 +7,12 @@ import pytest
 from tests import commands, tiny_models
 from tests.planning import flops_test
 from vit_jax import models
-from vit_jax.configs import compute_transfer, data_scaling, fashion_mnist
+from vit_jax.configs import (
+  compute_transfer,
+  data_scaling,
+  fashion_mnist,
+  masked_patches_transfer,
+)
 from vit_jax.planning import flops
 from vit_jax.studies import runs, study
 
@@ -66,11 +71,14 @@ def test_the_models_in_small_take_about_the_same_compute(dataset):
   assert max(counts.values()) < 1.2 * min(counts.values())
 
 
-def test_another_data_set_is_refused():
-  with pytest.raises(
-    ValueError, match='data_scaling.py:mnist .* digits, fashion_mnist'
-  ):
-    data_scaling.get_config('mnist')
+@pytest.mark.parametrize(
+  'module', [compute_transfer, data_scaling, masked_patches_transfer]
+)
+def test_studies_of_fashion_mnist(module):
+  commands.check_config(module.get_config('fashion_mnist'))
+  name = module.__name__.rpartition('.')[2]
+  with pytest.raises(ValueError, match=f'{name}.py:mnist .* digits, fashion_mnist'):
+    module.get_config('mnist')
 
 
 @pytest.mark.parametrize(
