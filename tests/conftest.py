@@ -42,7 +42,6 @@ sys.modules.setdefault('triton', None)
 
 gc.set_threshold(100_000, 20, 20)
 
-_LARGE = ('tensorflow', 'tests.torch_models', 'gradio')
 _COMPILED = 'VIT_JAX_TESTS_COMPILED'
 # What one test has compiled the next one loads, in all processes of pytest.
 if _COMPILED not in os.environ:
@@ -57,16 +56,26 @@ def pytest_configure(config):
   import jax
 
   if not config.option.file_or_dir and config.getoption('markexpr') != 'quick':
-    # All tests: workers that start together compile different modules to bytecode.
-    first = int(getattr(config, 'workerinput', {}).get('workerid', 'gw0')[2:])
-    for i in range(len(_LARGE)):
-      importlib.import_module(_LARGE[(first + i) % len(_LARGE)])
+    # Of all tests: the workers start by compiling different modules to bytecode.
+    _import_large(int(getattr(config, 'workerinput', {}).get('workerid', 'gw0')[2:]))
 
   # Bit-exact tests compare runs on the same backend.
   jax.config.update('jax_platforms', 'cpu')
   jax.config.update('jax_compilation_cache_dir', os.environ[_COMPILED])
   jax.config.update('jax_persistent_cache_min_compile_time_secs', 0)
   jax.config.update('jax_persistent_cache_min_entry_size_bytes', -1)
+
+
+def _import_large(first):
+  from vit_jax import console
+
+  imports = [
+    console.load_tensorflow,
+    lambda: importlib.import_module('tests.torch_models'),
+    lambda: importlib.import_module('gradio'),
+  ]
+  for i in range(len(imports)):
+    imports[(first + i) % len(imports)]()
 
 
 def pytest_collection_finish():
