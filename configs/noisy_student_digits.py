@@ -14,11 +14,14 @@ gains nothing.
 The settings were chosen with few_3, on 300 of its unlabelled images.
 """
 
-from vit_jax.configs import digits, noisy_student, schema
+from vit_jax.configs import digits, noisy_student, schema, studies
+
+DATASETS = ('digits', 'fashion_mnist')
 
 
-def get_config():
+def get_config(dataset: str = 'digits'):
   """Returns the config: the program, and the configs of teacher and student."""
+  studies.check_dataset(dataset, DATASETS, 'noisy_student_digits')
   config = schema.make(noisy_student.NoisyStudent)
   few = digits.get_config()
   few.dataset = 'digits/few10'
@@ -42,4 +45,12 @@ def get_config():
   config.seeds = (0, 1, 2)
   config.per_class = 130
   config.ratios = (4.0, 4.0)
+  if dataset == 'fashion_mnist':
+    for run in (config.teacher, config.student):
+      studies.change_dataset(run, dataset)
+      run.pp.crop = 28
+      run.pp.train = 'train[{seed}000:{seed}600]'  # 1 % of the labels.
+    config.student.update(total_steps=600, warmup_steps=60, batch=40)
+    config.update(unlabelled=dataset, unlabelled_split='train[6000:]')
+    config.update(per_class=4000, ratios=(4.0,))
   return config

@@ -14,7 +14,8 @@ about 14 minutes of processor time. Expected over three seeds, in percent:
   sines and cosines   96.48 ± 0.70
 
 As in the paper (ViT-B/16, 5-shot ImageNet: none .614, all others .640 to .643), no
-embeddings are worst by far. Unlike there, 2-D and relative embeddings trail 1-D ones.
+embeddings are worst by far. Unlike there, 2-D and relative embeddings trail 1-D ones;
+on Fashion-MNIST (docs/benchmarks.md; a variant takes 10 minutes) they do not.
 """
 
 from vit_jax.configs import studies

@@ -53,6 +53,7 @@ def test_what_imports_load():
     'assert_absent("tokenizers", "sentencepiece")\n'
     'from vit_jax import console\n'
     'console.load_tensorflow()\n'
+    'assert_absent("keras", "pandas")\n'
     'import tensorflow as tf\n'
     'assert int(tf.constant(2) + 1) == 3\n'
   )

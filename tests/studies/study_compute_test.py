@@ -12,6 +12,7 @@ from vit_jax.configs import (
   data_scaling,
   fashion_mnist,
   masked_patches_transfer,
+  noisy_student_digits,
 )
 from vit_jax.planning import flops
 from vit_jax.studies import runs, study
@@ -72,7 +73,8 @@ def test_the_models_in_small_take_about_the_same_compute(dataset):
 
 
 @pytest.mark.parametrize(
-  'module', [compute_transfer, data_scaling, masked_patches_transfer]
+  'module',
+  [compute_transfer, data_scaling, masked_patches_transfer, noisy_student_digits],
 )
 def test_studies_of_fashion_mnist(module):
   commands.check_config(module.get_config('fashion_mnist'))
