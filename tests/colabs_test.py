@@ -126,7 +126,7 @@ class Notebook:
     for key, value in choices.items():
       assert re.search(rf'^{key} = ', first.source, re.M), key
       first.source += f'\n{key} = {value!r}'
-    # Garbage is collected: not what is imported.
+    # The reset collects garbage, but need not search all that is imported.
     self.add('import gc; gc.freeze()')
     self.add('%reset -f')
 
