@@ -10,7 +10,9 @@ them, with noise; then once more, with the student as the teacher.
 Takes a few minutes on two cores. Expected accuracy on the 360 test images: teacher
 87.9 %; first student 90.5 %, 2.6 ± 1.8 points above the teacher of the same draw;
 second student 89.0 %, 1.1 ± 1.0 points above: with so few images a second iteration
-gains nothing.
+gains nothing. With configs/noisy_student_digits.py:fashion_mnist, 1 % of the labels and
+one iteration: teacher 68.5 %, student 69.5 %, 1.0 ± 1.1 points above it.
+
 The settings were chosen with few_3, on 300 of its unlabelled images.
 """
 
