@@ -34,7 +34,7 @@ def photographs(folder: pathlib.Path, count: int = 64):
 
 def plain(folder: str):
   """Returns the usual pipeline: decodes whole images, then crops."""
-  import tensorflow as tf
+  from vit_jax.data.lazy import tf
 
   def augment(path):
     image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
