@@ -56,7 +56,8 @@ def pytest_configure(config):
   import jax
 
   if not config.option.file_or_dir and config.getoption('markexpr') != 'quick':
-    # Of all tests: the workers start by compiling different modules to bytecode.
+    # Each worker starts with another one, so that in a fresh environment each module is
+    # compiled to bytecode once, not by all workers at the same time.
     _import_large(int(getattr(config, 'workerinput', {}).get('workerid', 'gw0')[2:]))
 
   # Bit-exact tests compare runs on the same backend.

@@ -70,7 +70,7 @@ def _without_keras():
   try:
     yield
   finally:
-    del os.environ[name]
+    os.environ.pop(name, None)  # Another thread may import it too.
 
 
 @functools.cache

@@ -77,7 +77,10 @@ def test_the_models_in_small_take_about_the_same_compute(dataset):
   [compute_transfer, data_scaling, masked_patches_transfer, noisy_student_digits],
 )
 def test_studies_of_fashion_mnist(module):
-  commands.check_config(module.get_config('fashion_mnist'))
+  config = module.get_config('fashion_mnist')
+  commands.check_config(config)
+  datasets = {run.dataset for run in commands.runs_in(config)}
+  assert datasets == {'fashion_mnist'}
   name = module.__name__.rpartition('.')[2]
   with pytest.raises(ValueError, match=f'{name}.py:mnist .* digits, fashion_mnist'):
     module.get_config('mnist')
