@@ -64,6 +64,7 @@ def prepare(name: str, folder: str, data_dir: str | None = None) -> str:
 
   Raises FileNotFoundError if a file is missing, ValueError if one is damaged.
   """
+  console.load_tensorflow()
   import tensorflow_datasets as tfds
   from tensorflow_datasets.image_classification import mnist
 

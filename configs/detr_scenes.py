@@ -4,6 +4,10 @@
 
 Expected on the 400 test scenes: AP 47.4, AP50 84.6, AP75 47.7, after ten minutes on
 two cores, including the generation of the scenes.
+
+The argument, if any, is a folder of scenes of the same size, such as those of clothes
+that `python -m benchmarks.fashion scenes FOLDER` writes; docs/benchmarks.md has the
+results.
 """
 
 import ml_collections
@@ -11,8 +15,9 @@ import ml_collections
 from vit_jax.configs import common
 
 
-def get_config():
-  config = common.set_dataset(common.get_config(), 'scenes')
+def get_config(dataset: str = 'scenes'):
+  """Returns the config for scenes of digits, or for those of a folder."""
+  config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
   config.task = 'detect'
   config.pp.crop = 64

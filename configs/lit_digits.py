@@ -15,11 +15,14 @@ digits, and 0 % on the 61 of the other two (chance: 10 %).
 
 import ml_collections
 
-from vit_jax.configs import digits, models
+from vit_jax.configs import common, digits, models
 
 
 def get_config(workdir='/tmp/digits'):
-  """Returns the config; `workdir` holds a run of configs/digits.py."""
+  """Returns the config for WORKDIR of a run of configs/digits.py, or WORKDIR,FOLDER."""
+  workdir, folder = common.split_argument(
+    workdir, 'WORKDIR or WORKDIR,FOLDER', 'lit_digits.py:/tmp/digits'
+  )
   config = digits.get_config()
   config.task = 'image_text'
   config.dataset = 'digit_captions'
@@ -56,4 +59,12 @@ def get_config(workdir='/tmp/digits'):
   config.best_metric = 'accuracy_test'
   config.update(batch=256, label_smoothing=0.0, weight_decay=1e-4)
   config.update(total_epochs=100.0, warmup_epochs=5.0, grad_norm_clip=1.0)
+  if folder:
+    config.dataset = folder
+    config.pp.update(crop=28, flip=False)
+    config.task_options.update(
+      templates='a grey photo of this {}', classes='', precompute=True
+    )
+    config.update(evals=(), best_metric='accuracy_test', batch_eval=500)
+    config.update(total_epochs=4.0, warmup_epochs=0.4)
   return config

@@ -1,14 +1,25 @@
-"""Tests that public files of MNIST's format become data sets of TFDS."""
+"""Tests that public files of MNIST's format become data sets, and others from them."""
 
+import functools
 import gzip
+import json
+import operator
 
 import numpy as np
 import pytest
 import tensorflow as tf
 from tensorflow_datasets.image_classification import mnist as tfds_mnist
 
-from benchmarks import mnist
+from benchmarks import fashion, mnist
+from vit_jax.configs import detr_scenes, lit_digits
 from vit_jax.data import sources
+from vit_jax.data.tfds import scenes
+
+
+def _read(source):
+  """Returns the records of a source, as read."""
+  rows = tf.data.Dataset.from_tensors(np.arange(source.num_examples))
+  return [*rows.map(source.lookup).unbatch().map(source.read).as_numpy_iterator()]
 
 
 @pytest.fixture
@@ -27,22 +38,24 @@ def files(tmp_path):
   return tmp_path, want
 
 
-def test_published_files_become_a_data_set(files, monkeypatch, tiny_config):
-  folder, want = files
+@pytest.fixture
+def data_dir(files, monkeypatch):
+  """The same as Fashion-MNIST in TFDS."""
+  folder, _ = files
   monkeypatch.setattr(tfds_mnist, '_TRAIN_EXAMPLES', 6)
   monkeypatch.setattr(tfds_mnist, '_TEST_EXAMPLES', 4)
-  data_dir = str(folder / 'tfds')
-  mnist.main(['fashion_mnist', str(folder), f'--data_dir={data_dir}'])
+  mnist.main(['fashion_mnist', str(folder), f'--data_dir={folder}/tfds'])
+  return f'{folder}/tfds'
+
+
+def test_published_files_become_a_data_set(files, data_dir, tiny_config):
+  _, want = files
   tiny_config.update(dataset='fashion_mnist', tfds_data_dir=data_dir)
   for split, (images, labels) in want.items():
     source = sources.open_split(tiny_config, split)
     assert source.class_names[:2] == ('T-shirt/top', 'Trouser')
     assert source.num_examples == len(labels)
-    records = tf.data.Dataset.from_tensors(np.arange(len(labels))).map(source.lookup)
-    got = [
-      (tf.io.decode_png(x['image']).numpy(), x['label'].numpy())
-      for x in records.unbatch().map(source.read)
-    ]
+    got = [(tf.io.decode_png(x['image']).numpy(), x['label']) for x in _read(source)]
     as_pairs = lambda pairs: sorted(
       (x.tobytes(), np.ravel(y).tolist()) for x, y in pairs
     )
@@ -65,3 +78,54 @@ def test_missing_and_damaged_files_are_named(files):
   path.unlink()
   with pytest.raises(FileNotFoundError, match='train-images-idx3-ubyte.gz'):
     mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
+
+
+def test_captions_name_the_classes(files, data_dir):
+  folder, want = files
+  place = str(folder / 'captions')
+  fashion.main(['captions', place, f'--data_dir={data_dir}'])
+  config = lit_digits.get_config(f'{folder}/run,{place}')
+  for split, (images, labels) in want.items():
+    source = sources.open_split(config, split, features=('image', 'label', 'texts'))
+    assert source.class_names[7] == 'sneaker'
+    got = {}
+    for x in _read(source):
+      got[tf.io.decode_png(x['image']).numpy().tobytes()] = x
+    for image, label in zip(images, labels):
+      record = got[image.tobytes()]
+      assert record['label'] == [label]
+      texts = [x.decode() for x in record['texts']]
+      assert any(source.class_names[label] in x for x in texts)
+      seen = {x for k in range(10) for x in fashion.captions(k)}
+      assert seen.issuperset(texts) == (split == 'train')
+  words = ' '.join(
+    functools.reduce(operator.iadd, map(fashion.captions, range(10)), [])
+  )
+  for name in fashion.TEST_NAMES:  # New, of words that training has.
+    assert name not in words
+    assert set(name.split()) <= set(words.split())
+
+
+def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
+  folder, _ = files
+  monkeypatch.setattr(scenes, 'SCENES', {'train': 6, 'test': 4})
+  place = str(folder / 'scenes')
+  fashion.main(['scenes', place, f'--data_dir={data_dir}'])
+  config = detr_scenes.get_config(place)
+  source = sources.open_split(
+    config, 'train', features=('image', 'objects/bbox', 'objects/label')
+  )
+  records, count = _read(source), 0
+  for record in records:
+    grey = tf.io.decode_jpeg(record['image']).numpy().mean(axis=-1)
+    inside = np.zeros(grey.shape, bool)
+    for top, left, bottom, right in (record['objects/bbox'] * 128).round().astype(int):
+      inside[top:bottom, left:right] = True
+      count += 1
+    # The random images are brighter than the ground.
+    assert grey[inside].mean() > grey[~inside].mean() + 30
+  found = json.loads((folder / 'scenes/annotations/instances_train.json').read_text())
+  assert len(records) == 6
+  assert count == len(found['annotations']) > 6
+  with pytest.raises(FileExistsError, match='scenes'):
+    fashion.main(['scenes', place, f'--data_dir={data_dir}'])

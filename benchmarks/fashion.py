@@ -1,0 +1,155 @@
+r"""Makes captioned images, or scenes with boxes, from Fashion-MNIST's images:
+
+  python -m benchmarks.fashion captions /tmp/captions
+  python -m benchmarks.fashion scenes /tmp/scenes
+
+`captions` writes the 70,000 images with English captions of their classes and the
+labels, in a folder that configs/lit_digits.py reads; `scenes` composes 4,000 training
+and 400 test scenes of one to five images, with boxes in COCO's format, in a folder that
+configs/detr_scenes.py reads. TFDS downloads Fashion-MNIST; without a network:
+`python -m benchmarks.mnist --help`.
+"""
+
+from collections.abc import Iterator, Sequence
+import json
+import pathlib
+import shutil
+import sys
+
+import numpy as np
+from PIL import Image
+
+from vit_jax import console
+from vit_jax.commands import flags
+
+# Words of training captions for the ten classes, in the order of their labels.
+NAMES = (
+  ('T-shirt', 'top', 'tee with short sleeves'),
+  ('trousers', 'pants', 'pair of pants'),
+  ('pullover', 'sweater', 'knitted pullover'),
+  ('dress', 'gown', 'long dress'),
+  ('coat', 'jacket', 'warm coat'),
+  ('sandal', 'flip-flop', 'open shoe'),
+  ('shirt', 'blouse', 'shirt with buttons'),
+  ('sneaker', 'trainer', 'running shoe'),
+  ('bag', 'handbag', 'bag with a handle'),
+  ('ankle boot', 'boot', 'high shoe'),
+)
+TEMPLATES = (
+  'a photo of a {}', 'this is a {}', 'a {} in a shop', 'somebody bought a {}', 'a {} to wear',
+  'a {} in grey', '{}',
+)  # fmt: skip
+# No training caption is one of these.
+TEST_TEMPLATE = 'a grey photo of this {}'
+TEST_NAMES = (
+  'top with short sleeves', 'pair of trousers', 'knitted sweater', 'long gown',
+  'warm jacket', 'open sandal', 'blouse with buttons', 'running trainer',
+  'handbag with a handle', 'high boot',
+)  # fmt: skip
+
+
+def captions(label: int) -> list[str]:
+  """Returns the training captions of a class."""
+  return [t.replace('{}', name) for name in NAMES[label] for t in TEMPLATES]
+
+
+def _write_captions(folder: pathlib.Path, split: str, images, labels) -> None:
+  classes = [name for name, *_ in NAMES]
+  (folder / 'classes.json').write_text(json.dumps(classes))
+  (folder / split).mkdir()
+  lines = []
+  for i, (image, label) in enumerate(zip(images, labels.tolist())):
+    name = f'{split}/{i:05d}.png'
+    Image.fromarray(image[..., 0]).save(folder / name)
+    texts = captions(label)
+    if split == 'test':
+      texts = [TEST_TEMPLATE.replace('{}', classes[label])]
+    line = {'image': name, 'label': classes[label], 'texts': texts}
+    lines.append(json.dumps(line) + '\n')
+  (folder / f'{split}.jsonl').write_text(''.join(lines))
+
+
+def _objects(scene) -> Iterator[tuple[int, list[int]]]:
+  """Yields the label and the box (x, y, width, height) of the objects of a scene."""
+  for k, label in enumerate(scene.labels):
+    places = np.argwhere(scene.segments == k + 2)
+    top, left = places.min(axis=0).tolist()
+    height, width = (np.ptp(places, axis=0) + 1).tolist()
+    yield label, [left, top, width, height]
+
+
+def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
+  from vit_jax.data.tfds import scenes
+
+  # Dark clothes, whose outlines do not show, are left out.
+  bright = (images > 127).mean(axis=(1, 2, 3)) > 0.1
+  images, labels = images[bright, ..., 0] * (16 / 255), labels[bright]
+  (folder / split).mkdir()
+  found = {
+    'images': [],
+    'annotations': [],
+    'categories': [{'id': k, 'name': x[0]} for k, x in enumerate(NAMES)],
+  }
+  first = {'train': 0, 'test': scenes.SCENES['train']}[split]
+  for i in range(first, first + scenes.SCENES[split]):
+    scene = scenes.compose(np.random.RandomState(i), images, labels)
+    name = f'{i:06d}.jpg'
+    Image.fromarray(scene.pixels).save(folder / split / name, quality=95)
+    side = {'width': scenes.SIZE, 'height': scenes.SIZE}
+    found['images'].append({'id': i, 'file_name': name, **side})
+    for label, box in _objects(scene):
+      found['annotations'].append(
+        {
+          'id': len(found['annotations']),
+          'image_id': i,
+          'category_id': label,
+          'bbox': box,
+          'area': box[2] * box[3],
+          'iscrowd': 0,
+        }
+      )
+  place = folder / 'annotations' / f'instances_{split}.json'
+  place.parent.mkdir(exist_ok=True)
+  place.write_text(json.dumps(found))
+
+
+def write(what: str, folder: str, data_dir: str | None = None) -> None:
+  """Writes 'captions' or 'scenes' of Fashion-MNIST into a new folder.
+
+  `data_dir` is TFDS's folder; None: ~/tensorflow_datasets. Raises FileExistsError if
+  `folder` exists.
+  """
+  console.load_tensorflow()
+  import tensorflow_datasets as tfds
+
+  place = pathlib.Path(folder)
+  if place.exists():
+    raise FileExistsError(f"'{folder}' exists: choose a new FOLDER, or remove it")
+  data = tfds.as_numpy(
+    tfds.load('fashion_mnist', data_dir=data_dir, batch_size=-1, download=True)
+  )
+  part = place.with_name(f'{place.name}.part')  # Renamed when it is complete.
+  shutil.rmtree(part, ignore_errors=True)
+  part.mkdir(parents=True)
+  for split in ('train', 'test'):
+    function = {'captions': _write_captions, 'scenes': _write_scenes}[what]
+    function(part, split, data[split]['image'], data[split]['label'])
+  part.rename(place)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = flags.Parser('', __doc__)
+  parser.prog = 'python -m benchmarks.fashion'
+  parser.add_argument('what', choices=('captions', 'scenes'), help='what to make')
+  parser.add_argument('folder', metavar='FOLDER', help='new folder')
+  parser.add_argument('--data_dir', help="TFDS's folder (~/tensorflow_datasets)")
+  args = parser.parse_args(argv)
+  write(args.what, args.folder, args.data_dir)
+  console.say(f'Wrote {args.what} to {args.folder}.')
+
+
+if __name__ == '__main__':
+  try:
+    main()
+  except (ValueError, ImportError, OSError) as e:
+    sys.exit(f'Error: {e}')
