@@ -86,6 +86,15 @@ def test_fine_tuning_keeps_the_optimiser():
   run_config.check(run_config.complete(digits))
 
 
+def test_a_small_model_of_fashion_mnist():
+  config = run_config.complete(igpt_digits.get_config('fashion_mnist'))
+  assert config.dataset == 'fashion_mnist'
+  assert config.model.num_positions == config.pp.crop**2 == 28**2
+  run_config.check(config)
+  with pytest.raises(ValueError, match='igpt_digits.py:mnist .* digits, fashion_mnist'):
+    igpt_digits.get_config('mnist')
+
+
 @pytest.mark.parametrize(
   'arg',
   ['s', 's,cifar10', 'xxl,cifar10,32', 's,cifar10,33', 's,,32', 's,x,32,gpt',
