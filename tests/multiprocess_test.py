@@ -83,7 +83,8 @@ def test_split_parameters_and_micro_batches_across_processes(
   flags = [
     '--config.task=masked_patches',
     '--config.accum_steps=2', '--config.total_steps=12',
-    '--config.progress_every=1', '--config.model.hidden_size=64',
+    '--config.progress_every=1', '--config.log_images=8',
+    '--config.model.hidden_size=64',
     '--config.model.transformer.mlp_dim=256', '--config.log_attention=True',
   ]  # fmt: skip
   statuses, outputs = finish_pair(

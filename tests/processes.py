@@ -29,6 +29,7 @@ def get_config():
   config.update(
     batch=16, batch_eval=120, total_steps=60, warmup_steps=1, optimizer='adam',
     base_lr=1e-3, eval_every=20, checkpoint_every=1, progress_every=5,
+    log_images=0,
   )
   return config
 """

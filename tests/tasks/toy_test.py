@@ -15,7 +15,7 @@ CONFIG = processes.ROOT / 'tests' / 'toy_config.py'
 FLAGS = (  # Forty steps.
   '--config.total_epochs=3.57', '--config.warmup_epochs=0.4',
   '--config.model.transformer.num_layers=1', '--config.progress_every=5',
-  '--config.task_options.power=1.5',
+  '--config.task_options.power=1.5', '--config.log_images=0',
 )  # fmt: skip
 
 
