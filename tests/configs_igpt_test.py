@@ -89,7 +89,7 @@ def test_fine_tuning_keeps_the_optimiser():
 def test_a_small_model_of_fashion_mnist():
   config = run_config.complete(igpt_digits.get_config('fashion_mnist'))
   assert config.dataset == 'fashion_mnist'
-  assert config.model.num_positions == config.pp.crop**2 == 28**2
+  assert config.model.num_positions == config.pp.crop**2 == 14**2
   run_config.check(config)
   with pytest.raises(ValueError, match='igpt_digits.py:mnist .* digits, fashion_mnist'):
     igpt_digits.get_config('mnist')
