@@ -3,6 +3,7 @@
 import functools
 import gzip
 import json
+import pathlib
 import operator
 
 import numpy as np
@@ -85,6 +86,9 @@ def test_captions_name_the_classes(files, data_dir):
   place = str(folder / 'captions')
   fashion.main(['captions', place, f'--data_dir={data_dir}'])
   config = lit_digits.get_config(f'{folder}/run,{place}')
+  assert config.task_options.templates == fashion.TEST_TEMPLATE
+  page = pathlib.Path(__file__).parents[1] / 'docs/benchmarks.md'
+  assert f'classes={";".join(fashion.TEST_NAMES)}"' in page.read_text()
   for split, (images, labels) in want.items():
     source = sources.open_split(config, split, features=('image', 'label', 'texts'))
     assert source.class_names[7] == 'sneaker'
