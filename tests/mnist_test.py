@@ -1,10 +1,8 @@
 """Tests that public files of MNIST's format become data sets, and others from them."""
 
-import functools
 import gzip
 import json
 import pathlib
-import operator
 
 import numpy as np
 import pytest
@@ -102,9 +100,7 @@ def test_captions_name_the_classes(files, data_dir):
       assert any(source.class_names[label] in x for x in texts)
       seen = {x for k in range(10) for x in fashion.captions(k)}
       assert seen.issuperset(texts) == (split == 'train')
-  words = ' '.join(
-    functools.reduce(operator.iadd, map(fashion.captions, range(10)), [])
-  )
+  words = ' '.join(x for label in range(10) for x in fashion.captions(label))
   for name in fashion.TEST_NAMES:  # New, of words that training has.
     assert name not in words
     assert set(name.split()) <= set(words.split())
