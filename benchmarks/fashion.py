@@ -13,7 +13,6 @@ configs/detr_scenes.py reads. TFDS downloads Fashion-MNIST; without a network:
 from collections.abc import Iterator, Sequence
 import json
 import pathlib
-import shutil
 import sys
 
 import numpy as np
@@ -21,6 +20,7 @@ from PIL import Image
 
 from vit_jax import console
 from vit_jax.commands import flags
+from vit_jax.distributed import files
 
 # Words of training captions for the ten classes, in the order of their labels.
 NAMES = (
@@ -36,10 +36,10 @@ NAMES = (
   ('ankle boot', 'boot', 'high shoe'),
 )
 TEMPLATES = (
-  'a photo of a {}', 'this is a {}', 'a {} in a shop', 'somebody bought a {}', 'a {} to wear',
-  'a {} in grey', '{}',
+  'a photo of a {}', 'this is a {}', 'a {} in a shop', 'somebody bought a {}',
+  'a {} to wear', 'a {} in grey', '{}',
 )  # fmt: skip
-# No training caption is one of these.
+# Not in the training captions.
 TEST_TEMPLATE = 'a grey photo of this {}'
 TEST_NAMES = (
   'top with short sleeves', 'pair of trousers', 'knitted sweater', 'long gown',
@@ -122,19 +122,13 @@ def write(what: str, folder: str, data_dir: str | None = None) -> None:
   console.load_tensorflow()
   import tensorflow_datasets as tfds
 
-  place = pathlib.Path(folder)
-  if place.exists():
+  if pathlib.Path(folder).exists():
     raise FileExistsError(f"'{folder}' exists: choose a new FOLDER, or remove it")
-  data = tfds.as_numpy(
-    tfds.load('fashion_mnist', data_dir=data_dir, batch_size=-1, download=True)
-  )
-  part = place.with_name(f'{place.name}.part')  # Renamed when it is complete.
-  shutil.rmtree(part, ignore_errors=True)
-  part.mkdir(parents=True)
-  for split in ('train', 'test'):
-    function = {'captions': _write_captions, 'scenes': _write_scenes}[what]
-    function(part, split, data[split]['image'], data[split]['label'])
-  part.rename(place)
+  data = tfds.as_numpy(tfds.load('fashion_mnist', data_dir=data_dir, batch_size=-1))
+  function = {'captions': _write_captions, 'scenes': _write_scenes}[what]
+  with files.new_folder(folder) as new:
+    for split in ('train', 'test'):
+      function(pathlib.Path(new), split, data[split]['image'], data[split]['label'])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

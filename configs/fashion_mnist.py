@@ -7,10 +7,10 @@ The models are vit, hybrid, bit and mixer; the data sets fashion_mnist (arXiv
 1708.07747) and mnist. TFDS downloads them, 30 and 11 MB; without a network: `python -m
 benchmarks.mnist --help`.
 
-A run takes about 35 (vit, mixer) or 10 minutes (hybrid, bit) of processor time. Expected on
-Fashion-MNIST over three seeds, in percent: vit 89.33 ± 0.31, hybrid 89.89 ± 0.17, bit
-90.55 ± 0.25, mixer 90.70 (one seed), and on MNIST hybrid 99.22 ± 0.08, bit 99.40 ±
-0.04; more in docs/benchmarks.md.
+On one core, a run takes 30 to 45 (vit, mixer) or about 10 minutes (hybrid, bit).
+Expected on Fashion-MNIST over three seeds, in percent: vit 89.33 ± 0.31, hybrid 89.89 ±
+0.17, bit 90.55 ± 0.25, mixer 90.70 (one seed), and on MNIST hybrid 99.22 ± 0.08, bit
+99.40 ± 0.04; more in docs/benchmarks.md.
 """
 
 import ml_collections

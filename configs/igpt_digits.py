@@ -10,8 +10,8 @@ The run ends with linear probes of all layers with 10 labels per class
 (probe.png), samples.png and completions.png. The best layer reaches 76.7 %,
 below the 91.9 % of the raw pixels; docs/pixels.md says why.
 
-With configs/igpt_digits.py:fashion_mnist, 14x14 pixels and 8 narrower layers;
-docs/benchmarks.md has the results.
+With configs/igpt_digits.py:fashion_mnist, 14x14 pixels and 8 narrower layers: 0.50 bits
+per dimension after 20 minutes of processor time (docs/benchmarks.md).
 """
 
 import ml_collections
@@ -51,7 +51,7 @@ def get_config(dataset: str = 'digits'):
   config.update(best_metric='bits_per_dim_test', log_images=16)
   config.update(progress_every=50, eval_every=400, checkpoint_every=400)
   if dataset == 'fashion_mnist':
-    # Half of the pixels of a side: with all 784, an update takes ten times as long.
+    # Each side is halved: with all 784 pixels, an update takes ten times as long.
     config.pp.crop = 14
     config.model.update(num_positions=14**2, hidden_size=64, num_layers=8)
     config.update(batch_eval=100, total_steps=1_200)

@@ -11,8 +11,8 @@ about 10 minutes of processor time. Expected over three seeds, in percent:
   1e-3            85.83 ± 2.47   85.65 ± 2.64
   3e-3            97.41 ± 0.58   94.54 ± 0.58
 
-With configs/pooling.py:token,gap,fashion_mnist, about an hour of processor time, both
-are equal at each learning rate: docs/benchmarks.md.
+With configs/pooling.py:token,gap,fashion_mnist, an hour or more on one core, both are
+equal at each learning rate: docs/benchmarks.md.
 """
 
 from vit_jax.configs import studies

@@ -107,7 +107,7 @@ def test_captions_name_the_classes(files, data_dir):
 
 
 def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
-  folder, _ = files
+  folder, want = files
   monkeypatch.setattr(scenes, 'SCENES', {'train': 6, 'test': 4})
   place = str(folder / 'scenes')
   fashion.main(['scenes', place, f'--data_dir={data_dir}'])
@@ -122,6 +122,7 @@ def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
     for top, left, bottom, right in (record['objects/bbox'] * 128).round().astype(int):
       inside[top:bottom, left:right] = True
       count += 1
+    assert set(record['objects/label']) <= set(want['train'][1])
     # The random images are brighter than the ground.
     assert grey[inside].mean() > grey[~inside].mean() + 30
   found = json.loads((folder / 'scenes/annotations/instances_train.json').read_text())
