@@ -160,7 +160,7 @@ class _Patches:
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Transformer:
+class Transformer:
   num_layers: schema.Count
   mlp_dim: schema.Count
   num_heads: schema.Count
@@ -207,7 +207,7 @@ class _ResNet:
 class Vit(_Model):
   patches: _Patches
   hidden_size: schema.Count
-  transformer: _Transformer
+  transformer: Transformer
   resnet: _ResNet
   representation_size: schema.Count | None
   classifier: Literal[

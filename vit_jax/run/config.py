@@ -34,6 +34,13 @@ TASKS = {
 # data are shuffled without a buffer.
 _GONE = ('model_type', 'shuffle_buffer')
 
+# Key of a Transformer -> another key, and the values of that key that read the first.
+_READ_BY = {
+  'attention_window': ('attention_pattern', ('local',)),
+  'rope_temperature': ('position_embedding', positions.ROPES),
+  'rope_grid': ('position_embedding', positions.ROPES[1:]),
+}
+
 
 class ForeignTaskError(ValueError):
   """A stored config names a module that is not in this package."""
@@ -283,6 +290,14 @@ def _check_model(model, name='model'):
       f'{key}.num_heads={heads} does not divide {name}.hidden_size={width}: '
       f'choose a divisor (config.{key}.num_heads)'
     )
+  defaults = dict(schema.defaults(model_configs.Transformer))
+  for key, (other, values) in _READ_BY.items():
+    default, chosen = defaults[key], fields.get(other, defaults[other])
+    if fields.get(key, default) != default and chosen not in values:
+      raise ValueError(
+        f"{name}.transformer.{key}={fields[key]} has no effect with {other}='{chosen}', "
+        f'only with {" or ".join(values)}: set --config.{name}.transformer.{key}={default}'
+      )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
