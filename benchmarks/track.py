@@ -114,7 +114,7 @@ def _read(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
   except ValueError as e:
     raise ValueError(
-      f"'{path}' is not a file of this program ({e}): give another (the argument FILE)"
+      f"'{path}' is not a file of this program ({e}): use another (the argument FILE)"
     ) from e
 
 

@@ -74,7 +74,7 @@ def augmentation_of(model, known: dict[str, str]) -> str:
   if name not in known:
     raise ValueError(
       f"no augmentation is published for the model '{name}', only for "
-      f'{", ".join(known)}: give one after the data set, as in {name},'
+      f'{", ".join(known)}: pass one after the data set, as in {name},'
       'imagenet2012,medium1'
     )
   return known[name]

@@ -354,7 +354,7 @@ def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   (other / 'mine' / 'cow').rename(other / 'mine' / 'yak')
   with pytest.raises(ValueError, match=r"the 3 .*\['ant', 'bee'.* has \['yak'\]"):
     evaluation.evaluate(model, 'mine', str(other))
-  with pytest.raises(ValueError, match='give data of the same classes'):
+  with pytest.raises(ValueError, match='use data with the same classes'):
     evaluation.evaluate(model, 'test', 'digits')
   with pytest.raises(FileNotFoundError, match='--dataset=FOLDER'):
     evaluation.evaluate(model, 'test', str(tmp_path / 'moved'))

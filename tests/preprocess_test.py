@@ -171,9 +171,9 @@ def test_wrong_images_are_named(tmp_path):
     path.write_bytes(content)
     with pytest.raises(ValueError, match='broken.jpg.*not an image of a known form'):
       load(path, pp())
-  with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: give uint8'):
+  with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: pass uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())
-  with pytest.raises(ValueError, match='give uint8 .height, width. or .*, 1, 3 or 4'):
+  with pytest.raises(ValueError, match='pass uint8 .height, width. or .*, 1, 3 or 4'):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
@@ -265,5 +265,5 @@ def test_the_originals_names_of_tokenizers(vocabulary):
   assert preprocess.get_tokenizer('sentencepiece') is preprocess.SentencepieceTokenizer
   tokenizer = preprocess.BertTokenizer(vocab_path=vocabulary, max_len=3)
   assert tokenizer(['cats']).tolist() == [[2, 4, 6]]
-  with pytest.raises(ValueError, match="tokenizer_name='w' is unknown: give one"):
+  with pytest.raises(ValueError, match="tokenizer_name='w' is unknown: use one"):
     preprocess.get_pp(tokenizer_name='w', vocab_path=vocabulary, max_len=3, size=4)

@@ -119,7 +119,7 @@ def test_a_batch_of_keys_is_named(small):
   with pytest.raises(ValueError, match=r'random key, got key<fry>\[2\]'):
     mixer.init(jax.random.split(jax.random.key(0)), x, train=False)
   update = train.make_update_fn(apply_fn=model.apply, accum_steps=1, tx=optax.sgd(0.1))
-  with pytest.raises(ValueError, match='flax.jax_utils.replicate, give the key'):
+  with pytest.raises(ValueError, match='flax.jax_utils.replicate, pass the key'):
     update(variables['params'], optax.sgd(0.1).init({}), {'image': x}, keys)
 
 
@@ -559,5 +559,5 @@ def test_the_originals_images_for_text_and_image_models():
   np.testing.assert_allclose(middle[0, 0, :, 0], [1, 1, -1, -1], atol=1e-6)
   in_graph = tf.data.Dataset.from_tensors(image).map(pp.preprocess_tf)
   np.testing.assert_array_equal(next(in_graph.as_numpy_iterator()), got[0])
-  with pytest.raises(ValueError, match='float32: give uint8'):
+  with pytest.raises(ValueError, match='float32: pass uint8'):
     pp([image.astype(np.float32)])

@@ -323,7 +323,7 @@ def refuse(config, workdir, message, error=ValueError):
     ({'task': 'count'}, "task='count' is unknown"),
     ({'batch': 10**9}, 'batch=1000000000 and prefetch=2: the batches'),
     ({'dataset': 'mnist:99.9.9'}, 'cannot be loaded at version 99.9.9'),
-    ({'pp.test': 'test[:100000]'}, "'test.:100000.' cannot be taken: .*360"),
+    ({'pp.test': 'test[:100000]'}, "'test.:100000.' cannot be sliced: .*360"),
     ({'pp.test': 'train[50%:40%]'}, "'train.50%:40%.' is empty, from 718"),
     ({'warmup_steps': 9}, 'warmup_steps=9 must be .*below total_steps=6'),
     ({'pp.crop': 10}, 'image height 10 is not a multiple of the patch'),

@@ -184,8 +184,8 @@ def _model_of(config, given) -> dict[str, Any]:
   path = config.get('pretrained')
   if not isinstance(path, str):
     raise ValueError(
-      f'pretrained={path}, but the model is the one of the weights: name them '
-      '(--config.pretrained=PATH)'
+      f'pretrained={path}, but the config takes the model from weights: '
+      'name them (--config.pretrained=PATH)'
     )
   encoder = given.get('transformer') or {}
   weights = reading.read(path, encoder.get('num_heads'))
@@ -202,7 +202,7 @@ def _model_of(config, given) -> dict[str, Any]:
   gelu = dict.fromkeys(unknown, encoder.get('gelu'))
   if found is None or None in gelu.values():
     raise ValueError(
-      f"pretrained='{path}' does not tell "
+      f"pretrained='{path}' does not specify "
       + (
         'the sizes of its model'
         if found is None
@@ -347,7 +347,7 @@ def _augreg_index(directory):
   index = fetch.fetch(path)
   if not index.exists():
     raise FileNotFoundError(
-      f"there is no '{path}': give the folder of the AugReg checkpoints "
+      f"there is no '{path}': pass the folder of the AugReg checkpoints "
       '(config.pretrained_dir), or the name of one of its files '
       '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
     )

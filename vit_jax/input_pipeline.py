@@ -86,7 +86,7 @@ def _split_of(directory, split):
   top = os.path.join(directory, split)
   if not tf.io.gfile.isdir(directory):
     raise FileNotFoundError(
-      f"directory='{directory}' is not a folder that exists: give a folder with "
+      f"directory='{directory}' is not a folder that exists: use a folder with "
       '<class>/<image>'
     )
   if any(kind.exists(directory, split) for kind in (manifest, parquet)):

@@ -167,7 +167,7 @@ class LitModel(patches.ImageModel):
       raise ValueError(
         'the vocabulary of this model is unknown: put the file next to its weights, '
         f'with their name and the ending .{ending} (NAME.{ending} for NAME.npz), or '
-        'give its path (config.model.pp.vocab_path)'
+        'pass its path (config.model.pp.vocab_path)'
       )
     return own or f'{BASE_PATH}/{self.model_name}.{ending}'
 

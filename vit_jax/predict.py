@@ -1,4 +1,4 @@
-"""Loads trained models, to predict.
+"""Loads trained models for prediction.
 
   model = predict.load('/tmp/digits')
   model.predict(['image.png'])  # [[('7', 0.98), ('9', 0.01), ...]]
@@ -179,7 +179,7 @@ def _check_flags(model, args, is_table) -> None:
     )
   if not args.out and (draws or not task.PRINTS):
     raise ValueError(
-      f'{which} writes its predictions as a picture: give --out=FILE.png'
+      f'{which} writes its predictions as a picture: pass --out=FILE.png'
     )
 
 
@@ -203,7 +203,7 @@ def run(args) -> None:
     tables.check(args.out, resumes=not texts_only)
   elif jax.process_count() > 1 or args.embeddings:
     raise ValueError(
-      'several processes, and --embeddings, need a table: give '
+      'several processes, and --embeddings, need a table: pass '
       '--out=table.parquet (or .csv or .jsonl)'
     )
   split = _split(args.images)
@@ -212,7 +212,7 @@ def run(args) -> None:
   elif not is_table:
     raise ValueError(
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
-      'written as a table: give --out=table.parquet (or .csv or .jsonl)'
+      'written as a table: pass --out=table.parquet (or .csv or .jsonl)'
     )
   model = of_flags(args, args.dtype)
   _check_flags(model, args, is_table)

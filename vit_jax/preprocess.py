@@ -179,7 +179,7 @@ class PreprocessImages:
     ValueError if the image is not uint8.
     """
     if image.dtype != tf.uint8:
-      raise ValueError(f'image is {image.dtype.name}: give uint8, from 0 to 255')
+      raise ValueError(f'image is {image.dtype.name}: pass uint8, from 0 to 255')
     short_side = self.size if self.crop else None
     image = _to_size(image, (self.size, self.size), short_side)
     return images.to_float(tf.cast(image, tf.uint8))
@@ -279,7 +279,7 @@ def _to_pillow(image: np.ndarray) -> Image.Image:
   fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
   if not fits or image.dtype != np.uint8:
     raise ValueError(
-      f'image is an array {image.dtype}{list(image.shape)}: give uint8 [height, '
+      f'image is an array {image.dtype}{list(image.shape)}: pass uint8 [height, '
       'width] or [height, width, 1, 3 or 4], with values 0 to 255'
     )
   return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)

@@ -188,10 +188,10 @@ def test_damage_between_good_ends_is_found(root):
 @pytest.mark.parametrize(
   'instruction, message',
   [
-    ('[:21]', r"split 'test\[:21\]' cannot be taken: .*has 20 examples"),
+    ('[:21]', r"split 'test\[:21\]' cannot be sliced: .*has 20 examples"),
     ('[50%:40%]', r"split 'test\[50%:40%\]' is empty, from 10 to 8"),
-    ('[abc', r"split 'test\[abc' cannot be taken: Unrecognized"),
-    ('[:200%]', r"split 'test\[:200%\]' cannot be taken"),
+    ('[abc', r"split 'test\[abc' cannot be sliced: Unrecognized"),
+    ('[:200%]', r"split 'test\[:200%\]' cannot be sliced"),
   ],
 )
 def test_slices_that_hold_nothing_or_too_much_are_named(instruction, message):

@@ -139,7 +139,7 @@ def test_layers_by_number(model, mesh, monkeypatch):
     ({'layer': 'all'}, "layer='all'.*--linear.*--shots"),
     ({'layer': 2}, 'layer=2 .* layer_0, layer_1'),
     ({'dataset': None}, '--dataset'),
-    ({'shots': ()}, 'give --shots, --linear or --knn'),
+    ({'shots': ()}, 'pass --shots, --linear or --knn'),
     ({'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
     ({'shots': (), 'knn': (0,)}, r'fewshot.knn=\(0,\) must be'),
     ({'shots': (), 'knn': (31,), 'train': 'train[:30]'}, 'knn=31 .* 30 .*--knn'),

@@ -520,7 +520,7 @@ def test_the_command_reads_a_split_of_a_data_set(
       'no picture: leave out --out, or write a ta',
     ),
     (['--out=exists.csv', 'a.png'], "out='.*exists.csv' exists: delete it, or"),
-    (['--embeddings', 'a.png'], 'need a table: give --out=table.parquet'),
+    (['--embeddings', 'a.png'], 'need a table: pass --out=table.parquet'),
     (['digits:test'], "'digits:test' is a split of a data set, whose"),
     (['--out=a.csv', 'empty'], "no images in '.*empty'"),
     (['--out=a.csv', 'bad.jsonl'], "bad.jsonl', line 2: must be like"),

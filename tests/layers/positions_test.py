@@ -204,7 +204,7 @@ def test_what_does_not_fit_is_named():
   variables = {'params': tiny_models.numbers(vit('learned_2d'), SIZE)}
   bound = vit('learned_2d').bind(variables)
   flat = bound.embed(IMAGES)
-  with pytest.raises(ValueError, match='needs the grid of the patches: give enc'):
+  with pytest.raises(ValueError, match='needs the grid of the patches: pass enc'):
     bound.encode(flat, train=False)
   assert bound.encode(flat.reshape(2, H, W, D), train=False).shape == (2, 13, D)
   x = jnp.zeros((1, 5, D))

@@ -140,7 +140,7 @@ def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
     lambda: checkpoint.load(str(tmp_path / 'run')),
     lambda: train.train_and_evaluate(other, str(tmp_path / 'run')),
   ):
-    with pytest.raises(ValueError, match=r'adapters of other weights.*base\.npz'):
+    with pytest.raises(ValueError, match=r'adapters of weights other than.*base\.npz'):
       read()
 
 

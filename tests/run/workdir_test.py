@@ -63,7 +63,7 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
   with caplog.at_level(logging.WARNING):
     workdir.check(run, config, NAMES, data)
   [line] = caplog.messages
-  assert 'evaluation test is on other data than before: images: y there' in line
+  assert 'evaluation test uses other data than before: images: y there' in line
 
 
 def test_names_that_were_changed_are_refused(run):

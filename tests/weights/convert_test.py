@@ -574,7 +574,7 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
     convert.convert(path, str(tmp_path / 'no'), 'hf', class_names=['a', 'b'])
   with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|peft\|pth\|workdir'):
     convert.convert(path, str(tmp_path / 'no'))
-  with pytest.raises(FileExistsError, match='exists: give another'):
+  with pytest.raises(FileExistsError, match='exists: use another'):
     convert.convert(path, path)
   for dst, kind in (('/proc/o.npz', 'npz'), ('/proc/o', 'hf')):
     with pytest.raises(OSError, match=f"DST '{dst}' cannot be written: "):
@@ -599,7 +599,7 @@ def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
     held = {'qkv_bias': ('timm', 'hf'), 'qk_norm': ('timm',)}
     shared = set.intersection(*(set(held.get(key, ())) for key in fields))
     for to in {'timm', 'hf'} - shared:
-      with pytest.raises(ValueError, match=rf'as {to}: give --to=npz\|.*workdir'):
+      with pytest.raises(ValueError, match=rf'as {to}: pass --to=npz\|.*workdir'):
         convert.convert(path, str(tmp_path / 'no'), to, image_size=(32, 32))
   convert.convert(path, str(tmp_path / 'run'), 'workdir', image_size=(32, 32))
   _, notes = convert.convert(str(tmp_path / 'run'), again)

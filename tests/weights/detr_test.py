@@ -225,7 +225,7 @@ def test_some_classes_of_a_detector(good, found):
 def test_formats_that_hold_no_detector(good, tmp_path):
   for to in ('timm', 'npz'):
     with pytest.raises(
-      ValueError, match=rf'DETR of 1\+2 .* as {to}: give --to=hf\|pth\|workdir'
+      ValueError, match=rf'DETR of 1\+2 .* as {to}: pass --to=hf\|pth\|workdir'
     ):
       convert.convert(str(good[0]), str(tmp_path / f'a.{to}'), to)
   with pytest.raises(ValueError, match='must end in .pth or .safetensors'):

@@ -237,7 +237,7 @@ def test_positions_of_registers_become_part_of_them(tmp_path):
     ('vit_small_patch14_dinov2', {'mlp_ratio': 2.5}, 'no MLP of width 40 for tokens'),
     (
       'vit_small_patch16_224', {'reg_tokens': 2, 'no_embed_class': True},
-      'cannot be written as hf: give --to=npz|timm|workdir',
+      'cannot be written as hf: pass --to=npz|timm|workdir',
     ),
   ],
 )  # fmt: skip

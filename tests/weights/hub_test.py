@@ -297,7 +297,7 @@ def test_weights_of_several_files(there, good, tmp_path):
       "'hf://o'.*'namespace/name'.*hf://OWN",
     ),
     ('hf://o/n@', ValueError, 'Empty revision'),
-    ('hf://datasets/o/n', ValueError, 'but a dataset: give hf://OWNER'),
+    ('hf://datasets/o/n', ValueError, 'but a dataset: pass hf://OWNER'),
     (
       'hf://o/m',
       FileNotFoundError,

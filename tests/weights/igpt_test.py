@@ -161,7 +161,7 @@ def test_files_that_are_refused(good, tmp_path, parts, message):
 def test_sizes_and_formats_that_do_not_fit(good, tmp_path):
   with pytest.raises(ValueError, match='4,5 has 20 pixels, but .* are for 16'):
     convert.read(str(good[0]), image_size=(4, 5))
-  with pytest.raises(ValueError, match=r'cannot be written as npz: give --to=hf'):
+  with pytest.raises(ValueError, match=r'cannot be written as npz: pass --to=hf'):
     convert.convert(str(good[0]), str(tmp_path / 'a.npz'))
   with pytest.raises(ValueError, match='an iGPT, .* a '):
     checkpoint.load_pretrained(

@@ -209,7 +209,7 @@ def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
   trees.assert_same(again.params, writing.scaled(found).params)
   family = families.of(found.config)
   assert not [*family.differences(again.config, found.config)]
-  with pytest.raises(ValueError, match=r'as timm: give --to=hf\|npz\|workdir'):
+  with pytest.raises(ValueError, match=r'as timm: pass --to=hf\|npz\|workdir'):
     convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
   assert identify.describe(found.params).endswith(
     f'{"" if name == "clip" else ", attention pooling"}, with text transformer '
@@ -428,7 +428,7 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
   beside.write_text(json.dumps(told))
   with pytest.raises(ValueError, match='tiny.npz. cannot be used'):
     convert.read(str(path))
-  with pytest.raises(ValueError, match=r'as hf: give --to=npz\|workdir'):
+  with pytest.raises(ValueError, match=r'as hf: pass --to=npz\|workdir'):
     writing.check(model, 'hf')
 
 

@@ -5,12 +5,13 @@ r"""Count the compute of pre-training, its time and its price.
   vit_jax compute --model b16 --num_examples=5e6 --num_classes=400 \
     --epochs=30 --image_size=384 --chip=v5e --mfu=0.5 --price=1.2
 
-Without flags, counts the pre-trainings of the paper's tables 6 and 2 next to the
+Without flags, counts the pre-training runs of the paper's tables 6 and 2, next to the
 published exaFLOPs and core-days. No model is compiled or run: it takes seconds.
 
 A device (a core of TPU v2 and v3, a chip of later versions) reaches --mfu of its peak.
---price is per hour and chip; chips of v2 and v3 have two cores. Matrix products and
-convolutions count: 2 FLOPs per multiply-add, times 3 for forward and backward pass.
+--price is per hour and chip; chips of v2 and v3 have two cores. Only matrix products
+and convolutions count: 2 FLOPs per multiply-add, times 3 for the forward and backward
+pass.
 """
 
 from collections.abc import Sequence

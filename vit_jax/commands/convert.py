@@ -28,9 +28,9 @@ classifier as all formats except pth. Examples:
   vit_jax convert hf://google/vit-base-patch16-224 /tmp/b16 --to=workdir
   vit_jax convert detr-r50-e632da11.pth /tmp/detr --to=workdir
 
---push uploads the folder to the Hugging Face Hub, with a card that explains how to
-load the model and, for a workdir, lists its data and metrics. It needs a token
-(hf auth login, or HF_TOKEN); a model that does not exist is created, public.
+--push uploads the folder to the Hugging Face Hub, with a card that explains how to load
+the model and, for a workdir, lists its data and metrics. It needs a token (hf auth
+login, or HF_TOKEN); a model that does not exist is created as a public one.
 
 The arrays are only renamed, transposed and reshaped. Differences in computation (the
 GELU, the epsilons of norms) are written to the config of DST, or reported.
@@ -73,7 +73,7 @@ def make_parser() -> flags.Parser:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   args = make_parser().parse_args(argv)
   if (args.dst is None) == (args.push is None):
-    raise ValueError('give either DST, the place to write, or --push')
+    raise ValueError('pass either DST, the place to write, or --push')
   return args
 
 

@@ -234,8 +234,8 @@ def check_output(name: str, path: str | os.PathLike | None):
   """Raises ValueError unless a file can be written to the path of a flag --NAME."""
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(
-      f"{name}='{path}': this folder does not exist: create it, or give another "
+      f"{name}='{path}': its folder does not exist: create it, or pass another "
       f'path (--{name})'
     )
   if path and epath.Path(path).is_dir():
-    raise ValueError(f"{name}='{path}' is a folder: give a file path (--{name})")
+    raise ValueError(f"{name}='{path}' is a folder: pass a file path (--{name})")

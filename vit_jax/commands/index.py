@@ -3,10 +3,10 @@ r"""List the images of a folder and decode each one once, before training.
   vit_jax index /data/photos
 
 For each split (/data/photos/train, test, ...) the results are written next to its
-folder, such as /data/photos/train.index.npz. Training on /data/photos uses these
-lists while they are up to date: images that are added, removed or renamed are noticed
-on local disks, but not in buckets (gs://), where you run this command again after a
-change. It needs no accelerator and saves its progress about every minute.
+folder, such as /data/photos/train.index.npz. Training on /data/photos uses these lists
+while they are up to date: images that are added, removed or renamed are noticed on
+local disks, but not in buckets (gs://): there, run this command again after a change.
+It needs no accelerator and saves its progress about every minute.
 
 To list millions of images without decoding them, use --check=none, and train with
 --config.broken_images=trust.

@@ -67,11 +67,11 @@ _TASKS = {
   '--shard': dict(
     type=_shard,
     metavar='I/N',
-    help='compute part I of N, from 0/N to N-1/N, for one --out that all tasks see; '
+    help='compute part I of N, from 0/N to N-1/N, of one --out that all tasks see; '
     'the last one joins the table',
   ),
   '--join': dict(
-    action='store_true', help='only join what the tasks wrote; names missing shards'
+    action='store_true', help='only join what the tasks wrote, and list missing shards'
   ),
   '--print': dict(
     type=flags.count,
@@ -102,7 +102,7 @@ _PIXELS = {
   '--sample': dict(type=int, help='number of images to draw'),
   '--complete': dict(nargs='+', help='image files whose lower part is drawn'),
   '--rows': dict(
-    type=int, help='rows of the image to keep (half, or all of an image that is short)'
+    type=int, help='rows of the image to keep (half; all if it is wider than tall)'
   ),
   '--seed': dict(type=int, help='random seed (0)'),
   '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
@@ -149,16 +149,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     raise ValueError(f'--rows={args.rows} needs --complete FILE: add it')
   tasks = [f'--{name}' for name in ('shard', 'join', 'print') if getattr(args, name)]
   if len(tasks) > 1:
-    raise ValueError(f'{" and ".join(tasks)} exclude each other: leave out one')
+    raise ValueError(
+      f'{" and ".join(tasks)} are mutually exclusive: leave out all but one'
+    )
   if tasks and not (args.images and str(args.out or '').endswith(TABLES)):
     raise ValueError(
-      f'{tasks[0]} is for a table of images: give images and --out=table.parquet (or '
+      f'{tasks[0]} is for a table of images: pass images and --out=table.parquet (or '
       '.csv or .jsonl)'
     )
   if tasks and args.coordinator:
-    raise ValueError(
-      f'{tasks[0]} is for tasks that do not know of each other: leave out --coordinator'
-    )
+    raise ValueError(f'{tasks[0]} is for independent tasks: leave out --coordinator')
   return args
 
 

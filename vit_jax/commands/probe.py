@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
   folder = args.tfds_data_dir
   if folder and not epath.Path(folder).is_dir():
     raise ValueError(
-      f"tfds_data_dir='{folder}' is not a folder: give the folder of prepared TFDS "
+      f"tfds_data_dir='{folder}' is not a folder: pass the folder of prepared TFDS "
       'data sets (--tfds_data_dir)'
     )
   import jax

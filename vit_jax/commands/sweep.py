@@ -11,10 +11,10 @@ the standard deviation, and writes choice.json, test.json and sweep.png to the w
 The default values are the learning rates of the paper, for the data sets of its table
 4. By default the rest of config.pp.train is held out: 'train[98%:]' for 'train[:98%]'.
 
-The same command resumes after an interruption; finished runs are not trained again,
-so values and seeds can be added later. To share the runs between machines that see
-the workdir (a folder or gs://), start the same command on each. For a scheduler,
---print prints one command per run of the choice or, once these are finished, per test
+The same command resumes after an interruption; finished runs are not trained again, so
+values and seeds can be added later. To share the runs between machines that see the
+workdir (a folder or gs://), start the same command on each. For a scheduler, --print
+prints one command per run that the choice needs or, once these are finished, per test
 run. See docs/measure.md.
 """
 
@@ -48,8 +48,8 @@ _FLAGS = {
   '--refit': dict(
     choices=('all', 'part'),
     default='all',
-    help='data to train the winner on: all training data, as in the paper, or the '
-    "part of the choice, as in the original's configs (all)",
+    help='data to train the best value on: all training data, as in the paper, or the '
+    "part used for the choice, as in the original's configs (all)",
   ),
   '--checkpoints': dict(
     choices=('all', 'newest', 'none'),

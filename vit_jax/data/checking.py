@@ -1,4 +1,4 @@
-"""The list of a folder's images, and the check of each, once for all processes.
+"""Lists the images of a folder and checks each one, once for all processes.
 
 Process 0 lists a folder, and each process checks its share of the images. The
 result, an index, is stored in the workdir of the run or next to the images
@@ -147,7 +147,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
         index.save(index_lib.place(workdir, root, base))
       except OSError as e:
         raise ValueError(
-          f"workdir='{workdir}' cannot be written: {e}; give a writable folder "
+          f"workdir='{workdir}' cannot be written: {e}; use a writable folder "
           'that all processes share (--workdir)'
         ) from e
     return index.path, index.digest()
@@ -215,7 +215,7 @@ def _find_index(root, base, workdir):
       return _remember(index)
   if stored:
     date = stored[0].facts['listed']
-    console.say(f"'{top}' has changed since {date}: listing it anew.")
+    console.say(f"'{top}' has changed since {date}: listing it again.")
   index = listing.list_folder(root, base)
   for old in stored:
     index.recall(old)

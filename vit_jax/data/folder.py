@@ -116,7 +116,7 @@ def splits(root: str) -> list[str]:
   if not found:
     raise FileNotFoundError(
       f"folder '{root}' has no split: {checking.LAYOUT}; name other folders as "
-      "splits, or give '.' for the folder itself"
+      "splits, or pass '.' for the folder itself"
     )
   return sorted(found)
 

@@ -277,7 +277,7 @@ def _load(folder, root, split) -> _Listed | None:
       raise ValueError('facts.json has changed')
     facts, arrays = json.loads(text), {}
     if facts['call'] != folder.name:
-      raise ValueError('it is of another split')
+      raise ValueError('it belongs to another split')
     for name, wanted in facts['hashes'].items():
       arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
       if _hash(arrays[name]) != wanted:
@@ -299,7 +299,7 @@ def _load(folder, root, split) -> _Listed | None:
     names = {name: tuple(x) for name, x in facts['names'].items()}
     return _Listed(index, facts['files'], arrays['lines'], columns, names)
   except Exception as e:  # NumPy and TensorFlow raise various errors.
-    logging.warning("'%s' is damaged, and written again: %s", folder, e)
+    logging.warning("'%s' is damaged: writing it again: %s", folder, e)
     return None
 
 
@@ -428,13 +428,13 @@ def _label_names(lines, names) -> tuple[str, ...]:
     for label in line.labels():
       first, wrong = first or (label, line.where), ''
       if type(label) not in (int, str):
-        wrong = 'give the name or the number of a class, or a list of them'
+        wrong = 'use the name or the number of a class, or a list of them'
       elif type(label) is not type(first[0]):
         wrong = f'names and numbers cannot be mixed, see {first[1]}'
       elif type(label) is int and not 0 <= label < most:
         wrong = (
           f'class numbers are 0 to {_MOST_CLASSES - 1:,}, and null means no label; '
-          'renumber the classes, or give their names (strings)'
+          'renumber the classes, or use their names (strings)'
         )
       if wrong:
         raise ValueError(f'{line.where}: `label` is {_short(label)}: {wrong}')
@@ -522,7 +522,7 @@ def _flat(name, values, lines):
       if kind is not kinds[0] or kind not in (*_DTYPES, list):
         raise ValueError(
           f"{line.where}: '{name}' is {_short(line.get(name))}, and "
-          f'{_short(lines[0].get(name))} on the first line: give strings, booleans '
+          f'{_short(lines[0].get(name))} on the first line: use strings, booleans '
           'or numbers, or lists of one of these, equally nested on all lines'
         )
     if kinds[0] is not list:

@@ -10,13 +10,13 @@ other patterns. Each row is an example:
 
 Class names are those in the metadata of `datasets` (key 'huggingface' of the schema),
 or else the labels of the training split, sorted. Rows are numbered file by file, so
-'train[:10%]' has the rows that it has in `datasets`.
+'train[:10%]' selects the same rows as in `datasets`.
 
 At the start only the footers of the files and the labels are read. Parquet is made for
-reading whole row groups, of which `datasets` makes 100 MB each. So a row group is read
-once, when its first row is needed, and kept: in memory if the data are small, else
-memory-mapped in the cache of this package, which needs as much disk space as the data.
-Without that space, the last row groups stay in memory.
+reading whole row groups, which have 100 MB each in files that `datasets` writes. So a
+row group is read once, when its first row is needed, and kept: in memory if the data
+are small, else memory-mapped in the cache of this package, which needs as much disk
+space as the data. Without that space, the last row groups stay in memory.
 """
 
 import collections
@@ -101,7 +101,7 @@ def _complete(root, base) -> list[str]:
     if [(int(x[1]), int(x[2])) for x in numbers] != [(i, count) for i in range(count)]:
       raise FileNotFoundError(
         f"'{paths[-1]}' is one of {count:,} files, numbered from 0, of which "
-        f'{len(paths):,} are there: download the data set again'
+        f'{len(paths):,} are present: download the data set again'
       )
   return paths
 
@@ -198,7 +198,7 @@ def _same_columns(footers):
     if not schema.equals(other):
       texts = (', '.join(f'{x.name}: {x.type}' for x in s) for s in (other, schema))
       raise ValueError(
-        f"'{path}' and '{first}' differ in their columns, {' and '.join(texts)}: give "
+        f"'{path}' and '{first}' differ in their columns, {' and '.join(texts)}: use "
         'files of one data set (config.dataset)'
       )
   return _described(schema)
@@ -283,7 +283,7 @@ def _names(found: set, column: _Column, where: str) -> list[str]:
     raise ValueError(
       f"'{where}' has the label {min(found) if min(found) < 0 else max(found)} in "
       f"'{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
-      'label; renumber the classes, or give their names'
+      'label; renumber the classes, or use their names'
     )
   return [str(i) for i in range(max(found) + 1)]
 
@@ -377,7 +377,7 @@ class ParquetSource(shards.ShardSource):
       return table.combine_chunks() if found is None else found
     except OSError as e:
       logging.warning(
-        "'%s' cannot keep row groups, so that images in random order are slow: %s",
+        "'%s' cannot keep row groups, so reading in random order is slow: %s",
         self._cache, e,
       )  # fmt: skip
       self._cache = None

@@ -36,7 +36,7 @@ def bounds(info, instruction: str) -> tuple[int, int]:
     [absolute] = spec.to_absolute({'train': info})
   except (ValueError, AssertionError) as e:
     reason = str(e).strip().splitlines()[-1]
-    raise ValueError(f"split '{split}' cannot be taken: {reason} {remedy}") from e
+    raise ValueError(f"split '{split}' cannot be sliced: {reason} {remedy}") from e
   begin = absolute.from_ or 0
   end = count if absolute.to is None else absolute.to
   if begin >= end:

@@ -81,7 +81,7 @@ def new_folder(path):
         raise
       raise FileExistsError(
         f"'{path}' was written by another process in the meantime, and is not "
-        'overwritten: give another path, or delete it first'
+        'overwritten: use another path, or delete it first'
       ) from e
   finally:
     if temporary.exists():

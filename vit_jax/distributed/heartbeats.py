@@ -105,8 +105,8 @@ class Watch:
     if lost and not isinstance(error, OSError):
       seconds = HEARTBEAT + 5 * GRACE
       print(
-        f'Lost the connection to another process ({text.splitlines()[0]:.200}); it is '
-        f'named within {seconds:.0f} seconds.',
+        f'Lost the connection to another process ({text.splitlines()[0]:.200}); it will '
+        f'be named within {seconds:.0f} seconds.',
         file=sys.stderr,
         flush=True,
       )
@@ -162,7 +162,9 @@ class Watch:
     if first is None:
       return
     if first != me:
-      console.say(f'{name(first)} was asked to stop: all stop after the same step.')
+      console.say(
+        f'{name(first)} was asked to stop: all processes stop after the same step.'
+      )
     with self._lock:
       self._asked = True
       _set(f'at/{me}', self._at)

@@ -49,15 +49,15 @@ def evaluate(
       )
     except FileNotFoundError as e:
       raise FileNotFoundError(
-        f'{e}; give the split as --split=SPLIT, and data that have moved as '
+        f'{e}; pass the split as --split=SPLIT, and data that have moved as '
         '--dataset=FOLDER'
       ) from e
     names = task.class_names_of(source)
     if not other and task.class_names and names != task.class_names:
       raise ValueError(
         f"dataset='{config.dataset}' has {len(names)} classes {names[:5]}, and the "
-        f'model has {len(task.class_names)} {task.class_names[:5]}: give data of the '
-        'same classes'
+        f'model has {len(task.class_names)} {task.class_names[:5]}: use data with '
+        'the same classes'
       )
     return source
 

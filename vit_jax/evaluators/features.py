@@ -39,7 +39,7 @@ class Features(NamedTuple):
     found = np.flatnonzero(self.labels >= 0)
     if not len(found):
       raise ValueError(
-        'no image of the split has a single class: give labelled data to a probe'
+        'no image of the split has a single class: use labelled data for a probe'
       )
     return found
 
@@ -187,7 +187,7 @@ def check_memory(count: int, width: int, copies: int = 1):
     raise ValueError(
       f'{count:,} examples with {width:,} features each take '
       f'{console.size(needed)}, more than half of the {console.size(memory)} of a '
-      "machine: take a part of the split, such as --train='train[:10%]' or "
+      "machine: use a part of the split, such as --train='train[:10%]' or "
       "--test='test[:10%]' (config.fewshot.train, config.fewshot.test)"
     )
 

@@ -49,7 +49,7 @@ def probe(
   config = model.config
   if not model.workdir and not options.get('dataset'):
     raise ValueError(
-      'dataset is not set, and weights without a run have none: give --dataset'
+      'dataset is not set, and weights without a run have none: pass --dataset'
     )
   layer = str(options.pop('layer', config.fewshot.layer))
   every = layer == probes.ALL
@@ -57,10 +57,10 @@ def probe(
     shots = () if every else SHOTS
   if every and (shots or knn or not linear):
     raise ValueError(
-      f"layer='{layer}' needs a linear probe: give --linear without --shots and --knn"
+      f"layer='{layer}' needs a linear probe: pass --linear without --shots and --knn"
     )
   if not shots and not linear and not knn:
-    raise ValueError('there are no probes: give --shots, --linear or --knn')
+    raise ValueError('there are no probes: pass --shots, --linear or --knn')
   mesh = mesh or sharding.mesh_of(model.params)
   layers = probes.select(model.task, layer)
   config.fewshot.update(shots=tuple(shots), knn=tuple(knn), layer=layers[-1], **options)

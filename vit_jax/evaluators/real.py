@@ -2,7 +2,7 @@ r"""ImageNet ReaL: accuracy by reassessed labels (arXiv 2006.07159).
 
 Experts have reassessed the 50,000 validation images of ImageNet: an image has a set of
 right classes. A prediction is right if it is in the set; images with an empty set do
-not count, so that 46,837 are scored.
+not count, so 46,837 are scored.
 
 The labels are `real.json` of github.com/google-research/reassessed-imagenet: a list
 with a list of classes per image, in the order of the files
@@ -50,7 +50,7 @@ class Real:
     if len(labels) != total:
       raise ValueError(
         f"real='{path}' has labels of {len(labels):,} images, and split '{whole}' "
-        f'has {total:,} images: give the labels of this split (--real)'
+        f'has {total:,} images: pass the labels of this split (--real)'
       )
     self._task, self._mesh = task, mesh
     self._source = open_split(split, (FILE_NAME,)).evaluated
@@ -125,7 +125,7 @@ def _read(path, num_classes) -> list[list[int]]:
   except (ValueError, TypeError) as e:
     raise ValueError(
       f"real='{path}' is not a list of lists of class numbers, one per image: "
-      f'{e}; give real.json of github.com/google-research/reassessed-imagenet '
+      f'{e}; pass real.json of github.com/google-research/reassessed-imagenet '
       '(--real)'
     ) from e
   if not known:

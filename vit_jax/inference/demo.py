@@ -77,7 +77,7 @@ def check(host: str, port: int | None):
   except (OSError, OverflowError) as e:
     raise ValueError(
       f"host='{host}', port={port}: this machine cannot listen there "
-      f'({getattr(e, "strerror", None) or e}): give another --host or --port'
+      f'({getattr(e, "strerror", None) or e}): use another --host or --port'
     ) from None
 
 

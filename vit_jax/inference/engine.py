@@ -91,7 +91,7 @@ def run(
         rate = begun / (said - started)
         left = console.duration(max(0, total - begun) / rate)
         console.say(
-          f'{what}: {min(begun, total):,} of {total:,} images, {rate:.1f} a '
+          f'{what}: {min(begun, total):,} of {total:,} images, {rate:.1f} per '
           f'second, {left} left.'
         )
     while waiting:

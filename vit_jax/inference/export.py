@@ -124,7 +124,9 @@ def export(
       'compared_on': where,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
-  console.say(f"'{out}': {to}; largest difference to JAX on {where}: {difference:.1e}")
+  console.say(
+    f"'{out}': {to}; largest difference from JAX on {where}: {difference:.1e}"
+  )
   return difference
 
 
@@ -136,7 +138,7 @@ def check(out, to: str, dtype: str | None, image_size):
     schema.check('image_size', image_size, schema.Size | None, '--')
   if epath.Path(out).exists():
     raise FileExistsError(
-      f"out='{out}' exists: give another path, or delete it first (--out)"
+      f"out='{out}' exists: use another path, or delete it first (--out)"
     )
   if to == 'onnx' and image_size == FREE:
     raise ValueError(

@@ -116,7 +116,7 @@ def check(out: str | os.PathLike, resumes: bool = True):
   """
   path = epath.Path(out)
   if path.is_file() and not (resumes and _facts_path(path).exists()):
-    raise ValueError(f"out='{out}' exists: delete it, or give another path (--out)")
+    raise ValueError(f"out='{out}' exists: delete it, or use another path (--out)")
   if path.suffix == '.parquet':
     arrow()
 
@@ -212,7 +212,7 @@ def write(
   arrays = [shape for shape in shapes if isinstance(shape, tuple)]
   if arrays and out.suffix != '.parquet':
     raise ValueError(
-      f"out='{out}' cannot hold an array {list(arrays[0])} per image: give "
+      f"out='{out}' cannot hold an array {list(arrays[0])} per image: pass "
       '--out=table.parquet, or the features of another layer (--embeddings)'
     )
   size = min(max(_FEWEST, -(-total // _BLOCKS)), _MOST)
@@ -340,7 +340,7 @@ class _Table:
     if not joined and not self._is_begun():
       return False
     there = self.out if joined else self.folder
-    remedy = f"delete '{there}', or give another path (--out)"
+    remedy = f"delete '{there}', or use another path (--out)"
     wanted = dict(self._facts)
     if joined:
       wanted |= self._contents(self.out.stat().length)

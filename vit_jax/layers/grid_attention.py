@@ -40,7 +40,7 @@ def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
   problem, patches = None, tokens + 1 if grid is None else grid[0] * grid[1]
   if patches > tokens:
     problem = (
-      'needs the grid of all patches: give encode() tokens [batch, height, width, D], '
+      'needs the grid of all patches: pass encode() tokens [batch, height, width, D], '
       'from embed(..., flat=False), and drop none'
     )
   elif pattern == 'local' and window % 2 == 0:

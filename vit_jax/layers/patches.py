@@ -40,8 +40,8 @@ def check_keys(rngs):
       raise ValueError(
         f"rngs['{name}'] must be one random key, got {dtype}{list(key.shape)}: "
         'pass one key of the batch, or distribute the keys with jax.vmap or '
-        'jax.pmap; if the keys come from flax.jax_utils.replicate, give the key '
-        'before that call'
+        'jax.pmap; if the keys come from flax.jax_utils.replicate, pass the key '
+        'from before that call'
       )
 
 

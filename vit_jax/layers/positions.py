@@ -241,13 +241,13 @@ def check_grid(kind: str, grid, tokens: int, table_grid=None) -> None:
     raise ValueError(
       f"position_embedding='{kind}'"
       f'{" with position_grid" if table_grid else ""} needs the grid of '
-      'the patches: give encode() tokens [batch, height, width, D], from '
+      'the patches: pass encode() tokens [batch, height, width, D], from '
       'embed(..., flat=False) (config.model.transformer.position_embedding)'
     )
   if grid[0] * grid[1] > tokens:
     raise ValueError(
       f'{tokens} tokens are fewer than the {grid[0]} x {grid[1]} '
-      'patches of the grid: give the grid of these tokens'
+      'patches of the grid: pass the grid of these tokens'
     )
 
 

@@ -3,8 +3,8 @@
 A kernel W that `config.lora.on` selects gets two arrays next to it in the tree,
 `kernel_lora_a` [*inputs, r] and `kernel_lora_b` [r, *outputs]. The model computes with
 W + alpha / r * A B, so that it needs no layers of its own: any kernel of any model can
-be adapted. A begins with random numbers and B with zeros, hence the first update with
-W. Only adapters and heads are trained, stored and have an optimiser state.
+be adapted. A starts with random numbers and B with zeros, so the first update starts
+from W. Only adapters and heads are trained, stored and have an optimiser state.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ def adapted(init: Callable, config) -> Callable:
     if not kernels:
       names = sorted({path.split('/')[-2] for path in flat if path.endswith('/kernel')})
       raise ValueError(
-        f"lora.on='{config.lora.on}' selects no kernel of this model: give a regular "
+        f"lora.on='{config.lora.on}' selects no kernel of this model: use a regular "
         f'expression for paths that end in one of {", ".join(names)} (config.lora.on)'
       )
     for number, path in enumerate(kernels):
@@ -122,7 +122,7 @@ def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
   if missing := [path for path in frozen if path not in weights]:
     raise ValueError(
       f'lora.rank={config.lora.rank} freezes the weights of config.pretrained='
-      f"{config.pretrained!r}, which lack {len(missing)}, such as '{missing[0]}': give "
+      f"{config.pretrained!r}, which lack {len(missing)}, such as '{missing[0]}': use "
       'weights that have them (--config.pretrained), or train these parameters, as in '
       f'--config.lr_multipliers="(\'{missing[0]}\', 1.0)"'
     )

@@ -1,4 +1,4 @@
-"""The state of a training and its update."""
+"""The training state and its update."""
 
 from collections.abc import Callable
 import inspect

@@ -92,7 +92,7 @@ class Holder:
       raise OSError(
         f'{self._what} was taken by {_describe(self._taken_by)}, because it was not '
         f'renewed for {_ABANDONED:.0f} seconds: this run stops, so that the two do '
-        'not mix'
+        'not interfere'
       )
 
   def _lock(self) -> str | None:

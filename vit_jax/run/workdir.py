@@ -153,7 +153,7 @@ def check_data(workdir, data: Mapping[str, Any]):
     differing = differences(sources[name], data[name])
     if differing and name == 'base':
       raise ValueError(
-        f"workdir='{path}' has adapters of other weights than there are now at "
+        f"workdir='{path}' has adapters of weights other than those now at "
         f"pretrained='{_read_config(path).pretrained}' ({differing[0]}): restore these"
       )
     if differing and name == 'train':
@@ -165,7 +165,7 @@ def check_data(workdir, data: Mapping[str, Any]):
       )
     if differing:
       logging.warning(
-        f'Evaluation {name} is on other data than before: {"; ".join(differing)}; '
+        f'Evaluation {name} uses other data than before: {"; ".join(differing)}; '
         'its metrics cannot be compared with the earlier ones'
       )
 
@@ -204,7 +204,7 @@ def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
       files.write(path / f'{name}.json', text)
   except OSError as e:
     raise ValueError(
-      f"workdir='{workdir}' cannot be written: {e}; give a writable folder (--workdir)"
+      f"workdir='{workdir}' cannot be written: {e}; use a writable folder (--workdir)"
     ) from e
 
 
@@ -274,7 +274,7 @@ def _read(path, kind: type = dict):
   except FileNotFoundError as e:
     raise FileNotFoundError(
       f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "
-      '--workdir of a training'
+      '--workdir of a run'
     ) from e
   except (ValueError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e

@@ -306,7 +306,7 @@ def _check_run(run, folder, result):
     raise ValueError(
       f"workdir='{folder}' holds a finished run with another config:\n  "
       + '\n  '.join(differing)
-      + '\nUse another --workdir, or delete that folder to train the run anew'
+      + '\nUse another --workdir, or delete that folder to train the run again'
     )
   if result.metrics is not None and config.best_metric not in result.metrics:
     raise ValueError(

@@ -146,7 +146,7 @@ def _complete(config):
   config = runs_lib.complete(config, Study, 'a study')
   if config.x and len(config.x) != len(config.variants):
     raise ValueError(
-      f'x has {len(config.x)} entries for {len(config.variants)} variants: give '
+      f'x has {len(config.x)} entries for {len(config.variants)} variants: pass '
       '(name of the line, x) for each variant (config.x)'
     )
   return config

@@ -174,7 +174,7 @@ def make(
     name = config.dataset if isinstance(config.dataset, str) else None
     if name not in common.FINE_TUNING:
       raise ValueError(
-        f'the paper has no learning rates for dataset={config.dataset!r}: give '
+        f'the paper has no learning rates for dataset={config.dataset!r}: pass '
         "values to try, as in --values='config.base_lr=.003,.01,.03'"
       )
     values = {'base_lr': common.FINE_TUNING[name][1]}

@@ -1,4 +1,4 @@
-"""The interface of a task: what a training needs of an objective.
+"""The interface of a task: what training needs from an objective.
 
 A task is a subclass of `Task`, named `Task`, in its own module, with a line in
 `vit_jax.run.config.TASKS`. Research code outside of this package sets the name of

@@ -68,7 +68,7 @@ class Task(base.Task):
   def planned_metadata(cls, config, num_classes):
     if num_classes is None:
       raise ValueError(
-        f"the number of classes of dataset='{config.dataset}' is unknown: give "
+        f"the number of classes of dataset='{config.dataset}' is unknown: pass "
         '--num_classes'
       )
     return {'class_names': [str(i) for i in range(num_classes)]}

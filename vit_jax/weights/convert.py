@@ -78,7 +78,7 @@ def read(
     num_classes = identify.num_classes(weights.params)
   if class_names and len(class_names) != num_classes:
     raise ValueError(
-      f'{len(class_names)} class names for a head of {num_classes} classes: give '
+      f'{len(class_names)} class names for a head of {num_classes} classes: pass '
       f'{num_classes} names (--class_names)'
     )
   names = tuple(class_names or weights.class_names or ())
@@ -103,7 +103,7 @@ def _with_gelu(src, model, gelu):
   if gelu is None and None in known.values():
     raise ValueError(
       f"'{src}' does not say which GELU its model computes: put its config next to "
-      f'it, or give gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
+      f'it, or pass gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
     )
   if gelu is not None:
     schema.check('gelu', gelu, Literal[*encoder.GELUS], '--')
@@ -171,18 +171,18 @@ def convert(
     ValueError: if the other library has no such model; and what `read` raises.
   """
   if hub.is_at(dst):
-    raise ValueError(f"DST '{dst}' is on the hub: give --push={dst} instead")
+    raise ValueError(f"DST '{dst}' is on the hub: pass --push={dst} instead")
   target = epath.Path(dst)
   to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
     raise ValueError(
-      f"the format of DST '{dst}' is unknown (to={to}): give --to={'|'.join(KINDS)}"
+      f"the format of DST '{dst}' is unknown (to={to}): pass --to={'|'.join(KINDS)}"
     )
   endings = writing.FILES.get(to)
   if endings and target.suffix not in endings:
     raise ValueError(f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}")
   if target.exists():
-    raise FileExistsError(f"DST '{dst}' exists: give another, or delete it first")
+    raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
   model = read(src, class_names, image_size, num_heads, gelu=gelu)
   notes = writing.check(model, to)
   if to != 'workdir':
@@ -199,7 +199,7 @@ def convert(
   except FileExistsError:  # Its message says what to do.
     raise
   except OSError as e:
-    raise OSError(f"DST '{dst}' cannot be written: {e}; give another") from e
+    raise OSError(f"DST '{dst}' cannot be written: {e}; use another") from e
   return model, notes
 
 
@@ -239,7 +239,7 @@ def _names(path: str) -> list[str]:
   file = epath.Path(path)
   if not file.is_file():
     raise FileNotFoundError(
-      f"class_names='{path}' is not a file: give one with a name per line "
+      f"class_names='{path}' is not a file: pass one with a name per line "
       '(--class_names)'
     )
   with arrays.naming(file):

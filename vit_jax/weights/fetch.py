@@ -92,8 +92,8 @@ def fetch(path: str) -> epath.Path:
 def _check_encrypted(url):
   if url.startswith('http://') and os.environ.get(INSECURE, '') in ('', '0'):
     raise ValueError(
-      f"'{url}' is not encrypted, so that others can change what arrives: give "
-      f'its https:// address, or allow it by --insecure ({INSECURE}=1)'
+      f"'{url}' is not encrypted, so the download could be tampered with: pass "
+      f'its https:// address, or allow it with --insecure ({INSECURE}=1)'
     )
 
 
@@ -130,7 +130,7 @@ def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
   """
   source = epath.Path(src)
   if not source.is_file():
-    raise FileNotFoundError(f"src='{src}' is not a file: give the path of one")
+    raise FileNotFoundError(f"src='{src}' is not a file: pass the path of one")
   with source.open('rb') as f:
     label = str(src) if progress else None
     _write(f, epath.Path(dst), source.stat().length, label, block_size)

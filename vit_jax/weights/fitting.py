@@ -120,7 +120,7 @@ def _check_family(path, have, want):
   if theirs != ours and (theirs, ours) not in families.STARTS:
     raise OtherModelError(
       f"'{path}' holds the weights of {theirs}, which cannot initialise the model of "
-      f'this config, {ours}: give weights of {ours} (config.pretrained)'
+      f'this config, {ours}: use weights of {ours} (config.pretrained)'
     )
 
 
@@ -244,7 +244,7 @@ def note_differences(weights, model_config, place='model'):
   for key, value in flax.traverse_util.flatten_dict(weights.model).items():
     if value is None and key[-1] == 'gelu':
       logging.warning(
-        'No config gives the GELU of these weights, nor perhaps their number of '
+        'No config specifies the GELU of these weights, or perhaps their number of '
         f'heads: check --config.{place}.{".".join(key)} and num_heads there'
       )
   for key, there, here in family.differences(weights.model, model_config):
@@ -255,7 +255,7 @@ def note_differences(weights, model_config, place='model'):
       continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
-      f'computes with {here}: for the same features set '
+      f'computes with {here}: to get the same features, set '
       f'--config.{place}.{key}={there}'
     )
 
@@ -315,7 +315,7 @@ def _check_grid(grid, patches, where):
   if math.prod(grid) != patches:
     raise ValueError(
       f'the {patches} position embeddings of {where} are not a grid of {grid[0]} x '
-      f'{grid[1]} patches: give the sizes as grid=(height, width) '
+      f'{grid[1]} patches: pass the sizes as grid=(height, width) '
       '(--config.pretrained_grid) and new_grid=(height, width)'
     )
   return grid

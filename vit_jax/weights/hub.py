@@ -43,7 +43,7 @@ def parse(path) -> Any:
     reason = f'but a {uri.type}'
   except ValueError as e:
     reason = str(e).partition("'. ")[2].strip(' .') or e
-  raise ValueError(f"'{path}' does not name a model on the hub, {reason}: give {_FORM}")
+  raise ValueError(f"'{path}' does not name a model on the hub, {reason}: pass {_FORM}")
 
 
 def _library(what):
@@ -94,7 +94,7 @@ def check_push(path):
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub, instead = _library(f"push='{path}'"), 'or give DST instead of --push'
+  hub, instead = _library(f"push='{path}'"), 'or pass DST instead of --push'
   if hub.is_offline_mode():
     raise ValueError(f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, {instead}")
   if hub.get_token() is None:

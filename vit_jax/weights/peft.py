@@ -29,7 +29,7 @@ def write(model, dst) -> list[str]:
     kernel, part = lora.split_name(path)
     if scaled and kernel.startswith('embedding/'):
       raise ValueError(
-        f"'{kernel}' has absorbed the scaling of pixels of the base: write the merged "
+        f"'{kernel}' has absorbed the pixel scaling of the base: write the merged "
         'weights (--to=hf)'
       )
     if kernel not in names:

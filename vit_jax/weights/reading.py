@@ -165,7 +165,7 @@ def existing(path) -> epath.Path:
   found = epath.Path(path) if in_place else fetch.fetch(path)
   if not found.exists():
     raise FileNotFoundError(
-      f"there is no weights file '{path}': give a published .npz, a .safetensors or "
+      f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
       '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir '
       '(config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
@@ -243,7 +243,7 @@ def _read_torch(file, num_heads, sibling, dtype):
       else:
         found = arrays.read_torch(part, dtype)
       if repeated := sorted(flat.keys() & found):
-        raise ValueError(f"'{repeated[0]}' is in another file of '{file}' too")
+        raise ValueError(f"'{repeated[0]}' is also in another file of '{file}'")
     flat |= found
     del found
   with arrays.naming(file):

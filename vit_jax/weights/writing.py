@@ -52,7 +52,7 @@ def check(model: Model, to: str) -> list[str]:
     formats = (*formats, 'peft')
   if to not in formats:
     raise ValueError(
-      f'{identify.describe(model.params)} cannot be written as {to}: give '
+      f'{identify.describe(model.params)} cannot be written as {to}: pass '
       f'--to={"|".join(formats)}'
     )
   return family.notes(model, to)
@@ -184,7 +184,7 @@ def _write_workdir(model, dst):
   checkpoints.save(1, state)
   checkpoints.close()
   if model.num_classes and not model.class_names:
-    return ['class names are unknown: give --class_names=FILE']
+    return ['class names are unknown: pass --class_names=FILE']
   return []
 
 

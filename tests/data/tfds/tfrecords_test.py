@@ -281,7 +281,7 @@ def lie(key, value):
   [
     (lie('shardLengths', ['13', '12', '13']), 'has 14 records, but .* says 12'),
     (lie('shardLengths', ['13', '14', '13', '5']), MISSING),
-    (lie('shardLengths', ['-3']), 'cannot be taken: .*has -3 examples'),
+    (lie('shardLengths', ['-3']), 'cannot be sliced: .*has -3 examples'),
     (lie('shardLengths', []), "split 'train' is empty"),
     (lie('shardLengths', ['x']), "dataset='shapes' cannot be opened: .*'x'"),
     (lambda info: info.update(fileFormat='odd'), 'cannot be opened: .*odd'),

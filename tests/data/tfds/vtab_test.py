@@ -294,7 +294,7 @@ def test_wrong_names_are_told(tiny_config):
     sources.open_split(tiny_config, 'test')
   info = info_of({'train': 700, 'test': 9})
   for split in ('train', 'test[:50%]', 'train800+val'):
-    with pytest.raises(ValueError, match='which cannot be cut'):
+    with pytest.raises(ValueError, match='which cannot be sliced'):
       vtab.tfds_split(info, 'vtab/svhn', split)
   with pytest.raises(ValueError, match="'train' of 'made_up/1.0.0' has 700 .*800"):
     vtab.tfds_split(info, 'vtab/svhn', 'train800')

@@ -290,7 +290,7 @@ def test_the_command_samples_completes_and_measures(
   [bits] = model.log_likelihood([image])
   assert lines[1].split()[0] == f'{bits:.4f}'
   for args, message in (
-    (('--sample=3',), 'writes .* as a picture: give --out'),
+    (('--sample=3',), 'writes .* as a picture: pass --out'),
     ((image, f'--out={out}'), 'leave out --out'),
     ((), '--sample=NUMBER.*--complete FILE'),
     ((image, '--sample=2'), 'images and --sample'),

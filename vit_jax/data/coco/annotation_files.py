@@ -177,7 +177,7 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
     return msgspec.json.decode(content, type=kind, strict=False)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
     raise ValueError(
-      f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; give a "
+      f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; use a "
       f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{needed} "
       '(https://cocodataset.org/#format-data)'
     ) from e
@@ -217,8 +217,8 @@ def _unique(path, group, items, name) -> np.ndarray:
   twice = [value for value, n in collections.Counter(values).items() if n > 1]
   if twice:
     raise ValueError(
-      f"'{path}': several {group} have the same '{name}': {twice[:SHOWN]}; give each "
-      'its own'
+      f"'{path}': several {group} have the same '{name}': {twice[:SHOWN]}; make "
+      'them unique'
     )
   return np.array(values, object if 'name' in name else np.int64)
 

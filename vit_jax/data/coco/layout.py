@@ -5,12 +5,12 @@ Two layouts are known, here for a split `train`:
 annotations/instances_train2017.json  images in train2017/, as in COCO
 train/_annotations.coco.json          images next to the file, as in Roboflow
 
-The year may be absent or another, also only in the folder of the images, which may
-also be images/train2017/, images/, or where the paths in the file begin.
-`validation`, `val` and `valid` are names of the same split; `test` is the
-validation split of a folder whose test images have no annotations, as in COCO.
-Segments for panoptic segmentation are in annotations/panoptic_train2017.json, with
-PNGs in annotations/panoptic_train2017/ or panoptic_train2017/.
+The year may differ or be absent, or appear only in the folder of the images, which may
+also be images/train2017/, images/, or the folder at which the paths in the file begin.
+`validation`, `val` and `valid` are names of the same split; `test` is the validation
+split of a folder whose test images have no annotations, as in COCO. Segments for
+panoptic segmentation are in annotations/panoptic_train2017.json, with PNGs in
+annotations/panoptic_train2017/ or panoptic_train2017/.
 """
 
 from collections.abc import Sequence
@@ -102,7 +102,7 @@ def _find(root, base, kind) -> Place | None:
     found = [match[1] for match in (re.fullmatch(pattern, x) for x in files) if match]
     if len(found) > 1:
       raise ValueError(
-        f"'{where}' has {kind} of split '{name}' of several years: give one of {found} "
+        f"'{where}' has {kind} of split '{name}' for several years: use one of {found} "
         '(config.pp.train, config.pp.test)'
       )
     if found:

@@ -62,7 +62,7 @@ def _check(segmentation, height, width):
   except (ValueError, RuntimeError) as e:
     raise ValueError(
       f'segmentation {str(segmentation)[:60]} does not fit an image of {width} x '
-      f'{height} pixels: {e}; give polygons [x0, y0, x1, y1, ...] of at least three '
+      f'{height} pixels: {e}; use polygons [x0, y0, x1, y1, ...] of at least three '
       f'points, or run lengths with size [{height}, {width}]'
     ) from e
 

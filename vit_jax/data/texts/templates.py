@@ -80,7 +80,7 @@ def get(name: str) -> tuple[str, ...]:
     if template.count('{}') != 1:
       raise ValueError(
         f"templates='{name}': the template '{template}' needs one {{}} for the name "
-        f'of a class: give {", ".join(TEMPLATES)}, a template such as "a photo of a '
+        f'of a class: use {", ".join(TEMPLATES)}, a template such as "a photo of a '
         '{}", or a file with one per line (--config.task_options.templates)'
       )
   return tuple(found)
@@ -92,7 +92,7 @@ def lines(path: str, what: str) -> list[str]:
   FileNotFoundError if there is no such file, ValueError if it has no lines.
   """
   if not tf.io.gfile.exists(path):
-    raise FileNotFoundError(f"{what}='{path}' does not exist: give a file")
+    raise FileNotFoundError(f"{what}='{path}' does not exist: pass a file")
   with tf.io.gfile.GFile(path) as file:
     found = [line.strip() for line in file.read().splitlines()]
   found = [line for line in found if line]

@@ -136,7 +136,7 @@ class Tokenizer(abc.ABC):
         return path, here.read_bytes()
     except OSError as e:
       raise type(e)(
-        f"vocab_path='{self.vocab_path}' cannot be read: {e}; give {self._kind}"
+        f"vocab_path='{self.vocab_path}' cannot be read: {e}; use {self._kind}"
       ) from e
 
 
@@ -317,7 +317,7 @@ def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
   if tokenizer_name not in TOKENIZERS:
     known = ', '.join(map(repr, TOKENIZERS))
     raise ValueError(
-      f'tokenizer_name={tokenizer_name!r} is unknown: give one of {known}'
+      f'tokenizer_name={tokenizer_name!r} is unknown: use one of {known}'
     )
   return TOKENIZERS[tokenizer_name]
 
@@ -406,5 +406,5 @@ def _listed(texts) -> list[str]:
   if hasattr(texts, 'numpy'):  # A tensor of TensorFlow.
     texts = texts.numpy()
   if isinstance(texts, str | bytes):
-    raise ValueError(f'texts={texts!r} is a single string: give a list, [text]')
+    raise ValueError(f'texts={texts!r} is a single string: pass a list, [text]')
   return [x.decode(errors='replace') if isinstance(x, bytes) else x for x in texts]

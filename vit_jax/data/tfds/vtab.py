@@ -59,7 +59,7 @@ def tfds_split(info, dataset: str, split: str) -> str:
     if part not in known:
       raise ValueError(
         f"data set '{dataset}' has no split '{part}': it has {list(known)}, which "
-        'cannot be cut (config.pp.train, config.pp.test, config.evals, --split)'
+        'cannot be sliced (config.pp.train, config.pp.test, config.evals, --split)'
       )
     found += known[part]
   return '+'.join(_first(info, dataset, *part) for part in found)

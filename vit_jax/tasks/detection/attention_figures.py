@@ -96,7 +96,7 @@ def check_points(points) -> np.ndarray:
   if wrong.any():
     x, y = points[wrong][0]
     raise ValueError(
-      f'point {x:g},{y:g} lies outside of the image: give x and y as shares of '
+      f'point {x:g},{y:g} lies outside of the image: pass x and y as shares of '
       'its width and height, from 0 to 1 (--points)'
     )
   return points

@@ -513,6 +513,6 @@ def _check_counts(config, source):
   if counts.max() > most:
     raise ValueError(
       f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '
-      f"the model can find, the most '{source.name(int(counts.argmax()))}': "
+      f"the model can find; most are in '{source.name(int(counts.argmax()))}': "
       f'{counts.max()}, and {_raise(most)}, to at least {counts.max()}'
     )

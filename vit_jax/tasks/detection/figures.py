@@ -1,6 +1,6 @@
 """Draws what a detector attends to, and where the boxes of its queries lie.
 
-As figures 3, 6 and 7 of arXiv 2005.12872, from the arrays of attention_figures.py.
+Like figures 3, 6 and 7 of arXiv 2005.12872, from the arrays of attention_figures.py.
 Each function returns a matplotlib Figure, see vit_jax/figures/drawing.py.
 """
 

@@ -34,7 +34,7 @@ def check(source, where: str):
   """Raises ValueError unless the examples of a source have texts."""
   if feature(source) is None:
     raise ValueError(
-      f"dataset='{where}' has no texts, only {list(source.features)}: give data "
+      f"dataset='{where}' has no texts, only {list(source.features)}: use data "
       f'with one of the features {", ".join(FEATURES)}, such as a folder with '
       'train.jsonl, whose lines are {"image": PATH, "text": TEXT} (config.dataset)'
     )

@@ -171,7 +171,7 @@ class Task(base.Task):
     if len(names) != len(class_names):
       raise ValueError(
         f"classes='{given}' has {len(names)} names, but the data have "
-        f'{len(class_names)} classes, {list(class_names[:5])} ...: give a name for '
+        f'{len(class_names)} classes, {list(class_names[:5])} ...: pass a name for '
         'each class (--config.task_options.classes, --option=classes=)'
       )
     return names

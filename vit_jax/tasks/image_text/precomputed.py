@@ -52,7 +52,7 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
   if files.is_remote(workdir):
     raise ValueError(
       f"precompute=True maps a file of the workdir into memory, but '{workdir}' is "
-      'not a local folder: give one that all processes share (--workdir), or leave '
+      'not a local folder: use one that all processes share (--workdir), or leave '
       'out --config.task_options.precompute'
     )
   path = os.path.join(workdir, NAME)

@@ -91,7 +91,7 @@ class Predictor(predictor_lib.Predictor):
     """Returns the classes or texts to choose from, and their embeddings."""
     if (classes is None) == (texts is None):
       raise ValueError(
-        'give either classes to choose from (--classes="a cat;a dog") or texts '
+        'pass either classes to choose from (--classes="a cat;a dog") or texts '
         '(--texts=FILE)'
       )
     if classes is None:
@@ -120,7 +120,7 @@ class Predictor(predictor_lib.Predictor):
   def _columns(self, top=5, threshold=None, image_size=None, classes=None, texts=None):
     if classes is None and texts is None:
       raise tables.NoColumns(
-        'for a table of an image and a text tower, give classes '
+        'for a table of an image and a text tower, pass classes '
         '(--classes="a cat;a dog") or texts (--texts=FILE), or write the embeddings '
         '(--embeddings)'
       )
@@ -195,6 +195,6 @@ def _listed(name, texts) -> list[str]:
   """Returns texts as a list; ValueError for a string or none."""
   if isinstance(texts, str) or not len(texts):
     raise ValueError(
-      f'{name}={texts!r:.80} must be a list of texts: give [text] for a single one'
+      f'{name}={texts!r:.80} must be a list of texts: pass [text] for a single one'
     )
   return list(texts)

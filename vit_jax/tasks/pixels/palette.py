@@ -25,7 +25,7 @@ from vit_jax.weights import fetch, hub
 # Files next to the weights of a run and of Hugging Face.
 _FILES = ('palette.json', 'preprocessor_config.json')
 _REMEDY = (
-  'give the palette of the weights, a .npy float [colours, channels] in [-1, 1] with '
+  'use the palette of the weights, a .npy float [colours, channels] in [-1, 1] with '
   "1 or 3 channels (config.task_options.palette); without weights '' finds one in "
   'the images'
 )
@@ -153,7 +153,7 @@ def check(palette, num_colors: int, channels: int, where: str = ''):
   if len(palette) != num_colors:
     raise ValueError(
       f'the palette{where} has {len(palette)} colours, but the model has '
-      f'num_colors={num_colors}: give the palette that its weights were trained '
+      f'num_colors={num_colors}: use the palette that its weights were trained '
       f'with, or set --config.model.num_colors={len(palette)}'
     )
   if len(palette[0]) != channels:

@@ -94,7 +94,7 @@ class Predictor(predictor_lib.Predictor):
         f'{height} rows: keep from 1 to {height - 1}'
       )
     if not len(images):
-      raise ValueError('images is empty: give at least one image')
+      raise ValueError('images is empty: pass at least one image')
     read = functools.partial(self._upper_part, rows=rows)
     most = self.config.max_image_pixels
     prepared = zip(*(preprocess.from_user(image, read, most) for image in images))

@@ -1,4 +1,4 @@
-"""What reading, writing and identifying weights ask a family of models.
+"""What reading, writing and identifying weights require of a family of models.
 
 A new family needs its namings (tables of layers, see leaves.py), `sizes`,
 `describe`, `read_description` and `files`, and an entry in families.py.

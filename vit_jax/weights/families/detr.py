@@ -1,4 +1,4 @@
-"""DETR's weights elsewhere: names of arrays, and Hugging Face's JSON files.
+"""DETR's weights in other libraries: names of arrays, and Hugging Face's JSON files.
 
 There are two namings of a detector, and one of a backbone:
 

@@ -182,8 +182,8 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   whole = config.classifier == 'token_with_gap'
   if whole != bool(model.num_classes) or 'pre_logits' in model.params:
     raise ValueError(
-      f"Hugging Face's DINOv2 has no {model.num_classes} classes with classifier="
-      f"'{config.classifier}', only with 'token_with_gap': write this model as a run "
+      f"Hugging Face's DINOv2 has no head of {model.num_classes} classes for classifier="
+      f"'{config.classifier}', only for 'token_with_gap': write this model as a run "
       '(--to=workdir)'
     )
   name += 'ForImageClassification' if whole else 'Model'

@@ -1,6 +1,6 @@
 """The families of models: what reading and writing their weights needs.
 
-The rest of vit_jax.weights does not depend on kinds of models; it asks this table.
+The rest of vit_jax.weights does not depend on kinds of models; it uses this table.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""iGPT's weights elsewhere: Hugging Face's ImageGPT, and its JSON files.
+"""iGPT's weights in other libraries: Hugging Face's ImageGPT, and its JSON files.
 
 The state dicts are `ImageGPTForCausalImageModeling` and `ImageGPTModel`, which has
 no head. Their layers have biases, unlike the released code; they must be zero to be
@@ -156,7 +156,7 @@ class ImageGPTs(base.Family):
     if math.prod(size) != pixels:
       raise ValueError(
         f'image_size={size[0]},{size[1]} has {math.prod(size)} pixels, but the '
-        f'weights are for {pixels}: give the size of the images '
+        f'weights are for {pixels}: pass the size of the images '
         '(--image_size=HEIGHT,WIDTH)'
       )
     return size
@@ -177,7 +177,7 @@ class ImageGPTs(base.Family):
     if palette is not None and len(palette) != colors:
       raise ValueError(
         f'preprocessor_config.json has a palette of {len(palette)} colours, but '
-        f'the weights are for {colors}: give the palette of their training'
+        f'the weights are for {colors}: use the palette of their training'
       )
 
   def notes(self, model, to):

@@ -276,12 +276,12 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
     if num_heads is None:
       raise ValueError(
         f'it does not say how many attention heads its model of width {width} has: '
-        'put its config.json into the same folder, or give num_heads (--num_heads)'
+        'put its config.json into the same folder, or pass num_heads (--num_heads)'
       )
     if width % num_heads:
       raise ValueError(
         f'num_heads={num_heads} does not divide the width {width} of '
-        f"'{path}': give the number of heads of the model"
+        f"'{path}': pass the number of heads of the model"
       )
   return np.ascontiguousarray(convert(value, num_heads))
 

@@ -1,4 +1,4 @@
-"""Image-text models elsewhere: CLIP and SigLIP of Hugging Face, and open_clip.
+"""Image-text models of other libraries: Hugging Face's CLIP and SigLIP, and open_clip.
 
 The state dicts are `CLIPModel`, `SiglipModel` and open_clip's CLIP with a Vision
 Transformer as image tower. An image tower alone is read as a classifier.
@@ -240,7 +240,7 @@ class ImageTexts(base.Family):
       found = _read_tower(sibling, file, flat, style)
       return found._replace(image_size=None) if naflex else found
     if missing := [name for name in table.marks if name not in flat]:
-      raise ValueError(f"it lacks '{missing[0]}': give the weights of a whole {_WHOLE}")
+      raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
     if style == 'open_clip':
       found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
     else:

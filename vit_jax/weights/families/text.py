@@ -140,8 +140,8 @@ def _from_config(config):
   if gelu in ('gelu', 'gelu_python'):
     logging.warning(
       'This BERT was trained with the exact GELU (hidden_act in config.json), '
-      'and the text tower computes its tanh approximation: features differ a '
-      'little'
+      'and the text tower computes its tanh approximation: features differ '
+      'slightly'
     )
   heads = descriptions.field(config, 'num_attention_heads', schema.Count)
   return descriptions.Description({'num_heads': heads} if heads else {})

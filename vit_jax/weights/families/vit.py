@@ -1,4 +1,4 @@
-"""Classifiers (ViT, hybrid, Mixer, BiT) elsewhere: their names, their sizes.
+"""Classifiers (ViT, hybrid, Mixer, BiT) in other libraries: their names and sizes.
 
 The state dicts are timm's and Hugging Face's; vit_jax.weights.families.vit_files
 reads and writes the files next to them. The tree is the published one.

@@ -251,7 +251,7 @@ def image_size(config, params, given: tuple[int, int] | None) -> tuple[int, int]
   if None not in (tokens, grid) and math.prod(grid) != tokens:
     raise ValueError(
       f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
-      f'the weights are for {tokens}: give the size of the images '
+      f'the weights are for {tokens}: pass the size of the images '
       '(--image_size=HEIGHT,WIDTH)'
     )
   return size
