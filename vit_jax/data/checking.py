@@ -6,7 +6,6 @@ result, an index, is stored in the workdir of the run or next to the images
 """
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
 import os
 
 from absl import logging
@@ -15,7 +14,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.configs import common
-from vit_jax.data.images import images, index as index_lib, listing
+from vit_jax.data.images import image_files, images, index as index_lib, listing
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 
@@ -122,12 +121,11 @@ def _merge_shares(index, workdir):
   found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
   paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
   # Shares of a different number of processes may be out of date.
-  merged = index.shares(x for x in paths if x.endswith(f'of{jax.process_count()}'))
+  merged = index.shares([x for x in paths if x.endswith(f'of{jax.process_count()}')])
   if merged.status.any():
     index.recall(merged, compare=False)
     index.save(path)
-  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
-    list(pool.map(tf.io.gfile.remove, paths))
+  image_files.in_threads(tf.io.gfile.remove, paths)
 
 
 def open_index(root: str, base: str, workdir=None) -> index_lib.Index:

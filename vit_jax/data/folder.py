@@ -97,9 +97,7 @@ def list_split(
 
 def has_labels(root: str, split: str, workdir=None) -> bool:
   """Returns whether a split, which must exist, has class folders."""
-  indices = [
-    checking.open_index(root, base, workdir) for base, _ in slices.parts(split)
-  ]
+  indices = [checking.open_index(root, base, workdir) for base in slices.bases(split)]
   folders = [folder for index in indices for folder in index.folders]
   # A split without any image counts as one whose class folders are missing.
   return not folders or any(map(_is_class, folders))

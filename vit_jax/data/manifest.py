@@ -86,7 +86,7 @@ class Line(NamedTuple):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
-  return any(tf.io.gfile.exists(_path(root, base)) for base, _ in slices.parts(split))
+  return any(tf.io.gfile.exists(_path(root, base)) for base in slices.bases(split))
 
 
 def read_split(
@@ -114,7 +114,7 @@ def read_split(
   else:
     listed = _list(*arguments, parse)
   index, names = listed.index, dict(listed.names)
-  bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
+  bases = [f'{base}.jsonl' for base in slices.bases(split)]
   checking.recall_listed(index, [f'{split}.jsonl', *bases], workdir)
 
   def named(i):
@@ -190,7 +190,7 @@ def _stored(root, split, features, class_names) -> _Listed:
   The result is stored in the cache of this package, in a folder of memory-mapped
   arrays named after the arguments, and the sizes and times of the files.
   """
-  manifests = [_path(root, base) for base, _ in slices.parts(split)]
+  manifests = [_path(root, base) for base in slices.bases(split)]
   if not all(map(tf.io.gfile.exists, manifests)):
     return _list(root, split, features, class_names)
   classes = os.path.join(root, 'classes.json')
@@ -307,7 +307,7 @@ def open_index(root: str, split: str, paths: Sequence[str] | None = None, workdi
   """Returns an index of some images of a split, by default of the whole manifest."""
   if paths is None:
     paths = [line.image for line in _parse(root, split)]
-  bases = [f'{base}.jsonl' for base, _ in slices.parts(split)]
+  bases = [f'{base}.jsonl' for base in slices.bases(split)]
   return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
 
 

@@ -35,7 +35,7 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data import records, slices
 from vit_jax.data.images import image_files, images
-from vit_jax.data.lazy import tf, tfds
+from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
 from vit_jax.distributed import files, processes
 
@@ -77,7 +77,7 @@ class _Reader(NamedTuple):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has Parquet files for a split."""
-  return any(_find(root, base) for base, _ in slices.parts(split))
+  return any(_find(root, base) for base in slices.bases(split))
 
 
 def _find(root, base) -> list[str]:
@@ -120,12 +120,10 @@ def open_split(
     new = [path for path in paths if path not in footers]
     footers.update(zip(new, shards.each(_footer, new, 'Reading footers')))
     counts = [footers[path].num_rows for path in paths]
-    info = tfds.core.SplitInfo(
-      name=base, shard_lengths=counts, num_bytes=0, filename_template=None
-    )
-    begin, end = slices.bounds(info, instruction)
+    rows = slices.take(range(sum(counts)), base, instruction)
     for path, count, last in zip(paths, counts, np.cumsum(counts).tolist()):
-      skip, stop = max(begin - last + count, 0), min(end - last + count, count)
+      first = last - count
+      skip, stop = max(rows.start - first, 0), min(rows.stop - first, count)
       if skip < stop:
         taken.append(Shard(path, skip, stop - skip))
   paths = list(footers)

@@ -12,15 +12,13 @@ with -1. Only a mixture has no `lookup`: its parts read its examples.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent import futures
 import json
 import os
 from typing import Any
 
 import numpy as np
 
-from vit_jax import console
-from vit_jax.data.images import image_files, images, index as index_lib
+from vit_jax.data.images import image_files, images
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
@@ -258,10 +256,7 @@ def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
   def together(block):
     return files.digest([np.array(list(map(stamp, block)), np.uint64)])
 
-  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
-    found = pool.map(together, blocks)
-    kwargs = dict(total=len(blocks), delay=3, leave=False)
-    return list(console.bar(desc='Comparing images', iterable=found, **kwargs))
+  return image_files.in_threads(together, blocks, 'Comparing images')
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:

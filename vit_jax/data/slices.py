@@ -12,10 +12,13 @@ def parts(split: str) -> Iterator[tuple[str, str]]:
     yield base, bracket + instruction
 
 
+def bases(split: str) -> list[str]:
+  """Returns the names of the parts, ['train', 'test'] of 'train[:9]+test'."""
+  return [base for base, _ in parts(split)]
+
+
 def take(found: Sequence, name: str, instruction: str) -> Sequence:
   """Returns a slice such as '[:90%]' of a list, rounded as in TFDS."""
-  if not instruction:
-    return found
   info = tfds.core.SplitInfo(
     name=name, shard_lengths=[len(found)], num_bytes=0, filename_template=None
   )

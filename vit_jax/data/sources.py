@@ -126,7 +126,7 @@ def _is_annotated(root, split, features) -> bool:
 
 
 def _has_folders(root, split) -> bool:
-  folders = [os.path.join(root, base) for base, _ in slices.parts(split)]
+  folders = [os.path.join(root, base) for base in slices.bases(split)]
   return all(map(tf.io.gfile.isdir, folders))
 
 

@@ -45,7 +45,7 @@ class Real:
       'reading the ReaL labels',
       lambda: labels.extend(_read(path, len(task.class_names))),
     )
-    whole = '+'.join(dict.fromkeys(base for base, _ in slices.parts(split)))
+    whole = '+'.join(dict.fromkeys(slices.bases(split)))
     total = open_split(whole, (FILE_NAME,)).evaluated.num_examples
     if len(labels) != total:
       raise ValueError(

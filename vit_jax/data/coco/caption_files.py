@@ -28,7 +28,7 @@ class _File(msgspec.Struct):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has captions for all parts of a split."""
-  return all(layout.has(root, base, FEATURE) for base, _ in slices.parts(split))
+  return all(layout.has(root, base, FEATURE) for base in slices.bases(split))
 
 
 def lines(root: str, base: str) -> list[manifest.Line]:

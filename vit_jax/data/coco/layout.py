@@ -41,7 +41,7 @@ class Place(NamedTuple):
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has boxes for any part of a split."""
-  return any(has(root, base, 'instances') for base, _ in slices.parts(split))
+  return any(has(root, base, 'instances') for base in slices.bases(split))
 
 
 def has(root: str, base: str, kind: str) -> bool:
@@ -51,7 +51,7 @@ def has(root: str, base: str, kind: str) -> bool:
 
 def kind_of_segments(root: str, split: str) -> str:
   """Returns 'panoptic', or 'outlines' if only objects are annotated."""
-  if all(has(root, base, 'panoptic') for base, _ in slices.parts(split)):
+  if all(has(root, base, 'panoptic') for base in slices.bases(split)):
     return 'panoptic'
   return 'outlines' if exists(root, split) else 'panoptic'
 

@@ -1,14 +1,20 @@
 """Reads image files, local or in a bucket, and retries on storage errors."""
 
+from collections.abc import Callable, Sequence
+from concurrent import futures
 import functools
+import io
 import os
 import re
 import time
 
+from absl import logging
 import numpy as np
 
+from vit_jax import console
 from vit_jax.data.lazy import tf
 
+REMOTE_THREADS = 32  # That read files of a bucket.
 _DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
 # Errors for which another attempt is useless.
 _LASTING = (PermissionError, IsADirectoryError, NotADirectoryError)
@@ -80,6 +86,34 @@ def read_file(path) -> bytes:
 def _read(path):
   with open(path, 'rb') if is_local(path) else tf.io.gfile.GFile(path, 'rb') as f:
     return f.read()
+
+
+def from_npz(path, make: Callable):
+  """Returns make(arrays) of a .npz file.
+
+  None if the file is missing or, with a warning, if it is damaged; OSError if it
+  cannot be read.
+  """
+  try:
+    content = read_file(path)
+  except FileNotFoundError:
+    return None
+  try:
+    with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+      return make(arrays)
+  except Exception:  # NumPy does not document the errors for damaged files.
+    logging.warning("'%s' is damaged: ignored", path)
+    return None
+
+
+def in_threads(function: Callable, items: Sequence, title: str = '', unit: str = 'it'):
+  """Returns function(item) of all items, as a list; with a title, shows progress."""
+  with futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
+    found = pool.map(function, items)
+    if title:
+      kwargs = dict(total=len(items), delay=3, leave=False, unit=unit)
+      found = console.bar(desc=title, iterable=found, **kwargs)
+    return list(found)
 
 
 def first_line(error: Exception) -> str:

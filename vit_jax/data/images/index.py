@@ -8,15 +8,12 @@ size and modification time are the same.
 import collections
 from collections.abc import Callable, Iterable, Sequence
 import concurrent.futures
-import contextlib
 import copy
 import hashlib
-import io
 import json
 import os
 import time
 
-from absl import logging
 from etils import epath
 import numpy as np
 
@@ -30,7 +27,6 @@ UNKNOWN, DECODED, BROKEN = range(3)
 _CHECKED = {'max_pixels', 'sizes'}  # Facts that the result of a check depends on.
 _SAVE_EVERY = 60.0  # Seconds between saves of the results of a check.
 _THREADS = 2 * (os.cpu_count() or 1)
-REMOTE_THREADS = 32
 _BLOCK = 4096  # Number of files passed to the threads at a time.
 
 
@@ -168,9 +164,8 @@ class Index:
 
     Without `compare`, all count as unchanged.
     """
-    kept = {k: old.facts[k] for k in _CHECKED if k in old.facts}
-    if any(self.facts.get(k, fact) != fact for k, fact in kept.items()):
-      return  # Results of another check.
+    if not self._is_same_check(old.facts):
+      return
     mine = theirs = known = np.flatnonzero(old.status)
     if self._all_names() != old._all_names():
       keys = _keys(self, np.arange(len(self))), _keys(old, known)
@@ -191,11 +186,16 @@ class Index:
       str(m): old.facts['broken'].get(str(t), '')
       for m, t in zip(mine[broken].tolist(), theirs[broken].tolist())
     }
+    kept = {k: old.facts[k] for k in _CHECKED & old.facts.keys()}
     self.facts.update(kept, broken=self.facts['broken'] | reasons)
+
+  def _is_same_check(self, facts) -> bool:
+    """Returns whether facts of another index are of a check like this one's, if any."""
+    return all(self.facts.get(k, facts[k]) == facts[k] for k in _CHECKED & facts.keys())
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
-    threads = _THREADS if image_files.is_local(self.top) else REMOTE_THREADS
+    threads = _THREADS if image_files.is_local(self.top) else image_files.REMOTE_THREADS
     some = -(-_BLOCK // (8 * threads))  # A task per file would take 30 us more each.
 
     def call(rows):
@@ -229,26 +229,21 @@ class Index:
 
     The data set in `root` may have been moved since the file was written.
     """
-    try:
-      content = image_files.read_file(path)
-    except FileNotFoundError:
-      return None
-    try:
-      with np.load(io.BytesIO(content), allow_pickle=False) as found:
-        index = cls.of_arrays(root, base, found)
-        index.status, index.stamps = found['status'], found['stamps']
-    except Exception:  # NumPy does not document the errors for damaged files.
-      logging.warning("'%s' is damaged: ignored", path)
-      return None
-    index.path = str(path)
-    return index
+
+    def make(arrays):
+      index = cls.of_arrays(root, base, arrays)
+      index.status, index.stamps = arrays['status'], arrays['stamps']
+      index.path = str(path)
+      return index
+
+    return image_files.from_npz(path, make)
 
   def save_share(self, path, rows):
     """Writes the status of some rows alone to a file atomically; see `shares`."""
     rows = rows[self.status[rows] != UNKNOWN]
     reasons = self.facts['broken']
     broken = {str(row): reasons[str(row)] for row in rows if str(row) in reasons}
-    facts = {k: self.facts[k] for k in _CHECKED if k in self.facts}
+    facts = {k: self.facts[k] for k in _CHECKED & self.facts.keys()}
     facts |= {'names': files.digest(self._all_names()), 'broken': broken}
     epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
     with files.replacing(path) as file:
@@ -270,28 +265,19 @@ class Index:
     whole.facts = {'broken': {}}
     names = files.digest(self._all_names())
 
-    def read(path):
-      with contextlib.suppress(FileNotFoundError):
-        return image_files.read_file(path)
+    def make(arrays):
+      facts = json.loads(arrays['facts'].tobytes())
+      return facts, *(arrays[k] for k in ('rows', 'status', 'stamps'))
 
-    with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
-      paths = list(paths)
-      for path, content in zip(paths, pool.map(read, paths)):
-        if content is None:
-          continue
-        try:
-          with np.load(io.BytesIO(content), allow_pickle=False) as found:
-            facts = json.loads(found['facts'].tobytes())
-            rows, status, stamps = (found[k] for k in ('rows', 'status', 'stamps'))
-        except Exception:  # NumPy does not document the errors for damaged files.
-          logging.warning("'%s' is damaged: ignored", path)
-          continue
-        same = all(
-          self.facts.get(k, facts[k]) == facts[k] for k in _CHECKED & facts.keys()
-        )
-        if same and facts.pop('names') == names:
-          whole.status[rows], whole.stamps[rows] = status, stamps
-          whole.facts |= {**facts, 'broken': whole.facts['broken'] | facts['broken']}
+    def read(path):
+      return image_files.from_npz(path, make)
+
+    for facts, rows, status, stamps in filter(
+      None, image_files.in_threads(read, paths)
+    ):
+      if self._is_same_check(facts) and facts.pop('names') == names:
+        whole.status[rows], whole.stamps[rows] = status, stamps
+        whole.facts |= {**facts, 'broken': whole.facts['broken'] | facts['broken']}
     return whole
 
   def is_true(self) -> bool:
@@ -303,8 +289,7 @@ class Index:
       return True
     folders = self.facts['times']
     paths = [os.path.join(self.top, folder) for folder in folders]
-    with concurrent.futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
-      return list(pool.map(image_files.time_of, paths)) == list(folders.values())
+    return image_files.in_threads(image_files.time_of, paths) == [*folders.values()]
 
 
 class Paths(Sequence):

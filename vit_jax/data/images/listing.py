@@ -32,7 +32,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   top = os.fsencode(os.path.join(root, base))
   level, found = [b''], []
   with (
-    concurrent.futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool,
+    concurrent.futures.ThreadPoolExecutor(image_files.REMOTE_THREADS) as pool,
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:

@@ -16,9 +16,8 @@ import threading
 
 import numpy as np
 
-from vit_jax import console
 from vit_jax.data import records
-from vit_jax.data.images import image_files, index as index_lib, orientation
+from vit_jax.data.images import image_files, orientation
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import parsing
 
@@ -167,10 +166,8 @@ class ArrayRecordSource(ShardSource):
 
 def each(function: Callable, paths: Sequence[str], title: str) -> list:
   """Returns function(path) of all paths, computed in threads."""
-  with futures.ThreadPoolExecutor(index_lib.REMOTE_THREADS) as pool:
-    found = pool.map(lambda path: attempted(path, function), paths)
-    kwargs = dict(total=len(paths), delay=3, leave=False, unit=' files')
-    return list(console.bar(desc=title, iterable=found, **kwargs))
+  call = lambda path: attempted(path, function)
+  return image_files.in_threads(call, paths, title, ' files')
 
 
 def _allow_open_files(count: int):

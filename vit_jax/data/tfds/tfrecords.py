@@ -256,13 +256,6 @@ def _save(folder: str, stored: dict):
 def _load(path: str) -> dict:
   """Returns the stored rows of files, see _FILE; {} if there are none."""
   try:
-    with tf.io.gfile.GFile(path, 'rb') as file:
-      content = file.read()
-  except (OSError, tf.errors.OpError):
-    return {}
-  try:
-    with np.load(io.BytesIO(content), allow_pickle=False) as found:
-      return dict(found)
-  except Exception:  # NumPy raises various errors for damaged files.
-    logging.warning("'%s' is damaged: ignored", path)
+    return image_files.from_npz(path, dict) or {}
+  except OSError:
     return {}
