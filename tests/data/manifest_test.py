@@ -417,16 +417,6 @@ def test_an_edited_stored_manifest_is_written_again(stored, name, old, new):
   assert read_all() == wanted
 
 
-def test_a_stored_manifest_of_another_split_is_not_used(stored):
-  read_all, folders = stored
-  wanted, part = read_all(), read_all('train[80%:]')
-  one, other = folders()
-  shutil.rmtree(one)
-  shutil.copytree(other, one)
-  assert read_all() == wanted
-  assert read_all('train[80%:]') == part
-
-
 def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):
   read_all, folders = stored
   read_all()

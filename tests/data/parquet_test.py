@@ -188,7 +188,7 @@ def rewritten(path, **columns):
     (lambda path: path.write_bytes(b'PAR1'), 'train-00001-of-00002.parquet.* is damaged'),
     (lambda path: rewritten(path, more=[1] * 4), 'differ in .*more: int64'),
     (lambda path: rewritten(path, label=[0, 7, 1, 1]), '-00001-.* label 7 .* 3 '),
-    (lambda path: rewritten(path, text=['', '', None, '']), "row 2: .* no 'text'"),
+    (lambda path: rewritten(path, text=['', '', None, '']), "row 2 of .*00001.*: .* no 'text'"),
     (lambda path: path.write_bytes(zeroed(path)), 'row group 0 of .*00001.* is damaged'),
   ],
 )  # fmt: skip
@@ -216,5 +216,5 @@ def test_an_image_that_is_not_stored_or_broken_names_the_row(root, tiny_config):
   source = open_split(tiny_config, root, 'test')
   with pytest.raises(ValueError, match='row 1 of test-.* cannot be decoded'):
     source.check(source.record(1), 1)
-  with pytest.raises(ValueError, match=r"parquet', row 2: .*image.bytes"):
+  with pytest.raises(ValueError, match=r'row 2 of test-.*parquet: .*image.bytes'):
     source._features(np.array([2]))

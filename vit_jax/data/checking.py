@@ -14,6 +14,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.configs import common
+from vit_jax.data import slices
 from vit_jax.data.images import image_files, images, index as index_lib, listing
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
@@ -166,29 +167,35 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
 
 def open_listed(
-  root: str, names: Sequence[str], paths: Sequence[str], workdir=None
+  root: str, split: str, ending: str, paths: Sequence[str], workdir=None
 ) -> index_lib.Index:
   """Returns an index of listed images, see index.of_paths, with their stored status.
 
-  `names` are the name of the list, and of other lists that may hold its images.
+  `ending`, such as 'jsonl', tells apart the lists of a split.
   """
-  return recall_listed(index_lib.of_paths(root, names[0], paths), names, workdir)
+  index = index_lib.of_paths(root, f'{split}.{ending}', paths)
+  return recall_listed(index, split, ending, workdir)
 
 
 def recall_listed(
-  index: index_lib.Index, names: Sequence[str], workdir=None
+  index: index_lib.Index, split: str, ending: str, workdir=None
 ) -> index_lib.Index:
-  """Recalls the stored status of an index's images, see `open_listed`."""
-  for name in dict.fromkeys(names):
-    for old in _stored(index.root, name, workdir):
-      index.recall(old)
+  """Recalls the status stored of a split or its parts, see `open_listed`."""
+  for name in dict.fromkeys((split, *slices.bases(split))):
+    _recall(index, _stored(index.root, f'{name}.{ending}', workdir))
   return index
 
 
 def renew_index(root: str, base: str) -> index_lib.Index:
   """Lists a split anew, keeping the status of unchanged files."""
   _check_split(root, base)
-  return recall_listed(listing.list_folder(root, base), [base])
+  return _recall(listing.list_folder(root, base), _stored(root, base))
+
+
+def _recall(index, stored) -> index_lib.Index:
+  for old in stored:
+    index.recall(old)
+  return index
 
 
 def _stored(root, base, workdir=None) -> list[index_lib.Index]:
@@ -214,10 +221,7 @@ def _find_index(root, base, workdir):
   if stored:
     date = stored[0].facts['listed']
     console.say(f"'{top}' has changed since {date}: listing it again.")
-  index = listing.list_folder(root, base)
-  for old in stored:
-    index.recall(old)
-  return _remember(index)
+  return _remember(_recall(listing.list_folder(root, base), stored))
 
 
 def _remember(index):

@@ -40,7 +40,7 @@ from vit_jax.distributed import files
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
-_VERSION = 3  # Of what is stored of a manifest.
+_VERSION = 4  # Of what is stored of a manifest.
 _OF_HUB = 'metadata.jsonl'  # Name of a manifest in the folder of its split.
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
@@ -114,8 +114,7 @@ def read_split(
   else:
     listed = _list(*arguments, parse)
   index, names = listed.index, dict(listed.names)
-  bases = [f'{base}.jsonl' for base in slices.bases(split)]
-  checking.recall_listed(index, [f'{split}.jsonl', *bases], workdir)
+  checking.recall_listed(index, split, 'jsonl', workdir)
 
   def named(i):
     return f'{listed.where(i)}: {os.fsdecode(index.paths(index.order[i : i + 1])[0])}'
@@ -215,7 +214,7 @@ def _stored(root, split, features, class_names) -> _Listed:
         listed = _list(root, split, features, class_names)
         _remove_old(top, name, folder, stamps)
         with files.new_folder(folder) as new:
-          _save(new, listed, stamps, folder.name)
+          _save(new, listed, stamps)
   except (OSError, tf.errors.OpError) as e:
     logging.warning("The lines of '%s' cannot be stored: %s", manifests[0], e)
   return listed or _list(root, split, features, class_names)
@@ -232,8 +231,8 @@ def _remove_old(top, name, folder, stamps):
       shutil.rmtree(old, ignore_errors=True)
 
 
-def _save(folder, listed: _Listed, stamps, call):
-  """Writes arrays, and what they are; see `_load`."""
+def _save(folder, listed: _Listed, stamps):
+  """Writes arrays, what they are, and a hash of all; see `_load`."""
   arrays = {'lines': listed.lines, **listed.index.arrays()}
   kinds = {}
   for i, (name, column) in enumerate(listed.columns.items()):
@@ -250,39 +249,34 @@ def _save(folder, listed: _Listed, stamps, call):
     np.save(folder / f'{name}.npy', array)
   facts = {
     'files': listed.files,
-    'call': call,
     'stamps': stamps,
     'kinds': kinds,
     'names': listed.names,
-    'hashes': {name: _hash(array) for name, array in arrays.items()},
   }
   text = json.dumps(facts)
   (folder / 'facts.json').write_text(text)
-  (folder / 'facts.hash').write_text(files.digest([text.encode()]))
+  (folder / 'hash').write_text(_hash(text, arrays))
 
 
-def _hash(array) -> str:
-  """Returns a hash of the type, the shape and the values of an array."""
-  kind = f'{array.dtype.str} {array.shape}'.encode()
-  return files.digest([kind, np.ascontiguousarray(array)])
+def _hash(text, arrays) -> str:
+  """Returns a hash of a text and of the names, types, shapes and values of arrays."""
+  parts = [text.encode()]
+  for name, array in sorted(arrays.items()):
+    kind = f'{name} {array.dtype.str} {array.shape}'
+    parts += kind.encode(), np.ascontiguousarray(array)
+  return files.digest(parts)
 
 
 def _load(folder, root, split) -> _Listed | None:
-  """Returns what `_save` wrote; None if it is missing, damaged or of another call."""
+  """Returns what `_save` wrote; None if it is missing or damaged."""
   if not folder.exists():
     return None
   try:
     text = (folder / 'facts.json').read_text()
-    if files.digest([text.encode()]) != (folder / 'facts.hash').read_text():
-      raise ValueError('facts.json has changed')
-    facts, arrays = json.loads(text), {}
-    if facts['call'] != folder.name:
-      raise ValueError('it belongs to another split')
-    for name, wanted in facts['hashes'].items():
-      arrays[name] = np.load(folder / f'{name}.npy', mmap_mode='r')
-      if _hash(arrays[name]) != wanted:
-        raise ValueError(f'{name}.npy has changed')
-    columns = {}
+    arrays = {x.stem: np.load(x, mmap_mode='r') for x in folder.glob('*.npy')}
+    if _hash(text, arrays) != (folder / 'hash').read_text():
+      raise ValueError('its content has changed')
+    facts, columns = json.loads(text), {}
     for i, (name, count) in enumerate(facts['kinds'].items()):
       tensors = []
       for j in range(count):
@@ -303,12 +297,10 @@ def _load(folder, root, split) -> _Listed | None:
     return None
 
 
-def open_index(root: str, split: str, paths: Sequence[str] | None = None, workdir=None):
-  """Returns an index of some images of a split, by default of the whole manifest."""
-  if paths is None:
-    paths = [line.image for line in _parse(root, split)]
-  bases = [f'{base}.jsonl' for base in slices.bases(split)]
-  return checking.open_listed(root, [f'{split}.jsonl', *bases], paths, workdir)
+def open_index(root: str, split: str) -> index_lib.Index:
+  """Returns the index of the images of a manifest."""
+  paths = [line.image for line in _parse(root, split)]
+  return checking.open_listed(root, split, 'jsonl', paths)
 
 
 def _path(root, base):

@@ -118,7 +118,8 @@ def open_split(
   for base, instruction in slices.parts(split):
     paths = _complete(root, base)
     new = [path for path in paths if path not in footers]
-    footers.update(zip(new, shards.each(_footer, new, 'Reading footers')))
+    read = lambda path: _open(path).metadata
+    footers.update(zip(new, shards.each(read, new, 'Reading footers')))
     counts = [footers[path].num_rows for path in paths]
     rows = slices.take(range(sum(counts)), base, instruction)
     for path, count, last in zip(paths, counts, np.cumsum(counts).tolist()):
@@ -181,10 +182,6 @@ def _open(path: str, footer=None):
   parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
   with _checked(f"'{path}'"):
     return parquet.ParquetFile(path, metadata=footer)
-
-
-def _footer(path: str):
-  return _open(path).metadata
 
 
 def _same_columns(footers):
@@ -414,7 +411,7 @@ class ParquetSource(shards.ShardSource):
       for value, index in zip(values, indices):
         if value is None or (column.listed and None in value):
           raise ValueError(
-            f"{self._where(index)}: there is no '{column.name}', which all rows need"
+            f"{self.name(index)}: there is no '{column.name}', which all rows need"
           )
       lengths = np.array(list(map(len, values)) if column.listed else [], np.int64)
       values = list(itertools.chain(*values)) if column.listed else values
@@ -431,10 +428,6 @@ class ParquetSource(shards.ShardSource):
     """Returns the numbers of the classes of a row."""
     values = value if isinstance(value, list) else [value]
     return [self._reader.numbers[x] for x in values if x is not None and x != -1]
-
-  def _where(self, index) -> str:
-    [shard], [place] = self._places(np.array([index]))
-    return f"'{self.paths[shard]}', row {place}"
 
   def read(self, record):
     if 'image' not in record:

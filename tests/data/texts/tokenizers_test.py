@@ -5,7 +5,6 @@
 import dataclasses
 import io
 import json
-import os
 import pickle
 import random
 import sys
@@ -506,16 +505,6 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
     ValueError, match=f"vocab_path='{nowhere}'.*{tokenizer._kind[:9]}"
   ):
     tokenizer(nowhere, 8)
-
-
-@pytest.mark.parametrize('make', [os.mkfifo, lambda path: path.symlink_to('/dev/zero')])
-@pytest.mark.parametrize('name', ['tokenizer.json', 'tokenizer_config.json'])
-def test_pipes_and_devices_are_not_read(clip, tmp_path, name, make):
-  (tmp_path / 'tokenizer.json').write_bytes(clip[0].read_bytes())
-  (tmp_path / name).unlink(missing_ok=True)
-  make(tmp_path / name)
-  with pytest.raises(ValueError, match='not a regular file'):
-    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 8)
 
 
 def test_vocabularies_that_do_not_arrive(monkeypatch):

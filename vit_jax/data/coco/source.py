@@ -186,9 +186,7 @@ def open_index(root, split, parts=None, feature='image', workdir=None):
   parts = parts or open_parts(root, split, 'instances', 'clip')
   ending = {'image': 'coco', SEGMENTS: 'segments'}[feature]
   listed = [path for part in parts for path in part.paths[feature]]
-  bases = [f'{base}.{ending}' for base in slices.bases(split)]
-  names = [f'{split}.{ending}', *bases]
-  index = checking.open_listed(root, names, listed, workdir)
+  index = checking.open_listed(root, split, ending, listed, workdir)
   # All images of the files, so that slices share results.
   every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
   index.check_anew('sizes', files.digest(every))
