@@ -184,11 +184,7 @@ def _list(root, split, features, class_names, parse=None) -> _Listed:
 
 
 def _stored(root, split, features, class_names) -> _Listed:
-  """Returns the same as `_list`; a large manifest is parsed once per machine.
-
-  The result is stored in the cache of this package, in a folder of memory-mapped
-  arrays named after the arguments, and the sizes and times of the files.
-  """
+  """Returns the same as `_list`; a large manifest is parsed once per machine."""
   manifests = [_path(root, base) for base in slices.bases(split)]
   if not all(map(tf.io.gfile.exists, manifests)):
     return _list(root, split, features, class_names)
@@ -197,6 +193,7 @@ def _stored(root, split, features, class_names) -> _Listed:
   stamps = [[path, *image_files.size_and_time(path)] for path in paths]
   if sum(size for _, size, _ in stamps) < _LARGE:
     return _list(root, split, features, class_names)
+  # In the cache, in a folder named after the arguments, and sizes and times of files.
   what = os.path.abspath(root), manifests
   call = _VERSION, root, split, features, class_names, stamps
   name, key = (files.digest([json.dumps(x).encode()]) for x in (what, call))
@@ -483,12 +480,7 @@ def _trimmed(labels, kept, listed):
 
 
 def _column(name, lines, names):
-  """Returns a feature of all lines, as a tensor or RaggedTensor [n, ...].
-
-  It is ragged up to the last dimension of varying size. A size that is 0
-  everywhere counts as varying, since tf.data cannot unbatch a tensor without
-  elements.
-  """
+  """Returns a feature of all lines, as a tensor or RaggedTensor [n, ...]."""
   values = [line.get(name) for line in lines]
   for line, value in zip(lines, values):
     if value is None:
@@ -496,6 +488,8 @@ def _column(name, lines, names):
   if names is not None:
     values = _numbers(values, lines, names)
   level, lengths = _flat(name, values, lines)
+  # Ragged up to the last dimension of varying size. A size that is 0 everywhere counts
+  # as varying, since tf.data cannot unbatch a tensor without elements.
   shape = []
   while lengths and len(set(lengths[-1])) == 1 and lengths[-1][0]:
     shape.insert(0, lengths.pop()[0])

@@ -121,12 +121,10 @@ class MixtureSource(records.Source):
 
 
 def _shares(weights) -> list[tuple[int, fractions.Fraction]]:
-  """Returns (part, its share of what the parts before it leave), heaviest first.
-
-  This order keeps rounding errors small. The last share is 1.
-  """
+  """Returns (part, its share of what the parts before it leave), heaviest first."""
   exact = [fractions.Fraction(weight) for weight in weights]
   shares, left = [], sum(exact)
+  # This order keeps rounding errors small.
   for part in sorted(range(len(exact)), key=lambda k: -exact[k]):
     shares.append((part, (exact[part] / left).limit_denominator(_DENOMINATOR)))
     left -= exact[part]

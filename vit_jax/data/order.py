@@ -104,10 +104,7 @@ def _records(source, places, seed):
 
 
 def _part_records(source, k, placed, seed):
-  """Reads part k of a mixture, with the features of the mixture.
-
-  `placed` are (positions in the run [b], part [b], positions in the part [b]).
-  """
+  """Reads part k at `placed`: (positions in the run, parts, positions there), [b]."""
 
   def choose(position, part, local):
     return tf.boolean_mask(position, part == k), tf.boolean_mask(local, part == k)

@@ -199,10 +199,7 @@ def open_index(root, split, parts=None, feature='image', workdir=None):
 
 
 def _check_images(config, root, split, parts, workdir):
-  """Returns the usable images, by feature, and their numbers.
-
-  With segments, an image is usable if its PNG is, too.
-  """
+  """Returns the images usable with all their features, by feature, and their numbers."""
   indices, fine = {}, []
   where, keys = f'{root}/{split}', (config.broken_images, config.max_image_pixels)
   for feature in parts[0].paths:

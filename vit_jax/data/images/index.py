@@ -98,7 +98,7 @@ class Index:
   def arrays(self) -> dict[str, np.ndarray]:
     """Returns the list of images as arrays, without the status of each."""
     return dict(
-      facts=np.frombuffer(json.dumps(self.facts).encode(), np.uint8),
+      facts=_as_bytes(self.facts),
       folders=np.frombuffer(_lines(self.folders), np.uint8),
       names=np.frombuffer(self._names, np.uint8),
       counts=self.counts,
@@ -216,11 +216,7 @@ class Index:
 
   def save(self, path):
     """Writes the index to a file atomically."""
-    path = epath.Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as file:
-      arrays = dict(self.arrays(), status=self.status, stamps=self.stamps)
-      np.savez_compressed(file, **arrays)
+    _write(path, **self.arrays(), status=self.status, stamps=self.stamps)
     self.path = str(path)
 
   @classmethod
@@ -245,15 +241,8 @@ class Index:
     broken = {str(row): reasons[str(row)] for row in rows if str(row) in reasons}
     facts = {k: self.facts[k] for k in _CHECKED & self.facts.keys()}
     facts |= {'names': files.digest(self._all_names()), 'broken': broken}
-    epath.Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with files.replacing(path) as file:
-      np.savez_compressed(
-        file,
-        facts=np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        rows=rows,
-        status=self.status[rows],
-        stamps=self.stamps[rows],
-      )
+    status, stamps = self.status[rows], self.stamps[rows]
+    _write(path, facts=_as_bytes(facts), rows=rows, status=status, stamps=stamps)
 
   def shares(self, paths) -> 'Index':
     """Returns this index with only the status in files of `save_share`, if they exist.
@@ -362,6 +351,18 @@ class Paths(Sequence):
         for i in range(0, len(rows), _BLOCK)
       )
     return self._digest
+
+
+def _as_bytes(facts) -> np.ndarray:
+  return np.frombuffer(json.dumps(facts).encode(), np.uint8)
+
+
+def _write(path, **arrays):
+  """Writes arrays to a .npz file atomically."""
+  path = epath.Path(path)
+  path.parent.mkdir(parents=True, exist_ok=True)
+  with files.replacing(path) as file:
+    np.savez_compressed(file, **arrays)
 
 
 def place(workdir, root: str, base: str) -> str:

@@ -98,10 +98,7 @@ class Reader:
 
 
 def _part(feature, keys):
-  """Returns the part of a feature that nested keys select.
-
-  Like tfds.decode.PartialDecoding, which prints warnings.
-  """
+  """Selects by nested keys, like tfds.decode.PartialDecoding, which prints warnings."""
   if keys is True:
     return feature
   if isinstance(feature, tfds.features.Sequence):

@@ -46,10 +46,7 @@ def _place(value, edges):
 
 
 def _binned(feature, classes, last, unit) -> Label:
-  """Returns a label of 16 ranges of equally many, or nearly as many, classes.
-
-  The values of the feature's classes reach from 0 to `last`, in `unit`.
-  """
+  """Returns a label of 16 ranges of classes, whose values are 0 to `last`, in `unit`."""
   starts = [math.ceil(i * classes / 16) for i in range(17)]
   names = tuple(
     f'{last * a / (classes - 1):.3g} to {last * (b - 1) / (classes - 1):.3g}{unit}'
