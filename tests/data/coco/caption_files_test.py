@@ -57,19 +57,13 @@ def test_each_image_has_its_captions(root, capsys):
   assert '1 images of' in capsys.readouterr().out
 
 
-def test_a_caption_of_no_image(root):
+def test_wrong_files(root):
   write(root, [(3, 'A cat.'), (4, 'A bird.')])
   with pytest.raises(ValueError, match="image_id 4 .*'A bird.'"):
     open_split(root)
-
-
-def test_no_captions_at_all(root):
   write(root, [])
   with pytest.raises(ValueError, match='has no captions'):
     open_split(root)
-
-
-def test_a_file_of_something_else(root):
   path = root / 'annotations' / 'captions_train2017.json'
   path.write_text('{"images": 3}')
   with pytest.raises(ValueError, match='captions_train2017.json.*images'):

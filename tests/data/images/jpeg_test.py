@@ -67,14 +67,6 @@ def test_a_crop_is_an_error_where_it_meets_what_is_missing():
     jpeg.decode(half, window=tf.constant([20, 20, 170, 60]))
 
 
-@pytest.mark.parametrize('mode', ['RGB', 'L', 'CMYK'])
-def test_a_grey_picture_is_whole(mode):
-  grey = Image.new('RGB', (70, 50), (128, 128, 128)).convert(mode)
-  for progressive in (False, True):
-    data = encode(grey, progressive=progressive)
-    assert decode(tf.constant(data)).shape == (50, 70, 3)
-
-
 @pytest.mark.parametrize(
   'shape, size, want',
   [
