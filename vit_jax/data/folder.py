@@ -105,8 +105,6 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
 
 def splits(root: str) -> list[str]:
   """Returns the splits of a folder or of its manifests; may raise FileNotFoundError."""
-  if not tf.io.gfile.isdir(root):
-    raise FileNotFoundError(f"'{root}' is not a folder that exists")
   names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
   found = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')} or {
     x for x in names if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')

@@ -52,7 +52,10 @@ def run(args) -> int:
   """Runs `vit_jax index`; returns its exit status."""
   from vit_jax.data import checking, folder, manifest, parquet
   from vit_jax.data.coco import layout
+  from vit_jax.data.lazy import tf
 
+  if not tf.io.gfile.isdir(args.folder):
+    raise FileNotFoundError(f"'{args.folder}' is not a folder that exists")
   for split in args.splits or checking.SPLITS:
     listed = manifest.exists(args.folder, split)
     if not listed and parquet.exists(args.folder, split):

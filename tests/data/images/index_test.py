@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests import processes
+from vit_jax.commands import index as index_command
 from vit_jax.data import checking, folder, indexing, sources
 from vit_jax.data.images import image_files, images, index as index_lib, listing
 
@@ -103,6 +104,12 @@ def test_a_list_made_ahead_is_used_while_up_to_date(root, checked, capsys):
   assert folder.list_split(str(root), 'train')[2] == ('bee', 'cow', 'wasp')
   assert 'has changed since' in capsys.readouterr().out
   assert len(checked) == 33 + 11
+
+
+@pytest.mark.parametrize('splits', [[], ['train']])
+def test_a_folder_that_does_not_exist(tmp_path, splits):
+  with pytest.raises(FileNotFoundError, match="nowhere' is not a folder that exists"):
+    index_command.main([f'{tmp_path}/nowhere', *splits])
 
 
 def test_a_list_that_cannot_be_written_is_an_error_at_once(root, checked, monkeypatch):
