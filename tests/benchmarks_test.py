@@ -16,7 +16,6 @@ from benchmarks import (
   patterns,
   pipeline,
   sampling,
-  start,
   timing,
   timm_steps,
   track,
@@ -83,24 +82,6 @@ def test_updates_beside_timm(monkeypatch, tmp_path, capsys):
   assert capsys.readouterr().out.count('compiled in') == 2
 
 
-def test_logits_of_timm(monkeypatch):
-  seen = []
-  create = torch_models.timm.create_model
-
-  def watched(name, **kwargs):
-    net = create(name, **kwargs)
-    net.register_forward_hook(lambda net, _, out: seen.append((net.training, out)))
-    return net
-
-  monkeypatch.setattr(torch_models.timm, 'create_model', watched)
-  monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
-  timm_steps._make_step('testing', 2, 32, 'float32', train=False, compiled=False)()
-  [(training, logits)] = seen
-  assert not training
-  assert not logits.requires_grad
-  assert logits.shape == (2, 1000)
-
-
 def test_timm_has_as_many_parameters():
   for name, theirs in timm_steps.NAMES.items():
     with torch.device('meta'):
@@ -158,20 +139,6 @@ def test_pipelines_take_turns(monkeypatch, tmp_path):
     'pipeline'
   ]
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
-
-
-def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
-  statements = []
-  monkeypatch.setattr(
-    start.subprocess, 'run', lambda command, check: statements.append(command[-1])
-  )
-  monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
-  got = run(monkeypatch, tmp_path, '--only', 'import', 'weights')['results']
-  assert statements == 2 * ['import vit_jax.models', 'import flax.linen, optax']
-  for ours, theirs, ratio in got.values():
-    assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
-    assert ours['unit'] == 's'
-  assert got['weights'][0]['name'] == 'load_pretrained, ViT-Ti_16.npz'
 
 
 def test_turns_alternate_and_a_function_may_time_itself():

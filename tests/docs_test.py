@@ -53,11 +53,8 @@ def test_commands_are_right(monkeypatch, tmp_path):
   'line',
   [
     'python -m vit_jax.main --config=configs/digits.py --workdir=w --confg=3',
-    'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.btch=3',
     'python -m vit_jax.main --config=configs/digits.py --workdir=w --config.batch=0',
     'python -m vit_jax.main --config=configs/vit.py:b99,x --workdir=w',
-    'vit_jax plan --config=configs/digits.py --topologie=v3:2x2',
-    'vit_jax predict --workdir=w --tops=3 a.png',
     'vit_jax convert a b --tu=onnx',
     'vit_jax predct --workdir=w a.png',
   ],

@@ -70,14 +70,6 @@ def test_help_of_all_commands_loads_nothing_that_is_slow():
     assert f'usage: vit_jax {name} ' in done.stdout
 
 
-def test_python_m_is_the_same():
-  for args in (('vit_jax', 'train'), ('vit_jax.main',)):
-    done = run('-m', *args, '--workdir=/tmp/x', '--evaluate=test', '--print')
-    assert done.returncode == 1
-    assert done.stderr.startswith('Error: --print and --run')
-    assert done.stderr.count('\n') == 1
-
-
 def test_a_platform_that_is_not_there():
   code = (
     'import jax\n'
@@ -116,21 +108,6 @@ def test_statuses(monkeypatch, capsys):
   assert error.startswith('Error: --top: ')
   assert "'x'" in error
   assert error.count('\n') == 1
-
-
-def test_the_originals_command_line(monkeypatch):
-  """Word for word, in a checkout."""
-  monkeypatch.chdir(ROOT)
-  args = train.parse(
-    [
-      '--workdir=/tmp/x', f'--config={ROOT}/vit_jax/configs/vit.py:b16,cifar10',
-      '--config.pretrained_dir=gs://vit_models/imagenet21k',
-    ]
-  )  # fmt: skip
-  assert args.workdir == '/tmp/x'
-  assert args.config.pretrained_dir == 'gs://vit_models/imagenet21k'
-  assert args.config.model.model_name == 'ViT-B_16'
-  assert args.config_file == str(ROOT / 'configs' / 'vit.py')
 
 
 def test_evaluation_by_both_names(monkeypatch):

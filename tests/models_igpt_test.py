@@ -107,15 +107,6 @@ def test_initial_weights_are_those_of_the_released_code():
   assert not params['class_head']['kernel'].any()
 
 
-def test_bits_a_dimension_before_training():
-  model = make()
-  params = params_of(model) | {'color_head': {'kernel': np.zeros((16, C))}}
-  colors = random_colors(model)
-  logits = apply(model)(params, colors)
-  bits = -models_igpt.log_likelihood(logits, colors) / np.log(2) / N
-  np.testing.assert_allclose(bits, np.log2(C), rtol=1e-6)
-
-
 # --- Hugging Face ---
 
 
@@ -285,13 +276,6 @@ def test_a_model_with_classes_has_the_same_logits():
   np.testing.assert_allclose(logits, logits_of(model, colors), atol=1e-5)
   [last] = sown['intermediates']['layer_2']
   np.testing.assert_allclose(classes, last @ kernel, atol=1e-5)
-
-
-def test_other_attention_changes_nothing():
-  model = make()
-  colors = random_colors(model)
-  other = apply(make(attention='xla'))(params_of(model), colors)
-  np.testing.assert_allclose(other, logits_of(model, colors), atol=1e-5)
 
 
 def test_recomputation_and_a_loop_change_nothing():

@@ -147,12 +147,7 @@ def dropping(plain):
 
 
 @pytest.mark.parametrize(
-  'fields',
-  [
-    {},
-    {'position_grid': (3, 3)},
-    {'add_position_embedding': False, 'scan': True},
-  ],
+  'fields', [{'position_grid': (3, 3)}, {'add_position_embedding': False, 'scan': True}]
 )
 def test_tokens_are_dropped_after_their_positions_were_added(fields):
   """Tokens that are dropped equal tokens to which no other one attends."""

@@ -188,13 +188,6 @@ def test_a_model_can_be_pickled(model):
   np.testing.assert_array_equal(again.embed(images), model.embed(images))
 
 
-def test_a_classifier_draws_nothing(folder_run, tmp_path):
-  _, workdir, _ = folder_run
-  argv = ['a.png', f'--workdir={workdir}', f'--out={tmp_path}/a.png']
-  with pytest.raises(ValueError, match="'classify'.*--out"):
-    predict_command.main(argv)
-
-
 @pytest.mark.parametrize(
   'args, message',
   [
@@ -207,12 +200,6 @@ def test_a_classifier_draws_nothing(folder_run, tmp_path):
 def test_odd_numbers_are_refused_before_a_model_is_read(args, message):
   with pytest.raises(ValueError, match=message):
     predict_command.main(['--workdir=/no/run', *args])
-
-
-def test_flags_of_detectors_are_no_flags_of_a_classifier(folder_run):
-  argv = ['a.png', f'--workdir={folder_run[1]}', '--threshold=0.5']
-  with pytest.raises(ValueError, match="task 'classify' has no --threshold: lea"):
-    predict_command.main(argv)
 
 
 def test_what_a_classifier_does_not_do_is_said(folder_run, model):

@@ -8,7 +8,6 @@ import importlib
 import inspect
 import pathlib
 import re
-from typing import Any
 
 import flax
 import flax.linen as nn
@@ -27,7 +26,6 @@ from vit_jax import (
   models_vit,
   preprocess,
   train,
-  utils,
 )
 from vit_jax.configs import common as common_config, models as models_config
 
@@ -123,32 +121,6 @@ def test_a_batch_of_keys_is_named(small):
     update(variables['params'], optax.sgd(0.1).init({}), {'image': x}, keys)
 
 
-def test_a_learned_optimiser_accumulates_gradients_inside_pmap(smallest):
-  """The original's own update, which forks of its trainer keep."""
-  model, variables, x = smallest
-  labels = jax.nn.one_hot(jnp.arange(16) % 3, 3)
-
-  def loss_fn(params, images, labels):
-    logits = model.apply({'params': params}, inputs=images, train=False)
-    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, axis=1))
-
-  def update_fn(params, batch):
-    loss_and_gradient = utils.accumulate_gradient(
-      jax.value_and_grad(loss_fn), params, batch['image'], batch['label'], 2
-    )
-    return jax.lax.pmean(loss_and_gradient, axis_name='batch')
-
-  batch = {'image': x, 'label': labels}
-  batch = jax.tree.map(lambda y: y.reshape(8, 2, *y.shape[1:]), batch)
-  params = flax.jax_utils.replicate(variables['params'])
-  loss, got = jax.pmap(update_fn, axis_name='batch')(params, batch)
-  want, gradient = jax.jit(jax.value_and_grad(loss_fn))(variables['params'], x, labels)
-  np.testing.assert_allclose(loss, np.full(8, want), rtol=1e-5)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a[7], b, atol=1e-5), got, gradient
-  )
-
-
 def test_a_teacher_takes_the_tensors_of_the_input_pipeline(smallest):
   """Distillation: the teacher's logits of a batch of tf.data."""
   model, variables, x = smallest
@@ -209,52 +181,6 @@ def test_an_encoder_of_ones_own_has_the_originals_fields(small):
     models.VisionTransformer(
       num_classes=3, encoder=MyEncoder, dtype='bfloat16', **config
     ).init(jax.random.PRNGKey(0), x, train=False)
-
-
-class ForkedTransformer(nn.Module):
-  """The fields of a copy of the original's model file."""
-
-  num_classes: int
-  patches: Any
-  transformer: Any
-  hidden_size: int
-  resnet: Any = None
-  representation_size: int | None = None
-  classifier: str = 'token'
-  head_bias_init: float = 0.0
-  encoder: type[nn.Module] = MyEncoder
-  model_name: str | None = None
-
-
-class ForkedMixer(nn.Module):
-  """Likewise of the Mixer's."""
-
-  patches: Any
-  num_classes: int
-  num_blocks: int
-  hidden_dim: int
-  tokens_mlp_dim: int
-  channels_mlp_dim: int
-  model_name: str | None = None
-
-
-@pytest.mark.parametrize(
-  'name',
-  [
-    n
-    for n in models_config.MODEL_CONFIGS
-    if not n.startswith(('BiT', 'DETR', 'DINOv2', 'iGPT', 'LiT', 'ViT-22B'))
-  ],
-)
-def test_forks_of_the_model_file_take_the_configs_of_named_models(name):
-  """Copies of the model file beside an installed package of the original."""
-  config = models_config.MODEL_CONFIGS[name]
-  if name.startswith('Mixer'):
-    ForkedMixer(num_classes=10, **config)
-    return
-  model = ForkedTransformer(num_classes=10, **config)
-  model.encoder(name='Transformer', **model.transformer)
-  assert set(model.resnet or {}) <= {'num_layers', 'width_factor'}
 
 
 # --- Modules as they were ---

@@ -162,24 +162,18 @@ def test_a_signal_during_an_evaluation_loses_nothing(finished, tmp_path, monkeyp
   assert found['accuracy_test'] == metrics['accuracy_test']
 
 
-@pytest.mark.parametrize('mesh', [{'data': 1}, {'data': 2, 'model': 2}])
-def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished, mesh):
+def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished):
   config, workdir, state, _ = finished
-  count = int(np.prod(list(mesh.values())))
-  mesh = sharding.make_mesh(mesh, jax.devices()[:count])
+  mesh = sharding.make_mesh({'data': 2, 'model': 2}, jax.devices()[:4])
   config = copy.deepcopy(config)
   config.sharding_rules = (('Dense_0/kernel', (None, 'model')),)
-  if 'model' not in mesh.shape:
-    config.sharding_rules = ()
   program = train.make_program(config, NAMES, mesh)
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   restored, step = checkpoints.restore(program.abstract)
   assert step == 6
   trees.assert_same(restored, state)
-  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0'][
-    'kernel'
-  ]
-  assert len(kernel.sharding.device_set) == count
+  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
+  assert kernel['kernel'].addressable_shards[0].data.shape == (16, 8)
 
 
 def test_a_run_goes_on_on_other_devices_in_another_order(
@@ -210,7 +204,7 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
     fit(config, tmp_path / 'moved')
 
 
-def losses_of(config, mesh, steps=4, look=lambda state: None):
+def losses_of(config, mesh, look=lambda state: None):
   """Losses of a few steps on a mesh, in float32; shows all states to `look`."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
   program = train.make_program(config, NAMES, mesh)
@@ -218,7 +212,7 @@ def losses_of(config, mesh, steps=4, look=lambda state: None):
   update = jax.jit(program.update)
   result = []
   with jax.set_mesh(mesh):
-    for i in range(steps):
+    for i in range(4):
       rng = np.random.RandomState(i)
       batch = {
         'image': rng.uniform(-1, 1, (16, 8, 8, 1)).astype(np.float32),
@@ -235,8 +229,11 @@ def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
   """Steps with dropout and micro-batches, on one device, and copied and split."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   config = copy.deepcopy(module_config)
-  config.accum_steps = 2
-  want, _ = losses_of(config, {'data': 1})
+  config.accum_steps, seen = 2, []
+  want, last = losses_of(
+    config, {'data': 1}, look=lambda x: seen.append(jax.device_get(x))
+  )
+  check_average([*seen, last], config.ema_decay)
   got, state = losses_of(config, {'data': 2, 'fsdp': 2, 'model': 2})
   np.testing.assert_allclose(got, want, rtol=1e-5)
   moments = optax.tree.get(state.opt_state, 'mu')
@@ -245,17 +242,14 @@ def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
     assert kernel['kernel'].addressable_shards[0].data.shape == (8, 8)
 
 
-def test_the_average_is_that_of_the_weights_of_all_steps(module_config):
-  seen = []
-  _, last = losses_of(
-    module_config, {'data': 1}, 20, lambda s: seen.append(jax.device_get(s))
-  )
-  weights = [s.params['embedding']['kernel'] for s in (*seen, last)]
+def check_average(states, most):
+  """The average is that of the weights of all steps."""
+  weights = [state.params['embedding']['kernel'] for state in states]
   want = np.asarray(weights[0], np.float64)
   for t, new in enumerate(weights[1:]):
-    decay = min(module_config.ema_decay, (1 + t) / (10 + t))
+    decay = min(most, (1 + t) / (10 + t))
     want = decay * want + (1 - decay) * np.asarray(new, np.float64)
-  got = state_lib.best_params(last)['embedding']['kernel']
+  got = state_lib.best_params(states[-1])['embedding']['kernel']
   np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
   assert abs(want - weights[0]).max() > 1e-4
 

@@ -42,12 +42,14 @@ def loss_and_gradients(model, axes=None):
   'axes, classifier, fields',
   [
     ({'data': 2, 'fsdp': 2, 'sequence': 2}, 'token', {}),
-    ({'data': 1, 'model': 2, 'sequence': 4}, 'gap', {'scan': True, 'remat': 'dots'}),
+    (
+      {'data': 1, 'model': 2, 'sequence': 4}, 'gap',
+      {'scan': True, 'remat': 'dots', 'attention': 'xla', 'causal': True},
+    ),
     (
       {'data': 1, 'sequence': 8}, 'map',
       {'attention_dropout_rate': 0.1, 'attention_pattern': 'local'},
     ),
-    ({'data': 2, 'sequence': 4}, 'unpooled', {'attention': 'xla', 'causal': True}),
   ],
 )  # fmt: skip
 def test_split_tokens_compute_the_same(axes, classifier, fields, monkeypatch):

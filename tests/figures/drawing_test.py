@@ -107,30 +107,6 @@ def test_layers_lie_where_the_maps_are_larger_and_are_at_most_twelve():
   assert few.get_ylabel() == 'layer'
 
 
-def test_rollout_beside_the_images():
-  images = np.zeros((2, 16, 16, 1))
-  labels = ['3, 98 %', '5, 51 %\ntrue: 6']
-  fig = drawing.rollout(images, np.eye(2)[None].repeat(2, 0), labels, 'class')
-  axes = fig.axes[0]
-  assert texts(axes.get_xticklabels()) == labels
-  assert texts(axes.get_yticklabels()) == ['image', 'rollout']
-  sheet = np.asarray(axes.get_images()[0].get_array())
-  np.testing.assert_array_equal(sheet[0, 0], 0.5)  # Mid-grey is 0.
-
-
-def test_components_of_patches_are_below_the_images():
-  images, colours = np.zeros((2, 16, 24, 3)), np.random.RandomState(0).rand(2, 2, 3, 3)
-  fig = drawing.patch_components(images, colours, [0.5, 0.25, 0.1], ['a', 'b'])
-  [axes] = fig.axes  # There is no colour bar.
-  assert '50 + 25 + 10 %' in axes.get_xlabel()
-  assert texts(axes.get_yticklabels()) == ['image', 'patches']
-  sheet = np.asarray(axes.get_images()[0].get_array())
-  rows = [place for place in range(len(sheet)) if np.allclose(sheet[place, 0], colours[0, 0, 0])]  # fmt: skip
-  assert len(rows) == 64  # Half of the picture, which is enlarged to 128 pixels.
-  assert rows[0] > 128
-  np.testing.assert_allclose(sheet[rows[-1] + 1, 70], colours[0, 1, 1])
-
-
 def test_long_names_are_cut_in_the_middle():
   assert drawing.shorten('cat') == 'cat'
   cut = drawing.shorten('a very long name of a class', 11)

@@ -68,10 +68,3 @@ def test_what_exists_is_not_overwritten(tmp_path):
       html_page.write(path, 'a', {}, [SECTION], {})
     assert str(path) in str(error.value)
   assert [p.name for p in full.iterdir()] == ['mine.txt']
-
-
-def test_nothing_is_half_written(tmp_path):
-  broken = (ENTRY, {'filters': 'no bytes'})
-  with pytest.raises(TypeError):
-    html_page.write(tmp_path / 'out', 'a', {}, [SECTION, broken], {})
-  assert not list(tmp_path.iterdir())

@@ -451,12 +451,3 @@ def test_libtpu_is_missing(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[plan\]'"):
     topology.get_topology('v3:2x2')
-
-
-def test_help(capsys):
-  with pytest.raises(SystemExit) as status:
-    plan_command.main(['--help'])
-  assert status.value.code == 0
-  out = capsys.readouterr().out
-  assert '--topology=v3:4x4' in out
-  assert '--search' in out

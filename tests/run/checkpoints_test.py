@@ -4,12 +4,10 @@ import errno
 import json
 import random
 import shutil
-import threading
 
 from etils.epath import backend
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import tensorstore as ts
 
@@ -94,28 +92,6 @@ def test_every_flipped_bit_is_noticed(workdir):
   assert reader.restore(abstract())[1] == 20
 
 
-@pytest.mark.parametrize('change', ['swapped', 'shifted', 'reversed'])
-def test_changes_that_keep_the_sum_of_the_words_are_noticed(workdir, change):
-  """In the first 64 KiB of a file, taken as little-endian 64-bit words."""
-  [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
-  words = np.frombuffer(path.read_bytes()[: 2**16], '<u8').copy()
-  before = words.copy()
-  if change == 'swapped':
-    words[5000:5002] = words[5001:4999:-1]
-  elif change == 'shifted':
-    words[5000] += 1
-    words[5001] -= 1
-  else:
-    words = words[::-1]
-  assert (words != before).any()
-  assert words.sum() == before.sum()
-  with path.open('r+b') as file:
-    file.write(words.tobytes())
-  reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
-  with pytest.raises(ValueError, match='checksum'):
-    reader.restore(abstract(), 20)
-
-
 @pytest.mark.parametrize('change', ['missing', 'truncated', 'longer', 'unlisted'])
 def test_files_that_are_not_whole_are_noticed(workdir, change, caplog):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
@@ -162,31 +138,6 @@ def test_incomplete_checkpoints_are_skipped_and_removed(workdir):
   assert names_in(workdir) == ['20', '30']
   with pytest.raises(FileNotFoundError, match='elsewhere.* has no complete checkpoint'):
     checkpoints_lib.load_weights(workdir / 'elsewhere')
-
-
-def test_reading_while_a_run_deletes(tmp_path):
-  writer = checkpoints_lib.Checkpoints(tmp_path, keep=1)
-  writer.save(1, make_state(1))
-  writer.wait()
-  done = threading.Event()
-
-  def write():
-    step = 1
-    while not done.is_set():
-      step += 1
-      writer.save(step, make_state(step))
-      writer.wait()
-
-  thread = threading.Thread(target=write)
-  thread.start()
-  try:
-    for _ in range(6):
-      weights = checkpoints_lib.Checkpoints(tmp_path, read_only=True).restore_weights()
-      assert (weights.params['kernel'] == weights.step + 0.5).all()
-  finally:
-    done.set()
-    thread.join()
-  writer.close()
 
 
 def test_after_a_deletion_while_reading_the_next_one_is_read(workdir, monkeypatch):

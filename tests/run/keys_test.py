@@ -7,7 +7,6 @@ import pytest
 
 from tests import tiny_models
 from vit_jax import models_bit, models_detr, models_resnet, models_vit
-from vit_jax.commands import train
 from vit_jax.configs import common, models as model_configs, schema, vit
 from vit_jax.layers import (
   attention,
@@ -147,23 +146,6 @@ def test_a_wrong_option_of_a_task_is_named(options):
   [(key, value)] = options.items()
   with pytest.raises(ValueError, match=rf'task_options.{key}={value} .*at least 0'):
     run_config.complete(config)
-
-
-def test_flags_of_any_config_can_be_none():
-  args = train.parse(
-    [
-      '--workdir=/tmp/vit', '--config=configs/vit.py:b16,cifar10',
-      '--config.total_steps=None', '--config.total_epochs', '3',
-      '--config.pretrained_dir=None', '--config.pp.crop_area=None',
-      '--config.pp.resize=None', '--config.pp.resize=512',
-    ]
-  )  # fmt: skip
-  config = args.config
-  assert (config.total_steps, config.total_epochs) == (None, 3.0)
-  assert (config.pretrained_dir, config.pp.crop_area) == (None, None)
-  assert config.pp.resize == 512
-  with pytest.raises(ValueError, match="total_epoch.*'total_epochs'"):
-    train.parse(['--config=configs/vit.py', '--config.total_epoch=None'])
 
 
 def test_a_wrong_value_is_answered_before_tensorflow_is_loaded(tmp_path):

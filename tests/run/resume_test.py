@@ -120,13 +120,3 @@ def test_a_full_disk_and_signals_stop_a_run_and_the_same_command_resumes(
   trees.assert_same(
     processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
   )
-
-
-def test_a_wrong_flag_is_answered_without_a_traceback(config, data_dir, tmp_path):
-  workdir = tmp_path / 'run'
-  flag = '--config.dataset=/no/where'
-  status, output = processes.finish(config, workdir, flag, data_dir=data_dir)
-  assert status == 1
-  assert "Error: dataset='/no/where' is not a folder" in output
-  assert 'Traceback' not in output
-  assert not workdir.exists()

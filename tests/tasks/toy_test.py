@@ -3,11 +3,10 @@
 import json
 import re
 import shutil
-import signal
 
 import pytest
 
-from tests import processes, toy_task, trees
+from tests import processes, toy_task
 from vit_jax import train
 from vit_jax.run import metrics as metrics_lib
 
@@ -98,20 +97,6 @@ def test_a_task_in_the_current_folder(data_dir, tmp_path):
   # The command that a run prints works as it is.
   _, said = output.split('vit_jax predict ')
   assert 'example.png\n  [' in console('predict', *said.split())
-
-
-def test_it_stops_and_goes_on(trained, data_dir, tmp_path):
-  process = processes.start(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
-  for line in process.stdout:
-    if line.startswith('step 10/40'):
-      process.send_signal(signal.SIGTERM)
-  assert process.wait() == 128 + signal.SIGTERM
-  status, output = processes.finish(CONFIG, tmp_path, *FLAGS, data_dir=data_dir)
-  assert status == 0, output
-  assert 'Resuming from step' in output
-  trees.assert_same(
-    processes.load_state(tmp_path)[0], processes.load_state(trained[0])[0]
-  )
 
 
 def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
