@@ -370,14 +370,24 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path):
   checkpoint.save(params, str(path))
   config.update(total_steps=1, warmup_steps=0, base_lr=0.0)
   config.pretrained_dir = str(tmp_path)
-  state, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
+
+  def start():
+    prepared = train.prepare(config, run)
+    return train.start(prepared, run, train.check_start(prepared, run))
+
+  run = str(tmp_path / 'run')
+  checkpoints, state, _ = start()
   trees.assert_same(jax.device_get(state.params)['embedding'], params['embedding'])
   assert state.params['head']['kernel'].shape == (16, 10)
   table = state.params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 5, 16)
   # Once there is a checkpoint, the weights are not needed any more.
+  checkpoints.save(1, state)
+  checkpoints.close()
   path.unlink()
-  again, _ = train.train_and_evaluate(config, str(tmp_path / 'run'))
+  checkpoints, again, step = start()
+  checkpoints.close()
+  assert step == 1
   trees.assert_same(jax.device_get(again.params), jax.device_get(state.params))
 
 

@@ -30,7 +30,7 @@ import tensorflow as tf
 import uvicorn
 
 from tests import commands, conftest, markdown, tiny_models, tiny_towers
-from vit_jax import checkpoint, predict, preprocess
+from vit_jax import checkpoint, predict
 from vit_jax.commands import export
 from vit_jax.configs import detr_scenes, igpt_digits
 from vit_jax.data.tfds import registry
@@ -278,28 +278,6 @@ def test_fastapi_batches_requests_that_come_together(served):
   assert np.ptp(got[:, 0]) > 0.01
   np.testing.assert_allclose(got[:-1], want[:-1], atol=1e-5)
   np.testing.assert_allclose(got[-1], want[-1], atol=1e-3)
-
-
-@pytest.mark.parametrize('resize', [None, 40, (50, 30)])
-def test_the_page_prepares_images_as_predictions_do(served, resize, monkeypatch):
-  names, model, _ = served
-  pp = model.config.pp.copy_and_resolve_references()
-  with pp.ignore_type():
-    pp.update(crop=(24, 28), resize=resize, channels=3)
-  facts = {
-    'size': [24, 28], 'resize': json.loads(json.dumps(resize)),
-    'channels': 3, 'range': [-1, 1], 'jpeg_shrink': True,
-  }  # fmt: skip
-  monkeypatch.setitem(names['facts'], 'preprocessing', facts)
-  photo = datasets.load_sample_images().images[0]
-  for kind, most in (('PNG', 1e-4), ('JPEG', 0.05)):
-    file = encoded(photo, kind)
-    got, want = names['prepare'](file), preprocess.prepare(file, None, pp)
-    assert got.dtype == np.float32
-    np.testing.assert_allclose(got, want, atol=most)
-  whole = np.asarray(tf.image.resize(photo, [24, 28])) / 127.5 - 1
-  if resize is None:  # A JPEG is first made smaller, which averages pixels.
-    assert np.abs(got - whole).mean() > 0.05
 
 
 class Rows(http.server.BaseHTTPRequestHandler):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests import tiny_models
-from vit_jax import models, models_bit, models_detr, models_igpt
-from vit_jax.tasks import masked_patches
+from tests.inference import export_test
+from vit_jax import models, models_detr, models_igpt
 
 KEY = jax.random.key(0)
 SIZE = (32, 32, 3)  # Of an image.
@@ -43,11 +43,6 @@ MODELS = {
     resnet={'num_layers': (1,), 'width_factor': 0.5},
     patches={'size': (1, 1)},
   ),
-  'mixer': lambda: models.MlpMixer(
-    num_classes=5, patches={'size': (8, 8)}, num_blocks=1, hidden_dim=16,
-    tokens_mlp_dim=8, channels_mlp_dim=8,
-  ),
-  'bit': lambda: models_bit.BitResNet(5, (1, 1), 0.5),
   'detr_vit': lambda: detr(backbone='vit', vit=VIT),
   'detr_panoptic': lambda: detr(mask_head=True, masks_at_a_time=2),
   'igpt_masked_in_a_loop': lambda: igpt(causal=False, scan=True),
@@ -61,9 +56,6 @@ def arguments(name, count):
     colors = rng.randint(0, 8, (count, 16)).astype(np.int32)
     return dict(colors=colors, masked=rng.rand(count, 16) < 0.3)
   images = rng.uniform(-1, 1, (count, *SIZE)).astype(np.float32)
-  if name == 'masked_patches':
-    fate, other = rng.randint(0, 4, (2, count, 16)).astype(np.int32)
-    return dict(images=images, fate=fate, other=other)
   if not name.startswith('detr'):
     return dict(inputs=images)
   mask = np.ones((count, *SIZE[:2]), bool)
@@ -73,16 +65,14 @@ def arguments(name, count):
 
 def test_every_kind_of_model_is_exported():
   kinds = {name.split('_')[0] for name in MODELS}
-  # Towers of images and texts: tests/tasks/image_text/image_text_test.py.
-  assert kinds | {'lit'} >= set(models.KINDS) | {'hybrid'}
+  # tests/inference/export_test.py and tests/tasks/image_text/image_text_test.py.
+  elsewhere = {*export_test.TASKS, 'lit'}
+  assert kinds | elsewhere >= set(models.KINDS) | {'hybrid'}
 
 
-@pytest.mark.parametrize('name', [*MODELS, 'masked_patches'])
+@pytest.mark.parametrize('name', MODELS)
 def test_a_model_is_exported_with_a_free_batch(name):
-  if name == 'masked_patches':
-    model = masked_patches.MaskedViT(num_classes=5, **VIT)
-  else:
-    model = MODELS[name]()
+  model = MODELS[name]()
   one, three = (arguments(name, count) for count in (1, 3))
   draw = np.random.RandomState(0).uniform
   variables = jax.tree.map(  # Positive, for the variances.

@@ -287,15 +287,6 @@ def drawn(model, tokens):
   return tiny_models.drawn(jax.eval_shape(init))
 
 
-def test_padding_of_a_text_changes_nothing():
-  model = text_towers.BertModel(BERT, 4)
-  _, tokens = inputs()
-  params = drawn(model, tokens)
-  longer = np.pad(tokens, ((0, 0), (0, 3)))
-  apply = jax.jit(lambda tokens: model.apply(params, tokens)[0])
-  np.testing.assert_allclose(apply(tokens), apply(longer), atol=1e-6)
-
-
 def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same(embedded):
   images, tokens = inputs()
   variables, wanted = embedded

@@ -43,14 +43,18 @@ def test_the_hybrids_unit_standardises_its_kernels_and_ends_in_a_relu():
 
 
 def test_standardised_convolution():
-  conv = models.StdConv(features=3, kernel_size=(3, 3), strides=(2, 2))
+  """With all fields of nn.Conv, as decoders borrow it."""
+  fields = dict(
+    features=6, kernel_size=(3, 3), strides=(2, 2), use_bias=True,
+    padding=[(1, 1), (1, 1)], feature_group_count=2,
+  )  # fmt: skip
+  conv, plain = models.StdConv(**fields), nn.Conv(**fields)
   x = jax.random.normal(jax.random.key(0), (2, 9, 9, 4))
-  params = conv.init(jax.random.key(1), x)['params']
+  params = tiny_models.drawn(jax.eval_shape(conv.init, jax.random.key(1), x)['params'])
   kernel = np.asarray(params['kernel'])
   kernel = (kernel - kernel.mean((0, 1, 2))) / (kernel.std((0, 1, 2)) + 1e-5)
-  plain = nn.Conv(3, (3, 3), strides=(2, 2), padding='SAME', use_bias=False)
   np.testing.assert_allclose(
     conv.apply({'params': params}, x),
-    plain.apply({'params': {'kernel': kernel}}, x),
+    plain.apply({'params': {**params, 'kernel': kernel}}, x),
     atol=1e-5,
   )

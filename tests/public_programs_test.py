@@ -186,25 +186,6 @@ def test_an_encoder_of_ones_own_has_the_originals_fields(small):
 # --- Modules as they were ---
 
 
-def test_a_segmentation_model_builds_on_the_standardised_convolution():
-  """Decoders that borrow the hybrid's convolution as they would nn.Conv."""
-  x = tiny_models.images((2, 9, 9, 4))
-  conv = models_resnet.StdConv(
-    features=6, kernel_size=(3, 3), strides=(2, 2), use_bias=True,
-    padding=[(1, 1), (1, 1)], feature_group_count=2, name='conv_root',
-  )  # fmt: skip
-  params = jax.jit(conv.init)(jax.random.PRNGKey(0), x)['params']
-  kernel = models_resnet.weight_standardize(
-    np.asarray(params['kernel']), axis=[0, 1, 2], eps=1e-5
-  )
-  plain = nn.Conv(
-    6, (3, 3), strides=(2, 2), padding=[(1, 1), (1, 1)], feature_group_count=2
-  )
-  want = jax.jit(plain.apply)({'params': {**params, 'kernel': kernel}}, x)
-  got = jax.jit(conv.apply)({'params': params}, x)
-  np.testing.assert_allclose(got, want, atol=1e-5)
-
-
 def test_an_adapter_builds_on_the_mlp_block():
   """Adapters that begin as nothing: their last layer is one of zeros."""
   block = models_vit.MlpBlock(

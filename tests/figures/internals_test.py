@@ -101,23 +101,6 @@ def test_rollout_is_what_a_hand_computes():
   np.testing.assert_allclose(found, [[[[0.375, 0.625]]], [[[0.5, 0.5]]]])
 
 
-def test_rows_of_rollout_sum_to_one():
-  weights = [random_weights((2, 3, 7, 7), seed) for seed in range(12)]
-  found = internals.rollout(weights)
-  assert found.dtype == np.float32
-  np.testing.assert_allclose(found.sum(axis=-1), 1, atol=1e-6)
-
-
-@pytest.mark.parametrize('before', [0, 1])
-def test_uniform_attention_gives_flat_maps(before):
-  tokens = 6 + before
-  uniform = np.full((2, 2, tokens, tokens), 1 / tokens, np.float32)
-  found = made([uniform] * 3, (2, 3), before)
-  for maps in (internals.rollout_maps(found), internals.maps(found)[0]):
-    assert maps.shape == (2, 2, 3)
-    np.testing.assert_allclose(maps, maps[0, 0, 0], atol=1e-7)
-
-
 def parameters(model, *args):
   """Random parameters, made without compiling the model."""
   init = functools.partial(model.init, train=False)

@@ -1,6 +1,7 @@
 """Tests of how servers prepare images, against predictions with TensorFlow."""
 
 import io
+import json
 import struct
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import numpy as np
 from PIL import Image
 import pytest
 from sklearn import datasets
+import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
@@ -91,6 +93,19 @@ def test_servers_and_predictions_have_the_same_pixels(name):
     assert (got.shape, got.dtype) == ((8, 10, channels), np.float32)
     np.testing.assert_allclose(got, want, atol=1e-5)
     assert np.ptp(got) > 0.5
+
+
+@pytest.mark.parametrize('resize', [None, 40, (50, 30)])
+def test_photographs_are_resized_and_cropped_as_for_predictions(resize):
+  pp, facts = settings(resize=resize)
+  photo = datasets.load_sample_images().images[0]
+  for kind, most in (('PNG', 1e-4), ('JPEG', 0.05)):
+    file = encoded(photo, kind)
+    got = serving.prepare(file, json.loads(json.dumps(facts)))
+    np.testing.assert_allclose(got, preprocess.prepare(file, None, pp), atol=most)
+  if resize is None:  # A JPEG is first made smaller, which averages pixels.
+    whole = np.asarray(tf.image.resize(photo, [8, 10])) / 127.5 - 1
+    assert np.abs(got - whole).mean() > 0.05
 
 
 def test_transparent_pixels_are_white_and_the_upper_bits_count():

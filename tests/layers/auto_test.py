@@ -247,24 +247,6 @@ def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
   assert tokens == [6, 6, 12]  # Dropout of the weights.
 
 
-@pytest.mark.parametrize(
-  'scan, layers, train, platform, want',
-  [
-    (None, 13, True, 'tpu', True),
-    (None, 13, True, 'gpu', False),
-    (None, 13, True, 'cpu', False),  # Where these tests run.
-    (None, 13, True, None, False),
-    (None, 12, True, 'tpu', False),
-    (None, 13, False, 'tpu', False),
-    (False, 13, True, 'gpu', False),
-    (True, 2, False, 'cpu', True),
-    (True, 1, True, 'gpu', False),
-  ],
-)
-def test_where_layers_are_a_loop(scan, layers, train, platform, want):
-  assert layer_stack.is_looped(scan, layers, train, platform) == want
-
-
 def test_deep_models_are_trained_in_a_loop_on_tpus(monkeypatch, tokens_and_params):
   x, _ = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 3})
@@ -363,11 +345,10 @@ def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu, monkeypatch):
   assert 'f32[8,17,16]' not in text
 
 
-@pytest.mark.parametrize('train', [False, True])
-def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params, train):
+def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params):
   x, params = tokens_and_params
   model = encoder.Encoder(**FIELDS)
-  run = jax.jit(functools.partial(model.apply, train=train))
+  run = jax.jit(functools.partial(model.apply, train=True))
 
   def program():
     return run.trace({'params': params}, x).lower().as_text()
@@ -375,11 +356,11 @@ def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params, train):
   text = program()
   assert '@LayoutConstraint' in text
   assert len(re.findall(r'call @_row_major\w*\(', text)) == 2  # One a layer.
-  assert text.count('stablehlo.optimization_barrier') == (4 if train else 0)
+  assert text.count('stablehlo.optimization_barrier') == 4
   # The biases of queries, keys and values are vectors, as the others are.
   assert 'tensor<2x8xf32>) -> tensor<1x1x2x8xf32>' not in text
   with jax.default_device('cpu'):
-    run = jax.jit(functools.partial(model.apply, train=train))
+    run = jax.jit(functools.partial(model.apply, train=True))
     text = program()
   assert 'LayoutConstraint' not in text
   assert 'optimization_barrier' not in text

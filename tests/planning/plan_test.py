@@ -214,17 +214,23 @@ SMALL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('kind', SMALL)
-def test_every_kind_of_model_is_lowered(kind):
-  file, fields = SMALL[kind]
-  config, _ = overrides.load(f'configs/{file}')
+def lower(file, fields):
+  """The update of a config, as a plan lowers it, and the kind of the model."""
+  config, _ = overrides.load(file)
   config = run_config.complete(config)
   config.update_from_flattened_dict({'batch': 8, **fields})
-  assert models.kind_of(config.model) == kind
   config = run_config.resolve_steps(config, 1_268_356)
   metadata = run_config.get_task(config.task).planned_metadata(config, 5)
   make = lambda part, mesh: train.make_program(part, metadata, mesh)
   lowered = estimate.lower(config, make, jax.devices('cpu'))
+  return lowered, models.kind_of(config.model)
+
+
+@pytest.mark.parametrize('kind', SMALL)
+def test_every_kind_of_model_is_lowered(kind):
+  file, fields = SMALL[kind]
+  lowered, found = lower(f'configs/{file}', fields)
+  assert found == kind
   assert lowered.flops > 0
   # Layers and micro-batches of an iGPT are in loops.
   assert [times for times, _ in lowered.loops] == ([1, 2, -2] if kind == 'igpt' else [])
@@ -234,16 +240,9 @@ def test_every_kind_of_model_is_lowered(kind):
 def test_layers_of_a_locked_tower_are_in_no_loop(locked, monkeypatch):
   monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
   monkeypatch.setattr(layer_stack, 'DEEP', 4)
-  config, _ = overrides.load('configs/lit_digits.py')
-  config = run_config.complete(config)
-  config.update_from_flattened_dict(
-    {**SMALL['lit'][1], 'batch': 8, 'model.image.transformer.num_layers': 5}
-  )
-  config.lr_multipliers = (('img/', 0.0),) if locked else ()
-  config = run_config.resolve_steps(config, 1_000)
-  metadata = run_config.get_task(config.task).planned_metadata(config, 5)
-  make = lambda part, mesh: train.make_program(part, metadata, mesh)
-  lowered = estimate.lower(config, make, jax.devices('cpu'))
+  fields = {**SMALL['lit'][1], 'model.image.transformer.num_layers': 5}
+  fields['lr_multipliers'] = (('img/', 0.0),) if locked else ()
+  lowered, _ = lower('configs/lit_digits.py', fields)
   assert [times for times, _ in lowered.loops] == ([] if locked else [3, -3])
 
 

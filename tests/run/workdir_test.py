@@ -9,7 +9,7 @@ import pytest
 from tests import conftest
 from vit_jax import console, train
 from vit_jax.run import config as run_config, workdir
-from vit_jax.studies import runs, summaries
+from vit_jax.studies import runs
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -90,13 +90,6 @@ def test_a_folder_in_place_of_a_file_is_named(run, name):
   (run / name).mkdir()
   with pytest.raises(ValueError, match=f"{name}' is damaged: .*directory"):
     workdir.load(run)
-
-
-def test_a_folder_in_place_of_a_table_stays(tmp_path):
-  (tmp_path / 'study.json').mkdir()
-  with pytest.raises(IsADirectoryError, match='study.json'):
-    summaries.write(tmp_path, 'study.json', '[]')
-  assert [path.name for path in tmp_path.iterdir()] == ['study.json']
 
 
 @pytest.mark.parametrize('place', ['http://x/y', 'https://x/y', 'ftp://x'])

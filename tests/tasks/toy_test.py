@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from tests import processes, toy_task
+from tests.planning import plan_test
 from vit_jax import train
 from vit_jax.run import metrics as metrics_lib
 
@@ -106,12 +107,7 @@ def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
 
 
-def test_it_can_be_planned(tmp_path):
-  output = command(
-    'vit_jax', 'plan', '--config=tests/toy_config.py', '--topology=v3:2x2', *FLAGS,
-    f'--json={tmp_path}/plan.json',
-  )  # fmt: skip
-  assert 'fits' in output
-  plan = json.loads((tmp_path / 'plan.json').read_text())
-  assert plan['fits']
-  assert plan['step_seconds'] > 0
+def test_it_can_be_planned():
+  lowered, kind = plan_test.lower(str(CONFIG), {'model.transformer.num_layers': 1})
+  assert kind == 'vit'
+  assert lowered.flops > 0

@@ -413,8 +413,10 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   assert not task.locked
   example = task.example(source.read(source.record(0)), np.array([0, 0]))
   assert example.keys() == task.batch_spec(1).keys()
-  params, extra = jax.jit(task.init)(jax.random.key(0))
-  assert params['b'] == -2.0
+  bias = jax.jit(lambda key: task.init(key)[0]['b'])(jax.random.key(0))
+  assert bias == -2.0
+  params, extra = tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0)))
+  params['b'] = bias
   mesh = sharding.mesh_of(params)
   [evaluator] = task.evaluators(mesh, 'test', lambda _: source)
   metrics = evaluator.run(params, extra)
