@@ -262,10 +262,7 @@ def test_programs_that_compare_names(weights):
 
 def test_programs_that_fix_group_norms_themselves():
   """As forks do that read a file by themselves."""
-  old = {
-    'gn_root': {'scale': np.ones((1, 1, 1, 8))},
-    'head': {'bias': np.ones(3)},
-  }
+  old = {'gn_root': {'scale': np.ones((1, 1, 1, 8))}, 'head': {'bias': np.ones(3)}}
   restored_params = checkpoint._fix_groupnorm(old)
   assert restored_params['gn_root']['scale'].shape == (8,)
   assert restored_params['head']['bias'].shape == (3,)
@@ -312,8 +309,7 @@ def test_a_deeper_file_gives_a_shallower_model_its_first_layers(tmp_path, caplog
   blocks = [key for key in got['Transformer'] if key.startswith('encoderblock')]
   assert blocks == ['encoderblock_0']
   trees.assert_same(
-    got['Transformer']['encoderblock_0'],
-    params['Transformer']['encoderblock_0'],
+    got['Transformer']['encoderblock_0'], params['Transformer']['encoderblock_0']
   )
   assert "deep.npz' has but the model lacks" in caplog.text
   # A run, whose config says how deep it is, stops as before.

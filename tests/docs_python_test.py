@@ -255,10 +255,7 @@ class Slow:
 def test_fastapi_batches_requests_that_come_together(served):
   names, model, _ = served
   names['session'] = slow = Slow(names['session'])
-  files = [
-    *photographs(12),
-    *map(encoded, np.eye(4, dtype=np.uint8)[:, None] * 90),
-  ]
+  files = [*photographs(12), *map(encoded, np.eye(4, dtype=np.uint8)[:, None] * 90)]
   jpeg = encoded(datasets.load_sample_images().images[1], 'JPEG')
   with running(names['app']) as url:
     with futures.ThreadPoolExecutor(32) as pool:

@@ -30,10 +30,7 @@ def where(monkeypatch):
 def test_the_commands_are_found():
   found = markdown.commands()
   assert len(found) >= 40
-  assert {command for _, command, _ in found} <= {
-    *program.COMMANDS,
-    'benchmarks',
-  }
+  assert {command for _, command, _ in found} <= {*program.COMMANDS, 'benchmarks'}
   assert set(commands.MODULES.values()) <= {command for _, command, _ in found}
   pods = [args for _, _, args in found if '--config.mesh.data=-1' in args]
   assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'

@@ -174,10 +174,7 @@ class Shapes(tfds.core.GeneratorBasedBuilder):
     return tfds.core.DatasetInfo(
       builder=self,
       features=tfds.features.FeaturesDict(
-        {
-          'image': tfds.features.Image(shape=(None, None, 1)),
-          'label': self.LABEL,
-        }
+        {'image': tfds.features.Image(shape=(None, None, 1)), 'label': self.LABEL}
       ),
     )
 
@@ -291,10 +288,7 @@ def test_labels_out_of_range_are_named(tiny_config):
     (10, input_pipeline.train_batches), (-2, input_pipeline.eval_batches)
   ):  # fmt: skip
     source = records.MemorySource(
-      {
-        'image': [encoded] * 4,
-        'label': np.array([[0], [label], [1], [2]]),
-      },
+      {'image': [encoded] * 4, 'label': np.array([[0], [label], [1], [2]])},
       {'label': map(str, range(10))},
     )
     make = example(tiny_config, source)

@@ -142,9 +142,7 @@ program.run('lines', [])
 def test_a_closed_pipe_ends_a_command_silently():
   """As `vit_jax predict ... | head -1` does."""
   with subprocess.Popen(
-    [sys.executable, '-c', _LINES],
-    stdout=subprocess.PIPE,
-    stderr=subprocess.PIPE,
+    [sys.executable, '-c', _LINES], stdout=subprocess.PIPE, stderr=subprocess.PIPE
   ) as process:
     assert process.stdout.readline() == b'line\n'
     process.stdout.close()

@@ -115,8 +115,7 @@ def test_dilation_keeps_the_size_of_the_last_map():
   for dilated in (False, True):
     model = resnet.ResNet((1, 1, 1, 2), 8, dilated)
     (out, _) = jax.eval_shape(
-      lambda rng, model=model: model.init_with_output(rng, images),
-      jax.random.key(0),
+      lambda rng, model=model: model.init_with_output(rng, images), jax.random.key(0)
     )
     maps[dilated] = [x.shape[1:] for x in out]
   assert maps[False] == [(16, 24, 32), (8, 12, 64), (4, 6, 128), (2, 3, 256)]

@@ -16,11 +16,7 @@ VIT = dict(
   patches={'size': (4, 4)},
   hidden_size=16,
   transformer=dict(
-    num_layers=2,
-    mlp_dim=32,
-    num_heads=2,
-    dropout_rate=0.0,
-    attention_dropout_rate=0.0,
+    num_layers=2, mlp_dim=32, num_heads=2, dropout_rate=0.0, attention_dropout_rate=0.0
   ),
 )
 
@@ -138,9 +134,7 @@ def test_configs_of_vision_transformers():
     (
       {
         'vit': vit(
-          position_embedding='relative',
-          position_layers='every',
-          position_grid=(2, 2),
+          position_embedding='relative', position_layers='every', position_grid=(2, 2)
         )
       },
       r'position_grid=\(2, 2\)',

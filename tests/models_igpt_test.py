@@ -292,9 +292,7 @@ def test_recomputation_and_a_loop_change_nothing():
   want = gradient()
   for fields in ({'remat': 'full'}, {'scan': True}):
     jax.tree.map(
-      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
-      gradient(**fields),
-      want,
+      lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradient(**fields), want
     )
 
 
@@ -382,11 +380,7 @@ def test_colors_are_drawn_by_temperature_among_the_likeliest():
   'fields, args, message',
   [
     ({'num_heads': 3}, (), 'num_heads=3 does not divide the width 16'),
-    (
-      {'remat': 'some'},
-      (),
-      r"remat='some' is unknown: use one of \['', 'full'",
-    ),
+    ({'remat': 'some'}, (), r"remat='some' is unknown: use one of \['', 'full'"),
     ({'attention_scale': 'no'}, (), "attention_scale='no' is unknown: use one"),
     ({'attention': 'no'}, (), r"'no' is unknown.*\(config.model.attention\)"),
     ({'num_positions': 9}, (), 'colors has 12 pixels an image, but .* 9 posi'),

@@ -176,10 +176,7 @@ def bert_params(state):
       attention = f'{here}/attention_block/attention_layer/{name}'
       dense(attention, f'{there}.attention.self.{name}')
     dense(f'{here}/attention_block/dense_layer', f'{there}.attention.output.dense')
-    norm(
-      f'{here}/attention_block/layer_norm',
-      f'{there}.attention.output.LayerNorm',
-    )
+    norm(f'{here}/attention_block/layer_norm', f'{there}.attention.output.LayerNorm')
     dense(f'{here}/mlp_block/mlp/dense_layer', f'{there}.intermediate.dense')
     dense(f'{here}/mlp_block/dense_layer', f'{there}.output.dense')
     norm(f'{here}/mlp_block/layer_norm', f'{there}.output.LayerNorm')
@@ -316,11 +313,7 @@ def test_a_causal_tower_reads_the_end_of_the_text_alone():
   'change, tokens, words',
   [
     ({}, np.ones((2, 13), int), 'has 13 tokens per text, but the model has 12'),
-    (
-      {},
-      np.ones(4, int),
-      r'must be integers \[texts, tokens\], got int32\[4\]',
-    ),
+    ({}, np.ones(4, int), r'must be integers \[texts, tokens\], got int32\[4\]'),
     ({}, np.ones((2, 4)), r'must be integers'),
     ({'text': {'config': 'huge'}}, np.ones((2, 4), int), "config='huge'"),
     ({'text_model': 'gpt'}, np.ones((2, 4), int), "text_model='gpt'"),

@@ -17,11 +17,7 @@ def test_hybrid_parameter_names_are_the_published_ones():
   assert names['block3/unit9/conv2/kernel'].shape == (3, 3, 256, 256)
   assert names['embedding/kernel'].shape == (1, 1, 1024, 768)
   # 16 times fewer positions down and across, whatever makes the features.
-  assert names['Transformer/posembed_input/pos_embedding'].shape == (
-    1,
-    197,
-    768,
-  )
+  assert names['Transformer/posembed_input/pos_embedding'].shape == (1, 197, 768)
 
 
 def test_the_hybrids_unit_standardises_its_kernels_and_ends_in_a_relu():

@@ -188,8 +188,7 @@ def test_every_name_of_the_original_is_a_model():
 
 def test_unknown_models_and_fields_are_named():
   with pytest.raises(
-    ValueError,
-    match="model 'b17' is unknown: did you mean 'b1[46]'.* use one of.*b16",
+    ValueError, match="model 'b17' is unknown: did you mean 'b1[46]'.* use one of.*b16"
   ):
     models.get_model('b17', num_classes=3)
   with pytest.raises(ValueError, match=r"unknown fields \['hiden_size'\]"):

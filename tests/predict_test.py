@@ -363,8 +363,7 @@ def damaged(folder_run, tmp_path):
 
 def largest_file(folder):
   return max(
-    (p for p in folder.rglob('*') if p.is_file()),
-    key=lambda path: path.stat().st_size,
+    (p for p in folder.rglob('*') if p.is_file()), key=lambda path: path.stat().st_size
   )
 
 

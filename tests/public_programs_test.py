@@ -19,14 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tests import conftest, tiny_models
-from vit_jax import (
-  input_pipeline,
-  models,
-  models_resnet,
-  models_vit,
-  preprocess,
-  train,
-)
+from vit_jax import input_pipeline, models, models_resnet, models_vit, preprocess, train
 from vit_jax.configs import common as common_config, models as models_config
 
 P = jax.sharding.PartitionSpec
@@ -37,8 +30,7 @@ PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'coming_from_the_original.md
 def small():
   """A model of one layer, its variables, and 16 images."""
   model = tiny_models.tiny(
-    num_classes=3,
-    transformer={**tiny_models.tiny().transformer, 'num_layers': 1},
+    num_classes=3, transformer={**tiny_models.tiny().transformer, 'num_layers': 1}
   )
   x = tiny_models.images((16, 8, 8, 3))
   params = tiny_models.randomised(model, x)
@@ -378,9 +370,7 @@ def config(balanced_folder):
   return config
 
 
-def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(
-  config,
-):
+def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(config):
   """Loops that know no mask: right answers by the number of rows."""
   _, ds_test = input_pipeline.get_datasets(config)
   folder = f'{config.dataset}/test'

@@ -444,21 +444,14 @@ def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path, monkeypatch
   [
     ({'evals': (('test', 'tset'),)}, "has no split 'tset'"),
     ({'evals': ('test',)}, r"evals: \('test',\) must be \(name, split\)"),
-    (
-      {'evals': (('test', 'test'),) * 2},
-      'must differ',
-    ),
+    ({'evals': (('test', 'test'),) * 2}, 'must differ'),
     (
       {'evals': (('val', 'test'),)},
       "best_metric='accuracy_test' is not among.*accuracy_val",
     ),
     ({'lr_multipliers': (('hed/', 0.0),)}, r"\['hed/'\] match nothing"),
     (
-      {
-        'task_options': {'mixup': 0.2},
-        'batch': 1,
-        'mesh': {'data': 1, 'model': 8},
-      },
+      {'task_options': {'mixup': 0.2}, 'batch': 1, 'mesh': {'data': 1, 'model': 8}},
       'mixup=0.2 mixes an image',
     ),
     ({'task_options': {'mixpu': 0.2}}, "no key 'task_options.mixpu': did you"),

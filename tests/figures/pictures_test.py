@@ -242,9 +242,7 @@ def make_task(data_dir, names=('ant', 'bee', 'cow'), **changes):
   return classify.Task(run_config.complete(config), {'class_names': list(names)})
 
 
-def test_captions_name_the_predicted_class_and_where_it_is_wrong_the_true_one(
-  data_dir,
-):
+def test_captions_name_the_predicted_class_and_where_it_is_wrong_the_true_one(data_dir):
   task = make_task(data_dir)
   logits = np.log([[0.02, 0.97, 0.01], [0.3, 0.09, 0.61], [0.2, 0.3, 0.5]])
   label = np.float32([[0, 1, 0], [0, 1, 0], [0, 0, 0]])

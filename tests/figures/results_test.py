@@ -72,8 +72,7 @@ def test_images_of_no_class_or_several_do_not_count(model):
   Image.new('RGB', (8, 8), 'red').save(buffer, 'PNG')
   labels = tf.constant([[0, -1], [1, 2], [-1, -1], [2, 2]], tf.int64)
   source = records.MemorySource(
-    {'image': [buffer.getvalue()] * 4, 'label': labels},
-    {'label': model.class_names},
+    {'image': [buffer.getvalue()] * 4, 'label': labels}, {'label': model.class_names}
   )
   found = results.classify(model, source)
   assert found.confusion.sum(axis=1).tolist() == [1, 0, 1]
@@ -81,11 +80,7 @@ def test_images_of_no_class_or_several_do_not_count(model):
 
 def test_pairs_of_classes_that_are_confused():
   confusion = np.array([[9, 0, 2], [5, 0, 0], [0, 1, 7]])
-  assert results.most_confused(confusion, 5) == [
-    (1, 0, 5),
-    (0, 2, 2),
-    (2, 1, 1),
-  ]
+  assert results.most_confused(confusion, 5) == [(1, 0, 5), (0, 2, 2), (2, 1, 1)]
   assert results.most_confused(confusion, 1) == [(1, 0, 5)]
   assert results.most_confused(np.eye(3, dtype=int), 5) == []
 

@@ -110,11 +110,7 @@ def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
   model = predict.load(str(run))
   found = visualize.figures(model, [photo] * 9, names=['attention_rollout', 'filters'])
   # More images than a figure takes.
-  assert sorted(found) == [
-    'attention_rollout',
-    'attention_rollout_2',
-    'filters',
-  ]
+  assert sorted(found) == ['attention_rollout', 'attention_rollout_2', 'filters']
   [label] = found['attention_rollout_2'].axes[0].get_xticklabels()
   [[(name, probability)]] = model.predict([photo], top=1)
   assert label.get_text() == f'{name}\n{100 * probability:.0f} %'
@@ -178,14 +174,8 @@ def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys
     (many / f'{i}.png').touch()
   for args, words in (
     ([], 'nothing to draw'),
-    (
-      [f'--workdir={run}', '--images', many],
-      'names 257 images: .* at most 256',
-    ),
-    (
-      [f'--weights={mixer}', '--step=3'],
-      '--step=3 selects a checkpoint of a run',
-    ),
+    ([f'--workdir={run}', '--images', many], 'names 257 images: .* at most 256'),
+    ([f'--weights={mixer}', '--step=3'], '--step=3 selects a checkpoint of a run'),
     ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
     ([f'--workdir={run}', '--num_images=1000000000'], 'must be from 1 to 256'),

@@ -218,15 +218,7 @@ def test_only_uploads_and_examples_are_read(url, photos, tmp_path):
     label, rollout = told(url, changed(url), [as_file(path)])[0]
     assert label['label'] in NAMES
     assert CLIENT.get(rollout['url']).status_code == 200
-  for x in (
-    str(photos[0]),
-    '/no/picture.png',
-    upload,
-    [str(photos[0])],
-    3,
-    [],
-    '',
-  ):
+  for x in (str(photos[0]), '/no/picture.png', upload, [str(photos[0])], 3, [], ''):
     assert told(url, changed(url), [x]) == [None]  # An error without a word.
   for x in ({}, {'url': photos[0].as_uri()}, {'url': f'{url}/file={upload}'}):
     (text, seconds), values = told(url, changed(url), [x])
@@ -382,10 +374,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
   number = int(np.argmin(areas))
   query = np.argsort(-seen.scores[0])[number]
   (x0, y0, x1, y1), times = objects[number][-1], 9  # Of 30 x 50 pixels.
-  with (
-    demo.served(detector, 'A detector', {}) as url,
-    visit(browser, url) as page,
-  ):
+  with demo.served(detector, 'A detector', {}) as url, visit(browser, url) as page:
     upload(page, path)
     words = page.get_by_text('with a score of at least')
     sync_api.expect(words).to_contain_text('at least 70 %', timeout=60_000)

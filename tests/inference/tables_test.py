@@ -238,9 +238,7 @@ def test_each_task_has_its_columns(
     table = model.table(paths, embeddings='features')
     assert table.column_names == ['path', 'embedding', 'error']
     np.testing.assert_allclose(
-      np.array(table.to_pydict()['embedding'][3]),
-      model.embed(good)[2],
-      atol=1e-5,
+      np.array(table.to_pydict()['embedding'][3]), model.embed(good)[2], atol=1e-5
     )
     return
   found = model.table(paths, threshold=0.0).to_pylist()
@@ -517,10 +515,7 @@ def test_the_command_reads_a_split_of_a_data_set(
 @pytest.mark.parametrize(
   'flags, message',
   [
-    (
-      ['--out=table.xlsx', 'a.png'],
-      'no picture: leave out --out, or write a ta',
-    ),
+    (['--out=table.xlsx', 'a.png'], 'no picture: leave out --out, or write a ta'),
     (['--out=exists.csv', 'a.png'], "out='.*exists.csv' exists: delete it, or"),
     (['--embeddings', 'a.png'], 'need a table: pass --out=table.parquet'),
     (['digits:test'], "'digits:test' is a split of a data set, whose"),

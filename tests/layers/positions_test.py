@@ -209,14 +209,8 @@ def test_what_does_not_fit_is_named():
   assert bound.encode(flat.reshape(2, H, W, D), train=False).shape == (2, 13, D)
   x = jnp.zeros((1, 5, D))
   for fields, message in (
-    (
-      {'kind': 'learned_2d', 'grid': (2, 3)},
-      '5 tokens are fewer than the 2 x 3',
-    ),
-    (
-      {'kind': 'sincos2d', 'grid': (1, 5)},
-      'width .* multiple of 4, at least 8',
-    ),
+    ({'kind': 'learned_2d', 'grid': (2, 3)}, '5 tokens are fewer than the 2 x 3'),
+    ({'kind': 'sincos2d', 'grid': (1, 5)}, 'width .* multiple of 4, at least 8'),
   ):
     with pytest.raises(ValueError, match=message):
       positions.AddPositionEmbs(**fields).init(jax.random.key(0), x[..., :6])
@@ -226,11 +220,7 @@ def test_what_does_not_fit_is_named():
   layer = attention.MultiHeadDotProductAttention(num_heads=2)
   for kv, shape, message in (
     (x, (9, E), 'relative needs keys of the same sequence'),
-    (
-      None,
-      (8, E),
-      r'2 x 5 tokens - 1, width of a head\] = \[9, 8\], got \[8, 8',
-    ),
+    (None, (8, E), r'2 x 5 tokens - 1, width of a head\] = \[9, 8\], got \[8, 8'),
   ):
     with pytest.raises(ValueError, match=message):
       layer.init(

@@ -293,10 +293,7 @@ def test_no_gradient_is_computed_of_what_is_frozen():
   'rules, message',
   [
     ((('hed/', 1.0),), r"\['hed/'\] match nothing.*Transformer/, head/"),
-    (
-      (('', 0.5), ('head', 1.0)),
-      r"\['head'\] match nothing, or only what",
-    ),
+    ((('', 0.5), ('head', 1.0)), r"\['head'\] match nothing, or only what"),
     ((('', 0),), 'freeze all parameters: nothing is left'),
   ],
 )
@@ -312,10 +309,7 @@ def test_adam_with_decay_on_all_parameters_is_pytorchs_adamw():
     weight_decay=0.5, weight_decay_on='all',
   )  # fmt: skip
   params = {
-    'head': {
-      'bias': np.array([3.0], 'f'),
-      'kernel': np.array([1.0, -2.0], 'f'),
-    },
+    'head': {'bias': np.array([3.0], 'f'), 'kernel': np.array([1.0, -2.0], 'f')},
     'slow': np.array([4.0, 5.0], 'f'),
   }
   factors = {'head': {'kernel': 1.0, 'bias': 1.0}, 'slow': 0.1}
@@ -337,9 +331,7 @@ def test_adam_with_decay_on_all_parameters_is_pytorchs_adamw():
     torch.nn.utils.clip_grad_norm_([*head, *slow], 0.1)
     adamw.step()
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b.detach(), rtol=1e-6),
-    params,
-    theirs,
+    lambda a, b: np.testing.assert_allclose(a, b.detach(), rtol=1e-6), params, theirs
   )
 
 

@@ -47,9 +47,7 @@ class Task(toy_task.Task):
   def update_extra(self, extra, params, metrics):
     return {
       'teacher': jax.tree.map(
-        lambda old, new: DECAY * old + (1 - DECAY) * new,
-        extra['teacher'],
-        params,
+        lambda old, new: DECAY * old + (1 - DECAY) * new, extra['teacher'], params
       ),
       'rows': extra['rows'] + metrics['rows'],
     }

@@ -381,10 +381,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
     ('--config.mesh.data=3', 'does not fit 8 device'),
     ('--config.batch=12', 'batch=12 is not a multiple of 8'),
     ('--topology=v3:7x9', "topology='v3:7x9' is not available"),
-    (
-      "--config.sharding_rules=(('nothing', ('data',)),)",
-      r"['nothing'] match nothing",
-    ),
+    ("--config.sharding_rules=(('nothing', ('data',)),)", r"['nothing'] match nothing"),
   )
   args = json.dumps([[flag] for flag, _ in cases])
   out = run_python('-c', _SCRIPT, args, cache=cache)
@@ -413,10 +410,7 @@ def test_topologies_and_what_does_not_fit_them(cache):
   'args, message',
   [
     (['--topology=v9:2x2'], "topology='v9:2x2' is unknown.*v3:4x4"),
-    (
-      ['--config.dataset=mine'],
-      "dataset='mine' is neither a data set of known",
-    ),
+    (['--config.dataset=mine'], "dataset='mine' is neither a data set of known"),
     (['--config.topologie=1'], "config has no key 'topologie'"),
     (['--config.dataset=/no/folder'], "dataset='/no/folder' does not exist"),
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json'.*does not exist"),

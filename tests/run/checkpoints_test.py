@@ -21,10 +21,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
 
 def make_state(step, dtype=jnp.float32):
   """A state with an average, and an optimiser's state larger than all else."""
-  params = {
-    'kernel': jnp.full((64, 8), step, dtype),
-    'bias': jnp.ones(3, dtype),
-  }
+  params = {'kernel': jnp.full((64, 8), step, dtype), 'bias': jnp.ones(3, dtype)}
   average = jax.tree.map(lambda x: x + 0.5, params)
   moments = jax.random.normal(jax.random.key(step), (200, 100))
   opt_state = (moments, optim.EmaState(average))

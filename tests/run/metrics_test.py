@@ -42,9 +42,7 @@ def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
   uploads = []
   write = files.write
   monkeypatch.setattr(
-    files,
-    'write',
-    lambda path, text: [uploads.append(path.name), write(path, text)],
+    files, 'write', lambda path, text: [uploads.append(path.name), write(path, text)]
   )
   log = metrics_lib.MetricsLog(tmp_path)
   log.write(1, {'loss': 1.0})

@@ -183,10 +183,7 @@ def test_programs_of_several_runs():
   [
     ('--config.total_steps=abc', "^total_steps='abc' .*integer"),
     ('--config.batch=1e3', '^batch=1000.0 .*integer'),
-    (
-      '--config.base_lr=nan',
-      r'^base_lr=nan .*finite.*base_lr\)',
-    ),
+    ('--config.base_lr=nan', r'^base_lr=nan .*finite.*base_lr\)'),
     ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
     ('--config.fewshot.shots=a,b', 'fewshot.shots=.* integers'),
     ('--config.batch', 'config.batch needs a value'),

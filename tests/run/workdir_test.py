@@ -137,10 +137,7 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
   config.update(batch=8, batch_eval=8)
   prepared = train.prepare(config)
   workdir.create(
-    tmp_path / 'run',
-    prepared.config,
-    prepared.metadata,
-    train.fingerprints(prepared),
+    tmp_path / 'run', prepared.config, prepared.metadata, train.fingerprints(prepared)
   )
   train.check_start(prepared, tmp_path / 'run')
   for split in ('train', 'test'):

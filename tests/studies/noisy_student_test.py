@@ -270,10 +270,7 @@ def test_the_recipe_is_the_published_one():
     assert run.model.transformer.stochastic_depth == 0.2
     assert run.model.transformer.dropout_rate > 0
     assert (run.dataset, run.pp.train) == ('imagenet2012', 'train[:99%]')
-  assert (config.unlabelled, config.unlabelled_split) == (
-    '/data/photos',
-    'train',
-  )
+  assert (config.unlabelled, config.unlabelled_split) == ('/data/photos', 'train')
   other = recipe.get_config('s16,imagenet2012,imagenet21k')
   assert other.unlabelled_split == 'full[102400:]'
   assert other.student.model.model_name == 'ViT-S_16'

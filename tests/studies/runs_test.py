@@ -306,10 +306,7 @@ def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
 
 def test_the_margin_is_taken_seed_by_seed(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
-  found = {
-    'base': {0: 0.5, 1: 0.6, 2: 0.7},
-    'better': {0: 0.6, 1: 0.8, 2: None},
-  }
+  found = {'base': {0: 0.5, 1: 0.6, 2: 0.7}, 'better': {0: 0.6, 1: 0.8, 2: None}}
   base, better = summaries.report(
     tmp_path, 'found', 'accuracy_test', found, '', baseline='base'
   )

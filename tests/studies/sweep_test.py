@@ -21,10 +21,7 @@ def measure(config):
   """Metrics that are best at a learning rate of .01, worse without test data."""
   [(name, *_)] = run_config.evaluations(config)
   away = abs(math.log10(config.base_lr) + 2) / 10
-  return {
-    f'accuracy_{name}': 0.9 - away + config.seed / 100,
-    f'loss_{name}': 1 + away,
-  }
+  return {f'accuracy_{name}': 0.9 - away + config.seed / 100, f'loss_{name}': 1 + away}
 
 
 @pytest.fixture

@@ -129,8 +129,7 @@ def test_missing_data_are_downloaded_on_request(config, monkeypatch, tmp_path, c
 def test_no_download_without_the_package_that_prepares(config, monkeypatch):
   find_spec = data.importlib.util.find_spec
   monkeypatch.setattr(
-    'importlib.util.find_spec',
-    lambda name: None if name == 'cv2' else find_spec(name),
+    'importlib.util.find_spec', lambda name: None if name == 'cv2' else find_spec(name)
   )
   monkeypatch.setattr(data.builders, 'get_builder', None)  # Is not called.
   config.download = True

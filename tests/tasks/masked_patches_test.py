@@ -186,9 +186,7 @@ def test_tokens_are_masked_swapped_or_left(data_dir):
   copied[:, :4, :4] = image[:, 4:, :4]
   np.testing.assert_allclose(
     predict_with(
-      image,
-      [masked_patches.SWAPPED, 0, 0, 0],
-      np.array([[2, 0, 0, 0]], np.int32),
+      image, [masked_patches.SWAPPED, 0, 0, 0], np.array([[2, 0, 0, 0]], np.int32)
     ),
     predict_with(copied, [0, 0, 0, 0]),
     atol=1e-6,

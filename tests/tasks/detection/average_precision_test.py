@@ -13,10 +13,7 @@ def make_image(rng, objects, detections):
   """Returns the objects of an image, some of them crowds, and detections."""
 
   def boxes(count):
-    corner, size = (
-      rng.uniform(0, 300, (count, 2)),
-      rng.uniform(5, 200, (count, 2)),
-    )
+    corner, size = (rng.uniform(0, 300, (count, 2)), rng.uniform(5, 200, (count, 2)))
     return np.concatenate([corner, corner + size], axis=1)
 
   true = boxes(objects)

@@ -321,11 +321,7 @@ def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
   first, second = processes.said(outputs)
   # As text, in which nan is nan.
   assert json.dumps(first) == json.dumps(second)
-  assert {tuple(x[1:3]) for x in first['sizes']} == {
-    (64, 32),
-    (32, 64),
-    (32, 32),
-  }
+  assert {tuple(x[1:3]) for x in first['sizes']} == {(64, 32), (32, 64), (32, 32)}
   assert first['num_examples'] == 9
   assert not np.isnan(first['AP'])
   alone = evaluate(tmp_path, jax.devices()[:1])
@@ -342,8 +338,7 @@ def test_shapes_come_from_the_headers_of_the_files(task):
 
 
 @pytest.mark.parametrize(
-  'image_size, shape',
-  [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))],
+  'image_size, shape', [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))]
 )
 def test_the_network_sees_the_size_that_is_asked_for(stopped, image_size, shape):
   model, image = stopped[1], np.zeros((30, 50, 3), np.uint8)
@@ -368,12 +363,7 @@ def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
     assert picture.size == (600, 600)  # Below each other, at their own sizes.
   args.threshold, args.out = 1.0, None
   nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
-  assert stopped[1].report(paths, args) == [
-    paths[0],
-    nothing,
-    paths[1],
-    nothing,
-  ]
+  assert stopped[1].report(paths, args) == [paths[0], nothing, paths[1], nothing]
 
 
 def test_wrong_sizes_are_named(stopped, config):

@@ -66,9 +66,7 @@ class Compiled(NamedTuple):
 
   def place(self, state):
     return jax.tree.map(
-      lambda x, like: jax.device_put(x, like.sharding),
-      state,
-      self.program.abstract,
+      lambda x, like: jax.device_put(x, like.sharding), state, self.program.abstract
     )
 
   def __call__(self, state):
@@ -124,9 +122,7 @@ def test_a_mesh_and_micro_batches_make_the_update_of_one_device(
   moved = jax.tree.map(lambda a, b: abs(a - b).max(), want.params, first.params)
   assert max(jax.tree.leaves(moved)) > 0.01
   jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
-    got.params,
-    want.params,
+    lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), got.params, want.params
   )
 
 

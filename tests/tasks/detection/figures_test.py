@@ -83,8 +83,7 @@ def test_boxes_of_queries_have_colours_by_kind():
 
 def model(kind=detect.Task):
   task = types.SimpleNamespace(
-    FIGURES=kind.FIGURES,
-    check_points=functools.partial(kind.check_points, None),
+    FIGURES=kind.FIGURES, check_points=functools.partial(kind.check_points, None)
   )
   return types.SimpleNamespace(
     task=task,

@@ -152,10 +152,7 @@ def test_evaluation_has_the_segments_of_the_original(classes):
 
 
 def test_a_map_of_another_size_is_refused(classes):
-  row = {
-    **record(classes),
-    'panoptic_image': record(classes[1:])['panoptic_image'],
-  }
+  row = {**record(classes), 'panoptic_image': record(classes[1:])['panoptic_image']}
   for seed in (None, tf.constant([0, 0], tf.int64)):
     with pytest.raises(tf.errors.InvalidArgumentError, match='another height'):
       make_task().example(tensors(row), seed)
@@ -203,11 +200,7 @@ def test_the_loss_takes_the_masks_of_matched_queries(classes):
     loss = task.measure({}, extra, {**batch, 'mask': jnp.ones(1)})['loss']
     masks = task.outputs({}, extra, batch)['masks']
     # Object n is of class n, which query n finds.
-    return (
-      terms,
-      loss,
-      masks_lib.losses(masks, batch['segments'], batch['count']),
-    )
+    return (terms, loss, masks_lib.losses(masks, batch['segments'], batch['count']))
 
   terms, (value, weight), want = compute(batch)
   for name in ('focal', 'dice'):

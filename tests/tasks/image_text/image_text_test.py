@@ -277,11 +277,7 @@ def test_names_of_held_out_digits_never_stand_beside_their_images():
       assert digit_captions.WORDS[digit] not in text.split()
       assert str(digit) not in text
   seven = digit_captions.training(7)
-  for text in (
-    'a photo of a seven',
-    'the number 7',
-    'an odd digit greater than six',
-  ):
+  for text in ('a photo of a seven', 'the number 7', 'an odd digit greater than six'):
     assert text in seven
   unseen = {t for d in range(10) for t in digit_captions.training(d)}
   for digit in range(10):
@@ -327,11 +323,7 @@ def test_the_command(run, model, tmp_path, capsys, monkeypatch):
   run_command(workdir, photo, '--classes=one;two;a cat', f'--out={picture}')
   lines = capsys.readouterr().out.splitlines()
   assert lines[0] == photo
-  assert {line.split(' %  ')[1] for line in lines[1:4]} == {
-    'one',
-    'two',
-    'a cat',
-  }
+  assert {line.split(' %  ')[1] for line in lines[1:4]} == {'one', 'two', 'a cat'}
   assert Image.open(picture).size == (300 + 68, 4 * 68)
   texts = tmp_path / 'texts.txt'
   texts.write_text('an odd digit\n\nan even digit\n')
