@@ -16,6 +16,7 @@ from benchmarks import (
   patterns,
   pipeline,
   sampling,
+  start,
   timing,
   timm_steps,
   track,
@@ -139,6 +140,20 @@ def test_pipelines_take_turns(monkeypatch, tmp_path):
     'pipeline'
   ]
   assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
+
+
+def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
+  statements = []
+  monkeypatch.setattr(
+    start.subprocess, 'run', lambda command, check: statements.append(command[-1])
+  )
+  monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
+  got = run(monkeypatch, tmp_path, '--only', 'import', 'weights')['results']
+  assert statements == 2 * ['import vit_jax.models', 'import flax.linen, optax']
+  for ours, theirs, ratio in got.values():
+    assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
+    assert ours['unit'] == 's'
+  assert got['weights'][0]['name'] == 'load_pretrained, ViT-Ti_16.npz'
 
 
 def test_turns_alternate_and_a_function_may_time_itself():
