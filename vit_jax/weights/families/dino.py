@@ -33,15 +33,6 @@ _LAYER = (
   ('LayerNorm_1', 'norm', 'norm2'),
   ('LayerScale_1/gamma', 'same', 'layer_scale2.lambda1'),
 )
-
-
-def _attention(query: str, key: str, value: str, out: str) -> tuple[leaves.Row, ...]:
-  """Returns the rows of an attention layer, whose dense layers have these names."""
-  heads = {'query': query, 'key': key, 'value': value}
-  rows = ((f'{_ATTENTION}/{path}', 'heads', name) for path, name in heads.items())
-  return (*rows, (f'{_ATTENTION}/out', 'out', out))
-
-
 # The same of DINOv3.
 _STEM_3 = (
   _STEM[0],
@@ -51,7 +42,9 @@ _STEM_3 = (
 )
 _LAYER_3 = (
   *_LAYER,
-  *_attention(*(f'attention.{x}_proj' for x in 'qkvo')),
+  *leaves.attention(
+    _ATTENTION, 'attention', ends=('q_proj', 'k_proj', 'v_proj', 'o_proj')
+  ),
   ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
   ('MlpBlock_0/Dense_1', 'dense', 'mlp.down_proj'),
@@ -70,8 +63,8 @@ def mlp(first: str, last: str, gated: bool) -> tuple[leaves.Row, ...]:
 def naming(gated: bool) -> leaves.Naming:
   """Returns Hugging Face's naming, for MLPs with a gate or without."""
   last = 'mlp.weights_out' if gated else 'mlp.fc2'
-  heads = (f'attention.attention.{x}' for x in ('query', 'key', 'value'))
-  attention = _attention(*heads, 'attention.output.dense')
+  ends = ('attention.query', 'attention.key', 'attention.value', 'output.dense')
+  attention = leaves.attention(_ATTENTION, 'attention', ends=ends)
   layer = (*_LAYER, *attention, *mlp('mlp.fc1', last, gated))
   return leaves.Naming(
     'hf',

@@ -23,10 +23,7 @@ _COLORS = 'transformer.wte.weight'
 # Rows of vit_jax.weights.families.leaves.
 _BLOCK = (
   ('norm_1', 'norm', 'ln_1'),
-  ('attention/query', 'heads', 'attn.q'),
-  ('attention/key', 'heads', 'attn.k'),
-  ('attention/value', 'heads', 'attn.v'),
-  ('attention/out', 'out', 'attn.c_proj'),
+  *leaves.attention('attention', 'attn', ends=('q', 'k', 'v', 'c_proj')),
   ('norm_2', 'norm', 'ln_2'),
   ('mlp/hidden', 'dense', 'mlp.c_fc'),
   ('mlp/output', 'dense', 'mlp.c_proj'),

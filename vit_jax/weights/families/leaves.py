@@ -111,12 +111,19 @@ def column(rows: Iterable[Row], number: int) -> tuple[Row, ...]:
   return tuple((path, kind, names[number]) for path, kind, *names in rows)
 
 
-def attention(path: str, *names: str) -> tuple[Row, ...]:
-  """Returns the rows of an attention layer: its path, its names elsewhere."""
-  ends = ('query', 'q_proj'), ('key', 'k_proj'), ('value', 'v_proj')
-  return (
-    *((f'{path}/{x}', 'heads', *(f'{n}.{y}' for n in names)) for x, y in ends),
-    (f'{path}/out', 'out', *(f'{name}.out_proj' for name in names)),
+def attention(
+  path: str,
+  *names: str,
+  ends: tuple[str, ...] = ('q_proj', 'k_proj', 'v_proj', 'out_proj'),
+) -> tuple[Row, ...]:
+  """Returns the rows of an attention layer: its path, its names elsewhere.
+
+  `ends` are the names below these of the layers of queries, keys, values and outputs.
+  """
+  layers = (('query', 'heads'), ('key', 'heads'), ('value', 'heads'), ('out', 'out'))
+  return tuple(
+    (f'{path}/{layer}', kind, *(f'{name}.{end}' for name in names))
+    for (layer, kind), end in zip(layers, ends)
   )
 
 
@@ -287,10 +294,7 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
 
 
 def _split(flat, joined, parts):
-  """Splits arrays that hold several layers along their first axis, in place.
-
-  In the names of the layers, `parts` in order replace `joined`.
-  """
+  """Splits arrays of several layers in place; `parts` replace `joined` in names."""
   for name in [name for name in flat if joined in name]:
     value = flat.pop(name)
     if not value.ndim or len(value) % len(parts):

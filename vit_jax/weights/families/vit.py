@@ -19,7 +19,7 @@ from vit_jax.weights.families import base, dino, eva, leaves, vit_files
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _BIAS = 'Transformer/posembed_input/relative_bias'
 _BLOCK = 'Transformer/encoderblock_{0}/'
-_ATTENTION = 'MultiHeadDotProductAttention_0/'
+_ATTENTION = 'MultiHeadDotProductAttention_0'
 _MAP = 'MAPHead_0/'
 # Leaves that tell fields of a model.
 _POOLING, _POOL_NORM = f'{_MAP}probe', 'pool_norm/scale'
@@ -60,10 +60,10 @@ _STEM = (
 _MLP = ('mlp.fc1', 'mlp.fc2'), ('intermediate.dense', 'output.dense')
 _LAYER = (
   ('LayerNorm_0', 'norm', 'norm1', 'layernorm_before'),
-  (f'{_ATTENTION}query', 'heads', 'attn.q', 'attention.attention.query'),
-  (f'{_ATTENTION}key', 'heads', 'attn.k', 'attention.attention.key'),
-  (f'{_ATTENTION}value', 'heads', 'attn.v', 'attention.attention.value'),
-  (f'{_ATTENTION}out', 'out', 'attn.proj', 'attention.output.dense'),
+  (f'{_ATTENTION}/query', 'heads', 'attn.q', 'attention.attention.query'),
+  (f'{_ATTENTION}/key', 'heads', 'attn.k', 'attention.attention.key'),
+  (f'{_ATTENTION}/value', 'heads', 'attn.v', 'attention.attention.value'),
+  (f'{_ATTENTION}/out', 'out', 'attn.proj', 'attention.output.dense'),
   ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
 )
 # What only timm has in a plain Vision Transformer (registers, LayerScale, norms,
@@ -73,19 +73,16 @@ _TIMM_STEM = (
   ('Transformer/first_norm', 'norm', 'norm_pre'),
   ('pool_norm', 'norm', 'fc_norm'),
   (_POOLING, 'same', 'attn_pool.latent'),
-  (f'{_MAP}{_ATTENTION}query', 'heads', 'attn_pool.q'),
-  (f'{_MAP}{_ATTENTION}key', 'heads', 'attn_pool.k'),
-  (f'{_MAP}{_ATTENTION}value', 'heads', 'attn_pool.v'),
-  (f'{_MAP}{_ATTENTION}out', 'out', 'attn_pool.proj'),
+  *leaves.attention(f'{_MAP}{_ATTENTION}', 'attn_pool', ends=('q', 'k', 'v', 'proj')),
   (f'{_MAP}LayerNorm_0', 'norm', 'attn_pool.norm'),
   (f'{_MAP}MlpBlock_0/Dense_0', 'dense', 'attn_pool.mlp.fc1'),
   (f'{_MAP}MlpBlock_0/Dense_1', 'dense', 'attn_pool.mlp.fc2'),
   (_BIAS, 'table', 'rel_pos_bias.relative_position_bias_table'),
 )
 _TIMM_LAYER = (
-  (f'{_ATTENTION}query_ln', 'norm', 'attn.q_norm'),
-  (f'{_ATTENTION}key_ln', 'norm', 'attn.k_norm'),
-  (f'{_ATTENTION}out_ln', 'norm', 'attn.norm'),
+  (f'{_ATTENTION}/query_ln', 'norm', 'attn.q_norm'),
+  (f'{_ATTENTION}/key_ln', 'norm', 'attn.k_norm'),
+  (f'{_ATTENTION}/out_ln', 'norm', 'attn.norm'),
   ('MlpBlock_0/LayerNorm_0', 'norm', 'mlp.norm'),
   *((f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)),
 )
@@ -460,7 +457,7 @@ def _vit_sizes(flat):
     'transformer': {
       'num_layers': num_layers,
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
-      'num_heads': flat[f'{block}{_ATTENTION}query/kernel'][1],
+      'num_heads': flat[f'{block}{_ATTENTION}/query/kernel'][1],
       **_position_fields(flat),
       **({'first_norm': True} if _FIRST_NORM in flat else {}),
       **_variations(flat),
@@ -488,7 +485,7 @@ def _variations(flat):
   inner = {path.partition('/encoderblock_')[2].partition('/')[2] for path in flat}
   axial = any(path.startswith('row/') for path in inner)
   inner = {path.removeprefix('row/') for path in inner}
-  attention = _ATTENTION + 'query'
+  attention = f'{_ATTENTION}/query'
   found = {
     'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
     'qkv_bias': f'{attention}/bias' in inner,
@@ -498,7 +495,7 @@ def _variations(flat):
     'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
     'attention_pattern': 'axial' if axial else 'global',
     'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
-    'attention_norm': f'{_ATTENTION}out_ln/scale' in inner,
+    'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
   }
   return {key: x for key, x in found.items() if x != VARIATIONS[key]}
 
