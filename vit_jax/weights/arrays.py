@@ -1,4 +1,4 @@
-"""Reads named arrays from untrusted files.
+"""Reads named arrays from untrusted files, and writes them.
 
 NumPy, PyTorch and safetensors load data only: no code in a file is run.
 """
@@ -13,8 +13,10 @@ from absl import logging
 from etils import epath
 import numpy as np
 import safetensors
+import safetensors.numpy
 
 from vit_jax import console
+from vit_jax.distributed import files
 from vit_jax.weights import fetch
 
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
@@ -70,6 +72,12 @@ def read_safetensors(
       with safetensors.safe_open(here, framework='numpy') as f:
         arrays[name] = _checked(name, f.get_tensor(name), dtype)
     return arrays
+
+
+def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]):
+  """Writes a .safetensors file as PyTorch has them; it appears when it is complete."""
+  with files.replacing(path) as file:
+    file.write(safetensors.numpy.save(arrays, metadata={'format': 'pt'}))
 
 
 def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray]:

@@ -137,10 +137,7 @@ def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
 
 
 def _write(source, target, length, label, block_size=_BLOCK):
-  """Copies an open file, of `length` bytes if known; shows a bar if it has a label.
-
-  The target appears only when it is complete.
-  """
+  """Copies an open file, of `length` bytes if known; shows a bar if it has a label."""
   target.parent.mkdir(parents=True, exist_ok=True)
   options = dict(total=length, unit='B', unit_scale=True, desc=label)
   with (

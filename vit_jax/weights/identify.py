@@ -49,11 +49,7 @@ def model_config(
 
 
 def _matches(config, sizes):
-  """Returns whether a config of the table has these sizes.
-
-  The pre-logits layer, the heads of groups and `pp` are not compared, since some
-  files lack them.
-  """
+  """Returns whether a config of the table has these sizes, as far as files tell."""
   fields = models.class_of(config).__dataclass_fields__
   defaults = {k: getattr(field, 'default', None) for k, field in fields.items()}
   have, want = (

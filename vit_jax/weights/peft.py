@@ -7,11 +7,9 @@ each adapted layer, and whole layers such as the head; adapter_config.json names
 import json
 
 import numpy as np
-import safetensors.numpy
 
-from vit_jax.distributed import files
 from vit_jax.learning import lora
-from vit_jax.weights import reading
+from vit_jax.weights import arrays, reading
 from vit_jax.weights.families import families, leaves, vit_files
 
 _PREFIX = 'base_model.model.'
@@ -69,9 +67,8 @@ def write(model, dst) -> list[str]:
     'inference_mode': True,
   }
   (dst / 'adapter_config.json').write_text(json.dumps(fields, indent=1))
-  with files.replacing(dst / 'adapter_model.safetensors') as file:
-    state = {name: np.ascontiguousarray(x) for name, x in state.items()}
-    file.write(safetensors.numpy.save(state, metadata={'format': 'pt'}))
+  state = {name: np.ascontiguousarray(x) for name, x in state.items()}
+  arrays.write_safetensors(dst / 'adapter_model.safetensors', state)
   height, width = model.image_size
   return [
     f'the base is the model from which the run started, for {height}x{width} pixels; '

@@ -251,33 +251,26 @@ def _read_torch(file, num_heads, sibling, dtype):
     described = family.read_description(sibling, file, flat, naming)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
     weights = _weights(flat, naming, described)
-    told = descriptions.read(sibling('config.json'), _told)
-    if told and set(told.values()) != {None}:
-      _check_complete(identify.model_config(weights.params), told)
+    _check_complete(weights.params, descriptions.read(sibling('config.json')))
     return weights
 
 
-def _told(config) -> dict[str, Any]:
-  """Returns numbers that config.json states, by field of the model; None if not."""
+def _check_complete(params, config):
+  """Raises ValueError if layers or registers that config.json states are missing."""
   image = descriptions.field(config, 'vision_config', dict, config)
   args = descriptions.field(config, 'model_args', dict, {})
-  return {
-    'num_layers': image.get('num_hidden_layers', args.get('depth')),
-    'registers': image.get('num_register_tokens', args.get('reg_tokens')),
-  }
-
-
-def _check_complete(config, told):
-  """Raises ValueError if arrays of layers or registers are missing."""
-  image = config.get('image', config)
-  found = {
-    'num_layers': (image.get('transformer') or {}).get('num_layers'),
-    'registers': image.get('registers', 0),
-  }
-  for name, number in told.items():
-    if None not in (number, found['num_layers']) and number != found[name]:
+  model = identify.model_config(params) or {}
+  model = model.get('image', model)
+  layers = (model.get('transformer') or {}).get('num_layers')
+  stated_layers = image.get('num_hidden_layers', args.get('depth'))
+  registers = image.get('num_register_tokens', args.get('reg_tokens'))
+  for name, found, stated in (
+    ('num_layers', layers, stated_layers),
+    ('registers', model.get('registers', 0), registers),
+  ):
+    if None not in (layers, stated) and found != stated:
       raise ValueError(
-        f'it has the arrays of {name}={found[name]}, but its config.json says {number}: '
+        f'it has the arrays of {name}={found}, but its config.json says {stated}: '
         'download the weights again'
       )
 

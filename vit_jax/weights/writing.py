@@ -13,12 +13,11 @@ import flax.traverse_util
 import jax
 import ml_collections
 import numpy as np
-import safetensors.numpy
 
 from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
-from vit_jax.weights import descriptions, identify, peft, published, reading
+from vit_jax.weights import arrays, descriptions, identify, peft, published, reading
 from vit_jax.weights.families import families
 
 
@@ -67,6 +66,7 @@ def save(params, path: str):
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
   keys: dict[str, str] = {}  # By name in the file.
+  found = {}
   for key, name in published.file_names(flat).items():
     if name in keys:
       raise ValueError(
@@ -74,8 +74,6 @@ def save(params, path: str):
         'which uses the published names: rename the module (name=)'
       )
     keys[name] = key
-  found = {}
-  for name, key in keys.items():
     dtype = np.float32 if flat[key].dtype.name == 'bfloat16' else None
     found[name] = np.asarray(flat[key], dtype)
   head = 'resnet/head/conv2d/kernel'
@@ -116,8 +114,7 @@ def _write_folder(model, dst, to):
   state = family.dump(reading.leaves_of(model), naming)
   contents, notes = family.files(model, to)
   dst.mkdir(parents=True, exist_ok=True)
-  with files.replacing(dst / 'model.safetensors') as file:
-    file.write(_safetensors(state))
+  arrays.write_safetensors(dst / 'model.safetensors', state)
   for name, content in contents.items():
     (dst / name).write_text(json.dumps(content, indent=1))
   return notes
@@ -126,17 +123,13 @@ def _write_folder(model, dst, to):
 def _write_pth(model, dst):
   """Writes a detector under the names of the files released with DETR."""
   state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
+  if dst.suffix == '.safetensors':
+    arrays.write_safetensors(dst, state)
+    return []
+  torch = console.needed('torch', 'torch', f"writing '{dst}'")
   with files.replacing(dst) as file:
-    if dst.suffix == '.safetensors':
-      file.write(_safetensors(state))
-    else:
-      torch = console.needed('torch', 'torch', f"writing '{dst}'")
-      torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
+    torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []
-
-
-def _safetensors(state):
-  return safetensors.numpy.save(state, metadata={'format': 'pt'})
 
 
 def scaled(model: Model) -> Model:

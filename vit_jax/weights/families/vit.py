@@ -380,10 +380,7 @@ class Classifiers(base.Family):
 
 
 def _read_first_token(flat):
-  """Makes a register of a distillation token if only the class token is read.
-
-  ValueError if only the first of patches is read.
-  """
+  """Makes a register of a distillation token if only the class token is read."""
   if 'distillation_classifier.weight' in flat:
     return
   readers = ('pooler.dense.weight', 'classifier.weight')
@@ -399,10 +396,7 @@ def _read_first_token(flat):
 
 
 def _add_positions(flat, image_size):
-  """Adds zeros for the first tokens of a timm model that gives them no positions.
-
-  Positions of registers become part of these.
-  """
+  """Adds zero positions of a timm model's first tokens; registers absorb theirs."""
   table = flat.get('pos_embed')
   if table is None or _is_hybrid(flat):
     return

@@ -312,11 +312,9 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
 
 
 def _timm_resizing(model):
-  """Returns timm's fields for the resizing of images, and notes.
-
-  timm divides the sides of the crop by `crop_pct`, rounds down, and resizes
-  both sides ('squash') or the shorter one ('center') to the result.
-  """
+  """Returns timm's fields for the resizing of images, and notes."""
+  # timm divides the sides of the crop by `crop_pct`, rounds down, and resizes
+  # both sides ('squash') or the shorter one ('center') to the result.
   crop, resize = model.image_size, model.resize
   whole = dict(crop_mode='squash', crop_pct=1.0)
   if resize is None:
