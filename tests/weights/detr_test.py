@@ -167,11 +167,7 @@ def test_a_released_file_tells_its_dilation_by_its_name(good, tmp_path):
     torch.save({'model': state}, tmp_path / name)
     config = convert.read(str(tmp_path / name), num_heads=4).config
     assert config.dilate_last == ('dc5' in name)
-  with pytest.raises(ValueError, match='num_heads=3 does not divide the width'):
-    convert.read(str(tmp_path / name), num_heads=3)
-  with pytest.raises(
-    ValueError, match='how many attention heads its model of width 16'
-  ):
+  with pytest.raises(ValueError, match='how many attention heads its model of width'):
     convert.read(str(tmp_path / name))
 
 

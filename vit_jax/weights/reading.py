@@ -259,19 +259,24 @@ def _check_complete(params, config):
   """Raises ValueError if layers or registers that config.json states are missing."""
   image = descriptions.field(config, 'vision_config', dict, config)
   args = descriptions.field(config, 'model_args', dict, {})
-  model = identify.model_config(params) or {}
+  stated_layers = image.get('num_hidden_layers', args.get('depth'))
+  stated_registers = image.get('num_register_tokens', args.get('reg_tokens'))
+  if stated_layers is None and stated_registers is None:
+    return
+  remedy = 'download the weights again'
+  model = identify.model_config(params)
+  if model is None:
+    raise ValueError(f'it lacks arrays of the model in its config.json: {remedy}')
   model = model.get('image', model)
   layers = (model.get('transformer') or {}).get('num_layers')
-  stated_layers = image.get('num_hidden_layers', args.get('depth'))
-  registers = image.get('num_register_tokens', args.get('reg_tokens'))
   for name, found, stated in (
     ('num_layers', layers, stated_layers),
-    ('registers', model.get('registers', 0), registers),
+    ('registers', model.get('registers', 0), stated_registers),
   ):
     if None not in (layers, stated) and found != stated:
       raise ValueError(
         f'it has the arrays of {name}={found}, but its config.json says {stated}: '
-        'download the weights again'
+        f'{remedy}'
       )
 
 
