@@ -288,9 +288,9 @@ def test_training_is_stopped_and_goes_on(walked):
   assert 20 <= int(step) < 90
   cell = walked.notebook.cell('train_and_evaluate(config, WORKDIR)')
   assert f'Resuming from step {step}.' in printed(cell)
-  # A bar, and no lines of progress.
-  [bar] = [o.data for o in cell.outputs if o.output_type == 'display_data']
-  assert 'application/vnd.jupyter.widget-view+json' in bar
+  # A bar (others appear where a machine is slow), and no lines of progress.
+  bars = [o.data for o in cell.outputs if o.output_type == 'display_data']
+  assert {'application/vnd.jupyter.widget-view+json'} <= set(bars[0])
   assert ' img/s' not in printed(cell)
 
 

@@ -286,7 +286,7 @@ def test_options_are_the_defaults_of_the_modules():
   assert resnet['eps'].default == models._ResNet.eps
   for group, cls in (
     (models.Vit, models_vit.VisionTransformer),
-    (models._Transformer, models_vit.Encoder),
+    (models.Transformer, models_vit.Encoder),
     (models.Mixer, models_mixer.MlpMixer),
     (models.Bit, models_bit.BitResNet),
   ):
@@ -295,7 +295,7 @@ def test_options_are_the_defaults_of_the_modules():
       is_type = key in ('dtype', 'param_dtype')
       assert (np.dtype(field).name if is_type else field) == default, key
   fields = set(models_vit.Encoder.__dataclass_fields__)
-  assert fields - set(schema.fields(models._Transformer)) <= {
+  assert fields - set(schema.fields(models.Transformer)) <= {
     'parent',
     'name',
     'dtype',

@@ -138,7 +138,7 @@ def test_row_groups_are_read_once_per_machine(
   (tmp_path / 'file').touch()
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'file'))
   assert greys_of(open_split(tiny_config, root)) == [*range(9)]
-  assert 'random order are slow' in caplog.text
+  assert 'random order is slow' in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def rewritten(path, **columns):
 @pytest.mark.parametrize(
   'change, message',
   [
-    (lambda path: path.unlink(), "00000-of-00002.parquet' is one of 2 files.*1 are th"),
+    (lambda path: path.unlink(), "00000-of-00002.parquet' is one of 2 files.*1 are present"),
     (lambda path: path.write_bytes(b'PAR1'), 'train-00001-of-00002.parquet.* is damaged'),
     (lambda path: rewritten(path, more=[1] * 4), 'differ in .*more: int64'),
     (lambda path: rewritten(path, label=[0, 7, 1, 1]), '-00001-.* label 7 .* 3 '),

@@ -110,7 +110,7 @@ def test_peft_finds_the_layers_and_their_sums(adapted):
   for path, fields, message in (
     (f'{dense}/bias', {}, "only a part of 'vit.layers.0.mlp.fc1'"),
     ('cls', {}, "only a part of 'vit.embeddings'"),
-    ('embedding/kernel', {'image_mean': (0.4,) * 3}, 'absorbed the scaling'),
+    ('embedding/kernel', {'image_mean': (0.4,) * 3}, 'absorbed the pixel scaling'),
   ):
     stored = {**model.adapters[1], path: flat(model.params)[path]}
     other = model._replace(adapters=(model.adapters[0], stored), metadata=fields)
