@@ -1,6 +1,7 @@
 """Tests of the weights of timm's Eva (DINOv3, EVA-02, RoPE-ViT) and Beit."""
 
 import functools
+import json
 import re
 
 import jax
@@ -77,6 +78,19 @@ def test_tokens_and_logits_are_those_of_timm_and_back(tmp_path, name):
   if found.config.transformer.position_embedding != 'rope':
     with pytest.raises(ValueError, match='written as hf: pass --to=timm.workdir'):
       convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'hf')
+
+
+def test_other_arguments_in_config_json(tmp_path):
+  of_timm('vit_small_plus_patch16_dinov3_qkvb', tmp_path)
+  path = tmp_path / 'config.json'
+  content = json.loads(path.read_text())
+  content['model_args']['ref_feat_shape'] = [8, 8]  # Which DINOv3 does not read.
+  path.write_text(json.dumps(content))
+  assert 'rope_grid' not in convert.read(str(tmp_path)).config.transformer
+  content['model_args']['num_reg_tokens'] = 9
+  path.write_text(json.dumps(content))
+  with pytest.raises(ValueError, match='registers=4, .* 9: download'):
+    convert.read(str(tmp_path))
 
 
 def test_architectures_tell_their_rotary_embeddings():

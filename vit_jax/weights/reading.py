@@ -260,7 +260,8 @@ def _check_complete(params, config):
   image = descriptions.field(config, 'vision_config', dict, config)
   args = descriptions.field(config, 'model_args', dict, {})
   stated_layers = image.get('num_hidden_layers', args.get('depth'))
-  stated_registers = image.get('num_register_tokens', args.get('reg_tokens'))
+  registers = args.get('reg_tokens', args.get('num_reg_tokens'))
+  stated_registers = image.get('num_register_tokens', registers)
   if stated_layers is None and stated_registers is None:
     return
   remedy = 'download the weights again'

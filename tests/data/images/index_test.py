@@ -289,6 +289,16 @@ def test_a_damaged_list_is_not_used(root, caplog):
   assert 'is damaged' in caplog.text
 
 
+@pytest.mark.parametrize('name', ['order', 'status', 'stamps', 'names', 'counts'])
+def test_a_list_whose_arrays_do_not_fit_is_not_used(root, caplog, name):
+  path, _, _ = indexing.make(str(root), 'train', check=False)
+  with np.load(path) as stored:
+    arrays = dict(stored)
+  np.savez(path, **{**arrays, name: arrays[name][:-1]})
+  assert index_lib.Index.load(path, str(root), 'train') is None
+  assert 'is damaged' in caplog.text
+
+
 def test_an_error_of_the_storage_breaks_no_image(root, monkeypatch):
   """Seen: any error made an image count as broken, on one process alone."""
   left = [1]

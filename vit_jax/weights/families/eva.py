@@ -113,7 +113,7 @@ def from_timm(config, flat, named: bool, num_heads: int | None) -> dict:
     'add_position_embedding': True,
     'position_embedding': kind,
     'rope_temperature': float(field(args, 'rope_temperature', schema.Positive)),
-    **({'rope_grid': grid} if grid else {}),
+    **({'rope_grid': grid} if grid and kind in positions.ROPES[1:] else {}),
   }
 
 
