@@ -401,6 +401,7 @@ def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
   said = capsys.readouterr().out
   assert '2,096 of the parameters are frozen' in said
+  assert '13 steps of 16 grey images of 8x8 pixels: 20.8 epochs' in said
   assert '13 updates are too few' in said
   assert 'each of the 10 training images 1.6 times' in said
   assert said.index('lower --config.batch to 10') < said.index('Compiling')

@@ -15,7 +15,7 @@ import jax
 import ml_collections
 import optax
 
-from vit_jax import checkpoint, console, input_pipeline
+from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture, sources
 from vit_jax.distributed import processes, sharding
@@ -437,6 +437,9 @@ def _describe(prepared):
     for name, split, dataset in run_config.evaluations(config)
   )
   words = task.describe()
+  images = 'grey images' if config.pp.channels == 1 else 'images'
+  if not config.pp.sides:  # Those of canvases have several sizes.
+    images += ' of {}x{} pixels'.format(*preprocess.crop_size(config.pp))
   lines = [
     f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
     f'{console.counted(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
@@ -444,7 +447,7 @@ def _describe(prepared):
     f'{mixture.describe(config.dataset)}: {examples:,} training examples '
     f"('{config.pp.train}'), {tested} for evaluation"
     f'{f", {words}" if words else ""}.',
-    f'{steps:,} steps of {config.batch:,} images: '
+    f'{steps:,} steps of {config.batch:,} {images}: '
     f'{steps * config.batch / examples:,.1f} epochs.',
     f'{_computation(config, mesh)}.',
   ]

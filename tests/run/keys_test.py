@@ -58,7 +58,7 @@ WRONG = [
     {'add_position_embedding': False, 'position_embedding': 'sincos2d'},
     'contradicts',
   ),
-  ('model.transformer.attention_window', 3, "no effect .*'global'.* local.*=7"),
+  ('model.transformer.attention_window', 3, "no effect .*'global'.*pattern=local"),
   ('model.transformer.rope_grid', (16, 16), 'no effect .*learned_1d.* axial_rope'),
   ('model.resnet', {'width_factor': 0.3}, 'multiple of 0.5'),
   ('model', {'kind': 'bit', 'remat': 'dots'}, "'', 'full'"),

@@ -49,7 +49,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   args = make_parser().parse_args(argv)
   flags.require(args, workdir='FOLDER')
   if not args.evaluate:
-    raise ValueError('--split=SPLIT is required (see --help)')
+    raise ValueError('--split=SPLIT is required, such as --split=test (see --help)')
   return args
 
 

@@ -296,7 +296,8 @@ def _check_model(model, name='model'):
     if fields.get(key, default) != default and chosen not in values:
       raise ValueError(
         f"{name}.transformer.{key}={fields[key]} has no effect with {other}='{chosen}', "
-        f'only with {" or ".join(values)}: set --config.{name}.transformer.{key}={default}'
+        f'only with {" or ".join(values)}: leave it out, or set '
+        f'--config.{name}.transformer.{other}={values[0]}'
       )
   kind = positions.kind_of(
     fields.get('add_position_embedding', True),
@@ -513,7 +514,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
       warmup = total // 10
       logging.warning(
         f'warmup_epochs={epochs} would take all of the {total} steps: warm-up is '
-        f'{warmup} steps'
+        f'{console.counted(warmup, "step")}'
       )
   config = copy.deepcopy(config)
   config.update(
