@@ -243,7 +243,7 @@ def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
 
 
 def check_average(states, most):
-  """The average is that of the weights of all steps."""
+  """Compares the averaged weights with an average over all states by hand."""
   weights = [state.params['embedding']['kernel'] for state in states]
   want = np.asarray(weights[0], np.float64)
   for t, new in enumerate(weights[1:]):

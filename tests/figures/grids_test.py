@@ -45,6 +45,13 @@ def test_large_images_are_shrunk_where_that_is_wanted(size, most, cell):
   assert picture.shape == (cell[0] + 16, cell[1] + 16, 3)
 
 
+def test_shrinking_averages():
+  checked = np.zeros((1, 256, 256, 3), np.uint8)
+  checked[:, ::2, ::2] = checked[:, 1::2, 1::2] = 200
+  picture = grids.grid(checked, columns=1, most=128)
+  assert (picture[8:-8, 8:-8] == 100).all()
+
+
 def test_captions_have_their_colours_and_keep_to_their_image():
   black = np.zeros((3, 96, 96, 3), np.uint8)
   texts = ('bee: 97 %', 'cow: 61 %\nis bee', 'a name that is far too long ' * 9)

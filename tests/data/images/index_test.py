@@ -227,17 +227,21 @@ def test_only_whole_shares_of_the_same_check_are_merged(root, tmp_path):
   index.check(index.order, lambda *_: '', 1000)
   index.facts['broken']['3'] = 'cut off'
   index.status[3] = index_lib.BROKEN
-  names = ['half', 'rest', 'cut', 'other']
-  half, rest, cut, other = (str(tmp_path / name) for name in names)
+  names = ['half', 'rest', 'cut', 'other', 'short.npz', 'bare.npz']
+  half, rest, cut, other, short, bare = (str(tmp_path / name) for name in names)
   index.save_share(half, np.arange(0, 33, 2))
   index.save_share(rest, np.arange(1, 33, 2))
   content = pathlib.Path(rest).read_bytes()
   pathlib.Path(cut).write_bytes(content[: len(content) // 2])
+  with np.load(rest) as stored:
+    arrays = dict(stored)
+  np.savez(short, **{**arrays, 'stamps': arrays['stamps'][1:]})
+  np.savez(bare, **{**arrays, 'facts': np.frombuffer(b'{}', np.uint8)})
   index.facts['max_pixels'] = 2000
   index.save_share(other, np.arange(1, 33, 2))
   new = listing.list_folder(str(root), 'train')
   new.facts['max_pixels'] = 1000
-  found = new.shares([half, cut, other, str(tmp_path / 'missing')])
+  found = new.shares([half, cut, other, short, bare, str(tmp_path / 'missing')])
   assert np.flatnonzero(found.status).tolist() == list(range(0, 33, 2))
   assert found.facts == {'broken': {}, 'max_pixels': 1000}
   new.recall(new.shares([half, rest]))

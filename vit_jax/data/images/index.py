@@ -261,15 +261,17 @@ class Index:
 
     def make(arrays):
       facts = json.loads(arrays['facts'].tobytes())
-      return facts, *(arrays[k] for k in ('rows', 'status', 'stamps'))
+      rows, status, stamps = (arrays[k] for k in ('rows', 'status', 'stamps'))
+      if not len(rows) == len(status) == len(stamps):
+        raise ValueError('the arrays have different numbers of images')
+      return facts.pop('names'), facts, rows, status, stamps
 
     def read(path):
       return image_files.from_npz(path, make)
 
-    for facts, rows, status, stamps in filter(
-      None, image_files.in_threads(read, paths)
-    ):
-      if self._is_same_check(facts) and facts.pop('names') == names:
+    found = filter(None, image_files.in_threads(read, paths))
+    for whose, facts, rows, status, stamps in found:
+      if self._is_same_check(facts) and whose == names:
         whole.status[rows], whole.stamps[rows] = status, stamps
         whole.facts |= {**facts, 'broken': whole.facts['broken'] | facts['broken']}
     return whole
