@@ -34,8 +34,8 @@ def folder_run(image_folder, tmp_path_factory):
   config.pp.crop = 16
   config.model = tiny_models.config()
   config.update(
-    batch=16, batch_eval=8, total_epochs=30.0, warmup_epochs=1.0,
-    base_lr=1e-2, checkpoint_every=20, progress_every=20, eval_every=60,
+    batch=16, batch_eval=8, total_epochs=12.0, warmup_epochs=1.0,
+    base_lr=3e-2, checkpoint_every=24, progress_every=20, eval_every=25,
     log_images=0,
   )  # fmt: skip
   workdir = tmp_path_factory.mktemp('folder_run')
@@ -78,7 +78,7 @@ def test_weights_without_a_run_give_the_same(model, image_folder, tmp_path):
 
 def test_parameters_in_half_of_the_memory(folder_run, model, image_folder, tmp_path):
   whole, half = model, predict.load(folder_run[1], dtype='bfloat16')
-  images = sorted(map(str, (image_folder / 'test').glob('*/*')))
+  images = sorted(map(str, (image_folder / 'test').glob('*/*')))[:2]
   want, path = whole.logits(images), str(tmp_path / 'weights.npz')
   checkpoint.save(whole.params, path)
   convert.convert(path, str(tmp_path / 'timm'), 'timm', image_size=(16, 16))
@@ -113,7 +113,7 @@ def test_kernels_in_a_quarter_of_the_memory(folder_run, model, image_folder, tmp
       want[path] = (np.round(rows / np.where(scale, scale, 1)) * scale).reshape(x.shape)
   path = str(tmp_path / 'weights.npz')
   checkpoint.save(traverse_util.unflatten_dict(want, sep='/'), path)
-  images = sorted(map(str, (image_folder / 'test').glob('*/*')))
+  images = sorted(map(str, (image_folder / 'test').glob('*/*')))[:2]
   rounded = predict.load_weights(path, image_size=(16, 16)).logits(images)
   small = predict.load(folder_run[1], dtype='int8')
   copied = pickle.loads(pickle.dumps(small))
@@ -136,7 +136,7 @@ def test_prediction_is_evaluation(folder_run, model):
   example = input_pipeline.labelled_example(config, len(model.class_names))
   data = input_pipeline.eval_dataset(config, source, example, np.arange(8))
   batch = next(data.as_numpy_iterator())
-  want = model.task.outputs(model.params, {}, batch)
+  want = jax.jit(model.task.outputs)(model.params, {}, batch)
   got = model.logits([source.name(i) for i in range(8)])
   np.testing.assert_allclose(got, want, atol=1e-5)
   many = [source.name(i % 9) for i in range(40)]  # More than one batch.
@@ -164,23 +164,23 @@ def varied_images(count):
 def test_threads_share_a_model(folder_run):
   """From their first calls on, all at once, which compile."""
   model, images = predict.load(str(folder_run[1])), varied_images(12)
-  calls = [images[i:][: 1 + i % 2] for i in range(12)] + [images] * 2
+  calls = [images] * 2 + [[image] for image in images[:4]]
 
   def compute(call):
     return model.probabilities(call), model.embed(call)
 
-  begin = threading.Barrier(8, timeout=60).wait
-  with futures.ThreadPoolExecutor(8, initializer=begin) as pool:
+  begin = threading.Barrier(4, timeout=60).wait
+  with futures.ThreadPoolExecutor(4, initializer=begin) as pool:
     found = list(pool.map(compute, calls))
-  # Of 1, 2 and 16 rows: no thread compiles what another one does.
-  assert model._outputs._cache_size() == 3
+  # Of 1 and 16 rows: no thread compiles what another one does.
+  assert model._outputs._cache_size() == 2
   for call, values in zip(calls, found):
     jax.tree.map(np.testing.assert_array_equal, values, compute(call))
-  assert np.ptp(found[-1][1], axis=0).min() > 1e-3  # No two images are alike.
+  assert np.ptp(found[0][1], axis=0).min() > 1e-3  # No two images are alike.
 
 
 def test_a_model_can_be_pickled(model):
-  images = varied_images(3)
+  images = varied_images(2)
   model.probabilities(images), model.embed(images)  # Compiles functions.
   again = pickle.loads(pickle.dumps(model))
   assert repr(again) == repr(model)
@@ -357,7 +357,7 @@ def damaged(folder_run, tmp_path):
   copied = tmp_path / 'copy'
   shutil.copytree(workdir, copied)
   steps = checkpoints_lib.Checkpoints(copied, read_only=True).steps()
-  assert steps[-2:] == [60, 62]
+  assert steps[-2:] == [24, 25]
   return copied
 
 
@@ -371,15 +371,15 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(
   damaged, folder_run, caplog
 ):
   config, workdir, _ = folder_run
-  path = largest_file(damaged / 'checkpoints' / '62')
+  path = largest_file(damaged / 'checkpoints' / '25')
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-  assert predict.load(str(damaged)).step == 60
-  assert (damaged / 'checkpoints' / '62').exists()  # Predicting only reads.
+  assert predict.load(str(damaged)).step == 24
+  assert (damaged / 'checkpoints' / '25').exists()  # Predicting only reads.
   train.train_and_evaluate(copy.deepcopy(config), str(damaged))
   assert f"'{path}' is damaged (checksum)" in caplog.text
-  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['62']
+  assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['25']
   got, want = predict.load(str(damaged)), predict.load(str(workdir))
-  assert got.step == want.step == 62
+  assert got.step == want.step == 25
   jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
@@ -388,8 +388,8 @@ def test_no_checkpoint_that_can_be_read(damaged, folder_run):
     largest_file(damaged / 'checkpoints' / str(step)).write_bytes(b'')
   with pytest.raises(ValueError, match='no checkpoint in .* can be restored'):
     train.train_and_evaluate(copy.deepcopy(folder_run[0]), str(damaged))
-  with pytest.raises(ValueError, match='step=61 is not among the checkpoints'):
-    predict.load(str(damaged), step=61)
+  with pytest.raises(ValueError, match='step=22 is not among the checkpoints'):
+    predict.load(str(damaged), step=22)
   shutil.rmtree(damaged / 'checkpoints')
   with pytest.raises(FileNotFoundError, match='has no complete checkpoint'):
     predict.load(str(damaged))
