@@ -27,7 +27,7 @@ def hf_model(
   """A tiny model of Hugging Face for images of 8 x 12, of three classes."""
   fields = dict(
     hidden_size=32,
-    num_hidden_layers=2,
+    num_hidden_layers=1,
     num_attention_heads=4,
     intermediate_size=48,
     image_size=(8, 12),

@@ -50,7 +50,11 @@ def tokens_of(model, images, registers):
 
 def our_tokens(model, images, classifier='token_unpooled'):
   """The same of a vit_jax.weights.writing.Model."""
-  module = models.make_model(model.config, num_classes=None, classifier=classifier)
+  return our_logits(model, images, num_classes=None, classifier=classifier)
+
+
+def our_logits(model, images, **fields):
+  module = models.make_model(model.config, **{'num_classes': 3, **fields})
   apply = jax.jit(functools.partial(module.apply, train=False))
   return np.asarray(apply({'params': model.params}, images))
 
@@ -181,8 +185,7 @@ def test_classifiers_of_class_token_and_mean_and_back(tmp_path):
   found = convert.read(str(tmp_path / 'a'))
   assert found.class_names == ('ant', 'bee', 'cow')
   images = images_of(12, 12)
-  model = models.make_model(found.config, num_classes=3)
-  got = model.apply({'params': found.params}, images, train=False)
+  got = our_logits(found, images)
   assert_close(got, torch_models.logits(theirs, images))
   convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
   again = loaded_whole(cls, tmp_path / 'b')
@@ -200,7 +203,7 @@ def test_timm_has_the_same_tokens_for_images_that_are_not_square(
 ):
   """Neither model of timm adds positions to the class token."""
   args = dict(
-    depth=2, embed_dim=16, num_heads=2, img_size=(8, 12), patch_size=4, mlp_ratio=4
+    depth=1, embed_dim=16, num_heads=2, img_size=(8, 12), patch_size=4, mlp_ratio=4
   )  # fmt: skip
   theirs = torch_models.randomize(timm.create_model(name, **args))
   timm.models.save_for_hf(theirs, tmp_path / 'a', model_args=args)
@@ -231,8 +234,7 @@ def test_positions_of_registers_become_part_of_them(tmp_path):
     timm.models.save_for_hf(theirs, tmp_path / name, model_args=args)
     found = convert.read(str(tmp_path / name), gelu='erf')
     images = images_of(8, 8)
-    model = models.make_model(found.config, num_classes=3)
-    got = model.apply({'params': found.params}, images, train=False)
+    got = our_logits(found, images)
     want = theirs(torch.tensor(images.transpose(0, 3, 1, 2)))
     assert_close(got, want.detach().numpy())
 
@@ -264,7 +266,7 @@ def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
     intermediate_size=24,
     num_register_tokens=registers,
     rope_theta=50.0 if gated else 100.0,
-    **SIZES,
+    **{**SIZES, 'num_hidden_layers': 1 if gated else 2},
     **act,
   )
   theirs = torch_models.randomize(transformers.DINOv3ViTModel(config))
