@@ -8,9 +8,19 @@ import torch
 import transformers
 
 from tests import torch_models
+
+# isort: split
+import timm
+
 from vit_jax import models, models_detr
 from vit_jax.layers import detection, detr_masks, resnet
 from vit_jax.weights import convert
+
+
+@timm.models.register_model
+def resnet14(**kwargs):
+  """The smallest ResNet with all stages, which timm lacks."""
+  return timm.create_model('resnet26', layers=(1, 1, 1, 1), **kwargs)
 
 
 @pytest.fixture(scope='module')
@@ -19,7 +29,7 @@ def narrow(tmp_path_factory):
   folder = tmp_path_factory.mktemp('detr')
   theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
-      backbone='resnet26',  # Half of the layers of a ResNet-50.
+      backbone='resnet14',
       use_timm_backbone=True,
       use_pretrained_backbone=False,
       num_queries=5,

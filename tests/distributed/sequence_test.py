@@ -48,7 +48,7 @@ def loss_and_gradients(model, axes=None):
     ),
     (
       {'data': 1, 'sequence': 8}, 'map',
-      {'attention_dropout_rate': 0.1, 'attention_pattern': 'local'},
+      {'num_layers': 1, 'attention_dropout_rate': 0.1, 'attention_pattern': 'local'},
     ),
   ],
 )  # fmt: skip
