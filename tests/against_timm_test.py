@@ -16,9 +16,9 @@ def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
       '--config.model.hidden_size=24', '--config.model.transformer.num_layers=1',
       '--config.model.transformer.mlp_dim=48', '--config.batch=32',
       '--config.total_epochs=None', '--config.warmup_epochs=None',
-      '--config.total_steps=12', '--config.warmup_steps=2',
-      '--config.base_lr=0.003', '--config.weight_decay=2.0', '--config.grad_norm_clip=0.5',
-      '--config.progress_every=6', f'--json={file}',
+      '--config.total_steps=20', '--config.warmup_steps=2',
+      '--config.base_lr=0.005', '--config.weight_decay=2.0', '--config.grad_norm_clip=0.5',
+      '--config.progress_every=10', f'--json={file}',
     ]
   )  # fmt: skip
   [row] = json.loads(file.read_text())
@@ -28,7 +28,7 @@ def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
   accuracy, accuracy_theirs = row['accuracy']
   assert accuracy == pytest.approx(accuracy_theirs, abs=0.006)  # Two of 360 images.
   said = capsys.readouterr().out
-  assert 'step 12/12' in said
+  assert 'step 20/20' in said
   assert f'{100 * accuracy:.2f} %' in said
 
 
