@@ -9,7 +9,7 @@ import pytest
 from scipy import ndimage
 import tensorflow as tf
 
-from tests import tiny_models, torch_models, trees
+from tests import models_test, tiny_models, torch_models, trees
 from vit_jax import checkpoint, models, train
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import fitting, identify
@@ -214,10 +214,8 @@ def test_weights_of_another_model_are_named_leaf_by_leaf(weights, fields, messag
 
 def test_weights_of_another_model_are_recognised(tmp_path):
   params, expected = (
-    flax.traverse_util.unflatten_dict(
-      tiny_models.shapes(models.get_model(name, num_classes=3), 32), sep='/'
-    )
-    for name in ('ti16', 'b16')
+    flax.traverse_util.unflatten_dict(models_test.published_shapes(name), sep='/')
+    for name in ('ViT-Ti_16', 'ViT-B_16')
   )
   params = jax.tree.map(lambda x: np.zeros(x.shape, np.float32), params)
   checkpoint.save(params, str(tmp_path / 'weights.npz'))

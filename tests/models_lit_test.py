@@ -1,6 +1,7 @@
 """LiT beside published counts, transformers' BERT, and a forward in NumPy."""
 
 import functools
+import re
 
 import flax.traverse_util
 import jax
@@ -17,7 +18,7 @@ from tests import (
 )
 from vit_jax import models, models_lit
 from vit_jax.configs import models as model_configs
-from vit_jax.layers import text_towers
+from vit_jax.layers import bert, text_towers
 from vit_jax.weights import identify
 
 # Numbers of parameters of the released models, and of their embeddings.
@@ -44,7 +45,7 @@ PP = dict(tokenizer_name='bert', size=8, max_len=5)
 
 
 def make(text_model='bert', out_dim=(None, 8), **kwargs):
-  text = {'bert': {'config': BERT}}.get(text_model, TEXT)
+  text = {'bert': {'config': {**BERT, 'num_layers': 1}}}.get(text_model, TEXT)
   fields = dict(image=VIT, text_model=text_model, text=text, pp=PP, out_dim=out_dim)
   return models_lit.LitModel(**{**fields, **kwargs})
 
@@ -56,33 +57,46 @@ def inputs():
 
 
 @functools.cache
-def shapes(name):
-  """Shapes of a published model; models with equal image towers share their trace."""
-  model = models.get_model(name)
-  tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
-  init = lambda x: model.init(jax.random.key(0), tokens=x)['params']
-  of_image = image_shapes('LiT-L16L' if 'L16' in name else name)
-  return {**jax.eval_shape(init, tokens), **of_image}
-
-
-@functools.cache
-def image_shapes(name):
-  model = models.get_model(name)
+def of_one_layer(name):
+  """A published model, but of one layer a tower; its shapes, and how many it has."""
+  config = model_configs.get_config(name)
+  image, text = config.image.transformer, config.text
+  with config.unlocked(), config.ignore_type():
+    if config.text_model == 'bert':
+      text.config = text_towers.BERTS[text.config]
+      text = text.config
+    depths = image.num_layers, text.get('num_layers', bert.BertEncoder.num_layers)
+    image.num_layers = text.num_layers = 1
+  model = models.make_model(config)
   images = jax.ShapeDtypeStruct((1, model.pp.size, model.pp.size, 3), 'float32')
-  init = lambda x: model.init(jax.random.key(0), images=x)['params']
-  return jax.eval_shape(init, images)
+  tokens = jax.ShapeDtypeStruct((1, model.pp.max_len), 'int32')
+  init = lambda x, y: model.init(jax.random.key(0), images=x, tokens=y)
+  return model, jax.eval_shape(init, images, tokens)['params'], depths
+
+
+def shapes(name):
+  """Shapes of a published model, whose layers are alike."""
+  _, params, (image, text) = of_one_layer(name)
+  found = {}
+  for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items():
+    layer = re.search('(?<=encoderblock_)0|(?<=layers_)0', path)
+    depth = image if path.startswith('img/') else text
+    for number in range(depth if layer else 1):
+      start, end = layer.span() if layer else (0, 0)
+      found[f'{path[:start]}{number if layer else ""}{path[end:]}'] = leaf
+  return flax.traverse_util.unflatten_dict(found, sep='/')
 
 
 @pytest.mark.parametrize('name', COUNTS)
 def test_the_published_models(name):
-  model, (count, width) = models.get_model(name), COUNTS[name]
-  params = shapes(name)
+  params, (count, width) = shapes(name), COUNTS[name]
   assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
   found = identify.model_config(params)
   assert found.to_dict() == model_configs.get_config(name).to_dict()
   assert params['txt']['head']['bias'].shape == (width,)
   if 'B16B' not in name:
     return  # The others differ from LiT-B16B_2 only in their sizes.
+  model, params, _ = of_one_layer(name)
   images = jax.ShapeDtypeStruct((2, 224, 224, 3), 'float32')
   tokens = jax.ShapeDtypeStruct((3, 16), 'int32')
   apply = lambda v, i, t: model.apply(v, images=i, tokens=t)

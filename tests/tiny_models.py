@@ -19,14 +19,14 @@ def config():
   return model
 
 
-def tiny(**kwargs):
+def tiny(num_layers=1, **kwargs):
   """A model that compiles in no time."""
   fields = dict(
     num_classes=5,
     patches={'size': (4, 4)},
     hidden_size=16,
     transformer=dict(
-      num_layers=2,
+      num_layers=num_layers,
       mlp_dim=32,
       num_heads=2,
       dropout_rate=0.0,
@@ -36,15 +36,24 @@ def tiny(**kwargs):
   return models.VisionTransformer(**{**fields, **kwargs})
 
 
+_traced = {}
+
+
+def tree(model, *args, **kwargs):
+  """The nested shapes of the parameters; equal models are traced once."""
+  of_inputs = jax.tree.map(lambda x: (x.shape, x.dtype.name), (args, kwargs))
+  key = type(model), repr(model), str(of_inputs)
+  if key not in _traced:
+    init = functools.partial(model.init, train=False)
+    _traced[key] = jax.eval_shape(init, jax.random.key(0), *args, **kwargs)['params']
+  return _traced[key]
+
+
 def shapes(model, size=224, channels=3):
   """Shapes of the parameters, by path."""
   height, width = (size, size) if isinstance(size, int) else size
-  tree = jax.eval_shape(
-    lambda: model.init(
-      jax.random.key(0), jnp.zeros((1, height, width, channels)), train=False
-    )
-  )
-  leaves, _ = jax.tree_util.tree_flatten_with_path(tree['params'])
+  x = jax.ShapeDtypeStruct((1, height, width, channels), jnp.float32)
+  leaves, _ = jax.tree_util.tree_flatten_with_path(tree(model, x))
   return {
     jax.tree_util.keystr(path, simple=True, separator='/'): leaf
     for path, leaf in leaves
@@ -62,7 +71,9 @@ def numbers(model, size=224, seed=0, channels=3):
 
 
 def images(shape=(2, 8, 8, 3), seed=1):
-  return jax.random.uniform(jax.random.key(seed), shape, minval=-1)
+  """Random numbers from -1 to 1, made without compiling."""
+  values = np.random.RandomState(seed).uniform(-1, 1, shape)
+  return jnp.asarray(values.astype(np.float32))
 
 
 def init(model, x, seed=0):
@@ -76,8 +87,7 @@ def randomised(model, x, seed=0):
 
   They have the scale of trained ones, and are made without compiling.
   """
-  init = functools.partial(model.init, train=False)
-  return drawn(jax.eval_shape(init, jax.random.key(0), x)['params'], seed)
+  return drawn(tree(model, x), seed)
 
 
 def drawn(tree, seed=0):

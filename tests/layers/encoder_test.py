@@ -101,7 +101,7 @@ def counting(layers, width, **fields):
 
 @pytest.mark.parametrize('fields', [{}, {'scan': True, 'remat': 'dots'}])
 def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
-  layers, width, images, most = 4, 9, 4000, 0.6
+  layers, width, images, most = 3, 7, 4000, 0.6
   params = counting(layers, width)
   model = encoder.Encoder(
     layers, 8, 1, dropout_rate=0.0, attention_dropout_rate=0.0,
@@ -120,7 +120,7 @@ def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
   out = (out - out[..., -1:]) / (out[..., :1] - out[..., -1:])
   np.testing.assert_array_equal(out[:, 0], out[:, 1])  # All tokens of an image.
   branches = out[:, 0, :-1]  # [images, 2 layers]
-  rates = np.repeat([0.0, 0.2, 0.4, 0.6], 2)
+  rates = np.repeat([0.0, 0.3, 0.6], 2)
   is_kept = branches > 1e-3
   np.testing.assert_allclose(is_kept.mean(axis=0), 1 - rates, atol=0.04)
   kept = np.where(is_kept, branches * (1 - rates), 1)
@@ -155,10 +155,10 @@ def test_stochastic_depth_drops_both_branches_of_a_parallel_layer():
 
 def encoder_and_params(**fields):
   fields = dict(
-    dict(num_layers=3, mlp_dim=24, num_heads=2, dropout_rate=0.0,
+    dict(num_layers=2, mlp_dim=24, num_heads=2, dropout_rate=0.0,
          attention_dropout_rate=0.0), **fields,
   )  # fmt: skip
-  x = jax.random.normal(jax.random.key(0), (4, 7, 16))
+  x = jnp.asarray(np.random.RandomState(0).randn(4, 7, 16), jnp.float32)
   model = encoder.Encoder(**fields)
   params = tiny_models.randomised(model, x, seed=1)
   return model, params, x
@@ -178,8 +178,12 @@ def loss_of_five(model, x, mask):
 def five_tokens():
   """Parameters, seven tokens; loss and gradient of the first five alone."""
   model, params, x = encoder_and_params(add_position_embedding=False)
-  loss = loss_of_five(model, x[:, :5], None)
-  return params, x, jax.jit(jax.value_and_grad(loss))(params)
+  value, gradient = jax.jit(jax.value_and_grad(loss_of_five(model, x[:, :5], None)))(
+    params
+  )
+  whole = jax.jit(loss_of_five(model, x, None))(params)
+  assert abs(float(whole - value)) > 0.01
+  return params, x, (value, gradient)
 
 
 @pytest.mark.parametrize(
@@ -195,8 +199,6 @@ def test_masks_reach_every_layer(fields, five_tokens):
     lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4),
     got, want,
   )  # fmt: skip
-  whole = jax.jit(loss_of_five(model, x, None))(params)
-  assert abs(float(whole - want[0])) > 0.01
 
 
 def test_the_first_token_of_an_encoder():

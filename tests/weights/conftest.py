@@ -14,14 +14,25 @@ from vit_jax import checkpoint
 from vit_jax.weights import convert
 from vit_jax.weights.families import base, families, lit
 
+# Fields of models on which no shape depends.
+_VALUES = {'gelu', 'norm_eps', 'eps', 'dropout_rate', 'attention_dropout_rate'}
+
+
+def sizes(fields):
+  """Returns nested fields without those of `_VALUES`."""
+  if not isinstance(fields, dict):
+    return fields
+  return {k: sizes(x) for k, x in fields.items() if k not in _VALUES}
+
 
 def remembered(function):
-  """Returns a family's `shapes` that traces the model of each config once."""
+  """Returns a family's `shapes` that traces models of equal sizes once."""
   found = {}
 
   def shapes(self, config, params, num_classes, size):
+    fields = sizes(json.loads(config.to_json_best_effort()))
     of_params = str(jax.tree.map(np.shape, params))
-    key = config.to_json_best_effort(), of_params, num_classes, size
+    key = json.dumps(fields, sort_keys=True), of_params, num_classes, size
     if key not in found:
       found[key] = function(self, config, params, num_classes, size)
     return dict(found[key])

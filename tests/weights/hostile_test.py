@@ -153,7 +153,7 @@ def test_fields_of_another_type(tmp_path, good, kind, fields, words):
     ('head/kernel', (5,), r'head/kernel: \(5,\) in the weights, \(16, 5\) in'),
     ('Transformer/posembed_input/pos_embedding', (7,), 'not hold the parameters of a ViT'),
     ('Transformer/posembed_input/pos_embedding', (1, 1, 16), 'a.npz. cannot be used: '),
-    ('Transformer/encoderblock_0/LayerNorm_0/bias', None, 'LayerNorm_0/bias: mis'),
+    ('Transformer/encoderblock_0/LayerNorm_1/bias', None, 'LayerNorm_1/bias: mis'),
     (
       'Transformer/encoderblock_999999999/LayerNorm_0/bias',
       (1,),

@@ -39,20 +39,23 @@ def clip():
   )
 
 
+ONE_LAYER = dict(num_hidden_layers=1)
+SIGLIP_TEXT = dict(TEXT, hidden_size=8, num_attention_heads=4, **ONE_LAYER)
+
+
 def siglip():
-  text = {**TEXT, 'hidden_size': 8, 'num_attention_heads': 4}
-  return transformers.SiglipModel(
-    transformers.SiglipConfig(text_config=text, vision_config=IMAGE)
+  config = transformers.SiglipConfig(
+    text_config=SIGLIP_TEXT, vision_config=IMAGE | ONE_LAYER
   )
+  return transformers.SiglipModel(config)
 
 
 def siglip2():
   """A model for patches of any grid, of which ours has the one of its positions."""
-  text = {**TEXT, 'hidden_size': 8, 'num_attention_heads': 4}
   image = {k: x for k, x in IMAGE.items() if k != 'image_size'}
   config = transformers.Siglip2Config(
-    text_config={**text, 'projection_size': 8},
-    vision_config={**image, 'num_patches': 4},
+    text_config={**SIGLIP_TEXT, 'projection_size': 8},
+    vision_config={**image, **ONE_LAYER, 'num_patches': 4},
   )
   return transformers.Siglip2Model(config)
 
@@ -211,10 +214,11 @@ def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
   assert not [*family.differences(again.config, found.config)]
   with pytest.raises(ValueError, match=r'as timm: pass --to=hf\|npz\|workdir'):
     convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
-  assert identify.describe(found.params).endswith(
-    f'{"" if name == "clip" else ", attention pooling"}, with text transformer '
-    f'of 2 layers, width {12 if name == "clip" else 8}'
-  )
+  said = {
+    'clip': ', with text transformer of 2 layers, width 12',
+    'siglip': ', attention pooling, with text transformer of 1 layers, width 8',
+  }
+  assert identify.describe(found.params).endswith(said[name])
 
 
 # Hugging Face's name -> open_clip's, as its releases have them.
@@ -343,18 +347,19 @@ def lit(text_model='bert', **kwargs):
   """The config of a tiny model, and its parameters."""
   config = model_configs.get_config('LiT-B16B')
   config.image.update(patches={'size': (4, 4)}, hidden_size=8)
-  config.image.transformer.update(num_layers=2, mlp_dim=16, num_heads=2)
+  config.image.transformer.update(num_layers=1, mlp_dim=16, num_heads=2)
   config.text = {'config': BERT}
   if text_model != 'bert':
-    config.text = dict(width=8, num_layers=2, mlp_dim=16, num_heads=2, vocab_size=ROWS)
+    config.text = dict(width=8, num_layers=1, mlp_dim=16, num_heads=2, vocab_size=ROWS)
   config.update(text_model=text_model, out_dim=(None, 8))
   config.pp.update(size=8, max_len=6)
   with config.ignore_type():
     config.update(kwargs)
   config = ml_collections.ConfigDict(config.to_dict())
   model, (images, tokens) = models.make_model(config), inputs()
-  init = lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
-  return config, tiny_models.drawn(jax.eval_shape(init)['params'])
+  return config, tiny_models.drawn(
+    tiny_models.tree(model, images=images, tokens=tokens)
+  )
 
 
 @pytest.mark.parametrize('text_model', ['bert', 'text_transformer'])
@@ -367,8 +372,8 @@ def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_m
     'img/cls', 'img/embedding/kernel', 't', 'txt/head/bias',
     'img/Transformer/posembed_input/pos_embedding',
     'img/Transformer/encoder_norm/scale',
-    'img/Transformer/encoderblock_1/LayerNorm_0/bias',
-    'img/Transformer/encoderblock_1/LayerNorm_2/bias',
+    'img/Transformer/encoderblock_0/LayerNorm_0/bias',
+    'img/Transformer/encoderblock_0/LayerNorm_2/bias',
     'img/Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel',
     'img/Transformer/encoderblock_0/MultiHeadDotProductAttention_1/key/kernel',
   }  # fmt: skip
@@ -602,10 +607,7 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
   large, wide = lit('text_transformer', pp={**config.pp, 'size': 16})
   images = jax.ShapeDtypeStruct((1, 16, 16, 3), 'float32')
   tokens = jax.ShapeDtypeStruct((1, 6), 'int32')
-  init = lambda x, y: models.make_model(large).init(
-    jax.random.key(0), images=x, tokens=y
-  )
-  wide = jax.eval_shape(init, images, tokens)['params']
+  wide = tiny_models.tree(models.make_model(large), images=images, tokens=tokens)
   run = common.get_config()
   run.model, run.pp.crop, run.pretrained = large, 16, path
   taken = checkpoint.pretrained_weights(run, Task(), wide)

@@ -262,7 +262,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 def test_weights_are_in_memory_once(tmp_path):
   """Except for the array being converted; tracemalloc sees NumPy's arrays."""
-  layers = dict(num_layers=6, mlp_dim=512, num_heads=3)
+  layers = dict(num_layers=3, mlp_dim=512, num_heads=3)
   params = tiny_models.numbers(tiny_models.tiny(hidden_size=192, transformer=layers), 8)
   gc.collect()
   checkpoint.save(params, str(tmp_path / 'a.npz'))
