@@ -189,7 +189,7 @@ def test_logits_and_layers_are_those_of_hugging_face():
 
 
 def test_the_truncated_scale_is_that_of_older_versions(monkeypatch):
-  theirs = hf_model(n_positions=16, n_embd=48, n_layer=2, n_head=2)
+  theirs = hf_model(n_positions=16, n_embd=48, n_layer=1, n_head=2)
   compare(theirs)  # The root of 24 is 4.9.
   module = 'transformers.models.imagegpt.modeling_imagegpt'
   monkeypatch.setattr(f'{module}.torch_float', int)  # As it was until 2026.
@@ -319,7 +319,7 @@ def test_cached_logits_are_those_of_all_pixels_together(pieces):
 @functools.cache
 def small():
   """A model of 4 pixels of 2 colours, all its images, and their likelihood."""
-  model = make(num_positions=4, num_colors=2)
+  model = make(num_layers=1, num_positions=4, num_colors=2)
   images = np.array(list(itertools.product((0, 1), repeat=4)), np.int32)
   likelihood = models_igpt.log_likelihood(logits_of(model, images), images)
   return model, images, np.exp(np.float64(likelihood))
@@ -346,7 +346,8 @@ def test_samples_are_as_frequent_as_they_are_likely(given):
 
 
 def test_the_likeliest_colors_and_parts_of_a_batch():
-  model, prefix = make(), random_colors(make(), 4)[:, :3]
+  model = make(num_layers=1)
+  prefix = random_colors(model, 4)[:, :3]
   draw = functools.partial(models_igpt.sample, model, params_of(model))
   greedy = draw(prefix, jax.random.key(0), top_k=1)
   best = logits_of(model, greedy).argmax(axis=-1)

@@ -9,7 +9,9 @@ from vit_jax import models
 
 
 def test_hybrid_parameter_names_are_the_published_ones():
-  names = tiny_models.shapes(models.get_model('R50+ViT-B_16', num_classes=10))
+  layers = dict(num_layers=1, mlp_dim=8, num_heads=12)
+  model = models.get_model('R50+ViT-B_16', num_classes=10, transformer=layers)
+  names = tiny_models.shapes(model)
   assert names['conv_root/kernel'].shape == (7, 7, 3, 64)
   assert names['gn_root/scale'].shape == (64,)
   assert names['block1/unit1/conv_proj/kernel'].shape == (1, 1, 64, 256)

@@ -50,7 +50,7 @@ def test_parameter_names_are_the_published_ones():
 
 
 def test_logits_are_those_of_the_equations_of_the_paper():
-  model = tiny_models.tiny(representation_size=6)
+  model = tiny_models.tiny(num_layers=2, representation_size=6)
   x = tiny_models.images((2, 8, 12, 3))
   params = tiny_models.randomised(model, x)
   table = params['Transformer']['posembed_input']['pos_embedding']

@@ -48,7 +48,7 @@ def of_timm(
   if classifier == 'gap':
     more.update(class_token=False, global_pool='avg', fc_norm=False)
   args = dict(
-    img_size=8, patch_size=4, num_classes=5, embed_dim=WIDTH, depth=2,
+    img_size=8, patch_size=4, num_classes=5, embed_dim=WIDTH, depth=1,
     num_heads=HEADS, mlp_ratio=HIDDEN / WIDTH, qkv_bias=qkv_bias, qk_norm=qk_norm,
     norm_layer=_NORMS[norm], act_layer=gelu, init_values=layer_scale,
     reg_tokens=registers, no_embed_class=registers > 0,
@@ -129,7 +129,6 @@ def copied(state):
     'Transformer': {
       'posembed_input': {'pos_embedding': table},
       'encoderblock_0': block('blocks.0.'),
-      'encoderblock_1': block('blocks.1.'),
       'encoder_norm': norm('norm'),
     },
     'head': layer('head'),
@@ -163,8 +162,9 @@ VARIED = {**CASES['22B'], **CASES['DINOv2'], **_NEW}
 def varied():
   """Parameters, images, and the gradient of a loss without any option."""
   x = tiny_models.images()
-  params = tiny_models.randomised(ours(VARIED), x)
-  return params, x, gradient(ours(VARIED), params, x)
+  model = ours(VARIED, num_layers=2)
+  params = tiny_models.randomised(model, x)
+  return params, x, gradient(model, params, x)
 
 
 def gradient(model, params, x):
@@ -188,7 +188,7 @@ def test_options_of_the_encoder_do_not_change_the_gradient(options, varied):
 def test_layer_scale_multiplies_the_last_layer_of_each_branch():
   """A model whose last layers of a branch contain the factors has the same loss."""
   x = tiny_models.images()
-  fields = dict(parallel=True, stochastic_depth=0.3)
+  fields = dict(num_layers=2, parallel=True, stochastic_depth=0.3)
   params = tiny_models.randomised(ours(fields, layer_scale=0.1), x)
 
   def loss(params, folded):

@@ -320,7 +320,7 @@ def test_the_last_layer_computes_only_what_is_read():
     got_grad,
     want_grad,
   )
-  # And it does compute less: of 7 tokens one, in one layer of two.
+  # And it does compute less: of 7 tokens one.
   less, more = (x.cost_analysis()['flops'] for x in lowered)
   assert less < 0.9 * more
 

@@ -17,7 +17,7 @@ SIZE, H, W, D, E, LAYERS = (12, 16), 3, 4, 16, 8, 2
 
 def vit(kind, layers='stem', transformer=(), **fields):
   transformer = {
-    **tiny_models.tiny().transformer,
+    **tiny_models.tiny(LAYERS).transformer,
     'position_embedding': kind,
     'position_layers': layers,
     **dict(transformer),
@@ -165,14 +165,11 @@ def test_a_loop_over_layers_computes_the_same():
     plain = vit(kind, layers, fields)
     params = tiny_models.numbers(plain, SIZE)
     loop = vit(kind, layers, dict(fields, scan=True, remat='full'))
-
-    def run(model, params):
-      return model.apply({'params': params}, IMAGES, train=True)
-
-    np.testing.assert_allclose(
-      jax.jit(functools.partial(run, loop))(params), run(plain, params),
-      rtol=1e-4, atol=1e-3,
-    )  # fmt: skip
+    got, want = (
+      jax.jit(functools.partial(model.apply, train=True))({'params': params}, IMAGES)
+      for model in (loop, plain)
+    )
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-3)
 
 
 def test_dropout_follows_the_first_addition_only():
