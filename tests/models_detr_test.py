@@ -1,5 +1,7 @@
 """Tests of DETR and its masks against Hugging Face's model and closed forms."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -73,8 +75,8 @@ def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
     some = model.draw_masks(features, np.array([[4, 0], [2, 2]]))
     return out, model.segmentation(features), some
 
-  compute = jax.jit(lambda *args: ours.apply(variables, *args, method=outputs))
-  got, masks, some = compute(images, mask)
+  compute = jax.jit(functools.partial(ours.apply, method=outputs))
+  got, masks, some = compute(variables, images, mask)
   assert got['logits'].shape == (2, 2, 5, 5)
   assert masks.shape == (2, 5, 25, 17)
   assert np.std(want.pred_masks.numpy()) > 0.05
@@ -84,7 +86,7 @@ def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
   np.testing.assert_allclose(some[0], masks[0, [4, 0]], atol=1e-5)
   np.testing.assert_allclose(some[1], masks[1, [2, 2]], atol=1e-5)
   # Rows that fill up a batch have no real pixel.
-  empty = jax.tree.leaves(compute(images, np.zeros_like(mask)))
+  empty = jax.tree.leaves(compute(variables, images, np.zeros_like(mask)))
   assert all(np.isfinite(x).all() for x in empty)
 
 
