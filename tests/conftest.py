@@ -201,12 +201,15 @@ def make_tiny_config(data_dir):
 
 def write_run(workdir, config, metadata, params, extra=None, step=1):
   """Writes what a run leaves behind: a complete config, metadata, weights."""
+  import jax
+
   from vit_jax.learning import optim, state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
   tx = optim.get_optimizer(config, lambda _: 0.0)
   workdir_lib.create(workdir, config, metadata, data={})
-  state = state_lib.TrainState(np.int32(step), params, tx.init(params), extra or {})
+  moments = jax.jit(tx.init)(params)
+  state = state_lib.TrainState(np.int32(step), params, moments, extra or {})
   with checkpoints_lib.Checkpoints(workdir) as checkpoints:
     checkpoints.save(step, state)
   return workdir
