@@ -167,7 +167,9 @@ def test_weights_give_what_attention_gave(name, classifier):
 
 def test_the_grid_of_a_hybrid_is_that_of_its_features():
   model = tiny_models.tiny(
-    patches={'size': (1, 1)}, resnet=dict(num_layers=(1,), width_factor=0.5)
+    num_layers=2,
+    patches={'size': (1, 1)},
+    resnet=dict(num_layers=(1,), width_factor=0.5),
   )
   found = check_weights(model, tiny_models.images((1, 8, 16, 3)))
   assert found.grid == (2, 4)

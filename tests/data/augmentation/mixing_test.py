@@ -67,7 +67,7 @@ def test_mixup_is_numpys():
 
 def test_cutmix_is_numpys():
   batch = make_batch()
-  for number in range(40):
+  for number in range(25):
     got = mix(batch, number, cutmix=1.0)
     pixels, label = shares(got, batch)
     inside = pixels < 0.5
@@ -109,9 +109,9 @@ def draw(count, mixup, cutmix, size=(1, 1)):
 def test_the_area_of_the_box_follows_from_a_beta():
   p, height, width = 0.5, 64, 48
   label, pixels = draw(1500, 0, p, (height, width))
+  np.testing.assert_allclose(label, pixels.mean(axis=(1, 2)), atol=1e-6)
   sides = []
-  for picture, share in zip(pixels, label, strict=True):
-    np.testing.assert_allclose(share, picture.mean(), atol=1e-6)
+  for picture in pixels:
     y = np.nonzero(picture == 0)[0]
     # Boxes that the edge cuts are shorter: keep the sides of the others.
     if len(y) and y.min() > 0 and y.max() < height - 1:
