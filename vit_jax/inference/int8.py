@@ -5,6 +5,7 @@ A kernel W becomes round(W / s), s = max |W| / 127 over the inputs of the channe
 return to it where a program reads them. Biases, norms and embeddings are unchanged.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -29,12 +30,16 @@ def converted(params, dtype: str):
     if x.ndim < 2 or not name.endswith('kernel'):
       return x
     inputs = tuple(range(optim.num_inputs(name, x.ndim)))
-    x = jnp.asarray(x, jnp.float32)
-    scale = jnp.max(jnp.abs(x), inputs, keepdims=True) / 127
-    scale = jnp.where(scale > 0, scale, 1)
-    return Kernel(jnp.round(x / scale).astype(jnp.int8), scale)
+    return _quantized(jnp.asarray(x, jnp.float32), inputs)
 
   return jax.tree_util.tree_map_with_path(convert, params)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantized(x, inputs) -> Kernel:
+  scale = jnp.max(jnp.abs(x), inputs, keepdims=True) / 127
+  scale = jnp.where(scale > 0, scale, 1)
+  return Kernel(jnp.round(x / scale).astype(jnp.int8), scale)
 
 
 def restored(params):

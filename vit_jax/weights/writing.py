@@ -171,7 +171,7 @@ def _write_workdir(model, dst):
   config, metadata = as_run(model)
   tx = optim.get_optimizer(config, lambda _: 0.0)
   params, extra = jax.tree.map(np.asarray, (model.params, model.extra))
-  state = state_lib.TrainState(np.int32(1), params, tx.init(params), extra)
+  state = state_lib.TrainState(np.int32(1), params, jax.jit(tx.init)(params), extra)
   workdir_lib.create(dst, config, metadata, data={})
   checkpoints = checkpoints_lib.Checkpoints(dst)
   checkpoints.save(1, state)
