@@ -2,10 +2,7 @@
 
 import io
 import json
-import os
-import pathlib
 import re
-import subprocess
 import sys
 import time
 import types
@@ -21,27 +18,6 @@ from vit_jax.configs import detr, models as model_configs, pretrain
 from vit_jax.layers import dtypes, layer_stack
 from vit_jax.planning import estimate, plan, topology
 from vit_jax.run import config as run_config, overrides
-
-ROOT = pathlib.Path(__file__).parents[1]
-
-
-def run_python(*args, cache):
-  """Runs Python in a process of its own; returns what it prints.
-
-  libtpu stays in the process that loads it, and JAX's profiler, which other
-  tests use, crashes beside it.
-  """
-  done = subprocess.run(
-    [sys.executable, *args],
-    capture_output=True,
-    text=True,
-    check=False,
-    cwd=ROOT,
-    env={**os.environ, 'VIT_JAX_CACHE': str(cache)},
-  )
-  assert done.returncode == 0, done.stderr[-2000:]
-  assert 'hbm' not in done.stderr  # What the compiler says stays with us.
-  return done.stdout
 
 
 @pytest.fixture(scope='module')
@@ -74,26 +50,88 @@ PLANS = {
   ),
 }  # fmt: skip
 
-# Runs the command for each list of arguments; prints what it said and wrote.
-_COMMANDS = """
-import contextlib, io, json, pathlib, sys
+# What no plan can be made of, and what is said.
+REFUSED = (
+  ('--config.mesh.data=3', 'does not fit 8 device'),
+  ('--config.batch=12', 'batch=12 is not a multiple of 8'),
+  ('--topology=v3:7x9', "topology='v3:7x9' is not available"),
+  ("--config.sharding_rules=(('nothing', ('data',)),)", r"['nothing'] match nothing"),
+)
+
+# Runs the command for each list of arguments; prints what it said and wrote, or raised,
+# all example topologies, the mesh and the collectives of two slices, and what a second
+# process says meanwhile.
+_SCRIPT = """
+import contextlib
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import jax
 from vit_jax.commands import plan
-results = []
+from vit_jax.distributed import sharding
+from vit_jax.planning import estimate, topology
+plans, errors = [], []
 for args, file in json.loads(sys.argv[1]):
   with contextlib.redirect_stdout(io.StringIO()) as out:
     plan.main(args)
-  written = json.loads(pathlib.Path(file).read_text())
-  results.append([out.getvalue(), written])
-print(json.dumps(results))
+  plans.append([out.getvalue(), json.loads(pathlib.Path(file).read_text())])
+for flag in json.loads(sys.argv[2]):
+  try:
+    plan.main(['--config=configs/pretrain.py:ti16,imagenet2012', flag])
+  except ValueError as e:
+    errors.append(str(e))
+coordinates = {
+  name: [list(d.coords) for d in topology.get_topology(chip.example)]
+  for name, chip in topology.CHIPS.items()
+}
+devices = topology.get_topology('2xv5e:2x2')
+mesh = sharding.make_mesh({'data': -1, 'fsdp': 4}, devices)
+whole = sharding.make_mesh({'data': 1, 'fsdp': -1}, devices)
+parts = sharding.make_mesh({'data': -1, 'fsdp': 8}, topology.get_topology('v5e:4x4'))
+slices = [
+  [[d.slice_index for d in row] for row in mesh.devices],
+  [d.slice_index for d in whole.devices.flat],
+]
+rows = jax.ShapeDtypeStruct((8, 96), 'float32', sharding=sharding.batch_sharding(mesh))
+with topology.quiet_compiler():
+  total = jax.jit(lambda x: x.sum(0), out_shardings=sharding.replicated(mesh))
+  hlo = total.lower(rows).compile().as_text()
+slices.append(estimate.collectives(hlo))
+slices.append([[len({d.coords[i] for d in part}) for i in (0, 1)] for part in parts.devices])
+# This process holds libtpu now.
+second = subprocess.run(
+  [sys.executable, '-m', 'vit_jax', 'plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
+  capture_output=True, text=True,
+  env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
+)
+print(json.dumps([plans, errors, coordinates, slices, [second.returncode, second.stderr]]))
 """
 
 
 @pytest.fixture(scope='module')
-def plans(cache):
-  """By name: what the command says, and what it writes; from one process."""
+def said(cache):
+  """What the script prints.
+
+  It has a process of its own: libtpu stays in the process that loads it, and JAX's
+  profiler, which other tests use, crashes beside it.
+  """
   commands = [arguments(cache, *flags) for flags in PLANS.values()]
-  out = run_python('-c', _COMMANDS, json.dumps(commands, default=str), cache=cache)
-  return dict(zip(PLANS, json.loads(out.splitlines()[-1]), strict=True))
+  commands = [(args, str(file)) for args, file in commands]
+  flags = [flag for flag, _ in REFUSED]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setenv('VIT_JAX_CACHE', str(cache))
+    output = processes.run_code(_SCRIPT, *map(json.dumps, (commands, flags)))
+  assert 'hbm' not in output  # What the compiler says stays with us.
+  return json.loads(output.splitlines()[-1])
+
+
+@pytest.fixture(scope='module')
+def plans(said):
+  """By name: what the command says, and what it writes."""
+  return dict(zip(PLANS, said[0], strict=True))
 
 
 def config_of(arg, **fields):
@@ -331,62 +369,9 @@ def test_what_one_waits_for_is_said(monkeypatch, capsys):
   assert 'Compiling ... 00:01' in shown
 
 
-# Prints what each of the arguments lists raises, all example topologies, the mesh and
-# the collectives of two slices, and what a second process says meanwhile.
-_SCRIPT = """
-import json
-import os
-import subprocess
-import sys
-import jax
-from vit_jax.commands import plan
-from vit_jax.distributed import sharding
-from vit_jax.planning import estimate, topology
-errors = []
-for args in json.loads(sys.argv[1]):
-  try:
-    plan.main(['--config=configs/pretrain.py:ti16,imagenet2012', *args])
-  except ValueError as e:
-    errors.append(str(e))
-coordinates = {
-  name: [list(d.coords) for d in topology.get_topology(chip.example)]
-  for name, chip in topology.CHIPS.items()
-}
-devices = topology.get_topology('2xv5e:2x2')
-mesh = sharding.make_mesh({'data': -1, 'fsdp': 4}, devices)
-whole = sharding.make_mesh({'data': 1, 'fsdp': -1}, devices)
-parts = sharding.make_mesh({'data': -1, 'fsdp': 8}, topology.get_topology('v5e:4x4'))
-slices = [
-  [[d.slice_index for d in row] for row in mesh.devices],
-  [d.slice_index for d in whole.devices.flat],
-]
-rows = jax.ShapeDtypeStruct((8, 96), 'float32', sharding=sharding.batch_sharding(mesh))
-with topology.quiet_compiler():
-  total = jax.jit(lambda x: x.sum(0), out_shardings=sharding.replicated(mesh))
-  hlo = total.lower(rows).compile().as_text()
-slices.append(estimate.collectives(hlo))
-slices.append([[len({d.coords[i] for d in part}) for i in (0, 1)] for part in parts.devices])
-# This process holds libtpu now.
-second = subprocess.run(
-  [sys.executable, '-m', 'vit_jax', 'plan', '--config=configs/pretrain.py:ti16,imagenet2012'],
-  capture_output=True, text=True,
-  env={k: v for k, v in os.environ.items() if k != 'ALLOW_MULTIPLE_LIBTPU_LOAD'},
-)
-print(json.dumps([errors, coordinates, slices, [second.returncode, second.stderr]]))
-"""
-
-
-def test_topologies_and_what_does_not_fit_them(cache):
-  cases = (
-    ('--config.mesh.data=3', 'does not fit 8 device'),
-    ('--config.batch=12', 'batch=12 is not a multiple of 8'),
-    ('--topology=v3:7x9', "topology='v3:7x9' is not available"),
-    ("--config.sharding_rules=(('nothing', ('data',)),)", r"['nothing'] match nothing"),
-  )
-  args = json.dumps([[flag] for flag, _ in cases])
-  out = run_python('-c', _SCRIPT, args, cache=cache)
-  errors, coordinates, slices, second = json.loads(out.splitlines()[-1])
-  for (_, message), error in zip(cases, errors, strict=True):
+def test_topologies_and_what_does_not_fit_them(said):
+  _, errors, coordinates, slices, second = said
+  for (_, message), error in zip(REFUSED, errors, strict=True):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})
@@ -400,10 +385,10 @@ def test_topologies_and_what_does_not_fit_them(cache):
   assert between['network_bytes'] == 0
   # An axis may take a part of an axis of the torus.
   assert [sorted(spans) for spans in slices[3]] == 2 * [[2, 4]]
-  status, said = second
+  status, message = second
   assert status != 0
-  assert 'libtpu is in use by another process: wait until that process ends' in said
-  assert 'Traceback' not in said
+  assert 'libtpu is in use by another process: wait until that process ends' in message
+  assert 'Traceback' not in message
 
 
 @pytest.mark.parametrize(
