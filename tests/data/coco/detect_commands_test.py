@@ -1,5 +1,7 @@
 """Tests of the commands on a detector of a folder in COCO's format."""
 
+import jax
+import numpy as np
 from PIL import Image
 import pytest
 
@@ -12,29 +14,44 @@ from vit_jax.commands import (
 )
 from vit_jax.evaluators import evaluation
 from vit_jax.planning import plan
-from vit_jax.run import config as run_config
+from vit_jax.run import (
+  checkpoints as checkpoints_lib,
+  config as run_config,
+  workdir as workdir_lib,
+)
 
 THINGS = [drawn.thing(i, i % 4, (i, 0, 20, 20), 7) for i in range(6)]
 
 
+def numbers(like):
+  return np.random.RandomState(like.size).normal(0, 0.1, like.shape).astype(like.dtype)
+
+
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """A run of two updates: its folder, its data, and the last metrics."""
+  """A run of two updates: its folder, its data, and the last metrics.
+
+  Instead of the first it has random numbers, so that no initialisation is compiled.
+  """
   root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, grey=(2,))
   workdir = str(tmp_path_factory.mktemp('run'))
-  _, metrics = train.train_and_evaluate(make_config(root), workdir)
-  return workdir, root, metrics
-
-
-def make_config(root):
   config = detect_test.on_canvases(root)
-  config.update(progress_every=1, eval_every=2, checkpoint_every=2)
-  return config
+  config.update(progress_every=1, eval_every=2, checkpoint_every=2, optimizer='sgd')
+  prepared = train.prepare(config, workdir)
+  state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), prepared.program.abstract)
+  state = state.replace(params=jax.tree.map(numbers, state.params))
+  data = train.fingerprints(prepared)
+  workdir_lib.create(workdir, prepared.config, prepared.metadata, data)
+  with checkpoints_lib.Checkpoints(workdir) as checkpoints:
+    checkpoints.save(1, state)
+  _, metrics = train.train_and_evaluate(config, workdir)
+  return workdir, root, metrics
 
 
 def test_the_evaluation_of_a_run_is_that_of_its_training(run):
   workdir, _, metrics = run
-  found = evaluation.evaluate(predict.load(workdir), 'val')
+  mesh = evaluation.run_mesh(workdir)
+  found = evaluation.evaluate(predict.load(workdir, mesh=mesh), 'val')
   assert found['num_examples'] == 4
   for name in ('loss', 'AP', 'AP50', 'AR100'):
     assert found[name] == pytest.approx(metrics[f'{name}_test'], rel=1e-5)
