@@ -73,7 +73,6 @@ def _import_large(first):
   imports = [
     console.load_tensorflow,
     lambda: importlib.import_module('tests.torch_models'),
-    lambda: importlib.import_module('gradio'),
   ]
   for i in range(len(imports)):
     imports[(first + i) % len(imports)]()

@@ -1,5 +1,6 @@
 """Tests of the page that shows a model, in Chromium."""
 
+import argparse
 from concurrent import futures
 import contextlib
 import io
@@ -16,7 +17,6 @@ import time
 import types
 from urllib import parse
 
-import gradio
 import httpx
 import jax
 import numpy as np
@@ -27,11 +27,16 @@ import pytest
 from tests import conftest
 from tests.figures import visualize_test
 from tests.inference import export_test
+from tests.tasks import masked_patches_test
+from tests.tasks.detection import segment_test
+from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import demo as command
-from vit_jax.inference import demo, predictor, user_images
+from vit_jax.figures import grids
+from vit_jax.inference import predictor, user_images
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import attention_figures, page as page_lib
+from vit_jax.tasks.detection import attention_figures
+from vit_jax.tasks.pixels import finetune
 
 TITLE = '*A* <model> [x](/y) ${1 + 1}'
 NAMES = ['ant', 'bee', '<cow>']
@@ -42,6 +47,14 @@ _ARGS = (
   '--disable-background-networking', '--disable-component-update',
   '--disable-sync', '--disable-quic',
 )  # fmt: skip
+
+
+@pytest.fixture(scope='module')
+def demo():
+  """The module, which imports Gradio: that takes seconds, so one process does it."""
+  from vit_jax.inference import demo
+
+  return demo
 
 
 @pytest.fixture(scope='module')
@@ -156,7 +169,7 @@ def model(workdir):
 
 
 @pytest.fixture(scope='module')
-def url(model):
+def url(demo, model):
   """The page of the classifier."""
   with demo.served(model, TITLE, {'classes': '3'}) as url:
     yield url.removesuffix('/')
@@ -315,7 +328,7 @@ def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
     assert place(toast)[1] < place(page.get_by_text('Top predictions'))[0]
 
 
-def test_two_visitors_at_once(url, model, photos, monkeypatch):
+def test_two_visitors_at_once(demo, url, model, photos, monkeypatch):
   """Both are served at the same time, or the barrier breaks."""
   pair, found = photos[:2], model.predict([*map(str, photos[:2])])
   barrier, read = threading.Barrier(2, timeout=60), demo._read
@@ -341,7 +354,7 @@ def test_two_visitors_at_once(url, model, photos, monkeypatch):
 def detector():
   """A narrow detector on canvases whose queries differ."""
   sides = dict(sides=(96, 128), eval_side=128, longest_side=192)
-  task = export_test.make_detector(**sides)
+  task = export_test.make_detector((1, 1, 1), **sides)
   params, extra = export_test.randomised(task)
   params['query_embedding'] *= 10
   attention = params['decoder_layer_0']['cross_attention']
@@ -356,7 +369,7 @@ def green(picture):
   return middle - (red + blue) / 2
 
 
-def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
+def test_boxes_above_a_score_and_attention_of_one(browser, demo, detector, photos):
   path, count = str(photos[0]), 4
   [objects] = detector.detect([path], threshold=0.0)
   scores = [score for _, score, _ in objects]
@@ -407,6 +420,8 @@ def test_boxes_above_a_score_and_attention_of_one(browser, detector, photos):
 
 
 def test_the_smallest_box_is_the_one_that_is_clicked():
+  from vit_jax.tasks.detection import page as page_lib
+
   boxes = [(0, 0, 10, 10), (2, 2, 6, 8), (5, 5, 20, 20)]
   assert page_lib.clicked(boxes, 3, 3) == 1
   assert page_lib.clicked(boxes, 8, 8) == 0
@@ -438,7 +453,7 @@ def run_command(monkeypatch, flags, visit):
       return super().wait(timeout)
 
   fake = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
-  monkeypatch.setattr(demo, 'threading', fake)
+  monkeypatch.setattr('vit_jax.inference.demo.threading', fake)
   # Not capsys: where sys.stderr is another one, the server's logging closes the
   # one of before, which is pytest's.
   output = io.StringIO()
@@ -488,8 +503,8 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
       assert time.monotonic() < deadline
       time.sleep(0.05)
 
-  monkeypatch.setattr(demo, 'LARGEST', 2_000)
-  monkeypatch.setattr(demo, '_KEPT', 1.0)
+  monkeypatch.setattr('vit_jax.inference.demo.LARGEST', 2_000)
+  monkeypatch.setattr('vit_jax.inference.demo._KEPT', 1.0)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
   flags = [f'--workdir={workdir}', f'--port={port}']
   output = run_command(monkeypatch, flags, visit)
@@ -545,6 +560,81 @@ def test_without_gradio_the_extra_is_named(monkeypatch):
     command.main(['--workdir=/no/run'])
 
 
+def page_of(model, page=None):
+  """The page of a task, without a server."""
+  import gradio
+
+  with gradio.Blocks():
+    return page(model) if page else model.page()
+
+
 def test_a_task_without_a_page(model):
-  with gradio.Blocks(), pytest.raises(ValueError, match='`page`'):
-    predictor.Predictor.page(model)
+  with pytest.raises(ValueError, match='`page`'):
+    page_of(model, predictor.Predictor.page)
+
+
+def photo_of(demo, folder, pixels):
+  """A photograph, and the file that it is in."""
+  path = str(folder / 'photo.png')
+  Image.fromarray(pixels).save(path)
+  return demo.Photo(path, pixels), path
+
+
+def reported(model, path, folder, **options):
+  """The picture that the command draws."""
+  out = str(folder / 'out.png')
+  model.report([path], argparse.Namespace(out=out, **options))
+  with Image.open(out) as picture:
+    return np.asarray(picture)
+
+
+def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
+  task = pixels_test.make_task(data_dir)
+  model = task.predictor(pixels_test.random_params(task), {}, 1)
+  pixels = np.zeros((8, 8, 3), np.uint8)
+  photo, _ = photo_of(demo, tmp_path, pixels)
+  show, [seed], [picture, _] = page_of(model)
+  assert seed.value == 0
+  found = show(photo, 1)[picture]
+  completed = model.complete([pixels] * 3, seed=1)
+  given = pixels.copy()
+  given[4:] = 128
+  want = grids.grid(np.stack([given, *completed]))
+  np.testing.assert_array_equal(found, want)
+  assert (show(photo, 2)[picture] != found).any()
+
+
+def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
+  task = pixels_test.make_task(data_dir, finetune.Task)
+  model = task.predictor(pixels_test.random_params(task), {}, 1)
+  photo, path = photo_of(demo, tmp_path, np.zeros((8, 8, 3), np.uint8))
+  show, _, outputs = page_of(model)
+  shares, completions = list(show(photo, 0).values())[:2]
+  [classes] = model.predict([path])
+  assert shares == pytest.approx(dict(classes))
+  assert completions.ndim == 3
+  assert len(outputs) == 3
+
+
+def test_masked_patches_are_shown_as_the_command_draws_them(demo, data_dir, tmp_path):
+  task = masked_patches_test.make_task(data_dir)
+  model = task.predictor(*export_test.randomised(task), 1)
+  photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
+  show, _, [picture] = page_of(model)
+  want = reported(model, path, tmp_path)
+  np.testing.assert_array_equal(show(photo)[picture], want)
+
+
+def test_segments_are_shown_as_the_command_draws_them(demo, tmp_path):
+  model = segment_test.make_task().predictor({}, {'frozen': {}}, 0)
+  pixels = segment_test.COLOURS[segment_test.make_classes()].astype(np.uint8)
+  photo, path = photo_of(demo, tmp_path, pixels)
+  show, [threshold], (_, picture, words) = page_of(model)
+  assert threshold.value == model.LEAST
+  found = show(photo, 0.85)
+  assert found[words] == '4 segments with a score of at least 85 %'
+  # In the file the map is enlarged; here it is made for the picture.
+  want = reported(model, path, tmp_path, threshold=None, image_size=None)
+  assert (found[picture] == want).all(axis=-1).mean() > 0.9
+  found = show(photo, 1.0)
+  assert found[words] == '0 segments with a score of at least 100 %'

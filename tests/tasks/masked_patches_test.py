@@ -1,28 +1,29 @@
 """Tests of masked patch prediction: what is corrupted, what is to be predicted."""
 
-import argparse
 import copy
 import json
 import math
 
-import gradio
 import jax
 import numpy as np
 from PIL import Image
 import pytest
 import tensorflow as tf
 
-from tests import conftest
+from tests import conftest, tiny_models
 from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import common, masked_patches as config_lib, masked_patches_digits
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
-from vit_jax.inference import demo
 from vit_jax.layers import patches as patches_lib
 from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import masked_patches
 from vit_jax.weights import convert
+
+# Compiled in one piece for each shape.
+colors = jax.jit(masked_patches.colors)
+mean_colors = jax.jit(masked_patches.mean_colors, static_argnums=1)
 
 
 def options(**kwargs):
@@ -78,28 +79,26 @@ def test_patches_are_cut_in_the_order_of_the_tokens_and_pasted_back():
 def test_a_colour_has_three_bits_of_each_channel():
   # -1, just below and at 0, 1: the bins 0, 3, 4, 7 of 8.
   values = np.array([[-1.0, -1e-3, 0.0], [1.0, 1.0, 1.0], [-1, -1, -1]])
-  np.testing.assert_array_equal(
-    masked_patches.colors(values), [0 * 64 + 3 * 8 + 4, 511, 0]
-  )
+  np.testing.assert_array_equal(colors(values), [0 * 64 + 3 * 8 + 4, 511, 0])
   grey = np.array([[-0.76], [-0.74]])  # 0.12 and 0.13 of 1: below, above 1/8.
-  np.testing.assert_array_equal(masked_patches.colors(grey), [0, 1])
+  np.testing.assert_array_equal(colors(grey), [0, 1])
 
 
 def test_the_middle_of_a_colour_has_its_number():
   for channels in (1, 3):
     numbers = np.arange(8**channels)
     values = masked_patches.middle(numbers, channels)
-    np.testing.assert_array_equal(masked_patches.colors(values), numbers)
+    np.testing.assert_array_equal(colors(values), numbers)
     assert abs(values).max() == 7 / 8
 
 
 def test_targets_are_means_over_the_patch_or_its_cells():
   rng = np.random.RandomState(0)
   patches = rng.uniform(-1, 1, (2, 3, 8, 4, 3)).astype(np.float32)
-  got = masked_patches.mean_colors(patches)[..., 0]
+  got = mean_colors(patches)[..., 0]
   want = np.floor((patches.mean(axis=(2, 3)) + 1) * 4) @ [64, 8, 1]
   np.testing.assert_array_equal(got, want)
-  cells = masked_patches.mean_colors(patches, 4)  # Cells of 2 x 1 pixels.
+  cells = mean_colors(patches, 4)  # Cells of 2 x 1 pixels.
   assert cells.shape == (2, 3, 16)
   cell = patches[1, 2, 4:6, 3]  # The third row, the last column.
   want = np.floor((cell.mean(axis=0) + 1) * 4) @ [64, 8, 1]
@@ -143,8 +142,8 @@ def test_the_loss_is_that_of_only_the_corrupted_patches(data_dir, target, channe
   right, count = sums['accuracy']
   assert count == weight
   # The prediction is colour 0, or for pixels the grey in the middle.
-  target_colors = masked_patches.mean_colors(patches, 4 if target == '4x4' else 1)
-  guess = masked_patches.colors(np.zeros(channels)) if target == 'l2' else 0
+  target_colors = mean_colors(patches, 4 if target == '4x4' else 1)
+  guess = colors(np.zeros(channels)) if target == 'l2' else 0
   hits = (np.asarray(target_colors) == guess).mean(axis=-1)[corrupted].sum()
   np.testing.assert_allclose(right, hits, rtol=1e-6)
   # Rows that are padding do not count.
@@ -154,15 +153,10 @@ def test_the_loss_is_that_of_only_the_corrupted_patches(data_dir, target, channe
 
 def test_tokens_are_masked_swapped_or_left(data_dir):
   task = make_task(data_dir)
-  params, _ = jax.jit(task.init)(jax.random.key(0))
+  params = tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0))[0])
   batch = make_batch(task, n=1)
   image = batch['image']
   n = task.num_patches
-  rng = np.random.RandomState(1)
-  params['head'] = jax.tree.map(
-    lambda x: rng.normal(size=x.shape).astype(np.float32), params['head']
-  )
-
   outputs = jax.jit(lambda **batch: task.outputs(params, {}, batch))
 
   def predict_with(image, fate, other=None):
@@ -246,17 +240,6 @@ def test_prediction_draws_what_was_masked_and_predicted(model):
   kept = seen == 1
   np.testing.assert_array_equal(guessed[kept], image[kept])
   assert model.predict([]) == []
-
-
-def test_a_page_shows_what_the_command_draws(model, tmp_path):
-  pixels = np.full((8, 8, 3), 200, np.uint8)
-  path, out = str(tmp_path / 'image.png'), tmp_path / 'out.png'
-  Image.fromarray(pixels).save(path)
-  model.report([path], argparse.Namespace(out=str(out)))
-  with gradio.Blocks():
-    show, _, [picture] = model.page()
-  found = show(demo.Photo(path, pixels))
-  np.testing.assert_array_equal(found[picture], np.asarray(Image.open(out)))
 
 
 def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):

@@ -4,7 +4,6 @@ import argparse
 import io
 import types
 
-import gradio
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,7 @@ from vit_jax.configs import common, detr_panoptic_scenes
 from vit_jax.data import records
 from vit_jax.data.tfds import scenes
 from vit_jax.distributed import sharding
-from vit_jax.inference import demo, engine
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 from vit_jax.tasks.detection import (
   mask_losses as masks_lib,
@@ -62,7 +61,7 @@ def make_config(**options):
   config.pp.update(crop=32, flip=False)
   config.pp.crop_area = None
   config.model = detr_panoptic_scenes.get_config().model
-  config.model.update(num_queries=4, num_encoder_layers=1, num_decoder_layers=1)
+  config.model.update(num_queries=4, num_encoder_layers=0, num_decoder_layers=1)
   config.task_options.update({'max_objects': 4, 'truth_size': 64, **options})
   config.update(batch_eval=2, total_steps=1, best_metric='PQ_test')
   return run_config.complete(config)
@@ -103,14 +102,18 @@ def record(classes, crowd=()):
   }
 
 
-@pytest.fixture(scope='module')
-def classes():
+def make_classes():
   """Classes of the pixels of an image of 48 x 64."""
   found = np.full((48, 64), 3)
   found[24:] = 2
   found[12:36, 16:32] = 0
   found[36:48, 48:64] = 1
   return found
+
+
+@pytest.fixture(scope='module')
+def classes():
+  return make_classes()
 
 
 def tensors(record):
@@ -243,25 +246,6 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
   task.model.mask_head = False
   with pytest.raises(ValueError, match='no mask head'):
     task.predictor({}, {'frozen': {}}, 0).segment([image])
-
-
-def test_segments_are_shown_on_a_page(classes, tmp_path):
-  predictor = make_task().predictor({}, {'frozen': {}}, 0)
-  image = COLOURS[classes].astype(np.uint8)
-  path = str(tmp_path / 'image.png')
-  Image.fromarray(image).save(path)
-  out = str(tmp_path / 'out.png')
-  predictor.report([path], argparse.Namespace(out=out, threshold=None, image_size=None))
-  with gradio.Blocks():
-    show, [threshold], (_, picture, words) = predictor.page()
-  assert threshold.value == predictor.LEAST
-  found = show(demo.Photo(path, image), 0.85)
-  assert found[words] == '4 segments with a score of at least 85 %'
-  # In the file the map is enlarged; here it is made for the picture.
-  near = found[picture] == np.asarray(Image.open(out))
-  assert near.all(axis=-1).mean() > 0.9
-  found = show(demo.Photo(path, image), 1.0)
-  assert found[words] == '0 segments with a score of at least 100 %'
 
 
 def test_pictures_show_truth_and_prediction(classes):
