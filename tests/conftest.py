@@ -207,8 +207,8 @@ def write_run(workdir, config, metadata, params, extra=None, step=1):
 
   tx = optim.get_optimizer(config, lambda _: 0.0)
   workdir_lib.create(workdir, config, metadata, data={})
-  moments = jax.jit(tx.init)(params)
-  state = state_lib.TrainState(np.int32(step), params, moments, extra or {})
+  opt_state = jax.jit(tx.init)(params)  # Else each shape compiles by itself.
+  state = state_lib.TrainState(np.int32(step), params, opt_state, extra or {})
   with checkpoints_lib.Checkpoints(workdir) as checkpoints:
     checkpoints.save(step, state)
   return workdir

@@ -99,7 +99,7 @@ def drawn(tree, seed=0):
     fan_in = np.prod(leaf.shape[:-1])
     size = 1 / np.sqrt(fan_in) if name == 'kernel' else 0.1
     values = size * rng.randn(*leaf.shape) + (name == 'scale')
-    return jnp.asarray(values, leaf.dtype)
+    return jnp.asarray(values.astype(leaf.dtype))  # jnp compiles what it converts.
 
   return jax.tree_util.tree_map_with_path(draw, tree)
 
