@@ -23,8 +23,8 @@ def vit(**transformer):
 
 def detr(**fields):
   return models_detr.Detr(
-    3, units=(1, 1, 1, 1), backbone_width=8, hidden_size=16, num_queries=3,
-    num_encoder_layers=1, num_decoder_layers=1, num_heads=2, mlp_dim=16,
+    3, units=(1, 1, 1), backbone_width=8, hidden_size=16, num_queries=3,
+    num_encoder_layers=0, num_decoder_layers=1, num_heads=2, mlp_dim=16,
     **fields,
   )  # fmt: skip
 
