@@ -59,7 +59,7 @@ class Shown:
 @pytest.fixture(scope='module')
 def config(data_dir):
   config = conftest.make_tiny_config(data_dir)
-  config.update(log_images=8, log_attention=True)
+  config.update(log_images=8, log_attention=True, checkpoint_every=6)
   return config
 
 
