@@ -67,12 +67,13 @@ def make_bit():
   return classifier(kind='bit', num_layers=(1, 1), width_factor=0.5)
 
 
-def make_detector(**pp):
+def make_detector(units=(1, 1), **pp):
   config = detr_scenes.get_config()
+  config.pp.update(crop=32)
   config.pp.update(pp)
   config.dataset = None  # Compared on photographs.
   config.model.update(
-    backbone_width=8, hidden_size=16, mlp_dim=8, norm='frozen_batch',
+    units=units, backbone_width=8, hidden_size=16, mlp_dim=8, norm='frozen_batch',
     num_decoder_layers=1,
   )  # fmt: skip
   return run_config.get_task('detect')(run_config.complete(config), NAMES)
@@ -96,11 +97,7 @@ TASKS = {
   'canvases': make_canvases,
   'masked': make_masked,
 }
-OUTPUTS = {
-  'detector': {'boxes', 'probabilities'},
-  'canvases': {'boxes', 'probabilities'},
-  'masked': {'outputs'},
-}
+OUTPUTS = {'canvases': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
 
 
 @functools.cache
@@ -155,7 +152,8 @@ def test_what_is_exported_computes_the_same(name, to, tmp_path):
   assert list(tmp_path.iterdir()) == [out]
   inputs = inputs_of(model, out, 5)
   want, served = compute(inputs), serve(out)
-  for count in (1, 5):
+  # TensorFlow compiles anew for each number of images.
+  for count in (1, 5) if to == 'onnx' else (3,):
     got = served({name: x[:count] for name, x in inputs.items()})
     assert set(got) == OUTPUTS.get(name, {'logits', 'probabilities'})
     for key, expected in want.items():
