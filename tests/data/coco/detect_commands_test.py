@@ -13,6 +13,7 @@ from vit_jax.commands import (
   visualize,
 )
 from vit_jax.evaluators import evaluation
+from vit_jax.figures import drawing
 from vit_jax.planning import plan
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
@@ -29,21 +30,22 @@ def numbers(like):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """A run of two updates: its folder, its data, and the last metrics.
+  """A run of random numbers: its folder, its data, and the metrics of its evaluation.
 
-  Instead of the first it has random numbers, so that no initialisation is compiled.
+  It goes on after the last update, so that neither that nor the first state is compiled.
   """
   root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, grey=(2,))
   workdir = str(tmp_path_factory.mktemp('run'))
   config = detect_test.on_canvases(root)
-  config.update(progress_every=1, eval_every=2, checkpoint_every=2, optimizer='sgd')
+  config.update(eval_every=2)
   prepared = train.prepare(config, workdir)
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), prepared.program.abstract)
-  state = state.replace(params=jax.tree.map(numbers, state.params))
+  params = jax.tree.map(numbers, state.params)
+  state = state.replace(step=np.int32(2), params=params)
   data = train.fingerprints(prepared)
   workdir_lib.create(workdir, prepared.config, prepared.metadata, data)
   with checkpoints_lib.Checkpoints(workdir) as checkpoints:
-    checkpoints.save(1, state)
+    checkpoints.save(2, state)
   _, metrics = train.train_and_evaluate(config, workdir)
   return workdir, root, metrics
 
@@ -108,7 +110,8 @@ def test_the_command_predicts_and_draws(run, tmp_path, capsys):
     assert min(picture.size) > 30
 
 
-def test_the_command_visualizes(run, tmp_path, capsys):
+def test_the_command_visualizes(run, tmp_path, capsys, monkeypatch):
+  monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
   flags = [f'--workdir={run[0]}', f'--out={out}', '--num_images=1']
   visualize.main(flags)

@@ -30,7 +30,10 @@ def make_config(**fields):
   config.task = 'detect'
   config.dataset = 'scenes'
   config.pretrained_dir = None
-  config.pp.crop = 32
+  config.pp.update(
+    sides=(32,), eval_side=32, longest_side=32, canvases=1, canvas_multiple=32,
+    crop_sides=(),
+  )  # fmt: skip
   config.model = ml_collections.ConfigDict(
     dict(
       kind='detr', units=(1,), backbone_width=8, norm='group', hidden_size=16,
@@ -48,9 +51,15 @@ def make_config(**fields):
 
 
 def make_batch():
+  """Images of several shapes on canvases."""
   rng = np.random.RandomState(0)
+  real = np.zeros((8, 32, 32), bool)
+  for i in range(8):
+    real[i, : 32 - 2 * i, : 18 + 2 * i] = True
+  image = rng.uniform(-1, 1, (8, 32, 32, 3)).astype(np.float32)
   return {
-    'image': rng.uniform(-1, 1, (8, 32, 32, 3)).astype(np.float32),
+    'image': image * real[..., None],
+    'real': real,
     'box': rng.uniform(0.2, 0.5, (8, 4, 4)).astype(np.float32),
     'class': rng.randint(0, 3, (8, 4)).astype(np.int32),
     'count': np.array(COUNTS, np.int32),
