@@ -602,6 +602,9 @@ def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
   want = grids.grid(np.stack([given, *completed]))
   np.testing.assert_array_equal(found, want)
   assert (show(photo, 2)[picture] != found).any()
+  bert = pixels_test.make_task(data_dir, causal=False)
+  with pytest.raises(ValueError, match=r"masked pixels .*'ar'"):
+    page_of(bert.predictor(None, {}, 1))
 
 
 def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
