@@ -11,7 +11,6 @@ import os
 import random
 import resource
 import runpy
-import signal
 import sys
 import threading
 
@@ -73,9 +72,9 @@ def start(flags, env, kill=None, file_size=None):
   Args:
     flags: the command line behind `python -m vit_jax.main`.
     env: the environment.
-    kill: (module, name of a function or method in it, number of the call from 1,
-      longest delay in seconds, seed): from that call on the process lives so much
-      longer at most. None: until its end.
+    kill: (signal, module, name of a function or method in it, number of the call
+      from 1, longest delay in seconds, seed): from that call on the process gets
+      the signal after so much time at most. None: never.
     file_size: bytes that a file may have, as on a disk that is full. None: any.
 
   Returns:
@@ -141,8 +140,8 @@ def _run_code(code, arguments):
   exec(code, {'__name__': '__main__'})
 
 
-def _arm(module, name, number, delay, seed):
-  """Has a function start the clock that kills this process."""
+def _arm(signal_number, module, name, number, delay, seed):
+  """Has a function start the clock of a signal to this process."""
   holder = importlib.import_module(module)
   *path, name = name.split('.')
   for part in path:
@@ -155,7 +154,7 @@ def _arm(module, name, number, delay, seed):
     if len(calls) == number:
       clock = threading.Timer(
         random.Random(seed).random() * delay,
-        lambda: os.kill(os.getpid(), signal.SIGKILL),
+        lambda: os.kill(os.getpid(), signal_number),
       )
       clock.daemon = True
       clock.start()

@@ -1,6 +1,5 @@
-"""Tests with real processes: killed at any moment, they resume bit for bit."""
+"""Tests with real processes: ended at any moment, they resume bit for bit."""
 
-import re
 import signal
 
 import pytest
@@ -41,36 +40,46 @@ def test_what_a_user_sees(reference):
 
 
 _CHECKPOINTS = 'vit_jax.run.checkpoints'
-# Where the clock of a kill starts, and the most that it then runs: see
-# tests.forked.start. In this order: the first lives find no checkpoint.
-KILLS = [
-  ('start-up', 'vit_jax.run.workdir', 'create', 1, 0.02),
-  ('first save', _CHECKPOINTS, '_Handler.finalize', 1, 0.01),
-  ('deletion', _CHECKPOINTS, '_NewestAndBest.should_preserve', 2, 0.0),
-  ('restore', _CHECKPOINTS, '_read', 1, 0.02),
-  ('step', 'vit_jax.run.loop', 'Run.update', 8, 0.1),
-  ('metrics', 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
-  ('save', _CHECKPOINTS, '_Handler.finalize', 2, 0.05),
+# Each life of a run: the signal that ends it, where its clock starts, and the most
+# that it then runs: see tests.forked.start. The first ones find no checkpoint.
+LIVES = [
+  (signal.SIGKILL, 'vit_jax.run.workdir', 'create', 1, 0.02),
+  (signal.SIGKILL, _CHECKPOINTS, '_Handler.finalize', 1, 0.01),  # The first save.
+  (signal.SIGKILL, _CHECKPOINTS, '_NewestAndBest.should_preserve', 2, 0.0),  # Deletes.
+  (signal.SIGINT, 'vit_jax.run.loop', 'Run.update', 5, 0.0),
+  (signal.SIGKILL, 'vit_jax.run.loop', 'Run.update', 8, 0.1),
+  (signal.SIGKILL, 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
+  (signal.SIGKILL, _CHECKPOINTS, '_Handler.finalize', 2, 0.05),
 ]
 
 
-def test_killed_at_many_moments_the_end_is_the_same(
+def test_ended_at_many_moments_the_end_is_the_same(
   config, data_dir, reference, tmp_path
 ):
   workdir = tmp_path / 'run'
+  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   outputs = ''
-  for seed, kill in enumerate([*KILLS, None]):
-    process = processes.start(
+  for seed, (number, *moment) in enumerate(LIVES):
+    status, output = processes.finish(
       config, workdir, '--config.checkpoint_every=3', data_dir=data_dir,
-      kill=kill and (*kill[1:], seed),
+      kill=(number, *moment, seed),
     )  # fmt: skip
-    outputs += process.communicate()[0]
-    assert process.returncode == (-signal.SIGKILL if kill else 0), (
-      kill, outputs,
-    )  # fmt: skip
-  assert 'Traceback' not in outputs
-  assert 'Resuming from step' in outputs
+    outputs += output
+    stopped = number == signal.SIGINT
+    assert status == (128 + number if stopped else -number), (moment, outputs)
+    if stopped:
+      step = checkpoints.steps()[-1]
+      assert f'Saved step {step} ' in output
+    if seed == 0:
+      check_full_disk(config, workdir, data_dir)
+  status, output = processes.finish(
+    config, workdir, '--config.checkpoint_every=3', data_dir=data_dir
+  )
+  assert status == 0, output
+  assert f'Resuming from step {step}.' in outputs
+  assert 'Traceback' not in outputs + output
   assert sorted(path.name for path in workdir.glob('*checkpoints')) == ['checkpoints']
+  assert not list((workdir / 'checkpoints').glob('*tmp*'))
   got, step = processes.load_state(workdir)
   want, last = processes.load_state(reference[0])
   assert step == last == 60
@@ -82,12 +91,11 @@ def test_killed_at_many_moments_the_end_is_the_same(
       assert a.get(key) == b.get(key)
 
 
-def test_a_full_disk_and_signals_stop_a_run_and_the_same_command_resumes(
-  config, data_dir, reference, tmp_path
-):
-  # A file of more than 16 KiB cannot be written, as on a disk that is full.
+def check_full_disk(config, workdir, data_dir):
+  """Has a life of a run end by a disk that is full; it has no checkpoint yet."""
+  # A file of more than 16 KiB cannot be written.
   status, output = processes.finish(
-    config, tmp_path, '--config.checkpoint_every=10', data_dir=data_dir,
+    config, workdir, '--config.checkpoint_every=10', data_dir=data_dir,
     file_size=16 * 1024,
   )  # fmt: skip
   assert status == 1, output
@@ -95,28 +103,4 @@ def test_a_full_disk_and_signals_stop_a_run_and_the_same_command_resumes(
   assert 'File too large' in output
   assert 'Last complete step: none' in output
   assert output.splitlines()[-1].startswith('Error: ')
-  checkpoints = checkpoints_lib.Checkpoints(tmp_path, read_only=True)
-  assert not checkpoints.steps()
-  # Checkpoints only at the end: what is there after a signal is its own.
-  flags = ('--config.checkpoint_every=0', '--config.keep_checkpoints=1')
-  before = 0
-  for number in (signal.SIGTERM, signal.SIGINT):
-    process = processes.start(config, tmp_path, *flags, data_dir=data_dir)
-    for line in process.stdout:
-      if re.match('step +[0-9]+/60 ', line):
-        process.send_signal(number)
-        break
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, output
-    assert 'Saved step' in output
-    assert 'Traceback' not in output
-    step = checkpoints.steps()[-1]
-    assert before < step < 60
-    before = step
-  status, output = processes.finish(config, tmp_path, *flags, data_dir=data_dir)
-  assert status == 0, output
-  assert f'Resuming from step {step}.' in output
-  assert not list((tmp_path / 'checkpoints').glob('*tmp*'))
-  trees.assert_same(
-    processes.load_state(tmp_path)[0], processes.load_state(reference[0])[0]
-  )
+  assert not checkpoints_lib.Checkpoints(workdir, read_only=True).steps()
