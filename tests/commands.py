@@ -26,8 +26,8 @@ MINIMAL = {
 }
 # Configs that a flag on its own may be meant for.
 BASES = (
-  'configs/igpt.py:s,cifar10,32',
   'configs/pretrain.py:s16,cifar10',
+  'configs/igpt.py:s,cifar10,32',
   'configs/vit.py:s16,cifar10',
   'configs/masked_patches.py:s16,cifar10',
   'configs/digits_transfer.py',
@@ -96,6 +96,9 @@ def accepted(given):
   """Tells whether a command takes flags that stand alone on a page."""
   if len(given) == 1 and '=' not in given[0]:  # A flag that is named, not set.
     return given[0] in known_names()
+  if len(given) == 1 and given[0].startswith('--config='):
+    # configs_test and those of the studies check the values of each.
+    return module_of('train').parse([*given, '--workdir=/tmp/run']) is not None
   keys = all(word.startswith('--config') for word in given)
   # The last of equal flags counts.
   for name, least in () if keys else MINIMAL.items():
