@@ -26,9 +26,9 @@ NAMES = ('vit_jax', 'vit_jax_augreg', 'inspect', 'plan', 'lit')
 # A model that compiles and trains in seconds, without pictures for TensorBoard.
 TINY = {
   'log_images': 0,
-  'model.hidden_size': 48,
+  'model.hidden_size': 24,
   'model.transformer.num_layers': 1,
-  'model.transformer.mlp_dim': 96,
+  'model.transformer.mlp_dim': 48,
 }
 
 
@@ -233,7 +233,7 @@ def walked(client, tmp_path_factory):
     'vit_jax',
     WORKDIR=str(workdir),
     CHANGES={
-      **TINY, 'total_epochs': 8.0, 'warmup_epochs': 1.0, 'base_lr': 5e-3,
+      **TINY, 'batch': 64, 'total_epochs': 4.0, 'warmup_epochs': 0.5, 'base_lr': 1e-2,
       'progress_every': 20, 'eval_every': 0, 'checkpoint_every': 0,
     },
     NEW_CHANGES={
