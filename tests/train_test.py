@@ -34,8 +34,10 @@ def fit(config, workdir):
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, request):
-  """A run of six steps: its config, its folder, its last state."""
-  config = request.getfixturevalue('module_config')
+  """A run of six steps: its config, its folder, its last state, its metrics."""
+  config = copy.deepcopy(request.getfixturevalue('module_config'))
+  config.evals = (('test', 'test'), ('val', 'train[:50]', 'digits'))
+  config.best_metric = 'accuracy_val'
   workdir = tmp_path_factory.mktemp('finished')
   state, metrics = fit(config, workdir)
   return config, workdir, state, metrics
@@ -79,6 +81,13 @@ def test_what_a_run_leaves_behind(finished):
   versions = json.loads((workdir / 'versions.json').read_text())
   assert {'python', 'jax', 'flax', 'optax'} <= set(versions)
   assert list(workdir.glob('events.out.tfevents.*'))
+
+
+def test_several_splits_are_evaluated_by_name(finished):
+  *_, metrics = finished
+  assert metrics['num_examples_test'] == 360
+  assert metrics['num_examples_val'] == 50
+  assert {'accuracy_val', 'loss_val', 'accuracy_test'} <= set(metrics)
 
 
 def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
@@ -380,14 +389,25 @@ def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path)
   assert identify.model_config(params).classifier == 'token_map'
 
 
-def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
-  """And a profile is recorded."""
+def test_a_linear_probe_trains_the_head_alone(
+  tiny_config, tmp_path, capsys, monkeypatch
+):
+  """And a profile is recorded; in a run that is traced once, in a relative folder."""
+  calls, loss = [], classify.Task.loss
+
+  def counted(self, *args):
+    calls.append(1)
+    return loss(self, *args)
+
+  monkeypatch.setattr(classify.Task, 'loss', counted)
+  monkeypatch.chdir(tmp_path)
   tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
   tiny_config.update(weight_decay=0.1, ema_decay=0.5)
   tiny_config.update(total_steps=13, profile_steps=2, eval_every=0, checkpoint_every=0)
   tiny_config.pp.train = 'train[:10]'
-  state, _ = fit(tiny_config, tmp_path)
-  assert list(tmp_path.glob('plugins/profile/*/*.xplane.pb'))
+  state, _ = fit(tiny_config, 'run')
+  assert len(calls) == 1
+  assert list(tmp_path.glob('run/plugins/profile/*/*.xplane.pb'))
   said = capsys.readouterr().out
   assert '2,096 of the parameters are frozen' in said
   assert '13 steps of 16 grey images of 8x8 pixels: 20.8 epochs' in said
@@ -404,29 +424,8 @@ def test_a_linear_probe_trains_the_head_alone(tiny_config, tmp_path, capsys):
   moments = optax.tree.get(state.opt_state, 'mu')
   assert sum(x.size for x in jax.tree.leaves(moments)) == 16 * 10 + 10
   # The average, the last of a chain, is found where the rest is split in two.
-  averaged = checkpoints_lib.load_weights(tmp_path).params
+  averaged = predict.load('run').params
   trees.assert_same(averaged, state_lib.best_params(state))
-
-
-def test_several_splits_are_evaluated_by_name(tiny_config, tmp_path, monkeypatch):
-  """In a run that is traced once, in a relative folder."""
-  calls, loss = [], classify.Task.loss
-
-  def counted(self, *args):
-    calls.append(1)
-    return loss(self, *args)
-
-  monkeypatch.setattr(classify.Task, 'loss', counted)
-  monkeypatch.chdir(tmp_path)
-  tiny_config.update(total_steps=1, warmup_steps=0)
-  tiny_config.evals = (('test', 'test'), ('val', 'train[:50]', 'digits'))
-  tiny_config.best_metric = 'accuracy_val'
-  state, metrics = fit(tiny_config, 'run')
-  assert len(calls) == 1
-  trees.assert_same(predict.load('run').params, state.params)
-  assert metrics['num_examples_test'] == 360
-  assert metrics['num_examples_val'] == 50
-  assert {'accuracy_val', 'loss_val', 'accuracy_test'} <= set(metrics)
 
 
 @pytest.mark.parametrize(
