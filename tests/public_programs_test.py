@@ -62,7 +62,7 @@ def by_shard_map(apply, variables, x):
 
 
 def by_vmap(apply, variables, x):
-  run = jax.vmap(apply, in_axes=(None, 0), axis_name='batch')
+  run = jax.jit(jax.vmap(apply, in_axes=(None, 0), axis_name='batch'))
   return run(variables, x[:, None])[:, 0]
 
 

@@ -35,7 +35,7 @@ def make_config(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(data_dir, tmp_path_factory):
-  """A student of an untrained teacher; writing the labels was interrupted once."""
+  """A student of an untrained teacher; labelling was interrupted once."""
   config, workdir = make_config(data_dir), tmp_path_factory.mktemp('student')
   really = train.train_and_evaluate
 
@@ -47,15 +47,14 @@ def finished(data_dir, tmp_path_factory):
 
   with pytest.MonkeyPatch.context() as patch:
     patch.setattr(train, 'train_and_evaluate', train_student)
-    write = pseudo_labels.write
 
     def stop(*args):
       raise KeyboardInterrupt
 
-    patch.setattr(pseudo_labels, 'write', stop)
-    with pytest.raises(KeyboardInterrupt):
-      noisy_student.noisy_student(config, str(workdir))
-    patch.setattr(pseudo_labels, 'write', write)
+    with pytest.MonkeyPatch.context() as interrupted:
+      interrupted.setattr(labelling, '_predict', stop)
+      with pytest.raises(KeyboardInterrupt):
+        noisy_student.noisy_student(config, str(workdir))
     rows = noisy_student.noisy_student(config, str(workdir))
   return config, workdir, rows
 
