@@ -1,5 +1,7 @@
 """Tests of a task that is not of this package, by the public commands alone."""
 
+import contextlib
+import io
 import json
 import re
 import shutil
@@ -9,6 +11,7 @@ import pytest
 from tests import processes, toy_task
 from tests.planning import plan_test
 from vit_jax import train
+from vit_jax.commands import predict, train as train_command
 from vit_jax.run import metrics as metrics_lib
 
 CONFIG = processes.ROOT / 'tests' / 'toy_config.py'
@@ -19,20 +22,14 @@ FLAGS = (  # Forty steps.
 )  # fmt: skip
 
 
-def command(*args, status=0):
-  """Runs `python -m ...` as a user would, in the checkout."""
-  found, output = processes.finish_module(*args)
-  assert found == status, output
-  return output
-
-
 @pytest.fixture(scope='module')
 def trained(data_dir, tmp_path_factory):
   """A run of the task to its end: its folder, and what it printed."""
   workdir = tmp_path_factory.mktemp('toy')
-  status, output = processes.finish(CONFIG, workdir, *FLAGS, data_dir=data_dir)
-  assert status == 0, output
-  return workdir, output
+  flags = (f'--workdir={workdir}', f'--config.tfds_data_dir={data_dir}', *FLAGS)
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    train_command.main([f'--config={CONFIG}', *flags, '--nodistributed'])
+  return workdir, output.getvalue()
 
 
 def test_it_is_a_small_file():
@@ -57,20 +54,23 @@ def test_it_trains(trained):
   assert not (workdir / 'class_names.json').exists()
 
 
-def test_it_evaluates_and_predicts(trained):
+def test_it_evaluates_and_predicts(trained, capsys):
   workdir, _ = trained
-  output = command(
-    'vit_jax.main', f'--workdir={workdir}', '--evaluate=train[:100]',
-    '--task=tests.toy_task',
-  )  # fmt: skip
+  task = '--task=tests.toy_task'
+  flags = [f'--workdir={workdir}', task, '--nodistributed']
+  train_command.main([*flags, '--evaluate=train[:100]'])
+  output = capsys.readouterr().out
   assert re.search(r"split 'train\[:100\]' of digits: loss \d", output)
   assert 'num_examples 100' in output
-  predict = ('vit_jax', 'predict', f'--workdir={workdir}')
-  picture = str(workdir / 'example.png')
-  assert '--task=tests.toy_task' in command(*predict, picture, status=1)
-  output = command(*predict, picture, '--task=tests.toy_task')
-  [value] = re.findall(r'\[(-?[\d.]+)\]', output)
+  flags.append(str(workdir / 'example.png'))
+  predict.main(flags)
+  [value] = re.findall(r'\[(-?[\d.]+)\]', capsys.readouterr().out)
   assert -1 < float(value) < 0  # White strokes on black.
+  # Where nobody has imported the task, it is not run unless it is named.
+  flags.remove(task)
+  status, output = processes.finish_module('vit_jax', 'predict', *flags)
+  assert status == 1
+  assert task in output
 
 
 # What the console script does: it has no current folder on the path.
