@@ -153,10 +153,12 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch):
         fit(config, tmp_path)
   again, _ = fit(config, tmp_path)
   trees.assert_same(again, state)
-  drop = ('img_sec_core_train', 'img_sec_core_test')
   ours, theirs = (
-    [{k: v for k, v in line.items() if k not in drop} for line in metrics_lib.read(w)]
-    for w in (tmp_path, workdir)
+    [
+      {key: x for key, x in line.items() if not key.startswith('img_sec_core')}
+      for line in metrics_lib.read(folder)
+    ]
+    for folder in (tmp_path, workdir)
   )
   assert ours == [x for x in theirs if 'train_loss' in x or x['step'] == 6]
 
