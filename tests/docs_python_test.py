@@ -109,6 +109,7 @@ def detector(workdir):
   config = detr_scenes.get_config()
   config.total_steps = 1
   config.model.update(backbone_width=8, hidden_size=16, mlp_dim=8)
+  config.model.num_decoder_layers = 1
   return untrained(config, workdir, class_names=['ant', 'bee'])
 
 
@@ -365,7 +366,9 @@ class RayData:
     parquet.write_table(self.table, f'{folder}/0.parquet')
 
 
-def test_workers_of_ray_write_the_table_of_predictions(tmp_path, trained, monkeypatch):
+def test_workers_of_ray_write_the_table_of_predictions(
+  tmp_path, trained, served, monkeypatch
+):
   photos, out = tmp_path / 'photos', tmp_path / 'table'
   photos.mkdir()
   for i, photo in enumerate(photographs(25)):
@@ -375,13 +378,12 @@ def test_workers_of_ray_write_the_table_of_predictions(tmp_path, trained, monkey
     for code in markdown.blocks(DOCS / 'serve.md', 'python')
     if code.startswith('# ray_table.py')
   ]
-  run = str(trained[0])
-  paths = {'digits': run, 'photos': photos, 'ray_table': out}
+  paths = {'digits': trained[0], 'photos': photos, 'ray_table': out}
   code = replaced(code, {f'/tmp/{name}': str(path) for name, path in paths.items()})
   monkeypatch.setitem(sys.modules, 'ray', types.SimpleNamespace(data=RayData()))
   exec(code.replace('batch_size=256', 'batch_size=10'), {})
   got = pd.read_parquet(out)
-  want = predict.load(run).table(sorted(map(str, photos.iterdir())))
+  want = served[1].table(sorted(map(str, photos.iterdir())))
   assert list(got) == want.column_names
   want = want.to_pandas()
   for name in ('path', 'class'):
