@@ -300,10 +300,12 @@ def _write_saved_model(program, folder):
   exported = jax_export.export(run, platforms=PLATFORMS)(
     program.weights, program.inputs
   )
-  # In the oldest StableHLO version, which every TensorFlow reads.
-  hlo = stablehlo.serialize_portable_artifact_str(
-    exported.mlir_module(), stablehlo.get_minimum_version()
-  )
+  module_text = exported.mlir_module()
+  # The oldest StableHLO version that has all operations, for any TensorFlow.
+  version = stablehlo.get_minimum_version()
+  if 'operand_batching_dims' in module_text:  # Gathers of text towers and others.
+    version = '1.1.0'
+  hlo = stablehlo.serialize_portable_artifact_str(module_text, version)
 
   known = lambda shape: [n if isinstance(n, int) else None for n in shape]
 
