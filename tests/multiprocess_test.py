@@ -17,8 +17,8 @@ from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 FLAGS = (
   '--config.task=masked_patches', '--config.accum_steps=2',
   '--config.model.hidden_size=64', '--config.model.transformer.mlp_dim=256',
-  '--config.total_steps=40', '--config.eval_every=20', '--config.progress_every=1',
-  '--config.checkpoint_every=20',
+  '--config.total_steps=16', '--config.eval_every=8', '--config.progress_every=1',
+  '--config.checkpoint_every=8',
 )  # fmt: skip
 PICTURES = ('--config.log_images=8', '--config.log_attention=True')
 
@@ -74,9 +74,8 @@ def test_two_processes_compute_what_one_does(config, data_dir, two_processes, tm
   assert status == 0, output
   got, want = metrics_lib.read(two_processes), metrics_lib.read(tmp_path)
   assert [line['step'] for line in got] == [line['step'] for line in want]
-  # Rounding differs by the order of sums, and Adam makes it grow with time.
   for a, b in zip(got, want):
-    rel = 1e-5 if b['step'] <= 20 else 1e-3
+    rel = 1e-5
     for key in ('train_loss', 'loss_test'):
       assert (key in a) == (key in b)
       if key in b:
@@ -97,7 +96,7 @@ def test_a_signal_to_one_process_stops_both_and_they_go_on(
 ):
   pair = start_pair(config, tmp_path, data_dir=data_dir)
   for line in pair[0].stdout:
-    if line.startswith('step  5/40'):
+    if line.startswith('step  5/16'):
       pair[1].send_signal(signal.SIGTERM)
       break
   statuses, outputs = finish_pair(pair)
