@@ -24,11 +24,12 @@ from PIL import Image
 from playwright import sync_api
 import pytest
 
-from tests import conftest
+from tests import conftest, tiny_models
 from tests.figures import visualize_test
 from tests.inference import export_test
 from tests.tasks import masked_patches_test
 from tests.tasks.detection import segment_test
+from tests.tasks.image_text import image_text_test
 from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import demo as command
@@ -641,3 +642,16 @@ def test_segments_are_shown_as_the_command_draws_them(demo, tmp_path):
   assert (found[picture] == want).all(axis=-1).mean() > 0.9
   found = show(photo, 1.0)
   assert found[words] == '0 segments with a score of at least 100 %'
+
+
+def test_a_page_compares_a_photograph_with_typed_classes(demo, data_dir, tmp_path):
+  task = image_text_test.make_task(data_dir)
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  model = task.predictor(tiny_models.drawn(params), {}, 1)
+  photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
+  show, [typed], [label] = page_of(model)
+  assert len(typed.value.splitlines()) == 3
+  assert show(photo, ' \n') == {}
+  [want] = model.predict([path], classes=['cat', 'the dog'])
+  assert len({share for _, share in want}) == 2
+  assert show(photo, 'cat\n\n the dog ')[label] == pytest.approx(dict(want))
