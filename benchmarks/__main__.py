@@ -2,9 +2,9 @@ r"""Times what users wait for, and writes a table and JSON; run in a checkout:
 
   python -m benchmarks --json=/tmp/benchmark.json
 
-Sections (choose with --only): import, start, train, inference, pipeline,
-weights, sampling, hosts. Each is warmed up, repeated, and reported as median, minimum
-and maximum. A step's share of the peak is relative to a large matrix product of
+Sections (choose with --only): import, start, train, inference, pipeline, weights,
+checkpoints, sampling, hosts. Each is warmed up, repeated, and reported as median,
+minimum and maximum. A step's share of the peak is relative to a large matrix product of
 the same type, measured in the same run. Programs that are compared take turns.
 
   python -m benchmarks --beside=timm --only train inference --model=b16 \
@@ -33,6 +33,7 @@ SECTIONS = {
   'inference': 'steps:inference_rows',
   'pipeline': 'pipeline:rows',
   'weights': 'start:weights_rows',
+  'checkpoints': 'checkpoints:rows',
   'sampling': 'sampling:rows',
   'hosts': 'hosts:rows',
 }

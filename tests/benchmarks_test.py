@@ -156,6 +156,17 @@ def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
   assert got['weights'][0]['name'] == 'load_pretrained, ViT-Ti_16.npz'
 
 
+def test_checkpoints_are_saved_and_restored(monkeypatch, tmp_path):
+  flags = ('--only=checkpoints', '--model=testing', '--image_size=32')
+  waits, saved, plain, ratio, restored = run(monkeypatch, tmp_path, *flags)['results'][
+    'checkpoints'
+  ]
+  assert 0 < waits['median'] <= saved['median']
+  assert ratio['median'] == pytest.approx(saved['median'] / plain['median'])
+  assert restored['name'].startswith('checkpoint, testing, ')
+  assert restored['median'] > 0
+
+
 def test_turns_alternate_and_a_function_may_time_itself():
   calls = []
   first, second = timing.measure(
