@@ -84,8 +84,6 @@ class Task(parts.Hooks, abc.ABC):
       )
     self.image_sizes = preprocess.image_sizes(config.pp)
     self.image_size = self.image_sizes[-1]
-    # Checks and the creation of a state share one trace of the model.
-    self.init = jax.jit(self.init, inline=True)
 
   # --- Data ---
 
