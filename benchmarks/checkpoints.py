@@ -1,6 +1,5 @@
 """Times saving and restoring a checkpoint of a model with the moments of Adam."""
 
-import functools
 import os
 import pathlib
 import tempfile
@@ -10,41 +9,28 @@ import jax
 import numpy as np
 import optax
 
-from benchmarks import timing
-from vit_jax import models
-from vit_jax.configs import models as model_configs
+from benchmarks import start, timing
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
 
-def _state(args):
-  """Returns a state of random numbers."""
-  config = model_configs.get_config(args.model)
-  model = models.make_model(config, num_classes=1000)
-  images = np.zeros((1, args.image_size, args.image_size, 3))
-  init = functools.partial(model.init, train=False)
-  shapes = jax.eval_shape(init, jax.random.key(0), images)['params']
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
-  moments = jax.jit(optax.adam(1e-3).init)(params)
-  return state_lib.TrainState(np.int32(0), jax.device_put(params), moments, {})
-
-
 def rows(args) -> list[dict]:
-  """Times a save, until training goes on and until it is complete, and a restore.
+  """Times a save, until training continues and until it is complete, and a restore.
 
   Writing the same bytes to a file takes turns with them.
   """
-  state = _state(args)
+  _, params = start.random_params(args.model, args.image_size)
+  moments = jax.jit(optax.adam(1e-3).init)(params)
+  state = state_lib.TrainState(np.int32(0), jax.device_put(params), moments, {})
   arrays = [np.asarray(x) for x in jax.tree.leaves(state)]
   blocked = []
   with tempfile.TemporaryDirectory() as folder:
     checkpoints = checkpoints_lib.Checkpoints(folder, keep=1)
 
     def save():
-      start = time.perf_counter()
+      begin = time.perf_counter()
       checkpoints.save(len(blocked), state)
-      blocked.append(time.perf_counter() - start)
+      blocked.append(time.perf_counter() - begin)
       checkpoints.wait()
 
     def restore():

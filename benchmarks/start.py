@@ -15,6 +15,17 @@ from vit_jax.configs import models as model_configs
 WEIGHTS_MODEL = 'ViT-B_16'
 
 
+def random_params(name: str, image_size: int):
+  """Returns the config of a model, and parameters of random numbers."""
+  config = model_configs.get_config(name)
+  model = models.make_model(config, num_classes=1000)
+  init = functools.partial(model.init, train=False)
+  images = np.zeros((1, image_size, image_size, 3))
+  shapes = jax.eval_shape(init, jax.random.key(0), images)['params']
+  rng = np.random.default_rng(0)
+  return config, jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
+
+
 def import_rows(args) -> list[dict]:
   """Times `import vit_jax.models`, and the two packages that it imports."""
 
@@ -49,13 +60,7 @@ def start_rows(args) -> list[dict]:
 
 def weights_rows(args) -> list[dict]:
   """Times loading an .npz into the parameters of a model, with all checks."""
-  config = model_configs.get_config(WEIGHTS_MODEL)
-  model = models.make_model(config, num_classes=1000)
-  init = functools.partial(model.init, train=False)
-  images = np.zeros((1, 224, 224, 3))
-  shapes = jax.eval_shape(init, jax.random.key(0), images)['params']
-  rng = np.random.default_rng(0)
-  params = jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
+  config, params = random_params(WEIGHTS_MODEL, 224)
 
   def read():
     with np.load(path) as arrays:

@@ -97,7 +97,7 @@ def accepted(given):
   if len(given) == 1 and '=' not in given[0]:  # A flag that is named, not set.
     return given[0] in known_names()
   if len(given) == 1 and given[0].startswith('--config='):
-    # configs_test and those of the studies check the values of each.
+    # configs_test and the tests of studies check the values of each.
     return module_of('train').parse([*given, '--workdir=/tmp/run']) is not None
   keys = all(word.startswith('--config') for word in given)
   # The last of equal flags counts.

@@ -145,7 +145,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch):
   for stop in (
     StopAfter(3),
     StopAfter(6, evaluating=True),
-    StopAfter(6, evaluating=True),  # Again, when the run goes on with it.
+    StopAfter(6, evaluating=True),  # Again, when the run resumes there.
   ):
     with monkeypatch.context() as patch:
       patch.setattr(stopping, 'StopRequest', lambda: stop)  # noqa: B023

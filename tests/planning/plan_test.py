@@ -116,7 +116,7 @@ def said(cache):
   """What the script prints.
 
   It has a process of its own: libtpu stays in the process that loads it, and JAX's
-  profiler, which other tests use, crashes beside it.
+  profiler, which other tests use, crashes where it is loaded.
   """
   commands = [arguments(cache, *flags) for flags in PLANS.values()]
   commands = [(args, str(file)) for args, file in commands]

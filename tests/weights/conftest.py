@@ -19,7 +19,7 @@ _VALUES = {'gelu', 'norm_eps', 'eps', 'dropout_rate', 'attention_dropout_rate'}
 
 
 def sizes(fields):
-  """Returns nested fields without those of `_VALUES`."""
+  """Returns nested fields without the ones in `_VALUES`."""
   if not isinstance(fields, dict):
     return fields
   return {k: sizes(x) for k, x in fields.items() if k not in _VALUES}

@@ -301,9 +301,9 @@ def _write_saved_model(program, folder):
     program.weights, program.inputs
   )
   module_text = exported.mlir_module()
-  # The oldest StableHLO version that has all operations, for any TensorFlow.
+  # The oldest StableHLO version that has all operations, for old TensorFlows.
   version = stablehlo.get_minimum_version()
-  if 'operand_batching_dims' in module_text:  # Gathers of text towers and others.
+  if 'operand_batching_dims' in module_text:  # Of gathers, as in masked patches.
     version = '1.1.0'
   hlo = stablehlo.serialize_portable_artifact_str(module_text, version)
 

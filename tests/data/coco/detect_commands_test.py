@@ -32,7 +32,7 @@ def numbers(like):
 def run(tmp_path_factory):
   """A run of random numbers: its folder, its data, and the metrics of its evaluation.
 
-  It goes on after the last update, so that neither that nor the first state is compiled.
+  It resumes after the last update, so that neither update nor initialisation is compiled.
   """
   root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, grey=(2,))
   workdir = str(tmp_path_factory.mktemp('run'))
