@@ -144,7 +144,9 @@ def test_pipelines_take_turns(monkeypatch, tmp_path):
 
 def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
   statements = []
-  fake = types.SimpleNamespace(run=lambda command, check: statements.append(command[-1]))
+  fake = types.SimpleNamespace(
+    run=lambda command, check: statements.append(command[-1])
+  )
   monkeypatch.setattr(start, 'subprocess', fake)
   monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
   got = run(monkeypatch, tmp_path, '--only', 'import', 'weights')['results']
