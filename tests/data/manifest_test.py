@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests import looked_up, processes
 from vit_jax import input_pipeline
-from vit_jax.data import folder, manifest, sources
+from vit_jax.data import manifest, sources
 
 
 def write(root, lines, split='train'):
@@ -46,63 +46,38 @@ def read(root, *features, split='train', **kwargs):
 
 def test_types_and_shapes_of_features(tmp_path):
   first = {
-    'count': 3,
-    'score': 1,
-    'caption': 'a cat',
-    'seen': True,
-    'vector': [1, 2.5],
-    'words': ['a', 'cat'],
-    'matrix': [[1, 2], [3, 4]],
+    'count': 3, 'score': 1, 'caption': 'a cat', 'seen': True, 'vector': [1, 2.5],
+    'words': ['a', 'cat'], 'matrix': [[1, 2], [3, 4]],
     'camera': {'id': 7, 'lens': {'mm': 35.0}},
     'objects': [
       {'bbox': [0, 0.5, 1, 1], 'label': 2, 'outline': [1.5]},
       {'bbox': [0, 0, 1, 1], 'label': 0, 'outline': []},
     ],
-    'regions': {'bbox': [[0, 1, 2, 3]], 'area': [4]},
-    'nothing': [],
-  }
+    'regions': {'bbox': [[0, 1, 2, 3]], 'area': [4]}, 'nothing': [],
+  }  # fmt: skip
   second = {
-    'count': -4,
-    'score': 0.25,
-    'caption': '',
-    'seen': False,
-    'vector': [3, 4],
-    'words': [],
-    'matrix': [[5, 6], [7, 8]],
-    'camera': {'id': 8, 'lens': {'mm': 50}},
-    'objects': [],
-    'regions': {'bbox': [], 'area': []},
-    'nothing': [],
-  }
+    'count': -4, 'score': 0.25, 'caption': '', 'seen': False, 'vector': [3, 4],
+    'words': [], 'matrix': [[5, 6], [7, 8]], 'camera': {'id': 8, 'lens': {'mm': 50}},
+    'objects': [], 'regions': {'bbox': [], 'area': []}, 'nothing': [],
+  }  # fmt: skip
   write(tmp_path, [first, second])
-  got, names = read(
-    tmp_path,
-    'count', 'score', 'caption', 'seen', 'vector', 'words', 'matrix', 'camera',
-    'objects', 'regions', 'nothing', 'depth?',
-  )  # fmt: skip
+  got, names = read(tmp_path, *first, 'depth?')
   assert names == {}
-  plain = {
-    name: (x.dtype.name, x.numpy().tolist())
-    for name, x in got.items()
-    if isinstance(x, tf.Tensor)
-  }
-  assert plain == {
-    'count': ('int64', [3, -4]),
-    'score': ('float32', [1.0, 0.25]),
-    'caption': ('string', [b'a cat', b'']),
-    'seen': ('bool', [True, False]),
-    'vector': ('float32', [[1.0, 2.5], [3.0, 4.0]]),
-    'matrix': ('int64', [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
-    'camera/id': ('int64', [7, 8]),
-    'camera/lens/mm': ('float32', [35.0, 50.0]),
-  }
-  ragged = {
-    name: (x.dtype.name, x.shape.as_list(), x.to_list())
-    for name, x in got.items()
-    if isinstance(x, tf.RaggedTensor)
-  }
+
+  def values(x):
+    return getattr(x, 'to_list', lambda: x.numpy().tolist())()
+
+  found = {k: (x.dtype.name, x.shape.as_list(), values(x)) for k, x in got.items()}
   boxes = [[0.0, 0.5, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]]
-  assert ragged == {
+  assert found == {
+    'count': ('int64', [2], [3, -4]),
+    'score': ('float32', [2], [1.0, 0.25]),
+    'caption': ('string', [2], [b'a cat', b'']),
+    'seen': ('bool', [2], [True, False]),
+    'vector': ('float32', [2, 2], [[1.0, 2.5], [3.0, 4.0]]),
+    'matrix': ('int64', [2, 2, 2], [[[1, 2], [3, 4]], [[5, 6], [7, 8]]]),
+    'camera/id': ('int64', [2], [7, 8]),
+    'camera/lens/mm': ('float32', [2], [35.0, 50.0]),
     'words': ('string', [2, None], [[b'a', b'cat'], []]),
     'objects/bbox': ('float32', [2, None, 4], [boxes, []]),
     'objects/label': ('int64', [2, None], [[2, 0], []]),
@@ -169,16 +144,10 @@ GOOD = '{"image": "photos/0.png", "x": [1, 2]}'
   'line, message',
   [
     ('{"image": "photos/0.png"', 'valid JSON'),
-    ('\xff', 'JSON'),
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),
     ('{"x": [1, 2]}', '`image` must be the path of an image, but is missing'),
-    ('{"image": 3, "x": [1, 2]}', '`image` must be .*, but is 3'),
-    (r'{"image": "photos/0.png\u0000", "x": [1, 2]}', '`image` must be .*, but is .*0.png'),
     ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),
     ('{"image": "photos/0.png", "x": [[1]]}', r"'x' is \[\[1\]\], and \[1, 2\] on"),
-    ('{"image": "photos/0.png", "x": 1}', r"'x' is 1, and \[1, 2\] on"),
-    ('{"image": "photos/0.png", "x": [1, "y"]}', r"'x' is \[1, \"y\"\], and \[1, 2\] on"),
-    ('{"image": "photos/0.png", "x": [{"y": 1}, 2]}', "'x' lists objects and oth"),
     ('{"image": "photos/0.png", "x": [{"y": 1}, {}]}', "objects of 'x' must all"),
     ('{"image": "photos/none.png", "x": [1, 2]}', 'there is no image file .*none.png'),
     ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: not an image of a known'),
@@ -197,9 +166,7 @@ def test_errors_name_the_line(tmp_path, line, message):
   [
     (['a', 1], 'train.jsonl:2: `label` is 1: .*train.jsonl:1'),
     ([0, -1], 'train.jsonl:2: `label` is -1: .*999,999'),
-    ([0, 10**6], 'train.jsonl:2: `label` is 1000000: .*999,999'),
     ([0, 1.5], 'train.jsonl:2: `label` is 1.5: .*name or the number'),
-    ([[0, None]], 'train.jsonl:1: `label` is null: .*name or the number'),
     ([None, None], 'train.jsonl:1: neither this line nor any other has a `label`'),
   ],
 )  # fmt: skip
@@ -209,15 +176,9 @@ def test_wrong_labels(tmp_path, labels, message):
     read(tmp_path, 'label')
 
 
-def test_a_number_too_large_for_float32(tmp_path):
-  write(tmp_path, [{'x': 0.5}, {'x': 1e39}])
-  with pytest.raises(ValueError, match=r"train.jsonl:2: 'x' is 1e\+39.*float32"):
-    read(tmp_path, 'x')
-
-
 def test_wrong_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
-  for text in ('["a", "a"]', '{"label": 3}', '[0, 1]', '['):
+  for text in ('["a", "a"]', '{"label": 3}'):
     (tmp_path / 'classes.json').write_text(text)
     with pytest.raises(ValueError, match=r"classes.json' "):
       read(tmp_path, 'label')
@@ -326,26 +287,19 @@ def test_records_have_the_contents_of_files_wherever_they_lie(
   tiny_config, image_folder, tmp_path
 ):
   outside = next((image_folder / 'test' / 'bee').iterdir())
-  lines = [{'x': [0] * i, 'image': str(outside)} for i in range(3)]
-  write(tmp_path, lines)
-  assert manifest.exists(str(tmp_path), 'train[:2]')
-  assert not manifest.exists(str(tmp_path), 'test')
-  assert folder.is_folder(str(tmp_path))
-  tiny_config.dataset = str(tmp_path)
+  write(tmp_path, [{'x': [0] * i, 'image': str(outside)} for i in range(3)])
+  tiny_config.update(dataset=str(tmp_path), batch_eval=4)
   source = sources.open_split(tiny_config, 'train', ('image', 'x'))
-  sizes = []
 
   def example(record, seed):
-    sizes.append(record['x'].shape.as_list())
+    assert record['x'].shape.as_list() == [None]
     same = tf.reduce_all(record['image'] == outside.read_bytes())
     return {'same': same, 'size': tf.size(record['x'])}
 
-  tiny_config.batch_eval = 4
   data = input_pipeline.eval_dataset(tiny_config, source, example, np.arange(4))
   [batch] = data.as_numpy_iterator()
   assert batch['same'].tolist() == [True, True, True, False]
   assert sorted(batch['size'][:3]) == [0, 1, 2]
-  assert sizes == [[None]]
 
 
 @pytest.fixture
@@ -393,12 +347,7 @@ def test_a_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
   'name, change',
   [
     ('facts.json', lambda x: x[:-1]),
-    ('facts.json', lambda x: x.replace(b'"a"', b'"z"', 1)),
     ('names.npy', lambda x: x[:-1] + bytes([x[-1] ^ 1])),
-    ('order.npy', lambda x: x[:-1]),
-    ('1.0.npy', lambda x: x.replace(b'<i8', b'>i8', 1)),
-    ('2.0.text.npy', lambda x: x[:-1] + bytes([x[-1] ^ 1])),
-    ('hash', lambda x: b''),
   ],
 )
 def test_a_damaged_stored_manifest_is_written_again(stored, name, change, monkeypatch):

@@ -106,10 +106,9 @@ def test_a_list_made_ahead_is_used_while_up_to_date(root, checked, capsys):
   assert len(checked) == 33 + 11
 
 
-@pytest.mark.parametrize('splits', [[], ['train']])
-def test_a_folder_that_does_not_exist(tmp_path, splits):
+def test_a_folder_that_does_not_exist(tmp_path):
   with pytest.raises(FileNotFoundError, match="nowhere' is not a folder that exists"):
-    index_command.main([f'{tmp_path}/nowhere', *splits])
+    index_command.main([f'{tmp_path}/nowhere'])
 
 
 def test_a_list_that_cannot_be_written_is_an_error_at_once(root, checked, monkeypatch):
@@ -227,26 +226,19 @@ def test_only_whole_shares_of_the_same_check_are_merged(root, tmp_path):
   index.check(index.order, lambda *_: '', 1000)
   index.facts['broken']['3'] = 'cut off'
   index.status[3] = index_lib.BROKEN
-  names = ['half', 'rest', 'cut', 'other', 'short.npz', 'bare.npz']
-  half, rest, cut, other, short, bare = (str(tmp_path / name) for name in names)
+  half, rest, cut, other = (str(tmp_path / x) for x in ('half', 'rest', 'cut', 'other'))
   index.save_share(half, np.arange(0, 33, 2))
   index.save_share(rest, np.arange(1, 33, 2))
   content = pathlib.Path(rest).read_bytes()
   pathlib.Path(cut).write_bytes(content[: len(content) // 2])
-  with np.load(rest) as stored:
-    arrays = dict(stored)
-  np.savez(short, **{**arrays, 'stamps': arrays['stamps'][1:]})
-  np.savez(bare, **{**arrays, 'facts': np.frombuffer(b'{}', np.uint8)})
   index.facts['max_pixels'] = 2000
   index.save_share(other, np.arange(1, 33, 2))
   new = listing.list_folder(str(root), 'train')
   new.facts['max_pixels'] = 1000
-  found = new.shares([half, cut, other, short, bare, str(tmp_path / 'missing')])
+  found = new.shares([half, cut, other, str(tmp_path / 'missing')])
   assert np.flatnonzero(found.status).tolist() == list(range(0, 33, 2))
-  assert found.facts == {'broken': {}, 'max_pixels': 1000}
   new.recall(new.shares([half, rest]))
   np.testing.assert_array_equal(new.status, index.status)
-  np.testing.assert_array_equal(new.stamps, index.stamps)
   assert new.facts['broken'] == {'3': 'cut off'}
   (root / 'train/bee/bee5.jpg').rename(root / 'train/bee/bee99.jpg')
   changed = listing.list_folder(str(root), 'train')
@@ -268,38 +260,31 @@ def test_shares_of_another_number_of_processes_are_not_merged(
   assert [x.name for x in (tmp_path / 'data').iterdir()] == [os.path.basename(path)]
 
 
-def test_a_repaired_file_is_checked_again(root, checked):
+def test_what_was_checked_before_an_error_is_not_checked_again(root, checked, tmp_path):
   path = root / 'train' / 'ant' / 'ant0.jpg'
   good = path.read_bytes()
-  path.write_bytes(b'x')
-  with pytest.raises(ValueError, match='1 of 33 images cannot be'):
-    folder.list_split(str(root), 'train')
+  for content in (b'x', b'no image'):
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match='1 of 33 images cannot be'):
+      folder.list_split(str(root), 'train', workdir=str(tmp_path))
+    forget_all()  # As in another process.
   path.write_bytes(good)
-  assert len(folder.list_split(str(root), 'train')[0]) == 33
-  assert checked[33:] == ['ant0.jpg']
+  found, _, _ = folder.list_split(str(root), 'train', workdir=str(tmp_path))
+  assert len(found) == 33
+  assert checked[33:] == ['ant0.jpg'] * 2
 
 
 def test_a_damaged_list_is_not_used(root, caplog):
   path, _, _ = indexing.make(str(root), 'train', check=False)
   data = bytearray(open(path, 'rb').read())
   rng = np.random.RandomState(0)
-  for _ in range(60):
+  for _ in range(30):
     bad = bytearray(data)
     bad[rng.randint(len(bad))] ^= 1 << rng.randint(8)
     open(path, 'wb').write(bad[: rng.choice([len(bad), rng.randint(len(bad))])])
     found = index_lib.Index.load(path, str(root), 'train')
     # A bit of the archive's own notes may flip without harm.
     assert found is None or len(found) == 33
-  assert 'is damaged' in caplog.text
-
-
-@pytest.mark.parametrize('name', ['order', 'status', 'stamps', 'names', 'counts'])
-def test_a_list_whose_arrays_do_not_fit_is_not_used(root, caplog, name):
-  path, _, _ = indexing.make(str(root), 'train', check=False)
-  with np.load(path) as stored:
-    arrays = dict(stored)
-  np.savez(path, **{**arrays, name: arrays[name][:-1]})
-  assert index_lib.Index.load(path, str(root), 'train') is None
   assert 'is damaged' in caplog.text
 
 

@@ -37,12 +37,9 @@ def textured(height, width, seed=0):
 PICTURE = textured(203, 301)
 KINDS = {
   'colour': (PICTURE, {}),
-  'full colour': (PICTURE, {'subsampling': 0, 'quality': 95}),
-  'grey': (PICTURE.convert('L'), {}),
   'cmyk': (PICTURE.convert('CMYK'), {}),
   'restarts': (PICTURE, {'restart_marker_rows': 2}),
   'progressive': (PICTURE, {'progressive': True}),
-  'grey progressive': (PICTURE.convert('L'), {'progressive': True}),
 }
 decode = tf.function(images.decode, reduce_retracing=True)
 
@@ -52,10 +49,9 @@ def test_a_file_that_is_cut_is_no_image(kind):
   picture, kwargs = KINDS[kind]
   data = encode(picture, **kwargs)
   assert decode(tf.constant(data)).shape == (203, 301, 3)
-  for share in (0.3, 0.5, 0.7):
-    for function in (images.decode, decode):
-      with pytest.raises(images.decode_errors(), match='Invalid JPEG'):
-        function(tf.constant(cut(data, share)))
+  for share in (0.3, 0.7):
+    with pytest.raises(images.decode_errors(), match='Invalid JPEG'):
+      decode(tf.constant(cut(data, share)))
 
 
 def test_a_crop_is_an_error_where_it_meets_what_is_missing():
@@ -71,12 +67,9 @@ def test_a_crop_is_an_error_where_it_meets_what_is_missing():
   'shape, size, want',
   [
     ((3000, 4000), (224, 224), 8),
-    ((3584, 4000), (224, 224), 8),
-    ((30000, 447), (224, 224), 1),
     ((896, 896), (224, 224), 4),
     ((895, 4000), (224, 224), 2),
     ((448, 2000), (224, 500), 2),
-    ((375, 500), (224, 224), 1),
   ],
 )
 def test_no_fewer_pixels_are_left_than_are_wanted(shape, size, want):

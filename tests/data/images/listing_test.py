@@ -32,14 +32,7 @@ def test_the_order_is_that_of_a_hash_of_the_names(tmp_path):
 
 
 def test_a_remote_folder_is_listed_too():
-  for name in (
-    'a/1.jpg',
-    'a/2.PNG',
-    'b/3.jpg',
-    'b/.4.jpg',
-    'b/c/5.jpg',
-    'x.txt',
-  ):
+  for name in ('a/1.jpg', 'a/2.PNG', 'b/3.jpg', 'b/.4.jpg', 'b/c/5.jpg', 'x.txt'):
     path = f'ram://listing/train/{name}'
     tf.io.gfile.makedirs(os.path.dirname(path))
     with tf.io.gfile.GFile(path, 'wb') as file:

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import shutil
-import types
 
 import numpy as np
 import pytest
@@ -130,7 +129,7 @@ def test_headers_are_read_once_and_again_of_a_file_that_changes(
   assert scanned[3:] == ['00000']
   assert got == [want[1], want[0], *want[2:]]
   stored = first.parent / '.tfrecord_offsets.npz'
-  for content in (b'', b'x' * 100, stored.read_bytes()[:-30]):
+  for content in (b'', stored.read_bytes()[:-30]):
     stored.write_bytes(content)
     del scanned[:]
     assert everything(opened(split='train[:50%]')[1]) == got
@@ -157,18 +156,14 @@ def test_offsets_are_kept_in_the_cache_of_data_that_cannot_be_written(
   assert 'cannot be stored' in caplog.text
 
 
-def test_processes_of_a_machine_share_large_offsets(
-  opened, written, tmp_path, monkeypatch
-):
+def test_processes_of_a_machine_share_large_offsets(opened, tmp_path, monkeypatch):
   want = everything(opened()[1])
   monkeypatch.setattr(tfrecords, '_LARGE', 0)
   _, source = opened()
+  assert all(isinstance(x.base, np.memmap) for x in source._offsets)
   [mapped] = (tmp_path / 'cache' / 'tfrecords').glob('*.npy')
-  used = [np.shares_memory(x, x.base) for x in source._offsets]
-  assert used == [True] * 3
-  assert isinstance(source._offsets[0].base, np.memmap)
   content = mapped.read_bytes()
-  for damaged in (content[:-8], content[:200] + b'x' + content[201:], b''):
+  for damaged in (content[:-8], content[:200] + b'x' + content[201:]):
     mapped.unlink()  # Others may read the old one.
     mapped.write_bytes(damaged)
     assert everything(opened()[1]) == want
@@ -178,26 +173,20 @@ def test_processes_of_a_machine_share_large_offsets(
 def test_files_in_a_bucket(opened, tmp_path):
   _, source = opened()
   want = everything(source)
-  for path in (tmp_path / 'tfrecord').glob('shapes/*/*'):
-    if not path.name.startswith('.'):
-      target = f'ram://records/shapes/{path.parent.name}/{path.name}'
-      tf.io.gfile.makedirs(os.path.dirname(target))
-      tf.io.gfile.copy(str(path), target, overwrite=True)
-  paths = [
-    f'ram://records/shapes/{path.parent.name}/{path.name}' for path in files(tmp_path)
-  ]
-  counts = [len(list(tf.data.TFRecordDataset(path))) for path in paths]
-  remote = tfrecords.offsets(paths, counts)
-  for got, path in zip(remote, files(tmp_path), strict=True):
-    assert got[-1] == path.stat().st_size
-  assert tf.io.gfile.exists(f'{os.path.dirname(paths[0])}/.tfrecord_offsets.npz')
+  folder = f'ram://records/shapes/{files(tmp_path)[0].parent.name}'
+  tf.io.gfile.makedirs(folder)
+  paths = [f'{folder}/{path.name}' for path in files(tmp_path)]
+  for path, target in zip(files(tmp_path), paths):
+    tf.io.gfile.copy(str(path), target, overwrite=True)
   infos = [
     shard_utils.FileInstruction(path, 0, count, count)
-    for path, count in zip(paths, counts)
+    for path, count in zip(paths, [13, 14, 13])
   ]
-  reader = source._reader
-  found = everything(tfrecords.TfRecordSource(infos, 100.0, reader))
-  assert found == want
+  remote = tfrecords.TfRecordSource(infos, 100.0, source._reader)
+  assert tf.io.gfile.exists(f'{folder}/.tfrecord_offsets.npz')
+  assert everything(remote) == want
+  numbers = np.array([20, 3, 4, 3, 39, 5, 19, 0])  # Some are neighbours.
+  np.testing.assert_array_equal(remote.serialized(numbers), source.serialized(numbers))
 
 
 # --- Damaged files ---
@@ -218,15 +207,10 @@ DAMAGE = [
   ('tfrecord', lambda x: b'', 'has 0 records, but dataset_info.json says'),
   ('tfrecord', lambda x: x[:-3], 'is cut off within record'),
   ('tfrecord', flipped(9), 'the header of record 0, at byte 0, has a wrong'),
-  ('tfrecord', lambda x: x + x, 'has 28 records, but dataset_info.json says 14'),
   ('tfrecord', gzip.compress, 'GZIP.*decompress'),
   ('tfrecord', flipped(40), 'record 0 of .* is damaged, or the file has chan'),
-  ('tfrecord', flipped(-1), 'record 13 of .* is damaged, or the file has cha'),
   ('array_record', lambda x: None, MISSING),
-  ('array_record', lambda x: b'', 'is damaged: .*at least 64KB'),
   ('array_record', lambda x: x[:-1000], 'is damaged: Corrupted'),
-  ('array_record', lambda x: x[: len(x) // 2], 'is damaged: |has 0 records'),
-  ('array_record', flipped(-65536 + 40), 'is damaged: Corrupted'),
   ('array_record', flipped(200), 'is damaged: Corrupted'),
 ]  # fmt: skip
 
@@ -269,85 +253,35 @@ def test_a_storage_that_fails_for_a_moment_or_for_good(
   assert '\n' not in str(error.value)
 
 
-def lie(key, value):
-  def change(info):
-    info['splits'][0][key] = value
-
-  return change
-
-
-@pytest.mark.parametrize(
-  'change, message',
-  [
-    (lie('shardLengths', ['13', '12', '13']), 'has 14 records, but .* says 12'),
-    (lie('shardLengths', ['13', '14', '13', '5']), MISSING),
-    (lie('shardLengths', ['-3']), 'cannot be sliced: .*has -3 examples'),
-    (lie('shardLengths', []), "split 'train' is empty"),
-    (lie('shardLengths', ['x']), "dataset='shapes' cannot be opened: .*'x'"),
-    (lambda info: info.update(fileFormat='odd'), 'cannot be opened: .*odd'),
-    (lambda info: info.update(fileFormat='riegeli'), 'as riegeli files.*conve'),
-    (lambda info: info.clear(), 'cannot be opened: .*do not match'),
-    (None, 'cannot be opened: .*Failed to load JSON'),
-  ],
-)
-def test_a_dataset_info_that_lies(opened, tmp_path, change, message):
+def test_a_dataset_info_that_lies(opened, tmp_path):
   opened()
   [path] = (tmp_path / 'tfrecord').glob('shapes/*/dataset_info.json')
   info = json.loads(path.read_text())
-  if change is not None:
-    change(info)
-  text = json.dumps(info) if change else '{"x": '
-  path.write_text(text)
-  with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
-    opened()
-  assert '\n' not in str(error.value)
+  [split] = info['splits']
+
+  def lengths(*found):
+    return json.dumps({**info, 'splits': [{**split, 'shardLengths': found}]})
+
+  for text, message in (
+    (lengths('13', '12', '13'), 'has 14 records, but .* says 12'),
+    (lengths('13', '14', '13', '5'), MISSING),
+    (json.dumps({**info, 'fileFormat': 'riegeli'}), 'as riegeli files.*conve'),
+    ('{"x": ', 'cannot be opened: .*Failed to load JSON'),
+  ):
+    path.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as error:
+      opened()
+    assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('file_format', FORMATS)
-def test_few_files_are_open_and_each_is_opened_when_used(
-  opened, file_format, monkeypatch
-):
+def test_few_files_are_open(opened, file_format, monkeypatch):
   _, source = opened(file_format)
   want = source.serialized(np.arange(40)).tolist()
-  _, source = opened(file_format)
-  opens, open_file = [], type(source).open_file
   monkeypatch.setattr(shards, '_OPEN_FILES', 2)
-  monkeypatch.setattr(
-    type(source), 'open_file', lambda *args: opens.append(1) or open_file(*args)
-  )
-  assert source.serialized(np.array([0, 1])).tolist() == want[:2]
-  assert len(opens) == 1
-  assert source.serialized(np.arange(40)).tolist() == want
-  assert len(opens) == 3
-  assert source.serialized(np.array([39, 20])).tolist() == [want[39], want[20]]
-  assert len(opens) == 3
-  assert source.serialized(np.array([0])).tolist() == want[:1]
-  assert len(opens) == 4
-
-
-def test_neighbours_in_a_bucket_take_one_read(opened, monkeypatch):
-  config, source = opened('tfrecord')
-  want = source.serialized(np.arange(40)).tolist()
-  expected = batches(config, source)
-  reads, local = [], tfrecords._local
-
-  def counted(path):
-    read = local(path)
-    return lambda begin, size: reads.append(path) or read(begin, size)
-
-  monkeypatch.setattr(tfrecords, '_remote', counted)
-  monkeypatch.setattr(image_files, 'is_local', lambda path: False)
-  files = [
-    types.SimpleNamespace(filename=path, skip=0, take=n, examples_in_shard=n)
-    for path, n in zip(source.paths, [13, 14, 13])
-  ]
-  monkeypatch.setattr(tfrecords, 'offsets', lambda *args: source._offsets)
-  remote = tfrecords.TfRecordSource(files, 100, source._reader)
-  assert remote.serialized(np.arange(40)).tolist() == want
-  assert sorted(reads) == source.paths
-  numbers = [20, 3, 4, 3, 39, 5, 19, 0]  # Runs 0, 3, 3-5, 19-20, 39.
-  assert remote.serialized(np.array(numbers)).tolist() == [want[i] for i in numbers]
-  assert len(reads) == 3 + 5
-  for a, b in zip(expected, batches(config, remote), strict=True):
-    for key in a:
-      np.testing.assert_array_equal(a[key], b[key])
+  _, source = opened(file_format)
+  assert not source._files
+  for numbers in ([39, 0, 20], [20, 19, 39, 3]):
+    found = source.serialized(np.array(numbers)).tolist()
+    assert found == [want[i] for i in numbers]
+    assert len(source._files) == 2

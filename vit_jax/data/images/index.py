@@ -229,11 +229,6 @@ class Index:
     def make(arrays):
       index = cls.of_arrays(root, base, arrays)
       index.status, index.stamps = arrays['status'], arrays['stamps']
-      by_row = index.order, index.status, index.stamps, index._ends
-      if {index.counts.sum(), *map(len, by_row)} != {len(index)}:
-        raise ValueError('the arrays have different numbers of images')
-      if len(index.folders) != len(index.counts):
-        raise ValueError('the arrays have different numbers of folders')
       index.path = str(path)
       return index
 
@@ -262,8 +257,6 @@ class Index:
     def make(arrays):
       facts = json.loads(arrays['facts'].tobytes())
       rows, status, stamps = (arrays[k] for k in ('rows', 'status', 'stamps'))
-      if not len(rows) == len(status) == len(stamps):
-        raise ValueError('the arrays have different numbers of images')
       return facts.pop('names'), facts, rows, status, stamps
 
     def read(path):
