@@ -1,7 +1,5 @@
 """Tests of reading annotation files: what they mean, and what is rejected."""
 
-import json
-
 import numpy as np
 from pycocotools import coco
 import pytest
@@ -68,11 +66,6 @@ def test_whole_numbers_may_be_written_with_a_point(read):
     read(drawn.content(1, [drawn.thing(1, 0, image_id=100.5)]))
 
 
-def test_a_changed_file_is_read_anew(read):
-  assert len(read(drawn.content(1)).files) == 1
-  assert len(read(drawn.content(2)).files) == 2
-
-
 def test_the_name_of_a_group_is_not_a_class(read):
   classes = [
     {'id': 0, 'name': 'fish', 'supercategory': 'none'},
@@ -92,13 +85,9 @@ KEYPOINTS = {**CAPTION, 'category_id': 3, 'keypoints': [1, 2, 2]}
 # Content of a file, and key words of the message.
 WRONG = [
   ('{"images": [', 'truncated'),
-  (json.dumps(drawn.content(1)) + ' x', 'trailing'),
-  (json.dumps(drawn.content(1, [drawn.thing(1, 0, 4 * [np.nan])])), 'JSON'),
-  ([1, 2], '`object`, got `array`'),
   (with_('categories', []), 'length >= 1 .*categories'),
   (with_('annotations', [CAPTION]), r'category_id.*instances_\*.json'),
   (with_('annotations', [KEYPOINTS]), r'bbox.*annotations\[0\]'),
-  (with_('annotations', [drawn.thing(1, 0, [1, 2, 3])]), r'annotations\[0\].bbox'),
   (with_('annotations', [drawn.thing(1, 0), drawn.thing(1, 1)]), r"'id'.*\[1\]"),
   (
     with_('annotations', [drawn.thing(1, 0), drawn.thing(2, 5)]),
@@ -109,19 +98,10 @@ WRONG = [
     'annotation 4: category_id 8',
   ),
   (
-    with_('images', [drawn.image(0), drawn.image(1, id=100)]),
-    r"images .*'id'.*\[100\]",
-  ),
-  (
     with_('images', [drawn.image(0), drawn.image(1, file_name='0.jpg')]),
     "images .*'file_name'.*'0.jpg'",
   ),
   (with_('images', [{'id': 1, 'file_name': 'a'}]), 'height'),
-  (with_('images', [drawn.image(0, width=0)]), r'>= 1 .*images\[0\].width'),
-  (
-    with_('categories', [{'id': 3, 'name': 'a'}, {'id': 3, 'name': 'b'}]),
-    r"categories .*'id'.*\[3\]",
-  ),
   (
     with_('categories', [{'id': 3, 'name': 'a'}, {'id': 4, 'name': 'a'}]),
     "categories .*'name'.*'a'",
