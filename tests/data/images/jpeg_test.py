@@ -91,18 +91,3 @@ def test_large_files_are_decoded_smaller_and_look_the_same():
     np.testing.assert_array_equal(found[True][1], found[False][1])
     differences = np.abs(found[True][0] - found[False][0])
     assert 0 < differences.mean() < 0.2
-
-
-def test_what_is_cut_out_of_a_smaller_one_lies_where_it_is_said_to():
-  pp = common.get_config().pp
-  pp.crop, pp.crop_area = 8, (0.2, 0.6)
-  y, x = np.mgrid[:320, :480]
-  ramp = np.stack([y * 255 / 320, x * 255 / 480, 0 * y], -1).astype(np.uint8)
-  encoded = tf.constant(encode(Image.fromarray(ramp), quality=95))
-  for seed in range(5):
-    image, drawn = preprocess.decode_with_geometry(
-      encoded, tf.constant([0, seed], tf.int64), pp
-    )
-    middle = drawn.window[:2].numpy() + drawn.window[2:].numpy() / 2
-    got = (image.numpy().mean((0, 1))[:2] + 1) / 2 * (320, 480)
-    np.testing.assert_allclose(got, middle, atol=4)
