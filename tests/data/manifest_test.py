@@ -237,6 +237,9 @@ def test_lists_of_a_folder_of_classes_give_its_examples(
   np.testing.assert_array_equal(found[0]['label'], found[1]['label'])
   info = input_pipeline.get_dataset_info(str(root), 'test')
   assert (info['num_examples'], info['int2str'](2)) == (9, 'cow')
+  (root / place).write_text('{"text": "a"}')
+  with pytest.raises(ValueError, match=rf'{place}:1: `{key}` .*missing'):
+    sources.open_split(tiny_config, 'test')
 
 
 def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):

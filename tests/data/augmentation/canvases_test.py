@@ -96,18 +96,6 @@ def test_the_smallest_canvas_of_an_image():
   assert found.tolist() == [[832, 1088], [1088, 832], [832, 832], [192, 1344]]
 
 
-def test_a_very_long_image_fits_the_square():
-  """Its longer side may be longer than `longest_side` by the published rule."""
-  config = pp(longest_side=16, eval_side=9)
-  pixels = noise(4, 150)
-  assert canvases.fitted((4, 150), 9, 16).numpy().tolist() == [1, 37]
-  inputs, drawn = preprocess.on_canvas_for_evaluation(
-    png(pixels), canvases.evaluation(config), config
-  )
-  assert inputs['image'].shape == (16, 16, 3)
-  assert drawn.size.numpy().tolist() == [1, 16]
-
-
 def test_each_length_is_drawn_equally_often():
   config = detr.get_config().pp
   config.crop_sides = ()

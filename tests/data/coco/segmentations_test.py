@@ -61,16 +61,6 @@ def test_wrong_outlines(segmentation):
     segmentations.paint(encoded)
 
 
-def test_compressed_run_lengths_of_any_mask_are_right():
-  rng = np.random.RandomState(0)
-  for height, width in ((4, 6), (300, 500)):
-    for share in (0.0, 0.02, 0.5, 1.0):
-      mask = (rng.uniform(size=(height, width)) < share).astype(np.uint8)
-      short = coco_mask.encode(np.asfortranarray(mask))
-      short = {'size': [height, width], 'counts': short['counts'].decode()}
-      np.testing.assert_array_equal(segmentations.decode(short, height, width), mask)
-
-
 def test_wrong_outlines_are_named_or_left_out(tmp_path):
   """Before anything is painted, with the file and the annotation."""
   right = [[10, 4, 20, 4, 20, 9, 10, 9]]

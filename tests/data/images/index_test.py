@@ -219,30 +219,6 @@ def test_two_processes_check_half_of_the_images_each(root, checked, tmp_path):
   assert len(checked) == 33
 
 
-def test_only_whole_shares_of_the_same_check_are_merged(root, tmp_path):
-  index = listing.list_folder(str(root), 'train')
-  index.check(index.order, lambda *_: '', 1000)
-  index.facts['broken']['3'] = 'cut off'
-  index.status[3] = index_lib.BROKEN
-  half, rest, cut, other = (str(tmp_path / x) for x in ('half', 'rest', 'cut', 'other'))
-  index.save_share(half, np.arange(0, 33, 2))
-  index.save_share(rest, np.arange(1, 33, 2))
-  content = pathlib.Path(rest).read_bytes()
-  pathlib.Path(cut).write_bytes(content[: len(content) // 2])
-  index.facts['max_pixels'] = 2000
-  index.save_share(other, np.arange(1, 33, 2))
-  new = listing.list_folder(str(root), 'train')
-  new.facts['max_pixels'] = 1000
-  found = new.shares([half, cut, other, str(tmp_path / 'missing')])
-  assert np.flatnonzero(found.status).tolist() == list(range(0, 33, 2))
-  new.recall(new.shares([half, rest]))
-  np.testing.assert_array_equal(new.status, index.status)
-  assert new.facts['broken'] == {'3': 'cut off'}
-  (root / 'train/bee/bee5.jpg').rename(root / 'train/bee/bee99.jpg')
-  changed = listing.list_folder(str(root), 'train')
-  assert not changed.shares([half, rest]).status.any()
-
-
 def test_shares_of_another_number_of_processes_are_not_merged(
   root, tmp_path, monkeypatch
 ):
