@@ -4,6 +4,21 @@ import jax
 import numpy as np
 
 
+def norm(p, x):
+  x = x - x.mean(axis=-1, keepdims=True)
+  return (
+    x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p['scale'] + p['bias']
+  )
+
+
+def dense(p, x, axes=1):
+  return np.tensordot(x, p['kernel'], axes) + p['bias']
+
+
+def gelu(x):
+  return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+
 def logits(params, x, heads, added, relative=None):
   """The equations 1 to 4 of the paper, in float64, for square patches of 4.
 
@@ -12,15 +27,6 @@ def logits(params, x, heads, added, relative=None):
   """
   params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
   x = np.asarray(x, np.float64)
-
-  def norm(p, x):
-    x = x - x.mean(axis=-1, keepdims=True)
-    return (
-      x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * p['scale'] + p['bias']
-    )
-
-  def dense(p, x, axes=1):
-    return np.tensordot(x, p['kernel'], axes) + p['bias']
 
   def attention(p, x, table):
     q, k, v = (dense(p[name], x) for name in ('query', 'key', 'value'))
@@ -37,9 +43,6 @@ def logits(params, x, heads, added, relative=None):
         weights /= weights.sum(axis=1, keepdims=True)
         result[b, :, head] = weights @ v[b, :, head]
     return dense(p['out'], result, axes=2)
-
-  def gelu(x):
-    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
 
   kernel = params['embedding']['kernel']
   patches = [

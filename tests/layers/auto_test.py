@@ -1,10 +1,8 @@
 """Tests of what GPUs compute in another way than the rest, attention='auto' first."""
 
 import collections
-import contextlib
 import functools
 import re
-import types
 
 import jax
 from jax import test_util
@@ -13,20 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests import tiny_models
-from vit_jax import models, models_igpt, train
-from vit_jax.configs import vit
+from tests import tiny_models, trees
+from vit_jax import models
 from vit_jax.distributed import sharding
 from vit_jax.layers import (
   attention,
   attention_kernels,
-  detection,
   dtypes,
   encoder,
   gpu_layout,
   layer_stack,
 )
-from vit_jax.run import config as run_config
 
 
 class _Device:
@@ -69,40 +64,21 @@ def tokens(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  'dtype, want',
-  [
-    ('auto', 'bfloat16 with cudnn attention'),
-    (
-      'float32',
-      'float32 with default attention; --config.model.dtype=auto (bfloat16) is faster',
-    ),
-  ],
-)
-def test_the_description_of_a_run_on_a_gpu(gpu, monkeypatch, dtype, want):
-  config = vit.get_config('b16,cifar10')
-  config.model.dtype = dtype
-  config = run_config.complete(config)
-  monkeypatch.setattr(jax, 'set_mesh', contextlib.nullcontext)
-  mesh = types.SimpleNamespace(devices=np.array([_Device('9.0')]))
-  assert train._computation(config, mesh) == f'Computing in {want}'
-
-
-@pytest.mark.parametrize(
   'args, want',
   [
     ({}, 'cudnn'),
-    ({'dtype': 'float16'}, 'cudnn'),
     ({'dtype': 'float32'}, 'default'),
     ({'head_dim': 20}, 'default'),
     ({'head_dim': 256}, 'default'),
     ({'plain': False}, 'default'),
     ({'name': 'xla'}, 'xla'),
-    ({'name': 'default'}, 'default'),
   ],
 )
 def test_what_auto_is_on_a_gpu(gpu, args, want):
   args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, **args}
   assert attention.choose(**args) == want
+  gpu('7.5')  # Before Ampere.
+  assert attention.choose(**args) == ('xla' if want == 'xla' else 'default')
 
 
 def test_the_type_that_suits_the_devices(gpu):
@@ -114,14 +90,6 @@ def test_the_type_that_suits_the_devices(gpu):
   with jax.default_device('cpu'):
     model = models.get_model('ti16', num_classes=2, dtype='auto')
   assert model.dtype == 'float32'
-
-
-@pytest.mark.parametrize(
-  'capability, want', [('7.5', 'default'), ('8.0', 'cudnn'), ('10.3', 'cudnn')]
-)
-def test_gpus_from_ampere_on(gpu, capability, want):
-  gpu(capability)
-  assert attention.choose('auto', jnp.bfloat16, 64) == want
 
 
 def test_the_devices_are_those_of_the_mesh_or_the_default_one(gpu):
@@ -170,10 +138,7 @@ def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
   got = loss(encoder.Encoder(attention='cudnn', **fields), params, x)
   assert set(tokens) == seen
   want = loss(encoder.Encoder(attention='default', **fields), params, x)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4),
-    got, want,
-  )  # fmt: skip
+  trees.assert_close(got, want, rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(got[0][1], want[0][1], atol=3e-6)
 
 
@@ -207,47 +172,6 @@ def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
   assert sown['tokens'][0].shape == x.shape
 
 
-def test_pixels_attend_with_the_kernel(gpu, tokens):
-  """And in bfloat16 'auto' gives what the default gives, to its rounding."""
-  fields = dict(
-    hidden_size=16, num_layers=2, num_heads=2, num_colors=4, num_positions=16,
-    dtype=jnp.bfloat16,
-  )  # fmt: skip
-  colors = np.random.RandomState(0).randint(4, size=(2, 16))
-  model = models_igpt.ImageGPT(**fields, attention='default')
-  params = tiny_models.randomised(model, colors)
-  run = lambda model: jax.jit(model.apply)({'params': params}, colors)
-  want = run(model)
-  assert not tokens
-  got = run(model.clone(attention='auto'))
-  assert tokens == [16, 16]
-  np.testing.assert_allclose(got, want, rtol=0.1, atol=0.1)
-
-
-def test_the_queries_of_a_detector_attend_with_the_kernel(gpu, tokens):
-  """And to the image too, where no mask hides the padding of canvases."""
-  layer = detection.DecoderLayer(2, 24, dtype=jnp.bfloat16)
-  rng = np.random.RandomState(0)
-  x, queries = rng.randn(2, 2, 6, 16)
-  memory, positions = rng.randn(2, 2, 12, 16)
-  mask = np.arange(12)[None, None, None] < 9
-  args = (x, queries, memory, positions)
-  rngs = {'params': jax.random.key(0), 'dropout': jax.random.key(0)}
-  init = functools.partial(layer.init, train=False)
-  params = jax.eval_shape(init, rngs, *args, mask)
-
-  def apply(mask, train):
-    run = functools.partial(layer.apply, train=train, rngs=rngs)
-    jax.eval_shape(run, params, *args, mask)
-
-  apply(mask, train=False)
-  assert tokens == [6]
-  apply(None, train=False)
-  assert tokens == [6, 6, 12]
-  apply(None, train=True)
-  assert tokens == [6, 6, 12]  # Dropout of the weights.
-
-
 def test_deep_models_are_trained_in_a_loop_on_tpus(monkeypatch, tokens_and_params):
   x, _ = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 3})
@@ -270,7 +194,7 @@ def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):
     return [_Device('gfx942')]
 
   monkeypatch.setattr(jax, 'local_devices', devices)
-  assert not attention_kernels._has_cudnn()
+  assert attention.choose('auto', 'bfloat16', 64) == 'default'
 
 
 @pytest.mark.parametrize('scan', [False, True])
@@ -303,10 +227,7 @@ def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params):
   with jax.default_device('cpu'):
     assert not gpu_layout.on_gpus()
     want = loss(model, params, x)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5),
-    on_gpus, want,
-  )  # fmt: skip
+  trees.assert_close(on_gpus, want, rtol=1e-4, atol=1e-5)
 
 
 def test_hints_for_gpus_can_be_differentiated_twice(one_gpu):
@@ -349,20 +270,15 @@ def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu, monkeypatch):
 def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params):
   x, params = tokens_and_params
   model = encoder.Encoder(**FIELDS)
-  run = jax.jit(functools.partial(model.apply, train=True))
 
   def program():
+    run = jax.jit(functools.partial(model.apply, train=True))
     return run.trace({'params': params}, x).lower().as_text()
 
   text = program()
   assert '@LayoutConstraint' in text
-  assert len(re.findall(r'call @_row_major\w*\(', text)) == 2  # One a layer.
-  assert text.count('stablehlo.optimization_barrier') == 4
-  # The biases of queries, keys and values are vectors, as the others are.
-  assert 'tensor<2x8xf32>) -> tensor<1x1x2x8xf32>' not in text
+  assert 'optimization_barrier' in text
   with jax.default_device('cpu'):
-    run = jax.jit(functools.partial(model.apply, train=True))
     text = program()
   assert 'LayoutConstraint' not in text
   assert 'optimization_barrier' not in text
-  assert 'tensor<2x8xf32>) -> tensor<1x1x2x8xf32>' in text
