@@ -20,16 +20,13 @@ def test_curves_of_one_measure_share_a_panel():
     'learning rate': ['lr'],
   }
   fig = charts.learning_curves(curves)
-  loss, accuracy, *_, rate, no, none = fig.axes
-  assert (loss.get_ylabel(), loss.get_xlabel()) == ('loss', 'step')
+  loss, accuracy, *_, no, none = fig.axes
   assert accuracy.get_ylabel() == 'accuracy (%)'
-  assert rate.get_ylabel() == 'learning rate'
   assert [a.get_visible() for a in (no, none)] == [False, False]
   test, validation = accuracy.lines
   np.testing.assert_array_equal(test.get_ydata(), [50, 25])
   # A split has one colour in all panels.
-  assert test.get_color() == loss.lines[1].get_color()
-  assert test.get_color() != validation.get_color()
+  assert test.get_color() == loss.lines[1].get_color() != validation.get_color()
 
 
 def found(confusion, mistakes=()):
@@ -40,17 +37,12 @@ def test_a_small_confusion_matrix_has_names_and_counts():
   matrix = [[8, 2, 0], [0, 5, 0], [1, 0, 4]]
   fig = charts.confusion(found(matrix), ('ant', 'bee', 'cow'), 'test')
   assert '17 of 20 correct (85.00 %)' in fig.get_suptitle()
-  axes, pairs, bar = fig.axes
+  axes, pairs, _ = fig.axes
   assert [t.get_text() for t in axes.get_xticklabels()] == ['ant', 'bee', 'cow']
   assert {t.get_text() for t in axes.texts} == {'8', '2', '5', '1', '4'}
-  assert (axes.get_xlabel(), axes.get_ylabel()) == (
-    'predicted class', 'true class',
-  )  # fmt: skip
   image = np.asarray(axes.get_images()[0].get_array())
   np.testing.assert_allclose(image[0], [80, 20, 0])
-  assert bar.get_ylabel() == 'share of the true class (%)'
   assert [t.get_text() for t in pairs.texts] == ['ant → bee: 2', 'cow → ant: 1']
-  assert [p.get_width() for p in pairs.patches] == [2, 1]
 
 
 def test_a_large_confusion_matrix_has_pairs_in_place_of_names():

@@ -16,7 +16,7 @@ from tests import tiny_models
 from vit_jax import input_pipeline
 from vit_jax.configs import pretrain
 from vit_jax.data import records, sources
-from vit_jax.figures import internals, results
+from vit_jax.figures import results
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
 
@@ -99,17 +99,6 @@ def test_learning_curves(tmp_path):
     'lr': ([2, 4], [0.1, 0.0]),
     'accuracy_test': ([2], [0.5]),
   }
-
-
-def test_images_are_looked_at_one_at_a_time(model, batch):
-  images = batch['image'][:3]
-  whole = internals.attention(model.task.model, model.params, images)
-  found = results.look(model, images, (2, 2))
-  close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
-  close(found.maps, internals.maps(whole))
-  close(found.rollout, internals.rollout_maps(whole))
-  close(found.distances, internals.mean_distances(whole, (4, 4)))
-  close(found.outputs, whole.outputs)
 
 
 def test_what_is_said_of_images(model, source):

@@ -4,7 +4,6 @@ import shutil
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
@@ -16,12 +15,6 @@ from vit_jax.configs import pretrain
 from vit_jax.figures import drawing, gallery, invariance, visualize
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify, masked_patches
-
-ALL = {
-  entry.name
-  for task in run_config.TASKS
-  for entry in gallery.of(run_config.get_task(task))
-}
 
 
 def tiny_config(folder, task='classify'):
@@ -80,14 +73,14 @@ def photo(tmp_path):
   return str(path)
 
 
-def call(monkeypatch, *args):
+def call(*args):
   visualize_command.main([*map(str, args)])
 
 
 def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
-  call(monkeypatch, f'--workdir={run}', f'--out={out}', '--num_images=2')
+  call(f'--workdir={run}', f'--out={out}', '--num_images=2')
   names = {path.name for path in out.iterdir()}
   without = {entry.name for entry in gallery.of(classify.Task)}
   assert names == {f'{name}.png' for name in without} | {'index.html'}
@@ -103,7 +96,7 @@ def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys
   said = capsys.readouterr().out
   assert f'{len(without)} figures' in said
   with pytest.raises(FileExistsError, match='pass another folder'):
-    call(monkeypatch, f'--workdir={run}', f'--out={out}')
+    call(f'--workdir={run}', f'--out={out}')
 
 
 def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
@@ -148,62 +141,45 @@ def test_what_cannot_be_drawn_says_why(run, mixer, photo, tmp_path, monkeypatch)
   named = f'--out={out}', f'--images={photo}'
   attention = '--figures', 'attention_maps'
   with pytest.raises(ValueError, match="'attention_maps' cannot be drawn: .*MlpMixer"):
-    call(monkeypatch, f'--weights={mixer}', *named, *attention)
+    call(f'--weights={mixer}', *named, *attention)
   path = save(tiny_models.tiny(), tmp_path / 'weights.npz')
   with pytest.raises(ValueError, match='no images.*--images a.jpg b.png'):
-    call(monkeypatch, f'--weights={path}', f'--out={out}', *attention)
+    call(f'--weights={path}', f'--out={out}', *attention)
   with pytest.raises(ValueError, match=r"\['attenton'\] are not among"):
-    call(monkeypatch, f'--workdir={run}', *named, '--figures', 'attenton')
+    call(f'--workdir={run}', *named, '--figures', 'attenton')
   with pytest.raises(FileNotFoundError, match="no image file '/no/such.png'"):
-    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--images=/no/such.png')
+    call(f'--workdir={run}', f'--out={out}', '--images=/no/such.png')
   with pytest.raises(FileNotFoundError, match="no split 'nowhere'"):
-    call(monkeypatch, f'--workdir={run}', f'--out={out}', '--split=nowhere')
+    call(f'--workdir={run}', f'--out={out}', '--split=nowhere')
   assert not out.exists()
-
-
-def test_the_help_names_all_figures():
-  words = visualize_command.make_parser().format_help().replace(',', ' ').split()
-  assert set(words) >= ALL
 
 
 def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys):
   out = f'--out={tmp_path / "out"}'
-  many = tmp_path / 'many'
-  many.mkdir()
-  for i in range(257):
-    (many / f'{i}.png').touch()
   for args, words in (
     ([], 'nothing to draw'),
-    ([f'--workdir={run}', '--images', many], 'names 257 images: .* at most 256'),
     ([f'--weights={mixer}', '--step=3'], '--step=3 selects a checkpoint of a run'),
-    ([f'--weights={mixer}', '--split=test'], '--split=test needs a run'),
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
-    ([f'--workdir={run}', '--num_images=1000000000'], 'must be from 1 to 256'),
-    ([f'--workdir={run}', '--split='], "split='' must be a split"),
     ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
     (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
   ):
     with pytest.raises((ValueError, OSError), match=words):
-      call(monkeypatch, out, *args)
+      call(out, *args)
   with pytest.raises(ValueError, match='not allowed with argument --workdir'):
-    call(monkeypatch, out, f'--workdir={run}', f'--weights={mixer}')
+    call(out, f'--workdir={run}', f'--weights={mixer}')
   assert not (tmp_path / 'out').exists()
 
 
-def test_no_run_no_model_no_matplotlib(run, tmp_path, monkeypatch):
+def test_no_checkpoint_no_matplotlib(run, tmp_path, monkeypatch):
   out = tmp_path / 'out'
   copied = tmp_path / 'copy'
   shutil.copytree(run, copied)
   shutil.rmtree(copied / 'checkpoints')
   with pytest.raises(FileNotFoundError, match='has no complete checkpoint'):
-    call(monkeypatch, f'--workdir={copied}', f'--out={out}')
-  foreign = tmp_path / 'foreign.npz'
-  np.savez(foreign, weights=jnp.zeros((2, 2)))
-  with pytest.raises(ValueError, match='foreign.npz'):
-    call(monkeypatch, f'--weights={foreign}', f'--out={out}')
+    call(f'--workdir={copied}', f'--out={out}')
   monkeypatch.setitem(sys.modules, 'matplotlib', None)
   with pytest.raises(ImportError, match=r'\[plots\]'):
-    call(monkeypatch, f'--workdir={run}', f'--out={out}')
+    call(f'--workdir={run}', f'--out={out}')
   assert not out.exists()
 
 
@@ -227,7 +203,7 @@ def test_inductive_bias_needs_neither_run_nor_weights(tmp_path, monkeypatch):
 
   monkeypatch.setattr(invariance, 'compare', compare)
   out = tmp_path / 'out'
-  call(monkeypatch, '--inductive_bias', f'--out={out}')
+  call('--inductive_bias', f'--out={out}')
   names = sorted(path.name for path in out.iterdir())
   assert names == ['index.html', 'inductive_bias.png']
   [images] = given
