@@ -134,13 +134,8 @@ BLOCK = 'transformer.h.0.'
   'parts, message',
   [
     ({'config': {'activation_function': 'gelu'}}, "is 'gelu', but .* 'quick_gelu'"),
-    ({'config': {'n_head': '2'}}, "config.json' cannot .*n_head is '2', but must be"),
-    ({'config': {'attention_scale': 'x'}}, "attention_scale is 'x', but must be one"),
-    ({'preprocessor_config': {'clusters': [[0, 0]]}}, 'r_config.json. cannot be .*clusters is'),
     ({'preprocessor_config': {'clusters': [[0, 0, 255]]}}, 'clusters is .* numbers from -1 to 1'),
-    ({'preprocessor_config': {'clusters': 'red'}}, "clusters is 'red', but must be colours of"),
     ({'preprocessor_config': {'clusters': [[0, 0, 0]]}}, 'palette of 1 colours, but the weig'),
-    ({'arrays': {f'{BLOCK}ln_1.weight': None}}, 'block_0/norm_1/scale: missing in'),
     ({'arrays': {f'{BLOCK}mlp.c_fc.bias': np.ones(96, np.float32)}}, 'bias. is not zero'),
     ({'arrays': {'score.weight': np.ones((3, 24), np.float32)}}, 'without the start'),
   ],

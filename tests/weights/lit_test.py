@@ -111,7 +111,7 @@ def loaded(saved):
 @pytest.mark.parametrize('name', MAKERS)
 def test_photographs_have_the_embeddings_of_hugging_face(saved, loaded, name):
   """A run's model reads pixels from -1 to 1, and computes the same."""
-  folder, theirs = saved[name]
+  _, theirs = saved[name]
   photos = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 3), np.uint8)
   mean, std = (np.array(x, np.float32) for x in SCALING.values())
   pixels = torch.tensor((photos / 255 - mean) / std, dtype=torch.float32)
@@ -121,17 +121,13 @@ def test_photographs_have_the_embeddings_of_hugging_face(saved, loaded, name):
   want /= np.linalg.norm(want, axis=1, keepdims=True)
   model = loaded[name]
   np.testing.assert_allclose(model.embed(list(photos)), want, atol=1e-5)
-  found = writing.scaled(convert.read(str(folder)))
-  assert 'image_mean' not in found.metadata
-  assert writing.scaled(found) is found
   assert model.config.loss == {'clip': 'softmax', 'siglip': 'sigmoid'}[name]
   assert model.config.pp.resize == {'clip': 8, 'siglip': None}[name]
 
 
-@pytest.mark.parametrize('name', MAKERS)
-def test_embeddings_of_classes_have_length_1(saved, loaded, name, monkeypatch):
+def test_embeddings_of_classes_have_length_1(saved, loaded, monkeypatch):
   """As in open_clip's build_zero_shot_classifier; LiT leaves the means."""
-  theirs = saved[name][1]
+  theirs = saved['clip'][1]
   _, tokens = inputs()
   tokens = np.concatenate([tokens, tokens[:1]])  # Of 2 classes, 2 templates.
   with torch.no_grad():
@@ -141,7 +137,7 @@ def test_embeddings_of_classes_have_length_1(saved, loaded, name, monkeypatch):
   means = rows.reshape(2, 2, -1).mean(axis=1)
   lengths = np.linalg.norm(means, axis=1, keepdims=True)
   assert (lengths < 0.999).all()
-  model = loaded[name]
+  model = loaded['clip']
   monkeypatch.setattr(model.task, 'templates', ('a {}', 'the {}'))
   tokenizer = {'tokenizer': lambda texts: tokens[: len(texts)]}
   monkeypatch.setattr(model.task, '__dict__', model.task.__dict__ | tokenizer)
@@ -160,12 +156,7 @@ def test_embeddings_of_classes_of_lit_are_means(tmp_path):
 
 
 @pytest.mark.parametrize(
-  ('kind', 'name'),
-  [
-    ('GemmaTokenizerFast', 'siglip2'),
-    ('Siglip2Tokenizer', 'siglip2'),
-    ('SiglipTokenizer', 'siglip'),
-  ],
+  'kind, name', [('GemmaTokenizerFast', 'siglip2'), ('SiglipTokenizer', 'siglip')]
 )
 def test_fixed_sizes_of_siglip_2_have_their_own_tokenizer(saved, tmp_path, kind, name):
   shutil.copytree(saved['siglip'][0], tmp_path, dirs_exist_ok=True)
@@ -300,13 +291,6 @@ def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
   folder, _ = saved['clip']
   state = open_clip(state_of(folder))
   assert state['visual.transformer.resblocks.1.attn.in_proj_weight'].shape == ((24, 8))
-  assert {name for name in state if 'resblocks' not in name} == {
-    'visual.conv1.weight', 'visual.class_embedding', 'visual.proj',
-    'visual.positional_embedding', 'visual.ln_pre.weight',
-    'visual.ln_pre.bias', 'visual.ln_post.weight', 'visual.ln_post.bias',
-    'token_embedding.weight', 'positional_embedding', 'ln_final.weight',
-    'ln_final.bias', 'text_projection', 'logit_scale',
-  }  # fmt: skip
   if custom_text:
     kept = ('visual.', 'logit_scale')
     state = {k if k.startswith(kept) else f'text.{k}': x for k, x in state.items()}
@@ -395,14 +379,13 @@ def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_m
   trees.assert_same(checkpoint.load(str(path)), params)
   trees.assert_same(reading.read(str(path)).params, params)
   found = convert.read(str(path))
-  want = config.to_dict()
   assert found.config.text_model == text_model
   assert found.config.out_dim == (None, 8)
   if text_model == 'bert':  # Shapes do not tell its heads.
     assert found.config.text.config.num_heads == 1
     assert found.config.pp.max_len == 12
   else:
-    assert found.config.text.to_dict() == want['text']
+    assert found.config.text.to_dict() == config.text.to_dict()
     assert found.config.pp.max_len == 6
   assert found.config.pp.size == 8
   assert not found.config.pp.get('vocab_path')
@@ -427,12 +410,6 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
   assert found.image.transformer.gelu == 'quick'
   assert found.text.to_dict() == {'config': BERT}
   assert found.pp.max_len == 5
-  beside = tmp_path / 'tiny.npz.json'
-  told = json.loads(beside.read_text())
-  told['model']['text']['config']['num_heads'] = 'x'
-  beside.write_text(json.dumps(told))
-  with pytest.raises(ValueError, match='tiny.npz. cannot be used'):
-    convert.read(str(path))
   with pytest.raises(ValueError, match=r'as hf: pass --to=npz\|workdir'):
     writing.check(model, 'hf')
 
@@ -441,8 +418,6 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
   'name, fields, message',
   [
     ('clip', {'config': {'text_config': {'eos_token_id': 7}}}, 'eos_token_id is 7.*here 19'),
-    ('clip', {'config': {'model_type': 'altclip'}}, "is 'altclip'.*'clip'"),
-    ('siglip', {'config': {'vision_config': {'vision_use_head': False}}}, 'vision_use_head'),
     (
       'siglip',
       {'arrays': {'text_model.embeddings.token_embedding.weight': None}},
@@ -452,11 +427,6 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
       'clip',
       {'arrays': {'vision_model.extra': np.ones(2, np.float32)}},
       'which lacks vision_model.extra',
-    ),
-    (
-      'clip',
-      {'arrays': {'visual_projection.weight': None, 'logit_scale': None}},
-      r't: missing in the weights',
     ),
   ],
 )  # fmt: skip
@@ -602,19 +572,6 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
   clip.config.text.pool = 'last'
   pretrained(clip.config, clip.params, {'txt': folder})
   assert '--config.model.text.pool=eos' in caplog.text
-  want = flat_of(params)
-  # An image tower's positions are resized.
-  large, wide = lit('text_transformer', pp={**config.pp, 'size': 16})
-  images = jax.ShapeDtypeStruct((1, 16, 16, 3), 'float32')
-  tokens = jax.ShapeDtypeStruct((1, 6), 'int32')
-  wide = tiny_models.tree(models.make_model(large), images=images, tokens=tokens)
-  run = common.get_config()
-  run.model, run.pp.crop, run.pretrained = large, 16, path
-  taken = checkpoint.pretrained_weights(run, Task(), wide)
-  table = 'img/Transformer/posembed_input/pos_embedding'
-  np.testing.assert_array_equal(
-    taken[table], fitting.interpolate_posembed(want[table], 17, True)
-  )
 
 
 @pytest.mark.parametrize(
@@ -622,7 +579,6 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
   [
     ({'img': 'lit', '': 'lit'}, "names two weights for 'img/'"),
     ({'text': 'bert'}, r"no parameters 'text/', but \['img', 't', 'txt'\]"),
-    ({'txt': 'vit'}, 'a classifier, .* a BERT'),
     ({'img': 'bert'}, 'a BERT, .* a classifier'),
     ('bert', 'a BERT, .* an image-text model'),
   ],
@@ -656,15 +612,10 @@ def test_classifiers_keep_quick_gelu_and_others_are_refused(tmp_path, to):
   writing.WRITERS[to](found, tmp_path / to)
   again = convert.read(str(tmp_path / to))
   assert again.config.transformer.gelu == 'quick'
-  encoder = {**model.transformer, 'first_norm': True}
-  message = 'write this model (as a run|for timm, or as a run)'
-  refused = {'transformer': encoder}, {'classifier': 'map'}
-  for fields in refused[: 1 if to == 'timm' else 2]:  # timm has attention pooling.
-    path = str(tmp_path / 'b.npz')
-    checkpoint.save(tiny_models.numbers(tiny_models.tiny(**fields), 8), path)
-    found = convert.read(path)
-    for key, value in fields.items():
-      have = found.config[key]
-      assert (have == value) if key == 'classifier' else have.first_norm
-    with pytest.raises(ValueError, match=message):
-      writing.WRITERS[to](found, tmp_path / 'other')
+  path = str(tmp_path / 'b.npz')
+  other = tiny_models.tiny(transformer={**model.transformer, 'first_norm': True})
+  checkpoint.save(tiny_models.numbers(other, 8), path)
+  found = convert.read(path)
+  assert found.config.transformer.first_norm
+  with pytest.raises(ValueError, match='write this model (as a run|for timm, or)'):
+    writing.WRITERS[to](found, tmp_path / 'other')

@@ -15,7 +15,7 @@ import torch
 
 from tests import broken_weights, tiny_models, torch_models
 from vit_jax import checkpoint, models
-from vit_jax.configs import common, models as model_configs
+from vit_jax.configs import common
 from vit_jax.weights import convert, reading
 from vit_jax.weights.families import vit_files
 
@@ -38,10 +38,9 @@ def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
     assert found.metadata == (
       given if given.get('image_mean') == means['image_mean'] else {}
     )
-  for std in ([0.2, 0.0, 0.2], [-0.2, 0.2, 0.2], ['a', 'b', 'c']):
-    file.write_text(json.dumps({**means, 'image_std': std}))
-    with pytest.raises(ValueError, match='preprocessor_config.json.*image_std is'):
-      reading.read(str(tmp_path / 'hf'))
+  file.write_text(json.dumps({**means, 'image_std': [0.2, 0.0, 0.2]}))
+  with pytest.raises(ValueError, match='preprocessor_config.json.*image_std is'):
+    reading.read(str(tmp_path / 'hf'))
 
 
 @pytest.fixture
@@ -61,35 +60,19 @@ def timm_folder(tmp_path):
   return change
 
 
-@pytest.mark.parametrize('pool', ['prr', 'max'])
-def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder, pool):
-  message = f"global_pool is '{pool}', but this package has only .* 'token'"
-  for change in (
-    {'args': {'global_pool': pool}},
-    {'args': {}, 'global_pool': pool},
-  ):
+def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder):
+  message = "global_pool is 'max', but this package has only .* 'token'"
+  for change in {'args': {'global_pool': 'max'}}, {'args': {}, 'global_pool': 'max'}:
     with pytest.raises(ValueError, match=message):
       reading.read(timm_folder(**change))
 
 
-@pytest.mark.parametrize(
-  'name, args, untold',
-  [
-    ('vit_base_patch16_gap_224', {}, ('heads', 'GELU')),
-    ('vit_base_patch16_gap_224', {'num_heads': 2}, ('GELU',)),
-    ('vit_base_patch16_gap_224', {'num_heads': 2, 'act_layer': 'gelu'}, ()),
-    (None, {}, ('heads', 'GELU')),
-  ],
-)
-def test_what_no_config_gives_is_asked_for(timm_folder, name, args, untold):
-  folder = timm_folder(args, architecture=name)
-  told = dict(zip(('heads', 'GELU'), ({'num_heads': 2}, {'gelu': 'erf'})))
-  for lacking in untold:
-    given = {k: x for word in untold if word != lacking for k, x in told[word].items()}
+def test_what_no_config_gives_is_asked_for(timm_folder):
+  folder = timm_folder({}, architecture='vit_base_patch16_gap_224')
+  for given, lacking in (({'gelu': 'erf'}, 'heads'), ({'num_heads': 2}, 'GELU')):
     with pytest.raises(ValueError, match=f'{lacking}.*--(num_heads|gelu)'):
       convert.read(folder, **given)
-  given = {k: x for word in untold for k, x in told[word].items()}
-  found = convert.read(folder, **given).config.transformer
+  found = convert.read(folder, num_heads=2, gelu='erf').config.transformer
   assert (found.num_heads, found.gelu) == (2, 'erf')
 
 
@@ -100,7 +83,6 @@ def test_what_no_config_gives_is_asked_for(timm_folder, name, args, untold):
     ('vit_base_patch16_224_in21k', 12),
     ('vit_small_r26_s32_224', 6),
     ('vit_tiny_r_s16_p8_224', 3),
-    ('deit_small_patch16_224.fb_in1k', 6),
     ('beitv2_large_patch16_224.in1k_ft_in1k', 16),
   ],
 )
@@ -120,31 +102,21 @@ def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
 def test_a_number_of_heads_that_the_config_contradicts_is_refused(timm_folder):
   args = {'num_heads': 4, 'act_layer': 'gelu'}
   folder = timm_folder(args, architecture='vit_base_patch16_224')
-  for use in (
-    lambda: convert.read(folder, num_heads=2),
-    lambda: checkpoint.load_pretrained(
-      pretrained_path=folder,
-      init_params=tiny_models.numbers(tiny_models.tiny(), 8),
-      model_config=model_configs.get_config('testing'),
-    ),
-  ):
-    with pytest.raises(ValueError, match='num_heads=2, .* 4.*--num_heads'):
-      use()
+  with pytest.raises(ValueError, match='num_heads=2, .* 4.*--num_heads'):
+    convert.read(folder, num_heads=2)
 
 
-@pytest.mark.parametrize('gelu', ['tanh', 'relu'])
-def test_a_gelu_that_is_given_or_unknown_is_refused(timm_folder, gelu):
-  with pytest.raises(ValueError, match=f"gelu='{gelu}'.*erf.*--gelu"):
-    convert.read(timm_folder({'num_heads': 2, 'act_layer': 'gelu'}), gelu=gelu)
+def test_a_gelu_that_the_config_contradicts_is_refused(timm_folder):
+  with pytest.raises(ValueError, match="gelu='tanh'.*erf.*--gelu"):
+    convert.read(timm_folder({'num_heads': 2, 'act_layer': 'gelu'}), gelu='tanh')
 
 
 def test_a_run_warns_of_another_gelu(tmp_path, caplog):
-  theirs = torch_models.hf_model()
-  theirs.save_pretrained(tmp_path / 'hf')
+  torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   config = convert.read(str(tmp_path / 'hf')).config
   config.transformer.gelu = 'tanh'
   model = models.make_model(config, num_classes=5)
-  params = checkpoint.load_pretrained(
+  checkpoint.load_pretrained(
     pretrained_path=str(tmp_path / 'hf'),
     init_params=tiny_models.numbers(model, (16, 12)),
     model_config=config,
@@ -155,11 +127,6 @@ def test_a_run_warns_of_another_gelu(tmp_path, caplog):
   caplog.clear()
   checkpoint.load(str(tmp_path / 'hf'))
   assert 'gelu=erf, this model computes with tanh' in caplog.text
-  # The file says that its grid is 2 x 3: corners stay where they are.
-  table = params['Transformer']['posembed_input']['pos_embedding'][0, 1:]
-  old = theirs.vit.embeddings.position_embeddings.detach().numpy()[0, 1:]
-  for new, before in ((0, 0), (2, 2), (9, 3), (11, 5)):
-    np.testing.assert_allclose(table[new], old[before], atol=1e-6)
 
 
 def test_half_precision_is_kept(good, params, tmp_path):
@@ -187,61 +154,19 @@ def test_files_that_are_refused(tmp_path):
     reading.read(str(tmp_path / 'empty'))
 
 
-_SIZES = dict(
-  hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
-  intermediate_size=48, image_size=8, patch_size=4,
-)  # fmt: skip
-
-
-def _of_timm(name, **fields):
-  """Returns a function that writes a tiny model of timm to a folder."""
-  args = dict(depth=1, embed_dim=32, num_heads=2, img_size=8, patch_size=4, **fields)
-  return lambda folder: timm.models.save_for_hf(
-    timm.create_model(name, **args), folder, model_args=args
-  )
-
-
-def _of_hf(name, config, **fields):
-  """Returns a function that writes a tiny model of Hugging Face to a folder."""
-  library = torch_models.transformers
-  return lambda folder: getattr(library, name)(
-    getattr(library, config)(**fields)
-  ).save_pretrained(folder)
-
-
 @pytest.mark.parametrize(
-  'write, message',
+  'name, fields, message',
   [
-    (_of_timm('vit_base_patch16_rpn_224'), "architecture is 'vit_base_patch16_rpn_224'"),
-    (_of_timm('vit_small_patch16_224', global_pool='max'), "is 'max'.*'token' or 'avg'"),
-    (
-      _of_hf(
-        'CLIPForImageClassification', 'CLIPConfig', vision_config=_SIZES,
-        text_config={k: x for k, x in _SIZES.items() if k != 'image_size'},
-      ),
-      "'classifier' reads the mean of the patches before the last norm",
-    ),
-    (_of_timm('vit_small_patch16_rope_mixed_224'), 'rope.freqs.*frequencies of rotary'),
-    (_of_timm('vit_base_patch16_sapiens2', num_kv_heads=2), 'LayerScale of attention'),
-    (_of_timm('vit_pe_spatial_tiny_patch16_512'), 'no norm after its layers'),
-    (_of_timm('vit_pe_core_tiny_patch16_384'), 'pooling has its own number of heads'),
-    (_of_timm('eva02_enormous_patch14_clip_224'), 'whose layers end with their norms'),
-    (
-      _of_hf('DINOv3ViTModel', 'DINOv3ViTConfig', proj_bias=False, **_SIZES),
-      'proj_bias is False.* only models with True',
-    ),
-    (
-      _of_hf(
-        'VitPoseBackbone', 'VitPoseBackboneConfig', mlp_ratio=2, out_indices=[1],
-        **{**_SIZES, 'image_size': [8, 8], 'patch_size': [4, 4]},
-      ),
-      "model_type is 'vitpose_backbone'",
-    ),
+    ('vit_base_patch16_rpn_224', {}, "architecture is 'vit_base_patch16_rpn_224'"),
+    ('vit_small_patch16_rope_mixed_224', {}, 'rope.freqs.*frequencies of rotary'),
+    ('vit_base_patch16_sapiens2', {'num_kv_heads': 2}, 'LayerScale of attention'),
+    ('vit_pe_spatial_tiny_patch16_512', {}, 'no norm after its layers'),
   ],
-)  # fmt: skip
-def test_what_this_package_lacks_is_the_reason(tmp_path, write, message):
+)
+def test_what_this_package_lacks_is_the_reason(tmp_path, name, fields, message):
   """The config next to the weights gives heads, sizes and all else."""
-  write(tmp_path)
+  args = dict(depth=1, embed_dim=32, num_heads=2, img_size=8, patch_size=4, **fields)
+  timm.models.save_for_hf(timm.create_model(name, **args), tmp_path, model_args=args)
   with pytest.raises(ValueError, match=message):
     convert.read(str(tmp_path))
 

@@ -107,13 +107,8 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 @contextlib.contextmanager
 def local_input(path: epath.Path) -> Iterator[epath.Path]:
-  """Yields a local path of a file; a remote one is copied for the `with` block.
-
-  Raises ValueError for a pipe or a device, reading which may never end.
-  """
+  """Yields a local path of a file; a remote one is copied for the `with` block."""
   if not files.is_remote(path):
-    if path.exists() and not os.path.isfile(path):
-      raise ValueError(f"'{path}' is not a regular file")
     yield path
     return
   with tempfile.TemporaryDirectory() as folder:

@@ -239,13 +239,9 @@ def _read_torch(file, num_heads, sibling, dtype):
       )
     with arrays.naming(part):
       if part.name.endswith('.safetensors'):
-        found = arrays.read_safetensors(part, dtype)
+        flat |= arrays.read_safetensors(part, dtype)
       else:
-        found = arrays.read_torch(part, dtype)
-      if repeated := sorted(flat.keys() & found):
-        raise ValueError(f"'{repeated[0]}' is also in another file of '{file}'")
-    flat |= found
-    del found
+        flat |= arrays.read_torch(part, dtype)
   with arrays.naming(file):
     family, naming = families.of_names(flat)
     described = family.read_description(sibling, file, flat, naming)
