@@ -172,6 +172,7 @@ def test_a_released_file_tells_its_dilation_by_its_name(good, tmp_path):
   [
     ({'position_embedding_type': 'learned'}, "is 'learned', but .* 'sine'"),
     ({'decoder_attention_heads': 2}, 'decoder_attention_heads is 2, but .* with 4'),
+    ({'id2label': {'9' * 30: 'a'}}, 'id2label is .* but must be an object'),
     ({'backbone_config': {'hidden_act': 'gelu'}}, "hidden_act is 'gelu', but .* 'relu'"),
   ],
 )  # fmt: skip

@@ -97,6 +97,7 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   """
   is_right = lambda x: (
     all(number.isdecimal() and isinstance(x[number], str) for number in x)
+    and max(map(int, x), default=0) < 2**20
     and (gap is not None or set(x) == {str(i) for i in range(len(x))})
   )
   what = 'an object that names each class: {"0": ..., "1": ...}'
