@@ -89,7 +89,7 @@ def test_every_flipped_bit_is_noticed(workdir):
   assert reader.restore(abstract())[1] == 20
 
 
-@pytest.mark.parametrize('change', ['missing', 'truncated', 'longer', 'unlisted'])
+@pytest.mark.parametrize('change', ['missing', 'truncated', 'unlisted'])
 def test_files_that_are_not_whole_are_noticed(workdir, change, caplog):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
   if change == 'missing':
@@ -98,9 +98,7 @@ def test_files_that_are_not_whole_are_noticed(workdir, change, caplog):
     path = workdir / 'checkpoints/20/default/checksums.json'
     path.unlink()
   else:
-    size = path.stat().st_size + (-5 if change == 'truncated' else 5)
-    with path.open('r+b') as file:
-      file.truncate(size)
+    path.write_bytes(path.read_bytes()[:-5])
   state, step = restore(workdir)
   assert step == 10
   trees.assert_same(state, make_state(10))
@@ -155,16 +153,6 @@ def test_after_a_deletion_while_reading_the_next_one_is_read(workdir, monkeypatc
   assert reader.restore_weights().step == 30
 
 
-def test_a_reader_is_not_advised_to_move_a_folder(workdir):
-  for step in (10, 20):
-    for path in files_of(workdir, step):
-      path.write_bytes(b'')
-  with pytest.raises(ValueError, match='no checkpoint in') as error:
-    checkpoints_lib.load_weights(workdir)
-  assert 'folder away' not in str(error.value)
-  assert names_in(workdir) == ['10', '20']
-
-
 def test_only_parameters_are_read(saved):
   counter = '/tensorstore/kvstore/file/bytes_read'
 
@@ -185,14 +173,6 @@ def test_only_parameters_are_read(saved):
   assert kernel.sharding == whole.params['kernel'].sharding
   assert kernel.dtype == jnp.float32
   assert (kernel == 20.5).all()
-
-
-def test_saving_a_step_again_is_an_error(workdir):
-  checkpoints = checkpoints_lib.Checkpoints(workdir)
-  for step in (5, 20):
-    with pytest.raises(OSError, match=f'{step}.* already'):
-      checkpoints.save(step, make_state(step))
-  assert names_in(workdir) == ['10', '20']
 
 
 # --- Storage that does not answer ---

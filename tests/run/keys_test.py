@@ -21,36 +21,25 @@ from vit_jax.layers import (
 from vit_jax.learning import losses, optim
 from vit_jax.run import config as run_config
 
-NAN, INF = float('nan'), float('inf')
-
 # A wrong value of a kind of key, and words of the message.
 WRONG = [
   ('batch', 0, 'integer of at least 1'),
-  ('batch', True, 'integer'),
   ('broken_images', 'foo', "'error', 'skip', 'trust'"),
   ('dataset', 5, 'data sets with weights above 0'),
-  ('task', 7, 'string'),
   ('pp', 'train', 'group of keys'),
   ('pp.train', 'train[::2]', 'notation of TFDS'),
   ('pp.crop', (3, 4, 5), 'height, width'),
   ('pp.resize', 200, 'smaller than crop=384'),
-  ('pp.crop_ratio', (1.0, INF), 'finite'),
   ('pp.flip', 1, 'True or False'),
-  ('pp.randaugment', (2, 31), 'layers, magnitude'),
   ('pretrained', {'backbone': 3}, 'paths by part'),
-  ('total_steps', 2**31, 'at most 2147483647 or None'),
   ('total_epochs', 5.0, 'total_steps=10000 and total_epochs=5.0'),
   ('momentum', 1.0, 'below 1'),
   ('b1', 0.5, "not an argument of optimizer='sgd'.*adam, lion.*b1=0.9"),
-  ('base_lr', NAN, 'finite'),
+  ('base_lr', float('nan'), 'finite'),
   ('decay_type', 'staircase', r'decay_at=\(\)'),
-  ('decay_at', (0.6, 0.3), 'increasing'),
   ('lr_multipliers', (('(', 1.0),), 'regular expression'),
   ('trackers', ('wandb', 'wanb'), "different names of 'wandb', 'mlflow'"),
   ('mesh', {'data': 0}, 'axis'),
-  ('sharding_rules', (('head', 3),), 'mesh axes'),
-  ('evals', (('val', 'train[abc'),), 'notation of TFDS'),
-  ('model', None, 'model is not set'),
   ('model.transformer.num_heads', 5, r'does not divide .*=768'),
   ('model.transformer.attention', 'fast', "'auto'"),
   (
@@ -59,9 +48,7 @@ WRONG = [
     'contradicts',
   ),
   ('model.transformer.attention_window', 3, "no effect .*'global'.*pattern=local"),
-  ('model.transformer.rope_grid', (16, 16), 'no effect .*learned_1d.* axial_rope'),
   ('model.resnet', {'width_factor': 0.3}, 'multiple of 0.5'),
-  ('model', {'kind': 'bit', 'remat': 'dots'}, "'', 'full'"),
   ('model', {'kind': 'detr', 'vit': {'hidden_size': 0}}, 'hidden_size=0'),
 ]
 
@@ -82,13 +69,10 @@ def test_a_wrong_value_is_named(key, value, words):
     ('dataset', (('cifar10', 0.7), ('/data/photos', 0.3))),
     ('pp.train', 'train[:9_000]+test[-5%:]+val[2shard]'),
     ('pp.crop', (224, 384)),
-    ('pp.randaugment', [2, 15]),
     ('lr_multipliers', ('^head/', 1)),
     ('sharding_rules', (('head/kernel', (None, ('fsdp', 'model'))),)),
-    ('mesh', {'data': -1, 'fsdp': None, 'expert': 2}),
     ('evals', (('val', 'train[90%:]', 'cifar10'),)),
     ('model', {'kind': 'mine', 'hidden_size': None, 'patches': 4}),
-    ('model.resnet', {'num_layers': (), 'width_factor': 0.5}),
   ],
 )
 def test_a_right_value_passes(key, value):
@@ -137,14 +121,11 @@ def test_choices_are_those_of_the_code(group, key, known):
   assert words == f'one of {", ".join(map(repr, known))}'
 
 
-@pytest.mark.parametrize(
-  'options', [{'mixup': NAN}, {'mixup': 'None'}, {'cutmix': -1.0}]
-)
-def test_a_wrong_option_of_a_task_is_named(options):
+@pytest.mark.parametrize('value', ['None', -1.0])
+def test_a_wrong_option_of_a_task_is_named(value):
   config = vit.get_config('b16,cifar10')
-  config.task_options = options
-  [(key, value)] = options.items()
-  with pytest.raises(ValueError, match=rf'task_options.{key}={value} .*at least 0'):
+  config.task_options = {'mixup': value}
+  with pytest.raises(ValueError, match=rf'task_options.mixup={value} .*at least 0'):
     run_config.complete(config)
 
 

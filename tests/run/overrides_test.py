@@ -21,8 +21,6 @@ def parse(*flags, config='configs/digits.py'):
   'path, name',
   [
     ('digits', 'digits'),
-    ('./configs/digits.py', 'digits'),
-    ('vit_jax/configs/vit.py', 'vit'),
     ('/home/me/vision_transformer/vit_jax/configs/vit.py', 'vit'),
   ],
 )
@@ -49,10 +47,7 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   'path, message',
   [
-    # Each was taken for the installed file of its name, or could be.
     ('my_exp/pretrain.py', 'did you mean the installed configs/pretrain.py'),
-    ('/tmp/configs/pretrain.py', 'did you mean the installed configs/pretrai'),
-    ('pretrian.py', 'did you mean the installed configs/pretrain.py'),
     ('vit_jax/configs/pretrian.py:b16,x', 'the installed configs/pretrain.py'),
     ('zzz.py', 'installed are .*augreg.py, '),
   ],
@@ -71,11 +66,9 @@ FILES = {
   'def get_config():\n  return 5': 'get_config returns int, not a ConfigDict',
   'x = 5': 'the file has no function get_config',
   'def get_config(arg):\n  pass': 'needs an argument: .*FILE.py:ARGUMENT',
-  'def get_config(:': 'SyntaxError in line 1',
   'import os\nimport no_such_module': 'ModuleNotFoundError in line 2: No modul',
   'import ml_collections\n\ndef get_config():\n'
   '  c = ml_collections.ConfigDict()\n  return c.batch': 'AttributeError in line 5',
-  'def get_config():\n  raise ValueError("try 4")': r'^try 4 \(--config=',
 }
 
 
@@ -112,27 +105,20 @@ def test_configs_may_be_dicts_and_hold_dataclasses(tmp_path):
 @pytest.mark.parametrize(
   'flags, key, value',
   [
-    (['--config.batch=64'], 'batch', 64),
     (['--config.batch=64', '--config.batch=32'], 'batch', 32),
     (['--config.base_lr=1'], 'base_lr', 1.0),
-    (['--config.pp.flip'], 'pp.flip', True),
     (['--config.pp.flip', '--config.batch=8'], 'pp.flip', True),
     (['--config.pp.flip', 'false'], 'pp.flip', False),
     (['--noconfig.pp.flip'], 'pp.flip', False),
     (['--config.pp.crop=(32,48)'], 'pp.crop', (32, 48)),
-    (['--config.pp.crop_area=None'], 'pp.crop_area', None),
     (['--config.fewshot.shots=5'], 'fewshot.shots', (5,)),
-    (['--config.fewshot.shots=1,5'], 'fewshot.shots', (1, 5)),
     # A text that is a literal of Python too.
     (['--config.dataset=2012'], 'dataset', '2012'),
-    (['--config.tfds_data_dir=True'], 'tfds_data_dir', 'True'),
     (['--config.tfds_data_dir=None'], 'tfds_data_dir', None),
     (['--config.dataset', '/data/my photos'], 'dataset', '/data/my photos'),
     (['--config.mesh.data', '-1'], 'mesh.data', -1),
-    (['--config.mesh.data=None'], 'mesh.data', None),
     # 0 and None are 1 in the original.
     (['--config.accum_steps=0'], 'accum_steps', 0),
-    (['--config.model.head_bias_init', '-10'], 'model.head_bias_init', -10),
     (['--config.task_options.mixup=0.2'], 'task_options.mixup', '0.2'),
   ],
 )
@@ -182,20 +168,15 @@ def test_programs_of_several_runs():
   'flag, message',
   [
     ('--config.total_steps=abc', "^total_steps='abc' .*integer"),
-    ('--config.batch=1e3', '^batch=1000.0 .*integer'),
     ('--config.base_lr=nan', r'^base_lr=nan .*finite.*base_lr\)'),
     ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
-    ('--config.fewshot.shots=a,b', 'fewshot.shots=.* integers'),
     ('--config.batch', 'config.batch needs a value'),
-    ('--noconfig.batch', 'config.batch needs a value'),
     ('--config.pp=3', 'config.pp is a group of keys'),
     ('--config.lr=3', "no key 'lr': did you mean 'base_lr'"),
     ('--config.remat=full', "no key 'remat': did you mean 'model.transformer."),
-    ('--config.=3', "no key ''"),
     ('--confg.batch=16', 'no flag --confg.batch: did you mean --config.batch'),
     ('--batch=16', r'no flag --batch: did you mean --config.batch\?'),
     ('--process_id=x', "--process_id: invalid int value: 'x'"),
-    ('--nodistributed=maybe', "--nodistributed: ignored explicit argument 'm"),
     ('batch=16', r"unknown arguments \['batch=16'\]: flags begin with --"),
   ],
 )

@@ -7,14 +7,6 @@ from vit_jax import console
 from vit_jax.run import loop
 
 
-def make_terminal(monkeypatch):
-  """Puts a terminal in place of stderr; returns it."""
-  stream = io.StringIO()
-  stream.isatty = lambda: True
-  monkeypatch.setattr(sys, 'stderr', stream)
-  return stream
-
-
 def advance():
   progress = loop.Progress(0, 4, 8)
   progress.start(0)
@@ -26,7 +18,9 @@ def advance():
 
 
 def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
-  terminal = make_terminal(monkeypatch)
+  terminal = io.StringIO()
+  terminal.isatty = lambda: True
+  monkeypatch.setattr(sys, 'stderr', terminal)
   assert console.kind_of_output() == 'terminal'
   advance()
   shown = terminal.getvalue().split('\r')[-1]
@@ -41,14 +35,6 @@ def test_a_log_has_lines(capsys):
   out, err = capsys.readouterr()
   assert out == 'step 2/4  loss 0.5000  800 img/s  0s left\n'
   assert not err
-
-
-def test_nothing_is_shown_where_all_is_muted(monkeypatch, capsys):
-  terminal = make_terminal(monkeypatch)
-  with console.muted():
-    advance()
-  assert not terminal.getvalue()
-  assert not capsys.readouterr().out
 
 
 def test_the_speed_leaves_out_pauses_and_steps_that_compile(monkeypatch):

@@ -75,12 +75,9 @@ def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
 
 
 def test_a_damaged_file_of_ids_is_named(modules, tmp_path):
-  write(tmp_path, 0)
-  path = tmp_path / 'trackers.json'
-  for text in (path.read_text()[:-3], '["w1"]', '{"wandb": 1}'):
-    path.write_text(text)
-    with pytest.raises(ValueError, match='trackers.json.*damaged.*delete'):
-      write(tmp_path, 0)
+  (tmp_path / 'trackers.json').write_text('{"wandb"')
+  with pytest.raises(ValueError, match='trackers.json.*damaged.*delete'):
+    write(tmp_path, 0)
 
 
 def test_only_the_first_process_writes(modules, tmp_path, monkeypatch):
@@ -90,9 +87,8 @@ def test_only_the_first_process_writes(modules, tmp_path, monkeypatch):
   assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize('name', NAMES)
-def test_a_missing_package_is_named(name, tiny_config, monkeypatch):
-  monkeypatch.setitem(sys.modules, name, None)
-  tiny_config.trackers = (name,)
-  with pytest.raises(ImportError, match=rf"trackers=\('{name}',\).*\[{name}\]"):
+def test_a_missing_package_is_named(tiny_config, monkeypatch):
+  monkeypatch.setitem(sys.modules, 'wandb', None)
+  tiny_config.trackers = ('wandb',)
+  with pytest.raises(ImportError, match=r"trackers=\('wandb',\).*\[wandb\]"):
     train.check(run_config.complete(tiny_config))

@@ -9,7 +9,6 @@ import pytest
 from tests import conftest
 from vit_jax import console, train
 from vit_jax.run import config as run_config, workdir
-from vit_jax.studies import runs
 from vit_jax.weights import reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
@@ -44,9 +43,6 @@ def test_other_classes_are_refused(run, config):
   with pytest.raises(ValueError, match=message) as error:
     workdir.check(run, config, names, DATA)
   assert f'--config.pretrained={run}' in str(error.value)
-  names = {'class_names': NAMES['class_names'][:5]}
-  with pytest.raises(ValueError, match="number 5: '5' there, None here"):
-    workdir.check(run, config, names, DATA)
 
 
 def test_other_training_data_are_refused(run, config):
@@ -72,49 +68,15 @@ def test_names_that_were_changed_are_refused(run):
     workdir.load(run)
 
 
-@pytest.mark.parametrize('content', ['[]', '{'])
-@pytest.mark.parametrize('name', ['config.json', 'data.json'])
-def test_damaged_files_are_named(run, config, name, content):
-  (run / name).write_text(content)
-  for use in (
-    lambda: workdir.load(run),
-    lambda: workdir.check(run, config, NAMES, DATA),
-  ):
-    with pytest.raises(ValueError, match=f"'.*{name}' is damaged"):
-      use()
+def test_damaged_data_of_a_run_are_named(run, config):
+  (run / 'data.json').write_text('{')
+  with pytest.raises(ValueError, match="'.*data.json' is damaged"):
+    workdir.check(run, config, NAMES, DATA)
 
 
-@pytest.mark.parametrize('name', ['config.json', 'class_names.json', 'data.json'])
-def test_a_folder_in_place_of_a_file_is_named(run, name):
-  (run / name).unlink()
-  (run / name).mkdir()
-  with pytest.raises(ValueError, match=f"{name}' is damaged: .*directory"):
-    workdir.load(run)
-
-
-@pytest.mark.parametrize('place', ['http://x/y', 'https://x/y', 'ftp://x'])
-def test_a_place_that_cannot_hold_a_run_is_named(place, config):
-  for use in (
-    lambda: workdir.load(place),
-    lambda: workdir.check_config(place, config),
-    lambda: runs.check([runs.Run('a', config)], place),
-  ):
-    with pytest.raises(ValueError, match=f"workdir='{place}.* must be a folder"):
-      use()
-
-
-@pytest.mark.parametrize(
-  'key',
-  ['accum_steps', 'model.vit.transformer.attention',
-   'model.vit.transformer.remat', 'model.vit.transformer.scan',
-   'model.masks_at_a_time'],
-)  # fmt: skip
-@pytest.mark.parametrize('prefix', ['', 'config.'])
-def test_what_changes_no_result_may_change(key, prefix):
-  free = [prefix + key for key in workdir.FREE_KEYS]
-  assert not workdir.differences({prefix + key: 1}, {prefix + key: 2}, free)
-  key = f'{prefix}{key}_of_another_name'
-  assert workdir.differences({key: 1}, {key: 2}, free)
+def test_a_place_that_cannot_hold_a_run_is_named():
+  with pytest.raises(ValueError, match="workdir='https://x/y.* must be a folder"):
+    workdir.load('https://x/y')
 
 
 def test_data_may_move_and_not_change(run, config):
@@ -189,15 +151,3 @@ def test_a_run_imports_no_module_that_the_user_has_not_named(
 def test_a_module_that_this_process_has_imported_is_known(foreign):
   run_config.get_task('payload')  # As train.train_and_evaluate does.
   assert workdir.load(foreign)[0].task == 'payload'
-
-
-def test_a_task_that_the_user_names_and_python_does_not_find(run, monkeypatch):
-  file = run / 'config.json'
-  plain = json.loads(file.read_text())
-  plain['task'] = 'no_such_module.registers'
-  file.write_text(json.dumps(plain))
-  monkeypatch.setattr(console, 'named_tasks', {'no_such_module.registers'})
-  with pytest.raises(ValueError, match='no_such_module') as error:
-    workdir.load(run)
-  assert str(run) in str(error.value)
-  assert 'PYTHONPATH' in str(error.value)
