@@ -98,7 +98,7 @@ _FIRST = (
 QUICK = (
   'data/augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py',
   'data/folder_test.py', 'data/images/listing_test.py',
-  'data/manifest_test.py', 'evaluators/means_test.py', 'flags_test.py',
+  'data/manifest_test.py', 'flags_test.py',
   'input_pipeline_test.py', 'layers/patches_test.py',
   'layers/positions_test.py', 'learning/losses_test.py',
   'learning/optim_test.py', 'models_test.py',

@@ -23,13 +23,6 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['a.txt']
 
 
-def test_a_folder_in_the_place_of_a_file_stays(tmp_path):
-  (tmp_path / 'a').mkdir()
-  with pytest.raises(IsADirectoryError):
-    files.write(tmp_path / 'a', b'x')
-  assert [p.name for p in tmp_path.iterdir()] == ['a']
-
-
 def test_a_folder_appears_when_it_is_complete(tmp_path):
   path = tmp_path / 'new' / 'a'
   with pytest.raises(TypeError), files.new_folder(path) as folder:

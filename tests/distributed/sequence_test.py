@@ -86,11 +86,9 @@ def test_the_axis_splits_no_batch():
   'name, fields, message',
   [
     ('mixer_b16', {}, "sequence=2 .*kind='mixer'"),
-    ('BiT-R50x1', {}, "sequence=2 .*kind='bit'"),
     ('b16', {'attention': 'cudnn'}, "attention='cudnn'.*config.model.transformer.att"),
     ('b16', {'attention': 'flash', 'causal': True}, "causal attention='flash'"),
     ('b16', {'attention': 'flash'}, None),
-    ('r50_b16', {}, None),
   ],
 )
 def test_models_that_cannot_split_tokens_are_named(name, fields, message):

@@ -10,7 +10,7 @@ from tests import tiny_models
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
 from vit_jax.data.images import images as images_lib, index as index_lib
-from vit_jax.distributed import processes, sharding
+from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
@@ -128,13 +128,6 @@ def test_every_kind_of_model_has_features(task, name, depth, width, layers):
       features.patches(made)
 
 
-def test_layers_are_in_the_order_of_their_numbers(task):
-  names = [f'{kind}_{i}' for kind in ('stage', 'layer') for i in range(11)]
-  mean = jnp.zeros((1, 4))
-  task.intermediates = lambda *args: {f'a/{n}': (mean,) for n in names}
-  assert list(features.layers(task).items()) == [(n, f'a/{n}') for n in names]
-
-
 def test_layers_are_means_of_the_inputs_of_blocks(task):
   """Layer 1 is what a model of one block has in front of its second norm."""
   task.config.model.transformer.num_layers = 2
@@ -172,12 +165,9 @@ def test_masked_patches_have_the_features_of_whole_images(tiny_config):
   assert features.Extractor(task, mesh).width == 16
 
 
-def test_the_smallest_machine_limits_the_features(monkeypatch):
+def test_the_memory_limits_the_features():
   with pytest.raises(ValueError, match='1,000,000,000,000 examples .*--train=.*config.fewshot.train'):  # fmt: skip
     features.check_memory(10**12, 16)
-  monkeypatch.setattr(processes, 'attempt', lambda what, function: [2**40, 100])
-  with pytest.raises(ValueError, match='half of the 0.0 MiB'):
-    features.check_memory(9, 16)
 
 
 def test_examples_without_a_label_do_not_count():

@@ -1,18 +1,11 @@
 """Tests of probes with few images per class: choice, layers, accuracy."""
 
 import json
-import os
-import pty
-import select
-import sys
-import termios
 
 import jax
 import numpy as np
 import pytest
 
-from tests import conftest
-from vit_jax import console
 from vit_jax.data import records, sources
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import sharding
@@ -113,34 +106,15 @@ def splits(monkeypatch):
   return opened
 
 
-def test_data_are_opened_once(task, mesh, tmp_path, caplog):
-  """So that their warnings come once."""
-  task.config.dataset = str(conftest.make_folder(tmp_path, (4, 1)))
-  (tmp_path / 'train' / 'notes.txt').touch()
-  probes.FewShot(task, mesh)
-  assert caplog.text.count('Ignored 1 files') == 1
-
-
 @pytest.fixture
 def mesh():
   return sharding.make_mesh({'data': 1}, jax.devices()[:1])
 
 
-def test_the_accuracy_of_a_split(task, splits, mesh, monkeypatch):
-  """On a pseudo-terminal, where a bar is drawn after each probe."""
+def test_the_accuracy_of_a_split(task, splits, mesh):
   probe = probes.FewShot(task, mesh)
-  controller, terminal = pty.openpty()
-  termios.tcsetwinsize(terminal, (24, 80))
-  os.set_blocking(controller, False)
-  make_bar, often = console.bar, {'delay': 1e-9, 'mininterval': 0, 'miniters': 1}
-  with open(terminal, 'w') as stderr, monkeypatch.context() as patch:
-    patch.setattr(sys, 'stderr', stderr)
-    patch.setattr(console, 'bar', lambda **kwargs: make_bar(**{**kwargs, **often}))
-    found = probe.accuracies({}, {})
-    assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
-    select.select([controller], [], [], 60)  # The system passes it on later.
-    assert b'Few-shot probes' in os.read(controller, 10_000)
-  os.close(controller)
+  found = probe.accuracies({}, {})
+  assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
   with pytest.raises(engine.Stopped):
     probe.run({}, {}, lambda: True)
   probe.accuracies = lambda *_: {'features': {1: [0.5, 1.0], 3: [0.25] * 2}}

@@ -44,12 +44,6 @@ def test_scores_are_those_of_the_closed_form(n, d, monkeypatch):
   assert model.predict(test).tolist() == want.argmax(axis=1).tolist()
 
 
-def test_features_that_are_not_finite():
-  train = features.Features(np.full((4, 3), np.nan), np.arange(4) % 2)
-  with pytest.raises(ValueError, match='contains NaN'):
-    solvers.least_squares(train, 2, 1.0)
-
-
 @pytest.mark.parametrize('each', [True, False])
 def test_the_gradient_of_the_penalised_loss_is_zero_at_the_optimum(each):
   """L-BFGS on the mean cross-entropy + l2 / 2 |W|^2, of any origin and scale."""
@@ -79,15 +73,6 @@ def test_held_out_images_choose_the_penalty(monkeypatch):
   model = solvers.logistic(train.take(rows), found.l2)
   assert found.accuracy == (model.predict(test.values) == test.labels).mean()
   assert found.accuracy > 0.7
-
-
-def test_too_few_images():
-  train = blobs(0, 3)._replace(labels=np.array([0, -1, -1]))
-  with pytest.raises(ValueError, match='0 sample'):
-    solvers.tuned(train, train)
-  train = train._replace(labels=np.full(3, -1))
-  with pytest.raises(ValueError, match='no image .* class'):
-    solvers.tuned(train, train)
 
 
 def test_neighbours_vote_as_in_scikit_learn(monkeypatch):

@@ -153,7 +153,6 @@ def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
       {'lr_multipliers': (('query', 0.0),)},
       "adapts '.*query/kernel'.*lr_multipliers freeze",
     ),
-    ({'lora': {'rank': -1}}, 'lora.rank=-1'),
     ({'ema_decay': 0.9}, 'ema_decay=0.9 .* lora.rank=1'),
     ({'pretrained': None}, "lora.rank=1 freezes .*None, which lack .*'Transformer/"),
   ],

@@ -7,12 +7,6 @@ import numpy as np
 from vit_jax.learning import losses
 
 
-def test_softmax_of_equal_logits_is_log_of_the_classes():
-  labels = np.eye(4)[[0, 3]]
-  got = losses.softmax_xent(np.zeros((2, 4)), labels)
-  np.testing.assert_allclose(got, [math.log(4)] * 2, rtol=1e-6)
-
-
 def test_softmax_with_two_labels_wants_each_at_a_half():
   logits = np.log(np.array([[0.5, 0.25, 0.25]]))
   got = losses.softmax_xent(logits, np.array([[0.0, 1.0, 1.0]]))
@@ -23,14 +17,6 @@ def test_sigmoid_is_summed_over_the_classes():
   # sigmoid(0) = 1/2: every class costs log 2, whatever its label.
   got = losses.sigmoid_xent(np.zeros((1, 5)), np.array([[1.0, 1, 0, 0, 0]]))
   np.testing.assert_allclose(got, [5 * math.log(2)], rtol=1e-6)
-
-
-def test_label_smoothing_spreads_evenly():
-  logits = np.log(np.array([[0.7, 0.1, 0.1, 0.1]]))
-  got = losses.get_loss('softmax', 0.4)(logits, np.eye(4)[[0]])
-  # The label becomes .7 .1 .1 .1: the loss is the entropy of that.
-  want = -(0.7 * math.log(0.7) + 0.3 * math.log(0.1))
-  np.testing.assert_allclose(got, [want], rtol=1e-5)
 
 
 def test_label_smoothing_of_two_labels_spreads_the_share_of_both():

@@ -59,20 +59,12 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
     optim.create_learning_rate_schedule(10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6))
 
 
-@pytest.mark.parametrize(
-  'args, message',
-  [
-    ((10, 1.0, 'step', 2), "decay_type='step' .*cosine"),
-    ((10, 1.0, 'cosine', -1), 'warmup_steps=-1 .*integer'),
-    ((0, 1.0, 'cosine', 0), 'total_steps=0 .*integer'),
-  ],
-)
-def test_wrong_schedules_are_named(args, message):
-  with pytest.raises(ValueError, match=message):
-    optim.create_learning_rate_schedule(*args)
+def test_a_wrong_schedule_is_named():
+  with pytest.raises(ValueError, match="decay_type='step' .*cosine"):
+    optim.create_learning_rate_schedule(10, 1.0, 'step', 2)
 
 
-@pytest.mark.parametrize('total_steps, warmup', [(10_000, 500), (100, 10), (5, 0)])
+@pytest.mark.parametrize('total_steps, warmup', [(10_000, 500), (100, 10)])
 def test_a_config_of_the_original_gives_a_schedule(total_steps, warmup):
   """`utils.create_learning_rate_schedule(config.total_steps, ...)`, verbatim."""
   cfg = common.get_config()
@@ -109,13 +101,6 @@ def run(cfg, steps=1):
   return params, state
 
 
-def test_sgd_with_momentum():
-  cfg = config(optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32')
-  got, _ = run(cfg, steps=2)
-  # Velocity g, then 1.9 g: in all 2.9 g.
-  np.testing.assert_allclose(got['dense']['kernel'], [1 - 0.29 * 0.3, -2.0], rtol=1e-6)
-
-
 def test_l2_decay_goes_through_the_momentum_and_acts_on_kernels_alone():
   cfg = config(optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32', l2_decay=0.5)
   got, _ = run(cfg, steps=2)
@@ -124,24 +109,6 @@ def test_l2_decay_goes_through_the_momentum_and_acts_on_kernels_alone():
   np.testing.assert_allclose(got['dense']['kernel'][1], -1.715, rtol=1e-6)
   np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1 * 2.9 * 0.4], rtol=1e-6)
   np.testing.assert_array_equal(got['cls'], PARAMS['cls'])
-
-
-def test_clipping_is_by_the_global_norm():
-  got, _ = run(config(optimizer='sgd', grad_norm_clip=0.1, optim_dtype='float32'))
-  # The norm of all gradients together is .5: each is divided by 5.
-  np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1 * 0.4 / 5], rtol=1e-6)
-
-
-def test_adams_first_step_is_the_sign_and_decay_acts_on_kernels_alone():
-  cfg = config(optimizer='adam', weight_decay=0.5, grad_norm_clip=0.0)
-  got, _ = run(cfg)
-  np.testing.assert_allclose(
-    got['dense']['kernel'],
-    [1 - 0.1 * (1 + 0.5 * 1.0), -2 - 0.1 * (0 + 0.5 * -2.0)],
-    rtol=1e-5,
-  )
-  np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1], rtol=1e-5)
-  np.testing.assert_allclose(got['cls'], [4.0])
 
 
 def adamw(x, g, rates, decays, b1=0.9, b2=0.999, eps=1e-8):
@@ -156,11 +123,7 @@ def adamw(x, g, rates, decays, b1=0.9, b2=0.999, eps=1e-8):
 
 @pytest.mark.parametrize(
   'base, independent, weight_decay',
-  [
-    (0.01, True, 0.04),
-    (0.05, True, 0.04),  # Another rate, the same decay.
-    (0.01, False, 4.0),  # The same decay as the first.
-  ],
+  [(0.05, True, 0.04), (0.01, False, 4.0)],  # The same decay.
 )
 def test_independent_weight_decay_follows_the_schedule_alone(
   base, independent, weight_decay
@@ -184,15 +147,14 @@ def test_independent_weight_decay_follows_the_schedule_alone(
 
 
 @pytest.mark.parametrize('optimizer', ['sgd', 'adam', 'lion', 'adafactor'])
-@pytest.mark.parametrize('dtype', ['bfloat16', 'float32'])
-def test_the_accumulator_has_the_type_of_the_config(optimizer, dtype):
-  _, state = run(config(optimizer=optimizer, optim_dtype=dtype))
+def test_the_accumulator_has_the_type_of_the_config(optimizer):
+  _, state = run(config(optimizer=optimizer, optim_dtype='bfloat16'))
   name = 'mu' if optimizer in ('adam', 'lion') else 'trace'
   accumulator = optax.tree.get(state, name)
-  assert {x.dtype for x in jax.tree.leaves(accumulator)} == {jnp.dtype(dtype)}
+  assert {x.dtype for x in jax.tree.leaves(accumulator)} == {jnp.dtype('bfloat16')}
 
 
-def averages(decay, steps, dtype='float32'):
+def averages(decay, steps, dtype):
   """The average after some updates of different size, and one in float64."""
   params = {'kernel': jnp.array([1.0, -3.0, 0.0], dtype)}
   tx = optax.with_extra_args_support(optim.track_ema(decay))
@@ -208,21 +170,15 @@ def averages(decay, steps, dtype='float32'):
   return optim.get_ema(state)['kernel'], want
 
 
-@pytest.mark.parametrize('decay', [0.9, 0.9999])
-def test_the_average_of_the_weights_warms_up(decay):
-  got, want = averages(decay, 200)
+@pytest.mark.parametrize('decay, dtype', [(0.9, 'float32'), (0.9999, 'bfloat16')])
+def test_the_average_of_the_weights_warms_up(decay, dtype):
+  got, want = averages(decay, 200, dtype)
+  assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, want, rtol=1e-6)
   # Of the weights at first, 1, -3 and 0, nothing is left: -3 + 200 is near.
   assert got[1] > 100
   assert got[2] == 0
   assert optim.get_ema(run(config())[1]) is None
-
-
-def test_the_average_of_bfloat16_weights_is_float32_and_moves():
-  got, want = averages(0.9999, 200, 'bfloat16')
-  assert got.dtype == jnp.float32
-  np.testing.assert_allclose(got, want, rtol=1e-6)
-  assert got[1] > 100
 
 
 MODEL = {
