@@ -177,15 +177,15 @@ def say(text: str):
 
 
 @contextlib.contextmanager
-def waiting(text: str, every: float = 1.0, leave: bool = True):
+def waiting(text: str, leave: bool = True):
   """Shows what a `with` block does; on a terminal also the elapsed time.
 
-  `every`: seconds between updates. `leave`: whether the line stays afterwards.
+  `leave`: whether the line stays afterwards.
   """
   done = threading.Event()
 
   def tick():
-    while not done.wait(every):
+    while not done.wait(1):
       line.refresh()
 
   # To stdout, since stderr may be hidden meanwhile.

@@ -1,7 +1,6 @@
 """Tests of the accounts of pre-training against the paper and closed forms."""
 
 import json
-import math
 
 import pytest
 
@@ -117,29 +116,14 @@ def test_another_pre_training(tmp_path, capsys):
     (['--model', 'b17', '--epochs=1', '--dataset=digits'], "model 'b17' is un"),
     (['--model', 'b16', '--dataset=digits'], '--model needs --epochs'),
     (['--model', 'b16', '--epochs=7'], "model='ViT-B_16' needs the size of the data"),
-    (['--model', 'b16', '--epochs=0', '--dataset=digits'], 'epochs=0.0 must be'),
     (['--epochs=7'], r'--epochs=7.0 needs --model=NAME'),
     (['--mfu=1.5'], r'mfu=1.5 .*above 0 and at most 1 \(--mfu\)'),
-    (['--price=-1'], r'price=-1.0 .*finite number'),
     (['--json=/no/where/a.json'], r'json=.*\(--json\)'),
-    (['--json=/tmp'], "json='/tmp' is a folder"),
   ],
 )
 def test_wrong_flags_are_named(args, message):
   with pytest.raises(ValueError, match=message):
     compute_command.main(args)
-
-
-def test_the_peak_of_a_chip_and_its_price():
-  setting = costs.Setting(1000, 10, chip='v3', mfu=1.0, price=3.0)
-  # One day of one core at its peak, a third of its FLOPs in the forward pass.
-  forward = 61.5e12 * 86400 / 3 / 1000
-  row = costs.account('any', 1, forward, setting)
-  assert row['core_days'] == pytest.approx(1)
-  assert row['price'] == pytest.approx(24 / 2 * 3)
-  v4 = costs.account('any', 1, forward, setting._replace(chip='v4'))
-  assert v4['core_days'] == pytest.approx(61.5 / 275)
-  assert math.isclose(v4['price'], 24 * 3 * 61.5 / 275)
 
 
 def test_core_days_of_the_paper_are_those_of_its_epochs():

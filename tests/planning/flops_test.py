@@ -107,9 +107,7 @@ def products(size, taps, stride, padding, holes, spread):
 @pytest.mark.parametrize(
   'stride, padding, holes, spread, groups',
   [
-    (1, (0, 0), 1, 1, 1),
     (1, (1, 1), 1, 1, 1),
-    (2, (0, 1), 1, 1, 1),
     (2, (3, 3), 1, 1, 2),
     (1, (2, 1), 2, 1, 1),
     (2, (2, 4), 3, 2, 1),

@@ -9,7 +9,6 @@ import pytest
 
 from tests.studies import fake_training
 from vit_jax import console, train
-from vit_jax.run import lock
 from vit_jax.studies import runs as runs_lib, summaries
 
 
@@ -96,24 +95,6 @@ def test_a_run_that_another_machine_has_locked_comes_last(
   assert last.endswith('already done') == is_done
 
 
-def test_a_run_that_is_finished_while_it_is_locked_is_not_trained_again(
-  tiny_config, fake, tmp_path, monkeypatch
-):
-  """Another machine finishes it between reading the result and locking."""
-  take = lock.Holder.take
-
-  def late(self):
-    content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
-    (tmp_path / 'a').mkdir()
-    (tmp_path / 'a' / 'result.json').write_text(content)
-    return take(self)
-
-  monkeypatch.setattr(lock.Holder, 'take', late)
-  found = runs_lib.train_all(make(tiny_config, a=0.1), tmp_path)
-  assert found.results['a']['accuracy_test'] == 0.7
-  assert not fake.trained
-
-
 def test_the_other_runs_are_trained_if_one_fails(tiny_config, fake, tmp_path):
   def measure(config):
     if config.base_lr == 0.1:
@@ -160,9 +141,7 @@ def test_an_interrupted_run_resumes(tiny_config, fake, tmp_path):
   'changes, message',
   [
     ({'base_lr': -1.0}, "run 'b': base_lr=-1.0 .*finite number"),
-    ({'batch': 15}, "run 'b': batch=15 is not a multiple of 8"),
     ({'pretrained': '/no/such.npz'}, "run 'b': .*/no/such.npz"),
-    ({'best_metric': 'bleu'}, "run 'b': best_metric='bleu' is not among"),
   ],
 )
 def test_a_wrong_config_stops_all_before_the_first(
@@ -179,16 +158,14 @@ def test_names_are_those_of_folders(tiny_config, fake, tmp_path):
   a = make(tiny_config, a=0.1)
   with pytest.raises(ValueError, match="'a' occurs 2 times"):
     runs_lib.train_all(a + a, tmp_path)
-  for name in ('a/b', '..', '', '.hidden'):
-    with pytest.raises(ValueError, match=f"run '{name}': the name of a run "):
-      runs_lib.train_all([runs_lib.Run(name, a[0].config)], tmp_path)
+  with pytest.raises(ValueError, match="run 'a/b': the name of a run "):
+    runs_lib.train_all([a[0]._replace(name='a/b')], tmp_path)
 
 
 @pytest.mark.parametrize(
   'changes, message',
   [
     ({'base_lr': 0.2}, 'base_lr: 0.1 there, 0.2 here'),
-    ({'total_steps': 7}, 'total_steps: 6 there, 7 here'),
     ({'evals': (('x', 'test'),), 'best_metric': 'loss_x'}, 'evals: '),
   ],
 )
@@ -222,27 +199,18 @@ def result(metrics):
 
 
 @pytest.mark.parametrize(
-  'content, what',
+  'content, message',
   [
-    ('{"metr', ''),
-    ('3', 'object'),
-    ('{"config": {}}', 'metrics'),
-    (result({'accuracy_test': 'high'}), 'float'),
+    ('{"metr', 'is damaged: .*delete'),
+    ('{"config": {}}', 'is damaged: .*metrics.*delete'),
+    (result({'loss_test': 1.0}), 'has no accuracy_test'),
   ],
 )
-def test_a_damaged_result_is_named(content, what, tiny_config, fake, tmp_path):
+def test_a_damaged_result_is_named(content, message, tiny_config, fake, tmp_path):
   runs = make(tiny_config, a=0.1)
   runs_lib.train_all(runs, tmp_path)
   (tmp_path / 'a' / 'result.json').write_text(content)
-  with pytest.raises(ValueError, match=f"a/result.json' is damaged: .*{what}.*delete"):
-    runs_lib.train_all(runs, tmp_path)
-
-
-def test_a_result_without_the_metric_is_named(tiny_config, fake, tmp_path):
-  runs = make(tiny_config, a=0.1)
-  runs_lib.train_all(runs, tmp_path)
-  (tmp_path / 'a' / 'result.json').write_text(result({'loss_test': 1.0}))
-  with pytest.raises(ValueError, match="a/result.json' has no accuracy_test"):
+  with pytest.raises(ValueError, match=f"a/result.json' {message}"):
     runs_lib.train_all(runs, tmp_path)
 
 
@@ -268,8 +236,6 @@ def test_values_are_changed_by_dotted_keys(tiny_config):
 @pytest.mark.parametrize(
   'key, message',
   [
-    ('base_lrr', "no key 'base_lrr': did you mean 'base_lr'"),
-    ('pp.corp', "no key 'pp.corp': did you mean 'pp.crop'"),
     ('model.transformer.remta', "did you mean 'model.transformer.remat'"),
     ('batch.size', "'batch' is not a group"),
   ],
@@ -315,13 +281,3 @@ def test_the_margin_is_taken_seed_by_seed(tmp_path, monkeypatch, capsys):
   assert better['margin_std'] == pytest.approx(np.std([0.1, 0.2], ddof=1))
   assert better['mean'] == pytest.approx(0.7)
   assert '15.00 ± 7.07' in capsys.readouterr().out
-
-
-def test_without_matplotlib_the_extra_is_named(capsys, monkeypatch, tmp_path):
-  def make(path):
-    raise ImportError("figures need matplotlib: pip install -e '.[plots]'")
-
-  summaries.drawing.to_file(make, path=tmp_path / 'a.png')
-  assert "No plot was drawn: figures need matplotlib: pip install -e '.[plots]'" in (
-    capsys.readouterr().out
-  )

@@ -105,10 +105,6 @@ def test_small_models_of_28_pixels(name, path, shape):
   assert found[path].shape == shape
 
 
-@pytest.mark.parametrize(
-  'arg, wrong',
-  [('vti', 'vti'), ('vit,cifar10', 'cifar10'), ('vit,mnist,3', 'vit,mnist,3')],
-)
-def test_other_small_models_are_refused(arg, wrong):
-  with pytest.raises(ValueError, match=f"'{wrong}'.*fashion_mnist.py:"):
-    fashion_mnist.get_config(arg)
+def test_another_small_model_is_refused():
+  with pytest.raises(ValueError, match="'vti'.*fashion_mnist.py:"):
+    fashion_mnist.get_config('vti')

@@ -88,13 +88,10 @@ def test_curves_have_a_point_per_variant(config, monkeypatch, tmp_path):
 @pytest.mark.parametrize('key, value, message', [
   ('metric', 'accuracy', "'accuracy' is not among the metrics of variant 'sm"),
   ('seeds', (), r'seeds=\(\) .*one or more'),
-  ('seeds', (1, 1), 'different'),
-  ('variants', (), r'variants=\(\) .*one or more'),
   ('variants', (('a', 'b'),), r'variants=.* pairs'),
   ('variants', (('a', {'modl.dtype': 1}),), "variant 'a': config has no key 'm"),
   ('variants', (('a', {'seed': 1}),), "variant 'a' sets the key 'seed'"),
   ('variants', (('a', {}), ('a', {})), "variant 'a' occurs twice"),
-  ('variants', (('a', {'batch': 0}),), "run 'a_0': batch=0 .*integer"),
   ('x', (('a', 1),), 'x has 1 entries for 2 variants'),
   ('metrics', 'loss', "no key 'metrics': did you mean 'metric'"),
 ])  # fmt: skip
@@ -105,9 +102,3 @@ def test_a_wrong_study_is_named(key, value, message, config, monkeypatch, tmp_pa
     study.study(config, str(tmp_path))
   assert not fake.trained
   assert not list(tmp_path.iterdir())
-
-
-def test_a_study_without_a_base_is_refused(config, tmp_path):
-  del config.base
-  with pytest.raises(ValueError, match='a study needs config.base'):
-    study.study(config, str(tmp_path))

@@ -126,18 +126,6 @@ def test_missing_data_are_downloaded_on_request(config, monkeypatch, tmp_path, c
   assert '--config.download' not in out
 
 
-def test_no_download_without_the_package_that_prepares(config, monkeypatch):
-  find_spec = data.importlib.util.find_spec
-  monkeypatch.setattr(
-    'importlib.util.find_spec', lambda name: None if name == 'cv2' else find_spec(name)
-  )
-  monkeypatch.setattr(data.builders, 'get_builder', None)  # Is not called.
-  config.download = True
-  runs = {'kitti_distance': vtab._runs(config, 'kitti_distance')}
-  [why] = vtab._skipped(config, runs, set()).values()
-  assert re.search("'kitti' is not in .*pip install opencv", why)
-
-
 def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_path):
   """Their results are in the table."""
   fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
@@ -155,7 +143,6 @@ def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_
 
 def test_every_task_has_the_setting_of_the_paper():
   """Table 4: steps, batch, rate, decay; and augmentation that keeps labels."""
-  assert list(common.VTAB) != []
   assert set(common.VTAB) == set(vtab_tasks.TASKS)
   config = vtab_config.get_config('l16')
   config.seeds = (3,)
@@ -220,29 +207,16 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   assert 'all (19)  ' in out
   assert '73.21 ± 0.71' in out
   assert 'BiT-L 76.29' in out
-  # Of some tasks: only their groups.
-  few = {'dtd': accuracies['dtd'], 'svhn': {}}
-  rows = vtab._report(config, few, str(tmp_path))
-  capsys.readouterr()
-  assert [row['task'] for row in rows] == ['1 of 19', '1 of 7', 'dtd', 'svhn']
-  # One seed of one task is missing: the means are over the other seed.
-  del accuracies['svhn'][1]
-  config.validate = True
+  config.validate = True  # The paper has no accuracies on these images.
   rows = vtab._report(config, accuracies, str(tmp_path))
-  assert rows[0]['seed_1'] is None
-  assert rows[0]['mean'] == pytest.approx(0.7271, abs=1e-4)
   assert 'L/16 I21k' not in rows[0]
-  stored = json.loads((tmp_path / 'vtab_val.json').read_text())
-  assert [row['task'] for row in stored] == [row['task'] for row in rows]
+  assert json.loads((tmp_path / 'vtab_val.json').read_text()) == rows
   assert 'L/16' not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('changes, message', [
   ({'tasks': ('svnh',)}, r"tasks='svnh'.* 'vtab/svhn'\?.*config.t"),
-  ({'tasks': (3,)}, "tasks='3'.*VTAB"),
-  ({'checkpoints': 'best'}, "checkpoints='best' .*one of 'all'"),
   ({'sedes': (0,)}, "no key 'sedes': did you mean 'seeds'"),
-  ({'run.base_lr': -1.0}, 'base_lr=-1.0 .*finite number'),
   ({'run.evals': (('x', 'test'),)}, "'accuracy_test' is not among|evals="),
 ])  # fmt: skip
 def test_a_wrong_config_is_told_before_anything(config, changes, message, tmp_path):
