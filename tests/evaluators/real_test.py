@@ -108,7 +108,3 @@ def test_images_without_the_names_of_files(task, tmp_path):
   evaluator = make(task, LABELS, tmp_path / 'real.json', lambda *_: source(names))
   with pytest.raises(ValueError, match="'example 0' and 5 more"):  # fmt: skip
     evaluator.run({}, {})
-  columns = {'image': [png(1)] * 6, 'label': np.zeros((6, 1), np.int64)}
-  nameless = records.MemorySource(columns, {'label': tuple('abc')})
-  with pytest.raises(ValueError, match="'example 0' and 5 more"):  # fmt: skip
-    make(task, LABELS, tmp_path / 'real.json', lambda *_: nameless)

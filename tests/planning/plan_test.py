@@ -273,14 +273,13 @@ def test_every_kind_of_model_is_lowered(kind):
   assert [times for times, _ in lowered.loops] == ([1, 2, -2] if kind == 'igpt' else [])
 
 
-@pytest.mark.parametrize('locked', [True, False])
-def test_layers_of_a_locked_tower_are_in_no_loop(locked, monkeypatch):
+def test_layers_of_a_locked_tower_are_in_no_loop(monkeypatch):
   monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
   monkeypatch.setattr(layer_stack, 'DEEP', 4)
   fields = {**SMALL['lit'][1], 'model.image.transformer.num_layers': 5}
-  fields['lr_multipliers'] = (('img/', 0.0),) if locked else ()
+  fields['lr_multipliers'] = (('img/', 0.0),)  # Without it: [3, -3].
   lowered, _ = lower('configs/lit_digits.py', fields)
-  assert [times for times, _ in lowered.loops] == ([] if locked else [3, -3])
+  assert not lowered.loops
 
 
 class Compiled:

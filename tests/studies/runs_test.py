@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.studies import fake_training
-from vit_jax import console, train
+from vit_jax import train
 from vit_jax.studies import runs as runs_lib, summaries
 
 
@@ -256,18 +256,6 @@ def test_mean_and_sample_deviation():
   assert summaries.format_values('fewshot_5_test', [0.5]) == '50.00'
   assert summaries.format_values('loss_test', [1.0, 2.0]) == '1.5 ± 0.71'
   assert summaries.format_values('loss_test', []) == '-'
-
-
-def test_tables_are_aligned_and_written(tmp_path, monkeypatch):
-  assert console.table(('name', '%'), [('a', 9.5), ('long name', 10)]) == (
-    'name         %\na          9.5\nlong name   10'
-  )
-  rows = [{'name': 'a, b', 'mean': 0.5}, {'name': 'c', 'mean': None, 'x': 1}]
-  summaries.publish(tmp_path / 'new', 'found', rows, '', (), ())
-  assert json.loads((tmp_path / 'new' / 'found.json').read_text()) == rows
-  monkeypatch.setattr('jax.process_index', lambda: 1)
-  summaries.publish(tmp_path, 'other', rows, '', (), ())
-  assert [path.name for path in tmp_path.iterdir()] == ['new']
 
 
 def test_the_margin_is_taken_seed_by_seed(tmp_path, monkeypatch, capsys):
