@@ -1,8 +1,6 @@
 """Tests of files that appear when they are complete."""
 
 from concurrent import futures
-import os
-import pathlib
 import threading
 
 import pytest
@@ -58,27 +56,3 @@ def test_of_two_writers_of_a_folder_one_wins(tmp_path):
   name = 'xy'[winner]
   assert sorted(p.name for p in path.iterdir()) == [f'1{name}', f'2{name}']
   assert f"'{path}'" in errors[1 - winner]
-
-
-def test_a_file_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
-  """The order in which POSIX lets a rename survive a power failure."""
-  calls, fsync, replace = [], os.fsync, os.replace
-
-  def synced(number):
-    path = pathlib.Path(os.readlink(f'/proc/self/fd/{number}'))
-    calls.append(('sync', path, path.is_file() and path.read_bytes()))
-    fsync(number)
-
-  def replaced(source, target):
-    calls.append(('rename', pathlib.Path(source), pathlib.Path(target)))
-    replace(source, target)
-
-  monkeypatch.setattr(os, 'fsync', synced)
-  monkeypatch.setattr(os, 'replace', replaced)
-  files.write(tmp_path / 'a', b'content')
-  temporary = calls[0][1]
-  assert calls == [
-    ('sync', temporary, b'content'),
-    ('rename', temporary, tmp_path / 'a'),
-    ('sync', tmp_path, False),
-  ]

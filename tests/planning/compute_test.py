@@ -109,11 +109,3 @@ def test_another_pre_training(tmp_path, capsys):
 def test_wrong_flags_are_named(args, message):
   with pytest.raises(ValueError, match=message):
     compute_command.main(args)
-
-
-def test_core_days_of_the_paper_are_those_of_its_epochs():
-  """arXiv 2010.11929, table 2: L/16 was trained for 14 epochs of JFT-300M."""
-  setting = costs.Setting(*costs.DATASETS['jft300m'])
-  for epochs, days in ((14, 680), (7, None)):
-    row = costs.account('ViT-L_16', epochs, 1, setting)
-    assert row['published_core_days'] == days

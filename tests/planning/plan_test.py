@@ -1,6 +1,5 @@
 """Tests of plans: what the TPU's compiler says, without a TPU."""
 
-import io
 import json
 import re
 import sys
@@ -11,7 +10,7 @@ import pytest
 
 from tests import processes
 from tests.planning import flops_test
-from vit_jax import console, models, train
+from vit_jax import models, train
 from vit_jax.commands import plan as plan_command
 from vit_jax.configs import detr, models as model_configs, pretrain
 from vit_jax.layers import dtypes, layer_stack
@@ -350,18 +349,6 @@ ENTRY %main {
     'reduce-scatter': {'count': 2, 'bytes': 60, 'network_bytes': 180},
     'collective-permute': {'count': 1, 'bytes': 12, 'network_bytes': 12},
   }
-
-
-def test_what_one_waits_for_is_said(monkeypatch, capsys):
-  with console.waiting('Compiling'):
-    pass
-  assert capsys.readouterr().out == 'Compiling ...\n'
-  terminal = io.StringIO()
-  terminal.isatty = lambda: True
-  monkeypatch.setattr(sys, 'stdout', terminal)
-  with console.waiting('Compiling'):
-    pass
-  assert 'Compiling ... 00:00' in terminal.getvalue()
 
 
 def test_topologies_and_what_does_not_fit_them(said):

@@ -127,17 +127,6 @@ def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path)
   assert not list(tmp_path.iterdir())
 
 
-def test_a_given_teacher_has_only_the_metrics_of_its_task(data_dir, tmp_path):
-  """The evaluation of a finished run has no few-shot probes."""
-  config = make_config(data_dir)
-  for run in (config.teacher, config.student):
-    run.fewshot.shots = (5,)
-  config.metric = 'fewshot_5_test'
-  config.teacher_workdir = '/runs/big'
-  with pytest.raises(ValueError, match="given teacher .*'accuracy_test', 'loss_test'"):
-    noisy_student.noisy_student(config, str(tmp_path))
-
-
 @pytest.fixture
 def recorded(monkeypatch, data_dir, tmp_path):
   """Records what would be trained and labelled."""
