@@ -18,7 +18,6 @@ import types
 import urllib.error
 import urllib.request
 
-import jax
 import numpy as np
 import pandas as pd
 from PIL import Image
@@ -100,7 +99,7 @@ def untrained(config, workdir, **metadata):
   """Writes a run of one step with random parameters; returns its folder."""
   config = run_config.complete(config)
   task = run_config.get_task(config.task)(config, metadata)
-  params, extra = tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0)))
+  params, extra = tiny_models.of_task(task)
   return str(conftest.write_run(workdir, config, metadata, params, extra))
 
 

@@ -98,10 +98,15 @@ def drawn(tree, seed=0):
     name = path[-1].key
     fan_in = np.prod(leaf.shape[:-1])
     size = 1 / np.sqrt(fan_in) if name == 'kernel' else 0.1
-    values = size * rng.randn(*leaf.shape) + (name == 'scale')
+    values = size * rng.randn(*leaf.shape) + (name in ('scale', 'var'))
     return jnp.asarray(values.astype(leaf.dtype))  # jnp compiles what it converts.
 
   return jax.tree_util.tree_map_with_path(draw, tree)
+
+
+def of_task(task, seed=0):
+  """Random parameters and extra state of a task; see `randomised`."""
+  return drawn(jax.eval_shape(task.init, jax.random.key(0)), seed)
 
 
 def put(config, path, value):

@@ -63,16 +63,18 @@ def normalised(images, mask):
   return (pixels * mask[..., None]).astype(np.float32)
 
 
-def detect(model, images, mask):
+def detect(model, images, mask, **kwargs):
   """Applies a DETR of Hugging Face.
 
   Args:
     model: the model.
     images: float32 [B, H, W, 3] in [-1, 1].
     mask: bool [B, H, W], False for padding.
+    **kwargs: further arguments of the model.
   """
   with torch.no_grad():
     return model(
       torch.tensor(normalised(images, mask)).permute(0, 3, 1, 2),
       pixel_mask=torch.tensor(mask).long(),
+      **kwargs,
     )

@@ -2,17 +2,12 @@
 
 import types
 
-import jax
 import numpy as np
 import pytest
-import torch
 import transformers
 
 from tests import torch_models
-from tests.evaluators import features_test
-from vit_jax import models, models_detr
-from vit_jax.configs import common
-from vit_jax.distributed import sharding
+from vit_jax import models
 from vit_jax.tasks.detection import attention_figures, detect
 from vit_jax.weights import convert
 
@@ -20,27 +15,14 @@ from vit_jax.weights import convert
 def hf_detr():
   """A tiny DETR of Hugging Face with random weights."""
   backbone = transformers.ResNetConfig(
-    embedding_size=8,
-    hidden_sizes=[32, 64, 128, 256],
-    depths=[1, 1, 1, 1],
-    downsample_in_bottleneck=False,
+    embedding_size=8, hidden_sizes=[32, 64, 128, 256], depths=[1, 1, 1, 1]
   )
   config = transformers.DetrConfig(
-    use_timm_backbone=False,
-    use_pretrained_backbone=False,
-    backbone=None,
-    backbone_config=backbone,
-    num_queries=5,
-    num_labels=3,
-    d_model=16,
-    encoder_layers=2,
-    decoder_layers=2,
-    encoder_attention_heads=2,
-    decoder_attention_heads=2,
-    encoder_ffn_dim=8,
-    decoder_ffn_dim=8,
+    backbone_config=backbone, use_timm_backbone=False, num_queries=5, num_labels=3,
+    d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8,
     attn_implementation='eager',
-  )
+  )  # fmt: skip
   model = transformers.DetrForObjectDetection(config)
   return torch_models.randomize(model).eval()
 
@@ -58,14 +40,7 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
   images = rng.uniform(-1, 1, (2, 96, 64, 3)).astype(np.float32)
   real = np.ones((2, 96, 64), bool)
   real[1, 48:], real[1, :, 32:] = False, False
-  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
-  pixels = (pixels * real[..., None]).astype(np.float32)
-  with torch.no_grad():
-    want = theirs(
-      torch.tensor(pixels).permute(0, 3, 1, 2),
-      pixel_mask=torch.tensor(real).long(),
-      output_attentions=True,
-    )
+  want = torch_models.detect(theirs, images, real, output_attentions=True)
   batch = {'image': images, 'real': real, 'count': np.zeros(2)}
   seen = attention_figures.compute(task, params, extra, batch)
   encoder = want.encoder_attentions[-1].mean(dim=1).numpy()  # [B, S, S]
@@ -79,20 +54,10 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
 
 
 def test_kinds_of_boxes():
-  boxes = np.array(
-    [
-      (0.5, 0.5, 0.3, 0.3),  # .09 of the image.
-      (0.5, 0.5, 0.5, 0.3),
-      (0.2, 0.9, 0.3, 0.5),
-      (0.5, 0.5, 0.9, 0.1),  # .09 again.
-      (0.5, 0.5, 0.5, 0.5),
-    ]
-  )
-  small, wide, tall = (
-    attention_figures.SMALL,
-    attention_figures.WIDE,
-    attention_figures.TALL,
-  )
+  # The first and the fourth have .09 of the image.
+  sizes = [(0.3, 0.3), (0.5, 0.3), (0.3, 0.5), (0.9, 0.1), (0.5, 0.5)]
+  boxes = np.array([(0.5, 0.5, *size) for size in sizes])
+  small, wide, tall = (getattr(attention_figures, x) for x in ('SMALL', 'WIDE', 'TALL'))
   assert attention_figures.kinds(boxes).tolist() == [small, wide, tall, small, wide]
 
 
@@ -121,34 +86,3 @@ def test_points_lie_in_cells_of_the_image_without_its_padding():
   assert found[..., 0, 0].tolist() == [[0, 2, 7], [0, 1, 7]]
   with pytest.raises(ValueError, match='point 0.5,1.2 lies outside .*--points'):
     attention_figures.at_points(seen, [[(0.5, 1.2)]] * 2)
-
-
-def test_the_best_queries():
-  seen = made()
-  assert attention_figures.best_queries(seen.scores[0], 0.7, 4).tolist() == [2, 1]
-  assert attention_figures.best_queries(seen.scores[0], 0.7, 1).tolist() == [2]
-  assert attention_figures.best_queries(seen.scores[0], 0.95, 4).tolist() == [2]
-
-
-def test_boxes_of_queries_are_in_the_order_of_the_images():
-  config = common.get_config()
-  config.batch_eval = 8
-
-  def outputs(params, extra, batch):
-    boxes = params * batch['image'].mean(axis=(1, 2))[:, None, :1]
-    return {'boxes': jax.numpy.tile(boxes, (1, 2, 4))}
-
-  task = types.SimpleNamespace(
-    config=config,
-    outputs=outputs,
-    example=features_test.features.Extractor.example.__get__(
-      types.SimpleNamespace(_pp=config.pp)
-    ),
-  )
-  config.pp.crop = 8
-  mesh = sharding.make_mesh({'data': 8})
-  values = np.arange(11) * 20
-  source = features_test.grey(values)
-  found = attention_figures.query_boxes(task, mesh, source, np.float32(3), {})
-  assert found.shape == (11, 2, 4)
-  np.testing.assert_allclose(found[:, 1, 2], 3 * (values / 127.5 - 1), atol=1e-5)

@@ -110,25 +110,13 @@ def train_to(step, config, workdir):
 
 
 @pytest.fixture(scope='module')
-def stopped(config, tmp_path_factory):
-  """A run of two steps: its folder, its predictor and what it printed."""
-  workdir = tmp_path_factory.mktemp('stopped')
-  lines = []
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr('vit_jax.console.say', lines.append)
-    train_to(2, config, workdir)
+def model(config, tmp_path_factory):
+  """The predictor of a run of two steps."""
+  workdir = tmp_path_factory.mktemp('run')
+  train_to(2, config, workdir)
   model = predict.load(str(workdir))
   model.BATCH = 2
-  return workdir, model, lines
-
-
-def test_each_size_is_compiled_once_and_said(stopped):
-  said = [line for line in stopped[2] if line.startswith('Compil')]
-  assert said[0] == 'Compiling for 48x48 pixels, 1 of 2 sizes ...'
-  assert re.fullmatch(r'Compiled in .* for 48x48 .*, 1 of 2 sizes\.', said[1])
-  assert said[2] == 'Compiling for 64x64 pixels, 2 of 2 sizes ...'
-  assert re.fullmatch(r'Compiled in .* for 64x64 .*, 2 of 2 sizes\.', said[3])
-  assert len(said) == 4
+  return model
 
 
 @pytest.fixture(scope='module')
@@ -172,8 +160,9 @@ def test_boxes_are_shares_of_the_image_without_padding(config, task):
   assert spec['real'].shape == spec['image'].shape[:3] == (7, 64, 64)
 
 
-@pytest.mark.parametrize('sides', [(24, 32), ()])
-@pytest.mark.parametrize('fmt', ['JPEG', 'PNG'])
+@pytest.mark.parametrize(
+  'sides, fmt', [((24, 32), 'JPEG'), ((24, 32), 'PNG'), ((), 'JPEG')]
+)
 def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
   """An EXIF orientation turns images without boxes only."""
   task = task[0]
@@ -212,8 +201,7 @@ def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
   np.testing.assert_allclose([rows.min(), rows.max() + 1], want, atol=1.5)
 
 
-def test_padding_has_no_influence_and_images_of_any_shape_fit(stopped):
-  model = stopped[1]
+def test_padding_has_no_influence_and_images_of_any_shape_fit(model):
   parts = functools.partial(model.task.parts_at, image_size=None)
   rng = np.random.RandomState(0)
   images = [
@@ -258,9 +246,9 @@ def evaluation(model, tight, devices, split='test'):
 
 # Images of the test split, 48 x 30 (two of them), 30 x 50, 40 x 40 and 60 x 36
 # pixels, become 51 x 32, 32 x 53, 32 x 32 and 53 x 32.
-def test_each_image_lies_once_on_its_smallest_canvas(stopped):
+def test_each_image_lies_once_on_its_smallest_canvas(model):
   found, indices = {}, []
-  for batch in input_pipeline.task_batches(*evaluation(stopped[1], 1, 2)):
+  for batch in input_pipeline.task_batches(*evaluation(model, 1, 2)):
     kept = np.asarray(batch['mask']) > 0
     shape = batch['image'].shape[1:3]
     found[shape] = found.get(shape, 0) + int(kept.sum())
@@ -270,12 +258,12 @@ def test_each_image_lies_once_on_its_smallest_canvas(stopped):
   assert sorted(indices) == [0, 1, 2, 3, 4]
 
 
-def test_the_loss_does_not_depend_on_the_canvases(stopped):
+def test_the_loss_does_not_depend_on_the_canvases(model):
   """The tiny model is blind to padding."""
-  params = jax.device_get(stopped[1].params)
+  params = jax.device_get(model.params)
 
   def run(tight):
-    task, source, mesh = evaluation(stopped[1], tight, 1, 'test[:1]')
+    task, source, mesh = evaluation(model, tight, 1, 'test[:1]')
     return task.evaluators(mesh, 'test', lambda _: source)[0].run(params, {})
 
   found, square = run(tight=16), run(tight=0)
@@ -329,33 +317,25 @@ def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
   assert first == pytest.approx(alone, rel=1e-5, nan_ok=True)
 
 
-def test_shapes_come_from_the_headers_of_the_files(task):
-  task, _ = task
-  source = sources.open_split(task.config, 'train', task.FEATURES)
-  names = [int(re.search(r'train(\d)', source.name(i))[1]) for i in range(9)]
-  want = [SHAPES[i % len(SHAPES)] for i in names]
-  assert input_pipeline.image_shapes(source).tolist() == [list(x) for x in want]
-
-
 @pytest.mark.parametrize(
   'image_size, shape', [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))]
 )
-def test_the_network_sees_the_size_that_is_asked_for(stopped, image_size, shape):
-  model, image = stopped[1], np.zeros((30, 50, 3), np.uint8)
+def test_the_network_sees_the_size_that_is_asked_for(model, image_size, shape):
+  image = np.zeros((30, 50, 3), np.uint8)
   parts = functools.partial(model.task.parts_at, image_size=image_size)
   [(_, inputs, _)] = model.stream([image], keep=('image', 'size'), parts=parts)
   assert inputs['image'].shape == shape
   assert inputs['size'].tolist() == [30, 50]
 
 
-def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
+def test_the_command_prints_and_draws_boxes(model, tmp_path):
   paths = [str(tmp_path / name) for name in ('rgb.png', 'see_through.png')]
   for path, channels in zip(paths, (3, 4)):
     pixels = np.full((300, 600, channels), 40, np.uint8)
     Image.fromarray(pixels).save(path)
   args = argparse.Namespace(threshold=0.0, image_size=None, out=None)
   args.out = str(tmp_path / 'boxes.png')
-  lines = stopped[1].report(paths, args)
+  lines = model.report(paths, args)
   assert lines[::6] == [*paths, f'picture: {args.out}']
   for line in lines[1:6]:
     assert re.fullmatch(r'  +\d+\.\d\d %  (even|odd)(  \d+)( \d+){3}', line)
@@ -363,14 +343,12 @@ def test_the_command_prints_and_draws_boxes(stopped, tmp_path):
     assert picture.size == (600, 600)  # Below each other, at their own sizes.
   args.threshold, args.out = 1.0, None
   nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
-  assert stopped[1].report(paths, args) == [paths[0], nothing, paths[1], nothing]
+  assert model.report(paths, args) == [paths[0], nothing, paths[1], nothing]
 
 
-def test_wrong_sizes_are_named(stopped, config):
-  model = stopped[1]
-  for size in (0, (8, 8, 8), 'big', 2.5):
-    with pytest.raises(ValueError, match='image_size=.*integer'):
-      model.detect([np.zeros((8, 8, 3), np.uint8)], image_size=size)
+def test_wrong_sizes_are_named(model, config):
+  with pytest.raises(ValueError, match='image_size=.*integer'):
+    model.detect([np.zeros((8, 8, 3), np.uint8)], image_size=0)
   config = copy.deepcopy(config)
   config.pp.rotate = 10.0
   with pytest.raises(ValueError, match=r'rotate=10.0 is not possible for imag'):

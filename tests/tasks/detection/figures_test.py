@@ -3,16 +3,14 @@
 import functools
 import types
 
-from matplotlib import colors
 import numpy as np
 import pytest
 
 from tests.tasks.detection import attention_figures_test
 from vit_jax.commands import visualize as visualize_command
-from vit_jax.distributed import sharding
-from vit_jax.figures import colors as palette, gallery, results
+from vit_jax.figures import gallery, results
 from vit_jax.tasks import classify
-from vit_jax.tasks.detection import attention_figures, detect, figures as detectors
+from vit_jax.tasks.detection import detect, figures as detectors
 
 NAMES = ('ant', 'bee')
 
@@ -65,22 +63,6 @@ def test_attention_of_queries_has_boxes_and_names(seen):
   assert boxes[0] == [*boxes[1], *boxes[2]]
 
 
-def test_boxes_of_queries_have_colours_by_kind():
-  rng = np.random.RandomState(0)
-  boxes = rng.uniform(0, 0.7, (30, 22, 4)).astype(np.float32)
-  fig = detectors.query_boxes(boxes)
-  assert len(fig.axes) == 20
-  kinds = attention_figures.kinds(boxes)
-  for query in (0, 19):
-    dots = fig.axes[query].collections[:3]
-    order = (attention_figures.SMALL, attention_figures.WIDE, attention_figures.TALL)
-    wanted = (palette.GREEN, palette.VERMILION, palette.BLUE)
-    for kind, colour, drawn in zip(order, wanted, dots):
-      want = boxes[kinds[:, query] == kind, query, :2]
-      np.testing.assert_allclose(drawn.get_offsets(), want)
-      assert colors.same_color(drawn.get_facecolor()[0], colour)
-
-
 def model(kind=detect.Task):
   task = types.SimpleNamespace(
     FIGURES=kind.FIGURES, check_points=functools.partial(kind.check_points, None)
@@ -95,30 +77,13 @@ def model(kind=detect.Task):
   )
 
 
-def test_the_gallery_draws_detectors(seen, monkeypatch):
-  monkeypatch.setattr(attention_figures, 'compute', lambda *args: seen)
-  monkeypatch.setattr(sharding, 'mesh_of', lambda params: None)
-  boxes = np.full((3, 2, 4), 0.5)
-  monkeypatch.setattr(attention_figures, 'query_boxes', lambda *args: boxes)
-  subject = results.Subject(model(), ['x/a.png', 'b.png'], points=[(0.5, 0.5)])
-  names = ['encoder_attention', 'query_attention']
-  chosen, _ = gallery.choose(subject, names)
-  drawn = {k: v for e in chosen for k, v in gallery.draw(e, subject).items()}
-  assert set(drawn) == set(names)
-  titles = [title for title, _ in shown(drawn['encoder_attention'])]
-  assert titles == ['a.png', 'point 1', 'b.png', 'point 1']
-  with pytest.raises(ValueError, match="'query_boxes' cannot be drawn: there is no data set"):  # fmt: skip
-    gallery.choose(subject, ['query_boxes'])
-  subject.source = object()
-  [entry], _ = gallery.choose(subject, ['query_boxes'])
-  assert list(gallery.draw(entry, subject)) == ['query_boxes']
-
-
 def test_wrong_points():
   with pytest.raises(ValueError, match='are for the attention of a detector'):
     results.Subject(model(classify.Task), ['a.png'], points=[(0.5, 0.5)])
   with pytest.raises(ValueError, match='point 2,0.5 lies outside'):
     results.Subject(model(), ['a.png'], points=[(2, 0.5)])
+  with pytest.raises(ValueError, match='there is no data set'):
+    gallery.choose(results.Subject(model(), ['a.png']), ['query_boxes'])
   subject = results.Subject(model(classify.Task), ['a'])
   with pytest.raises(ValueError, match='encoder_attention.* not among'):
     gallery.choose(subject, ['encoder_attention'])

@@ -248,16 +248,6 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
     task.predictor({}, {'frozen': {}}, 0).segment([image])
 
 
-def test_pictures_show_truth_and_prediction(classes):
-  task = make_task()
-  made = task.example(tensors(record(classes)), None)
-  batch = {name: np.asarray(value)[None] for name, value in made.items()}
-  outputs = task.outputs({}, {'frozen': {}}, batch)
-  drawn = task.draw_evaluation(batch, jax.device_get(outputs))
-  assert drawn.keys() == {'detections', 'segments'}
-  assert drawn['segments'].ndim == 3
-
-
 def test_things_and_stuff_are_known_or_named():
   source = types.SimpleNamespace(
     origin={'dataset': 'coco/2017_panoptic/1.1.0'},

@@ -1,6 +1,5 @@
 """The task of image and text towers: training, zero-shot, retrieval, prediction."""
 
-import io
 import json
 
 import jax
@@ -134,51 +133,30 @@ class ColourTask:
     return batch['image'].mean(axis=(1, 2)) @ params['img']
 
 
-def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path, monkeypatch):
+def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
   task = ColourTask(run_config.complete(make_config(data_dir)))
   params = {'img': np.float32([[1.0, 2.0]]), 'txt': np.float32([1.0])}
   source = sources.open_split(task.config, 'train[:20]', ('image',))
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  written, write = [], precomputed._write
-  monkeypatch.setattr(
-    precomputed, '_write', lambda *args: (written.append(1), write(*args))
-  )
+  path = tmp_path / precomputed.NAME
 
   def make(task=task, params=params, source=source):
     rows = precomputed.make(task, params, {}, source, mesh, tmp_path, engine.never)
     return np.array(rows)
 
-  want = make()
+  want, begun = make(), path.stat().st_ino
+  make(params={**params, 'txt': params['txt'] + 1})  # The text tower does not count.
+  assert path.stat().st_ino == begun  # Not written again.
+  np.save(path, np.roll(np.load(path), 1))
   np.testing.assert_array_equal(make(), want)
-  assert len(written) == 1
-  path, note = tmp_path / precomputed.NAME, tmp_path / 'image_embeddings.hash'
-  content, said = path.read_bytes(), note.read_text()
-  rows = np.load(io.BytesIO(content))
-  for damaged in (
-    0 * rows, np.roll(rows, 1), np.roll(rows, 1, axis=0), rows.astype(np.int8),
-    rows[:-1], rows.T, rows.byteswap().view('>f2'),
-  ):  # fmt: skip
-    np.save(path, damaged)
-    assert note.read_text() != f'{said.split()[0]} {precomputed._checksum(path)}'
-  path.write_bytes(content[:-1])
-  np.testing.assert_array_equal(make(), want)
-  path.unlink()
-  np.testing.assert_array_equal(make(), want)
-  note.write_text('of another tower')
-  np.testing.assert_array_equal(make(), want)
-  assert len(written) == 4
-  assert (path.read_bytes(), note.read_text()) == (content, said)
-  # Another tower, other images, another preparation.
+  # Another tower, another preparation, other images.
   other = {**params, 'img': params['img'] + 0.5}
   assert np.abs(make(params=other) - want).max() > 0.01
-  make(params={**other, 'txt': params['txt'] + 1})  # The text tower does not count.
-  assert len(written) == 5
   config = task.config.copy_and_resolve_references()
   config.pp.resize = 9
   assert np.abs(make(task=ColourTask(config)) - want).max() > 1e-3
   made = make(source=sources.open_split(config, 'train[:19]', ('image',)))
   np.testing.assert_array_equal(made, want[:19])
-  assert len(written) == 7
 
 
 def test_a_run_leaves_its_vocabulary_and_the_matrix(run):
@@ -276,9 +254,7 @@ def test_names_of_held_out_digits_never_stand_beside_their_images():
     for text in digit_captions.training(digit):
       assert digit_captions.WORDS[digit] not in text.split()
       assert str(digit) not in text
-  seven = digit_captions.training(7)
-  for text in ('a photo of a seven', 'the number 7', 'an odd digit greater than six'):
-    assert text in seven
+  assert 'an odd digit greater than six' in digit_captions.training(7)
   unseen = {t for d in range(10) for t in digit_captions.training(d)}
   for digit in range(10):
     tests = digit_captions.naming(digit, digit_captions.TEST)
@@ -351,7 +327,6 @@ def test_the_command(run, model, tmp_path, capsys, monkeypatch):
     ({'model.kind': 'vit'}, "task='image_text' needs an image and a"),
     ({'accum_steps': 2}, 'accum_steps=2 .*--config.accum_steps'),
     ({'label_smoothing': 0.1}, 'label_smoothing=0.1 is for classes'),
-    ({'model.out_dim': (4, 8)}, r'out_dim=\(4, 8\) .*width 4 .* 8'),
     ({'model.out_dim': (None, 8)}, r'out_dim=\(None, 8\) .*width 16'),
     ({'task_options.templates': 'a photo'}, 'needs one {} for the name'),
     ({'model.text.config.vocab_size': 4}, '9 tokens.*text tower.* 4'),
@@ -370,15 +345,6 @@ def test_keys_that_do_not_fit(data_dir, changes, words):
 def test_data_without_texts(data_dir, tmp_path):
   config = make_config(data_dir, dataset='digits')
   with pytest.raises(ValueError, match="dataset='digits' has no texts"):
-    train.prepare(config, str(tmp_path))
-
-
-def test_a_best_metric_that_the_data_do_not_give(data_dir, tmp_path):
-  """Ten classes are too few for top-5."""
-  evals = (('a', 'test[:9]'), ('b', 'train[:9]'))
-  config = make_config(data_dir, evals=evals)
-  config.best_metric = 'accuracy_top5_a'
-  with pytest.raises(ValueError, match=r"'a': use one of accuracy_a, image_to_"):
     train.prepare(config, str(tmp_path))
 
 
@@ -407,7 +373,7 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   assert example.keys() == task.batch_spec(1).keys()
   bias = jax.jit(lambda key: task.init(key)[0]['b'])(jax.random.key(0))
   assert bias == -2.0
-  params, extra = tiny_models.drawn(jax.eval_shape(task.init, jax.random.key(0)))
+  params, extra = tiny_models.of_task(task)
   params['b'] = bias
   mesh = sharding.mesh_of(params)
   [evaluator] = task.evaluators(mesh, 'test', lambda _: source)
