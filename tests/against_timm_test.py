@@ -32,28 +32,7 @@ def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
   assert f'{100 * accuracy:.2f} %' in said
 
 
-@pytest.mark.parametrize('key, value', [('optimizer', 'sgd'), ('ema_decay', 0.9)])
-def test_what_is_not_compared_is_named(tiny_config, key, value):
-  tiny_config[key] = value
-  with pytest.raises(ValueError, match=f'config.{key}={value}'):
+def test_what_is_not_compared_is_named(tiny_config):
+  tiny_config.ema_decay = 0.9
+  with pytest.raises(ValueError, match='config.ema_decay=0.9'):
     against_timm.compare(tiny_config)
-
-
-@pytest.mark.parametrize(
-  'flags, message',
-  [
-    (
-      [
-        '--config=configs/mixer_base16_cifar10.py',
-        '--config.dataset=digits',
-        '--config.pp.train=train',
-        '--config.pp.test=test',
-      ],
-      'Vision Transformers.*Mixer',
-    ),
-    (['--config=configs/digits.py', '--seeds=0,one'], '--seeds=0,one'),
-  ],
-)
-def test_wrong_flags_are_named(data_dir, flags, message):
-  with pytest.raises(ValueError, match=message):
-    against_timm.main([*flags, f'--config.tfds_data_dir={data_dir}'])

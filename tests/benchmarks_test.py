@@ -21,11 +21,11 @@ from benchmarks import (
   timm_steps,
   track,
 )
-from tests import models_test, processes, torch_models
+from tests import models_test, torch_models
 from vit_jax import models_igpt
 
 
-def run(monkeypatch, tmp_path, *flags):
+def run(tmp_path, *flags):
   path = tmp_path / 'benchmark.json'
   program.main([f'--json={path}', '--repeats=1', *flags])
   return json.loads(path.read_text())
@@ -34,7 +34,7 @@ def run(monkeypatch, tmp_path, *flags):
 def test_steps_are_reported_with_their_share_of_the_peak(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
   flags = ('--only=inference', '--model=testing', '--image_size=32')
-  got = run(monkeypatch, tmp_path, *flags)
+  got = run(tmp_path, *flags)
   assert got['machine']['platform'] == 'cpu'
   step, xla, ratio, product = got['results']['inference']
   assert xla['name'] == 'attention=xla'
@@ -71,7 +71,7 @@ def test_updates_beside_timm(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
   monkeypatch.setitem(timm_steps.NAMES, 'testing', 'test_vit')
   got = run(
-    monkeypatch, tmp_path, '--only=train', '--model=testing', '--image_size=32',
+    tmp_path, '--only=train', '--model=testing', '--image_size=32',
     '--batch=8', '--beside=timm_eager', '--dtype=bfloat16',
   )  # fmt: skip
   ours, theirs, ratio, product = got['results']['train']
@@ -92,91 +92,43 @@ def test_timm_has_as_many_parameters():
     assert count == sum(x.numel() for x in net.parameters()), name
 
 
-@pytest.mark.parametrize(
-  'flags, message',
-  [
-    (['--model=b8'], "model='b8' has no .* in timm .*ViT-B_16"),
-    (['--only=start'], "beside='timm' is for the sections train and inference"),
-  ],
-)
-def test_what_cannot_be_compared_with_timm(flags, message):
-  with pytest.raises(ValueError, match=message):
-    program.main(['--beside=timm', *flags])
+def test_what_cannot_be_compared_with_timm():
+  with pytest.raises(ValueError, match="model='b8' has no .* in timm .*ViT-B_16"):
+    program.main(['--beside=timm', '--model=b8'])
 
 
-def test_the_end_of_the_timm_process_is_reported(monkeypatch):
-  monkeypatch.setattr(timm_steps, 'COMMAND', [sys.executable, '-c', 'exit(3)'])
-  with pytest.raises(OSError, match=r'the process that runs timm ended \(status 3'):
-    timm_steps.Beside(model='ViT-B_16', batch=1, image_size=-1, dtype='',
-                      train=True, compiled=False)  # fmt: skip
-
-
-def test_sampling_is_compared(monkeypatch, tmp_path):
-  tiny = models_igpt.ImageGPT(16, 1, 2, num_colors=8, num_positions=24)
-  monkeypatch.setattr(sampling.models, 'get_model', lambda name: tiny)
-  monkeypatch.setattr(sampling, 'STEPS', 2)
-  got = run(monkeypatch, tmp_path, '--only', 'sampling', '--batch=2')
-  ours, other, ratio = got['results']['sampling']
-  assert other['name'] == 'without'
-  assert ours['unit'] == other['unit'] == 'pixel/s'
-  assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
-
-
-def test_pipelines_take_turns(monkeypatch, tmp_path):
-  few = {'BATCH': 8, 'BATCHES': 2}
-
-  def check_output(command, text):
-    *_, code = command
-    values = ''.join(f'pipeline.{k} = {v}\n' for k, v in few.items())
-    before = 'from benchmarks import pipeline\n' + values
-    assert text
-    return processes.run_code(before + code).splitlines()[-1]
-
-  for name, value in few.items():
-    monkeypatch.setattr(pipeline, name, value)
-  forked = types.SimpleNamespace(check_output=check_output)
-  monkeypatch.setattr(pipeline, 'subprocess', forked)
-  ours, plain, ratio = run(monkeypatch, tmp_path, '--only=pipeline')['results'][
-    'pipeline'
-  ]
-  assert ratio['median'] == pytest.approx(ours['median'] / plain['median'])
-
-
-def test_imports_and_loading_weights_are_compared(monkeypatch, tmp_path):
-  statements = []
-  fake = types.SimpleNamespace(
-    run=lambda command, check: statements.append(command[-1])
-  )
-  monkeypatch.setattr(start, 'subprocess', fake)
+def test_weights_and_checkpoints(monkeypatch, tmp_path):
   monkeypatch.setattr(start, 'WEIGHTS_MODEL', 'ViT-Ti_16')
-  got = run(monkeypatch, tmp_path, '--only', 'import', 'weights')['results']
-  assert statements == 2 * ['import vit_jax.models', 'import flax.linen, optax']
-  for ours, theirs, ratio in got.values():
-    assert ratio['median'] == pytest.approx(ours['median'] / theirs['median'])
-    assert ours['unit'] == 's'
-  assert got['weights'][0]['name'] == 'load_pretrained, ViT-Ti_16.npz'
-
-
-def test_checkpoints_are_saved_and_restored(monkeypatch, tmp_path):
-  flags = ('--only=checkpoints', '--model=testing', '--image_size=32')
-  waits, saved, plain, ratio, restored = run(monkeypatch, tmp_path, *flags)['results'][
-    'checkpoints'
-  ]
+  flags = ('--model=testing', '--image_size=32')
+  got = run(tmp_path, '--only', 'weights', 'checkpoints', *flags)
+  loaded, plain, ratio = got['results']['weights']
+  assert loaded['name'] == 'load_pretrained, ViT-Ti_16.npz'
+  assert ratio['median'] == pytest.approx(loaded['median'] / plain['median'])
+  waits, saved, plain, ratio, restored = got['results']['checkpoints']
   assert 0 < waits['median'] <= saved['median']
   assert ratio['median'] == pytest.approx(saved['median'] / plain['median'])
   assert restored['name'].startswith('checkpoint, testing, ')
   assert restored['median'] > 0
 
 
-def test_turns_alternate_and_a_function_may_time_itself():
-  calls = []
-  first, second = timing.measure(
-    lambda: calls.append('a'), lambda: calls.append('b') or 7.0, repeats=2
-  )
-  assert calls == list('ababab')
-  assert second == [7.0, 7.0]
-  assert len(first) == 2
-  assert timing.row('x', [3.0, 1.0, 2.0], 's')['median'] == 2.0
+def test_sampling_is_compared(monkeypatch, tmp_path):
+  tiny = models_igpt.ImageGPT(16, 1, 2, num_colors=8, num_positions=24)
+  monkeypatch.setattr(sampling.models, 'get_model', lambda name: tiny)
+  monkeypatch.setattr(sampling, 'STEPS', 2)
+  got = run(tmp_path, '--only', 'sampling', '--batch=2')
+  ours, other, ratio = got['results']['sampling']
+  assert other['name'] == 'without'
+  assert ours['unit'] == other['unit'] == 'pixel/s'
+  assert ratio['median'] == pytest.approx(ours['median'] / other['median'])
+
+
+@pytest.mark.parametrize('name', ['ours', 'plain'])
+def test_pipelines_are_timed(name, monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(pipeline, 'BATCH', 8)
+  monkeypatch.setattr(pipeline, 'BATCHES', 2)
+  pipeline.photographs(tmp_path, count=8)
+  pipeline.measure_one(name, str(tmp_path))
+  assert float(capsys.readouterr().out) > 0
 
 
 def test_runs_are_compared_with_the_last_one(monkeypatch, tmp_path, capsys):

@@ -9,20 +9,17 @@ import contextlib
 import http.server
 import io
 import json
-import pathlib
 import runpy
 import sys
 import threading
 import time
-import types
+from unittest import mock
 import urllib.error
 import urllib.request
 
 import numpy as np
-import pandas as pd
 from PIL import Image
 import pyarrow as pa
-from pyarrow import parquet
 import pytest
 from sklearn import datasets
 import tensorflow as tf
@@ -333,58 +330,29 @@ def test_threads_predict_what_one_does(served):
   assert names['found'] == [model.predict([path])[0] for path in names['paths']]
 
 
-class RayData:
-  """What the page calls of Ray Data, in this process.
-
-  Each worker gets batches as Ray makes them: a table of the files' bytes and paths.
-  """
-
-  def read_binary_files(self, folder, include_paths):
-    assert include_paths
-    paths = sorted(map(str, pathlib.Path(folder).iterdir()))
-    files = [pathlib.Path(path).read_bytes() for path in paths]
-    self.table = pa.table({'bytes': files, 'path': paths})
-    return self
-
-  def ActorPoolStrategy(self, size):
-    return size
-
-  def map_batches(self, worker, compute, batch_size, batch_format):
-    assert batch_format == 'pyarrow'
-    batches = [
-      self.table.slice(start, batch_size)
-      for start in range(0, len(self.table), batch_size)
-    ]
-    workers = [worker() for _ in range(compute)]
-    done = [workers[i % compute](batch) for i, batch in enumerate(batches)]
-    self.table = pa.concat_tables(done)
-    return self
-
-  def write_parquet(self, folder):
-    pathlib.Path(folder).mkdir()
-    parquet.write_table(self.table, f'{folder}/0.parquet')
-
-
-def test_workers_of_ray_write_the_table_of_predictions(
+def test_workers_of_ray_make_the_table_of_predictions(
   tmp_path, trained, served, monkeypatch
 ):
-  photos, out = tmp_path / 'photos', tmp_path / 'table'
-  photos.mkdir()
-  for i, photo in enumerate(photographs(25)):
-    (photos / f'{i:02}.png').write_bytes(photo if i != 7 else b'no image')
+  """Each gets batches as Ray makes them: a table of the files' bytes and paths."""
+  photos = photographs(25)
+  photos[7] = b'no image'
+  paths = [tmp_path / f'{i:02}.png' for i in range(len(photos))]
+  for path, photo in zip(paths, photos):
+    path.write_bytes(photo)
   [code] = [
     code
     for code in markdown.blocks(DOCS / 'serve.md', 'python')
     if code.startswith('# ray_table.py')
   ]
-  paths = {'digits': trained[0], 'photos': photos, 'ray_table': out}
-  code = replaced(code, {f'/tmp/{name}': str(path) for name, path in paths.items()})
-  monkeypatch.setitem(sys.modules, 'ray', types.SimpleNamespace(data=RayData()))
-  exec(code.replace('batch_size=256', 'batch_size=10'), {})
-  got = pd.read_parquet(out)
-  want = served[1].table(sorted(map(str, photos.iterdir())))
-  assert list(got) == want.column_names
-  want = want.to_pandas()
+  ray = mock.MagicMock()
+  monkeypatch.setitem(sys.modules, 'ray', ray)
+  exec(replaced(code, {'/tmp/digits': str(trained[0])}), {})
+  [worker] = ray.data.read_binary_files.return_value.map_batches.call_args.args
+  table = pa.table({'bytes': photos, 'path': list(map(str, paths))})
+  worker = worker()
+  got = pa.concat_tables([worker(table[:10]), worker(table[10:])]).to_pandas()
+  want = served[1].table(list(map(str, paths))).to_pandas()
+  assert list(got) == list(want)
   for name in ('path', 'class'):
     assert list(got[name].fillna('')) == list(want[name].fillna('')), name
   np.testing.assert_allclose(got['probability'], want['probability'], atol=1e-5)

@@ -65,12 +65,7 @@ def test_missing_and_damaged_files_are_named(files):
   folder, _ = files
   path = folder / 'train-images-idx3-ubyte.gz'
   content = path.read_bytes()
-  damaged = (
-    content[:-9],
-    content[:40] + bytes(40) + content[80:],
-    gzip.compress(gzip.decompress(content)[:-1]),
-  )
-  for wrong in damaged:
+  for wrong in (content[:-9], gzip.compress(gzip.decompress(content)[:-1])):
     path.write_bytes(wrong)
     with pytest.raises(ValueError, match='train-images-idx3-ubyte.gz.*damaged'):
       mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
@@ -100,10 +95,6 @@ def test_captions_name_the_classes(files, data_dir):
       assert any(source.class_names[label] in x for x in texts)
       seen = {x for k in range(10) for x in fashion.captions(k)}
       assert seen.issuperset(texts) == (split == 'train')
-  words = ' '.join(x for label in range(10) for x in fashion.captions(label))
-  for name in fashion.TEST_NAMES:  # New, of words that training has.
-    assert name not in words
-    assert set(name.split()) <= set(words.split())
 
 
 def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
