@@ -1,4 +1,4 @@
-"""Tests of DETR and its masks against Hugging Face's model and closed forms."""
+"""Tests of DETR and its masks against Hugging Face's model."""
 
 import functools
 
@@ -14,8 +14,8 @@ from tests import torch_models
 # isort: split
 import timm
 
-from vit_jax import models, models_detr
-from vit_jax.layers import detection, detr_masks, resnet
+from vit_jax import models
+from vit_jax.layers import resnet
 from vit_jax.weights import convert
 
 
@@ -88,37 +88,6 @@ def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
   # Rows that fill up a batch have no real pixel.
   empty = jax.tree.leaves(compute(variables, images, np.zeros_like(mask)))
   assert all(np.isfinite(x).all() for x in empty)
-
-
-def test_images_are_normalised_and_padding_is_zero():
-  images = np.random.RandomState(0).uniform(-1, 1, (1, 3, 4, 3)).astype('f')
-  mask = np.arange(4)[None, None] < np.array([4, 2, 0])[None, :, None]
-  got = models_detr.normalise(jnp.asarray(images), jnp.asarray(mask))
-  np.testing.assert_allclose(got, torch_models.normalised(images, mask), atol=1e-6)
-
-
-def test_attention_of_masks_sums_to_one_over_heads_and_real_cells():
-  rng = np.random.RandomState(0)
-  query = rng.randn(1, 2, 3, 4).astype(np.float32)
-  key = rng.randn(1, 2, 2, 3, 4).astype(np.float32)
-  mask = np.array([[[True, True], [True, False]]])
-  got = detr_masks.attention_maps(query, key, mask)
-  logits = np.einsum('qke,hwke->qhwk', query[0], key[0])
-  odds = np.exp(logits) * mask[0][..., None]
-  want = odds / odds.sum(axis=(1, 2, 3), keepdims=True)
-  np.testing.assert_allclose(got[0], want, atol=1e-6)
-
-
-def test_sine_positions_in_closed_form():
-  mask = np.zeros((1, 3, 4), bool)
-  mask[0, :2, :3] = True  # Padded by a row and a column.
-  got = detection.sine_positions(jnp.asarray(mask), 8)
-  # Row 1 of 2, column 2 of 3; wavelengths 1 and 100 times 2 pi.
-  y, x = np.pi, 2 / 3 * 2 * np.pi
-  want = [
-    f(place / power) for place in (y, x) for power in (1, 100) for f in (np.sin, np.cos)
-  ]
-  np.testing.assert_allclose(got[0, 0, 1], want, atol=1e-5)
 
 
 def test_dilation_keeps_the_size_of_the_last_map():

@@ -23,7 +23,6 @@ def parts(bound, x, **kwargs):
   'fields',
   [
     {'classifier': 'gap', 'representation_size': 6},
-    {'classifier': 'token_unpooled', 'dtype': 'bfloat16'},
     {'resnet': {'num_layers': (1,), 'width_factor': 0.5},
      'patches': {'size': (1, 1)}},
   ],
@@ -187,36 +186,6 @@ def test_tokens_are_dropped_after_their_positions_were_added(fields):
   assert np.abs(few[:, 0] - whole[:, 0]).max() > 1e-3
 
 
-def test_no_token_is_dropped_where_later_layers_add_positions():
-  transformer = dict(tiny_models.tiny().transformer)
-  model = dropping(
-    tiny_models.tiny(transformer={**transformer, 'position_layers': 'shared'})
-  )
-  kept = jnp.array([[0, 2, 3], [0, 4, 1]])
-  with pytest.raises(ValueError, match="position_layers='shared' adds .*'stem'"):
-    tiny_models.tree(model, tiny_models.images(), kept)
-
-
-def test_encode_takes_a_mask():
-  model = tiny_models.tiny()
-  x = tiny_models.images()
-  params = tiny_models.randomised(model, x)
-  # Nobody attends to the last patch; the class token is the first of the keys.
-  mask = jnp.array([True, True, True, True, False])[None, None, None]
-
-  @jax.jit
-  def compute(x):
-    bound = model.bind({'params': params})
-    tokens = bound.embed(x)
-    return [
-      bound.encode(tokens, train=False, mask=mask, only_first=first)[:, :4]
-      for first in (False, True)
-    ]
-
-  other = x.at[:, 4:, 4:].multiply(-1)
-  jax.tree.map(np.testing.assert_array_equal, compute(x), compute(other))
-
-
 def test_a_causal_model_reads_its_tokens_or_their_mean():
   transformer = {**tiny_models.tiny().transformer, 'causal': True}
   model = tiny_models.tiny(classifier='unpooled', transformer=transformer)
@@ -253,11 +222,6 @@ def test_an_encoder_of_ones_own():
   got = jax.jit(functools.partial(model.apply, train=False))({'params': params}, x)
   cls = jnp.broadcast_to(params['cls'][:, 0], (2, 16))
   np.testing.assert_array_equal(got, 0.5 * cls.astype(jnp.bfloat16))
-  with pytest.raises(ValueError, match='Halves adds .* argument `parts`'):
-    model.apply(
-      {'params': params}, jnp.zeros((2, 4, 16)), train=False,
-      method='add_positions',
-    )  # fmt: skip
 
 
 def test_the_model_works_in_flax_nnx():

@@ -57,12 +57,6 @@ def randomize(model):
   return model
 
 
-def normalised(images, mask):
-  """Standardises images [B, H, W, 3] in [-1, 1]; where not `mask`, 0."""
-  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
-  return (pixels * mask[..., None]).astype(np.float32)
-
-
 def detect(model, images, mask, **kwargs):
   """Applies a DETR of Hugging Face.
 
@@ -72,9 +66,11 @@ def detect(model, images, mask, **kwargs):
     mask: bool [B, H, W], False for padding.
     **kwargs: further arguments of the model.
   """
+  pixels = (images / 2 + 0.5 - models_detr.MEAN) / models_detr.STD
+  pixels = (pixels * mask[..., None]).astype(np.float32)
   with torch.no_grad():
     return model(
-      torch.tensor(normalised(images, mask)).permute(0, 3, 1, 2),
+      torch.tensor(pixels).permute(0, 3, 1, 2),
       pixel_mask=torch.tensor(mask).long(),
       **kwargs,
     )
