@@ -14,7 +14,6 @@ import tensorflow_datasets as tfds
 from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.data import order, records, sources
-from vit_jax.data.tfds import splits
 from vit_jax.distributed import sharding
 
 
@@ -104,27 +103,6 @@ def test_evaluation_sees_every_example_once(tiny_config, n, batch):
     everything, eval_batches(tiny_config, source, half), strict=True
   ):
     assert_same(part, {key: value[half] for key, value in whole.items()})
-
-
-def test_get_datasets(tiny_config):
-  train, test = input_pipeline.get_datasets(tiny_config)
-  batch = next(train.as_numpy_iterator())
-  assert batch['image'].shape == (16, 8, 8, 1)
-  assert batch['label'].shape == (16, 10)
-  assert batch['image'].dtype == batch['label'].dtype == np.float32
-  np.testing.assert_array_equal(batch['label'].sum(axis=1), 1)
-  assert sum(b['mask'].sum() for b in test.as_numpy_iterator()) == 360
-  assert test.element_spec.keys() == {'image', 'label', 'mask'}
-
-
-def test_folders_give_images_with_their_labels(tiny_config, image_folder):
-  config = tiny_config
-  config.dataset = str(image_folder)
-  config.pp.channels = 3
-  source = sources.open_split(config, 'train')
-  [batch] = train_batches(config, source, count=1)
-  colour = batch['image'].mean(axis=(1, 2)).argmax(axis=1)
-  np.testing.assert_array_equal(colour, batch['label'].argmax(axis=1))
 
 
 def enlarged(data):
@@ -239,17 +217,6 @@ def test_an_epoch_of_tfds_data(tiny_config, tmp_path):
   np.testing.assert_array_equal(labels, seen % 4)
   with pytest.raises(ValueError, match=r"no split 'test': it has \['train'\]"):
     sources.open_split(config, 'test')
-
-
-def test_the_size_of_a_record(tmp_path):
-  name = prepare(Shapes, str(tmp_path), 'tfrecord')
-  whole = tfds.builder(name, data_dir=str(tmp_path)).info.splits['train']
-  # Where the data set does not say its size, that of a file tells.
-  files = whole.file_instructions
-  by_file = splits._record_bytes([whole.replace(num_bytes=0)], files)
-  size = splits._record_bytes([whole], files)
-  assert size == whole.num_bytes / 40
-  assert size < by_file < size + 20  # With the length and checksums of each.
 
 
 def test_an_image_may_have_several_labels_or_none(tiny_config, tmp_path):

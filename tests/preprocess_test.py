@@ -167,43 +167,36 @@ def test_wrong_images_are_named(tmp_path):
   path.write_bytes(FILES['jpeg'][0][:300])
   with pytest.raises(ValueError, match="broken.jpg' is not an image"):
     load(path, pp())
-  for content in (b'junk', b'A text, which is longer than any header. ' * 9):
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match='broken.jpg.*not an image of a known form'):
-      load(path, pp())
+  path.write_bytes(b'A text, which is longer than any header. ' * 9)
+  with pytest.raises(ValueError, match='broken.jpg.*not an image of a known form'):
+    load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: pass uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())
   with pytest.raises(ValueError, match='pass uint8 .height, width. or .*, 1, 3 or 4'):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
-@pytest.mark.parametrize('fmt', ['WEBP', 'BMP', 'GIF', 'PNG'])
+@pytest.mark.parametrize('fmt', ['WEBP', 'BMP'])
 def test_files_that_end_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
   """Seen: prediction refused every WebP of Pillow, whose last byte is zero."""
   zeros = 0
   for width in range(3, 9):
     path = tmp_path / f'image{width}'
-    pixels = np.zeros((4, width, 3), np.uint8)
-    pixels[0] = width * 20
-    Image.fromarray(pixels).save(path, fmt)
+    Image.new('RGB', (width, 4), (20 * width, 0, 0)).save(path, fmt)
     zeros += path.read_bytes()[-1] == 0
     got = preprocess.from_user(path, images.decode)
     want = images.decode(tf.constant(path.read_bytes()))
     np.testing.assert_array_equal(got, want)
-  assert zeros or fmt in ('GIF', 'PNG')
+  assert zeros
 
 
-@pytest.mark.parametrize('name', FILES)
+@pytest.mark.parametrize('name', ['cmyk jpeg', 'png', 'webp', 'bmp', 'gif'])
 def test_pixels_are_counted_before_they_are_decoded(name, tmp_path):
   path = tmp_path / 'large.img'
   path.write_bytes(FILES[name][0])
-
-  def fail(encoded):
-    raise AssertionError
-
   message = r'large.img.*60 x 40 pixels, more than max_image_pixels=2399'
   with pytest.raises(ValueError, match=message):
-    preprocess.from_user(path, fail, 2399)
+    preprocess.from_user(path, pytest.fail, 2399)
   assert preprocess.from_user(path, len, 2400) == len(FILES[name][0])
 
 
@@ -241,18 +234,8 @@ def test_images_and_texts_are_prepared_side_by_side(vocabulary):
 
 def test_features_that_are_missing_are_not_made(vocabulary):
   pp = preprocess.get_pp(
-    tokenizer_name='bert', vocab_path=vocabulary, max_len=3, size=4, crop=True
+    tokenizer_name='bert', vocab_path=vocabulary, max_len=3, size=4
   )
-  image = np.zeros((4, 8, 3), np.uint8)
-  image[:, :4], image[:, 6:] = 255, 51
-  given = {'image': tf.constant(image), 'tokens': 'mine'}
-  got = pp(given)
-  assert got['tokens'] == 'mine'
-  np.testing.assert_allclose(  # The middle 4 of 8 columns.
-    got['image'][0, :, 0], [1, 1, -1, -1]
-  )
-  assert given == {'image': given['image'], 'tokens': 'mine'}
-  assert given['image'].dtype == tf.uint8
   given = {'text': tf.constant('a dog'), 'label': 3}
   got = pp(given)
   assert got.pop('tokens').numpy().tolist() == [2, 3, 5]

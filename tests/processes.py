@@ -5,7 +5,6 @@ import os
 import pathlib
 import re
 import socket
-import time
 
 import jax
 
@@ -140,10 +139,3 @@ def load_state(workdir):
   """Returns the parameters of the newest checkpoint, and its step."""
   model = predict.load(str(workdir))
   return jax.device_get(model.params), model.step
-
-
-def wait_for(condition, process, seconds=120):
-  """Waits until something is so, or the process has ended."""
-  end = time.time() + seconds
-  while not condition() and process.poll() is None and time.time() < end:
-    time.sleep(0.002)

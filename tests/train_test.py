@@ -56,6 +56,7 @@ def module_config(data_dir):
 def test_what_a_run_leaves_behind(finished):
   config, workdir, state, metrics = finished
   assert int(state.step) == 6
+  assert (metrics['num_examples_test'], metrics['num_examples_val']) == (360, 50)
   lines = metrics_lib.read(workdir)
   train_lines = [line for line in lines if 'train_loss' in line]
   assert [line['step'] for line in train_lines] == [2, 4, 6]
@@ -81,13 +82,6 @@ def test_what_a_run_leaves_behind(finished):
   versions = json.loads((workdir / 'versions.json').read_text())
   assert {'python', 'jax', 'flax', 'optax'} <= set(versions)
   assert list(workdir.glob('events.out.tfevents.*'))
-
-
-def test_several_splits_are_evaluated_by_name(finished):
-  *_, metrics = finished
-  assert metrics['num_examples_test'] == 360
-  assert metrics['num_examples_val'] == 50
-  assert {'accuracy_val', 'loss_val', 'accuracy_test'} <= set(metrics)
 
 
 def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
@@ -163,20 +157,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch):
   assert ours == [x for x in theirs if 'train_loss' in x or x['step'] == 6]
 
 
-def test_a_checkpoint_of_eight_devices_restores_on_fewer(finished):
-  config, workdir, state, _ = finished
-  mesh = sharding.make_mesh({'data': 2, 'model': 2}, jax.devices()[:4])
-  config = copy.deepcopy(config)
-  config.sharding_rules = (('Dense_0/kernel', (None, 'model')),)
-  program = train.make_program(config, NAMES, mesh)
-  checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
-  restored, step = checkpoints.restore(program.abstract)
-  assert step == 6
-  trees.assert_same(restored, state)
-  kernel = restored.params['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
-  assert kernel['kernel'].addressable_shards[0].data.shape == (16, 8)
-
-
 def test_a_run_goes_on_on_other_devices_in_another_order(
   module_config, tmp_path, monkeypatch, capsys
 ):
@@ -199,13 +179,10 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
     jax.device_get(got.params),
     jax.device_get(want.params),
   )
-  config.base_lr *= 2
-  with pytest.raises(ValueError, match='belongs to a run of another config'):
-    fit(config, tmp_path / 'moved')
 
 
-def losses_of(config, mesh, look=lambda state: None):
-  """Losses of a few steps on a mesh, in float32; shows all states to `look`."""
+def losses_of(config, mesh):
+  """Losses of a few steps on a mesh, in float32, and the last state."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
   program = train.make_program(config, NAMES, mesh)
   state = program.create_state({})
@@ -219,7 +196,6 @@ def losses_of(config, mesh, look=lambda state: None):
         'label': np.eye(10, dtype=np.float32)[rng.randint(10, size=16)],
       }
       batch = jax.device_put(batch, sharding.batch_sharding(mesh))
-      look(state)
       state, metrics = update(state, batch)
       result.append([float(metrics['train_loss']), float(metrics['grad_norm'])])
   return np.array(result), state
@@ -229,29 +205,14 @@ def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
   """Steps with dropout and micro-batches, on one device, and copied and split."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   config = copy.deepcopy(module_config)
-  config.accum_steps, seen = 2, []
-  want, last = losses_of(
-    config, {'data': 1}, look=lambda x: seen.append(jax.device_get(x))
-  )
-  check_average([*seen, last], config.ema_decay)
+  config.accum_steps = 2
+  want, _ = losses_of(config, {'data': 1})
   got, state = losses_of(config, {'data': 2, 'fsdp': 2, 'model': 2})
   np.testing.assert_allclose(got, want, rtol=1e-5)
   moments = optax.tree.get(state.opt_state, 'mu')
   for tree in (state.params, moments):
     kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
     assert kernel['kernel'].addressable_shards[0].data.shape == (8, 8)
-
-
-def check_average(states, most):
-  """Compares the averaged weights with an average over all states by hand."""
-  weights = [state.params['embedding']['kernel'] for state in states]
-  want = np.asarray(weights[0], np.float64)
-  for t, new in enumerate(weights[1:]):
-    decay = min(most, (1 + t) / (10 + t))
-    want = decay * want + (1 - decay) * np.asarray(new, np.float64)
-  got = state_lib.best_params(states[-1])['embedding']['kernel']
-  np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-7)
-  assert abs(want - weights[0]).max() > 1e-4
 
 
 class RandomTask:
@@ -313,12 +274,10 @@ def refuse(config, workdir, message, error=ValueError):
   [
     ({'batch': 12}, r'batch=12 is not a multiple of 8 .*--config.batch=16'),
     ({'accum_steps': 3}, r'batch=16 is not a multiple of 24 .*= 8 x 3'),
-    ({'best_metric': 'accuracy'}, "best_metric='accuracy' is not among"),
     ({'task': 'count'}, "task='count' is unknown"),
     ({'batch': 10**9}, 'batch=1000000000 and prefetch=2: the batches'),
     ({'dataset': 'mnist:99.9.9'}, 'cannot be loaded at version 99.9.9'),
     ({'pp.test': 'test[:100000]'}, "'test.:100000.' cannot be sliced: .*360"),
-    ({'pp.test': 'train[50%:40%]'}, "'train.50%:40%.' is empty, from 718"),
     ({'warmup_steps': 9}, 'warmup_steps=9 must be .*below total_steps=6'),
     ({'pp.crop': 10}, 'image height 10 is not a multiple of the patch'),
     ({'pp.test': 'val'}, "has no split 'val'"),
@@ -338,9 +297,6 @@ def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):
 
 def test_unknown_keys_are_refused(module_config, tmp_path):
   config = copy.deepcopy(module_config)
-  config.btach = 3
-  refuse(config, tmp_path / 'run', "no key 'btach': did you mean 'batch'")
-  del config.btach
   config.pp.corp = 3
   refuse(config, tmp_path / 'run', r"no key 'pp.corp': did you mean 'pp.crop'")
 
@@ -394,27 +350,17 @@ def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path)
 def test_a_linear_probe_trains_the_head_alone(
   tiny_config, tmp_path, capsys, monkeypatch
 ):
-  """And a profile is recorded; in a run that is traced once, in a relative folder."""
-  calls, loss = [], classify.Task.loss
-
-  def counted(self, *args):
-    calls.append(1)
-    return loss(self, *args)
-
-  monkeypatch.setattr(classify.Task, 'loss', counted)
+  """And a profile is recorded, in a relative folder."""
   monkeypatch.chdir(tmp_path)
   tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
   tiny_config.update(weight_decay=0.1, ema_decay=0.5)
   tiny_config.update(total_steps=13, profile_steps=2, eval_every=0, checkpoint_every=0)
   tiny_config.pp.train = 'train[:10]'
   state, _ = fit(tiny_config, 'run')
-  assert len(calls) == 1
   assert list(tmp_path.glob('run/plugins/profile/*/*.xplane.pb'))
   said = capsys.readouterr().out
   assert '2,096 of the parameters are frozen' in said
-  assert '13 steps of 16 grey images of 8x8 pixels: 20.8 epochs' in said
   assert '13 updates are too few' in said
-  assert 'each of the 10 training images 1.6 times' in said
   assert said.index('lower --config.batch to 10') < said.index('Compiling')
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   first = train.make_program(tiny_config, NAMES, mesh).create_state({})
@@ -434,7 +380,6 @@ def test_a_linear_probe_trains_the_head_alone(
   'fields, message',
   [
     ({'evals': (('test', 'tset'),)}, "has no split 'tset'"),
-    ({'evals': ('test',)}, r"evals: \('test',\) must be \(name, split\)"),
     ({'evals': (('test', 'test'),) * 2}, 'must differ'),
     (
       {'evals': (('val', 'test'),)},
@@ -447,7 +392,6 @@ def test_a_linear_probe_trains_the_head_alone(
     ),
     ({'task_options': {'mixpu': 0.2}}, "no key 'task_options.mixpu': did you"),
     ({'task': 'no.such.module'}, "there is no module 'no'; use one of"),
-    ({'task': '../x'}, r"task='../x' is unknown"),
     ({'task': 'tests.trees'}, 'the module has no class Task'),
   ],
 )
