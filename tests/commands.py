@@ -10,9 +10,9 @@ from vit_jax.configs import common, schema
 from vit_jax.run import config as run_config
 from vit_jax.studies import study
 
-# `python -m MODULE` -> the command that it is.
+# `python -m MODULE` -> its command.
 MODULES = {'vit_jax.main': 'train'}
-# Command -> arguments that are right, without a config.
+# Command -> valid arguments, without a config.
 MINIMAL = {
   'evaluate': ['--workdir=/tmp/run', '--split=test'],
   'predict': ['--workdir=/tmp/run', 'a.png'],
@@ -24,7 +24,7 @@ MINIMAL = {
   'index': ['/tmp/folder'],
   'compute': [],
 }
-# Configs that a flag on its own may be meant for.
+# Configs to which a flag without a command may apply.
 BASES = (
   'configs/pretrain.py:s16,cifar10',
   'configs/igpt.py:s,cifar10,32',
@@ -100,7 +100,7 @@ def accepted(given):
     # configs_test and the tests of studies check the values of each.
     return module_of('train').parse([*given, '--workdir=/tmp/run']) is not None
   keys = all(word.startswith('--config') for word in given)
-  # The last of equal flags counts.
+  # The last of repeated flags wins.
   for name, least in () if keys else MINIMAL.items():
     try:
       module_of(name).make_parser().parse_args([*least, *given])

@@ -14,17 +14,17 @@ os.environ['XLA_FLAGS'] = ' '.join(
   [
     os.environ.get('XLA_FLAGS', ''),
     '--xla_force_host_platform_device_count=8',
-    # To compile is most of what tests take: LLVM leaves out what makes programs
-    # faster. XLA's own passes, which decide what is computed, stay.
+    # Compilation dominates the time of the tests, so LLVM does not optimise. XLA's own
+    # passes still run.
     '--xla_backend_optimization_level=0',
     '--xla_llvm_disable_expensive_passes=true',
-    # A program is compiled in one piece in place of up to 32, each of which costs.
+    # One LLVM module per program rather than up to 32, each with its overhead.
     '--xla_cpu_parallel_codegen_split_count=1',
   ]
 )
 if importlib.metadata.version('jaxlib').startswith('0.10.'):
-  # The newer emitters of fused loops, the only ones of later versions, take longer
-  # to compile: 2.7 s in place of 0.9 for the gradient of a small model.
+  # The new fusion emitters, which later versions always use, compile more slowly: the
+  # gradient of a small model takes 2.7 s instead of 0.9.
   os.environ['XLA_FLAGS'] += ' --xla_cpu_use_fusion_emitters=false'
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
@@ -33,31 +33,31 @@ import numpy as np
 from PIL import Image
 import pytest
 
-# What imports JAX or TensorFlow is imported in functions: the process that hands
-# the tests out to others does not need them.
+# Modules that import JAX or TensorFlow are imported in functions, since the process
+# that distributes the tests does not need them.
 
-# PyPI's PyTorch for GPUs brings Triton, whose library crashes in a process that has
-# loaded TensorFlow; nothing here needs it.
+# PyTorch for GPUs depends on Triton, which crashes in a process that has loaded
+# TensorFlow. The tests do not need it.
 sys.modules.setdefault('triton', None)
 
 gc.set_threshold(100_000, 20, 20)
 
 _COMPILED = 'VIT_JAX_TESTS_COMPILED'
-# What one test has compiled the next one loads, in all processes of pytest.
+# A compilation cache that all workers share.
 if _COMPILED not in os.environ:
   os.environ[_COMPILED] = tempfile.mkdtemp()
   atexit.register(shutil.rmtree, os.environ[_COMPILED], ignore_errors=True)
 
 
 def pytest_configure(config):
-  """Sets up JAX in a process that runs tests."""
+  """Configures JAX in a worker."""
   if config.getoption('numprocesses', None) and not hasattr(config, 'workerinput'):
     return
   import jax
 
   if not config.option.file_or_dir and config.getoption('markexpr') != 'quick':
-    # Each worker starts with another one, so that in a fresh environment each module is
-    # compiled to bytecode once, not by all workers at the same time.
+    # The workers import these in different orders, so that in a fresh environment they do
+    # not all compile the same modules to bytecode at the same time.
     _import_large(int(getattr(config, 'workerinput', {}).get('workerid', 'gw0')[2:]))
 
   # Bit-exact tests compare runs on the same backend.
@@ -79,11 +79,11 @@ def _import_large(first):
 
 
 def pytest_collection_finish():
-  """What is imported stays: to look through it for garbage takes long."""
+  """Excludes imported modules from garbage collection, which would search them."""
   gc.freeze()
 
 
-# What takes minutes begins, so that no process is left alone with it at the end.
+# The longest files run first, so that the workers finish at about the same time.
 _FIRST = (
   'resume_test.py', 'train_test.py', 'multiprocess_test.py', 'plan_test.py',
   'detect_commands_test.py', 'colabs_test.py', 'weights/convert_test.py',
@@ -94,7 +94,7 @@ _FIRST = (
 )  # fmt: skip
 
 
-# What `-m quick` runs: the core, without what starts processes or compiles much.
+# `-m quick` runs these: the core, without tests that start processes or compile much.
 QUICK = (
   'data/augmentation/geometry_test.py', 'checkpoint_test.py', 'configs_test.py',
   'data/folder_test.py', 'data/images/listing_test.py',
@@ -110,7 +110,7 @@ QUICK = (
 
 
 def pytest_ignore_collect(collection_path, config):
-  """Leaves out, with `-m quick`, the files that have no quick test."""
+  """Ignores files without quick tests if only those are selected."""
   if config.getoption('markexpr') == 'quick':
     files = {name.partition('::')[0] for name in QUICK}
     if collection_path.name.endswith('_test.py'):
@@ -199,7 +199,7 @@ def make_tiny_config(data_dir):
 
 
 def write_run(workdir, config, metadata, params, extra=None, step=1):
-  """Writes what a run leaves behind: a complete config, metadata, weights."""
+  """Writes the files of a run: a complete config, metadata, weights."""
   import jax
 
   from vit_jax.learning import optim, state as state_lib
@@ -215,7 +215,7 @@ def write_run(workdir, config, metadata, params, extra=None, step=1):
 
 
 def write_classifier(workdir, config, class_names):
-  """Writes a run on images without colour, with random parameters."""
+  """Writes a run on grey images, with random parameters."""
   from tests import tiny_models
   from vit_jax.run import config as run_config
 
@@ -228,11 +228,11 @@ def write_classifier(workdir, config, class_names):
 
 @pytest.fixture
 def tiny_config(data_dir):
-  """The config of `make_tiny_config`; to be changed at will."""
+  """The config of `make_tiny_config`, which tests may change."""
   return make_tiny_config(data_dir)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_insecure(monkeypatch):
-  """Ends what `--insecure` of a command allows with the test that gave it."""
+  """Revokes what `--insecure` of a command allowed, at the end of each test."""
   monkeypatch.setenv('VIT_JAX_INSECURE', '')

@@ -19,13 +19,13 @@ _PRELOAD = [
   'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
   'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.study',
   'tensorflow', 'tensorflow_datasets', 'tests.forked',
-  # What runs and JAX import late.
+  # Modules that runs and JAX import late.
   'clu.metric_writers', 'clu.periodic_actions', 'jaxlib.mlir.dialects.mhlo',
   'sklearn.cluster', 'sklearn.datasets', 'sklearn.linear_model', 'sklearn.pipeline',
   'tensorboard.summary', 'tensorflow_datasets.core.features',
   'vit_jax.figures.results', 'vit_jax.tasks.classify',
 ]  # fmt: skip
-# What JAX reads from the environment when it is imported, before the fork.
+# JAX reads these from the environment when it is imported, before the fork.
 _JAX_SETTINGS = {
   'JAX_COMPILATION_CACHE_DIR': str,
   'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': float,
@@ -54,7 +54,7 @@ class Process:
 
   def communicate(self, timeout=1200):
     """Waits for the end; returns what was printed, and None for stderr."""
-    # A process that hangs must not be waited for longer than that.
+    # The longest to wait for a process that hangs.
     clock = threading.Timer(timeout, self._process.kill)
     clock.start()
     output = self.stdout.read()
@@ -111,7 +111,7 @@ def _run(target, args, writer, env):
   gc.set_threshold(100_000, 20, 20)
   import jax
 
-  # A process that is forked by Python 3.13 forgets what JAX does at its end.
+  # In a process forked by Python 3.13, JAX's exit handlers are lost.
   atexit.register(jax.distributed.shutdown)
   for name, kind in _JAX_SETTINGS.items():
     if name in env:
@@ -122,7 +122,7 @@ def _run(target, args, writer, env):
     sys.excepthook(*sys.exc_info())
     sys.exit(1)
   finally:
-    # Where processes take leave of each other.
+    # Where processes disconnect from each other.
     atexit._run_exitfuncs()
 
 

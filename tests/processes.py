@@ -13,7 +13,7 @@ from vit_jax import predict
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A config file for a run of sixty steps that takes a second or two.
+# A config file for a run of sixty steps, which take a second or two.
 CONFIG = """
 from vit_jax.configs import common
 from tests import tiny_models
@@ -53,7 +53,7 @@ def _environment(devices):
     **os.environ,
     'XLA_FLAGS': re.sub(r'(?<=device_count=)8', str(devices), os.environ['XLA_FLAGS']),
     'PYTHONPATH': str(ROOT),
-    # What one run has compiled, the next one loads.
+    # Runs share a compilation cache.
     'JAX_COMPILATION_CACHE_DIR': os.environ['VIT_JAX_TESTS_COMPILED'],
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
   }
@@ -83,7 +83,7 @@ def finish_module(module, *args, devices=1):
   """Runs `python -m MODULE ARGS`; returns the exit status and what it printed."""
   code = f"""
 import runpy, warnings
-# It has been imported before the fork.
+# Imported before the fork.
 warnings.filterwarnings('ignore', '.*found in sys.modules', RuntimeWarning)
 runpy.run_module({module!r}, run_name='__main__')
 """

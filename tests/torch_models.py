@@ -15,7 +15,7 @@ import transformers
 
 from vit_jax import models_detr
 
-# Threads that wait for each other take longer than these small models.
+# For models this small, synchronising threads takes longer than computing.
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
