@@ -1,4 +1,4 @@
-"""Tests the comparison of training here with training timm's model."""
+"""Tests of the comparison between training here and training timm's model."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from benchmarks import against_timm
 
 
-def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
+def test_updates_match_pytorch(data_dir, tmp_path, capsys):
   """Warm-up, decay, label smoothing, weight decay and clipping, on shuffled crops."""
   file = tmp_path / 'rows.json'
   against_timm.main(
@@ -27,12 +27,12 @@ def test_updates_are_those_of_pytorch(data_dir, tmp_path, capsys):
   assert ours[-1] < ours[0] - 0.05
   accuracy, accuracy_theirs = row['accuracy']
   assert accuracy == pytest.approx(accuracy_theirs, abs=0.006)  # Two of 360 images.
-  said = capsys.readouterr().out
-  assert 'step 20/20' in said
-  assert f'{100 * accuracy:.2f} %' in said
+  output = capsys.readouterr().out
+  assert 'step 20/20' in output
+  assert f'{100 * accuracy:.2f} %' in output
 
 
-def test_what_is_not_compared_is_named(tiny_config):
+def test_settings_timm_lacks_are_named(tiny_config):
   tiny_config.ema_decay = 0.9
   with pytest.raises(ValueError, match='config.ema_decay=0.9'):
     against_timm.compare(tiny_config)

@@ -1,4 +1,4 @@
-"""Checks what an installation without extras must do; prints 'ok'.
+"""Checks that an installation without extras works; prints 'ok'.
 
   python -P tests/base_install.py
 

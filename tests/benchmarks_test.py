@@ -1,4 +1,4 @@
-"""Tests that the benchmarks run and report what they should; not how fast."""
+"""Tests that the benchmarks run and report the right fields, not how fast they are."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def run(tmp_path, *flags):
   return json.loads(path.read_text())
 
 
-def test_steps_are_reported_with_their_share_of_the_peak(monkeypatch, tmp_path, capsys):
+def test_step_reports_fraction_of_peak(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 512)
   flags = ('--only=inference', '--model=testing', '--image_size=32')
   got = run(tmp_path, *flags)
@@ -65,7 +65,7 @@ class Thread:
     self._thread.join()
 
 
-def test_updates_beside_timm(monkeypatch, tmp_path, capsys):
+def test_updates_compared_with_timm(monkeypatch, tmp_path, capsys):
   threads = types.SimpleNamespace(Popen=Thread, PIPE=None)
   monkeypatch.setattr(timm_steps, 'subprocess', threads)
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 128)
@@ -83,16 +83,16 @@ def test_updates_beside_timm(monkeypatch, tmp_path, capsys):
   assert capsys.readouterr().out.count('compiled in') == 2
 
 
-def test_timm_has_as_many_parameters():
+def test_timm_has_the_same_number_of_parameters():
   for name, theirs in timm_steps.NAMES.items():
     with torch.device('meta'):
       net = torch_models.timm.create_model(theirs, num_classes=1000)
-    # That is held against our model in models_test.
+    # models_test checks this count against our model.
     count = models_test.COUNTS[name]
     assert count == sum(x.numel() for x in net.parameters()), name
 
 
-def test_what_cannot_be_compared_with_timm():
+def test_models_timm_lacks_are_rejected():
   with pytest.raises(ValueError, match="model='b8' has no .* in timm .*ViT-B_16"):
     program.main(['--beside=timm', '--model=b8'])
 
@@ -111,7 +111,7 @@ def test_weights_and_checkpoints(monkeypatch, tmp_path):
   assert restored['median'] > 0
 
 
-def test_sampling_is_compared(monkeypatch, tmp_path):
+def test_sampling_comparison(monkeypatch, tmp_path):
   tiny = models_igpt.ImageGPT(16, 1, 2, num_colors=8, num_positions=24)
   monkeypatch.setattr(sampling.models, 'get_model', lambda name: tiny)
   monkeypatch.setattr(sampling, 'STEPS', 2)
@@ -131,7 +131,7 @@ def test_pipelines_are_timed(name, monkeypatch, tmp_path, capsys):
   assert float(capsys.readouterr().out) > 0
 
 
-def test_runs_are_compared_with_the_last_one(monkeypatch, tmp_path, capsys):
+def test_tracked_runs_are_compared_with_the_previous_one(monkeypatch, tmp_path, capsys):
   monkeypatch.setattr(timing, 'PRODUCT_SIZE', 64)
   jobs = iter([{'value': 10.0, 'unit': 'img/s', 'loss_test': 0.5},
                {'value': 20.0, 'unit': 'img/s', 'loss_test': 0.25}])  # fmt: skip
@@ -142,10 +142,10 @@ def test_runs_are_compared_with_the_last_one(monkeypatch, tmp_path, capsys):
   first, second = map(json.loads, path.read_text().splitlines())
   assert first['jobs']['digits']['value'] == 10
   assert second['versions']['jax'] == jax.__version__
-  said = capsys.readouterr().out.splitlines()[-1]
+  output = capsys.readouterr().out.splitlines()[-1]
   product = second['product'] / first['product']
-  assert f'2.00 x as fast ({2 / product:.2f} x relative' in said
-  assert 'loss_test 0.5 -> 0.25' in said
+  assert f'2.00 x as fast ({2 / product:.2f} x relative' in output
+  assert 'loss_test 0.5 -> 0.25' in output
   slow = {'value': 3.0, 'unit': 's'}
   assert '0.50 x' in track.compare('start', slow, {'value': 1.5, 'unit': 's'}, 1.0)
   path.write_text('{')

@@ -1,8 +1,8 @@
-"""Breaks files, from a seed."""
+"""Corrupts files at random, from a seed."""
 
 import json
 
-# What may stand in a JSON file or a header in place of what should.
+# Wrong values to put into a JSON file or a header.
 ODD = (
   None, True, -1, 0, 1e999, 10**400, 'x', '', '\ud800', [], [[]], {}, {'a': {}},
   [0, 0, 0], {'0': 0}, -(2**63), 0.5,
@@ -10,7 +10,7 @@ ODD = (
 
 
 def of_bytes(rng, data):
-  """Flips, cuts, repeats or overwrites a part of a file."""
+  """Flips, cuts, repeats or overwrites part of a file."""
   data = bytearray(data)
   for _ in range(rng.choice((1, 1, 3, 20))):
     start = rng.randrange(len(data) + 1)
@@ -36,7 +36,7 @@ def of_bytes(rng, data):
 
 
 def of_json(rng, tree):
-  """Puts something odd in place of a part of a tree."""
+  """Replaces part of a tree with a wrong value."""
   tree = json.loads(json.dumps(tree))
   node = tree
   while True:

@@ -1,4 +1,4 @@
-"""Files of weights that are broken, or made to do harm; from a seed."""
+"""Weight files that are broken or malicious, from a seed."""
 
 import io
 import json
@@ -14,7 +14,7 @@ from tests import broken
 
 
 class Bomb:
-  """Touches a file where it is unpickled."""
+  """Creates a file when it is unpickled."""
 
   def __init__(self, marker):
     self.marker = marker
@@ -24,7 +24,7 @@ class Bomb:
 
 
 def write_npz(path, members, compression=zipfile.ZIP_STORED):
-  """Writes an archive of (name, bytes or array)."""
+  """Writes an archive of (name, bytes or array) pairs."""
   with zipfile.ZipFile(path, 'w', compression) as archive:
     for name, content in members:
       if isinstance(content, np.ndarray):
@@ -36,7 +36,7 @@ def write_npz(path, members, compression=zipfile.ZIP_STORED):
 
 
 def npy(header, data=b''):
-  """An .npy file of a header that is any text."""
+  """Returns an .npy file with an arbitrary header."""
   text = header.encode().ljust(117) + b'\n'
   return b'\x93NUMPY\x01\x00' + struct.pack('<H', len(text)) + text + data
 
@@ -46,7 +46,7 @@ def claim(shape, descr='<f4'):
 
 
 def broken_state(rng, state, marker):
-  """Changes some tensors of a state dict to what is none, or has code in it."""
+  """Replaces some tensors of a state dict with other objects, or with code to run."""
   whole, state = state, dict(state)
   for _ in range(rng.choice((1, 3))):
     name = rng.choice(list(whole))
@@ -66,7 +66,7 @@ def broken_state(rng, state, marker):
 
 
 def broken_files(rng, good, marker):
-  """Yields the path below `good` of a file and what to put in its place."""
+  """Yields the path of each file, relative to `good`, and its broken contents."""
   names = (
     'a.npz', 'b.npz', 'timm/model.safetensors', 'timm/config.json',
     'hf/model.safetensors', 'hf/config.json', 'hf/new.bin', 'hf/old.bin',

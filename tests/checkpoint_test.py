@@ -30,7 +30,7 @@ def load(path, init, config, **fields):
 
 
 def random_params(config, size=16, num_classes=3, seed=0):
-  """Parameters of a model, all of them random."""
+  """Returns parameters of a model, all random."""
   model = models.make_model(config, num_classes=num_classes)
   return tiny_models.numbers(model, size, seed)
 
@@ -45,7 +45,7 @@ def weights(tmp_path):
   return str(path), params, config
 
 
-def test_files_have_the_published_names(weights):
+def test_files_use_the_published_names(weights):
   path, params, _ = weights
   with np.load(path) as arrays:
     names = set(arrays.files)
@@ -61,8 +61,8 @@ def test_files_have_the_published_names(weights):
   trees.assert_same(checkpoint.load(path), params)
 
 
-def test_no_array_is_lost_to_the_name_of_another(tmp_path):
-  """The second norm of a block is the file's LayerNorm_2, whatever else is so."""
+def test_name_collisions_are_rejected(tmp_path):
+  """The second norm of a block becomes LayerNorm_2, which another array may have."""
   norms = {f'LayerNorm_{i}': {'bias': np.full(3, i)} for i in range(3)}
   params = {'Transformer': {'encoderblock_0': norms}}
   with pytest.raises(ValueError, match="LayerNorm_1/bias' and .*LayerNorm_2/bias'"):
@@ -71,7 +71,7 @@ def test_no_array_is_lost_to_the_name_of_another(tmp_path):
 
 
 @pytest.mark.parametrize('prefix, linen', [('params/', True), ('opt/target/', False)])
-def test_both_namings_and_all_prefixes_are_read(weights, tmp_path, prefix, linen):
+def test_reads_both_namings_and_all_prefixes(weights, tmp_path, prefix, linen):
   path, params, _ = weights
   with np.load(path) as arrays:
     flat = {prefix + key: arrays[key] for key in arrays.files}
@@ -86,10 +86,10 @@ def test_both_namings_and_all_prefixes_are_read(weights, tmp_path, prefix, linen
   trees.assert_same(checkpoint.load(str(tmp_path / 'other.npz')), params)
 
 
-def test_old_files_with_group_norms_of_four_dimensions(tmp_path):
+def test_old_files_with_4d_group_norms(tmp_path):
   old = {'gn_root': {'scale': np.ones((1, 1, 1, 8))}, 'head': {'bias': np.ones(3)}}
   np.savez(tmp_path / 'old.npz', **flat_of(old))
-  # Forks read a file by themselves, and call the function.
+  # Forks read the file themselves and call this function.
   for params in (checkpoint.load(tmp_path / 'old.npz'), checkpoint._fix_groupnorm(old)):
     assert params['gn_root']['scale'].shape == (8,)
     assert params['head']['bias'].shape == (3,)
@@ -99,7 +99,7 @@ def test_old_files_with_group_norms_of_four_dimensions(tmp_path):
   'grid, new_grid, has_class_token',
   [((24, 24), (7, 7), True), ((4, 36), (12, 9), True), ((3, 5), (1, 8), False)],
 )
-def test_position_embeddings_are_resized_as_scipy_does(grid, new_grid, has_class_token):
+def test_position_embeddings_are_resized_like_scipy(grid, new_grid, has_class_token):
   extra = int(has_class_token)
   posemb = np.random.RandomState(0).randn(1, extra + np.prod(grid), 5)
   posemb = posemb.astype(np.float32)
@@ -111,12 +111,12 @@ def test_position_embeddings_are_resized_as_scipy_does(grid, new_grid, has_class
   want = ndimage.zoom(table, zoom, order=1).reshape(1, -1, 5)
   np.testing.assert_array_equal(got[:, :extra], posemb[:, :extra])
   np.testing.assert_allclose(got[:, extra:], want, atol=1e-6)
-  # Both compute in double precision; few values are rounded differently.
+  # Both compute in double precision; a few values round differently.
   assert np.mean(got[:, extra:] == want) > 0.95
 
 
 @pytest.mark.parametrize('old, new', [((4, 3), (9, 4)), ((6, 4), (5, 2))])
-def test_patches_are_resized_as_timm_does(old, new):
+def test_patches_are_resized_like_timm(old, new):
   kernel = np.random.RandomState(0).randn(*old, 2, 5).astype(np.float32)
   got = fitting.resize_patches(kernel, new)
   want = torch_models.timm.layers.patch_embed.resample_patch_embed(
@@ -124,12 +124,12 @@ def test_patches_are_resized_as_timm_does(old, new):
   )
   np.testing.assert_allclose(got, want.numpy().transpose(2, 3, 1, 0), atol=1e-5)
   patches = np.random.RandomState(1).randn(7, *old, 2).astype(np.float32)
-  if new > old:  # Nothing is lost, so tokens are the same.
+  if new > old:  # Enlarging loses nothing, so the tokens are the same.
     tokens = np.tensordot(tf.image.resize(patches, new), got, axes=3)
     np.testing.assert_allclose(tokens, np.tensordot(patches, kernel, axes=3), atol=1e-4)
 
 
-def test_weights_start_a_model_of_another_patch_size(weights, caplog):
+def test_loads_into_a_model_with_another_patch_size(weights, caplog):
   path, params, _ = weights
   size = (8, 4)
   new = make_config(patches={'size': size})
@@ -153,7 +153,7 @@ def test_patches_that_cannot_be_resized_are_named(tmp_path):
     load(tmp_path / 'a.npz', random_params(configs[1]), configs[1])
 
 
-def test_a_grid_that_the_tokens_do_not_allow_is_named():
+def test_wrong_grids_are_named():
   posemb = np.zeros((1, 1 + 4 * 36, 8))
   with pytest.raises(ValueError, match='145 position embeddings'):
     checkpoint.interpolate_posembed(posemb, 1 + 144, False)
@@ -161,7 +161,7 @@ def test_a_grid_that_the_tokens_do_not_allow_is_named():
     checkpoint.interpolate_posembed(posemb, 145, True, grid=(5, 36))
 
 
-def test_logits_survive_a_higher_resolution_and_a_new_head(weights):
+def test_loads_at_a_higher_resolution_with_a_new_head(weights):
   path, params, config = weights
   init = random_params(config, size=24, num_classes=7, seed=1)
   got = load(path, init, config)
@@ -174,7 +174,7 @@ def test_logits_survive_a_higher_resolution_and_a_new_head(weights):
     np.testing.assert_allclose(table[0, new], old[0, before], atol=1e-6)
 
 
-def test_pre_logits_are_dropped_or_kept_or_new(tmp_path):
+def test_pre_logits_are_dropped_kept_or_new(tmp_path):
   with_rep = make_config(representation_size=6)
   params = random_params(with_rep)
   checkpoint.save(params, str(tmp_path / 'rep.npz'))
@@ -227,8 +227,8 @@ def flat_of(params):
   return flax.traverse_util.flatten_dict(params, sep='/')
 
 
-def test_programs_that_compare_names(weights):
-  """As a fork for test-time training does, before it looks at shapes itself."""
+def test_inspect_params_as_called_by_forks(weights):
+  """A fork for test-time training calls this before its own check of shapes."""
   path, params, config = weights
   other = random_params(config, size=24, num_classes=7)
   other['adapter'] = {'kernel': np.ones((2, 2))}
@@ -246,8 +246,8 @@ def test_programs_that_compare_names(weights):
     checkpoint.inspect_params(params=other, expected=params)
 
 
-def test_programs_that_unfreeze_what_they_loaded(weights):
-  """The original returns a FrozenDict; its second notebook adds to it so."""
+def test_loaded_params_can_be_unfrozen(weights):
+  """The original returns a FrozenDict, which its second notebook unfreezes."""
   path, params, config = weights
   loaded = load(path, params, config)
   params_with_pre_logits = loaded.unfreeze()
@@ -270,14 +270,14 @@ def test_adapters_keep_their_initial_values(weights, caplog):
   trees.assert_same(got, init)
   assert "testing.npz' lacks, which keep their initial values: " in caplog.text
   assert caplog.text.count('adapter/kernel') == 1
-  # Such a file of one's own is read again; in another shape it does not fit.
+  # A file with these parameters loads, but not into other shapes.
   checkpoint.save(init, path)
   init['prompt'] = np.zeros((1, 6, 16))
   with pytest.raises(ValueError, match=r'prompt: \(1, 5, 16\) in the weights'):
     load(path, init, config)
 
 
-def test_a_deeper_file_gives_a_shallower_model_its_first_layers(tmp_path, caplog):
+def test_shallower_model_takes_the_first_layers_of_a_file(tmp_path, caplog):
   deep = make_config()
   deep.transformer.num_layers = 3
   params = random_params(deep)
@@ -290,7 +290,7 @@ def test_a_deeper_file_gives_a_shallower_model_its_first_layers(tmp_path, caplog
     got['Transformer']['encoderblock_0'], params['Transformer']['encoderblock_0']
   )
   assert "deep.npz' has but the model lacks" in caplog.text
-  # A run, whose config says how deep it is, stops as before.
+  # A run raises an error, since its config gives the depth.
   with pytest.raises(ValueError, match='encoderblock_1/.*: not in the model'):
     checkpoint.transferable(str(tmp_path / 'deep.npz'), random_params(config), config)
 
@@ -308,7 +308,7 @@ def test_published_names_are_known(name, fields):
   assert not identify.is_published('Transformer/encoderblock_0/MlpBlock_1/bias')
 
 
-def test_files_that_are_no_weights(weights, tmp_path):
+def test_files_that_are_not_weights(weights, tmp_path):
   path, _, _ = weights
   with pytest.raises(FileNotFoundError, match="no weights file '/no.npz'") as e:
     checkpoint.load('/no.npz')
@@ -326,7 +326,7 @@ def test_files_that_are_no_weights(weights, tmp_path):
       checkpoint.load(str(file))
 
 
-def test_a_head_of_zeros_is_noticed(weights, tmp_path, caplog):
+def test_all_zero_head_is_noticed(weights, tmp_path, caplog):
   _, params, config = weights
   params = copy.deepcopy(params)
   params['head']['kernel'] *= 0
@@ -336,7 +336,7 @@ def test_a_head_of_zeros_is_noticed(weights, tmp_path, caplog):
   assert 'is all zeros' in caplog.text
 
 
-def test_a_run_starts_from_weights(tiny_config, tmp_path):
+def test_run_starts_from_weights(tiny_config, tmp_path):
   config = tiny_config
   model = models.make_model(config.model, num_classes=1000)
   params = tiny_models.numbers(model, 16, seed=3, channels=1)
@@ -355,7 +355,7 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path):
   assert state.params['head']['kernel'].shape == (16, 10)
   table = state.params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 5, 16)
-  # Once there is a checkpoint, the weights are not needed any more.
+  # Once there is a checkpoint, the weights are no longer needed.
   checkpoints.save(1, state)
   checkpoints.close()
   path.unlink()
@@ -365,10 +365,10 @@ def test_a_run_starts_from_weights(tiny_config, tmp_path):
   trees.assert_same(jax.device_get(again.params), jax.device_get(state.params))
 
 
-def test_a_teacher_in_the_extra_state_comes_from_weights(
+def test_teacher_in_the_extra_state_is_loaded_from_weights(
   tiny_config, image_folder, tmp_path
 ):
-  """And an evaluator opens a data set of other classes."""
+  """An evaluator also opens a data set with other classes."""
   config = tiny_config
   config.task = 'tests.teacher_task'
   config.task_options = {'elsewhere': str(image_folder)}

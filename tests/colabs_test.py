@@ -1,4 +1,4 @@
-"""The notebooks: they are what their sources say, and run from top to bottom."""
+"""Tests that the notebooks match their sources and run from top to bottom."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ def read(name):
   return nbformat.read(ROOT / 'colabs' / f'{name}.ipynb', as_version=4)
 
 
-def test_notebooks_are_made_from_their_sources():
+def test_notebooks_are_up_to_date_with_their_sources():
   folder = ROOT / 'colabs'
   assert {p.stem for p in folder.glob('*.ipynb')} == set(NAMES)
   assert {p.stem for p in (folder / 'src').iterdir()} == set(NAMES)
@@ -51,7 +51,7 @@ def test_notebooks_are_made_from_their_sources():
         assert cell.execution_count is None
 
 
-def test_only_what_is_missing_is_installed(monkeypatch):
+def test_only_missing_packages_are_installed(monkeypatch):
   monkeypatch.syspath_prepend(ROOT / 'colabs')
   import colab_tools
 
@@ -88,12 +88,12 @@ def test_only_what_is_missing_is_installed(monkeypatch):
 
 
 class Notebook:
-  """A notebook under way, in the kernel of all of them.
+  """A running notebook, in the kernel that all notebooks share.
 
   Args:
-    client: an nbclient.NotebookClient whose kernel runs.
-    name: of the notebook.
-    choices: values that differ from those of its first cell.
+    client: an nbclient.NotebookClient with a running kernel.
+    name: name of the notebook.
+    choices: values that replace the ones in its first cell.
   """
 
   def __init__(self, client, name, **choices):
@@ -104,19 +104,19 @@ class Notebook:
     for key, value in choices.items():
       assert re.search(rf'^{key} = ', first.source, re.M), key
       first.source += f'\n{key} = {value!r}'
-    # The reset collects garbage, but need not search all that is imported.
+    # The reset collects garbage; freezing keeps imported modules out of it.
     self.add('import gc; gc.freeze()')
     self.add('%reset -f')
 
   def add(self, source):
-    """Runs a cell that the notebook does not have; returns it."""
+    """Runs an additional cell; returns it."""
     cell = nbformat.v4.new_code_cell(source)
     self.client.nb.cells.append(cell)
     self.client.execute_cell(cell, len(self.client.nb.cells) - 1)
     return cell
 
   def run(self, cell):
-    """Runs a cell; what it writes to stderr is an error."""
+    """Runs a cell; fails if it writes to stderr."""
     self.client.execute_cell(cell, self.client.nb.cells.index(cell))
     for output in cell.outputs:
       assert output.get('name') != 'stderr', output.text
@@ -126,7 +126,7 @@ class Notebook:
       self.run(cell)
 
   def cell(self, text):
-    """Returns the one cell that has a text."""
+    """Returns the only cell that contains a text."""
     [cell] = [c for c in self.cells if text in c.source]
     return cell
 
@@ -140,16 +140,16 @@ def pictures(cell):
 
 
 def percent(cell, words):
-  """Returns a figure that a cell prints behind some words, in percent."""
+  """Returns the percentage that a cell prints after some words."""
   return float(re.search(rf'{words} +([\d.]+)%', printed(cell))[1])
 
 
 @pytest.fixture(scope='module')
 def client(tmp_path_factory, data_dir):
-  """A client whose kernel the notebooks run in, one after the other.
+  """A client in whose kernel the notebooks run, one after another.
 
-  Each begins with no name of the one before; what is loaded stays, TensorFlow
-  above all. Files go to a temporary folder.
+  Each starts with an empty namespace, but modules stay loaded, TensorFlow in
+  particular. Files go to a temporary folder.
   """
   folder = str(tmp_path_factory.mktemp('kernel'))
   env = {
@@ -172,7 +172,7 @@ def client(tmp_path_factory, data_dir):
 
 @contextlib.contextmanager
 def stopping(file, client):
-  """Presses the stop button once a file has a line."""
+  """Presses the stop button as soon as a file has a line."""
 
   def press():
     while not over.wait(0.05):
@@ -189,12 +189,12 @@ def stopping(file, client):
 
 
 class Walked(NamedTuple):
-  """The walk through, after it has run.
+  """The walkthrough, after it has run.
 
   Attributes:
     notebook: the Notebook.
-    workdir: of its training run.
-    stopped: outputs of the cell that trains when it was stopped.
+    workdir: folder of its training run.
+    stopped: outputs of the training cell when it was stopped.
   """
 
   notebook: Notebook
@@ -204,7 +204,7 @@ class Walked(NamedTuple):
 
 @pytest.fixture(scope='module')
 def walked(client, tmp_path_factory):
-  """The walk through: run, stopped in its training, and gone on with."""
+  """The walkthrough, stopped during training and resumed."""
   workdir = tmp_path_factory.mktemp('walk') / 'run'
   notebook = Notebook(
     client,
@@ -229,7 +229,7 @@ def walked(client, tmp_path_factory):
       stopped += cell.outputs
     notebook.run(cell)
     if 'colab_tools.ready' in cell.source:
-      # From here on figures are shown, those without pyplot too.
+      # From here on figures are displayed, including those made without pyplot.
       drawn = notebook.add(
         'from matplotlib import figure\n'
         'drawn = figure.Figure()\n'
@@ -240,7 +240,7 @@ def walked(client, tmp_path_factory):
   return Walked(notebook, workdir, stopped)
 
 
-def test_the_walk_through(walked):
+def test_walkthrough(walked):
   notebook = walked.notebook
   assert 'sees 1 device(s): cpu' in printed(notebook.cells[1])
   assert pictures(notebook.cell('get_datasets')) == 2
@@ -257,22 +257,22 @@ def test_the_walk_through(walked):
   assert tuned > percent(last, 'from scratch:')
 
 
-def test_training_is_stopped_and_goes_on(walked):
+def test_interrupted_training_resumes(walked):
   [error] = [o for o in walked.stopped if o.output_type == 'error']
   assert error.ename == 'Interrupted'
-  # One line: the place in the code, where the signal came, is nobody's concern.
+  # One line, without the place in the code where the signal arrived.
   [line] = error.traceback
   step = re.match(r'Saved step (\d+) and stopped', line)[1]
   assert 20 <= int(step) < 90
   cell = walked.notebook.cell('train_and_evaluate(config, WORKDIR)')
   assert f'Resuming from step {step}.' in printed(cell)
-  # A bar (others appear where a machine is slow), and no lines of progress.
+  # One progress bar (more on a slow machine), and no progress lines.
   bars = [o.data for o in cell.outputs if o.output_type == 'display_data']
   assert {'application/vnd.jupyter.widget-view+json'} <= set(bars[0])
   assert ' img/s' not in printed(cell)
 
 
-# Columns of the published index, of which others are left out here.
+# Columns of the published index; the others are left out here.
 INDEX = """name,ds,final_val,wd,aug,params,infer_samples_per_sec,adapt_ds,\
 adapt_resolution,adapt_final_test,filename,adapt_filename
 Ti/16,i1k,0.9,0.1,none,5.7,610,imagenet2012,32,0.69,Ti_16-i1k-a,Ti_16-i1k-a--x
@@ -284,7 +284,7 @@ S/16,i21k,0.5,0.1,none,22.1,300,imagenet2012,32,0.83,S_16-i21k-d,S_16-i21k-d--x
 
 
 def make_published(folder):
-  """Writes an index, and the files of the Ti/16 that it says are best."""
+  """Writes an index and the Ti/16 files that it lists as best."""
   folder.mkdir()
   (folder / 'index.csv').write_text(INDEX)
   config = augreg.get_config('Ti_16')
@@ -317,16 +317,16 @@ def test_augreg(client, tmp_path):
   assert '5 fine-tuned checkpoints, of 4 pre-trained ones' in printed(index)
   assert pictures(notebook.cell('axes.scatter')) == 1
   choice = printed(notebook.cell('augreg_filename'))
-  # Best by the validation accuracy of pre-training; best on ImageNet.
+  # Best by validation accuracy of pre-training; best on ImageNet.
   assert f'{published}/Ti_16-i21k-c.npz\n' in choice
   assert f'{published}/Ti_16-i21k-b--x.npz\n' in choice
-  asked = notebook.cell('load_sample_images')
-  assert pictures(asked) == 2
-  assert len(re.findall(r'%  sort \d', printed(asked))) == 10
+  predictions = notebook.cell('load_sample_images')
+  assert pictures(predictions) == 2
+  assert len(re.findall(r'%  sort \d', printed(predictions))) == 10
   assert pictures(notebook.cell('plt.imread')) == 1
   training = notebook.cell('train_and_evaluate')
   assert 'Starting from pre-trained weights, with a new head.' in printed(training)
-  # Random filters tell a temple from a flower, too.
+  # Even random filters tell a temple from a flower.
   assert percent(training, 'Test accuracy:') > 60
   assert pictures(notebook.cell('learning_curves')) == 1
   assert pictures(notebook.cell('confusion')) == 1

@@ -1,4 +1,4 @@
-"""Parses the commands and flags of README.md and docs/ as the programs do."""
+"""Parses the commands and flags in README.md and docs/ as the programs do."""
 
 import functools
 import importlib
@@ -40,7 +40,7 @@ BASES = (
 
 
 def runs_in(config):
-  """Yields the configs of the runs that a config's program trains."""
+  """Yields the config of each run that a config describes."""
   if config.get('trainer', 'train') == 'train':
     yield config
     return
@@ -68,7 +68,7 @@ def module_of(command):
 
 
 def parse(command, args):
-  """Parses a command as it does itself; raises ValueError on a wrong one."""
+  """Parses a command like the program itself; raises ValueError if it is wrong."""
   if command not in {*program.COMMANDS, 'benchmarks'}:
     raise ValueError(f'there is no command {command}')
   if args in ([], ['--help']):  # The name of a command, or its help.
@@ -85,7 +85,7 @@ def parse(command, args):
 
 @functools.cache
 def known_names():
-  """Returns the names of all flags, with their dashes."""
+  """Returns the names of all flags, with dashes."""
   found = {f'--config.{name}' for name in schema.flat(common.Config)}
   return found.union(
     *(module_of(name).make_parser().flags() for name in program.COMMANDS)
@@ -93,11 +93,11 @@ def known_names():
 
 
 def accepted(given):
-  """Tells whether a command takes flags that stand alone on a page."""
-  if len(given) == 1 and '=' not in given[0]:  # A flag that is named, not set.
+  """Returns whether some command accepts flags that a page mentions on their own."""
+  if len(given) == 1 and '=' not in given[0]:  # Named without a value.
     return given[0] in known_names()
   if len(given) == 1 and given[0].startswith('--config='):
-    # configs_test and the tests of studies check the values of each.
+    # configs_test and the tests of studies check the values.
     return module_of('train').parse([*given, '--workdir=/tmp/run']) is not None
   keys = all(word.startswith('--config') for word in given)
   # The last of repeated flags wins.
@@ -107,7 +107,7 @@ def accepted(given):
       return True
     except ValueError:
       pass
-  for base in BASES if keys else BASES[:1]:  # All three take the same keys.
+  for base in BASES if keys else BASES[:1]:  # All three have the same keys.
     least = [f'--config={base}', '--workdir=/tmp/run']
     candidates = {'train': least, 'sweep': least, 'plan': least[:1]}
     for command in ('train',) if keys else candidates:

@@ -17,7 +17,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize('size', SIZES)
-def test_pre_training_is_that_of_the_paper(size):
+def test_pre_training_matches_the_paper(size):
   config = run_config.complete(igpt.get_config(f'{size},imagenet2012,32'))
   run_config.check(config)
   assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.95)
@@ -35,7 +35,7 @@ def test_pre_training_is_that_of_the_paper(size):
   assert masked.task_options.masked == 0.15
 
 
-def test_the_schedule_warms_up_for_an_epoch_and_falls_to_0():
+def test_schedule_warms_up_for_an_epoch_and_decays_to_0():
   config = run_config.resolve_steps(igpt.get_config(), 1_281_167)
   assert config.warmup_steps == 10_009
   schedule = optim.create_learning_rate_schedule(
@@ -46,17 +46,17 @@ def test_the_schedule_warms_up_for_an_epoch_and_falls_to_0():
 
 
 def test_photographs_are_cropped_as_in_the_paper():
-  """Short sides of 256 to 384 pixels, of which 224 x 224 are cropped."""
+  """Resizes the short side to 256 to 384 pixels, then crops 224 x 224."""
   config = igpt.get_config('m,/some/folder,48')
   assert (config.pp.crop, config.pp.resize) == (48, 48)
   assert config.model.num_positions == 48 * 48
   assert config.pp.crop_ratio == (1.0, 1.0)
-  # The side of the square as a share of the short side of 4:3.
+  # Side of the square relative to the short side, at 4:3.
   sides = np.sqrt(np.multiply(config.pp.crop_area, 4 / 3))
   np.testing.assert_allclose(sides, [224 / 384, 224 / 256])
 
 
-def test_fine_tuning_keeps_the_optimiser():
+def test_fine_tuning_keeps_the_optimizer_settings():
   config = run_config.complete(igpt_finetune.get_config('l,cifar10,32'))
   assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.95)
   assert (config.batch, config.weight_decay) == (128, 0)
@@ -67,7 +67,7 @@ def test_fine_tuning_keeps_the_optimiser():
   run_config.check(run_config.complete(digits))
 
 
-def test_a_small_model_of_fashion_mnist():
+def test_small_model_for_fashion_mnist():
   config = run_config.complete(igpt_digits.get_config('fashion_mnist'))
   assert config.dataset == 'fashion_mnist'
   assert config.model.num_positions == config.pp.crop**2 == 14**2
@@ -80,7 +80,7 @@ def test_a_small_model_of_fashion_mnist():
   'arg',
   ['s', 'xxl,cifar10,32', 's,cifar10,33', 's,x,32,gpt'],
 )
-def test_a_wrong_argument_is_named(arg):
+def test_wrong_arguments_are_named(arg):
   for module in (igpt, igpt_finetune):
     with pytest.raises(ValueError, match='must be SIZE,DATA,SIDE or SIZE,DATA'):
       module.get_config(arg)

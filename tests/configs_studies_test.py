@@ -1,4 +1,4 @@
-"""Tests of the studies: what they compare, and how an argument selects."""
+"""Tests of the studies: their variants, and how the argument selects some."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from vit_jax.run import config as run_config
 from vit_jax.studies import study
 
 
-def test_position_embeddings_are_those_of_table_8():
+def test_position_embeddings_match_table_8():
   config = position_embeddings.get_config()
   runs = study.make_runs(config)
   assert len(runs) == len(position_embeddings.VARIANTS) * len(config.seeds)
@@ -36,7 +36,7 @@ def test_pooling_is_compared_over_learning_rates():
   'module, names',
   [(position_embeddings, '2d, none'), (pooling, 'gap'), (attention_patterns, 'axial')],
 )
-def test_an_argument_selects_variants_and_the_data_set(module, names):
+def test_argument_selects_variants_and_the_data_set(module, names):
   config = module.get_config(f'{names},fashion_mnist')
   assert 0 < len(config.variants) < len(module.get_config().variants)
   assert config.base.dataset == 'fashion_mnist'

@@ -1,4 +1,4 @@
-"""Tests of the configs against the tables of the paper."""
+"""Tests of the configs against the tables of the papers."""
 
 import importlib
 import inspect
@@ -28,7 +28,7 @@ from vit_jax.run import config as run_config, workdir
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
 
-def test_every_config_opens_with_its_command_and_passes_the_check():
+def test_every_config_starts_with_its_command_and_is_valid():
   for path in CONFIGS.glob('*.py'):
     module = importlib.import_module(f'vit_jax.configs.{path.stem}')
     if path.stem in ('common', 'models', 'schema', 'studies'):
@@ -49,7 +49,7 @@ def test_every_config_opens_with_its_command_and_passes_the_check():
     ('bit_r152x4,jft300m', 40, (10, 23, 30, 37), 'sigmoid'),
   ],
 )
-def test_bit_pre_training_is_that_of_its_paper(arg, epochs, drops, loss):
+def test_bit_pre_training_matches_the_paper(arg, epochs, drops, loss):
   config = bit_pretrain.get_config(arg)
   assert (config.total_epochs, config.decay_type) == (epochs, 'staircase')
   np.testing.assert_allclose(np.multiply(config.decay_at, epochs), drops)
@@ -63,7 +63,7 @@ def test_bit_pre_training_is_that_of_its_paper(arg, epochs, drops, loss):
   assert config.pretrained_dir is None
 
 
-def test_bit_pre_training_names_what_is_wrong():
+def test_bit_pre_training_names_wrong_arguments():
   for arg, message in (
     ('bit_r50x1', 'must be MODEL,DATA or MODEL,DATA,RECIPE'),
     ('bit_r50x1,/some/folder', "recipe '/some/folder' is unknown: use one of"),
@@ -90,7 +90,7 @@ def test_bit_pre_training_names_what_is_wrong():
     ('/some/folder,20000,96,paper', 10_000, 500, 0.1, 448, 384),
   ],
 )
-def test_bit_fine_tuning_is_bit_hyperrule(data, steps, warmup, mixup, resized, crop):
+def test_bit_fine_tuning_matches_hyperrule(data, steps, warmup, mixup, resized, crop):
   config = bit_hyperrule.get_config(f'bit_r50x1,{data}')
   assert config.dataset == data.split(',')[0]
   assert (config.total_steps, config.warmup_steps) == (steps, warmup)
@@ -98,17 +98,17 @@ def test_bit_fine_tuning_is_bit_hyperrule(data, steps, warmup, mixup, resized, c
   assert (config.base_lr, config.batch, config.momentum) == (0.003, 512, 0.9)
   assert config.weight_decay == config.l2_decay == config.grad_norm_clip == 0
   assert config.task_options.get('mixup') == mixup
-  # A part of crop / resized of the height and of the width, as the image is.
+  # Crops a fraction crop / resized of the height and of the width.
   assert (config.pp.crop, config.pp.crop_ratio) == (crop, None)
   np.testing.assert_allclose(np.sqrt(config.pp.crop_area), crop / resized)
   assert (config.pp.flip, config.pp.resize) == (True, None)
 
 
-def test_the_largest_model_has_larger_images_in_the_paper_too():
+def test_largest_bit_model_uses_larger_images():
   assert bit_hyperrule.get_config('bit_r152x4,imagenet2012,paper').pp.crop == 480
 
 
-def test_bit_hyperrule_needs_the_size_of_the_data():
+def test_bit_hyperrule_needs_the_data_set_size():
   for arg, message in (
     ('bit_r50x1', 'must be MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'),
     ('bit_r50x1,/some/folder,many,5', 'must be MODEL,DATA or MODEL,DATA,EX'),
@@ -118,7 +118,7 @@ def test_bit_hyperrule_needs_the_size_of_the_data():
       bit_hyperrule.get_config(arg)
 
 
-def test_defaults_are_the_fine_tuning_of_the_original():
+def test_defaults_match_the_originals_fine_tuning():
   config = common.get_config()
   assert (config.optimizer, config.momentum) == ('sgd', 0.9)
   assert (config.batch, config.batch_eval, config.base_lr) == (512, 512, 0.03)
@@ -128,7 +128,7 @@ def test_defaults_are_the_fine_tuning_of_the_original():
   assert ('config.pp.crop', 224) in common.flatten(config)
 
 
-def test_splits_of_known_data():
+def test_splits_of_known_data_sets():
   config = common.set_dataset(common.get_config(), 'cifar10')
   assert (config.pp.train, config.pp.test) == ('train[:98%]', 'test')
   config = common.set_dataset(common.get_config(), '/some/folder')
@@ -138,7 +138,7 @@ def test_splits_of_known_data():
 @pytest.mark.parametrize(
   'dataset, steps, warmup, train, test, rates',
   [
-    # arXiv 2010.11929, T4 and B.1.1: steps, what is held out, rates to try.
+    # arXiv 2010.11929, T4 and B.1.1: steps, held-out data, learning rates to try.
     ('imagenet2012', 20_000, 500, '99%', 'validation', [0.003, 0.01, 0.03, 0.06]),
     ('cifar10', 10_000, 500, '98%', 'test', [0.001, 0.003, 0.01, 0.03]),
     ('cifar100', 10_000, 500, '98%', 'test', [0.001, 0.003, 0.01, 0.03]),
@@ -146,7 +146,7 @@ def test_splits_of_known_data():
     ('oxford_flowers102', 500, 100, '90%', 'test', [0.001, 0.003, 0.01, 0.03]),
   ],
 )  # fmt: skip
-def test_fine_tuning_is_that_of_table_4(dataset, steps, warmup, train, test, rates):
+def test_fine_tuning_matches_table_4(dataset, steps, warmup, train, test, rates):
   config = vit.get_config(f'l16,{dataset}')
   assert (config.total_steps, config.warmup_steps) == (steps, warmup)
   assert (config.pp.train, config.pp.test) == (f'train[:{train}]', test)
@@ -161,7 +161,7 @@ def test_fine_tuning_is_that_of_table_4(dataset, steps, warmup, train, test, rat
   assert (preset.total_steps, preset.pp.crop) == (steps, 384)
 
 
-def test_sizes_of_fine_tuning():
+def test_fine_tuning_image_sizes():
   # T2: 512 px for L/16, 518 px for H/14, with Polyak averaging of .9999.
   for arg, crop, ema in (
     ('b16,cifar10', 384, 0),
@@ -209,17 +209,17 @@ def test_layer_wise_decay():
   ]  # fmt: skip
 
 
-# --- Options of models, which the configs of named models leave out ---
+# --- Model options, which the configs of named models leave out ---
 
 
 def model_flags(*flag, config='pretrain.py:r_ti16,x'):
-  """The config of a command line."""
+  """Returns the config of a command line."""
   argv = [f'--config=configs/{config}', '--workdir=/tmp/run', *flag]
   return train_command.parse(argv).config
 
 
-def test_models_of_the_original_have_its_keys_alone():
-  """Its classes, and forks of them, take no other fields."""
+def test_models_of_the_original_have_only_its_keys():
+  """Its classes and forks of them accept no other fields."""
   vit_keys = {
     'model_name', 'patches', 'hidden_size', 'transformer', 'classifier',
     'representation_size',
@@ -240,7 +240,7 @@ def test_models_of_the_original_have_its_keys_alone():
       assert set(config.transformer) == encoder
 
 
-def test_options_are_the_defaults_of_the_modules():
+def test_options_match_the_defaults_of_the_modules():
   resnet = inspect.signature(models_resnet.make_resnet).parameters
   assert resnet['eps'].default == models._ResNet.eps
   for group, cls in (
@@ -262,7 +262,7 @@ def test_options_are_the_defaults_of_the_modules():
   }
 
 
-def test_options_of_a_model_are_flags():
+def test_model_options_are_flags():
   model = model_flags(
     '--config.model.dtype=bfloat16', '--config.model.hidden_size=24',
     '--config.model.transformer.norm_eps', '1e-5', '--config.model.resnet.eps=timm',
@@ -279,7 +279,7 @@ def test_options_of_a_model_are_flags():
   assert 'dtype' not in config.scratch.model
 
 
-def test_a_length_on_the_command_line_takes_the_place_of_the_files():
+def test_length_flags_replace_the_length_in_the_config():
   flags = ['--config.total_steps=50', '--config.warmup_steps=0']
   config = model_flags(*flags, config='digits.py')
   assert (config.total_steps, config.total_epochs) == (50, None)
@@ -298,12 +298,12 @@ def test_a_length_on_the_command_line_takes_the_place_of_the_files():
     ('remta=full', "no key 'model.transformer.remta': did you mean '.*remat'"),
   ],
 )
-def test_wrong_flags_of_a_model_are_named(flag, message):
+def test_wrong_model_flags_are_named(flag, message):
   with pytest.raises(ValueError, match=message):
     model_flags(f'--config.model.transformer.{flag}')
 
 
-def test_the_dtype_of_a_run_replaces_auto(tmp_path):
+def test_dtype_flag_replaces_auto(tmp_path):
   config = run_config.complete(pretrain.get_config('r_ti16,x'))
   stored = workdir.to_plain(config)
   assert stored['model']['transformer']['gelu'] == 'tanh'

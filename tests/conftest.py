@@ -105,7 +105,7 @@ QUICK = (
   'models_vit_test.py', 'preprocess_test.py', 'run/config_test.py',
   'run/keys_test.py', 'run/metrics_test.py', 'run/overrides_test.py',
   'run/stopping_test.py', 'run/workdir_test.py', 'tasks/classify_test.py',
-  'train_test.py::test_what_a_run_leaves_behind', 'weights/reading_test.py',
+  'train_test.py::test_files_and_metrics_of_a_run', 'weights/reading_test.py',
 )  # fmt: skip
 
 

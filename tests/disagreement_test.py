@@ -1,4 +1,4 @@
-"""Tests of processes that are started with other files or other flags."""
+"""Tests of processes started with different files or different flags."""
 
 import pytest
 
@@ -10,7 +10,7 @@ import jax
 jax.config.update('jax_platforms', 'cpu')
 from vit_jax.distributed import processes
 me = int(sys.argv[2])
-os.chdir(f'{sys.argv[3]}/host{me}')  # Each host has a disk of its own.
+os.chdir(f'{sys.argv[3]}/host{me}')  # Each host has its own disk.
 processes.initialize(sys.argv[1], 2, me)
 from tests import conftest
 from vit_jax import console
@@ -35,7 +35,7 @@ case('eval_every', 'whole', eval_every=3 + me)
 case('train', 'train_differs')
 case('test', 'test_differs')
 
-# Prepared on one, not on the other.
+# Prepared on one host only.
 config = conftest.make_tiny_config('tfds')
 if not me:
   from vit_jax.data.tfds import registry
@@ -47,8 +47,8 @@ print('SAID ' + json.dumps(said), flush=True)
 
 
 @pytest.fixture(scope='module')
-def said(tmp_path_factory):
-  """What two processes say in each case."""
+def reports(tmp_path_factory):
+  """What each of two processes reports, by case."""
   root = tmp_path_factory.mktemp('disagreement')
   for host in ('host0', 'host1'):
     for name in ('whole', 'train_differs', 'test_differs'):
@@ -61,8 +61,8 @@ def said(tmp_path_factory):
   return processes.said(outputs)
 
 
-def test_the_same_is_fine(said):
-  assert said[0]['same'] == said[1]['same'] == ['', 'no error']
+def test_identical_processes_agree(reports):
+  assert reports[0]['same'] == reports[1]['same'] == ['', 'no error']
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_the_same_is_fine(said):
     ('test', ("the images of './test_differs/test'", 'number: 6 on', '5 on')),
   ],
 )  # fmt: skip
-def test_both_name_what_differs_and_where(said, case, words):
-  assert said[0][case] == said[1][case]
-  kind, text = said[0][case]
+def test_both_processes_name_the_difference(reports, case, words):
+  assert reports[0][case] == reports[1][case]
+  kind, text = reports[0][case]
   assert kind == 'ValueError'
   for word in words:
     assert word in text
   assert 'process 1 (' in text
 
 
-def test_a_data_set_prepared_on_one_is_prepared_on_the_other(said):
-  assert said[0]['prepared'] == said[1]['prepared'] > 0
+def test_one_process_prepares_the_data_set_for_both(reports):
+  assert reports[0]['prepared'] == reports[1]['prepared'] > 0

@@ -1,7 +1,7 @@
-"""Tests of the Python in README.md and docs/, and of the examples.
+"""Tests of the Python code in README.md and docs/, and of the examples.
 
-The examples of docs/extend.md are trained together, in one small run, which the
-Python of the other pages reads.
+The examples in docs/extend.md are trained together in one small run, which the
+code on the other pages loads.
 """
 
 from concurrent import futures
@@ -37,14 +37,14 @@ DOCS = markdown.ROOT / 'docs'
 
 @pytest.fixture(scope='module', autouse=True)
 def where():
-  """The folder in which the pages' commands are run."""
+  """The working directory of the pages' commands."""
   with contextlib.chdir(markdown.ROOT):
     yield
 
 
 @pytest.fixture(scope='module')
 def examples(tmp_path_factory):
-  """The folder of the modules of docs/extend.md, from which they are imported."""
+  """The folder of the modules in docs/extend.md, added to the import path."""
   folder = tmp_path_factory.mktemp('examples')
   markdown.write_modules(DOCS / 'extend.md', folder, '/tmp/parity')
   sys.path.insert(0, str(folder))
@@ -55,9 +55,9 @@ def examples(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(examples):
-  """A run of the examples' model on the examples' data, and what it returned.
+  """A run of the examples' model on the examples' data, and its results.
 
-  The Python of docs/notebooks.md trains it, on a smaller config.
+  The code in docs/notebooks.md trains it, with a smaller config.
   """
   runpy.run_path(str(examples / 'parity.py'))
   (args,) = (
@@ -79,7 +79,7 @@ def trained(examples):
   return examples / 'run', names['state'], names['metrics']
 
 
-def test_the_examples_train_together(examples, trained):
+def test_examples_train_together(examples, trained):
   rows = (examples / 'parity' / 'train.jsonl').read_text().splitlines()
   assert len(rows) == 1500
   assert json.loads(rows[1]) == {'image': '1.png', 'label': 'odd'}
@@ -101,7 +101,7 @@ def untrained(config, workdir, **metadata):
 
 
 def detector(workdir):
-  """A run of a narrow detector, as `untrained` writes one."""
+  """Writes a run of a narrow detector; returns its folder."""
   config = detr_scenes.get_config()
   config.total_steps = 1
   config.model.update(backbone_width=8, hidden_size=16, mlp_dim=8)
@@ -110,7 +110,7 @@ def detector(workdir):
 
 
 def igpt(workdir):
-  """A run of a narrow iGPT of 16 positions."""
+  """Writes a run of a narrow iGPT with 16 positions; returns its folder."""
   config = igpt_digits.get_config()
   config.total_steps = 1
   config.pp.crop = 4
@@ -121,7 +121,7 @@ def igpt(workdir):
 
 @pytest.fixture(scope='module')
 def stand_ins(examples, trained, tmp_path_factory):
-  """What the pages name, and what stands for it."""
+  """Names in the pages, and their replacements."""
   folder = tmp_path_factory.mktemp('pages')
   registry.register('digits')
   params = tiny_models.numbers(tiny_models.tiny(), 16)
@@ -165,10 +165,10 @@ def test_python_runs(page, stand_ins):
 
 
 def run_page(page, stand_ins):
-  """Runs the Python of a page, whose blocks follow each other; its variables."""
+  """Runs the Python blocks of a page in order; returns the variables."""
   names = {}
   for code in markdown.blocks(page, 'python'):
-    if code.startswith('# ray_table.py'):  # It has a test of its own.
+    if code.startswith('# ray_table.py'):  # Has its own test.
       continue
     exec(replaced(code, stand_ins), names)
   return names
@@ -185,7 +185,7 @@ def replaced(text, stand_ins):
 
 @pytest.fixture(scope='module')
 def served(examples, trained, stand_ins, tmp_path_factory):
-  """The variables of the page, the model, and the folder of its SavedModel."""
+  """The page's variables, the model, and the folder of its SavedModel."""
   folder = tmp_path_factory.mktemp('served')
   stand_ins = {
     '/tmp/digits_onnx': str(folder / 'onnx'),
@@ -198,7 +198,7 @@ def served(examples, trained, stand_ins, tmp_path_factory):
 
 
 def run_server_page(name, stand_ins):
-  """Exports what a page's commands export, and runs its Python; its variables."""
+  """Runs a page's exports and its Python code; returns the variables."""
   for page, command, args in markdown.commands():
     if page == name and args:
       assert command == 'export'
@@ -207,21 +207,21 @@ def run_server_page(name, stand_ins):
 
 
 def encoded(pixels, kind='PNG'):
-  """The bytes of a file of an image."""
+  """Returns the bytes of an image file."""
   buffer = io.BytesIO()
   Image.fromarray(pixels).save(buffer, kind)
   return buffer.getvalue()
 
 
 def photographs(count):
-  """Parts of photographs of different sizes, as files."""
+  """Returns crops of photographs, of different sizes, as files."""
   photos = datasets.load_sample_images().images
   return [encoded(photos[i % 2][9 * i :, : 600 - 7 * i]) for i in range(count)]
 
 
 @contextlib.contextmanager
 def running(app):
-  """Serves an app of FastAPI on loopback; its URL."""
+  """Serves a FastAPI app on loopback; yields its URL."""
   server = uvicorn.Server(uvicorn.Config(app, port=0, log_level='warning'))
   thread = threading.Thread(target=server.run)
   thread.start()
@@ -238,7 +238,7 @@ def post(url, data):
 
 
 class Slow:
-  """A session of ONNX Runtime that notes the sizes of batches, and takes a while."""
+  """A slow ONNX Runtime session that records batch sizes."""
 
   def __init__(self, session):
     self.session, self.sizes = session, []
@@ -249,7 +249,7 @@ class Slow:
     return self.session.run(names, inputs)
 
 
-def test_fastapi_batches_requests_that_come_together(served):
+def test_fastapi_batches_concurrent_requests(served):
   names, model, _ = served
   names['session'] = slow = Slow(names['session'])
   files = [*photographs(12), *map(encoded, np.eye(4, dtype=np.uint8)[:, None] * 90)]
@@ -275,7 +275,7 @@ def test_fastapi_batches_requests_that_come_together(served):
 
 
 class Rows(http.server.BaseHTTPRequestHandler):
-  """Answers as TensorFlow Serving does a request in its row format."""
+  """Answers requests in row format like TensorFlow Serving."""
 
   def do_POST(self):
     body = self.rfile.read(int(self.headers['Content-Length']))
@@ -292,7 +292,7 @@ class Rows(http.server.BaseHTTPRequestHandler):
     self.wfile.write(json.dumps({'predictions': rows}).encode())
 
 
-def test_tensorflow_serving_finds_its_layout(served):
+def test_tensorflow_serving_layout(served):
   names, model, folder = served
   versions = [path.name for path in folder.iterdir() if path.name.isdigit()]
   assert versions == ['1']
@@ -313,7 +313,7 @@ def test_tensorflow_serving_finds_its_layout(served):
   assert set(row) == {'logits', 'probabilities'}
 
 
-def test_exported_towers_have_the_probabilities_of_predictions(stand_ins, tmp_path):
+def test_exported_towers_match_predicted_probabilities(stand_ins, tmp_path):
   folders = {f'/tmp/lit_{x}': str(tmp_path / x) for x in ('images', 'texts')}
   names = run_server_page('serve_texts.md', {**folders, **stand_ins})
   model = predict.load_weights(stand_ins['LiT-B16B.npz'])
@@ -324,16 +324,16 @@ def test_exported_towers_have_the_probabilities_of_predictions(stand_ins, tmp_pa
   assert abs(want[0][1] - want[1][1]) > 1e-3
 
 
-def test_threads_predict_what_one_does(served):
+def test_threads_match_a_single_thread(served):
   names, model, _ = served
   assert len(names['paths']) == 10
   assert names['found'] == [model.predict([path])[0] for path in names['paths']]
 
 
-def test_workers_of_ray_make_the_table_of_predictions(
+def test_ray_workers_compute_the_prediction_table(
   tmp_path, trained, served, monkeypatch
 ):
-  """Each gets batches as Ray makes them: a table of the files' bytes and paths."""
+  """Each gets batches in Ray's format: a table of the files' bytes and paths."""
   photos = photographs(25)
   photos[7] = b'no image'
   paths = [tmp_path / f'{i:02}.png' for i in range(len(photos))]
@@ -359,8 +359,8 @@ def test_workers_of_ray_make_the_table_of_predictions(
   assert list(np.flatnonzero(got['error'].notna())) == [7]
 
 
-def test_the_task_that_is_shown_is_the_one_that_is_tested():
-  """In tests/tasks/toy_test.py; the page leaves out what plans and people need."""
+def test_task_in_the_docs_matches_the_tested_one():
+  """The tested task is in tests/tasks/toy_test.py; the page leaves some of it out."""
   source = (markdown.ROOT / 'tests' / 'toy_task.py').read_text().splitlines()
   lines = iter([line.partition('  #')[0].rstrip() for line in source])
   (code,) = [

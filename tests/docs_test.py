@@ -23,11 +23,11 @@ NAMES = [page.name for page in markdown.PAGES if page.parent == DOCS]
 
 @pytest.fixture(autouse=True)
 def where(monkeypatch):
-  """The folder in which the pages' commands are run."""
+  """The working directory of the pages' commands."""
   monkeypatch.chdir(markdown.ROOT)
 
 
-def test_the_commands_are_found():
+def test_commands_are_found():
   found = markdown.commands()
   assert len(found) >= 40
   assert {command for _, command, _ in found} <= {*program.COMMANDS, 'benchmarks'}
@@ -36,7 +36,7 @@ def test_the_commands_are_found():
   assert pods[0][-1] == '--workdir=gs://bucket/runs/l16'
 
 
-def test_commands_are_right(monkeypatch, tmp_path):
+def test_commands_are_valid(monkeypatch, tmp_path):
   markdown.write_modules(DOCS / 'extend.md', tmp_path, '/tmp/parity')
   monkeypatch.syspath_prepend(str(tmp_path))  # A command names one of them.
   for page, command, args in markdown.commands():
@@ -54,13 +54,13 @@ def test_commands_are_right(monkeypatch, tmp_path):
     'vit_jax convert a b --tu=onnx',
   ],
 )
-def test_wrong_commands_are_noticed(line):
+def test_wrong_commands_are_rejected(line):
   ((command, args),) = markdown.calls(line)
   with pytest.raises(ValueError):  # noqa: PT011
     commands.parse(command, args)
 
 
-def test_flags_are_right():
+def test_flags_are_valid():
   found = {
     code
     for page in markdown.PAGES
@@ -74,7 +74,7 @@ def test_flags_are_right():
   assert not commands.accepted(['--config.accum_steps=none'])
 
 
-def test_keys_modules_files_and_functions_are_there():
+def test_keys_modules_files_and_functions_exist():
   known = {
     *schema.flat(common.Config),
     *(
@@ -100,21 +100,21 @@ def test_keys_modules_files_and_functions_are_there():
 
 
 def check_call(page, code):
-  """Checks that a function of this package takes what a page gives to it."""
+  """Checks that a function of this package accepts the arguments on a page."""
   module, name = code.split('(')[0].split('.')
   if importlib.util.find_spec(f'vit_jax.{module}') is None:
-    return  # That of another package.
+    return  # From another package.
   module = importlib.import_module(f'vit_jax.{module}')
   assert hasattr(module, name), (page, code)
   if '(...)' in code:
-    return  # What it takes is not said.
+    return  # The page shows no arguments.
   call = ast.parse(code, mode='eval').body
   inspect.signature(getattr(module, name)).bind(
     *call.args, **{keyword.arg: None for keyword in call.keywords}
   )
 
 
-def test_extras_are_there():
+def test_extras_exist():
   setup = ast.parse((markdown.ROOT / 'setup.py').read_text())
   (extras,) = [
     {key.value for key in node.value.keys}
@@ -126,7 +126,7 @@ def test_extras_are_there():
       assert set(named.split(',')) <= extras, page.name
 
 
-def test_links_lead_somewhere():
+def test_links_are_not_broken():
   count = 0
   for page in markdown.PAGES:
     for link in markdown.links(page):
@@ -146,8 +146,8 @@ def test_pages_are_in_the_index():
   assert set(index) == set(NAMES) - {'README.md'}
 
 
-def test_the_page_of_keys_is_up_to_date():
-  """Run `python docs/config_table.py` to write it."""
+def test_config_table_is_up_to_date():
+  """Run `python docs/config_table.py` to update it."""
   generator = runpy.run_path(str(DOCS / 'config_table.py'))
   assert generator['PAGE'].read_text() == generator['page']()
   rows = markdown.rows(DOCS / 'config.md', 'key')
@@ -161,12 +161,12 @@ def test_the_page_of_keys_is_up_to_date():
 
 
 def gigaflops(name):
-  """Counts the FLOPs of one forward pass, of all tokens."""
+  """Counts the FLOPs of one forward pass over all tokens."""
   model = models.get_model(name, num_classes=1000)
   return 1e-9 * flops.forward_flops(model, (224, 224), whole=True)
 
 
-def test_the_table_of_models():
+def test_table_of_models():
   table = markdown.rows(DOCS / 'models.md', 'model | name')
   assert len(table) == 18
   few = markdown.rows(README, 'model | name')
@@ -187,7 +187,7 @@ def test_the_table_of_models():
 
 
 def texts_of(path):
-  """Yields the texts of a file, with '…' for what is put into them."""
+  """Yields the strings of a file, with '…' for interpolated values."""
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.JoinedStr | ast.BinOp | ast.Constant):
       text = text_of(node)
@@ -205,7 +205,7 @@ def text_of(node):
   return '…'
 
 
-def test_messages_are_those_of_the_code():
+def test_quoted_messages_exist_in_the_code():
   texts = [
     text
     for folder in ('vit_jax', 'configs')
@@ -219,7 +219,7 @@ def test_messages_are_those_of_the_code():
     assert any(re.search(pattern, text, re.DOTALL) for text in texts), message
 
 
-def test_the_table_of_figures_is_complete():
+def test_table_of_figures_is_complete():
   shown = {
     name
     for row in markdown.rows(DOCS / 'look_inside.md', 'figure')
@@ -229,7 +229,7 @@ def test_the_table_of_figures_is_complete():
   assert shown == {e.name for task in tasks for e in gallery.of(task)}
 
 
-def test_the_table_of_rooms_is_complete():
+def test_table_of_packages_is_complete():
   rooms = [
     row[0].strip('`') for row in markdown.rows(DOCS / 'inside_the_code.md', 'room')
   ]

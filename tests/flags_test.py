@@ -1,4 +1,4 @@
-"""Tests of what the commands share: values of flags."""
+"""Tests of flag values that several commands share."""
 
 import argparse
 
@@ -7,7 +7,7 @@ import pytest
 from vit_jax.commands import flags
 
 
-def test_a_size_is_a_side_or_height_and_width():
+def test_size_is_a_side_or_height_and_width():
   assert flags.pixels('384') == 384
   assert flags.pixels('384,512') == flags.pixels('384x512') == (384, 512)
   assert flags.height_width('384') == (384, 384)

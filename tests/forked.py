@@ -1,6 +1,6 @@
-"""Runs Python in processes that are forked with all that is imported.
+"""Runs Python in processes forked from one that has already imported everything.
 
-A start takes a second in place of ten, so that a test can afford many.
+Starting one takes a second instead of ten, so that a test can afford many.
 """
 
 import atexit
@@ -19,7 +19,7 @@ _PRELOAD = [
   'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
   'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.study',
   'tensorflow', 'tensorflow_datasets', 'tests.forked',
-  # Modules that runs and JAX import late.
+  # Modules that runs and JAX import lazily.
   'clu.metric_writers', 'clu.periodic_actions', 'jaxlib.mlir.dialects.mhlo',
   'sklearn.cluster', 'sklearn.datasets', 'sklearn.linear_model', 'sklearn.pipeline',
   'tensorboard.summary', 'tensorflow_datasets.core.features',
@@ -33,7 +33,7 @@ _JAX_SETTINGS = {
 
 
 class Process:
-  """A process with the methods of subprocess.Popen that tests use."""
+  """A process with the subset of subprocess.Popen that tests use."""
 
   def __init__(self, process, stdout):
     self._process = process
@@ -53,8 +53,8 @@ class Process:
     return self.returncode
 
   def communicate(self, timeout=1200):
-    """Waits for the end; returns what was printed, and None for stderr."""
-    # The longest to wait for a process that hangs.
+    """Waits for the process; returns its output, and None for stderr."""
+    # Timeout for a process that hangs.
     clock = threading.Timer(timeout, self._process.kill)
     clock.start()
     output = self.stdout.read()
@@ -70,12 +70,12 @@ def start(flags, env, kill=None, file_size=None):
   """Starts `python -m vit_jax.main`.
 
   Args:
-    flags: the command line behind `python -m vit_jax.main`.
+    flags: arguments of `python -m vit_jax.main`.
     env: the environment.
     kill: (signal, module, name of a function or method in it, number of the call
-      from 1, longest delay in seconds, seed): from that call on the process gets
-      the signal after so much time at most. None: never.
-    file_size: bytes that a file may have, as on a disk that is full. None: any.
+      from 1, maximum delay in seconds, seed): the process gets the signal after a
+      random delay from that call. None: never.
+    file_size: maximum bytes per file, which simulates a full disk. None: no limit.
 
   Returns:
     A Process.
@@ -101,7 +101,7 @@ def _start(target, args, env):
 
 
 def _run(target, args, writer, env):
-  """Does in the forked process what the interpreter does before and after."""
+  """Does in the forked process what the interpreter does at start and exit."""
   os.dup2(writer.fileno(), 1)
   os.dup2(writer.fileno(), 2)
   writer.close()
@@ -122,7 +122,7 @@ def _run(target, args, writer, env):
     sys.excepthook(*sys.exc_info())
     sys.exit(1)
   finally:
-    # Where processes disconnect from each other.
+    # Distributed processes disconnect here.
     atexit._run_exitfuncs()
 
 
@@ -141,7 +141,7 @@ def _run_code(code, arguments):
 
 
 def _arm(signal_number, module, name, number, delay, seed):
-  """Has a function start the clock of a signal to this process."""
+  """Makes a function schedule a signal to this process."""
   holder = importlib.import_module(module)
   *path, name = name.split('.')
   for part in path:

@@ -40,7 +40,7 @@ def assert_same(a, b):
     np.testing.assert_array_equal(a[key], b[key])
 
 
-def test_the_digits_are_scikit_learns(tiny_config):
+def test_digits_match_scikit_learn(tiny_config):
   seen = collections.Counter()
   for split, count in (('train', 1437), ('test', 360)):
     source = sources.open_split(tiny_config, split)
@@ -58,7 +58,7 @@ def test_the_digits_are_scikit_learns(tiny_config):
 
 
 def test_batches_are_a_function_of_config_and_step(tiny_config):
-  """Resumed runs, and processes that read some rows, see the same batches."""
+  """Resumed runs and processes that read only some rows see the same batches."""
   source = sources.open_split(tiny_config, 'train[:160]')
   whole = train_batches(tiny_config, source, count=14)  # Four of the second epoch.
   rows = np.array([1, 6, 15])
@@ -106,7 +106,7 @@ def test_evaluation_sees_every_example_once(tiny_config, n, batch):
 
 
 def enlarged(data):
-  """Says in the header of a JPEG file that it has 13,000 x 13,000 pixels."""
+  """Changes the size in the header of a JPEG file to 13,000 x 13,000 pixels."""
   place = data.index(b'\xff\xc0') + 5
   return data[:place] + b'\x32\xc8' * 2 + data[place + 4 :]
 
@@ -119,7 +119,7 @@ def enlarged(data):
     (None, OSError, 'cannot be read: .*No such file'),
   ],
 )
-def test_an_image_that_breaks_during_the_run_is_named(
+def test_images_that_break_during_the_run_are_named(
   tiny_config, image_folder, tmp_path, change, error, message
 ):
   root = shutil.copytree(image_folder, tmp_path / 'images')
@@ -139,11 +139,11 @@ def test_an_image_that_breaks_during_the_run_is_named(
     list(itertools.islice(batches, 9))
 
 
-# --- TFDS data sets of other kinds ---
+# --- Other TFDS data sets ---
 
 
 class Shapes(tfds.core.GeneratorBasedBuilder):
-  """40 grey images; image i is all i. Written as the subclasses say."""
+  """40 grey images; all pixels of image i are i. Subclasses set the labels."""
 
   VERSION = tfds.core.Version('1.0.0')
   LABEL = tfds.features.ClassLabel(num_classes=4)
@@ -180,7 +180,7 @@ class ManyLabels(Shapes):
 
 
 class Unlabelled(Shapes):
-  """Has a number that is no class."""
+  """Has a number that is not a class."""
 
   LABEL = np.int64
 
@@ -202,11 +202,11 @@ def grey_config(config, name, data_dir):
 
 
 def values(batch):
-  """The i of each image, from its pixels."""
+  """Returns the i of each image, read from its pixels."""
   return np.round(batch['image'][:, 0, 0, 0] * 127.5 + 127.5).astype(int)
 
 
-def test_an_epoch_of_tfds_data(tiny_config, tmp_path):
+def test_epoch_of_tfds_data(tiny_config, tmp_path):
   name = prepare(Shapes, str(tmp_path), 'array_record')
   config = grey_config(tiny_config, name, str(tmp_path))
   source = sources.open_split(config, 'train')
@@ -219,7 +219,7 @@ def test_an_epoch_of_tfds_data(tiny_config, tmp_path):
     sources.open_split(config, 'test')
 
 
-def test_an_image_may_have_several_labels_or_none(tiny_config, tmp_path):
+def test_images_may_have_several_labels_or_none(tiny_config, tmp_path):
   name = prepare(ManyLabels, str(tmp_path), 'tfrecord')
   config = grey_config(tiny_config, name, str(tmp_path))
   source = sources.open_split(config, 'train')
@@ -231,7 +231,7 @@ def test_an_image_may_have_several_labels_or_none(tiny_config, tmp_path):
       np.testing.assert_array_equal(label, np.isin(np.arange(4), want))
 
 
-def test_data_without_classes_is_named(tiny_config, tmp_path):
+def test_data_sets_without_classes_are_named(tiny_config, tmp_path):
   name = prepare(Unlabelled, str(tmp_path), 'array_record')
   config = grey_config(tiny_config, name, str(tmp_path))
   with pytest.raises(ValueError, match="'unlabelled' has no feature 'label'"):
@@ -263,7 +263,7 @@ def test_labels_out_of_range_are_named(tiny_config):
       next(batches(tiny_config, source, make, mesh))
 
 
-def test_an_example_is_what_the_task_makes_of_it(tiny_config):
+def test_task_defines_the_examples(tiny_config):
   source = sources.open_split(tiny_config, 'test', features=('label',))
   seeds = []
 

@@ -1,4 +1,4 @@
-"""Tests of the command `vit_jax` and of its commands as programs."""
+"""Tests of the program `vit_jax` and its commands."""
 
 import os
 import pathlib
@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run(*args, **environment):
-  """Runs Python in a process of its own."""
+  """Runs Python in a separate process."""
   return subprocess.run(
     [sys.executable, *args],
     capture_output=True,
@@ -42,14 +42,14 @@ def test_help_names_every_command(capsys):
   assert out.strip() in capsys.readouterr().err
 
 
-def test_a_command_that_is_misspelt(capsys):
+def test_misspelt_command(capsys):
   assert status_of(program.main, ['trian', '--config=x']) == 1
   error = capsys.readouterr().err
   assert "there is no command 'trian': did you mean 'train'?" in error
 
 
-def test_help_of_all_commands_loads_nothing_that_is_slow():
-  """JAX takes a second or more, TensorFlow several."""
+def test_help_imports_nothing_slow():
+  """Importing JAX takes a second or more, TensorFlow several."""
   done = run(
     '-c',
     'import sys\n'
@@ -67,7 +67,7 @@ def test_help_of_all_commands_loads_nothing_that_is_slow():
     assert f'usage: vit_jax {name} ' in done.stdout
 
 
-def test_a_platform_that_is_not_there():
+def test_missing_platform():
   code = (
     'import jax\n'
     'from vit_jax import __main__ as program\n'
@@ -83,7 +83,7 @@ def test_a_platform_that_is_not_there():
   assert 'Traceback' not in done.stderr
 
 
-def test_statuses(monkeypatch, capsys):
+def test_exit_statuses(monkeypatch, capsys):
   results = iter([0, 7, KeyboardInterrupt(), ValueError('elsewhere')])
 
   def main(argv):
@@ -97,7 +97,7 @@ def test_statuses(monkeypatch, capsys):
   assert status_of(program.run, 'predict', []) == 7
   assert status_of(program.run, 'predict', []) == 130
   assert capsys.readouterr().err == 'Interrupted.\n'
-  with pytest.raises(ValueError, match='elsewhere'):  # Not of this package.
+  with pytest.raises(ValueError, match='elsewhere'):  # Not from this package.
     program.run('predict', [])
   monkeypatch.undo()
   assert status_of(program.run, 'predict', ['--top=x', 'a.png']) == 1
@@ -107,7 +107,7 @@ def test_statuses(monkeypatch, capsys):
   assert error.count('\n') == 1
 
 
-def test_evaluation_by_both_names(monkeypatch):
+def test_evaluate_has_two_names(monkeypatch):
   from vit_jax.commands import evaluate
 
   seen = []
@@ -135,8 +135,8 @@ program.run('lines', [])
 """
 
 
-def test_a_closed_pipe_ends_a_command_silently():
-  """As `vit_jax predict ... | head -1` does."""
+def test_closed_pipe_ends_a_command_silently():
+  """As in `vit_jax predict ... | head -1`."""
   with subprocess.Popen(
     [sys.executable, '-c', _LINES], stdout=subprocess.PIPE, stderr=subprocess.PIPE
   ) as process:

@@ -10,11 +10,11 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (ROOT / 'README.md', *sorted((ROOT / 'docs').glob('*.md')))
 _FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 _START = re.compile(r'python3? -m |(^|\s)vit_jax \w')
-_ENDS = ('&&', '||', '|', ';')  # Of a command of the shell.
+_ENDS = ('&&', '||', '|', ';')  # Ends of a shell command.
 
 
 def blocks(page, language: str) -> list[str]:
-  """Returns the fenced blocks of a language."""
+  """Returns the fenced blocks in a language."""
   found = _FENCE.findall(page.read_text())
   return [text for name, text in found if name == language]
 
@@ -25,12 +25,12 @@ def prose(page) -> str:
 
 
 def inline(page) -> list[str]:
-  """Returns what stands in single backticks, line breaks as spaces."""
+  """Returns the text in single backticks, with line breaks as spaces."""
   return [' '.join(code.split()) for code in re.findall(r'`([^`]+)`', prose(page))]
 
 
 def rows(page, heading: str) -> list[list[str]]:
-  """Returns the rows of the tables whose heading begins with these words."""
+  """Returns the rows of the tables whose heading starts with a text."""
   found, inside = [], False
   for line in prose(page).splitlines():
     if not line.startswith('|'):
@@ -57,7 +57,7 @@ def anchors(page) -> set[str]:
 
 
 def shell_lines(page) -> list[str]:
-  """Returns the lines of the bash blocks, and the inline code that is a command."""
+  """Returns the lines of bash blocks, and inline code that is a command."""
   text = '\n'.join(blocks(page, 'bash')).replace('\\\n', ' ')
   return text.splitlines() + [c for c in inline(page) if _START.search(c)]
 
@@ -96,12 +96,12 @@ def commands() -> list[tuple[str, str, list[str]]]:
 
 
 def write_modules(page, folder, data: str) -> None:
-  """Writes the Python blocks that begin with the name of their file.
+  """Writes the Python blocks that start with their file name.
 
   Args:
     page: the page.
-    folder: where they go.
-    data: a path that they name, in place of which they get one in the folder.
+    folder: folder to write them to.
+    data: a path in the blocks, to replace with one in the folder.
   """
   for code in blocks(page, 'python'):
     name = re.match(r'# (\w+\.py)\n', code)

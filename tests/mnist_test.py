@@ -1,4 +1,4 @@
-"""Tests that public files of MNIST's format become data sets, and others from them."""
+"""Tests of data sets read from files in MNIST's format, or derived from them."""
 
 import gzip
 import json
@@ -16,14 +16,14 @@ from vit_jax.data.tfds import scenes
 
 
 def _read(source):
-  """Returns the records of a source, as read."""
+  """Returns the records of a source."""
   rows = tf.data.Dataset.from_tensors(np.arange(source.num_examples))
   return [*rows.map(source.lookup).unbatch().map(source.read).as_numpy_iterator()]
 
 
 @pytest.fixture
 def files(tmp_path):
-  """A folder with six and four images, and what they are."""
+  """A folder with six and four images, and their contents."""
   rng, want = np.random.default_rng(0), {}
   for split, count in (('train', 6), ('t10k', 4)):
     images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
@@ -39,7 +39,7 @@ def files(tmp_path):
 
 @pytest.fixture
 def data_dir(files, monkeypatch):
-  """The same as Fashion-MNIST in TFDS."""
+  """The same data as Fashion-MNIST in TFDS."""
   folder, _ = files
   monkeypatch.setattr(tfds_mnist, '_TRAIN_EXAMPLES', 6)
   monkeypatch.setattr(tfds_mnist, '_TEST_EXAMPLES', 4)
@@ -47,7 +47,7 @@ def data_dir(files, monkeypatch):
   return f'{folder}/tfds'
 
 
-def test_published_files_become_a_data_set(files, data_dir, tiny_config):
+def test_reads_the_published_files(files, data_dir, tiny_config):
   _, want = files
   tiny_config.update(dataset='fashion_mnist', tfds_data_dir=data_dir)
   for split, (images, labels) in want.items():
@@ -97,7 +97,7 @@ def test_captions_name_the_classes(files, data_dir):
       assert seen.issuperset(texts) == (split == 'train')
 
 
-def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
+def test_scenes_and_their_boxes(files, data_dir, monkeypatch):
   folder, want = files
   monkeypatch.setattr(scenes, 'SCENES', {'train': 6, 'test': 4})
   place = str(folder / 'scenes')
@@ -114,7 +114,7 @@ def test_scenes_have_their_boxes(files, data_dir, monkeypatch):
       inside[top:bottom, left:right] = True
       count += 1
     assert set(record['objects/label']) <= set(want['train'][1])
-    # The random images are brighter than the ground.
+    # The random images are brighter than the background.
     assert grey[inside].mean() > grey[~inside].mean() + 30
   found = json.loads((folder / 'scenes/annotations/instances_train.json').read_text())
   assert len(records) == 6

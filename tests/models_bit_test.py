@@ -1,4 +1,4 @@
-"""Tests of the BiT ResNets beside timm's, with copied weights."""
+"""Tests of the BiT ResNets against timm's, with copied weights."""
 
 import re
 
@@ -14,8 +14,8 @@ from vit_jax.weights import reading
 from vit_jax.weights.families import families
 
 
-def test_logits_are_those_of_timm():
-  units = (2, 1, 2, 1)  # As few as have all kinds of units.
+def test_logits_match_timm():
+  units = (2, 1, 2, 1)  # The fewest that have all kinds of units.
   theirs = torch_models.timm.models.resnetv2._create_resnetv2_bit(
     'resnetv2_50x1_bit', layers=units, width_factor=0.5, num_classes=7
   )
@@ -29,12 +29,12 @@ def test_logits_are_those_of_timm():
   images = tiny_models.images((2, 64, 64, 3))
   want = torch_models.logits(theirs, np.array(images))
   assert 0.3 < want.std() < 3
-  # The published epsilon is 1e-10, that of timm 1e-8: here both are nothing.
+  # The published epsilon is 1e-10, timm has 1e-8: both are negligible here.
   compute = jax.jit(lambda p, x: model.apply({'params': p}, x, train=False))
   np.testing.assert_allclose(compute(params, images), want, atol=1e-4)
 
 
-def test_numbered_convolutions_of_published_files_are_read(tmp_path, tiny):
+def test_reads_numbered_convolutions_of_published_files(tmp_path, tiny):
   _, params, _ = tiny
   path = str(tmp_path / 'BiT.npz')
   checkpoint.save(params, path)
@@ -50,8 +50,8 @@ def test_numbered_convolutions_of_published_files_are_read(tmp_path, tiny):
     trees.assert_same(reading.read(str(tmp_path / name)).params, params)
 
 
-def test_files_of_big_vision_can_be_read(tmp_path, tiny):
-  """They have the names of this package, and norms of shape [1, 1, 1, C]."""
+def test_reads_big_vision_files(tmp_path, tiny):
+  """They have the names used here, and norms of shape [1, 1, 1, C]."""
   _, params, _ = tiny
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   theirs = {
@@ -66,14 +66,14 @@ def test_files_of_big_vision_can_be_read(tmp_path, tiny):
 
 @pytest.fixture(scope='module')
 def tiny():
-  """A model of one unit, its parameters, and images."""
+  """A model with one unit, its parameters, and images."""
   model = models.get_model(
     'BiT-R50x1', num_classes=5, num_layers=(1,), width_factor=0.5
   )
   return model, tiny_models.numbers(model), tiny_models.images((2, 20, 12, 3))
 
 
-def test_features_are_the_mean_over_the_last_feature_map(tiny):
+def test_features_average_the_last_feature_map(tiny):
   model, params, images = tiny
 
   @jax.jit
@@ -91,7 +91,7 @@ def test_features_are_the_mean_over_the_last_feature_map(tiny):
   np.testing.assert_array_equal(without_head, features)
 
 
-def test_rematerialisation_computes_convolutions_again(tiny):
+def test_remat_recomputes_convolutions(tiny):
   model, params, images = tiny
 
   def operations(remat):
@@ -103,7 +103,7 @@ def test_rematerialisation_computes_convolutions_again(tiny):
   assert tiny_models.shapes(model.clone(remat='full')) == tiny_models.shapes(model)
 
 
-def test_types_reach_every_layer_and_logits_are_float32(tiny):
+def test_dtype_reaches_every_layer_and_logits_are_float32(tiny):
   model, params, images = tiny
   model = model.clone(dtype='bfloat16', param_dtype='bfloat16')
   shapes = tiny_models.shapes(model, (20, 12))
@@ -113,7 +113,7 @@ def test_types_reach_every_layer_and_logits_are_float32(tiny):
     lambda p: model.apply({'params': p}, images, train=False, **inside), params
   )
   assert got.dtype == jnp.float32
-  # Modules; what the model itself returns and keeps for others is float32.
+  # Modules; the outputs and intermediates of the model itself are float32.
   found = seen['intermediates'].items()
   layers = {k: x for k, x in found if isinstance(x, dict) and k != 'head'}
   assert {x.dtype.name for x in jax.tree.leaves(layers)} == {'bfloat16'}
@@ -133,7 +133,7 @@ def test_wrong_fields_are_named(fields, message):
     tiny_models.shapes(model)
 
 
-def test_the_head_starts_at_zero_with_the_bias_of_the_config(tiny):
+def test_head_starts_at_zero_with_the_configured_bias(tiny):
   model, _, images = tiny
   model = model.clone(head_bias_init=-10.0, num_layers=())
   params = tiny_models.init(model, images)

@@ -21,13 +21,13 @@ from vit_jax.weights import convert
 
 @timm.models.register_model
 def resnet14(**kwargs):
-  """The smallest ResNet with all stages, which timm lacks."""
+  """The smallest ResNet with all stages, which timm does not have."""
   return timm.create_model('resnet26', layers=(1, 1, 1, 1), **kwargs)
 
 
 @pytest.fixture(scope='module')
 def narrow(tmp_path_factory):
-  """A narrow DETR of Hugging Face with masks; the same model, and variables."""
+  """Hugging Face's DETR with masks, narrow; the same model here, and its variables."""
   folder = tmp_path_factory.mktemp('detr')
   theirs = transformers.DetrForSegmentation(
     transformers.DetrConfig(
@@ -55,12 +55,12 @@ def narrow(tmp_path_factory):
   ours = models.make_model(
     found.config,
     num_classes=found.num_classes,
-    masks_at_a_time=3,  # Two parts.
+    masks_at_a_time=3,  # Two chunks.
   )
   return theirs, ours, {'params': found.params, **found.extra}
 
 
-def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
+def test_padded_batch_matches_hugging_face(narrow):
   theirs, ours, variables = narrow
   rng = np.random.RandomState(0)
   # Three of the four maps have an odd height or width: 25 x 17, 13 x 9, 7 x 5.
@@ -85,7 +85,7 @@ def test_a_padded_batch_gives_what_hugging_face_computes(narrow):
   np.testing.assert_allclose(masks, want.pred_masks, atol=1e-4)
   np.testing.assert_allclose(some[0], masks[0, [4, 0]], atol=1e-5)
   np.testing.assert_allclose(some[1], masks[1, [2, 2]], atol=1e-5)
-  # Rows that fill up a batch have no real pixel.
+  # Rows that pad the batch have no real pixels.
   empty = jax.tree.leaves(compute(variables, images, np.zeros_like(mask)))
   assert all(np.isfinite(x).all() for x in empty)
 

@@ -33,7 +33,7 @@ def detr(**fields):
   return models.make_model({**small, **fields}, num_classes=3)
 
 
-def test_the_map_is_the_tokens_with_embeddings_resized_as_loading_does():
+def test_feature_map_resizes_embeddings_like_loading():
   images = tiny_models.images((2, 24, 40, 3))
   ours = models_detr.VitBackbone(num_classes=None, **vit(position_grid=(4, 4)))
   params = tiny_models.randomised(ours, images)
@@ -62,7 +62,7 @@ def test_two_tables_are_resized_along_their_axes():
 
 
 def test_padding_has_no_influence():
-  """A padded image beside the same image alone, without learned positions."""
+  """Compares a padded image with the same image alone, without learned positions."""
   model = detr(vit=vit(position_embedding='none'))
   images = tiny_models.images((1, 16, 24, 3))
   params = tiny_models.randomised(model, images)
@@ -75,8 +75,8 @@ def test_padding_has_no_influence():
     np.testing.assert_allclose(got[name], value, atol=1e-5)
 
 
-def test_the_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
-  """Of 4 x 4 patches, and with a head, which is left out."""
+def test_backbone_starts_from_classifier_weights(tmp_path):
+  """The classifier has 4 x 4 patches and a head, which is left out."""
   config = detr_config.get_config('vit_testing,coco/2017')
   config.model.vit.classifier = 'token'
   config.model.update(num_encoder_layers=1, num_decoder_layers=1)
@@ -111,7 +111,7 @@ def test_the_backbone_starts_from_the_weights_of_a_classifier(tmp_path):
     checkpoint.check_exists(config)
 
 
-def test_configs_of_vision_transformers():
+def test_configs_with_vision_transformers():
   config = detr_config.get_config('vit_h14,coco/2017')
   run_config.check_values(config)
   assert config.lr_multipliers == (('^backbone/', 0.1),)

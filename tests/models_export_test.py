@@ -1,4 +1,4 @@
-"""Tests of jax.export: every kind of model takes a batch of any size."""
+"""Tests of jax.export: every kind of model exports for any batch size."""
 
 import jax
 from jax import export
@@ -31,7 +31,7 @@ def detr():
   )  # fmt: skip
 
 
-# tests/inference/export_test.py has Mixers, BiTs and others.
+# tests/inference/export_test.py covers Mixers, BiTs and others.
 MODELS = {
   'vit_in_a_loop': lambda: vit(num_layers=2, scan=True, attention='xla'),
   'detr_panoptic': detr,
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def arguments(name, count):
-  """Inputs of a model for so many images, by argument name."""
+  """Returns the inputs of a model for `count` images, by argument name."""
   rng = np.random.RandomState(count)
   if name.startswith('igpt'):
     colors = rng.randint(0, 8, (count, 16)).astype(np.int32)
@@ -54,7 +54,7 @@ def arguments(name, count):
 
 
 @pytest.mark.parametrize('name', MODELS)
-def test_a_model_is_exported_with_a_free_batch(name):
+def test_exports_with_a_symbolic_batch_size(name):
   model = MODELS[name]()
   one, three = (arguments(name, count) for count in (1, 3))
   draw = np.random.RandomState(0).uniform

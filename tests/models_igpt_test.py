@@ -61,7 +61,7 @@ def random_colors(model, batch=3, seed=0):
 
 @functools.cache
 def params_of(model):
-  """Random parameters for which a model's logits are of order 1."""
+  """Returns random parameters that give logits of order 1."""
   rng = np.random.RandomState(0)
 
   def fill(leaf):
@@ -74,16 +74,16 @@ def params_of(model):
 
 @functools.cache
 def apply(model):
-  """The compiled model: (parameters, colours, what is masked) -> logits."""
+  """Returns the compiled model: (parameters, colours, mask) -> logits."""
   return jax.jit(lambda params, *args: model.apply({'params': params}, *args))
 
 
 def logits_of(model, *args):
-  """Logits with `params_of` a model."""
+  """Returns the logits with `params_of` a model."""
   return apply(model)(params_of(model), *args)
 
 
-def test_initial_weights_are_those_of_the_released_code():
+def test_initial_weights_match_the_released_code():
   model = make(num_positions=64, num_colors=100, hidden_size=64, num_classes=3)
   # Keys of this kind compile faster.
   key, colors = jax.random.key(0, impl='rbg'), random_colors(model)
@@ -108,7 +108,7 @@ def test_initial_weights_are_those_of_the_released_code():
   assert not params['class_head']['kernel'].any()
 
 
-def test_logits_and_layers_are_those_of_hugging_face(tmp_path, monkeypatch):
+def test_logits_and_layers_match_hugging_face(tmp_path, monkeypatch):
   config = transformers.ImageGPTConfig(
     vocab_size=C + 1, n_positions=16, n_embd=48, n_layer=2, n_head=2
   )
@@ -121,7 +121,7 @@ def test_logits_and_layers_are_those_of_hugging_face(tmp_path, monkeypatch):
   theirs.save_pretrained(tmp_path)
   params = convert.read(str(tmp_path)).params
   compare(theirs, params, make(num_positions=16, hidden_size=48))
-  # Until 2026 it divided by 4, where the root of 24 is 4.9.
+  # Until 2026 it divided by 4 instead of the square root of 24, 4.9.
   module = 'transformers.models.imagegpt.modeling_imagegpt'
   monkeypatch.setattr(f'{module}.torch_float', int)
   compare(
@@ -153,7 +153,7 @@ def compare(theirs, params, ours):
 # --- Devices ---
 
 
-def test_split_parameters_give_the_same_logits():
+def test_sharded_parameters_give_the_same_logits():
   model = make()
   colors = random_colors(model, 4)
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
@@ -166,11 +166,11 @@ def test_split_parameters_give_the_same_logits():
   np.testing.assert_allclose(found, logits_of(model, colors), atol=1e-5)
 
 
-# --- What a pixel is predicted from ---
+# --- Causality and masking ---
 
 
 def changes(model, *args):
-  """Which logits change with which pixel: bool [changed pixel, pixel]."""
+  """Returns which logits change with which pixel: bool [changed pixel, pixel]."""
   colors = random_colors(model, 1)
   eye = np.eye(N, dtype=np.int32)
   others = (colors + eye * (1 + np.arange(N)[:, None] % (C - 1))) % C
@@ -178,19 +178,19 @@ def changes(model, *args):
   return np.asarray((logits[1:] != logits[:1]).any(axis=-1))
 
 
-def test_a_pixel_changes_the_logits_of_later_pixels_only():
+def test_pixels_affect_only_the_logits_of_later_pixels():
   rows, columns = np.indices((N, N))
   np.testing.assert_array_equal(changes(make()), columns > rows)
 
 
-def test_a_masked_pixel_changes_no_logits():
+def test_masked_pixels_affect_no_logits():
   masked = np.arange(N) % 3 == 1
   seen = np.broadcast_to(~masked[:, None], (N, N))
   found = changes(make(causal=False), np.tile(masked, (N + 1, 1)))
   np.testing.assert_array_equal(found, seen)
 
 
-def test_a_model_with_classes_has_the_same_logits():
+def test_model_with_classes_has_the_same_logits():
   model, both = make(), make(num_classes=3)
   kernel = np.random.RandomState(0).randn(16, 3).astype(np.float32)
   params = {**params_of(model), 'class_head': {'kernel': kernel}}
@@ -204,7 +204,7 @@ def test_a_model_with_classes_has_the_same_logits():
   np.testing.assert_allclose(classes, last @ kernel, atol=1e-5)
 
 
-def test_recomputation_and_a_loop_change_nothing():
+def test_remat_and_scan_change_nothing():
   def gradient(**fields):
     model = make(num_layers=3, **fields)
     colors = random_colors(model)
@@ -225,7 +225,7 @@ def test_recomputation_and_a_loop_change_nothing():
 # --- Sampling ---
 
 
-def test_cached_logits_are_those_of_all_pixels_together():
+def test_cached_logits_match_a_full_forward_pass():
   model = make()
   colors = random_colors(model)
   before = np.pad(colors, ((0, 0), (1, 0)))
@@ -243,34 +243,34 @@ def test_cached_logits_are_those_of_all_pixels_together():
 
 @functools.cache
 def small():
-  """A model of 4 pixels of 2 colours, all its images, and their likelihood."""
+  """Returns a model of 4 pixels in 2 colours, all its images, and their likelihoods."""
   model = make(num_layers=1, num_positions=4, num_colors=2)
   images = np.array(list(itertools.product((0, 1), repeat=4)), np.int32)
   likelihood = models_igpt.log_likelihood(logits_of(model, images), images)
   return model, images, np.exp(np.float64(likelihood))
 
 
-def test_the_likelihood_of_all_images_is_1():
+def test_likelihoods_of_all_images_sum_to_1():
   _, _, likelihood = small()
   assert likelihood.sum() == pytest.approx(1, abs=1e-5)
   assert likelihood.max() > 3 * likelihood.min()
 
 
-@pytest.mark.parametrize('given', [0, 2])
-def test_samples_are_as_frequent_as_they_are_likely(given):
+@pytest.mark.parametrize('length', [0, 2])
+def test_sample_frequencies_match_the_likelihood(length):
   model, images, likelihood = small()
   count = 4000
-  prefix = np.tile([1, 0][:given], (count, 1)).reshape(count, given)
+  prefix = np.tile([1, 0][:length], (count, 1)).reshape(count, length)
   drawn = models_igpt.sample(model, params_of(model), prefix, jax.random.key(1))
-  np.testing.assert_array_equal(drawn[:, :given], prefix)
-  fits = (images[:, :given] == prefix[0]).all(axis=1)
+  np.testing.assert_array_equal(drawn[:, :length], prefix)
+  fits = (images[:, :length] == prefix[0]).all(axis=1)
   observed = np.bincount(np.asarray(drawn) @ [8, 4, 2, 1], minlength=16)
   assert not observed[~fits].any()
   expected = likelihood[fits] / likelihood[fits].sum() * count
   assert scipy.stats.chisquare(observed[fits], expected).pvalue > 1e-3
 
 
-def test_the_likeliest_colors_and_parts_of_a_batch():
+def test_greedy_sampling_and_sampling_in_chunks():
   model = make(num_layers=1)
   prefix = random_colors(model, 4)[:, :3]
   draw = functools.partial(models_igpt.sample, model, params_of(model))
@@ -287,7 +287,7 @@ def test_the_likeliest_colors_and_parts_of_a_batch():
   assert (whole != greedy).any()
 
 
-def test_colors_are_drawn_by_temperature_among_the_likeliest():
+def test_temperature_and_top_k():
   logits = np.log([0.4, 0.1, 0.3, 0.2]).astype(np.float32)
   keys = jax.random.split(jax.random.key(0), 4000)
   drawn = models_igpt.draw(keys, jnp.tile(logits, (4000, 1)), 2.0, 3)
@@ -299,7 +299,7 @@ def test_colors_are_drawn_by_temperature_among_the_likeliest():
   assert scipy.stats.chisquare(observed[kept], expected).pvalue > 1e-3
 
 
-# --- Mistakes ---
+# --- Errors ---
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_wrong_fields_and_pixels_are_named(fields, args, message):
     jax.eval_shape(model.init, jax.random.key(0), colors, *args)
 
 
-def test_colors_are_numbers():
+def test_colors_must_be_integers():
   with pytest.raises(ValueError, match='colors must be numbers of colours'):
     jax.eval_shape(make().init, jax.random.key(0), np.zeros((3, N)))
 
@@ -332,7 +332,7 @@ def test_colors_are_numbers():
     ({}, 3, {'top_k': 8}, 'top_k=8 must be from 1 to the number of colours, 7'),
   ],
 )
-def test_what_cannot_be_drawn_is_named(fields, pixels, kwargs, message):
+def test_wrong_sampling_arguments_are_named(fields, pixels, kwargs, message):
   prefix = np.zeros((2, pixels), np.int32)
   with pytest.raises(ValueError, match=message):
     models_igpt.sample(make(**fields), {}, prefix, jax.random.key(0), **kwargs)

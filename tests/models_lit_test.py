@@ -1,4 +1,4 @@
-"""LiT beside published counts and names, and a forward in NumPy."""
+"""Tests of LiT against published counts and names, and a forward pass in NumPy."""
 
 import functools
 import re
@@ -53,7 +53,7 @@ def inputs():
 
 @functools.cache
 def of_one_layer(name):
-  """A published model, but of one layer a tower; its shapes, and how many it has."""
+  """Returns a published model with one layer per tower, its shapes, and full depths."""
   config = model_configs.get_config(name)
   image, text = config.image.transformer, config.text
   with config.unlocked(), config.ignore_type():
@@ -83,7 +83,7 @@ def shapes(name):
 
 
 @pytest.mark.parametrize('name', COUNTS)
-def test_the_published_models(name):
+def test_published_models(name):
   params, (count, width) = shapes(name), COUNTS[name]
   assert sum(leaf.size for leaf in jax.tree.leaves(params)) == count
   found = identify.model_config(params)
@@ -104,7 +104,7 @@ def test_the_published_models(name):
   }  # fmt: skip
 
 
-def test_names_and_shapes_of_berts_parameters_are_the_published_ones():
+def test_bert_parameters_have_the_published_names_and_shapes():
   params = shapes('LiT-B16B')['txt']
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   found = {path: leaf.shape for path, leaf in flat.items()}
@@ -151,7 +151,7 @@ def dense(p, x):
 
 
 def encode(p, x):
-  """The pre-norm encoder of one layer, without positions, of tokens [B, N, D]."""
+  """Applies a pre-norm encoder of one layer, without positions, to tokens [B, N, D]."""
   block = p['encoderblock_0']
   heads = block['MultiHeadDotProductAttention_0']
   y = norm(block['LayerNorm_0'], x)
@@ -170,7 +170,7 @@ def encode(p, x):
 
 
 @pytest.mark.parametrize('out_dim', [(None, 8), 8])
-def test_the_whole_model_beside_numpy(out_dim):
+def test_whole_model_matches_numpy(out_dim):
   model = make('text_transformer', out_dim, temperature_init=2.0)
   images, tokens = inputs()
   apply = jax.jit(lambda v: model.apply(v, images=images, tokens=tokens))
@@ -203,7 +203,7 @@ def test_the_whole_model_beside_numpy(out_dim):
 
 @pytest.fixture(scope='module')
 def embedded():
-  """Variables of a model, and what it returns for images and texts."""
+  """Variables of a model, and its outputs for images and texts."""
   images, tokens = inputs()
   model = make()
   init = lambda: model.init(jax.random.key(0), images=images, tokens=tokens)
@@ -211,7 +211,7 @@ def embedded():
   return variables, jax.jit(model.apply)(variables, images=images, tokens=tokens)
 
 
-def test_one_input_alone_gives_the_same_embeddings(embedded):
+def test_single_input_gives_the_same_embeddings(embedded):
   variables, both = embedded
   images, tokens = inputs()
   apply = jax.jit(make().apply)
@@ -232,7 +232,7 @@ def drawn(model, tokens):
   return tiny_models.drawn(jax.eval_shape(init))
 
 
-def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same(embedded):
+def test_bfloat16_embeddings_are_float32_and_close(embedded):
   images, tokens = inputs()
   variables, wanted = embedded
   half = make(dtype='bfloat16')
@@ -243,14 +243,14 @@ def test_in_bfloat16_embeddings_are_float32_and_nearly_the_same(embedded):
     assert (np.asarray(x) != y).any()
 
 
-def test_a_causal_tower_reads_the_end_of_the_text_alone():
+def test_causal_tower_pools_the_end_token():
   fields = dict(causal=True, pool='eos', gelu='quick', norm_eps=1e-5)
   model = text_towers.TextTransformer(4, **{**TEXT, **fields})
   tokens = np.array([[1, 5, 19, 0, 0], [1, 6, 7, 8, 19]])
   params = drawn(model, tokens)
   apply = jax.jit(model.apply)
   found = apply(params, tokens)[0]
-  # What follows the end of a text changes nothing, nor does its absence.
+  # Tokens after the end token have no effect, and may be left out.
   other = np.array([[1, 5, 19, 3, 4], [1, 6, 7, 8, 19]])
   np.testing.assert_allclose(apply(params, other)[0], found, atol=1e-6)
   short = apply(params, tokens[:1, :3])[0]
@@ -271,7 +271,7 @@ def test_wrong_inputs_and_fields(change, tokens, words):
     jax.eval_shape(lambda: make(**change).init(jax.random.key(0), tokens=tokens))
 
 
-def test_more_tokens_than_a_text_transformer_has_positions():
+def test_too_many_tokens_for_a_text_transformer():
   model = text_towers.TextTransformer(4, **TEXT)
   params = drawn(model, np.ones((1, 5), int))
   with pytest.raises(ValueError, match='6 tokens per text.* has 5'):

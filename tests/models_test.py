@@ -64,7 +64,7 @@ COUNTS = {
 
 
 def published_shapes(name):
-  """Shapes by path; layers and units that are alike are traced only once."""
+  """Returns shapes by path; layers and units that are alike are traced only once."""
   config = model_configs.get_config(name)
   depth, units = 0, ()
   if 'transformer' in config:
@@ -95,7 +95,7 @@ def published_shapes(name):
 
 
 @pytest.mark.parametrize('name', COUNTS)
-def test_parameter_counts_are_the_published_ones(name):
+def test_parameter_counts_match_published_ones(name):
   leaves = published_shapes(name)
   params = flax.traverse_util.unflatten_dict(leaves, sep='/')
   if name not in model_configs.TESTING:
@@ -115,7 +115,7 @@ def test_gigantic_is_not_giant():
     model_configs.get_config('g14')
 
 
-def test_functions_and_short_names_lead_to_the_same_config():
+def test_functions_and_short_names_give_the_same_config():
   for short, name in model_configs.SHORT_NAMES.items():
     config = getattr(model_configs, f'get_{short}_config')()
     assert config == model_configs.MODEL_CONFIGS[name]
@@ -124,7 +124,7 @@ def test_functions_and_short_names_lead_to_the_same_config():
   assert model_configs.SHORT_NAMES['b16'] == 'ViT-B_16'
 
 
-# The keys of the original's MODEL_CONFIGS and AUGREG_CONFIGS, but for LiT's.
+# Keys of the original's MODEL_CONFIGS and AUGREG_CONFIGS, except LiT's.
 NAMES = (
   'testing', 'testing-unpooled', 'ViT-Ti_16', 'ViT-S_16', 'ViT-B_16', 'ViT-L_16',
   'ViT-H_14', 'ViT-S_16-gap-norep', 'ViT-B_16-gap-norep', 'ViT-B_8', 'ViT-S_32',
@@ -175,7 +175,7 @@ def test_every_config_has_a_kind():
     assert type(models.make_model(config, **classes)) is cls
 
 
-def test_a_config_may_say_its_kind():
+def test_config_may_name_its_kind():
   config = model_configs.get_config('mixer_b16')
   with config.unlocked():
     config.kind = 'mixer'
@@ -189,7 +189,7 @@ def test_a_config_may_say_its_kind():
 
 
 class Linear(nn.Module):
-  """A model of somebody's research, with a field of its own."""
+  """A user's model, with an additional field."""
 
   num_classes: int
   shift: float = 0.0
@@ -202,10 +202,10 @@ class Linear(nn.Module):
     return nn.Dense(self.num_classes, dtype=self.dtype)(x)
 
 
-def test_research_adds_kinds_of_its_own(monkeypatch):
+def test_users_can_register_kinds(monkeypatch):
   monkeypatch.setattr(models, 'KINDS', dict(models.KINDS))
   models.register('linear', Linear)
-  models.register('linear', Linear)  # As when a notebook's cell runs again.
+  models.register('linear', Linear)  # As when a notebook cell is run twice.
   config = {'kind': 'linear', 'shift': 2.0, 'dtype': 'bfloat16'}
   model = models.make_model(config, num_classes=3)
   assert model == Linear(num_classes=3, shift=2.0, dtype='bfloat16')
@@ -216,7 +216,7 @@ def test_research_adds_kinds_of_its_own(monkeypatch):
 
 
 class Wide(models_vit.Encoder):
-  """An encoder with a field of its own."""
+  """An encoder with an additional field."""
 
   wide: bool = True
 
@@ -228,7 +228,7 @@ class Task(models.VisionTransformer):
   patches_hidden: int = 0
 
 
-def test_a_task_brings_its_own_class():
+def test_task_may_provide_its_own_class():
   config = model_configs.get_config('testing')
   model = models.make_model(config, Task, num_classes=3, patches_hidden=2)
   assert isinstance(model, Task)
@@ -237,7 +237,7 @@ def test_a_task_brings_its_own_class():
   assert isinstance(by_name, Task)
   with pytest.raises(ValueError, match=r"\['patches_hiden'\]: Task takes"):
     models.make_model(config, Task, num_classes=3, patches_hiden=2)
-  # The fields of `transformer` are those of its encoder.
+  # The fields of `transformer` are the fields of its encoder.
   config.transformer.wide = False
   models.make_model(config, Task, num_classes=3)
   with pytest.raises(ValueError, match=r"\['wide'\]: Encoder takes"):

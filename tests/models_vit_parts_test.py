@@ -14,7 +14,7 @@ from vit_jax import models
 
 
 def parts(bound, x, **kwargs):
-  """Logits by the three methods, one by one."""
+  """Returns the logits, computed by the three methods in turn."""
   encoded = bound.encode(bound.embed(x), train=False, **kwargs)
   return bound.classify(encoded, train=False)
 
@@ -27,7 +27,7 @@ def parts(bound, x, **kwargs):
      'patches': {'size': (1, 1)}},
   ],
 )  # fmt: skip
-def test_the_model_is_made_of_its_parts(fields):
+def test_model_equals_its_parts(fields):
   model = tiny_models.tiny(**fields)
   x = tiny_models.images()
   params = tiny_models.randomised(model, x)
@@ -65,7 +65,7 @@ def test_shapes_of_the_parts():
     model.bind({'params': params}).encode(tokens[0], train=False)
 
 
-def test_without_a_transformer_the_tokens_stay_as_they_are():
+def test_no_transformer_leaves_tokens_unchanged():
   model = tiny_models.tiny(transformer=None, classifier='unpooled')
   x = tiny_models.images()
   params = tiny_models.randomised(model, x)
@@ -82,7 +82,7 @@ def test_without_a_transformer_the_tokens_stay_as_they_are():
 
 
 class Masked(models.VisionTransformer):
-  """Tells from what is left of an image what a patch was."""
+  """Predicts masked patches from the rest of an image."""
 
   def setup(self):
     super().setup()
@@ -96,7 +96,7 @@ class Masked(models.VisionTransformer):
     return self.classify(self.encode(tokens, train=train), train=train)
 
 
-def test_a_subclass_replaces_tokens_and_adds_parameters():
+def test_subclass_replaces_tokens_and_adds_parameters():
   plain = tiny_models.tiny(classifier='unpooled')
   fields = ('num_classes', 'patches', 'transformer', 'hidden_size', 'classifier')
   masked = Masked(**{name: getattr(plain, name) for name in fields})
@@ -119,7 +119,7 @@ def test_a_subclass_replaces_tokens_and_adds_parameters():
   nothing = jnp.zeros_like(hidden)
   want = jax.jit(lambda x: plain.apply({'params': params}, x, train=False))(x)
   np.testing.assert_allclose(run(token, x, nothing), want, atol=1e-6)
-  # What was in the hidden patch, the first, does not show in any logit.
+  # The contents of the hidden patch, the first, affect no logit.
   other = x.at[:, :4, :4].multiply(-1)
   logits = run(token, x, hidden)
   assert logits.shape == (2, 4, 5)
@@ -127,7 +127,7 @@ def test_a_subclass_replaces_tokens_and_adds_parameters():
   assert np.abs(run(token, other, nothing) - logits).max() > 1e-3
   gradient = jax.jit(jax.grad(lambda token: run(token, x, hidden).sum()))(token)
   assert np.abs(gradient).max() > 1e-3
-  # Tokens of another type are cast to that of the computation.
+  # Tokens of another dtype are cast to the dtype of the computation.
   half = masked.clone(dtype='bfloat16')
   encode = functools.partial(half.apply, train=False, method='encode')
   variables = {'params': {**params, 'mask_token': token}}
@@ -157,11 +157,11 @@ def dropping(plain):
     {'num_layers': 2, 'add_position_embedding': False, 'scan': True},
   ],
 )
-def test_tokens_are_dropped_after_their_positions_were_added(fields):
-  """Tokens that are dropped equal tokens to which no other one attends."""
+def test_tokens_are_dropped_after_adding_positions(fields):
+  """Dropping tokens equals masking them in attention."""
   plain = tiny_models.tiny(transformer={**tiny_models.tiny().transformer, **fields})
   x = tiny_models.images()
-  kept = jnp.array([[0, 2, 3], [0, 4, 1]])  # Of five tokens, by image.
+  kept = jnp.array([[0, 2, 3], [0, 4, 1]])  # Of five tokens, per image.
   model = dropping(plain)
   params = tiny_models.randomised(plain, x)
   visible = (kept[:, None] == jnp.arange(5)[:, None]).any(axis=-1)  # [2, 5]
@@ -186,21 +186,21 @@ def test_tokens_are_dropped_after_their_positions_were_added(fields):
   assert np.abs(few[:, 0] - whole[:, 0]).max() > 1e-3
 
 
-def test_a_causal_model_reads_its_tokens_or_their_mean():
+def test_causal_model():
   transformer = {**tiny_models.tiny().transformer, 'causal': True}
   model = tiny_models.tiny(classifier='unpooled', transformer=transformer)
   x = tiny_models.images()
   params = tiny_models.randomised(model, x)
   run = jax.jit(lambda x: model.apply({'params': params}, x, train=False))
   changed = np.abs(run(x) - run(x.at[:, 4:, :4].multiply(-1))).max(axis=(0, 2))
-  assert changed[:2].max() == 0.0  # The third of four patches has changed.
+  assert changed[:2].max() == 0.0  # The third of four patches was changed.
   assert changed[2:].min() > 1e-3
   with pytest.raises(ValueError, match="classifier='token' reads .* use 'gap'"):
     tiny_models.shapes(model.clone(classifier='token'), 8)
 
 
 class Halves(nn.Module):
-  """An encoder of one's own: it knows neither masks nor first tokens."""
+  """A custom encoder, without masks or prefix tokens."""
 
   factor: float
   dtype: str
@@ -212,7 +212,7 @@ class Halves(nn.Module):
     return self.factor * x
 
 
-def test_an_encoder_of_ones_own():
+def test_custom_encoder():
   model = tiny_models.tiny(
     encoder=Halves, transformer={'factor': 0.5}, dtype='bfloat16',
     num_classes=0,
@@ -224,8 +224,8 @@ def test_an_encoder_of_ones_own():
   np.testing.assert_array_equal(got, 0.5 * cls.astype(jnp.bfloat16))
 
 
-def test_the_model_works_in_flax_nnx():
-  """Equal outputs and gradients, with and without dropout."""
+def test_works_in_flax_nnx():
+  """Outputs and gradients are equal, with and without dropout."""
   dropout = dict(tiny_models.tiny().transformer, num_layers=1, dropout_rate=0.5)
   model = tiny_models.tiny(transformer=dropout)
   params = tiny_models.numbers(model, 8)

@@ -17,7 +17,7 @@ def apply(model, params, x):
   return jax.jit(functools.partial(model.apply, train=False))({'params': params}, x)
 
 
-def test_parameter_names_are_the_published_ones():
+def test_parameter_names_match_published_ones():
   names = tiny_models.shapes(models.get_model('b16', num_classes=10))
   block = 'Transformer/encoderblock_11'
   attention = f'{block}/MultiHeadDotProductAttention_0'
@@ -42,7 +42,7 @@ def test_parameter_names_are_the_published_ones():
   assert {k: v.shape for k, v in names.items() if k in expected} == expected
 
 
-def test_logits_are_those_of_the_equations_of_the_paper():
+def test_logits_match_the_papers_equations():
   model = tiny_models.tiny(num_layers=2, representation_size=6)
   x = tiny_models.images((2, 8, 12, 3))
   params = tiny_models.randomised(model, x)
@@ -71,7 +71,7 @@ def test_classifiers(classifier, shape):
   assert ('cls' in variables['params']) == ('token' in classifier)
 
 
-def test_gap_is_the_mean_of_what_unpooled_gives():
+def test_gap_is_the_mean_of_unpooled_tokens():
   x = tiny_models.images()
   model = tiny_models.tiny(classifier='gap')
   params = tiny_models.randomised(model, x)
@@ -81,7 +81,7 @@ def test_gap_is_the_mean_of_what_unpooled_gives():
   )  # fmt: skip
 
 
-def test_head_starts_at_its_bias_and_no_head_gives_the_pre_logits():
+def test_initial_head_bias_and_pre_logits_without_a_head():
   x = tiny_models.images()
   model = tiny_models.tiny(head_bias_init=-10.0, transformer=None, classifier='gap')
   head = tiny_models.init(model, x)['head']
@@ -98,7 +98,7 @@ def test_rectangular_images_and_patches():
   assert table.shape == (1, 1 + 4 * 3, 16)
 
 
-def test_without_position_embeddings_the_order_of_patches_does_not_matter():
+def test_patch_order_is_irrelevant_without_position_embeddings():
   x = tiny_models.images((1, 8, 8, 3))
   turned = x.reshape(1, 2, 4, 8, 3)[:, ::-1].reshape(x.shape)
   transformer = {**tiny_models.tiny().transformer, 'add_position_embedding': False}
@@ -123,8 +123,8 @@ def test_dtype_reaches_every_layer_and_logits_stay_float32():
   assert all(map(expected.search, other)), other
   assert any('attention_weights' in path for path in other)
   half = tiny_models.tiny(param_dtype='bfloat16', representation_size=8)
-  for given, dtype in ((model, jnp.float32), (half, jnp.bfloat16)):
-    assert {leaf.dtype for leaf in tiny_models.shapes(given, 8).values()} == {
+  for variant, dtype in ((model, jnp.float32), (half, jnp.bfloat16)):
+    assert {leaf.dtype for leaf in tiny_models.shapes(variant, 8).values()} == {
       jnp.dtype(dtype)
     }
   logits = apply(model, params, x)
@@ -151,8 +151,8 @@ def test_attention_weights_and_tokens_are_sown():
   assert set(variables) == {'params'}
 
 
-def test_attention_pools_patches_as_pytorch_does():
-  """With a class token, which it leaves out."""
+def test_attention_pooling_matches_pytorch():
+  """The class token is not pooled."""
   x = tiny_models.images()
   model = tiny_models.tiny(classifier='token_map')
   params = tiny_models.randomised(model, x)

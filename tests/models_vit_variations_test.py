@@ -24,7 +24,7 @@ _NORMS = {
   'rms': functools.partial(timm.layers.RmsNorm, eps=1e-6),
 }
 _PARALLEL = timm.models.vision_transformer.ParallelScalingBlock
-# Name -> fields of the encoder. tests/weights/dino_test.py has those of DINOv2.
+# Name -> fields of the encoder. tests/weights/dino_test.py covers DINOv2.
 CASES = {
   '22B': dict(norm='rms', qkv_bias=False, qk_norm=True, parallel=True),
   'parallel': dict(parallel=True),
@@ -33,7 +33,7 @@ CASES = {
 
 
 def of_timm(norm='layer', qkv_bias=True, qk_norm=False, parallel=False):
-  """A model of timm, for images of 8 x 8, with random parameters."""
+  """Returns a timm model for images of 8 x 8, with random parameters."""
   gelu = functools.partial(torch.nn.GELU, 'tanh')
   more = {'block_fn': _PARALLEL} if parallel else {}
   args = dict(
@@ -46,7 +46,7 @@ def of_timm(norm='layer', qkv_bias=True, qk_norm=False, parallel=False):
 
 
 def copied(state):
-  """The parameters of a model of timm in our tree, as far as they are there."""
+  """Returns a timm model's parameters in our tree, without absent ones."""
   state = {name: value.detach().numpy() for name, value in state.items()}
 
   def layer(name, shape=None, scale='kernel'):
@@ -110,12 +110,12 @@ def copied(state):
 
 def ours(fields, **more):
   fields = {**tiny_models.tiny().transformer, **fields, **more}
-  own = {k: fields.pop(k) for k in ('registers', 'classifier') if k in fields}
-  return tiny_models.tiny(transformer=fields, **own)
+  model_fields = {k: fields.pop(k) for k in ('registers', 'classifier') if k in fields}
+  return tiny_models.tiny(transformer=fields, **model_fields)
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_logits_are_those_of_timm(case):
+def test_logits_match_timm(case):
   fields, x = CASES[case], np.asarray(tiny_models.images())
   theirs = of_timm(**fields)
   params, model = copied(theirs.state_dict()), ours(fields)
@@ -134,7 +134,7 @@ _NEW = dict(
 VARIED = {**CASES['22B'], **_NEW}
 
 
-def test_options_of_the_encoder_do_not_change_the_gradient():
+def test_encoder_options_do_not_change_the_gradient():
   x = tiny_models.images()
   params = tiny_models.randomised(ours(VARIED, num_layers=2), x)
 
@@ -150,12 +150,12 @@ def test_options_of_the_encoder_do_not_change_the_gradient():
   )
 
 
-def test_factors_of_branches_begin_with_the_given_value():
+def test_layer_scale_starts_at_its_initial_value():
   _, params = encoder.LayerScale(0.25).init_with_output(jax.random.key(0), np.ones(3))
   np.testing.assert_array_equal(params['params']['gamma'], [0.25] * 3)
 
 
-def test_registers_are_no_tokens_of_the_result():
+def test_registers_are_not_returned():
   model, x = (
     ours({'registers': 3}).clone(classifier='token_unpooled'),
     np.ones((1, 8, 8, 3)),
@@ -182,6 +182,6 @@ def test_registers_are_no_tokens_of_the_result():
     ({'position_embedding': 'rope', 'num_heads': 8}, "'rope'.*multiple of 4, not 2"),
   ],
 )
-def test_what_does_not_work_is_rejected(fields, message):
+def test_unsupported_options_are_rejected(fields, message):
   with pytest.raises(ValueError, match=message):
     tiny_models.shapes(ours(fields), 8)

@@ -1,4 +1,4 @@
-"""Tests of runs of two processes on loopback, two devices each."""
+"""Tests of runs with two processes on loopback, two devices each."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from vit_jax import input_pipeline
 from vit_jax.data import sources
 from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 
-# Masked patches, since the weights of their micro-batches are not equal.
+# Masked patches, since their micro-batches have unequal weights.
 FLAGS = (
   '--config.task=masked_patches', '--config.accum_steps=2',
   '--config.model.hidden_size=64', '--config.model.transformer.mlp_dim=256',
@@ -24,7 +24,7 @@ PICTURES = ('--config.log_images=8', '--config.log_attention=True')
 
 
 def addresses():
-  """Flags by which two processes find each other."""
+  """Returns the flags with which two processes find each other."""
   place = processes.address()
   return [
     [f'--coordinator={place}', '--num_processes=2', f'--process_id={i}']
@@ -53,7 +53,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def two_processes(config, data_dir, tmp_path_factory):
-  """A run of two processes, that nothing disturbs: its folder."""
+  """The folder of an uninterrupted run with two processes."""
   workdir = tmp_path_factory.mktemp('two')
   pair = start_pair(config, workdir, *PICTURES, data_dir=data_dir)
   statuses, outputs = finish_pair(pair)
@@ -61,13 +61,13 @@ def two_processes(config, data_dir, tmp_path_factory):
   assert 'on 4 cpu devices in 2 processes' in outputs[0]
   assert 'Parameters, fsdp: 2 arrays, ' in outputs[0]
   assert 'Done in' in outputs[0]
-  # One of them speaks.
+  # Only the first prints progress.
   assert not re.search(r'^(step|Done|digits)', outputs[1], re.MULTILINE)
   return workdir
 
 
-def test_two_processes_compute_what_one_does(config, data_dir, two_processes, tmp_path):
-  """With parameters split over them, dropout, and micro-batches."""
+def test_two_processes_match_one_process(config, data_dir, two_processes, tmp_path):
+  """With parameters split over both, dropout and micro-batches."""
   status, output = processes.finish(
     config, tmp_path, *FLAGS, *PICTURES, data_dir=data_dir
   )
@@ -87,11 +87,11 @@ def test_two_processes_compute_what_one_does(config, data_dir, two_processes, tm
       Image.open(tmp_path / f'{name}.png') as theirs,
     ):
       difference = np.subtract(ours, theirs, dtype=int)
-    # Rounding may move a colour, or the last digit of a caption.
+    # Rounding may change a colour or the last digit of a caption.
     assert (abs(difference) <= 3).mean() > 0.99
 
 
-def test_a_signal_to_one_process_stops_both_and_they_go_on(
+def test_signal_to_one_process_stops_both_and_they_resume(
   config, data_dir, two_processes, tmp_path
 ):
   pair = start_pair(config, tmp_path, data_dir=data_dir)
@@ -130,8 +130,8 @@ batches = input_pipeline.train_batches(config, source, example, mesh, 3)
 batch = multihost_utils.process_allgather(next(batches), tiled=True)
 if index == '0':
   np.savez(path, **batch)
-# Both feed all rows, since one model spans them: so they must read the same, also
-# from tfrecord files, whose headers each has read a half of.
+# Both feed all rows, since one model spans them, so they must read the same data, also
+# from tfrecord files, of which each has read half of the headers.
 config.dataset, config.tfds_data_dir = 'shapes', sys.argv[5]
 source = sources.open_split(config, 'train', ('image',))
 mesh = sharding.make_mesh({'data': 1, 'model': 8})
@@ -146,7 +146,7 @@ for name, batches in (
 """
 
 
-def test_two_processes_see_the_batch_of_one(tiny_config, tmp_path):
+def test_two_processes_see_the_same_batch_as_one(tiny_config, tmp_path):
   input_pipeline_test.prepare(
     input_pipeline_test.Shapes, str(tmp_path), 'tfrecord', num_shards=3
   )

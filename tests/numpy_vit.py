@@ -1,4 +1,4 @@
-"""The Vision Transformer in NumPy, with its sums written out."""
+"""The Vision Transformer in NumPy, with explicit sums."""
 
 import jax
 import numpy as np
@@ -20,10 +20,10 @@ def gelu(x):
 
 
 def logits(params, x, heads, added, relative=None):
-  """The equations 1 to 4 of the paper, in float64, for square patches of 4.
+  """Equations 1 to 4 of the paper, in float64, for patches of 4 x 4.
 
-  Before layer i the tokens gain added[i]. With `relative`, the score of tokens
-  q and k gains the query times relative[i][N - 1 + q - k].
+  added[i] is added to the tokens before layer i. With `relative`, the query times
+  relative[i][N - 1 + q - k] is added to the score of tokens q and k.
   """
   params = jax.tree.map(lambda p: np.asarray(p, np.float64), params)
   x = np.asarray(x, np.float64)

@@ -1,4 +1,4 @@
-"""Scripts written for the original, as they stand, but for the batch layout."""
+"""Scripts written for the original, unchanged except for the batch layout."""
 
 import logging
 
@@ -30,7 +30,7 @@ from vit_jax.configs import (
 from vit_jax.run import metrics as metrics_lib
 
 
-def test_a_loop_of_ones_own(image_folder, tmp_path):
+def test_users_own_training_loop(image_folder, tmp_path):
   """Fine-tuning as in the original's first notebook."""
   dataset = str(image_folder)
   config = common_config.with_dataset(common_config.get_config(), dataset)
@@ -72,15 +72,15 @@ def test_a_loop_of_ones_own(image_folder, tmp_path):
     params, opt_state, loss, rng = update_fn(params, opt_state, batch, rng)
     losses.append(float(loss))
   assert losses[-1] < losses[0]
-  # Empty leaves, which the notebook puts in by hand, do no harm.
+  # Empty leaves, which the notebook adds by hand, are harmless.
   params = flax.core.unfreeze(params)
   params['pre_logits'] = {}
   apply = jax.jit(model.apply, static_argnames='train')
   assert apply({'params': params}, batch['image'], train=False).shape == (8, 3)
 
 
-def test_the_augreg_notebook(image_folder, tmp_path):
-  """`pp` replaced as a whole, no accumulation, and the best checkpoint of an index."""
+def test_augreg_notebook(image_folder, tmp_path):
+  """Replaces all of `pp`; no accumulation; uses the best checkpoint of an index."""
   rows = 'name,ds,final_val,adapt_ds,adapt_final_test,filename,adapt_filename\n'
   for ds, best, name in (
     ('i1k', 0.9, 'R_Ti_16-i1k-a'),
@@ -98,7 +98,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
   config.batch = config.batch_eval = 8
   config.update(total_steps=1, warmup_steps=0, accum_steps=0)
   config.pretrained_dir = str(tmp_path)
-  # The best that was pre-trained on ImageNet-21k.
+  # The best one pre-trained on ImageNet-21k.
   with pytest.raises(FileNotFoundError, match='R_Ti_16-i21k-c.npz.*hf://'):
     train.train_and_evaluate(config, str(tmp_path / 'run'))
   with pytest.raises(ValueError, match="model 'S_16' is not among the i21k"):
@@ -107,7 +107,7 @@ def test_the_augreg_notebook(image_folder, tmp_path):
     checkpoint.augreg_filename('S_16', str(tmp_path / 'no'))
 
 
-def test_a_mixer_trains_and_starts_from_weights(image_folder, tmp_path):
+def test_mixer_trains_from_weights(image_folder, tmp_path):
   config = common_config.with_dataset(common_config.get_config(), str(image_folder))
   config.model_type = 'Mixer'
   config.pretrained_dir = None
@@ -129,7 +129,7 @@ def test_a_mixer_trains_and_starts_from_weights(image_folder, tmp_path):
 
 
 def test_mixer_by_hand():
-  """One block with weights that a reader can follow."""
+  """One block with simple weights."""
   model = models.MlpMixer(
     patches={'size': (1, 1)}, num_classes=2, num_blocks=1, hidden_dim=2,
     tokens_mlp_dim=3, channels_mlp_dim=5,
@@ -206,7 +206,7 @@ def test_inference_time(tmp_path):
 
 
 def test_flags_of_the_original():
-  """A path into the original's tree, and an argument for the config."""
+  """A path in the original's tree, and an argument for the config."""
   argv = [
     '--workdir=/tmp/vit',
     '--config=/home/me/vision_transformer/vit_jax/configs/augreg.py:R_Ti_16',

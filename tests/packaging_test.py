@@ -1,4 +1,4 @@
-"""Tests of what is installed, what is imported, and who may import whom."""
+"""Tests of packaging, lazy imports, and dependencies between modules."""
 
 import ast
 import functools
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 def run(code, cwd='/'):
-  """Runs Python elsewhere, with the checkout importable."""
+  """Runs Python in another folder, with the checkout importable."""
   return subprocess.run(
     [sys.executable, '-c', code],
     capture_output=True,
@@ -34,8 +34,8 @@ def run(code, cwd='/'):
   )
 
 
-def test_what_imports_load():
-  """Models neither TensorFlow nor the trainer; the original's names no tokenizer."""
+def test_imports_stay_light():
+  """Models import neither TensorFlow nor the trainer; old names load no tokenizer."""
   done = run(
     'import sys\n'
     'def assert_absent(*names):\n'
@@ -58,20 +58,18 @@ def test_what_imports_load():
     'assert_absent("keras", "pandas")\n'
     'import tensorflow as tf\n'
     'assert int(tf.constant(2) + 1) == 3\n'
-    # libtpu is left alone where there is no TPU.
+    # libtpu is not loaded without a TPU.
     'import jax\n'
     'assert jax.devices()[0].platform == "cpu"\n'
     'assert "libtpu.so" not in open("/proc/self/maps").read()\n'
   )
   assert done.returncode == 0, done.stderr
-  # TensorFlow is loaded in silence, and libtpu says nothing of a missing TPU.
+  # TensorFlow loads silently, and libtpu does not complain about a missing TPU.
   assert done.stderr == ''
 
 
 @pytest.mark.parametrize('driver', [True, False])
-def test_jax_for_cuda_is_left_alone_where_there_is_no_driver(
-  tmp_path, driver, monkeypatch, capsys
-):
+def test_falls_back_to_cpu_without_a_cuda_driver(tmp_path, driver, monkeypatch, capsys):
   def load(name):
     assert name == 'libcuda.so.1'
     if not driver:
@@ -82,16 +80,16 @@ def test_jax_for_cuda_is_left_alone_where_there_is_no_driver(
   (tmp_path / 'xla_cuda13.py').touch()
   monkeypatch.setattr(console.importlib.util, 'find_spec', lambda name: plugins)
   monkeypatch.setattr(console.ctypes, 'CDLL', load)
-  monkeypatch.setenv('JAX_PLATFORMS', '')  # So that it is as now afterwards.
+  monkeypatch.setenv('JAX_PLATFORMS', '')  # Restored at the end of the test.
   monkeypatch.delenv('JAX_PLATFORMS')
   console.avoid_absent_gpus()
   assert os.environ.get('JAX_PLATFORMS') == (None if driver else 'cpu')
-  said = capsys.readouterr().err
-  assert said.count('\n') == (0 if driver else 1)
-  assert driver or 'libcuda.so.1' in said
+  output = capsys.readouterr().err
+  assert output.count('\n') == (0 if driver else 1)
+  assert driver or 'libcuda.so.1' in output
 
 
-def test_commands_keep_what_they_compile(tmp_path):
+def test_commands_cache_compiled_programs(tmp_path):
   environment = {
     'JAX_PLATFORMS': 'cpu',
     'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
@@ -125,7 +123,7 @@ def modules():
 
 @functools.cache
 def imports_of(path):
-  """Returns the dotted names, below vit_jax, of what a file imports."""
+  """Returns the dotted names of imports in a file, relative to vit_jax."""
   known, found = modules(), []
   for node in ast.walk(ast.parse(path.read_text())):
     if isinstance(node, ast.ImportFrom) and node.module:
@@ -137,7 +135,7 @@ def imports_of(path):
 
 
 def assert_no_circle(edges):
-  """Asserts that no nodes of a graph import each other in a circle."""
+  """Asserts that a graph of imports has no cycles."""
   graph = graphlib.TopologicalSorter()
   for node, other in edges:
     if node != other:
@@ -145,8 +143,8 @@ def assert_no_circle(edges):
   graph.prepare()  # Raises CycleError, which names them.
 
 
-def test_neither_rooms_nor_files_import_each_other_in_a_circle():
-  """A room is a folder in vit_jax, or a file beside them; rooms have rooms."""
+def test_no_circular_imports_between_packages_or_files():
+  """Checks the folders and files at every level of vit_jax."""
   edges = [(n, o) for n, path in modules().items() for o in imports_of(path)]
   assert len(edges) > 500
   assert_no_circle(edges)
@@ -160,7 +158,7 @@ def test_neither_rooms_nor_files_import_each_other_in_a_circle():
     )
 
 
-def test_configs_import_nothing_of_the_package_but_each_other():
+def test_configs_import_only_each_other_from_the_package():
   for path in (ROOT / 'configs').glob('*.py'):
     assert {n.split('.')[0] for n in imports_of(path)} <= {'configs'}, path
 
@@ -173,8 +171,8 @@ def test_only_figures_import_matplotlib_and_nothing_imports_main():
     assert 'main' not in imports_of(path), path
 
 
-def test_nobody_is_told_to_install_a_name_that_is_not_ours():
-  """Whoever takes `vit_jax` on PyPI would run code on users' machines."""
+def test_never_recommends_installing_an_unowned_name():
+  """Whoever registers `vit_jax` on PyPI could run code on users' machines."""
   pattern = re.compile(r'pip3? install [^`\n]*\bvit[_-]jax\[')
   files = [*ROOT.glob('*.md'), ROOT / 'setup.py']
   files += (ROOT / 'colabs').glob('*.ipynb')
@@ -187,11 +185,11 @@ def test_nobody_is_told_to_install_a_name_that_is_not_ours():
 
 @pytest.fixture(scope='module')
 def wheel(tmp_path_factory):
-  """What the wheel holds that is built from a copy of the checkout, in a folder."""
+  """A folder with the contents of a wheel built from a copy of the checkout."""
   tmp = tmp_path_factory.mktemp('wheel')
   ignore = shutil.ignore_patterns('.*', '*.egg-info', 'build', '__pycache__')
   shutil.copytree(ROOT, tmp / 'source', ignore=ignore)
-  # With the setuptools that TensorFlow requires, in place of one that is downloaded.
+  # Uses the installed setuptools, which TensorFlow requires, instead of downloading.
   command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', tmp]
   subprocess.run([*command, '--no-build-isolation', tmp / 'source'], check=True)
   [path] = tmp.glob('*.whl')
@@ -202,7 +200,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture
 def without_extras(wheel, tmp_path):
-  """Runs Python with the wheel, and as if only the base were installed."""
+  """Runs Python with the wheel, as if no extras were installed."""
   absent = (*console.TRAIN_MODULES, 'huggingface_hub', 'matplotlib', 'torch')
   (tmp_path / 'sitecustomize.py').write_text(
     'import importlib.machinery as machinery, sys\n'
@@ -228,12 +226,12 @@ def without_extras(wheel, tmp_path):
   return run
 
 
-def test_the_base_loads_and_converts_weights(without_extras):
+def test_base_install_loads_and_converts_weights(without_extras):
   done = without_extras('-P', ROOT / 'tests/base_install.py')
   assert (done.returncode, done.stdout) == (0, 'ok\n'), done.stderr
 
 
-def test_a_command_that_lacks_an_extra_names_it_in_one_line(without_extras, tmp_path):
+def test_missing_extra_is_named_in_one_line(without_extras, tmp_path):
   done = without_extras(
     '-m', 'vit_jax', 'train', f'--config={ROOT}/configs/digits.py',
     f'--workdir={tmp_path}/run',
@@ -245,7 +243,7 @@ def test_a_command_that_lacks_an_extra_names_it_in_one_line(without_extras, tmp_
   assert not (tmp_path / 'run').exists()
 
 
-def test_modules_of_the_extra_train_are_those_of_its_packages():
+def test_modules_of_the_extra_train_match_its_packages():
   requirements = map(markers.Requirement, importlib.metadata.requires('vit_jax'))
   wanted = {
     utils.canonicalize_name(need.name)
@@ -261,7 +259,7 @@ def test_modules_of_the_extra_train_are_those_of_its_packages():
   assert wanted <= found
 
 
-def test_a_wheel_has_the_configs_and_works_without_the_checkout(wheel):
+def test_wheel_has_the_configs_and_works_without_the_checkout(wheel):
   assert (wheel / 'vit_jax/py.typed').exists()
   for path in (ROOT / 'configs').glob('*.py'):
     assert (wheel / 'vit_jax/configs' / path.name).exists(), path
@@ -281,7 +279,7 @@ def test_a_wheel_has_the_configs_and_works_without_the_checkout(wheel):
   assert 'Traceback' not in done.stderr
 
 
-def test_the_quick_tests_exist():
+def test_quick_tests_exist():
   for name in conftest.QUICK:
     file, _, test = name.partition('::')
     assert f'def {test}' in (ROOT / 'tests' / file).read_text(), name

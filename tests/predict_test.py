@@ -48,13 +48,13 @@ def model(folder_run):
   return predict.load(str(folder_run[1]))
 
 
-def test_a_folder_is_learned_from_scratch(folder_run):
+def test_learns_a_folder_from_scratch(folder_run):
   _, _, metrics = folder_run
   assert metrics['accuracy_test'] == 1
   assert metrics['num_examples_test'] == 9
 
 
-def test_classes_come_by_name_with_probabilities(model, image_folder):
+def test_returns_class_names_and_probabilities(model, image_folder):
   assert model.class_names == ('ant', 'bee', 'cow')
   paths = sorted(str(p) for p in (image_folder / 'test').glob('*/*'))
   results = model.predict(paths)
@@ -66,7 +66,7 @@ def test_classes_come_by_name_with_probabilities(model, image_folder):
   assert model.predict([]) == []
 
 
-def test_weights_without_a_run_give_the_same(model, image_folder, tmp_path):
+def test_weights_without_a_run_give_the_same_predictions(model, image_folder, tmp_path):
   path = str(tmp_path / 'weights.npz')
   checkpoint.save(model.params, path)
   loaded = predict.load_weights(path, model.class_names, image_size=(16, 16))
@@ -75,7 +75,7 @@ def test_weights_without_a_run_give_the_same(model, image_folder, tmp_path):
   assert predict.load_weights(path).class_names == ('0', '1', '2')
 
 
-def test_parameters_in_half_of_the_memory(folder_run, model, image_folder, tmp_path):
+def test_parameters_in_bfloat16(folder_run, model, image_folder, tmp_path):
   whole, half = model, predict.load(folder_run[1], dtype='bfloat16')
   images = sorted(map(str, (image_folder / 'test').glob('*/*')))[:2]
   want, path = whole.logits(images), str(tmp_path / 'weights.npz')
@@ -95,8 +95,8 @@ def test_parameters_in_half_of_the_memory(folder_run, model, image_folder, tmp_p
       load('/no/where', dtype='int4')
 
 
-def test_kernels_in_a_quarter_of_the_memory(folder_run, model, image_folder, tmp_path):
-  """As rounded in NumPy: the largest weight of an output channel becomes 127."""
+def test_kernels_in_int8(folder_run, model, image_folder, tmp_path):
+  """Rounded as in NumPy: the largest weight of an output channel becomes 127."""
   want = {}
   for path, x in traverse_util.flatten_dict(model.params, sep='/').items():
     x = want[path] = np.asarray(x)
@@ -123,7 +123,7 @@ def test_kernels_in_a_quarter_of_the_memory(folder_run, model, image_folder, tmp
   np.testing.assert_allclose(again.logits(images), rounded, rtol=1e-3, atol=1e-4)
 
 
-def test_prediction_is_evaluation(folder_run, model):
+def test_prediction_matches_evaluation(folder_run, model):
   config, _, _ = folder_run
   source = sources.open_split(config, 'test', class_names=model.class_names)
   example = input_pipeline.labelled_example(config, len(model.class_names))
@@ -136,8 +136,8 @@ def test_prediction_is_evaluation(folder_run, model):
   np.testing.assert_allclose(model.logits(many)[36:40], got[:4], atol=1e-5)
 
 
-def test_few_images_are_prepared_as_many_are(model, image_folder):
-  """Up to 8 images without a pipeline of TensorFlow."""
+def test_few_images_are_preprocessed_like_many(model, image_folder):
+  """Up to 8 images are prepared without a TensorFlow pipeline."""
   images = [str(next((image_folder / 'test/ant').iterdir()))]
   images += varied_images(8)
   want = model.inputs(images)['image']
@@ -155,7 +155,7 @@ def varied_images(count):
 
 
 def test_threads_share_a_model(folder_run):
-  """From their first calls on, all at once, which compile."""
+  """All make their first calls, which compile, at the same time."""
   model, images = predict.load(str(folder_run[1])), varied_images(12)
   calls = [images] * 2 + [[image] for image in images[:4]]
 
@@ -170,7 +170,7 @@ def test_threads_share_a_model(folder_run):
   assert np.ptp(found[0][1], axis=0).min() > 1e-3  # No two images are alike.
 
 
-def test_a_model_can_be_pickled(model):
+def test_model_can_be_pickled(model):
   images = varied_images(2)
   model.probabilities(images), model.embed(images)  # Compiles functions.
   again = pickle.loads(pickle.dumps(model))
@@ -186,12 +186,12 @@ def test_a_model_can_be_pickled(model):
     (['--sample=10000000'], 'sample=10000000 .*4,096'),
   ],
 )
-def test_odd_numbers_are_refused_before_a_model_is_read(args, message):
+def test_wrong_numbers_are_rejected_before_loading_a_model(args, message):
   with pytest.raises(ValueError, match=message):
     predict_command.main(['--workdir=/no/run', *args])
 
 
-def test_what_a_classifier_does_not_do_is_said(folder_run, model):
+def test_unsupported_methods_of_a_classifier_are_named(folder_run, model):
   images = [np.zeros((8, 8, 3), np.uint8)]
   for name in ('detect', 'embed_texts'):
     with pytest.raises(AttributeError, match=f"'classify'.*'{name}'.*predict"):
@@ -206,7 +206,7 @@ def test_what_a_classifier_does_not_do_is_said(folder_run, model):
     predict.load(file)
 
 
-def test_a_model_says_what_it_is(folder_run, model, tmp_path):
+def test_repr_of_a_model(folder_run, model, tmp_path):
   config, workdir, _ = folder_run
   count = sum(x.size for x in jax.tree.leaves(model.params))
   for word in (
@@ -220,7 +220,7 @@ def test_a_model_says_what_it_is(folder_run, model, tmp_path):
   assert str(file) in repr(predict.load_weights(file))
 
 
-def test_outputs_that_are_not_finite_are_refused(folder_run, image_folder):
+def test_non_finite_outputs_are_rejected(folder_run, image_folder):
   _, workdir, _ = folder_run
   model = predict.load(str(workdir))
   model.params['head']['bias'] = model.params['head']['bias'].at[1].set(np.nan)
@@ -244,7 +244,7 @@ def test_images_may_be_arrays_of_any_size(model):
     model.predict('image.png')
 
 
-def test_the_command_prints_the_classes(folder_run, image_folder, capsys):
+def test_command_prints_the_classes(folder_run, image_folder, capsys):
   _, workdir, _ = folder_run
   image = next((image_folder / 'test' / 'bee').iterdir())
 
@@ -255,7 +255,7 @@ def test_the_command_prints_the_classes(folder_run, image_folder, capsys):
   assert lines[0] == str(image)
   assert len(lines) == 3
   assert lines[1].endswith(' %  bee')
-  # A folder, in a pattern: all images below it, in the order of their names.
+  # A pattern that matches a folder: all images below it, sorted by name.
   capsys.readouterr()
   predict_command.main([program[2], '--top=1', str(image_folder / 't*t')])
   paths = sorted(map(str, (image_folder / 'test').glob('*/*')))
@@ -265,10 +265,10 @@ def test_the_command_prints_the_classes(folder_run, image_folder, capsys):
 
 
 @pytest.mark.parametrize('count', [2, 9])
-def test_the_command_skips_broken_images(
+def test_command_skips_broken_images(
   folder_run, image_folder, tmp_path, capsys, caplog, count
 ):
-  """Few images, and more than one batch of which the first ones are printed."""
+  """With few images, and with more than one batch."""
   for i, path in enumerate(sorted((image_folder / 'test').glob('*/*'))[:count]):
     shutil.copy(path, tmp_path / f'{i}{path.suffix}')
   good = sorted(map(str, tmp_path.iterdir()))
@@ -284,10 +284,10 @@ def test_the_command_skips_broken_images(
   assert len(skipped) == 2
 
 
-def test_images_that_were_predicted_are_forgotten(model):
-  """TensorFlow keeps nothing of a call, however many images it has."""
+def test_predicted_images_are_not_kept_in_memory(model):
+  """TensorFlow keeps nothing from a call, for few images or many."""
   kept = []
-  for count in (2, 12):  # Of which models of this file are compiled.
+  for count in (2, 12):  # Batch sizes already compiled in this file.
     images = np.zeros((count, 20, 20, 3), np.uint8)
     kept.append(weakref.ref(images))
     model.predict(images)
@@ -296,8 +296,8 @@ def test_images_that_were_predicted_are_forgotten(model):
   assert [ref() for ref in kept] == [None, None]
 
 
-def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
-  model = predict.load(str(folder_run[1]))  # An evaluation changes its config.
+def test_evaluates_another_split_and_another_folder(folder_run, tmp_path, image_folder):
+  model = predict.load(str(folder_run[1]))  # Evaluation changes its config.
   assert evaluation.evaluate(model, 'train[:7]')['num_examples'] == 7
   with pytest.raises(FileNotFoundError, match=r"'tset'.*--split=SPLIT"):
     evaluation.evaluate(model, 'tset')
@@ -313,12 +313,12 @@ def test_another_split_and_another_folder(folder_run, tmp_path, image_folder):
     evaluation.evaluate(model, 'test', str(tmp_path / 'moved'))
 
 
-# --- Checkpoints that are damaged or missing ---
+# --- Damaged or missing checkpoints ---
 
 
 @pytest.fixture
 def damaged(folder_run, tmp_path):
-  """A copy of the run whose newest checkpoint will be damaged."""
+  """A copy of the run, whose newest checkpoint tests may damage."""
   _, workdir, _ = folder_run
   copied = tmp_path / 'copy'
   shutil.copytree(workdir, copied)
@@ -333,14 +333,14 @@ def largest_file(folder):
   )
 
 
-def test_a_truncated_checkpoint_gives_way_to_the_one_before(
+def test_truncated_checkpoint_falls_back_to_the_previous_one(
   damaged, folder_run, caplog
 ):
   config, workdir, _ = folder_run
   path = largest_file(damaged / 'checkpoints' / '25')
   path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
   assert predict.load(str(damaged)).step == 24
-  assert (damaged / 'checkpoints' / '25').exists()  # Predicting only reads.
+  assert (damaged / 'checkpoints' / '25').exists()  # Prediction only reads.
   train.train_and_evaluate(copy.deepcopy(config), str(damaged))
   assert f"'{path}' is damaged (checksum)" in caplog.text
   assert [p.name for p in (damaged / 'damaged_checkpoints').iterdir()] == ['25']
@@ -349,7 +349,7 @@ def test_a_truncated_checkpoint_gives_way_to_the_one_before(
   jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
-def test_no_checkpoint_that_can_be_read(damaged, folder_run):
+def test_no_readable_checkpoint(damaged, folder_run):
   for step in checkpoints_lib.Checkpoints(damaged, read_only=True).steps():
     largest_file(damaged / 'checkpoints' / str(step)).write_bytes(b'')
   with pytest.raises(ValueError, match='no checkpoint in .* can be restored'):

@@ -26,7 +26,7 @@ def pp(**kwargs):
 
 
 def smooth(height=40, width=60):
-  """A colour picture without sharp edges, which JPEG keeps well."""
+  """Returns a colour image without sharp edges, which JPEG preserves well."""
   y, x = np.mgrid[:height, :width]
   red, green = 255 * y // height, 255 * x // width
   return np.stack([red, green, 255 - red], axis=-1).astype(np.uint8)
@@ -49,7 +49,7 @@ FILES = {
 
 
 @pytest.mark.parametrize('name', FILES)
-def test_every_format_comes_out_as_pillow_decodes_it(name):
+def test_every_format_is_decoded_like_pillow(name):
   encoded, tolerance = FILES[name]
   want = np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB')).astype(int)
   got = images.decode(tf.constant(encoded)).numpy().astype(int)
@@ -62,10 +62,10 @@ def test_every_format_comes_out_as_pillow_decodes_it(name):
 
 
 @pytest.mark.parametrize('fmt', ['PNG', 'WEBP'])
-def test_what_is_transparent_is_white(fmt):
-  image = np.zeros((4, 4, 4), np.uint8)  # Black, and transparent all over ...
-  image[0, 0] = (10, 20, 30, 255)  # ... but for one pixel,
-  image[1, 1] = (0, 0, 0, 128)  # and one that is half so.
+def test_transparent_pixels_are_white(fmt):
+  image = np.zeros((4, 4, 4), np.uint8)  # Black, and fully transparent ...
+  image[0, 0] = (10, 20, 30, 255)  # ... except for one pixel,
+  image[1, 1] = (0, 0, 0, 128)  # and one that is half transparent.
   encoded = encode(Image.fromarray(image), fmt, lossless=True, exact=True)
   got = images.decode(tf.constant(encoded)).numpy()
   assert got[0, 0].tolist() == [10, 20, 30]
@@ -73,19 +73,19 @@ def test_what_is_transparent_is_white(fmt):
   np.testing.assert_allclose(got[1, 1], [127] * 3, atol=1)
 
 
-def test_values_lie_between_minus_one_and_one():
+def test_values_are_between_minus_one_and_one():
   image = tf.constant([[[0], [255]], [[51], [204]]], tf.uint8)
   got = preprocess.for_evaluation(image, pp(crop=2, channels=1)).numpy()
   np.testing.assert_allclose(got[..., 0], [[-1, 1], [-0.6, 0.6]], atol=1e-6)
 
 
-def test_squeeze_keeps_all_and_central_crop_keeps_the_middle():
+def test_squeeze_keeps_everything_and_central_crop_the_middle():
   image = np.zeros((20, 60, 3), np.uint8)
   image[:, 20:40] = 255  # White in the middle third.
   squeezed = preprocess.for_evaluation(image, pp(crop=12)).numpy()
   np.testing.assert_array_equal(squeezed[6, :, 0], [-1] * 4 + [1] * 4 + [-1] * 4)
   cut = preprocess.for_evaluation(image, pp(crop=12, resize=12)).numpy()
-  assert cut.min() == 1  # The short side is 20 -> 12, the middle 12 of 36 left.
+  assert cut.min() == 1  # Short side 20 -> 12, then the middle 12 of 36.
   both = preprocess.for_evaluation(image, pp(crop=6, resize=(8, 12))).numpy()
   np.testing.assert_array_equal(
     both[3, :, 0], [-1, 1, 1, 1, 1, -1]
@@ -112,14 +112,14 @@ def test_augmentation_is_a_function_of_its_seed():
   assert first.max() <= 1
 
 
-def test_without_augmentation_training_sees_what_evaluation_sees():
+def test_training_without_augmentation_matches_evaluation():
   encoded, _ = FILES['png']
   plain = train(encoded, (0, 0), flip=False, crop_area=None)
   want = preprocess.for_evaluation(images.decode(encoded), pp(crop=16))
   np.testing.assert_array_equal(plain, want)
 
 
-def test_rotation_is_scipys():
+def test_rotation_matches_scipy():
   image = np.asarray(Image.fromarray(smooth(32, 32)).convert('L'), np.float32)
   encoded = encode(Image.fromarray(image.astype(np.uint8)), 'PNG')
   fields = dict(crop=32, channels=1, crop_area=None, flip=False, rotate=30.0)
@@ -137,7 +137,7 @@ def test_rotation_is_scipys():
 
 
 def load(image, config):
-  """Brings an image of a user to size, as prediction does."""
+  """Resizes a user's image, as in prediction."""
   return preprocess.from_user(
     image, lambda encoded: preprocess.prepare(encoded, None, config).numpy()
   )
@@ -153,7 +153,7 @@ def load(image, config):
     FILES['png'][0],
   ],
 )
-def test_images_of_a_user_come_in_any_form(image):
+def test_user_images_of_any_type(image):
   want = preprocess.for_evaluation(np.asarray(RGB), pp(crop=8))
   tolerance = 0.5 if getattr(image, 'mode', '') == 'P' else 1e-6
   got = load(image, pp(crop=8))
@@ -177,8 +177,8 @@ def test_wrong_images_are_named(tmp_path):
 
 
 @pytest.mark.parametrize('fmt', ['WEBP', 'BMP'])
-def test_files_that_end_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
-  """Seen: prediction refused every WebP of Pillow, whose last byte is zero."""
+def test_files_ending_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
+  """Prediction once rejected every WebP from Pillow, whose last byte is zero."""
   zeros = 0
   for width in range(3, 9):
     path = tmp_path / f'image{width}'
@@ -191,7 +191,7 @@ def test_files_that_end_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
 
 
 @pytest.mark.parametrize('name', ['cmyk jpeg', 'png', 'webp', 'bmp', 'gif'])
-def test_pixels_are_counted_before_they_are_decoded(name, tmp_path):
+def test_size_is_checked_before_decoding(name, tmp_path):
   path = tmp_path / 'large.img'
   path.write_bytes(FILES[name][0])
   message = r'large.img.*60 x 40 pixels, more than max_image_pixels=2399'
@@ -205,13 +205,13 @@ def test_pixels_are_counted_before_they_are_decoded(name, tmp_path):
 
 @pytest.fixture
 def vocabulary(tmp_path):
-  """Path of a vocabulary of BERT."""
+  """Path of a BERT vocabulary."""
   path = tmp_path / 'vocab.txt'
   path.write_text('[PAD]\n[UNK]\n[CLS]\na\ncat\ndog\n##s\n')
   return str(path)
 
 
-def test_images_and_texts_are_prepared_side_by_side(vocabulary):
+def test_images_and_texts_are_preprocessed_together(vocabulary):
   pp = preprocess.get_pp(
     tokenizer_name='bert', vocab_path=vocabulary, max_len=4, size=2
   )
@@ -232,18 +232,18 @@ def test_images_and_texts_are_prepared_side_by_side(vocabulary):
   assert got['image'][:, 0, :, 0].tolist() == [[-1, -1], [-1, 1]]
 
 
-def test_features_that_are_missing_are_not_made(vocabulary):
+def test_missing_features_are_not_created(vocabulary):
   pp = preprocess.get_pp(
     tokenizer_name='bert', vocab_path=vocabulary, max_len=3, size=4
   )
-  given = {'text': tf.constant('a dog'), 'label': 3}
-  got = pp(given)
+  features = {'text': tf.constant('a dog'), 'label': 3}
+  got = pp(features)
   assert got.pop('tokens').numpy().tolist() == [2, 3, 5]
-  assert got == given
+  assert got == features
   assert pp({}) == {}
 
 
-def test_the_originals_names_of_tokenizers(vocabulary):
+def test_tokenizer_names_of_the_original(vocabulary):
   assert preprocess.get_tokenizer('bert') is preprocess.BertTokenizer
   assert preprocess.get_tokenizer('sentencepiece') is preprocess.SentencepieceTokenizer
   tokenizer = preprocess.BertTokenizer(vocab_path=vocabulary, max_len=3)

@@ -1,4 +1,4 @@
-"""Runs `vit_jax.main` in real processes, for several tests."""
+"""Helpers that run `vit_jax.main` in separate processes."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from vit_jax import predict
 
 ROOT = pathlib.Path(__file__).parents[1]
 
-# A config file for a run of sixty steps, which take a second or two.
+# A config file for a run of sixty steps, which takes a second or two.
 CONFIG = """
 from vit_jax.configs import common
 from tests import tiny_models
@@ -60,27 +60,27 @@ def _environment(devices):
 
 
 def start(config, workdir, *flags, data_dir, devices=1, **options):
-  """Starts what `python -m vit_jax.main` does; see forked.start for options."""
+  """Starts `python -m vit_jax.main`; see forked.start for options."""
   command = _command(config, workdir, flags, data_dir)
   return forked.start(command, _environment(devices), **options)
 
 
 def finish(*args, **kwargs):
-  """Runs to the end; returns the exit status and what was printed."""
+  """Runs to the end; returns the exit status and the output."""
   process = start(*args, **kwargs)
   output, _ = process.communicate()
   return process.returncode, output
 
 
 def finish_code(code, *args, devices=1):
-  """Runs code in a process; returns the exit status and what it printed."""
+  """Runs code in a process; returns the exit status and the output."""
   process = forked.start_code(code, list(map(str, args)), _environment(devices))
   output, _ = process.communicate()
   return process.returncode, output
 
 
 def finish_module(module, *args, devices=1):
-  """Runs `python -m MODULE ARGS`; returns the exit status and what it printed."""
+  """Runs `python -m MODULE ARGS`; returns the exit status and the output."""
   code = f"""
 import runpy, warnings
 # Imported before the fork.
@@ -91,29 +91,29 @@ runpy.run_module({module!r}, run_name='__main__')
 
 
 def address():
-  """Returns a free HOST:PORT, at which processes can find each other."""
+  """Returns a free HOST:PORT for the coordinator."""
   with socket.socket() as s:
     s.bind(('localhost', 0))
     return f'localhost:{s.getsockname()[1]}'
 
 
 def run_code(code, *arguments):
-  """Runs code in a process; returns what was printed."""
+  """Runs code in a process; returns the output."""
   status, output = finish_code(code, *arguments)
   assert status == 0, output
   return output
 
 
 def run_two(code, *arguments, devices=1):
-  """Runs code in two processes, which it gets an address and its number for.
+  """Runs code in two processes, which get an address and their index.
 
   Args:
     code: Python; its arguments are HOST:PORT, 0 or 1, and `arguments`.
-    *arguments: more of them.
+    *arguments: further arguments.
     devices: CPU devices of each process.
 
   Returns:
-    Exit statuses, and what was printed.
+    Exit statuses and outputs.
   """
   place = address()
   pair = [
@@ -127,7 +127,7 @@ def run_two(code, *arguments, devices=1):
 
 
 def said(outputs):
-  """Returns what each of two processes printed as 'SAID ' and JSON."""
+  """Returns the JSON that each of two processes printed after 'SAID '."""
   lines = [
     [x for x in output.splitlines() if x.startswith('SAID ')] for output in outputs
   ]

@@ -1,6 +1,6 @@
-"""Calls that public programs make on the original, as they stand there.
+"""Calls to the original that public programs make, copied verbatim.
 
-Each test names the kind of program that its calls come from.
+Each test names the kind of program that makes them.
 """
 
 import glob
@@ -28,7 +28,7 @@ PAGE = pathlib.Path(__file__).parents[1] / 'docs' / 'coming_from_the_original.md
 
 @pytest.fixture(scope='module')
 def small():
-  """A model of one layer, its variables, and 16 images."""
+  """A model with one layer, its variables, and 16 images."""
   model = tiny_models.tiny(num_classes=3)
   x = tiny_models.images((16, 8, 8, 3))
   params = tiny_models.randomised(model, x)
@@ -44,7 +44,7 @@ def smallest():
   return model, {'params': params}, x
 
 
-# --- Models inside other people's parallelism ---
+# --- Models in users' parallel code ---
 
 
 def by_pmap(apply, variables, x):
@@ -71,8 +71,8 @@ def under_explicit_axes_split(apply, variables, x):
     return jax.jit(jax.sharding.auto_axes(apply, out_sharding=P('data')))(variables, x)
 
 
-def test_a_robustness_study_applies_the_model(small):
-  """Evaluation over corrupted images, on all devices of a host."""
+def test_robustness_study_applies_the_model(small):
+  """Evaluation on corrupted images, on all devices of a host."""
   model, variables, x = small
   apply = lambda variables, x: model.apply(variables, x, train=False)
   want = jax.jit(apply)(variables, x)
@@ -80,8 +80,8 @@ def test_a_robustness_study_applies_the_model(small):
     np.testing.assert_allclose(way(apply, variables, x), want, atol=1e-5)
 
 
-def test_an_ensemble_is_initialised_by_old_style_keys(smallest):
-  """Deep ensembles: one key a member, by vmap and by pmap."""
+def test_ensemble_is_initialised_with_old_style_keys(smallest):
+  """Deep ensembles: one key per member, with vmap and pmap."""
   model, _, x = smallest
   keys = jax.random.split(jax.random.PRNGKey(0), 8)
   init = lambda key: model.init(key, x[:1], train=False)['params']
@@ -91,8 +91,8 @@ def test_an_ensemble_is_initialised_by_old_style_keys(smallest):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), member, want)
 
 
-def test_a_batch_of_keys_is_named(small):
-  """Loops that replicate their key before they initialise or train."""
+def test_batch_of_keys_is_rejected(small):
+  """Training loops that replicate the key before they initialise or train."""
   model, variables, x = small
   keys = flax.jax_utils.replicate(jax.random.PRNGKey(0))
   message = r"rngs\['params'\] must be one random key, got uint32\[8, 2\]"
@@ -105,19 +105,19 @@ def test_a_batch_of_keys_is_named(small):
     update(variables['params'], optax.sgd(0.1).init({}), {'image': x}, keys)
 
 
-def test_a_teacher_takes_the_tensors_of_the_input_pipeline(smallest):
-  """Distillation: the teacher's logits of a batch of tf.data."""
+def test_teacher_accepts_tensors_of_the_input_pipeline(smallest):
+  """Distillation: the teacher's logits for a batch from tf.data."""
   model, variables, x = smallest
   logits = model.apply(variables, tf.constant(np.asarray(x)), train=False)
   want = model.apply(variables, x, train=False)
   np.testing.assert_array_equal(logits, want)
 
 
-# --- Own encoders, and forks of the model file ---
+# --- Custom encoders and forks of the model file ---
 
 
 class MyEncoder(nn.Module):
-  """An encoder with the original's fields alone."""
+  """An encoder with only the original's fields."""
 
   num_layers: int
   mlp_dim: int
@@ -137,20 +137,20 @@ class MyEncoder(nn.Module):
     return nn.LayerNorm(name='encoder_norm')(x)
 
 
-def test_an_encoder_of_ones_own_has_the_originals_fields(small):
-  """Studies of other kinds of attention, which replace the encoder."""
+def test_custom_encoder_with_the_originals_fields(small):
+  """Studies of attention variants, which replace the encoder."""
   _, _, x = small
   config = models_config.get_config('ViT-B_16')
   config.patches.size, config.hidden_size = (4, 4), 16
   config.transformer.update(num_layers=1, mlp_dim=32, num_heads=2)
-  for given in (config, models_config.with_options(config)):
-    model = models.VisionTransformer(num_classes=3, encoder=MyEncoder, **given)
+  for options in (config, models_config.with_options(config)):
+    model = models.VisionTransformer(num_classes=3, encoder=MyEncoder, **options)
     variables = jax.eval_shape(
       lambda: model.init(jax.random.PRNGKey(0), x, train=False)  # noqa: B023
     )
     names = set(variables['params']['Transformer'])
     assert names == {'encoderblock_0', 'encoder_norm'}
-    assert models.make_model(given, num_classes=3, encoder=MyEncoder) == model
+    assert models.make_model(options, num_classes=3, encoder=MyEncoder) == model
   config.transformer.gelu = 'erf'
   model = models.VisionTransformer(num_classes=3, encoder=MyEncoder, **config)
   message = r"unknown fields \['gelu'\]: MyEncoder takes \['attention_dropout"
@@ -163,11 +163,11 @@ def test_an_encoder_of_ones_own_has_the_originals_fields(small):
     ).init(jax.random.PRNGKey(0), x, train=False)
 
 
-# --- Modules as they were ---
+# --- Unchanged modules ---
 
 
-def test_an_adapter_builds_on_the_mlp_block():
-  """Adapters that begin as nothing: their last layer is one of zeros."""
+def test_adapter_builds_on_the_mlp_block():
+  """Adapters that start as a no-op, with a last layer of zeros."""
   block = models_vit.MlpBlock(
     mlp_dim=4, dropout_rate=0.0, kernel_init=nn.initializers.zeros,
     bias_init=nn.initializers.ones,
@@ -180,8 +180,8 @@ def test_an_adapter_builds_on_the_mlp_block():
   ]
 
 
-# Arguments and fields as the original publishes them, on its branch `main`.
-# Initialisers are named by the function of Flax that makes them.
+# Arguments and fields of the original, on its branch `main`.
+# Initialisers are named after the Flax function that creates them.
 PUBLISHED = {
   'models_vit.IdentityLayer': '',
   'models_vit.AddPositionEmbs': 'posemb_init, param_dtype=float32',
@@ -260,7 +260,7 @@ PUBLISHED = {
   'configs.inference_time.get_config': '',
   'configs.models.get_testing_config': '',
 }
-# What differs, as it stands in the page; the reasons are there.
+# Differences; the doc page lists them with reasons.
 DIFFERENCES = {
   'input_pipeline.get_data': 'is not there',
   'utils.GFileHandler': 'has no flush_secs',
@@ -268,7 +268,7 @@ DIFFERENCES = {
 
 
 def find(name):
-  """What the package has under a name; None where there is nothing."""
+  """Returns what the package has under a name, or None."""
   module, _, rest = name.rpartition('.')
   if module.rpartition('.')[2][0].isupper():  # A method.
     return getattr(find(module), rest, None)
@@ -276,7 +276,7 @@ def find(name):
 
 
 def described(parameter):
-  """Writes a parameter as the table does, without its type."""
+  """Formats a parameter as in the table, without its type."""
   default = parameter.default
   if parameter.kind is parameter.VAR_KEYWORD:
     return '**'
@@ -291,10 +291,10 @@ def described(parameter):
 
 
 def differences(name, published):
-  """Says how what is here differs from what is published, '' if in nothing.
+  """Returns how a signature differs from the published one, '' if it does not.
 
-  What is published must go on working: the same names in the same order, with the
-  same defaults. More may follow, and what had to be given may have a default.
+  Published calls must keep working: the same names in the same order, with the same
+  defaults. More parameters may follow, and required ones may gain a default.
   """
   found = find(name)
   if found is None or published is None:
@@ -328,7 +328,7 @@ def differences(name, published):
   return f'needs {needed}' if needed else ''
 
 
-def test_fields_and_defaults_are_those_that_the_original_publishes():
+def test_fields_and_defaults_match_the_original():
   found = {name: differences(name, PUBLISHED[name]) for name in PUBLISHED}
   assert {name: text for name, text in found.items() if text} == DIFFERENCES
   fields = inspect.signature(nn.Conv).parameters
@@ -345,21 +345,21 @@ def test_fields_and_defaults_are_those_that_the_original_publishes():
 
 @pytest.fixture(scope='module')
 def balanced_folder(tmp_path_factory):
-  """Three classes, 4 images each to train on and 8 to test on."""
+  """Three classes, with 4 training and 8 test images each."""
   return conftest.make_folder(tmp_path_factory.mktemp('balanced'), (4, 8))
 
 
 @pytest.fixture
 def config(balanced_folder):
-  """As a notebook makes it: batches of 16, images of 8 pixels."""
+  """A config as in a notebook: batches of 16, images of 8 pixels."""
   config = common_config.with_dataset(common_config.get_config(), str(balanced_folder))
   config.pp.crop = 8
   config.batch = config.batch_eval = 16
   return config
 
 
-def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(config):
-  """Loops that know no mask: right answers by the number of rows."""
+def test_constant_predictor_scores_a_third_on_balanced_data(config):
+  """Evaluation loops that ignore the mask and divide by the number of rows."""
   _, ds_test = input_pipeline.get_datasets(config)
   folder = f'{config.dataset}/test'
   for data in (
@@ -374,7 +374,7 @@ def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(config)
       good += (predicted == batch['label'].argmax(axis=1)).sum()
       total += len(batch['image'])
     assert (good, total) == (8, 24)
-  # What is left of a test set need not be divided by the devices.
+  # The last batch need not be divisible by the number of devices.
   config.batch_eval = 8 * 3
   small = input_pipeline.get_data_from_tfds(config=config, mode='test').map(
     lambda batch: {'label': batch['label'][:23]}
@@ -383,8 +383,8 @@ def test_a_constant_predictor_is_right_on_a_third_of_a_balanced_test_set(config)
   assert batch['label'].shape == (23, 3)
 
 
-def test_a_notebook_asks_for_the_length_of_the_test_set(config):
-  """A bar of progress over the test set, and a look at its first batch."""
+def test_length_of_the_test_set(config):
+  """Notebooks with a progress bar over the test set, or a look at its first batch."""
   ds_test = input_pipeline.get_data_from_tfds(config=config, mode='test')
   assert len(ds_test) == 2
   assert ds_test.cardinality().numpy() == 2
@@ -398,8 +398,8 @@ def test_a_notebook_asks_for_the_length_of_the_test_set(config):
   assert batch['image'].shape == (16, 8, 8, 3)
 
 
-def test_a_folder_of_classes_is_a_split(config, balanced_folder, tmp_path):
-  """A study with folders of its own, one a corruption, none called train."""
+def test_folder_of_classes_is_a_split(config, balanced_folder, tmp_path):
+  """A study with one folder per corruption, none of them named train."""
   FOLDER = str(balanced_folder / 'test')
   info = input_pipeline.get_directory_info(FOLDER)
   assert (info['num_examples'], info['num_classes']) == (24, 3)
@@ -410,7 +410,7 @@ def test_a_folder_of_classes_is_a_split(config, balanced_folder, tmp_path):
   )
   batch = next(data.as_numpy_iterator())
   assert batch['image'].shape == (16, 8, 8, 3)
-  # A folder with both splits, as before, and data sets by split.
+  # A folder with both splits, and information by split.
   root = str(balanced_folder)
   assert input_pipeline.get_directory_info(root)['num_examples'] == 12
   info = input_pipeline.get_dataset_info(root, 'test')
@@ -423,8 +423,8 @@ def test_a_folder_of_classes_is_a_split(config, balanced_folder, tmp_path):
   assert input_pipeline.get_tfds_info(root, 'test')['num_examples'] == 24
 
 
-def test_what_is_known_of_a_tfds_data_set(data_dir, monkeypatch):
-  """Label names for a figure."""
+def test_info_about_a_tfds_data_set(data_dir, monkeypatch):
+  """Notebooks that label a figure."""
   monkeypatch.setenv('TFDS_DATA_DIR', data_dir)
   info = input_pipeline.get_tfds_info('digits', 'test')
   assert (info['num_examples'], info['num_classes']) == (360, 10)
@@ -432,7 +432,7 @@ def test_what_is_known_of_a_tfds_data_set(data_dir, monkeypatch):
   assert info['examples_glob'] is None
 
 
-def test_the_originals_images_for_text_and_image_models():
+def test_preprocess_images_of_the_original():
   """Zero-shot notebooks."""
   image = np.zeros((4, 8, 3), np.uint8)
   image[:, :4], image[:, 6:] = 255, 51

@@ -72,7 +72,7 @@ def transformer_field(config, name):
 
 
 @pytest.mark.parametrize('row', ROWS, ids=lambda row: ','.join(map(str, row[:3])))
-def test_pre_training_is_that_of_table_3(row):
+def test_pre_training_matches_table_3(row):
   model, data, epochs, *_ = row
   config = pretrain.get_config(f'{model},{data},{epochs}ep')
   assert row == (
@@ -101,7 +101,7 @@ def test_pre_training_is_that_of_table_3(row):
   run_config.check(run_config.complete(config))
 
 
-def test_linear_decay_ends_where_the_authors_say():
+def test_linear_decay_ends_at_the_stated_value():
   """Issue #2, and 14 x 303e6 / 4096 = 1.036M steps of H/14."""
   config = run_config.resolve_steps(pretrain.get_config('h14,jft300m'), 303_000_000)
   assert config.total_steps == 1_035_645
@@ -116,18 +116,18 @@ def test_linear_decay_ends_where_the_authors_say():
   'arg, epochs',
   [('l16,jft300m', 14), ('ti16,imagenet21k', 90), ('ViT-L_16,imagenet21k', 90)],
 )
-def test_a_recipe_takes_the_longest_training_by_default(arg, epochs):
+def test_recipe_defaults_to_the_longest_training(arg, epochs):
   assert pretrain.get_config(arg).total_epochs == epochs
 
 
 @pytest.mark.parametrize('data', ['imagenet21k', '/some/folder'])
-def test_a_model_without_an_encoder_takes_recipes(data):
+def test_recipes_apply_to_models_without_an_encoder(data):
   config = pretrain.get_config(f'mixer_b16,{data}')
   run_config.check(run_config.complete(config))
 
 
 @pytest.mark.parametrize('name', AUGMENTATIONS)
-def test_augmentation_is_that_of_augreg(name):
+def test_augmentation_matches_augreg(name):
   config = common.get_config()
   config.pp.randaugment = (9, 9)
   config.task_options = {'other': 3}
@@ -137,13 +137,13 @@ def test_augmentation_is_that_of_augreg(name):
   run_config.check_preprocessing(config.pp)
 
 
-def test_a_recipe_is_chosen_apart_from_the_data():
-  own = pretrain.get_config('b16,imagenet21k')
+def test_recipe_is_independent_of_the_data_set():
+  default = pretrain.get_config('b16,imagenet21k')
   config = pretrain.get_config('b16,/some/folder,imagenet21k')
   assert config.dataset == '/some/folder'
   assert (config.pp.train, config.pp.test) == ('train', 'test')
-  config.dataset, config.pp = own.dataset, own.pp
-  assert config.to_dict() == own.to_dict()
+  config.dataset, config.pp = default.dataset, default.pp
+  assert config.to_dict() == default.to_dict()
   other = pretrain.get_config('b16,imagenet2012,other,medium1')
   assert other.total_epochs == pretrain.OTHER['total_epochs']
   assert other.batch == pretrain.OTHER['batch']
@@ -164,12 +164,12 @@ def test_a_recipe_is_chosen_apart_from_the_data():
     ('30ep', "the recipe here is 'other': set --config.total_epochs=30"),
   ],
 )  # fmt: skip
-def test_a_wrong_recipe_is_named(arg, message):
+def test_wrong_recipes_are_named(arg, message):
   with pytest.raises(ValueError, match=message):
     pretrain.get_config(f's16,cifar10,{arg}')
 
 
-def test_a_wrong_argument_is_named():
+def test_wrong_arguments_are_named():
   for module in (pretrain, augreg_pretrain):
     with pytest.raises(ValueError, match='must be MODEL,DATA'):
       module.get_config('b16')
@@ -197,7 +197,7 @@ def check_big_vision(config):
     ('h14,imagenet2012,strong1', 'strong1'), ('b16,/some/folder', 'medium2'),
   ],
 )  # fmt: skip
-def test_vit_i1k_is_that_of_big_vision(arg, name):
+def test_vit_i1k_matches_big_vision(arg, name):
   config = vit_i1k.get_config(arg)
   check_big_vision(config)
   assert (config.weight_decay, config.independent_weight_decay) == (1e-4, True)
@@ -214,7 +214,7 @@ def test_vit_i1k_is_that_of_big_vision(arg, name):
     assert (config.pp.train, config.pp.test) == ('train[:99%]', 'validation')
 
 
-def test_vit_s16_i1k_is_that_of_big_vision():
+def test_vit_s16_i1k_matches_big_vision():
   config = vit_s16_i1k.get_config()
   check_big_vision(config)
   assert (config.weight_decay, config.independent_weight_decay) == (1e-4, True)
@@ -240,7 +240,7 @@ def test_augreg_on_imagenet21k(model, name):
   check_big_vision(config)
   assert (config.batch, config.total_epochs) == (4096, 300)
   assert (config.loss, config.model.head_bias_init) == ('sigmoid', -10)
-  # As in big_vision: 1e-4 apart from the learning rate.
+  # As in big_vision: 1e-4, independent of the learning rate.
   assert not config.independent_weight_decay
   assert config.weight_decay * config.base_lr == pytest.approx(1e-4)
   assert config.model.representation_size is None
@@ -265,7 +265,7 @@ def test_augreg_on_imagenet():
   assert short.total_epochs == 30
 
 
-def test_the_grid_of_augreg():
+def test_grid_of_augreg():
   """Seven augmentations, two weight decays, with and without dropout."""
   args = list(augreg_pretrain.grid('r26_s32', 'imagenet21k'))
   configs = [augreg_pretrain.get_config(arg) for arg in args]
@@ -301,13 +301,13 @@ def test_the_grid_of_augreg():
     (augreg_pretrain, 'b16,x,do_0.1,do_0.0', "'do_0.0': .*one regularisat"),
   ],
 )  # fmt: skip
-def test_a_wrong_setting_is_named(module, arg, message):
+def test_wrong_settings_are_named(module, arg, message):
   with pytest.raises(ValueError, match=message):
     module.get_config(arg)
 
 
-# arXiv 2005.12872, section 4: units of the backbone, parameters, and of these
-# the trained ones: neither the root nor the first stage is.
+# arXiv 2005.12872, section 4: units of the backbone, parameters, and trained
+# parameters: the root and the first stage are frozen.
 DETRS = {
   'r50': ((3, 4, 6, 3), False, 41_524_768, 41_302_368),
   'r50_dc5': ((3, 4, 6, 3), True, 41_524_768, 41_302_368),
@@ -317,7 +317,7 @@ DETRS = {
 
 
 @pytest.mark.parametrize('name', DETRS)
-def test_detr_is_that_of_the_paper(name):
+def test_detr_matches_the_paper(name):
   config = detr.get_config(f'{name},coco/2017')
   run_config.check(run_config.complete(config))
   assert (config.task, config.batch, config.total_epochs) == ('detect', 64, 300)
@@ -329,7 +329,7 @@ def test_detr_is_that_of_the_paper(name):
   assert (config.ema_decay, config.label_smoothing) == (0, 0)
   assert (config.pp.train, config.pp.test) == ('train', 'validation')
   options = dict(max_objects=100, class_weight=1.0, no_object_weight=0.1)
-  options['tight'] = 64  # Of evaluation alone.
+  options['tight'] = 64  # Evaluation only.
   assert run_config.task_options(config) == ml_collections.ConfigDict(options)
   assert (boxes.L1, boxes.GIOU) == (5.0, 2.0)
   # Appendix A.4.
@@ -350,7 +350,7 @@ def test_detr_is_that_of_the_paper(name):
   assert {key: getattr(model, key) for key in expected} == expected
 
 
-def test_detr_enlarges_small_images_as_much_as_those_of_coco(tmp_path):
+def test_detr_scales_small_images_like_coco(tmp_path):
   def lengths(folder):
     return detr.get_config(f'vit_ti16,{folder}').pp
 
@@ -365,7 +365,7 @@ def test_detr_enlarges_small_images_as_much_as_those_of_coco(tmp_path):
   for i in range(9):
     Image.new('RGB', (96, 128)).save(inner / f'{i}.png')
   pp = lengths(inner.parent)
-  # A shorter side of 96 pixels in place of 480.
+  # A shorter side of 96 pixels instead of 480.
   assert (min(pp.sides), max(pp.sides), pp.eval_side) == (96, 160, 160)
   assert (pp.crop_sides, pp.crop_range) == ((80, 100, 120), (77, 120))
   assert pp.longest_side == 267
@@ -373,7 +373,7 @@ def test_detr_enlarges_small_images_as_much_as_those_of_coco(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['r50', 'r101'])
-def test_the_root_and_the_first_stage_of_detr_are_frozen(name):
+def test_detr_freezes_the_root_and_first_stage(name):
   *_, count, trained = DETRS[name]
   config = detr.get_config(f'{name},coco/2017')
   model = models_lib.make_model(config.model, num_classes=91)
@@ -391,13 +391,13 @@ def test_the_root_and_the_first_stage_of_detr_are_frozen(name):
 
 
 @pytest.mark.parametrize('length, drop', [('300ep', 200), ('500ep', 400)])
-def test_the_learning_rate_of_detr_drops_after(length, drop):
+def test_detr_learning_rate_drop(length, drop):
   config = detr.get_config(f'r50,coco/2017,{length}')
   assert config.decay_type == 'staircase'
   assert config.decay_at == (pytest.approx(drop / config.total_epochs),)
 
 
-def test_detr_for_segments_is_that_of_the_paper():
+def test_detr_for_segmentation_matches_the_paper():
   """Section 4.4: the mask head takes 25 epochs, with the detector frozen."""
   data = 'r50,coco/2017_panoptic'
   boxes, masks, both = (

@@ -9,21 +9,21 @@ from vit_jax.tasks import classify
 
 
 class Task(classify.Task):
-  """Learns what a teacher of the same model says; also measured elsewhere."""
+  """Distils a teacher of the same architecture; also evaluated on other data."""
 
   @dataclasses.dataclass
   class Options(classify.Task.Options):
     elsewhere: str = ''
 
   def init(self, rng):
-    """Returns random parameters, for the teacher too."""
+    """Returns random parameters, also for the teacher."""
     params, _ = super().init(rng)
     return params, {'teacher': params}
 
   def loss(self, params, extra, batch, rng):
-    """Takes the teacher's probabilities for labels."""
-    said = self.squash(self.outputs(extra['teacher'], {}, batch))
-    batch = {**batch, 'label': jax.lax.stop_gradient(said)}
+    """Uses the teacher's probabilities as labels."""
+    labels = self.squash(self.outputs(extra['teacher'], {}, batch))
+    batch = {**batch, 'label': jax.lax.stop_gradient(labels)}
     return super().loss(params, extra, batch, rng)
 
   def evaluators(self, mesh, split, open_split):
@@ -34,7 +34,7 @@ class Task(classify.Task):
 
 
 class Elsewhere(means.Means):
-  """Says how many examples another data set has."""
+  """Reports how many examples another data set has."""
 
   def __init__(self, source):
     self._source = source

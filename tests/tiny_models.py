@@ -1,4 +1,4 @@
-"""Models that compile in no time, and what tests do with them."""
+"""Models that compile quickly, and helpers for them."""
 
 import functools
 
@@ -12,7 +12,7 @@ from vit_jax.configs import models as model_configs
 
 
 def config():
-  """A config whose sizes eight devices divide, without dropout."""
+  """Returns a config without dropout, whose sizes are divisible by eight devices."""
   model = model_configs.get_config('testing')
   model.hidden_size = 16
   model.transformer.update(mlp_dim=16, dropout_rate=0.0)
@@ -20,7 +20,7 @@ def config():
 
 
 def tiny(num_layers=1, **kwargs):
-  """A model that compiles in no time."""
+  """Returns a model that compiles quickly."""
   fields = dict(
     num_classes=5,
     patches={'size': (4, 4)},
@@ -40,7 +40,7 @@ _traced = {}
 
 
 def tree(model, *args, **kwargs):
-  """The nested shapes of the parameters; equal models are traced once."""
+  """Returns the nested shapes of the parameters; equal models are traced once."""
   of_inputs = jax.tree.map(lambda x: (x.shape, x.dtype.name), (args, kwargs))
   key = type(model), repr(model), str(of_inputs)
   if key not in _traced:
@@ -50,7 +50,7 @@ def tree(model, *args, **kwargs):
 
 
 def shapes(model, size=224, channels=3):
-  """Shapes of the parameters, by path."""
+  """Returns the shapes of the parameters, by path."""
   height, width = (size, size) if isinstance(size, int) else size
   x = jax.ShapeDtypeStruct((1, height, width, channels), jnp.float32)
   leaves, _ = jax.tree_util.tree_flatten_with_path(tree(model, x))
@@ -61,7 +61,7 @@ def shapes(model, size=224, channels=3):
 
 
 def numbers(model, size=224, seed=0, channels=3):
-  """Parameters of random numbers, made without compiling the model."""
+  """Returns random parameters, created without compiling the model."""
   rng = np.random.RandomState(seed)
   flat = {
     path: rng.randn(*leaf.shape).astype(np.float32)
@@ -71,27 +71,27 @@ def numbers(model, size=224, seed=0, channels=3):
 
 
 def images(shape=(2, 8, 8, 3), seed=1):
-  """Random numbers from -1 to 1, made without compiling."""
+  """Returns random numbers from -1 to 1, created without compiling."""
   values = np.random.RandomState(seed).uniform(-1, 1, shape)
   return jnp.asarray(values.astype(np.float32))
 
 
 def init(model, x, seed=0):
-  """Parameters of a model, in one compilation in place of hundreds."""
+  """Initialises a model in one compilation instead of hundreds."""
   initialize = jax.jit(lambda key, x: model.init(key, x, train=False))
   return initialize(jax.random.key(seed), x)['params']
 
 
 def randomised(model, x, seed=0):
-  """Parameters that are all random, heads and class tokens too.
+  """Returns parameters that are all random, including heads and class tokens.
 
-  They have the scale of trained ones, and are made without compiling.
+  They have the scale of trained ones, and are created without compiling.
   """
   return drawn(tree(model, x), seed)
 
 
 def drawn(tree, seed=0):
-  """Random parameters for a tree of shapes; see `randomised`."""
+  """Returns random parameters for a tree of shapes; see `randomised`."""
   rng = np.random.RandomState(seed)
 
   def draw(path, leaf):
@@ -99,18 +99,18 @@ def drawn(tree, seed=0):
     fan_in = np.prod(leaf.shape[:-1])
     size = 1 / np.sqrt(fan_in) if name == 'kernel' else 0.1
     values = size * rng.randn(*leaf.shape) + (name in ('scale', 'var'))
-    return jnp.asarray(values.astype(leaf.dtype))  # jnp compiles what it converts.
+    return jnp.asarray(values.astype(leaf.dtype))  # jnp would compile the cast.
 
   return jax.tree_util.tree_map_with_path(draw, tree)
 
 
 def of_task(task, seed=0):
-  """Random parameters and extra state of a task; see `randomised`."""
+  """Returns random parameters and extra state of a task; see `randomised`."""
   return drawn(jax.eval_shape(task.init, jax.random.key(0)), seed)
 
 
 def put(config, path, value):
-  """Sets a key of a config, of whatever type."""
+  """Sets a key of a config, whatever its type."""
   *parts, key = path.split('.')
   for part in parts:
     config = config[part]

@@ -1,4 +1,4 @@
-"""Files of image and text towers as the published ones are, of random numbers."""
+"""Weight files of image and text towers in the published format, with random values."""
 
 import pathlib
 
@@ -9,7 +9,7 @@ from vit_jax import checkpoint, models
 from vit_jax.configs import models as model_configs
 from vit_jax.data.texts import tokenizers
 
-WIDTH = 64  # Of one head, which shapes do not tell.
+WIDTH = 64  # Of one head, which shapes do not show.
 
 
 def write(path: pathlib.Path, vocabulary: pathlib.Path | None = None):
@@ -17,7 +17,7 @@ def write(path: pathlib.Path, vocabulary: pathlib.Path | None = None):
 
   Args:
     path: a .npz.
-    vocabulary: a .txt; by default it lies beside the weights, with their name.
+    vocabulary: a .txt; by default next to the weights, under the same name.
   """
   texts = 'a photo of the small number', 'a cat on a sofa, two dogs'
   words = tokenizers.word_vocabulary([*texts, *'0123456789'])
@@ -39,7 +39,7 @@ def write(path: pathlib.Path, vocabulary: pathlib.Path | None = None):
   init = lambda x, y: model.init(jax.random.key(0), images=x, tokens=y)
   shapes = jax.eval_shape(init, images, tokens)['params']
   params = tiny_models.drawn(shapes)
-  # What is the same for all images or texts would hide how they differ.
+  # Anything shared by all images or texts would hide their differences.
   tables = params['txt']['BertEncoder_0']['embedder']
   tables['embedders_token_ids']['embedding'] *= 10
   params['img']['embedding']['kernel'] *= 10

@@ -1,4 +1,4 @@
-"""Runs the type checker and builds the site, as pyproject.toml and mkdocs.yml say."""
+"""Runs the type checker and builds the site, with the settings of the project."""
 
 import pathlib
 import re
@@ -19,7 +19,7 @@ def run(*args, **kwargs):
 
 
 def checked_modules():
-  """Names of the modules that mypy checks, without `vit_jax.`."""
+  """Returns the names of the modules that mypy checks, without `vit_jax.`."""
   settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())
   patterns = settings['tool']['mypy']['files']
   return {path.stem for each in patterns for path in ROOT.glob(each)}
@@ -32,7 +32,7 @@ def test_types_of_the_public_modules():
   assert int(checked[1]) == len(checked_modules())
 
 
-def test_the_site_is_built(tmp_path):
+def test_site_builds(tmp_path):
   done = run('mkdocs', 'build', '--strict', '--site-dir', tmp_path)
   assert done.returncode == 0, done.stderr
   pages = {page.stem for page in markdown.PAGES if page.parent.name == 'docs'}
@@ -44,6 +44,6 @@ def test_the_site_is_built(tmp_path):
   assert 'id="vit_jax.checkpoint.load_pretrained"' in page
 
 
-def test_the_reference_has_the_modules_that_are_checked():
+def test_api_reference_lists_the_checked_modules():
   text = (ROOT / 'docs/api.md').read_text()
   assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == (checked_modules())

@@ -1,4 +1,4 @@
-"""timm and transformers for the tests, with a PyTorch without CUDA."""
+"""timm and transformers for the tests, with a CPU build of PyTorch."""
 
 import os
 
@@ -9,7 +9,7 @@ from tests import torchvision_ops  # noqa: F401
 
 # isort: split
 import numpy as np
-import timm  # noqa: F401 (for who imports this module)
+import timm  # noqa: F401 (for importers of this module)
 import torch
 import transformers
 
@@ -24,7 +24,7 @@ transformers.logging.disable_progress_bar()
 def hf_model(
   cls=transformers.ViTForImageClassification, config=transformers.ViTConfig, **kwargs
 ):
-  """A tiny model of Hugging Face for images of 8 x 12, of three classes."""
+  """Returns a tiny Hugging Face model for images of 8 x 12 and three classes."""
   fields = dict(
     hidden_size=32,
     num_hidden_layers=1,
@@ -39,14 +39,14 @@ def hf_model(
 
 
 def logits(model, images):
-  """Computes the logits of images [B, H, W, C] as numpy."""
+  """Returns the logits of images [B, H, W, C] as a NumPy array."""
   with torch.no_grad():
     out = model.eval()(torch.tensor(images).permute(0, 3, 1, 2))
   return getattr(out, 'logits', out).numpy()
 
 
 def randomize(model):
-  """Fills all parameters with numbers for which logits are of order 1."""
+  """Fills all parameters with random numbers that give logits of order 1."""
   generator = torch.Generator().manual_seed(0)
   with torch.no_grad():
     for name, value in model.named_parameters():
@@ -58,7 +58,7 @@ def randomize(model):
 
 
 def detect(model, images, mask, **kwargs):
-  """Applies a DETR of Hugging Face.
+  """Applies Hugging Face's DETR.
 
   Args:
     model: the model.

@@ -1,8 +1,8 @@
-"""Lets timm and transformers be imported beside a PyTorch without CUDA.
+"""Lets timm and transformers be imported with a CPU build of PyTorch.
 
-Both import torchvision, whose package on PyPI is built for the PyTorch with
-CUDA. Beside another it fails for want of two operators, which no test needs:
-they are declared here, without a body.
+Both import torchvision, whose package on PyPI is built for PyTorch with CUDA. With
+another build, its import fails because two operators are missing, which no test
+needs: they are declared here, without a body.
 """
 
 import torch

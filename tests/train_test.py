@@ -1,4 +1,4 @@
-"""Tests of the loop: what it writes, how it goes on, what it refuses."""
+"""Tests of the training loop: what it writes, resumes and rejects."""
 
 import copy
 import json
@@ -34,7 +34,7 @@ def fit(config, workdir):
 
 @pytest.fixture(scope='module')
 def finished(tmp_path_factory, request):
-  """A run of six steps: its config, its folder, its last state, its metrics."""
+  """A run of six steps: its config, folder, last state and metrics."""
   config = copy.deepcopy(request.getfixturevalue('module_config'))
   config.evals = (('test', 'test'), ('val', 'train[:50]', 'digits'))
   config.best_metric = 'accuracy_val'
@@ -45,7 +45,7 @@ def finished(tmp_path_factory, request):
 
 @pytest.fixture(scope='module')
 def module_config(data_dir):
-  """The config of `tiny_config`, with all that is random switched on."""
+  """The config of `tiny_config`, with everything random switched on."""
   config = conftest.make_tiny_config(data_dir)
   config.pp.flip = True
   config.model.transformer.dropout_rate = 0.1
@@ -53,7 +53,7 @@ def module_config(data_dir):
   return config
 
 
-def test_what_a_run_leaves_behind(finished):
+def test_files_and_metrics_of_a_run(finished):
   config, workdir, state, metrics = finished
   assert int(state.step) == 6
   assert (metrics['num_examples_test'], metrics['num_examples_val']) == (360, 50)
@@ -61,7 +61,7 @@ def test_what_a_run_leaves_behind(finished):
   train_lines = [line for line in lines if 'train_loss' in line]
   assert [line['step'] for line in train_lines] == [2, 4, 6]
   assert all(line['img_sec_core_train'] > 0 for line in train_lines[1:])
-  # The rate of the update that made the step: the first, 0-based, is 1/2.
+  # Rate of the update that produced each step; update 0 has half the base rate.
   np.testing.assert_allclose(
     [line['lr'] for line in train_lines],
     [1e-3, 1e-3 * (1 + np.cos(np.pi / 4)) / 2, 1e-3 * (1 + np.cos(3 * np.pi / 4)) / 2],
@@ -84,7 +84,7 @@ def test_what_a_run_leaves_behind(finished):
   assert list(workdir.glob('events.out.tfevents.*'))
 
 
-def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
+def test_finished_run_does_nothing(finished, capsys):
   config, workdir, state, metrics = finished
   before = (workdir / 'metrics.jsonl').read_text()
   again, found = fit(config, workdir)
@@ -94,7 +94,7 @@ def test_a_finished_run_says_so_and_does_nothing(finished, capsys):
   assert (workdir / 'metrics.jsonl').read_text() == before
 
 
-def test_the_evaluation_is_that_of_the_averaged_weights(finished):
+def test_evaluates_the_averaged_weights(finished):
   _, workdir, state, metrics = finished
   model = predict.load(str(workdir))
   trees.assert_same(model.params, state_lib.best_params(state))
@@ -111,7 +111,7 @@ def test_the_evaluation_is_that_of_the_averaged_weights(finished):
 
 
 class StopAfter:
-  """Stands for a signal that comes during a step, or during an evaluation."""
+  """Simulates a signal during a step or during an evaluation."""
 
   signal = 15
 
@@ -132,14 +132,14 @@ class StopAfter:
     return self.evaluating
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch):
+def test_resumes_bit_for_bit(finished, tmp_path, monkeypatch):
   config, workdir, state, _ = finished
   config = copy.deepcopy(config)
   config.eval_every = 0  # Only the last one.
   for stop in (
     StopAfter(3),
     StopAfter(6, evaluating=True),
-    StopAfter(6, evaluating=True),  # Again, when the run resumes there.
+    StopAfter(6, evaluating=True),  # Again, after resuming there.
   ):
     with monkeypatch.context() as patch:
       patch.setattr(stopping, 'StopRequest', lambda: stop)  # noqa: B023
@@ -157,7 +157,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(finished, tmp_path, monkeypatch):
   assert ours == [x for x in theirs if 'train_loss' in x or x['step'] == 6]
 
 
-def test_a_run_goes_on_on_other_devices_in_another_order(
+def test_resumes_on_other_devices_in_another_order(
   module_config, tmp_path, monkeypatch, capsys
 ):
   config = copy.deepcopy(module_config)
@@ -182,7 +182,7 @@ def test_a_run_goes_on_on_other_devices_in_another_order(
 
 
 def losses_of(config, mesh):
-  """Losses of a few steps on a mesh, in float32, and the last state."""
+  """Returns losses of a few steps on a mesh, in float32, and the last state."""
   mesh = sharding.make_mesh(mesh, jax.devices()[: np.prod(list(mesh.values()))])
   program = train.make_program(config, NAMES, mesh)
   state = program.create_state({})
@@ -201,8 +201,8 @@ def losses_of(config, mesh):
   return np.array(result), state
 
 
-def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
-  """Steps with dropout and micro-batches, on one device, and copied and split."""
+def test_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
+  """With dropout and micro-batches; on one device, replicated and sharded."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   config = copy.deepcopy(module_config)
   config.accum_steps = 2
@@ -216,7 +216,7 @@ def test_the_loss_does_not_depend_on_the_mesh(module_config, monkeypatch):
 
 
 class RandomTask:
-  """A loss that is a random number, times the parameter."""
+  """Its loss is a random number times the parameter."""
 
   def augment(self, batch, rng):
     return batch
@@ -246,7 +246,7 @@ def test_every_micro_batch_and_step_has_its_own_dropout():
   assert len(set(seen)) == 4
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(module_config, tmp_path):
+def test_non_finite_loss_stops_the_run(module_config, tmp_path):
   config = copy.deepcopy(module_config)
   config.update(
     optimizer='sgd', base_lr=1e38, grad_norm_clip=0.0, warmup_steps=0,
@@ -260,7 +260,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(module_config, tmp_path):
   assert max(saved, default=0) == step - 1
 
 
-# --- What is refused, before anything is compiled or written ---
+# --- Rejected before compilation and before writing ---
 
 
 def refuse(config, workdir, message, error=ValueError):
@@ -289,19 +289,19 @@ def refuse(config, workdir, message, error=ValueError):
     ),
   ],
 )
-def test_wrong_configs_are_refused(module_config, tmp_path, fields, message):
+def test_wrong_configs_are_rejected(module_config, tmp_path, fields, message):
   config = copy.deepcopy(module_config)
   config.update_from_flattened_dict(fields)
   refuse(config, tmp_path / 'run', message)
 
 
-def test_unknown_keys_are_refused(module_config, tmp_path):
+def test_unknown_keys_are_rejected(module_config, tmp_path):
   config = copy.deepcopy(module_config)
   config.pp.corp = 3
   refuse(config, tmp_path / 'run', r"no key 'pp.corp': did you mean 'pp.crop'")
 
 
-def test_a_workdir_of_another_config_is_refused(finished):
+def test_workdir_of_another_config_is_rejected(finished):
   config, workdir, _, _ = finished
   config = copy.deepcopy(config)
   config.base_lr = 0.5
@@ -311,7 +311,7 @@ def test_a_workdir_of_another_config_is_refused(finished):
   assert 'progress_every' not in str(error.value)
 
 
-def test_a_workdir_that_cannot_be_written_is_refused(module_config, tmp_path):
+def test_unwritable_workdir_is_rejected(module_config, tmp_path):
   path = tmp_path / 'file'
   path.write_text('')
   with pytest.raises(ValueError, match="workdir='.*file' is a file"):
@@ -320,15 +320,15 @@ def test_a_workdir_that_cannot_be_written_is_refused(module_config, tmp_path):
     fit(module_config, path / 'run')
 
 
-def test_a_folder_without_a_run_has_nothing_to_evaluate(tmp_path):
+def test_folder_without_a_run_cannot_be_evaluated(tmp_path):
   with pytest.raises(FileNotFoundError, match='holds no run: there is no config'):
     evaluation.evaluate(predict.load(str(tmp_path)), 'test')
   with pytest.raises(FileNotFoundError, match='holds no run'):
     workdir_lib.load(tmp_path)
 
 
-def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path):
-  """Attention pooling is new, everything else comes from the weights, frozen."""
+def test_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path):
+  """Attention pooling is new; everything else is loaded from the weights and frozen."""
   config = run_config.complete(tiny_config)
 
   def made():
@@ -341,16 +341,14 @@ def test_an_attentive_probe_of_a_model_with_a_class_token(tiny_config, tmp_path)
   config.model.classifier, config.pretrained = 'token_map', path
   config.lr_multipliers = (('MAPHead_0/', 1.0), ('^head/', 1.0), ('', 0.0))
   task, params = made()
-  taken = checkpoint.pretrained_weights(config, task, params)
-  assert set(taken) == set(optim.frozen_sizes(config.lr_multipliers, params))
-  assert {'cls', 'Transformer/encoder_norm/scale'} < set(taken)
+  loaded = checkpoint.pretrained_weights(config, task, params)
+  assert set(loaded) == set(optim.frozen_sizes(config.lr_multipliers, params))
+  assert {'cls', 'Transformer/encoder_norm/scale'} < set(loaded)
   assert identify.model_config(params).classifier == 'token_map'
 
 
-def test_a_linear_probe_trains_the_head_alone(
-  tiny_config, tmp_path, capsys, monkeypatch
-):
-  """And a profile is recorded, in a relative folder."""
+def test_linear_probe_trains_only_the_head(tiny_config, tmp_path, capsys, monkeypatch):
+  """Also records a profile, in a relative folder."""
   monkeypatch.chdir(tmp_path)
   tiny_config.lr_multipliers = (('^head/', 1.0), ('', 0.0))
   tiny_config.update(weight_decay=0.1, ema_decay=0.5)
@@ -371,7 +369,7 @@ def test_a_linear_probe_trains_the_head_alone(
       trees.assert_same(tree, first.params[name])
   moments = optax.tree.get(state.opt_state, 'mu')
   assert sum(x.size for x in jax.tree.leaves(moments)) == 16 * 10 + 10
-  # The average, the last of a chain, is found where the rest is split in two.
+  # The averaged weights, last in the chain, are found in a partitioned optimizer.
   averaged = predict.load('run').params
   trees.assert_same(averaged, state_lib.best_params(state))
 

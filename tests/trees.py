@@ -1,4 +1,4 @@
-"""Compares trees of arrays, for several tests."""
+"""Comparisons of trees of arrays."""
 
 import flax.core
 import jax

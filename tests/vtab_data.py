@@ -1,11 +1,11 @@
-"""Writes small data sets of made-up examples, under the names of TFDS."""
+"""Writes small data sets of random examples under the names of TFDS data sets."""
 
 import numpy as np
 import tensorflow_datasets as tfds
 
 
 def example(features, number: int) -> dict:
-  """A record of random numbers with the structure that TFDS declares."""
+  """Returns a record of random numbers with the structure that TFDS declares."""
   rng = np.random.RandomState(number)
   return {name: _value(feature, rng) for name, feature in features.items()}
 
@@ -28,12 +28,12 @@ def _value(feature, rng):
 
 
 def write(name: str, data_dir, records: dict, file_format='array_record'):
-  """Writes a data set of TFDS; returns its builder.
+  """Writes a TFDS data set; returns its builder.
 
   Args:
     name: name of the data set.
     data_dir: folder of TFDS data sets.
-    records: for each split a number of random examples, or a list of changes of
+    records: for each split the number of random examples, or a list of changes to
       such examples, {feature: value}.
     file_format: format of the files.
   """
