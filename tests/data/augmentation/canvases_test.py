@@ -1,4 +1,4 @@
-"""Tests of images on canvases: sizes, draws, and what follows the image."""
+"""Tests of images on canvases: sizes, sampling, and boxes and masks."""
 
 import fractions
 import io
@@ -14,7 +14,7 @@ from vit_jax.data.augmentation import canvases, geometry
 
 
 def pp(**kwargs):
-  """A config of canvases of 9 and 16 pixels."""
+  """A config with canvases of 9 and 16 pixels."""
   config = common.get_config().pp
   fields = dict(
     sides=(4, 6, 8, 9), eval_side=6, longest_side=15, canvases=2,
@@ -36,7 +36,7 @@ def png(pixels):
 
 
 def trained(encoded, config):
-  """Returns a function from the number of a seed to an image and its geometry."""
+  """Returns a function that maps a seed to an image and its geometry."""
   graph = tf.function(
     lambda key: preprocess.on_canvas_for_training(encoded, key, 0, config)
   )
@@ -48,7 +48,7 @@ def noise(height, width):
   return rng.randint(0, 256, (height, width, 3)).astype(np.uint8)
 
 
-def test_the_published_lengths_lie_on_three_canvases():
+def test_published_side_lengths_use_three_canvases():
   found = canvases.groups(detr.get_config().pp)
   assert found == (
     ((480, 512, 544, 576), 959, (960, 960)),
@@ -62,14 +62,14 @@ def test_the_published_lengths_lie_on_three_canvases():
 
 
 def published(height, width, side, longest):
-  """The rule of the released DETR, with whole numbers alone."""
+  """The resizing rule of the released DETR, in integer arithmetic."""
   least, most = min(height, width), max(height, width)
   if most * side > longest * least:
     side = round(fractions.Fraction(longest * least, most))
   return tuple(side * x // least for x in (height, width))
 
 
-# Widths and heights that are frequent in COCO.
+# Common widths and heights in COCO.
 USUAL = (
   (640, 480), (480, 640), (640, 427), (427, 640), (640, 426), (426, 640),
   (640, 425), (640, 428), (500, 375), (375, 500), (640, 360), (612, 612),
@@ -77,26 +77,26 @@ USUAL = (
 )  # fmt: skip
 
 
-def test_images_have_the_size_of_the_released_code():
+def test_image_sizes_match_released_code():
   shapes = np.array(USUAL)[:, ::-1]
-  # By the released code, run by hand.
+  # Recorded from the released code.
   assert published(480, 640, 800, 1333) == (800, 1066)
   assert published(333, 500, 800, 1333) == (800, 1201)
-  assert published(200, 640, 800, 1333) == (417, 1334)  # And a pixel.
+  assert published(200, 640, 800, 1333) == (417, 1334)  # One above 1333.
   for side in (800, *range(480, 801, 32), 400, 500, 600):
     got = canvases.fitted(shapes, side, 1333).numpy()
     want = [published(*shape, side, 1333) for shape in shapes.tolist()]
     np.testing.assert_array_equal(got, want)
 
 
-def test_the_smallest_canvas_of_an_image():
+def test_smallest_canvas_for_an_image():
   group = canvases.evaluation(detr.get_config().pp)
   shapes = [(480, 640), (640, 480), (612, 612), (100, 900)]
   found = canvases.smallest(shapes, group, 64)
   assert found.tolist() == [[832, 1088], [1088, 832], [832, 832], [192, 1344]]
 
 
-def test_each_length_is_drawn_equally_often():
+def test_each_side_length_is_equally_likely():
   config = detr.get_config().pp
   config.crop_sides = ()
 
@@ -114,16 +114,16 @@ def test_each_length_is_drawn_equally_often():
   groups, sizes = (x.numpy() for x in draw(steps, 0))
   found, counts = np.unique(sizes[:, 0], return_counts=True)
   assert found.tolist() == list(range(480, 801, 32))
-  # Binomial: 50 of each, with a standard deviation of 6.7.
+  # Binomial: mean 50, standard deviation 6.7.
   assert abs(counts - count / 11).max() < 4 * 6.7
   for group, size in zip(groups, sizes):
     assert size[0] in canvases.groups(config)[group].sides
-  # A draw depends on the step and the seed of the run, and on nothing else.
+  # A draw depends only on the step and the run's seed.
   np.testing.assert_array_equal(draw(steps[300:400], 0)[0], groups[300:400])
   assert (draw(steps[:100], 1)[0].numpy() != groups[:100]).mean() > 0.5
 
 
-def test_an_image_lies_at_the_upper_left_of_its_canvas():
+def test_image_is_at_the_top_left_of_its_canvas():
   pixels = noise(6, 11)
   group = canvases.evaluation(pp())
   inputs, drawn = preprocess.on_canvas_for_evaluation(png(pixels), group, pp())
@@ -140,7 +140,7 @@ def test_an_image_lies_at_the_upper_left_of_its_canvas():
     )
 
 
-def test_a_part_has_the_published_size_within_the_resized_image():
+def test_crop_size_matches_the_published_range():
   config = detr.get_config().pp
   draw = tf.function(lambda key: canvases.sample((480, 640, 3), key, 2, config))
   whole, mirrored, widths = 0, 0, []
@@ -156,13 +156,13 @@ def test_a_part_has_the_published_size_within_the_resized_image():
     assert y + height <= 480
     assert x + width <= 640
     assert min(size) in (736, 768, 800) or max(size) == 1333
-    # The pixels of the original stay square, to within one pixel.
+    # The aspect ratio is kept, to within one pixel.
     assert size[0] / size[1] == pytest.approx(height / width, rel=0.01)
     widths.append(width)
   assert 40 < whole < 80
   assert 40 < mirrored < 80
-  # 384 of 800 pixels to all: the first resizing is to 600 x 800, 500 x 667 or
-  # 400 x 533 pixels, and at most 600 are left.
+  # From 384 of 800 pixels to all of them: the first resize gives 600 x 800,
+  # 500 x 667 or 400 x 533 pixels, of which at most 600 are kept.
   assert min(widths) >= 0.99 * 384 / 800 * 640
   assert min(widths) < 0.55 * 640
   assert max(widths) > 600
@@ -198,8 +198,8 @@ def test_boxes_and_masks_follow_the_image():
   assert seen > 12
 
 
-def test_a_part_of_a_jpeg_is_that_of_the_whole_image():
-  """Crops are decoded alone, at a fraction of the size where that suffices."""
+def test_jpeg_crop_matches_crop_of_the_decoded_image():
+  """Only the crop is decoded, at reduced size if that suffices."""
   y, x = np.mgrid[:240, :320]
   pixels = np.stack([y, x / 2, (y + x) / 3], -1).astype(np.uint8)
   buffer = io.BytesIO()

@@ -1,4 +1,4 @@
-"""Tests of crops, flips and turns: boxes and masks stay on what they mark."""
+"""Tests of crops, flips and rotations: boxes and masks follow the image."""
 
 import io
 
@@ -43,7 +43,7 @@ def normalised(*boxes, height=H, width=W):
 
 
 def hull(picture):
-  """(ymin, xmin, ymax, xmax) of what is bright in [h, w], in pixels."""
+  """(ymin, xmin, ymax, xmax) of the bright pixels in [h, w]."""
   y, x = np.nonzero(picture)
   return np.array([y.min(), x.min(), y.max() + 1, x.max() + 1])
 
@@ -78,12 +78,12 @@ def test_boxes_and_masks_follow_the_image(fields):
     cut = (box[:2] < begin).any() or (box[2:] > begin + extent).any()
     cut |= (got[:2] <= 0).any() or (got[2:] >= size).any()
     if drawn.angle is not None and cut:
-      continue  # The image repeats what it cut off, a mask does not.
+      continue  # The image repeats its edges, a mask does not.
     assert kept.numpy()[0] == (bright.sum() > 0)
     if not kept[0]:
       assert turned.sum() == 0
       continue
-    # A pixel of the original is so many of the new image.
+    # Size of an original pixel in the new image.
     unit = 1 + max(size / extent)
     np.testing.assert_allclose(got, hull(bright), atol=unit)
     wrong = (turned[0] != bright).sum()
@@ -92,7 +92,7 @@ def test_boxes_and_masks_follow_the_image(fields):
   assert compared >= 5
 
 
-def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
+def test_crop_with_image_aspect_ratio_matches_squared_image():
   """As in BiT (arXiv 1912.11370): resize to 448, crop 384 at random."""
   config = pp(crop=384, crop_area=((384 / 448) ** 2,) * 2, crop_ratio=None, flip=False)
   y, x = np.mgrid[:280, :700].astype(np.float32)
@@ -106,7 +106,7 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
     begins.add((y, x))
     got = to_image(image, drawn).numpy()
     top, left = y / 280 * 448, x / 700 * 448
-    # Of the squared image, the pixel that the middle one of the crop shows.
+    # The pixel of the squared image at the centre of the crop.
     middle = squared[round(top) + 192, round(left) + 192]
     np.testing.assert_allclose(got[192, 192], middle, atol=1)
   tops, lefts = np.array(sorted(begins)).T
@@ -117,11 +117,11 @@ def test_a_crop_of_the_same_shape_is_that_of_a_squared_image():
   assert len(begins) > 25
 
 
-def test_a_crop_in_numbers():
+def test_boxes_of_a_known_crop():
   drawn = make(window=tf.constant([30, 40, 60, 80]), size=(30, 20))
   boxes = normalised(
     (30, 40, 90, 120),  # The crop itself.
-    (45, 60, 60, 100),  # Inside: a quarter down, a quarter from the left.
+    (45, 60, 60, 100),  # Inside: a quarter from the top and from the left.
     (0, 0, 60, 80),  # Its lower right quarter is inside.
     (0, 0, 30, 160),  # Ends where the crop begins.
     (100, 130, 110, 140),  # Outside.
@@ -138,7 +138,7 @@ def test_a_crop_in_numbers():
   assert kept.numpy().tolist() == [True, True, True, False, False]
 
 
-def test_a_box_that_ends_at_the_crop_is_gone_for_any_rounding():
+def test_box_ending_at_the_crop_edge_is_dropped_despite_rounding():
   for edge in range(1, 4999, 501):
     drawn = geometry.whole((5000, 5000), (224, 224))
     drawn = drawn._replace(window=tf.constant([edge, 0, 5000 - edge, 5000]))
@@ -148,7 +148,7 @@ def test_a_box_that_ends_at_the_crop_is_gone_for_any_rounding():
 
 
 @pytest.mark.parametrize('angle, turns', [(np.pi / 2, 1), (np.pi, 2)])
-def test_right_angles_are_numpys(angle, turns):
+def test_right_angles_match_numpy(angle, turns):
   rng = np.random.RandomState(1)
   image = rng.rand(32, 32, 3).astype(np.float32)
   masks = rng.randint(0, 2, (2, 32, 32)).astype(np.uint8)
@@ -160,14 +160,14 @@ def test_right_angles_are_numpys(angle, turns):
   )
   box = normalised((2, 4, 8, 30), height=32, width=32)
   got, _ = geometry.to_boxes(box, drawn)
-  # A quarter to the left: x becomes 1 - y, and y is what x was.
+  # A quarter turn to the left: the new y is 1 - x, and the new x is y.
   want = {1: (2, 2, 28, 8), 2: (24, 2, 30, 28)}[turns]
   np.testing.assert_allclose(got[0] * 32, want, atol=1e-4)
 
 
-def test_a_box_is_cut_before_it_is_turned():
-  # What the crop leaves of the box is the upper left quarter of the picture.
-  # Turned by half, that is the lower right one, whatever lay outside the crop.
+def test_box_is_clipped_before_rotation():
+  # The crop keeps the part of the box in the upper left quarter. A half turn moves it
+  # to the lower right quarter, regardless of the part outside the crop.
   drawn = make(
     window=tf.constant([20, 20, 80, 80]), size=(80, 80),
     angle=tf.constant(np.pi, tf.float32),
@@ -176,7 +176,7 @@ def test_a_box_is_cut_before_it_is_turned():
   np.testing.assert_allclose(got[0], (0.5, 0.5, 1, 1), atol=1e-5)
 
 
-def test_evaluation_takes_the_whole_image():
+def test_evaluation_uses_the_whole_image():
   rng = np.random.RandomState(2)
   image = rng.randint(0, 256, (H, W, 3), np.uint8)
   drawn = geometry.whole(image.shape, (48, 32))
@@ -193,7 +193,7 @@ def test_evaluation_takes_the_whole_image():
   np.testing.assert_array_equal(masks, want)
 
 
-def test_the_draws_cover_what_the_config_says():
+def test_samples_cover_the_configured_ranges():
   config = pp(crop=32, crop_area=(0.2, 0.4), crop_ratio=(0.5, 2.0), rotate=30.0)
   draw = tf.function(lambda s: geometry.sample((H, W), s, config)[1:4])
   draws = [
@@ -222,8 +222,8 @@ def _encode(image, fmt):
 
 
 @pytest.mark.parametrize('fmt', ['JPEG', 'PNG'])
-def test_training_images_are_those_of_tensorflows_own_functions(fmt):
-  # Seeds and order are part of a run: a resumed one must see the same pixels.
+def test_training_images_match_tensorflow_functions(fmt):
+  # Seeds and their order are fixed: a resumed run must see the same pixels.
   rng = np.random.RandomState(3)
   small = Image.fromarray(rng.randint(0, 256, (12, 16, 3), np.uint8))
   encoded = _encode(np.asarray(small.resize((W, H))), fmt)
@@ -250,7 +250,7 @@ def test_training_images_are_those_of_tensorflows_own_functions(fmt):
     )
 
 
-def test_the_geometry_is_that_of_the_decoded_image():
+def test_geometry_matches_the_decoded_image():
   image = np.repeat(rectangle(40, 30, 70, 110), 3, axis=2)
   config = pp(crop=64, rotate=20.0)
   for number in range(5):

@@ -29,9 +29,9 @@ def mix(batch, number, mixup=0.0, cutmix=0.0):
 
 
 def shares(got, batch):
-  """Returns the share [H, W] of each image that stayed, and that of the label.
+  """Returns the weights of the original pixels [H, W] and of the original label.
 
-  Solved from all rows at once, which also says that they have one in common.
+  Solved for all rows at once, which also checks that they share the same weight.
   """
 
   def solve(mixed, plain, axes):
@@ -46,7 +46,7 @@ def shares(got, batch):
   return pixels, solve(got['label'], batch['label'], (0, 1))
 
 
-def test_mixup_is_numpys():
+def test_mixup_matches_numpy():
   batch = make_batch()
   for number in range(10):
     got = mix(batch, number, mixup=0.5)
@@ -59,7 +59,7 @@ def test_mixup_is_numpys():
     np.testing.assert_array_equal(got['position'], np.arange(B))
 
 
-def test_cutmix_is_numpys():
+def test_cutmix_matches_numpy():
   batch = make_batch()
   for number in range(15):
     got = mix(batch, number, cutmix=1.0)
@@ -67,7 +67,7 @@ def test_cutmix_is_numpys():
     inside = pixels < 0.5
     np.testing.assert_allclose(pixels, 1 - inside, atol=1e-5)
     np.testing.assert_allclose(label, 1 - inside.mean(), atol=1e-5)
-    # A rectangle of pixels, taken over exactly; all around is as it was.
+    # Pixels in a rectangle are copied exactly, all others are unchanged.
     want = batch['image'].copy()
     if inside.any():
       y, x = np.nonzero(inside)
@@ -78,7 +78,7 @@ def test_cutmix_is_numpys():
 
 
 def draw(count, mixup, cutmix, size):
-  """Pixels [count, *size] of batches of a white image and a black one, mixed."""
+  """Pixels [count, *size] of mixed batches of a white and a black image."""
   image = np.stack([np.ones((*size, 1)), np.zeros((*size, 1))]).astype(np.float32)
   batch = {'image': image, 'label': np.eye(2, dtype=np.float32)}
   got = jax.jit(jax.vmap(lambda rng: mixing.mix(batch, rng, mixup, cutmix)['image']))(
@@ -87,8 +87,8 @@ def draw(count, mixup, cutmix, size):
   return np.asarray(got[:, 0, ..., 0])
 
 
-def test_draws_of_mixup_and_cutmix():
-  """One of the two; a share of a folded beta, or a box of such an area anywhere."""
+def test_distribution_of_mixup_and_cutmix():
+  """Either mixup with a folded beta weight, or a box of that area anywhere."""
   p, height = 0.8, 64
   pixels = draw(3000, p, p, (height, 48))
   low, high = pixels.min(axis=(1, 2)), pixels.max(axis=(1, 2))
@@ -100,27 +100,27 @@ def test_draws_of_mixup_and_cutmix():
   assert stats.kstest(low[mixed], cdf).pvalue > 0.01
   boxes = pixels[~mixed] == 0
   covered = boxes.mean(axis=0)
-  # More often in the middle of the image, the same on either side of it.
+  # More often in the middle of the image, and symmetric about it.
   np.testing.assert_allclose(covered, covered[::-1, ::-1], atol=0.1)
   assert covered.min() > 0.08
   assert covered[height // 2, 24] > covered[0, 0] + 0.2
-  # Boxes that the edge cuts are shorter: keep the sides of the others.
+  # The edge shortens some boxes: keep only the sides of the others.
   rows = boxes.any(axis=2)
   sides = rows[~rows[:, 0] & ~rows[:, -1]].sum(axis=1) / height
   sides = sides[sides > 0]
-  # A side s = sqrt(1 - l) touches no edge at 1 - s of the middles.
+  # A side s = sqrt(1 - l) touches no edge for a fraction 1 - s of the centres.
   s = np.linspace(0, 1, 4001)
   weight = np.cumsum(2 * s * beta.pdf(np.clip(1 - s**2, 1e-6, 1 - 1e-6)) * (1 - s))
   cdf = lambda v: np.interp(v, s, weight / weight[-1])
   grid = np.arange(1, height) / height
   below = np.mean(sides[:, None] <= grid, axis=0)
-  # Sides are whole pixels; those of none are not seen.
+  # Sides are whole pixels; empty boxes are not observed.
   first = cdf(0.5 / height)
   want = (cdf(grid + 0.5 / height) - first) / (1 - first)
   assert np.abs(below - want).max() < 1.63 / np.sqrt(len(sides)) + 0.01
 
 
-def test_without_either_the_batch_is_left_alone():
+def test_without_either_the_batch_is_unchanged():
   batch = make_batch()
   got = mix(batch, 0)
   assert set(got) == set(batch)
@@ -128,7 +128,7 @@ def test_without_either_the_batch_is_left_alone():
     np.testing.assert_array_equal(got[key], value)
 
 
-def test_eight_devices_mix_as_one_does():
+def test_eight_devices_mix_like_one():
   batch = make_batch()
   mesh = sharding.make_mesh({'data': 4, 'fsdp': 2})
   split = sharding.batch_sharding(mesh)
@@ -143,7 +143,7 @@ def test_eight_devices_mix_as_one_does():
       np.testing.assert_allclose(got[key], want[key], atol=1e-6)
 
 
-def test_a_batch_of_one_is_not_mixed():
+def test_batch_of_one_cannot_be_mixed():
   mixing.check(0, 0, 1)
   with pytest.raises(ValueError, match='mixup=0.2 mixes.*batch=1: use --config.batch'):
     mixing.check(0.2, 0, 1)

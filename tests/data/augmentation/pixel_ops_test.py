@@ -1,4 +1,4 @@
-"""Tests of RandAugment against Pillow, of colours and holes in closed form."""
+"""Tests of RandAugment against Pillow, of colour jitter and erasing in closed form."""
 
 import io
 import itertools
@@ -34,7 +34,7 @@ def seed(number):
 
 
 def many(function, count, dtype=tf.float32):
-  """Returns a function of a seed for the seeds 0 to `count` - 1, computed at once."""
+  """Returns a function's values for the seeds 0 to `count` - 1, in one batch."""
   seeds = tf.constant([(3, number) for number in range(count)], tf.int64)
   return tf.function(lambda seeds: tf.map_fn(function, seeds, dtype))(seeds).numpy()
 
@@ -46,7 +46,7 @@ def pp(**kwargs):
 
 
 @pytest.mark.parametrize('name', ['autocontrast', 'equalize'])
-def test_histograms_are_pillows(name):
+def test_histogram_operations_match_pillow(name):
   for image in (
     IMAGE,
     np.full((20, 20, 3), 77, np.uint8),  # Nothing to stretch.
@@ -63,7 +63,7 @@ def test_histograms_are_pillows(name):
   ('posterize', [(bits,) for bits in (1, 4, 8)]),
   ('solarize', [(threshold,) for threshold in (0, 1, 128, 255)]),
 ])  # fmt: skip
-def test_values_are_pillows(name, arguments):
+def test_point_operations_match_pillow(name, arguments):
   for args in arguments:
     want = getattr(ImageOps, name)(PIL, *args)
     np.testing.assert_array_equal(getattr(pixel_ops, name)(IMAGE, *args), want)
@@ -77,7 +77,7 @@ def test_solarize_add_in_closed_form(addition):
 
 
 @pytest.mark.parametrize('name', ['color', 'brightness', 'sharpness'])
-def test_enhancing_is_pillows(name):
+def test_enhancements_match_pillow(name):
   enhance = getattr(ImageEnhance, name.capitalize())(PIL).enhance
   for factor in FACTORS:
     got = getattr(pixel_ops, name)(IMAGE, factor)
@@ -85,7 +85,7 @@ def test_enhancing_is_pillows(name):
 
 
 @pytest.mark.parametrize('shape, grey', [((224, 224), 196), ((60, 80), 18)])
-def test_contrast_blends_with_the_number_of_pixels(shape, grey):
+def test_contrast_blends_with_a_grey_that_depends_on_the_size(shape, grey):
   image = picture(*shape)
   flat = Image.new('RGB', shape[::-1], (grey,) * 3)
   for factor in FACTORS:
@@ -94,19 +94,19 @@ def test_contrast_blends_with_the_number_of_pixels(shape, grey):
 
 
 @pytest.mark.parametrize('degrees', [-60.0, -7.0, 45.0])
-def test_rotate_is_pillows(degrees):
+def test_rotate_matches_pillow(degrees):
   want = np.asarray(PIL.rotate(degrees, fillcolor=(128,) * 3))
   got = pixel_ops.rotate(IMAGE, degrees).numpy()
-  # Where a position is half between two pixels, either may be taken.
+  # Either pixel may be taken at a position halfway between two.
   assert (got != want).any(-1).mean() < 0.02
   if abs(degrees) > 10:
     assert got[0, 0].tolist() == [128] * 3
 
 
 @pytest.mark.parametrize('level', [-0.3123, 0.4567])
-def test_shears_are_pillows(level):
+def test_shears_match_pillow(level):
   for function, data in (
-    # Pillow measures from the edge of the image, not the middle of a pixel.
+    # Pillow measures from the edge of the image, not the centre of a pixel.
     (pixel_ops.shear_x, (1, level, -level / 2, 0, 1, 0)),
     (pixel_ops.shear_y, (1, 0, 0, level, 1, -level / 2)),
   ):
@@ -125,7 +125,7 @@ def test_translations_in_closed_form(shift):
     np.testing.assert_array_equal(function(IMAGE, shift), want)
 
 
-def test_cutout_is_a_square_about_any_pixel():
+def test_cutout_is_a_square_around_any_pixel():
   black = np.zeros((6, 8, 3), np.uint8)
   seen = set()
   for holes in many(lambda s: pixel_ops.cutout(black, s, 2), 400, tf.uint8):
@@ -135,7 +135,7 @@ def test_cutout_is_a_square_about_any_pixel():
     box = (y.min(), x.min(), y.max() + 1, x.max() + 1)
     assert len(y) == (box[2] - box[0]) * (box[3] - box[1])
     seen.add(tuple(int(v) for v in box))
-  # Every pixel of the image was its middle, the first and the last too.
+  # Every pixel of the image was the centre once, including the first and the last.
   assert seen == {
     (max(0, y - 2), max(0, x - 2), min(6, y + 2), min(8, x + 2))
     for y in range(6)
@@ -145,7 +145,7 @@ def test_cutout_is_a_square_about_any_pixel():
 
 
 @pytest.mark.parametrize('name', pixel_ops.OPERATIONS)
-def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
+def test_grey_images_match_colour_images_with_equal_channels(name):
   grey = IMAGE[..., :1]
   operation = pixel_ops.OPERATIONS[name]
   one = operation(grey, 7, seed(1)).numpy()
@@ -155,9 +155,8 @@ def test_a_grey_image_is_a_colour_image_of_equal_channels(name):
     np.testing.assert_array_equal(three[..., channel], one[..., 0])
 
 
-# arXiv 2106.10270's code: what each operation does at some magnitudes.
-# Thresholds and shifts are those that its uint8 arithmetic makes of int(25.6m)
-# and int(.4m).
+# Operations of arXiv 2106.10270's code at some magnitudes. Thresholds and shifts are
+# int(25.6m) and int(.4m) in its uint8 arithmetic.
 ONE_WAY = {
   'AutoContrast': (pixel_ops.autocontrast, {0: (), 10: (), 15: ()}),
   'Equalize': (pixel_ops.equalize, {0: (), 10: (), 15: ()}),
@@ -190,13 +189,13 @@ def test_magnitudes(name):
   for magnitude, argument in arguments.items():
     got = pixel_ops.OPERATIONS[name](IMAGE, magnitude, seed(0)).numpy()
     args = argument if isinstance(argument, tuple) else (argument,)
-    # A factor may differ in its last bit, and so may what is rounded after it.
+    # A factor may differ in its last bit, and so may the rounded pixels.
     want = function(IMAGE, *args).numpy().astype(int)
     assert np.abs(got - want).max() <= isinstance(argument, float)
 
 
 @pytest.mark.parametrize('name', EITHER_WAY)
-def test_magnitudes_either_way(name):
+def test_magnitudes_in_either_direction(name):
   function, arguments = EITHER_WAY[name]
   operation = pixel_ops.OPERATIONS[name]
   for magnitude, argument in arguments.items():
@@ -210,7 +209,7 @@ def test_magnitudes_either_way(name):
   assert min(counts) >= 10
 
 
-def test_magnitude_of_cutout():
+def test_cutout_magnitudes():
   image = np.zeros((400, 400, 1), np.uint8)
   for magnitude, side in {0: 0, 1: 8, 10: 80, 15: 120}.items():
     for number in range(100):
@@ -221,7 +220,7 @@ def test_magnitude_of_cutout():
     assert hole.sum() == side**2
 
 
-def test_all_operations_are_equally_frequent(monkeypatch):
+def test_all_operations_are_equally_likely(monkeypatch):
   marks = {
     str(i): lambda image, magnitude, seed, i=i: image * 16 + i for i in range(16)
   }
@@ -252,8 +251,8 @@ STEPS = [
 
 
 def jitter_factors(strength, count):
-  """Factors [count, 3] of brightness, contrast, saturation, from the pixels."""
-  # All of them near the middle, so that nothing is clipped; black is -1.
+  """Recovers factors [count, 3] of brightness, contrast, saturation from pixels."""
+  # All values are near the middle, so that nothing is clipped; black is -1.
   image = np.array([[[-0.2, 0.0, 0.1], [0.05, 0.2, -0.1]]], np.float32)
   factors = []
   for i in range(3):
@@ -270,7 +269,7 @@ def jitter_factors(strength, count):
   return np.transpose(factors)
 
 
-def test_the_jitter_draws_its_factors_uniformly_and_takes_any_order():
+def test_jitter_factors_are_uniform_and_order_is_random():
   image = (picture(6, 8) / 127.5 - 1).astype(np.float32)
   factors = jitter_factors(0.8, 200)
   for row in factors.T:
@@ -291,7 +290,7 @@ def test_the_jitter_draws_its_factors_uniformly_and_takes_any_order():
   assert counts.min() >= 3
 
 
-def test_jitter_of_a_grey_image_has_no_saturation():
+def test_jitter_of_a_grey_image_ignores_saturation():
   image = (picture()[..., :1] / 127.5 - 1).astype(np.float32)
   got = pixel_ops.color_jitter(image, seed(0), 0.0, 0.0, 0.9)
   np.testing.assert_allclose(got, image, atol=1e-6)
@@ -299,7 +298,7 @@ def test_jitter_of_a_grey_image_has_no_saturation():
   assert np.abs(got - image).max() > 0.01
 
 
-# --- Holes --------------------------------------------------------------------
+# --- Erasing ------------------------------------------------------------------
 
 
 def test_random_erasing():
@@ -333,7 +332,7 @@ def test_random_erasing():
     assert stats.kstest(values, uniform.cdf).pvalue > 0.001
 
 
-def test_what_is_erased_always_fits():
+def test_erased_rectangle_always_fits():
   image = np.ones((20, 60, 1), np.float32)
 
   def erase(seed):
@@ -341,7 +340,7 @@ def test_what_is_erased_always_fits():
 
   shares = 1 - many(erase, 100).mean(axis=(1, 2, 3))
   erased = shares[shares > 0]
-  assert len(erased) >= 95  # The others found no size that fits in ten draws.
+  assert len(erased) >= 95  # For the others, none of ten sampled sizes fits.
   assert 0.27 < erased.min()
   assert erased.max() < 0.53
   never = pixel_ops.random_erasing(image, seed(0), 1.0, (0.9, 0.9), (3.3, 3.3))
@@ -360,7 +359,7 @@ def train(number, **kwargs):
   ).numpy()
 
 
-def test_training_images_are_augmented_with_seeds_of_their_own():
+def test_each_augmentation_has_its_own_seed():
   plain = images.to_float(tf.constant(IMAGE)).numpy()
   fold = tf.random.experimental.stateless_fold_in
   for number in range(3):
@@ -377,7 +376,7 @@ def test_training_images_are_augmented_with_seeds_of_their_own():
     np.testing.assert_array_equal(got[got != 0], plain[got != 0])
 
 
-def test_augmentation_changes_neither_crop_nor_flip():
+def test_augmentation_leaves_crop_and_flip_unchanged():
   fields = dict(crop=32, crop_area=(0.1, 0.5), flip=True)
   for number in range(3):
     plain = train(number, **fields)
@@ -385,7 +384,7 @@ def test_augmentation_changes_neither_crop_nor_flip():
     np.testing.assert_array_equal(erased[erased != 0], plain[erased != 0])
 
 
-def test_all_of_it_in_grey():
+def test_all_augmentations_on_grey_images():
   got = train(0, channels=1, randaugment=(3, 10), color_jitter=0.4, random_erasing=1.0)
   assert got.shape == (60, 80, 1)
   assert np.abs(got).max() <= 1
