@@ -1,4 +1,4 @@
-"""Tests of reading annotation files: what they mean, and what is rejected."""
+"""Tests of reading annotation files, and of rejecting invalid ones."""
 
 import numpy as np
 from pycocotools import coco
@@ -36,7 +36,7 @@ def test_ids_with_gaps_become_classes_from_0(read):
   np.testing.assert_array_equal(found.sizes, 3 * [[40, 60]])
 
 
-def test_the_objects_are_those_that_pycocotools_finds(tmp_path):
+def test_objects_match_pycocotools(tmp_path):
   rng = np.random.RandomState(0)
   things = [
     drawn.thing(
@@ -59,14 +59,14 @@ def test_the_objects_are_those_that_pycocotools_finds(tmp_path):
     ]
 
 
-def test_whole_numbers_may_be_written_with_a_point(read):
+def test_integers_may_be_written_as_floats(read):
   found = drawn.content(1, [drawn.thing(1, 0, image_id=100.0)])
   assert read(found).image.tolist() == [0]
   with pytest.raises(ValueError, match=r'annotations\[0\].image_id'):
     read(drawn.content(1, [drawn.thing(1, 0, image_id=100.5)]))
 
 
-def test_the_name_of_a_group_is_not_a_class(read):
+def test_supercategory_is_not_a_class(read):
   classes = [
     {'id': 0, 'name': 'fish', 'supercategory': 'none'},
     {'id': 1, 'name': 'fish', 'supercategory': 'fish'},
@@ -82,7 +82,7 @@ def with_(name, value):
 CAPTION = {'id': 1, 'image_id': 100, 'caption': 'a cat'}
 KEYPOINTS = {**CAPTION, 'category_id': 3, 'keypoints': [1, 2, 2]}
 
-# Content of a file, and key words of the message.
+# Content of a file, and a pattern that the message matches.
 WRONG = [
   ('{"images": [', 'truncated'),
   (with_('categories', []), 'length >= 1 .*categories'),
@@ -110,7 +110,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(('found', 'words'), WRONG)
-def test_other_files_are_rejected(read, found, words):
+def test_invalid_files_are_rejected(read, found, words):
   with pytest.raises(ValueError, match=words) as error:
     read(found)
   assert 'a.json' in str(error.value)

@@ -1,4 +1,4 @@
-"""Tests of boxes: right ones as shares, wrong ones named, left out or clipped."""
+"""Tests of boxes: valid ones are normalised, others reported, skipped or clipped."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from tests.data.coco import drawn
 from vit_jax.data.coco import annotation_files, box_checks
 
-# Images are 60 x 40 pixels. A box, and what is left of it (ymin, xmin, ymax, xmax in
+# Images are 60 x 40 pixels. A box, and its clipped version (ymin, xmin, ymax, xmax in
 # pixels).
 WRONG = [
   ((50, 10, 20, 10), (10, 50, 20, 60)),
@@ -23,14 +23,14 @@ def found(tmp_path, *rows):
   return annotation_files.read(path)
 
 
-def test_right_boxes_become_shares(tmp_path):
+def test_valid_boxes_are_normalised(tmp_path):
   kept, shares = box_checks.check(found(tmp_path, FINE, (0, 0, 60, 40)))
   np.testing.assert_allclose(shares, [[0.1, 0.1, 0.6, 0.6], [0, 0, 1, 1]])
   assert shares.dtype == np.float32
   assert kept.ids.tolist() == [50, 51]
 
 
-def test_rounding_is_not_a_fault(tmp_path):
+def test_rounding_errors_are_accepted(tmp_path):
   rows = (-0.5, 0, 61, 40.7), (59, 39, 1.01, 1.01)
   _, shares = box_checks.check(found(tmp_path, *rows))
   np.testing.assert_allclose(
@@ -39,7 +39,7 @@ def test_rounding_is_not_a_fault(tmp_path):
 
 
 @pytest.mark.parametrize(('box', 'left'), WRONG)
-def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, left):
+def test_wrong_box_is_reported_skipped_or_clipped(tmp_path, capsys, box, left):
   things = found(tmp_path, FINE, box)
   with pytest.raises(
     ValueError, match='(?s)1 of 2 .*--config.broken_boxes=skip'
@@ -56,10 +56,10 @@ def test_a_wrong_box_is_named_left_out_or_clipped(tmp_path, capsys, box, left):
   if left is not None:
     np.testing.assert_allclose(shares[1] * [40, 60, 40, 60], left, rtol=1e-6)
   assert len(shares) == len(kept.ids)
-  said = '1 of 2 left out, 0' if left is None else '0 of 2 left out, 1'
-  assert said in capsys.readouterr().out
+  message = '1 of 2 left out, 0' if left is None else '0 of 2 left out, 1'
+  assert message in capsys.readouterr().out
 
 
-def test_shares_are_recognised(tmp_path):
+def test_normalised_boxes_are_recognised(tmp_path):
   with pytest.raises(ValueError, match='a.json.*shares of the image'):
     box_checks.check(found(tmp_path, (0.1, 0.2, 0.5, 0.5)))

@@ -1,4 +1,4 @@
-"""Captions in COCO's format, as pairs of images and texts."""
+"""Tests of captions in COCO's format as image-text pairs."""
 
 import json
 
@@ -57,7 +57,7 @@ def test_each_image_has_its_captions(root, capsys):
   assert '1 images of' in capsys.readouterr().out
 
 
-def test_wrong_files(root):
+def test_invalid_files(root):
   write(root, [(3, 'A cat.'), (4, 'A bird.')])
   with pytest.raises(ValueError, match="image_id 4 .*'A bird.'"):
     open_split(root)

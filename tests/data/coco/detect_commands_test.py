@@ -1,4 +1,4 @@
-"""Tests of the commands on a detector of a folder in COCO's format."""
+"""Tests of the commands with a detector trained on a folder in COCO's format."""
 
 import jax
 import numpy as np
@@ -30,9 +30,9 @@ def numbers(like):
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-  """A run of random numbers: its folder, its data, and the metrics of its evaluation.
+  """A run with random parameters: its workdir, its data and its evaluation metrics.
 
-  It resumes after the last update, so that neither update nor initialisation is compiled.
+  It resumes after the last update, so neither updates nor initialisation are compiled.
   """
   root = drawn.make(tmp_path_factory.mktemp('data') / 'own', 4, THINGS, grey=(2,))
   workdir = str(tmp_path_factory.mktemp('run'))
@@ -50,21 +50,21 @@ def run(tmp_path_factory):
   return workdir, root, metrics
 
 
-def test_the_command_evaluates_as_training_does_also_other_data(run, capsys):
-  """The same images, their classes in another order."""
+def test_evaluate_command_matches_training_on_other_data(run, capsys):
+  """The same images, with classes in another order."""
   workdir, root, metrics = run
   other = drawn.content(4, THINGS, drawn.CATEGORIES[::-1])
   drawn.write(root / 'annotations' / 'instances_test2017.json', other)
   drawn.draw(root / 'test2017', other, grey=(2,))
   flags = [f'--workdir={workdir}', '--split=test', '--option=tight=8']
   assert evaluate_command.main([*flags, '--nodistributed']) == 0
-  said = capsys.readouterr().out
-  assert f"split 'test' of {root}" in said
+  output = capsys.readouterr().out
+  assert f"split 'test' of {root}" in output
   for name in ('loss', 'AP', 'AP50', 'AR100'):
-    assert f'{name} {metrics[f"{name}_test"]:.4g}' in said
+    assert f'{name} {metrics[f"{name}_test"]:.4g}' in output
 
 
-def test_data_of_other_classes_are_refused(run, tmp_path):
+def test_data_with_other_classes_are_rejected(run, tmp_path):
   found = drawn.content(2, THINGS[:2], drawn.CATEGORIES[:1])
   drawn.write(tmp_path / 'annotations' / 'instances_val.json', found)
   drawn.draw(tmp_path / 'val', found)
@@ -72,29 +72,29 @@ def test_data_of_other_classes_are_refused(run, tmp_path):
     evaluation.evaluate(predict.load(run[0]), 'val', str(tmp_path))
 
 
-def test_wrong_options_are_named(run):
-  for option, said in (
+def test_wrong_options_are_reported(run):
+  for option, message in (
     ('tihgt=1', "did you mean 'task_options.tight'"),
     ('tight', '--option=tight must be NAME=VALUE'),
   ):
     flags = [f'--workdir={run[0]}', '--split=val', f'--option={option}']
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
       evaluate_command.main([*flags, '--nodistributed'])
 
 
-def test_the_command_predicts_and_draws(run, tmp_path, capsys):
+def test_predict_command_draws_boxes(run, tmp_path, capsys):
   workdir, root, _ = run
   image = next(iter((root / 'val2017').iterdir()))
   out = tmp_path / 'boxes.png'
   flags = [f'--workdir={workdir}', str(image), f'--out={out}', '--threshold=0']
   predict_command.main(flags)
-  said = capsys.readouterr().out
-  assert any(name in said for name in ('cat', 'dog', 'cup'))
+  output = capsys.readouterr().out
+  assert any(name in output for name in ('cat', 'dog', 'cup'))
   with Image.open(out) as picture:
     assert min(picture.size) > 30
 
 
-def test_the_command_visualizes(run, tmp_path, capsys, monkeypatch):
+def test_visualize_command(run, tmp_path, capsys, monkeypatch):
   monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
   flags = [f'--workdir={run[0]}', f'--out={out}', '--num_images=1']
@@ -102,11 +102,11 @@ def test_the_command_visualizes(run, tmp_path, capsys, monkeypatch):
   assert {'query_boxes.png', 'encoder_attention.png', 'index.html'} <= {
     path.name for path in out.iterdir()
   }
-  said = capsys.readouterr().out
-  assert 'confusion' not in said
-  assert 'no classes' not in said
+  output = capsys.readouterr().out
+  assert 'confusion' not in output
+  assert 'no classes' not in output
 
 
-def test_a_plan_knows_the_classes_of_a_folder(run):
+def test_plan_knows_the_classes_of_a_folder(run):
   config = run_config.complete(detect_test.on_canvases(run[1]))
   assert plan.data_size(config) == (4, 3)

@@ -1,4 +1,4 @@
-"""Tests of detection on annotated images: training, counts, average precision."""
+"""Tests of detection on annotated images: batches, checks, average precision."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def tiny(root):
 
 
 def on_canvases(root):
-  """The same on canvases: 16 x 24 pixels, or 24 x 16, in the evaluation."""
+  """The same on canvases, of 16 x 24 or 24 x 16 pixels in evaluation."""
   config = tiny(root)
   config.pp.crop, config.pp.resize = 224, None
   config.pp.update(
@@ -66,14 +66,14 @@ def test_batches_with_grey_images_crowds_and_images_without_objects(tmp_path):
       prepared.config, prepared.train, task.example, prepared.mesh
     )
   )
-  # Two epochs of four images: those without objects, and one without the crowd.
+  # Two epochs of four images: two without objects, and one whose crowd is dropped.
   np.testing.assert_array_equal(np.sort(batch['count']), 4 * [0] + 4 * [1])
   assert set(batch['class'][batch['count'] == 1, 0].tolist()) == {0, 1}
   grey = np.ptp(batch['image'], axis=-1).max(axis=(1, 2)) == 0
   np.testing.assert_array_equal(grey, batch['count'] == 1)
 
 
-def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
+def test_randomly_initialised_backbone_cannot_be_frozen(tmp_path):
   root = drawn.make(tmp_path / 'own', 2, [drawn.thing(1, 0)])
   config = tiny(root)
   config.lr_multipliers = (('^backbone/conv_root/', 0.0),)
@@ -83,7 +83,7 @@ def test_a_backbone_of_random_numbers_is_not_frozen(tmp_path):
     train.check_start(train.prepare(config), tmp_path / 'run')
 
 
-def test_more_objects_than_the_model_can_find(tmp_path):
+def test_more_objects_than_queries_is_an_error(tmp_path):
   things = [drawn.thing(i, 2) for i in range(5)]
   root = drawn.make(tmp_path / 'own', 3, things)
   with pytest.raises(ValueError, match="train2017/2.jpg': 5, and max_objects=3"):
@@ -93,7 +93,7 @@ def test_more_objects_than_the_model_can_find(tmp_path):
 BOX = [0.1, 0.2, 0.3, 0.4]
 
 
-def test_objects_of_any_data_are_checked_as_they_are_read(tmp_path):
+def test_objects_are_checked_when_read(tmp_path):
   task = detect.Task(run_config.complete(tiny(tmp_path)), {'class_names': 'ab'})
   for boxes, message in (
     ([BOX, [0.3, 0.2, 0.1, 0.4]], 'must be .ymin, xm'),
@@ -109,7 +109,7 @@ def test_objects_of_any_data_are_checked_as_they_are_read(tmp_path):
       task.example(record, None)
 
 
-def test_coco_of_tfds_has_the_features(tmp_path):
+def test_tfds_coco_has_the_features(tmp_path):
   info = tfds.builder('coco/2017', data_dir=tmp_path).info
   found = records.resolve(detect.Task.FEATURES, parsing.features(info), 'coco')
   assert found == tuple(x.removesuffix('?') for x in detect.Task.FEATURES)
@@ -118,7 +118,7 @@ def test_coco_of_tfds_has_the_features(tmp_path):
 
 
 class Known(detect.Task):
-  """A detector that knows what to find: `extra` holds the answers by image."""
+  """A detector with known outputs: `extra` holds the answers by image."""
 
   def outputs(self, params, extra, batch):
     return {name: x[batch['index']] for name, x in extra.items()}
@@ -150,21 +150,21 @@ def evaluate(root, answers):
   return precision.run({}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P())))
 
 
-def test_detections_of_the_same_score_rank_by_the_id_of_their_image(tmp_path):
-  """As in pycocotools; the images of a folder are in another order."""
+def test_detections_with_equal_scores_rank_by_image_id(tmp_path):
+  """As in pycocotools; images in a folder are in a different order."""
   root = drawn.make(tmp_path, 4, [drawn.thing(1, 2, (10, 4, 30, 20))])
   answers = {100 + i: [(0, 0.9, (10, 4, 40, 24))] for i in range(4)}
   # The only object is in the third image, so it is found at rank 3.
   assert evaluate(root, answers)['AP'] == pytest.approx(1 / 3)
 
 
-def test_average_precision_with_a_crowd_and_an_image_without_objects(tmp_path):
-  """Cats only: two objects, a crowd, and detections whose ranks are known.
+def test_average_precision_with_a_crowd_and_an_empty_image(tmp_path):
+  """Cats only: two objects, a crowd, and detections with known ranks.
 
-  Ranks: 1 (.9) finds the cat of image 100; 2 (.8) lies within the crowd of image
-  102, so that it does not count; 3 (.7) is a cat in image 101, which has none; 4
-  (.6) finds the cat of image 102. Recall 1/2 has precision 1, recall 1 has 2/3:
-  of the 101 recalls 0, .01, ..., 1 the first 51 have 1, the other 50 have 2/3.
+  Ranks: 1 (.9) finds the cat in image 100; 2 (.8) is inside the crowd in image 102,
+  so it does not count; 3 (.7) is a false positive in image 101, which has no cats; 4
+  (.6) finds the cat in image 102. The precision is 1 at recall 1/2 and 2/3 at recall
+  1: of the 101 recalls 0, .01, ..., 1 the first 51 have 1, the other 50 have 2/3.
   """
   things = [
     drawn.thing(1, 0, (10, 4, 30, 20)),

@@ -26,7 +26,7 @@ def thing(i, of, bbox=(10, 4, 30, 20), category=3, **changes):
 
 
 def content(images=3, things=(), categories=CATEGORIES):
-  """The content of an annotation file of so many images."""
+  """The content of an annotation file with this number of images."""
   return {
     'images': [image(i) for i in range(images)],
     'annotations': list(things),
@@ -42,7 +42,7 @@ def write(path, found):
 
 
 def draw(folder, found, grey=()):
-  """Draws the images of an annotation file, of one channel for some ids."""
+  """Draws the images of an annotation file; those in `grey` have one channel."""
   folder.mkdir(parents=True, exist_ok=True)
   rng = np.random.RandomState(0)
   for entry in found['images']:
@@ -53,9 +53,9 @@ def draw(folder, found, grey=()):
 
 
 def make(root, images=3, things=(), splits=('train', 'val'), turned=(), **kwargs):
-  """Writes a folder as COCO is laid out, the same images in every split.
+  """Writes a folder with COCO's layout and the same images in every split.
 
-  Images whose numbers are in `turned` are higher than wide.
+  Images whose numbers are in `turned` are in portrait format.
   """
   found = content(images, things)
   for i in turned:

@@ -1,4 +1,4 @@
-"""Tests of folders of images with panoptic segments."""
+"""Tests of folders of images with panoptic annotations."""
 
 import numpy as np
 from PIL import Image
@@ -18,12 +18,12 @@ CATEGORIES = [
   {'id': 5, 'name': 'sky', 'isthing': 0},
   {'id': 1, 'name': 'cat', 'isthing': 1},
 ]
-SKY, CAT = 70_000, 300  # Ids of segments: above 256 and 65536.
+SKY, CAT = 70_000, 300  # Segment ids above 65536 and 256.
 
 
 @pytest.fixture
 def root(tmp_path):
-  """Two images: a sky with a cat in its corner, 10 x 20 pixels."""
+  """Two images of a sky with a cat in the corner, 10 x 20 pixels."""
   segments = np.full((40, 60), SKY)
   segments[:10, :20] = CAT
   colours = segments[..., None] // np.array([1, 256, 65_536]) % 256
@@ -47,7 +47,7 @@ def root(tmp_path):
   return tmp_path
 
 
-def test_the_features_are_those_of_tfds(root):
+def test_features_match_tfds(root):
   source = source_test.open_split(root, features=FEATURES)
   assert source.names == {'panoptic_objects/label': ('cat', 'sky')}
   assert source.stuff == ('sky',)
@@ -67,7 +67,7 @@ def test_the_features_are_those_of_tfds(root):
   assert not record['panoptic_objects/is_crowd'].numpy().any()
 
 
-def test_a_png_that_is_missing_or_of_another_size(root):
+def test_missing_png_or_wrong_size(root):
   place = root / 'annotations' / 'panoptic_train2017'
   Image.new('RGB', (60, 41)).save(place / '0.png')
   with pytest.raises(ValueError, match='0.png: it has 60 x 41 pixels, and'):
@@ -79,7 +79,7 @@ def test_a_png_that_is_missing_or_of_another_size(root):
     source_test.open_split(root, features=FEATURES)
 
 
-def test_an_image_without_segments_and_a_folder_without_them(root):
+def test_image_or_folder_without_segments(root):
   def forget(found):
     found['annotations'].pop()
 

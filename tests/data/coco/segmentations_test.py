@@ -1,4 +1,4 @@
-"""Tests of masks: outlines drawn by hand, and painted into panoptic images."""
+"""Tests of masks: decoding of outlines, and painting of panoptic images."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from tests.data.coco import drawn, panoptic_test, source_test
 from vit_jax.data.coco import segmentations
 from vit_jax.data.images import images
 
-# A rectangle of 3 columns from 2 on, and 2 rows from 1 on, of 4 x 6 pixels.
+# Columns 2 to 4 and rows 1 to 2 of an image with 4 x 6 pixels.
 RECTANGLE = [[2, 1, 5, 1, 5, 3, 2, 3]]
 EXPECTED = np.array(
   [
@@ -23,7 +23,7 @@ EXPECTED = np.array(
   ],
   np.uint8,
 )
-# Columns first: two columns and a pixel of ground, two pixels, two of ground...
+# Column-major: 9 pixels of background, 2 of the object, 2 of background...
 RUNS = {'size': [4, 6], 'counts': [9, 2, 2, 2, 2, 2, 5]}
 
 
@@ -35,7 +35,7 @@ def test_polygons_and_run_lengths_give_the_same_mask():
     assert found.dtype == np.uint8
     np.testing.assert_array_equal(found, EXPECTED)
   assert not segmentations.decode([], 4, 6).any()
-  other = [0, 0, 1, 0, 1, 1, 0, 1]  # An object may have several polygons.
+  other = [0, 0, 1, 0, 1, 1, 0, 1]  # A second polygon of the object.
   found = segmentations.decode([*RECTANGLE, other], 4, 6)
   assert found.sum() == 7
   assert found[0, 0] == 1
@@ -54,15 +54,15 @@ def test_polygons_and_run_lengths_give_the_same_mask():
     {'size': [4, 6], 'counts': 'no'},
   ],
 )
-def test_wrong_outlines(segmentation):
+def test_invalid_outlines(segmentation):
   words = f'{re.escape(str(segmentation)[:60])} .*6 x 4 '
   encoded = segmentations.encode_image(4, 6, [(77, json.dumps(segmentation).encode())])
   with pytest.raises(ValueError, match=f'annotation 77: .*{words}'):
     segmentations.paint(encoded)
 
 
-def test_wrong_outlines_are_named_or_left_out(tmp_path):
-  """Before anything is painted, with the file and the annotation."""
+def test_invalid_outlines_are_reported_or_skipped(tmp_path):
+  """Before painting; the message names the file and the annotation."""
   right = [[10, 4, 20, 4, 20, 9, 10, 9]]
   things = [
     drawn.thing(1, 0, (10, 4, 10, 5), segmentation=right),
@@ -78,12 +78,12 @@ def test_wrong_outlines_are_named_or_left_out(tmp_path):
       root, features=panoptic_test.FEATURES, broken_boxes=how
     )
     assert sorted(source.lengths('panoptic_objects/label').tolist()) == [0, 1]
-  # A detector of boxes does not read outlines.
+  # Box detection does not read outlines.
   assert source_test.open_split(root).num_examples == 2
 
 
 def test_panoptic_images_are_painted_from_outlines(tmp_path):
-  """A small object lies on top of a large one that comes later in the file."""
+  """A small object covers a large one that comes later in the file."""
   small = [[10, 4, 20, 4, 20, 9, 10, 9]]  # 10 x 5 pixels.
   large = [[0, 0, 30, 0, 30, 20, 0, 20]]
   things = [

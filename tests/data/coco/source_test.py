@@ -1,4 +1,4 @@
-"""Tests of folders of annotated images as sources of data."""
+"""Tests of folders of annotated images as data sources."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def open_split(root, split='train', features=FEATURES, workdir=None, **keys):
 
 
 def by_id(source):
-  """All records of a source, by the id of the image."""
+  """All records of a source, by image id."""
   found = source.lookup(tf.range(source.num_examples, dtype=tf.int64))
   rows = range(source.num_examples)
   records = [{name: x[i].numpy() for name, x in found.items()} for i in rows]
@@ -40,18 +40,18 @@ def by_id(source):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-  """A folder of ten images and three objects; read only."""
+  """A read-only folder with ten images and three objects."""
   return drawn.make(tmp_path_factory.mktemp('own'), 10, THINGS)
 
 
 @pytest.fixture
 def root(tmp_path):
-  """A folder of three images and three objects, to be damaged."""
+  """A folder with three images and three objects, for tests that modify it."""
   return drawn.make(tmp_path / 'own', 3, THINGS)
 
 
 def change(root, change, split='train'):
-  """Changes the boxes of a split."""
+  """Changes the annotation file of a split."""
   change_file(root / 'annotations' / f'instances_{split}2017.json', change)
 
 
@@ -62,10 +62,10 @@ def change_file(path, change):
   path.write_text(json.dumps(found))
 
 
-def test_the_features_are_those_of_tfds(whole):
+def test_features_match_tfds(whole):
   source = open_split(whole)
   assert source.names == {'objects/label': ('cat', 'dog', 'cup')}
-  assert source.num_examples == 10  # Also those without objects.
+  assert source.num_examples == 10  # Including images without objects.
   found = by_id(source)
   assert found[101]['objects/bbox'].shape == (0, 4)
   two = {
@@ -82,7 +82,7 @@ def test_the_features_are_those_of_tfds(whole):
   np.testing.assert_array_equal(mixed.lengths('objects/label'), np.tile(counts, 2))
 
 
-def test_slices_share_out_the_images(whole):
+def test_slices_partition_the_images(whole):
   parts = 'train[:70%]', 'train[70%:]', 'train[:70%]+train[70%:]'
   first, second, both = (by_id(open_split(whole, part)) for part in parts)
   assert len(first) == 7
@@ -92,7 +92,7 @@ def test_slices_share_out_the_images(whole):
     np.testing.assert_array_equal(record['objects/bbox'], both[i]['objects/bbox'])
 
 
-# Where the files of a split lie, and the split.
+# Annotation file, image folder and split.
 LAYOUTS = {
   'coco': ('annotations/instances_train2017.json', 'train2017', 'train'),
   'no year': ('annotations/instances_train2017.json', 'train', 'train'),
@@ -105,7 +105,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize('name', LAYOUTS)
-def test_layouts(tmp_path, name):
+def test_supported_layouts(tmp_path, name):
   path, folder, split = LAYOUTS[name]
   found = drawn.content(2, THINGS[:1])
   drawn.write(tmp_path / path, found)
@@ -113,25 +113,25 @@ def test_layouts(tmp_path, name):
   assert sorted(by_id(open_split(tmp_path, split))) == [100, 101]
 
 
-def test_it_is_said_which_split_stands_for_test(root, capsys):
+def test_split_used_for_test_is_reported(root, capsys):
   open_split(root, 'test')
-  said = f"is '{root / 'annotations' / 'instances_val2017.json'}"
-  assert said in capsys.readouterr().out
+  message = f"is '{root / 'annotations' / 'instances_val2017.json'}"
+  assert message in capsys.readouterr().out
   open_split(root)
   assert 'Split' not in capsys.readouterr().out
 
 
-def test_paths_in_the_file_may_begin_at_the_folder(tmp_path, monkeypatch):
+def test_file_names_may_include_the_image_folder(tmp_path, monkeypatch):
   found = drawn.content(2)
   drawn.draw(tmp_path / 'photos', found)
   for entry in found['images']:
     entry['file_name'] = f'photos/{entry["file_name"]}'
   drawn.write(tmp_path / 'annotations' / 'instances_train.json', found)
-  monkeypatch.chdir(tmp_path.parent)  # And the folder may be relative.
+  monkeypatch.chdir(tmp_path.parent)  # The root may be relative too.
   assert open_split(f'./{tmp_path.name}').num_examples == 2
 
 
-def test_a_split_without_annotations_and_two_years(root):
+def test_missing_annotations_and_ambiguous_years(root):
   with pytest.raises(
     FileNotFoundError, match=r"no annotations of split 'dev'.*instances_train2"
   ):
@@ -143,7 +143,7 @@ def test_a_split_without_annotations_and_two_years(root):
   assert open_split(root, 'train2017').num_examples == 3
 
 
-def test_images_that_are_not_there(root):
+def test_missing_images(root):
   (root / 'train2017' / '0.jpg').unlink()
   with pytest.raises(ValueError, match='1 of 3 images cannot') as error:
     open_split(root)
@@ -158,7 +158,7 @@ def test_images_that_are_not_there(root):
     open_split(root)
 
 
-def test_the_size_in_the_file_must_be_that_of_the_image(root):
+def test_annotated_size_must_match_the_image(root):
   def turn(found):
     found['images'][0].update(width=40, height=60)
     found['images'][1].update(width=62)
@@ -170,7 +170,7 @@ def test_the_size_in_the_file_must_be_that_of_the_image(root):
   assert sorted(by_id(open_split(root, broken_images='skip'))) == [102]
 
 
-def test_images_are_decoded_once_while_the_sizes_stay(root, tmp_path, monkeypatch):
+def test_images_are_checked_once_if_sizes_do_not_change(root, tmp_path, monkeypatch):
   workdir = tmp_path / 'run'
   open_split(root, workdir=workdir).store(workdir)
   with monkeypatch.context() as patch:
@@ -181,7 +181,7 @@ def test_images_are_decoded_once_while_the_sizes_stay(root, tmp_path, monkeypatc
     open_split(root, workdir=workdir)
 
 
-def test_the_command_that_lists_images_knows_annotated_folders(root, monkeypatch):
+def test_index_of_an_annotated_folder(root, monkeypatch):
   assert layout.splits(str(root)) == ['train2017', 'val2017']
   path, count, broken = indexing.make(str(root), 'train')
   assert (count, broken) == (3, [])
@@ -190,7 +190,7 @@ def test_the_command_that_lists_images_knows_annotated_folders(root, monkeypatch
   assert open_split(root).num_examples == 3
 
 
-def test_other_splits_have_the_classes_of_training_by_name(root):
+def test_other_splits_match_training_classes_by_name(root):
   def other_ids(found):
     names = enumerate(('cup', 'dog', 'cat'), 1)
     found['categories'] = [{'id': i, 'name': name} for i, name in names]
@@ -211,7 +211,7 @@ def test_other_splits_have_the_classes_of_training_by_name(root):
     open_split(root, 'test', class_names=names)
 
 
-def test_the_fingerprint_is_of_images_and_annotations(root, tmp_path):
+def test_fingerprint_covers_images_and_annotations(root, tmp_path):
   first = open_split(root).fingerprint()
   assert json.loads(json.dumps(first)) == first
   moved = shutil.copytree(root, tmp_path / 'moved')
@@ -224,15 +224,15 @@ def test_the_fingerprint_is_of_images_and_annotations(root, tmp_path):
     assert seen[-1] not in seen[:-1], key
 
 
-def test_turned_by_exif(root):
-  """The annotations of a tool that turns images before it shows them."""
+def test_annotations_of_the_upright_exif_image(root):
+  """The annotation tool applied the EXIF orientation."""
   path = root / 'train2017' / '0.jpg'
   exif = Image.Exif()
-  exif[0x0112] = 6  # Turned by 90 degrees.
+  exif[0x0112] = 6  # A rotation by 90 degrees.
   with Image.open(path) as image:
     image.load()
   image.save(path, exif=exif)
-  assert open_split(root).num_examples == 3  # As the file's pixels lie.
+  assert open_split(root).num_examples == 3  # Annotated as stored.
   change(root, lambda f: f['images'][0].update(width=40, height=60))
   with pytest.raises(ValueError, match='turned by its EXIF orientation'):
     open_split(root)
