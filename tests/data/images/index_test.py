@@ -1,4 +1,4 @@
-"""Tests of stored lists of images and their checks."""
+"""Tests of stored image lists and their checks."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ from vit_jax.data.images import image_files, images, index as index_lib, listing
 
 @pytest.fixture
 def root(image_folder, tmp_path):
-  """A folder of images of an hour ago, to be changed."""
+  """A folder of images from an hour ago, for tests that modify it."""
   root = tmp_path / 'images'
   shutil.copytree(image_folder, root)
   age(root)
@@ -32,7 +32,7 @@ def forget(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-  """The names of the files that were decoded to check them."""
+  """The names of the files that were decoded as a check."""
   found = []
   why = images.why_broken
 
@@ -70,7 +70,7 @@ def test_every_image_is_checked_once(tiny_config, root, checked, tmp_path):
   assert len(checked) == 33
   assert [again.name(i) for i in range(30)] == [first.name(i) for i in range(30)]
   assert open_split().fingerprint() == first.fingerprint()
-  # Only a file that has changed is checked again.
+  # Only new and changed files are checked again.
   shutil.copy(root / 'train/ant/ant1.PNG', root / 'train/ant/new.png')
   (root / 'train/ant/ant2.jpeg').write_bytes(b'x')
   tiny_config.broken_images = 'skip'
@@ -79,9 +79,7 @@ def test_every_image_is_checked_once(tiny_config, root, checked, tmp_path):
   assert sorted(checked[33:]) == ['ant2.jpeg', 'new.png']
 
 
-def test_the_check_of_a_manifest_is_remembered_too(
-  tiny_config, root, checked, tmp_path
-):
+def test_manifest_images_are_checked_once(tiny_config, root, checked, tmp_path):
   paths = sorted((root / 'train').rglob('*.*'))
   text = ''.join(f'{{"image": "{p}", "label": 0}}\n' for p in paths)
   (root / 'list.jsonl').write_text(text)
@@ -91,7 +89,7 @@ def test_the_check_of_a_manifest_is_remembered_too(
   assert len(checked) == 33
 
 
-def test_a_list_made_ahead_is_used_while_up_to_date(root, checked, capsys):
+def test_existing_list_is_used_while_up_to_date(root, checked, capsys):
   path, count, broken = indexing.make(str(root), 'train')
   assert (path, count, broken) == (f'{root}/train.index.npz', 33, [])
   assert folder.list_split(str(root), 'train')[2] == ('ant', 'bee', 'cow')
@@ -104,12 +102,12 @@ def test_a_list_made_ahead_is_used_while_up_to_date(root, checked, capsys):
   assert len(checked) == 33 + 11
 
 
-def test_a_folder_that_does_not_exist(tmp_path):
+def test_missing_folder(tmp_path):
   with pytest.raises(FileNotFoundError, match="nowhere' is not a folder that exists"):
     index_command.main([f'{tmp_path}/nowhere'])
 
 
-def test_a_list_that_cannot_be_written_is_an_error_at_once(root, checked, monkeypatch):
+def test_unwritable_list_fails_immediately(root, checked, monkeypatch):
   monkeypatch.setattr(index_lib, 'place', lambda *args: '/proc/train.index.npz')
   message = r"the list '/proc/train.index.npz' cannot be written: .*; make its"
   with pytest.raises(OSError, match=message):
@@ -134,7 +132,7 @@ indexing.make(sys.argv[1], 'train')
 """
 
 
-def test_a_check_that_was_killed_is_resumed(root, checked):
+def test_killed_check_is_resumed(root, checked):
   (root / 'train/bee/bee5.jpg').write_bytes(b'x')
   age(root)
   status, _ = processes.finish_code(KILLED, root)
@@ -149,7 +147,7 @@ def test_a_check_that_was_killed_is_resumed(root, checked):
   resumed = index_lib.Index.load(path, str(root), 'train')
   content = pathlib.Path(path).read_bytes()
   pathlib.Path(path).write_bytes(content[: len(content) // 2])
-  indexing.make(str(root), 'train')  # A file that was cut off is ignored.
+  indexing.make(str(root), 'train')  # A truncated list is ignored.
   assert len(checked) == 33 - saved + 33
   whole = index_lib.Index.load(path, str(root), 'train')
   np.testing.assert_array_equal(resumed.status, whole.status)
@@ -177,7 +175,7 @@ def look(path, limit):
   return why(path, limit)
 images.why_broken = look
 index._THREADS = 1
-said = []
+results = []
 for stop, place in ((9, workdir), (None, workdir), (None, None)):
   seen.clear()
   checking._recent.clear()
@@ -185,14 +183,14 @@ for stop, place in ((9, workdir), (None, workdir), (None, None)):
     paths, labels, _ = folder.list_split(
       root, 'train', broken='skip', workdir=place
     )
-    said.append([sorted(seen), list(paths), labels.tolist()])
+    results.append([sorted(seen), list(paths), labels.tolist()])
   except OSError as e:
-    said.append([sorted(seen), str(e)])
-print('SAID ' + json.dumps(said), flush=True)
+    results.append([sorted(seen), str(e)])
+print('SAID ' + json.dumps(results), flush=True)
 """
 
 
-def test_two_processes_check_half_of_the_images_each(root, checked, tmp_path):
+def test_two_processes_each_check_half_of_the_images(root, checked, tmp_path):
   (root / 'train/bee/bee5.jpg').write_bytes(b'x')
   (root / 'train/ant/ant0.jpg').write_bytes(b'')
   age(root)
@@ -203,7 +201,7 @@ def test_two_processes_check_half_of_the_images_each(root, checked, tmp_path):
   for (seen, error), (later, *_) in zip(stopped, resumed):
     assert 'stopped' in error
     assert len(seen) == 9
-    # The first block of four had been saved, or both.
+    # The first block of four was saved, or both.
     assert len(set(seen) & set(later)) in (1, 5)
     assert len({*seen, *later}) in (16, 17)
   assert len({path for seen, *_ in (*stopped, *resumed) for path in seen}) == 33
@@ -212,16 +210,14 @@ def test_two_processes_check_half_of_the_images_each(root, checked, tmp_path):
   assert [len(seen) for seen, *_ in alone] in ([16, 17], [17, 16])
   for _, paths, found in (*resumed, *alone):
     assert (paths, found) == (list(want), labels.tolist())
-  # One file holds what all have found: a single process checks nothing more.
+  # The results are merged into one file, so a single process checks nothing more.
   assert len(list((workdir / 'data').iterdir())) == 1
   forget_all()
   folder.list_split(str(root), 'train', broken='skip', workdir=str(workdir))
   assert len(checked) == 33
 
 
-def test_shares_of_another_number_of_processes_are_not_merged(
-  root, tmp_path, monkeypatch
-):
+def test_results_for_another_process_count_are_not_merged(root, tmp_path, monkeypatch):
   monkeypatch.setattr(checking.jax, 'process_count', lambda: 2)
   index = listing.list_folder(str(root), 'train')
   path = index_lib.place(str(tmp_path), index.root, index.base)
@@ -234,21 +230,21 @@ def test_shares_of_another_number_of_processes_are_not_merged(
   assert [x.name for x in (tmp_path / 'data').iterdir()] == [os.path.basename(path)]
 
 
-def test_what_was_checked_before_an_error_is_not_checked_again(root, checked, tmp_path):
+def test_checks_before_an_error_are_not_repeated(root, checked, tmp_path):
   path = root / 'train' / 'ant' / 'ant0.jpg'
   good = path.read_bytes()
   for content in (b'x', b'no image'):
     path.write_bytes(content)
     with pytest.raises(ValueError, match='1 of 33 images cannot be'):
       folder.list_split(str(root), 'train', workdir=str(tmp_path))
-    forget_all()  # As in another process.
+    forget_all()  # Like a new process.
   path.write_bytes(good)
   found, _, _ = folder.list_split(str(root), 'train', workdir=str(tmp_path))
   assert len(found) == 33
   assert checked[33:] == ['ant0.jpg'] * 2
 
 
-def test_a_damaged_list_is_not_used(root, caplog):
+def test_damaged_list_is_not_used(root, caplog):
   path, _, _ = indexing.make(str(root), 'train', check=False)
   data = bytearray(open(path, 'rb').read())
   rng = np.random.RandomState(0)
@@ -257,13 +253,13 @@ def test_a_damaged_list_is_not_used(root, caplog):
     bad[rng.randint(len(bad))] ^= 1 << rng.randint(8)
     open(path, 'wb').write(bad[: rng.choice([len(bad), rng.randint(len(bad))])])
     found = index_lib.Index.load(path, str(root), 'train')
-    # A bit of the archive's own notes may flip without harm.
+    # Flips in the archive's metadata may be harmless.
     assert found is None or len(found) == 33
   assert 'is damaged' in caplog.text
 
 
-def test_an_error_of_the_storage_breaks_no_image(root, monkeypatch):
-  """Seen: any error made an image count as broken, on one process alone."""
+def test_storage_error_does_not_mark_an_image_as_broken(root, monkeypatch):
+  """Regression: any error marked an image as broken, on one process only."""
   left = [1]
 
   def flaky(path, *args, **kwargs):

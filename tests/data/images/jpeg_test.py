@@ -1,4 +1,4 @@
-"""Tests of JPEG files: those that are cut off, and decoding at reduced size."""
+"""Tests of JPEG files: truncation, and decoding at reduced size."""
 
 import io
 
@@ -24,7 +24,7 @@ def cut(data, share):
 
 
 def textured(height, width, seed=0):
-  """A picture of large and small shapes, as photographs have."""
+  """A picture with coarse and fine structure, like a photograph."""
   rng = np.random.RandomState(seed)
   image = np.zeros((height, width, 3))
   for size in (4, 16, 64):
@@ -45,7 +45,7 @@ decode = tf.function(images.decode, reduce_retracing=True)
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_a_file_that_is_cut_is_no_image(kind):
+def test_truncated_file_is_not_an_image(kind):
   picture, kwargs = KINDS[kind]
   data = encode(picture, **kwargs)
   assert decode(tf.constant(data)).shape == (203, 301, 3)
@@ -54,7 +54,7 @@ def test_a_file_that_is_cut_is_no_image(kind):
       decode(tf.constant(cut(data, share)))
 
 
-def test_a_crop_is_an_error_where_it_meets_what_is_missing():
+def test_crop_fails_only_if_it_needs_missing_data():
   half = tf.constant(cut(encode(PICTURE), 0.5))
   above = jpeg.decode(half, window=tf.constant([0, 0, 60, 60]))
   whole = jpeg.decode(tf.constant(encode(PICTURE)), window=tf.constant([0, 0, 60, 60]))
@@ -72,11 +72,11 @@ def test_a_crop_is_an_error_where_it_meets_what_is_missing():
     ((448, 2000), (224, 500), 2),
   ],
 )
-def test_no_fewer_pixels_are_left_than_are_wanted(shape, size, want):
+def test_reduced_size_is_at_least_the_target_size(shape, size, want):
   assert int(jpeg.ratio(tf.constant(shape), size)) == want
 
 
-def test_large_files_are_decoded_smaller_and_look_the_same():
+def test_reduced_decoding_of_large_files_looks_the_same():
   pp = common.get_config().pp
   pp.crop = 32
   large, small = textured(300, 420), textured(60, 90)

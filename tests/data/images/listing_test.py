@@ -1,4 +1,4 @@
-"""Tests of lists of images: what is found, what is not, and in which order."""
+"""Tests of listing images: which files are found, and in which order."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ def write(root, *paths):
     (root / 'train' / path).write_bytes(b'x')
 
 
-def test_the_order_is_that_of_a_hash_of_the_names(tmp_path):
+def test_images_are_ordered_by_the_hash_of_their_names(tmp_path):
   written = [f'{c}/{i:04}.jpg' for c in ('a', 'bb', 'é') for i in range(300)]
   write(tmp_path, *written, 'top.png', 'a/b/deep.gif')
   want = sorted(
@@ -31,7 +31,7 @@ def test_the_order_is_that_of_a_hash_of_the_names(tmp_path):
   assert names(tmp_path) == want
 
 
-def test_a_remote_folder_is_listed_too():
+def test_remote_folder():
   for name in ('a/1.jpg', 'a/2.PNG', 'b/3.jpg', 'b/.4.jpg', 'b/c/5.jpg', 'x.txt'):
     path = f'ram://listing/train/{name}'
     tf.io.gfile.makedirs(os.path.dirname(path))
@@ -62,7 +62,7 @@ def test_entries_that_are_not_files_are_ignored(tmp_path, caplog):
   assert 'Ignored 6 files' in caplog.text
 
 
-def test_folders_and_patterns_become_their_images(tmp_path):
+def test_folders_and_patterns_expand_to_images(tmp_path):
   write(tmp_path, 'b/2.jpg', 'b/10.PNG', 'a/1.jpg', 'c/x.txt', '[1].jpg')
   top = str(tmp_path / 'train')
   every = [f'{top}/{name}' for name in ('[1].jpg', 'a/1.jpg', 'b/10.PNG')]
@@ -78,7 +78,7 @@ def test_folders_and_patterns_become_their_images(tmp_path):
     listing.expand([f'{top}/c'])
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+def test_unreadable_folder_is_reported(tmp_path, monkeypatch):
   write(tmp_path, 'a/1.jpg', 'b/2.jpg')
   scandir = os.scandir
 

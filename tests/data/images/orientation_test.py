@@ -22,7 +22,7 @@ FORMATS = {
   'PNG': {},
   'WEBP': {'lossless': True},
 }
-# All numbers of one format; of the others, turned and mirrored images.
+# All orientations of JPEG; a rotated and a mirrored image in other formats.
 CASES = [*(('JPEG', n) for n in range(1, 9)), ('PNG', 6), ('PNG', 7), ('WEBP', 8)]
 pp = preprocess_test.pp
 decode = tf.function(images.decode, reduce_retracing=True)
@@ -30,7 +30,7 @@ decode = tf.function(images.decode, reduce_retracing=True)
 
 @functools.cache
 def pipelines(**kwargs):
-  """Returns functions of an image: in training (with a seed), and in evaluation."""
+  """Returns the preprocessing for training (image, seed) and evaluation (image)."""
   config = pp(crop=(40, 56), **kwargs)
   image, seed = tf.TensorSpec([], tf.string), tf.TensorSpec([2], tf.int64)
   return (
@@ -49,7 +49,7 @@ def encode(number, fmt='JPEG', picture=PICTURE, **kwargs):
 
 
 def without_exif(encoded):
-  """Returns a PNG of the upright pixels."""
+  """Returns a PNG of the upright image."""
   with Image.open(io.BytesIO(encoded)) as image:
     image = ImageOps.exif_transpose(image).convert('RGB')
   return preprocess_test.encode(image, 'PNG')
@@ -67,7 +67,7 @@ def test_decoded_images_are_upright(fmt, number):
   assert int(orientation.read(encoded)) == number
   got = decode(tf.constant(encoded)).numpy().astype(int)
   assert got.shape == want.shape
-  # INTEGER_FAST is not Pillow's way of decoding JPEGs.
+  # Pillow does not decode JPEGs with INTEGER_FAST.
   assert np.abs(got - want).max() <= (8 if fmt == 'JPEG' else 0)
   stored = images.decode(encoded, upright=False).numpy().astype(int)
   assert stored.shape == (201, 298, 3)
@@ -79,7 +79,7 @@ def test_decoded_images_are_upright(fmt, number):
 
 
 @pytest.mark.parametrize(('fmt', 'number'), [('JPEG', 6), ('PNG', 7), ('WEBP', 8)])
-def test_crops_are_of_the_upright_image(fmt, number):
+def test_crops_are_taken_from_the_upright_image(fmt, number):
   encoded = encode(number, fmt)
   upright = without_exif(encoded)
   train, evaluate = pipelines(crop_area=(0.2, 0.5), jpeg_shrink=False)
@@ -95,8 +95,8 @@ def shrunk(pixels):
 
 
 @pytest.mark.parametrize('number', range(1, 9))
-def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
-  """A crop that is off by a few pixels of the original has another colour."""
+def test_jpeg_decoded_at_reduced_size_is_upright(number):
+  """A crop that is a few pixels off has different colours."""
   ramps = preprocess_test.smooth(404, 606)
   encoded = encode(number, picture=Image.fromarray(ramps))
   upright = pixels(without_exif(encoded))
@@ -108,7 +108,7 @@ def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
     assert height >= 80  # At most half of the pixels were decoded.
     want = shrunk(upright[y : y + height, x : x + width])
     want = want[:, :: -1 if drawn.flip else 1]
-    # The ramps rise by 2 / 404 per pixel, and windows are rounded to at most 7.
+    # The ramps rise by 2 / 404 per pixel, and windows are rounded by at most 7.
     ratio = int(jpeg.ratio(drawn.window[2:], drawn.size))
     errors = np.abs(train(encoded, (0, seed)) - want)
     assert errors[2:-2, 2:-2].mean() < 0.005 * (ratio + 1)
@@ -117,12 +117,12 @@ def test_a_jpeg_decoded_at_a_quarter_is_upright(number):
 
 
 @pytest.mark.parametrize('fmt', FORMATS)
-def test_other_values_turn_nothing(fmt):
+def test_invalid_orientations_are_ignored(fmt):
   for number in (None, 0, 9):
     assert int(orientation.read(encode(number, fmt))) == 1
 
 
-def test_damaged_exif_data_turn_nothing():
+def test_damaged_exif_data_are_ignored():
   encoded = encode(6)
   start = encoded.index(b'Exif\0\0') + 6
   size = int.from_bytes(encoded[start - 8 : start - 6], 'big') - 8
@@ -139,7 +139,7 @@ def test_exif_data_may_follow_other_segments():
 
 
 class Photos(tfds.core.GeneratorBasedBuilder):
-  """A photograph of each orientation, its file as it was taken."""
+  """One photograph per orientation, with the original file."""
 
   VERSION = tfds.core.Version('1.0.0')
 
@@ -157,7 +157,7 @@ class Photos(tfds.core.GeneratorBasedBuilder):
       yield number, {'image': io.BytesIO(encode(number))}
 
 
-def test_data_sets_of_tfds_stay_as_they_were_prepared(tmp_path, tiny_config):
+def test_tfds_images_are_decoded_as_stored(tmp_path, tiny_config):
   Photos(data_dir=tmp_path, file_format='tfrecord').download_and_prepare()
   tiny_config.update(dataset='photos', tfds_data_dir=str(tmp_path))
   source = sources.open_split(tiny_config, 'train', ('image',))
@@ -170,7 +170,7 @@ def test_data_sets_of_tfds_stay_as_they_were_prepared(tmp_path, tiny_config):
 
 
 @pytest.mark.parametrize('fmt', FORMATS)
-def test_a_file_without_its_exif_data_is_as_stored(fmt):
+def test_removing_exif_data_gives_the_stored_pixels(fmt):
   encoded = encode(6, fmt)
   found = orientation.as_stored(encoded)
   np.testing.assert_array_equal(
