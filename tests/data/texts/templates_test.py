@@ -1,12 +1,12 @@
-"""The templates of zero-shot classification."""
+"""Tests of the templates for zero-shot classification."""
 
 import pytest
 
 from vit_jax.data.texts import templates
 
 
-def test_the_templates_of_clip():
-  """Numbers and samples from CLIP's notebook Prompt_Engineering_for_ImageNet."""
+def test_clip_templates():
+  """Counts and samples from CLIP's notebook Prompt_Engineering_for_ImageNet."""
   full = templates.TEMPLATES['full']
   assert len(full) == len(set(full)) == 80
   for text in (
@@ -22,13 +22,13 @@ def test_the_templates_of_clip():
   assert set(short) - set(full) == {'{}'}
 
 
-def test_filling_is_class_by_class():
+def test_filled_templates_are_grouped_by_class():
   assert templates.fill(['cat', 'dog'], ['a {}', '{}s']) == [
     'a cat', 'cats', 'a dog', 'dogs'
   ]  # fmt: skip
 
 
-def test_templates_of_a_user(tmp_path):
+def test_user_templates(tmp_path):
   assert templates.get('a {} in the snow') == ('a {} in the snow',)
   file = tmp_path / 'mine.txt'
   file.write_text('a {}\n\nmy {}\n')
@@ -43,7 +43,7 @@ def test_templates_of_a_user(tmp_path):
     templates.get(str(tmp_path / 'none.txt'))
 
 
-def test_lists_of_words(tmp_path):
+def test_word_lists(tmp_path):
   assert templates.listed('a cat; a dog;', 'classes') == ['a cat', 'a dog']
   file = tmp_path / 'words.txt'
   file.write_text('one\ntwo\n')

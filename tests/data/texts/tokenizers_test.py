@@ -21,7 +21,7 @@ from transformers.models.bert import tokenization_bert_legacy
 from vit_jax.data.texts import tokenizers
 from vit_jax.weights import hub
 
-# What texts are made of, by kind.
+# Building blocks of the texts, by kind.
 _PIECES = (
   ['ka', 'lo', 'mi', 'Ta', 'PHOTO', 'of', 'unaffable', 'Dogs', "don't", 'I'],
   ['1', '22', '3.14', '2024', '٣', '½', 'Ⅷ', 'x²'],
@@ -39,7 +39,7 @@ _PIECES = (
 
 
 def make_texts(count, seed):
-  """Texts of all kinds; some empty, some of thousands of characters."""
+  """Texts of all kinds; some are empty, some have thousands of characters."""
   rng = random.Random(seed)
   texts = ['', ' ', '!', '! ka', ' ka lo', 'ka' * 2000, 'ka lo ' * 1000]
   texts += ['x' * 100, 'x' * 101, 'the end. ', '... ', "it's I'll we'd"]
@@ -56,7 +56,7 @@ TEXTS = make_texts(700, seed=0)
 
 
 def padded(rows, max_len, value):
-  """Rows of numbers as an array, int32 [n, max_len]."""
+  """Rows of tokens as an array, int32 [n, max_len]."""
   rows = [[*row, *[value] * (max_len - len(row))] for row in rows]
   return np.array(rows, np.int32)
 
@@ -75,7 +75,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def bert(folder):
-  """Path of a vocabulary of characters, parts and words."""
+  """Path of a vocabulary of characters, subwords and words."""
   rng = random.Random(1)
   kept = ''.join(text for text in TEXTS[:500] if len(text) < 100).lower()
   characters = sorted({x for x in kept if not x.isspace() and x != '\ufffd'})
@@ -105,15 +105,15 @@ def train_sentencepiece(path, **options):
 
 @pytest.fixture(scope='module')
 def spiece(folder):
-  """Path of a model of SentencePiece, with the special tokens of T5."""
+  """Path of a SentencePiece model with the special tokens of T5."""
   return train_sentencepiece(folder / 'spiece.model')
 
 
 def bytes_as_letters():
-  """The letters that byte-level BPE writes for the 256 bytes.
+  """The letters that represent the 256 bytes in byte-level BPE.
 
-  Printable ones of Latin-1 stand for themselves, all others for the letters from
-  U+0100 on, in the order of the bytes.
+  Printable Latin-1 characters represent themselves; all other bytes are mapped, in
+  order, to the letters starting at U+0100.
   """
   plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
   others = iter(range(256, 512))
@@ -122,7 +122,7 @@ def bytes_as_letters():
 
 @pytest.fixture(scope='module')
 def clip(folder):
-  """(path of a tokenizer.json, Hugging Face's tokenizer that has written it)."""
+  """(path of a tokenizer.json, the Hugging Face tokenizer that wrote it)."""
   letters = sorted(bytes_as_letters())
   pairs = (
     'k a</w>', 'k a', 'l o</w>', 'o f</w>', 'p h', 'o t', 'ph ot', 'phot o</w>',
@@ -142,7 +142,7 @@ def clip(folder):
 
 @pytest.fixture(scope='module')
 def gemma(folder):
-  """(path of a tokenizer.json as SigLIP 2's, Hugging Face's tokenizer of it)."""
+  """(path of a tokenizer.json like SigLIP 2's, its Hugging Face tokenizer)."""
   letters = sorted({x for text in TEXTS[:400] for x in text.lower()} - {' '})
   tokens = ['<pad>', '<eos>', '<bos>', '<unk>', '<mask>', '▁']
   tokens += [f'<0x{i:02X}>' for i in range(256)]
@@ -152,7 +152,7 @@ def gemma(folder):
   theirs = transformers.Siglip2Tokenizer(
     vocab=tokens, merges=merges, padding_side='right'
   )
-  # As the published files, which are not lower-cased and end texts.
+  # Like the published files, which do not lower-case and which append <eos>.
   backend = theirs.backend_tokenizer
   backend.post_processor = processors.TemplateProcessing(
     single='$A <eos>', special_tokens=[('<eos>', tokens['<eos>'])]
@@ -164,11 +164,11 @@ def gemma(folder):
   return folder / 'gemma' / 'tokenizer.json', theirs
 
 
-# --- The same tokens as elsewhere ---
+# --- Comparisons with other implementations ---
 
 
-def test_bert_is_that_of_hugging_face_without_sep(bert):
-  """Theirs in pure Python, as BERT was published, and theirs of today."""
+def test_bert_matches_hugging_face_without_sep(bert):
+  """Both the original tokenizer in pure Python and the current fast one."""
   slow = tokenization_bert_legacy.BertTokenizerLegacy(str(bert))
   fast = transformers.BertTokenizer.from_pretrained(bert.parent)
   for theirs in (slow, fast):
@@ -183,8 +183,8 @@ def test_bert_is_that_of_hugging_face_without_sep(bert):
       assert ours.cls_token == theirs.cls_token_id == 2
 
 
-# Texts, and the words into which tensorflow_text 2.18.1 (TensorFlow 2.18.1) splits
-# them: BasicTokenizer(lower_case=True) of its BertTokenizer. Recorded from a run.
+# Texts, and their words according to tensorflow_text 2.18.1 (TensorFlow 2.18.1):
+# BasicTokenizer(lower_case=True) of its BertTokenizer. Recorded from a run.
 WORDS_OF_TENSORFLOW_TEXT = (
   ('25 ℃ in the café… №7', '25 °c in the cafe . . . no7'),
   ('ＦＵＬＬ－ｗｉｄｔｈ ｶﾞ', 'full - width カ'),
@@ -213,7 +213,7 @@ WORDS_OF_TENSORFLOW_TEXT = (
 
 
 @pytest.mark.parametrize(('text', 'words'), WORDS_OF_TENSORFLOW_TEXT)
-def test_bert_has_the_words_of_tensorflow_text(tmp_path, text, words):
+def test_bert_splits_words_like_tensorflow_text(tmp_path, text, words):
   words = words.split(' ')
   vocabulary = ['[PAD]', '[UNK]', '[CLS]', *dict.fromkeys(words)]
   path = tmp_path / 'vocab.txt'
@@ -222,8 +222,8 @@ def test_bert_has_the_words_of_tensorflow_text(tmp_path, text, words):
   assert [vocabulary[i] for i in got if i] == ['[CLS]', *words]
 
 
-def test_words_of_bert_have_at_most_100_bytes(tmp_path):
-  """In tensorflow_text; recorded as above. Hugging Face counts characters."""
+def test_bert_words_have_at_most_100_bytes(tmp_path):
+  """As in tensorflow_text (recorded as above). Hugging Face counts characters."""
   words = ['a' * 100, 'a' * 101, 'ы' * 50, 'ы' * 51]
   path = tmp_path / 'vocab.txt'
   tokenizers.write_vocabulary(path, ['[PAD]', '[UNK]', '[CLS]', *words])
@@ -235,7 +235,7 @@ def test_words_of_bert_have_at_most_100_bytes(tmp_path):
 
 
 @pytest.mark.parametrize('max_len', [2, 16])
-def test_sentencepiece_is_the_package_of_that_name_with_eos(spiece, max_len):
+def test_sentencepiece_matches_the_package_with_eos(spiece, max_len):
   ours = tokenizers.SentencepieceTokenizer(spiece, max_len)
   theirs = sentencepiece.SentencePieceProcessor(model_file=str(spiece))
   rows = [theirs.encode(text)[: max_len - 1] for text in TEXTS]
@@ -252,8 +252,8 @@ def hugging_face(theirs, texts, max_len, **kwargs):
 
 @pytest.mark.parametrize('rule', ['nmt_nfkc', 'identity'])
 @pytest.mark.parametrize('max_len', [2, 64])
-def test_siglip_is_that_of_hugging_face(folder, rule, max_len):
-  """Models that join white space themselves, and models that do not."""
+def test_siglip_matches_hugging_face(folder, rule, max_len):
+  """Models that collapse white space themselves, and models that do not."""
   path = folder / f'{rule}.model'
   path.exists() or train_sentencepiece(path, normalization_rule_name=rule)
   ours = tokenizers.SiglipTokenizer(path, max_len)
@@ -265,7 +265,7 @@ def test_siglip_is_that_of_hugging_face(folder, rule, max_len):
 
 
 @pytest.mark.parametrize('max_len', [2, 16])
-def test_clip_is_that_of_hugging_face(clip, max_len):
+def test_clip_matches_hugging_face(clip, max_len):
   path, theirs = clip
   texts = [*TEXTS, 'ka<|endoftext|> lo', '<|startoftext|>']
   ours = tokenizers.ClipTokenizer(path, max_len)
@@ -274,7 +274,7 @@ def test_clip_is_that_of_hugging_face(clip, max_len):
 
 
 @pytest.mark.parametrize('max_len', [2, 16])
-def test_siglip2_is_that_of_hugging_face(gemma, max_len):
+def test_siglip2_matches_hugging_face(gemma, max_len):
   path, theirs = gemma
   texts = [*TEXTS, 'KA<eos> lo', '<bos>', 'a  b   c']
   ours = tokenizers.Siglip2Tokenizer(path, max_len)
@@ -289,8 +289,10 @@ def test_siglip2_is_that_of_hugging_face(gemma, max_len):
     ('special_tokens_map.json', {'content': '!!', 'lstrip': False}),
   ],
 )
-def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name, value):
-  """Stable Diffusion 2 pads with another token than the end token."""
+def test_clip_reads_the_padding_token_from_an_adjacent_file(
+  clip, tmp_path, name, value
+):
+  """Stable Diffusion 2 does not pad with the end token."""
   path, theirs = clip
   here, alone = tmp_path / 'tokenizer.json', tmp_path / 'alone' / 'tokenizer.json'
   here.write_bytes(path.read_bytes())
@@ -301,12 +303,12 @@ def test_the_padding_of_clip_is_what_a_file_beside_it_says(clip, tmp_path, name,
   (tmp_path / name).write_text(json.dumps({'pad_token': value}))
   ours = tokenizers.ClipTokenizer(here, 4)
   alone.parent.mkdir()
-  alone.write_bytes(ours.content())  # Says it without the file beside it.
+  alone.write_bytes(ours.content())  # Includes the padding token.
   for tokenizer in (ours, tokenizers.ClipTokenizer(alone, 4)):
     assert tokenizer(['']).tolist() == [[start, end, other, other]]
 
 
-def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(clip, tmp_path):
+def test_truncation_and_padding_in_tokenizer_json_are_ignored(clip, tmp_path):
   path, _ = clip
   stored = json.loads(path.read_text())
   stored['truncation'] = {
@@ -323,18 +325,18 @@ def test_what_is_stored_in_a_tokenizer_json_neither_clips_nor_pads(clip, tmp_pat
   assert got[0, 5:].tolist() == 2 * [stored['model']['vocab']['!!']]
 
 
-# --- What a reader can check ---
+# --- Literal examples ---
 
 
 @pytest.fixture
 def small(tmp_path):
-  """Path of a vocabulary of [PAD], [UNK], [CLS], a few words."""
+  """Path of a vocabulary of [PAD], [UNK], [CLS] and a few words."""
   tokens = ['[PAD]', '[UNK]', '[CLS]', 'un', '##aff', '##able', 'cafe', '!']
   (tmp_path / 'vocab.txt').write_bytes('\r\n'.join(tokens).encode())
   return tmp_path / 'vocab.txt'
 
 
-def test_words_are_cut_into_the_longest_pieces(small):
+def test_words_are_split_into_the_longest_pieces(small):
   got = tokenizers.BertTokenizer(str(small), 6)(
     ['Unaffable!', 'CAFÉ cafe\u0301', '', 'unknown [CLS]', 5 * 'un!']
   )
@@ -347,17 +349,17 @@ def test_words_are_cut_into_the_longest_pieces(small):
   ]
 
 
-def test_bytes_and_arrays_of_texts_are_texts(small):
+def test_bytes_and_arrays_are_accepted(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
   texts = ['cafe', '!']
-  for given in (np.array(texts), [b'cafe', b'!'], tf.constant(texts), iter(texts)):
-    assert tokenizer(given).tolist() == [[2, 6, 0], [2, 7, 0]]
-  # What is not UTF-8 is U+FFFD: [UNK].
+  for inputs in (np.array(texts), [b'cafe', b'!'], tf.constant(texts), iter(texts)):
+    assert tokenizer(inputs).tolist() == [[2, 6, 0], [2, 7, 0]]
+  # Invalid UTF-8 becomes U+FFFD, which is [UNK].
   assert tokenizer([b'\xff!']).tolist() == [[2, 1, 7]]
   assert tokenizer([]).shape == (0, 3)
 
 
-def test_tokens_in_a_graph_are_the_same(bert, spiece, clip, gemma):
+def test_graph_mode_gives_the_same_tokens(bert, spiece, clip, gemma):
   texts = TEXTS[:60]
   paths = {'bert': bert, 'hf_bert': bert, 'clip': clip[0], 'siglip2': gemma[0]}
   for name, kind in tokenizers.TOKENIZERS.items():
@@ -372,7 +374,7 @@ def test_tokens_in_a_graph_are_the_same(bert, spiece, clip, gemma):
     assert_same(eager[None], got[30:31], texts[30:31])
 
 
-def test_a_tokenizer_is_its_fields(small):
+def test_tokenizers_compare_hash_and_pickle_by_their_fields(small):
   tokenizer = tokenizers.BertTokenizer(str(small), 6)
   assert dataclasses.asdict(tokenizer) == {
     'vocab_path': str(small), 'max_len': 6, 'cls_token': 2
@@ -385,7 +387,7 @@ def test_a_tokenizer_is_its_fields(small):
   assert copied(['cafe']).tolist() == [[2, 6, 0, 0, 0, 0]]
 
 
-def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
+def test_word_vocabulary_spells_unknown_words(tmp_path):
   vocabulary = tokenizers.word_vocabulary(['A cat, a DOG.', 'the dog', 'a é'])
   characters = [*',.acdeghot']
   assert vocabulary == [
@@ -404,28 +406,28 @@ def test_a_vocabulary_of_words_spells_what_it_does_not_have(tmp_path):
     tokenizers.word_vocabulary('a cat')
 
 
-# --- Where a vocabulary comes from ---
+# --- Vocabularies on the Hub ---
 
 
-def test_a_vocabulary_on_the_hub_needs_no_name_of_a_file(small, monkeypatch):
-  asked = []
+def test_vocabulary_on_the_hub_needs_no_file_name(small, monkeypatch):
+  fetched = []
   monkeypatch.setattr(
-    hub, 'fetch', lambda path: asked.append(path) or epath.Path(small)
+    hub, 'fetch', lambda path: fetched.append(path) or epath.Path(small)
   )
-  given = 'https://huggingface.co/a/b', 'hf://a/b@v1', 'hf://a/b/vocab.txt'
-  for path in given:
+  paths = 'https://huggingface.co/a/b', 'hf://a/b@v1', 'hf://a/b/vocab.txt'
+  for path in paths:
     tokenizer = tokenizers.BertTokenizer(path, 3)
     assert tokenizer(['cafe']).tolist() == [[2, 6, 0]]
     assert tokenizer.vocab_path == path
   want = 'hf://a/b/vocab.txt', 'hf://a/b@v1/vocab.txt', 'hf://a/b/vocab.txt'
-  assert [*map(hub.parse, asked)] == [*map(hub.parse, want)]
+  assert [*map(hub.parse, fetched)] == [*map(hub.parse, want)]
 
 
 # --- Errors ---
 
 
 @pytest.mark.parametrize('name', tokenizers.TOKENIZERS)
-def test_vocabularies_that_cannot_be_read(tmp_path, name):
+def test_unreadable_vocabularies(tmp_path, name):
   tokenizer = tokenizers.get_tokenizer(name)
   nowhere = tmp_path / 'nowhere'
   with pytest.raises(FileNotFoundError, match=f"vocab_path='{nowhere}'"):
@@ -445,14 +447,14 @@ def test_vocabularies_that_cannot_be_read(tmp_path, name):
     ('clip', b'{}', 'tokenizer.json'),
   ],
 )
-def test_vocabularies_of_another_kind(tmp_path, name, content, words):
+def test_vocabularies_of_another_tokenizer(tmp_path, name, content, words):
   path = tmp_path / 'vocabulary'
   path.write_bytes(content)
   with pytest.raises(ValueError, match=f"vocab_path='{path}' .*{words}"):
     tokenizers.get_tokenizer(name)(path, 8)
 
 
-def test_models_that_lack_the_end_token(tmp_path, clip):
+def test_models_without_an_end_token(tmp_path, clip):
   path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
   with pytest.raises(ValueError, match='SentencePiece.*</s>$'):
     tokenizers.SentencepieceTokenizer(path, 8)
@@ -473,7 +475,7 @@ def test_wrong_arguments(small):
       tokenizer(single)
 
 
-def test_a_missing_package_is_named(small, monkeypatch):
+def test_missing_package_is_reported(small, monkeypatch):
   monkeypatch.setitem(sys.modules, 'sentencepiece', None)
   message = r"SiglipTokenizer needs sentencepiece: pip install .*\[text\]'"
   with pytest.raises(ImportError, match=message):
