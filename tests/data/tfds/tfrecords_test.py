@@ -1,4 +1,4 @@
-"""Tests of files with records: TFDS's order, damaged files, a mean storage."""
+"""Tests of record files: TFDS's order, stored offsets, damage, storage errors."""
 
 import errno
 import gzip
@@ -25,7 +25,7 @@ FORMATS = ('tfrecord', 'array_record')
 
 @pytest.fixture(scope='module')
 def written(tmp_path_factory):
-  """Folders with 40 images in three files, by format."""
+  """Folders with 40 images in three files, by file format."""
   folders = {name: tmp_path_factory.mktemp(name) for name in FORMATS}
   for name, folder in folders.items():
     input_pipeline_test.prepare(
@@ -70,7 +70,7 @@ def batches(config, source, start=0, count=12):
 
 @pytest.mark.parametrize('file_format', FORMATS)
 @pytest.mark.parametrize('split', ['train', 'train[35%:80%]+train[:5]', 'train[-1:]'])
-def test_records_have_the_order_of_tfds(opened, written, file_format, split):
+def test_records_have_the_same_order_as_tfds(opened, written, file_format, split):
   _, source = opened(file_format, split)
   builder = tfds.builder('shapes', data_dir=str(written['tfrecord']))
   data = builder.as_dataset(
@@ -83,13 +83,13 @@ def test_records_have_the_order_of_tfds(opened, written, file_format, split):
   assert everything(source) == want
 
 
-def test_a_run_is_the_same_as_on_array_record_and_when_it_goes_on(opened):
+def test_batches_match_array_record_and_a_resumed_run(opened):
   whole = batches(*opened(), count=5)
   found = batches(*opened('array_record'), 1, 3)
   for got, want in zip(found, whole[1:4], strict=True):
     input_pipeline_test.assert_same(got, want)
   images = np.concatenate([batch['image'][:, 0, 0, 0] for batch in whole])
-  assert len(set(images)) == 40  # An epoch has every image, from all files.
+  assert len(set(images)) == 40  # An epoch covers all images of all files.
 
 
 # --- The stored offsets ---
@@ -108,9 +108,7 @@ def scanned(monkeypatch):
   return names
 
 
-def test_headers_are_read_once_and_again_of_a_file_that_changes(
-  opened, scanned, tmp_path
-):
+def test_headers_are_reread_only_for_changed_files(opened, scanned, tmp_path):
   want = everything(opened(split='train[:50%]')[1])
   assert sorted(scanned) == ['00000', '00001']
   for _ in range(2):
@@ -132,7 +130,7 @@ def test_headers_are_read_once_and_again_of_a_file_that_changes(
   assert sorted(scanned[4:]) == ['00000', '00001']
 
 
-def test_offsets_are_kept_in_the_cache_of_data_that_cannot_be_written(
+def test_offsets_of_read_only_data_are_kept_in_the_cache(
   opened, scanned, tmp_path, caplog
 ):
   opened()
@@ -149,7 +147,7 @@ def test_offsets_are_kept_in_the_cache_of_data_that_cannot_be_written(
   assert 'cannot be stored' in caplog.text
 
 
-def test_processes_of_a_machine_share_large_offsets(opened, tmp_path, monkeypatch):
+def test_processes_on_a_host_share_large_offsets(opened, tmp_path, monkeypatch):
   want = everything(opened()[1])
   monkeypatch.setattr(tfrecords, '_LARGE', 0)
   _, source = opened()
@@ -157,7 +155,7 @@ def test_processes_of_a_machine_share_large_offsets(opened, tmp_path, monkeypatc
   [mapped] = (tmp_path / 'cache' / 'tfrecords').glob('*.npy')
   content = mapped.read_bytes()
   for damaged in (content[:-8], content[:200] + b'x' + content[201:]):
-    mapped.unlink()  # Others may read the old one.
+    mapped.unlink()  # Other processes may still map the old one.
     mapped.write_bytes(damaged)
     assert everything(opened()[1]) == want
     assert mapped.read_bytes() == content
@@ -178,7 +176,7 @@ def test_files_in_a_bucket(opened, tmp_path):
   remote = tfrecords.TfRecordSource(infos, 100.0, source._reader)
   assert tf.io.gfile.exists(f'{folder}/.tfrecord_offsets.npz')
   assert everything(remote) == want
-  numbers = np.array([20, 3, 4, 3, 39, 5, 19, 0])  # Some are neighbours.
+  numbers = np.array([20, 3, 4, 3, 39, 5, 19, 0])  # Some are adjacent.
   np.testing.assert_array_equal(remote.serialized(numbers), source.serialized(numbers))
 
 
@@ -209,7 +207,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize('file_format, change, message', DAMAGE)
-def test_a_damaged_file_is_named(opened, tmp_path, file_format, change, message):
+def test_damaged_file_is_reported(opened, tmp_path, file_format, change, message):
   opened(file_format)
   path = files(tmp_path, file_format)[1]
   content = change(path.read_bytes())
@@ -224,20 +222,20 @@ def test_a_damaged_file_is_named(opened, tmp_path, file_format, change, message)
 
 
 @pytest.mark.parametrize('file_format', FORMATS)
-def test_a_storage_that_fails_for_a_moment_or_for_good(
+def test_temporary_and_permanent_storage_errors(
   opened, tmp_path, file_format, monkeypatch
 ):
   config, source = opened(file_format)
   want = source.serialized(np.arange(40)).tolist()
   read, calls = type(source).read_file, itertools.count(1)
-  failing = lambda call: call % 3 != 0  # Two of three attempts.
+  failing = lambda call: call % 3 != 0  # Two of three attempts fail.
 
-  def mean(self, *args):
+  def flaky(self, *args):
     if failing(next(calls)):
       raise OSError(errno.EIO, 'Input/output error')
     return read(self, *args)
 
-  monkeypatch.setattr(type(source), 'read_file', mean)
+  monkeypatch.setattr(type(source), 'read_file', flaky)
   assert source.serialized(np.arange(40)).tolist() == want
   failing = lambda call: True
   message = 'shapes-train.*cannot be read: Input/output error'
@@ -246,7 +244,7 @@ def test_a_storage_that_fails_for_a_moment_or_for_good(
   assert '\n' not in str(error.value)
 
 
-def test_a_dataset_info_that_lies(opened, tmp_path):
+def test_wrong_dataset_info(opened, tmp_path):
   opened()
   [path] = (tmp_path / 'tfrecord').glob('shapes/*/dataset_info.json')
   info = json.loads(path.read_text())
@@ -268,7 +266,7 @@ def test_a_dataset_info_that_lies(opened, tmp_path):
 
 
 @pytest.mark.parametrize('file_format', FORMATS)
-def test_few_files_are_open(opened, file_format, monkeypatch):
+def test_number_of_open_files_is_limited(opened, file_format, monkeypatch):
   _, source = opened(file_format)
   want = source.serialized(np.arange(40)).tolist()
   monkeypatch.setattr(shards, '_OPEN_FILES', 2)

@@ -1,4 +1,4 @@
-"""Tests of the tasks of VTAB, on made-up examples with the features of TFDS."""
+"""Tests of the VTAB tasks on synthetic examples with the features of TFDS."""
 
 import itertools
 import types
@@ -16,13 +16,13 @@ from vit_jax.planning import plan
 
 
 def objects_of(info, *changes):
-  """Objects of an image: random ones with these changes."""
+  """Random objects of an image, with these changes."""
   features = info.features['objects'].feature
   return [{**vtab_data.example(features, 0), **change} for change in changes]
 
 
 def labelled(builder, task, split='train'):
-  """{value of the first pixel: number of the class}, of all examples of a split."""
+  """{value of the first pixel: class index} for all examples of a split."""
   reader = vtab.Reader(builder.info, vtab_tasks.TASKS[task])
   source = splits.open_with(builder.info, task, split, reader)
   assert source.features == ('image', 'label')
@@ -44,13 +44,13 @@ def image(value, info):
 
 
 def write(name, data_dir, changes, **kwargs):
-  """Writes records whose images are 0, 1, ... everywhere, with these changes."""
+  """Writes constant images of value 0, 1, ..., with these changes."""
   info = tfds.builder(name, data_dir=str(data_dir)).info
   made = [{'image': image(i, info), **change(info)} for i, change in enumerate(changes)]
   return vtab_data.write(name, data_dir, {'train': made}, **kwargs)
 
 
-# Depths (z) of the vehicles and other objects in an image, and the class.
+# Types and depths (z) of the objects in an image, and the class.
 KITTI_IMAGES = [
   ((), 3),
   ((('Pedestrian', 1.0),), 3),
@@ -81,8 +81,8 @@ def test_distance_to_the_nearest_vehicle(tmp_path):
   )  # fmt: skip
 
 
-def test_objects_of_clevr_are_counted_and_the_nearest_is_placed(tmp_path):
-  # Depths of the objects; the number of classes below is that of objects - 3.
+def test_clevr_count_and_distance(tmp_path):
+  # Depths of the objects. The class of clevr_count is the number of objects - 3.
   depths = [
     (9.0, 12.0, 9.1), (7.0, 8.0, 9.0, 10.0), (8.5,) * 5, (8.6,) * 6,
     (9.6, 20.0) * 4, (10.0,) * 9, (10.5,) * 10,
@@ -102,7 +102,7 @@ def test_objects_of_clevr_are_counted_and_the_nearest_is_placed(tmp_path):
   assert names[4:] == ('9.5 to 10', 'over 10')
 
 
-def test_dsprites_are_binned_and_made_visible(tmp_path):
+def test_dsprites_labels_are_binned_and_images_scaled(tmp_path):
   labels = [(i % 32, i) for i in range(40)]
   builder = vtab_data.write('dsprites', tmp_path, {'train': [
     {'image': np.eye(64, dtype=np.uint8)[..., None],
@@ -129,8 +129,8 @@ def test_dsprites_are_binned_and_made_visible(tmp_path):
   assert names[-1] == '351 to 360 degrees'
 
 
-def test_the_camera_of_smallnorb(tmp_path):
-  """`image` is the left one of two; the label is not the category."""
+def test_smallnorb_camera(tmp_path):
+  """Uses the left of two images; the label is not the category."""
   builder = write('smallnorb', tmp_path, [
     lambda info, i=i: {
       'label_azimuth': 17 - i, 'label_elevation': i // 2, 'label_category': 1,
@@ -144,15 +144,16 @@ def test_the_camera_of_smallnorb(tmp_path):
   assert (names[0], names[8]) == ('30 degrees', '70 degrees')
 
 
-def test_labels_that_the_data_have(tmp_path):
+def test_sun397_uses_the_labels_of_the_data(tmp_path):
   changes = [lambda _, x=x: {'label': x} for x in (396, 6, 13)]
   builder = write('sun397', tmp_path, changes)
   assert labelled(builder, 'sun397') == {0: 396, 1: 6, 2: 13}
 
 
-# Task: group, classes, sizes of the splits of the data set, and train800, val200
-# and test as github.com/google-research/task_adaptation has them (TRAIN_SPLIT_PERCENT:
-# 80 for Pets, 90 for the others whose validation images are the end of train).
+# Task: group, classes, split sizes of the data set, and val200 (a split, or its start
+# within train) and test as in github.com/google-research/task_adaptation
+# (TRAIN_SPLIT_PERCENT: 80 for Pets, 90 for the others whose validation images are the
+# end of train).
 ALL = {
   'caltech101': ('natural', 102, {'train': 3059, 'test': 6085}, 2753, 'test'),
   'cifar100': ('natural', 100, {'train': 50_000, 'test': 10_000}, 45_000, 'test'),
@@ -189,7 +190,7 @@ def info_of(sizes):
   )
 
 
-def test_splits_are_those_of_vtab():
+def test_splits_match_vtab():
   assert list(vtab_tasks.TASKS) == list(ALL)
   for name, (group, _, sizes, val, test) in ALL.items():
     info, dataset = info_of(sizes), f'vtab/{name}'
@@ -208,7 +209,7 @@ def test_splits_are_those_of_vtab():
     for split in ('train800', 'val200', 'test'):
       [(base, instruction)] = slices.parts(found[split])
       spans.setdefault(base, []).append(slices.bounds(info.splits[base], instruction))
-    for inside in spans.values():  # No example is in two splits.
+    for inside in spans.values():  # Splits do not overlap.
       inside.sort()
       assert all(a[1] <= b[0] for a, b in itertools.pairwise(inside)), name
   groups = [task.group for task in vtab_tasks.TASKS.values()]
@@ -231,26 +232,26 @@ def test_all_tasks_resolve_from_the_metadata_of_tfds(tiny_config, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_data_that_are_missing_are_told_with_where_to_get_them(tiny_config, tmp_path):
+def test_missing_data_message_says_where_to_get_them(tiny_config, tmp_path):
   tiny_config.tfds_data_dir = str(tmp_path)
   # CLEVR_v1.0.zip has 19,021,600,724 bytes.
   assert vtab.missing(tiny_config, 'vtab/clevr_count').endswith(
     'TFDS can download it, 17.72 GiB.'
   )
-  told = vtab.missing(tiny_config, 'vtab/resisc45')
+  missing = vtab.missing(tiny_config, 'vtab/resisc45')
   tiny_config.dataset = 'vtab/resisc45'
   with pytest.raises(ValueError, match='must be downloaded|OneDrive') as error:
     sources.open_split(tiny_config, 'train800')
-  for said in (told, str(error.value)):
-    assert 'OneDrive' in said
-    assert f'{tmp_path}/downloads/manual' in said
-    assert 'config.tfds_manual_dir' in said
+  for message in (missing, str(error.value)):
+    assert 'OneDrive' in message
+    assert f'{tmp_path}/downloads/manual' in message
+    assert 'config.tfds_manual_dir' in message
   tiny_config.tfds_manual_dir = '/by/hand'
-  told = vtab.missing(tiny_config, 'vtab/resisc45')
-  assert 'The manual_dir is /by/hand (' in told
+  missing = vtab.missing(tiny_config, 'vtab/resisc45')
+  assert 'The manual_dir is /by/hand (' in missing
 
 
-def test_a_package_that_tfds_lacks_is_named(tiny_config, tmp_path, monkeypatch):
+def test_missing_package_of_tfds_is_reported(tiny_config, tmp_path, monkeypatch):
   builder = tfds.builder('kitti', data_dir=str(tmp_path))
 
   def fail(self, **kwargs):
@@ -262,7 +263,7 @@ def test_a_package_that_tfds_lacks_is_named(tiny_config, tmp_path, monkeypatch):
     builders.get_builder(tiny_config, 'kitti')
 
 
-def test_wrong_names_are_told(tiny_config):
+def test_wrong_names_are_reported(tiny_config):
   with pytest.raises(ValueError, match="'vtab/clevr_count'.*caltech101"):
     vtab_tasks.find_task('vtab/clevr')
   tiny_config.dataset = 'vtab/clevrcount'
