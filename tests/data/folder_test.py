@@ -1,4 +1,4 @@
-"""Tests of image folders: what is found, and everything that can be wrong."""
+"""Tests of image folders: listing, slices, and errors."""
 
 import pathlib
 import re
@@ -14,11 +14,11 @@ from vit_jax.data import folder, indexing, slices, sources
 
 @pytest.fixture
 def root(image_folder, tmp_path):
-  """A copy of the folder, to be damaged."""
+  """A copy of the folder, for tests that modify it."""
   return pathlib.Path(shutil.copytree(image_folder, tmp_path / 'images'))
 
 
-def test_classes_and_images_of_any_ending_and_case(image_folder):
+def test_classes_and_images_with_any_extension(image_folder):
   paths, labels, names = folder.list_split(str(image_folder), 'train')
   assert names == ('ant', 'bee', 'cow')
   assert len(paths) == 33
@@ -26,7 +26,7 @@ def test_classes_and_images_of_any_ending_and_case(image_folder):
     assert pathlib.Path(path).parent.name == names[label]
 
 
-def test_slices_share_out_the_images(image_folder):
+def test_slices_partition_the_images(image_folder):
   whole, _, _ = folder.list_split(str(image_folder), 'train')
   first, _, names = folder.list_split(str(image_folder), 'train[:70%]')
   last, _, _ = folder.list_split(str(image_folder), 'train[70%:]')
@@ -37,7 +37,7 @@ def test_slices_share_out_the_images(image_folder):
   assert len(both) == 5
 
 
-def test_hidden_and_other_files_do_not_disturb(root):
+def test_hidden_and_other_files_are_ignored(root):
   (root / 'train' / '.DS_Store').write_text('x')
   (root / 'train' / 'ant' / '.hidden.jpg').write_text('x')
   (root / 'train' / 'ant' / 'notes.txt').write_text('x')
@@ -45,14 +45,14 @@ def test_hidden_and_other_files_do_not_disturb(root):
   assert len(folder.list_split(str(root), 'train')[0]) == 33
 
 
-def test_a_missing_split_is_named(root):
+def test_missing_split_is_reported(root):
   with pytest.raises(FileNotFoundError, match=r"no split 'val'.*\['test', 'tr"):
     folder.list_split(str(root), 'val')
 
 
 @pytest.mark.parametrize('split', ['train', ''])
-def test_the_proposed_flags_split_what_there_is(root, tmp_path, split):
-  """In a folder with train/ only, and in a folder of classes."""
+def test_suggested_flags_split_the_existing_images(root, tmp_path, split):
+  """For a folder with only train/, and for a folder of class folders."""
   shutil.move(root / 'train', tmp_path / 'data' / split)
   argv = [f'--config=configs/pretrain.py:testing,{tmp_path}/data']
 
@@ -70,14 +70,14 @@ def test_the_proposed_flags_split_what_there_is(root, tmp_path, split):
   assert len(names[1]) == 3
 
 
-def test_a_class_without_images_among_other_files(root):
+def test_class_without_images(root):
   for path in (root / 'train' / 'bee').iterdir():
     path.rename(path.with_suffix('.txt'))
   with pytest.raises(ValueError, match=r"train/bee' .*\.jpg"):
     folder.list_split(str(root), 'train')
 
 
-def test_classes_that_differ_from_those_of_train(root):
+def test_classes_that_differ_from_the_training_split(root):
   shutil.move(root / 'test' / 'bee', root / 'test' / 'wasp')
   message = r"test' differ from the 3 .*has \['wasp'\] and it lacks \['bee'\]"
   with pytest.raises(ValueError, match=message):
@@ -95,7 +95,7 @@ def damage(root):
   return zero, cut, short
 
 
-def test_broken_images_are_named(root):
+def test_broken_images_are_reported(root):
   broken = damage(root)
   with pytest.raises(ValueError, match='3 of 33 images cannot be') as error:
     folder.list_split(str(root), 'train')
@@ -104,20 +104,20 @@ def test_broken_images_are_named(root):
   assert '--config.broken_images=skip' in str(error.value)
 
 
-def test_broken_images_are_skipped_and_counted_where_the_config_says(root, caplog):
+def test_broken_images_are_skipped_if_configured(root, caplog):
   broken = damage(root)
   paths, labels, names = folder.list_split(str(root), 'train', broken='skip')
   assert len(paths) == len(labels) == 30
   assert not {str(path) for path in broken} & set(paths)
   assert names == ('ant', 'bee', 'cow')
   assert 'Skipped 3 of 33 images' in caplog.text
-  # Also if an index next to the images says that they are broken.
+  # Even if an index next to the images lists them as broken.
   indexing.make(str(root), 'train')
   assert len(folder.list_split(str(root), 'train', broken='trust')[0]) == 33
 
 
-def test_damage_between_good_ends_is_found(root):
-  """A PNG of bad data, half a JPEG."""
+def test_damage_in_the_middle_of_a_file_is_detected(root):
+  """A PNG with corrupt data, and truncated JPEGs."""
   ant = root / 'train' / 'ant'
   bad = [ant / 'ant1.PNG', ant / 'half.jpg', ant / 'progressive.jpg']
   data = bytearray(bad[0].read_bytes())
@@ -141,15 +141,15 @@ def test_damage_between_good_ends_is_found(root):
     ('[abc', r"split 'test\[abc' cannot be sliced: Unrecognized"),
   ],
 )
-def test_slices_that_hold_nothing_or_too_much_are_named(instruction, message):
+def test_invalid_slices_are_reported(instruction, message):
   with pytest.raises(ValueError, match=message) as error:
     slices.take(range(20), 'test', instruction)
   assert len(str(error.value).splitlines()) == 1
   assert slices.take(range(20), '.', '[:25%]') == range(5)
 
 
-def test_a_folder_of_the_name_of_a_data_set_is_not_taken_for_it(tmp_path, monkeypatch):
-  """Seen: after --workdir=digits the same command found no split there."""
+def test_folder_named_like_a_data_set_is_not_used(tmp_path, monkeypatch):
+  """Regression: after --workdir=digits, the same command found no split there."""
   (tmp_path / 'digits').mkdir()
   (tmp_path / 'photos').mkdir()
   monkeypatch.chdir(tmp_path)

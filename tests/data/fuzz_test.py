@@ -1,4 +1,4 @@
-"""Damaged images of every kind give pixels, or one error that names the file."""
+"""Damaged images either decode or raise an error that names the file."""
 
 import io
 
@@ -32,10 +32,10 @@ FILES = {
 
 
 def mutate(data: bytes, rng) -> bytes:
-  """Flips, overwrites, inserts, repeats, takes away, or swaps some bytes."""
+  """Flips, overwrites, inserts, repeats or deletes some bytes, or truncates."""
   data = bytearray(data)
   for _ in range(rng.randint(1, 4)):
-    # The first bytes are a header, where damage is worst.
+    # The first bytes are the header, where damage is worst.
     end = len(data) if rng.rand() < 0.5 else min(len(data), 64)
     at, size = rng.randint(max(1, end)), int(2 ** rng.uniform(0, 6))
     kind = rng.randint(6)

@@ -1,4 +1,4 @@
-"""Tests of manifests: what they may hold, and everything that can be wrong."""
+"""Tests of manifests: features, labels, errors, and the parsed cache."""
 
 from concurrent import futures
 import json
@@ -17,7 +17,7 @@ from vit_jax.data import manifest, sources
 
 
 def write(root, lines, split='train'):
-  """Writes a manifest, and small images for those that it names.
+  """Writes a manifest, and small images for its lines.
 
   Args:
     root: the folder.
@@ -37,7 +37,7 @@ def write(root, lines, split='train'):
 
 
 def read(root, *features, split='train', **kwargs):
-  """Returns the features in the order of the lines, and names of classes."""
+  """Returns the features in the order of the lines, and the class names."""
   columns, names = manifest.read_split(str(root), split, ('image', *features), **kwargs)
   numbers = [int(path.split('/')[-1][:-4]) for path in columns.pop('image')]
   order = np.argsort(numbers)
@@ -88,7 +88,7 @@ def test_types_and_shapes_of_features(tmp_path):
   }
 
 
-def test_labels_are_names_numbers_or_nothing(tmp_path):
+def test_labels_are_names_numbers_or_missing(tmp_path):
   labels = ['cow', None, ['ant', 'cow'], [], 'bee']
   write(tmp_path, [{'label': label} for label in labels] + [{}])
   got, names = read(tmp_path, 'label')
@@ -101,7 +101,7 @@ def test_labels_are_names_numbers_or_nothing(tmp_path):
   assert got['label'].numpy().tolist() == [[2], [0], [-1]]
 
 
-def test_classes_of_the_training_split_hold_for_all(tmp_path):
+def test_classes_of_the_training_split_apply_to_all_splits(tmp_path):
   write(tmp_path, [{'label': 'bee'}], 'test')
   got, names = read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
   assert names == {'label': ('ant', 'bee')}
@@ -113,7 +113,7 @@ def test_classes_of_the_training_split_hold_for_all(tmp_path):
       read(tmp_path, 'label', split='test', class_names=('ant', 'bee'))
 
 
-def test_classes_may_be_listed(tmp_path):
+def test_classes_may_be_listed_in_a_file(tmp_path):
   write(tmp_path, [{'label': 'bee'}, {'label': ['wasp']}])
   write(tmp_path, [{'label': 1}, {'label': 0}], 'test')
   (tmp_path / 'classes.json').write_text('["wasp", "bee"]')
@@ -121,7 +121,7 @@ def test_classes_may_be_listed(tmp_path):
     got, names = read(tmp_path, 'label', split=split)
     assert names == {'label': ('wasp', 'bee')}
     assert got['label'].numpy().tolist() == [[1], [0]]
-  # Of other features too.
+  # For other features too.
   (tmp_path / 'classes.json').write_text('{"objects/label": ["cat", "dog"]}')
   objects = [{'label': 'dog'}, {'label': 'cat'}]
   write(tmp_path, [{'objects': objects}, {'objects': []}])
@@ -167,7 +167,7 @@ def test_wrong_labels(tmp_path, labels, message):
     read(tmp_path, 'label')
 
 
-def test_wrong_lists_of_classes(tmp_path):
+def test_invalid_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
   for text in ('["a", "a"]', '{"label": 3}'):
     (tmp_path / 'classes.json').write_text(text)
@@ -193,7 +193,7 @@ def test_missing_features_and_splits(tiny_config, tmp_path):
     sources.open_split(tiny_config, 'empty')
 
 
-def test_broken_images_are_skipped_where_the_config_says(tmp_path, caplog):
+def test_broken_images_are_skipped_if_configured(tmp_path, caplog):
   write(tmp_path, [{'x': i} for i in range(5)])
   (tmp_path / 'photos' / '2.png').unlink()
   (tmp_path / 'photos' / '3.png').write_text('no image')
@@ -209,10 +209,10 @@ def test_broken_images_are_skipped_where_the_config_says(tmp_path, caplog):
 
 
 @pytest.mark.parametrize('kind', ['manifest', 'metadata', 'metadata without labels'])
-def test_lists_of_a_folder_of_classes_give_its_examples(
+def test_manifest_of_a_class_folder_gives_the_same_examples(
   tiny_config, image_folder, tmp_path, kind
 ):
-  """By a manifest, or as an "imagefolder" of Hugging Face's `datasets`."""
+  """As a manifest, or as an "imagefolder" of Hugging Face's `datasets`."""
   root = shutil.copytree(image_folder, tmp_path / 'root')
   key, top = ('image', root) if kind == 'manifest' else ('file_name', None)
   for split in ('train', 'test'):
@@ -221,7 +221,7 @@ def test_lists_of_a_folder_of_classes_give_its_examples(
       name = str(path.relative_to(top or root / split))
       line = {key: name, 'text': path.name, 'label': path.parent.name}
       if kind == 'metadata without labels':
-        del line['label']  # That of its folder.
+        del line['label']  # Taken from the folder name.
       lines.append(json.dumps(line))
     place = f'{split}.jsonl' if top else f'{split}/metadata.jsonl'
     (root / place).write_text('\n'.join(lines))
@@ -242,7 +242,7 @@ def test_lists_of_a_folder_of_classes_give_its_examples(
     sources.open_split(tiny_config, 'test')
 
 
-def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
+def test_order_does_not_depend_on_the_location_of_the_manifest(tmp_path):
   orders = []
   for name in ('here', 'there'):
     (tmp_path / name).mkdir()
@@ -255,9 +255,7 @@ def test_the_order_does_not_depend_on_where_the_manifest_lies(tmp_path):
   assert [*first['x'].numpy(), *last['x'].numpy()] == orders[0]
 
 
-def test_records_have_the_contents_of_files_wherever_they_lie(
-  tiny_config, image_folder, tmp_path
-):
+def test_images_may_be_outside_the_folder(tiny_config, image_folder, tmp_path):
   outside = next((image_folder / 'test' / 'bee').iterdir())
   write(tmp_path, [{'x': [0] * i, 'image': str(outside)} for i in range(3)])
   tiny_config.update(dataset=str(tmp_path), batch_eval=4)
@@ -276,7 +274,7 @@ def test_records_have_the_contents_of_files_wherever_they_lie(
 
 @pytest.fixture
 def stored(tmp_path, monkeypatch):
-  """Stores manifests of any size; returns how to read, and the stored folders."""
+  """Caches manifests of any size; returns functions that read and list the cache."""
   cache = tmp_path / 'cache' / 'manifests'
   monkeypatch.setenv('VIT_JAX_CACHE', str(cache.parent))
   monkeypatch.setattr(manifest, '_LARGE', 0)
@@ -297,7 +295,7 @@ def _never(*args):
   raise AssertionError('parsed again')
 
 
-def test_a_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
+def test_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
   read_all, folders = stored
   with monkeypatch.context() as patch:
     patch.setattr(manifest, '_LARGE', 10**9)
@@ -308,7 +306,7 @@ def test_a_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(manifest, '_parse', _never)
     assert read_all() == wanted
-  assert read_all('train[80%:]') != wanted  # Another slice is stored too.
+  assert read_all('train[80%:]') != wanted  # Each slice is stored separately.
   assert len(folders()) == 2
   (tmp_path / 'photos' / '2.png').write_bytes(b'no image')
   with pytest.raises(ValueError, match=r'train.jsonl:3: .*2\.png'):
@@ -322,7 +320,7 @@ def test_a_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
     ('names.npy', lambda x: x[:-1] + bytes([x[-1] ^ 1])),
   ],
 )
-def test_a_damaged_stored_manifest_is_written_again(stored, name, change, monkeypatch):
+def test_damaged_stored_manifest_is_rewritten(stored, name, change, monkeypatch):
   read_all, folders = stored
   wanted = read_all()
   path = folders()[0] / name
@@ -334,7 +332,7 @@ def test_a_damaged_stored_manifest_is_written_again(stored, name, change, monkey
   assert read_all() == wanted
 
 
-def test_another_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):
+def test_changed_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path):
   read_all, folders = stored
   read_all()
   old, path = folders(), tmp_path / 'train.jsonl'
@@ -356,13 +354,11 @@ manifest.read_split(sys.argv[1], 'train', ('image', 'label', 'caption', 'box'))
 """
 
 
-def test_a_manifest_is_parsed_once_for_all_also_after_a_kill(
-  stored, tmp_path, monkeypatch
-):
+def test_readers_parse_once_even_after_a_kill(stored, tmp_path, monkeypatch):
   read_all, folders = stored
-  status, said = processes.finish_code(_KILLED, tmp_path)
-  assert status == -signal.SIGKILL, said
-  assert [x.name[0] for x in folders()] == ['.']  # An incomplete one.
+  status, output = processes.finish_code(_KILLED, tmp_path)
+  assert status == -signal.SIGKILL, output
+  assert [x.name[0] for x in folders()] == ['.']  # Incomplete.
   parse, parsed = manifest._parse, []
 
   def slow(*args):

@@ -1,4 +1,4 @@
-"""Tests of several data sets at once: who stands where in the run."""
+"""Tests of mixtures of data sets: the order of examples, and their features."""
 
 import json
 
@@ -17,20 +17,20 @@ from vit_jax.run import workdir
 
 
 def numbered(size, begin=0, **columns):
-  """A source of images that say which they are, in their contents."""
+  """A source of images whose contents are their numbers."""
   names = [str(begin + i) for i in range(size)]
   return records.MemorySource({'image': names, **columns}, {})
 
 
 def mix(sizes, weights):
-  """A mixture of numbered sources: the images of part k begin at 1000 k."""
+  """A mixture of numbered sources; the images of part k start at 1000 k."""
   parts = [numbered(size, 1000 * k) for k, size in enumerate(sizes)]
   pairs = [(f'part{k}', weight) for k, weight in enumerate(weights)]
   return mixture.MixtureSource(parts, pairs)
 
 
 def number(record, seed):
-  """What a task makes of such an image."""
+  """A task's `example` for such an image."""
   return {
     'value': tf.strings.to_number(record['image'], tf.int32),
     'index': tf.cast(record['index'], tf.int32),
@@ -53,7 +53,7 @@ def batches(config, source, start=0, count=3, rows=None, example=number):
     ((3, 1, 4, 1, 5, 9, 2, 6), 2),
   ],
 )
-def test_every_prefix_has_its_shares_and_no_position_is_lost(weights, bound):
+def test_every_prefix_has_the_right_shares_and_no_gaps(weights, bound):
   source = mix([5] * len(weights), weights)
   positions = np.arange(4000)
   part, local = (x.numpy() for x in tf.function(source.place)(positions))
@@ -64,7 +64,7 @@ def test_every_prefix_has_its_shares_and_no_position_is_lost(weights, bound):
     assert np.abs(np.cumsum(mine) - want).max() <= bound
 
 
-def test_each_data_set_goes_through_epochs_of_its_own(tiny_config):
+def test_each_data_set_has_its_own_epochs(tiny_config):
   source = mix([7, 10, 5], (2, 1, 1))
   assert source.num_examples == 22
   got = batches(tiny_config, source, count=14)
@@ -87,7 +87,7 @@ def test_each_data_set_goes_through_epochs_of_its_own(tiny_config):
     assert int(value) % 1000 == inner == i - offsets[int(value) // 1000]
 
 
-def test_a_resumed_run_and_other_processes_see_the_same(tiny_config):
+def test_resumed_run_and_other_processes_see_the_same_examples(tiny_config):
   source = mix([7, 10], (0.6, 0.4))
   whole = batches(tiny_config, source, count=8)
   positions = np.concatenate([b['seed'][:, 1] for b in whole])
@@ -97,7 +97,7 @@ def test_a_resumed_run_and_other_processes_see_the_same(tiny_config):
     input_pipeline_test.assert_same(got, {k: v[rows] for k, v in want.items()})
 
 
-def test_a_mixture_of_one_is_that_data_set():
+def test_mixture_of_one_matches_that_data_set():
   source = mix([5], (3,))
   [part], positions = source.parts, np.arange(80)
   np.testing.assert_array_equal(
@@ -108,7 +108,7 @@ def test_a_mixture_of_one_is_that_data_set():
 
 @pytest.fixture
 def photos(tmp_path):
-  """A folder without labels; all its images are white."""
+  """A folder of white images without labels."""
   (tmp_path / 'train').mkdir()
   for i in range(6):
     path = tmp_path / 'train' / f'{i}.jpg'
@@ -116,7 +116,7 @@ def photos(tmp_path):
   return tmp_path
 
 
-def test_folders_and_tfds_by_a_config(tiny_config, photos):
+def test_mixture_of_a_folder_and_tfds(tiny_config, photos):
   config = tiny_config
   config.dataset = (('digits', 0.75), (str(photos), 0.25))
   source = sources.open_split(config, 'train', ('image', 'label?'))
@@ -131,7 +131,7 @@ def test_folders_and_tfds_by_a_config(tiny_config, photos):
   [batch] = batches(config, source, count=1, example=example)
   assert np.bincount(batch['height']).tolist()[8:] == [12, 0, 4]
   np.testing.assert_array_equal(batch['white'], batch['height'] == 10)
-  # Evaluation reads the first, also where the others have no such split.
+  # Evaluation reads the first, even if the others lack the split.
   mesh = sharding.make_mesh({'data': -1})
   found = input_pipeline.eval_batches(config, source, example, mesh)
   np.testing.assert_array_equal(next(found)['index'], np.arange(104))
@@ -156,7 +156,7 @@ def manifests(tmp_path):
   return write
 
 
-def test_data_sets_must_agree(tiny_config, manifests):
+def test_data_sets_must_have_the_same_classes_and_types(tiny_config, manifests):
   tiny_config.dataset = (('digits', 1), ('digits/0to4', 1))
   with pytest.raises(
     ValueError, match=r"classes of 'label' are 5, .*'digits/0to4', and in 'dig"
@@ -171,7 +171,7 @@ def test_data_sets_must_agree(tiny_config, manifests):
     sources.open_split(tiny_config, 'train', ('x',))
 
 
-def test_ragged_features_from_each(tiny_config, manifests):
+def test_ragged_features(tiny_config, manifests):
   tiny_config.dataset = manifests(a=([1.5] * 2, [1.5] * 2), b=([], [1.5] * 3))
   source = sources.open_split(tiny_config, 'train', ('image', 'x'))
 
@@ -199,21 +199,21 @@ PAIRS = (('digits', 1), ('digits/0to4', 0.5))
 
 
 @pytest.mark.parametrize(
-  'given, args, want',
+  'dataset, args, want',
   [
     (None, ['--config.dataset', 'digits'], 'digits'),
     ('digits', [f'--config.dataset={PAIRS}'], PAIRS),
     (PAIRS, ['--config.dataset=/data/my photos'], '/data/my photos'),
   ],
 )
-def test_flags_and_config_files(tmp_path, given, args, want):
+def test_mixtures_in_flags_and_config_files(tmp_path, dataset, args, want):
   path = tmp_path / 'config.py'
-  path.write_text(CONFIG.format(dataset=given))
+  path.write_text(CONFIG.format(dataset=dataset))
   argv = [f'--config={path}', *args, '--config.pp.flip', 'false']
   config = train_command.parse([*argv, '--workdir=/tmp/run']).config
   want = json.loads(json.dumps(want))
   assert json.loads(json.dumps(config.dataset)) == want
   assert config.pp.flip is False
-  # As a workdir keeps it.
+  # As stored in a workdir.
   kept = json.loads(json.dumps(workdir.to_plain(config)))
   assert kept['dataset'] == want

@@ -1,4 +1,4 @@
-"""Tests of the order of examples: a permutation per epoch, and a uniform one."""
+"""Tests of the order of examples: one uniform permutation per epoch."""
 
 import collections
 import itertools
@@ -21,7 +21,7 @@ def chi2(counts, expected):
 
 
 @pytest.mark.parametrize('n', [1, 2, 9, 10, 1023, 1024, 3000])
-def test_every_epoch_is_another_permutation(n):
+def test_every_epoch_is_a_different_permutation(n):
   found = indices(range(3 * n), n)
   epochs = found.reshape(3, n)
   assert (np.sort(epochs) == np.arange(n)).all()
@@ -29,17 +29,17 @@ def test_every_epoch_is_another_permutation(n):
     assert len(set(map(tuple, epochs))) == 3
     for seed in (4, 3 + 2**32):
       assert (indices(range(3 * n), n, seed) != found).any()
-  # Any positions, such as the rows of one host, get what the whole run gets.
+  # Any subset of positions, such as the rows of one host, matches the whole run.
   for rows in (range(n // 2, 3 * n), range(0, 3 * n, 7), [3 * n - 1]):
     np.testing.assert_array_equal(indices(rows, n), found[list(rows)])
 
 
 @pytest.mark.parametrize('n', [14_100_000, 10**9])
-def test_a_large_permutation_is_as_uniform_as_numpys(n):
+def test_large_permutation_is_as_uniform_as_numpys(n):
   batch, batches = 4096, 40
 
   def measure(found):
-    """Returns correlations of neighbours, and chi-squared of 1,000 classes."""
+    """Returns correlations of neighbours, and chi-squared over 1,000 classes."""
     lags = [
       np.mean([np.corrcoef(x[:-lag], x[lag:])[0, 1] for x in found])
       for lag in (1, 2, 4)
@@ -58,7 +58,7 @@ def test_a_large_permutation_is_as_uniform_as_numpys(n):
   assert abs(ours - numpys) < 4 * math.sqrt(2 * 2 / 999 / batches)
 
 
-def test_all_permutations_of_three_are_equally_frequent():
+def test_all_permutations_of_three_are_equally_likely():
   found = indices(range(3 * 6000), 3).reshape(-1, 3)
   counts = collections.Counter(map(tuple, found.tolist()))
   every = [counts[x] for x in itertools.permutations(range(3))]

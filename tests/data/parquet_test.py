@@ -24,7 +24,7 @@ def png(grey):
 
 
 def write(path, columns, names=None, key='label'):
-  """Writes row groups of two rows, with the names of classes as `datasets` does."""
+  """Writes row groups of two rows, with class names as `datasets` stores them."""
   path.parent.mkdir(exist_ok=True)
   table = pa.table(columns)
   if names:
@@ -40,7 +40,7 @@ def images(greys):
 
 @pytest.fixture
 def root(tmp_path):
-  """Two files of 5 and 4 rows to train on, and one of 3 rows to test on."""
+  """Two training files of 5 and 4 rows, and a test file of 3 rows."""
   for name, greys in (
     ('train-00000-of-00002', range(5)),
     ('train-00001-of-00002', range(5, 9)),
@@ -68,7 +68,7 @@ def greys_of(source):
   return [Image.open(io.BytesIO(image)).getpixel((0, 0)) for image in found]
 
 
-def test_rows_come_in_their_order_and_slices_are_of_rows(root, tiny_config):
+def test_rows_keep_their_order_and_can_be_sliced(root, tiny_config):
   source = open_split(
     tiny_config, root, 'train', 'image', 'label', 'text', 'tags', 'score'
   )
@@ -88,7 +88,7 @@ def test_rows_come_in_their_order_and_slices_are_of_rows(root, tiny_config):
   assert (info['num_examples'], info['int2str'](0)) == (3, 'cow')
 
 
-def test_the_start_reads_only_labels_and_the_data_have_a_fingerprint(
+def test_startup_reads_only_labels_and_fingerprints_the_data(
   root, tiny_config, monkeypatch
 ):
   found = open_split(tiny_config, root).fingerprint()
@@ -105,22 +105,22 @@ def test_the_start_reads_only_labels_and_the_data_have_a_fingerprint(
   assert open_split(tiny_config, root).fingerprint() != found
 
 
-def test_row_groups_are_read_once_per_machine(
+def test_row_groups_are_read_once_per_host(
   root, tiny_config, tmp_path, monkeypatch, caplog
 ):
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
   small = open_split(tiny_config, root)
-  monkeypatch.setattr(parquet, '_MEMORY', 1)  # Of which there is not enough.
+  monkeypatch.setattr(parquet, '_MEMORY', 1)  # Too little.
   assert greys_of(open_split(tiny_config, root)) == [*range(9)]
   kept = sorted((tmp_path / 'cache' / 'parquet').iterdir())
   assert len(kept) == 5
   with monkeypatch.context() as patch:
     patch.setattr(pq.ParquetFile, 'read_row_group', None)
     assert greys_of(open_split(tiny_config, root)) == [*range(9)]
-  kept[0].write_bytes(kept[0].read_bytes()[:-9])  # Is written again.
+  kept[0].write_bytes(kept[0].read_bytes()[:-9])  # Damaged: rewritten.
   assert greys_of(open_split(tiny_config, root)) == [*range(9)]
   assert greys_of(small) == [*range(9)]
-  assert len(small._groups) == 1  # The memory holds no more.
+  assert len(small._groups) == 1  # The rest does not fit in memory.
   (tmp_path / 'file').touch()
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'file'))
   assert greys_of(open_split(tiny_config, root)) == [*range(9)]
@@ -136,14 +136,14 @@ def test_row_groups_are_read_once_per_machine(
     ([1, 0, 0, 2], NAMES, [0, 1], tuple(NAMES), [[1], [2]]),
   ],
 )
-def test_labels_are_those_of_the_training_split(
+def test_labels_follow_the_training_split(
   tiny_config, tmp_path, train, names, test, classes, want
 ):
   key = 'kind' if names else 'label'
   columns = {key: train, 'img': images(range(4))}
   write(tmp_path / 'train' / '0.parquet', columns, names, key)
   columns = {key: test, 'img': images([1, 2])}
-  # The other split numbers its classes in another order.
+  # The test split numbers its classes in a different order.
   write(tmp_path / 'test' / '0.parquet', columns, names and sorted(names), key)
   assert open_split(tiny_config, tmp_path).class_names == classes
   source = open_split(tiny_config, tmp_path, 'test', class_names=classes)
@@ -151,7 +151,7 @@ def test_labels_are_those_of_the_training_split(
   assert [x.tolist() for x in found] == want
 
 
-def test_other_splits_are_offered_and_an_index_is_not_needed(root, tiny_config):
+def test_missing_split_is_reported_and_no_index_is_needed(root, tiny_config):
   with pytest.raises(FileNotFoundError, match=r"no split 'val': .*\['train', 'test'\]"):
     open_split(tiny_config, root, 'val')
   with pytest.raises(ValueError, match="Parquet files of 'train'.* without an index"):
@@ -175,7 +175,7 @@ def rewritten(path, **columns):
     (lambda path: path.write_bytes(zeroed(path)), 'row group 0 of .*00001.* is damaged'),
   ],
 )  # fmt: skip
-def test_what_is_wrong_names_file_and_row(root, tiny_config, change, message):
+def test_errors_name_file_and_row(root, tiny_config, change, message):
   change(root / 'data' / 'train-00001-of-00002.parquet')
 
   def read():
@@ -191,7 +191,7 @@ def zeroed(path):
   return content[:4] + bytes(200) + content[204:]
 
 
-def test_an_image_that_is_not_stored_or_broken_names_the_row(root, tiny_config):
+def test_missing_or_broken_image_names_the_row(root, tiny_config):
   path = root / 'data' / 'test-00000-of-00001.parquet'
   pictures = images([1, 2, 3])
   pictures[1]['bytes'], pictures[2]['bytes'] = b'no image', None

@@ -43,7 +43,7 @@ def config(image_folder):
   return config
 
 
-def test_images_and_labels_are_those_of_the_rows(config, tmp_path):
+def test_images_and_labels_match_the_rows(config, tmp_path):
   images = write(tmp_path, config)
   source = sources.open_split(
     config, 'train', ('image', 'label', 'soft_label?'), dataset=str(tmp_path)
@@ -57,14 +57,14 @@ def test_images_and_labels_are_those_of_the_rows(config, tmp_path):
   assert source.name(3) == images.name(7)
 
 
-def test_hard_labels_are_classes_alone(config, tmp_path):
+def test_hard_labels_have_no_soft_label(config, tmp_path):
   write(tmp_path, config, soft=False)
   wanted = 'image', 'label', 'soft_label?'
   source = sources.open_split(config, 'train', wanted, dataset=str(tmp_path))
   assert source.features == ('image', 'label')
 
 
-def test_what_is_left_of_1_is_spread_over_the_other_classes():
+def test_remaining_probability_is_spread_over_the_other_classes():
   facts = {
     'class_names': list('abcde'), 'soft': True, 'exclusive': True, 'digest': '',
     'images': {},
@@ -85,12 +85,12 @@ def test_what_is_left_of_1_is_spread_over_the_other_classes():
   np.testing.assert_allclose(
     soft(), [[0.2, 0.1, 0.1, 0.5, 0.1], [0, 0.9, 0.1, 0, 0]], atol=1e-7
   )
-  # Of classes that do not exclude each other, nothing is left.
+  # For classes that are not exclusive, nothing remains.
   np.testing.assert_allclose(soft(exclusive=False)[0], [0.2, 0, 0, 0.5, 0])
 
 
-def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
-  """Each batch has its share of both, and each image its own label."""
+def test_batches_mix_labelled_and_pseudo_labelled_images(config, tmp_path):
+  """Each batch has the configured ratio, and each image its own label."""
   write(tmp_path, config)
   folder = config.dataset
   config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
@@ -103,7 +103,7 @@ def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
   labels = source.parts[0].lookup(tf.range(33, dtype=tf.int64))['label'].numpy()
   for batch, index in zip(batches, numbers.reshape(3, 8)):
     pseudo = index >= 33
-    assert pseudo.sum() == 6  # Ratio 3: of 8 images 2 are labelled.
+    assert pseudo.sum() == 6  # Ratio 3: 2 of 8 images are labelled.
     rows = ARRAYS['rows'][index[pseudo] - 33]
     np.testing.assert_allclose(
       batch['label'][pseudo], np.float32(SOFT)[rows], rtol=1e-6
@@ -115,7 +115,7 @@ def test_labelled_and_pseudo_labelled_images_in_a_batch(config, tmp_path):
   assert sources.open_split(config, 'test').num_examples == 9
 
 
-def test_pseudo_labels_of_other_classes_are_refused(config, tmp_path):
+def test_pseudo_labels_for_other_classes_are_rejected(config, tmp_path):
   write(tmp_path, config, class_names=['ant', 'bee', 'dog'])
   folder = config.dataset
   config.dataset = ((folder, 1.0), (str(tmp_path), 3.0))
@@ -125,7 +125,7 @@ def test_pseudo_labels_of_other_classes_are_refused(config, tmp_path):
     sources.open_split(config, 'train', class_names=NAMES, dataset=str(tmp_path))
 
 
-def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
+def test_pseudo_labels_for_other_images_are_rejected(config, tmp_path):
   write(tmp_path, config)
   file = tmp_path / pseudo_labels.JSON
   facts = json.loads(file.read_text())
@@ -136,10 +136,10 @@ def test_pseudo_labels_of_other_images_are_refused(config, tmp_path):
     sources.open_split(config, 'train', dataset=str(tmp_path))
 
 
-def test_damaged_labels_are_refused(config, tmp_path):
+def test_damaged_labels_are_rejected(config, tmp_path):
   write(tmp_path, config)
   changed = {**ARRAYS, 'rows': ARRAYS['rows'][::-1]}
-  np.savez(tmp_path / pseudo_labels.ARRAYS, **changed)  # Of another labelling.
+  np.savez(tmp_path / pseudo_labels.ARRAYS, **changed)  # From a different labelling.
   with pytest.raises(ValueError, match="npz' is damaged: .* label the images"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
   (tmp_path / pseudo_labels.JSON).write_bytes(b'{"dataset": "x", "sp')

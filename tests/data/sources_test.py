@@ -16,7 +16,7 @@ SIZE = 7
 
 
 class Boxes(tfds.core.GeneratorBasedBuilder):
-  """Image i is all i, and has i mod 3 objects."""
+  """All pixels of image i are i, and it has i mod 3 objects."""
 
   VERSION = tfds.core.Version('1.0.0')
 
@@ -85,7 +85,7 @@ KINDS = ('array_record', 'tfrecord')
 
 @pytest.fixture(scope='module')
 def boxes_dirs(tmp_path_factory):
-  """Folders with the data set, by file format."""
+  """Folders of the data set, by file format."""
   folders = {}
   for file_format in KINDS:
     folders[file_format] = str(tmp_path_factory.mktemp(file_format))
@@ -140,11 +140,11 @@ def check_record(record):
 
 
 @pytest.mark.parametrize('kind', KINDS)
-def test_features_nested_ragged_and_encoded(open_boxes, kind):
+def test_nested_ragged_and_encoded_features(open_boxes, kind):
   config, source = open_boxes(kind, ALL)
   assert source.names == {'label': ('even', 'odd'), 'objects/label': ('cat', 'dog')}
   assert source.class_names == ('even', 'odd')
-  seen = []  # What a task's function sees.
+  seen = []  # Records passed to the task.
 
   def example(record, seed):
     seen.append(record)
@@ -164,7 +164,7 @@ def test_features_nested_ragged_and_encoded(open_boxes, kind):
   assert sorted(found) == list(range(SIZE))
 
 
-def test_only_what_is_wanted_is_read_and_some_may_be_lacking(open_boxes):
+def test_only_requested_features_are_read_and_some_are_optional(open_boxes):
   _, source = open_boxes('tfrecord', ('objects/label',))
   assert source.names == {'objects/label': ('cat', 'dog')}
   assert looked_up.features(source, range(3)).keys() == {'objects/label'}
@@ -176,7 +176,7 @@ def test_only_what_is_wanted_is_read_and_some_may_be_lacking(open_boxes):
     open_boxes('array_record', ('image', 'depth'))
 
 
-def test_an_example_on_disk(tiny_config, image_folder, tmp_path):
+def test_example_file(tiny_config, image_folder, tmp_path):
   source = sources.open_split(tiny_config, 'test', ('image',))
   path = sources.example_file(source, tmp_path)
   assert tf.io.decode_png(tf.io.read_file(path)).shape == (8, 8, 1)
@@ -185,16 +185,16 @@ def test_an_example_on_disk(tiny_config, image_folder, tmp_path):
   assert sources.example_file(source, tmp_path) == source.name(0)
 
 
-# --- Fingerprints: which data a run was trained on ---
+# --- Fingerprints of the data ---
 
 
 def fingerprint(config, split='train', **kwargs):
-  """Returns a fingerprint, as stored."""
+  """Returns a fingerprint as read back from JSON."""
   source = sources.open_split(config, split, **kwargs)
   return json.loads(json.dumps(source.fingerprint()))
 
 
-def test_a_fingerprint_of_a_folder_is_that_of_its_names_and_labels(
+def test_fingerprint_of_a_folder_covers_names_and_labels(
   tiny_config, image_folder, tmp_path
 ):
   shutil.copytree(image_folder, tmp_path, dirs_exist_ok=True)
@@ -202,7 +202,7 @@ def test_a_fingerprint_of_a_folder_is_that_of_its_names_and_labels(
   first = fingerprint(tiny_config)
   assert (first['num_examples'], first['num_classes']) == (33, 3)
   tiny_config.dataset = str(tmp_path)
-  assert fingerprint(tiny_config) == first  # It lies elsewhere.
+  assert fingerprint(tiny_config) == first  # The location does not matter.
   assert fingerprint(tiny_config, 'train[:30]') != first
   ants = tmp_path / 'train' / 'ant'
   (ants / 'ant0.jpg').rename(ants / 'ant99.jpg')
@@ -214,9 +214,7 @@ def test_a_fingerprint_of_a_folder_is_that_of_its_names_and_labels(
   assert {k for k in first if first[k] != moved[k]} >= {'class_names', 'images'}
 
 
-def test_a_fingerprint_of_a_manifest_sees_its_labels(
-  tiny_config, image_folder, tmp_path
-):
+def test_fingerprint_of_a_manifest_covers_labels(tiny_config, image_folder, tmp_path):
   paths = sorted(str(p) for p in (image_folder / 'test').rglob('*.*'))
   tiny_config.dataset = str(tmp_path)
 
@@ -230,7 +228,7 @@ def test_a_fingerprint_of_a_manifest_sees_its_labels(
   assert {k for k in first if first[k] != second[k]} == {'labels'}
 
 
-def test_a_fingerprint_of_tfds_and_of_a_mixture(tiny_config):
+def test_fingerprint_of_tfds_and_of_a_mixture(tiny_config):
   first = fingerprint(tiny_config)
   assert (first['dataset'], first['split']) == ('digits/all/1.0.0', 'train')
   assert fingerprint(tiny_config, 'train[:9]') != first
@@ -241,7 +239,7 @@ def test_a_fingerprint_of_tfds_and_of_a_mixture(tiny_config):
 # --- Folders ---
 
 
-def test_images_without_labels_lie_anywhere(
+def test_images_without_labels_may_be_anywhere(
   tiny_config, image_folder, tmp_path, caplog
 ):
   flat = tmp_path / 'train'
