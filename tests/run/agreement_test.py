@@ -1,8 +1,8 @@
-"""Tests of two processes of which one sees a damaged checkpoint, or cannot write."""
+"""Tests of two processes, one with a damaged checkpoint or failing storage."""
 
 from tests import processes
 
-# Each process prints what became of each trial.
+# Each process prints the steps that it restored.
 PROGRAM = """
 import errno, json, sys
 import jax
@@ -36,16 +36,16 @@ checkpoints.close()
 def restore():
   return checkpoints_lib.Checkpoints(workdir).restore(abstract)[1]
 
-said = [restore()]
+restored = [restore()]
 check = checkpoints_lib._check
 def damaged(path, *args):
   if me and path.parent.name == '20':
     return 'the half of process 1 is damaged'
   return check(path, *args)
 checkpoints_lib._check = damaged
-said.append(restore())
+restored.append(restore())
 checkpoints_lib._check = check
-print('SAID ' + json.dumps(said), flush=True)
+print('SAID ' + json.dumps(restored), flush=True)
 
 def fail(*args, **kwargs):
   raise OSError(errno.EIO, 'the storage does not answer')
@@ -61,10 +61,10 @@ with processes.connected(distributed=False):
 """
 
 
-def test_two_processes_agree_and_one_that_cannot_write_ends_both(tmp_path):
+def test_processes_agree_on_damage_and_stop_together(tmp_path):
   statuses, outputs = processes.run_two(PROGRAM, tmp_path)
-  for own in processes.said(outputs):
-    assert own == [20, 10]  # Damage that only one of them has seen counts for both.
+  for steps in processes.said(outputs):
+    assert steps == [20, 10]  # Damage seen by one process counts for both.
   assert [p.name for p in (tmp_path / 'damaged_checkpoints').iterdir()] == ['20']
   assert all(statuses)
   assert all('the storage does not answer' in output for output in outputs)

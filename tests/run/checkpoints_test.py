@@ -15,12 +15,12 @@ from tests import trees
 from vit_jax.learning import optim, state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
-# Of what Orbax had begun when a call failed.
+# From coroutines that Orbax had started when a call failed.
 pytestmark = pytest.mark.filterwarnings('ignore:coroutine:RuntimeWarning')
 
 
 def make_state(step, dtype=jnp.float32):
-  """A state with an average, and an optimiser's state larger than all else."""
+  """A state with averaged parameters and a large optimiser state."""
   params = {'kernel': jnp.full((64, 8), step, dtype), 'bias': jnp.ones(3, dtype)}
   average = jax.tree.map(lambda x: x + 0.5, params)
   moments = jax.random.normal(jax.random.key(step), (200, 100))
@@ -40,7 +40,7 @@ def abstract(dtype=jnp.float32, kernel=(64, 8)):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """Checkpoints of steps 10 and 20; read only."""
+  """Read-only checkpoints of steps 10 and 20."""
   workdir = tmp_path_factory.mktemp('saved')
   checkpoints = checkpoints_lib.Checkpoints(workdir, keep=2)
   for step in (10, 20):
@@ -51,7 +51,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def workdir(saved, tmp_path):
-  """A copy of them; to be changed at will."""
+  """A copy of the checkpoints, for tests that modify them."""
   return shutil.copytree(saved, tmp_path / 'run')
 
 
@@ -71,7 +71,7 @@ def names_in(workdir):
 # --- Damage ---
 
 
-def test_every_flipped_bit_is_noticed(workdir):
+def test_every_flipped_bit_is_detected(workdir):
   rng = random.Random(0)
   files = [p for p in files_of(workdir) if p.name != 'commit_success.txt']
   assert {'_METADATA', '_sharding', 'checksums.json'} <= {path.name for path in files}
@@ -90,7 +90,7 @@ def test_every_flipped_bit_is_noticed(workdir):
 
 
 @pytest.mark.parametrize('change', ['missing', 'truncated', 'unlisted'])
-def test_files_that_are_not_whole_are_noticed(workdir, change, caplog):
+def test_missing_truncated_and_unlisted_files_are_detected(workdir, change, caplog):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
   if change == 'missing':
     path.unlink()
@@ -108,7 +108,7 @@ def test_files_that_are_not_whole_are_noticed(workdir, change, caplog):
   assert str(path) in warning.getMessage()
 
 
-def test_a_checkpoint_of_another_model_is_an_error_and_stays(workdir):
+def test_checkpoint_of_another_model_is_an_error_and_is_kept(workdir):
   with pytest.raises(ValueError, match=r'checkpoints/20.*\(64, 8\)'):
     restore(workdir, kernel=(64, 9))
   assert names_in(workdir) == ['10', '20']
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_model_is_an_error_and_stays(workdir):
 
 def test_incomplete_checkpoints_are_skipped_and_removed(workdir):
   folder = workdir / 'checkpoints'
-  (folder / '999').mkdir()  # Of which a kill has deleted the files.
+  (folder / '999').mkdir()  # Its files were deleted before a kill.
   (folder / '1000.orbax-checkpoint-tmp' / 'default').mkdir(parents=True)
   reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
   assert reader.restore_weights().step == 20
@@ -135,12 +135,12 @@ def test_incomplete_checkpoints_are_skipped_and_removed(workdir):
     checkpoints_lib.load_weights(workdir / 'elsewhere')
 
 
-def test_after_a_deletion_while_reading_the_next_one_is_read(workdir, monkeypatch):
+def test_newer_checkpoint_is_read_if_one_is_deleted_meanwhile(workdir, monkeypatch):
   original = checkpoints_lib._read_weights
   folder = workdir / 'checkpoints'
 
   def deleted(path, *args):
-    if path.parent.name == '20':  # The run has saved step 30 meanwhile.
+    if path.parent.name == '20':  # Meanwhile the run saved step 30.
       shutil.rmtree(folder / '20')
       writer = checkpoints_lib.Checkpoints(workdir)
       writer.save(30, make_state(30))
@@ -175,11 +175,11 @@ def test_only_parameters_are_read(saved):
   assert (kernel == 20.5).all()
 
 
-# --- Storage that does not answer ---
+# --- Storage errors ---
 
 
 class Faults:
-  """Makes calls of etils' backend for local files, and of TensorStore, fail."""
+  """Makes calls to etils' backend for local files and to TensorStore fail."""
 
   NAMES = ('open', 'listdir', 'makedirs', 'mkdir', 'rename', 'rmtree', 'stat')
 
@@ -190,7 +190,7 @@ class Faults:
     self._wrap(monkeypatch, ts, 'open')
 
   def arm(self, first):
-    """From this call on all fail; None: none does."""
+    """Makes all calls from number `first` on fail, or none if it is None."""
     self.calls, self._first = 0, first
 
   def _wrap(self, monkeypatch, holder, name):
@@ -211,14 +211,14 @@ def faults(monkeypatch):
 
 
 def attempt(function, *args):
-  """Returns (what a function returns, None) or (None, the text of OSError)."""
+  """Returns (result, None), or (None, message) if the function raises OSError."""
   try:
     return function(*args), None
   except OSError as e:
     return None, str(e)
 
 
-def test_a_failing_storage_loses_no_checkpoint_when_reading(workdir, faults, caplog):
+def test_storage_errors_while_reading_lose_no_checkpoint(workdir, faults, caplog):
   faults.arm(None)
   restore(workdir)
   for number in range(faults.calls):
@@ -239,7 +239,7 @@ def save(workdir, step):
     checkpoints.close()
 
 
-def test_a_failing_storage_loses_no_checkpoint_when_saving(workdir, faults):
+def test_storage_errors_while_saving_lose_no_checkpoint(workdir, faults):
   faults.arm(None)
   save(workdir, 21)
   for step, number in enumerate(range(0, faults.calls, 6), 30):
@@ -255,7 +255,7 @@ def test_a_failing_storage_loses_no_checkpoint_when_saving(workdir, faults):
     assert not (workdir / 'damaged_checkpoints').exists()
 
 
-def test_a_save_that_began_is_completed_when_the_run_fails(tmp_path):
+def test_pending_save_is_completed_if_the_run_fails(tmp_path):
   checkpoints = checkpoints_lib.Checkpoints(tmp_path)
 
   def run():
@@ -266,16 +266,16 @@ def test_a_save_that_began_is_completed_when_the_run_fails(tmp_path):
   with pytest.raises(FloatingPointError):
     run()
   assert checkpoints.steps() == [1]
-  checkpoints.save(2, make_state(2))  # It can be used again.
+  checkpoints.save(2, make_state(2))  # The object can be reused.
   checkpoints.close()
   assert checkpoints.steps() == [2]
 
 
-# --- The best ---
+# --- The best checkpoint ---
 
 
 def save_rated(workdir, *rated, keep=1, low=False):
-  """Saves steps with their accuracies in metrics.jsonl, each after another start."""
+  """Saves steps and logs their accuracies; each save is by a restarted run."""
   for step, accuracy in rated:
     if accuracy is not None:
       rate(workdir, step, accuracy)
@@ -289,7 +289,7 @@ def rate(workdir, step, accuracy):
     file.write(json.dumps({'step': step, 'accuracy': accuracy}) + '\n')
 
 
-def test_the_best_stays_also_after_another_start(tmp_path):
+def test_best_checkpoint_is_kept_across_restarts(tmp_path):
   save_rated(tmp_path, (1, 0.5), (2, 0.9), (3, 0.7), (4, None), (5, 0.8))
   assert names_in(tmp_path) == ['2', '5']
   save_rated(tmp_path, (6, 0.85), (7, float('nan')))
@@ -300,8 +300,8 @@ def test_the_best_stays_also_after_another_start(tmp_path):
   assert names_in(tmp_path) == ['10', '9']
 
 
-def test_a_checkpoint_evaluated_after_a_signal_can_be_the_best(tmp_path):
-  """The signal interrupted the evaluation, which the resumed run repeats."""
+def test_checkpoint_evaluated_after_a_signal_can_be_the_best(tmp_path):
+  """The signal interrupted the evaluation, and the resumed run repeats it."""
   save_rated(tmp_path, (1, None))
   rate(tmp_path, 1, 0.9)
   save_rated(tmp_path, (2, 0.5))

@@ -1,4 +1,4 @@
-"""Tests of how a config is completed, resolved, and read back from a run."""
+"""Tests of completing and resolving configs, and of reading them from a run."""
 
 import copy
 import os
@@ -22,23 +22,23 @@ from vit_jax.tasks import classify
 @pytest.mark.parametrize(
   'fields, want',
   [
-    # Steps or epochs, of 1,000 examples in batches of 16: steps, warm-up.
+    # 1,000 examples in batches of 16; expected: total steps, warm-up steps.
     (dict(total_steps=125, warmup_steps=31), (125, 31)),
     (dict(total_epochs=2.0, warmup_epochs=0.5), (125, 31)),
-    # Longer than the training: a tenth of it.
+    # Warm-up longer than training: reduced to a tenth.
     (dict(total_epochs=2.0, warmup_epochs=5.0), (125, 12)),
-    # None is given: the original's 500, or a tenth.
+    # No warm-up given: 500 as in the original, or a tenth.
     (dict(total_steps=10_000), (10_000, 500)),
     (dict(total_epochs=2.0), (125, 12)),
   ],
 )
-def test_steps_follow_from_steps_or_epochs(fields, want):
+def test_steps_from_steps_or_epochs(fields, want):
   config = common.get_config()
   config.update(batch=16, **fields)
   resolved = run_config.resolve_steps(config, 1000)
   assert (resolved.total_steps, resolved.warmup_steps) == want
   assert (resolved.total_epochs, resolved.warmup_epochs) == (None, None)
-  # What is stored of a run can be the config of the next one.
+  # A resolved config can be used for another run.
   assert run_config.resolve_steps(resolved, 77) == resolved
 
 
@@ -53,14 +53,14 @@ def test_steps_follow_from_steps_or_epochs(fields, want):
     ),
   ],
 )
-def test_steps_that_make_no_sense_are_refused(fields, message):
+def test_invalid_steps_are_rejected(fields, message):
   config = common.get_config()
   config.update(batch=16, **fields)
   with pytest.raises(ValueError, match=message):
     run_config.resolve_steps(config, 1000)
 
 
-def test_keys_of_the_original_without_effect_are_dropped():
+def test_original_keys_without_effect_are_dropped():
   config = run_config.complete(vit.get_config('ti16,cifar10'))
   original = config.copy_and_resolve_references()
   with original.unlocked():
@@ -68,20 +68,18 @@ def test_keys_of_the_original_without_effect_are_dropped():
   assert run_config.complete(original).to_dict() == config.to_dict()
 
 
-def test_a_config_of_the_original_does_not_start_from_random_weights(
-  tmp_path, monkeypatch
-):
-  """Neither its own configs nor those that others built on them."""
+def test_original_configs_do_not_start_from_random_weights(tmp_path, monkeypatch):
+  """Neither the original configs nor configs derived from them."""
   monkeypatch.chdir(tmp_path)
-  mixer = common.get_config()  # As the original's file makes it.
+  mixer = common.get_config()  # As in the original file.
   mixer.model_type = 'Mixer'
   mixer.model = model_configs.get_mixer_b16_config()
   mixer.dataset = 'cifar10'
   mixer.total_steps = 10_000
-  own = common.with_dataset(common.get_config(), 'cifar10')
-  own.model = model_configs.get_config('ti16')
+  derived = common.with_dataset(common.get_config(), 'cifar10')
+  derived.model = model_configs.get_config('ti16')
   for config in (
-    mixer, own, vit.get_config('ti16,cifar10'),
+    mixer, derived, vit.get_config('ti16,cifar10'),
     mixer_base16_cifar10.get_config(),
   ):  # fmt: skip
     config = run_config.complete(config)
@@ -92,7 +90,7 @@ def test_a_config_of_the_original_does_not_start_from_random_weights(
       checkpoint.pretrained_weights(config, classify.Task, {})
     assert run_config.resolve_steps(config, 9).warmup_steps == 500
   assert augreg.get_config().pretrained_dir == 'gs://vit_models/augreg'
-  # A recipe from scratch says so.
+  # Recipes that train from scratch set this explicitly.
   for config in (digits.get_config(), pretrain.get_config('ti16,cifar10')):
     config = run_config.complete(config)
     assert checkpoint.pretrained_weights(config, classify.Task, {}) == {}
@@ -107,7 +105,7 @@ def test_a_config_of_the_original_does_not_start_from_random_weights(
     (('train', 'test'), 'train+test[:5]', 'test[5:]', ()),
   ],
 )
-def test_a_folder_is_tested_on_its_test_images(
+def test_folder_is_evaluated_on_its_test_images(
   tmp_path, caplog, folders, train_split, test_split, want
 ):
   """As in the original, whose AugReg notebook has pp.test='train[90%:]'."""
@@ -121,11 +119,11 @@ def test_a_folder_is_tested_on_its_test_images(
   assert found.evals == want
   assert ('evaluating on that split' in caplog.text) == bool(want)
   assert (found.pp, config) == (before.pp, before)
-  config.evals = (('val', 'train[90%:]'),)  # Who means it says so.
+  config.evals = (('val', 'train[90%:]'),)  # Explicit evals take precedence.
   assert run_config.with_test_folder(config).evals == config.evals
 
 
-def test_a_batch_must_fit_the_memory(monkeypatch):
+def test_batch_must_fit_in_memory(monkeypatch):
   config = common.get_config()
   config.batch = 10_000_000
   with pytest.raises(
@@ -148,7 +146,7 @@ def test_a_batch_must_fit_the_memory(monkeypatch):
     ('x = (', r'SyntaxError at .*mine\.py:2'),
   ],
 )
-def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
+def test_failed_import_of_a_task_is_reported_with_its_cause(
   tmp_path, monkeypatch, text, message
 ):
   monkeypatch.syspath_prepend(tmp_path)
@@ -157,19 +155,19 @@ def test_a_task_that_cannot_be_imported_is_named_with_the_cause(
     run_config.get_task('mine')
 
 
-# --- What a run has stored ---
+# --- Stored configs ---
 
 
 @pytest.fixture
 def stored(tmp_path):
-  """The files of a run that is only read."""
+  """The files of a run, and its config."""
   config = run_config.complete(digits.get_config())
   config = run_config.resolve_steps(config, 1408)
   workdir_lib.create(tmp_path, config, {'class_names': ['a', 'b']}, data={})
   return tmp_path, workdir_lib.to_plain(config)
 
 
-def test_a_stored_config_is_that_of_the_same_command(stored):
+def test_stored_config_round_trips(stored):
   path, plain = stored
   config, metadata = workdir_lib.load(path)
   assert metadata == {'class_names': ['a', 'b']}
@@ -185,7 +183,7 @@ def test_a_stored_config_is_that_of_the_same_command(stored):
     ('{"model":', 'Expecting'),
   ],
 )
-def test_a_damaged_config_of_a_run_is_named(stored, text, message):
+def test_damaged_config_of_a_run_is_reported(stored, text, message):
   path, _ = stored
   (path / 'config.json').write_text(text)
   with pytest.raises(ValueError, match=message) as error:

@@ -1,4 +1,4 @@
-"""Tests of what each key of a config may be; nothing here is compiled."""
+"""Tests of the valid values of config keys; nothing here is compiled."""
 
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from vit_jax.layers import (
 from vit_jax.learning import losses, optim
 from vit_jax.run import config as run_config
 
-# A wrong value of a kind of key, and words of the message.
+# A wrong value for each kind of key, and a pattern that the message matches.
 WRONG = [
   ('batch', 0, 'integer of at least 1'),
   ('broken_images', 'foo', "'error', 'skip', 'trust'"),
@@ -54,7 +54,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize('key, value, words', WRONG)
-def test_a_wrong_value_is_named(key, value, words):
+def test_wrong_value_is_reported(key, value, words):
   config = vit.get_config('b16,cifar10')
   tiny_models.put(config, key, value)
   with pytest.raises(ValueError, match=words) as error:
@@ -75,13 +75,13 @@ def test_a_wrong_value_is_named(key, value, words):
     ('model', {'kind': 'mine', 'hidden_size': None, 'patches': 4}),
   ],
 )
-def test_a_right_value_passes(key, value):
+def test_valid_value_is_accepted(key, value):
   config = vit.get_config('b16,cifar10')
   tiny_models.put(config, key, value)
   run_config.check_values(config)
 
 
-def test_every_model_has_fields_of_its_kind_only():
+def test_every_model_has_only_fields_of_its_kind():
   for name in model_configs.MODEL_CONFIGS:
     config = common.get_config()
     config.model = model_configs.get_config(name)
@@ -116,20 +116,20 @@ def test_every_model_has_fields_of_its_kind_only():
     (model_configs.Lit, 'pp.tokenizer_name', text_towers.TOKENIZERS),
   ],
 )
-def test_choices_are_those_of_the_code(group, key, known):
+def test_choices_match_the_code(group, key, known):
   words = schema.describe(schema.flat(group)[key])
   assert words == f'one of {", ".join(map(repr, known))}'
 
 
 @pytest.mark.parametrize('value', ['None', -1.0])
-def test_a_wrong_option_of_a_task_is_named(value):
+def test_wrong_task_option_is_reported(value):
   config = vit.get_config('b16,cifar10')
   config.task_options = {'mixup': value}
   with pytest.raises(ValueError, match=rf'task_options.mixup={value} .*at least 0'):
     run_config.complete(config)
 
 
-def test_a_wrong_value_is_answered_before_tensorflow_is_loaded(tmp_path):
+def test_wrong_value_is_reported_before_loading_tensorflow(tmp_path):
   code = (
     'import sys\n'
     'from vit_jax.commands import train\n'

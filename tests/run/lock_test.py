@@ -25,8 +25,8 @@ with lock.Holder(sys.argv[1]):
 
 
 @pytest.fixture
-def another(tmp_path):
-  """Another process, which holds the workdir."""
+def holder(tmp_path):
+  """Another process that holds the lock."""
   process = subprocess.Popen(
     [sys.executable, '-c', HOLDS, str(tmp_path)],
     stdin=subprocess.PIPE,
@@ -42,7 +42,7 @@ def another(tmp_path):
 
 @pytest.fixture
 def no_locks(monkeypatch):
-  """A file system without locks, as gs:// is; with quick renewals."""
+  """A file system without locks, like gs://, with frequent renewals."""
 
   def flock(*_):
     raise OSError(errno.ENOTSUP, 'Operation not supported')
@@ -52,33 +52,33 @@ def no_locks(monkeypatch):
   monkeypatch.setattr(lock, '_ABANDONED', 1.0)
 
 
-def test_a_run_stops_before_it_writes_beside_another(another, tiny_config, tmp_path):
-  with pytest.raises(ValueError, match=f'held by process {another.pid} on .* since 20'):
+def test_second_run_stops_before_writing(holder, tiny_config, tmp_path):
+  with pytest.raises(ValueError, match=f'held by process {holder.pid} on .* since 20'):
     train.train_and_evaluate(tiny_config, tmp_path)
   assert [p.name for p in tmp_path.iterdir()] == ['holder.json']
 
 
-def test_a_kill_leaves_no_lock(another, tmp_path):
-  another.send_signal(signal.SIGKILL)
-  another.wait()
+def test_kill_releases_the_lock(holder, tmp_path):
+  holder.send_signal(signal.SIGKILL)
+  holder.wait()
   held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
-  assert held_by == another.pid  # It has not released the workdir itself.
+  assert held_by == holder.pid  # Not removed by the killed process.
   with lock.Holder(tmp_path):
     held_by = json.loads((tmp_path / 'holder.json').read_text())['process']
     assert held_by == os.getpid()
 
 
-def test_a_workdir_is_free_after_the_run(tmp_path):
+def test_workdir_is_released_after_the_run(tmp_path):
   for _ in range(2):
     with lock.Holder(tmp_path / 'new') as held:
       held.check()
-      # In one process too, that of a notebook for one.
+      # Also within one process, such as a notebook.
       with pytest.raises(ValueError, match=f'process {os.getpid()} on'):
         lock.Holder(tmp_path / 'new').__enter__()
 
 
 @pytest.mark.usefixtures('no_locks')
-def test_without_locks_a_renewed_file_holds(tmp_path):
+def test_without_locks_a_renewed_file_holds_the_workdir(tmp_path):
   with lock.Holder(tmp_path) as held:
     with pytest.raises(ValueError, match=f'process {os.getpid()} on'):
       lock.Holder(tmp_path).__enter__()
@@ -91,7 +91,7 @@ def test_without_locks_a_renewed_file_holds(tmp_path):
 
 @pytest.mark.usefixtures('no_locks')
 @pytest.mark.parametrize('age, other', [(0.5, 'process 1 on other'), (2, None)])
-def test_without_locks_a_file_is_free_when_nobody_renews_it(tmp_path, age, other):
+def test_without_locks_a_file_expires_unless_renewed(tmp_path, age, other):
   path = tmp_path / 'holder.json'
   found = {'host': 'other', 'process': 1, 'since': 'noon', 'id': 'x'}
   path.write_text(json.dumps({**found, 'renewed': time.time() - age}))
@@ -102,7 +102,7 @@ def test_without_locks_a_file_is_free_when_nobody_renews_it(tmp_path, age, other
 
 
 @pytest.mark.usefixtures('no_locks')
-def test_a_run_whose_workdir_was_taken_stops(tmp_path):
+def test_run_stops_if_its_workdir_was_taken(tmp_path):
   with lock.Holder(tmp_path) as held:
     (tmp_path / 'holder.json').write_text(
       json.dumps({'host': 'b', 'process': 7, 'since': 'noon', 'id': 'y'})
@@ -110,10 +110,10 @@ def test_a_run_whose_workdir_was_taken_stops(tmp_path):
     held._renewal.join()
     with pytest.raises(OSError, match='taken by process 7 on b since noon'):
       held.check()
-  assert (tmp_path / 'holder.json').exists()  # It is the other one's.
+  assert (tmp_path / 'holder.json').exists()  # It belongs to the other run.
 
 
-def test_a_workdir_that_cannot_be_written(tmp_path):
+def test_unwritable_workdir(tmp_path):
   (tmp_path / 'file').touch()
   with pytest.raises(ValueError, match='cannot be written'):
     lock.Holder(tmp_path / 'file' / 'below').__enter__()

@@ -1,4 +1,4 @@
-"""Tests of the estimate of memory against what XLA says of compiled programs."""
+"""Tests of the memory estimate against XLA's analysis of compiled programs."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from vit_jax import console, train
 from vit_jax.run import loop, memory
 
 ROWS, WIDTH, DEPTH = 512, 64, 8
-SIZE = 4 * ROWS * WIDTH  # Bytes of the result of a layer.
+SIZE = 4 * ROWS * WIDTH  # Bytes of a layer's output.
 
 
 def layer(x, weight):
@@ -32,12 +32,12 @@ def looped(weights, x):
 
 
 @pytest.mark.parametrize('function', [written_out, recomputed, looped])
-def test_it_is_no_more_than_xla_takes_and_not_much_less(function):
+def test_estimate_is_a_tight_lower_bound(function):
   x = jnp.zeros((ROWS, WIDTH))
   weights = jnp.zeros((DEPTH, WIDTH, WIDTH))
   traced = jax.jit(jax.grad(function)).trace(weights, x)
   found = memory.least_bytes(traced.jaxpr)
-  # The backward pass reads a result of each layer, of `SIZE` bytes.
+  # The backward pass reads an array of `SIZE` bytes per layer.
   assert found > DEPTH * SIZE
   compiled = traced.lower().compile().memory_analysis()
   total = sum(
@@ -47,7 +47,7 @@ def test_it_is_no_more_than_xla_takes_and_not_much_less(function):
   assert total / 2.5 < found < total
 
 
-def test_what_cannot_fit_is_said_before_anything_is_written(
+def test_oversized_program_is_reported_before_writing(
   tiny_config, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(console, 'machine_memory', lambda: 2**17)
@@ -58,7 +58,7 @@ def test_what_cannot_fit_is_said_before_anything_is_written(
   assert not (tmp_path / 'run').exists()
 
 
-def test_what_the_compiler_refuses_is_said(tiny_config, tmp_path, monkeypatch):
+def test_out_of_memory_error_suggests_flags(tiny_config, tmp_path, monkeypatch):
   def fail(self, batch):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
 

@@ -1,4 +1,4 @@
-"""Tests of metrics.jsonl and the events: on disks, in buckets, damaged."""
+"""Tests of metrics.jsonl and event files: on disk, in buckets, damaged."""
 
 import ml_collections
 import numpy as np
@@ -11,7 +11,7 @@ def steps(workdir):
   return [line['step'] for line in metrics_lib.read(workdir)]
 
 
-def test_on_a_disk_each_line_is_there_at_once(tmp_path):
+def test_lines_are_written_to_disk_immediately(tmp_path):
   log = metrics_lib.MetricsLog(tmp_path)
   for step in (1, 2, 3):
     log.write(step, {'loss': 0.5})
@@ -19,7 +19,7 @@ def test_on_a_disk_each_line_is_there_at_once(tmp_path):
   log.write_config(0, ml_collections.ConfigDict({'a': {'b': '|`'}}))
   log.write_pictures(3, {'some': np.zeros((2, 3, 3), np.uint8)})
   log.flush()
-  # What a kill after a checkpoint leaves.
+  # Already on disk in case of a kill after a checkpoint.
   [path] = tmp_path.glob('*tfevents*')
   found = path.read_bytes()
   assert b'| a.b | `"\\|\'"` |' in found
@@ -30,20 +30,18 @@ def test_on_a_disk_each_line_is_there_at_once(tmp_path):
   assert steps(tmp_path) == [1, 2]
 
 
-def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
-  tmp_path, monkeypatch
-):
+def test_buckets_are_written_at_checkpoints_and_at_the_end(tmp_path, monkeypatch):
   monkeypatch.setattr(metrics_lib.files, 'is_remote', lambda path: True)
   log = metrics_lib.MetricsLog(tmp_path)
   log.write(1, {'loss': 1.0})
   assert steps(tmp_path) == []
-  log.flush()  # As a checkpoint does.
+  log.flush()  # As for a checkpoint.
   assert steps(tmp_path) == [1]
   [events] = tmp_path.glob('*tfevents*')
   assert events.stat().st_size > 0
   for step in range(2, 50):
     log.write(step, {'loss': 1.0})
-  # Killed here, and gone on from the checkpoint of step 1.
+  # Killed here and resumed from step 1.
   again = metrics_lib.MetricsLog(tmp_path, 1)
   assert steps(tmp_path) == [1]
   again.write(2, {'loss': 0.25})
@@ -56,7 +54,7 @@ def test_to_a_bucket_everything_goes_at_checkpoints_and_at_the_end(
 
 
 @pytest.mark.parametrize('bad', [b'\xff\xfe', b'[1]', b'{"st'])
-def test_lines_that_are_not_metrics_are_removed_and_named(tmp_path, caplog, bad):
+def test_invalid_lines_are_removed_and_reported(tmp_path, caplog, bad):
   good = b'{"step": 1, "loss": 2.0}\n'
   path = tmp_path / 'metrics.jsonl'
   path.write_bytes(good + bad + b'\n\n' + good)
@@ -69,7 +67,7 @@ def test_lines_that_are_not_metrics_are_removed_and_named(tmp_path, caplog, bad)
   assert path.read_bytes() == 2 * good
 
 
-def test_a_last_line_that_was_half_written_is_no_damage(tmp_path, caplog):
+def test_incomplete_last_line_is_not_damage(tmp_path, caplog):
   (tmp_path / 'metrics.jsonl').write_bytes(b'{"step": 1, "a": 1.0}\n{"step": 2')
   metrics_lib.MetricsLog(tmp_path, 5).close()
   assert steps(tmp_path) == [1]

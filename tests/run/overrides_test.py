@@ -1,4 +1,4 @@
-"""Tests of config files and of the flags that set their keys."""
+"""Tests of config files, and of flags that set their keys."""
 
 import os
 import pathlib
@@ -13,7 +13,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def parse(*flags, config='configs/digits.py'):
-  """Returns the config of a command line."""
+  """Returns the config for a command line."""
   return train.parse([f'--config={config}', '--workdir=/w', *flags]).config
 
 
@@ -29,7 +29,7 @@ def test_names_of_installed_configs(path, name, tmp_path, monkeypatch):
   assert overrides.find(path) == str(ROOT / 'configs' / f'{name}.py')
 
 
-def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
+def test_user_file_takes_precedence(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   pathlib.Path('configs').mkdir()
   pathlib.Path('configs/digits.py').write_text(
@@ -52,7 +52,7 @@ def test_a_file_of_the_user_comes_first(tmp_path, monkeypatch):
     ('zzz.py', 'installed are .*augreg.py, '),
   ],
 )
-def test_a_config_that_does_not_exist(path, message, tmp_path, monkeypatch):
+def test_missing_config(path, message, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'configs').mkdir()
   name = path.partition(':')[0]
@@ -73,7 +73,7 @@ FILES = {
 
 
 @pytest.mark.parametrize('text', FILES)
-def test_errors_of_a_config_file_are_one_line(text, tmp_path):
+def test_errors_in_a_config_file_are_one_line(text, tmp_path):
   path = tmp_path / 'mine.py'
   path.write_text(text)
   with pytest.raises(ValueError, match=FILES[text]) as error:
@@ -82,12 +82,12 @@ def test_errors_of_a_config_file_are_one_line(text, tmp_path):
   assert str(path) in str(error.value)
 
 
-def test_a_config_that_takes_no_argument():
+def test_config_without_argument():
   with pytest.raises(ValueError, match='takes no argument.*:b16'):
     overrides.load('configs/digits.py:b16')
 
 
-def test_configs_may_be_dicts_and_hold_dataclasses(tmp_path):
+def test_configs_may_be_dicts_and_use_dataclasses(tmp_path):
   (tmp_path / 'mine.py').write_text(
     'from __future__ import annotations\n'
     'import dataclasses\n'
@@ -112,25 +112,25 @@ def test_configs_may_be_dicts_and_hold_dataclasses(tmp_path):
     (['--noconfig.pp.flip'], 'pp.flip', False),
     (['--config.pp.crop=(32,48)'], 'pp.crop', (32, 48)),
     (['--config.fewshot.shots=5'], 'fewshot.shots', (5,)),
-    # A text that is a literal of Python too.
+    # A string that is also a Python literal.
     (['--config.dataset=2012'], 'dataset', '2012'),
     (['--config.tfds_data_dir=None'], 'tfds_data_dir', None),
     (['--config.dataset', '/data/my photos'], 'dataset', '/data/my photos'),
     (['--config.mesh.data', '-1'], 'mesh.data', -1),
-    # 0 and None are 1 in the original.
+    # 0 and None mean 1 in the original.
     (['--config.accum_steps=0'], 'accum_steps', 0),
     (['--config.task_options.mixup=0.2'], 'task_options.mixup', '0.2'),
   ],
 )
-def test_values(flags, key, value):
+def test_flag_values(flags, key, value):
   found = parse(*flags)
   for name in key.split('.'):
     found = found[name]
   assert (type(found), found) == (type(value), value)
 
 
-def test_keys_that_the_file_lacks(tmp_path):
-  """A config of the original lacks what this package has added."""
+def test_keys_missing_from_the_file(tmp_path):
+  """Configs of the original lack the keys that this package added."""
   (tmp_path / 'old.py').write_text(
     'import ml_collections\n'
     'def get_config():\n'
@@ -147,7 +147,7 @@ def test_keys_that_the_file_lacks(tmp_path):
   assert config.task_options.mixup == '.1'
 
 
-def test_programs_of_several_runs():
+def test_configs_for_several_runs():
   config = parse(
     '--config.seeds=3', '--config.finetune.pp.train=few_{seed}[:50%]',
     '--config.finetune.task_options.mixup=.1', '--config.pretrain.total_steps=9',
@@ -180,11 +180,11 @@ def test_programs_of_several_runs():
     ('batch=16', r"unknown arguments \['batch=16'\]: flags begin with --"),
   ],
 )
-def test_wrong_flags_are_named(flag, message):
+def test_wrong_flags_are_reported(flag, message):
   with pytest.raises(ValueError, match=message):
     parse(flag)
 
 
-def test_a_key_without_a_config():
+def test_key_without_a_config():
   with pytest.raises(ValueError, match=r'config.batch sets a key .*--config=F'):
     train.parse(['--workdir=/w', '--config.batch=3'])

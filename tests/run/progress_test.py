@@ -1,4 +1,4 @@
-"""Tests of what shows how far a run is."""
+"""Tests of the progress display."""
 
 import io
 import sys
@@ -17,7 +17,7 @@ def advance():
   progress.close()
 
 
-def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
+def test_terminal_shows_a_bar_with_the_last_evaluation(monkeypatch, capsys):
   terminal = io.StringIO()
   terminal.isatty = lambda: True
   monkeypatch.setattr(sys, 'stderr', terminal)
@@ -29,7 +29,7 @@ def test_a_terminal_has_a_bar_with_the_last_evaluation(monkeypatch, capsys):
   assert not capsys.readouterr().out
 
 
-def test_a_log_has_lines(capsys):
+def test_log_shows_lines(capsys):
   assert console.kind_of_output() == 'log'
   advance()
   out, err = capsys.readouterr()
@@ -37,7 +37,7 @@ def test_a_log_has_lines(capsys):
   assert not err
 
 
-def test_the_speed_leaves_out_pauses_and_steps_that_compile(monkeypatch):
+def test_speed_excludes_pauses_and_compilation(monkeypatch):
   now = [0.0]
   monkeypatch.setattr(loop.time, 'perf_counter', lambda: now[0])
   progress = loop.Progress(0, 10, 8)
@@ -46,7 +46,7 @@ def test_the_speed_leaves_out_pauses_and_steps_that_compile(monkeypatch):
   progress.start(1)
   assert progress.rate(1) is None
   now[0] += 2
-  with progress.pause(steps=1):  # Step 3 compiles for images of another size.
+  with progress.pause(steps=1):  # Step 3 compiles for another image size.
     now[0] += 50
   with progress.pause():  # An evaluation.
     now[0] += 30

@@ -1,4 +1,4 @@
-"""Tests with real processes: ended at any moment, they resume bit for bit."""
+"""Tests that killed processes resume with bit-identical results."""
 
 import signal
 
@@ -15,7 +15,7 @@ def config(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def reference(config, data_dir, tmp_path_factory):
-  """A run that nothing disturbs: its folder and what it printed."""
+  """An uninterrupted run: its workdir and its output."""
   workdir = tmp_path_factory.mktemp('reference')
   status, output = processes.finish(
     config, workdir, '--config.checkpoint_every=20', data_dir=data_dir
@@ -24,7 +24,7 @@ def reference(config, data_dir, tmp_path_factory):
   return workdir, output
 
 
-def test_what_a_user_sees(reference):
+def test_console_output(reference):
   workdir, output = reference
   lines = output.splitlines()
   assert not [line for line in lines if 'WARNING' in line or 'Traceback' in line]
@@ -40,8 +40,8 @@ def test_what_a_user_sees(reference):
 
 
 _CHECKPOINTS = 'vit_jax.run.checkpoints'
-# Each life of a run: the signal that ends it, where its clock starts, and the most
-# that it then runs: see tests.forked.start. The first ones find no checkpoint.
+# Each start of the run: the signal that ends it, the call that starts its timer, and
+# the maximum delay (see tests.forked.start). The first ones find no checkpoint.
 LIVES = [
   (signal.SIGKILL, 'vit_jax.run.workdir', 'create', 1, 0.02),
   (signal.SIGKILL, _CHECKPOINTS, '_Handler.finalize', 1, 0.01),  # The first save.
@@ -53,7 +53,7 @@ LIVES = [
 ]
 
 
-def test_ended_at_many_moments_the_end_is_the_same(
+def test_run_killed_at_many_points_gives_the_same_result(
   config, data_dir, reference, tmp_path
 ):
   workdir = tmp_path / 'run'
@@ -92,8 +92,8 @@ def test_ended_at_many_moments_the_end_is_the_same(
 
 
 def check_full_disk(config, workdir, data_dir):
-  """Has a life of a run end by a disk that is full; it has no checkpoint yet."""
-  # A file of more than 16 KiB cannot be written.
+  """Checks that a run without checkpoints reports a full disk."""
+  # Files are limited to 16 KiB.
   status, output = processes.finish(
     config, workdir, '--config.checkpoint_every=10', data_dir=data_dir,
     file_size=16 * 1024,

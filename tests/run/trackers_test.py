@@ -1,6 +1,6 @@
-"""Tests of what Weights & Biases and MLflow are told; both modules are mocks here.
+"""Tests of logging to Weights & Biases and MLflow, with mocks of both modules.
 
-The real packages pull in too much for the tests.
+The real packages have too many dependencies for the tests.
 """
 
 import json
@@ -20,7 +20,7 @@ NAMES = ('wandb', 'mlflow')
 
 @pytest.fixture
 def modules(monkeypatch):
-  """Mocks of wandb and mlflow; MLflow knows the parameter `a.b` of the run."""
+  """Mocks of wandb and mlflow; MLflow already has the run's parameter `a.b`."""
   wandb, mlflow = mock.Mock(), mock.Mock()
   wandb.init.return_value.id = 'w1'
   mlflow.start_run.return_value.info.run_id = 'm1'
@@ -39,7 +39,7 @@ def write(workdir, start):
   log.close()
 
 
-def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
+def test_resumed_run_continues_its_tracker_runs(modules, tmp_path):
   wandb, mlflow = modules
   workdir = tmp_path / 'some_run'
   write(workdir, 0)
@@ -52,7 +52,7 @@ def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
   calls = mlflow.start_run.call_args_list
   assert [call.kwargs['run_id'] for call in calls] == [None, 'm1']
   run, client = wandb.init.return_value, mlflow.MlflowClient.return_value
-  # The step is a metric: W&B ignores rows of steps before its last one.
+  # The step is a metric, because W&B ignores rows with earlier steps.
   run.define_metric.assert_called_with('*', step_metric='step')
   pictures = [wandb.Image.return_value]
   assert run.log.call_args_list == [
@@ -65,11 +65,11 @@ def test_a_resumed_run_continues_the_runs_of_its_trackers(modules, tmp_path):
     mock.call({'loss': 0.5}, step=step, run_id='m1') for step in (1, 2)
   ]
   assert client.log_image.call_args.args[1].shape == (2, 3, 3)
-  # A parameter cannot change.
+  # MLflow parameters cannot change.
   assert client.log_param.call_args_list == 2 * [mock.call('m1', 'batch', 16)]
 
 
-def test_a_damaged_file_of_ids_is_named(modules, tmp_path):
+def test_damaged_file_of_ids_is_reported(modules, tmp_path):
   (tmp_path / 'trackers.json').write_text('{"wandb"')
   with pytest.raises(ValueError, match='trackers.json.*damaged.*delete'):
     write(tmp_path, 0)
@@ -82,7 +82,7 @@ def test_only_the_first_process_writes(modules, tmp_path, monkeypatch):
   assert not [*tmp_path.iterdir()]
 
 
-def test_a_missing_package_is_named(tiny_config, monkeypatch):
+def test_missing_package_is_reported(tiny_config, monkeypatch):
   monkeypatch.setitem(sys.modules, 'wandb', None)
   tiny_config.trackers = ('wandb',)
   with pytest.raises(ImportError, match=r"trackers=\('wandb',\).*\[wandb\]"):

@@ -1,4 +1,4 @@
-"""Tests of the files of a run, except its checkpoints."""
+"""Tests of the files in a workdir, except checkpoints."""
 
 import json
 import sys
@@ -25,19 +25,19 @@ def config(tiny_config):
 
 @pytest.fixture
 def run(config, tmp_path):
-  """The folder of a run that has just begun."""
+  """The workdir of a new run."""
   workdir.create(tmp_path, config, NAMES, DATA)
   return tmp_path
 
 
-def test_a_run_resumes_with_its_own_files(run, config):
+def test_run_resumes_with_its_own_files(run, config):
   workdir.check(run, config, NAMES, DATA)
   loaded, metadata = workdir.load(run)
   assert metadata == NAMES
   assert workdir.to_plain(loaded) == workdir.to_plain(config)
 
 
-def test_other_classes_are_refused(run, config):
+def test_other_classes_are_rejected(run, config):
   names = {'class_names': ['b', *NAMES['class_names'][1:]]}
   message = "number 0: '0' there, 'b' here"
   with pytest.raises(ValueError, match=message) as error:
@@ -45,7 +45,7 @@ def test_other_classes_are_refused(run, config):
   assert f'--config.pretrained={run}' in str(error.value)
 
 
-def test_other_training_data_are_refused(run, config):
+def test_other_training_data_are_rejected(run, config):
   data = {**DATA, 'train': {**DATA['train'], 'num_examples': 8}}
   with pytest.raises(
     ValueError, match=r'other training data:\s+num_examples: 9 there, 8 here\n'
@@ -53,7 +53,7 @@ def test_other_training_data_are_refused(run, config):
     workdir.check(run, config, NAMES, data)
 
 
-def test_other_data_to_test_on_are_named(run, config, caplog):
+def test_other_test_data_are_reported(run, config, caplog):
   data = {**DATA, 'evaluation test': {**DATA['evaluation test'], 'images': 'z'}}
   data['evaluation new'] = {'num_examples': 1}
   with caplog.at_level(logging.WARNING):
@@ -62,25 +62,25 @@ def test_other_data_to_test_on_are_named(run, config, caplog):
   assert 'evaluation test uses other data than before: images: y there' in line
 
 
-def test_names_that_were_changed_are_refused(run):
+def test_changed_class_names_are_rejected(run):
   (run / 'class_names.json').write_text(json.dumps(['a'] * 5))
   with pytest.raises(ValueError, match=r"\['class_names.json'\] in .* differ"):
     workdir.load(run)
 
 
-def test_damaged_data_of_a_run_are_named(run, config):
+def test_damaged_data_file_is_reported(run, config):
   (run / 'data.json').write_text('{')
   with pytest.raises(ValueError, match="'.*data.json' is damaged"):
     workdir.check(run, config, NAMES, DATA)
 
 
-def test_a_place_that_cannot_hold_a_run_is_named():
+def test_invalid_workdir_is_reported():
   with pytest.raises(ValueError, match="workdir='https://x/y.* must be a folder"):
     workdir.load('https://x/y')
 
 
-def test_data_may_move_and_not_change(run, config):
-  """The fingerprint decides."""
+def test_data_may_move_but_not_change(run, config):
+  """Data are identified by their fingerprint."""
   config.dataset = '/moved/there'
   workdir.check_config(run, config)
   workdir.check(run, config, NAMES, DATA)
@@ -90,8 +90,8 @@ def test_data_may_move_and_not_change(run, config):
     workdir.check_config(run, config, moved=False)
 
 
-def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
-  """Renamed a to z: the classes would change places."""
+def test_renamed_class_folder_stops_the_run(tmp_path):
+  """The new name would change the order of the classes."""
   conftest.make_folder(tmp_path / 'images', (6, 2))
   config = conftest.make_tiny_config(None)
   config.dataset = str(tmp_path / 'images')
@@ -115,7 +115,7 @@ def test_a_class_folder_that_is_renamed_stops_the_run(tmp_path):
 
 @pytest.fixture
 def foreign(run, tmp_path, monkeypatch):
-  """A run whose task is a module beside it, which tells that it was run."""
+  """A run whose task is a module in its workdir that writes a file if imported."""
   payload = "open('ran', 'w')\nfrom vit_jax.tasks.classify import Task\n"
   (run / 'payload.py').write_text(payload)
   (run / 'checkpoints').mkdir()
@@ -128,9 +128,7 @@ def foreign(run, tmp_path, monkeypatch):
   sys.modules.pop('payload', None)
 
 
-def test_a_run_imports_no_module_that_the_user_has_not_named(
-  foreign, config, monkeypatch
-):
+def test_run_imports_only_modules_that_the_user_named(foreign, config, monkeypatch):
   for use in (
     lambda: workdir.load(foreign),
     lambda: workdir.check(foreign, config, NAMES, DATA),
@@ -148,6 +146,6 @@ def test_a_run_imports_no_module_that_the_user_has_not_named(
   assert (foreign / 'ran').exists()
 
 
-def test_a_module_that_this_process_has_imported_is_known(foreign):
+def test_module_that_was_already_imported_is_accepted(foreign):
   run_config.get_task('payload')  # As train.train_and_evaluate does.
   assert workdir.load(foreign)[0].task == 'payload'
