@@ -1,4 +1,4 @@
-"""Tests of the page that shows a model, in Chromium."""
+"""Tests of the web demo, in Chromium."""
 
 import argparse
 import contextlib
@@ -50,7 +50,7 @@ _ARGS = (
 
 @pytest.fixture(scope='module')
 def demo():
-  """The module, which imports Gradio: that takes seconds, so one process does it."""
+  """The module; importing Gradio takes seconds, so only one process does it."""
   from vit_jax.inference import demo
 
   return demo
@@ -69,16 +69,16 @@ def browser():
 
 @contextlib.contextmanager
 def visit(browser, url, width=1280):
-  """Opens a page as a new visitor; it must be right, and ask nobody else."""
+  """Opens a page as a new visitor; fails on errors and requests to other hosts."""
   context = browser.new_context(viewport={'width': width, 'height': 900})
-  page, wrong = context.new_page(), []
-  page.on('console', lambda m: m.type == 'error' and wrong.append(m.text))
-  page.on('pageerror', lambda error: wrong.append(str(error)))
-  page.on('request', lambda r: wrong.append(r.url) if '//' in r.url and not r.url.removeprefix('blob:').startswith(url) else None)  # fmt: skip
+  page, problems = context.new_page(), []
+  page.on('console', lambda m: m.type == 'error' and problems.append(m.text))
+  page.on('pageerror', lambda error: problems.append(str(error)))
+  page.on('request', lambda r: problems.append(r.url) if '//' in r.url and not r.url.removeprefix('blob:').startswith(url) else None)  # fmt: skip
   page.goto(url)
   yield page
   context.close()
-  assert not wrong
+  assert not problems
 
 
 def upload(page, path):
@@ -86,12 +86,12 @@ def upload(page, path):
 
 
 def best(page):
-  """The most probable class that the page shows."""
+  """The top prediction shown on the page."""
   return page.get_by_test_id('label-output-value')
 
 
-def expect_shares(page, classes, **kwargs):
-  """Waits until the page shows the result of `predict` for an image."""
+def expect_probabilities(page, classes, **kwargs):
+  """Waits until the page shows the result of `predict` for an image: `classes`."""
   sync_api.expect(best(page)).to_have_text(classes[0][0], **kwargs)
   for name, probability in classes:
     row = page.get_by_test_id(f'{name}-confidence-set')
@@ -99,24 +99,24 @@ def expect_shares(page, classes, **kwargs):
 
 
 def width_of(picture):
-  """The width in pixels of the file of a picture that a page shows."""
+  """The width in pixels of the file behind a displayed image."""
   return picture.evaluate('async x => (await x.decode(), x).naturalWidth')
 
 
-def sent(url, content=b'', name='a.png', **kwargs):
-  """The answer to a program that uploads a file."""
+def post_file(url, content=b'', name='a.png', **kwargs):
+  """The response to an upload by a client program."""
   files = {'files': (name, content)}
   return CLIENT.post(f'{url}/gradio_api/upload', files=files, **kwargs)
 
 
 def events(url):
-  """(number, number of inputs) of all events of a page that the server handles."""
+  """(id, number of inputs) of every event that the server handles."""
   found = CLIENT.get(f'{url}/config').json()['dependencies']
   return [(x['id'], len(x['inputs'])) for x in found if x['backend_fn']]
 
 
-def told(url, number, data, session='me', **headers):
-  """What a program gets that sends an event: a refusal, or warnings and values."""
+def send_event(url, number, data, session='me', **headers):
+  """The reply to an event: (status, text) if rejected, else warnings and values."""
   event = {'data': data, 'fn_index': number, 'session_hash': session}
   joined = CLIENT.post(
     f'{url}/gradio_api/queue/join',
@@ -137,13 +137,13 @@ def told(url, number, data, session='me', **headers):
 
 
 def as_file(path):
-  """How a page names a file that was uploaded."""
+  """An uploaded file as the page refers to it."""
   return {'path': str(path), 'meta': {'_type': 'gradio.FileData'}}
 
 
 @pytest.fixture(scope='module')
 def photos(tmp_path_factory):
-  """Images of noise: their paths."""
+  """Paths of two images of noise."""
   folder, rng = tmp_path_factory.mktemp('photos'), np.random.RandomState(0)
   paths = [folder / f'{number}.png' for number in range(2)]
   for path in paths:
@@ -154,7 +154,7 @@ def photos(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def workdir(image_folder, tmp_path_factory):
-  """A run of a classifier with random parameters."""
+  """The workdir of a classifier with random parameters."""
   config = visualize_test.tiny_config(image_folder)
   metadata = {'class_names': NAMES}
   params = visualize_test.random_numbers(classify.Task(config, metadata))
@@ -169,36 +169,34 @@ def model(workdir):
 
 @pytest.fixture(scope='module')
 def url(demo, model):
-  """The page of the classifier."""
+  """The URL of the classifier's demo."""
   with demo.served(model, TITLE, {'classes': '3'}) as url:
     yield url.removesuffix('/')
 
 
-def test_a_photograph_and_an_example_are_classified(
-  browser, url, model, photos, image_folder
-):
+def test_classifies_uploads_and_examples(browser, url, model, photos, image_folder):
   with visit(browser, url) as page:
     sync_api.expect(page.locator('h1')).to_have_text(TITLE)
     upload(page, photos[0])
-    expect_shares(page, *model.predict([str(photos[0])]))
+    expect_probabilities(page, *model.predict([str(photos[0])]))
     rollout = page.locator('.image-frame img').nth(1)
-    assert width_of(rollout) == 50 * 5  # The lower side is enlarged to 128 or more.
+    assert width_of(rollout) == 50 * 5  # The shorter side is enlarged to at least 128.
     page.locator('.gallery-item').first.click()
     first = user_images.examples(model.config, 1).name(0)
     assert first.startswith(f'{image_folder}/test/')
-    expect_shares(page, *model.predict([first]))
+    expect_probabilities(page, *model.predict([first]))
     page.get_by_label('Remove Image').click()
     sync_api.expect(best(page)).to_have_count(0)
 
 
-def changed(url):
-  """The number of the event of a new photograph."""
+def photo_event(url):
+  """The id of the event for a new photo."""
   return max(number for number, _ in events(url))
 
 
 def test_only_uploads_and_examples_are_read(url, photos):
-  # Each event of the page refuses all else, in the same words.
-  [upload] = sent(url, photos[0].read_bytes()).json()
+  # Every event rejects everything else with the same response.
+  [upload] = post_file(url, photos[0].read_bytes()).json()
   (pathlib.Path(upload).parent / 'link.png').symlink_to(photos[0])
   link = f'{pathlib.Path(upload).parent}/link.png'
   paths = [
@@ -211,7 +209,7 @@ def test_only_uploads_and_examples_are_read(url, photos):
     forged = [{'path': path} for path in paths]
     forged += [as_file(paths[1]), {'value': {'path': paths[1]}}, [{'path': paths[1]}]]
     for x in forged:
-      assert told(url, number, [x] * inputs) == refusal
+      assert send_event(url, number, [x] * inputs) == refusal
   for body in ('', '{', '[]', '{"data": [null], "fn_index": 99}'):
     for name in ('queue/join', 'run/predict'):
       answer = CLIENT.post(f'{url}/gradio_api/{name}', content=body)
@@ -221,29 +219,31 @@ def test_only_uploads_and_examples_are_read(url, photos):
     assert (answer.status_code, answer.text) == refusal
   [example] = pathlib.Path(upload).parents[1].glob('example_1.*')
   for path in (upload, example):
-    label, rollout = told(url, changed(url), [as_file(path)])[0]
+    label, rollout = send_event(url, photo_event(url), [as_file(path)])[0]
     assert label['label'] in NAMES
     assert CLIENT.get(rollout['url']).status_code == 200
   for x in (str(photos[0]), upload, [str(photos[0])]):
-    assert told(url, changed(url), [x]) == [None]  # An error without a word.
-  text, values = told(url, changed(url), [{'url': photos[0].as_uri()}])
+    assert send_event(url, photo_event(url), [x]) == [
+      None
+    ]  # An error without a message.
+  text, values = send_event(url, photo_event(url), [{'url': photos[0].as_uri()}])
   assert 'upload it again' in text
   assert not any(values)
 
 
-def test_on_loopback_the_server_has_no_other_names(url):
+def test_loopback_server_rejects_other_host_names(url):
   for host, status in (
     ('LocalHost:80', 200), ('[::1]:80', 200), ('localhost.evil.example', 400), ('', 400)
   ):  # fmt: skip
     for path in ('/', '/config', '/gradio_api/heartbeat/me'):
       with CLIENT.stream('GET', url + path, headers={'Host': host}) as answer:
         assert answer.status_code == status
-    assert sent(url, headers={'Host': host}).status_code == status
-    assert (told(url, 0, [], Host=host)[0] == 400) == (status == 400)
+    assert post_file(url, headers={'Host': host}).status_code == status
+    assert (send_event(url, 0, [], Host=host)[0] == 400) == (status == 400)
 
 
-def test_pages_of_other_sites_get_no_answer(url):
-  [upload] = sent(url, headers={'Origin': url}).json()
+def test_rejects_requests_from_other_origins(url):
+  [upload] = post_file(url, headers={'Origin': url}).json()
   before = set(pathlib.Path(upload).parents[1].rglob('*'))
   for origin in (
     'http://evil.example',
@@ -251,14 +251,12 @@ def test_pages_of_other_sites_get_no_answer(url):
     'http://127.0.0.1:1',
     f'{url}.evil.example',
   ):
-    assert sent(url, b'x', headers={'Origin': origin}).status_code == 403
-    assert told(url, changed(url), [None], Origin=origin)[0] == 403
+    assert post_file(url, b'x', headers={'Origin': origin}).status_code == 403
+    assert send_event(url, photo_event(url), [None], Origin=origin)[0] == 403
   assert set(pathlib.Path(upload).parents[1].rglob('*')) == before
 
 
-def test_what_is_wrong_with_a_file_stands_on_the_page(
-  browser, url, model, photos, tmp_path
-):
+def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path):
   broken = tmp_path / 'my photo.jpg'
   broken.write_bytes(b'no image')
   large = tmp_path / 'large.png'
@@ -274,14 +272,14 @@ def test_what_is_wrong_with_a_file_stands_on_the_page(
     ):
       upload(page, path)
       sync_api.expect(toast).to_contain_text(text)
-      assert '/' not in toast.inner_text()  # A folder of this machine.
+      assert '/' not in toast.inner_text()  # No local paths.
       sync_api.expect(best(page)).to_have_count(0)
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
     best(page).wait_for()
 
 
-def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
+def test_narrow_screens_show_results_before_examples(browser, url, photos):
   def place(shown):
     found = shown.bounding_box()
     return found['y'], found['y'] + found['height']
@@ -300,7 +298,7 @@ def test_a_narrow_screen_shows_results_before_examples(browser, url, photos):
 
 @pytest.fixture(scope='module')
 def detector():
-  """A narrow detector on canvases whose queries differ."""
+  """A narrow detector on canvases, scaled so that its queries differ."""
   sides = dict(sides=(96, 128), eval_side=128, longest_side=192)
   task = export_test.make_detector((1, 1, 1), **sides)
   params, extra = tiny_models.of_task(task)
@@ -312,12 +310,14 @@ def detector():
 
 
 def green(picture):
-  """How green each pixel is: of viridis, more for larger values."""
+  """How green each pixel is; in viridis, larger values are greener."""
   red, middle, blue = np.moveaxis(np.asarray(picture, np.float32), -1, 0)
   return middle - (red + blue) / 2
 
 
-def test_boxes_above_a_score_and_attention_of_one(browser, demo, detector, photos):
+def test_boxes_above_a_threshold_and_attention_of_a_clicked_box(
+  browser, demo, detector, photos
+):
   path, count = str(photos[0]), 4
   [objects] = detector.detect([path], threshold=0.0)
   scores = [score for _, score, _ in objects]
@@ -334,7 +334,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, demo, detector, photo
   areas = [(x1 - x0) * (y1 - y0) for *_, (x0, y0, x1, y1) in objects[:count]]
   number = int(np.argmin(areas))
   query = np.argsort(-seen.scores[0])[number]
-  (x0, y0, x1, y1), times = objects[number][-1], 9  # Of 30 x 50 pixels.
+  (x0, y0, x1, y1), times = objects[number][-1], 9  # The image has 30 x 50 pixels.
   with demo.served(detector, 'A detector', {}) as url, visit(browser, url) as page:
     upload(page, path)
     words = page.get_by_text('with a score of at least')
@@ -347,7 +347,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, demo, detector, photo
       sync_api.expect(words).to_have_text(text)
     picture = page.locator('.image-frame img').nth(1)
     assert width_of(picture) == 50 * times
-    shown = picture.bounding_box()['width'] / 50  # Pixels of the screen.
+    shown = picture.bounding_box()['width'] / 50  # Screen pixels per image pixel.
     picture.click(position={'x': 1, 'y': 1})
     expect = sync_api.expect(page.locator('.toast-body'))
     expect.to_contain_text('Click inside of a box')
@@ -367,7 +367,7 @@ def test_boxes_above_a_score_and_attention_of_one(browser, demo, detector, photo
   assert likeness[query] > 0.7
 
 
-def test_the_smallest_box_is_the_one_that_is_clicked():
+def test_a_click_selects_the_smallest_box():
   from vit_jax.tasks.detection import page as page_lib
 
   boxes = [(0, 0, 10, 10), (2, 2, 6, 8), (5, 5, 20, 20)]
@@ -391,19 +391,19 @@ def _own_signals():
 
 
 def run_command(monkeypatch, flags, visit):
-  """Runs the command until SIGTERM, which follows a visit; returns what it said."""
+  """Runs the command, calls `visit`, sends SIGTERM; returns the output."""
 
   class Event(threading.Event):
     def wait(self, timeout=None):
-      if timeout is None:  # What the command waits for: Ctrl-C.
+      if timeout is None:  # The command waits for Ctrl-C here.
         visit()
         signal.raise_signal(signal.SIGTERM)
       return super().wait(timeout)
 
   fake = types.SimpleNamespace(Event=Event, Thread=threading.Thread)
   monkeypatch.setattr('vit_jax.inference.demo.threading', fake)
-  # Not capsys: where sys.stderr is another one, the server's logging closes the
-  # one of before, which is pytest's.
+  # Not capsys: if sys.stderr was replaced, the server's logging closes the previous
+  # stream, which is pytest's.
   output = io.StringIO()
   with contextlib.redirect_stdout(output):
     assert command.main(flags) == 0
@@ -411,7 +411,7 @@ def run_command(monkeypatch, flags, visit):
 
 
 @pytest.mark.usefixtures('_own_signals')
-def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch):
+def test_command_serves_locally_and_keeps_nothing(workdir, monkeypatch):
   port, folders = free_port(), []
   url = f'http://127.0.0.1:{port}'
 
@@ -424,10 +424,10 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
     with pytest.raises(OSError, match='refused'):
       socket.create_connection(('127.0.0.2', port))
     examples = files()
-    assert sent(url, bytes(2_001)).status_code == 413
+    assert post_file(url, bytes(2_001)).status_code == 413
     answer = CLIENT.post(f'{url}/gradio_api/queue/join', content=b' ' * 2_001)
     assert answer.status_code == 413
-    [path] = sent(url, bytes(2_000)).json()
+    [path] = post_file(url, bytes(2_000)).json()
     assert files() == examples | {pathlib.Path(path)}
     deadline = time.monotonic() + 30
     while files() != examples:
@@ -451,7 +451,7 @@ def test_the_command_serves_this_machine_and_keeps_nothing(workdir, monkeypatch)
 
 
 @pytest.mark.usefixtures('_own_signals')
-def test_the_command_says_who_else_can_reach_it(workdir, monkeypatch):
+def test_command_warns_when_others_can_reach_it(workdir, monkeypatch):
   port = free_port()
   url = f'http://127.0.0.1:{port}'
 
@@ -460,19 +460,19 @@ def test_the_command_says_who_else_can_reach_it(workdir, monkeypatch):
       own, headers = f'http://{host}:{port}', {'Host': f'{host}:{port}'}
       assert CLIENT.get(url, headers=headers).status_code == 200
       for origin, status in ((own, 200), ('http://evil.example', 403)):
-        answer = sent(url, headers={**headers, 'Origin': origin})
+        answer = post_file(url, headers={**headers, 'Origin': origin})
         assert answer.status_code == status
 
   flags = [f'--workdir={workdir}', f'--port={port}', '--host=0.0.0.0']
   output = run_command(monkeypatch, flags, visit)
   [host] = re.findall(rf'on http://(.+):{port}/ until', output)
   assert host not in ('0.0.0.0', 'localhost', '127.0.0.1')
-  socket.create_server((host, 0)).close()  # It is an address of this machine.
+  socket.create_server((host, 0)).close()  # An address of this machine.
   assert 'veryone who can reach this machine' in output
   assert 'password' in output
 
 
-def test_an_address_that_cannot_be_listened_on():
+def test_unusable_addresses_are_named():
   with socket.create_server(('127.0.0.1', 0)) as server:
     port = server.getsockname()[1]
     for flags, message in (
@@ -485,7 +485,7 @@ def test_an_address_that_cannot_be_listened_on():
 
 
 def page_of(model):
-  """The page of a task, without a server."""
+  """Builds the page of a task without a server."""
   import gradio
 
   with gradio.Blocks():
@@ -498,7 +498,7 @@ def test_a_task_without_a_page(model):
 
 
 def photo_of(demo, folder, pixels):
-  """A photograph, and the file that it is in."""
+  """A photo, and the path of its file."""
   path = str(folder / 'photo.png')
   Image.fromarray(pixels).save(path)
   return demo.Photo(path, pixels), path
@@ -521,9 +521,9 @@ def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
   assert seed.value == 0
   found = show(photo, 1)[picture]
   completed = model.complete([pixels] * 3, seed=1)
-  given = pixels.copy()
-  given[4:] = 128
-  want = grids.grid(np.stack([given, *completed]))
+  upper_half = pixels.copy()
+  upper_half[4:] = 128
+  want = grids.grid(np.stack([upper_half, *completed]))
   np.testing.assert_array_equal(found, want)
   assert (show(photo, 2)[picture] != found).any()
   bert = pixels_test.make_task(data_dir, causal=False)
@@ -531,7 +531,7 @@ def test_a_page_shows_an_image_and_its_completions(demo, data_dir, tmp_path):
     page_of(bert.predictor(None, {}, 1))
 
 
-def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
+def test_pixel_classifier_shows_classes_and_completions(demo, data_dir, tmp_path):
   task = pixels_test.make_task(data_dir, finetune.Task)
   model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.zeros((8, 8, 3), np.uint8))
@@ -543,7 +543,7 @@ def test_a_classifier_that_draws_pixels_shows_both(demo, data_dir, tmp_path):
   assert len(outputs) == 3
 
 
-def test_masked_patches_are_shown_as_the_command_draws_them(demo, data_dir, tmp_path):
+def test_masked_patches_match_the_picture_of_the_command(demo, data_dir, tmp_path):
   task = masked_patches_test.make_task(data_dir)
   model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
@@ -552,7 +552,7 @@ def test_masked_patches_are_shown_as_the_command_draws_them(demo, data_dir, tmp_
   np.testing.assert_array_equal(show(photo)[picture], want)
 
 
-def test_segments_are_shown_as_the_command_draws_them(demo, tmp_path):
+def test_segments_match_the_picture_of_the_command(demo, tmp_path):
   model = segment_test.make_task().predictor({}, {'frozen': {}}, 0)
   pixels = segment_test.COLOURS[segment_test.make_classes()].astype(np.uint8)
   photo, path = photo_of(demo, tmp_path, pixels)
@@ -560,14 +560,14 @@ def test_segments_are_shown_as_the_command_draws_them(demo, tmp_path):
   assert threshold.value == model.LEAST
   found = show(photo, 0.85)
   assert found[words] == '4 segments with a score of at least 85 %'
-  # In the file the map is enlarged; here it is made for the picture.
+  # The command enlarges the map; the page computes it at the picture's size.
   want = reported(model, path, tmp_path, threshold=None, image_size=None)
   assert (found[picture] == want).all(axis=-1).mean() > 0.9
   found = show(photo, 1.0)
   assert found[words] == '0 segments with a score of at least 100 %'
 
 
-def test_a_page_compares_a_photograph_with_typed_classes(demo, data_dir, tmp_path):
+def test_page_ranks_typed_classes_for_a_photo(demo, data_dir, tmp_path):
   task = image_text_test.make_task(data_dir)
   model = task.predictor(*tiny_models.of_task(task), 1)
   photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))

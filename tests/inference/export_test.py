@@ -1,4 +1,4 @@
-"""Tests of exported models, which are run by the programs that serve them."""
+"""Tests of exported models, run by the programs that serve them."""
 
 import functools
 import json
@@ -87,7 +87,7 @@ OUTPUTS = {'canvases': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
 
 @functools.cache
 def load(name):
-  """The model, and its compiled outputs for inputs."""
+  """The model, and a compiled function from inputs to outputs."""
   task = TASKS[name]()
   model = task.predictor(*tiny_models.of_task(task), 7)
   return model, jax.jit(functools.partial(task.exported, *tiny_models.of_task(task)))
@@ -99,7 +99,7 @@ def vit():
 
 
 def inputs_of(model, folder, count):
-  """Inputs for so many photographs, those that the exported model takes."""
+  """Inputs of the exported model for `count` photos."""
   facts = json.loads((folder / 'model.json').read_text())
   photos = [PHOTOS[i % 2][10 * i :] for i in range(count)]
   found = model.inputs(photos)
@@ -107,7 +107,7 @@ def inputs_of(model, folder, count):
 
 
 def serve(folder):
-  """Loads what lies in a folder, as a program that serves it; a function."""
+  """Loads an exported model as a serving program does; returns a function."""
   if (folder / 'model.onnx').exists():
     session = onnxruntime.InferenceSession(folder / 'model.onnx')
     names = [x.name for x in session.get_outputs()]
@@ -128,16 +128,16 @@ def serve(folder):
 
 @pytest.mark.parametrize(
   ('name', 'to'),
-  # A SavedModel holds the StableHLO; the tests below export the others.
+  # A SavedModel contains the StableHLO; the tests below export the other models.
   [('mixer', 'onnx'), ('canvases', 'onnx'), ('masked', 'saved_model')],
 )
-def test_what_is_exported_computes_the_same(name, to, tmp_path):
+def test_exported_models_match_jax(name, to, tmp_path):
   (model, compute), out = load(name), tmp_path / 'out'
   assert model.export(out, to) < 1e-5
   assert list(tmp_path.iterdir()) == [out]
   inputs = inputs_of(model, out, 5)
   want, served = compute(inputs), serve(out)
-  # TensorFlow compiles anew for each number of images.
+  # TensorFlow compiles again for each batch size.
   for count in (1, 5) if to == 'onnx' else (3,):
     got = served({name: x[:count] for name, x in inputs.items()})
     assert set(got) == OUTPUTS.get(name, {'logits', 'probabilities'})
@@ -149,7 +149,7 @@ def test_what_is_exported_computes_the_same(name, to, tmp_path):
 
 @pytest.fixture(scope='module')
 def workdir(tmp_path_factory, data_dir):
-  """A run on the digits, of one step with random parameters."""
+  """A one-step run on the digits with random parameters."""
   workdir = tmp_path_factory.mktemp('run')
   config = run_config.complete(conftest.make_tiny_config(data_dir))
   metadata = {'class_names': [str(i) for i in range(10)]}
@@ -171,14 +171,14 @@ np.save(out, found['probabilities'])
 """
 
 
-def test_the_command_exports_a_run_for_a_process_without_this_package(
+def test_command_exports_a_run_that_is_served_without_vit_jax(
   workdir, tmp_path, capsys
 ):
   out, flag = tmp_path / 'out', f'--workdir={workdir}'
   argv = [flag, '--to=stablehlo', f'--out={out}', '--uint8']
   assert command.main(argv) == 0
-  said = capsys.readouterr().out
-  assert '5 random images' in said
+  output = capsys.readouterr().out
+  assert '5 random images' in output
   facts = json.loads((out / 'model.json').read_text())
   assert facts['inputs'] == {'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}}
   assert facts['outputs']['logits'] == {'shape': ['batch', 10], 'dtype': 'float32'}
@@ -190,7 +190,7 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   assert facts['command'] == f'vit_jax export {" ".join(argv)}'
   assert facts['difference'] < 1e-5
   assert facts['task'] == 'classify'
-  # By which the life of a file of StableHLO is known.
+  # JAX's version determines how long a StableHLO file can be loaded.
   assert facts['versions']['jax'] == jax.__version__
 
   pixels = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 1), np.uint8)
@@ -204,7 +204,7 @@ def test_the_command_exports_a_run_for_a_process_without_this_package(
   np.testing.assert_allclose(np.load(files[1]), want, atol=1e-5)
 
 
-def test_uint8_and_halves(vit, tmp_path):
+def test_uint8_inputs_and_half_precision(vit, tmp_path):
   whole = sum(x.nbytes for x in jax.tree.leaves(vit.params))
   photos = np.stack([x[:32, :32] for x in PHOTOS])
   want = vit.probabilities(photos)
@@ -221,11 +221,11 @@ def test_uint8_and_halves(vit, tmp_path):
     got = serve(out)({'image': photos})['probabilities']
     np.testing.assert_allclose(got, want, atol=most)
     assert np.abs(got - want).max() > 1e-6
-  # Nobody learns where this package was installed.
+  # The file does not reveal where this package was installed.
   assert b'.py' not in (tmp_path / 'bfloat16/model.stablehlo').read_bytes()
 
 
-def test_bytes_in_the_padding_of_a_canvas_do_not_matter(tmp_path):
+def test_padding_of_a_canvas_has_no_influence(tmp_path):
   model, compute = load('canvases')
   model.export(tmp_path / 'out', 'onnx', uint8=True)
   shape = (2, *model.task.image_size, 3)
@@ -251,7 +251,7 @@ def test_features(vit, tmp_path):
   ('name', 'to', 'image_size'),
   [('bit', 'onnx', (40, 24)), ('detector', 'stablehlo', 'free')],
 )
-def test_other_and_free_sizes(name, to, image_size, tmp_path):
+def test_other_and_free_image_sizes(name, to, image_size, tmp_path):
   model, compute = load(name)
   model.export(tmp_path / 'out', to, image_size=image_size)
   images = np.random.RandomState(2).uniform(-1, 1, (3, 40, 24, 3))
@@ -261,14 +261,14 @@ def test_other_and_free_sizes(name, to, image_size, tmp_path):
     np.testing.assert_allclose(got[key], expected, atol=1e-4)
 
 
-def test_a_result_that_differs_is_not_left(vit, tmp_path, monkeypatch):
+def test_a_model_that_differs_from_jax_is_not_kept(vit, tmp_path, monkeypatch):
   monkeypatch.setitem(export.TOLERANCES, 'bfloat16', 1e-6)
   with pytest.raises(ValueError, match='differs from JAX by .*--to'):
     vit.export(tmp_path / 'out', 'onnx', dtype='bfloat16')
   assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
+def test_weights_too_large_for_one_file(vit, tmp_path, monkeypatch):
   monkeypatch.setattr(export, '_LARGEST', 10_000)
   with pytest.raises(ValueError, match='StableHLO.*--dtype=bfloat16'):
     vit.export(tmp_path / 'out', 'stablehlo')
@@ -278,7 +278,7 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
   assert names == {'model.json', 'model.onnx', 'model.onnx.data'}
 
 
-# --- What is refused ---
+# --- Rejected arguments ---
 
 
 @pytest.mark.parametrize(
@@ -288,17 +288,17 @@ def test_weights_that_are_too_large_for_a_file(vit, tmp_path, monkeypatch):
     (['--to=onnx', '--image_size=free'], "'free' .*--to=onnx"),
   ],
 )
-def test_wrong_flags_are_refused_before_a_model_is_read(flags, message, tmp_path):
-  given = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
+def test_wrong_flags_are_rejected_before_loading_a_model(flags, message, tmp_path):
+  base_flags = ['--to=stablehlo', f'--out={tmp_path}/out', '--workdir=/no/run']
   flags = [flag.format(taken=tmp_path) for flag in flags]
   with pytest.raises((ValueError, FileExistsError), match=message):
-    command.main([*given, *flags])
+    command.main([*base_flags, *flags])
   assert not list(tmp_path.iterdir())
 
 
-def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
+def test_unsuitable_image_sizes_are_rejected(vit, tmp_path):
   out = tmp_path / 'out'
-  for size in (48, (16, 64)):  # The second has as many patches.
+  for size in (48, (16, 64)):  # The second has the same number of patches.
     with pytest.raises(ValueError, match=r'parameters are for \(32, 32\)'):
       vit.export(out, 'stablehlo', image_size=size)
   with pytest.raises(ValueError, match="image_size='free'"):
@@ -306,7 +306,7 @@ def test_sizes_that_do_not_suit_the_model_are_refused(vit, tmp_path):
   assert not list(tmp_path.iterdir())
 
 
-def test_a_model_that_draws_pixels_has_features_alone(data_dir, tmp_path):
+def test_pixel_models_export_only_features(data_dir, tmp_path):
   task = pixels_test.make_task(data_dir)
   model = task.predictor(*tiny_models.of_task(task), 1)
   with pytest.raises(ValueError, match=r'pixel by pixel.*\(--features\)'):

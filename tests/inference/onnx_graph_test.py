@@ -1,4 +1,4 @@
-"""Tests of the translation to ONNX: each operation against JAX."""
+"""Tests of the ONNX translation: each operation against JAX."""
 
 import flax.linen as nn
 import jax
@@ -10,7 +10,7 @@ import pytest
 
 from vit_jax.inference import onnx_graph
 
-# Functions of x [batch, 4, 6], w [4, 3] and a list of places [2].
+# Functions of x [batch, 4, 6], w [4, 3] and indices [2].
 CASES = {
   'constant_left': lambda x, w, at: jnp.einsum('as,nac->nsc', w, x),
   'constant_right': lambda x, w, at: jnp.einsum('nac,as->ncs', x, w),
@@ -68,7 +68,7 @@ def spec():
   return {'x': jax.ShapeDtypeStruct((batch, 4, 6), jnp.float32)}
 
 
-def test_operations_give_the_same_as_in_jax():
+def test_operations_match_jax():
   draw = np.random.RandomState(0).randn
   weights = (draw(4, 3).astype(np.float32), np.array([2, 0], np.int32))
   model = onnx_graph.make_model(everything, weights, spec())
@@ -84,6 +84,6 @@ def test_operations_give_the_same_as_in_jax():
       np.testing.assert_allclose(found[name], want, atol=1e-5, err_msg=name)
 
 
-def test_what_has_no_translation_is_named():
+def test_operations_without_a_translation_are_named():
   with pytest.raises(ValueError, match="operation 'sort' of the model has no tra"):
     onnx_graph.make_model(lambda w, x: {'a': x.sort()}, (), spec())

@@ -1,4 +1,4 @@
-"""Tests of how servers prepare images, against predictions with TensorFlow."""
+"""Tests that servers prepare images like predictions, which use TensorFlow."""
 
 import io
 import json
@@ -52,7 +52,7 @@ FILES = {
 
 
 def settings(channels=3, resize=None, **changes):
-  """`config.pp`, and what model.json says of it."""
+  """`config.pp`, and its settings in model.json."""
   pp = common.get_config().pp
   with pp.ignore_type():
     pp.update(crop=(8, 10), resize=resize, channels=channels)
@@ -75,19 +75,19 @@ def test_servers_and_predictions_have_the_same_pixels(name):
 
 
 @pytest.mark.parametrize('resize', [None, 40, (50, 30)])
-def test_photographs_are_resized_and_cropped_as_for_predictions(resize):
+def test_photos_are_resized_and_cropped_as_for_predictions(resize):
   pp, facts = settings(resize=resize)
   photo = datasets.load_sample_images().images[0]
   for kind, most in (('PNG', 1e-4), ('JPEG', 0.05)):
     file = encoded(photo, kind)
     got = serving.prepare(file, json.loads(json.dumps(facts)))
     np.testing.assert_allclose(got, preprocess.prepare(file, None, pp), atol=most)
-  if resize is None:  # A JPEG is first made smaller, which averages pixels.
+  if resize is None:  # JPEGs are downscaled while decoding, which averages pixels.
     whole = np.asarray(tf.image.resize(photo, [8, 10])) / 127.5 - 1
     assert np.abs(got - whole).mean() > 0.05
 
 
-def test_images_of_pillow_are_those_of_their_files():
+def test_pillow_images_match_their_files():
   for name in ('grey of 16 bits', 'palette with alpha', 'a transparent grey'):
     file = FILES[name]
     decode = lambda file: preprocess.prepare(file, None, settings()[0]).numpy()
@@ -95,7 +95,7 @@ def test_images_of_pillow_are_those_of_their_files():
     np.testing.assert_allclose(got, decode(file), atol=1e-6)
 
 
-def test_models_for_canvases_are_refused():
+def test_models_for_canvases_are_rejected():
   canvas = {'size': [32, 32], 'shorter_side': 32, 'longest_side': 40}
   for facts in (canvas, settings(size=['height', 'width'])[1]):
     with pytest.raises(ValueError, match='preprocessing=.*--image_size'):

@@ -1,4 +1,4 @@
-"""Tests of tables of predictions: any task, stopping, several processes."""
+"""Tests of prediction tables: all tasks, interruptions, several processes."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ from vit_jax.inference import tables
 from vit_jax.run import lock, stopping
 
 BLOCK = 12  # Images.
-COUNT = 40  # Three blocks and a rest.
+COUNT = 40  # Three blocks and a remainder.
 BROKEN = (5, 14, 15)
 
 
@@ -67,13 +67,13 @@ def model(data_dir):
 
 @pytest.fixture(scope='module')
 def rows(model, images):
-  """The rows of a table that nothing disturbs."""
+  """The rows of an uninterrupted table."""
   return model.table(images, embeddings='features').to_pylist()
 
 
 @functools.cache
 def columns_of(model):
-  """Columns that are compiled once."""
+  """Columns, compiled only once."""
   return model.columns(embeddings='features')
 
 
@@ -83,7 +83,7 @@ def write(model, images, out, **kwargs):
   tables.write(model, model._source(images), out, columns, facts, **kwargs)
 
 
-def test_rows_are_the_predictions_in_the_order_of_the_images(model, images, rows):
+def test_rows_are_predictions_in_the_order_of_the_images(model, images, rows):
   assert [row['path'] for row in rows] == images
   broken = [i for i, row in enumerate(rows) if row['error']]
   assert tuple(broken) == BROKEN
@@ -106,7 +106,7 @@ def test_rows_are_the_predictions_in_the_order_of_the_images(model, images, rows
 
 
 def assert_same(got, want):
-  """The same rows, but for the rounding of other batches and devices."""
+  """Asserts that rows are equal up to rounding across batches and devices."""
   floats = {'probability', 'probabilities', 'embedding'}
   assert len(got) == len(want)
   for a, b in zip(got, want):
@@ -123,9 +123,7 @@ def read_lines(path):
 
 
 @pytest.mark.parametrize('ending', tables.ENDINGS)
-def test_files_of_all_formats_have_the_same_rows(
-  model, images, rows, tmp_path, ending, capsys
-):
+def test_all_formats_have_the_same_rows(model, images, rows, tmp_path, ending, capsys):
   out = tmp_path / f'table{ending}'
   write(model, images, out)
   names = [f'.{out.name}.json', out.name]
@@ -145,8 +143,8 @@ def test_files_of_all_formats_have_the_same_rows(
   assert_same(got, rows)
 
 
-def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path):
-  """At each file that is written: what is there is whole, and not made again."""
+def test_a_killed_table_resumes(model, images, rows, tmp_path):
+  """Killed at each written file: existing files are complete and not rewritten."""
   real = tables.files.write
   for most in (1, 3, 5, 6):
     out, written = tmp_path / f'{most}.jsonl', []
@@ -171,10 +169,12 @@ def test_a_table_that_was_killed_goes_on(model, images, rows, tmp_path):
       write(model, images, out)
     assert sum(seen) == max(0, COUNT - BLOCK * len(parts))
     assert_same(read_lines(out), rows)
-  assert most == 6  # The facts twice, four parts.
+  assert most == 6  # Four parts, and the metadata twice.
 
 
-def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monkeypatch):
+def test_a_signal_stops_a_table_which_then_resumes(
+  model, images, tmp_path, monkeypatch
+):
   out, real = tmp_path / 'table.csv', tables.files.write
 
   def signalled(path, content):
@@ -195,7 +195,7 @@ def test_a_signal_stops_a_table_that_then_goes_on(model, images, tmp_path, monke
   assert len(pd.read_csv(out)) == 3 * COUNT
 
 
-def test_a_broken_image_stops_if_asked(model, images, tmp_path):
+def test_a_broken_image_stops_the_table_on_request(model, images, tmp_path):
   out = tmp_path / 'table.csv'
   with pytest.raises(ValueError, match='014.png'):
     write(model, images[12:], out, broken='stop')
@@ -220,7 +220,7 @@ def test_each_task_has_its_columns(
 ):
   monkeypatch.setitem(models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector)
   model = make_model(name, tmp_path if name == 'canvases' else data_dir)
-  # One is broken; a batch of four, for which the model is compiled, holds either.
+  # One is broken. Both lists fit in a batch of four, so the model is compiled once.
   paths = [images[i] for i in (0, 1, 5, 2)]
   good = [images[i] for i in (0, 1, 2)]
   if not columns:
@@ -240,8 +240,8 @@ def test_each_task_has_its_columns(
   elif name == 'pixels_finetune':
     want = [dict(classes=list(dict(x))) for x in model.predict(good)]
   else:
-    how = {'canvases': 'detect', 'segment': 'segment'}[name]
-    results = getattr(model, how)(good, threshold=0.0)
+    method = {'canvases': 'detect', 'segment': 'segment'}[name]
+    results = getattr(model, method)(good, threshold=0.0)
     if name == 'segment':
       results = [segments for _, segments in results]
     want = [
@@ -273,7 +273,7 @@ try:  # The second process lacks an image.
 except ValueError as e:
   print(e, flush=True)  # Before it is killed.
 assert not pathlib.Path(whole).exists()
-for _ in range(2):  # The second time all is there.
+for _ in range(2):  # The second time it is complete.
   tables_test.write(model, images, whole)
 write = tables.files.write
 def dying(path, content):
@@ -286,8 +286,10 @@ tables_test.write(model, images, killed)
 """
 
 
-def test_any_number_of_processes_goes_on(model, images, rows, data_dir, tmp_path):
-  """One process is stopped after a part, two are killed after one more each."""
+def test_any_number_of_processes_resumes_a_table(
+  model, images, rows, data_dir, tmp_path
+):
+  """One process is stopped after one part, two are killed after one more each."""
   whole, killed = tmp_path / 'whole.jsonl', tmp_path / 'killed.jsonl'
   stop_after(1, model, images, killed)
   folder = pathlib.Path(images[0]).parent
@@ -308,7 +310,7 @@ def test_any_number_of_processes_goes_on(model, images, rows, data_dir, tmp_path
 
 
 def stop_after(count, model, images, out, **kwargs):
-  """Writes some parts of a table."""
+  """Writes `count` parts of a table and stops."""
   real, written = tables.files.write, []
 
   def stopping_(path, content):
@@ -325,7 +327,7 @@ def stop_after(count, model, images, out, **kwargs):
 
 @contextlib.contextmanager
 def counting(model):
-  """Yields a list of the numbers of images that are computed."""
+  """Yields a list of method many images each call computes."""
   seen, stream = [], model.stream
 
   def counted(source, *args):
@@ -349,7 +351,7 @@ def test_tasks_share_a_table_and_the_last_joins_it(
   assert list(tmp_path.iterdir()) == []
   write(model, images, out, shard=(1, 3))
   assert 'shard 1/3 is finished, 3 of 4 parts are left' in capsys.readouterr().out
-  stop_after(1, model, images, out, shard=(0, 3))  # It has two, 0 and 3.
+  stop_after(1, model, images, out, shard=(0, 3))  # It has parts 0 and 3.
   with pytest.raises(ValueError, match=r'2 of 4 parts are missing.*shard=I/3 .*0,2'):
     write(model, images, out, only_join=True)
   other = copy.copy(model)
@@ -359,7 +361,7 @@ def test_tasks_share_a_table_and_the_last_joins_it(
   ):
     write(other, images, out, shard=(2, 3))
   with counting(model) as seen:
-    write(model, images, out, shard=(0, 2))  # Of two: 0, which is there, and 2.
+    write(model, images, out, shard=(0, 2))  # Parts 0, which exists, and 2.
     assert seen == [BLOCK]
     write(model, images, out, shard=(9, 10))  # A shard without parts.
     write(model, images, out, shard=(0, 3))
@@ -372,10 +374,10 @@ def test_tasks_share_a_table_and_the_last_joins_it(
     assert 'is complete: 40 images' in capsys.readouterr().out
 
 
-def test_a_task_that_is_not_the_only_one(
+def test_another_task_joins_at_the_same_time(
   model, images, rows, tmp_path, capsys, monkeypatch
 ):
-  """In a bucket another may join at the same time: both write the same file."""
+  """In a bucket, two tasks may join at the same time: both write the same file."""
   out, join, begun = tmp_path / 'table.jsonl', tables.join, []
   stop_before_joining(model, images, out)
 
@@ -384,7 +386,7 @@ def test_a_task_that_is_not_the_only_one(
     if len(begun) == 1:
       write(model, images, out, only_join=True)
       assert 'is being joined by process' in capsys.readouterr().out
-      (tmp_path / 'table.jsonl.parts' / '_join.json').unlink()  # As without locks.
+      (tmp_path / 'table.jsonl.parts' / '_join.json').unlink()  # No lock.
       write(model, images, out, only_join=True)
     join(parts, *args)
 
@@ -396,7 +398,7 @@ def test_a_task_that_is_not_the_only_one(
   assert not (tmp_path / 'table.jsonl.parts').exists()
 
 
-def test_parts_that_are_damaged_or_old_are_not_joined(model, images, rows, tmp_path):
+def test_damaged_or_outdated_parts_are_not_joined(model, images, rows, tmp_path):
   folder, out = tmp_path / 'photos', tmp_path / 'table.jsonl'
   shutil.copytree(pathlib.Path(images[0]).parent, folder)
   mine = [str(folder / os.path.basename(path)) for path in images]
@@ -404,7 +406,7 @@ def test_parts_that_are_damaged_or_old_are_not_joined(model, images, rows, tmp_p
     write(model, mine, out, shard=(shard, 4))
   parts = tmp_path / 'table.jsonl.parts'
   [first], [last] = (parts.glob(f'part-0000{number}-*') for number in (0, 2))
-  # Of another table: the name has a hash of what the rows depend on.
+  # A part of another table: names contain a hash of everything rows depend on.
   first.rename(parts / re.sub('-[0-9a-f]{8,}', f'-{32 * "0"}', first.name, count=1))
   last.write_bytes(last.read_bytes()[:-20])
   shutil.copy(images[0], folder / '013.png')
@@ -455,9 +457,7 @@ def test_the_command_writes_tables(weights, images, tmp_path):
   assert [row['path'] for row in read_lines(out)] == images[:9]
 
 
-def test_the_command_reads_a_split_of_a_data_set(
-  weights, tmp_path, data_dir, monkeypatch
-):
+def test_the_command_reads_a_dataset_split(weights, tmp_path, data_dir, monkeypatch):
   monkeypatch.setenv('TFDS_DATA_DIR', str(data_dir))
   out = tmp_path / 'digits.csv'
   predict_command.main(
@@ -494,7 +494,7 @@ def test_the_command_reads_a_split_of_a_data_set(
     (['--out=a.csv', '--shard=2/2', 'a.png'], "--shard: '2/2' must be I/N"),
   ],
 )
-def test_wrong_input_is_refused_and_nothing_is_written(
+def test_wrong_input_is_rejected_and_writes_nothing(
   flags, message, weights, tmp_path, monkeypatch
 ):
   monkeypatch.chdir(tmp_path)
@@ -508,7 +508,7 @@ def test_wrong_input_is_refused_and_nothing_is_written(
   assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_command_prints_the_commands_of_tasks(
+def test_the_command_prints_one_command_per_task(
   weights, images, rows, tmp_path, capsys
 ):
   folder = shutil.copytree(pathlib.Path(images[0]).parent, tmp_path / "O'Neil 1")
@@ -525,7 +525,7 @@ def test_the_command_prints_the_commands_of_tasks(
   assert list(pd.read_csv(out)['path']) == sorted(map(str, folder.iterdir()))
 
 
-def test_a_classifier_without_a_head_has_embeddings_alone(model, images):
+def test_a_classifier_without_a_head_has_only_embeddings(model, images):
   model = copy.copy(model)
   model.class_names = ()
   with pytest.raises(ValueError, match='has no head, .* or write them'):
@@ -534,7 +534,7 @@ def test_a_classifier_without_a_head_has_embeddings_alone(model, images):
   assert table.column_names == ['path', 'embedding', 'error']
 
 
-def test_patches_are_arrays_in_parquet_whose_parts_are_small(
+def test_patches_are_parquet_arrays_in_small_parts(
   model, images, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(tables, '_PART', 3 * 2 * 2 * 16 * 4)  # Three images.
@@ -556,10 +556,10 @@ def test_patches_are_arrays_in_parquet_whose_parts_are_small(
   np.testing.assert_allclose(found, want, atol=1e-5)
 
 
-# --- A table that is there already ---
+# --- Existing tables ---
 
 
-def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
+def test_existing_files_of_another_table_are_rejected(model, images, tmp_path):
   out, few = tmp_path / 'table.csv', images[:9]
   parts = tmp_path / 'table.csv.parts'
   parts.mkdir()
@@ -589,7 +589,7 @@ def test_what_is_there_of_another_table_is_refused(model, images, tmp_path):
   out.write_text('path\nmine\n')
   with pytest.raises(ValueError, match="table.csv'.*bytes.*--out"):
     write(model, few, out)
-  out.unlink()  # Then nothing is left of the other table.
+  out.unlink()  # Now nothing of the other table is left.
   write(model, images[1:9], out)
 
 
@@ -604,7 +604,7 @@ def dying(*_):
   raise KeyboardInterrupt
 
 
-def test_a_finished_table_of_images_that_change_is_refused(model, images, tmp_path):
+def test_a_finished_table_of_changed_images_is_rejected(model, images, tmp_path):
   out, mine = tmp_path / 'table.parquet', tmp_path / 'a.png'
   shutil.copy(images[0], mine)
   write(model, [str(mine)], out)
@@ -613,7 +613,7 @@ def test_a_finished_table_of_images_that_change_is_refused(model, images, tmp_pa
     write(model, [str(mine)], out)
 
 
-def test_an_image_of_a_folder_has_a_stamp(tmp_path, data_dir):
+def test_stamps_change_with_the_image_file(tmp_path, data_dir):
   for name in 'ab':
     (tmp_path / 'train' / name).mkdir(parents=True)
     Image.new('RGB', (8, 8)).save(tmp_path / 'train' / name / 'x.png')
