@@ -1,4 +1,4 @@
-"""Tests of the accounts of pre-training against the paper and closed forms."""
+"""Tests of the compute of pre-training against the paper and closed forms."""
 
 import json
 
@@ -9,8 +9,8 @@ from vit_jax.commands import compute as compute_command
 from vit_jax.configs import models as model_configs
 from vit_jax.planning import costs
 
-# Some rows of table 6 of arXiv 2010.11929, and what its formula gives where it was
-# computed with other code.
+# Some rows of table 6 of arXiv 2010.11929, and the results of its formula in other
+# code.
 TABLE_6 = [
   ('ViT-B_32', 7, 55, 56.3),
   ('ViT-H_14', 14, 4262, 4258.6),
@@ -20,8 +20,8 @@ TABLE_6 = [
 ]
 
 
-def test_a_locked_image_tower_has_a_forward_pass_only(tmp_path):
-  """By closed form: BERT-base on 16 tokens, B/16 on 197, a head of 768 each."""
+def test_a_locked_image_tower_has_only_a_forward_pass(tmp_path):
+  """In closed form: BERT-base on 16 tokens, B/16 on 197, a head of 768 each."""
 
   def tower(tokens, layers=12, width=768, mlp=3072):
     dense = tokens * (4 * width**2 + 2 * width * mlp)
@@ -38,7 +38,7 @@ def test_a_locked_image_tower_has_a_forward_pass_only(tmp_path):
 
 
 def test_table_6_and_table_2(monkeypatch, tmp_path, capsys):
-  """One command prints and writes them; here some rows of each kind of model."""
+  """One command prints and writes both; here a few rows of each kind of model."""
   published = {row[:2]: row[2] for row in TABLE_6}
   assert published.items() <= costs.TABLE_6.items()
   monkeypatch.setattr(costs, 'TABLE_6', published)
@@ -87,7 +87,7 @@ def test_another_pre_training(tmp_path, capsys):
   count = flops_test.multiply_adds(config, (64, 96), 10, as_run=False)
   work = 6 * count * 3e6 / 1e18
   assert row['exaflops'] == pytest.approx(work)
-  # A chip of v5e has 197 TFLOP/s.
+  # A v5e chip has 197 TFLOP/s.
   days = work * 1e18 / (0.5 * 197e12) / 86400
   assert row['core_days'] == pytest.approx(days)
   assert row['published_exaflops'] is None

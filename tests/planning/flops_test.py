@@ -1,4 +1,4 @@
-"""Tests the count of FLOPs against closed forms and brute force."""
+"""Tests of the FLOP count against closed forms and brute force."""
 
 import itertools
 
@@ -18,13 +18,13 @@ def multiply_adds(
   """Counts the multiply-adds of a ViT's forward pass in closed form.
 
   With `as_run`, the last layer of a model with a class token computes the keys
-  and values of all tokens, and everything else of the class token alone.
+  and values of all tokens, and everything else only for the class token.
   """
   width, encoder = model.hidden_size, model.transformer
   patch_height, patch_width = model.patches.size
   patches = (image_size[0] // patch_height) * (image_size[1] // patch_width)
   tokens = patches + model.classifier.startswith('token') + model.get('registers', 0)
-  products = 3 if encoder.get('mlp') == 'swiglu' else 2  # Of the MLP.
+  products = 3 if encoder.get('mlp') == 'swiglu' else 2  # In the MLP.
   embedding = patches * patch_height * patch_width * channels * width
   dense = tokens * (4 * width * width + products * width * encoder.mlp_dim)
   attention = 2 * tokens * tokens * width
@@ -38,18 +38,18 @@ def multiply_adds(
   return total
 
 
-def test_a_distillation_token_is_a_token_with_a_head():
+def test_a_distillation_token_adds_a_token_and_a_head():
   config = model_configs.get_config('s16')
   config.distilled, config.transformer.num_layers = True, 1
   model = models.make_model(config, num_classes=10)
-  # 6 patches and 2 tokens, of which all are computed.
+  # 6 patches and 2 tokens, all of them computed.
   layer = 8 * (4 * 384**2 + 2 * 384 * 1536) + 2 * 8 * 8 * 384
   want = 6 * 768 * 384 + layer + 2 * 384 * 10
   assert flops.forward_flops(model, (32, 48)) == 2 * want
 
 
 @pytest.mark.parametrize('whole', [False, True])
-def test_a_vit_is_counted_as_in_closed_form(whole):
+def test_vit_matches_the_closed_form(whole):
   config = model_configs.get_config('s16')
   config.transformer.num_layers = 2
   model = models.make_model(config, num_classes=10)
@@ -59,7 +59,7 @@ def test_a_vit_is_counted_as_in_closed_form(whole):
 
 
 @pytest.mark.parametrize('name', ['22b14', 'dinov2_g14_reg4'])
-def test_variations_of_the_encoder_are_counted_as_in_closed_form(name):
+def test_encoder_variants_match_the_closed_form(name):
   config = model_configs.get_config(name)
   config.hidden_size = 96
   config.transformer.update(num_layers=2, mlp_dim=64)
@@ -80,7 +80,7 @@ def test_rectangles_mean_pooling_and_pre_logits():
   assert multiply_adds(config, (64, 32), 10, 1, as_run=True) == want
 
 
-def test_a_mixer_is_counted_as_in_closed_form():
+def test_mixer_matches_the_closed_form():
   config = model_configs.get_config('mixer_b32')
   config.num_blocks = 2
   model = models.make_model(config, num_classes=10)
@@ -91,9 +91,9 @@ def test_a_mixer_is_counted_as_in_closed_form():
 
 
 def products(size, taps, stride, padding, holes, spread):
-  """Counts, along one axis, what a window multiplies with the image.
+  """Counts the products of a window with image pixels along one axis.
 
-  The image is ones, its padding and the holes between its pixels are zeros.
+  The image is ones; its padding and the holes between its pixels are zeros.
   """
   low, high = padding
   row = np.zeros(holes * (size - 1) + 1)
@@ -113,7 +113,7 @@ def products(size, taps, stride, padding, holes, spread):
     (2, (2, 4), 3, 2, 1),
   ],
 )
-def test_zeros_of_a_convolution_do_not_count(stride, padding, holes, spread, groups):
+def test_zeros_in_a_convolution_do_not_count(stride, padding, holes, spread, groups):
   def convolve(image, kernel):
     return jax.lax.conv_general_dilated(
       image,
@@ -133,8 +133,8 @@ def test_zeros_of_a_convolution_do_not_count(stride, padding, holes, spread, gro
   assert flops.count_flops(jax.make_jaxpr(convolve)(image, kernel)) == want
 
 
-def test_the_gradients_of_a_convolution_cost_as_much_as_itself():
-  """Both are convolutions with holes in the image or between the taps."""
+def test_each_gradient_of_a_convolution_costs_a_forward_pass():
+  """Both gradients are convolutions with holes in the image or between the taps."""
 
   def total(kernel, image, stride, padding):
     return jax.lax.conv_general_dilated(

@@ -1,4 +1,4 @@
-"""Tests of plans: what the TPU's compiler says, without a TPU."""
+"""Tests of plans: the TPU compiler's figures, without a TPU."""
 
 import json
 import re
@@ -20,12 +20,12 @@ from vit_jax.run import config as run_config, overrides
 
 @pytest.fixture(scope='module')
 def cache(tmp_path_factory):
-  """Plans are made anew in each test session."""
+  """An empty cache, so that each test session makes its own plans."""
   return tmp_path_factory.mktemp('cache')
 
 
 def arguments(cache, model, *flags):
-  """Returns the command line of a plan, and the file that it writes."""
+  """Returns the command line of a plan and its output file."""
   file = cache / 'plan.json'
   return [
     f'--config=configs/pretrain.py:{model},imagenet2012',
@@ -48,7 +48,7 @@ PLANS = {
   ),
 }  # fmt: skip
 
-# What no plan can be made of, and what is said.
+# Flags that cannot be planned, and the messages.
 REFUSED = (
   ('--config.mesh.data=3', 'does not fit 8 device'),
   ('--config.batch=12', 'batch=12 is not a multiple of 8'),
@@ -56,9 +56,9 @@ REFUSED = (
   ("--config.sharding_rules=(('nothing', ('data',)),)", r"['nothing'] match nothing"),
 )
 
-# Runs the command for each list of arguments; prints what it said and wrote, or raised,
-# all example topologies, the mesh and the collectives of two slices, and what a second
-# process says meanwhile.
+# Runs the command for each list of arguments. Prints its output and JSON or its errors,
+# all example topologies, the meshes and collectives of slices, and the output of a
+# second process meanwhile.
 _SCRIPT = """
 import contextlib
 import io
@@ -110,11 +110,11 @@ print(json.dumps([plans, errors, coordinates, slices, [second.returncode, second
 
 
 @pytest.fixture(scope='module')
-def said(cache):
-  """What the script prints.
+def results(cache):
+  """The results of the script.
 
-  It has a process of its own: libtpu stays in the process that loads it, and JAX's
-  profiler, which other tests use, crashes where it is loaded.
+  It runs in a separate process: libtpu stays in the process that loads it, and JAX's
+  profiler, which other tests use, crashes there.
   """
   commands = [arguments(cache, *flags) for flags in PLANS.values()]
   commands = [(args, str(file)) for args, file in commands]
@@ -122,14 +122,14 @@ def said(cache):
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('VIT_JAX_CACHE', str(cache))
     output = processes.run_code(_SCRIPT, *map(json.dumps, (commands, flags)))
-  assert 'hbm' not in output  # What the compiler says stays with us.
+  assert 'hbm' not in output  # The compiler's own output is hidden.
   return json.loads(output.splitlines()[-1])
 
 
 @pytest.fixture(scope='module')
-def plans(said):
-  """By name: what the command says, and what it writes."""
-  return dict(zip(PLANS, said[0], strict=True))
+def plans(results):
+  """By name: the command's output and its JSON."""
+  return dict(zip(PLANS, results[0], strict=True))
 
 
 def config_of(arg, **fields):
@@ -145,16 +145,16 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   assert got['fits']
   assert 'fits' in out
   assert '(estimate)' in out
-  # Forward and backward, by hand, but for the gradient with respect to the images.
+  # Forward and backward, by hand, without the gradient of the images.
   model = model_configs.get_config('ti16')
   model.transformer.num_layers = 1
   count = flops_test.multiply_adds(model, (16, 16), 1000, as_run=True)
   embedding = (16 * 16 * 3) * 192
   want = (6 * count - 2 * embedding) * 512
   assert got['flops_per_step_per_core'] == pytest.approx(want, rel=1e-6)
-  # Parameters and both moments of Adam, split over 8 cores but for small ones.
-  # Of 5,717,416, less eleven of its twelve layers of width 192, and the position
-  # embeddings of one patch in place of 14x14.
+  # Parameters and both moments of Adam, split over 8 cores except for small ones.
+  # 5,717,416 less eleven of its twelve layers of width 192, with the position
+  # embeddings of one patch instead of 14x14.
   parameters = 5_717_416 - 11 * (12 * 192**2 + 13 * 192)
   parameters -= (14 * 14 - 1) * 192
   assert got['parameters'] == parameters
@@ -177,16 +177,16 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   assert got['core_days'] == pytest.approx(days)
   assert got['chip_hours'] == pytest.approx(days * 24 / 2)
   assert not got['cached']
-  # Again, as a user does: from the cache, the same but for that.
+  # Again from the command line: cached, otherwise the same.
   args, file = arguments(cache, *TI16)
   monkeypatch.setenv('VIT_JAX_CACHE', str(cache))
-  status, said = processes.finish_module('vit_jax', 'plan', *args)
-  assert status == 0, said
+  status, output = processes.finish_module('vit_jax', 'plan', *args)
+  assert status == 0, output
   again = json.loads(file.read_text())
   assert again.pop('cached')
   got.pop('cached')
   assert again == got
-  # As if the axis spanned a torus of three dimensions.
+  # As if the axis spanned a 3D torus.
   sums = {k: v for k, v in got['collectives'].items() if k != 'all-gather'}
   assert 'all-reduce, which' not in out
   assert re.search(
@@ -205,8 +205,8 @@ def test_a_model_that_does_not_fit(plans):
   )
 
 
-def test_the_loops_of_all_models_are_known():
-  """Those of more than 12 layers; the depths are published."""
+def test_looped_layers_of_all_models():
+  """Models with more than 12 layers; the depths are published."""
   configs = model_configs.MODEL_CONFIGS
   models_ = {k: model_configs.with_options(x) for k, x in configs.items()}
   found = {k: estimate.looped_layers(model) for k, model in models_.items()}
@@ -219,7 +219,7 @@ def test_the_loops_of_all_models_are_known():
   assert {models.kind_of(x) for x in configs.values()} == set(SMALL)
 
 
-# Config of each kind of model, and what makes it small.
+# A config of each kind of model, and fields that make it small.
 _SMALL_DETR = {
   'batch': 8, 'task_options.max_objects': 2, 'pp.sides': (), 'pp.crop': 32,
   'model.units': (1, 1), 'model.num_encoder_layers': 1,
@@ -251,7 +251,7 @@ SMALL = {
 
 
 def lower(file, fields):
-  """The update of a config, as a plan lowers it, and the kind of the model."""
+  """The update of a config, lowered as in a plan, and the kind of model."""
   config, _ = overrides.load(file)
   config = run_config.complete(config)
   config.update_from_flattened_dict({'batch': 8, **fields})
@@ -272,7 +272,7 @@ def test_every_kind_of_model_is_lowered(kind):
   assert [times for times, _ in lowered.loops] == ([1, 2, -2] if kind == 'igpt' else [])
 
 
-def test_layers_of_a_locked_tower_are_in_no_loop(monkeypatch):
+def test_layers_of_a_locked_tower_are_not_looped(monkeypatch):
   monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
   monkeypatch.setattr(layer_stack, 'DEEP', 4)
   fields = {**SMALL['lit'][1], 'model.image.transformer.num_layers': 5}
@@ -282,7 +282,7 @@ def test_layers_of_a_locked_tower_are_in_no_loop(monkeypatch):
 
 
 class Compiled:
-  """Stands for a program, and for what its compiler says of it."""
+  """A fake compiled program with the compiler's figures."""
 
   def __init__(self, seconds, count, collective=''):
     self._cost = {'optimal_seconds': seconds, 'bytes accessed': 8e6, 'flops': count}
@@ -304,8 +304,8 @@ class Compiled:
     )  # fmt: skip
 
 
-def test_what_is_in_loops_counts_as_often_as_it_runs():
-  """Of layers and micro-batches in loops the compiler counts one."""
+def test_loop_bodies_count_once_per_iteration():
+  """The compiler counts looped layers and micro-batches only once."""
   lowered = estimate.Lowered(
     abstract=types.SimpleNamespace(params=(), opt_state=()),
     update=Compiled(0.5, 1e12, 'all-reduce'),
@@ -341,8 +341,8 @@ ENTRY %main {
   %sc = f32[5]{0} fusion(%d), kind=kCustom, calls=%all-reduce-scatter.1
 }
   """
-  # Over the links go: of a result gathered from 4 devices 3 parts; a sum twice
-  # its half, among 2; and 3 parts of each scattered sum, of which 1 stays.
+  # Bytes over the network: 3 of 4 parts of a gathered result; twice half of a sum
+  # over 2 devices; 3 times each scattered sum, since 1 of 4 parts stays.
   assert estimate.collectives(hlo) == {
     'all-reduce': {'count': 1, 'bytes': 32, 'network_bytes': 32},
     'all-gather': {'count': 1, 'bytes': 48, 'network_bytes': 36},
@@ -351,21 +351,21 @@ ENTRY %main {
   }
 
 
-def test_topologies_and_what_does_not_fit_them(said):
-  _, errors, coordinates, slices, second = said
+def test_topologies_and_configs_that_do_not_fit(results):
+  _, errors, coordinates, slices, second = results
   for (_, message), error in zip(REFUSED, errors, strict=True):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})
     assert len(coords) == chips * topology.CHIPS[name].per_chip, name
-  # 'data' crosses the slices, or 'fsdp' where it is the only axis; each device sends
+  # 'data' crosses the slices, or 'fsdp' if it is the only axis; each device sends
   # its sum of the 96 columns to the other slice.
   assert slices[:2] == [[4 * [0], 4 * [1]], 4 * [0] + 4 * [1]]
   between = slices[2][estimate.BETWEEN]
   assert between['count'] == 1
   assert 4 * 96 <= between['bytes'] <= 4 * 1024
   assert between['network_bytes'] == 0
-  # An axis may take a part of an axis of the torus.
+  # A mesh axis may span part of a torus axis.
   assert [sorted(spans) for spans in slices[3]] == 2 * [[2, 4]]
   status, message = second
   assert status != 0
@@ -390,7 +390,7 @@ def test_wrong_arguments(args, message):
     plan_command.main([config, *args])
 
 
-def test_a_folder_is_counted(image_folder):
+def test_counts_the_images_of_a_folder(image_folder):
   config = config_of(f'ti16,{image_folder}')
   assert plan.data_size(config) == (33, 3)
   assert plan.data_size(config, 500) == (500, 3)
@@ -401,7 +401,7 @@ def test_the_size_of_coco_is_known():
   assert plan.data_size(config) == (118_287, 80)
 
 
-def test_libtpu_is_missing(monkeypatch):
+def test_missing_libtpu_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, 'libtpu', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[plan\]'"):
     topology.get_topology('v3:2x2')

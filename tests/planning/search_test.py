@@ -1,4 +1,4 @@
-"""Tests of the search among plans, with plans that are made up."""
+"""Tests of the plan search, on made-up plans."""
 
 import pytest
 
@@ -13,10 +13,10 @@ def config_of(arg, **fields):
 
 
 class Plans:
-  """Makes plans up: so much memory for an image, and for all parameters.
+  """Makes up plans from the memory per image and for all parameters.
 
-  The more images at once, the faster; with `remat` they need a tenth of the
-  memory, and take twice as long.
+  More images at once are faster; with `remat` they need a tenth of the memory and
+  take twice as long.
   """
 
   def __init__(self, per_image=10, params=100, peak=1.0):
@@ -38,13 +38,13 @@ class Plans:
       'memory_of_core_bytes': 64,
       'share_of_peak': share,
       'images_per_second_per_core': 100 * share,
-      # The heads' sums are sent around.
+      # Sums over split heads cross the network.
       'images_per_second_per_core_with_network': 100 * share / mesh.model,
     }
 
 
 def steps(plans, *key):
-  """Numbers of micro-batches that were tried, in order."""
+  """Numbers of micro-batches tried, in order."""
   return [a for *found, a in plans.seen if tuple(found) == key]
 
 
@@ -56,13 +56,13 @@ def test_meshes():
     {'data': 32, 'fsdp': 1, 'model': 1},
     {'data': 1, 'fsdp': 16, 'model': 2},
   ]
-  # 3 heads are not split over 2.
+  # 3 heads cannot be split over 2 devices.
   config = config_of('ti16,imagenet2012')
   assert all(m['model'] == 1 for m in search.meshes(config, 32))
   assert list(search.meshes(config, 1)) == [{'data': 1, 'fsdp': 1, 'model': 1}]
 
 
-def test_the_fewest_micro_batches_that_fit_and_the_best_first(capsys):
+def test_fewest_micro_batches_that_fit_best_plan_first(capsys):
   plans = Plans()
   config = config_of('b16,imagenet2012', batch=1024)
   best = search.search(config, 32, plans)
@@ -74,23 +74,23 @@ def test_the_fewest_micro_batches_that_fit_and_the_best_first(capsys):
     '--config.mesh.data=1 --config.mesh.fsdp=32 --config.mesh.model=1 '
     '--config.model.transformer.remat= --config.accum_steps=8'
   )
-  # Of 32 images at 10 each it takes a fifth: 4, then twice as many.
+  # 32 images at 10 each need five times the memory: tries 4, then 8.
   assert steps(plans, 32, 1, '') == [1, 4, 8]
-  # On from there; down as long as it fits.
+  # Starts from there and goes down as long as it fits.
   assert steps(plans, 8, 1, '') == [8, 4]
-  # 100 for copies of the parameters is too much, whatever the images take.
+  # Unsharded parameters (100) never fit, however few the images.
   assert steps(plans, 1, 1, '')[-1] == 32
   assert not any('--config.mesh.data=32' in p['flags'] for p in best)
-  # At 4 images of 5 of the peak, to compute again what is at hand cannot win.
+  # At 4/5 of the peak, recomputation cannot win.
   assert not any(remat for _, _, remat, _ in plans.seen)
-  assert config.mesh.fsdp == 1  # The caller's config is as it was.
+  assert config.mesh.fsdp == 1  # The caller's config is unchanged.
   out = capsys.readouterr().out
   assert out.index(f'The best of {len(plans.seen)}, with') > out.index('not fit')
   assert '80.0 images/s a device' in out.rpartition('The best')[2]
 
 
-def test_recomputation_is_tried_where_it_could_win():
-  # Only one image fits without: half of the peak.
+def test_tries_recomputation_where_it_could_win():
+  # Without it only one image fits: half of the peak.
   plans = Plans(per_image=50)
   config = config_of('b16,imagenet2012', batch=1024)
   search.search(config, 32, plans)
@@ -99,14 +99,14 @@ def test_recomputation_is_tried_where_it_could_win():
   assert steps(plans, 32, 1, 'full') == [4, 2]
 
 
-def test_what_fits_at_once_is_not_divided():
+def test_no_micro_batches_if_the_whole_batch_fits():
   plans = Plans(per_image=1, params=1, peak=0.1)
   search.search(config_of('b16,imagenet2012', batch=256), 8, plans)
   assert {key[2:] for key in plans.seen} == {('', 1)}
   assert len(plans.seen) == 3
 
 
-def test_where_nothing_fits_all_plans_come_back(capsys):
+def test_returns_all_plans_if_none_fits(capsys):
   plans = Plans(params=10_000)
   got = search.search(config_of('b16,imagenet2012', batch=256), 8, plans)
   assert len(got) == len(plans.seen) > 0
@@ -125,8 +125,7 @@ def test_a_bit_resnet_recomputes_everything_or_nothing():
   }  # fmt: skip
 
 
-def test_memory_that_the_compiler_does_not_say():
-  """Then the number of micro-batches is doubled."""
+def test_doubles_micro_batches_if_the_memory_is_unknown():
   known = Plans()
 
   def plan(config):
@@ -140,7 +139,7 @@ def test_memory_that_the_compiler_does_not_say():
   assert best[0]['accum_steps'] == 8
 
 
-def test_a_batch_that_nothing_divides():
+def test_a_batch_that_cannot_be_split_is_named():
   config = config_of('b16,imagenet2012', batch=13)
   with pytest.raises(ValueError, match='batch=13 is not a mult.*batch=16'):
     search.search(config, 8, Plans())
