@@ -223,9 +223,7 @@ def test_only_uploads_and_examples_are_read(url, photos):
     assert label['label'] in NAMES
     assert CLIENT.get(rollout['url']).status_code == 200
   for x in (str(photos[0]), upload, [str(photos[0])]):
-    assert send_event(url, photo_event(url), [x]) == [
-      None
-    ]  # An error without a message.
+    assert send_event(url, photo_event(url), [x]) == [None]  # An error, no message.
   text, values = send_event(url, photo_event(url), [{'url': photos[0].as_uri()}])
   assert 'upload it again' in text
   assert not any(values)

@@ -327,7 +327,7 @@ def stop_after(count, model, images, out, **kwargs):
 
 @contextlib.contextmanager
 def counting(model):
-  """Yields a list of method many images each call computes."""
+  """Yields a list of how many images each call computes."""
   seen, stream = [], model.stream
 
   def counted(source, *args):
