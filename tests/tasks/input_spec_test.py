@@ -1,4 +1,4 @@
-"""Tests of `input_spec`: what a task says that inference reads, it reads."""
+"""Tests that the inputs of inference match `input_spec`."""
 
 import jax
 import numpy as np
@@ -50,7 +50,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize('name', TASKS)
-def test_inference_reads_what_the_task_says(name, data_dir, tmp_path, monkeypatch):
+def test_inference_inputs_match_the_input_spec(name, data_dir, tmp_path, monkeypatch):
   monkeypatch.setitem(models.KINDS, 'tiny_detector', detect_canvases_test.TinyDetector)
   task = TASKS[name](tmp_path if name == 'canvases' else data_dir)
   pixels = np.zeros((20, 24, 3), np.uint8)

@@ -1,4 +1,4 @@
-"""Tests of masked patch prediction: what is corrupted, what is to be predicted."""
+"""Tests of masked patch prediction: corruption, targets, loss and runs."""
 
 import copy
 import json
@@ -21,7 +21,7 @@ from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import masked_patches
 from vit_jax.weights import convert
 
-# Compiled in one piece for each shape.
+# Compiled once for each shape.
 colors = jax.jit(masked_patches.colors)
 mean_colors = jax.jit(masked_patches.mean_colors, static_argnums=1)
 
@@ -31,7 +31,7 @@ def options(**kwargs):
 
 
 def draw(n, patches=50, **kwargs):
-  """Fates and other patches of n images, int [n, patches]."""
+  """Fates and replacement patches of n images, int [n, patches]."""
   corrupt = tf.function(
     lambda seeds: tf.map_fn(
       lambda s: masked_patches.corrupt(s, patches, options(**kwargs)),
@@ -43,14 +43,14 @@ def draw(n, patches=50, **kwargs):
   return fate.numpy(), other.numpy()
 
 
-def test_half_are_corrupted_of_these_80_10_10():
+def test_half_are_corrupted_and_split_80_10_10():
   fate, other = draw(2000)
   shares = np.bincount(fate.reshape(-1), minlength=4) / fate.size
   want = [0.5, 0.4, 0.05, 0.05]
   # 100,000 independent draws: five standard deviations.
   for share, p in zip(shares, want):
     assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / fate.size)
-  # A swapped patch is never its own; all the others are as likely.
+  # A patch is never swapped with itself; all others are equally likely.
   offset = (other - np.arange(50)) % 50
   counts = np.bincount(offset.reshape(-1), minlength=50)
   assert counts[0] == 0
@@ -59,7 +59,7 @@ def test_half_are_corrupted_of_these_80_10_10():
   )
 
 
-def test_patches_are_cut_in_the_order_of_the_tokens_and_pasted_back():
+def test_patches_are_cut_in_token_order_and_pasted_back():
   image = np.arange(2 * 4 * 6 * 3).reshape(2, 4, 6, 3)
   patches = patches_lib.cut(image, (2, 3))
   assert patches.shape == (2, 6, 2, 2, 3)
@@ -67,13 +67,13 @@ def test_patches_are_cut_in_the_order_of_the_tokens_and_pasted_back():
   np.testing.assert_array_equal(patches_lib.paste(patches, (2, 3)), image)
 
 
-def test_a_colour_has_three_bits_of_each_channel():
+def test_colours_have_three_bits_per_channel():
   numbers = np.arange(8**3)
   np.testing.assert_array_equal(colors(masked_patches.middle(numbers, 3)), numbers)
   # -1, just below and at 0, 1: the bins 0, 3, 4, 7 of 8.
   values = np.array([[-1.0, -1e-3, 0.0], [1.0, 1.0, 1.0], [-1, -1, -1]])
   np.testing.assert_array_equal(colors(values), [0 * 64 + 3 * 8 + 4, 511, 0])
-  grey = np.array([[-0.76], [-0.74]])  # 0.12 and 0.13 of 1: below, above 1/8.
+  grey = np.array([[-0.76], [-0.74]])  # 0.12 and 0.13 on [0, 1]: around 1/8.
   np.testing.assert_array_equal(colors(grey), [0, 1])
 
 
@@ -109,8 +109,8 @@ def make_batch(task, n=4):
 
 
 @pytest.mark.parametrize('target, channels', [('mean', 3), ('4x4', 1), ('l2', 3)])
-def test_the_loss_is_that_of_only_the_corrupted_patches(data_dir, target, channels):
-  """Of outputs of zeros, as of a new head, every loss has a closed form."""
+def test_only_corrupted_patches_count_in_the_loss(data_dir, target, channels):
+  """For zero outputs, as of a new head, every loss has a closed form."""
   task = make_task(data_dir, target, channels)
   batch = make_batch(task)
   outputs = np.zeros((*batch['fate'].shape, task.model.num_classes), np.float32)
@@ -126,12 +126,12 @@ def test_the_loss_is_that_of_only_the_corrupted_patches(data_dir, target, channe
   np.testing.assert_allclose(total, want, rtol=1e-5)
   right, count = sums['accuracy']
   assert count == weight
-  # The prediction is colour 0, or for pixels the grey in the middle.
+  # The prediction is colour 0, or mid-grey for pixels.
   target_colors = mean_colors(patches, 4 if target == '4x4' else 1)
   guess = colors(np.zeros(channels)) if target == 'l2' else 0
   hits = (np.asarray(target_colors) == guess).mean(axis=-1)[corrupted].sum()
   np.testing.assert_allclose(right, hits, rtol=1e-6)
-  # Rows that are padding do not count.
+  # Padding rows do not count.
   batch['mask'] = np.float32([1, 0, 0, 0])
   assert jax.jit(task._sums)(outputs, batch)['loss'][1] == corrupted[0].sum()
 
@@ -152,7 +152,7 @@ def test_tokens_are_masked_swapped_or_left(data_dir):
   kept = predict_with(image, [0, 0, 0, 0])
   unchanged = predict_with(image, [masked_patches.UNCHANGED] * n)
   np.testing.assert_array_equal(kept, unchanged)
-  # A masked patch is not seen at all.
+  # A masked patch has no influence.
   fate = [masked_patches.MASKED, 0, 0, 0]
   other_image = image.copy()
   other_image[:, :4, :4] = 0.5
@@ -160,7 +160,7 @@ def test_tokens_are_masked_swapped_or_left(data_dir):
     predict_with(image, fate), predict_with(other_image, fate)
   )
   assert abs(predict_with(image, fate) - kept).max() > 1e-4
-  # A swapped one looks like the other, at its own place.
+  # A swapped patch has the content of the other one at its own position.
   copied = image.copy()
   copied[:, :4, :4] = image[:, 4:, :4]
   np.testing.assert_allclose(
@@ -174,7 +174,7 @@ def test_tokens_are_masked_swapped_or_left(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(data_dir, tmp_path_factory):
-  """A run of masked patches: its config, its folder, what it measured."""
+  """A run of masked patches: config, workdir and metrics."""
   config = conftest.make_tiny_config(data_dir)
   config.update(task='masked_patches', log_images=8, batch_eval=40)
   config.update(total_steps=2, eval_every=2, evals=(('test', 'test[:40]'),))
@@ -183,13 +183,13 @@ def finished(data_dir, tmp_path_factory):
   return config, workdir, metrics
 
 
-def test_a_run_logs_its_accuracy_and_ends_with_a_picture(finished):
+def test_a_run_logs_accuracy_and_ends_with_a_picture(finished):
   _, workdir, metrics = finished
   assert metrics['num_examples_test'] == 40
   lines = metrics_lib.read(workdir)
   assert all('train_accuracy' in x for x in lines if 'train_loss' in x)
   assert 0 <= metrics['accuracy_test'] <= 1
-  # Of the colours of grey, ln 8 is what knows nothing.
+  # A uniform guess among 8 greys has a loss of ln 8.
   assert metrics['loss_test'] < math.log(8) + 0.1
   with Image.open(workdir / 'masked_patches.png') as picture:
     assert picture.size == (3 * (96 + 8) + 8, 8 * (96 + 8) + 20)
@@ -203,7 +203,7 @@ def model(finished):
   return predict.load(str(finished[1]))
 
 
-def test_evaluation_masks_the_same_patches_whatever_the_batch(finished):
+def test_evaluation_masks_the_same_patches_in_any_batch(finished):
   _, workdir, metrics = finished
   mesh = sharding.make_mesh({'data': 8})
   model = predict.load(str(workdir), mesh=mesh)
@@ -215,7 +215,7 @@ def test_evaluation_masks_the_same_patches_whatever_the_batch(finished):
   assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)
 
 
-def test_prediction_draws_what_was_masked_and_predicted(model):
+def test_prediction_returns_masked_and_predicted_images(model):
   images = [np.full((8, 8), value, np.uint8) for value in (0, 255)]
   pictures = model.predict(images)
   assert [p.shape for p in pictures] == [(3, 8, 8, 1)] * 2
@@ -243,7 +243,9 @@ def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):
     run(image, '--out=/no/where.png')
 
 
-def test_fine_tuning_takes_all_but_what_is_its_own(finished, model, data_dir, tmp_path):
+def test_fine_tuning_restores_all_but_head_and_mask_token(
+  finished, model, data_dir, tmp_path
+):
   _, workdir, _ = finished
   config = conftest.make_tiny_config(data_dir)
   config.pretrained = str(workdir)
@@ -263,7 +265,7 @@ def test_fine_tuning_takes_all_but_what_is_its_own(finished, model, data_dir, tm
     assert not {'mask_token', 'head/kernel'} & set(arrays.files)
 
 
-def test_the_recipe_is_the_papers():
+def test_recipe_matches_the_paper():
   config = config_lib.get_config('b16,imagenet2012')
   assert (config.optimizer, config.base_lr, config.decay_type) == (
     'adam', 2e-4, 'cosine',
@@ -271,7 +273,7 @@ def test_the_recipe_is_the_papers():
   assert (config.batch, config.total_steps, config.warmup_steps) == (
     4096, 1_000_000, 10_000,
   )  # fmt: skip
-  # 512 colours a patch, and the parameters of B/16 without a classifier.
+  # 512 colours per patch, and the parameters of B/16 without its classifier.
   config = run_config.complete(config)
   task = masked_patches.Task(config, {})
   params, _ = jax.eval_shape(task.init, jax.random.key(0))

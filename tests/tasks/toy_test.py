@@ -1,4 +1,4 @@
-"""Tests of a task that is not of this package, by the public commands alone."""
+"""Tests of a task outside the package, using only the public commands."""
 
 import contextlib
 import io
@@ -24,7 +24,7 @@ FLAGS = (  # Forty steps.
 
 @pytest.fixture(scope='module')
 def trained(data_dir, tmp_path_factory):
-  """A run of the task to its end: its folder, and what it printed."""
+  """A finished run of the task: workdir and output."""
   workdir = tmp_path_factory.mktemp('toy')
   flags = (f'--workdir={workdir}', f'--config.tfds_data_dir={data_dir}', *FLAGS)
   with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -41,7 +41,7 @@ def test_it_trains(trained):
     [line[name] for line in lines if name in line]
     for name in ('loss_test', 'train_loss')
   )
-  # The grey of digits varies little: to know nothing costs some .3.
+  # The grey of digits varies little: a constant guess costs about 0.3.
   assert losses[-1] < 0.05 < begun[0]
   config = json.loads((workdir / 'config.json').read_text())
   assert config['task_options'] == {'power': 1.5}
@@ -60,14 +60,14 @@ def test_it_evaluates_and_predicts(trained, capsys):
   predict.main(flags)
   [value] = re.findall(r'\[(-?[\d.]+)\]', capsys.readouterr().out)
   assert -1 < float(value) < 0  # White strokes on black.
-  # Where nobody has imported the task, it is not run unless it is named.
+  # In a new process the task only runs if --task names it.
   flags.remove(task)
   status, output = processes.finish_module('vit_jax', 'predict', *flags)
   assert status == 1
   assert task in output
 
 
-# What the console script does: it has no current folder on the path.
+# Like the console script, it has no current folder on the path.
 _CONSOLE = """
 import os, sys
 folder, *sys.argv[1:] = sys.argv[1:]
@@ -89,12 +89,12 @@ def test_a_task_in_the_current_folder(data_dir, tmp_path):
     f'--config.tfds_data_dir={data_dir}', *FLAGS[2:],
     '--config.total_epochs=0.2', '--config.warmup_epochs=0',
   )  # fmt: skip
-  # The command that a run prints works as it is.
-  _, said = output.split('vit_jax predict ')
-  assert 'example.png\n  [' in console('predict', *said.split())
+  # The command printed by a run works unchanged.
+  _, command = output.split('vit_jax predict ')
+  assert 'example.png\n  [' in console('predict', *command.split())
 
 
-def test_a_batch_that_it_does_not_describe(tiny_config, tmp_path, monkeypatch):
+def test_a_missing_batch_spec_is_named(tiny_config, tmp_path, monkeypatch):
   monkeypatch.delattr(toy_task.Task, 'batch_spec')
   tiny_config.update(task='tests.toy_task', best_metric='loss_test')
   with pytest.raises(ValueError, match="toy_task.*'color'.*batch_spec"):

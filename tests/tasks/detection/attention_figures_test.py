@@ -27,7 +27,7 @@ def hf_detr():
   return torch_models.randomize(model).eval()
 
 
-def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
+def test_attention_matches_hugging_face_for_a_padded_batch(tmp_path):
   theirs = hf_detr()
   theirs.save_pretrained(tmp_path)
   found = convert.read(str(tmp_path))
@@ -54,7 +54,7 @@ def test_attention_is_that_of_hugging_face_for_a_padded_batch(tmp_path):
 
 
 def test_kinds_of_boxes():
-  # The first and the fourth have .09 of the image.
+  # The first and the fourth cover 0.09 of the image.
   sizes = [(0.3, 0.3), (0.5, 0.3), (0.3, 0.5), (0.9, 0.1), (0.5, 0.5)]
   boxes = np.array([(0.5, 0.5, *size) for size in sizes])
   small, wide, tall = (getattr(attention_figures, x) for x in ('SMALL', 'WIDE', 'TALL'))
@@ -62,7 +62,7 @@ def test_kinds_of_boxes():
 
 
 def made(scores=((0.1, 0.8, 0.9),), filled=((1.0, 1.0),)):
-  """What is seen in images of 2 x 4 cells, numbered by the attending cell."""
+  """Attention in images of 2 x 4 cells; values are the attending cell."""
   count = len(filled)
   encoder = np.zeros((count, 2, 4, 2, 4), np.float32)
   encoder += np.arange(8).reshape(2, 4, 1, 1)
@@ -76,13 +76,13 @@ def made(scores=((0.1, 0.8, 0.9),), filled=((1.0, 1.0),)):
   )
 
 
-def test_points_lie_in_cells_of_the_image_without_its_padding():
+def test_points_map_to_cells_of_the_unpadded_image():
   points = [[(0, 0), (0.6, 0.4), (1, 1)], [(0, 0), (0.6, 0.4), (1, 1)]]
   seen = made(scores=[[0.5] * 3] * 2, filled=[(1, 1), (0.5, 0.75)])
   found = attention_figures.at_points(seen, points)
   assert found.shape == (2, 3, 2, 4)
-  # Row 0 of 2 and column 2 of 4; the second image fills 1 x 3 of the cells,
-  # and the point at its far corner is the first that is padding.
+  # Row 0 of 2 and column 2 of 4; the second image fills 1 x 3 cells,
+  # and its far corner is in the first cell of the padding.
   assert found[..., 0, 0].tolist() == [[0, 2, 7], [0, 1, 7]]
   with pytest.raises(ValueError, match='point 0.5,1.2 lies outside .*--points'):
     attention_figures.at_points(seen, [[(0.5, 1.2)]] * 2)

@@ -10,7 +10,7 @@ CLASSES = 3
 
 
 def make_image(rng, objects, detections):
-  """Returns the objects of an image, some of them crowds, and detections."""
+  """Returns the objects of an image, some of them crowds, and its detections."""
 
   def boxes(count):
     corner, size = (rng.uniform(0, 300, (count, 2)), rng.uniform(5, 200, (count, 2)))
@@ -35,7 +35,7 @@ def make_image(rng, objects, detections):
 
 
 def by_pycocotools(truth, found):
-  """Computes the figures with the original library."""
+  """Computes the metrics with the original library."""
 
   def rows(images):
     for image, row in enumerate(images):
@@ -67,9 +67,9 @@ def by_pycocotools(truth, found):
   return evaluation.stats[: len(ap.NAMES)]
 
 
-def test_the_figures_are_those_of_pycocotools():
+def test_metrics_match_pycocotools():
   rng = np.random.RandomState(0)
-  # Images without objects, without detections, and with more than count.
+  # Images without objects, without detections, and with more than are evaluated.
   counts = [(0, 5), (4, 0), (3, 120), *rng.randint(1, 12, (40, 2))]
   truth, found = zip(*(make_image(rng, *count) for count in counts))
   got = ap.average_precision(truth, found, CLASSES)
@@ -78,7 +78,7 @@ def test_the_figures_are_those_of_pycocotools():
   np.testing.assert_allclose([got[name] for name in ap.NAMES], want, rtol=1e-12)
 
 
-def test_nothing_is_found_or_there():
+def test_no_detections_and_no_objects():
   truth, found = make_image(np.random.RandomState(0), 3, 0)
   got = ap.average_precision([truth], [found], CLASSES)
   assert got['AP'] == got['AP50'] == 0

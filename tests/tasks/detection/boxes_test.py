@@ -1,4 +1,4 @@
-"""Tests of the geometry of boxes, and of DETR's losses."""
+"""Tests of box geometry and DETR's losses."""
 
 import functools
 
@@ -16,7 +16,7 @@ def test_generalised_iou():
     ([0, 0, 2, 2], [0, 0, 2, 2], 1),
     ([0, 0, 2, 2], [1, 1, 3, 3], 1 / 7 - 2 / 9),
     ([0, 0, 1, 1], [2, 0, 3, 1], -1 / 3),
-    ([1, 1, 1, 1], [1, 1, 1, 1], 0),  # Without area.
+    ([1, 1, 1, 1], [1, 1, 1, 1], 0),  # No area.
   )
   compute = jax.jit(jax.vmap(jax.value_and_grad(boxes.giou)))
   value, slope = compute(np.array(first, np.float32), np.array(second, np.float32))
@@ -24,7 +24,7 @@ def test_generalised_iou():
   assert np.isfinite(slope).all()
 
 
-def test_losses_and_gradients_are_those_of_hugging_face():
+def test_losses_and_gradients_match_hugging_face():
   from transformers.loss import loss_for_object_detection
 
   layers, images, queries, classes, most = 3, 4, 20, 5, 8

@@ -30,7 +30,7 @@ SHAPES = ((48, 30), (30, 50), (40, 40), (60, 36))
 
 
 class TinyDetector(nn.Module):
-  """Detects by the mean of an image's real pixels; compiles in no time."""
+  """Detects by the mean of an image's real pixels; compiles very fast."""
 
   num_classes: int
   num_queries: int = 5
@@ -51,7 +51,7 @@ class TinyDetector(nn.Module):
 
 
 def write_split(root, split, count):
-  """Writes grey images of several shapes, with a white box each."""
+  """Writes grey images of several shapes with one white box each."""
   lines = []
   for i in range(count):
     height, width = SHAPES[i % len(SHAPES)]
@@ -76,7 +76,7 @@ def config(tmp_path_factory):
 
 
 def write_images(root):
-  """Writes the splits of a folder of images; one process only may do so."""
+  """Writes the splits of a folder of images; only one process may do so."""
   (root / 'classes.json').write_text('{"objects/label": ["even", "odd"]}')
   write_split(root, 'train', 9)
   write_split(root, 'test', 5)
@@ -127,7 +127,7 @@ def task(config):
   return detect.Task(config, detect.Task.make_metadata(config, source)), source
 
 
-def test_all_processes_have_the_same_sizes_at_a_step(task):
+def test_all_processes_use_the_same_canvas_at_a_step(task):
   task, source = task
 
   def batches(rows, start=0):
@@ -142,7 +142,7 @@ def test_all_processes_have_the_same_sizes_at_a_step(task):
     trees.assert_same(got, {name: value[4:] for name, value in want.items()})
 
 
-def test_boxes_are_shares_of_the_image_without_padding(config, task):
+def test_boxes_are_relative_to_the_image_without_padding(config, task):
   task, _ = task
   source = sources.open_split(task.config, 'test', task.FEATURES)
   high = (pathlib.Path(config.dataset) / 'test0.png').read_bytes()
@@ -163,15 +163,15 @@ def test_boxes_are_shares_of_the_image_without_padding(config, task):
 @pytest.mark.parametrize(
   'sides, fmt', [((24, 32), 'JPEG'), ((24, 32), 'PNG'), ((), 'JPEG')]
 )
-def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
-  """An EXIF orientation turns images without boxes only."""
+def test_boxes_refer_to_the_stored_pixels(task, sides, fmt):
+  """An EXIF orientation only rotates images without boxes."""
   task = task[0]
   config = task.config.copy_and_resolve_references()
   config.pp.update(sides=sides, crop_sides=())
   config.pp.update(crop=48, crop_area=(0.9, 1.0), crop_ratio=None)
   task = detect.Task(config, task.metadata)
   pixels = np.zeros((48, 96, 3), np.uint8)
-  pixels[6:42, 12:36] = 255  # To the left; below in the upright image.
+  pixels[6:42, 12:36] = 255  # On the left; at the bottom of the upright image.
   exif = Image.Exif()
   exif[0x0112] = 8
   file = io.BytesIO()
@@ -189,19 +189,19 @@ def test_boxes_belong_to_the_stored_pixels(task, sides, fmt):
     if sides:
       image &= found['real'].numpy()
       extent = [found['real'].numpy().any(axis=1 - a).sum() for a in (0, 1)]
-    box = found['box'][0].numpy().reshape(2, 2)[:, ::-1]  # Of (y, x).
+    box = found['box'][0].numpy().reshape(2, 2)[:, ::-1]  # In (y, x) order.
     corners = np.array([box[0] - box[1] / 2, box[0] + box[1] / 2]) * extent
     want = [[i.min(), i.max() + 1] for i in np.nonzero(image)]
     np.testing.assert_allclose(corners.T, want, atol=1.5)
   upright = task.inputs({'image': record['image']})
   assert upright['size'].numpy().tolist() == [96, 48]
   rows = np.nonzero(upright['image'].numpy().mean(axis=-1) > 0)[0]
-  length = 54 if sides else 48  # Of the 96 pixels.
+  length = 54 if sides else 48  # For 96 pixels.
   want = [60 * length / 96, 84 * length / 96]
   np.testing.assert_allclose([rows.min(), rows.max() + 1], want, atol=1.5)
 
 
-def test_padding_has_no_influence_and_images_of_any_shape_fit(model):
+def test_padding_has_no_influence_for_any_image_shape(model):
   parts = functools.partial(model.task.parts_at, image_size=None)
   rng = np.random.RandomState(0)
   images = [
@@ -246,20 +246,20 @@ def evaluation(model, tight, devices, split='test'):
 
 # Images of the test split, 48 x 30 (two of them), 30 x 50, 40 x 40 and 60 x 36
 # pixels, become 51 x 32, 32 x 53, 32 x 32 and 53 x 32.
-def test_each_image_lies_once_on_its_smallest_canvas(model):
+def test_each_image_appears_once_on_its_smallest_canvas(model):
   found, indices = {}, []
   for batch in input_pipeline.task_batches(*evaluation(model, 1, 2)):
     kept = np.asarray(batch['mask']) > 0
     shape = batch['image'].shape[1:3]
     found[shape] = found.get(shape, 0) + int(kept.sum())
     indices += np.asarray(batch['index'])[kept].tolist()
-    assert len(kept) in (2, 4)  # Both devices have rows; not more than needed.
+    assert len(kept) in (2, 4)  # Both devices have rows, and no more than needed.
   assert found == {(51, 32): 2, (53, 32): 1, (32, 53): 1, (32, 32): 1}
   assert sorted(indices) == [0, 1, 2, 3, 4]
 
 
 def test_the_loss_does_not_depend_on_the_canvases(model):
-  """The tiny model is blind to padding."""
+  """The tiny model ignores padding."""
   params = jax.device_get(model.params)
 
   def run(tight):
@@ -302,12 +302,12 @@ def evaluate(folder, devices=None):
 
 
 def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
-  """Their images have four shapes on three canvases, which neither has all of."""
+  """Images of four shapes need three canvases; neither process has all of them."""
   write_images(tmp_path)
   statuses, outputs = processes.run_two(_EVALUATE, tmp_path, devices=2)
   assert statuses == [0, 0], outputs
   first, second = processes.said(outputs)
-  # As text, in which nan is nan.
+  # As text, where NaN equals NaN.
   assert json.dumps(first) == json.dumps(second)
   assert {tuple(x[1:3]) for x in first['sizes']} == {(64, 32), (32, 64), (32, 32)}
   assert first['num_examples'] == 9
@@ -320,7 +320,7 @@ def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
 @pytest.mark.parametrize(
   'image_size, shape', [(40, (48, 80, 3)), ((24, 56), (24, 56, 3)), (None, (32, 64, 3))]
 )
-def test_the_network_sees_the_size_that_is_asked_for(model, image_size, shape):
+def test_the_network_gets_the_requested_image_size(model, image_size, shape):
   image = np.zeros((30, 50, 3), np.uint8)
   parts = functools.partial(model.task.parts_at, image_size=image_size)
   [(_, inputs, _)] = model.stream([image], keep=('image', 'size'), parts=parts)
@@ -340,7 +340,7 @@ def test_the_command_prints_and_draws_boxes(model, tmp_path):
   for line in lines[1:6]:
     assert re.fullmatch(r'  +\d+\.\d\d %  (even|odd)(  \d+)( \d+){3}', line)
   with Image.open(args.out) as picture:
-    assert picture.size == (600, 600)  # Below each other, at their own sizes.
+    assert picture.size == (600, 600)  # Stacked at their own sizes.
   args.threshold, args.out = 1.0, None
   nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
   assert model.report(paths, args) == [paths[0], nothing, paths[1], nothing]

@@ -25,7 +25,7 @@ COUNTS = [0, 4, 1, 0, 0, 2, 3, 0]
 
 
 def make_config(**fields):
-  """Config of a detector that compiles soon; one update moves it far."""
+  """A detector config that compiles fast and has a large first update."""
   config = common.get_config()
   config.task = 'detect'
   config.dataset = 'scenes'
@@ -67,7 +67,7 @@ def make_batch():
 
 
 class Compiled(NamedTuple):
-  """A program on a mesh, and its update, compiled."""
+  """A program on a mesh, and its compiled update."""
 
   program: train.Program
   update: jax.stages.Compiled
@@ -99,7 +99,7 @@ def compile_update(axes, devices, **fields):
 
 @pytest.fixture(scope='module')
 def alone():
-  """The update of whole batches on one device."""
+  """The update of the whole batch on one device."""
   return compile_update({'data': 1}, 1)
 
 
@@ -115,10 +115,8 @@ def first(alone):
   return state.replace(params=params)
 
 
-def test_a_mesh_and_micro_batches_make_the_update_of_one_device(
-  alone, first, monkeypatch
-):
-  """Images have up to four objects, and half of them none."""
+def test_mesh_and_micro_batches_match_one_device(alone, first, monkeypatch):
+  """Images have up to four objects; half of them have none."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 64)
   split = compile_update({'data': 1, 'fsdp': 2, 'model': 2}, 4, accum_steps=2)
   kinds = {row['spec'] for row in sharding.report(split.program.abstract.params)}
@@ -152,7 +150,7 @@ def test_heads_and_hidden_layers_are_split():
   assert found['backbone']['conv_root']['kernel'].is_fully_replicated
 
 
-def test_it_goes_on_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
+def test_resumes_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
   config = alone.program.task.config
   begun, _ = alone(alone.place(first))
   workdir_lib.create(tmp_path, config, NAMES, data={})
@@ -175,7 +173,7 @@ def test_it_goes_on_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
   trees.assert_same(jax.device_get(alone(restored)[0]), jax.device_get(alone(begun)[0]))
 
 
-def test_half_precision_leaves_logits_and_boxes_alone():
+def test_half_precision_keeps_float32_outputs():
   config = make_config()
   config.model.dtype = 'bfloat16'
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])

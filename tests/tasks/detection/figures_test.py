@@ -1,4 +1,4 @@
-"""Tests of the figures of detectors: what is drawn, and where."""
+"""Tests of the figures of detectors: contents and positions."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ NAMES = ('ant', 'bee')
 
 @pytest.fixture
 def seen():
-  """Two images: one of two objects, and one of none with padding."""
+  """Two images: one with two objects, and a padded one with none."""
   found = attention_figures_test.made(
     scores=[[0.1, 0.8, 0.9], [0.2, 0.1, 0.1]], filled=[(1, 1), (0.5, 0.5)]
   )
@@ -29,7 +29,7 @@ IMAGES = np.zeros((2, 100, 200, 3), np.float32)
 
 
 def shown(fig):
-  """Titles of the Axes that show a picture, and the shape of the picture."""
+  """Title and image shape of each Axes that shows an image."""
   return [
     (axes.get_title(), axes.images[0].get_array().shape[:2])
     for axes in fig.axes
@@ -49,8 +49,8 @@ def test_attention_of_points(seen):
   ]
   [centre] = fig.axes[2].lines  # The centre of the second best box.
   np.testing.assert_allclose(centre.get_xydata(), [(199.5, 149.5)])
-  given = [(0.0, 0.0), (1.0, 0.5), (0.2, 0.2)]
-  fig = detectors.encoder_attention(IMAGES[:1], seen, ['a'], np.array(given))
+  points = [(0.0, 0.0), (1.0, 0.5), (0.2, 0.2)]
+  fig = detectors.encoder_attention(IMAGES[:1], seen, ['a'], np.array(points))
   assert [title for title, _ in shown(fig)] == ['a', *(f'point {i}' for i in (1, 2, 3))]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Tests of the losses of masks against Hugging Face's."""
+"""Tests of the mask losses against Hugging Face's."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from tests import torch_models  # noqa: F401 (before transformers.loss)
 from vit_jax.tasks.detection import mask_losses
 
 
-def test_losses_and_gradients_are_those_of_hugging_face():
+def test_losses_and_gradients_match_hugging_face():
   from transformers.loss import loss_for_object_detection
 
   rng = np.random.RandomState(0)
@@ -17,7 +17,7 @@ def test_losses_and_gradients_are_those_of_hugging_face():
   segments = rng.randint(0, 5, (4, 18, 27))
   segments[2][segments[2] == 4] = 0  # An object without a pixel.
 
-  # In Hugging Face's order: the objects of all images, as one list.
+  # In Hugging Face's order: one list of the objects of all images.
   pairs = [(i, n) for i, count in enumerate(counts) for n in range(count)]
   theirs = torch.tensor(logits).requires_grad_()
   small = torch.stack([theirs[i, n] for i, n in pairs])

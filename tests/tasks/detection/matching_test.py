@@ -11,7 +11,7 @@ from vit_jax.distributed import sharding
 from vit_jax.tasks.detection import matching
 
 
-def test_the_cost_is_the_least_for_a_thousand_problems():
+def test_cost_is_minimal_for_a_thousand_problems():
   rng = np.random.RandomState(0)
   cost = rng.randn(1_000, 20, 30).astype(np.float32)
   cost[:200] = rng.randint(0, 3, (200, 20, 30))  # Many ties.
@@ -34,7 +34,7 @@ def test_the_cost_is_the_least_for_a_thousand_problems():
 
 
 def test_devices_do_not_wait_for_each_other():
-  """Each has images of its own; without a collective in the compiled program."""
+  """Each matches its own images: the compiled program has no collectives."""
   rng = np.random.RandomState(0)
   cost = rng.randn(2, 8, 3, 5).astype(np.float32)
   counts = rng.randint(0, 4, 8)
@@ -54,7 +54,7 @@ def test_devices_do_not_wait_for_each_other():
       assert chosen[:count].tolist() == columns.tolist()
 
 
-def test_a_cost_that_is_not_finite_is_chosen_last():
+def test_non_finite_costs_are_chosen_last():
   nan, inf = np.nan, np.inf
   costs = np.float32(
     [[[nan, 1.0, 5.0], [inf, 2.0, nan]], [[nan, nan, nan], [nan, nan, nan]]]
@@ -64,13 +64,13 @@ def test_a_cost_that_is_not_finite_is_chosen_last():
   assert len(set(second)) == 2
 
 
-def test_the_program_for_tpus_calls_nothing_outside():
+def test_tpu_program_has_no_custom_calls():
   traced = jax.jit(matching.match).trace(np.zeros((2, 3, 5)), np.zeros(2, int))
   text = traced.lower(lowering_platforms=('tpu',)).as_text()
   assert 'stablehlo.while' in text
   assert 'custom_call' not in text
 
 
-def test_more_targets_than_predictions_are_refused():
+def test_more_targets_than_predictions_are_rejected():
   with pytest.raises(ValueError, match='3 targets cannot each have one of 2'):
     matching.match(np.zeros((3, 2)), 1)

@@ -1,4 +1,4 @@
-"""Tests of panoptic quality, and of the segments that it compares."""
+"""Tests of panoptic quality and of the segments it compares."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ IS_THING = (True, True, False)
 
 
 def made(numbers, labels):
-  """Segments of a map."""
+  """Segments from a map of their numbers."""
   return segments.Segments(
     np.array(numbers), np.array(labels, int), np.ones(len(labels))
   )
@@ -24,10 +24,10 @@ def quality(true, labels, found, found_labels, crowd=None):
   return pq.panoptic_quality(counts, IS_THING)
 
 
-def test_a_case_that_can_be_followed_on_paper():
-  # Class 0: segment 1 has an IoU of 3 / 4 with that found. Class 1: segment 2
-  # is missed, and one in its place is too small. Stuff: 12 of 15 pixels; void
-  # does not count.
+def test_a_small_example_by_hand():
+  # Class 0: segment 1 has an IoU of 3 / 4 with the prediction. Class 1: segment 2
+  # is missed, since the prediction is too small. Stuff: 12 of 15 pixels; void does
+  # not count.
   true = [[1, 1, 1, 1, 0], [2, 2, 2, 2, 0], *[[3] * 5] * 3]
   found = [[1, 1, 1, 0, 0], [2, 2, 0, 0, 3], *[[3] * 4 + [0]] * 3]
   got = quality(true, [0, 1, 2], found, [0, 1, 2])
@@ -46,22 +46,22 @@ def test_a_case_that_can_be_followed_on_paper():
   assert got == pytest.approx(want)
 
 
-def test_what_lies_in_void_or_in_a_crowd_is_no_mistake():
+def test_segments_in_void_or_a_crowd_are_not_mistakes():
   true = [[0, 0, 0, 2], [1, 1, 1, 1]]
   found = [[1, 1, 1, 1], [2, 2, 3, 3]]
   kwargs = dict(labels=[0, 1], found=found)
-  # Segment 1 is a crowd of class 0: the halves of it that are found are neither
-  # right nor wrong, and a segment of class 0 in void does not count either.
+  # Segment 1 is a crowd of class 0: the two predicted halves are neither right nor
+  # wrong, and a predicted segment of class 0 in void does not count either.
   got = quality(true, found_labels=[0, 0, 0], crowd=[1, 0], **kwargs)
   assert got['RQ'] == 0  # Segment 2, of class 1, is missed.
   assert np.isnan(got['PQ_stuff'])
-  # Of class 1, they are two mistakes and one match, of which void is no part.
+  # As class 1, they are two mistakes and one match, whose IoU ignores void.
   got = quality(true, found_labels=[1, 1, 1], crowd=[1, 0], **kwargs)
   assert got['SQ'] == 1
   assert got['RQ'] == pytest.approx(1 / (1 + 2 / 2))
 
 
-def slowly(images):
+def by_definition(images):
   """Panoptic quality from its definition, with sets of pixels."""
   tallies = {c: [0.0, 0, 0, 0] for c in range(3)}
   for true, labels, crowd, found, found_labels in images:
@@ -98,18 +98,18 @@ def slowly(images):
   }
 
 
-def test_random_maps_give_the_figures_of_the_definition():
+def test_random_maps_match_the_definition():
   rng = np.random.RandomState(0)
   images, counts = [], []
   for _ in range(40):
-    # Blocks, some of which are changed, so that many segments match.
+    # Blocks, with some pixels changed, so that many segments match.
     true = rng.randint(0, 5, (3, 3)).repeat(4, 0).repeat(4, 1)
     found = np.where(rng.rand(12, 12) < 0.8, true, rng.randint(0, 5, (12, 12)))
     labels, crowd = rng.randint(0, 3, 4), rng.rand(4) < 0.2
     found_labels = np.where(rng.rand(4) < 0.8, labels, rng.randint(0, 3, 4))
     images.append((true, labels, crowd, found, found_labels))
     counts.append(pq.compare(true, labels, crowd, made(found, found_labels), 3))
-  want = slowly(images)
+  want = by_definition(images)
   got = pq.panoptic_quality(sum(counts), IS_THING)
   assert 0.2 < got['PQ'] < 0.9
   assert got['PQ'] == pytest.approx(np.mean(list(want.values())))
@@ -129,12 +129,12 @@ def assemble(masks, labels, scores, size=(6, 8), **kwargs):
   )
 
 
-def test_the_greatest_logit_gets_the_pixel_and_stuff_is_merged():
+def test_largest_logit_wins_the_pixel_and_stuff_is_merged():
   masks = np.full((5, 6, 8), -5.0)
   masks[0, :, :4] = 1  # Stuff, left.
   masks[1, :, 4:] = 1  # Stuff, right.
-  masks[2, 1:4, 1:4] = 2  # A thing before it.
-  masks[3] = 9  # Of too low a score.
+  masks[2, 1:4, 1:4] = 2  # A thing in front.
+  masks[3] = 9  # The score is too low.
   masks[4, 5, 4:] = 3  # Four pixels are too few: the stuff gets them back.
   got = assemble(masks, [2, 2, 0, 1, 1], [0.9, 0.95, 0.99, 0.8, 1.0])
   want = np.full((6, 8), 2)
@@ -145,7 +145,7 @@ def test_the_greatest_logit_gets_the_pixel_and_stuff_is_merged():
 
 
 def released(masks, labels, scores, size):
-  """Steps of PostProcessPanoptic of the released DETR, with PyTorch.
+  """The steps of the released DETR's PostProcessPanoptic, in PyTorch.
 
   Returns the class of each pixel, and the number of segments.
   """
@@ -167,7 +167,7 @@ def released(masks, labels, scores, size):
     x, labels, merge = x[areas > 4], labels[(areas > 4).numpy()], False
 
 
-def test_the_released_way_drops_what_found_a_stuff_again():
+def test_released_variant_drops_repeated_stuff():
   rng = np.random.RandomState(0)
   differ = 0
   for _ in range(60):
@@ -177,14 +177,14 @@ def test_the_released_way_drops_what_found_a_stuff_again():
     want, count = released(masks, labels, scores, (24, 20))
     got = assemble(masks, labels, scores, (24, 20), merge_stuff=False)
     assert len(got.labels) == count
-    # PyTorch and Pillow interpolate with another rounding.
+    # PyTorch and Pillow round differently when interpolating.
     assert (got.labels[got.numbers - 1] == want).mean() > 0.995
     ours = assemble(masks, labels, scores, (24, 20))
     differ += (ours.labels[ours.numbers - 1] != want).mean() > 0.1
   assert differ > 30
 
 
-def test_padding_is_cut_off_and_masks_are_enlarged():
+def test_padding_is_cropped_and_masks_are_enlarged():
   masks = np.full((1, 4, 4), 1.0)
   masks[:, 2:], masks[:, :, 3:] = -1, -1
   got = assemble(masks, [0], [1.0], (4, 6), extent=(0.5, 0.75))
@@ -215,7 +215,7 @@ print('SAID ' + json.dumps([[total.tolist(), count] for total, count in sums]))
 """
 
 
-def test_two_processes_add_up_each_image_once():
+def test_two_processes_count_each_image_once():
   statuses, outputs = processes.run_two(SHARES)
   assert statuses == [0, 0], outputs
   first, second = processes.said(outputs)

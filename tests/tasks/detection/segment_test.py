@@ -1,4 +1,4 @@
-"""Tests of panoptic segmentation with a model that reads colours."""
+"""Tests of panoptic segmentation with a model that recognises colours."""
 
 import argparse
 import io
@@ -25,13 +25,13 @@ from vit_jax.tasks.detection import (
 )
 
 NAMES = ['cat', 'dog', 'grass', 'sky']
-# A colour for each class; class 3 is that of the remaining pixels.
+# A colour for each class; class 3 covers the remaining pixels.
 COLOURS = np.array([(255, 0, 0), (0, 255, 0), (0, 0, 255), (0, 0, 0)])
 METADATA = {'class_names': NAMES, 'isthing': [True, True, False, False]}
 
 
 class Reader:
-  """Stands for a DETR: query k finds all pixels of the colour of class k."""
+  """A fake DETR: query k finds all pixels of the colour of class k."""
 
   num_queries = 4
   mask_head = True
@@ -80,9 +80,9 @@ def png(pixels):
 
 
 def record(classes, crowd=()):
-  """A record of an image; `classes` [H, W] gives the class of each pixel.
+  """A record of an image; `classes` [H, W] is the class of each pixel.
 
-  Segments are classes; their ids need all three bytes, in another order.
+  Each class is one segment; ids need all three bytes and have another order.
   """
   labels = np.unique(classes)
   ids = 70_000 - 300 * labels
@@ -103,7 +103,7 @@ def record(classes, crowd=()):
 
 
 def make_classes():
-  """Classes of the pixels of an image of 48 x 64."""
+  """The class of each pixel of a 48 x 64 image."""
   found = np.full((48, 64), 3)
   found[24:] = 2
   found[12:36, 16:32] = 0
@@ -126,19 +126,19 @@ def test_segments_follow_the_geometry_of_the_image(classes):
   seen = set()
   for seed in range(6):
     made = task.example(tensors(record(classes, crowd=[1])), tf.constant([0, seed], tf.int64))  # fmt: skip
-    # Each object has the colour of its class where the map has its number.
+    # Pixels with the number of an object have the colour of its class.
     assert made['count'] == 3
     numbers = made['segments'].numpy()
     assert numbers.shape == (32, 32)
     colours = (made['image'].numpy() + 1) / 2 * 255
     nearest = np.abs(colours[..., None, :] - COLOURS).max(-1).argmin(-1)
-    labels = np.array([1, *made['class'].numpy()[:3]])  # Crowds have no number.
+    labels = np.array([1, *made['class'].numpy()[:3]])  # Crowds have none.
     assert (labels[numbers] == nearest).mean() > 0.95
     seen.add(int(numbers[20, 10] == 1))
   assert seen == {0, 1}  # Mirrored or not.
 
 
-def test_evaluation_has_the_segments_of_the_original(classes):
+def test_evaluation_uses_the_original_segments(classes):
   row = record(classes, crowd=[1])
   made = make_task().example(tensors(row), None)
   assert list(made['truth_size']) == [48, 64]
@@ -147,14 +147,14 @@ def test_evaluation_has_the_segments_of_the_original(classes):
   assert not truth[48:].any()
   targets = np.array([0, 1, 0, 2, 3])  # Without the crowd.
   np.testing.assert_array_equal(np.unique(made['segments']), np.unique(targets))
-  # A larger image is reduced.
+  # A larger image is downscaled.
   row = {**row, **record(classes.repeat(2, 0).repeat(2, 1))}
   made = make_task().example(tensors(row), None)
   assert list(made['truth_size']) == [48, 64]
   np.testing.assert_array_equal(made['truth_segments'][:48], classes + 1)
 
 
-def test_a_map_of_another_size_is_refused(classes):
+def test_a_map_of_another_size_is_rejected(classes):
   row = {**record(classes), 'panoptic_image': record(classes[1:])['panoptic_image']}
   for seed in (None, tf.constant([0, 0], tf.int64)):
     with pytest.raises(tf.errors.InvalidArgumentError, match='another height'):
@@ -184,13 +184,13 @@ def test_quality_counts_every_image_once(classes):
   # Cat: one of two found segments is right. Dog: one of two is missed.
   assert got['RQ_things'] == pytest.approx(1 / (1 + 1 / 2))
   assert got['RQ_stuff'] == 1
-  # The masks have a quarter of the size of the model's small images.
+  # The masks have a quarter of the resolution of the model's small images.
   assert 0.75 < got['SQ'] < 1
   with pytest.raises(engine.Stopped):
     pq.PanopticQuality(task, mesh, source).run({}, {'frozen': {}}, lambda: True)
 
 
-def test_the_loss_takes_the_masks_of_matched_queries(classes):
+def test_loss_uses_the_masks_of_matched_queries(classes):
   task = make_task()
   made = task.example(tensors(record(classes)), None)
   batch = {name: jnp.asarray(value)[None] for name, value in made.items()}
@@ -209,14 +209,14 @@ def test_the_loss_takes_the_masks_of_matched_queries(classes):
   for name in ('focal', 'dice'):
     np.testing.assert_allclose(terms[name], want[name][None] / 2, rtol=1e-6)
   assert want['dice'][0] < 0.5
-  # Evaluation divides by the four objects, and by their class weights.
+  # Evaluation divides by the four objects and their class weights.
   others = ('l1', 'giou', 'focal', 'dice')
   loss = sum(terms[name].sum() for name in others) / 2 + terms['class'].sum() / 4
   assert weight == 1
   np.testing.assert_allclose(value, loss, rtol=1e-5)
 
 
-def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
+def test_predicts_segments_of_the_original_image(classes, tmp_path):
   predictor = make_task().predictor({}, {'frozen': {}}, 0)
   image = COLOURS[classes].astype(np.uint8)
   [(numbers, found)] = predictor.segment([image])
@@ -248,7 +248,7 @@ def test_predicted_segments_are_those_of_the_original_image(classes, tmp_path):
     task.predictor({}, {'frozen': {}}, 0).segment([image])
 
 
-def test_things_and_stuff_are_known_or_named():
+def test_things_and_stuff_are_known_or_configured():
   source = types.SimpleNamespace(
     origin={'dataset': 'coco/2017_panoptic/1.1.0'},
     names={'panoptic_objects/label': [str(i) for i in range(133)]},
@@ -276,7 +276,7 @@ def test_a_detector_has_no_panoptic_quality():
     run_config.check(config)
 
 
-def test_what_is_frozen_comes_from_weights():
+def test_frozen_parameters_need_weights():
   task = make_task()
   want = dict.fromkeys(('query_embedding', 'class_head/bias'), np.zeros(5))
   kwargs = dict(have=want, want={**want, 'segmentation/x': np.zeros(1)})

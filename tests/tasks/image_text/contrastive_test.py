@@ -1,4 +1,4 @@
-"""The contrastive losses beside NumPy in float64, on any devices and processes."""
+"""Tests of contrastive losses against NumPy, on several devices and processes."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def parameters():
   return {'img': embeddings(0), 'txt': embeddings(1), **scales}
 
 
-def wanted(name):
+def expected(name):
   """The loss and its gradients, in float64 and closed form."""
   x, y = (embeddings(seed).astype(np.float64) for seed in (0, 1))
   t, own = np.exp(SCALES['t']), np.eye(ROWS)
@@ -40,7 +40,7 @@ def wanted(name):
     logits = t * x @ y.T
     images, texts = (special.log_softmax(logits, axis) for axis in (1, 0))
     loss = -(np.trace(images) + np.trace(texts)) / 2 / ROWS
-    # The gradient of a cross-entropy is the share less 1 for the right one.
+    # The gradient of a cross-entropy is the probability, less 1 for the label.
     of_logits = (np.exp(images) + np.exp(texts) - 2 * own) / 2 / ROWS
   else:
     logits = t * x @ y.T + SCALES['b']
@@ -57,7 +57,7 @@ def wanted(name):
 
 
 def check(name, loss, grads):
-  right, right_grads = wanted(name)
+  right, right_grads = expected(name)
   assert float(loss) == pytest.approx(right, abs=2e-6)
   for key, value in right_grads.items():
     np.testing.assert_allclose(grads[key], value, atol=1e-6)
@@ -76,7 +76,7 @@ def compute(name, mesh):
 
 
 @pytest.mark.parametrize('name', contrastive.LOSSES)
-def test_loss_and_gradient_are_those_of_the_whole_batch(name):
+def test_loss_and_gradient_match_the_whole_batch(name):
   check(name, *jax.device_get(compute(name, sharding.make_mesh({'data': 8}))))
 
 
@@ -96,7 +96,7 @@ print('SAID ' + json.dumps(found))
 """
 
 
-def test_two_processes_compute_the_loss_of_one():
+def test_two_processes_compute_the_same_loss():
   statuses, outputs = processes.run_two(_TWO, devices=2)
   assert statuses == [0, 0], outputs
   for found in processes.said(outputs):
@@ -105,8 +105,8 @@ def test_two_processes_compute_the_loss_of_one():
 
 
 @pytest.mark.parametrize('name', contrastive.LOSSES)
-def test_no_device_has_the_whole_matrix_of_similarities(name):
-  """Of 8 devices each has an eighth of its rows, in what is compiled."""
+def test_no_device_holds_the_whole_similarity_matrix(name):
+  """In the compiled program, each of 8 devices has an eighth of its rows."""
   mesh = sharding.make_mesh({'data': -1})
   count = 1024
   rows = jax.ShapeDtypeStruct(

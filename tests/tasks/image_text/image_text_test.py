@@ -27,7 +27,7 @@ WORDS = ['[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]', 'a', 'cat', 'dog', 'the']
 
 
 def make_config(data_dir, **changes):
-  """The config of the digits with captions, on towers of a few numbers."""
+  """The config of the captioned digits, with tiny towers."""
   config = lit_digits.get_config()
   config.tfds_data_dir = data_dir
   config.pp.crop = 8
@@ -67,7 +67,7 @@ def tower(data_dir, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def run(tower, data_dir, tmp_path_factory):
-  """A run of two updates beside a locked tower: workdir, and what it printed."""
+  """A run of two updates with a locked tower: workdir, state and metrics."""
   workdir = str(tmp_path_factory.mktemp('run') / 'lit')
   config = make_config(data_dir, pretrained={'img': tower[0]})
   state, metrics = train.train_and_evaluate(config, workdir)
@@ -79,7 +79,7 @@ def model(run):
   return predict.load(run[0])
 
 
-def test_a_locked_tower_stays_bit_for_bit_and_has_no_state(run, tower, model):
+def test_a_locked_tower_is_unchanged_and_has_no_state(run, tower, model):
   _, state, metrics = run
   for path, x in jax.tree_util.tree_leaves_with_path(state.params['img']):
     there = tower[1]
@@ -94,12 +94,10 @@ def test_a_locked_tower_stays_bit_for_bit_and_has_no_state(run, tower, model):
   assert metrics['num_examples_test'] == 40
   assert metrics['num_texts_test'] == 40 * 2 * len(digit_captions.TEST)
   assert 0 <= metrics['accuracy_test'] <= 1
-  assert 'accuracy_top5_test' not in metrics  # Of ten classes.
+  assert 'accuracy_top5_test' not in metrics  # There are only ten classes.
 
 
-def test_embeddings_that_are_computed_once_train_the_same(
-  run, model, tower, data_dir, tmp_path
-):
+def test_precomputed_embeddings_train_the_same(run, model, tower, data_dir, tmp_path):
   config = make_config(data_dir, pretrained={'img': tower[0]}, log_images=0)
   config.task_options.precompute = True
   workdir = str(tmp_path / 'lit')
@@ -121,7 +119,7 @@ def test_embeddings_that_are_computed_once_train_the_same(
 
 
 class ColourTask:
-  """Stands for a task whose tower embeds an image by its mean."""
+  """A fake task whose tower embeds an image by its mean."""
 
   def __init__(self, config):
     self.config = config
@@ -133,7 +131,7 @@ class ColourTask:
     return batch['image'].mean(axis=(1, 2)) @ params['img']
 
 
-def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
+def test_outdated_embeddings_are_computed_again(data_dir, tmp_path):
   task = ColourTask(run_config.complete(make_config(data_dir)))
   params = {'img': np.float32([[1.0, 2.0]]), 'txt': np.float32([1.0])}
   source = sources.open_split(task.config, 'train[:20]', ('image',))
@@ -146,7 +144,7 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
 
   want, begun = make(), path.stat().st_ino
   make(params={**params, 'txt': params['txt'] + 1})  # The text tower does not count.
-  assert path.stat().st_ino == begun  # Not written again.
+  assert path.stat().st_ino == begun  # Not rewritten.
   np.save(path, np.roll(np.load(path), 1))
   np.testing.assert_array_equal(make(), want)
   # Another tower, another preparation, other images.
@@ -159,7 +157,7 @@ def test_embeddings_that_do_not_fit_are_computed_again(data_dir, tmp_path):
   np.testing.assert_array_equal(made, want[:19])
 
 
-def test_a_run_leaves_its_vocabulary_and_the_matrix(run):
+def test_a_run_writes_its_vocabulary_and_similarities(run):
   workdir = run[0]
   words = json.load(open(f'{workdir}/vocabulary.json'))
   assert words[:3] == ['[PAD]', '[UNK]', '[CLS]']
@@ -168,7 +166,7 @@ def test_a_run_leaves_its_vocabulary_and_the_matrix(run):
   assert picture.size == (300 + 3 * 68, 4 * 68)
 
 
-def test_zero_shot_beside_numpy(run, model, monkeypatch):
+def test_zero_shot_matches_numpy(run, model, monkeypatch):
   """Class embeddings are means over templates; the largest product wins."""
   source = sources.open_split(model.config, 'test[:40]', ('image', 'label'))
   records = [source.read(source.record(i)) for i in range(40)]
@@ -181,7 +179,7 @@ def test_zero_shot_beside_numpy(run, model, monkeypatch):
   assert run[2]['accuracy_test'] == pytest.approx(accuracy)
   zimg = model.embed(images)
   np.testing.assert_allclose(np.linalg.norm(zimg, axis=1), 1, atol=1e-5)
-  # Several templates: the mean of the vectors of length 1, which is shorter.
+  # Several templates: the mean of unit vectors, which is shorter.
   names, templates = ['one', 'two'], ['a {}', 'the digit {}']
   monkeypatch.setattr(model.task, 'templates', templates)
   means = model.embed_classes(names)
@@ -189,12 +187,12 @@ def test_zero_shot_beside_numpy(run, model, monkeypatch):
   np.testing.assert_allclose(means, whole.reshape(2, 2, -1).mean(axis=1), atol=1e-6)
 
 
-def test_top_5_of_twelve_classes_beside_a_sort():
+def test_top_5_of_twelve_classes_matches_a_sort():
   rng = np.random.default_rng(1)
   zimg, classes = rng.normal(size=(40, 3)), rng.normal(size=(12, 3))
   label = rng.integers(0, 12, 40)
   many_hot = np.eye(12, dtype=np.float32)[label]
-  many_hot[7] = 0  # Without a label.
+  many_hot[7] = 0  # No label.
   mask = np.ones(40, np.float32)
   mask[-5:] = 0  # Padding.
   found = zero_shot.measure(zimg, classes, {'label': many_hot, 'mask': mask})
@@ -207,14 +205,14 @@ def test_top_5_of_twelve_classes_beside_a_sort():
 
 def test_recalls_of_shared_texts_and_ties():
   pairs = np.array([0, 1])
-  # A text of two images is right for both; equal products count as wrong.
+  # A text shared by two images is correct for both; ties count as wrong.
   for ztxt, texts, want in ((np.ones((1, 2)), [0, 0], 1), (np.ones((2, 2)), [0, 1], 0)):
     zimg = np.eye(2) if want else np.ones((2, 2))
     found = zero_shot.recalls(zimg, ztxt, pairs, np.array(texts))
     assert found['text_to_image_r1'] == found['image_to_text_r1'] == want
 
 
-def test_recalls_beside_a_sort():
+def test_recalls_match_a_sort():
   rng = np.random.default_rng(0)
   zimg, ztxt = rng.normal(size=(30, 4)), rng.normal(size=(90, 4))
   images, texts = np.arange(90) // 3, np.arange(90)
@@ -229,7 +227,7 @@ def test_recalls_beside_a_sort():
     assert found[f'text_to_image_r{k}'] == pytest.approx(np.mean(hits))
 
 
-def test_captions_are_drawn_anew_in_each_epoch(data_dir):
+def test_each_epoch_draws_a_new_caption(data_dir):
   config = make_config(data_dir)
   source = sources.open_split(config, 'train[:64]', image_text.Task.FEATURES)
   words = captions.vocabulary(source)
@@ -249,7 +247,7 @@ def test_captions_are_drawn_anew_in_each_epoch(data_dir):
   np.testing.assert_array_equal(first, task.tokenizer([text])[0])
 
 
-def test_names_of_held_out_digits_never_stand_beside_their_images():
+def test_captions_never_name_held_out_digits():
   for digit in digit_captions.HELD_OUT:
     for text in digit_captions.training(digit):
       assert digit_captions.WORDS[digit] not in text.split()
@@ -261,7 +259,7 @@ def test_names_of_held_out_digits_never_stand_beside_their_images():
     assert not unseen & set(tests)
 
 
-def test_prediction_with_any_classes_and_texts(model):
+def test_prediction_with_arbitrary_classes_and_texts(model):
   images = list(np.random.default_rng(0).integers(0, 255, (2, 9, 8), np.uint8))
   found = model.predict(images, texts=['a seven', 'a one', 'the number 3'])
   assert [len(row) for row in found] == [3, 3]
@@ -333,7 +331,7 @@ def test_the_command(run, model, tmp_path, capsys, monkeypatch):
     ({'model.pp.max_len': 20}, 'has 20 tokens .*model has 16'),
   ],
 )
-def test_keys_that_do_not_fit(data_dir, changes, words):
+def test_unsuitable_config_values_are_named(data_dir, changes, words):
   config = make_config(data_dir)
   with config.ignore_type():
     config.update_from_flattened_dict(changes)
@@ -342,7 +340,7 @@ def test_keys_that_do_not_fit(data_dir, changes, words):
     image_text.Task(config, {'vocabulary': WORDS})
 
 
-def test_data_without_texts(data_dir, tmp_path):
+def test_data_without_texts_are_named(data_dir, tmp_path):
   config = make_config(data_dir, dataset='digits')
   with pytest.raises(ValueError, match="dataset='digits' has no texts"):
     train.prepare(config, str(tmp_path))
@@ -384,12 +382,12 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   photo = [str(tmp_path / '0.png')]
   (row,) = model.predict(photo, texts=['a', 'picture'])
   logits = model.logits(photo, model.embed_texts(['a', 'picture']))
-  # Each text on its own: the probabilities need not sum to 1.
+  # Each text is independent: the probabilities need not sum to 1.
   assert dict(row)['a'] == pytest.approx(1 / (1 + np.exp(-logits[0, 0])), rel=1e-4)
 
 
-def test_a_stored_vocabulary_of_another_tokenizer(data_dir, tmp_path):
-  """Files that are no list of words are stored whole."""
+def test_another_tokenizer_stores_its_vocabulary(data_dir, tmp_path):
+  """Vocabulary files that are not word lists are stored whole."""
   words = tmp_path / 'words.txt'
   words.write_text('a photo of a cat and a dog\nthe number seven\n' * 20)
   flags = dict(vocab_size=23, minloglevel=2)
@@ -401,14 +399,14 @@ def test_a_stored_vocabulary_of_another_tokenizer(data_dir, tmp_path):
   config.model.pp.vocab_path = str(tmp_path / 'm.model')
   source = sources.open_split(config, 'train', image_text.Task.FEATURES)
   metadata = image_text.Task.learn(config, source)
-  (tmp_path / 'm.model').unlink()  # The run needs it no more.
+  (tmp_path / 'm.model').unlink()  # The run no longer needs it.
   task = image_text.Task(run_config.complete(config), metadata)
   rows = task.tokenizer(['a photo of a cat', 'a'])
   assert rows.shape == (2, 12)
   assert (rows[:, -1] == task.tokenizer.eos_token).all()
 
 
-def test_a_run_becomes_a_file_that_predicts_the_same(run, model, tmp_path):
+def test_a_converted_run_predicts_the_same(run, model, tmp_path):
   path, photo = str(tmp_path / 'mine.npz'), np.zeros((8, 8), np.uint8)
   _, notes = convert.convert(run[0], path)
   assert not any('vocabulary' in note for note in notes)

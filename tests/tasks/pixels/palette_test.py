@@ -11,14 +11,14 @@ COLORS = np.array([[-0.9, -0.8, -1], [0, 0.1, -0.3], [0.9, 0.7, 1]], 'f')
 
 
 def pixels_near(colors, count=4_000, noise=0.02):
-  """Pixels near some colours, in any order, and the number of each colour."""
+  """Pixels near some colours, in random order, and the index of each colour."""
   rng = np.random.RandomState(0)
   numbers = rng.randint(len(colors), size=count)
   noise = noise * rng.uniform(-1, 1, (count, colors.shape[1]))
   return (colors[numbers] + noise).clip(-1, 1).astype('f'), numbers
 
 
-def test_a_pixel_becomes_the_nearest_colour():
+def test_pixels_map_to_the_nearest_colour():
   rng = np.random.RandomState(0)
   palette = rng.uniform(-1, 1, (50, 3)).astype('f')
   images = rng.uniform(-1, 1, (4, 5, 6, 3)).astype('f')
@@ -39,7 +39,7 @@ def test_k_means_finds_the_colours():
   np.testing.assert_array_equal(palette_lib.fit(pixels, 3, seed=1), palette)
 
 
-def test_images_of_as_many_or_fewer_colours():
+def test_as_many_or_fewer_distinct_colours():
   pixels, _ = pixels_near(COLORS, noise=0)
   np.testing.assert_array_equal(palette_lib.fit(pixels, 3), COLORS)
   with pytest.raises(ValueError, match='num_colors=4 .* 3 colours'):
@@ -59,7 +59,7 @@ def test_pixels_are_taken_from_every_image():
   np.testing.assert_array_equal(whole, images.reshape(-1, 3).astype('f'))
 
 
-def test_a_palette_is_read_from_a_file_and_from_beside_weights(tmp_path):
+def test_loads_palettes_from_files_and_next_to_weights(tmp_path):
   np.save(tmp_path / 'centers.npy', COLORS)
   found = [palette_lib.load(str(tmp_path / 'centers.npy'))]
   hugging_face = tmp_path / 'hf'
@@ -77,7 +77,7 @@ def test_a_palette_is_read_from_a_file_and_from_beside_weights(tmp_path):
     np.testing.assert_array_equal(palette, COLORS)
 
 
-def test_what_is_no_palette_is_named(tmp_path):
+def test_invalid_palettes_are_named(tmp_path):
   path = tmp_path / 'centers.npy'
   for array in (np.zeros((5, 2)), np.full((5, 3), 200.0)):
     np.save(path, array)

@@ -1,4 +1,4 @@
-"""Tests of the task of iGPT, on a model of a few numbers."""
+"""Tests of the iGPT task, on a tiny model."""
 
 import copy
 import json
@@ -54,12 +54,12 @@ def images(count=3):
 
 
 def nats_of(logits, colors):
-  """The cross-entropies of pixels in float64."""
+  """The cross-entropy of each pixel, in float64."""
   log_p = special.log_softmax(np.asarray(logits, np.float64), axis=-1)
   return -np.take_along_axis(log_p, np.asarray(colors)[..., None], axis=-1)[..., 0]
 
 
-def test_bits_are_those_of_the_logits(data_dir):
+def test_bits_match_the_logits(data_dir):
   task = make_task(data_dir)
   params, _ = tiny_models.of_task(task)
   batch = {'image': images(), 'mask': np.float32([1, 0, 1])}
@@ -91,7 +91,7 @@ def test_bert_counts_only_masked_pixels(data_dir):
   assert made['masked'].dtype == bool
   # 2,560 draws: four standard deviations.
   assert float(made['masked'].mean()) == pytest.approx(0.15, abs=0.03)
-  # Image 0 has no masked pixel and does not count, image 1 a single one.
+  # Image 0 has no masked pixel and does not count; image 1 has one.
   masked = np.array(made['masked'])
   masked[:2] = False
   masked[1, 5] = True
@@ -114,7 +114,7 @@ def test_bert_counts_only_masked_pixels(data_dir):
   want = [nats[i, row].mean() for i, row in enumerate(masked) if row.any()]
   assert len(want) == 39
   assert float(loss) == pytest.approx(np.mean(want), rel=1e-5)
-  # Images that are paddings of a batch have no weight in an evaluation.
+  # Padding images have no weight in an evaluation.
   want = [
     bits[counted > 0].mean()
     for bits, counted in zip(read['bits'][:3], read['counted'][:3])
@@ -131,7 +131,7 @@ def test_bert_counts_only_masked_pixels(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(data_dir, tmp_path_factory):
-  """A run to its end: its config, its folder, what it measured."""
+  """A finished run: config, workdir and metrics."""
   config = make_config(data_dir)
   workdir = tmp_path_factory.mktemp('pixels')
   _, metrics = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
@@ -150,9 +150,9 @@ def test_a_run_ends_with_pictures(finished):
   assert palette == sorted(palette)
 
 
-def test_a_run_that_resumes_keeps_its_palette(finished, monkeypatch):
+def test_a_resumed_run_keeps_its_palette(finished, monkeypatch):
   config, workdir, metrics = finished
-  monkeypatch.setattr(pixels, '_find_palette', None)  # Cannot be called.
+  monkeypatch.setattr(pixels, '_find_palette', None)  # Must not be called.
   _, again = train.train_and_evaluate(copy.deepcopy(config), str(workdir))
   assert again['bits_per_dim_test'] == metrics['bits_per_dim_test']
 
@@ -162,7 +162,7 @@ def model(finished):
   return predict.load(str(finished[1]))
 
 
-def test_samples_are_images_of_the_palette(model):
+def test_samples_use_only_palette_colours(model):
   drawn = model.sample(3, seed=3)
   assert (drawn.shape, drawn.dtype) == ((3, 8, 8, 3), np.uint8)
   greys = np.round((np.ravel(model.metadata['palette']) + 1) * 127.5)
@@ -174,19 +174,19 @@ def test_samples_are_images_of_the_palette(model):
 
 
 def test_completions_keep_the_upper_rows(model):
-  given = np.zeros((3, 8, 8), np.uint8)
-  given[1] = 255
+  pictures = np.zeros((3, 8, 8), np.uint8)
+  pictures[1] = 255
   colors = jax.jit(model.task.colors)
   for rows, kept in ((None, 4), (3, 3)):
-    completed = model.complete(given, rows=rows)
+    completed = model.complete(pictures, rows=rows)
     assert completed.shape == (3, 8, 8, 3)
-    for image, completion in zip(given, completed):
+    for image, completion in zip(pictures, completed):
       color = colors(image[None, ..., None] / 127.5 - 1)
       want = np.ravel(model.metadata['palette'])[np.asarray(color)[0, 0]]
       np.testing.assert_array_equal(completion[:kept], np.round((want + 1) * 127.5))
 
 
-def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
+def test_a_wide_image_is_completed_as_an_upper_part(model):
   whole = np.random.RandomState(0).randint(0, 256, (8, 8), np.uint8)
   larger = whole[:3].repeat(4, axis=0).repeat(4, axis=1)
   completed = model.complete([whole[:3], larger, larger])
@@ -194,7 +194,7 @@ def test_an_image_that_is_low_for_its_width_is_an_upper_part(model):
   np.testing.assert_array_equal(completed, want)
 
 
-def test_likelihoods_are_those_of_the_evaluation(finished, model):
+def test_likelihoods_match_the_evaluation(finished, model):
   _, _, metrics = finished
   source = sources.open_for(model.config, type(model.task), {}, 'test[:40]')
   encoded = looked_up.features(source)['image']
@@ -203,7 +203,7 @@ def test_likelihoods_are_those_of_the_evaluation(finished, model):
   assert bits.mean() == pytest.approx(metrics['bits_per_dim_test'], rel=1e-5)
 
 
-def test_wrong_arguments_of_sampling_are_named(model):
+def test_wrong_sampling_arguments_are_named(model):
   for call, message in (
     (lambda: model.complete([], rows=8), 'rows=8 leaves nothing to complete'),
     (lambda: model.complete([]), 'images is empty'),
@@ -237,9 +237,9 @@ def test_the_command_samples_completes_and_measures(
   assert run('--sample=3', f'--out={out}') == f'Wrote 3 samples to {out}\n'
   with Image.open(out) as picture:
     assert picture.size == (3 * 104 + 8, 112)
-    first = np.asarray(picture)[8:104:12, 8:104:12]  # Pixels, 12 times as large.
+    first = np.asarray(picture)[8:104:12, 8:104:12]  # Pixels are enlarged 12 times.
   np.testing.assert_array_equal(first, model.sample(3)[0])
-  # Three, for which the program is compiled.
+  # Three images, for which the program is already compiled.
   assert '4 of 8 rows kept' in run('--complete', *3 * [image], f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (2 * 104 + 8, 3 * 104 + 20)
