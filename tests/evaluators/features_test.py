@@ -1,4 +1,4 @@
-"""Tests of extracting features: each example once, of any layer."""
+"""Tests of feature extraction: each example once, from any layer."""
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +15,11 @@ from vit_jax.evaluators import features
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
-COUNT = 21  # Neither the batch of 8 nor the devices divide it.
+COUNT = 21  # Not a multiple of the batch of 8 or of the devices.
 
 
 def grey(values):
-  """A source of images of one grey value each, with labels."""
+  """A source of labelled images of one grey value each."""
   encoded = [
     images_lib.encode_png(np.full((8, 8, 3), value, np.uint8)) for value in values
   ]
@@ -32,7 +32,7 @@ def grey(values):
 
 @pytest.fixture
 def task(tiny_config):
-  """A classifier of three classes, which compiles nothing by itself."""
+  """A classifier of three classes; compiles nothing."""
   tiny_config.pp.channels = 3
   tiny_config.batch_eval = 8
   config = run_config.complete(tiny_config)
@@ -44,14 +44,14 @@ PARAMS = {'cls': np.float32(2)}
 
 
 def mean_grey(task, mesh):
-  """An extractor of the mean colour, times a parameter."""
+  """An extractor of the mean colour times a parameter."""
   task.intermediates = lambda params, extra, batch, capture: {
     'grey': (params['cls'].mean() * batch['image'],)  # [B, H, W, C]
   }
   return features.Extractor(task, mesh, 'grey')
 
 
-def test_every_example_comes_once_in_its_place(task):
+def test_every_example_appears_once_in_order(task):
   mesh = sharding.make_mesh({'data': 8})
   values, indices = np.arange(COUNT) * 12, [17, 2, 9]
   extractor, source = mean_grey(task, mesh), grey(values)
@@ -60,12 +60,12 @@ def test_every_example_comes_once_in_its_place(task):
   want = np.repeat(2 * (values[:, None] / 127.5 - 1), 3, axis=1)
   np.testing.assert_allclose(found.values, want, atol=1e-5)
   assert found.labels[:8].tolist() == [0, 1, 2, 0, -1, -1, 0, 1]
-  # Some of them, in any order.
+  # A subset, in any order.
   found = extractor.run(source, PARAMS, {}, indices)
   np.testing.assert_allclose(found.values, want[indices], atol=1e-5)
   assert found.labels.tolist() == [2, 2, 0]
   columns = source.lookup(tf.range(COUNT))
-  # No file is read, and these do not exist.
+  # No file is read: these do not exist.
   missing = index_lib.of_paths('/no', 'such', [f'/no/{i}.png' for i in range(COUNT)])
   columns['image'] = index_lib.Paths([(missing, missing.order)])
   labelled = records.FolderSource(columns, source.names, 10**9)
@@ -75,8 +75,8 @@ def test_every_example_comes_once_in_its_place(task):
     extractor.run(source, PARAMS, {}, stop=lambda: True)
 
 
-def test_layers_are_those_that_the_model_computes(task):
-  """The head applied to the features gives the logits, and so on."""
+def test_layers_match_the_model(task):
+  """For example, applying the head to the features gives the logits."""
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   x = jnp.ones((1, 8, 8, 3)) * 0.2
   params = tiny_models.numbers(task.model, 8)
@@ -98,7 +98,7 @@ def test_layers_are_those_that_the_model_computes(task):
   assert not np.allclose(inputs, norm, atol=1e-2)
 
 
-def test_a_layer_that_is_not_there(task):
+def test_an_unknown_layer_is_named(task):
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   with pytest.raises(ValueError, match="layer='encoderblock_9'.*Transformer/encoderblock_0,"):  # fmt: skip
     features.Extractor(task, mesh, 'encoderblock_9')
@@ -128,8 +128,8 @@ def test_every_kind_of_model_has_features(task, name, depth, width, layers):
       features.patches(made)
 
 
-def test_layers_are_means_of_the_inputs_of_blocks(task):
-  """Layer 1 is what a model of one block has in front of its second norm."""
+def test_layers_are_means_of_block_inputs(task):
+  """Layer 1 matches a one-block model that ends with the next block's first norm."""
   task.config.model.transformer.num_layers = 2
   task = type(task)(task.config, task.metadata)
   x = tiny_models.images()
@@ -143,7 +143,6 @@ def test_layers_are_means_of_the_inputs_of_blocks(task):
   assert names == ['layer_0', 'layer_1', 'layer_2']
   np.testing.assert_array_equal(got['pixels'], x.reshape(2, -1))
 
-  # A model of one block, whose last norm is the first norm of the next block.
   fields, blocks = dict(task.model.transformer), params['Transformer']
 
   @jax.jit
@@ -165,7 +164,7 @@ def test_masked_patches_have_the_features_of_whole_images(tiny_config):
   assert features.Extractor(task, mesh).width == 16
 
 
-def test_the_memory_limits_the_features():
+def test_too_many_features_for_memory_are_rejected():
   with pytest.raises(ValueError, match='1,000,000,000,000 examples .*--train=.*config.fewshot.train'):  # fmt: skip
     features.check_memory(10**12, 16)
 

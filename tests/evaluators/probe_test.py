@@ -1,4 +1,4 @@
-"""Tests of the command that probes a model, on the digits."""
+"""Tests of the probe command, on the digits."""
 
 import functools
 import json
@@ -45,7 +45,7 @@ def model(tiny_config):
 def run(model, mesh, monkeypatch, tmp_path):
   """Calls the command on a run whose model is `model`.
 
-  Returns what it writes, and the features that it extracts.
+  Returns the JSON that it writes and the features that it extracts.
   """
   model.workdir = '/tmp/run'
   monkeypatch.setattr(predict, 'load', lambda *_: model)
@@ -67,36 +67,36 @@ def run(model, mesh, monkeypatch, tmp_path):
   return call
 
 
-def test_the_command_measures_what_the_parts_do(model, run, monkeypatch, capsys):
+def test_the_command_matches_its_parts(model, run, monkeypatch, capsys):
   monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   layer = 'Transformer/encoderblock_0'
-  found, (*_, known, asked) = run(
+  found, (*_, train_set, test_set) = run(
     f'--train=train[:120] --shots 1 4 --knn 5 --seeds 3 4 --layer={layer}'
   )
   assert (found['dataset'], found['num_test']) == ('digits', 120)
   assert (found['num_train'], found['num_features']) == (120, 16)
-  wanted = solvers.tuned(known, asked)
-  assert found['linear']['accuracy'] == pytest.approx(wanted.accuracy)
-  assert wanted.accuracy > 0.5  # Random features suffice for this.
+  tuned = solvers.tuned(train_set, test_set)
+  assert found['linear']['accuracy'] == pytest.approx(tuned.accuracy)
+  assert tuned.accuracy > 0.5  # Random features suffice.
   for row, shots in zip(found['fewshot'], (1, 4), strict=True):
     accuracies = []
     for seed in (3, 4):
-      rows = probes.choose(known.labels, model.class_names, shots, seed)
-      made = solvers.least_squares(known.take(rows.reshape(-1)), 10, 1024.0)
-      accuracies.append(asked.accuracy(made.predict(asked.values)))
+      rows = probes.choose(train_set.labels, model.class_names, shots, seed)
+      made = solvers.least_squares(train_set.take(rows.reshape(-1)), 10, 1024.0)
+      accuracies.append(test_set.accuracy(made.predict(test_set.values)))
     assert row['accuracies'] == pytest.approx(accuracies)
     assert row['mean'] == pytest.approx(np.mean(accuracies))
     assert row['std'] == pytest.approx(np.std(accuracies, ddof=1))
-  [near] = solvers.neighbours(known, asked.values, [5])
-  assert found['knn'] == [{'k': 5, 'accuracy': asked.accuracy(near)}]
-  said = capsys.readouterr().out
-  assert f'5-NN       {100 * found["knn"][0]["accuracy"]:7.2f} %' in said
-  assert f' 4-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % ± ' in said
-  assert 'linear' in said
+  [near] = solvers.neighbours(train_set, test_set.values, [5])
+  assert found['knn'] == [{'k': 5, 'accuracy': test_set.accuracy(near)}]
+  output = capsys.readouterr().out
+  assert f'5-NN       {100 * found["knn"][0]["accuracy"]:7.2f} %' in output
+  assert f' 4-shot    {100 * found["fewshot"][1]["mean"]:7.2f} % ± ' in output
+  assert 'linear' in output
 
 
 def test_all_layers(model, run, tmp_path, monkeypatch, capsys):
-  """Sums of the rows, and of the rows and of the columns, as layers 0 and 1."""
+  """Layer 0 is the sums of rows; layer 1 is the sums of rows and of columns."""
   monkeypatch.setattr(solvers, 'L2', (1e-1,))
 
   def intermediates(params, extra, batch, capture):
@@ -107,10 +107,10 @@ def test_all_layers(model, run, tmp_path, monkeypatch, capsys):
   found, extracted = run('--train=train[:100] --layer=all')
   assert found['fewshot'] == []
   assert [row['layer'] for row in found['layers']] == ['layer_0', 'layer_1']
-  known, asked = extracted  # In one pass, layer_0 first.
-  assert (known.values.shape, asked.values.shape) == ((100, 24), (120, 24))
+  train_set, test_set = extracted  # In one pass, layer_0 first.
+  assert (train_set.values.shape, test_set.values.shape) == ((100, 24), (120, 24))
   for row, part in zip(found['layers'], (slice(0, 8), slice(8, 24)), strict=True):
-    parts = (x._replace(values=x.values[:, part]) for x in (known, asked))
+    parts = (x._replace(values=x.values[:, part]) for x in (train_set, test_set))
     assert row['accuracy'] == solvers.tuned(*parts).accuracy
     assert row['accuracy'] > 0.3
   assert (tmp_path / 'probe.png').exists()
@@ -140,7 +140,7 @@ def test_wrong_arguments(model, mesh, options, message):
     probe.probe(model, mesh, **{'dataset': 'digits', **options})
 
 
-def test_a_folder_of_data_sets_that_is_not_there():
+def test_a_missing_data_dir_is_named():
   with pytest.raises(ValueError, match="tfds_data_dir='/no/such'"):
     probe_command.main(['--workdir=/tmp/run', '--tfds_data_dir=/no/such'])
 

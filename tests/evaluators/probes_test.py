@@ -1,4 +1,4 @@
-"""Tests of probes with few images per class: choice, layers, accuracy."""
+"""Tests of few-shot probes: choice of images, layers, accuracy."""
 
 import json
 
@@ -14,20 +14,20 @@ from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
 
-def test_the_same_few_of_each_class():
+def test_chooses_the_same_examples_per_class():
   labels = np.array([0, 1, -1, 1, 0, 2, 0, 1, 2, 2, 2, 0])
   chosen = probes.choose(labels, 'abc', 3, seed=1)
   assert (labels[chosen] == np.arange(3)[:, None]).all()
   assert all(len(set(row)) == 3 for row in chosen.tolist())
   np.testing.assert_array_equal(probes.choose(labels, 'abc', 2, seed=1), chosen[:, :2])
-  # The choice in a class does not depend on the other classes.
+  # The choice for a class does not depend on the others.
   other = np.where(labels == 2, 1, labels)
   np.testing.assert_array_equal(probes.choose(other, 'ab', 3, seed=1)[0], chosen[0])
   found = {tuple(probes.choose(labels, 'abc', 3, s)[0]) for s in range(20)}
   assert len(found) > 4
 
 
-def test_classes_without_an_example():
+def test_classes_without_examples():
   labels, names = np.array([5, 2, 2, 5, -1, 2, 5, 5, 2, -1]), 'abcdef'
   chosen = probes.choose(labels, names, 2, seed=4, skip_empty=True)
   assert labels[chosen].tolist() == [[2, 2], [5, 5]]
@@ -64,7 +64,7 @@ def test_images_are_squeezed_and_cropped(tiny_config):
 
 
 def grey(values, labels, names):
-  """Images of one grey value each, with some noise, and their classes."""
+  """Images of one noisy grey value each, with labels."""
   rng = np.random.RandomState(0)
   pixels = np.add.outer(values, rng.randint(0, 6, (8, 8, 3)))
   encoded = [images_lib.encode_png(x.astype(np.uint8)) for x in pixels]
@@ -74,7 +74,7 @@ def grey(values, labels, names):
 
 @pytest.fixture
 def task(tiny_config):
-  """A classifier whose layer 0 is 0, and layer 1 the mean grey."""
+  """A classifier whose layer 0 is 0 and whose layer 1 is the mean grey."""
   tiny_config.pp.channels = 3
   tiny_config.update(batch=8, batch_eval=8, layer_probe=2)
   tiny_config.fewshot.update(shots=(1, 3), seeds=(0, 5), squeeze=1.0)
@@ -91,9 +91,9 @@ def task(tiny_config):
 
 @pytest.fixture
 def splits(monkeypatch):
-  """Sources by the split's name: two classes, 3 images each to train on.
+  """Sources by split name: two classes with 3 training images each.
 
-  The third test image is light, and labelled as dark.
+  The third test image is light, but labelled as dark.
   """
   names = ('dark', 'light')
   opened = {
@@ -111,7 +111,7 @@ def mesh():
   return sharding.make_mesh({'data': 1}, jax.devices()[:1])
 
 
-def test_the_accuracy_of_a_split(task, splits, mesh):
+def test_accuracy_on_a_split(task, splits, mesh):
   probe = probes.FewShot(task, mesh)
   found = probe.accuracies({}, {})
   assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
@@ -122,7 +122,7 @@ def test_the_accuracy_of_a_split(task, splits, mesh):
 
 
 def test_classes_are_matched_by_name(task, splits, mesh):
-  """The test images lack the first class, so that 'light' is their first one."""
+  """The test images lack the first class, so 'light' comes first."""
   task.config.fewshot.update(shots=(2,), knn=(3,))
   splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
   assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0, 'knn_3': 1.0}
@@ -140,13 +140,13 @@ def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   found = probe.run({}, {})
   rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
   table = {row['layer']: row['accuracy'] for row in rows}
-  # Shades can be told apart, and features that are all 0 cannot.
+  # Shades are separable; features that are all 0 are not.
   assert table == {'layer_0': 0.5, 'layer_1': 1.0, 'pixels': 1.0}
   assert list(table) == ['layer_0', 'layer_1', 'pixels']
   assert found == {'probe_best': 1.0, 'probe_pixels': 1.0}
   assert 'pixels      100.00 %' in capsys.readouterr().out
   assert (tmp_path / 'probe.png').read_bytes()[1:4] == b'PNG'
-  # The spread of the draws.
+  # The standard deviation over seeds.
   draws = {'layer_0': [0.5, 0.7], 'layer_1': [0.5] * 2, 'pixels': [0.25, 0.75]}
   probe.accuracies = lambda *_: {name: {2: x} for name, x in draws.items()}
   assert probe.run({}, {}) == {'probe_best': pytest.approx(0.6), 'probe_pixels': 0.5}
@@ -155,7 +155,7 @@ def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   assert 'layer_0      60.00 % ± 14.14  best layer\n' in capsys.readouterr().out
 
 
-def test_what_an_evaluation_needs(task, splits, mesh):
+def test_layer_probe_requirements_are_named(task, splits, mesh):
   task.config.layer_probe = 4
   with pytest.raises(ValueError, match='shots=4 .* 3 examples'):
     probes.LayerProbe(task, mesh)

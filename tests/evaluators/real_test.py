@@ -15,11 +15,11 @@ from vit_jax.evaluators import real
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
-# Of the files 1 to 6; number 2 and 5 do not count.
+# Labels of files 1 to 6; files 2 and 5 do not count.
 LABELS = [[0, 2], [], [1], [2, 1], [], [0]]
-# What `task` predicts of the images 1 to 6, which are as grey as that.
+# Predictions of `task` for images 1 to 6, encoded in their grey values.
 PREDICTED = [2, 0, 0, 1, 1, 0]
-ORDER = [4, 1, 6, 3, 2, 5]  # Data come in another order.
+ORDER = [4, 1, 6, 3, 2, 5]  # The data have another order.
 
 
 def png(number):
@@ -39,7 +39,7 @@ def source(names=None):
 
 @pytest.fixture
 def task(tiny_config):
-  """A classifier that tells three shades of grey apart, without a model."""
+  """A classifier of three shades of grey, without a model."""
   tiny_config.pp.channels = 3
   tiny_config.batch_eval = 8
   config = run_config.complete(tiny_config)
@@ -68,7 +68,7 @@ def test_sets_of_labels_are_matched_by_file_name(task, tmp_path):
     evaluator.run({}, {}, lambda: True)
 
 
-def test_files_of_a_folder_have_their_names(task, tmp_path):
+def test_image_folders_provide_file_names(task, tmp_path):
   for i in ORDER:
     folder = tmp_path / 'validation' / 'abc'[i % 3]
     folder.mkdir(parents=True, exist_ok=True)
@@ -93,17 +93,17 @@ def test_files_of_a_folder_have_their_names(task, tmp_path):
     ('[[1', 'list of lists'),
   ],
 )
-def test_labels_of_something_else(task, tmp_path, labels, message):
+def test_unsuitable_labels_are_named(task, tmp_path, labels, message):
   with pytest.raises(ValueError, match=f'real.json.*{message}'):
     make(task, labels, tmp_path / 'real.json')
 
 
-def test_a_file_that_is_not_there(task, tmp_path):
+def test_a_missing_file_is_named(task, tmp_path):
   with pytest.raises(FileNotFoundError, match='no/real.json'):
     real.Real(task, None, None, 'validation', 'no/real.json')
 
 
-def test_images_without_the_names_of_files(task, tmp_path):
+def test_images_without_imagenet_file_names_are_named(task, tmp_path):
   names = ['ILSVRC2012_val_00000007.JPEG', *['n015_54.JPEG'] * 5]
   evaluator = make(task, LABELS, tmp_path / 'real.json', lambda *_: source(names))
   with pytest.raises(ValueError, match="'example 0' and 5 more"):  # fmt: skip

@@ -8,7 +8,7 @@ from vit_jax.evaluators import features, solvers
 
 
 def blobs(seed, count=300, noise=1.0):
-  """Points around the corners of a triangle, in 6 dimensions, 4 of noise."""
+  """Points around the corners of a triangle in 6 dimensions, 4 of them noise."""
   rng = np.random.RandomState(seed)
   labels = np.arange(count) % 3
   values = noise * rng.randn(count, 6)
@@ -17,7 +17,7 @@ def blobs(seed, count=300, noise=1.0):
 
 
 def closed_form(x, labels, num_classes, l2, test):
-  """Scores by the published formula, in NumPy and float64 only."""
+  """Scores by the published formula, in NumPy with float64."""
   x, test = x.astype(np.float64), test.astype(np.float64)
   mean, std = x.mean(axis=0), x.std(axis=0) + 1e-5
   x, test = (np.c_[(v - mean) / std, np.full(len(v), 100.0)] for v in (x, test))
@@ -27,12 +27,12 @@ def closed_form(x, labels, num_classes, l2, test):
 
 
 @pytest.mark.parametrize(('n', 'd'), [(60, 20), (20, 60), (21, 20)])
-def test_scores_are_those_of_the_closed_form(n, d, monkeypatch):
+def test_scores_match_the_closed_form(n, d, monkeypatch):
   """More examples than features, and fewer: the dual problem."""
   rng = np.random.RandomState(0)
   x = rng.randn(n, d).astype(np.float32) * rng.uniform(0.1, 9, d) + 3
-  x[:, 5] = 7  # A feature without information.
-  x[:, 6] *= 1e-4  # A feature whose deviation is near the added 1e-5.
+  x[:, 5] = 7  # A constant feature.
+  x[:, 6] *= 1e-4  # A feature whose deviation is close to the added 1e-5.
   x, test = x.astype(np.float32), rng.randn(8, d).astype(np.float32)
   test[:, 5] = 7
   test[:, 6] *= 1e-4
@@ -45,8 +45,8 @@ def test_scores_are_those_of_the_closed_form(n, d, monkeypatch):
 
 
 @pytest.mark.parametrize('each', [True, False])
-def test_the_gradient_of_the_penalised_loss_is_zero_at_the_optimum(each):
-  """L-BFGS on the mean cross-entropy + l2 / 2 |W|^2, of any origin and scale."""
+def test_gradient_of_the_penalised_loss_is_zero_at_the_optimum(each):
+  """L-BFGS on mean cross-entropy + l2 / 2 |W|^2, for shifted and scaled inputs."""
   train, l2 = blobs(0), 0.01
   x = 50 * train.values + 3
   model = solvers.logistic(train._replace(values=x), l2, each)
@@ -75,8 +75,8 @@ def test_held_out_images_choose_the_penalty(monkeypatch):
   assert found.accuracy > 0.7
 
 
-def test_neighbours_vote_as_in_scikit_learn(monkeypatch):
-  """Several k at once, in parts of 7 test images; unlabelled images do not vote."""
+def test_neighbours_match_scikit_learn(monkeypatch):
+  """Several k at once, in batches of 7 test images; unlabelled images do not vote."""
   train, test = blobs(1, 200, 1.5), blobs(2, 100, 1.5)
   train = train._replace(labels=np.where(np.arange(200) % 9, train.labels, -1))
   monkeypatch.setattr(solvers, '_SIMILARITIES', 7 * 177)
