@@ -1,4 +1,4 @@
-"""A training without computation, for tests of programs that train many runs."""
+"""Fake training, for tests of programs that train many runs."""
 
 import pathlib
 
@@ -7,14 +7,14 @@ from vit_jax.run import config as run_config, workdir as workdir_lib
 
 
 class Fake:
-  """Takes the place of train.train_and_evaluate.
+  """Replaces train.train_and_evaluate.
 
   Args:
-    monkeypatch: the fixture of pytest.
-    measure: function from a complete config to metrics; it may raise.
+    monkeypatch: pytest's fixture.
+    measure: a function from a complete config to metrics; may raise.
 
   Attributes:
-    trained: names of the folders of all calls.
+    trained: folder names of all calls.
     configs: their configs, by name.
   """
 
@@ -29,7 +29,7 @@ class Fake:
     if (pathlib.Path(workdir) / 'config.json').exists():
       return None, self.measure(config)  # The caller has written a run.
     workdir_lib.create(workdir, config, {}, {})
-    for step in (10, 20):  # As Orbax would leave them.
+    for step in (10, 20):  # Like checkpoints of Orbax.
       folder = pathlib.Path(workdir) / 'checkpoints' / str(step) / 'default'
       folder.mkdir(parents=True, exist_ok=True)
       (folder / '_METADATA').write_text('')

@@ -1,4 +1,4 @@
-"""Tests of what is held out of training data."""
+"""Tests of the held-out part of training data."""
 
 import itertools
 
@@ -20,7 +20,7 @@ from vit_jax.studies import held_out
   ('train[102400:]', '1200000',
    ('train[102400:-1200000]', 'train[-1200000:]', 'train[102400:]')),
 ])  # fmt: skip
-def test_parts_of_the_training_data(split, amount, parts):
+def test_splits_the_training_data(split, amount, parts):
   found = held_out.cut(split, 'test', amount)
   assert found == parts
   info = tfds.core.SplitInfo(
@@ -31,14 +31,14 @@ def test_parts_of_the_training_data(split, amount, parts):
     bounds = [slices.bounds(info, part) for _, part in slices.parts(split)]
     return sorted(bounds)
 
-  # The two parts do not overlap, and together they are the whole.
+  # The two parts do not overlap and cover the whole.
   pieces = sorted(positions(found.train) + positions(found.held_out))
   [(begin, end)] = positions(found.all)
   assert (pieces[0][0], pieces[-1][1]) == (begin, end)
   assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
 
 
-def test_another_split_is_held_out():
+def test_holds_out_another_split():
   for split, other in (('a[:5]+b', 'val'), ('train[:80%]', 'train[80%:85%]')):
     found = held_out.cut(split, 'test', other)
     assert found == (split, other, f'{split}+{other}')
@@ -55,6 +55,6 @@ def test_another_split_is_held_out():
   ('train[:90%]', '20', 'must both be in percent'),
   ('train', 'train[', "held_out='train\\[' must be a split"),
 ])  # fmt: skip
-def test_a_sweep_without_a_held_out_part_is_refused(split, amount, message):
+def test_unsuitable_held_out_parts_are_rejected(split, amount, message):
   with pytest.raises(ValueError, match=message):
     held_out.cut(split, 'train[90%:]', amount)

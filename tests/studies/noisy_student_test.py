@@ -15,7 +15,7 @@ from vit_jax.studies import labelling, noisy_student, runs as runs_lib
 
 
 def make_config(data_dir):
-  """The config of the example, cut down to two updates of a tiny model."""
+  """The example config, reduced to two updates of a tiny model."""
   config = noisy_student_digits.get_config()
   tiny = conftest.make_tiny_config(data_dir)
   for run in (config.teacher, config.student):
@@ -35,7 +35,7 @@ def make_config(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(data_dir, tmp_path_factory):
-  """A student of an untrained teacher; labelling was interrupted once."""
+  """A student of an untrained teacher, with labelling interrupted once."""
   config, workdir = make_config(data_dir), tmp_path_factory.mktemp('student')
   really = train.train_and_evaluate
 
@@ -59,7 +59,7 @@ def finished(data_dir, tmp_path_factory):
   return config, workdir, rows
 
 
-def test_pseudo_labels_are_what_the_teacher_predicts(finished):
+def test_pseudo_labels_match_the_teacher(finished):
   config, workdir, _ = finished
   run = copy.deepcopy(config.student)
   run.pp.train = 'unlabelled_1[:300]'
@@ -78,7 +78,7 @@ def test_pseudo_labels_are_what_the_teacher_predicts(finished):
   want = model.probabilities(encoded)
   got = looked_up.features(source, chosen)
   assert got['image'] == encoded
-  # The four most probable classes; the rest is spread evenly.
+  # The top four classes; the remaining probability is spread evenly.
   best = -np.sort(-want)
   best[:, 4:] = best[:, 4:].mean(1, keepdims=True)
   np.testing.assert_allclose(-np.sort(-np.array(got['soft_label'])), best, atol=1e-5)
@@ -87,7 +87,7 @@ def test_pseudo_labels_are_what_the_teacher_predicts(finished):
   assert set(classes) <= {0, 50}
 
 
-def test_the_result_is_that_of_the_runs(finished):
+def test_the_table_matches_the_runs(finished):
   _, workdir, rows = finished
   assert json.loads((workdir / 'noisy_student.json').read_text()) == rows
   assert [row['variant'] for row in rows] == ['teacher', 'student 1']
@@ -106,7 +106,7 @@ def test_finished_work_is_not_repeated(finished, monkeypatch, capsys):
   assert '300 of 300 images labelled' in out
 
 
-def test_other_settings_are_refused(finished):
+def test_other_settings_are_rejected(finished):
   config, workdir, _ = finished
   config = copy.deepcopy(config)
   config.update(confidence=0.5, soft_classes=None)
@@ -116,7 +116,7 @@ def test_other_settings_are_refused(finished):
     noisy_student.noisy_student(config, str(workdir))
 
 
-def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path):
+def test_a_teacher_of_other_classes_is_rejected(finished, image_folder, tmp_path):
   config, workdir, _ = finished
   config = copy.deepcopy(config)
   config.teacher_workdir = str(workdir / 'teacher_1')
@@ -129,7 +129,7 @@ def test_a_teacher_of_other_classes_is_refused(finished, image_folder, tmp_path)
 
 @pytest.fixture
 def recorded(monkeypatch, data_dir, tmp_path):
-  """Records what would be trained and labelled."""
+  """Records the runs to train and the images to label."""
   trained, labelled = {}, []
 
   def train_all(runs, workdir):
@@ -153,7 +153,7 @@ def recorded(monkeypatch, data_dir, tmp_path):
   return config, trained, labelled
 
 
-def test_a_student_is_the_next_teacher(recorded, tmp_path, capsys):
+def test_a_student_becomes_the_next_teacher(recorded, tmp_path, capsys):
   config, trained, labelled = recorded
   config.seeds = (0, 2)
   config.student.update(total_steps=None, total_epochs=4.0)
@@ -182,7 +182,7 @@ def test_a_student_is_the_next_teacher(recorded, tmp_path, capsys):
   assert 'none for 1 class, such' in capsys.readouterr().out
 
 
-def test_a_given_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
+def test_an_existing_teacher_is_not_trained(recorded, tmp_path, monkeypatch):
   config, trained, labelled = recorded
   config.teacher_workdir = '/runs/big'
   names = [str(i) for i in range(10)]
@@ -218,7 +218,7 @@ def test_wrong_values_are_named(data_dir, tmp_path, key, value, message):
   assert not list(tmp_path.iterdir())
 
 
-def test_draws_of_ten_labels_a_class(data_dir):
+def test_draws_ten_labels_per_class(data_dir):
   config = common.set_dataset(common.get_config(), 'digits/few10')
   config.tfds_data_dir = data_dir
   target = sklearn_datasets.load_digits().target
@@ -232,7 +232,7 @@ def test_draws_of_ten_labels_a_class(data_dir):
   np.testing.assert_array_equal(total, np.bincount(target))
 
 
-def test_the_recipe_is_the_published_one():
+def test_recipe_matches_the_paper():
   """arXiv 1911.04252 and its code."""
   config = recipe.get_config('s16,imagenet2012,/data/photos,b16')
   assert (config.confidence, config.per_class) == (0.3, 130_000)

@@ -1,4 +1,4 @@
-"""Tests of many runs in one workdir; nothing here is compiled."""
+"""Tests of many runs in one workdir; nothing is compiled."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ def fake(monkeypatch):
 
 
 def make(config, **rates):
-  """Runs that differ in the learning rate, by name."""
+  """Runs that differ in the learning rate; `rates` by name."""
   return [
     runs_lib.Run(name, runs_lib.changed(config, {'base_lr': rate}))
     for name, rate in rates.items()
@@ -47,7 +47,7 @@ def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
   )
 
 
-# Another machine, which has locked a folder.
+# Another machine that has locked a folder.
 HOLDS = """
 import fcntl, sys, time
 file = open(sys.argv[1], 'w')
@@ -63,7 +63,7 @@ time.sleep(600)
 def test_a_run_that_another_machine_has_locked_comes_last(
   is_done, tiny_config, fake, tmp_path, monkeypatch, capsys
 ):
-  """It is finished there, or resumed here when that machine is killed."""
+  """It finishes there, or is resumed here once that machine is killed."""
   runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
   (tmp_path / 'a').mkdir()
   other = subprocess.Popen(
@@ -144,7 +144,7 @@ def test_an_interrupted_run_resumes(tiny_config, fake, tmp_path):
     ({'pretrained': '/no/such.npz'}, "run 'b': .*/no/such.npz"),
   ],
 )
-def test_a_wrong_config_stops_all_before_the_first(
+def test_a_wrong_config_is_rejected_before_any_training(
   changes, message, tiny_config, fake, tmp_path
 ):
   wrong = runs_lib.Run('b', runs_lib.changed(tiny_config, changes))
@@ -154,7 +154,7 @@ def test_a_wrong_config_stops_all_before_the_first(
   assert not list(tmp_path.iterdir())
 
 
-def test_names_are_those_of_folders(tiny_config, fake, tmp_path):
+def test_names_must_be_unique_folder_names(tiny_config, fake, tmp_path):
   a = make(tiny_config, a=0.1)
   with pytest.raises(ValueError, match="'a' occurs 2 times"):
     runs_lib.train_all(a + a, tmp_path)
@@ -169,7 +169,7 @@ def test_names_are_those_of_folders(tiny_config, fake, tmp_path):
     ({'evals': (('x', 'test'),), 'best_metric': 'loss_x'}, 'evals: '),
   ],
 )
-def test_a_folder_of_another_config_is_refused(
+def test_a_folder_of_another_config_is_rejected(
   changes, message, tiny_config, fake, tmp_path
 ):
   runs = make(tiny_config, a=0.1)
@@ -214,7 +214,7 @@ def test_a_damaged_result_is_named(content, message, tiny_config, fake, tmp_path
     runs_lib.train_all(runs, tmp_path)
 
 
-def test_values_are_changed_by_dotted_keys(tiny_config):
+def test_changes_values_by_dotted_keys(tiny_config):
   changes = {
     'pp.crop': (8, 16),
     'model.transformer.norm_eps': 1e-5,
@@ -240,12 +240,12 @@ def test_values_are_changed_by_dotted_keys(tiny_config):
     ('batch.size', "'batch' is not a group"),
   ],
 )
-def test_a_key_that_does_not_exist_is_named(key, message, tiny_config):
+def test_unknown_keys_are_named(key, message, tiny_config):
   with pytest.raises(ValueError, match=message):
     runs_lib.changed(tiny_config, {key: 1})
 
 
-def test_mean_and_sample_deviation():
+def test_mean_and_sample_standard_deviation():
   values = [0.9915, 0.9912, 0.9918]
   found = summaries.row({'name': 'a'}, {**dict(enumerate(values)), 7: None})
   assert found['mean'] == pytest.approx(np.mean(values))
@@ -256,7 +256,7 @@ def test_mean_and_sample_deviation():
   assert summaries.format_values('loss_test', []) == '-'
 
 
-def test_the_margin_is_taken_seed_by_seed(tmp_path, monkeypatch, capsys):
+def test_margin_is_computed_per_seed(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
   found = {'base': {0: 0.5, 1: 0.6, 2: 0.7}, 'better': {0: 0.6, 1: 0.8, 2: None}}
   base, better = summaries.report(

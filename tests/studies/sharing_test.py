@@ -1,4 +1,4 @@
-"""Tests of studies whose runs are trained by several commands."""
+"""Tests of studies whose runs are trained by several processes."""
 
 import itertools
 import json
@@ -13,8 +13,8 @@ from vit_jax.commands import hosts, train as command
 from vit_jax.configs import common
 from vit_jax.data.tfds import builders
 
-# A machine that shares a sweep: no machine ends its first run before all have
-# begun one.
+# A machine that shares a sweep. No machine finishes its first run before all have
+# started one.
 MACHINE = """
 import pathlib, sys, time
 import pytest
@@ -94,7 +94,7 @@ def test_machines_share_a_sweep(tmp_path):
 
 
 def test_machines_may_prepare_the_same_data_at_once(data_dir, monkeypatch):
-  """TFDS raises an error on the machine that comes later."""
+  """TFDS raises an error on the later machine."""
   config = common.get_config()
   config.tfds_data_dir = data_dir
   dataset = 'digits/few10'
@@ -110,7 +110,7 @@ def test_machines_may_prepare_the_same_data_at_once(data_dir, monkeypatch):
 
 @pytest.fixture
 def study(tmp_path, data_dir, monkeypatch):
-  """Runs the command of a study; of a workdir, and further words."""
+  """Runs the command of a study in a workdir, with further flags."""
   monkeypatch.setattr(hosts, 'run', lambda args, work: work())
   file = tmp_path / 'study.py'
   file.write_text(STUDY)
@@ -157,6 +157,6 @@ def test_a_printed_command_trains_a_run_of_the_study(
     study('printed', '--run=slow_7')
 
 
-def test_programs_whose_runs_build_on_each_other_have_none_to_choose():
+def test_programs_with_dependent_runs_reject_run_flags():
   with pytest.raises(ValueError, match="trainer='transfer'.*--print and --run"):
     command.main(['--config=configs/digits_transfer.py', '--workdir=/w', '--run=a'])

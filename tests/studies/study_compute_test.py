@@ -24,7 +24,7 @@ def config_of(data_dir):
   return config
 
 
-def test_the_compute_of_runs_is_that_of_closed_form(
+def test_compute_of_runs_matches_the_closed_form(
   data_dir, tmp_path, monkeypatch, capsys
 ):
   config = config_of(data_dir)
@@ -44,14 +44,14 @@ def test_the_compute_of_runs_is_that_of_closed_form(
   rows = json.loads((tmp_path / 'study.json').read_text())
   for row, steps in zip(rows, (60, 180, 540), strict=True):
     assert row['line'] == 'ViT'
-    # 5 classes; 32 images an update.
+    # 5 classes; 32 images per update.
     assert row['x'] == pytest.approx(6 * count * 32 * steps / 1e18)
     assert row['mean'] == pytest.approx(steps / 1000 + 0.01)
   out = capsys.readouterr().out
   assert all(f'{row["x"]:.4g}' in out for row in rows)
 
 
-def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):
+def test_a_wrong_x_value_is_named(data_dir, tmp_path):
   config = config_of(data_dir)
   config.x = (('ViT', 'flops'), *config.x[1:])
   with pytest.raises(ValueError, match="x=.*'flops'.*config.x"):
@@ -59,7 +59,7 @@ def test_a_wrong_place_on_the_axis_is_named(data_dir, tmp_path):
 
 
 @pytest.mark.parametrize('dataset', data_scaling.SUBSETS)
-def test_the_models_in_small_take_about_the_same_compute(dataset):
+def test_small_models_have_similar_compute(dataset):
   config = data_scaling.get_config(dataset)
   assert config.base.dataset == dataset
   assert [x for _, x in config.x] == 3 * [*data_scaling.SUBSETS[dataset]]
@@ -95,7 +95,7 @@ def test_studies_of_fashion_mnist(module):
     ('bit', 'head/kernel', (512, 10)),
   ],
 )
-def test_small_models_of_28_pixels(name, path, shape):
+def test_small_models_for_28_pixels(name, path, shape):
   for dataset, flip in (('fashion_mnist', True), ('mnist', False)):
     config = fashion_mnist.get_config(f'{name},{dataset}')
     assert (config.dataset, config.pp.flip) == (dataset, flip)
@@ -105,6 +105,6 @@ def test_small_models_of_28_pixels(name, path, shape):
   assert found[path].shape == shape
 
 
-def test_another_small_model_is_refused():
+def test_unknown_small_models_are_rejected():
   with pytest.raises(ValueError, match="'vti'.*fashion_mnist.py:"):
     fashion_mnist.get_config('vti')

@@ -1,4 +1,4 @@
-"""Tests of studies; nothing here is compiled."""
+"""Tests of studies; nothing is compiled."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_variants_are_compared_over_seeds(config, monkeypatch, tmp_path, capsys)
   assert (wide.model.hidden_size, wide.pp.crop, wide.seed) == (32, 16, 2)
   assert wide.pp.train == 'few_2'
   assert fake.configs['small_2'].pp.crop == 8
-  # Of .16 and .162: the mean .161, and .002 / sqrt(2).
+  # Over 0.16 and 0.162: mean 0.161, deviation 0.002 / sqrt(2).
   assert found[0] == {
     'variant': 'small', 'metric': 'accuracy_test', 'mean': pytest.approx(0.161),
     'std': pytest.approx(0.002 / 2**0.5), 'seed_0': 0.16, 'seed_2': 0.162,
@@ -53,7 +53,7 @@ def test_variants_are_compared_over_seeds(config, monkeypatch, tmp_path, capsys)
   assert (tmp_path / 'study.png').read_bytes().startswith(b'\x89PNG')
 
 
-def test_the_table_comes_before_what_failed(config, monkeypatch, tmp_path):
+def test_writes_the_table_before_raising_failures(config, monkeypatch, tmp_path):
   def fail(config):
     if config.model.hidden_size == 32 or config.seed == 0:
       raise FloatingPointError('loss nan')

@@ -18,7 +18,7 @@ CONFIG = ['--config=configs/digits.py', '--workdir=/tmp/w']
     ('pp.crop_area=(.05, 1.0),None', {'pp.crop_area': [(0.05, 1.0), None]}),
   ],
 )
-def test_values_are_pythons_or_words(text, values):
+def test_values_are_python_literals_or_words(text, values):
   assert sweep.parse_values([text]) == values
 
 
@@ -35,14 +35,14 @@ def test_wrong_values_are_named(text):
     sweep.parse_values([text])
 
 
-def test_the_config_of_a_program_is_no_sweep(monkeypatch):
+def test_configs_of_other_programs_are_rejected(monkeypatch):
   monkeypatch.setattr(sweep.hosts, 'run', lambda args, work: work())
   words = ['--config=configs/digits_transfer.py', '--workdir=/w', '--values=batch=1']
   with pytest.raises(ValueError, match="trainer='transfer': a sweep needs the"):
     sweep.main(words)
 
 
-def test_a_command_for_each_run(monkeypatch, capsys, tmp_path):
+def test_prints_a_command_for_each_run(monkeypatch, capsys, tmp_path):
   monkeypatch.setattr(sweep.hosts, 'run', lambda args, work: work())
   words = [
     CONFIG[0], f'--workdir={tmp_path}/w', '--held_out=10%',

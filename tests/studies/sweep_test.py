@@ -1,4 +1,4 @@
-"""Tests of sweeps; only the last one trains."""
+"""Tests of sweeps; only the last test trains."""
 
 import json
 import math
@@ -16,7 +16,7 @@ RATES = {'base_lr': (0.001, 0.01, 0.1)}
 
 
 def measure(config):
-  """Metrics that are best at a learning rate of .01, worse without test data."""
+  """Metrics that are best at a learning rate of 0.01."""
   [(name, *_)] = run_config.evaluations(config)
   away = abs(math.log10(config.base_lr) + 2) / 10
   return {f'accuracy_{name}': 0.9 - away + config.seed / 100, f'loss_{name}': 1 + away}
@@ -48,7 +48,7 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
     assert (run.pp.train, run.seed, run.base_lr) == ('train', seed, 0.01)
     assert run_config.evaluations(run) == [('test', 'test', None)]
   assert found['best'] == {'base_lr': 0.01}
-  # Of .9, .91 and .92.
+  # Over 0.9, 0.91 and 0.92.
   assert found['test'][0] == {
     'base_lr': 0.01, 'metric': 'accuracy_test', 'mean': pytest.approx(0.91),
     'std': pytest.approx(0.01), 'seed_0': pytest.approx(0.9),
@@ -67,14 +67,14 @@ def test_the_best_value_is_tested_over_seeds(config, fake, tmp_path, capsys):
   assert fake.trained[6:] == ['base_lr=0.02', 'base_lr=0.01,test_3']
 
 
-def test_the_choice_measures_the_held_out_part_alone(config):
+def test_choice_is_evaluated_only_on_the_held_out_part(config):
   config = runs_lib.changed(config, {'fewshot.shots': (1,)})
   plan = sweep.make(config, RATES)
   assert plan.choice_runs()[0].config.fewshot.shots == ()
   assert plan.test_runs({'base_lr': 0.1})[0].config.fewshot.shots == (1,)
 
 
-def test_the_winner_can_be_trained_on_the_same_part(config, fake, tmp_path):
+def test_the_best_value_can_be_retrained_on_the_same_part(config, fake, tmp_path):
   sweep.sweep(config, str(tmp_path), RATES, seeds=1, refit='part')
   assert fake.configs['base_lr=0.01,test_0'].pp.train == 'train[:90%]'
 
@@ -97,7 +97,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys):
   ]  # fmt: skip
   assert fake.configs['base_lr=0.1,classifier=gap'].model.classifier == 'gap'
   assert len(found['choice']) == 4
-  # The first of equal ones, at the edge of the rates.
+  # The first of the ties, at the edge of the rates.
   assert found['best'] == {'base_lr': 0.01, 'model.classifier': 'token'}
   out = capsys.readouterr().out
   assert 'Chosen: base_lr=0.01,classifier=token. Equally good: 1 more.' in out
@@ -105,7 +105,7 @@ def test_several_keys_make_a_grid(config, fake, tmp_path, capsys):
   assert 'Mean and standard deviation over 1 seed:' in out
 
 
-def test_a_loss_chooses_the_lowest(config, fake, tmp_path):
+def test_chooses_the_lowest_loss(config, fake, tmp_path):
   fake.measure = lambda config: {
     **measure(config), 'loss_held_out': config.base_lr, 'loss_test': 0.0
   }  # fmt: skip
@@ -114,7 +114,7 @@ def test_a_loss_chooses_the_lowest(config, fake, tmp_path):
 
 
 def test_one_run_of_a_sweep(config, fake, tmp_path):
-  """The sweep skips the runs that a scheduler's jobs have trained."""
+  """The sweep skips runs already trained by a scheduler's jobs."""
   workdir, plan = str(tmp_path), sweep.make(config, RATES, seeds=2)
 
   def names():
@@ -136,7 +136,7 @@ def test_one_run_of_a_sweep(config, fake, tmp_path):
     sweep.sweep(config, workdir, RATES, seeds=2, only='base_lr=2')
 
 
-def test_values_that_diverge_lose(config, fake, tmp_path, capsys):
+def test_diverged_values_lose(config, fake, tmp_path, capsys):
   def diverge(config):
     if config.base_lr >= limit:
       raise FloatingPointError('loss nan')
@@ -173,9 +173,7 @@ def test_a_wrong_sweep_is_named(
   assert not list(tmp_path.iterdir())
 
 
-def test_a_sweep_that_never_began_does_not_block_the_next(
-  config, fake, tmp_path, monkeypatch
-):
+def test_a_failed_sweep_does_not_block_the_next(config, fake, tmp_path, monkeypatch):
   def fail(config, workdir, held):
     raise ValueError("data set 'digits' has no split 'nope'")
 
@@ -190,7 +188,7 @@ def test_a_sweep_that_never_began_does_not_block_the_next(
 
 
 def test_a_sweep_of_a_tiny_model(config, fake, tmp_path, monkeypatch):
-  """The run of the choice is trained, the test is not."""
+  """The choice run is trained; the test run is fake."""
 
   def train_choice(config, workdir, held):
     really = fake if workdir.endswith('test_0') else train_and_evaluate
@@ -198,17 +196,17 @@ def test_a_sweep_of_a_tiny_model(config, fake, tmp_path, monkeypatch):
 
   monkeypatch.setattr(train, 'train_and_evaluate', train_choice)
   config.update(total_steps=12, eval_every=0, checkpoint_every=0, log_images=0)
-  wanted = dict(values={'base_lr': (0.003,)}, seeds=1, metric='loss')
-  found = sweep.sweep(config, str(tmp_path), **wanted)
+  arguments = dict(values={'base_lr': (0.003,)}, seeds=1, metric='loss')
+  found = sweep.sweep(config, str(tmp_path), **arguments)
   [choice] = found['choice']
-  assert choice['loss_held_out'] < math.log(10)  # The loss without updates.
+  assert choice['loss_held_out'] < math.log(10)  # The loss before training.
   assert choice['num_examples_held_out'] == 144  # A tenth of 1,437.
   folder = tmp_path / 'base_lr=0.003'
   model = predict.load(str(folder))
   assert (model.config.base_lr, model.config.pp.train) == (0.003, 'train[:90%]')
-  # A run without result.json, as `vit_jax train` leaves it, is finished: its metrics
-  # are read, and no update is made.
+  # A finished run without result.json, as left by `vit_jax train`: its metrics are
+  # read without any update.
   (folder / 'result.json').unlink()
   monkeypatch.setattr(loop.Run, 'update', None)
-  assert sweep.sweep(config, str(tmp_path), **wanted) == found
+  assert sweep.sweep(config, str(tmp_path), **arguments) == found
   assert (folder / 'result.json').exists()

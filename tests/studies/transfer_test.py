@@ -43,7 +43,7 @@ def test_classes_and_labels_of_the_digits(data_dir):
 
 @pytest.fixture(scope='module')
 def config(data_dir):
-  """The config of the example, cut down to two steps of a tiny model."""
+  """The example config, reduced to two steps of a tiny model."""
   config = digits_transfer.get_config()
   assert config.pretrain.pp.crop < config.finetune.pp.crop
   for run in (config.pretrain, config.finetune, config.scratch):
@@ -57,7 +57,7 @@ def config(data_dir):
 
 @pytest.fixture(scope='module')
 def finished(config, tmp_path_factory):
-  """A study that does not train: its folder, its rows, the configs of its runs."""
+  """A study without training: workdir, rows and configs of its runs."""
   workdir = tmp_path_factory.mktemp('study')
   values = {
     'pretrain': 1.0, 'finetune_0': 0.3, 'finetune_1': 0.5, 'scratch_0': 0.1,
@@ -72,7 +72,9 @@ def finished(config, tmp_path_factory):
   return workdir, rows, fake.configs
 
 
-def test_both_ways_with_the_same_labels(config, finished, monkeypatch, capsys):
+def test_fine_tuning_and_scratch_use_the_same_labels(
+  config, finished, monkeypatch, capsys
+):
   workdir, rows, configs = finished
   assert json.loads((workdir / 'transfer.json').read_text()) == rows
   tuned, scratch = rows
@@ -83,14 +85,14 @@ def test_both_ways_with_the_same_labels(config, finished, monkeypatch, capsys):
   assert tuned.pp.train == scratch.pp.train == 'few_1'
   assert tuned.pretrained == str(workdir / 'pretrain')
   assert (tuned.pp, tuned.model) == (scratch.pp, scratch.model)
-  # Again: all runs are finished.
+  # A second call finds all runs finished.
   monkeypatch.setattr(train, 'train_and_evaluate', None)
   assert study.transfer(config, str(workdir)) == rows
   assert 'from scratch  25.00 ± 21.21' in capsys.readouterr().out
 
 
-def test_weights_come_in_at_another_resolution(finished, tmp_path):
-  """What is neither interpolated nor new is unchanged."""
+def test_weights_are_loaded_at_another_resolution(finished, tmp_path):
+  """Weights that are neither interpolated nor new are unchanged."""
   workdir, _, configs = finished
   before = predict.load(str(workdir / 'pretrain')).params
   prepared = train.prepare(configs['finetune_0'])

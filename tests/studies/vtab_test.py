@@ -1,4 +1,4 @@
-"""Tests of VTAB-1k as a program: missing data, the table, resuming."""
+"""Tests of the VTAB-1k program: missing data, the table, resuming."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from vit_jax.studies import runs as runs_lib, vtab
 
 @pytest.fixture
 def config(tmp_path):
-  """The config, with a tiny model and two steps; without data."""
+  """The config with a tiny model and two steps, without data."""
   config = vtab_config.get_config('testing')
   tiny = conftest.make_tiny_config(str(tmp_path / 'tfds'))
   config.run.model = tiny_models.config()
@@ -44,7 +44,7 @@ def test_tasks_with_data_are_trained_and_compared(
 
   fake_training.Fake(monkeypatch, measure)
   here = config.run.tfds_data_dir
-  # As small as VTAB allows.
+  # The smallest sizes that VTAB allows.
   sizes = {'train': 800, 'validation': 200, 'test': 24}
   vtab_data.write('kitti', here, sizes)
   workdir = str(tmp_path / 'vtab')
@@ -62,7 +62,7 @@ def test_tasks_with_data_are_trained_and_compared(
   assert kitti['mean'] == kitti['seed_0'] == 0.25
   assert rows['natural', 'dtd']['mean'] is None
   assert rows['specialised', '0 of 4']['H/14 JFT'] is None
-  # Means are over what is there, also those of the paper.
+  # Means are over the available tasks, including the paper's.
   for name in ('all', '1 of 19'), ('structured', '1 of 8'):
     assert rows[name]['mean'] == kitti['mean']
     assert rows[name]['H/14 JFT'] == pytest.approx(0.845)
@@ -70,7 +70,7 @@ def test_tasks_with_data_are_trained_and_compared(
   assert re.search(line, out)
   stored = json.loads((tmp_path / 'vtab/vtab.json').read_text())
   assert stored == result['rows']
-  # Again: the run is finished, and needs no data.
+  # A second call finds the run finished and needs no data.
   shutil.rmtree(here)
   again = vtab.vtab(config, workdir)
   assert 'already done' in capsys.readouterr().out
@@ -78,7 +78,7 @@ def test_tasks_with_data_are_trained_and_compared(
   assert again['skipped'].keys() == result['skipped'].keys()
 
 
-def test_without_any_data_it_stops_before_the_workdir_exists(config, tmp_path):
+def test_stops_before_creating_a_workdir_without_data(config, tmp_path):
   with pytest.raises(
     FileNotFoundError, match='no task of VTAB has data.*tfds_data_dir'
   ):
@@ -86,7 +86,7 @@ def test_without_any_data_it_stops_before_the_workdir_exists(config, tmp_path):
   assert not (tmp_path / 'vtab').exists()
 
 
-def test_missing_data_are_downloaded_on_request(config, monkeypatch, tmp_path, capsys):
+def test_downloads_missing_data_on_request(config, monkeypatch, tmp_path, capsys):
   prepared = []
 
   def prepare(run, dataset):
@@ -108,7 +108,7 @@ def test_missing_data_are_downloaded_on_request(config, monkeypatch, tmp_path, c
 
 
 def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_path):
-  """Their results are in the table."""
+  """The table includes their results."""
   fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
   config.update(tasks=('dtd', 'svhn'), seeds=(0, 1))
   run, _ = vtab._runs(config, 'svhn')
@@ -125,7 +125,7 @@ def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_
   assert (both['seed_0'], both['seed_1']) == (0.5, None)
 
 
-def test_every_task_has_the_setting_of_the_paper():
+def test_every_task_has_the_settings_of_the_paper():
   """Table 4: steps, batch, rate, decay; and augmentation that keeps labels."""
   assert set(common.VTAB) == set(vtab_tasks.TASKS)
   config = vtab_config.get_config('l16')
@@ -164,7 +164,7 @@ def test_every_task_has_the_setting_of_the_paper():
 
 
 def test_published_tables_agree():
-  """The means of table 9 are those of table 2, which has another digit."""
+  """The means of table 9 match table 2, which has one more digit."""
   for model, accuracies in vtab.PUBLISHED.items():
     assert list(accuracies) == list(vtab_tasks.TASKS)
     mean = np.mean(list(accuracies.values()))
@@ -203,7 +203,7 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   ({'sedes': (0,)}, "no key 'sedes': did you mean 'seeds'"),
   ({'run.evals': (('x', 'test'),)}, "'accuracy_test' is not among|evals="),
 ])  # fmt: skip
-def test_a_wrong_config_is_told_before_anything(config, changes, message, tmp_path):
+def test_a_wrong_config_is_rejected_first(config, changes, message, tmp_path):
   for key, value in changes.items():
     tiny_models.put(config, key, value)
   with pytest.raises(ValueError, match=message):
