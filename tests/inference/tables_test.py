@@ -571,11 +571,11 @@ def test_existing_files_of_another_table_are_rejected(model, images, tmp_path):
   other.params = jax.tree.map(lambda x: x * (1 + 1e-6), model.params)
   named = copy.copy(model)
   named.metadata = {'class_names': ['c', 'd']}
-  refused = ((other, few, 'weights'), (named, few, 'config'),
-             (model, images[1:9], 'images'))  # fmt: skip
+  mismatches = ((other, few, 'weights'), (named, few, 'config'),
+                (model, images[1:9], 'images'))  # fmt: skip
   stop_before_joining(model, few, out)
   for which in (parts, out):
-    for args in refused:
+    for args in mismatches:
       with pytest.raises(ValueError, match=f"'{which}'.*other .*{args[2]}[,:].*--out"):
         write(*args[:2], out)
     facts = tmp_path / '.table.csv.json'

@@ -49,7 +49,7 @@ PLANS = {
 }  # fmt: skip
 
 # Flags that cannot be planned, and the messages.
-REFUSED = (
+REJECTED = (
   ('--config.mesh.data=3', 'does not fit 8 device'),
   ('--config.batch=12', 'batch=12 is not a multiple of 8'),
   ('--topology=v3:7x9', "topology='v3:7x9' is not available"),
@@ -118,7 +118,7 @@ def results(cache):
   """
   commands = [arguments(cache, *flags) for flags in PLANS.values()]
   commands = [(args, str(file)) for args, file in commands]
-  flags = [flag for flag, _ in REFUSED]
+  flags = [flag for flag, _ in REJECTED]
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv('VIT_JAX_CACHE', str(cache))
     output = processes.run_code(_SCRIPT, *map(json.dumps, (commands, flags)))
@@ -353,7 +353,7 @@ ENTRY %main {
 
 def test_topologies_and_configs_that_do_not_fit(results):
   _, errors, coordinates, slices, second = results
-  for (_, message), error in zip(REFUSED, errors, strict=True):
+  for (_, message), error in zip(REJECTED, errors, strict=True):
     assert message in error
   for name, coords in coordinates.items():
     chips = len({tuple(c) for c in coords})

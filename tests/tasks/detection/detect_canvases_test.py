@@ -312,9 +312,9 @@ def test_two_processes_run_the_same_programs_in_the_same_order(tmp_path):
   assert {tuple(x[1:3]) for x in first['sizes']} == {(64, 32), (32, 64), (32, 32)}
   assert first['num_examples'] == 9
   assert not np.isnan(first['AP'])
-  alone = evaluate(tmp_path, jax.devices()[:1])
+  single = evaluate(tmp_path, jax.devices()[:1])
   del first['sizes']
-  assert first == pytest.approx(alone, rel=1e-5, nan_ok=True)
+  assert first == pytest.approx(single, rel=1e-5, nan_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -98,16 +98,16 @@ def compile_update(axes, devices, **fields):
 
 
 @pytest.fixture(scope='module')
-def alone():
+def single():
   """The update of the whole batch on one device."""
   return compile_update({'data': 1}, 1)
 
 
 @pytest.fixture(scope='module')
-def first(alone):
+def first(single):
   """A state of random parameters, made without compiling."""
   rng = np.random.RandomState(1)
-  abstract = alone.program.abstract
+  abstract = single.program.abstract
   state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), abstract)
   params = jax.tree.map(
     lambda x: rng.normal(0, 0.3, x.shape).astype(x.dtype), abstract.params
@@ -115,14 +115,14 @@ def first(alone):
   return state.replace(params=params)
 
 
-def test_mesh_and_micro_batches_match_one_device(alone, first, monkeypatch):
+def test_mesh_and_micro_batches_match_one_device(single, first, monkeypatch):
   """Images have up to four objects; half of them have none."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 64)
   split = compile_update({'data': 1, 'fsdp': 2, 'model': 2}, 4, accum_steps=2)
   kinds = {row['spec'] for row in sharding.report(split.program.abstract.params)}
   assert {'fsdp', 'fsdp+model'} <= kinds
   assert not sharding.not_split(split.program.abstract.params, split.mesh)
-  want, wanted = jax.device_get(alone(alone.place(first)))
+  want, wanted = jax.device_get(single(single.place(first)))
   got, found = jax.device_get(split(split.place(first)))
   for name, value in wanted.items():
     assert found[name] == pytest.approx(value, rel=1e-5), name
@@ -150,14 +150,16 @@ def test_heads_and_hidden_layers_are_split():
   assert found['backbone']['conv_root']['kernel'].is_fully_replicated
 
 
-def test_resumes_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
-  config = alone.program.task.config
-  begun, _ = alone(alone.place(first))
+def test_resumes_exactly_and_predicts_on_a_mesh(single, first, tmp_path):
+  config = single.program.task.config
+  begun, _ = single(single.place(first))
   workdir_lib.create(tmp_path, config, NAMES, data={})
   checkpoints = checkpoints_lib.Checkpoints(tmp_path)
   checkpoints.save(1, begun)
   checkpoints.close()
-  restored, step = checkpoints_lib.Checkpoints(tmp_path).restore(alone.program.abstract)
+  restored, step = checkpoints_lib.Checkpoints(tmp_path).restore(
+    single.program.abstract
+  )
   assert step == 1
   images = [np.full((40, 30, 3), value, np.uint8) for value in (50, 200)]
   want = predict.load(str(tmp_path)).detect(images, 0.0)
@@ -170,7 +172,9 @@ def test_resumes_exactly_and_predicts_on_a_mesh(alone, first, tmp_path):
     for (name, score, box), (*named, corners) in zip(ours, theirs, strict=True):
       assert [name, pytest.approx(score, abs=1e-4)] == named
       assert box == pytest.approx(corners, abs=1e-2)
-  trees.assert_same(jax.device_get(alone(restored)[0]), jax.device_get(alone(begun)[0]))
+  trees.assert_same(
+    jax.device_get(single(restored)[0]), jax.device_get(single(begun)[0])
+  )
 
 
 def test_half_precision_keeps_float32_outputs():

@@ -419,9 +419,9 @@ def test_a_converted_run_predicts_the_same(run, model, tmp_path):
   )
   assert found == pytest.approx(want, abs=1e-5)
   (tmp_path / 'mine.txt').unlink()
-  alone = predict.load_weights(path)
+  loaded = predict.load_weights(path)
   with pytest.raises(ValueError, match=r'the file next to its weights, .*txt'):
-    alone.embed_texts(['a one'])
+    loaded.embed_texts(['a one'])
 
 
 def test_the_text_tower_is_exported(model, tmp_path):
