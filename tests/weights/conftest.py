@@ -1,4 +1,4 @@
-"""Files of weights that several tests read."""
+"""Weight files shared by several tests."""
 
 import json
 
@@ -14,7 +14,7 @@ from vit_jax import checkpoint
 from vit_jax.weights import convert
 from vit_jax.weights.families import base, families, lit
 
-# Fields of models on which no shape depends.
+# Model fields that do not affect any shape.
 _VALUES = {'gelu', 'norm_eps', 'eps', 'dropout_rate', 'attention_dropout_rate'}
 
 
@@ -25,40 +25,40 @@ def sizes(fields):
   return {k: sizes(x) for k, x in fields.items() if k not in _VALUES}
 
 
-def remembered(function):
-  """Returns a family's `shapes` that traces models of equal sizes once."""
-  found = {}
+def cached(function):
+  """Caches a family's `shapes`, so that models of equal sizes are traced once."""
+  results = {}
 
   def shapes(self, config, params, num_classes, size):
     fields = sizes(json.loads(config.to_json_best_effort()))
-    of_params = str(jax.tree.map(np.shape, params))
-    key = json.dumps(fields, sort_keys=True), of_params, num_classes, size
-    if key not in found:
-      found[key] = function(self, config, params, num_classes, size)
-    return dict(found[key])
+    param_shapes = str(jax.tree.map(np.shape, params))
+    key = json.dumps(fields, sort_keys=True), param_shapes, num_classes, size
+    if key not in results:
+      results[key] = function(self, config, params, num_classes, size)
+    return dict(results[key])
 
   return shapes
 
 
 @pytest.fixture(scope='session', autouse=True)
-def _shapes_are_remembered():
-  """Tracing models is most of what reading their weights takes."""
+def _cache_shapes():
+  """Reading weights spends most of its time on tracing models."""
   with pytest.MonkeyPatch.context() as patch:
     for family in (base.Family, lit.ImageTexts):
-      patch.setattr(family, 'shapes', remembered(family.shapes))
+      patch.setattr(family, 'shapes', cached(family.shapes))
     yield
 
 
 @pytest.fixture(scope='session')
 def params():
-  """Parameters of a tiny model for images of 8 x 8 pixels, by Linen's names."""
+  """Parameters of a tiny model for 8x8 images, by their Linen names."""
   nested = tiny_models.numbers(tiny_models.tiny(), 8)
   return flax.traverse_util.flatten_dict(nested, sep='/')
 
 
 @pytest.fixture(scope='session')
 def good(tmp_path_factory, params):
-  """A folder of good files: those that are broken in what follows."""
+  """A folder of valid files, which other tests corrupt."""
   folder = tmp_path_factory.mktemp('good')
   nested = flax.traverse_util.unflatten_dict(params, sep='/')
   checkpoint.save(nested, str(folder / 'a.npz'))
@@ -78,7 +78,7 @@ def good(tmp_path_factory, params):
 
 
 def write_shards(good, folder):
-  """Writes the weights of good/hf as two files, and an index of them."""
+  """Writes the weights of good/hf as two shards and an index."""
   state = safetensors.numpy.load_file(good / 'hf' / 'model.safetensors')
   names = sorted(state)
   folder.mkdir()
@@ -95,7 +95,7 @@ def write_shards(good, folder):
 
 
 def merged(old, new):
-  """Returns a nested dict with new values; None removes one."""
+  """Merges `new` into a nested dict; None removes a key."""
   both = {
     k: merged(old[k], x) if isinstance(x, dict) and k in old else x
     for k, x in dict(new).items()
@@ -104,7 +104,7 @@ def merged(old, new):
 
 
 def changed(folder, there, arrays=(), **fields):
-  """Writes a changed copy of weights, and of JSON files by stem; returns its path."""
+  """Writes a copy with changed arrays and JSON fields (by file stem)."""
   state = safetensors.numpy.load_file(folder / 'model.safetensors')
   there.mkdir(exist_ok=True)
   safetensors.numpy.save_file(merged(state, arrays), there / 'model.safetensors')

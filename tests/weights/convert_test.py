@@ -1,4 +1,4 @@
-"""Tests of converting weights, against timm and transformers."""
+"""Tests of weight conversion against timm and transformers."""
 
 import functools
 import json
@@ -21,7 +21,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.weights import convert, reading, writing
 from vit_jax.weights.families import vit_files
 
-# What must be imported in its own way.
+# Imported through torch_models, which sets up their environment.
 timm = torch_models.timm
 transformers = torch_models.transformers
 
@@ -89,7 +89,7 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     else:
       theirs = torch_models.logits(load_elsewhere(there, kind), images)
     np.testing.assert_allclose(ours, theirs, atol=1e-4)
-  if name == 'ti16':  # timm's own reader of published files makes the same model.
+  if name == 'ti16':  # timm's own reader of published files builds the same model.
     theirs = timm.create_model(
       'vit_tiny_patch16_224', num_classes=10, act_layer='gelu_tanh', img_size=size,
       embed_dim=48, depth=2, mlp_ratio=80.1 / 48,
@@ -125,13 +125,13 @@ def transforms_elsewhere(model, folder):
     ((32, 32), None, 1),
   ],
 )
-def test_others_prepare_images_as_this_package(
+def test_other_libraries_preprocess_images_identically(
   tmp_path, monkeypatch, size, resize, channels
 ):
-  """timm and transformers see our pixels, of -1 to 1; their own defaults crop.
+  """timm and transformers produce our pixels in [-1, 1]; their defaults crop.
 
-  Where they shrink an image they average over its pixels; this package, like the
-  original, does not. Beside them it does so here.
+  They antialias when they shrink images; this package, like the original, does not.
+  For the comparison antialiasing is enabled here.
   """
   model, params = random_model('testing', size, patches={'size': (2, 2)})
   kernel = params['embedding']['kernel']
@@ -169,7 +169,7 @@ def test_others_prepare_images_as_this_package(
 
 
 @pytest.mark.parametrize('name', ['vit_tiny_r_s16_p8_224', 'vit_small_r26_s32_224'])
-def test_hybrids_of_timm_and_back(tmp_path, name):
+def test_timm_hybrids_round_trip(tmp_path, name):
   args = dict(depth=1, img_size=(32, 64), act_layer='gelu_tanh')
   theirs = torch_models.randomize(timm.create_model(name, num_classes=3, **args))
   timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
@@ -180,7 +180,7 @@ def test_hybrids_of_timm_and_back(tmp_path, name):
   model = models.make_model(found.config, num_classes=3)
   ours = our_logits(model, found.params, images)
   np.testing.assert_allclose(ours, want, atol=1e-4)
-  # By a published file, which has timm's epsilons in a file next to it.
+  # Via a published file, with timm's epsilons in a file next to it.
   _, notes = convert.convert(str(tmp_path / 'timm'), str(tmp_path / 'a.npz'))
   assert 'model.resnet.eps=published, but these weights were made for timm' in notes[0]
   convert.convert(
@@ -190,8 +190,8 @@ def test_hybrids_of_timm_and_back(tmp_path, name):
     np.testing.assert_array_equal(value, theirs.state_dict()[key])
 
 
-def test_bit_resnets_of_timm_and_back(tmp_path):
-  args = dict(stem_chs=32, channels=[128, 256, 512, 1024])  # Half of the widths.
+def test_timm_bit_resnets_round_trip(tmp_path):
+  args = dict(stem_chs=32, channels=[128, 256, 512, 1024])  # Half the widths.
   name = 'resnetv2_50x1_bit'
   theirs = torch_models.randomize(timm.create_model(name, num_classes=10, **args))
   timm.models.save_for_hf(theirs, tmp_path / 'timm', model_args=args)
@@ -205,7 +205,7 @@ def test_bit_resnets_of_timm_and_back(tmp_path):
   found, notes = convert.convert(npz, again, 'timm')
   assert (found.image_size, found.num_classes) == ((224, 224), 10)
   assert 'model.eps=timm, but these weights were made for published' in notes[0]
-  # timm's own reader of published files makes the same model.
+  # timm's own reader of published files builds the same model.
   other = timm.create_model(name, num_classes=10, **args)
   other.load_pretrained(npz)
   for model in (load_elsewhere(again, 'timm'), other):
@@ -213,7 +213,7 @@ def test_bit_resnets_of_timm_and_back(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['BiT-R50x3', 'BiT-R101x1', 'BiT-R152x4'])
-def test_bit_resnets_have_their_sizes_in_timm(name):
+def test_bit_resnet_sizes_match_timm(name):
   root = {'conv_root': {'kernel': np.zeros((7, 7, 3, 64))}}
   config = model_configs.get_config(name)
   model = writing.Model({'root_block': root}, config, None, 1000, (224, 224))
@@ -223,8 +223,8 @@ def test_bit_resnets_have_their_sizes_in_timm(name):
   assert sum(x.numel() for x in theirs.parameters()) == models_test.COUNTS[name]
 
 
-def test_every_format_keeps_what_hugging_face_says(tmp_path):
-  """Exact GELU, eps 1e-12 and the class names: of a run, an .npz, timm."""
+def test_every_format_keeps_hugging_face_settings(tmp_path):
+  """Exact GELU, eps 1e-12 and the class names, in a run, an .npz and for timm."""
   theirs = torch_models.hf_model()
   theirs.save_pretrained(tmp_path / 'hf')
   convert.convert(str(tmp_path / 'hf'), str(tmp_path / 'run'), 'workdir')
@@ -237,7 +237,7 @@ def test_every_format_keeps_what_hugging_face_says(tmp_path):
   np.testing.assert_allclose(run.logits(list(pixels)), want, atol=1e-4)
   [top, _] = run.predict(list(pixels))
   assert top[0][0] == run.class_names[want[0].argmax()]
-  # An .npz holds it in a file next to it.
+  # For an .npz they are stored in a file next to it.
   _, notes = convert.convert(str(tmp_path / 'run'), str(tmp_path / 'a.npz'))
   assert any('gelu=tanh, but these weights were made for erf' in note for note in notes)
   convert.convert(
@@ -254,7 +254,7 @@ def test_every_format_keeps_what_hugging_face_says(tmp_path):
 
 
 def check_both_ways(tmp_path, theirs, kind, want, images):
-  """Compares logits and pre-logits `want`, and the parameters that are written back."""
+  """Compares outputs with `want`; returns the config and the model converted back."""
   found = convert.read(str(tmp_path / 'there'))
   sizes = (found.num_classes, 0) if found.num_classes else (0,)
   made = [models.make_model(found.config, num_classes=n) for n in sizes]
@@ -285,7 +285,7 @@ def check_both_ways(tmp_path, theirs, kind, want, images):
      dict(classifier='token_map')),
   ],
 )  # fmt: skip
-def test_variants_of_timm_and_back(tmp_path, name, fields, expected):
+def test_timm_variants_round_trip(tmp_path, name, fields, expected):
   args = dict(depth=1, embed_dim=24, num_heads=3, img_size=(8, 12), patch_size=4)
   args.update(fields, num_classes=3)
   theirs = torch_models.randomize(timm.create_model(name, **args)).eval()
@@ -316,14 +316,14 @@ _MAE = dict(
     ('ViTMAE', 'ViTMAEForPreTraining', _MAE),
   ],
 )
-def test_variants_of_hugging_face_and_back(tmp_path, kind, name, fields):
+def test_hugging_face_variants_round_trip(tmp_path, kind, name, fields):
   cls, config = (getattr(transformers, x) for x in (name, f'{kind}Config'))
   theirs = torch_models.hf_model(cls, config, **fields).eval()
   theirs.save_pretrained(tmp_path / 'there')
   theirs = getattr(theirs, 'vit', theirs)  # Without MAE's decoder.
   images = random_images((8, 8) if kind == 'ViTMAE' else (8, 12))
   pixels = torch.tensor(images).permute(0, 3, 1, 2)
-  # Noise in ascending order leaves the patches where they are.
+  # Ascending noise keeps the patches in order.
   noise = {'noise': torch.arange(4.0).expand(2, -1)} if kind == 'ViTMAE' else {}
   with torch.no_grad():
     tokens = getattr(theirs, 'deit', theirs)(pixels, **noise).last_hidden_state
@@ -336,7 +336,7 @@ def test_variants_of_hugging_face_and_back(tmp_path, kind, name, fields):
 
 
 def test_moco_v3(tmp_path):
-  """Its file has the names of its two encoders, and fixed positions."""
+  """Its file holds two named encoders and fixed position embeddings."""
   args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4)
   name = 'vit_small_patch16_224'
   theirs = torch_models.randomize(timm.create_model(name, **args, num_classes=0))
@@ -363,7 +363,7 @@ def test_moco_v3(tmp_path):
   )
 
 
-# What these read, and a single name of its result there.
+# Hugging Face classes and the names of their outputs.
 @pytest.mark.parametrize(
   'config, name, result, fields',
   [
@@ -374,10 +374,10 @@ def test_moco_v3(tmp_path):
     ('SiglipConfig', 'SiglipForImageClassification', 'logits', {}),
   ],
 )
-def test_towers_and_single_heads_of_hugging_face(
+def test_reads_hugging_face_towers_and_single_heads(
   tmp_path, config, name, result, fields
 ):
-  if not config.startswith(('ViT', 'DeiT')):  # Images there must be squares.
+  if not config.startswith(('ViT', 'DeiT')):  # They require square images.
     fields = dict(image_size=12)
   if config == 'SiglipConfig':
     sizes = dict(
@@ -415,7 +415,7 @@ def test_relative_paths(tmp_path, tiny, monkeypatch):
   assert not list(tmp_path.glob('.*'))
 
 
-def test_head_and_pre_logits_go_round(tmp_path):
+def test_head_and_pre_logits_round_trip(tmp_path):
   _, params = random_model('testing', (32, 32), num_classes=3, representation_size=6)
   source, there = str(tmp_path / 'a.npz'), str(tmp_path / 'hf')
   checkpoint.save(params, source)
@@ -427,7 +427,7 @@ def test_head_and_pre_logits_go_round(tmp_path):
   assert convert.read(str(tmp_path / 'b.npz')).class_names == ('a', 'b', 'c')
 
 
-def test_what_the_other_side_does_not_have(tmp_path, tiny):
+def test_rejects_impossible_conversions(tmp_path, tiny):
   for name, size, kind, fields, message in (
     ('r_ti16', (32, 32), 'hf', {'transformer': SHALLOW}, 'in Hugging Face.s transf'),
     ('mixer_b32', (64, 64), 'timm', {'num_blocks': 1}, 'no counterpart in timm'),
@@ -453,7 +453,7 @@ def test_what_the_other_side_does_not_have(tmp_path, tiny):
   assert not list(tmp_path.glob('.*'))
 
 
-def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
+def test_encoder_variations_are_kept_or_rejected(tmp_path):
   path, again = str(tmp_path / 'a.npz'), str(tmp_path / 'b.npz')
   for fields in (
     {'attention_pattern': 'axial'},
@@ -472,7 +472,7 @@ def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
   _, notes = convert.convert(str(tmp_path / 'run'), again)
   assert not any('norm' in note for note in notes)
   trees.assert_same(checkpoint.load(again), params)
-  # Parameters do not tell whether the mean is subtracted, nor what attention is masked.
+  # Parameters do not reveal whether norms subtract the mean or attention is masked.
   local = {'attention_pattern': 'local', 'attention_window': 3}
   model.config.transformer.update(norm='layer_no_bias', **local)
   notes = writing.WRITERS['npz'](model, tmp_path / 'c.npz')
@@ -482,7 +482,7 @@ def test_variations_of_the_encoder_are_kept_or_refused(tmp_path):
   assert (encoder.attention_pattern, encoder.attention_window) == ('local', 3)
 
 
-def test_the_command_line(tmp_path, tiny, capsys):
+def test_command_line(tmp_path, tiny, capsys):
   path, *_ = tiny
   (tmp_path / 'names.txt').write_text('ant\nbee\ncow\n')
   convert_command.main(
@@ -499,7 +499,7 @@ def test_the_command_line(tmp_path, tiny, capsys):
   assert config['image_size'] == [8, 12]
 
 
-def test_a_run_starts_from_a_bit_resnet_of_timm(tmp_path):
+def test_run_starts_from_a_timm_bit_resnet(tmp_path):
   theirs = torch_models.randomize(
     timm.models.resnetv2._create_resnetv2_bit(
       'resnetv2_50x1_bit', layers=(1,), width_factor=0.5, in_chans=1
@@ -524,8 +524,8 @@ def test_a_run_starts_from_a_bit_resnet_of_timm(tmp_path):
     checkpoint.transferable(path, wider, config)
 
 
-def test_converting_needs_no_tensorflow(tmp_path, tiny):
-  """Triton is imported first: after TensorFlow, its import crashes."""
+def test_conversion_does_not_need_tensorflow(tmp_path, tiny):
+  """Triton is imported first, because its import crashes after TensorFlow's."""
   (tmp_path / 'triton.py').write_text('')
   script = f"""if True:
     import sys

@@ -1,4 +1,4 @@
-"""Tests of converting the weights of detectors."""
+"""Tests of converting detector weights."""
 
 import json
 
@@ -27,7 +27,7 @@ CLASSES = {0: 'N/A', 1: 'cat', 3: 'dog'}  # Ids with a gap, as in COCO.
 
 
 def hf_detr():
-  """A tiny detector of Hugging Face with a backbone of its own."""
+  """A tiny Hugging Face detector with a Transformers backbone."""
   backbone = transformers.ResNetConfig(**BACKBONE, out_features=['stage2'])
   sides = ('encoder', 'decoder')
   config = transformers.DetrConfig(
@@ -52,7 +52,7 @@ def outputs_of(theirs, images):
 
 
 def released(state):
-  """A state dict of Hugging Face under the names of the released files."""
+  """Renames a Hugging Face state dict to the names in the released files."""
   result = {}
   for name, value in state.items():
     for old, new in (
@@ -87,7 +87,7 @@ def released(state):
 
 @pytest.fixture(scope='module')
 def good(tmp_path_factory):
-  """A folder of Hugging Face's, and the model in it."""
+  """A Hugging Face folder and the model in it."""
   folder = tmp_path_factory.mktemp('detr')
   theirs = hf_detr()
   theirs.save_pretrained(folder)
@@ -118,7 +118,7 @@ def test_all_layouts_hold_the_same_detector(good, found, tmp_path):
   assert want[0].std() > 0.3
   np.testing.assert_allclose(got['logits'][-1], want[0], atol=1e-4)
   np.testing.assert_allclose(got['boxes'][-1], want[1], atol=1e-4)
-  # A run, the released layout in two formats, and back.
+  # To a run, to the released layout in two formats, and back.
   source = str(folder)
   for name, to in (
     ('run', 'workdir'),
@@ -135,20 +135,20 @@ def test_all_layouts_hold_the_same_detector(good, found, tmp_path):
       for x in (again, found)
     )
     assert {**fields, **want_fields} == fields
-    assert bool(notes) == (name != 'run')  # Only a name says if there is a dilation.
+    assert bool(notes) == (name != 'run')  # Only the file name reveals the dilation.
     source = there
   run = convert.read(str(tmp_path / 'run'))
   text = card.make(run, str(tmp_path / 'run'), tmp_path / 'hf', 'me/pets')
   assert 'pipeline_tag: object-detection' in text
   assert '- task: detect, 4 classes' in text
   assert "DetrForObjectDetection.from_pretrained('me/pets')" in text
-  # Files under the released names, made by other code, are the same.
+  # The released layout matches an independent renaming of the state dict.
   state = released(theirs.state_dict())
   other = safetensors.numpy.load_file(tmp_path / 'b.safetensors')
   assert other.keys() == state.keys()
   for name, value in state.items():
     np.testing.assert_array_equal(other[name], value)
-  # Hugging Face reads what is written for it.
+  # Hugging Face loads the converted weights.
   theirs_again = transformers.DetrForObjectDetection.from_pretrained(
     tmp_path / 'hf'
   ).eval()
@@ -156,7 +156,7 @@ def test_all_layouts_hold_the_same_detector(good, found, tmp_path):
     np.testing.assert_array_equal(ours, before)
 
 
-def test_a_released_file_tells_its_dilation_by_its_name(good, tmp_path):
+def test_dilation_is_read_from_the_released_file_name(good, tmp_path):
   _, theirs = good
   state = {k: torch.tensor(v) for k, v in released(theirs.state_dict()).items()}
   for name in ('detr-r50-dc5-f0fb7ef5.pth', 'detr-r50-e632da11.pth'):
@@ -176,7 +176,7 @@ def test_a_released_file_tells_its_dilation_by_its_name(good, tmp_path):
     ({'backbone_config': {'hidden_act': 'gelu'}}, "hidden_act is 'gelu', but .* 'relu'"),
   ],
 )  # fmt: skip
-def test_descriptions_that_are_refused(good, tmp_path, fields, message):
+def test_rejects_unsupported_configs(good, tmp_path, fields, message):
   with pytest.raises(ValueError, match=f"config.json' cannot be used: .*{message}"):
     reading.read(conftest.changed(good[0], tmp_path, config=fields))
 
@@ -193,13 +193,13 @@ NORM = 'model.backbone.conv_encoder.model.embedder.embedder.normalization.'
     ({f'{LAYER}norm.weight': np.ones(4, np.float32)}, 'not the weights of a DETR.*layers.0.norm'),
   ],
 )  # fmt: skip
-def test_files_that_are_no_whole_detector(good, tmp_path, change, message):
+def test_rejects_incomplete_detectors(good, tmp_path, change, message):
   with pytest.raises(ValueError, match=message) as error:
     convert.read(conftest.changed(good[0], tmp_path, change))
   assert str(tmp_path) in str(error.value)
 
 
-def test_some_classes_of_a_detector(good, found):
+def test_selects_some_classes_of_a_detector(good, found):
   some = convert.read(str(good[0]), class_names=('dog', 'cat'))
   assert (some.class_names, some.num_classes) == (('dog', 'cat'), 2)
   np.testing.assert_array_equal(
@@ -210,7 +210,7 @@ def test_some_classes_of_a_detector(good, found):
     convert.read(str(good[0]), class_names=('cow',))
 
 
-def test_formats_that_hold_no_detector(good, tmp_path):
+def test_rejects_formats_that_cannot_hold_a_detector(good, tmp_path):
   for to in ('timm', 'npz'):
     with pytest.raises(
       ValueError, match=rf'DETR of 1\+2 .* as {to}: pass --to=hf\|pth\|workdir'
@@ -222,7 +222,7 @@ def test_formats_that_hold_no_detector(good, tmp_path):
 
 
 def program_of(found, class_names):
-  """The program of a run whose model is like one that was read."""
+  """The program of a run with the same model as the weights."""
   config, _ = writing.as_run(found)
   config.pp.crop = 24
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
@@ -243,7 +243,7 @@ def program(found):
   return program_of(found, ('cat', 'cow'))
 
 
-def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(good, found, program):
+def test_run_starts_from_a_detector_with_rows_for_its_classes(good, found, program):
   weights = weights_for(program, good[0])
   state = program.create_state(weights)
   assert state.params['class_head']['kernel'].shape == (16, 3)
@@ -253,7 +253,7 @@ def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(good, found, p
   for path, value in reading.leaves_of(found).items():
     if not path.startswith('class_head/'):
       np.testing.assert_array_equal(got[path], value, err_msg=path)
-  # Of classes that the weights know by name, the rows of the head are taken.
+  # Rows of the head are taken for classes that the weights know by name.
   bias = found.params['class_head']['bias']
   for names, rows in (
     (found.class_names, [0, 1, 2, 3, 4]),
@@ -269,7 +269,7 @@ def test_a_run_starts_from_a_detector_with_a_head_for_its_classes(good, found, p
       np.testing.assert_array_equal(got, bias[rows])
 
 
-def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeypatch):
+def test_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeypatch):
   theirs = torch_models.randomize(
     transformers.ResNetForImageClassification(
       transformers.ResNetConfig(**BACKBONE, num_labels=3)
@@ -286,7 +286,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeyp
   want = program.abstract.params['backbone'], program.abstract.extra['frozen']
   assert {path.split('/')[0] for path in weights} == {'backbone', 'frozen'}
   assert len(weights) == len(jax.tree.leaves(want))
-  # What is frozen as published comes from these weights.
+  # Frozen layers must come from the weights.
   frozen = (('^backbone/(conv_root|block1)/', 0.0),)
   monkeypatch.setattr(program.task.config, 'lr_multipliers', frozen)
   program.task.check_weights(weights, program.abstract.params)
@@ -296,7 +296,7 @@ def test_a_run_starts_from_the_resnet_of_a_classifier(program, tmp_path, monkeyp
     convert.read(str(tmp_path))
 
 
-def test_resnets_of_timm_have_the_names_of_the_published_backbones():
+def test_timm_resnets_use_the_published_backbone_names():
   with torch.device('meta'):
     theirs = torch_models.timm.create_model('resnet50').state_dict()
   state = {
@@ -315,7 +315,7 @@ def test_resnets_of_timm_have_the_names_of_the_published_backbones():
   assert shapes == {k: v.shape for k, v in want.items()}
 
 
-def test_counters_of_batch_norm_are_left_out(good, tmp_path):
+def test_batch_norm_counters_are_dropped(good, tmp_path):
   state = {'bn1.num_batches_tracked': torch.tensor(7)}
   _, theirs = good
   for name, value in released(theirs.state_dict()).items():
@@ -327,7 +327,7 @@ def test_counters_of_batch_norm_are_left_out(good, tmp_path):
     assert reading.read(str(path)).kind == 'resnet'
 
 
-def test_other_models_are_rejected_in_a_sentence(good, program, tmp_path):
+def test_other_models_are_rejected(good, program, tmp_path):
   classifier = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(classifier, str(tmp_path / 'vit.npz'))
   convert.convert(str(tmp_path / 'vit.npz'), str(tmp_path / 'run'), 'workdir')
@@ -341,7 +341,7 @@ def test_other_models_are_rejected_in_a_sentence(good, program, tmp_path):
     )
 
 
-def test_weights_of_a_detector_detect(good, tmp_path):
+def test_detects_objects_with_detector_weights(good, tmp_path):
   _, theirs = good
   model = predict.load_weights(str(good[0]), image_size=(24, 40))
   assert model.config.task == 'detect'

@@ -16,18 +16,18 @@ from vit_jax.configs import vit as vit_config
 from vit_jax.run import config as run_config, overrides
 from vit_jax.weights import convert, fitting, writing
 
-# What must be imported in its own way.
+# Imported through torch_models, which sets up their environment.
 timm = torch_models.timm
 transformers = torch_models.transformers
 
 SCALING = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
-# Registers, MLPs with gates.
+# Number of registers, gated MLPs.
 KINDS = [(0, False), (4, True)]
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
 
 
 def of_hf(registers, gated, **fields):
-  """A tiny model of Hugging Face for images of 12 x 12, or one with other fields."""
+  """A tiny Hugging Face model for 12x12 images; `fields` override its config."""
   name = 'Dinov2WithRegisters' if registers else 'Dinov2'
   more = {'num_register_tokens': registers} if registers else {}
   sizes = dict(image_size=12, mlp_ratio=3, use_swiglu_ffn=gated, **SIZES)
@@ -36,7 +36,7 @@ def of_hf(registers, gated, **fields):
 
 
 def tokens_of(model, images, registers):
-  """Class token and patches of a model of Hugging Face or timm."""
+  """Class and patch tokens of a Hugging Face or timm model."""
   with torch.no_grad():
     images = torch.tensor(images).permute(0, 3, 1, 2)
     model = model.eval()
@@ -48,7 +48,7 @@ def tokens_of(model, images, registers):
 
 
 def our_tokens(model, images, classifier='token_unpooled'):
-  """The same of a vit_jax.weights.writing.Model."""
+  """The same for a vit_jax.weights.writing.Model."""
   return our_logits(model, images, num_classes=None, classifier=classifier)
 
 
@@ -59,13 +59,13 @@ def our_logits(model, images, **fields):
 
 
 def our_patches(folder, images, **kwargs):
-  """The patches that `vit_jax predict --embeddings=patches` writes."""
+  """The patch embeddings that `vit_jax predict --embeddings=patches` writes."""
   loaded = predict.load_weights(str(folder), image_size=images.shape[1:3], **kwargs)
   return loaded.embed(np.round((images + 1) * 127.5).astype(np.uint8), 'patches')
 
 
 def loaded_whole(cls, folder):
-  """A model of Hugging Face, all of whose arrays are in its files, and no others."""
+  """Loads a Hugging Face model whose files must hold exactly its arrays."""
   model, info = cls.from_pretrained(folder, output_loading_info=True)
   assert not info['missing_keys']
   assert not info['unexpected_keys']
@@ -79,7 +79,7 @@ def assert_close(got, want):
 
 @pytest.fixture(scope='module', params=KINDS, ids=str)
 def saved(request, tmp_path_factory):
-  """A folder of Hugging Face, its model, and how many registers the model has."""
+  """A Hugging Face folder, its model and the number of registers."""
   folder, theirs = tmp_path_factory.mktemp('hf'), of_hf(*request.param)
   theirs.save_pretrained(folder)
   (folder / 'preprocessor_config.json').write_text(json.dumps(SCALING))
@@ -96,7 +96,7 @@ def standardised(images):
   return ((images / 2 + 0.5 - mean) / std).astype(np.float32)
 
 
-def test_tokens_of_pixels_from_minus_1_to_1_are_those_of_hugging_face(saved):
+def test_tokens_match_hugging_face_for_scaled_pixels(saved):
   folder, theirs, registers = saved
   images = images_of(12, 12)
   model = writing.scaled(convert.read(str(folder)))
@@ -110,7 +110,7 @@ def test_tokens_of_pixels_from_minus_1_to_1_are_those_of_hugging_face(saved):
 
 
 def fine_tuning(folder, **fields):
-  """The config of a run from weights, which also sets these fields of the model."""
+  """The config of a run that starts from weights and overrides model fields."""
   config = vit_config.get_config('pretrained,digits,8')
   config.pretrained = str(folder)
   keys = [(f'model.{key}', str(value)) for key, value in fields.items()]
@@ -119,7 +119,7 @@ def fine_tuning(folder, **fields):
 
 
 def start(folder, config):
-  """The parameters of a model for 3 classes, and those that weights give it."""
+  """Shapes of a model's parameters for 3 classes, and the ones taken from weights."""
   model = models.make_model(config, num_classes=3)
   init = functools.partial(model.init, jax.random.key(0), train=False)
   want = jax.eval_shape(init, np.zeros((1, 8, 8, 3)))['params']
@@ -127,7 +127,7 @@ def start(folder, config):
 
 
 @pytest.mark.parametrize('saved', KINDS[1:], indirect=True)
-def test_a_run_takes_its_model_from_the_weights(saved, tmp_path):
+def test_run_takes_its_model_from_the_weights(saved, tmp_path):
   folder, *_ = saved
   config = fine_tuning(folder, **{'transformer.dropout_rate': 0.1})
   run_config.check_values(config)
@@ -144,7 +144,7 @@ def test_a_run_takes_its_model_from_the_weights(saved, tmp_path):
   assert taken['embedding/kernel'].shape == (8, 8, 3, 16)
   for key in ('patches', 'hidden_size', 'classifier'):
     assert fine_tuning(tmp_path / 'run').model[key] == config.model[key]
-  # A run that resumes has its model, and may have lost the weights.
+  # A resumed run stores its model and does not need the weights.
   config = vit_config.get_config('pretrained,digits,8')
   assert checkpoint.with_model(config, found.to_dict()).model.hidden_size == 16
   with pytest.raises(ValueError, match='pretrained=None.*--config.pretrained=PATH'):
@@ -157,7 +157,7 @@ def test_a_run_takes_its_model_from_the_weights(saved, tmp_path):
       fine_tuning(folder, **fields)
 
 
-def test_to_timm_and_back(saved, tmp_path):
+def test_timm_round_trip(saved, tmp_path):
   folder, theirs, registers = saved
   convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
   there = timm.create_model(f'local-dir:{tmp_path}/timm', pretrained=True)
@@ -175,8 +175,8 @@ def test_to_timm_and_back(saved, tmp_path):
   assert {key: processor[key] for key in SCALING} == SCALING
 
 
-def test_classifiers_of_class_token_and_mean_and_back(tmp_path):
-  """The mean leaves out the registers."""
+def test_classifiers_on_class_token_and_mean_round_trip(tmp_path):
+  """The mean excludes the registers."""
   labels = {0: 'ant', 1: 'bee', 2: 'cow'}
   sizes = dict(image_size=12, mlp_ratio=3, **SIZES, id2label=labels)
   cls = transformers.Dinov2WithRegistersForImageClassification
@@ -198,10 +198,8 @@ def test_classifiers_of_class_token_and_mean_and_back(tmp_path):
   'name, registers',
   [('vit_giant_patch14_reg4_dinov2', 4), ('deit3_small_patch16_224', 0)],
 )
-def test_timm_has_the_same_tokens_for_images_that_are_not_square(
-  tmp_path, name, registers
-):
-  """Neither model of timm adds positions to the class token."""
+def test_tokens_match_timm_for_non_square_images(tmp_path, name, registers):
+  """Neither timm model adds position embeddings to the class token."""
   args = dict(
     depth=1, embed_dim=16, num_heads=2, img_size=(8, 12), patch_size=4, mlp_ratio=4
   )  # fmt: skip
@@ -220,7 +218,7 @@ def test_timm_has_the_same_tokens_for_images_that_are_not_square(
       convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'hf')
 
 
-def test_positions_of_registers_become_part_of_them(tmp_path):
+def test_register_positions_are_merged_into_the_registers(tmp_path):
   args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4)
   args['num_classes'] = 3
   name = 'vit_so150m_patch16_reg4_gap_256'
@@ -231,7 +229,7 @@ def test_positions_of_registers_become_part_of_them(tmp_path):
   assert_close(our_logits(found, images), torch_models.logits(theirs, images))
 
 
-def test_what_hugging_face_cannot_hold_is_rejected(tmp_path):
+def test_rejects_models_that_hugging_face_cannot_hold(tmp_path):
   args = dict(depth=1, embed_dim=16, num_heads=2, img_size=8, patch_size=4)
   args.update(reg_tokens=2, no_embed_class=True)
   theirs = timm.create_model('vit_small_patch16_224', **args)
@@ -242,8 +240,8 @@ def test_what_hugging_face_cannot_hold_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize('registers, gated', KINDS)
-def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
-  """Its rotary embeddings suit images of any size; it has no biases of keys."""
+def test_hugging_face_dino_v3_round_trip(tmp_path, registers, gated):
+  """Its rotary embeddings fit images of any size, and its keys have no bias."""
   act = {'use_gated_mlp': True, 'hidden_act': 'silu'} if gated else {}
   config = transformers.DINOv3ViTConfig(
     image_size=8,
@@ -268,7 +266,7 @@ def test_dino_v3_of_hugging_face_and_back(tmp_path, registers, gated):
 
 
 @pytest.mark.parametrize('saved', KINDS[1:], indirect=True)
-def test_weights_that_lack_what_their_config_names_are_refused(saved, tmp_path):
+def test_rejects_weights_that_contradict_their_config(saved, tmp_path):
   folder, *_ = saved
   shutil.copytree(folder, tmp_path / 'cut')
   file = tmp_path / 'cut' / 'model.safetensors'

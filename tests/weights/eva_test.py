@@ -44,17 +44,17 @@ def outputs(model, images):
 @pytest.mark.parametrize(
   'name',
   [
-    # Registers, a gate, biases of queries and values.
+    # Registers, gated MLP, query and value biases.
     'vit_small_plus_patch16_dinov3_qkvb',
-    # Neighbouring channels, norms in MLP and attention, learned positions.
+    # Rotation of neighbouring channels, norms in MLP and attention, learned positions.
     'eva02_base_patch16_clip_224',
     # Columns before rows.
     'vit_small_patch16_rope_224',
-    # A norm after the pooling, biases of logits.
+    # Norm after pooling, biases on the attention logits.
     'beitv2_base_patch16_224',
   ],
 )
-def test_tokens_and_logits_are_those_of_timm_and_back(tmp_path, name):
+def test_tokens_and_logits_match_timm_and_round_trip(tmp_path, name):
   theirs = of_timm(name, tmp_path / 'a')
   found = convert.read(str(tmp_path / 'a'))
   images = np.random.RandomState(0).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
@@ -79,7 +79,7 @@ def test_tokens_and_logits_are_those_of_timm_and_back(tmp_path, name):
       convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'hf')
 
 
-def test_architectures_tell_their_rotary_embeddings():
+def test_rotary_embeddings_follow_from_the_architecture():
   """Without arguments in config.json, as for timm's own weights."""
   count = 0
   for name in timm.list_models(module='eva'):
@@ -106,14 +106,14 @@ def test_architectures_tell_their_rotary_embeddings():
   assert count > 35
 
 
-def test_weights_without_an_architecture_are_not_guessed(tmp_path):
+def test_rejects_weights_without_an_architecture(tmp_path):
   of_timm('eva02_tiny_patch14_224', tmp_path)
   (tmp_path / 'config.json').unlink()
   with pytest.raises(ValueError, match=r'rotary embeddings depend on.*config.json'):
     convert.read(str(tmp_path), num_heads=2, gelu='erf')
 
 
-def test_what_timm_cannot_compute_is_rejected(tmp_path):
+def test_rejects_models_that_timm_cannot_compute(tmp_path):
   of_timm('beit_base_patch16_224', tmp_path)
   found = convert.read(str(tmp_path))
   found.config.transformer.gelu = 'tanh'

@@ -1,4 +1,4 @@
-"""Tests of weights and files that come from elsewhere."""
+"""Tests of weights and files fetched from servers and buckets."""
 
 import http.server
 import json
@@ -20,15 +20,15 @@ from vit_jax.weights import convert, fetch, reading, writing
 
 @pytest.fixture
 def server(tmp_path, monkeypatch):
-  """A server on loopback; yields its address and what it was asked for."""
+  """A server on loopback; yields its address and the requested paths."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
-  # Without its certificate a server on loopback is not encrypted.
+  # The loopback server has no certificate and is not encrypted.
   monkeypatch.setattr(fetch, '_check_encrypted', lambda url: None)
-  asked = []
+  requested = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-      asked.append(self.path)
+      requested.append(self.path)
       status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
       served = tmp_path / 'served'
       if served.is_dir():
@@ -46,34 +46,38 @@ def server(tmp_path, monkeypatch):
 
   with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as httpd:
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield f'http://127.0.0.1:{httpd.server_port}', asked
+    yield f'http://127.0.0.1:{httpd.server_port}', requested
     httpd.shutdown()
 
 
 def test_a_url_is_fetched_once(tmp_path, server):
-  address, asked = server
+  address, requested = server
   params = {'cls': np.arange(3.0), 'head': {'kernel': np.ones((2, 3))}}
   checkpoint.save(params, str(tmp_path / 'some.npz'))
   (tmp_path / 'some.npz').rename(tmp_path / 'served')
   for _ in range(2):
     trees.assert_same(checkpoint.load(f'{address}/ViT-B_16.npz'), params)
-  assert asked == ['/ViT-B_16.npz']
+  assert requested == ['/ViT-B_16.npz']
 
 
 def test_the_config_next_to_a_url_is_fetched(tmp_path, server):
-  address, asked = server
+  address, requested = server
   theirs = torch_models.hf_model(hidden_act='gelu_new')
   theirs.save_pretrained(tmp_path / 'served')
   found = reading.read(f'{address}/model.safetensors')
-  # No server has the last.
-  assert asked == ['/model.safetensors', '/config.json', '/preprocessor_config.json']
+  # The last file does not exist.
+  assert requested == [
+    '/model.safetensors',
+    '/config.json',
+    '/preprocessor_config.json',
+  ]
   assert found.class_names == ('ant', 'bee', 'cow')
   assert found.model['transformer']['gelu'] == 'tanh'
   assert found.image_size == (8, 12)
 
 
 def test_the_palette_next_to_a_url_is_fetched(tmp_path, server):
-  address, asked = server
+  address, requested = server
   (tmp_path / 'served').mkdir()
   colors = {'clusters': [[-1.0] * 3, [0.5] * 3]}
   file = tmp_path / 'served' / 'preprocessor_config.json'
@@ -83,7 +87,7 @@ def test_the_palette_next_to_a_url_is_fetched(tmp_path, server):
   config.model.num_colors = 2
   config = run_config.complete(config)
   assert pixels.Task.learn(config, None)['palette'] == colors['clusters']
-  assert asked == ['/palette.json', '/preprocessor_config.json']
+  assert requested == ['/palette.json', '/preprocessor_config.json']
   file.unlink()
   config.task_options.palette = f'{address}/other/model.safetensors'
   with pytest.raises(FileNotFoundError, match='/other. has no palette'):
@@ -98,7 +102,7 @@ def test_the_palette_next_to_a_url_is_fetched(tmp_path, server):
     ('short.npz', OSError, 'bytes arrived; try'),
   ],
 )
-def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
+def test_url_errors(tmp_path, server, page, error, message):
   address, _ = server
   (tmp_path / 'served').write_bytes(b'x' * 100)
   with pytest.raises(error, match=message):
@@ -106,10 +110,10 @@ def test_a_url_that_does_not_answer(tmp_path, server, page, error, message):
   assert not list((tmp_path / 'cache').rglob('*.npz*'))
 
 
-def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
+def test_rejects_unencrypted_urls(monkeypatch, tmp_path):
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
   monkeypatch.delenv(fetch.INSECURE, raising=False)
-  url = 'http://127.0.0.1:9/a.npz'  # Where nobody answers.
+  url = 'http://127.0.0.1:9/a.npz'  # Nothing listens there.
   with pytest.raises(ValueError, match=f"'{url}'.*--insecure"):
     checkpoint.load(url)
   with pytest.raises(ValueError, match=f"'{url}'"):
@@ -121,8 +125,8 @@ def test_what_is_not_encrypted_is_refused(monkeypatch, tmp_path):
     fetch.fetch(url)
 
 
-def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
-  """Where the bucket says no, the error says where else the weights are."""
+def test_bucket_that_answers_403(monkeypatch, tmp_path):
+  """The error names other sources of the weights."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
 
   def urlopen(_, request, timeout):
@@ -141,7 +145,7 @@ def test_a_bucket_that_answers_403(monkeypatch, tmp_path):
 
 
 def bucket_backend(root):
-  """What epath does at gs://, done in a folder; nothing else reaches it there."""
+  """An epath backend that maps gs:// to a local folder."""
 
   def redirected(name):
     def call(self, *args, **kwargs):
@@ -160,15 +164,15 @@ def bucket_backend(root):
 
 @pytest.fixture
 def bucket(tmp_path, monkeypatch):
-  """An empty bucket, gs://ours, in this folder."""
+  """An empty bucket, gs://ours, backed by a local folder."""
   backend = bucket_backend(tmp_path / 'gs')
   monkeypatch.setattr(epath.gpath.backend_lib, 'tf_backend', backend)
   (tmp_path / 'gs' / 'ours').mkdir(parents=True)
   return tmp_path / 'gs' / 'ours'
 
 
-def test_folders_of_weights_in_a_bucket(tmp_path, bucket, good, monkeypatch):
-  """They are written there and read there, as on this machine."""
+def test_weight_folders_in_a_bucket(tmp_path, bucket, good, monkeypatch):
+  """They are written and read in place, like local folders."""
   params = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))
   there = 'gs://ours/some/hf'
@@ -181,20 +185,20 @@ def test_folders_of_weights_in_a_bucket(tmp_path, bucket, good, monkeypatch):
   conftest.write_shards(good, bucket / 'parts')
   want = checkpoint.load(str(good / 'hf'))
   trees.assert_same(checkpoint.load('gs://ours/parts'), want)
-  # What is left of a conversion that failed there is taken away there.
-  monkeypatch.setitem(writing.WRITERS, 'hf', write_in_part)
+  # A failed conversion leaves nothing in the bucket.
+  monkeypatch.setitem(writing.WRITERS, 'hf', write_partially)
   with pytest.raises(OSError, match='no space'):
     convert.convert(there, 'gs://ours/other', 'hf')
   assert sorted(p.name for p in bucket.iterdir()) == ['parts', 'some']
 
 
-def write_in_part(_, dst):
+def write_partially(_, dst):
   dst.mkdir(exist_ok=True)
   (dst / 'model.safetensors').write_text('some')
   raise OSError('no space')
 
 
-def test_copies_are_complete_or_not_there(tmp_path, capsys):
+def test_copies_are_complete_or_absent(tmp_path, capsys):
   (tmp_path / 'a').write_bytes(b'x' * 1000)
   checkpoint.copy(str(tmp_path / 'a'), str(tmp_path / 'b'), block_size=300)
   assert (tmp_path / 'b').read_bytes() == b'x' * 1000

@@ -1,4 +1,4 @@
-"""Tests of files of weights that are broken, or made to do harm."""
+"""Tests of broken and malicious weight files."""
 
 import itertools
 import json
@@ -37,13 +37,13 @@ def test_only_floats_are_read(tmp_path, value, words):
     [('a.npy', np.ones(1)), ('a/b.npy', np.ones(1))],
   ],
 )
-def test_damaged_archives_are_named(tmp_path, members):
+def test_rejects_damaged_archives(tmp_path, members):
   path = files.write_npz(tmp_path / 'a.npz', members)
   with pytest.raises(ValueError, match="a.npz'"):
     checkpoint.load(path)
 
 
-def test_values_that_are_not_finite_are_named(tmp_path, caplog):
+def test_warns_about_non_finite_values(tmp_path, caplog):
   large = np.full(4, 3e38, np.float32)  # Its sum overflows.
   np.savez(
     tmp_path / 'a.npz', nan=np.array([1, np.nan]), good=np.ones(3), large=large,
@@ -61,13 +61,13 @@ def test_values_that_are_not_finite_are_named(tmp_path, caplog):
     ([torch.ones(2)], 'not a state dict'),
   ],
 )
-def test_only_dense_tensors_of_floats_are_read(tmp_path, state, words):
+def test_only_dense_float_tensors_are_read(tmp_path, state, words):
   torch.save(state, tmp_path / 'a.bin')
   with pytest.raises(ValueError, match=f"a.bin'.*{words}"):
     reading.read(str(tmp_path / 'a.bin'))
 
 
-def test_float8_in_safetensors_is_named(tmp_path):
+def test_rejects_float8_in_safetensors(tmp_path):
   data = {'a': torch.ones(2).to(torch.float8_e4m3fn)}
   safetensors.torch.save_file(data, tmp_path / 'a.safetensors')
   with pytest.raises(ValueError, match="a.safetensors'.*(?i:f(loat)?8_e4m3)"):
@@ -75,13 +75,13 @@ def test_float8_in_safetensors_is_named(tmp_path):
 
 
 @pytest.mark.parametrize('name', ['new.bin', 'old.bin'])
-def test_parameters_of_pytorch_are_read(good, params, name):
+def test_pytorch_parameters_are_read(good, params, name):
   found = reading.read(str(good / 'hf' / name), num_heads=2).params
   np.testing.assert_array_equal(found['cls'], params['cls'])
 
 
 @pytest.mark.parametrize('text', ['[]', '{'])
-def test_json_that_is_not_an_object(tmp_path, good, text):
+def test_rejects_json_that_is_not_an_object(tmp_path, good, text):
   (tmp_path / 'a.npz').write_bytes((good / 'a.npz').read_bytes())
   (tmp_path / 'a.npz.json').write_text(text)
   with pytest.raises(ValueError, match="a.npz.json'"):
@@ -98,7 +98,7 @@ def test_json_that_is_not_an_object(tmp_path, good, text):
     ('timm', {'pretrained_cfg': {'input_size': 3}}, 'input_size.*3'),
   ],
 )
-def test_fields_of_another_type(tmp_path, good, kind, fields, words):
+def test_rejects_fields_of_the_wrong_type(tmp_path, good, kind, fields, words):
   weights, notes = 'model.safetensors', 'config.json'
   if kind == 'npz':
     weights, notes = 'a.npz', 'a.npz.json'
@@ -119,7 +119,9 @@ def test_fields_of_another_type(tmp_path, good, kind, fields, words):
     ('Transformer/encoderblock_999999999/LayerNorm_0/bias', (1,), 'not hold the'),
   ],
 )  # fmt: skip
-def test_parameters_of_other_ranks(tmp_path, params, path, shape, message):
+def test_rejects_parameters_with_wrong_names_or_shapes(
+  tmp_path, params, path, shape, message
+):
   changed = {k: v for k, v in params.items() if k != path}
   if shape is not None:
     changed[path] = np.ones(shape, np.float32)
@@ -136,7 +138,9 @@ def test_parameters_of_other_ranks(tmp_path, params, path, shape, message):
     ('timm', 'blocks.99999999.norm1.bias', (16,), 'numbered from 0 to 99999999'),
   ],
 )  # fmt: skip
-def test_tensors_of_other_ranks(tmp_path, good, kind, name, shape, message):
+def test_rejects_tensors_with_wrong_names_or_shapes(
+  tmp_path, good, kind, name, shape, message
+):
   state = safetensors.numpy.load_file(good / kind / 'model.safetensors')
   state[name] = np.ones(shape, np.float32)
   safetensors.numpy.save_file(state, tmp_path / 'model.safetensors')
@@ -145,28 +149,28 @@ def test_tensors_of_other_ranks(tmp_path, good, kind, name, shape, message):
 
 
 @pytest.mark.filterwarnings('ignore')
-def test_broken_files_are_read_or_named(tmp_path, good):
-  """No other errors occur, and no code in files runs."""
+def test_broken_files_are_read_or_rejected(tmp_path, good):
+  """No other errors occur, and no code in the files is executed."""
   rng = random.Random(0)
   marker = tmp_path / 'code_ran'
   folder = tmp_path / 'files'
   shutil.copytree(good, folder)
-  refused = 0
+  rejected = 0
   for i, (name, data) in enumerate(
     itertools.islice(files.broken_files(rng, good, marker), 120)
   ):
     (folder / name).write_bytes(data)
-    # A description is read with the weights next to it.
+    # A config is read with the weights next to it.
     path = folder / name.replace('config.json', 'model.safetensors')
     path = path.with_name(path.name.removesuffix('.json'))
     message = ''
     try:
-      # Identifying the whole model takes longer.
+      # Identifying the whole model is slower.
       (checkpoint.load if i % 20 else convert.read)(str(path))
     except ValueError as e:
       message = str(e)
     assert not message or str(folder) in message, (name, message)
-    refused += bool(message)
+    rejected += bool(message)
     (folder / name).write_bytes((good / name).read_bytes())
-  assert 50 < refused < 120
+  assert 50 < rejected < 120
   assert not marker.exists()

@@ -1,4 +1,4 @@
-"""Tests of models on the Hugging Face Hub, with a hub on loopback."""
+"""Tests of models on the Hugging Face Hub, against a fake hub on loopback."""
 
 import base64
 import hashlib
@@ -26,19 +26,19 @@ TOKEN = 'hf_right'
 
 
 class Hub:
-  """A hub: what it holds, what it was asked for, and how it misbehaves.
+  """A fake hub: its content, the requests it received and its faults.
 
   Attributes:
     models: {OWNER/NAME: {branch or commit: {file: content}}}.
     gated: models that need the token.
-    asked: (method, path) of all requests.
-    breaks: how many times the connection breaks in the middle of a large file.
-    changed: files of which one byte changes on the way.
+    requests: (method, path) of all requests.
+    breaks: how often the connection drops in the middle of a large file.
+    changed: files with one byte changed in transit.
   """
 
   def __init__(self):
     self.models, self.gated = {}, set()
-    self.asked, self.breaks, self.changed = [], 0, set()
+    self.requests, self.breaks, self.changed = [], 0, set()
 
   def add(self, name, folder, files, revision='main'):
     content = {file: (folder / file).read_bytes() for file in files}
@@ -46,19 +46,19 @@ class Hub:
     model[revision] = model[commit_of(content)] = content
 
   def find(self, name, revision):
-    """Returns the files of a branch or a commit, or the code of an error."""
+    """Returns the files of a branch or a commit, or an error code."""
     known = self.models.get(name, {}).get(revision)
     return known or f'{"Revision" if name in self.models else "Repo"}NotFound'
 
 
 def commit_of(files):
-  """Returns the commit of the content of a model."""
+  """Returns the commit hash of a model's files."""
   content = [etag(name, files[name]) for name in sorted(files)]
   return hashlib.sha1(''.join(content).encode()).hexdigest()
 
 
 def etag(name, content):
-  """The hub gives the SHA-256 of what it keeps in LFS, of others Git's hash."""
+  """Like the Hub: SHA-256 for files in LFS, Git's blob hash for others."""
   if name.endswith(('.safetensors', '.bin')):
     return hashlib.sha256(content).hexdigest()
   blob = b'blob %d\0' % len(content) + content
@@ -66,14 +66,14 @@ def etag(name, content):
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-  """Answers as the hub does; the server has the `hub`."""
+  """Answers like the Hub; the server holds the `hub`."""
 
   protocol_version = 'HTTP/1.1'
 
   def do_GET(self):
     hub_ = self.server.hub
     path = self.path.partition('?')[0]
-    hub_.asked.append((self.command, path))
+    hub_.requests.append((self.command, path))
     found = re.fullmatch(r'/api/models/([^/]+/[^/]+)(?:/(revision|tree)/(\w+))?', path)
     if found:
       name, what, revision = found.groups()
@@ -82,8 +82,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         return self.refuse(404, files)
       if what != 'tree':
         return self.answer({'id': name, 'sha': commit_of(files)})
-      told = {k: {'size': len(v), 'oid': etag(k, v)} for k, v in files.items()}
-      return self.answer([{'type': 'file', 'path': k, **told[k]} for k in told])
+      info = {k: {'size': len(v), 'oid': etag(k, v)} for k, v in files.items()}
+      return self.answer([{'type': 'file', 'path': k, **info[k]} for k in info])
     found = re.fullmatch(r'/([^/]+/[^/]+)/resolve/(\w+)/(.+)', path)
     if not found:
       return self.refuse(404, '')
@@ -102,24 +102,24 @@ class Handler(http.server.BaseHTTPRequestHandler):
   def do_POST(self):
     hub_, path = self.server.hub, self.path.partition('?')[0]
     body = self.rfile.read(int(self.headers['Content-Length']))
-    hub_.asked.append(('POST', path))
+    hub_.requests.append(('POST', path))
     if self.headers.get('Authorization') != f'Bearer {TOKEN}':
       return self.refuse(401, '')
     if path == '/api/validate-yaml':
       return self.answer({'errors': [], 'warnings': []})
     if path == '/api/repos/create':
-      told = json.loads(body)
-      name = f'{told["organization"]}/{told["name"]}'
-      there = name in hub_.models
+      fields = json.loads(body)
+      name = f'{fields["organization"]}/{fields["name"]}'
+      exists = name in hub_.models
       hub_.models.setdefault(name, {'main': {}})
       url = f'{constants.ENDPOINT}/{name}'
-      return self.answer({'url': url, 'id': name}, 409 if there else 200)
+      return self.answer({'url': url, 'id': name}, 409 if exists else 200)
     name, what = re.fullmatch(
       r'/api/models/([^/]+/[^/]+)/(preupload|commit)/main', path
     ).groups()
     if what == 'preupload':
-      told = {'uploadMode': 'regular', 'shouldIgnore': False}
-      files = [{'path': x['path'], **told} for x in json.loads(body)['files']]
+      mode = {'uploadMode': 'regular', 'shouldIgnore': False}
+      files = [{'path': x['path'], **mode} for x in json.loads(body)['files']]
       return self.answer({'files': files})
     files = hub_.models[name]['main']
     for line in map(json.loads, body.splitlines()):
@@ -166,8 +166,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def there(tmp_path, monkeypatch, good):
-  """A hub with o/n, of which it has two revisions, and a cache of its own."""
+def fake_hub(tmp_path, monkeypatch, good):
+  """A hub with two revisions of o/n, and an empty cache."""
   found = Hub()
   found.add('o/n', good / 'hf', WHOLE)
   found.add('o/n', good / 'timm', ('config.json', 'model.safetensors'), 'v1')
@@ -176,7 +176,7 @@ def there(tmp_path, monkeypatch, good):
     serve = threading.Thread(target=server.serve_forever, args=[0.01])
     serve.start()
     found.address = f'http://127.0.0.1:{server.server_port}'
-    # Read from the environment when huggingface_hub was imported.
+    # huggingface_hub read these from the environment on import.
     url = f'{found.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}'
     for name, value in {
       'ENDPOINT': found.address,
@@ -193,12 +193,12 @@ def there(tmp_path, monkeypatch, good):
     server.shutdown()
 
 
-def downloads(there):
-  return [path.split('/')[-1] for how, path in there.asked if how == 'GET'
+def downloads(fake_hub):
+  return [path.split('/')[-1] for how, path in fake_hub.requests if how == 'GET'
           and '/resolve/' in path]  # fmt: skip
 
 
-def test_a_model_is_fetched_once_with_its_files(there, good, monkeypatch):
+def test_a_model_is_fetched_once_with_its_files(fake_hub, good, monkeypatch):
   want = reading.read(str(good / 'hf'))
   for path in (
     'hf://o/n', 'hf://o/n@main', 'hf://o/n/model.safetensors',
@@ -207,23 +207,23 @@ def test_a_model_is_fetched_once_with_its_files(there, good, monkeypatch):
     found = reading.read(path)
     trees.assert_same(found.params, want.params)
     assert found._replace(params={}) == want._replace(params={})
-  assert sorted(downloads(there)) == sorted(WHOLE)
+  assert sorted(downloads(fake_hub)) == sorted(WHOLE)
   assert reading.read('hf://o/n@v1').kind == 'timm'
-  # Without a connection, what was fetched is there.
-  asked = len(there.asked)
+  # Offline, files come from the cache.
+  count = len(fake_hub.requests)
   monkeypatch.setattr(constants, 'HF_HUB_OFFLINE', True)
   assert reading.read('hf://o/n').kind == 'hf'
   assert reading.read('hf://o/n@v1').kind == 'timm'
-  assert len(there.asked) == asked
+  assert len(fake_hub.requests) == count
 
 
 @pytest.mark.parametrize('name', ['config.json', 'model.safetensors'])
-def test_a_file_with_another_hash_is_refused(there, name):
-  """One that changes on the way, and one that changes in the cache."""
-  there.changed = {name}
+def test_rejects_files_with_a_wrong_hash(fake_hub, name):
+  """Changed in transit, and changed in the cache."""
+  fake_hub.changed = {name}
   with pytest.raises(OSError, match=r"'hf://o/n' .*sha\d+ of '.*delete") as e:
     reading.read('hf://o/n')
-  there.changed = set()
+  fake_hub.changed = set()
   file = pathlib.Path(re.search(r"sha\d+ of '([^']+)'", str(e.value))[1])
   file.unlink()
   assert reading.read('hf://o/n').kind == 'hf'
@@ -233,41 +233,41 @@ def test_a_file_with_another_hash_is_refused(there, name):
     reading.read('hf://o/n')
 
 
-def test_all_processes_take_the_same_commit(there, good, monkeypatch):
-  """A branch may move after process 0 has told its commit to the others."""
-  first, model = processes.from_first, there.models['o/n']
+def test_all_processes_use_the_same_commit(fake_hub, good, monkeypatch):
+  """A branch may move after process 0 has sent its commit to the others."""
+  first, model = processes.from_first, fake_hub.models['o/n']
 
-  def and_then_the_branch_moves(what, make):
+  def then_move_the_branch(what, make):
     commit = first(what, make)
     model['main'] = model['v1']
     return commit
 
-  monkeypatch.setattr(processes, 'from_first', and_then_the_branch_moves)
+  monkeypatch.setattr(processes, 'from_first', then_move_the_branch)
   assert reading.read('hf://o/n').kind == 'hf'
   assert reading.read('hf://o/n').kind == 'timm'
 
 
-def test_names_of_timm_and_pytorch_files(there, good):
+def test_names_of_timm_and_pytorch_files(fake_hub, good):
   name = 'timm/vit_base_patch16_224.augreg_in21k'
-  there.add(name, good / 'timm', ('config.json', 'model.safetensors'))
+  fake_hub.add(name, good / 'timm', ('config.json', 'model.safetensors'))
   want = reading.read(str(good / 'timm')).params
   trees.assert_same(checkpoint.load(f'hf://{name}'), want)
   (good / 'hf' / 'pytorch_model.bin').write_bytes(
     (good / 'hf' / 'new.bin').read_bytes()
   )
-  there.add('o/old', good / 'hf', ('config.json', 'pytorch_model.bin'))
+  fake_hub.add('o/old', good / 'hf', ('config.json', 'pytorch_model.bin'))
   trees.assert_same(checkpoint.load('hf://o/old'), want)
 
 
-def test_weights_of_several_files(there, good, tmp_path):
+def test_sharded_weights(fake_hub, good, tmp_path):
   want = reading.read(str(good / 'hf')).params
   folder = tmp_path / 'parts'
   names = conftest.write_shards(good, folder)
-  there.add('o/large', folder, names)
+  fake_hub.add('o/large', folder, names)
   index = 'model.safetensors.index.json'
   for path in (folder, folder / index, 'hf://o/large', f'hf://o/large/{index}'):
     trees.assert_same(reading.read(str(path)).params, want)
-  assert sorted(downloads(there)) == names
+  assert sorted(downloads(fake_hub)) == names
   (folder / names[1]).unlink()
   with pytest.raises(FileNotFoundError, match=f'{names[1]}'):
     reading.read(str(folder))
@@ -289,33 +289,33 @@ def test_weights_of_several_files(there, good, tmp_path):
     ('hf://o/broken', OSError, "'hf://o/broken' .*the hub says: .*; try again"),
   ],
 )
-def test_what_cannot_be_fetched(there, good, monkeypatch, path, error, message):
+def test_fetch_errors(fake_hub, good, monkeypatch, path, error, message):
   monkeypatch.setattr('time.sleep', lambda _: None)
-  there.add('o/empty', good / 'hf', ('config.json',))
-  there.add('o/gated', good / 'hf', WHOLE)
-  there.gated.add('o/gated')
-  there.add('o/broken', good / 'hf', WHOLE)
-  there.breaks = 100 * (path == 'hf://o/broken')
+  fake_hub.add('o/empty', good / 'hf', ('config.json',))
+  fake_hub.add('o/gated', good / 'hf', WHOLE)
+  fake_hub.gated.add('o/gated')
+  fake_hub.add('o/broken', good / 'hf', WHOLE)
+  fake_hub.breaks = 100 * (path == 'hf://o/broken')
   with pytest.raises(error, match=message) as e:
     reading.read(path)
   assert '\n' not in str(e.value)
 
 
-def test_a_token_opens_a_gated_model(there, good, monkeypatch):
-  there.gated.add('o/n')
+def test_a_token_opens_a_gated_model(fake_hub, good, monkeypatch):
+  fake_hub.gated.add('o/n')
   monkeypatch.setenv('HF_TOKEN', TOKEN)
   assert reading.read('hf://o/n').kind == 'hf'
 
 
-def test_a_connection_that_breaks_goes_on_where_it_was(there, good, monkeypatch):
+def test_download_resumes_after_a_lost_connection(fake_hub, good, monkeypatch):
   monkeypatch.setattr('time.sleep', lambda _: None)
-  there.breaks = 2
+  fake_hub.breaks = 2
   want = reading.read(str(good / 'hf')).params
   trees.assert_same(reading.read('hf://o/n').params, want)
-  assert downloads(there).count('model.safetensors') == 3
+  assert downloads(fake_hub).count('model.safetensors') == 3
 
 
-def test_a_hub_that_does_not_answer(there, monkeypatch):
+def test_hub_that_does_not_answer(fake_hub, monkeypatch):
   url = 'http://127.0.0.1:9'
   monkeypatch.setattr('time.sleep', lambda _: None)
   monkeypatch.setattr(constants, 'ENDPOINT', url)
@@ -326,13 +326,13 @@ def test_a_hub_that_does_not_answer(there, monkeypatch):
     hub.fetch('hf://o/n')
 
 
-def test_a_palette_on_the_hub(there, good, tmp_path):
+def test_palette_on_the_hub(fake_hub, good, tmp_path):
   colors = [[-1.0] * 3, [0.5] * 3]
   processor = tmp_path / 'preprocessor_config.json'
   processor.write_text(json.dumps({'clusters': colors}))
   np.save(tmp_path / 'centers.npy', np.array(colors))
   (tmp_path / 'model.safetensors').write_bytes(b'x')
-  there.add('o/p', tmp_path, (WHOLE[1], 'centers.npy', processor.name))
+  fake_hub.add('o/p', tmp_path, (WHOLE[1], 'centers.npy', processor.name))
   for path in ('hf://o/p', 'hf://o/p/centers.npy'):
     assert palette.load(path).tolist() == colors
 
@@ -356,14 +356,14 @@ def run(good, tmp_path):
 
 
 @pytest.mark.parametrize('to', ['hf', 'timm'])
-def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
+def test_a_run_is_pushed_with_a_card(fake_hub, run, monkeypatch, capsys, to):
   monkeypatch.setenv('HF_TOKEN', TOKEN)
   argv = [str(run), f'--to={to}', '--push=hf://me/pets']
   convert_command.main(argv)
-  assert f'the model is at {there.address}/me/pets' in capsys.readouterr().out
-  if to == 'hf':  # Another commit of the same model.
+  assert f'the model is at {fake_hub.address}/me/pets' in capsys.readouterr().out
+  if to == 'hf':  # A second commit of the same model.
     convert_command.main(argv)
-  files = there.models['me/pets']['main']
+  files = fake_hub.models['me/pets']['main']
   card = files['README.md'].decode()
   assert card.startswith('---\n')
   assert 'pipeline_tag: image-classification' in card
@@ -380,7 +380,7 @@ def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
   assert 'secret' not in card
   assert str(run) not in card
   trees.assert_same(checkpoint.load('hf://me/pets'), reading.read(str(run)).params)
-  if to == 'timm':  # Which reads the hub itself.
+  if to == 'timm':  # timm reads the hub itself.
     theirs = torch_models.timm.create_model('hf-hub:me/pets', pretrained=True)
     image = np.random.RandomState(0).uniform(-1, 1, (1, 8, 8, 3))
     model = predict.load_weights('hf://me/pets')
@@ -389,7 +389,7 @@ def test_a_run_is_pushed_with_a_card(there, run, monkeypatch, capsys, to):
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
-def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
+def test_push_errors(fake_hub, run, monkeypatch, tmp_path):
   to = '--to=hf'
   for flags, error, message in (
     (['--push=hf://me/pets'], PermissionError, 'token.*HF_TOKEN'),
@@ -399,7 +399,7 @@ def test_what_cannot_be_pushed(there, run, monkeypatch, tmp_path):
   ):
     with pytest.raises(error, match=message):
       convert_command.main(['/no/where', to, *flags])
-  assert there.asked == []
+  assert fake_hub.requests == []
   monkeypatch.setenv('HF_TOKEN', 'hf_wrong')
   with pytest.raises(PermissionError, match='401 Unauthorized.*check the token'):
     convert.push(str(run), 'hf://me/pets')

@@ -1,4 +1,4 @@
-"""Tests of converting the weights of iGPT."""
+"""Tests of converting iGPT weights."""
 
 import json
 
@@ -21,7 +21,7 @@ PALETTE = np.linspace(-1, 1, 3 * COLORS).reshape(COLORS, 3).round(3).tolist()
 
 @pytest.fixture(scope='module')
 def good(tmp_path_factory):
-  """A folder of Hugging Face's, and the model in it; heads of size 12."""
+  """A Hugging Face folder and the model in it, with heads of size 12."""
   folder = tmp_path_factory.mktemp('igpt')
   theirs = torch_models.randomize(
     transformers.ImageGPTForCausalImageModeling(
@@ -47,7 +47,7 @@ def logits_of(theirs, colors):
     return theirs(torch.tensor(tokens)).logits.numpy()
 
 
-def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
+def test_hugging_face_round_trip(good, tmp_path):
   folder, theirs = good
   found = convert.read(str(folder))
   colors = np.random.RandomState(0).randint(0, COLORS, (2, 16))
@@ -87,16 +87,16 @@ def test_iGPT_goes_to_hugging_face_and_back(good, tmp_path):
   assert dict(processor.size) == {'height': 4, 'width': 4}
 
 
-def test_a_file_may_ask_for_the_truncated_scale(good, tmp_path):
-  asked = {'attention_scale': 'truncated'}
-  path = conftest.changed(good[0], tmp_path / 'a', config=asked)
+def test_config_can_select_the_truncated_scale(good, tmp_path):
+  fields = {'attention_scale': 'truncated'}
+  path = conftest.changed(good[0], tmp_path / 'a', config=fields)
   found, [note] = convert.convert(path, str(tmp_path / 'hf'), 'hf')
   assert found.config.attention_scale == 'truncated'
   assert 'this model has attention_scale=truncated' in note
   assert convert.read(str(tmp_path / 'hf')).config.attention_scale == 'truncated'
 
 
-def test_a_file_without_a_head_has_a_head_of_zeros(good, tmp_path, caplog):
+def test_missing_head_is_filled_with_zeros(good, tmp_path, caplog):
   _, theirs = good
   theirs.transformer.save_pretrained(tmp_path)
   found = convert.read(str(tmp_path))
@@ -110,7 +110,7 @@ def test_a_file_without_a_head_has_a_head_of_zeros(good, tmp_path, caplog):
     convert.convert(str(tmp_path), str(tmp_path / 'run'), 'workdir')
 
 
-def test_old_files_have_masks_next_to_their_weights(good, tmp_path):
+def test_masks_in_old_files_are_ignored(good, tmp_path):
   _, theirs = good
   state = theirs.state_dict()
   state['transformer.h.0.attn.bias'] = torch.ones(1, 1, 16, 16).bool()
@@ -120,7 +120,7 @@ def test_old_files_have_masks_next_to_their_weights(good, tmp_path):
   trees.assert_same(found.params, reading.read(str(good[0])).params)
 
 
-def test_weights_of_an_igpt_draw(good):
+def test_samples_from_igpt_weights(good):
   model = predict.load_weights(str(good[0]))
   assert model.config.task == 'pixels'
   drawn = np.asarray(model.sample(2, seed=0))
@@ -140,13 +140,13 @@ BLOCK = 'transformer.h.0.'
     ({'arrays': {'score.weight': np.ones((3, 24), np.float32)}}, 'without the start'),
   ],
 )  # fmt: skip
-def test_files_that_are_refused(good, tmp_path, parts, message):
+def test_rejects_unsupported_files(good, tmp_path, parts, message):
   with pytest.raises(ValueError, match=message) as error:
     convert.read(conftest.changed(good[0], tmp_path, **parts))
   assert str(tmp_path) in str(error.value)
 
 
-def test_sizes_and_formats_that_do_not_fit(good, tmp_path):
+def test_rejects_wrong_sizes_and_formats(good, tmp_path):
   with pytest.raises(ValueError, match='4,5 has 20 pixels, but .* are for 16'):
     convert.read(str(good[0]), image_size=(4, 5))
   with pytest.raises(ValueError, match=r'cannot be written as npz: pass --to=hf'):

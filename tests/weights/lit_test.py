@@ -1,4 +1,4 @@
-"""Tests of converting the weights of image-text models."""
+"""Tests of converting image-text models."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from vit_jax.weights.families import families
 
 transformers = torch_models.transformers
 
-ROWS = 20  # Of the vocabularies.
+ROWS = 20  # Size of the vocabularies.
 TEXT = dict(
   vocab_size=ROWS, hidden_size=12, num_hidden_layers=2, num_attention_heads=3,
   intermediate_size=16, max_position_embeddings=6, eos_token_id=ROWS - 1,
@@ -51,7 +51,7 @@ def siglip():
 
 
 def siglip2():
-  """A model for patches of any grid, of which ours has the one of its positions."""
+  """A model for any patch grid; ours is fixed to its position embeddings' grid."""
   image = {k: x for k, x in IMAGE.items() if k != 'image_size'}
   config = transformers.Siglip2Config(
     text_config={**SIGLIP_TEXT, 'projection_size': 8},
@@ -65,7 +65,7 @@ MAKERS = {'clip': clip, 'siglip': siglip}
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-  """Folders of Hugging Face's models by name, and the models."""
+  """Hugging Face folders and their models, by name."""
   found = {}
   for name, make in MAKERS.items():
     folder = tmp_path_factory.mktemp(name)
@@ -109,8 +109,8 @@ def loaded(saved):
 
 
 @pytest.mark.parametrize('name', MAKERS)
-def test_photographs_have_the_embeddings_of_hugging_face(saved, loaded, name):
-  """A run's model reads pixels from -1 to 1, and computes the same."""
+def test_image_embeddings_match_hugging_face(saved, loaded, name):
+  """A run's model takes pixels in [-1, 1] and computes the same embeddings."""
   _, theirs = saved[name]
   photos = np.random.RandomState(1).randint(0, 256, (3, 8, 8, 3), np.uint8)
   mean, std = (np.array(x, np.float32) for x in SCALING.values())
@@ -125,11 +125,11 @@ def test_photographs_have_the_embeddings_of_hugging_face(saved, loaded, name):
   assert model.config.pp.resize == {'clip': 8, 'siglip': None}[name]
 
 
-def test_embeddings_of_classes_have_length_1(saved, loaded, monkeypatch):
-  """As in open_clip's build_zero_shot_classifier; LiT leaves the means."""
+def test_class_embeddings_have_unit_length(saved, loaded, monkeypatch):
+  """As in open_clip's build_zero_shot_classifier; LiT does not normalise the means."""
   theirs = saved['clip'][1]
   _, tokens = inputs()
-  tokens = np.concatenate([tokens, tokens[:1]])  # Of 2 classes, 2 templates.
+  tokens = np.concatenate([tokens, tokens[:1]])  # 2 classes, 2 templates.
   with torch.no_grad():
     features = theirs.get_text_features(torch.tensor(tokens))
   rows = getattr(features, 'pooler_output', features).numpy()
@@ -145,7 +145,7 @@ def test_embeddings_of_classes_have_length_1(saved, loaded, monkeypatch):
   np.testing.assert_allclose(found, means / lengths, atol=1e-5)
 
 
-def test_embeddings_of_classes_of_lit_are_means(tmp_path):
+def test_lit_class_embeddings_are_means(tmp_path):
   tiny_towers.write(tmp_path / 'LiT.npz')
   model = predict.load_weights(str(tmp_path / 'LiT.npz'))
   model.task.templates = ('a {}', 'two {} 2')
@@ -158,7 +158,7 @@ def test_embeddings_of_classes_of_lit_are_means(tmp_path):
 @pytest.mark.parametrize(
   'kind, name', [('GemmaTokenizerFast', 'siglip2'), ('SiglipTokenizer', 'siglip')]
 )
-def test_fixed_sizes_of_siglip_2_have_their_own_tokenizer(saved, tmp_path, kind, name):
+def test_fixed_size_siglip_2_has_its_own_tokenizer(saved, tmp_path, kind, name):
   shutil.copytree(saved['siglip'][0], tmp_path, dirs_exist_ok=True)
   (tmp_path / 'tokenizer_config.json').write_text(json.dumps({'tokenizer_class': kind}))
   (tmp_path / 'spiece.model').write_bytes(b'')
@@ -173,13 +173,13 @@ def state_of(folder):
 
 
 @pytest.mark.parametrize('name', MAKERS)
-def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
+def test_hugging_face_round_trip(saved, tmp_path, name, caplog):
   folder, theirs = saved[name]
   found = convert.read(str(folder))
   want = their_logits(theirs)
   assert want.std() > 0.1
   np.testing.assert_allclose(our_logits(found.config, found.params), want, atol=1e-4)
-  assert 'scaled by' not in caplog.text  # `scaled` takes care of it.
+  assert 'scaled by' not in caplog.text  # `scaled` handles the scaling.
   assert found.config.pp.max_len == 6
   assert found.config.pp.tokenizer_name == name
   assert found.image_size == (8, 8)
@@ -205,14 +205,14 @@ def test_a_model_of_hugging_face_and_back(saved, tmp_path, name, caplog):
   assert not [*family.differences(again.config, found.config)]
   with pytest.raises(ValueError, match=r'as timm: pass --to=hf\|npz\|workdir'):
     convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')
-  said = {
+  endings = {
     'clip': ', with text transformer of 2 layers, width 12',
     'siglip': ', attention pooling, with text transformer of 1 layers, width 8',
   }
-  assert identify.describe(found.params).endswith(said[name])
+  assert identify.describe(found.params).endswith(endings[name])
 
 
-# Hugging Face's name -> open_clip's, as its releases have them.
+# Hugging Face name -> open_clip name, as in its releases.
 OPEN_CLIP = (
   (r'^vision_model\.embeddings\.patch_embedding\.', 'visual.conv1.'),
   (r'^vision_model\.embeddings\.class_embedding$', 'visual.class_embedding'),
@@ -239,7 +239,7 @@ OPEN_CLIP = (
 )
 
 
-def test_siglip_2_of_the_grid_of_its_positions(tmp_path):
+def test_siglip_2_on_the_grid_of_its_position_embeddings(tmp_path):
   theirs = torch_models.randomize(siglip2()).eval()
   theirs.save_pretrained(tmp_path)
   found = convert.read(str(tmp_path))
@@ -269,7 +269,7 @@ def test_a_classifier_starts_from_the_image_tower(saved):
 
 
 def open_clip(state):
-  """Returns the state dict of open_clip for one of Hugging Face's CLIP."""
+  """Converts a Hugging Face CLIP state dict to open_clip's layout."""
   found = {}
   for name, value in state.items():
     joined = re.sub(r'self_attn\.q_proj\.', 'attn.in_proj_', name)
@@ -287,7 +287,7 @@ def open_clip(state):
 
 
 @pytest.mark.parametrize('custom_text', [False, True])
-def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
+def test_open_clip_weights(saved, tmp_path, custom_text):
   folder, _ = saved['clip']
   state = open_clip(state_of(folder))
   assert state['visual.transformer.resblocks.1.attn.in_proj_weight'].shape == ((24, 8))
@@ -306,17 +306,17 @@ def test_a_clip_of_open_clip(saved, tmp_path, custom_text):
     },
     'preprocess_cfg': {'mean': [0.4, 0.5, 0.6]},
   }
-  beside = tmp_path / 'open_clip_config.json'
-  beside.write_text(json.dumps(config))
+  config_file = tmp_path / 'open_clip_config.json'
+  config_file.write_text(json.dumps(config))
   found, want = (convert.read(str(where)) for where in (path, folder))
   trees.assert_same(found.params, want.params)
   found.config.pp.vocab_path = want.config.pp.vocab_path
   assert found.config.to_dict() == want.config.to_dict()
   del config['model_cfg']['quick_gelu']
-  beside.write_text(json.dumps(config))
+  config_file.write_text(json.dumps(config))
   assert convert.read(str(path)).config.text.gelu == 'erf'
   config['model_cfg']['text_cfg']['no_causal_mask'] = True
-  beside.write_text(json.dumps(config))
+  config_file.write_text(json.dumps(config))
   with pytest.raises(ValueError, match='no_causal_mask is True, but this pack'):
     convert.read(str(path))
 
@@ -328,7 +328,7 @@ BERT = dict(
 
 
 def lit(text_model='bert', **kwargs):
-  """The config of a tiny model, and its parameters."""
+  """The config of a tiny model and its parameters."""
   config = model_configs.get_config('LiT-B16B')
   config.image.update(patches={'size': (4, 4)}, hidden_size=8)
   config.image.transformer.update(num_layers=1, mlp_dim=16, num_heads=2)
@@ -347,7 +347,7 @@ def lit(text_model='bert', **kwargs):
 
 
 @pytest.mark.parametrize('text_model', ['bert', 'text_transformer'])
-def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_model):
+def test_npz_has_the_published_names_and_round_trips_exactly(tmp_path, text_model):
   config, params = lit(text_model)
   path = tmp_path / 'tiny.npz'
   checkpoint.save(params, str(path))
@@ -381,7 +381,7 @@ def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_m
   found = convert.read(str(path))
   assert found.config.text_model == text_model
   assert found.config.out_dim == (None, 8)
-  if text_model == 'bert':  # Shapes do not tell its heads.
+  if text_model == 'bert':  # Shapes do not reveal the number of heads.
     assert found.config.text.config.num_heads == 1
     assert found.config.pp.max_len == 12
   else:
@@ -396,7 +396,7 @@ def test_an_npz_has_the_published_names_and_is_read_bit_for_bit(tmp_path, text_m
   assert vocabulary == str(tmp_path / f'tiny.{ending}')
 
 
-def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
+def test_npz_stores_other_fields_in_a_file_next_to_it(tmp_path):
   config, params = lit()
   config.image.transformer.gelu = 'quick'
   with config.ignore_type():
@@ -430,13 +430,13 @@ def test_what_an_npz_cannot_hold_is_next_to_it(tmp_path):
     ),
   ],
 )  # fmt: skip
-def test_what_is_refused(saved, tmp_path, name, fields, message):
+def test_rejects_unsupported_files(saved, tmp_path, name, fields, message):
   with pytest.raises(ValueError, match=message):
     convert.read(conftest.changed(saved[name][0], tmp_path, **fields))
 
 
-def test_files_of_old_versions(saved, tmp_path):
-  """They number positions, and take the greatest number for a text's end."""
+def test_files_of_older_versions(saved, tmp_path):
+  """They store position ids, and the largest token id ends a text."""
   folder = saved['clip'][0]
   numbers = torch.arange(6)[None]
   state = {k: torch.tensor(x) for k, x in state_of(folder).items()}
@@ -448,7 +448,7 @@ def test_files_of_old_versions(saved, tmp_path):
   trees.assert_same(convert.read(path).params, convert.read(str(folder)).params)
 
 
-def test_biases_that_clip_lacks_are_not_lost(saved, tmp_path):
+def test_rejects_biases_that_clip_lacks(saved, tmp_path):
   found = convert.read(str(saved['clip'][0]))
   found.params['img']['head']['bias'][0] = 1
   with pytest.raises(ValueError, match="'img/head/bias' is not zero, and CLIP"):
@@ -456,18 +456,18 @@ def test_biases_that_clip_lacks_are_not_lost(saved, tmp_path):
 
 
 class Task:
-  """What reading weights asks of a task."""
+  """The part of a task that reading weights needs."""
 
   new_params = ()
   adapt_weights = staticmethod(lambda weights: weights)
 
 
-def pretrained(config, params, given):
+def pretrained(config, params, weights):
   run = common.get_config()
   run.model = config
   run.pp.crop = 8
   with run.ignore_type():
-    run.pretrained = given
+    run.pretrained = weights
   return checkpoint.pretrained_weights(run, Task(), params)
 
 
@@ -477,7 +477,7 @@ def flat_of(tree):
 
 @pytest.fixture(scope='module')
 def bert(tmp_path_factory):
-  """A folder of a BERT with a head, and the model."""
+  """A folder with a BERT and its head, and the model."""
   folder = tmp_path_factory.mktemp('bert')
   theirs = transformers.BertForMaskedLM(
     transformers.BertConfig(
@@ -490,7 +490,7 @@ def bert(tmp_path_factory):
   return folder, theirs
 
 
-def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
+def test_towers_start_from_separate_weights(bert, tmp_path, caplog):
   config, params = lit()
   vit = models.VisionTransformer(
     num_classes=5,
@@ -498,8 +498,8 @@ def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
   )
   classifier = tiny_models.numbers(vit, 16)
   checkpoint.save(classifier, str(tmp_path / 'vit.npz'))
-  given = {'img': str(tmp_path / 'vit.npz'), 'txt': str(bert[0])}
-  taken = pretrained(config, params, given)
+  weights = {'img': str(tmp_path / 'vit.npz'), 'txt': str(bert[0])}
+  taken = pretrained(config, params, weights)
   assert {path.split('/')[0] for path in taken} == {'img', 'txt'}
   lacks = {'t', 'txt/head/kernel', 'txt/head/bias'}
   assert flat_of(params).keys() - taken == lacks
@@ -514,7 +514,7 @@ def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
   assert 'Ignored parameters: cls.pred' in caplog.text
   assert 'was trained with the exact GELU' in caplog.text
   assert 'num_heads' not in caplog.text
-  # Its features are those of Hugging Face.
+  # Its features match Hugging Face.
   tree = flax.traverse_util.unflatten_dict(
     {k.removeprefix('txt/'): x for k, x in taken.items() if 'txt/' in k},
     sep='/',
@@ -534,7 +534,7 @@ def test_towers_start_from_weights_of_their_own(bert, tmp_path, caplog):
   assert '--config.model.text.config.num_heads=4' in caplog.text
 
 
-def test_the_old_names_of_bert(bert, tmp_path):
+def test_old_bert_names(bert, tmp_path):
   state = {
     k.replace('LayerNorm.weight', 'LayerNorm.gamma').replace(
       'LayerNorm.bias', 'LayerNorm.beta'
@@ -547,20 +547,20 @@ def test_the_old_names_of_bert(bert, tmp_path):
   )
 
 
-def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
+def test_towers_start_from_other_image_text_models(saved, tmp_path, caplog):
   config, params = lit('text_transformer')
   _, others = lit('text_transformer', out_dim=(8, 8))
   path = str(tmp_path / 'other.npz')
   checkpoint.save(others, path)
   want = flat_of(others)
-  # A head is taken where both have it, and all of a model's is taken.
+  # A head is taken if both models have it; a whole model is taken completely.
   for part, paths in (('img', 'img/'), ('txt', 'txt/'), ('', '')):
-    given = {part: path} if part else path
+    weights = {part: path} if part else path
     own = flat_of(params)
     if not part:
       checkpoint.save(params, path)
       want = own
-    taken = pretrained(config, params, given)
+    taken = pretrained(config, params, weights)
     assert set(taken) == {k for k in own if k.startswith(paths)}
     trees.assert_same(taken, {k: want[k] for k in taken})
   clip = convert.read(str(saved['clip'][0]))
@@ -575,7 +575,7 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
 
 
 @pytest.mark.parametrize(
-  'given, message',
+  'weights, message',
   [
     ({'img': 'lit', '': 'lit'}, "names two weights for 'img/'"),
     ({'text': 'bert'}, r"no parameters 'text/', but \['img', 't', 'txt'\]"),
@@ -583,28 +583,28 @@ def test_towers_start_from_those_of_other_models(saved, tmp_path, caplog):
     ('bert', 'a BERT, .* an image-text model'),
   ],
 )
-def test_wrong_weights_for_a_tower(bert, tmp_path, given, message):
+def test_wrong_weights_for_a_tower(bert, tmp_path, weights, message):
   config, params = lit()
   paths = {name: str(tmp_path / f'{name}.npz') for name in ('lit', 'vit')}
   paths['bert'] = str(bert[0])
   checkpoint.save(params, paths['lit'])
   checkpoint.save(tiny_models.numbers(tiny_models.tiny(), 8), paths['vit'])
-  given = (
-    {part: paths[name] for part, name in given.items()}
-    if isinstance(given, dict)
-    else paths[given]
+  weights = (
+    {part: paths[name] for part, name in weights.items()}
+    if isinstance(weights, dict)
+    else paths[weights]
   )
   with pytest.raises(ValueError, match=message):
-    pretrained(config, params, given)
+    pretrained(config, params, weights)
 
 
-def test_a_bert_is_no_model(bert):
+def test_rejects_bert_as_a_whole_model(bert):
   with pytest.raises(ValueError, match='the text tower of an image-text model'):
     convert.read(str(bert[0]))
 
 
 @pytest.mark.parametrize('to', ['timm', 'hf'])
-def test_classifiers_keep_quick_gelu_and_others_are_refused(tmp_path, to):
+def test_quick_gelu_is_kept_and_first_norm_is_rejected(tmp_path, to):
   model = tiny_models.tiny()
   checkpoint.save(tiny_models.numbers(model, 8), str(tmp_path / 'a.npz'))
   found = convert.read(str(tmp_path / 'a.npz'))

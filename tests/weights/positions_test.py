@@ -1,4 +1,4 @@
-"""Tests of weights with other position embeddings than those of the paper."""
+"""Tests of weights with position embeddings other than the paper's."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def test_every_table_is_resized(tmp_path, kind):
 
 
 @pytest.mark.parametrize('kind', ['relative', 'relative_bias'])
-def test_relative_embeddings_stay_with_their_grid(tmp_path, kind):
+def test_relative_embeddings_cannot_be_resized(tmp_path, kind):
   config = make_config(kind, 'shared')
   params = numbers(config)
   path = save(params, tmp_path / 'a.npz')
@@ -84,13 +84,13 @@ def test_relative_embeddings_stay_with_their_grid(tmp_path, kind):
     ('relative_bias', 'every'),
   ],
 )
-def test_parameters_tell_their_position_embeddings(kind, layers):
+def test_parameters_reveal_their_position_embeddings(kind, layers):
   params = numbers(make_config(kind, layers))
   encoder = identify.model_config(params).transformer
   assert (encoder.position_embedding, encoder.position_layers) == (kind, layers)
 
 
-def test_tables_of_a_grid_become_the_published_table(tmp_path):
+def test_factorised_tables_become_the_published_table(tmp_path):
   config = make_config('learned_2d')
   params = numbers(config, (8, 12))
   source, there = save(params, tmp_path / 'a.npz'), str(tmp_path / 'b.npz')
@@ -106,7 +106,7 @@ def test_tables_of_a_grid_become_the_published_table(tmp_path):
     np.testing.assert_array_equal(table[1 + i], want)
 
 
-def test_what_other_programs_lack_is_not_written(tmp_path):
+def test_rejects_embeddings_that_timm_lacks(tmp_path):
   source = save(numbers(make_config('learned_1d', 'every')), tmp_path / 'a.npz')
   message = "'learned_1d' with position_layers='every' cannot be written as timm"
   with pytest.raises(ValueError, match=f'{message}.*--to=workdir'):
@@ -114,7 +114,7 @@ def test_what_other_programs_lack_is_not_written(tmp_path):
   assert sorted(path.name for path in tmp_path.iterdir()) == ['a.npz']
 
 
-def test_no_similarity_is_drawn_of_offsets(tmp_path):
+def test_position_similarity_rejects_relative_embeddings(tmp_path):
   path = save(numbers(make_config('relative', 'every')), tmp_path / 'b.npz')
   loaded = predict.load_weights(path, image_size=(16, 16))
   with pytest.raises(ValueError, match='offsets, not to patches'):

@@ -1,4 +1,4 @@
-"""Tests of reading weights of every kind, and of what is refused."""
+"""Tests of reading every kind of weights, and of rejecting other files."""
 
 import gc
 import json
@@ -19,24 +19,24 @@ from vit_jax.configs import common
 from vit_jax.weights import convert, reading
 from vit_jax.weights.families import vit_files
 
-# What must be imported in its own way.
+# Imported through torch_models, which sets up its environment.
 timm = torch_models.timm
 
 
-def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
+def test_warns_about_an_unsupported_pixel_range(tmp_path, caplog):
   torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   file = tmp_path / 'hf' / 'preprocessor_config.json'
   means, half = {'image_mean': [0.485, 0.456, 0.406]}, {'image_std': [0.5] * 3}
-  for given, warns in (
+  for fields, warns in (
     ({'image_mean': [0.5] * 3, **half}, False),
     ({**means, **half}, False),  # The patch embedding absorbs it.
-    ({'image_mean': [0.2], 'image_std': [0.1]}, True),  # Of one channel.
+    ({'image_mean': [0.2], 'image_std': [0.1]}, True),  # One channel.
   ):
-    file.write_text(json.dumps(given))
+    file.write_text(json.dumps(fields))
     found = reading.read(str(tmp_path / 'hf'))
     assert ('scaled by image_mean=[0.2] and image_std' in caplog.text) == warns
     assert found.metadata == (
-      given if given.get('image_mean') == means['image_mean'] else {}
+      fields if fields.get('image_mean') == means['image_mean'] else {}
     )
   file.write_text(json.dumps({**means, 'image_std': [0.2, 0.0, 0.2]}))
   with pytest.raises(ValueError, match='preprocessor_config.json.*image_std is'):
@@ -45,7 +45,7 @@ def test_reading_warns_of_another_range_of_pixels(tmp_path, caplog):
 
 @pytest.fixture
 def timm_folder(tmp_path):
-  """A tiny ViT as timm writes it, and a function that writes its config.json."""
+  """A tiny ViT in timm's format; a function that changes its config.json."""
   params = tiny_models.numbers(tiny_models.tiny(), 8)
   checkpoint.save(params, str(tmp_path / 'a.npz'))
   convert.convert(str(tmp_path / 'a.npz'), str(tmp_path / 'timm'), 'timm')
@@ -60,23 +60,23 @@ def timm_folder(tmp_path):
   return change
 
 
-def test_pooling_that_these_weights_do_not_have_here_is_refused(timm_folder):
+def test_rejects_unsupported_pooling(timm_folder):
   message = "global_pool is 'max', but this package has only .* 'token'"
   for change in {'args': {'global_pool': 'max'}}, {'args': {}, 'global_pool': 'max'}:
     with pytest.raises(ValueError, match=message):
       reading.read(timm_folder(**change))
 
 
-def test_what_no_config_gives_is_asked_for(timm_folder):
+def test_fields_missing_in_the_config_must_be_passed(timm_folder):
   folder = timm_folder({}, architecture='vit_base_patch16_gap_224')
-  for given, lacking in (({'gelu': 'erf'}, 'heads'), ({'num_heads': 2}, 'GELU')):
-    with pytest.raises(ValueError, match=f'{lacking}.*--(num_heads|gelu)'):
-      convert.read(folder, **given)
+  for fields, missing in (({'gelu': 'erf'}, 'heads'), ({'num_heads': 2}, 'GELU')):
+    with pytest.raises(ValueError, match=f'{missing}.*--(num_heads|gelu)'):
+      convert.read(folder, **fields)
   found = convert.read(folder, num_heads=2, gelu='erf').config.transformer
   assert (found.num_heads, found.gelu) == (2, 'erf')
 
 
-@pytest.mark.filterwarnings('ignore:Mapping deprecated model name')  # Of timm.
+@pytest.mark.filterwarnings('ignore:Mapping deprecated model name')  # By timm.
 @pytest.mark.parametrize(
   'name, heads',
   [
@@ -86,7 +86,7 @@ def test_what_no_config_gives_is_asked_for(timm_folder):
     ('beitv2_large_patch16_224.in1k_ft_in1k', 16),
   ],
 )
-def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
+def test_heads_and_gelu_follow_from_timm_names(name, heads):
   with torch.device('meta'):
     theirs = timm.create_model(name.partition('.')[0], depth=1)
   found = vit_files.from_timm({'architecture': name}, 'token')
@@ -99,19 +99,19 @@ def test_names_of_timm_that_tell_heads_and_gelu(name, heads):
   )  # fmt: skip
 
 
-def test_a_number_of_heads_that_the_config_contradicts_is_refused(timm_folder):
+def test_num_heads_must_match_the_config(timm_folder):
   args = {'num_heads': 4, 'act_layer': 'gelu'}
   folder = timm_folder(args, architecture='vit_base_patch16_224')
   with pytest.raises(ValueError, match='num_heads=2, .* 4.*--num_heads'):
     convert.read(folder, num_heads=2)
 
 
-def test_a_gelu_that_the_config_contradicts_is_refused(timm_folder):
+def test_gelu_must_match_the_config(timm_folder):
   with pytest.raises(ValueError, match="gelu='tanh'.*erf.*--gelu"):
     convert.read(timm_folder({'num_heads': 2, 'act_layer': 'gelu'}), gelu='tanh')
 
 
-def test_a_run_warns_of_another_gelu(tmp_path, caplog):
+def test_run_warns_about_a_different_gelu(tmp_path, caplog):
   torch_models.hf_model().save_pretrained(tmp_path / 'hf')
   config = convert.read(str(tmp_path / 'hf')).config
   config.transformer.gelu = 'tanh'
@@ -138,7 +138,7 @@ def test_half_precision_is_kept(good, params, tmp_path):
   np.testing.assert_array_equal(got, params['cls'].astype(got.dtype))
 
 
-def test_files_that_are_refused(tmp_path):
+def test_rejects_pickles_unknown_names_and_empty_folders(tmp_path):
   bomb = broken_weights.Bomb(tmp_path / 'boom')
   (tmp_path / 'bomb.bin').write_bytes(pickle.dumps({'a': bomb}, protocol=2))
   torch.save({'a': bomb}, tmp_path / 'bomb.pth')
@@ -163,8 +163,8 @@ def test_files_that_are_refused(tmp_path):
     ('vit_pe_spatial_tiny_patch16_512', {}, 'no norm after its layers'),
   ],
 )
-def test_what_this_package_lacks_is_the_reason(tmp_path, name, fields, message):
-  """The config next to the weights gives heads, sizes and all else."""
+def test_errors_name_the_unsupported_feature(tmp_path, name, fields, message):
+  """The config next to the weights provides everything else."""
   args = dict(depth=1, embed_dim=32, num_heads=2, img_size=8, patch_size=4, **fields)
   timm.models.save_for_hf(timm.create_model(name, **args), tmp_path, model_args=args)
   with pytest.raises(ValueError, match=message):
@@ -177,7 +177,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
   monkeypatch.setitem(sys.modules, 'torch', None)
   with pytest.raises(ImportError, match=r"pip install -e '\.\[torch\]'"):
     reading.read(str(tmp_path / name))
-  # Before the data of a run are opened.
+  # Before a run opens its data.
   config = common.get_config()
   for place in (tmp_path / name, f'https://x.y/{name}?download=true'):
     config.pretrained = str(place)
@@ -185,7 +185,7 @@ def test_a_missing_package_names_the_extra(tmp_path, monkeypatch):
       checkpoint.check_exists(config)
 
 
-def test_weights_are_in_memory_once(tmp_path):
+def test_weights_are_held_in_memory_once(tmp_path):
   """Except for the array being converted; tracemalloc sees NumPy's arrays."""
   layers = dict(num_layers=3, mlp_dim=512, num_heads=3)
   params = tiny_models.numbers(tiny_models.tiny(hidden_size=192, transformer=layers), 8)
