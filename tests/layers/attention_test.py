@@ -32,7 +32,7 @@ def inputs(queries=Q, keys=Q, shape=(B, K, E)):
 
 
 def expected(query, key, value, gradient, mask=None, causal=False):
-  """Output and gradients, from sums in float64; 0 where a query sees nothing."""
+  """Output and gradients in float64; 0 where a query attends to nothing."""
   query, key, value, gradient = (
     np.asarray(x, np.float64) for x in (query, key, value, gradient)
   )
@@ -63,7 +63,7 @@ def loss(function, gradient):
 
 
 def assert_expected(found, args, gradient, atol=3e-5, **kwargs):
-  """Compares what `loss` returns with `expected`."""
+  """Compares the result of `loss` with `expected`."""
   (_, out), gradients = jax.device_get(found)
   want, want_gradients = expected(*args, gradient, **kwargs)
   np.testing.assert_allclose(out, want, atol=1e-5, rtol=1e-5)
@@ -75,14 +75,14 @@ def compare(name, args, atol=3e-5, **kwargs):
   """Compares output and gradients of an implementation with `expected`."""
   *args, gradient = args
   function = functools.partial(attention.IMPLEMENTATIONS[name], **kwargs)
-  # Pallas has an interpreter of the TPU's kernels.
+  # Pallas interprets the TPU kernels.
   with pltpu.force_tpu_interpret_mode():
     found = loss(function, gradient)(*args)
   assert_expected(found, args, gradient, atol, **kwargs)
 
 
 def random_mask(*shape):
-  """Half of it is True; the third query, if there is one, sees nothing."""
+  """Half of the mask is True; the third query, if any, attends to nothing."""
   mask = np.random.RandomState(0).rand(*shape) < 0.5
   mask[..., 2:3, :] = False
   return mask
@@ -92,7 +92,7 @@ def random_mask(*shape):
   'name, queries, keys',
   [('default', 21, 5), ('xla', 5, 21), ('flash', 130, 37), ('flash', 1, 21)],
 )
-def test_keys_of_another_sequence(name, queries, keys):
+def test_keys_from_another_sequence(name, queries, keys):
   compare(name, inputs(queries, keys))
 
 
@@ -125,8 +125,8 @@ def test_masks(name, mask, causal):
 
 
 @pytest.mark.parametrize('queries, keys, causal', [(21, 21, True), (4, 21, False)])
-def test_cudnn_is_asked_only_for_what_it_can_do(monkeypatch, queries, keys, causal):
-  """As jax checks it on a GPU, in its cudnn/fused_attention_stablehlo.py."""
+def test_cudnn_is_called_only_with_supported_inputs(monkeypatch, queries, keys, causal):
+  """The same checks as in JAX's cudnn/fused_attention_stablehlo.py."""
   library = jax.nn.dot_product_attention
 
   def cudnn(query, key, value, mask=None, *, implementation, **kwargs):
@@ -146,7 +146,7 @@ def test_cudnn_is_asked_only_for_what_it_can_do(monkeypatch, queries, keys, caus
     attention.IMPLEMENTATIONS['cudnn'](*args[:3], mask=mask, causal=True)
 
 
-def test_flash_where_images_and_heads_are_split():
+def test_flash_with_split_images_and_heads():
   *args, gradient = inputs(17, 17, (4, 2, 8))
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
   function = loss(attention.IMPLEMENTATIONS['flash'], gradient)
@@ -154,7 +154,7 @@ def test_flash_where_images_and_heads_are_split():
     assert_expected(function(*args), args, gradient)
 
 
-def test_flash_where_queries_are_split(monkeypatch):
+def test_flash_with_split_queries(monkeypatch):
   """A formula replaces the interpreted kernel, which deadlocks with collectives."""
   shapes = []
 
@@ -195,7 +195,7 @@ def test_tangents_and_second_derivatives():
 
 
 @pytest.mark.parametrize('mask', [None, random_mask(B, K, Q, Q)])
-def test_gradients_in_bfloat16_are_near_those_in_float32(mask):
+def test_bfloat16_gradients_are_close_to_float32(mask):
   *args, gradient = inputs()
   low = [jnp.asarray(x, jnp.bfloat16) for x in args]
   _, gradients = loss(functools.partial(DEFAULT, mask=mask), gradient)(*low)
@@ -205,7 +205,7 @@ def test_gradients_in_bfloat16_are_near_those_in_float32(mask):
     assert error < 0.02 * np.linalg.norm(want)
 
 
-def test_logits_as_large_as_they_come_do_no_harm():
+def test_huge_logits_give_finite_gradients():
   query, key, value, gradient = inputs()
   for leaf in jax.tree.leaves(loss(DEFAULT, gradient)(query * 1e4, key, value)):
     assert np.isfinite(leaf).all()
@@ -221,7 +221,7 @@ def layer_and_params(x, kv=None, **fields):
 X = np.random.RandomState(0).randn(B, 5, 12).astype(np.float32)
 
 
-def test_cross_attention_is_that_of_flax():
+def test_cross_attention_matches_flax():
   kv = np.random.RandomState(1).randn(B, 7, 10).astype(np.float32)
   mask = np.random.RandomState(0).rand(B, 1, 5, 7) < 0.7
   layer, variables = layer_and_params(X, kv)
@@ -238,7 +238,7 @@ def test_cross_attention_is_that_of_flax():
     )
 
 
-def test_the_weights_that_are_shown_are_masked():
+def test_sown_weights_are_masked():
   mask = np.ones((5, 5), bool)
   mask[3], mask[4, 1] = False, False
   layer, variables = layer_and_params(X, causal=True)
@@ -256,13 +256,13 @@ def test_the_weights_that_are_shown_are_masked():
   np.testing.assert_array_equal(weights[0, 0] > 0, np.array(want, bool))
   sums = np.broadcast_to([1, 1, 1, 0, 1], (B, 3, 5))
   np.testing.assert_allclose(weights.sum(axis=-1), sums, atol=1e-6)
-  # A query that sees nothing yields the bias, whether weights are sown or not.
+  # A query that attends to nothing yields the bias, whether weights are sown or not.
   bias = variables['params']['out']['bias']
   np.testing.assert_array_equal(out[:, 3], np.broadcast_to(bias, (B, 12)))
   np.testing.assert_allclose(jax.jit(apply)(variables, X), out, atol=1e-5)
 
 
-def test_dropout_of_masked_weights():
+def test_dropout_with_masked_weights():
   layer, variables = layer_and_params(X, dropout_rate=0.5, causal=True)
   rngs = {'dropout': jax.random.key(0)}
   run = jax.jit(
@@ -278,7 +278,7 @@ def test_dropout_of_masked_weights():
   'name, masked, causal',
   [('default', True, True), ('flash', False, False)],
 )
-def test_the_first_token_alone_is_that_of_all(name, masked, causal):
+def test_only_first_matches_the_first_of_all_tokens(name, masked, causal):
   layer, variables = layer_and_params(X, attention=name, causal=causal)
   mask = random_mask(B, 1, 5, 5) if masked else None
 
@@ -294,8 +294,8 @@ def test_the_first_token_alone_is_that_of_all(name, masked, causal):
   np.testing.assert_allclose(got, want[:, :1], atol=1e-5)
 
 
-def test_the_last_layer_computes_only_what_is_read():
-  """Logits and gradients are those of a model that computes all of it."""
+def test_last_layer_computes_only_what_is_used():
+  """Logits and gradients equal those of a model that computes everything."""
   model = tiny_models.tiny()
   x = tiny_models.images((2, 12, 8, 3))
   params = tiny_models.randomised(model, x)
@@ -312,7 +312,7 @@ def test_the_last_layer_computes_only_what_is_read():
   (got, got_grad), (want, want_grad) = (x.compile()(params) for x in lowered)
   np.testing.assert_allclose(got, want, rtol=1e-5)
   trees.assert_close(got_grad, want_grad, rtol=1e-3, atol=1e-4)
-  # And it does compute less: of 7 tokens one.
+  # And it computes less: one token of 7.
   less, more = (x.cost_analysis()['flops'] for x in lowered)
   assert less < 0.9 * more
 
@@ -325,7 +325,7 @@ def test_the_last_layer_computes_only_what_is_read():
     ({'attention': 'flash'}, {'mask': (5, 5)}, "flash'.*masks"),
   ],
 )
-def test_inputs_that_do_not_go_together_are_named(fields, args, message):
+def test_rejects_incompatible_inputs(fields, args, message):
   layer, variables = layer_and_params(X, **fields)
   args = {
     name: jnp.ones(shape, bool if name == 'mask' else jnp.float32)
@@ -335,7 +335,7 @@ def test_inputs_that_do_not_go_together_are_named(fields, args, message):
     layer.apply(variables, X, **args, deterministic=True)
 
 
-def test_masks_are_bool():
+def test_masks_must_be_bool():
   layer, variables = layer_and_params(X)
   with pytest.raises(ValueError, match='mask must be bool.*got float32'):
     layer.apply(variables, X, mask=jnp.zeros((5, 5)), deterministic=True)
@@ -350,12 +350,12 @@ def test_masks_are_bool():
     (('xla', 0.1), "attention='xla' does not support dropout"),
   ],
 )
-def test_what_an_implementation_does_not_support_is_named(args, message):
+def test_rejects_unsupported_options(args, message):
   with pytest.raises(ValueError, match=message):
     attention.check(*args)
 
 
-def test_training_refuses_before_it_compiles():
+def test_training_rejects_flash_before_compilation():
   config = pretrain.get_config('ti16,imagenet2012')
   config.model.transformer.attention = 'flash'
   config = run_config.resolve_steps(run_config.complete(config), 1_000_000)

@@ -1,4 +1,4 @@
-"""Tests of what GPUs compute in another way than the rest, attention='auto' first."""
+"""Tests of GPU-specific code paths, starting with attention='auto'."""
 
 import collections
 import functools
@@ -33,7 +33,7 @@ class _Device:
 
 @pytest.fixture
 def gpu(monkeypatch):
-  """Makes JAX say that its devices are GPUs; returns a function that does so."""
+  """Makes JAX report GPUs; returns a function that sets their compute capability."""
 
   def set_to(capability='9.0'):
     devices = lambda backend=None: [_Device(capability)]
@@ -45,13 +45,13 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def one_gpu(gpu, monkeypatch):
-  """Makes JAX say that there is one GPU."""
+  """Makes JAX report a single GPU."""
   monkeypatch.setattr(jax, 'device_count', lambda: 1)
 
 
 @pytest.fixture
 def tokens(monkeypatch):
-  """Puts XLA in the place of cuDNN; lists the numbers of keys it is asked for."""
+  """Replaces cuDNN with XLA; lists the number of keys of each call."""
   library, seen = jax.nn.dot_product_attention, []
 
   def compute(query, key, value, *, implementation, **kwargs):
@@ -74,14 +74,14 @@ def tokens(monkeypatch):
     ({'name': 'xla'}, 'xla'),
   ],
 )
-def test_what_auto_is_on_a_gpu(gpu, args, want):
+def test_auto_attention_on_a_gpu(gpu, args, want):
   args = {'name': 'auto', 'dtype': 'bfloat16', 'head_dim': 64, **args}
   assert attention.choose(**args) == want
   gpu('7.5')  # Before Ampere.
   assert attention.choose(**args) == ('xla' if want == 'xla' else 'default')
 
 
-def test_the_type_that_suits_the_devices(gpu):
+def test_auto_dtype_follows_the_devices(gpu):
   assert dtypes.resolve('auto', 'cpu') == 'float32'
   assert dtypes.resolve('auto', 'tpu') == 'bfloat16'
   assert dtypes.resolve('float32', 'tpu') == 'float32'
@@ -92,7 +92,7 @@ def test_the_type_that_suits_the_devices(gpu):
   assert model.dtype == 'float32'
 
 
-def test_the_devices_are_those_of_the_mesh_or_the_default_one(gpu):
+def test_uses_the_devices_of_the_mesh_or_the_default_one(gpu):
   for context in (
     jax.set_mesh(sharding.make_mesh({'data': -1})),  # Of CPUs.
     jax.default_device(jax.devices('cpu')[0]),
@@ -129,7 +129,7 @@ def tokens_and_params():
   [
     ({'only_first': True}, {24}),
     ({'scan': True, 'causal': True, 'remat': 'dots'}, {24}),
-    ({'position_layers': 'shared'}, {18}),  # Even, as the kernel needs it.
+    ({'position_layers': 'shared'}, {18}),  # Even, as the kernel requires.
   ],
 )
 def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
@@ -142,8 +142,8 @@ def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
   np.testing.assert_allclose(got[0][1], want[0][1], atol=3e-6)
 
 
-def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
-  """Masks and intermediates; and dropout draws the same noise."""
+def test_padding_is_hidden_from_masks_and_intermediates(tokens, tokens_and_params):
+  """Dropout also draws the same noise."""
   x, params = tokens_and_params
   cudnn = functools.partial(encoder.Encoder, attention='cudnn')
   fields = {**FIELDS, 'num_layers': 1}
@@ -159,7 +159,7 @@ def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
   rngs = {'dropout': jax.random.key(0)}
   compare({**fields, 'dropout_rate': 0.5}, rngs=rngs)
   assert set(tokens) == {18}
-  # It draws once for an image.
+  # Stochastic depth draws once per image.
   compare({**FIELDS, 'stochastic_depth': 0.5}, rngs=rngs)
   assert set(tokens) == {18, 24}
   apply = functools.partial(cudnn(**fields).apply, {'params': params}, x, train=False)
@@ -172,7 +172,7 @@ def test_what_looks_at_tokens_sees_no_padding(tokens, tokens_and_params):
   assert sown['tokens'][0].shape == x.shape
 
 
-def test_deep_models_are_trained_in_a_loop_on_tpus(monkeypatch, tokens_and_params):
+def test_deep_models_loop_over_layers_on_tpus(monkeypatch, tokens_and_params):
   x, _ = tokens_and_params
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 3})
   init = functools.partial(model.init, jax.random.key(0), train=False)
@@ -187,7 +187,7 @@ def test_deep_models_are_trained_in_a_loop_on_tpus(monkeypatch, tokens_and_param
   assert 'scan[' not in run(False)
 
 
-def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):
+def test_gpus_of_other_vendors_have_no_cudnn(monkeypatch):
   def devices(backend=None):
     if backend == 'cuda':
       raise RuntimeError('there is none')
@@ -198,9 +198,9 @@ def test_a_gpu_of_another_maker_has_no_cudnn(monkeypatch):
 
 
 @pytest.mark.parametrize('scan', [False, True])
-def test_the_program_for_nvidia_gpus(monkeypatch, scan):
+def test_program_for_nvidia_gpus(monkeypatch, scan):
   """Tokens are padded and cut once, and no layer attends twice."""
-  # JAX asks the library, which is not here, for its version.
+  # JAX checks the version of cuDNN, which is not installed here.
   monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900)
   monkeypatch.setattr(attention_kernels, '_has_cudnn', lambda: True)
   x = jax.ShapeDtypeStruct((2, 17, 16), jnp.bfloat16)
@@ -218,7 +218,7 @@ def test_the_program_for_nvidia_gpus(monkeypatch, scan):
   assert tokens == ['24', '17']  # And the gradient back.
 
 
-def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params):
+def test_gpu_hints_do_not_change_results(one_gpu, tokens_and_params):
   x, params = tokens_and_params
   fields = {'scan': True, 'remat': 'dots', 'gelu': 'quick', 'only_first': True}
   model = encoder.Encoder(**{**FIELDS, **fields})
@@ -230,7 +230,7 @@ def test_hints_for_gpus_change_no_result(one_gpu, tokens_and_params):
   trees.assert_close(on_gpus, want, rtol=1e-4, atol=1e-5)
 
 
-def test_hints_for_gpus_can_be_differentiated_twice(one_gpu):
+def test_gpu_hints_are_twice_differentiable(one_gpu):
   @jax.jit
   def f(x):
     y = gpu_layout.recomputed(jax.nn.gelu)(gpu_layout.row_major(x))
@@ -240,7 +240,7 @@ def test_hints_for_gpus_can_be_differentiated_twice(one_gpu):
   test_util.check_grads(f, (x,), order=2, atol=1e-2, rtol=1e-2)
 
 
-def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu, monkeypatch):
+def test_gpu_hints_add_no_collectives(gpu, monkeypatch):
   """The hints leave the batch split: each device keeps its own rows."""
   x = jax.ShapeDtypeStruct((8, 17, 16), jnp.float32)
   model = encoder.Encoder(**{**FIELDS, 'num_layers': 1})
@@ -267,7 +267,7 @@ def test_devices_in_a_mesh_send_no_more_for_the_hints(gpu, monkeypatch):
   assert 'f32[8,17,16]' not in text
 
 
-def test_the_hints_in_a_program_for_gpus(one_gpu, tokens_and_params):
+def test_gpu_hints_appear_only_in_programs_for_gpus(one_gpu, tokens_and_params):
   x, params = tokens_and_params
   model = encoder.Encoder(**FIELDS)
 

@@ -13,7 +13,7 @@ from vit_jax.distributed import sharding
 from vit_jax.layers import encoder
 
 
-def test_dropout_is_where_the_paper_has_it():
+def test_dropout_is_placed_as_in_the_paper():
   transformer = {**tiny_models.tiny().transformer, 'num_layers': 1, 'dropout_rate': 0.5}
   model = tiny_models.tiny(transformer=transformer)
   x = tiny_models.images()
@@ -35,7 +35,7 @@ def test_dropout_is_where_the_paper_has_it():
   assert zeros(block['MultiHeadDotProductAttention_0']['Dropout_0']) == 0
 
 
-def test_layers_in_a_loop_compute_the_same():
+def test_loop_over_layers_computes_the_same():
   fields = dict(num_layers=3, mlp_dim=32, num_heads=2, dropout_rate=0.0,
                 attention_dropout_rate=0.0)  # fmt: skip
   plain = tiny_models.tiny(transformer=fields)
@@ -54,7 +54,7 @@ def test_layers_in_a_loop_compute_the_same():
   trees.assert_close(got_grad, want_grad, rtol=1e-3, atol=1e-5)
   jaxpr = str(jax.make_jaxpr(loss(loop))(params))
   assert 'length=2' in jaxpr  # The last layer is outside of the loop.
-  # Sowing intermediates needs every layer by itself.
+  # Sowing intermediates disables the loop.
   _, seen = jax.eval_shape(
     lambda: loop.apply({'params': params}, x, train=False, mutable='intermediates')
   )
@@ -80,7 +80,7 @@ def test_dropout_in_a_loop_differs_by_layer_and_key():
 
 
 def counting(layers, width):
-  """Parameters whose layer i adds 1 to value 2 i, and its MLP to 2 i + 1."""
+  """Parameters with which attention i adds 1 to feature 2 i, and MLP i to 2 i + 1."""
   model = encoder.Encoder(layers, 8, 1, add_position_embedding=False)
   shapes = jax.eval_shape(
     lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, width)), train=False)
@@ -111,8 +111,8 @@ def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
     return model.apply({'params': params}, x, train=train, rngs=rngs)
 
   out = np.asarray(run(0, True), np.float64)
-  # The last value remains 0, the first is 1, as its rate is 0: that undoes the
-  # norm.
+  # The last feature stays 0 and the first is 1, as its rate is 0: they serve to
+  # invert the norm.
   out = (out - out[..., -1:]) / (out[..., :1] - out[..., -1:])
   np.testing.assert_array_equal(out[:, 0], out[:, 1])  # All tokens of an image.
   branches = out[:, 0, :-1]  # [images, 2 layers]
@@ -122,7 +122,7 @@ def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
   kept = np.where(is_kept, branches * (1 - rates), 1)
   np.testing.assert_allclose(kept, 1, rtol=1e-4)
   np.testing.assert_allclose(branches.mean(axis=0), 1, atol=0.1)
-  # Branches are dropped apart from each other, anew with each key.
+  # Branches are dropped independently, and differently for each key.
   correlation = np.corrcoef(is_kept[:, 2:].T) - np.eye(2 * layers - 2)
   assert np.abs(correlation).max() < 0.08
   assert np.abs(run(1, True) - run(0, True)).max() > 0.1
@@ -145,7 +145,7 @@ def encoder_and_params(**fields):
 
 
 def loss_of_five(model, x, mask):
-  """A function of the parameters: what the first five of the tokens become."""
+  """Returns the loss of the first five tokens as a function of the parameters."""
 
   def total(params):
     out = model.apply({'params': params}, x, train=True, mask=mask)[:, :5]
@@ -156,7 +156,7 @@ def loss_of_five(model, x, mask):
 
 @pytest.fixture(scope='module')
 def five_tokens():
-  """Parameters, seven tokens; loss and gradient of the first five alone."""
+  """Parameters, seven tokens; loss and gradient with only the first five."""
   model, params, x = encoder_and_params(add_position_embedding=False)
   value, gradient = jax.jit(jax.value_and_grad(loss_of_five(model, x[:, :5], None)))(
     params
@@ -170,7 +170,7 @@ def five_tokens():
   'fields', [{'remat': 'full'}, {'attention': 'xla', 'scan': True, 'remat': 'dots'}]
 )
 def test_masks_reach_every_layer(fields, five_tokens):
-  """Keys that are left out change nothing: as if they were not there."""
+  """Masked keys have no effect, as if they were absent."""
   params, x, want = five_tokens
   model, _, _ = encoder_and_params(add_position_embedding=False, **fields)
   keys = (np.arange(7) < 5)[None, None, None]

@@ -1,4 +1,4 @@
-"""Tests of local and axial attention next to dense NumPy attention under a mask."""
+"""Tests of local and axial attention against dense masked attention in NumPy."""
 
 import functools
 
@@ -48,7 +48,7 @@ def block(p, x, seen, turns):
 
 
 def reference(params, x, kinds, causal, turns):
-  """The layers in float64, each a block of each of `kinds`; see `block`."""
+  """The encoder in float64, with one block per kind in each layer; see `block`."""
   params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   places = list(np.ndindex(*GRID))
   x, found = np.asarray(x, np.float64), []
@@ -78,7 +78,7 @@ def reference(params, x, kinds, causal, turns):
     ),
   ],
 )  # fmt: skip
-def test_equals_dense_attention_under_a_mask(pattern, fields):
+def test_matches_dense_attention_with_a_mask(pattern, fields):
   model = model_of(attention_pattern=pattern, **fields)
   x = np.asarray(tiny_models.images((2, 4 * GRID[0], 4 * GRID[1], 3)))
   params = tiny_models.randomised(model, x)
@@ -109,13 +109,14 @@ def test_equals_dense_attention_under_a_mask(pattern, fields):
     np.testing.assert_allclose(sown, weights[0], atol=1e-5)
 
 
-def test_flops_are_those_of_the_pairs():
-  """4 N^2 D a layer, also under a mask, or 4 N D (h + w) and a second block."""
+def test_flops_count_the_attended_pairs():
+  """4 N^2 D per layer, even with a mask; axial: 4 N D (h + w) and a second block."""
   tokens, width, size = 32 * 64, 16, (128, 256)
   count = lambda **fields: flops.forward_flops(model_of(**fields, num_layers=1), size)
   full = count()
   assert count(attention_pattern='local') == full
-  rest = full - 4 * tokens**2 * width  # One block's projections and MLP, and the ends.
+  # Projections and MLP of one block, embedding and head.
+  rest = full - 4 * tokens**2 * width
   more = tokens * 2 * (4 * width**2 + 2 * width * 32)
   pairs = 4 * tokens * width * (32 + 64)
   assert count(attention_pattern='axial') == rest + more + pairs
@@ -134,6 +135,6 @@ def test_flops_are_those_of_the_pairs():
     ),
   ],
 )
-def test_what_cannot_be_combined(pattern, fields, words):
+def test_rejects_incompatible_options(pattern, fields, words):
   with pytest.raises(ValueError, match=words):
     tiny_models.shapes(model_of(attention_pattern=pattern, **fields), 8)

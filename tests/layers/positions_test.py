@@ -38,7 +38,7 @@ def sincos_of_big_vision():
 
 
 def closed_form(kind, table):
-  """Returns what is added to the 1 + 3 x 4 tokens, given a learned table."""
+  """Returns the embeddings of the 1 + 3 x 4 tokens for a learned table."""
   if kind == 'learned_1d':
     return table['pos_embedding'][0]
   if kind == 'sincos2d':
@@ -64,7 +64,7 @@ IMAGES = np.random.RandomState(0).uniform(-1, 1, (2, *SIZE, 3)).astype('f')
     ('relative', 'shared'),
   ],
 )
-def test_logits_are_those_of_the_closed_form(kind, layers):
+def test_logits_match_the_closed_form(kind, layers):
   model = vit(kind, layers)
   params = tiny_models.numbers(model, SIZE)
   got = model.apply({'params': params}, IMAGES, train=False)
@@ -84,7 +84,7 @@ def test_logits_are_those_of_the_closed_form(kind, layers):
   assert np.abs(want - blind).max() > 0.1
 
 
-def test_a_class_token_has_no_place_on_the_grid():
+def test_class_token_has_no_position_on_the_grid():
   module = positions.AddPositionEmbs(kind='sincos2d', grid=(H, W))
   x = np.random.RandomState(0).randn(2, H * W, D).astype(np.float32)
   assert module.init(jax.random.key(0), x) == {}
@@ -98,7 +98,7 @@ def test_a_class_token_has_no_place_on_the_grid():
 @pytest.mark.parametrize(
   'name, causal, masked', [('default', False, True), ('xla', True, False)]
 )
-def test_relative_attention_by_every_implementation(name, causal, masked):
+def test_relative_attention_in_every_implementation(name, causal, masked):
   rng = np.random.RandomState(0)
   x, relative = (rng.randn(*shape).astype(np.float32) for shape in ((2, 5, D), (9, E)))
   mask = rng.rand(2, 1, 5, 5) < 0.6 if masked else None
@@ -131,7 +131,7 @@ def test_relative_attention_by_every_implementation(name, causal, masked):
   np.testing.assert_allclose(got_first, want[:, :1], atol=1e-5)
 
 
-def test_a_loop_over_layers_computes_the_same():
+def test_loop_over_layers_computes_the_same():
   for kind in ('relative', 'learned_2d'):
     plain = vit(kind, 'every', {'num_layers': 3})
     params = tiny_models.numbers(plain, SIZE)
@@ -146,7 +146,7 @@ def test_a_loop_over_layers_computes_the_same():
     )  # fmt: skip
 
 
-def test_hybrids_know_their_grid():
+def test_hybrids_use_the_grid_of_their_features():
   resnet = {'num_layers': (1,), 'width_factor': 0.5}
   model = vit(
     'learned_2d', classifier='gap', resnet=resnet, patches={'size': (1, 1)},
@@ -156,7 +156,7 @@ def test_hybrids_know_their_grid():
   assert names['Transformer/posembed_input/y_embedding'].shape == (H, D // 2)
 
 
-def test_what_does_not_fit_is_named():
+def test_rejects_invalid_position_embeddings():
   with pytest.raises(ValueError, match="relative.*'stem'.* 'every'"):
     tiny_models.shapes(vit('relative', 'stem'), SIZE)
   variables = {'params': tiny_models.numbers(vit('learned_2d'), SIZE)}
@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_named():
     tiny_models.shapes(vit('relative', 'every', {'attention': 'flash'}), SIZE)
 
 
-def test_attention_is_drawn_of_models_with_a_grid():
+def test_attention_weights_of_models_with_a_grid():
   model = vit('sincos2d')
   params = tiny_models.numbers(model, SIZE)
   weights, logits = figure.forward(model, params, IMAGES)
