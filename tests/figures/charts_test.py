@@ -6,7 +6,7 @@ import numpy as np
 from vit_jax.figures import charts, results
 
 
-def test_curves_of_one_measure_share_a_panel():
+def test_curves_of_one_metric_share_a_panel():
   steps = np.array([1, 2])
   names = (
     'grad_norm', 'lr', 'train_loss', 'img_sec_core_train', 'loss_test',
@@ -33,7 +33,7 @@ def found(confusion, mistakes=()):
   return results.Results(np.asarray(confusion), mistakes)
 
 
-def test_a_small_confusion_matrix_has_names_and_counts():
+def test_small_confusion_matrix_has_names_and_counts():
   matrix = [[8, 2, 0], [0, 5, 0], [1, 0, 4]]
   fig = charts.confusion(found(matrix), ('ant', 'bee', 'cow'), 'test')
   assert '17 of 20 correct (85.00 %)' in fig.get_suptitle()
@@ -45,7 +45,7 @@ def test_a_small_confusion_matrix_has_names_and_counts():
   assert [t.get_text() for t in pairs.texts] == ['ant → bee: 2', 'cow → ant: 1']
 
 
-def test_a_large_confusion_matrix_has_pairs_in_place_of_names():
+def test_large_confusion_matrix_has_pairs_instead_of_names():
   matrix = np.diag(np.full(1000, 50))
   matrix[3, 7] = 9
   names = [f'class {i}' for i in range(1000)]
@@ -54,7 +54,7 @@ def test_a_large_confusion_matrix_has_pairs_in_place_of_names():
   assert len(axes.get_xticks()) < 20
   [label] = pairs.texts
   assert label.get_text() == 'class 3 → class 7: 9'
-  # Several classes share a cell, which shows the largest share.
+  # Several classes share a cell, which shows the largest fraction.
   shown = np.asarray(axes.get_images()[0].get_array())
   np.testing.assert_array_equal(shown > 0, np.eye(100, dtype=bool))
   assert '10 x 10 classes' in bar.get_ylabel()
@@ -80,7 +80,7 @@ def test_long_names_do_not_overlap():
     assert not any(box.overlaps(other) for other in boxes[:i])
 
 
-def test_mistakes_say_what_was_predicted_and_what_is_true():
+def test_mistakes_show_predicted_and_true_class():
   image = np.zeros((8, 8, 1), np.float32)
   wrong = [
     results.Mistake(image, 0, 1, 0.876, '/data/test/ant/7.png'),

@@ -1,4 +1,4 @@
-"""Tests of what is drawn of the inside of a model: labels, and numbers in pixels."""
+"""Tests of drawings of model internals: labels and pixel values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def texts(ticks):
   return [tick.get_text() for tick in ticks]
 
 
-def test_a_map_over_a_picture():
+def test_overlay_of_a_map_on_an_image():
   grey = np.full((40, 60, 3), 0.5, np.float32)
   flat = drawing.overlay(grey, np.full((2, 3), 0.1))
   assert flat.shape == (40, 60, 3)
@@ -26,7 +26,7 @@ def test_filters():
   fig = drawing.filters(components, np.full(28, 0.03))
   assert '28 principal components' in fig.get_suptitle()
   assert '84 %' in fig.get_suptitle()
-  # All on one scale.
+  # All filters share one scale.
   shown, most = fig.axes[0].get_images()[0].get_array(), np.abs(components).max()
   np.testing.assert_allclose(
     shown[0, 0], components[0, 0, 0] / most / 2 + 0.5, rtol=1e-5
@@ -49,7 +49,7 @@ def test_large_grids_are_thinned_out(grid, rows, columns):
   assert sheet[0, 0] == first[0, 0]
 
 
-def test_layers_lie_where_the_maps_are_larger_and_are_at_most_twelve():
+def test_attention_maps_show_at_most_twelve_layers():
   images, rng = np.zeros((2, 16, 16, 3)), np.random.RandomState(0)
   labels = ['ant, 90 %', 'bee, 80 %']
   fig = drawing.attention_maps(images, rng.rand(24, 2, 4, 6), labels, 'class')

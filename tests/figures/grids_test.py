@@ -12,14 +12,14 @@ def images(*shape, seed=0):
   return rng.randint(0, 256, (*shape, 3), dtype=np.uint8)
 
 
-def test_pixels_are_those_that_people_see():
+def test_to_pixels_returns_uint8_rgb():
   got = grids.to_pixels(np.array([-1, 0, 1, np.nan]).reshape(1, 2, 2, 1))
   assert got.shape == (1, 2, 2, 3)
   np.testing.assert_array_equal(got[0, ..., 0], [[0, 128], [255, 128]])
   np.testing.assert_array_equal(got[..., 0], got[..., 2])
 
 
-def test_small_images_are_enlarged_by_a_whole_number_and_stand_in_order():
+def test_small_images_are_enlarged_by_an_integer_factor():
   small = images(5, 8, 16)
   picture = grids.grid(small, columns=4, titles=('a', 'b', 'c', 'd'))
   assert picture.shape == (2 * (96 + 8) + 20, 4 * (192 + 8) + 8, 3)
@@ -38,12 +38,12 @@ def test_small_images_are_enlarged_by_a_whole_number_and_stand_in_order():
     ((300, 200), 128, (192, 128)),
   ],
 )
-def test_large_images_are_shrunk_where_that_is_wanted(size, most, cell):
+def test_large_images_are_shrunk_on_request(size, most, cell):
   picture = grids.grid(images(1, *size), columns=1, most=most)
   assert picture.shape == (cell[0] + 16, cell[1] + 16, 3)
 
 
-def test_captions_have_their_colours_and_keep_to_their_image():
+def test_captions_have_colours_and_stay_below_their_image():
   black = np.zeros((3, 96, 96, 3), np.uint8)
   texts = ('bee: 97 %', 'cow: 61 %\nis bee', 'a name that is far too long ' * 9)
   colors = (grids.RIGHT, grids.WRONG, 'black')

@@ -1,4 +1,4 @@
-"""Tests of the page: that it needs nothing else, and that nothing is overwritten."""
+"""Tests of the HTML page: it is self-contained and overwrites nothing."""
 
 import base64
 import re
@@ -14,7 +14,7 @@ ENTRY = types.SimpleNamespace(
 SECTION = (ENTRY, {'filters': b'png'})
 
 
-def test_the_page_has_all_in_itself(tmp_path):
+def test_page_is_self_contained(tmp_path):
   out = tmp_path / 'new' / 'figures'
   facts, missing = {'classes': '10'}, {'confusion': 'no <run>'}
   html_page.write(out, 'Inside <ViT>', facts, [SECTION], missing)
@@ -34,7 +34,7 @@ def test_the_page_has_all_in_itself(tmp_path):
     assert words in text
 
 
-def test_what_exists_is_not_overwritten(tmp_path):
+def test_existing_files_are_not_overwritten(tmp_path):
   empty, full = tmp_path / 'empty', tmp_path / 'full'
   empty.mkdir()
   full.mkdir()

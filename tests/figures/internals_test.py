@@ -1,4 +1,4 @@
-"""Tests of what lies inside Vision Transformers: attention, filters, positions."""
+"""Tests of Vision Transformer internals: attention, filters, positions."""
 
 import flax.linen as nn
 import jax
@@ -17,7 +17,7 @@ from vit_jax.tasks import masked_patches
 
 
 def made(weights, grid, before=0):
-  """Attention of given weights."""
+  """Builds Attention from weights."""
   return internals.Attention(weights, None, grid, before, before == 1)
 
 
@@ -34,7 +34,7 @@ def transformer(num_layers=2, **fields):
   )  # fmt: skip
 
 
-def test_distances_of_rectangles_are_those_of_a_loop():
+def test_distances_on_rectangular_grids_match_a_loop():
   (h, w), (p, q), before = (2, 3), (4, 8), 1
   weights = random_weights((2, 2, 7, 7))
   expected = np.zeros((1, 2))
@@ -53,14 +53,14 @@ def test_distances_of_rectangles_are_those_of_a_loop():
   np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
-def test_a_query_that_looks_at_no_patch_gives_no_distance():
+def test_queries_that_attend_to_no_patch_have_distance_0():
   blind = np.zeros((1, 1, 5, 5), np.float32)
-  blind[..., 0] = 1  # All look at the class token.
+  blind[..., 0] = 1  # All attend to the class token.
   found = internals.mean_distances(made([blind], (2, 2), 1), (4, 4))
   assert found.tolist() == [[0.0]]
 
 
-def test_rollout_is_what_a_hand_computes():
+def test_rollout_matches_a_hand_computation():
   first = np.array([[[
     [[1.0, 0.0], [0.5, 0.5]],  # Mean over heads: [[.5, .5], [.25, .75]].
     [[0.0, 1.0], [0.0, 1.0]],
@@ -69,8 +69,8 @@ def test_rollout_is_what_a_hand_computes():
     [[0.5, 0.5], [1.0, 0.0]],  # Mean over heads: [[.5, .5], [.5, .5]].
     [[0.5, 0.5], [0.0, 1.0]],
   ]]], np.float32)[0]  # fmt: skip
-  # With the identity, halved: [[.75, .25], [.125, .875]] and [[.75, .25],
-  # [.25, .75]]; the second layer times the first one:
+  # Averaged with the identity: [[.75, .25], [.125, .875]] and [[.75, .25],
+  # [.25, .75]]; the second layer times the first:
   expected = [[[0.59375, 0.40625], [0.28125, 0.71875]]]
   found = internals.rollout([first, second])
   np.testing.assert_allclose(found, expected, atol=1e-7)
@@ -89,7 +89,7 @@ def parameters(model, *args):
 
 
 def recorded(model, params, *args):
-  """Runs a model as it always runs: attention's inputs and outputs, by layer."""
+  """Runs a model normally and records attention's inputs and outputs by layer."""
 
   @jax.jit
   def run(params, args):
@@ -109,7 +109,7 @@ def recorded(model, params, *args):
 
 
 def check_weights(model, images, *args, outputs=True):
-  """Recomputes what attention returned from its weights, in NumPy."""
+  """Recomputes the output of attention from its weights, in NumPy."""
   params = parameters(model, images, *args)
   found = internals.attention(model, params, images)
   expected, seen = recorded(model, params, images, *args)
@@ -131,9 +131,9 @@ def check_weights(model, images, *args, outputs=True):
 
 @pytest.mark.parametrize(
   'name, classifier',
-  [('flash', 'token'), ('xla', 'gap')],  # The others have `default`.
+  [('flash', 'token'), ('xla', 'gap')],  # Other tests use `default`.
 )
-def test_weights_give_what_attention_gave(name, classifier):
+def test_weights_reproduce_the_output_of_attention(name, classifier):
   model = tiny_models.tiny(
     classifier=classifier, transformer=transformer(attention=name)
   )
@@ -144,7 +144,7 @@ def test_weights_give_what_attention_gave(name, classifier):
   assert internals.rollout_maps(found).shape == (2, 2, 3)
 
 
-def test_the_grid_of_a_hybrid_is_that_of_its_features():
+def test_grid_of_a_hybrid_is_its_feature_grid():
   model = tiny_models.tiny(
     num_layers=2,
     patches={'size': (1, 1)},
@@ -155,7 +155,7 @@ def test_the_grid_of_a_hybrid_is_that_of_its_features():
   assert found.weights[0].shape == (1, 2, 9, 9)
 
 
-def test_the_model_of_masked_patches_is_seen_without_masks():
+def test_masked_patch_models_run_without_masks():
   fields = tiny_models.tiny(classifier='gap')
   model = masked_patches.MaskedViT(
     5, fields.patches, transformer(), 16, classifier='gap'
@@ -167,7 +167,7 @@ def test_the_model_of_masked_patches_is_seen_without_masks():
   assert found.outputs.shape == (2, 5)
 
 
-def test_registers_are_in_no_map():
+def test_registers_are_excluded_from_maps():
   model = tiny_models.tiny(registers=2, transformer=transformer(1))
   images = tiny_models.images()
   found = internals.attention(model, parameters(model, images), images)
@@ -184,7 +184,7 @@ def test_registers_are_in_no_map():
 
 
 class Layered(nn.Module):
-  """An encoder of one's own: layers by number, and the last of them used twice."""
+  """A custom encoder with numbered layers, the last of which is used twice."""
 
   num_layers: int
 
@@ -208,14 +208,14 @@ class Layer(nn.Module):
     return x
 
 
-def test_layers_come_in_the_order_of_their_numbers():
+def test_layers_are_ordered_by_number():
   model = tiny_models.tiny(encoder=Layered, transformer=dict(num_layers=12))
   images = tiny_models.images()
   found = internals.attention(model, parameters(model, images), images)
   assert [w.max() for w in found.weights] == [*range(12), 11]
 
 
-def test_what_has_no_weights_is_refused():
+def test_rejects_models_without_attention_weights():
   images = tiny_models.images()
   mixer = models.get_model('Mixer-B_16', num_classes=5)
   with pytest.raises(ValueError, match='model=MlpMixer has no attention weights'):

@@ -1,4 +1,4 @@
-"""Tests of what models make of shifts and permutations: closed forms."""
+"""Tests of models under shifts and permutations: closed forms."""
 
 import functools
 
@@ -15,7 +15,7 @@ WITH = ('ViT', 'ViT, mean pooling', 'Hybrid of ResNet and ViT', 'MLP-Mixer')
 
 @functools.cache
 def found():
-  """Changes of all models, for patches of 4 x 4, two down and three across."""
+  """Changes of all models, for two rows and three columns of 4x4 patches."""
   images = np.asarray(tiny_models.images((2, 8, 12, 3)))
   return invariance.compare(images, patch=4)
 
@@ -36,13 +36,13 @@ def test_without_positions_the_order_of_patches_does_not_matter(name):
 
 
 @pytest.mark.parametrize('name', WITH)
-def test_positions_break_it(name):
+def test_positions_break_the_invariance(name):
   assert found().shuffled[row(name)] > 0.05
   assert found().shifted[row(name), 1:].min() > 0.05
 
 
 def embedding(**fields):
-  """The patch embedding of a model, with whole numbers for parameters."""
+  """The patch embedding of a model with integer-valued parameters."""
   model = tiny_models.tiny(**fields)
   params = jax.tree.map(np.round, tiny_models.numbers(model, (8, 12)))
   return jax.jit(
@@ -50,8 +50,8 @@ def embedding(**fields):
   )
 
 
-def test_the_patch_embedding_is_equivariant_to_shifts_by_whole_patches():
-  # Sums of whole numbers are exact in any order.
+def test_patch_embedding_is_equivariant_to_whole_patch_shifts():
+  # Sums of integers are exact in any order.
   images = np.round(8 * np.asarray(tiny_models.images((2, 8, 12, 3))))
   embed = embedding()
 
@@ -61,7 +61,7 @@ def test_the_patch_embedding_is_equivariant_to_shifts_by_whole_patches():
     return invariance.relative_change(want, moved)
 
   assert [change(embed, i, 4 * i) for i in (1, 2)] == [0, 0]
-  # Not so to other shifts; and the ResNet of a hybrid sees where images end.
+  # Other shifts change it, and the ResNet of a hybrid sees the image borders.
   assert change(embed, 1, 3) > 0.5
   hybrid = embedding(
     patches={'size': (1, 1)}, resnet=dict(num_layers=(1,), width_factor=0.5)

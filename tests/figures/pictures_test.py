@@ -1,4 +1,4 @@
-"""Tests of what TensorBoard shows of a run beside its curves."""
+"""Tests of what TensorBoard shows of a run apart from its curves."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ def fit(config, workdir):
 
 
 class Shown:
-  """What TensorBoard reads of a run."""
+  """The TensorBoard events of a run."""
 
   def __init__(self, workdir):
     self._events = event_accumulator.EventAccumulator(
@@ -39,11 +39,11 @@ class Shown:
     self._events.Reload()
 
   def tags(self, plugin):
-    """Names what is shown by a plugin of TensorBoard."""
+    """Returns the tags of a TensorBoard plugin."""
     return sorted(self._events.PluginTagToContent(plugin))
 
   def values(self, tag):
-    """Yields (step, what is shown of a tag)."""
+    """Returns (step, value) pairs of a tag."""
     return [
       (x.step, tf.make_ndarray(x.tensor_proto)) for x in self._events.Tensors(tag)
     ]
@@ -86,7 +86,7 @@ def cells(picture, rows, columns, below):
   )
 
 
-def test_the_config_is_a_table(shown, run):
+def test_config_is_shown_as_a_table(shown, run):
   assert shown.tags('text') == ['config']
   [(step, text)] = shown.values('config')
   assert step == 0
@@ -99,7 +99,7 @@ def test_the_config_is_a_table(shown, run):
   assert set(stored) <= {line.split()[1].split('.')[0] for line in lines[2:]}
 
 
-def test_training_images_are_those_that_the_first_update_gets(shown, config):
+def test_training_images_are_those_of_the_first_update(shown, config):
   config = run_config.complete(config)
   source = sources.open_split(config, 'train')
   example = input_pipeline.labelled_example(config, 10)
@@ -122,7 +122,7 @@ def first_test_images(config):
   return images, np.concatenate(found['label'])
 
 
-def test_test_images_have_the_predictions_of_their_step(shown, run, config):
+def test_test_images_show_the_predictions_of_their_step(shown, run, config):
   found = shown.pictures('test_images')
   assert list(found) == [3, 6]
   images, labels = first_test_images(config)
@@ -139,7 +139,7 @@ def test_test_images_have_the_predictions_of_their_step(shown, run, config):
   assert (abs(found[6].astype(int) - want) <= 3).mean() > 0.998
 
 
-def test_attention_maps_are_those_of_the_weights(shown, run, config):
+def test_attention_maps_match_the_weights(shown, run, config):
   found = shown.pictures('attention')
   assert list(found) == [3, 6]
   model = predict.load(str(run[0]))
@@ -153,7 +153,7 @@ def test_attention_maps_are_those_of_the_weights(shown, run, config):
   assert (abs(found[6].astype(int) - want) <= 3).mean() > 0.99
 
 
-def test_pictures_change_nothing_else(run, config, tmp_path):
+def test_pictures_do_not_affect_training(run, config, tmp_path):
   config = copy.deepcopy(config)
   config.update(log_images=0, log_attention=False)
   state, _ = fit(config, tmp_path)
@@ -173,7 +173,7 @@ def test_pictures_change_nothing_else(run, config, tmp_path):
 
 
 class Probe:
-  """Stands for a task that mixes; its loss says what the update sees."""
+  """A task with augmentation, whose loss reports the batch that the update sees."""
 
   config = types.SimpleNamespace(log_images=2, log_attention=False, seed=5)
 
@@ -190,7 +190,7 @@ class Probe:
     return extra
 
 
-def test_training_pictures_are_mixed_as_by_the_update():
+def test_training_pictures_use_the_updates_augmentation():
   task, batch = Probe(), {'x': jnp.arange(1.0, 5.0)}
   drawn = pictures.Pictures(task, sharding.make_mesh({'data': -1}), None)
   update = state_lib.make_update(
@@ -204,7 +204,7 @@ def test_training_pictures_are_mixed_as_by_the_update():
   assert (drawn.training(batch, 8)['x'] != got).all()
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run(caplog):
+def test_failing_pictures_do_not_stop_a_run(caplog):
   task, batch = Probe(), {'x': jnp.arange(1.0, 5.0)}
   task.draw_training = lambda batch: 1 / 0
   drawn = pictures.Pictures(task, sharding.make_mesh({'data': -1}), None)
@@ -218,21 +218,21 @@ def make_task(data_dir, names=('ant', 'bee', 'cow'), **changes):
   return classify.Task(run_config.complete(config), {'class_names': list(names)})
 
 
-def test_captions_name_the_predicted_class_and_where_it_is_wrong_the_true_one(data_dir):
+def test_captions_name_the_predicted_and_the_true_class(data_dir):
   task = make_task(data_dir)
   logits = np.log([[0.02, 0.97, 0.01], [0.3, 0.09, 0.61], [0.2, 0.3, 0.5]])
   label = np.float32([[0, 1, 0], [0, 1, 0], [0, 0, 0]])
   assert task.captions_of({'label': label}, np.float32(logits)) == [
     ('bee: 97 %\n', grids.RIGHT),
     ('cow: 61 %\nis bee', grids.WRONG),
-    ('cow: 50 %\n', 'black'),  # Nobody knows.
+    ('cow: 50 %\n', 'black'),  # Unlabelled.
   ]
   label = np.float32([[0, 1, 0], [0.25, 0.75, 0], [1, 0, 1], [0, 0, 0]])
   texts = [caption.text for caption in task.captions_of({'label': label})]
   assert texts == ['bee', 'bee: 75 %\nant: 25 %', 'ant\ncow', '']
 
 
-def test_of_several_labels_each_is_right(data_dir):
+def test_any_of_several_labels_is_right(data_dir):
   task = make_task(data_dir, loss='sigmoid')
   label = np.float32([[1, 0, 1], [1, 0, 1]])
   logits = np.float32([[-1, -2, np.log(3)], [-1, 0, -2]])
@@ -242,9 +242,7 @@ def test_of_several_labels_each_is_right(data_dir):
   ]
 
 
-def test_a_model_without_attention_is_refused_before_anything_is_written(
-  config, tmp_path
-):
+def test_rejects_models_without_attention_before_writing(config, tmp_path):
   config = copy.deepcopy(config)
   config.model = model_configs.get_config('mixer_b16')
   config.model.num_blocks = 1

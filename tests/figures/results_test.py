@@ -1,4 +1,4 @@
-"""Tests of what a model makes of a split, beside scikit-learn's."""
+"""Tests of a model's results on a split, against scikit-learn."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def test_confusion_and_worst_mistakes(model, source, batch):
     np.testing.assert_array_equal(mistake.image, batch['image'][i])
 
 
-def test_images_of_no_class_or_several_do_not_count(model):
+def test_images_without_a_single_class_are_not_counted(model):
   buffer = io.BytesIO()
   Image.new('RGB', (8, 8), 'red').save(buffer, 'PNG')
   labels = tf.constant([[0, -1], [1, 2], [-1, -1], [2, 2]], tf.int64)
@@ -78,7 +78,7 @@ def test_images_of_no_class_or_several_do_not_count(model):
   assert found.confusion.sum(axis=1).tolist() == [1, 0, 1]
 
 
-def test_pairs_of_classes_that_are_confused():
+def test_most_confused_pairs_of_classes():
   confusion = np.array([[9, 0, 2], [5, 0, 0], [0, 1, 7]])
   assert results.most_confused(confusion, 5) == [(1, 0, 5), (0, 2, 2), (2, 1, 1)]
   assert results.most_confused(confusion, 1) == [(1, 0, 5)]
@@ -101,7 +101,7 @@ def test_learning_curves(tmp_path):
   }
 
 
-def test_what_is_said_of_images(model, source):
+def test_labels_of_images(model, source):
   subject = results.Subject(model, source=source, split='train', count=4)
   assert subject.names == [pathlib.Path(source.name(i)).name for i in range(4)]
   rows = special.softmax(subject.seen.outputs, axis=-1)

@@ -1,4 +1,4 @@
-"""Tests of the plots of studies: what is drawn, and where."""
+"""Tests of study plots: bars, lines and their values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ def heights(axes):
   return [patch.get_height() for patch in axes.patches]
 
 
-def test_a_bar_a_label_with_its_deviation():
+def test_one_bar_per_label_with_its_deviation():
   values = {'learned': [60.0, 62.0, 64.0], 'none': [50.0], 'lost': []}
   fig = studies.bars(values, 'accuracy (%)', 'Positions')
   [axes] = fig.axes
@@ -21,7 +21,7 @@ def test_a_bar_a_label_with_its_deviation():
   np.testing.assert_allclose(bar.get_segments()[0][:, 1], [60, 64])
   assert axes.get_ylabel() == 'accuracy (%)'
   assert not fig.legends
-  # Bars of one length are cut off below, so that their difference is seen.
+  # Bars of similar length are cut off at the bottom to show their difference.
   [axes] = studies.bars({'a': [99.0], 'b': [99.2]}, '', '').axes
   assert axes.get_ylim()[0] == pytest.approx(99 - 0.992)
 

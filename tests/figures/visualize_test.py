@@ -39,7 +39,7 @@ def random_numbers(task):
 
 @pytest.fixture(scope='module')
 def run(image_folder, tmp_path_factory):
-  """What a run on a folder of images leaves behind."""
+  """The workdir of a finished run on a folder of images."""
   workdir = tmp_path_factory.mktemp('run')
   config = tiny_config(image_folder)
   metadata = {'class_names': ['ant', 'bee', 'cow']}
@@ -50,7 +50,7 @@ def run(image_folder, tmp_path_factory):
 
 
 def save(model, path, size=(8, 8)):
-  """Writes weights of random numbers; returns their path."""
+  """Writes random weights; returns their path."""
   params = tiny_models.numbers(model, size)
   checkpoint.save(params, str(path))
   return str(path)
@@ -58,7 +58,7 @@ def save(model, path, size=(8, 8)):
 
 @pytest.fixture(scope='module')
 def mixer(tmp_path_factory):
-  """A file of weights of a Mixer."""
+  """A weight file of a Mixer."""
   model = models.MlpMixer(
     patches={'size': (4, 4)}, num_classes=3, num_blocks=1, hidden_dim=8,
     tokens_mlp_dim=4, channels_mlp_dim=8,
@@ -77,7 +77,7 @@ def call(*args):
   visualize_command.main([*map(str, args)])
 
 
-def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys):
+def test_command_draws_all_figures_of_a_run(run, tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
   call(f'--workdir={run}', f'--out={out}', '--num_images=2')
@@ -93,13 +93,13 @@ def test_the_command_draws_all_that_a_run_has(run, tmp_path, monkeypatch, capsys
   assert str(run) not in page
   count = sum(x.size for x in jax.tree.leaves(predict.load(str(run)).params))
   assert f'{count:,}' in page
-  said = capsys.readouterr().out
-  assert f'{len(without)} figures' in said
+  output = capsys.readouterr().out
+  assert f'{len(without)} figures' in output
   with pytest.raises(FileExistsError, match='pass another folder'):
     call(f'--workdir={run}', f'--out={out}')
 
 
-def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
+def test_notebooks_get_figures_of_named_images(run, photo):
   model = predict.load(str(run))
   found = visualize.figures(model, [photo] * 9, names=['attention_rollout', 'filters'])
   # More images than a figure takes.
@@ -109,7 +109,7 @@ def test_figures_of_images_that_are_named_are_handed_to_notebooks(run, photo):
   assert label.get_text() == f'{name}\n{100 * probability:.0f} %'
 
 
-def test_weights_without_head_of_oblong_images(tmp_path, photo):
+def test_weights_without_a_head_for_non_square_images(tmp_path, photo):
   model = tiny_models.tiny(num_classes=0, classifier='gap')
   path = save(model, tmp_path / 'weights.npz', (8, 16))
   loaded = predict.load_weights(path, image_size=(8, 16))
@@ -125,7 +125,7 @@ def test_weights_without_head_of_oblong_images(tmp_path, photo):
   assert label.get_text() == 'photo.png'  # There are no classes.
 
 
-def test_a_hybrid_is_seen_by_its_root_convolution_on_its_feature_grid(tmp_path):
+def test_hybrids_show_their_root_convolution_and_feature_grid(tmp_path):
   model = tiny_models.tiny(
     patches={'size': (1, 1)}, resnet={'num_layers': (), 'width_factor': 1}
   )
@@ -136,7 +136,7 @@ def test_a_hybrid_is_seen_by_its_root_convolution_on_its_feature_grid(tmp_path):
   assert '4 x 4 patches' in found['position_similarity'].get_suptitle()
 
 
-def test_what_cannot_be_drawn_says_why(run, mixer, photo, tmp_path, monkeypatch):
+def test_errors_of_undrawable_figures(run, mixer, photo, tmp_path, monkeypatch):
   out = tmp_path / 'out'
   named = f'--out={out}', f'--images={photo}'
   attention = '--figures', 'attention_maps'
@@ -154,7 +154,7 @@ def test_what_cannot_be_drawn_says_why(run, mixer, photo, tmp_path, monkeypatch)
   assert not out.exists()
 
 
-def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys):
+def test_rejects_incompatible_flags(run, mixer, tmp_path, monkeypatch, capsys):
   out = f'--out={tmp_path / "out"}'
   for args, words in (
     ([], 'nothing to draw'),
@@ -170,7 +170,7 @@ def test_flags_that_do_not_go_together(run, mixer, tmp_path, monkeypatch, capsys
   assert not (tmp_path / 'out').exists()
 
 
-def test_no_checkpoint_no_matplotlib(run, tmp_path, monkeypatch):
+def test_missing_checkpoint_and_missing_matplotlib(run, tmp_path, monkeypatch):
   out = tmp_path / 'out'
   copied = tmp_path / 'copy'
   shutil.copytree(run, copied)
@@ -183,21 +183,21 @@ def test_no_checkpoint_no_matplotlib(run, tmp_path, monkeypatch):
   assert not out.exists()
 
 
-def test_data_that_are_gone_cost_only_what_needs_them(run, photo):
+def test_missing_data_skips_only_figures_that_need_it(run, photo):
   model = predict.load(str(run))
   model.config.dataset = '/no/such/folder'
   subject = visualize.subject(model, [photo])
-  _, lacking = gallery.choose(subject)
-  assert set(lacking) == {'confusion', 'mistakes'}
-  assert 'the data of the run cannot be opened' in lacking['confusion']
-  assert '/no/such/folder' in lacking['confusion']
+  _, missing = gallery.choose(subject)
+  assert set(missing) == {'confusion', 'mistakes'}
+  assert 'the data of the run cannot be opened' in missing['confusion']
+  assert '/no/such/folder' in missing['confusion']
 
 
-def test_inductive_bias_needs_neither_run_nor_weights(tmp_path, monkeypatch):
-  given = []
+def test_inductive_bias_needs_neither_a_run_nor_weights(tmp_path, monkeypatch):
+  calls = []
 
   def compare(images):
-    given.append(images)
+    calls.append(images)
     change = np.zeros((2, 3), np.float32)
     return invariance.Comparison(('a', 'b'), np.arange(3), change, change[:, 0], 2)
 
@@ -206,7 +206,7 @@ def test_inductive_bias_needs_neither_run_nor_weights(tmp_path, monkeypatch):
   call('--inductive_bias', f'--out={out}')
   names = sorted(path.name for path in out.iterdir())
   assert names == ['index.html', 'inductive_bias.png']
-  [images] = given
+  [images] = calls
   assert images.shape == (2, 64, 64, 3)
   assert images.min() < -0.5
   assert images.max() > 0.5
