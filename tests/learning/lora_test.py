@@ -22,7 +22,7 @@ ATTENTION = 'Transformer/encoderblock_0/MultiHeadDotProductAttention_0'
 
 @pytest.fixture(scope='module')
 def adapted(data_dir, tmp_path_factory):
-  """Base and run of 4 updates with adapters: config, folders, last state."""
+  """A base and a run of 4 updates with adapters: config, folder, last state."""
   folder = tmp_path_factory.mktemp('adapted')
   config = conftest.make_tiny_config(data_dir)
   conftest.write_classifier(folder / 'base', config, NAMES)
@@ -40,7 +40,7 @@ def flat(tree):
   }
 
 
-def test_adapters_and_head_alone_are_trained_and_stored(adapted):
+def test_only_adapters_and_head_are_trained_and_stored(adapted):
   _, folder, state = adapted
   params, base = flat(state.params), flat(checkpoint.load(str(folder / 'base')))
   new = {f'{ATTENTION}/{x}/kernel_lora_{y}' for x in ('query', 'out') for y in 'ab'}
@@ -59,7 +59,7 @@ def test_adapters_and_head_alone_are_trained_and_stored(adapted):
   assert stored.keys() == new | {'head/kernel', 'head/bias'}
 
 
-def test_the_model_computes_with_the_sum_everywhere(adapted):
+def test_adapters_are_merged_into_the_model_everywhere(adapted):
   _, folder, state = adapted
   params = flat(state.params)
   want = {path: x for path, x in params.items() if '_lora_' not in path}
@@ -79,7 +79,7 @@ def test_the_model_computes_with_the_sum_everywhere(adapted):
   trees.assert_same(merged.params, checkpoint.load(str(folder / 'run')))
 
 
-def test_peft_finds_the_layers_and_their_sums(adapted):
+def test_peft_export_matches_the_merged_weights(adapted):
   """Names and layout are PEFT's: W + lora_alpha / r * lora_B lora_A, in PyTorch's W."""
   _, folder, _ = adapted
   for source, to in (('base', 'hf'), ('run', 'hf'), ('run', 'peft')):
@@ -119,7 +119,7 @@ def test_peft_finds_the_layers_and_their_sums(adapted):
     convert.convert(str(folder / 'base'), str(folder / 'none'), 'peft')
 
 
-def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
+def test_run_resumes_bit_for_bit_only_on_the_same_base(adapted, tmp_path):
   config, folder, state = adapted
   shutil.copytree(folder / 'run', tmp_path / 'run')
   shutil.rmtree(tmp_path / 'run' / 'checkpoints' / '4')
@@ -156,7 +156,7 @@ def test_a_run_resumes_bit_for_bit_on_the_same_base_only(adapted, tmp_path):
     ({'pretrained': None}, "lora.rank=1 freezes .*None, which lack .*'Transformer/"),
   ],
 )
-def test_adapters_that_cannot_be_trained_are_refused(
+def test_rejects_adapters_that_cannot_be_trained(
   tiny_config, changes, message, tmp_path
 ):
   config = tiny_config

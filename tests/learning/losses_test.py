@@ -7,7 +7,7 @@ import numpy as np
 from vit_jax.learning import losses
 
 
-def test_softmax_with_two_labels_wants_each_at_a_half():
+def test_softmax_of_two_labels_normalises_their_sum():
   logits = np.log(np.array([[0.5, 0.25, 0.25]]))
   got = losses.softmax_xent(logits, np.array([[0.0, 1.0, 1.0]]))
   np.testing.assert_allclose(got, [math.log(4)], rtol=1e-6)
@@ -19,7 +19,7 @@ def test_sigmoid_is_summed_over_the_classes():
   np.testing.assert_allclose(got, [5 * math.log(2)], rtol=1e-6)
 
 
-def test_label_smoothing_of_two_labels_spreads_the_share_of_both():
+def test_label_smoothing_of_two_labels():
   logits = np.log(np.array([[0.7, 0.1, 0.1, 0.1]]))
   labels = np.array([[1.0, 1.0, 0.0, 0.0]])
   got = losses.get_loss('softmax', 0.4)(logits, labels)

@@ -34,7 +34,7 @@ def test_warm_up_is_linear_and_does_not_start_at_zero():
   )
 
 
-def test_cosine_and_linear_end_where_the_paper_says():
+def test_cosine_and_linear_end_at_the_papers_values():
   cosine = optim.create_learning_rate_schedule(110, 2.0, 'cosine', 10)
   np.testing.assert_allclose(values(cosine, [10, 60, 110]), [2.0, 1.0, 0.0], atol=1e-6)
   linear = optim.create_learning_rate_schedule(110, 2.0, 'linear', 10)
@@ -45,8 +45,8 @@ def test_cosine_and_linear_end_where_the_paper_says():
   assert values(constant, [0, 1, 109]) == [2.0, 2.0, 2.0]
 
 
-def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
-  # arXiv 1912.11370: 90 epochs, a tenth after 30, 60 and 80; here 10 steps each.
+def test_staircase_drops_to_a_tenth_at_each_boundary():
+  # arXiv 1912.11370: 90 epochs, drops after 30, 60 and 80; here 10 steps per epoch.
   schedule = optim.create_learning_rate_schedule(
     900, 0.48, 'staircase', 4, decay_at=(30 / 90, 60 / 90, 80 / 90)
   )
@@ -59,13 +59,13 @@ def test_a_staircase_drops_to_a_tenth_at_each_share_of_the_run():
     optim.create_learning_rate_schedule(10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6))
 
 
-def test_a_wrong_schedule_is_named():
+def test_rejects_unknown_schedules():
   with pytest.raises(ValueError, match="decay_type='step' .*cosine"):
     optim.create_learning_rate_schedule(10, 1.0, 'step', 2)
 
 
 @pytest.mark.parametrize('total_steps, warmup', [(10_000, 500), (100, 10)])
-def test_a_config_of_the_original_gives_a_schedule(total_steps, warmup):
+def test_schedule_from_a_config_of_the_original(total_steps, warmup):
   """`utils.create_learning_rate_schedule(config.total_steps, ...)`, verbatim."""
   cfg = common.get_config()
   schedule = utils.create_learning_rate_schedule(
@@ -75,7 +75,7 @@ def test_a_config_of_the_original_gives_a_schedule(total_steps, warmup):
   assert rates == pytest.approx([0.03 / max(1, warmup), 0.03, 0.0], rel=1e-6, abs=1e-9)
 
 
-def test_a_warm_up_longer_than_the_run_rises_with_a_warning(caplog):
+def test_warns_if_warm_up_is_longer_than_the_run(caplog):
   schedule = optim.create_learning_rate_schedule(3, 1.0, 'cosine', 20)
   assert values(schedule, range(3)) == pytest.approx([0.05, 0.1, 0.15])
   assert 'is as long as total_steps=3' in caplog.text
@@ -92,7 +92,7 @@ GRADS = {
 
 
 def run(cfg, steps=1):
-  """Makes some updates; returns the parameters and the state."""
+  """Applies some updates; returns the parameters and the state."""
   params, tx = PARAMS, optim.get_optimizer(cfg, optax.constant_schedule(0.1))
   state = tx.init(params)
   for _ in range(steps):
@@ -101,11 +101,11 @@ def run(cfg, steps=1):
   return params, state
 
 
-def test_l2_decay_goes_through_the_momentum_and_acts_on_kernels_alone():
+def test_l2_decay_enters_the_momentum_of_kernels_only():
   cfg = config(optimizer='sgd', grad_norm_clip=0.0, optim_dtype='float32', l2_decay=0.5)
   got, _ = run(cfg, steps=2)
-  # Of the second weight the gradient is 0. Velocity -1: the weight becomes
-  # -1.9; velocity 0.9 * -1 + 0.5 * -1.9 = -1.85: it becomes -1.715.
+  # The gradient of the second weight is 0. With velocity -1 it becomes -1.9,
+  # with velocity 0.9 * -1 + 0.5 * -1.9 = -1.85 it becomes -1.715.
   np.testing.assert_allclose(got['dense']['kernel'][1], -1.715, rtol=1e-6)
   np.testing.assert_allclose(got['dense']['bias'], [3 + 0.1 * 2.9 * 0.4], rtol=1e-6)
   np.testing.assert_array_equal(got['cls'], PARAMS['cls'])
@@ -125,7 +125,7 @@ def adamw(x, g, rates, decays, b1=0.9, b2=0.999, eps=1e-8):
   'base, independent, weight_decay',
   [(0.05, True, 0.04), (0.01, False, 4.0)],  # The same decay.
 )
-def test_independent_weight_decay_follows_the_schedule_alone(
+def test_independent_weight_decay_follows_only_the_schedule(
   base, independent, weight_decay
 ):
   x, g = np.array([1.0, -2.0]), np.array([0.3, 0.1])
@@ -147,7 +147,7 @@ def test_independent_weight_decay_follows_the_schedule_alone(
 
 
 @pytest.mark.parametrize('optimizer', ['sgd', 'adam', 'lion', 'adafactor'])
-def test_the_accumulator_has_the_type_of_the_config(optimizer):
+def test_accumulator_has_the_dtype_of_the_config(optimizer):
   _, state = run(config(optimizer=optimizer, optim_dtype='bfloat16'))
   name = 'mu' if optimizer in ('adam', 'lion') else 'trace'
   accumulator = optax.tree.get(state, name)
@@ -155,7 +155,7 @@ def test_the_accumulator_has_the_type_of_the_config(optimizer):
 
 
 def averages(decay, steps, dtype):
-  """The average after some updates of different size, and one in float64."""
+  """The average after updates of different sizes, and the expected one in float64."""
   params = {'kernel': jnp.array([1.0, -3.0, 0.0], dtype)}
   tx = optax.with_extra_args_support(optim.track_ema(decay))
   state = tx.init(params)
@@ -171,11 +171,11 @@ def averages(decay, steps, dtype):
 
 
 @pytest.mark.parametrize('decay, dtype', [(0.9, 'float32'), (0.9999, 'bfloat16')])
-def test_the_average_of_the_weights_warms_up(decay, dtype):
+def test_average_of_the_weights_warms_up(decay, dtype):
   got, want = averages(decay, 200, dtype)
   assert got.dtype == jnp.float32
   np.testing.assert_allclose(got, want, rtol=1e-6)
-  # Of the weights at first, 1, -3 and 0, nothing is left: -3 + 200 is near.
+  # Nothing is left of the initial weights 1, -3 and 0: got[1] is near -3 + 200.
   assert got[1] > 100
   assert got[2] == 0
   assert optim.get_ema(run(config())[1]) is None
@@ -190,7 +190,7 @@ MODEL = {
 }
 
 
-def test_the_first_multiplier_that_is_found_decides():
+def test_first_matching_multiplier_wins():
   rules = (('bias$', 0.5), ('encoderblock_0/', 0.0))
   assert optim.multipliers(rules, MODEL) == {
     'Transformer': {
@@ -226,14 +226,14 @@ def test_multipliers_scale_updates_and_freeze_without_a_state():
     want,
     factors,
   )
-  # Moments of the trained parameters alone; the average is of all.
+  # Only trained parameters have moments; the average covers all parameters.
   moments = optax.tree.get(state, 'mu')
   assert sum(x.size for x in jax.tree.leaves(moments)) == 12
   average = optim.get_ema(state)
   assert jax.tree.structure(average) == jax.tree.structure(MODEL)
 
 
-def test_no_gradient_is_computed_of_what_is_frozen():
+def test_no_gradient_is_computed_for_frozen_parameters():
   factors = optim.multipliers((('head', 1.0), ('', 0.0)), MODEL)
 
   def loss(params):
@@ -253,12 +253,12 @@ def test_no_gradient_is_computed_of_what_is_frozen():
     ((('', 0),), 'freeze all parameters: nothing is left'),
   ],
 )
-def test_wrong_multipliers_are_named(rules, message):
+def test_rejects_wrong_multipliers(rules, message):
   with pytest.raises(ValueError, match=message):
     optim.multipliers(rules, MODEL)
 
 
-def test_adam_with_decay_on_all_parameters_is_pytorchs_adamw():
+def test_adam_with_decay_on_all_parameters_matches_pytorch():
   """With clipping and a tenth of the learning rate for one parameter (DETR)."""
   cfg = config(
     optimizer='adam', optim_dtype='float32', grad_norm_clip=0.1,
@@ -330,7 +330,7 @@ def muon(grads, beta, rows):
   momentum = 0.0
   for t, g in enumerate(grads, 1):
     momentum = beta * momentum + (1 - beta) * g
-    # Nesterov momentum with the correction of the bias, as in Adam.
+    # Nesterov momentum with bias correction, as in Adam.
     ahead = beta * momentum / (1 - beta ** (t + 1)) + (1 - beta) * g / (1 - beta**t)
     x = ahead.reshape(rows, -1)
     scale = 0.2 * np.sqrt(max(x.shape))
@@ -341,7 +341,7 @@ def muon(grads, beta, rows):
     yield scale * x.reshape(g.shape)
 
 
-# Large enough for Adafactor's factors and, where not small, for `fsdp`.
+# Large arrays are factored by Adafactor and split by `fsdp`.
 SHAPES = {
   'embedding': {'kernel': (2, 2, 1, 64)},
   'block': {
@@ -353,7 +353,7 @@ SHAPES = {
   },
   'head': {'kernel': (64, 4), 'bias': (4,)},
 }
-# The rows of the matrices that Muon sees: the inputs of the layer.
+# Rows of the matrices that Muon orthogonalises: the inputs of the layer.
 ROWS = {
   'block/attention/query/kernel': 64,
   'block/attention/out/kernel': 64,
@@ -379,7 +379,8 @@ def drawn(seed):
 def trained(request, tmp_path_factory):
   """Three updates on eight devices, with a checkpoint after the second.
 
-  Returns the name, the initial and the last state, and the one restored and updated.
+  Returns the name, the initial state, the last state, and the last state after a
+  restore.
   """
   cfg = config(
     optimizer=request.param, b1=0.8, b2=0.5, momentum=0.95, optim_dtype='float32',
@@ -413,8 +414,8 @@ def trained(request, tmp_path_factory):
   return request.param, start, update(second, drawn(3)), update(restored, drawn(3))
 
 
-def test_updates_are_the_published_ones_on_any_mesh(trained):
-  """With decay of the kernels, a schedule, half a rate and a frozen bias."""
+def test_updates_match_the_published_algorithms_on_a_mesh(trained):
+  """With decay on kernels, a schedule, one halved rate and a frozen bias."""
   name, start, last, _ = trained
   grads = [jax.tree.leaves(drawn(seed)) for seed in (1, 2, 3)]
   got = jax.tree.leaves(last.params)
@@ -428,12 +429,12 @@ def test_updates_are_the_published_ones_on_any_mesh(trained):
     np.testing.assert_allclose(got[i], want, rtol=1e-4, atol=1e-4, err_msg=path)
 
 
-def test_a_restored_state_goes_on_bit_for_bit(trained):
+def test_restored_state_continues_bit_for_bit(trained):
   _, _, last, restored = trained
   trees.assert_same(restored, last)
 
 
-def test_the_state_is_split_like_its_parameter(trained):
+def test_state_is_sharded_like_its_parameters(trained):
   name, start, _, _ = trained
   P = jax.P
   split = {
@@ -445,7 +446,7 @@ def test_the_state_is_split_like_its_parameter(trained):
     'block/attention/out/kernel': P('model', 'fsdp', None),
     'block/MlpBlock_0/Dense_0/kernel': P('fsdp', 'model'),
   }
-  # Of the larger two dimensions a row lacks the largest, a column the other.
+  # Of the two larger dimensions, rows lack the largest and columns the other.
   factors = {
     'block/attention/query/kernel': (P('model', 'fsdp'), P(None, 'model')),
     'block/attention/out/kernel': (P('model', 'fsdp'), P('model', None)),

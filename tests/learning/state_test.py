@@ -1,4 +1,4 @@
-"""Tests of the update: sums and weights, and what a task keeps beside parameters."""
+"""Tests of the update: sums, weights and the extra state of a task."""
 
 import copy
 import json
@@ -37,7 +37,7 @@ class Task(toy_task.Task):
     del rng
     rows = jnp.ones((len(batch['image']), 2)) * jnp.array([1.0, 2.0])
     errors = self._errors(params, extra, batch)
-    # A vector is for `update_extra` alone; a scalar is logged.
+    # A vector is only for `update_extra`; a scalar is logged.
     metrics = {
       'rows': (rows.sum(axis=0), jnp.float32(1)),
       'error': (errors.sum(), jnp.float32(len(errors))),
@@ -72,10 +72,10 @@ def finished(config, tmp_path_factory):
   return workdir, state
 
 
-def test_the_teacher_follows_and_vectors_are_not_logged(finished, config):
+def test_teacher_is_updated_and_vectors_are_not_logged(finished, config):
   workdir, state = finished
   np.testing.assert_allclose(state.extra['rows'], [4 * config.batch, 8 * config.batch])
-  # A recomputation from the checkpoints of step 2 and 4 is bounded by them.
+  # The teacher lags behind the student.
   teacher = state.extra['teacher']['head']['kernel']
   student = state.params['head']['kernel']
   assert abs(teacher - student).max() > 0
@@ -84,7 +84,7 @@ def test_the_teacher_follows_and_vectors_are_not_logged(finished, config):
   assert not any('train_rows' in x for x in lines)
 
 
-def test_extra_is_split_like_the_parameters(finished):
+def test_extra_is_sharded_like_the_parameters(finished):
   _, state = finished
   for tree in (state.params, state.extra['teacher']):
     kernel = tree['Transformer']['encoderblock_0']['MlpBlock_0']['Dense_0']
@@ -105,16 +105,14 @@ def test_extra_is_saved_and_restored(finished, config):
   trees.assert_same(params, state.params)
 
 
-def test_evaluation_and_prediction_split_parameters_as_the_run_did(
-  finished, monkeypatch
-):
+def test_evaluation_and_prediction_use_the_mesh_of_the_run(finished, monkeypatch):
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   workdir, _ = finished
   model = predict.load(str(workdir))
   tree = model.extra['teacher']['Transformer']['encoderblock_0']['MlpBlock_0']
   kernel = tree['Dense_0']['kernel']
   assert kernel.addressable_shards[0].data.shape == (4, 16)
-  assert len(kernel.sharding.device_set) == 4  # No copies, the axis `data`.
+  assert len(kernel.sharding.device_set) == 4  # Not replicated over `data`.
   assert dict(evaluation.run_mesh(workdir).shape) == {
     'data': 2,
     'fsdp': 4,
@@ -126,7 +124,7 @@ def test_evaluation_and_prediction_split_parameters_as_the_run_did(
   assert again['loss'] == pytest.approx(lines[-1]['loss_test'], rel=1e-5)
 
 
-def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
+def test_parameters_are_not_sharded_if_the_mesh_does_not_fit(finished, tmp_path):
   workdir = shutil.copytree(finished[0], tmp_path / 'run')
   stored = json.loads((workdir / 'config.json').read_text())
   stored['mesh'] = {'data': 1, 'fsdp': 16, 'model': 1}
@@ -136,7 +134,7 @@ def test_where_the_devices_do_not_allow_it_they_are_copied(finished, tmp_path):
   assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}
 
 
-def test_a_run_resumes_with_its_extra(finished, config, tmp_path, monkeypatch):
+def test_run_resumes_with_its_extra(finished, config, tmp_path, monkeypatch):
   """From the checkpoint of step 2, as if the run had been killed after it."""
   monkeypatch.setattr(sharding, 'FSDP_MIN_SIZE', 1)
   workdir = shutil.copytree(finished[0], tmp_path / 'run')
@@ -145,13 +143,13 @@ def test_a_run_resumes_with_its_extra(finished, config, tmp_path, monkeypatch):
   trees.assert_same(again, finished[1])
 
 
-def test_the_mean_of_nothing_is_nothing():
+def test_mean_of_nothing_is_zero():
   assert state_lib.mean(jnp.float32(0), jnp.float32(0)) == 0
   assert state_lib.mean(jnp.float32(3), jnp.float32(2)) == 1.5
 
 
-def test_rows_without_a_label_do_not_count(data_dir):
-  """Six of sixteen rows have a label: loss and gradient are those of the six."""
+def test_rows_without_a_label_are_ignored(data_dir):
+  """Six of sixteen rows have a label: only they affect loss and gradient."""
   config = conftest.make_tiny_config(data_dir)
   config.update(grad_norm_clip=0.0)
   config.model.transformer.num_layers = 0
@@ -202,7 +200,7 @@ class SteppedTask:
     return extra.at[step].set(step + 1)
 
 
-def test_loss_and_extra_state_are_given_the_step():
+def test_loss_and_extra_state_receive_the_step():
   tx = optax.sgd(0.0)
   task, one = SteppedTask(), jnp.ones(())
   update = state_lib.make_update(task, tx, lambda _: 0.0, 0, 2)
