@@ -1,4 +1,4 @@
-"""Tests of files that appear when they are complete."""
+"""Tests of files and folders that only appear once they are complete."""
 
 from concurrent import futures
 import threading
@@ -8,7 +8,7 @@ import pytest
 from vit_jax.distributed import files
 
 
-def test_a_file_is_replaced_when_it_is_complete(tmp_path):
+def test_file_is_replaced_once_complete(tmp_path):
   path = tmp_path / 'a.txt'
   files.write(path, 'öld')
   with files.replacing(path) as file:
@@ -21,7 +21,7 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
   assert [p.name for p in tmp_path.iterdir()] == ['a.txt']
 
 
-def test_a_folder_appears_when_it_is_complete(tmp_path):
+def test_folder_appears_once_complete(tmp_path):
   path = tmp_path / 'new' / 'a'
   with pytest.raises(TypeError), files.new_folder(path) as folder:
     (folder / 'b').write_bytes('no bytes')
@@ -34,7 +34,7 @@ def test_a_folder_appears_when_it_is_complete(tmp_path):
   assert (path / 'b').read_text() == 'whole'
 
 
-def test_of_two_writers_of_a_folder_one_wins(tmp_path):
+def test_one_of_two_writers_of_a_folder_wins(tmp_path):
   path, barrier = tmp_path / 'a', threading.Barrier(2)
   (tmp_path / '.a.tmp').mkdir()  # Somebody else's.
   (tmp_path / '.a.tmp' / 'mine').touch()

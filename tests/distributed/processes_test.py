@@ -1,4 +1,4 @@
-"""Tests of what processes tell each other, with two of them on loopback."""
+"""Tests of communication between processes, with two of them on loopback."""
 
 import json
 import re
@@ -86,8 +86,8 @@ except Exception as e:
   raise
 """
 
-# Process 1 alone cannot read an image of the second of three runs. Before them
-# stands a run that another machine holds.
+# Only process 1 fails to read an image, in the second of three runs. Before them
+# comes a run that another machine has locked.
 STUDY = """
 import fcntl, json, pathlib
 from jax.experimental import multihost_utils
@@ -150,7 +150,7 @@ def test_calls():
     assert kind == 'RuntimeError'
     assert "'there'" in text
     assert "'here'" in text
-  # Both stop at the same step, and then at once, in the next of many runs.
+  # Both stop at the same step, and the next run stops immediately.
   assert said[0]['stop'] == said[1]['stop']
   assert said[0]['stop'][0] >= 3
   assert said[0]['stop'][1] == 1
@@ -167,36 +167,36 @@ def test_calls():
   assert 'VIT_JAX_DEADLINE' in text
 
 
-def test_a_process_that_stays_alone_says_so():
+def test_process_without_peers_times_out():
   statuses, outputs = running.run_two(ALONE)
   assert statuses == [-signal.SIGABRT, 0]
   assert 'Waiting for the other processes' in outputs[0]
   assert 'within 2 seconds' in outputs[0]
 
 
-def test_the_first_process_that_is_killed_is_named():
+def test_reports_that_the_first_process_was_killed():
   statuses, outputs = running.run_two(BEGIN + KILLED)
   assert statuses == [-signal.SIGTERM, -signal.SIGABRT], outputs
-  # JAX's words. Process 0 holds the service.
+  # JAX's message; process 0 runs the coordination service.
   assert re.search('leader task|coordination_service', outputs[1])
 
 
-def test_a_process_that_ends_is_named():
+def test_reports_a_failed_process():
   statuses, outputs = running.run_two(BEGIN + LEFT)
   assert statuses == [128 + signal.SIGTERM, 1]
   [line] = [x for x in outputs[0].splitlines() if x.startswith('Error: process 1 (')]
   assert line.endswith('has failed: 503 UNAVAILABLE: an error of its own')
   assert 'Traceback' not in outputs[0]
-  # Its words are like those of a lost connection, but all processes live.
+  # The message resembles a lost connection, but all processes are alive.
   assert outputs[1].endswith('OSError: 503 UNAVAILABLE: an error of its own\n')
   assert 'Lost the connection' not in outputs[1]
 
 
-def test_a_study_ends_where_one_process_fails(tmp_path):
+def test_study_ends_when_one_process_fails(tmp_path):
   statuses, outputs = running.run_two(BEGIN + STUDY, tmp_path)
   assert statuses == [128 + signal.SIGTERM, 1], outputs
   said = [output.split('SAID ')[1].splitlines() for output in outputs]
-  # Both go on after an error of both, with the run that one cannot read.
+  # After an error in both, both continue with the run that one cannot read.
   assert json.loads(said[0][0]) == json.loads(said[1][0]) == ['a', 'b']
   [line] = [x for x in said[0] if x.startswith('Error: ')]
   assert line.startswith('Error: process 1 (')
@@ -204,7 +204,7 @@ def test_a_study_ends_where_one_process_fails(tmp_path):
   assert said[1][-1] == "ValueError: 'cat7.jpg' is no image"
 
 
-def test_a_collective_that_loses_a_process_names_it():
+def test_collective_reports_a_lost_process():
   statuses, outputs = running.run_two(BEGIN + COLLECTIVE)
   assert statuses == [-signal.SIGABRT, -signal.SIGKILL], outputs
   assert 'Lost the connection to another process' in outputs[0]
@@ -212,7 +212,7 @@ def test_a_collective_that_loses_a_process_names_it():
   assert 'Traceback' not in outputs[0]
 
 
-def test_one_process_sends_nothing():
+def test_single_process_sends_nothing():
   assert jax.process_count() == 1
   assert processes.gather('x', (1, 2)) == [[1, 2]]
   assert processes.from_first('x', lambda: {'a': 1}) == {'a': 1}
@@ -225,7 +225,7 @@ def test_one_process_sends_nothing():
 
 
 @pytest.mark.parametrize(
-  ('given', 'words'),
+  ('args', 'words'),
   [
     (('localhost:99999', 2, 0), "coordinator='localhost:99999' must be HOST:PORT"),
     (('localhost', 2, 0), "coordinator='localhost' must be HOST:PORT"),
@@ -233,6 +233,6 @@ def test_one_process_sends_nothing():
     (('localhost:1234', 2, None), 'must be given together'),
   ],
 )  # fmt: skip
-def test_a_wrong_coordinator_is_named_at_once(given, words):
+def test_rejects_wrong_coordinators(args, words):
   with pytest.raises(ValueError, match=words):
-    processes.connect(True, *given)
+    processes.connect(True, *args)

@@ -73,7 +73,7 @@ def test_split_tokens_compute_the_same(axes, classifier, fields, monkeypatch):
   assert f'f32[{images},{heads},{tokens},{tokens}]' not in text
 
 
-def test_the_axis_splits_no_batch():
+def test_sequence_axis_does_not_split_the_batch():
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'sequence': -1})
   assert sharding.batch_axes(mesh) == ('data', 'fsdp')
   assert sharding.batch_shards(mesh) == 4
@@ -91,7 +91,7 @@ def test_the_axis_splits_no_batch():
     ('b16', {'attention': 'flash'}, None),
   ],
 )
-def test_models_that_cannot_split_tokens_are_named(name, fields, message):
+def test_rejects_models_that_cannot_split_tokens(name, fields, message):
   config = common.get_config()
   config.model = model_configs.with_options(model_configs.get_config(name))
   config.model.get('transformer', {}).update(fields)
@@ -102,7 +102,7 @@ def test_models_that_cannot_split_tokens_are_named(name, fields, message):
     run_config.check_sequence(config, 2)
 
 
-def test_more_parts_than_tokens_are_named():
+def test_rejects_more_shards_than_tokens():
   config = common.get_config()
   config.model = model_configs.get_config('b16')
   config.pp.crop = (32, 16)

@@ -9,7 +9,7 @@ import pytest
 from vit_jax.distributed import sharding
 
 
-def test_the_rest_of_the_devices_goes_where_the_config_says():
+def test_axis_of_minus_1_gets_the_remaining_devices():
   mesh = sharding.make_mesh({'data': -1, 'model': 2})
   assert dict(mesh.shape) == {'data': 4, 'model': 2}
   assert sharding.batch_shards(mesh) == 4
@@ -30,7 +30,7 @@ def test_the_rest_of_the_devices_goes_where_the_config_says():
     ({'model': 8}, "the axis 'data' is needed"),
   ],
 )
-def test_a_mesh_that_does_not_fit_is_named(axes, message):
+def test_rejects_meshes_that_do_not_fit(axes, message):
   with pytest.raises(ValueError, match=message):
     sharding.make_mesh(axes)
 
@@ -41,7 +41,7 @@ TREE = {
 }
 
 
-def test_the_first_rule_that_matches_decides():
+def test_first_matching_rule_wins():
   mesh = sharding.make_mesh({'data': -1, 'model': 2})
   rules = [
     ('block/kernel', ('data', 'model')),
@@ -56,7 +56,7 @@ def test_the_first_rule_that_matches_decides():
   assert placed['block']['kernel'].addressable_shards[0].data.shape == (2, 2)
 
 
-def test_what_follows_from_the_axes_alone():
+def test_default_shardings():
   mesh = sharding.make_mesh({'data': 1, 'fsdp': 4, 'model': 2})
   tree = {
     'query': {'kernel': jnp.zeros((512, 4, 64)), 'bias': jnp.zeros((4, 64))},
@@ -67,7 +67,7 @@ def test_what_follows_from_the_axes_alone():
   got = sharding.tree_shardings(tree, (), mesh)
   assert got['query']['kernel'].spec == P(None, 'model', 'fsdp')
   assert got['query']['bias'].spec == P('model', None)  # Too small for fsdp.
-  # 510 is not divided by 4, and the other dimension is taken.
+  # 510 is not divisible by 4, and the other dimension is already split.
   assert got['MlpBlock_0']['Dense_1']['kernel'].spec == P('model', None)
   assert got['head']['kernel'].spec == P('fsdp', None)  # 1001 is odd.
   assert got['cls'].spec == P(None, None, None)
@@ -80,14 +80,14 @@ def test_what_follows_from_the_axes_alone():
   assert rows['replicated']['arrays'] == 1
 
 
-def test_what_tensor_parallelism_cannot_split_is_named():
+def test_reports_arrays_that_tensor_parallelism_cannot_split():
   tree = {
     'query': {'kernel': np.zeros((64, 3, 8)), 'bias': np.zeros((3, 8))},
     'MlpBlock_0': {'Dense_0': {'kernel': np.zeros((64, 128))}},
     'scale': np.zeros(64),
   }
-  said = []
-  # A rule that leaves alone what could be split is not worth a word.
+  reports = []
+  # Arrays that a rule deliberately leaves unsplit are not reported.
   rules = [('Dense_0', ())]
   for axes in ({'data': 8}, {'data': 4, 'model': 2}):
     mesh = sharding.make_mesh(axes)
@@ -96,14 +96,14 @@ def test_what_tensor_parallelism_cannot_split_is_named():
       tree,
       sharding.tree_shardings(tree, rules, mesh),
     )
-    said.append(sharding.not_split(abstract, mesh))
+    reports.append(sharding.not_split(abstract, mesh))
   # 3 heads.
-  assert said[0] == ''
-  assert said[1].startswith('2 arrays are not split over model=2')
-  assert 'query/kernel (64, 3, 8)' in said[1]
+  assert reports[0] == ''
+  assert reports[1].startswith('2 arrays are not split over model=2')
+  assert 'query/kernel (64, 3, 8)' in reports[1]
 
 
-def test_a_rule_that_matches_nothing_is_named():
+def test_rejects_rules_that_match_nothing():
   mesh = sharding.make_mesh({'data': -1})
   with pytest.raises(ValueError, match=r"\['kernle'\] match nothing.*paths"):
     sharding.tree_shardings(TREE, [('kernle', ('data',))], mesh)
@@ -116,13 +116,13 @@ def test_a_rule_that_matches_nothing_is_named():
     (('bias', ('fsdp',)), 'Resource axis: fsdp .* is not found in mesh'),
   ],
 )
-def test_rules_that_do_not_fit_are_named(rule, message):
+def test_rejects_rules_that_do_not_fit(rule, message):
   mesh = sharding.make_mesh({'data': -1, 'model': 2})
   with pytest.raises(ValueError, match=f'{rule[0]}.*{message}'):
     sharding.tree_shardings(TREE, [rule], mesh)
 
 
-def test_the_constraint_splits_the_batch_and_does_nothing_without_a_mesh():
+def test_batch_constraint_with_and_without_a_mesh():
   mesh = sharding.make_mesh({'data': -1, 'model': 2})
   x = jnp.zeros((8, 6))
   with jax.set_mesh(mesh):
@@ -131,7 +131,7 @@ def test_the_constraint_splits_the_batch_and_does_nothing_without_a_mesh():
   assert sharding.constrain_batch(x) is x
 
 
-def test_a_digest_is_of_names_types_shapes_and_values():
+def test_digest_covers_names_dtypes_shapes_and_values():
   mesh = sharding.make_mesh({'data': -1}, jax.devices())
   x = np.arange(16, dtype=np.float32)
   tree = {'a': x, 'b': {'c': np.ones(3, jnp.bfloat16), 'd': np.int32(2)}}
