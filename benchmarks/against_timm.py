@@ -184,7 +184,6 @@ def main(argv: Sequence[str] | None = None) -> None:
   rows = []
   for seed in map(int, args.seeds.split(',')):
     args.config.seed = seed
-
     row = compare(args.config)
     rows.append(row)
     (ours, other), (speed, speed_other) = row['accuracy'], row['img_sec']
