@@ -182,8 +182,11 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = parser.parse_args(sys.argv[1:] if argv is None else argv)
   flags.require(args, config='FILE')
   rows = []
-  for seed in map(int, args.seeds.split(',')):
-    args.config.seed = seed
+  seeds = args.seeds.split(',')
+  if not all(seed.isdecimal() for seed in seeds):
+    raise ValueError(f'--seeds={args.seeds} must be numbers, such as 0,1,2')
+  for seed in seeds:
+    args.config.seed = int(seed)
     row = compare(args.config)
     rows.append(row)
     (ours, other), (speed, speed_other) = row['accuracy'], row['img_sec']
