@@ -210,7 +210,7 @@ def test_only_uploads_and_examples_are_read(url, photos):
     forged += [as_file(paths[1]), {'value': {'path': paths[1]}}, [{'path': paths[1]}]]
     for x in forged:
       assert send_event(url, number, [x] * inputs) == refusal
-  for body in ('', '{', '[]', '{"data": [null], "fn_index": 99}'):
+  for body in ('', '{', '[]', 1900 * '[', '{"data": [null], "fn_index": 99}'):
     for name in ('queue/join', 'run/predict'):
       answer = CLIENT.post(f'{url}/gradio_api/{name}', content=body)
       assert (answer.status_code, answer.text) == refusal

@@ -100,7 +100,7 @@ class _Guard:
       content = json.loads(body or b'null', object_hook=self._check)
       if path in _EVENTS and content['fn_index'] not in self.events:
         return False
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
       return False
     return _ROUTES.fullmatch(path) is not None
 
