@@ -142,6 +142,8 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
     ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),
     ('{"image": "photos/0.png", "x": [[1]]}', r"'x' is \[\[1\]\], and \[1, 2\] on"),
     ('{"image": "photos/0.png", "x": [{"y": 1}, {}]}', "objects of 'x' must all"),
+    (r'{"image": "photos/0.png\u0000", "x": [1, 2]}', '`image` must be .*0.png'),
+    ('{"image": "photos/0.png", "x": [0.5, 1e39]}', r"'x' is 1e\+39.*float32"),
     ('{"image": "photos/none.png", "x": [1, 2]}', 'there is no image file .*none.png'),
     ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: not an image of a known'),
   ],

@@ -346,7 +346,7 @@ def _parse_line(where, text, key) -> dict[str, Any]:
     )
   values = dict(_flatten(values, '', where))
   image = values.get(key)
-  if not isinstance(image, str) or not image:
+  if not isinstance(image, str) or not image or '\0' in image:
     raise ValueError(
       f'{where}: `{key}` must be the path of an image, but is '
       f'{_short(image) if key in values else "missing"}'
@@ -516,4 +516,11 @@ def _flat(name, values, lines):
     lengths.append([len(x) for x in level])
     owners = [line for line, x in zip(owners, level) for _ in x]
     level = [y for x in level for y in x]
+  if level and kinds[0] is float:
+    largest = float(np.finfo(np.float32).max)
+    for value, line in zip(level, owners):
+      if abs(value) > largest:
+        raise ValueError(
+          f"{line.where}: '{name}' is {value}, too large for float32: scale its values"
+        )
   return level, lengths

@@ -308,6 +308,14 @@ def test_clip_reads_the_padding_token_from_an_adjacent_file(
     assert tokenizer(['']).tolist() == [[start, end, other, other]]
 
 
+def test_tokenizer_json_with_dropout_is_rejected(clip, tmp_path):
+  stored = json.loads(clip[0].read_text())
+  stored['model']['dropout'] = 0.1
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
+  with pytest.raises(ValueError, match='tokenizer.json.*dropout=0.1'):
+    tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 8)
+
+
 def test_truncation_and_padding_in_tokenizer_json_are_ignored(clip, tmp_path):
   path, _ = clip
   stored = json.loads(path.read_text())

@@ -376,6 +376,8 @@ def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
 def _from_json(package, content):
   """Returns the package's Tokenizer of a tokenizer.json, without truncation."""
   tokenizer = package.Tokenizer.from_buffer(content)
+  if dropout := getattr(tokenizer.model, 'dropout', None):
+    raise ValueError(f'dropout={dropout} makes tokens random; set it to null')
   tokenizer.no_truncation()
   return tokenizer
 
