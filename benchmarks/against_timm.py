@@ -181,10 +181,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument('--json', metavar='FILE', help='write all losses to a file')
   args = parser.parse_args(sys.argv[1:] if argv is None else argv)
   flags.require(args, config='FILE')
-  rows = []
   seeds = args.seeds.split(',')
   if not all(seed.isdecimal() for seed in seeds):
     raise ValueError(f'--seeds={args.seeds} must be numbers, such as 0,1,2')
+  rows = []
   for seed in seeds:
     args.config.seed = int(seed)
     row = compare(args.config)
