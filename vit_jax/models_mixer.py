@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes, gpu_layout, patches
+from vit_jax.layers import dtypes, patches, xla_hints
 
 
 class MlpBlock(nn.Module):
@@ -27,10 +27,10 @@ class MlpBlock(nn.Module):
   @nn.compact
   def __call__(self, x):
     """Maps [..., F] to [..., F]."""
-    types = dtypes.of(self)
-    y = nn.Dense(self.mlp_dim, **types)(x)
-    y = gpu_layout.recomputed(nn.gelu)(y)
-    return nn.Dense(x.shape[-1], **types)(y)
+    options = {'dot_general': xla_hints.dot_general, **dtypes.of(self)}
+    y = nn.Dense(self.mlp_dim, **options)(x)
+    y = xla_hints.recomputed(nn.gelu)(y)
+    return nn.Dense(x.shape[-1], **options)(y)
 
 
 class MixerBlock(nn.Module):

@@ -19,8 +19,8 @@ from vit_jax.layers import (
   attention_kernels,
   dtypes,
   encoder,
-  gpu_layout,
   layer_stack,
+  xla_hints,
 )
 
 
@@ -223,21 +223,29 @@ def test_gpu_hints_do_not_change_results(one_gpu, tokens_and_params):
   fields = {'scan': True, 'remat': 'dots', 'gelu': 'quick', 'only_first': True}
   model = encoder.Encoder(**{**FIELDS, **fields})
   on_gpus = loss(model, params, x)
-  assert gpu_layout.on_gpus()
+  assert xla_hints.on_gpus()
   with jax.default_device('cpu'):
-    assert not gpu_layout.on_gpus()
+    assert not xla_hints.on_gpus()
     want = loss(model, params, x)
   trees.assert_close(on_gpus, want, rtol=1e-4, atol=1e-5)
 
 
-def test_gpu_hints_are_twice_differentiable(one_gpu):
-  @jax.jit
-  def f(x):
-    y = gpu_layout.recomputed(jax.nn.gelu)(gpu_layout.row_major(x))
-    return jnp.sum(gpu_layout.residual(x, y, train=True) ** 2)
+@pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
+def test_hints_are_differentiable_in_every_mode(monkeypatch, platform):
+  monkeypatch.setattr(dtypes, 'platform', lambda: platform)
 
-  x = jax.random.normal(jax.random.key(0), (2, 3, 4))
-  test_util.check_grads(f, (x,), order=2, atol=1e-2, rtol=1e-2)
+  @jax.jit
+  def f(x, kernel):
+    y = xla_hints.recomputed(jax.nn.gelu)(xla_hints.row_major(x))
+    y = xla_hints.dot_general(y, kernel, (((2,), (0,)), ((), ())))
+    return jnp.mean(xla_hints.residual(x, y, train=True) ** 2)
+
+  x, kernel = jax.random.normal(jax.random.key(0), (2, 4, 4, 4))[:, :2]
+  kernel = kernel[0]
+  test_util.check_grads(f, (x, kernel), order=2, atol=3e-2, rtol=3e-2)
+  gradient = jax.grad(f, argnums=1)
+  by_image = jax.vmap(gradient, (0, None))(x[:, None], kernel)
+  trees.assert_close(by_image.mean(axis=0), gradient(x, kernel), rtol=1e-5)
 
 
 def test_gpu_hints_add_no_collectives(gpu, monkeypatch):
@@ -258,9 +266,9 @@ def test_gpu_hints_add_no_collectives(gpu, monkeypatch):
     found = re.findall(r' (all-[a-z]+|collective-permute|reduce-scatter)\(', text)
     return collections.Counter(found), text
 
-  monkeypatch.setattr(gpu_layout, 'on_gpus', lambda: False)
+  monkeypatch.setattr(xla_hints, 'on_gpus', lambda: False)
   want, _ = collectives()
-  monkeypatch.setattr(gpu_layout, 'on_gpus', lambda: True)
+  monkeypatch.setattr(xla_hints, 'on_gpus', lambda: True)
   got, text = collectives()
   assert got == want
   assert set(got) == {'all-reduce'}

@@ -35,7 +35,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention_kernels, dtypes, gpu_layout, norms, positions
+from vit_jax.layers import attention_kernels, dtypes, norms, positions, xla_hints
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
@@ -90,8 +90,8 @@ def _check_inputs(x, kv, mask, relative, num_heads, causal):
 class _Heads(nn.Module):
   """A dense layer from tokens [B, N, D] to heads [B, N, K, E].
 
-  It has the parameters of nn.DenseGeneral. On GPUs the bias is one vector, which is
-  fused into the matrix product; a bias [K, E] takes two more passes over memory.
+  It has the parameters of nn.DenseGeneral. Except on TPUs, the bias is one vector, which
+  is fused into the matrix product; a bias [K, E] takes two more passes over memory.
   """
 
   num_heads: int
@@ -114,10 +114,11 @@ class _Heads(nn.Module):
     if self.use_bias:
       bias = self.param('bias', nn.initializers.zeros, shape, self.param_dtype)
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
-    if not gpu_layout.on_gpus():
+    if xla_hints.on_tpus():
       x = jnp.einsum('bnd,dke->bnke', x, kernel)
       return x if bias is None else x + bias
-    x = x @ kernel.reshape(-1, width)
+    last = ((x.ndim - 1,), (0,)), ((), ())
+    x = xla_hints.dot_general(x, kernel.reshape(-1, width), last)
     x = x if bias is None else x + bias.reshape(width)
     return x.reshape(*x.shape[:-1], *shape)
 

@@ -18,12 +18,12 @@ from vit_jax.distributed import sharding
 from vit_jax.layers import (
   attention,
   dtypes,
-  gpu_layout,
   grid_attention,
   layer_stack as loop_lib,
   norms,
   patches,
   positions,
+  xla_hints,
 )
 
 _PLACE = 'config.model.transformer'
@@ -99,14 +99,15 @@ class MlpBlock(nn.Module):
       nn.Dense,
       kernel_init=self.kernel_init,
       bias_init=self.bias_init,
+      dot_general=xla_hints.dot_general,
       **dtypes.of(self),
     )
     x = dense(self.mlp_dim)(inputs)  # [B, N, M]
     if self.mlp == 'swiglu':
-      gated = gpu_layout.recomputed(lambda gate, x: nn.silu(gate) * x)
+      gated = xla_hints.recomputed(lambda gate, x: nn.silu(gate) * x)
       x = gated(dense(self.mlp_dim, name='gate')(inputs), x)
     else:
-      x = gpu_layout.recomputed(GELUS[self.gelu])(x)
+      x = xla_hints.recomputed(GELUS[self.gelu])(x)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     if self.mlp_norm:
       x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **dtypes.of(self))(x)
@@ -219,12 +220,12 @@ class Encoder1DBlock(nn.Module):
     if self.parallel:
       y = attention.first_token(y) if self.only_first else y
       x = x + scale(mlp(y, deterministic=deterministic))
-      x = gpu_layout.residual(first, drop(x), not deterministic)
+      x = xla_hints.residual(first, drop(x), not deterministic)
     else:
-      x = gpu_layout.residual(first, drop(x), not deterministic)
+      x = xla_hints.residual(first, drop(x), not deterministic)
       y = scale(mlp(norm('LayerNorm_1')(x), deterministic=deterministic))
-      x = gpu_layout.residual(x, drop(y), not deterministic)
-    return gpu_layout.row_major(sharding.constrain_tokens(x))
+      x = xla_hints.residual(x, drop(y), not deterministic)
+    return xla_hints.row_major(sharding.constrain_tokens(x))
 
 
 class AxialBlock(Encoder1DBlock):
