@@ -7,10 +7,10 @@ The models are vit, hybrid, bit and mixer; the data sets fashion_mnist (arXiv
 1708.07747) and mnist. TFDS downloads them, 30 and 11 MB; without a network: `python -m
 benchmarks.mnist --help`.
 
-On one core, a run takes 9 to 14 (hybrid; bit on MNIST) or 26 to 45 minutes (others).
+On one core, a run takes 9 to 14 (hybrid; bit on MNIST) or 24 to 45 minutes (others).
 Expected on Fashion-MNIST over three seeds, in percent: vit 89.33 ± 0.31, hybrid 89.89 ±
-0.17, bit 92.37 ± 0.17, mixer 90.70 (one seed), and on MNIST vit 98.68 ± 0.48,
-hybrid 99.22 ± 0.08, bit 99.40 ± 0.04; more in docs/benchmarks.md.
+0.17, bit 92.37 ± 0.17, mixer 90.52 ± 0.16, and on MNIST vit 98.68 ± 0.48, hybrid
+99.22 ± 0.08, bit 99.40 ± 0.04; more in docs/benchmarks.md.
 """
 
 import ml_collections
