@@ -166,7 +166,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     'product': product,
     'jobs': {},
   }
-  console.say(f'product   {product:9.2f} GFLOP/s {relative:.2f} x as fast')
+  ratio = f' {relative:.2f} x as fast' if earlier else ''
+  console.say(f'product   {product:9.2f} GFLOP/s{ratio}')
   with tempfile.TemporaryDirectory() as folder:
     for name in args.only or JOBS:
       found = line['jobs'][name] = JOBS[name](pathlib.Path(folder))
