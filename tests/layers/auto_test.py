@@ -232,7 +232,7 @@ def test_gpu_hints_do_not_change_results(one_gpu, tokens_and_params):
 
 @pytest.mark.parametrize('platform', ['cpu', 'gpu', 'tpu'])
 def test_hints_are_differentiable_in_every_mode(monkeypatch, platform):
-  monkeypatch.setattr(dtypes, 'platform', lambda platform=platform: platform)
+  monkeypatch.setattr(dtypes, 'platform', lambda: platform)
 
   @jax.jit
   def f(x, kernel):
