@@ -3,15 +3,18 @@ r"""Trains a ViT here and in timm, from the same weights on the same batches:
   python -m benchmarks.against_timm --config=configs/fashion_mnist.py --seeds=0,1,2
 
 timm's model starts with the initial weights of a run of each seed. Both make all
-updates of the config in turn, timm's with PyTorch's AdamW on the CPU. The losses agree
-until rounding errors have grown; after that, the accuracies show whether one of them
-learns better. Also prints images a second, without the first updates, which compile.
-Needs `pip install -e '.[test]'`.
+updates of the config, twenty at a time in turn, timm's with PyTorch's AdamW on the CPU.
+The losses agree until rounding errors have grown; after that, the accuracies show
+whether one of them learns better. Also prints images a second: medians over updates,
+without the first ones, which compile, and over batches of the evaluation. Needs
+`pip install -e '.[test]'`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+import itertools
 import json
 import pathlib
+import statistics
 import sys
 import tempfile
 import time
@@ -36,6 +39,7 @@ _PLAIN = {
   'model.transformer.stochastic_depth': 0.0, 'optim_dtype': 'float32', 'lora.rank': 0,
 }  # fmt: skip
 _UNTIMED = 3
+_TURN = 20  # Batches of one turn, which are loaded before it.
 
 
 def _check(config):
@@ -56,7 +60,7 @@ def _check(config):
 class Theirs:
   """timm's model with the parameters `params` of ours, trained as a config says."""
 
-  def __init__(self, prepared: train.Prepared, params):
+  def __init__(self, prepared: train.Prepared, params, compiled: bool):
     from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
 
     # isort: split
@@ -72,6 +76,7 @@ class Theirs:
       convert.convert(source, there, 'timm', image_size=size, num_heads=heads)
       self.net = timm.create_model(f'local-dir:{there}', pretrained=True)
     self._torch = torch
+    self._run = torch.compile(self.net) if compiled else self.net
     self._clip = config.grad_norm_clip or float('inf')
     self._loss = torch.nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
     kernels = [x for name, x in self.net.named_parameters() if _is_kernel(name, x)]
@@ -91,7 +96,7 @@ class Theirs:
     for group in self._adam.param_groups:
       group['lr'] = rate
     label = self._torch.tensor(np.asarray(batch['label']))
-    loss = self._loss(self.net(self._images(batch)), label)
+    loss = self._loss(self._run(self._images(batch)), label)
     self._adam.zero_grad(set_to_none=True)
     loss.backward()
     self._torch.nn.utils.clip_grad_norm_(self.net.parameters(), self._clip)
@@ -99,8 +104,9 @@ class Theirs:
     return loss.item()
 
   def logits(self, batch) -> np.ndarray:
+    self.net.eval()
     with self._torch.inference_mode():
-      return self.net.eval()(self._images(batch)).numpy()
+      return self._run(self._images(batch)).numpy()
 
 
 def _is_kernel(name, parameter):
@@ -108,24 +114,50 @@ def _is_kernel(name, parameter):
   return parameter.ndim > 1 and name not in ('cls_token', 'pos_embed', 'reg_token')
 
 
-def _accuracy(prepared, split, logits) -> float:
-  """Returns the share of images of a split for which `logits` are right."""
+def _turns(batches: Iterable) -> Iterator[list[dict]]:
+  """Yields lists of loaded batches; loading during an update would slow it down."""
+  batches = map(jax.device_get, batches)
+  while turn := [*itertools.islice(batches, _TURN)]:
+    yield turn
+
+
+def _timed(function, arguments: Iterable[tuple]) -> tuple[list, list[float]]:
+  """Returns the results of calls and their times in seconds."""
+  results, seconds = [], []
+  for args in arguments:
+    start = time.perf_counter()
+    results.append(function(*args))
+    seconds.append(time.perf_counter() - start)
+  return results, seconds
+
+
+def _speed(batch: int, seconds: list[float]) -> float:
+  """Returns images a second, by the median time without the first ones."""
+  return batch / statistics.median(seconds[_UNTIMED:] or seconds)
+
+
+def _evaluate(prepared, split, logits) -> tuple[float, float]:
+  """Returns the accuracy on a split and images a second."""
   config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
   right = count = 0
-  for batch in input_pipeline.eval_batches(config, split, task.example, mesh):
-    label, mask = np.asarray(batch['label']), np.asarray(batch['mask'])
-    found = np.asarray(logits(batch)).argmax(axis=-1)
-    right += (label[np.arange(len(found)), found] * mask).sum()
-    count += mask.sum()
-  return float(right / count)
+  seconds = []
+  for turn in _turns(input_pipeline.eval_batches(config, split, task.example, mesh)):
+    found, times = _timed(logits, zip(turn))
+    seconds += times
+    for batch, scores in zip(turn, found, strict=True):
+      hits = batch['label'][np.arange(len(scores)), scores.argmax(axis=-1)]
+      right += (hits * batch['mask']).sum()
+      count += batch['mask'].sum()
+  return float(right / count), _speed(config.batch_eval, seconds)
 
 
-def compare(config) -> dict:
+def compare(config, compiled: bool = False) -> dict:
   """Trains both with the seed of a config; returns losses, accuracies and speeds.
 
   `losses` are pairs (ours, timm's) by update; `accuracy` (a share, of the first
-  evaluation) and `img_sec` are such pairs too. Raises ValueError for a config that
-  trains differently in PyTorch.
+  evaluation), `img_sec` and `img_sec_eval` are such pairs too. `compiled` applies
+  torch.compile to timm's model. Raises ValueError for a config that trains differently
+  in PyTorch.
   """
   prepared = train.prepare(config)
   config, program, mesh = prepared.config, prepared.program, prepared.mesh
@@ -135,41 +167,41 @@ def compare(config) -> dict:
     decay_at=config.decay_at,
   )  # fmt: skip
   state = program.create_state({})
-  theirs = Theirs(prepared, jax.device_get(state.params))
+  theirs = Theirs(prepared, jax.device_get(state.params), compiled)
   update, outputs = program.jit_update(), jax.jit(program.task.outputs)
   batches = input_pipeline.train_batches(
     config, prepared.train, program.task.example, mesh
   )
+
+  def our_update(batch, rate):  # The rate is part of `update`.
+    nonlocal state
+    state, metrics = update(state, batch)
+    return float(metrics['train_loss'])
+
+  def our_logits(batch):
+    return np.asarray(outputs(state.params, state.extra, batch))
+
   losses, seconds = [], []
   with jax.set_mesh(mesh):
-    for step in range(config.total_steps):
-      batch, rate = jax.device_get(next(batches)), float(schedule(step))
-      times = [time.perf_counter()]
-      state, metrics = update(state, batch)
-      ours = float(metrics['train_loss'])
-      times.append(time.perf_counter())
-      other = theirs.update(batch, rate)
-      times.append(time.perf_counter())
-      losses.append((ours, other))
-      seconds.append(np.diff(times))
-      if (step + 1) % config.progress_every == 0:
-        console.say(
-          f'step {step + 1}/{config.total_steps}  loss {ours:.4f}, timm {other:.4f}'
-        )
-    split = next(iter(prepared.tests.values()))
-    accuracies = [
-      _accuracy(prepared, split, logits)
-      for logits in (
-        lambda batch: outputs(state.params, state.extra, batch), theirs.logits
+    for turn in _turns(itertools.islice(batches, config.total_steps)):
+      rates = [float(schedule(len(losses) + i)) for i in range(len(turn))]
+      ours, our_seconds = _timed(our_update, zip(turn, rates))
+      timms, timm_seconds = _timed(theirs.update, zip(turn, rates))
+      losses += zip(ours, timms)
+      seconds += zip(our_seconds, timm_seconds)
+      console.say(
+        f'step {len(losses)}/{config.total_steps}  loss {ours[-1]:.4f}, '
+        f'timm {timms[-1]:.4f}'
       )
-    ]  # fmt: skip
-  timed = seconds[_UNTIMED:] or seconds
-  speeds = config.batch / np.median(timed, axis=0)
+    split = next(iter(prepared.tests.values()))
+    evaluated = [_evaluate(prepared, split, f) for f in (our_logits, theirs.logits)]
+  accuracy, img_sec_eval = zip(*evaluated)
   return {
     'seed': config.seed,
     'losses': losses,
-    'accuracy': accuracies,
-    'img_sec': tuple(speeds.tolist()),
+    'accuracy': accuracy,
+    'img_sec': [_speed(config.batch, times) for times in zip(*seconds)],
+    'img_sec_eval': img_sec_eval,
   }
 
 
@@ -178,6 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.prog = 'python -m benchmarks.against_timm'
   parser.add_config()
   parser.add_argument('--seeds', default='0', help='seeds, separated by commas (0)')
+  parser.add_argument(
+    '--compile', action='store_true', help="apply torch.compile to timm's model"
+  )
   parser.add_argument('--json', metavar='FILE', help='write all losses to a file')
   args = parser.parse_args(sys.argv[1:] if argv is None else argv)
   flags.require(args, config='FILE')
@@ -187,12 +222,16 @@ def main(argv: Sequence[str] | None = None) -> None:
   rows = []
   for seed in seeds:
     args.config.seed = int(seed)
-    row = compare(args.config)
+    row = compare(args.config, args.compile)
     rows.append(row)
-    (ours, other), (speed, speed_other) = row['accuracy'], row['img_sec']
+    training, evaluation = (
+      ', timm '.join(f'{x:,.0f}' for x in row[name])
+      for name in ('img_sec', 'img_sec_eval')
+    )
+    accuracy = ', timm '.join(f'{100 * x:.2f} %' for x in row['accuracy'])
     console.say(
-      f'seed {seed}: accuracy {100 * ours:.2f} %, timm {100 * other:.2f} %; '
-      f'{speed:,.0f} img/s, timm {speed_other:,.0f}'
+      f'seed {seed}: accuracy {accuracy}; img/s in '
+      f'training {training}, in evaluation {evaluation}'
     )
     if args.json:
       pathlib.Path(args.json).write_text(json.dumps(rows))

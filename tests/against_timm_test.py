@@ -3,12 +3,16 @@
 import json
 
 import pytest
+import torch
 
 from benchmarks import against_timm
 
 
-def test_updates_match_pytorch(data_dir, tmp_path, capsys):
+def test_updates_match_pytorch(data_dir, tmp_path, capsys, monkeypatch):
   """Warm-up, decay, label smoothing, weight decay and clipping, on shuffled crops."""
+  compiled = []
+  # Compiling takes a minute.
+  monkeypatch.setattr(torch, 'compile', lambda net: compiled.append(net) or net)
   file = tmp_path / 'rows.json'
   against_timm.main(
     [
@@ -19,6 +23,7 @@ def test_updates_match_pytorch(data_dir, tmp_path, capsys):
       '--config.total_steps=20', '--config.warmup_steps=2',
       '--config.base_lr=0.005', '--config.weight_decay=2.0', '--config.grad_norm_clip=0.5',
       '--config.progress_every=10', f'--json={file}',
+      '--compile',
     ]
   )  # fmt: skip
   [row] = json.loads(file.read_text())
@@ -28,8 +33,11 @@ def test_updates_match_pytorch(data_dir, tmp_path, capsys):
   accuracy, accuracy_theirs = row['accuracy']
   assert accuracy == pytest.approx(accuracy_theirs, abs=0.006)  # Two of 360 images.
   output = capsys.readouterr().out
+  assert len(compiled) == 1
   assert 'step 20/20' in output
   assert f'{100 * accuracy:.2f} %' in output
+  for speed in (*row['img_sec'], *row['img_sec_eval']):
+    assert f'{speed:,.0f}' in output
 
 
 def test_settings_timm_lacks_are_named(tiny_config):
