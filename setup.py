@@ -96,7 +96,6 @@ setuptools.setup(
       'libtpu',
       'nbclient',
       'nbformat',
-      'matplotlib',
       'mypy',
       'onnx',
       'onnxruntime',

@@ -37,13 +37,15 @@ _PLAIN = {
   'task_options.cutmix': 0.0, 'model.transformer.dropout_rate': 0.0,
   'model.transformer.attention_dropout_rate': 0.0,
   'model.transformer.stochastic_depth': 0.0, 'optim_dtype': 'float32', 'lora.rank': 0,
+  'pretrained': None, 'model.dtype': 'float32', 'model.registers': 0,
+  'model.representation_size': None,
 }  # fmt: skip
 _UNTIMED = 3
 _TURN = 20  # Batches of one turn, which are loaded before it.
 
 
 def _check(config):
-  """Raises ValueError if timm's side cannot train as a complete config says."""
+  """Raises ValueError if timm's side cannot train as a config says."""
   if 'transformer' not in config.model:
     name = config.model.get('model_name')
     raise ValueError(
@@ -57,16 +59,19 @@ def _check(config):
       raise ValueError(f'--config.{key}={found} is not supported here: use {value}')
 
 
+def _import_timm():
+  """Returns the modules of timm and PyTorch."""
+  torch = console.needed('torch', 'test', 'this comparison')
+  from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
+
+  return console.needed('timm', 'test', 'this comparison'), torch
+
+
 class Theirs:
   """timm's model with the parameters `params` of ours, trained as a config says."""
 
   def __init__(self, prepared: train.Prepared, params, compiled: bool):
-    from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
-
-    # isort: split
-    import timm
-    import torch
-
+    timm, torch = _import_timm()
     config = prepared.config
     size = prepared.program.task.image_spec(1).shape[1:3]
     heads = config.model.transformer.num_heads
@@ -85,6 +90,7 @@ class Theirs:
     self._adam = torch.optim.AdamW(
       [dict(params=kernels, weight_decay=decay), dict(params=others, weight_decay=0.0)],
       betas=(config.b1, config.b2),
+      fused=True,
     )
 
   def _images(self, batch):
@@ -111,7 +117,7 @@ class Theirs:
 
 def _is_kernel(name, parameter):
   """Returns whether a parameter of timm is a kernel, to which weight decay applies."""
-  return parameter.ndim > 1 and name not in ('cls_token', 'pos_embed', 'reg_token')
+  return parameter.ndim > 1 and name.endswith('.weight')
 
 
 def _turns(batches: Iterable) -> Iterator[list[dict]]:
@@ -159,9 +165,9 @@ def compare(config, compiled: bool = False) -> dict:
   torch.compile to timm's model. Raises ValueError for a config that trains differently
   in PyTorch.
   """
+  _check(config)
   prepared = train.prepare(config)
   config, program, mesh = prepared.config, prepared.program, prepared.mesh
-  _check(config)
   schedule = optim.create_learning_rate_schedule(
     config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
     decay_at=config.decay_at,
@@ -219,6 +225,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   seeds = args.seeds.split(',')
   if not all(seed.isdecimal() for seed in seeds):
     raise ValueError(f'--seeds={args.seeds} must be numbers, such as 0,1,2')
+  _import_timm()
   rows = []
   for seed in seeds:
     args.config.seed = int(seed)

@@ -17,22 +17,26 @@ downloads the same files.
 
 from collections.abc import Sequence
 import gzip
+import math
 import pathlib
 import sys
 import tempfile
 from unittest import mock
 import zlib
 
+import numpy as np
+
 from vit_jax import console
 from vit_jax.commands import flags
 
 _BUILDERS = {'mnist': 'MNIST', 'fashion_mnist': 'FashionMNIST'}
-# Bytes of the header of images and of labels: what they are, and their number first.
-_MAGIC = {'images-idx3': b'\0\0\x08\3', 'labels-idx1': b'\0\0\x08\1'}
 
 
-def _unpack(folder: pathlib.Path, name: str, to: pathlib.Path) -> str:
-  """Writes a file of `folder`, such as train-images-idx3-ubyte, uncompressed."""
+def _unpack(name: str, count: int, folder: pathlib.Path, to: pathlib.Path) -> str:
+  """Writes a file of `folder`, such as train-images-idx3-ubyte, uncompressed.
+
+  It must have `count` images or labels.
+  """
   source = folder / name
   if not source.exists():
     source = folder / f'{name}.gz'
@@ -45,11 +49,16 @@ def _unpack(folder: pathlib.Path, name: str, to: pathlib.Path) -> str:
       content = file.read()
   except (EOFError, gzip.BadGzipFile, zlib.error) as e:
     raise ValueError(f"'{source}' is damaged: {e}: download it again") from e
-  [(_, magic)] = [item for item in _MAGIC.items() if item[0] in name]
-  count = int.from_bytes(content[4:8], 'big')
-  size = 16 + 784 * count if 'images' in name else 8 + count
-  if content[:4] != magic or len(content) != size:
-    raise ValueError(f"'{source}' is damaged or of another kind: download it again")
+  kind, shape = (2051, [count, 28, 28]) if 'images' in name else (2049, [count])
+  header = np.array([kind, *shape], '>i4').tobytes()
+  values = np.frombuffer(content[len(header) :], np.uint8)
+  fits = content.startswith(header) and values.size == math.prod(shape)
+  if not fits or (kind == 2049 and values.max() > 9):
+    raise ValueError(
+      f"'{source}' is damaged or of another kind: it must have {count} "
+      f'{"images of 28x28 pixels" if kind == 2051 else "labels from 0 to 9"}: download '
+      'it again'
+    )
   (to / name).write_bytes(content)
   return str(to / name)
 
@@ -68,13 +77,15 @@ def prepare(name: str, folder: str, data_dir: str | None = None) -> str:
   import tensorflow_datasets as tfds
   from tensorflow_datasets.image_classification import mnist
 
+  counts = {'train': mnist._TRAIN_EXAMPLES, 't10k': mnist._TEST_EXAMPLES}
   with tempfile.TemporaryDirectory() as scratch:
+    places = pathlib.Path(folder), pathlib.Path(scratch)
 
     def unpack(self, urls):
       del self  # A download manager.
       names = {key: url.rpartition('/')[2][: -len('.gz')] for key, url in urls.items()}
       return {
-        key: _unpack(pathlib.Path(folder), name, pathlib.Path(scratch))
+        key: _unpack(name, counts[name.partition('-')[0]], *places)
         for key, name in names.items()
       }
 

@@ -108,14 +108,19 @@ JOBS: dict[str, Callable[[pathlib.Path], dict]] = {
 
 def _read(path: pathlib.Path) -> list[dict]:
   """Returns the results of earlier runs; [] without a file."""
-  if not path.exists():
-    return []
-  try:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-  except ValueError as e:
+  results = []
+  lines = path.read_text().splitlines() if path.exists() else []
+  for number, line in enumerate(lines, 1):
+    try:
+      result = json.loads(line)
+      results.append({key: result[key] for key in ('product', 'jobs')})
+    except (ValueError, TypeError, KeyError):
+      console.say(f'{path}: line {number} is not a result; it is ignored.')
+  if lines and not results:
     raise ValueError(
-      f"'{path}' is not a file of this program ({e}): use another (the argument FILE)"
-    ) from e
+      f"'{path}' is not a file of this program: use another (the argument FILE)"
+    )
+  return results
 
 
 def _commit() -> str:
@@ -154,6 +159,10 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = parser.parse_args(argv)
   flags.check_output('FILE', args.file)
   earlier = _read(args.file)
+  with args.file.open('a+') as file:  # Fails before jobs run.
+    file.seek(0)
+    if not f'\n{file.read()}'.endswith('\n'):
+      file.write('\n')  # The last line was cut.
   last = earlier[-1] if earlier else {'jobs': {}}
   size = timing.PRODUCT_SIZE
   product = 2e-9 * size**3 / timing.matrix_product('float32', size)()
@@ -180,5 +189,5 @@ if __name__ == '__main__':
   console.quiet()
   try:
     main()
-  except (RuntimeError, ValueError) as e:
+  except (RuntimeError, ValueError, OSError) as e:
     sys.exit(f'Error: {e}')

@@ -2,7 +2,7 @@
 
   vit_jax train --config=configs/digits.py --workdir=/tmp/digits
 
-Takes about one and a half minutes on two cores, and reaches 98.9 % on the 360 test images.
+Takes about one and a half minutes on two cores, and reaches 99.2 % on the 360 test images.
 """
 
 from vit_jax.configs import common, models

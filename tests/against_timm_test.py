@@ -1,6 +1,7 @@
 """Tests of the comparison between training here and training timm's model."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -18,9 +19,9 @@ def test_updates_match_pytorch(data_dir, tmp_path, capsys, monkeypatch):
     [
       '--config=configs/digits.py', f'--config.tfds_data_dir={data_dir}',
       '--config.model.hidden_size=24', '--config.model.transformer.num_layers=1',
-      '--config.model.transformer.mlp_dim=48', '--config.batch=32',
+      '--config.model.transformer.mlp_dim=48', '--config.batch=64',
       '--config.total_epochs=None', '--config.warmup_epochs=None',
-      '--config.total_steps=20', '--config.warmup_steps=2',
+      '--config.total_steps=30', '--config.warmup_steps=2',
       '--config.base_lr=0.005', '--config.weight_decay=2.0', '--config.grad_norm_clip=0.5',
       '--config.progress_every=10', f'--json={file}',
       '--compile',
@@ -29,18 +30,28 @@ def test_updates_match_pytorch(data_dir, tmp_path, capsys, monkeypatch):
   [row] = json.loads(file.read_text())
   ours, theirs = zip(*row['losses'], strict=True)
   assert ours == pytest.approx(theirs, rel=1e-5)
-  assert ours[-1] < ours[0] - 0.05
+  assert ours[-1] < ours[0] - 0.1
   accuracy, accuracy_theirs = row['accuracy']
   assert accuracy == pytest.approx(accuracy_theirs, abs=0.006)  # Two of 360 images.
   output = capsys.readouterr().out
   assert len(compiled) == 1
-  assert 'step 20/20' in output
+  assert 'step 30/30' in output
   assert f'{100 * accuracy:.2f} %' in output
   for speed in (*row['img_sec'], *row['img_sec_eval']):
     assert f'{speed:,.0f}' in output
 
 
-def test_settings_timm_lacks_are_named(tiny_config):
-  tiny_config.ema_decay = 0.9
-  with pytest.raises(ValueError, match='config.ema_decay=0.9'):
+@pytest.mark.parametrize(
+  'key, value',
+  [('ema_decay', 0.9), ('model.dtype', 'bfloat16'), ('pretrained', 'ViT-B_16.npz')],
+)
+def test_settings_timm_lacks_are_named(tiny_config, key, value):
+  tiny_config.update_from_flattened_dict({'optim_dtype': 'float32', key: value})
+  with pytest.raises(ValueError, match=f'config.{key}={value}'):
     against_timm.compare(tiny_config)
+
+
+def test_missing_package_is_named_first(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'timm', None)
+  with pytest.raises(ImportError, match=r'timm.*\[test\]'):
+    against_timm.main(['--config=configs/digits.py'])

@@ -137,12 +137,16 @@ def test_tracked_runs_are_compared_with_the_previous_one(monkeypatch, tmp_path, 
                {'value': 20.0, 'unit': 'img/s', 'loss_test': 0.25}])  # fmt: skip
   monkeypatch.setitem(track.JOBS, 'digits', lambda folder: next(jobs))
   path = tmp_path / 'track.jsonl'
-  for _ in range(2):
-    track.main([str(path), '--only', 'digits'])
-  first, second = map(json.loads, path.read_text().splitlines())
+  track.main([str(path), '--only', 'digits'])
+  with path.open('a') as file:
+    file.write('{"prod')  # As if a write had been cut.
+  track.main([str(path), '--only', 'digits'])
+  first, _, second = path.read_text().splitlines()
+  first, second = json.loads(first), json.loads(second)
   assert first['jobs']['digits']['value'] == 10
   assert second['versions']['jax'] == jax.__version__
-  output = capsys.readouterr().out.splitlines()[-1]
+  output = capsys.readouterr().out
+  assert 'line 2 is not a result' in output
   product = second['product'] / first['product']
   assert f'2.00 x as fast ({2 / product:.2f} x relative' in output
   assert 'loss_test 0.5 -> 0.25' in output

@@ -61,8 +61,16 @@ def test_reads_the_published_files(files, data_dir, tiny_config):
     assert as_pairs(got) == as_pairs(zip(images, labels))
 
 
-def test_missing_and_damaged_files_are_named(files):
+def test_missing_and_damaged_files_are_named(files, monkeypatch):
   folder, _ = files
+  monkeypatch.setattr(tfds_mnist, '_TRAIN_EXAMPLES', 6)
+  labels = folder / 'train-labels-idx1-ubyte'
+  content = labels.read_bytes()
+  one_less = content[:7] + b'\5' + content[8:-1]
+  for wrong in (one_less, content[:-1] + b'\x0a'):
+    labels.write_bytes(wrong)
+    with pytest.raises(ValueError, match='train-labels-idx1-ubyte.*6 labels'):
+      mnist.main(['mnist', str(folder), f'--data_dir={folder}/tfds'])
   path = folder / 'train-images-idx3-ubyte.gz'
   content = path.read_bytes()
   for wrong in (content[:-9], gzip.compress(gzip.decompress(content)[:-1])):

@@ -71,7 +71,7 @@ class _Guard:
 
   async def __call__(self, scope, receive, send):
     if scope['type'] == 'http':
-      request, body, status = requests.Request(scope, receive), b'', None
+      request, body, status = requests.Request(scope, receive), bytearray(), None
       if scope['path'] != _UPLOAD:
         try:
           async for chunk in request.stream():
@@ -113,7 +113,7 @@ class _Guard:
 
 def _again(body, receive):
   """Returns a function like `receive` that first returns a body already read."""
-  messages = iter([{'type': 'http.request', 'body': body}])
+  messages = iter([{'type': 'http.request', 'body': bytes(body)}])
 
   async def read():
     return next(messages, None) or await receive()

@@ -5,6 +5,7 @@ import io
 import numpy as np
 from PIL import Image
 import pytest
+import scipy.stats
 import tensorflow as tf
 
 from vit_jax import preprocess
@@ -115,6 +116,25 @@ def test_crop_with_image_aspect_ratio_matches_squared_image():
   assert lefts.min() <= 10
   assert 90 <= lefts.max() <= 100
   assert len(begins) > 25
+
+
+def test_sizes_and_positions_of_crops_are_uniform():
+  config = pp(crop=8, crop_area=(0.25, 1.0), crop_ratio=(1.0, 1.0))
+  windows = tf.map_fn(
+    lambda x: geometry.sample((8, 8), x, config).window,
+    tf.stack([tf.zeros(3000, tf.int64), tf.range(3000, dtype=tf.int64)], axis=1),
+    fn_output_signature=tf.int32,
+  ).numpy()
+  sides, counts = np.unique(windows[:, 2:], axis=0, return_counts=True)
+  np.testing.assert_array_equal(sides, [[x, x] for x in (4, 5, 6, 7, 8)])
+  assert scipy.stats.chisquare(counts).pvalue > 1e-3
+  for side in sides[:-1, 0]:
+    begins = windows[windows[:, 2] == side, :2]
+    known = [
+      (begins == place).all(axis=1).sum() for place in np.ndindex((9 - side,) * 2)
+    ]
+    assert sum(known) == len(begins)  # All within the image.
+    assert scipy.stats.chisquare(known).pvalue > 1e-3
 
 
 def test_boxes_of_a_known_crop():
@@ -231,10 +251,15 @@ def test_training_images_match_tensorflow_functions(fmt):
   for number in range(6):
     got, _ = preprocess.decode_with_geometry(encoded, seed(number), config)
     seeds = tf.random.experimental.stateless_split(seed(number), 3)
-    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+    _, size, _ = tf.image.stateless_sample_distorted_bounding_box(
       [H, W, 3], tf.zeros([1, 0, 4]), seeds[0], 0.0, (3 / 4, 4 / 3), (0.1, 0.8),
       100, True,
     )  # fmt: skip
+    draws = tf.random.stateless_uniform(
+      [2], tf.random.experimental.stateless_fold_in(seeds[0], 1)
+    )
+    begin = np.floor(draws * ([H + 1, W + 1] - size[:2].numpy())).astype(int)
+    begin = tf.constant([*begin, 0])
     if fmt == 'JPEG':
       box = tf.concat([begin[:2], size[:2]], 0)
       image = tf.io.decode_and_crop_jpeg(

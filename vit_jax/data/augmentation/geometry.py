@@ -49,10 +49,12 @@ def whole(shape, size) -> Geometry:
 def sample(shape, seed, pp) -> Geometry:
   """Draws the geometry of a training image.
 
-  The crop is an Inception crop (arXiv 1409.4842, section 6): its share of the
-  area and its aspect ratio are uniform between the limits in `pp`. If
-  `pp.crop_ratio` is None, the crop has the aspect ratio of the image, as if the
-  image were resized to a square and then cropped (arXiv 1912.11370, section 3.3).
+  The crop is an Inception crop (arXiv 1409.4842, section 6) of TensorFlow's sizes: the
+  aspect ratio is uniform, and so is the height among those that keep the limits of the
+  area, so that small areas are more frequent than large ones. If `pp.crop_ratio` is
+  None, the crop has the aspect ratio of the image and a uniform area, as if the image
+  were resized to a square and then cropped (arXiv 1912.11370, section 3.3). All
+  positions within the image are equally likely.
 
   `shape` is int32 [2] or [3], and `seed` int64 [2].
   """
@@ -62,7 +64,7 @@ def sample(shape, seed, pp) -> Geometry:
     window = _similar(geometry.shape, seeds[0], pp.crop_area)
     geometry = geometry._replace(window=window)
   elif pp.crop_area is not None:
-    begin, size, _ = tf.image.stateless_sample_distorted_bounding_box(
+    _, size, _ = tf.image.stateless_sample_distorted_bounding_box(
       tf.concat([geometry.shape, [3]], axis=0),
       bounding_boxes=tf.zeros([1, 0, 4]),
       seed=seeds[0],
@@ -72,7 +74,9 @@ def sample(shape, seed, pp) -> Geometry:
       max_attempts=100,
       use_image_if_no_bounding_boxes=True,
     )
-    window = tf.concat([begin[:2], size[:2]], axis=0)
+    # TensorFlow's crops never reach the last row and column, so draw the position here.
+    fold = tf.random.experimental.stateless_fold_in(seeds[0], 1)
+    window = _place(geometry.shape, size[:2], tf.random.stateless_uniform([2], fold))
     geometry = geometry._replace(window=window)
   if pp.flip:
     # The same draw as in tf.image.stateless_random_flip_left_right.
@@ -90,9 +94,14 @@ def _similar(shape, seed, crop_area):
   draws = tf.random.stateless_uniform([3], seed)
   least, greatest = crop_area
   side = tf.sqrt(least + draws[0] * (greatest - least))
-  shape = tf.cast(shape, tf.float32)
-  size = tf.maximum(1.0, tf.round(side * shape))
-  begin = tf.cast(draws[1:] * (shape - size + 1), tf.int32)
+  size = tf.maximum(1.0, tf.round(side * tf.cast(shape, tf.float32)))
+  return _place(shape, size, draws[1:])
+
+
+def _place(shape, size, draws):
+  """Returns the window of a size, at a position by draws from [0, 1)."""
+  free = tf.cast(shape, tf.float32) - tf.cast(size, tf.float32)
+  begin = tf.cast(draws * (free + 1), tf.int32)
   return tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
 
 
