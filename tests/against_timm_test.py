@@ -7,6 +7,10 @@ import pytest
 import torch
 
 from benchmarks import against_timm
+from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
+
+# isort: split
+import timm
 
 
 def test_updates_match_pytorch(data_dir, tmp_path, capsys, monkeypatch):
@@ -49,6 +53,20 @@ def test_settings_timm_lacks_are_named(tiny_config, key, value):
   tiny_config.update_from_flattened_dict({'optim_dtype': 'float32', key: value})
   with pytest.raises(ValueError, match=f'config.{key}={value}'):
     against_timm.compare(tiny_config)
+
+
+def test_weight_decay_applies_to_kernels():
+  net = timm.models.VisionTransformer(
+    img_size=8, patch_size=4, num_classes=3, embed_dim=8, depth=1, num_heads=2,
+    reg_tokens=1, global_pool='map',
+  )  # fmt: skip
+  others = [
+    name
+    for name, x in net.named_parameters()
+    if x.ndim > 1 and not against_timm._is_kernel(name, x)
+  ]
+  assert sorted(others) == ['attn_pool.latent', 'cls_token', 'pos_embed', 'reg_token']
+  assert against_timm._is_kernel('head.weight', net.head.weight)
 
 
 def test_missing_package_is_named_first(monkeypatch):
