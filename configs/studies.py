@@ -25,7 +25,7 @@ def change_dataset(config: ml_collections.ConfigDict, dataset: str) -> None:
   """Changes a config made from configs/digits.py to a data set of DATASETS."""
   common.set_dataset(config, dataset)
   if dataset != 'digits':
-    config.batch_eval = 500  # Divides 10,000.
+    config.batch_eval = 80  # Divides 10,000. Small batches are faster on CPUs.
   if dataset == 'fashion_mnist':
     config.pp.update(flip=True, rotate=0.0)
 
