@@ -69,6 +69,6 @@ def get_config(workdir='/tmp/digits'):
     config.task_options.update(
       templates='a grey photo of this {}', classes='', precompute=True
     )
-    config.update(evals=(), batch_eval=80)
+    config.update(evals=(), batch_eval=500)
     config.update(total_epochs=4.0, warmup_epochs=0.4)
   return config
