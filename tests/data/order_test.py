@@ -34,6 +34,33 @@ def test_every_epoch_is_a_different_permutation(n):
     np.testing.assert_array_equal(indices(rows, n), found[list(rows)])
 
 
+# Limits of the words of the cipher, and powers of 4 plus 1.
+@pytest.mark.parametrize('n', [50_000, 2**16, 2**16 + 1, 2**18, 2**18 + 1, 2**20])
+def test_orders_differ_over_thousands_of_epochs_and_seeds(n):
+  # The order of n examples is known by its first eight with a probability of n**-8.
+  starts = np.arange(4096)[:, None] * n + np.arange(8)
+  orders = indices(starts.ravel(), n).reshape(starts.shape)
+  assert len(set(map(tuple, orders))) == 4096
+  seeds = [*range(0, 4096, 64), 2**31, 2**32, 2**40, 2**63 - 1]
+  assert len({tuple(indices(range(8), n, seed)) for seed in seeds}) == len(seeds)
+
+
+@pytest.mark.parametrize('n', [2**16 + 1, 2**18 + 1])
+@pytest.mark.parametrize('epoch', [0, 256, 4095])
+def test_every_example_is_drawn_once_if_their_number_is_a_power_of_4_plus_1(n, epoch):
+  found = indices(np.arange(n) + epoch * n, n)
+  assert (np.bincount(found) == 1).all()
+
+
+@pytest.mark.parametrize('n', [1024, 50_000, 2**16, 2**16 + 2, 2**18, 1_281_167])
+def test_orders_of_small_seeds_and_epochs_are_tensorflows(n):
+  for seed, epoch in [(0, 0), (255, 255), (7, 100)]:
+    want = tf.raw_ops.RandomIndexShuffle(
+      index=range(20), seed=[0, seed, epoch], max_index=n - 1, rounds=8
+    )
+    np.testing.assert_array_equal(indices(epoch * n + np.arange(20), n, seed), want)
+
+
 @pytest.mark.parametrize('n', [14_100_000, 10**9])
 def test_large_permutation_is_as_uniform_as_numpys(n):
   batch, batches = 4096, 40

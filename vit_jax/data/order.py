@@ -13,42 +13,91 @@ from vit_jax.data.lazy import as_it_is, tf
 # Smaller data sets are sorted by random keys: the cipher permutes at least 2**16
 # values and would have to be repeated until its value is below their size.
 _SORTED = 1024
+_SMALLEST_BLOCK = 16  # Bits of the values that TensorFlow's cipher permutes.
 
 
 @as_it_is
-def example_indices(positions, num_examples: int, seed: int):
+def example_indices(positions, num_examples: int, seed: int, stream: int = 0):
   """Returns the example at each position of the endless run, int64 [b].
 
   Of n examples, position i gets element i mod n of the permutation drawn from
-  (seed, i // n). `positions`, int64 [b], ascend, b > 0.
+  (seed, stream, i // n). `positions`, int64 [b], ascend, b > 0. `stream` tells the
+  parts of a mixture apart.
   """
   epochs = positions // num_examples
-  inside = positions % num_examples
-  if num_examples >= _SORTED:
-    high, low = divmod(seed, 2**32)
-    seeds = tf.stack([high + 0 * epochs, low + 0 * epochs, epochs], axis=-1)
-    return tf.raw_ops.RandomIndexShuffle(
-      index=inside,
-      seed=seeds,
-      max_index=tf.constant(num_examples - 1, tf.int64),
-      rounds=8,  # 4 and 6 are not uniform for 1e9 examples.
-    )
-  epoch, pairs = epochs[0], -(-num_examples // 2)
+  places = positions % num_examples
+  if num_examples < _SORTED:
+    return _sorted_by_keys(places, epochs, num_examples, (seed + stream) % 2**63)
+  return _encrypted(places, epochs, num_examples, seed, stream)
+
+
+def _sorted_by_keys(places, epochs, num_examples: int, seed: int):
+  """Permutes places, int64 [b], by the order of random keys drawn for each epoch."""
+  first_epoch = epochs[0]
+  num_pairs = -(-num_examples // 2)
   keys = tf.raw_ops.StatelessRandomUniformFullIntV2(
-    shape=[epochs[-1] - epoch + 1, 2 * pairs],
+    shape=[epochs[-1] - first_epoch + 1, 2 * num_pairs],
     key=tf.constant([seed], tf.uint64),
-    counter=tf.cast([epoch * pairs, 0], tf.uint64),  # Philox draws 128 bits.
+    # Philox draws 128 bits at a time.
+    counter=tf.cast([first_epoch * num_pairs, 0], tf.uint64),
     alg=1,
     dtype=tf.uint64,
   )
   orders = tf.argsort(keys[:, :num_examples])
-  places = tf.stack([epochs - epoch, inside], axis=-1)
-  return tf.cast(tf.gather_nd(orders, places), tf.int64)
+  indices = tf.gather_nd(orders, tf.stack([epochs - first_epoch, places], axis=-1))
+  return tf.cast(indices, tf.int64)
 
 
-def _part_seed(seed, k):
-  """Returns the seed of the order of part k of a mixture; `seed` for the first."""
-  return (seed + 1_000_003 * k) % 2**63
+def _encrypted(places, epochs, num_examples: int, seed: int, stream: int):
+  """Permutes places, int64 [b], with TensorFlow's cipher.
+
+  Its key has three words of as many bits as half a block, and higher bits of what
+  it is given are lost. A second pass, keyed by a hash of these bits, makes orders
+  differ in them too.
+  """
+  last = num_examples - 1
+  # For powers of 4, TensorFlow's block has no room for the last value.
+  is_power_of_4 = last.bit_count() == 1 and last.bit_length() % 2 == 1
+  max_index = last + 1 if is_power_of_4 and last >= 2**_SMALLEST_BLOCK else last
+  word_bits = (max((max_index - 1).bit_length(), _SMALLEST_BLOCK) + 1) // 2
+
+  def encrypt(values, *words):
+    def cipher(values):
+      return tf.raw_ops.RandomIndexShuffle(
+        index=values,
+        seed=tf.stack([word + 0 * epochs for word in words], axis=-1),
+        max_index=tf.constant(max_index, tf.int64),
+        rounds=8,  # 4 and 6 are not uniform for 1e9 examples.
+      )
+
+    encrypted = cipher(values)
+    if max_index == last:
+      return encrypted
+    return tf.where(encrypted > last, cipher(encrypted), encrypted)
+
+  seed_high, seed_low = divmod((seed + stream) % 2**63, 2**32)
+  indices = encrypt(places, seed_high, seed_low, epochs)
+  lost_seed = tf.constant(seed >> word_bits, tf.uint64)
+  lost_epochs = _shifted(tf.cast(epochs, tf.uint64), word_bits)
+  lost_bits = _hash(_hash(lost_seed) ^ lost_epochs)
+  words = [tf.cast(_shifted(lost_bits, i * word_bits), tf.int64) for i in range(3)]
+  return tf.where(lost_bits == 0, indices, encrypt(indices, *words))
+
+
+def _hash(x):
+  """Mixes uint64 as SplitMix64 does at its end (Steele et al., 2014); 0 stays 0."""
+  x = (x ^ _shifted(x, 30)) * 0xBF58476D1CE4E5B9
+  x = (x ^ _shifted(x, 27)) * 0x94D049BB133111EB
+  return x ^ _shifted(x, 31)
+
+
+def _shifted(x, bits: int):
+  return tf.bitwise.right_shift(x, tf.constant(bits, tf.uint64))
+
+
+def _stream(part: int) -> int:
+  """Returns what distinguishes the order of a part of a mixture; 0 for the first."""
+  return 1_000_003 * part
 
 
 def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
@@ -60,12 +109,14 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
   if not isinstance(source, mixture.MixtureSource):
     return example_indices(tf.constant(positions), source.num_examples, seed).numpy()
   indices = np.empty_like(positions)
-  number, local = (x.numpy() for x in source.place(positions))
+  parts, local_positions = source.place(positions)
   for k, (part, offset) in enumerate(zip(source.parts, source.offsets)):
-    mine = number == k
-    if mine.any():
-      found = training_indices(part, local[mine], _part_seed(seed, k))
-      indices[mine] = found + offset
+    mask = (parts == k).numpy()
+    if mask.any():
+      local = example_indices(
+        local_positions[mask], part.num_examples, seed, _stream(k)
+      )
+      indices[mask] = local.numpy() + offset
   return indices
 
 
@@ -79,9 +130,9 @@ def training_records(
   example (before `source.read`) with its number, `index`, int64 scalar. See
   input_pipeline.train_dataset for the arguments.
   """
-  mine = tf.constant(rows, tf.int64)
+  rows = tf.constant(rows, tf.int64)
   steps = tf.data.Dataset.range(start_step, np.iinfo(np.int64).max)
-  positions = steps.map(lambda step: step * config.batch + mine)
+  positions = steps.map(lambda step: step * config.batch + rows)
   if not isinstance(source, mixture.MixtureSource):
     return _records(source, positions.map(lambda x: (x, x)), config.seed)
   # Each part is read at its own positions, and the records are merged in order.
@@ -93,11 +144,11 @@ def training_records(
   )
 
 
-def _records(source, places, seed):
+def _records(source, places, seed: int, stream: int = 0):
   """Reads one data set at (positions in the run [b], in the data set [b])."""
 
   def look_up(position, local):
-    index = example_indices(local, source.num_examples, seed)
+    index = example_indices(local, source.num_examples, seed, stream)
     return position, {'index': index, **source.lookup(index)}
 
   return at_a_time(source, places, look_up)
@@ -114,8 +165,8 @@ def _part_records(source, k, placed, seed):
     return position, {'index': index, **source.select(source.parts[k].read(record))}
 
   places = placed.map(choose).filter(lambda position, local: tf.size(position) > 0)
-  found = _records(source.parts[k], places, _part_seed(seed, k))
-  return found.map(read, num_parallel_calls=records.CALLS, deterministic=True)
+  part_records = _records(source.parts[k], places, seed, _stream(k))
+  return part_records.map(read, num_parallel_calls=records.CALLS, deterministic=True)
 
 
 @as_it_is
