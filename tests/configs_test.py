@@ -2,14 +2,13 @@
 
 import importlib
 import inspect
-import json
 import pathlib
 
 import flax.traverse_util
 import numpy as np
 import pytest
 
-from tests import commands, models_test
+from tests import commands, models_test, stored_runs
 from vit_jax import models_bit, models_mixer, models_resnet, models_vit
 from vit_jax.commands import train as train_command
 from vit_jax.configs import (
@@ -305,16 +304,16 @@ def test_wrong_model_flags_are_named(flag, message):
 
 def test_dtype_flag_replaces_auto(tmp_path):
   config = run_config.complete(pretrain.get_config('r_ti16,x'))
-  stored = workdir.to_plain(config)
-  assert stored['model']['transformer']['gelu'] == 'tanh'
-  assert stored['model']['resnet']['eps'] == 'published'
+  assert config.model.transformer.gelu == 'tanh'
+  assert config.model.resnet.eps == 'published'
   assert config.model.dtype == 'auto'
-  stored['model']['dtype'] = 'float32'
-  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  workdir.create(tmp_path, config, {}, data={})
+  model = config.model.to_dict()
+  stored_runs.change_config(tmp_path, model={**model, 'dtype': 'float32'})
   workdir.keep_dtype(workdir.stored_model(tmp_path), config)
   assert config.model.dtype == 'float32'
   workdir.check_config(tmp_path, config)
-  stored['model']['dtype'] = 'bfloat16'
-  (tmp_path / 'config.json').write_text(json.dumps(stored))
+  workdir.create(tmp_path, config, {}, data={})
+  stored_runs.change_config(tmp_path, model={**model, 'dtype': 'bfloat16'})
   with pytest.raises(ValueError, match='model.dtype.*bfloat16.*float32'):
     workdir.check_config(tmp_path, config)

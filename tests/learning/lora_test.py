@@ -10,7 +10,7 @@ import optax
 import pytest
 import safetensors.numpy
 
-from tests import conftest, trees
+from tests import conftest, stored_runs, trees
 from vit_jax import checkpoint, predict, train
 from vit_jax.configs import models as model_configs
 from vit_jax.run import checkpoints as checkpoints_lib
@@ -131,9 +131,7 @@ def test_run_resumes_bit_for_bit_only_on_the_same_base(adapted, tmp_path):
   other = copy.deepcopy(config)
   other.pretrained = str(tmp_path / 'base.npz')
   checkpoint.save(checkpoint.recover_tree(base, base.values()), other.pretrained)
-  stored = tmp_path / 'run' / 'config.json'
-  text = stored.read_text()
-  stored.write_text(text.replace(config.pretrained, other.pretrained))
+  stored_runs.change_config(tmp_path / 'run', pretrained=other.pretrained)
   for read in (
     lambda: predict.load(str(tmp_path / 'run')),
     lambda: checkpoint.load(str(tmp_path / 'run')),

@@ -1,7 +1,6 @@
 """Tests of the update: sums, weights and the extra state of a task."""
 
 import copy
-import json
 import shutil
 
 import jax
@@ -10,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests import conftest, toy_task, trees
+from tests import conftest, stored_runs, toy_task, trees
 from vit_jax import predict, train
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import evaluation
@@ -126,9 +125,7 @@ def test_evaluation_and_prediction_use_the_mesh_of_the_run(finished, monkeypatch
 
 def test_parameters_are_not_sharded_if_the_mesh_does_not_fit(finished, tmp_path):
   workdir = shutil.copytree(finished[0], tmp_path / 'run')
-  stored = json.loads((workdir / 'config.json').read_text())
-  stored['mesh'] = {'data': 1, 'fsdp': 16, 'model': 1}
-  (workdir / 'config.json').write_text(json.dumps(stored))
+  stored_runs.change_config(workdir, mesh={'data': 1, 'fsdp': 16, 'model': 1})
   assert dict(evaluation.run_mesh(workdir).shape) == {'data': 8}
   model = predict.load(str(workdir))
   assert {len(x.devices()) for x in jax.tree.leaves(model.params)} == {1}

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from tests import stored_runs
 from vit_jax import checkpoint
 from vit_jax.configs import (
   augreg,
@@ -185,6 +186,7 @@ def test_stored_config_round_trips(stored):
 )
 def test_damaged_config_of_a_run_is_reported(stored, text, message):
   path, _ = stored
+  stored_runs.change_config(path)
   (path / 'config.json').write_text(text)
   with pytest.raises(ValueError, match=message) as error:
     workdir_lib.load(path)

@@ -6,7 +6,7 @@ import sys
 from absl import logging
 import pytest
 
-from tests import conftest
+from tests import conftest, stored_runs
 from vit_jax import console, train
 from vit_jax.run import config as run_config, workdir
 from vit_jax.weights import reading
@@ -68,6 +68,62 @@ def test_changed_class_names_are_rejected(run):
     workdir.load(run)
 
 
+def test_changed_config_is_rejected_until_the_change_is_accepted(run, config):
+  """A change that would be silent: no array has another shape."""
+  (run / 'checkpoints').mkdir()
+  change = lambda plain: plain['pp'].update(resize=9)
+  stored_runs.change_json(run / 'config.json', change)
+  for read in (
+    lambda: workdir.load(run),
+    lambda: workdir.stored_model(run),
+    lambda: workdir.check(run, config, NAMES, DATA),
+    lambda: workdir.check_config(run, config),
+    lambda: reading.read(str(run)),
+  ):
+    with pytest.raises(ValueError, match=r"config\.json' differs .*'config' from"):
+      read()
+  stored_runs.change_json(run / 'data.json', lambda data: data.pop('config'))
+  assert workdir.load(run)[0].pp.resize == 9
+  config.pp.resize = 9
+  workdir.check(run, config, NAMES, DATA)
+  workdir.create(run, config, NAMES, DATA)  # Resumes.
+  stored_runs.change_json(run / 'config.json', lambda plain: plain.update(seed=7))
+  with pytest.raises(ValueError, match=r"config\.json' differs"):
+    workdir.load(run)
+
+
+def test_config_of_another_run_is_rejected(run, config, tmp_path):
+  other = tmp_path / 'other'
+  config.seed = 7
+  workdir.create(other, config, NAMES, DATA)
+  (run / 'config.json').write_bytes((other / 'config.json').read_bytes())
+  with pytest.raises(ValueError, match=r"config\.json' differs"):
+    workdir.load(run)
+
+
+@pytest.mark.parametrize('number', range(4))
+def test_kill_while_a_resumed_run_writes_its_files(run, config, monkeypatch, number):
+  """Free keys, such as the mesh, may differ when a run resumes."""
+  original, paths = workdir.files.write, []
+
+  def write(path, content):
+    if len(paths) == number:
+      raise KeyboardInterrupt  # Stands for kill -9.
+    paths.append(path)
+    original(path, content)
+
+  before = workdir.load(run)[0]
+  config.update(eval_every=7, prefetch=5)
+  with monkeypatch.context() as patch:
+    patch.setattr(workdir.files, 'write', write)
+    with pytest.raises(KeyboardInterrupt):
+      workdir.create(run, config, NAMES, DATA)
+  assert workdir.load(run)[0] == before
+  workdir.check(run, config, NAMES, DATA)
+  workdir.create(run, config, NAMES, DATA)
+  assert workdir.load(run)[0].eval_every == 7
+
+
 def test_damaged_data_file_is_reported(run, config):
   (run / 'data.json').write_text('{')
   with pytest.raises(ValueError, match="'.*data.json' is damaged"):
@@ -119,9 +175,7 @@ def foreign(run, tmp_path, monkeypatch):
   payload = "open('ran', 'w')\nfrom vit_jax.tasks.classify import Task\n"
   (run / 'payload.py').write_text(payload)
   (run / 'checkpoints').mkdir()
-  plain = json.loads((run / 'config.json').read_text())
-  plain['task'] = 'payload'
-  (run / 'config.json').write_text(json.dumps(plain))
+  stored_runs.change_config(run, task='payload')
   monkeypatch.chdir(run)
   monkeypatch.syspath_prepend(run)
   yield run

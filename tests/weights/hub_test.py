@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests import torch_models, trees
+from tests import stored_runs, torch_models, trees
 from tests.weights import conftest
 from vit_jax import checkpoint, predict
 from vit_jax.commands import convert as convert_command
@@ -345,9 +345,9 @@ def run(good, tmp_path):
   """The workdir of a run on a folder of images, with its metrics."""
   workdir = tmp_path / 'run'
   convert.convert(str(good / 'hf'), str(workdir), 'workdir')
-  config = json.loads((workdir / 'config.json').read_text())
-  config.update(dataset='/home/me/secret/pets', total_steps=500, batch=64)
-  (workdir / 'config.json').write_text(json.dumps(config))
+  stored_runs.change_config(
+    workdir, dataset='/home/me/secret/pets', total_steps=500, batch=64
+  )
   (workdir / 'metrics.jsonl').write_text(
     '{"step": 1, "accuracy_test": 0.5, "train_loss": 1.5}\n'
     '{"step": 2, "accuracy_test": 0.75, "lr": 0.1}\n'

@@ -3,8 +3,8 @@
 config.json        the resolved config
 class_names.json   for classification: names of the classes, in the order of the
                    logits; other tasks have other metadata, a NAME.json each
-data.json          fingerprints of the data (counts and hashes), and a hash of
-                   the metadata
+data.json          fingerprints of the data (counts and hashes), and hashes of
+                   the config and of the metadata
 versions.json      versions of Python and of important packages
 """
 
@@ -43,7 +43,7 @@ FREE_KEYS = (
 )  # fmt: skip
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
-_DATA = 'data.json'
+_CONFIG, _DATA = 'config.json', 'data.json'
 _SCHEMES = ('gs', 's3')  # Of places that are not on this machine.
 PACKAGES = (
   'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
@@ -109,10 +109,10 @@ def _check_config(path, config, free, moved=True) -> bool:
   """Checks the config of a run; returns False if no run has started here."""
   if path.exists() and not path.is_dir():
     raise ValueError(f"workdir='{path}' is a file: use a folder (--workdir)")
-  if not (path / 'config.json').exists():
+  if not (path / _CONFIG).exists():
     if (path / 'checkpoints').exists():
       raise ValueError(
-        f"workdir='{path}' has checkpoints but no config.json: use another --workdir"
+        f"workdir='{path}' has checkpoints but no {_CONFIG}: use another --workdir"
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
@@ -189,13 +189,21 @@ def differences(old, new, free=(), common: bool = False) -> list[str]:
 @processes.by_first('writing the workdir')
 def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
   """Writes the files of a run, see `check`; ValueError if that fails."""
-  path = folder(workdir)
+  path, plain = folder(workdir), to_plain(config)
+  configs = [plain]
+  if (path / _CONFIG).exists():
+    # A run that resumes with other FREE_KEYS may be killed before it replaces this file.
+    configs.append(_read_plain(path))
   contents = {
     **metadata,
-    'data': {'metadata': _digest(metadata), 'sources': data},
+    'data': {
+      'config': sorted({_digest(config) for config in configs}),
+      'metadata': _digest(metadata),
+      'sources': data,
+    },
     'versions': versions(),
     # Written last, since config.json marks the folder as a run's.
-    'config': to_plain(config),
+    'config': plain,
   }
   try:
     path.mkdir(parents=True, exist_ok=True)
@@ -226,7 +234,7 @@ def stored(workdir, names: Sequence[str]) -> dict[str, Any]:
   `names`: vit_jax.tasks.base.Task.METADATA.
   """
   path = folder(workdir)
-  return _read_metadata(path, names) if (path / 'config.json').exists() else {}
+  return _read_metadata(path, names) if (path / _CONFIG).exists() else {}
 
 
 def _read_metadata(path, names) -> dict[str, Any]:
@@ -242,8 +250,8 @@ def _read_metadata(path, names) -> dict[str, Any]:
 @processes.by_first('reading the model of the run')
 def stored_model(workdir) -> dict[str, Any]:
   """Returns the fields of the model of the run in a folder, {} if none has begun."""
-  file = folder(workdir) / 'config.json'
-  return _read(file)['model'] if file.exists() else {}
+  path = folder(workdir)
+  return _read_plain(path)['model'] if (path / _CONFIG).exists() else {}
 
 
 def keep_dtype(stored: Mapping[str, Any], config):
@@ -252,19 +260,32 @@ def keep_dtype(stored: Mapping[str, Any], config):
     config.model.dtype = stored.get('dtype') or dtypes.AUTO
 
 
-def _read_config(path) -> ml_collections.ConfigDict:
-  """Returns the complete config of a run."""
-  file = path / 'config.json'
+def _read_plain(path) -> dict[str, Any]:
+  """Returns the config of a run as it is stored."""
+  file = path / _CONFIG
   plain = _read(file)
   if not isinstance(plain.get('model'), dict):
     raise _damaged(file, "it has no key 'model'")
+  digests = _read(path / _DATA).get('config')
+  if digests is not None and _digest(plain) not in digests:
+    raise ValueError(
+      f"'{file}' differs from the config that the run was trained with ({_DATA} has a "
+      f'hash of it): restore the file, or accept the change by deleting the entry '
+      f"'config' from '{path / _DATA}'"
+    )
+  return plain
+
+
+def _read_config(path) -> ml_collections.ConfigDict:
+  """Returns the complete config of a run."""
+  plain = _read_plain(path)
   try:
     run_config.check_stored_task(plain.get('task', 'classify'))
     return run_config.of_run(ml_collections.ConfigDict(plain))
   except (run_config.ForeignTaskError, run_config.UnknownTaskError) as e:
     raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:
-    raise _damaged(file, str(e)) from e
+    raise _damaged(path / _CONFIG, str(e)) from e
 
 
 def _read(path, kind: type = dict):
