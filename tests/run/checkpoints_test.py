@@ -109,9 +109,29 @@ def test_missing_truncated_and_unlisted_files_are_detected(workdir, change, capl
 
 
 def test_checkpoint_of_another_model_is_an_error_and_is_kept(workdir):
-  with pytest.raises(ValueError, match=r'checkpoints/20.*\(64, 8\)'):
+  with pytest.raises(ValueError, match=r"20' .*'params/kernel' .*\(64, 8\).*\(64, 9\)"):
     restore(workdir, kernel=(64, 9))
+  reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  with pytest.raises(ValueError, match=r"/ema/kernel' .*\(64, 8\).*\(64, 9\)"):
+    reader.restore_weights(abstract(kernel=(64, 9)).params)
   assert names_in(workdir) == ['10', '20']
+
+
+def test_renamed_checkpoint_is_an_error_and_is_kept(workdir):
+  """Its files are good, and the remedy is to rename it back."""
+  (workdir / 'checkpoints' / '20').rename(workdir / 'checkpoints' / '19')
+  reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  for read in (
+    lambda: restore(workdir),
+    lambda: reader.restore_weights(),
+    lambda: reader.restore_weights(step=19),
+    lambda: checkpoints_lib.load_weights(workdir),
+  ):
+    with pytest.raises(ValueError, match="checkpoints/19' .*step 20.* rename it to 20"):
+      read()
+  assert names_in(workdir) == ['10', '19']
+  (workdir / 'checkpoints' / '19').rename(workdir / 'checkpoints' / '20')
+  assert restore(workdir)[1] == 20
 
 
 # --- Incomplete and deleted checkpoints ---

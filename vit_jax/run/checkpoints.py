@@ -190,6 +190,7 @@ class Checkpoints:
               'from another model, use another --workdir'
             ) from e
         else:
+          self._check_step(candidate, int(found['step']))
           if damages and not self._read_only:
             self._move_aside(list(damages))
           return found, candidate
@@ -205,6 +206,15 @@ class Checkpoints:
       f"no checkpoint in '{self.directory}' can be restored; the newest, step "
       f'{newest}: {damage}{"" if self._read_only else remedy}'
     )
+
+  def _check_step(self, step: int, stored_step: int):
+    """Raises ValueError if the folder of a step holds the state of another one."""
+    if stored_step != step:
+      raise ValueError(
+        f"checkpoint '{self.directory / str(step)}' holds the state of step "
+        f'{stored_step}: the folder was renamed; rename it to {stored_step}, or delete '
+        'it if there is a folder of that name'
+      )
 
   def _candidates(self, step: int | None) -> Iterator[int]:
     """Yields the steps to try, the newest first; lists again for steps to come.
@@ -409,9 +419,24 @@ def _read(path: epath.Path, wanted, at_once: int | None = None):
   handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
   restore_args = jax.tree.map(argument, wanted)
   with contextlib.closing(handler):
+    _check_shapes(wanted, handler.metadata(path).tree)
     return handler.restore(
       path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
     )
+
+
+def _check_shapes(wanted, stored):
+  """Raises ValueError if arrays to read have other shapes than the stored ones.
+
+  Orbax's error does not name the array, and its pending reads print tracebacks.
+  """
+  shapes = ocp.tree.to_flat_dict(stored, sep='/')
+  for name, leaf in ocp.tree.to_flat_dict(wanted, sep='/').items():
+    shape = getattr(leaf, 'shape', None)
+    if shape is not None and name in shapes and shapes[name].shape != shape:
+      raise ValueError(
+        f"its '{name}' has the shape {tuple(shapes[name].shape)}, and the model's {shape}"
+      )
 
 
 def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
