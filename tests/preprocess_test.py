@@ -1,6 +1,7 @@
 """Tests of decoding and augmentation against Pillow and closed forms."""
 
 import io
+import os
 
 import numpy as np
 from PIL import Image
@@ -198,6 +199,12 @@ def test_size_is_checked_before_decoding(name, tmp_path):
   with pytest.raises(ValueError, match=message):
     preprocess.from_user(path, pytest.fail, 2399)
   assert preprocess.from_user(path, len, 2400) == len(FILES[name][0])
+
+
+def test_named_pipe_is_not_read(tmp_path):
+  os.mkfifo(tmp_path / 'a.jpg')
+  with pytest.raises(ValueError, match="a.jpg' is a named pipe, not a regular"):
+    preprocess.from_user(tmp_path / 'a.jpg', pytest.fail)
 
 
 # --- Images and texts ---

@@ -17,6 +17,7 @@ import ml_collections
 
 from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
+from vit_jax.distributed import files
 from vit_jax.weights import fetch, fitting, identify, published, reading, writing
 from vit_jax.weights.families import families, text, vit
 
@@ -330,7 +331,7 @@ def augreg_filename(model: str, directory: str) -> str:
   """
   filename = model
   if '-' not in model:
-    rows = csv.DictReader(_augreg_index(directory).read_text().splitlines())
+    rows = csv.DictReader(files.read(_augreg_index(directory)).decode().splitlines())
     chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
     ours = [*filter(chosen, rows)]
     if not ours:
@@ -366,5 +367,5 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
   `directory` has the index.csv; OSError if it cannot be read.
   """
   pd = console.needed('pandas', 'colab', 'get_augreg_df')
-  with _augreg_index(directory).open('r') as f:
-    return pd.read_csv(f)
+  with files.open_input(_augreg_index(directory)) as file:
+    return pd.read_csv(file)

@@ -2,6 +2,7 @@
 
 from concurrent import futures
 import json
+import os
 import shutil
 import signal
 import time
@@ -175,6 +176,15 @@ def test_invalid_lists_of_classes(tmp_path):
     (tmp_path / 'classes.json').write_text(text)
     with pytest.raises(ValueError, match=r"classes.json' "):
       read(tmp_path, 'label')
+
+
+@pytest.mark.parametrize('name', ['train.jsonl', 'classes.json', 'photos/0.png'])
+def test_named_pipes_are_not_read(tmp_path, name):
+  write(tmp_path, [{'label': 0}, {'label': 1}])
+  (tmp_path / name).unlink(missing_ok=True)
+  os.mkfifo(tmp_path / name)
+  with pytest.raises(ValueError, match=f"{name}' is a named pipe, not a regular"):
+    read(tmp_path, 'label')
 
 
 def test_missing_features_and_splits(tiny_config, tmp_path):

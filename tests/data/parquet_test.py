@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 
 import numpy as np
 from PIL import Image
@@ -156,6 +157,14 @@ def test_missing_split_is_reported_and_no_index_is_needed(root, tiny_config):
     open_split(tiny_config, root, 'val')
   with pytest.raises(ValueError, match="Parquet files of 'train'.* without an index"):
     index_command.main([str(root)])
+
+
+def test_named_pipe_is_not_read(root, tiny_config):
+  path = root / 'data' / 'train-00001-of-00002.parquet'
+  path.unlink()
+  os.mkfifo(path)
+  with pytest.raises(ValueError, match="parquet' is a named pipe, not a regular"):
+    open_split(tiny_config, root)
 
 
 def rewritten(path, **columns):

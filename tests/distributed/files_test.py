@@ -1,11 +1,50 @@
-"""Tests of files and folders that only appear once they are complete."""
+"""Tests of reading unknown files, and of writing files that appear once complete."""
 
 from concurrent import futures
+import os
+import socket
 import threading
 
 import pytest
 
 from vit_jax.distributed import files
+
+
+@pytest.mark.parametrize('read', [files.read, files.read_json, files.check_input])
+def test_only_regular_files_are_read(tmp_path, read):
+  """Reading the others would wait for a writer, or never end."""
+  pipe, link, listener = (tmp_path / name for name in ('pipe', 'link', 'socket'))
+  os.mkfifo(pipe)
+  link.symlink_to('/dev/zero')
+  with socket.socket(socket.AF_UNIX) as server:
+    server.bind(os.fspath(listener))
+    for path, kind in (pipe, 'named pipe'), (link, 'device'), (listener, 'socket'):
+      with pytest.raises(files.FileError, match=f"{path.name}' is a {kind}, not a reg"):
+        read(path)
+  with pytest.raises(IsADirectoryError, match=tmp_path.name):
+    read(tmp_path)
+
+
+def test_links_to_regular_files_are_read(tmp_path):
+  (tmp_path / 'a').write_text('[1]')
+  (tmp_path / 'link').symlink_to('a')
+  assert files.read(tmp_path / 'link') == b'[1]'
+  assert files.read_json(tmp_path / 'link') == [1]
+
+
+def test_large_and_deep_json_is_rejected(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('[1, 2]')
+  assert files.read(path, limit=6) == b'[1, 2]'
+  with pytest.raises(files.FileError, match="a.json' has more than 5 bytes"):
+    files.read_json(path, limit=5)
+  with path.open('wb') as file:
+    file.truncate(2**40)  # Without any blocks on disk.
+  with pytest.raises(files.FileError, match="a.json' has more than 16,777,216 bytes"):
+    files.read_json(path)
+  path.write_text('[' * 10**6)
+  with pytest.raises(ValueError, match='nested too deeply'):
+    files.read_json(path)
 
 
 def test_file_is_replaced_once_complete(tmp_path):

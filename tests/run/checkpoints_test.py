@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import random
 import shutil
 
@@ -89,14 +90,19 @@ def test_every_flipped_bit_is_detected(workdir):
   assert reader.restore(abstract())[1] == 20
 
 
-@pytest.mark.parametrize('change', ['missing', 'truncated', 'unlisted'])
-def test_missing_truncated_and_unlisted_files_are_detected(workdir, change, caplog):
+@pytest.mark.parametrize('change', ['missing', 'truncated', 'unlisted', 'pipe'])
+def test_missing_truncated_and_unlisted_files_and_pipes_are_detected(
+  workdir, change, caplog
+):
   [path] = [p for p in files_of(workdir) if p.stat().st_size > 70_000]
   if change == 'missing':
     path.unlink()
   elif change == 'unlisted':
     path = workdir / 'checkpoints/20/default/checksums.json'
     path.unlink()
+  elif change == 'pipe':
+    path.unlink()
+    os.mkfifo(path)
   else:
     path.write_bytes(path.read_bytes()[:-5])
   state, step = restore(workdir)

@@ -1,6 +1,7 @@
 """Tests of the files in a workdir, except checkpoints."""
 
 import json
+import os
 import sys
 
 from absl import logging
@@ -128,6 +129,14 @@ def test_damaged_data_file_is_reported(run, config):
   (run / 'data.json').write_text('{')
   with pytest.raises(ValueError, match="'.*data.json' is damaged"):
     workdir.check(run, config, NAMES, DATA)
+
+
+@pytest.mark.parametrize('name', ['config.json', 'data.json'])
+def test_named_pipe_is_not_read(run, name):
+  (run / name).unlink()
+  os.mkfifo(run / name)
+  with pytest.raises(ValueError, match=f"{name}' is a named pipe, not a regular"):
+    workdir.load(run)
 
 
 def test_invalid_workdir_is_reported():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import shutil
 
@@ -41,6 +42,29 @@ def test_rejects_damaged_archives(tmp_path, members):
   path = files.write_npz(tmp_path / 'a.npz', members)
   with pytest.raises(ValueError, match="a.npz'"):
     checkpoint.load(path)
+
+
+@pytest.mark.parametrize(
+  'source, name',
+  [
+    ('.', 'a.npz'),
+    ('.', 'a.npz.json'),
+    ('hf', 'model.safetensors'),
+    ('hf', 'config.json'),
+    ('hf', 'preprocessor_config.json'),
+    ('hf', 'new.bin'),
+    ('timm', 'config.json'),
+  ],
+)
+def test_named_pipes_are_not_read(tmp_path, good, source, name):
+  """Opening one would wait for a writer."""
+  folder = shutil.copytree(good / source, tmp_path / 'files')
+  (folder / name).unlink()
+  os.mkfifo(folder / name)
+  weights = folder / name.replace('.npz.json', '.npz')
+  path = folder / 'model.safetensors' if name.endswith('config.json') else weights
+  with pytest.raises(ValueError, match=f"{name}' is a named pipe, not a regular"):
+    reading.read(str(path), num_heads=2)
 
 
 def test_warns_about_non_finite_values(tmp_path, caplog):

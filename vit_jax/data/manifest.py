@@ -319,8 +319,7 @@ def _parse(root, base) -> list[Line]:
       f"there is no manifest '{path}', though another part of the split has one "
       '(config.pp.train, config.pp.test)'
     )
-  with tf.io.gfile.GFile(path, 'rb') as file:
-    texts = file.read().splitlines()
+  texts = image_files.read_file(path).splitlines()
   numbered = [(i, text) for i, text in enumerate(texts, 1) if text.strip()]
   if not numbered:
     raise ValueError(f"manifest '{path}' is empty: write one image per line")
@@ -392,8 +391,7 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
   path = os.path.join(root, 'classes.json')
   if not tf.io.gfile.exists(path):
     return {}
-  with tf.io.gfile.GFile(path, 'rb') as file:
-    content = file.read()
+  content = image_files.read_file(path)
   try:
     found = msgspec.json.decode(content, type=list[str] | dict[str, list[str]])
   except (msgspec.DecodeError, UnicodeDecodeError) as e:

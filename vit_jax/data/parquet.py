@@ -180,6 +180,7 @@ def _checked(what: str):
 def _open(path: str, footer=None):
   """Opens a file; `footer` is its footer if it has been read."""
   parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
+  files.check_input(path)
   with _checked(f"'{path}'"):
     return parquet.ParquetFile(path, metadata=footer)
 

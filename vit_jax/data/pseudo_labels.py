@@ -15,6 +15,7 @@ vit_jax/studies/labelling.py writes them. The images are not copied.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+import io
 import itertools
 import json
 
@@ -66,7 +67,7 @@ def read_facts(root: str) -> dict:
   """Reads the JSON file of pseudo-labels; ValueError if it is damaged."""
   path = epath.Path(root) / JSON
   try:
-    content = path.read_bytes()
+    content = files.read(path)
     msgspec.json.decode(content, type=_Facts)  # Has the required values.
     return msgspec.json.decode(content)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
@@ -76,7 +77,8 @@ def read_facts(root: str) -> dict:
 def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
   """Reads the arrays; ValueError if the file is damaged."""
   try:
-    with path.open('rb') as file, np.load(file) as found:
+    content = io.BytesIO(files.read(path))
+    with np.load(content, allow_pickle=False) as found:
       return {name: found[name] for name in ARRAY_NAMES}
   except OSError:
     raise

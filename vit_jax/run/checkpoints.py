@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.learning import state as state_lib
 from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 
@@ -341,7 +341,7 @@ def _checksums(directory: epath.Path, names: Sequence[str]) -> dict[str, int]:
 
   def checksum(name):
     crc = 0
-    with (directory / name).open('rb') as file:
+    with files.open_input(directory / name) as file:
       while chunk := file.read(_CHUNK):
         crc = google_crc32c.extend(crc, chunk)
     return crc
@@ -357,12 +357,14 @@ def _check(directory: epath.Path, part: int, parts: int) -> str | None:
   """
   path = directory / _CHECKSUMS
   try:
-    want = json.loads(path.read_text())
+    want = files.read_json(path)
     names = sorted(want)[part::parts]
     found = _checksums(directory, names)
   except FileNotFoundError as e:
     return f"'{e.filename or path}' is missing ({_CHECKSUMS} and its files)"
-  except ValueError:
+  except files.FileError as e:
+    return str(e)
+  except (ValueError, TypeError):
     return f"'{path}' is damaged (checksums of the files)"
   wrong = [name for name in names if found[name] != want[name]]
   return f"'{directory / wrong[0]}' is damaged (checksum)" if wrong else None

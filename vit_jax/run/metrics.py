@@ -110,7 +110,7 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
 
   A kill may leave an incomplete last line, which is in neither.
   """
-  texts = path.read_bytes().split(b'\n') if path.exists() else [b'']
+  texts = files.read(path).split(b'\n') if path.exists() else [b'']
   found, bad = [], []
   for text in texts:
     try:

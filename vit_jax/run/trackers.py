@@ -87,7 +87,7 @@ def start(names, workdir) -> list[metric_writers.MetricWriter]:
   """
   path = epath.Path(workdir) / 'trackers.json'
   try:
-    ids = msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    ids = msgspec.json.decode(files.read(path), type=dict[str, str])
   except FileNotFoundError:
     ids = {}
   except msgspec.DecodeError as e:

@@ -291,7 +291,7 @@ def _read_config(path) -> ml_collections.ConfigDict:
 def _read(path, kind: type = dict):
   """Reads JSON of a kind."""
   try:
-    content = json.loads(path.read_text())
+    content = files.read_json(path)
   except FileNotFoundError as e:
     raise FileNotFoundError(
       f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "

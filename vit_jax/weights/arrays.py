@@ -28,23 +28,19 @@ _NO_WEIGHTS = re.compile(
 )  # fmt: skip
 
 
-class FileError(ValueError):
-  """The content of a file cannot be used; the message names the file."""
-
-
 @contextlib.contextmanager
 def naming(file) -> Iterator[None]:
-  """Turns errors about the content of a file into a FileError."""
+  """Turns errors about the content of a file into a files.FileError."""
   try:
     yield
-  except (ImportError, FileError):
+  except (ImportError, files.FileError):
     raise
   except Exception as e:  # Libraries raise errors of many types.
     # A wrong offset in a file makes libraries seek before its start: EINVAL.
     if isinstance(e, OSError) and e.errno != errno.EINVAL:
       raise
     reason = e if isinstance(e, ValueError) else f'damaged ({type(e).__name__}: {e})'
-    raise FileError(f"'{file}' cannot be used: {reason}") from e
+    raise files.FileError(f"'{file}' cannot be used: {reason}") from e
 
 
 def read_npz(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray]:
@@ -52,10 +48,11 @@ def read_npz(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray
 
   With a `dtype`, arrays of several dimensions are converted to it one by one.
   """
-  with fetch.local_input(file) as here:
-    if not zipfile.is_zipfile(here):  # NumPy takes other files for pickles.
+  with fetch.local_input(file) as here, files.open_input(here) as archive:
+    if not zipfile.is_zipfile(archive):  # NumPy takes other files for pickles.
       raise ValueError('not an .npz archive, or only part of one')
-    with np.load(here, allow_pickle=False) as content:
+    archive.seek(0)
+    with np.load(archive, allow_pickle=False) as content:
       return {name: _checked(name, content[name], dtype) for name in content}
 
 
@@ -64,6 +61,7 @@ def read_safetensors(
 ) -> dict[str, np.ndarray]:
   """Reads the arrays of a .safetensors file; for `dtype` see read_npz."""
   with fetch.local_input(file) as here:
+    files.check_input(here)
     with safetensors.safe_open(here, framework='numpy') as f:
       names = [name for name in f.keys() if not _NO_WEIGHTS.fullmatch(name)]
     arrays = {}
@@ -83,9 +81,9 @@ def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]):
 def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray]:
   """Reads a state dict of PyTorch; for `dtype` see read_npz."""
   torch = console.needed('torch', 'torch', f"reading '{file}'")
-  with fetch.local_input(file) as here:
+  with fetch.local_input(file) as here, files.open_input(here) as content:
     try:
-      state = torch.load(here, map_location='cpu', weights_only=True)
+      state = torch.load(content, map_location='cpu', weights_only=True)
     except Exception as e:  # Its messages are paragraphs.
       raise ValueError(
         'it is truncated, or holds pickled objects, which are never loaded'

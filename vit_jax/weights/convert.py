@@ -5,7 +5,6 @@
 
 from collections.abc import Sequence
 import copy
-import json
 import tempfile
 from typing import Literal
 
@@ -243,8 +242,9 @@ def _names(path: str) -> list[str]:
       '(--class_names)'
     )
   with arrays.naming(file):
-    text = file.read_text()
-    return json.loads(text) if path.endswith('.json') else text.splitlines()
+    if path.endswith('.json'):
+      return files.read_json(file)
+    return files.read(file, files.JSON_LIMIT).decode().splitlines()
 
 
 def run(args) -> None:

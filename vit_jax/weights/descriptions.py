@@ -5,13 +5,13 @@ what an .npz cannot.
 """
 
 from collections.abc import Callable, Mapping
-import json
 import re
 from typing import Annotated, Any, NamedTuple
 
 from etils import epath
 
 from vit_jax.configs import schema
+from vit_jax.distributed import files
 from vit_jax.weights import arrays, fetch
 
 
@@ -48,7 +48,7 @@ def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
     if path.exists():
       without_null = lambda x: {k: v for k, v in x.items() if v is not None}
       with fetch.local_input(path) as here:
-        content = json.loads(here.read_bytes(), object_hook=without_null)
+        content = files.read_json(here, object_hook=without_null)
     if not isinstance(content, dict):
       raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
     return describe(content)

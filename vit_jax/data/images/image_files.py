@@ -13,6 +13,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.data.lazy import tf
+from vit_jax.distributed import files
 
 REMOTE_THREADS = 32  # That read files of a bucket.
 _DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
@@ -84,8 +85,10 @@ def read_file(path) -> bytes:
 
 
 def _read(path):
-  with open(path, 'rb') if is_local(path) else tf.io.gfile.GFile(path, 'rb') as f:
-    return f.read()
+  if is_local(path):
+    return files.read(os.fsdecode(path))
+  with tf.io.gfile.GFile(path, 'rb') as file:
+    return file.read()
 
 
 def from_npz(path, make: Callable):

@@ -9,6 +9,7 @@ zero-shot results (arXiv 2111.07991).
 from collections.abc import Sequence
 import os
 
+from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 
 _SHORT = """
@@ -93,8 +94,8 @@ def lines(path: str, what: str) -> list[str]:
   """
   if not tf.io.gfile.exists(path):
     raise FileNotFoundError(f"{what}='{path}' does not exist: pass a file")
-  with tf.io.gfile.GFile(path) as file:
-    found = [line.strip() for line in file.read().splitlines()]
+  text = image_files.read_file(path).decode()
+  found = [line.strip() for line in text.splitlines()]
   found = [line for line in found if line]
   if not found:
     raise ValueError(f"{what}='{path}' has no lines: write one string per line")

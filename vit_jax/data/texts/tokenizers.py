@@ -23,7 +23,6 @@ import abc
 import collections
 from collections.abc import Callable, Iterable, Sequence
 import dataclasses
-import json
 import re
 import string
 from typing import ClassVar
@@ -48,6 +47,9 @@ _KEPT = (
   r'[!-/:-@\[-`{-~\p{P}\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF'
   '\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]'
 )
+_LARGEST = (
+  2**27
+)  # Bytes of a vocabulary; the one of Gemma, of 256,000 tokens, has 2**25.
 _LONGEST = 100  # Letters of a word (bytes in tensorflow_text), else [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
@@ -133,7 +135,7 @@ class Tokenizer(abc.ABC):
     try:
       path = fetch.fetch(path)
       with fetch.local_input(path) as here:
-        return path, here.read_bytes()
+        return path, files.read(here, _LARGEST)
     except OSError as e:
       raise type(e)(
         f"vocab_path='{self.vocab_path}' cannot be read: {e}; use {self._kind}"
@@ -396,7 +398,7 @@ def _padding_in_configs(path: epath.Path) -> str | None:
     file = path.parent / name
     if file.exists():
       with fetch.local_input(file) as here:
-        token = json.loads(here.read_bytes()).get('pad_token')
+        token = files.read_json(here).get('pad_token')
       if token:
         return token['content'] if isinstance(token, dict) else token
   return None

@@ -97,12 +97,13 @@ def _length(header: bytes) -> int | None:
 
 def _local(path: str) -> Callable[[int, int], bytes]:
   """Returns a function (begin, size) -> bytes of a file, for many threads."""
-  descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+  file = files.open_input(path, buffering=0)
+  descriptor = file.fileno()
 
   def read(begin, size):
     return os.pread(descriptor, size, begin)
 
-  weakref.finalize(read, os.close, descriptor).atexit = False
+  weakref.finalize(read, file.close).atexit = False
   if hasattr(os, 'posix_fadvise'):
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
   return read
@@ -123,7 +124,8 @@ def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
   found, begin, is_local = [], 0, image_files.is_local(path)
   # A file in a bucket is read sequentially in large blocks.
-  with open(path, 'rb', 0) if is_local else tf.io.gfile.GFile(path, 'rb') as file:
+  opener = files.open_input(path, 0) if is_local else tf.io.gfile.GFile(path, 'rb')
+  with opener as file:
     while begin < size:
       file.seek(begin)
       header = file.read(_HEADER)

@@ -63,7 +63,9 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
   note = epath.Path(workdir) / _MADE_OF
   is_current = processes.from_first(
     'reading the embeddings',
-    lambda: note.exists() and note.read_text() == f'{made_of} {_checksum(path)}',
+    lambda: (
+      note.exists() and files.read(note).decode() == f'{made_of} {_checksum(path)}'
+    ),
   )
   if not is_current:
     note.unlink(missing_ok=True)
@@ -87,7 +89,7 @@ def _made_of(config, tower: str, source) -> str:
 def _checksum(path: str) -> str:
   checksum = google_crc32c.Checksum()
   if os.path.exists(path):
-    with open(path, 'rb') as file:
+    with files.open_input(path) as file:
       for _ in checksum.consume(file, 2**18):
         pass
   return checksum.hexdigest().decode()

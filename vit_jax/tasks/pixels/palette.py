@@ -10,7 +10,7 @@ is a .npy of that array, as released by OpenAI.
 
 from collections.abc import Iterable
 import contextlib
-import json
+import io
 import os
 
 from etils import epath
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import console
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.weights import fetch, hub
 
 # Files next to the weights of a run and of Hugging Face.
@@ -102,10 +102,9 @@ def _read(path) -> np.ndarray:
   file = _find(path)
   try:
     if file.suffix == '.npy':
-      with file.open('rb') as f:
-        found = np.load(f, allow_pickle=False)
+      found = np.load(io.BytesIO(files.read(file)), allow_pickle=False)
     else:
-      found = json.loads(file.read_text())
+      found = files.read_json(file)
       found = found['clusters'] if isinstance(found, dict) else found
     found = np.asarray(found, np.float32)
   except (ValueError, KeyError, EOFError) as e:
