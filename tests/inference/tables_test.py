@@ -391,6 +391,8 @@ def test_another_task_joins_at_the_same_time(
     join(parts, *args)
 
   monkeypatch.setattr(lock.files, 'is_remote', lambda _: True)
+  for name in ('_RENEWAL', '_LOOK', '_SETTLE'):
+    monkeypatch.setattr(lock, name, 0.1)
   monkeypatch.setattr(tables, 'join', joined)
   write(model, images, out, only_join=True)
   assert len(begun) == 2

@@ -240,7 +240,7 @@ def write(
     if only_join and table.left():
       table.raise_incomplete()
     held = lock.Holder(table.folder, 'out', _JOIN_LOCK)
-    if other := held.take():
+    if other := held.take(wait=True):
       console.say(f"'{out}' is being joined by {other}")
       return
     try:
@@ -326,9 +326,7 @@ class _Table:
   def _is_begun(self) -> bool:
     """Returns whether there are parts, or locks that were not released."""
     with contextlib.suppress(FileNotFoundError):
-      # Parts come first. A released lock is empty or gone.
-      paths = sorted(self.folder.iterdir(), reverse=True)
-      return any(path.name[0] != '_' or path.stat().length for path in paths)
+      return any(True for _ in self.folder.iterdir())
     return False
 
   def is_joined(self) -> bool:

@@ -121,12 +121,14 @@ def train_all(
     run.name: f'  {i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
     for i, run in enumerate(runs, 1)
   }
+  # Each compares what its calls of `take` see.
+  locks = {run.name: lock_lib.Holder(f'{workdir}/{run.name}') for run in runs}
   failed, left, waiting = {}, list(runs), False
   while left:
     locked = {}  # Names of runs -> who has locked them.
     for run in left:
       try:
-        if other := _train(run, workdir, checkpoints, heads[run.name]):
+        if other := _train(run, workdir, checkpoints, heads[run.name], locks[run.name]):
           locked[run.name] = other
       except _OWN_ERRORS as e:
         # Processes continue together only if all have the same error. The loss,
@@ -149,13 +151,12 @@ def train_all(
   return collect(runs, workdir, failed)
 
 
-def _train(run, workdir, checkpoints, head) -> str | None:
+def _train(run, workdir, checkpoints, head, lock) -> str | None:
   """Trains a run unless it is finished; returns who has locked it, if anyone."""
   began = time.perf_counter()
   if (result := _read(workdir, run)) is not None:
     say(f'{head}  {result}, already done')
     return None
-  lock = lock_lib.Holder(f'{workdir}/{run.name}')
   try:
     with console.muted():
       other = lock.take()
@@ -195,9 +196,10 @@ def _train_locked(run, workdir, checkpoints, title, lock) -> _Result:
 def alone(folder):
   """Locks a folder inside a `with` block; waits while another machine has it."""
   lock = lock_lib.Holder(folder)
-  while other := lock.take():
+  if other := lock.take():
     say(f'Waiting for {other}, which works in {folder} ...')
-    time.sleep(60)
+    while lock.take():
+      time.sleep(_PAUSE)
   try:
     yield
   finally:
