@@ -137,7 +137,7 @@ GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 # describe the fields: MlpMixer, BitResNet, ImageGPT, Detr, LitModel, and for
 # `transformer` the Encoder of vit_jax/layers/encoder.py.
 
-_Float = Literal['float32', 'bfloat16', 'float16', 'float64']
+_Float = Literal['float32', 'bfloat16', 'float16']
 _Attention = Literal['auto', 'default', 'xla', 'cudnn', 'flash']
 _Gelu = Literal['tanh', 'erf', 'quick']
 _Remat = Literal['', 'full', 'dots']

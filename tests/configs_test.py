@@ -302,6 +302,13 @@ def test_wrong_model_flags_are_named(flag, message):
     model_flags(f'--config.model.transformer.{flag}')
 
 
+@pytest.mark.parametrize('key', ['dtype', 'param_dtype'])
+def test_float64_is_rejected(key):
+  """Without JAX_ENABLE_X64, JAX would compute in float32 under that name."""
+  with pytest.raises(ValueError, match=f"{key}='float64' must be .*bfloat16"):
+    model_flags(f'--config.model.{key}=float64')
+
+
 def test_dtype_flag_replaces_auto(tmp_path):
   config = run_config.complete(pretrain.get_config('r_ti16,x'))
   assert config.model.transformer.gelu == 'tanh'
