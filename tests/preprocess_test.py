@@ -177,6 +177,38 @@ def test_wrong_images_are_named(tmp_path):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
 
+def test_grey_images_of_16_bits_are_read_like_their_files():
+  values = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
+  for dtype, mode in (('<u2', 'I;16'), ('>u2', 'I;16B')):
+    image = Image.fromarray(values.astype(dtype))
+    assert image.mode == mode
+    got = preprocess.from_user(image, images.decode)
+    np.testing.assert_array_equal(got, images.decode(encode(image, 'PNG')))
+    np.testing.assert_array_equal(got[..., 0], values >> 8)
+
+
+@pytest.mark.parametrize('mode, dtype', [('I', np.int32), ('F', np.float32)])
+def test_modes_without_a_known_white_are_rejected(mode, dtype):
+  """Pillow would read 0 to 1 as black, and 256 to 65535 as white."""
+  image = Image.fromarray(np.zeros((4, 4), dtype))
+  assert image.mode == mode
+  with pytest.raises(ValueError, match=f"mode '{mode}'.*'L'.*'I;16'"):
+    preprocess.from_user(image, images.decode)
+
+
+def test_transparency_that_is_already_multiplied():
+  image = Image.fromarray(np.uint8([[0, 200], [90, 255]])).convert('LA')
+  image.putalpha(Image.fromarray(np.uint8([[0, 255], [255, 0]])))
+  got = preprocess.from_user(image.convert('La'), images.decode)
+  assert got[..., 0].numpy().tolist() == [[255, 200], [90, 255]]
+
+
+@pytest.mark.parametrize('image', [None, 3, [[1, 2]], tf.zeros((4, 4), tf.uint8)])
+def test_other_objects_are_not_images(image):
+  with pytest.raises(ValueError, match=f'{type(image).__name__}: pass a path'):
+    preprocess.from_user(image, images.decode)
+
+
 @pytest.mark.parametrize('fmt', ['WEBP', 'BMP'])
 def test_files_ending_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
   """Prediction once rejected every WebP from Pillow, whose last byte is zero."""

@@ -11,6 +11,7 @@ every random choice, so that example i of a run always has the same pixels.
 from collections.abc import Callable
 import dataclasses
 import io
+import os
 from typing import Any
 
 import numpy as np
@@ -251,8 +252,8 @@ def from_user(
 
   Raises:
     OSError: if the file does not exist or cannot be read.
-    ValueError: if the file is not an image, or the array has another shape or
-      type.
+    ValueError: if the file is not an image or has too many pixels, the array has
+      another shape or type, or the PIL image has the mode 'I' or 'F'.
   """
   name = 'image'
   if isinstance(image, io.BytesIO):
@@ -262,22 +263,33 @@ def from_user(
   if isinstance(image, Image.Image):
     image = images.encode_png(rgb.to_rgb(ImageOps.exif_transpose(image)), 0)
     max_pixels = None
+  if not isinstance(image, (str, bytes, os.PathLike)):
+    raise ValueError(
+      f'image has the type {type(image).__name__}: pass a path, the bytes of a file, a '
+      'PIL image or a NumPy array uint8 [height, width(, channels)]'
+    )
   if not isinstance(image, bytes):
     name, image = image_files.display(image), image_files.read_file(image)
   try:
-    if max_pixels is not None:
-      images.bounded(image, max_pixels)
-    return function(image)
+    if max_pixels is None:
+      return function(image)
+    height, width = images.shape_of(image).numpy()
+    if height * width <= max_pixels:
+      return function(image)
   except images.decode_errors() as e:
     raise ValueError(
       f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
       f'{image_files.first_line(e)}'
     ) from None
+  raise ValueError(
+    f"'{name}' has {width} x {height} pixels, more than max_image_pixels={max_pixels}: "
+    'make it smaller, or pass a larger max_image_pixels (--max_image_pixels)'
+  )
 
 
 def _to_pillow(image: np.ndarray) -> Image.Image:
   fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
-  if not fits or image.dtype != np.uint8:
+  if not fits or not image.size or image.dtype != np.uint8:
     raise ValueError(
       f'image is an array {image.dtype}{list(image.shape)}: pass uint8 [height, '
       'width] or [height, width, 1, 3 or 4], with values 0 to 255'

@@ -79,7 +79,7 @@ def _on_white(image):
   """Composites uint8 RGBA on white, with the rounding of rgb.to_rgb."""
 
   def composited():
-    colour, alpha = tf.split(tf.cast(image, tf.int32), [3, 1], axis=-1)
+    colour, alpha = tf.split(tf.cast(image, tf.uint16), [3, 1], axis=-1)
     colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
     return tf.cast(colour, tf.uint8)
 

@@ -8,16 +8,24 @@ def to_rgb(image: Image.Image) -> np.ndarray:
   """Returns the pixels of an image of any mode, uint8 [height, width, 3].
 
   Transparent pixels are composited on white. Grey images of 16 bits keep the
-  upper 8; Pillow would clip them to 255.
+  upper 8; Pillow would clip them to 255. Raises ValueError for the modes 'I' and 'F',
+  which do not say which value is white.
   """
+  if image.mode in ('I', 'F'):
+    raise ValueError(
+      f"image is a PIL image of mode '{image.mode}', which does not say which value is "
+      "white: convert it to mode 'L' (0 to 255) or 'I;16' (0 to 65535)"
+    )
+  if image.mode == 'La':  # Pillow converts it to nothing else.
+    image = image.convert('LA')
   if image.mode.startswith('I;16'):
     clear = image.info.get('transparency')
     values = np.asarray(image)
     grey = (values >> 8).astype(np.uint8)
     grey = np.where(values == clear, np.uint8(255), grey)
     return np.repeat(grey[..., None], 3, axis=-1)
-  if not (image.has_transparency_data or image.mode == 'La'):
+  if not image.has_transparency_data:
     return np.asarray(image.convert('RGB'))
-  pixels = np.asarray(image.convert('RGBA'), np.int32)
+  pixels = np.asarray(image.convert('RGBA'), np.uint16)  # Holds 255 * 255 + 127.
   colour, alpha = pixels[..., :3], pixels[..., 3:]
   return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
