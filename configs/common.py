@@ -121,6 +121,23 @@ DATASET_PRESETS = {
 }
 
 
+# The optimisers, and the keys of the config that are arguments of each.
+OPTIMIZERS = {
+  'adam': ('b1', 'b2'),
+  'sgd': ('momentum',),
+  'lion': ('b1', 'b2'),
+  'adafactor': ('b1', 'b2'),
+  'muon': ('momentum', 'b1', 'b2'),
+}
+# Default number of warm-up updates, as in the original.
+WARMUP_STEPS = 500
+
+
+def default_warmup(total_steps: int) -> int:
+  """Returns the default number of warm-up updates, at most a tenth of a run."""
+  return min(WARMUP_STEPS, total_steps // 10)
+
+
 # --- Keys of a run ---
 
 _DIFFERENT = schema.Fits(
@@ -314,7 +331,7 @@ class Config:
   # The objective: a task of vit_jax/run/config.py (TASKS), or the dotted name
   # of a module with a class Task, see vit_jax/tasks/base.py.
   task: schema.Text = 'classify'
-  # Options of the task, listed in its file (class Options), for example
+  # Options of the task, listed in configs/task_options.py, for example
   # --config.task_options.mixup=0.2.
   task_options: dict = dataclasses.field(default_factory=dict)
   # The program to run: 'train' ('inference_time', 'study', 'transfer' and 'vtab'

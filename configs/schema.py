@@ -8,7 +8,7 @@ a default may be absent.
 
 import ast
 import collections
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import difflib
 import functools
@@ -147,6 +147,36 @@ def is_mapping(value) -> bool:
   return isinstance(value, Mapping | ml_collections.ConfigDict)
 
 
+# --- Several checks ---
+
+
+class Errors(ValueError):
+  """Several independent errors, one per line of the message."""
+
+  def __init__(self, errors: Sequence[Exception]):
+    self.errors = errors
+    super().__init__('\n  '.join([f'{len(errors)} errors:', *map(str, errors)]))
+
+
+def run_checks(checks: Iterable[Callable[[], None]]):
+  """Runs independent checks, and raises the ValueErrors and OSErrors of all of them.
+
+  One error is raised as it is, several as `Errors`.
+  """
+  errors: list[Exception] = []
+  for check_one in checks:
+    try:
+      check_one()
+    except Errors as e:
+      errors += e.errors
+    except (ValueError, OSError) as e:
+      errors.append(e)
+  if len(errors) == 1:
+    raise errors[0]
+  if errors:
+    raise Errors(errors)
+
+
 # --- Groups of keys ---
 
 
@@ -225,18 +255,21 @@ def fill(config: ml_collections.ConfigDict, group: type):
 def check_group(config, group: type | None, prefix: str = '', closed: bool = True):
   """Checks all keys of a config, and of the groups inside.
 
-  Raises ValueError for a value of a wrong type and, if the group is `closed`, for an
-  unknown key. Without a group only nan is rejected.
+  Raises ValueError for values of a wrong type and, if the group is `closed`, for
+  unknown keys. Without a group only nan is rejected.
   """
   kinds = fields(group) if group else {}
-  for key, value in config.items():
-    name = prefix + key
+
+  def check_key(key: str, value: Any):
     if closed and key not in kinds:
       raise_unknown(key, kinds, prefix)
     kind = kinds.get(key, Any)
-    check(name, value, kind)
+    check(prefix + key, value, kind)
     if isinstance(value, ml_collections.ConfigDict) and (kind is Any or group_of(kind)):
-      check_group(value, group_of(kind), f'{name}.', closed and kind is not Any)
+      is_closed = closed and kind is not Any
+      check_group(value, group_of(kind), f'{prefix}{key}.', is_closed)
+
+  run_checks(functools.partial(check_key, *item) for item in config.items())
 
 
 def raise_unknown(key, known, prefix='', of='config', where=None):

@@ -14,8 +14,8 @@ PAGE = pathlib.Path(__file__).parent / 'config.md'
 _INTRO = """# Config keys
 
 Every key can be set on the command line, such as `--config.base_lr=0.01` or `--config.pp.crop=64`, and is checked before
-anything is compiled. The keys of a model, `config.model`, are in [configs/models.py](../configs/models.py). A task lists
-its options, `config.task_options`, in its file, such as [classify.py](../vit_jax/tasks/classify.py).
+anything is compiled. The keys of a model, `config.model`, are in [configs/models.py](../configs/models.py), the
+options of a task, `config.task_options`, in [configs/task_options.py](../configs/task_options.py).
 
 This page is generated from [configs/common.py](../configs/common.py) by [config_table.py](config_table.py)."""
 _HEADER = '| key | type | default | description |\n|---|---|---|---|'

@@ -67,6 +67,48 @@ def test_help_imports_nothing_slow():
     assert f'usage: vit_jax {name} ' in done.stdout
 
 
+ERRORS = {
+  '--config.base_lrr=1': "no key 'base_lrr': did you mean 'base_lr'",
+  '--config.batch=0': 'batch=0 must be an integer of at least 1',
+  '--config.task_options.mixip=1': "did you mean 'task_options.mixup'",
+  '--config.task_options.cutmix=x': "task_options.cutmix='x' must be a finite number",
+  '--config.warmup_steps=900': 'warmup_steps=900 must be below total_steps=500',
+  '--config.decay_at=(0.3,)': 'a staircase needs the shares',
+  '--config.dataset=/no/data': "dataset='/no/data' is not a folder that exists",
+  '--config.pretrained=/no/weights.npz': "no weights file '/no/weights.npz'",
+}
+
+
+def test_errors_in_a_config_come_together_before_slow_imports():
+  flags = ['--config=vit:b16,x', '--workdir=/no/run', *ERRORS]
+  done = run(
+    '-c',
+    'import sys\n'
+    'from vit_jax import __main__ as program\n'
+    'try:\n'
+    f'  program.main(["train", *{flags!r}])\n'
+    'finally:\n'
+    '  heavy = {"jax", "tensorflow", "flax", "orbax", "optax", "torch"}\n'
+    '  assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n',
+  )
+  first, *lines = done.stderr.splitlines()
+  assert (done.returncode, first) == (1, f'Error: {len(ERRORS)} errors:'), done.stderr
+  for message in ERRORS.values():
+    assert sum(message in line for line in lines) == 1, (message, lines)
+
+
+@pytest.mark.parametrize('flag', ERRORS)
+def test_one_error_in_a_config_is_one_line(flag, tmp_path, capsys):
+  weights = tmp_path / 'ViT-B_16.npz'
+  weights.touch()
+  flags = [f'--config=vit:b16,{tmp_path}', f'--workdir={tmp_path}/run']
+  flags += [f'--config.pretrained={weights}', flag]
+  assert status_of(program.main, ['train', *flags]) == 1
+  error = capsys.readouterr().err
+  assert ERRORS[flag] in error
+  assert error.count('\n') == 1
+
+
 def test_missing_platform():
   code = (
     'import jax\n'

@@ -330,7 +330,7 @@ def test_detr_matches_the_paper(name):
   assert (config.pp.train, config.pp.test) == ('train', 'validation')
   options = dict(max_objects=100, class_weight=1.0, no_object_weight=0.1)
   options['tight'] = 64  # Evaluation only.
-  assert run_config.task_options(config) == ml_collections.ConfigDict(options)
+  assert run_config.options_of_task(config) == ml_collections.ConfigDict(options)
   assert (boxes.L1, boxes.GIOU) == (5.0, 2.0)
   # Appendix A.4.
   pp = config.pp

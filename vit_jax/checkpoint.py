@@ -7,7 +7,6 @@ All formats of vit_jax.weights.reading can be read. Parameters are written as
 
 from collections.abc import Sequence
 import contextlib
-import csv
 from typing import Any
 
 from absl import logging
@@ -18,13 +17,14 @@ import ml_collections
 from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files
-from vit_jax.weights import fetch, fitting, identify, published, reading, writing
+from vit_jax.weights import fetch, fitting, identify, paths, published, reading, writing
 from vit_jax.weights.families import families, text, vit
 
 copy = fetch.copy
 save = writing.save
 interpolate_posembed = fitting.interpolate_posembed
 transferable = fitting.transferable
+augreg_filename = paths.augreg_filename
 
 
 def recover_tree(keys: Sequence[str], values: Sequence[Any]) -> dict:
@@ -111,35 +111,6 @@ def load_pretrained(
   return flax.core.freeze(params)
 
 
-def _weights_paths(config) -> dict[str, str]:
-  """Returns the paths of the weights in a config by part, '' for all parts."""
-  given = config.pretrained
-  if isinstance(given, str):
-    return {'': given}
-  if given is not None:
-    return dict(given)
-  if config.pretrained_dir is None:
-    return {}
-  name = config.model_or_filename
-  if name:
-    return {'': augreg_filename(name, config.pretrained_dir)}
-  model = model_configs.vit_of(config.model)
-  return {'': f'{config.pretrained_dir}/{model.get("model_name")}.npz'}
-
-
-@contextlib.contextmanager
-def _weights_named(config):
-  """Adds the remedy to the error for missing weights."""
-  try:
-    yield
-  except FileNotFoundError as e:
-    if config.pretrained is not None:
-      raise
-    raise FileNotFoundError(
-      f'{e}; to start from random weights use --config.pretrained_dir=None'
-    ) from e
-
-
 # Fields of a model that are free for any weights.
 _FREE = (
   'attention', 'attention_dropout_rate', 'attention_pattern', 'attention_window',
@@ -223,10 +194,8 @@ def check_exists(config):
     FileNotFoundError: if they are local and do not exist; names the path.
     ImportError: if a package is missing; names the extra to install.
   """
-  for path in _weights_paths(config).values():
-    if '://' not in path:
-      with _weights_named(config):
-        reading.existing(path)
+  paths.check_exist(config)
+  for path in paths.of_config(config).values():
     reading.check_packages(path)
 
 
@@ -242,14 +211,14 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   extra = extra or {}
   published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
   found: dict[str, Any] = {}
-  for part, path in _weights_paths(config).items():
+  for part, path in paths.of_config(config).items():
     known = sorted({**params, **extra})
     if part and part not in known:
       raise ValueError(
         f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
         f"'{part}/', but {known}; name one of these (config.pretrained)"
       )
-    with _weights_named(config):
+    with paths.with_remedy(config):
       if part in extra:
         taken = _taken(config, path, extra[part], part, new=())
       else:
@@ -257,7 +226,7 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
     both = {name.split('/')[0] for name in taken if name in found}
     if twice := sorted(both & params.keys()):
       raise ValueError(
-        f'pretrained={_weights_paths(config)} names two weights for '
+        f'pretrained={paths.of_config(config)} names two weights for '
         f"'{twice[0]}/': leave out one of them (config.pretrained)"
       )
     found |= taken
@@ -314,47 +283,6 @@ def _fix_groupnorm(params):
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def augreg_filename(model: str, directory: str) -> str:
-  """Returns the path of the best ImageNet-21k checkpoint of the AugReg paper.
-
-  Of the checkpoints pre-trained for 300 epochs ("i21k" in `index.csv`), it has the
-  highest final validation accuracy.
-
-  Args:
-    model: a model such as 'R_Ti_16', or the name of one checkpoint
-      ('R_Ti_16-i21k- ...'), which is used unchanged.
-    directory: folder of the published files, such as gs://vit_models/augreg.
-
-  Raises:
-    FileNotFoundError, PermissionError, OSError: if the index cannot be read.
-    ValueError: if the index lacks the model.
-  """
-  filename = model
-  if '-' not in model:
-    rows = csv.DictReader(files.read(_augreg_index(directory)).decode().splitlines())
-    chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
-    ours = [*filter(chosen, rows)]
-    if not ours:
-      raise ValueError(
-        f"model '{model}' is not among the i21k checkpoints of "
-        f"'{directory}/index.csv' (config.model_or_filename)"
-      )
-    filename = max(ours, key=lambda row: float(row['final_val']))['filename']
-  return f'{directory}/{filename}.npz'
-
-
-def _augreg_index(directory):
-  path = f'{directory}/index.csv'
-  index = fetch.fetch(path)
-  if not index.exists():
-    raise FileNotFoundError(
-      f"there is no '{path}': pass the folder of the AugReg checkpoints "
-      '(config.pretrained_dir), or the name of one of its files '
-      '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
-    )
-  return index
-
-
 def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
   """Reads the index of the AugReg checkpoints (arXiv 2106.10270).
 
@@ -367,5 +295,5 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
   `directory` has the index.csv; OSError if it cannot be read.
   """
   pd = console.needed('pandas', 'colab', 'get_augreg_df')
-  with files.open_input(_augreg_index(directory)) as file:
+  with files.open_input(paths.augreg_index(directory)) as file:
     return pd.read_csv(file)

@@ -48,6 +48,7 @@ from vit_jax.layers import (
   encoder as encoder_lib,
   norms,
   patches as patches_lib,
+  position_kinds,
   positions,
 )
 
@@ -212,7 +213,7 @@ class VisionTransformer(patches_lib.ImageModel):
     """Whether `encode` needs the grid of tokens, `embed(..., flat=False)`."""
     fields = self.transformer or {}
     kind = fields.get('position_embedding', 'learned_1d')
-    on_grid = positions.needs_grid(kind, fields.get('position_grid'))
+    on_grid = position_kinds.needs_grid(kind, fields.get('position_grid'))
     return on_grid or fields.get('attention_pattern', 'global') != 'global'
 
   def __call__(self, inputs, *, train):

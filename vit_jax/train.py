@@ -21,7 +21,7 @@ from vit_jax.data import mixture, sources
 from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import probes, real
 from vit_jax.figures import pictures
-from vit_jax.layers import attention, dtypes, patches, positions
+from vit_jax.layers import attention, dtypes, patches, position_kinds
 from vit_jax.learning import lora, losses, optim, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
@@ -63,7 +63,7 @@ def _computation(config, mesh) -> str:
   platform = mesh.devices.flat[0].platform
   dtype = dtypes.resolve(config.model.get('dtype', 'float32'), platform)
   dropout = layers.get('attention_dropout_rate', 0.0)
-  relative = layers.get('position_embedding') in positions.RELATIVE
+  relative = layers.get('position_embedding') in position_kinds.RELATIVE
   key = f'config.{model_configs.place_of_layers(config.model)}.attention'
   attention.check(name, dropout, platform, dtype, bias=relative, key=key)
   words = f'Computing in {dtype}'

@@ -67,7 +67,11 @@ class Parser(argparse.ArgumentParser):
     self.add({f'--{_CONFIG}': dict(metavar='FILE[:ARG]', help=text)})
     self.set_defaults(config_file=None)
 
-  def parse_args(self, args, namespace=None):
+  def parse_args(self, args, namespace=None, check_config=None):
+    """Parses flags; `check_config` checks the namespace once the config is read.
+
+    Its errors and those of --config.KEY=VALUE are raised together.
+    """
     given, args = _split(args) if self._has_config() else ([], args)
     # Intermixed: flags may be given between positional arguments.
     found, rest = self.parse_known_intermixed_args(args, namespace)
@@ -85,7 +89,7 @@ class Parser(argparse.ArgumentParser):
           f'--weights=FILE, or leave out --{name}'
         )
     if self._has_config():
-      _load_config(found, given)
+      _load_config(found, given, check_config)
     return found
 
   def error(self, message):
@@ -139,7 +143,7 @@ def _split(words):
   return given, rest
 
 
-def _load_config(found, given):
+def _load_config(found, given, check_config=None):
   """Replaces the name of the config file by its config with the keys set."""
   if not found.config:
     found.config = None
@@ -149,10 +153,14 @@ def _load_config(found, given):
       )
     return
   # Imported late, so that --help and errors in other flags are fast.
+  from vit_jax.configs import schema
   from vit_jax.run import overrides
 
   found.config, found.config_file = overrides.load(found.config)
-  overrides.set_keys(found.config, given)
+  checks = [lambda: overrides.set_keys(found.config, given)]
+  if check_config:
+    checks.append(lambda: check_config(found))
+  schema.run_checks(checks)
 
 
 def require(args: argparse.Namespace, **examples: str):

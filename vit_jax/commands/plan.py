@@ -23,7 +23,7 @@ docs/plan.md.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vit_jax.commands import flags
 
@@ -60,14 +60,23 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  args = make_parser().parse_args(argv)
+def parse(
+  argv: Sequence[str],
+  check_config: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+  args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, config='FILE')
   return args
 
 
+def _check_config(args):
+  from vit_jax.commands import start_checks  # Late, for a fast --help.
+
+  start_checks.check_plan(args)
+
+
 def main(argv: Sequence[str]) -> int:
-  args = parse(argv)
+  args = parse(argv, _check_config)
   flags.check_output('json', args.json)
   from vit_jax.planning import plan
 

@@ -20,7 +20,7 @@ run. See docs/measure.md.
 
 import argparse
 import ast
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from vit_jax import console
 from vit_jax.commands import flags, hosts, run_flags
@@ -97,21 +97,24 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
   return found
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  args = make_parser().parse_args(argv)
+def parse(
+  argv: Sequence[str],
+  check_config: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+  args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, config='FILE', workdir='FOLDER')
   args.tried = parse_values(args.values) if args.values else None
   return args
 
 
-def main(argv: Sequence[str]) -> int:
-  args = parse(argv)
-  # Imported late, so that --help and errors in flags are fast.
-  from vit_jax.run import config as run_config
+def _check_config(args):
+  from vit_jax.commands import start_checks  # Late, for a fast --help.
 
-  # The sweep itself rejects other programs.
-  if args.config.get('trainer', 'train') == 'train':
-    run_config.check_values(args.config)
+  start_checks.check_run(args)
+
+
+def main(argv: Sequence[str]) -> int:
+  args = parse(argv, _check_config)
 
   def work():
     from vit_jax.studies import sweep

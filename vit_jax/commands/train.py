@@ -15,7 +15,7 @@ connect by themselves.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import importlib
 
 from vit_jax import console
@@ -45,8 +45,11 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
-  args = make_parser().parse_args(argv)
+def parse(
+  argv: Sequence[str],
+  check_config: Callable[[argparse.Namespace], None] | None = None,
+) -> argparse.Namespace:
+  args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, workdir='FOLDER')
   if args.evaluate is None and args.config is None:
     raise ValueError(
@@ -65,8 +68,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return args
 
 
+def _check_config(args):
+  if args.evaluate is None:
+    from vit_jax.commands import start_checks  # Late, for a fast --help.
+
+    start_checks.check_run(args)
+
+
 def main(argv: Sequence[str]) -> int:
-  args = parse(argv)
+  args = parse(argv, _check_config)
   if args.evaluate is not None:
     return evaluate.run(args)
   config = args.config
@@ -80,11 +90,6 @@ def main(argv: Sequence[str]) -> int:
       f"trainer='{trainer}' does not support --print and --run: only "
       f'{" and ".join(STUDIES)} (config.trainer) and `vit_jax sweep` do'
     )
-  if trainer == 'train':
-    # Before slow imports.
-    from vit_jax.run import config as run_config
-
-    run_config.check_values(config)
 
   def work():
     name, function = TRAINERS[trainer].split(':')

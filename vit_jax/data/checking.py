@@ -14,7 +14,7 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.configs import common
-from vit_jax.data import slices
+from vit_jax.data import folder_layout, slices
 from vit_jax.data.images import image_files, images, index as index_lib, listing
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
@@ -22,10 +22,6 @@ from vit_jax.distributed import processes
 _SHOWN = 10  # Broken images that a message names.
 # Indices in memory by folder: the last two, of a training and a test split.
 _recent: dict[str, index_lib.Index] = {}
-LAYOUT = (
-  'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
-  'test.jsonl, or data/train-*.parquet'
-)
 SPLITS = ('train', 'test', 'val', 'validation')  # Usual names.
 
 
@@ -246,7 +242,7 @@ def _check_split(root, base):
     has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
     whole = has[0] if has else '.'
     raise FileNotFoundError(
-      f"folder '{root}' has no split '{base}': {LAYOUT}; it holds "
+      f"folder '{root}' has no split '{base}': {folder_layout.LAYOUT}; it holds "
       f"{there[:10]}. To test on a tenth of '{whole}': "
       f"--config.pp.train='{whole}[:90%]' --config.pp.test='{whole}[90%:]'"
     )

@@ -10,7 +10,7 @@ import os
 from absl import logging
 import numpy as np
 
-from vit_jax.data import checking, records, slices
+from vit_jax.data import checking, folder_layout, records, slices
 from vit_jax.data.images import image_files, listing
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
@@ -26,11 +26,8 @@ def is_folder(dataset: str) -> bool:
     return False
   if tf.io.gfile.isdir(dataset):
     return True
-  if dataset.startswith(('/', '.', '~')) or '://' in dataset:
-    raise FileNotFoundError(
-      f"dataset='{dataset}' is not a folder that exists: {checking.LAYOUT} "
-      '(config.dataset)'
-    )
+  if folder_layout.is_path(dataset):
+    raise folder_layout.missing(dataset)
   return False
 
 
@@ -111,7 +108,7 @@ def splits(root: str) -> list[str]:
   }
   if not found:
     raise FileNotFoundError(
-      f"folder '{root}' has no split: {checking.LAYOUT}; name other folders as "
+      f"folder '{root}' has no split: {folder_layout.LAYOUT}; name other folders as "
       "splits, or pass '.' for the folder itself"
     )
   return sorted(found)
@@ -131,7 +128,7 @@ def _class_names(index) -> tuple[str, ...]:
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
-      f"no images in '{index.top}/<class>/': {checking.LAYOUT}; {listing.ENDINGS}"
+      f"no images in '{index.top}/<class>/': {folder_layout.LAYOUT}; {listing.ENDINGS}"
     )
   return tuple(map(image_files.display, found))
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_jax import models, models_resnet
 from vit_jax.figures import charts, drawing, internals, invariance, results
-from vit_jax.layers import positions
+from vit_jax.layers import position_kinds, positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
@@ -34,7 +34,7 @@ _KERNELS = (
 
 def _needs_posemb(subject):
   fields = getattr(subject.model.task.model, 'transformer', None) or {}
-  if fields.get('position_embedding') in positions.RELATIVE:
+  if fields.get('position_embedding') in position_kinds.RELATIVE:
     return 'relative position embeddings belong to offsets, not to patches'
   if _position_table(subject) is None:
     return 'the model has no position embeddings'

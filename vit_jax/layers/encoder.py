@@ -22,6 +22,7 @@ from vit_jax.layers import (
   layer_stack as loop_lib,
   norms,
   patches,
+  position_kinds,
   positions,
   xla_hints,
 )
@@ -355,7 +356,7 @@ class Encoder(nn.Module):
     layers add position embeddings too.
     """
     norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
-    kind = positions.kind_of(
+    kind = position_kinds.kind_of(
       self.add_position_embedding,
       self.position_embedding,
       self.position_layers,
@@ -369,7 +370,7 @@ class Encoder(nn.Module):
         '(config.model.transformer.position_layers)'
       )
     own = [_Own()] * self.num_layers
-    tables = positions.table_kind(kind)
+    tables = position_kinds.table_kind(kind)
     if 'positions' in parts and tables != 'none':
       x, own = self._positions(x, tables, train, grid)
     if 'layers' not in parts:
@@ -382,10 +383,10 @@ class Encoder(nn.Module):
     only_first = self.only_first if only_first is None else only_first
     mask = grid_attention.masked(
       self.attention_pattern, self.attention_window, grid, x.shape[1], mask,
-      relative=kind in positions.RELATIVE, only_first=only_first,
+      relative=kind in position_kinds.RELATIVE, only_first=only_first,
     )  # fmt: skip
     length = angles = None
-    if kind in positions.ROPES:
+    if kind in position_kinds.ROPES:
       size = (x.shape[1], x.shape[2] // self.num_heads)
       rope = (kind, self.rope_temperature, self.rope_grid)
       angles = positions.rope_angles(grid, *size, *rope)
@@ -465,7 +466,7 @@ class Encoder(nn.Module):
 
   def _positions(self, x, kind, train, grid):
     """Adds embeddings before the first layer; returns the tokens and a list of _Own."""
-    if kind in positions.RELATIVE:
+    if kind in position_kinds.RELATIVE:
       module, size = positions.RelativeBias, (grid, x.shape[1], self.num_heads)
       if kind == 'relative':
         module = positions.RelativeEmbedding

@@ -61,62 +61,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.layers import patches as patches_lib
+from vit_jax.layers import position_kinds
 
-KINDS = (
-  'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
-  'learned_axial_rope', 'relative_bias', 'none',
-)  # fmt: skip
-ROPES = ('rope', 'axial_rope', 'learned_axial_rope')
-RELATIVE = ('relative', 'relative_bias')
-LAYERS = ('stem', 'every', 'shared')
-
-_ON_GRID = ('learned_2d', 'sincos2d', 'relative_bias', *ROPES)
 _TEMPERATURE = 10_000.0
-
-
-def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
-  """Returns the kind of embeddings that the fields of an encoder select.
-
-  `add` is `add_position_embedding`, which the original has; False means 'none'.
-  Raises ValueError if fields are unknown, or contradict each other.
-  """
-  place = 'config.model.transformer'
-  patches_lib.check_choice('position_embedding', kind, KINDS, place)
-  patches_lib.check_choice('position_layers', layers, LAYERS, place)
-  if kind in RELATIVE and layers == 'stem':
-    raise ValueError(
-      f"position_embedding='{kind}' is part of the attention of every layer, which "
-      "position_layers='stem' excludes: use 'every' or 'shared' "
-      '(config.model.transformer.position_layers)'
-    )
-  if kind in RELATIVE and table_grid is not None:
-    raise ValueError(
-      f"position_embedding='{kind}' cannot be resized to the grid of the images, as "
-      f'position_grid={tuple(table_grid)} requires: leave out one of them '
-      '(config.model.transformer.position_grid)'
-    )
-  if kind in ('rope', 'axial_rope') and (layers != 'stem' or table_grid is not None):
-    raise ValueError(
-      f"position_embedding='{kind}' has no table for layers or a grid: leave out "
-      f'position_layers={layers!r} and position_grid={table_grid} '
-      '(config.model.transformer.position_embedding)'
-    )
-  if add:
-    return kind
-  if kind not in ('learned_1d', 'none'):
-    raise ValueError(
-      f"add_position_embedding=False contradicts position_embedding='{kind}': "
-      'leave out one of them (config.model.transformer.add_position_embedding)'
-    )
-  return 'none'
-
-
-def table_kind(kind: str) -> str:
-  """Returns the kind of the tables of a kind of embeddings; 'none' without tables."""
-  if kind in ROPES:
-    return 'learned_1d' if kind == 'learned_axial_rope' else 'none'
-  return kind
 
 
 def by_layer(make, layers: str, num_layers: int) -> list:
@@ -129,11 +76,6 @@ def by_layer(make, layers: str, num_layers: int) -> list:
   table = make('posembed_input')
   later = table if layers == 'shared' else None
   return [table] + [later] * (num_layers - 1)
-
-
-def needs_grid(kind: str | None, table_grid=None) -> bool:
-  """Returns whether an embedding of this kind and `position_grid` needs a grid."""
-  return kind in _ON_GRID or (kind == 'learned_1d' and table_grid is not None)
 
 
 def resize(table, size: int, axis: int = 0):
@@ -216,7 +158,7 @@ class AddPositionEmbs(nn.Module):
     if self.kind == 'learned_1d' and self.table_grid is None:
       return learned('pos_embedding', 1, tokens, width)
     check_grid(self.kind, self.grid, tokens, self.table_grid)
-    check_width(self.kind, width)
+    position_kinds.check_width(self.kind, width)
     height, across = self.grid
     rows, columns = self.table_grid or self.grid
     before = tokens - height * across  # The class token.
@@ -261,7 +203,7 @@ def rope_angles(
 ) -> np.ndarray:
   """Returns the angles by which `rotate` turns tokens, float32 [N, E/2].
 
-  `kind` is one of ROPES. The last h*w of N tokens are patches; the angles of others are
+  `kind` is one of position_kinds.ROPES. The last h*w of N tokens are patches; the angles of others are
   0. ValueError for fewer tokens, or a width E of a head that is not a multiple of 4.
   """
   check_grid(kind, grid, tokens)
@@ -302,10 +244,12 @@ def first_table(flat, transformer, grid):
   """
   layers = transformer.get('position_layers', 'stem')
   add = transformer.get('add_position_embedding', True)
-  kind = kind_of(add, transformer.get('position_embedding', 'learned_1d'), layers)
+  kind = position_kinds.kind_of(
+    add, transformer.get('position_embedding', 'learned_1d'), layers
+  )
   table_grid = transformer.get('position_grid')
-  kind = table_kind(kind)
-  if kind in ('none', *RELATIVE):
+  kind = position_kinds.table_kind(kind)
+  if kind in ('none', *position_kinds.RELATIVE):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'
   tables = {
@@ -363,14 +307,3 @@ class RelativeBias(nn.Module):
     places[first:, :first] += 1
     places[:first, :first] += 2
     return jnp.moveaxis(table[places], -1, 0)
-
-
-def check_width(kind: str, width: int) -> None:
-  """Raises ValueError if an embedding cannot have the width D."""
-  parts = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
-  if width % parts or (kind == 'sincos2d' and width < 8):
-    raise ValueError(
-      f"position_embedding='{kind}' needs a width that is a multiple of {parts}"
-      f'{", at least 8" if parts == 4 else ""}, not {width} '
-      '(config.model.hidden_size)'
-    )

@@ -13,18 +13,10 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from vit_jax.configs import schema
+from vit_jax.configs import common, schema
 from vit_jax.distributed import sharding
 
 DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
-# The optimisers, and the keys of the config that are arguments of each.
-OPTIMIZERS = {
-  'adam': ('b1', 'b2'),
-  'sgd': ('momentum',),
-  'lion': ('b1', 'b2'),
-  'adafactor': ('b1', 'b2'),
-  'muon': ('momentum', 'b1', 'b2'),
-}
 # Parameters that weight decay applies to.
 DECAYING = ('kernels', 'all')
 # Factor of each drop of a staircase.
@@ -36,13 +28,6 @@ _FACTORED = 32
 _MUON_RMS = 0.2
 # Kernels of embeddings and heads, which Muon leaves to Adam.
 _OUTER = re.compile('embed|stem|head|logits|pooler')
-# Default number of warm-up updates, as in the original.
-WARMUP_STEPS = 500
-
-
-def default_warmup(total_steps: int) -> int:
-  """Returns the default number of warm-up updates, at most a tenth of a run."""
-  return min(WARMUP_STEPS, total_steps // 10)
 
 
 def create_learning_rate_schedule(
@@ -61,7 +46,7 @@ def create_learning_rate_schedule(
     decay_type: 'cosine' (to 0), 'linear' (to `linear_end`), 'constant' or
       'staircase' (to a tenth at each of `decay_at`).
     warmup_steps: number of warm-up updates; the first has the learning rate
-      base / warmup_steps, not 0. None: `default_warmup`. Logs a warning if it
+      base / warmup_steps, not 0. None: common.default_warmup. Logs a warning if it
       is not below `total_steps`: the learning rate then only rises.
     linear_end: last learning rate of the linear decay (1e-5; issue #2).
     decay_at: when a staircase drops, as increasing fractions of `total_steps`.
@@ -71,7 +56,7 @@ def create_learning_rate_schedule(
   schema.check('decay_type', decay_type, Literal[DECAY_TYPES])
   schema.check('total_steps', total_steps, schema.Count)
   if warmup_steps is None:
-    warmup_steps = default_warmup(total_steps)
+    warmup_steps = common.default_warmup(total_steps)
   schema.check('warmup_steps', warmup_steps, schema.Natural)
   if warmup_steps >= total_steps:
     logging.warning(

@@ -1,6 +1,10 @@
-"""Checks and completes configs, and computes their numbers of steps."""
+"""Checks and completes configs, and computes their numbers of steps.
+
+Importing this module does not import JAX, so that errors in a config are fast.
+"""
 
 import copy
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -13,10 +17,8 @@ from etils import epath
 import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import common, models as model_configs, schema
-from vit_jax.distributed import processes as processes_lib
-from vit_jax.layers import positions
-from vit_jax.learning import optim
+from vit_jax.configs import common, models as model_configs, schema, task_options
+from vit_jax.layers import position_kinds
 
 # Name -> module of the tasks of this package. A config can also name any other
 # module, by its dotted name.
@@ -37,8 +39,8 @@ _GONE = ('model_type', 'shuffle_buffer')
 # Key of a Transformer -> another key, and the values of that key that read the first.
 _READ_BY = {
   'attention_window': ('attention_pattern', ('local',)),
-  'rope_temperature': ('position_embedding', positions.ROPES),
-  'rope_grid': ('position_embedding', positions.ROPES[1:]),
+  'rope_temperature': ('position_embedding', position_kinds.ROPES),
+  'rope_grid': ('position_embedding', position_kinds.ROPES[1:]),
 }
 
 
@@ -115,21 +117,21 @@ def complete(config) -> ml_collections.ConfigDict:
   `accum_steps` 0 or None becomes 1, its meaning in the original. The keys of _GONE
   are removed.
   """
-  config = _with_keys(config)
+  config = with_keys(config)
   with config.unlocked():
-    config.task_options = task_options(config)
+    config.task_options = options_of_task(config)
   return config
 
 
 def of_run(config) -> ml_collections.ConfigDict:
   """Returns a complete, checked copy of a stored config."""
-  completed = _with_keys(config)
-  _check_types(completed)
+  completed = with_keys(config)
+  check_types(completed)
   return complete(completed)
 
 
-def _with_keys(config):
-  """Completes a config except the options of its task, which load TensorFlow."""
+def with_keys(config) -> ml_collections.ConfigDict:
+  """Returns a completed copy of a config, except for the options of its task."""
   config = copy.deepcopy(config)
   with config.unlocked():
     for key in _GONE:
@@ -146,27 +148,33 @@ def _with_keys(config):
   return config
 
 
-def _check_types(config, closed: bool = False):
+def check_types(config, closed: bool = False):
   """Checks the type of each key; `closed` rejects unknown keys."""
-  schema.check_group(config, common.Config, closed=closed)
-  if isinstance(config.model, ml_collections.ConfigDict):
-    fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
-    schema.check_group(config.model, fields, 'model.', closed=False)
+
+  def check_model():
+    if isinstance(config.model, ml_collections.ConfigDict):
+      fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
+      schema.check_group(config.model, fields, 'model.', closed=False)
+
+  schema.run_checks(
+    [lambda: schema.check_group(config, common.Config, closed=closed), check_model]
+  )
 
 
-def task_options(config):
+def options_of_task(config) -> ml_collections.ConfigDict:
   """Returns the task's options, parsed, checked and completed with defaults.
 
   ValueError if an option is unknown or has a wrong type.
   """
-  given = config.get('task_options') or {}
-  schema.check('task_options', given, dict)
-  group = get_task(config.task).Options
+  values = config.get('task_options') or {}
+  schema.check('task_options', values, dict)
+  group = task_options.OPTIONS.get(config.task) or get_task(config.task).Options
   kinds = schema.fields(group)
   options = ml_collections.ConfigDict(convert_dict=False)
   for key, default in schema.defaults(group):
     options[key] = ml_collections.FieldReference(default, field_type=object)
-  for key, value in given.items():
+
+  def set_option(key: str, value: Any):
     name = f'task_options.{key}'
     if key not in kinds:
       schema.raise_unknown(key, kinds, 'task_options.', f"task '{config.task}'")
@@ -174,6 +182,8 @@ def task_options(config):
       value = schema.parse(name, value, kinds[key])
     schema.check(name, value, kinds[key])
     options[key] = tuple(value) if isinstance(value, list) else value
+
+  schema.run_checks(functools.partial(set_option, *item) for item in values.items())
   return options
 
 
@@ -206,21 +216,29 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 
 
 def check_values(config):
-  """Checks a config, even if it is incomplete, without loading TensorFlow.
+  """Checks a config, even if it is incomplete, without importing JAX or a task.
 
-  ValueError names the key, its value and the valid values. `check` also checks the
-  task and the best metric.
+  ValueError names each wrong key, its value and the valid values. `check` also checks
+  the best metric and the options of a task of another package.
   """
-  config = _with_keys(config)
-  _check_types(config, closed=True)
+  config = with_keys(config)
+  check_types(config, closed=True)
   if config.model is None:
     raise ValueError(
       'model is not set: use a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
-  _task_module(config.task)
-  _check_together(config)
-  evaluations(config)
+  checks = (
+    _check_task, _check_model_fields, _check_fewshot, _check_pictures, _check_optimizer,
+    _check_lora, _check_lengths, evaluations,
+  )  # fmt: skip
+  schema.run_checks(
+    [
+      lambda: _check_resize(config.pp),
+      lambda: _check_canvases(config.pp),
+      *(functools.partial(check_keys, config) for check_keys in checks),
+    ]
+  )
 
 
 def check_preprocessing(pp):
@@ -230,28 +248,41 @@ def check_preprocessing(pp):
   _check_canvases(pp)
 
 
-def _check_together(config):
-  """Checks values that depend on each other."""
-  _check_resize(config.pp)
-  _check_canvases(config.pp)
+def _check_task(config):
+  """Checks the name of the task, and the options of a task of this package."""
+  _task_module(config.task)
+  if config.task in TASKS:
+    options_of_task(config)
+
+
+def _check_model_fields(config):
   _check_model(config.model)
+
+
+def _check_fewshot(config):
   if config.fewshot.shots and not config.fewshot.seeds:
     raise ValueError(
       f'fewshot.shots={config.fewshot.shots} needs at least one seed: set '
       '--config.fewshot.seeds=(0,1,2)'
     )
+
+
+def _check_pictures(config):
   if config.log_attention and not config.log_images:
     raise ValueError(
       'log_attention=True draws attention maps of images, and log_images=0: set '
       '--config.log_images=8 or --config.log_attention=False'
     )
+
+
+def _check_optimizer(config):
   if (config.decay_type == 'staircase') != bool(config.decay_at):
     raise ValueError(
       f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
       'staircase needs the shares of the run at which it drops, as in '
       '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
     )
-  arguments, defaults = optim.OPTIMIZERS, dict(schema.defaults(common.Config))
+  arguments, defaults = common.OPTIMIZERS, dict(schema.defaults(common.Config))
   for key in sorted({*itertools.chain(*arguments.values())}):
     if config[key] != defaults[key] and key not in arguments[config.optimizer]:
       having = [name for name in arguments if key in arguments[name]]
@@ -264,11 +295,17 @@ def _check_together(config):
       'independent_weight_decay=True divides by base_lr, which is 0: set '
       '--config.base_lr above 0 or --config.independent_weight_decay=False'
     )
+
+
+def _check_lora(config):
   if config.lora.rank and config.ema_decay:
     raise ValueError(
       f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
       f'{config.lora.rank} trains few: set --config.ema_decay=0'
     )
+
+
+def _check_lengths(config):
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
     if steps is not None and epochs is not None:
@@ -277,6 +314,17 @@ def _check_together(config):
         f'one of them to None, --config.{name}_epochs=None or '
         f'--config.{name}_steps=None'
       )
+  if None not in (config.warmup_steps, config.total_steps):
+    _check_warmup(config.warmup_steps, config.total_steps)
+
+
+def _check_warmup(warmup: int, total: int):
+  """Raises ValueError unless a warm-up is shorter than its run, in steps."""
+  if warmup >= total:
+    raise ValueError(
+      f'warmup_steps={warmup} must be below total_steps={total}: lower '
+      '--config.warmup_steps or train longer'
+    )
 
 
 def _check_model(model, name='model'):
@@ -299,14 +347,14 @@ def _check_model(model, name='model'):
         f'only with {" or ".join(values)}: leave it out, or set '
         f'--config.{name}.transformer.{other}={values[0]}'
       )
-  kind = positions.kind_of(
+  kind = position_kinds.kind_of(
     fields.get('add_position_embedding', True),
     fields.get('position_embedding', 'learned_1d'),
     fields.get('position_layers', 'stem'),
     fields.get('position_grid'),
   )
   if isinstance(width, int):
-    positions.check_width(kind, width)
+    position_kinds.check_width(kind, width)
 
 
 def _check_resize(pp):
@@ -433,6 +481,8 @@ def check_memory(config, processes: int):
   crop = config.pp.longest_side if config.pp.sides else config.pp.crop
   height, width = (crop, crop) if isinstance(crop, int) else crop
   image = 4 * height * width * config.pp.channels  # float32
+  from vit_jax.distributed import processes as processes_lib  # Imports JAX.
+
   memory = min(processes_lib.gather('comparing memory', console.machine_memory()))
   for key in ('batch', 'batch_eval'):
     # The prefetched batches, and the current one.
@@ -482,7 +532,7 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
   Its epochs are None, so that it can be resolved again. The default warm-up is
-  optim.default_warmup. `num_examples` is the size of the training split. ValueError
+  common.default_warmup. `num_examples` is the size of the training split. ValueError
   if the length of the training is missing or below one step, or if the warm-up is
   not shorter.
   """
@@ -501,13 +551,10 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
       )
     schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs
-  if warmup is not None and warmup >= total:
-    raise ValueError(
-      f'warmup_steps={warmup} must be below total_steps={total}: lower '
-      '--config.warmup_steps or train longer'
-    )
+  if warmup is not None:
+    _check_warmup(warmup, total)
   if warmup is None and epochs is None:
-    warmup = optim.default_warmup(total)
+    warmup = common.default_warmup(total)
   elif warmup is None:
     warmup = round(epochs * num_examples / config.batch)
     if warmup >= total:

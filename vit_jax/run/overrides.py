@@ -5,13 +5,14 @@
   --config.flag, --noconfig.flag  set a key to True and False
 
 VALUE is a Python literal or a string without quotes, whichever the type of the key
-accepts (configs/common.py, configs/models.py, class Options of a task). These keys
+accepts (configs/common.py, configs/models.py, configs/task_options.py). These keys
 can be set even if the config file lacks them. Any other key keeps the type of its
 value in the config file, or can be None.
 """
 
 from collections.abc import Iterable, Mapping
 import difflib
+import functools
 import importlib.machinery
 import importlib.util
 import inspect
@@ -113,16 +114,18 @@ def set_keys(
   `given` has pairs of a dotted key and its value as a string; True for
   --config.KEY without a value, False for --noconfig.KEY. Of equal keys the last one
   counts. A length in steps replaces one in epochs, and vice versa. ValueError names
-  the key, its value and the valid values.
+  each wrong key, its value and the valid values; the other keys are set.
   """
-  given = dict(given)
+  texts = dict(given)
   known = known_keys(config)
-  for name, text in given.items():
+
+  def set_key(name: str, text: str | bool):
     _set(config, name, text, known)
-  for name, text in given.items():
     other = other_length(name)
-    if other in known and other not in given and text != 'None':
+    if other in known and other not in texts and text != 'None':
       _assign(config, other, None)
+
+  schema.run_checks(functools.partial(set_key, *item) for item in texts.items())
 
 
 def other_length(name: str) -> str | None:
@@ -248,6 +251,6 @@ def _raise_unknown(name, known):
     )
   where = (
     'keys are listed in configs/common.py, keys of config.model in '
-    'configs/models.py, keys of config.task_options in the file of the task'
+    'configs/models.py, keys of config.task_options in configs/task_options.py'
   )
   schema.raise_unknown(name, known, where=where)

@@ -76,7 +76,7 @@ class Task(parts.Hooks, abc.ABC):
     """Builds the model and checks the options; computes nothing."""
     self.config = config
     self.metadata = metadata
-    self.options = run_config.task_options(config)
+    self.options = run_config.options_of_task(config)
     if config.pp.sides and not self.CANVASES:
       raise ValueError(
         f"pp.sides={config.pp.sides}: the task '{config.task}' resizes images to "

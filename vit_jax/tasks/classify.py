@@ -1,7 +1,6 @@
 """Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
 from collections.abc import Sequence
-import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import input_pipeline, models
-from vit_jax.configs import schema
+from vit_jax.configs import schema, task_options
 from vit_jax.data.augmentation import mixing
 from vit_jax.figures import drawing, gallery, grids, internals
 from vit_jax.inference import tables
@@ -27,16 +26,7 @@ class Task(base.Task):
   """Learns the classes of images."""
 
   FEATURES = ('image', 'label', 'soft_label?')
-
-  @dataclasses.dataclass
-  class Options:
-    # Mixes pairs of images and their labels (arXiv 1710.09412). The value is the
-    # parameter of the Beta distribution of the weights; 0 turns mixup off.
-    mixup: schema.NonNegative = 0.0
-    # Pastes a box of another image into each image, and mixes the labels (arXiv
-    # 1905.04899). The value has the same meaning; 0 turns CutMix off.
-    cutmix: schema.NonNegative = 0.0
-
+  Options = task_options.Classify
   METRICS = ('accuracy', 'loss')
   METADATA = ('class_names',)
   FIGURES = gallery.OF_CLASSES

@@ -9,9 +9,7 @@ Shapes: B images, h x w = N patches of p x q pixels, C channels, tokens of width
 D.
 """
 
-import dataclasses
 import math
-from typing import Literal
 
 from etils import epath
 import flax.linen as nn
@@ -20,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import models, models_vit
-from vit_jax.configs import schema
+from vit_jax.configs import task_options
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
 from vit_jax.figures import charts, gallery, grids
@@ -70,19 +68,7 @@ class MaskedViT(models_vit.VisionTransformer):
 class Task(base.Task):
   """Learns to predict what corrupted patches look like."""
 
-  @dataclasses.dataclass
-  class Options:
-    # Share of the patches that are corrupted (15 % is slightly worse). Of the
-    # corrupted patches, `masked` is the share that becomes the mask token and
-    # `swapped` the share that becomes another patch; the rest stay as they are.
-    corruption: schema.Share = 0.5
-    masked: schema.Probability = 0.8
-    swapped: schema.Probability = 0.1
-    # What is predicted for a patch: 'mean', its mean colour in 3 bits per
-    # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
-    # its pixels, by regression.
-    target: Literal['mean', '4x4', 'l2'] = 'mean'
-
+  Options = task_options.MaskedPatches
   METRICS = ('accuracy', 'loss')
   NEW_PARAMS = ('head', 'mask_token')
   OWN_PARAMS = ('head', 'mask_token')

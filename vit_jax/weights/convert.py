@@ -17,7 +17,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files
-from vit_jax.layers import encoder, positions
+from vit_jax.layers import encoder, position_kinds, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
 from vit_jax.weights.families import families
 
@@ -210,7 +210,7 @@ def _with_plain_positions(model, to):
   whole = 'transformer' in model.config  # Not a tower of an image-text model.
   if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and whole):
     return model, []
-  own = *positions.ROPES, 'relative_bias'
+  own = *position_kinds.ROPES, 'relative_bias'
   if kind in own and to in ('hf', 'timm') and whole:  # See `formats_of`.
     return model, []
   if kind in ('relative', *own) or layers != 'stem' or not whole:

@@ -34,12 +34,11 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.distributed import processes
-from vit_jax.weights import arrays, descriptions, fetch, hub, identify, published
+from vit_jax.weights import arrays, descriptions, fetch, hub, identify, paths, published
 from vit_jax.weights.families import families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
-_TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
 
 
 class Weights(NamedTuple):
@@ -100,12 +99,12 @@ def read(
     look_up = lambda: hub.commit(path)
     commit = processes.from_first('looking up a model on the hub', look_up)
     path = hub.fetch(path, commit)  # Local, and so are the files next to it.
-  found = existing(path)
+  found = paths.existing(path)
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
     weights = _read_torch(_file_in(found), num_heads, found.joinpath, dtype)
-  elif found.name.endswith(_TORCH_ENDINGS):
+  elif found.name.endswith(paths.TORCH_ENDINGS):
     folder = str(path).rpartition('/')[0]
     sibling = lambda name: _fetched(f'{folder}/{name}' if folder else name)
     weights = _read_torch(found, num_heads, sibling, dtype)
@@ -150,27 +149,8 @@ def check_packages(path: str):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
-  if file.suffix in _TORCH_ENDINGS:
+  if file.suffix in paths.TORCH_ENDINGS:
     console.needed('torch', 'torch', f"reading '{path}'")
-
-
-def existing(path) -> epath.Path:
-  """Returns the local path of weights; fetches a remote file.
-
-  FileNotFoundError if it does not exist.
-  """
-  name = str(path)
-  # A folder in a bucket, such as a workdir, is read in place.
-  in_place = name.startswith('gs://') and not name.endswith(('.npz', *_TORCH_ENDINGS))
-  found = epath.Path(path) if in_place else fetch.fetch(path)
-  if not found.exists():
-    raise FileNotFoundError(
-      f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
-      '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir '
-      '(config.pretrained), or the folder of the published files '
-      '(config.pretrained_dir)' + fetch.elsewhere(str(path))
-    )
-  return found
 
 
 def _read_npz(file, dtype):

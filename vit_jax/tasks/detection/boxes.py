@@ -12,13 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.configs import task_options
 from vit_jax.tasks.detection import matching
 
 # Weights of the class, of the distance and of the overlap, in the matching and
 # in the loss (section 4, "Technical details"; appendix A.4).
-CLASS, L1, GIOU = 1.0, 5.0, 2.0
+CLASS, L1, GIOU = task_options.Detect.class_weight, 5.0, 2.0
 # Weight of a query without an object in the loss of the classes, as published.
-NO_OBJECT = 0.1
+NO_OBJECT = task_options.Detect.no_object_weight
 
 
 def corners(boxes):

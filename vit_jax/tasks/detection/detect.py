@@ -8,7 +8,6 @@ Shapes: B images, Q queries, N objects of an image (padded), L layers of the
 decoder, C classes.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import input_pipeline, models, preprocess
-from vit_jax.configs import models as model_configs, schema
+from vit_jax.configs import models as model_configs, task_options
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
@@ -47,23 +46,7 @@ class Task(base.Task):
     'image', 'image/id?', 'objects/bbox', 'objects/label', 'objects/area?',
     'objects/is_crowd?',
   )  # fmt: skip
-
-  @dataclasses.dataclass
-  class Options:
-    # Maximum number of objects of an image; at most the number of queries.
-    max_objects: schema.Count = 100
-    # Weight of the class in the matching and in the loss. The published one
-    # is for a pretrained backbone.
-    class_weight: schema.Positive = boxes_lib.CLASS
-    # Weight of a query without an object in the loss of the class. The published
-    # one suits 100 queries, most of which have no object.
-    no_object_weight: schema.Share = boxes_lib.NO_OBJECT
-    # Evaluation and detection on canvases (config.pp.sides): each image lies on
-    # the smallest canvas whose sides are multiples of this number, and the
-    # model is compiled for each canvas. 1: no padding at all; 0: all images lie
-    # on one square.
-    tight: schema.Natural = 64
-
+  Options = task_options.Detect
   METRICS = (*ap.NAMES, 'loss')
   METADATA = ('class_names',)
   NEW_PARAMS = ('class_head/',)
@@ -509,7 +492,7 @@ def _check_counts(config, source):
   counts = source.lengths(labels)
   if counts is None or not len(counts):
     return
-  most = run_config.task_options(config).max_objects
+  most = run_config.options_of_task(config).max_objects
   if counts.max() > most:
     raise ValueError(
       f'{np.sum(counts > most):,} of {len(counts):,} images have more objects than '

@@ -13,14 +13,11 @@ or both at once. The data have the features of TFDS's coco/2017_panoptic.
 Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
-import dataclasses
-from typing import Annotated
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.configs import schema
+from vit_jax.configs import task_options
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
 from vit_jax.data.lazy import tf
@@ -45,20 +42,7 @@ class Task(detect.Task):
     'image', 'image/id?', 'panoptic_image',
     *(_OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')),
   )  # fmt: skip
-
-  @dataclasses.dataclass
-  class Options(detect.Task.Options):
-    # Names of the classes of stuff; (): as the data set says, or none.
-    stuff: schema.Names = ()
-    # Side of the square in which test images are compared with their segments, in
-    # pixels; a larger image is shrunk.
-    truth_size: schema.Count = 640
-    # Whether all pixels of several queries that found one class of stuff are
-    # its segment. False is the released post-processing, for published PQ.
-    merge_stuff: bool = True
-    # The number of an object is a byte.
-    max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
-
+  Options = task_options.Segment
   METADATA = (*detect.Task.METADATA, 'isthing')
   NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
 

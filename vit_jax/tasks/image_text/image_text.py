@@ -15,7 +15,6 @@ labels (zero-shot classification), texts (retrieval), or both.
 """
 
 import base64
-import dataclasses
 import functools
 import shlex
 import tempfile
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import input_pipeline, models, preprocess
-from vit_jax.configs import schema
+from vit_jax.configs import task_options
 from vit_jax.data.lazy import tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
 from vit_jax.figures import grids
@@ -47,25 +46,7 @@ class Task(base.Task):
   """Learns which images and texts belong together."""
 
   FEATURES = ('image', 'label?', *(f'{name}?' for name in captions.FEATURES))
-
-  @dataclasses.dataclass
-  class Options:
-    # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
-    # (the 80 of CLIP), one template with {} for the name, or a file with one per
-    # line.
-    templates: str = 'short'
-    # Names that replace the class names of the data, in their order: 'a;b;c', or a
-    # file with one per line.
-    classes: str = ''
-    # Whether the embeddings of classes are normalised after the mean over
-    # templates, as for CLIP and SigLIP, but not LiT.
-    unit_classes: bool = False
-    # Whether a locked image tower computes the embeddings of the training images
-    # once, to a file in the workdir, instead of in each epoch.
-    precompute: bool = False
-    # Maximum number of texts of an image in an evaluation.
-    most_texts: schema.Count = 8
-
+  Options = task_options.ImageText
   METRICS = (*zero_shot.METRICS_OF_CLASSES, *zero_shot.METRICS_OF_TEXTS)
   LOW = ()
   METADATA = ('vocabulary',)

@@ -5,9 +5,7 @@ loss is the sum of the cross-entropies of the classes and of the pixels. A linea
 head reads the mean of the normalised tokens.
 """
 
-import dataclasses
-
-from vit_jax.configs import schema
+from vit_jax.configs import task_options
 from vit_jax.tasks import classify
 from vit_jax.tasks.pixels import pixels, sampling
 
@@ -16,12 +14,7 @@ class Task(pixels.Task, classify.Task):
   """Learns the classes of images, and their pixels."""
 
   FEATURES = classify.Task.FEATURES
-
-  @dataclasses.dataclass
-  class Options(pixels.Task.Options, classify.Task.Options):
-    # Weight of the cross-entropy of the pixels; 0 to learn only the classes.
-    generation: schema.NonNegative = 1.0
-
+  Options = task_options.PixelsFinetune
   METRICS = (*classify.Task.METRICS, *pixels.Task.METRICS)
   LOW = (*classify.Task.LOW, *pixels.Task.LOW)
   METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)

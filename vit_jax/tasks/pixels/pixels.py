@@ -14,7 +14,6 @@ Shapes: B images, N pixels, K colours, C channels.
 """
 
 import copy
-import dataclasses
 import math
 
 import jax
@@ -23,7 +22,7 @@ import numpy as np
 import optax
 
 from vit_jax import console, input_pipeline, models, models_igpt, preprocess
-from vit_jax.configs import schema
+from vit_jax.configs import task_options
 from vit_jax.data import feeding, order
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
@@ -38,15 +37,7 @@ _SEED = 17_042_019  # Of the masks and samples of evaluations.
 class Task(base.Task):
   """Learns to predict pixels."""
 
-  @dataclasses.dataclass
-  class Options:
-    # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
-    # has one: the workdir of a run, or a model of Hugging Face. '': the palette of
-    # config.pretrained, else one that k-means finds in the training images.
-    palette: str = ''
-    # Objective 'bert': probability with which a pixel is masked.
-    masked: schema.Share = 0.15
-
+  Options = task_options.Pixels
   METRICS = ('bits_per_dim',)
   LOW = ('bits_per_dim',)
   METADATA = ('palette',)

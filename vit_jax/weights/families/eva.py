@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from vit_jax.configs import schema
-from vit_jax.layers import positions
+from vit_jax.layers import position_kinds
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -113,7 +113,7 @@ def from_timm(config, flat, named: bool, num_heads: int | None) -> dict:
     'add_position_embedding': True,
     'position_embedding': kind,
     'rope_temperature': float(field(args, 'rope_temperature', schema.Positive)),
-    **({'rope_grid': grid} if grid and kind in positions.ROPES[1:] else {}),
+    **({'rope_grid': grid} if grid and kind in position_kinds.ROPES[1:] else {}),
   }
 
 
@@ -140,7 +140,7 @@ def holds(config) -> str | None:
   if kind == 'relative_bias':
     return 'beit'
   norms = encoder.get('mlp_norm') or encoder.get('attention_norm')
-  return 'eva' if kind in positions.ROPES or norms else None
+  return 'eva' if kind in position_kinds.ROPES or norms else None
 
 
 def has_fields(config) -> bool:
@@ -197,7 +197,7 @@ def of_timm(config, args) -> tuple[str, dict]:
     **own,
     attn_type='rope',  # Keys can have biases.
     use_abs_pos_emb=position.startswith('learned'),
-    use_rot_pos_emb=position in positions.ROPES,
+    use_rot_pos_emb=position in position_kinds.ROPES,
     rope_type='dinov3' if position == 'rope' else 'cat',
     rope_rotate_half=True,
     rope_temperature=encoder.get('rope_temperature', 100.0),

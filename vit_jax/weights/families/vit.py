@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vit_jax.configs import models as model_configs
-from vit_jax.layers import positions
+from vit_jax.layers import position_kinds
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, dino, eva, leaves, vit_files
 
@@ -238,7 +238,8 @@ class Classifiers(base.Family):
         if config.get('classifier') in ('map', 'token_map'):
           held = ('layer_scale',)  # The attention pooling there has no variations.
       elif kind != 'workdir' and (
-        position in (*positions.ROPES[1:], 'relative_bias') or (rope and kind == 'npz')
+        position in (*position_kinds.ROPES[1:], 'relative_bias')
+        or (rope and kind == 'npz')
       ):
         return False
       if kind == 'hf' and (dino_only or rope):

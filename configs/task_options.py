@@ -1,0 +1,125 @@
+"""Options of the tasks of this package, `config.task_options`: types and defaults.
+
+A task elsewhere has its own dataclass, `Task.Options`.
+"""
+
+import dataclasses
+from typing import Annotated, Literal
+
+from vit_jax.configs import schema
+
+
+@dataclasses.dataclass
+class Classify:
+  """Options of classification."""
+
+  # Mixes pairs of images and their labels (arXiv 1710.09412). The value is the
+  # parameter of the Beta distribution of the weights; 0 turns mixup off.
+  mixup: schema.NonNegative = 0.0
+  # Pastes a box of another image into each image, and mixes the labels (arXiv
+  # 1905.04899). The value has the same meaning; 0 turns CutMix off.
+  cutmix: schema.NonNegative = 0.0
+
+
+@dataclasses.dataclass
+class Detect:
+  """Options of detection."""
+
+  # Maximum number of objects of an image; at most the number of queries.
+  max_objects: schema.Count = 100
+  # Weight of the class in the matching and in the loss. The published one
+  # is for a pretrained backbone.
+  class_weight: schema.Positive = 1.0
+  # Weight of a query without an object in the loss of the class. The published
+  # one suits 100 queries, most of which have no object.
+  no_object_weight: schema.Share = 0.1
+  # Evaluation and detection on canvases (config.pp.sides): each image lies on
+  # the smallest canvas whose sides are multiples of this number, and the
+  # model is compiled for each canvas. 1: no padding at all; 0: all images lie
+  # on one square.
+  tight: schema.Natural = 64
+
+
+@dataclasses.dataclass
+class ImageText:
+  """Options of contrastive learning of images and texts."""
+
+  # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
+  # (the 80 of CLIP), one template with {} for the name, or a file with one per
+  # line.
+  templates: str = 'short'
+  # Names that replace the class names of the data, in their order: 'a;b;c', or a
+  # file with one per line.
+  classes: str = ''
+  # Whether the embeddings of classes are normalised after the mean over
+  # templates, as for CLIP and SigLIP, but not LiT.
+  unit_classes: bool = False
+  # Whether a locked image tower computes the embeddings of the training images
+  # once, to a file in the workdir, instead of in each epoch.
+  precompute: bool = False
+  # Maximum number of texts of an image in an evaluation.
+  most_texts: schema.Count = 8
+
+
+@dataclasses.dataclass
+class MaskedPatches:
+  """Options of masked patch prediction."""
+
+  # Share of the patches that are corrupted (15 % is slightly worse). Of the
+  # corrupted patches, `masked` is the share that becomes the mask token and
+  # `swapped` the share that becomes another patch; the rest stay as they are.
+  corruption: schema.Share = 0.5
+  masked: schema.Probability = 0.8
+  swapped: schema.Probability = 0.1
+  # What is predicted for a patch: 'mean', its mean colour in 3 bits per
+  # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
+  # its pixels, by regression.
+  target: Literal['mean', '4x4', 'l2'] = 'mean'
+
+
+@dataclasses.dataclass
+class Pixels:
+  """Options of prediction of pixels."""
+
+  # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
+  # has one: the workdir of a run, or a model of Hugging Face. '': the palette of
+  # config.pretrained, else one that k-means finds in the training images.
+  palette: str = ''
+  # Objective 'bert': probability with which a pixel is masked.
+  masked: schema.Share = 0.15
+
+
+@dataclasses.dataclass
+class PixelsFinetune(Pixels, Classify):
+  """Options of classification by models of pixels."""
+
+  # Weight of the cross-entropy of the pixels; 0 to learn only the classes.
+  generation: schema.NonNegative = 1.0
+
+
+@dataclasses.dataclass
+class Segment(Detect):
+  """Options of panoptic segmentation."""
+
+  # Names of the classes of stuff; (): as the data set says, or none.
+  stuff: schema.Names = ()
+  # Side of the square in which test images are compared with their segments, in
+  # pixels; a larger image is shrunk.
+  truth_size: schema.Count = 640
+  # Whether all pixels of several queries that found one class of stuff are
+  # its segment. False is the released post-processing, for published PQ.
+  merge_stuff: bool = True
+  # The number of an object is a byte.
+  max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
+
+
+# By the name of the task, config.task.
+OPTIONS = {
+  'classify': Classify,
+  'detect': Detect,
+  'image_text': ImageText,
+  'masked_patches': MaskedPatches,
+  'pixels': Pixels,
+  'pixels_finetune': PixelsFinetune,
+  'segment': Segment,
+}

@@ -1,0 +1,109 @@
+"""Paths of the weights of a config, and whether they exist. Does not import JAX."""
+
+import contextlib
+import csv
+
+from etils import epath
+
+from vit_jax.configs import models as model_configs
+from vit_jax.distributed import files
+from vit_jax.weights import fetch, hub
+
+TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
+
+
+def of_config(config) -> dict[str, str]:
+  """Returns the paths of the weights in a config by part, '' for all parts."""
+  given = config.pretrained
+  if isinstance(given, str):
+    return {'': given}
+  if given is not None:
+    return dict(given)
+  if config.pretrained_dir is None:
+    return {}
+  name = config.model_or_filename
+  if name:
+    return {'': augreg_filename(name, config.pretrained_dir)}
+  model = model_configs.vit_of(config.model)
+  return {'': f'{config.pretrained_dir}/{model.get("model_name")}.npz'}
+
+
+@contextlib.contextmanager
+def with_remedy(config):
+  """Adds the remedy to the error for missing weights."""
+  try:
+    yield
+  except FileNotFoundError as e:
+    if config.pretrained is not None:
+      raise
+    raise FileNotFoundError(
+      f'{e}; to start from random weights use --config.pretrained_dir=None'
+    ) from e
+
+
+def check_exist(config):
+  """Raises FileNotFoundError if local weights of a config do not exist."""
+  for path in of_config(config).values():
+    if '://' not in path:
+      with with_remedy(config):
+        existing(path)
+
+
+def existing(path) -> epath.Path:
+  """Returns the local path of weights; fetches a remote file.
+
+  FileNotFoundError if it does not exist.
+  """
+  name = str(path)
+  # A folder in a bucket, such as a workdir, is read in place.
+  in_place = name.startswith('gs://') and not name.endswith(('.npz', *TORCH_ENDINGS))
+  found = epath.Path(path) if in_place else fetch.fetch(path)
+  if not found.exists():
+    raise FileNotFoundError(
+      f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
+      '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir '
+      '(config.pretrained), or the folder of the published files '
+      '(config.pretrained_dir)' + fetch.elsewhere(str(path))
+    )
+  return found
+
+
+def augreg_filename(model: str, directory: str) -> str:
+  """Returns the path of the best ImageNet-21k checkpoint of the AugReg paper.
+
+  Of the checkpoints pre-trained for 300 epochs ("i21k" in `index.csv`), it has the
+  highest final validation accuracy.
+
+  Args:
+    model: a model such as 'R_Ti_16', or the name of one checkpoint
+      ('R_Ti_16-i21k- ...'), which is used unchanged.
+    directory: folder of the published files, such as gs://vit_models/augreg.
+
+  Raises:
+    FileNotFoundError, PermissionError, OSError: if the index cannot be read.
+    ValueError: if the index lacks the model.
+  """
+  filename = model
+  if '-' not in model:
+    rows = csv.DictReader(files.read(augreg_index(directory)).decode().splitlines())
+    chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
+    ours = [*filter(chosen, rows)]
+    if not ours:
+      raise ValueError(
+        f"model '{model}' is not among the i21k checkpoints of "
+        f"'{directory}/index.csv' (config.model_or_filename)"
+      )
+    filename = max(ours, key=lambda row: float(row['final_val']))['filename']
+  return f'{directory}/{filename}.npz'
+
+
+def augreg_index(directory):
+  path = f'{directory}/index.csv'
+  index = fetch.fetch(path)
+  if not index.exists():
+    raise FileNotFoundError(
+      f"there is no '{path}': pass the folder of the AugReg checkpoints "
+      '(config.pretrained_dir), or the name of one of its files '
+      '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
+    )
+  return index
