@@ -356,7 +356,7 @@ def test_run_starts_from_weights(tiny_config, tmp_path):
   table = state.params['Transformer']['posembed_input']['pos_embedding']
   assert table.shape == (1, 5, 16)
   # Once there is a checkpoint, the weights are no longer needed.
-  checkpoints.save(1, state)
+  checkpoints.save(1, state.replace(step=state.step + 1))
   checkpoints.close()
   path.unlink()
   checkpoints, again, step = start()
