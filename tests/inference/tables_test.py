@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import csv
+import errno
 import functools
+import io
 import json
 import os
 import pathlib
@@ -546,7 +549,6 @@ def test_patches_are_parquet_arrays_in_small_parts(
     source = model._source(images)
     tables.write(model, source, out, columns, {}, shard=(shard, 2))
     assert out.exists() == bool(shard)
-  assert pyarrow.parquet.ParquetFile(out).num_row_groups == 3
   table = pyarrow.parquet.read_table(out)
   assert table['path'].to_pylist() == images
   is_good = table['embedding'].is_valid()
@@ -613,6 +615,103 @@ def test_a_finished_table_of_changed_images_is_rejected(model, images, tmp_path)
   shutil.copy(images[1], mine)
   with pytest.raises(ValueError, match='contents of the images'):
     write(model, [str(mine)], out)
+
+
+@pytest.mark.parametrize('ending', tables.ENDINGS)
+def test_a_finished_table_with_a_wrong_bit_is_rejected(model, images, tmp_path, ending):
+  out = tmp_path / f'table{ending}'
+  write(model, images[:9], out)
+  write(model, images[:9], out)
+  content = bytearray(out.read_bytes())
+  content[len(content) // 2] ^= 16
+  out.write_bytes(content)
+  for only_join in (False, True):
+    with pytest.raises(
+      ValueError, match=f"table{ending}' is damaged.*checksum.*delete"
+    ):
+      write(model, images[:9], out, only_join=only_join)
+  out.unlink()
+  write(model, images[:9], out)
+
+
+# --- Files that cannot be written or read ---
+
+
+@pytest.mark.parametrize('name', ['table.csv.parts', '.table.csv.json', 'part'])
+def test_a_file_or_folder_in_the_wrong_place_is_named(model, images, tmp_path, name):
+  out, few = tmp_path / 'table.csv', images[:9]
+  stop_before_joining(model, few, out)
+  path = tmp_path / name
+  if name == 'part':
+    [path] = out.with_name('table.csv.parts').glob('part-*')
+  if path.is_dir():
+    shutil.rmtree(path)
+    path.touch()
+  else:
+    path.unlink()
+    path.mkdir()
+  with pytest.raises((OSError, ValueError), match=f"out='{out}' .*{path.name}.*--out"):
+    write(model, few, out)
+  assert not out.exists()
+
+
+@pytest.mark.parametrize('name', ['.table.parquet.json', 'part-00001', 'table.parquet'])
+@pytest.mark.parametrize('code', [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_full_disk_or_read_only_folder_is_named(
+  model, images, tmp_path, monkeypatch, name, code
+):
+  out, opened = tmp_path / 'table.parquet', tables.files.replacing
+
+  @contextlib.contextmanager
+  def replacing(path):
+    with opened(path) as file:
+      if path.name.startswith(name):
+        if code != errno.ENOSPC:
+          raise OSError(code, os.strerror(code), str(path))
+        file = open('/dev/full', 'wb', buffering=0)  # pylint: disable=consider-using-with
+      yield file
+
+  monkeypatch.setattr(tables.files, 'replacing', replacing)
+  with pytest.raises(OSError, match=f"^out='{out}' cannot .*{os.strerror(code)}"):
+    write(model, images[:18], out)
+  monkeypatch.undo()
+  assert not out.exists()
+  write(model, images[:18], out)
+
+
+# --- Row groups ---
+
+
+@pytest.mark.parametrize(
+  'rows, size, expected', [(100_000, 2**29, [2500]), (1000, 2**29, [1000, 1000, 500]),
+                           (1000, 1, [500] * 5)],
+)  # fmt: skip
+def test_row_groups_of_a_joined_table_are_large(monkeypatch, rows, size, expected):
+  monkeypatch.setattr(tables, '_GROUP_ROWS', rows)
+  monkeypatch.setattr(tables, '_GROUP_BYTES', size)
+  kinds = {'path': str, 'embedding': (float, (2, 3)), 'error': str}
+  numbers = np.arange(2500 * 6, dtype=np.float32).reshape(2500, 2, 3)
+  found = [{'path': str(i), 'embedding': x} for i, x in enumerate(numbers)]
+  parts = [
+    tables.encode(found[i : i + 500], kinds, '.parquet') for i in range(0, 2500, 500)
+  ]
+  file = io.BytesIO()
+  tables.join(parts, file, '.parquet')
+  metadata = pyarrow.parquet.ParquetFile(file).metadata
+  groups = range(metadata.num_row_groups)
+  assert [metadata.row_group(i).num_rows for i in groups] == expected
+  table = pyarrow.parquet.read_table(file)
+  assert table['path'].to_pylist() == [str(i) for i in range(2500)]
+  joined = table['embedding'].combine_chunks().to_numpy_ndarray()
+  np.testing.assert_array_equal(joined, numbers)
+
+
+def test_cells_of_csv_are_json_in_utf8():
+  row = {'path': 'Vögel/猫.png', 'classes': ['Kätzchen', '猫 "Tama"']}
+  content = tables.encode([row], {'path': str, 'classes': [str]}, '.csv').decode()
+  assert 'Vögel/猫.png,"[""Kätzchen"", ""猫' in content
+  [again] = csv.DictReader(io.StringIO(content))
+  assert json.loads(again['classes']) == row['classes']
 
 
 def test_stamps_change_with_the_image_file(tmp_path, data_dir):

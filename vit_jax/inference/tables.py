@@ -14,6 +14,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import csv
+import functools
 import io
 import json
 import os
@@ -39,6 +40,10 @@ _LOCK, _SHARD_LOCK, _JOIN_LOCK = '_holder.json', '_holder-{}of{}.json', '_join.j
 # Images per block: fewest and most, for about a thousand blocks.
 _FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
 _PART = 2**26  # Most bytes of features per block, unless one image has more.
+# Fewest rows and most bytes of a row group of a Parquet table, which is read or skipped
+# as a whole. Joining takes about twice as much memory.
+_GROUP_ROWS, _GROUP_BYTES = 100_000, 2**29
+_READ = 2**24  # Bytes read at a time.
 # Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)
 
@@ -201,8 +206,9 @@ def write(
   Raises:
     stopping.Interrupted: after a signal, when finished blocks are saved.
     ValueError: if there are no images, the table was started with other images or
-      another model, another process is writing it or the shard, or parts to be
-      joined are missing.
+      another model, another process is writing it or the shard, parts to be joined
+      are missing, or the complete table differs from what was written.
+    OSError: if a file of the table cannot be written or read.
   """
   out, total = epath.Path(out), source.num_examples
   if not total:
@@ -225,7 +231,7 @@ def write(
   }  # fmt: skip
   processes.agree('the table', facts)
   table = _Table(out, facts, blocks, source, shard[1] if shard else 1)
-  begin = table.is_joined if only_join else table.begin
+  begin = functools.partial(table.begin, only_join)
   is_joined, rate, wrong = processes.from_first('starting the table', begin), 0.0, None
   if not is_joined and not only_join:
     rate = _compute(model, source, columns, kinds, broken, table, shard)
@@ -304,6 +310,25 @@ class Interrupted(stopping.Interrupted):
     return [str(self)]
 
 
+def _named_errors(method: Callable) -> Callable:
+  """Makes a method of _Table name the table in errors of the operating system."""
+
+  @functools.wraps(method)
+  def call(self, *args, **kwargs):
+    try:
+      return method(self, *args, **kwargs)
+    except OSError as e:
+      if e.errno is None:  # Raised by this package.
+        raise
+      place = f" at '{e.filename}'" if e.filename else ''
+      raise type(e)(
+        f"out='{self.out}' cannot be written or resumed: {e.strerror}{place}; fix this, "
+        'or pass another path (--out), and run the same command again'
+      ) from e
+
+  return call
+
+
 class _Table:
   """The files of a table: its parts, and facts that they share.
 
@@ -329,6 +354,7 @@ class _Table:
       return any(True for _ in self.folder.iterdir())
     return False
 
+  @_named_errors
   def is_joined(self) -> bool:
     """Returns whether the table is complete.
 
@@ -356,16 +382,45 @@ class _Table:
     self._shards = before.get('shards', 1)
     return joined
 
-  def begin(self) -> bool:
-    """Returns True if the table is complete, else makes the folder of the parts."""
+  @_named_errors
+  def begin(self, only_join: bool) -> bool:
+    """Returns whether the table is complete; else makes the folder of the parts.
+
+    Raises ValueError if a complete table is damaged.
+    """
     is_begun = self._is_begun()  # First: parts are deleted after they are joined.
     if self.is_joined():
+      self._check()
       self._delete_parts()
       return True
-    if not is_begun:
+    if not is_begun and not only_join:
       self._write_facts()
       self.folder.mkdir(exist_ok=True)
     return False
+
+  def _check(self):
+    """Raises ValueError if the table's checksum is not the one in the facts."""
+    checksum, size = google_crc32c.Checksum(), self.out.stat().length
+    with (
+      self.out.open('rb') as file,
+      console.bar(
+        total=size,
+        desc=f"Checking '{self.out}'",
+        unit='B',
+        unit_scale=True,
+        leave=False,
+      ) as bar,
+    ):
+      while content := file.read(_READ):
+        checksum.update(content)
+        bar.update(len(content))
+    current = checksum.hexdigest().decode()
+    written = json.loads(self._path.read_bytes()).get('checksum')
+    if current != written:
+      raise ValueError(
+        f"'{self.out}' is damaged: its checksum is {current}, but was {written} when it "
+        'was written: delete it, and run the same command again to compute it anew'
+      )
 
   def _write_facts(self, **more):
     facts = {**self._facts, 'shards': self._shards, **more}
@@ -388,6 +443,7 @@ class _Table:
     made_of = f'{self._text} {block.start} {self._stamps[block]}'
     return f'{self._number(block)}-{files.digest([made_of.encode()])}'
 
+  @_named_errors
   def write(self, block, content: bytes, faults: int):
     name = f'{self._name(block)}-{faults}-{_checksum(content)}{self.out.suffix}'
     files.write(self.folder / name, content)
@@ -410,12 +466,14 @@ class _Table:
             return content, int(faults)
     return None
 
+  @_named_errors
   def missing(self, blocks) -> list[range]:
     """Returns the blocks without a valid part."""
     self._stamp(blocks)
     self._list()
     return [block for block in blocks if self.read(block) is None]
 
+  @_named_errors
   def left(self) -> int:
     """Returns how many blocks have no part, valid or not."""
     if self.is_joined():
@@ -423,6 +481,7 @@ class _Table:
     self._list()
     return sum(not self._parts[self._number(block)] for block in self.blocks)
 
+  @_named_errors
   def join(self) -> int | None:
     """Joins all parts into one file, and deletes them.
 
@@ -446,8 +505,11 @@ class _Table:
 
     try:
       with files.replacing(self.out) as file:
-        join(contents(), file, self.out.suffix)
-        self._write_facts(**self._contents(file.tell()))
+        table = _Checksummed(file)
+        join(contents(), table, self.out.suffix)
+        self._write_facts(
+          **self._contents(file.tell()), checksum=table.checksum.hexdigest().decode()
+        )
     except ValueError:
       if not self.is_joined():  # By a task that took the lock at the same time.
         raise
@@ -480,21 +542,55 @@ def _checksum(content: bytes) -> str:
   return f'{google_crc32c.value(content):08x}'
 
 
+class _Checksummed(io.RawIOBase):
+  """Writes to a file, and computes the checksum of what is written."""
+
+  def __init__(self, file):
+    super().__init__()
+    self._file = file
+    self.checksum = google_crc32c.Checksum()
+
+  def writable(self) -> bool:
+    return True
+
+  def write(self, content) -> int:
+    self.checksum.update(bytes(content))
+    return self._file.write(content)
+
+
 def join(parts: Iterable[bytes], file, ending: str):
   """Concatenates the rows of files of one format into another such file."""
   if ending == '.parquet':
-    with contextlib.ExitStack() as stack:
-      writer = None
-      for part in parts:
-        table = arrow().parquet.read_table(io.BytesIO(part))
-        writer = writer or stack.enter_context(
-          arrow().parquet.ParquetWriter(file, table.schema)
-        )
-        writer.write_table(table)
+    _join_parquet(parts, file)
     return
   for number, part in enumerate(parts):
     header = ending == '.csv' and number > 0
     file.write(part[part.index(b'\n') + 1 :] if header else part)
+
+
+def _join_parquet(parts: Iterable[bytes], file):
+  """Joins Parquet files into one with large row groups."""
+  with contextlib.ExitStack() as stack:
+    writer = None
+    for table in _groups(parts):
+      writer = writer or stack.enter_context(
+        arrow().parquet.ParquetWriter(file, table.schema)
+      )
+      writer.write_table(table)
+
+
+def _groups(parts: Iterable[bytes]) -> Iterator:
+  """Yields pyarrow.Tables of the rows of several Parquet files each."""
+  tables, rows, size = [], 0, 0
+  for part in parts:
+    tables.append(arrow().parquet.read_table(io.BytesIO(part)))
+    rows += tables[-1].num_rows
+    size += tables[-1].nbytes
+    if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
+      yield arrow().concat_tables(tables)
+      tables, rows, size = [], 0, 0
+  if tables:
+    yield arrow().concat_tables(tables)
 
 
 def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> bytes:
@@ -512,7 +608,12 @@ def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> byte
   writer.writeheader()
   for row in plain:
     writer.writerow(
-      {k: json.dumps(v) if isinstance(v, list) else v for k, v in row.items()}
+      {
+        name: json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list)
+        else value
+        for name, value in row.items()
+      }
     )
   return text.getvalue().encode()
 
