@@ -61,7 +61,7 @@ def run(command: str, argv: Sequence[str] | None = None):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)  # 128 + SIGPIPE.
   except KeyboardInterrupt as e:
-    print(str(e) or 'Interrupted.', file=sys.stderr)
+    console.say_error(str(e) or 'Interrupted.')
     sys.exit(130)
   except Exception as e:
     frame = traceback.extract_tb(e.__traceback__)[-1]
@@ -75,7 +75,7 @@ def run(command: str, argv: Sequence[str] | None = None):
       reason = _no_device(e)
     else:
       raise
-    print(f'Error: {reason}', file=sys.stderr)
+    console.say_error(f'Error: {reason}')
     sys.exit(1)
 
 
@@ -98,12 +98,12 @@ def main(argv: Sequence[str] | None = None):
   if name in COMMANDS:
     run(name, rest)
   if name in ('-h', '--help', 'help'):
-    print(help_text())
+    console.say(help_text())
     sys.exit(0)
   near = difflib.get_close_matches(name, COMMANDS, n=1)
   hint = f": did you mean '{near[0]}'?" if near else ''
   message = f"Error: there is no command '{name}'{hint}" if name else ''
-  print(f'{message}\n{help_text()}'.strip(), file=sys.stderr)
+  console.say_error(f'{message}\n{help_text()}'.strip())
   sys.exit(1)
 
 

@@ -12,6 +12,7 @@ import os
 import pathlib
 import pkgutil
 import platform
+import re
 import sys
 import threading
 import traceback
@@ -26,9 +27,32 @@ TRAIN_MODULES = (
   'array_record', 'clu', 'faster_coco_eval', 'importlib_resources', 'matplotlib',
   'orbax', 'sklearn', 'tensorboard', 'tensorflow', 'tensorflow_datasets',
 )  # fmt: skip
+# Characters that change what a terminal shows elsewhere, and bytes of file names that
+# are not UTF-8: C0 except tab and newline, DEL, C1, controls of the writing direction.
+_CONTROLS = re.compile(
+  '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]'
+)
 _muted = False
 # Modules of tasks that --task allows a run to import.
 named_tasks: set[str] = set()
+
+
+def printable(text: str) -> str:
+  """Returns a text with visible escapes, such as \\x1b, for control characters.
+
+  Class names, captions and file names of strangers may have such characters. Tabs and
+  newlines stay.
+  """
+  return _CONTROLS.sub(
+    lambda match: match[0].encode('unicode_escape').decode('ascii'), text
+  )
+
+
+class _Formatter(python_logging.Formatter):
+  """Formats records of the log for a terminal."""
+
+  def format(self, record: python_logging.LogRecord) -> str:
+    return printable(super().format(record))
 
 
 def quiet():
@@ -38,7 +62,7 @@ def quiet():
   logging.set_verbosity(logging.WARNING)
   handler = logging.get_absl_handler()
   handler.addFilter(lambda record: 'orbax' not in record.pathname)
-  handler.setFormatter(python_logging.Formatter('%(levelname)s: %(message)s'))
+  handler.setFormatter(_Formatter('%(levelname)s: %(message)s'))
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
 
 
@@ -113,10 +137,9 @@ def avoid_absent_gpus():
   try:
     ctypes.CDLL('libcuda.so.1')
   except OSError:
-    print(
+    say_error(
       'No NVIDIA driver (libcuda.so.1) found: computing on the CPU. Set '
-      'JAX_PLATFORMS=cpu to hide this line.',
-      file=sys.stderr,
+      'JAX_PLATFORMS=cpu to hide this line.'
     )
     os.environ['JAX_PLATFORMS'] = 'cpu'
     if 'jax' in sys.modules:
@@ -126,7 +149,8 @@ def avoid_absent_gpus():
 def _is_first() -> bool:
   """Returns whether this is process 0, the only one that prints."""
   jax = sys.modules.get('jax')
-  return jax is None or jax.process_index() == 0
+  # process_index would start the devices of a command that needs none.
+  return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
 
 
 @contextlib.contextmanager
@@ -159,6 +183,8 @@ def bar(stream: TextIO | None = None, **kwargs) -> tqdm.tqdm:
   first. `stream` (default: sys.stderr) is used for text; `kwargs` go to tqdm.tqdm.
   """
   kind = kind_of_output(stream)
+  if kwargs.get('desc'):
+    kwargs['desc'] = printable(kwargs['desc'])
   hidden = kind == 'log' or _muted or not _is_first()
   kwargs = {'disable': hidden, 'dynamic_ncols': True, 'file': stream, **kwargs}
   if kind != 'notebook':
@@ -170,10 +196,15 @@ def bar(stream: TextIO | None = None, **kwargs) -> tqdm.tqdm:
 
 
 def say(text: str):
-  """Prints a line from process 0 without breaking progress bars."""
+  """Prints a `printable` line from process 0 without breaking progress bars."""
   if _is_first() and not _muted:
-    tqdm.tqdm.write(text)
+    tqdm.tqdm.write(printable(text))
     sys.stdout.flush()
+
+
+def say_error(text: str):
+  """Prints a `printable` line to stderr, from any process."""
+  print(printable(text), file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

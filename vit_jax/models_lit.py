@@ -26,7 +26,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from vit_jax import models_vit
+from vit_jax import console, models_vit
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import dtypes, patches, text_towers
 
@@ -148,7 +148,7 @@ class LitModel(patches.ImageModel):
       local = f'{self.model_name}.npz'
       path = f'{BASE_PATH}/{local}'
       if os.path.exists(local):
-        print(f'Reading {local} from the current folder.')
+        console.say(f'Reading {local} from the current folder.')
         path = local
       elif cache:
         fetch.copy(fetch.fetch(path), local, progress=False)

@@ -19,6 +19,7 @@ from absl import logging
 from etils import epath
 import jax
 
+from vit_jax import console
 from vit_jax.configs import models as model_configs
 
 # Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
@@ -230,7 +231,7 @@ def _print(model, args) -> None:
   try:
     report = model.report(args.images, args)
     for line in list(report) if args.out else report:  # A picture shows them all.
-      print(line)
+      console.say(line)
       printed += 1
   except (ValueError, OSError):
     left = args.images[printed:]
@@ -243,7 +244,7 @@ def _print(model, args) -> None:
     logging.warning('Skipped: %s', fault)
   good = [image for image, fault in zip(left, faults) if not fault]
   for line in model.report(good, args) if good else ():
-    print(line)
+    console.say(line)
   raise ValueError(
     f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read, such as '
     f'{next(filter(None, faults))}: fix or delete the files named above'

@@ -45,6 +45,11 @@ def test_small_confusion_matrix_has_names_and_counts():
   assert [t.get_text() for t in pairs.texts] == ['ant → bee: 2', 'cow → ant: 1']
 
 
+def test_names_are_not_formulas():
+  fig = charts.confusion(found([[8, 2], [0, 5]]), (r'$\frac$', '$5 or $6'), 'test')
+  backend_agg.FigureCanvasAgg(fig).draw()
+
+
 def test_large_confusion_matrix_has_pairs_instead_of_names():
   matrix = np.diag(np.full(1000, 50))
   matrix[3, 7] = 9

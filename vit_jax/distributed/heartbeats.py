@@ -104,11 +104,9 @@ class Watch:
     lost = any(s in text for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED'))
     if lost and not isinstance(error, OSError):
       seconds = HEARTBEAT + 5 * GRACE
-      print(
+      console.say_error(
         f'Lost the connection to another process ({text.splitlines()[0]:.200}); it will '
-        f'be named within {seconds:.0f} seconds.',
-        file=sys.stderr,
-        flush=True,
+        f'be named within {seconds:.0f} seconds.'
       )
       time.sleep(seconds)  # A message of that process, or JAX, ends this one.
     self.failed = True
@@ -131,7 +129,7 @@ class Watch:
       'again on all hosts to resume from the last checkpoint.\n'
     )
     with contextlib.suppress(OSError):  # Perhaps nobody reads it any more.
-      os.write(2, text.encode())
+      os.write(2, console.printable(text).encode())
     if jax.process_index() == 0:
       time.sleep(2 * GRACE)
     _exit(128 + signal.SIGTERM)

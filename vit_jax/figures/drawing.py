@@ -185,11 +185,14 @@ def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
 
 
 def shorten(text: str, length: int = 18) -> str:
-  """Shortens text to at most `length` characters, with … in the middle."""
-  if len(text) <= length:
-    return text
-  half = (length - 1) // 2
-  return f'{text[: length - 1 - half]}…{text[-half:]}'
+  """Shortens text to at most `length` characters, with … in the middle.
+
+  In the result '$' does not begin a formula of Matplotlib.
+  """
+  if len(text) > length:
+    half = (length - 1) // 2
+    text = f'{text[: length - 1 - half]}…{text[-half:]}'
+  return text.replace('$', r'\$')
 
 
 def wrapped(text: str, letters: int, most: int = _MOST_LINES) -> str:

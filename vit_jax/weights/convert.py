@@ -14,7 +14,7 @@ import jax
 import ml_collections
 import numpy as np
 
-from vit_jax import models
+from vit_jax import console, models
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files
 from vit_jax.layers import encoder, position_kinds, positions
@@ -261,10 +261,10 @@ def run(args) -> None:
   count = sum(x.size for x in jax.tree.leaves(model.params))
   size = 'x'.join(map(str, model.image_size or ('any size',)))
   classes = f'{model.num_classes:,}' if model.num_classes else 'no'
-  print(
+  console.say(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
     f'images of {size}, {classes} classes'
   )
   for note in notes:
-    print(f'note: {note}')
-  print(f'written to {args.push or args.dst}')
+    console.say(f'note: {note}')
+  console.say(f'written to {args.push or args.dst}')

@@ -1,0 +1,60 @@
+"""Tests of what commands print: control characters of strangers' texts."""
+
+import logging as python_logging
+import sys
+
+from absl import logging
+import pytest
+
+from vit_jax import __main__ as main, console
+
+# Sets the title of a terminal, clears it, overwrites a line; a file name in Latin-1.
+HOSTILE = '\x1b]0;owned\x07\x1b[2Jcat\r\x9b31m\u202egnp.exe\x7f\udcff'
+SHOWN = r'\x1b]0;owned\x07\x1b[2Jcat\r\x9b31m\u202egnp.exe\x7f\udcff'
+
+
+@pytest.mark.parametrize(
+  'text, expected',
+  [
+    (HOSTILE, SHOWN),
+    ('two\nlines\tand a tab', 'two\nlines\tand a tab'),
+    ('Kätzchen 猫 🐈 \u200d עברית', 'Kätzchen 猫 🐈 \u200d עברית'),
+    ('\u061c\u200e\u2066\u2069\x85\x00', r'\u061c\u200e\u2066\u2069\x85\x00'),
+    (r'back\slash', r'back\slash'),
+  ],
+)
+def test_control_characters_become_visible(text, expected):
+  assert console.printable(text) == expected
+
+
+def test_all_lines_are_printable(capsys, monkeypatch):
+  console.say(HOSTILE)
+  console.say_error(HOSTILE)
+  with console.waiting(HOSTILE):
+    pass
+  stdout, stderr = capsys.readouterr()
+  assert stdout == f'{SHOWN}\n{SHOWN} ...\n'
+  assert stderr == f'{SHOWN}\n'
+  monkeypatch.setattr(console, 'kind_of_output', lambda _: 'terminal')
+  with console.bar(sys.stdout, desc=HOSTILE, total=1) as bar:
+    bar.update()
+  assert SHOWN in capsys.readouterr().out
+
+
+def test_warnings_are_printable(capsys, monkeypatch):
+  handler = logging.get_absl_handler()
+  monkeypatch.setattr(handler, 'filters', [])
+  before = handler.python_handler.formatter, logging.get_verbosity()
+  console.quiet()
+  monkeypatch.setattr(handler.python_handler, 'stream', sys.stderr)
+  logging.warning('Skipped: %s', HOSTILE)
+  assert capsys.readouterr().err == f'WARNING: Skipped: {SHOWN}\n'
+  handler.setFormatter(before[0])
+  logging.set_verbosity(before[1])
+  python_logging.getLogger('asyncio').setLevel(python_logging.NOTSET)
+
+
+def test_the_error_of_a_command_is_printable(capsys):
+  with pytest.raises(SystemExit):
+    main.main(['index', f'/absent/{HOSTILE[:-1]}'])
+  assert f'/absent/{SHOWN[:-6]}' in capsys.readouterr().err
