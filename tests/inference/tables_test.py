@@ -27,6 +27,7 @@ from tests.tasks.detection import detect_canvases_test
 from vit_jax import models
 from vit_jax.commands import predict as predict_command
 from vit_jax.data import records, sources
+from vit_jax.data.images import listing
 from vit_jax.inference import tables
 from vit_jax.run import lock, stopping
 
@@ -560,6 +561,23 @@ def test_patches_are_parquet_arrays_in_small_parts(
   np.testing.assert_allclose(found, want, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+  'method, options, error',
+  [
+    ('table', {'embeddings': True}, "embeddings=True must be .*'features'.*'patches'"),
+    ('table', {'embeddings': ['features']}, 'embeddings=.*must be the name of a layer'),
+    ('table', {'embeddings': 'layer_99'}, "'layer_99' is not a layer .* layer_0"),
+    ('table', {'top': 0}, 'top=0 must be .* at least 1'),
+    ('embed', {'layer': True}, "layer=True must be .*'features'.*'patches'"),
+    ('predict', {'top': -1}, 'top=-1 must be .* at least 1'),
+    ('predict', {'top': 2.5}, 'top=2.5 must be an integer'),
+  ],
+)
+def test_wrong_options_are_named(model, images, method, options, error):
+  with pytest.raises(ValueError, match=error):
+    getattr(model, method)(images[:1], **options)
+
+
 # --- Existing tables ---
 
 
@@ -632,6 +650,18 @@ def test_a_finished_table_with_a_wrong_bit_is_rejected(model, images, tmp_path, 
       write(model, images[:9], out, only_join=only_join)
   out.unlink()
   write(model, images[:9], out)
+
+
+@pytest.mark.parametrize('ending', tables.ENDINGS)
+def test_file_names_that_are_not_utf8_are_escaped(model, images, tmp_path, ending):
+  path = tmp_path / os.fsdecode(b'caf\xe9.png')
+  shutil.copy(images[0], path)
+  out = tmp_path / f'table{ending}'
+  [listed] = listing.expand([str(path)])
+  write(model, [listed, images[5]], out)
+  read = pyarrow.parquet.read_table if ending == '.parquet' else pathlib.Path.read_text
+  text = str(read(out)).replace(2 * '\\', '\\')
+  assert r'caf\udce9.png' in text
 
 
 # --- Files that cannot be written or read ---

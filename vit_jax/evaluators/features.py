@@ -94,8 +94,8 @@ def patches(task) -> Callable:
   grid = models.patch_grid(model_configs.vit_of(task.config.model), task.image_size)
   if grid is None or path not in _sown(task):
     raise ValueError(
-      f"layer='{PATCHES}' needs the patch tokens of a Vision Transformer, which the "
-      f'model of this {task.config.task} lacks: use another layer, such as {LAYER}'
+      f"'{PATCHES}' are the tokens of a Vision Transformer, which the model of the task "
+      f"'{task.config.task}' lacks: use another layer, such as {LAYER}"
     )
 
   def compute(params, extra, batch):
@@ -239,7 +239,7 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
       inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
       near = difflib.get_close_matches(path, sorted(inner), n=3, cutoff=0)
       raise ValueError(
-        f"layer='{path}' is not in the model, which has "
+        f"'{path}' is not a layer of the model, which has "
         f'{", ".join([LAYER, PIXELS, *known])}, and modules such as {", ".join(near)}'
       )
 

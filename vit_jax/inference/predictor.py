@@ -197,6 +197,7 @@ class Predictor:
     self._refuse({k: v for k, v in options.items() if k not in known})
     if embeddings is None:
       return self._columns(**options)
+    _check_layer('embeddings', embeddings, ' (--embeddings)')
     features = self.task.features(embeddings)
     spec = jax.eval_shape(features, self.params, self.extra, self.task.input_spec())
     try:
@@ -248,6 +249,7 @@ class Predictor:
 
     For layers see vit_jax.tasks.parts.Hooks.features.
     """
+    _check_layer('layer', layer)
     return self.run(images, self._features(layer), keep=())[1]
 
   def export(self, out: str | os.PathLike, to: str, **options) -> float:
@@ -321,6 +323,15 @@ class Predictor:
     raise ValueError(
       f"the task '{self.config.task}' has no demo page: add a method `page` to its "
       'predictor, as in vit_jax/tasks/classify.py'
+    )
+
+
+def _check_layer(name: str, layer: str, flag: str = ''):
+  """Raises ValueError unless an argument is the name of a layer."""
+  if not isinstance(layer, str):
+    raise ValueError(
+      f"{name}={layer!r:.80} must be the name of a layer: pass {name}='features' for the "
+      f"inputs of the head, or 'patches' for a token per patch{flag}"
     )
 
 

@@ -156,12 +156,13 @@ def rows(
       yield numbers[i], columns.row(inputs, outputs)
 
   def row_of(number, found):
+    # Names of files that are not UTF-8 have surrogates, which no format can hold.
+    path = source.name(number).encode(errors='backslashreplace').decode()
     if number not in found:
-      why = fault(source, number)
-      if why:
-        return {'path': source.name(number), 'error': why}
+      if why := fault(source, number):
+        return {'path': path, 'error': why.encode(errors='backslashreplace').decode()}
       found.update(predicted(records.Subset, [number]))
-    return {'path': source.name(number), **found.pop(number)}
+    return {'path': path, **found.pop(number)}
 
   for group in groups:
     found = {}

@@ -61,7 +61,8 @@ class Given(records.Source):
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns the number of images and a hash of their names."""
-    names = (f'{self.name(i)}\n'.encode() for i in range(self.num_examples))
+    names = (f'{self.name(i)}\n' for i in range(self.num_examples))
+    names = (name.encode(errors='surrogateescape') for name in names)
     return {**super().fingerprint(), 'images': files.digest(names)}
 
   def name(self, index: int) -> str:

@@ -204,10 +204,12 @@ class Predictor(base.Predictor):
   ) -> list[list[tuple[str, float]]]:
     """Returns (name, probability) of the `top` best classes of each image.
 
-    For images and errors see `outputs`; ValueError also for a model without a head.
+    For images and errors see `outputs`; ValueError also for a model without a head, or
+    if `top` is not at least 1.
     """
     self._refuse(others)
     self._check_head()
+    schema.check('top', top, schema.Count, '--')
     return list(self._best(images, top))
 
   @functools.cached_property

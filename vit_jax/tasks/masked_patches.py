@@ -232,8 +232,9 @@ class Task(base.Task):
 class Predictor(base.Predictor):
   """Predicts masked patches of images."""
 
-  def predict(self, images):
+  def predict(self, images, **others):
     """Returns float32 [3, H, W, C] for each image; see Task.pictures."""
+    self._refuse(others)
     return list(self.task.pictures(*self.run(images)))
 
   def report(self, images, args):

@@ -150,12 +150,12 @@ def expand(paths: Sequence[str]) -> list[str]:
   """
   found = []
   for path in paths:
-    if tf.io.gfile.isdir(path):
+    if tf.io.gfile.isdir(os.fsencode(path)):
       index = list_folder(path, '')
       if not len(index):
         raise FileNotFoundError(f"no images in '{path}': {ENDINGS}")
       found += map(os.fsdecode, index.paths(range(len(index))))
-    elif re.search('[*?[]', path) and not tf.io.gfile.exists(path):
+    elif re.search('[*?[]', path) and not tf.io.gfile.exists(os.fsencode(path)):
       matches = sorted(tf.io.gfile.glob(path))
       if not matches:
         raise FileNotFoundError(f"no file matches '{path}'")

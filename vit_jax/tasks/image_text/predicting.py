@@ -78,12 +78,15 @@ class Predictor(predictor_lib.Predictor):
     classes: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
     top: int = 5,
+    **others,
   ) -> list[list[tuple[str, float]]]:
     """Returns (text, probability) of the `top` best texts of each image.
 
     Takes images, see `outputs`, and either names of classes, which become sentences by
     the templates of the task, or texts as they are.
     """
+    self._refuse(others)
+    schema.check('top', top, schema.Count, '--')
     words, embeddings = self._choices(classes, texts)
     return list(self._best(images, words, embeddings, top))
 

@@ -137,7 +137,8 @@ class Predictor(predictor_lib.Predictor):
     size = min(self.BATCH, len(prefix))
     return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
 
-  def predict(self, images: Sequence[Any]) -> list:
+  def predict(self, images: Sequence[Any], **others) -> list:
+    self._refuse(others)
     return [float(bits) for bits in self.log_likelihood(images)]
 
   def _columns(self, top=5, threshold=None, image_size=None):
