@@ -4,7 +4,9 @@ import argparse
 
 import pytest
 
-from vit_jax.commands import flags
+from vit_jax.commands import convert, flags, predict, train
+from vit_jax.run import config as run_config
+from vit_jax.weights import fetch
 
 
 def test_size_is_a_side_or_height_and_width():
@@ -16,3 +18,44 @@ def test_size_is_a_side_or_height_and_width():
     for parse in (flags.pixels, flags.height_width):
       with pytest.raises(argparse.ArgumentTypeError, match='must be'):
         parse(wrong)
+
+
+def test_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  (tmp_path / 'mine.py').write_text(
+    'from vit_jax.configs import pretrain\nget_config = pretrain.get_config\n'
+  )
+  args = train.parse(
+    [
+      '--config=~/mine.py:ti16,~/data',
+      '--workdir=~/run',
+      "--config.pretrained={'backbone': '~/b.npz', 'head': 'hf://a/b'}",
+      "--config.evals=(('val', 'train[90%:]', '~/val'), ('test', 'test'))",
+      '--config.tfds_data_dir=~/tfds',
+      '--config.fewshot.dataset=~/probe',
+    ]
+  )
+  config = args.config
+  assert (args.workdir, config.dataset) == (f'{tmp_path}/run', f'{tmp_path}/data')
+  assert dict(config.pretrained) == {
+    'backbone': f'{tmp_path}/b.npz',
+    'head': 'hf://a/b',
+  }
+  assert config.evals == (('val', 'train[90%:]', f'{tmp_path}/val'), ('test', 'test'))
+  assert config.tfds_data_dir == f'{tmp_path}/tfds'
+  assert config.fewshot.dataset == f'{tmp_path}/probe'
+  args = predict.parse(
+    ['--weights=~/w.npz', '--classes=~/names.txt', '~/a.png', 'b.png']
+  )
+  assert (args.weights, args.classes) == (f'{tmp_path}/w.npz', f'{tmp_path}/names.txt')
+  assert args.images == [f'{tmp_path}/a.png', 'b.png']
+  assert convert.parse(['~/a.npz', '~/b']).dst == f'{tmp_path}/b'
+
+
+def test_home_folder_is_expanded_in_python(tmp_path, monkeypatch, tiny_config):
+  monkeypatch.setenv('HOME', str(tmp_path))
+  tiny_config.update(pretrained='~/w.npz', dataset=(('~/data', 0.5), ('digits', 0.5)))
+  config = run_config.complete(tiny_config)
+  assert config.pretrained == f'{tmp_path}/w.npz'
+  assert config.dataset == ((f'{tmp_path}/data', 0.5), ('digits', 0.5))
+  assert str(fetch.local('~/w.npz')) == f'{tmp_path}/w.npz'

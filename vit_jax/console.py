@@ -269,9 +269,9 @@ def size(count: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-  """Formats a number with a noun: '1 seed', '2 processes'."""
+  """Formats a number with a noun: '1 seed', '2 processes', '1,000 images'."""
   plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
-  return f'{number} {noun}{plural}'
+  return f'{number:,} {noun}{plural}'
 
 
 def needed(package: str, extra: str, what: str) -> types.ModuleType:

@@ -21,6 +21,7 @@ import jax
 
 from vit_jax import console
 from vit_jax.configs import models as model_configs
+from vit_jax.distributed import files
 
 # Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
 _OWN_FLAGS = (
@@ -62,6 +63,7 @@ def load(
   from vit_jax.learning import lora
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
 
+  workdir = files.expanded(workdir)
   if epath.Path(workdir).is_file():
     raise ValueError(
       f"workdir='{workdir}' is a file, not the folder of a run: load weights "

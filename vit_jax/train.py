@@ -18,7 +18,7 @@ import optax
 from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture, sources
-from vit_jax.distributed import processes, sharding
+from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import probes, real
 from vit_jax.figures import pictures
 from vit_jax.layers import attention, dtypes, patches, position_kinds
@@ -376,6 +376,7 @@ def train_and_evaluate(
     Interrupted: after a signal, when everything is saved.
   """
   began = time.perf_counter()
+  workdir = files.expanded(workdir)
   prepared = prepare(config, workdir)
   weights = check_start(prepared, workdir)
   taken = contextlib.nullcontext(held) if held else lock.Holder(workdir)
@@ -437,17 +438,20 @@ def _describe(prepared):
     for name, split, dataset in run_config.evaluations(config)
   )
   words = task.describe()
-  images = 'grey images' if config.pp.channels == 1 else 'images'
+  images = 'image' if config.batch == 1 else 'images'
+  if config.pp.channels == 1:
+    images = f'grey {images}'
   if not config.pp.sides:  # Those of canvases have several sizes.
     images += ' of {}x{} pixels'.format(*preprocess.crop_size(config.pp))
   lines = [
     f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
     f'{console.counted(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
     f'{console.counted(jax.process_count(), "process")}, mesh {dict(mesh.shape)}.',
-    f'{mixture.describe(config.dataset)}: {examples:,} training examples '
+    f'{mixture.describe(config.dataset)}: '
+    f'{console.counted(examples, "training example")} '
     f"('{config.pp.train}'), {tested} for evaluation"
     f'{f", {words}" if words else ""}.',
-    f'{steps:,} steps of {config.batch:,} {images}: '
+    f'{console.counted(steps, "step")} of {config.batch:,} {images}: '
     f'{steps * config.batch / examples:,.1f} epochs.',
     f'{_computation(config, mesh)}.',
   ]
@@ -459,9 +463,10 @@ def _describe(prepared):
       f'--config.batch to {examples:,} or less.'
     )
   if steps < _FEW:
+    few = '1 update is' if steps == 1 else f'{steps} updates are'
     lines.append(
-      f'{steps:,} updates are too few to learn much: lower --config.batch or train '
-      'longer (--config.total_epochs or --config.total_steps).'
+      f'{few} too few to learn much: lower --config.batch or train longer '
+      '(--config.total_epochs or --config.total_steps).'
     )
   frozen = sum(optim.frozen_sizes(lora.rules(config), params).values())
   if frozen:

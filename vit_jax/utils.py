@@ -7,6 +7,7 @@ from absl import logging
 from etils import epath
 import jax
 
+from vit_jax.distributed import files
 from vit_jax.learning import optim
 
 create_learning_rate_schedule = optim.create_learning_rate_schedule
@@ -32,7 +33,7 @@ class GFileHandler(python_logging.StreamHandler):
   """Appends log records to a file, local or in a bucket; creates its folder."""
 
   def __init__(self, filename: str, mode: str = 'a'):
-    path = epath.Path(filename)
+    path = epath.Path(files.expanded(filename))
     path.parent.mkdir(parents=True, exist_ok=True)
     super().__init__(path.open(mode))
 

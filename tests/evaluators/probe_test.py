@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -132,12 +133,24 @@ def test_layers_by_number(model):
     ({'shots': ()}, 'pass --shots, --linear or --knn'),
     ({'shots': (0,)}, r'fewshot.shots=\(0,\) must be'),
     ({'shots': (), 'knn': (31,), 'train': 'train[:30]'}, 'knn=31 .* 30 .*--knn'),
-    ({'train': 'train[:30]'}, r'shots=25 .* \d examples .*--shots'),
+    ({'train': 'train[:30]', 'shots': (1, 25)}, r'shots=25 .* \d examples .*--shots'),
   ],
 )
 def test_wrong_arguments(model, mesh, options, message):
   with pytest.raises(ValueError, match=message):
     probe.probe(model, mesh, **{'dataset': 'digits', **options})
+
+
+def test_default_shots_fit_the_smallest_class(model, mesh, monkeypatch, capsys):
+  monkeypatch.setattr(solvers, 'L2', (1e-1,))
+  splits = {'train': 'train[:60]', 'test': 'test[:30]'}
+  result = probe.probe(model, mesh, linear=True, dataset='digits', **splits)
+  [row] = result['fewshot']
+  assert row['shots'] == 1
+  assert result['linear'] is not None
+  assert re.search(
+    r'has only \d training images: no probes with 5, 10, 25', capsys.readouterr().out
+  )
 
 
 def test_a_missing_data_dir_is_named():

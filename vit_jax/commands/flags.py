@@ -14,6 +14,7 @@ from typing import Any
 from etils import epath
 
 from vit_jax import console
+from vit_jax.distributed import files
 
 _CONFIG = 'config'
 
@@ -77,6 +78,9 @@ class Parser(argparse.ArgumentParser):
     found, rest = self.parse_known_intermixed_args(args, namespace)
     if rest:
       self._refuse(rest)
+    # The shell does not expand `~` in --FLAG=~/PATH.
+    for name, value in vars(found).items():
+      setattr(found, name, _with_home(value))
     if getattr(found, 'step', None) is not None and not found.workdir:
       raise ValueError(
         f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
@@ -125,6 +129,13 @@ class Parser(argparse.ArgumentParser):
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
 
 
+def _with_home(value):
+  """Replaces a leading '~' in a string or in each of a list."""
+  if isinstance(value, list):
+    return [*map(_with_home, value)]
+  return files.expanded(value) if isinstance(value, str) else value
+
+
 def _split(words):
   """Returns the config keys of a command line as pairs, and all other words."""
   words, given, rest = list(words), [], []
@@ -154,10 +165,13 @@ def _load_config(found, given, check_config=None):
     return
   # Imported late, so that --help and errors in other flags are fast.
   from vit_jax.configs import schema
-  from vit_jax.run import overrides
+  from vit_jax.run import config as run_config, overrides
 
   found.config, found.config_file = overrides.load(found.config)
-  checks = [lambda: overrides.set_keys(found.config, given)]
+  checks = [
+    lambda: overrides.set_keys(found.config, given),
+    lambda: run_config.expand_paths(found.config),
+  ]
   if check_config:
     checks.append(lambda: check_config(found))
   schema.run_checks(checks)

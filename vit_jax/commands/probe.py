@@ -27,7 +27,8 @@ _FLAGS = {
     type=int,
     nargs='*',
     metavar='N',
-    help='training images per class; without a number: no few-shot probe (1 5 10 25)',
+    help='training images per class; without a number: no few-shot probe (of 1 5 10 25 '
+    'those that every class has)',
   ),
   '--seeds': dict(type=int, nargs='+', metavar='N', help='few-shot draws (0 1 2)'),
   '--l2': dict(type=float, help='penalty of the few-shot probes (1024)'),

@@ -5,7 +5,7 @@ result, an index, is stored in the workdir of the run or next to the images
 (`vit_jax index`), and all processes use it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 import os
 
 from absl import logging
@@ -59,8 +59,9 @@ def usable(
       index.look_again(rows)
       if broken != 'trust':
         _check_share(index, rows, why or images.why_broken, limit, workdir)
-    reasons = list(paths.broken().items())
-    return [(i, x if k < _SHOWN else '') for k, (i, x) in enumerate(reasons)]
+    reasons = paths.broken()
+    shown = _first_of_each(paths, reasons)
+    return [(i, x if i in shown else '') for i, x in reasons.items()]
 
   found = {}
   for share in processes.attempt(f"checking the images of '{where}'", check):
@@ -80,11 +81,11 @@ def usable(
   if not bad or broken == 'trust':
     return paths
   named = named or paths.__getitem__
-  lines = [f'{named(i)}: {found[i]}' for i in bad[:_SHOWN]]
+  lines = [f'{named(i)}: {found[i]}' for i in _first_of_each(paths, bad)]
   if broken != 'skip':
     shown = '\n  '.join(lines)
     raise ValueError(
-      f'{len(bad)} of {len(paths)} images cannot be read:\n  {shown}\n'
+      f'{len(bad):,} of {len(paths):,} images cannot be read:\n  {shown}\n'
       'Repair, restore or delete them, or leave them out with '
       '--config.broken_images=skip'
     )
@@ -95,6 +96,14 @@ def usable(
     len(bad), len(paths), where, lines[0],
   )  # fmt: skip
   return paths.without(bad)
+
+
+def _first_of_each(paths: index_lib.Paths, numbers: Iterable[int]) -> list[int]:
+  """Returns a number of each path to show, sorted by path; images may be repeated."""
+  by_path: dict[str, int] = {}
+  for number in numbers:
+    by_path.setdefault(paths[number], number)
+  return [number for _, number in sorted(by_path.items())[:_SHOWN]]
 
 
 def _check_share(index, rows, why, limit, workdir):

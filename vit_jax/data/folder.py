@@ -10,6 +10,7 @@ import os
 from absl import logging
 import numpy as np
 
+from vit_jax import console
 from vit_jax.data import checking, folder_layout, records, slices
 from vit_jax.data.images import image_files, listing
 from vit_jax.data.lazy import tf
@@ -138,6 +139,6 @@ def _warn_of_ignored(index, taken):
   if count := count + len(index) - taken:
     shown = os.path.join(index.top, *first) if first else 'an image elsewhere'
     logging.warning(
-      'Ignored %d files of %s that are not images in a class folder, the first: %s',
-      count, index.top, shown,
+      'Ignored %s of %s: images belong in class folders; the first: %s',
+      console.counted(count, 'file'), index.top, shown,
     )  # fmt: skip

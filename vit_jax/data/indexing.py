@@ -34,8 +34,8 @@ def make(
   if check and index.check(index.order, why, limit, lambda: index.save(path)):
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
-  broken = [f'{paths[i]}: {why}' for i, why in paths.broken().items()]
-  return path, len(index), broken
+  broken = {f'{paths[i]}: {why}' for i, why in paths.broken().items()}
+  return path, len(index), sorted(broken)
 
 
 def _save(index, path):
@@ -71,7 +71,8 @@ def run(args) -> int:
       args.folder, split, args.check == 'decode', args.max_image_pixels
     )
     seconds = time.perf_counter() - began
-    console.say(f'{path}: {count:,} images, {console.duration(seconds)}.')
+    images = console.counted(count, 'image')
+    console.say(f'{path}: {images}, {console.duration(seconds)}.')
     for line in broken[:_SHOWN]:
       console.say(f'  broken: {line}')
     if broken:

@@ -471,7 +471,7 @@ def _trimmed(labels, kept, listed):
   missing = kept[sizes == 0]
   if len(missing):
     logging.warning(
-      '%d of %d images have no label and do not count, the first: %s',
+      'Images without a label do not count: %d of %d, the first: %s',
       len(missing), len(kept), listed.where(missing[0]),
     )  # fmt: skip
   return labels[:, : max(1, sizes.max())]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from vit_jax import console
 from vit_jax.data.lazy import tfds
 
 
@@ -32,7 +33,9 @@ def bounds(info, instruction: str) -> tuple[int, int]:
   Raises ValueError if it is empty or exceeds the split.
   """
   count, split = info.num_examples, f'{info.name}{instruction}'
-  remedy = f"'{info.name}' has {count:,} examples (config.pp, config.evals)"
+  remedy = (
+    f"'{info.name}' has {console.counted(count, 'example')} (config.pp, config.evals)"
+  )
   try:
     # Under another name, since TFDS does not accept '.'.
     spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')

@@ -96,6 +96,11 @@ def read_json(
     raise ValueError('it is nested too deeply') from None
 
 
+def expanded(path) -> str:
+  """Returns a path whose leading '~' or '~user' is replaced by that home folder."""
+  return os.path.expanduser(os.fspath(path))
+
+
 def temporary_name(path) -> epath.Path:
   """Returns a new hidden path next to a path; each writer has its own."""
   path = epath.Path(path)

@@ -55,7 +55,8 @@ def evaluate(
     names = task.class_names_of(source)
     if not other and task.class_names and names != task.class_names:
       raise ValueError(
-        f"dataset='{config.dataset}' has {len(names)} classes {names[:5]}, and the "
+        f"dataset='{config.dataset}' has {console.counted(len(names), 'class')} "
+        f'{names[:5]}, and the '
         f'model has {len(task.class_names)} {task.class_names[:5]}: use data with '
         'the same classes'
       )

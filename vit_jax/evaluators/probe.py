@@ -33,7 +33,8 @@ def probe(
   """Probes the features of a model, the result of `predict.load` or `load_weights`.
 
   Its parameters, on the devices of `mesh`, are not changed. `shots` are the images per
-  class of the few-shot probes, by default SHOTS, or none if all layers are probed;
+  class of the few-shot probes, by default those of SHOTS that every class has, or none
+  if all layers are probed;
   `linear` adds a probe of all training images, and `knn` votes of so many nearest ones,
   such as KNN. `options` are further keys of `config.fewshot`, see configs/common.py:
   weights without a run need a `dataset`, and `layer` can also be 'all', 'last', or a
@@ -53,7 +54,8 @@ def probe(
     )
   layer = str(options.pop('layer', config.fewshot.layer))
   every = layer == probes.ALL
-  if shots is None:
+  is_default = shots is None
+  if is_default:
     shots = () if every else SHOTS
   if every and (shots or knn or not linear):
     raise ValueError(
@@ -67,10 +69,10 @@ def probe(
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
-  made = probes.FewShot(model.task, mesh)
+  made = probes.FewShot(model.task, mesh, drop_shots=is_default and not every)
   dataset, train, test = probes.splits(config)
   few, near, rows, state = {}, {}, [], (model.params, model.extra)
-  if shots:
+  if made.shots:
     [few] = made.accuracies(*state).values()
   if knn:
     near = made.neighbours(config.fewshot.knn, *state)
@@ -100,8 +102,8 @@ def probe(
 def table(result: dict) -> str:
   """Formats the result of `probe`."""
   head = (
-    f'{result["dataset"]}, {result["num_classes"]} classes: trained on '
-    f"'{result['train']}' ({result['num_train']:,} images), tested on "
+    f'{result["dataset"]}, {console.counted(result["num_classes"], "class")}: trained on '
+    f"'{result['train']}' ({console.counted(result['num_train'], 'image')}), tested on "
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:

@@ -54,14 +54,16 @@ class Probe:
     fit: function from features to a classifier, see solvers.
     skip_empty: whether to leave out classes without training images.
     knn: numbers of neighbours for `neighbours`, to be checked.
+    drop_shots: whether to leave out `shots` that the smallest class has not, instead of
+      raising ValueError.
   """
 
   def __init__(
     self, task, mesh, workdir, *, splits, layers, shots, seeds, fit, pp, skip_empty=False,
-    knn=(),
+    knn=(), drop_shots=False,
   ):  # fmt: skip
     self.task, self.mesh, self.workdir = task, mesh, workdir
-    self.shots, self._fit, self._pp = shots, fit, pp
+    self.shots, self._fit, self._pp = tuple(shots), fit, pp
     dataset, train, test = splits
 
     self.extractor = self._extractor(layers)
@@ -77,9 +79,12 @@ class Probe:
     if shots or knn:
       labels = features.read_labels(task.config, mesh, self.train)
       _check_neighbours(knn, labels)
-    if shots:
+    if drop_shots:
+      self.shots = _fitting(self.shots, labels, self.class_names)
+    if self.shots:
+      most = max(self.shots)
       self._chosen = [
-        choose(labels, self.class_names, max(shots), seed, skip_empty) for seed in seeds
+        choose(labels, self.class_names, most, seed, skip_empty) for seed in seeds
       ]
 
   def _extractor(self, layers):
@@ -156,6 +161,19 @@ def _numbers(test_names, train_names) -> np.ndarray:
   return np.array([*(numbers[name] for name in test_names), -1])
 
 
+def _fitting(shots: Sequence[int], labels, class_names) -> tuple[int, ...]:
+  """Returns the shots that the smallest class has; prints the others."""
+  sizes = np.bincount(labels[labels >= 0], minlength=len(class_names))
+  fitting = tuple(n for n in shots if n <= sizes.min())
+  if len(fitting) < len(shots):
+    images = console.counted(int(sizes.min()), 'training image')
+    console.say(
+      f"Class '{class_names[sizes.argmin()]}' has only {images}: no probes with "
+      f'{", ".join(str(n) for n in shots if n not in fitting)} shots.'
+    )
+  return fitting
+
+
 def _check_neighbours(counts, labels):
   known = int((labels >= 0).sum())
   if max(counts, default=0) > known:
@@ -173,13 +191,13 @@ class FewShot(Probe):
   images, of which the centre is cropped (256 and 224 pixels in big_vision).
   """
 
-  def __init__(self, task, mesh, workdir=None):
+  def __init__(self, task, mesh, workdir=None, drop_shots: bool = False):
     config, options = task.config, task.config.fewshot
     super().__init__(
       task, mesh, workdir, splits=splits(config), layers=options.layer,
       shots=options.shots, seeds=options.seeds, pp=squeezed(config.pp, options.squeeze),
       fit=lambda x: solvers.least_squares(x, len(self.class_names), options.l2),
-      knn=options.knn,
+      knn=options.knn, drop_shots=drop_shots,
     )  # fmt: skip
 
   def run(self, params, extra, stop=engine.never):

@@ -10,6 +10,7 @@ import textwrap
 
 import numpy as np
 
+from vit_jax import console
 from vit_jax.figures import colors, drawing, invariance, results
 from vit_jax.run import metrics as metrics_lib
 
@@ -33,7 +34,7 @@ def attention_distances(distances, uniform: float, count: int):
   layers, heads = distances.shape
   fig = drawing.new_figure(
     7.2,
-    f'Mean attention distance of {heads} heads per layer, over {count} images',
+    f'Mean attention distance of {heads} heads per layer, over {console.counted(count, "image")}',
   )
   axes = fig.subplots()
   x = np.arange(1, layers + 1)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vit_jax import console
 from vit_jax.run import workdir as workdir_lib
 
 _SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
@@ -129,7 +130,7 @@ def describe(model) -> tuple[str, dict[str, str]]:
   height, width = model.task.image_size
   facts = {
     'parameters': f'{count:,}',
-    'images': f'{height} x {width} pixels, {config.pp.channels} channels',
+    'images': f'{height} x {width} pixels, {console.counted(config.pp.channels, "channel")}',
   }
   if model.class_names:
     facts['classes'] = f'{len(model.class_names):,}'

@@ -91,8 +91,8 @@ def run(
         rate = begun / (said - started)
         left = console.duration(max(0, total - begun) / rate)
         console.say(
-          f'{what}: {min(begun, total):,} of {total:,} images, {rate:.1f} per '
-          f'second, {left} left.'
+          f'{what}: {min(begun, total):,} of {console.counted(total, "image")}, '
+          f'{rate:.1f} per second, {left} left.'
         )
     while waiting:
       yield _fetch(waiting.popleft()[1], mesh)

@@ -19,6 +19,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import pathlib
 from typing import Any, Literal, NamedTuple
 
 from etils import epath
@@ -89,7 +90,7 @@ def export(
   missing, and ValueError if an argument is wrong, the model cannot be exported in this
   way, or the result differs.
   """
-  out = epath.Path(out)
+  out = epath.Path(files.expanded(out))
   check(out, to, dtype, image_size)
   options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
   changed = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
@@ -127,6 +128,9 @@ def export(
   console.say(
     f"'{out}': {to}; largest difference from JAX on {where}: {difference:.1e}"
   )
+  for path in sorted(pathlib.Path(out).rglob('*')):
+    if path.is_file():
+      console.say(f'  {path}  {console.size(path.stat().st_size)}')
   return difference
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit_jax import input_pipeline
+from vit_jax import console, input_pipeline
 from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine, int8, tables, user_images
@@ -68,7 +68,7 @@ class Predictor:
       f'{height}x{width} pixels',
     ]
     if self.class_names:
-      words.append(f'{len(self.class_names):,} classes')
+      words.append(console.counted(len(self.class_names), 'class'))
     if self.origin:
       words.append(f"from '{self.origin}'")
     if self.step:

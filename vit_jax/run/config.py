@@ -18,6 +18,7 @@ import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import common, models as model_configs, schema, task_options
+from vit_jax.distributed import files
 from vit_jax.layers import position_kinds
 
 # Name -> module of the tasks of this package. A config can also name any other
@@ -35,6 +36,13 @@ TASKS = {
 # Keys of the original without an effect: the fields of a model imply its type, and
 # data are shuffled without a buffer.
 _GONE = ('model_type', 'shuffle_buffer')
+
+# Keys, at any depth, whose values are or may contain paths.
+_PATHS = (
+  'classes', 'dataset', 'evals', 'palette', 'pretrained', 'pretrained_dir',
+  'real_labels', 'teacher_workdir', 'templates', 'tfds_data_dir', 'tfds_manual_dir',
+  'vocab_path',
+)  # fmt: skip
 
 # Key of a Transformer -> another key, and the values of that key that read the first.
 _READ_BY = {
@@ -145,7 +153,29 @@ def with_keys(config) -> ml_collections.ConfigDict:
     schema.fill(config, common.Config)
     if isinstance(config.model, ml_collections.ConfigDict):
       config.model = model_configs.with_options(config.model)
+  expand_paths(config)
   return config
+
+
+def expand_paths(config):
+  """Replaces a leading '~' in the paths of a config, in place."""
+  for key, value in config.items():
+    if isinstance(value, ml_collections.ConfigDict) and key not in _PATHS:
+      expand_paths(value)
+    elif key in _PATHS:
+      with config.unlocked():
+        config[key] = _with_homes(value)
+
+
+def _with_homes(value):
+  """Expands each string of a value, which may be nested."""
+  if isinstance(value, str):
+    return files.expanded(value)
+  if isinstance(value, tuple | list):
+    return type(value)(map(_with_homes, value))
+  if schema.is_mapping(value):
+    return {part: _with_homes(path) for part, path in value.items()}
+  return value
 
 
 def check_types(config, closed: bool = False):
@@ -546,8 +576,8 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     total = round(epochs * num_examples / config.batch)
     if not total:
       raise ValueError(
-        f'total_epochs={epochs} of {num_examples} examples is less than one batch '
-        f'of {config.batch}: raise --config.total_epochs, or lower --config.batch'
+        f'total_epochs={epochs} of {console.counted(num_examples, "example")} is less '
+        f'than one batch of {config.batch}: raise --config.total_epochs, or lower --config.batch'
       )
     schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs
@@ -560,7 +590,8 @@ def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
     if warmup >= total:
       warmup = total // 10
       logging.warning(
-        f'warmup_epochs={epochs} would take all of the {total} steps: warm-up is '
+        f'warmup_epochs={epochs} would take the whole run of '
+        f'{console.counted(total, "step")}: warm-up is '
         f'{console.counted(warmup, "step")}'
       )
   config = copy.deepcopy(config)

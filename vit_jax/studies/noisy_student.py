@@ -22,6 +22,7 @@ import ml_collections
 from vit_jax import console, predict, train
 from vit_jax.configs import noisy_student as recipe
 from vit_jax.data import sources
+from vit_jax.distributed import files
 from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.studies import labelling, runs as runs_lib, summaries
@@ -40,6 +41,7 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   anything is trained.
   """
   _check(config)
+  workdir = files.expanded(workdir)
   counts = [_check_data(config, seed) for seed in config.seeds]
   found, given = {}, config.teacher_workdir
 
@@ -106,8 +108,8 @@ def _check_data(config, seed) -> int:
     names = tuple(metadata.get('class_names', ()))
     if names != labelled.class_names:
       raise ValueError(
-        f"the teacher in '{config.teacher_workdir}' has {len(names)} classes, "
-        f"{list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
+        f"the teacher in '{config.teacher_workdir}' has "
+        f"{console.counted(len(names), 'class')}, {list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
         f'{list(labelled.class_names[:5])}: pseudo-labels need a teacher with the '
         'same classes (config.teacher_workdir)'
       )

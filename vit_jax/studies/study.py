@@ -20,6 +20,7 @@ from vit_jax import console, models
 from vit_jax.configs import common, schema
 from vit_jax.data import sources
 from vit_jax.data.augmentation import geometry
+from vit_jax.distributed import files
 from vit_jax.planning import costs, flops
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
@@ -72,7 +73,7 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   study.json, see summaries.report. Raises ValueError if the config is wrong, before
   anything is trained, and runs.Failed after the table if runs failed.
   """
-  config = _complete(config)
+  config, workdir = _complete(config), files.expanded(workdir)
   variants = _variants(config)
   # All seeds take the same compute.
   places = [
@@ -97,6 +98,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   scratch', and their margin. Raises as `study` does.
   """
   config = runs_lib.complete(config, Transfer, 'a transfer')
+  workdir = files.expanded(workdir)
   pretraining = runs_lib.Run('pretrain', config.pretrain)
   config.finetune.pretrained = f'{workdir}/{pretraining.name}'
   tuned = runs_lib.over_seeds('finetune', config.finetune, config.seeds)

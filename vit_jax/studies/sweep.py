@@ -16,6 +16,7 @@ import ml_collections
 from vit_jax import console, train
 from vit_jax.configs import common, schema
 from vit_jax.data import sources
+from vit_jax.distributed import files
 from vit_jax.run import config as run_config
 from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summaries
 
@@ -88,7 +89,7 @@ def sweep(
   the rows of test.json. Diverged combinations just lose; if other runs failed,
   runs.Failed is raised after a table.
   """
-  plan = make(config, values, **options)
+  plan, workdir = make(config, values, **options), files.expanded(workdir)
   runs = plan.choice_runs()
   if only is not None:
     tests = map(plan.test_runs, plan.combinations())

@@ -13,7 +13,7 @@ import ml_collections
 from vit_jax import console
 from vit_jax.configs import common, vtab as vtab_config
 from vit_jax.data.tfds import builders, vtab as data, vtab_tasks
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.run import config as run_config
 from vit_jax.studies import runs as runs_lib, summaries
 
@@ -38,7 +38,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   without data. Raises as study.study does, and FileNotFoundError if no task has data on
   this machine.
   """
-  runs = _by_task(config)
+  runs, workdir = _by_task(config), files.expanded(workdir)
   every = [*itertools.chain(*runs.values())]
   runs_lib.check(every, workdir, config.checkpoints)
   done = runs_lib.collect(every, workdir).done
@@ -50,7 +50,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'no task of VTAB has data on this machine: get them as described above, or '
       'name the folder of the TFDS data sets (--config.run.tfds_data_dir)'
     )
-  say(f'{len(chosen)} runs in {workdir}:')
+  say(f'{console.counted(len(chosen), "run")} in {workdir}:')
   outcome = runs_lib.train_all(chosen, workdir, config.checkpoints)
   accuracies = {task: outcome.by_seed(found, _METRIC) for task, found in runs.items()}
   rows = _report(config, accuracies, workdir)

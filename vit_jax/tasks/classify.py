@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline, models
+from vit_jax import console, input_pipeline, models
 from vit_jax.configs import schema, task_options
 from vit_jax.data.augmentation import mixing
 from vit_jax.figures import drawing, gallery, grids, internals
@@ -182,7 +182,7 @@ class Task(base.Task):
     return Predictor(self, params, extra, step)
 
   def describe(self):
-    return f'{len(self.class_names):,} classes'
+    return console.counted(len(self.class_names), 'class')
 
 
 class Predictor(base.Predictor):

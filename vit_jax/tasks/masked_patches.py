@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import models, models_vit
+from vit_jax import console, models, models_vit
 from vit_jax.configs import task_options
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
@@ -242,7 +242,8 @@ class Predictor(base.Predictor):
     out = epath.Path(args.out)
     pictures = np.stack(self.predict(images))
     out.write_bytes(images_lib.encode_png(_draw(pictures)))
-    return [f'Wrote {len(pictures)} images, masked and predicted, to {out}']
+    images_ = console.counted(len(pictures), 'image')
+    return [f'Wrote {images_}, masked and predicted, to {out}']
 
   def page(self):
     """Shows an image, the masked image and the prediction."""

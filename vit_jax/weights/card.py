@@ -108,7 +108,8 @@ def _facts(run, workdir) -> dict[str, str]:
   if run.dataset is not None:  # Else its weights were converted.
     names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
     facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
-    facts['training'] = f'{run.total_steps:,} steps of {run.batch:,} images'
+    steps = console.counted(run.total_steps, 'step')
+    facts['training'] = f'{steps} of {console.counted(run.batch, "image")}'
   prefixes = tuple(f'{name}_' for name in run_config.get_task(run.task).metrics(run))
   for line in metrics_lib.read(workdir):
     last |= {key: x for key, x in line.items() if key.startswith(prefixes)}

@@ -171,6 +171,7 @@ def convert(
   """
   if hub.is_at(dst):
     raise ValueError(f"DST '{dst}' is on the hub: pass --push={dst} instead")
+  dst = files.expanded(dst)
   target = epath.Path(dst)
   to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
   if to not in KINDS:
@@ -260,10 +261,12 @@ def run(args) -> None:
     model, notes = convert(args.src, args.dst, **options)
   count = sum(x.size for x in jax.tree.leaves(model.params))
   size = 'x'.join(map(str, model.image_size or ('any size',)))
-  classes = f'{model.num_classes:,}' if model.num_classes else 'no'
+  classes = 'no classes'
+  if model.num_classes:
+    classes = console.counted(model.num_classes, 'class')
   console.say(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
-    f'images of {size}, {classes} classes'
+    f'images of {size}, {classes}'
   )
   for note in notes:
     console.say(f'note: {note}')

@@ -43,7 +43,7 @@ def is_remote(path: str) -> bool:
 def local(path: str) -> epath.Path:
   """Returns where `fetch` puts a remote file; a local path itself."""
   if not is_remote(path):
-    return epath.Path(path)
+    return epath.Path(files.expanded(path))
   name = path.split('?')[0].rpartition('/')[2]
   folder = hashlib.sha256(path.encode()).hexdigest()[:16]
   return epath.Path(console.cache_folder() / folder / name)
@@ -123,12 +123,12 @@ def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
   The copy appears only when it is complete. `block_size` are the bytes that are read
   at a time. FileNotFoundError if there is no such file.
   """
-  source = epath.Path(src)
+  source = epath.Path(files.expanded(src))
   if not source.is_file():
     raise FileNotFoundError(f"src='{src}' is not a file: pass the path of one")
   with source.open('rb') as f:
     label = str(src) if progress else None
-    _write(f, epath.Path(dst), source.stat().length, label, block_size)
+    _write(f, epath.Path(files.expanded(dst)), source.stat().length, label, block_size)
 
 
 def _write(source, target, length, label, block_size=_BLOCK):

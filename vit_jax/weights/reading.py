@@ -33,7 +33,7 @@ import jax
 import numpy as np
 
 from vit_jax import console
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.weights import arrays, descriptions, fetch, hub, identify, paths, published
 from vit_jax.weights.families import families
 
@@ -144,7 +144,9 @@ def _fetched(path):
 
 def check_packages(path: str):
   """Raises ImportError if a package is missing that reads these weights."""
-  file = epath.Path(str(path).partition('?')[0].partition('://')[2] or path)
+  file = epath.Path(
+    str(path).partition('?')[0].partition('://')[2] or files.expanded(path)
+  )
   if hub.is_at(path):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not (file / 'checkpoints').exists():

@@ -79,7 +79,7 @@ def save(params, path: str):
   head = 'resnet/head/conv2d/kernel'
   if head in found:  # Published BiT files hold it as a 1x1 convolution.
     found[head] = found[head][None, None]
-  target = epath.Path(path)
+  target = epath.Path(files.expanded(path))
   target.parent.mkdir(parents=True, exist_ok=True)
   with files.replacing(target) as f:
     np.savez(f, **found)

@@ -49,7 +49,8 @@ def lines(root: str, base: str) -> list[manifest.Line]:
     raise ValueError(f"'{place.path}' has no captions: add some")
   if len(images) < len(found.images):
     lost = len(found.images) - len(images)
-    console.say(f"{lost:,} images of '{place.path}' without a caption are left out.")
+    images_ = console.counted(lost, 'image')
+    console.say(f"Left out {images_} of '{place.path}' without a caption.")
   files = [image.file_name for image in images]
   where = layout.folder_of(place.path, place.folders, files)
   return [

@@ -81,7 +81,7 @@ def retried(path, function):
 
 def read_file(path) -> bytes:
   """Returns the contents of an image file, local or with a scheme; see `retried`."""
-  return retried(os.fsencode(path), _read)
+  return retried(os.fsencode(os.path.expanduser(path)), _read)
 
 
 def _read(path):

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline, models, preprocess
+from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import models as model_configs, task_options
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
@@ -408,7 +408,8 @@ class Task(base.Task):
     return [means.Means(self, mesh, source), ap.AveragePrecision(self, mesh, source)]
 
   def describe(self):
-    words = f'{len(self.class_names):,} classes, {self.model.num_queries} queries'
+    classes = console.counted(len(self.class_names), 'class')
+    words = f'{classes}, {self.model.num_queries} queries'
     if self.config.pp.sides:
       sizes = ', '.join(f'{height}x{width}' for height, width in self.image_sizes)
       words += f', images on canvases of {sizes} pixels'

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import input_pipeline, models, preprocess
+from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data.lazy import tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
@@ -324,7 +324,7 @@ class TextTask(Task):
     """Returns the tokens of `count` texts, and a description of the texts."""
     found = templates_lib.TEMPLATES['short'][:count]
     tokens = self.tokenizer(templates_lib.fill(['cat'], found))
-    return {'tokens': tokens}, f'{count} texts'
+    return {'tokens': tokens}, console.counted(count, 'text')
 
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:

@@ -122,4 +122,5 @@ def _write(task, params, extra, source, mesh, path, stop):
 
   processes.from_first('writing the embeddings', finish)
   size = console.size(os.path.getsize(path))
-  console.say(f'Wrote the embeddings of {total:,} images to {path} ({size}).')
+  images = console.counted(total, 'image')
+  console.say(f'Wrote the embeddings of {images} to {path} ({size}).')

@@ -141,7 +141,7 @@ class Predictor(predictor_lib.Predictor):
     types = {'text': str, 'embedding': (float, len(rows[0]['embedding']))}
     with files.replacing(epath.Path(args.out)) as file:
       file.write(tables.encode(rows, types, epath.Path(args.out).suffix))
-    console.say(f"'{args.out}': {len(rows):,} texts")
+    console.say(f"'{args.out}': {console.counted(len(rows), 'text')}")
 
   def report(self, images, args):
     """Yields the path of each image, then its best texts as lines.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import models_igpt, preprocess
+from vit_jax import console, models_igpt, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
@@ -158,7 +158,7 @@ class Predictor(predictor_lib.Predictor):
     how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
     if args.sample is not None:
       picture = draw(self.sample(args.sample, **how))
-      lines = [f'Wrote {args.sample} samples to {args.out}']
+      lines = [f'Wrote {console.counted(args.sample, "sample")} to {args.out}']
     elif args.complete:
       given, completed, kept = self._complete(args.complete, args.rows, **how)
       picture = grids.side_by_side({'given': cut(given, kept), 'completed': completed})
