@@ -381,6 +381,8 @@ def test_topologies_and_configs_that_do_not_fit(results):
     (['--config.dataset=/no/folder'], "dataset='/no/folder' does not exist"),
     (['--json=/no/folder/x.json'], "json='/no/folder/x.json'.*does not exist"),
     (['--topology=v5e:2x2x2'], "topology='v5e:2x2x2' is unknown.*v5e:4x4"),
+    (['--topology=v5e:1000x1000'], '1,000,000 chips .* largest is v5e:16x16, 256 '),
+    (['--topology=2xv4:32x32x32', '--search'], '32,768 chips .* v4:16x16x16, 4,096 '),
     (['--config=configs/vtab.py:b16'], "trainer='vtab': a plan needs the conf"),
   ],
 )
@@ -388,6 +390,17 @@ def test_wrong_arguments(args, message):
   config = '--config=configs/pretrain.py:ti16,imagenet2012'
   with pytest.raises(ValueError, match=message):
     plan_command.main([config, *args])
+
+
+def test_largest_slices():
+  largest = {
+    name: topology.parse(chip.largest) for name, chip in topology.CHIPS.items()
+  }
+  assert {name: shape for name, (_, _, shape) in largest.items()} == {
+    'v2': 'v2:16x16', 'v3': 'v3:32x32', 'v4': 'v4:16x16x16', 'v5e': 'v5e:16x16',
+    'v5p': 'v5p:16x16x24', 'v6e': 'v6e:16x16',
+  }  # fmt: skip
+  assert topology.parse('9xv5e:1x256')[1:] == (9, 'v5e:1x256')
 
 
 def test_counts_the_images_of_a_folder(image_folder):

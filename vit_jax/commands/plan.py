@@ -26,6 +26,7 @@ import argparse
 from collections.abc import Callable, Sequence
 
 from vit_jax.commands import flags
+from vit_jax.planning import topology
 
 
 def make_parser() -> flags.Parser:
@@ -78,7 +79,8 @@ def _check_config(args):
 def main(argv: Sequence[str]) -> int:
   args = parse(argv, _check_config)
   flags.check_output('json', args.json)
-  from vit_jax.planning import plan
+  topology.parse(args.topology)
+  from vit_jax.planning import plan  # Imports JAX.
 
   plan.run(args)
   return 0

@@ -1,6 +1,7 @@
 """TPU versions and their topologies, for planning without a TPU."""
 
 import contextlib
+import math
 import os
 import re
 from typing import NamedTuple
@@ -18,19 +19,22 @@ class Chip(NamedTuple):
   network: float  # Bytes per second over all links of the chip, one way.
   per_chip: int  # Devices on a chip.
   example: str  # A topology of this version.
+  largest: str  # The largest slice.
   config: str | None = None  # Of the chip, for versions with several.
 
 
-# From Google Cloud's documentation of each version. On v4 and v5p the two cores
-# of a chip work as one device.
+# From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
+# on). The largest slices of v2 and v3 have 512 and 2,048 cores, those of v4, v5e and v6e
+# are their pods of 4,096, 256 and 256 chips, and of v5p's pod of 8,960 chips a job gets
+# 6,144 at most. On v4 and v5p the two cores of a chip work as one device.
 _ONE = 'megacore'
 CHIPS = {
-  'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2'),
-  'v3': Chip(16 * GIB, 123e12 / 2, 328e9, 2, 'v3:4x4'),
-  'v4': Chip(32 * GIB, 275e12, 300e9, 1, 'v4:2x2x1', _ONE),
-  'v5e': Chip(16 * GIB, 197e12, 200e9, 1, 'v5e:4x4'),
-  'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', _ONE),
-  'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4'),
+  'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2', 'v2:16x16'),
+  'v3': Chip(16 * GIB, 123e12 / 2, 328e9, 2, 'v3:4x4', 'v3:32x32'),
+  'v4': Chip(32 * GIB, 275e12, 300e9, 1, 'v4:2x2x1', 'v4:16x16x16', _ONE),
+  'v5e': Chip(16 * GIB, 197e12, 200e9, 1, 'v5e:4x4', 'v5e:16x16'),
+  'v5p': Chip(95 * GIB, 459e12, 600e9, 1, 'v5p:2x2x1', 'v5p:16x16x24', _ONE),
+  'v6e': Chip(32 * GIB, 918e12, 400e9, 1, 'v6e:4x4', 'v6e:16x16'),
 }
 _OF_OTHERS = re.compile('--xla_(cpu|gpu|force_host|backend|llvm)_')
 _EXAMPLES = ', '.join(chip.example for chip in CHIPS.values())
@@ -40,7 +44,7 @@ def parse(name: str) -> tuple[Chip, int, str]:
   """Returns the kind of device, the number of slices, and the topology of a slice.
 
   'v3:4x4' is one slice, and '2xv5e:4x4' two slices 'v5e:4x4'. ValueError if the name
-  has another form.
+  has another form, or no slice of the version has so many chips.
   """
   # The compiler ends the process with 0 chips along an axis.
   number = '[1-9][0-9]{0,3}'
@@ -51,7 +55,18 @@ def parse(name: str) -> tuple[Chip, int, str]:
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
     )
+  if _num_chips(match[2]) > _num_chips(chip.largest):
+    raise ValueError(
+      f"topology='{name}': a slice of {_num_chips(match[2]):,} chips does not exist, the "
+      f'largest is {chip.largest}, {_num_chips(chip.largest):,} chips: pass at most that, '
+      f'or several slices, such as 2x{chip.largest} (--topology)'
+    )
   return chip, int(match[1] or 1), match[2]
+
+
+def _num_chips(shape: str) -> int:
+  """Returns the number of chips of a slice such as 'v3:4x4'."""
+  return math.prod(map(int, shape.partition(':')[2].split('x')))
 
 
 @contextlib.contextmanager
