@@ -1,7 +1,9 @@
 """Tests of exported models, run by the programs that serve them."""
 
+import errno
 import functools
 import json
+import os
 import subprocess
 import sys
 
@@ -179,6 +181,8 @@ def test_command_exports_a_run_that_is_served_without_vit_jax(
   assert command.main(argv) == 0
   output = capsys.readouterr().out
   assert '5 random images' in output
+  for name in ('model.json', 'model.stablehlo'):
+    assert f'{out / name}  {(out / name).stat().st_size:,} bytes' in output
   facts = json.loads((out / 'model.json').read_text())
   assert facts['inputs'] == {'image': {'shape': ['batch', 8, 8, 1], 'dtype': 'uint8'}}
   assert facts['outputs']['logits'] == {'shape': ['batch', 10], 'dtype': 'float32'}
@@ -266,6 +270,27 @@ def test_a_model_that_differs_from_jax_is_not_kept(vit, tmp_path, monkeypatch):
   with pytest.raises(ValueError, match='differs from JAX by .*--to'):
     vit.export(tmp_path / 'out', 'onnx', dtype='bfloat16')
   assert not list(tmp_path.iterdir())
+
+
+def test_errors_of_storage_name_the_folder_and_leave_nothing(
+  vit, tmp_path, monkeypatch
+):
+  def full_disk(program, folder):
+    (folder / 'half').touch()
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  def full_disk_of_tensorflow(*args, **kwargs):
+    raise tf.errors.ResourceExhaustedError(None, None, 'x.pb; No space left on device')
+
+  monkeypatch.setitem(export.FORMATS, 'stablehlo', (full_disk, None))
+  monkeypatch.setattr(tf.saved_model, 'save', full_disk_of_tensorflow)
+  for to in ('stablehlo', 'saved_model'):
+    out = tmp_path / to
+    with pytest.raises(OSError, match=f"^out='{out}' cannot be written: .*No space"):
+      export.export(vit, out, to)
+  assert not list(tmp_path.iterdir())
+  with pytest.raises(OSError, match="^out='/proc/x' cannot be written: .*--out"):
+    export.check('/proc/x', 'stablehlo', None, None)
 
 
 def test_weights_too_large_for_one_file(vit, tmp_path, monkeypatch):

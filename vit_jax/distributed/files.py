@@ -175,6 +175,28 @@ def new_folder(path):
       temporary.rmtree()
 
 
+@contextlib.contextmanager
+def naming_output(path, flag: str):
+  """Makes an OSError in a `with` block one sentence about the path of --FLAG."""
+  try:
+    yield
+  except FileExistsError:  # Its message says what to do.
+    raise
+  except OSError as e:
+    raise OSError(
+      f"{flag}='{path}' cannot be written: {e.strerror or e}; pass a path that is "
+      f'writable and has space (--{flag})'
+    ) from e
+
+
+def check_new_folder(path, flag: str):
+  """Raises OSError, see `naming_output`, unless a folder can be made at `path`."""
+  with naming_output(path, flag):
+    trial = temporary_name(path)
+    trial.mkdir(parents=True)
+    trial.rmtree()
+
+
 def digest(contents: Iterable) -> str:
   """Returns a hash of bytes-like objects, as 32 digits."""
   found = hashlib.blake2b(digest_size=16)

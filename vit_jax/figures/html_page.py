@@ -53,15 +53,7 @@ def check(out) -> epath.Path:
       f"out='{path}' exists and is not an empty folder: pass another folder, or delete "
       'this one first (--out)'
     )
-  try:
-    trial = files.temporary_name(path)
-    trial.mkdir(parents=True)
-    trial.rmtree()
-  except OSError as e:
-    raise OSError(
-      f"out='{path}' cannot be written: {e.strerror or e}; pass a writable folder "
-      '(--out)'
-    ) from e
+  files.check_new_folder(path, 'out')
   return path
 
 
@@ -77,7 +69,7 @@ def write(
   `facts` about the model and reasons for `missing` figures are by name; `sections`
   are pairs of a gallery.Entry and the contents of its PNG files by name.
   """
-  with files.new_folder(check(out)) as folder:
+  with files.naming_output(out, 'out'), files.new_folder(check(out)) as folder:
     for _, pictures in sections:
       for name, data in pictures.items():
         (folder / f'{name}.png').write_bytes(data)

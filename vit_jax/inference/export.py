@@ -86,9 +86,9 @@ def export(
       and the format allow it; None: as in evaluation.
     command: the command that `model.json` records.
 
-  Raises FileExistsError if `out` exists, ImportError if a package for the format is
-  missing, and ValueError if an argument is wrong, the model cannot be exported in this
-  way, or the result differs.
+  Raises FileExistsError if `out` exists, OSError if it cannot be written, ImportError if
+  a package for the format is missing, and ValueError if an argument is wrong, the model
+  cannot be exported in this way, or the result differs.
   """
   out = epath.Path(files.expanded(out))
   check(out, to, dtype, image_size)
@@ -107,7 +107,12 @@ def export(
     )
   inputs, where = _inputs(model, program)
   write, load = FORMATS[to]
-  with _cpu(), _without_paths(), files.new_folder(out) as folder:
+  with (
+    _cpu(),
+    _without_paths(),
+    files.naming_output(out, 'out'),
+    files.new_folder(out) as folder,
+  ):
     run = jax.jit(_function(model, features, uint8))
     weights = jax.device_get((model.params, model.extra))
     want = jax.device_get(run(weights, **inputs))
@@ -130,7 +135,7 @@ def export(
   )
   for path in sorted(pathlib.Path(out).rglob('*')):
     if path.is_file():
-      console.say(f'  {path}  {console.size(path.stat().st_size)}')
+      console.say(f'  {path}  {path.stat().st_size:,} bytes')
   return difference
 
 
@@ -151,6 +156,7 @@ def check(out, to: str, dtype: str | None, image_size):
     )
   for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
     console.needed(package, 'onnx', '--to=onnx')
+  files.check_new_folder(out, 'out')
 
 
 def _cpu():
@@ -331,7 +337,10 @@ def _write_saved_model(program, folder):
   }
   # As an attribute of the module it would be traced twice.
   serve = tf.function(serve, autograph=False).get_concrete_function(**signature)
-  tf.saved_model.save(module, os.fspath(folder / '1'), signatures=serve)
+  try:
+    tf.saved_model.save(module, os.fspath(folder / '1'), signatures=serve)
+  except tf.errors.OpError as e:  # Such as ResourceExhaustedError for a full disk.
+    raise OSError(image_files.first_line(e)) from e
 
 
 def _load_saved_model(folder):
