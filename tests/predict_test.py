@@ -18,7 +18,7 @@ import pytest
 
 from tests import processes, tiny_models
 from vit_jax import checkpoint, input_pipeline, predict, train
-from vit_jax.commands import predict as predict_command
+from vit_jax.commands import predict as predict_command, visualize as visualize_command
 from vit_jax.configs import pretrain
 from vit_jax.data import sources
 from vit_jax.evaluators import evaluation
@@ -282,6 +282,23 @@ def test_command_skips_broken_images(
   skipped = [x for x in caplog.messages if x.startswith('Skipped')]
   assert ['x_cut.png' in skipped[0], 'y_text.jpg' in skipped[1]] == [True, True]
   assert len(skipped) == 2
+
+
+def test_a_limit_of_pixels(folder_run, tmp_path, image_folder):
+  workdir, image = folder_run[1], tmp_path / 'large.png'
+  Image.new('RGB', (60, 40)).save(image)
+  message = 'large.png.*60 x 40 pixels.*max_image_pixels=2399.*--max_image_pixels'
+  with pytest.raises(ValueError, match=message):
+    predict.load(workdir, max_image_pixels=2399).predict([str(image)])
+  argv = [f'--workdir={workdir}', '--max_image_pixels=2399']
+  with pytest.raises(ValueError, match=message):
+    predict_command.main([*argv, str(image)])
+  figures = ['--figures=attention_rollout', '--images', str(image)]
+  with pytest.raises(ValueError, match=message):
+    visualize_command.main([*argv, f'--out={tmp_path}/figures', *figures])
+  predict_command.main([argv[0], '--max_image_pixels=2400', str(image)])
+  with pytest.raises(ValueError, match='max_image_pixels=0 must be .* at least 1'):
+    predict.load(workdir, max_image_pixels=0)
 
 
 def test_predicted_images_are_not_kept_in_memory(model):

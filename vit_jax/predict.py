@@ -20,7 +20,7 @@ from etils import epath
 import jax
 
 from vit_jax import console
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files
 
 # Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
@@ -35,6 +35,7 @@ def load(
   step: int | None = None,
   mesh: jax.sharding.Mesh | None = None,
   dtype: str | None = None,
+  max_image_pixels: int | None = None,
 ):
   """Loads a trained model: its parameters (averaged if kept) and extra state.
 
@@ -47,6 +48,8 @@ def load(
     dtype: type of the parameters in memory, 'bfloat16', 'float16' or 'int8' (of
       kernels, see vit_jax/inference/int8.py); computations keep the model's. None: as
       in the run.
+    max_image_pixels: largest image that the model accepts, height times width in
+      pixels. None: as in the run.
 
   Returns:
     The Predictor of the run's task, with `params`, `config`, `metadata`,
@@ -70,6 +73,7 @@ def load(
       'with predict.load_weights (--weights=FILE)'
     )
   config, metadata = workdir_lib.load(workdir)
+  _limit_images(config, max_image_pixels)
   mesh = mesh or _mesh(config)
   if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
     config.sharding_rules = ()
@@ -97,6 +101,7 @@ def load_weights(
   dtype: str | None = None,
   num_heads: int | tuple[int, int] | None = None,
   gelu: str | None = None,
+  max_image_pixels: int | None = None,
 ):
   """Loads a model from weights in any format, without a run.
 
@@ -114,6 +119,7 @@ def load_weights(
     num_heads: number of attention heads, or a pair for image and text tower;
       needed, like `gelu`, for a file without a config that contains it.
     gelu: 'erf', 'tanh' or 'quick'.
+    max_image_pixels: see `load`; None: 89,478,485.
   """
   _check_dtype(dtype)
   from vit_jax.inference import int8
@@ -124,6 +130,7 @@ def load_weights(
   model = convert.read(path, class_names, image_size, num_heads, kept, gelu)
   model = writing.scaled(model)
   config, metadata = writing.as_run(model)
+  _limit_images(config, max_image_pixels)
   task = run_config.get_task(config.task)(config, metadata)
   params, extra = (_moved(tree) for tree in (model.params, model.extra))
   if dtype and kept != dtype:
@@ -138,6 +145,13 @@ def _check_dtype(dtype):
     raise ValueError(
       f"dtype='{dtype}' must be 'bfloat16', 'float16' or 'int8' (--dtype)"
     )
+
+
+def _limit_images(config, max_image_pixels: int | None):
+  """Sets config.max_image_pixels, unless it is None."""
+  if max_image_pixels is not None:
+    schema.check('max_image_pixels', max_image_pixels, schema.Count, '--')
+    config.max_image_pixels = max_image_pixels
 
 
 def _moved(tree: dict) -> dict:
@@ -186,13 +200,17 @@ def _check_flags(model, args, is_table) -> None:
     )
 
 
-def of_flags(args, dtype: str | None = None):
+def of_flags(args, dtype: str | None = None, max_image_pixels: int | None = None):
   """Loads the model of the flags --weights, or --workdir and --step."""
   if args.weights:
     return load_weights(
-      args.weights, dtype=dtype, num_heads=args.num_heads, gelu=args.gelu
+      args.weights,
+      dtype=dtype,
+      num_heads=args.num_heads,
+      gelu=args.gelu,
+      max_image_pixels=max_image_pixels,
     )
-  return load(args.workdir, args.step, dtype=dtype)
+  return load(args.workdir, args.step, dtype=dtype, max_image_pixels=max_image_pixels)
 
 
 def run(args) -> None:
@@ -217,7 +235,7 @@ def run(args) -> None:
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
       'written as a table: pass --out=table.parquet (or .csv or .jsonl)'
     )
-  model = of_flags(args, args.dtype)
+  model = of_flags(args, args.dtype, args.max_image_pixels)
   _check_flags(model, args, is_table)
   if texts_only:
     model.write_texts(args)

@@ -1,6 +1,7 @@
 """Tests of the web demo, in Chromium."""
 
 import argparse
+from concurrent import futures
 import contextlib
 import io
 import json
@@ -18,7 +19,7 @@ from urllib import parse
 import httpx
 import jax
 import numpy as np
-from PIL import Image
+from PIL import ExifTags, Image
 from playwright import sync_api
 import pytest
 
@@ -266,7 +267,10 @@ def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path
     best(page).wait_for()
     for path, text in (
       (broken, "'my photo.jpg' is not an image that can be read"),
-      (large, 'it has 9500 x 9500 pixels, more than max_image_pixels=89478485'),
+      (
+        large,
+        "'large.png' has 9500 x 9500 pixels, more than max_image_pixels=89478485",
+      ),
     ):
       upload(page, path)
       sync_api.expect(toast).to_contain_text(text)
@@ -275,6 +279,38 @@ def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path
       toast.get_by_role('button').last.click()
     upload(page, photos[0])
     best(page).wait_for()
+
+
+def test_one_photo_is_decoded_at_a_time(demo, url, photos, monkeypatch):
+  entered, most = [], []
+  read = demo._read
+
+  def slow_read(*args):
+    entered.append(args)
+    time.sleep(0.2)
+    most.append(len(entered))
+    entered.pop()
+    return read(*args)
+
+  monkeypatch.setattr(demo, '_read', slow_read)
+  [path] = post_file(url, photos[0].read_bytes()).json()
+  with futures.ThreadPoolExecutor(4) as pool:
+    replies = pool.map(
+      lambda session: send_event(url, photo_event(url), [as_file(path)], session),
+      ('a', 'b', 'c', 'd'),
+    )
+    assert all(reply[0][0]['label'] in NAMES for reply in replies)
+  assert most == 4 * [1]
+
+
+def test_large_jpegs_are_decoded_at_a_reduced_size_for_the_page(demo, tmp_path):
+  path = tmp_path / 'photo.jpg'
+  exif = Image.Exif()
+  exif[ExifTags.Base.Orientation] = 6
+  Image.new('RGB', (4_200, 2_200), 'orange').save(path, exif=exif)
+  reduced = demo._decode_for_page(path.read_bytes())
+  assert reduced.shape == (1_050, 550, 3)  # A quarter: 1,024 is still reached.
+  assert demo._read(str(path), 4_200 * 2_200).pixels.shape == (1_024, 536, 3)
 
 
 def test_narrow_screens_show_results_before_examples(browser, url, photos):

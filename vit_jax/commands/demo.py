@@ -12,6 +12,9 @@ from collections.abc import Sequence
 
 from vit_jax.commands import flags
 
+# A larger photo takes seconds and gigabytes to decode, and visitors wait for each other.
+_MAX_PIXELS = 25_000_000
+
 _FLAGS = {
   '--host': dict(
     default='127.0.0.1',
@@ -25,6 +28,7 @@ _FLAGS = {
 def make_parser() -> flags.Parser:
   parser = flags.Parser('demo', __doc__)
   flags.add_model_flags(parser)
+  flags.add_image_flags(parser, _MAX_PIXELS)
   parser.add(_FLAGS)
   return parser
 
@@ -38,6 +42,6 @@ def main(argv: Sequence[str]) -> int:
 
   drawing.require_matplotlib()
   demo.check(args.host, args.port)
-  model = predict.of_flags(args)
+  model = predict.of_flags(args, max_image_pixels=args.max_image_pixels)
   demo.serve(model, *visualize.describe(model), args.host, args.port)
   return 0

@@ -221,6 +221,24 @@ def add_weights_flags(parser: Parser):
   )
 
 
+def add_image_flags(parser: Parser, limit: int | None = None):
+  """Adds --max_image_pixels; `limit` is its default, by default the run's."""
+  default = (
+    f'{limit:,}' if limit else "the run's config.max_image_pixels, else 89,478,485"
+  )
+  parser.add(
+    {
+      '--max_image_pixels': dict(
+        type=count,
+        default=limit,
+        metavar='PIXELS',
+        help='largest image, height times width in pixels; a larger one is rejected '
+        f'before it is decoded, which takes about 30 bytes per pixel ({default})',
+      )
+    }
+  )
+
+
 def add_trust_flags(parser: Parser):
   """Adds --task and --insecure."""
   parser.add(

@@ -113,6 +113,7 @@ _PIXELS = {
 def make_parser() -> flags.Parser:
   parser = flags.Parser('predict', __doc__, _FLAGS)
   flags.add_model_flags(parser)
+  flags.add_image_flags(parser)
   parser.add(_OUTPUT)
   parser.add(_TASKS, 'a table by independent tasks')
   parser.add(_DETECTORS, 'detectors')

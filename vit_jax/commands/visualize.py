@@ -34,6 +34,7 @@ _MOST = 256  # Maximum number of images.
 def make_parser() -> flags.Parser:
   parser = flags.Parser('visualize', __doc__)
   flags.add_model_flags(parser, required=False)
+  flags.add_image_flags(parser)
   parser.add_argument(
     '--images',
     nargs='+',
@@ -136,7 +137,7 @@ def _draw(args):
   title, facts = 'Inductive bias of Vision Transformers', {}
   chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
   if args.workdir or args.weights:
-    model = predict.of_flags(args)
+    model = predict.of_flags(args, max_image_pixels=args.max_image_pixels)
     shown = visualize.subject(
       model, args.images, args.split, args.num_images, args.points, args.foreground
     )
@@ -147,7 +148,8 @@ def _draw(args):
     if args.weights:
       facts['weights'] = args.weights
   if args.inductive_bias:
-    chosen.append((gallery.INDUCTIVE_BIAS, visualize.small_images(args.images)))
+    images = visualize.small_images(args.images, args.max_image_pixels)
+    chosen.append((gallery.INDUCTIVE_BIAS, images))
   for name, why in lacking.items():
     console.say(f'Left out: {name}: {why}.')
   sections = []

@@ -104,7 +104,9 @@ def inductive_bias(images: Sequence[Any] | None = None):
   return figure
 
 
-def small_images(images):
+def small_images(
+  images: Sequence[Any] | None, max_image_pixels: int | None = None
+) -> np.ndarray:
   """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
   from vit_jax import preprocess
   from vit_jax.configs import common
@@ -116,7 +118,7 @@ def small_images(images):
   config = common.get_config()
   config.pp.crop = config.pp.resize = _SMALL
   prepare = lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy()
-  limit = config.max_image_pixels
+  limit = max_image_pixels or config.max_image_pixels
   return np.stack([preprocess.from_user(x, prepare, limit) for x in images])
 
 

@@ -26,6 +26,9 @@ def to_rgb(image: Image.Image) -> np.ndarray:
     return np.repeat(grey[..., None], 3, axis=-1)
   if not image.has_transparency_data:
     return np.asarray(image.convert('RGB'))
-  pixels = np.asarray(image.convert('RGBA'), np.uint16)  # Holds 255 * 255 + 127.
-  colour, alpha = pixels[..., :3], pixels[..., 3:]
-  return ((colour * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
+  pixels = np.asarray(image.convert('RGBA'))
+  alpha = pixels[..., 3:].astype(np.uint16)  # Holds 255 * 255 + 127.
+  colour = pixels[..., :3] * alpha
+  colour += 255 * (255 - alpha) + 127
+  colour //= 255
+  return colour.astype(np.uint8)
