@@ -172,7 +172,7 @@ class Transformer:
   remat: _Remat = ''
   scan: bool | None = None
   gelu: _Gelu = 'tanh'
-  norm_eps: schema.Positive = 1e-6
+  norm_eps: schema.Epsilon = 1e-6
   add_position_embedding: bool = True
   position_embedding: Literal[
     'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
@@ -275,7 +275,7 @@ class Detr(_Model):
 
 
 @dataclasses.dataclass(kw_only=True)
-class _TextTower:
+class TextTower:
   config: str | dict
   width: schema.Count
   num_layers: schema.Count
@@ -286,7 +286,7 @@ class _TextTower:
   causal: bool
   pool: Literal['last', 'eos']
   gelu: _Gelu
-  norm_eps: schema.Positive
+  norm_eps: schema.Epsilon
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -302,7 +302,7 @@ class _Tokens:
 @dataclasses.dataclass(kw_only=True)
 class Lit(_Model):
   image: Vit
-  text: _TextTower
+  text: TextTower
   text_model: Literal['bert', 'text_transformer']
   pp: _Tokens
   out_dim: Any

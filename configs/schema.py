@@ -331,6 +331,7 @@ NonNegative = Annotated[float, Range(ge=0)]
 Probability = Annotated[float, Range(ge=0, le=1)]
 Rate = Annotated[float, Range(ge=0, lt=1)]
 Share = Annotated[float, Range(gt=0, le=1)]
+Epsilon = Annotated[float, Range(gt=0, lt=1)]
 Text = Annotated[str, Fits('a non-empty string', bool)]
 # Which checkpoints of a finished run of a study are kept.
 Kept = Literal['all', 'newest', 'none']

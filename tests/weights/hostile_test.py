@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import random
 import shutil
@@ -77,6 +78,18 @@ def test_warns_about_non_finite_values(tmp_path, caplog):
   assert "a.npz' has NaN or infinite values in nan, inf:" in caplog.text
 
 
+@pytest.mark.parametrize('name', ['/'.join(3001 * 'a'), 2000 * 'a'])
+def test_rejects_deep_and_long_names(tmp_path, name):
+  """Libraries that build trees call themselves once for each level."""
+  arrays = {name: np.ones(2, np.float32)}
+  np.savez(tmp_path / 'a.npz', **arrays)
+  safetensors.numpy.save_file(arrays, tmp_path / 'a.safetensors')
+  torch.save({name: torch.ones(2)}, tmp_path / 'a.pth')
+  for ending in ('npz', 'safetensors', 'pth'):
+    with pytest.raises(ValueError, match=rf"a\.{ending}' .* characters and .* levels"):
+      reading.read(str(tmp_path / f'a.{ending}'))
+
+
 @pytest.mark.parametrize(
   'state, words',
   [
@@ -116,7 +129,20 @@ def test_rejects_json_that_is_not_an_object(tmp_path, good, text):
   'kind, fields, words',
   [
     ('npz', {'model': []}, 'model is .* must be'),
+    ('npz', {'model': {'transformer': 3}}, "no key 'transformer'"),
+    ('npz', {'model': {'transformer': {'num_layers': 9**9}}}, 'no key .*num_layers'),
+    ('npz', {'model': {'transformer': {'norm_eps': 1e400}}}, 'norm_eps is inf'),
+    ('npz', {'model': {'transformer': {'norm_eps': math.nan}}}, 'norm_eps is nan'),
+    ('npz', {'model': {'transformer': {'norm_eps': True}}}, 'norm_eps is True'),
+    ('npz', {'model': {'transformer': {'norm_eps': -1e-6}}}, 'norm_eps is -1e-06'),
+    ('npz', {'model': {'transformer': {'norm_eps': 1e-99}}}, 'range of float32'),
+    ('npz', {'model': {'transformer': {'rope_grid': [2**40, 1]}}}, 'range of .*int32'),
+    ('npz', {'class_names': ['a']}, 'names is 1, but the head has 5'),
+    ('npz', {'class_names': []}, 'names is 0, but the head has 5'),
     ('hf', {'id2label': {'a': 'b'}}, 'id2label.*object'),
+    ('hf', {'id2label': {'00': 'b'}}, 'id2label.*object'),
+    ('hf', {'num_attention_heads': 10**30}, 'num_attention_heads.*range of'),
+    ('hf', {'layer_norm_eps': 1e400}, 'layer_norm_eps is inf'),
     ('hf', {'hidden_act': 'relu'}, "hidden_act.*'relu'"),
     ('hf', {'model_type': 'vitpose'}, "model_type is 'vitpose'"),
     ('timm', {'pretrained_cfg': {'input_size': 3}}, 'input_size.*3'),
@@ -132,6 +158,22 @@ def test_rejects_fields_of_the_wrong_type(tmp_path, good, kind, fields, words):
   (tmp_path / notes).write_text(json.dumps(config | fields))
   with pytest.raises(ValueError, match=f"{notes}'.*{words}"):
     reading.read(str(tmp_path / weights))
+
+
+@pytest.mark.parametrize(
+  'fields, message',
+  [
+    ({'id2label': {'0': 'a'}}, 'names is 1, but the head has 5'),
+    ({'num_hidden_layers': True}, 'num_hidden_layers is True'),
+    ({'num_hidden_layers': 1e400}, 'num_hidden_layers is inf'),
+  ],
+)
+def test_rejects_descriptions_that_do_not_fit(tmp_path, good, fields, message):
+  shutil.copytree(good / 'hf', tmp_path / 'hf')
+  config = json.loads((good / 'hf' / 'config.json').read_text())
+  (tmp_path / 'hf' / 'config.json').write_text(json.dumps(config | fields))
+  with pytest.raises(ValueError, match=f"model.safetensors'.*{message}"):
+    reading.read(str(tmp_path / 'hf'))
 
 
 @pytest.mark.parametrize(

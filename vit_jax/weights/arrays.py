@@ -20,6 +20,8 @@ from vit_jax.distributed import files
 from vit_jax.weights import fetch
 
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
+# Trees are built of names, one level of the tree for each part between slashes.
+_MOST_LEVELS, _LONGEST_NAME = 32, 1000
 # Buffers of PyTorch's models that hold no weights: counters of batch norm, causal
 # masks, and position indices.
 _NO_WEIGHTS = re.compile(
@@ -105,6 +107,12 @@ def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarr
 
 def _checked(name, array, dtype) -> np.ndarray:
   """Returns an array of floats in native byte order; converts it to a `dtype`."""
+  levels = 1 + name.count('/')
+  if levels > _MOST_LEVELS or len(name) > _LONGEST_NAME:
+    raise ValueError(
+      f"'{name[:60]} ...' has {len(name):,} characters and {levels:,} levels, but names "
+      f'of weights have at most {_LONGEST_NAME:,} and {_MOST_LEVELS}'
+    )
   if not isinstance(array, np.ndarray):
     raise ValueError(f"'{name}' is not an array")
   if array.dtype.name not in _FLOATS:

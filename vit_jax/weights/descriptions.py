@@ -5,6 +5,7 @@ what an .npz cannot.
 """
 
 from collections.abc import Callable, Mapping
+import numbers
 import re
 from typing import Annotated, Any, NamedTuple
 
@@ -13,6 +14,9 @@ from etils import epath
 from vit_jax.configs import schema
 from vit_jax.distributed import files
 from vit_jax.weights import arrays, fetch
+
+# Absolute values of the numbers that models compute with, apart from 0.
+_RANGE = 1e-30, 2**31 - 1
 
 
 class Description(NamedTuple):
@@ -54,13 +58,47 @@ def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
     return describe(content)
 
 
-def field(config: Mapping[str, Any], key: str, kind, default=None):
-  """Returns a field, or `default`; ValueError unless it has a type, see schema."""
+def field(config: Mapping[str, Any], key: str, kind, default=None, prefix: str = ''):
+  """Returns a field, or `default`.
+
+  ValueError, which names the field with a `prefix`, unless it has a type, see schema,
+  and its numbers fit into float32 and int32.
+  """
   value = config.get(key, default)
   if key in config and not schema.accepts(value, kind):
     what = schema.describe(kind)
-    raise ValueError(f'{key} is {value!r:.80}, but must be {what}')
+    raise ValueError(f'{prefix}{key} is {value!r:.80}, but must be {what}')
+  if not _fits(value):
+    raise ValueError(
+      f'{prefix}{key} is {value!r:.80}, which is beyond the range of float32 or int32'
+    )
   return value
+
+
+def _fits(value) -> bool:
+  """Returns whether each number in a value or list is 0 or of a size in _RANGE."""
+  if isinstance(value, list | tuple):
+    return all(map(_fits, value))
+  if isinstance(value, numbers.Real):
+    smallest, largest = _RANGE
+    return value == 0 or smallest <= abs(value) <= largest
+  return True
+
+
+def check_fields(fields: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = ''):
+  """Raises ValueError unless the fields of a model have their types.
+
+  `kinds` are the types by dotted key. None is a field that no file states.
+  """
+  for key, value in fields.items():
+    name = f'{prefix}{key}'
+    if name in kinds:
+      if value is not None:
+        field(fields, key, kinds[name], prefix=prefix)
+    elif isinstance(value, dict) and any(x.startswith(f'{name}.') for x in kinds):
+      check_fields(value, kinds, f'{name}.')
+    else:
+      schema.raise_unknown(name, kinds, of='model')
 
 
 def only(config, **values):
@@ -74,8 +112,9 @@ def only(config, **values):
 
 def from_notes(config) -> Description:
   """Returns what the JSON file next to an .npz says."""
-  names = field(config, 'class_names', tuple[str, ...], ())
-  return Description(field(config, 'model', dict, {}), tuple(names) or None)
+  names = field(config, 'class_names', tuple[str, ...])
+  names = None if names is None else tuple(names)
+  return Description(field(config, 'model', dict, {}), names)
 
 
 def shards(config) -> list[str]:
@@ -97,6 +136,7 @@ def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
   """
   is_right = lambda x: (
     all(number.isdecimal() and isinstance(x[number], str) for number in x)
+    and all(str(int(number)) == number for number in x)
     and max(map(int, x), default=0) < 2**20
     and (gap is not None or set(x) == {str(i) for i in range(len(x))})
   )

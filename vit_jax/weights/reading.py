@@ -33,6 +33,7 @@ import jax
 import numpy as np
 
 from vit_jax import console
+from vit_jax.configs import schema
 from vit_jax.distributed import files, processes
 from vit_jax.weights import arrays, descriptions, fetch, hub, identify, paths, published
 from vit_jax.weights.families import families
@@ -156,13 +157,29 @@ def check_packages(path: str):
 
 
 def _read_npz(file, dtype):
-  found = descriptions.read(descriptions.notes_file(file), descriptions.from_notes)
+  notes = descriptions.notes_file(file)
+  found = descriptions.read(notes, descriptions.from_notes)
   with arrays.naming(file):
     flat = arrays.read_npz(file, dtype)
     for name, path in published.linen_names(flat).items():
       flat[path] = published.without_ones(path, flat.pop(name))
-    model = families.of_tree(flat).complete_npz(file, flat, found.model)
-    return _weights(flat, 'npz', found._replace(model=model))
+  family = families.of_tree(flat)
+  with arrays.naming(notes):
+    descriptions.check_fields(found.model, family.stated_fields())
+    model = family.complete_npz(file, flat, found.model)
+    found = _with_names(found._replace(model=model), flat)
+  with arrays.naming(file):
+    return _weights(flat, 'npz', found)
+
+
+def _with_names(found: descriptions.Description, flat) -> descriptions.Description:
+  """Returns a description that names all classes of a head, or none."""
+  family = families.of_tree(flat)
+  num_classes = family.num_classes(flat)
+  if found.class_names is None or not num_classes:
+    return found
+  names = family.checked_names(found.class_names, num_classes)
+  return found._replace(class_names=names)
 
 
 def _weights(flat, kind, found: descriptions.Description) -> Weights:
@@ -228,18 +245,21 @@ def _read_torch(file, num_heads, sibling, dtype):
     family, naming = families.of_names(flat)
     described = family.read_description(sibling, file, flat, naming)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
-    weights = _weights(flat, naming, described)
+    weights = _weights(flat, naming, _with_names(described, flat))
     _check_complete(weights.params, descriptions.read(sibling('config.json')))
     return weights
 
 
 def _check_complete(params, config):
   """Raises ValueError if layers or registers that config.json states are missing."""
-  image = descriptions.field(config, 'vision_config', dict, config)
-  args = descriptions.field(config, 'model_args', dict, {})
-  stated_layers = image.get('num_hidden_layers', args.get('depth'))
-  registers = args.get('reg_tokens', args.get('num_reg_tokens'))
-  stated_registers = image.get('num_register_tokens', registers)
+  field = descriptions.field
+  image = field(config, 'vision_config', dict, config)
+  args = field(config, 'model_args', dict, {})
+  depth = field(args, 'depth', schema.Natural)
+  stated_layers = field(image, 'num_hidden_layers', schema.Natural, depth)
+  registers = field(args, 'num_reg_tokens', schema.Natural)
+  registers = field(args, 'reg_tokens', schema.Natural, registers)
+  stated_registers = field(image, 'num_register_tokens', schema.Natural, registers)
   if stated_layers is None and stated_registers is None:
     return
   remedy = 'download the weights again'

@@ -4,7 +4,7 @@ A new family needs its namings (tables of layers, see leaves.py), `sizes`,
 `describe`, `read_description` and `files`, and an entry in families.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import math
 from typing import Any
@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from vit_jax import models
+from vit_jax.configs import schema
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import leaves
 
@@ -36,6 +37,7 @@ class Family:
     head: a leaf whose last dimension is the number of classes.
     modules: (regex, replacement) from names in Hugging Face's files to modules there;
       () for models that are not written as PEFT.
+    groups: the groups of fields that its models have in configs/models.py.
     namings: other programs' names of its arrays, by kind or by variants of it.
   """
 
@@ -47,6 +49,7 @@ class Family:
   hf_types: tuple[str, ...] = ()
   head: str = 'head/bias'
   modules: tuple[tuple[str, str], ...] = ()
+  groups: tuple[type, ...]
   namings: Mapping[str, leaves.Naming] = {}
 
   def detect(self, names: Iterable[str]) -> str | None:
@@ -90,9 +93,25 @@ class Family:
     """Returns further fields of a model that is not in the table of sizes."""
     return {}
 
+  def stated_fields(self) -> dict[str, Any]:
+    """Returns the types of the fields of `computes`, see schema."""
+    kinds: dict[str, Any] = {}
+    for group in self.groups:
+      kinds |= schema.flat(group)
+    return {key: kinds[key] for key in self.computes}
+
   def num_classes(self, flat: Mapping[str, Any]) -> int:
     """Returns the number of classes of a head; 0 without a head."""
     return math.prod(flat[self.head].shape[-1:]) if self.head in flat else 0
+
+  def checked_names(self, names: Sequence[str], num_classes: int) -> tuple[str, ...]:
+    """Returns the names of the classes of a head; ValueError unless all have one."""
+    if len(names) != num_classes:
+      raise ValueError(
+        f'the number of class names is {len(names)}, but the head has {num_classes} '
+        'outputs: name each class, or none'
+      )
+    return tuple(names)
 
   def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
     """Yields (key, value, other value) where two models compute differently."""

@@ -14,7 +14,7 @@ are at 'frozen/' in the tree, separate from the parameters.
 import re
 
 from vit_jax import models_detr
-from vit_jax.configs import common, detr as recipe, schema
+from vit_jax.configs import common, detr as recipe, models as model_configs, schema
 from vit_jax.layers import resnet
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
@@ -140,6 +140,7 @@ class Detrs(base.Family):
   hf_types = ('detr', 'resnet')
   computes = {'dilate_last': False}  # noqa: RUF012
   head = 'class_head/bias'
+  groups = (model_configs.Detr,)
   namings = _NAMINGS
 
   def naming(self, naming, names):
@@ -205,6 +206,11 @@ class Detrs(base.Family):
     """Reads config.json; without it, the file's name may say 'dc5'."""
     describe = lambda config: _from_config(config, file.name)
     return descriptions.read(sibling('config.json'), describe)
+
+  def checked_names(self, names, num_classes):
+    """The last classes of COCO's panoptic models have no names."""
+    gaps = num_classes - len(names)
+    return super().checked_names((*names, *gaps * [schema.NO_CLASS]), num_classes)
 
   def run(self, model):
     """Images of an unknown size are prepared as in the published recipe."""
@@ -288,7 +294,7 @@ def _from_config(config, name):
   dilated = descriptions.field(config, 'dilation', bool, False)
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
-  things = config.get('isthing')  # Of this package.
+  things = descriptions.field(config, 'isthing', tuple[bool, ...])  # Of this package.
   return descriptions.Description(
     {'dilate_last': dilated or backbone.get('output_stride') == 16},
     descriptions.labels(config, gap=schema.NO_CLASS),

@@ -114,7 +114,7 @@ def completed(state, naming: leaves.Naming, registers: bool):
 
 def from_hf_3(config) -> descriptions.Description:
   """Returns what config.json of DINOv3 says."""
-  gated = config.get('use_gated_mlp', False)
+  gated = descriptions.field(config, 'use_gated_mlp', bool, False)
   if gated:  # Of which only the gate has an activation.
     descriptions.only({'hidden_act': 'gelu', **config}, hidden_act='silu')
     config = {**config, 'hidden_act': 'gelu'}

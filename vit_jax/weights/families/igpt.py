@@ -14,7 +14,7 @@ from absl import logging
 import jax
 import numpy as np
 
-from vit_jax.configs import schema
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import decoder
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
@@ -72,6 +72,7 @@ class ImageGPTs(base.Family):
 
   words = 'an iGPT'
   kind = 'igpt'
+  groups = (model_configs.Igpt,)
   leaf = 'color_embedding'
   formats = ('hf', 'workdir')
   hf_types = ('imagegpt',)

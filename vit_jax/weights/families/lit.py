@@ -141,6 +141,7 @@ class ImageTexts(base.Family):
 
   words = 'an image-text model'
   kind = 'lit'
+  groups = (model_configs.Lit,)
   leaf = 'img/embedding/kernel'
   formats = ('npz', 'workdir')
   hf_types = ('clip', 'siglip', 'siglip2', 'siglip2_vision_model', *_TOWERS)
@@ -261,9 +262,22 @@ class ImageTexts(base.Family):
       metadata=scaling if len(scaling) == 2 else {},
     )
 
+  def stated_fields(self):
+    """Heads are not in the arrays of a BERT; its other sizes must agree with them."""
+    return {**super().stated_fields(), 'text.config': dict[str, schema.Count]}
+
   def complete_npz(self, file, flat, given):
     """The vocabulary has the name of the weights."""
-    is_bert = text.Berts.leaf in _below(flat, _TEXT)
+    tower = _below(flat, _TEXT)
+    is_bert = text.Berts.leaf in tower
+    if stated := given.get('text', {}).get('config'):
+      shapes = {path: x.shape for path, x in tower.items()}
+      sizes = text.Berts().sizes(shapes, {}) if is_bert else {}
+      sizes['num_heads'] = stated.get('num_heads')
+      if wrong := [k for k, x in stated.items() if x != sizes.get(k)]:
+        raise ValueError(
+          f'text.config.{wrong[0]} is {stated[wrong[0]]}, unlike the arrays: remove it'
+        )
     name = 'bert' if is_bert else 'sentencepiece'
     name = given.get('pp', {}).get('tokenizer_name', name)
     vocabulary = file.with_suffix(f'.{text_towers.TOKENIZERS.get(name)}')

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from absl import logging
 import ml_collections
 
-from vit_jax.configs import schema
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import bert, text_towers
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, leaves
@@ -73,6 +73,7 @@ class _TextTowers(base.Family):
   """A text tower, which is a part of a model, and only read."""
 
   formats = ()
+  groups = (model_configs.TextTower,)
 
   def describe(self, fields):
     words = self.words.removeprefix('a ')

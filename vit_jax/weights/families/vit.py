@@ -169,6 +169,7 @@ class Classifiers(base.Family):
   """ViT, hybrids, Mixer and BiT."""
 
   words = 'a classifier'
+  groups = (model_configs.Vit, model_configs.Mixer, model_configs.Bit)
   formats = ('npz', 'timm', 'hf', 'workdir')
   modules = (  # Since transformers 5.
     (r'encoder\.layer\.', 'layers.'),

@@ -54,10 +54,10 @@ _TIMM_NAMED_GELUS = (
     'gelu_tanh',
   ),
 )
-_Epsilon = Annotated[float, schema.Range(gt=0, lt=1)]
 _Share = Annotated[float, schema.Range(ge=0, le=1)]  # Of the largest value of a pixel.
 _Mean = _Share | tuple[_Share, ...]
-_Std = schema.Positive | tuple[schema.Positive, ...]
+_Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e3)]
+_Std = _Deviation | tuple[_Deviation, ...]
 _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
 _TIMM_HEADS = {
   'tiny': 3, 'xsmall': 4, 'wee': 4, 'little': 5, 'small': 6, 'medium': 8, 'mediumd': 8,
@@ -105,7 +105,7 @@ def from_hf(config) -> descriptions.Description:
 def from_hf_encoder(config, gelu: str | None, eps: float) -> dict:
   """Returns GELU and epsilon of an encoder, with Hugging Face's defaults."""
   gelu = descriptions.field(config, 'hidden_act', Literal[*GELUS], gelu)
-  eps = descriptions.field(config, 'layer_norm_eps', _Epsilon, eps)
+  eps = descriptions.field(config, 'layer_norm_eps', schema.Epsilon, eps)
   return dict(gelu=GELUS.get(gelu), norm_eps=float(eps))
 
 
@@ -207,7 +207,7 @@ def scales(sibling, file, naming: str, channels: int) -> dict:
     return {}
   if [np.size(value) for value in given.values()] == [channels] * 2:
     return given
-  words = ' and '.join(f'{key}={value}' for key, value in given.items())
+  words = ' and '.join(f'{key}={value!r:.80}' for key, value in given.items())
   logging.warning(
     f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
     'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
