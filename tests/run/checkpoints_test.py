@@ -90,6 +90,21 @@ def test_every_flipped_bit_is_detected(workdir):
   assert reader.restore(abstract())[1] == 20
 
 
+def test_deep_tree_is_rejected(workdir):
+  """Libraries that build trees call themselves once for each level."""
+  folder = workdir / 'checkpoints' / '20' / 'default'
+  metadata = json.loads((folder / '_METADATA').read_text())
+  entry = next(iter(metadata['tree_metadata'].values()))
+  entry['key_metadata'] *= 3000
+  (folder / '_METADATA').write_text(json.dumps(metadata))
+  checksums = json.loads((folder / 'checksums.json').read_text())
+  checksums |= checkpoints_lib._checksums(folder, ['_METADATA'])
+  (folder / 'checksums.json').write_text(json.dumps(checksums))
+  reader = checkpoints_lib.Checkpoints(workdir, read_only=True)
+  with pytest.raises(ValueError, match="checkpoints/20' cannot be restored: .* levels"):
+    reader.restore_weights()
+
+
 @pytest.mark.parametrize('change', ['missing', 'truncated', 'unlisted', 'pipe'])
 def test_missing_truncated_and_unlisted_files_and_pipes_are_detected(
   workdir, change, caplog

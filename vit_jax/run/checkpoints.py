@@ -30,6 +30,7 @@ from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 _ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
 _CHECKSUMS = 'checksums.json'
 _CHUNK = 2**18  # Bytes read at a time; they fit into a core's cache.
+_MOST_LEVELS = 100  # Of a tree of parameters and optimiser state.
 _AT_ONCE = 2**25  # Bytes of parameters read at the same time.
 _NAMES = ocp.path.step.standard_name_format()
 
@@ -182,7 +183,13 @@ class Checkpoints:
       if damage is None:
         try:
           found = read(path)
-        except (ValueError, KeyError, TypeError, FileNotFoundError) as e:
+        except (
+          ValueError,
+          KeyError,
+          TypeError,
+          AttributeError,
+          FileNotFoundError,
+        ) as e:
           damage = _check(path, 0, 1)  # A run may delete what is being read.
           if damage is None:
             raise ValueError(
@@ -446,6 +453,7 @@ def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
 
   See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
   """
+  _check_depth(path)
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     tree = handler.metadata(path).tree
   wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
@@ -474,6 +482,14 @@ def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
   if average is not None:
     found['params'] = _average(found)['ema']
   return found
+
+
+def _check_depth(path: epath.Path):
+  """Raises ValueError for a tree so deep that Python could not build it."""
+  leaves = files.read_json(path / '_METADATA')['tree_metadata'].values()
+  levels = max((len(leaf['key_metadata']) for leaf in leaves), default=0)
+  if levels > _MOST_LEVELS:
+    raise ValueError(f'its tree has {levels:,} levels, more than {_MOST_LEVELS}')
 
 
 def _average(tree):
