@@ -357,6 +357,16 @@ def test_words_are_split_into_the_longest_pieces(small):
   ]
 
 
+@pytest.mark.parametrize('end', ['', '\n'])
+@pytest.mark.parametrize('name', ['bert', 'hf_bert'])
+def test_without_unk_unknown_words_have_the_number_after_the_last(tmp_path, name, end):
+  """The vocabulary and the tokens are those of the original's preprocess_test."""
+  (tmp_path / 'vocab.txt').write_text('[PAD]\n[CLS]\nsome\ntest\nwords' + end)
+  tokenizer = tokenizers.get_tokenizer(name)(tmp_path / 'vocab.txt', max_len=3)
+  got = tokenizer(['some', 'test', 'words', 'xxx', 'test 101' + 101 * 'x'])
+  assert got.tolist() == [[1, 2, 0], [1, 3, 0], [1, 4, 0], [1, 5, 0], [1, 3, 5]]
+
+
 def test_bytes_and_arrays_are_accepted(small):
   tokenizer = tokenizers.BertTokenizer(small, 3)
   texts = ['cafe', '!']
@@ -451,6 +461,7 @@ def test_unreadable_vocabularies(tmp_path, name):
   'name, content, words',
   [
     ('bert', b'[PAD]\n[UNK]\na\n', r'BERT.*\[CLS\]$'),
+    ('hf_bert', b'[PAD]\n[UNK]\na\n', r'BERT.*\[CLS\]$'),
     ('sentencepiece', b'[CLS]\n', 'SentencePiece'),
     ('clip', b'{}', 'tokenizer.json'),
   ],

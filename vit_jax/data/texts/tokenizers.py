@@ -153,18 +153,20 @@ class BertTokenizer(Tokenizer):
   the original uses: NFKC case folding, so that "℃" becomes "°c" and "ﬁ" "fi",
   without accents and invisible characters. They are cut into the longest pieces in
   the vocabulary (WordPiece; Devlin et al., NAACL 2019). There is no [SEP], and names
-  of special tokens in a string, such as '[CLS]', are ordinary words.
+  of special tokens in a string, such as '[CLS]', are ordinary words. An unknown word
+  is [UNK]; if the vocabulary has no such token, its number is the one after the last.
   """
 
   cls_token: int = dataclasses.field(init=False)
 
-  _kind = 'a vocabulary of BERT, one token a line, among them [CLS] and [UNK]'
+  _kind = 'a vocabulary of BERT, one token a line, among them [CLS]'
   _file = 'vocab.txt'
 
   def _load(self, package, path, content):
     lines = content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
     vocabulary = {token: number for number, token in enumerate(lines)}
-    cls, _ = _numbers(vocabulary.get, '[CLS]', '[UNK]')
+    [cls] = _numbers(vocabulary.get, '[CLS]')
+    vocabulary.setdefault('[UNK]', len(lines))
     model = package.models.WordPiece(
       vocabulary, unk_token='[UNK]', max_input_chars_per_word=_LONGEST
     )
