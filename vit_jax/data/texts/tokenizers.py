@@ -21,7 +21,7 @@ A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import dataclasses
 import re
 import string
@@ -113,13 +113,18 @@ class Tokenizer(abc.ABC):
     tokenize = lambda text: self([text])[0]
     return image_files.in_python(tokenize, text, tf.int32, [self.max_len])
 
+  @property
+  def num_tokens(self) -> int:
+    """Returns one more than the largest token: how many embeddings a model needs."""
+    return self._num_tokens
+
   def content(self) -> bytes:
     """Returns a file from which the tokenizer can be made without any other."""
     return self._content
 
   @abc.abstractmethod
   def _load(self, package, path: epath.Path, content: bytes) -> dict:
-    """Returns what `_tokens` needs, `_padding`, and the other fields."""
+    """Returns what `_tokens` needs, `_padding`, `_num_tokens`, and the other fields."""
 
   @abc.abstractmethod
   def _tokens(self, text: str) -> list[int]:
@@ -171,7 +176,8 @@ class BertTokenizer(Tokenizer):
       vocabulary, unk_token='[UNK]', max_input_chars_per_word=_LONGEST
     )
     words = self._splitter(package)
-    return {'cls_token': cls, '_padding': 0, '_model': model, '_words': words}
+    values = {'cls_token': cls, '_padding': 0, '_num_tokens': _count(vocabulary)}
+    return {**values, '_model': model, '_words': words}
 
   def _splitter(self, package) -> Callable[[str], list[str]]:
     words = _words_of_tensorflow_text(package)
@@ -215,7 +221,8 @@ class SentencepieceTokenizer(Tokenizer):
     end = model.piece_to_id('</s>')
     if model.id_to_piece(end) != '</s>':  # <unk> if there is none.
       raise ValueError('there is no token </s>')
-    return {'eos_token': end, '_padding': end, '_model': model}
+    values = {'eos_token': end, '_padding': end, '_num_tokens': model.get_piece_size()}
+    return {**values, '_model': model}
 
   def _tokens(self, text):
     return self._model.encode(text)[: self.max_len - 1]
@@ -270,6 +277,7 @@ class ClipTokenizer(Tokenizer):
     content = tokenizer.to_str().encode()  # With the padding.
     tokenizer.no_padding()
     values = {'eos_token': end, '_start': start, '_padding': number}
+    values['_num_tokens'] = _count(tokenizer.get_vocab())
     return {**values, '_tokenizer': tokenizer, '_content': content}
 
   def _tokens(self, text):
@@ -299,7 +307,9 @@ class Siglip2Tokenizer(Tokenizer):
     normalizers = package.normalizers
     before = [tokenizer.normalizer] if tokenizer.normalizer else []
     tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
-    return {'eos_token': end, '_padding': padding, '_tokenizer': tokenizer}
+    count = _count(tokenizer.get_vocab())
+    values = {'eos_token': end, '_padding': padding, '_num_tokens': count}
+    return {**values, '_tokenizer': tokenizer}
 
   def _tokens(self, text):
     tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -392,6 +402,11 @@ def _numbers(find: Callable[[str], int | None], *tokens: str) -> list[int]:
   if None in numbers:
     raise ValueError(f'there is no token {tokens[numbers.index(None)]}')
   return numbers
+
+
+def _count(vocabulary: Mapping[str, int]) -> int:
+  """Returns one more than the largest number of a token."""
+  return 1 + max(vocabulary.values())
 
 
 def _padding_in_configs(path: epath.Path) -> str | None:

@@ -77,15 +77,19 @@ class Task(base.Task):
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
     """The tokenizer of the metadata's vocabulary, or of the model's file."""
-    pp, words = self.config.model.pp, self.metadata['vocabulary']
-    make = preprocess.get_tokenizer(pp.tokenizer_name)
-    if not words:
-      return make(self.model.vocab_path, pp.max_len)
-    if self._has_words and len(words) > self._rows:
+    tokenizer = self._make_tokenizer()
+    if tokenizer.num_tokens > self._rows:
       raise ValueError(
-        f'the vocabulary has {len(words):,} tokens, but the text tower has only '
-        f'{self._rows:,}: raise its vocab_size (config.model.text)'
+        f'the vocabulary has {tokenizer.num_tokens:,} tokens, but the text tower has '
+        f'only {self._rows:,}: raise its vocab_size (config.model.text)'
       )
+    return tokenizer
+
+  def _make_tokenizer(self) -> tokenizers.Tokenizer:
+    pp = self.config.model.pp
+    make = preprocess.get_tokenizer(pp.tokenizer_name)
+    if not self.metadata['vocabulary']:
+      return make(self.model.vocab_path, pp.max_len)
     with tempfile.TemporaryDirectory() as folder:
       path = epath.Path(folder) / self.vocabulary_name
       path.write_bytes(self.vocabulary())
