@@ -521,6 +521,10 @@ def set_dataset(config, dataset):
   return config
 
 
+# How the argument of a config names a folder that has a comma in its name.
+COMMA = 'for a folder with a comma in its name, pass a link to it without one (ln -s)'
+
+
 def with_dataset(
   config: ml_collections.ConfigDict, dataset: str
 ) -> ml_collections.ConfigDict:
@@ -545,7 +549,8 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
   words = arg.split(',')
   least, *_, most = 2 * [form.count(',') + 1 for form in forms.split(' or ')]
   if not all(words[:least]) or not least <= len(words) <= most:
-    raise ValueError(f"'{arg}' must be {forms}: --config=configs/{example}")
+    hint = f'; {COMMA}' if len(words) > most else ''
+    raise ValueError(f"'{arg}' must be {forms}: --config=configs/{example}{hint}")
   return words + (most - len(words)) * ['']
 
 
@@ -569,7 +574,7 @@ def choose(
     kind = next((kind for kind in known if name in known[kind]), None)
     if kind is None:
       lists = (f'{kind} {", ".join(words)}' for kind, words in known.items())
-      raise ValueError(f"'{name}' is unknown: use {'; '.join(lists)}")
+      raise ValueError(f"'{name}' is unknown: use {'; '.join(lists)}; {COMMA}")
     if chosen[kind] is not None:
       raise ValueError(f"'{chosen[kind]}' and '{name}': use only one {kind}")
     chosen[kind] = name

@@ -35,7 +35,9 @@ def get_config(model_dataset: str = 'b16,cifar10'):
   form, example = 'MODEL,DATA or MODEL,DATA,SIZE', 'vit.py:l16,/my/folder,512'
   model, dataset, size = common.split_argument(model_dataset, form, example)
   if size and not size.isdigit():
-    raise ValueError(f"size '{size}' must be pixels, as in configs/{example}")
+    raise ValueError(
+      f"size '{size}' must be pixels, as in configs/{example}; {common.COMMA}"
+    )
   config = common.with_dataset(common.get_config(), dataset)
   if model == models.PRETRAINED:
     config.model = ml_collections.ConfigDict({'kind': model})

@@ -178,6 +178,9 @@ def test_fine_tuning_image_sizes():
     vit.get_config('b16')
   with pytest.raises(ValueError, match="size 'big' must be pixels, as in"):
     vit.get_config('b16,cifar10,big')
+  for name in 'a,b', 'a,b,c':
+    with pytest.raises(ValueError, match='with a comma in its name, pass a link'):
+      vit.get_config(f'b16,/data/{name}')
 
 
 def test_augreg():

@@ -233,6 +233,11 @@ def test_size_is_checked_before_decoding(name, tmp_path):
   assert preprocess.from_user(path, len, 2400) == len(FILES[name][0])
 
 
+def test_image_at_a_url_is_not_read():
+  with pytest.raises(ValueError, match="'https://x.y/a.jpg' is a URL: download it"):
+    preprocess.from_user('https://x.y/a.jpg', pytest.fail)
+
+
 def test_named_pipe_is_not_read(tmp_path):
   os.mkfifo(tmp_path / 'a.jpg')
   with pytest.raises(ValueError, match="a.jpg' is a named pipe, not a regular"):

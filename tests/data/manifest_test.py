@@ -138,6 +138,7 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
   'line, message',
   [
     ('{"image": "photos/0.png"', 'valid JSON'),
+    ('{"image": photos/0.png}', 'not valid JSON: invalid character'),
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),
     ('{"x": [1, 2]}', '`image` must be the path of an image, but is missing'),
     ('{"image": "photos/0.png"}', "there is no 'x', which other lines have"),

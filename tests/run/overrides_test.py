@@ -82,6 +82,13 @@ def test_errors_in_a_config_file_are_one_line(text, tmp_path):
   assert str(path) in str(error.value)
 
 
+@pytest.mark.parametrize('name', ['mine.yaml', 'config.json'])
+def test_config_files_are_python(name, tmp_path):
+  (tmp_path / name).write_text('{}')
+  with pytest.raises(ValueError, match=f"{name}' must be a Python file.*--config"):
+    overrides.load(str(tmp_path / name))
+
+
 def test_config_without_argument():
   with pytest.raises(ValueError, match='takes no argument.*:b16'):
     overrides.load('configs/digits.py:b16')

@@ -155,6 +155,24 @@ def test_rejects_pickles_unknown_names_and_empty_folders(tmp_path):
 
 
 @pytest.mark.parametrize(
+  'name', ['model.onnx', 'model.stablehlo', 'saved_model.pb', '1/saved_model.pb']
+)
+def test_exported_models_are_not_weights(tmp_path, name):
+  file = tmp_path / name
+  file.parent.mkdir(exist_ok=True)
+  file.touch()
+  for path in tmp_path, file:
+    with pytest.raises(ValueError, match=f"'{path}' is an exported model.*the run or"):
+      reading.read(str(path))
+
+
+def test_an_archive_must_be_unpacked(tmp_path):
+  (tmp_path / 'a.zip').touch()
+  with pytest.raises(ValueError, match="a.zip' is an archive: unpack it"):
+    reading.read(str(tmp_path / 'a.zip'))
+
+
+@pytest.mark.parametrize(
   'name, fields, message',
   [
     ('vit_base_patch16_rpn_224', {}, "architecture is 'vit_base_patch16_rpn_224'"),

@@ -21,14 +21,14 @@ def is_folder(dataset: str) -> bool:
   """Returns whether a data set is a folder, not a TFDS name.
 
   A name of this package's data sets never means a folder, which is './digits'.
-  FileNotFoundError for a path without a folder.
+  ValueError for an archive; FileNotFoundError for another path without a folder.
   """
   if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
     return False
   if tf.io.gfile.isdir(dataset):
     return True
   if folder_layout.is_path(dataset):
-    raise folder_layout.missing(dataset)
+    raise folder_layout.unusable(dataset)
   return False
 
 

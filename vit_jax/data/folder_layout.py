@@ -2,6 +2,8 @@
 
 import os
 
+from vit_jax.data.images import image_files
+
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
   'test.jsonl, or data/train-*.parquet'
@@ -10,17 +12,23 @@ LAYOUT = (
 
 def is_path(dataset: str) -> bool:
   """Returns whether a data set can only be a folder, not a TFDS name."""
-  return dataset.startswith(('/', '.', '~')) or '://' in dataset
+  is_archive = dataset.endswith(image_files.ARCHIVES)
+  return is_archive or dataset.startswith(('/', '.', '~')) or '://' in dataset
 
 
-def missing(dataset: str) -> FileNotFoundError:
-  """Returns the error for a folder that does not exist."""
+def unusable(dataset: str) -> Exception:
+  """Returns the error for a path that is not an existing folder."""
+  if dataset.endswith(image_files.ARCHIVES):
+    return ValueError(
+      f"dataset='{dataset}' is an archive: unpack it and pass its folder, which must "
+      'hold train/ and test/ (config.dataset)'
+    )
   return FileNotFoundError(
     f"dataset='{dataset}' is not a folder that exists: {LAYOUT} (config.dataset)"
   )
 
 
 def check_local(dataset: str):
-  """Raises FileNotFoundError for the path of a local folder that does not exist."""
+  """Raises the error of `unusable` for a local path that is not an existing folder."""
   if is_path(dataset) and '://' not in dataset and not os.path.isdir(dataset):
-    raise missing(dataset)
+    raise unusable(dataset)

@@ -338,7 +338,8 @@ def _parse_line(where, text, key) -> dict[str, Any]:
   try:
     values = msgspec.json.decode(text)
   except (msgspec.DecodeError, UnicodeDecodeError) as e:
-    raise ValueError(f'{where}: not valid JSON: {e}') from e
+    reason = str(e).removeprefix('JSON is malformed: ')
+    raise ValueError(f'{where}: not valid JSON: {reason}') from e
   if not isinstance(values, dict):
     raise ValueError(
       f'{where}: must be an object, {{"{key}": PATH, ...}}, not {_short(values)}'

@@ -70,6 +70,11 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   """
   path, colon, argument = text.partition(':')
   path = find(path)
+  if path.endswith(('.yaml', '.yml', '.json', '.toml')):
+    raise ValueError(
+      f"config='{path}' must be a Python file with a function get_config: copy one of "
+      'configs/ and set its keys, or set them by flags, --config.KEY=VALUE (--config)'
+    )
   loader = importlib.machinery.SourceFileLoader(_MODULE, path)
   module = importlib.util.module_from_spec(
     importlib.util.spec_from_loader(_MODULE, loader)

@@ -9,6 +9,9 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files
 from vit_jax.weights import fetch, hub
 
+# Endings of exported models, and files in their folders.
+_EXPORTED = ('.onnx', '.stablehlo', '.pb')
+_EXPORTS = ('model.onnx', 'model.stablehlo', 'saved_model.pb', '1/saved_model.pb')
 TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
 
 
@@ -52,7 +55,7 @@ def check_exist(config):
 def existing(path) -> epath.Path:
   """Returns the local path of weights; fetches a remote file.
 
-  FileNotFoundError if it does not exist.
+  FileNotFoundError if it does not exist; ValueError for an archive or an export.
   """
   name = str(path)
   # A folder in a bucket, such as a workdir, is read in place.
@@ -65,7 +68,23 @@ def existing(path) -> epath.Path:
       '(config.pretrained), or the folder of the published files '
       '(config.pretrained_dir)' + fetch.elsewhere(str(path))
     )
+  _check_format(found)
   return found
+
+
+def _check_format(path: epath.Path):
+  """Raises ValueError for an archive or an exported model, with the remedy."""
+  if path.suffix == '.zip':
+    raise ValueError(
+      f"'{path}' is an archive: unpack it and pass the weights (config.pretrained, "
+      '--weights)'
+    )
+  if path.suffix in _EXPORTED or any((path / name).exists() for name in _EXPORTS):
+    raise ValueError(
+      f"'{path}' is an exported model, which holds a program instead of weights: pass "
+      'the run or the weights that it was exported from (config.pretrained, --workdir, '
+      '--weights)'
+    )
 
 
 def augreg_filename(model: str, directory: str) -> str:

@@ -103,6 +103,8 @@ def test_existing_list_is_used_while_up_to_date(root, checked, capsys):
 
 
 def test_missing_folder(tmp_path):
+  with pytest.raises(ValueError, match="a.zip' is an archive: unpack it"):
+    folder.is_folder(str(tmp_path / 'a.zip'))
   with pytest.raises(FileNotFoundError, match="nowhere' is not a folder that exists"):
     index_command.main([f'{tmp_path}/nowhere'])
 

@@ -15,6 +15,7 @@ from vit_jax import console
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
+ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.7z', '.rar')
 REMOTE_THREADS = 32  # That read files of a bucket.
 _DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
 # Errors for which another attempt is useless.
@@ -80,8 +81,14 @@ def retried(path, function):
 
 
 def read_file(path) -> bytes:
-  """Returns the contents of an image file, local or with a scheme; see `retried`."""
-  return retried(os.fsencode(os.path.expanduser(path)), _read)
+  """Returns the contents of an image file, local or with a scheme; see `retried`.
+
+  ValueError for a URL.
+  """
+  path = os.fsencode(os.path.expanduser(path))
+  if path.startswith((b'https://', b'http://')):
+    raise ValueError(f"'{display(path)}' is a URL: download it and pass the file")
+  return retried(path, _read)
 
 
 def _read(path):
