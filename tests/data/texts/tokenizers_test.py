@@ -473,6 +473,39 @@ def test_vocabularies_of_another_tokenizer(tmp_path, name, content, words):
     tokenizers.get_tokenizer(name)(path, 8)
 
 
+def _large(fields):
+  fields['model']['vocab']['a'] = 2**31
+
+
+def _growing(fields):
+  step = {'type': 'Replace', 'pattern': {'String': 'a'}, 'content': 10 * 'a'}
+  fields['normalizer'] = {'type': 'Sequence', 'normalizers': 9 * [step]}
+
+
+def _slow(fields):
+  split = {'type': 'Split', 'pattern': {'Regex': '(a+)+$'}, 'behavior': 'Isolated'}
+  fields['pre_tokenizer'] = {**split, 'invert': False}
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize(
+  'change, words',
+  [
+    (_large, 'largest token is 2,147,483,648'),
+    (_growing, 'strings 1,000,000,000 times as long'),
+    (_slow, "cannot tokenize 'aaa"),
+  ],
+)
+def test_hostile_tokenizers_are_rejected(tmp_path, clip, change, words):
+  """They would fill the memory, or end in a panic of Rust."""
+  fields = json.loads(clip[0].read_text())
+  change(fields)
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match=f"vocab_path='{path}' .*{words}"):
+    tokenizers.ClipTokenizer(path, 8)([30 * 'a' + '!'])
+
+
 def test_models_without_an_end_token(tmp_path, clip):
   path = train_sentencepiece(tmp_path / 'no_end.model', eos_id=-1)
   with pytest.raises(ValueError, match='SentencePiece.*</s>$'):

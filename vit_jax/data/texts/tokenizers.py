@@ -22,7 +22,10 @@ A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 import abc
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
 import dataclasses
+import json
+import math
 import re
 import string
 from typing import ClassVar
@@ -50,6 +53,7 @@ _KEPT = (
 _LARGEST = (
   2**27
 )  # Bytes of a vocabulary; the one of Gemma, of 256,000 tokens, has 2**25.
+_MOST_TOKENS, _MOST_GROWTH = 2**24, 100
 _LONGEST = 100  # Letters of a word (bytes in tensorflow_text), else [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
@@ -100,9 +104,23 @@ class Tokenizer(abc.ABC):
     texts = _listed(texts)
     rows = np.full([len(texts), self.max_len], self._padding, np.int32)
     for row, text in zip(rows, texts):
-      tokens = self._tokens(text)
+      with self._no_panic(text):
+        tokens = self._tokens(text)
       row[: len(tokens)] = tokens
     return rows
+
+  @contextlib.contextmanager
+  def _no_panic(self, text: str):
+    """Turns panics of Rust, which are no Exceptions, into a ValueError."""
+    try:
+      yield
+    except BaseException as e:
+      if type(e).__name__ != 'PanicException':
+        raise
+      raise ValueError(
+        f"vocab_path='{self.vocab_path}' cannot tokenize {text!r:.80}: {e}; use "
+        f'{self._kind}'
+      ) from e
 
   def preprocess_tf(self, text):
     """Returns the tokens of a string scalar, int32 [max_len], in a TensorFlow graph.
@@ -390,10 +408,26 @@ def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
 def _from_json(package, content):
   """Returns the package's Tokenizer of a tokenizer.json, without truncation."""
   tokenizer = package.Tokenizer.from_buffer(content)
+  count = _count(tokenizer.get_vocab())
+  if count > _MOST_TOKENS:
+    raise ValueError(f'its largest token is {count - 1:,}, above {_MOST_TOKENS - 1:,}')
+  growth = _growth(json.loads(content).get('normalizer'))
+  if growth > _MOST_GROWTH:
+    raise ValueError(
+      f'its normalizer makes strings {growth:,} times as long, more than {_MOST_GROWTH}'
+    )
   if dropout := getattr(tokenizer.model, 'dropout', None):
     raise ValueError(f'dropout={dropout} makes tokens random; set it to null')
   tokenizer.no_truncation()
   return tokenizer
+
+
+def _growth(normalizer) -> int:
+  """Returns how many times as long a normalizer can make a string."""
+  if not isinstance(normalizer, dict):
+    return 1
+  inner = normalizer.get('normalizers') or []
+  return math.prod(map(_growth, inner)) * max(1, len(normalizer.get('content', '')))
 
 
 def _numbers(find: Callable[[str], int | None], *tokens: str) -> list[int]:
@@ -415,9 +449,13 @@ def _padding_in_configs(path: epath.Path) -> str | None:
     file = path.parent / name
     if file.exists():
       with fetch.local_input(file) as here:
-        token = files.read_json(here).get('pad_token')
+        config = files.read_json(here)
+      token = config.get('pad_token') if isinstance(config, dict) else None
+      token = token.get('content') if isinstance(token, dict) else token
+      if token and not isinstance(token, str):
+        raise ValueError(f'pad_token in {name} is {token!r:.80}, not a string')
       if token:
-        return token['content'] if isinstance(token, dict) else token
+        return token
   return None
 
 
