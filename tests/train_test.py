@@ -18,6 +18,7 @@ from vit_jax.learning import optim, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
+  loop,
   metrics as metrics_lib,
   stopping,
   workdir as workdir_lib,
@@ -309,6 +310,31 @@ def test_workdir_of_another_config_is_rejected(finished):
   with pytest.raises(ValueError, match='base_lr: 0.001 there, 0.5 here') as error:
     fit(config, workdir)
   assert 'progress_every' not in str(error.value)
+
+
+@pytest.mark.parametrize('is_deleted', [False, True])
+def test_run_stops_if_its_workdir_was_moved_or_deleted(
+  module_config, tmp_path, monkeypatch, is_deleted
+):
+  workdir = tmp_path / 'run'
+  original = loop.Run.update
+
+  def update(run, batch):
+    original(run, batch)
+    if run.step == 3:
+      run.checkpoints.wait()  # That of step 2, which would make the folder again.
+      shutil.rmtree(workdir) if is_deleted else workdir.rename(tmp_path / 'moved')
+
+  monkeypatch.setattr(loop.Run, 'update', update)
+  config = copy.deepcopy(module_config)
+  config.update(progress_every=0, eval_every=0)  # Saving detects it.
+  with pytest.raises(OSError, match=f"workdir='{workdir}' was moved or deleted during"):
+    fit(config, workdir)
+  assert not workdir.exists()
+  monkeypatch.undo()
+  if not is_deleted:
+    state, _ = fit(config, tmp_path / 'moved')
+    assert int(state.step) == 6
 
 
 def test_unwritable_workdir_is_rejected(module_config, tmp_path):

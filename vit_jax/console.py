@@ -1,6 +1,6 @@
 """Console output of all commands: logs, progress, messages."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import contextlib
 import ctypes
 import functools
@@ -32,6 +32,8 @@ TRAIN_MODULES = (
 _CONTROLS = re.compile(
   '[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]'
 )
+# Parts of the paths of Orbax and of clu's writer thread.
+_RAISING = ('orbax', 'clu/asynclib')
 _muted = False
 # Modules of tasks that --task allows a run to import.
 named_tasks: set[str] = set()
@@ -56,14 +58,24 @@ class _Formatter(python_logging.Formatter):
 
 
 def quiet():
-  """Limits logs to warnings; drops Orbax's, whose caller receives the error."""
+  """Limits logs to warnings; drops what libraries log of errors that they raise."""
   logging.use_absl_handler()
   absl_flags.FLAGS.mark_as_parsed()  # Else absl warns that they are not.
   logging.set_verbosity(logging.WARNING)
   handler = logging.get_absl_handler()
-  handler.addFilter(lambda record: 'orbax' not in record.pathname)
+  handler.addFilter(lambda record: not any(x in record.pathname for x in _RAISING))
   handler.setFormatter(_Formatter('%(levelname)s: %(message)s'))
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
+  sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
+
+
+def _show_unraisable(show: Callable, unraisable):
+  """Shows an error in a callback, unless it follows from one that Orbax raises.
+
+  Orbax raises the first error of TensorStore, and closes the event loop of the others.
+  """
+  if str(unraisable.exc_value) != 'Event loop is closed':
+    show(unraisable)
 
 
 @contextlib.contextmanager

@@ -372,7 +372,7 @@ def train_and_evaluate(
     ValueError, FileNotFoundError: if the config, data, mesh or workdir are
       wrong; before anything is compiled or written.
     FloatingPointError: if the loss is not finite.
-    OSError: if a checkpoint cannot be written.
+    OSError: if the workdir cannot be written, or was moved or deleted.
     Interrupted: after a signal, when everything is saved.
   """
   began = time.perf_counter()
@@ -419,6 +419,7 @@ def _train(prepared, workdir, held, checkpoints, state, step):
         say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
         held.check()
+        workdir_lib.check_present(workdir)
         run.save()
       if stop_now:
         checkpoints.close()

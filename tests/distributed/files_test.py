@@ -1,6 +1,7 @@
 """Tests of reading unknown files, and of writing files that appear once complete."""
 
 from concurrent import futures
+import errno
 import os
 import socket
 import threading
@@ -58,6 +59,14 @@ def test_file_is_replaced_once_complete(tmp_path):
     file.write('no bytes')
   assert path.read_text() == 'new'
   assert [p.name for p in tmp_path.iterdir()] == ['a.txt']
+
+
+def test_error_of_a_full_disk_names_the_file(tmp_path):
+  path = tmp_path / 'a.txt'
+  with pytest.raises(OSError, match=r"No space left on device: '.*/a\.txt'"):
+    with files.replacing(path):
+      raise OSError(errno.ENOSPC, 'No space left on device')  # As file.write does.
+  assert not list(tmp_path.iterdir())
 
 
 def test_folder_appears_once_complete(tmp_path):

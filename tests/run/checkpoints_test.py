@@ -43,6 +43,7 @@ def abstract(dtype=jnp.float32, kernel=(64, 8)):
 def saved(tmp_path_factory):
   """Read-only checkpoints of steps 10 and 20."""
   workdir = tmp_path_factory.mktemp('saved')
+  (workdir / 'config.json').touch()
   checkpoints = checkpoints_lib.Checkpoints(workdir, keep=2)
   for step in (10, 20):
     checkpoints.save(step, make_state(step))

@@ -1,9 +1,12 @@
 """Tests of metrics.jsonl and event files: on disk, in buckets, damaged."""
 
+import re
+
 import ml_collections
 import numpy as np
 import pytest
 
+from tests import processes
 from vit_jax.run import metrics as metrics_lib
 
 
@@ -51,6 +54,49 @@ def test_buckets_are_written_at_checkpoints_and_at_the_end(tmp_path, monkeypatch
     {'step': 2, 'loss': 0.25},
   ]
   log.close()
+
+
+def test_workdir_that_was_moved_is_reported(tmp_path):
+  workdir = tmp_path / 'run'
+  workdir.mkdir()
+  (workdir / 'config.json').touch()
+  log = metrics_lib.MetricsLog(workdir)
+  workdir.rename(tmp_path / 'moved')
+  with pytest.raises(OSError, match=r"run' was moved or deleted .*--workdir"):
+    log.write(1, {'loss': 1.0})
+  log.close()
+  assert not workdir.exists()
+
+
+FULL = """
+import json, pathlib, resource, sys
+from vit_jax import console
+from vit_jax.run import metrics
+console.quiet()
+workdir = pathlib.Path(sys.argv[1])
+(workdir / 'config.json').touch()
+log = metrics.MetricsLog(workdir)
+log.flush()
+[events] = workdir.glob('*tfevents*')
+size = events.stat().st_size + 10 if sys.argv[2] == 'events' else 1
+resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+try:
+  log.write(1, {'loss': 1.0})
+  log.flush()
+except OSError as e:
+  print(json.dumps(str(e)))
+log.close()
+"""
+
+
+@pytest.mark.parametrize('file', ['metrics', 'events'])
+def test_full_disk_is_reported_with_the_file(tmp_path, file):
+  """Stands for a full disk: a limit of the size of files."""
+  [line] = processes.run_code(FULL, tmp_path, file).splitlines()
+  name = 'metrics.jsonl' if file == 'metrics' else 'events.out.tfevents.*'
+  assert re.match(
+    f"\"'{tmp_path}/{name}' cannot be written: File too large; free", line
+  )
 
 
 @pytest.mark.parametrize('bad', [b'\xff\xfe', b'[1]', b'{"st'])

@@ -101,6 +101,7 @@ def check_full_disk(config, workdir, data_dir):
   assert status == 1, output
   assert 'Error: a checkpoint could not be written to' in output
   assert 'File too large' in output
+  assert 'Traceback' not in output
   assert 'Last complete step: none' in output
   assert output.splitlines()[-1].startswith('Error: ')
   assert not checkpoints_lib.Checkpoints(workdir, read_only=True).steps()

@@ -7,7 +7,7 @@ import sys
 from absl import logging
 import pytest
 
-from tests import conftest, stored_runs
+from tests import conftest, processes, stored_runs
 from vit_jax import console, train
 from vit_jax.run import config as run_config, workdir
 from vit_jax.weights import reading
@@ -137,6 +137,44 @@ def test_named_pipe_is_not_read(run, name):
   os.mkfifo(run / name)
   with pytest.raises(ValueError, match=f"{name}' is a named pipe, not a regular"):
     workdir.load(run)
+
+
+@pytest.mark.parametrize(
+  'name',
+  ['config.json', 'class_names.json', 'data.json', 'versions.json', 'metrics.jsonl'],
+)
+def test_folder_in_the_place_of_a_file_is_reported(run, config, name):
+  (run / name).unlink(missing_ok=True)
+  (run / name).mkdir()
+  with pytest.raises(ValueError, match=f"{name}' is a folder, .* another --workdir"):
+    workdir.check(run, config, NAMES, DATA)
+  if name in ('config.json', 'class_names.json', 'data.json'):
+    with pytest.raises(ValueError, match=f"{name}' is damaged: it is a folder"):
+      workdir.load(run)
+
+
+# Two processes, of which only the first looks.
+GONE = """
+import json, sys
+from vit_jax.distributed import processes
+from vit_jax.run import workdir
+address, index, path = sys.argv[1:]
+processes.initialize(address, 2, int(index))
+workdir.check_present(path)
+processes.gather('waiting', 0)
+if index == '0':
+  (workdir.folder(path) / 'config.json').unlink()
+try:
+  workdir.check_present(path)
+except OSError as e:
+  print('SAID', json.dumps(str(e)), flush=True)
+"""
+
+
+def test_all_processes_stop_if_the_workdir_was_deleted(run):
+  _, outputs = processes.run_two(GONE, run)
+  for text in processes.said(outputs):
+    assert f"workdir='{run}' was moved or deleted during training" in text
 
 
 def test_invalid_workdir_is_reported():

@@ -22,6 +22,7 @@ from vit_jax.data import (
 from vit_jax.data.coco import caption_files, layout, source as annotated
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry, splits, vtab
+from vit_jax.distributed import files
 
 # Features that a classifier needs.
 LABELLED = ('image', 'label')
@@ -37,7 +38,7 @@ def example_file(source, workdir) -> str:
   encoded = source.read(source.record(index))['image'].numpy()
   ending = 'jpg' if encoded.startswith(b'\xff\xd8') else 'png'
   path = epath.Path(workdir) / f'example.{ending}'
-  path.write_bytes(encoded)
+  files.write(path, encoded)
   return str(path)
 
 

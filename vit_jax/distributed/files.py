@@ -16,6 +16,7 @@ from etils import epath
 # the index of a model of 400 billion parameters 0.1 MB.
 JSON_LIMIT = 2**24
 _BLOCK = 2**18  # Bytes read at a time.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _KINDS = (
   (stat.S_ISFIFO, 'named pipe'),
   (stat.S_ISCHR, 'device'),
@@ -112,7 +113,8 @@ def replacing(path):
   """Opens a file for bytes, which replaces `path` when it is complete.
 
   No reader ever sees the file incomplete, not even after a power failure. After
-  an error nothing is left behind. The folder of `path` must exist.
+  an error nothing is left behind, and that of a full disk names `path`. The folder of
+  `path` must exist.
   """
   path, temporary = epath.Path(path), temporary_name(path)
   local = not is_remote(path)
@@ -125,9 +127,11 @@ def replacing(path):
     temporary.replace(path)
     if local:
       _sync_folder(path.parent)
-  except BaseException:
+  except BaseException as e:
     with contextlib.suppress(Exception):
       temporary.unlink()
+    if isinstance(e, OSError) and e.errno in _FULL:
+      e.filename = os.fspath(path)
     raise
 
 

@@ -68,7 +68,7 @@ class Checkpoints:
   def __enter__(self):
     return self
 
-  def __exit__(self, kind, *_):
+  def __exit__(self, kind, error, _):
     """Completes what is being written, also after an error in the `with` block.
 
     Only Ctrl-C does not wait.
@@ -79,7 +79,8 @@ class Checkpoints:
       try:
         self.close()
       except OSError as e:
-        logging.error('%s', e)  # The error of the block is raised.
+        if str(e) != str(error):
+          logging.error('%s', e)  # The error of the block is raised.
 
   def save(self, step: int, state: state_lib.TrainState):
     """Begins to write a checkpoint, after the previous one is complete.
@@ -111,6 +112,8 @@ class Checkpoints:
       yield
     except Exception as e:
       self._manager = None
+      if workdir_lib.is_gone(self.directory.parent):
+        raise workdir_lib.gone(self.directory.parent) from e
       try:
         last = max(self.steps(), default='none')
       except OSError:

@@ -12,9 +12,14 @@ import jax
 from PIL import Image
 
 from vit_jax import console
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.learning import lora, state as state_lib
-from vit_jax.run import memory, metrics as metrics_lib, stopping
+from vit_jax.run import (
+  memory,
+  metrics as metrics_lib,
+  stopping,
+  workdir as workdir_lib,
+)
 
 
 class Run:
@@ -147,7 +152,7 @@ class Run:
     if self.done:
       for name, pixels in pictures.items():
         path = epath.Path(self.workdir) / f'{name}.png'
-        with path.open('wb') as file:
+        with workdir_lib.writing(path), files.replacing(path) as file:
           Image.fromarray(pixels).save(file, 'PNG')
         self.pictures.append(path)
     console.say(

@@ -6,8 +6,10 @@ collected, and written before each checkpoint and at the end. A kill loses only
 metrics after the last checkpoint, which the resumed run computes again.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+import contextlib
 import json
+import re
 import statistics
 
 from absl import logging
@@ -36,7 +38,8 @@ class MetricsLog:
     for text in bad:
       logging.warning("'%s': removing %.80r, which is not metrics", self.path, text)
     lines = [_line(line) for line in found if line['step'] <= start_step]
-    files.write(self.path, ''.join(lines))
+    with workdir_lib.writing(self.path):
+      files.write(self.path, ''.join(lines))
     self._held = lines if files.is_remote(workdir) else None
     from clu import metric_writers  # Not needed to read metrics.
 
@@ -55,12 +58,13 @@ class MetricsLog:
       return
     scalars = {name: float(value) for name, value in scalars.items()}
     line = _line({'step': step, **scalars})
-    if self._held is None:
-      with self.path.open('a') as file:
-        file.write(line)
-    else:
-      self._held.append(line)
-    self._writer.write_scalars(step, scalars)
+    with self._writing():
+      if self._held is None:
+        with self.path.open('a') as file:
+          file.write(line)
+      else:
+        self._held.append(line)
+      self._writer.write_scalars(step, scalars)
 
   def write_config(self, step: int, config):
     """Writes the config of a run that starts or resumes at a step."""
@@ -69,30 +73,56 @@ class MetricsLog:
     rows = workdir_lib.flatten(workdir_lib.to_plain(config))
     lines = [f'| {key} | {_cell(value)} |' for key, value in rows.items()]
     table = '\n'.join(['| key | value |', '|---|---|', *sorted(lines)])
-    self._writer.write_texts(step, {'config': table})
+    with self._writing():
+      self._writer.write_texts(step, {'config': table})
     for tracker in self._trackers:
       tracker.write_hparams(rows)
 
   def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]):
     """Writes pictures, uint8 [height, width, 3] by name."""
     if self._writer is not None and pictures:
-      self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
+      with self._writing():
+        self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
 
   def flush(self):
     """Writes what is collected; called before each checkpoint."""
     if self._writer is None:
       return
-    self._writer.flush()
-    if self._held is not None:
-      files.write(self.path, ''.join(self._held))
+    with self._writing():
+      self._writer.flush()
+      if self._held is not None:
+        files.write(self.path, ''.join(self._held))
 
   def close(self):
     """Writes what remains."""
     if self._writer is None:
       return
     self.flush()
-    self._writer.close()
+    with self._writing():
+      self._writer.close()
     self._writer = None
+
+  @contextlib.contextmanager
+  def _writing(self) -> Iterator[None]:
+    """Raises OSError if a file cannot be written; nothing is written afterwards."""
+    try:
+      with workdir_lib.writing(self.path):
+        yield
+    except Exception as e:
+      self._writer = None
+      if not (fault := _fault_of_event_file(e)):
+        raise
+      path, why = fault
+      with workdir_lib.writing(path):
+        raise OSError(why) from e
+
+
+def _fault_of_event_file(error: Exception) -> tuple[str, str] | None:
+  """Returns the file that TensorFlow could not write, and why; None for other errors."""
+  while error.__cause__ is not None:  # clu raises errors of its thread later.
+    error = error.__cause__
+  match = re.search(r'}} ([^;]*tfevents[^;]*); ([^\n\[]*)', str(error))
+  return (match[1], match[2].strip()) if match else None
 
 
 def _cell(value) -> str:
@@ -110,7 +140,14 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
 
   A kill may leave an incomplete last line, which is in neither.
   """
-  texts = files.read(path).split(b'\n') if path.exists() else [b'']
+  try:
+    texts = files.read(path).split(b'\n')
+  except FileNotFoundError:
+    return [], []
+  except IsADirectoryError as e:
+    raise ValueError(
+      f"'{path}' is a folder, not the metrics of a run: move it away"
+    ) from e
   found, bad = [], []
   for text in texts:
     try:

@@ -9,6 +9,7 @@ versions.json      versions of Python and of important packages
 """
 
 from collections.abc import Mapping, Sequence
+import contextlib
 import importlib.metadata
 import itertools
 import json
@@ -88,6 +89,7 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
   other classes or other training data.
   """
   path = folder(workdir)
+  _check_files(path, metadata)
   if _check_config(path, config, FREE_KEYS):
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
@@ -103,6 +105,17 @@ def check_config(workdir, config, moved: bool = True):
   fingerprints later.
   """
   _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
+
+
+def _check_files(path: epath.Path, metadata: Mapping[str, Any]):
+  """Raises ValueError if a folder has the name of a file that a run writes."""
+  names = (*(f'{name}.json' for name in metadata), 'versions.json', 'metrics.jsonl')
+  for file in (path / name for name in (_CONFIG, _DATA, *names)):
+    if file.is_dir():
+      raise ValueError(
+        f"'{file}' is a folder, and a run writes a file of that name: move the folder "
+        'away, or use another --workdir'
+      )
 
 
 def _check_config(path, config, free, moved=True) -> bool:
@@ -216,6 +229,45 @@ def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
     ) from e
 
 
+def is_gone(workdir) -> bool:
+  """Returns whether the folder of a run was moved or deleted."""
+  try:
+    return not (folder(workdir) / _CONFIG).exists()
+  except OSError:
+    return False  # Unknown, since the storage does not answer.
+
+
+def gone(workdir) -> OSError:
+  """Returns the error for `is_gone`."""
+  return OSError(
+    f"workdir='{workdir}' was moved or deleted during training: it has no {_CONFIG}; "
+    'run the same command with the --workdir where it is now, to resume from its last '
+    'checkpoint'
+  )
+
+
+@processes.by_first('looking for the workdir')
+def check_present(workdir):
+  """Raises OSError on all processes if the folder of a run was moved or deleted."""
+  if is_gone(workdir):
+    raise gone(workdir)
+
+
+@contextlib.contextmanager
+def writing(path):
+  """Explains errors of the storage while a run writes a file of its workdir."""
+  path = epath.Path(path)
+  try:
+    yield
+  except OSError as e:
+    if is_gone(path.parent):
+      raise gone(path.parent) from e
+    raise OSError(
+      f"'{path}' cannot be written: {e.strerror or e}; free some space (or repair the "
+      'disk) and run the same command again to resume from the last checkpoint'
+    ) from e
+
+
 def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   """Returns the complete config of a run, and its metadata.
 
@@ -297,7 +349,9 @@ def _read(path, kind: type = dict):
       f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "
       '--workdir of a run'
     ) from e
-  except (ValueError, IsADirectoryError) as e:
+  except IsADirectoryError as e:
+    raise _damaged(path, 'it is a folder') from e
+  except ValueError as e:
     raise _damaged(path, str(e)) from e
   if not isinstance(content, kind):
     raise _damaged(path, f'{content!r:.50} is not a JSON object')
