@@ -139,6 +139,41 @@ def test_named_pipe_is_not_read(run, name):
     workdir.load(run)
 
 
+def test_all_keys_that_differ_are_listed(run, config):
+  """Also the lengths and the place of the data, which alone need not be reported."""
+  config.update(base_lr=0.5, dataset='mnist', total_steps=9, eval_every=7)
+  for check in (
+    lambda: workdir.check_config(run, config),
+    lambda: workdir.check(run, config, NAMES, DATA),
+  ):
+    with pytest.raises(ValueError, match='another config') as error:
+      check()
+    _, *lines, _ = str(error.value).splitlines()
+    assert lines == [
+      '  base_lr: 0.001 there, 0.5 here',
+      '  dataset: digits there, mnist here',
+      '  total_steps: 6 there, 9 here',
+    ]
+  config.update(total_steps=None, total_epochs=3)  # Steps that are not known yet.
+  with pytest.raises(ValueError, match='base_lr') as error:
+    workdir.check_config(run, config)
+  assert 'total_' not in str(error.value)
+
+
+@pytest.mark.parametrize('key', ['architecture', 'model_type'])
+def test_folder_of_weights_is_no_workdir(tmp_path, config, key):
+  """timm and Hugging Face have a config.json too."""
+  (tmp_path / 'config.json').write_text(json.dumps({key: 'vit'}))
+  for read in (
+    lambda: workdir.load(tmp_path),
+    lambda: workdir.check_config(tmp_path, config),
+  ):
+    with pytest.raises(
+      ValueError, match=f'not a run: pass --weights={tmp_path} .*convert'
+    ):
+      read()
+
+
 @pytest.mark.parametrize(
   'name',
   ['config.json', 'class_names.json', 'data.json', 'versions.json', 'metrics.jsonl'],

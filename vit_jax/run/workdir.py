@@ -45,6 +45,8 @@ FREE_KEYS = (
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 _CONFIG, _DATA = 'config.json', 'data.json'
+# Keys of a config.json of timm and Hugging Face.
+_OF_WEIGHTS = ('architecture', 'architectures', 'model_type')
 _SCHEMES = ('gs', 's3')  # Of places that are not on this machine.
 PACKAGES = (
   'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
@@ -132,14 +134,20 @@ def _check_config(path, config, free, moved=True) -> bool:
   # A mixture is a list of places and weights.
   if moved and all(isinstance(x['dataset'], str) for x in (old, new)):
     free = (*free, 'dataset')
-  differing = differences(old, new, free)
-  if differing:
+  if differences(old, new, free):
+    differing = differences(old, new, (*FREE_KEYS, *_unknown_lengths(new)))
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
       + '\n  '.join(differing)
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
+
+
+def _unknown_lengths(config: Mapping[str, Any]) -> list[str]:
+  """Returns the keys of lengths of a config that depend on the size of the data."""
+  names = [name for name in ('total', 'warmup') if config[f'{name}_steps'] is None]
+  return [f'{name}_{unit}' for name in names for unit in ('steps', 'epochs')]
 
 
 def _check_metadata(file, value):
@@ -317,6 +325,12 @@ def _read_plain(path) -> dict[str, Any]:
   file = path / _CONFIG
   plain = _read(file)
   if not isinstance(plain.get('model'), dict):
+    if {*plain} & {*_OF_WEIGHTS}:
+      raise ValueError(
+        f"workdir='{path}' holds weights of timm or Hugging Face, not a run: pass "
+        f'--weights={path} (to train: --config.pretrained={path}), or make a run of '
+        f'them with `vit_jax convert {path} FOLDER --to=workdir`'
+      )
     raise _damaged(file, "it has no key 'model'")
   digests = _read(path / _DATA).get('config')
   if digests is not None and _digest(plain) not in digests:
@@ -347,7 +361,7 @@ def _read(path, kind: type = dict):
   except FileNotFoundError as e:
     raise FileNotFoundError(
       f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "
-      '--workdir of a run'
+      '--workdir of a run, or pass weights as --weights'
     ) from e
   except IsADirectoryError as e:
     raise _damaged(path, 'it is a folder') from e
