@@ -250,9 +250,10 @@ def _check_split(root, base):
     # Without any split the folders in `root` are probably classes.
     has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
     whole = has[0] if has else '.'
-    raise FileNotFoundError(
-      f"folder '{root}' has no split '{base}': {folder_layout.LAYOUT}; it holds "
-      f"{there[:10]}. To test on a tenth of '{whole}': "
-      f"--config.pp.train='{whole}[:90%]' --config.pp.test='{whole}[90%:]'"
+    raise slices.NoSplitError(
+      f"folder '{root}' has no split '{base}': {folder_layout.LAYOUT}; "
+      f'it holds {there[:10]}',
+      f"To test on a tenth of '{whole}': --config.pp.train='{whole}[:90%]' "
+      f"--config.pp.test='{whole}[90%:]'",
     )
   return top

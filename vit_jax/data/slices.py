@@ -6,6 +6,14 @@ from vit_jax import console
 from vit_jax.data.lazy import tfds
 
 
+class NoSplitError(FileNotFoundError):
+  """A folder has no split of a name; `message` lacks the `remedy` for training."""
+
+  def __init__(self, message: str, remedy: str):
+    super().__init__(f'{message}. {remedy}')
+    self.message = message
+
+
 def parts(split: str) -> Iterator[tuple[str, str]]:
   """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'."""
   for part in split.split('+'):

@@ -21,7 +21,7 @@ from vit_jax.data import (
 )
 from vit_jax.data.coco import caption_files, layout, source as annotated
 from vit_jax.data.lazy import tf
-from vit_jax.data.tfds import registry, splits, vtab
+from vit_jax.data.tfds import builders, registry, splits, vtab
 from vit_jax.distributed import files
 
 # Features that a classifier needs.
@@ -96,6 +96,20 @@ def open_split(
   return _open_folder(config, dataset, split, features, class_names, workdir)
 
 
+def has_split(config, split: str) -> bool:
+  """Returns whether the data set of a config has all parts of a split."""
+  dataset = config.dataset
+  if not isinstance(dataset, str):
+    dataset = dataset[0][0]  # As `open_split` does.
+  if folder.is_folder(dataset):
+    kinds = (manifest.exists, parquet.exists, layout.exists, _has_folders)
+    return any(exists(dataset, split) for exists in kinds)
+  if dataset.startswith(registry.VTAB):
+    return True  # `open_split` names its splits.
+  known = builders.get_builder(config, dataset).info.splits
+  return all(base in known for base in slices.bases(split))
+
+
 def _open_folder(config, root, split, features, class_names, workdir):
   """Opens a split of a folder; see open_split."""
   read_split, limit = folder.read_split, config.max_image_pixels
@@ -135,10 +149,11 @@ def _check_tables(root, split):
   """Raises FileNotFoundError if a folder has Parquet files of other splits."""
   if tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
     first, last = tables[0], tables[-1]
-    raise FileNotFoundError(
+    raise slices.NoSplitError(
       f"folder '{root}' has no split '{split}': its Parquet files are the splits "
-      f"{tables}. To test on '{last}': --config.pp.test='{last}'; on a tenth of "
-      f"'{first}': --config.pp.train='{first}[:90%]' --config.pp.test='{first}[90%:]'"
+      f'{tables}',
+      f"To test on '{last}': --config.pp.test='{last}'; on a tenth of '{first}': "
+      f"--config.pp.train='{first}[:90%]' --config.pp.test='{first}[90%:]'",
     )
 
 

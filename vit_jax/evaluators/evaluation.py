@@ -7,10 +7,14 @@ import jax
 
 from vit_jax import console
 from vit_jax.configs import schema
-from vit_jax.data import sources
-from vit_jax.distributed import sharding
+from vit_jax.data import slices, sources
+from vit_jax.distributed import processes, sharding
 from vit_jax.evaluators import real
-from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
+from vit_jax.run import (
+  config as run_config,
+  metrics as metrics_lib,
+  workdir as workdir_lib,
+)
 
 
 def evaluate(
@@ -23,7 +27,8 @@ def evaluate(
   """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
   `split` is in the notation of TFDS, such as 'train[:10%]', of the run's data set or of
-  a `dataset` with the same classes; `real_labels` is a file, see real.py; `options`
+  a `dataset` with the same classes; or the name of an evaluation of the run, such as
+  'test', if its data have no split of that name. `real_labels` is a file, see real.py; `options`
   replace values of the run's `config.task_options`, as {'tight': 1} for a detector.
 
   Returns the metrics of the task (`accuracy` and `loss`, for classes), `num_examples`
@@ -32,6 +37,10 @@ def evaluate(
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
   config, task = model.config, model.task
+  run_splits = []
+  if dataset is None:
+    run_splits = [x for _, x, other in run_config.evaluations(config) if not other]
+    split, dataset = _by_name(config, split)
   if dataset is not None:
     with config.ignore_type():  # The data set of the run may be a mixture.
       config.dataset = dataset
@@ -48,8 +57,10 @@ def evaluate(
         config, type(task), metadata, wanted, other, further=further
       )
     except FileNotFoundError as e:
+      message = e.message if isinstance(e, slices.NoSplitError) else e
+      remedy = ' or '.join(f"--split='{x}'" for x in run_splits) or '--split=SPLIT'
       raise FileNotFoundError(
-        f'{e}; pass the split as --split=SPLIT, and data that have moved as '
+        f'{message}; pass the split as {remedy}, and data that have moved as '
         '--dataset=FOLDER'
       ) from e
     names = task.class_names_of(source)
@@ -73,6 +84,23 @@ def evaluate(
     + metrics_lib.format_metrics(metrics)
   )
   return metrics
+
+
+def _by_name(config, name: str) -> tuple[str, str | None]:
+  """Returns split and data set of a name: a split, or else an evaluation of the run."""
+  evaluations = {
+    x: (split, other) for x, split, other in run_config.evaluations(config)
+  }
+  split, dataset = evaluations.get(name, (name, None))
+  if split == name and dataset is None:
+    return name, None
+  look = lambda: sources.has_split(config, name)
+  try:
+    if processes.from_first('looking for a split', look):
+      return name, None
+  except FileNotFoundError:  # The data have moved, which is reported later.
+    return name, None
+  return split, dataset
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
