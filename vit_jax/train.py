@@ -418,8 +418,8 @@ def _train(prepared, workdir, held, checkpoints, state, step):
       if stop_now:
         say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
-        held.check()
         workdir_lib.check_present(workdir)
+        held.check()
         run.save()
       if stop_now:
         checkpoints.close()
