@@ -442,7 +442,7 @@ def test_rejects_impossible_conversions(tmp_path, tiny):
   path, *_ = tiny
   with pytest.raises(ValueError, match='makes 2 x 2 patches, but .* for 6'):
     convert.convert(path, str(tmp_path / 'no'), 'hf', image_size=(8, 8))
-  with pytest.raises(ValueError, match='2 class names for a head of 3'):
+  with pytest.raises(ValueError, match='class_names has 2 names, .* 3 classes'):
     convert.convert(path, str(tmp_path / 'no'), 'hf', class_names=['a', 'b'])
   with pytest.raises(ValueError, match=r'--to=npz\|timm\|hf\|peft\|pth\|workdir'):
     convert.convert(path, str(tmp_path / 'no'))
@@ -451,6 +451,25 @@ def test_rejects_impossible_conversions(tmp_path, tiny):
   with pytest.raises(OSError, match="DST '/proc/o' cannot be written: "):
     convert.convert(path, '/proc/o', 'hf', image_size=(8, 12))
   assert not list(tmp_path.glob('.*'))
+
+
+@pytest.mark.parametrize(
+  'options, message',
+  [
+    ({'image_size': 8}, r'image_size=8 must be \(height, width\).*--image_size'),
+    ({'image_size': (8, 13)}, 'image_size=8,13 must be multiples .*--image_size'),
+    ({'num_heads': 'two'}, "num_heads='two' must be an integer .*--num_heads"),
+    ({'num_heads': 3}, "num_heads=3, but the model in '.*npz' has 2.*--num_heads"),
+  ],
+)
+def test_errors_name_the_arguments_of_the_call(tiny, options, message):
+  path, *_ = tiny
+  with pytest.raises(ValueError, match=message) as error:
+    convert.read(path, **options)
+  assert 'config.' not in str(error.value)
+  with pytest.raises(FileNotFoundError, match=r"no weights file '/no\.npz'") as error:
+    convert.read('/no.npz')
+  assert 'config.' not in str(error.value)
 
 
 def test_encoder_variations_are_kept_or_rejected(tmp_path):

@@ -206,7 +206,7 @@ def test_selects_some_classes_of_a_detector(good, found):
     some.params['class_head']['kernel'],
     found.params['class_head']['kernel'][:, [3, 1, 4]],
   )
-  with pytest.raises(ValueError, match='1 class names for a head of 4 classes'):
+  with pytest.raises(ValueError, match='class_names has 1 name, .* 4 classes'):
     convert.read(str(good[0]), class_names=('cow',))
 
 

@@ -290,12 +290,18 @@ class Predictor:
 
   def _check_finite(self, outputs, name):
     """Raises ValueError if an output of an image is not finite."""
-    if not all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
+    if all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
+      return
+    if not self.workdir:
       raise ValueError(
-        f"the output of step {self.step} in '{self.workdir}' for '{name}' "
-        'is not finite: the training diverged, or its checkpoint is damaged; use '
-        'another checkpoint (--step=N)'
+        f"the output of '{self.origin}' for '{name}' is not finite: the weights are "
+        'damaged; use others (--weights)'
       )
+    raise ValueError(
+      f"the output of step {self.step} in '{self.workdir}' for '{name}' "
+      'is not finite: the training diverged, or its checkpoint is damaged; use '
+      'another checkpoint (--step=N)'
+    )
 
   def predict(self, images: Sequence[Any], **others) -> list:
     """Returns a prediction per image; by default the outputs."""

@@ -220,7 +220,8 @@ class Predictor(base.Predictor):
     if not self.class_names:
       raise ValueError(
         'this model has no head, hence no classes: fine-tune it first '
-        '(--config.pretrained), or take its features from .logits(images)'
+        '(--config.pretrained), or take its features with embed(images) or as a table '
+        '(--embeddings --out=table.parquet)'
       )
 
   def _best(self, images, top):
@@ -237,7 +238,7 @@ class Predictor(base.Predictor):
     try:
       self._check_head()
     except ValueError as e:
-      raise tables.NoColumns(f'{e}, or write them (--embeddings)') from e
+      raise tables.NoColumns(str(e)) from e
     schema.check('top', top, schema.Count, '--')
     return tables.choices(lambda found: self._of_row(found, top), self._shares)
 

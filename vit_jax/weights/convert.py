@@ -53,6 +53,7 @@ def read(
     What vit_jax.weights.reading.read raises, and ValueError if names, size and
     weights do not fit together.
   """
+  schema.check('image_size', image_size, schema.HeightWidth | None, '--')
   weights = reading.read(src, num_heads, dtype)
   if weights.kind in _PARTS:
     raise ValueError(
@@ -63,7 +64,7 @@ def read(
   if config is None:
     raise ValueError(
       f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
-      f'iGPT or LiT: it has {sorted(weights.params)[:6]} (SRC)'
+      f'iGPT or LiT, but {sorted(weights.params)[:6]}: use weights of one of these'
     )
   fields = _with_gelu(src, weights.model, gelu)
   if weights.kind == 'workdir':
@@ -77,8 +78,16 @@ def read(
     num_classes = identify.num_classes(weights.params)
   if class_names and len(class_names) != num_classes:
     raise ValueError(
-      f'{len(class_names)} class names for a head of {num_classes} classes: pass '
-      f'{num_classes} names (--class_names)'
+      f'class_names has {console.counted(len(class_names), "name")}, but the head '
+      f'{console.counted(num_classes, "class")}: pass as many names as classes '
+      '(--class_names)'
+    )
+  _check_multiple(config, image_size)
+  stored_heads = fitting.heads(config)
+  if type(num_heads) is type(stored_heads) and num_heads != stored_heads:
+    raise ValueError(
+      f"num_heads={num_heads}, but the model in '{src}' has {stored_heads}: leave it "
+      'out (--num_heads)'
     )
   names = tuple(class_names or weights.class_names or ())
   with arrays.naming(src):
@@ -93,6 +102,18 @@ def read(
     )  # fmt: skip
     family.check(model)
   return model
+
+
+def _check_multiple(config, image_size: tuple[int, int] | None):
+  """Raises ValueError unless patches divide the size of images."""
+  model = model_configs.vit_of(config)
+  if image_size is None or not model.get('patches') or model.get('resnet'):
+    return
+  if any(side % patch for side, patch in zip(image_size, model.patches.size)):
+    raise ValueError(
+      f'image_size={image_size[0]},{image_size[1]} must be multiples of the patches, '
+      f'{model.patches.size[0]} x {model.patches.size[1]} pixels (--image_size)'
+    )
 
 
 def _with_gelu(src, model, gelu):

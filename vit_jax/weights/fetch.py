@@ -30,7 +30,7 @@ def elsewhere(path: str) -> str:
     return (
       '. The published weights are also on the Hugging Face Hub: pass '
       'hf://OWNER/NAME of a model at https://huggingface.co/google or '
-      'https://huggingface.co/timm (config.pretrained)'
+      'https://huggingface.co/timm'
     )
   return ''
 

@@ -57,7 +57,7 @@ def transferable(
       with its head, from the same part of an image-text model's weights.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
-  weights = reading.read(pretrained_path, _heads(model_config))
+  weights = reading.read(pretrained_path, heads(model_config))
   family = families.of_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
@@ -119,8 +119,8 @@ def _check_family(path, have, want):
   theirs, ours = (families.describe(flat) for flat in (have, want))
   if theirs != ours and (theirs, ours) not in families.STARTS:
     raise OtherModelError(
-      f"'{path}' holds the weights of {theirs}, which cannot initialise the model of "
-      f'this config, {ours}: use weights of {ours} (config.pretrained)'
+      f"pretrained_path='{path}' holds the weights of {theirs}, which cannot initialise "
+      f'{ours}: use weights of {ours} (config.pretrained)'
     )
 
 
@@ -147,7 +147,7 @@ def _layer(path):
 _SEQUENCE = (
   'relative position embeddings belong to offsets between patches of one grid, and '
   'cannot be resized to another grid: use images of the size that the weights were '
-  'trained with (config.pp.crop)'
+  'trained with, so that new_grid equals grid (config.pp.crop)'
 )
 
 
@@ -166,7 +166,7 @@ def _resized(have, want, grid, new_grid):
     if path.replace('embedding', 'conv_root') in want:
       faults.append(
         f"{path}: patches of a ResNet's features are not resized: use the weights' "
-        f'{old[0]} x {old[1]} (config.model.patches.size)'
+        f'{old[0]} x {old[1]} (patches.size of the model, config.model.patches.size)'
       )
       continue
     resized[path] = resize_patches(have[path], new)
@@ -219,11 +219,11 @@ def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the 
     raise ValueError(f'{what}:\n  ' + '\n  '.join(problems))
 
 
-def _heads(model_config):
+def heads(model_config):
   """Returns the number of heads of a model, or a pair for its two towers."""
   if 'image' in model_config:
     text = model_config.get('text') or {}
-    return _heads(model_config.image), text.get('num_heads')
+    return heads(model_config.image), text.get('num_heads')
   return (model_config.get('transformer') or model_config).get('num_heads')
 
 
@@ -245,7 +245,8 @@ def note_differences(weights, model_config, place='model'):
     if value is None and key[-1] == 'gelu':
       logging.warning(
         'No config specifies the GELU of these weights, or perhaps their number of '
-        f'heads: check --config.{place}.{".".join(key)} and num_heads there'
+        f'heads: check {".".join(key)} and num_heads of the model '
+        f'(--config.{place}.{".".join(key)})'
       )
   for key, there, here in family.differences(weights.model, model_config):
     if key == 'classifier':  # Another pooling is the new model's choice.
@@ -255,8 +256,8 @@ def note_differences(weights, model_config, place='model'):
       continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
-      f'computes with {here}: to get the same features, set '
-      f'--config.{place}.{key}={there}'
+      f'computes with {here}: to get the same features, set {key}={there} in the '
+      f'config of the model (--config.{place}.{key}={there})'
     )
 
 

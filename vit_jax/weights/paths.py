@@ -40,7 +40,8 @@ def with_remedy(config):
     if config.pretrained is not None:
       raise
     raise FileNotFoundError(
-      f'{e}; to start from random weights use --config.pretrained_dir=None'
+      f'{e}; or set the folder of the published files (--config.pretrained_dir); to '
+      'start from random weights use --config.pretrained_dir=None'
     ) from e
 
 
@@ -64,9 +65,8 @@ def existing(path) -> epath.Path:
   if not found.exists():
     raise FileNotFoundError(
       f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
-      '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir '
-      '(config.pretrained), or the folder of the published files '
-      '(config.pretrained_dir)' + fetch.elsewhere(str(path))
+      '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir'
+      + fetch.elsewhere(str(path))
     )
   _check_format(found)
   return found
@@ -121,7 +121,7 @@ def augreg_index(directory):
   index = fetch.fetch(path)
   if not index.exists():
     raise FileNotFoundError(
-      f"there is no '{path}': pass the folder of the AugReg checkpoints "
+      f"there is no '{path}': pass the folder of the AugReg checkpoints as directory "
       '(config.pretrained_dir), or the name of one of its files '
       '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
     )

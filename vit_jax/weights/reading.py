@@ -94,8 +94,8 @@ def read(
     ImportError: if a package is missing; names the extra to install.
   """
   pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
-  if any(count is not None and count < 1 for count in pair):
-    raise ValueError(f'num_heads={num_heads} must be at least 1')
+  for count in pair:
+    schema.check('num_heads', count, schema.Count | None, '--')
   if hub.is_at(path):
     look_up = lambda: hub.commit(path)
     commit = processes.from_first('looking up a model on the hub', look_up)

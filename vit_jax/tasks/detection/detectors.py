@@ -62,9 +62,9 @@ class Detector(predictor_lib.Predictor):
   def segment(self, images, threshold=None, image_size=None):
     """Raises ValueError: the model of a Segmenter has a mask head."""
     raise ValueError(
-      f"the model of '{self.workdir}' has no mask head: train one with "
+      f"the model of '{self.origin}' has no mask head: train one with "
       '--config.model.mask_head=True --config.pretrained='
-      f'{self.workdir or "WORKDIR"}, or use `detect`'
+      f'{self.origin or "WORKDIR"}, or use `detect`'
     )
 
   def _find(self, images, threshold, image_size, make) -> list:

@@ -110,7 +110,7 @@ class Predictor(predictor_lib.Predictor):
     """Raises ValueError if the model does not predict pixel by pixel."""
     if not self.task.model.causal:
       raise ValueError(
-        f"the run in '{self.workdir}' has learned to predict masked pixels "
+        f"the model of '{self.origin}' has learned to predict masked pixels "
         "(objective 'bert') and cannot sample images: use a run of the objective "
         "'ar' (configs/igpt.py:SIZE,DATA,SIDE,ar)"
       )
