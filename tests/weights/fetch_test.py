@@ -29,6 +29,9 @@ def server(tmp_path, monkeypatch):
   class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
       requested.append(self.path)
+      if self.path.startswith('/garbage'):
+        self.wfile.write(b'\0 no HTTP\r\n')
+        return
       status = {'/403': 403, '/404': 404}.get(self.path[:4], 200)
       served = tmp_path / 'served'
       if served.is_dir():
@@ -38,6 +41,8 @@ def server(tmp_path, monkeypatch):
       body = served.read_bytes() if status == 200 else b''
       short = 10 if self.path.startswith('/short') else 0
       self.send_header('Content-Length', str(len(body)))
+      if self.path.startswith('/login'):
+        self.send_header('Content-Type', 'text/html; charset=utf-8')
       self.end_headers()
       self.wfile.write(body[: len(body) - short])
 
@@ -100,6 +105,9 @@ def test_the_palette_next_to_a_url_is_fetched(tmp_path, server):
     ('403/ViT-B_16.npz', PermissionError, '403 .*huggingface.co/google'),
     ('404/R_Ti_16.npz', FileNotFoundError, '404 .*huggingface.co/timm'),
     ('short.npz', OSError, 'bytes arrived; try'),
+    ('login.npz', OSError, "login.npz' cannot be fetched: .* a web page"),
+    ('garbage.npz', OSError, "garbage.npz' cannot be fetched: .*try again"),
+    ('a b.npz', OSError, "a b.npz' cannot be fetched: .*check the URL"),
   ],
 )
 def test_url_errors(tmp_path, server, page, error, message):
@@ -116,8 +124,9 @@ def test_rejects_unencrypted_urls(monkeypatch, tmp_path):
   url = 'http://127.0.0.1:9/a.npz'  # Nothing listens there.
   with pytest.raises(ValueError, match=f"'{url}'.*--insecure"):
     checkpoint.load(url)
-  with pytest.raises(ValueError, match=f"'{url}'"):
-    fetch._Redirects().redirect_request(None, None, 302, '', {}, url)
+  for target in url, 'ftp://127.0.0.1/a.npz':
+    with pytest.raises(ValueError, match=f"'{target}'"):
+      fetch._Redirects().redirect_request(None, None, 302, '', {}, target)
   parser = flags.Parser('some-command', '')
   flags.add_model_flags(parser)
   parser.parse_args(['--weights=a', '--insecure'])

@@ -9,6 +9,7 @@ allows http://. vit_jax/weights/hub.py fetches models from the Hugging Face Hub.
 from collections.abc import Iterator
 import contextlib
 import hashlib
+import http.client
 import os
 import tempfile
 import urllib.error
@@ -21,6 +22,7 @@ from vit_jax.distributed import files
 from vit_jax.weights import hub
 
 INSECURE = 'VIT_JAX_INSECURE'
+_LONGEST_NAME = 150  # Characters of a file name; file systems allow 255 bytes.
 _BLOCK = 10 * 2**20  # Bytes to read at a time.
 
 
@@ -44,7 +46,7 @@ def local(path: str) -> epath.Path:
   """Returns where `fetch` puts a remote file; a local path itself."""
   if not is_remote(path):
     return epath.Path(files.expanded(path))
-  name = path.split('?')[0].rpartition('/')[2]
+  name = path.split('?')[0].rpartition('/')[2].lstrip('.')[-_LONGEST_NAME:]
   folder = hashlib.sha256(path.encode()).hexdigest()[:16]
   return epath.Path(console.cache_folder() / folder / name)
 
@@ -71,8 +73,13 @@ def fetch(path: str) -> epath.Path:
   try:
     opener = urllib.request.build_opener(_Redirects())
     with opener.open(request, timeout=60) as response:
-      length = response.headers.get('Content-Length')
-      _write(response, target, int(length) if length else None, path)
+      if response.headers.get_content_type() == 'text/html':
+        raise OSError(
+          f"'{path}' cannot be fetched: the server answers with a web page, perhaps to "
+          'log in: download the file with a browser and pass its path'
+        )
+      length = response.headers.get('Content-Length', '')
+      _write(response, target, int(length) if length.isdecimal() else None, path)
   except urllib.error.HTTPError as e:
     if path.startswith('gs://'):
       # Without access or a library for buckets, the first error counts.
@@ -81,16 +88,30 @@ def fetch(path: str) -> epath.Path:
         return target
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
-      f"'{path}' cannot be fetched: the server answers {e.code} {e.reason}"
+      f"'{path}' cannot be fetched: the server answers {e.code} {_one_line(e.reason)}"
       + elsewhere(path)
     ) from None
   except urllib.error.URLError as e:
     raise OSError(f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}") from None
+  except (
+    http.client.HTTPException, ConnectionError, TimeoutError, UnicodeError
+  ) as e:  # fmt: skip
+    raise OSError(
+      f"'{path}' cannot be fetched: {_one_line(e) or type(e).__name__}; check the URL "
+      'or try again'
+    ) from e
   return target
 
 
+def _one_line(reason) -> str:
+  return ' '.join(str(reason).split())
+
+
 def _check_encrypted(url):
-  if url.startswith('http://') and os.environ.get(INSECURE, '') in ('', '0'):
+  is_insecure = os.environ.get(INSECURE, '') not in ('', '0')
+  if not url.startswith(('https://', 'http://')):
+    raise ValueError(f"'{url}' is not at https://: pass the URL that it stands for")
+  if url.startswith('http://') and not is_insecure:
     raise ValueError(
       f"'{url}' is not encrypted, so the download could be tampered with: pass "
       f'its https:// address, or allow it with --insecure ({INSECURE}=1)'
@@ -98,7 +119,7 @@ def _check_encrypted(url):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-  """Follows redirects, but not from https:// to http://."""
+  """Follows redirects to https://, and to http:// if that is allowed."""
 
   def redirect_request(self, req, fp, code, msg, headers, newurl):
     _check_encrypted(newurl)
