@@ -102,6 +102,14 @@ def test_models_for_canvases_are_rejected():
       serving.prepare(FILES['palette'], facts)
 
 
+def test_damaged_settings_are_rejected():
+  facts = settings()[1]
+  for key in 'size', 'channels', 'range', 'jpeg_shrink':
+    damaged = {name: x for name, x in facts.items() if name != key}
+    with pytest.raises(ValueError, match=f'preprocessing=.* lacks {key}: pass'):
+      serving.prepare(FILES['palette'], damaged)
+
+
 def test_servers_load_neither_jax_nor_tensorflow():
   code = (
     'import sys; from vit_jax.inference import serving; '

@@ -33,10 +33,15 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   if the model reads canvases or images of any size, and Pillow's errors.
   """
   pp = preprocessing
-  if 'resize' not in pp or not all(isinstance(n, int) for n in pp['size']):
+  if 'resize' not in pp or not all(isinstance(n, int) for n in pp.get('size', ())):
     raise ValueError(
       f'preprocessing={dict(pp)} is for canvases or images of any size: '
       'export the model with --image_size=HEIGHT,WIDTH'
+    )
+  if missing := {'size', 'channels', 'range', 'jpeg_shrink'} - pp.keys():
+    raise ValueError(
+      f'preprocessing={dict(pp)} lacks {", ".join(sorted(missing))}: pass it as in the '
+      'model.json that `vit_jax export` wrote'
     )
   image = Image.open(io.BytesIO(file))
   (height, width), (low, high) = pp['size'], pp['range']
