@@ -141,6 +141,25 @@ def test_run_resumes_bit_for_bit_only_on_the_same_base(adapted, tmp_path):
       read()
 
 
+def test_adapters_of_themselves_are_rejected(adapted, tmp_path):
+  _, folder, _ = adapted
+  shutil.copytree(folder / 'run', tmp_path / 'run')
+  stored_runs.change_config(tmp_path / 'run', pretrained=str(tmp_path / 'run'))
+  for load in checkpoint.load, predict.load:
+    with pytest.raises(ValueError, match="adapters in '.*run' start from themselves"):
+      load(str(tmp_path / 'run'))
+
+
+@pytest.mark.parametrize('change', [{'rank': 3}, {'on': 'query/'}])
+def test_adapters_of_another_config_are_rejected(adapted, tmp_path, change):
+  _, folder, _ = adapted
+  shutil.copytree(folder / 'run', tmp_path / 'run')
+  config = json.loads((folder / 'run' / 'config.json').read_text())
+  stored_runs.change_config(tmp_path / 'run', lora=config['lora'] | change)
+  with pytest.raises(ValueError, match='lora_a.* lora.rank=.*restore the config.json'):
+    checkpoint.load(str(tmp_path / 'run'))
+
+
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [

@@ -39,6 +39,7 @@ from vit_jax.distributed import files
 
 # A greater class number is taken for an id: each class has a row of the head.
 _MOST_CLASSES = 10**6
+_MOST_LEVELS = 8  # Of lists in lists.
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
 _VERSION = 4  # Of what is stored of a manifest.
 _OF_HUB = 'metadata.jsonl'  # Name of a manifest in the folder of its split.
@@ -337,7 +338,7 @@ def _parse(root, base) -> list[Line]:
 def _parse_line(where, text, key) -> dict[str, Any]:
   try:
     values = msgspec.json.decode(text)
-  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+  except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
     reason = str(e).removeprefix('JSON is malformed: ')
     raise ValueError(f'{where}: not valid JSON: {reason}') from e
   if not isinstance(values, dict):
@@ -512,14 +513,19 @@ def _flat(name, values, lines):
         )
     if kinds[0] is not list:
       break
+    if len(lengths) == _MOST_LEVELS:
+      raise ValueError(
+        f"{owners[0].where}: '{name}' has lists in more than {_MOST_LEVELS} levels"
+      )
     lengths.append([len(x) for x in level])
     owners = [line for line, x in zip(owners, level) for _ in x]
     level = [y for x in level for y in x]
   if level and kinds[0] is float:
     largest = float(np.finfo(np.float32).max)
     for value, line in zip(level, owners):
-      if abs(value) > largest:
+      kind, limit = ('int64', 2**63 - 1) if type(value) is int else ('float32', largest)
+      if abs(value) > limit:
         raise ValueError(
-          f"{line.where}: '{name}' is {value}, too large for float32: scale its values"
+          f"{line.where}: '{name}' is {value}, too large for {kind}: scale its values"
         )
   return level, lengths

@@ -122,7 +122,7 @@ def _read(path, num_classes) -> list[list[int]]:
   try:
     labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
     known = {c for classes in labels for c in classes} <= {*range(num_classes)}
-  except (ValueError, TypeError) as e:
+  except (ValueError, TypeError, RecursionError) as e:
     raise ValueError(
       f"real='{path}' is not a list of lists of class numbers, one per image: "
       f'{e}; pass real.json of github.com/google-research/reassessed-imagenet '

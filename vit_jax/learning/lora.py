@@ -129,6 +129,28 @@ def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
   return {path: weights[path] for path in frozen}
 
 
+def check_stored(params, shapes, config):
+  """Raises ValueError unless stored parameters are the `trained` ones of a model."""
+  stored, expected = (
+    {path: tuple(x.shape) for path, x in flat.items()}
+    for flat in (
+      flax.traverse_util.flatten_dict(params, sep='/'),
+      flax.traverse_util.flatten_dict(trained(shapes, config), sep='/'),
+    )
+  )
+  differing = [
+    path
+    for path in sorted(stored.keys() | expected)
+    if stored.get(path) != expected.get(path)
+  ]
+  if differing:
+    raise ValueError(
+      f"the checkpoint's '{differing[0]}' is of shape {stored.get(differing[0])}, but "
+      f'lora.rank={config.lora.rank} and lora.on={config.lora.on!r} need '
+      f'{expected.get(differing[0])}: restore the config.json of the run'
+    )
+
+
 def whole(params, frozen: Mapping[str, Any], shapes):
   """Returns stored parameters with the frozen ones, which are placed as `shapes`."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')

@@ -124,6 +124,7 @@ class Hooks:
     """
     if not self.config.lora.rank:
       return stored
+    lora.check_stored(stored, shapes, self.config)
     plain = lora.without_adapters(shapes)
     try:
       weights = checkpoint.pretrained_weights(self.config, self, plain, extra)

@@ -265,7 +265,10 @@ def _names(path: str) -> list[str]:
     )
   with arrays.naming(file):
     if path.endswith('.json'):
-      return files.read_json(file)
+      names = files.read_json(file)
+      if not schema.accepts(names, tuple[str, ...]):
+        raise ValueError(f'it holds {names!r:.80} and must hold a list of names')
+      return names
     return files.read(file, files.JSON_LIMIT).decode().splitlines()
 
 

@@ -25,6 +25,7 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
+import contextlib
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -40,6 +41,9 @@ from vit_jax.weights.families import families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
+
+# Runs whose adapters are being merged into their base, which may be such a run.
+_bases: list[epath.Path] = []
 
 
 class Weights(NamedTuple):
@@ -204,7 +208,8 @@ def _read_workdir(folder):
     adapters = config, flax.traverse_util.flatten_dict(found.params, sep='/')
     task = task_class(config, metadata)
     shapes = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
-    params = task.merged(found.params, *shapes, folder)
+    with _not_from_itself(folder):
+      params = task.merged(found.params, *shapes, folder)
     found = found._replace(params=jax.tree.map(np.asarray, params))
   flat = flax.traverse_util.flatten_dict(found.params, sep='/')
   flat = {k: v for k, v in flat.items() if not k.startswith(own)}
@@ -221,6 +226,21 @@ def _read_workdir(folder):
     config.pp.resize,
     adapters,
   )
+
+
+@contextlib.contextmanager
+def _not_from_itself(folder):
+  """Raises ValueError for adapters whose base is, or leads to, their own run."""
+  if folder in _bases:
+    raise ValueError(
+      f"the adapters in '{folder}' start from themselves: restore its config.json "
+      '(config.pretrained)'
+    )
+  _bases.append(folder)
+  try:
+    yield
+  finally:
+    _bases.remove(folder)
 
 
 def _read_torch(file, num_heads, sibling, dtype):

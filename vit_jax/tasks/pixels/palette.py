@@ -107,7 +107,7 @@ def _read(path) -> np.ndarray:
       found = files.read_json(file)
       found = found['clusters'] if isinstance(found, dict) else found
     found = np.asarray(found, np.float32)
-  except (ValueError, KeyError, EOFError) as e:
+  except (ValueError, TypeError, KeyError, EOFError, MemoryError) as e:
     raise ValueError(f"'{file}' does not hold a palette: {e}; {_REMEDY}") from e
   fits = found.ndim == 2 and found.shape[1] in (1, 3) and len(found)
   # The means of colours from -1 to 1 may be rounded to slightly larger ones.
