@@ -140,8 +140,16 @@ def test_damaged_labels_are_rejected(config, tmp_path):
   write(tmp_path, config)
   changed = {**ARRAYS, 'rows': ARRAYS['rows'][::-1]}
   np.savez(tmp_path / pseudo_labels.ARRAYS, **changed)  # From a different labelling.
-  with pytest.raises(ValueError, match="npz' is damaged: .* label the images"):
+  with pytest.raises(ValueError, match="npz' or .* is damaged: .* label the images"):
     sources.open_split(config, 'train', dataset=str(tmp_path))
-  (tmp_path / pseudo_labels.JSON).write_bytes(b'{"dataset": "x", "sp')
+  write(tmp_path, config)
+  file = tmp_path / pseudo_labels.JSON
+  for text, changed in (('"cow"', '"cov"'), ('"soft": true', '"soft": false')):
+    content = file.read_text()
+    file.write_text(content.replace(text, changed))
+    with pytest.raises(ValueError, match=f'{pseudo_labels.JSON} is damaged'):
+      sources.open_split(config, 'train', dataset=str(tmp_path))
+    file.write_text(content)
+  file.write_bytes(b'{"dataset": "x", "sp')
   with pytest.raises(ValueError, match=f"{pseudo_labels.JSON}' is damaged"):
     sources.open_split(config, 'train', dataset=str(tmp_path))

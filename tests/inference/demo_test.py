@@ -32,6 +32,7 @@ from tests.tasks.image_text import image_text_test
 from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import demo as command
+from vit_jax.data.images import images
 from vit_jax.figures import grids
 from vit_jax.inference import predictor, user_images
 from vit_jax.tasks import classify
@@ -311,6 +312,11 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_for_the_page(demo, tmp_path):
   reduced = demo._decode_for_page(path.read_bytes())
   assert reduced.shape == (1_050, 550, 3)  # A quarter: 1,024 is still reached.
   assert demo._read(str(path), 4_200 * 2_200).pixels.shape == (1_024, 536, 3)
+  empty = bytearray(images.encode_png(np.zeros((9, 9, 3), np.uint8)))
+  empty[16:24] = bytes(8)  # Its header says 0 x 0 pixels.
+  path.write_bytes(empty)
+  with pytest.raises(ValueError, match="photo.jpg' is not an image"):
+    demo._read(str(path), 100)
 
 
 def test_narrow_screens_show_results_before_examples(browser, url, photos):
@@ -611,3 +617,5 @@ def test_page_ranks_typed_classes_for_a_photo(demo, data_dir, tmp_path):
   [want] = model.predict([path], classes=['cat', 'the dog'])
   assert len({share for _, share in want}) == 2
   assert show(photo, 'cat\n\n the dog ')[label] == pytest.approx(dict(want))
+  with pytest.raises(ValueError, match='20,000 characters: type at most 10,000'):
+    show(photo, 10_000 * 'a\n')

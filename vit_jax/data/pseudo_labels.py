@@ -4,7 +4,7 @@ A folder with these two files is a data set to train on (config.dataset):
 
 pseudo_labels.json  `dataset`, `split` and `images` (a fingerprint): the source of
                     the images; `class_names`; `soft`, `exclusive`; and `digest`
-                    of the arrays
+                    of these values and the arrays
 pseudo_labels.npz   images int64 [m], numbers of images within that split;
                     classes int32 [m, k], the k most probable classes of each;
                     probabilities float32 [m, k] of these classes;
@@ -59,7 +59,7 @@ def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
   path.mkdir(parents=True, exist_ok=True)
   with files.replacing(path / ARRAYS) as file:
     np.savez(file, **arrays)
-  facts = {**facts, 'digest': _digest(arrays)}
+  facts = {**facts, 'digest': _digest(facts, arrays)}
   files.write(path / JSON, json.dumps(facts, indent=1))
 
 
@@ -113,14 +113,19 @@ def open_folder(
     )
   path = epath.Path(root) / ARRAYS
   arrays = _read_arrays(path)
-  if _digest(arrays) != facts['digest']:
-    raise ValueError(f"'{path}' is damaged: it does not belong to {JSON}; {_AGAIN}")
+  if _digest(facts, arrays) != facts['digest']:
+    raise ValueError(
+      f"'{path}' or {JSON} is damaged: they do not belong together; {_AGAIN}"
+    )
   return PseudoSource(images, arrays, facts, features, root)
 
 
-def _digest(arrays) -> str:
+def _digest(facts: Mapping, arrays: Mapping[str, np.ndarray]) -> str:
+  """Returns a hash of the arrays and of the values of the JSON file but `digest`."""
+  values = {name: value for name, value in facts.items() if name != 'digest'}
   parts = [(str(arrays[name].shape).encode(), arrays[name]) for name in ARRAY_NAMES]
-  return files.digest(itertools.chain(*parts))
+  text = json.dumps(values, sort_keys=True)
+  return files.digest([text.encode(), *itertools.chain(*parts)])
 
 
 class PseudoSource(records.Subset):

@@ -249,7 +249,7 @@ def _release_memory():
 def _decode_for_page(encoded: bytes):
   """Decodes an image; a JPEG with fewer pixels if it is larger than `_SIDE`."""
   short, long = sorted(images_lib.shape_of(encoded).numpy().tolist())
-  side = -(-_SIDE * short // long)
+  side = max(1, -(-_SIDE * short // max(1, long)))
   return images_lib.decode(encoded, size=(side, side))
 
 

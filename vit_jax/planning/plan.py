@@ -10,6 +10,7 @@ import os
 import pathlib
 import signal
 
+from absl import logging
 import jax
 
 from vit_jax import console
@@ -21,7 +22,7 @@ from vit_jax.planning import costs, estimate, search, topology as topology_lib
 say = console.say
 
 # Part of the cache key; change it when the cached values change.
-_FORMAT = '4'
+_FORMAT = '5'
 
 
 def make_plan(
@@ -53,14 +54,12 @@ def make_plan(
   text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
   key = hashlib.sha256(text.encode()).hexdigest()[:32]
   file = console.cache_folder() / 'plans' / f'{key}.json'
-  cached = file.exists()
-  if cached:
-    result = json.loads(file.read_text())
-  else:
+  result = _cached(file)
+  cached = result is not None
+  if result is None:
     with console.waiting(f'Compiling for {topology} (takes minutes)'):
       result = estimate.compile_plan(lowered, chip, len(devices))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    files.write(file, json.dumps(result))
+    _store(file, result)
   cores = len(devices)
   result.update(
     model=config.model.get('model_name'),
@@ -97,6 +96,27 @@ def make_plan(
     'chip_hours': hours * cores / chip.per_chip,
     'paper_core_days': costs.TABLE_2.get((result['model'], name, epochs)),
   }
+
+
+def _store(file: pathlib.Path, result: dict):
+  """Writes the result of a compilation with its hash, see `_cached`."""
+  file.parent.mkdir(parents=True, exist_ok=True)
+  text = json.dumps(result)
+  files.write(file, json.dumps({'digest': files.digest([text.encode()]), 'text': text}))
+
+
+def _cached(file: pathlib.Path) -> dict | None:
+  """Returns the result of an earlier compilation; None if missing or damaged."""
+  try:
+    content = files.read_json(file)
+    if content['digest'] == files.digest([content['text'].encode()]):
+      return json.loads(content['text'])
+  except FileNotFoundError:
+    return None
+  except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    pass
+  logging.warning("'%s' is damaged: compiling again", file)
+  return None
 
 
 def table(plan: dict) -> str:

@@ -64,7 +64,7 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
   is_current = processes.from_first(
     'reading the embeddings',
     lambda: (
-      note.exists() and files.read(note).decode() == f'{made_of} {_checksum(path)}'
+      note.exists() and files.read(note) == f'{made_of} {_checksum(path)}'.encode()
     ),
   )
   if not is_current:

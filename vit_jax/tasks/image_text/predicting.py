@@ -23,6 +23,7 @@ from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
 _SHOWN = 5  # Texts on a page.
+_MOST_TYPED = 10_000  # Characters of the classes on a page.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -185,6 +186,10 @@ class Predictor(predictor_lib.Predictor):
     label = gr.Label(label='Best matches', num_top_classes=_SHOWN)
 
     def show(photo, lines):
+      if len(lines) > _MOST_TYPED:
+        raise ValueError(
+          f'the classes have {len(lines):,} characters: type at most {_MOST_TYPED:,}'
+        )
       words = [line.strip() for line in lines.splitlines() if line.strip()]
       if not words:
         return {}
