@@ -19,7 +19,7 @@ from urllib import parse
 import httpx
 import jax
 import numpy as np
-from PIL import ExifTags, Image
+from PIL import ExifTags, Image, PngImagePlugin
 from playwright import sync_api
 import pytest
 
@@ -316,6 +316,19 @@ def test_large_jpegs_are_decoded_at_a_reduced_size_for_the_page(demo, tmp_path):
   empty[16:24] = bytes(8)  # Its header says 0 x 0 pixels.
   path.write_bytes(empty)
   with pytest.raises(ValueError, match="photo.jpg' is not an image"):
+    demo._read(str(path), 100)
+
+
+def test_many_compressed_texts_are_rejected(demo, tmp_path):
+  texts = PngImagePlugin.PngInfo()
+  for i in range(20):
+    texts.add_text(f'key {i}', 'text', zip=True)
+  path = tmp_path / 'photo.png'
+  Image.new('RGB', (9, 9)).save(path, pnginfo=texts)
+  assert demo._read(str(path), 100).pixels.shape == (9, 9, 3)
+  texts.add_itxt('last', 'text', zip=True)
+  Image.new('RGB', (9, 9)).save(path, pnginfo=texts)
+  with pytest.raises(ValueError, match='photo.png.* 21 texts, more than 20'):
     demo._read(str(path), 100)
 
 

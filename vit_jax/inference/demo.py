@@ -31,6 +31,8 @@ gr = console.needed('gradio', 'demo', 'vit_jax demo')
 LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
 _SIDE = 1024  # Longest side of a picture on the page, in pixels.
+# Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
+_MOST_TEXTS = 20
 _SMALL = 64  # Smaller images are shown without smoothing.
 _KEPT = 600  # Seconds until an upload is deleted.
 _VISITORS = 16  # Sessions in memory, and length of the queue.
@@ -248,6 +250,9 @@ def _release_memory():
 
 def _decode_for_page(encoded: bytes):
   """Decodes an image; a JPEG with fewer pixels if it is larger than `_SIDE`."""
+  texts = encoded.count(b'zTXt') + encoded.count(b'iTXt')
+  if texts > _MOST_TEXTS:
+    raise ValueError(f'it has {texts} texts, more than {_MOST_TEXTS}: remove them')
   short, long = sorted(images_lib.shape_of(encoded).numpy().tolist())
   side = max(1, -(-_SIDE * short // max(1, long)))
   return images_lib.decode(encoded, size=(side, side))
