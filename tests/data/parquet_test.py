@@ -195,6 +195,66 @@ def test_errors_name_file_and_row(root, tiny_config, change, message):
     read()
 
 
+def test_classes_of_all_files_must_agree(root, tiny_config):
+  path = root / 'data' / 'train-00001-of-00002.parquet'
+  table = pq.read_table(path)
+  write(path, {x: table[x] for x in table.column_names}, sorted(NAMES))
+  with pytest.raises(
+    ValueError, match="00001.*00000.* class names of 'label', .*'ant'.* and .*'cow'"
+  ):
+    open_split(tiny_config, root)
+
+
+def class_names(facts):
+  schema = pa.schema([], metadata={'huggingface': json.dumps(facts)})
+  return parquet._class_names('a.parquet', schema)
+
+
+def test_class_names_in_the_metadata_of_datasets():
+  def of_label(fact):
+    return class_names({'info': {'features': {'label': fact}}})
+
+  fact = {'_type': 'ClassLabel', 'names': ['a', 'b']}
+  for described in (fact, [fact], {'_type': 'Sequence', 'feature': fact}):
+    assert of_label(described) == {'label': ('a', 'b')}
+  for other in ([], None, 'x', {'feature': 'x'}, {'_type': 'Value'}, {'names': [1]}):
+    assert of_label(other) == {}
+  for other in (None, [], {'info': None}, {'info': {'features': [1]}}):
+    assert class_names(other) == {}
+  for names in (['a', 'a'], [1, 2], 'ab', {'a': 0}):
+    with pytest.raises(ValueError, match="a.parquet' .*'label' .*distinct strings"):
+      of_label({'_type': 'ClassLabel', 'names': names})
+
+
+def test_repeated_columns_are_rejected(tiny_config, tmp_path):
+  (tmp_path / 'data').mkdir()
+  columns = [pa.array(images([1, 2])), pa.array([0, 1]), pa.array([1, 0])]
+  table = pa.table(columns, names=['image', 'label', 'label'])
+  pq.write_table(table, tmp_path / 'data' / 'train.parquet')
+  with pytest.raises(ValueError, match="several columns 'label'"):
+    open_split(tiny_config, tmp_path)
+
+
+def test_checksums_of_pages_are_compared(tiny_config, tmp_path):
+  path = tmp_path / 'data' / 'train.parquet'
+  path.parent.mkdir()
+  table = pa.table({'image': images(range(3)), 'label': [2, 0, 1]})
+  options = dict(write_page_checksum=True, use_dictionary=False, compression='none')
+  pq.write_table(table, path, **options)
+  stored, damaged = (np.array(x, np.int64).tobytes() for x in ([2, 0, 1], [1, 0, 1]))
+  content = path.read_bytes()
+  assert content.count(stored) == 1
+  path.write_bytes(content.replace(stored, damaged))
+  with pytest.raises(ValueError, match="train.parquet' is damaged: .*CRC"):
+    open_split(tiny_config, tmp_path)
+
+
+def test_all_errors_of_arrow_name_the_file():
+  with pytest.raises(ValueError, match='a.parquet is damaged: no type'):
+    with parquet._checked('a.parquet'):
+      raise pa.ArrowNotImplementedError('no type')
+
+
 def zeroed(path):
   content = path.read_bytes()
   return content[:4] + bytes(200) + content[204:]

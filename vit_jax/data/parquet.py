@@ -167,9 +167,11 @@ def open_split(
 @contextlib.contextmanager
 def _checked(what: str):
   """Converts pyarrow's errors for damaged files, which do not name the file."""
+  import pyarrow as pa
+
   try:
     yield
-  except (ValueError, OSError) as e:
+  except (pa.ArrowException, ValueError, OSError) as e:
     if getattr(e, 'errno', None) is not None:  # Of the storage, not of the content.
       raise
     raise ValueError(
@@ -182,13 +184,19 @@ def _open(path: str, footer=None):
   parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
   files.check_input(path)
   with _checked(f"'{path}'"):
-    return parquet.ParquetFile(path, metadata=footer)
+    return parquet.ParquetFile(path, metadata=footer, page_checksum_verification=True)
 
 
 def _same_columns(footers):
-  """Returns `_described` of files; ValueError if their columns differ."""
+  """Returns `_described` of files; ValueError if their columns or classes differ."""
   (first, footer), *others = footers.items()
   schema = footer.schema.to_arrow_schema()
+  names = collections.Counter(schema.names)
+  if repeated := [name for name, count in names.items() if count > 1]:
+    raise ValueError(
+      f"'{first}' has several columns '{repeated[0]}': rename or remove all but one"
+    )
+  classes = _class_names(first, schema)
   for path, other in others:
     other = other.schema.to_arrow_schema()
     if not schema.equals(other):
@@ -197,28 +205,53 @@ def _same_columns(footers):
         f"'{path}' and '{first}' differ in their columns, {' and '.join(texts)}: use "
         'files of one data set (config.dataset)'
       )
-  return _described(schema)
+    for name, names in _class_names(path, other).items():
+      if names != classes.get(name, names):
+        raise ValueError(
+          f"'{path}' and '{first}' differ in the class names of '{name}', "
+          f'{list(names[:5])} and {list(classes[name][:5])}: use files of one data '
+          'set (config.dataset)'
+        )
+  return _described(schema, classes)
 
 
-def _described(schema) -> tuple[dict[str, _Column], dict[str, tuple[str, ...]]]:
-  """Returns the columns that can be read, and names of classes, by feature."""
+def _class_names(path: str, schema) -> dict[str, tuple[str, ...]]:
+  """Returns the class names in the metadata of `datasets`, by column."""
   try:
     facts = json.loads((schema.metadata or {})[b'huggingface'])['info']['features']
-  except (KeyError, TypeError, ValueError):
-    facts = {}  # `datasets` has not written the file.
-  found, classes, pictures = {}, {}, []
+  except (KeyError, TypeError, ValueError, RecursionError):
+    return {}  # `datasets` has not written the file.
+  classes = {}
+  for column, fact in facts.items() if isinstance(facts, dict) else ():
+    if isinstance(fact, list):  # A list of features, in older versions.
+      fact = fact[0] if fact else None
+    if isinstance(fact, dict):
+      fact = fact.get('feature', fact)
+    if not isinstance(fact, dict) or fact.get('_type') != 'ClassLabel':
+      continue
+    names = fact.get('names') or []
+    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_text or len(set(names)) < len(names):
+      raise ValueError(
+        f"'{path}' has the class names {str(names)[:80]} of '{column}' in the metadata "
+        'of `datasets`, which must be a list of distinct strings: write the file again'
+      )
+    if names:
+      classes[column] = tuple(names)
+  return classes
+
+
+def _described(
+  schema, classes
+) -> tuple[dict[str, _Column], dict[str, tuple[str, ...]]]:
+  """Returns the columns that can be read, and names of classes, by feature."""
+  found, pictures = {}, []
   for field in schema:
-    name, fact = field.name, facts.get(field.name)
-    column = _column(name, field.type)
+    column = _column(field.name, field.type)
     if column.kind == 'bytes':
       pictures.append(column)
     elif column.kind:
-      found[name] = column
-    if isinstance(fact, list):  # A list of features, in older versions.
-      fact = fact[0]
-    fact = fact.get('feature', fact) if isinstance(fact, dict) else {}
-    if fact.get('_type') == 'ClassLabel' and fact.get('names'):
-      classes[name] = tuple(fact['names'])
+      found[field.name] = column
   pictures.sort(key=lambda column: column.name not in ('image', 'image.bytes'))
   found.pop('image', None)  # Of another kind, such as paths.
   if pictures and (pictures[0].name.endswith('.bytes') or pictures[0].name == 'image'):
