@@ -19,20 +19,21 @@ such a manifest too: its `file_name` is the path of an image, relative to its fo
 Where no line has a label, images in class folders, `<class>/1.jpg`, have theirs.
 """
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 from typing import Any, NamedTuple
 
 from absl import logging
-import msgspec
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, records, slices
+from vit_jax.data import checking, records, slices, typed_json
 from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
@@ -43,6 +44,7 @@ _MOST_LEVELS = 8  # Of lists in lists.
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
 _VERSION = 4  # Of what is stored of a manifest.
 _OF_HUB = 'metadata.jsonl'  # Name of a manifest in the folder of its split.
+_KEY_END = re.compile(rb'"\s*:')
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 
 
@@ -337,14 +339,17 @@ def _parse(root, base) -> list[Line]:
 
 def _parse_line(where, text, key) -> dict[str, Any]:
   try:
-    values = msgspec.json.decode(text)
-  except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+    values = typed_json.decode(text)
+  except ValueError as e:
     reason = str(e).removeprefix('JSON is malformed: ')
     raise ValueError(f'{where}: not valid JSON: {reason}') from e
   if not isinstance(values, dict):
     raise ValueError(
       f'{where}: must be an object, {{"{key}": PATH, ...}}, not {_short(values)}'
     )
+  # A flat object has one quote with a colon for each of its keys.
+  if len(_KEY_END.findall(text)) > len(values):
+    _check_keys(text, where)
   values = dict(_flatten(values, '', where))
   image = values.get(key)
   if not isinstance(image, str) or not image or '\0' in image:
@@ -353,6 +358,19 @@ def _parse_line(where, text, key) -> dict[str, Any]:
       f'{_short(image) if key in values else "missing"}'
     )
   return {'image': values.pop(key), **values}
+
+
+def _check_keys(text: bytes, where: str):
+  """Raises ValueError if an object in a line repeats a key."""
+  repeated = []
+
+  def collect(pairs):
+    counts = collections.Counter(name for name, _ in pairs)
+    repeated.extend(name for name, count in counts.items() if count > 1)
+
+  json.loads(text, object_pairs_hook=collect)
+  if repeated:
+    raise ValueError(f"{where}: the key '{repeated[0]}' is repeated: keep one of them")
 
 
 def _short(value):
@@ -395,8 +413,8 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     return {}
   content = image_files.read_file(path)
   try:
-    found = msgspec.json.decode(content, type=list[str] | dict[str, list[str]])
-  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    found = typed_json.decode(content, list[str] | dict[str, list[str]])
+  except ValueError as e:
     raise ValueError(
       f"'{path}' must be a list of class names, or an object with such a list for "
       f'each feature: {e}'
@@ -522,10 +540,12 @@ def _flat(name, values, lines):
     level = [y for x in level for y in x]
   if level and kinds[0] is float:
     largest = float(np.finfo(np.float32).max)
+    limits = {'int64': (-(2**63), 2**63 - 1), 'float32': (-largest, largest)}
+    dtype = 'int64' if all(type(value) is int for value in level) else 'float32'
+    low, high = limits[dtype]
     for value, line in zip(level, owners):
-      kind, limit = ('int64', 2**63 - 1) if type(value) is int else ('float32', largest)
-      if abs(value) > limit:
+      if not low <= value <= high:
         raise ValueError(
-          f"{line.where}: '{name}' is {value}, too large for {kind}: scale its values"
+          f"{line.where}: '{name}' is {value}, too large for {dtype}: scale its values"
         )
   return level, lengths

@@ -23,7 +23,7 @@ from etils import epath
 import msgspec
 import numpy as np
 
-from vit_jax.data import records
+from vit_jax.data import records, typed_json
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
@@ -66,11 +66,11 @@ def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
 def read_facts(root: str) -> dict:
   """Reads the JSON file of pseudo-labels; ValueError if it is damaged."""
   path = epath.Path(root) / JSON
+  content = files.read(path)
   try:
-    content = files.read(path)
-    msgspec.json.decode(content, type=_Facts)  # Has the required values.
-    return msgspec.json.decode(content)
-  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    typed_json.decode(content, _Facts)  # Has the required values.
+    return typed_json.decode(content)
+  except ValueError as e:
     raise ValueError(f"'{path}' is damaged: {e}; {_AGAIN}") from e
 
 

@@ -102,6 +102,11 @@ WRONG = [
     "images .*'file_name'.*'0.jpg'",
   ),
   (with_('images', [{'id': 1, 'file_name': 'a'}]), 'height'),
+  (with_('images', [drawn.image(0, file_name='')]), r'images\[0\].file_name'),
+  (with_('images', [drawn.image(0, file_name='a\0b')]), r'images\[0\].file_name'),
+  (with_('annotations', [drawn.thing(1, 0, area=-1)]), r'>= 0.*annotations\[0\].area'),
+  (with_('annotations', [drawn.thing(1, 0, area=1e300)]), r'annotations\[0\].area'),
+  ('{"info": ' + 9999 * '[', 'nested too deeply'),
   (
     with_('categories', [{'id': 3, 'name': 'a'}, {'id': 4, 'name': 'a'}]),
     "categories .*'name'.*'a'",

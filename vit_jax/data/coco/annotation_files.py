@@ -25,6 +25,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
+from vit_jax.data import typed_json
 from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
@@ -33,13 +34,15 @@ SHOWN = 5  # Number of faults in a message.
 _T = TypeVar('_T')
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Pixels = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+_Area = Annotated[float, msgspec.Meta(ge=0, le=2**62)]
+_FileName = Annotated[str, msgspec.Meta(pattern=r'^[^\0]+$')]
 
 
 class Image(msgspec.Struct, gc=False):
   """An image without its size."""
 
   id: _Id
-  file_name: str
+  file_name: _FileName
 
 
 class _SizedImage(Image, gc=False):
@@ -51,7 +54,7 @@ class _Segment(msgspec.Struct, gc=False):
   id: _Id
   category_id: _Id
   bbox: tuple[float, float, float, float]
-  area: float | None = None
+  area: _Area | None = None
   iscrowd: bool | None = None
 
 
@@ -65,7 +68,7 @@ class _Outlined(_Object, gc=False, kw_only=True):
 
 class _Segments(msgspec.Struct, gc=False):
   image_id: _Id
-  file_name: str
+  file_name: _FileName
   segments_info: list[_Segment]
 
 
@@ -174,8 +177,8 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
   content = image_files.read_file(path)
   try:
     # Not strictly: some tools write ids as 7.0.
-    return msgspec.json.decode(content, type=kind, strict=False)
-  except (msgspec.DecodeError, UnicodeDecodeError) as e:
+    return typed_json.decode(content, kind, strict=False)
+  except ValueError as e:
     raise ValueError(
       f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; use a "
       f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{needed} "
