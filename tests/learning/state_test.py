@@ -1,6 +1,7 @@
 """Tests of the update: sums, weights and the extra state of a task."""
 
 import copy
+import functools
 import shutil
 
 import jax
@@ -209,3 +210,56 @@ def test_loss_and_extra_state_receive_the_step():
     assert metrics['grad_norm'] == losses[-1]
   assert losses == [1, 10, 100]
   np.testing.assert_array_equal(state.extra, [1, 2, 3, 0])
+
+
+class AttentionTask:
+  """Attention whose key bias has no effect, so its gradient is rounding error."""
+
+  def augment(self, batch, rng):
+    del rng
+    return batch
+
+  def loss(self, params, extra, batch, rng):
+    del extra, rng
+    x = batch['x']  # [B, N, D]
+    keys = x @ params['key'] + params['key_bias']
+    weights = jax.nn.softmax(x @ keys.swapaxes(1, 2))  # [B, N, N]
+    logits = (weights @ x).mean(axis=1) @ params['head']
+    losses = optax.softmax_cross_entropy(logits, batch['label'])
+    return (losses.sum(), batch['label'].sum()), {}
+
+  def update_extra(self, extra, params, metrics):
+    del params, metrics
+    return extra
+
+
+def test_micro_batches_with_unlabelled_rows_match_the_whole_batch_with_adam():
+  """Adam divides by the size of a gradient: rounding error becomes a full update.
+
+  With an epsilon above rounding, parameters without effect agree too.
+  """
+  rng = np.random.RandomState(0)
+  shapes = {'key': (4, 4), 'key_bias': (4,), 'head': (4, 3)}
+  params = {name: np.float32(rng.normal(size=x)) for name, x in shapes.items()}
+  label = np.eye(3, dtype=np.float32)[rng.randint(3, size=8)]
+  label[[1, 2, 5]] = 0
+  batch = {'x': np.float32(rng.normal(size=(8, 5, 4))), 'label': label}
+
+  @functools.partial(jax.jit, static_argnums=0)
+  def updated(accum_steps, eps):
+    tx = optax.adam(1e-3, eps=eps)
+    state = state_lib.TrainState(jnp.int32(0), params, tx.init(params), ())
+    task = AttentionTask()
+    update = state_lib.make_update(task, tx, lambda _: 1e-3, 0, accum_steps)
+    for _ in range(3):
+      state, _ = update(state, batch)
+    return state.params
+
+  def differences(eps):
+    whole, accumulated = updated(1, eps), updated(4, eps)
+    return {name: abs(whole[name] - accumulated[name]).max() for name in params}
+
+  found = differences(1e-8)
+  assert found.pop('key_bias') > 1e-5
+  assert max(found.values()) < 1e-6
+  assert max(differences(1e-3).values()) < 1e-6
