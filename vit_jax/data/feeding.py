@@ -42,8 +42,9 @@ def read(data: 'tf.data.Dataset', source, indices: Callable) -> Iterator[dict]:
     OSError: if a file cannot be read.
   """
   count = 0
-  # At exit, Python closes this generator after it has cleared the module.
-  error = tf.errors.OpError
+  # At exit, Python closes this generator after it has cleared the module. TensorFlow's
+  # message may quote bytes that are not UTF-8.
+  error = (tf.errors.OpError, UnicodeDecodeError)
   try:
     for batch in data.as_numpy_iterator():
       yield batch
@@ -52,7 +53,7 @@ def read(data: 'tf.data.Dataset', source, indices: Callable) -> Iterator[dict]:
     explain(e, source, indices(count))
 
 
-def explain(error: 'tf.errors.OpError', source, indices: Iterable[int]):
+def explain(error: Exception, source, indices: Iterable[int]):
   """Finds the example that failed to be read, and raises an error as `read` does."""
   for index in indices:
     part, number = source.locate(int(index))

@@ -130,6 +130,25 @@ def test_headers_are_reread_only_for_changed_files(opened, scanned, tmp_path):
   assert sorted(scanned[4:]) == ['00000', '00001']
 
 
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda row: row.astype(float),
+    lambda row: row[0],
+    lambda row: np.append(row[:-1], 2**60),
+  ],
+)
+def test_impossible_stored_offsets_are_read_again(opened, scanned, tmp_path, change):
+  want = everything(opened()[1])
+  first = files(tmp_path)[0]
+  stored = first.parent / '.tfrecord_offsets.npz'
+  rows = dict(np.load(stored))
+  np.savez(stored, **{**rows, first.name: change(rows[first.name])})
+  del scanned[:]
+  assert everything(opened()[1]) == want
+  assert scanned == ['00000']
+
+
 def test_offsets_of_read_only_data_are_kept_in_the_cache(
   opened, scanned, tmp_path, caplog
 ):
@@ -181,6 +200,15 @@ def test_files_in_a_bucket(opened, tmp_path):
 
 
 # --- Damaged files ---
+
+
+def test_record_of_other_bytes_than_utf8_is_named(opened, tmp_path):
+  opened()
+  with tf.io.TFRecordWriter(str(files(tmp_path)[0])) as writer:
+    for _ in range(13):
+      writer.write(50 * b'\xff')
+  with pytest.raises(ValueError, match='record .* of .*-00000-of-00003'):
+    batches(*opened())
 
 
 def flipped(place):

@@ -166,10 +166,11 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
     stamps[:] = shards.each(image_files.size_and_time, paths, 'Looking at files')
     for place in _places(folder):
       stored.update(_load(place))
-    rows = [stored.get(name, np.zeros(0)) for name in names]
-    heads = [(len(row) - 2, *row[:2]) for row in rows]
-    wanted = [(count, *stamp) for count, stamp in zip(counts, stamps)]
-    return [i for i, head in enumerate(heads) if head != wanted[i]]
+    return [
+      i
+      for i, (name, count, stamp) in enumerate(zip(names, counts, stamps))
+      if name not in stored or not _is_current(stored[name], count, stamp)
+    ]
 
   everywhere = processes.attempt(f'{what}: looking for stored ones', lacking)
   todo = sorted(set().union(*everywhere))
@@ -182,6 +183,15 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   if everywhere[jax.process_index()]:
     _save(folder, stored)
   return _shared(found, facts['hash of their offsets'])
+
+
+def _is_current(row: np.ndarray, count: int, stamp: Sequence[int]) -> bool:
+  """Returns whether a stored row, see _FILE, has the records of the unchanged file."""
+  if row.dtype != np.int64 or row.shape != (count + 2,):
+    return False
+  (size, time), lengths = row[:2].tolist(), row[2:]
+  is_possible = ((lengths > 0) & (lengths <= size)).all() and lengths.sum() == size
+  return [size, time] == list(stamp) and bool(is_possible)
 
 
 def _shared(found: list[np.ndarray], key: str) -> list[np.ndarray]:
