@@ -61,6 +61,12 @@ def test_invalid_outlines(segmentation):
     segmentations.paint(encoded)
 
 
+def test_masks_of_huge_images_are_not_drawn():
+  runs = {'size': [2**31, 2**31], 'counts': [2**62]}
+  with pytest.raises(ValueError, match='at most 1,073,741,824 pixels'):
+    segmentations.decode(runs, 2**31, 2**31)
+
+
 def test_invalid_outlines_are_reported_or_skipped(tmp_path):
   """Before painting; the message names the file and the annotation."""
   right = [[10, 4, 20, 4, 20, 9, 10, 9]]

@@ -21,6 +21,8 @@ class _Runs(msgspec.Struct):
   counts: str | list[int]
 
 
+# Most pixels of a mask, a byte each, however large an annotation says its image is.
+_MOST_PIXELS = 2**30
 _Polygons = list[Annotated[list[float], msgspec.Meta(min_length=6)]]
 
 
@@ -47,6 +49,8 @@ def _draw(segmentation, height, width):
 def _check(segmentation, height, width):
   """Raises ValueError for a segmentation that cannot be drawn."""
   try:
+    if height * width > _MOST_PIXELS:
+      raise ValueError(f'a mask may have at most {_MOST_PIXELS:,} pixels')
     found = msgspec.convert(segmentation, _Polygons | _Runs)
     if isinstance(found, list):
       # faster_coco_eval does not check polygons, and draws distant ones for hours.
