@@ -235,6 +235,15 @@ def test_repeated_columns_are_rejected(tiny_config, tmp_path):
     open_split(tiny_config, tmp_path)
 
 
+def test_bytes_of_an_image_must_be_binary():
+  for kind, of in (
+    ('bytes', pa.binary()),
+    ('', pa.list_(pa.int64())),
+    ('', pa.string()),
+  ):
+    assert parquet._column('image', pa.struct([('bytes', of)])).kind == kind
+
+
 def test_checksums_of_pages_are_compared(tiny_config, tmp_path):
   path = tmp_path / 'data' / 'train.parquet'
   path.parent.mkdir()

@@ -270,7 +270,8 @@ def _column(name: str, of) -> _Column:
   from pyarrow import types
 
   if types.is_struct(of):
-    is_image = of.get_field_index('bytes') >= 0
+    place = of.get_field_index('bytes')
+    is_image = place >= 0 and _column('bytes', of.field(place).type).kind == 'bytes'
     return _Column(f'{name}.bytes', 'bytes' if is_image else '')
   if types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
     inner = _column(name, of.value_type)
