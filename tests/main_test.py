@@ -177,6 +177,46 @@ program.run('lines', [])
 """
 
 
+_NAMES = """
+import sys, types
+from vit_jax import __main__ as program, console
+def main(argv):
+  with console.hidden_stderr():
+    console.say('日本 ' + str(len(sys.stdin.read())))
+  return 3
+module = types.ModuleType('vit_jax.commands.names')
+module.main = main
+sys.modules['vit_jax.commands.names'] = module
+program.run('names', [])
+"""
+
+
+@pytest.mark.parametrize(
+  ('closed', 'stdout'),
+  [
+    ('<&-', '日本 0\n'),
+    ('>&-', ''),
+    ('2>&-', '日本 0\n'),
+    ('<&- >&- 2>&-', ''),
+  ],
+)
+def test_closed_streams_do_not_end_a_command(closed, stdout):
+  """As in a job that cron or a daemon starts."""
+  command = ['sh', '-c', f'exec "$@" {closed}', 'sh', sys.executable, '-c', _NAMES]
+  process = subprocess.run(
+    command, stdin=subprocess.DEVNULL, capture_output=True, check=False
+  )
+  assert process.returncode == 3
+  assert process.stderr == b''
+  assert process.stdout.decode() == stdout
+
+
+def test_names_that_the_terminal_cannot_encode_are_escaped():
+  process = run('-c', _NAMES, PYTHONIOENCODING='ascii')
+  assert process.returncode == 3
+  assert process.stdout == '\\u65e5\\u672c 0\n'
+
+
 def test_closed_pipe_ends_a_command_silently():
   """As in `vit_jax predict ... | head -1`."""
   with subprocess.Popen(

@@ -48,6 +48,7 @@ def run(command: str, argv: Sequence[str] | None = None):
   Errors raised by this package (a wrong flag, a missing folder) are printed in one
   line, all others with a traceback. `argv` defaults to the process's arguments.
   """
+  console.prepare_streams()
   console.use_huge_pages()
   console.quiet()
   console.avoid_absent_gpus()

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import io
 import logging as python_logging
 import os
 import pathlib
@@ -48,6 +49,21 @@ def printable(text: str) -> str:
   return _CONTROLS.sub(
     lambda match: match[0].encode('unicode_escape').decode('ascii'), text
   )
+
+
+def prepare_streams():
+  """Opens standard streams that are closed, and escapes what stdout cannot encode."""
+  for descriptor, name in enumerate(('stdin', 'stdout', 'stderr')):
+    try:
+      os.fstat(descriptor)
+    except OSError:
+      # A file gets the lowest free number, which is this one.
+      os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if getattr(sys, name) is None:
+      mode = 'w' if descriptor else 'r'
+      setattr(sys, name, open(os.devnull, mode))
+  if isinstance(sys.stdout, io.TextIOWrapper):
+    sys.stdout.reconfigure(errors='backslashreplace')
 
 
 class _Formatter(python_logging.Formatter):
