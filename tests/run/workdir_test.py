@@ -83,6 +83,9 @@ def test_changed_config_is_rejected_until_the_change_is_accepted(run, config):
   ):
     with pytest.raises(ValueError, match=r"config\.json' differs .*'config' from"):
       read()
+  stored_runs.change_json(run / 'data.json', lambda data: data.update(config=5))
+  with pytest.raises(ValueError, match=r"config\.json' differs"):
+    workdir.load(run)
   stored_runs.change_json(run / 'data.json', lambda data: data.pop('config'))
   assert workdir.load(run)[0].pp.resize == 9
   config.pp.resize = 9

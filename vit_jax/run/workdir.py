@@ -332,8 +332,9 @@ def _read_plain(path) -> dict[str, Any]:
         f'them with `vit_jax convert {path} FOLDER --to=workdir`'
       )
     raise _damaged(file, "it has no key 'model'")
-  digests = _read(path / _DATA).get('config')
-  if digests is not None and _digest(plain) not in digests:
+  digest = _digest(plain)
+  digests = _read(path / _DATA).get('config', [digest])
+  if not isinstance(digests, list) or digest not in digests:
     raise ValueError(
       f"'{file}' differs from the config that the run was trained with ({_DATA} has a "
       f'hash of it): restore the file, or accept the change by deleting the entry '

@@ -50,9 +50,8 @@ _KEPT = (
   r'[!-/:-@\[-`{-~\p{P}\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF'
   '\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]'
 )
-_LARGEST = (
-  2**27
-)  # Bytes of a vocabulary; the one of Gemma, of 256,000 tokens, has 2**25.
+# Most bytes of a vocabulary. The one of Gemma, of 256,000 tokens, has 2**25.
+_LARGEST = 2**27
 _MOST_TOKENS, _MOST_GROWTH = 2**24, 100
 _LONGEST = 100  # Letters of a word (bytes in tensorflow_text), else [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
