@@ -7,7 +7,7 @@ A small ViT is trained on the digits 0 to 4 at 16x16 pixels, then fine-tuned on 
 9 at 24x24 with 5 labels per class, and compared with one trained from scratch on them.
 
 Takes three and a half minutes on two cores. Expected over three draws of the labels:
-fine-tuned 84.5 %, from scratch 76.3 %.
+fine-tuned 85.4 %, from scratch 77.3 %.
 """
 
 import ml_collections

