@@ -63,7 +63,9 @@ def prepare_streams():
       mode = 'w' if descriptor else 'r'
       setattr(sys, name, open(os.devnull, mode))
   if isinstance(sys.stdout, io.TextIOWrapper):
-    sys.stdout.reconfigure(errors='backslashreplace')
+    # It fails if the file was replaced by a pipe after it was opened.
+    with contextlib.suppress(OSError):
+      sys.stdout.reconfigure(errors='backslashreplace')
 
 
 class _Formatter(python_logging.Formatter):
