@@ -29,7 +29,8 @@ def rows(args) -> list[dict]:
 
     def save():
       begin = time.perf_counter()
-      checkpoints.save(len(blocked), state)
+      step = len(blocked)
+      checkpoints.save(step, state.replace(step=np.int32(step)))
       blocked.append(time.perf_counter() - begin)
       checkpoints.wait()
 

@@ -316,7 +316,7 @@ def test_predicted_images_are_not_kept_in_memory(model):
 def test_evaluates_another_split_and_another_folder(folder_run, tmp_path, image_folder):
   model = predict.load(str(folder_run[1]))  # Evaluation changes its config.
   assert evaluation.evaluate(model, 'train[:7]')['num_examples'] == 7
-  with pytest.raises(FileNotFoundError, match=r"'tset'.*--split=SPLIT"):
+  with pytest.raises(FileNotFoundError, match=r"'tset'.*--split='test'"):
     evaluation.evaluate(model, 'tset')
   other = tmp_path / 'other'
   shutil.copytree(image_folder / 'test', other / 'mine')

@@ -138,7 +138,7 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
   'line, message',
   [
     ('{"image": "photos/0.png"', 'valid JSON'),
-    ('{"image": ' + 5000 * '[', 'not valid JSON: .*recursion'),
+    ('{"image": ' + 5000 * '[', 'not valid JSON: .*nested too deeply'),
     ('{"image": "photos/0.png", "x": [1' + 20 * '0' + ', 2]}', 'large for int64'),
     ('{"image": photos/0.png}', 'not valid JSON: invalid character'),
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),

@@ -62,6 +62,7 @@ with processes.connected(distributed=False):
 
 
 def test_processes_agree_on_damage_and_stop_together(tmp_path):
+  (tmp_path / 'config.json').touch()  # Else the run would seem to have been moved.
   statuses, outputs = processes.run_two(PROGRAM, tmp_path)
   for steps in processes.said(outputs):
     assert steps == [20, 10]  # Damage seen by one process counts for both.

@@ -236,7 +236,7 @@ def test_the_command_writes_a_picture(finished, tmp_path, monkeypatch, capsys):
     predict_command.main([f'--workdir={workdir}', *args])
     return capsys.readouterr().out
 
-  assert f'1 images, masked and predicted, to {out}' in run(image, f'--out={out}')
+  assert f'1 image, masked and predicted, to {out}' in run(image, f'--out={out}')
   with Image.open(out) as picture:
     assert picture.size == (3 * (96 + 8) + 8, 96 + 8 + 20)
   with pytest.raises(ValueError, match="out='/no/where.png'.*--out"):

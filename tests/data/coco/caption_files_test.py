@@ -54,7 +54,7 @@ def test_each_image_has_its_captions(root, capsys):
     '3.png': ['A cat.', 'A small cat on a mat.'],
     '8.png': ['A dog.'],
   }
-  assert '1 images of' in capsys.readouterr().out
+  assert '1 image of' in capsys.readouterr().out
 
 
 def test_invalid_files(root):
