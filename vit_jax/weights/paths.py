@@ -17,11 +17,11 @@ TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
 
 def of_config(config) -> dict[str, str]:
   """Returns the paths of the weights in a config by part, '' for all parts."""
-  given = config.pretrained
-  if isinstance(given, str):
-    return {'': given}
-  if given is not None:
-    return dict(given)
+  pretrained = config.pretrained
+  if isinstance(pretrained, str):
+    return {'': pretrained}
+  if pretrained is not None:
+    return dict(pretrained)
   if config.pretrained_dir is None:
     return {}
   name = config.model_or_filename
@@ -61,15 +61,15 @@ def existing(path) -> epath.Path:
   name = str(path)
   # A folder in a bucket, such as a workdir, is read in place.
   in_place = name.startswith('gs://') and not name.endswith(('.npz', *TORCH_ENDINGS))
-  found = epath.Path(path) if in_place else fetch.fetch(path)
-  if not found.exists():
+  local_path = epath.Path(path) if in_place else fetch.fetch(path)
+  if not local_path.exists():
     raise FileNotFoundError(
       f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
       '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir'
       + fetch.elsewhere(str(path))
     )
-  _check_format(found)
-  return found
+  _check_format(local_path)
+  return local_path
 
 
 def _check_format(path: epath.Path):
