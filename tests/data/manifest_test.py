@@ -178,9 +178,22 @@ def test_wrong_labels(tmp_path, labels, message):
     read(tmp_path, 'label')
 
 
+def test_classes_of_the_same_name_have_numbers(tmp_path):
+  write(tmp_path, [{'label': 2}, {'label': [0, 1]}])
+  (tmp_path / 'classes.json').write_text('["crane", "cat", "crane"]')
+  got, names = read(tmp_path, 'label')
+  assert names == {'label': ('crane', 'cat', 'crane')}
+  assert sorted(got['label'].numpy().tolist()) == [[0, 1], [2, -1]]
+  write(tmp_path, [{'label': 'cat'}, {'label': 'crane'}])
+  with pytest.raises(
+    ValueError, match='jsonl:2: several .* named "crane": write the n'
+  ):
+    read(tmp_path, 'label')
+
+
 def test_invalid_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
-  for text in ('["a", "a"]', '{"label": 3}'):
+  for text in ('["a", 1]', '{"label": 3}'):
     (tmp_path / 'classes.json').write_text(text)
     with pytest.raises(ValueError, match=r"classes.json' "):
       read(tmp_path, 'label')

@@ -13,7 +13,7 @@ import pytest
 from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.commands import index as index_command
-from vit_jax.data import parquet, sources
+from vit_jax.data import mixture, parquet, sources
 
 NAMES = ['cow', 'ant', 'bee']  # Not sorted.
 
@@ -221,9 +221,33 @@ def test_class_names_in_the_metadata_of_datasets():
     assert of_label(other) == {}
   for other in (None, [], {'info': None}, {'info': {'features': [1]}}):
     assert class_names(other) == {}
-  for names in (['a', 'a'], [1, 2], 'ab', {'a': 0}):
-    with pytest.raises(ValueError, match="a.parquet' .*'label' .*distinct strings"):
+  for names in ([1, 2], 'ab', {'a': 0}):
+    with pytest.raises(ValueError, match="a.parquet' .*'label' .*list of strings"):
       of_label({'_type': 'ClassLabel', 'names': names})
+
+
+def test_classes_of_the_same_name_stay_apart(tiny_config, tmp_path):
+  """ImageNet has two classes 'crane'."""
+  names = ['crane', 'cat', 'crane']
+  for split, labels in (('train', [0, 1, 2]), ('test', [2, 0, 1])):
+    columns = {'image': images(range(3)), 'label': labels}
+    write(tmp_path / split / '0.parquet', columns, names)
+  train = open_split(tiny_config, tmp_path)
+  assert train.class_names == tuple(names)
+  assert [x.tolist() for x in looked_up.features(train)['label']] == [[0], [1], [2]]
+  test = open_split(tiny_config, tmp_path, 'test', class_names=names)
+  assert [x.tolist() for x in looked_up.features(test)['label']] == [[2], [0], [1]]
+  pairs = [(str(tmp_path), 1.0), (str(tmp_path), 2.0)]
+  assert mixture.MixtureSource([train, train], pairs).class_names == tuple(names)
+  with pytest.raises(ValueError, match="test' lists .* order .*named 'crane'"):
+    open_split(tiny_config, tmp_path, 'test', class_names=sorted(names))
+
+
+def test_names_of_several_classes_are_no_labels(tiny_config, tmp_path):
+  columns = {'image': images(range(2)), 'label': ['crane', 'cat']}
+  write(tmp_path / 'train' / '0.parquet', columns, ['crane', 'cat', 'crane'])
+  with pytest.raises(ValueError, match="classes .*named 'crane', .*write the numbers"):
+    open_split(tiny_config, tmp_path)
 
 
 def test_repeated_columns_are_rejected(tiny_config, tmp_path):

@@ -133,6 +133,15 @@ def test_classes_are_matched_by_name(task, splits, mesh):
     probes.FewShot(task, mesh)
 
 
+def test_classes_of_the_same_name_are_matched_by_place():
+  match = probes._numbers
+  names = 'crane', 'cat', 'crane'
+  assert match(names, names).tolist() == [0, 1, 2, -1]
+  assert match(('b', 'a'), ('a', 'b', 'c')).tolist() == [1, 0, -1]
+  with pytest.raises(ValueError, match="several classes .* named 'crane'"):
+    match(('cat', 'crane'), names)
+
+
 def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   splits['test'] = grey([20, 220, 180, 90], [0, 1, 1, 0], ('dark', 'light'))
   probe = probes.LayerProbe(task, mesh, tmp_path)

@@ -332,6 +332,11 @@ def test_many_compressed_texts_are_rejected(demo, tmp_path):
     demo._read(str(path), 100)
 
 
+def test_classes_of_the_same_name_are_all_shown(demo):
+  choices = [('crane', 0.5), ('cat', 0.3), ('crane', 0.2)]
+  assert demo.confidences(choices) == {'crane': 0.5, 'cat': 0.3, 'crane (2)': 0.2}
+
+
 def test_narrow_screens_show_results_before_examples(browser, url, photos):
   def place(shown):
     found = shown.bounding_box()

@@ -76,7 +76,7 @@ def list_split(
     if labelled:
       names = _class_names(index)
       class_names = tuple(class_names or names)
-      records.check_classes(index.top, names, class_names)
+      records.class_numbers(index.top, names, class_names)
       is_class = np.array(list(map(_is_class, index.folders)))
       rows = rows[is_class[index.folder_of(rows)]]
     elif not len(index):

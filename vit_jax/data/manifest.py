@@ -421,9 +421,6 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
     ) from e
   if isinstance(found, list):
     found = {'label': found}
-  for feature, names in found.items():
-    if len(set(names)) < len(names):
-      raise ValueError(f"'{path}' repeats class names of '{feature}': remove them")
   return {feature: tuple(names) for feature, names in found.items()}
 
 
@@ -458,12 +455,18 @@ def _label_names(lines, names) -> tuple[str, ...]:
 def _numbers(values, lines, names) -> list:
   """Converts class names, also in nested lists, to numbers; checks numbers."""
   table = {name: i for i, name in enumerate(names)}
+  repeated = set(records.repeated_names(names))
 
   def number(value, where):
     if isinstance(value, list):
       return [number(x, where) for x in value]
     if type(value) is int and 0 <= value < len(names):
       return value
+    if isinstance(value, str) and value in repeated:
+      raise ValueError(
+        f'{where}: several classes are named {_short(value)}: write the number of the '
+        'class'
+      )
     if isinstance(value, str) and value in table:
       return table[value]
     raise ValueError(

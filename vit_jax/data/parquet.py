@@ -134,24 +134,11 @@ def open_split(
   names = {name: names[name] for name in wanted if name in names}
   numbers, hashes = {}, {}
   if 'label' in columns:
-    own, where = names.get('label'), f'{root}/{split}'
-    if own and class_names is not None:
-      records.check_classes(where, own, class_names)
-    read = dict(zip(paths, _labels(paths, columns['label'])))
-    labels = set().union(*(found for found, _ in read.values()))
-    if not labels:
-      raise ValueError(f"no row of '{where}' has a label in '{columns['label'].name}'")
-    found = class_names or own or _names(labels, columns['label'], where)
-    names['label'] = tuple(found)
-    numbers = {name: i for i, name in enumerate(found)}
-    numbers |= {i: numbers[name] for i, name in enumerate(own or found)}
-    for path, (labels, hashes[path]) in read.items():
-      if unknown := [x for x in labels if x not in numbers]:
-        raise ValueError(
-          f"'{path}' has the label {unknown[0]!r} in '{columns['label'].name}', not one "
-          f'of the {len(found)} classes {list(found[:5])} ...: leave out these rows, or '
-          'add the class to the training split'
-        )
+    labels, hashes = _labels(paths, columns['label'])
+    stored_names, where = names.get('label'), f'{root}/{split}'
+    names['label'], numbers = _class_numbers(
+      labels, columns['label'], stored_names, class_names, where
+    )
   stamps = shards.each(image_files.size_and_time, paths, 'Looking at files')
   listed = [
     [os.path.basename(path), size, hashes.get(path)]
@@ -231,10 +218,10 @@ def _class_names(path: str, schema) -> dict[str, tuple[str, ...]]:
       continue
     names = fact.get('names') or []
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not is_text or len(set(names)) < len(names):
+    if not is_text:
       raise ValueError(
         f"'{path}' has the class names {str(names)[:80]} of '{column}' in the metadata "
-        'of `datasets`, which must be a list of distinct strings: write the file again'
+        'of `datasets`, which must be a list of strings: write the file again'
       )
     if names:
       classes[column] = tuple(names)
@@ -287,8 +274,10 @@ def _column(name: str, of) -> _Column:
   return _Column(name, next((k for k, is_kind in kinds.items() if is_kind(of)), ''))
 
 
-def _labels(paths, column: _Column) -> list[tuple[set, str]]:
-  """Returns the labels in each file, and a hash of the labels of its rows."""
+def _labels(
+  paths: Sequence[str], column: _Column
+) -> tuple[dict[str, set], dict[str, str]]:
+  """Returns the labels in each file, and a hash of the labels of its rows, by path."""
   import pyarrow.compute as pc
 
   def read(path):
@@ -302,20 +291,56 @@ def _labels(paths, column: _Column) -> list[tuple[set, str]]:
     rows = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
     return {*found} - {None, -1}, files.digest([*rows, json.dumps(found).encode()])
 
-  return shards.each(read, paths, 'Reading labels')
+  labels, hashes = zip(*shards.each(read, paths, 'Reading labels'))
+  return dict(zip(paths, labels)), dict(zip(paths, hashes))
 
 
-def _names(found: set, column: _Column, where: str) -> list[str]:
+def _class_numbers(
+  labels: Mapping[str, set],
+  column: _Column,
+  stored_names: Sequence[str] | None,
+  class_names: Sequence[str] | None,
+  where: str,
+) -> tuple[tuple[str, ...], dict[int | str, int]]:
+  """Returns the names of the classes, and the class of each label in the files.
+
+  `stored_names` are in the metadata of the files; `class_names` are the training data's.
+  """
+  all_labels = set().union(*labels.values())
+  if not all_labels:
+    raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
+  names = tuple(class_names or stored_names or _names(all_labels, column, where))
+  places = records.class_numbers(where, stored_names or names, names)
+  numbers = dict(enumerate(places.tolist()))
+  if column.kind == 'string':
+    if repeated := records.repeated_names(names):
+      raise ValueError(
+        f"several classes of '{where}' are named '{repeated[0]}', and the labels in "
+        f"'{column.name}' are names: write the numbers of the classes, or rename them"
+      )
+    numbers = {name: i for i, name in enumerate(names)}
+  for path, file_labels in labels.items():
+    if unknown := [label for label in file_labels if label not in numbers]:
+      raise ValueError(
+        f"'{path}' has the label {unknown[0]!r} in '{column.name}', not one of the "
+        f'{len(names)} classes {list(names[:5])} ...: leave out these rows, or add the '
+        'class to the training split'
+      )
+  return names, numbers
+
+
+def _names(labels: set, column: _Column, where: str) -> list[str]:
   """Returns the names of the classes with these labels."""
   if column.kind == 'string':
-    return sorted(found)
-  if min(found) < 0 or max(found) >= _MOST_CLASSES:
+    return sorted(labels)
+  lowest, highest = min(labels), max(labels)
+  if lowest < 0 or highest >= _MOST_CLASSES:
     raise ValueError(
-      f"'{where}' has the label {min(found) if min(found) < 0 else max(found)} in "
+      f"'{where}' has the label {lowest if lowest < 0 else highest} in "
       f"'{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
       'label; renumber the classes, or use their names'
     )
-  return [str(i) for i in range(max(found) + 1)]
+  return [str(i) for i in range(highest + 1)]
 
 
 def _mapped(path):

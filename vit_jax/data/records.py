@@ -11,6 +11,7 @@ of an image file, and 'label' is int64 [L], class numbers, which may be padded
 with -1. Only a mixture has no `lookup`: its parts read its examples.
 """
 
+import collections
 from collections.abc import Iterable, Mapping, Sequence
 import json
 import os
@@ -37,8 +38,8 @@ class Source:
     names: {feature: names of its classes} for the class labels.
   """
 
-  # Names of the classes of segments that are not things.
-  stuff: Sequence[str] = ()
+  # Numbers of the classes of segments that are not things.
+  stuff: Sequence[int] = ()
   # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
   # Whether evaluation skips examples that cannot be read.
@@ -292,10 +293,18 @@ def resolve(
   return tuple(dict.fromkeys(chosen))
 
 
-def check_classes(where: str, names: Sequence[str], expected: Sequence[str]):
-  """Raises ValueError unless a split has the expected classes, in any order."""
-  names, wanted = set(names), set(expected)
-  differing = {'has': names - wanted, 'lacks': wanted - names}
+def class_numbers(
+  where: str, names: Sequence[str], expected: Sequence[str]
+) -> np.ndarray:
+  """Returns the place of each class of a split among the expected ones, int64 [n].
+
+  Equal lists match place by place, so that classes may share a name. ValueError if a
+  split has other classes, or names that are repeated in another order.
+  """
+  if tuple(names) == tuple(expected):
+    return np.arange(len(expected))
+  counts, expected_counts = collections.Counter(names), collections.Counter(expected)
+  differing = {'has': counts - expected_counts, 'lacks': expected_counts - counts}
   faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
   if faults:
     raise ValueError(
@@ -303,3 +312,15 @@ def check_classes(where: str, names: Sequence[str], expected: Sequence[str]):
       f'data, {list(expected[:5])}: {" and ".join(faults)}; give both splits the '
       'same classes'
     )
+  if repeated := repeated_names(names):
+    raise ValueError(
+      f"'{where}' lists its classes in another order than the training data, and "
+      f"several are named '{repeated[0]}': list them in the same order, or rename them"
+    )
+  places = {name: i for i, name in enumerate(expected)}
+  return np.array([places[name] for name in names], np.int64)
+
+
+def repeated_names(names: Iterable[str]) -> list[str]:
+  """Returns the names that several classes have."""
+  return [name for name, count in collections.Counter(names).items() if count > 1]

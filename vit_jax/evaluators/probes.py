@@ -23,7 +23,7 @@ import numpy as np
 
 from vit_jax import console, preprocess
 from vit_jax.configs import common
-from vit_jax.data import sources
+from vit_jax.data import records, sources
 from vit_jax.distributed import files, processes
 from vit_jax.evaluators import features, solvers
 from vit_jax.figures import drawing, studies
@@ -149,10 +149,17 @@ class Probe:
     return train, test._replace(labels=self._numbers[test.labels])
 
 
-def _numbers(test_names, train_names) -> np.ndarray:
+def _numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarray:
   """Returns the numbers in training of the test split's classes, then -1."""
+  if tuple(test_names) == tuple(train_names):
+    return np.array([*range(len(train_names)), -1])
   numbers = {name: i for i, name in enumerate(train_names)}
   unknown = [name for name in test_names if name not in numbers]
+  if repeated := records.repeated_names(train_names):
+    raise ValueError(
+      f"several classes of the probe's training split are named '{repeated[0]}', and "
+      'its test split lists other classes, or in another order: rename them'
+    )
   if unknown:
     raise ValueError(
       f'classes {unknown[:10]} of the test split are not in the training split of '

@@ -5,7 +5,8 @@ classes (vit_jax/tasks/classify.py). It needs no other machine, and uploads are
 deleted. vit_jax/inference/guard.py decides which requests are answered.
 """
 
-from collections.abc import Iterator, Mapping
+import collections
+from collections.abc import Iterable, Iterator, Mapping
 import contextlib
 import ctypes
 import html
@@ -232,6 +233,17 @@ def _make_page(model, title, facts, folder, examples):
   with console.waiting('Compiling the model'):
     show(_read(examples[0], limit), *(x.value for x in inputs))
   return page
+
+
+def confidences(predictions: Iterable[tuple[str, float]]) -> dict[str, float]:
+  """Returns (class, probability) pairs for gr.Label, which shows a name only once."""
+  shown: dict[str, float] = {}
+  counts: collections.Counter[str] = collections.Counter()
+  for name, probability in predictions:
+    counts[name] += 1
+    unique = name if counts[name] == 1 else f'{name} ({counts[name]})'
+    shown[unique] = probability
+  return shown
 
 
 def _read(path, max_pixels) -> Photo:

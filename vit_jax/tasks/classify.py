@@ -280,7 +280,7 @@ class Predictor(base.Predictor):
 
     def show(photo):
       ((_, inputs, found),) = self.stream([photo.path], self._inside, ['image'])
-      values = [dict(self._of_row(found, _SHOWN))]
+      values = [demo.confidences(self._of_row(found, _SHOWN))]
       if 'rollout' in found:
         # The model may see only a centre crop of the photo.
         is_whole = self.config.pp.resize is None

@@ -75,6 +75,19 @@ def test_supercategory_is_not_a_class(read):
   assert read(drawn.content(1, categories=classes)).classes == ('fish', 'crab')
 
 
+def test_categories_of_the_same_name_are_separate_classes(read, capsys):
+  classes = [{'id': 7, 'name': 'crane'}, {'id': 3, 'name': 'crane'}]
+  classes[0]['isthing'] = 0
+  objects = [drawn.thing(1, 0, category=7), drawn.thing(2, 0, category=3)]
+  annotations = read(drawn.content(1, objects, classes))
+  assert annotations.classes == ('crane', 'crane')
+  assert annotations.label.tolist() == [1, 0]
+  assert annotations.stuff == (1,)
+  assert (
+    "several categories named 'crane', of the ids [3, 7]" in capsys.readouterr().out
+  )
+
+
 def with_(name, value):
   return {**drawn.content(2, [drawn.thing(1, 0)]), name: value}
 
@@ -108,8 +121,8 @@ WRONG = [
   (with_('annotations', [drawn.thing(1, 0, area=1e300)]), r'annotations\[0\].area'),
   ('{"info": ' + 9999 * '[', 'nested too deeply'),
   (
-    with_('categories', [{'id': 3, 'name': 'a'}, {'id': 4, 'name': 'a'}]),
-    "categories .*'name'.*'a'",
+    with_('categories', [{'id': 3, 'name': 'a'}, {'id': 3, 'name': 'b'}]),
+    r"categories .*'id'.*\[3\]",
   ),
 ]
 

@@ -50,7 +50,7 @@ def root(tmp_path):
 def test_features_match_tfds(root):
   source = source_test.open_split(root, features=FEATURES)
   assert source.names == {'panoptic_objects/label': ('cat', 'sky')}
-  assert source.stuff == ('sky',)
+  assert source.stuff == [1]
   record = source.read(source.record(0))
   pixels = images.decode(record['panoptic_image']).numpy().astype(int)
   ids = pixels[..., 0] + 256 * pixels[..., 1] + 65_536 * pixels[..., 2]

@@ -260,8 +260,10 @@ def test_things_and_stuff_are_known_or_configured():
   assert found['isthing'] == [True] * 80 + [False] * 53
   source.origin = {}
   assert all(segment.Task.make_metadata(config, source)['isthing'])
-  source.stuff = ('7',)
-  assert segment.Task.make_metadata(config, source)['isthing'].index(False) == 7
+  source.names['panoptic_objects/label'][6] = '7'
+  source.stuff = (7,)
+  assert segment.Task.make_metadata(config, source)['isthing'].count(False) == 1
+  assert not segment.Task.make_metadata(config, source)['isthing'][7]
   config = make_config(stuff=('131', '5'))
   found = segment.Task.make_metadata(config, source)['isthing']
   assert [i for i, is_thing in enumerate(found) if not is_thing] == [5, 131]

@@ -25,7 +25,8 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from vit_jax.data import typed_json
+from vit_jax import console
+from vit_jax.data import records, typed_json
 from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
@@ -107,7 +108,7 @@ class Annotations(NamedTuple):
   area: np.ndarray  # float32 [m], in pixels.
   crowd: np.ndarray  # bool [m].
   segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
-  stuff: tuple[str, ...] = ()  # Its classes that are not things.
+  stuff: tuple[int, ...] = ()  # Numbers of its classes that are not things.
   # `segmentation` of each object, JSON, bytes [m]; only of the kind 'outlines'.
   outlines: np.ndarray | None = None
 
@@ -124,7 +125,7 @@ class Annotations(NamedTuple):
 
   def digest(self) -> str:
     """Returns a hash of everything but the path of the file."""
-    lists = self.files, self.classes, self.segments, self.stuff
+    lists = self.files, self.classes, self.segments, map(str, self.stuff)
     names = '\0'.join(name for x in lists for name in (*x, ''))
     arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
     outlines = () if self.outlines is None else self.outlines
@@ -148,7 +149,9 @@ def _read(path, kind, stamp):
   content = parse(path, _KINDS[kind], name, needed)
   image_ids = _unique(path, 'images', content.images, 'id')
   files = _unique(path, 'images', content.images, 'file_name').tolist()
-  category_ids, classes = _classes(path, content.categories)
+  categories = _classes(path, content.categories)
+  category_ids = np.array([category.id for category in categories], np.int64)
+  classes = tuple(category.name for category in categories)
   objects, segments, outlines = content.annotations, (), None
   if kind == 'panoptic':
     objects, owners, segments = _flat(path, content, image_ids)
@@ -165,7 +168,7 @@ def _read(path, kind, stamp):
     outlines = np.array([bytes(x.segmentation) for x in objects], object)
   sizes = np.array([(x.height, x.width) for x in content.images])
   crowd = np.array([bool(x.iscrowd) for x in objects], bool)
-  stuff = tuple(x.name for x in content.categories if not x.isthing)
+  stuff = tuple(i for i, category in enumerate(categories) if not category.isthing)
   images = path, image_ids, files, sizes, classes
   columns = ids, owners, label, boxes, area.astype(np.float32), crowd
   found = Annotations(*images, *columns, segments, stuff, outlines)
@@ -186,15 +189,21 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
     ) from e
 
 
-def _classes(path, categories):
-  """Returns ids and names of the classes, in the order of the ids."""
+def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:
+  """Returns the categories that are classes, in the order of their ids."""
   # Roboflow adds a category of supercategory 'none' for the group of all classes. It
   # is left out if a class has the same name.
-  names = collections.Counter(x.name for x in categories)
-  chosen = [x for x in categories if x.supercategory != 'none' or names[x.name] == 1]
-  chosen.sort(key=lambda category: category.id)
-  names = _unique(path, 'categories', chosen, 'name')
-  return _unique(path, 'categories', chosen, 'id'), tuple(names)
+  counts = collections.Counter(x.name for x in categories)
+  classes = [x for x in categories if x.supercategory != 'none' or counts[x.name] == 1]
+  classes.sort(key=lambda category: category.id)
+  _unique(path, 'categories', classes, 'id')
+  if repeated := records.repeated_names(x.name for x in classes):
+    ids = [x.id for x in classes if x.name == repeated[0]]
+    console.say(
+      f"'{path}' has several categories named '{repeated[0]}', of the ids {ids}: they "
+      'are separate classes.'
+    )
+  return classes
 
 
 def _flat(path, content, image_ids):

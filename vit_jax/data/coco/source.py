@@ -78,6 +78,8 @@ def open_split(
   for name in columns.keys() - {'image'}:
     column = tf.concat([part.column(name, classes) for part in parts], 0)
     columns[name] = tf.gather(column, kept)
+  first = parts[0].found
+  numbers = records.class_numbers(first.path, first.classes, classes)
   hashes = [part.found.digest().encode() for part in parts]
   return AnnotatedSource(
     columns,
@@ -86,7 +88,7 @@ def open_split(
     digest=files.digest([*hashes, *(part.rows for part in parts), kept]),
     shapes=_sizes(parts)[kept],
     segments=usable.get(SEGMENTS),
-    stuff=parts[0].found.stuff,
+    stuff=numbers[list(first.stuff)].tolist(),
   )
 
 
@@ -113,7 +115,7 @@ class Part(NamedTuple):
     if found.outlines is not None and name.startswith('panoptic'):
       # As `segmentations.paint` numbers the objects of each image.
       ids = np.concatenate([np.arange(n) + 1 for n in found.counts])
-    table = np.array([list(classes).index(x) for x in found.classes], np.int64)
+    table = records.class_numbers(found.path, found.classes, classes)
     values = {
       'bbox': self.shares,
       'label': table[found.label],
@@ -147,7 +149,7 @@ def open_parts(
       part = _open_part(root, base, instruction, kind, broken_boxes)
       parts.append(part)
       expected = class_names or parts[0].found.classes
-      records.check_classes(part.found.path, part.found.classes, expected)
+      records.class_numbers(part.found.path, part.found.classes, expected)
 
   what = f"the annotations of '{root}', split '{split}'"
   processes.attempt(f'reading {what}', read)

@@ -192,18 +192,19 @@ class Task(detect.Task):
 
 def _things(config, source, names) -> list[bool]:
   """Returns whether each class is a class of things."""
-  stuff = tuple((config.get('task_options') or {}).get('stuff', ()))
-  stuff = stuff or source.stuff
-  if not stuff:
-    known = source.origin.get('dataset', '').rsplit('/', 1)[0]
-    stuff = names[panoptic.THINGS.get(known, len(names)) :]
-  unknown = sorted(set(stuff) - set(names))
-  if unknown:
+  stuff_names = set((config.get('task_options') or {}).get('stuff', ()))
+  if unknown := sorted(stuff_names - set(names)):
     raise ValueError(
       f'stuff={unknown} are not classes of the data, which has {", ".join(names)} '
       '(config.task_options.stuff)'
     )
-  return [name not in stuff for name in names]
+  if stuff_names:
+    return [name not in stuff_names for name in names]
+  if source.stuff:
+    return [number not in source.stuff for number in range(len(names))]
+  dataset = source.origin.get('dataset', '').rsplit('/', 1)[0]
+  num_things = panoptic.THINGS.get(dataset, len(names))
+  return [number < num_things for number in range(len(names))]
 
 
 def _padded(numbers, image):

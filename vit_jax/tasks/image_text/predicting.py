@@ -182,6 +182,8 @@ class Predictor(predictor_lib.Predictor):
     """Shows which of the typed texts fit a photo."""
     import gradio as gr
 
+    from vit_jax.inference import demo
+
     typed = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one per line')
     label = gr.Label(label='Best matches', num_top_classes=_SHOWN)
 
@@ -194,7 +196,7 @@ class Predictor(predictor_lib.Predictor):
       if not words:
         return {}
       (found,) = self.predict([photo.path], classes=words, top=_SHOWN)
-      return {label: dict(found)}
+      return {label: demo.confidences(found)}
 
     return show, [typed], [label]
 
