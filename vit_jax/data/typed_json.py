@@ -1,20 +1,19 @@
 """Decodes JSON into types; the errors say what is wrong with the text."""
 
-import codecs
 from typing import Any
 
 import msgspec
 
-_MARKS = (codecs.BOM_UTF8, codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+from vit_jax.distributed import text_files
 
 
-def decode(content: bytes, kind: Any = Any, strict: bool = True) -> Any:
+def decode(content: bytes | str, kind: Any = Any, strict: bool = True) -> Any:
   """Returns the value of a JSON text; see msgspec.json.decode for the arguments.
 
   Raises ValueError with the reason, to which the caller adds the name of the file.
   """
-  if content.startswith(_MARKS):
-    raise ValueError('it begins with a byte order mark: save it as UTF-8 without one')
+  if isinstance(content, bytes):
+    content = text_files.as_utf8(content)
   try:
     return msgspec.json.decode(content, type=kind, strict=strict)
   except RecursionError:

@@ -16,7 +16,7 @@ import numpy as np
 
 from vit_jax import console, models
 from vit_jax.configs import models as model_configs, schema
-from vit_jax.distributed import files
+from vit_jax.distributed import files, text_files
 from vit_jax.layers import encoder, position_kinds, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
 from vit_jax.weights.families import families
@@ -269,7 +269,7 @@ def _names(path: str) -> list[str]:
       if not schema.accepts(names, tuple[str, ...]):
         raise ValueError(f'it holds {names!r:.80} and must hold a list of names')
       return names
-    return files.read(file, files.JSON_LIMIT).decode().splitlines()
+    return text_files.lines(files.read(file, files.JSON_LIMIT), file)
 
 
 def run(args) -> None:

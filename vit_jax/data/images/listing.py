@@ -18,10 +18,13 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
+from vit_jax.distributed import text_files
 
 EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
 ENDINGS = f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
+# Files that describe the images of a folder, as in an "imagefolder" of `datasets`.
+METADATA = ('metadata.jsonl', 'metadata.csv')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
 _TICK = 2.0
@@ -55,6 +58,11 @@ def list_folder(root: str, base: str) -> index_lib.Index:
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
     'ignored': [len(others), *map(image_files.display, others[:1])],
+    'metadata': [
+      os.fsdecode(other)
+      for other in others
+      if os.path.basename(os.fsdecode(other)) in METADATA
+    ],
     'bare': bare,
     'broken': {},
   }
@@ -169,8 +177,8 @@ def expand(paths: Sequence[str]) -> list[str]:
 
 def _listed(path) -> list[str]:
   """Returns the paths in a list, see `expand`."""
-  found = []
-  lines = image_files.read_file(path).decode().splitlines()
+  listed = []
+  lines = text_files.lines(image_files.read_file(path), path)
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
@@ -184,8 +192,8 @@ def _listed(path) -> list[str]:
         raise ValueError(
           f'\'{path}\', line {number}: must be like {{"image": "cat.jpg"}}'
         )
-    found.append(os.path.join(os.path.dirname(path), line))
-  return found
+    listed.append(os.path.join(os.path.dirname(path), line))
+  return listed
 
 
 def _is_image(name: bytes) -> bool:

@@ -11,6 +11,7 @@ import os
 
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
+from vit_jax.distributed import text_files
 
 _SHORT = """
 {}
@@ -94,12 +95,11 @@ def lines(path: str, what: str) -> list[str]:
   """
   if not tf.io.gfile.exists(path):
     raise FileNotFoundError(f"{what}='{path}' does not exist: pass a file")
-  text = image_files.read_file(path).decode()
-  found = [line.strip() for line in text.splitlines()]
-  found = [line for line in found if line]
-  if not found:
+  lines = text_files.lines(image_files.read_file(path), path)
+  texts = [line.strip() for line in lines if line.strip()]
+  if not texts:
     raise ValueError(f"{what}='{path}' has no lines: write one string per line")
-  return found
+  return texts
 
 
 def listed(words: str, what: str) -> list[str]:

@@ -37,7 +37,7 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
-from vit_jax.distributed import files
+from vit_jax.distributed import files, text_files
 from vit_jax.weights import fetch, hub
 
 # The first tokens of a vocabulary of BERT, in this order.
@@ -185,7 +185,7 @@ class BertTokenizer(Tokenizer):
   _file = 'vocab.txt'
 
   def _load(self, package, path, content):
-    lines = content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
+    lines = text_files.lines(content, path)
     vocabulary = {token: number for number, token in enumerate(lines)}
     [cls] = _numbers(vocabulary.get, '[CLS]')
     vocabulary.setdefault('[UNK]', len(lines))

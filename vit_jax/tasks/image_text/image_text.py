@@ -28,6 +28,7 @@ from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data.lazy import tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
+from vit_jax.distributed import text_files
 from vit_jax.figures import grids
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
@@ -335,7 +336,7 @@ def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
   """Returns the vocabulary of a tokenizer as stored in a run's metadata."""
   content = tokenizer.content()
   if isinstance(tokenizer, tokenizers.BertTokenizer):
-    return content.decode().replace('\r\n', '\n').removesuffix('\n').split('\n')
+    return text_files.lines(content, tokenizer.vocab_path)
   return [base64.b64encode(content).decode()]
 
 

@@ -192,7 +192,7 @@ class Predictor(predictor_lib.Predictor):
         raise ValueError(
           f'the classes have {len(lines):,} characters: type at most {_MOST_TYPED:,}'
         )
-      words = [line.strip() for line in lines.splitlines() if line.strip()]
+      words = [line.strip() for line in lines.split('\n') if line.strip()]
       if not words:
         return {}
       (found,) = self.predict([photo.path], classes=words, top=_SHOWN)
