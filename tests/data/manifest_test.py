@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests import looked_up, processes
 from vit_jax import input_pipeline
-from vit_jax.data import manifest, sources
+from vit_jax.data import manifest, manifest_files, sources
 
 
 def write(root, lines, split='train'):
@@ -152,7 +152,6 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
     ('{"image": "photos/0.png", "x": [1, 2], "x": [3, 4]}', "key 'x' is repeated"),
     ('{"image": "photos/0.png", "x": {"y" : 1, "y": 2}}', "key 'y' is repeated"),
     ('{"image": "photos/0.png", "x": ' + 9999 * '[', 'nested too deeply'),
-    ('\ufeff{"image": "photos/0.png", "x": [1, 2]}', 'byte order mark.*UTF-8'),
     ('{"image": "photos/none.png", "x": [1, 2]}', 'there is no image file .*none.png'),
     ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: not an image of a known'),
   ],
@@ -337,7 +336,7 @@ def test_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
   assert read_all() == wanted
   assert len(folders()) == 1
   with monkeypatch.context() as patch:
-    patch.setattr(manifest, '_parse', _never)
+    patch.setattr(manifest_files, 'parse', _never)
     assert read_all() == wanted
   assert read_all('train[80%:]') != wanted  # Each slice is stored separately.
   assert len(folders()) == 2
@@ -361,7 +360,7 @@ def test_damaged_stored_manifest_is_rewritten(stored, name, change, monkeypatch)
   assert change(content) != content
   path.write_bytes(change(content))
   assert read_all() == wanted
-  monkeypatch.setattr(manifest, '_parse', _never)
+  monkeypatch.setattr(manifest_files, 'parse', _never)
   assert read_all() == wanted
 
 
@@ -392,14 +391,14 @@ def test_readers_parse_once_even_after_a_kill(stored, tmp_path, monkeypatch):
   status, output = processes.finish_code(_KILLED, tmp_path)
   assert status == -signal.SIGKILL, output
   assert [x.name[0] for x in folders()] == ['.']  # Incomplete.
-  parse, parsed = manifest._parse, []
+  parse, parsed = manifest_files.parse, []
 
   def slow(*args):
     parsed.append(args)
     time.sleep(0.5)
     return parse(*args)
 
-  monkeypatch.setattr(manifest, '_parse', slow)
+  monkeypatch.setattr(manifest_files, 'parse', slow)
   with futures.ThreadPoolExecutor(3) as pool:
     first, *others = pool.map(lambda _: read_all(), range(3))
   assert others == [first] * 2

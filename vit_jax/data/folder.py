@@ -1,17 +1,27 @@
 """A folder of images as a data set: `root/<split>/<class>/<image>`.
 
-Images without labels may be anywhere below `root/<split>`.
+Images without labels may be anywhere below `root/<split>`. If there are files
+metadata.jsonl or metadata.csv below it, they list the images, see
+vit_jax/data/manifest.py.
 vit_jax/data/checking.py lists the folder and checks the images.
 """
 
 from collections.abc import Iterable, Sequence
+import functools
 import os
 
 from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, folder_layout, records, slices
+from vit_jax.data import (
+  checking,
+  folder_layout,
+  manifest,
+  manifest_files,
+  records,
+  slices,
+)
 from vit_jax.data.images import image_files, listing
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
@@ -40,6 +50,10 @@ def read_split(
   **kwargs,
 ):
   """Reads the wanted features of a split, like manifest.read_split."""
+  workdir = kwargs.get('workdir')
+  if any(metadata(root, base, workdir) for base in slices.bases(split)):
+    parse = functools.partial(listed_lines, workdir=workdir)
+    return manifest.read_split(root, split, features, class_names, parse, **kwargs)
   labelled = has_labels(root, split, kwargs.get('workdir'))
   available = ('image', 'label') if labelled else ('image',)
   where = f"split '{split}' of folder '{root}'"
@@ -93,6 +107,24 @@ def list_split(
   return paths, np.concatenate(labels), class_names
 
 
+def metadata(root: str, base: str, workdir=None) -> list[str]:
+  """Returns the paths of metadata files below the folder of a split."""
+  index = checking.open_index(root, base, workdir)
+  return [os.path.join(index.top, name) for name in index.facts['metadata']]
+
+
+def listed_lines(root: str, base: str, workdir=None) -> list[manifest_files.Line]:
+  """Returns the images in the metadata files below the folder of a split."""
+  lines = manifest_files.parse_metadata(root, base, metadata(root, base, workdir))
+  index = checking.open_index(root, base, workdir)
+  if (missing := len(index) - len({line.image for line in lines})) > 0:
+    logging.warning(
+      'Left out %s of %s that no metadata file lists',
+      console.counted(missing, 'image'), index.top,
+    )  # fmt: skip
+  return lines
+
+
 def has_labels(root: str, split: str, workdir=None) -> bool:
   """Returns whether a split, which must exist, has class folders."""
   indices = [checking.open_index(root, base, workdir) for base in slices.bases(split)]
@@ -103,16 +135,17 @@ def has_labels(root: str, split: str, workdir=None) -> bool:
 
 def splits(root: str) -> list[str]:
   """Returns the splits of a folder or of its manifests; may raise FileNotFoundError."""
-  names = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
-  found = {x.removesuffix('.jsonl') for x in names if x.endswith('.jsonl')} or {
-    x for x in names if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
-  }
-  if not found:
+  entries = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
+  manifests = [x for x in entries if x.endswith('.jsonl') and x not in listing.METADATA]
+  names = [name.removesuffix('.jsonl') for name in manifests] or [
+    x for x in entries if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
+  ]
+  if not names:
     raise FileNotFoundError(
       f"folder '{root}' has no split: {folder_layout.LAYOUT}; name other folders as "
       "splits, or pass '.' for the folder itself"
     )
-  return sorted(found)
+  return sorted(names)
 
 
 def _is_class(folder: bytes) -> bool:

@@ -16,7 +16,7 @@ def make(
   the number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
-  from vit_jax.data import checking, manifest
+  from vit_jax.data import checking, folder, manifest
   from vit_jax.data.coco import layout, source
   from vit_jax.data.images import images, index as index_lib
 
@@ -28,6 +28,8 @@ def make(
     index, why = source.open_index(root, split)
   else:
     index = checking.renew_index(root, split)
+    if index.facts['metadata']:
+      index = manifest.open_index(root, split, folder.listed_lines)
   index.look_again(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.

@@ -14,18 +14,20 @@ without a label has null or no `label`. The class names are those in the trainin
 split, sorted, or the list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
 
-`root/<split>/metadata.jsonl`, as in an "imagefolder" of Hugging Face's `datasets`, is
-such a manifest too: its `file_name` is the path of an image, relative to its folder.
-Where no line has a label, images in class folders, `<class>/1.jpg`, have theirs.
+`root/<split>/metadata.jsonl` or `metadata.csv`, as in an "imagefolder" of Hugging
+Face's `datasets`, is such a manifest too: its `file_name` is the path of an image,
+relative to its folder. Such files may also be in folders below `root/<split>`, each
+for its images (see vit_jax/data/folder.py), or in `root`, for paths that begin with
+`<split>/`. As in `datasets`, images that are not listed are left out, and labels win
+over class folders; where no line has a label, images in class folders, `<class>/1.jpg`,
+have theirs. A column of CSV with only numbers has numbers, and an empty value is null.
 """
 
-import collections
 from collections.abc import Callable, Iterable, Sequence
 import fcntl
 import itertools
 import json
 import os
-import re
 import shutil
 from typing import Any, NamedTuple
 
@@ -33,7 +35,7 @@ from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, records, slices, typed_json
+from vit_jax.data import checking, manifest_files, records, slices, typed_json
 from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
@@ -43,53 +45,12 @@ _MOST_CLASSES = 10**6
 _MOST_LEVELS = 8  # Of lists in lists.
 _LARGE = 2**20  # Bytes; a smaller manifest is parsed at every start.
 _VERSION = 4  # Of what is stored of a manifest.
-_OF_HUB = 'metadata.jsonl'  # Name of a manifest in the folder of its split.
-_KEY_END = re.compile(rb'"\s*:')
 _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
-
-
-class Line(NamedTuple):
-  """A line of a manifest, an image."""
-
-  file: str  # Path of the file that lists it.
-  place: int | str  # Number of the line, or another place in the file.
-  folder: str  # Folder that the image's path is relative to.
-  values: dict[str, Any]  # By feature.
-
-  @property
-  def where(self) -> str:
-    """Names the line in messages."""
-    return f'{self.file}:{self.place}'
-
-  @property
-  def image(self) -> str:
-    """Path of the image."""
-    image = self.values['image']
-    return image if '://' in image else os.path.join(self.folder, image)
-
-  def key(self, top: str) -> str:
-    """Returns the sort key, the same as in a listing of the folder `top`."""
-    inside = self.image.startswith(f'{top}/')
-    return self.image.removeprefix(top) if inside else self.values['image']
-
-  def get(self, name):
-    """Returns a value; None if it is null or missing."""
-    if name in self.values:
-      return self.values[name]
-    # An empty list of dicts is an empty list of each of their values.
-    return [] if any(self.values.get(x) == [] for x in _parents(name)) else None
-
-  def labels(self) -> list:
-    """Returns `label` as a list; [] without a label."""
-    label = self.get('label')
-    if label is None:
-      return []
-    return label if isinstance(label, list) else [label]
 
 
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
-  return any(tf.io.gfile.exists(_path(root, base)) for base in slices.bases(split))
+  return any(manifest_files.find(root, base) for base in slices.bases(split))
 
 
 def read_split(
@@ -97,7 +58,7 @@ def read_split(
   split: str,
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
-  parse: Callable[[str, str], list[Line]] | None = None,
+  parse: Callable[[str, str], list[manifest_files.Line]] | None = None,
   broken: str = 'error',
   max_pixels: int | None = None,
   workdir=None,
@@ -153,17 +114,16 @@ class _Listed(NamedTuple):
 
 
 def _list(root, split, features, class_names, parse=None) -> _Listed:
-  """Parses manifests, by default with `_parse`."""
+  """Parses manifests, by default with `manifest_files.parse`."""
+  parse = parse or manifest_files.parse
   lines, taken = [], []  # All lines, and the numbers of the lines in the slice.
   for base, instruction in slices.parts(split):
-    found, top = (parse or _parse)(root, base), os.path.join(root, base)
-    order = index_lib.hash_order(line.key(top) for line in found)
+    new_lines, top = parse(root, base), os.path.join(root, base)
+    order = index_lib.hash_order(line.key(top) for line in new_lines)
     chosen = slices.take(order, base, instruction)
     taken += [len(lines) + number for number in chosen]
-    lines += found
-  wanted = records.resolve(
-    features, _available(lines), f"manifest '{_path(root, split)}'"
-  )
+    lines += new_lines
+  wanted = records.resolve(features, _available(lines), f"manifest '{lines[0].file}'")
   paths = [lines[i].image for i in taken]
   index = index_lib.of_paths(root, f'{split}.jsonl', paths)
   names = _class_files(root)
@@ -188,8 +148,8 @@ def _list(root, split, features, class_names, parse=None) -> _Listed:
 
 def _stored(root, split, features, class_names) -> _Listed:
   """Returns the same as `_list`; a large manifest is parsed once per machine."""
-  manifests = [_path(root, base) for base in slices.bases(split)]
-  if not all(map(tf.io.gfile.exists, manifests)):
+  manifests = [manifest_files.find(root, base) for base in slices.bases(split)]
+  if None in manifests:
     return _list(root, split, features, class_names)
   classes = os.path.join(root, 'classes.json')
   paths = [*manifests, classes] if tf.io.gfile.exists(classes) else manifests
@@ -297,112 +257,21 @@ def _load(folder, root, split) -> _Listed | None:
     return None
 
 
-def open_index(root: str, split: str) -> index_lib.Index:
-  """Returns the index of the images of a manifest."""
-  paths = [line.image for line in _parse(root, split)]
+def open_index(
+  root: str,
+  split: str,
+  parse: Callable[[str, str], list[manifest_files.Line]] | None = None,
+) -> index_lib.Index:
+  """Returns the index of the images of a manifest; see `read_split` for `parse`."""
+  paths = [line.image for line in (parse or manifest_files.parse)(root, split)]
   return checking.open_listed(root, split, 'jsonl', paths)
-
-
-def _path(root, base):
-  path, inside = (os.path.join(root, x) for x in (f'{base}.jsonl', f'{base}/{_OF_HUB}'))
-  there = tf.io.gfile.exists
-  return inside if not there(path) and there(inside) else path
-
-
-def _parents(name) -> list[str]:
-  """Returns 'a' and 'a/b' for 'a/b/c'."""
-  return [name[:i] for i, c in enumerate(name) if c == '/']
-
-
-def _parse(root, base) -> list[Line]:
-  """Reads a manifest, line by line."""
-  path = _path(root, base)
-  if not tf.io.gfile.exists(path):
-    raise FileNotFoundError(
-      f"there is no manifest '{path}', though another part of the split has one "
-      '(config.pp.train, config.pp.test)'
-    )
-  texts = image_files.read_file(path).splitlines()
-  numbered = [(i, text) for i, text in enumerate(texts, 1) if text.strip()]
-  if not numbered:
-    raise ValueError(f"manifest '{path}' is empty: write one image per line")
-  of_hub = os.path.basename(path) == _OF_HUB
-  key, folder = ('file_name', os.path.dirname(path)) if of_hub else ('image', root)
-  rows = [(i, _parse_line(f'{path}:{i}', text, key)) for i, text in numbered]
-  if of_hub and not any('label' in values for _, values in rows):
-    for _, values in rows:
-      label, slash, _ = values['image'].removeprefix('./').partition('/')
-      if slash:
-        values['label'] = label
-  return [Line(path, i, folder, values) for i, values in rows]
-
-
-def _parse_line(where, text, key) -> dict[str, Any]:
-  try:
-    values = typed_json.decode(text)
-  except ValueError as e:
-    reason = str(e).removeprefix('JSON is malformed: ')
-    raise ValueError(f'{where}: not valid JSON: {reason}') from e
-  if not isinstance(values, dict):
-    raise ValueError(
-      f'{where}: must be an object, {{"{key}": PATH, ...}}, not {_short(values)}'
-    )
-  # A flat object has one quote with a colon for each of its keys.
-  if len(_KEY_END.findall(text)) > len(values):
-    _check_keys(text, where)
-  values = dict(_flatten(values, '', where))
-  image = values.get(key)
-  if not isinstance(image, str) or not image or '\0' in image:
-    raise ValueError(
-      f'{where}: `{key}` must be the path of an image, but is '
-      f'{_short(image) if key in values else "missing"}'
-    )
-  return {'image': values.pop(key), **values}
-
-
-def _check_keys(text: bytes, where: str):
-  """Raises ValueError if an object in a line repeats a key."""
-  repeated = []
-
-  def collect(pairs):
-    counts = collections.Counter(name for name, _ in pairs)
-    repeated.extend(name for name, count in counts.items() if count > 1)
-
-  json.loads(text, object_pairs_hook=collect)
-  if repeated:
-    raise ValueError(f"{where}: the key '{repeated[0]}' is repeated: keep one of them")
-
-
-def _short(value):
-  text = json.dumps(value)
-  return text if len(text) < 60 else f'{text[:57]}...'
-
-
-def _flatten(values, prefix, where):
-  """Yields (name, value) for nested dicts, with names joined by '/'."""
-  for key, value in values.items():
-    name = prefix + key
-    if isinstance(value, dict):
-      yield from _flatten(value, f'{name}/', where)
-    elif isinstance(value, list) and any(isinstance(x, dict) for x in value):
-      if not all(isinstance(x, dict) for x in value):
-        raise ValueError(f"{where}: '{name}' lists objects and other values")
-      items = [dict(_flatten(x, f'{name}/', where)) for x in value]
-      if any(item.keys() != items[0].keys() for item in items):
-        raise ValueError(
-          f"{where}: the objects of '{name}' must all have the same keys"
-        )
-      for inner in items[0]:
-        yield inner, [item[inner] for item in items]
-    else:
-      yield name, value
 
 
 def _available(lines):
   """Returns the names of all features of a manifest."""
   names = dict.fromkeys(name for line in lines for name in line.values)
   # An empty list of dicts has the name of the dicts, which is not a feature.
-  dicts = {parent for name in names for parent in _parents(name)}
+  dicts = {parent for name in names for parent in manifest_files.parents(name)}
   return [name for name in names if name not in dicts]
 
 
@@ -441,7 +310,9 @@ def _label_names(lines, names) -> tuple[str, ...]:
           'renumber the classes, or use their names (strings)'
         )
       if wrong:
-        raise ValueError(f'{line.where}: `label` is {_short(label)}: {wrong}')
+        raise ValueError(
+          f'{line.where}: `label` is {manifest_files.short(label)}: {wrong}'
+        )
       seen.add(label)
   if names is not None:
     return names
@@ -464,13 +335,13 @@ def _numbers(values, lines, names) -> list:
       return value
     if isinstance(value, str) and value in repeated:
       raise ValueError(
-        f'{where}: several classes are named {_short(value)}: write the number of the '
+        f'{where}: several classes are named {manifest_files.short(value)}: write the number of the '
         'class'
       )
     if isinstance(value, str) and value in table:
       return table[value]
     raise ValueError(
-      f'{where}: {_short(value)} is not one of the {len(names)} classes '
+      f'{where}: {manifest_files.short(value)} is not one of the {len(names)} classes '
       f'{list(names[:5])}{" ..." if len(names) > 5 else ""} of the training data '
       'or classes.json'
     )
@@ -528,8 +399,8 @@ def _flat(name, values, lines):
     for kind, line in zip(kinds, owners):
       if kind is not kinds[0] or kind not in (*_DTYPES, list):
         raise ValueError(
-          f"{line.where}: '{name}' is {_short(line.get(name))}, and "
-          f'{_short(lines[0].get(name))} on the first line: use strings, booleans '
+          f"{line.where}: '{name}' is {manifest_files.short(line.get(name))}, and "
+          f'{manifest_files.short(lines[0].get(name))} on the first line: use strings, booleans '
           'or numbers, or lists of one of these, equally nested on all lines'
         )
     if kinds[0] is not list:

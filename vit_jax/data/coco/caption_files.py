@@ -10,7 +10,7 @@ Images without a caption are left out. For the folders of images see layout.py.
 import msgspec
 
 from vit_jax import console
-from vit_jax.data import manifest, slices
+from vit_jax.data import manifest_files, slices
 from vit_jax.data.coco import annotation_files, layout
 
 FEATURE = 'captions'
@@ -31,7 +31,7 @@ def exists(root: str, split: str) -> bool:
   return all(layout.has(root, base, FEATURE) for base in slices.bases(split))
 
 
-def lines(root: str, base: str) -> list[manifest.Line]:
+def lines(root: str, base: str) -> list[manifest_files.Line]:
   """Returns the images of a split with their captions, as lines of a manifest."""
   place = layout.find(root, base, FEATURE)
   found = annotation_files.parse(place.path, _File, 'captions')
@@ -54,7 +54,7 @@ def lines(root: str, base: str) -> list[manifest.Line]:
   files = [image.file_name for image in images]
   where = layout.folder_of(place.path, place.folders, files)
   return [
-    manifest.Line(
+    manifest_files.Line(
       place.path,
       f' image {image.id}',
       where,

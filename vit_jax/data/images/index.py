@@ -43,6 +43,7 @@ class Index:
     stamps: uint64 [n], hash of size and time of each file when checked, or 0.
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
       every folder), 'ignored' (number of ignored entries, and the first),
+      'metadata' (paths of files that describe the images),
       'bare' (direct subfolders that hold files but no image), 'broken' (reasons
       by row), 'max_pixels' of the check, and 'sizes', a hash of expected sizes.
   """
@@ -274,6 +275,8 @@ class Index:
 
     Always True for a remote folder, where a change cannot be detected.
     """
+    if 'metadata' not in self.facts:  # Listed before it was noted.
+      return False
     if not image_files.is_local(self.top):
       return True
     folders = self.facts['times']
