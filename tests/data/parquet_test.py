@@ -301,5 +301,36 @@ def test_missing_or_broken_image_names_the_row(root, tiny_config):
   source = open_split(tiny_config, root, 'test')
   with pytest.raises(ValueError, match='row 1 of test-.* cannot be decoded'):
     source.check(source.record(1), 1)
-  with pytest.raises(ValueError, match=r'row 2 of test-.*parquet: .*image.bytes'):
+  with pytest.raises(FileNotFoundError, match=r"row 2 of test-.*no .* file .*3.png'"):
     source._features(np.array([2]))
+  pictures[2]['path'] = None
+  rewritten(path, image=pictures)
+  with pytest.raises(ValueError, match=r'row 2 of test-.*parquet: .*image.bytes'):
+    open_split(tiny_config, root, 'test')._features(np.array([2]))
+
+
+def test_images_without_bytes_are_read_from_their_paths(root, tiny_config, tmp_path):
+  """As `datasets` stores images of files."""
+  path = root / 'data' / 'test-00000-of-00001.parquet'
+  places = root / '7.png', root / 'data' / '8.png', tmp_path / 'elsewhere' / '9.png'
+  places[2].parent.mkdir()
+  for place in places:
+    place.write_bytes(png(int(place.stem)))
+  pictures = [{'bytes': None, 'path': x} for x in ('7.png', '8.png', str(places[2]))]
+  rewritten(path, image=pictures)
+  assert greys_of(open_split(tiny_config, root, 'test')) == [7, 8, 9]
+  pictures[1]['bytes'] = png(3)
+  rewritten(path, image=pictures)
+  assert greys_of(open_split(tiny_config, root, 'test')) == [7, 3, 9]
+
+
+@pytest.mark.parametrize(
+  'labels, kind',
+  [([True, False], 'bool'), ([1.0, None], 'double'), ([[0.5], []], 'list<.*double>')],
+)
+def test_labels_of_other_types_are_named(tiny_config, tmp_path, labels, kind):
+  columns = {'image': images(range(2)), 'label': labels}
+  write(tmp_path / 'data' / 'train.parquet', columns)
+  with pytest.raises(ValueError, match=f"train.parquet' has labels of the type {kind}"):
+    open_split(tiny_config, tmp_path)
+  assert greys_of(open_split(tiny_config, tmp_path, 'train', 'image')) == [0, 1]

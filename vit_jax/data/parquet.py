@@ -3,7 +3,9 @@
 A split is one or more files, `data/train-00000-of-00002.parquet` etc.; _PLACES has the
 other patterns. Each row is an example:
 
-  image  a column {bytes, path}: `image` or the first such column; or `image` is bytes
+  image  a column {bytes, path}: `image` or the first such column; or `image` is bytes.
+         Where the bytes are null, the path of a file, absolute, or relative to the
+         folder of the Parquet file or of the data set
   label  number or name of a class, or a list of them; null and -1 are none. `label`, or
          else the first class label in the metadata of `datasets`
   ...    all other columns of numbers, booleans, strings, or lists of these
@@ -61,6 +63,7 @@ class _Column(NamedTuple):
   name: str
   kind: str  # 'bytes', or a type of TensorFlow: 'int64', 'float32', 'bool', 'string'.
   listed: bool = False  # Whether a row has a list of such values.
+  path: str | None = None  # Column of the paths of images whose bytes are null.
 
 
 class _Reader(NamedTuple):
@@ -73,6 +76,12 @@ class _Reader(NamedTuple):
   @property
   def features(self) -> tuple[str, ...]:
     return tuple(self.columns)
+
+  @property
+  def column_names(self) -> list[str]:
+    """Names of the columns of the features, then those of their paths."""
+    columns = self.columns.values()
+    return [x.name for x in columns] + [x.path for x in columns if x.path]
 
 
 def exists(root: str, split: str) -> bool:
@@ -129,6 +138,8 @@ def open_split(
         taken.append(Shard(path, skip, stop - skip))
   paths = list(footers)
   columns, names = _same_columns(footers)
+  if 'label' in features and 'label' not in columns:
+    _check_label_type(paths[0], footers[paths[0]])
   wanted = records.resolve(features, columns, f"'{paths[0]}'")
   columns = {name: columns[name] for name in wanted}
   names = {name: names[name] for name in wanted if name in names}
@@ -148,7 +159,9 @@ def open_split(
   processes.agree(f"the files of '{root}'", origin)
   reader = _Reader(columns, names, numbers)
   stamps = dict(zip(paths, stamps))
-  return ParquetSource(taken, footers, stamps, reader, origin, config.max_image_pixels)
+  return ParquetSource(
+    root, taken, footers, stamps, reader, origin, config.max_image_pixels
+  )
 
 
 @contextlib.contextmanager
@@ -200,6 +213,16 @@ def _same_columns(footers):
           'set (config.dataset)'
         )
   return _described(schema, classes)
+
+
+def _check_label_type(path: str, footer):
+  """Raises ValueError if a file has a column `label` of an unusable type."""
+  schema = footer.schema.to_arrow_schema()
+  if 'label' in schema.names:
+    raise ValueError(
+      f"'{path}' has labels of the type {schema.field('label').type} in 'label': write "
+      'the numbers of the classes as integers, or their names as strings'
+    )
 
 
 def _class_names(path: str, schema) -> dict[str, tuple[str, ...]]:
@@ -257,9 +280,17 @@ def _column(name: str, of) -> _Column:
   from pyarrow import types
 
   if types.is_struct(of):
-    place = of.get_field_index('bytes')
-    is_image = place >= 0 and _column('bytes', of.field(place).type).kind == 'bytes'
-    return _Column(f'{name}.bytes', 'bytes' if is_image else '')
+    fields = {field.name: field.type for field in of}
+    has_paths = 'path' in fields and _column('path', fields['path']).kind == 'string'
+    is_image = 'bytes' in fields and (
+      _column('bytes', fields['bytes']).kind == 'bytes'
+      or (has_paths and types.is_null(fields['bytes']))
+    )
+    return _Column(
+      f'{name}.bytes',
+      kind='bytes' if is_image else '',
+      path=f'{name}.path' if has_paths else None,
+    )
   if types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
     inner = _column(name, of.value_type)
     plain = inner.kind != 'bytes' and not inner.listed
@@ -359,7 +390,10 @@ class ParquetSource(shards.ShardSource):
   All processes must open the same split.
   """
 
-  def __init__(self, taken, footers, stamps, reader: _Reader, origin, max_pixels: int):
+  def __init__(
+    self, root: str, taken, footers, stamps, reader: _Reader, origin, max_pixels: int
+  ):
+    self._root = root
     self._footers, self._stamps, self._max_pixels = footers, stamps, max_pixels
     groups = {
       path: [footer.row_group(i) for i in range(footer.num_row_groups)]
@@ -399,7 +433,7 @@ class ParquetSource(shards.ShardSource):
       found = self._groups.get(key)
       if found is not None:  # Another thread has read it in the meantime.
         return found.columns
-      names = [column.name for column in self._reader.columns.values()]
+      names = self._reader.column_names
       call = os.path.abspath(path), self._stamps[path], group, names
       name = f'{files.digest([json.dumps(call).encode()])}.arrow'
       table = self._cache and _mapped(self._cache / name)
@@ -468,6 +502,11 @@ class ParquetSource(shards.ShardSource):
         for row, numbers in zip(found[-1], labels):
           row[: len(numbers)] = numbers
         continue
+      if column.path:
+        values = [
+          self._read_image(value, row[-1], index)
+          for value, row, index in zip(values, rows, indices)
+        ]
       for value, index in zip(values, indices):
         if value is None or (column.listed and None in value):
           raise ValueError(
@@ -483,6 +522,23 @@ class ParquetSource(shards.ShardSource):
       if column.listed:
         found.append(lengths)
     return found
+
+  def _read_image(
+    self, content: bytes | None, path: str | None, index: int
+  ) -> bytes | None:
+    """Returns the content of an image, from its path where it is null."""
+    if content is not None or not path:
+      return content
+    [shard], _ = self._places(np.array([index]))
+    folders = os.path.dirname(self.paths[shard]), self._root
+    paths = [os.path.join(folder, path) for folder in folders]
+    if '://' in path:
+      paths = [path]
+    existing = next(filter(tf.io.gfile.exists, paths), paths[0])
+    try:
+      return image_files.read_file(existing)
+    except (ValueError, OSError) as e:
+      raise type(e)(f'{self.name(index)}: {e}') from e
 
   def _labels(self, value) -> list[int]:
     """Returns the numbers of the classes of a row."""
