@@ -268,6 +268,32 @@ def test_images_without_labels_may_be_anywhere(
     sources.open_split(tiny_config, 'train', ('image',))
 
 
+@pytest.mark.parametrize('name', ['val', 'valid', 'validation'])
+@pytest.mark.parametrize('form', ['folder', 'manifest'])
+def test_a_missing_test_split_is_the_validation_split(
+  tiny_config, image_folder, tmp_path, capsys, name, form
+):
+  shutil.copytree(image_folder / 'train', tmp_path / 'train')
+  shutil.copytree(image_folder / 'test', tmp_path / name)
+  if form == 'manifest':
+    for split in ('train', name):
+      paths = sorted((tmp_path / split).glob('*/*'))
+      lines = [json.dumps({'image': str(x), 'label': x.parent.name}) for x in paths]
+      (tmp_path / f'{split}.jsonl').write_text('\n'.join(lines))
+  tiny_config.dataset = str(tmp_path)
+  source = sources.open_split(tiny_config, 'test')
+  assert source.num_examples == 9
+  assert f"Split 'test' of '{tmp_path}' is '{name}'." in capsys.readouterr().out
+  assert sources.open_split(tiny_config, 'test[:5]').num_examples == 5
+  assert sources.open_split(tiny_config, 'val').num_examples == 9
+  assert sources.has_split(tiny_config, 'test')
+  assert not sources.has_split(tiny_config, 'tset')
+  tiny_config.pp.train = f'train+{name}[:50%]'  # The same images would count twice.
+  assert not sources.has_split(tiny_config, 'test')
+  with pytest.raises(FileNotFoundError, match="has no split 'test'"):
+    sources.open_split(tiny_config, 'test')
+
+
 def test_folders_without_images(tiny_config, tmp_path):
   (tmp_path / 'train' / 'ant').mkdir(parents=True)
   tiny_config.dataset = str(tmp_path)

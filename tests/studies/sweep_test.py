@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 
@@ -171,6 +172,16 @@ def test_a_wrong_sweep_is_named(
     sweep.sweep(config, str(tmp_path), values, **arguments)
   assert not fake.trained
   assert not list(tmp_path.iterdir())
+
+
+def test_the_validation_split_is_not_held_out_if_it_is_tested_on(
+  config, image_folder, tmp_path
+):
+  shutil.copytree(image_folder / 'train', tmp_path / 'train')
+  shutil.copytree(image_folder / 'test', tmp_path / 'val')
+  config.dataset = str(tmp_path)
+  with pytest.raises(ValueError, match="'val', overlaps with pp.test='val'"):
+    sweep.sweep(config, str(tmp_path / 'out'), RATES, held_out='val')
 
 
 def test_a_failed_sweep_does_not_block_the_next(config, fake, tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ from vit_jax.distributed import processes
 _SHOWN = 10  # Broken images that a message names.
 # Indices in memory by folder: the last two, of a training and a test split.
 _recent: dict[str, index_lib.Index] = {}
-SPLITS = ('train', 'test', 'val', 'validation')  # Usual names.
+SPLITS = ('train', 'test', *slices.VALIDATION)  # Usual names.
 
 
 def usable(

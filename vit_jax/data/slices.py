@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from vit_jax import console
 from vit_jax.data.lazy import tfds
 
+VALIDATION = ('validation', 'val', 'valid')  # Names of the same split.
+
 
 class NoSplitError(FileNotFoundError):
   """A folder has no split of a name; `message` lacks the `remedy` for training."""

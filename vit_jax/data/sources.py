@@ -9,6 +9,7 @@ import os
 
 from etils import epath
 
+from vit_jax import console
 from vit_jax.data import (
   checking,
   folder,
@@ -93,7 +94,34 @@ def open_split(
       return open_split(config, split, ('image',), dataset=name, workdir=workdir)
 
     return pseudo_labels.open_folder(dataset, features, class_names, images)
-  return _open_folder(config, dataset, split, features, class_names, workdir)
+  existing = existing_split(config, dataset, split)
+  if existing != split:
+    console.say(f"Split '{split}' of '{dataset}' is '{existing}'.")
+  return _open_folder(config, dataset, existing, features, class_names, workdir)
+
+
+def existing_split(config, dataset, split: str) -> str:
+  """Returns a split; the validation split of a folder that has no test split.
+
+  That may have any of its names, and the run must not train on it.
+  """
+  if not isinstance(dataset, str) or not folder.is_folder(dataset):
+    return split
+  parts = []
+  for base, instruction in slices.parts(split):
+    if base in ('test', *slices.VALIDATION) and not _has_part(dataset, base):
+      others = set(slices.VALIDATION) - {*slices.bases(config.pp.train)}
+      names = [name for name in slices.VALIDATION if name in others]
+      if existing := [name for name in names if _has_part(dataset, name)]:
+        base = existing[0]
+    parts.append(base + instruction)
+  return '+'.join(parts)
+
+
+def _has_part(root: str, base: str) -> bool:
+  """Returns whether a folder has a part of a split in any form."""
+  kinds = (manifest.exists, parquet.exists, layout.exists, _has_folders)
+  return any(exists(root, base) for exists in kinds)
 
 
 def has_split(config, split: str) -> bool:
@@ -102,8 +130,8 @@ def has_split(config, split: str) -> bool:
   if not isinstance(dataset, str):
     dataset = dataset[0][0]  # As `open_split` does.
   if folder.is_folder(dataset):
-    kinds = (manifest.exists, parquet.exists, layout.exists, _has_folders)
-    return any(exists(dataset, split) for exists in kinds)
+    split = existing_split(config, dataset, split)
+    return all(_has_part(dataset, base) for base in slices.bases(split))
   if dataset.startswith(registry.VTAB):
     return True  # `open_split` names its splits.
   known = builders.get_builder(config, dataset).info.splits

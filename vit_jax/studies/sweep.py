@@ -170,7 +170,8 @@ def make(
   schema.check('refit', refit, Refit, '--')
   schema.check('seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--')
   schema.check('metric', metric, Literal[tuple(known)], '--')
-  parts = held_out_lib.cut(config.pp.train, config.pp.test, held_out)
+  test = sources.existing_split(config, config.dataset, config.pp.test)
+  parts = held_out_lib.cut(config.pp.train, test, held_out)
   if values is None:
     name = config.dataset if isinstance(config.dataset, str) else None
     if name not in common.FINE_TUNING:

@@ -26,7 +26,6 @@ _LAYOUT = (
   'in <split>/, or <split>/_annotations.coco.json next to the images'
 )
 _ROBOFLOW = '_annotations.coco.json'
-_VALIDATION = ('validation', 'val', 'valid')
 _SPLIT = r'(?:train|validation|valid|val|test)(?:\d{4})?'
 
 
@@ -96,7 +95,7 @@ def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
 def _find(root, base, kind) -> Place | None:
   where = os.path.join(root, 'annotations')
   files = sorted(_listed(where))
-  others = _VALIDATION if base in ('test', *_VALIDATION) else ()
+  others = slices.VALIDATION if base in ('test', *slices.VALIDATION) else ()
   for name in dict.fromkeys((base, *others)):
     pattern = rf'{kind}_({re.escape(name)}(\d{{4}})?)\.json'
     found = [match[1] for match in (re.fullmatch(pattern, x) for x in files) if match]
