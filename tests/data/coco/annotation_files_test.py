@@ -93,14 +93,13 @@ def with_(name, value):
 
 
 CAPTION = {'id': 1, 'image_id': 100, 'caption': 'a cat'}
-KEYPOINTS = {**CAPTION, 'category_id': 3, 'keypoints': [1, 2, 2]}
 
 # Content of a file, and a pattern that the message matches.
 WRONG = [
   ('{"images": [', 'truncated'),
   (with_('categories', []), 'length >= 1 .*categories'),
   (with_('annotations', [CAPTION]), r'category_id.*instances_\*.json'),
-  (with_('annotations', [KEYPOINTS]), r'bbox.*annotations\[0\]'),
+  (with_('annotations', [drawn.thing(1, 0, 'x')]), r'float.*annotations\[0\].bbox'),
   (with_('annotations', [drawn.thing(1, 0), drawn.thing(1, 1)]), r"'id'.*\[1\]"),
   (
     with_('annotations', [drawn.thing(1, 0), drawn.thing(2, 5)]),

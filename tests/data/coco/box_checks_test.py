@@ -1,5 +1,7 @@
 """Tests of boxes: valid ones are normalised, others reported, skipped or clipped."""
 
+import math
+
 import numpy as np
 import pytest
 
@@ -58,6 +60,30 @@ def test_wrong_box_is_reported_skipped_or_clipped(tmp_path, capsys, box, left):
   assert len(shares) == len(kept.ids)
   message = '1 of 2 left out, 0' if left is None else '0 of 2 left out, 1'
   assert message in capsys.readouterr().out
+
+
+NO_BOXES = None, (), (1, 2, 3), (1, 2, math.nan, 4), (1, 2, 3, math.inf), (*FINE, 0.5)
+
+
+@pytest.mark.parametrize('box', NO_BOXES)
+def test_objects_without_a_box_are_reported_or_left_out(tmp_path, capsys, box):
+  without = drawn.thing(51, 1, () if box is None else box, area=math.nan)
+  if box is None:
+    del without['bbox']  # As in annotations of keypoints.
+  classes = [{'id': 3, 'name': '"NaN", \\NaN'}]
+  content = drawn.content(2, [drawn.thing(50, 0, FINE), without], classes)
+  annotations = annotation_files.read(drawn.write(tmp_path / 'a.json', content))
+  assert annotations.classes == ('"NaN", \\NaN',)
+  with pytest.raises(ValueError, match="1 of 2 .*\n.* 51 of image '1.png': .*no bbox"):
+    box_checks.check(annotations)
+  for broken in ('skip', 'clip'):
+    usable, shares = box_checks.check(annotations, broken)
+    assert usable.ids.tolist() == [50]
+    assert np.isfinite(shares).all()
+    assert np.isfinite(usable.area).all()
+    assert f'1 of 2 left out, 0 clipped (broken_boxes={broken})' in (
+      capsys.readouterr().out
+    )
 
 
 def test_normalised_boxes_are_recognised(tmp_path):

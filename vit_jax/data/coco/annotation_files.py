@@ -8,7 +8,8 @@ The format (https://cocodataset.org/#format-data), in short:
                     "bbox": [x, y, width, height], "area": 12.5, "iscrowd": 0}]}
 
 Boxes are in pixels from the upper left; `area` (by default the area of the box) and
-`iscrowd` (by default 0) may be absent. In a panoptic file an annotation is an
+`iscrowd` (by default 0) may be absent. A box that is absent, empty or not a number is
+reported, or its object left out, by box_checks.py. In a panoptic file an annotation is an
 image of segments: {"image_id": 7, "file_name": "a.png", "segments_info": [...]}
 with `id`, `category_id`, `bbox`, `area` and `iscrowd` of each segment.
 
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 import functools
 import itertools
 import os
+import re
 from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
@@ -31,6 +33,8 @@ from vit_jax.data.images import image_files
 from vit_jax.distributed import files
 
 SHOWN = 5  # Number of faults in a message.
+_NOT_A_NUMBER = re.compile(rb'NaN|-?Infinity')
+_STRING_OR_NAN = re.compile(rb'"(?:[^"\\]|\\.)*"|' + _NOT_A_NUMBER.pattern)
 
 _T = TypeVar('_T')
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
@@ -54,7 +58,7 @@ class _SizedImage(Image, gc=False):
 class _Segment(msgspec.Struct, gc=False):
   id: _Id
   category_id: _Id
-  bbox: tuple[float, float, float, float]
+  bbox: list[float | None] | None = None
   area: _Area | None = None
   iscrowd: bool | None = None
 
@@ -104,7 +108,7 @@ class Annotations(NamedTuple):
   ids: np.ndarray  # int64 [m], of the objects.
   image: np.ndarray  # int64 [m], number of each object's image, ascending.
   label: np.ndarray  # int64 [m], its class.
-  boxes: np.ndarray  # float64 [m, 4], x, y, width, height in pixels.
+  boxes: np.ndarray  # float64 [m, 4], x, y, width, height in pixels; NaN: no box.
   area: np.ndarray  # float32 [m], in pixels.
   crowd: np.ndarray  # bool [m].
   segments: Sequence[str] = ()  # n names of the PNGs of a panoptic file.
@@ -161,7 +165,8 @@ def _read(path, kind, stamp):
     ids = _unique(path, 'annotations', objects, 'id')
     owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
   label = _numbers(path, objects, ids, 'category_id', category_ids, 'categories')
-  boxes = np.array([x.bbox for x in objects], np.float64).reshape(-1, 4)
+  boxes = [x.bbox if x.bbox and len(x.bbox) == 4 else 4 * [np.nan] for x in objects]
+  boxes = np.array(boxes, np.float64).reshape(-1, 4)  # None becomes NaN.
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
   if kind == 'outlines':
@@ -180,13 +185,25 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
   content = image_files.read_file(path)
   try:
     # Not strictly: some tools write ids as 7.0.
-    return typed_json.decode(content, kind, strict=False)
+    try:
+      return typed_json.decode(content, kind, strict=False)
+    except ValueError:
+      if not _NOT_A_NUMBER.search(content):
+        raise
+      return typed_json.decode(_without_nan(content), kind, strict=False)
   except ValueError as e:
     raise ValueError(
       f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; use a "
       f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{needed} "
       '(https://cocodataset.org/#format-data)'
     ) from e
+
+
+def _without_nan(content: bytes) -> bytes:
+  """Returns JSON in which NaN and Infinity, which Python writes, are null."""
+  return _STRING_OR_NAN.sub(
+    lambda match: match[0] if match[0].startswith(b'"') else b'null', content
+  )
 
 
 def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:

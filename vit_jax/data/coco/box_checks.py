@@ -21,7 +21,8 @@ def check(
   Returns the annotations without the objects left out; and their boxes, float32
   [m, 4], ymin, xmin, ymax, xmax as shares of the image, from 0 to 1.
   """
-  if len(found.boxes) and found.boxes.max() <= 1:
+  numbers = found.boxes[np.isfinite(found.boxes)]
+  if len(numbers) and numbers.max() <= 1:
     raise ValueError(
       f"'{found.path}': no bbox is larger than a pixel, so they look like shares of "
       'the image: a bbox is [x, y, width, height] in pixels, so multiply them by '
@@ -54,6 +55,8 @@ def _describe(found, wrong, drawn) -> str:
   for i in wrong[: annotation_files.SHOWN]:
     height, width = found.sizes[found.image[i]]
     fault = drawn.get(i)
+    if fault is None and np.isnan(found.boxes[i]).any():
+      fault = 'it has no bbox of four numbers'
     if fault is None:
       box = ', '.join(f'{x:g}' for x in found.boxes[i])
       fault = f'bbox [{box}] is empty or outside the image of {width} x {height} pixels'
