@@ -100,6 +100,7 @@ setuptools.setup(
       'onnx',
       'onnxruntime',
       'pandas',
+      'pillow-heif',
       'playwright',
       'pyarrow',
       'pycocotools',
@@ -119,6 +120,7 @@ setuptools.setup(
     'docs': _DOCS,
     'demo': ['gradio>=6', 'matplotlib'],
     'plots': ['matplotlib'],
+    'heif': ['pillow-heif'],  # Reads the photos of iPhones.
     'interop': ['huggingface_hub>=1.31', 'jinja2'],
     'tables': ['pyarrow'],
     'text': ['sentencepiece', 'tokenizers'],

@@ -264,6 +264,27 @@ def test_command_prints_the_classes(folder_run, image_folder, capsys):
     predict_command.main([program[2], '/no/such.png'])
 
 
+def test_the_command_reads_all_formats_and_counts_other_files(
+  folder_run, image_folder, tmp_path, capsys, caplog
+):
+  source = next((image_folder / 'test' / 'ant').iterdir())
+  image = Image.open(source).convert('RGB')
+  for name in ('a.png', 'b.tif', 'c.JP2', 'd.avif', 'e.heic'):
+    image.save(tmp_path / name, quality=100)
+  for name in ('f.mov', 'g.dng', 'h.dng'):
+    (tmp_path / name).touch()
+  predict_command.main([f'--workdir={folder_run[1]}', str(tmp_path), '--top=1'])
+  lines = capsys.readouterr().out.splitlines()
+  paths, classes = lines[::2], lines[1::2]
+  assert [path.rpartition('/')[2] for path in paths] == sorted(
+    path.name for path in tmp_path.iterdir() if path.suffix not in ('.mov', '.dng')
+  )
+  assert all(line.endswith('  ant') for line in classes)
+  assert len(set(classes[:3])) == 1  # Without losses.
+  assert "Left out 3 of 8 files in '" in caplog.text
+  assert ': 2 .dng, 1 .mov, the first: ' in caplog.text
+
+
 @pytest.mark.parametrize('count', [2, 9])
 def test_command_skips_broken_images(
   folder_run, image_folder, tmp_path, capsys, caplog, count

@@ -5,13 +5,16 @@ import os
 
 import numpy as np
 from PIL import Image
+import pillow_heif
 import pytest
 from scipy import ndimage
 import tensorflow as tf
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data.images import images
+from vit_jax.data.images import formats, images
+
+pillow_heif.register_heif_opener()
 
 
 def encode(image, fmt, **kwargs):
@@ -46,6 +49,16 @@ FILES = {
   'bmp': (encode(RGB, 'BMP'), 0),
   'palette bmp': (encode(RGB.convert('P'), 'BMP'), 0),
   'gif': (encode(RGB, 'GIF'), 0),
+  'tiff': (encode(RGB, 'TIFF'), 0),
+  'grey tiff': (encode(RGB.convert('L'), 'TIFF', compression='tiff_lzw'), 0),
+  'palette tiff': (encode(RGB.convert('P'), 'TIFF', compression='packbits'), 0),
+  'cmyk tiff': (encode(RGB.convert('CMYK'), 'TIFF', compression='jpeg'), 0),
+  'pages of tiff': (encode(RGB, 'TIFF', save_all=True, append_images=[RGB.copy()]), 0),
+  'avif': (encode(RGB, 'AVIF'), 0),
+  'grey avif': (encode(RGB.convert('L'), 'AVIF'), 0),
+  'heic': (encode(RGB, 'HEIF'), 0),
+  'jpeg 2000': (encode(RGB, 'JPEG2000'), 0),
+  'grey jpeg 2000': (encode(RGB.convert('L'), 'JPEG2000', no_jp2=True), 0),
 }
 
 
@@ -62,7 +75,39 @@ def test_every_format_is_decoded_like_pillow(name):
   assert np.abs(grey[..., 0] - want @ weights).max() <= tolerance + 2
 
 
-@pytest.mark.parametrize('fmt', ['PNG', 'WEBP'])
+@pytest.mark.parametrize('name', ['avif', 'heic'])
+def test_formats_are_told_apart_by_their_brands(name):
+  """Both may begin with the brand of any HEIF file."""
+  encoded, _ = FILES[name]
+  other = encoded[:8] + b'mif1' + encoded[12:]
+  np.testing.assert_array_equal(images.decode(other), images.decode(encoded))
+
+
+def test_the_error_says_how_to_read_heic(monkeypatch, tmp_path):
+  monkeypatch.setattr(formats, '_PACKAGE', 'no_such_package')
+  monkeypatch.delitem(Image.OPEN, 'HEIF')
+  monkeypatch.setattr(formats, '_readable', formats._readable.__wrapped__)
+  path = tmp_path / 'a.heic'
+  path.write_bytes(FILES['heic'][0])
+  with pytest.raises(ValueError, match=r"a.heic' is not .* HEIC needs .*'.\[heif\]'"):
+    preprocess.from_user(path, images.decode)
+  assert 'HEIC needs' in images.why_broken(os.fsencode(path), 10_000)
+  path.write_bytes(FILES['avif'][0])
+  assert not images.why_broken(os.fsencode(path), 10_000)
+
+
+def test_numbers_without_a_known_white_in_a_file_are_rejected(tmp_path):
+  path = tmp_path / 'a.tif'
+  Image.fromarray(np.zeros((4, 4), np.float32)).save(path)
+  with pytest.raises(ValueError, match="a.tif' is not .* mode 'F'.*'L'.*'I;16'"):
+    preprocess.from_user(path, images.decode)
+  values = np.linspace(0, 65535, 16).astype(np.uint16).reshape(4, 4)
+  Image.fromarray(values).save(path)
+  got = preprocess.from_user(path, images.decode)
+  np.testing.assert_array_equal(got[..., 0], values >> 8)
+
+
+@pytest.mark.parametrize('fmt', ['PNG', 'WEBP', 'TIFF', 'JPEG2000'])
 def test_transparent_pixels_are_white(fmt):
   image = np.zeros((4, 4, 4), np.uint8)  # Black, and fully transparent ...
   image[0, 0] = (10, 20, 30, 255)  # ... except for one pixel,
@@ -223,7 +268,10 @@ def test_files_ending_in_zero_bytes_are_read_as_in_training(fmt, tmp_path):
   assert zeros
 
 
-@pytest.mark.parametrize('name', ['cmyk jpeg', 'png', 'webp', 'bmp', 'gif'])
+@pytest.mark.parametrize(
+  'name',
+  ['cmyk jpeg', 'png', 'webp', 'bmp', 'gif', 'tiff', 'avif', 'heic', 'jpeg 2000'],
+)
 def test_size_is_checked_before_decoding(name, tmp_path):
   path = tmp_path / 'large.img'
   path.write_bytes(FILES[name][0])

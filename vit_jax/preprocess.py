@@ -278,8 +278,7 @@ def from_user(
       return function(image)
   except images.decode_errors() as e:
     raise ValueError(
-      f"'{name}' is not an image that can be read (jpeg, png, webp, bmp, gif): "
-      f'{image_files.first_line(e)}'
+      f"'{name}' is not an image that can be read: {image_files.first_line(e)}"
     ) from None
   raise ValueError(
     f"'{name}' has {width} x {height} pixels, more than max_image_pixels={max_pixels}: "

@@ -22,7 +22,7 @@ from vit_jax.data import (
   records,
   slices,
 )
-from vit_jax.data.images import image_files, listing
+from vit_jax.data.images import formats, image_files, listing
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
 
@@ -86,6 +86,7 @@ def list_split(
   views = []
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
+    listing.warn_of_ignored(index)
     rows = index.order
     if labelled:
       names = _class_names(index)
@@ -94,8 +95,12 @@ def list_split(
       is_class = np.array(list(map(_is_class, index.folders)))
       rows = rows[is_class[index.folder_of(rows)]]
     elif not len(index):
-      raise FileNotFoundError(f"no images in '{index.top}': {listing.ENDINGS}")
-    _warn_of_ignored(index, len(rows))
+      raise FileNotFoundError(f"no images in '{index.top}': {formats.known_endings()}")
+    if outside := len(index) - len(rows):
+      logging.warning(
+        "Left out %s of '%s' outside of class folders",
+        console.counted(outside, 'image'), index.top,
+      )  # fmt: skip
     views.append((index, slices.take(rows, base, instruction)))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   if not labelled:
@@ -157,21 +162,12 @@ def _class_names(index) -> tuple[str, ...]:
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' has no images: {listing.ENDINGS}"
+      f"class folder '{index.top}/{bare[0]}' has no images: {formats.known_endings()}"
     )
   found = [folder for folder in index.folders if _is_class(folder)]
   if not found:
     raise FileNotFoundError(
-      f"no images in '{index.top}/<class>/': {folder_layout.LAYOUT}; {listing.ENDINGS}"
+      f"no images in '{index.top}/<class>/': {folder_layout.LAYOUT}; "
+      f'{formats.known_endings()}'
     )
   return tuple(map(image_files.display, found))
-
-
-def _warn_of_ignored(index, taken):
-  count, *first = index.facts['ignored']
-  if count := count + len(index) - taken:
-    shown = os.path.join(index.top, *first) if first else 'an image elsewhere'
-    logging.warning(
-      'Ignored %s of %s: images belong in class folders; the first: %s',
-      console.counted(count, 'file'), index.top, shown,
-    )  # fmt: skip

@@ -18,7 +18,7 @@ def make(
   from vit_jax.configs import common
   from vit_jax.data import checking, folder, manifest
   from vit_jax.data.coco import layout, source
-  from vit_jax.data.images import images, index as index_lib
+  from vit_jax.data.images import images, index as index_lib, listing
 
   limit = max_pixels or common.get_config().max_image_pixels
   why = images.why_broken
@@ -28,6 +28,7 @@ def make(
     index, why = source.open_index(root, split)
   else:
     index = checking.renew_index(root, split)
+    listing.warn_of_ignored(index)
     if index.facts['metadata']:
       index = manifest.open_index(root, split, folder.listed_lines)
   index.look_again(index.order)

@@ -31,6 +31,7 @@ gr = console.needed('gradio', 'demo', 'vit_jax demo')
 
 LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
+_NOT_IN_BROWSERS = ('tiff', 'heif', 'jpeg2000')
 _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 # Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
 _MOST_TEXTS = 20
@@ -277,7 +278,10 @@ def _write_examples(config, folder) -> list[str]:
   for number in range(source.num_examples):
     encoded = source.read(source.record(number))['image'].numpy()
     with Image.open(io.BytesIO(encoded)) as image:
-      name = f'example_{number + 1}.{image.format.lower()}'
+      ending = image.format.lower()
+    if ending in _NOT_IN_BROWSERS:
+      encoded, ending = images_lib.encode_png(images_lib.decode(encoded).numpy()), 'png'
+    name = f'example_{number + 1}.{ending}'
     paths.append(str(folder / name))
     pathlib.Path(paths[-1]).write_bytes(encoded)
   return paths

@@ -2,12 +2,14 @@
 
 import hashlib
 import os
+import re
 
+from PIL import Image
 import pytest
 import tensorflow as tf
 
 from vit_jax.data import folder
-from vit_jax.data.images import listing
+from vit_jax.data.images import formats, listing
 
 
 def names(root):
@@ -41,7 +43,7 @@ def test_remote_folder():
   assert sorted(index.names(index.order)) == [
     b'a/1.jpg', b'a/2.PNG', b'b/3.jpg', b'b/c/5.jpg',
   ]  # fmt: skip
-  assert index.facts['ignored'] == [1, 'x.txt']
+  assert index.facts['ignored'] == {'first': 'x.txt', 'by_ending': {'.txt': 1}}
   assert index.is_true()
 
 
@@ -59,7 +61,8 @@ def test_entries_that_are_not_files_are_ignored(tmp_path, caplog):
   paths, _, classes = folder.list_split(str(tmp_path), 'train', broken='trust')
   assert classes == ('a', 'b')
   assert len(paths) == 4
-  assert 'Ignored 6 files' in caplog.text
+  assert "Left out 5 of 10 files in '" in caplog.text
+  assert 'Left out 1 image of' in caplog.text
 
 
 def test_folders_and_patterns_expand_to_images(tmp_path):
@@ -76,6 +79,36 @@ def test_folders_and_patterns_expand_to_images(tmp_path):
     listing.expand([f'{top}/d*'])
   with pytest.raises(FileNotFoundError, match="no images in .*/c': the known"):
     listing.expand([f'{top}/c'])
+
+
+def test_ignored_files_are_counted_by_their_endings(tmp_path, caplog, monkeypatch):
+  write(
+    tmp_path, *(f'a/{i}.jpg' for i in range(28)), *(f'a/{i}.HEIC' for i in range(9))
+  )
+  write(tmp_path, 'b/0.heic', 'b/1.mov', 'b/2', 'b/3.tiff', 'b/4.jp2', 'b/5.avif')
+  assert len(listing.expand([str(tmp_path / 'train')])) == 41
+  assert "Left out 2 of 43 files in '" in caplog.text
+  assert ': 1 .mov, 1 without ending, the first: ' in caplog.text
+  caplog.clear()
+  monkeypatch.setattr(listing, '_TICK', 0)
+  index = listing.list_folder(str(tmp_path), 'train')
+  assert index.is_true()
+  monkeypatch.setattr(formats, '_PACKAGE', 'no_such_package')
+  monkeypatch.delitem(Image.OPEN, 'HEIF')
+  monkeypatch.setattr(formats, '_readable', formats._readable.__wrapped__)
+  monkeypatch.setattr(formats, 'endings', formats.endings.__wrapped__)
+  assert not index.is_true()  # HEIC can no longer be read.
+  assert len(listing.expand([str(tmp_path / 'train')])) == 31
+  message = r"Left out 12 of 43 files in '.*': 10 \.heic, 1 \.mov.*0.HEIC'; HEIC needs"
+  assert re.search(message, caplog.text)
+  caplog.clear()
+  (tmp_path / 'iphone').mkdir()
+  (tmp_path / 'iphone' / '0.heic').touch()
+  with pytest.raises(
+    FileNotFoundError, match=r'no images in .*: the known endings are'
+  ):
+    listing.expand([str(tmp_path / 'iphone')])
+  assert 'HEIC needs' in caplog.text
 
 
 def test_unreadable_folder_is_reported(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import functools
 import io
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -21,9 +21,11 @@ FORMATS = {
   'JPEG': {'quality': 95, 'subsampling': 0},
   'PNG': {},
   'WEBP': {'lossless': True},
+  'AVIF': {'quality': 100, 'subsampling': '4:4:4'},
 }
 # All orientations of JPEG; a rotated and a mirrored image in other formats.
 CASES = [*(('JPEG', n) for n in range(1, 9)), ('PNG', 6), ('PNG', 7), ('WEBP', 8)]
+CASES += [('AVIF', 6), ('AVIF', 7)]
 pp = preprocess_test.pp
 decode = tf.function(images.decode, reduce_retracing=True)
 
@@ -78,7 +80,24 @@ def test_decoded_images_are_upright(fmt, number):
   np.testing.assert_array_equal(by_path, got)
 
 
-@pytest.mark.parametrize(('fmt', 'number'), [('JPEG', 6), ('PNG', 7), ('WEBP', 8)])
+@pytest.mark.parametrize('fmt', ['TIFF', 'HEIF', 'JPEG2000'])
+def test_other_formats_are_turned_by_their_decoders(fmt):
+  """HEIC has a rotation of its own, and JPEG 2000 none."""
+  exif = Image.Exif()
+  exif[ExifTags.Base.Orientation] = 6
+  encoded = preprocess_test.encode(PICTURE, fmt, exif=exif)
+  upright = without_exif(encoded)
+  assert int(orientation.read(encoded)) == 1
+  np.testing.assert_array_equal(decode(tf.constant(encoded)), pixels(upright))
+  assert images.shape_of(encoded).numpy().tolist() == [*pixels(upright).shape[:2]]
+  train, evaluate = pipelines(crop_area=(0.2, 0.5), jpeg_shrink=False)
+  np.testing.assert_array_equal(evaluate(encoded), evaluate(upright))
+  np.testing.assert_array_equal(train(encoded, (0, 1)), train(upright, (0, 1)))
+
+
+@pytest.mark.parametrize(
+  ('fmt', 'number'), [('JPEG', 6), ('PNG', 7), ('WEBP', 8), ('AVIF', 5)]
+)
 def test_crops_are_taken_from_the_upright_image(fmt, number):
   encoded = encode(number, fmt)
   upright = without_exif(encoded)
@@ -169,7 +188,7 @@ def test_tfds_images_are_decoded_as_stored(tmp_path, tiny_config):
     np.testing.assert_array_equal(seen, stored)
 
 
-@pytest.mark.parametrize('fmt', FORMATS)
+@pytest.mark.parametrize('fmt', ['JPEG', 'PNG', 'WEBP'])
 def test_removing_exif_data_gives_the_stored_pixels(fmt):
   encoded = encode(6, fmt)
   found = orientation.as_stored(encoded)

@@ -9,12 +9,10 @@ import io
 import numpy as np
 from PIL import Image
 
-from vit_jax.data.images import image_files, jpeg, orientation, rgb
+from vit_jax.data.images import formats, image_files, jpeg, orientation, rgb
 from vit_jax.data.lazy import tf
 
 _PNG = b'\x89PNG\r\n\x1a\n'
-# Formats that Pillow may read. Some of its other readers start programs.
-_FORMATS = ('BMP', 'GIF', 'PNG', 'WEBP')
 
 
 def decode_errors() -> tuple[type[Exception], ...]:
@@ -27,8 +25,8 @@ def decode_errors() -> tuple[type[Exception], ...]:
 def decode(encoded, channels: int = 3, size=None, upright: bool = True):
   """Decodes one image of any format to uint8 [height, width, channels].
 
-  `encoded` is a string scalar, the contents of a jpeg, png, webp, bmp or gif file;
-  channels are 3, or 1 for grey. If the caller will resize the image to `size`, (height,
+  `encoded` is a string scalar, the contents of a file in one of the formats of
+  vit_jax/data/images/formats.py; channels are 3, or 1 for grey. If the caller will resize the image to `size`, (height,
   width), a much larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. `upright`
   is False where annotations refer to the stored pixels. Raises decode_errors() if it is
   not an image, or a truncated one.
@@ -103,12 +101,14 @@ def _by_pillow(encoded, function, dtype, shape):
 
   def call(encoded):
     try:
-      with Image.open(io.BytesIO(encoded), formats=_FORMATS) as image:
+      with Image.open(io.BytesIO(encoded), formats=formats.by_pillow(encoded)) as image:
         return np.asarray(function(image), dtype.as_numpy_dtype)
     except Image.DecompressionBombError as e:
       raise ValueError(f'Pillow refuses it: {e}') from e
+    except rgb.ModeError:
+      raise
     except Exception as e:  # Pillow does not document its readers' errors.
-      raise ValueError('not an image of a known format, or truncated') from e
+      raise ValueError(formats.why_unreadable(encoded)) from e
 
   return image_files.in_python(call, encoded, dtype, shape)
 

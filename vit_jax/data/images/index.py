@@ -18,7 +18,7 @@ from etils import epath
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data.images import image_files
+from vit_jax.data.images import formats, image_files
 from vit_jax.distributed import files
 
 # Status of a file: not checked; was decoded; cannot be decoded.
@@ -42,7 +42,8 @@ class Index:
     status: uint8 [n], UNKNOWN, DECODED or BROKEN.
     stamps: uint64 [n], hash of size and time of each file when checked, or 0.
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
-      every folder), 'ignored' (number of ignored entries, and the first),
+      every folder), 'endings' (of images), 'ignored' (counts of the other entries by
+      their endings, and the first one),
       'metadata' (paths of files that describe the images),
       'bare' (direct subfolders that hold files but no image), 'broken' (reasons
       by row), 'max_pixels' of the check, and 'sizes', a hash of expected sizes.
@@ -275,7 +276,7 @@ class Index:
 
     Always True for a remote folder, where a change cannot be detected.
     """
-    if 'metadata' not in self.facts:  # Listed before it was noted.
+    if self.facts.get('endings') != list(formats.endings()):
       return False
     if not image_files.is_local(self.top):
       return True

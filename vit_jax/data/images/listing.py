@@ -4,6 +4,7 @@ Hidden files are left out, as are entries with the name of an image that are not
 files, such as folders and broken links.
 """
 
+import collections
 from collections.abc import Sequence
 import concurrent.futures
 import datetime
@@ -13,21 +14,20 @@ import re
 import time
 from typing import NamedTuple
 
+from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data.images import image_files, index as index_lib
+from vit_jax.data.images import formats, image_files, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import text_files
 
-EXTENSIONS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
-_ENDINGS = tuple(ending.encode() for ending in EXTENSIONS)
-ENDINGS = f'the known endings are {", ".join(EXTENSIONS)}, in upper or lower case'
 # Files that describe the images of a folder, as in an "imagefolder" of `datasets`.
 METADATA = ('metadata.jsonl', 'metadata.csv')
 # If a folder changed less than this many seconds before its listing, a later
 # change may have the same time stamp.
 _TICK = 2.0
+_SHOWN = 8  # Kinds of ignored files that a message names.
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
@@ -57,7 +57,11 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in found},
-    'ignored': [len(others), *map(image_files.display, others[:1])],
+    'endings': list(formats.endings()),
+    'ignored': {
+      'first': image_files.display(others[0]) if others else None,
+      'by_ending': collections.Counter(map(_ending, others)),
+    },
     'metadata': [
       os.fsdecode(other)
       for other in others
@@ -160,8 +164,9 @@ def expand(paths: Sequence[str]) -> list[str]:
   for path in paths:
     if tf.io.gfile.isdir(os.fsencode(path)):
       index = list_folder(path, '')
+      warn_of_ignored(index)
       if not len(index):
-        raise FileNotFoundError(f"no images in '{path}': {ENDINGS}")
+        raise FileNotFoundError(f"no images in '{path}': {formats.known_endings()}")
       found += map(os.fsdecode, index.paths(range(len(index))))
     elif re.search('[*?[]', path) and not tf.io.gfile.exists(os.fsencode(path)):
       matches = sorted(tf.io.gfile.glob(path))
@@ -197,4 +202,29 @@ def _listed(path) -> list[str]:
 
 
 def _is_image(name: bytes) -> bool:
-  return name.lower().endswith(_ENDINGS)
+  return _ending(name) in formats.endings()
+
+
+def _ending(name: bytes) -> str:
+  return os.path.splitext(image_files.display(name))[1].lower()
+
+
+def warn_of_ignored(index: index_lib.Index):
+  """Warns of the entries of a folder that are not images, by their endings."""
+  counts = collections.Counter(index.facts['ignored']['by_ending'])
+  if not counts:
+    return
+  kinds = [f'{n:,} {ending or "without ending"}' for ending, n in counts.most_common()]
+  if len(kinds) > _SHOWN:
+    kinds[_SHOWN:] = [f'{len(kinds) - _SHOWN:,} more kinds']
+  is_heic = any(counts[ending] for ending in formats.HEIC_ENDINGS)
+  remedy = formats.heic_remedy() if is_heic else ''
+  logging.warning(
+    "Left out %s of %s in '%s': %s, the first: '%s'%s",
+    f'{counts.total():,}',
+    console.counted(len(index) + counts.total(), 'file'),
+    index.top,
+    ', '.join(kinds),
+    index.facts['ignored']['first'],
+    remedy and f'; {remedy}',
+  )

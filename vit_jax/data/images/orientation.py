@@ -8,7 +8,8 @@ from 1 to 8 that says how to turn and mirror them:
   3: by 180 degrees              7: swap rows and columns, then by 180 degrees
   4: mirror up and down          8: by 90 degrees counter-clockwise
 
-None in place of a number leaves pixels as stored.
+None in place of a number leaves pixels as stored. TIFF and HEIC files are turned upright
+where they are decoded.
 """
 
 import io
@@ -16,7 +17,7 @@ import io
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin
 
-from vit_jax.data.images import image_files
+from vit_jax.data.images import formats, image_files
 from vit_jax.data.lazy import tf
 
 # Orientation - 1 -> which axes (y, x) to reverse, after swapping those of 5 to 8.
@@ -30,8 +31,12 @@ def read(encoded):
   """Returns the orientation in an encoded image, int32 scalar; 1 by default."""
   # Files without EXIF data, the most common ones, need no Python.
   rest = _renamed(encoded, '')
+  has_exif = tf.strings.length(rest) < tf.strings.length(encoded)
+  # AVIF may have an orientation without EXIF data.
+  head = tf.strings.join([tf.strings.substr(encoded, 0, 8), b'\0' * 8])
+  may_be_avif = tf.strings.substr(head, 4, 4) == b'ftyp'
   return tf.cond(
-    tf.strings.length(rest) < tf.strings.length(encoded),
+    has_exif | may_be_avif,
     lambda: image_files.in_python(_read, encoded, tf.int32, []),
     lambda: tf.constant(1),
   )
@@ -60,7 +65,7 @@ def _read(encoded) -> np.int32:
       # Image.open would refuse an image of many pixels.
       exif = JpegImagePlugin.JpegImageFile(file).getexif()
     else:
-      with Image.open(file, formats=('PNG', 'WEBP')) as image:
+      with Image.open(file, formats=formats.by_pillow(encoded)) as image:
         exif = image.getexif()
     number = exif.get(ExifTags.Base.Orientation)
   except Exception:  # Pillow documents no errors for damaged EXIF data.

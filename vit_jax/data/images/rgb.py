@@ -4,15 +4,18 @@ import numpy as np
 from PIL import Image
 
 
+class ModeError(ValueError):
+  """The mode of an image does not say which value is white."""
+
+
 def to_rgb(image: Image.Image) -> np.ndarray:
   """Returns the pixels of an image of any mode, uint8 [height, width, 3].
 
   Transparent pixels are composited on white. Grey images of 16 bits keep the
-  upper 8; Pillow would clip them to 255. Raises ValueError for the modes 'I' and 'F',
-  which do not say which value is white.
+  upper 8; Pillow would clip them to 255. Raises ModeError for the modes 'I' and 'F'.
   """
   if image.mode in ('I', 'F'):
-    raise ValueError(
+    raise ModeError(
       f"image is a PIL image of mode '{image.mode}', which does not say which value is "
       "white: convert it to mode 'L' (0 to 255) or 'I;16' (0 to 65535)"
     )
