@@ -229,7 +229,8 @@ class Seeded:
 class Preprocessing:
   """Keys of `config.pp`."""
 
-  # Splits in the notation of TFDS ('train[:90%]'). If a folder has test/ (or test.jsonl), a `test` cut from the training images is
+  # Splits in the notation of TFDS ('train[:90%]'). A folder without `test` is tested on its validation split (val, valid or
+  # validation). If a folder has test/ (or test.jsonl), a `test` cut from the training images is
   # ignored, as in the original, which tests on test/: use `evals` for other
   # splits.
   train: schema.Split = 'train'
@@ -342,7 +343,7 @@ class Config:
 
   # --- Data ---
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
-  # train.jsonl and test.jsonl (vit_jax/data/manifest.py), with Parquet files
+  # train.jsonl and test.jsonl, or metadata.csv (vit_jax/data/manifest.py), with Parquet files
   # as on the Hugging Face Hub (vit_jax/data/parquet.py), or with boxes in
   # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
@@ -365,8 +366,8 @@ class Config:
   # the images by vit_jax.data.indexing.
   broken_images: Literal['error', 'skip', 'trust'] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
-  # their image, have no area or a negative size. 'refuse' names them and stops;
-  # 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
+  # their image, have no area or a negative size, or that are absent, empty or
+  # NaN. 'refuse' names them and stops; 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
   # the image, and drops boxes of which nothing remains.
   broken_boxes: Literal['refuse', 'skip', 'clip'] = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger

@@ -1,6 +1,7 @@
 """Tests of decoding the text files of users."""
 
 import csv
+import json
 
 import pytest
 
@@ -25,7 +26,12 @@ def test_marks_are_left_out_and_lines_end_with_newlines(tmp_path, encoding, end)
   assert text_files.lines(path.read_bytes(), path) == names
   assert convert._names(str(path)) == names
   assert templates.lines(str(path), 'texts') == names
-  assert listing.expand([str(path)]) == [f'{tmp_path}/{name}' for name in names]
+  paths = [f'{tmp_path}/{name}' for name in names]
+  assert listing.expand([str(path)]) == paths
+  rows = (json.dumps({'path': name}, ensure_ascii=False) for name in names)
+  path = path.with_suffix('.jsonl')
+  path.write_bytes(''.join(row + end for row in rows).encode(encoding))
+  assert listing.expand([str(path)]) == paths
 
 
 @pytest.mark.parametrize('encoding', ENCODINGS)
