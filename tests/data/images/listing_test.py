@@ -96,7 +96,8 @@ def test_ignored_files_are_counted_by_their_endings(tmp_path, caplog, monkeypatc
   monkeypatch.setattr(formats, '_PACKAGE', 'no_such_package')
   monkeypatch.delitem(Image.OPEN, 'HEIF')
   monkeypatch.setattr(formats, '_readable', formats._readable.__wrapped__)
-  monkeypatch.setattr(formats, 'endings', formats.endings.__wrapped__)
+  for name in ('endings', 'encoded_endings'):
+    monkeypatch.setattr(formats, name, getattr(formats, name).__wrapped__)
   assert not index.is_true()  # HEIC can no longer be read.
   assert len(listing.expand([str(tmp_path / 'train')])) == 31
   message = r"Left out 12 of 43 files in '.*': 10 \.heic, 1 \.mov.*0.HEIC'; HEIC needs"

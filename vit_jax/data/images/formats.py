@@ -53,6 +53,12 @@ def endings() -> tuple[str, ...]:
   return tuple(ending for x in (_JPEG, *_readable()) for ending in x.endings)
 
 
+@functools.cache
+def encoded_endings() -> tuple[bytes, ...]:
+  """Returns `endings` as bytes, for names of files."""
+  return tuple(ending.encode() for ending in endings())
+
+
 def known_endings() -> str:
   """Says which endings are known, for messages."""
   return f'the known endings are {", ".join(endings())}, in upper or lower case'

@@ -202,7 +202,7 @@ def _listed(path) -> list[str]:
 
 
 def _is_image(name: bytes) -> bool:
-  return _ending(name) in formats.endings()
+  return name.lower().endswith(formats.encoded_endings())
 
 
 def _ending(name: bytes) -> str:
