@@ -326,7 +326,7 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored(clip, tmp_path):
     'strategy': {'Fixed': 9}, 'direction': 'Left', 'pad_to_multiple_of': None,
     'pad_id': 7, 'pad_type_id': 0, 'pad_token': '!!',
   }  # fmt: skip
-  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored))
+  (tmp_path / 'tokenizer.json').write_text(json.dumps(stored), 'utf-8-sig')
   got = tokenizers.ClipTokenizer(tmp_path / 'tokenizer.json', 7)(['ka lo of'])
   plain = tokenizers.ClipTokenizer(path, 7)(['ka lo of'])
   assert got[0, :5].tolist() == plain[0, :5].tolist()
@@ -338,9 +338,9 @@ def test_truncation_and_padding_in_tokenizer_json_are_ignored(clip, tmp_path):
 
 @pytest.fixture
 def small(tmp_path):
-  """Path of a vocabulary of [PAD], [UNK], [CLS] and a few words."""
+  """Path of a vocabulary of [PAD], [UNK], [CLS] and a few words, as on Windows."""
   tokens = ['[PAD]', '[UNK]', '[CLS]', 'un', '##aff', '##able', 'cafe', '!']
-  (tmp_path / 'vocab.txt').write_bytes('\r\n'.join(tokens).encode())
+  (tmp_path / 'vocab.txt').write_text('\r\n'.join(tokens), 'utf-8-sig')
   return tmp_path / 'vocab.txt'
 
 

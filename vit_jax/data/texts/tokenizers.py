@@ -406,7 +406,7 @@ def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
 
 def _from_json(package, content):
   """Returns the package's Tokenizer of a tokenizer.json, without truncation."""
-  tokenizer = package.Tokenizer.from_buffer(content)
+  tokenizer = package.Tokenizer.from_buffer(text_files.as_utf8(content))
   count = _count(tokenizer.get_vocab())
   if count > _MOST_TOKENS:
     raise ValueError(f'its largest token is {count - 1:,}, above {_MOST_TOKENS - 1:,}')
