@@ -60,6 +60,9 @@ def test_csv_is_read_as_it_was_written(tmp_path, encoding):
     with pytest.raises(ValueError, match="a.csv', line 2, is not valid CSV"):
       list(text_files.csv_rows(f'x,y\n{line}\n'.encode(), 'a.csv'))
 
+  with pytest.raises(ValueError, match="a.csv', line 1, .*columns are named 'x'"):
+    list(text_files.csv_rows(b'x,y,x\n1,2,3\n', 'a.csv'))
+
 
 def test_other_encodings_are_rejected():
   for content in (b'a\nb\n\xe9\n', '\ufeffa\nb\n\n'.encode('utf-16')[:-1]):

@@ -113,11 +113,12 @@ def parse_metadata(root: str, base: str, paths: Iterable[str]) -> list[Line]:
   """
   lines = []
   for path in paths:
-    rows = _rows(path)
-    if path == os.path.join(root, os.path.basename(path)):
+    folder, name = os.path.split(path)
+    if path == os.path.join(root, name):
       console.say(f"Split '{base}' of '{root}' is listed in '{path}'.")
-      rows = list(_of_split(path, base))
-    folder = os.path.dirname(path)
+      rows = _of_split(path, base)
+    else:
+      rows = _rows(path)
     lines += [Line(path, number, folder, values) for number, values in rows]
   if any('label' in line.values for line in lines):
     return lines
@@ -147,7 +148,7 @@ def _of_split(path: str, base: str) -> Iterator[tuple[int, dict[str, Any]]]:
       yield number, _with_image(f'{path}:{number}', values, _FILE_NAME)
 
 
-def _rows(path: str) -> list[tuple[int, dict[str, Any]]]:
+def _rows(path: str) -> Sequence[tuple[int, dict[str, Any]]]:
   """Returns the number and the values of each line."""
   rows = [
     (number, _with_image(f'{path}:{number}', values, _key(path)))
@@ -195,10 +196,8 @@ def _typed(
       texts[name].add(text)
   types = {name: _type(column - {''}) for name, column in texts.items()}
   for number, row in rows:
-    yield (
-      number,
-      {name: types[name](text) if text else None for name, text in row.items()},
-    )
+    values = {name: types[name](text) if text else None for name, text in row.items()}
+    yield number, values
 
 
 def _type(texts: Iterable[str]) -> type:

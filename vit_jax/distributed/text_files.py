@@ -5,6 +5,7 @@ at characters such as U+2028, which may be inside of a JSON string or a file nam
 """
 
 import codecs
+import collections
 from collections.abc import Iterator
 import csv
 import io
@@ -44,9 +45,12 @@ def csv_rows(content: bytes, path) -> Iterator[tuple[int, dict[str, str]]]:
   # Quoted values may have line ends, which the reader keeps as they are.
   reader = csv.DictReader(io.StringIO(text(content, path), newline=''), strict=True)
   try:
+    names = collections.Counter(reader.fieldnames or ())
+    if repeated := [name for name, count in names.items() if count > 1]:
+      raise csv.Error(f"several columns are named '{repeated[0]}'")
     for row in reader:
       if None in row or None in row.values():
-        raise csv.Error(f'it must have {len(reader.fieldnames or ())} values')
+        raise csv.Error(f'it must have {len(names)} values')
       yield reader.line_num, row
   except csv.Error as e:
     raise ValueError(
