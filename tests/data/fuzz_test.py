@@ -4,12 +4,14 @@ import io
 
 import numpy as np
 from PIL import Image
+import pillow_heif
 import pytest
 
 from vit_jax import preprocess
 from vit_jax.data.images import images
 
 _LIMIT = 10**6
+pillow_heif.register_heif_opener()
 
 
 def encode(fmt, **kwargs):
@@ -28,6 +30,11 @@ FILES = {
   'gif': encode('GIF'),
   'bmp': encode('BMP'),
   'webp': encode('WEBP'),
+  'tiff': encode('TIFF'),
+  'lzw tiff': encode('TIFF', compression='tiff_lzw'),
+  'avif': encode('AVIF'),
+  'heic': encode('HEIF'),
+  'jpeg 2000': encode('JPEG2000'),
 }
 
 
