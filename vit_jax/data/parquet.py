@@ -502,7 +502,7 @@ class ParquetSource(shards.ShardSource):
         for row, numbers in zip(found[-1], labels):
           row[: len(numbers)] = numbers
         continue
-      if column.path:
+      if column.path:  # The only one, and the last column of a row.
         values = [
           self._read_image(value, row[-1], index)
           for value, row, index in zip(values, rows, indices)

@@ -5,6 +5,7 @@ See vit_jax/data/records.py for the interface of a source.
 
 from collections.abc import Sequence
 import functools
+import operator
 import os
 
 from etils import epath
@@ -107,15 +108,22 @@ def existing_split(config, dataset, split: str) -> str:
   """
   if not isinstance(dataset, str) or not folder.is_folder(dataset):
     return split
-  parts = []
-  for base, instruction in slices.parts(split):
-    if base in ('test', *slices.VALIDATION) and not _has_part(dataset, base):
-      others = set(slices.VALIDATION) - {*slices.bases(config.pp.train)}
-      names = [name for name in slices.VALIDATION if name in others]
-      if existing := [name for name in names if _has_part(dataset, name)]:
-        base = existing[0]
-    parts.append(base + instruction)
-  return '+'.join(parts)
+  bases = slices.bases(split)
+  existing = [_existing_part(config, dataset, base) for base in bases]
+  if existing == bases:
+    return split
+  instructions = [instruction for _, instruction in slices.parts(split)]
+  return '+'.join(map(operator.add, existing, instructions))
+
+
+def _existing_part(config, root: str, base: str) -> str:
+  """Returns the name of a part of a split in a folder, see `existing_split`."""
+  if base not in ('test', *slices.VALIDATION) or _has_part(root, base):
+    return base
+  for name in slices.VALIDATION:
+    if name not in slices.bases(config.pp.train) and _has_part(root, name):
+      return name
+  return base
 
 
 def _has_part(root: str, base: str) -> bool:

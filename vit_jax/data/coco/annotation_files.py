@@ -30,7 +30,7 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data import records, typed_json
 from vit_jax.data.images import image_files
-from vit_jax.distributed import files
+from vit_jax.distributed import files, text_files
 
 SHOWN = 5  # Number of faults in a message.
 _NOT_A_NUMBER = re.compile(rb'NaN|-?Infinity')
@@ -184,13 +184,7 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
   """Returns the content of a file like COCO's files of a name, a msgspec.Struct."""
   content = image_files.read_file(path)
   try:
-    # Not strictly: some tools write ids as 7.0.
-    try:
-      return typed_json.decode(content, kind, strict=False)
-    except ValueError:
-      if not _NOT_A_NUMBER.search(content):
-        raise
-      return typed_json.decode(_without_nan(content), kind, strict=False)
+    return _decode(text_files.as_utf8(content), kind)
   except ValueError as e:
     raise ValueError(
       f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; use a "
@@ -199,11 +193,18 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
     ) from e
 
 
-def _without_nan(content: bytes) -> bytes:
-  """Returns JSON in which NaN and Infinity, which Python writes, are null."""
-  return _STRING_OR_NAN.sub(
+def _decode(content: bytes, kind: type[_T]) -> _T:
+  """Decodes JSON, in which Python may have written NaN and Infinity; they become null."""
+  # Not strictly: some tools write ids as 7.0.
+  try:
+    return typed_json.decode(content, kind, strict=False)
+  except ValueError:
+    if not _NOT_A_NUMBER.search(content):
+      raise
+  cleaned = _STRING_OR_NAN.sub(
     lambda match: match[0] if match[0].startswith(b'"') else b'null', content
   )
+  return typed_json.decode(cleaned, kind, strict=False)
 
 
 def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:
