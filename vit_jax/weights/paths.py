@@ -1,12 +1,11 @@
 """Paths of the weights of a config, and whether they exist. Does not import JAX."""
 
 import contextlib
-import csv
 
 from etils import epath
 
 from vit_jax.configs import models as model_configs
-from vit_jax.distributed import files
+from vit_jax.distributed import files, text_files
 from vit_jax.weights import fetch, hub
 
 # Endings of exported models, and files in their folders.
@@ -104,7 +103,8 @@ def augreg_filename(model: str, directory: str) -> str:
   """
   filename = model
   if '-' not in model:
-    rows = csv.DictReader(files.read(augreg_index(directory)).decode().splitlines())
+    index = augreg_index(directory)
+    rows = [row for _, row in text_files.csv_rows(files.read(index), index)]
     chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
     ours = [*filter(chosen, rows)]
     if not ours:
