@@ -223,7 +223,7 @@ def warn_of_ignored(index: index_lib.Index):
     "Left out %s of %s in '%s': %s, the first: '%s'%s",
     f'{counts.total():,}',
     console.counted(len(index) + counts.total(), 'file'),
-    index.top,
+    index.top.rstrip('/'),
     ', '.join(kinds),
     index.facts['ignored']['first'],
     remedy and f'; {remedy}',
