@@ -241,6 +241,19 @@ class Preprocessing:
   # short side to that length, (height, width) the whole image to that size;
   # then the centre is cropped.
   resize: schema.Size | None = None
+  # Evaluation, if `resize` is (height, width): 'squash' changes the shapes of images,
+  # 'cover' keeps them and makes both sides at least as long.
+  resize_mode: Literal['squash', 'cover'] = 'squash'
+  # How images are resized, in training and evaluation. 'bilinear' without antialiasing
+  # is the original's way. What stands beside published weights often says 'bicubic'.
+  interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bilinear'
+  # Resizes as Pillow does: when an image shrinks, all of its pixels count; the longer
+  # side is truncated to an integer, and values are rounded to 0 to 255.
+  antialias: bool = False
+  # The pixel by which the margin of a centre crop is odd: 'down' crops it from the end,
+  # as transformers do; 'even' leaves an even margin at the beginning, as torchvision
+  # does, and so timm and open_clip.
+  crop_rounding: Literal['down', 'even'] = 'down'
   # Colour channels: 3, or 1 for grey.
   channels: Literal[1, 3] = 3
   # Training: least and greatest share of the image's area, and least and

@@ -124,11 +124,17 @@ def load_weights(
   _check_dtype(dtype)
   from vit_jax.inference import int8
   from vit_jax.run import config as run_config
-  from vit_jax.weights import convert, writing
+  from vit_jax.weights import convert, fitting, writing
 
   kept = None if dtype == 'int8' else dtype
   model = convert.read(path, class_names, image_size, num_heads, kept, gelu)
-  model = writing.scaled(model)
+  model = fitting.at_crop(writing.scaled(model))
+  if model.preparation.source:
+    logging.info(
+      "Preparing images as the weights' %s says: %s",
+      model.preparation.source,
+      model.preparation,
+    )
   config, metadata = writing.as_run(model)
   _limit_images(config, max_image_pixels)
   task = run_config.get_task(config.task)(config, metadata)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from vit_jax.data.augmentation import canvases, geometry, pixel_ops
+from vit_jax.data.augmentation import canvases, geometry, pixel_ops, resizing
 from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
 from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.data.texts import tokenizers
@@ -115,7 +115,7 @@ def _change_pixels(image, seed, pp):
   return image
 
 
-def _decode(encoded, draw, pp, crops=True, upright=False, antialias=False):
+def _decode(encoded, draw, pp, crops=True, upright=False, antialias=None):
   """Decodes an image and applies the geometry that `draw` chooses; returns both.
 
   `draw` maps the shape of the image, int32 [2], to a geometry, both of the upright
@@ -136,8 +136,11 @@ def _decode(encoded, draw, pp, crops=True, upright=False, antialias=False):
     window = window // ratio
     if not upright:  # Boxes and masks follow what was decoded.
       drawn = drawn._replace(window=window * ratio)
-  image = images.decode_window(encoded, pp.channels, turned, ratio, window)
-  return geometry.fit(image, drawn, antialias), drawn
+  image = images.decode_window(
+    encoded, pp.channels, turned, ratio, window, exact=pp.antialias
+  )
+  antialias = pp.antialias if antialias is None else antialias
+  return geometry.fit(image, drawn, pp.interpolation, antialias), drawn
 
 
 @as_it_is
@@ -147,20 +150,25 @@ def for_evaluation(image, pp):
   Returns float32 [crop height, crop width, channels] in [-1, 1].
   """
   size = crop_size(pp)
-  image = _to_size(images.to_float(image), size, pp.resize)
+  image = images.to_float(image)
+  target = resized_to(tf.shape(image)[:2], pp)
+  image = resizing.resize(image, target, pp.interpolation, pp.antialias)
+  if pp.resize is not None:
+    image = resizing.crop_centre(image, size, pp.crop_rounding)
   return tf.ensure_shape(image, [*size, pp.channels])
 
 
-def _to_size(image, size, resize):
-  """Resizes to `size`; or to `config.pp.resize`, and crops the centre."""
-  if resize is None:
-    return tf.image.resize(image, size)
-  if not isinstance(resize, tuple | list):
-    shape = tf.cast(tf.shape(image)[:2], tf.float32)
-    scale = resize / tf.reduce_min(shape)
-    resize = tf.cast(tf.round(shape * scale), tf.int32)
-  image = tf.image.resize(image, resize)
-  return tf.image.resize_with_crop_or_pad(image, *size)
+def resized_to(shape, pp):
+  """Returns the size of an image in evaluation before its centre is cropped.
+
+  `shape` is height and width, int [2]. Returns int32 [2].
+  """
+  if pp.resize is None:
+    return tf.constant(crop_size(pp))
+  if not isinstance(pp.resize, int):
+    size = tf.constant(tuple(pp.resize))
+    return resizing.covering(shape, size) if pp.resize_mode == 'cover' else size
+  return resizing.by_short_side(shape, pp.resize, truncate=pp.antialias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +189,13 @@ class PreprocessImages:
     """
     if image.dtype != tf.uint8:
       raise ValueError(f'image is {image.dtype.name}: pass uint8, from 0 to 255')
-    short_side = self.size if self.crop else None
-    image = _to_size(image, (self.size, self.size), short_side)
+    size = (self.size, self.size)
+    target = size
+    if self.crop:
+      target = resizing.by_short_side(tf.shape(image)[:2], self.size)
+    image = tf.image.resize(image, target)
+    if self.crop:
+      image = resizing.crop_centre(image, size)
     return images.to_float(tf.cast(image, tf.uint8))
 
   def __call__(self, images):
@@ -235,7 +248,8 @@ def prepare(encoded, seed, pp):
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop
     size = (size, size) if isinstance(size, int) else size
-  return for_evaluation(images.decode(encoded, pp.channels, size), pp)
+  decoded = images.decode(encoded, pp.channels, size, exact=pp.antialias)
+  return for_evaluation(decoded, pp)
 
 
 def from_user(

@@ -18,7 +18,7 @@ from tests import models_test, tiny_models, torch_models, trees
 from vit_jax import checkpoint, models, predict, preprocess
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import convert, reading, writing
+from vit_jax.weights import convert, preparation, reading, writing
 from vit_jax.weights.families import vit_files
 
 # Imported through torch_models, which sets up their environment.
@@ -126,19 +126,16 @@ def transforms_elsewhere(model, folder):
   ],
 )
 def test_other_libraries_preprocess_images_identically(
-  tmp_path, monkeypatch, size, resize, channels
+  tmp_path, size, resize, channels
 ):
-  """timm and transformers produce our pixels in [-1, 1]; their defaults crop.
-
-  They antialias when they shrink images; this package, like the original, does not.
-  For the comparison antialiasing is enabled here.
-  """
+  """timm and transformers produce our pixels in [-1, 1]; their defaults crop."""
   model, params = random_model('testing', size, patches={'size': (2, 2)})
   kernel = params['embedding']['kernel']
   params['embedding']['kernel'] = kernel[:, :, :channels]
   source = str(tmp_path / 'source.npz')
   checkpoint.save(params, source)
-  model = convert.read(source, image_size=size)._replace(resize=resize)
+  how = preparation.Preparation(resize, crop=size, antialias=True)
+  model = convert.read(source, image_size=size)._replace(preparation=how)
   run = writing.as_run(model)[0]
   found = transforms_elsewhere(model, tmp_path)
   assert ('timm' in found) == (resize != (80, 99))
@@ -162,9 +159,6 @@ def test_other_libraries_preprocess_images_identically(
   ]
   for photograph in photographs:
     check(photograph.reduce(10))  # Enlarged.
-  averaging = functools.partial(preprocess.tf.image.resize, antialias=True)
-  monkeypatch.setattr(preprocess.tf.image, 'resize', averaging)
-  for photograph in photographs:
     check(photograph)
 
 

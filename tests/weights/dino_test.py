@@ -82,7 +82,8 @@ def saved(request, tmp_path_factory):
   """A Hugging Face folder, its model and the number of registers."""
   folder, theirs = tmp_path_factory.mktemp('hf'), of_hf(*request.param)
   theirs.save_pretrained(folder)
-  (folder / 'preprocessor_config.json').write_text(json.dumps(SCALING))
+  whole = {'size': {'height': 12, 'width': 12}, 'do_center_crop': False}
+  (folder / 'preprocessor_config.json').write_text(json.dumps({**SCALING, **whole}))
   return folder, theirs, request.param[0]
 
 

@@ -70,10 +70,11 @@ def test_the_config_next_to_a_url_is_fetched(tmp_path, server):
   theirs = torch_models.hf_model(hidden_act='gelu_new')
   theirs.save_pretrained(tmp_path / 'served')
   found = reading.read(f'{address}/model.safetensors')
-  # The last file does not exist.
+  # The last two files do not exist.
   assert requested == [
     '/model.safetensors',
     '/config.json',
+    '/processor_config.json',
     '/preprocessor_config.json',
   ]
   assert found.class_names == ('ant', 'bee', 'cow')

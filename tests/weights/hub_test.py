@@ -372,7 +372,7 @@ def test_a_run_is_pushed_with_a_card(fake_hub, run, monkeypatch, capsys, to):
   for line in (
     '- task: classify, 5 classes', '- data: pets',
     '- training: 500 steps of 64 images', '- metrics: accuracy_test 75.00 %',
-    '- images: 8x8 pixels, the whole image resized',
+    '- images: whole image to 8 x 8, bilinear; values from -1 to 1',
     "predict.load_weights('hf://me/pets')",
     {'hf': 'from_pretrained(', 'timm': 'timm.create_model('}[to],
   ):  # fmt: skip

@@ -71,7 +71,10 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp(name)
     theirs = torch_models.randomize(make()).eval()
     theirs.save_pretrained(folder)
-    (folder / 'preprocessor_config.json').write_text(json.dumps(SCALING))
+    sides = {'clip': {'shortest_edge': 8}, 'siglip': {'height': 8, 'width': 8}}[name]
+    (folder / 'preprocessor_config.json').write_text(
+      json.dumps({**SCALING, 'size': sides, 'crop_size': 8})
+    )
     (folder / 'tokenizer.json').write_text('{}')
     found[name] = folder, theirs
   return found

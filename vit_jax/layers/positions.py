@@ -54,6 +54,7 @@ then takes images of any size.
 Shapes: B images, N tokens, h x w patches, D width of a token, E of a head.
 """
 
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -110,6 +111,44 @@ def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
   patches = patches.reshape(1, -1, table.shape[2])
   xp = np if isinstance(table, np.ndarray) else jnp
   return xp.concatenate([table[:, :before], patches], axis=1)
+
+
+def resize_bicubic(
+  table: np.ndarray,
+  grid: tuple[int, int],
+  new_grid: tuple[int, int],
+  antialias: bool,
+) -> np.ndarray:
+  """Resizes the table of a grid of patches as PyTorch's `interpolate` does.
+
+  The mode is 'bicubic' without aligned corners. For the rest see `resize_grid`;
+  returns float64.
+  """
+  before = table.shape[1] - grid[0] * grid[1]
+  patches = table[0, before:].reshape(*grid, -1)
+  down, across = (_bicubic(*sizes, antialias) for sizes in zip(grid, new_grid))
+  patches = np.einsum('ih,jw,hwd->ijd', down, across, patches, optimize=True)
+  patches = patches.reshape(1, -1, table.shape[2])
+  return np.concatenate([table[:, :before], patches], axis=1)
+
+
+def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
+  """Returns the matrix [new, old] that resizes an axis with cubic convolution."""
+  scale = max(old / new, 1.0) if antialias else 1.0
+  a = -0.5 if antialias else -0.75
+  centres = (np.arange(new) + 0.5) * old / new - 0.5
+  first, last = -3 * math.ceil(scale), old + 3 * math.ceil(scale)
+  places = np.arange(first, last)
+  x = abs(centres[:, None] - places) / scale
+  near = ((a + 2) * x - (a + 3)) * x**2 + 1
+  far = ((x - 5) * x + 8) * x * a - 4 * a
+  weights = np.where(x <= 1, near, np.where(x < 2, far, 0.0))
+  if antialias:  # Only pixels of the table count.
+    weights = weights[:, -first : old - first]
+    return weights / weights.sum(1, keepdims=True)
+  repeated = np.zeros([new, old])  # The edge is repeated outside.
+  np.add.at(repeated.T, places.clip(0, old - 1), weights.T)
+  return repeated
 
 
 def sincos(count: int, width: int) -> np.ndarray:

@@ -11,8 +11,7 @@ from vit_jax.run import (
   metrics as metrics_lib,
   workdir as workdir_lib,
 )
-from vit_jax.weights import writing
-from vit_jax.weights.families import vit_files
+from vit_jax.weights import preparation, writing
 
 # Task -> what the hub calls it.
 _PIPELINES = {
@@ -118,18 +117,8 @@ def _facts(run, workdir) -> dict[str, str]:
 
 def _preprocessing(run, model) -> str:
   """Describes how images are prepared."""
-  if model.image_size is None:
-    return (
-      f'the shorter side is resized to {run.pp.eval_side} pixels, unless the '
-      f'longer one would exceed {run.pp.longest_side}'
-    )
-  how, resize = 'the whole image resized', model.resize
-  if resize is not None:
-    short = isinstance(resize, int)
-    to = f'{resize} at the shorter side' if short else 'x'.join(map(str, resize))
-    how = f'the centre of an image resized to {to}'
-  values = [f'{k} {model.metadata[k]}' for k in vit_files.SCALES if k in model.metadata]
-  return (
-    f'{"x".join(map(str, model.image_size))} pixels, {how}, bilinearly and without '
-    f'antialiasing; values {" and ".join(values) or "from -1 to 1"}'
-  )
+  used = preparation.of_run(run.pp)
+  values = 'from -1 to 1'
+  if model.preparation.is_scaled:
+    values = f'mean {model.preparation.mean} and std {model.preparation.std}'
+  return f'{used}; values {values}'

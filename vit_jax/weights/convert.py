@@ -93,12 +93,16 @@ def read(
   with arrays.naming(src):
     family = families.of(config)
     size = family.image_size(config, weights.params, image_size or weights.image_size)
+    preparation = weights.preparation
+    size = size or preparation.crop
+    if size is not None and (image_size or preparation.crop is None):
+      preparation = preparation.at_size(size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
       weights.params, config, names if len(names) == num_classes else None,
       num_classes, size, weights.extra, weights.metadata, weights.kind,
-      weights.resize if size == weights.image_size else None, weights.adapters,
+      preparation, weights.adapters,
     )  # fmt: skip
     family.check(model)
   return model
@@ -206,6 +210,16 @@ def convert(
     raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
   model = read(src, class_names, image_size, num_heads, gelu=gelu)
   notes = writing.check(model, to)
+  if to in ('timm', 'workdir') and model.preparation.crop not in (
+    None,
+    model.image_size,
+  ):
+    notes.append(
+      f'position embeddings are resized from images of {model.image_size} to '
+      f'{model.preparation.crop}, as {model.preparation.source} says: pass '
+      '--image_size to keep them'
+    )
+    model = fitting.at_crop(model)
   if to != 'workdir':
     model, found = _with_plain_positions(model, to)
     notes += found

@@ -154,12 +154,3 @@ def label_fields(model) -> dict[str, dict]:
     id2label={str(i): name for i, name in enumerate(names)},
     label2id={name: i for i, name in enumerate(names)},
   )
-
-
-def processor(kind: str, size, mean, std, **more) -> dict[str, Any]:
-  """Returns preprocessor_config.json for Hugging Face's class `kind`."""
-  return dict(
-    image_processor_type=kind, do_resize=True, size=size, resample=2,
-    do_rescale=True, rescale_factor=1 / 255,
-    do_normalize=True, image_mean=mean, image_std=std, **more,
-  )  # fmt: skip

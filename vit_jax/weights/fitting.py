@@ -310,6 +310,37 @@ def interpolate_posembed(
   return positions.resize_grid(posemb, grid, new_grid).astype(np.float32)
 
 
+def at_crop(model):
+  """Returns a vit_jax.weights.writing.Model for images of its preparation's size.
+
+  Position embeddings are resized as the program of its file does, with bicubic
+  interpolation: with antialiasing in timm, open_clip and DINOv2 with registers.
+  ValueError if the model has parameters that belong to one size.
+  """
+  size = model.preparation.crop
+  if size in (None, model.image_size):
+    return model
+  config = model_configs.vit_of(model.config)
+  grid, new_grid = (models.patch_grid(config, x) for x in (model.image_size, size))
+  antialias = model.source != 'hf' or bool(config.get('registers'))
+  flat = flax.traverse_util.flatten_dict(model.params, sep='/')
+  for path in filter(_POSEMB.fullmatch, flat):
+    table = np.asarray(flat[path], np.float32)
+    resized = positions.resize_bicubic(table, grid, new_grid, antialias)
+    flat[path] = resized.astype(flat[path].dtype)
+  params = flax.traverse_util.unflatten_dict(flat, sep='/')
+  family = families.of(model.config)
+  expected = family.shapes(model.config, params, model.num_classes, size)
+  want = flax.traverse_util.flatten_dict(expected['params'], sep='/')
+  if misfits := identify.misfits(flat, want):
+    raise ValueError(
+      f'{model.preparation.source} crops images to {size[0]} x {size[1]} pixels, but '
+      f'parameters are for {model.image_size[0]} x {model.image_size[1]}, such as '
+      f'{misfits[0]}: correct the file, or pass the size (--image_size)'
+    )
+  return model._replace(params=params, image_size=size)
+
+
 def _check_grid(grid, patches, where):
   side = math.isqrt(max(patches, 0))
   grid = (side, side) if grid is None else tuple(grid)

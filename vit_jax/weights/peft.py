@@ -10,7 +10,7 @@ import numpy as np
 
 from vit_jax.learning import lora
 from vit_jax.weights import arrays, reading
-from vit_jax.weights.families import families, leaves, vit_files
+from vit_jax.weights.families import families, leaves
 
 _PREFIX = 'base_model.model.'
 
@@ -22,7 +22,7 @@ def write(model, dst) -> list[str]:
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
   state, layers, whole = {}, set(), set()
-  scaled = any(model.metadata.get(name) for name in vit_files.SCALES)
+  scaled = model.preparation.is_scaled
   for path, x in stored.items():
     kernel, part = lora.split_name(path)
     if scaled and kernel.startswith('embedding/'):

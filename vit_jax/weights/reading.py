@@ -28,6 +28,7 @@ vit_jax/weights/hub.py.
 import contextlib
 from typing import Any, NamedTuple
 
+from absl import logging
 from etils import epath
 import flax.traverse_util
 import jax
@@ -36,7 +37,16 @@ import numpy as np
 from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.distributed import files, processes
-from vit_jax.weights import arrays, descriptions, fetch, hub, identify, paths, published
+from vit_jax.weights import (
+  arrays,
+  descriptions,
+  fetch,
+  hub,
+  identify,
+  paths,
+  preparation as preparation_lib,
+  published,
+)
 from vit_jax.weights.families import families
 
 # Collections in `extra` that weights include: constants of frozen norms.
@@ -59,7 +69,7 @@ class Weights(NamedTuple):
     extra: nested dict of arrays other than parameters, such as {'frozen':
       statistics}; see vit_jax.tasks.base.Task.init.
     metadata: further metadata of a run by name, such as a palette.
-    resize: `config.pp.resize` of a run.
+    preparation: how images are prepared, as the files next to the weights say.
     adapters: config of a run with adapters, which `params` include, and what the run
       has trained by path; None for other weights.
   """
@@ -71,7 +81,7 @@ class Weights(NamedTuple):
   image_size: tuple[int, int] | None = None
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
-  resize: int | tuple[int, int] | None = None
+  preparation: preparation_lib.Preparation = preparation_lib.Preparation()
   adapters: tuple[Any, dict] | None = None
 
 
@@ -223,7 +233,7 @@ def _read_workdir(folder):
     None if config.pp.sides else size,
     found.extra,
     metadata,
-    config.pp.resize,
+    preparation_lib.of_run(config.pp),
     adapters,
   )
 
@@ -266,8 +276,31 @@ def _read_torch(file, num_heads, sibling, dtype):
     described = family.read_description(sibling, file, flat, naming)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
     weights = _weights(flat, naming, _with_names(described, flat))
+    weights = weights._replace(preparation=_preparation(sibling, naming, family, flat))
     _check_complete(weights.params, descriptions.read(sibling('config.json')))
     return weights
+
+
+def _preparation(sibling, naming: str, family, flat) -> preparation_lib.Preparation:
+  """Returns how images are prepared for arrays by path, as their files say.
+
+  Warns if pixels are scaled in a way that neither the model nor its task has.
+  """
+  stated = preparation_lib.read(sibling, naming)
+  if stated is None:
+    return family.preparation
+  channels = family.scaled_channels(flat)
+  if channels and all(
+    np.shape(values) in ((), (channels,)) for values in (stated.mean, stated.std)
+  ):
+    return stated
+  if not stated.scales_as(*family.normalization):
+    logging.warning(
+      f'These weights were trained on pixels scaled by mean={stated.mean} and '
+      f'std={stated.std} (in {stated.source}), but this package scales them by '
+      f'{family.normalization}: expect worse results until the model is fine-tuned'
+    )
+  return stated.unscaled()
 
 
 def _check_complete(params, config):

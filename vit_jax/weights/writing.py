@@ -17,7 +17,15 @@ import numpy as np
 from vit_jax import console
 from vit_jax.configs import common
 from vit_jax.distributed import files
-from vit_jax.weights import arrays, descriptions, identify, peft, published, reading
+from vit_jax.weights import (
+  arrays,
+  descriptions,
+  identify,
+  peft,
+  preparation as preparation_lib,
+  published,
+  reading,
+)
 from vit_jax.weights.families import families
 
 
@@ -38,7 +46,7 @@ class Model(NamedTuple):
   extra: dict = {}  # noqa: RUF012
   metadata: dict = {}  # noqa: RUF012
   source: str = ''
-  resize: int | tuple[int, int] | None = None
+  preparation: preparation_lib.Preparation = preparation_lib.Preparation()
   adapters: tuple | None = None
 
 
@@ -143,10 +151,8 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
 
   config = common.get_config()
   config.model = model.config
-  if model.image_size is not None:
-    config.pp.crop = model.image_size
-    with config.ignore_type():
-      config.pp.resize = model.resize
+  with config.ignore_type():
+    config.pp.update(model.preparation.fields(model.image_size))
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = families.of(model.config)
   config.update(family.run(model))

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vit_jax.data.augmentation import resizing
 from vit_jax.data.images import images
 from vit_jax.data.lazy import tf
 
@@ -105,18 +106,20 @@ def _place(shape, size, draws):
   return tf.concat([begin, tf.cast(size, tf.int32)], axis=0)
 
 
-def fit(image, geometry: Geometry, antialias: bool = False):
+def fit(
+  image, geometry: Geometry, interpolation: str = 'bilinear', antialias: bool = False
+):
   """Mirrors, resizes and rotates a cropped image [crop height, crop width, C].
 
   Returns float32 [*geometry.size, C]; uint8 images are scaled to [-1, 1]. Pixels
-  that rotation brings in from outside repeat the edge. `antialias` averages over all
-  pixels when shrinking, as in Pillow, and is slower.
+  that rotation brings in from outside repeat the edge. For `interpolation` and
+  `antialias` see resizing.resize.
   """
   # TensorFlow resizes float32 twice as fast as uint8.
   image = _flip(image, geometry, axis=1)
   if image.dtype == tf.uint8:
     image = images.to_float(image)
-  image = tf.image.resize(image, geometry.size, antialias=antialias)
+  image = resizing.resize(image, geometry.size, interpolation, antialias)
   if geometry.angle is not None:
     image = _turn(image[None], geometry, 'BILINEAR', 'NEAREST')[0]
   return image

@@ -22,28 +22,32 @@ def decode_errors() -> tuple[type[Exception], ...]:
 
 
 @image_files.traced
-def decode(encoded, channels: int = 3, size=None, upright: bool = True):
+def decode(
+  encoded, channels: int = 3, size=None, upright: bool = True, exact: bool = False
+):
   """Decodes one image of any format to uint8 [height, width, channels].
 
   `encoded` is a string scalar, the contents of a file in one of the formats of
   vit_jax/data/images/formats.py; channels are 3, or 1 for grey. If the caller will resize the image to `size`, (height,
   width), a much larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. `upright`
-  is False where annotations refer to the stored pixels. Raises decode_errors() if it is
-  not an image, or a truncated one.
+  is False where annotations refer to the stored pixels; for `exact` see `jpeg.decode`.
+  Raises decode_errors() if it is not an image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else None
   ratio = None
   if size is not None:
     ratio = jpeg.ratio(orientation.turn_shape(shape_of(encoded), turned), size)
-  return decode_window(encoded, channels, turned, ratio)
+  return decode_window(encoded, channels, turned, ratio, exact=exact)
 
 
-def decode_window(encoded, channels: int, turned=None, ratio=None, window=None):
+def decode_window(
+  encoded, channels: int, turned=None, ratio=None, window=None, exact: bool = False
+):
   """Decodes a window of an image, see `decode`; only that part of a JPEG is decoded.
 
   `turned` is the orientation in which the stored pixels are turned upright, `ratio`
-  the reduction of a JPEG, see `jpeg.decode`, and `window`, int32 [4], is (y, x,
-  height, width) in stored pixels at the reduced size; None: the whole image.
+  the reduction of a JPEG, and `window`, int32 [4], is (y, x, height, width) in stored
+  pixels at the reduced size; None: the whole image. For `exact` see `jpeg.decode`.
   """
 
   def other():
@@ -54,7 +58,7 @@ def decode_window(encoded, channels: int, turned=None, ratio=None, window=None):
     return image[y : y + height, x : x + width]
 
   is_jpeg = tf.io.is_jpeg(encoded)
-  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window), other)
+  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window, exact), other)
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
 

@@ -18,15 +18,17 @@ def ratio(shape, size):
 
 
 @image_files.traced
-def decode(encoded, ratio=None, window=None):
+def decode(encoded, ratio=None, window=None, exact: bool = False):
   """Decodes a JPEG to uint8 [height, width, 3]; may raise images.decode_errors().
 
   `ratio`, int32 scalar, is one of RATIOS, to decode at 1 / ratio of the size; `window`,
   int32 [4], is (y, x, height, width) of the crop in pixels of the image at that size.
+  `exact` decodes to the same pixels as Pillow, and is a little slower.
   """
 
   def at(ratio):
-    kwargs = {'channels': 3, 'ratio': ratio, 'dct_method': 'INTEGER_FAST'}
+    method = 'INTEGER_ACCURATE' if exact else 'INTEGER_FAST'
+    kwargs = {'channels': 3, 'ratio': ratio, 'dct_method': method}
     if window is None:
       return tf.io.decode_jpeg(encoded, **kwargs)
     return tf.io.decode_and_crop_jpeg(encoded, window, **kwargs)

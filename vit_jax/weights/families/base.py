@@ -15,7 +15,7 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import schema
-from vit_jax.weights import descriptions
+from vit_jax.weights import descriptions, preparation as preparation_lib
 from vit_jax.weights.families import leaves
 
 
@@ -34,6 +34,8 @@ class Family:
     computes: fields that change what a model computes, but no shapes, by dotted
       key, and their defaults; None if unknown for weights.
     hf_types: `model_type` of its models in Hugging Face's config.json.
+    preparation: how images are prepared where no file says it.
+    normalization: mean and deviation by which its models normalise pixels from 0 to 1.
     head: a leaf whose last dimension is the number of classes.
     modules: (regex, replacement) from names in Hugging Face's files to modules there;
       () for models that are not written as PEFT.
@@ -47,6 +49,8 @@ class Family:
   formats: tuple[str, ...]
   computes: Mapping[str, Any]
   hf_types: tuple[str, ...] = ()
+  preparation = preparation_lib.Preparation()
+  normalization: tuple[Any, Any] = (0.5, 0.5)
   head: str = 'head/bias'
   modules: tuple[tuple[str, str], ...] = ()
   groups: tuple[type, ...]
@@ -170,6 +174,10 @@ class Family:
   ) -> dict[str, Any]:
     """Adds to `given`, fields of a model, what files next to an .npz say."""
     return given
+
+  def scaled_channels(self, flat: Mapping[str, np.ndarray]) -> int:
+    """Returns the channels whose scaling `scaled` absorbs; 0 for other models."""
+    return 0
 
   def scaled(self, model):
     """Returns a model that reads pixels from -1 to 1, as runs have them."""

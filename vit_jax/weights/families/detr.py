@@ -11,12 +11,13 @@ files, and Hugging Face's own. The constants of frozen batch norm
 are at 'frozen/' in the tree, separate from the parameters.
 """
 
+import dataclasses
 import re
 
 from vit_jax import models_detr
-from vit_jax.configs import common, detr as recipe, models as model_configs, schema
+from vit_jax.configs import detr as recipe, models as model_configs, schema
 from vit_jax.layers import resnet
-from vit_jax.weights import descriptions
+from vit_jax.weights import descriptions, preparation
 from vit_jax.weights.families import base, leaves
 
 _MASK_HEAD = 'segmentation/'
@@ -138,6 +139,10 @@ class Detrs(base.Family):
   leaf = _QUERIES
   formats = ('hf', 'pth', 'workdir')
   hf_types = ('detr', 'resnet')
+  preparation = preparation.Preparation(
+    size=max(recipe.SIDES), longest_side=1333, antialias=True
+  )
+  normalization = models_detr.MEAN, models_detr.STD
   computes = {'dilate_last': False}  # noqa: RUF012
   head = 'class_head/bias'
   groups = (model_configs.Detr,)
@@ -214,10 +219,12 @@ class Detrs(base.Family):
 
   def run(self, model):
     """Images of an unknown size are prepared as in the published recipe."""
+    largest = model.preparation.size or max(recipe.SIDES)
+    sides = tuple(x for x in recipe.SIDES if x <= largest) or (largest,)
     return {
       'task': 'segment' if model.config.get('mask_head') else 'detect',
       'task_options': {'max_objects': min(100, model.config.num_queries)},
-      'pp': {'sides': recipe.SIDES} if model.image_size is None else {},
+      'pp': {'sides': sides} if model.image_size is None else {},
     }
 
   def metadata(self, model):
@@ -263,15 +270,13 @@ class Detrs(base.Family):
     )
     if masks:  # For this package; others ignore it.
       fields['isthing'] = {**self.metadata(model), **model.metadata}['isthing']
-    pp = common.get_config().pp
-    processor = descriptions.processor(
-      'DetrImageProcessor',
-      dict(shortest_edge=pp.eval_side, longest_edge=pp.longest_side),
-      models_detr.MEAN,
-      models_detr.STD,
-      format='coco_panoptic' if masks else 'coco_detection',
-      do_pad=True,
-    )
+    kind = 'coco_panoptic' if masks else 'coco_detection'
+    processor = preparation.to_hf(
+      dataclasses.replace(
+        model.preparation, mean=models_detr.MEAN, std=models_detr.STD
+      ),
+      model.image_size, 3, format=kind, do_pad=True,
+    )  # fmt: skip
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 

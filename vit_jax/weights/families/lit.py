@@ -20,7 +20,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import text_towers
-from vit_jax.weights import arrays, descriptions
+from vit_jax.weights import arrays, descriptions, preparation
 from vit_jax.weights.families import base, leaves, text, vit, vit_files
 
 _IMAGE, _TEXT = 'img/', 'txt/'
@@ -238,7 +238,7 @@ class ImageTexts(base.Family):
     if naflex:
       flat[_PATCHES] = _as_convolution(flat[_PATCHES])
     if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
-      found = _read_tower(sibling, file, flat, style)
+      found = _read_tower(sibling, flat, style)
       return found._replace(image_size=None) if naflex else found
     if missing := [name for name in table.marks if name not in flat]:
       raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
@@ -248,7 +248,6 @@ class ImageTexts(base.Family):
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
       found = found._replace(image_size=None) if naflex else found
-    scaling = vit_files.scaling(sibling, naming)
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
     if style == 'siglip' and (naflex or str(kind).startswith(('Gemma', 'Siglip2'))):
@@ -257,10 +256,7 @@ class ImageTexts(base.Family):
     vocabulary = sibling('spiece.model' if tokenizer == 'siglip' else 'tokenizer.json')
     if vocabulary.exists():
       pp['vocab_path'] = str(vocabulary)
-    return found._replace(
-      model={**found.model, 'pp': pp},
-      metadata=scaling if len(scaling) == 2 else {},
-    )
+    return found._replace(model={**found.model, 'pp': pp})
 
   def stated_fields(self):
     """Heads are not in the arrays of a BERT; its other sizes must agree with them."""
@@ -310,6 +306,11 @@ class ImageTexts(base.Family):
     init = lambda key, x, y: model.init(key, images=x, tokens=y)
     return jax.eval_shape(init, jax.random.key(0), images, tokens)
 
+  def scaled_channels(self, flat):
+    """The image tower may be alone."""
+    kernel = flat.get('img/embedding/kernel', flat.get('embedding/kernel'))
+    return kernel.shape[2]
+
   def scaled(self, model):
     return vit_files.scaled(model, 'img')
 
@@ -323,13 +324,15 @@ class ImageTexts(base.Family):
     return {f'.{ending}': base64.b64decode(words[0])}
 
   def run(self, model):
-    # CLIP resizes the short side, and crops the centre; others the whole image.
-    crops = model.config.image.transformer.get('first_norm')
-    side, channels = model.image_size[0], leaves.channels(model.params['img'])
-    resize = side if crops else model.resize
+    pp = {'channels': leaves.channels(model.params['img'])}
+    if not model.preparation.source and model.config.image.transformer.get(
+      'first_norm'
+    ):
+      # CLIP resizes the short side, and crops the centre.
+      pp['resize'] = model.image_size[0]
     return {
       'task': 'image_text',
-      'pp': {'resize': resize, 'crop': side, 'channels': channels},
+      'pp': pp,
       'loss': 'softmax' if model.config.get('bias_init') is None else 'sigmoid',
       'task_options': {'unit_classes': _style_in_hf(model.config) is not None},
     }
@@ -381,16 +384,12 @@ class ImageTexts(base.Family):
       ),
       **projection,
     )
-    sides = dict(zip(('height', 'width'), model.image_size))
-    scales = (model.metadata.get(x, [0.5] * channels) for x in vit_files.SCALES)
-    processor = descriptions.processor(
-      'CLIPImageProcessor', sides, *scales, do_center_crop=False
-    )
+    processor = preparation.to_hf(model.preparation, model.image_size, channels)
     found = {'config.json': fields, 'preprocessor_config.json': processor}
     return found, ['the files of the tokenizer are not written']
 
 
-def _read_tower(sibling, file, flat, style):
+def _read_tower(sibling, flat, style):
   """Returns what files say about an image tower alone; drops what it does not use."""
   classes = 'classifier.weight' in flat
   if classes and style == 'clip':
@@ -415,10 +414,7 @@ def _read_tower(sibling, file, flat, style):
       num_heads=heads if config else None,
     )
 
-  kernel = flat[_PATCHES]
-  found = descriptions.read(sibling('config.json'), describe)
-  scales = vit_files.scales(sibling, file, 'hf', kernel.shape[1])
-  return found._replace(metadata=scales)
+  return descriptions.read(sibling('config.json'), describe)
 
 
 def _as_convolution(kernel):

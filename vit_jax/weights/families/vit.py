@@ -335,7 +335,7 @@ class Classifiers(base.Family):
 
   def read_description(self, sibling, file, flat, naming):
     table, named = self.naming(naming, flat), eva.is_eva(flat)
-    names = {path: name for path, _, name in leaves.prepare(flat, table)}
+    leaves.prepare(flat, table)
     config = sibling('config.json')
     if naming == 'hf':
       is_3 = table is dino.NAMING_3
@@ -347,17 +347,17 @@ class Classifiers(base.Family):
       read = lambda x: vit_files.from_timm(x, flat, named)
       found = descriptions.read(config, read)
     _add_positions(flat, found.image_size)
-    # A convolution with padding cannot absorb the scaling of pixels.
-    plain = 'embedding/kernel' in names and not _is_hybrid(flat)
-    shape = flat[names['embedding/kernel']].shape if plain else ()
-    channels = shape[1] if len(shape) == 4 else 0
-    scales = vit_files.scales(sibling, file, naming, channels)
-    found = found._replace(metadata=scales)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
     if _is_hybrid(flat):
       found.model['resnet'] = {'eps': 'timm'}
     return found
+
+  def scaled_channels(self, flat):
+    """A convolution with padding, as of hybrids, cannot absorb the scaling."""
+    kernel = flat.get('embedding/kernel')
+    is_hybrid = any(path.endswith('conv_root/kernel') for path in flat)
+    return 0 if kernel is None or is_hybrid else kernel.shape[2]
 
   def scaled(self, model):
     return vit_files.scaled(model)

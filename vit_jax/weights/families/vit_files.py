@@ -2,16 +2,15 @@
 
 import math
 import re
-from typing import Annotated, Literal
+from typing import Literal
 
-from absl import logging
 import flax.traverse_util
 import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import schema
 from vit_jax.layers import positions
-from vit_jax.weights import descriptions
+from vit_jax.weights import descriptions, preparation
 from vit_jax.weights.families import eva, leaves
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
@@ -31,14 +30,6 @@ _TIMM_BITS = {
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
 }
-# The file with the scaling of pixels, from 0 to 1, and its fields.
-_SCALING = {
-  'timm': ('config.json', 'mean', 'std'),
-  'hf': ('preprocessor_config.json', 'image_mean', 'image_std'),
-  'open_clip': ('open_clip_config.json', 'mean', 'std'),
-}
-# Metadata: mean and deviation by which pixels from 0 to 1 were scaled.
-SCALES = ('image_mean', 'image_std')
 # timm's names of ViTs with the usual number of heads; vit_base_patch16_gap_224 has 16.
 _TIMM_USUAL = re.compile(
   r'(?!vit_base_patch16_gap)(?:vit|deit3?|flexivit|eva(?:02)?|beit(?:v2)?)_'
@@ -54,10 +45,6 @@ _TIMM_NAMED_GELUS = (
     'gelu_tanh',
   ),
 )
-_Share = Annotated[float, schema.Range(ge=0, le=1)]  # Of the largest value of a pixel.
-_Mean = _Share | tuple[_Share, ...]
-_Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e3)]
-_Std = _Deviation | tuple[_Deviation, ...]
 _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, width.
 _TIMM_HEADS = {
   'tiny': 3, 'xsmall': 4, 'wee': 4, 'little': 5, 'small': 6, 'medium': 8, 'mediumd': 8,
@@ -181,60 +168,25 @@ def _timm_pooling(config, names):
   return {} if kind == usual else {'classifier': kinds[kind]}
 
 
-def scaling(sibling, naming: str) -> dict:
-  """Returns SCALES, as far as the file with the scaling of pixels has them."""
-  name, *keys = _SCALING[naming]
-  group = lambda config, key: descriptions.field(config, key, dict)
-
-  def read(config):
-    config = (
-      group(config, 'pretrained_cfg') or group(config, 'preprocess_cfg') or config
-    )
-    kinds = (_Mean, _Std)
-    found = [descriptions.field(config, key, kind) for key, kind in zip(keys, kinds)]
-    return {name: x for name, x in zip(SCALES, found) if x is not None}
-
-  return descriptions.read(sibling(name), read)
-
-
-def scales(sibling, file, naming: str, channels: int) -> dict:
-  """Returns SCALES of pixels of another range than [-1, 1], see `scaled`.
-
-  Warns if there are not as many numbers as channels; 0 if a model cannot absorb them.
-  """
-  name, given = _SCALING[naming][0], scaling(sibling, naming)
-  if all(np.all(np.asarray(value) == 0.5) for value in given.values()):
-    return {}
-  if [np.size(value) for value in given.values()] == [channels] * 2:
-    return given
-  words = ' and '.join(f'{key}={value!r:.80}' for key, value in given.items())
-  logging.warning(
-    f"'{file}' was trained on pixels scaled by {words} (in {name}), but this package "
-    'scales them to [-1, 1]: expect worse results until the model is fine-tuned'
-  )
-  return {}
-
-
 def scaled(model, part: str | None = None):
-  """Returns a model whose patch embedding absorbs the scaling of pixels in its metadata.
+  """Returns a model whose patch embedding absorbs the scaling of pixels.
 
   `part` names the tower with the patch embedding in a model of several towers.
   """
-  values = [model.metadata.get(name) for name in SCALES]
-  if None in values:
+  if not model.preparation.is_scaled:
     return model
-  mean, std = np.asarray(values, np.float64)
   # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
   tower = model.params[part] if part else model.params
   old = tower['embedding']
   kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
+  mean, std = map(np.asarray, model.preparation.by_channel(kernel.shape[2]).values())
   bias = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
   new = {'kernel': kernel * (0.5 / std)[:, None], 'bias': old['bias'] + bias}
   new = {name: x.astype(old[name].dtype) for name, x in new.items()}
   params = {**tower, 'embedding': new}
-  others = {k: x for k, x in model.metadata.items() if k not in SCALES}
   return model._replace(
-    params={**model.params, part: params} if part else params, metadata=others
+    params={**model.params, part: params} if part else params,
+    preparation=model.preparation.unscaled(),
   )
 
 
@@ -283,7 +235,8 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
   config = model.config
   bit = config.get('kind') == 'bit'
   architecture, args = (_timm_bit if bit else _timm_vit)(model)
-  resizing, notes = _timm_resizing(model)
+  channels = leaves.channels(model.params)
+  prepared, notes = preparation.to_timm(model.preparation, model.image_size, channels)
   norm = model.params['norm-pre-head'] if bit else None
   heads = [name for name in ('head', 'head_dist') if name in model.params]
   fields = dict(
@@ -294,12 +247,9 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
     model_args=args,
     pretrained_cfg=dict(
       num_classes=model.num_classes,
-      input_size=(leaves.channels(model.params), *model.image_size),
-      **resizing,
-      interpolation='bilinear',
+      **prepared,
       first_conv=None,
       classifier='head.fc' if bit else heads if len(heads) > 1 else 'head',
-      **_pixels(model),
     ),
     **({'label_names': model.class_names} if model.class_names else {}),
   )
@@ -309,26 +259,6 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
       'are not those of this model'
     )
   return {'config.json': fields}, notes
-
-
-def _timm_resizing(model):
-  """Returns timm's fields for the resizing of images, and notes."""
-  # timm divides the sides of the crop by `crop_pct`, rounds down, and resizes
-  # both sides ('squash') or the shorter one ('center') to the result.
-  crop, resize = model.image_size, model.resize
-  whole = dict(crop_mode='squash', crop_pct=1.0)
-  if resize is None:
-    return whole, []
-  # A little less, so that rounding in the division does not cost a pixel.
-  sides = pair(resize)
-  share = math.nextafter(crop[0] / sides[0], 0.0)
-  if tuple(math.floor(side / share) for side in crop) != sides:
-    return whole, [
-      f'timm cannot resize to {resize} before cropping {crop}: it will resize '
-      'the whole image, and its predictions will differ a little'
-    ]
-  mode = 'center' if isinstance(resize, int) else 'squash'
-  return dict(crop_mode=mode, crop_pct=share), []
 
 
 def _timm_vit(model):
@@ -449,30 +379,11 @@ def hf_files(model, **fields) -> dict[str, dict]:
     num_channels=leaves.channels(model.params),
     **fields,
   )
-  resize = model.image_size if model.resize is None else model.resize
-  sides = lambda pair: dict(zip(('height', 'width'), pair))
-  short = isinstance(resize, int)
-  processor = descriptions.processor(
-    'ViTImageProcessor',
-    dict(shortest_edge=resize) if short else sides(resize),
-    *_pixels(model).values(),
-  )
-  if model.resize is not None:
-    # ViT's own processor does not crop in all versions.
-    processor.update(
-      image_processor_type='CLIPImageProcessor',
-      do_center_crop=True,
-      crop_size=sides(model.image_size),
-    )
+  channels = leaves.channels(model.params)
+  processor = preparation.to_hf(model.preparation, model.image_size, channels)
   return {'config.json': fields, 'preprocessor_config.json': processor}
 
 
 def _one(pair):
   """Returns one number for a square, else a list of two."""
   return pair[0] if pair[0] == pair[1] else list(pair)
-
-
-def _pixels(model):
-  """Returns the mean and deviation of pixels in [0, 1], by default to map to [-1, 1]."""
-  half = (0.5,) * leaves.channels(model.params)
-  return {key: model.metadata.get(f'image_{key}', half) for key in ('mean', 'std')}
