@@ -22,6 +22,7 @@ _RANGE = 1e-30, 2**31 - 1
 class Description(NamedTuple):
   """What a JSON file says about weights, see vit_jax.weights.reading.Weights.
 
+  `preparation` are attributes of a vit_jax.weights.preparation.Preparation, or None.
   `num_heads` is the number of attention heads, or a pair for image and text tower;
   None if unknown.
   """
@@ -31,6 +32,7 @@ class Description(NamedTuple):
   image_size: tuple[int, int] | None = None
   metadata: dict = {}  # noqa: RUF012
   num_heads: int | tuple[int | None, int | None] | None = None
+  preparation: dict | None = None
 
 
 def notes_file(npz) -> epath.Path:
@@ -114,7 +116,11 @@ def from_notes(config) -> Description:
   """Returns what the JSON file next to an .npz says."""
   names = field(config, 'class_names', tuple[str, ...])
   names = None if names is None else tuple(names)
-  return Description(field(config, 'model', dict, {}), names)
+  return Description(
+    field(config, 'model', dict, {}),
+    names,
+    preparation=field(config, 'preparation', dict),
+  )
 
 
 def shards(config) -> list[str]:

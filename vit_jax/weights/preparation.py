@@ -438,6 +438,29 @@ def _tuple(values):
   return tuple(values) if isinstance(values, list) else values
 
 
+# Types of the attributes that the notes next to an .npz may hold.
+_NOTES = {
+  'size': schema.Size, 'resize_mode': Literal['squash', 'cover'],
+  'longest_side': schema.Count, 'crop': schema.HeightWidth,
+  'interpolation': Literal['bilinear', 'bicubic', 'lanczos'], 'antialias': bool,
+  'crop_rounding': Literal['down', 'even'],
+}  # fmt: skip
+
+
+def to_notes(preparation: Preparation) -> dict[str, Any]:
+  """Returns the attributes but mean and deviation that are not the original's."""
+  values = {name: getattr(preparation, name) for name in _NOTES}
+  return {k: x for k, x in values.items() if x != getattr(Preparation(), k)}
+
+
+def from_notes(notes: Mapping[str, Any], source: str) -> Preparation:
+  """Returns the inverse of `to_notes`, read from the file `source`."""
+  prefix = 'preparation.'
+  kinds = {f'{prefix}{name}': kind for name, kind in _NOTES.items()}
+  descriptions.check_fields(notes, kinds, prefix)
+  return Preparation(**{k: _tuple(x) for k, x in notes.items()}, source=source)
+
+
 def to_hf(
   preparation: Preparation, image_size, channels: int, **more
 ) -> dict[str, Any]:

@@ -182,8 +182,11 @@ def _read_npz(file, dtype):
     descriptions.check_fields(found.model, family.stated_fields())
     model = family.complete_npz(file, flat, found.model)
     found = _with_names(found._replace(model=model), flat)
+    prepared = family.preparation
+    if found.preparation:
+      prepared = preparation_lib.from_notes(found.preparation, notes.name)
   with arrays.naming(file):
-    return _weights(flat, 'npz', found)
+    return _weights(flat, 'npz', found)._replace(preparation=prepared)
 
 
 def _with_names(found: descriptions.Description, flat) -> descriptions.Description:
@@ -200,7 +203,7 @@ def _weights(flat, kind, found: descriptions.Description) -> Weights:
   """Returns arrays by path as a tree, with their description."""
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
   extra = {name: tree.pop(name) for name in EXTRA if name in tree}
-  model, class_names, image_size, metadata, _ = found
+  model, class_names, image_size, metadata, *_ = found
   return Weights(tree, kind, model, class_names, image_size, extra, metadata)
 
 

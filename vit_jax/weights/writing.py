@@ -102,6 +102,8 @@ def _write_npz(model, dst):
   notes = family.difference_notes('readers of .npz compute', model.config, usual)
   if fields := {key: x for key, x, _ in family.differences(model.config, usual)}:
     stored['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
+  if prepared := preparation_lib.to_notes(model.preparation):
+    stored['preparation'] = prepared
   for ending, content in family.npz_siblings(model).items():
     files.write(dst.with_suffix(ending), content)
   if stored:
