@@ -17,7 +17,16 @@ import ml_collections
 from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files
-from vit_jax.weights import fetch, fitting, identify, paths, published, reading, writing
+from vit_jax.weights import (
+  fetch,
+  fitting,
+  identify,
+  paths,
+  preparation,
+  published,
+  reading,
+  writing,
+)
 from vit_jax.weights.families import families, text, vit
 
 copy = fetch.copy
@@ -272,7 +281,10 @@ def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
   if key == 'text':
     model, place = text.config_of(model)
   grid = config.pretrained_grid
-  taken = transferable(path, expected, model, grid, new_grid, place=place, **kwargs)
+  prepared = None if key == 'text' else preparation.of_run(config.pp)
+  taken = transferable(
+    path, expected, model, grid, new_grid, place=place, prepared=prepared, **kwargs
+  )
   return {f'{name}/{leaf}' if name else leaf: x for leaf, x in taken.items()}
 
 

@@ -190,6 +190,7 @@ def test_command_exports_a_run_that_is_served_without_vit_jax(
   assert facts['preprocessing'] == {
     'size': [8, 8], 'channels': 1, 'resize': None, 'antialias': False,
     'interpolation': 'bilinear', 'jpeg_shrink': True, 'range': [0, 255],
+    'resize_mode': 'squash', 'crop_rounding': 'down',
   }  # fmt: skip
   assert facts['command'] == f'vit_jax export {" ".join(argv)}'
   assert facts['difference'] < 1e-5

@@ -51,12 +51,21 @@ FILES = {
 }
 
 
+HOW = {
+  'resize_mode': 'squash', 'interpolation': 'bilinear', 'antialias': False,
+  'crop_rounding': 'down',
+}  # fmt: skip
+
+
 def settings(channels=3, resize=None, **changes):
   """`config.pp`, and its settings in model.json."""
   pp = common.get_config().pp
+  how = {**HOW, **{key: changes.pop(key) for key in HOW if key in changes}}
   with pp.ignore_type():
-    pp.update(crop=(8, 10), resize=resize, channels=channels)
+    pp.update(crop=(8, 10), resize=resize, channels=channels, **how)
+    pp.jpeg_shrink = not pp.antialias
   facts = {
+    **how,
     'size': [8, 10], 'resize': resize, 'channels': channels, 'range': [-1, 1],
     'jpeg_shrink': bool(pp.jpeg_shrink), **changes,
   }  # fmt: skip
@@ -87,6 +96,24 @@ def test_photos_are_resized_and_cropped_as_for_predictions(resize):
     assert np.abs(got - whole).mean() > 0.05
 
 
+@pytest.mark.parametrize('interpolation', ['bilinear', 'bicubic', 'lanczos'])
+def test_photos_are_resized_by_pillow_where_published_weights_say_so(interpolation):
+  photo = datasets.load_sample_images().images[0]
+  file = encoded(photo[:301, :555], 'JPEG')
+  for resize, mode, rounding in (
+    (None, 'squash', 'down'), (41, 'squash', 'even'), ((16, 23), 'squash', 'even'),
+    ((16, 20), 'cover', 'down'),
+  ):  # fmt: skip
+    pp, facts = settings(
+      resize=resize, resize_mode=mode, crop_rounding=rounding, antialias=True,
+      interpolation=interpolation,
+    )  # fmt: skip
+    got = serving.prepare(file, json.loads(json.dumps(facts)))
+    want = preprocess.prepare(file, None, pp).numpy()
+    assert np.abs(got - want).mean() < 0.5 / 127.5
+    assert np.abs(got - want).max() < 8 / 127.5
+
+
 def test_pillow_images_match_their_files():
   for name in ('grey of 16 bits', 'palette with alpha', 'a transparent grey'):
     file = FILES[name]
@@ -104,7 +131,7 @@ def test_models_for_canvases_are_rejected():
 
 def test_damaged_settings_are_rejected():
   facts = settings()[1]
-  for key in 'size', 'channels', 'range', 'jpeg_shrink':
+  for key in 'size', 'channels', 'range', 'jpeg_shrink', 'antialias', 'resize_mode':
     damaged = {name: x for name, x in facts.items() if name != key}
     with pytest.raises(ValueError, match=f'preprocessing=.* lacks {key}: pass'):
       serving.prepare(FILES['palette'], damaged)

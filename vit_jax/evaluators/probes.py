@@ -195,7 +195,8 @@ class FewShot(Probe):
   """Measures few-shot and nearest-neighbour accuracy at each evaluation, see `config.fewshot`.
 
   Images are resized to `config.fewshot.squeeze` times the size of the model's
-  images, of which the centre is cropped (256 and 224 pixels in big_vision).
+  images, of which the centre is cropped (256 and 224 pixels in big_vision), unless
+  `config.pp.antialias` is set.
   """
 
   def __init__(self, task, mesh, workdir=None, drop_shots: bool = False):
@@ -270,7 +271,12 @@ def own_splits(config) -> tuple[str, str]:
 
 
 def squeezed(pp, factor: float):
-  """Returns preprocessing that resizes images to `factor` times `pp.crop`."""
+  """Returns preprocessing that resizes images to `factor` times `pp.crop`.
+
+  Images that are prepared as published weights say (`pp.antialias`) remain so.
+  """
+  if pp.antialias:
+    return pp
   pp = copy.deepcopy(pp)
   with pp.ignore_type():
     pp.resize = tuple(round(factor * x) for x in preprocess.crop_size(pp))

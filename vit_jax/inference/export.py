@@ -37,6 +37,7 @@ from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 from vit_jax.inference import int8
+from vit_jax.weights import preparation
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 # Largest difference to the model relative to the largest output (at least 1), by the
@@ -187,7 +188,8 @@ def _at_size(model, image_size):
     return model
   config = task.config.copy_and_resolve_references()
   with config.ignore_type():
-    config.pp.update(crop=tuple(image_size), resize=None, sides=())
+    prepared = preparation.of_run(config.pp).at_size(tuple(image_size))
+    config.pp.update(prepared.fields(tuple(image_size)), sides=())
   try:
     task = type(task)(config, task.metadata)
     shapes = _shapes(task)
@@ -490,7 +492,7 @@ def _preprocessing(task, inputs, uint8) -> dict:
     return {**facts, 'vocab_path': task.vocabulary_name}
   *size, channels = _described(spec)['shape'][1:]
   facts = {
-    'size': size, 'channels': channels, 'interpolation': 'bilinear',
+    'size': size, 'channels': channels, 'interpolation': pp.interpolation,
     'jpeg_shrink': bool(pp.jpeg_shrink),
   }  # fmt: skip
   if pp.sides:  # The aspect ratio is kept, and `size` is padded.
@@ -498,7 +500,8 @@ def _preprocessing(task, inputs, uint8) -> dict:
     facts.update(shorter_side=pp.eval_side, longest_side=group.longest, antialias=True)
   else:
     resize = list(pp.resize) if isinstance(pp.resize, tuple) else pp.resize
-    facts.update(resize=resize, antialias=False)
+    names = ('resize_mode', 'antialias', 'crop_rounding')
+    facts.update(resize=resize, **{name: pp[name] for name in names})
   if uint8:
     return {**facts, 'range': [0, 255]}
   half = [0.5] * channels  # For pixels from 0 to 1.

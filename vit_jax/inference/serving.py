@@ -18,6 +18,11 @@ from PIL import Image, ImageOps
 
 from vit_jax.data.images import rgb
 
+# Keys of `preprocessing` besides 'resize'.
+_KEYS = {
+  'size', 'channels', 'range', 'jpeg_shrink', 'resize_mode', 'interpolation',
+  'antialias', 'crop_rounding',
+}  # fmt: skip
 _AFFINE, _BILINEAR = Image.Transform.AFFINE, Image.Resampling.BILINEAR
 
 
@@ -25,8 +30,8 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   """Decodes an image to the input of a model, like `vit_jax predict`.
 
   The image is rotated according to its EXIF orientation, transparent pixels become
-  white, and 16 bits become 8. It is resized like tf.image.resize, without the
-  antialiasing of Pillow's `resize`.
+  white, and 16 bits become 8. It is resized by Pillow's `resize` if the model's images
+  are antialiased, else like tf.image.resize, which does not average when it shrinks.
 
   Takes the content of an image file, and `preprocessing` of the model.json that
   `vit_jax export` writes. Returns float32 [height, width, channels]. Raises ValueError
@@ -38,22 +43,34 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
       f'preprocessing={dict(pp)} is for canvases or images of any size: '
       'export the model with --image_size=HEIGHT,WIDTH'
     )
-  if missing := {'size', 'channels', 'range', 'jpeg_shrink'} - pp.keys():
+  if missing := _KEYS - pp.keys():
     raise ValueError(
       f'preprocessing={dict(pp)} lacks {", ".join(sorted(missing))}: pass it as in the '
       'model.json that `vit_jax export` wrote'
     )
   image = Image.open(io.BytesIO(file))
   (height, width), (low, high) = pp['size'], pp['range']
-  whole = pp['resize'] or pp['size']
+  whole, antialias = pp['resize'] or pp['size'], pp['antialias']
   if pp['jpeg_shrink']:  # Decodes a large JPEG at 1/2, 1/4 or 1/8.
     image.draft(None, 2 * [whole] if isinstance(whole, int) else whole[::-1])
   image = Image.fromarray(rgb.to_rgb(ImageOps.exif_transpose(image)))
   image = image.convert('RGB' if pp['channels'] == 3 else 'L')
+  shape = image.size[::-1]
   if isinstance(whole, int):  # Length of the shorter side.
-    whole = [round(n * whole / min(image.size)) for n in image.size[::-1]]
+    sides = [n * whole / min(shape) for n in shape]
+    whole = [int(side) if antialias else round(side) for side in sides]
+  elif pp['resize_mode'] == 'cover':
+    ratio = min(n / side for n, side in zip(shape, whole))
+    whole = [round(n / ratio) for n in shape]
+  margins = whole[0] - height, whole[1] - width
+  down = pp['crop_rounding'] == 'down'
+  top, left = (n // 2 if down else round(n / 2) for n in margins)
+  if antialias:
+    image = image.resize(whole[::-1], Image.Resampling[pp['interpolation'].upper()])
+    image = image.crop((left, top, left + width, top + height))
+    pixels = np.asarray(image, np.float32).reshape(height, width, -1)
+    return pixels * ((high - low) / 255) + low
   y, x = image.height / whole[0], image.width / whole[1]  # Source pixels per pixel.
-  top, left = (whole[0] - height) // 2 * y, (whole[1] - width) // 2 * x
-  move = (width, height), _AFFINE, (x, 0, left, 0, y, top), _BILINEAR
+  move = (width, height), _AFFINE, (x, 0, left * x, 0, y, top * y), _BILINEAR
   bands = [band.convert('F').transform(*move) for band in image.split()]
   return np.stack(bands, -1) * ((high - low) / 255) + low

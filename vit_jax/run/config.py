@@ -389,6 +389,11 @@ def _check_model(model, name='model'):
 
 def _check_resize(pp):
   """Checks that the centre can be cropped from the resized image."""
+  if pp.interpolation != 'bilinear' and not pp.antialias:
+    raise ValueError(
+      f"interpolation='{pp.interpolation}' needs antialiasing: set "
+      '--config.pp.antialias=True'
+    )
   crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
   both = isinstance(pp.resize, tuple | list)
   given = tuple(pp.resize) if both else pp.resize

@@ -15,7 +15,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
-from vit_jax.weights import arrays, identify, reading
+from vit_jax.weights import arrays, identify, preparation, reading
 from vit_jax.weights.families import families, vit
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
@@ -41,6 +41,7 @@ def transferable(
   adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
   place: str = 'model',
   part: str = '',
+  prepared: preparation.Preparation | None = None,
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
@@ -53,6 +54,7 @@ def transferable(
       the file more layers.
     adapt: see vit_jax.tasks.base.Task.adapt_weights.
     place: where in the config of a run `model_config` is.
+    prepared: how the run prepares images; None: unknown.
     part: the part of an image-text model that this model is; it is initialised,
       with its head, from the same part of an image-text model's weights.
   """
@@ -91,6 +93,8 @@ def transferable(
       f'of this config like {identify.describe(expected)}: {e}'
     ) from None
   note_differences(weights, model_config, place)
+  if prepared is not None:
+    _note_preparation(weights.preparation, prepared)
   if partly:
     _note_parts(pretrained_path, flat, want, taken, new)
   return taken
@@ -258,6 +262,18 @@ def note_differences(weights, model_config, place='model'):
       f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
       f'computes with {here}: to get the same features, set {key}={there} in the '
       f'config of the model (--config.{place}.{key}={there})'
+    )
+
+
+def _note_preparation(theirs: preparation.Preparation, ours: preparation.Preparation):
+  """Warns if images are resized in another way than for the weights."""
+  names = ('interpolation', 'antialias')
+  pairs = [(getattr(theirs, name), getattr(ours, name)) for name in names]
+  if theirs.source and any(x != y for x, y in pairs):
+    flags = ' '.join(f'--config.pp.{name}={x}' for name, (x, _) in zip(names, pairs))
+    logging.warning(
+      f'These weights were made for images prepared so: {theirs} ({theirs.source}); '
+      f'this run prepares them so: {ours}: for the same pixels pass {flags}'
     )
 
 
