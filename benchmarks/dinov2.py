@@ -21,6 +21,7 @@ import sys
 import tempfile
 import zipfile
 
+from etils import epath
 import numpy as np
 from PIL import Image
 
@@ -219,9 +220,7 @@ def compare_pixels(folder: str) -> None:
     with tempfile.TemporaryDirectory() as there:
       for file, content in files.items():
         (pathlib.Path(there) / file).write_text(json.dumps(content))
-      how = preparation.read(
-        preparation.descriptions.epath.Path(there).joinpath, naming
-      )
+      how = preparation.read(epath.Path(there).joinpath, naming)
     pp = common.get_config().pp
     with pp.ignore_type():
       pp.update(how.fields((_INPUT, _INPUT)))

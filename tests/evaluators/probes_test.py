@@ -60,6 +60,8 @@ def test_images_are_squeezed_and_cropped(tiny_config):
   assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (9, 9)
   tiny_config.pp.crop = (224, 448)
   assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (256, 512)
+  tiny_config.pp.antialias = True  # As published weights say.
+  assert probes.squeezed(tiny_config.pp, 8 / 7) == tiny_config.pp
   assert tiny_config.pp.resize is None
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 
+from etils import epath
 import numpy as np
 from PIL import Image
 import pytest
@@ -72,7 +73,7 @@ def files_in(folder, **contents):
   """Writes JSON files, and returns what `preparation.read` calls `sibling`."""
   for name, content in contents.items():
     (folder / f'{name}.json').write_text(json.dumps(content))
-  return preparation.descriptions.epath.Path(folder).joinpath
+  return epath.Path(folder).joinpath
 
 
 def photographs():
@@ -271,3 +272,30 @@ def test_an_npz_keeps_it_in_its_notes(tmp_path):
     file.write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=message):
       convert.read(str(npz))
+
+
+def test_fine_tuning_names_the_flags_for_the_same_pixels(tmp_path, caplog):
+  torch_models.hf_model(image_size=32).save_pretrained(tmp_path)
+  files_in(tmp_path, preprocessor_config={**HF['siglip'], 'image_std': [0.4] * 3})
+  model = convert.read(str(tmp_path))
+  options = dict(expected=model.params, model_config=model.config)
+  pp = common.get_config().pp
+  flags = '--config.pp.interpolation=bicubic --config.pp.antialias=True'
+  for changes, warns in (
+    ({'interpolation': 'bicubic', 'antialias': True}, False),
+    ({}, True),
+  ):
+    pp.update(changes)
+    fitting.transferable(str(tmp_path), prepared=preparation.of_run(pp), **options)
+    assert (flags in caplog.text) == warns
+    pp.update(interpolation='bilinear', antialias=False)
+
+
+def test_other_sizes_keep_the_share_of_the_crop():
+  how = preparation.Preparation(256, crop=(224, 224), antialias=True)
+  assert how.at_size((448, 448)).fields((448, 448)) == {
+    'crop': (448, 448), 'resize': 512, 'resize_mode': 'squash', 'antialias': True,
+    'interpolation': 'bilinear', 'crop_rounding': 'down', 'jpeg_shrink': False,
+  }  # fmt: skip
+  detector = preparation.Preparation(800, longest_side=1333)
+  assert detector.at_size((64, 96)) == preparation.Preparation(crop=(64, 96))

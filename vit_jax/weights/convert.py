@@ -210,7 +210,7 @@ def convert(
     raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
   model = read(src, class_names, image_size, num_heads, gelu=gelu)
   notes = writing.check(model, to)
-  if to in ('timm', 'workdir') and model.preparation.crop not in (
+  if to not in ('hf', 'peft') and model.preparation.crop not in (
     None,
     model.image_size,
   ):
