@@ -15,13 +15,13 @@ import sys
 import threading
 
 _PRELOAD = [
+  'tests.without_keras',  # First.
   'vit_jax.commands.evaluate', 'vit_jax.commands.plan', 'vit_jax.commands.predict',
   'vit_jax.commands.run_flags', 'vit_jax.commands.train', 'vit_jax.evaluators.evaluation',
   'vit_jax.inference_time', 'vit_jax.train', 'vit_jax.studies.study',
-  'tensorflow', 'tensorflow_datasets', 'tests.forked',
+  'tensorflow_datasets', 'tests.forked',
   # Modules that runs and JAX import lazily.
   'clu.metric_writers', 'clu.periodic_actions', 'jaxlib.mlir.dialects.mhlo',
-  'sklearn.cluster', 'sklearn.datasets', 'sklearn.linear_model', 'sklearn.pipeline',
   'tensorboard.summary', 'tensorflow_datasets.core.features',
   'vit_jax.figures.results', 'vit_jax.tasks.classify',
 ]  # fmt: skip

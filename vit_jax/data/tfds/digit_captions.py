@@ -12,7 +12,6 @@ greater than three"). Captions of test images name all classes.
 """
 
 import numpy as np
-from sklearn import datasets
 import tensorflow_datasets as tfds
 
 from vit_jax.data.tfds import digits
@@ -69,7 +68,7 @@ class DigitCaptions(tfds.core.GeneratorBasedBuilder):
   def _split_generators(self, dl_manager):
     del dl_manager  # Nothing to download.
     found = digits.split_indices()
-    target = datasets.load_digits().target[found['test']]
+    target = digits.load().target[found['test']]
     out = np.isin(target, HELD_OUT)
     named = lambda digit: naming(digit, TEST)
     return {
@@ -81,7 +80,7 @@ class DigitCaptions(tfds.core.GeneratorBasedBuilder):
     }
 
   def _generate_examples(self, indices, texts):
-    images, target = digits.images(), datasets.load_digits().target
+    images, target = digits.images(), digits.load().target
     for i in indices:
       label = int(target[i])
       yield int(i), {'image': images[i], 'label': label, 'texts': texts(label)}

@@ -18,16 +18,22 @@ digits/few10       the same with 10 images a class, in few_0 to few_5;
 from typing import ClassVar
 
 import numpy as np
-from sklearn import datasets
 import tensorflow_datasets as tfds
 
 # Builder config -> (images a class, number of draws) of its splits few_<i>.
 FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
+def load():
+  """Returns scikit-learn's digits, which only preparing a data set needs."""
+  from sklearn import datasets
+
+  return datasets.load_digits()
+
+
 def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
   """Returns the numbers of training and test images of some classes."""
-  target = datasets.load_digits().target
+  target = load().target
   order = np.random.RandomState(0).permutation(len(target))
   order = order[np.isin(target[order], classes)]
   train = len(order) * 4 // 5
@@ -37,7 +43,7 @@ def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
 def images() -> np.ndarray:
   """Returns all images, uint8 [n, 8, 8, 1], in the order of scikit-learn."""
   # Grey values 0 to 16 are scaled to 0 to 255.
-  found = datasets.load_digits().images * (255 / 16)
+  found = load().images * (255 / 16)
   return found.round().astype(np.uint8)[..., None]
 
 
@@ -82,7 +88,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _few(self, train, test):
     """Returns the images of each split, with few labels."""
-    name, target = self.builder_config.name, datasets.load_digits().target
+    name, target = self.builder_config.name, load().target
     shots, draws = FEW[name]
     if name == '5to9_few':
       train = np.concatenate([train, test])
@@ -99,7 +105,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     return {**splits, 'test': test}
 
   def _generate_examples(self, indices):
-    pixels, target = images(), datasets.load_digits().target
+    pixels, target = images(), load().target
     first = self._classes()[0]
     for i in indices:
       yield int(i), {'image': pixels[i], 'label': int(target[i]) - first}

@@ -18,7 +18,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
-from sklearn import datasets
 import tensorflow_datasets as tfds
 
 from vit_jax.data.coco import panoptic
@@ -177,7 +176,7 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
     return {name: self._generate_examples(name) for name in SCENES}
 
   def _generate_examples(self, split):
-    data = datasets.load_digits()
+    data = digits.load()
     chosen = digits.split_indices()[split]
     first = {'train': 0, 'test': SCENES['train']}[split]
     images, labels = data.images[chosen], data.target[chosen]
