@@ -87,6 +87,22 @@ def test_only_missing_packages_are_installed(monkeypatch):
     colab_tools.missing(wanted)
 
 
+def add_cell(client, source):
+  """Runs an additional cell of a client's notebook; returns it."""
+  cell = nbformat.v4.new_code_cell(source)
+  client.nb.cells.append(cell)
+  client.execute_cell(cell, len(client.nb.cells) - 1)
+  return cell
+
+
+# figures/invariance_test.py compares all models.
+ONE_MODEL = """
+from vit_jax.figures import invariance
+models = invariance.standard_models(patch=16)
+invariance.standard_models = lambda patch: {'ViT': models['ViT']}
+"""
+
+
 class Notebook:
   """A running notebook, in the kernel that all notebooks share.
 
@@ -110,10 +126,7 @@ class Notebook:
 
   def add(self, source):
     """Runs an additional cell; returns it."""
-    cell = nbformat.v4.new_code_cell(source)
-    self.client.nb.cells.append(cell)
-    self.client.execute_cell(cell, len(self.client.nb.cells) - 1)
-    return cell
+    return add_cell(self.client, source)
 
   def run(self, cell):
     """Runs a cell; fails if it writes to stderr."""
@@ -167,6 +180,7 @@ def client(tmp_path_factory, data_dir):
     resources={'metadata': {'path': str(ROOT / 'colabs')}},
   )
   with client.setup_kernel(env=env):
+    add_cell(client, 'import tests.without_keras')
     yield client
 
 
@@ -337,6 +351,7 @@ def test_augreg(client, tmp_path):
 
 def test_inspect(client, walked):
   notebook = Notebook(client, 'inspect', RUN=str(walked.workdir))
+  notebook.add(ONE_MODEL)
   notebook.run_all()
   assert 'ViT-digits, after 90 steps' in printed(notebook.cell('predict.load('))
   drawn = notebook.cell('visualize.figures')

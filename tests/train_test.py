@@ -133,27 +133,53 @@ class StopAfter:
     return self.evaluating
 
 
-def test_resumes_bit_for_bit(finished, tmp_path, monkeypatch):
-  config, workdir, state, _ = finished
+def stop(config, workdir, request):
+  """Trains until a signal."""
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(stopping, 'StopRequest', lambda: request)
+    with pytest.raises(train.Interrupted, match=f'Saved step {request.step} '):
+      fit(config, workdir)
+
+
+def move(config, workdir, target, step):
+  """Trains until the workdir is moved after a step, before its checkpoint."""
+  original = loop.Run.update
+
+  def update(run, batch):
+    original(run, batch)
+    if run.step == step:
+      run.checkpoints.wait()  # Else a pending save would make the folder again.
+      workdir.rename(target)
+
+  config = copy.deepcopy(config)
+  config.progress_every = 0  # Saving detects it.
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(loop.Run, 'update', update)
+    with pytest.raises(
+      OSError, match=f"workdir='{workdir}' was moved or deleted during"
+    ):
+      fit(config, workdir)
+  assert not workdir.exists()
+
+
+def test_resumes_bit_for_bit(finished, tmp_path):
+  """After a signal, after a move, and twice after a signal in the last evaluation."""
+  config, finished_workdir, state, _ = finished
   config = copy.deepcopy(config)
   config.eval_every = 0  # Only the last one.
-  for stop in (
-    StopAfter(3),
-    StopAfter(6, evaluating=True),
-    StopAfter(6, evaluating=True),  # Again, after resuming there.
-  ):
-    with monkeypatch.context() as patch:
-      patch.setattr(stopping, 'StopRequest', lambda: stop)  # noqa: B023
-      with pytest.raises(train.Interrupted, match=f'Saved step {stop.step} '):
-        fit(config, tmp_path)
-  again, _ = fit(config, tmp_path)
+  workdir = tmp_path / 'moved'
+  stop(config, tmp_path / 'first', StopAfter(3))
+  move(config, tmp_path / 'first', workdir, step=4)
+  for _ in range(2):
+    stop(config, workdir, StopAfter(6, evaluating=True))
+  again, _ = fit(config, workdir)
   trees.assert_same(again, state)
   ours, theirs = (
     [
       {key: x for key, x in line.items() if not key.startswith('img_sec_core')}
       for line in metrics_lib.read(folder)
     ]
-    for folder in (tmp_path, workdir)
+    for folder in (workdir, finished_workdir)
   )
   assert ours == [x for x in theirs if 'train_loss' in x or x['step'] == 6]
 
@@ -310,27 +336,6 @@ def test_workdir_of_another_config_is_rejected(finished):
   with pytest.raises(ValueError, match='base_lr: 0.001 there, 0.5 here') as error:
     fit(config, workdir)
   assert 'progress_every' not in str(error.value)
-
-
-def test_run_stops_if_its_workdir_was_moved(module_config, tmp_path, monkeypatch):
-  workdir = tmp_path / 'run'
-  original = loop.Run.update
-
-  def update(run, batch):
-    original(run, batch)
-    if run.step == 3:
-      run.checkpoints.wait()  # That of step 2, which would make the folder again.
-      workdir.rename(tmp_path / 'moved')
-
-  monkeypatch.setattr(loop.Run, 'update', update)
-  config = copy.deepcopy(module_config)
-  config.update(progress_every=0, eval_every=0)  # Saving detects it.
-  with pytest.raises(OSError, match=f"workdir='{workdir}' was moved or deleted during"):
-    fit(config, workdir)
-  assert not workdir.exists()
-  monkeypatch.undo()
-  state, _ = fit(config, tmp_path / 'moved')
-  assert int(state.step) == 6
 
 
 def test_unwritable_workdir_is_rejected(module_config, tmp_path):
