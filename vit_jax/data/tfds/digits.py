@@ -15,6 +15,7 @@ digits/few10       the same with 10 images a class, in few_0 to few_5;
                    (here with their labels, to judge pseudo-labels by)
 """
 
+import functools
 from typing import ClassVar
 
 import numpy as np
@@ -24,6 +25,7 @@ import tensorflow_datasets as tfds
 FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
+@functools.cache
 def load():
   """Returns scikit-learn's digits, which only preparing a data set needs."""
   from sklearn import datasets
