@@ -17,8 +17,8 @@ from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 FLAGS = (
   '--config.task=masked_patches', '--config.accum_steps=2',
   '--config.model.hidden_size=64', '--config.model.transformer.mlp_dim=256',
-  '--config.total_steps=16', '--config.eval_every=8', '--config.progress_every=1',
-  '--config.checkpoint_every=8',
+  '--config.total_steps=12', '--config.eval_every=6', '--config.progress_every=1',
+  '--config.checkpoint_every=6',
 )  # fmt: skip
 PICTURES = ('--config.log_images=8', '--config.log_attention=True')
 
@@ -94,15 +94,17 @@ def test_two_processes_match_one_process(config, data_dir, two_processes, tmp_pa
 def test_signal_to_one_process_stops_both_and_they_resume(
   config, data_dir, two_processes, tmp_path
 ):
-  pair = start_pair(config, tmp_path, data_dir=data_dir)
+  flags = ['--config.eval_every=0']  # Only at the end.
+  pair = start_pair(config, tmp_path, *flags, data_dir=data_dir)
   for line in pair[0].stdout:
-    if line.startswith('step  5/16'):
+    if line.startswith('step  3/12'):
       pair[1].send_signal(signal.SIGTERM)
       break
   statuses, outputs = finish_pair(pair)
   assert statuses == [128 + signal.SIGTERM] * 2, outputs
   [step] = re.findall(r'Saved step (\d+)', ''.join(outputs))
-  statuses, outputs = finish_pair(start_pair(config, tmp_path, data_dir=data_dir))
+  pair = start_pair(config, tmp_path, *flags, data_dir=data_dir)
+  statuses, outputs = finish_pair(pair)
   assert statuses == [0, 0], outputs
   assert f'Resuming from step {step}.' in outputs[0]
   trees.assert_same(
