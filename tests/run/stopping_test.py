@@ -41,3 +41,31 @@ def test_signal_during_compilation_is_acknowledged_immediately():
   output = processes.run_code(WAITS).strip()
   assert output.startswith("['SIGTERM: stopping")
   assert output.endswith("'] True")  # Printed once, before compilation ended.
+
+
+# The process has a terminal, which is closed.
+HANGUP = """
+import os, signal, sys
+from vit_jax import console
+from vit_jax.run import stopping
+output = os.dup(1)
+master, slave = os.openpty()
+for stream in (1, 2):
+  os.dup2(slave, stream)
+os.close(slave)
+with stopping.StopRequest() as stop:
+  os.close(master)
+  os.kill(os.getpid(), signal.SIGHUP)
+  assert stop.after(1)
+  console.say('Stopping: saving step 1 ...')
+assert stop.signal == signal.SIGHUP
+signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does.
+with stopping.StopRequest() as stop:
+  os.kill(os.getpid(), signal.SIGHUP)
+  assert not stop.after(1)
+os.write(output, b'resumable')
+"""
+
+
+def test_a_closed_terminal_stops_a_run_unless_nohup_started_it():
+  assert processes.run_code(HANGUP) == 'resumable'

@@ -1,5 +1,6 @@
-"""Saves and stops a run on Ctrl-C, SIGTERM and preemption notices."""
+"""Saves and stops a run on Ctrl-C, SIGTERM, SIGHUP and preemption notices."""
 
+import contextlib
 import itertools
 import os
 import signal
@@ -10,7 +11,8 @@ import jax
 from vit_jax import console
 from vit_jax.distributed import heartbeats
 
-_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_OUTPUTS = (1, 2)  # File descriptors of stdout and stderr.
 _numbers = itertools.count(1)  # Of the loops of this process.
 
 
@@ -34,12 +36,12 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-  """Context manager that notices Ctrl-C, SIGTERM and preemption notices.
+  """Context manager that notices Ctrl-C, SIGTERM, SIGHUP and preemption notices.
 
   The first signal asks the loop to save and stop; a second Ctrl-C stops at
   once. With several processes all of them stop after the same step, whichever
-  received the signal. Outside of the `with` block SIGTERM ends a process at
-  once.
+  received the signal. Outside of the `with` block SIGTERM and SIGHUP end a process at
+  once. SIGHUP, of a terminal that was closed, stays ignored if it was, as by nohup.
   """
 
   def __init__(self):
@@ -47,12 +49,15 @@ class StopRequest:
     self._number = next(_numbers)
     self._previous = {}
     self._notices = None  # File descriptor that receives the numbers of signals.
+    self._terminals = [fd for fd in _OUTPUTS if os.isatty(fd)]
 
   def __enter__(self):
     if threading.current_thread() is not threading.main_thread():
       return self  # Python delivers signals to the main thread only.
     self._listen()
     for number in _HANDLED:
+      if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        continue
       self._previous[number] = signal.signal(number, self._handle)
     return self
 
@@ -84,7 +89,16 @@ class StopRequest:
       raise KeyboardInterrupt(
         'Interrupted. Run the same command again to resume from the last saved step.'
       )
+    if number == signal.SIGHUP:
+      self._leave_terminals()
     self.signal = number
+
+  def _leave_terminals(self):
+    """Discards further output to terminals, where writing is an error once closed."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for terminal in self._terminals:
+      os.dup2(null, terminal)
+    os.close(null)
 
   def after(self, step: int) -> bool:
     """Returns whether to stop after this step; all processes must call it."""
@@ -115,6 +129,7 @@ def _report(reader: int):
         if heartbeats.watch.watches:
           heartbeats.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
-        console.say(
-          f'{name}: stopping after this step (and its compilation, if it is running).'
-        )
+        with contextlib.suppress(OSError):  # The terminal was closed.
+          console.say(
+            f'{name}: stopping after this step (and its compilation, if it is running).'
+          )
