@@ -6,6 +6,7 @@ import sys
 from absl import logging
 import pytest
 
+from tests import processes
 from vit_jax import __main__ as main, console
 
 # Sets the title of a terminal, clears it, overwrites a line; a file name in Latin-1.
@@ -59,3 +60,24 @@ def test_the_error_of_a_command_is_printable(capsys):
   with pytest.raises(SystemExit):
     main.main(['index', f'/absent/{HOSTILE[:-1]}'])
   assert f'/absent/{SHOWN[:-6]}' in capsys.readouterr().err
+
+
+_IN_CALLBACK = """
+import gc, os, signal, time
+from vit_jax import console
+console.quiet()
+def interrupt(phase, info):
+  gc.callbacks.remove(interrupt)
+  os.kill(os.getpid(), signal.SIGINT)
+  time.sleep(0)
+gc.callbacks.append(interrupt)
+try:
+  gc.collect()
+  time.sleep(60)
+except KeyboardInterrupt:
+  print('interrupted')
+"""
+
+
+def test_ctrl_c_in_a_callback_is_not_lost():
+  assert processes.run_code(_IN_CALLBACK) == 'interrupted\n'

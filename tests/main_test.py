@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from vit_jax import __main__ as program
+from vit_jax import __main__ as program, console
 from vit_jax.commands import predict, train
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -135,6 +135,7 @@ def test_exit_statuses(monkeypatch, capsys):
     raise result
 
   monkeypatch.setattr(predict, 'main', main)
+  monkeypatch.setattr(console, 'exit_at_once', sys.exit)
   assert status_of(program.run, 'predict', []) == 0
   assert status_of(program.run, 'predict', []) == 7
   assert status_of(program.run, 'predict', []) == 130
@@ -147,6 +148,26 @@ def test_exit_statuses(monkeypatch, capsys):
   assert error.startswith('Error: --top: ')
   assert "'x'" in error
   assert error.count('\n') == 1
+
+
+_INTERRUPTED = """
+import atexit, sys, types
+from vit_jax import __main__ as program
+atexit.register(print, 'shutdown')
+def main(argv):
+  print('computing')
+  raise KeyboardInterrupt
+sys.modules['vit_jax.commands.computing'] = types.SimpleNamespace(main=main)
+program.run('computing', [])
+"""
+
+
+def test_ctrl_c_skips_the_shutdown_of_python():
+  """It crashes while XLA computes."""
+  process = run('-c', _INTERRUPTED)
+  assert process.returncode == 130
+  assert process.stdout == 'computing\n'
+  assert process.stderr == 'Interrupted.\n'
 
 
 def test_evaluate_has_two_names(monkeypatch):

@@ -63,6 +63,11 @@ def run(command: str, argv: Sequence[str] | None = None):
     sys.exit(141)  # 128 + SIGPIPE.
   except KeyboardInterrupt as e:
     console.say_error(str(e) or 'Interrupted.')
+    heartbeats = sys.modules.get('vit_jax.distributed.heartbeats')
+    if not (
+      heartbeats and heartbeats.watch.failed
+    ):  # Else it leaves when Python exits.
+      console.exit_at_once(130)
     sys.exit(130)
   except Exception as e:
     frame = traceback.extract_tb(e.__traceback__)[-1]

@@ -14,6 +14,7 @@ import pathlib
 import pkgutil
 import platform
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -91,9 +92,25 @@ def _show_unraisable(show: Callable, unraisable):
   """Shows an error in a callback, unless it follows from one that Orbax raises.
 
   Orbax raises the first error of TensorStore, and closes the event loop of the others.
+  Python drops a Ctrl-C that arrives in a callback, such as JAX's at each garbage
+  collection: it is sent again, once the callback has ended.
   """
-  if str(unraisable.exc_value) != 'Event loop is closed':
+  if isinstance(unraisable.exc_value, KeyboardInterrupt):
+    main_thread = threading.main_thread().ident
+    threading.Timer(0.1, signal.pthread_kill, (main_thread, signal.SIGINT)).start()
+  elif str(unraisable.exc_value) != 'Event loop is closed':
     show(unraisable)
+
+
+def exit_at_once(status: int):
+  """Ends this process without Python's shutdown.
+
+  The shutdown waits for threads, and crashes while XLA compiles or computes.
+  """
+  with contextlib.suppress(OSError):
+    sys.stdout.flush()
+    sys.stderr.flush()
+  os._exit(status)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 
@@ -92,7 +91,7 @@ class Watch:
     if self.failed:  # JAX would wait for the others, which end on their own.
       if jax.process_index() == 0:
         time.sleep(2 * GRACE)  # The others read the error from its service.
-      _exit(1)
+      console.exit_at_once(1)
     jax.distributed.shutdown()
     for thread in self._threads:
       thread.join()
@@ -121,7 +120,7 @@ class Watch:
     if self.failed:
       # Threads that wait for other processes may keep this one from its end.
       time.sleep(5 * GRACE)
-      _exit(1)
+      console.exit_at_once(1)
     process, error = found
     text = (
       f'\nError: {name(process)} has failed: {error}\n'
@@ -132,7 +131,7 @@ class Watch:
       os.write(2, console.printable(text).encode())
     if jax.process_index() == 0:
       time.sleep(2 * GRACE)
-    _exit(128 + signal.SIGTERM)
+    console.exit_at_once(128 + signal.SIGTERM)
 
   # --- Stopping together ---
 
@@ -174,14 +173,6 @@ class Watch:
     if last is not None:
       self._last = tuple(last)
       self._decided.set()
-
-
-def _exit(status):
-  """Ends this process without JAX's shutdown, which waits for the others."""
-  with contextlib.suppress(OSError):
-    sys.stdout.flush()
-    sys.stderr.flush()
-  os._exit(status)
 
 
 watch = Watch()
