@@ -82,6 +82,14 @@ def test_folder_appears_once_complete(tmp_path):
   assert (path / 'b').read_text() == 'whole'
 
 
+@pytest.mark.parametrize('name', ['x' * 250, 'ü' * 125])
+def test_names_may_have_as_many_bytes_as_file_systems_allow(tmp_path, name):
+  files.write(tmp_path / name, 'whole')
+  with files.new_folder(tmp_path / f'{name}s') as folder:
+    (folder / 'a').touch()
+  assert sorted(path.name for path in tmp_path.iterdir()) == [name, f'{name}s']
+
+
 def test_one_of_two_writers_of_a_folder_wins(tmp_path):
   path, barrier = tmp_path / 'a', threading.Barrier(2)
   (tmp_path / '.a.tmp').mkdir()  # Somebody else's.

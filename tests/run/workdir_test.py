@@ -9,8 +9,9 @@ import pytest
 
 from tests import conftest, processes, stored_runs
 from vit_jax import console, train
+from vit_jax.inference import export
 from vit_jax.run import config as run_config, workdir
-from vit_jax.weights import reading
+from vit_jax.weights import convert, reading
 
 NAMES = {'class_names': [str(i) for i in range(10)]}
 DATA = {
@@ -218,6 +219,19 @@ def test_all_processes_stop_if_the_workdir_was_deleted(run):
 def test_invalid_workdir_is_reported():
   with pytest.raises(ValueError, match="workdir='https://x/y.* must be a folder"):
     workdir.load('https://x/y')
+
+
+@pytest.mark.parametrize('name', ['a[1]', 'a*', 'a?', 'a\\b'])
+def test_paths_that_orbax_reads_as_patterns_are_rejected(config, tmp_path, name):
+  """Orbax would write checkpoints there that it cannot read."""
+  folder = tmp_path / name / 'run'
+  with pytest.raises(ValueError, match='workdir=.* use a path without'):
+    workdir.check_config(folder, config)
+  with pytest.raises(ValueError, match='DST=.* use a path without'):
+    convert.convert('a.npz', str(folder), 'workdir')
+  with pytest.raises(ValueError, match='out=.* use a path without'):
+    export.check(str(folder), 'saved_model', None, None)
+  assert not list(tmp_path.iterdir())
 
 
 def test_data_may_move_but_not_change(run, config):

@@ -102,10 +102,24 @@ def expanded(path) -> str:
   return os.path.expanduser(os.fspath(path))
 
 
+def check_no_pattern(path, name: str):
+  """Raises ValueError for a local path that Orbax and TensorFlow read as a pattern.
+
+  They would not find what they have written there, or would find files elsewhere.
+  """
+  special = set('*?[\\') & set(os.path.abspath(path))
+  if special and not is_remote(path):
+    raise ValueError(
+      f"{name}='{path}' is below a folder with {' '.join(sorted(special))} in its name, "
+      'which has a meaning in patterns: use a path without * ? [ and \\'
+    )
+
+
 def temporary_name(path) -> epath.Path:
   """Returns a new hidden path next to a path; each writer has its own."""
   path = epath.Path(path)
-  return path.parent / f'.{path.name}.{secrets.token_hex(4)}.tmp'
+  # File systems allow 255 bytes, and a character takes up to 4 in UTF-8.
+  return path.parent / f'.{path.name[:60]}.{secrets.token_hex(4)}.tmp'
 
 
 @contextlib.contextmanager

@@ -146,6 +146,8 @@ def check(out, to: str, dtype: str | None, image_size):
   schema.check('dtype', dtype, Literal[tuple(TOLERANCES)] | None, '--')
   if image_size != FREE:
     schema.check('image_size', image_size, schema.Size | None, '--')
+  if to == 'saved_model':
+    files.check_no_pattern(out, 'out')
   if epath.Path(out).exists():
     raise FileExistsError(
       f"out='{out}' exists: use another path, or delete it first (--out)"

@@ -122,6 +122,7 @@ def _check_files(path: epath.Path, metadata: Mapping[str, Any]):
 
 def _check_config(path, config, free, moved=True) -> bool:
   """Checks the config of a run; returns False if no run has started here."""
+  files.check_no_pattern(path, 'workdir')
   if path.exists() and not path.is_dir():
     raise ValueError(f"workdir='{path}' is a file: use a folder (--workdir)")
   if not (path / _CONFIG).exists():

@@ -206,6 +206,8 @@ def convert(
   endings = writing.FILES.get(to)
   if endings and target.suffix not in endings:
     raise ValueError(f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}")
+  if to == 'workdir':
+    files.check_no_pattern(target, 'DST')
   if target.exists():
     raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
   model = read(src, class_names, image_size, num_heads, gelu=gelu)
