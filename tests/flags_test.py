@@ -52,6 +52,23 @@ def test_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
   assert convert.parse(['~/a.npz', '~/b']).dst == f'{tmp_path}/b'
 
 
+@pytest.mark.parametrize(
+  'words',
+  [
+    ['--config=a.py', '--workdir=/b\udcff'],
+    ['--config=a.py:ti16,/b\udcff', '--workdir=/w'],
+    ['--config=a.py', '--config.dataset=/b\udcff', '--workdir=/w'],
+  ],
+)
+def test_names_that_are_not_utf8_are_rejected(words):
+  with pytest.raises(ValueError, match='/b\udcff.* is not UTF-8: rename'):
+    train.parse(words)
+  args = predict.parse(['--workdir=/w', '/b\udcff.png'])
+  assert args.images == ['/b\udcff.png']
+  with pytest.raises(ValueError, match='classes=.* is not UTF-8'):
+    predict.parse(['--weights=w.npz', '--classes=\udcff', 'a.png'])
+
+
 def test_home_folder_is_expanded_in_python(tmp_path, monkeypatch, tiny_config):
   monkeypatch.setenv('HOME', str(tmp_path))
   tiny_config.update(pretrained='~/w.npz', dataset=(('~/data', 0.5), ('digits', 0.5)))

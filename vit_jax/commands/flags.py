@@ -74,6 +74,8 @@ class Parser(argparse.ArgumentParser):
     Its errors and those of --config.KEY=VALUE are raised together.
     """
     given, args = _split(args) if self._has_config() else ([], args)
+    for key, value in given:
+      _check_utf8(f'--{_CONFIG}.{key}', value)
     # Intermixed: flags may be given between positional arguments.
     found, rest = self.parse_known_intermixed_args(args, namespace)
     if rest:
@@ -81,6 +83,8 @@ class Parser(argparse.ArgumentParser):
     # The shell does not expand `~` in --FLAG=~/PATH.
     for name, value in vars(found).items():
       setattr(found, name, _with_home(value))
+      if name != 'images':  # TensorFlow decodes them from their contents.
+        _check_utf8(name, value)
     if getattr(found, 'step', None) is not None and not found.workdir:
       raise ValueError(
         f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
@@ -134,6 +138,18 @@ def _with_home(value):
   if isinstance(value, list):
     return [*map(_with_home, value)]
   return files.expanded(value) if isinstance(value, str) else value
+
+
+def _check_utf8(name, value):
+  """Raises ValueError for a string, or one in a list, that libraries cannot pass on."""
+  for text in value if isinstance(value, list) else [value]:
+    if isinstance(text, str) and not text.isascii():
+      try:
+        text.encode()
+      except UnicodeEncodeError:
+        raise ValueError(
+          f"{name}='{text}' is not UTF-8: rename the file or folder, or link to it"
+        ) from None
 
 
 def _split(words):
