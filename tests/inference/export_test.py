@@ -21,7 +21,7 @@ from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import export as command
 from vit_jax.configs import common, detr_scenes, models as model_configs
-from vit_jax.inference import export
+from vit_jax.inference import export, serving
 from vit_jax.run import config as run_config
 
 PHOTOS = datasets.load_sample_images().images
@@ -106,6 +106,25 @@ def inputs_of(model, folder, count):
   photos = [PHOTOS[i % 2][10 * i :] for i in range(count)]
   found = model.inputs(photos)
   return {name: found[name] for name in facts['inputs']}
+
+
+def test_files_of_an_export_are_compared_with_their_checksums(tmp_path):
+  (tmp_path / '1').mkdir()
+  program = tmp_path / '1' / 'model'
+  # Of 'abc', from FIPS 180-2.
+  digest = 'ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad'
+  (tmp_path / 'model.json').write_text(json.dumps({'files': {'1/model': digest}}))
+  with pytest.raises(ValueError, match='1/model.* is missing'):
+    serving.read_facts(tmp_path)
+  os.mkfifo(program)
+  with pytest.raises(ValueError, match='1/model.* not a file'):
+    serving.read_facts(tmp_path)
+  program.unlink()
+  program.write_bytes(b'abb')
+  with pytest.raises(ValueError, match='1/model.* is damaged or of another export'):
+    serving.read_facts(tmp_path)
+  program.write_bytes(b'abc')
+  assert serving.read_facts(tmp_path)['files'] == {'1/model': digest}
 
 
 def serve(folder):
@@ -195,6 +214,7 @@ def test_command_exports_a_run_that_is_served_without_vit_jax(
   assert facts['command'] == f'vit_jax export {" ".join(argv)}'
   assert facts['difference'] < 1e-5
   assert facts['task'] == 'classify'
+  assert serving.read_facts(out) == facts
   # JAX's version determines how long a StableHLO file can be loaded.
   assert facts['versions']['jax'] == jax.__version__
 

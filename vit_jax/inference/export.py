@@ -36,7 +36,7 @@ from vit_jax.data.augmentation import canvases
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
-from vit_jax.inference import int8
+from vit_jax.inference import int8, serving
 from vit_jax.weights import preparation
 
 PLATFORMS = ('cpu', 'cuda', 'tpu')
@@ -126,6 +126,7 @@ def export(
       (folder / name).write_bytes(model.task.vocabulary())
     facts = {
       **_facts(model, program, want, uint8),
+      'files': _checksums(folder),
       'command': command or f"model.export('{out}', '{to}'{changed})",
       'difference': difference,
       'compared_on': where,
@@ -466,6 +467,15 @@ def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
     'versions': {name: importlib.metadata.version(name) for name in names},
     'date': datetime.datetime.now(datetime.UTC).date().isoformat(),
     **_similarity(model.params),
+  }
+
+
+def _checksums(folder: epath.Path) -> dict[str, str]:
+  """Returns the SHA-256 of all files in a folder, by relative path."""
+  return {
+    path.relative_to(folder).as_posix(): serving.sha256(path)
+    for path in sorted(pathlib.Path(folder).rglob('*'))
+    if path.is_file()
   }
 
 

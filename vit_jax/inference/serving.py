@@ -2,15 +2,18 @@
 
 A server imports neither JAX nor TensorFlow:
 
-  with open(f'{folder}/model.json') as file:
-    facts = json.load(file)
+  facts = serving.read_facts(folder)
   image = serving.prepare(content, facts['preprocessing'])
 
 See docs/serve.md for complete servers.
 """
 
 from collections.abc import Mapping
+import hashlib
 import io
+import json
+import os
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -24,6 +27,33 @@ _KEYS = {
   'antialias', 'crop_rounding',
 }  # fmt: skip
 _AFFINE, _BILINEAR = Image.Transform.AFFINE, Image.Resampling.BILINEAR
+
+
+def read_facts(folder: str | os.PathLike) -> dict[str, Any]:
+  """Returns the content of the `model.json` that `vit_jax export` wrote to a folder.
+
+  Compares the SHA-256 of all files of the export first: runtimes load many damaged
+  models, which then compute other numbers. Raises ValueError if a file is missing,
+  damaged or of another export.
+  """
+  folder = pathlib.Path(folder)
+  facts = json.loads((folder / 'model.json').read_text())
+  for name, expected in facts['files'].items():
+    path = folder / name
+    if not path.is_file():
+      raise ValueError(f"'{path}' is missing or not a file: copy the whole export")
+    if (digest := sha256(path)) != expected:
+      raise ValueError(
+        f"'{path}' is damaged or of another export: its SHA-256 is {digest}, and "
+        f'{expected} in model.json: copy the whole export again'
+      )
+  return facts
+
+
+def sha256(path: pathlib.Path) -> str:
+  """Returns the SHA-256 of a file, as 64 digits."""
+  with open(path, 'rb') as file:
+    return hashlib.file_digest(file, 'sha256').hexdigest()
 
 
 def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
