@@ -77,6 +77,14 @@ def test_class_without_images(root):
     folder.list_split(str(root), 'train')
 
 
+def test_class_folders_that_look_alike_are_rejected(root):
+  """As after copying a data set from macOS over one from elsewhere."""
+  (root / 'train' / 'ant').rename(root / 'train' / 'caf\u00e9')
+  (root / 'train' / 'bee').rename(root / 'train' / 'cafe\u0301')
+  with pytest.raises(ValueError, match='class folders .*cafe.u0301.* same name'):
+    folder.list_split(str(root), 'train')
+
+
 def test_classes_that_differ_from_the_training_split(root):
   shutil.move(root / 'test' / 'bee', root / 'test' / 'wasp')
   message = r"test' differ from the 3 .*has \['wasp'\] and it lacks \['bee'\]"

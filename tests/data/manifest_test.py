@@ -192,7 +192,7 @@ def test_classes_of_the_same_name_have_numbers(tmp_path):
 
 def test_invalid_lists_of_classes(tmp_path):
   write(tmp_path, [{'label': 0}])
-  for text in ('["a", 1]', '{"label": 3}'):
+  for text in ('["a", 1]', '{"label": 3}', '{"label": ["a"], "label": ["b"]}'):
     (tmp_path / 'classes.json').write_text(text)
     with pytest.raises(ValueError, match=r"classes.json' "):
       read(tmp_path, 'label')

@@ -33,6 +33,15 @@ def test_links_to_regular_files_are_read(tmp_path):
   assert files.read_json(tmp_path / 'link') == [1]
 
 
+def test_repeated_keys_in_json_are_rejected(tmp_path):
+  path = tmp_path / 'a.json'
+  path.write_text('{"a": {"b": 1, "c": 2, "b": 3}}')
+  with pytest.raises(ValueError, match="the key 'b' is repeated"):
+    files.read_json(path)
+  path.write_text('{"a": {"b": 1}, "b": null}')
+  assert files.read_json(path, object_hook=sorted) == ['a', 'b']
+
+
 def test_large_and_deep_json_is_rejected(tmp_path):
   path = tmp_path / 'a.json'
   path.write_text('[1, 2]')

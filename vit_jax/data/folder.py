@@ -9,6 +9,7 @@ vit_jax/data/checking.py lists the folder and checks the images.
 from collections.abc import Iterable, Sequence
 import functools
 import os
+import unicodedata
 
 from absl import logging
 import numpy as np
@@ -170,4 +171,18 @@ def _class_names(index) -> tuple[str, ...]:
       f"no images in '{index.top}/<class>/': {folder_layout.LAYOUT}; "
       f'{formats.known_endings()}'
     )
-  return tuple(map(image_files.display, found))
+  names = tuple(map(image_files.display, found))
+  _check_distinct(index.top, names)
+  return names
+
+
+def _check_distinct(top: str, names: Sequence[str]):
+  """Raises ValueError for names that differ only in how Unicode encodes accents."""
+  composed = {}
+  for name in names:
+    twin = composed.setdefault(unicodedata.normalize('NFC', name), name)
+    if twin != name:
+      raise ValueError(
+        f"class folders {twin!a} and {name!a} in '{top}' have the same name with "
+        'accents encoded in two ways: move their images into one of them'
+      )

@@ -283,6 +283,7 @@ def _class_files(root) -> dict[str, tuple[str, ...]]:
   content = image_files.read_file(path)
   try:
     found = typed_json.decode(content, list[str] | dict[str, list[str]])
+    json.loads(content, object_pairs_hook=files.check_unique)
   except ValueError as e:
     raise ValueError(
       f"'{path}' must be a list of class names, or an object with such a list for "

@@ -1,6 +1,7 @@
 """Reads files of unknown origin, and writes files that other processes may read."""
 
-from collections.abc import Callable, Iterable
+import collections
+from collections.abc import Callable, Iterable, Sequence
 import contextlib
 import errno
 import hashlib
@@ -90,11 +91,29 @@ def read(path, limit: int | None = None) -> bytes:
 def read_json(
   path, limit: int = JSON_LIMIT, object_hook: Callable | None = None
 ) -> Any:
-  """Returns the value in a JSON file; ValueError if it is damaged. See also `read`."""
+  """Returns the value in a JSON file; ValueError if it is damaged. See also `read`.
+
+  ValueError also if an object repeats a key, since Python would use the last value.
+  """
+
+  def unique(pairs):
+    value = check_unique(pairs)
+    return object_hook(value) if object_hook else value
+
   try:
-    return json.loads(read(path, limit), object_hook=object_hook)
+    return json.loads(read(path, limit), object_pairs_hook=unique)
   except RecursionError:
     raise ValueError('it is nested too deeply') from None
+
+
+def check_unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+  """Returns an object of JSON as a dict; ValueError if it repeats a key."""
+  value = dict(pairs)
+  if len(value) < len(pairs):
+    counts = collections.Counter(key for key, _ in pairs)
+    [(key, _)] = counts.most_common(1)
+    raise ValueError(f"the key '{key}' is repeated: keep one of them")
+  return value
 
 
 def expanded(path) -> str:

@@ -1,5 +1,7 @@
 """Tests of reading annotation files, and of rejecting invalid ones."""
 
+import json
+
 import numpy as np
 from pycocotools import coco
 import pytest
@@ -118,6 +120,10 @@ WRONG = [
   (with_('images', [drawn.image(0, file_name='a\0b')]), r'images\[0\].file_name'),
   (with_('annotations', [drawn.thing(1, 0, area=-1)]), r'>= 0.*annotations\[0\].area'),
   (with_('annotations', [drawn.thing(1, 0, area=1e300)]), r'annotations\[0\].area'),
+  (
+    json.dumps(drawn.content(1, []))[:-1] + ', "annotations": []}',
+    "key 'annotations' is repeated",
+  ),
   ('{"info": ' + 9999 * '[', 'nested too deeply'),
   (
     with_('categories', [{'id': 3, 'name': 'a'}, {'id': 3, 'name': 'b'}]),
