@@ -256,6 +256,21 @@ def test_rejects_requests_from_other_origins(url):
   assert set(pathlib.Path(upload).parents[1].rglob('*')) == before
 
 
+def test_an_upload_cannot_be_larger_than_a_file(url):
+  """Gradio keeps other fields of a form in memory, whatever their size."""
+  form = b'--B\r\nContent-Disposition: form-data; name="a"\r\n\r\n'
+
+  def endless():
+    yield form
+    for _ in range(70):
+      yield bytes(2**20)
+
+  headers = {'Content-Type': 'multipart/form-data; boundary=B'}
+  answer = CLIENT.post(f'{url}/gradio_api/upload', content=endless(), headers=headers)
+  assert answer.status_code == 413
+  assert 'upload has more than' in answer.text
+
+
 def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path):
   broken = tmp_path / 'my photo.jpg'
   broken.write_bytes(b'no image')

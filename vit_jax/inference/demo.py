@@ -214,7 +214,7 @@ def _make_page(model, title, facts, folder, examples):
         return found
       try:
         return {**found, **show(_read(path, limit), *values)}
-      except (OSError, ValueError) as e:
+      except (OSError, ValueError, OverflowError) as e:  # Of a typed number.
         text = str(e).replace(path, pathlib.Path(path).name)
         gr.Warning(html.escape(text, quote=False))
         return found

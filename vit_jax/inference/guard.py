@@ -5,7 +5,7 @@ page does not need is rejected with the same response, which does not reveal whi
 files exist.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import ipaddress
 import json
 import os
@@ -20,6 +20,7 @@ responses = console.needed('starlette.responses', *_WHAT)
 middleware_lib = console.needed('starlette.middleware', *_WHAT)
 trustedhost = console.needed('starlette.middleware.trustedhost', *_WHAT)
 
+_FORM = 2**16  # Bytes of an upload around the content of the file.
 _FILE, _UPLOAD = '/gradio_api/file=', '/gradio_api/upload'
 _EVENTS = '/gradio_api/queue/join', '/gradio_api/run/predict'
 _ROUTES = re.compile(
@@ -32,8 +33,8 @@ _ROUTES = re.compile(
 def middleware(page, folder: str, host: str, largest: int) -> Sequence:
   """Returns the middleware of a page with files in a folder, a path without links.
 
-  Only the page's events are accepted, and bodies of at most `largest` bytes; Gradio
-  limits uploads itself. On loopback, other host names are rejected, as protection
+  Only the page's events are accepted, and bodies of at most `largest` bytes. Gradio
+  limits each file of an upload, but neither their sum nor the other fields. On loopback, other host names are rejected, as protection
   against DNS rebinding.
   """
   args = set(page.fns), folder, largest
@@ -82,13 +83,19 @@ class _Guard:
         except requests.ClientDisconnect:
           return
         receive = _again(body, receive)
+      else:
+        receive = _limited(receive, self.largest + _FORM)
       if not status and not self._allows(scope['path'], request.headers, body):
         status, text = 403, 'The page does not send such requests'
       if status:
         refusal = responses.PlainTextResponse(text, status_code=status)
         await refusal(scope, receive, send)
         return
-    await self.app(scope, receive, send)
+    try:
+      await self.app(scope, receive, send)
+    except _TooLarge as e:
+      refusal = responses.PlainTextResponse(str(e), status_code=413)
+      await refusal(scope, receive, send)
 
   def _allows(self, path, headers, body) -> bool:
     origin, host = headers.get('origin'), headers.get('host', '')
@@ -109,6 +116,25 @@ class _Guard:
     if 'path' in value and not is_inside(value['path'], self.folder):
       raise ValueError(value)
     return value
+
+
+class _TooLarge(Exception):
+  """The body of an upload is too large."""
+
+
+def _limited(receive: Callable, largest: int) -> Callable:
+  """Returns a function like `receive` that raises _TooLarge after some bytes."""
+  size = 0
+
+  async def read():
+    nonlocal size
+    message = await receive()
+    size += len(message.get('body', b''))
+    if size > largest:
+      raise _TooLarge(f'The upload has more than {largest} bytes')
+    return message
+
+  return read
 
 
 def _again(body, receive):

@@ -279,6 +279,8 @@ def test_prediction_with_arbitrary_classes_and_texts(model):
   assert set(table.column('class').to_pylist()) <= {'one', 'two'}
   with pytest.raises(ValueError, match='--classes=.*--texts='):
     model.predict(images)
+  with pytest.raises(ValueError, match=r"classes='\\ud800' is not valid Unicode"):
+    model.predict(images, classes=['cat', '\ud800'])
   with pytest.raises(ValueError, match='must be a list of texts'):
     model.embed_texts('a cat')
 

@@ -209,6 +209,7 @@ def test_wrong_sampling_arguments_are_named(model):
     (lambda: model.complete([]), 'images is empty'),
     (lambda: model.sample(0), r'sample=0 must be .* least 1 \(--sample\)'),
     (lambda: model.sample(1, temperature=0), 'temperature=0 must be positive'),
+    (lambda: model.sample(1, seed=2**32), 'seed=4294967296 must be'),
     (lambda: model.sample(1, top_k=5), 'top_k=5 must be from 1 to the number'),
   ):
     with pytest.raises(ValueError, match=message):

@@ -8,6 +8,7 @@ model.embed_texts(['a cat'])    # float32 [1, E]
 
 from collections.abc import Sequence
 import functools
+import re
 from typing import Any
 
 from etils import epath
@@ -24,6 +25,7 @@ from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
 _SHOWN = 5  # Texts on a page.
 _MOST_TYPED = 10_000  # Characters of the classes on a page.
+_SURROGATE = re.compile('[\ud800-\udfff]')  # Which UTF-8 cannot encode.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -207,4 +209,9 @@ def _listed(name, texts) -> list[str]:
     raise ValueError(
       f'{name}={texts!r:.80} must be a list of texts: pass [text] for a single one'
     )
+  for text in texts:
+    if isinstance(text, str) and _SURROGATE.search(text):
+      raise ValueError(
+        f'{name}={text!a:.80} is not valid Unicode: pass other characters'
+      )
   return list(texts)

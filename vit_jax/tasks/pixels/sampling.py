@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 from etils import epath
 import jax
@@ -18,6 +18,7 @@ from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
 _COMPLETIONS = 3  # Of an image in the web demo.
+_Seed = Annotated[int, schema.Range(ge=0, le=2**32 - 1)]  # JAX drops further bits.
 
 
 class Predictor(predictor_lib.Predictor):
@@ -128,7 +129,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
     """Samples the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
-    schema.check('seed', seed, schema.Natural, '--')
+    schema.check('seed', seed, _Seed, '--')
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
     def drawn(rows):
