@@ -117,8 +117,9 @@ def describe(kind) -> str:
   return _WORDS[kind]
 
 
+_LARGEST = (2 - 2**-23) * 2.0**127  # In float32.
 _WORDS = {
-  int: 'an integer', float: 'a finite number', bool: 'True or False',
+  int: 'an integer', float: 'a finite float32 number', bool: 'True or False',
   str: 'a string', types.NoneType: 'None', Any: 'a number, not nan',
   tuple: 'a tuple', dict: 'a group of keys',
   ml_collections.ConfigDict: 'a group of keys',
@@ -138,9 +139,9 @@ def check(name: str, value, kind, place: str = 'config.'):
 
 
 def is_number(value) -> bool:
-  """Returns whether a value is a finite number, and not a bool."""
+  """Returns whether a value is a number, finite in float32, and not a bool."""
   is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-  return is_real and abs(value) < math.inf
+  return is_real and abs(value) <= _LARGEST
 
 
 def is_mapping(value) -> bool:

@@ -71,7 +71,7 @@ ERRORS = {
   '--config.base_lrr=1': "no key 'base_lrr': did you mean 'base_lr'",
   '--config.batch=0': 'batch=0 must be an integer of at least 1',
   '--config.task_options.mixip=1': "did you mean 'task_options.mixup'",
-  '--config.task_options.cutmix=x': "task_options.cutmix='x' must be a finite number",
+  '--config.task_options.cutmix=x': "task_options.cutmix='x' must be a finite float32 number",
   '--config.warmup_steps=900': 'warmup_steps=900 must be below total_steps=500',
   '--config.decay_at=(0.3,)': 'a staircase needs the shares',
   '--config.dataset=/no/data': "dataset='/no/data' is not a folder that exists",

@@ -36,6 +36,7 @@ WRONG = [
   ('momentum', 1.0, 'below 1'),
   ('b1', 0.5, "not an argument of optimizer='sgd'.*adam, lion.*b1=0.9"),
   ('base_lr', float('nan'), 'finite'),
+  ('lora.alpha', 1e39, 'alpha=1e.39 must be a finite float32 number above 0'),
   ('decay_type', 'staircase', r'decay_at=\(\)'),
   ('lr_multipliers', (('(', 1.0),), 'regular expression'),
   ('trackers', ('wandb', 'wanb'), "different names of 'wandb', 'mlflow'"),

@@ -140,7 +140,7 @@ def test_an_interrupted_run_resumes(tiny_config, fake, tmp_path):
 @pytest.mark.parametrize(
   'changes, message',
   [
-    ({'base_lr': -1.0}, "run 'b': base_lr=-1.0 .*finite number"),
+    ({'base_lr': -1.0}, "run 'b': base_lr=-1.0 .*finite float32 number"),
     ({'pretrained': '/no/such.npz'}, "run 'b': .*/no/such.npz"),
   ],
 )
