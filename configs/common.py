@@ -407,6 +407,9 @@ class Config:
   # With pretrained_dir, a model of the AugReg paper ('R_Ti_16': its best 21k
   # checkpoint by the folder's index.csv) or the name of one checkpoint.
   model_or_filename: schema.Text | None = None
+  # Which model of a checkpoint with several to start from, such as 'student'; None:
+  # the averaged weights, if it has some.
+  pretrained_entry: schema.Text | None = None
   # Grid of the weights, patches (height, width), if it is neither square nor
   # given by their file.
   pretrained_grid: schema.HeightWidth | None = None

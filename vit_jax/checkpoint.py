@@ -169,7 +169,9 @@ def _model_of(config, given) -> dict[str, Any]:
       'name them (--config.pretrained=PATH)'
     )
   encoder = given.get('transformer') or {}
-  weights = reading.read(path, encoder.get('num_heads'))
+  weights = reading.read(
+    path, encoder.get('num_heads'), entry=config.get('pretrained_entry')
+  )
   family = families.of_tree(reading.leaves_of(weights))
   weights = family.part(weights, 'img') or weights
   if not isinstance(families.of_tree(reading.leaves_of(weights)), vit.Classifiers):
@@ -280,10 +282,11 @@ def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
   place = f'model.{key}' if key else 'model'
   if key == 'text':
     model, place = text.config_of(model)
+  kwargs.update(place=place, entry=config.pretrained_entry)
   grid = config.pretrained_grid
   prepared = None if key == 'text' else preparation.of_run(config.pp)
   taken = transferable(
-    path, expected, model, grid, new_grid, place=place, prepared=prepared, **kwargs
+    path, expected, model, grid, new_grid, prepared=prepared, **kwargs
   )
   return {f'{name}/{leaf}' if name else leaf: x for leaf, x in taken.items()}
 

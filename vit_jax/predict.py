@@ -102,6 +102,7 @@ def load_weights(
   num_heads: int | tuple[int, int] | None = None,
   gelu: str | None = None,
   max_image_pixels: int | None = None,
+  entry: str | None = None,
 ):
   """Loads a model from weights in any format, without a run.
 
@@ -120,6 +121,8 @@ def load_weights(
       needed, like `gelu`, for a file without a config that contains it.
     gelu: 'erf', 'tanh' or 'quick'.
     max_image_pixels: see `load`; None: 89,478,485.
+    entry: which model of a checkpoint with several to load, such as 'student'; None:
+      the averaged weights, if it has some.
   """
   _check_dtype(dtype)
   from vit_jax.inference import int8
@@ -127,7 +130,7 @@ def load_weights(
   from vit_jax.weights import convert, fitting, writing
 
   kept = None if dtype == 'int8' else dtype
-  model = convert.read(path, class_names, image_size, num_heads, kept, gelu)
+  model = convert.read(path, class_names, image_size, num_heads, kept, gelu, entry)
   model = fitting.at_crop(writing.scaled(model))
   if model.preparation.source:
     logging.info(
@@ -214,6 +217,7 @@ def of_flags(args, dtype: str | None = None, max_image_pixels: int | None = None
       dtype=dtype,
       num_heads=args.num_heads,
       gelu=args.gelu,
+      entry=args.entry,
       max_image_pixels=max_image_pixels,
     )
   return load(args.workdir, args.step, dtype=dtype, max_image_pixels=max_image_pixels)

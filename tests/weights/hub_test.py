@@ -12,6 +12,8 @@ from huggingface_hub import constants
 import jax
 import numpy as np
 import pytest
+import safetensors.torch
+import torch
 
 from tests import stored_runs, torch_models, trees
 from tests.weights import conftest
@@ -274,6 +276,40 @@ def test_sharded_weights(fake_hub, good, tmp_path):
   (folder / index).write_text(json.dumps({'weight_map': ['a']}))
   with pytest.raises(ValueError, match='index.json.*weight_map'):
     reading.read(str(folder))
+
+
+@pytest.mark.parametrize(
+  'name, shards',
+  [
+    ('model.fp16.safetensors', ()),
+    ('open_clip_pytorch_model.bin', ()),
+    (
+      'pytorch_model.bin.index.json',
+      ('pytorch_model-00001-of-00002.bin', 'pytorch_model-00002-of-00002.bin'),
+    ),
+    (
+      'model.safetensors.index.fp16.json',
+      (
+        'model.fp16-00001-of-00002.safetensors',
+        'model.fp16-00002-of-00002.safetensors',
+      ),
+    ),
+  ],
+)
+def test_variants_and_indices(fake_hub, good, tmp_path, name, shards):
+  state = safetensors.torch.load_file(good / 'hf' / 'model.safetensors')
+  save = torch.save if '.bin' in name else safetensors.torch.save_file
+  files = {file: dict([*state.items()][i::2]) for i, file in enumerate(shards)}
+  for file, arrays in (files or {name: state}).items():
+    save(arrays, tmp_path / file)
+  if shards:
+    weight_map = {key: file for file, arrays in files.items() for key in arrays}
+    (tmp_path / name).write_text(json.dumps({'weight_map': weight_map}))
+  (tmp_path / 'config.json').write_bytes((good / 'hf' / 'config.json').read_bytes())
+  fake_hub.add('o/variant', tmp_path, ('config.json', name, *shards))
+  want = reading.read(str(good / 'hf')).params
+  for path in tmp_path, tmp_path / name, 'hf://o/variant', f'hf://o/variant/{name}':
+    trees.assert_same(reading.read(str(path)).params, want)
 
 
 @pytest.mark.parametrize(

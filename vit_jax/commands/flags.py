@@ -90,10 +90,10 @@ class Parser(argparse.ArgumentParser):
         f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
         'leave out --step'
       )
-    for name in ('num_heads', 'gelu'):
+    for name in ('num_heads', 'gelu', 'entry'):
       if getattr(found, name, None) and getattr(found, 'workdir', None):
         raise ValueError(
-          f'--{name} is for weights without a config, but a run has one: pass '
+          f'--{name} is for weights of other programs, not for a run: pass '
           f'--weights=FILE, or leave out --{name}'
         )
     if self._has_config():
@@ -221,7 +221,7 @@ def add_model_flags(parser: Parser, required: bool = True):
 
 
 def add_weights_flags(parser: Parser):
-  """Adds --num_heads and --gelu, for weights without a config."""
+  """Adds --num_heads, --gelu and --entry, for weights of other programs."""
   parser.add(
     {
       '--num_heads': dict(
@@ -232,6 +232,10 @@ def add_weights_flags(parser: Parser):
       '--gelu': dict(
         choices=('erf', 'tanh', 'quick'),
         help="such weights' GELU: exact, tanh approximation, or CLIP's sigmoid",
+      ),
+      '--entry': dict(
+        help='model to read from a checkpoint with several, such as student or model '
+        '(averaged weights)',
       ),
     }
   )

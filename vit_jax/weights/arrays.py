@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import contextlib
 import errno
 import re
+from typing import Any
 import zipfile
 
 from absl import logging
@@ -15,18 +16,19 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from vit_jax import console
 from vit_jax.distributed import files
 from vit_jax.weights import fetch
 
 _FLOATS = ('bfloat16', 'float16', 'float32', 'float64')
+TORCH_ENDINGS = ('.bin', '.pt', '.pth', '.tar', '.ckpt')
+_LONGEST_HEADER = 100_000_000  # Bytes that the safetensors library accepts.
 # Trees are built of names, one level of the tree for each part between slashes.
 _MOST_LEVELS, _LONGEST_NAME = 32, 1000
 # Buffers of PyTorch's models that hold no weights: counters of batch norm, causal
 # masks, and position indices.
 _NO_WEIGHTS = re.compile(
   r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias'
-  r'|attn\.relative_position_index|embeddings\.position_ids)'
+  r'|attn\.relative_position_index|embeddings\.position_ids|attn_mask)'
 )  # fmt: skip
 
 
@@ -55,7 +57,7 @@ def read_npz(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray
       raise ValueError('not an .npz archive, or only part of one')
     archive.seek(0)
     with np.load(archive, allow_pickle=False) as content:
-      return {name: _checked(name, content[name], dtype) for name in content}
+      return {name: checked(name, content[name], dtype) for name in content}
 
 
 def read_safetensors(
@@ -70,8 +72,35 @@ def read_safetensors(
     for name in names:
       # Reopened, since pages read through an open file stay in memory.
       with safetensors.safe_open(here, framework='numpy') as f:
-        arrays[name] = _checked(name, f.get_tensor(name), dtype)
+        value = f.get_tensor(name)
+      if not is_no_weight(name, value):
+        arrays[name] = checked(name, value, dtype)
     return arrays
+
+
+def format_of(file: epath.Path) -> str:
+  """Returns 'npz', 'safetensors' or 'torch', by a file's content or else its ending."""
+  if files.is_remote(file) or not file.exists():
+    return _format_of_name(file.name)
+  files.check_input(file)
+  with file.open('rb') as f:
+    start = f.read(9)
+    # Its header is JSON, whose length comes first.
+    if start[8:] == b'{' and int.from_bytes(start[:8], 'little') <= _LONGEST_HEADER:
+      return 'safetensors'
+    if start.startswith(b'\x80'):  # A pickle.
+      return 'torch'
+    if start.startswith(b'PK') and zipfile.is_zipfile(f):
+      with naming(file), zipfile.ZipFile(f) as archive:
+        is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
+        return 'torch' if is_torch else 'npz'
+  return _format_of_name(file.name)
+
+
+def _format_of_name(name: str) -> str:
+  if name.endswith('.safetensors'):
+    return 'safetensors'
+  return 'torch' if name.endswith(TORCH_ENDINGS) else 'npz'
 
 
 def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]):
@@ -80,32 +109,15 @@ def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]):
     file.write(safetensors.numpy.save(arrays, metadata={'format': 'pt'}))
 
 
-def read_torch(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray]:
-  """Reads a state dict of PyTorch; for `dtype` see read_npz."""
-  torch = console.needed('torch', 'torch', f"reading '{file}'")
-  with fetch.local_input(file) as here, files.open_input(here) as content:
-    try:
-      state = torch.load(content, map_location='cpu', weights_only=True)
-    except Exception as e:  # Its messages are paragraphs.
-      raise ValueError(
-        'it is truncated, or holds pickled objects, which are never loaded'
-      ) from e
-  if isinstance(state, dict):
-    state = state.get('state_dict', state.get('model', state))
-  if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-    raise ValueError('it is not a state dict: arrays by name')
-  arrays = {}
-  for name in [name for name in state if not _NO_WEIGHTS.fullmatch(name)]:
-    value = state.pop(name)
-    if not isinstance(value, torch.Tensor):
-      raise ValueError(f"'{name}' is a {type(value).__name__}, not a tensor")
-    value = value.detach()  # It may be a parameter.
-    value = value.float() if value.dtype == torch.bfloat16 else value
-    arrays[name] = _checked(name, value.numpy(), dtype)
-  return arrays
+def is_no_weight(name: str, value: Any) -> bool:
+  """Returns whether an entry of a state dict is a buffer, a count or a setting."""
+  if isinstance(value, (int, float, str)) or _NO_WEIGHTS.fullmatch(name):
+    return True
+  # Such as OpenAI CLIP's input_resolution.
+  return np.shape(value) == () and 'int' in str(getattr(value, 'dtype', ''))
 
 
-def _checked(name, array, dtype) -> np.ndarray:
+def checked(name: str, array: Any, dtype: str | None) -> np.ndarray:
   """Returns an array of floats in native byte order; converts it to a `dtype`."""
   levels = 1 + name.count('/')
   if levels > _MOST_LEVELS or len(name) > _LONGEST_NAME:

@@ -124,15 +124,15 @@ def from_notes(config) -> Description:
 
 
 def shards(config) -> list[str]:
-  """Returns the files that the index of a large model's .safetensors names."""
-  found = config.get('weight_map')
-  name = re.compile(r'[\w.-]+\.safetensors')  # Not in another folder.
-  is_map = isinstance(found, dict) and found
-  if not is_map or not all(name.fullmatch(str(x)) for x in found.values()):
+  """Returns the files that the index of a large model names."""
+  weight_map = config.get('weight_map')
+  name = re.compile(r'[\w.-]+\.(safetensors|bin)')  # Not in another folder.
+  is_map = isinstance(weight_map, dict) and weight_map
+  if not is_map or not all(name.fullmatch(str(x)) for x in weight_map.values()):
     raise ValueError(
-      'weight_map must name a .safetensors file in the same folder for each array'
+      'weight_map must name a .safetensors or .bin file in the same folder for each array'
     )
-  return sorted(set(found.values()))
+  return sorted(set(weight_map.values()))
 
 
 def labels(config, gap: str | None = None) -> tuple[str, ...] | None:

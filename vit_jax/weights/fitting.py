@@ -42,6 +42,7 @@ def transferable(
   place: str = 'model',
   part: str = '',
   prepared: preparation.Preparation | None = None,
+  entry: str | None = None,
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
@@ -57,9 +58,10 @@ def transferable(
     prepared: how the run prepares images; None: unknown.
     part: the part of an image-text model that this model is; it is initialised,
       with its head, from the same part of an image-text model's weights.
+    entry: see vit_jax.weights.reading.read.
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
-  weights = reading.read(pretrained_path, heads(model_config))
+  weights = reading.read(pretrained_path, heads(model_config), entry=entry)
   family = families.of_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)

@@ -20,10 +20,20 @@ from etils import epath
 
 from vit_jax import console
 
-# Weights files in folders of timm or Hugging Face, in order of preference. The second
-# lists the files of a large model.
-INDEX = '.safetensors.index.json'
-FILES = ('model.safetensors', f'model{INDEX}', 'pytorch_model.bin')
+# Weights files in folders of timm, Hugging Face or open_clip, in order of preference.
+# An index lists the files of a large model; a variant such as fp16 is part of a name.
+FILES = (
+  'model.safetensors',
+  'model.safetensors.index.json',
+  'pytorch_model.bin',
+  'pytorch_model.bin.index.json',
+  'model.safetensors.index.*.json',
+  'model.*.safetensors',
+  'pytorch_model.*.bin',
+  'open_clip_model.safetensors',
+  'open_clip_pytorch_model.bin',
+)
+INDEX = re.compile(r'(.+)\.(safetensors|bin)\.index(\.[\w*]+)?\.json')
 _PLACES = ('hf://', 'https://huggingface.co/', 'https://hf.co/')
 _FORM = 'hf://OWNER/NAME[@REVISION][/FILE]'
 _LOG_IN = 'log in (hf auth login), or set HF_TOKEN'
@@ -69,21 +79,24 @@ def fetch(path, revision: str | None = None) -> epath.Path:
   uri = parse(path)
   revision, name = revision or uri.revision, uri.path_in_repo
   # Patterns of files; the next are tried if the model has none of the first.
-  wanted = [[glob.escape(name)]]
-  if name.endswith(INDEX):
-    wanted[0].append(f'{glob.escape(name.removesuffix(INDEX))}-*.safetensors')
-  elif not name:
-    wanted = [[FILES[0]], ['model-*.safetensors'], [FILES[2]]]
-  for names in wanted:
+  patterns = [[glob.escape(name)]] if name else [[file] for file in FILES]
+  for names in patterns:
+    names += _shards(names[0])
     folder = _snapshot(path, uri, revision, names)
     revision = folder.name  # The branch may move before the next call.
-    if any(folder.glob(names[0])):
+    if any(folder.glob(names[-1])):
       return folder / name
   what = f"no file '{name}'" if name else f'none of {FILES}'
   raise FileNotFoundError(
     f"'{path}': the model has {what}: name one of its files, see "
     f'{_page(uri)}/tree/{revision} ({_FORM})'
   )
+
+
+def _shards(index: str) -> list[str]:
+  """Returns a pattern of the files that an index lists; [] for another file."""
+  match = INDEX.fullmatch(index)
+  return [f'{match[1]}{match[3] or ""}-*.{match[2]}'] if match else []
 
 
 def check_push(path):

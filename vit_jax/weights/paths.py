@@ -6,12 +6,12 @@ from etils import epath
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files, text_files
-from vit_jax.weights import fetch, hub
+from vit_jax.weights import arrays, fetch
 
 # Endings of exported models, and files in their folders.
 _EXPORTED = ('.onnx', '.stablehlo', '.pb')
 _EXPORTS = ('model.onnx', 'model.stablehlo', 'saved_model.pb', '1/saved_model.pb')
-TORCH_ENDINGS = ('.safetensors', hub.INDEX, '.bin', '.pt', '.pth', '.tar')
+_ENDINGS = ('.npz', '.safetensors', '.json', *arrays.TORCH_ENDINGS)
 
 
 def of_config(config) -> dict[str, str]:
@@ -59,7 +59,7 @@ def existing(path) -> epath.Path:
   """
   name = str(path)
   # A folder in a bucket, such as a workdir, is read in place.
-  in_place = name.startswith('gs://') and not name.endswith(('.npz', *TORCH_ENDINGS))
+  in_place = name.startswith('gs://') and not name.endswith(_ENDINGS)
   local_path = epath.Path(path) if in_place else fetch.fetch(path)
   if not local_path.exists():
     raise FileNotFoundError(

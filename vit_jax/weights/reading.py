@@ -46,6 +46,8 @@ from vit_jax.weights import (
   paths,
   preparation as preparation_lib,
   published,
+  torch_files,
+  unwrapping,
 )
 from vit_jax.weights.families import families
 
@@ -89,6 +91,7 @@ def read(
   path: str,
   num_heads: int | tuple[int, int] | None = None,
   dtype: str | None = None,
+  entry: str | None = None,
 ) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
@@ -100,6 +103,8 @@ def read(
       needed for files of timm, Hugging Face or open_clip without a config that
       contains it.
     dtype: type of the parameters, such as 'bfloat16'; None: as in the file.
+    entry: which model of a checkpoint with several to read, such as 'student'; None:
+      the averaged weights, see vit_jax/weights/unwrapping.py.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
@@ -118,11 +123,12 @@ def read(
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
-    weights = _read_torch(_file_in(found), num_heads, found.joinpath, dtype)
-  elif found.name.endswith(paths.TORCH_ENDINGS):
+    file = _file_in(found)
+    weights = _read_torch(file, num_heads, found.joinpath, dtype, entry)
+  elif hub.INDEX.fullmatch(found.name) or arrays.format_of(found) != 'npz':
     folder = str(path).rpartition('/')[0]
     sibling = lambda name: _fetched(f'{folder}/{name}' if folder else name)
-    weights = _read_torch(found, num_heads, sibling, dtype)
+    weights = _read_torch(found, num_heads, sibling, dtype, entry)
   else:
     weights = _read_npz(found, dtype)
   if dtype:
@@ -140,9 +146,9 @@ def leaves_of(weights: Weights) -> dict:
 
 def _file_in(folder):
   """Returns the weights file in a folder of timm or Hugging Face."""
-  for name in hub.FILES:
-    if (folder / name).exists():
-      return folder / name
+  for pattern in hub.FILES:
+    if matches := sorted(folder.glob(pattern)):
+      return matches[0]
   raise ValueError(
     f"'{folder}' is a folder without weights: neither a workdir (checkpoints/) "
     f'nor one of {hub.FILES}'
@@ -166,7 +172,8 @@ def check_packages(path: str):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
-  if file.suffix in paths.TORCH_ENDINGS:
+  is_file = not file.is_dir() and not hub.INDEX.fullmatch(file.name)
+  if is_file and arrays.format_of(file) == 'torch':
     console.needed('torch', 'torch', f"reading '{path}'")
 
 
@@ -256,13 +263,13 @@ def _not_from_itself(folder):
     _bases.remove(folder)
 
 
-def _read_torch(file, num_heads, sibling, dtype):
+def _read_torch(file, num_heads, sibling, dtype, entry):
   """Reads a state dict, and the files (`sibling`: by name) that describe it."""
   descriptions.read(sibling('config.json'), families.check_type)
   parts = [file]
-  if file.name.endswith(hub.INDEX):
+  if hub.INDEX.fullmatch(file.name):
     parts = [*map(sibling, descriptions.read(file, descriptions.shards))]
-  flat: dict[str, np.ndarray] = {}
+  content: Any = {}
   for part in parts:
     if not part.exists():
       raise FileNotFoundError(
@@ -270,11 +277,15 @@ def _read_torch(file, num_heads, sibling, dtype):
         'files of the weights into one folder'
       )
     with arrays.naming(part):
-      if part.name.endswith('.safetensors'):
-        flat |= arrays.read_safetensors(part, dtype)
+      if arrays.format_of(part) == 'safetensors':
+        loaded = arrays.read_safetensors(part, dtype)
       else:
-        flat |= arrays.read_torch(part, dtype)
+        loaded = torch_files.load(part)
+      content = {**content, **loaded} if content else loaded
   with arrays.naming(file):
+    state = unwrapping.unwrap(content, families.knows, entry)
+    del content, loaded
+    flat = torch_files.to_numpy(state, dtype)
     family, naming = families.of_names(flat)
     described = family.read_description(sibling, file, flat, naming)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))

@@ -30,6 +30,11 @@ def of(config: Mapping[str, Any]) -> base.Family:
   return next(family for family in _FAMILIES if family.kind in kinds)
 
 
+def knows(names: Iterable[str]) -> bool:
+  """Returns whether a state dict with these names is of a model of this package."""
+  return any(family.detect(names) for family in _FAMILIES)
+
+
 def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
   """Returns family and naming of a state dict; ValueError if it has none."""
   for family in _FAMILIES:
