@@ -299,7 +299,11 @@ def test_open_clip_weights(saved, tmp_path, custom_text):
     state = {k if k.startswith(kept) else f'text.{k}': x for k, x in state.items()}
   path = tmp_path / 'open_clip_model.safetensors'
   state = {k: np.ascontiguousarray(x) for k, x in state.items()}
-  safetensors.numpy.save_file(state, path)
+  # Of OpenAI's files, and a buffer of open_clip.
+  sizes = dict.fromkeys(('input_resolution', 'context_length', 'vocab_size'), 8)
+  others = {k: np.array(x) for k, x in sizes.items()}
+  others['attn_mask'] = np.full((6, 6), -np.inf, np.float32)
+  safetensors.numpy.save_file(state | others, path)
   config = {
     'model_cfg': {
       'embed_dim': 10,

@@ -74,6 +74,27 @@ _MASK_ROWS = (
 )  # fmt: skip
 
 
+# Names in memory of transformers 5 -> in its files.
+_MEMORY = (
+  (r'^model\.backbone\.(?=model\.)', 'model.backbone.conv_encoder.'),
+  (r'(attn)\.o_proj\.', r'\1.out_proj.'),
+  (r'^(model\.\w+\.layers\.\d+)\.mlp\.', r'\1.'),
+  (r'^bbox_attention\.([qk])_proj\.', r'bbox_attention.\1_linear.'),
+  (r'^mask_head\.conv([12])\.conv\.', r'mask_head.lay\1.'),
+  (r'^mask_head\.conv([12])\.norm\.', r'mask_head.gn\1.'),
+  *(
+    (rf'^mask_head\.fpn_stages\.{i}\.{name}\.', f'mask_head.{old}.')
+    for i in range(3)
+    for name, old in (
+      ('fpn_adapter', f'adapter{i + 1}'),
+      (r'refine\.conv', f'lay{i + 3}'),
+      (r'refine\.norm', f'gn{i + 3}'),
+    )
+  ),
+  (r'^mask_head\.output_conv\.', 'mask_head.out_lay.'),
+)
+
+
 def _backbone(style, start) -> tuple[leaves.Group, ...]:
   """Returns the table of a ResNet; `style`: 0 for timm, 1 for Hugging Face."""
   units = start + _THEIR_UNITS[style]
@@ -100,7 +121,10 @@ def _detector(kind, number, style, backbone, start, **options) -> leaves.Naming:
       (_MASK_HEAD, '', _MASK_ROWS),
     ),
     marks=(_OTHERS[0][2 + number],),
-    old_names=((r'^detr\.', ''),),
+    old_names=(
+      (r'^detr\.', ''),
+      *_MEMORY,
+    ),
     program='the DETR of other programs',
     **options,
   )

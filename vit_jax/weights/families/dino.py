@@ -33,6 +33,26 @@ _LAYER = (
   ('LayerNorm_1', 'norm', 'norm2'),
   ('LayerScale_1/gamma', 'same', 'layer_scale2.lambda1'),
 )
+# Names in memory of transformers 5 -> in its files: attention, and an MLP with a gate.
+MEMORY_ATTENTION = (
+  *(
+    (rf'\.attention\.{x}_proj\.', f'.attention.attention.{name}.')
+    for x, name in (('q', 'query'), ('k', 'key'), ('v', 'value'))
+  ),
+  (r'\.attention\.o_proj\.', '.attention.output.dense.'),
+)
+_MEMORY_GATED = (
+  (r'\.mlp\.gate_proj\.', JOINED[0]),
+  (r'\.mlp\.up_proj\.', JOINED[1]),
+  (r'\.mlp\.down_proj\.', '.mlp.weights_out.'),
+)
+# Names in the files of DINOv2's authors -> timm's. Chunks of layers are for FSDP.
+OLD_NAMES = (
+  (r'^blocks\.\d+\.(?=\d)', 'blocks.'),
+  (r'^register_tokens$', 'reg_token'),
+  (r'\.mlp\.w12\.', '.mlp.fc1.'),
+  (r'\.mlp\.w3\.', '.mlp.fc2.'),
+)
 # The same of DINOv3.
 _STEM_3 = (
   _STEM[0],
@@ -71,7 +91,7 @@ def naming(gated: bool) -> leaves.Naming:
     'DINOv2',
     (('', '', _STEM), ('Transformer/encoderblock_{0}/', 'encoder.layer.{0}.', layer)),
     marks=('encoder.layer.0.layer_scale1.lambda1',),
-    old_names=((r'^dinov2(_with_registers)?\.', ''),),
+    old_names=((r'^dinov2(_with_registers)?\.', ''), *MEMORY_ATTENTION, *_MEMORY_GATED),
     joined={'.mlp.weights_in.': JOINED} if gated else {},
     ignored=r'embeddings\.mask_token',
     program="Hugging Face's DINOv2",
@@ -83,6 +103,7 @@ NAMING_3 = leaves.Naming(
   'DINOv3',
   (('', '', _STEM_3), ('Transformer/encoderblock_{0}/', 'layer.{0}.', _LAYER_3)),
   marks=('layer.0.layer_scale1.lambda1',),
+  old_names=((r'^model\.(?=layer\.)', ''),),  # In memory.
   ignored=r'embeddings\.mask_token',
   program="Hugging Face's DINOv3",
 )

@@ -14,7 +14,7 @@ import numpy as np
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import position_kinds
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base, dino, eva, leaves, vit_files
+from vit_jax.weights.families import base, dino, eva, leaves, torchvision, vit_files
 
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _BIAS = 'Transformer/posembed_input/relative_bias'
@@ -117,7 +117,7 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
       (_UNITS, _TIMM_RESNET + _TIMM_UNITS, _UNIT),
     ),
     marks=('patch_embed.proj.weight',),
-    old_names=(_PARALLEL, *eva.OLD_NAMES),
+    old_names=(_PARALLEL, *eva.OLD_NAMES, *dino.OLD_NAMES, *torchvision.OLD_NAMES),
     joined={
       '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
       'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
@@ -142,7 +142,15 @@ _HF = leaves.Naming(
     ),
   ),
   marks=('embeddings.patch_embeddings.projection.weight',),
-  old_names=((r'^(vit|deit|ijepa)\.', ''), (r'^cls_classifier\.', 'classifier.')),
+  old_names=(
+    (r'^(vit|deit|ijepa)\.', ''),
+    (r'^cls_classifier\.', 'classifier.'),
+    # Models of transformers 5 in memory.
+    (r'^layers\.', 'encoder.layer.'),
+    *dino.MEMORY_ATTENTION,
+    (r'^(encoder\.layer\.\d+)\.mlp\.fc1\.', r'\1.intermediate.dense.'),
+    (r'^(encoder\.layer\.\d+)\.mlp\.fc2\.', r'\1.output.dense.'),
+  ),
   ignored=_IGNORED,
   program="Hugging Face's transformers",
 )
@@ -335,6 +343,7 @@ class Classifiers(base.Family):
 
   def read_description(self, sibling, file, flat, naming):
     table, named = self.naming(naming, flat), eva.is_eva(flat)
+    is_torchvision = torchvision.is_in(flat)
     leaves.prepare(flat, table)
     config = sibling('config.json')
     if naming == 'hf':
@@ -346,6 +355,8 @@ class Classifiers(base.Family):
     else:
       read = lambda x: vit_files.from_timm(x, flat, named)
       found = descriptions.read(config, read)
+    if is_torchvision:
+      found = torchvision.completed(found, flat)
     _add_positions(flat, found.image_size)
     if is_bit(flat):
       return found._replace(model={'eps': 'timm'})
@@ -409,9 +420,13 @@ def _add_positions(flat, image_size):
   first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
   if table.ndim == 3 and 'reg_token' in flat:
     rows, count = table.shape[1], first + flat['reg_token'].shape[1]
-    square = lambda number: math.isqrt(max(number, 0)) ** 2 == number
-    with_registers = not square(rows) and square(rows - count)
-    if with_registers if patches is None else rows - count == patches:
+    is_grid = lambda number: (
+      number > 0
+      and (math.isqrt(number) ** 2 == number if patches is None else number == patches)
+    )
+    if is_grid(rows - first) and not is_grid(rows):  # As DINOv2's authors have them.
+      return
+    if is_grid(rows - count) and not is_grid(rows):
       flat['reg_token'] = flat['reg_token'] + table[:, first:count]
       flat['pos_embed'] = np.delete(table, slice(first, count), axis=1)
       return
@@ -421,7 +436,7 @@ def _add_positions(flat, image_size):
 
 def _is_gated(names):
   """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
-  gates = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|weights_in|fc1_g)\.')
+  gates = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|gate_proj|weights_in|fc1_g|w12)\.')
   if any(map(gates.search, names)):
     return True
   first, last = 'blocks.0.mlp.fc1.weight', 'blocks.0.mlp.fc2.weight'
