@@ -176,6 +176,18 @@ def test_timm_round_trip(saved, tmp_path):
   assert {key: processor[key] for key in SCALING} == SCALING
 
 
+def test_gated_mlps_of_rounded_widths_round_trip(tmp_path):
+  """Two thirds of 4 * 64 are rounded up to 176, a multiple of 8."""
+  theirs = of_hf(0, True, hidden_size=64, mlp_ratio=4, num_hidden_layers=1)
+  theirs.save_pretrained(tmp_path / 'a')
+  convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
+  again = loaded_whole(type(theirs), tmp_path / 'b')
+  assert again.config.mlp_ratio == 4
+  for name, x in theirs.state_dict().items():
+    if 'mask_token' not in name:
+      assert torch.equal(x, again.state_dict()[name]), name
+
+
 def test_classifiers_on_class_token_and_mean_round_trip(tmp_path):
   """The mean excludes the registers."""
   labels = {0: 'ant', 1: 'bee', 2: 'cow'}

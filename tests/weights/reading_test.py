@@ -67,7 +67,7 @@ def test_rejects_unsupported_pooling(timm_folder):
 
 
 def test_fields_missing_in_the_config_must_be_passed(timm_folder):
-  folder = timm_folder({}, architecture='vit_base_patch16_gap_224')
+  folder = timm_folder({}, architecture='vit_unknown')
   for fields, missing in (({'gelu': 'erf'}, 'heads'), ({'num_heads': 2}, 'GELU')):
     with pytest.raises(ValueError, match=f'{missing}.*--(num_heads|gelu)'):
       convert.read(folder, **fields)
@@ -83,6 +83,12 @@ def test_fields_missing_in_the_config_must_be_passed(timm_folder):
     ('vit_small_r26_s32_224', 6),
     ('vit_tiny_r_s16_p8_224', 3),
     ('beitv2_large_patch16_224.in1k_ft_in1k', 16),
+    ('beit3_giant_patch14_224', 16),
+    ('vit_base_patch16_gap_224', 16),
+    ('vit_base_patch32_plus_256', 14),
+    ('vit_large_patch14_reg1_tipsv2', 16),
+    ('vit_small_patch16_36x1_224', 6),
+    ('test_vit2', 2),
   ],
 )
 def test_heads_and_gelu_follow_from_timm_names(name, heads):
@@ -180,6 +186,12 @@ def test_an_archive_must_be_unpacked(tmp_path):
     ('vit_small_patch16_rope_mixed_224', {}, 'rope.freqs.*frequencies of rotary'),
     ('vit_base_patch16_sapiens2', {'num_kv_heads': 2}, 'LayerScale of attention'),
     ('vit_pe_spatial_tiny_patch16_512', {}, 'no norm after its layers'),
+    ('vit_base_patch16_radio_v3', {}, 'no norm after its layers'),
+    ('vit_intern300m_patch14_448', {}, 'no norm after its layers'),
+    ('test_vit3', {}, 'pooling reads registers too'),
+    ('aimv2_large_patch14_224', {}, 'a norm of the patches'),
+    ('vit_dwee_patch16_reg1_gap_256', {}, 'differential attention'),
+    ('vit_relpos_small_patch16_224', {}, 'relative positions of'),
   ],
 )
 def test_errors_name_the_unsupported_feature(tmp_path, name, fields, message):

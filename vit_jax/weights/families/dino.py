@@ -158,6 +158,15 @@ def from_hf(config) -> descriptions.Description:
   return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
 
 
+def _mlp_ratio(mlp_dim: int, width: int, gated: bool) -> int | None:
+  """Returns Hugging Face's `mlp_ratio` of an MLP of this width; None if it has none."""
+  # With a gate, two thirds of the width are rounded up to a multiple of 8.
+  rounded = lambda hidden: -(-(hidden * 2 // 3) // 8) * 8 if gated else hidden
+  largest = mlp_dim * (3 if gated else 2) // 2 // width
+  ratios = range(largest, 0, -1)
+  return next((x for x in ratios if rounded(x * width) == mlp_dim), None)
+
+
 def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   """Returns the JSON files of a model by name, and notes.
 
@@ -179,10 +188,8 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     if gated:
       files['config.json']['hidden_act'] = 'silu'
     return files, ['load it as DINOv3ViTModel: the model has no classifier']
-  # It rounds two thirds of this width up to a multiple of 8 if there is a gate.
-  hidden = encoder.mlp_dim * 3 // 2 if gated else encoder.mlp_dim
-  ratio, rest = divmod(hidden, config.hidden_size)
-  if rest or (gated and encoder.mlp_dim % 8):
+  ratio = _mlp_ratio(encoder.mlp_dim, config.hidden_size, gated)
+  if ratio is None:
     raise ValueError(
       f"Hugging Face's DINOv2 has no MLP of width {encoder.mlp_dim} for tokens of "
       f'width {config.hidden_size}: write this model for timm, or as a run (--to)'

@@ -52,7 +52,8 @@ _REJECTED = {
   r'eva02_enormous\w*': 'whose layers end with their norms',
   r'vit_\w+_sapiens2': 'with LayerScale of attention only',
   r'vit_pe_core_\w+': 'whose attention pooling has its own number of heads',
-  r'vit_pe_\w+': 'with no norm after its layers',
+  r'vit_(pe|intern300m|\w+_radio)_\w+': 'with no norm after its layers',
+  r'test_vit3': 'whose attention pooling reads registers too',
 }
 _KINDS = {'dinov3': 'rope', 'cat': 'axial_rope'}
 
@@ -64,7 +65,7 @@ def architecture(config) -> str:
 
 def eps(name: str) -> float:
   """Returns the epsilon of the norms of an architecture."""
-  return 1e-5 if re.match(r'vit_.*_(clip|dinov3|lingbot)', name) else 1e-6
+  return 1e-5 if re.match(r'vit_.*_(clip|dinov3|lingbot)|beit3_', name) else 1e-6
 
 
 def is_eva(names) -> bool:

@@ -283,7 +283,9 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
     if num_heads is None:
       raise ValueError(
         f'it does not say how many attention heads its model of width {width} has: '
-        'put its config.json into the same folder, or pass num_heads (--num_heads)'
+        'pass num_heads (--num_heads), or put a config.json with this number into the '
+        "same folder (Hugging Face's num_attention_heads, or num_heads in timm's "
+        'model_args)'
       )
     if width % num_heads:
       raise ValueError(

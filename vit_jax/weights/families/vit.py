@@ -125,7 +125,15 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
     },
     ignored=_IGNORED,
     program='timm',
-    features={'rope.freqs': 'frequencies of rotary embeddings, which are fixed here'},
+    features={
+      'rope.freqs': 'frequencies of rotary embeddings, which are fixed here',
+      'attn.rel_pos': 'relative positions of another form',
+      'patch_embed.norm': 'a norm of the patches',
+      'lambda_': 'differential attention',
+      'in_proj': 'one projection for attention and MLP',
+      'attns.': 'parallel branches',
+      'storage_tokens': "the names of DINOv3's authors: use the files of timm",
+    },
   )
 
 

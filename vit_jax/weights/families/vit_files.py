@@ -30,12 +30,12 @@ _TIMM_BITS = {
   (3, 4, 23, 3): ('resnetv2_101x1_bit', 1),
   (3, 8, 36, 3): ('resnetv2_152x2_bit', 2),
 }
-# timm's names of ViTs with the usual number of heads; vit_base_patch16_gap_224 has 16.
+# timm's names of ViTs, whose size determines the number of heads.
 _TIMM_USUAL = re.compile(
-  r'(?!vit_base_patch16_gap)(?:vit|deit3?|flexivit|eva(?:02)?|beit(?:v2)?)_'
-  r'((?:huge|small)_plus|7b|[a-z]+\d*m?2?)'
+  r'(?:vit|deit3?|flexivit|eva(?:02)?|beit(?:v2|3)?)_'
+  r'((?:huge|small)_plus|7b|intern300m|[a-z]+\d*m?2?)'
   r'(?:_(?:patch\d+|r\d*|[sp]?\d+|in21k|clip|quickgelu|siglip|distilled|reg\d|gap|map'
-  r'|miil|dinov[23]|qkvb|lingbot|rope|ape))*'
+  r'|miil|dinov[23]|qkvb|lingbot|rope|ape|tipsv2|radio|v\d|36x1))*'
 )
 # Parts of these names -> their GELU, if it is not the exact one.
 _TIMM_NAMED_GELUS = (
@@ -49,10 +49,14 @@ _Shape = tuple[schema.Count, schema.Count, schema.Count]  # Channels, height, wi
 _TIMM_HEADS = {
   'tiny': 3, 'xsmall': 4, 'wee': 4, 'little': 5, 'small': 6, 'medium': 8, 'mediumd': 8,
   'betwixt': 10, 'base': 12, 'so150m2': 13, 'so150m': 14, 'large': 16, 'so400m': 16,
-  'huge': 16, 'giant': 16, 'giantopt': 16, 'gigantic': 16,
-  'vit_base_patch16_plus_clip_240': 14,
+  'huge': 16, 'giant': 16, 'giantopt': 16, 'gigantic': 16, 'intern300m': 16,
+  'small_plus': 6, 'huge_plus': 20, '7b': 32,
+  **dict.fromkeys(('vit_base_patch16_plus_clip_240', 'vit_base_patch16_plus_240'), 14),
+  'vit_base_patch32_plus_256': 14, 'vit_base_patch16_gap_224': 16,
   'vit_giant_patch14_dinov2': 24, 'vit_giant_patch14_reg4_dinov2': 24,
-  'small_plus': 6, 'huge_plus': 20, '7b': 32, 'vit_giant_patch16_lingbot': 24,
+  'vit_giant_patch14_reg1_tipsv2': 24, 'vit_giant_patch16_radio_v3': 24,
+  'vit_giant_patch16_lingbot': 24,
+  'test_vit': 2, 'test_vit2': 2, 'test_vit4': 3,
 }  # fmt: skip
 # Their names of GELUs -> ours.
 GELUS = {
