@@ -212,6 +212,40 @@ WORDS_OF_TENSORFLOW_TEXT = (
 )  # fmt: skip
 
 
+def test_bert_reads_the_tokenizer_json_of_transformers_5(bert, tmp_path):
+  lines = bert.read_text().removesuffix('\n').split('\n')
+  vocabulary = {token: number for number, token in enumerate(lines)}
+  transformers.BertTokenizer(vocab=vocabulary).save_pretrained(tmp_path)
+  assert not (tmp_path / 'vocab.txt').exists()
+  for cls in tokenizers.BertTokenizer, tokenizers.HuggingFaceBertTokenizer:
+    ours, want = cls(tmp_path / 'tokenizer.json', 16), cls(bert, 16)
+    assert_same(ours(TEXTS), want(TEXTS))
+    assert ours.num_tokens == want.num_tokens == len(lines)
+    assert ours.content().decode().split('\n') == lines
+
+
+@pytest.mark.parametrize(
+  'model, lowercase, message',
+  [
+    ({'type': 'BPE'}, True, 'not WordPiece'),
+    ({'vocab': {'[CLS]': 0, 'a': 2}}, True, '2 tokens are not numbered from 0'),
+    ({'vocab': {'[CLS]': 0, 'a\n': 1}}, True, 'line break'),
+    ({'vocab': ['[CLS]']}, True, 'not an object'),
+    ({'continuing_subword_prefix': ''}, True, 'do not begin with ##'),
+    ({}, False, 'capital letters'),
+  ],
+)
+def test_other_tokenizer_jsons_of_bert_are_rejected(
+  tmp_path, model, lowercase, message
+):
+  default = dict(type='WordPiece', continuing_subword_prefix='##', vocab={'[CLS]': 0})
+  fields = {'model': {**default, **model}, 'normalizer': {'lowercase': lowercase}}
+  path = tmp_path / 'tokenizer.json'
+  path.write_text(json.dumps(fields))
+  with pytest.raises(ValueError, match=f"vocab_path='{path}' .*{message}"):
+    tokenizers.BertTokenizer(path, 8)
+
+
 @pytest.mark.parametrize(('text', 'words'), WORDS_OF_TENSORFLOW_TEXT)
 def test_bert_splits_words_like_tensorflow_text(tmp_path, text, words):
   words = words.split(' ')
@@ -439,6 +473,22 @@ def test_vocabulary_on_the_hub_needs_no_file_name(small, monkeypatch):
     assert tokenizer.vocab_path == path
   want = 'hf://a/b/vocab.txt', 'hf://a/b@v1/vocab.txt', 'hf://a/b/vocab.txt'
   assert [*map(hub.parse, fetched)] == [*map(hub.parse, want)]
+
+
+def test_bert_on_the_hub_may_have_only_a_tokenizer_json(bert, tmp_path, monkeypatch):
+  transformers.BertTokenizer.from_pretrained(bert.parent).save_pretrained(tmp_path)
+  names = []
+
+  def fetch(path):
+    names.append(hub.parse(path).path_in_repo)
+    if names[-1] == 'vocab.txt':
+      raise FileNotFoundError(path)
+    return epath.Path(tmp_path / names[-1])
+
+  monkeypatch.setattr(hub, 'fetch', fetch)
+  ours = tokenizers.BertTokenizer('hf://a/b', 16)
+  assert names == ['vocab.txt', 'tokenizer.json']
+  assert_same(ours(TEXTS), tokenizers.BertTokenizer(bert, 16)(TEXTS))
 
 
 # --- Errors ---

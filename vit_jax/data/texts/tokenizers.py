@@ -7,7 +7,8 @@ al., ICCV 2023) and SigLIP 2 (arXiv 2502.14786):
 
   name           vocab_path         row of max_len tokens
   bert           vocab.txt          [CLS] tokens [PAD] [PAD]
-  hf_bert        vocab.txt          the same, with words as Hugging Face splits them
+                 or tokenizer.json
+  hf_bert        likewise           the same, with words as Hugging Face splits them
   sentencepiece  *.model            tokens </s> </s> </s>
   clip           tokenizer.json     <|startoftext|> tokens <|endoftext|> padding
   siglip         spiece.model       tokens </s> </s> </s>
@@ -70,9 +71,10 @@ class Tokenizer(abc.ABC):
   vocab_path: str
   max_len: int
 
-  # Description of a vocabulary, its file name on the Hub, and the package to read it.
+  # Description of a vocabulary, its file names on the Hub in order of preference, and
+  # the package to read it.
   _kind: ClassVar[str]
-  _file: ClassVar[str]
+  _files: ClassVar[tuple[str, ...]]
   _package: ClassVar[str] = 'tokenizers'
 
   def __post_init__(self):
@@ -149,13 +151,8 @@ class Tokenizer(abc.ABC):
 
   def _read(self) -> tuple[epath.Path, bytes]:
     """Returns the local path and the content of the vocabulary."""
-    path = self.vocab_path
-    if hub.is_at(path):
-      uri = hub.parse(path)
-      if not uri.path_in_repo:
-        path = dataclasses.replace(uri, path_in_repo=self._file).to_uri()
     try:
-      path = fetch.fetch(path)
+      path = self._fetched()
       with fetch.local_input(path) as here:
         return path, files.read(here, _LARGEST)
     except OSError as e:
@@ -163,13 +160,26 @@ class Tokenizer(abc.ABC):
         f"vocab_path='{self.vocab_path}' cannot be read: {e}; use {self._kind}"
       ) from e
 
+  def _fetched(self) -> epath.Path:
+    """Returns the local path of the vocabulary; fetches a remote one."""
+    uri = hub.parse(self.vocab_path) if hub.is_at(self.vocab_path) else None
+    if uri is None or uri.path_in_repo:
+      return fetch.fetch(self.vocab_path)
+    *preferred, last = (
+      dataclasses.replace(uri, path_in_repo=name).to_uri() for name in self._files
+    )
+    for path in preferred:
+      with contextlib.suppress(FileNotFoundError):
+        return fetch.fetch(path)
+    return fetch.fetch(last)
+
 
 @dataclasses.dataclass(frozen=True)
 class BertTokenizer(Tokenizer):
   """BERT's tokenizer: [CLS], then the pieces of lower-case words.
 
   The vocabulary is a text file with token i in line i: LiT's `<name>.txt`, or the
-  `vocab.txt` of a lower-case model.
+  `vocab.txt` of a lower-case model. transformers 5 has the same in `tokenizer.json`.
 
   Words are split as by tensorflow_text's BertTokenizer with `lower_case=True`, which
   the original uses: NFKC case folding, so that "℃" becomes "°c" and "ﬁ" "fi",
@@ -182,9 +192,11 @@ class BertTokenizer(Tokenizer):
   cls_token: int = dataclasses.field(init=False)
 
   _kind = 'a vocabulary of BERT, one token a line, among them [CLS]'
-  _file = 'vocab.txt'
+  _files = ('vocab.txt', 'tokenizer.json')
 
   def _load(self, package, path, content):
+    if content.startswith(b'{'):
+      content = '\n'.join(_word_pieces(json.loads(content))).encode()
     lines = text_files.lines(content, path)
     vocabulary = {token: number for number, token in enumerate(lines)}
     [cls] = _numbers(vocabulary.get, '[CLS]')
@@ -194,7 +206,7 @@ class BertTokenizer(Tokenizer):
     )
     words = self._splitter(package)
     values = {'cls_token': cls, '_padding': 0, '_num_tokens': _count(vocabulary)}
-    return {**values, '_model': model, '_words': words}
+    return {**values, '_model': model, '_words': words, '_content': content}
 
   def _splitter(self, package) -> Callable[[str], list[str]]:
     words = _words_of_tensorflow_text(package)
@@ -230,7 +242,7 @@ class SentencepieceTokenizer(Tokenizer):
   eos_token: int = dataclasses.field(init=False)
 
   _kind = 'a SentencePiece model with the token </s>'
-  _file = 'spiece.model'
+  _files = ('spiece.model',)
   _package = 'sentencepiece'
 
   def _load(self, package, path, content):
@@ -282,7 +294,7 @@ class ClipTokenizer(Tokenizer):
   eos_token: int = dataclasses.field(init=False)
 
   _kind = 'the tokenizer.json of a CLIP model on Hugging Face'
-  _file = 'tokenizer.json'
+  _files = ('tokenizer.json',)
 
   def _load(self, package, path, content):
     tokenizer = _from_json(package, content)
@@ -315,7 +327,7 @@ class Siglip2Tokenizer(Tokenizer):
   eos_token: int = dataclasses.field(init=False)
 
   _kind = 'the tokenizer.json of a SigLIP 2 model on Hugging Face'
-  _file = 'tokenizer.json'
+  _files = ('tokenizer.json',)
 
   def _load(self, package, path, content):
     tokenizer = _from_json(package, content)
@@ -402,6 +414,26 @@ def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
   return lambda text: [
     word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
   ]
+
+
+def _word_pieces(fields: dict) -> list[str]:
+  """Returns the tokens in the tokenizer.json of a lower-case BERT, in order."""
+  model, normalizer = fields.get('model'), fields.get('normalizer')
+  if not isinstance(model, dict) or model.get('type') != 'WordPiece':
+    raise ValueError('its model is not WordPiece')
+  if not isinstance(normalizer, dict) or normalizer.get('lowercase') is not True:
+    raise ValueError('its model tells capital letters from lower-case ones')
+  if model.get('continuing_subword_prefix') != '##':
+    raise ValueError('its pieces inside words do not begin with ##')
+  vocabulary = model.get('vocab')
+  if not isinstance(vocabulary, dict):
+    raise ValueError('its vocab is not an object')
+  tokens = sorted(vocabulary, key=vocabulary.get)
+  if [vocabulary[token] for token in tokens] != [*range(len(tokens))]:
+    raise ValueError(f'its {len(tokens)} tokens are not numbered from 0')
+  if any({*token} & {'\n', '\r'} for token in tokens):
+    raise ValueError('a token has a line break')
+  return tokens
 
 
 def _from_json(package, content):
