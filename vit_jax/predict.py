@@ -103,6 +103,7 @@ def load_weights(
   gelu: str | None = None,
   max_image_pixels: int | None = None,
   entry: str | None = None,
+  base: str | None = None,
 ):
   """Loads a model from weights in any format, without a run.
 
@@ -123,6 +124,8 @@ def load_weights(
     max_image_pixels: see `load`; None: 89,478,485.
     entry: which model of a checkpoint with several to load, such as 'student'; None:
       the averaged weights, if it has some.
+    base: weights of timm or Hugging Face into which the adapters of PEFT at `path` are
+      merged.
   """
   _check_dtype(dtype)
   from vit_jax.inference import int8
@@ -130,7 +133,9 @@ def load_weights(
   from vit_jax.weights import convert, fitting, writing
 
   kept = None if dtype == 'int8' else dtype
-  model = convert.read(path, class_names, image_size, num_heads, kept, gelu, entry)
+  model = convert.read(
+    path, class_names, image_size, num_heads, kept, gelu, entry, base
+  )
   model = fitting.at_crop(writing.scaled(model))
   if model.preparation.source:
     logging.info(
@@ -218,6 +223,7 @@ def of_flags(args, dtype: str | None = None, max_image_pixels: int | None = None
       num_heads=args.num_heads,
       gelu=args.gelu,
       entry=args.entry,
+      base=args.base,
       max_image_pixels=max_image_pixels,
     )
   return load(args.workdir, args.step, dtype=dtype, max_image_pixels=max_image_pixels)

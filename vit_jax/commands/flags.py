@@ -90,7 +90,7 @@ class Parser(argparse.ArgumentParser):
         f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
         'leave out --step'
       )
-    for name in ('num_heads', 'gelu', 'entry'):
+    for name in ('num_heads', 'gelu', 'entry', 'base'):
       if getattr(found, name, None) and getattr(found, 'workdir', None):
         raise ValueError(
           f'--{name} is for weights of other programs, not for a run: pass '
@@ -221,7 +221,7 @@ def add_model_flags(parser: Parser, required: bool = True):
 
 
 def add_weights_flags(parser: Parser):
-  """Adds --num_heads, --gelu and --entry, for weights of other programs."""
+  """Adds --num_heads, --gelu, --entry and --base, for weights of other programs."""
   parser.add(
     {
       '--num_heads': dict(
@@ -236,6 +236,10 @@ def add_weights_flags(parser: Parser):
       '--entry': dict(
         help='model to read from a checkpoint with several, such as student or model '
         '(averaged weights)',
+      ),
+      '--base': dict(
+        metavar='WEIGHTS',
+        help='weights of timm or Hugging Face that adapters of PEFT are merged into',
       ),
     }
   )

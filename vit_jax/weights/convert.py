@@ -37,11 +37,13 @@ def read(
   dtype: str | None = None,
   gelu: str | None = None,
   entry: str | None = None,
+  base: str | None = None,
 ) -> writing.Model:
   """Reads weights, see vit_jax.weights.reading.read, and identifies their model.
 
   Args:
-    src: see vit_jax.weights.reading.read; likewise num_heads, dtype and entry.
+    src: see vit_jax.weights.reading.read; likewise num_heads, dtype, entry and
+      base.
     class_names: names of the classes; override the names in `src`. For a detector,
       some names of `src` in any order select these classes, such as the 80 classes
       of COCO in a model for its 91 ids.
@@ -55,7 +57,7 @@ def read(
     weights do not fit together.
   """
   schema.check('image_size', image_size, schema.HeightWidth | None, '--')
-  weights = reading.read(src, num_heads, dtype, entry)
+  weights = reading.read(src, num_heads, dtype, entry, base)
   if weights.kind in _PARTS:
     raise ValueError(
       f"'{src}' holds only {_PARTS[weights.kind]}: start a run from it "
@@ -183,6 +185,7 @@ def convert(
   num_heads: int | tuple[int, int] | None = None,
   gelu: str | None = None,
   entry: str | None = None,
+  base: str | None = None,
 ) -> tuple[writing.Model, list[str]]:
   """Converts weights bit for bit; returns the model, and notes about the result.
 
@@ -190,7 +193,7 @@ def convert(
     src: weights in any format, see vit_jax.weights.reading.read.
     dst: file (npz, pth) or folder to write; it appears only when it is complete.
     to: one of KINDS; by default npz or pth if `dst` ends so.
-    class_names, image_size, num_heads, gelu, entry: see `read`.
+    class_names, image_size, num_heads, gelu, entry, base: see `read`.
 
   Raises:
     FileExistsError: if `dst` exists.
@@ -212,7 +215,9 @@ def convert(
     files.check_no_pattern(target, 'DST')
   if target.exists():
     raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
-  model = read(src, class_names, image_size, num_heads, gelu=gelu, entry=entry)
+  model = read(
+    src, class_names, image_size, num_heads, gelu=gelu, entry=entry, base=base
+  )
   notes = writing.check(model, to)
   if to not in ('hf', 'peft') and model.preparation.crop not in (
     None,
@@ -295,7 +300,7 @@ def run(args) -> None:
   names = _names(args.class_names) if args.class_names else None
   options = dict(
     to=args.to, class_names=names, image_size=args.image_size,
-    num_heads=args.num_heads, gelu=args.gelu, entry=args.entry,
+    num_heads=args.num_heads, gelu=args.gelu, entry=args.entry, base=args.base,
   )  # fmt: skip
   if args.push:
     model, notes = push(args.src, args.push, **options)

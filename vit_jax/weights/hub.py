@@ -32,6 +32,8 @@ FILES = (
   'pytorch_model.*.bin',
   'open_clip_model.safetensors',
   'open_clip_pytorch_model.bin',
+  'adapter_model.safetensors',
+  'adapter_model.bin',
 )
 INDEX = re.compile(r'(.+)\.(safetensors|bin)\.index(\.[\w*]+)?\.json')
 _PLACES = ('hf://', 'https://huggingface.co/', 'https://hf.co/')

@@ -25,6 +25,7 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
+from collections.abc import Callable
 import contextlib
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.distributed import files, processes
 from vit_jax.weights import (
+  adapters,
   arrays,
   descriptions,
   fetch,
@@ -92,6 +94,7 @@ def read(
   num_heads: int | tuple[int, int] | None = None,
   dtype: str | None = None,
   entry: str | None = None,
+  base: str | None = None,
 ) -> Weights:
   """Reads weights of any format; warns of values that are not finite.
 
@@ -105,6 +108,8 @@ def read(
     dtype: type of the parameters, such as 'bfloat16'; None: as in the file.
     entry: which model of a checkpoint with several to read, such as 'student'; None:
       the averaged weights, see vit_jax/weights/unwrapping.py.
+    base: weights of timm or Hugging Face into which the adapters at `path`, in PEFT's
+      format, are merged; see vit_jax/weights/adapters.py.
 
   Raises:
     FileNotFoundError, PermissionError, OSError: if the file cannot be read.
@@ -115,27 +120,70 @@ def read(
   pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
   for count in pair:
     schema.check('num_heads', count, schema.Count | None, '--')
-  if hub.is_at(path):
-    look_up = lambda: hub.commit(path)
-    commit = processes.from_first('looking up a model on the hub', look_up)
-    path = hub.fetch(path, commit)  # Local, and so are the files next to it.
+  adapters_of_base = None
+  if base is not None:
+    adapters_of_base = _read_adapters(path)
+    path = base
+  path = _local(path)
   found = paths.existing(path)
   if found.is_dir() and (found / 'checkpoints').exists():
     weights = _read_workdir(found)
   elif found.is_dir():
-    file = _file_in(found)
-    weights = _read_torch(file, num_heads, found.joinpath, dtype, entry)
+    source = _file_in(found), found.joinpath
+    weights = _read_torch(*source, num_heads, dtype, entry, adapters_of_base)
   elif hub.INDEX.fullmatch(found.name) or arrays.format_of(found) != 'npz':
-    folder = str(path).rpartition('/')[0]
-    sibling = lambda name: _fetched(f'{folder}/{name}' if folder else name)
-    weights = _read_torch(found, num_heads, sibling, dtype, entry)
+    source = found, _siblings_of(path)
+    weights = _read_torch(*source, num_heads, dtype, entry, adapters_of_base)
   else:
     weights = _read_npz(found, dtype)
+  if base is not None and weights.kind in ('npz', 'workdir'):
+    raise ValueError(
+      f"base='{base}' must be the weights of timm or Hugging Face that the adapters were "
+      'trained with (--base)'
+    )
   if dtype:
     convert = lambda x: np.asarray(x, dtype)
     weights = weights._replace(params=jax.tree.map(convert, weights.params))
   arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
   return weights
+
+
+def _local(path):
+  """Returns where weights and their siblings are; fetches a model from the hub."""
+  if not hub.is_at(path):
+    return path
+  look_up = lambda: hub.commit(path)
+  commit = processes.from_first('looking up a model on the hub', look_up)
+  return hub.fetch(path, commit)
+
+
+def _siblings_of(path) -> Callable[[str], epath.Path]:
+  """Returns a function from a name to the local path of a file next to `path`."""
+  folder = str(path).rpartition('/')[0]
+  return lambda name: _fetched(f'{folder}/{name}' if folder else name)
+
+
+def _read_adapters(path) -> adapters.Adapters:
+  """Reads adapters in PEFT's format, a folder or a file."""
+  path = _local(path)
+  file = paths.existing(path)
+  sibling = file.joinpath if file.is_dir() else _siblings_of(path)
+  file = _file_in(file) if file.is_dir() else file
+  with arrays.naming(file):
+    state = torch_files.to_numpy(_content(file), None)
+    if not adapters.are_in(state):
+      raise ValueError(
+        'it has no adapters of PEFT, to which base belongs: leave out base (--base)'
+      )
+  describe = lambda config: adapters.of_config(config, state)
+  return descriptions.read(sibling(adapters.CONFIG), describe)
+
+
+def _content(file: epath.Path, dtype: str | None = None) -> Any:
+  """Returns the content of a .safetensors file or a checkpoint of PyTorch."""
+  if arrays.format_of(file) == 'safetensors':
+    return arrays.read_safetensors(file, dtype)
+  return torch_files.load(file)
 
 
 def leaves_of(weights: Weights) -> dict:
@@ -263,7 +311,7 @@ def _not_from_itself(folder):
     _bases.remove(folder)
 
 
-def _read_torch(file, num_heads, sibling, dtype, entry):
+def _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base):
   """Reads a state dict, and the files (`sibling`: by name) that describe it."""
   descriptions.read(sibling('config.json'), families.check_type)
   parts = [file]
@@ -277,17 +325,25 @@ def _read_torch(file, num_heads, sibling, dtype, entry):
         'files of the weights into one folder'
       )
     with arrays.naming(part):
-      if arrays.format_of(part) == 'safetensors':
-        loaded = arrays.read_safetensors(part, dtype)
-      else:
-        loaded = torch_files.load(part)
+      loaded = _content(part, dtype)
       content = {**content, **loaded} if content else loaded
   with arrays.naming(file):
     state = unwrapping.unwrap(content, families.knows, entry)
     del content, loaded
     flat = torch_files.to_numpy(state, dtype)
+    if adapters.are_in(flat):
+      base = descriptions.read(sibling(adapters.CONFIG), adapters.base_of)
+      raise ValueError(
+        f'it holds adapters of PEFT for {base}, not a whole model: pass the weights of '
+        'that model as base (--base)'
+      )
     family, naming = families.of_names(flat)
+    if adapters_of_base is not None:
+      names = family.naming(naming, flat).old_names
+      adapters.merge(flat, adapters_of_base, names)
     described = family.read_description(sibling, file, flat, naming)
+    if adapters_of_base is not None:  # Their head has other classes.
+      described = described._replace(class_names=None)
     flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
     weights = _weights(flat, naming, _with_names(described, flat))
     weights = weights._replace(preparation=_preparation(sibling, naming, family, flat))

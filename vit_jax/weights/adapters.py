@@ -1,0 +1,97 @@
+"""Merges low-rank adapters (LoRA, arXiv 2106.09685) as PEFT writes them into a base.
+
+adapter_config.json and adapter_model.safetensors are a change of another model, their
+base. vit_jax/weights/peft.py writes such files.
+"""
+
+from collections.abc import Iterable, Mapping
+import math
+import re
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from vit_jax.configs import schema
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import leaves
+
+CONFIG = 'adapter_config.json'
+_PREFIX = re.compile(r'^base_model\.model\.')
+# PEFT's wrappers of a layer, which are in names of biases and of whole layers.
+_WRAPPER = re.compile(r'\.(base_layer|(modules_to_save\.)?default)(?=\.)')
+_LORA = '.lora_'
+
+
+class Adapters(NamedTuple):
+  """Adapters of a model in another program.
+
+  Attributes:
+    state: arrays by PEFT's names.
+    alpha: the product of two low-rank arrays is multiplied by alpha / rank.
+    by_root: whether it is multiplied by alpha / sqrt(rank) instead (rsLoRA).
+  """
+
+  state: dict[str, np.ndarray]
+  alpha: float
+  by_root: bool
+
+
+def are_in(names: Iterable[str]) -> bool:
+  """Returns whether a state dict with these names has adapters."""
+  return any(_LORA in name for name in names)
+
+
+def base_of(config: Mapping[str, Any]) -> str:
+  """Returns the base that adapter_config.json names, as a phrase for messages."""
+  name = descriptions.field(config, 'base_model_name_or_path', str)
+  return 'an unnamed model' if name is None else f"the model '{name}'"
+
+
+def of_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapters:
+  """Returns adapters as adapter_config.json describes them.
+
+  ValueError if PEFT computes something else with them than this package.
+  """
+  descriptions.field(config, 'peft_type', Literal['LORA'])
+  descriptions.only(
+    config, use_dora=False, fan_in_fan_out=False, alpha_pattern={}, lora_bias=False
+  )
+  alpha = descriptions.field(config, 'lora_alpha', schema.Positive)
+  if alpha is None:
+    raise ValueError('it lacks lora_alpha: use the adapter_config.json that PEFT wrote')
+  by_root = descriptions.field(config, 'use_rslora', bool, False)
+  return Adapters(state, float(alpha), by_root)
+
+
+def merge(
+  flat: dict[str, np.ndarray], adapters: Adapters, old_names: Iterable[tuple[str, str]]
+):
+  """Adds adapters to the arrays of their base, in place.
+
+  `old_names` renames the names of both, see vit_jax.weights.families.leaves.Naming.
+  ValueError if the base lacks a layer, or has another shape.
+  """
+  leaves.rename(flat, old_names)
+  layers: dict[str, dict[str, np.ndarray]] = {}
+  for name, x in adapters.state.items():
+    name = _WRAPPER.sub('', _PREFIX.sub('', name))
+    layer, is_lora, part = name.partition(_LORA)
+    if is_lora:
+      layers.setdefault(leaves.renamed(f'{layer}.weight', old_names), {})[part] = x
+    else:  # A layer that was trained as a whole, such as the head.
+      flat[leaves.renamed(name, old_names)] = x
+  for name, parts in layers.items():
+    if parts.keys() != {'A.weight', 'B.weight'}:
+      raise ValueError(f"the adapter of '{name}' has {sorted(parts)}, not A and B")
+    first, last = parts['A.weight'], parts['B.weight']
+    rank = len(first)
+    if name not in flat or last.shape[1] != rank:
+      raise ValueError(f"the base has no layer '{name}' for the adapter: use its base")
+    product = np.tensordot(last.reshape(len(last), rank), first, 1)
+    if product.shape != flat[name].shape:
+      raise ValueError(
+        f"the adapter of '{name}' has the shape {product.shape}, but the layer of the "
+        f'base {flat[name].shape}: use the base that it was trained with'
+      )
+    scale = adapters.alpha / (math.sqrt(rank) if adapters.by_root else rank)
+    flat[name] = (flat[name] + scale * product).astype(flat[name].dtype)
