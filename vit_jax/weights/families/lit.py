@@ -240,11 +240,11 @@ class ImageTexts(base.Family):
     if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
       found = _read_tower(sibling, flat, style)
       return found._replace(image_size=None) if naflex else found
-    if missing := [name for name in table.marks if name not in flat]:
-      raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
     if style == 'open_clip':
       found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
-    else:
+    if missing := [name for name in table.marks if name not in flat]:
+      raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
+    if style != 'open_clip':
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
       found = descriptions.read(sibling('config.json'), describe)
       found = found._replace(image_size=None) if naflex else found
