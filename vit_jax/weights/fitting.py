@@ -274,7 +274,7 @@ def _note_preparation(theirs: preparation.Preparation, ours: preparation.Prepara
   if theirs.source and any(x != y for x, y in pairs):
     flags = ' '.join(f'--config.pp.{name}={x}' for name, (x, _) in zip(names, pairs))
     logging.warning(
-      f'These weights were made for images prepared so: {theirs} ({theirs.source}); '
+      f'Images were prepared for these weights so: {theirs} ({theirs.source}); '
       f'this run prepares them so: {ours}: for the same pixels pass {flags}'
     )
 

@@ -457,9 +457,13 @@ _NOTES = {
 
 
 def to_notes(preparation: Preparation) -> dict[str, Any]:
-  """Returns the attributes but mean and deviation that are not the original's."""
+  """Returns the attributes but mean and deviation that are not the original's.
+
+  The size of the input alone is none, since readers take it as an option.
+  """
   values = {name: getattr(preparation, name) for name in _NOTES}
-  return {k: x for k, x in values.items() if x != getattr(Preparation(), k)}
+  changed = {k: x for k, x in values.items() if x != getattr(Preparation(), k)}
+  return {} if set(changed) == {'crop'} else changed
 
 
 def from_notes(notes: Mapping[str, Any], source: str) -> Preparation:
