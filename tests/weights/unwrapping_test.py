@@ -172,9 +172,13 @@ def test_objects_in_a_checkpoint_are_never_constructed(tmp_path, states):
   [
     (torch.nn.Identity(), r'objects \(torch.nn.*Identity\).*: save .* state_dict'),
     (torch.ones(1), 'not a state dict'),
+    ({'a': {'cls_token': torch.ones(1)}}, "'a' is a dict, not an array.*--entry"),
     ({'epoch': 3}, 'no arrays by name, only epoch'),
     ({'model': {3: torch.ones(1)}}, 'not a state dict'),
-    ({'cls_token': None, 'pos_embed': torch.ones(1)}, "'cls_token' is a NoneType"),
+    (
+      {'cls_token': None, 'pos_embed': torch.ones(1)},
+      "'cls_token' is a NoneType, not an array$",
+    ),
   ],
 )
 def test_rejects_what_is_no_state_dict(tmp_path, content, message):

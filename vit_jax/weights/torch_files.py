@@ -89,5 +89,6 @@ def to_numpy(state: dict[str, Any], dtype: str | None) -> dict[str, np.ndarray]:
       value = arrays.checked(name, value.numpy(), dtype)
     converted[name] = value
     if not isinstance(value, np.ndarray):
-      raise ValueError(f"'{name}' is a {type(value).__name__}, not an array")
+      remedy = ': name the entry to read (--entry)' if isinstance(value, dict) else ''
+      raise ValueError(f"'{name}' is a {type(value).__name__}, not an array{remedy}")
   return converted
