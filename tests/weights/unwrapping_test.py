@@ -82,7 +82,9 @@ def test_finds_the_state_dict(tmp_path, states, wrap, is_average):
   np.testing.assert_array_equal(read_first(tmp_path / 'last.ckpt'), want)
 
 
-def test_averaged_weights_are_preferred_as_timm_prefers_them(tmp_path, states, caplog):
+def test_averaged_weights_are_preferred_as_timm_prefers_them(
+  tmp_path, states, params, caplog
+):
   raw, mean = states
   path = tmp_path / 'last.pth.tar'
   for names in ('state_dict', 'state_dict_ema'), ('model', 'model_ema'):
@@ -98,6 +100,9 @@ def test_averaged_weights_are_preferred_as_timm_prefers_them(tmp_path, states, c
   torch.save(raw, path)
   with pytest.raises(ValueError, match="no entry 'ema': leave it out.*--entry"):
     read_first(path, 'ema')
+  np.savez(tmp_path / 'a.npz', **params)
+  with pytest.raises(ValueError, match=r"'ema'.*a\.npz' has only one: leave it out"):
+    read_first(tmp_path / 'a.npz', 'ema')
 
 
 def test_an_entry_may_have_any_name(tmp_path, states):

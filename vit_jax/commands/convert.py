@@ -4,8 +4,8 @@ r"""Convert weights between this package, timm and Hugging Face, bit for bit.
   vit_jax convert SRC --to=hf|timm --push=hf://OWNER/NAME
 
 SRC is a published .npz, a .safetensors or .bin file of timm, Hugging Face or
-open_clip or a folder with such a file, a .pth file released with DETR, or the
-workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
+open_clip or a folder with such a file, a checkpoint of another training program
+(.pth, .ckpt), a .pth file released with DETR, or the workdir of a run; local, at gs://, a URL, or hf://OWNER/NAME[@REVISION][/FILE]. DST is
 
   npz       a file that the original's readers and timm's `load_npz` read
   timm      a folder for timm.create_model('local-dir:DST', pretrained=True)
@@ -27,6 +27,8 @@ classifier as all formats except pth. Examples:
   vit_jax convert /tmp/run /tmp/run.npz
   vit_jax convert hf://google/vit-base-patch16-224 /tmp/b16 --to=workdir
   vit_jax convert detr-r50-e632da11.pth /tmp/detr --to=workdir
+  vit_jax convert last.pth.tar /tmp/last --to=hf --entry=state_dict
+  vit_jax convert hf://OWNER/ADAPTER /tmp/merged --to=hf --base=hf://OWNER/NAME
 
 --push uploads the folder to the Hugging Face Hub, with a card that explains how to load
 the model and, for a workdir, lists its data and metrics. It needs a token (hf auth

@@ -6,7 +6,8 @@ Formats, and how each is recognised:
             of ViT, Mixer and BiT
   timm      .safetensors or .bin with timm's names, or a folder with such a file;
             also model.safetensors.index.json, next to the files that it names, and
-            MoCo v3's .pth.tar, of which the base encoder is taken;
+            MoCo v3's .pth.tar, of which the base encoder is taken; also the names
+            of torchvision's Vision Transformer and of DINOv2's authors;
             `VisionTransformer`, `Eva` and `Beit` there
   hf        the same with Hugging Face's names (`ViTModel` and
             `ViTForImageClassification`, likewise of DeiT, I-JEPA and MAE,
@@ -20,6 +21,9 @@ Formats, and how each is recognised:
   pth       a file released with DETR's paper
   resnet    a ResNet of timm, torchvision or Hugging Face, as a backbone
   workdir   the folder of a run, with config.json and checkpoints
+
+All but npz and workdir may be in a checkpoint of another training program, see
+vit_jax/weights/unwrapping.py. The content of a file counts, not its ending.
 
 All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
@@ -136,7 +140,13 @@ def read(
     weights = _read_torch(*source, num_heads, dtype, entry, adapters_of_base)
   else:
     weights = _read_npz(found, dtype)
-  if base is not None and weights.kind in ('npz', 'workdir'):
+  is_own = weights.kind in ('npz', 'workdir')
+  if is_own and entry is not None:
+    raise ValueError(
+      f"entry='{entry}' selects a model in a checkpoint of another program, but "
+      f"'{path}' has only one: leave it out (--entry, config.pretrained_entry)"
+    )
+  if is_own and base is not None:
     raise ValueError(
       f"base='{base}' must be the weights of timm or Hugging Face that the adapters were "
       'trained with (--base)'
