@@ -70,11 +70,11 @@ def _explanation(error: str) -> str:
       'it is a TorchScript program, which is never run: save its weights with '
       'torch.save(torch.jit.load(FILE).state_dict(), NEW_FILE)'
     )
-  name = re.search(r'GLOBAL ([\w.]+)', error)
-  objects = f'pickled objects ({name[1]})' if name else 'pickled objects'
+  match = re.search(r'GLOBAL ([\w.]+)', error)
+  name = match[1] if match else 'of an unknown kind'
   return (
-    f'it is truncated, or holds {objects}, which are never loaded: save only the '
-    "model's state_dict()"
+    f'it is truncated, or holds pickled objects ({name}), which are never loaded: save '
+    "only the model's state_dict()"
   )
 
 

@@ -127,7 +127,8 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
     program='timm',
     features={
       'rope.freqs': 'frequencies of rotary embeddings, which are fixed here',
-      'attn.rel_pos': 'relative positions of another form',
+      'rel_pos.': 'relative positions of another form',
+      'patch_embed.backbone.conv1': 'a ResNet of another form',
       'patch_embed.norm': 'a norm of the patches',
       'lambda_': 'differential attention',
       'in_proj': 'one projection for attention and MLP',
