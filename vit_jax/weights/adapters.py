@@ -44,7 +44,7 @@ def are_in(names: Iterable[str]) -> bool:
 def base_of(config: Mapping[str, Any]) -> str:
   """Returns the base that adapter_config.json names, as a phrase for messages."""
   name = descriptions.field(config, 'base_model_name_or_path', str)
-  return 'an unnamed model' if name is None else f"the model '{name}'"
+  return 'an unnamed model' if name is None else f'the model {name!r:.200}'
 
 
 def of_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapters:
