@@ -107,12 +107,17 @@ def test_peft_export_matches_the_merged_weights(adapted):
   assert not found
   model = convert.read(str(folder / 'run'))
   dense = 'Transformer/encoderblock_0/MlpBlock_0/Dense_0'
-  for path, fields, message in (
-    (f'{dense}/bias', {}, "only a part of 'vit.layers.0.mlp.fc1'"),
-    ('embedding/kernel', {'image_mean': (0.4,) * 3}, 'absorbed the pixel scaling'),
+  scaled = copy.deepcopy(model.adapters[0])
+  scaled.pretrained = str(folder / 'base_hf')
+  processor = folder / 'base_hf' / 'preprocessor_config.json'
+  fields = json.loads(processor.read_text())
+  processor.write_text(json.dumps({**fields, 'image_mean': 0.4}))
+  for path, config, message in (
+    (f'{dense}/bias', model.adapters[0], "only a part of 'vit.layers.0.mlp.fc1'"),
+    ('embedding/kernel', scaled, 'absorbed the pixel scaling'),
   ):
     stored = {**model.adapters[1], path: flat(model.params)[path]}
-    other = model._replace(adapters=(model.adapters[0], stored), metadata=fields)
+    other = model._replace(adapters=(config, stored))
     with pytest.raises(ValueError, match=message):
       peft.write(other, folder)
   with pytest.raises(ValueError, match='cannot be written as peft'):

@@ -28,6 +28,7 @@ SHORT_SIDE = {'size': {'shortest_edge': 36}, 'do_center_crop': True, 'crop_size'
 # What preprocessor_config.json says, by a name of the case.
 HF = {
   'vit': {'image_processor_type': 'ViTImageProcessor', 'size': CROP},
+  'vit, list': {'image_processor_type': 'ViTImageProcessor', 'size': [24, 32]},
   'vit, number': {'feature_extractor_type': 'ViTFeatureExtractor', 'size': 32},
   'vit, crop': {'image_processor_type': 'ViTImageProcessor', **SHORT_SIDE},
   'deit, number': {
@@ -161,6 +162,15 @@ def test_processor_config_is_preferred(tmp_path):
   assert str(how) == 'shorter side 36, bicubic, centre crop 32 x 32'
 
 
+def test_longest_sides_are_for_detectors(tmp_path):
+  torch_models.hf_model().save_pretrained(tmp_path)
+  sides = {'shortest_edge': 8, 'longest_edge': 16}
+  content = {**HF['clip, number'], 'size': sides, 'crop_size': 8}
+  files_in(tmp_path, preprocessor_config=content)
+  with pytest.raises(ValueError, match='longer side of images to 16'):
+    convert.read(str(tmp_path))
+
+
 def test_the_type_of_the_model_chooses_the_defaults(tmp_path):
   sibling = files_in(
     tmp_path, preprocessor_config={'do_resize': True}, config={'model_type': 'dinov2'}
@@ -184,6 +194,9 @@ def test_the_type_of_the_model_chooses_the_defaults(tmp_path):
     ({'crop_pct': 0.9}, 'crop_pct is 0.9'),
     ({'image_std': [0.0] * 3}, 'image_std is'),
     ({'rescale_factor': 0}, 'rescale_factor is 0'),
+    ({'size': {'height': 10**9, 'width': 8}}, 'resized to 1,000,000,000 pixels'),
+    ({'image_processor_type': 'DetrImageProcessor', 'do_center_crop': True},
+     'crop_size is missing'),
     ({'image_processor_type': 'OtherImageProcessor'}, 'image_mean is missing'),
   ],
 )  # fmt: skip
@@ -199,6 +212,7 @@ def test_what_cannot_be_followed_is_an_error(tmp_path, change, message):
   [
     ('timm', 'config', {'pretrained_cfg': {'crop_mode': 'border'}}, 'crop_mode'),
     ('timm', 'config', {'pretrained_cfg': {'crop_pct': 1.1}}, 'smaller than the crop'),
+    ('timm', 'config', {'pretrained_cfg': {'crop_pct': 1e-9}}, 'resized to'),
     ('open_clip', 'open_clip_config', {'preprocess_cfg': {'resize_mode': 'longest'}},
      'resize_mode'),
     ('open_clip', 'open_clip_config', {'preprocess_cfg': {'mode': 'L'}}, 'mode'),

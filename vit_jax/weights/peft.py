@@ -22,10 +22,9 @@ def write(model, dst) -> list[str]:
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
   state, layers, whole = {}, set(), set()
-  scaled = model.preparation.is_scaled
   for path, x in stored.items():
     kernel, part = lora.split_name(path)
-    if scaled and kernel.startswith('embedding/'):
+    if kernel.startswith('embedding/') and _is_scaled(config.pretrained):
       raise ValueError(
         f"'{kernel}' has absorbed the pixel scaling of the base: write the merged "
         'weights (--to=hf)'
@@ -74,6 +73,11 @@ def write(model, dst) -> list[str]:
     f'the base is the model from which the run started, for {height}x{width} pixels; '
     'PEFT needs transformers 5 for these names'
   ]
+
+
+def _is_scaled(base: str) -> bool:
+  """Returns whether the weights of a base take pixels of another range than [-1, 1]."""
+  return reading.read(base).preparation.is_scaled
 
 
 def _names(family, flat) -> dict[str, str]:

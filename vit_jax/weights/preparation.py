@@ -9,7 +9,7 @@ Keys that are absent have the defaults of the program that reads the file. What
 `config.pp` cannot say is an error.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import math
 from typing import Annotated, Any, Literal
@@ -72,6 +72,7 @@ _BY_MODEL_TYPE = {
 # a mask, and labels of segmentation are not read.
 _NEUTRAL_STEPS = ('do_convert_rgb', 'do_pad', 'do_reduce_labels', 'do_color_quantize')
 _STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL_STEPS)
+_LONGEST = 16_384  # In pixels, of what a file may say.
 _Values = schema.NonNegative | tuple[schema.NonNegative, ...]
 _Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e6)]
 _Deviations = _Deviation | tuple[_Deviation, ...]
@@ -201,8 +202,8 @@ def read(sibling: Callable[[str], epath.Path], naming: str) -> Preparation | Non
   """Returns what the files next to weights say; None without such a file.
 
   `sibling` returns the path of a file next to them by its name, and `naming` is one of
-  the formats above, or another one. ValueError if a key has a wrong value, or one that `config.pp`
-  cannot say; names file, key and value.
+  the formats above, or another one. ValueError if a key has a wrong value, or one that
+  `config.pp` cannot say; names file, key and value.
   """
   if naming == 'timm':
     return descriptions.read(sibling('config.json'), _from_timm)
@@ -221,7 +222,9 @@ def read(sibling: Callable[[str], epath.Path], naming: str) -> Preparation | Non
   ) or descriptions.read(sibling('preprocessor_config.json'), whole)
 
 
-def _from_hf(config: Mapping[str, Any], model_type: str | None, source: str):
+def _from_hf(
+  config: Mapping[str, Any], model_type: str | None, source: str
+) -> Preparation | None:
   """Returns what an image processor of transformers does; None for {}."""
   if not config:
     return None
@@ -245,7 +248,7 @@ def _from_hf(config: Mapping[str, Any], model_type: str | None, source: str):
         'that it has resized: set do_resize to true and size to that of your images'
       )
     size, longest = None, None  # Images must have the size of the model's input.
-  _check_crop(size, crop)
+  _check_sizes(size, longest, crop)
   if isinstance(size, int) and crop is None and longest is None:
     raise ValueError(
       f'size is {config.get("size")!r:.80} without do_center_crop, so that images keep '
@@ -287,30 +290,30 @@ def _defaults(config: Mapping[str, Any], model_type: str | None) -> dict[str, An
       kind = kind.removesuffix(ending)
   steps = dict.fromkeys(('do_resize', 'do_rescale', 'do_normalize'), True)
   steps |= {'do_center_crop': False, 'offset': False, 'rescale_factor': 1 / 255}
-  if kind in _PROCESSORS:
-    return {**steps, **_PROCESSORS[kind]}
-  return {**steps, 'type': name}
+  return {**steps, **_PROCESSORS.get(kind, {}), 'type': name or kind}
 
 
 def _field(config: Mapping[str, Any], key: str, kind, defaults: Mapping[str, Any]):
   """Returns a key of an image processor, or its default; ValueError for neither."""
   if key not in config and key not in defaults:
     raise ValueError(
-      f'{key} is missing, and the image processor {defaults["type"]} is none whose '
-      f'defaults this package knows: add {key}'
+      f'{key} is missing, for which this package knows no default of the image '
+      f'processor {defaults["type"]}: add {key}'
     )
   return descriptions.field(config, key, kind, defaults.get(key))
 
 
-def _hf_size(config, defaults) -> tuple[Any, int | None]:
+def _hf_size(
+  config: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[Any, int | None]:
   """Returns `Preparation.size` and `longest_side` of an image processor."""
   size = _field(
     config, 'size', schema.Count | dict | tuple[schema.Count, ...], defaults
   )
   if size is None:
     return None, None
-  if isinstance(size, list | tuple):  # Of old files; width comes first.
-    size = dict(zip(('width', 'height'), size))
+  if isinstance(size, list | tuple):
+    size = dict(zip(_SQUARE, size))
   if isinstance(size, int):
     size = dict.fromkeys(defaults.get('int_size', ('height', 'width')), size)
     longest = descriptions.field(config, 'max_size', schema.Count)
@@ -334,7 +337,7 @@ def _hf_size(config, defaults) -> tuple[Any, int | None]:
   )
 
 
-def _hf_scaling(field, does):
+def _hf_scaling(field: Callable[..., Any], does: Callable[[str], bool]) -> tuple:
   """Returns mean and deviation by which pixels from 0 to 1 are normalised."""
   factor, offset = field('rescale_factor', schema.Positive), field('offset', bool)
   if not does('do_rescale'):
@@ -350,7 +353,7 @@ def _hf_scaling(field, does):
   return tuple(tuple(x) if isinstance(x, list) else x for x in scaled)
 
 
-def _square_or_pair(key: str, value) -> tuple[int, int]:
+def _square_or_pair(key: str, value: Any) -> tuple[int, int]:
   """Returns (height, width) of a number or of {'height': ..., 'width': ...}."""
   if isinstance(value, int):
     return value, value
@@ -362,8 +365,14 @@ def _square_or_pair(key: str, value) -> tuple[int, int]:
   return sides[0], sides[1]
 
 
-def _check_crop(size, crop: tuple[int, int] | None):
-  """Raises ValueError for a crop that is larger than the resized image."""
+def _check_sizes(size, longest: int | None, crop: tuple[int, int] | None):
+  """Raises ValueError for sizes out of range, or a crop larger than the image."""
+  sides = [x for x in (*np.ravel(size), longest, *np.ravel(crop)) if x is not None]
+  if max(sides, default=0) > _LONGEST:
+    raise ValueError(
+      f'images are resized to {max(sides):,} pixels, more than {_LONGEST:,}: correct '
+      'the sizes'
+    )
   if crop is None or size is None:
     return
   least = (size, size) if isinstance(size, int) else size
@@ -397,7 +406,7 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   is_square = crop[0] == crop[1]
   if mode == 'center' and is_square:
     size = size[0]
-  _check_crop(size, crop)
+  _check_sizes(size, None, crop)
   return Preparation(
     None if size == crop and mode == 'squash' else size,
     'squash' if mode == 'squash' or is_square else 'cover',
@@ -424,6 +433,7 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
   mode = field('resize_mode', Literal['shortest', 'squash'], 'shortest')
   crop = _pair(field('size', schema.Size, tower.get('image_size', 224)))
   is_square = crop[0] == crop[1]
+  _check_sizes(None, None, crop)
   filters = Literal['bilinear', 'bicubic', 'random']  # Only training draws one.
   return Preparation(
     None if mode == 'squash' else crop[0] if is_square else crop,
@@ -439,11 +449,11 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
   )
 
 
-def _pair(size) -> tuple[int, int]:
+def _pair(size: int | Sequence[int]) -> tuple[int, int]:
   return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def _tuple(values):
+def _tuple(values: Any) -> Any:
   return tuple(values) if isinstance(values, list) else values
 
 

@@ -369,6 +369,11 @@ def _preparation(sibling, naming: str, family, flat) -> preparation_lib.Preparat
   stated = preparation_lib.read(sibling, naming)
   if stated is None:
     return family.preparation
+  if stated.longest_side is not None and family.preparation.longest_side is None:
+    raise ValueError(
+      f'{stated.source} limits the longer side of images to {stated.longest_side} '
+      'pixels, which this package does only for detectors: correct its size'
+    )
   channels = family.scaled_channels(flat)
   if channels and all(
     np.shape(values) in ((), (channels,)) for values in (stated.mean, stated.std)
