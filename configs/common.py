@@ -320,8 +320,9 @@ class FewShot:
   l2: schema.Positive = 1024.0
   # Layer of the model, see vit_jax/evaluators/features.py.
   layer: schema.Text = 'features'
-  # Images are squeezed to this factor times `pp.crop`, then cropped.
-  squeeze: Annotated[float, schema.Range(ge=1, le=8)] = 8 / 7
+  # Images are squeezed to this factor times `pp.crop`, then cropped. None: 8/7, or as
+  # published weights say (`pp.antialias`).
+  squeeze: Annotated[float, schema.Range(ge=1, le=8)] | None = None
 
 
 @dataclasses.dataclass

@@ -57,11 +57,12 @@ def test_splits(tiny_config):
 
 
 def test_images_are_squeezed_and_cropped(tiny_config):
-  assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (9, 9)
+  assert probes.squeezed(tiny_config.pp, None).resize == (9, 9)
   tiny_config.pp.crop = (224, 448)
   assert probes.squeezed(tiny_config.pp, 8 / 7).resize == (256, 512)
   tiny_config.pp.antialias = True  # As published weights say.
-  assert probes.squeezed(tiny_config.pp, 8 / 7) == tiny_config.pp
+  assert probes.squeezed(tiny_config.pp, None) == tiny_config.pp
+  assert probes.squeezed(tiny_config.pp, 1.5).resize == (336, 672)
   assert tiny_config.pp.resize is None
 
 

@@ -44,7 +44,8 @@ _FLAGS = {
     "'all' with --linear ('features': the inputs of the head)"
   ),
   '--squeeze': dict(
-    type=float, help='resize to this multiple of the image size before the crop (8/7)'
+    type=float,
+    help='resize to this multiple of the image size before the crop (8/7, or as published weights say)',
   ),
   '--batch': dict(type=int, help="images per batch (the run's; 32)"),
   '--tfds_data_dir': dict(help="folder of TFDS data sets (the run's)"),

@@ -195,8 +195,7 @@ class FewShot(Probe):
   """Measures few-shot and nearest-neighbour accuracy at each evaluation, see `config.fewshot`.
 
   Images are resized to `config.fewshot.squeeze` times the size of the model's
-  images, of which the centre is cropped (256 and 224 pixels in big_vision), unless
-  `config.pp.antialias` is set.
+  images, of which the centre is cropped (256 and 224 pixels in big_vision).
   """
 
   def __init__(self, task, mesh, workdir=None, drop_shots: bool = False):
@@ -270,13 +269,12 @@ def own_splits(config) -> tuple[str, str]:
   return config.pp.train, split if other is None else config.pp.test
 
 
-def squeezed(pp, factor: float):
-  """Returns preprocessing that resizes images to `factor` times `pp.crop`.
-
-  Images that are prepared as published weights say (`pp.antialias`) remain so.
-  """
-  if pp.antialias:
-    return pp
+def squeezed(pp, factor: float | None):
+  """Returns preprocessing for a key `config.fewshot.squeeze`."""
+  if factor is None:
+    if pp.antialias:
+      return pp
+    factor = 8 / 7
   pp = copy.deepcopy(pp)
   with pp.ignore_type():
     pp.resize = tuple(round(factor * x) for x in preprocess.crop_size(pp))
