@@ -254,6 +254,12 @@ def say_error(text: str):
   print(printable(text), file=sys.stderr, flush=True)
 
 
+def note(text: str):
+  """Prints a `printable` line that is no result to stderr, from process 0."""
+  if _is_first() and not _muted:
+    say_error(text)
+
+
 @contextlib.contextmanager
 def waiting(text: str, leave: bool = True):
   """Shows what a `with` block does; on a terminal also the elapsed time.

@@ -138,10 +138,9 @@ def load_weights(
   )
   model = fitting.at_crop(writing.scaled(model))
   if model.preparation.source:
-    logging.info(
-      "Preparing images as the weights' %s says: %s",
-      model.preparation.source,
-      model.preparation,
+    console.note(
+      f"Preparing images as the weights' {model.preparation.source} says: "
+      f'{model.preparation}'
     )
   config, metadata = writing.as_run(model)
   _limit_images(config, max_image_pixels)

@@ -11,7 +11,7 @@ from sklearn import datasets
 from torchvision import transforms
 
 from tests import torch_models
-from vit_jax import preprocess
+from vit_jax import predict, preprocess
 from vit_jax.configs import common
 from vit_jax.layers import positions
 from vit_jax.weights import convert, fitting, preparation
@@ -169,6 +169,17 @@ def test_longest_sides_are_for_detectors(tmp_path):
   files_in(tmp_path, preprocessor_config=content)
   with pytest.raises(ValueError, match='longer side of images to 16'):
     convert.read(str(tmp_path))
+
+
+def test_one_line_names_the_pixels(tmp_path, capsys):
+  torch_models.hf_model(image_size=32).save_pretrained(tmp_path)
+  files_in(tmp_path, preprocessor_config=HF['dino v2'])
+  model = predict.load_weights(str(tmp_path))
+  output = capsys.readouterr()
+  line = "weights' preprocessor_config.json says: shorter side 36, bicubic, centre crop"
+  assert line in output.err
+  assert not output.out
+  assert model.config.pp.resize == 36
 
 
 def test_the_type_of_the_model_chooses_the_defaults(tmp_path):
