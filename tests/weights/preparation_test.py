@@ -227,6 +227,8 @@ def test_what_cannot_be_followed_is_an_error(tmp_path, change, message):
     ('open_clip', 'open_clip_config', {'preprocess_cfg': {'resize_mode': 'longest'}},
      'resize_mode'),
     ('open_clip', 'open_clip_config', {'preprocess_cfg': {'mode': 'L'}}, 'mode'),
+    ('open_clip', 'open_clip_config', {'model_cfg': {'vision_cfg': {'image_size': 0}}},
+     'image_size is 0'),
   ],
 )  # fmt: skip
 def test_what_timm_and_open_clip_alone_can_do_is_an_error(

@@ -431,7 +431,8 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
   field = lambda key, kind, default=None: descriptions.field(stated, key, kind, default)
   field('mode', Literal['RGB'])
   mode = field('resize_mode', Literal['shortest', 'squash'], 'shortest')
-  crop = _pair(field('size', schema.Size, tower.get('image_size', 224)))
+  usual = descriptions.field(tower, 'image_size', schema.Size, 224)
+  crop = _pair(field('size', schema.Size, usual))
   is_square = crop[0] == crop[1]
   _check_sizes(None, None, crop)
   filters = Literal['bilinear', 'bicubic', 'random']  # Only training draws one.
