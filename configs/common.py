@@ -245,7 +245,7 @@ class Preprocessing:
   # 'cover' keeps them and makes both sides at least as long.
   resize_mode: Literal['squash', 'cover'] = 'squash'
   # How images are resized, in training and evaluation. 'bilinear' without antialiasing
-  # is the original's way. What stands beside published weights often says 'bicubic'.
+  # is the original's way. The files of many published weights say 'bicubic'.
   interpolation: Literal['bilinear', 'bicubic', 'lanczos'] = 'bilinear'
   # Resizes as Pillow does: when an image shrinks, all of its pixels count; the longer
   # side is truncated to an integer, and values are rounded to 0 to 255.

@@ -255,7 +255,7 @@ def say_error(text: str):
 
 
 def note(text: str):
-  """Prints a `printable` line that is no result to stderr, from process 0."""
+  """Prints a `printable` line that is not a result to stderr, from process 0."""
   if _is_first() and not _muted:
     say_error(text)
 

@@ -125,6 +125,10 @@ def test_files_of_an_export_are_compared_with_their_checksums(tmp_path):
     serving.read_facts(tmp_path)
   program.write_bytes(b'abc')
   assert serving.read_facts(tmp_path)['files'] == {'1/model': digest}
+  for content in ('{}', '[]', '{"files": 3}'):
+    (tmp_path / 'model.json').write_text(content)
+    with pytest.raises(ValueError, match="model.json' has no checksums"):
+      serving.read_facts(tmp_path)
 
 
 def serve(folder):

@@ -42,6 +42,15 @@ def test_warns_about_an_unsupported_pixel_range(tmp_path, caplog):
     reading.read(str(tmp_path / 'hf'))
 
 
+def test_the_choice_among_variants_of_a_file_is_logged(tmp_path, caplog):
+  torch_models.hf_model().save_pretrained(tmp_path)
+  file = tmp_path / 'model.safetensors'
+  (tmp_path / 'model.fp16.safetensors').write_bytes(file.read_bytes())
+  file.rename(tmp_path / 'model.bf16.safetensors')
+  assert reading.read(str(tmp_path)).kind == 'hf'
+  assert "reading 'model.bf16.safetensors', not 'model.fp16.saf" in caplog.text
+
+
 @pytest.fixture
 def timm_folder(tmp_path):
   """A tiny ViT in timm's format; a function that changes its config.json."""

@@ -38,7 +38,12 @@ def read_facts(folder: str | os.PathLike) -> dict[str, Any]:
   """
   folder = pathlib.Path(folder)
   facts = json.loads((folder / 'model.json').read_text())
-  for name, expected in facts['files'].items():
+  checksums = facts.get('files') if isinstance(facts, dict) else None
+  if not isinstance(checksums, dict):
+    raise ValueError(
+      f"'{folder / 'model.json'}' has no checksums in 'files': export the model again"
+    )
+  for name, expected in checksums.items():
     path = folder / name
     if not path.is_file():
       raise ValueError(f"'{path}' is missing or not a file: copy the whole export")

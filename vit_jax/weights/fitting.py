@@ -354,7 +354,8 @@ def at_crop(model):
     raise ValueError(
       f'{model.preparation.source} crops images to {size[0]} x {size[1]} pixels, but '
       f'parameters are for {model.image_size[0]} x {model.image_size[1]}, such as '
-      f'{misfits[0]}: correct the file, or pass the size (--image_size)'
+      f'{misfits[0]}: correct the file, or pass image_size to load_weights (convert '
+      '--image_size)'
     )
   return model._replace(params=params, image_size=size)
 

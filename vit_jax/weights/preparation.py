@@ -14,10 +14,10 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
-from absl import logging
 from etils import epath
 import numpy as np
 
+from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.weights import descriptions
 
@@ -245,7 +245,7 @@ def _from_hf(
     if crop is not None:
       raise ValueError(
         'do_resize is False with do_center_crop, but this package crops only images '
-        'that it has resized: set do_resize to true and size to that of your images'
+        'that it has resized: set do_resize to true, and size to the size of your images'
       )
     size, longest = None, None  # Images must have the size of the model's input.
   _check_sizes(size, longest, crop)
@@ -375,8 +375,8 @@ def _check_sizes(size, longest: int | None, crop: tuple[int, int] | None):
     )
   if crop is None or size is None:
     return
-  least = (size, size) if isinstance(size, int) else size
-  if any(side > there for side, there in zip(crop, least)):
+  resized = (size, size) if isinstance(size, int) else size
+  if any(side > limit for side, limit in zip(crop, resized)):
     raise ValueError(
       f'the size {size} is smaller than the crop {crop}, so that the image would be '
       'padded, which this package does not: make the crop smaller'
@@ -394,11 +394,9 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   crop = tuple(field('input_size', _TimmSize, (3, *usual))[1:])
   test_size = field('test_input_size', _TimmSize)
   if test_size is not None and tuple(test_size[1:]) != crop:
-    logging.info(
-      'test_input_size=%s in config.json is not used, as by default in timm: images '
-      'have %s pixels',
-      test_size,
-      _times(crop),
+    console.note(
+      f'test_input_size={test_size} in config.json is not used, as by default in timm: '
+      f'images have {_times(crop)} pixels'
     )
   share = field('crop_pct', schema.Positive, 0.875)
   mode = field('crop_mode', Literal['center', 'squash'], 'center')

@@ -206,6 +206,14 @@ def _file_in(folder):
   """Returns the weights file in a folder of timm or Hugging Face."""
   for pattern in hub.FILES:
     if matches := sorted(folder.glob(pattern)):
+      if len(matches) > 1:
+        names = [path.name for path in matches]
+        logging.warning(
+          "'%s' has several weights: reading '%s', not '%s' (pass the path of a file)",
+          folder,
+          names[0],
+          "', '".join(names[1:]),
+        )
       return matches[0]
   raise ValueError(
     f"'{folder}' is a folder without weights: neither a workdir (checkpoints/) "
