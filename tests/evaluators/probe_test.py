@@ -71,7 +71,7 @@ def run(model, mesh, monkeypatch, tmp_path):
 def test_the_command_matches_its_parts(model, run, monkeypatch, capsys):
   monkeypatch.setattr(solvers, 'L2', (1e-1, 1e-2))
   layer = 'Transformer/encoderblock_0'
-  found, (*_, train_set, test_set) = run(
+  found, (train_set, test_set) = run(  # In one pass for all probes.
     f'--train=train[:120] --shots 1 4 --knn 5 --seeds 3 4 --layer={layer}'
   )
   assert (found['dataset'], found['num_test']) == ('digits', 120)

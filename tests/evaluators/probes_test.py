@@ -116,8 +116,9 @@ def mesh():
 
 def test_accuracy_on_a_split(task, splits, mesh):
   probe = probes.FewShot(task, mesh)
-  found = probe.accuracies({}, {})
-  assert found == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
+  accuracies = probe.accuracies(probe.extract({}, {}, all_images=False))
+  assert accuracies == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
+  assert probe.accuracies(probe.extract({}, {}, all_images=True)) == accuracies
   with pytest.raises(engine.Stopped):
     probe.run({}, {}, lambda: True)
   probe.accuracies = lambda *_: {'features': {1: [0.5, 1.0], 3: [0.25] * 2}}

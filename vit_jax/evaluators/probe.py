@@ -69,15 +69,19 @@ def probe(
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
-  made = probes.FewShot(model.task, mesh, drop_shots=is_default and not every)
+  drop_shots = is_default and not every
+  made = probes.FewShot(model.task, mesh, layers=layers, drop_shots=drop_shots)
+  made.check_memory(linear, bool(knn))
   dataset, train, test = probes.splits(config)
-  few, near, rows, state = {}, {}, [], (model.params, model.extra)
+  all_images = linear or bool(knn)
+  extracted = made.extract(model.params, model.extra, all_images=all_images)
+  few, near, rows = {}, {}, []
   if made.shots:
-    [few] = made.accuracies(*state).values()
+    [few] = made.accuracies(extracted).values()
   if knn:
-    near = made.neighbours(config.fewshot.knn, *state)
+    near = made.neighbours(extracted, knn)
   if linear:
-    for name, x in made.linear(layers, *state).items():
+    for name, x in made.linear(extracted).items():
       rows.append({'layer': name, **x._asdict(), 'held_out': [*x.held_out.items()]})
   names = 'mean', 'std'
   return {
@@ -88,7 +92,7 @@ def probe(
     'num_test': made.test.num_examples,
     'num_classes': len(made.class_names),
     'layer': layer,
-    'num_features': made.extractor.width,
+    'num_features': made.extractor.widths[layers[-1]],
     'fewshot': [
       {'shots': n, 'accuracies': x, **dict(zip(names, metrics.mean_std(x)))}
       for n, x in few.items()

@@ -13,12 +13,14 @@ Pixels", section 4.1: in a generative model, those in the middle).
 images with all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import copy
 import itertools
 import json
+from typing import NamedTuple
 
 from etils import epath
+import jax
 import numpy as np
 
 from vit_jax import console, preprocess
@@ -37,7 +39,8 @@ ALL = 'all'  # The name of all layers, see select.
 # Draws of LayerProbe, and its penalty, see solvers.logistic.
 DRAWS = 5
 L2 = 1e-3
-_COPIES = 4  # Copies of features and logits that L-BFGS keeps.
+_LINEAR_COPIES = 4  # Copies of features and logits that L-BFGS keeps.
+_KNN_COPIES = 2  # The features, and those of unit length.
 
 
 class Probe:
@@ -63,10 +66,10 @@ class Probe:
     knn=(), drop_shots=False,
   ):  # fmt: skip
     self.task, self.mesh, self.workdir = task, mesh, workdir
-    self.shots, self._fit, self._pp = tuple(shots), fit, pp
+    self.shots, self._fit = tuple(shots), fit
     dataset, train, test = splits
 
-    self.extractor = self._extractor(layers)
+    self.extractor = features.Extractor(task, mesh, layers, pp)
     self.train, self.test = (
       sources.open_split(
         task.config, split, sources.LABELLED, dataset=dataset, workdir=workdir
@@ -87,66 +90,91 @@ class Probe:
         choose(labels, self.class_names, most, seed, skip_empty) for seed in seeds
       ]
 
-  def _extractor(self, layers):
-    return features.Extractor(self.task, self.mesh, layers, self._pp)
+  def extract(
+    self,
+    params: Mapping,
+    extra: Mapping,
+    *,
+    all_images: bool,
+    stop: Callable[[], bool] = engine.never,
+  ) -> 'Extracted':
+    """Computes the features that the probes need, once.
 
-  def accuracies(
-    self, params, extra, stop=engine.never
-  ) -> dict[str, dict[int, list[float]]]:
+    Args:
+      params, extra: state of the model.
+      all_images: whether to take all training images, as `linear` and `neighbours`
+        need, or only those that were chosen for few-shot probes.
+      stop: see features.Extractor.run.
+    """
+    extractor = self.extractor
+    rows = None if all_images else np.unique(self._chosen)
+    train = extractor.run(self.train, params, extra, rows, stop)
+    test = extractor.run(self.test, params, extra, stop=stop)
+    test = test._replace(labels=self._numbers[test.labels])
+    if rows is None:
+      rows = np.arange(self.train.num_examples)
+    return Extracted(rows, extractor.split(train), extractor.split(test))
+
+  def accuracies(self, extracted: 'Extracted') -> dict[str, dict[int, list[float]]]:
     """Returns the accuracy for each seed, by layer and number of shots."""
-    rows = np.unique(self._chosen)
-    train, test = self._extract(self.extractor, params, extra, rows, stop)
 
-    def solve():
-      x, y = self.extractor.split(train), self.extractor.split(test)
-      work = [*itertools.product(x, self.shots, self._chosen)]
-      found = []
+    def solve() -> list:
+      tasks = [*itertools.product(extracted.train, self.shots, self._chosen)]
+      results = []
       with console.bar(
-        iterable=work, desc='Few-shot probes', delay=3, leave=False
+        iterable=tasks, desc='Few-shot probes', delay=3, leave=False
       ) as bar:
         for layer, count, draw in bar:
-          at = np.searchsorted(rows, draw[:, :count]).reshape(-1)
-          model = self._fit(x[layer].take(at))
-          found.append(y[layer].accuracy(model.predict(y[layer].values)))
-      return np.reshape(found, (-1, len(self.shots), len(self._chosen))).tolist()
+          rows = np.searchsorted(extracted.rows, draw[:, :count]).reshape(-1)
+          model = self._fit(extracted.train[layer].take(rows))
+          test = extracted.test[layer]
+          results.append(test.accuracy(model.predict(test.values)))
+      return np.reshape(results, (-1, len(self.shots), len(self._chosen))).tolist()
 
-    found = processes.from_first('solving the few-shot probes', solve)
+    by_layer = processes.from_first('solving the few-shot probes', solve)
     return {
-      layer: dict(zip(self.shots, values))
-      for layer, values in zip(self.extractor.widths, found)
+      layer: dict(zip(self.shots, by_shots))
+      for layer, by_shots in zip(extracted.train, by_layer)
     }
 
-  def linear(self, layers: Sequence[str], params, extra) -> dict[str, solvers.Result]:
+  def linear(self, extracted: 'Extracted') -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images."""
-    extractor = self._extractor(layers)
-    widest = max(extractor.widths.values())
-    features.check_memory(
-      self.train.num_examples, widest + len(self.class_names), _COPIES
-    )
-    x, y = map(extractor.split, self._extract(extractor, params, extra))
-    return {layer: solvers.tuned(x[layer], y[layer]) for layer in x}
+    return {
+      layer: solvers.tuned(train, extracted.test[layer])
+      for layer, train in extracted.train.items()
+    }
 
   def neighbours(
-    self, counts: Sequence[int], params, extra, stop=engine.never
+    self, extracted: 'Extracted', counts: Sequence[int]
   ) -> dict[int, float]:
     """Returns the accuracy by k nearest training images, see solvers.neighbours."""
-    features.check_memory(self.train.num_examples, self.extractor.width, 2)
-    train, test = self._extract(self.extractor, params, extra, stop=stop)
+    [train], [test] = extracted.train.values(), extracted.test.values()
 
-    def solve():
-      found = solvers.neighbours(train, test.values, counts)
-      return [test.accuracy(classes) for classes in found]
+    def solve() -> list[float]:
+      by_count = solvers.neighbours(train, test.values, counts)
+      return [test.accuracy(classes) for classes in by_count]
 
     return dict(zip(counts, processes.from_first('the nearest neighbours', solve)))
 
-  def _extract(self, extractor, params, extra, rows=None, stop=engine.never):
-    """Returns the features of training images and of all test images.
+  def check_memory(self, linear: bool, knn: bool) -> None:
+    """Raises ValueError if the features of all training images do not fit."""
+    num_images = self.train.num_examples
+    if knn:
+      features.check_memory(num_images, self.extractor.width, _KNN_COPIES)
+    if linear:
+      widest = max(self.extractor.widths.values())
+      features.check_memory(num_images, widest + len(self.class_names), _LINEAR_COPIES)
 
-    Classes of test images are numbered like those of training images.
-    """
-    train = extractor.run(self.train, params, extra, rows, stop)
-    test = extractor.run(self.test, params, extra, stop=stop)
-    return train, test._replace(labels=self._numbers[test.labels])
+
+class Extracted(NamedTuple):
+  """Features of images for probes, by layer.
+
+  Classes of test images are numbered like those of training images.
+  """
+
+  rows: np.ndarray  # int64 [n], ascending: numbers of the training images.
+  train: dict[str, features.Features]
+  test: dict[str, features.Features]
 
 
 def _numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarray:
@@ -198,10 +226,17 @@ class FewShot(Probe):
   images, of which the centre is cropped (256 and 224 pixels in big_vision).
   """
 
-  def __init__(self, task, mesh, workdir=None, drop_shots: bool = False):
+  def __init__(
+    self,
+    task,
+    mesh: jax.sharding.Mesh,
+    workdir: str | None = None,
+    layers: Sequence[str] = (),
+    drop_shots: bool = False,
+  ):
     config, options = task.config, task.config.fewshot
     super().__init__(
-      task, mesh, workdir, splits=splits(config), layers=options.layer,
+      task, mesh, workdir, splits=splits(config), layers=layers or options.layer,
       shots=options.shots, seeds=options.seeds, pp=squeezed(config.pp, options.squeeze),
       fit=lambda x: solvers.least_squares(x, len(self.class_names), options.l2),
       knn=options.knn, drop_shots=drop_shots,
@@ -209,14 +244,17 @@ class FewShot(Probe):
 
   def run(self, params, extra, stop=engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
-    few: dict = {}
+    knn = self.task.config.fewshot.knn
+    self.check_memory(linear=False, knn=bool(knn))
+    extracted = self.extract(params, extra, all_images=bool(knn), stop=stop)
+    result = {}
     if self.shots:
-      [few] = self.accuracies(params, extra, stop).values()
-    found = {f'fewshot_{n}': float(np.mean(few[n])) for n in few}
-    if knn := self.task.config.fewshot.knn:
-      near = self.neighbours(knn, params, extra, stop)
-      found |= {f'knn_{k}': accuracy for k, accuracy in near.items()}
-    return found
+      [by_shots] = self.accuracies(extracted).values()
+      result |= {f'fewshot_{n}': float(np.mean(draws)) for n, draws in by_shots.items()}
+    if knn:
+      by_count = self.neighbours(extracted, knn)
+      result |= {f'knn_{k}': accuracy for k, accuracy in by_count.items()}
+    return result
 
 
 class LayerProbe(Probe):
@@ -239,8 +277,11 @@ class LayerProbe(Probe):
 
   def run(self, params, extra, stop=engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""
-    found = self.accuracies(params, extra, stop)
-    found = {layer: draws for layer, x in found.items() for draws in x.values()}
+    extracted = self.extract(params, extra, all_images=False, stop=stop)
+    by_layer = self.accuracies(extracted)
+    found = {
+      layer: draws[self.task.config.layer_probe] for layer, draws in by_layer.items()
+    }
     console.say(table(found))
     if self.workdir is not None:
       names = 'accuracy', 'std'
