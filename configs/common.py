@@ -254,6 +254,10 @@ class Preprocessing:
   # as transformers do; 'even' leaves an even margin at the beginning, as torchvision
   # does, and so timm and open_clip.
   crop_rounding: Literal['down', 'even'] = 'down'
+  # Prepares images as the files next to the weights in `pretrained` say: replaces those
+  # of the six keys above that have their defaults. Recipes for fine-tuning set this,
+  # unless their argument has a size. Weights without such files change nothing.
+  match_pretrained: bool = False
   # Colour channels: 3, or 1 for grey.
   channels: Literal[1, 3] = 3
   # Training: least and greatest share of the image's area, and least and

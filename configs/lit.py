@@ -56,7 +56,7 @@ def get_config(arg: str = 'b16b_2,coco_captions'):
     config.lr_multipliers = (('img/', 0.0),)
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.model.temperature_init = models.Lit.temperature_init
-  config.pp.update(crop=224, crop_area=None, flip=True)
+  config.pp.update(crop=224, crop_area=None, flip=True, match_pretrained=True)
   if chosen['loss'] == 'siglip':
     config.loss = 'sigmoid'
     config.model.bias_init = -10.0  # arXiv 2303.15343, section 3.2.

@@ -8,10 +8,12 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
     --config.pretrained=hf://facebook/dinov2-base --workdir=/tmp/dinov2
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
-models.py, or 'pretrained' for the model of --config.pretrained. DATA is a TFDS name, or a folder with train/<class>/* and
-test/<class>/*. SIZE is the size of the images in pixels. Without --config.pretrained,
-the weights are the file named after the model, such as ViT-B_16.npz, in
---config.pretrained_dir, by default '.'.
+models.py, or 'pretrained' for the model of --config.pretrained. DATA is a TFDS name, or
+a folder with train/<class>/* and test/<class>/*. SIZE is the size of the images in
+pixels; without it, images are prepared as the files next to the weights say, if there
+are any (config.pp.match_pretrained). Without --config.pretrained, the weights are the
+file named after the model, such as ViT-B_16.npz, in --config.pretrained_dir, by default
+'.'.
 
 common.FINE_TUNING has the learning rates that the paper tries on each data set.
 Expected from the 21k models: CIFAR-10 B/16 98.92 and 99.03 (issue #21 of the
@@ -48,6 +50,7 @@ def get_config(model_dataset: str = 'b16,cifar10'):
     patch = config.model.patches.size[0]
     default = SIZE // patch * patch if patch == 14 else SIZE
   config.pp.crop = int(size) if size else default
+  config.pp.match_pretrained = not size
   if config.pp.crop >= AVERAGED_SIZE:
     config.ema_decay = 0.9999
   if (model, dataset) == ('b16', 'cifar10'):

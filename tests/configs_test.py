@@ -320,7 +320,7 @@ def test_dtype_flag_replaces_auto(tmp_path):
   workdir.create(tmp_path, config, {}, data={})
   model = config.model.to_dict()
   stored_runs.change_config(tmp_path, model={**model, 'dtype': 'float32'})
-  workdir.keep_dtype(workdir.stored_model(tmp_path), config)
+  workdir.keep_dtype(workdir.stored_config(tmp_path), config)
   assert config.model.dtype == 'float32'
   workdir.check_config(tmp_path, config)
   workdir.create(tmp_path, config, {}, data={})

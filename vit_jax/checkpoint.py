@@ -5,7 +5,7 @@ All formats of vit_jax.weights.reading can be read. Parameters are written as
 `load_npz` read.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import contextlib
 from typing import Any
 
@@ -15,7 +15,7 @@ import flax.traverse_util
 import ml_collections
 
 from vit_jax import console, models, preprocess
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import common, models as model_configs
 from vit_jax.distributed import files
 from vit_jax.weights import (
   fetch,
@@ -28,6 +28,8 @@ from vit_jax.weights import (
   writing,
 )
 from vit_jax.weights.families import families, text, vit
+
+_PP = common.Preprocessing()  # The defaults.
 
 copy = fetch.copy
 save = writing.save
@@ -129,12 +131,14 @@ _FREE = (
 )  # fmt: skip
 
 
-def with_model(config, stored=None) -> ml_collections.ConfigDict:
+def with_model(
+  config: ml_collections.ConfigDict, stored: Mapping[str, Any] | None = None
+) -> ml_collections.ConfigDict:
   """Returns a config with the model of its weights, if it asks for that.
 
   A model of the kind 'pretrained' becomes the one in `config.pretrained`, of an
   image-text model the image tower, without pre-logits, with the fields that the config
-  sets, such as dropout. `stored` are the fields of the model of a run, which replace
+  sets, such as dropout. The model in `stored`, the stored config of the run, replaces
   the weights. For errors see vit_jax.weights.reading.read; ValueError also for a field
   that contradicts the weights, and for weights of other models.
   """
@@ -143,13 +147,14 @@ def with_model(config, stored=None) -> ml_collections.ConfigDict:
   config = config.copy_and_resolve_references()
   given = config.model.to_dict()
   del given['kind']
-  found = ml_collections.ConfigDict(stored or _model_of(config, given))
+  stored_model = (stored or {}).get('model')
+  found = ml_collections.ConfigDict(stored_model or _model_of(config, given))
   flat = lambda fields: flax.traverse_util.flatten_dict(fields, sep='.')
   known = flat(model_configs.with_options(found).to_dict())
   for key, value in flat(given).items():
     have = known.get(key)
     free = {key, key.rpartition('.')[2]} & {*_FREE}
-    if not stored and not free and value != have:
+    if not stored_model and not free and value != have:
       raise ValueError(
         f"model.{key}={value}, but the weights in pretrained='{config.pretrained}' are "
         f'of a model with {have}: leave out --config.model.{key}'
@@ -158,6 +163,55 @@ def with_model(config, stored=None) -> ml_collections.ConfigDict:
     found.update(given)
     config.model = found
   return config
+
+
+def with_preparation(
+  config: ml_collections.ConfigDict, stored: Mapping[str, Any] | None = None
+) -> ml_collections.ConfigDict:
+  """Returns a config that prepares images as its weights say, if it asks for that.
+
+  With `config.pp.match_pretrained`, keys of `config.pp` that have their defaults become
+  what the files next to the weights of the model, or of its image tower, say. `stored`
+  is the stored config of the run, which replaces the weights. For errors see
+  vit_jax.weights.reading.read.
+  """
+  if not config.pp.get('match_pretrained'):
+    return config
+  config = config.copy_and_resolve_references()
+  if stored:
+    fields = stored['pp']
+  else:
+    weights_by_part = paths.of_config(config)
+    path = weights_by_part.get('', weights_by_part.get('img'))
+    if path is None:
+      return config
+    is_whole = '' in weights_by_part
+    model = config.model if is_whole else model_configs.vit_of(config.model)
+    with paths.with_remedy(config):
+      stated = reading.read_preparation(
+        path, fitting.heads(model), config.get('pretrained_entry')
+      )
+    if not stated.source or stated.longest_side is not None:
+      return config
+    if config.pp.crop != _PP.crop or stated.crop is None:
+      stated = stated.at_size(preprocess.crop_size(config.pp))
+    fields = stated.fields(stated.crop)
+  with config.unlocked(), config.pp.ignore_type():
+    for key in preparation.KEYS:
+      if key in fields and config.pp[key] == getattr(_PP, key):
+        config.pp[key] = _as_tuple(fields[key])
+  if not stored:
+    console.note(
+      f"Preparing images as the weights' {stated.source} says: "
+      f'{preparation.of_run(config.pp)} (--config.pp.match_pretrained=False: as config.pp '
+      'says)'
+    )
+  return config
+
+
+def _as_tuple(value: Any) -> Any:
+  """Returns a list of a JSON file as a tuple, and other values unchanged."""
+  return tuple(value) if isinstance(value, list) else value
 
 
 def _model_of(config, given) -> dict[str, Any]:

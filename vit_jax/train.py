@@ -166,8 +166,9 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
   The list of a folder's images is stored in the workdir, see sources.open_split.
   """
-  stored = workdir_lib.stored_model(workdir) if workdir is not None else {}
-  config = run_config.complete(checkpoint.with_model(config, stored))
+  stored = workdir_lib.stored_config(workdir) if workdir is not None else {}
+  config = checkpoint.with_model(config, stored)
+  config = run_config.complete(checkpoint.with_preparation(config, stored))
   workdir_lib.keep_dtype(stored, config)
   mesh = check(config)
   config = run_config.with_test_folder(config)

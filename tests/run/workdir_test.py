@@ -77,7 +77,7 @@ def test_changed_config_is_rejected_until_the_change_is_accepted(run, config):
   stored_runs.change_json(run / 'config.json', change)
   for read in (
     lambda: workdir.load(run),
-    lambda: workdir.stored_model(run),
+    lambda: workdir.stored_config(run),
     lambda: workdir.check(run, config, NAMES, DATA),
     lambda: workdir.check_config(run, config),
     lambda: reading.read(str(run)),

@@ -147,7 +147,9 @@ def test_run_takes_its_model_from_the_weights(saved, tmp_path):
     assert fine_tuning(tmp_path / 'run').model[key] == config.model[key]
   # A resumed run stores its model and does not need the weights.
   config = vit_config.get_config('pretrained,digits,8')
-  assert checkpoint.with_model(config, found.to_dict()).model.hidden_size == 16
+  assert (
+    checkpoint.with_model(config, {'model': found.to_dict()}).model.hidden_size == 16
+  )
   with pytest.raises(ValueError, match='pretrained=None.*--config.pretrained=PATH'):
     checkpoint.with_model(config)
   for fields, message in (

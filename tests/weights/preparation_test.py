@@ -11,9 +11,10 @@ from sklearn import datasets
 from torchvision import transforms
 
 from tests import torch_models
-from vit_jax import predict, preprocess
-from vit_jax.configs import common
+from vit_jax import checkpoint, predict, preprocess
+from vit_jax.configs import common, vit as vit_config
 from vit_jax.layers import positions
+from vit_jax.run import config as run_config
 from vit_jax.weights import convert, fitting, preparation
 
 # Imported through torch_models, which sets up their environment.
@@ -316,6 +317,39 @@ def test_fine_tuning_names_the_flags_for_the_same_pixels(tmp_path, caplog):
     fitting.transferable(str(tmp_path), prepared=preparation.of_run(pp), **options)
     assert (flags in caplog.text) == warns
     pp.update(interpolation='bilinear', antialias=False)
+
+
+def test_fine_tuning_prepares_images_as_the_weights_say(tmp_path, capsys):
+  torch_models.hf_model(image_size=32).save_pretrained(tmp_path)
+  files_in(tmp_path, preprocessor_config=HF['dino v2'])
+
+  def prepared(argument, stored=None, **pp):
+    config = vit_config.get_config(argument)
+    config.pretrained = str(tmp_path)
+    config.pp.update(pp)
+    config = checkpoint.with_model(config, stored)
+    config = checkpoint.with_preparation(config, stored)
+    run_config.check_values(run_config.complete(config))
+    return config
+
+  run = prepared('pretrained,digits')
+  line = "weights' preprocessor_config.json says: shorter side 36, bicubic"
+  assert line in capsys.readouterr().err
+  used = preparation.of_run(run.pp)
+  stated = convert.read(str(tmp_path)).preparation
+  assert used.fields(INPUT) == stated.fields(INPUT)
+  assert (used.crop, used.size, used.interpolation) == (INPUT, 36, 'bicubic')
+  pp = prepared('pretrained,digits', crop=64, interpolation='lanczos').pp
+  assert (pp.crop, pp.resize, pp.interpolation) == (64, 72, 'lanczos')
+  # A resumed run does not need the weights.
+  stored = json.loads(run.to_json())
+  (tmp_path / 'preprocessor_config.json').unlink()
+  assert prepared('pretrained,digits', stored).pp == run.pp
+  for pp in (
+    prepared('pretrained,digits,64').pp,
+    prepared('pretrained,digits', match_pretrained=False, crop=64).pp,
+  ):
+    assert (pp.crop, pp.resize, pp.antialias) == (64, None, False)
 
 
 def test_other_sizes_keep_the_share_of_the_crop():

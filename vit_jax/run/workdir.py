@@ -309,16 +309,16 @@ def _read_metadata(path, names) -> dict[str, Any]:
 
 
 @processes.by_first('reading the model of the run')
-def stored_model(workdir) -> dict[str, Any]:
-  """Returns the fields of the model of the run in a folder, {} if none has begun."""
+def stored_config(workdir: str | epath.Path) -> dict[str, Any]:
+  """Returns the config of the run in a folder as it is stored, {} if none has begun."""
   path = folder(workdir)
-  return _read_plain(path)['model'] if (path / _CONFIG).exists() else {}
+  return _read_plain(path) if (path / _CONFIG).exists() else {}
 
 
-def keep_dtype(stored: Mapping[str, Any], config):
-  """Replaces, in place, dtype 'auto' by the dtype of a `stored_model`, if any."""
+def keep_dtype(stored: Mapping[str, Any], config: ml_collections.ConfigDict) -> None:
+  """Replaces, in place, dtype 'auto' by the dtype in a `stored_config`, if any."""
   if config.model.get('dtype') == dtypes.AUTO:
-    config.model.dtype = stored.get('dtype') or dtypes.AUTO
+    config.model.dtype = stored.get('model', {}).get('dtype') or dtypes.AUTO
 
 
 def _read_plain(path) -> dict[str, Any]:

@@ -298,7 +298,7 @@ def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):
 def _check_run(run, folder, result):
   """Checks a run's config, and its folder if the run was started."""
   config = run_config.complete(run.config)
-  workdir_lib.keep_dtype(workdir_lib.stored_model(folder), config)
+  workdir_lib.keep_dtype(workdir_lib.stored_config(folder), config)
   train.check(config)
   workdir_lib.check_config(folder, config, moved=result is None)
   if result is None:

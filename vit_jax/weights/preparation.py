@@ -72,6 +72,11 @@ _BY_MODEL_TYPE = {
 # a mask, and labels of segmentation are not read.
 _NEUTRAL_STEPS = ('do_convert_rgb', 'do_pad', 'do_reduce_labels', 'do_color_quantize')
 _STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL_STEPS)
+# Keys of `config.pp` that `Preparation.fields` may return for images of one size.
+KEYS = (
+  'crop', 'resize', 'resize_mode', 'interpolation', 'antialias', 'crop_rounding',
+  'jpeg_shrink',
+)  # fmt: skip
 _LONGEST = 16_384  # In pixels, of what a file may say.
 _Values = schema.NonNegative | tuple[schema.NonNegative, ...]
 _Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e6)]

@@ -158,6 +158,27 @@ def read(
   return weights
 
 
+def read_preparation(
+  path: str,
+  num_heads: int | tuple[int, int] | None = None,
+  entry: str | None = None,
+) -> preparation_lib.Preparation:
+  """Reads only how images are prepared for weights; see `read`."""
+  file = paths.existing(_local(path))
+  if file.is_dir() and (file / 'checkpoints').exists():
+    from vit_jax.run import workdir as workdir_lib
+
+    config, _ = workdir_lib.load(file)
+    return preparation_lib.of_run(config.pp)
+  if file.is_dir() or arrays.format_of(file) != 'npz':
+    return read(path, num_heads, entry=entry).preparation
+  notes = descriptions.notes_file(file)
+  described = descriptions.read(notes, descriptions.from_notes)
+  if not described.preparation:
+    return preparation_lib.Preparation()
+  return preparation_lib.from_notes(described.preparation, notes.name)
+
+
 def _local(path):
   """Returns where weights and their siblings are; fetches a model from the hub."""
   if not hub.is_at(path):
