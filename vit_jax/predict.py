@@ -115,7 +115,8 @@ def load_weights(
       folder with such a file, or a released .pth; local, gs:// or a URL; or
       hf://OWNER/NAME, see vit_jax/weights/hub.py.
     class_names: override the names in the file; unnamed classes have numbers.
-    image_size: (height, width) in pixels; needed if the file does not contain
+    image_size: (height, width) in pixels, to which position embeddings are resized as
+      the program of the file does; needed if the file does not contain
       it and the grid of patches is not square.
     dtype: see `load`; None: as in the file.
     num_heads: number of attention heads, or a pair for image and text tower;

@@ -263,6 +263,16 @@ def test_dino_runs_at_its_crop_as_in_transformers(tmp_path, registers):
   assert at_crop.image_size == (20, 20)
   table = at_crop.params['Transformer']['posembed_input']['pos_embedding']
   np.testing.assert_allclose(table[:, 1:], want, atol=1e-5)
+  # Another size is resized to, too.
+  other = convert.read(str(tmp_path), image_size=(20, 28))
+  fields = other.preparation.fields(other.image_size)
+  assert (fields['crop'], fields['resize']) == ((20, 28), 36)
+  image = torch.zeros(1, 3, 20, 28)
+  with torch.no_grad():
+    tokens = theirs.embeddings(image)[:, -35:]
+    want = tokens - theirs.embeddings.patch_embeddings(image)
+  table = other.params['Transformer']['posembed_input']['pos_embedding']
+  np.testing.assert_allclose(table[:, 1:], want, atol=1e-5)
 
 
 def test_bicubic_resizing_of_positions_is_pytorchs():

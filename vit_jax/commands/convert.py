@@ -65,7 +65,7 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--image_size',
     type=flags.height_width,
-    help='SIZE or HEIGHT,WIDTH in pixels, if SRC does not contain it',
+    help="SIZE or HEIGHT,WIDTH in pixels, to which position embeddings are resized (SRC's)",
   )
   flags.add_weights_flags(parser)
   flags.add_trust_flags(parser)

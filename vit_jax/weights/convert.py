@@ -19,7 +19,7 @@ from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files, text_files
 from vit_jax.layers import encoder, position_kinds, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
-from vit_jax.weights.families import families
+from vit_jax.weights.families import base as families_base, families
 
 KINDS = tuple(writing.WRITERS)
 # Kind of weights that are only a part of a model -> what they are.
@@ -95,11 +95,11 @@ def read(
   names = tuple(class_names or weights.class_names or ())
   with arrays.naming(src):
     family = families.of(config)
-    size = family.image_size(config, weights.params, image_size or weights.image_size)
+    size = _trained_size(family, config, weights, image_size)
     preparation = weights.preparation
-    size = size or preparation.crop
+    size = size or image_size or preparation.crop
     if size is not None and (image_size or preparation.crop is None):
-      preparation = preparation.at_size(size)
+      preparation = preparation.at_size(image_size or size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
@@ -108,7 +108,29 @@ def read(
       preparation, weights.adapters,
     )  # fmt: skip
     family.check(model)
-  return model
+  return model if image_size in (None, size) else fitting.at_crop(model)
+
+
+def _trained_size(
+  family: families_base.Family,
+  config: ml_collections.ConfigDict,
+  weights: reading.Weights,
+  image_size: tuple[int, int] | None,
+) -> tuple[int, int] | None:
+  """Returns (height, width) of the images that parameters are for; None: of any.
+
+  `image_size` helps where the weights do not say it.
+  """
+  can_resize = bool(model_configs.vit_of(config).get('patches'))
+  if not can_resize:
+    size = image_size or weights.image_size
+    return family.image_size(config, weights.params, size)
+  if weights.image_size is not None or image_size is None:
+    return family.image_size(config, weights.params, weights.image_size)
+  try:
+    return family.image_size(config, weights.params, image_size)
+  except ValueError:  # Resized from a square.
+    return family.image_size(config, weights.params, None)
 
 
 def _check_multiple(config, image_size: tuple[int, int] | None):

@@ -352,10 +352,9 @@ def at_crop(model):
   want = flax.traverse_util.flatten_dict(expected['params'], sep='/')
   if misfits := identify.misfits(flat, want):
     raise ValueError(
-      f'{model.preparation.source} crops images to {size[0]} x {size[1]} pixels, but '
-      f'parameters are for {model.image_size[0]} x {model.image_size[1]}, such as '
-      f'{misfits[0]}: correct the file, or pass image_size to load_weights (convert '
-      '--image_size)'
+      f'images are cropped to {size[0]} x {size[1]} pixels, but parameters are for '
+      f'{model.image_size[0]} x {model.image_size[1]}, and some of them cannot be '
+      f'resized, such as {misfits[0]}: pass that size as image_size (--image_size)'
     )
   return model._replace(params=params, image_size=size)
 
