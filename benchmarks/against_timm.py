@@ -25,7 +25,8 @@ import numpy as np
 
 from vit_jax import checkpoint, console, input_pipeline, train
 from vit_jax.commands import flags
-from vit_jax.learning import optim
+from vit_jax.learning import schedules
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.studies import summaries
 from vit_jax.weights import convert
 
@@ -168,7 +169,7 @@ def compare(config, compiled: bool = False) -> dict:
   _check(config)
   prepared = train.prepare(config)
   config, program, mesh = prepared.config, prepared.program, prepared.mesh
-  schedule = optim.create_learning_rate_schedule(
+  schedule = schedules.create_learning_rate_schedule(
     config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
     decay_at=config.decay_at,
   )  # fmt: skip
@@ -244,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       pathlib.Path(args.json).write_text(json.dumps(rows))
   for i, name in enumerate(('vit_jax', 'timm')):
     values = [row['accuracy'][i] for row in rows]
-    console.say(f'{name}: {summaries.format_values("accuracy", values)} %')
+    console.say(f'{name}: {summaries.format_values(metrics_lib.SHARE, values)} %')
 
 
 if __name__ == '__main__':

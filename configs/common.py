@@ -7,6 +7,7 @@ example `--config.base_lr=0.01 --config.pp.crop=64`.
 from collections.abc import Iterable
 import copy
 import dataclasses
+import re
 from typing import Annotated, Literal
 
 import ml_collections
@@ -121,7 +122,7 @@ DATASET_PRESETS = {
 }
 
 
-# The optimisers, and the keys of the config that are arguments of each.
+# The optimisers of this package, and the keys of the config that are arguments of each.
 OPTIMIZERS = {
   'adam': ('b1', 'b2'),
   'sgd': ('momentum',),
@@ -149,6 +150,16 @@ Trackers = Annotated[
     "a tuple of different names of 'wandb', 'mlflow'", lambda x: len(set(x)) == len(x)
   ),
 ]
+OPTAX = 'optax:'  # Prefix of the names of optax's optimisers and schedules.
+OptaxName = Annotated[
+  str,
+  schema.Fits(
+    "the name of one of optax's, such as 'optax:NAME' or 'optax:contrib.NAME'",
+    lambda x: re.fullmatch(rf'{OPTAX}(contrib\.)?[a-z]\w*', x) is not None,
+  ),
+]
+Optimizer = Literal[tuple(OPTIMIZERS)] | OptaxName
+DecayType = Literal['cosine', 'linear', 'constant', 'staircase', 'rsqrt'] | OptaxName
 _SHARES = schema.Fits(
   '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
 )
@@ -184,6 +195,19 @@ WeightsByPart = Annotated[
   dict[schema.Text, schema.Text],
   schema.Fits("paths by part of the model, such as {'backbone': 'ViT-B_16.npz'}", bool),
 ]
+Evaluators = Annotated[
+  dict,
+  schema.Fits(
+    "evaluators by name, such as {'ece': {'type': 'my_module:Calibration'}}",
+    lambda x: all(_is_evaluator(entry) for entry in x.values()),
+  ),
+]
+
+
+def _is_evaluator(entry) -> bool:
+  return schema.is_mapping(entry) and isinstance(entry.get('type'), str)
+
+
 Moments = Annotated[
   tuple[Annotated[float, schema.Range(gt=0, lt=1)], ...],
   schema.Fits(
@@ -429,8 +453,12 @@ class Config:
   total_steps: Steps | None = None
   total_epochs: schema.Positive | None = None
   # 'sgd' (with momentum), 'adam', 'lion', 'adafactor' or 'muon', compared in
-  # docs/train.md.
-  optimizer: Literal['adam', 'sgd', 'lion', 'adafactor', 'muon'] = 'sgd'
+  # docs/train.md, or an optimiser of optax, such as 'optax:lamb'.
+  optimizer: Optimizer = 'sgd'
+  # Keyword arguments of an optimiser of optax, which replace the keys of the others, as in
+  # {'b2': 0.95, 'weight_decay': 0.1, 'mask': 'kernels'}. A mask of 'kernels' selects the
+  # kernels of dense and convolutional layers.
+  optimizer_args: dict = dataclasses.field(default_factory=dict)
   # Momentum of SGD, and of Muon, which is published with 0.95.
   momentum: schema.Rate = 0.9
   # Of Adam, Lion and Adafactor: decay of the first moment; also for the parameters
@@ -439,12 +467,19 @@ class Config:
   # Of the same: decay of Adam's second moment, its greatest value for Adafactor, and
   # decay of Lion's momentum, which is published with 0.99.
   b2: schema.Rate = 0.999
-  # Type of the accumulator: momentum, or the first moment.
+  # Type of the accumulator: momentum, or the first moment. Optimisers of optax have their
+  # own, such as `mu_dtype` in `optimizer_args`.
   optim_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   # Learning rate after the warm-up.
   base_lr: schema.NonNegative = 0.03
-  # 'cosine', 'linear', 'constant' or 'staircase'.
-  decay_type: Literal['cosine', 'linear', 'constant', 'staircase'] = 'cosine'
+  # The decay after the warm-up: 'cosine', 'linear', 'constant', 'staircase', 'rsqrt' (the
+  # reciprocal square root of the steps), or a schedule of optax, such as
+  # 'optax:exponential_decay', whose values are multiplied by `base_lr`.
+  decay_type: DecayType = 'cosine'
+  # Keyword arguments of 'rsqrt' (vit_jax/learning/optim.py) or of a schedule of optax,
+  # as in {'decay_rate': 0.1}. By default, optax's `init_value` is 1, and `decay_steps` or
+  # `transition_steps` is the number of updates after the warm-up.
+  decay_args: dict = dataclasses.field(default_factory=dict)
   # Staircase: divides the learning rate by 10 after each of these shares of all
   # updates, for example (0.3, 0.6, 0.9).
   decay_at: Moments = ()
@@ -515,6 +550,12 @@ class Config:
   # Adds attention maps of these test images: the last layer, and the rollout
   # through all layers.
   log_attention: bool = False
+  # Evaluators by name, in addition to those of the task. `type` is a class,
+  # 'MODULE:CLASS', `evals` are the names of its evaluations (default: all), and the other
+  # keys are arguments of the class, as in
+  # --config.evaluators="{'ece': {'type': 'my_module:Calibration', 'bins': 10}}"; see
+  # vit_jax/evaluators/base.py.
+  evaluators: Evaluators = dataclasses.field(default_factory=dict)
   # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
   # named after the first evaluation (vit_jax/evaluators/probes.py).
   fewshot: FewShot = dataclasses.field(default_factory=FewShot)

@@ -126,6 +126,15 @@ _WORDS = {
 }  # fmt: skip
 
 
+def is_kind(annotation: Any) -> bool:
+  """Returns whether an annotation is a type that `check` knows."""
+  try:
+    describe(annotation)
+  except KeyError:
+    return False
+  return True
+
+
 def check(name: str, value, kind, place: str = 'config.'):
   """Raises ValueError with the key and its value if a value does not have a type.
 

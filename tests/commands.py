@@ -7,7 +7,8 @@ import ml_collections
 
 from vit_jax import __main__ as program
 from vit_jax.configs import common, schema
-from vit_jax.run import config as run_config
+from vit_jax.learning import optim, schedules
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.studies import study
 
 # `python -m MODULE` -> its command.
@@ -57,7 +58,9 @@ def check_config(config):
   """Checks every value of a config, and of each run that it describes."""
   for run in runs_in(config):
     run_config.check_values(run)
-    run_config.check(run_config.complete(run))
+    run_evaluators.check(run_config.complete(run))
+    schedules.check(run_config.complete(run))
+    optim.check(run_config.complete(run))
 
 
 def module_of(command):

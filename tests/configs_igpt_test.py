@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from vit_jax.configs import igpt, igpt_digits, igpt_finetune
-from vit_jax.learning import optim
-from vit_jax.run import config as run_config
+from vit_jax.learning import schedules
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 
 # "Generative Pretraining from Pixels": layers, width; the rate is from its appendix.
 SIZES = {
@@ -19,7 +19,7 @@ SIZES = {
 @pytest.mark.parametrize('size', SIZES)
 def test_pre_training_matches_the_paper(size):
   config = run_config.complete(igpt.get_config(f'{size},imagenet2012,32'))
-  run_config.check(config)
+  run_evaluators.check(config)
   assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.95)
   assert config.weight_decay == config.l2_decay == config.grad_norm_clip == 0
   run = (64, 2_000_000) if size == 'xl' else (128, 1_000_000)
@@ -38,7 +38,7 @@ def test_pre_training_matches_the_paper(size):
 def test_schedule_warms_up_for_an_epoch_and_decays_to_0():
   config = run_config.resolve_steps(igpt.get_config(), 1_281_167)
   assert config.warmup_steps == 10_009
-  schedule = optim.create_learning_rate_schedule(
+  schedule = schedules.create_learning_rate_schedule(
     config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
   )
   assert float(schedule(10_009)) == pytest.approx(3e-3)
@@ -64,14 +64,14 @@ def test_fine_tuning_keeps_the_optimizer_settings():
   assert config.task_options.generation == 1
   digits = igpt_finetune.get_config('digits')
   assert digits.model == igpt_digits.get_config().model
-  run_config.check(run_config.complete(digits))
+  run_evaluators.check(run_config.complete(digits))
 
 
 def test_small_model_for_fashion_mnist():
   config = run_config.complete(igpt_digits.get_config('fashion_mnist'))
   assert config.dataset == 'fashion_mnist'
   assert config.model.num_positions == config.pp.crop**2 == 14**2
-  run_config.check(config)
+  run_evaluators.check(config)
   with pytest.raises(ValueError, match='igpt_digits.py:mnist .* digits, fashion_mnist'):
     igpt_digits.get_config('mnist')
 

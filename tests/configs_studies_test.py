@@ -3,7 +3,7 @@
 import pytest
 
 from vit_jax.configs import attention_patterns, pooling, position_embeddings
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.studies import study
 
 
@@ -19,7 +19,7 @@ def test_position_embeddings_match_table_8():
     ('learned_2d', 'stem'), ('learned_2d', 'every'), ('learned_2d', 'shared'),
   }  # fmt: skip
   for run in runs[:: len(config.seeds)]:
-    run_config.check(run_config.complete(run.config))
+    run_evaluators.check(run_config.complete(run.config))
 
 
 def test_pooling_is_compared_over_learning_rates():
@@ -41,7 +41,7 @@ def test_argument_selects_variants_and_the_data_set(module, names):
   assert 0 < len(config.variants) < len(module.get_config().variants)
   assert config.base.dataset == 'fashion_mnist'
   assert config.base.pp.flip
-  run_config.check(run_config.complete(study.make_runs(config)[0].config))
+  run_evaluators.check(run_config.complete(study.make_runs(config)[0].config))
   known = ', '.join(module.VARIANTS)
   with pytest.raises(ValueError, match=f"variant '3d' is unknown: use some of {known}"):
     module.get_config(f'{names},3d')

@@ -22,7 +22,7 @@ from vit_jax.configs import (
   vit,
 )
 from vit_jax.learning import optim
-from vit_jax.run import config as run_config, workdir
+from vit_jax.run import config as run_config, evaluators as run_evaluators, workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
 
@@ -36,7 +36,7 @@ def test_every_config_starts_with_its_command_and_is_valid():
     runs = list(commands.runs_in(module.get_config()))
     assert runs or path.stem == 'inference_time'
     for run in runs:
-      run_config.check(run_config.complete(run))
+      run_evaluators.check(run_config.complete(run))
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from vit_jax import checkpoint, predict
 from vit_jax.commands import export
 from vit_jax.configs import detr_scenes, igpt_digits
 from vit_jax.data.tfds import registry
+from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config
 
 DOCS = markdown.ROOT / 'docs'
@@ -51,6 +52,7 @@ def examples(tmp_path_factory):
   yield folder
   sys.path.remove(str(folder))
   sys.modules.pop('prompts', None)
+  sys.modules.pop('calibration', None)
 
 
 @pytest.fixture(scope='module')
@@ -71,6 +73,8 @@ def trained(examples):
   config.model.transformer.update(num_layers=1, mlp_dim=24)
   config.update(warmup_epochs=0.5, batch_eval=304)
   config.update(progress_every=0, eval_every=0, checkpoint_every=0, log_images=0)
+  config.evaluators = {'ece': {'type': 'calibration:Calibration', 'bins': 1}}
+  config.best_metric = 'ece_test'
   (code,) = markdown.blocks(DOCS / 'notebooks.md', 'python')
   assert 'digits.get_config()' in code
   code = code.replace('digits.get_config()', 'small')
@@ -90,6 +94,26 @@ def test_examples_train_together(examples, trained):
   model = predict.load(str(workdir))
   assert model.class_names == ('even', 'odd')
   assert type(model.task.model).__name__ == 'PromptViT'
+
+
+def test_the_example_of_an_evaluator_measures_a_run(examples, trained, capsys):
+  """With one bin, the error is the mean confidence less the accuracy."""
+  workdir, _, metrics = trained
+  model = predict.load(str(workdir))
+  lines = (examples / 'parity' / 'test.jsonl').read_text().splitlines()
+  rows = [json.loads(line) for line in lines]
+  paths = [str(examples / 'parity' / row['image']) for row in rows]
+  top = [first for [first] in model.predict(paths, top=1)]
+  correct = np.mean([name == row['label'] for (name, _), row in zip(top, rows)])
+  confidence = np.mean([probability for _, probability in top])
+  assert metrics['ece_test'] == pytest.approx(abs(confidence - correct), abs=1e-4)
+  again = evaluation.evaluate(
+    model, 'test', evaluators={'ece': {'type': 'calibration:Calibration', 'bins': 1}}
+  )
+  assert again['ece'] == pytest.approx(metrics['ece_test'], abs=1e-6)
+  assert f'ece {100 * again["ece"]:.2f} %' in capsys.readouterr().out
+  [best] = (workdir / 'checkpoints').glob('[0-9]*')
+  assert best.name == '23'
 
 
 def untrained(config, workdir, **metadata):

@@ -20,8 +20,8 @@ from vit_jax.configs import (
   vit_s16_i1k,
 )
 from vit_jax.data.augmentation import canvases
-from vit_jax.learning import optim
-from vit_jax.run import config as run_config
+from vit_jax.learning import optim, schedules
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.tasks.detection import boxes
 
 # arXiv 2010.11929, T3: models, data, epochs, base learning rate, decay, weight
@@ -98,14 +98,14 @@ def test_pre_training_matches_table_3(row):
   assert config.model.head_bias_init == -10
   if 'transformer' in config.model:
     assert config.model.representation_size == config.model.hidden_size
-  run_config.check(run_config.complete(config))
+  run_evaluators.check(run_config.complete(config))
 
 
 def test_linear_decay_ends_at_the_stated_value():
   """Issue #2, and 14 x 303e6 / 4096 = 1.036M steps of H/14."""
   config = run_config.resolve_steps(pretrain.get_config('h14,jft300m'), 303_000_000)
   assert config.total_steps == 1_035_645
-  schedule = optim.create_learning_rate_schedule(
+  schedule = schedules.create_learning_rate_schedule(
     config.total_steps, config.base_lr, config.decay_type, config.warmup_steps
   )
   assert float(schedule(config.total_steps)) == pytest.approx(1e-5)
@@ -123,7 +123,7 @@ def test_recipe_defaults_to_the_longest_training(arg, epochs):
 @pytest.mark.parametrize('data', ['imagenet21k', '/some/folder'])
 def test_recipes_apply_to_models_without_an_encoder(data):
   config = pretrain.get_config(f'mixer_b16,{data}')
-  run_config.check(run_config.complete(config))
+  run_evaluators.check(run_config.complete(config))
 
 
 @pytest.mark.parametrize('name', AUGMENTATIONS)
@@ -187,7 +187,7 @@ def check_big_vision(config):
   assert (config.pp.crop_area, config.pp.flip) == ((0.05, 1.0), True)
   assert (config.label_smoothing, config.ema_decay) == (0, 0)
   assert config.model.transformer.attention_dropout_rate == 0
-  run_config.check(run_config.complete(config))
+  run_evaluators.check(run_config.complete(config))
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ DETRS = {
 @pytest.mark.parametrize('name', DETRS)
 def test_detr_matches_the_paper(name):
   config = detr.get_config(f'{name},coco/2017')
-  run_config.check(run_config.complete(config))
+  run_evaluators.check(run_config.complete(config))
   assert (config.task, config.batch, config.total_epochs) == ('detect', 64, 300)
   assert (config.optimizer, config.b1, config.b2) == ('adam', 0.9, 0.999)
   assert (config.base_lr, config.warmup_steps) == (1e-4, 0)
@@ -404,7 +404,7 @@ def test_detr_for_segmentation_matches_the_paper():
     detr_panoptic.get_config(f'{data},{part}') for part in detr_panoptic.PARTS
   )
   for config in (boxes, masks, both):
-    run_config.check(run_config.complete(config))
+    run_evaluators.check(run_config.complete(config))
     assert (config.task, config.base_lr) == ('segment', 1e-4)
   assert not boxes.model.get('mask_head')
   assert masks.model.mask_head

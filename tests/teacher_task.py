@@ -1,10 +1,11 @@
 """A task with a teacher in its extra state, which a run fills from weights."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 
-from vit_jax.evaluators import means
+from vit_jax.run import metrics
 from vit_jax.tasks import classify
 
 
@@ -26,18 +27,21 @@ class Task(classify.Task):
     batch = {**batch, 'label': jax.lax.stop_gradient(labels)}
     return super().loss(params, extra, batch, rng)
 
-  def evaluators(self, mesh, split, open_split):
+  @classmethod
+  def evaluators(cls, config):
     """Adds the number of examples of another data set."""
-    source = open_split('test', (), self.options.elsewhere)
-    assert source.class_names != self.class_names
-    return [*super().evaluators(mesh, split, open_split), Elsewhere(source)]
+    return [*super().evaluators(config), Elsewhere]
 
 
-class Elsewhere(means.Means):
+class Elsewhere:
   """Reports how many examples another data set has."""
 
-  def __init__(self, source):
-    self._source = source
+  metrics: ClassVar = {'num_elsewhere': metrics.Metric()}
+
+  def __init__(self, evaluation):
+    task = evaluation.task
+    self._source = evaluation.open_split('test', (), task.options.elsewhere)
+    assert self._source.class_names != task.class_names
 
   def run(self, params, extra, stop=None):
     """Returns the number."""

@@ -3,7 +3,7 @@
 python -m vit_jax.main --config=configs/digits.py --workdir=/tmp/digits
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
 import shlex
@@ -19,13 +19,14 @@ from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.data import mixture, sources
 from vit_jax.distributed import files, processes, sharding
-from vit_jax.evaluators import probes, real
+from vit_jax.evaluators import base
 from vit_jax.figures import pictures
 from vit_jax.layers import attention, dtypes, patches, position_kinds
-from vit_jax.learning import lora, losses, optim, state as state_lib
+from vit_jax.learning import lora, losses, optim, schedules, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
+  evaluators as run_evaluators,
   lock,
   loop,
   memory,
@@ -34,8 +35,7 @@ from vit_jax.run import (
   workdir as workdir_lib,
 )
 
-say = console.say
-_FEW = 20  # Runs of fewer updates are most likely a mistake.
+_FEW_STEPS = 20  # Runs of fewer updates are most likely a mistake.
 Interrupted = stopping.Interrupted
 
 
@@ -43,11 +43,11 @@ class Program(NamedTuple):
   """The program of a config and its metadata; needs no data."""
 
   task: Any  # The objective, a vit_jax.tasks.base.Task.
-  update: Callable  # (state, batch) -> (state, metrics), not compiled.
-  create_state: Callable  # (weights by path, possibly empty) -> initial TrainState.
+  update: Callable[..., Any]  # (state, batch) -> (state, metrics), not compiled.
+  create_state: Callable[..., Any]  # (weights by path, or {}) -> initial TrainState.
   abstract: state_lib.TrainState  # Shapes, types and shardings of the state.
 
-  def jit_update(self) -> Callable:
+  def jit_update(self) -> Callable[..., Any]:
     """Returns the jitted update, which donates the state."""
     return jax.jit(
       self.update,
@@ -56,7 +56,7 @@ class Program(NamedTuple):
     )
 
 
-def _computation(config, mesh) -> str:
+def _computation(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> str:
   """Describes dtype and attention; ValueError if attention cannot run on the mesh."""
   layers = model_configs.layers_of(config.model)
   name = layers.get('attention', attention.AUTO)
@@ -66,19 +66,23 @@ def _computation(config, mesh) -> str:
   relative = layers.get('position_embedding') in position_kinds.RELATIVE
   key = f'config.{model_configs.place_of_layers(config.model)}.attention'
   attention.check(name, dropout, platform, dtype, bias=relative, key=key)
-  words = f'Computing in {dtype}'
+  description = f'Computing in {dtype}'
   if 'attention' in layers:
     width = model_configs.vit_of(config.model).hidden_size
+    is_plain = not (dropout or relative)
     with jax.set_mesh(mesh):
-      plain = not (dropout or relative)
-      name = attention.choose(name, dtype, width // layers.num_heads, plain)
-    words += f' with {name} attention'
+      name = attention.choose(name, dtype, width // layers.num_heads, is_plain)
+    description += f' with {name} attention'
   if platform != 'cpu' and dtype == 'float32' and 'dtype' in config.model:
-    words += '; --config.model.dtype=auto (bfloat16) is faster'
-  return words
+    description += '; --config.model.dtype=auto (bfloat16) is faster'
+  return description
 
 
-def make_program(config, metadata, mesh) -> Program:
+def make_program(
+  config: ml_collections.ConfigDict,
+  metadata: Mapping[str, Any],
+  mesh: jax.sharding.Mesh,
+) -> Program:
   """Builds task, optimiser and update of a config; computes nothing.
 
   The complete config has numbers of steps; `metadata` are the task's, of the training
@@ -91,16 +95,18 @@ def make_program(config, metadata, mesh) -> Program:
     platform = mesh.devices.flat[0].platform
     config.model.dtype = dtypes.resolve(config.model.dtype, platform)
   task = run_config.get_task(config.task)(config, metadata)
-  schedule = optim.create_learning_rate_schedule(
+  schedule = schedules.create_learning_rate_schedule(
     config.total_steps,
     config.base_lr,
     config.decay_type,
     config.warmup_steps,
     decay_at=config.decay_at,
+    decay_args=config.decay_args.to_dict(),
   )
   rng = jax.random.key(config.seed)
-  init, rules, factors = lora.adapted(task.init, config), lora.rules(config), None
-  if rules:
+  init = lora.adapted(task.init, config)
+  factors = None
+  if rules := lora.rules(config):
     params, _ = jax.eval_shape(init, rng)
     factors = optim.multipliers(rules, params)
   tx = optim.get_optimizer(config, schedule, factors)
@@ -114,7 +120,12 @@ def make_program(config, metadata, mesh) -> Program:
   return Program(task, update, create_state, abstract)
 
 
-def make_update_fn(*, apply_fn: Callable, accum_steps: int | None, tx) -> Callable:
+def make_update_fn(
+  *,
+  apply_fn: Callable[..., jax.Array],
+  accum_steps: int | None,
+  tx: optax.GradientTransformation,
+) -> Callable[..., tuple[Any, Any, jax.Array, jax.Array]]:
   """Returns a compiled update for training loops of users, as in the original.
 
   `apply_fn` is `model.apply`, `accum_steps` the number of micro-batches of a batch,
@@ -159,14 +170,26 @@ class Prepared(NamedTuple):
   evaluators: dict[str, list]  # By the name of the evaluation.
   pictures: Any  # Draws images during training; see vit_jax.figures.pictures.
 
+  @property
+  def metrics(self) -> dict[str, metrics_lib.Metric]:
+    """The metrics of the evaluators by name, such as 'accuracy_test'."""
+    return {
+      f'{metric}_{name}': kind
+      for name, evaluators in self.evaluators.items()
+      for evaluator in evaluators
+      for metric, kind in evaluator.metrics.items()
+    }
 
-def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
+
+def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Prepared:
   """Checks a config, opens its data and builds its program.
 
   ValueError or FileNotFoundError if the config, the data or the mesh are wrong.
   The list of a folder's images is stored in the workdir, see sources.open_split.
   """
-  stored = workdir_lib.stored_config(workdir) if workdir is not None else {}
+  stored: Mapping[str, Any] = {}
+  if workdir is not None:
+    stored = workdir_lib.stored_config(workdir)
   config = checkpoint.with_model(config, stored)
   config = run_config.complete(checkpoint.with_preparation(config, stored))
   workdir_lib.keep_dtype(stored, config)
@@ -192,44 +215,52 @@ def prepare(config: ml_collections.ConfigDict, workdir=None) -> Prepared:
   }
   config = run_config.resolve_steps(config, train.num_examples)
   program = make_program(config, metadata, mesh)
+  evaluators = _make_evaluators(program.task, mesh, tests, workdir)
+  images = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
+  prepared = Prepared(config, mesh, program, metadata, train, tests, evaluators, images)
+  if config.best_metric not in prepared.metrics:
+    raise ValueError(
+      f"best_metric='{config.best_metric}' is not measured on the data of its "
+      f'evaluation: use one of {", ".join(prepared.metrics)} (config.best_metric)'
+    )
+  return prepared
+
+
+def _make_evaluators(
+  task: Any, mesh: jax.sharding.Mesh, tests: Mapping[str, Any], workdir: str | None
+) -> dict[str, list[Any]]:
+  """Returns the evaluators by the name of the evaluation."""
   evaluators = {}
-  for name, split, dataset in evaluations:
-    opened = {split: tests[name]}
-    open_split = _opener(program.task, dataset, workdir, opened)
-    evaluators[name] = [*program.task.evaluators(mesh, split, open_split)]
-    if len(evaluators) == 1:
-      evaluators[name] += _probes(program.task, mesh, workdir, split, open_split)
-  _check_best(config.best_metric, evaluators)
-  drawn = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
-  return Prepared(config, mesh, program, metadata, train, tests, evaluators, drawn)
+  for name, split, dataset in run_config.evaluations(task.config):
+    open_split = _opener(task, dataset, workdir, {split: tests[name]})
+    evaluation = base.Evaluation(task, mesh, split, open_split, workdir)
+    evaluators[name] = [
+      entry.make(evaluation)
+      for entry in run_evaluators.of_run(task.config)
+      if entry.is_in(name)
+    ]
+  return evaluators
 
 
-def _check_best(best: str, evaluators):
-  """Raises ValueError if the evaluators of a run do not measure its best metric."""
-  for name, those in evaluators.items():
-    metrics = [getattr(each, 'metrics', None) for each in those]
-    if best.endswith(f'_{name}') and None not in metrics:
-      known = [f'{each}_{name}' for group in metrics for each in group or ()]
-      if best not in known:
-        raise ValueError(
-          f"best_metric='{best}' is not measured on the data of the evaluation "
-          f"'{name}': use one of {', '.join(known)} (config.best_metric)"
-        )
+def _opener(
+  task: Any, dataset: str | None, workdir: str | None, opened: Mapping[str, Any]
+) -> Callable[..., Any]:
+  """Returns the `open_split` of an Evaluation."""
 
-
-def _opener(task, dataset, workdir, opened) -> Callable:
-  """Returns the `open_split` of vit_jax.tasks.base.Task.evaluators."""
-
-  def open_split(wanted, further=(), other=None):
-    if wanted in opened and not further and not other:
-      return opened[wanted]
-    given = task.config, type(task), {} if other else task.metadata
-    return sources.open_for(*given, wanted, other or dataset, workdir, further)
+  def open_split(split, further=(), other=None):
+    if split in opened and not further and not other:
+      return opened[split]
+    metadata = {} if other else task.metadata
+    return sources.open_for(
+      task.config, type(task), metadata, split, other or dataset, workdir, further
+    )
 
   return open_split
 
 
-def _learned(task_class, config, source, workdir) -> dict[str, Any]:
+def _learned(
+  task_class: Any, config: ml_collections.ConfigDict, source: Any, workdir: str | None
+) -> dict[str, Any]:
   """Returns metadata that the run learned before, or learns now."""
   if not task_class.LEARNED:
     return {}
@@ -241,7 +272,9 @@ def _learned(task_class, config, source, workdir) -> dict[str, Any]:
 
 def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """Checks a complete config without data and workdir; returns its mesh."""
-  run_config.check(config)
+  run_evaluators.check(config)
+  schedules.check(config)
+  optim.check(config)
   for name in config.trackers:
     console.needed(name, name, f"trackers=('{name}',)")
   mesh = sharding.make_mesh(config.mesh)
@@ -251,20 +284,7 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   return mesh
 
 
-def _probes(task, mesh, workdir, split, open_split) -> list:
-  """Returns the evaluators that the config adds to the task's."""
-  config = task.config
-  found: list[Any] = []
-  if config.fewshot.shots or config.fewshot.knn:
-    found.append(probes.FewShot(task, mesh, workdir))
-  if config.layer_probe:
-    found.append(probes.LayerProbe(task, mesh, workdir))
-  if config.real_labels is not None:
-    found.append(real.Real(task, mesh, open_split, split, config.real_labels))
-  return found
-
-
-def check_start(prepared: Prepared, workdir) -> dict:
+def check_start(prepared: Prepared, workdir: str) -> dict[str, Any]:
   """Checks that a run can start or resume in a workdir; writes nothing.
 
   Returns the weights that the config names, by path; {} if it names none, or the
@@ -275,10 +295,10 @@ def check_start(prepared: Prepared, workdir) -> dict:
   data = fingerprints(prepared, weights)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
-  begun = processes.from_first(
+  is_resumed = processes.from_first(
     'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
   )
-  if begun:
+  if is_resumed:
     return weights
   weights = weights or _pretrained(prepared)
   program.task.check_weights(weights, program.abstract.params)
@@ -286,7 +306,7 @@ def check_start(prepared: Prepared, workdir) -> dict:
   return weights
 
 
-def _pretrained(prepared: Prepared) -> dict:
+def _pretrained(prepared: Prepared) -> dict[str, Any]:
   """Returns the weights that the config names, by path."""
   abstract = prepared.program.abstract
   params = lora.without_adapters(abstract.params)
@@ -295,20 +315,24 @@ def _pretrained(prepared: Prepared) -> dict:
   )
 
 
-def fingerprints(prepared: Prepared, weights=()) -> dict[str, dict]:
+def fingerprints(
+  prepared: Prepared, weights: Mapping[str, Any] | None = None
+) -> dict[str, dict[str, Any]]:
   """Returns short descriptions of a run's data, for comparison.
 
   Adapters also depend on the frozen ones of the `weights`, see check_start.
   """
-  sources_ = {f'evaluation {k}': v for k, v in prepared.tests.items()}
-  frozen = lora.base(weights, prepared.program.abstract.params, prepared.config)
-  return {
-    name: source.fingerprint()
-    for name, source in {'train': prepared.train, **sources_}.items()
-  } | lora.fingerprint(frozen)
+  descriptions = {'train': prepared.train.fingerprint()}
+  for name, source in prepared.tests.items():
+    descriptions[f'evaluation {name}'] = source.fingerprint()
+  params = prepared.program.abstract.params
+  frozen = lora.base(weights or {}, params, prepared.config)
+  return descriptions | lora.fingerprint(frozen)
 
 
-def start(prepared: Prepared, workdir, weights):
+def start(
+  prepared: Prepared, workdir: str, weights: dict[str, Any]
+) -> tuple[checkpoints_lib.Checkpoints, state_lib.TrainState, int]:
   """Creates the workdir; returns checkpoints, initial state, and its step.
 
   The state comes from the first of these that exists: the newest complete
@@ -325,7 +349,7 @@ def start(prepared: Prepared, workdir, weights):
     workdir,
     config.keep_checkpoints,
     config.best_metric,
-    run_config.is_low(config),
+    run_evaluators.is_low(config),
   )
   _describe(prepared)
   abstract = program.abstract
@@ -339,35 +363,40 @@ def start(prepared: Prepared, workdir, weights):
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      say(_describe_start(lora.without_adapters(abstract.params), weights))
+      console.say(_describe_start(lora.without_adapters(abstract.params), weights))
   elif step < config.total_steps:
-    say(f'Resuming from step {step}.')
+    console.say(f'Resuming from step {step}.')
   return checkpoints, state, step
 
 
-def _describe_start(params, weights) -> str:
+def _describe_start(params: Any, weights: Mapping[str, Any]) -> str:
   """Describes which parameters of a run come from weights."""
-  paths = flax.traverse_util.flatten_dict(params, sep='/')
-  taken, new = (
-    sorted({path.split('/')[0] for path in paths if (path in weights) == known})
-    for known in (True, False)
-  )
-  if len(taken) < len(new):
-    return f'Starting from pre-trained weights of {", ".join(taken)}; the rest is new.'
-  heads = f', with a new {", ".join(new)}' if new else ''
+  loaded: set[str] = set()
+  new: set[str] = set()
+  for path in flax.traverse_util.flatten_dict(params, sep='/'):
+    names = loaded if path in weights else new
+    names.add(path.split('/')[0])
+  if len(loaded) < len(new):
+    parts = ', '.join(sorted(loaded))
+    return f'Starting from pre-trained weights of {parts}; the rest is new.'
+  heads = f', with a new {", ".join(sorted(new))}' if new else ''
   return f'Starting from pre-trained weights{heads}.'
 
 
 def train_and_evaluate(
   config: ml_collections.ConfigDict,
   workdir: str,
-  held: lock.Holder | None = None,
-):
+  workdir_lock: lock.Holder | None = None,
+) -> tuple[state_lib.TrainState, dict[str, Any] | None]:
   """Trains to the last step of a config, resuming from the newest checkpoint.
 
-  `config` has the keys of vit_jax/configs/common.py. Checkpoints, metrics and config go
-  to `workdir`, local or gs://, whose lock is `held` if the caller has taken it already.
-  Returns the final TrainState, and the metrics of the last evaluation.
+  Args:
+    config: has the keys of vit_jax/configs/common.py.
+    workdir: folder for checkpoints, metrics and config, local or gs://.
+    workdir_lock: the lock of the workdir, if the caller has taken it already.
+
+  Returns:
+    The final TrainState, and the metrics of the last evaluation.
 
   Raises:
     ValueError, FileNotFoundError: if the config, data, mesh or workdir are
@@ -376,35 +405,37 @@ def train_and_evaluate(
     OSError: if the workdir cannot be written, or was moved or deleted.
     Interrupted: after a signal, when everything is saved.
   """
-  began = time.perf_counter()
+  start_time = time.perf_counter()
   workdir = files.expanded(workdir)
   prepared = prepare(config, workdir)
   weights = check_start(prepared, workdir)
-  taken = contextlib.nullcontext(held) if held else lock.Holder(workdir)
-  with taken as held:
-    begun = start(prepared, workdir, weights)
+  with contextlib.ExitStack() as stack:
+    if workdir_lock is None:
+      workdir_lock = stack.enter_context(lock.Holder(workdir))
+    checkpoints, state, step = start(prepared, workdir, weights)
     del weights  # Frees their memory.
-    run, metrics = _train(prepared, workdir, held, *begun)
-  _summarise(run, metrics or {}, time.perf_counter() - began)
+    run = loop.Run(prepared, workdir, checkpoints, state, step)
+    metrics = _train(run, workdir_lock)
+  _summarise(run, metrics or {}, time.perf_counter() - start_time)
   return run.state, metrics
 
 
-def _train(prepared, workdir, held, checkpoints, state, step):
-  """Makes the remaining updates; returns the run and the last metrics."""
+def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
+  """Makes the remaining updates; returns the last metrics."""
+  prepared, step = run.prepared, run.step
   config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
-  run = loop.Run(prepared, workdir, checkpoints, state, step)
   with (
     jax.set_mesh(mesh),
     contextlib.closing(run),
     stopping.StopRequest() as stop,
-    checkpoints,
+    run.checkpoints,
   ):
     metrics = run.catch_up(stop)
     if step < config.total_steps:
-      held.check()
+      workdir_lock.check()
+      params, extra = lora.merged(run.state.params, config), run.state.extra
       try:
-        params = lora.merged(state.params, config)
-        task.begin(params, state.extra, prepared.train, mesh, workdir, stop.now)
+        task.begin(params, extra, prepared.train, mesh, run.workdir, stop.now)
       except stopping.Stopped as e:
         raise Interrupted(step, stop.signal) from e
     batches = input_pipeline.train_batches(
@@ -417,91 +448,111 @@ def _train(prepared, workdir, held, checkpoints, state, step):
       metrics = run.evaluate(stop) if run.due(config.eval_every) else None
       stop_now = stop.after(run.step)
       if stop_now:
-        say(f'Stopping: saving step {run.step} ...')
+        console.say(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
-        workdir_lib.check_present(workdir)
-        held.check()
+        workdir_lib.check_present(run.workdir)
+        workdir_lock.check()
         run.save()
       if stop_now:
-        checkpoints.close()
+        run.checkpoints.close()
         raise Interrupted(run.step, stop.signal)
-  return run, metrics
+  return metrics
 
 
-def _describe(prepared):
+def _describe(prepared: Prepared):
   """Prints a description of the run."""
-  config, mesh, program = prepared[:3]
-  params, task = program.abstract.params, program.task
-  examples, steps = prepared.train.num_examples, config.total_steps
-  count = sum(x.size for x in jax.tree.leaves(params))
-  tested = ' and '.join(
-    f"{prepared.tests[name].num_examples:,} ('{split}')"
-    + (f' of {dataset}' if dataset else '')
-    for name, split, dataset in run_config.evaluations(config)
-  )
-  words = task.describe()
-  images = 'image' if config.batch == 1 else 'images'
-  if config.pp.channels == 1:
-    images = f'grey {images}'
-  if not config.pp.sides:  # Those of canvases have several sizes.
-    images += ' of {}x{} pixels'.format(*preprocess.crop_size(config.pp))
+  config, mesh, program = prepared.config, prepared.mesh, prepared.program
+  params = program.abstract.params
+  model_name = config.model.get('model_name') or 'model'
+  num_params = sum(x.size for x in jax.tree.leaves(params))
+  devices = console.counted(mesh.size, f'{mesh.devices.flat[0].platform} device')
+  hosts = console.counted(jax.process_count(), 'process')
   lines = [
-    f'{config.model.get("model_name") or "model"}, {count:,} parameters, on '
-    f'{console.counted(mesh.size, f"{mesh.devices.flat[0].platform} device")} in '
-    f'{console.counted(jax.process_count(), "process")}, mesh {dict(mesh.shape)}.',
-    f'{mixture.describe(config.dataset)}: '
-    f'{console.counted(examples, "training example")} '
-    f"('{config.pp.train}'), {tested} for evaluation"
-    f'{f", {words}" if words else ""}.',
-    f'{console.counted(steps, "step")} of {config.batch:,} {images}: '
-    f'{steps * config.batch / examples:,.1f} epochs.',
+    f'{model_name}, {num_params:,} parameters, on {devices} in {hosts}, mesh '
+    f'{dict(mesh.shape)}.',
+    _describe_data(prepared),
+    _describe_length(prepared),
     f'{_computation(config, mesh)}.',
+    *_warnings_of_length(prepared),
   ]
-  times = config.batch / examples
-  if times > 1:
-    lines.append(
-      f'A batch of {config.batch:,} images repeats each of the {examples:,} '
-      f'training images {times:.1f} times, which is slower and adds nothing: lower '
-      f'--config.batch to {examples:,} or less.'
-    )
-  if steps < _FEW:
-    few = '1 update is' if steps == 1 else f'{steps} updates are'
-    lines.append(
-      f'{few} too few to learn much: lower --config.batch or train longer '
-      '(--config.total_epochs or --config.total_steps).'
-    )
   frozen = sum(optim.frozen_sizes(lora.rules(config), params).values())
   if frozen:
     lines.append(f'{frozen:,} of the parameters are frozen.')
   rows = sharding.report(params)
   if any(row['spec'] != 'replicated' for row in rows):
     lines += [f'Parameters, {row["spec"]}: {sharding.describe(row)}.' for row in rows]
-  copied = sharding.not_split(params, mesh)
-  if copied:
+  if copied := sharding.not_split(params, mesh):
     lines.append(f'{copied}.')
-  say('\n'.join(lines))
+  console.say('\n'.join(lines))
 
 
-def _summarise(run, metrics, seconds):
+def _describe_data(prepared: Prepared) -> str:
+  config = prepared.config
+  evaluations = []
+  for name, split, dataset in run_config.evaluations(config):
+    text = f"{prepared.tests[name].num_examples:,} ('{split}')"
+    evaluations.append(f'{text} of {dataset}' if dataset else text)
+  examples = console.counted(prepared.train.num_examples, 'training example')
+  line = (
+    f"{mixture.describe(config.dataset)}: {examples} ('{config.pp.train}'), "
+    f'{" and ".join(evaluations)} for evaluation'
+  )
+  objective = prepared.program.task.describe()
+  return f'{line}, {objective}.' if objective else f'{line}.'
+
+
+def _describe_length(prepared: Prepared) -> str:
+  config = prepared.config
+  images = 'image' if config.batch == 1 else 'images'
+  if config.pp.channels == 1:
+    images = f'grey {images}'
+  if not config.pp.sides:  # Canvases have several sizes.
+    height, width = preprocess.crop_size(config.pp)
+    images += f' of {height}x{width} pixels'
+  steps = console.counted(config.total_steps, 'step')
+  epochs = config.total_steps * config.batch / prepared.train.num_examples
+  return f'{steps} of {config.batch:,} {images}: {epochs:,.1f} epochs.'
+
+
+def _warnings_of_length(prepared: Prepared) -> Iterator[str]:
+  """Yields remarks on a batch that is too large, and on few steps."""
+  config, num_examples = prepared.config, prepared.train.num_examples
+  if config.batch > num_examples:
+    yield (
+      f'A batch of {config.batch:,} images repeats each of the {num_examples:,} '
+      f'training images {config.batch / num_examples:.1f} times, which is slower and '
+      f'adds nothing: lower --config.batch to {num_examples:,} or less.'
+    )
+  steps = config.total_steps
+  if steps < _FEW_STEPS:
+    count = '1 update is' if steps == 1 else f'{steps} updates are'
+    yield (
+      f'{count} too few to learn much: lower --config.batch or train longer '
+      '(--config.total_epochs or --config.total_steps).'
+    )
+
+
+def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
   """Prints final results, and suggests the next command."""
   prepared, workdir = run.prepared, run.workdir
-  metrics = {k: v for k, v in metrics.items() if k != 'step'}
+  values = {name: value for name, value in metrics.items() if name != 'step'}
+  results = metrics_lib.format_metrics(values, prepared.metrics)
   lines = [
-    f'\nDone in {console.duration(seconds)}: {metrics_lib.format_metrics(metrics)}.',
+    f'\nDone in {console.duration(seconds)}: {results}.',
     f'  checkpoints  {workdir}/checkpoints',
     f'  metrics      {workdir}/metrics.jsonl',
     f'  TensorBoard  tensorboard --logdir={workdir}',
     *(f'  picture      {path}' for path in run.pictures),
   ]
-  say('\n'.join(lines))
-  if jax.process_index() == 0:
-    test = next(iter(prepared.tests.values()))
-    example = sources.example_file(test, workdir)
-    name = prepared.config.task
-    words = [
-      f'--workdir={shlex.quote(str(workdir))}',
-      '' if name in run_config.TASKS else f'--task={shlex.quote(name)}',
-      shlex.quote(str(example)),
-      prepared.program.task.flags_to_predict(),
-    ]
-    say('To predict an image:\n  vit_jax predict ' + ' '.join(filter(None, words)))
+  console.say('\n'.join(lines))
+  if jax.process_index():
+    return
+  arguments = [f'--workdir={shlex.quote(str(workdir))}']
+  task_name = prepared.config.task
+  if task_name not in run_config.TASKS:
+    arguments.append(f'--task={shlex.quote(task_name)}')
+  test = next(iter(prepared.tests.values()))
+  arguments.append(shlex.quote(str(sources.example_file(test, workdir))))
+  if flags := prepared.program.task.flags_to_predict():
+    arguments.append(flags)
+  console.say('To predict an image:\n  vit_jax predict ' + ' '.join(arguments))

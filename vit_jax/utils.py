@@ -8,9 +8,9 @@ from etils import epath
 import jax
 
 from vit_jax.distributed import files
-from vit_jax.learning import optim
+from vit_jax.learning import optim, schedules
 
-create_learning_rate_schedule = optim.create_learning_rate_schedule
+create_learning_rate_schedule = schedules.create_learning_rate_schedule
 
 
 def accumulate_gradient(

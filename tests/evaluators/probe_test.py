@@ -14,7 +14,7 @@ from vit_jax import predict, train
 from vit_jax.commands import probe as probe_command
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import evaluation, features, probe, probes, solvers
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 
 NAMES = [str(i) for i in range(10)]
 
@@ -168,7 +168,7 @@ def test_a_run_probes_itself_in_its_first_evaluation(tiny_config, tmp_path):
   probes, test = prepared.evaluators['val'], prepared.evaluators['test']
   assert [type(x).__name__ for x in probes] == ['Means', 'FewShot']
   assert [type(x).__name__ for x in test] == ['Means']
-  assert not run_config.is_low(prepared.config)
+  assert not run_evaluators.is_low(prepared.config)
   tiny_config.best_metric = 'fewshot_5_val'
   with pytest.raises(ValueError, match="use one of .*'fewshot_2_val', 'knn_3_val'"):
     train.prepare(tiny_config)

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests import evaluations
 from vit_jax.data import records, sources
 from vit_jax.data.images import images as images_lib
 from vit_jax.distributed import sharding
@@ -47,13 +48,17 @@ def test_fewer_examples_than_shots():
 
 def test_splits(tiny_config):
   config = run_config.complete(tiny_config)
-  assert probes.splits(config) == (None, 'train', 'test')
+  assert probes.splits(config, config.fewshot) == (None, 'train', 'test')
   config.pp.train, config.evals = 'train[:90%]', (('val', 'train[90%:]'),)
-  assert probes.splits(config) == (None, 'train[:90%]', 'train[90%:]')
+  assert probes.splits(config, config.fewshot) == (None, 'train[:90%]', 'train[90%:]')
   config.fewshot.dataset = 'imagenet2012'
-  assert probes.splits(config) == ('imagenet2012', 'train[:99%]', 'validation')
+  assert probes.splits(config, config.fewshot) == (
+    'imagenet2012',
+    'train[:99%]',
+    'validation',
+  )
   config.fewshot.train = 'train[:5%]'
-  assert probes.splits(config)[1:] == ('train[:5%]', 'validation')
+  assert probes.splits(config, config.fewshot)[1:] == ('train[:5%]', 'validation')
 
 
 def test_images_are_squeezed_and_cropped(tiny_config):
@@ -114,8 +119,12 @@ def mesh():
   return sharding.make_mesh({'data': 1}, jax.devices()[:1])
 
 
+def few_shot(task, mesh):
+  return probes.FewShot(evaluations.evaluation(task, mesh), **task.config.fewshot)
+
+
 def test_accuracy_on_a_split(task, splits, mesh):
-  probe = probes.FewShot(task, mesh)
+  probe = few_shot(task, mesh)
   accuracies = probe.accuracies(probe.extract({}, {}, all_images=False))
   assert accuracies == {'features': {1: [0.75] * 2, 3: [0.75] * 2}}
   assert probe.accuracies(probe.extract({}, {}, all_images=True)) == accuracies
@@ -129,12 +138,12 @@ def test_classes_are_matched_by_name(task, splits, mesh):
   """The test images lack the first class, so 'light' comes first."""
   task.config.fewshot.update(shots=(2,), knn=(3,))
   splits['test'] = grey([250, 220, 230], [0, 0, 0], ('light',))
-  assert probes.FewShot(task, mesh).run({}, {}) == {'fewshot_2': 1.0, 'knn_3': 1.0}
+  assert few_shot(task, mesh).run({}, {}) == {'fewshot_2': 1.0, 'knn_3': 1.0}
   task.config.fewshot.shots = ()
-  assert probes.FewShot(task, mesh).run({}, {}) == {'knn_3': 1.0}
+  assert few_shot(task, mesh).run({}, {}) == {'knn_3': 1.0}
   splits['test'] = grey([250, 0], [1, 0], ('black', 'light'))
   with pytest.raises(ValueError, match=r"\['black'\]"):
-    probes.FewShot(task, mesh)
+    few_shot(task, mesh)
 
 
 def test_classes_of_the_same_name_are_matched_by_place():
@@ -148,7 +157,7 @@ def test_classes_of_the_same_name_are_matched_by_place():
 
 def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
   splits['test'] = grey([20, 220, 180, 90], [0, 1, 1, 0], ('dark', 'light'))
-  probe = probes.LayerProbe(task, mesh, tmp_path)
+  probe = probes.LayerProbe(evaluations.evaluation(task, mesh, workdir=tmp_path), 2)
   assert probe.final
   found = probe.run({}, {})
   rows = json.loads((tmp_path / 'probe.json').read_text())['layers']
@@ -169,9 +178,8 @@ def test_an_evaluation_probes_all_layers(task, splits, mesh, tmp_path, capsys):
 
 
 def test_layer_probe_requirements_are_named(task, splits, mesh):
-  task.config.layer_probe = 4
   with pytest.raises(ValueError, match='shots=4 .* 3 examples'):
-    probes.LayerProbe(task, mesh)
+    probes.LayerProbe(evaluations.evaluation(task, mesh), 4)
   task.intermediates = lambda *args: {}
   with pytest.raises(ValueError, match='layer_0, layer_1'):
-    probes.LayerProbe(task, mesh)
+    probes.LayerProbe(evaluations.evaluation(task, mesh), 4)

@@ -11,7 +11,7 @@ import pytest
 from vit_jax.data import records, sources
 from vit_jax.data.images import images
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import real
+from vit_jax.evaluators import base, real
 from vit_jax.inference import engine
 from vit_jax.run import config as run_config
 
@@ -57,7 +57,8 @@ def task(tiny_config):
 def make(task, labels, path, open_split=lambda split, further: source()):
   path.write_text(labels if isinstance(labels, str) else json.dumps(labels))
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
-  return real.Real(task, mesh, open_split, 'validation', str(path))
+  evaluation = base.Evaluation(task, mesh, 'validation', open_split)
+  return real.Real(evaluation, str(path))
 
 
 def test_sets_of_labels_are_matched_by_file_name(task, tmp_path):
@@ -100,7 +101,7 @@ def test_unsuitable_labels_are_named(task, tmp_path, labels, message):
 
 def test_a_missing_file_is_named(task, tmp_path):
   with pytest.raises(FileNotFoundError, match='no/real.json'):
-    real.Real(task, None, None, 'validation', 'no/real.json')
+    real.Real(base.Evaluation(task, None, 'validation'), 'no/real.json')
 
 
 def test_images_without_imagenet_file_names_are_named(task, tmp_path):

@@ -4,6 +4,7 @@ from matplotlib.backends import backend_agg
 import numpy as np
 
 from vit_jax.figures import charts, results
+from vit_jax.run import metrics
 
 
 def test_curves_of_one_metric_share_a_panel():
@@ -12,7 +13,11 @@ def test_curves_of_one_metric_share_a_panel():
     'grad_norm', 'lr', 'train_loss', 'img_sec_core_train', 'loss_test',
     'accuracy_test', 'num_examples_test', 'accuracy_val', 'bits_test',
   )  # fmt: skip
-  curves = {name: (steps, np.array([0.5, 0.25])) for name in names}
+  values = np.array([0.5, 0.25])
+  curves = {}
+  for name in names:
+    kind = metrics.SHARE if 'accuracy' in name else metrics.Metric()
+    curves[name] = results.Curve(steps, values, kind)
   assert charts.curve_panels(curves) == {
     'loss': ['train_loss', 'loss_test'],
     'accuracy': ['accuracy_test', 'accuracy_val'],

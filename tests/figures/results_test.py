@@ -17,7 +17,7 @@ from vit_jax import input_pipeline
 from vit_jax.configs import pretrain
 from vit_jax.data import records, sources
 from vit_jax.figures import results
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.tasks import classify
 
 
@@ -85,19 +85,20 @@ def test_most_confused_pairs_of_classes():
   assert results.most_confused(np.eye(3, dtype=int), 5) == []
 
 
-def test_learning_curves(tmp_path):
+def test_learning_curves(tmp_path, model):
   lines = [
     {'step': 2, 'train_loss': 3.0, 'lr': 0.1},
     {'step': 2, 'accuracy_test': 0.5},
     {'step': 4, 'train_loss': 1.0, 'lr': 0.0},
   ]
   text = ''.join(json.dumps(line) + '\n' for line in lines)
+  workdir_lib.create(tmp_path, model.config, model.task.metadata, {})
   (tmp_path / 'metrics.jsonl').write_text(text + '{"step": 6, "tra')
   curves = results.learning_curves(tmp_path)
-  assert {k: (list(x), list(y)) for k, (x, y) in curves.items()} == {
-    'train_loss': ([2, 4], [3.0, 1.0]),
-    'lr': ([2, 4], [0.1, 0.0]),
-    'accuracy_test': ([2], [0.5]),
+  assert {k: (list(x), list(y), z.unit) for k, (x, y, z) in curves.items()} == {
+    'train_loss': ([2, 4], [3.0, 1.0], ''),
+    'lr': ([2, 4], [0.1, 0.0], ''),
+    'accuracy_test': ([2], [0.5], '%'),
   }
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests import trees
-from vit_jax import utils
 from vit_jax.configs import common
 from vit_jax.distributed import sharding
 from vit_jax.learning import optim, state as state_lib
@@ -23,62 +22,23 @@ def config(**kwargs):
   return result
 
 
-def values(schedule, steps):
-  return [float(schedule(s)) for s in steps]
-
-
-def test_warm_up_is_linear_and_does_not_start_at_zero():
-  schedule = optim.create_learning_rate_schedule(100, 0.5, 'cosine', 5)
-  np.testing.assert_allclose(
-    values(schedule, range(6)), [0.1, 0.2, 0.3, 0.4, 0.5, 0.5], rtol=1e-6
-  )
-
-
-def test_cosine_and_linear_end_at_the_papers_values():
-  cosine = optim.create_learning_rate_schedule(110, 2.0, 'cosine', 10)
-  np.testing.assert_allclose(values(cosine, [10, 60, 110]), [2.0, 1.0, 0.0], atol=1e-6)
-  linear = optim.create_learning_rate_schedule(110, 2.0, 'linear', 10)
-  np.testing.assert_allclose(
-    values(linear, [10, 60, 110]), [2.0, 1.000005, 1e-5], rtol=1e-5
-  )
-  constant = optim.create_learning_rate_schedule(110, 2.0, 'constant', 1)
-  assert values(constant, [0, 1, 109]) == [2.0, 2.0, 2.0]
-
-
-def test_staircase_drops_to_a_tenth_at_each_boundary():
-  # arXiv 1912.11370: 90 epochs, drops after 30, 60 and 80; here 10 steps per epoch.
-  schedule = optim.create_learning_rate_schedule(
-    900, 0.48, 'staircase', 4, decay_at=(30 / 90, 60 / 90, 80 / 90)
-  )
-  np.testing.assert_allclose(
-    values(schedule, [0, 3, 4, 299, 300, 599, 600, 799, 800, 899]),
-    [0.12, 0.48, 0.48, 0.48, 0.048, 0.048, 0.0048, 0.0048, 0.00048, 0.00048],
-    rtol=1e-5,
-  )
-  with pytest.raises(ValueError, match='decay_at=.*step 3.*4 steps'):
-    optim.create_learning_rate_schedule(10, 1.0, 'staircase', 4, decay_at=(0.3, 0.6))
-
-
-def test_rejects_unknown_schedules():
-  with pytest.raises(ValueError, match="decay_type='step' .*cosine"):
-    optim.create_learning_rate_schedule(10, 1.0, 'step', 2)
-
-
-@pytest.mark.parametrize('total_steps, warmup', [(10_000, 500), (100, 10)])
-def test_schedule_from_a_config_of_the_original(total_steps, warmup):
-  """`utils.create_learning_rate_schedule(config.total_steps, ...)`, verbatim."""
-  cfg = common.get_config()
-  schedule = utils.create_learning_rate_schedule(
-    total_steps, cfg.base_lr, cfg.decay_type, cfg.warmup_steps
-  )
-  rates = values(schedule, [0, warmup, total_steps])
-  assert rates == pytest.approx([0.03 / max(1, warmup), 0.03, 0.0], rel=1e-6, abs=1e-9)
-
-
-def test_warns_if_warm_up_is_longer_than_the_run(caplog):
-  schedule = optim.create_learning_rate_schedule(3, 1.0, 'cosine', 20)
-  assert values(schedule, range(3)) == pytest.approx([0.05, 0.1, 0.15])
-  assert 'is as long as total_steps=3' in caplog.text
+@pytest.mark.parametrize(
+  'keys, message',
+  [
+    ({'optimizer': 'optax:lamp'}, "optimizer='optax:lamp'.*'optax:lamb'"),
+    ({'optimizer': 'optax:contrib.prodigi'}, "'optax:contrib.prodigy'"),
+    ({'optimizer': 'optax:scale_by_adam'}, 'no argument learning_rate'),
+    ({'optimizer': 'optax:lamb', 'optimizer_args': {'b3': 0.5}}, "'b3'.*b1, b2, eps"),
+    ({'optimizer': 'optax:lamb', 'optimizer_args': {'learning_rate': 1.0}}, 'multiple'),
+    ({'optimizer': 'optax:lamb', 'optimizer_args': {'b1': 'x'}}, 'cannot update'),
+    ({'optimizer': 'optax:lbfgs'}, 'cannot update .* by their gradient alone'),
+    ({'optimizer': 'optax:contrib.schedule_free_adamw'}, 'other parameters'),
+  ],
+)
+def test_what_optax_cannot_do_is_named(keys, message):
+  with pytest.raises(ValueError, match=rf'(?s){message}') as error:
+    optim.check(config(**keys))
+  assert 'config.' in str(error.value)
 
 
 PARAMS = {
@@ -469,3 +429,75 @@ def test_muon_needs_matrices_of_hidden_layers():
   cfg = config(optimizer='muon')
   with pytest.raises(ValueError, match="optimizer='muon' .*matrices.*adam"):
     optim.get_optimizer(cfg, lambda _: 0.1).init({'head': {'kernel': np.ones((2, 2))}})
+
+
+# Two updates of a kernel and a bias, whose gradients differ.
+TREE = {
+  'dense': {
+    'kernel': jnp.arange(1.0, 7.0).reshape(2, 3) / 4,
+    'bias': jnp.array([0.5, -1.0, 2.0]),
+  }
+}
+SLOPES = [jax.tree.map(lambda x, i=i: jnp.sin(x + i), TREE) for i in range(3)]
+
+
+def updated(tx, params=None):
+  """Returns parameters after an update with each of SLOPES."""
+  params = TREE if params is None else params
+  state, tx = tx.init(params), optax.with_extra_args_support(tx)
+  for step, grads in enumerate(SLOPES):
+    updates, state = tx.update(grads, state, params, step=jnp.int32(step))
+    params = optax.apply_updates(params, updates)
+  return params
+
+
+def bare(name, **arguments):
+  """Returns the config of an optimiser of optax without anything else."""
+  return config(optimizer=f'optax:{name}', optimizer_args=arguments, grad_norm_clip=0.0)
+
+
+@pytest.mark.parametrize(
+  'name, function, arguments',
+  [
+    ('lamb', optax.lamb, {'weight_decay': 0.1}),
+    ('lars', optax.lars, {'weight_decay': 0.1, 'momentum': 0.8}),
+    ('adafactor', optax.adafactor, {'weight_decay_rate': 1e-3}),
+    ('contrib.ademamix', optax.contrib.ademamix, {'weight_decay': 0.1}),
+  ],
+)
+def test_an_optimiser_of_optax_keeps_its_own_order(name, function, arguments):
+  """LAMB scales an update after weight decay has been added to it."""
+  schedule = lambda step: jnp.array([0.1, 0.2, 0.05])[step]
+  cfg = bare(name, **arguments)
+  optim.check(cfg)
+  got = updated(optim.get_optimizer(cfg, schedule))
+  trees.assert_same(got, updated(function(schedule, **arguments)))
+
+
+def test_weight_decay_of_optax_can_be_limited_to_kernels():
+  cfg = bare('adamw', weight_decay=0.1, mask='kernels')
+  got = updated(optim.get_optimizer(cfg, lambda _: 0.1))
+  mask = {'dense': {'kernel': True, 'bias': False}}
+  want = updated(optax.adamw(lambda _: 0.1, weight_decay=0.1, mask=mask))
+  trees.assert_same(got, want)
+
+
+def test_clipping_factors_and_averages_wrap_an_optimiser_of_optax():
+  cfg = bare('lamb', weight_decay=0.1)
+  cfg.update(grad_norm_clip=0.5, ema_decay=0.5)
+  factors = {'dense': {'kernel': 0.5, 'bias': 0.0}}
+  tx = optim.get_optimizer(cfg, lambda _: 0.1, factors)
+  got = updated(tx)
+  trees.assert_same(got['dense']['bias'], TREE['dense']['bias'])
+  # Only the trained parameters are clipped, and the factor halves what LAMB computes.
+  lamb = optax.chain(
+    optax.clip_by_global_norm(0.5), optax.lamb(lambda _: 0.1, weight_decay=0.1),
+    optax.scale(0.5),
+  )  # fmt: skip
+  kernel = TREE['dense']['kernel']
+  state, want = lamb.init(kernel), kernel
+  for grads in SLOPES:
+    updates, state = lamb.update(grads['dense']['kernel'], state, want)
+    want = want + updates
+  np.testing.assert_array_equal(got['dense']['kernel'], want)
+  assert optim.get_ema(tx.init(TREE)) is not None

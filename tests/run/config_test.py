@@ -16,7 +16,11 @@ from vit_jax.configs import (
   pretrain,
   vit,
 )
-from vit_jax.run import config as run_config, workdir as workdir_lib
+from vit_jax.run import (
+  config as run_config,
+  evaluators as run_evaluators,
+  workdir as workdir_lib,
+)
 from vit_jax.tasks import classify
 
 
@@ -172,7 +176,7 @@ def test_stored_config_round_trips(stored):
   path, plain = stored
   config, metadata = workdir_lib.load(path)
   assert metadata == {'class_names': ['a', 'b']}
-  run_config.check(config)
+  run_evaluators.check(config)
   assert workdir_lib.to_plain(config) == plain
 
 

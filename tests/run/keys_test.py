@@ -18,7 +18,7 @@ from vit_jax.layers import (
   resnet,
   text_towers,
 )
-from vit_jax.learning import losses, optim
+from vit_jax.learning import losses
 from vit_jax.run import config as run_config
 
 # A wrong value for each kind of key, and a pattern that the message matches.
@@ -38,6 +38,9 @@ WRONG = [
   ('base_lr', float('nan'), 'finite'),
   ('lora.alpha', 1e39, 'alpha=1e.39 must be a finite float32 number above 0'),
   ('decay_type', 'staircase', r'decay_at=\(\)'),
+  ('decay_type', 'optax:', "'rsqrt' or the name of one of optax's"),
+  ('decay_args', {'timescale': 5}, "decay_type='rsqrt' or a schedule of optax, not"),
+  ('optimizer_args', {'b1': 0.8}, "such as 'optax:sgd'"),
   ('lr_multipliers', (('(', 1.0),), 'regular expression'),
   ('trackers', ('wandb', 'wanb'), "different names of 'wandb', 'mlflow'"),
   ('mesh', {'data': 0}, 'axis'),
@@ -96,9 +99,6 @@ def test_every_model_has_only_fields_of_its_kind():
   'group, key, known',
   [
     (common.Config, 'loss', losses.LOSSES),
-    (common.Config, 'optimizer', common.OPTIMIZERS),
-    (common.Config, 'decay_type', optim.DECAY_TYPES),
-    (common.Config, 'weight_decay_on', optim.DECAYING),
     (model_configs.Vit, 'transformer.attention', attention.NAMES),
     (model_configs.Vit, 'transformer.remat', layer_stack.REMATS),
     (model_configs.Vit, 'transformer.gelu', encoder.GELUS),
@@ -120,6 +120,15 @@ def test_every_model_has_only_fields_of_its_kind():
 def test_choices_match_the_code(group, key, known):
   words = schema.describe(schema.flat(group)[key])
   assert words == f'one of {", ".join(map(repr, known))}'
+
+
+def test_keys_that_optax_does_not_read_are_named_together():
+  config = vit.get_config('b16,cifar10')
+  config.update(optimizer='optax:lamb', b2=0.95, weight_decay=0.1)
+  with pytest.raises(
+    ValueError, match='b2=0.95, weight_decay=0.1: set --config.b2=0.999 --config.weight'
+  ):
+    run_config.check_values(config)
 
 
 @pytest.mark.parametrize('value', ['None', -1.0])

@@ -22,7 +22,7 @@ class Fake:
     self.measure, self.trained, self.configs = measure, [], {}
     monkeypatch.setattr(train, 'train_and_evaluate', self)
 
-  def __call__(self, config, workdir, held=None):
+  def __call__(self, config, workdir, workdir_lock=None):
     name = pathlib.Path(workdir).name
     self.trained.append(name)
     self.configs[name] = config = run_config.complete(config)

@@ -9,6 +9,7 @@ import pytest
 
 from tests.studies import fake_training
 from vit_jax import train
+from vit_jax.run import metrics
 from vit_jax.studies import runs as runs_lib, summaries
 
 
@@ -251,16 +252,16 @@ def test_mean_and_sample_standard_deviation():
   assert found['mean'] == pytest.approx(np.mean(values))
   assert found['std'] == pytest.approx(np.std(values, ddof=1))
   assert (found['name'], found['seed_1'], found['seed_7']) == ('a', values[1], None)
-  assert summaries.format_values('accuracy_test', values) == '99.15 ± 0.03'
-  assert summaries.format_values('loss_test', [1.0, 2.0]) == '1.5 ± 0.71'
-  assert summaries.format_values('loss_test', []) == '-'
+  assert summaries.format_values(metrics.SHARE, values) == '99.15 ± 0.03'
+  assert summaries.format_values(metrics.LOSS, [1.0, 2.0]) == '1.5 ± 0.71'
+  assert summaries.format_values(metrics.LOSS, []) == '-'
 
 
 def test_margin_is_computed_per_seed(tmp_path, monkeypatch, capsys):
   monkeypatch.setattr(summaries.drawing, 'to_file', lambda *args, **kwargs: None)
   found = {'base': {0: 0.5, 1: 0.6, 2: 0.7}, 'better': {0: 0.6, 1: 0.8, 2: None}}
   base, better = summaries.report(
-    tmp_path, 'found', 'accuracy_test', found, '', baseline='base'
+    tmp_path, 'found', 'accuracy_test', metrics.SHARE, found, '', baseline='base'
   )
   assert (base['margin'], base['margin_std']) == (0, 0)
   assert better['margin'] == pytest.approx(0.15)

@@ -75,6 +75,18 @@ def test_choice_is_evaluated_only_on_the_held_out_part(config):
   assert plan.test_runs({'base_lr': 0.1})[0].config.fewshot.shots == (1,)
 
 
+def test_evaluators_of_the_config_can_choose(config):
+  few = {'type': 'vit_jax.evaluators.probes:FewShot', 'shots': (1,)}
+  other = {'type': 'vit_jax.evaluators.probes:FewShot', 'knn': (3,), 'evals': ('test',)}
+  config.evaluators = {'few': few, 'other': other}
+  plan = sweep.make(config, RATES, metric='fewshot_1')
+  assert (plan.chosen_by, plan.kind.unit) == ('fewshot_1_held_out', '%')
+  assert [*plan.choice_runs()[0].config.evaluators] == ['few']
+  assert [*plan.test_runs({'base_lr': 0.1})[0].config.evaluators] == ['few', 'other']
+  with pytest.raises(ValueError, match="metric='knn_3' must be one of"):
+    sweep.make(config, RATES, metric='knn_3')
+
+
 def test_the_best_value_can_be_retrained_on_the_same_part(config, fake, tmp_path):
   sweep.sweep(config, str(tmp_path), RATES, seeds=1, refit='part')
   assert fake.configs['base_lr=0.01,test_0'].pp.train == 'train[:90%]'

@@ -10,7 +10,7 @@ from PIL import Image
 import pytest
 import tensorflow as tf
 
-from tests import conftest, tiny_models
+from tests import conftest, evaluations, tiny_models
 from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import common, masked_patches as config_lib
@@ -209,7 +209,7 @@ def test_evaluation_masks_the_same_patches_in_any_batch(finished):
   model = predict.load(str(workdir), mesh=mesh)
   source = sources.open_for(model.config, type(model.task), {}, 'test[:40]')
   model.config.batch_eval = 16
-  [evaluator] = model.task.evaluators(mesh, 'test', lambda _: source)
+  [evaluator] = evaluations.evaluators(model.task, mesh, source)
   again = evaluator.run(model.params, model.extra)
   assert again['accuracy'] == pytest.approx(metrics['accuracy_test'])
   assert again['loss'] == pytest.approx(metrics['loss_test'], rel=1e-5)

@@ -10,6 +10,13 @@ import argparse
 from collections.abc import Sequence
 
 from vit_jax.commands import flags, hosts
+from vit_jax.configs import common, schema
+
+
+def _evaluators(text: str) -> dict:
+  """Parses the value of --evaluators, a dict."""
+  return schema.parse('evaluators', text, common.Evaluators)
+
 
 _SPLIT = dict(
   dest='evaluate',
@@ -22,6 +29,11 @@ _FLAGS = {
     metavar='FILE',
     help='ImageNet ReaL labels (real.json of '
     'github.com/google-research/reassessed-imagenet); adds accuracy_real',
+  ),
+  '--evaluators': dict(
+    type=_evaluators,
+    metavar='DICT',
+    help="evaluators to add, as in config.evaluators: {'ece': {'type': 'MODULE:CLASS'}}",
   ),
   '--option': dict(
     action='append',
@@ -64,8 +76,9 @@ def run(args: argparse.Namespace) -> int:
     mesh = evaluation.run_mesh(args.workdir)
     model = predict.load(args.workdir, mesh=mesh)
     evaluation.evaluate(
-      model, args.evaluate, args.dataset, real_labels=args.real, options=options
-    )
+      model, args.evaluate, args.dataset, real_labels=args.real, options=options,
+      evaluators=args.evaluators,
+    )  # fmt: skip
 
   return hosts.run(args, work)
 

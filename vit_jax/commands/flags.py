@@ -275,7 +275,8 @@ def add_trust_flags(parser: Parser):
       '--task': dict(
         type=_named_task,
         metavar='MODULE',
-        help="module of a run's own task; its code is executed, so it must be trusted",
+        help="module of a run's own task or evaluator; its code is executed, so it must be "
+        'trusted; may be repeated',
       ),
     }
   )
@@ -289,7 +290,7 @@ class _Insecure(argparse.Action):
 
 
 def _named_task(module):
-  """Lets a run import a module for its task."""
+  """Lets a run import a module for its task or an evaluator."""
   console.named_tasks.add(module)
   return module
 

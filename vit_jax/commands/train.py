@@ -59,7 +59,7 @@ def parse(
     raise ValueError(
       '--print and --run are for training: leave them out, or leave out --evaluate'
     )
-  for name in ('dataset', 'real', 'option'):
+  for name in ('dataset', 'real', 'option', 'evaluators'):
     if args.evaluate is None and getattr(args, name) is not None:
       raise ValueError(
         f'--{name}={getattr(args, name)} is for evaluation: add '

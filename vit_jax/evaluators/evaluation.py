@@ -1,42 +1,55 @@
 """Evaluates a trained model on any split, without training."""
 
 from collections.abc import Mapping, Sequence
+import functools
 from typing import Any
 
 import jax
+import ml_collections
 
 from vit_jax import console
-from vit_jax.configs import schema
+from vit_jax.configs import common, schema
 from vit_jax.data import slices, sources
 from vit_jax.distributed import processes, sharding
-from vit_jax.evaluators import real
+from vit_jax.evaluators import base
+from vit_jax.inference import engine
 from vit_jax.run import (
   config as run_config,
+  evaluators as run_evaluators,
   metrics as metrics_lib,
   workdir as workdir_lib,
 )
 
 
 def evaluate(
-  model,
+  model: Any,
   split: str,
   dataset: str | None = None,
   real_labels: str | None = None,
   options: Mapping[str, Any] | None = None,
+  evaluators: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
   """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
-  `split` is in the notation of TFDS, such as 'train[:10%]', of the run's data set or of
-  a `dataset` with the same classes; or the name of an evaluation of the run, such as
-  'test', if its data have no split of that name. `real_labels` is a file, see real.py; `options`
-  replace values of the run's `config.task_options`, as {'tight': 1} for a detector.
+  The evaluators are those of the task and of `config.evaluators`.
 
-  Returns the metrics of the task (`accuracy` and `loss`, for classes), `num_examples`
-  and `img_sec_core`; with `real_labels` also `accuracy_real` and `num_real`.
+  Args:
+    model: the model, which has the config of its run.
+    split: a split in the notation of TFDS, such as 'train[:10%]'; or the name of an
+      evaluation of the run, such as 'test', if its data have no split of that name.
+    dataset: another data set than the run's, with the same classes.
+    real_labels: a file of ImageNet ReaL labels, see real.py.
+    options: replace values of `config.task_options`, as {'tight': 1} for a detector.
+    evaluators: are added to `config.evaluators`, and have its form.
+
+  Returns:
+    The metrics of the evaluators (`accuracy` and `loss`, for classes), `num_examples`
+    and `img_sec_core`; with `real_labels` also `accuracy_real` and `num_real`.
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
   config, task = model.config, model.task
+  entries = _entries(config, split, evaluators, real_labels)
   run_splits = []
   if dataset is None:
     run_splits = [x for _, x, other in run_config.evaluations(config) if not other]
@@ -49,54 +62,99 @@ def evaluate(
     with config.unlocked(), config.ignore_type():
       config.task_options.update(options)
     task = type(task)(config, model.metadata)
-
-  def open_split(wanted, further=(), other=None):
-    metadata = {} if other else model.metadata
-    try:
-      source = sources.open_for(
-        config, type(task), metadata, wanted, other, further=further
-      )
-    except FileNotFoundError as e:
-      message = e.message if isinstance(e, slices.NoSplitError) else e
-      remedy = ' or '.join(f"--split='{x}'" for x in run_splits) or '--split=SPLIT'
-      raise FileNotFoundError(
-        f'{message}; pass the split as {remedy}, and data that have moved as '
-        '--dataset=FOLDER'
-      ) from e
-    names = task.class_names_of(source)
-    if not other and task.class_names and names != task.class_names:
-      raise ValueError(
-        f"dataset='{config.dataset}' has {console.counted(len(names), 'class')} "
-        f'{names[:5]}, and the '
-        f'model has {len(task.class_names)} {task.class_names[:5]}: use data with '
-        'the same classes'
-      )
-    return source
-
-  evaluators = task.evaluators(mesh, split, open_split)
-  if real_labels is not None:
-    evaluators = [*evaluators, real.Real(task, mesh, open_split, split, real_labels)]
-  metrics = {}
-  for evaluator in evaluators:
-    metrics.update(evaluator.run(model.params, model.extra))
+  open_split = functools.partial(_open_split, task, run_splits)
+  evaluation = base.Evaluation(task, mesh, split, open_split)
+  # All data are opened before anything is computed.
+  instances = [entry.make(evaluation) for entry in entries]
+  values: dict[str, float] = {}
+  metrics: dict[str, metrics_lib.Metric] = {}
+  for evaluator in instances:
+    values.update(evaluator.run(model.params, model.extra, engine.never))
+    metrics.update(evaluator.metrics)
   console.say(
     f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "
-    + metrics_lib.format_metrics(metrics)
+    + metrics_lib.format_metrics(values, metrics)
   )
-  return metrics
+  return values
 
 
-def _by_name(config, name: str) -> tuple[str, str | None]:
+def _open_split(
+  task: Any,
+  run_splits: Sequence[str],
+  split: str,
+  further: Sequence[str] = (),
+  dataset: str | None = None,
+) -> Any:
+  """Opens a split of the evaluation's data set, with its classes, or of another one.
+
+  `run_splits` are the splits to name in an error, and `further` are names of features.
+  """
+  config = task.config
+  metadata = {} if dataset else task.metadata
+  try:
+    source = sources.open_for(
+      config, type(task), metadata, split, dataset, further=further
+    )
+  except FileNotFoundError as e:
+    message = e.message if isinstance(e, slices.NoSplitError) else e
+    remedy = ' or '.join(f"--split='{x}'" for x in run_splits) or '--split=SPLIT'
+    raise FileNotFoundError(
+      f'{message}; pass the split as {remedy}, and data that have moved as '
+      '--dataset=FOLDER'
+    ) from e
+  names = task.class_names_of(source)
+  if not dataset and task.class_names and names != task.class_names:
+    raise ValueError(
+      f"dataset='{config.dataset}' has {console.counted(len(names), 'class')} "
+      f'{names[:5]}, and the model has {len(task.class_names)} '
+      f'{task.class_names[:5]}: use data with the same classes'
+    )
+  return source
+
+
+def _entries(
+  config: ml_collections.ConfigDict,
+  name: str,
+  evaluators: Mapping[str, Any] | None,
+  real_labels: str | None,
+) -> list[run_evaluators.Entry]:
+  """Returns the evaluators of the evaluation of a name or split."""
+  added = evaluators or {}
+  schema.check('evaluators', added, common.Evaluators, '--')
+  stored = {key: x for key, x in config.evaluators.items() if key not in added}
+  run_evaluators.check_trusted(stored)
+  with config.unlocked():
+    config.evaluators = ml_collections.ConfigDict({**stored, **added})
+  names = {name}
+  for evaluation, split, _ in run_config.evaluations(config):
+    if split == name:
+      names.add(evaluation)
+  entries = [
+    entry
+    for entry in run_evaluators.of_config(config)
+    if entry.evals is None or names.intersection(entry.evals)
+  ]
+  if real_labels is not None:
+    entries.append(run_evaluators.real_labels(real_labels, 'real_labels'))
+  entries = [*run_evaluators.of_task(config), *entries]
+  run_evaluators.check_entries(entries, config)
+  return entries
+
+
+def _by_name(config: ml_collections.ConfigDict, name: str) -> tuple[str, str | None]:
   """Returns split and data set of a name: a split, or else an evaluation of the run."""
-  evaluations = {
-    x: (split, other) for x, split, other in run_config.evaluations(config)
-  }
-  split, dataset = evaluations.get(name, (name, None))
+  split, dataset = name, None
+  for evaluation, evaluation_split, evaluation_dataset in run_config.evaluations(
+    config
+  ):
+    if evaluation == name:
+      split, dataset = evaluation_split, evaluation_dataset
   if split == name and dataset is None:
     return name, None
-  look = lambda: sources.has_split(config, name)
   try:
-    if processes.from_first('looking for a split', look):
+    if processes.from_first(
+      'looking for a split', lambda: sources.has_split(config, name)
+    ):
       return name, None
   except FileNotFoundError:  # The data have moved, which is reported later.
     return name, None
@@ -105,23 +163,23 @@ def _by_name(config, name: str) -> tuple[str, str | None]:
 
 def parse_options(texts: Sequence[str]) -> dict[str, Any]:
   """Parses options of the form 'NAME=VALUE'."""
-  found = {}
+  options = {}
   for text in texts:
     name, equals, value = text.partition('=')
     if not name or not equals:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    found[name] = schema.literal(value)
-  return found
+    options[name] = schema.literal(value)
+  return options
 
 
-def fit_batches(config, mesh):
+def fit_batches(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh):
   """Rounds the batch sizes up, in place, to multiples of the devices."""
   shards = sharding.batch_shards(mesh)
   for key in ('batch', 'batch_eval'):
     config[key] = -(-config[key] // shards) * shards
 
 
-def run_mesh(workdir) -> jax.sharding.Mesh:
+def run_mesh(workdir: str) -> jax.sharding.Mesh:
   """Returns the mesh of a run, or a data-parallel one on other devices."""
   config, _ = workdir_lib.load(workdir)
   try:

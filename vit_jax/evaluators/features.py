@@ -7,11 +7,13 @@ module, or the pixels.
 
 from collections.abc import Callable, Sequence
 import difflib
+import functools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax import console, models, preprocess
@@ -21,6 +23,8 @@ from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
+# (params, extra, batch) -> arrays [B, ...].
+Compute = Callable[[Any, Any, dict[str, jax.Array]], Any]
 LAYER = 'features'  # Sown in front of the head.
 PIXELS = 'pixels'  # The model's input.
 PATCHES = 'patches'  # See `patches`.
@@ -36,12 +40,12 @@ class Features(NamedTuple):
 
   def labelled(self) -> np.ndarray:
     """Returns the numbers of the examples with a label; ValueError for none."""
-    found = np.flatnonzero(self.labels >= 0)
-    if not len(found):
+    rows = np.flatnonzero(self.labels >= 0)
+    if not len(rows):
       raise ValueError(
         'no image of the split has a single class: use labelled data for a probe'
       )
-    return found
+    return rows
 
   def take(self, rows: np.ndarray) -> 'Features':
     """Returns the examples of these numbers."""
@@ -52,7 +56,7 @@ class Features(NamedTuple):
     return float((classes == self.labels).sum() / len(self.labelled()))
 
 
-def layers(task) -> dict[str, str]:
+def layers(task: Any) -> dict[str, str]:
   """Returns the paths of a model's layers in `intermediates`, from the input on.
 
   The names are 'layer_0', 'layer_1', ... Each model of this package sows a mean
@@ -65,24 +69,27 @@ def layers(task) -> dict[str, str]:
                       stages
     BiT               the feature map that enters the stage; last: after the last norm
   """
-  matches = map(_SOWN.search, _sown(task))
-  found = [match for match in matches if match]
-  found.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
-  return {match[1]: match.string for match in found}
+  matches = [match for path in _sown(task) if (match := _SOWN.search(path))]
+  matches.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
+  return {match[1]: match.string for match in matches}
 
 
-def _shapes(task, compute: Callable):
+def _shapes(task: Any, compute: Compute) -> Any:
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
   return jax.eval_shape(compute, params, extra, batch)
 
 
-def _sown(task, capture=False) -> dict:
+def _sown(task: Any, capture: Any = False) -> dict[str, Any]:
   """Returns the shapes that a task's model sows for an image, by path."""
-  return _shapes(task, lambda *state: task.intermediates(*state, capture))
+
+  def compute(params, extra, batch):
+    return task.intermediates(params, extra, batch, capture)
+
+  return _shapes(task, compute)
 
 
-def patches(task) -> Callable:
+def patches(task: Any) -> Compute:
   """Returns a function (params, extra, batch) -> tokens of the patches.
 
   These are what the encoder returns, after its last norm if it has one, as a grid
@@ -109,17 +116,32 @@ def patches(task) -> Callable:
 class Extractor:
   """Computes features of splits; compiled once for all of them.
 
-  All processes of the mesh must make the same calls. `layer` is one or several of
-  'features'; 'pixels', the model's inputs; a name of `layers`; the path of another
-  array that the model sows; or the path of a module, such as
-  'Transformer/encoderblock_3', for its outputs. Dimensions between the first and the
-  last, such as tokens, are averaged. `pp` is the preprocessing of the images, by
-  default `task.config.pp`. `widths` are the numbers of features by layer, and `width`
-  is their sum D.
+  All processes of the mesh must make the same calls. Dimensions between the first and
+  the last, such as tokens, are averaged.
+
+  Args:
+    task: the task of the model.
+    mesh: the mesh of its parameters.
+    layer: one or several of 'features'; 'pixels', the model's inputs; a name of
+      `layers`; the path of another array that the model sows; or the path of a module,
+      such as 'Transformer/encoderblock_3', for its outputs.
+    pp: preprocessing of the images, by default `task.config.pp`.
+
+  Attributes:
+    widths: numbers of features by layer.
+    width: their sum D.
   """
 
-  def __init__(self, task, mesh, layer: str | Sequence[str] = LAYER, pp=None):
-    self._config, self._mesh, self._pp = task.config, mesh, pp or task.config.pp
+  def __init__(
+    self,
+    task: Any,
+    mesh: jax.sharding.Mesh,
+    layer: str | Sequence[str] = LAYER,
+    pp: ml_collections.ConfigDict | None = None,
+  ):
+    self._config = task.config
+    self._mesh = mesh
+    self._pp = pp or task.config.pp
     names = (layer,) if isinstance(layer, str) else tuple(layer)
     self._layers = _of_layers(task, names)
     shapes = _shapes(task, self._means)
@@ -131,24 +153,30 @@ class Extractor:
 
     self._compute = engine.everywhere(mesh, compute)
 
-  def compute(self, params, extra, batch: dict) -> jax.Array:
+  def compute(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
     return jnp.concatenate(self._means(params, extra, batch), axis=-1)
 
-  def _means(self, params, extra, batch):
+  def _means(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> list[jax.Array]:
     """Returns the features of each layer, float32 [B, D]."""
-    return [
-      x.mean(axis=tuple(range(1, x.ndim - 1))).astype(jnp.float32)
-      for x in self._layers(params, extra, batch)
-    ]
+    means = []
+    for x in self._layers(params, extra, batch):
+      inner_axes = tuple(range(1, x.ndim - 1))
+      means.append(x.mean(axis=inner_axes).astype(jnp.float32))
+    return means
 
-  def split(self, found: Features) -> dict[str, Features]:
+  def split(self, features: Features) -> dict[str, Features]:
     """Splits features of all layers by layer."""
     ends = np.cumsum([*self.widths.values()])
-    parts = np.split(found.values, ends[:-1], axis=-1)
-    return {name: Features(x, found.labels) for name, x in zip(self.widths, parts)}
+    by_layer = np.split(features.values, ends[:-1], axis=-1)
+    return {
+      name: Features(values, features.labels)
+      for name, values in zip(self.widths, by_layer)
+    }
 
-  def example(self, record: dict, seed) -> dict:
+  def example(self, record: dict[str, Any], seed: Any) -> dict[str, Any]:
     """Returns `image` and `label` of a record; without augmentation."""
     del seed
     image = preprocess.prepare(record['image'], None, self._pp)
@@ -156,9 +184,9 @@ class Extractor:
 
   def run(
     self,
-    source,
-    params,
-    extra,
+    source: Any,
+    params: Any,
+    extra: Any,
     indices: np.ndarray | None = None,
     stop: Callable[[], bool] = engine.never,
   ) -> Features:
@@ -171,13 +199,13 @@ class Extractor:
     if indices is not None:
       source = records.Subset(source, indices)
     check_memory(source.num_examples, self.width)
-    found = engine.collect(
+    columns = engine.collect(
       self._config, self._mesh, source, self.example,
-      lambda batch: self._compute(params, extra, batch), stop,
+      functools.partial(self._compute, params, extra), stop,
       'Extracting features',
     )  # fmt: skip
-    labels = found.get('label', np.full(source.num_examples, -1, np.int32))
-    return Features(found['image'], labels)
+    labels = columns.get('label', np.full(source.num_examples, -1, np.int32))
+    return Features(columns['image'], labels)
 
 
 def check_memory(count: int, width: int, copies: int = 1):
@@ -201,33 +229,41 @@ class _Labels(records.Subset):
   """A source whose images are not read."""
 
   def lookup(self, indices):
-    found = super().lookup(indices)
-    return {name: x for name, x in found.items() if name != 'image'}
+    columns = super().lookup(indices)
+    return {name: x for name, x in columns.items() if name != 'image'}
 
 
-def read_labels(config, mesh, source) -> np.ndarray:
+def read_labels(
+  config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, source: Any
+) -> np.ndarray:
   """Reads the class of every example of a split, int32 [n], see Features."""
   source = source.evaluated
   source = _Labels(source, np.arange(source.num_examples))
-  return engine.collect(
-    config, mesh, source, lambda record, seed: _label(record),
-    engine.everywhere(mesh, lambda batch: batch), what='Reading labels',
-  )['label']  # fmt: skip
+
+  def example(record, seed):
+    del seed
+    return _label(record)
+
+  compute = engine.everywhere(mesh, lambda batch: batch)
+  columns = engine.collect(
+    config, mesh, source, example, compute, what='Reading labels'
+  )
+  return columns['label']
 
 
-def _label(record) -> dict:
+def _label(record: dict[str, Any]) -> dict[str, Any]:
   """Returns the class of a record, see Features; {} if it has no labels."""
   if 'label' not in record:
     return {}
   label = tf.cast(record['label'], tf.int32)  # [L], padded with -1.
-  one = tf.reduce_sum(tf.cast(label >= 0, tf.int32)) == 1
-  return {'label': tf.where(one, tf.reduce_max(label), -1)}
+  is_single = tf.reduce_sum(tf.cast(label >= 0, tf.int32)) == 1
+  return {'label': tf.where(is_single, tf.reduce_max(label), -1)}
 
 
-def _of_layers(task, names: Sequence[str]) -> Callable:
+def _of_layers(task: Any, names: Sequence[str]) -> Compute:
   """Returns a function (params, extra, batch) -> list of layers."""
-  known, sown = layers(task), _sown(task)
-  paths = {name: known.get(name, name) for name in names if name != PIXELS}
+  paths_by_layer, sown = layers(task), _sown(task)
+  paths = {name: paths_by_layer.get(name, name) for name in names if name != PIXELS}
   captured = {path for path in paths.values() if path not in sown}
 
   def capture(module, method):
@@ -238,20 +274,24 @@ def _of_layers(task, names: Sequence[str]) -> Callable:
     if f'{path}/__call__' not in modules:
       inner = {p.removesuffix('/__call__') for p in modules} - {'__call__'}
       near = difflib.get_close_matches(path, sorted(inner), n=3, cutoff=0)
+      names_of_layers = ', '.join([LAYER, PIXELS, *paths_by_layer])
       raise ValueError(
-        f"'{path}' is not a layer of the model, which has "
-        f'{", ".join([LAYER, PIXELS, *known])}, and modules such as {", ".join(near)}'
+        f"'{path}' is not a layer of the model, which has {names_of_layers}, and "
+        f'modules such as {", ".join(near)}'
       )
 
   def compute(params, extra, batch):
-    seen = {}
+    intermediates = {}
     if paths:
-      seen = task.intermediates(params, extra, batch, capture)
-    pixels = batch['image'].reshape(batch['image'].shape[0], -1)
-    found = {
-      name: seen[path if path in seen else f'{path}/__call__'][-1]
-      for name, path in paths.items()
-    }
-    return [found.get(name, pixels) for name in names]
+      intermediates = task.intermediates(params, extra, batch, capture)
+    arrays = []
+    for name in names:
+      if name == PIXELS:
+        arrays.append(batch['image'].reshape(batch['image'].shape[0], -1))
+        continue
+      path = paths[name]
+      key = path if path in intermediates else f'{path}/__call__'
+      arrays.append(intermediates[key][-1])
+    return arrays
 
   return compute

@@ -15,7 +15,7 @@ import jax
 
 from vit_jax import console
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import evaluation, probes
+from vit_jax.evaluators import base, evaluation, probes
 from vit_jax.run import config as run_config, metrics
 
 SHOTS = (1, 5, 10, 25)
@@ -69,10 +69,14 @@ def probe(
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
-  drop_shots = is_default and not every
-  made = probes.FewShot(model.task, mesh, layers=layers, drop_shots=drop_shots)
+  made = probes.FewShot(
+    base.Evaluation(model.task, mesh),
+    layers=layers,
+    drop_shots=is_default and not every,
+    **config.fewshot,
+  )
   made.check_memory(linear, bool(knn))
-  dataset, train, test = probes.splits(config)
+  dataset, train, test = probes.splits(config, config.fewshot)
   all_images = linear or bool(knn)
   extracted = made.extract(model.params, model.extra, all_images=all_images)
   few, near, rows = {}, {}, []

@@ -17,20 +17,20 @@ from collections.abc import Callable, Mapping, Sequence
 import copy
 import itertools
 import json
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from etils import epath
-import jax
+import ml_collections
 import numpy as np
 
 from vit_jax import console, preprocess
-from vit_jax.configs import common
+from vit_jax.configs import common, schema
 from vit_jax.data import records, sources
 from vit_jax.distributed import files, processes
-from vit_jax.evaluators import features, solvers
+from vit_jax.evaluators import base, features, solvers
 from vit_jax.figures import drawing, studies
 from vit_jax.inference import engine
-from vit_jax.run import config as run_config, metrics
+from vit_jax.run import config as run_config, metrics as metrics_lib
 
 # Accuracies of one or several draws, from 0 to 1, by layer.
 Accuracies = Mapping[str, Sequence[float]]
@@ -226,33 +226,43 @@ class FewShot(Probe):
   images, of which the centre is cropped (256 and 224 pixels in big_vision).
   """
 
+  @classmethod
+  def metrics(
+    cls, config: ml_collections.ConfigDict, **options: Any
+  ) -> dict[str, metrics_lib.Metric]:
+    """Returns 'fewshot_5', ..., 'knn_20', ... of the options, see `config.fewshot`."""
+    keys = _complete(options)
+    names = [f'fewshot_{shots}' for shots in keys.shots]
+    names += [f'knn_{k}' for k in keys.knn]
+    return dict.fromkeys(names, metrics_lib.SHARE)
+
   def __init__(
     self,
-    task,
-    mesh: jax.sharding.Mesh,
-    workdir: str | None = None,
+    evaluation: base.Evaluation,
     layers: Sequence[str] = (),
     drop_shots: bool = False,
+    **options: Any,
   ):
-    config, options = task.config, task.config.fewshot
+    task, keys = evaluation.task, _complete(options)
+    self.knn = tuple(keys.knn)
     super().__init__(
-      task, mesh, workdir, splits=splits(config), layers=layers or options.layer,
-      shots=options.shots, seeds=options.seeds, pp=squeezed(config.pp, options.squeeze),
-      fit=lambda x: solvers.least_squares(x, len(self.class_names), options.l2),
-      knn=options.knn, drop_shots=drop_shots,
+      task, evaluation.mesh, evaluation.workdir, splits=splits(task.config, keys),
+      layers=layers or keys.layer, shots=keys.shots, seeds=keys.seeds,
+      pp=squeezed(task.config.pp, keys.squeeze),
+      fit=lambda x: solvers.least_squares(x, len(self.class_names), keys.l2),
+      knn=keys.knn, drop_shots=drop_shots,
     )  # fmt: skip
 
   def run(self, params, extra, stop=engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
-    knn = self.task.config.fewshot.knn
-    self.check_memory(linear=False, knn=bool(knn))
-    extracted = self.extract(params, extra, all_images=bool(knn), stop=stop)
+    self.check_memory(linear=False, knn=bool(self.knn))
+    extracted = self.extract(params, extra, all_images=bool(self.knn), stop=stop)
     result = {}
     if self.shots:
       [by_shots] = self.accuracies(extracted).values()
       result |= {f'fewshot_{n}': float(np.mean(draws)) for n, draws in by_shots.items()}
-    if knn:
-      by_count = self.neighbours(extracted, knn)
+    if self.knn:
+      by_count = self.neighbours(extracted, self.knn)
       result |= {f'knn_{k}': accuracy for k, accuracy in by_count.items()}
     return result
 
@@ -261,16 +271,17 @@ class LayerProbe(Probe):
   """Probes all layers of a model, and its pixels, after the last update.
 
   Prints a table, and writes probe.json and probe.png into the workdir unless that
-  is None. `config.layer_probe` is the number of images of each class.
+  is None. `images` is the number of training images of each class.
   """
 
   final = True
+  metrics: ClassVar = dict.fromkeys(('probe_best', 'probe_pixels'), metrics_lib.SHARE)
 
-  def __init__(self, task, mesh, workdir=None):
-    config = task.config
+  def __init__(self, evaluation: base.Evaluation, images: schema.Count):
+    task, config = evaluation.task, evaluation.task.config
     super().__init__(
-      task, mesh, workdir, splits=(None, *own_splits(config)),
-      layers=(*select(task, ALL), features.PIXELS), shots=(config.layer_probe,),
+      task, evaluation.mesh, evaluation.workdir, splits=(None, *own_splits(config)),
+      layers=(*select(task, ALL), features.PIXELS), shots=(images,),
       seeds=range(DRAWS), pp=config.pp, skip_empty=True,
       fit=lambda x: solvers.logistic(x, L2, each=False),
     )  # fmt: skip
@@ -279,14 +290,13 @@ class LayerProbe(Probe):
     """Returns the mean accuracy of the best layer and of the pixels."""
     extracted = self.extract(params, extra, all_images=False, stop=stop)
     by_layer = self.accuracies(extracted)
-    found = {
-      layer: draws[self.task.config.layer_probe] for layer, draws in by_layer.items()
-    }
+    [images] = self.shots
+    found = {layer: draws[images] for layer, draws in by_layer.items()}
     console.say(table(found))
     if self.workdir is not None:
       names = 'accuracy', 'std'
       rows = [
-        {'layer': layer, **dict(zip(names, metrics.mean_std(draws)))}
+        {'layer': layer, **dict(zip(names, metrics_lib.mean_std(draws)))}
         for layer, draws in found.items()
       ]
       write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, found)
@@ -294,9 +304,21 @@ class LayerProbe(Probe):
     return {'probe_best': float(np.mean(best)), 'probe_pixels': float(np.mean(pixels))}
 
 
-def splits(config) -> tuple[str | None, str, str]:
-  """Returns data set (None: the run's), training and test split."""
-  options = config.fewshot
+def _complete(options: Mapping[str, Any]) -> ml_collections.ConfigDict:
+  """Returns all keys of common.FewShot, checked."""
+  keys = ml_collections.ConfigDict(dict(options))
+  schema.check_group(keys, common.FewShot, 'fewshot.')
+  schema.fill(keys, common.FewShot)
+  if keys.shots and not keys.seeds:
+    raise ValueError(
+      f'fewshot.shots={keys.shots} needs at least one seed: set '
+      '--config.fewshot.seeds=(0,1,2)'
+    )
+  return keys
+
+
+def splits(config, options) -> tuple[str | None, str, str]:
+  """Returns data set (None: the run's), training and test split of few-shot options."""
   if options.dataset is None:
     usual = own_splits(config)
   else:
@@ -383,7 +405,7 @@ def select(task, layer: str) -> list[str]:
 
 def line(name: str, accuracies: Sequence[float], note: str = '') -> str:
   """Returns a line of a table: the mean of accuracies, and the spread of several."""
-  mean, std = metrics.mean_std(accuracies)
+  mean, std = metrics_lib.mean_std(accuracies)
   spread = f' ± {100 * std:.2f}' if std else ''
   return f'{name:<10} {100 * mean:7.2f} %{spread}{note}'
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
   return Linear(kernel, CONSTANT * weights[-1] - mean @ kernel)
 
 
-def logistic(train: features.Features, l2: float, each: bool = True):
+def logistic(train: features.Features, l2: float, each: bool = True) -> Any:
   """Returns a multinomial logistic regression with an L2 penalty, fitted by L-BFGS.
 
   It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by
@@ -94,32 +94,32 @@ def tuned(train: features.Features, test: features.Features) -> Result:
 
   Images without a class do not count. Process 0 computes for all.
   """
-  l2s = sorted(L2, reverse=True)
+  penalties = sorted(L2, reverse=True)
   rows = np.random.default_rng(0).permutation(train.labelled())
-  count = max(1, round(HELD_OUT * len(rows)))
-  held, rest = rows[:count], rows[count:]
+  num_held_out = max(1, round(HELD_OUT * len(rows)))
+  held_out_rows, fitted_rows = rows[:num_held_out], rows[num_held_out:]
 
-  def score(rows, asked, l2):
+  def score(rows, images, l2):
     model = logistic(train.take(rows), l2)
-    return asked.accuracy(model.predict(asked.values))
+    return images.accuracy(model.predict(images.values))
 
   def solve():
-    asked = train.take(held)
-    with console.bar(iterable=l2s, desc='L-BFGS', delay=3, leave=False) as bar:
-      found = [score(rest, asked, l2) for l2 in bar]
-    best = l2s[int(np.argmax(found))]  # The strongest on a tie.
-    return [score(rows, test, best), best, found]
+    held_out = train.take(held_out_rows)
+    with console.bar(iterable=penalties, desc='L-BFGS', delay=3, leave=False) as bar:
+      accuracies = [score(fitted_rows, held_out, l2) for l2 in bar]
+    best = penalties[int(np.argmax(accuracies))]  # The strongest on a tie.
+    return [score(rows, test, best), best, accuracies]
 
-  accuracy, best, found = processes.from_first('the linear probe', solve)
-  return Result(accuracy, best, dict(zip(l2s, found)))
+  accuracy, best, accuracies = processes.from_first('the linear probe', solve)
+  return Result(accuracy, best, dict(zip(penalties, accuracies)))
 
 
 def neighbours(
-  train: features.Features, asked: np.ndarray, counts: Sequence[int]
+  train: features.Features, queries: np.ndarray, counts: Sequence[int]
 ) -> list[np.ndarray]:
-  """Classifies by the k nearest training images, for each k of `counts`.
+  """Classifies features [n, D] by the k nearest training images.
 
-  Takes features [n, D], and returns classes, int64 [n], for each k. Images are compared
+  Returns classes, int64 [n], for each k of `counts`. Images are compared
   by the cosine of their features, and each neighbour's vote counts
   exp(cosine / TEMPERATURE): the protocol of DINO (arXiv 2104.14294, appendix F.1) and
   of "Unsupervised Feature Learning via Non-Parametric Instance Discrimination" (arXiv
@@ -128,25 +128,22 @@ def neighbours(
   _SIMILARITIES cosines, or one row of them.
   """
   train = train.take(train.labelled())
-  known, labels = _normalised(train.values), train.labels
-  classes = int(labels.max()) + 1
+  keys, labels = _normalised(train.values), train.labels
+  num_classes = int(labels.max()) + 1
 
   @jax.jit
-  def vote(known, labels, asked):
-    cosines = jnp.matmul(_normalised(asked), known.T, precision='highest')
+  def vote(keys, labels, queries):
+    cosines = jnp.matmul(_normalised(queries), keys.T, precision='highest')
     nearest, rows = jax.lax.top_k(cosines, max(counts))  # [B, k], from the nearest on.
     votes = jnp.exp(nearest / TEMPERATURE)[..., None]
-    votes *= jax.nn.one_hot(labels[rows], classes)  # [B, k, classes]
+    votes *= jax.nn.one_hot(labels[rows], num_classes)  # [B, k, classes]
     return [votes[:, :k].sum(axis=1).argmax(axis=-1) for k in counts]
 
-  size = max(
-    1, min(len(asked), _SIMILARITIES // max(len(known), max(counts) * classes))
-  )
-  found = engine.by_parts(
-    functools.partial(vote, jnp.asarray(known), jnp.asarray(labels)), asked, size
-  )
-  return [x.astype(np.int64) for x in found]
+  numbers_per_query = max(len(keys), max(counts) * num_classes)
+  size = max(1, min(len(queries), _SIMILARITIES // numbers_per_query))
+  vote = functools.partial(vote, jnp.asarray(keys), jnp.asarray(labels))
+  return [x.astype(np.int64) for x in engine.by_parts(vote, queries, size)]
 
 
-def _normalised(x):
+def _normalised(x: Any) -> Any:
   return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)

@@ -12,7 +12,6 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.figures import colors, drawing, invariance, results
-from vit_jax.run import metrics as metrics_lib
 
 # Prefixes of the logged values that are not drawn.
 _NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
@@ -56,7 +55,7 @@ def attention_distances(distances, uniform: float, count: int):
 
 
 @drawing.styled
-def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
+def learning_curves(curves: Mapping[str, results.Curve]):
   """Draws what a run has logged, see results.learning_curves."""
   panels = curve_panels(curves)
   fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
@@ -69,15 +68,15 @@ def learning_curves(curves: Mapping[str, tuple[np.ndarray, np.ndarray]]):
   colours['lr'] = colors.BLACK
   for axes, (label, names) in zip(grid.flat, panels.items()):
     for name in names:
-      steps, values = curves[name]
-      factor, split = 100 if metrics_lib.is_share(name) else 1, _split_of(name)
-      [line] = axes.plot(steps, factor * values, color=colours[split], label=split)
+      steps, values, kind = curves[name]
+      split = _split_of(name)
+      values = kind.factor * values
+      [line] = axes.plot(steps, values, color=colours[split], label=split)
       if len(steps) < 40:
         line.set(marker='o', markersize=5)
     axes.set_xlabel('step')
     axes.xaxis.get_major_locator().set_params(integer=True)
-    percent = metrics_lib.is_share(label)
-    axes.set_ylabel(f'{label} (%)' if percent else label)
+    axes.set_ylabel(curves[names[0]].kind.title(label))
     if label == 'learning rate':
       axes.ticklabel_format(axis='y', style='sci', scilimits=(-2, 3))
       axes.set_ylim(bottom=0)

@@ -4,6 +4,7 @@ Attention for a few images, the confusion matrix and the worst mistakes of a
 classifier on a whole split, and learning curves.
 """
 
+import collections
 from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
@@ -17,24 +18,48 @@ from vit_jax import input_pipeline, models
 from vit_jax.distributed import sharding
 from vit_jax.figures import internals
 from vit_jax.inference import engine
-from vit_jax.run import metrics as metrics_lib
+from vit_jax.run import (
+  evaluators as run_evaluators,
+  metrics as metrics_lib,
+  workdir as workdir_lib,
+)
 
 # Maximum batch size: on a CPU, larger ones only take more memory.
 _BATCH = 32
 
 
-def learning_curves(workdir) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-  """Reads metrics.jsonl: steps, int64 [n], and values, float64 [n], by name."""
-  curves = {}
+class Curve(NamedTuple):
+  """A metric that a run has logged."""
+
+  steps: np.ndarray  # int64 [n].
+  values: np.ndarray  # float64 [n].
+  kind: metrics_lib.Metric
+
+
+def learning_curves(workdir) -> dict[str, Curve]:
+  """Reads the metrics of a run, by name.
+
+  The units of evaluators of users are unknown unless their modules are trusted, see
+  vit_jax/run/user_code.py.
+  """
+  config, _ = workdir_lib.load(workdir)
+  entries = run_evaluators.of_run(config, trusted=False)
+  kinds = dict(run_evaluators.metrics_of(config, entries))
+  for name, kind in run_evaluators.measures(entries, config).items():
+    kinds[f'train_{name}'] = kind
+  steps, values = collections.defaultdict(list), collections.defaultdict(list)
   for line in metrics_lib.read(workdir):
+    step = line.pop('step')
     for name, value in line.items():
-      if name != 'step':
-        steps, values = curves.setdefault(name, ([], []))
-        steps.append(line['step'])
-        values.append(value)
+      steps[name].append(step)
+      values[name].append(value)
   return {
-    name: (np.array(steps, np.int64), np.array(values, np.float64))
-    for name, (steps, values) in curves.items()
+    name: Curve(
+      np.array(steps[name], np.int64),
+      np.array(values[name], np.float64),
+      kinds.get(name, metrics_lib.Metric()),
+    )
+    for name in values
   }
 
 

@@ -15,6 +15,7 @@ import flax.linen as nn
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax.distributed import sharding
@@ -26,15 +27,18 @@ _HEAD = '(^|[/_])head/'
 _INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 
 
-def rules(config) -> tuple:
+def rules(config: ml_collections.ConfigDict) -> tuple[tuple[str, float], ...]:
   """Returns `config.lr_multipliers`; with adapters, what they omit is frozen or 1."""
-  given = optim.as_pairs(config.lr_multipliers)
+  pairs = optim.as_pairs(config.lr_multipliers)
   if not config.lora.rank:
-    return given
-  return (*given, (f'{_HEAD}|({A}|{B})$', 1.0), ('', 0.0))
+    return pairs
+  return (*pairs, (f'{_HEAD}|({A}|{B})$', 1.0), ('', 0.0))
 
 
-def adapted(init: Callable, config) -> Callable:
+Init = Callable[[jax.Array], tuple[Any, Any]]
+
+
+def adapted(init: Init, config: ml_collections.ConfigDict) -> Init:
   """Returns `init` of a task, with adapters among its parameters.
 
   ValueError if `config.lora.on` selects no kernel, or only frozen ones.
@@ -53,11 +57,10 @@ def adapted(init: Callable, config) -> Callable:
         f'expression for paths that end in one of {", ".join(names)} (config.lora.on)'
       )
     for number, path in enumerate(kernels):
-      kernel, key = flat[path], jax.random.fold_in(rng, number)
-      split, rank = optim.num_inputs(path, kernel.ndim), config.lora.rank
-      inputs, outputs = kernel.shape[:split], kernel.shape[split:]
-      a = _INIT(key, (np.prod(inputs), rank), kernel.dtype).reshape(*inputs, rank)
-      flat[path + A], flat[path + B] = a, jnp.zeros((rank, *outputs), kernel.dtype)
+      key = jax.random.fold_in(rng, number)
+      a, b = _new_adapter(key, path, flat[path], config.lora.rank)
+      flat[path + A] = a
+      flat[path + B] = b
     frozen = optim.frozen_sizes(rules(config), flat)
     if stopped := [path for path in kernels if path + A in frozen]:
       raise ValueError(
@@ -70,12 +73,23 @@ def adapted(init: Callable, config) -> Callable:
   return init_adapted
 
 
-def _is_adapted(path, x, config):
-  kernel = path.endswith('/kernel') and x.ndim >= 2 and not re.search(_HEAD, path)
-  return kernel and re.search(config.lora.on, path)
+def _new_adapter(
+  key: jax.Array, path: str, kernel: jax.Array, rank: int
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the initial A [*inputs, r] and B [r, *outputs] of a kernel."""
+  split = optim.num_inputs(path, kernel.ndim)
+  inputs, outputs = kernel.shape[:split], kernel.shape[split:]
+  a = _INIT(key, (np.prod(inputs), rank), kernel.dtype)
+  return a.reshape(*inputs, rank), jnp.zeros((rank, *outputs), kernel.dtype)
 
 
-def without_adapters(params):
+def _is_adapted(path: str, x: Any, config: ml_collections.ConfigDict) -> bool:
+  if not path.endswith('/kernel') or x.ndim < 2 or re.search(_HEAD, path):
+    return False
+  return re.search(config.lora.on, path) is not None
+
+
+def without_adapters(params: Any) -> Any:
   """Returns parameters, or shapes, without the adapters."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   flat = {path: x for path, x in flat.items() if not path.endswith((A, B))}
@@ -84,11 +98,13 @@ def without_adapters(params):
 
 def split_name(path: str) -> tuple[str, str]:
   """Returns the path of an adapted kernel, and A or B; '' for other parameters."""
-  part = path[-len(A) :] if path.endswith((A, B)) else ''
-  return path.removesuffix(part), part
+  for end in (A, B):
+    if path.endswith(end):
+      return path.removesuffix(end), end
+  return path, ''
 
 
-def merged(params, config):
+def merged(params: Any, config: ml_collections.ConfigDict) -> Any:
   """Adds the adapters to their kernels; returns the parameters of the model."""
   if not config.lora.rank:
     return params
@@ -101,17 +117,20 @@ def merged(params, config):
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def trained(params, config):
+def trained(params: Any, config: ml_collections.ConfigDict) -> Any:
   """Returns the parameters that are stored: without the frozen ones of adapters."""
   if not config.lora.rank:
     return params
   frozen = optim.frozen_sizes(rules(config), params)
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  kept = {path: x for path, x in flat.items() if path not in frozen}
-  return flax.traverse_util.unflatten_dict(kept, sep='/')
+  for path in frozen:
+    del flat[path]
+  return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
+def base(
+  weights: Mapping[str, Any], params: Any, config: ml_collections.ConfigDict
+) -> dict[str, Any]:
   """Returns the frozen parameters among weights by path; {} without adapters.
 
   `params` are shapes. ValueError if the weights lack one of them.
@@ -129,38 +148,36 @@ def base(weights: Mapping[str, Any], params, config) -> dict[str, Any]:
   return {path: weights[path] for path in frozen}
 
 
-def check_stored(params, shapes, config):
+def check_stored(params: Any, shapes: Any, config: ml_collections.ConfigDict):
   """Raises ValueError unless stored parameters are the `trained` ones of a model."""
-  stored, expected = (
-    {path: tuple(x.shape) for path, x in flat.items()}
-    for flat in (
-      flax.traverse_util.flatten_dict(params, sep='/'),
-      flax.traverse_util.flatten_dict(trained(shapes, config), sep='/'),
-    )
-  )
-  differing = [
-    path
-    for path in sorted(stored.keys() | expected)
-    if stored.get(path) != expected.get(path)
-  ]
-  if differing:
-    raise ValueError(
-      f"the checkpoint's '{differing[0]}' is of shape {stored.get(differing[0])}, but "
-      f'lora.rank={config.lora.rank} and lora.on={config.lora.on!r} need '
-      f'{expected.get(differing[0])}: restore the config.json of the run'
-    )
+  stored = _shapes_by_path(params)
+  expected = _shapes_by_path(trained(shapes, config))
+  for path in sorted(stored.keys() | expected.keys()):
+    if stored.get(path) != expected.get(path):
+      raise ValueError(
+        f"the checkpoint's '{path}' is of shape {stored.get(path)}, but "
+        f'lora.rank={config.lora.rank} and lora.on={config.lora.on!r} need '
+        f'{expected.get(path)}: restore the config.json of the run'
+      )
 
 
-def whole(params, frozen: Mapping[str, Any], shapes):
+def _shapes_by_path(params: Any) -> dict[str, tuple[int, ...]]:
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  return {path: tuple(x.shape) for path, x in flat.items()}
+
+
+def whole(params: Any, frozen: Mapping[str, Any], shapes: Any) -> Any:
   """Returns stored parameters with the frozen ones, which are placed as `shapes`."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  wanted = flax.traverse_util.flatten_dict(shapes, sep='/')
+  flat_shapes = flax.traverse_util.flatten_dict(shapes, sep='/')
   for path, x in frozen.items():
-    like = wanted[path]
-    flat[path] = jax.device_put(x.astype(like.dtype), like.sharding)
+    shape = flat_shapes[path]
+    flat[path] = jax.device_put(x.astype(shape.dtype), shape.sharding)
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
 def fingerprint(frozen: Mapping[str, Any]) -> dict[str, Any]:
   """Returns what a workdir keeps of the frozen parameters; {} for none."""
-  return {'base': {'hash': sharding.digest(dict(frozen))}} if frozen else {}
+  if not frozen:
+    return {}
+  return {'base': {'hash': sharding.digest(dict(frozen))}}

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import optax
 
 
-def softmax_xent(logits, labels):
+def softmax_xent(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """Computes the softmax cross-entropy, float32 [B].
 
   Labels [B, C] are one-hot, multi-hot or smoothed. Rows with a sum above 1 are
@@ -16,7 +17,7 @@ def softmax_xent(logits, labels):
   return optax.softmax_cross_entropy(logits.astype(jnp.float32), labels)
 
 
-def sigmoid_xent(logits, labels):
+def sigmoid_xent(logits: jax.Array, labels: jax.Array) -> jax.Array:
   """Computes the sigmoid cross-entropy, summed over classes, float32 [B].
 
   Labels [B, C] have any number of ones in a row.
@@ -25,10 +26,11 @@ def sigmoid_xent(logits, labels):
   return optax.sigmoid_binary_cross_entropy(logits, labels).sum(axis=-1)
 
 
-LOSSES = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
+Loss = Callable[[jax.Array, jax.Array], jax.Array]
+LOSSES: dict[str, Loss] = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
 
 
-def get_loss(name: str, label_smoothing: float = 0.0) -> Callable:
+def get_loss(name: str, label_smoothing: float = 0.0) -> Loss:
   """Returns a loss of LOSSES, a function (logits, labels) -> [B].
 
   `label_smoothing` is the fraction of each label to spread evenly over all classes.
@@ -36,12 +38,15 @@ def get_loss(name: str, label_smoothing: float = 0.0) -> Callable:
   loss = LOSSES[name]
   if not label_smoothing:
     return loss
-  shares = _to_shares if name == 'softmax' else lambda labels: labels
-  return lambda logits, labels: loss(
-    logits, optax.smooth_labels(shares(labels), label_smoothing)
-  )
+
+  def smoothed_loss(logits, labels):
+    if name == 'softmax':
+      labels = _to_shares(labels)
+    return loss(logits, optax.smooth_labels(labels, label_smoothing))
+
+  return smoothed_loss
 
 
-def _to_shares(labels):
+def _to_shares(labels: jax.Array) -> jax.Array:
   """Scales rows with a sum above 1 to sum to 1."""
   return labels / jnp.maximum(labels.sum(axis=-1, keepdims=True), 1.0)

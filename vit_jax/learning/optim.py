@@ -1,26 +1,24 @@
-"""Schedules, optimisers and weight-decay masks (arXiv 2010.11929, T3, T4, B.1).
+"""Optimisers and weight-decay masks (arXiv 2010.11929, T3, T4, B.1).
 
 Builds optax transformations from a config. docs/train.md compares the optimisers.
 """
 
 from collections.abc import Callable, Sequence
+import functools
+import inspect
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from absl import logging
 import jax
 import jax.numpy as jnp
+import ml_collections
 import optax
 import optax.contrib
 
-from vit_jax.configs import common, schema
+from vit_jax.configs import common
 from vit_jax.distributed import sharding
+from vit_jax.learning import from_optax
 
-DECAY_TYPES = ('cosine', 'linear', 'constant', 'staircase')
-# Parameters that weight decay applies to.
-DECAYING = ('kernels', 'all')
-# Factor of each drop of a staircase.
-_DROP = 0.1
 # Adafactor factors the second moment of arrays with two dimensions of at least this
 # size, such as the width of a head (big_vision's default).
 _FACTORED = 32
@@ -30,71 +28,7 @@ _MUON_RMS = 0.2
 _OUTER = re.compile('embed|stem|head|logits|pooler')
 
 
-def create_learning_rate_schedule(
-  total_steps: int,
-  base: float,
-  decay_type: str,
-  warmup_steps: int | None,
-  linear_end: float = 1e-5,
-  decay_at: Sequence[float] = (),
-) -> optax.Schedule:
-  """Returns a schedule of linear warm-up, then decay to the last step.
-
-  Args:
-    total_steps: number of updates.
-    base: learning rate at the end of the warm-up.
-    decay_type: 'cosine' (to 0), 'linear' (to `linear_end`), 'constant' or
-      'staircase' (to a tenth at each of `decay_at`).
-    warmup_steps: number of warm-up updates; the first has the learning rate
-      base / warmup_steps, not 0. None: common.default_warmup. Logs a warning if it
-      is not below `total_steps`: the learning rate then only rises.
-    linear_end: last learning rate of the linear decay (1e-5; issue #2).
-    decay_at: when a staircase drops, as increasing fractions of `total_steps`.
-
-  Returns a function from the step (0 for the first update) to the learning rate.
-  """
-  schema.check('decay_type', decay_type, Literal[DECAY_TYPES])
-  schema.check('total_steps', total_steps, schema.Count)
-  if warmup_steps is None:
-    warmup_steps = common.default_warmup(total_steps)
-  schema.check('warmup_steps', warmup_steps, schema.Natural)
-  if warmup_steps >= total_steps:
-    logging.warning(
-      'warmup_steps=%d is as long as total_steps=%d or longer: the learning rate '
-      'rises to the end and does not decay',
-      warmup_steps,
-      total_steps,
-    )
-  steps = max(1, total_steps - warmup_steps)
-  decay = {
-    'cosine': optax.cosine_decay_schedule(base, steps),
-    'linear': optax.linear_schedule(base, linear_end, steps),
-    'constant': optax.constant_schedule(base),
-    'staircase': _staircase(base, total_steps, warmup_steps, decay_at),
-  }[decay_type]
-  if not warmup_steps:
-    return decay
-  warmup = optax.linear_schedule(base / warmup_steps, base, warmup_steps - 1)
-  if warmup_steps == 1:
-    warmup = optax.constant_schedule(base)
-  return optax.join_schedules([warmup, decay], [warmup_steps])
-
-
-def _staircase(base, total_steps, warmup_steps, decay_at):
-  """Returns a schedule, from the end of the warm-up, that drops at times."""
-  steps = [round(share * total_steps) for share in decay_at]
-  if steps and steps[0] <= warmup_steps:
-    raise ValueError(
-      f'decay_at={tuple(decay_at)} of total_steps={total_steps} drops the '
-      f'learning rate at step {steps[0]}, before the end of the warm-up of '
-      f'{warmup_steps} steps: train longer, or lower --config.warmup_steps'
-    )
-  return optax.piecewise_constant_schedule(
-    base, {step - warmup_steps: _DROP for step in steps}
-  )
-
-
-def accumulate(compute: Callable, batch, steps: int):
+def accumulate(compute: Callable[[Any, Any], Any], batch: Any, steps: int) -> Any:
   """Sums a function over the micro-batches of a batch, arrays [B, ...].
 
   `compute` is (rows, number of the micro-batch) -> tree of sums over rows; the
@@ -113,20 +47,19 @@ def accumulate(compute: Callable, batch, steps: int):
     lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
   )
 
-  def add(total, numbered):
-    number, rows = numbered
+  def add(total, micro_batch):
+    number, rows = micro_batch
     rows = jax.tree.map(sharding.constrain_batch, rows)
     return jax.tree.map(jnp.add, total, compute(rows, number)), None
 
   first = jax.tree.map(lambda x: x[0], micro_batches)
-  zeros = jax.tree.map(
-    lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(compute, first, 0)
-  )
+  shapes = jax.eval_shape(compute, first, 0)
+  zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
   total, _ = jax.lax.scan(add, zeros, (jnp.arange(steps), micro_batches))
   return total
 
 
-def decay_mask(params):
+def decay_mask(params: optax.Params) -> Any:
   """Marks kernels with True: weight decay applies to kernels only."""
   return jax.tree_util.tree_map_with_path(
     lambda path, _: getattr(path[-1], 'key', None) == 'kernel', params
@@ -165,19 +98,19 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
   return optax.GradientTransformationExtraArgs(init, update)
 
 
-def get_ema(opt_state):
+def get_ema(opt_state: optax.OptState) -> optax.Params | None:
   """Returns the averaged parameters in `opt_state`, or None if not kept."""
-  found = optax.tree.get(opt_state, EmaState.__name__)
-  return None if found is None else found.ema
+  state = optax.tree.get(opt_state, EmaState.__name__)
+  return None if state is None else state.ema
 
 
-def as_pairs(rules: Sequence) -> tuple:
+def as_pairs(rules: Sequence[Any]) -> tuple[tuple[str, float], ...]:
   """Returns `lr_multipliers` as pairs; one may be written without a trailing comma."""
-  single = len(rules) == 2 and isinstance(rules[0], str)
-  return (rules,) if single else tuple(rules)
+  is_single = len(rules) == 2 and isinstance(rules[0], str)
+  return (tuple(rules),) if is_single else tuple(rules)
 
 
-def multipliers(rules: Sequence[tuple[str, float]], params):
+def multipliers(rules: Sequence[Any], params: optax.Params) -> Any:
   """Returns the factors on the learning rate of parameters, a tree of floats.
 
   `rules` is `config.lr_multipliers`: ordered (regex, factor) pairs, or a single one.
@@ -187,8 +120,8 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   """
   rules = as_pairs(rules)
   numbers = sharding.first_matches('lr_multipliers', rules, params)
-  factors = [float(factor) for _, factor in rules] + [1.0]  # -1 is the last.
-  factors = jax.tree.map(lambda number: factors[number], numbers)
+  values = [float(factor) for _, factor in rules] + [1.0]  # -1 is the last.
+  factors = jax.tree.map(lambda number: values[number], numbers)
   if not any(jax.tree.leaves(factors)):
     raise ValueError(
       'lr_multipliers freeze all parameters: nothing is left to train '
@@ -197,45 +130,61 @@ def multipliers(rules: Sequence[tuple[str, float]], params):
   return factors
 
 
-def frozen_sizes(rules, params) -> dict[str, int]:
+def frozen_sizes(rules: Sequence[Any], params: optax.Params) -> dict[str, int]:
   """Returns the numbers of values of the frozen parameters, by path."""
   if not rules:
     return {}
   factors = multipliers(rules, params)
   leaves = jax.tree_util.tree_leaves_with_path(params)
-  return {
-    sharding.path_name(path): x.size
-    for (path, x), factor in zip(leaves, jax.tree.leaves(factors))
-    if not factor
-  }
+  sizes = {}
+  for (path, x), factor in zip(leaves, jax.tree.leaves(factors)):
+    if not factor:
+      sizes[sharding.path_name(path)] = x.size
+  return sizes
 
 
-def stop_frozen(params, factors):
+def stop_frozen(params: optax.Params, factors: Any) -> optax.Params:
   """Stops the gradient of parameters whose factor is 0."""
   if factors is None:
     return params
-  return jax.tree.map(
-    lambda x, factor: x if factor else jax.lax.stop_gradient(x), params, factors
-  )
+
+  def stop(x, factor):
+    return x if factor else jax.lax.stop_gradient(x)
+
+  return jax.tree.map(stop, params, factors)
 
 
-def _with_factors(tx, factors):
+def _with_factors(
+  tx: optax.GradientTransformation, factors: Any
+) -> optax.GradientTransformation:
   """Multiplies the updates of `tx` by factors; a factor of 0 freezes."""
-  labels = jax.tree.map(lambda x: 'trained' if x else 'frozen', factors)
-  parts = {'trained': tx, 'frozen': optax.set_to_zero()}
-  times = lambda x, factor: x * jnp.asarray(factor, x.dtype)
+
+  def label(factor):
+    return 'trained' if factor else 'frozen'
+
+  def scale(update, factor):
+    return update * jnp.asarray(factor, update.dtype)
+
+  def scale_all(updates, params):
+    del params
+    return jax.tree.map(scale, updates, factors)
+
+  transforms = {'trained': tx, 'frozen': optax.set_to_zero()}
   return optax.chain(
-    optax.partition(parts, param_labels=labels),
-    optax.stateless(lambda updates, _: jax.tree.map(times, updates, factors)),
+    optax.partition(transforms, param_labels=jax.tree.map(label, factors)),
+    optax.stateless(scale_all),
   )
 
 
-def _adafactor(b1, b2, dtype):
+def _adafactor(b1: float, b2: float, dtype: jnp.dtype) -> optax.GradientTransformation:
   """Adafactor of arXiv 2106.04560, 3.4: with momentum, b2 of at most 0.999."""
+
+  def decay_rate(step, power):
+    return jnp.minimum(b2, 1 - (step + 1.0) ** -power)
+
   return optax.chain(
     optax.scale_by_factored_rms(
-      min_dim_size_to_factor=_FACTORED,
-      decay_rate_fn=lambda step, power: jnp.minimum(b2, 1 - (step + 1.0) ** -power),
+      min_dim_size_to_factor=_FACTORED, decay_rate_fn=decay_rate
     ),
     # Not optax.ema, whose state has the name of the average of the weights.
     optax.scale(1 - b1),
@@ -251,7 +200,7 @@ def num_inputs(name: str, ndim: int) -> int:
   return 1 if ndim == 3 and not name.endswith('/out/kernel') else ndim - 1
 
 
-def _matrix(path, x):
+def _matrix(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
   """Returns Muon's view of a parameter as a matrix; None if Adam updates it."""
   name = sharding.path_name(path)
   if not name.endswith('/kernel') or _OUTER.search(name) or x.ndim not in (2, 3):
@@ -261,21 +210,25 @@ def _matrix(path, x):
   return optax.contrib.MuonDimensionNumbers(axes[:inputs], axes[inputs:])
 
 
-def _muon(beta, adam, dtype):
+def _muon(
+  beta: float, adam: optax.GradientTransformation, dtype: jnp.dtype
+) -> optax.GradientTransformation:
   """Muon for the matrices of hidden layers, `adam` for all other parameters."""
-  matrices = lambda params: jax.tree_util.tree_map_with_path(_matrix, params)
+
+  def matrices(params):
+    return jax.tree_util.tree_map_with_path(_matrix, params)
 
   def label(path, x):
     return 'adam' if _matrix(path, x) is None else 'muon'
 
   def labels(params):
-    found = jax.tree_util.tree_map_with_path(label, params)
-    if 'muon' not in jax.tree.leaves(found):
+    by_param = jax.tree_util.tree_map_with_path(label, params)
+    if 'muon' not in jax.tree.leaves(by_param):
       raise ValueError(
         "optimizer='muon' updates the matrices of hidden layers, and this model has "
         'none to train: use --config.optimizer=adam'
       )
-    return found
+    return by_param
 
   # The rate of -1 cancels the sign; the chain of get_optimizer has the schedule.
   muon = optax.contrib.muon(
@@ -285,7 +238,7 @@ def _muon(beta, adam, dtype):
   return optax.partition({'muon': muon, 'adam': adam}, labels)
 
 
-def _precondition(config):
+def _precondition(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
   """Returns the transformation of the gradient by `config.optimizer`."""
   dtype = jnp.dtype(config.optim_dtype)
   b1, b2 = config.b1, config.b2
@@ -296,10 +249,81 @@ def _precondition(config):
   if config.optimizer == 'adafactor':
     return _adafactor(b1, b2, dtype)
   adam = optax.scale_by_adam(b1=b1, b2=b2, mu_dtype=dtype)
-  return adam if config.optimizer == 'adam' else _muon(config.momentum, adam, dtype)
+  if config.optimizer == 'adam':
+    return adam
+  return _muon(config.momentum, adam, dtype)
 
 
-def get_optimizer(config, schedule: optax.Schedule, factors=None):
+def _weight_decay(
+  config: ml_collections.ConfigDict,
+) -> list[optax.GradientTransformation]:
+  """Returns decoupled weight decay, which the learning rate multiplies."""
+  if not config.weight_decay:
+    return []
+  # The learning rate multiplies independent weight decay too: `base_lr` cancels.
+  unit = config.base_lr if config.independent_weight_decay else 1.0
+  mask = decay_mask if config.weight_decay_on == 'kernels' else None
+  return [optax.add_decayed_weights(config.weight_decay / unit, mask)]
+
+
+def _setting(config: ml_collections.ConfigDict) -> from_optax.Setting:
+  return from_optax.Setting(
+    'optimizer', config.optimizer, 'optimizer_args', config.optimizer_args.to_dict()
+  )
+
+
+def _optax_optimizer(
+  config: ml_collections.ConfigDict, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+  """Returns an optimiser of optax, which applies weight decay in its own order."""
+  setting = _setting(config)
+  arguments = {
+    name: decay_mask if name.endswith('mask') and value == 'kernels' else value
+    for name, value in setting.arguments.items()
+  }
+  make = setting.function()
+  if 'learning_rate' not in inspect.signature(make).parameters:
+    raise ValueError(
+      f"optimizer='{config.optimizer}' has no argument learning_rate: use an optimiser, "
+      "such as 'optax:adamw' (config.optimizer)"
+    )
+  make = functools.partial(make, schedule)
+  return setting._replace(arguments=arguments).call(make, {})
+
+
+def check(config: ml_collections.ConfigDict):
+  """Checks an optimiser of optax, before any data are read.
+
+  Raises ValueError if optax does not have it with these arguments, or if it needs more
+  than the gradient.
+  """
+  if not config.optimizer.startswith(common.OPTAX):
+    return
+  setting, constant = _setting(config), optax.constant_schedule(0.1)
+  tx = optax.with_extra_args_support(_optax_optimizer(config, constant))
+  params = {
+    'kernel': jax.ShapeDtypeStruct((256, 256), jnp.float32),
+    'bias': jax.ShapeDtypeStruct((256,), jnp.float32),
+  }
+  try:
+    state = jax.eval_shape(tx.init, params)
+    jax.eval_shape(tx.update, params, state, params)
+  except Exception as e:
+    raise ValueError(
+      f'{setting} cannot update parameters by their gradient alone: {e}; use another '
+      'optimiser (config.optimizer)'
+    ) from e
+  if optax.tree.get(state, 'weight_sum') is not None:  # Of a schedule-free optimiser.
+    raise ValueError(
+      f"optimizer='{config.optimizer}' evaluates other parameters than it trains, which "
+      'a run does not support: use another optimiser, and --config.ema_decay for '
+      'averaged parameters (config.optimizer)'
+    )
+
+
+def get_optimizer(
+  config: ml_collections.ConfigDict, schedule: optax.Schedule, factors: Any = None
+) -> optax.GradientTransformation:
   """Builds the optimiser of a checked config, see configs/common.py.
 
   In order: clip the gradient by its global norm, add `l2_decay` times the
@@ -308,7 +332,8 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
   parameter's factor, and average the parameters. Weight decay is thus
   multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes
   1e-4 off at the peak. Independent weight decay is multiplied by lr / base_lr
-  instead. Frozen parameters have no optimiser state.
+  instead. Frozen parameters have no optimiser state. An optimiser of optax replaces the
+  steps from preconditioning to the learning rate.
 
   `factors` are the result of `multipliers`; None: 1 for all parameters. With
   `ema_decay`, `update` of the optax.GradientTransformation takes the argument
@@ -319,14 +344,11 @@ def get_optimizer(config, schedule: optax.Schedule, factors=None):
     chain.append(optax.clip_by_global_norm(config.grad_norm_clip))
   if config.l2_decay:
     chain.append(optax.add_decayed_weights(config.l2_decay, decay_mask))
-  chain.append(_precondition(config))
-  if config.weight_decay:
-    # The learning rate multiplies weight decay below: `base_lr` cancels.
-    unit = config.base_lr if config.independent_weight_decay else 1.0
-    decay = config.weight_decay / unit
-    mask = decay_mask if config.weight_decay_on == 'kernels' else None
-    chain.append(optax.add_decayed_weights(decay, mask))
-  chain.append(optax.scale_by_learning_rate(schedule))
+  if config.optimizer.startswith(common.OPTAX):
+    chain.append(_optax_optimizer(config, schedule))
+  else:
+    chain += [_precondition(config), *_weight_decay(config)]
+    chain.append(optax.scale_by_learning_rate(schedule))
   if factors is not None:
     chain = [_with_factors(optax.chain(*chain), factors)]
   if config.ema_decay:

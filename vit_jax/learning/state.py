@@ -1,6 +1,6 @@
 """The training state and its update."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import inspect
 from typing import Any
 
@@ -28,29 +28,41 @@ class TrainState(flax.struct.PyTreeNode):
   extra: Any = flax.struct.field(default_factory=dict)
 
 
-def best_params(state: TrainState):
+def best_params(state: TrainState) -> Any:
   """Returns the parameters to evaluate: the averaged ones if they are kept."""
   averaged = optim.get_ema(state.opt_state)
   return state.params if averaged is None else averaged
 
 
-def abstract_state(init: Callable, tx, rng, mesh, rules):
+def abstract_state(
+  init: Callable[[jax.Array], tuple[Any, Any]],
+  tx: optax.GradientTransformation,
+  rng: jax.Array,
+  mesh: jax.sharding.Mesh,
+  rules: Sequence[Any],
+) -> tuple[Callable[[Mapping[str, Any]], TrainState], TrainState]:
   """Returns functions and shapes of the initial state: (create, abstract).
 
-  `create` computes it; it takes weights, {'/'-joined path: array}, that
-  replace random parameters, and arrays of the extra state. `abstract` is the
-  TrainState of jax.ShapeDtypeStruct with shardings, by `rules` for the mesh.
-  `init` is a function from a random key to (parameters, extra), `tx` the
-  optimiser.
+  Args:
+    init: function from a random key to (parameters, extra).
+    tx: the optimiser.
+    rng: the random key.
+    mesh: the mesh.
+    rules: `config.sharding_rules`.
+
+  Returns:
+    `create` computes the state; it takes weights, {'/'-joined path: array}, that
+    replace random parameters, and arrays of the extra state. `abstract` is the
+    TrainState of jax.ShapeDtypeStruct with shardings.
   """
 
   def create(weights):
     params, extra = init(rng)
-    params, others = _replaced(params, weights)
-    if others:
-      extra, others = _replaced(extra, others)
-    if others:
-      raise ValueError(f'the state has no arrays {sorted(others)[:10]}')
+    params, remaining = _replaced(params, weights)
+    if remaining:
+      extra, remaining = _replaced(extra, remaining)
+    if remaining:
+      raise ValueError(f'the state has no arrays {sorted(remaining)[:10]}')
     return TrainState(jnp.int32(0), params, tx.init(params), extra)
 
   shapes = jax.eval_shape(create, {})
@@ -63,55 +75,73 @@ def abstract_state(init: Callable, tx, rng, mesh, rules):
   return jax.jit(create, out_shardings=shardings), abstract
 
 
-def _replaced(tree, weights):
-  """Returns a tree with arrays replaced by path, and the others of them."""
+def _replaced(
+  tree: Any, weights: Mapping[str, jax.Array]
+) -> tuple[Any, dict[str, jax.Array]]:
+  """Returns a tree with arrays replaced by path, and the weights that it lacks."""
   flat = flax.traverse_util.flatten_dict(tree, keep_empty_nodes=True, sep='/')
-  mine = {path: x for path, x in weights.items() if path in flat}
-  for path, value in mine.items():
-    flat[path] = value.astype(flat[path].dtype)
-  others = {path: x for path, x in weights.items() if path not in mine}
-  return flax.traverse_util.unflatten_dict(flat, sep='/'), others
+  remaining = {}
+  for path, value in weights.items():
+    if path in flat:
+      flat[path] = value.astype(flat[path].dtype)
+    else:
+      remaining[path] = value
+  return flax.traverse_util.unflatten_dict(flat, sep='/'), remaining
 
 
-def mean(total, weight):
+def mean(total: jax.Array, weight: jax.Array) -> jax.Array:
   """Divides a sum by its weight; returns 0 for a weight of 0."""
   return total / jnp.where(weight > 0, weight, 1)
 
 
-def step_key(seed: int, step) -> jax.Array:
+def step_key(seed: int, step: jax.Array | int) -> jax.Array:
   """Returns the random key of the update number `step`."""
   return jax.random.fold_in(jax.random.key(seed), step)
 
 
-def with_step(method: Callable) -> Callable:
+def with_step(method: Callable[..., Any]) -> Callable[..., Any]:
   """Returns `loss` or `update_extra` of a task with an argument `step`."""
   if 'step' in inspect.signature(method).parameters:
     return method
   return lambda *args, step: method(*args)
 
 
-def augment(task, batch: dict, rng) -> dict:
+def augment(
+  task: Any, batch: dict[str, jax.Array], rng: jax.Array
+) -> dict[str, jax.Array]:
   """Returns a global batch as an update sees it; `rng` is the `step_key`."""
   return task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
 
 
+def _identity(params: Any) -> Any:
+  return params
+
+
 def make_update(
-  task,
-  tx,
+  task: Any,
+  tx: optax.GradientTransformation,
   schedule: optax.Schedule,
   seed: int,
   accum_steps: int,
-  factors=None,
-  merge: Callable = lambda params: params,
-) -> Callable:
+  factors: Any = None,
+  merge: Callable[[Any], Any] = _identity,
+) -> Callable[[TrainState, dict[str, jax.Array]], tuple[TrainState, dict[str, Any]]]:
   """Returns the update function, (state, batch) -> (state, metrics).
 
   Loss and gradient are means over the whole batch, across devices and the
   `accum_steps` micro-batches: sums and weights are added up first, then
   divided once. Dropout depends on (seed, step), and with accumulation also on
-  the number of the micro-batch. `tx` is the optimiser, `schedule` its learning
-  rate, and `factors` are the result of optim.multipliers. `merge` turns the parameters
-  of the state into the task's, see vit_jax.learning.lora.
+  the number of the micro-batch.
+
+  Args:
+    task: the objective, a vit_jax.tasks.base.Task.
+    tx: the optimiser.
+    schedule: its learning rate, for the metrics.
+    seed: seed of dropout and augmentation.
+    accum_steps: number of micro-batches.
+    factors: result of optim.multipliers.
+    merge: turns the parameters of the state into the task's, see
+      vit_jax.learning.lora.
   """
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))
@@ -121,7 +151,9 @@ def make_update(
     batch = augment(task, batch, rng)
 
     def compute(rows, number):
-      key = jax.random.fold_in(rng, number) if accum_steps > 1 else rng
+      key = rng
+      if accum_steps > 1:
+        key = jax.random.fold_in(rng, number)
 
       def loss_fn(params):
         params = merge(optim.stop_frozen(params, factors))
@@ -144,12 +176,12 @@ def make_update(
     params = optax.apply_updates(state.params, updates)
     means = {name: mean(*pair) for name, pair in sums.items()}
     extra = update_extra(state.extra, merge(params), means, step=state.step)
-    metrics = {
-      'train_loss': mean(*loss),
-      **{f'train_{k}': v for k, v in means.items() if jnp.ndim(v) == 0},
-      'grad_norm': optax.tree.norm(grads),
-      'lr': schedule(state.step),
-    }
+    metrics = {'train_loss': mean(*loss)}
+    for name, value in means.items():
+      if jnp.ndim(value) == 0:
+        metrics[f'train_{name}'] = value
+    metrics['grad_norm'] = optax.tree.norm(grads)
+    metrics['lr'] = schedule(state.step)
     state = TrainState(state.step + 1, params, opt_state, extra)
     return state, metrics
 

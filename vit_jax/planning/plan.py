@@ -36,11 +36,14 @@ def make_plan(
   """
   devices = topology_lib.get_topology(topology)
   from vit_jax import checkpoint, train
-  from vit_jax.run import config as run_config
+  from vit_jax.learning import optim, schedules
+  from vit_jax.run import config as run_config, evaluators as run_evaluators
 
   chip, _, _ = topology_lib.parse(topology)
   config = run_config.complete(checkpoint.with_model(config))
-  run_config.check(config)
+  run_evaluators.check(config)
+  schedules.check(config)
+  optim.check(config)
   config = run_config.resolve_steps(config, num_examples)
   mesh = sharding.make_mesh(config.mesh, devices)
   run_config.check_batch(config, sharding.batch_shards(mesh))

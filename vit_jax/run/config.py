@@ -5,11 +5,7 @@ Importing this module does not import JAX, so that errors in a config are fast.
 
 import copy
 import functools
-import importlib
-import importlib.util
 import itertools
-import os
-import sys
 from typing import Any
 
 from absl import logging
@@ -20,6 +16,7 @@ from vit_jax import console
 from vit_jax.configs import common, models as model_configs, schema, task_options
 from vit_jax.distributed import files
 from vit_jax.layers import position_kinds
+from vit_jax.run import user_code
 
 # Name -> module of the tasks of this package. A config can also name any other
 # module, by its dotted name.
@@ -52,19 +49,14 @@ _READ_BY = {
 }
 
 
-class ForeignTaskError(ValueError):
-  """A stored config names a module that is not in this package."""
-
-
-class UnknownTaskError(ValueError):
-  """No module has the name of the task."""
-
-  def __init__(self, name, why=''):
-    super().__init__(
-      f"task='{name}' is unknown: {why}use one of {sorted(TASKS)}, or a module "
-      'with a class Task that Python finds from the current folder or PYTHONPATH, '
-      "such as 'my_package.my_task' (config.task)"
-    )
+_TASK_REMEDY = (
+  f'use one of {sorted(TASKS)}, or a module with a class Task that Python finds from '
+  "the current folder or PYTHONPATH, such as 'my_package.my_task' (config.task)"
+)
+_EVALUATOR_REMEDY = (
+  "use 'MODULE:CLASS' of a module that Python finds from the current folder or "
+  "PYTHONPATH, such as 'my_module:Calibration'"
+)
 
 
 def get_task(name: str) -> type[Any]:
@@ -72,50 +64,26 @@ def get_task(name: str) -> type[Any]:
 
   ValueError if the task is unknown or cannot be imported.
   """
-  module = _task_module(name)
-  try:
-    found = importlib.import_module(module)
-  except Exception as e:
-    missing = isinstance(e, ModuleNotFoundError) and e.name
-    if missing and f'{module}.'.startswith(f'{missing}.'):
-      raise UnknownTaskError(name, f"there is no module '{missing}'; ") from e
-    raise ValueError(
-      f"task='{name}' cannot be imported: {type(e).__name__} at "
-      f'{console.place_of(e)}: {e} (config.task)'
-    ) from e
-  if not hasattr(found, 'Task'):
-    raise ValueError(f"task='{name}': the module has no class Task (config.task)")
-  return found.Task
+  return user_code.import_class(
+    TASKS.get(name, name), 'Task', f"task='{name}'", _TASK_REMEDY
+  )
 
 
 def check_stored_task(name: str):
-  """Raises ForeignTaskError if a stored config would import code of a stranger.
+  """Raises ForeignModuleError if a stored config would import code of a stranger."""
+  if isinstance(name, str) and name not in TASKS:
+    user_code.check_trusted(name, 'its task')
 
-  Runs and weights may come from anyone. Allowed are the tasks of this package,
-  modules that the command line names, and modules that this process has imported
-  already, for a config that the user has written or in a notebook.
+
+def get_evaluator(key: str, name: str) -> type[Any]:
+  """Returns the class of an evaluator, named 'MODULE:CLASS' at a key of the config.
+
+  ValueError if it is unknown or cannot be imported.
   """
-  known = {*TASKS, *TASKS.values(), *console.named_tasks, *sys.modules}
-  if isinstance(name, str) and name not in known:
-    raise ForeignTaskError(
-      f"its task is the module '{name}', which is not in this package: if you trust "
-      f'the code of that module, name it with --task={name} (in Python: import it '
-      'first)'
-    )
-
-
-def _task_module(name) -> str:
-  """Returns the dotted name of a task's module, without importing it."""
-  module = TASKS.get(name, name) if isinstance(name, str) else ''
-  top, *rest = module.split('.')
-  if not all(part.isidentifier() for part in (top, *rest)):
-    raise UnknownTaskError(name)
-  if name not in TASKS and os.getcwd() not in sys.path:
-    # As with `python -m`; last, so that no file there shadows a package.
-    sys.path.append(os.getcwd())
-  if importlib.util.find_spec(top) is None:
-    raise UnknownTaskError(name, f"there is no module '{top}'; ")
-  return module
+  module, _, class_name = name.partition(':')
+  setting = f"{key}.type='{name}'"
+  remedy = f'{_EVALUATOR_REMEDY} (config.{key}.type)'
+  return user_code.import_class(module, class_name, setting, remedy)
 
 
 def complete(config) -> ml_collections.ConfigDict:
@@ -248,8 +216,9 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
 def check_values(config):
   """Checks a config, even if it is incomplete, without importing JAX or a task.
 
-  ValueError names each wrong key, its value and the valid values. `check` also checks
-  the best metric and the options of a task of another package.
+  ValueError names each wrong key, its value and the valid values.
+  vit_jax.run.evaluators.check also checks the evaluators, the best metric and the options
+  of a task of another package.
   """
   config = with_keys(config)
   check_types(config, closed=True)
@@ -259,7 +228,7 @@ def check_values(config):
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
   checks = (
-    _check_task, _check_model_fields, _check_fewshot, _check_pictures, _check_optimizer,
+    _check_task, _check_evaluators, _check_model_fields, _check_pictures, _check_optimizer,
     _check_lora, _check_lengths, evaluations,
   )  # fmt: skip
   schema.run_checks(
@@ -272,7 +241,7 @@ def check_values(config):
 
 
 def check_preprocessing(pp):
-  """Checks the values of `config.pp`; raises ValueError as `check` does."""
+  """Checks the values of `config.pp`; raises ValueError as `check_values` does."""
   schema.check_group(pp, common.Preprocessing, 'pp.', closed=False)
   _check_resize(pp)
   _check_canvases(pp)
@@ -280,21 +249,30 @@ def check_preprocessing(pp):
 
 def _check_task(config):
   """Checks the name of the task, and the options of a task of this package."""
-  _task_module(config.task)
+  module = TASKS.get(config.task, config.task)
+  user_code.check_exists(module, f"task='{config.task}'", _TASK_REMEDY)
   if config.task in TASKS:
     options_of_task(config)
 
 
+def _check_evaluators(config):
+  """Checks that the modules of the evaluators exist, without importing them."""
+
+  def check_one(name: str, type_: str):
+    user_code.check_exists(
+      type_.partition(':')[0],
+      f"evaluators.{name}.type='{type_}'",
+      f'{_EVALUATOR_REMEDY} (config.evaluators.{name}.type)',
+    )
+
+  schema.run_checks(
+    functools.partial(check_one, name, entry['type'])
+    for name, entry in config.evaluators.items()
+  )
+
+
 def _check_model_fields(config):
   _check_model(config.model)
-
-
-def _check_fewshot(config):
-  if config.fewshot.shots and not config.fewshot.seeds:
-    raise ValueError(
-      f'fewshot.shots={config.fewshot.shots} needs at least one seed: set '
-      '--config.fewshot.seeds=(0,1,2)'
-    )
 
 
 def _check_pictures(config):
@@ -312,6 +290,33 @@ def _check_optimizer(config):
       'staircase needs the shares of the run at which it drops, as in '
       '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
     )
+  if config.decay_args and not (
+    config.decay_type == 'rsqrt' or config.decay_type.startswith(common.OPTAX)
+  ):
+    raise ValueError(
+      f"decay_args={config.decay_args.to_dict()} are for decay_type='rsqrt' or a "
+      f"schedule of optax, not for '{config.decay_type}': leave them out "
+      '(config.decay_args)'
+    )
+  if config.optimizer.startswith(common.OPTAX):
+    _check_optax_keys(config)
+  else:
+    _check_optimizer_keys(config)
+  if config.independent_weight_decay and not config.base_lr:
+    raise ValueError(
+      'independent_weight_decay=True divides by base_lr, which is 0: set '
+      '--config.base_lr above 0 or --config.independent_weight_decay=False'
+    )
+
+
+def _check_optimizer_keys(config):
+  """Checks that an optimiser of this package reads the keys that are set."""
+  if config.optimizer_args:
+    raise ValueError(
+      f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser of optax, '
+      f"such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
+      '(config.optimizer_args, config.optimizer)'
+    )
   arguments, defaults = common.OPTIMIZERS, dict(schema.defaults(common.Config))
   for key in sorted({*itertools.chain(*arguments.values())}):
     if config[key] != defaults[key] and key not in arguments[config.optimizer]:
@@ -320,10 +325,23 @@ def _check_optimizer(config):
         f"{key}={config[key]} is not an argument of optimizer='{config.optimizer}', "
         f'only of {", ".join(having)}: set --config.{key}={defaults[key]}'
       )
-  if config.independent_weight_decay and not config.base_lr:
+
+
+def _check_optax_keys(config):
+  """Checks that no key is set that an optimiser of optax does not read."""
+  defaults = dict(schema.defaults(common.Config))
+  changed = {
+    key: config[key]
+    for key in ('b1', 'b2', 'momentum', 'weight_decay')
+    if (config[key] or 0) != defaults[key]
+  }
+  if changed:
+    keys = ', '.join(f'{key}={value!r}' for key, value in changed.items())
+    resets = ' '.join(f'--config.{key}={defaults[key]}' for key in changed)
     raise ValueError(
-      'independent_weight_decay=True divides by base_lr, which is 0: set '
-      '--config.base_lr above 0 or --config.independent_weight_decay=False'
+      f"optimizer='{config.optimizer}' does not read {keys}: set {resets}, and what "
+      'the optimiser needs in --config.optimizer_args, such as '
+      "\"{'weight_decay': 0.1, 'mask': 'kernels'}\""
     )
 
 
@@ -420,43 +438,6 @@ def _check_canvases(pp):
       f'longest_side={pp.longest_side} is shorter than the shorter side, '
       f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
     )
-
-
-def check(config):
-  """Checks a complete config; raises ValueError for a wrong value."""
-  check_values(config)
-  metrics = metrics_of(config)
-  if config.best_metric not in metrics:
-    raise ValueError(
-      f"best_metric='{config.best_metric}' is not among the metrics of this "
-      f'run: use one of {metrics} (config.best_metric)'
-    )
-
-
-def metrics_of(config) -> list[str]:
-  """Returns the names of the metrics of a run: 'accuracy_test', ..."""
-  first, _, _ = evaluations(config)[0]
-  metrics = metrics_of_task(config)
-  metrics += [f'fewshot_{shots}_{first}' for shots in config.fewshot.shots]
-  metrics += [f'knn_{k}_{first}' for k in config.fewshot.knn]
-  if config.real_labels is not None:
-    metrics.append(f'accuracy_real_{first}')
-  return metrics
-
-
-def metrics_of_task(config) -> list[str]:
-  """Returns the metrics of a run that its task computes in the evaluations."""
-  metrics = get_task(config.task).metrics(config)
-  return [
-    f'{metric}_{name}' for name, _, _ in evaluations(config) for metric in metrics
-  ]
-
-
-def is_low(config) -> bool:
-  """Returns whether the best checkpoint has the lowest `best_metric`."""
-  low = get_task(config.task).LOW
-  names = [name for name, _, _ in evaluations(config)]
-  return config.best_metric in [f'{x}_{name}' for x in low for name in names]
 
 
 def check_batch(config, shards: int):

@@ -3,18 +3,22 @@
 Terminals and notebooks show a progress bar, log files plain lines.
 """
 
+from collections.abc import Iterator, Mapping
 import contextlib
 import math
 import time
+from typing import Any
 
 from etils import epath
 import jax
+import numpy as np
 from PIL import Image
 
 from vit_jax import console
 from vit_jax.distributed import files, processes
 from vit_jax.learning import lora, state as state_lib
 from vit_jax.run import (
+  checkpoints as checkpoints_lib,
   memory,
   metrics as metrics_lib,
   stopping,
@@ -25,11 +29,22 @@ from vit_jax.run import (
 class Run:
   """The updates of a run, with evaluation, logging and saving.
 
-  See vit_jax.train.Prepared and vit_jax.run.checkpoints.Checkpoints. `state` is
-  the TrainState to start from, and `step` its number of updates.
+  Args:
+    prepared: the vit_jax.train.Prepared of the run.
+    workdir: folder of the run.
+    checkpoints: its checkpoints.
+    state: the TrainState to start from.
+    step: its number of updates.
   """
 
-  def __init__(self, prepared, workdir, checkpoints, state, step):
+  def __init__(
+    self,
+    prepared: Any,
+    workdir: str,
+    checkpoints: checkpoints_lib.Checkpoints,
+    state: state_lib.TrainState,
+    step: int,
+  ):
     self.prepared = prepared
     self.config = prepared.config
     self.workdir = workdir
@@ -47,10 +62,14 @@ class Run:
       profile_duration_ms=1,  # Only `num_profile_steps` limits the profile.
       first_profile=step + 10,
     )
-    self._pending = []  # Metrics of the last steps, still on the devices.
-    self._latest = {}  # Metrics of the last fetched step.
-    self._shapes = set()  # Of the batches that the update is compiled for.
-    self.pictures = []  # Paths of the pictures of the last evaluation.
+    # Metrics of the last steps, still on the devices.
+    self._pending: list[dict[str, jax.Array]] = []
+    # Metrics of the last fetched step.
+    self._latest: dict[str, Any] = {}
+    # Shapes of the batches that the update is compiled for.
+    self._shapes: set[tuple] = set()
+    # Paths of the pictures of the last evaluation.
+    self.pictures: list[epath.Path] = []
 
   @property
   def done(self) -> bool:
@@ -61,7 +80,7 @@ class Run:
     """Returns whether an action that runs every `every` steps is due now."""
     return self.done or (every > 0 and self.step % every == 0)
 
-  def update(self, batch):
+  def update(self, batch: dict[str, jax.Array]):
     """Makes one update."""
     shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
     if shapes in self._shapes:
@@ -73,7 +92,7 @@ class Run:
     if self.config.profile_steps:
       self._profile(self.step)
 
-  def _update_once(self, batch):
+  def _update_once(self, batch: dict[str, jax.Array]):
     self.state, metrics = self._update(self.state, batch)
     self.step += 1
     self._pending.append(metrics)
@@ -84,21 +103,22 @@ class Run:
     if len(self._pending) >= 1000:
       self.fetch_metrics()
 
-  def _compile(self, batch):
+  def _compile(self, batch: dict[str, jax.Array]):
     """Makes the first update with batches of some size, which compiles it."""
-    count, all_sizes = len(self._shapes), self.prepared.program.task.image_sizes
+    count = len(self._shapes)
+    num_sizes = len(self.prepared.program.task.image_sizes)
     if count == 1:  # For TensorBoard.
       self._log.write_config(self.step, self.config)
-      drawn = self.prepared.pictures.training(batch, self.step)
-      self._log.write_pictures(self.step + 1, drawn)
+      pictures = self.prepared.pictures.training(batch, self.step)
+      self._log.write_pictures(self.step + 1, pictures)
     size = ''
-    if len(all_sizes) > 1:
+    if num_sizes > 1:
       height, width = batch['image'].shape[1:3]
-      size = f' for {height}x{width} pixels, {count} of {len(all_sizes)} sizes'
+      size = f' for {height}x{width} pixels, {count} of {num_sizes} sizes'
     self.fetch_metrics()  # Waits for the updates before this one.
     console.say(f'Compiling{size} ...')
     with self._progress.pause(steps=1):
-      begun = time.perf_counter()
+      start_time = time.perf_counter()
       try:
         self._update_once(batch)
         self.fetch_metrics()
@@ -109,7 +129,7 @@ class Run:
           f'batch={self.config.batch}: a device has too little memory for an update: '
           + memory.remedy(self.config, batch['image'].shape[1:3])
         ) from e
-      seconds = time.perf_counter() - begun
+      seconds = time.perf_counter() - start_time
     console.say(f'Compiled in {console.duration(seconds)}{size}.')
     if count == 1:
       self._progress.start(self.step)
@@ -125,58 +145,75 @@ class Run:
   def report(self):
     """Logs and shows the metrics of the last step, and the speed."""
     self.fetch_metrics()
+    metrics = dict(self._latest)
     rate = self._progress.rate(self.step)
-    speed = {'img_sec_core_train': rate / self.prepared.mesh.size} if rate else {}
-    self._log.write(self.step, {**self._latest, **speed})
+    if rate:
+      metrics['img_sec_core_train'] = rate / self.prepared.mesh.size
+    self._log.write(self.step, metrics)
     self._progress.show(self.step, self._latest['train_loss'], rate)
 
-  def evaluate(self, stop) -> dict | None:
+  def evaluate(self, stop: stopping.StopRequest) -> dict[str, Any] | None:
     """Evaluates and logs; returns None if a signal interrupts the evaluation."""
     params = lora.merged(state_lib.best_params(self.state), self.config)
-    metrics = {}
     with self._progress.pause():
-      for name, evaluators in self.prepared.evaluators.items():
-        for evaluator in evaluators:
-          if getattr(evaluator, 'final', False) and not self.done:
-            continue
-          try:
-            result = evaluator.run(params, self.state.extra, stop.now)
-          except stopping.Stopped:
-            return None
-          metrics.update({f'{k}_{name}': v for k, v in result.items()})
+      try:
+        metrics = self._measure(params, stop)
+      except stopping.Stopped:
+        return None
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
-    best = {self.config.best_metric: metrics[self.config.best_metric]}
-    self._progress.set_postfix(1, metrics_lib.format_metrics(best))
+    best_metric, kinds = self.config.best_metric, self.prepared.metrics
+    if best_metric not in metrics:
+      raise ValueError(
+        f"best_metric='{best_metric}' is not among the values that the evaluators "
+        f'returned, {", ".join(metrics)}: return it from `run` (config.best_metric)'
+      )
+    best = {best_metric: metrics[best_metric]}
+    self._progress.set_postfix(1, metrics_lib.format_metrics(best, kinds))
     self._log.write_pictures(self.step, pictures)
     if self.done:
-      for name, pixels in pictures.items():
-        path = epath.Path(self.workdir) / f'{name}.png'
-        with workdir_lib.writing(path), files.replacing(path) as file:
-          Image.fromarray(pixels).save(file, 'PNG')
-        self.pictures.append(path)
+      self._save_pictures(pictures)
     console.say(
       f'step {self.step}/{self.config.total_steps}  '
-      + metrics_lib.format_metrics(metrics)
+      + metrics_lib.format_metrics(metrics, kinds)
     )
     return metrics
 
-  def catch_up(self, stop) -> dict | None:
+  def _measure(self, params: Any, stop: stopping.StopRequest) -> dict[str, Any]:
+    """Returns the values of all evaluators that are due, by name."""
+    metrics = {}
+    for evaluation, evaluators in self.prepared.evaluators.items():
+      for evaluator in evaluators:
+        if getattr(evaluator, 'final', False) and not self.done:
+          continue
+        values = evaluator.run(params, self.state.extra, stop.now)
+        for name, value in values.items():
+          metrics[f'{name}_{evaluation}'] = value
+    return metrics
+
+  def _save_pictures(self, pictures: Mapping[str, np.ndarray]):
+    for name, pixels in pictures.items():
+      path = epath.Path(self.workdir) / f'{name}.png'
+      with workdir_lib.writing(path), files.replacing(path) as file:
+        Image.fromarray(pixels).save(file, 'PNG')
+      self.pictures.append(path)
+
+  def catch_up(self, stop: stopping.StopRequest) -> dict[str, Any] | None:
     """Evaluates the step that the run resumes from, if a signal prevented that."""
-    done = processes.from_first(
+    last_metrics = processes.from_first(
       'looking for the last evaluation',
       lambda: metrics_lib.find(self.workdir, self.step, self.config.best_metric),
     )
-    if done is not None:
+    if last_metrics is not None:
       if self.done:
         console.say('This run is finished.')
-      return done
+      return last_metrics
     if not self.step or not self.due(self.config.eval_every):
       return None
-    done = self.evaluate(stop)
-    if done is None:
+    metrics = self.evaluate(stop)
+    if metrics is None:
       raise stopping.Interrupted(self.step, stop.signal)
-    return done
+    return metrics
 
   def save(self):
     """Begins to write a checkpoint."""
@@ -192,17 +229,19 @@ class Run:
     self._log.close()
 
 
-def _check_finite(metrics, step, checkpoints):
+def _check_finite(
+  metrics: Mapping[str, Any], step: int, checkpoints: checkpoints_lib.Checkpoints
+):
   """Raises FloatingPointError if the loss or the gradient is not finite."""
   if math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
     return
   checkpoints.wait()
-  saved = checkpoints.steps()
+  steps = checkpoints.steps()
+  last_saved = f'step {steps[-1]}' if steps else 'none'
   raise FloatingPointError(
     f'loss {metrics["train_loss"]} with gradient norm {metrics["grad_norm"]} at '
     f'step {step}: not finite. Lower --config.base_lr, warm up longer or clip the '
-    f'gradient. Last good checkpoint: {f"step {saved[-1]}" if saved else "none"} '
-    f"in '{checkpoints.directory}'"
+    f"gradient. Last good checkpoint: {last_saved} in '{checkpoints.directory}'"
   )
 
 
@@ -218,16 +257,19 @@ class Progress:
     self._total = total_steps
     self._batch = batch
     self._step = step
-    self._mark = None
-    self._paused, self._omitted = 0.0, 0  # Seconds and steps without a clock.
-    self._rate = None
+    self._start_step = step
+    self._start_time = time.perf_counter()
+    # Seconds and steps that do not count since then.
+    self._paused_seconds, self._omitted_steps = 0.0, 0
+    self._rate: float | None = None
     self._postfix = ['', '']  # Loss and speed; the last evaluation.
     self._bar = console.bar(total=total_steps, initial=step, unit='step')
 
   def start(self, step: int):
     """Starts the clock after the first step."""
-    self._mark = (step, time.perf_counter())
-    self._paused, self._omitted = 0.0, 0
+    self._start_step = step
+    self._start_time = time.perf_counter()
+    self._paused_seconds, self._omitted_steps = 0.0, 0
 
   def update(self, step: int):
     """Moves the bar."""
@@ -239,11 +281,11 @@ class Progress:
 
     None if only the first step, which compiles, has been made.
     """
-    (before, then), paused, omitted = self._mark, self._paused, self._omitted
+    steps = step - self._start_step - self._omitted_steps
+    seconds = time.perf_counter() - self._start_time - self._paused_seconds
     self.start(step)
-    made, seconds = step - before - omitted, self._mark[1] - then - paused
-    if made > 0 and seconds > 0:
-      self._rate = made * self._batch / seconds
+    if steps > 0 and seconds > 0:
+      self._rate = steps * self._batch / seconds
     return self._rate
 
   def show(self, step: int, loss: float, rate: float | None):
@@ -254,8 +296,8 @@ class Progress:
       return
     line = f'step {step:>{len(str(self._total))}}/{self._total}  loss {loss:.4f}'
     if rate:
-      left = (self._total - step) * self._batch / rate
-      line += f'  {rate:,.0f} img/s  {console.duration(left)} left'
+      seconds_left = (self._total - step) * self._batch / rate
+      line += f'  {rate:,.0f} img/s  {console.duration(seconds_left)} left'
     console.say(line)
 
   def set_postfix(self, place: int, text: str):
@@ -264,14 +306,14 @@ class Progress:
     self._bar.set_postfix_str(', '.join(filter(None, self._postfix)))
 
   @contextlib.contextmanager
-  def pause(self, steps: int = 0):
+  def pause(self, steps: int = 0) -> Iterator[None]:
     """Stops the clock inside a `with` block, in which `steps` steps are made."""
-    begun = time.perf_counter()
+    start_time = time.perf_counter()
     try:
       yield
     finally:
-      self._paused += time.perf_counter() - begun
-      self._omitted += steps
+      self._paused_seconds += time.perf_counter() - start_time
+      self._omitted_steps += steps
 
   def close(self):
     """Leaves the bar as it is."""

@@ -11,10 +11,12 @@ import contextlib
 import json
 import re
 import statistics
+from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax.distributed import files
@@ -28,19 +30,24 @@ class MetricsLog:
   repeats these steps. `trackers` are names, see vit_jax/run/trackers.py.
   """
 
-  def __init__(self, workdir, start_step: int = 0, trackers: Sequence[str] = ()):
+  def __init__(
+    self,
+    workdir: str | epath.Path,
+    start_step: int = 0,
+    trackers: Sequence[str] = (),
+  ):
     self.path = epath.Path(workdir) / 'metrics.jsonl'
     self._writer = None
     if jax.process_index():
       return
     self.path.parent.mkdir(parents=True, exist_ok=True)
-    found, bad = _parse(self.path)
-    for text in bad:
+    rows, invalid_lines = _parse(self.path)
+    for text in invalid_lines:
       logging.warning("'%s': removing %.80r, which is not metrics", self.path, text)
-    lines = [_line(line) for line in found if line['step'] <= start_step]
+    lines = [_line(row) for row in rows if row['step'] <= start_step]
     with workdir_lib.writing(self.path):
       files.write(self.path, ''.join(lines))
-    self._held = lines if files.is_remote(workdir) else None
+    self._buffer = lines if files.is_remote(workdir) else None
     from clu import metric_writers  # Not needed to read metrics.
 
     self._trackers = []
@@ -52,21 +59,21 @@ class MetricsLog:
       [metric_writers.SummaryWriter(str(workdir)), *self._trackers]
     )
 
-  def write(self, step: int, scalars: dict):
+  def write(self, step: int, scalars: Mapping[str, Any]):
     """Writes the metrics of a step."""
     if self._writer is None:
       return
     scalars = {name: float(value) for name, value in scalars.items()}
     line = _line({'step': step, **scalars})
     with self._writing():
-      if self._held is None:
+      if self._buffer is None:
         with self.path.open('a') as file:
           file.write(line)
       else:
-        self._held.append(line)
+        self._buffer.append(line)
       self._writer.write_scalars(step, scalars)
 
-  def write_config(self, step: int, config):
+  def write_config(self, step: int, config: ml_collections.ConfigDict):
     """Writes the config of a run that starts or resumes at a step."""
     if self._writer is None:
       return
@@ -80,9 +87,11 @@ class MetricsLog:
 
   def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]):
     """Writes pictures, uint8 [height, width, 3] by name."""
-    if self._writer is not None and pictures:
-      with self._writing():
-        self._writer.write_images(step, {k: v[None] for k, v in pictures.items()})
+    if self._writer is None or not pictures:
+      return
+    batches = {name: pixels[None] for name, pixels in pictures.items()}
+    with self._writing():
+      self._writer.write_images(step, batches)
 
   def flush(self):
     """Writes what is collected; called before each checkpoint."""
@@ -90,8 +99,8 @@ class MetricsLog:
       return
     with self._writing():
       self._writer.flush()
-      if self._held is not None:
-        files.write(self.path, ''.join(self._held))
+      if self._buffer is not None:
+        files.write(self.path, ''.join(self._buffer))
 
   def close(self):
     """Writes what remains."""
@@ -110,14 +119,15 @@ class MetricsLog:
         yield
     except Exception as e:
       self._writer = None
-      if not (fault := _fault_of_event_file(e)):
+      fault = _event_file_fault(e)
+      if fault is None:
         raise
-      path, why = fault
+      path, reason = fault
       with workdir_lib.writing(path):
-        raise OSError(why) from e
+        raise OSError(reason) from e
 
 
-def _fault_of_event_file(error: Exception) -> tuple[str, str] | None:
+def _event_file_fault(error: Exception) -> tuple[str, str] | None:
   """Returns the file that TensorFlow could not write, and why; None for other errors."""
   while error.__cause__ is not None:  # clu raises errors of its thread later.
     error = error.__cause__
@@ -125,17 +135,17 @@ def _fault_of_event_file(error: Exception) -> tuple[str, str] | None:
   return (match[1], match[2].strip()) if match else None
 
 
-def _cell(value) -> str:
+def _cell(value: Any) -> str:
   """Formats a value for a Markdown table."""
   text = json.dumps(value, ensure_ascii=False)
   return '`' + text.replace('|', '\\|').replace('`', "'") + '`'
 
 
-def _line(scalars) -> str:
+def _line(scalars: Mapping[str, Any]) -> str:
   return json.dumps(scalars) + '\n'
 
 
-def _parse(path) -> tuple[list[dict], list[bytes]]:
+def _parse(path: epath.Path) -> tuple[list[dict[str, Any]], list[bytes]]:
   """Returns the metrics in a metrics.jsonl, and the lines that are not metrics.
 
   A kill may leave an incomplete last line, which is in neither.
@@ -148,54 +158,77 @@ def _parse(path) -> tuple[list[dict], list[bytes]]:
     raise ValueError(
       f"'{path}' is a folder, not the metrics of a run: move it away"
     ) from e
-  found, bad = [], []
+  rows, invalid_lines = [], []
   for text in texts:
     try:
-      line = json.loads(text)
+      row = json.loads(text)
     except ValueError:
-      line = None
-    if isinstance(line, dict) and 'step' in line:
-      found.append(line)
+      row = None
+    if isinstance(row, dict) and 'step' in row:
+      rows.append(row)
     elif text and text is not texts[-1]:
-      bad.append(text)
-  return found, bad
+      invalid_lines.append(text)
+  return rows, invalid_lines
 
 
-def read(workdir) -> list[dict]:
+def read(workdir: str | epath.Path) -> list[dict[str, Any]]:
   """Returns the metrics in the metrics.jsonl of a run."""
   return _parse(epath.Path(workdir) / 'metrics.jsonl')[0]
 
 
-def find(workdir, step: int, name: str) -> dict | None:
-  """Returns the line of a step that contains a metric, or None."""
-  for line in read(workdir):
-    if line['step'] == step and name in line:
-      return line
+def find(workdir: str | epath.Path, step: int, name: str) -> dict[str, Any] | None:
+  """Returns the metrics of a step if a metric is among them, else None."""
+  for row in read(workdir):
+    if row['step'] == step and name in row:
+      return row
   return None
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float]:
   """Returns the mean and the sample standard deviation (0.0 of one value)."""
-  several = len(values) > 1
-  return statistics.mean(values), statistics.stdev(values) if several else 0.0
+  std = statistics.stdev(values) if len(values) > 1 else 0.0
+  return statistics.mean(values), std
 
 
-def is_share(name: str) -> bool:
-  """Returns whether a metric is a fraction, from 0 to 1, by its name."""
-  recall = name.startswith(('image_to_text_', 'text_to_image_'))
-  return 'accuracy' in name or name.startswith(('fewshot_', 'knn_')) or recall
+class Metric(NamedTuple):
+  """How a metric is printed, and which of its values is the best."""
+
+  unit: str = ''  # '%' for a share from 0 to 1, which is printed in percent.
+  low: bool = False  # Whether the lowest value is the best.
+
+  @property
+  def factor(self) -> float:
+    """Factor between the metric's values and the printed ones."""
+    return 100.0 if self.unit == '%' else 1.0
+
+  def title(self, name: str) -> str:
+    """Returns the name of the metric with its unit: 'accuracy_test (%)'."""
+    return f'{name} ({self.unit})' if self.unit else name
 
 
-def format_metrics(metrics: dict) -> str:
-  """Formats accuracies in percent, counts and large values as integers.
+SHARE = Metric('%')
+LOSS = Metric(low=True)
 
-  Other values get 4 digits.
+
+def format_metrics(
+  values: Mapping[str, float], metrics: Mapping[str, Metric] | None = None
+) -> str:
+  """Formats values by name, each in the unit of its metric.
+
+  Shares are in percent, counts and large values are integers, and other values have 4
+  digits.
   """
+  metrics = metrics or {}
+  texts = [
+    f'{name} {_format_value(value, metrics.get(name, Metric()))}'
+    for name, value in values.items()
+  ]
+  return ', '.join(texts)
 
-  def words(name, value):
-    if is_share(name):
-      return f'{100 * value:.2f} %'
-    large = isinstance(value, int) or 1e3 <= abs(value) < 1e9
-    return f'{value:,.0f}' if large else f'{value:,.4g}'
 
-  return ', '.join(f'{name} {words(name, x)}' for name, x in metrics.items())
+def _format_value(value: float, metric: Metric) -> str:
+  if metric.unit == '%':
+    return f'{100 * value:.2f} %'
+  is_large = isinstance(value, int) or 1e3 <= abs(value) < 1e9
+  text = f'{value:,.0f}' if is_large else f'{value:,.4g}'
+  return f'{text} {metric.unit}'.rstrip()

@@ -24,14 +24,14 @@ import ml_collections
 from vit_jax.configs import common
 from vit_jax.distributed import files, processes
 from vit_jax.layers import dtypes
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, user_code
 
 # Keys that do not change what a run computes, only where, in which order and
 # how it is observed. They may differ when a run resumes, for example on other
 # devices.
 FREE_KEYS = (
   'accum_steps', 'batch_eval', 'best_metric', 'broken_images', 'checkpoint_every',
-  'eval_every', 'evals', 'fewshot', 'keep_checkpoints', 'layer_probe',
+  'eval_every', 'evals', 'evaluators', 'fewshot', 'keep_checkpoints', 'layer_probe',
   'log_attention', 'log_images', 'max_image_pixels', 'mesh',
   'model.masks_at_a_time', 'prefetch', 'profile_steps', 'progress_every',
   'real_labels', 'sharding_rules', 'task_options.merge_stuff',
@@ -350,7 +350,7 @@ def _read_config(path) -> ml_collections.ConfigDict:
   try:
     run_config.check_stored_task(plain.get('task', 'classify'))
     return run_config.of_run(ml_collections.ConfigDict(plain))
-  except (run_config.ForeignTaskError, run_config.UnknownTaskError) as e:
+  except (user_code.ForeignModuleError, user_code.UnknownModuleError) as e:
     raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:
     raise _damaged(path / _CONFIG, str(e)) from e

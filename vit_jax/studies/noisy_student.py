@@ -24,7 +24,11 @@ from vit_jax.configs import noisy_student as recipe
 from vit_jax.data import sources
 from vit_jax.distributed import files
 from vit_jax.evaluators import evaluation
-from vit_jax.run import config as run_config, workdir as workdir_lib
+from vit_jax.run import (
+  config as run_config,
+  evaluators as run_evaluators,
+  workdir as workdir_lib,
+)
 from vit_jax.studies import labelling, runs as runs_lib, summaries
 
 say = console.say
@@ -67,8 +71,10 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
       for each in zip(config.seeds, teachers, counts)
     ]
     teachers = train_all(f'student {iteration}', runs)
+  student = run_config.complete(config.student)
+  kind = run_evaluators.metrics_of(student)[config.metric]
   return summaries.report(
-    workdir, 'noisy_student', config.metric, found, 'Noisy Student',
+    workdir, 'noisy_student', config.metric, kind, found, 'Noisy Student',
     baseline='teacher', x_label='iteration',
     places=[('mean over the seeds', iteration) for iteration in range(len(found))],
   )  # fmt: skip
@@ -82,10 +88,10 @@ def _check(config):
   runs_lib.complete(config, recipe.NoisyStudent, 'a Noisy Student')
   for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
-    known, whose = run_config.metrics_of(run), f'the {kind}'
+    known, whose = run_evaluators.metrics_of(run), f'the {kind}'
     if config.teacher_workdir is not None:
       # Few-shot probes are part of a run, not of an evaluation.
-      known = run_config.metrics_of_task(run)
+      known = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
       whose += ' and of a given teacher (config.teacher_workdir)'
     runs_lib.check_metric(config.metric, known, whose)
     size = run.batch

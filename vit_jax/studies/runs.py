@@ -7,7 +7,7 @@ folder no other machine has locked (vit_jax/run/lock.py).
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import contextlib
 import copy
 import json
@@ -25,6 +25,7 @@ from vit_jax.distributed import processes
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
+  evaluators as run_evaluators,
   lock as lock_lib,
   metrics as metrics_lib,
   overrides,
@@ -40,7 +41,7 @@ _PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
 # and what is measured.
 _FIXED = (
   'total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs', 'evals',
-  'fewshot', 'real_labels',
+  'evaluators', 'fewshot', 'real_labels',
 )  # fmt: skip
 # Errors of a single run, which do not stop the others.
 _OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
@@ -64,12 +65,13 @@ class _Result(msgspec.Struct, omit_defaults=True):
   metrics: dict[str, float] | None = None  # Of the last evaluation.
   diverged: str | None = None  # Error message, if the loss was not finite.
 
-  def __str__(self):
+  def describe(self, kinds: Mapping[str, metrics_lib.Metric]) -> str:
+    """Formats the result of a run with these metrics."""
     if self.diverged is not None:
       return f'diverged: {self.diverged.partition(". ")[0]}'
     hidden = ('num_examples', 'img_sec')
     shown = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
-    return metrics_lib.format_metrics(shown)
+    return metrics_lib.format_metrics(shown, kinds)
 
 
 class Outcome(NamedTuple):
@@ -153,9 +155,10 @@ def train_all(
 
 def _train(run, workdir, checkpoints, head, lock) -> str | None:
   """Trains a run unless it is finished; returns who has locked it, if anyone."""
-  began = time.perf_counter()
+  start_time = time.perf_counter()
+  kinds = run_evaluators.metrics_of(run_config.complete(run.config))
   if (result := _read(workdir, run)) is not None:
-    say(f'{head}  {result}, already done')
+    say(f'{head}  {result.describe(kinds)}, already done')
     return None
   try:
     with console.muted():
@@ -167,7 +170,8 @@ def _train(run, workdir, checkpoints, head, lock) -> str | None:
       result = _train_locked(run, workdir, checkpoints, head.strip(), lock)
   finally:
     lock.release()
-  say(f'{head}  {result}, {console.duration(time.perf_counter() - began)}')
+  duration = console.duration(time.perf_counter() - start_time)
+  say(f'{head}  {result.describe(kinds)}, {duration}')
   return None
 
 
@@ -266,11 +270,11 @@ def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
   return config
 
 
-def check_metric(metric: str, known: Sequence[str], whose: str):
+def check_metric(metric: str, known: Collection[str], whose: str):
   """Raises ValueError if a metric is not among the known ones."""
   if metric not in known:
     raise ValueError(
-      f"metric='{metric}' is not among the metrics of {whose}: use one of {known} "
+      f"metric='{metric}' is not among the metrics of {whose}: use one of {[*known]} "
       '(config.metric)'
     )
 

@@ -22,7 +22,7 @@ from vit_jax.data import sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.distributed import files
 from vit_jax.planning import costs, flops
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.studies import runs as runs_lib, summaries
 
 _Variants = Annotated[
@@ -104,7 +104,7 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   tuned = runs_lib.over_seeds('finetune', config.finetune, config.seeds)
   scratch = runs_lib.over_seeds('scratch', config.scratch, config.seeds)
   for run in (pretraining, tuned[0], scratch[0]):
-    run_config.check(run_config.complete(run.config))
+    run_evaluators.check(run_config.complete(run.config))
   console.say(f'Pre-training on {config.pretrain.dataset}:')
   runs_lib.train_all([pretraining], workdir, 'all').finish()
   console.say(
@@ -130,7 +130,8 @@ def compare(
   runs = [*itertools.chain(*variants.values())]
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
   found = {variant: outcome.by_seed(runs, metric) for variant, runs in variants.items()}
-  rows = summaries.report(workdir, name, metric, found, title, **options)
+  kind = run_evaluators.metrics_of(run_config.complete(runs[0].config))[metric]
+  rows = summaries.report(workdir, name, metric, kind, found, title, **options)
   outcome.finish()
   return rows
 
@@ -166,9 +167,9 @@ def _variants(config) -> dict[str, list[runs_lib.Run]]:
       raise ValueError(f"variant '{name}' occurs twice: names must differ")
     try:
       run = runs_lib.changed(config.base, changes)
+      known = run_evaluators.metrics_of(run_config.complete(run))
     except ValueError as e:
       raise ValueError(f"variant '{name}': {e} (config.variants)") from e
-    known = run_config.metrics_of(run)
     runs_lib.check_metric(config.metric, known, f"variant '{name}'")
     # 'learned_1-D_0' for 'learned, 1-D'.
     folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
@@ -179,7 +180,7 @@ def _variants(config) -> dict[str, list[runs_lib.Run]]:
 def exaflops(config: ml_collections.ConfigDict) -> float:
   """Returns the compute of a run that classifies images; reads their number."""
   config = run_config.complete(config)
-  run_config.check(config)
+  run_evaluators.check(config)
   source = sources.open_split(config, config.pp.train)
   config = run_config.resolve_steps(config, source.num_examples)
   model = models.make_model(config.model, num_classes=len(source.class_names))

@@ -16,7 +16,7 @@ from vit_jax.figures import drawing, studies
 from vit_jax.run import metrics as metrics_lib
 
 
-def format_values(metric: str, values: Sequence[float]) -> str:
+def format_values(kind: metrics_lib.Metric, values: Sequence[float]) -> str:
   """Formats values as the paper does, fractions in percent: '99.15 ± 0.03'.
 
   '-' stands for no values; a single value has no ±.
@@ -24,7 +24,7 @@ def format_values(metric: str, values: Sequence[float]) -> str:
   if not values:
     return '-'
   mean, std = metrics_lib.mean_std(values)
-  if metrics_lib.is_share(metric):
+  if kind.unit == '%':
     parts = f'{100 * mean:.2f}', f'{100 * std:.2f}'
   else:
     parts = f'{mean:.4g}', f'{std:.2g}'
@@ -44,17 +44,11 @@ def values(row: Mapping[str, Any]) -> list[float]:
   return [x for k, x in row.items() if k.startswith('seed_') and x is not None]
 
 
-def cells(metric: str, row: Mapping[str, Any]) -> tuple[str, str]:
+def cells(kind: metrics_lib.Metric, row: Mapping[str, Any]) -> tuple[str, str]:
   """Formats the mean of a row, and the values of its seeds."""
-  found = values(row)
-  return format_values(metric, found), ' '.join(
-    format_values(metric, [x]) for x in found
-  )
-
-
-def with_unit(metric: str) -> str:
-  """Returns a metric's name with its unit: 'accuracy_test (%)'."""
-  return f'{metric} (%)' if metrics_lib.is_share(metric) else metric
+  by_seed = values(row)
+  texts = [format_values(kind, [value]) for value in by_seed]
+  return format_values(kind, by_seed), ' '.join(texts)
 
 
 def write(workdir, name: str, text: str):
@@ -84,6 +78,7 @@ def publish(
 
 def plot(
   metric: str,
+  kind: metrics_lib.Metric,
   title: str,
   points: Iterable[tuple[str, float | None, Sequence[float]]],
   path,
@@ -94,15 +89,14 @@ def plot(
 
   `points` are (name of the curve or bar, x, values of one or several runs).
   """
-  scale = 100 if metrics_lib.is_share(metric) else 1
   lines = {}
   for name, x, found in points:
     places, heights = lines.setdefault(name, ([], []))
     places.append(x)
-    heights.append([scale * value for value in found])
+    heights.append([kind.factor * value for value in found])
   if not any(any(heights) for _, heights in lines.values()):
     return
-  label = with_unit(metric)
+  label = kind.title(metric)
   if x_label is None:
     bars = {name: heights[0] for name, (_, heights) in lines.items()}
     drawing.to_file(studies.bars, bars, label, title, path=path)
@@ -116,6 +110,7 @@ def report(
   workdir,
   name: str,
   metric: str,
+  kind: metrics_lib.Metric,
   found: Mapping[str, Mapping[int, float | None]],
   title: str,
   *,
@@ -138,7 +133,7 @@ def report(
   places = places or [(variant, None) for variant in found]
   for (variant, by_seed), (line, x) in zip(found.items(), places, strict=True):
     new = row({'variant': variant, 'metric': metric}, by_seed)
-    mean, each = cells(metric, new)
+    mean, each = cells(kind, new)
     columns = {'variant': variant}
     if x is not None:
       new.update(line=line, x=x)
@@ -149,14 +144,14 @@ def report(
       margins = [a - b for a, b in pairs if a is not None and b is not None]
       if margins:
         new['margin'], new['margin_std'] = metrics_lib.mean_std(margins)
-      columns['margin'] = format_values(metric, margins)
+      columns['margin'] = format_values(kind, margins)
     rows.append(new)
     lines.append([*columns.values(), each])
     points.append((line, x, values(new)))
-  heading = f'{with_unit(metric)}, mean and standard deviation over the seeds'
+  heading = f'{kind.title(metric)}, mean and standard deviation over the seeds'
   if baseline is not None:
     heading += f", and margin over '{baseline}' with the same seed"
   publish(workdir, name, rows, f'{heading}:', [*columns, 'seeds'], lines)
   axis = None if points[0][1] is None else x_label
-  plot(metric, title, points, f'{workdir}/{name}.png', axis, log_x)
+  plot(metric, kind, title, points, f'{workdir}/{name}.png', axis, log_x)
   return rows

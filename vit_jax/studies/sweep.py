@@ -17,7 +17,11 @@ from vit_jax import console, train
 from vit_jax.configs import common, schema
 from vit_jax.data import sources
 from vit_jax.distributed import files
-from vit_jax.run import config as run_config
+from vit_jax.run import (
+  config as run_config,
+  evaluators as run_evaluators,
+  metrics as metrics_lib,
+)
 from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summaries
 
 say = console.say
@@ -45,6 +49,11 @@ class Sweep(NamedTuple):
     """Name of the metric that chooses, with the name of its evaluation."""
     return f'{self.metric}_{HELD_OUT}'
 
+  @property
+  def kind(self) -> metrics_lib.Metric:
+    """Unit and direction of the metric that chooses."""
+    return _measures(self.config)[self.metric]
+
   def combinations(self) -> list[dict[str, Any]]:
     """Returns all combinations of the values."""
     tried = itertools.product(*self.values.values())
@@ -59,6 +68,7 @@ class Sweep(NamedTuple):
       config.evals = ((HELD_OUT, self.parts.held_out),)
       config.real_labels = None  # Of the test split.
       config.fewshot.update(shots=(), knn=())
+      config.evaluators = _evaluators_of_all(config)
       config.best_metric = self.chosen_by
       found.append(runs_lib.Run(_name(values), config))
     return found
@@ -161,8 +171,8 @@ def make(
       '(config.trainer)'
     )
   config = run_config.complete(config)
-  run_config.check(config)
-  known = run_config.get_task(config.task).metrics(config)
+  run_evaluators.check(config)
+  known = _measures(config)
   if metric is None:
     metric = config.best_metric  # Without the name of the evaluation.
     for name, _, _ in run_config.evaluations(config):
@@ -194,6 +204,21 @@ def make(
   for tried in plan.combinations():
     train.check(plan.test_runs(tried)[0].config)
   return plan
+
+
+def _evaluators_of_all(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+  """Returns the entries of `config.evaluators` that measure any evaluation."""
+  entries = {k: entry for k, entry in config.evaluators.items() if 'evals' not in entry}
+  return ml_collections.ConfigDict(entries)
+
+
+def _measures(config: ml_collections.ConfigDict) -> run_evaluators.Metrics:
+  """Returns the metrics that can choose, by name without the name of an evaluation."""
+  entries = [
+    *run_evaluators.of_task(config),
+    *(x for x in run_evaluators.of_config(config) if x.evals is None),
+  ]
+  return run_evaluators.measures(entries, config)
 
 
 def _name(values) -> str:
@@ -229,16 +254,22 @@ def _show_choice(plan, rows, workdir):
   for row in rows:
     value = 'diverged'
     if not row['diverged']:
-      value = summaries.format_values(metric, [row[metric]])
+      value = summaries.format_values(plan.kind, [row[metric]])
       name = _name({key: row[key] for key in (others if curves else plan.values)})
       points.append((name, row[first], [row[metric]]))
     lines.append([*(row[key] for key in plan.values), value])
-  header = (*plan.values, summaries.with_unit(metric))
+  header = (*plan.values, plan.kind.title(metric))
   summaries.publish(workdir, 'choice', rows, 'Choice:', header, lines)
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
   summaries.plot(
-    metric, title, points, f'{workdir}/sweep.png', first if curves else None, log
+    metric,
+    plan.kind,
+    title,
+    points,
+    f'{workdir}/sweep.png',
+    first if curves else None,
+    log,
   )
 
 
@@ -247,11 +278,10 @@ def _best(plan, rows) -> dict[str, Any]:
   found = [row[plan.chosen_by] for row in rows if not row['diverged']]
   if not found:
     raise ValueError('all combinations diverged: try lower learning rates (--values)')
-  low = plan.metric in run_config.get_task(plan.config.task).LOW
-  wanted = min(found) if low else max(found)
-  best = next(row for row in rows if row[plan.chosen_by] == wanted)
+  best_value = min(found) if plan.kind.low else max(found)
+  best = next(row for row in rows if row[plan.chosen_by] == best_value)
   values = {key: best[key] for key in plan.values}
-  equal = found.count(wanted) - 1
+  equal = found.count(best_value) - 1
   tied = f' Equally good: {equal} more.' if equal else ''
   say(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():
@@ -266,15 +296,16 @@ def _best(plan, rows) -> dict[str, Any]:
 
 def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
   """Prints and writes mean and standard deviation of each metric."""
+  kinds = run_evaluators.metrics_of(plan.config)
   rows = [
     summaries.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
-    for metric in run_config.metrics_of(plan.config)
+    for metric in kinds
   ]
   rows = [row for row in rows if summaries.values(row)]
-  lines = [
-    (summaries.with_unit(row['metric']), *summaries.cells(row['metric'], row))
-    for row in rows
-  ]
+  lines = []
+  for row in rows:
+    kind = kinds[row['metric']]
+    lines.append((kind.title(row['metric']), *summaries.cells(kind, row)))
   heading = f'Mean and standard deviation over {console.counted(len(runs), "seed")}:'
   summaries.publish(workdir, 'test', rows, heading, ('metric', 'test', 'seeds'), lines)
   return rows

@@ -14,7 +14,11 @@ from vit_jax import console
 from vit_jax.configs import common, vtab as vtab_config
 from vit_jax.data.tfds import builders, vtab as data, vtab_tasks
 from vit_jax.distributed import files, processes
-from vit_jax.run import config as run_config
+from vit_jax.run import (
+  config as run_config,
+  evaluators as run_evaluators,
+  metrics as metrics_lib,
+)
 from vit_jax.studies import runs as runs_lib, summaries
 
 say = console.say
@@ -79,7 +83,7 @@ def _runs(config, task: str) -> list[runs_lib.Run]:
   common.keep_labels(run.pp, task)
   if config.validate:
     run.pp.train, run.pp.test = 'train800', 'val200'
-  if run.evals or _METRIC not in run_config.metrics_of(run):
+  if run.evals or _METRIC not in run_evaluators.metrics_of(run_config.complete(run)):
     raise ValueError(
       f"evals={run.evals!r} and task='{run.task}': VTAB measures the accuracy on "
       'its own splits; leave both unchanged (config.run.evals, config.run.task)'
@@ -147,7 +151,7 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   lines = [
     (
       _title(row),
-      summaries.cells(_METRIC, row)[0],
+      summaries.cells(metrics_lib.SHARE, row)[0],
       *('-' if row[m] is None else f'{100 * row[m]:.2f}' for m in models),
     )
     for row in rows

@@ -7,7 +7,7 @@ planning and conversion call the task; only its own module knows what a label is
 
 An objective defines, in the order in which a run calls them:
 
-  FEATURES, METRICS  what it reads of a record, and what it measures
+  FEATURES, METRICS  what it reads of a record, and what `measure` measures
   make_metadata      facts about the training data, such as class names
   __init__           builds the model
   example            turns a record into an example
@@ -16,7 +16,7 @@ An objective defines, in the order in which a run calls them:
   loss               sum and weight over a part of a batch
   outputs            what the model computes from a batch
   measure            sums and weights of metrics over an evaluation batch
-  evaluators         evaluators of a split, if `measure` is not enough
+  evaluators         classes of its evaluators, if `measure` is not enough
 
 vit_jax/tasks/parts.py has the optional hooks with their defaults: preparing,
 starting from weights, drawing, exporting, probing and predicting.
@@ -26,7 +26,7 @@ Throughout, `params` are the parameters, `extra` is the second result of `init`,
 """
 
 import abc
-from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from vit_jax import preprocess
 from vit_jax.evaluators import means
 from vit_jax.inference import predictor as predictor_lib
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import parts
 
 Predictor = predictor_lib.Predictor
@@ -48,8 +48,8 @@ class Task(parts.Hooks, abc.ABC):
   Attributes:
     FEATURES: names of the features that a record must have, see
       vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ...
-    METRICS: names of the metrics of the evaluators, see `metrics`.
-    LOW: the metrics whose lowest value is the best.
+    METRICS: the metrics that `measure` returns, by name. A metric and the name of an
+      evaluation, 'accuracy_test', can be `config.best_metric`.
     METADATA: names of the values that `make_metadata` and `learn` return; each is
       a JSON file in the workdir.
     Options: dataclass of `config.task_options`, see configs/schema.py.
@@ -62,8 +62,7 @@ class Task(parts.Hooks, abc.ABC):
   """
 
   FEATURES: ClassVar[tuple[str, ...]] = ('image',)
-  METRICS: ClassVar[tuple[str, ...]] = ('loss',)
-  LOW: ClassVar[tuple[str, ...]] = ('loss',)
+  METRICS: ClassVar[Mapping[str, metrics_lib.Metric]] = {'loss': metrics_lib.LOSS}
   METADATA: ClassVar[tuple[str, ...]] = ()
 
   model: Any = None
@@ -177,22 +176,10 @@ class Task(parts.Hooks, abc.ABC):
     A row whose `mask` is 0 must not count.
     """
 
-  def evaluators(self, mesh, split: str, open_split: Callable) -> list:
-    """Returns the evaluators of a split.
+  @classmethod
+  def evaluators(cls, config) -> list[type]:
+    """Returns the classes of the evaluators of each evaluation.
 
-    Args:
-      mesh: the mesh.
-      split: name of the split in `config.evals`.
-      open_split: function (split, further features, data set) -> source. An
-        evaluator may open further splits, such as the training data for a probe;
-        another data set than the evaluation's has its own classes.
-
-    Returns:
-      Objects with `run(params, extra, stop)`, which returns metrics by name.
-      `stop` is called between batches; once it returns True, `run` raises
-      vit_jax.inference.engine.Stopped. The loop adds the name of the evaluation.
-      An evaluator with the attribute `final = True` runs only after the last
-      update. The attribute `metrics` has the names of its metrics, if the data
-      decide which of METRICS there are.
+    vit_jax/evaluators/base.py describes them. `config.evaluators` adds further ones.
     """
-    return [means.Means(self, mesh, open_split(split))]
+    return [means.Means]

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from vit_jax.data.augmentation import mixing
 from vit_jax.figures import drawing, gallery, grids, internals
 from vit_jax.inference import tables
 from vit_jax.learning import losses
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 
 _TOP5 = 100  # Minimum number of classes for top-5 accuracy.
@@ -27,7 +28,7 @@ class Task(base.Task):
 
   FEATURES = ('image', 'label', 'soft_label?')
   Options = task_options.Classify
-  METRICS = ('accuracy', 'loss')
+  METRICS: ClassVar = {'accuracy': metrics_lib.SHARE, 'loss': metrics_lib.LOSS}
   METADATA = ('class_names',)
   FIGURES = gallery.OF_CLASSES
 

@@ -10,6 +10,7 @@ D.
 """
 
 import math
+from typing import ClassVar
 
 from etils import epath
 import flax.linen as nn
@@ -23,6 +24,7 @@ from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
 from vit_jax.figures import charts, gallery, grids
 from vit_jax.layers import patches as patches_lib
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 
 # The fate of a patch: not corrupted, or corrupted in one of three ways.
@@ -69,7 +71,7 @@ class Task(base.Task):
   """Learns to predict what corrupted patches look like."""
 
   Options = task_options.MaskedPatches
-  METRICS = ('accuracy', 'loss')
+  METRICS: ClassVar = {'accuracy': metrics_lib.SHARE, 'loss': metrics_lib.LOSS}
   NEW_PARAMS = ('head', 'mask_token')
   OWN_PARAMS = ('head', 'mask_token')
   DRAWS, PRINTS = True, False

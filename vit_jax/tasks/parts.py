@@ -47,15 +47,6 @@ class Hooks:
   # --- Before the first update ---
 
   @classmethod
-  def metrics(cls, config) -> Sequence[str]:
-    """Returns the names of the metrics of the evaluators of a run.
-
-    A metric and the name of an evaluation, 'accuracy_test', can be
-    `config.best_metric`.
-    """
-    return cls.METRICS
-
-  @classmethod
   def class_names_of(cls, source) -> tuple[str, ...]:
     """Returns the classes of a data.sources.Source; () if it has none."""
     return source.class_names

@@ -8,6 +8,7 @@ from etils import epath
 from vit_jax import console
 from vit_jax.run import (
   config as run_config,
+  evaluators as run_evaluators,
   metrics as metrics_lib,
   workdir as workdir_lib,
 )
@@ -109,10 +110,10 @@ def _facts(run, workdir) -> dict[str, str]:
     facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
     steps = console.counted(run.total_steps, 'step')
     facts['training'] = f'{steps} of {console.counted(run.batch, "image")}'
-  prefixes = tuple(f'{name}_' for name in run_config.get_task(run.task).metrics(run))
+  kinds = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
   for line in metrics_lib.read(workdir):
-    last |= {key: x for key, x in line.items() if key.startswith(prefixes)}
-  return facts | ({'metrics': metrics_lib.format_metrics(last)} if last else {})
+    last |= {key: x for key, x in line.items() if key in kinds}
+  return facts | ({'metrics': metrics_lib.format_metrics(last, kinds)} if last else {})
 
 
 def _preprocessing(run, model) -> str:

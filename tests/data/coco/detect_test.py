@@ -7,6 +7,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from tests import evaluations
 from tests.data.coco import drawn
 from vit_jax import input_pipeline, train
 from vit_jax.configs import common, detr_scenes
@@ -146,7 +147,7 @@ def evaluate(root, answers):
   extra = {'logits': jnp.asarray(logits), 'boxes': jnp.asarray(boxes)}
   mesh = sharding.make_mesh({'data': -1})
   task = Known(config, {'class_names': names})
-  _, precision = task.evaluators(mesh, 'val', lambda split: source)
+  _, precision = evaluations.evaluators(task, mesh, source, 'val')
   return precision.run({}, jax.device_put(extra, jax.NamedSharding(mesh, jax.P())))
 
 

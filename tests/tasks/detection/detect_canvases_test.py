@@ -17,7 +17,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import processes, trees
+from tests import evaluations, processes, trees
 from tests.train_test import StopAfter
 from vit_jax import input_pipeline, models, predict, train
 from vit_jax.configs import common
@@ -264,7 +264,7 @@ def test_the_loss_does_not_depend_on_the_canvases(model):
 
   def run(tight):
     task, source, mesh = evaluation(model, tight, 1, 'test[:1]')
-    return task.evaluators(mesh, 'test', lambda _: source)[0].run(params, {})
+    return evaluations.evaluators(task, mesh, source)[0].run(params, {})
 
   found, square = run(tight=16), run(tight=0)
   assert found['loss'] == pytest.approx(square['loss'], rel=1e-5)
@@ -293,7 +293,7 @@ def evaluate(folder, devices=None):
     lambda: task.init(jax.random.key(0))[0],
     out_shardings=jax.NamedSharding(mesh, jax.P()),
   )()
-  [_, precision] = task.evaluators(mesh, 'train', lambda _: source)
+  [_, precision] = evaluations.evaluators(task, mesh, source, 'train')
   found = precision.run(params, {})
   if devices is None:
     batches = input_pipeline.task_batches(task, source, mesh)

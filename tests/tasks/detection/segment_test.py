@@ -12,12 +12,13 @@ import pytest
 from sklearn import datasets
 import tensorflow as tf
 
+from tests import evaluations
 from vit_jax.configs import common, detr_panoptic_scenes
 from vit_jax.data import records
 from vit_jax.data.tfds import scenes
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine
-from vit_jax.run import config as run_config
+from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.tasks.detection import (
   mask_losses as masks_lib,
   panoptic_quality as pq,
@@ -179,7 +180,8 @@ def test_quality_counts_every_image_once(classes):
   task = make_task()
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   source = source_of([record(classes), record(plain), wrong])
-  got = pq.PanopticQuality(task, mesh, source).run({}, {'frozen': {}})
+  evaluator = pq.PanopticQuality(evaluations.evaluation(task, mesh, source))
+  got = evaluator.run({}, {'frozen': {}})
   assert got['num_examples'] == 3
   # Cat: one of two found segments is right. Dog: one of two is missed.
   assert got['RQ_things'] == pytest.approx(1 / (1 + 1 / 2))
@@ -187,7 +189,7 @@ def test_quality_counts_every_image_once(classes):
   # The masks have a quarter of the resolution of the model's small images.
   assert 0.75 < got['SQ'] < 1
   with pytest.raises(engine.Stopped):
-    pq.PanopticQuality(task, mesh, source).run({}, {'frozen': {}}, lambda: True)
+    evaluator.run({}, {'frozen': {}}, lambda: True)
 
 
 def test_loss_uses_the_masks_of_matched_queries(classes):
@@ -275,7 +277,7 @@ def test_a_detector_has_no_panoptic_quality():
   config = make_config()
   config.model.mask_head = False
   with pytest.raises(ValueError, match="best_metric='PQ_test' is not among"):
-    run_config.check(config)
+    run_evaluators.check(config)
 
 
 def test_frozen_parameters_need_weights():

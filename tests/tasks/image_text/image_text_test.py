@@ -9,7 +9,7 @@ from PIL import Image
 import pytest
 import sentencepiece
 
-from tests import conftest, tiny_models
+from tests import conftest, evaluations, tiny_models
 from vit_jax import predict, preprocess, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.configs import lit_digits
@@ -376,8 +376,9 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   params, extra = tiny_models.of_task(task)
   params['b'] = bias
   mesh = sharding.mesh_of(params)
-  [evaluator] = task.evaluators(mesh, 'test', lambda _: source)
-  metrics = evaluator.run(params, extra)
+  classes, retrieval = evaluations.evaluators(task, mesh, source)
+  assert (classes.metrics, classes.run(params, extra)) == ({}, {})
+  metrics = retrieval.run(params, extra)
   assert metrics['num_texts'] == 9 + 4
   assert metrics.keys() - {'num_texts'} == set(zero_shot.METRICS_OF_TEXTS)
   model = task.predictor(params, extra, 0)

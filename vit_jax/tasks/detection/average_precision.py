@@ -7,10 +7,14 @@ precision over recalls, classes, and the thresholds .50, .55, ..., .95.
 """
 
 from collections.abc import Sequence
+import functools
+from typing import ClassVar
 
 import numpy as np
 
+from vit_jax.evaluators import base
 from vit_jax.inference import engine
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import boxes as boxes_lib
 
 # Names of the metrics, in the order of COCO's evaluation: average precision, and
@@ -26,24 +30,29 @@ _TRUTH = ('image_id', 'truth', 'label', 'area', 'crowd', 'size')
 class AveragePrecision:
   """Evaluates a detector (a vit_jax.tasks.detection.detect.Task) on a split."""
 
-  def __init__(self, task, mesh, source):
-    self._task, self._mesh, self._source = task, mesh, source
+  metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
+
+  def __init__(self, evaluation: base.Evaluation):
+    task = evaluation.task
+    task.check_counts(evaluation.source)
+    self._evaluation = evaluation
 
     def compute(params, extra, batch):
       found = task.detections(task.outputs(params, extra, batch))
       return {'found': found, **{name: batch[name] for name in _TRUTH}}
 
     # Every process gets the results of all images: they are small.
-    self._found = engine.everywhere(mesh, compute)
+    self._detect = engine.everywhere(evaluation.mesh, compute)
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
     """Returns NAMES, see `average_precision`, and `num_examples`."""
-    images, compute = {}, lambda batch: self._found(params, extra, batch)
-    for batch in engine.split(self._task, self._source, self._mesh, compute, stop):
+    images = {}
+    detect = functools.partial(self._detect, params, extra)
+    for batch in self._evaluation.compute(detect, stop):
       images.update(engine.rows(batch))
     order = sorted(images, key=lambda i: (_image_id(images[i]), i))
     truth, found = zip(*(_compared(images[i]) for i in order))
-    metrics = average_precision(truth, found, len(self._task.class_names))
+    metrics = average_precision(truth, found, len(self._evaluation.task.class_names))
     return {**metrics, 'num_examples': len(images)}
 
 

@@ -20,7 +20,6 @@ from vit_jax.configs import models as model_configs, task_options
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
-from vit_jax.evaluators import means
 from vit_jax.figures import grids
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
@@ -47,7 +46,6 @@ class Task(base.Task):
     'objects/is_crowd?',
   )  # fmt: skip
   Options = task_options.Detect
-  METRICS = (*ap.NAMES, 'loss')
   METADATA = ('class_names',)
   NEW_PARAMS = ('class_head/',)
   DRAWS = True
@@ -401,11 +399,13 @@ class Task(base.Task):
   def check_points(self, points):
     return attention_figures.check_points(points)
 
-  def evaluators(self, mesh, split, open_split):
-    """Returns the mean of the loss, and COCO's average precision."""
-    source = open_split(split)
+  def check_counts(self, source):
+    """Raises ValueError if an image of a source is known to have too many objects."""
     _check_counts(self.config, source)
-    return [means.Means(self, mesh, source), ap.AveragePrecision(self, mesh, source)]
+
+  @classmethod
+  def evaluators(cls, config):
+    return [*super().evaluators(config), ap.AveragePrecision]
 
   def describe(self):
     classes = console.counted(len(self.class_names), 'class')

@@ -12,12 +12,16 @@ in a crowd of its class, is not counted as unmatched.
 """
 
 from collections.abc import Mapping, Sequence
+import functools
+from typing import ClassVar
 
 import jax
 import numpy as np
 
 from vit_jax.distributed import processes, sharding
+from vit_jax.evaluators import base
 from vit_jax.inference import engine
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import segments as segments_lib
 
 NAMES = tuple(
@@ -29,20 +33,25 @@ _TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 class PanopticQuality:
   """Evaluates a vit_jax.tasks.detection.segment.Task with masks on a split."""
 
-  def __init__(self, task, mesh, source):
-    self._task, self._mesh, self._source = task, mesh, source
+  metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
+
+  def __init__(self, evaluation: base.Evaluation):
+    self._evaluation, self._task = evaluation, evaluation.task
+    task = evaluation.task
 
     def compute(params, extra, batch):
       found = task.masks(task.outputs(params, extra, batch), batch)
       return found, {name: batch[name] for name in _TRUTH}
 
     # Masks are large: each process gets only the masks of its own images.
-    self._found = jax.jit(compute, out_shardings=sharding.batch_sharding(mesh))
+    shardings = sharding.batch_sharding(evaluation.mesh)
+    self._find = jax.jit(compute, out_shardings=shardings)
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
     """Returns NAMES, see `panoptic_quality`, and `num_examples`."""
-    counts, compute = {}, lambda batch: self._found(params, extra, batch)
-    for results in engine.split(self._task, self._source, self._mesh, compute, stop):
+    counts = {}
+    find = functools.partial(self._find, params, extra)
+    for results in self._evaluation.compute(find, stop):
       counts.update(self._compare(*results))
     total, count = add_up(counts, len(self._task.is_thing))
     metrics = panoptic_quality(total, self._task.is_thing)

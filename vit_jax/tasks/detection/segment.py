@@ -50,11 +50,6 @@ class Task(detect.Task):
     super().__init__(config, metadata)
     self.is_thing = tuple(metadata['isthing'])
 
-  @classmethod
-  def metrics(cls, config):
-    has_masks = config.model.get('mask_head')
-    return (*(pq.NAMES if has_masks else ()), *cls.METRICS)
-
   # --- Data ---
 
   @classmethod
@@ -145,11 +140,12 @@ class Task(detect.Task):
     del found['boxes']
     return {**found, 'masks': outputs['masks'], 'extent': boxes_lib.filled(batch)}
 
-  def evaluators(self, mesh, split, open_split):
-    found = super().evaluators(mesh, split, open_split)
-    if self.model.mask_head:
-      found.append(pq.PanopticQuality(self, mesh, open_split(split)))
-    return found
+  @classmethod
+  def evaluators(cls, config):
+    evaluators = super().evaluators(config)
+    if config.model.get('mask_head'):
+      evaluators.append(pq.PanopticQuality)
+    return evaluators
 
   def describe(self):
     things = sum(self.is_thing)

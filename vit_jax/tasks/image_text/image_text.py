@@ -48,8 +48,7 @@ class Task(base.Task):
 
   FEATURES = ('image', 'label?', *(f'{name}?' for name in captions.FEATURES))
   Options = task_options.ImageText
-  METRICS = (*zero_shot.METRICS_OF_CLASSES, *zero_shot.METRICS_OF_TEXTS)
-  LOW = ()
+  METRICS = zero_shot.METRICS_OF_CLASSES
   METADATA = ('vocabulary',)
   LEARNED = ('vocabulary',)
   NEW_PARAMS = ()
@@ -263,15 +262,9 @@ class Task(base.Task):
     zimg = self.outputs(params, extra, batch)
     return zero_shot.measure(zimg, extra['classes'], batch)
 
-  def evaluators(self, mesh, split, open_split):
-    source, found = open_split(split), []
-    if source.class_names:
-      found.append(zero_shot.ZeroShot(self, mesh, source))
-    if captions.feature(source):
-      found.append(zero_shot.Retrieval(self, mesh, source))
-    if not found:
-      captions.check(source, f"{self.config.dataset}', split '{split}")
-    return found
+  @classmethod
+  def evaluators(cls, config):
+    return [zero_shot.ZeroShot, zero_shot.Retrieval]
 
   # --- Pictures ---
 

@@ -21,17 +21,23 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data.texts import templates as templates_lib
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import means
+from vit_jax.evaluators import base, means
 from vit_jax.inference import engine
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.image_text import captions
 
 TOP = (1, 5)
 RECALLS = (1, 5, 10)
-METRICS_OF_CLASSES = ('accuracy', 'accuracy_top5')
+METRICS_OF_CLASSES = {
+  'accuracy': metrics_lib.SHARE,
+  'accuracy_top5': metrics_lib.SHARE,
+}
 _FEW = 10  # Top-5 accuracy is measured with more classes than these.
-METRICS_OF_TEXTS = tuple(
-  f'{way}_r{k}' for way in ('image_to_text', 'text_to_image') for k in RECALLS
-)
+METRICS_OF_TEXTS = {
+  f'{way}_r{k}': metrics_lib.SHARE
+  for way in ('image_to_text', 'text_to_image')
+  for k in RECALLS
+}
 _TEXTS = 512  # Texts embedded at a time.
 _ROWS = 1024  # Rows of the matrix of similarities ranked at a time.
 
@@ -83,9 +89,12 @@ class Embedder:
     return found
 
 
-def metrics_of(num_classes: int) -> tuple[str, ...]:
-  """Returns the names of the metrics for a number of classes."""
-  return METRICS_OF_CLASSES[: 1 if num_classes <= _FEW else 2]
+def metrics_of(num_classes: int) -> dict[str, metrics_lib.Metric]:
+  """Returns the metrics for a number of classes; {} for none."""
+  metrics = dict(METRICS_OF_CLASSES)
+  if num_classes <= _FEW:
+    del metrics['accuracy_top5']
+  return metrics if num_classes else {}
 
 
 def measure(zimg, classes, batch) -> dict:
@@ -106,27 +115,37 @@ def measure(zimg, classes, batch) -> dict:
 
 
 class ZeroShot:
-  """Measures the accuracy of zero-shot classification on a split with labels."""
+  """Measures the accuracy of zero-shot classification; nothing without labels."""
 
-  def __init__(self, task, mesh, source):
-    self._task, self._names = task, task.words_of(source.class_names)
-    self._embed = Embedder(task, mesh)
-    self._means = means.Means(task, mesh, source)
+  metrics = METRICS_OF_CLASSES
+
+  def __init__(self, evaluation: base.Evaluation):
+    task, class_names = evaluation.task, evaluation.source.class_names
+    self._names = task.words_of(class_names) if class_names else ()
+    self._embed = Embedder(task, evaluation.mesh)
+    self._means = means.Means(evaluation)
     self.metrics = metrics_of(len(self._names))
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
     """Returns `accuracy`, of more than 10 classes `accuracy_top5`; see Means."""
+    if not self._names:
+      return {}
     classes = self._embed.classes(params, extra, self._names, stop)
     return self._means.run(params, {**extra, 'classes': classes}, stop)
 
 
 class Retrieval:
-  """Measures recalls between the images and the texts of a split."""
+  """Measures recalls between images and texts; nothing with labels but no texts."""
 
   metrics = METRICS_OF_TEXTS
 
-  def __init__(self, task, mesh, source):
-    self._task, self._mesh, self._source = task, mesh, source
+  def __init__(self, evaluation: base.Evaluation):
+    task, source = evaluation.task, evaluation.source
+    self._task, self._mesh, self._source = task, evaluation.mesh, source
+    if captions.feature(source) is None:
+      self.metrics = {}
+    if not source.class_names:
+      captions.check(source, f"{task.config.dataset}', split '{evaluation.split}")
 
     def compute(params, extra, batch):
       tokens = batch['tokens']  # [B, most, N].
@@ -138,10 +157,12 @@ class Retrieval:
         'count': batch['count'],
       }
 
-    self._compute = engine.everywhere(mesh, compute)
+    self._compute = engine.everywhere(evaluation.mesh, compute)
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
     """Returns the recalls in METRICS_OF_TEXTS, and `num_texts`."""
+    if not self.metrics:
+      return {}
     compute = lambda batch: self._compute(params, extra, batch)
     found = engine.collect(
       self._task.config, self._mesh, self._source.evaluated, self._example, compute,

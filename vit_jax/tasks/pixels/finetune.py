@@ -5,6 +5,8 @@ loss is the sum of the cross-entropies of the classes and of the pixels. A linea
 head reads the mean of the normalised tokens.
 """
 
+from typing import ClassVar
+
 from vit_jax.configs import task_options
 from vit_jax.tasks import classify
 from vit_jax.tasks.pixels import pixels, sampling
@@ -15,8 +17,7 @@ class Task(pixels.Task, classify.Task):
 
   FEATURES = classify.Task.FEATURES
   Options = task_options.PixelsFinetune
-  METRICS = (*classify.Task.METRICS, *pixels.Task.METRICS)
-  LOW = (*classify.Task.LOW, *pixels.Task.LOW)
+  METRICS: ClassVar = {**classify.Task.METRICS, **pixels.Task.METRICS}
   METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
   NEW_PARAMS = ('class_head/',)
 

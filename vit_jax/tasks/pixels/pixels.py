@@ -15,6 +15,7 @@ Shapes: B images, N pixels, K colours, C channels.
 
 import copy
 import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from vit_jax.configs import task_options
 from vit_jax.data import feeding, order
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
+from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import palette as palette_lib, sampling
 
@@ -38,8 +40,7 @@ class Task(base.Task):
   """Learns to predict pixels."""
 
   Options = task_options.Pixels
-  METRICS = ('bits_per_dim',)
-  LOW = ('bits_per_dim',)
+  METRICS: ClassVar = {'bits_per_dim': metrics_lib.LOSS}
   METADATA = ('palette',)
   LEARNED = ('palette',)
   NEW_PARAMS = ()

@@ -1,0 +1,240 @@
+"""The evaluators of a run: those of its task, and those that its config adds.
+
+All are entries of the same form. `config.evaluators` has entries by name, such as
+{'ece': {'type': 'my_module:Calibration', 'bins': 10}}; `config.fewshot`,
+`config.layer_probe` and `config.real_labels` are short for entries of evaluators of this
+package. vit_jax/evaluators/base.py describes the classes.
+"""
+
+from collections.abc import Mapping, Sequence
+import dataclasses
+import inspect
+from typing import Any
+
+import ml_collections
+
+from vit_jax.configs import schema
+from vit_jax.run import config as run_config, metrics as metrics_lib, user_code
+
+Metrics = Mapping[str, metrics_lib.Metric]
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+  """An evaluator of a run.
+
+  Attributes:
+    key: names the entry in errors, such as 'evaluators.ece'.
+    cls: the class, see vit_jax/evaluators/base.py.
+    arguments: keyword arguments of the class.
+    evals: names of the evaluations that have it; None for all.
+  """
+
+  key: str
+  cls: type[Any]
+  arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  evals: tuple[str, ...] | None = None
+
+  def metrics(self, config: ml_collections.ConfigDict) -> Metrics:
+    """Returns the metrics by name, without the name of an evaluation."""
+    metrics = self.cls.metrics
+    return metrics(config, **self.arguments) if callable(metrics) else metrics
+
+  def make(self, evaluation) -> Any:
+    """Makes the evaluator of an evaluation, a vit_jax.evaluators.base.Evaluation."""
+    evaluator = self.cls(evaluation, **self.arguments)
+    if callable(evaluator.metrics):
+      evaluator.metrics = self.metrics(evaluation.task.config)
+    return evaluator
+
+  def is_in(self, evaluation: str) -> bool:
+    """Returns whether an evaluation has this evaluator."""
+    return self.evals is None or evaluation in self.evals
+
+
+def of_task(config: ml_collections.ConfigDict) -> list[Entry]:
+  """Returns the evaluators of the task of a complete config."""
+  task_class = run_config.get_task(config.task)
+  return [Entry(f"task '{config.task}'", cls) for cls in task_class.evaluators(config)]
+
+
+def of_config(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
+  """Returns the evaluators in `config.evaluators`; ValueError for a wrong entry.
+
+  Of a stored config, which is not `trusted`, only evaluators whose modules may be
+  imported are returned.
+  """
+  entries = []
+  for name, fields in config.evaluators.items():
+    module = fields['type'].partition(':')[0]
+    if trusted or user_code.is_trusted(module):
+      entries.append(_parse(f'evaluators.{name}', fields))
+  return entries
+
+
+def check_trusted(stored: Mapping[str, Any]):
+  """Raises ValueError if a stored `config.evaluators` has code of a stranger."""
+  for name, fields in stored.items():
+    user_code.check_trusted(fields['type'].partition(':')[0], f"its evaluator '{name}'")
+
+
+def _check_evals(entry: Entry, config: ml_collections.ConfigDict):
+  """Raises ValueError if an entry is for an evaluation that the run lacks."""
+  names = [name for name, _, _ in run_config.evaluations(config)]
+  if unknown := sorted(set(entry.evals or ()) - set(names)):
+    raise ValueError(
+      f"{entry.key}.evals={entry.evals}: this run has no evaluation '{unknown[0]}', "
+      f'use {", ".join(names)} (config.{entry.key}.evals, config.evals)'
+    )
+
+
+def of_run(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
+  """Returns all evaluators of a run; for `trusted` see `of_config`."""
+  return [*of_task(config), *_of_keys(config), *of_config(config, trusted)]
+
+
+def real_labels(path: str, key: str, evals: tuple[str, ...] | None = None) -> Entry:
+  """Returns the evaluator for a file of ImageNet ReaL labels."""
+  cls = run_config.get_evaluator(key, 'vit_jax.evaluators.real:Real')
+  return Entry(key, cls, {'path': path}, evals)
+
+
+def _of_keys(config: ml_collections.ConfigDict) -> list[Entry]:
+  """Returns the evaluators of keys of their own, which the first evaluation has."""
+  entries = []
+  first, _, _ = run_config.evaluations(config)[0]
+  if config.fewshot.shots or config.fewshot.knn:
+    cls = run_config.get_evaluator('fewshot', 'vit_jax.evaluators.probes:FewShot')
+    entries.append(Entry('fewshot', cls, dict(config.fewshot), (first,)))
+  if config.layer_probe:
+    cls = run_config.get_evaluator(
+      'layer_probe', 'vit_jax.evaluators.probes:LayerProbe'
+    )
+    entries.append(Entry('layer_probe', cls, {'images': config.layer_probe}, (first,)))
+  if config.real_labels is not None:
+    entries.append(real_labels(config.real_labels, 'real_labels', (first,)))
+  return entries
+
+
+def _parse(key: str, fields: Mapping[str, Any]) -> Entry:
+  """Returns the entry of a key; ValueError if class or arguments are wrong."""
+  arguments = {name: _plain(value) for name, value in fields.items()}
+  setting = f"{key}.type='{fields['type']}'"
+  cls = run_config.get_evaluator(key, arguments.pop('type'))
+  for name in ('metrics', 'run'):
+    if not hasattr(cls, name):
+      raise ValueError(
+        f'{setting} has no attribute {name}: an evaluator needs `metrics` and `run`, '
+        f'see vit_jax/evaluators/base.py (config.{key}.type)'
+      )
+  evals = arguments.pop('evals', None)
+  schema.check(f'{key}.evals', evals, tuple[str, ...] | None)
+  _check_arguments(key, setting, cls, arguments)
+  return Entry(key, cls, arguments, evals)
+
+
+def _plain(value: Any) -> Any:
+  """Returns an argument as the user wrote it: stored tuples are lists."""
+  if isinstance(value, ml_collections.ConfigDict):
+    return value.to_dict()
+  return tuple(value) if isinstance(value, list) else value
+
+
+def _check_arguments(key: str, setting: str, cls: type, arguments: Mapping[str, Any]):
+  """Raises ValueError unless a class takes the arguments of an entry."""
+  signature = inspect.signature(cls)
+  try:
+    signature.bind(None, **arguments)
+  except TypeError as e:
+    names = [*signature.parameters][1:]
+    raise ValueError(
+      f'{setting}: {e}; its arguments are {", ".join(names) or "none"} (config.{key})'
+    ) from e
+  for name, parameter in signature.parameters.items():
+    if name in arguments and schema.is_kind(parameter.annotation):
+      schema.check(f'{key}.{name}', arguments[name], parameter.annotation)
+
+
+# --- Metrics ---
+
+
+def measures(entries: Sequence[Entry], config: ml_collections.ConfigDict) -> Metrics:
+  """Returns the metrics of evaluators by name, without names of evaluations."""
+  measured: dict[str, metrics_lib.Metric] = {}
+  for entry in entries:
+    measured |= entry.metrics(config)
+  return measured
+
+
+def metrics_of(
+  config: ml_collections.ConfigDict, entries: Sequence[Entry] | None = None
+) -> Metrics:
+  """Returns the metrics of a run by name, such as 'accuracy_test'.
+
+  `entries` are the evaluators, by default all of the run.
+  """
+  entries = of_run(config) if entries is None else entries
+  return {
+    f'{metric}_{name}': kind
+    for name, _, _ in run_config.evaluations(config)
+    for entry in entries
+    if entry.is_in(name)
+    for metric, kind in entry.metrics(config).items()
+  }
+
+
+def is_low(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether the best checkpoint has the lowest `best_metric`."""
+  return metrics_of(config)[config.best_metric].low
+
+
+def check(config: ml_collections.ConfigDict):
+  """Checks a complete config, its evaluators and its best metric.
+
+  Raises ValueError for a wrong value.
+  """
+  run_config.check_values(config)
+  entries = of_run(config)
+  for entry in entries:
+    _check_evals(entry, config)
+  for name, _, _ in run_config.evaluations(config):
+    check_entries([entry for entry in entries if entry.is_in(name)], config)
+  # Metrics of the last step cannot compare checkpoints.
+  repeated = [entry for entry in entries if not getattr(entry.cls, 'final', False)]
+  metrics = [*metrics_of(config, repeated)]
+  if config.best_metric not in metrics:
+    raise ValueError(
+      f"best_metric='{config.best_metric}' is not among the metrics of this "
+      f'run: use one of {metrics} (config.best_metric)'
+    )
+
+
+def check_entries(entries: Sequence[Entry], config: ml_collections.ConfigDict):
+  """Raises ValueError unless the evaluators of an evaluation have different metrics."""
+  measured_by: dict[str, str] = {}
+  for entry in entries:
+    for metric in _checked_metrics(entry, config):
+      if metric in measured_by:
+        raise ValueError(
+          f"{measured_by[metric]} and {entry.key} measure the same metric '{metric}': "
+          'leave out one of them, or name their metrics by an argument of the class '
+          f'(config.{entry.key})'
+        )
+      measured_by[metric] = entry.key
+
+
+def _checked_metrics(entry: Entry, config: ml_collections.ConfigDict) -> Metrics:
+  """Returns the metrics of an entry; ValueError if its class does not define them."""
+  try:
+    metrics = entry.metrics(config)
+  except ValueError as e:
+    raise ValueError(f'{entry.key}: {e}') from e
+  is_mapping = isinstance(metrics, Mapping)
+  if not is_mapping or not all(
+    isinstance(kind, metrics_lib.Metric) for kind in metrics.values()
+  ):
+    raise ValueError(
+      f'{entry.key}: metrics={metrics!r} of {entry.cls.__name__} must be a dict such '
+      "as {'ece': metrics.Metric('%', low=True)}, see vit_jax/run/metrics.py"
+    )
+  return metrics

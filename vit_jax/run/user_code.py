@@ -1,0 +1,86 @@
+"""Imports the classes that a config names: tasks and evaluators, also those of users.
+
+Configs and workdirs may come from anyone. A stored config is only trusted with the
+modules of this package, those that the command line names, and those that this process
+has imported already.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+
+from vit_jax import console
+
+# Packages with tasks and evaluators.
+_OWN = ('vit_jax.tasks.', 'vit_jax.evaluators.')
+
+
+class UnknownModuleError(ValueError):
+  """No module has the name in a config."""
+
+
+class ForeignModuleError(ValueError):
+  """A stored config names a module that is not in this package."""
+
+
+def check_exists(module: str, setting: str, remedy: str):
+  """Raises UnknownModuleError unless Python can find a module; imports nothing.
+
+  Args:
+    module: dotted name.
+    setting: the key and its value, such as "task='my_task'".
+    remedy: what to use instead.
+  """
+  package, *parts = module.split('.')
+  if not all(part.isidentifier() for part in (package, *parts)):
+    raise UnknownModuleError(f'{setting} is unknown: {remedy}')
+  if package != 'vit_jax' and os.getcwd() not in sys.path:
+    # As with `python -m`; last, so that no file there shadows a package.
+    sys.path.append(os.getcwd())
+  if importlib.util.find_spec(package) is None:
+    raise UnknownModuleError(
+      f"{setting} is unknown: there is no module '{package}'; {remedy}"
+    )
+
+
+def import_class(module: str, name: str, setting: str, remedy: str) -> type:
+  """Imports a class of a module; for the arguments and errors see `check_exists`.
+
+  ValueError if the module fails, or has no such class.
+  """
+  check_exists(module, setting, remedy)
+  try:
+    imported = importlib.import_module(module)
+  except Exception as e:
+    missing = isinstance(e, ModuleNotFoundError) and e.name
+    if missing and f'{module}.'.startswith(f'{missing}.'):
+      raise UnknownModuleError(
+        f"{setting} is unknown: there is no module '{missing}'; {remedy}"
+      ) from e
+    raise ValueError(
+      f'{setting} cannot be imported: {type(e).__name__} at {console.place_of(e)}: {e}'
+    ) from e
+  if not isinstance(getattr(imported, name, None), type):
+    raise ValueError(f'{setting}: the module has no class {name}; {remedy}')
+  return getattr(imported, name)
+
+
+def is_trusted(module: str) -> bool:
+  """Returns whether a stored config may import a module."""
+  return (
+    module.startswith(_OWN) or module in console.named_tasks or module in sys.modules
+  )
+
+
+def check_trusted(module: str, what: str):
+  """Raises ForeignModuleError if a stored config would import code of a stranger.
+
+  `what` names the use of the module, such as 'its task'.
+  """
+  if not is_trusted(module):
+    raise ForeignModuleError(
+      f"{what} is the module '{module}', which is not in this package: if you trust "
+      f'the code of that module, name it with --task={module} (in Python: import it '
+      'first)'
+    )
