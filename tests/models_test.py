@@ -1,9 +1,11 @@
 """Tests of the models by name: published counts, configs, kinds."""
 
+import json
 import re
 
 import flax.linen as nn
 import flax.traverse_util
+import jax
 import pytest
 
 from tests import tiny_models
@@ -213,6 +215,29 @@ def test_users_can_register_kinds(monkeypatch):
     models.make_model(config, num_classes=3, shaft=1.0)
   with pytest.raises(ValueError, match="kind='vit' is taken by .*Transformer"):
     models.register('vit', Linear)
+
+
+@pytest.mark.parametrize(
+  'name', ['b16', 'r50_b16', 'mixer_b16', 'bit_r50x1', 'detr_r50', 'igpt_s', 'lit_b16b']
+)
+def test_models_are_static_arguments_of_jit(name):
+  config = model_configs.get_config(name)
+  fields = {} if name == 'lit_b16b' else {'num_classes': 3}
+  model = models.make_model(config, **fields)
+  stored = json.loads(config.to_json())  # Lists for tuples, dicts for ConfigDicts.
+  same = models.make_model(stored, **fields)
+  other = models.make_model(config, dtype='bfloat16', **fields)
+  assert (model == same, model == other) == (True, False)
+  traced = []
+
+  def trace(model, x):
+    traced.append(model)
+    return x
+
+  function = jax.jit(trace, static_argnums=0)
+  for argument in (model, same, other):
+    function(argument, 1)
+  assert traced == [model, other]
 
 
 class Wide(models_vit.Encoder):

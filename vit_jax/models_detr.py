@@ -91,7 +91,7 @@ class VitBackbone(models_vit.VisionTransformer):
     return x.reshape(x.shape[0], *grid, -1)
 
 
-class Detr(nn.Module):
+class Detr(patches.ImageModel):
   """DETR with a ResNet or a Vision Transformer as the backbone.
 
   Logits and boxes are always float32.

@@ -39,7 +39,7 @@ from vit_jax.layers import (
 )
 
 
-class ImageGPT(nn.Module):
+class ImageGPT(patches.ImageModel):
   """iGPT.
 
   `model.apply(..., mutable='intermediates')` also returns what a linear probe

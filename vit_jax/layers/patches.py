@@ -6,11 +6,15 @@ Shapes in the comments:
 """
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_collections
+
+from vit_jax.configs import schema
 
 
 def check_choice(field: str, value, known, place='config.model') -> None:
@@ -56,8 +60,33 @@ def sow_mean(module: nn.Module, name: str, x):
     module.sow('intermediates', name, x.astype(jnp.float32).mean(axis=axes))
 
 
+def frozen(value: Any) -> Any:
+  """Returns a hashable copy of mappings and lists; other values stay as they are."""
+
+  def plain(value: Any) -> Any:
+    if schema.is_mapping(value):
+      return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+      return tuple(plain(item) for item in value)
+    return value
+
+  value = plain(value)
+  return ml_collections.FrozenConfigDict(value) if isinstance(value, dict) else value
+
+
 class ImageModel(nn.Module):
-  """Base class of the models; checks the random keys passed to it."""
+  """Base class of the models: hashable, and checks the random keys passed to it.
+
+  Models whose fields have equal values are equal, so that a model can be a static
+  argument of `jax.jit`. Mappings become ml_collections.FrozenConfigDict, lists tuples.
+  """
+
+  def __post_init__(self):
+    for field in dataclasses.fields(self):
+      value = getattr(self, field.name)
+      if schema.is_mapping(value) or isinstance(value, list):
+        object.__setattr__(self, field.name, frozen(value))
+    super().__post_init__()
 
   @nn.nowrap
   def init(self, rngs, *args, **kwargs):
