@@ -74,7 +74,8 @@ def assert_expected(found, args, gradient, atol=3e-5, **kwargs):
 def compare(name, args, atol=3e-5, **kwargs):
   """Compares output and gradients of an implementation with `expected`."""
   *args, gradient = args
-  function = functools.partial(attention.IMPLEMENTATIONS[name], **kwargs)
+  options = attention_kernels.Options(**kwargs)
+  function = functools.partial(attention.IMPLEMENTATIONS[name], options=options)
   # Pallas interprets the TPU kernels.
   with pltpu.force_tpu_interpret_mode():
     found = loss(function, gradient)(*args)
@@ -143,7 +144,8 @@ def test_cudnn_is_called_only_with_supported_inputs(monkeypatch, queries, keys, 
   compare('cudnn', args, causal=causal)
   compare('cudnn', args, mask=mask, causal=causal)
   if causal:
-    attention.IMPLEMENTATIONS['cudnn'](*args[:3], mask=mask, causal=True)
+    options = attention_kernels.Options(mask, causal=True)
+    attention.IMPLEMENTATIONS['cudnn'](*args[:3], options)
 
 
 def test_flash_with_split_images_and_heads():
@@ -198,7 +200,8 @@ def test_tangents_and_second_derivatives():
 def test_bfloat16_gradients_are_close_to_float32(mask):
   *args, gradient = inputs()
   low = [jnp.asarray(x, jnp.bfloat16) for x in args]
-  _, gradients = loss(functools.partial(DEFAULT, mask=mask), gradient)(*low)
+  options = attention_kernels.Options(mask)
+  _, gradients = loss(functools.partial(DEFAULT, options=options), gradient)(*low)
   for got, want in zip(gradients, expected(*args, gradient, mask)[1], strict=True):
     assert got.dtype == jnp.bfloat16
     error = np.linalg.norm(np.asarray(got, np.float64) - want)

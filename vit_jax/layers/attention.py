@@ -32,7 +32,9 @@ import math
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention_kernels, dtypes, norms, positions, xla_hints
@@ -42,7 +44,7 @@ AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
 check, choose = attention_kernels.check, attention_kernels.choose
 
 
-def first_token(x):
+def first_token(x: jax.Array) -> jax.Array:
   """Returns the first of tokens [B, N, D] as [B, 1, D].
 
   Written as a sum, since a slice makes the TPU compiler change the layout of the
@@ -52,7 +54,14 @@ def first_token(x):
   return x.sum(axis=1, keepdims=True, where=first)
 
 
-def _check_inputs(x, kv, mask, relative, num_heads, causal):
+def _check_inputs(
+  x: jax.Array,
+  kv: jax.Array | None,
+  mask: jax.Array | None,
+  relative: jax.Array | None,
+  num_heads: int,
+  causal: bool,
+) -> jax.Array | None:
   """Checks shapes and types; returns the mask with four dimensions."""
   images, queries, width = x.shape
   if width % num_heads:
@@ -101,11 +110,11 @@ class _Heads(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     shape = (self.num_heads, self.head_dim)
     width = math.prod(shape)
 
-    def init(rng, shape, dtype):
+    def init(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
       flat = nn.initializers.xavier_uniform()(rng, (shape[0], width), dtype)
       return flat.reshape(shape)
 
@@ -146,16 +155,16 @@ class MultiHeadDotProductAttention(nn.Module):
   @nn.compact
   def __call__(
     self,
-    x,
-    kv=None,
+    x: jax.Array,
+    kv: jax.Array | None = None,
     *,
-    values=None,
-    mask=None,
-    relative=None,
-    length=None,
-    angles=None,
-    deterministic,
-  ):
+    values: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    relative: jax.Array | None = None,
+    length: int | None = None,
+    angles: jax.Array | np.ndarray | None = None,
+    deterministic: bool,
+  ) -> jax.Array:
     """Applies self-attention, or cross-attention to another sequence.
 
     Args:
@@ -181,62 +190,69 @@ class MultiHeadDotProductAttention(nn.Module):
     """
     width = x.shape[-1]
     mask = _check_inputs(x, kv, mask, relative, self.num_heads, self.causal)
-    dropout = 0.0 if deterministic else self.dropout_rate
-    check(self.attention, dropout, mask=mask is not None, bias=relative is not None)
-    head_dim = width // self.num_heads
-    scale = head_dim**-0.5
-    plain = mask is relative is None and not dropout and not self.only_first
-    name = choose(self.attention, self.dtype, head_dim, plain)
-    if dropout or self.is_initializing() or self.is_mutable_collection('intermediates'):
-      name = 'weights'  # The weights are needed as an array.
-
+    dropout_rate = 0.0 if deterministic else self.dropout_rate
+    check(
+      self.attention, dropout_rate, mask=mask is not None, bias=relative is not None
+    )
     kv, causal = x if kv is None else kv, self.causal
     if self.only_first:
       x = first_token(x)  # [B, 1, D]
       if causal:  # The first query sees the first token only.
         kv, causal = x, False
       mask = None if mask is None else mask[:, :, :1, : kv.shape[1]]
-    options = {}
-    if name == 'cudnn':  # It scales the logits itself, and knows lengths.
-      options['scale'] = scale
-    if length is not None and name == 'cudnn' and mask is None:
-      options['length'] = length
-    elif length is not None:
-      kept = (jnp.arange(kv.shape[1]) < length)[None, None, None]  # [1, 1, 1, S]
-      mask = kept if mask is None else mask & kept
 
+    head_dim = width // self.num_heads
     types = dtypes.of(self)
     heads = functools.partial(_Heads, self.num_heads, head_dim, self.qkv_bias, **types)
+    norm = functools.partial(norms.make, self.norm, self.norm_eps, **types)
     query = heads(name='query')(x)  # [B, Q, K, E]
     key = heads(name='key')(kv)  # [B, S, K, E]
     if self.qk_norm:
-      norm = functools.partial(norms.make, self.norm, self.norm_eps, **types)
-      query, key = norm('query_ln')(query), norm('key_ln')(key)
+      query = norm('query_ln')(query)
+      key = norm('key_ln')(key)
     if angles is not None:
       query = positions.rotate(query, angles[: query.shape[1]])
       key = positions.rotate(key, angles)
-    query = query if name == 'cudnn' else query * scale
     value = heads(name='value')(kv if values is None else values)
     query, key, value = sharding.gather_keys(query, key, value)
-    bias = None
-    if relative is not None:
-      relative = relative.astype(query.dtype)
-      bias = attention_kernels.relative_logits(query, relative, key.shape[1])
-    if name == 'weights':
-      weights = attention_kernels.attention_weights(query, key, mask, causal, bias)
-      self.sow('intermediates', 'attention_weights', weights)
-      drop = nn.Dropout(self.dropout_rate, deterministic=deterministic)
-      weights = drop(weights.astype(value.dtype))
-      x = jnp.einsum('bkqs,bske->bqke', weights, value)
-    else:
-      x = IMPLEMENTATIONS[name](query, key, value, mask, causal, bias, **options)
+
+    options = attention_kernels.Options(
+      mask, causal, length, relative, scale=head_dim**-0.5
+    )
+    attend = self._implementation(head_dim, options, dropout_rate)
+    x = attend(query, key, value, options)  # [B, Q, K, E]
     if self.attention_norm:
-      norm = norms.make(self.norm, self.norm_eps, 'out_ln', **types)
-      x = norm(x.reshape(*x.shape[:2], width)).reshape(x.shape)
+      x = norm('out_ln')(x.reshape(*x.shape[:2], width)).reshape(x.shape)
     return nn.DenseGeneral(
       features=width,
       axis=(-2, -1),
       kernel_init=nn.initializers.xavier_uniform(),
       name='out',
-      **dtypes.of(self),
+      **types,
     )(x)  # [B, Q, D]
+
+  def _implementation(
+    self, head_dim: int, options: attention_kernels.Options, dropout_rate: float
+  ) -> attention_kernels.Implementation:
+    """Returns the chosen implementation, or the one that has the weights."""
+    sows = self.is_initializing() or self.is_mutable_collection('intermediates')
+    if dropout_rate or sows:
+      return functools.partial(self._with_weights, dropout_rate)
+    has_bias = options.mask is not None or options.relative is not None
+    is_plain = not has_bias and not self.only_first
+    return IMPLEMENTATIONS[choose(self.attention, self.dtype, head_dim, is_plain)]
+
+  def _with_weights(
+    self,
+    dropout_rate: float,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    options: attention_kernels.Options,
+  ) -> jax.Array:
+    """Computes attention with its weights as an array, which it sows."""
+    weights = attention_kernels.attention_weights(query, key, options)
+    self.sow('intermediates', 'attention_weights', weights)
+    drop = nn.Dropout(self.dropout_rate, deterministic=not dropout_rate)
+    weights = drop(weights.astype(value.dtype))
+    return jnp.einsum('bkqs,bske->bqke', weights, value)

@@ -1,14 +1,14 @@
 """Implementations of attention on queries, keys and values.
 
-vit_jax.layers.attention lists what each of them supports and selects one. All take
-queries [B, Q, K, E], already scaled, keys and values [B, S, K, E], a mask (bool, of
-four dimensions, broadcastable to [B, K, Q, S], or None), whether attention is causal,
-and a bias ([B, K, Q, S], added to the logits, or None), and return [B, Q, K, E].
+vit_jax.layers.attention lists what each of them supports and selects one. All map
+queries [B, Q, K, E], keys and values [B, S, K, E], and Options to [B, Q, K, E].
 
 Shapes: B images, Q queries, S keys and values, K heads, E width of a head.
 """
 
+from collections.abc import Callable
 import functools
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,8 @@ import numpy as np
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
 
+Dtype: TypeAlias = jax.typing.DTypeLike
+
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
 # Least number of queries in a block of causal attention, and most blocks.
@@ -24,14 +26,32 @@ _CAUSAL_BLOCK = 256
 _CAUSAL_BLOCKS = 4
 
 
-def _softmax(logits, dtype):
+class Options(NamedTuple):
+  """Which keys a query attends to, and what becomes of the logits."""
+
+  # bool, of four dimensions, broadcastable to [B, K, Q, S]; None: all keys.
+  mask: jax.Array | None = None
+  causal: bool = False  # Whether query i attends to keys 0 to i only.
+  length: int | None = None  # Number of keys before the padding; None: no padding.
+  # Embeddings of offsets or biases, see `relative_logits`.
+  relative: jax.Array | None = None
+  scale: float = 1.0  # Multiplies queries.
+
+
+Implementation: TypeAlias = Callable[
+  [jax.Array, jax.Array, jax.Array, Options], jax.Array
+]
+_NO_OPTIONS = Options()
+
+
+def _softmax(logits: jax.Array, dtype: Dtype) -> jax.Array:
   """Softmax over the last axis, computed in float32, returned as `dtype`."""
   wide = jnp.promote_types(logits.dtype, jnp.float32)
   return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
 
 
 @jax.custom_jvp
-def average(logits, value):
+def average(logits: jax.Array, value: jax.Array) -> jax.Array:
   """Averages values, weighted by the softmax of logits.
 
   The tangent is written so that the backward pass does not sum over the
@@ -47,7 +67,9 @@ def average(logits, value):
 
 
 @average.defjvp
-def _average_jvp(primals, tangents):
+def _average_jvp(
+  primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   logits, value = primals
   logits_dot, value_dot = tangents
   weights = _softmax(logits, value.dtype)
@@ -64,7 +86,7 @@ def _average_jvp(primals, tangents):
   return out, dot
 
 
-def relative_logits(query, embedding, keys):
+def relative_logits(query: jax.Array, embedding: jax.Array, keys: int) -> jax.Array:
   """Multiplies queries with embeddings of offsets between positions (T8).
 
   Maps the queries [B, Q, K, E] of the first Q of N tokens to logits [B, K, Q,
@@ -72,6 +94,7 @@ def relative_logits(query, embedding, keys):
   1 - N to N - 1 between the positions of query and key; or it has the logits of all
   queries and keys, [K, N, N].
   """
+  embedding = embedding.astype(query.dtype)
   if embedding.ndim == 3:
     return embedding[None, :, : query.shape[1], :keys]
   offsets = np.arange(query.shape[1])[:, None] - np.arange(keys)  # [Q, S]
@@ -79,15 +102,30 @@ def relative_logits(query, embedding, keys):
   return jnp.einsum('bqke,qse->bkqs', query, pairs)
 
 
-def _allowed(mask, causal, queries, keys):
-  """Combines mask and causality into one mask, or None."""
+def _mask(options: Options, keys: int) -> jax.Array | None:
+  """Returns the mask, which hides the padding too, or None."""
+  if options.length is None:
+    return options.mask
+  is_token = (jnp.arange(keys) < options.length)[None, None, None]  # [1, 1, 1, S]
+  return is_token if options.mask is None else options.mask & is_token
+
+
+def _with_causality(
+  mask: jax.Array | None, causal: bool, queries: int, keys: int
+) -> jax.Array | None:
+  """Returns a mask that hides later keys too if attention is causal, or None."""
   if not causal:
     return mask
   past = jnp.tri(queries, keys, dtype=bool)[None, None]  # [1, 1, Q, S]
   return past if mask is None else mask & past
 
 
-def _logits(query, key, allowed=None, bias=None):
+def _logits(
+  query: jax.Array,
+  key: jax.Array,
+  allowed: jax.Array | None = None,
+  bias: jax.Array | None = None,
+) -> jax.Array:
   """Returns logits [B, K, Q, S], low where not allowed, so that weights are 0.
 
   The logits keep the type of the queries: bfloat16 halves the memory traffic of
@@ -101,32 +139,54 @@ def _logits(query, key, allowed=None, bias=None):
   return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
-def attention_weights(query, key, mask=None, causal=False, bias=None):
+def _scaled(query: jax.Array, options: Options) -> jax.Array:
+  return query if options.scale == 1.0 else query * options.scale
+
+
+def _bias(query: jax.Array, options: Options, keys: int) -> jax.Array | None:
+  """Returns what is added to the logits of scaled queries, or None."""
+  if options.relative is None:
+    return None
+  return relative_logits(query, options.relative, keys)
+
+
+def attention_weights(
+  query: jax.Array, key: jax.Array, options: Options = _NO_OPTIONS
+) -> jax.Array:
   """Returns the attention weights, float32 or wider, [B, K, Q, S]."""
-  allowed = _allowed(mask, causal, query.shape[1], key.shape[1])
-  logits = _logits(query, key, allowed, bias)
+  queries, keys = query.shape[1], key.shape[1]
+  query = _scaled(query, options)
+  mask = _mask(options, keys)
+  allowed = _with_causality(mask, options.causal, queries, keys)
+  logits = _logits(query, key, allowed, _bias(query, options, keys))
   weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
-  if mask is None:
+  if mask is None or allowed is None:
     return weights
   return jnp.where(allowed.any(axis=-1, keepdims=True), weights, 0.0)
 
 
-def _zero_blind(out, allowed):
+def _zero_blind(out: jax.Array, allowed: jax.Array | None) -> jax.Array:
   """Sets the outputs [B, Q, K, E] of queries without an allowed key to 0."""
   sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
   return jnp.where(sees, out, jnp.zeros_like(out))
 
 
-def _default(query, key, value, mask=None, causal=False, bias=None):
+def _default(
+  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
+) -> jax.Array:
   """Computes attention with matrix products."""
-  if causal and mask is None and bias is None:
+  queries, keys = query.shape[1], key.shape[1]
+  query = _scaled(query, options)
+  mask = _mask(options, keys)
+  bias = _bias(query, options, keys)
+  if options.causal and mask is None and bias is None:
     return _causal(query, key, value)
-  allowed = _allowed(mask, causal, query.shape[1], key.shape[1])
+  allowed = _with_causality(mask, options.causal, queries, keys)
   out = average(_logits(query, key, allowed, bias), value)
   return out if mask is None else _zero_blind(out, allowed)
 
 
-def _causal(query, key, value):
+def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
   """Computes causal attention in blocks of queries.
 
   The keys after the last query of a block are left out, which saves up to three
@@ -143,93 +203,124 @@ def _causal(query, key, value):
   return jnp.concatenate(blocks, axis=1)
 
 
-def _xla(query, key, value, mask=None, causal=False, bias=None):
+def _xla(
+  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
+) -> jax.Array:
   """Computes attention with jax.nn, compiled by XLA."""
+  queries, keys = query.shape[1], key.shape[1]
+  query = _scaled(query, options)
+  mask = _mask(options, keys)
   out = jax.nn.dot_product_attention(
-    query, key, value, bias, mask, scale=1.0, is_causal=causal, implementation='xla'
+    query,
+    key,
+    value,
+    _bias(query, options, keys),
+    mask,
+    scale=1.0,
+    is_causal=options.causal,
+    implementation='xla',
   )
   if mask is None:
     return out
-  return _zero_blind(out, _allowed(mask, causal, query.shape[1], key.shape[1]))
+  return _zero_blind(out, _with_causality(mask, options.causal, queries, keys))
 
 
 def _cudnn(
-  query, key, value, mask=None, causal=False, bias=None, length=None, scale=1.0
-):
-  """Computes attention with jax.nn and cuDNN, without a bias.
+  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
+) -> jax.Array:
+  """Computes attention with jax.nn and cuDNN, without relative positions.
 
-  Keys after the first `length` are padding; None: there is none. cuDNN multiplies
-  the logits by `scale`, which saves a pass over the queries. For gradients jax 0.10
-  supports only even numbers of tokens: an odd number is padded with one token, which
-  is masked out. cuDNN turns the mask into a bias, which would overflow in the backward
-  pass of a query without an allowed key: such a query is here allowed all keys, and
-  its output is set to 0.
+  cuDNN multiplies the logits by the scale, which saves a pass over the queries. For
+  gradients jax 0.10 supports only even numbers of tokens: an odd number is padded with
+  one token, which is masked out. cuDNN turns the mask into a bias, which would overflow
+  in the backward pass of a query without an allowed key: such a query is here allowed
+  all keys, and its output is set to 0.
   """
-  del bias
   queries, keys = query.shape[1], key.shape[1]
-  allowed = _allowed(mask, causal, queries, keys)
-  hidden = {}
-  if mask is not None:
-    whole = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
-    whole = jnp.pad(whole, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
-    hidden['mask'] = whole | ~whole.any(axis=-1, keepdims=True)
-  elif (keys % 2 or length) and not causal:
-    hidden['key_value_seq_lengths'] = jnp.full(key.shape[0], length or keys, jnp.int32)
-  even = (  # [B, N, K, E] -> [B, N or N+1, K, E]
-    jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-    for x in (query, key, value)
+  compute = functools.partial(
+    jax.nn.dot_product_attention,
+    _even(query),
+    _even(key),
+    _even(value),
+    scale=options.scale,
+    is_causal=options.causal,
+    implementation='cudnn',
   )
-  out = jax.nn.dot_product_attention(
-    *even, scale=scale, is_causal=causal, implementation='cudnn', **hidden
-  )[:, :queries]
-  return out if mask is None else _zero_blind(out, allowed)
+  if options.mask is None:
+    lengths = None
+    if (keys % 2 or options.length) and not options.causal:
+      lengths = jnp.full(key.shape[0], options.length or keys, jnp.int32)
+    return compute(key_value_seq_lengths=lengths)[:, :queries]
+  mask = _mask(options, keys)
+  allowed = _with_causality(mask, options.causal, queries, keys)
+  mask = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
+  mask = jnp.pad(mask, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
+  mask = mask | ~mask.any(axis=-1, keepdims=True)
+  return _zero_blind(compute(mask=mask)[:, :queries], allowed)
 
 
-def _flash(query, key, value, mask=None, causal=False, bias=None):
+def _even(x: jax.Array) -> jax.Array:
+  """Pads [B, N, K, E] with a token if their number is odd."""
+  return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+
+
+def _flash(
+  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
+) -> jax.Array:
   """Computes flash attention on each device's own images, heads and queries.
 
-  It takes neither mask nor bias, see `check`. The compiler cannot split the
-  kernel over devices, so shard_map does, which needs queries that the axis `sequence`
-  divides. A single query, as in the last layer, uses the default: the kernel works on
-  whole blocks of queries.
+  It takes neither mask nor relative positions, see `check`. The compiler cannot split
+  the kernel over devices, so shard_map does, which needs queries that the axis
+  `sequence` divides. A single query, as in the last layer, uses the default: the kernel
+  works on whole blocks of queries.
   """
-  del mask, bias
   if query.shape[1] == 1:
-    return _default(query, key, value, causal=causal)
-  compute = functools.partial(_flash_on_one_device, causal=causal)
+    return _default(query, key, value, options)
+  query = _scaled(query, options)
+  compute = functools.partial(_flash_on_one_device, causal=options.causal)
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return compute(query, key, value)
   parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
-  split = parts > 1 and query.shape[2] % parts == 0
-  heads = sharding.MODEL_AXIS if split else None
-  whole = jax.P(sharding.batch_axes(mesh), None, heads)
+  is_split = parts > 1 and query.shape[2] % parts == 0
+  heads = sharding.MODEL_AXIS if is_split else None
+  whole_spec = jax.P(sharding.batch_axes(mesh), None, heads)
+  query_spec = whole_spec
   parts, queries = sharding.sequence_shards(), query.shape[1]
-  own = whole
   if parts > 1:
-    own = jax.P(sharding.batch_axes(mesh), sharding.SEQUENCE_AXIS, heads)
+    query_spec = jax.P(sharding.batch_axes(mesh), sharding.SEQUENCE_AXIS, heads)
     query = jnp.pad(query, ((0, 0), (0, -queries % parts), (0, 0), (0, 0)))
-  specs = {'in_specs': (own, whole, whole), 'out_specs': own}
-  out = jax.shard_map(compute, **specs, check_vma=False)(query, key, value)
+  out = jax.shard_map(
+    compute,
+    in_specs=(query_spec, whole_spec, whole_spec),
+    out_specs=query_spec,
+    check_vma=False,
+  )(query, key, value)
   return out[:, :queries]
 
 
-def _flash_on_one_device(query, key, value, causal):
+def _flash_on_one_device(
+  query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
+) -> jax.Array:
   """Computes flash attention on TPUs, in whole blocks of tokens."""
   from jax.experimental.pallas.ops.tpu import flash_attention
 
-  def blocks(x):  # [B, N, K, E] -> [B, K, whole blocks, E]
+  def blocks(x: jax.Array) -> jax.Array:
+    """Maps [B, N, K, E] to [B, K, whole blocks, E]."""
     rest = -x.shape[1] % _BLOCK
     return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
 
-  def segments(x):  # The padding is a separate segment.
+  def segments(x: jax.Array) -> jax.Array:
+    """Returns the segments of tokens: 0, and 1 for the padding."""
     length = x.shape[1] + -x.shape[1] % _BLOCK
     return jnp.broadcast_to(
       (jnp.arange(length) >= x.shape[1]).astype(jnp.int32), (x.shape[0], length)
     )
 
   out = flash_attention.flash_attention(
-    *map(blocks, (query, key, value)),
+    blocks(query),
+    blocks(key),
+    blocks(value),
     segment_ids=flash_attention.SegmentIds(segments(query), segments(key)),
     causal=causal,
   )
@@ -237,7 +328,12 @@ def _flash_on_one_device(query, key, value, causal):
 
 
 # Implementations by name (config.model.transformer.attention).
-IMPLEMENTATIONS = {'default': _default, 'xla': _xla, 'cudnn': _cudnn, 'flash': _flash}
+IMPLEMENTATIONS: dict[str, Implementation] = {
+  'default': _default,
+  'xla': _xla,
+  'cudnn': _cudnn,
+  'flash': _flash,
+}
 AUTO = 'auto'  # Chosen by the devices, see `choose`.
 NAMES = (AUTO, *IMPLEMENTATIONS)
 # cuDNN's flash attention needs this, and heads of at most this width.
@@ -250,13 +346,13 @@ def _has_cudnn() -> bool:
   if dtypes.platform() not in ('gpu', 'cuda'):
     return False
   try:
-    found = jax.local_devices(backend='cuda')[0].compute_capability
+    capability = jax.local_devices(backend='cuda')[0].compute_capability
   except RuntimeError:  # Other GPUs, or a topology.
     return False
-  return tuple(int(x) for x in found.split('.')) >= _CAPABILITY
+  return tuple(int(x) for x in capability.split('.')) >= _CAPABILITY
 
 
-def choose(name: str, dtype, head_dim: int, plain: bool = True) -> str:
+def choose(name: str, dtype: Dtype, head_dim: int, plain: bool = True) -> str:
   """Returns the implementation that a name stands for on the devices in use.
 
   'auto' is 'cudnn' on NVIDIA GPUs from Ampere on, if the computation, of type `dtype`,

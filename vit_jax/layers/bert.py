@@ -86,7 +86,8 @@ class _AttentionLayer(_Layer):
     )  # [B, N, K, E]
     query = query * query.shape[-1] ** -0.5
     attend = attention_kernels.IMPLEMENTATIONS['default']
-    return attend(query, key, value, mask).reshape(x.shape)
+    options = attention_kernels.Options(mask=mask)
+    return attend(query, key, value, options).reshape(x.shape)
 
 
 class _AttentionBlock(_Layer):

@@ -19,7 +19,12 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention as attention_lib, dtypes, encoder
+from vit_jax.layers import (
+  attention as attention_lib,
+  attention_kernels,
+  dtypes,
+  encoder,
+)
 
 NORM_EPS = 1e-5
 # By what the logits of attention are divided: the root of the head's width, or
@@ -74,7 +79,8 @@ class Attention(_Layer):
     if cache is None:
       name = attention_lib.choose(self.attention, self.dtype, head_dim)
       compute = attention_lib.IMPLEMENTATIONS[name]
-      x = compute(query, key, value, causal=self.causal)
+      options = attention_kernels.Options(causal=self.causal)
+      x = compute(query, key, value, options)
     else:
       cache = tuple(
         jax.lax.dynamic_update_slice_in_dim(old, new.swapaxes(1, 2), start, 2)
