@@ -12,6 +12,7 @@ JSON file has is not computed again.
 import json
 import pathlib
 import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,10 @@ from vit_jax import console
 from vit_jax.commands import flags
 from vit_jax.configs import models as model_configs
 from vit_jax.figures import colors, drawing
-from vit_jax.layers import encoder, grid_attention
+from vit_jax.layers import encoder
 from vit_jax.planning import flops, topology
 
+PATTERNS = typing.get_args(model_configs.AttentionPattern)
 SIZES = (224, 384, 512, 768, 1024)
 PATCH = 16
 _TOKENS = 8192  # Of a batch, at most.
@@ -33,8 +35,12 @@ def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
   config = model_configs.get_config('ViT-B_16')
   side = size // PATCH
   images = _TOKENS // side**2
-  fields = {**config.transformer, 'num_layers': 1, 'position_embedding': 'none'}
-  layer = encoder.Encoder(**fields, attention_pattern=pattern, dtype=jnp.bfloat16)
+  transformer = model_configs.Transformer(
+    **{**config.transformer, 'num_layers': 1},
+    position_embedding='none',
+    attention_pattern=pattern,
+  )
+  layer = encoder.Encoder(transformer, dtype=jnp.bfloat16)
   apply = lambda variables, x: layer.apply(variables, x, train=False, grid=(side, side))
   init = lambda x: layer.init(jax.random.key(0), x, train=False, grid=(side, side))
   place = jax.sharding.SingleDeviceSharding(device)
@@ -51,7 +57,7 @@ def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
 
 def pairs(side: int) -> int:
   """Returns how many pairs of patches attend in local attention."""
-  reach = min(encoder.Encoder.attention_window // 2, side - 1)
+  reach = min(model_configs.Transformer.attention_window // 2, side - 1)
   return (side + 2 * sum(side - d for d in range(1, reach + 1))) ** 2
 
 
@@ -62,7 +68,7 @@ def draw(rows: list[dict]):
   left, right = fig.subplots(1, 2)
   config = model_configs.get_config('ViT-B_16')
   for axes, key in ((left, 'gflops'), (right, 'ms')):
-    for i, pattern in enumerate(grid_attention.PATTERNS):
+    for i, pattern in enumerate(PATTERNS):
       chosen, color = [x for x in rows if x['pattern'] == pattern], colors.of_line(i)
       line = ('o-', 's--', '^-')[i]
       axes.plot(SIZES, [row[key] for row in chosen], line, c=color, label=pattern)
@@ -94,7 +100,7 @@ def main() -> None:
   known = {(row['pattern'], row['size']) for row in rows}
   layers = model_configs.get_config('ViT-B_16').transformer.num_layers
   for size in SIZES:
-    for pattern in grid_attention.PATTERNS:
+    for pattern in PATTERNS:
       if (pattern, size) not in known:
         count, seconds = (layers * cost for cost in layer_costs(pattern, size, device))
         costs = {'gflops': 1e-9 * count, 'ms': 1e3 * seconds}

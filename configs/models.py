@@ -133,15 +133,56 @@ GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 
 # --- Fields of each kind of model ---
 #
-# A field with a default is added to a config that lacks it. The classes of the models
-# describe the fields: MlpMixer, BitResNet, ImageGPT, Detr, LitModel, and for
-# `transformer` the Encoder of vit_jax/layers/encoder.py.
+# A field with a default is added to a config that lacks it. Transformer is itself the
+# field of the encoder's modules (vit_jax/layers/encoder.py); the classes of the models
+# describe the other fields: VisionTransformer, MlpMixer, BitResNet, ImageGPT, Detr,
+# LitModel.
 
-_Float = Literal['float32', 'bfloat16', 'float16']
-_Attention = Literal['auto', 'default', 'xla', 'cudnn', 'flash']
-_Gelu = Literal['tanh', 'erf', 'quick']
-_Remat = Literal['', 'full', 'dots']
-_Epsilons = Literal['published', 'timm']
+# Choices: modules read them with typing.get_args.
+Float = Literal['float32', 'bfloat16', 'float16']
+Attention = Literal['auto', 'default', 'xla', 'cudnn', 'flash']
+AttentionPattern = Literal['global', 'local', 'axial']
+AttentionScale = Literal['exact', 'truncated']
+Backbone = Literal['resnet', 'vit']
+BackboneNorm = Literal['frozen_batch', 'group']
+Classifier = Literal[
+  'token',
+  'gap',
+  'token_gap',
+  'token_with_gap',
+  'map',
+  'token_map',
+  'unpooled',
+  'token_unpooled',
+]
+Epsilons = Literal['published', 'timm']
+Gelu = Literal['tanh', 'erf', 'quick']
+HeadInit = Literal['zeros', 'lecun_normal']
+Mlp = Literal['gelu', 'swiglu']
+Norm = Literal['layer', 'layer_no_bias', 'rms']
+PositionEmbedding = Literal[
+  'learned_1d',
+  'learned_2d',
+  'sincos2d',
+  'relative',
+  'rope',
+  'axial_rope',
+  'learned_axial_rope',
+  'relative_bias',
+  'none',
+]
+PositionLayers = Literal['stem', 'every', 'shared']
+Remat = Literal['', 'full', 'dots']
+TextModel = Literal['bert', 'text_transformer']
+TextPool = Literal['last', 'eos']
+UnitRemat = Literal['', 'full']
+Tokenizer = Literal['bert', 'hf_bert', 'sentencepiece', 'clip', 'siglip', 'siglip2']
+
+_Odd = Annotated[
+  int,
+  schema.Range(ge=1),
+  schema.Fits('an odd integer of at least 1', lambda x: x % 2 == 1),
+]
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -150,8 +191,8 @@ class _Model:
   model_name: schema.Text | None
   # Types of the computation and of the parameters. 'auto' computes in bfloat16 on
   # GPUs and TPUs, and in float32 on CPUs.
-  dtype: Literal['auto'] | _Float = 'float32'
-  param_dtype: _Float = 'float32'
+  dtype: Literal['auto'] | Float = 'float32'
+  param_dtype: Float = 'float32'
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -159,48 +200,78 @@ class _Patches:
   size: schema.HeightWidth
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Transformer:
+  """The encoder of a Vision Transformer: a pre-norm Transformer.
+
+  Raises ValueError if a value does not have its type.
+  """
+
   num_layers: schema.Count
-  mlp_dim: schema.Count
-  num_heads: schema.Count
-  dropout_rate: schema.Rate
-  attention_dropout_rate: schema.Rate
-  only_first: bool
-  attention: _Attention = 'auto'
+  mlp_dim: schema.Count  # M, the width of the hidden layer of an MLP.
+  num_heads: schema.Count  # K.
+  # Dropout after dense layers and after the position embeddings.
+  dropout_rate: schema.Rate = 0.1
+  attention_dropout_rate: schema.Rate = 0.1  # Dropout of the attention weights.
+  attention: Attention = 'auto'  # See vit_jax.layers.attention.
+  # Probability that an image skips the attention of the last layer, and likewise the
+  # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382). An image
+  # skips both or neither of a layer with `parallel`.
   stochastic_depth: schema.Rate = 0.0
-  remat: _Remat = ''
+  # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
+  # input; 'dots': everything but the inputs and the results of the dense layers.
+  remat: Remat = ''
+  # Whether to apply all layers but the last in a loop, which compiles faster. Results
+  # are the same except for dropout's noise, and parameters keep their names. None: in
+  # training on TPUs, with more than 12 layers.
   scan: bool | None = None
-  gelu: _Gelu = 'tanh'
-  norm_eps: schema.Epsilon = 1e-6
-  add_position_embedding: bool = True
-  position_embedding: Literal[
-    'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
-    'learned_axial_rope', 'relative_bias', 'none',
-  ] = 'learned_1d'  # fmt: skip
-  position_layers: Literal['stem', 'every', 'shared'] = 'stem'
+  gelu: Gelu = 'tanh'  # See vit_jax.layers.encoder.GELUS.
+  norm_eps: schema.Epsilon = 1e-6  # Added to the variance in norms.
+  add_position_embedding: bool = True  # False is position_embedding='none'.
+  # See vit_jax.layers.positions. The grid is (height, width) in patches of learned
+  # tables, which are resized to the grid of the images; None: the tables have that grid.
+  position_embedding: PositionEmbedding = 'learned_1d'
+  position_layers: PositionLayers = 'stem'
   position_grid: schema.HeightWidth | None = None
-  causal: bool = False
-  first_norm: bool = False
-  norm: Literal['layer', 'layer_no_bias', 'rms'] = 'layer'
-  qkv_bias: bool = True
+  causal: bool = False  # Whether token i attends to tokens 0 to i only.
+  first_norm: bool = False  # Whether a LayerNorm precedes the layers, as in CLIP.
+
+  # Variations of ViT-22B (arXiv 2302.05442, section 2).
+  norm: Norm = 'layer'  # Kind of all norms, see vit_jax.layers.norms.
+  qkv_bias: bool = True  # Whether queries, keys and values have biases.
+  # Whether norms precede the product of queries and keys, one over each head.
   qk_norm: bool = False
+  # Whether attention and MLP of a layer both read its input, after one norm.
   parallel: bool = False
-  mlp: Literal['gelu', 'swiglu'] = 'gelu'
+
+  # Variations of DINOv2 (arXiv 2304.07193).
+  # MLP of a layer: 'swiglu' multiplies two hidden layers of width M, one after a SiLU.
+  mlp: Mlp = 'gelu'
+  # Initial value of learned factors on the channels of each branch; None: no factors.
   layer_scale: schema.Positive | None = None
-  attention_pattern: Literal['global', 'local', 'axial'] = 'global'
-  attention_window: schema.Count = 7
+
+  # See vit_jax.layers.grid_attention. The window is a number of patches a side.
+  attention_pattern: AttentionPattern = 'global'
+  attention_window: _Odd = 7
+
+  # Variations of EVA-02 (arXiv 2303.11331, section 2.1). Rotary embeddings: their
+  # temperature, and the grid to which `axial_rope` scales.
   rope_temperature: schema.Positive = 100.0
   rope_grid: schema.HeightWidth | None = None
+  # Whether norms follow the hidden layer of the MLP, and the heads of attention.
   mlp_norm: bool = False
   attention_norm: bool = False
+
+  def __post_init__(self):
+    for key, kind in schema.fields(type(self)).items():
+      schema.check(key, getattr(self, key), kind, 'config.model.transformer.')
 
 
 @dataclasses.dataclass(kw_only=True)
 class _ResNet:
   num_layers: schema.Units
   width_factor: schema.WidthFactor
-  eps: _Epsilons = 'published'
+  eps: Epsilons = 'published'
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -210,11 +281,8 @@ class Vit(_Model):
   transformer: Transformer
   resnet: _ResNet
   representation_size: schema.Count | None
-  classifier: Literal[
-    'token', 'gap', 'token_gap', 'token_with_gap', 'map', 'token_map', 'unpooled',
-    'token_unpooled',
-  ]  # fmt: skip
-  head_init: Literal['zeros', 'lecun_normal']
+  classifier: Classifier
+  head_init: HeadInit
   # Initial bias of the head: -10 for many classes with a sigmoid.
   head_bias_init: float = 0.0
   registers: schema.Natural = 0
@@ -236,8 +304,8 @@ class Bit(_Model):
   num_layers: schema.Units
   width_factor: schema.WidthFactor
   head_bias_init: float = 0.0
-  eps: _Epsilons = 'published'
-  remat: Literal['', 'full'] = ''
+  eps: Epsilons = 'published'
+  remat: UnitRemat = ''
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -248,15 +316,15 @@ class Igpt(_Model):
   num_colors: Annotated[int, schema.Range(ge=2)]
   num_positions: schema.Count
   causal: bool = True
-  attention_scale: Literal['exact', 'truncated'] = 'exact'
-  attention: _Attention = 'auto'
-  remat: _Remat = ''
+  attention_scale: AttentionScale = 'exact'
+  attention: Attention = 'auto'
+  remat: Remat = ''
   scan: bool | None = None
 
 
 @dataclasses.dataclass(kw_only=True)
 class Detr(_Model):
-  backbone: Literal['resnet', 'vit']
+  backbone: Backbone
   vit: Vit
   units: schema.Units
   dilate_last: bool
@@ -267,7 +335,7 @@ class Detr(_Model):
   num_decoder_layers: schema.Count
   num_heads: schema.Count
   mlp_dim: schema.Count
-  norm: Literal['frozen_batch', 'group'] = 'frozen_batch'
+  norm: BackboneNorm = 'frozen_batch'
   mask_head: bool = False
   masks_at_a_time: schema.Natural = 10
   dropout_rate: schema.Rate = 0.1
@@ -284,16 +352,14 @@ class TextTower:
   vocab_size: Annotated[int, schema.Range(ge=2)]
   dropout_rate: schema.Rate
   causal: bool
-  pool: Literal['last', 'eos']
-  gelu: _Gelu
+  pool: TextPool
+  gelu: Gelu
   norm_eps: schema.Epsilon
 
 
 @dataclasses.dataclass(kw_only=True)
 class _Tokens:
-  tokenizer_name: Literal[
-    'bert', 'hf_bert', 'sentencepiece', 'clip', 'siglip', 'siglip2'
-  ]
+  tokenizer_name: Tokenizer
   vocab_path: schema.Text | None
   size: schema.Count
   max_len: Annotated[int, schema.Range(ge=2)]
@@ -303,7 +369,7 @@ class _Tokens:
 class Lit(_Model):
   image: Vit
   text: TextTower
-  text_model: Literal['bert', 'text_transformer']
+  text_model: TextModel
   pp: _Tokens
   out_dim: Any
   # As in the released training code.

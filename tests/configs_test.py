@@ -247,7 +247,6 @@ def test_options_match_the_defaults_of_the_modules():
   assert resnet['eps'].default == models._ResNet.eps
   for group, cls in (
     (models.Vit, models_vit.VisionTransformer),
-    (models.Transformer, models_vit.Encoder),
     (models.Mixer, models_mixer.MlpMixer),
     (models.Bit, models_bit.BitResNet),
   ):
@@ -255,13 +254,6 @@ def test_options_match_the_defaults_of_the_modules():
       field = getattr(cls, key)
       is_type = key in ('dtype', 'param_dtype')
       assert (np.dtype(field).name if is_type else field) == default, key
-  fields = set(models_vit.Encoder.__dataclass_fields__)
-  assert fields - set(schema.fields(models.Transformer)) <= {
-    'parent',
-    'name',
-    'dtype',
-    'param_dtype',
-  }
 
 
 def test_model_options_are_flags():

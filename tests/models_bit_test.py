@@ -122,8 +122,8 @@ def test_dtype_reaches_every_layer_and_logits_are_float32(tiny):
 @pytest.mark.parametrize(
   'fields, message',
   [
-    ({'eps': 'torch'}, "eps='torch' is unknown: use one of .'published', 'timm'"),
-    ({'remat': 'dots'}, "remat='dots' is unknown: use one of .'', 'full'"),
+    ({'eps': 'torch'}, "eps='torch' must be one of 'published', 'timm'"),
+    ({'remat': 'dots'}, "remat='dots' must be one of '', 'full'"),
     ({'width_factor': 0.25}, 'width_factor=0.25 must be a multiple of 0.5'),
   ],
 )  # fmt: skip

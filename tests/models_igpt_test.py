@@ -306,7 +306,7 @@ def test_temperature_and_top_k():
   'fields, args, message',
   [
     ({'num_heads': 3}, (), 'num_heads=3 does not divide the width 16'),
-    ({'attention_scale': 'no'}, (), "attention_scale='no' is unknown: use one"),
+    ({'attention_scale': 'no'}, (), "attention_scale='no' must be one of"),
     ({'num_positions': 9}, (), 'colors has 12 pixels an image, but .* 9 posi'),
     ({}, (np.ones((3, N), bool),), 'masked is for a model with causal=False'),
   ],

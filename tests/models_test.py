@@ -9,8 +9,9 @@ import jax
 import pytest
 
 from tests import tiny_models
-from vit_jax import models, models_bit, models_detr, models_igpt, models_lit, models_vit
+from vit_jax import models, models_bit, models_detr, models_igpt, models_lit
 from vit_jax.configs import models as model_configs
+from vit_jax.layers import encoder
 from vit_jax.weights import identify
 
 # arXiv 2010.11929, 2106.10270 and 2105.01601, 1000 classes, no pre-logits layer.
@@ -240,7 +241,7 @@ def test_models_are_static_arguments_of_jit(name):
   assert traced == [model, other]
 
 
-class Wide(models_vit.Encoder):
+class Wide(encoder.Encoder):
   """An encoder with an additional field."""
 
   wide: bool = True

@@ -192,7 +192,7 @@ def test_attention_pooling_matches_pytorch():
     (
       {'transformer': {**tiny_models.tiny().transformer, 'remat': 'some'}},
       (1, 8, 8, 3),
-      "remat='some' is unknown",
+      "remat='some' must be one of",
     ),
   ],
 )

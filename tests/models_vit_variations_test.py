@@ -178,7 +178,7 @@ def test_registers_are_not_returned():
   [
     ({'causal': True, 'classifier': 'gap', 'registers': 2}, 'registers=2.*causal=True'),
     ({'position_layers': 'every', 'registers': 2}, "'every'.*registers"),
-    ({'norm': 'batch'}, "norm='batch' is unknown.*layer_no_bias"),
+    ({'norm': 'batch'}, "norm='batch' must be one of.*layer_no_bias"),
     ({'position_embedding': 'rope', 'num_heads': 8}, "'rope'.*multiple of 4, not 2"),
   ],
 )

@@ -9,6 +9,7 @@ import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.layers import encoder as encoder_lib
 
 
 def config():
@@ -34,6 +35,11 @@ def tiny(num_layers=1, **kwargs):
     ),
   )
   return models.VisionTransformer(**{**fields, **kwargs})
+
+
+def encoder(dtype=jnp.float32, **fields):
+  """Returns the encoder with these fields of a Transformer."""
+  return encoder_lib.Encoder(model_configs.Transformer(**fields), dtype)
 
 
 _traced = {}

@@ -118,7 +118,8 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
     )
   if 'encoder' in known:
     encoder = fields.get('encoder', known['encoder'].default)
-    models_vit.encoder_fields(encoder, fields.get('transformer') or {})
+    if fields.get('transformer') is not None:
+      models_vit.encoder_fields(encoder, fields['transformer'])
   return model(**fields)
 
 

@@ -18,6 +18,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes, layer_stack, patches, resnet
 
@@ -26,9 +27,6 @@ EPSILONS = {
   'published': models_resnet.Epsilons(norm=1e-5, std=0.0, std_variance=1e-10),
   'timm': models_resnet.EPSILONS['timm'],
 }
-# What the backward pass recomputes (config.model.remat): nothing, or everything
-# inside a unit.
-REMATS = ('', 'full')
 
 
 def _group_norm(eps, types, name):
@@ -83,7 +81,8 @@ class BitResNet(patches.ImageModel):
   width_factor: float = 1.0  # Multiplies the channels; 1 gives a ResNet.
   head_bias_init: float = 0.0
   eps: str = 'published'  # A key of EPSILONS.
-  remat: str = ''  # One of REMATS.
+  # What the backward pass recomputes. '': nothing; 'full': everything inside a unit.
+  remat: str = ''
   model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -99,8 +98,8 @@ class BitResNet(patches.ImageModel):
     del train
     inputs = jnp.asarray(inputs)  # Accepts TensorFlow's tensors.
     patches.check_images(inputs)
-    patches.check_choice('eps', self.eps, EPSILONS)
-    patches.check_choice('remat', self.remat, REMATS)
+    schema.check('eps', self.eps, model_configs.Epsilons, 'config.model.')
+    schema.check('remat', self.remat, model_configs.UnitRemat, 'config.model.')
     if not self.width_factor > 0 or self.width_factor % 0.5:
       raise ValueError(
         f'width_factor={self.width_factor} must be a multiple of 0.5 above 0, so '

@@ -18,10 +18,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from vit_jax import models_vit
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import detection, detr_masks, dtypes, patches, resnet
-
-BACKBONES = ('resnet', 'vit')
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], by channel, with
 # which the published backbones were trained.
@@ -98,7 +97,7 @@ class Detr(patches.ImageModel):
   """
 
   num_classes: int  # Without "no object", which is the last one.
-  backbone: str = BACKBONES[0]
+  backbone: str = 'resnet'
   # Fields of vit_jax.models_vit.VisionTransformer, for backbone='vit'. With
   # `transformer.position_grid` images may have several sizes.
   vit: Mapping[str, Any] | None = None
@@ -106,7 +105,7 @@ class Detr(patches.ImageModel):
   units: Sequence[int] = resnet.UNITS['r50']
   backbone_width: int = 64
   dilate_last: bool = False
-  norm: str = resnet.NORMS[0]
+  norm: str = 'frozen_batch'
   hidden_size: int = 256  # D.
   num_queries: int = 100  # Q.
   num_encoder_layers: int = 6
@@ -176,7 +175,7 @@ class Detr(patches.ImageModel):
 
   def _stages(self, images, mask, train):
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
-    patches.check_choice('backbone', self.backbone, BACKBONES)
+    schema.check('backbone', self.backbone, model_configs.Backbone, 'config.model.')
     types = dtypes.of(self)
     if self.backbone == 'vit':
       if self.mask_head:

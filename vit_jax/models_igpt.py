@@ -29,6 +29,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import (
   attention as attention_lib,
@@ -70,8 +71,11 @@ class ImageGPT(patches.ImageModel):
   def setup(self):
     """Creates parameters and layers; raises ValueError for wrong fields."""
     attention_lib.check(self.attention, 0.0, key='config.model.attention')
-    patches.check_choice('attention_scale', self.attention_scale, decoder.SCALES)
-    patches.check_choice('remat', self.remat, loop_lib.REMATS)
+    for name, kind in (
+      ('attention_scale', model_configs.AttentionScale),
+      ('remat', model_configs.Remat),
+    ):
+      schema.check(name, getattr(self, name), kind, 'config.model.')
     width, types = self.hidden_size, dtypes.of(self)
     dtype = types['param_dtype']
     if width % self.num_heads:

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 from vit_jax import console, models_vit
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import dtypes, patches, text_towers
 
 BASE_PATH = 'gs://vit_models/lit'
@@ -85,7 +85,9 @@ class LitModel(patches.ImageModel):
   @nn.nowrap
   def text_tower(self, **kwargs) -> nn.Module:
     """Returns the text tower, whose parameters are under `txt`."""
-    patches.check_choice('text_model', self.text_model, text_towers.TEXT_MODELS)
+    schema.check(
+      'text_model', self.text_model, model_configs.TextModel, 'config.model.'
+    )
     fields = {**(self.text or {}), **dtypes.of(self), **kwargs}
     return text_towers.TEXT_MODELS[self.text_model](
       **{**fields, 'num_classes': self.out_dims[1]}

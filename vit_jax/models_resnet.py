@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax.numpy as jnp
 
-from vit_jax.layers import dtypes, patches, resnet
+from vit_jax.configs import models as model_configs, schema
+from vit_jax.layers import dtypes, resnet
 
 
 class Epsilons(NamedTuple):
@@ -107,7 +108,7 @@ def make_resnet(
   of each number of units in `num_layers`. The root has 64 channels times
   `width_factor`; `eps` is a key of EPSILONS.
   """
-  patches.check_choice('eps', eps, EPSILONS, 'config.model.resnet')
+  schema.check('eps', eps, model_configs.Epsilons, 'config.model.resnet.')
   epsilons = EPSILONS[eps]
   types = dict(dtype=dtype, param_dtype=param_dtype)
   width = int(64 * width_factor)

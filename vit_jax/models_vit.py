@@ -38,9 +38,11 @@ import inspect
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import (
   attention,
@@ -52,54 +54,116 @@ from vit_jax.layers import (
   positions,
 )
 
-CLASSIFIERS = (
-  'token', 'gap', 'token_gap', 'token_with_gap', 'map', 'token_map', 'unpooled',
-  'token_unpooled',
-)  # fmt: skip
-
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
 AddPositionEmbs = positions.AddPositionEmbs
 MlpBlock = encoder_lib.MlpBlock
 MultiHeadDotProductAttention = attention.MultiHeadDotProductAttention
-Encoder1DBlock = encoder_lib.Encoder1DBlock
-Encoder = encoder_lib.Encoder
 check_images = patches_lib.check_images
 make_head = patches_lib.make_head
 
 
-def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict:
-  """Selects the fields that an encoder has.
+class Encoder1DBlock(nn.Module):
+  """One layer of the encoder; see vit_jax.layers.encoder.Block."""
 
-  An encoder class of a user, or a function that makes an encoder, may lack
-  fields of this package's Encoder. Such a field is left out if it has its
-  default value; otherwise ValueError lists the fields that the encoder has.
+  mlp_dim: int
+  num_heads: int
+  dtype: Any = jnp.float32
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+
+  @nn.compact
+  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
+    """Maps tokens [B, N, D] to tokens [B, N, D]."""
+    config = model_configs.Transformer(
+      num_layers=1,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout_rate=self.dropout_rate,
+      attention_dropout_rate=self.attention_dropout_rate,
+    )
+    block = encoder_lib.Block(config, self.dtype)
+    nn.share_scope(self, block)
+    return block(inputs, encoder_lib.Context(train=not deterministic))
+
+
+class Encoder(nn.Module):
+  """Position embeddings, layers and a norm; see vit_jax.layers.encoder.Encoder."""
+
+  num_layers: int
+  mlp_dim: int
+  num_heads: int
+  dropout_rate: float = 0.1
+  attention_dropout_rate: float = 0.1
+  add_position_embedding: bool = True
+
+  @nn.compact
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+    """Maps tokens [B, N, D] to tokens [B, N, D]."""
+    config = model_configs.Transformer(
+      num_layers=self.num_layers,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
+      dropout_rate=self.dropout_rate,
+      attention_dropout_rate=self.attention_dropout_rate,
+      add_position_embedding=self.add_position_embedding,
+    )
+    encode = encoder_lib.Encoder(config)
+    nn.share_scope(self, encode)
+    return encode(x, train=train)
+
+
+# Fields that an encoder class of a user may lack, and their defaults.
+_OPTIONAL = {
+  **dict(schema.defaults(model_configs.Transformer)),
+  'dtype': jnp.float32,
+  'param_dtype': jnp.float32,
+}
+
+
+def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the arguments of an encoder: its types, and the fields of `transformer`.
+
+  An encoder with the argument `config`, as vit_jax.layers.encoder.Encoder has, gets a
+  Transformer, and the other fields by name. An encoder class of a user, or a function
+  that makes an encoder, may lack fields. Such a field is left out if it has its default
+  value; otherwise ValueError lists the fields that the encoder has.
   """
-  known = inspect.signature(encoder).parameters
-  if any(p.kind is p.VAR_KEYWORD for p in known.values()):
+  parameters = inspect.signature(encoder).parameters
+  if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
     return dict(fields)
-  wrong = {
-    key: value
-    for key, value in fields.items()
-    if key not in known
-    and (not hasattr(Encoder, key) or value != getattr(Encoder, key))
-  }
-  if wrong:
+  arguments = dict(fields)
+  if 'config' in parameters:
+    config = _transformer_of(arguments)
+    arguments = {k: v for k, v in arguments.items() if not hasattr(config, k)}
+    arguments['config'] = config
+  unknown = {}
+  for key in sorted(arguments.keys() - parameters.keys()):
+    value = arguments.pop(key)
+    if key not in _OPTIONAL or value != _OPTIONAL[key]:
+      unknown[key] = value
+  if unknown:
     name = getattr(encoder, '__name__', encoder)
-    has = sorted(set(known) - {'parent', 'name'})
+    known = sorted(set(parameters) - {'parent', 'name'})
     raise ValueError(
-      f'config.model has unknown fields {sorted(wrong)}: {name} takes {has}, but '
-      f'the config gives {", ".join(f"{k}={v}" for k, v in wrong.items())} '
+      f'config.model has unknown fields {sorted(unknown)}: {name} takes {known}, but '
+      f'the config gives {", ".join(f"{k}={v}" for k, v in unknown.items())} '
       '(config.model.transformer)'
     )
-  return {key: fields[key] for key in fields if key in known}
+  return arguments
+
+
+def _transformer_of(fields: Mapping[str, Any]) -> model_configs.Transformer:
+  """Returns the fields of this package's encoder among those of another one."""
+  names = schema.fields(model_configs.Transformer)
+  return model_configs.Transformer(**{k: v for k, v in fields.items() if k in names})
 
 
 class IdentityLayer(nn.Module):
   """Returns its input; names an activation, so that it can be captured."""
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     return x
 
 
@@ -113,7 +177,9 @@ class VisionTransformer(patches_lib.ImageModel):
   # Has a field `size`, (height, width) of a patch: in pixels, or for a hybrid in cells
   # of the ResNet's feature map.
   patches: Any
-  transformer: Any  # Fields of `encoder`; None: no encoder.
+  # Fields of `encoder`, by default those of vit_jax.configs.models.Transformer; None: no
+  # encoder.
+  transformer: Any
   hidden_size: int  # D.
   # Fields of vit_jax.models_resnet.make_resnet, `num_layers` (units per stage, possibly
   # none), `width_factor` and optionally `eps`; None: no ResNet.
@@ -128,7 +194,7 @@ class VisionTransformer(patches_lib.ImageModel):
   # 'token_unpooled' apply the head to every token, without and with a class token.
   classifier: str = 'token'
   head_bias_init: float = 0.0  # -10 for the 21k models.
-  encoder: type[nn.Module] = Encoder
+  encoder: Callable[..., nn.Module] = encoder_lib.Encoder
   model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -150,7 +216,9 @@ class VisionTransformer(patches_lib.ImageModel):
     causal attention hides the other tokens from the class token that it reads, or from
     registers.
     """
-    patches_lib.check_choice('classifier', self.classifier, CLASSIFIERS)
+    schema.check(
+      'classifier', self.classifier, model_configs.Classifier, 'config.model.'
+    )
     if self.distilled and self.classifier != 'token':
       raise ValueError(
         f"classifier='{self.classifier}' reads no distillation token, which "
@@ -177,6 +245,13 @@ class VisionTransformer(patches_lib.ImageModel):
           f'registers={self.registers} come before the patches and with causal=True '
           'attend to none of them: use 0 (config.model.registers)'
         )
+      is_axial = fields.get('attention_pattern') == 'axial'
+      if is_axial and (self.has_class_token or self.registers):
+        raise ValueError(
+          f"classifier='{self.classifier}' and registers={self.registers} add tokens "
+          "without a row or column, which attention_pattern='axial' needs: use 'gap', "
+          "'map' or 'unpooled', and 0 (config.model)"
+        )
       width, dtype = self.hidden_size, types['param_dtype']
       if self.has_class_token:
         self.cls = self.param('cls', nn.initializers.zeros, (1, 1, width), dtype)
@@ -190,10 +265,9 @@ class VisionTransformer(patches_lib.ImageModel):
         **encoder_fields(self.encoder, {**types, **fields})
       )
     if self.classifier in ('map', 'token_map'):
-      given = {k: fields[k] for k in encoder_lib.POOLING_FIELDS if k in fields}
-      self.MAPHead_0 = encoder_lib.MAPHead(**{**types, **given})
+      self.MAPHead_0 = encoder_lib.MAPHead(_transformer_of(fields), **types)
     if self.pool_norm:
-      kind, eps = fields.get('norm', Encoder.norm), fields.get('norm_eps', 1e-6)
+      kind, eps = fields.get('norm', 'layer'), fields.get('norm_eps', 1e-6)
       self._pool_norm = norms.make(kind, eps, 'pool_norm', **types)
     size = self.representation_size
     self.pre_logits = IdentityLayer() if size is None else nn.Dense(size, **types)
@@ -310,7 +384,7 @@ class VisionTransformer(patches_lib.ImageModel):
       extra.update(grid)
     if self.pool_norm:
       extra['last_norm'] = False
-    if only_first and self.encoder is Encoder:
+    if only_first and self.encoder is encoder_lib.Encoder:
       extra['only_first'] = True
     x = self.Transformer(x, train=train, **extra)
     if not self.registers:

@@ -18,7 +18,6 @@ from vit_jax.layers import (
   attention,
   attention_kernels,
   dtypes,
-  encoder,
   layer_stack,
   xla_hints,
 )
@@ -121,23 +120,23 @@ def loss(model, params, x, **kwargs):
 @pytest.fixture(scope='module')
 def tokens_and_params():
   x = jnp.asarray(np.random.RandomState(0).randn(2, 17, 16), jnp.float32)
-  return x, tiny_models.randomised(encoder.Encoder(**FIELDS), x, seed=1)
+  return x, tiny_models.randomised(tiny_models.encoder(**FIELDS), x, seed=1)
 
 
 @pytest.mark.parametrize(
-  'fields, seen',
+  'fields, call, seen',
   [
-    ({'only_first': True}, {24}),
-    ({'scan': True, 'causal': True, 'remat': 'dots'}, {24}),
-    ({'position_layers': 'shared'}, {18}),  # Even, as the kernel requires.
+    ({}, {'only_first': True}, {24}),
+    ({'scan': True, 'causal': True, 'remat': 'dots'}, {}, {24}),
+    ({'position_layers': 'shared'}, {}, {18}),  # Even, as the kernel requires.
   ],
 )
-def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
+def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, call, seen):
   x, params = tokens_and_params
   fields = {**FIELDS, **fields}
-  got = loss(encoder.Encoder(attention='cudnn', **fields), params, x)
+  got = loss(tiny_models.encoder(attention='cudnn', **fields), params, x, **call)
   assert set(tokens) == seen
-  want = loss(encoder.Encoder(attention='default', **fields), params, x)
+  want = loss(tiny_models.encoder(attention='default', **fields), params, x, **call)
   trees.assert_close(got, want, rtol=1e-4, atol=1e-4)
   np.testing.assert_allclose(got[0][1], want[0][1], atol=3e-6)
 
@@ -145,13 +144,13 @@ def test_padded_tokens_change_nothing(tokens, tokens_and_params, fields, seen):
 def test_padding_is_hidden_from_masks_and_intermediates(tokens, tokens_and_params):
   """Dropout also draws the same noise."""
   x, params = tokens_and_params
-  cudnn = functools.partial(encoder.Encoder, attention='cudnn')
+  cudnn = functools.partial(tiny_models.encoder, attention='cudnn')
   fields = {**FIELDS, 'num_layers': 1}
   mask = np.random.RandomState(0).rand(2, 1, 17, 17) < 0.5
 
   def compare(fields, **kwargs):
     run = lambda model: model.apply({'params': params}, x, train=True, **kwargs)
-    models = cudnn(**fields), encoder.Encoder(**fields)
+    models = cudnn(**fields), tiny_models.encoder(**fields)
     got, want = jax.jit(lambda: [run(model) for model in models])()
     np.testing.assert_allclose(got, want, atol=1e-5)
 
@@ -174,7 +173,7 @@ def test_padding_is_hidden_from_masks_and_intermediates(tokens, tokens_and_param
 
 def test_deep_models_loop_over_layers_on_tpus(monkeypatch, tokens_and_params):
   x, _ = tokens_and_params
-  model = encoder.Encoder(**{**FIELDS, 'num_layers': 3})
+  model = tiny_models.encoder(**{**FIELDS, 'num_layers': 3})
   init = functools.partial(model.init, jax.random.key(0), train=False)
   params = jax.eval_shape(init, x)
   run = lambda train: str(
@@ -204,11 +203,12 @@ def test_program_for_nvidia_gpus(monkeypatch, scan):
   monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900)
   monkeypatch.setattr(attention_kernels, '_has_cudnn', lambda: True)
   x = jax.ShapeDtypeStruct((2, 17, 16), jnp.bfloat16)
-  fields = {**FIELDS, 'num_layers': 3, 'scan': scan, 'only_first': True}
-  model = encoder.Encoder(attention='auto', dtype=jnp.bfloat16, **fields)
+  fields = {**FIELDS, 'num_layers': 3, 'scan': scan}
+  model = tiny_models.encoder(attention='auto', dtype=jnp.bfloat16, **fields)
   init = functools.partial(model.init, jax.random.key(0), train=False)
   params = jax.eval_shape(init, x)
-  total = lambda *args: model.apply(*args, train=True).astype(jnp.float32).sum()
+  apply = functools.partial(model.apply, train=True, only_first=True)
+  total = lambda *args: apply(*args).astype(jnp.float32).sum()
   traced = jax.jit(jax.grad(total)).trace(params, x)
   text = traced.lower(lowering_platforms=('cuda',)).as_text()
   calls = 1 if scan else 2  # The last layer has one query.
@@ -220,13 +220,13 @@ def test_program_for_nvidia_gpus(monkeypatch, scan):
 
 def test_gpu_hints_do_not_change_results(one_gpu, tokens_and_params):
   x, params = tokens_and_params
-  fields = {'scan': True, 'remat': 'dots', 'gelu': 'quick', 'only_first': True}
-  model = encoder.Encoder(**{**FIELDS, **fields})
-  on_gpus = loss(model, params, x)
+  fields = {'scan': True, 'remat': 'dots', 'gelu': 'quick'}
+  model = tiny_models.encoder(**{**FIELDS, **fields})
+  on_gpus = loss(model, params, x, only_first=True)
   assert xla_hints.on_gpus()
   with jax.default_device('cpu'):
     assert not xla_hints.on_gpus()
-    want = loss(model, params, x)
+    want = loss(model, params, x, only_first=True)
   trees.assert_close(on_gpus, want, rtol=1e-4, atol=1e-5)
 
 
@@ -251,7 +251,7 @@ def test_hints_are_differentiable_in_every_mode(monkeypatch, platform):
 def test_gpu_hints_add_no_collectives(gpu, monkeypatch):
   """The hints leave the batch split: each device keeps its own rows."""
   x = jax.ShapeDtypeStruct((8, 17, 16), jnp.float32)
-  model = encoder.Encoder(**{**FIELDS, 'num_layers': 1})
+  model = tiny_models.encoder(**{**FIELDS, 'num_layers': 1})
   init = functools.partial(model.init, jax.random.key(0), train=False)
   mesh = sharding.make_mesh({'data': -1})
 
@@ -277,7 +277,7 @@ def test_gpu_hints_add_no_collectives(gpu, monkeypatch):
 
 def test_hints_in_programs_by_platform(one_gpu, monkeypatch, tokens_and_params):
   x, params = tokens_and_params
-  model = encoder.Encoder(**FIELDS)
+  model = tiny_models.encoder(**FIELDS)
   found = {}
   for platform in ('cpu', 'gpu', 'tpu'):
     monkeypatch.setattr(dtypes, 'platform', lambda platform=platform: platform)

@@ -10,7 +10,6 @@ import pytest
 
 from tests import tiny_models, trees
 from vit_jax.distributed import sharding
-from vit_jax.layers import encoder
 
 
 def test_dropout_is_placed_as_in_the_paper():
@@ -81,7 +80,9 @@ def test_dropout_in_a_loop_differs_by_layer_and_key():
 
 def counting(layers, width):
   """Parameters with which attention i adds 1 to feature 2 i, and MLP i to 2 i + 1."""
-  model = encoder.Encoder(layers, 8, 1, add_position_embedding=False)
+  model = tiny_models.encoder(
+    num_layers=layers, mlp_dim=8, num_heads=1, add_position_embedding=False
+  )
   shapes = jax.eval_shape(
     lambda: model.init(jax.random.key(0), jnp.zeros((1, 2, width)), train=False)
   )['params']
@@ -99,8 +100,8 @@ def counting(layers, width):
 def test_stochastic_depth_drops_branches_by_layer_and_image(fields):
   layers, width, images, most = 3, 7, 4000, 0.6
   params = counting(layers, width)
-  model = encoder.Encoder(
-    layers, 8, 1, dropout_rate=0.0, attention_dropout_rate=0.0,
+  model = tiny_models.encoder(
+    num_layers=layers, mlp_dim=8, num_heads=1, dropout_rate=0.0, attention_dropout_rate=0.0,
     add_position_embedding=False, stochastic_depth=most, **fields,
   )  # fmt: skip
   x = np.zeros((images, 2, width), np.float32)
@@ -139,7 +140,7 @@ def encoder_and_params(**fields):
          attention_dropout_rate=0.0), **fields,
   )  # fmt: skip
   x = jnp.asarray(np.random.RandomState(0).randn(4, 7, 16), jnp.float32)
-  model = encoder.Encoder(**fields)
+  model = tiny_models.encoder(**fields)
   params = tiny_models.randomised(model, x, seed=1)
   return model, params, x
 

@@ -131,7 +131,7 @@ def test_flops_count_the_attended_pairs():
     (
       'axial',
       dict(position_embedding='relative', position_layers='every'),
-      'position_embedding',
+      'relative must be',
     ),
   ],
 )

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests import tiny_models
-from vit_jax import models_bit, models_detr, models_resnet, models_vit
+from vit_jax import models_bit, models_resnet
 from vit_jax.configs import common, models as model_configs, schema, vit
 from vit_jax.layers import (
   attention,
@@ -14,8 +14,6 @@ from vit_jax.layers import (
   encoder,
   layer_stack,
   patches,
-  position_kinds,
-  resnet,
   text_towers,
 )
 from vit_jax.learning import losses
@@ -50,6 +48,20 @@ WRONG = [
     'model.transformer',
     {'add_position_embedding': False, 'position_embedding': 'sincos2d'},
     'contradicts',
+  ),
+  (
+    'model.transformer',
+    {
+      'position_embedding': 'relative',
+      'position_layers': 'every',
+      'position_grid': (2, 2),
+    },
+    r"position_grid=\(2, 2\) has no effect .*'relative', only with learned_1d or",
+  ),
+  (
+    'model.transformer',
+    {'position_embedding': 'rope', 'position_layers': 'every'},
+    "position_layers=every has no effect .*'rope', only with learned_1d or",
   ),
   ('model.transformer.attention_window', 3, "no effect .*'global'.*pattern=local"),
   ('model.resnet', {'width_factor': 0.3}, 'multiple of 0.5'),
@@ -99,21 +111,14 @@ def test_every_model_has_only_fields_of_its_kind():
   'group, key, known',
   [
     (common.Config, 'loss', losses.LOSSES),
-    (model_configs.Vit, 'transformer.attention', attention.NAMES),
-    (model_configs.Vit, 'transformer.remat', layer_stack.REMATS),
+    (model_configs.Vit, 'transformer.attention', ('auto', *attention.IMPLEMENTATIONS)),
     (model_configs.Vit, 'transformer.gelu', encoder.GELUS),
-    (model_configs.Vit, 'transformer.position_embedding', position_kinds.KINDS),
-    (model_configs.Vit, 'transformer.position_layers', position_kinds.LAYERS),
+    (model_configs.Vit, 'transformer.remat', ('', *layer_stack.REMAT_POLICIES)),
     (model_configs.Vit, 'resnet.eps', models_resnet.EPSILONS),
-    (model_configs.Vit, 'classifier', models_vit.CLASSIFIERS),
     (model_configs.Vit, 'head_init', patches.HEAD_INITS),
     (model_configs.Bit, 'eps', models_bit.EPSILONS),
-    (model_configs.Bit, 'remat', models_bit.REMATS),
-    (model_configs.Detr, 'backbone', models_detr.BACKBONES),
-    (model_configs.Detr, 'norm', resnet.NORMS),
     (model_configs.Igpt, 'attention_scale', decoder.SCALES),
     (model_configs.Lit, 'text_model', text_towers.TEXT_MODELS),
-    (model_configs.Lit, 'text.pool', text_towers.POOLS),
     (model_configs.Lit, 'pp.tokenizer_name', text_towers.TOKENIZERS),
   ],
 )

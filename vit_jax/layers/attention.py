@@ -231,6 +231,7 @@ class MultiHeadDotProductAttention(nn.Module):
       **types,
     )(x)  # [B, Q, D]
 
+  @nn.nowrap
   def _implementation(
     self, head_dim: int, options: attention_kernels.Options, dropout_rate: float
   ) -> attention_kernels.Implementation:
@@ -242,6 +243,7 @@ class MultiHeadDotProductAttention(nn.Module):
     is_plain = not has_bias and not self.only_first
     return IMPLEMENTATIONS[choose(self.attention, self.dtype, head_dim, is_plain)]
 
+  @nn.nowrap
   def _with_weights(
     self,
     dropout_rate: float,

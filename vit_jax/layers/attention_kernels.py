@@ -8,12 +8,14 @@ Shapes: B images, Q queries, S keys and values, K heads, E width of a head.
 
 from collections.abc import Callable
 import functools
+import typing
 from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
 
@@ -335,7 +337,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
   'flash': _flash,
 }
 AUTO = 'auto'  # Chosen by the devices, see `choose`.
-NAMES = (AUTO, *IMPLEMENTATIONS)
+NAMES = typing.get_args(model_configs.Attention)
 # cuDNN's flash attention needs this, and heads of at most this width.
 _CAPABILITY = (8, 0)  # Ampere.
 _HEAD_DIM = 128

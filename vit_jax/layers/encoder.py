@@ -1,11 +1,15 @@
 """The encoder of the Vision Transformer: position embeddings, layers, a norm.
 
 A pre-norm Transformer (arXiv 2010.11929, equations 1 to 4) with the published
-names of modules and parameters.
+names of modules and parameters. The field `config` of its modules is a
+vit_jax.configs.models.Transformer.
 
-Shapes: B images, N tokens, D width of a token, M width of the MLP.
+Shapes: B images, N tokens, D width of a token, M width of the MLP, K heads, E width of
+a head.
 """
 
+from collections.abc import Callable
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -14,12 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import (
   attention,
   dtypes,
   grid_attention,
-  layer_stack as loop_lib,
+  layer_stack,
   norms,
   patches,
   position_kinds,
@@ -27,23 +32,19 @@ from vit_jax.layers import (
   xla_hints,
 )
 
-_PLACE = 'config.model.transformer'
 
-
-def quick_gelu(x):
+def quick_gelu(x: jax.Array) -> jax.Array:
   """Returns x * sigmoid(1.702 x), an approximation of GELU."""
   return x * nn.sigmoid(1.702 * x)
 
 
 # Google's models were trained with the tanh approximation; timm and Hugging
 # Face compute the exact function by default, CLIP another approximation.
-GELUS = {
+GELUS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'tanh': functools.partial(jax.nn.gelu, approximate=True),
   'erf': functools.partial(jax.nn.gelu, approximate=False),
   'quick': quick_gelu,
 }
-MLPS = ('gelu', 'swiglu')
-
 
 # What an encoder consists of, in order: the position embeddings before the first
 # layer, and the layers with the last norm.
@@ -51,23 +52,39 @@ PARTS = ('positions', 'layers')
 # cuDNN's kernels are faster with a multiple of this number of tokens. The encoder then
 # pads the tokens, once.
 _MULTIPLE = 8
-# Fields of the encoder that its attention and attention pooling have too.
-_ATTENTION_FIELDS = ('num_heads', 'norm', 'norm_eps', 'qkv_bias', 'qk_norm')
-# Fields of attention pooling.
-POOLING_FIELDS = ('mlp_dim', 'gelu', 'mlp', *_ATTENTION_FIELDS)
-# Fields of the encoder that its layers have too.
-_BLOCK_FIELDS = (
-  'mlp_dim', 'dropout_rate', 'attention_dropout_rate', 'attention', 'gelu', 'causal',
-  'parallel', 'mlp', 'layer_scale', 'mlp_norm', 'attention_norm', *_ATTENTION_FIELDS,
-)  # fmt: skip
+# Fields of a pytree that are not arrays.
+_STATIC = {'static': True}
 
 
-class _Own(NamedTuple):
-  """What differs between layers; None for nothing."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+  """What the layers of an encoder share in a call."""
 
-  drop_rate: Any = None  # Of stochastic depth.
-  relative: Any = None  # Relative position embeddings [2N - 1, E], biases [K, N, N].
-  added: Any = None  # What is added after the layer, [1, N, D].
+  train: bool = dataclasses.field(metadata=_STATIC)
+  # bool, broadcastable to [B, K, N, N], True where a query may attend to a key.
+  mask: jax.Array | None = None
+  # Angles of rotary position embeddings, [N, E/2].
+  angles: np.ndarray | None = None
+  # Number of tokens before the padding; None: there is no padding.
+  length: int | None = dataclasses.field(default=None, metadata=_STATIC)
+  # Number of patches (down, across).
+  grid: tuple[int, int] | None = dataclasses.field(default=None, metadata=_STATIC)
+
+
+class LayerInputs(NamedTuple):
+  """What differs between the layers of an encoder; None for nothing."""
+
+  # Rate of stochastic depth, a number or a scalar array.
+  drop_rate: float | jax.Array | None = None
+  # Relative position embeddings [2N - 1, E], or biases of logits [K, N, N].
+  relative: jax.Array | None = None
+  # Position embeddings that are added after the layer, [1, N, D].
+  added: jax.Array | None = None
+
+  @property
+  def has_positions(self) -> bool:
+    return self.relative is not None or self.added is not None
 
 
 class MlpBlock(nn.Module):
@@ -82,51 +99,54 @@ class MlpBlock(nn.Module):
   param_dtype: Any = jnp.float32
   out_dim: int | None = None  # Width of the output; None: same as the input.
   dropout_rate: float = 0.1  # After each dense layer.
-  kernel_init: Any = nn.initializers.xavier_uniform()
-  bias_init: Any = nn.initializers.normal(stddev=1e-6)
+  kernel_init: nn.initializers.Initializer = nn.initializers.xavier_uniform()
+  bias_init: nn.initializers.Initializer = nn.initializers.normal(stddev=1e-6)
   gelu: str = 'tanh'
-  mlp: str = 'gelu'  # One of MLPS.
+  mlp: str = 'gelu'
   # Whether a norm follows the hidden layer, and its kind and epsilon.
   mlp_norm: bool = False
   norm: str = 'layer'
   norm_eps: float = 1e-6
 
   @nn.compact
-  def __call__(self, inputs, *, deterministic):
+  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
     """Maps tokens [B, N, D] to [B, N, out_dim]."""
-    patches.check_choice('gelu', self.gelu, GELUS, _PLACE)
-    patches.check_choice('mlp', self.mlp, MLPS, _PLACE)
+    types = dtypes.of(self)
     dense = functools.partial(
       nn.Dense,
       kernel_init=self.kernel_init,
       bias_init=self.bias_init,
       dot_general=xla_hints.dot_general,
-      **dtypes.of(self),
+      **types,
     )
     x = dense(self.mlp_dim)(inputs)  # [B, N, M]
     if self.mlp == 'swiglu':
-      gated = xla_hints.recomputed(lambda gate, x: nn.silu(gate) * x)
-      x = gated(dense(self.mlp_dim, name='gate')(inputs), x)
+      gate = dense(self.mlp_dim, name='gate')(inputs)
+      x = xla_hints.recomputed(_gated)(gate, x)
     else:
       x = xla_hints.recomputed(GELUS[self.gelu])(x)
     x = nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
     if self.mlp_norm:
-      x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **dtypes.of(self))(x)
+      x = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
     out_dim = inputs.shape[-1] if self.out_dim is None else self.out_dim
     x = dense(out_dim)(x)  # [B, N, out_dim]
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 
-def drop_branch(x, rate, rng):
+def _gated(gate: jax.Array, x: jax.Array) -> jax.Array:
+  return nn.silu(gate) * x
+
+
+def drop_branch(x: jax.Array, rate: float | jax.Array, rng: jax.Array) -> jax.Array:
   """Sets a residual branch [B, N, D] to zero for some images (stochastic depth).
 
   The rest is divided by 1 - rate, so that the expectation stays the same (arXiv
   1603.09382; by image, as in arXiv 2106.10270). `rate` is a number or a scalar array
   below 1.
   """
-  kept = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
+  mask = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
   scaled = x / jnp.asarray(1 - rate, jnp.float32)
-  return jnp.where(kept, scaled, 0).astype(x.dtype)
+  return jnp.where(mask, scaled, 0).astype(x.dtype)
 
 
 class LayerScale(nn.Module):
@@ -137,7 +157,7 @@ class LayerScale(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps tokens [B, N, D] to [B, N, D]."""
     init = nn.initializers.constant(self.init)
     gamma = self.param('gamma', init, x.shape[-1:], self.param_dtype)
@@ -145,135 +165,154 @@ class LayerScale(nn.Module):
     return x * gamma
 
 
-class Encoder1DBlock(nn.Module):
+class _Layer(nn.Module):
+  """Makes the parts of a layer from the fields of an encoder."""
+
+  config: model_configs.Transformer
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.nowrap
+  def _norm(self, name: str) -> nn.Module:
+    return norms.make(self.config.norm, self.config.norm_eps, name, **dtypes.of(self))
+
+  @nn.nowrap
+  def _mlp(self, **fields: Any) -> MlpBlock:
+    return MlpBlock(
+      self.config.mlp_dim,
+      gelu=self.config.gelu,
+      mlp=self.config.mlp,
+      norm=self.config.norm,
+      norm_eps=self.config.norm_eps,
+      **dtypes.of(self),
+      **fields,
+    )
+
+  @nn.nowrap
+  def _attention(self, **fields: Any) -> attention.MultiHeadDotProductAttention:
+    return attention.MultiHeadDotProductAttention(
+      self.config.num_heads,
+      qkv_bias=self.config.qkv_bias,
+      qk_norm=self.config.qk_norm,
+      norm=self.config.norm,
+      norm_eps=self.config.norm_eps,
+      **dtypes.of(self),
+      **fields,
+    )
+
+
+class Block(_Layer):
   """One layer of the encoder: attention, then MLP, pre-norm (equations 2, 3).
 
-  With `parallel`, both read the same norm: x + attention(norm(x)) + MLP(norm(x)).
-
-  The fields are as in Encoder, plus `layer`, the number of the layer, from 0: the
-  block sows the mean over the tokens of its first norm's result as `layer_<layer>`,
-  unless it is None, and `axis`, see vit_jax.layers.grid_attention.along.
+  With `config.parallel`, both read the same norm: x + attention(norm(x)) +
+  MLP(norm(x)).
   """
 
-  mlp_dim: int
-  num_heads: int
-  dtype: Any = jnp.float32
-  dropout_rate: float = 0.1
-  attention_dropout_rate: float = 0.1
-  attention: str = attention.AUTO
-  only_first: bool = False
-  gelu: str = 'tanh'
-  norm_eps: float = 1e-6
-  causal: bool = False
-  param_dtype: Any = jnp.float32
+  # Number of the layer, from 0: the block sows the mean over the tokens of its first
+  # norm's result as `layer_<layer>`, unless it is None.
   layer: int | None = None
-  norm: str = 'layer'
-  qkv_bias: bool = True
-  qk_norm: bool = False
-  parallel: bool = False
-  mlp: str = 'gelu'
-  layer_scale: float | None = None
-  axis: str | None = None
-  grid: tuple[int, int] | None = None
-  mlp_norm: bool = False
-  attention_norm: bool = False
+  only_first: bool = False  # Whether to compute the first token only.
+  axis: str | None = None  # See vit_jax.layers.grid_attention.along.
 
   @nn.compact
   def __call__(
-    self, inputs, deterministic, mask=None, drop_rate=None, relative=None, length=None,
-    angles=None,
-  ):  # fmt: skip
+    self,
+    inputs: jax.Array,
+    context: Context,
+    layer_inputs: LayerInputs = LayerInputs(),  # noqa: B008
+  ) -> jax.Array:
     """Maps tokens [B, N, D] to tokens [B, N, D], or [B, 1, D] with `only_first`.
 
-    `mask` is as in Encoder, `drop_rate` the rate of stochastic depth, a number or a
-    scalar array, `relative` are relative position embeddings [2N - 1, E], or biases
-    [K, N, N], `length` is the number of tokens before the padding, and `angles`,
-    [N, E/2], rotate queries and keys (rotary position embeddings); each may be None.
+    `layer_inputs.added` has no effect here.
     """
-
-    def drop(x):
-      if drop_rate is None or deterministic:
-        return x
-      return drop_branch(x, drop_rate, self.make_rng('dropout'))
-
-    def scale(x):
-      init, types = self.layer_scale, dtypes.of(self)
-      return x if init is None else LayerScale(init, **types)(x)
-
-    norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
-    fields = 'mlp_dim', 'dropout_rate', 'gelu', 'mlp', 'mlp_norm', 'norm', 'norm_eps'
-    mlp = MlpBlock(**dtypes.of(self, *fields))
-    y = norm('LayerNorm_0')(inputs)
+    config, train = self.config, context.train
+    y = self._norm('LayerNorm_0')(inputs)
     if self.layer is not None:
       patches.sow_mean(self, f'layer_{self.layer}', y)
+    mlp = self._mlp(dropout_rate=config.dropout_rate, mlp_norm=config.mlp_norm)
     attend = functools.partial(
-      attention.MultiHeadDotProductAttention(
-        dropout_rate=self.attention_dropout_rate,
-        **dtypes.of(
-          self, 'attention', 'only_first', 'causal', 'attention_norm', *_ATTENTION_FIELDS
-        ),
+      self._attention(
+        dropout_rate=config.attention_dropout_rate,
+        attention=config.attention,
+        only_first=self.only_first,
+        causal=config.causal,
+        attention_norm=config.attention_norm,
       ),
-      mask=mask, relative=relative, length=length, deterministic=deterministic,
-    )  # fmt: skip
-    x = grid_attention.along(self.axis, self.grid, attend, y, angles)
-    x = scale(nn.Dropout(self.dropout_rate)(x, deterministic=deterministic))
+      mask=context.mask,
+      relative=layer_inputs.relative,
+      length=context.length,
+      deterministic=not train,
+    )
+    x = grid_attention.along(self.axis, context.grid, attend, y, context.angles)
+    x = nn.Dropout(config.dropout_rate)(x, deterministic=not train)
+    x = self._scaled(x)
     first = attention.first_token(inputs) if self.only_first else inputs
-    if self.parallel:
+    drop = functools.partial(self._drop, train, layer_inputs.drop_rate)
+    if config.parallel:
       y = attention.first_token(y) if self.only_first else y
-      x = x + scale(mlp(y, deterministic=deterministic))
-      x = xla_hints.residual(first, drop(x), not deterministic)
+      x = x + self._scaled(mlp(y, deterministic=not train))
+      x = xla_hints.residual(first, drop(x), train)
     else:
-      x = xla_hints.residual(first, drop(x), not deterministic)
-      y = scale(mlp(norm('LayerNorm_1')(x), deterministic=deterministic))
-      x = xla_hints.residual(x, drop(y), not deterministic)
+      x = xla_hints.residual(first, drop(x), train)
+      y = mlp(self._norm('LayerNorm_1')(x), deterministic=not train)
+      x = xla_hints.residual(x, drop(self._scaled(y)), train)
     return xla_hints.row_major(sharding.constrain_tokens(x))
 
+  @nn.nowrap
+  def _scaled(self, x: jax.Array) -> jax.Array:
+    """Multiplies a branch by its LayerScale, if there is one."""
+    if self.config.layer_scale is None:
+      return x
+    return LayerScale(self.config.layer_scale, **dtypes.of(self))(x)
 
-class AxialBlock(Encoder1DBlock):
+  @nn.nowrap
+  def _drop(
+    self, train: bool, rate: float | jax.Array | None, x: jax.Array
+  ) -> jax.Array:
+    if rate is None or not train:
+      return x
+    return drop_branch(x, rate, self.make_rng('dropout'))
+
+
+class AxialBlock(Block):
   """One layer of axial attention: the blocks `row` and `column` (appendix D.6)."""
 
   @nn.compact
-  def __call__(self, inputs, deterministic, *args):
-    """Maps patches [B, h*w, D] to [B, h*w, D]; arguments as in Encoder1DBlock."""
-    block = functools.partial(Encoder1DBlock, **dtypes.of(self, 'grid', *_BLOCK_FIELDS))
-    x = block(axis='row', name='row', layer=self.layer)(inputs, deterministic, *args)
-    return block(axis='column', name='column')(x, deterministic, *args)
+  def __call__(
+    self,
+    inputs: jax.Array,
+    context: Context,
+    layer_inputs: LayerInputs = LayerInputs(),  # noqa: B008
+  ) -> jax.Array:
+    """Maps patches [B, h*w, D] to [B, h*w, D]; see Block."""
+    block = functools.partial(Block, self.config, **dtypes.of(self))
+    row = block(layer=self.layer, axis='row', name='row')
+    column = block(axis='column', name='column')
+    return column(row(inputs, context, layer_inputs), context, layer_inputs)
 
 
-class MAPHead(nn.Module):
+class MAPHead(_Layer):
   """Attention pooling: one learned query attends to all tokens, an MLP follows.
 
   The head of "Scaling Vision Transformers" (arXiv 2106.04560, section 3.2) and of
   SigLIP, with the names of their published parameters.
   """
 
-  mlp_dim: int
-  num_heads: int
-  gelu: str = 'tanh'
-  norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
-  norm: str = 'layer'  # These four are as in Encoder.
-  qkv_bias: bool = True
-  qk_norm: bool = False
-  mlp: str = 'gelu'
-
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps tokens [B, N, D] to [B, D]."""
-    types, init = dtypes.of(self), nn.initializers.xavier_uniform()
     shape = (1, 1, x.shape[-1])
-    probe = self.param('probe', init, shape, types['param_dtype'])
+    param_dtype = dtypes.of(self)['param_dtype']
+    probe = self.param('probe', nn.initializers.xavier_uniform(), shape, param_dtype)
     probe = jnp.broadcast_to(probe.astype(x.dtype), (x.shape[0], *shape[1:]))
-    x = attention.MultiHeadDotProductAttention(
-      attention='default', **dtypes.of(self, *_ATTENTION_FIELDS)
-    )(probe, x, deterministic=True)  # [B, 1, D]
-    y = norms.make(self.norm, self.norm_eps, 'LayerNorm_0', **types)(x)
-    mlp = MlpBlock(dropout_rate=0.0, **dtypes.of(self, 'mlp_dim', 'gelu', 'mlp'))
+    attend = self._attention(attention='default')
+    x = attend(probe, x, deterministic=True)  # [B, 1, D]
+    y = self._norm('LayerNorm_0')(x)
+    mlp = self._mlp(dropout_rate=0.0)
     return (x + mlp(y, deterministic=True))[:, 0]
 
 
-class Encoder(nn.Module):
+class Encoder(_Layer):
   """Position embeddings, the layers, and a last LayerNorm (equations 1 to 4).
 
   Where attention is cuDNN's, tokens are padded to a multiple of 8 before the first
@@ -281,209 +320,222 @@ class Encoder(nn.Module):
   later layers need to know; nothing else sees it.
   """
 
-  num_layers: int
-  mlp_dim: int  # M.
-  num_heads: int  # K.
-  # Dropout after dense layers and after the position embeddings.
-  dropout_rate: float = 0.1
-  attention_dropout_rate: float = 0.1  # Dropout of the attention weights.
-  add_position_embedding: bool = True  # False is position_embedding='none'.
-  # Whether the model reads only the first token, the class token. The last layer then
-  # computes only that token, and the result is [B, 1, D].
-  only_first: bool = False
-  attention: str = attention.AUTO  # See vit_jax.layers.attention.
-  gelu: str = 'tanh'  # A key of GELUS.
-  norm_eps: float = 1e-6  # Added to the variance in norms.
-  # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
-  # input; 'dots': everything but the inputs and the results of the dense layers.
-  remat: str = ''
-  # Whether to apply all layers but the last in a loop, which compiles faster. Results
-  # are the same except for dropout's noise, and parameters keep their names. None: in
-  # training on TPUs, with more than 12 layers.
-  scan: bool | None = None
-  # Probability that an image skips the attention of the last layer, and likewise the
-  # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382). An image
-  # skips both or neither of a layer with `parallel`.
-  stochastic_depth: float = 0.0
-  causal: bool = False  # Whether token i attends to tokens 0 to i only.
-  first_norm: bool = False  # Whether a LayerNorm precedes the layers, as in CLIP.
-  # See vit_jax.layers.positions. The grid is (height, width) in patches of learned
-  # tables, which are resized to the grid of the images; None: the tables have that grid.
-  position_embedding: str = 'learned_1d'
-  position_layers: str = 'stem'
-  position_grid: tuple[int, int] | None = None
-  dtype: Any = jnp.float32
-  param_dtype: Any = jnp.float32
-  # The following are variations of ViT-22B (arXiv 2302.05442, section 2).
-  norm: str = 'layer'  # Kind of all norms, see vit_jax.layers.norms.
-  qkv_bias: bool = True  # Whether queries, keys and values have biases.
-  # Whether norms precede the product of queries and keys, one over each head.
-  qk_norm: bool = False
-  # Whether attention and MLP of a layer both read its input, after one norm.
-  parallel: bool = False
-  # The following are variations of DINOv2 (arXiv 2304.07193).
-  # MLP of a layer: 'swiglu' multiplies two hidden layers of width M, one after a SiLU.
-  mlp: str = 'gelu'
-  # Initial value of learned factors on the channels of each branch; None: no factors.
-  layer_scale: float | None = None
-  # See vit_jax.layers.grid_attention. A window has an odd number of patches a side.
-  attention_pattern: str = 'global'
-  attention_window: int = 7
-  # The following are variations of EVA-02 (arXiv 2303.11331, section 2.1). Rotary
-  # embeddings: their temperature, and the grid to which `axial_rope` scales.
-  rope_temperature: float = 100.0
-  rope_grid: tuple[int, int] | None = None
-  # Whether norms follow the hidden layer of the MLP, and the heads of attention.
-  mlp_norm: bool = False
-  attention_norm: bool = False
-
   @nn.compact
   def __call__(
-    self, x, *, train, mask=None, only_first=None, grid=None, parts=PARTS,
-    last_norm=True,
-  ):  # fmt: skip
+    self,
+    x: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+    only_first: bool = False,
+    grid: tuple[int, int] | None = None,
+    parts: tuple[str, ...] = PARTS,
+    last_norm: bool = True,
+  ) -> jax.Array:
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
-    `mask`, bool, broadcastable to [B, K, N, N], is True where a query may attend to a
-    key, in every layer; None: everywhere. `only_first` overrides the field unless it is
-    None. `grid` is the number of patches (down, across), (h, w), the last h*w tokens;
-    for position embeddings on a grid, `position_grid` and attention patterns. `parts`
-    selects from PARTS what to apply, so that a model can do something in between, such
-    as drop tokens. `last_norm` is whether a norm follows the layers, rather than the model's pooling.
+    Args:
+      x: tokens, [B, N, D].
+      train: whether dropout is on.
+      mask: bool, broadcastable to [B, K, N, N], True where a query may attend to a
+        key, in every layer; None: everywhere.
+      only_first: whether the model reads only the first token, the class token. The
+        last layer then computes only that token, and the result is [B, 1, D].
+      grid: number of patches (down, across), (h, w), the last h*w tokens; for position
+        embeddings on a grid, `position_grid` and attention patterns.
+      parts: what to apply, a selection from PARTS, so that a model can do something in
+        between, such as drop tokens.
+      last_norm: whether a norm follows the layers, rather than the model's pooling.
 
-    Raises ValueError if a field has an unknown value, the tokens do not suit the
-    position embeddings or the attention pattern, or only a part is applied and later
-    layers add position embeddings too.
+    Raises ValueError if the tokens do not suit the position embeddings, or only a part
+    is applied and later layers add position embeddings too.
     """
-    norm = functools.partial(norms.make, self.norm, self.norm_eps, **dtypes.of(self))
-    kind = position_kinds.kind_of(
-      self.add_position_embedding,
-      self.position_embedding,
-      self.position_layers,
-      self.position_grid,
-    )
-    if tuple(parts) != PARTS and kind != 'none' and self.position_layers != 'stem':
+    config = self.config
+    kind = position_kinds.kind_of(vars(config))
+    if tuple(parts) != PARTS and kind != 'none' and config.position_layers != 'stem':
       raise ValueError(
-        f"position_layers='{self.position_layers}' adds the positions of all "
+        f"position_layers='{config.position_layers}' adds the positions of all "
         'tokens in later layers too, so that no token can be dropped, nor registers '
         "inserted, after the first ones are added: use position_layers='stem' "
         '(config.model.transformer.position_layers)'
       )
-    own = [_Own()] * self.num_layers
+    layers = [LayerInputs()] * config.num_layers
     tables = position_kinds.table_kind(kind)
-    if 'positions' in parts and tables != 'none':
-      x, own = self._positions(x, tables, train, grid)
+    if 'positions' in parts and tables in position_kinds.RELATIVE:
+      relative = self._relative(tables, x, grid)
+      layers = [LayerInputs(relative=table) for table in relative]
+    elif 'positions' in parts and tables != 'none':
+      x, later = self._add_positions(x, tables, train, grid)
+      layers = [LayerInputs(added=table) for table in later]
     if 'layers' not in parts:
       return x
-    if self.first_norm:
-      x = norm('first_norm')(x)
-    if self.stochastic_depth:
-      rates = np.linspace(0, self.stochastic_depth, self.num_layers).tolist()
-      own = [each._replace(drop_rate=rate) for each, rate in zip(own, rates)]
-    only_first = self.only_first if only_first is None else only_first
-    mask = grid_attention.masked(
-      self.attention_pattern, self.attention_window, grid, x.shape[1], mask,
-      relative=kind in position_kinds.RELATIVE, only_first=only_first,
-    )  # fmt: skip
-    length = angles = None
+    if config.first_norm:
+      x = self._norm('first_norm')(x)
+    if config.attention_pattern == 'local':
+      local = grid_attention.local_mask(grid, config.attention_window, x.shape[1])
+      mask = local if mask is None else mask & local
+    angles = None
     if kind in position_kinds.ROPES:
-      size = (x.shape[1], x.shape[2] // self.num_heads)
-      rope = (kind, self.rope_temperature, self.rope_grid)
-      angles = positions.rope_angles(grid, *size, *rope)
-    whole = mask is None and self.attention_pattern == 'global'
-    if whole and all(each.relative is each.added is None for each in own):
-      length, x = self._pad(x, train)
-    if length is not None and angles is not None:
-      angles = np.pad(angles, ((0, x.shape[1] - length), (0, 0)))
-    x = self._layers(x, own, train, mask, length, angles, only_first, grid)
-    x = x if length is None else x[:, :length]
-    x = norm('encoder_norm')(x) if last_norm else x
+      angles = positions.rope_angles(
+        grid,
+        x.shape[1],
+        x.shape[2] // config.num_heads,
+        kind,
+        config.rope_temperature,
+        config.rope_grid,
+      )
+    context = Context(train=train, mask=mask, angles=angles, grid=grid)
+    if not any(layer.has_positions for layer in layers):
+      x, context = self._pad(x, context)
+    if config.stochastic_depth:
+      rates = np.linspace(0, config.stochastic_depth, config.num_layers).tolist()
+      layers = [
+        layer._replace(drop_rate=rate)
+        for layer, rate in zip(layers, rates, strict=True)
+      ]
+    x = self._layers(x, context, layers, only_first)
+    x = x if context.length is None else x[:, : context.length]
+    x = self._norm('encoder_norm')(x) if last_norm else x
     self.sow('intermediates', 'tokens', x)
-    patches.sow_mean(self, f'layer_{self.num_layers}', x)
+    patches.sow_mean(self, f'layer_{config.num_layers}', x)
     return x
 
-  def _layers(self, x, own, train, mask, length, angles, only_first, grid):
+  @nn.nowrap
+  def _layers(
+    self,
+    x: jax.Array,
+    context: Context,
+    layers: list[LayerInputs],
+    only_first: bool,
+  ) -> jax.Array:
     """Applies all layers; all but the last in a loop where that is faster.
 
     Initialising parameters and sowing intermediates need separate layers, and
     intermediates need all tokens of the last layer.
     """
-    patches.check_choice('remat', self.remat, loop_lib.REMATS, _PLACE)
-    if not self.num_layers:
-      return x
+    config = self.config
     if sharding.sequence_shards() > 1:
       x = sharding.constrain_tokens(x)
     sows = self.is_mutable_collection('intermediates')
-    looped = loop_lib.is_looped(self.scan, self.num_layers, train)
-    loop = looped and not sows and not self.is_initializing()
-    layer = AxialBlock if self.attention_pattern == 'axial' else Encoder1DBlock
+    is_looped = layer_stack.is_looped(config.scan, config.num_layers, context.train)
+    is_looped = is_looped and not sows and not self.is_initializing()
+    cls = AxialBlock if config.attention_pattern == 'axial' else Block
     block = functools.partial(
-      loop_lib.recomputed(layer, self.remat, loop, (2, 6)),
-      **dtypes.of(self, *_BLOCK_FIELDS),
-      grid=grid,
+      layer_stack.recomputed(cls, config.remat, is_looped), config, **dtypes.of(self)
     )
-
-    def apply(layer, x, own):
-      x = layer(x, not train, mask, own.drop_rate, own.relative, length, angles)
-      return x if own.added is None else x + own.added
-
-    *first, last = [f'encoderblock_{i}' for i in range(self.num_layers)]
-    if loop:
-      params = [self.variables['params'][name] for name in first]
-      keys = [None] * len(first)
-      if train and (
-        self.dropout_rate or self.attention_dropout_rate or self.stochastic_depth
-      ):
-        keys = jax.random.split(self.make_rng('dropout'), len(first))
-      layer = block(parent=None)
-
-      def apply_pure(x, params, key, own):
-        rngs = None if key is None else {'dropout': key}
-        function = functools.partial(layer.apply, {'params': params}, rngs=rngs)
-        return apply(function, x, own)
-
-      x = loop_lib.over_layers(apply_pure, x, params, keys, own[:-1])
+    *names, last_name = [f'encoderblock_{i}' for i in range(config.num_layers)]
+    if is_looped:
+      x = self._loop(block(parent=None), names, x, context, layers[:-1])
     else:
-      for i, name in enumerate(first):
-        x = apply(block(name=name, layer=i), x, own[i])
-    layer = block(name=last, layer=len(first), only_first=only_first and not sows)
-    return apply(layer, x, own[-1])
+      for i, name in enumerate(names):
+        x = _apply(block(name=name, layer=i), x, context, layers[i])
+    last = block(name=last_name, layer=len(names), only_first=only_first and not sows)
+    return _apply(last, x, context, layers[-1])
 
-  def _pad(self, x, train):
-    """Pads tokens [B, N, D] at their end for cuDNN; returns N or None, and the tokens.
+  @nn.nowrap
+  def _loop(
+    self,
+    block: Block,
+    names: list[str],
+    x: jax.Array,
+    context: Context,
+    layers: list[LayerInputs],
+  ) -> jax.Array:
+    """Applies the layers with these names in a loop."""
+    config = self.config
+    params = [self.variables['params'][name] for name in names]
+    has_dropout = (
+      config.dropout_rate or config.attention_dropout_rate or config.stochastic_depth
+    )
+    keys: Any = [None] * len(names)
+    if context.train and has_dropout:
+      keys = jax.random.split(self.make_rng('dropout'), len(names))
+
+    def apply_layer(
+      x: jax.Array, params: Any, key: jax.Array | None, layer_inputs: LayerInputs
+    ) -> jax.Array:
+      rngs = None if key is None else {'dropout': key}
+      function = functools.partial(block.apply, {'params': params}, rngs=rngs)
+      return _apply(function, x, context, layer_inputs)
+
+    return layer_stack.over_layers(apply_layer, x, params, keys, layers)
+
+  @nn.nowrap
+  def _pad(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+    """Pads tokens [B, N, D] at their end for cuDNN, if nothing needs to know.
 
     Dropout of the tokens would draw other noise with padding, so that tokens are
     then not padded.
     """
-    plain = not (train and self.attention_dropout_rate)
-    head_dim = x.shape[2] // self.num_heads
-    name = attention.choose(self.attention, self.dtype, head_dim, plain)
-    rest = -x.shape[1] % _MULTIPLE
-    sees = self.is_initializing() or self.is_mutable_collection('intermediates')
-    if name != 'cudnn' or not rest or sees or (train and self.dropout_rate):
-      return None, x
-    return x.shape[1], jnp.pad(x, ((0, 0), (0, rest), (0, 0)))
+    config, train = self.config, context.train
+    if context.mask is not None or config.attention_pattern != 'global':
+      return x, context
+    sows = self.is_initializing() or self.is_mutable_collection('intermediates')
+    if sows or (train and config.dropout_rate):
+      return x, context
+    is_plain = not (train and config.attention_dropout_rate)
+    head_dim = x.shape[2] // config.num_heads
+    name = attention.choose(config.attention, self.dtype, head_dim, is_plain)
+    padding = -x.shape[1] % _MULTIPLE
+    if name != 'cudnn' or not padding:
+      return x, context
+    angles = context.angles
+    if angles is not None:
+      angles = np.pad(angles, ((0, padding), (0, 0)))
+    context = dataclasses.replace(context, length=x.shape[1], angles=angles)
+    return jnp.pad(x, ((0, 0), (0, padding), (0, 0))), context
 
-  def _positions(self, x, kind, train, grid):
-    """Adds embeddings before the first layer; returns the tokens and a list of _Own."""
-    if kind in position_kinds.RELATIVE:
-      module, size = positions.RelativeBias, (grid, x.shape[1], self.num_heads)
-      if kind == 'relative':
-        module = positions.RelativeEmbedding
-        size = (x.shape[1], x.shape[2] // self.num_heads)
-      module = functools.partial(module, param_dtype=self.param_dtype)
-      make = lambda name: module(name=name)(*size)
-      tables = positions.by_layer(make, self.position_layers, self.num_layers)
-      return x, [_Own(relative=table) for table in tables]
-    module = functools.partial(
-      positions.AddPositionEmbs,
-      kind=kind,
-      grid=grid,
-      table_grid=self.position_grid,
-      param_dtype=self.param_dtype,
-    )
-    make = lambda name: module(name=name).table(x).astype(self.dtype)
-    first, *later = positions.by_layer(make, self.position_layers, self.num_layers)
+  @nn.nowrap
+  def _relative(
+    self, kind: str, x: jax.Array, grid: tuple[int, int] | None
+  ) -> list[jax.Array]:
+    """Returns the relative position embeddings or biases of each layer."""
+    num_heads = self.config.num_heads
+
+    def make(name: str) -> jax.Array:
+      if kind == 'relative_bias':
+        bias = positions.RelativeBias(param_dtype=self.param_dtype, name=name)
+        return bias(grid, x.shape[1], num_heads)
+      embedding = positions.RelativeEmbedding(param_dtype=self.param_dtype, name=name)
+      return embedding(x.shape[1], x.shape[2] // num_heads)
+
+    return self._by_layer(make)
+
+  @nn.nowrap
+  def _add_positions(
+    self, x: jax.Array, kind: str, train: bool, grid: tuple[int, int] | None
+  ) -> tuple[jax.Array, list[jax.Array | None]]:
+    """Adds embeddings before the first layer.
+
+    Returns the tokens, and the embeddings [1, N, D] to add after each layer, or None.
+    """
+
+    def make(name: str) -> jax.Array:
+      module = positions.AddPositionEmbs(
+        kind=kind,
+        grid=grid,
+        table_grid=self.config.position_grid,
+        param_dtype=self.param_dtype,
+        name=name,
+      )
+      return module.table(x).astype(self.dtype)
+
+    first, *later = self._by_layer(make)
     x = x.astype(self.dtype) + first
-    x = nn.Dropout(self.dropout_rate)(x, deterministic=not train)
-    return x, [_Own(added=table) for table in [*later, None]]
+    x = nn.Dropout(self.config.dropout_rate)(x, deterministic=not train)
+    return x, [*later, None]
+
+  @nn.nowrap
+  def _by_layer(self, make: Callable[[str], jax.Array]) -> list[jax.Array]:
+    return positions.by_layer(make, self.config.position_layers, self.config.num_layers)
+
+
+def _apply(
+  layer: Callable[..., jax.Array],
+  x: jax.Array,
+  context: Context,
+  layer_inputs: LayerInputs,
+) -> jax.Array:
+  """Applies a layer, and adds the position embeddings that follow it."""
+  x = layer(x, context, layer_inputs)
+  return x if layer_inputs.added is None else x + layer_inputs.added

@@ -12,67 +12,50 @@ Shapes: B images, h x w patches, N tokens, the patches last, D width of a token,
 head.
 """
 
+from collections.abc import Callable
+
+import jax
 import jax.numpy as jnp
-
-from vit_jax.layers import patches as patches_lib
-
-PATTERNS = ('global', 'local', 'axial')
-_PLACE = 'config.model.transformer'
+import numpy as np
 
 
-def local_mask(grid: tuple[int, int], window: int, tokens: int):
+def local_mask(grid: tuple[int, int], window: int, tokens: int) -> jax.Array:
   """Returns which token may attend to which in local attention, bool [N, N]."""
-  places = jnp.arange(tokens) - (tokens - grid[0] * grid[1])  # Negative: no patch.
-  near = (places < 0)[:, None] | (places < 0)
-  far = [abs(x[:, None] - x) > window // 2 for x in jnp.divmod(places, grid[1])]
-  return near | ~(far[0] | far[1])
+  rows, columns = grid
+  patches = jnp.arange(tokens) - (tokens - rows * columns)  # Negative: another token.
+  row, column = jnp.divmod(patches, columns)
+  is_far = _distance(row) > window // 2
+  is_far |= _distance(column) > window // 2
+  is_other = patches < 0
+  return is_other[:, None] | is_other | ~is_far
 
 
-def masked(pattern, window, grid, tokens, mask, *, relative, only_first):
-  """Returns `mask`, of all layers or None, combined with the one of local attention.
-
-  `relative` is whether there are relative position embeddings, and `only_first` whether
-  the last layer computes one token. Raises ValueError for what a pattern lacks.
-  """
-  patches_lib.check_choice('attention_pattern', pattern, PATTERNS, _PLACE)
-  if pattern == 'global':
-    return mask
-  problem, patches = None, tokens + 1 if grid is None else grid[0] * grid[1]
-  if patches > tokens:
-    problem = (
-      'needs the grid of all patches: pass encode() tokens [batch, height, width, D], '
-      'from embed(..., flat=False), and drop none'
-    )
-  elif pattern == 'local' and window % 2 == 0:
-    problem = f'needs a centre, attention_window={window} has none: use an odd number'
-  elif pattern == 'axial' and (patches < tokens or only_first):
-    problem = (
-      "has no row or column for other tokens: use classifier='gap', 'map' or "
-      "'unpooled', registers=0 (config.model) and only_first=False"
-    )
-  elif pattern == 'axial' and (relative or mask is not None):
-    name = 'a relative position_embedding' if relative else 'masks, as of canvases'
-    problem = f"does not support {name}: use 'local' or 'global'"
-  if problem:
-    raise ValueError(
-      f"attention_pattern='{pattern}' {problem} ({_PLACE}.attention_pattern)"
-    )
-  near = local_mask(grid, window, tokens) if pattern == 'local' else None
-  return near if mask is None else mask & near
+def _distance(places: jax.Array) -> jax.Array:
+  """Returns the distance of each two of N places, [N, N]."""
+  return abs(places[:, None] - places)
 
 
-def along(axis: str | None, grid: tuple[int, int] | None, attend, x, angles=None):
+def along(
+  axis: str | None,
+  grid: tuple[int, int] | None,
+  attend: Callable[..., jax.Array],
+  x: jax.Array,
+  angles: np.ndarray | jax.Array | None = None,
+) -> jax.Array:
   """Applies self-attention to each 'row' or 'column' of patches as an image of its own.
 
   `attend` maps tokens and the angles of rotary embeddings to tokens. Takes and returns
   patches [B, h*w, D]; `angles` are [h*w, E/2] or None. With `axis` None all tokens
   attend to each other.
   """
-  if axis is None:
+  if axis is None or grid is None:
     return attend(x, angles=angles)
-  turn = lambda x: x.swapaxes(1, 2) if axis == 'column' else x
-  x = turn(x.reshape(-1, *grid, x.shape[-1]))  # [B, lines, length, D]
+
+  def turn(x: jax.Array) -> jax.Array:
+    return x.swapaxes(1, 2) if axis == 'column' else x
+
+  lines = turn(x.reshape(x.shape[0], *grid, x.shape[-1]))  # [B, lines, length, D]
   if angles is not None:  # Angles that all tokens of a line share cancel out.
     angles = turn(angles.reshape(1, *grid, -1))[0, 0]  # [length, E/2]
-  y = attend(x.reshape(-1, *x.shape[2:]), angles=angles)
-  return turn(y.reshape(x.shape)).reshape(x.shape[0], -1, x.shape[-1])
+  y = attend(lines.reshape(-1, *lines.shape[2:]), angles=angles)
+  return turn(y.reshape(lines.shape)).reshape(x.shape)

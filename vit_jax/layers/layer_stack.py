@@ -15,7 +15,6 @@ REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-REMATS = ('', *REMAT_POLICIES)
 # TPUs train more layers than this in a loop, unless the config says otherwise.
 DEEP = 12
 
@@ -36,7 +35,7 @@ def is_looped(
   return scan and num_layers > 1
 
 
-def _loop_policy(primitive, *args, **params) -> bool:
+def _loop_policy(primitive: Any, *args: Any, **params: Any) -> bool:
   """Returns whether a loop without `remat` stores a result of a layer.
 
   By default a loop stores every activation of every layer. Results of matrix
@@ -52,23 +51,23 @@ def recomputed(
   cls: type[nn.Module],
   remat: str,
   looped: bool = False,
-  static_argnums: tuple[int, ...] = (),
 ) -> type[nn.Module]:
   """Returns the class of a layer whose backward pass recomputes activations.
 
-  `remat` is one of REMATS. In a loop (`looped`) something is always recomputed.
+  `remat` is '' or a key of REMAT_POLICIES. In a loop (`looped`) something is always recomputed.
   """
   if not (remat or looped):
     return cls
   return nn.remat(
     cls,
-    static_argnums=static_argnums,
     policy=REMAT_POLICIES.get(remat, _loop_policy),
     prevent_cse=not looped,
   )
 
 
-def over_layers(apply: Callable, x, *by_layer: Sequence[Any]):
+def over_layers(
+  apply: Callable[..., jax.Array], x: jax.Array, *by_layer: Sequence[Any]
+) -> jax.Array:
   """Applies layers to `x` one after another in a loop, which is compiled once.
 
   `apply` is a function from `x` and what belongs to one layer to the next `x`.
@@ -78,4 +77,9 @@ def over_layers(apply: Callable, x, *by_layer: Sequence[Any]):
   stacked = tuple(
     jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in by_layer
   )
-  return jax.lax.scan(lambda x, own: (apply(x, *own), None), x, stacked)[0]
+
+  def step(x: jax.Array, layer_args: Sequence[Any]) -> tuple[jax.Array, None]:
+    return apply(x, *layer_args), None
+
+  x, _ = jax.lax.scan(step, x, stacked)
+  return x

@@ -10,19 +10,13 @@
 Their scale, and the bias of `layer`, have the same names in the parameters.
 """
 
+from typing import Any
+
 import flax.linen as nn
 
-from vit_jax.layers import patches
 
-NORMS = ('layer', 'layer_no_bias', 'rms')
-
-
-def make(kind: str, eps: float, name: str, **types) -> nn.Module:
-  """Returns a norm of NORMS over the last dimension.
-
-  `eps` is added to the variance. Raises ValueError if the kind is unknown.
-  """
-  patches.check_choice('norm', kind, NORMS, 'config.model.transformer')
+def make(kind: str, eps: float, name: str, **types: Any) -> nn.Module:
+  """Returns a norm of a kind over the last dimension; `eps` is added to the variance."""
   if kind == 'rms':
     return nn.RMSNorm(eps, name=name, **types)
   return nn.LayerNorm(eps, use_bias=kind == 'layer', name=name, **types)

@@ -14,15 +14,7 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 
-from vit_jax.configs import schema
-
-
-def check_choice(field: str, value, known, place='config.model') -> None:
-  """Raises ValueError if the value of a field is not among those known."""
-  if value not in known:
-    raise ValueError(
-      f"{field}='{value}' is unknown: use one of {list(known)} ({place}.{field})"
-    )
+from vit_jax.configs import models as model_configs, schema
 
 
 def check_images(images):
@@ -118,7 +110,7 @@ def make_head(
   `dtype` is the type of the preceding layers; logits are float32 or wider. `init` is
   one of HEAD_INITS.
   """
-  check_choice('head_init', init, HEAD_INITS)
+  schema.check('head_init', init, model_configs.HeadInit, 'config.model.')
   return nn.Dense(
     num_classes,
     name=name,

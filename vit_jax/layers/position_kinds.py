@@ -1,47 +1,28 @@
 """The kinds of position embeddings, and which fields of a model they allow."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any
 
-from vit_jax.configs import schema
-
-KINDS = (
-  'learned_1d', 'learned_2d', 'sincos2d', 'relative', 'rope', 'axial_rope',
-  'learned_axial_rope', 'relative_bias', 'none',
-)  # fmt: skip
 ROPES = ('rope', 'axial_rope', 'learned_axial_rope')
 RELATIVE = ('relative', 'relative_bias')
-LAYERS = ('stem', 'every', 'shared')
+# Those with a table that is added to the tokens.
+TABLES = ('learned_1d', 'learned_2d', 'sincos2d', 'learned_axial_rope')
 _ON_GRID = ('learned_2d', 'sincos2d', 'relative_bias', *ROPES)
 
 
-def kind_of(add: bool, kind: str, layers: str, table_grid=None) -> str:
+def kind_of(transformer: Mapping[str, Any]) -> str:
   """Returns the kind of embeddings that the fields of an encoder select.
 
-  `add` is `add_position_embedding`, which the original has; False means 'none'.
-  Raises ValueError if fields are unknown, or contradict each other.
+  Raises ValueError if the fields contradict each other.
   """
-  place = 'config.model.transformer.'
-  schema.check('position_embedding', kind, Literal[KINDS], place)
-  schema.check('position_layers', layers, Literal[LAYERS], place)
-  if kind in RELATIVE and layers == 'stem':
+  kind = transformer.get('position_embedding', 'learned_1d')
+  if kind in RELATIVE and transformer.get('position_layers', 'stem') == 'stem':
     raise ValueError(
       f"position_embedding='{kind}' is part of the attention of every layer, which "
       "position_layers='stem' excludes: use 'every' or 'shared' "
       '(config.model.transformer.position_layers)'
     )
-  if kind in RELATIVE and table_grid is not None:
-    raise ValueError(
-      f"position_embedding='{kind}' cannot be resized to the grid of the images, as "
-      f'position_grid={tuple(table_grid)} requires: leave out one of them '
-      '(config.model.transformer.position_grid)'
-    )
-  if kind in ('rope', 'axial_rope') and (layers != 'stem' or table_grid is not None):
-    raise ValueError(
-      f"position_embedding='{kind}' has no table for layers or a grid: leave out "
-      f'position_layers={layers!r} and position_grid={table_grid} '
-      '(config.model.transformer.position_embedding)'
-    )
-  if add:
+  if transformer.get('add_position_embedding', True):
     return kind
   if kind not in ('learned_1d', 'none'):
     raise ValueError(
@@ -58,7 +39,7 @@ def table_kind(kind: str) -> str:
   return kind
 
 
-def needs_grid(kind: str | None, table_grid=None) -> bool:
+def needs_grid(kind: str | None, table_grid: tuple[int, int] | None = None) -> bool:
   """Returns whether an embedding of this kind and `position_grid` needs a grid."""
   return kind in _ON_GRID or (kind == 'learned_1d' and table_grid is not None)
 

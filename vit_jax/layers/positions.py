@@ -282,12 +282,8 @@ def first_table(flat, transformer, grid):
   nothing.
   """
   layers = transformer.get('position_layers', 'stem')
-  add = transformer.get('add_position_embedding', True)
-  kind = position_kinds.kind_of(
-    add, transformer.get('position_embedding', 'learned_1d'), layers
-  )
   table_grid = transformer.get('position_grid')
-  kind = position_kinds.table_kind(kind)
+  kind = position_kinds.table_kind(position_kinds.kind_of(transformer))
   if kind in ('none', *position_kinds.RELATIVE):
     return None
   name = 'posembed_0' if layers == 'every' else 'posembed_input'

@@ -22,7 +22,6 @@ from vit_jax.layers import dtypes
 
 # Name -> units per stage (arXiv 1512.03385, table 1).
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
-NORMS = ('frozen_batch', 'group')
 
 
 def convolution(cls, features, size, strides, dilation=1, **kwargs) -> nn.Conv:
@@ -142,7 +141,7 @@ _conv = functools.partial(
 
 
 class _Unit(Bottleneck):
-  kind: str = NORMS[0]
+  kind: str = 'frozen_batch'
   dilation: int = 1  # Of the 3x3 convolution.
 
   def conv(self, features, size, strides, name):
@@ -160,7 +159,7 @@ class ResNet(nn.Module):
   width: int = 64  # Channels of the root; stages have 4, 8, 16 and 32 times as many.
   # Whether the last stage is dilated, not strided ("DC5", arXiv 2005.12872, section 4).
   dilate_last: bool = False
-  norm: str = NORMS[0]
+  norm: str = 'frozen_batch'
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 

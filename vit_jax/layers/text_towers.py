@@ -4,13 +4,14 @@ Shapes: B texts, N tokens, D width of a token, E width of an embedding.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import flax.linen as nn
 import jax.numpy as jnp
 
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
-from vit_jax.layers import bert, dtypes, encoder, patches
+from vit_jax.layers import bert, dtypes, encoder
 
 # Name -> sizes of a BERT (arXiv 1810.04805, section 3).
 BERTS = {
@@ -22,9 +23,6 @@ TOKENIZERS = {
   'bert': 'txt', 'hf_bert': 'txt', 'sentencepiece': 'model', 'clip': 'json',
   'siglip': 'model', 'siglip2': 'json',
 }  # fmt: skip
-# Which of a text's tokens is its embedding: the last one, or the first one of the
-# highest number, which CLIP puts at the end of a text.
-POOLS = ('last', 'eos')
 
 
 class BertModel(nn.Module):
@@ -45,7 +43,7 @@ class BertModel(nn.Module):
     """
     fields = self.config
     if isinstance(fields, str):
-      patches.check_choice('config', fields, BERTS, 'config.model.text')
+      schema.check('config', fields, Literal[*BERTS], 'config.model.text.')
       fields = BERTS[fields]
     types, out = dtypes.of(self), {}
     encode = bert.BertEncoder(name='BertEncoder_0', **{**types, **fields})
@@ -67,7 +65,9 @@ class TextTransformer(nn.Module):
   dropout_rate: float = 0.0  # Ignored: the tower has no dropout.
   vocab_size: int = 32_000
   causal: bool = False  # Whether a token attends to itself and earlier ones only.
-  pool: str = 'last'  # One of POOLS.
+  # Which token of a text is its embedding: the last one, or with 'eos' the first one of
+  # the highest number, which CLIP puts at the end of a text.
+  pool: str = 'last'
   gelu: str = 'tanh'  # See vit_jax.layers.encoder.GELUS.
   norm_eps: float = 1e-6  # Added to the variance in LayerNorm.
   dtype: Any = jnp.float32
@@ -81,18 +81,24 @@ class TextTransformer(nn.Module):
     N, D], `pre_logits`, [B, D], and with a head `logits`. Raises ValueError if the
     numbers of tokens and positions differ, or `pool` is unknown.
     """
-    patches.check_choice('pool', self.pool, POOLS, 'config.model.text')
+    schema.check('pool', self.pool, model_configs.TextPool, 'config.model.text.')
     types, out, tokens = dtypes.of(self), {}, x
     x = nn.Embed(self.vocab_size, self.width, **types)(tokens)  # [B, N, D]
     out['embedded'] = x
     x = x + self._positions(tokens.shape[1]).astype(x.dtype)
-    same = ('num_layers', 'mlp_dim', 'num_heads', 'gelu', 'norm_eps', 'causal')
-    x = encoder.Encoder(
+    config = model_configs.Transformer(
+      num_layers=self.num_layers,
+      mlp_dim=self.mlp_dim,
+      num_heads=self.num_heads,
       dropout_rate=0.0,
       attention_dropout_rate=0.0,
       add_position_embedding=False,
-      **dtypes.of(self, *same),
-    )(sharding.constrain_batch(x), train=False)
+      gelu=self.gelu,
+      norm_eps=self.norm_eps,
+      causal=self.causal,
+    )
+    encode = encoder.Encoder(config, **types)
+    x = encode(sharding.constrain_batch(x), train=False)
     if self.pool == 'last':
       x = x[:, -1]
     else:

@@ -46,6 +46,11 @@ _READ_BY = {
   'attention_window': ('attention_pattern', ('local',)),
   'rope_temperature': ('position_embedding', position_kinds.ROPES),
   'rope_grid': ('position_embedding', position_kinds.ROPES[1:]),
+  'position_grid': ('position_embedding', position_kinds.TABLES),
+  'position_layers': (
+    'position_embedding',
+    (*position_kinds.TABLES, *position_kinds.RELATIVE),
+  ),
 }
 
 
@@ -395,12 +400,7 @@ def _check_model(model, name='model'):
         f'only with {" or ".join(values)}: leave it out, or set '
         f'--config.{name}.transformer.{other}={values[0]}'
       )
-  kind = position_kinds.kind_of(
-    fields.get('add_position_embedding', True),
-    fields.get('position_embedding', 'learned_1d'),
-    fields.get('position_layers', 'stem'),
-    fields.get('position_grid'),
-  )
+  kind = position_kinds.kind_of(fields)
   if isinstance(width, int):
     position_kinds.check_width(kind, width)
 
