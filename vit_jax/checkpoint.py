@@ -230,7 +230,7 @@ def _model_of(config, given) -> dict[str, Any]:
   weights = family.part(weights, 'img') or weights
   if not isinstance(families.of_tree(reading.leaves_of(weights)), vit.Classifiers):
     raise ValueError(
-      f"pretrained='{path}' holds {family.words}, not {vit.Classifiers.words}: name a "
+      f"pretrained='{path}' holds {family.noun}, not {vit.Classifiers.noun}: name a "
       'model in the config instead (--config)'
     )
   found = identify.model_config(weights.params, weights.model)

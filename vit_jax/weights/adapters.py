@@ -4,6 +4,7 @@ adapter_config.json and adapter_model.safetensors are a change of another model,
 base. vit_jax/weights/peft.py writes such files.
 """
 
+import collections
 from collections.abc import Iterable, Mapping
 import math
 import re
@@ -65,29 +66,35 @@ def of_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapte
 
 def merge(
   flat: dict[str, np.ndarray], adapters: Adapters, old_names: Iterable[tuple[str, str]]
-):
+) -> None:
   """Adds adapters to the arrays of their base, in place.
 
-  `old_names` renames the names of both, see vit_jax.weights.families.leaves.Naming.
-  ValueError if the base lacks a layer, or has another shape.
+  Args:
+    flat: arrays of the base by name.
+    adapters: the adapters.
+    old_names: how both are renamed, see vit_jax.weights.families.leaves.Naming.
+
+  Raises:
+    ValueError: if the base lacks a layer, or has another shape.
   """
   leaves.rename(flat, old_names)
-  layers: dict[str, dict[str, np.ndarray]] = {}
+  factors_by_name: dict[str, dict[str, np.ndarray]] = collections.defaultdict(dict)
   for name, x in adapters.state.items():
     name = _WRAPPER.sub('', _PREFIX.sub('', name))
-    layer, is_lora, part = name.partition(_LORA)
+    layer, is_lora, factor = name.partition(_LORA)
     if is_lora:
-      layers.setdefault(leaves.renamed(f'{layer}.weight', old_names), {})[part] = x
+      weight = leaves.renamed(f'{layer}.weight', old_names)
+      factors_by_name[weight][factor] = x
     else:  # A layer that was trained as a whole, such as the head.
       flat[leaves.renamed(name, old_names)] = x
-  for name, parts in layers.items():
-    if parts.keys() != {'A.weight', 'B.weight'}:
-      raise ValueError(f"the adapter of '{name}' has {sorted(parts)}, not A and B")
-    first, last = parts['A.weight'], parts['B.weight']
-    rank = len(first)
-    if name not in flat or last.shape[1] != rank:
+  for name, factors in factors_by_name.items():
+    if factors.keys() != {'A.weight', 'B.weight'}:
+      raise ValueError(f"the adapter of '{name}' has {sorted(factors)}, not A and B")
+    a, b = factors['A.weight'], factors['B.weight']
+    rank = len(a)
+    if name not in flat or b.shape[1] != rank:
       raise ValueError(f"the base has no layer '{name}' for the adapter: use its base")
-    product = np.tensordot(last.reshape(len(last), rank), first, 1)
+    product = np.tensordot(b.reshape(len(b), rank), a, 1)
     if product.shape != flat[name].shape:
       raise ValueError(
         f"the adapter of '{name}' has the shape {product.shape}, but the layer of the "

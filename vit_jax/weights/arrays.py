@@ -27,13 +27,21 @@ _MOST_LEVELS, _LONGEST_NAME = 32, 1000
 # Buffers of PyTorch's models that hold no weights: counters of batch norm, causal
 # masks, and position indices.
 _NO_WEIGHTS = re.compile(
-  r'(.+\.)?(num_batches_tracked|attn\.(masked_)?bias'
-  r'|attn\.relative_position_index|embeddings\.position_ids|attn_mask)'
-)  # fmt: skip
+  r"""
+  (.+\.)?(
+    num_batches_tracked
+    | attn\.(masked_)?bias
+    | attn\.relative_position_index
+    | embeddings\.position_ids
+    | attn_mask
+  )
+  """,
+  re.VERBOSE,
+)
 
 
 @contextlib.contextmanager
-def naming(file) -> Iterator[None]:
+def file_errors(file: epath.PathLike) -> Iterator[None]:
   """Turns errors about the content of a file into a files.FileError."""
   try:
     yield
@@ -52,7 +60,7 @@ def read_npz(file: epath.Path, dtype: str | None = None) -> dict[str, np.ndarray
 
   With a `dtype`, arrays of several dimensions are converted to it one by one.
   """
-  with fetch.local_input(file) as here, files.open_input(here) as archive:
+  with fetch.local_input(file) as local_file, files.open_input(local_file) as archive:
     if not zipfile.is_zipfile(archive):  # NumPy takes other files for pickles.
       raise ValueError('not an .npz archive, or only part of one')
     archive.seek(0)
@@ -64,14 +72,14 @@ def read_safetensors(
   file: epath.Path, dtype: str | None = None
 ) -> dict[str, np.ndarray]:
   """Reads the arrays of a .safetensors file; for `dtype` see read_npz."""
-  with fetch.local_input(file) as here:
-    files.check_input(here)
-    with safetensors.safe_open(here, framework='numpy') as f:
+  with fetch.local_input(file) as local_file:
+    files.check_input(local_file)
+    with safetensors.safe_open(local_file, framework='numpy') as f:
       names = [name for name in f.keys() if not _NO_WEIGHTS.fullmatch(name)]
     arrays = {}
     for name in names:
       # Reopened, since pages read through an open file stay in memory.
-      with safetensors.safe_open(here, framework='numpy') as f:
+      with safetensors.safe_open(local_file, framework='numpy') as f:
         value = f.get_tensor(name)
       if not is_no_weight(name, value):
         arrays[name] = checked(name, value, dtype)
@@ -91,7 +99,7 @@ def format_of(file: epath.Path) -> str:
     if start.startswith(b'\x80'):  # A pickle.
       return 'torch'
     if start.startswith(b'PK') and zipfile.is_zipfile(f):
-      with naming(file), zipfile.ZipFile(f) as archive:
+      with file_errors(file), zipfile.ZipFile(f) as archive:
         is_torch = any(name.endswith('/data.pkl') for name in archive.namelist())
         return 'torch' if is_torch else 'npz'
   return _format_of_name(file.name)
@@ -103,7 +111,7 @@ def _format_of_name(name: str) -> str:
   return 'torch' if name.endswith(TORCH_ENDINGS) else 'npz'
 
 
-def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]):
+def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
   """Writes a .safetensors file as PyTorch has them; it appears when it is complete."""
   with files.replacing(path) as file:
     file.write(safetensors.numpy.save(arrays, metadata={'format': 'pt'}))
@@ -137,17 +145,17 @@ def checked(name: str, array: Any, dtype: str | None) -> np.ndarray:
   return array.astype(array.dtype.newbyteorder('='), copy=False)
 
 
-def warn_of_what_is_not_finite(file, arrays: dict[str, np.ndarray]):
+def warn_if_not_finite(file: epath.PathLike, arrays: dict[str, np.ndarray]) -> None:
   """Warns of arrays that hold NaN or infinity."""
   names = [name for name, array in arrays.items() if not np.isfinite(array).all()]
   if names:
     logging.warning(
-      f"'{file}' has NaN or infinite values in {listed(names)}: everything computed "
+      f"'{file}' has NaN or infinite values in {join_names(names)}: everything computed "
       'with them will have them too'
     )
 
 
-def listed(names: list[str], most: int = 10) -> str:
-  """Joins names for a message, which has at most so many of them."""
-  more = f' and {len(names) - most} more' if len(names) > most else ''
-  return ', '.join(names[:most]) + more
+def join_names(names: list[str], limit: int = 10) -> str:
+  """Joins names for a message; leaves out those after the first `limit`."""
+  ending = f' and {len(names) - limit} more' if len(names) > limit else ''
+  return ', '.join(names[:limit]) + ending

@@ -2,8 +2,10 @@
 
 import json
 import re
+from typing import Any
 
 from etils import epath
+import ml_collections
 
 from vit_jax import console
 from vit_jax.run import (
@@ -72,12 +74,12 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
   hub = console.needed('huggingface_hub', 'interop', 'a model card')
   console.needed('jinja2', 'interop', 'a model card')
   run, metadata = writing.as_run(model)
-  trained = {}
+  run_facts = {}
   if model.source == 'workdir':
     run, metadata = workdir_lib.load(src)
-    trained = _facts(run, src)
+    run_facts = _facts(run, src)
   task = run_config.get_task(run.task)
-  words = task(run_config.complete(run), metadata).describe()
+  description = task(run_config.complete(run), metadata).describe()
   fields = json.loads((folder / 'config.json').read_text())
   library = 'timm' if 'pretrained_cfg' in fields else 'transformers'
   has_head = run.task != 'classify' or model.num_classes
@@ -93,8 +95,8 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
     model_name=model.config.get('model_name', 'A model'),
     library=library,
     facts={
-      'task': ', '.join(filter(None, (run.task, words))),
-      **trained,
+      'task': ', '.join(filter(None, (run.task, description))),
+      **run_facts,
       'images': _preprocessing(run, model),
     },
     fields=fields,
@@ -102,24 +104,27 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
   ).content
 
 
-def _facts(run, workdir) -> dict[str, str]:
+def _facts(run: ml_collections.ConfigDict, workdir: str) -> dict[str, str]:
   """Returns data, training and last metrics of a run, without paths of folders."""
-  facts, last = {}, {}
+  facts = {}
   if run.dataset is not None:  # Else its weights were converted.
     names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
     facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
     steps = console.counted(run.total_steps, 'step')
     facts['training'] = f'{steps} of {console.counted(run.batch, "image")}'
   kinds = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
-  for line in metrics_lib.read(workdir):
-    last |= {key: x for key, x in line.items() if key in kinds}
-  return facts | ({'metrics': metrics_lib.format_metrics(last, kinds)} if last else {})
+  last_metrics: dict[str, Any] = {}
+  for record in metrics_lib.read(workdir):
+    last_metrics |= {key: value for key, value in record.items() if key in kinds}
+  if last_metrics:
+    facts['metrics'] = metrics_lib.format_metrics(last_metrics, kinds)
+  return facts
 
 
-def _preprocessing(run, model) -> str:
+def _preprocessing(run: ml_collections.ConfigDict, model: writing.Model) -> str:
   """Describes how images are prepared."""
-  used = preparation.of_run(run.pp)
+  description = preparation.of_run(run.pp)
   values = 'from -1 to 1'
   if model.preparation.is_scaled:
     values = f'mean {model.preparation.mean} and std {model.preparation.std}'
-  return f'{used}; values {values}'
+  return f'{description}; values {values}'

@@ -3,10 +3,11 @@
 `vit_jax convert` (vit_jax/commands/convert.py) is the command.
 """
 
-from collections.abc import Sequence
+import argparse
+from collections.abc import Mapping, Sequence
 import copy
 import tempfile
-from typing import Literal
+from typing import Any, Literal
 
 from etils import epath
 import flax.traverse_util
@@ -93,7 +94,7 @@ def read(
       'out (--num_heads)'
     )
   names = tuple(class_names or weights.class_names or ())
-  with arrays.naming(src):
+  with arrays.file_errors(src):
     family = families.of(config)
     size = _trained_size(family, config, weights, image_size)
     preparation = weights.preparation
@@ -103,10 +104,17 @@ def read(
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
-      weights.params, config, names if len(names) == num_classes else None,
-      num_classes, size, weights.extra, weights.metadata, weights.kind,
-      preparation, weights.adapters,
-    )  # fmt: skip
+      params=weights.params,
+      config=config,
+      class_names=names if len(names) == num_classes else None,
+      num_classes=num_classes,
+      image_size=size,
+      extra=weights.extra,
+      metadata=weights.metadata,
+      source=weights.kind,
+      preparation=preparation,
+      adapters=weights.adapters,
+    )
     family.check(model)
   return model if image_size in (None, size) else fitting.at_crop(model)
 
@@ -133,7 +141,9 @@ def _trained_size(
     return family.image_size(config, weights.params, None)
 
 
-def _check_multiple(config, image_size: tuple[int, int] | None):
+def _check_multiple(
+  config: ml_collections.ConfigDict, image_size: tuple[int, int] | None
+) -> None:
   """Raises ValueError unless patches divide the size of images."""
   model = model_configs.vit_of(config)
   if image_size is None or not model.get('patches') or model.get('resnet'):
@@ -145,40 +155,51 @@ def _check_multiple(config, image_size: tuple[int, int] | None):
     )
 
 
-def _with_gelu(src, model, gelu):
+def _with_gelu(src: str, model: Mapping[str, Any], gelu: str | None) -> dict[str, Any]:
   """Returns the fields of a model with a GELU where its files lack it."""
   fields = flax.traverse_util.flatten_dict(model)
-  known = {path: x for path, x in fields.items() if path[-1] == 'gelu'}
-  if gelu is None and None in known.values():
+  gelus = {path: x for path, x in fields.items() if path[-1] == 'gelu'}
+  if gelu is None and None in gelus.values():
     raise ValueError(
       f"'{src}' does not say which GELU its model computes: put its config next to "
       f'it, or pass gelu, one of {", ".join(encoder.GELUS)} (--gelu)'
     )
   if gelu is not None:
     schema.check('gelu', gelu, Literal[*encoder.GELUS], '--')
-    if set(known.values()) not in ({None}, {gelu}):
-      what = ' and '.join(map(str, {*known.values()})) or 'given by its format'
+    if set(gelus.values()) not in ({None}, {gelu}):
+      stored = ' and '.join(map(str, {*gelus.values()})) or 'given by its format'
       raise ValueError(
-        f"gelu='{gelu}', but the GELU of '{src}' is {what}: leave it out (--gelu)"
+        f"gelu='{gelu}', but the GELU of '{src}' is {stored}: leave it out (--gelu)"
       )
-    fields |= dict.fromkeys(known, gelu)
+    fields |= dict.fromkeys(gelus, gelu)
   return flax.traverse_util.unflatten_dict(fields)
 
 
-def _check_shapes(weights, config, num_classes, size):
+def _check_shapes(
+  weights: reading.Weights,
+  config: ml_collections.ConfigDict,
+  num_classes: int,
+  size: tuple[int, int] | None,
+) -> None:
   """Checks for missing, unknown and misshapen leaves."""
   expected = families.of(config).shapes(config, weights.params, num_classes, size)
   tree = {**expected.pop('params'), **expected}
-  want = flax.traverse_util.flatten_dict(tree, sep='/')
-  have, what = reading.leaves_of(weights), identify.describe(weights.params)
-  missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
+  expected_leaves = flax.traverse_util.flatten_dict(tree, sep='/')
+  leaves, description = reading.leaves_of(weights), identify.describe(weights.params)
+  missing, extra = (
+    sorted(expected_leaves.keys() - leaves),
+    sorted(leaves.keys() - expected_leaves),
+  )
   fitting.fail_for(
-    identify.misfits(have, want), missing, extra, f'it looks like {what}, but'
+    identify.misfits(leaves, expected_leaves),
+    missing,
+    extra,
+    f'it looks like {description}, but',
   )
 
 
 def push(
-  src: str, name: str, to: str = 'hf', **options
+  src: str, name: str, to: str = 'hf', **options: Any
 ) -> tuple[writing.Model, list[str]]:
   """Converts weights, and uploads them with a card to the Hugging Face Hub.
 
@@ -241,19 +262,16 @@ def convert(
     src, class_names, image_size, num_heads, gelu=gelu, entry=entry, base=base
   )
   notes = writing.check(model, to)
-  if to not in ('hf', 'peft') and model.preparation.crop not in (
-    None,
-    model.image_size,
-  ):
+  crop = model.preparation.crop
+  if to not in ('hf', 'peft') and crop not in (None, model.image_size):
     notes.append(
       f'position embeddings are resized from images of {model.image_size} to '
-      f'{model.preparation.crop}, as {model.preparation.source} says: pass '
-      '--image_size to keep them'
+      f'{crop}, as {model.preparation.source} says: pass --image_size to keep them'
     )
     model = fitting.at_crop(model)
   if to != 'workdir':
-    model, found = _with_plain_positions(model, to)
-    notes += found
+    model, position_notes = _with_plain_positions(model, to)
+    notes += position_notes
   write = writing.WRITERS[to]
   try:
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -269,18 +287,20 @@ def convert(
   return model, notes
 
 
-def _with_plain_positions(model, to):
+def _with_plain_positions(
+  model: writing.Model, to: str
+) -> tuple[writing.Model, list[str]]:
   """Replaces position embeddings on a grid by their table; also returns notes."""
   fields = model_configs.vit_of(model.config).get('transformer') or {}
   kind = fields.get('position_embedding', 'learned_1d')
   layers = fields.get('position_layers', 'stem')
-  whole = 'transformer' in model.config  # Not a tower of an image-text model.
-  if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and whole):
+  is_vit = 'transformer' in model.config  # Not a tower of an image-text model.
+  if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and is_vit):
     return model, []
-  own = *position_kinds.ROPES, 'relative_bias'
-  if kind in own and to in ('hf', 'timm') and whole:  # See `formats_of`.
+  per_layer_kinds = *position_kinds.ROPES, 'relative_bias'
+  if kind in per_layer_kinds and to in ('hf', 'timm') and is_vit:  # See `formats_of`.
     return model, []
-  if kind in ('relative', *own) or layers != 'stem' or not whole:
+  if kind in ('relative', *per_layer_kinds) or layers != 'stem' or not is_vit:
     raise ValueError(
       f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
       f'written as {to}, whose models add one table before the first layer: use '
@@ -294,10 +314,11 @@ def _with_plain_positions(model, to):
   config = copy.deepcopy(model.config)
   config.transformer.position_embedding = 'learned_1d'
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  return model._replace(params=params, config=config), [
-    f"position_embedding='{kind}' is written as the table that it makes: logits "
-    'are the same'
-  ]
+  note = (
+    f"position_embedding='{kind}' is written as the table that it makes: logits are the "
+    'same'
+  )
+  return model._replace(params=params, config=config), [note]
 
 
 def _names(path: str) -> list[str]:
@@ -308,7 +329,7 @@ def _names(path: str) -> list[str]:
       f"class_names='{path}' is not a file: pass one with a name per line "
       '(--class_names)'
     )
-  with arrays.naming(file):
+  with arrays.file_errors(file):
     if path.endswith('.json'):
       names = files.read_json(file)
       if not schema.accepts(names, tuple[str, ...]):
@@ -317,13 +338,17 @@ def _names(path: str) -> list[str]:
     return text_files.lines(files.read(file, files.JSON_LIMIT), file)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
   """Converts as the flags of `vit_jax convert` say, and prints a summary."""
-  names = _names(args.class_names) if args.class_names else None
   options = dict(
-    to=args.to, class_names=names, image_size=args.image_size,
-    num_heads=args.num_heads, gelu=args.gelu, entry=args.entry, base=args.base,
-  )  # fmt: skip
+    to=args.to,
+    class_names=_names(args.class_names) if args.class_names else None,
+    image_size=args.image_size,
+    num_heads=args.num_heads,
+    gelu=args.gelu,
+    entry=args.entry,
+    base=args.base,
+  )
   if args.push:
     model, notes = push(args.src, args.push, **options)
   else:

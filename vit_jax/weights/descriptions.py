@@ -5,7 +5,6 @@ what an .npz cannot.
 """
 
 from collections.abc import Callable, Mapping
-import numbers
 import re
 from typing import Annotated, Any, NamedTuple
 
@@ -35,7 +34,7 @@ class Description(NamedTuple):
   preparation: dict | None = None
 
 
-def notes_file(npz) -> epath.Path:
+def notes_file(npz: epath.PathLike) -> epath.Path:
   """Returns the path of the JSON file next to an .npz.
 
   It holds class names, and fields of the model that differ from the published.
@@ -49,18 +48,20 @@ def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
   Fields that are null are left out. ValueError if the file is damaged or a field has a
   wrong value; names both.
   """
-  with arrays.naming(path):
+  with arrays.file_errors(path):
     content = {}
     if path.exists():
       without_null = lambda x: {k: v for k, v in x.items() if v is not None}
-      with fetch.local_input(path) as here:
-        content = files.read_json(here, object_hook=without_null)
+      with fetch.local_input(path) as local_path:
+        content = files.read_json(local_path, object_hook=without_null)
     if not isinstance(content, dict):
       raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
     return describe(content)
 
 
-def field(config: Mapping[str, Any], key: str, kind, default=None, prefix: str = ''):
+def field(
+  config: Mapping[str, Any], key: str, kind: Any, default: Any = None, prefix: str = ''
+) -> Any:
   """Returns a field, or `default`.
 
   ValueError, which names the field with a `prefix`, unless it has a type, see schema,
@@ -68,8 +69,8 @@ def field(config: Mapping[str, Any], key: str, kind, default=None, prefix: str =
   """
   value = config.get(key, default)
   if key in config and not schema.accepts(value, kind):
-    what = schema.describe(kind)
-    raise ValueError(f'{prefix}{key} is {value!r:.80}, but must be {what}')
+    expected = schema.describe(kind)
+    raise ValueError(f'{prefix}{key} is {value!r:.80}, but must be {expected}')
   if not _fits(value):
     raise ValueError(
       f'{prefix}{key} is {value!r:.80}, which is beyond the range of float32 or int32'
@@ -77,17 +78,19 @@ def field(config: Mapping[str, Any], key: str, kind, default=None, prefix: str =
   return value
 
 
-def _fits(value) -> bool:
+def _fits(value: Any) -> bool:
   """Returns whether each number in a value or list is 0 or of a size in _RANGE."""
   if isinstance(value, list | tuple):
     return all(map(_fits, value))
-  if isinstance(value, numbers.Real):
+  if isinstance(value, int | float):
     smallest, largest = _RANGE
     return value == 0 or smallest <= abs(value) <= largest
   return True
 
 
-def check_fields(fields: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = ''):
+def check_fields(
+  fields: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = ''
+) -> None:
   """Raises ValueError unless the fields of a model have their types.
 
   `kinds` are the types by dotted key. None is a field that no file states.
@@ -103,7 +106,7 @@ def check_fields(fields: Mapping[str, Any], kinds: Mapping[str, Any], prefix: st
       schema.raise_unknown(name, kinds, of='model')
 
 
-def only(config, **values):
+def only(config: Mapping[str, Any], **values: Any) -> None:
   """Raises ValueError if fields have other values than all models of this package."""
   for key, value in values.items():
     if config.get(key, value) != value:
@@ -112,7 +115,7 @@ def only(config, **values):
       )
 
 
-def from_notes(config) -> Description:
+def from_notes(config: Mapping[str, Any]) -> Description:
   """Returns what the JSON file next to an .npz says."""
   names = field(config, 'class_names', tuple[str, ...])
   names = None if names is None else tuple(names)
@@ -123,37 +126,40 @@ def from_notes(config) -> Description:
   )
 
 
-def shards(config) -> list[str]:
+def shards(config: Mapping[str, Any]) -> list[str]:
   """Returns the files that the index of a large model names."""
   weight_map = config.get('weight_map')
-  name = re.compile(r'[\w.-]+\.(safetensors|bin)')  # Not in another folder.
-  is_map = isinstance(weight_map, dict) and weight_map
-  if not is_map or not all(name.fullmatch(str(x)) for x in weight_map.values()):
+  names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+  pattern = re.compile(r'[\w.-]+\.(safetensors|bin)')  # Not in another folder.
+  if not names or not all(pattern.fullmatch(str(name)) for name in names):
     raise ValueError(
       'weight_map must name a .safetensors or .bin file in the same folder for each array'
     )
-  return sorted(set(weight_map.values()))
+  return sorted(names)
 
 
-def labels(config, gap: str | None = None) -> tuple[str, ...] | None:
+def labels(config: Mapping[str, Any], gap: str | None = None) -> tuple[str, ...] | None:
   """Returns the names in `id2label` by number; None if there are none.
 
-  `gap` names the numbers that no class has; None: all must be there.
+  `gap` is the name of the numbers without a class; None: there must be no such number.
   """
-  is_right = lambda x: (
-    all(number.isdecimal() and isinstance(x[number], str) for number in x)
-    and all(str(int(number)) == number for number in x)
-    and max(map(int, x), default=0) < 2**20
-    and (gap is not None or set(x) == {str(i) for i in range(len(x))})
-  )
-  what = 'an object that names each class: {"0": ..., "1": ...}'
-  kind = Annotated[dict, schema.Fits(what, is_right)]
-  found = field(config, 'id2label', kind, {})
-  number = 1 + max(map(int, found), default=-1)
-  return tuple(found.get(str(i), gap) for i in range(number)) or None
+
+  def is_label_table(names: dict[str, Any]) -> bool:
+    for number, name in names.items():
+      if not number.isdecimal() or str(int(number)) != number:
+        return False
+      if int(number) >= 2**20 or not isinstance(name, str):
+        return False
+    return gap is not None or set(names) == {str(i) for i in range(len(names))}
+
+  form = 'an object that names each class: {"0": ..., "1": ...}'
+  kind = Annotated[dict, schema.Fits(form, is_label_table)]
+  names = field(config, 'id2label', kind, {})
+  num_classes = 1 + max(map(int, names), default=-1)
+  return tuple(names.get(str(i), gap) for i in range(num_classes)) or None
 
 
-def label_fields(model) -> dict[str, dict]:
+def label_fields(model: Any) -> dict[str, dict]:
   """Returns Hugging Face's fields that name the classes of a model."""
   names = model.class_names or [f'LABEL_{i}' for i in range(model.num_classes)]
   return dict(

@@ -12,6 +12,7 @@ import hashlib
 import http.client
 import os
 import tempfile
+from typing import IO
 import urllib.error
 import urllib.request
 
@@ -94,8 +95,11 @@ def fetch(path: str) -> epath.Path:
   except urllib.error.URLError as e:
     raise OSError(f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}") from None
   except (
-    http.client.HTTPException, ConnectionError, TimeoutError, UnicodeError
-  ) as e:  # fmt: skip
+    http.client.HTTPException,
+    ConnectionError,
+    TimeoutError,
+    UnicodeError,
+  ) as e:
     raise OSError(
       f"'{path}' cannot be fetched: {_one_line(e) or type(e).__name__}; check the URL "
       'or try again'
@@ -103,11 +107,11 @@ def fetch(path: str) -> epath.Path:
   return target
 
 
-def _one_line(reason) -> str:
+def _one_line(reason: object) -> str:
   return ' '.join(str(reason).split())
 
 
-def _check_encrypted(url):
+def _check_encrypted(url: str) -> None:
   is_insecure = os.environ.get(INSECURE, '') not in ('', '0')
   if not url.startswith(('https://', 'http://')):
     raise ValueError(f"'{url}' is not at https://: pass the URL that it stands for")
@@ -133,12 +137,12 @@ def local_input(path: epath.Path) -> Iterator[epath.Path]:
     yield path
     return
   with tempfile.TemporaryDirectory() as folder:
-    here = epath.Path(folder) / path.name
-    copy(path, here)
-    yield here
+    local_path = epath.Path(folder) / path.name
+    copy(path, local_path)
+    yield local_path
 
 
-def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
+def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK) -> None:
   """Copies a file between any two places that etils.epath reaches.
 
   The copy appears only when it is complete. `block_size` are the bytes that are read
@@ -152,14 +156,19 @@ def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK):
     _write(f, epath.Path(files.expanded(dst)), source.stat().length, label, block_size)
 
 
-def _write(source, target, length, label, block_size=_BLOCK):
+def _write(
+  source: IO[bytes],
+  target: epath.Path,
+  length: int | None,
+  label: str | None,
+  block_size: int = _BLOCK,
+) -> None:
   """Copies an open file, of `length` bytes if known; shows a bar if it has a label."""
   target.parent.mkdir(parents=True, exist_ok=True)
-  options = dict(total=length, unit='B', unit_scale=True, desc=label)
-  with (
-    console.bar(**options, disable=label is None) as bar,
-    files.replacing(target) as f,
-  ):
+  bar = console.bar(
+    total=length, unit='B', unit_scale=True, desc=label, disable=label is None
+  )
+  with bar, files.replacing(target) as f:
     written = 0
     while block := source.read(block_size):
       written += f.write(block)

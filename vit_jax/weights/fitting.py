@@ -66,7 +66,7 @@ def transferable(
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
   # A whole classifier starts from the image tower of an image-text model.
-  alone = place == 'model' and families.describe(want) == vit.Classifiers.words
+  alone = place == 'model' and families.describe(want) == vit.Classifiers.noun
   own = family.part(weights, 'img' if alone else part)
   if own is not None:
     weights, flat = own, reading.leaves_of(own)
@@ -206,7 +206,9 @@ def _note_parts(path, flat, want, taken, new):
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
-      logging.warning("Parameters that '%s' %s: %s", path, what, arrays.listed(paths))
+      logging.warning(
+        "Parameters that '%s' %s: %s", path, what, arrays.join_names(paths)
+      )
 
 
 def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the model'):

@@ -7,7 +7,7 @@ HF_HUB_OFFLINE=1 is set. Files in its cache are named by the hash that the hub
 gives, with which their content is compared here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 import contextlib
 import dataclasses
 import glob
@@ -41,12 +41,12 @@ _FORM = 'hf://OWNER/NAME[@REVISION][/FILE]'
 _LOG_IN = 'log in (hf auth login), or set HF_TOKEN'
 
 
-def is_at(path) -> bool:
+def is_at(path: epath.PathLike) -> bool:
   """Returns whether a path names a model, or a file of one, on the hub."""
   return str(path).startswith(_PLACES)
 
 
-def parse(path) -> Any:
+def parse(path: epath.PathLike) -> Any:
   """Returns the huggingface_hub.HfUri of a path; ValueError if it is wrong."""
   try:
     uri = _library(f"'{path}'").parse_hf_uri(str(path))
@@ -54,21 +54,21 @@ def parse(path) -> Any:
       return uri
     reason = f'but a {uri.type}'
   except ValueError as e:
-    reason = str(e).partition("'. ")[2].strip(' .') or e
+    reason = str(e).partition("'. ")[2].strip(' .') or str(e)
   raise ValueError(f"'{path}' does not name a model on the hub, {reason}: pass {_FORM}")
 
 
-def _library(what):
-  return console.needed('huggingface_hub', 'interop', what)
+def _library(purpose: str) -> Any:
+  return console.needed('huggingface_hub', 'interop', purpose)
 
 
-def commit(path) -> str:
+def commit(path: epath.PathLike) -> str:
   """Returns the hash of the commit that a path's revision names now."""
   uri = parse(path)
   return _snapshot(path, uri, uri.revision, ()).name
 
 
-def fetch(path, revision: str | None = None) -> epath.Path:
+def fetch(path: epath.PathLike, revision: str | None = None) -> epath.Path:
   """Fetches a file, or the weights of a model, with the JSON files next to it.
 
   Without a FILE in `path`, the first of FILES that the model has is fetched, and its
@@ -88,9 +88,9 @@ def fetch(path, revision: str | None = None) -> epath.Path:
     revision = folder.name  # The branch may move before the next call.
     if any(folder.glob(names[-1])):
       return folder / name
-  what = f"no file '{name}'" if name else f'none of {FILES}'
+  missing = f"no file '{name}'" if name else f'none of {FILES}'
   raise FileNotFoundError(
-    f"'{path}': the model has {what}: name one of its files, see "
+    f"'{path}': the model has {missing}: name one of its files, see "
     f'{_page(uri)}/tree/{revision} ({_FORM})'
   )
 
@@ -101,7 +101,7 @@ def _shards(index: str) -> list[str]:
   return [f'{match[1]}{match[3] or ""}-*.{match[2]}'] if match else []
 
 
-def check_push(path):
+def check_push(path: epath.PathLike) -> None:
   """Raises an error unless a model can be pushed to hf://OWNER/NAME.
 
   Makes no request. ValueError for a wrong name, PermissionError without a token.
@@ -109,16 +109,18 @@ def check_push(path):
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub, instead = _library(f"push='{path}'"), 'or pass DST instead of --push'
+  hub, alternative = _library(f"push='{path}'"), 'or pass DST instead of --push'
   if hub.is_offline_mode():
-    raise ValueError(f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, {instead}")
+    raise ValueError(
+      f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, {alternative}"
+    )
   if hub.get_token() is None:
     raise PermissionError(
-      f"push='{path}' needs a token with write access: {_LOG_IN}, {instead}"
+      f"push='{path}' needs a token with write access: {_LOG_IN}, {alternative}"
     )
 
 
-def push(folder, path) -> str:
+def push(folder: epath.PathLike, path: epath.PathLike) -> str:
   """Uploads a local folder as a model and returns its URL.
 
   A model that does not exist is created. For the errors see `fetch`.
@@ -133,23 +135,25 @@ def push(folder, path) -> str:
   return _page(uri)
 
 
-def _page(uri) -> str:
+def _page(uri: Any) -> str:
   """Returns the URL of a model."""
   return dataclasses.replace(uri, revision=None, path_in_repo='').to_url()
 
 
-def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
+def _snapshot(
+  path: epath.PathLike, uri: Any, revision: str | None, names: Iterable[str]
+) -> epath.Path:
   """Fetches files, and JSON next to them, to the commit's folder in the cache."""
-  top = uri.path_in_repo.rpartition('/')[0]
-  top = f'{glob.escape(top)}/' if top else ''
-  patterns = [f'{top}*.json', f'{top}spiece.model', *names]
+  parent = uri.path_in_repo.rpartition('/')[0]
+  parent = f'{glob.escape(parent)}/' if parent else ''
+  patterns = [f'{parent}*.json', f'{parent}spiece.model', *names]
   with _explaining(path, uri):
     folder = epath.Path(
       _library(f"'{path}'").snapshot_download(
         uri.id,
         revision=revision,
         allow_patterns=patterns,
-        ignore_patterns=[f'{top}*/*'],
+        ignore_patterns=[f'{parent}*/*'],
         tqdm_class=console.bar,
       )
     )
@@ -158,18 +162,18 @@ def _snapshot(path, uri, revision, names: Iterable[str]) -> epath.Path:
   return folder
 
 
-def _check_hash(path, file):
+def _check_hash(path: epath.PathLike, file: str) -> None:
   """Raises OSError unless a file of the cache has the hash that is its name."""
-  want = os.path.basename(file)
-  if not re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', want):
+  expected = os.path.basename(file)
+  if not re.fullmatch('[0-9a-f]{40}|[0-9a-f]{64}', expected):
     return  # On a system without links, the cache has the file's own name.
   digest = hashlib.sha256()
-  if len(want) == 40:  # Git's hash, of a small file.
+  if len(expected) == 40:  # Git's hash, of a small file.
     digest = hashlib.sha1(usedforsecurity=False)
     digest.update(b'blob %d\0' % os.path.getsize(file))
   with open(file, 'rb') as f:
     hashlib.file_digest(f, lambda: digest)
-  if digest.hexdigest() != want:
+  if digest.hexdigest() != expected:
     raise OSError(
       f"'{path}' differs from the file on the hub: the {digest.name} of '{file}' is "
       f'{digest.hexdigest()}; delete that file and try again'
@@ -177,7 +181,7 @@ def _check_hash(path, file):
 
 
 @contextlib.contextmanager
-def _explaining(path, uri):
+def _explaining(path: epath.PathLike, uri: Any) -> Iterator[None]:
   """Turns the errors of huggingface_hub into one line each, with the remedy."""
   from huggingface_hub import constants, errors
 
@@ -214,6 +218,6 @@ def _explaining(path, uri):
     raise kind(f"'{path}' cannot be used: {reason}") from e
 
 
-def _short(error) -> str:
+def _short(error: BaseException) -> str:
   """Returns an error's message in one line."""
   return ' '.join(str(error).split())[:300] or type(error).__name__

@@ -11,15 +11,18 @@ from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.weights.families import families, vit
 
+# Fields that shapes do not determine.
+_NOT_IN_FILES = re.compile(r'pp\..*|.+\.num_heads|(.+\.)?representation_size')
+
 
 def model_config(
-  params: Mapping[str, Any], given: Mapping[str, Any] | None = None
+  params: Mapping[str, Any], known_fields: Mapping[str, Any] | None = None
 ) -> ml_collections.ConfigDict | None:
   """Returns a config whose model has these parameters, apart from the head.
 
   Args:
     params: nested dict of arrays or shapes, with Linen's names.
-    given: fields of the model that cannot be inferred from shapes, of a detector or
+    known_fields: fields of the model that cannot be inferred from shapes, of a detector or
       iGPT.
 
   Returns:
@@ -33,7 +36,7 @@ def model_config(
   }
   family = families.of_tree(flat)
   try:
-    sizes = family.sizes(flat, given or {})
+    sizes = family.sizes(flat, known_fields or {})
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
@@ -48,24 +51,29 @@ def model_config(
   return config
 
 
-def _matches(config, sizes):
+def _matches(config: ml_collections.ConfigDict, sizes: Mapping[str, Any]) -> bool:
   """Returns whether a config of the table has these sizes, as far as files tell."""
-  fields = models.class_of(config).__dataclass_fields__
-  defaults = {k: getattr(field, 'default', None) for k, field in fields.items()}
-  have, want = (
-    flax.traverse_util.flatten_dict(x, sep='.')
-    for x in ({**defaults, **config.to_dict()}, sizes)
-  )
-  untold = re.compile(r'pp\..*|.+\.num_heads|(.+\.)?representation_size')
-  resnets = [any('resnet.' in key for key in x) for x in (have, want)]
+  dataclass_fields = models.class_of(config).__dataclass_fields__
+  fields = {k: getattr(x, 'default', None) for k, x in dataclass_fields.items()}
+  fields |= config.to_dict()
+  config_fields = flax.traverse_util.flatten_dict(fields, sep='.')
+  file_fields = flax.traverse_util.flatten_dict(sizes, sep='.')
+  if _has_resnet(config_fields) != _has_resnet(file_fields):
+    return False
   # An encoder with a variation is not one without it.
-  varied = ('registers', *(f'transformer.{key}' for key in vit.VARIATIONS))
-  keys = want.keys() | {key for key in have if key.endswith(varied)}
-  return resnets[0] == resnets[1] and all(
-    (have.get(key) or None) == (want.get(key) or None)  # No registers, or 0.
-    for key in keys
-    if not untold.fullmatch(key)
-  )
+  variations = ('registers', *(f'transformer.{key}' for key in vit.VARIATIONS))
+  keys = file_fields.keys() | {x for x in config_fields if x.endswith(variations)}
+  for key in keys:
+    if _NOT_IN_FILES.fullmatch(key):
+      continue
+    # No registers, or 0.
+    if (config_fields.get(key) or None) != (file_fields.get(key) or None):
+      return False
+  return True
+
+
+def _has_resnet(fields: Mapping[str, Any]) -> bool:
+  return any('resnet.' in key for key in fields)
 
 
 def num_classes(params: Mapping[str, Any]) -> int:
@@ -102,13 +110,13 @@ def is_published(path: str) -> bool:
   return _PUBLISHED.fullmatch(path) is not None
 
 
-def misfits(have: Mapping[str, Any], want: Mapping[str, Any]) -> list[str]:
+def misfits(leaves: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
   """Lists the leaves, by path, whose shapes differ, each with both shapes."""
   return [
-    f'{path}: {tuple(have[path].shape)} in the weights, '
-    f'{tuple(want[path].shape)} in the model'
-    for path in sorted(want.keys() & have.keys())
-    if tuple(have[path].shape) != tuple(want[path].shape)
+    f'{path}: {tuple(leaves[path].shape)} in the weights, '
+    f'{tuple(expected[path].shape)} in the model'
+    for path in sorted(expected.keys() & leaves.keys())
+    if tuple(leaves[path].shape) != tuple(expected[path].shape)
   ]
 
 

@@ -1,8 +1,10 @@
 """Paths of the weights of a config, and whether they exist. Does not import JAX."""
 
+from collections.abc import Iterator
 import contextlib
 
 from etils import epath
+import ml_collections
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import files, text_files
@@ -14,7 +16,7 @@ _EXPORTS = ('model.onnx', 'model.stablehlo', 'saved_model.pb', '1/saved_model.pb
 _ENDINGS = ('.npz', '.safetensors', '.json', *arrays.TORCH_ENDINGS)
 
 
-def of_config(config) -> dict[str, str]:
+def of_config(config: ml_collections.ConfigDict) -> dict[str, str]:
   """Returns the paths of the weights in a config by part, '' for all parts."""
   pretrained = config.pretrained
   if isinstance(pretrained, str):
@@ -31,7 +33,7 @@ def of_config(config) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def with_remedy(config):
+def with_remedy(config: ml_collections.ConfigDict) -> Iterator[None]:
   """Adds the remedy to the error for missing weights."""
   try:
     yield
@@ -44,7 +46,7 @@ def with_remedy(config):
     ) from e
 
 
-def check_exist(config):
+def check_exist(config: ml_collections.ConfigDict) -> None:
   """Raises FileNotFoundError if local weights of a config do not exist."""
   for path in of_config(config).values():
     if '://' not in path:
@@ -52,7 +54,7 @@ def check_exist(config):
         existing(path)
 
 
-def existing(path) -> epath.Path:
+def existing(path: epath.PathLike) -> epath.Path:
   """Returns the local path of weights; fetches a remote file.
 
   FileNotFoundError if it does not exist; ValueError for an archive or an export.
@@ -71,7 +73,7 @@ def existing(path) -> epath.Path:
   return local_path
 
 
-def _check_format(path: epath.Path):
+def _check_format(path: epath.Path) -> None:
   """Raises ValueError for an archive or an exported model, with the remedy."""
   if path.suffix == '.zip':
     raise ValueError(
@@ -104,19 +106,21 @@ def augreg_filename(model: str, directory: str) -> str:
   filename = model
   if '-' not in model:
     index = augreg_index(directory)
-    rows = [row for _, row in text_files.csv_rows(files.read(index), index)]
-    chosen = lambda row: row['filename'].split('-')[0] == model and row['ds'] == 'i21k'
-    ours = [*filter(chosen, rows)]
-    if not ours:
+    rows = []
+    for _, row in text_files.csv_rows(files.read(index), index):
+      if row['filename'].split('-')[0] == model and row['ds'] == 'i21k':
+        rows.append(row)
+    if not rows:
       raise ValueError(
         f"model '{model}' is not among the i21k checkpoints of "
         f"'{directory}/index.csv' (config.model_or_filename)"
       )
-    filename = max(ours, key=lambda row: float(row['final_val']))['filename']
+    filename = max(rows, key=lambda row: float(row['final_val']))['filename']
   return f'{directory}/{filename}.npz'
 
 
-def augreg_index(directory):
+def augreg_index(directory: str) -> epath.Path:
+  """Returns the local path of index.csv, the table of the AugReg checkpoints."""
   path = f'{directory}/index.csv'
   index = fetch.fetch(path)
   if not index.exists():

@@ -4,24 +4,28 @@ adapter_model.safetensors has the arrays lora_A [r, inputs] and lora_B [outputs,
 each adapted layer, and whole layers such as the head; adapter_config.json names them.
 """
 
+from collections.abc import Mapping
 import json
+from typing import Any
 
+from etils import epath
 import numpy as np
 
 from vit_jax.learning import lora
 from vit_jax.weights import arrays, reading
-from vit_jax.weights.families import families, leaves
+from vit_jax.weights.families import base, families, leaves
 
 _PREFIX = 'base_model.model.'
 
 
-def write(model, dst) -> list[str]:
+def write(model: Any, dst: epath.Path) -> list[str]:
   """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
-  family, (config, stored) = families.of(model.config), model.adapters
+  family = families.of(model.config)
+  config, stored = model.adapters
   flat = reading.leaves_of(model)
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
-  state, layers, whole = {}, set(), set()
+  state, layers, whole_layers = {}, set(), set()
   for path, x in stored.items():
     kernel, part = lora.split_name(path)
     if kernel.startswith('embedding/') and _is_scaled(config.pretrained):
@@ -37,7 +41,7 @@ def write(model, dst) -> list[str]:
     layer, _, end = leaves.renamed(names[kernel], family.modules).rpartition('.')
     shape = converted[names[kernel]].shape
     if not part:
-      whole.add(layer)
+      whole_layers.add(layer)
       state[f'{_PREFIX}{layer}.{end}'] = converted[names[kernel]]
     elif part == lora.A:
       layers.add(layer)
@@ -48,10 +52,10 @@ def write(model, dst) -> list[str]:
       state[f'{_PREFIX}{layer}.lora_B.weight'] = x
   for name in converted:
     name = leaves.renamed(name, family.modules)
-    parts = {layer for layer in whole if name.startswith(f'{layer}.')}
-    if parts and (f'{_PREFIX}{name}' not in state or parts & layers):
+    trained_parts = {layer for layer in whole_layers if name.startswith(f'{layer}.')}
+    if trained_parts and (f'{_PREFIX}{name}' not in state or trained_parts & layers):
       raise ValueError(
-        f"only a part of '{min(parts)}' was trained, or next to an adapter, and PEFT has "
+        f"only a part of '{min(trained_parts)}' was trained, or next to an adapter, and PEFT has "
         'whole layers: write the merged weights (--to=hf)'
       )
   fields = {
@@ -62,7 +66,7 @@ def write(model, dst) -> list[str]:
     'lora_dropout': 0.0,
     'bias': 'none',
     'target_modules': sorted(layers),
-    'modules_to_save': sorted(whole),
+    'modules_to_save': sorted(whole_layers),
     'inference_mode': True,
   }
   (dst / 'adapter_config.json').write_text(json.dumps(fields, indent=1))
@@ -80,9 +84,13 @@ def _is_scaled(base: str) -> bool:
   return reading.read(base).preparation.is_scaled
 
 
-def _names(family, flat) -> dict[str, str]:
+def _names(family: base.Family, flat: Mapping[str, np.ndarray]) -> dict[str, str]:
   """Returns the names in Hugging Face's model of arrays that stay whole, by path."""
+  # Each array is filled with its number, which shows where it is after the conversion.
   paths = dict(enumerate(flat, 1))
-  numbers = {path: np.full(flat[path].shape, i, np.int32) for i, path in paths.items()}
-  found = family.dump(numbers, 'hf')
-  return {paths.get(x.max()): k for k, x in found.items() if x.min() == x.max()}
+  numbered = {path: np.full(flat[path].shape, i, np.int32) for i, path in paths.items()}
+  names = {}
+  for name, x in family.dump(numbered, 'hf').items():
+    if x.min() == x.max() and x.max() in paths:
+      names[paths[x.max()]] = name
+  return names

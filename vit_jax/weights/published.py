@@ -1,6 +1,6 @@
 """Names of parameters in published .npz files, of ViT, Mixer and BiT."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 import re
 
 import numpy as np
@@ -52,20 +52,20 @@ def linen_names(names: Iterable[str]) -> dict[str, str]:
     name: re.sub(r'^(opt/target/)?(params/)?|(?<=conv2d)_\d+(?=/)', '', name)
     for name in names
   }
-  found = leaves.walk(_BIT, plain.values(), here=False)
-  bit = {name: path for path, _, name in found}
+  table = leaves.walk(_BIT, plain.values(), by_path=False)
+  bit = {name: path for path, _, name in table}
   return {name: bit.get(x) or _in_block(x, _BLOCK) for name, x in plain.items()}
 
 
 def file_names(paths: Iterable[str]) -> dict[str, str]:
   """Returns the name in a file of each path in Linen."""
-  found = leaves.walk(_BIT, paths, here=True) if vit.is_bit(paths) else ()
-  bit = {path: name for path, _, name in found}
+  table = leaves.walk(_BIT, paths, by_path=True) if vit.is_bit(paths) else ()
+  bit = {path: name for path, _, name in table}
   names = {linen: name for name, linen in _BLOCK.items()}
   return {path: bit.get(path) or _in_block(path, names) for path in paths}
 
 
-def _in_block(path, names):
+def _in_block(path: str, names: Mapping[str, str]) -> str:
   """Renames the layer that follows 'encoderblock_<i>/' in a path."""
   return re.sub(
     r'(?<=encoderblock_)(\d+)/([^/]+)',

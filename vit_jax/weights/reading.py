@@ -29,7 +29,7 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ from vit_jax.weights import (
   torch_files,
   unwrapping,
 )
-from vit_jax.weights.families import families
+from vit_jax.weights.families import base, families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
@@ -129,17 +129,16 @@ def read(
     adapters_of_base = _read_adapters(path)
     path = base
   path = _local(path)
-  found = paths.existing(path)
-  if found.is_dir() and (found / 'checkpoints').exists():
-    weights = _read_workdir(found)
-  elif found.is_dir():
-    source = _file_in(found), found.joinpath
-    weights = _read_torch(*source, num_heads, dtype, entry, adapters_of_base)
-  elif hub.INDEX.fullmatch(found.name) or arrays.format_of(found) != 'npz':
-    source = found, _siblings_of(path)
-    weights = _read_torch(*source, num_heads, dtype, entry, adapters_of_base)
+  local_path = paths.existing(path)
+  if local_path.is_dir() and (local_path / 'checkpoints').exists():
+    weights = _read_workdir(local_path)
+  elif local_path.is_dir() or _is_torch(local_path):
+    file, sibling = local_path, _siblings_of(path)
+    if local_path.is_dir():
+      file, sibling = _file_in(local_path), local_path.joinpath
+    weights = _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base)
   else:
-    weights = _read_npz(found, dtype)
+    weights = _read_npz(local_path, dtype)
   is_own = weights.kind in ('npz', 'workdir')
   if is_own and entry is not None:
     raise ValueError(
@@ -152,9 +151,9 @@ def read(
       'trained with (--base)'
     )
   if dtype:
-    convert = lambda x: np.asarray(x, dtype)
-    weights = weights._replace(params=jax.tree.map(convert, weights.params))
-  arrays.warn_of_what_is_not_finite(found, leaves_of(weights))
+    params = jax.tree.map(lambda x: np.asarray(x, dtype), weights.params)
+    weights = weights._replace(params=params)
+  arrays.warn_if_not_finite(local_path, leaves_of(weights))
   return weights
 
 
@@ -179,28 +178,34 @@ def read_preparation(
   return preparation_lib.from_notes(described.preparation, notes.name)
 
 
-def _local(path):
+def _is_torch(file: epath.Path) -> bool:
+  """Returns whether a file has the arrays of another program, or is their index."""
+  return bool(hub.INDEX.fullmatch(file.name)) or arrays.format_of(file) != 'npz'
+
+
+def _local(path: str) -> str | epath.Path:
   """Returns where weights and their siblings are; fetches a model from the hub."""
   if not hub.is_at(path):
     return path
-  look_up = lambda: hub.commit(path)
-  commit = processes.from_first('looking up a model on the hub', look_up)
+  commit = processes.from_first(
+    'looking up a model on the hub', lambda: hub.commit(path)
+  )
   return hub.fetch(path, commit)
 
 
-def _siblings_of(path) -> Callable[[str], epath.Path]:
+def _siblings_of(path: epath.PathLike) -> Callable[[str], epath.Path]:
   """Returns a function from a name to the local path of a file next to `path`."""
   folder = str(path).rpartition('/')[0]
   return lambda name: _fetched(f'{folder}/{name}' if folder else name)
 
 
-def _read_adapters(path) -> adapters.Adapters:
+def _read_adapters(path: str) -> adapters.Adapters:
   """Reads adapters in PEFT's format, a folder or a file."""
   path = _local(path)
   file = paths.existing(path)
   sibling = file.joinpath if file.is_dir() else _siblings_of(path)
   file = _file_in(file) if file.is_dir() else file
-  with arrays.naming(file):
+  with arrays.file_errors(file):
     state = torch_files.to_numpy(_content(file), None)
     if not adapters.are_in(state):
       raise ValueError(
@@ -217,13 +222,13 @@ def _content(file: epath.Path, dtype: str | None = None) -> Any:
   return torch_files.load(file)
 
 
-def leaves_of(weights: Weights) -> dict:
-  """Returns all arrays of weights, by '/'-joined path."""
+def leaves_of(weights: Any) -> dict[str, np.ndarray]:
+  """Returns all arrays of a Weights or a writing.Model, by '/'-joined path."""
   tree = {**weights.params, **weights.extra}
   return flax.traverse_util.flatten_dict(tree, sep='/')
 
 
-def _file_in(folder):
+def _file_in(folder: epath.Path) -> epath.Path:
   """Returns the weights file in a folder of timm or Hugging Face."""
   for pattern in hub.FILES:
     if matches := sorted(folder.glob(pattern)):
@@ -242,7 +247,7 @@ def _file_in(folder):
   )
 
 
-def _fetched(path):
+def _fetched(path: str) -> epath.Path:
   """Returns the local path of a file; fetches a remote one, if it exists."""
   try:
     return fetch.fetch(path)
@@ -250,7 +255,7 @@ def _fetched(path):
     return fetch.local(path)
 
 
-def check_packages(path: str):
+def check_packages(path: str) -> None:
   """Raises ImportError if a package is missing that reads these weights."""
   file = epath.Path(
     str(path).partition('?')[0].partition('://')[2] or files.expanded(path)
@@ -264,62 +269,66 @@ def check_packages(path: str):
     console.needed('torch', 'torch', f"reading '{path}'")
 
 
-def _read_npz(file, dtype):
+def _read_npz(file: epath.Path, dtype: str | None) -> Weights:
   notes = descriptions.notes_file(file)
-  found = descriptions.read(notes, descriptions.from_notes)
-  with arrays.naming(file):
+  description = descriptions.read(notes, descriptions.from_notes)
+  with arrays.file_errors(file):
     flat = arrays.read_npz(file, dtype)
     for name, path in published.linen_names(flat).items():
       flat[path] = published.without_ones(path, flat.pop(name))
   family = families.of_tree(flat)
-  with arrays.naming(notes):
-    descriptions.check_fields(found.model, family.stated_fields())
-    model = family.complete_npz(file, flat, found.model)
-    found = _with_names(found._replace(model=model), flat)
-    prepared = family.preparation
-    if found.preparation:
-      prepared = preparation_lib.from_notes(found.preparation, notes.name)
-  with arrays.naming(file):
-    return _weights(flat, 'npz', found)._replace(preparation=prepared)
+  with arrays.file_errors(notes):
+    descriptions.check_fields(description.model, family.stated_fields())
+    model = family.complete_npz(file, flat, description.model)
+    description = _with_names(description._replace(model=model), flat)
+    preparation = family.preparation
+    if description.preparation:
+      preparation = preparation_lib.from_notes(description.preparation, notes.name)
+  with arrays.file_errors(file):
+    return _weights(flat, 'npz', description)._replace(preparation=preparation)
 
 
-def _with_names(found: descriptions.Description, flat) -> descriptions.Description:
+def _with_names(
+  description: descriptions.Description, flat: Mapping[str, np.ndarray]
+) -> descriptions.Description:
   """Returns a description that names all classes of a head, or none."""
   family = families.of_tree(flat)
   num_classes = family.num_classes(flat)
-  if found.class_names is None or not num_classes:
-    return found
-  names = family.checked_names(found.class_names, num_classes)
-  return found._replace(class_names=names)
+  if description.class_names is None or not num_classes:
+    return description
+  names = family.checked_names(description.class_names, num_classes)
+  return description._replace(class_names=names)
 
 
-def _weights(flat, kind, found: descriptions.Description) -> Weights:
+def _weights(
+  flat: dict[str, np.ndarray], kind: str, description: descriptions.Description
+) -> Weights:
   """Returns arrays by path as a tree, with their description."""
   tree = flax.traverse_util.unflatten_dict(flat, sep='/')
   extra = {name: tree.pop(name) for name in EXTRA if name in tree}
-  model, class_names, image_size, metadata, *_ = found
+  model, class_names, image_size, metadata, *_ = description
   return Weights(tree, kind, model, class_names, image_size, extra, metadata)
 
 
-def _read_workdir(folder):
+def _read_workdir(folder: epath.Path) -> Weights:
   # Only weights of runs need the modules of runs, some of which import Orbax.
   from vit_jax.learning import lora
   from vit_jax.run import checkpoints, config as run_config, workdir as workdir_lib
 
   config, metadata = workdir_lib.load(folder)
   task_class = run_config.get_task(config.task)
-  own = tuple(task_class.OWN_PARAMS)
-  found = checkpoints.load_weights(folder, EXTRA)
+  task_prefixes = tuple(task_class.OWN_PARAMS)
+  stored = checkpoints.load_weights(folder, EXTRA)
   adapters = None
   if config.lora.rank:
-    adapters = config, flax.traverse_util.flatten_dict(found.params, sep='/')
+    adapters = config, flax.traverse_util.flatten_dict(stored.params, sep='/')
     task = task_class(config, metadata)
     shapes = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
     with _not_from_itself(folder):
-      params = task.merged(found.params, *shapes, folder)
-    found = found._replace(params=jax.tree.map(np.asarray, params))
-  flat = flax.traverse_util.flatten_dict(found.params, sep='/')
-  flat = {k: v for k, v in flat.items() if not k.startswith(own)}
+      params = task.merged(stored.params, *shapes, folder)
+    stored = stored._replace(params=jax.tree.map(np.asarray, params))
+  flat = flax.traverse_util.flatten_dict(stored.params, sep='/')
+  flat = {k: v for k, v in flat.items() if not k.startswith(task_prefixes)}
   crop = config.pp.crop
   size = (crop, crop) if isinstance(crop, int) else tuple(crop)
   return Weights(
@@ -328,7 +337,7 @@ def _read_workdir(folder):
     config.model.to_dict(),
     tuple(metadata.pop('class_names', ())) or None,
     None if config.pp.sides else size,
-    found.extra,
+    stored.extra,
     metadata,
     preparation_lib.of_run(config.pp),
     adapters,
@@ -336,7 +345,7 @@ def _read_workdir(folder):
 
 
 @contextlib.contextmanager
-def _not_from_itself(folder):
+def _not_from_itself(folder: epath.Path) -> Iterator[None]:
   """Raises ValueError for adapters whose base is, or leads to, their own run."""
   if folder in _bases:
     raise ValueError(
@@ -363,10 +372,10 @@ def _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base):
         f"'{file}' names the file {part.name}, which is not in its folder: put all "
         'files of the weights into one folder'
       )
-    with arrays.naming(part):
+    with arrays.file_errors(part):
       loaded = _content(part, dtype)
       content = {**content, **loaded} if content else loaded
-  with arrays.naming(file):
+  with arrays.file_errors(file):
     state = unwrapping.unwrap(content, families.knows, entry)
     del content, loaded
     flat = torch_files.to_numpy(state, dtype)
@@ -390,7 +399,12 @@ def _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base):
     return weights
 
 
-def _preparation(sibling, naming: str, family, flat) -> preparation_lib.Preparation:
+def _preparation(
+  sibling: Callable[[str], epath.Path],
+  naming: str,
+  family: base.Family,
+  flat: Mapping[str, np.ndarray],
+) -> preparation_lib.Preparation:
   """Returns how images are prepared for arrays by path, as their files say.
 
   Warns if pixels are scaled in a way that neither the model nor its task has.
@@ -417,7 +431,7 @@ def _preparation(sibling, naming: str, family, flat) -> preparation_lib.Preparat
   return stated.unscaled()
 
 
-def _check_complete(params, config):
+def _check_complete(params: Mapping[str, Any], config: Mapping[str, Any]) -> None:
   """Raises ValueError if layers or registers that config.json states are missing."""
   field = descriptions.field
   image = field(config, 'vision_config', dict, config)
@@ -435,24 +449,24 @@ def _check_complete(params, config):
     raise ValueError(f'it lacks arrays of the model in its config.json: {remedy}')
   model = model.get('image', model)
   layers = (model.get('transformer') or {}).get('num_layers')
-  for name, found, stated in (
+  for name, actual, stated in (
     ('num_layers', layers, stated_layers),
     ('registers', model.get('registers', 0), stated_registers),
   ):
-    if None not in (layers, stated) and found != stated:
+    if None not in (layers, stated) and actual != stated:
       raise ValueError(
-        f'it has the arrays of {name}={found}, but its config.json says {stated}: '
+        f'it has the arrays of {name}={actual}, but its config.json says {stated}: '
         f'{remedy}'
       )
 
 
-def _heads(given, found):
+def _heads(requested: Any, stated: Any) -> Any:
   """Returns the number of heads, or a pair; ValueError for a contradiction."""
-  if isinstance(given, tuple) and isinstance(found, tuple):
-    return tuple(map(_heads, given, found))
-  if isinstance(given, int) and isinstance(found, int) and given != found:
+  if isinstance(requested, tuple) and isinstance(stated, tuple):
+    return tuple(map(_heads, requested, stated))
+  if isinstance(requested, int) and isinstance(stated, int) and requested != stated:
     raise ValueError(
-      f'num_heads={given}, but its config says {found}: leave out num_heads '
+      f'num_heads={requested}, but its config says {stated}: leave out num_heads '
       '(--num_heads, or num_heads of the config of a run)'
     )
-  return given if found is None else found
+  return requested if stated is None else stated

@@ -32,10 +32,10 @@ _SETTINGS = (
 class _StandIn:
   """Stands for an object in a checkpoint, and drops what it holds."""
 
-  def __init__(self, *args):
+  def __init__(self, *args: Any) -> None:
     pass
 
-  def __setstate__(self, state):
+  def __setstate__(self, state: Any) -> None:
     pass
 
 
@@ -55,7 +55,7 @@ def load(file: epath.Path) -> Any:
   ValueError if it is damaged or holds other objects; ImportError without PyTorch.
   """
   torch = console.needed('torch', 'torch', f"reading '{file}'")
-  with fetch.local_input(file) as here, files.open_input(here) as content:
+  with fetch.local_input(file) as local_file, files.open_input(local_file) as content:
     try:
       with torch.serialization.safe_globals(_stand_ins()):
         return torch.load(content, map_location='cpu', weights_only=True)

@@ -64,10 +64,10 @@ def unwrap(
       state = state[_preferred(names)]
   if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
     raise ValueError("it is not a state dict: save the model's state_dict()")
-  names = arrays.listed(sorted(state))
+  all_names = arrays.join_names(sorted(state))
   state = {name: x for name, x in state.items() if not arrays.is_no_weight(name, x)}
   if not state:
-    raise ValueError(f'it has no arrays by name, only {names}')
+    raise ValueError(f'it has no arrays by name, only {all_names}')
   modules = _modules(state, is_known, entry) or []
   for names in modules:
     options += names
@@ -83,13 +83,19 @@ def _entries(content: Any, entry: str | None) -> list[str]:
   """Returns the entries of a checkpoint with a state dict, in order of preference."""
   if not isinstance(content, dict):
     return []
-  is_state = lambda x: isinstance(x, dict) and any(map(_is_array, x.values()))
-  holds_state = lambda x: (
-    isinstance(x, dict) and any(is_state(x.get(name)) for name in _ENTRIES)
-  )
-  names = dict.fromkeys((*([entry] if entry else []), *_ENTRIES))
-  values = {name: content.get(name) for name in names}
-  return [name for name, x in values.items() if is_state(x) or holds_state(x)]
+  preferred = dict.fromkeys([entry, *_ENTRIES] if entry else _ENTRIES)
+  return [name for name in preferred if _holds_state(content.get(name))]
+
+
+def _holds_state(value: Any) -> bool:
+  """Returns whether an entry is a state dict, or a dict with such an entry."""
+  if not isinstance(value, dict):
+    return False
+  return _is_state(value) or any(_is_state(value.get(name)) for name in _ENTRIES)
+
+
+def _is_state(value: Any) -> bool:
+  return isinstance(value, dict) and any(map(_is_array, value.values()))
 
 
 def _modules(
@@ -104,11 +110,11 @@ def _modules(
   """
   if is_known(names):
     return []
-  first = {name.partition('.')[0] for name in names}
-  preferred = dict.fromkeys((*([entry] if entry else []), *_MODULES))
-  options = [module for module in preferred if module in first]
-  others = [name for name in names if name.partition('.')[0] not in options]
-  if depth == _MOST_MODULES or not all(map(_IGNORED.match, others)):
+  first_parts = {name.partition('.')[0] for name in names}
+  preferred = dict.fromkeys([entry, *_MODULES] if entry else _MODULES)
+  options = [module for module in preferred if module in first_parts]
+  other_names = [name for name in names if name.partition('.')[0] not in options]
+  if depth == _MOST_MODULES or not all(map(_IGNORED.match, other_names)):
     return None
   for module in options:
     prefix = f'{module}.'
@@ -134,8 +140,8 @@ def _preferred(names: Sequence[str]) -> str:
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
   """Returns the arrays whose names begin with a prefix, without it."""
   inner = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
-  if others := sorted(name for name in state if not name.startswith(prefix)):
-    logging.warning('Ignored parameters: %s', arrays.listed(others))
+  if ignored := sorted(name for name in state if not name.startswith(prefix)):
+    logging.warning('Ignored parameters: %s', arrays.join_names(ignored))
   return inner
 
 

@@ -4,9 +4,10 @@ Every writer returns notes for the user: what the other library computes
 differently, or what its files cannot hold.
 """
 
+from collections.abc import Callable, Mapping
 import functools
 import json
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 import flax.traverse_util
@@ -65,7 +66,7 @@ def check(model: Model, to: str) -> list[str]:
   return family.notes(model, to)
 
 
-def save(params, path: str):
+def save(params: Mapping[str, Any], dst: str) -> None:
   """Writes parameters, a nested dict of arrays, under the published names.
 
   Arrays keep their types, except that bfloat16 becomes float32, since .npz cannot
@@ -73,34 +74,39 @@ def save(params, path: str):
   would get the same name in the file.
   """
   flat = flax.traverse_util.flatten_dict(jax.device_get(params), sep='/')
-  keys: dict[str, str] = {}  # By name in the file.
-  found = {}
-  for key, name in published.file_names(flat).items():
-    if name in keys:
+  paths: dict[str, str] = {}  # By name in the file.
+  named_arrays = {}
+  for path, name in published.file_names(flat).items():
+    if name in paths:
       raise ValueError(
-        f"'{keys[name]}' and '{key}' would both be named '{name}' in '{path}', "
+        f"'{paths[name]}' and '{dst}' would both be named '{name}' in '{dst}', "
         'which uses the published names: rename the module (name=)'
       )
-    keys[name] = key
-    dtype = np.float32 if flat[key].dtype.name == 'bfloat16' else None
-    found[name] = np.asarray(flat[key], dtype)
+    paths[name] = path
+    dtype = np.float32 if flat[path].dtype.name == 'bfloat16' else None
+    named_arrays[name] = np.asarray(flat[path], dtype)
   head = 'resnet/head/conv2d/kernel'
-  if head in found:  # Published BiT files hold it as a 1x1 convolution.
-    found[head] = found[head][None, None]
-  target = epath.Path(files.expanded(path))
+  if head in named_arrays:  # Published BiT files hold it as a 1x1 convolution.
+    named_arrays[head] = named_arrays[head][None, None]
+  target = epath.Path(files.expanded(dst))
   target.parent.mkdir(parents=True, exist_ok=True)
   with files.replacing(target) as f:
-    np.savez(f, **found)
+    np.savez(f, **named_arrays)
 
 
-def _write_npz(model, dst):
+def _write_npz(model: Model, dst: epath.Path) -> list[str]:
   model = scaled(model)
-  family, stored = families.of(model.config), {}
+  family = families.of(model.config)
+  stored: dict[str, Any] = {}
   if model.class_names:
     stored['class_names'] = list(model.class_names)
-  usual = identify.model_config(model.params)
-  notes = family.difference_notes('readers of .npz compute', model.config, usual)
-  if fields := {key: x for key, x, _ in family.differences(model.config, usual)}:
+  default_config = identify.model_config(model.params)
+  notes = family.difference_notes(
+    'readers of .npz compute', model.config, default_config
+  )
+  if fields := {
+    key: x for key, x, _ in family.differences(model.config, default_config)
+  }:
     stored['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
   if prepared := preparation_lib.to_notes(model.preparation):
     stored['preparation'] = prepared
@@ -117,7 +123,7 @@ def _write_npz(model, dst):
   return notes
 
 
-def _write_folder(model, dst, to):
+def _write_folder(model: Model, dst: epath.Path, to: str) -> list[str]:
   """Writes model.safetensors, and the JSON files of a format."""
   family = families.of(model.config)
   naming = family.naming_of(model.config, to)
@@ -130,7 +136,7 @@ def _write_folder(model, dst, to):
   return notes
 
 
-def _write_pth(model, dst):
+def _write_pth(model: Model, dst: epath.Path) -> list[str]:
   """Writes a detector under the names of the files released with DETR."""
   state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
   if dst.suffix == '.safetensors':
@@ -161,16 +167,16 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   # Unnamed classes are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {'class_names': list(names), **family.metadata(model), **model.metadata}
-  known = run_config.get_task(config.task).METADATA
-  if missing := sorted(set(known) - set(metadata)):
+  metadata_names = run_config.get_task(config.task).METADATA
+  if missing := sorted(set(metadata_names) - set(metadata)):
     raise ValueError(
       f"a run of the task '{config.task}' needs {missing}, which these weights lack: "
       "put the model's preprocessor_config.json next to them"
     )
-  return run_config.complete(config), {name: metadata[name] for name in known}
+  return run_config.complete(config), {name: metadata[name] for name in metadata_names}
 
 
-def _write_workdir(model, dst):
+def _write_workdir(model: Model, dst: epath.Path) -> list[str]:
   # Imported late, since these modules import Orbax.
   from vit_jax.learning import optim, state as state_lib
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
@@ -189,7 +195,7 @@ def _write_workdir(model, dst):
   return []
 
 
-WRITERS = {
+WRITERS: dict[str, Callable[[Model, epath.Path], list[str]]] = {
   'npz': _write_npz,
   'timm': functools.partial(_write_folder, to='timm'),
   'hf': functools.partial(_write_folder, to='hf'),
@@ -197,5 +203,5 @@ WRITERS = {
   'pth': _write_pth,
   'workdir': _write_workdir,
 }
-# Formats that are a single file, and how its name may end.
+# Formats that are a single file -> how its name may end.
 FILES = {'npz': ('.npz',), 'pth': ('.pth', '.safetensors')}

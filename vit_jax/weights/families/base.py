@@ -11,12 +11,16 @@ from typing import Any
 
 from etils import epath
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax import models
 from vit_jax.configs import schema
 from vit_jax.weights import descriptions, preparation as preparation_lib
 from vit_jax.weights.families import leaves
+
+# A pair is for an image tower and a text tower; None: unknown.
+NumHeads = int | tuple[int | None, int | None] | None
 
 
 class Family:
@@ -27,7 +31,7 @@ class Family:
   vit_jax.weights.writing.Model, and `to` a format of vit_jax.weights.convert.
 
   Attributes:
-    words: one of its models, in words.
+    noun: one of its models, in words.
     kind: `config.model.kind`; None for the family of all other models.
     leaf: a leaf of a model's parameters that no other family has; likewise.
     formats: formats that hold its models.
@@ -43,7 +47,7 @@ class Family:
     namings: other programs' names of its arrays, by kind or by variants of it.
   """
 
-  words: str
+  noun: str
   kind: str | None = None
   leaf: str | None = None
   formats: tuple[str, ...]
@@ -69,7 +73,7 @@ class Family:
     return to
 
   def load(
-    self, flat: dict[str, np.ndarray], naming: str, num_heads
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: NumHeads
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path; see leaves.load."""
     num_heads = num_heads[0] if isinstance(num_heads, tuple) else num_heads
@@ -80,12 +84,16 @@ class Family:
     return leaves.dump(flat, self.naming(naming, flat))
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Returns the fields of the model that has leaves of these shapes.
 
-    `given` are fields that cannot be inferred from shapes. Raises KeyError,
-    IndexError or ValueError if leaves are missing, or have other ranks.
+    Args:
+      flat: shapes by path.
+      known_fields: fields that cannot be inferred from shapes.
+
+    Raises:
+      KeyError, IndexError, ValueError: if leaves are missing, or have other ranks.
     """
     raise NotImplementedError
 
@@ -117,98 +125,137 @@ class Family:
       )
     return tuple(names)
 
-  def differences(self, config, other) -> Iterator[tuple[str, Any, Any]]:
-    """Yields (key, value, other value) where two models compute differently."""
+  def differences(
+    self, config: Mapping[str, Any] | None, reference: Mapping[str, Any] | None
+  ) -> Iterator[tuple[str, Any, Any]]:
+    """Yields (key, value, reference value) where two models compute differently."""
     for key, default in self.computes.items():
       *groups, name = key.split('.')
-      pair = [config, other]
-      for group in groups:
-        pair = [(fields or {}).get(group) for fields in pair]
-      if None not in pair:
-        here, there = (fields.get(name, default) for fields in pair)
-        if here != there and None not in (here, there):
-          yield key, here, there
+      fields = _subfields(config, groups)
+      reference_fields = _subfields(reference, groups)
+      if fields is None or reference_fields is None:
+        continue
+      value = fields.get(name, default)
+      reference_value = reference_fields.get(name, default)
+      if value != reference_value and None not in (value, reference_value):
+        yield key, value, reference_value
 
-  def difference_notes(self, who: str, config, other) -> list[str]:
-    """Returns notes on `differences`; `who` computes models as in `other`."""
+  def difference_notes(
+    self,
+    subject: str,
+    config: Mapping[str, Any] | None,
+    reference: Mapping[str, Any] | None,
+  ) -> list[str]:
+    """Returns notes on `differences`.
+
+    They begin with `subject`, such as 'timm computes', whose models are `reference`.
+    """
     return [
-      f'{who} with model.{key}={theirs}, but these weights were made for {ours}: '
-      'logits differ a little'
-      for key, ours, theirs in self.differences(config, other)
+      f'{subject} with model.{key}={reference_value}, but these weights were made for '
+      f'{value}: logits differ a little'
+      for key, value, reference_value in self.differences(config, reference)
     ]
 
   def read_description(
-    self, sibling: Callable[[str], epath.Path], file: epath.Path,
-    flat: dict[str, np.ndarray], naming: str,
-  ) -> descriptions.Description:  # fmt: skip
-    """Returns what other files say about the weights in `file`, arrays `flat`.
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
+    """Returns what the files next to weights say about them.
 
-    `sibling` returns the path of a file next to them, which need not exist. May
-    rename and split arrays as `load` does, which is called next.
+    Args:
+      sibling: returns the path of a file next to the weights by its name; the file
+        need not exist.
+      file: the weights.
+      flat: their arrays; may be renamed and split as `load` does, which is called next.
+      naming: the naming of these arrays.
     """
     raise NotImplementedError
 
   def image_size(
-    self, config, params, given: tuple[int, int] | None
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    requested_size: tuple[int, int] | None,
   ) -> tuple[int, int] | None:
     """Returns (height, width) of a model's images; None for any size."""
-    return given
+    return requested_size
 
-  def inputs(self, config, params, image_size) -> jax.ShapeDtypeStruct:
+  def inputs(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    image_size: tuple[int, int],
+  ) -> jax.ShapeDtypeStruct:
     """Returns shape and type of a model's input, one image."""
     shape = (1, *image_size, leaves.channels(params))
     return jax.ShapeDtypeStruct(shape, np.dtype('float32'))
 
-  def shapes(self, config, params, num_classes, image_size) -> dict[str, Any]:
+  def shapes(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    num_classes: int,
+    image_size: tuple[int, int] | None,
+  ) -> dict[str, Any]:
     """Returns the shapes of a model's variables."""
     model = models.make_model(config, num_classes=num_classes)
     inputs = self.inputs(config, params, image_size or (224, 224))
     init = functools.partial(model.init, train=False)
     return jax.eval_shape(init, jax.random.key(0), inputs)
 
-  def part(self, weights, name: str):
+  def part(self, weights: Any, name: str) -> Any:
     """Returns the weights of the part of a model with this key; None if there is none."""
 
   def complete_npz(
-    self, file: epath.Path, flat: Mapping[str, np.ndarray], given: dict[str, Any]
+    self, file: epath.Path, flat: Mapping[str, np.ndarray], fields: dict[str, Any]
   ) -> dict[str, Any]:
-    """Adds to `given`, fields of a model, what files next to an .npz say."""
-    return given
+    """Adds to `fields`, fields of a model, what files next to an .npz say."""
+    return fields
 
   def scaled_channels(self, flat: Mapping[str, np.ndarray]) -> int:
     """Returns the channels whose scaling `scaled` absorbs; 0 for other models."""
     return 0
 
-  def scaled(self, model):
+  def scaled(self, model: Any) -> Any:
     """Returns a model that reads pixels from -1 to 1, as runs have them."""
     return model
 
-  def npz_siblings(self, model) -> dict[str, bytes]:
+  def npz_siblings(self, model: Any) -> dict[str, bytes]:
     """Returns files to write next to an .npz by their endings, such as '.txt'."""
     return {}
 
-  def run(self, model) -> dict[str, Any]:
+  def run(self, model: Any) -> dict[str, Any]:
     """Returns the keys of a run's config that a model determines."""
     return {}
 
-  def metadata(self, model) -> dict[str, Any]:
+  def metadata(self, model: Any) -> dict[str, Any]:
     """Returns default metadata of a run, for what the weights lack."""
     return {}
 
-  def check(self, model) -> None:
+  def check(self, model: Any) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
 
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the formats that hold a model."""
     return self.formats
 
-  def notes(self, model, to: str) -> list[str]:
+  def notes(self, model: Any, to: str) -> list[str]:
     """Returns what a user should know about a model in a format."""
     return []
 
-  def files(self, model, to: str) -> tuple[dict[str, dict], list[str]]:
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     """Returns JSON files to write next to the weights by name, and notes.
 
     ValueError if the other program has no such model.
     """
     raise NotImplementedError
+
+
+def _subfields(fields: Any, groups: Iterable[str]) -> Any:
+  """Returns the fields of a nested group; None if there is no such group."""
+  for group in groups:
+    fields = (fields or {}).get(group)
+  return fields

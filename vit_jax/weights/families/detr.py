@@ -11,8 +11,14 @@ files, and Hugging Face's own. The constants of frozen batch norm
 are at 'frozen/' in the tree, separate from the parameters.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import re
+from typing import Any
+
+from etils import epath
+import ml_collections
+import numpy as np
 
 from vit_jax import models_detr
 from vit_jax.configs import detr as recipe, models as model_configs, schema
@@ -95,7 +101,7 @@ _MEMORY = (
 )
 
 
-def _backbone(style, start) -> tuple[leaves.Group, ...]:
+def _backbone(style: int, start: str) -> tuple[leaves.Group, ...]:
   """Returns the table of a ResNet; `style`: 0 for timm, 1 for Hugging Face."""
   units = start + _THEIR_UNITS[style]
   return (
@@ -106,7 +112,9 @@ def _backbone(style, start) -> tuple[leaves.Group, ...]:
   )
 
 
-def _detector(kind, number, style, backbone, start, **options) -> leaves.Naming:
+def _detector(
+  kind: str, number: int, style: int, backbone: str, start: str, **options: Any
+) -> leaves.Naming:
   """Returns a naming; `number` and `style` are columns, the rest prefixes."""
   return leaves.Naming(
     kind,
@@ -158,7 +166,7 @@ _TIMM = {(3, 4, 6, 3): 'resnet50', (3, 4, 23, 3): 'resnet101'}
 class Detrs(base.Family):
   """DETR with a ResNet as the backbone."""
 
-  words = 'a detector'
+  noun = 'a detector'
   kind = 'detr'
   leaf = _QUERIES
   formats = ('hf', 'pth', 'workdir')
@@ -172,18 +180,21 @@ class Detrs(base.Family):
   groups = (model_configs.Detr,)
   namings = _NAMINGS
 
-  def naming(self, naming, names):
+  def naming(self, naming: str, names: Any) -> leaves.Naming:
     """Hugging Face has its own ResNet where timm has none of these sizes."""
     if naming != 'hf':
       return self.namings[naming]
-    if _QUERIES in names:  # Paths here.
+    if _QUERIES in names:  # Paths in this package.
       width = names['backbone/conv_root/kernel'].shape[-1]
-      own = not _is_of_timm(leaves.units(names, _UNITS), width)
+      is_hf_backbone = not _is_of_timm(leaves.units(names, _UNITS), width)
     else:
-      own = any(name.startswith(f'{_HF_BACKBONE}embedder.') for name in names)
-    return self.namings['hf, own backbone' if own else 'hf']
+      prefix = f'{_HF_BACKBONE}embedder.'
+      is_hf_backbone = any(name.startswith(prefix) for name in names)
+    return self.namings['hf, own backbone' if is_hf_backbone else 'hf']
 
-  def load(self, flat, naming, num_heads):
+  def load(
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
+  ) -> dict[str, np.ndarray]:
     table = self.namings[naming]
     leaves.rename(flat, table.old_names)
     queries = flat.get(table.marks[0])
@@ -191,14 +202,16 @@ class Detrs(base.Family):
       num_heads = num_heads or 8
     return super().load(flat, naming, num_heads)
 
-  def dump(self, flat, naming):
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     state = super().dump(flat, naming)
     if not any(path.startswith(_MASK_HEAD) for path in flat):
       return state
     masks = r'^(?!(mask_head|bbox_attention)\.)'  # The prefixes of a mask head.
     return {re.sub(masks, 'detr.', name): x for name, x in state.items()}
 
-  def sizes(self, flat, given):
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
     encoder, decoder = (leaves.count(flat, f'{side}_layer_{{0}}/') for side in _LAYERS)
     masks = any(path.startswith(_MASK_HEAD) for path in flat)
     return {
@@ -213,35 +226,41 @@ class Detrs(base.Family):
       'num_heads': flat['decoder_layer_0/self_attention/query/kernel'][1],
       'mlp_dim': flat['decoder_layer_0/Dense_0/kernel'][1],
       **({'mask_head': True} if masks else {}),
-      **given,
+      **known_fields,
     }
 
-  def describe(self, fields):
+  def describe(self, fields: Mapping[str, Any]) -> str:
     units = tuple(fields['units'])
-    known = {units: name.upper() for name, units in resnet.UNITS.items()}
+    names = {units: name.upper() for name, units in resnet.UNITS.items()}
     layers = f'{fields["num_encoder_layers"]}+{fields["num_decoder_layers"]}'
-    backbone = known.get(units, f'ResNet of {units} units')
+    backbone = names.get(units, f'ResNet of {units} units')
     masks = ', mask head' if fields.get('mask_head') else ''
     return (
       f'DETR of {layers} layers, width {fields["hidden_size"]}, '
       f'{fields["num_queries"]} queries, backbone {backbone}{masks}'
     )
 
-  def num_classes(self, flat):
+  def num_classes(self, flat: Mapping[str, Any]) -> int:
     """The last one is "no object"."""
     return max(0, super().num_classes(flat) - 1)
 
-  def read_description(self, sibling, file, flat, naming):
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
     """Reads config.json; without it, the file's name may say 'dc5'."""
     describe = lambda config: _from_config(config, file.name)
     return descriptions.read(sibling('config.json'), describe)
 
-  def checked_names(self, names, num_classes):
+  def checked_names(self, names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     """The last classes of COCO's panoptic models have no names."""
     gaps = num_classes - len(names)
     return super().checked_names((*names, *gaps * [schema.NO_CLASS]), num_classes)
 
-  def run(self, model):
+  def run(self, model: Any) -> dict[str, Any]:
     """Images of an unknown size are prepared as in the published recipe."""
     largest = model.preparation.size or max(recipe.SIDES)
     sides = tuple(x for x in recipe.SIDES if x <= largest) or (largest,)
@@ -251,20 +270,20 @@ class Detrs(base.Family):
       'pp': {'sides': sides} if model.image_size is None else {},
     }
 
-  def metadata(self, model):
-    """Of COCO's panoptic classes those up to number 90 are things."""
+  def metadata(self, model: Any) -> dict[str, Any]:
+    """In COCO's panoptic classes, the numbers up to 90 are things."""
     count = model.num_classes
     stuff = _STUFF_FROM if count == _PANOPTIC else count
     return {'isthing': [i < stuff for i in range(count)]}
 
-  def check(self, model):
+  def check(self, model: Any) -> None:
     things = model.metadata.get('isthing')
     if things is not None and len(things) != model.num_classes:
       raise ValueError(
         f'isthing has {len(things)} entries for {model.num_classes} classes'
       )
 
-  def notes(self, model, to):
+  def notes(self, model: Any, to: str) -> list[str]:
     if 'pth' not in (model.source, to):
       return []
     dilated = 'has a' if model.config.get('dilate_last') else 'has no'
@@ -274,7 +293,7 @@ class Detrs(base.Family):
       'then'
     ]
 
-  def files(self, model, to):
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     config = model.config
     masks = config.get('mask_head')
     fields = dict(
@@ -304,26 +323,32 @@ class Detrs(base.Family):
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
-def _is_of_timm(units, width) -> bool:
+def _is_of_timm(units: Sequence[int], width: int) -> bool:
   """Returns whether Hugging Face takes a backbone from timm."""
   return tuple(units) in _TIMM and width == 64
 
 
-def _from_config(config, name):
+def _from_config(config: Mapping[str, Any], name: str) -> descriptions.Description:
+  """Returns what config.json says; without it, the name of the weights may say 'dc5'."""
   heads = descriptions.field(config, 'encoder_attention_heads', schema.Count)
   descriptions.only(
-    config, decoder_attention_heads=heads, position_embedding_type='sine',
+    config,
+    decoder_attention_heads=heads,
+    position_embedding_type='sine',
     activation_function='relu',
-  )  # fmt: skip
+  )
   backbone = descriptions.field(config, 'backbone_config', dict, {})
   descriptions.only(
-    backbone, downsample_in_first_stage=False, downsample_in_bottleneck=False,
+    backbone,
+    downsample_in_first_stage=False,
+    downsample_in_bottleneck=False,
     hidden_act='relu',
-  )  # fmt: skip
+  )
   dilated = descriptions.field(config, 'dilation', bool, False)
   if not config:
     dilated = re.search('dc5', name, re.IGNORECASE) is not None
-  things = descriptions.field(config, 'isthing', tuple[bool, ...])  # Of this package.
+  # This package writes `isthing`.
+  things = descriptions.field(config, 'isthing', tuple[bool, ...])
   return descriptions.Description(
     {'dilate_last': dilated or backbone.get('output_stride') == 16},
     descriptions.labels(config, gap=schema.NO_CLASS),
@@ -332,13 +357,17 @@ def _from_config(config, name):
   )
 
 
-def _backbone_fields(config):
+def _backbone_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the fields of config.json that describe the backbone."""
   dilated = bool(config.get('dilate_last'))
   units, width = config.units, config.backbone_width
   if _is_of_timm(units, width):
-    own = dict(backbone=_TIMM[tuple(units)], dilation=dilated)
-    return dict(use_timm_backbone=True, use_pretrained_backbone=False, **own)
+    return dict(
+      use_timm_backbone=True,
+      use_pretrained_backbone=False,
+      backbone=_TIMM[tuple(units)],
+      dilation=dilated,
+    )
   if dilated:
     raise ValueError(
       f'Hugging Face has a dilated backbone (DC5) only of the sizes {list(_TIMM)}: '

@@ -5,6 +5,9 @@ which timm has under the names of its other Vision Transformers, and `DINOv3ViTM
 (arXiv 2508.10104). DINOv3 has no biases of keys; they are zero here.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from vit_jax.configs import schema
@@ -109,38 +112,47 @@ NAMING_3 = leaves.Naming(
 )
 
 
-def with_key_biases(found):
+def with_key_biases(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   """Returns arrays by path, with biases of keys, zeros, where queries have some."""
-  biases = {
-    path.replace('/query/', '/key/'): np.zeros_like(x)
-    for path, x in found.items()
-    if path.endswith('/query/bias')
-  }
-  return {path: x for path, x in {**biases, **found}.items() if x.size}
+  arrays = {}
+  for path, x in flat.items():
+    if path.endswith('/query/bias'):
+      arrays[path.replace('/query/', '/key/')] = np.zeros_like(x)
+  arrays.update(flat)
+  return {path: x for path, x in arrays.items() if x.size}
 
 
-def completed(state, naming: leaves.Naming, registers: bool):
-  """Adds arrays to a state dict that are zero or empty: mask token, no registers.
+def completed(
+  state: dict[str, np.ndarray], naming: leaves.Naming, registers: bool
+) -> dict[str, np.ndarray]:
+  """Adds the arrays of Hugging Face's models that are zero or empty to a state dict.
 
-  A classifier's other names begin with its type.
+  These are the mask token and absent registers. All names of a classifier begin with its
+  type, except the names of its head.
   """
-  token, is_3 = state[CLS], naming is NAMING_3
-  others = {'embeddings.mask_token': np.zeros_like(token if is_3 else token[0])}
-  if is_3:
-    others['embeddings.register_tokens'] = token[:, :0]
-  state = {**others, **state}
-  prefix = f'{HF_TYPES[registers]}.' if 'classifier.bias' in state else ''
+  token = state[CLS]
+  if naming is NAMING_3:
+    placeholders = {
+      'embeddings.mask_token': np.zeros_like(token),
+      'embeddings.register_tokens': token[:, :0],
+    }
+  else:
+    placeholders = {'embeddings.mask_token': np.zeros_like(token[0])}
+  state = {**placeholders, **state}
+  if 'classifier.bias' not in state:
+    return state
+  prefix = f'{HF_TYPES[registers]}.'
   return {k if k.startswith('classifier.') else prefix + k: x for k, x in state.items()}
 
 
-def from_hf_3(config) -> descriptions.Description:
+def from_hf_3(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json of DINOv3 says."""
   gated = descriptions.field(config, 'use_gated_mlp', bool, False)
-  if gated:  # Of which only the gate has an activation.
+  if gated:  # Only the gate has an activation.
     descriptions.only({'hidden_act': 'gelu', **config}, hidden_act='silu')
     config = {**config, 'hidden_act': 'gelu'}
   descriptions.only(config, proj_bias=True, mlp_bias=True)
-  found = from_hf({'layer_norm_eps': 1e-5, **config})
+  description = from_hf({'layer_norm_eps': 1e-5, **config})
   rope = {
     'position_embedding': 'rope',
     'add_position_embedding': True,
@@ -148,11 +160,11 @@ def from_hf_3(config) -> descriptions.Description:
       descriptions.field(config, 'rope_theta', schema.Positive, 100.0)
     ),
   }
-  model = {'transformer': {**found.model['transformer'], **rope}}
-  return found._replace(model=model)
+  model = {'transformer': {**description.model['transformer'], **rope}}
+  return description._replace(model=model)
 
 
-def from_hf(config) -> descriptions.Description:
+def from_hf(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json says; GELU and epsilon have other defaults than ViT's."""
   descriptions.only(config, qkv_bias=True, apply_layernorm=True)
   return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
@@ -160,14 +172,17 @@ def from_hf(config) -> descriptions.Description:
 
 def _mlp_ratio(mlp_dim: int, width: int, gated: bool) -> int | None:
   """Returns Hugging Face's `mlp_ratio` of an MLP of this width; None if it has none."""
-  # With a gate, two thirds of the width are rounded up to a multiple of 8.
-  rounded = lambda hidden: -(-(hidden * 2 // 3) // 8) * 8 if gated else hidden
   largest = mlp_dim * (3 if gated else 2) // 2 // width
-  ratios = range(largest, 0, -1)
-  return next((x for x in ratios if rounded(x * width) == mlp_dim), None)
+  for ratio in range(largest, 0, -1):
+    hidden = ratio * width
+    if gated:  # Two thirds of the width are rounded up to a multiple of 8.
+      hidden = -(-(hidden * 2 // 3) // 8) * 8
+    if hidden == mlp_dim:
+      return ratio
+  return None
 
 
-def of_hf(model) -> tuple[dict[str, dict], list[str]]:
+def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns the JSON files of a model by name, and notes.
 
   ValueError for sizes that Hugging Face's model cannot have.
@@ -176,15 +191,19 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   gated = encoder.get('mlp') == 'swiglu'
   registers = config.get('registers', 0)
   if encoder.get('position_embedding') == 'rope':
-    biases = dict.fromkeys(
-      (f'{x}_bias' for x in ('query', 'key', 'value')), encoder.get('qkv_bias', True)
-    )
+    has_biases = encoder.get('qkv_bias', True)
     files = vit_files.hf_files(
-      model, model_type=HF_TYPES[2], architectures=['DINOv3ViTModel'], **biases,
-      use_gated_mlp=gated, num_register_tokens=registers,
+      model,
+      model_type=HF_TYPES[2],
+      architectures=['DINOv3ViTModel'],
+      query_bias=has_biases,
+      key_bias=has_biases,
+      value_bias=has_biases,
+      use_gated_mlp=gated,
+      num_register_tokens=registers,
       layerscale_value=encoder.layer_scale,
       rope_theta=encoder.get('rope_temperature', 100.0),
-    )  # fmt: skip
+    )
     if gated:
       files['config.json']['hidden_act'] = 'silu'
     return files, ['load it as DINOv3ViTModel: the model has no classifier']
@@ -199,15 +218,16 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
       "Hugging Face's DINOv2 has position embeddings of a square only, not of images "
       f'of {model.image_size}: write this model for timm, or as a run (--to)'
     )
-  kind, name = HF_TYPES[registers > 0], 'Dinov2WithRegisters' if registers else 'Dinov2'
-  whole = config.classifier == 'token_with_gap'
-  if whole != bool(model.num_classes) or 'pre_logits' in model.params:
+  kind = HF_TYPES[registers > 0]
+  name = 'Dinov2WithRegisters' if registers else 'Dinov2'
+  is_classifier = config.classifier == 'token_with_gap'
+  if is_classifier != bool(model.num_classes) or 'pre_logits' in model.params:
     raise ValueError(
       f"Hugging Face's DINOv2 has no head of {model.num_classes} classes for classifier="
       f"'{config.classifier}', only for 'token_with_gap': write this model as a run "
       '(--to=workdir)'
     )
-  name += 'ForImageClassification' if whole else 'Model'
+  name += 'ForImageClassification' if is_classifier else 'Model'
   files = vit_files.hf_files(
     model,
     model_type=kind,
@@ -216,6 +236,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
     use_swiglu_ffn=gated,
     layerscale_value=encoder.layer_scale,
     **({'num_register_tokens': registers} if registers else {}),
-    **(descriptions.label_fields(model) if whole else {}),
+    **(descriptions.label_fields(model) if is_classifier else {}),
   )
-  return files, [] if whole else [f'load it as {name}: the model has no classifier']
+  notes = [] if is_classifier else [f'load it as {name}: the model has no classifier']
+  return files, notes

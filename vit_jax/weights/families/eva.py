@@ -7,10 +7,12 @@ Where they turn pairs of neighbouring channels, or by the column first, the chan
 queries and keys are reordered, which changes no result.
 """
 
+from collections.abc import Iterable, Mapping
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
+import ml_collections
 import numpy as np
 
 from vit_jax.configs import schema
@@ -39,14 +41,12 @@ BIAS = (
 _OWN = re.compile(r'blocks\.0\.(gamma_1|attn\.([qkv]_(proj|bias)|relative))')
 _DINO_3 = {'rope_type': 'dinov3', 'rope_temperature': 100.0, 'rope_rotate_half': True}
 # Architectures -> arguments of their rotary embeddings; None: they have none.
-_ARCHITECTURES = {
+_ARCHITECTURES: dict[str, dict[str, Any] | None] = {
   r'vit_\w+_(dinov3|lingbot)\w*': _DINO_3,
   r'eva02_(?!enormous)\w+|vit_\w+_rope_reg\d_gap_\d+': {'ref_feat_shape': (16, 16)},
-  r'vit_\w+_rope(_ape)?_\d+': {
-    'rope_temperature': 100.0, 'rope_grid_indexing': 'xy'
-  },
+  r'vit_\w+_rope(_ape)?_\d+': {'rope_temperature': 100.0, 'rope_grid_indexing': 'xy'},
   r'(eva_giant|beit(v2)?)_\w+': None,
-}  # fmt: skip
+}
 # Others -> why no model here computes the same.
 _REJECTED = {
   r'eva02_enormous\w*': 'whose layers end with their norms',
@@ -58,7 +58,7 @@ _REJECTED = {
 _KINDS = {'dinov3': 'rope', 'cat': 'axial_rope'}
 
 
-def architecture(config) -> str:
+def architecture(config: Mapping[str, Any]) -> str:
   """Returns the architecture in config.json of timm; '' if it has none."""
   return descriptions.field(config, 'architecture', str, '').partition('.')[0]
 
@@ -68,73 +68,92 @@ def eps(name: str) -> float:
   return 1e-5 if re.match(r'vit_.*_(clip|dinov3|lingbot)|beit3_', name) else 1e-6
 
 
-def is_eva(names) -> bool:
+def is_eva(names: Iterable[str]) -> bool:
   """Returns whether a state dict has names that only these models have."""
   return any(map(_OWN.match, names))
 
 
-def from_timm(config, flat, named: bool, num_heads: int | None) -> dict:
+def from_timm(
+  config: Mapping[str, Any],
+  flat: dict[str, np.ndarray],
+  has_eva_names: bool,
+  num_heads: int | None,
+) -> dict:
   """Returns the fields of rotary embeddings; reorders channels in `flat`.
 
-  The arrays are already renamed; `named` is `is_eva` of their names before. ValueError
-  if the architecture is unknown, or no model of this package computes the same.
+  Args:
+    config: config.json of timm.
+    flat: arrays, which are already renamed.
+    has_eva_names: `is_eva` of their names before that.
+    num_heads: number of attention heads; None if unknown.
+
+  Raises:
+    ValueError: if the architecture is unknown, or no model of this package computes
+      the same.
   """
   name, field = architecture(config), descriptions.field
-  for pattern, why in _REJECTED.items():
+  for pattern, reason in _REJECTED.items():
     if re.fullmatch(pattern, name):
       raise ValueError(
-        f"architecture is '{name}', {why}, unlike models of this package"
+        f"architecture is '{name}', {reason}, unlike models of this package"
       )
-  known = [args for x, args in _ARCHITECTURES.items() if re.fullmatch(x, name)]
-  if not known:
-    if named:
+  patterns = [pattern for pattern in _ARCHITECTURES if re.fullmatch(pattern, name)]
+  if not patterns:
+    if has_eva_names:
       raise ValueError(
         "its names are of timm's Eva or Beit, whose rotary embeddings depend on the "
-        f'architecture, which is {name!r}: put the config.json of timm next to it'
+        f'architecture ({name!r} is unknown): put the config.json of timm next to it'
       )
     return {}
+  rope_options = _ARCHITECTURES[patterns[0]]
   args = field(config, 'model_args', dict, {})
   field(args, 'rope_rotate_half', bool)
   field(args, 'rope_grid_indexing', Literal['ij', 'xy'])
   descriptions.only(
     args, rope_grid_offset=0.0, use_post_norm=False, attn_only_layer_scale=False
   )
-  if not field(args, 'use_rot_pos_emb', bool, known[0] is not None):
+  if not field(args, 'use_rot_pos_emb', bool, rope_options is not None):
     return {}
-  args = {'rope_type': 'cat', 'rope_temperature': 1e4, **(known[0] or {}), **args}
+  defaults = {'rope_type': 'cat', 'rope_temperature': 1e4}
+  args = {**defaults, **(rope_options or {}), **args}
   descriptions.only(args, rope_type='dinov3' if args['rope_type'] != 'cat' else 'cat')
-  kind, grid = _KINDS[args['rope_type']], field(args, 'ref_feat_shape', schema.Size)
+  kind = _KINDS[args['rope_type']]
   if 'pos_embed' in flat:
     kind = f'learned_{kind}'
   if num_heads is None:
     raise ValueError('model_args lacks num_heads, the number of attention heads')
   _reorder(flat, num_heads, args)
-  grid = (grid, grid) if isinstance(grid, int) else grid and tuple(grid)
-  return {
+  fields = {
     'add_position_embedding': True,
     'position_embedding': kind,
     'rope_temperature': float(field(args, 'rope_temperature', schema.Positive)),
-    **({'rope_grid': grid} if grid and kind in position_kinds.ROPES[1:] else {}),
   }
+  grid = field(args, 'ref_feat_shape', schema.Size)
+  if grid and kind in position_kinds.ROPES[1:]:
+    fields['rope_grid'] = (grid, grid) if isinstance(grid, int) else tuple(grid)
+  return fields
 
 
-def _reorder(flat, num_heads, args):
+def _reorder(
+  flat: dict[str, np.ndarray], num_heads: int, args: Mapping[str, Any]
+) -> None:
   """Puts channels of queries and keys into the order of layers/positions.py."""
   half = args.get('rope_rotate_half', False)
   columns_first = args.get('rope_grid_indexing', 'ij') == 'xy'
-  for name in flat:
-    if found := re.search(r'\.attn\.[qk](_norm)?\.(weight|bias)$', name):
-      x = flat[name]
-      size = len(x) if found[1] else len(x) // num_heads
-      if not size or len(x) % size or size % 4:
-        continue  # No model has such heads.
-      pairs = np.arange(size)  # [2, E/2].
-      pairs = pairs.reshape(2, -1) if half else pairs.reshape(-1, 2).T
-      order = np.roll(pairs, size // 4 if columns_first else 0, axis=1).ravel()
-      flat[name] = x.reshape(-1, size, *x.shape[1:])[:, order].reshape(x.shape)
+  for name, x in flat.items():
+    match = re.search(r'\.attn\.[qk](_norm)?\.(weight|bias)$', name)
+    if match is None:
+      continue
+    size = len(x) if match[1] else len(x) // num_heads
+    if not size or len(x) % size or size % 4:
+      continue  # No model has such heads.
+    channels = np.arange(size)
+    pairs = channels.reshape(2, -1) if half else channels.reshape(-1, 2).T  # [2, E/2]
+    order = np.roll(pairs, size // 4 if columns_first else 0, axis=1).ravel()
+    flat[name] = x.reshape(-1, size, *x.shape[1:])[:, order].reshape(x.shape)
 
 
-def holds(config) -> str | None:
+def holds(config: Mapping[str, Any]) -> str | None:
   """Returns 'eva' or 'beit' if only this class of timm computes a model."""
   encoder = config.get('transformer') or {}
   kind = encoder.get('position_embedding')
@@ -144,17 +163,18 @@ def holds(config) -> str | None:
   return 'eva' if kind in position_kinds.ROPES or norms else None
 
 
-def has_fields(config) -> bool:
+def has_fields(config: ml_collections.ConfigDict) -> bool:
   """Returns whether that class has the parts of a model other than its layers."""
-  beit = holds(config) == 'beit' and (
-    config.classifier not in ('token', 'token_gap')
-    or config.get('registers')
-    or config.transformer.get('first_norm')
-  )
-  return not (beit or config.get('resnet') or config.get('distilled'))
+  if config.get('resnet') or config.get('distilled'):
+    return False
+  if holds(config) == 'beit':
+    has_token = config.classifier in ('token', 'token_gap')
+    has_first_norm = config.transformer.get('first_norm')
+    return has_token and not config.get('registers') and not has_first_norm
+  return True
 
 
-def of_state(state, naming: str):
+def of_state(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
   """Returns a state dict with these models' own names, in place of the others'."""
   leaves.rename(state, _NEW_NAMES)
   if naming == 'beit':  # A bias of keys adds the same number to all logits of a query.
@@ -164,7 +184,9 @@ def of_state(state, naming: str):
   return state
 
 
-def of_timm(config, args) -> tuple[str, dict]:
+def of_timm(
+  config: ml_collections.ConfigDict, args: Mapping[str, Any]
+) -> tuple[str, dict]:
   """Returns name and arguments of a model, given arguments of `VisionTransformer`.
 
   ValueError if neither class has its GELU.
@@ -173,11 +195,11 @@ def of_timm(config, args) -> tuple[str, dict]:
   gated, gelu = encoder.get('mlp') == 'swiglu', encoder.get('gelu', 'tanh')
   if not gated and gelu != 'erf':
     raise ValueError(
-      f"gelu='{gelu}', but timm's {kind.title()} computes the exact function: write "
-      'this model as a run (--to=workdir)'
+      f"gelu='{gelu}', but timm's {str(kind).title()} computes the exact function: "
+      'write this model as a run (--to=workdir)'
     )
-  others = 'act_layer', 'reg_tokens', 'class_token', 'fc_norm', 'pre_norm', 'qk_norm'
-  own = {key: x for key, x in args.items() if key not in others} | dict(
+  renamed = 'act_layer', 'reg_tokens', 'class_token', 'fc_norm', 'pre_norm', 'qk_norm'
+  options = {key: x for key, x in args.items() if key not in renamed} | dict(
     mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
     init_values=encoder.get('layer_scale'),
     swiglu_mlp=gated,
@@ -186,8 +208,8 @@ def of_timm(config, args) -> tuple[str, dict]:
   )
   if kind == 'beit':
     shared = encoder.position_layers == 'shared'
-    own.update(use_rel_pos_bias=not shared, use_shared_rel_pos_bias=shared)
-    return 'beit_base_patch16_224', own
+    options.update(use_rel_pos_bias=not shared, use_shared_rel_pos_bias=shared)
+    return 'beit_base_patch16_224', options
   position = encoder.get('position_embedding', 'learned_1d')
   name = (
     'eva_giant_patch14_224'
@@ -195,7 +217,7 @@ def of_timm(config, args) -> tuple[str, dict]:
     else 'vit_7b_patch16_dinov3'
   )
   return name, dict(
-    **own,
+    **options,
     attn_type='rope',  # Keys can have biases.
     use_abs_pos_emb=position.startswith('learned'),
     use_rot_pos_emb=position in position_kinds.ROPES,

@@ -21,7 +21,7 @@ _FAMILIES: tuple[base.Family, ...] = (
 _BACKBONE = 'a ResNet without a detector'
 # (weights, model) in the words of `describe`: models that can start from other
 # weights than their own.
-STARTS = ((_BACKBONE, detr.Detrs.words),)
+STARTS = ((_BACKBONE, detr.Detrs.noun),)
 
 
 def of(config: Mapping[str, Any]) -> base.Family:
@@ -47,10 +47,10 @@ def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
   )
 
 
-def check_type(config: Mapping[str, Any]):
+def check_type(config: Mapping[str, Any]) -> None:
   """Raises ValueError if config.json is of another model of Hugging Face."""
-  known = [name for family in _FAMILIES for name in family.hf_types]
-  descriptions.field(config, 'model_type', Literal[*known])
+  types = [name for family in _FAMILIES for name in family.hf_types]
+  descriptions.field(config, 'model_type', Literal[*types])
 
 
 def of_tree(paths: Iterable[str]) -> base.Family:
@@ -62,4 +62,4 @@ def describe(paths: Iterable[str]) -> str:
   """Returns in words what has these leaves: 'a classifier', 'a detector'."""
   family = of_tree(paths)
   only_backbone = family.leaf is None and 'backbone/conv_root/kernel' in paths
-  return _BACKBONE if only_backbone else family.words
+  return _BACKBONE if only_backbone else family.noun

@@ -6,12 +6,15 @@ read, and are written as zeros. The last row of their table of colours is the st
 token. preprocessor_config.json has the palette, `clusters`, colours in [-1, 1].
 """
 
+from collections.abc import Callable, Mapping
 import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from absl import logging
+from etils import epath
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax.configs import models as model_configs, schema
@@ -70,7 +73,7 @@ _PALETTE = Annotated[
 class ImageGPTs(base.Family):
   """iGPT."""
 
-  words = 'an iGPT'
+  noun = 'an iGPT'
   kind = 'igpt'
   groups = (model_configs.Igpt,)
   leaf = 'color_embedding'
@@ -80,7 +83,9 @@ class ImageGPTs(base.Family):
   head = 'class_head/kernel'
   namings = {'hf': _NAMING}  # noqa: RUF012
 
-  def load(self, flat, naming, num_heads):
+  def load(
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
+  ) -> dict[str, np.ndarray]:
     """A missing colour head is zero."""
     leaves.rename(flat, _NAMING.old_names)
     for name in list(filter(_NOT_TRANSPOSED.fullmatch, flat)):
@@ -92,15 +97,15 @@ class ImageGPTs(base.Family):
           f"'{name}' is not zero, and iGPT has no biases: these weights were trained "
           "further with Hugging Face's model, which has them"
         )
-    found = super().load(flat, naming, num_heads)
-    colors = found['color_embedding']
-    found.update(color_embedding=colors[:-1], start_token=colors[-1])
-    if 'color_head/kernel' not in found:
+    params = super().load(flat, naming, num_heads)
+    colors = params['color_embedding']
+    params.update(color_embedding=colors[:-1], start_token=colors[-1])
+    if 'color_head/kernel' not in params:
       logging.warning('These weights have no colour head: it is set to zero.')
-      found['color_head/kernel'] = np.zeros_like(colors[:-1].T)
-    return found
+      params['color_head/kernel'] = np.zeros_like(colors[:-1].T)
+    return params
 
-  def dump(self, flat, naming):
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     flat = dict(flat)
     reason = None
     if 'start_token' not in flat:
@@ -120,7 +125,9 @@ class ImageGPTs(base.Family):
       state[bias] = np.zeros(value.shape[1], value.dtype)
     return state
 
-  def sizes(self, flat, given):
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
     num_colors, width = flat['color_embedding']
     return {
       'kind': 'igpt',
@@ -130,27 +137,40 @@ class ImageGPTs(base.Family):
       'num_layers': leaves.count(flat, 'block_{0}/'),
       'num_heads': flat['block_0/attention/query/kernel'][1],
       **({} if 'start_token' in flat else {'causal': False}),
-      **given,
+      **known_fields,
     }
 
-  def describe(self, fields):
-    form = (
+  def describe(self, fields: Mapping[str, Any]) -> str:
+    template = (
       'iGPT of {num_layers} layers, width {hidden_size}, {num_positions} pixels of '
       '{num_colors} colours'
     )
-    return form.format(**fields)
+    return template.format(**fields)
 
-  def read_description(self, sibling, file, flat, naming):
-    found = descriptions.read(sibling('config.json'), _from_config)
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
+    description = descriptions.read(sibling('config.json'), _from_config)
     palette = descriptions.read(
       sibling('preprocessor_config.json'),
       lambda processor: descriptions.field(processor, 'clusters', _PALETTE),
     )
-    return found._replace(metadata={} if palette is None else {'palette': palette})
+    return description._replace(
+      metadata={} if palette is None else {'palette': palette}
+    )
 
-  def image_size(self, config, params, given):
+  def image_size(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    requested_size: tuple[int, int] | None,
+  ) -> tuple[int, int]:
     pixels = config.num_positions
-    size = given or (math.isqrt(pixels),) * 2
+    size = requested_size or (math.isqrt(pixels),) * 2
     if math.prod(size) != pixels:
       raise ValueError(
         f'image_size={size[0]},{size[1]} has {math.prod(size)} pixels, but the '
@@ -159,17 +179,22 @@ class ImageGPTs(base.Family):
       )
     return size
 
-  def inputs(self, config, params, image_size):
+  def inputs(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    image_size: tuple[int, int],
+  ) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((1, config.num_positions), np.dtype('int32'))
 
-  def run(self, model):
+  def run(self, model: Any) -> dict[str, Any]:
     palette = model.metadata.get('palette') or [[0.0] * 3]
     return {
       'task': 'pixels_finetune' if model.num_classes else 'pixels',
       'pp': {'channels': len(palette[0])},
     }
 
-  def check(self, model):
+  def check(self, model: Any) -> None:
     palette = model.metadata.get('palette')
     colors = model.config.num_colors
     if palette is not None and len(palette) != colors:
@@ -178,7 +203,7 @@ class ImageGPTs(base.Family):
         f'the weights are for {colors}: use the palette of their training'
       )
 
-  def notes(self, model, to):
+  def notes(self, model: Any, to: str) -> list[str]:
     config, notes = model.config, []
     size = config.hidden_size // config.num_heads
     if 'hf' in (model.source, to) and math.isqrt(size) ** 2 != size:
@@ -196,7 +221,7 @@ class ImageGPTs(base.Family):
       )
     return notes
 
-  def files(self, model, to):
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     config = model.config
     scale = config.get('attention_scale', _SCALES[0])
     fields = dict(
@@ -211,18 +236,22 @@ class ImageGPTs(base.Family):
       **_ONLY,
       **({} if scale == _SCALES[0] else {'attention_scale': scale}),
     )
-    found = {'config.json': fields}
+    contents = {'config.json': fields}
     if 'palette' in model.metadata:
       height, width = model.image_size
-      found['preprocessor_config.json'] = dict(
+      contents['preprocessor_config.json'] = dict(
         image_processor_type='ImageGPTImageProcessor',
-        clusters=model.metadata['palette'], do_color_quantize=True, do_normalize=True,
-        do_resize=True, size=dict(height=height, width=width), resample=2,
-      )  # fmt: skip
-    return found, []
+        clusters=model.metadata['palette'],
+        do_color_quantize=True,
+        do_normalize=True,
+        do_resize=True,
+        size=dict(height=height, width=width),
+        resample=2,
+      )
+    return contents, []
 
 
-def _from_config(config):
+def _from_config(config: Mapping[str, Any]) -> descriptions.Description:
   descriptions.only(config, **_ONLY)
   field = descriptions.field
   scale = field(config, 'attention_scale', Literal[*_SCALES], _SCALES[0])

@@ -46,24 +46,44 @@ Row = tuple[str, ...]  # Path, kind, name elsewhere; or several such names.
 Group = tuple[str, str, tuple[Row, ...]]  # Prefix here, prefix elsewhere, rows.
 Leaf = tuple[str, str, str]  # Path, layout, name elsewhere.
 
-# Layout -> dimensions in PyTorch (0: any), from there with so many heads, to there.
+
+class _Layout(NamedTuple):
+  """Converts an array.
+
+  Attributes:
+    ndim: number of dimensions in PyTorch; 0: any.
+    from_torch: from PyTorch's array and the number of heads to the array here.
+    to_torch: the inverse.
+  """
+
+  ndim: int
+  from_torch: Callable[[np.ndarray, Any], np.ndarray]
+  to_torch: Callable[[np.ndarray], np.ndarray]
+
+
 _LAYOUTS = {
-  'conv': (4, lambda x, n: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1)),
-  'pixel': (4, lambda x, n: x[:, :, 0, 0].T, lambda x: x.T[..., None, None]),
-  'dense': (2, lambda x, n: x.T, lambda x: x.T),
-  'heads': (
-    2, lambda x, n: x.T.reshape(x.shape[1], n, -1), lambda x: x.reshape(len(x), -1).T
+  'conv': _Layout(
+    4, lambda x, n: x.transpose(2, 3, 1, 0), lambda x: x.transpose(3, 2, 0, 1)
   ),
-  'bias': (1, lambda x, n: x.reshape(n, -1), lambda x: x.reshape(-1)),
-  'out': (
-    2, lambda x, n: x.T.reshape(n, -1, len(x)), lambda x: x.reshape(-1, x.shape[-1]).T
+  'pixel': _Layout(4, lambda x, n: x[:, :, 0, 0].T, lambda x: x.T[..., None, None]),
+  'dense': _Layout(2, lambda x, n: x.T, lambda x: x.T),
+  'heads': _Layout(
+    2,
+    lambda x, n: x.T.reshape(x.shape[1], n, -1),
+    lambda x: x.reshape(len(x), -1).T,
   ),
-  'table': (2, lambda x, n: x, lambda x: x),
-  'rows': (2, lambda x, n: x[None], lambda x: x[0]),
-  'token': (1, lambda x, n: x[None, None], lambda x: x[0, 0]),
-  'scalar': (0, lambda x, n: x.reshape(-1), lambda x: x.reshape(())),
-  'same': (0, lambda x, n: x, lambda x: x),
-}  # fmt: skip
+  'bias': _Layout(1, lambda x, n: x.reshape(n, -1), lambda x: x.reshape(-1)),
+  'out': _Layout(
+    2,
+    lambda x, n: x.T.reshape(n, -1, len(x)),
+    lambda x: x.reshape(-1, x.shape[-1]).T,
+  ),
+  'table': _Layout(2, lambda x, n: x, lambda x: x),
+  'rows': _Layout(2, lambda x, n: x[None], lambda x: x[0]),
+  'token': _Layout(1, lambda x, n: x[None, None], lambda x: x[0, 0]),
+  'scalar': _Layout(0, lambda x, n: x.reshape(-1), lambda x: x.reshape(())),
+  'same': _Layout(0, lambda x, n: x, lambda x: x),
+}
 _SINGLE = ('table', 'rows', 'token', 'scalar', 'same')
 # Kind of a layer -> end of a leaf's path, its layout, end of its name.
 _NORM = ('scale', 'same', 'weight'), ('bias', 'same', 'bias')
@@ -80,7 +100,7 @@ class Naming(NamedTuple):
 
   Attributes:
     kind: the program: 'timm', 'hf', ...
-    words: the model, in words.
+    model_name: the model, in words.
     groups: the table.
     marks: names, any of which shows that a state dict has this naming.
     old_names: (regex, replacement) from names of other versions to the table's.
@@ -91,7 +111,7 @@ class Naming(NamedTuple):
   """
 
   kind: str
-  words: str
+  model_name: str
   groups: tuple[Group, ...]
   marks: tuple[str, ...] = ()
   old_names: tuple[tuple[str, str], ...] = ()
@@ -132,23 +152,24 @@ def numbers(prefix: str, names: Iterable[str]) -> list[tuple[int, ...]]:
 
   ValueError if some are missing. A prefix 'block{1}/unit{1}/' gives pairs.
   """
-  head, brace, rest = prefix.partition('{')
+  head, brace, tail = prefix.partition('{')
   if not brace:
     return [()]
-  first, _, rest = rest.partition('}')
-  pattern = re.escape(head) + r'(\d+)' + re.escape(rest.partition('{')[0])
-  found = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
+  first, _, tail = tail.partition('}')
+  pattern = re.escape(head) + r'(\d+)' + re.escape(tail.partition('{')[0])
+  present = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
   start = int(first)
-  if found and (min(found) != start or max(found) != start + len(found) - 1):
+  if present and (min(present) != start or max(present) != start + len(present) - 1):
     raise ValueError(
-      f"the names '{head}N{rest}' are numbered from {min(found)} to {max(found)}, "
-      f'but there are only {len(found)} of them: some are missing'
+      f"the names '{head}N{tail}' are numbered from {min(present)} to {max(present)}, "
+      f'but there are only {len(present)} of them: some are missing'
     )
-  return [
-    (i, *inner)
-    for i in range(len(found))
-    for inner in numbers(f'{head}{i + start:0{len(first)}}{rest}', names)
-  ]
+  tuples = []
+  for i in range(len(present)):
+    number = str(i + start).zfill(len(first))
+    for inner in numbers(f'{head}{number}{tail}', names):
+      tuples.append((i, *inner))
+  return tuples
 
 
 def count(names: Iterable[str], prefix: str) -> int:
@@ -161,28 +182,35 @@ def units(names: Iterable[str], prefix: str) -> tuple[int, ...]:
   return tuple(collections.Counter(i for i, _ in numbers(prefix, names)).values())
 
 
-def walk(groups: Iterable[Group], names: Iterable[str], here: bool) -> Iterator[Leaf]:
+def walk(
+  groups: Iterable[Group], names: Iterable[str], by_path: bool
+) -> Iterator[Leaf]:
   """Yields the leaves of a model.
 
-  There are as many layers as `names` have: paths `here`, or names elsewhere.
+  There are as many layers as `names` have, which are paths in this package if
+  `by_path`, else names elsewhere.
   """
-  for ours, theirs, rows in groups:
-    for found in numbers(ours if here else theirs, names):
-      path, name = _numbered(ours, found), _numbered(theirs, found)
+  for path_prefix, name_prefix, rows in groups:
+    for indices in numbers(path_prefix if by_path else name_prefix, names):
+      path, name = _numbered(path_prefix, indices), _numbered(name_prefix, indices)
       for row in rows:
-        layer, kind, their_layer = path + row[0], row[1], name + row[2]
+        layer, kind, their_name = path + row[0], row[1], name + row[2]
         if kind in _SINGLE:
-          yield layer, kind, their_layer
+          yield layer, kind, their_name
           continue
         affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
         for end, layout, their_end in _LEAVES.get(kind, affine):
-          yield f'{layer}/{end}', layout, f'{their_layer}.{their_end}'
+          yield f'{layer}/{end}', layout, f'{their_name}.{their_end}'
 
 
-def _numbered(prefix, found):
+def _numbered(prefix: str, indices: Iterable[int]) -> str:
   """Replaces the numbers in braces."""
-  left = iter(found)
-  number = lambda m: f'{int(m[1]) + next(left):0{len(m[1])}}'
+  remaining = iter(indices)
+
+  def number(match: re.Match) -> str:
+    first = match[1]
+    return str(int(first) + next(remaining)).zfill(len(first))
+
   return re.sub(r'\{(\d+)\}', number, prefix)
 
 
@@ -194,21 +222,21 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
   rename(flat, naming.old_names)
   if naming.ignored:
     if ignored := sorted(filter(re.compile(naming.ignored).match, flat)):
-      logging.warning('Ignored parameters: %s', arrays.listed(ignored))
+      logging.warning('Ignored parameters: %s', arrays.join_names(ignored))
     for name in ignored:
       del flat[name]
   for joined, parts in naming.joined.items():
     _split(flat, joined, parts)
-  table = [*walk(naming.groups, flat, here=False)]
-  if others := sorted(flat.keys() - {name for _, _, name in table}):
-    hints = (
-      f' ({feature})'
-      for part, feature in naming.features.items()
-      if any(part in name for name in others)
-    )
+  table = [*walk(naming.groups, flat, by_path=False)]
+  if unknown := sorted(flat.keys() - {name for _, _, name in table}):
+    hint = ''
+    for part, feature in naming.features.items():
+      if any(part in name for name in unknown):
+        hint = f' ({feature})'
+        break
     raise ValueError(
-      f'these are not the weights of a {naming.words}, which lacks '
-      f'{arrays.listed(others)}{next(hints, "")}'
+      f'these are not the weights of a {naming.model_name}, which lacks '
+      f'{arrays.join_names(unknown)}{hint}'
     )
   return table
 
@@ -233,10 +261,10 @@ def load(
 def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray]:
   """Converts arrays by path to a state dict."""
   flat, state = dict(flat), {}
-  for path, layout, name in walk(naming.groups, flat, here=True):
+  for path, layout, name in walk(naming.groups, flat, by_path=True):
     if path in flat:
-      to_torch = _LAYOUTS[layout][2]
-      state[name] = np.array(to_torch(np.asarray(flat.pop(path))), order='C')
+      array = _LAYOUTS[layout].to_torch(np.asarray(flat.pop(path)))
+      state[name] = np.array(array, order='C')
   if flat:
     raise ValueError(
       f'{sorted(flat)[:10]} have no counterpart in {naming.program}: write this '
@@ -247,7 +275,7 @@ def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray
   return state
 
 
-def rename(flat: dict[str, Any], table: Iterable[tuple[str, str]]):
+def rename(flat: dict[str, Any], table: Iterable[tuple[str, str]]) -> None:
   """Applies (regex, replacement) in order to all names, in place."""
   for name in list(flat):
     flat[renamed(name, table)] = flat.pop(name)
@@ -270,13 +298,15 @@ def channels(params: Mapping[str, Any]) -> int:
   raise KeyError('embedding/kernel')
 
 
-def _from_torch(value, path, layout, num_heads) -> np.ndarray:
+def _from_torch(
+  value: np.ndarray, path: str, layout: str, num_heads: int | None
+) -> np.ndarray:
   """Converts one array of PyTorch; errors name its path."""
-  dimensions, convert, _ = _LAYOUTS[layout]
-  if dimensions and value.ndim != dimensions:
+  ndim, convert, _ = _LAYOUTS[layout]
+  if ndim and value.ndim != ndim:
     raise ValueError(
       f"'{path}' has the shape {value.shape} in the state dict: it must have "
-      f'{dimensions} dimensions'
+      f'{ndim} dimensions'
     )
   if layout in ('heads', 'bias', 'out'):
     width = value.shape[1] if layout == 'out' else value.shape[0]
@@ -295,7 +325,7 @@ def _from_torch(value, path, layout, num_heads) -> np.ndarray:
   return np.ascontiguousarray(convert(value, num_heads))
 
 
-def _split(flat, joined, parts):
+def _split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]) -> None:
   """Splits arrays of several layers in place; `parts` replace `joined` in names."""
   for name in [name for name in flat if joined in name]:
     value = flat.pop(name)
@@ -308,10 +338,10 @@ def _split(flat, joined, parts):
       flat[name.replace(joined, part)] = piece
 
 
-def _join(state, joined, parts):
+def _join(state: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]) -> None:
   """Joins what `_split` splits, in place."""
-  first, *others = parts
+  first, *other_parts = parts
   for name in [name for name in state if first in name]:
     pieces = [state.pop(name)]
-    pieces += [state.pop(name.replace(first, part)) for part in others]
+    pieces += [state.pop(name.replace(first, part)) for part in other_parts]
     state[name.replace(first, joined)] = np.concatenate(pieces)

@@ -9,10 +9,12 @@ conversion.
 """
 
 import base64
+from collections.abc import Callable, Iterable, Iterator, Mapping
 import math
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from absl import logging
+from etils import epath
 import jax
 import ml_collections
 import numpy as np
@@ -105,6 +107,37 @@ _TOWERS = (
 _TOWER_NAMES = r'^(?=(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)'
 
 
+class _Features(NamedTuple):
+  """What distinguishes Hugging Face's image-text models."""
+
+  classifier: str
+  first_norm: bool
+  causal: bool
+  pool: str
+  image_head: bool
+  bias: bool
+
+
+_FEATURES = {
+  'clip': _Features(
+    classifier='token',
+    first_norm=True,
+    causal=True,
+    pool='eos',
+    image_head=True,
+    bias=False,
+  ),
+  'siglip': _Features(
+    classifier='map',
+    first_norm=False,
+    causal=False,
+    pool='last',
+    image_head=False,
+    bias=True,
+  ),
+}
+
+
 def _naming(style: str) -> leaves.Naming:
   """Returns the naming of a 'clip', 'siglip' or 'open_clip'."""
   if style == 'open_clip':
@@ -139,7 +172,7 @@ def _naming(style: str) -> leaves.Naming:
 class ImageTexts(base.Family):
   """LiT, CLIP and SigLIP."""
 
-  words = 'an image-text model'
+  noun = 'an image-text model'
   kind = 'lit'
   groups = (model_configs.Lit,)
   leaf = 'img/embedding/kernel'
@@ -153,25 +186,27 @@ class ImageTexts(base.Family):
   }
   namings = {style: _naming(style) for style in _OWN}  # noqa: RUF012
 
-  def naming(self, naming, names):
+  def naming(self, naming: str, names: Iterable[str]) -> leaves.Naming:
     return self.namings[self._style(naming, names)]
 
-  def _style(self, naming, names):
+  def _style(self, naming: str, names: Iterable[str]) -> str:
     is_siglip = {'img/cls', 'vision_model.embeddings.class_embedding'}.isdisjoint(names)
     return {'hf': 'siglip' if is_siglip else 'clip'}.get(naming, naming)
 
-  def load(self, flat, naming, num_heads):
+  def load(
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
+  ) -> dict[str, np.ndarray]:
     """A single number of heads is the image tower's."""
     heads = num_heads if isinstance(num_heads, tuple) else (num_heads, None)
     heads_of = lambda path: heads[not path.startswith(_IMAGE)]
-    found = leaves.load(flat, self.naming(naming, flat), heads_of)
+    params = leaves.load(flat, self.naming(naming, flat), heads_of)
     for layer in _NO_BIAS:
-      kernel = found.get(f'{layer}/kernel')
-      if kernel is not None and f'{layer}/bias' not in found:
-        found[f'{layer}/bias'] = np.zeros(kernel.shape[-1], kernel.dtype)
-    return found if 'txt/pos_embedding' in found else _below(found, _IMAGE)
+      kernel = params.get(f'{layer}/kernel')
+      if kernel is not None and f'{layer}/bias' not in params:
+        params[f'{layer}/bias'] = np.zeros(kernel.shape[-1], kernel.dtype)
+    return params if 'txt/pos_embedding' in params else _below(params, _IMAGE)
 
-  def dump(self, flat, naming):
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     flat = dict(flat)
     for layer in () if f'{_MAP}probe' in flat else _NO_BIAS:
       if flat.pop(f'{layer}/bias').any():
@@ -181,40 +216,48 @@ class ImageTexts(base.Family):
         )
     return super().dump(flat, naming)
 
-  def sizes(self, flat, given):
-    images, texts = (_below(flat, start) for start in (_IMAGE, _TEXT))
-    image = vit.Classifiers().sizes(images, {})
-    if text.Berts.leaf in texts:
-      kind, own = 'bert', text.Berts().sizes(texts, {})
-      del own['kind']
-      named = (name for name in text_towers.BERTS if text.bert_fields(name) == own)
-      pp = {'max_len': min(_MAX_LEN, own['num_positions'])}
-      tower = {'config': next(named, own)}
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    image_leaves, text_leaves = _below(flat, _IMAGE), _below(flat, _TEXT)
+    image = vit.Classifiers().sizes(image_leaves, {})
+    if text.Berts.leaf in text_leaves:
+      bert_sizes = text.Berts().sizes(text_leaves, {})
+      kind = bert_sizes.pop('kind')
+      pp = {'max_len': min(_MAX_LEN, bert_sizes['num_positions'])}
+      tower: dict[str, Any] = {'config': bert_sizes}
+      for name in text_towers.BERTS:
+        if text.bert_fields(name) == bert_sizes:
+          tower = {'config': name}
+          break
     else:
-      tower = text.TextTransformers().sizes(texts, {})
-      kind, pp = tower.pop('kind'), {'max_len': texts['pos_embedding'][1]}
-    if posemb := images.get('Transformer/posembed_input/pos_embedding'):
-      patches = posemb[1] - ('cls' in images)
+      tower = text.TextTransformers().sizes(text_leaves, {})
+      kind = tower.pop('kind')
+      pp = {'max_len': text_leaves['pos_embedding'][1]}
+    if posemb := image_leaves.get('Transformer/posembed_input/pos_embedding'):
+      patches = posemb[1] - ('cls' in image_leaves)
       pp['size'] = vit_files.square(patches, ml_collections.ConfigDict(image))[0]
-    heads = (x.get('head/kernel', (None,))[-1] for x in (images, texts))
-    return {
+    fields = {
       'kind': 'lit',
       'image': image,
       'text_model': kind,
       'text': tower,
-      'out_dim': tuple(heads),
+      'out_dim': (_head_width(image_leaves), _head_width(text_leaves)),
       'pp': pp,
-      **({'bias_init': -10.0} if 'b' in flat else {}),
     }
+    if 'b' in flat:
+      fields['bias_init'] = -10.0
+    return fields
 
-  def describe(self, fields):
-    words = text.TextTransformers().describe
-    if fields['text_model'] == 'bert':
-      words = lambda tower: text.Berts().describe(text.bert_fields(tower['config']))
+  def describe(self, fields: Mapping[str, Any]) -> str:
     image = vit.Classifiers().describe(fields['image'])
-    return f'{image}, with {words(fields["text"])}'
+    if fields['text_model'] == 'bert':
+      tower = text.Berts().describe(text.bert_fields(fields['text']['config']))
+    else:
+      tower = text.TextTransformers().describe(fields['text'])
+    return f'{image}, with {tower}'
 
-  def defaults(self, fields):
+  def defaults(self, fields: Mapping[str, Any]) -> ml_collections.ConfigDict:
     """Taken from the published models with this text tower."""
     is_bert = fields['text_model'] == 'bert'
     config = model_configs.get_config('LiT-B16B' if is_bert else 'LiT-L16S')
@@ -222,15 +265,24 @@ class ImageTexts(base.Family):
     config.text = ml_collections.ConfigDict()
     return config
 
-  def differences(self, config, other):
-    yield from super().differences(config, other)
-    towers = [(c.get('text') or {}).get('config') for c in (config, other)]
-    if None not in towers:
-      ours, theirs = map(text.bert_fields, towers)
-      if ours['num_heads'] != theirs['num_heads']:
-        yield 'text.config', ours, theirs
+  def differences(
+    self, config: Mapping[str, Any] | None, reference: Mapping[str, Any] | None
+  ) -> Iterator[tuple[str, Any, Any]]:
+    yield from super().differences(config, reference)
+    tower, reference_tower = _bert_config(config), _bert_config(reference)
+    if tower is None or reference_tower is None:
+      return
+    sizes, reference_sizes = text.bert_fields(tower), text.bert_fields(reference_tower)
+    if sizes['num_heads'] != reference_sizes['num_heads']:
+      yield 'text.config', sizes, reference_sizes
 
-  def read_description(self, sibling, file, flat, naming):
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
     leaves.rename(flat, self.namings.get(naming, self.namings['clip']).old_names)
     style = self._style(naming, flat)
     table = self.namings[style]
@@ -238,16 +290,16 @@ class ImageTexts(base.Family):
     if naflex:
       flat[_PATCHES] = _as_convolution(flat[_PATCHES])
     if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
-      found = _read_tower(sibling, flat, style)
-      return found._replace(image_size=None) if naflex else found
+      description = _read_tower(sibling, flat, style)
+      return description._replace(image_size=None) if naflex else description
     if style == 'open_clip':
-      found = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
+      description = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
     if missing := [name for name in table.marks if name not in flat]:
       raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
     if style != 'open_clip':
       describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
-      found = descriptions.read(sibling('config.json'), describe)
-      found = found._replace(image_size=None) if naflex else found
+      description = descriptions.read(sibling('config.json'), describe)
+      description = description._replace(image_size=None) if naflex else description
     tokenizer = 'siglip' if style == 'siglip' else 'clip'
     kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
     if style == 'siglip' and (naflex or str(kind).startswith(('Gemma', 'Siglip2'))):
@@ -256,17 +308,19 @@ class ImageTexts(base.Family):
     vocabulary = sibling('spiece.model' if tokenizer == 'siglip' else 'tokenizer.json')
     if vocabulary.exists():
       pp['vocab_path'] = str(vocabulary)
-    return found._replace(model={**found.model, 'pp': pp})
+    return description._replace(model={**description.model, 'pp': pp})
 
-  def stated_fields(self):
+  def stated_fields(self) -> dict[str, Any]:
     """Heads are not in the arrays of a BERT; its other sizes must agree with them."""
     return {**super().stated_fields(), 'text.config': dict[str, schema.Count]}
 
-  def complete_npz(self, file, flat, given):
+  def complete_npz(
+    self, file: epath.Path, flat: Mapping[str, np.ndarray], fields: dict[str, Any]
+  ) -> dict[str, Any]:
     """The vocabulary has the name of the weights."""
     tower = _below(flat, _TEXT)
     is_bert = text.Berts.leaf in tower
-    if stated := given.get('text', {}).get('config'):
+    if stated := fields.get('text', {}).get('config'):
       shapes = {path: x.shape for path, x in tower.items()}
       sizes = text.Berts().sizes(shapes, {}) if is_bert else {}
       sizes['num_heads'] = stated.get('num_heads')
@@ -275,13 +329,13 @@ class ImageTexts(base.Family):
           f'text.config.{wrong[0]} is {stated[wrong[0]]}, unlike the arrays: remove it'
         )
     name = 'bert' if is_bert else 'sentencepiece'
-    name = given.get('pp', {}).get('tokenizer_name', name)
+    name = fields.get('pp', {}).get('tokenizer_name', name)
     vocabulary = file.with_suffix(f'.{text_towers.TOKENIZERS.get(name)}')
     if not vocabulary.exists():
-      return given
-    return {**given, 'pp': {'vocab_path': str(vocabulary), **given.get('pp', {})}}
+      return fields
+    return {**fields, 'pp': {'vocab_path': str(vocabulary), **fields.get('pp', {})}}
 
-  def part(self, weights, name):
+  def part(self, weights: Any, name: str) -> Any:
     if name not in _PARTS:
       return None
     model = weights.model.get(_PARTS[name]) or {}
@@ -289,8 +343,13 @@ class ImageTexts(base.Family):
       model = text.bert_fields(model['config'])
     return weights._replace(params=weights.params[name], model=model)
 
-  def image_size(self, config, params, given):
-    size = vit_files.image_size(config.image, params['img'], given)
+  def image_size(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    requested_size: tuple[int, int] | None,
+  ) -> tuple[int, int]:
+    size = vit_files.image_size(config.image, params['img'], requested_size)
     if size[0] != size[1]:
       raise ValueError(
         f'image_size={size[0]},{size[1]} must be a square for an image-text '
@@ -298,36 +357,40 @@ class ImageTexts(base.Family):
       )
     return size
 
-  def shapes(self, config, params, num_classes, image_size):
+  def shapes(
+    self,
+    config: ml_collections.ConfigDict,
+    params: Mapping[str, Any],
+    num_classes: int,
+    image_size: tuple[int, int] | None,
+  ) -> dict[str, Any]:
     model = models.make_model(config)
     channels = leaves.channels(params['img'])
-    images = jax.ShapeDtypeStruct((1, *image_size, channels), 'float32')
+    images = jax.ShapeDtypeStruct((1, *(image_size or (224, 224)), channels), 'float32')
     tokens = jax.ShapeDtypeStruct((1, config.pp.max_len), 'int32')
-    init = lambda key, x, y: model.init(key, images=x, tokens=y)
-    return jax.eval_shape(init, jax.random.key(0), images, tokens)
+    return jax.eval_shape(model.init, jax.random.key(0), images=images, tokens=tokens)
 
-  def scaled_channels(self, flat):
+  def scaled_channels(self, flat: Mapping[str, np.ndarray]) -> int:
     """The image tower may be alone."""
     kernel = flat.get('img/embedding/kernel', flat.get('embedding/kernel'))
     return kernel.shape[2]
 
-  def scaled(self, model):
+  def scaled(self, model: Any) -> Any:
     return vit_files.scaled(model, 'img')
 
-  def npz_siblings(self, model):
-    words = model.metadata.get('vocabulary')
-    if not words:
+  def npz_siblings(self, model: Any) -> dict[str, bytes]:
+    vocabulary = model.metadata.get('vocabulary')
+    if not vocabulary:
       return {}
     ending = text_towers.TOKENIZERS[model.config.pp.tokenizer_name]
     if ending == 'txt':
-      return {'.txt': ''.join(f'{word}\n' for word in words).encode()}
-    return {f'.{ending}': base64.b64decode(words[0])}
+      return {'.txt': ''.join(f'{word}\n' for word in vocabulary).encode()}
+    return {f'.{ending}': base64.b64decode(vocabulary[0])}
 
-  def run(self, model):
+  def run(self, model: Any) -> dict[str, Any]:
     pp = {'channels': leaves.channels(model.params['img'])}
-    if not model.preparation.source and model.config.image.transformer.get(
-      'first_norm'
-    ):
+    is_clip = model.config.image.transformer.get('first_norm')
+    if is_clip and not model.preparation.source:
       # CLIP resizes the short side, and crops the centre.
       pp['resize'] = model.image_size[0]
     return {
@@ -337,13 +400,13 @@ class ImageTexts(base.Family):
       'task_options': {'unit_classes': _style_in_hf(model.config) is not None},
     }
 
-  def metadata(self, model):
+  def metadata(self, model: Any) -> dict[str, Any]:
     return {'vocabulary': []}  # That of the model's file.
 
-  def formats_of(self, config):
+  def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     return ('hf', *self.formats) if _style_in_hf(config) else self.formats
 
-  def notes(self, model, to):
+  def notes(self, model: Any, to: str) -> list[str]:
     """Warns that the vocabulary must be copied, unless it is written."""
     vocabulary = model.config.pp.get('vocab_path')
     written = to == 'npz' and model.metadata.get('vocabulary')
@@ -354,7 +417,7 @@ class ImageTexts(base.Family):
       f'the vocabulary is not in the weights: copy {vocabulary} to their folder{name}'
     ]
 
-  def files(self, model, to):
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     config = model.config
     style = _style_in_hf(config)
     image, tower = config.image, config.text
@@ -385,26 +448,32 @@ class ImageTexts(base.Family):
       **projection,
     )
     processor = preparation.to_hf(model.preparation, model.image_size, channels)
-    found = {'config.json': fields, 'preprocessor_config.json': processor}
-    return found, ['the files of the tokenizer are not written']
+    contents = {'config.json': fields, 'preprocessor_config.json': processor}
+    return contents, ['the files of the tokenizer are not written']
 
 
-def _read_tower(sibling, flat, style):
+def _head_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+  return shapes['head/kernel'][-1] if 'head/kernel' in shapes else None
+
+
+def _read_tower(
+  sibling: Callable[[str], epath.Path], flat: dict[str, np.ndarray], style: str
+) -> descriptions.Description:
   """Returns what files say about an image tower alone; drops what it does not use."""
-  classes = 'classifier.weight' in flat
-  if classes and style == 'clip':
+  has_classes = 'classifier.weight' in flat
+  if has_classes and style == 'clip':
     raise ValueError(
       "its 'classifier' reads the mean of the patches before the last norm, unlike "
       'models of this package: load the tower without it'
     )
-  unused = _POOLING if classes else 'visual_projection.'
+  unused = _POOLING if has_classes else 'visual_projection.'
   if names := [name for name in flat if name.startswith(unused)]:
-    logging.warning('Ignored parameters: %s', arrays.listed(sorted(names)))
+    logging.warning('Ignored parameters: %s', arrays.join_names(sorted(names)))
   for name in names:
     del flat[name]
   gelu, eps, count, _ = _DEFAULTS[style]
 
-  def describe(config):
+  def describe(config: Mapping[str, Any]) -> descriptions.Description:
     image = descriptions.field(config, 'vision_config', dict, config)
     heads = descriptions.field(image, 'num_attention_heads', schema.Count, count)
     return descriptions.Description(
@@ -417,7 +486,7 @@ def _read_tower(sibling, flat, style):
   return descriptions.read(sibling('config.json'), describe)
 
 
-def _as_convolution(kernel):
+def _as_convolution(kernel: np.ndarray) -> np.ndarray:
   """Returns SigLIP 2's linear layer of patches [D, p * p * C] as [D, C, p, p]."""
   width, size = kernel.shape
   channels = 1 if math.isqrt(size) ** 2 == size else 3
@@ -425,57 +494,69 @@ def _as_convolution(kernel):
   return kernel.reshape(width, side, side, channels).transpose(0, 3, 1, 2)
 
 
-def _below(flat, start):
+def _below(flat: Mapping[str, Any], start: str) -> dict[str, Any]:
   """Returns the entries whose path begins with `start`, without it."""
   return {k.removeprefix(start): x for k, x in flat.items() if k.startswith(start)}
 
 
-def _out_dims(config):
+def _bert_config(config: Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+  """Returns the `config` of a model's BERT; None if it has none."""
+  tower = (config or {}).get('text') or {}
+  return tower.get('config')
+
+
+def _out_dims(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
   out = config.get('out_dim')
   return tuple(out) if isinstance(out, list | tuple) else (out, out)
 
 
-def _style_in_hf(config) -> str | None:
+def _style_in_hf(config: ml_collections.ConfigDict) -> str | None:
   """Returns which of Hugging Face's models has these fields, if any."""
   image, tower = config.image, config.get('text') or {}
   encoder = image.get('transformer') or {}
-  has_heads = [dim is not None for dim in _out_dims(config)]
-  down, across = image.patches.size
+  image_dim, text_dim = _out_dims(config)
+  patch_height, patch_width = image.patches.size
   if (
-    config.text_model != 'text_transformer' or image.get('resnet')
-    or image.get('representation_size') or encoder.get('causal')
-    or down != across or not has_heads[1]
-    or not encoder.get('add_position_embedding', True) or not vit.is_plain(encoder)
-  ):  # fmt: skip
+    config.text_model != 'text_transformer'
+    or image.get('resnet')
+    or image.get('representation_size')
+    or encoder.get('causal')
+    or patch_height != patch_width
+    or text_dim is None
+    or not encoder.get('add_position_embedding', True)
+    or not vit.is_plain(encoder)
+  ):
     return None
-  own = (
-    image.get('classifier', 'token'), bool(encoder.get('first_norm')),
-    bool(tower.get('causal')), tower.get('pool', 'last'),
-    has_heads[0], config.get('bias_init') is not None,
-  )  # fmt: skip
-  return {
-    ('token', True, True, 'eos', True, False): 'clip',
-    ('map', False, False, 'last', False, True): 'siglip',
-  }.get(own)
+  features = _Features(
+    classifier=image.get('classifier', 'token'),
+    first_norm=bool(encoder.get('first_norm')),
+    causal=bool(tower.get('causal')),
+    pool=tower.get('pool', 'last'),
+    image_head=image_dim is not None,
+    bias=config.get('bias_init') is not None,
+  )
+  for style, style_features in _FEATURES.items():
+    if features == style_features:
+      return style
+  return None
 
 
-def _from_hf(config, style, rows):
+def _from_hf(
+  config: Mapping[str, Any], style: str, rows: int
+) -> descriptions.Description:
   """Returns what config.json of Hugging Face says."""
   kinds = (style, 'siglip2') if style == 'siglip' else (style,)
   descriptions.field(config, 'model_type', Literal[*kinds])
-  gelu, eps, *counts = _DEFAULTS[style]
-  # Old files have the first one, which replaces the other one.
-  image, tower = (
-    descriptions.field(config, f'{side}_config_dict', dict)
-    or descriptions.field(config, f'{side}_config', dict, {})
-    for side in ('vision', 'text')
+  gelu, eps, default_image_heads, default_text_heads = _DEFAULTS[style]
+  image, tower = _tower_config(config, 'vision'), _tower_config(config, 'text')
+  stated_gelu = gelu if config else None
+  encoder = vit_files.from_hf_encoder(image, stated_gelu, eps)
+  text_fields = vit_files.from_hf_encoder(tower, stated_gelu, eps)
+  image_heads = descriptions.field(
+    image, 'num_attention_heads', schema.Count, default_image_heads
   )
-  encoder, texts = (
-    vit_files.from_hf_encoder(x, gelu if config else None, eps) for x in (image, tower)
-  )
-  heads = (
-    descriptions.field(x, 'num_attention_heads', schema.Count, count)
-    for x, count in zip((image, tower), counts)
+  text_heads = descriptions.field(
+    tower, 'num_attention_heads', schema.Count, default_text_heads
   )
   if style == 'siglip':
     descriptions.only(image, vision_use_head=True)
@@ -487,44 +568,62 @@ def _from_hf(config, style, rows):
         f'eos_token_id is {end}, but in this package the end token is the greatest '
         f'number, here {rows - 1}'
       )
-    texts |= _CLIP_TEXT
+    text_fields |= _CLIP_TEXT
   return descriptions.Description(
-    dict(image=dict(transformer=encoder), text=texts),
+    dict(image=dict(transformer=encoder), text=text_fields),
     image_size=_image_size(config, image),
-    num_heads=tuple(heads) if config else None,
+    num_heads=(image_heads, text_heads) if config else None,
   )
 
 
-def _image_size(config, image):
+def _tower_config(config: Mapping[str, Any], side: str) -> dict[str, Any]:
+  """Returns the part of config.json about the 'vision' or the 'text' tower."""
+  # Old files have NAME_dict, which replaces the other one.
+  old_config = descriptions.field(config, f'{side}_config_dict', dict)
+  return old_config or descriptions.field(config, f'{side}_config', dict, {})
+
+
+def _image_size(
+  config: Mapping[str, Any], image: Mapping[str, Any]
+) -> tuple[int, int] | None:
   """Returns the size that a config's image tower has; without a config it is unknown."""
   default = 224 if config else None
   return vit_files.pair(descriptions.field(image, 'image_size', schema.Size, default))
 
 
-def _from_open_clip(config):
+def _from_open_clip(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what open_clip_config.json says."""
   model = descriptions.field(config, 'model_cfg', dict, {})
   image = descriptions.field(model, 'vision_cfg', dict, {})
   tower = descriptions.field(model, 'text_cfg', dict, {})
-  nothing = dict(norm_kwargs=None, act_kwargs=None)
   descriptions.only(
-    image, pool_type='tok', global_average_pool=False, timm_model_name=None,
-    attentional_pool=False, **nothing,
-  )  # fmt: skip
-  descriptions.only(
-    tower, pool_type='argmax', no_causal_mask=False, hf_model_name=None, **nothing
+    image,
+    pool_type='tok',
+    global_average_pool=False,
+    timm_model_name=None,
+    attentional_pool=False,
+    norm_kwargs=None,
+    act_kwargs=None,
   )
-  quick = descriptions.field(model, 'quick_gelu', bool, False)
-  gelu = ('quick' if quick else 'erf') if config else None
+  descriptions.only(
+    tower,
+    pool_type='argmax',
+    no_causal_mask=False,
+    hf_model_name=None,
+    norm_kwargs=None,
+    act_kwargs=None,
+  )
+  is_quick = descriptions.field(model, 'quick_gelu', bool, False)
+  gelu, num_heads = None, None
+  if config:
+    gelu = 'quick' if is_quick else 'erf'
+    width = descriptions.field(image, 'width', schema.Count, 768)
+    head_width = descriptions.field(image, 'head_width', schema.Count, 64)
+    text_heads = descriptions.field(tower, 'heads', schema.Count, 8)
+    num_heads = max(1, width // head_width), text_heads
   fields = dict(gelu=gelu, norm_eps=1e-5)
-  width, head_width, heads = (
-    descriptions.field(part, key, schema.Count, default)
-    for part, key, default in (
-      (image, 'width', 768), (image, 'head_width', 64), (tower, 'heads', 8)
-    )
-  )  # fmt: skip
   return descriptions.Description(
     dict(image=dict(transformer=fields), text={**fields, **_CLIP_TEXT}),
     image_size=_image_size(config, image),
-    num_heads=(max(1, width // head_width), heads) if config else None,
+    num_heads=num_heads,
   )

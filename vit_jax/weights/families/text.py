@@ -4,11 +4,13 @@ State dicts of `BertModel`, `BertForMaskedLM` and other BERTs are read without
 pooler and heads, as weights of a part of a model: config.pretrained={'txt': PATH}.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from absl import logging
+from etils import epath
 import ml_collections
+import numpy as np
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import bert, text_towers
@@ -50,23 +52,30 @@ _NAMING = leaves.Naming(
 )
 # Sizes of a BertEncoder.
 _SIZES = (
-  'width', 'num_layers', 'num_heads', 'mlp_dim', 'vocab_size', 'num_positions',
+  'width',
+  'num_layers',
+  'num_heads',
+  'mlp_dim',
+  'vocab_size',
+  'num_positions',
   'num_segments',
-)  # fmt: skip
+)
 
 
 def bert_fields(config: str | Mapping[str, Any]) -> dict[str, int]:
   """Returns all sizes of a BertModel's `config`."""
-  given = text_towers.BERTS[config] if isinstance(config, str) else config
-  return {name: given.get(name, getattr(bert.BertEncoder, name)) for name in _SIZES}
+  sizes = text_towers.BERTS[config] if isinstance(config, str) else config
+  return {name: sizes.get(name, getattr(bert.BertEncoder, name)) for name in _SIZES}
 
 
-def config_of(model) -> tuple[ml_collections.ConfigDict, str]:
+def config_of(
+  model: ml_collections.ConfigDict,
+) -> tuple[ml_collections.ConfigDict, str]:
   """Returns fields and kind of an image-text model's text tower, and their key."""
-  fields, place = model.get('text') or {}, 'model.text'
+  fields, key = model.get('text') or {}, 'model.text'
   if model.text_model == 'bert':
-    fields, place = bert_fields(fields.get('config', 'base')), 'model.text.config'
-  return ml_collections.ConfigDict({'kind': model.text_model, **fields}), place
+    fields, key = bert_fields(fields.get('config', 'base')), 'model.text.config'
+  return ml_collections.ConfigDict({'kind': model.text_model, **fields}), key
 
 
 class _TextTowers(base.Family):
@@ -75,20 +84,22 @@ class _TextTowers(base.Family):
   formats = ()
   groups = (model_configs.TextTower,)
 
-  def describe(self, fields):
-    words = self.words.removeprefix('a ')
-    return f'{words} of {fields["num_layers"]} layers, width {fields["width"]}'
+  def describe(self, fields: Mapping[str, Any]) -> str:
+    noun = self.noun.removeprefix('a ')
+    return f'{noun} of {fields["num_layers"]} layers, width {fields["width"]}'
 
 
 class Berts(_TextTowers):
-  words = 'a BERT'
+  noun = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
   hf_types = ('bert',)
   computes = {'num_heads': None}  # noqa: RUF012
   namings = {'bert': _NAMING}  # noqa: RUF012
 
-  def sizes(self, flat, given):
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
     vocab_size, width = flat[_EMBEDDING.format('token')]
     mlp = _LAYER.format(0) + 'mlp_block/mlp/dense_layer/kernel'
     return {
@@ -100,23 +111,34 @@ class Berts(_TextTowers):
       'vocab_size': vocab_size,
       'num_positions': flat[_EMBEDDING.format('position')][0],
       'num_segments': flat[_EMBEDDING.format('segment')][0],
-      **given,
+      **known_fields,
     }
 
-  def read_description(self, sibling, file, flat, naming):
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
     """Warns if BERT was trained with the exact GELU."""
     return descriptions.read(sibling('config.json'), _from_config)
 
 
 class TextTransformers(_TextTowers):
-  words = 'a text transformer'
+  noun = 'a text transformer'
   kind = 'text_transformer'
   leaf = 'Embed_0/embedding'
   computes = {  # noqa: RUF012
-    'gelu': 'tanh', 'norm_eps': 1e-6, 'causal': False, 'pool': 'last'
-  }  # fmt: skip
+    'gelu': 'tanh',
+    'norm_eps': 1e-6,
+    'causal': False,
+    'pool': 'last',
+  }
 
-  def sizes(self, flat, given):
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
     rows, width = flat['Embed_0/embedding']
     block = 'Encoder_0/encoderblock_0/'
     query = flat[f'{block}MultiHeadDotProductAttention_0/query/kernel']
@@ -127,15 +149,17 @@ class TextTransformers(_TextTowers):
       'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
       'num_heads': query[1],
       'vocab_size': rows,
-      **given,
+      **known_fields,
     }
 
 
-def _from_config(config):
+def _from_config(config: Mapping[str, Any]) -> descriptions.Description:
   descriptions.only(
-    config, model_type='bert', position_embedding_type='absolute',
+    config,
+    model_type='bert',
+    position_embedding_type='absolute',
     layer_norm_eps=bert.NORM_EPS,
-  )  # fmt: skip
+  )
   gelus = Literal['gelu', 'gelu_python', 'gelu_new', 'gelu_pytorch_tanh']
   gelu = descriptions.field(config, 'hidden_act', gelus)
   if gelu in ('gelu', 'gelu_python'):

@@ -1,5 +1,7 @@
 """torchvision's Vision Transformers: their names, and what their files do not state."""
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from vit_jax.weights import descriptions
@@ -23,7 +25,7 @@ OLD_NAMES = (
 HEADS = {768: 12, 1024: 16, 1280: 16}
 
 
-def is_in(names) -> bool:
+def is_in(names: Iterable[str]) -> bool:
   """Returns whether the names of a state dict are torchvision's."""
   return 'conv_proj.weight' in names
 

@@ -141,7 +141,7 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
 _TIMM, _TIMM_GATED = _of_timm(), _of_timm(gated=True)
 _HF = leaves.Naming(
   'hf',
-  _TIMM.words,
+  _TIMM.model_name,
   (
     ('', '', (*leaves.column(_STEM, 1), ('register_tokens', 'same', _HF_REGISTERS))),
     (
@@ -185,7 +185,7 @@ def is_bit(names: Iterable[str]) -> bool:
 class Classifiers(base.Family):
   """ViT, hybrids, Mixer and BiT."""
 
-  words = 'a classifier'
+  noun = 'a classifier'
   groups = (model_configs.Vit, model_configs.Mixer, model_configs.Bit)
   formats = ('npz', 'timm', 'hf', 'workdir')
   modules = (  # Since transformers 5.
