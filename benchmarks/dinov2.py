@@ -258,7 +258,7 @@ def probe(
 
   from vit_jax import predict
   from vit_jax.distributed import sharding
-  from vit_jax.evaluators import evaluation, probes, solvers
+  from vit_jax.evaluators import base, evaluation, probes, solvers
 
   mesh = sharding.make_mesh({'data': -1})
   model = predict.load_weights(folder)
@@ -268,7 +268,7 @@ def probe(
   model.config.tfds_data_dir = tfds_data_dir
   evaluation.fit_batches(model.config, mesh)
   params = jax.device_put(model.params, sharding.replicated(mesh))
-  measured = probes.FewShot(model.task, mesh)
+  measured = probes.FewShot(base.Evaluation(model.task, mesh), **model.config.fewshot)
   start_time = time.monotonic()
   extracted = measured.extract(params, model.extra, all_images=True)
   seconds = time.monotonic() - start_time
