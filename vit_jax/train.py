@@ -247,12 +247,13 @@ def _opener(
 ) -> Callable[..., Any]:
   """Returns the `open_split` of an Evaluation."""
 
-  def open_split(split, further=(), other=None):
-    if split in opened and not further and not other:
+  def open_split(split, further=(), other_dataset=None):
+    if split in opened and not further and not other_dataset:
       return opened[split]
-    metadata = {} if other else task.metadata
+    metadata = {} if other_dataset else task.metadata
+    data = other_dataset or dataset
     return sources.open_for(
-      task.config, type(task), metadata, split, other or dataset, workdir, further
+      task.config, type(task), metadata, split, data, workdir, further
     )
 
   return open_split

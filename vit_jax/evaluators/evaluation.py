@@ -135,7 +135,7 @@ def _entries(
     if entry.evals is None or names.intersection(entry.evals)
   ]
   if real_labels is not None:
-    entries.append(run_evaluators.real_labels(real_labels, 'real_labels'))
+    entries.append(run_evaluators.real_labels(real_labels))
   entries = [*run_evaluators.of_task(config), *entries]
   run_evaluators.check_entries(entries, config)
   return entries

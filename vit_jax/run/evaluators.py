@@ -17,6 +17,10 @@ from vit_jax.configs import schema
 from vit_jax.run import config as run_config, metrics as metrics_lib, user_code
 
 Metrics = Mapping[str, metrics_lib.Metric]
+# Evaluators that have keys of their own.
+_FEW_SHOT = 'vit_jax.evaluators.probes:FewShot'
+_LAYER_PROBE = 'vit_jax.evaluators.probes:LayerProbe'
+_REAL = 'vit_jax.evaluators.real:Real'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +44,7 @@ class Entry:
     metrics = self.cls.metrics
     return metrics(config, **self.arguments) if callable(metrics) else metrics
 
-  def make(self, evaluation) -> Any:
+  def make(self, evaluation: Any) -> Any:
     """Makes the evaluator of an evaluation, a vit_jax.evaluators.base.Evaluation."""
     evaluator = self.cls(evaluation, **self.arguments)
     if callable(evaluator.metrics):
@@ -78,41 +82,31 @@ def check_trusted(stored: Mapping[str, Any]):
     user_code.check_trusted(fields['type'].partition(':')[0], f"its evaluator '{name}'")
 
 
-def _check_evals(entry: Entry, config: ml_collections.ConfigDict):
-  """Raises ValueError if an entry is for an evaluation that the run lacks."""
-  names = [name for name, _, _ in run_config.evaluations(config)]
-  if unknown := sorted(set(entry.evals or ()) - set(names)):
-    raise ValueError(
-      f"{entry.key}.evals={entry.evals}: this run has no evaluation '{unknown[0]}', "
-      f'use {", ".join(names)} (config.{entry.key}.evals, config.evals)'
-    )
-
-
 def of_run(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
   """Returns all evaluators of a run; for `trusted` see `of_config`."""
-  return [*of_task(config), *_of_keys(config), *of_config(config, trusted)]
+  entries = of_task(config)
+  for key, fields in _of_keys(config).items():
+    entries.append(_parse(key, fields))
+  return entries + of_config(config, trusted)
 
 
-def real_labels(path: str, key: str, evals: tuple[str, ...] | None = None) -> Entry:
+def real_labels(path: str) -> Entry:
   """Returns the evaluator for a file of ImageNet ReaL labels."""
-  cls = run_config.get_evaluator(key, 'vit_jax.evaluators.real:Real')
-  return Entry(key, cls, {'path': path}, evals)
+  return _parse('real_labels', {'type': _REAL, 'path': path})
 
 
-def _of_keys(config: ml_collections.ConfigDict) -> list[Entry]:
-  """Returns the evaluators of keys of their own, which the first evaluation has."""
-  entries = []
+def _of_keys(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
+  """Returns the entries that keys of their own stand for, of the first evaluation."""
   first, _, _ = run_config.evaluations(config)[0]
+  entries: dict[str, dict[str, Any]] = {}
   if config.fewshot.shots or config.fewshot.knn:
-    cls = run_config.get_evaluator('fewshot', 'vit_jax.evaluators.probes:FewShot')
-    entries.append(Entry('fewshot', cls, dict(config.fewshot), (first,)))
+    entries['fewshot'] = {'type': _FEW_SHOT, **config.fewshot}
   if config.layer_probe:
-    cls = run_config.get_evaluator(
-      'layer_probe', 'vit_jax.evaluators.probes:LayerProbe'
-    )
-    entries.append(Entry('layer_probe', cls, {'images': config.layer_probe}, (first,)))
+    entries['layer_probe'] = {'type': _LAYER_PROBE, 'images': config.layer_probe}
   if config.real_labels is not None:
-    entries.append(real_labels(config.real_labels, 'real_labels', (first,)))
+    entries['real_labels'] = {'type': _REAL, 'path': config.real_labels}
+  for fields in entries.values():
+    fields['evals'] = (first,)
   return entries
 
 
@@ -206,6 +200,16 @@ def check(config: ml_collections.ConfigDict):
     raise ValueError(
       f"best_metric='{config.best_metric}' is not among the metrics of this "
       f'run: use one of {metrics} (config.best_metric)'
+    )
+
+
+def _check_evals(entry: Entry, config: ml_collections.ConfigDict):
+  """Raises ValueError if an entry is for an evaluation that the run lacks."""
+  names = [name for name, _, _ in run_config.evaluations(config)]
+  if unknown := sorted(set(entry.evals or ()) - set(names)):
+    raise ValueError(
+      f"{entry.key}.evals={entry.evals}: this run has no evaluation '{unknown[0]}', "
+      f'use {", ".join(names)} (config.{entry.key}.evals, config.evals)'
     )
 
 
