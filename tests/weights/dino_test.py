@@ -205,7 +205,9 @@ def test_classifiers_on_class_token_and_mean_round_trip(tmp_path):
   convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
   again = loaded_whole(cls, tmp_path / 'b')
   assert_close(torch_models.logits(again, images), torch_models.logits(theirs, images))
-  with pytest.raises(ValueError, match='cannot be written as timm'):
+  with pytest.raises(
+    ValueError, match='as timm, which has no classifier=token_with_gap'
+  ):
     convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c'), 'timm')
 
 
@@ -276,7 +278,7 @@ def test_hugging_face_dino_v3_round_trip(tmp_path, registers, gated):
   convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
   again = loaded_whole(transformers.DINOv3ViTModel, tmp_path / 'b')
   assert_close(tokens_of(again, images, registers), want)
-  with pytest.raises(ValueError, match=r'cannot be written as npz: .*hf\|workdir'):
+  with pytest.raises(ValueError, match=r'as npz, which has no .*=rope: .*hf\|workdir'):
     convert.convert(str(tmp_path / 'a'), str(tmp_path / 'c.npz'))
 
 

@@ -1,6 +1,7 @@
 """Tests of names of arrays that differ from those in the files of a program's hub."""
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torchvision
 from tests import tiny_models, torch_models, trees
 from vit_jax import models
 from vit_jax.weights import convert, reading
-from vit_jax.weights.families import torchvision as torchvision_names
+from vit_jax.weights.families import torchvision as torchvision_names, vit
 
 # Imported through torch_models, which sets up their environment.
 timm = torch_models.timm
@@ -133,3 +134,33 @@ def test_heads_follow_from_torchvisions_widths(tmp_path, name, num_heads):
   assert isinstance(block.mlp[1], torch.nn.GELU)
   assert block.mlp[1].approximate == 'none'
   assert block.ln_1.eps == 1e-6
+
+
+@pytest.mark.parametrize(
+  'to, fields, transformer, missing',
+  [
+    ('npz', {}, {'norm': 'rms'}, []),
+    ('npz', {}, {'position_embedding': 'rope'}, ['position_embedding=rope']),
+    ('timm', {}, {'norm': 'rms', 'parallel': True}, ['norm=rms', 'parallel=True']),
+    ('timm', {'classifier': 'map'}, {'qk_norm': True}, ['qk_norm=True']),
+    ('timm', {'classifier': 'token_with_gap'}, {}, ['classifier=token_with_gap']),
+    ('timm', {'resnet': {'num_layers': (1,)}}, {'mlp': 'swiglu'}, ['mlp=swiglu']),
+    ('timm', {'registers': 4}, {'position_embedding': 'rope'}, []),
+    (
+      'timm',
+      {'registers': 4},
+      {'position_embedding': 'relative_bias'},
+      ['registers=4'],
+    ),
+    ('hf', {}, {'qkv_bias': False}, []),
+    ('hf', {'registers': 4}, {'qkv_bias': False, 'layer_scale': 1e-5}, ['qkv_bias=F']),
+    ('hf', {}, {'mlp': 'swiglu'}, ['layer_scale=None']),
+    ('workdir', {'classifier': 'token_with_gap'}, {'parallel': True}, []),
+  ],
+)
+def test_formats_lack_fields_of_some_models(to, fields, transformer, missing):
+  config = {'classifier': 'token', **fields, 'transformer': transformer}
+  got = vit.Classifiers().missing(ml_collections.ConfigDict(config), to)
+  assert len(got) == len(missing)
+  for field, want in zip(got, missing):
+    assert field.removeprefix('transformer.').startswith(want)

@@ -59,8 +59,10 @@ def check(model: Model, to: str) -> list[str]:
   if model.adapters and family.modules and 'hf' in formats and not is_dino:
     formats = (*formats, 'peft')
   if to not in formats:
+    missing = family.missing(model.config, to) if to in family.formats else []
+    reason = f', which has no {", ".join(missing)}' if missing else ''
     raise ValueError(
-      f'{identify.describe(model.params)} cannot be written as {to}: pass '
+      f'{identify.describe(model.params)} cannot be written as {to}{reason}: pass '
       f'--to={"|".join(formats)}'
     )
   return family.notes(model, to)

@@ -238,9 +238,13 @@ class Family:
   def check(self, model: Any) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
 
+  def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
+    """Returns the fields of a model, as 'key=value', that a format cannot hold."""
+    return []
+
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the formats that hold a model."""
-    return self.formats
+    return tuple(to for to in self.formats if not self.missing(config, to))
 
   def notes(self, model: Any, to: str) -> list[str]:
     """Returns what a user should know about a model in a format."""

@@ -163,17 +163,6 @@ def holds(config: Mapping[str, Any]) -> str | None:
   return 'eva' if kind in position_kinds.ROPES or norms else None
 
 
-def has_fields(config: ml_collections.ConfigDict) -> bool:
-  """Returns whether that class has the parts of a model other than its layers."""
-  if config.get('resnet') or config.get('distilled'):
-    return False
-  if holds(config) == 'beit':
-    has_token = config.classifier in ('token', 'token_gap')
-    has_first_norm = config.transformer.get('first_norm')
-    return has_token and not config.get('registers') and not has_first_norm
-  return True
-
-
 def of_state(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
   """Returns a state dict with these models' own names, in place of the others'."""
   leaves.rename(state, _NEW_NAMES)

@@ -524,7 +524,7 @@ def _style_in_hf(config: ml_collections.ConfigDict) -> str | None:
     or patch_height != patch_width
     or text_dim is None
     or not encoder.get('add_position_embedding', True)
-    or not vit.is_plain(encoder)
+    or vit.varied(encoder)
   ):
     return None
   features = _Features(

@@ -7,11 +7,12 @@ reads and writes the files next to them. The tree is the published one.
 from collections.abc import Iterable, Mapping
 import math
 import re
-from typing import Any
+import typing
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit_jax.configs import models as model_configs
+from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import position_kinds
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, dino, eva, leaves, torchvision, vit_files
@@ -24,20 +25,69 @@ _MAP = 'MAPHead_0/'
 # Leaves that tell fields of a model.
 _POOLING, _POOL_NORM = f'{_MAP}probe', 'pool_norm/scale'
 _FIRST_NORM = 'Transformer/first_norm/scale'
-# Fields of an encoder that the original lacks, and their defaults.
-VARIATIONS = {
-  'norm': 'layer', 'qkv_bias': True, 'qk_norm': False, 'parallel': False,
-  'mlp': 'gelu', 'layer_scale': None, 'attention_pattern': 'global',
-  'mlp_norm': False, 'attention_norm': False,
-}  # fmt: skip
-# Fields of VARIATIONS that other programs hold too.
-_ELSEWHERE = {
-  'timm': (
-    'qkv_bias', 'qk_norm', 'mlp', 'layer_scale', 'mlp_norm', 'attention_norm'
+_DEFAULTS = dict(schema.defaults(model_configs.Transformer))
+# Fields of an encoder that the original lacks.
+VARIATIONS = (
+  'norm',
+  'qkv_bias',
+  'qk_norm',
+  'parallel',
+  'mlp',
+  'layer_scale',
+  'attention_pattern',
+  'mlp_norm',
+  'attention_norm',
+)
+_POSITIONS = typing.get_args(model_configs.PositionEmbedding)
+_POOLINGS = typing.get_args(model_configs.Classifier)
+_ONE_POOLING = tuple(x for x in _POOLINGS if x != 'token_with_gap')
+_PLAIN_POSITIONS = tuple(
+  x for x in _POSITIONS if x not in (*position_kinds.ROPES, 'relative_bias')
+)
+
+
+class _Program(NamedTuple):
+  """What the models of a program, or of a format, can have."""
+
+  fields: tuple[str, ...] = VARIATIONS  # Fields of VARIATIONS.
+  positions: tuple[str, ...] = _POSITIONS
+  poolings: tuple[str, ...] = _POOLINGS
+  lacks: tuple[str, ...] = ()  # Fields of a model that must have no value.
+  needs: tuple[str, ...] = ()  # Fields of an encoder that must have a value.
+
+
+_TIMM_FIELDS = (
+  'qkv_bias',
+  'qk_norm',
+  'mlp',
+  'layer_scale',
+  'mlp_norm',
+  'attention_norm',
+)
+# A format, or a class of a library, or a part that restricts the whole model there.
+_PROGRAMS = {
+  'npz': _Program(positions=_PLAIN_POSITIONS),
+  'timm': _Program(_TIMM_FIELDS, poolings=_ONE_POOLING),
+  'timm, attention pooling': _Program(('layer_scale',)),
+  'timm, hybrid': _Program(tuple(x for x in _TIMM_FIELDS if x != 'mlp')),
+  'eva': _Program(_TIMM_FIELDS, poolings=_ONE_POOLING, lacks=('resnet', 'distilled')),
+  'beit': _Program(
+    ('qkv_bias', 'mlp', 'layer_scale', 'mlp_norm'),
+    poolings=('token', 'token_gap'),
+    lacks=('resnet', 'distilled', 'registers', 'transformer.first_norm'),
   ),
-  'beit': ('qkv_bias', 'mlp', 'layer_scale', 'mlp_norm'),
-  'hf': ('qkv_bias',), 'dino': ('mlp', 'layer_scale'),
-}  # fmt: skip
+  'hf': _Program(('qkv_bias',), _PLAIN_POSITIONS),
+  'hf, DINOv2': _Program(
+    ('mlp', 'layer_scale'), _PLAIN_POSITIONS, needs=('layer_scale',)
+  ),
+  'hf, DINOv3': _Program(
+    ('mlp', 'layer_scale', 'qkv_bias'),
+    ('rope',),
+    _ONE_POOLING,
+    needs=('layer_scale',),
+  ),
+  'workdir': _Program(),
+}
 _HF_REGISTERS = 'embeddings.register_tokens'  # As in DINOv2.
 # What completes masked images, of which no logits and no features depend.
 _IGNORED = r'decoder|(embeddings\.)?mask_token|module\.'
@@ -172,9 +222,29 @@ _BIT = leaves.Naming(
 )
 
 
-def is_plain(encoder: Mapping[str, Any]) -> bool:
-  """Returns whether an encoder with these fields is the original's."""
-  return all(encoder.get(key, plain) == plain for key, plain in VARIATIONS.items())
+def varied(encoder: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns the fields of VARIATIONS in which an encoder differs from the original's."""
+  fields = {key: encoder.get(key, _DEFAULTS[key]) for key in VARIATIONS}
+  return {key: x for key, x in fields.items() if x != _DEFAULTS[key]}
+
+
+def _programs(config: Mapping[str, Any], to: str) -> list[_Program]:
+  """Returns what has to hold a model in a format."""
+  encoder = config.get('transformer') or {}
+  if to == 'hf' and encoder.get('position_embedding') == 'rope':
+    return [_PROGRAMS['hf, DINOv3']]
+  if to == 'hf' and (
+    config.get('registers') or not {'mlp', 'layer_scale'}.isdisjoint(varied(encoder))
+  ):
+    return [_PROGRAMS['hf, DINOv2']]
+  if to != 'timm':
+    return [_PROGRAMS[to]]
+  names = [eva.holds(config) or 'timm']
+  if config.get('classifier') in ('map', 'token_map'):
+    names.append('timm, attention pooling')
+  if config.get('resnet'):
+    names.append('timm, hybrid')
+  return [_PROGRAMS[name] for name in names]
 
 
 def is_bit(names: Iterable[str]) -> bool:
@@ -197,14 +267,14 @@ class Classifiers(base.Family):
   )
   hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa', *dino.HF_TYPES)
   computes = {  # noqa: RUF012
-    'transformer.gelu': 'tanh',
-    'transformer.norm_eps': 1e-6,
+    'transformer.gelu': _DEFAULTS['gelu'],
+    'transformer.norm_eps': _DEFAULTS['norm_eps'],
     'transformer.norm': None,
     'transformer.position_embedding': None,
-    'transformer.attention_pattern': 'global',
-    'transformer.attention_window': 7,
-    'transformer.rope_temperature': 100.0,
-    'transformer.rope_grid': None,
+    'transformer.attention_pattern': _DEFAULTS['attention_pattern'],
+    'transformer.attention_window': _DEFAULTS['attention_window'],
+    'transformer.rope_temperature': _DEFAULTS['rope_temperature'],
+    'transformer.rope_grid': _DEFAULTS['rope_grid'],
     'classifier': None,
     'resnet.eps': 'published',
     'eps': 'published',
@@ -237,37 +307,27 @@ class Classifiers(base.Family):
     )
     return self.namings['bare root' if naming == 'timm' and bare else naming]
 
-  def formats_of(self, config):
+  def missing(self, config, to):
     encoder = config.get('transformer') or {}
-    own = {k for k, plain in VARIATIONS.items() if encoder.get(k, plain) != plain}
-    dino_only = own & set(_ELSEWHERE['dino']) or config.get('registers')
-    position = encoder.get('position_embedding')
-    rope, there = position == 'rope', eva.holds(config)
-    both = config.get('classifier') == 'token_with_gap'
-
-    def holds(kind):
-      if both and (kind == 'timm' or (kind == 'hf' and rope)):
-        return False
-      held = _ELSEWHERE.get(kind, VARIATIONS)
-      if kind == 'timm':
-        if there and not eva.has_fields(config):
-          return False
-        held = _ELSEWHERE.get(there, held)
-        if config.get('classifier') in ('map', 'token_map'):
-          held = ('layer_scale',)  # The attention pooling there has no variations.
-      elif kind != 'workdir' and (
-        position in (*position_kinds.ROPES[1:], 'relative_bias')
-        or (rope and kind == 'npz')
-      ):
-        return False
-      if kind == 'hf' and (dino_only or rope):
-        held = set(_ELSEWHERE['dino']) | ({'qkv_bias'} if rope else set())
-        return 'layer_scale' in own and own <= held
-      if 'mlp' in own and config.get('resnet') and kind != 'npz':
-        return kind == 'workdir'
-      return own <= set(held)
-
-    return tuple(filter(holds, self.formats))
+    flat = {**config, **{f'transformer.{key}': x for key, x in encoder.items()}}
+    position = encoder.get('position_embedding', 'learned_1d')
+    classifier = config.get('classifier', 'token')
+    missing = {}
+    for program in _programs(config, to):
+      for key, value in varied(encoder).items():
+        if key not in program.fields:
+          missing[f'transformer.{key}'] = value
+      for key in program.needs:
+        if encoder.get(key) is None:
+          missing[f'transformer.{key}'] = None
+      for key in program.lacks:
+        if flat.get(key):
+          missing[key] = flat[key]
+      if position not in program.positions:
+        missing['transformer.position_embedding'] = position
+      if classifier not in program.poolings:
+        missing['classifier'] = classifier
+    return [f'{key}={value}' for key, value in missing.items()]
 
   def naming_of(self, config, to):
     return (eva.holds(config) if to == 'timm' else None) or to
@@ -517,7 +577,7 @@ def _variations(flat):
     'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
     'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
   }
-  return {key: x for key, x in found.items() if x != VARIATIONS[key]}
+  return varied(found)
 
 
 def _position_fields(flat):
