@@ -12,11 +12,12 @@ them too. FIELDS has all fields of a model, with their types and defaults; set t
 on the command line (--config.model.dtype=bfloat16) or in a config file.
 """
 
+from collections.abc import Mapping
 import copy
 import dataclasses
 import difflib
 import functools
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import ml_collections
 
@@ -384,12 +385,21 @@ FIELDS = {
 # The kind of a model whose fields the weights determine (config.pretrained).
 PRETRAINED = 'pretrained'
 
+_Config: TypeAlias = Mapping[str, Any] | ml_collections.ConfigDict
 
-def _config(name, **fields):
+
+def _config(name: str, **fields: Any) -> ml_collections.ConfigDict:
   return ml_collections.ConfigDict({'model_name': name, **fields})
 
 
-def _vit_config(name, size, patch, classifier='token', variations=None, **fields):
+def _vit_config(
+  name: str,
+  size: tuple[int, int, int, int],
+  patch: int,
+  classifier: str = 'token',
+  variations: Mapping[str, Any] | None = None,
+  **fields: Any,
+) -> ml_collections.ConfigDict:
   layers, width, mlp_dim, heads = size
   return _config(
     name,
@@ -409,7 +419,7 @@ def _vit_config(name, size, patch, classifier='token', variations=None, **fields
   )
 
 
-def _make_configs():
+def _make_configs() -> dict[str, ml_collections.ConfigDict]:
   configs = {}
   for name, classifier in TESTING.items():
     configs[name] = _vit_config(name, (1, 10, 10, 2), 16, classifier)
@@ -517,7 +527,7 @@ def get_config(name: str) -> ml_collections.ConfigDict:
   return copy.deepcopy(MODEL_CONFIGS[name])
 
 
-def kind_of(model) -> str:
+def kind_of(model: _Config) -> str:
   """Returns the kind of a model, which the original's configs do not name."""
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
 
@@ -527,7 +537,7 @@ def kind_of(model) -> str:
 _PARTS = {'vit': 'backbone', 'image': 'img'}
 
 
-def parts_of(model) -> dict[str, str]:
+def parts_of(model: _Config) -> dict[str, str]:
   """Returns the parts of a model that are Vision Transformers of their own.
 
   {first name of the part's parameters: key of its config in `model`}, such as
@@ -536,12 +546,12 @@ def parts_of(model) -> dict[str, str]:
   return {name: key for key, name in _PARTS.items() if model.get(key)}
 
 
-def vit_of(model) -> ml_collections.ConfigDict:
+def vit_of(model: _Config) -> ml_collections.ConfigDict:
   """Returns the config of a model's Vision Transformer, by default of all of it."""
   return next((model[key] for key in _PARTS if model.get(key)), model)
 
 
-def layers_of(model) -> ml_collections.ConfigDict:
+def layers_of(model: _Config) -> ml_collections.ConfigDict:
   """Returns the part of a model's config that describes its layers.
 
   The part has `num_layers`, `attention` and `remat` where the model has them: it
@@ -550,13 +560,13 @@ def layers_of(model) -> ml_collections.ConfigDict:
   return vit_of(model).get('transformer') or vit_of(model)
 
 
-def place_of_layers(model) -> str:
+def place_of_layers(model: _Config) -> str:
   """Returns the dotted key of `layers_of`, such as 'model.vit.transformer'."""
   inner = ('transformer',) if vit_of(model).get('transformer') else ()
   return '.'.join(('model', *parts_of(model).values(), *inner))
 
 
-def with_options(config) -> ml_collections.ConfigDict:
+def with_options(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a copy of a model's config that contains all options of its kind."""
   config = copy.deepcopy(config)
   if fields := FIELDS.get(kind_of(config)):

@@ -8,9 +8,12 @@ own, a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
   models.register('mine', MyModel)  # Then config.model.kind = 'mine'.
 """
 
+from collections.abc import Mapping
 import importlib
+from typing import Any
 
 import flax.linen as nn
+import ml_collections
 
 from vit_jax import models_mixer, models_resnet, models_vit
 from vit_jax.configs import models as model_configs
@@ -38,7 +41,7 @@ KINDS: dict[str, str | type[nn.Module]] = {
 }
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> Any:
   # A name of the original, loaded when it is asked for, as other kinds are.
   if name == 'LitModel':
     return class_of({'kind': 'lit'})
@@ -58,7 +61,7 @@ def register(kind: str, cls: type[nn.Module]) -> None:
   KINDS[kind] = cls  # Replaces the class if a notebook defines it again.
 
 
-def kind_of(config) -> str:
+def kind_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> str:
   """Returns the kind of a model, a key of KINDS; raises ValueError otherwise.
 
   Without `kind` in the config, a model with `tokens_mlp_dim` is a Mixer and any
@@ -73,7 +76,7 @@ def kind_of(config) -> str:
   return kind
 
 
-def class_of(config) -> type[nn.Module]:
+def class_of(config: Mapping[str, Any] | ml_collections.ConfigDict) -> type[nn.Module]:
   """Returns the class of a model, see kind_of."""
   entry = KINDS[kind_of(config)]
   if not isinstance(entry, str):
@@ -82,7 +85,7 @@ def class_of(config) -> type[nn.Module]:
   return getattr(importlib.import_module(module), name)
 
 
-def get_model(name: str, **kwargs) -> nn.Module:
+def get_model(name: str, **kwargs: Any) -> nn.Module:
   """Returns a model by name; raises ValueError if the name is unknown.
 
   Args:
@@ -96,7 +99,11 @@ def get_model(name: str, **kwargs) -> nn.Module:
   return make_model(model_configs.get_config(name), **kwargs)
 
 
-def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
+def make_model(
+  config: Mapping[str, Any] | ml_collections.ConfigDict,
+  cls: type[nn.Module] | None = None,
+  **kwargs: Any,
+) -> nn.Module:
   """Returns the model of a config (`config.model` of a run), a Linen module.
 
   `kwargs` are fields that override the config; `cls`, such as a task's own subclass,
@@ -123,7 +130,9 @@ def make_model(config, cls: type[nn.Module] | None = None, **kwargs):
   return model(**fields)
 
 
-def patch_grid(config, image_size: tuple[int, int]) -> tuple[int, int] | None:
+def patch_grid(
+  config: ml_collections.ConfigDict, image_size: tuple[int, int]
+) -> tuple[int, int] | None:
   """Returns the number of patches (down, across) of an image (height, width).
 
   None for a model without patches, such as BiT.

@@ -15,6 +15,7 @@ import functools
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax import models_resnet
@@ -29,7 +30,9 @@ EPSILONS = {
 }
 
 
-def _group_norm(eps, types, name):
+def _group_norm(
+  eps: models_resnet.Epsilons, types: dict[str, Any], name: str
+) -> nn.GroupNorm:
   return nn.GroupNorm(32, epsilon=eps.norm, use_fast_variance=False, name=name, **types)
 
 
@@ -42,10 +45,12 @@ class ResidualUnit(resnet.Bottleneck):
   eps: models_resnet.Epsilons = EPSILONS['published']
   norms_first = True
 
-  def conv(self, features, size, strides, name):
+  def conv(
+    self, features: int, size: int, strides: tuple[int, int], name: str
+  ) -> nn.Module:
     return _conv(features, size, strides, name=name, **dtypes.of(self, 'eps'))
 
-  def norm(self, name):
+  def norm(self, name: str) -> nn.Module:
     return _group_norm(self.eps, dtypes.of(self), f'gn{name}')
 
 
@@ -58,7 +63,7 @@ class RootBlock(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps images [B, H, W, C] to [B, H / 4, W / 4, F]."""
     conv = _conv(self.features, 7, (2, 2), name='conv_root', **dtypes.of(self, 'eps'))
     # The published models pad with zeros, which count in the maximum.
@@ -88,7 +93,7 @@ class BitResNet(patches.ImageModel):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs, *, train):
+  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
     """Computes logits.
 
     Maps images, float [B, H, W, C] in [-1, 1], of any size, to float32 [B,

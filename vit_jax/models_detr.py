@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax import models_vit
@@ -27,7 +28,7 @@ from vit_jax.layers import detection, detr_masks, dtypes, patches, resnet
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def normalise(images, mask):
+def normalise(images: jax.Array, mask: jax.Array) -> jax.Array:
   """Standardises images [B, H, W, 3] in [-1, 1] by ImageNet's statistics.
 
   Padding, where the mask, bool [B, H, W], is False, becomes 0.
@@ -38,7 +39,7 @@ def normalise(images, mask):
   return (images * mask[..., None]).astype(dtype)
 
 
-def shrink_mask(mask, size: tuple[int, int]):
+def shrink_mask(mask: jax.Array, size: tuple[int, int]) -> jax.Array:
   """Takes a mask [B, H, W] at the nearest pixel before each of h x w cells."""
   for axis, cells in enumerate(size, start=1):
     pixels = jnp.arange(cells) * mask.shape[axis] // cells
@@ -54,7 +55,7 @@ class BoxHead(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., D] to boxes [..., 4] in [0, 1]: centre x, y, width, height."""
     types = dtypes.of(self)
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
@@ -70,7 +71,9 @@ class VitBackbone(models_vit.VisionTransformer):
   published weights, and is left out of the map.
   """
 
-  def __call__(self, images, mask=None, *, train):
+  def __call__(
+    self, images: jax.Array, mask: jax.Array | None = None, *, train: bool
+  ) -> jax.Array:
     """Maps images, float [B, H, W, 3] in [-1, 1], to [B, h, w, F].
 
     The mask, bool [B, H, W], is True for real pixels, and None without
@@ -127,7 +130,14 @@ class Detr(patches.ImageModel):
       )
 
   @nn.compact
-  def __call__(self, images, mask=None, *, train, draw=True):
+  def __call__(
+    self,
+    images: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    train: bool,
+    draw: bool = True,
+  ) -> dict[str, Any]:
     """Detects objects.
 
     Takes images, float [B, H, W, 3] in [-1, 1], and a mask, bool [B, H, W], True for
@@ -164,7 +174,7 @@ class Detr(patches.ImageModel):
       return {**outputs, 'masks': self.segmentation(features)}
     return {**outputs, 'features': features}
 
-  def draw_masks(self, features, queries):
+  def draw_masks(self, features: detr_masks.Features, queries: jax.Array) -> jax.Array:
     """Computes the masks of queries by number, int [B, N].
 
     Returns the logits, float32 [B, N, H / 4, W / 4].
@@ -173,7 +183,9 @@ class Detr(patches.ImageModel):
     chosen = jnp.take_along_axis(features.queries, queries, axis=1)  # [B, N, D]
     return self.segmentation(features._replace(queries=chosen))
 
-  def _stages(self, images, mask, train):
+  def _stages(
+    self, images: jax.Array, mask: jax.Array | None, train: bool
+  ) -> list[jax.Array]:
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
     schema.check('backbone', self.backbone, model_configs.Backbone, 'config.model.')
     types = dtypes.of(self)
@@ -198,12 +210,14 @@ class Detr(patches.ImageModel):
     stages = resnet.ResNet(*sizes, name='backbone', **types)
     return stages(normalise(images, mask))
 
-  def _layers(self, cls, count, name):
+  def _layers(self, cls: type[nn.Module], count: int, name: str) -> list[Any]:
     rates = ('dropout_rate', 'attention_dropout_rate')
     fields = dtypes.of(self, 'num_heads', 'mlp_dim', *rates)
     return [cls(**fields, name=f'{name}_{i}') for i in range(count)]
 
-  def _encode(self, features, mask, train):
+  def _encode(
+    self, features: jax.Array, mask: jax.Array, train: bool
+  ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the map [B, h, w, D], memory and positions [B, S, D], mask [B, 1, 1, S]."""
     types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
@@ -218,7 +232,9 @@ class Detr(patches.ImageModel):
       x = layer(x, positions, seen, train=train)
     return projected, x, positions, seen
 
-  def _decode(self, memory, positions, seen, train):
+  def _decode(
+    self, memory: jax.Array, positions: jax.Array, seen: jax.Array, train: bool
+  ) -> jax.Array:
     """Returns the normalised state after each layer, [L, B, Q, D]."""
     types = dtypes.of(self)
     init, shape = nn.initializers.normal(1.0), (self.num_queries, self.hidden_size)

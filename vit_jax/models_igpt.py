@@ -22,8 +22,9 @@ Parameters:
   class_head/kernel   [D, num_classes], only with classes
 """
 
+from collections.abc import Callable
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
@@ -38,6 +39,13 @@ from vit_jax.layers import (
   layer_stack as loop_lib,
   patches,
 )
+
+# Keys and values of each layer, [B, K, N, E].
+Cache: TypeAlias = list[tuple[jax.Array, jax.Array]]
+# Maps `before`, `start` and `cache` of ImageGPT.extend to colours, [B], and the cache.
+DrawNext: TypeAlias = Callable[
+  [jax.Array, int | jax.Array, Cache], tuple[jax.Array, Cache]
+]
 
 
 class ImageGPT(patches.ImageModel):
@@ -84,7 +92,7 @@ class ImageGPT(patches.ImageModel):
         '(config.model.hidden_size): choose a divisor'
       )
 
-    def normal(name, std, *shape):
+    def normal(name: str, std: float, *shape: int) -> jax.Array:
       return self.param(name, nn.initializers.normal(std), shape, dtype)
 
     if self.causal:
@@ -103,11 +111,13 @@ class ImageGPT(patches.ImageModel):
     if self.num_classes:
       self.class_head = head(self.num_classes)
 
-  def _block_fields(self):
+  def _block_fields(self) -> dict[str, Any]:
     same = ('num_heads', 'num_layers', 'causal', 'attention')
     return {'scale': self.attention_scale, **dtypes.of(self, *same)}
 
-  def __call__(self, colors, masked=None, *, train=False):
+  def __call__(
+    self, colors: jax.Array, masked: jax.Array | None = None, *, train: bool = False
+  ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Predicts the colours of pixels.
 
     Maps the numbers of their colours, int32 [B, N], to logits, float32 [B, N, C]; with
@@ -145,7 +155,7 @@ class ImageGPT(patches.ImageModel):
     logits = self.color_head(x)
     return (logits, self.class_head(mean)) if self.num_classes else logits
 
-  def _encode(self, x, train):
+  def _encode(self, x: jax.Array, train: bool) -> jax.Array:
     """Applies all layers to tokens [B, N, D], all but the last maybe in a loop."""
     # Initialising parameters and sowing intermediates need separate layers.
     apart = self.is_initializing() or self.is_mutable_collection('intermediates')
@@ -161,7 +171,9 @@ class ImageGPT(patches.ImageModel):
       x, _ = layer(x)
     return x
 
-  def _embed(self, colors, start, masked=None):
+  def _embed(
+    self, colors: jax.Array, start: int | jax.Array, masked: jax.Array | None = None
+  ) -> jax.Array:
     """Makes tokens [B, Q, D] of the colours [B, Q] that they may see.
 
     In a causal model these are colours of the pixels before. `start` is the number
@@ -176,14 +188,16 @@ class ImageGPT(patches.ImageModel):
     x = x + jnp.take(self.position_embedding, numbers, axis=0)
     return sharding.constrain_batch(x.astype(dtypes.of(self)['dtype']))
 
-  def empty_cache(self, batch: int):
+  def empty_cache(self, batch: int) -> Cache:
     """Returns the cache of `extend` before the first pixel of a batch of images."""
     heads = self.num_heads
     shape = (batch, heads, self.num_positions, self.hidden_size // heads)
     zeros = jnp.zeros(shape, dtypes.of(self)['dtype'])  # [B, K, N, E]
     return [(zeros, zeros) for _ in range(self.num_layers)]
 
-  def extend(self, before, start, cache):
+  def extend(
+    self, before: jax.Array, start: int | jax.Array, cache: Cache
+  ) -> tuple[jax.Array, Cache]:
     """Predicts some pixels of a causal model, after the pixels of earlier calls.
 
     `before`, int32 [B, Q], are the colours of the pixel before each of these pixels
@@ -200,7 +214,7 @@ class ImageGPT(patches.ImageModel):
     return self.color_head(self.norm(x)), grown
 
 
-def log_likelihood(logits, colors):
+def log_likelihood(logits: jax.Array, colors: jax.Array) -> jax.Array:
   """Computes the log-likelihood of images under a causal model.
 
   Maps logits [B, N, C] and colours [B, N] to nats, float32 [B]. Divided by N and
@@ -210,7 +224,9 @@ def log_likelihood(logits, colors):
   return jnp.take_along_axis(log_p, colors[..., None], axis=-1).sum((1, 2))
 
 
-def draw(keys, logits, temperature, top_k: int | None = None):
+def draw(
+  keys: jax.Array, logits: jax.Array, temperature: float, top_k: int | None = None
+) -> jax.Array:
   """Draws a colour for each image, int32 [B], of logits [B, C]; see `sample`.
 
   `keys` are random keys, one for each image.
@@ -224,12 +240,12 @@ def draw(keys, logits, temperature, top_k: int | None = None):
 
 def sample(
   model: ImageGPT,
-  params,
-  prefix,
-  rng,
+  params: Any,
+  prefix: jax.Array,
+  rng: jax.Array,
   temperature: float = 1.0,
   top_k: int | None = None,
-):
+) -> jax.Array:
   """Draws the pixels of images after given ones, in one compiled loop.
 
   Args:
@@ -269,7 +285,14 @@ def sample(
 
 
 @functools.partial(jax.jit, static_argnames=('model', 'top_k'))
-def _sample(model, params, prefix, keys, temperature, top_k):
+def _sample(
+  model: ImageGPT,
+  params: Any,
+  prefix: jax.Array,
+  keys: jax.Array,
+  temperature: float,
+  top_k: int | None,
+) -> jax.Array:
   """See `sample`; `keys` are random keys [B]."""
   draw_next = next_pixel(model, params, keys, temperature, top_k)
   given = prefix.shape[1]
@@ -281,7 +304,13 @@ def _sample(model, params, prefix, keys, temperature, top_k):
   return jnp.concatenate([prefix, first[:, None], rest], axis=1)
 
 
-def next_pixel(model, params, keys, temperature=1.0, top_k=None):
+def next_pixel(
+  model: ImageGPT,
+  params: Any,
+  keys: jax.Array,
+  temperature: float = 1.0,
+  top_k: int | None = None,
+) -> DrawNext:
   """Returns a function that draws one pixel of each image; see `sample`.
 
   The function takes `before`, `start` and `cache` of ImageGPT.extend, and
@@ -289,7 +318,9 @@ def next_pixel(model, params, keys, temperature=1.0, top_k=None):
   are random keys [B].
   """
 
-  def draw_next(before, start, cache):
+  def draw_next(
+    before: jax.Array, start: int | jax.Array, cache: Cache
+  ) -> tuple[jax.Array, Cache]:
     logits, cache = model.apply(
       {'params': params}, before, start, cache, method='extend'
     )
@@ -300,14 +331,18 @@ def next_pixel(model, params, keys, temperature=1.0, top_k=None):
   return draw_next
 
 
-def draw_pixels(draw_next, color, cache, positions):
+def draw_pixels(
+  draw_next: DrawNext, color: jax.Array, cache: Cache, positions: jax.Array
+) -> tuple[jax.Array, Cache]:
   """Draws the pixels of numbers `positions`, int32 [P], in one loop.
 
   Starts from the colour of the pixel before the first of them, int32 [B], and the
   cache for that position. Returns colours, int32 [B, P], and the cache after them.
   """
 
-  def step(carry, position):
+  def step(
+    carry: tuple[jax.Array, Cache], position: jax.Array
+  ) -> tuple[tuple[jax.Array, Cache], jax.Array]:
     color, cache = carry
     carry = draw_next(color[:, None], position, cache)
     return carry, carry[0]

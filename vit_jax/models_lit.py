@@ -18,7 +18,7 @@ Parameters: the image tower, a Vision Transformer, under `img`; the text tower u
 and `b` [1], added to the products, with `bias_init`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 import os
 from typing import Any
 
@@ -38,7 +38,7 @@ BertModel = text_towers.BertModel
 TextTransformer = text_towers.TextTransformer
 
 
-def normalized(x):
+def normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns embeddings [B, E] divided by their lengths, and these, [B, 1]."""
   x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   length = jnp.linalg.norm(x, axis=1, keepdims=True)
@@ -74,7 +74,7 @@ class LitModel(patches.ImageModel):
     return image, text
 
   @nn.nowrap
-  def image_tower(self, **kwargs) -> models_vit.VisionTransformer:
+  def image_tower(self, **kwargs: Any) -> models_vit.VisionTransformer:
     """Returns the image tower, whose parameters are under `img`."""
     types = dtypes.of(self)
     fields = {k: v for k, v in self.image.items() if k != 'kind'}
@@ -83,7 +83,7 @@ class LitModel(patches.ImageModel):
     return models_vit.VisionTransformer(**{**fields, 'num_classes': self.out_dims[0]})
 
   @nn.nowrap
-  def text_tower(self, **kwargs) -> nn.Module:
+  def text_tower(self, **kwargs: Any) -> nn.Module:
     """Returns the text tower, whose parameters are under `txt`."""
     schema.check(
       'text_model', self.text_model, model_configs.TextModel, 'config.model.'
@@ -94,7 +94,13 @@ class LitModel(patches.ImageModel):
     )
 
   @nn.compact
-  def __call__(self, *, images=None, tokens=None, train=False):
+  def __call__(
+    self,
+    *,
+    images: jax.Array | None = None,
+    tokens: jax.Array | None = None,
+    train: bool = False,
+  ) -> tuple[jax.Array | None, jax.Array | None, dict[str, Any]]:
     """Embeds images, texts, or both.
 
     Args:
@@ -136,7 +142,9 @@ class LitModel(patches.ImageModel):
       out['b'] = self.param('b', init, (1,), jnp.float32)
     return zimg, ztxt, out
 
-  def load_variables(self, path: str | None = None, cache: bool = True):
+  def load_variables(
+    self, path: str | None = None, cache: bool = True
+  ) -> dict[str, Any]:
     """Loads the published variables: {'params': nested dict of NumPy arrays}.
 
     `path` is a .npz, by default `<model_name>.npz` in the current folder, else the
@@ -173,7 +181,7 @@ class LitModel(patches.ImageModel):
       )
     return own or f'{BASE_PATH}/{self.model_name}.{ending}'
 
-  def get_pp(self, crop: bool = False):
+  def get_pp(self, crop: bool = False) -> Callable[[dict], dict]:
     """Returns a function on dicts of tensors; see vit_jax.preprocess.get_pp."""
     from vit_jax import preprocess
 
@@ -185,14 +193,14 @@ class LitModel(patches.ImageModel):
       crop=crop,
     )
 
-  def get_tokenizer(self):
+  def get_tokenizer(self) -> Callable[..., Any]:
     """Returns the tokenizer: a function (texts) -> tokens, int32 [n, max_len]."""
     from vit_jax import preprocess
 
     make = preprocess.get_tokenizer(self.pp['tokenizer_name'])
     return make(vocab_path=self.vocab_path, max_len=self.pp['max_len'])
 
-  def get_image_preprocessing(self, crop: bool = False):
+  def get_image_preprocessing(self, crop: bool = False) -> Callable[..., Any]:
     """Returns a function (images) -> float32 [n, size, size, C] in [-1, 1].
 
     Images are uint8 [height, width, C]; see vit_jax.preprocess.PreprocessImages.
@@ -202,7 +210,9 @@ class LitModel(patches.ImageModel):
     return preprocess.PreprocessImages(size=self.pp['size'], crop=crop)
 
 
-def similarity(zimg, ztxt, out) -> jax.Array:
+def similarity(
+  zimg: jax.Array, ztxt: jax.Array, out: Mapping[str, jax.Array]
+) -> jax.Array:
   """Returns the logits of images and texts, float32 [B, B'], see LitModel."""
   logits = out['t'] * jnp.einsum(
     'ie,te->it', zimg, ztxt, precision=jax.lax.Precision.HIGHEST

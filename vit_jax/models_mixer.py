@@ -11,6 +11,7 @@ Shapes in the comments:
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
@@ -25,7 +26,7 @@ class MlpBlock(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [..., F] to [..., F]."""
     options = {'dot_general': xla_hints.dot_general, **dtypes.of(self)}
     y = nn.Dense(self.mlp_dim, **options)(x)
@@ -43,7 +44,7 @@ class MixerBlock(nn.Module):
   layer: int = 0  # Its number, see vit_jax.layers.patches.sow_mean.
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps tokens [B, N, D] to [B, N, D]."""
     types = dtypes.of(self)
     y = nn.LayerNorm(**types)(x)
@@ -70,7 +71,7 @@ class MlpMixer(patches.ImageModel):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs, *, train):
+  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
     """Computes logits.
 
     Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes]; without a

@@ -6,11 +6,12 @@ convolutions, stride on the 3x3 convolution, parameter names as published.
 Shapes in the comments: B images, H x W pixels, C channels, F features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.configs import models as model_configs, schema
@@ -33,7 +34,9 @@ EPSILONS = {
 }
 
 
-def weight_standardize(w, axis, eps, variance_eps=0.0):
+def weight_standardize(
+  w: jax.Array, axis: Sequence[int], eps: float, variance_eps: float = 0.0
+) -> jax.Array:
   """Subtracts the mean of a kernel and divides by its standard deviation.
 
   Both are taken over `axis`. `eps` is added to the standard deviation,
@@ -50,7 +53,7 @@ class StdConv(nn.Conv):
   eps: Epsilons = EPSILONS['published']
 
   @nn.nowrap
-  def param(self, name, *args, **kwargs):
+  def param(self, name: str, *args: Any, **kwargs: Any) -> jax.Array:
     """Declares a parameter; returns it, standardised if it is the kernel."""
     value = super().param(name, *args, **kwargs)
     if name != 'kernel':
@@ -64,11 +67,13 @@ class ResidualUnit(resnet.Bottleneck):
 
   eps: Epsilons = EPSILONS['published']
 
-  def conv(self, features, size, strides, name):
+  def conv(
+    self, features: int, size: int, strides: tuple[int, int], name: str
+  ) -> nn.Module:
     kwargs = dict(use_bias=False, name=name, **dtypes.of(self, 'eps'))
     return StdConv(features, (size, size), strides, **kwargs)
 
-  def norm(self, name):
+  def norm(self, name: str) -> nn.Module:
     # A new unit returns its projection only.
     init = nn.initializers.zeros if name == '3' else nn.initializers.ones
     kwargs = dict(epsilon=self.eps.norm, scale_init=init, **dtypes.of(self))
@@ -86,7 +91,7 @@ class ResNetStage(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     unit = functools.partial(ResidualUnit, self.nout, **dtypes.of(self, 'eps'))
     for i in range(self.block_size):
@@ -126,7 +131,11 @@ def make_resnet(
   return layers
 
 
-def apply_resnet(x, layers: Sequence[nn.Module], see=lambda i, x: None):
+def apply_resnet(
+  x: jax.Array,
+  layers: Sequence[nn.Module],
+  see: Callable[[int, jax.Array], None] = lambda i, x: None,
+) -> jax.Array:
   """Applies the layers of `make_resnet`.
 
   Maps images [B, H, W, C] to features. Height and width are a quarter of the image's

@@ -290,7 +290,7 @@ class VisionTransformer(patches_lib.ImageModel):
     on_grid = position_kinds.needs_grid(kind, fields.get('position_grid'))
     return on_grid or fields.get('attention_pattern', 'global') != 'global'
 
-  def __call__(self, inputs, *, train):
+  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
     """Computes logits: embeds images, encodes the tokens, classifies them.
 
     Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes], or [B, N,
@@ -306,7 +306,7 @@ class VisionTransformer(patches_lib.ImageModel):
     x = self.encode(x, train=train, only_first=only_first)
     return self.classify(x, train=train)
 
-  def embed(self, images, *, flat=True):
+  def embed(self, images: jax.Array, *, flat: bool = True) -> jax.Array:
     """Maps each patch to a token, without its position embedding.
 
     Maps images, float [B, H, W, C] in [-1, 1], to tokens of type `dtype`: [B, h*w, D],
@@ -321,7 +321,7 @@ class VisionTransformer(patches_lib.ImageModel):
     x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
-  def add_positions(self, tokens, *, train):
+  def add_positions(self, tokens: jax.Array, *, train: bool) -> jax.Array:
     """Puts the class token first, adds position embeddings, inserts the registers.
 
     Takes the tokens that `encode` takes. Returns class token, registers and patches,
@@ -349,7 +349,15 @@ class VisionTransformer(patches_lib.ImageModel):
     first = int(self.has_class_token) + self.distilled
     return jnp.concatenate([x[:, :first], registers, x[:, first:]], axis=1)
 
-  def encode(self, tokens, *, train, mask=None, only_first=False, positioned=False):
+  def encode(
+    self,
+    tokens: jax.Array,
+    *,
+    train: bool,
+    mask: jax.Array | None = None,
+    only_first: bool = False,
+    positioned: bool = False,
+  ) -> jax.Array:
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:
@@ -393,7 +401,7 @@ class VisionTransformer(patches_lib.ImageModel):
     patches = x[:, first + self.registers :]
     return jnp.concatenate([x[:, :first], patches], axis=1)
 
-  def _with_class_token(self, tokens):
+  def _with_class_token(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
     """Returns tokens [B, N, D] as a sequence, and the encoder's `grid`, if any."""
     if tokens.ndim not in (3, 4):
       raise ValueError(
@@ -409,12 +417,12 @@ class VisionTransformer(patches_lib.ImageModel):
       x = jnp.concatenate([*first, x], axis=1)  # [B, N, D]
     return x, self._grid(tokens)
 
-  def _grid(self, tokens):
+  def _grid(self, tokens: jax.Array) -> dict[str, tuple[int, int]]:
     """Returns the encoder's argument `grid`, if it needs one and the tokens have it."""
     on_grid = self.needs_grid and tokens.ndim == 4
     return {'grid': tokens.shape[1:3]} if on_grid else {}
 
-  def classify(self, encoded, *, train):
+  def classify(self, encoded: jax.Array, *, train: bool) -> jax.Array:
     """Pools tokens [B, N, D] as `classifier` specifies; applies pre-logits and head.
 
     Returns the model's result, see `__call__`; `train` has no effect here.

@@ -204,12 +204,11 @@ class MultiHeadDotProductAttention(nn.Module):
     head_dim = width // self.num_heads
     types = dtypes.of(self)
     heads = functools.partial(_Heads, self.num_heads, head_dim, self.qkv_bias, **types)
-    norm = functools.partial(norms.make, self.norm, self.norm_eps, **types)
     query = heads(name='query')(x)  # [B, Q, K, E]
     key = heads(name='key')(kv)  # [B, S, K, E]
     if self.qk_norm:
-      query = norm('query_ln')(query)
-      key = norm('key_ln')(key)
+      query = self._norm('query_ln')(query)
+      key = self._norm('key_ln')(key)
     if angles is not None:
       query = positions.rotate(query, angles[: query.shape[1]])
       key = positions.rotate(key, angles)
@@ -222,7 +221,8 @@ class MultiHeadDotProductAttention(nn.Module):
     attend = self._implementation(head_dim, options, dropout_rate)
     x = attend(query, key, value, options)  # [B, Q, K, E]
     if self.attention_norm:
-      x = norm('out_ln')(x.reshape(*x.shape[:2], width)).reshape(x.shape)
+      flat = x.reshape(*x.shape[:2], width)
+      x = self._norm('out_ln')(flat).reshape(x.shape)
     return nn.DenseGeneral(
       features=width,
       axis=(-2, -1),
@@ -230,6 +230,10 @@ class MultiHeadDotProductAttention(nn.Module):
       name='out',
       **types,
     )(x)  # [B, Q, D]
+
+  @nn.nowrap
+  def _norm(self, name: str) -> nn.Module:
+    return norms.make(self.norm, self.norm_eps, name, **dtypes.of(self))
 
   @nn.nowrap
   def _implementation(

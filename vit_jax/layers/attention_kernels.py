@@ -112,13 +112,18 @@ def _mask(options: Options, keys: int) -> jax.Array | None:
   return is_token if options.mask is None else options.mask & is_token
 
 
-def _with_causality(
+def _past(queries: int, keys: int) -> jax.Array:
+  """Returns the mask of causal attention, [1, 1, Q, S]."""
+  return jnp.tri(queries, keys, dtype=bool)[None, None]
+
+
+def _allowed(
   mask: jax.Array | None, causal: bool, queries: int, keys: int
 ) -> jax.Array | None:
-  """Returns a mask that hides later keys too if attention is causal, or None."""
+  """Combines mask and causality into one mask, or None."""
   if not causal:
     return mask
-  past = jnp.tri(queries, keys, dtype=bool)[None, None]  # [1, 1, Q, S]
+  past = _past(queries, keys)
   return past if mask is None else mask & past
 
 
@@ -159,7 +164,7 @@ def attention_weights(
   queries, keys = query.shape[1], key.shape[1]
   query = _scaled(query, options)
   mask = _mask(options, keys)
-  allowed = _with_causality(mask, options.causal, queries, keys)
+  allowed = _allowed(mask, options.causal, queries, keys)
   logits = _logits(query, key, allowed, _bias(query, options, keys))
   weights = _softmax(logits, jnp.promote_types(logits.dtype, jnp.float32))
   if mask is None or allowed is None:
@@ -167,8 +172,9 @@ def attention_weights(
   return jnp.where(allowed.any(axis=-1, keepdims=True), weights, 0.0)
 
 
-def _zero_blind(out: jax.Array, allowed: jax.Array | None) -> jax.Array:
+def _zero_blind(out: jax.Array, mask: jax.Array, causal: bool, keys: int) -> jax.Array:
   """Sets the outputs [B, Q, K, E] of queries without an allowed key to 0."""
+  allowed = mask & _past(out.shape[1], keys) if causal else mask
   sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
   return jnp.where(sees, out, jnp.zeros_like(out))
 
@@ -183,9 +189,9 @@ def _default(
   bias = _bias(query, options, keys)
   if options.causal and mask is None and bias is None:
     return _causal(query, key, value)
-  allowed = _with_causality(mask, options.causal, queries, keys)
+  allowed = _allowed(mask, options.causal, queries, keys)
   out = average(_logits(query, key, allowed, bias), value)
-  return out if mask is None else _zero_blind(out, allowed)
+  return out if mask is None else _zero_blind(out, mask, options.causal, keys)
 
 
 def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -209,7 +215,7 @@ def _xla(
   query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
 ) -> jax.Array:
   """Computes attention with jax.nn, compiled by XLA."""
-  queries, keys = query.shape[1], key.shape[1]
+  keys = key.shape[1]
   query = _scaled(query, options)
   mask = _mask(options, keys)
   out = jax.nn.dot_product_attention(
@@ -222,9 +228,7 @@ def _xla(
     is_causal=options.causal,
     implementation='xla',
   )
-  if mask is None:
-    return out
-  return _zero_blind(out, _with_causality(mask, options.causal, queries, keys))
+  return out if mask is None else _zero_blind(out, mask, options.causal, keys)
 
 
 def _cudnn(
@@ -248,17 +252,18 @@ def _cudnn(
     is_causal=options.causal,
     implementation='cudnn',
   )
-  if options.mask is None:
+  mask = _mask(options, keys)
+  if options.mask is None or mask is None:
     lengths = None
     if (keys % 2 or options.length) and not options.causal:
       lengths = jnp.full(key.shape[0], options.length or keys, jnp.int32)
     return compute(key_value_seq_lengths=lengths)[:, :queries]
-  mask = _mask(options, keys)
-  allowed = _with_causality(mask, options.causal, queries, keys)
-  mask = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
-  mask = jnp.pad(mask, ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2)))
-  mask = mask | ~mask.any(axis=-1, keepdims=True)
-  return _zero_blind(compute(mask=mask)[:, :queries], allowed)
+  allowed = mask & _past(queries, keys) if options.causal else mask
+  allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
+  padding = ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2))
+  allowed = jnp.pad(allowed, padding)
+  out = compute(mask=allowed | ~allowed.any(axis=-1, keepdims=True))[:, :queries]
+  return _zero_blind(out, mask, options.causal, keys)
 
 
 def _even(x: jax.Array) -> jax.Array:

@@ -40,14 +40,14 @@ class _Layer(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def dense(self, features, name='dense_layer'):
+  def dense(self, features: int, name: str = 'dense_layer') -> nn.Dense:
     types = dtypes.of(self)
     return nn.Dense(features, kernel_init=_INIT, name=name, **types)
 
-  def norm(self):
+  def norm(self) -> nn.LayerNorm:
     return nn.LayerNorm(NORM_EPS, name='layer_norm', **dtypes.of(self))
 
-  def make(self, cls, name=None, **kwargs):
+  def make(self, cls: type[nn.Module], name: str | None = None, **kwargs: Any) -> Any:
     """Returns a layer inside of this one, with the same fields."""
     return cls(name=name, **dtypes.of(self, 'num_heads', 'mlp_dim'), **kwargs)
 
@@ -61,8 +61,8 @@ class _Embedder(nn.Module):
   param_dtype: Any
 
   @nn.compact
-  def __call__(self, tokens):
-    def embed(name, rows, ids):
+  def __call__(self, tokens: jax.Array) -> jax.Array:
+    def embed(name: str, rows: int, ids: jax.Array) -> jax.Array:
       fields = dict(name=f'embedders_{name}_ids', **dtypes.of(self))
       return nn.Embed(rows, self.width, embedding_init=_INIT, **fields)(ids)
 
@@ -78,7 +78,7 @@ class _AttentionLayer(_Layer):
   """Maps tokens [B, N, D] to the heads' averages of the values, [B, N, D]."""
 
   @nn.compact
-  def __call__(self, x, mask):
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     width = x.shape[-1]
     split = lambda x: x.reshape(*x.shape[:2], self.num_heads, -1)
     query, key, value = (
@@ -92,20 +92,20 @@ class _AttentionLayer(_Layer):
 
 class _AttentionBlock(_Layer):
   @nn.compact
-  def __call__(self, x, mask):
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     y = self.make(_AttentionLayer, 'attention_layer')(x, mask)
     return self.norm()(x + self.dense(x.shape[-1])(y))
 
 
 class _Mlp(_Layer):
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     return jax.nn.gelu(self.dense(self.mlp_dim)(x), approximate=True)
 
 
 class _MlpBlock(_Layer):
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     y = self.make(_Mlp, 'mlp')(x)  # [B, N, M]
     return self.norm()(x + self.dense(x.shape[-1])(y))
 
@@ -114,7 +114,7 @@ class _Block(_Layer):
   """One layer: attention, then an MLP; also returns the mask."""
 
   @nn.compact
-  def __call__(self, x, mask):
+  def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     x = self.make(_AttentionBlock, 'attention_block')(x, mask)
     x = self.make(_MlpBlock, 'mlp_block')(x)
     return sharding.constrain_batch(x), mask
@@ -126,7 +126,7 @@ class _EncoderBlock(_Layer):
   num_layers: int = 1
 
   @nn.compact
-  def __call__(self, x, mask):
+  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
     blocks = [self.make(_Block, parent=None) for _ in range(self.num_layers)]
     return nn.Sequential(blocks, name='layer_sequence')(x, mask)[0]
 
@@ -143,7 +143,7 @@ class BertEncoder(_Layer):
   num_segments: int = 2  # A text is in the first.
 
   @nn.compact
-  def __call__(self, tokens):
+  def __call__(self, tokens: jax.Array) -> jax.Array:
     """Maps tokens, int32 [B, N], to [B, N, D].
 
     Tokens of number 0 are padding, to which no token attends. Raises ValueError if a

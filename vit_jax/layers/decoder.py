@@ -35,7 +35,9 @@ SCALES = {
 }
 
 
-def attend_to_past(query, key, value, start):
+def attend_to_past(
+  query: jax.Array, key: jax.Array, value: jax.Array, start: int | jax.Array
+) -> jax.Array:
   """Computes causal attention of some tokens to themselves and earlier ones.
 
   Maps scaled queries [B, Q, K, E] of the tokens from number `start` on, and keys
@@ -66,7 +68,12 @@ class Attention(_Layer):
   """Self-attention without biases."""
 
   @nn.compact
-  def __call__(self, x, cache=None, start=0):
+  def __call__(
+    self,
+    x: jax.Array,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+    start: int | jax.Array = 0,
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Maps tokens [B, N, D] to [B, N, D]; see Block."""
     width = x.shape[-1]
     head_dim, normal = width // self.num_heads, nn.initializers.normal
@@ -98,7 +105,7 @@ class Mlp(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps tokens [B, N, D] to [B, N, D]."""
     width, init = x.shape[-1], nn.initializers.normal(0.02)
     dense = functools.partial(
@@ -118,7 +125,12 @@ class Block(_Layer):
   layer: int = 0  # Its number.
 
   @nn.compact
-  def __call__(self, x, cache=None, start=0):
+  def __call__(
+    self,
+    x: jax.Array,
+    cache: tuple[jax.Array, jax.Array] | None = None,
+    start: int | jax.Array = 0,
+  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """Maps tokens [B, N, D] to tokens [B, N, D]; also returns the cache.
 
     With a cache, keys and values of all tokens, [B, K, N, E] each, `x` are the

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.distributed import sharding
@@ -21,7 +22,9 @@ from vit_jax.layers import attention, dtypes
 _NORM_EPS = 1e-5
 
 
-def sine_positions(mask, width: int, temperature: float = 10_000.0):
+def sine_positions(
+  mask: jax.Array, width: int, temperature: float = 10_000.0
+) -> jax.Array:
   """Computes position embeddings of the cells of padded images.
 
   A cell's row and column are counted among the cells that are not padding, and
@@ -56,7 +59,15 @@ class _Layer(nn.Module):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def _attend(self, x, name, norm, offsets, train, **kwargs):
+  def _attend(
+    self,
+    x: jax.Array,
+    name: str,
+    norm: str,
+    offsets: jax.Array,
+    train: bool,
+    **kwargs: Any,
+  ) -> jax.Array:
     """Adds the attention of x + offsets to the residual x, and normalises."""
     attend = attention.MultiHeadDotProductAttention(
       self.num_heads, self.attention_dropout_rate, name=name, **dtypes.of(self)
@@ -65,7 +76,7 @@ class _Layer(nn.Module):
     y = nn.Dropout(self.dropout_rate)(y, deterministic=not train)
     return nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(x + y)
 
-  def _mlp(self, x, norm, deterministic):
+  def _mlp(self, x: jax.Array, norm: str, deterministic: bool) -> jax.Array:
     """Adds an MLP's result to tokens x, and normalises the sum."""
     dense = functools.partial(
       nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **dtypes.of(self)
@@ -81,7 +92,9 @@ class EncoderLayer(_Layer):
   """Self-attention over the image, then an MLP; post-norm."""
 
   @nn.compact
-  def __call__(self, x, positions, mask, *, train):
+  def __call__(
+    self, x: jax.Array, positions: jax.Array, mask: jax.Array, *, train: bool
+  ) -> jax.Array:
     """Maps tokens [B, S, D] with positions [B, S, D] to [B, S, D].
 
     The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
@@ -95,7 +108,16 @@ class DecoderLayer(_Layer):
   """Self-attention over the queries, attention to the image, an MLP."""
 
   @nn.compact
-  def __call__(self, x, queries, memory, positions, mask, *, train):
+  def __call__(
+    self,
+    x: jax.Array,
+    queries: jax.Array,
+    memory: jax.Array,
+    positions: jax.Array,
+    mask: jax.Array,
+    *,
+    train: bool,
+  ) -> jax.Array:
     """Maps the state of the queries [B, Q, D] to [B, Q, D].
 
     `queries` are their own embeddings [B, Q, D], `memory` the result of the

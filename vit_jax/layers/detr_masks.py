@@ -38,7 +38,7 @@ class Features(NamedTuple):
   stages: Sequence[Any]
 
 
-def attention_maps(query, key, mask):
+def attention_maps(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
   """Computes attention that sums to 1 over all heads and cells of an image.
 
   Maps scaled queries [B, Q, K, E], keys [B, h, w, K, E] and a mask, bool [B, h,
@@ -52,7 +52,7 @@ def attention_maps(query, key, mask):
   return jax.nn.softmax(logits, axis=(2, 3, 4)).astype(query.dtype)
 
 
-def enlarge(x, size: tuple[int, int]):
+def enlarge(x: jax.Array, size: tuple[int, int]) -> jax.Array:
   """Repeats the cells of maps [B, h, w, F] up to a size (height, width).
 
   The size is a multiple of the maps' or less than the next one, as in a
@@ -72,7 +72,9 @@ class Attention(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, queries, memory, mask):
+  def __call__(
+    self, queries: jax.Array, memory: jax.Array, mask: jax.Array
+  ) -> jax.Array:
     """Maps [B, Q, D], [B, h, w, D], bool [B, h, w] to [B, Q, h, w, K]."""
     width = queries.shape[-1] // self.num_heads
     dense = functools.partial(
@@ -96,7 +98,7 @@ class FirstConvolution(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, features, num_maps: int):
+  def __call__(self, features: jax.Array, num_maps: int) -> tuple[jax.Array, jax.Array]:
     """Convolves features [B, h, w, D], for K = `num_maps` maps of each query.
 
     Returns the term of the features, [B, h, w, D + K], and the kernel of the maps,
@@ -111,7 +113,7 @@ class FirstConvolution(nn.Module):
     return shared + bias.astype(self.dtype), kernel[:, :, width:]
 
 
-def _convolve(x, kernel):
+def _convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
   return jax.lax.conv_general_dilated(
     x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
   )
@@ -128,7 +130,13 @@ class Convolutions(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, maps, shared, kernel, stages):
+  def __call__(
+    self,
+    maps: jax.Array,
+    shared: jax.Array,
+    kernel: jax.Array,
+    stages: Sequence[jax.Array],
+  ) -> jax.Array:
     """Computes the logits of masks, float32 [B, Q, H, W].
 
     Takes the attention of the queries, [B, Q, h, w, K], both results of
@@ -139,10 +147,10 @@ class Convolutions(nn.Module):
     types = dtypes.of(self)
     by_query = functools.partial(jnp.repeat, repeats=queries, axis=0)  # [B Q, ...]
 
-    def conv(features, name):
+    def conv(features: int, name: str) -> nn.Conv:
       return nn.Conv(features, (3, 3), kernel_init=_CONV_INIT, name=name, **types)
 
-    def norm(x, number):
+    def norm(x: jax.Array, number: int) -> jax.Array:
       groups = math.gcd(_GROUPS, x.shape[-1])
       norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
       return sharding.constrain_batch(nn.relu(norm(x)))
@@ -169,7 +177,7 @@ class MaskHead(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, features: Features):
+  def __call__(self, features: Features) -> jax.Array:
     """Computes the logits of a mask for each query, float32 [B, Q, H, W].
 
     H x W is the size of the largest stage.
@@ -186,14 +194,16 @@ class MaskHead(nn.Module):
     shared, kernel = first(features.projected, self.num_heads)
     convolutions = Convolutions(self.hidden_size, name='convolutions', **types)
 
-    def compute(module, maps):
+    def compute(module: nn.Module, maps: jax.Array) -> jax.Array:
       return module(maps, shared, kernel, stages)
 
     queries, size = maps.shape[1], self.at_a_time
     if not size or queries <= size:
       return compute(convolutions, maps)
 
-    def compute_group(module, _, maps):
+    def compute_group(
+      module: nn.Module, _: None, maps: jax.Array
+    ) -> tuple[None, jax.Array]:
       return None, nn.remat(compute, prevent_cse=False)(module, maps)
 
     # A loop over groups of queries, the last of which is filled up.

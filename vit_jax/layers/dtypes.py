@@ -4,11 +4,15 @@ Every module has the fields `dtype` and `param_dtype`; docstrings repeat them on
 where there is more to say.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+# An array of NumPy or JAX; a function returns what it is given.
+ArrayT = TypeVar('ArrayT', np.ndarray, jax.Array)
 
 # The type of the computation that suits the devices (config.model.dtype).
 AUTO = 'auto'
@@ -25,7 +29,7 @@ def platform() -> str:
   return getattr(device, 'platform', device)
 
 
-def resolve(dtype, platform_: str | None = None):
+def resolve(dtype: Any, platform_: str | None = None) -> Any:
   """Returns the type of a computation: 'auto' is bfloat16 except on CPUs.
 
   `platform_` is by default `platform()`.

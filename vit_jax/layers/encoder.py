@@ -371,9 +371,12 @@ class Encoder(_Layer):
       return x
     if config.first_norm:
       x = self._norm('first_norm')(x)
-    if config.attention_pattern == 'local':
-      local = grid_attention.local_mask(grid, config.attention_window, x.shape[1])
-      mask = local if mask is None else mask & local
+    if config.attention_pattern != 'global':
+      field = f"attention_pattern='{config.attention_pattern}'"
+      grid = positions.checked_grid(field, grid, x.shape[1])
+      if config.attention_pattern == 'local':
+        local = grid_attention.local_mask(grid, config.attention_window, x.shape[1])
+        mask = local if mask is None else mask & local
     angles = None
     if kind in position_kinds.ROPES:
       angles = positions.rope_angles(
@@ -419,10 +422,12 @@ class Encoder(_Layer):
     sows = self.is_mutable_collection('intermediates')
     is_looped = layer_stack.is_looped(config.scan, config.num_layers, context.train)
     is_looped = is_looped and not sows and not self.is_initializing()
-    cls = AxialBlock if config.attention_pattern == 'axial' else Block
-    block = functools.partial(
-      layer_stack.recomputed(cls, config.remat, is_looped), config, **dtypes.of(self)
+    block: Callable[..., Any] = layer_stack.recomputed(
+      AxialBlock if config.attention_pattern == 'axial' else Block,
+      config.remat,
+      is_looped,
     )
+    block = functools.partial(block, config, **dtypes.of(self))
     *names, last_name = [f'encoderblock_{i}' for i in range(config.num_layers)]
     if is_looped:
       x = self._loop(block(parent=None), names, x, context, layers[:-1])

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import ml_collections
 
 from vit_jax.configs import models as model_configs, schema
+from vit_jax.layers import dtypes
 
 
-def check_images(images):
+def check_images(images: jax.Array) -> None:
   """Raises ValueError if `images` are not [B, H, W, C]."""
   if images.ndim != 4:
     raise ValueError(
@@ -26,7 +27,7 @@ def check_images(images):
     )
 
 
-def check_keys(rngs):
+def check_keys(rngs: Any) -> None:
   """Raises ValueError for a batch of keys, old-style or new-style, or a dict of such."""
   keys = rngs if isinstance(rngs, Mapping) else {'params': rngs}
   for name, key in keys.items():
@@ -41,7 +42,7 @@ def check_keys(rngs):
       )
 
 
-def sow_mean(module: nn.Module, name: str, x):
+def sow_mean(module: nn.Module, name: str, x: jax.Array) -> None:
   """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
 
   It is the mean, float32 [B, D], of tokens [B, N, D] or a feature map [B, h, w, D],
@@ -81,13 +82,13 @@ class ImageModel(nn.Module):
     super().__post_init__()
 
   @nn.nowrap
-  def init(self, rngs, *args, **kwargs):
+  def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the variables; see flax.linen.Module.init."""
     check_keys(rngs)
     return super().init(rngs, *args, **kwargs)
 
   @nn.nowrap
-  def apply(self, variables, *args, rngs=None, **kwargs):
+  def apply(self, variables: Any, *args: Any, rngs: Any = None, **kwargs: Any) -> Any:
     """Applies the model to inputs; see flax.linen.Module.apply."""
     if rngs is not None:
       check_keys(rngs)
@@ -103,7 +104,12 @@ HEAD_INITS = {
 
 
 def make_head(
-  num_classes: int, bias: float, dtype, param_dtype, init: str = 'zeros', name='head'
+  num_classes: int,
+  bias: float,
+  dtype: Any,
+  param_dtype: Any,
+  init: str = 'zeros',
+  name: str = 'head',
 ) -> nn.Dense:
   """Returns the linear classifier, with an initial bias.
 
@@ -134,7 +140,7 @@ class PatchEmbedding(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
 
     Raises ValueError if the patch size does not divide the image size.
@@ -166,7 +172,7 @@ class PatchEmbedding(nn.Module):
     return x @ kernel.reshape(-1, self.features) + bias  # [B, h, w, D]
 
 
-def cut(images, grid):
+def cut(images: dtypes.ArrayT, grid: tuple[int, int]) -> dtypes.ArrayT:
   """Cuts images into patches, in rows from the top left.
 
   Maps an array [B, H, W, C] of NumPy or JAX to [B, N, p, q, C], of N = h * w
@@ -178,7 +184,7 @@ def cut(images, grid):
   return x.reshape(b, h * w, height // h, width // w, c)
 
 
-def paste(patches, grid):
+def paste(patches: dtypes.ArrayT, grid: tuple[int, int]) -> dtypes.ArrayT:
   """Joins patches [B, N, p, q, C] into images [B, H, W, C]; inverts `cut`."""
   b, _, p, q, c = patches.shape
   h, w = grid

@@ -54,6 +54,7 @@ then takes images of any size.
 Shapes: B images, N tokens, h x w patches, D width of a token, E of a head.
 """
 
+from collections.abc import Callable, Container, Mapping
 import math
 from typing import Any
 
@@ -62,12 +63,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax.layers import position_kinds
+from vit_jax.layers import dtypes, position_kinds
 
 _TEMPERATURE = 10_000.0
 
 
-def by_layer(make, layers: str, num_layers: int) -> list:
+def by_layer(make: Callable[[str], jax.Array], layers: str, num_layers: int) -> list:
   """Returns the table of each layer, or None where a layer has none.
 
   `make` makes a table of a name. Without layers, the stem still has its table.
@@ -79,7 +80,7 @@ def by_layer(make, layers: str, num_layers: int) -> list:
   return [table] + [later] * (num_layers - 1)
 
 
-def resize(table, size: int, axis: int = 0):
+def resize(table: dtypes.ArrayT, size: int, axis: int = 0) -> dtypes.ArrayT:
   """Resizes a table along an axis, linearly; its first and last rows stay.
 
   Two axes, one after the other, give what `scipy.ndimage.zoom(order=1)` does. A
@@ -98,7 +99,9 @@ def resize(table, size: int, axis: int = 0):
   return jnp.moveaxis(resized, -1, axis)
 
 
-def resize_grid(table, grid: tuple[int, int], new_grid: tuple[int, int]):
+def resize_grid(
+  table: dtypes.ArrayT, grid: tuple[int, int], new_grid: tuple[int, int]
+) -> dtypes.ArrayT:
   """Resizes the table of a grid of patches; the rows of other tokens stay.
 
   The table is an array [1, N, D] of NumPy or JAX, whose last rows belong to the
@@ -178,14 +181,14 @@ class AddPositionEmbs(nn.Module):
   grid: tuple[int, int] | None = None
   table_grid: tuple[int, int] | None = None
 
-  def __call__(self, inputs):
+  def __call__(self, inputs: jax.Array) -> jax.Array:
     """Adds the embeddings to tokens [B, N, D]; see `table`."""
     table = self.table(inputs)
     inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
     return inputs + table  # [B, N, D]
 
   @nn.compact
-  def table(self, inputs):
+  def table(self, inputs: jax.Array) -> jax.Array:
     """Returns the embeddings of tokens [B, N, D] as [1, N, D].
 
     Raises ValueError if number or width of the tokens do not suit.
@@ -196,14 +199,16 @@ class AddPositionEmbs(nn.Module):
     )
     if self.kind == 'learned_1d' and self.table_grid is None:
       return learned('pos_embedding', 1, tokens, width)
-    check_grid(self.kind, self.grid, tokens, self.table_grid)
+    field = f"position_embedding='{self.kind}'"
+    field += ' with position_grid' if self.table_grid else ''
+    grid = checked_grid(field, self.grid, tokens)
     position_kinds.check_width(self.kind, width)
-    height, across = self.grid
-    rows, columns = self.table_grid or self.grid
+    height, across = grid
+    rows, columns = self.table_grid or grid
     before = tokens - height * across  # The class token.
     if self.kind == 'learned_1d':
       table = learned('pos_embedding', 1, before + rows * columns, width)
-      return resize_grid(table, (rows, columns), self.grid)
+      return resize_grid(table, (rows, columns), grid)
     if self.kind == 'learned_2d':
       x = resize(learned('x_embedding', columns, width // 2), across)
       y = resize(learned('y_embedding', rows, width // 2), height)
@@ -216,24 +221,28 @@ class AddPositionEmbs(nn.Module):
     return jnp.pad(table, ((before, 0), (0, 0)))[None]
 
 
-def check_grid(kind: str, grid, tokens: int, table_grid=None) -> None:
-  """Raises ValueError if embeddings lack a grid, or have one of too many patches."""
+def checked_grid(
+  field: str, grid: tuple[int, int] | None, tokens: int
+) -> tuple[int, int]:
+  """Returns the grid that a field of an encoder needs.
+
+  ValueError if there is none, or it has more patches than there are tokens.
+  """
   if grid is None:
     raise ValueError(
-      f"position_embedding='{kind}'"
-      f'{" with position_grid" if table_grid else ""} needs the grid of '
-      'the patches: pass encode() tokens [batch, height, width, D], from '
-      'embed(..., flat=False) (config.model.transformer.position_embedding)'
+      f'{field} needs the grid of the patches: pass encode() tokens [batch, height, '
+      'width, D], from embed(..., flat=False) (config.model.transformer)'
     )
   if grid[0] * grid[1] > tokens:
     raise ValueError(
       f'{tokens} tokens are fewer than the {grid[0]} x {grid[1]} '
       'patches of the grid: pass the grid of these tokens'
     )
+  return grid
 
 
 def rope_angles(
-  grid: tuple[int, int],
+  grid: tuple[int, int] | None,
   tokens: int,
   head_dim: int,
   kind: str = 'rope',
@@ -245,7 +254,7 @@ def rope_angles(
   `kind` is one of position_kinds.ROPES. The last h*w of N tokens are patches; the angles of others are
   0. ValueError for fewer tokens, or a width E of a head that is not a multiple of 4.
   """
-  check_grid(kind, grid, tokens)
+  grid = checked_grid(f"position_embedding='{kind}'", grid, tokens)
   if head_dim % 4:
     raise ValueError(
       f"position_embedding='{kind}' needs heads whose width is a multiple of 4, not "
@@ -261,7 +270,7 @@ def rope_angles(
   return np.pad(angles, ((tokens - len(angles), 0), (0, 0))).astype(np.float32)
 
 
-def rotate(x, angles):
+def rotate(x: jax.Array, angles: jax.Array | np.ndarray) -> jax.Array:
   """Turns channels i and i + E/2 of [B, N, K, E] by angle i of [N, E/2]."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]  # [N, 1, E/2]
@@ -269,12 +278,14 @@ def rotate(x, angles):
   return turned.astype(x.dtype)
 
 
-def class_tokens(paths, tower: str = '') -> int:
+def class_tokens(paths: Container[str], tower: str = '') -> int:
   """Returns how many tokens with positions precede the patches, by '/'-joined paths."""
   return sum(f'{tower}{name}' in paths for name in ('cls', 'dist'))
 
 
-def first_table(flat, transformer, grid):
+def first_table(
+  flat: Mapping[str, Any], transformer: Mapping[str, Any], grid: tuple[int, int]
+) -> jax.Array | None:
   """Returns what a Vision Transformer adds to tokens before its first layer.
 
   Takes its parameters by '/'-joined path, the fields of its encoder, and the
@@ -307,7 +318,7 @@ class RelativeEmbedding(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens: int, head_dim: int):
+  def __call__(self, tokens: int, head_dim: int) -> jax.Array:
     """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E]."""
     shape = (2 * tokens - 1, head_dim)
     return self.param('relative_embedding', self.init, shape, self.param_dtype)
@@ -320,14 +331,16 @@ class RelativeBias(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, grid: tuple[int, int], tokens: int, num_heads: int):
+  def __call__(
+    self, grid: tuple[int, int] | None, tokens: int, num_heads: int
+  ) -> jax.Array:
     """Returns the biases of logits, [K, N, N], of each query and key.
 
     The last h*w of N tokens are patches. The table, [(2h - 1) (2w - 1) + 3, K], has the
     offsets row by row, and then class token to patch, patch to class token, and class
     token to class token.
     """
-    check_grid('relative_bias', grid, tokens)
+    grid = checked_grid("position_embedding='relative_bias'", grid, tokens)
     (height, width), patches = grid, grid[0] * grid[1]
     offsets = (2 * height - 1) * (2 * width - 1)
     shape = (offsets + 3, num_heads)

@@ -24,7 +24,14 @@ from vit_jax.layers import dtypes
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
 
 
-def convolution(cls, features, size, strides, dilation=1, **kwargs) -> nn.Conv:
+def convolution(
+  cls: type[nn.Conv],
+  features: int,
+  size: int,
+  strides: tuple[int, int],
+  dilation: int = 1,
+  **kwargs: Any,
+) -> nn.Conv:
   """Returns a square convolution without bias, padded as PyTorch pads."""
   pad = dilation * (size // 2)
   return cls(
@@ -38,7 +45,12 @@ def convolution(cls, features, size, strides, dilation=1, **kwargs) -> nn.Conv:
   )
 
 
-def stem(x, conv: Callable, norm: Callable | None, padding):
+def stem(
+  x: jax.Array,
+  conv: Callable,
+  norm: Callable | None,
+  padding: str | Sequence[tuple[int, int]],
+) -> jax.Array:
   """Applies a 7x7 convolution, norm and ReLU if any, and a 3x3 max-pool.
 
   `conv` and `norm` are layers; both the convolution and the pool halve the size.
@@ -66,14 +78,16 @@ class Bottleneck(nn.Module):
   param_dtype: Any = jnp.float32
   norms_first: ClassVar[bool] = False
 
-  def conv(self, features: int, size: int, strides: tuple[int, int], name: str):
+  def conv(
+    self, features: int, size: int, strides: tuple[int, int], name: str
+  ) -> nn.Module:
     raise NotImplementedError
 
-  def norm(self, name: str):
+  def norm(self, name: str) -> nn.Module:
     raise NotImplementedError
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     features, first = self.features, self.norms_first
     out, one = 4 * features, (1, 1)
     residual = x
@@ -102,7 +116,7 @@ class Stage(nn.Module):
   names: str = 'unit{}'  # Format of a unit's name.
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     for i in range(self.count):
       fields = self.others if i else self.first
       x = self.unit(**fields, name=self.names.format(i + 1))(x)
@@ -116,7 +130,7 @@ class FrozenBatchNorm(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> jax.Array:
     shape = x.shape[-1:]
     value = lambda name, init: self.variable('frozen', name, init, shape).value
     mean, bias = (value(name, jnp.zeros) for name in ('mean', 'bias'))
@@ -127,7 +141,7 @@ class FrozenBatchNorm(nn.Module):
     return x * scale + bias
 
 
-def _norm(kind, types, name):
+def _norm(kind: str, types: dict[str, Any], name: str) -> nn.Module:
   if kind == 'group':
     return nn.GroupNorm(num_groups=None, group_size=8, name=name, **types)
   return FrozenBatchNorm(dtype=types['dtype'], name=name)
@@ -144,11 +158,13 @@ class _Unit(Bottleneck):
   kind: str = 'frozen_batch'
   dilation: int = 1  # Of the 3x3 convolution.
 
-  def conv(self, features, size, strides, name):
+  def conv(
+    self, features: int, size: int, strides: tuple[int, int], name: str
+  ) -> nn.Module:
     dilation = self.dilation if size > 1 else 1
     return _conv(features, size, strides, dilation, name=name, **dtypes.of(self))
 
-  def norm(self, name):
+  def norm(self, name: str) -> nn.Module:
     return _norm(self.kind, dtypes.of(self), f'bn{name}')
 
 
@@ -164,7 +180,7 @@ class ResNet(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> list[jax.Array]:
     """Maps images [B, H, W, C] to the feature maps of all stages.
 
     Returns one map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the

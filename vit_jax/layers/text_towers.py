@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 
 from vit_jax.configs import models as model_configs, schema
@@ -34,7 +35,7 @@ class BertModel(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens):
+  def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Embeds tokens, int32 [B, N], with 0 for padding.
 
     Returns embeddings [B, E], or [B, D] without a head, and a dict of `transformed`,
@@ -74,7 +75,7 @@ class TextTransformer(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x):
+  def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Embeds tokens, int32 [B, N].
 
     Returns embeddings [B, E], or [B, D] without a head, and a dict of `embedded`, [B,
@@ -108,7 +109,7 @@ class TextTransformer(nn.Module):
       x = out['logits'] = _head(self)(x)
     return x, out
 
-  def _positions(self, tokens):
+  def _positions(self, tokens: int) -> jax.Array:
     """Returns position embeddings [1, N, D] for N = `tokens` tokens."""
     name = 'pos_embedding'
     have = self.get_variable('params', name)
@@ -126,14 +127,14 @@ class TextTransformer(nn.Module):
     return table[:, :tokens]
 
 
-def _head(module):
+def _head(module: BertModel | TextTransformer) -> nn.Dense:
   """Returns the linear head of a text tower; its results are float32 or wider."""
   types = dtypes.of(module)
   types['dtype'] = jnp.promote_types(types['dtype'], jnp.float32)
   return nn.Dense(module.num_classes, name='head', **types)
 
 
-def vocab_size(params) -> int:
+def vocab_size(params: Mapping[str, Any]) -> int:
   """Returns the number of tokens that a text tower of these parameters has."""
   if 'Embed_0' in params:
     return params['Embed_0']['embedding'].shape[0]

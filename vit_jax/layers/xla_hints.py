@@ -6,6 +6,7 @@ its default form of some matrix products is slow. On TPUs these functions do not
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.experimental import layout
@@ -24,12 +25,12 @@ def on_tpus() -> bool:
 
 
 @jax.jit
-def _row_major(x):
+def _row_major(x: jax.Array) -> jax.Array:
   order = layout.Layout(tuple(range(x.ndim)))
   return layout.with_layout_constraint(x, order)
 
 
-def row_major(x):
+def row_major(x: jax.Array) -> jax.Array:
   """Stores the activations `x` with their last dimension contiguous.
 
   By default XLA stores tokens [B, N, D] with the batch contiguous, and transposes
@@ -41,17 +42,19 @@ def row_major(x):
 
 
 @jax.custom_jvp
-def _apart(x):
+def _apart(x: jax.Array) -> jax.Array:
   """Returns `x`, computed on its own; its gradient is computed freely."""
   return jax.lax.optimization_barrier(x)
 
 
 @_apart.defjvp
-def _apart_jvp(primals, tangents):
+def _apart_jvp(
+  primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   return _apart(*primals), *tangents
 
 
-def residual(x, branch, train):
+def residual(x: jax.Array, branch: jax.Array, train: bool) -> jax.Array:
   """Adds the result of a branch to `x`, both [B, N, D].
 
   XLA lets a matrix product add its result to `x` in place, which first copies
@@ -69,7 +72,7 @@ def recomputed(function: Callable) -> Callable:
 
 
 @jax.custom_jvp
-def _kernel(x):
+def _kernel(x: jax.Array) -> jax.Array:
   """Returns a kernel [D, E] whose gradient is a product [E, D], transposed at the end.
 
   XLA would merge the transpose into the product, and has a slower program for that.
@@ -78,11 +81,15 @@ def _kernel(x):
 
 
 @_kernel.defjvp
-def _kernel_jvp(primals, tangents):
+def _kernel_jvp(
+  primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
   return primals[0], jax.lax.optimization_barrier(tangents[0].T).T
 
 
-def dot_general(x, kernel, *args, **options):
+def dot_general(
+  x: jax.Array, kernel: jax.Array, *args: Any, **options: Any
+) -> jax.Array:
   """Multiplies `x` with a kernel [D, E], as `jax.lax.dot_general`."""
   if dtypes.platform() == 'cpu':
     kernel = _kernel(kernel)
