@@ -296,15 +296,16 @@ def check_start(prepared: Prepared, workdir: str) -> dict[str, Any]:
   data = fingerprints(prepared, weights)
   processes.agree('the data', workdir_lib.flatten(data))
   workdir_lib.check(workdir, config, prepared.metadata, data)
-  is_resumed = processes.from_first(
-    'looking for checkpoints', lambda: checkpoints_lib.has_checkpoint(workdir)
-  )
-  if is_resumed:
+  if _has_checkpoint(workdir):
     return weights
   weights = weights or _pretrained(prepared)
   program.task.check_weights(weights, program.abstract.params)
-  memory.check(config, program, prepared.mesh)
   return weights
+
+
+@processes.by_first('looking for checkpoints')
+def _has_checkpoint(workdir: str) -> bool:
+  return checkpoints_lib.has_checkpoint(workdir)
 
 
 def _pretrained(prepared: Prepared) -> dict[str, Any]:
@@ -352,7 +353,6 @@ def start(
     config.best_metric,
     run_evaluators.is_low(config),
   )
-  _describe(prepared)
   abstract = program.abstract
   params = lora.trained(abstract.params, config)
   state, step = checkpoints.restore(abstract.replace(params=params))
@@ -401,7 +401,8 @@ def train_and_evaluate(
 
   Raises:
     ValueError, FileNotFoundError: if the config, data, mesh or workdir are
-      wrong; before anything is compiled or written.
+      wrong, before anything is compiled, or if the devices have too little memory.
+      The workdir is not written.
     FloatingPointError: if the loss is not finite.
     OSError: if the workdir cannot be written, or was moved or deleted.
     Interrupted: after a signal, when everything is saved.
@@ -413,6 +414,9 @@ def train_and_evaluate(
   with contextlib.ExitStack() as stack:
     if workdir_lock is None:
       workdir_lock = stack.enter_context(lock.Holder(workdir))
+    _describe(prepared)
+    if not _has_checkpoint(workdir):
+      memory.check(prepared.config, prepared.program, prepared.mesh)
     checkpoints, state, step = start(prepared, workdir, weights)
     del weights  # Frees their memory.
     run = loop.Run(prepared, workdir, checkpoints, state, step)

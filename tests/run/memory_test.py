@@ -1,53 +1,27 @@
-"""Tests of the memory estimate against XLA's analysis of compiled programs."""
+"""Tests of the memory that an update takes."""
 
+import logging
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from vit_jax import console, train
+from tests.tasks.detection import detect_canvases_test
+from vit_jax import console, models, train
 from vit_jax.run import loop, memory
 
-ROWS, WIDTH, DEPTH = 512, 64, 8
-SIZE = 4 * ROWS * WIDTH  # Bytes of a layer's output.
+
+def test_peak_counts_donated_arguments_once():
+  update = jax.jit(lambda state, batch: (state + batch.sum(), {}), donate_argnums=0)
+  state = jnp.zeros((256, 256))
+  compiled = update.lower(state, np.zeros((8, 8), np.float32)).compile()
+  state_bytes = 4 * 256 * 256
+  assert state_bytes <= memory.peak_bytes(compiled) < 1.5 * state_bytes
 
 
-def layer(x, weight):
-  return jax.nn.gelu(x @ weight), None
-
-
-def written_out(weights, x):
-  for i in range(DEPTH):
-    x, _ = layer(x, weights[i])
-  return x.sum()
-
-
-def recomputed(weights, x):
-  for i in range(DEPTH):
-    x, _ = jax.checkpoint(layer)(x, weights[i])
-  return x.sum()
-
-
-def looped(weights, x):
-  return jax.lax.scan(layer, x, weights)[0].sum()
-
-
-@pytest.mark.parametrize('function', [written_out, recomputed, looped])
-def test_estimate_is_a_tight_lower_bound(function):
-  x = jnp.zeros((ROWS, WIDTH))
-  weights = jnp.zeros((DEPTH, WIDTH, WIDTH))
-  traced = jax.jit(jax.grad(function)).trace(weights, x)
-  found = memory.least_bytes(traced.jaxpr)
-  # The backward pass reads an array of `SIZE` bytes per layer.
-  assert found > DEPTH * SIZE
-  compiled = traced.lower().compile().memory_analysis()
-  total = sum(
-    getattr(compiled, f'{name}_size_in_bytes')
-    for name in ('argument', 'output', 'temp')
-  )
-  assert total / 2.5 < found < total
-
-
-def test_oversized_program_is_reported_before_writing(
+def test_oversized_update_is_rejected_before_writing(
   tiny_config, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(console, 'machine_memory', lambda: 2**17)
@@ -55,13 +29,49 @@ def test_oversized_program_is_reported_before_writing(
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
   for key in ('batch', 'accum_steps', 'pp.crop', 'model.transformer.remat'):
     assert f'--config.{key}' in str(error.value)
-  assert not (tmp_path / 'run').exists()
+  assert not (tmp_path / 'run/config.json').exists()
+
+
+class Detector(detect_canvases_test.TinyDetector):
+  """Keeps 32 float32 features per pixel for the backward pass."""
+
+  @nn.compact
+  def __call__(self, images, mask=None, *, train):
+    features = jnp.tanh(nn.Dense(32)(images))
+    return super().__call__(nn.Dense(3)(features), mask, train=train)
+
+
+def test_detector_on_small_photographs_is_checked_for_its_largest_canvas(
+  tmp_path, monkeypatch
+):
+  """Photographs of 30 x 50 pixels are enlarged to canvases of 32 or 640 pixels."""
+  monkeypatch.setitem(models.KINDS, 'tiny_detector', Detector)
+  monkeypatch.setattr(console, 'machine_memory', lambda: jax.device_count() * 2**25)
+  detect_canvases_test.write_images(tmp_path)
+  config = detect_canvases_test.make_config(tmp_path)
+  config.pp.update(sides=(24, 600), eval_side=32, longest_side=640)
+  with pytest.raises(ValueError, match='batch=8.* update.*longest_side.*640x640'):
+    train.train_and_evaluate(config, tmp_path / 'run')
+
+
+def test_update_is_compiled_once(tiny_config, tmp_path, capsys, caplog):
+  tiny_config.update(total_steps=1, warmup_steps=0, eval_every=0)
+  with jax.log_compiles(), caplog.at_level(logging.WARNING):
+    train.train_and_evaluate(tiny_config, tmp_path / 'run')
+  compilations = [x for x in caplog.messages if 'compilation of jit(update)' in x]
+  assert len(compilations) == 1
+  assert capsys.readouterr().out.count('Compiling ...') == 1
 
 
 def test_out_of_memory_error_suggests_flags(tiny_config, tmp_path, monkeypatch):
-  def fail(self, batch):
+  def fail(state, batch):
     raise jax.errors.JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')
 
-  monkeypatch.setattr(loop.Run, '_update_once', fail)
+  class Failing(loop.Run):
+    def __init__(self, *args):
+      super().__init__(*args)
+      self._update = fail
+
+  monkeypatch.setattr(loop, 'Run', Failing)
   with pytest.raises(ValueError, match='batch=16.*memory.*--config.accum_steps'):
     train.train_and_evaluate(tiny_config, tmp_path / 'run')

@@ -67,7 +67,11 @@ class Run:
     # Metrics of the last fetched step.
     self._latest: dict[str, Any] = {}
     # Shapes of the batches that the update is compiled for.
-    self._shapes: set[tuple] = set()
+    self._compiled: list[dict[str, tuple[int, ...]]] = []
+    if not step:  # See memory.check.
+      batch_spec = prepared.program.task.batch_spec(self.config.batch)
+      self._compiled.append(_shapes(batch_spec))
+    self._has_updated = False
     # Paths of the pictures of the last evaluation.
     self.pictures: list[epath.Path] = []
 
@@ -80,59 +84,53 @@ class Run:
     """Returns whether an action that runs every `every` steps is due now."""
     return self.done or (every > 0 and self.step % every == 0)
 
-  def update(self, batch: dict[str, jax.Array]):
+  def update(self, batch: Mapping[str, jax.Array]):
     """Makes one update."""
-    shapes = tuple(sorted((name, x.shape) for name, x in batch.items()))
-    if shapes in self._shapes:
+    is_first = not self._has_updated
+    if is_first:
+      self._log_start(batch)
+    shapes = _shapes(batch)
+    if shapes in self._compiled:
       self._update_once(batch)
     else:
-      self._shapes.add(shapes)
+      self._compiled.append(shapes)
       self._compile(batch)
+    if is_first:
+      self.fetch_metrics()
+      self._progress.start(self.step)
     self._progress.update(self.step)
     if self.config.profile_steps:
       self._profile(self.step)
 
-  def _update_once(self, batch: dict[str, jax.Array]):
-    self.state, metrics = self._update(self.state, batch)
-    self.step += 1
-    self._pending.append(metrics)
-    if len(self._pending) > 2:
-      # Limits how far the host runs ahead of the devices, so that after a
-      # signal the state can be saved soon.
-      jax.block_until_ready(self._pending[-3])
+  def _log_start(self, batch: Mapping[str, jax.Array]):
+    """Writes the config and the first images for TensorBoard."""
+    self._has_updated = True
+    self._log.write_config(self.step, self.config)
+    images = self.prepared.pictures.training(batch, self.step)
+    self._log.write_pictures(self.step + 1, images)
+
+  def _update_once(self, batch: Mapping[str, jax.Array]):
+    with memory.suggesting_remedy(self.config, self.prepared.program.task.image_size):
+      self.state, metrics = self._update(self.state, batch)
+      self.step += 1
+      self._pending.append(metrics)
+      if len(self._pending) > 2:
+        # Limits how far the host runs ahead of the devices, so that after a
+        # signal the state can be saved soon.
+        jax.block_until_ready(self._pending[-3])
     if len(self._pending) >= 1000:
       self.fetch_metrics()
 
-  def _compile(self, batch: dict[str, jax.Array]):
-    """Makes the first update with batches of some size, which compiles it."""
-    count = len(self._shapes)
-    num_sizes = len(self.prepared.program.task.image_sizes)
-    if count == 1:  # For TensorBoard.
-      self._log.write_config(self.step, self.config)
-      pictures = self.prepared.pictures.training(batch, self.step)
-      self._log.write_pictures(self.step + 1, pictures)
-    size = ''
-    if num_sizes > 1:
-      height, width = batch['image'].shape[1:3]
-      size = f' for {height}x{width} pixels, {count} of {num_sizes} sizes'
+  def _compile(self, batch: Mapping[str, jax.Array]):
+    """Makes the first update with images of another size, which compiles it."""
     self.fetch_metrics()  # Waits for the updates before this one.
-    console.say(f'Compiling{size} ...')
-    with self._progress.pause(steps=1):
-      start_time = time.perf_counter()
-      try:
-        self._update_once(batch)
-        self.fetch_metrics()
-      except jax.errors.JaxRuntimeError as e:
-        if 'RESOURCE_EXHAUSTED' not in str(e):
-          raise
-        raise ValueError(
-          f'batch={self.config.batch}: a device has too little memory for an update: '
-          + memory.remedy(self.config, batch['image'].shape[1:3])
-        ) from e
-      seconds = time.perf_counter() - start_time
-    console.say(f'Compiled in {console.duration(seconds)}{size}.')
-    if count == 1:
-      self._progress.start(self.step)
+    sizes = self.prepared.program.task.image_sizes
+    with (
+      self._progress.pause(steps=1),
+      memory.compiling(batch, len(self._compiled), sizes),
+    ):
+      self._update_once(batch)
+      self.fetch_metrics()
 
   def fetch_metrics(self):
     """Fetches pending metrics; raises FloatingPointError if not finite."""
@@ -227,6 +225,11 @@ class Run:
     """Writes the remaining metrics, and leaves the bar as it is."""
     self._progress.close()
     self._log.close()
+
+
+def _shapes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+  """Returns the shapes of the arrays of a batch, by name."""
+  return {name: array.shape for name, array in batch.items()}
 
 
 def _check_finite(
