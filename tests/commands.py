@@ -23,7 +23,6 @@ MINIMAL = {
   'demo': ['--workdir=/tmp/run'],
   'export': ['--workdir=/tmp/run', '--to=onnx', '--out=/tmp/out'],
   'index': ['/tmp/folder'],
-  'compute': [],
 }
 # Configs to which a flag without a command may apply.
 BASES = (

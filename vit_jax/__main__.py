@@ -23,7 +23,6 @@ COMMANDS = {
   'index': 'List and check the images of a folder before training',
   'plan': 'Estimate memory, speed and cost of training on TPUs',
   'sweep': 'Choose a learning rate or other values, then test it',
-  'compute': 'Count the FLOPs and the cost of pre-training',
 }
 # Errors that are shown in one line if this package raises them.
 _EXPECTED = (ValueError, FloatingPointError, OSError, ImportError)

@@ -1,7 +1,7 @@
 """Counts the FLOPs of the matrix products and convolutions in a program.
 
 Other operations (norms, softmax, activations) do not count, as usual. The counts
-agree with table 6 of arXiv 2010.11929; see vit_jax/planning/costs.py.
+agree with table 6 of arXiv 2010.11929; see benchmarks/costs.py.
 """
 
 import math
@@ -31,6 +31,15 @@ def forward_flops(
     return model.init(jax.random.key(0), images, train=False, mutable=mutable)
 
   return count_flops(jax.make_jaxpr(init)(images))
+
+
+def training_exaflops(forward: int, images: float) -> float:
+  """Returns the compute of a training on a number of images in exaFLOPs.
+
+  `forward` are the FLOPs of a forward pass on one image, see `forward_flops`; a
+  forward and backward pass count three times as much.
+  """
+  return 3 * forward * images / 1e18
 
 
 def count_flops(jaxpr) -> int:

@@ -21,7 +21,7 @@ from vit_jax.configs import common, schema
 from vit_jax.data import sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.distributed import files
-from vit_jax.planning import costs, flops
+from vit_jax.planning import flops
 from vit_jax.run import config as run_config, evaluators as run_evaluators
 from vit_jax.studies import runs as runs_lib, summaries
 
@@ -187,4 +187,4 @@ def exaflops(config: ml_collections.ConfigDict) -> float:
   count = flops.forward_flops(
     model, geometry.crop_size(config.pp), config.pp.channels, whole=True
   )
-  return costs.exaflops(count, config.batch * config.total_steps)
+  return flops.training_exaflops(count, config.batch * config.total_steps)
