@@ -234,14 +234,14 @@ def run(args) -> None:
   from vit_jax.data.images import listing
   from vit_jax.inference import tables
 
-  is_table = str(args.out or '').endswith(tables.ENDINGS)
+  is_table = tables.is_table(args.out)
   texts_only = not (args.images or args.sample or args.complete)
   if is_table:
     tables.check(args.out, resumes=not texts_only)
   elif jax.process_count() > 1 or args.embeddings:
     raise ValueError(
       'several processes, and --embeddings, need a table: pass '
-      '--out=table.parquet (or .csv or .jsonl)'
+      '--out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
     )
   split = _split(args.images)
   if not split:
@@ -249,7 +249,7 @@ def run(args) -> None:
   elif not is_table:
     raise ValueError(
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
-      'written as a table: pass --out=table.parquet (or .csv or .jsonl)'
+      'written as a table: pass --out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
     )
   model = of_flags(args, args.dtype, args.max_image_pixels)
   _check_flags(model, args, is_table)
@@ -326,5 +326,4 @@ def _write_table(model, args, split) -> None:
     {'flags': options, 'split': split},
     args.broken,
     args.shard,
-    args.join,
   )

@@ -9,7 +9,6 @@ import io
 import json
 import os
 import pathlib
-import re
 import shlex
 import shutil
 import signal
@@ -29,7 +28,7 @@ from vit_jax.commands import predict as predict_command
 from vit_jax.data import records, sources
 from vit_jax.data.images import listing
 from vit_jax.inference import tables
-from vit_jax.run import lock, stopping
+from vit_jax.run import stopping
 
 BLOCK = 12  # Images.
 COUNT = 40  # Three blocks and a remainder.
@@ -126,54 +125,79 @@ def read_lines(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize('ending', tables.ENDINGS)
-def test_all_formats_have_the_same_rows(model, images, rows, tmp_path, ending, capsys):
-  out = tmp_path / f'table{ending}'
-  write(model, images, out)
-  names = [f'.{out.name}.json', out.name]
-  assert sorted(p.name for p in tmp_path.iterdir()) == names
+FILES = ('table.parquet', 'table.csv', 'table.jsonl')
+
+
+def read_folder(path):
+  """Returns the rows of a folder as other programs read them."""
+  return pyarrow.parquet.read_table(path).to_pylist()
+
+
+@pytest.mark.parametrize('name', [*FILES, 'table/'])
+def test_all_formats_have_the_same_rows(model, images, rows, tmp_path, name, capsys):
+  out = tmp_path / name
+  write(model, images, f'{tmp_path}/{name}')
   assert '40 images, 3 of them broken' in capsys.readouterr().out
-  if ending == '.jsonl':
-    got = read_lines(out)
-  elif ending == '.csv':
-    got = pd.read_csv(out).replace({np.nan: None}).to_dict('records')
-    for row in got:
-      for name in ('classes', 'probabilities', 'embedding'):
-        row[name] = row[name] and json.loads(row[name])
+  visible = [p.name for p in tmp_path.iterdir() if not p.name.startswith('.')]
+  assert visible == [out.name]
+  if name == 'table/':
+    parts = [p.name for p in out.iterdir() if not p.name.startswith('.')]
+    assert sorted(parts) == [f'part-0000{i}.parquet' for i in range(4)]
+    assert_same(read_folder(out), rows)
+    table = pd.read_parquet(out)
+    assert list(table['path']) == images
+    return
+  if out.suffix == '.jsonl':
+    records_ = read_lines(out)
+  elif out.suffix == '.csv':
+    records_ = pd.read_csv(out).replace({np.nan: None}).to_dict('records')
+    for row in records_:
+      for column in ('classes', 'probabilities', 'embedding'):
+        row[column] = row[column] and json.loads(row[column])
   else:
     table = pyarrow.parquet.read_table(out)
     assert table.schema.field('embedding').type.list_size == 16
-    got = table.to_pylist()
-  assert_same(got, rows)
+    records_ = table.to_pylist()
+  assert_same(records_, rows)
 
 
-def test_a_killed_table_resumes(model, images, rows, tmp_path):
-  """Killed at each written file: existing files are complete and not rewritten."""
-  real = tables.files.write
-  for most in (1, 3, 5, 6):
-    out, written = tmp_path / f'{most}.jsonl', []
+@pytest.mark.parametrize('name', ['table.jsonl', 'table/'])
+def test_a_table_killed_at_any_written_file_resumes(
+  model, images, rows, tmp_path, name, monkeypatch
+):
+  """Existing files are complete and not computed again."""
+  write_file = tables.files.write
+  count = 10 if name == 'table.jsonl' else 9  # Four parts; facts once or twice.
+  write(model, images, f'{tmp_path}/{name}')
+  uninterrupted = read_bytes(tmp_path / name)
+  for number in range(count):
+    folder = tmp_path / str(number)
+    folder.mkdir()
+    out, paths = folder / name, []
 
-    def dying(path, content, written=written, most=most):
-      if len(written) == most:
+    def dying(path, content, number=number, paths=paths):
+      if len(paths) == number:
         path.with_name(f'.{path.name}.tmp').write_bytes(b'cut')
         raise KeyboardInterrupt
-      written.append(path)
-      real(path, content)
+      paths.append(path)
+      write_file(path, content)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
       patch.setattr(tables.files, 'write', dying)
-      try:
-        write(model, images, out)
-      except KeyboardInterrupt:
-        assert not out.exists()
-    parts = [path for path in written if path.name.startswith('part')]
-    if most > len(written):
-      break
-    with counting(model) as seen:
-      write(model, images, out)
-    assert sum(seen) == max(0, COUNT - BLOCK * len(parts))
-    assert_same(read_lines(out), rows)
-  assert most == 6  # Four parts, and the metadata twice.
+      with pytest.raises(KeyboardInterrupt):
+        write(model, images, f'{folder}/{name}')
+    finished = [path for path in paths if path.name.startswith('.part')]
+    with counting(model) as counts:
+      write(model, images, f'{folder}/{name}')
+    assert sum(counts) == max(0, COUNT - BLOCK * len(finished))
+    assert read_bytes(out) == uninterrupted
+
+
+def read_bytes(out):
+  """Returns the contents of the visible files of a table, by name."""
+  if out.is_file():
+    return out.read_bytes()
+  return {path.name: path.read_bytes() for path in out.glob('part-*')}
 
 
 def test_a_signal_stops_a_table_which_then_resumes(
@@ -183,7 +207,7 @@ def test_a_signal_stops_a_table_which_then_resumes(
 
   def signalled(path, content):
     real(path, content)
-    if path.name.startswith('part'):
+    if path.name.startswith('.part'):
       with pytest.raises(ValueError, match=f"parts' is held .*{os.getpid()} .*--out"):
         write(model, images * 3, out)  # A second writer.
       os.kill(os.getpid(), signal.SIGTERM)
@@ -282,7 +306,9 @@ for _ in range(2):  # The second time it is complete.
 write = tables.files.write
 def dying(path, content):
   write(path, content)
-  while len(list(path.parent.glob('part-*'))) < 3:
+  if not path.name.startswith('.part'):
+    return
+  while len(list(path.parent.glob('.part-*.json'))) < 3:
     time.sleep(0.05)
   os.kill(os.getpid(), signal.SIGKILL)
 tables.files.write = dying
@@ -319,7 +345,7 @@ def stop_after(count, model, images, out, **kwargs):
 
   def stopping_(path, content):
     real(path, content)
-    written.extend([path] if path.name.startswith('part') else [])
+    written.extend([path] if path.name.startswith('.part') else [])
     if len(written) == count:
       raise KeyboardInterrupt
 
@@ -346,86 +372,61 @@ def counting(model):
 # --- Independent tasks ---
 
 
-def test_tasks_share_a_table_and_the_last_joins_it(
-  model, images, rows, tmp_path, capsys
-):
-  out, parts = tmp_path / 'table.jsonl', tmp_path / 'table.jsonl.parts'
-  with pytest.raises(ValueError, match='4 of 4 parts are missing.* without --join'):
-    write(model, images, out, only_join=True)
-  assert list(tmp_path.iterdir()) == []
+def test_tasks_share_a_folder(model, images, rows, tmp_path, capsys):
+  out = f'{tmp_path}/table/'
   write(model, images, out, shard=(1, 3))
   assert 'shard 1/3 is finished, 3 of 4 parts are left' in capsys.readouterr().out
   stop_after(1, model, images, out, shard=(0, 3))  # It has parts 0 and 3.
-  with pytest.raises(ValueError, match=r'2 of 4 parts are missing.*shard=I/3 .*0,2'):
-    write(model, images, out, only_join=True)
   other = copy.copy(model)
   other.params = jax.tree.map(lambda x: x * 2, model.params)
-  with pytest.raises(
-    ValueError, match="table.jsonl.parts' is a table of other weights"
-  ):
+  with pytest.raises(ValueError, match="table' is a table of other weights"):
     write(other, images, out, shard=(2, 3))
   with counting(model) as seen:
     write(model, images, out, shard=(0, 2))  # Parts 0, which exists, and 2.
     assert seen == [BLOCK]
     write(model, images, out, shard=(9, 10))  # A shard without parts.
     write(model, images, out, shard=(0, 3))
-  assert seen == [BLOCK, 0, COUNT % BLOCK]
-  assert "jsonl': 40 images, 3 of them broken" in capsys.readouterr().out
-  assert_same(read_lines(out), rows)
-  assert not parts.exists()
-  for kwargs in ({'shard': (2, 3)}, {'only_join': True}):
-    write(model, images, out, **kwargs)
+  assert seen == [BLOCK, COUNT % BLOCK]
+  assert "table/': 40 images, 3 of them broken" in capsys.readouterr().out
+  assert_same(read_folder(out), rows)
+  for shard in (None, (2, 3)):
+    write(model, images, out, shard=shard)
     assert 'is complete: 40 images' in capsys.readouterr().out
 
 
-def test_another_task_joins_at_the_same_time(
-  model, images, rows, tmp_path, capsys, monkeypatch
-):
-  """In a bucket, two tasks may join at the same time: both write the same file."""
-  out, join, begun = tmp_path / 'table.jsonl', tables.join, []
-  stop_before_joining(model, images, out)
+def test_two_tasks_of_the_same_shard_are_rejected(model, images, tmp_path, monkeypatch):
+  out, write_file = f'{tmp_path}/table/', tables.files.write
 
-  def joined(parts, *args):
-    begun.append(out)
-    if len(begun) == 1:
-      write(model, images, out, only_join=True)
-      assert 'is being joined by process' in capsys.readouterr().out
-      (tmp_path / 'table.jsonl.parts' / '_join.json').unlink()  # No lock.
-      write(model, images, out, only_join=True)
-    join(parts, *args)
+  def competing(path, content):
+    write_file(path, content)
+    if path.name == 'part-00001.parquet':
+      with pytest.raises(ValueError, match=f"out='.*table' is held .*{os.getpid()}"):
+        write(model, images, out, shard=(1, 4))
 
-  monkeypatch.setattr(lock.files, 'is_remote', lambda _: True)
-  for name in ('_RENEWAL', '_LOOK', '_SETTLE'):
-    monkeypatch.setattr(lock, name, 0.1)
-  monkeypatch.setattr(tables, 'join', joined)
-  write(model, images, out, only_join=True)
-  assert len(begun) == 2
-  assert_same(read_lines(out), rows)
-  assert not (tmp_path / 'table.jsonl.parts').exists()
+  monkeypatch.setattr(tables.files, 'write', competing)
+  write(model, images, out, shard=(1, 4))
 
 
-def test_damaged_or_outdated_parts_are_not_joined(model, images, rows, tmp_path):
-  folder, out = tmp_path / 'photos', tmp_path / 'table.jsonl'
+def test_damaged_or_outdated_parts_are_computed_again(model, images, rows, tmp_path):
+  folder, out = tmp_path / 'photos', tmp_path / 'table'
   shutil.copytree(pathlib.Path(images[0]).parent, folder)
-  mine = [str(folder / os.path.basename(path)) for path in images]
-  for shard in range(3):
-    write(model, mine, out, shard=(shard, 4))
-  parts = tmp_path / 'table.jsonl.parts'
-  [first], [last] = (parts.glob(f'part-0000{number}-*') for number in (0, 2))
-  # A part of another table: names contain a hash of everything rows depend on.
-  first.rename(parts / re.sub('-[0-9a-f]{8,}', f'-{32 * "0"}', first.name, count=1))
-  last.write_bytes(last.read_bytes()[:-20])
-  shutil.copy(images[0], folder / '013.png')
-  with pytest.raises(ValueError, match='3 of 4 parts .*damaged.*shard=I/4 .*0,1,2'):
-    write(model, mine, out, shard=(3, 4))
-  assert not out.exists()
-  with counting(model) as seen:
-    write(model, mine, out)
-  assert sum(seen) == 3 * BLOCK
-  got = [row['class'] for row in read_lines(out)]
-  want = [row['class'] for row in rows]
-  want[13] = want[0]
-  assert got == want
+  copies = [str(folder / os.path.basename(path)) for path in images]
+  write(model, copies, f'{out}/')
+  shutil.copy(images[0], folder / '013.png')  # In part 1.
+  content = bytearray((out / 'part-00002.parquet').read_bytes())
+  content[len(content) // 2] ^= 16
+  (out / 'part-00002.parquet').write_bytes(content)
+  # The part of other images, with its description.
+  for source, target in (('part-00000.parquet',) * 2, ('.part-00000.json',) * 2):
+    target = target.replace('00000', '00003')
+    shutil.copy(out / source, out / target)
+  with counting(model) as counts:
+    write(model, copies, f'{out}/')
+  assert sum(counts) == 2 * BLOCK + COUNT % BLOCK
+  classes = [row['class'] for row in read_folder(out)]
+  expected = [row['class'] for row in rows]
+  expected[13] = expected[0]
+  assert classes == expected
 
 
 # --- The command ---
@@ -493,11 +494,14 @@ def test_the_command_reads_a_dataset_split(weights, tmp_path, data_dir, monkeypa
     ),
     (['--out=a.csv', '--threshold=.5', 'a.png'], 'has no --threshold'),
     (['--out=no/a.csv', 'a.png'], "out='no/a.csv'.*--out"),
-    (['--out=a.csv', '--join', 'a.png'], "'a.csv' cannot be joined: 1 of 1 parts"),
-    (['--shard=0/2', 'a.png'], '--shard is for a table of images'),
-    (['--out=a.csv', '--shard=0/2', '--join', 'a.png'], '--shard and --join'),
-    (['--out=a.csv', '--print=2', '--coordinator=a:1', 'a.png'], '--coordinator'),
-    (['--out=a.csv', '--shard=2/2', 'a.png'], "--shard: '2/2' must be I/N"),
+    (['--out=no/table/', 'a.png'], "out='no/table/'.*--out"),
+    (['--out=empty/', 'a.png', '--embeddings=layer_9'], 'layer_9.*features'),
+    (['--out=empty', 'a.png'], "out='empty' is a folder"),
+    (['--shard=0/2', 'a.png'], '--shard is for a folder.*--out=FOLDER/'),
+    (['--out=a.csv', '--shard=0/2', 'a.png'], '--shard is for a folder.*out=a.csv'),
+    (['--out=a/', '--shard=0/2', '--print=2', 'a.png'], '--shard and --print'),
+    (['--out=a/', '--print=2', '--coordinator=a:1', 'a.png'], '--coordinator'),
+    (['--out=a/', '--shard=2/2', 'a.png'], "--shard: '2/2' must be I/N"),
   ],
 )
 def test_wrong_input_is_rejected_and_writes_nothing(
@@ -518,17 +522,16 @@ def test_the_command_prints_one_command_per_task(
   weights, images, rows, tmp_path, capsys
 ):
   folder = shutil.copytree(pathlib.Path(images[0]).parent, tmp_path / "O'Neil 1")
-  out = tmp_path / 'table.csv'
-  argv = [f'--weights={weights}', '--print', '2', f'--out={out}', str(folder)]
+  out = tmp_path / 'table'
+  argv = [f'--weights={weights}', '--print', '2', f'--out={out}/', str(folder)]
   predict_command.main(argv)
   lines = capsys.readouterr().out.splitlines()
   assert len(lines) == 2
   for line in lines:
-    assert not out.exists()
     program, command, *argv = shlex.split(line)
     assert (program, command) == ('vit_jax', 'predict')
     predict_command.main(argv)
-  assert list(pd.read_csv(out)['path']) == sorted(map(str, folder.iterdir()))
+  assert list(pd.read_parquet(out)['path']) == sorted(map(str, folder.iterdir()))
 
 
 def test_a_classifier_without_a_head_has_only_embeddings(model, images):
@@ -544,12 +547,9 @@ def test_patches_are_parquet_arrays_in_small_parts(
   model, images, tmp_path, monkeypatch
 ):
   monkeypatch.setattr(tables, '_PART', 3 * 2 * 2 * 16 * 4)  # Three images.
-  out, images = tmp_path / 'a.parquet', images[:8]
+  out, images = f'{tmp_path}/table/', images[:8]
   columns = model.columns(embeddings='patches')
-  for shard in range(2):
-    source = model._source(images)
-    tables.write(model, source, out, columns, {}, shard=(shard, 2))
-    assert out.exists() == bool(shard)
+  tables.write(model, model._source(images), out, columns, {})
   table = pyarrow.parquet.read_table(out)
   assert table['path'].to_pylist() == images
   is_good = table['embedding'].is_valid()
@@ -617,7 +617,7 @@ def test_existing_files_of_another_table_are_rejected(model, images, tmp_path):
 
 def stop_before_joining(model, images, out):
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(tables, 'join', dying)
+    patch.setattr(tables, 'encode', dying)
     with pytest.raises(KeyboardInterrupt):
       write(model, images, out)
 
@@ -635,31 +635,29 @@ def test_a_finished_table_of_changed_images_is_rejected(model, images, tmp_path)
     write(model, [str(mine)], out)
 
 
-@pytest.mark.parametrize('ending', tables.ENDINGS)
-def test_a_finished_table_with_a_wrong_bit_is_rejected(model, images, tmp_path, ending):
-  out = tmp_path / f'table{ending}'
+@pytest.mark.parametrize('name', FILES)
+def test_a_finished_file_with_a_wrong_bit_is_rejected(model, images, tmp_path, name):
+  out = tmp_path / name
   write(model, images[:9], out)
   write(model, images[:9], out)
   content = bytearray(out.read_bytes())
   content[len(content) // 2] ^= 16
   out.write_bytes(content)
-  for only_join in (False, True):
-    with pytest.raises(
-      ValueError, match=f"table{ending}' is damaged.*checksum.*delete"
-    ):
-      write(model, images[:9], out, only_join=only_join)
+  with pytest.raises(ValueError, match=f"{name}' is damaged.*checksum.*delete"):
+    write(model, images[:9], out)
   out.unlink()
   write(model, images[:9], out)
 
 
-@pytest.mark.parametrize('ending', tables.ENDINGS)
-def test_file_names_that_are_not_utf8_are_escaped(model, images, tmp_path, ending):
+@pytest.mark.parametrize('name', FILES)
+def test_file_names_that_are_not_utf8_are_escaped(model, images, tmp_path, name):
   path = tmp_path / os.fsdecode(b'caf\xe9.png')
   shutil.copy(images[0], path)
-  out = tmp_path / f'table{ending}'
+  out = tmp_path / name
   [listed] = listing.expand([str(path)])
   write(model, [listed, images[5]], out)
-  read = pyarrow.parquet.read_table if ending == '.parquet' else pathlib.Path.read_text
+  is_parquet = out.suffix == '.parquet'
+  read = pyarrow.parquet.read_table if is_parquet else pathlib.Path.read_text
   text = str(read(out)).replace(2 * '\\', '\\')
   assert r'caf\udce9.png' in text
 
@@ -722,11 +720,9 @@ def test_row_groups_of_a_joined_table_are_large(monkeypatch, rows, size, expecte
   kinds = {'path': str, 'embedding': (float, (2, 3)), 'error': str}
   numbers = np.arange(2500 * 6, dtype=np.float32).reshape(2500, 2, 3)
   found = [{'path': str(i), 'embedding': x} for i, x in enumerate(numbers)]
-  parts = [
-    tables.encode(found[i : i + 500], kinds, '.parquet') for i in range(0, 2500, 500)
-  ]
+  parts = (tables.to_arrow(found[i : i + 500], kinds) for i in range(0, 2500, 500))
   file = io.BytesIO()
-  tables.join(parts, file, '.parquet')
+  tables.encode(parts, file, '.parquet')
   metadata = pyarrow.parquet.ParquetFile(file).metadata
   groups = range(metadata.num_row_groups)
   assert [metadata.row_group(i).num_rows for i in groups] == expected
@@ -738,7 +734,10 @@ def test_row_groups_of_a_joined_table_are_large(monkeypatch, rows, size, expecte
 
 def test_cells_of_csv_are_json_in_utf8():
   row = {'path': 'Vögel/猫.png', 'classes': ['Kätzchen', '猫 "Tama"']}
-  content = tables.encode([row], {'path': str, 'classes': [str]}, '.csv').decode()
+  table = tables.to_arrow([row], {'path': str, 'classes': [str]})
+  file = io.BytesIO()
+  tables.encode(iter([table]), file, '.csv')
+  content = file.getvalue().decode()
   assert 'Vögel/猫.png,"[""Kätzchen"", ""猫' in content
   [again] = csv.DictReader(io.StringIO(content))
   assert json.loads(again['classes']) == row['classes']

@@ -295,12 +295,15 @@ def _named_task(module):
   return module
 
 
-def check_output(name: str, path: str | os.PathLike | None):
-  """Raises ValueError unless a file can be written to the path of a flag --NAME."""
+def check_output(name: str, path: str | os.PathLike | None, is_folder: bool = False):
+  """Raises ValueError unless a file can be written to the path of a flag --NAME.
+
+  `is_folder`: whether the path is that of a folder, which may exist.
+  """
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(
       f"{name}='{path}': its folder does not exist: create it, or pass another "
       f'path (--{name})'
     )
-  if path and epath.Path(path).is_dir():
+  if path and not is_folder and epath.Path(path).is_dir():
     raise ValueError(f"{name}='{path}' is a folder: pass a file path (--{name})")

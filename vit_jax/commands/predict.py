@@ -5,9 +5,10 @@ r"""Print, draw or tabulate predictions for images.
   vit_jax predict --workdir=/tmp/digits --out=table.parquet folder
 
 Prints the top classes of each image; detectors print class, score and box (left, top,
-right, bottom edge in pixels). With --out=FILE.parquet, .csv or .jsonl, any number of
-images becomes a table with one row per image; run the same command again to resume it.
-Independent tasks share a table with --shard=0/50, ..., --shard=49/50 and one --out.
+right, bottom edge in pixels). With --out=FILE.parquet, .csv or .jsonl, or --out=FOLDER/
+of Parquet files, any number of images becomes a table with one row per image; run the
+same command again to resume it. Independent tasks write to one folder with
+--shard=0/50, ..., --shard=49/50.
 See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
 """
 
@@ -20,7 +21,7 @@ from vit_jax import console
 from vit_jax.commands import flags, hosts
 
 _MOST_SAMPLES = 4096  # Of --sample.
-TABLES = ('.parquet', '.csv', '.jsonl')
+TABLES = ('.parquet', '.csv', '.jsonl', '/')
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -45,7 +46,7 @@ _FLAGS = {
 _OUTPUT = {
   '--top': dict(type=int, default=5, help='number of classes to print (5)'),
   '--out': dict(
-    help='table to write (.parquet, .csv or .jsonl), or PNG: required by models that '
+    help='table to write (.parquet, .csv, .jsonl or FOLDER/), or PNG: required by models that '
     'draw images, optional for detectors, which draw boxes'
   ),
   '--embeddings': dict(
@@ -67,11 +68,8 @@ _TASKS = {
   '--shard': dict(
     type=_shard,
     metavar='I/N',
-    help='compute part I of N, from 0/N to N-1/N, of one --out that all tasks see; '
-    'the last one joins the table',
-  ),
-  '--join': dict(
-    action='store_true', help='only join what the tasks wrote, and list missing shards'
+    help='compute share I of N, from 0/N to N-1/N, of one --out=FOLDER/ that all tasks '
+    'see',
   ),
   '--print': dict(
     type=flags.count,
@@ -115,7 +113,7 @@ def make_parser() -> flags.Parser:
   flags.add_model_flags(parser)
   flags.add_image_flags(parser)
   parser.add(_OUTPUT)
-  parser.add(_TASKS, 'a table by independent tasks')
+  parser.add(_TASKS, 'a folder of tables by independent tasks')
   parser.add(_DETECTORS, 'detectors')
   parser.add(_TOWERS, 'image and text towers (LiT, CLIP, SigLIP)')
   parser.add(_PIXELS, 'models of pixels')
@@ -148,15 +146,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     )
   if args.rows is not None and not args.complete:
     raise ValueError(f'--rows={args.rows} needs --complete FILE: add it')
-  tasks = [f'--{name}' for name in ('shard', 'join', 'print') if getattr(args, name)]
+  tasks = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
   if len(tasks) > 1:
     raise ValueError(
       f'{" and ".join(tasks)} are mutually exclusive: leave out all but one'
     )
-  if tasks and not (args.images and str(args.out or '').endswith(TABLES)):
+  if tasks and not (args.images and str(args.out or '').endswith('/')):
     raise ValueError(
-      f'{tasks[0]} is for a table of images: pass images and --out=table.parquet (or '
-      '.csv or .jsonl)'
+      f'{tasks[0]} is for a folder with a table of images, not out={args.out}: pass '
+      'images and --out=FOLDER/'
     )
   if tasks and args.coordinator:
     raise ValueError(f'{tasks[0]} is for independent tasks: leave out --coordinator')
@@ -172,7 +170,7 @@ def _command(argv):
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
-  flags.check_output('out', args.out)
+  flags.check_output('out', args.out, is_folder=str(args.out or '').endswith('/'))
   if args.print:
     for shard in range(args.print):
       console.say(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
@@ -185,5 +183,5 @@ def main(argv: Sequence[str]) -> int:
 
   # Several hosts share a table, but neither a shard nor other outputs.
   args.distributed &= str(args.out or '').endswith(TABLES)
-  args.distributed &= not (args.shard or args.join)
+  args.distributed &= not args.shard
   return hosts.run(args, work)

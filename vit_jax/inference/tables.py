@@ -1,17 +1,17 @@
 """Writes tables of predictions with one row per image, for any number of images.
 
-A table is a .parquet, .csv or .jsonl file. The rows of each block of images are
-written atomically to a part in the folder `OUT.parts`, so the same command resumes
-after a stop or a kill. Processes of one job, or independent tasks, compute blocks of
-their own without waiting for each other. When all parts are there, they are joined
-into one file.
+A table is a folder of Parquet files, its parts, each with the rows of a block of
+images, or one .parquet, .csv or .jsonl file, into which a job joins its parts at the
+end. Parts are written atomically, so the same command resumes after a stop or a kill.
+Processes of one job, or independent tasks with a folder in common, compute blocks of
+their own without waiting for each other.
 
-A part is made again if its file is damaged, or the size or time of an image's file
-has changed. A table of other weights, images or flags is rejected.
+Beside each part, a hidden JSON file has a hash of what its rows depend on, and its
+checksum. A part is made again if its file is damaged, or the size or time of an
+image's file has changed. A table of other weights, images or flags is rejected.
 """
 
-import collections
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import csv
 import functools
@@ -19,7 +19,7 @@ import io
 import json
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from etils import epath
 import google_crc32c
@@ -34,18 +34,17 @@ from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
 from vit_jax.run import lock, stopping
 
-ENDINGS = ('.parquet', '.csv', '.jsonl')
-# Lock files: for all blocks, for the blocks of a shard, for joining the parts.
-_LOCK, _SHARD_LOCK, _JOIN_LOCK = '_holder.json', '_holder-{}of{}.json', '_join.json'
-# Images per block: fewest and most, for about a thousand blocks.
-_FEWEST, _MOST, _BLOCKS = 64, 4096, 1000
+ENDINGS = ('.parquet', '.csv', '.jsonl', '/')
+# Images per block: fewest and most, for about 250 blocks.
+_FEWEST, _MOST, _BLOCKS = 256, 4096, 250
 _PART = 2**26  # Most bytes of features per block, unless one image has more.
-# Fewest rows and most bytes of a row group of a Parquet table, which is read or skipped
-# as a whole. Joining takes about twice as much memory.
+# Fewest rows and most bytes of a row group of a joined Parquet file, which is read or
+# skipped as a whole. Joining takes about twice as much memory.
 _GROUP_ROWS, _GROUP_BYTES = 100_000, 2**29
 _READ = 2**24  # Bytes read at a time.
 # Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)
+Row = dict[str, Any]
 
 
 class Columns(NamedTuple):
@@ -55,7 +54,7 @@ class Columns(NamedTuple):
   # (type, shape) for an array, which only Parquet has.
   types: Mapping[str, Any]
   # From an image's inputs in `keep` and results of `compute` to its values by name.
-  row: Callable[[dict, Any], dict]
+  row: Callable[[dict, Any], Row]
   # See Predictor.stream.
   compute: Callable | None = None
   keep: Sequence[str] = ()
@@ -68,18 +67,22 @@ def choices(best: Callable, compute: Callable | None = None) -> Columns:
   `best` maps the results of `compute` for an image to pairs of name and probability.
   """
 
-  def row(_, outputs):
-    names, shares = zip(*best(outputs))
+  def row(_: dict, outputs: Any) -> Row:
+    names, probabilities = zip(*best(outputs))
     return {
-      'class': names[0], 'probability': shares[0],
-      'classes': names, 'probabilities': shares,
-    }  # fmt: skip
+      'class': names[0],
+      'probability': probabilities[0],
+      'classes': names,
+      'probabilities': probabilities,
+    }
 
-  kinds = {
-    'class': str, 'probability': float,
-    'classes': [str], 'probabilities': [float],
-  }  # fmt: skip
-  return Columns(kinds, row, compute)
+  column_types = {
+    'class': str,
+    'probability': float,
+    'classes': [str],
+    'probabilities': [float],
+  }
+  return Columns(column_types, row, compute)
 
 
 class NoColumns(ValueError):
@@ -102,16 +105,21 @@ class Block(records.Subset):
     if known is not None:
       return known[self._indices]
 
-    def shape(number):
+    def shape(number: int) -> tuple:
       encoded = self.read(self.record(number))['image']
       return number, images_lib.shape_of(encoded)
 
     data = tf.data.Dataset.range(self.num_examples)
     data = data.map(shape, num_parallel_calls=os.cpu_count())
-    found = np.ones((self.num_examples, 2), np.int64)
-    for number, shape in data.ignore_errors().as_numpy_iterator():
-      found[number] = shape
-    return found
+    sizes = np.ones((self.num_examples, 2), np.int64)
+    for number, size in data.ignore_errors().as_numpy_iterator():
+      sizes[number] = size
+    return sizes
+
+
+def is_table(out: str | os.PathLike | None) -> bool:
+  """Returns whether a path of --out is that of a table: a folder ends with '/'."""
+  return os.fspath(out or '').endswith(ENDINGS)
 
 
 def check(out: str | os.PathLike, resumes: bool = True):
@@ -120,63 +128,72 @@ def check(out: str | os.PathLike, resumes: bool = True):
   `resumes`: whether an earlier run of the command may have written it.
   """
   path = epath.Path(out)
-  if path.is_file() and not (resumes and _facts_path(path).exists()):
+  is_finished = resumes and _joined_facts_path(path).exists()
+  if path.is_file() and not is_finished:
     raise ValueError(f"out='{out}' exists: delete it, or use another path (--out)")
-  if path.suffix == '.parquet':
-    arrow()
+  if not _is_folder(out) and path.is_dir():
+    raise ValueError(
+      f"out='{out}' is a folder: pass --out={out}/ for a table of several files, or "
+      'the path of a file (--out)'
+    )
+  arrow()
 
 
-def arrow():
+def _is_folder(out: str | os.PathLike) -> bool:
+  return os.fspath(out).endswith('/')
+
+
+def arrow() -> Any:
   """Returns the module pyarrow; raises ImportError if it is missing."""
-  console.needed('pyarrow.parquet', 'tables', 'a Parquet table')
+  console.needed('pyarrow.parquet', 'tables', 'a table')
   import pyarrow
 
   return pyarrow
 
 
 def rows(
-  model,
+  model: Any,
   source: records.Source,
   columns: Columns,
   blocks: Sequence[range],
   broken: str = 'row',
   stop: Callable[[], bool] = engine.never,
-) -> Iterator[tuple[range, list[dict]]]:
+) -> Iterator[tuple[range, list[Row]]]:
   """Yields each block of images with its rows: `path`, the columns, and `error`.
 
   Blocks are image numbers, ascending. A broken image adds a row with an `error`, or
   raises if `broken` is 'stop'.
   """
-  # Images of several sizes arrive out of order, so block by block.
-  groups = [[b] for b in blocks] if model.task.CANVASES else [list(blocks)]
 
-  def predicted(make, numbers):
+  def predict(subset: Callable, numbers: Sequence[int]) -> Iterator[tuple[int, Row]]:
     options = columns.compute, columns.keep, columns.parts, stop
-    for i, inputs, outputs in model.stream(make(source, np.array(numbers)), *options):
+    images = subset(source, np.array(numbers))
+    for i, inputs, outputs in model.stream(images, *options):
       yield numbers[i], columns.row(inputs, outputs)
 
-  def row_of(number, found):
-    # Names of files that are not UTF-8 have surrogates, which no format can hold.
-    path = source.name(number).encode(errors='backslashreplace').decode()
-    if number not in found:
-      if why := fault(source, number):
-        return {'path': path, 'error': why.encode(errors='backslashreplace').decode()}
-      found.update(predicted(records.Subset, [number]))
-    return {'path': path, **found.pop(number)}
+  def make_row(number: int, predicted: dict[int, Row]) -> Row:
+    path = _utf8(source.name(number))
+    if number not in predicted:
+      error = fault(source, number)
+      if error:
+        return {'path': path, 'error': _utf8(error)}
+      predicted.update(predict(records.Subset, [number]))
+    return {'path': path, **predicted[number]}
 
-  for group in groups:
-    found = {}
-    numbers = [number for block in group for number in block]
-    for number, row in predicted(Block if broken == 'row' else records.Subset, numbers):
-      while number >= group[0].stop:
-        block = group.pop(0)
-        yield block, [row_of(i, found) for i in block]
-      found[number] = row
-    for block in group:
-      yield block, [row_of(i, found) for i in block]
+  subset = Block if broken == 'row' else records.Subset
+  for block in blocks:
+    # Block by block, so that batches, and thereby rounding, do not depend on which
+    # blocks are left.
+    predicted = dict(predict(subset, block))
+    yield block, [make_row(number, predicted) for number in block]
 
 
-def fault(source, number: int) -> str:
+def _utf8(text: str) -> str:
+  """Escapes what no format can hold: names of files that are not UTF-8."""
+  return text.encode(errors='backslashreplace').decode()
+
+
+def fault(source: records.Source, number: int) -> str:
   """Returns why an image cannot be read, or ''."""
   part, number = source.locate(number)
   record = part.record(number)
@@ -188,111 +205,142 @@ def fault(source, number: int) -> str:
 
 
 def write(
-  model,
+  model: Any,
   source: records.Source,
   out: str | os.PathLike,
   columns: Columns,
   facts: Mapping[str, Any],
   broken: str = 'row',
   shard: tuple[int, int] | None = None,
-  only_join: bool = False,
 ):
   """Writes a table of `rows` or resumes it; all processes must call it.
 
-  `out` is a file with one of ENDINGS. `facts` are what the rows depend on besides
-  images, model and columns, for JSON. `shard` (I, N) computes the I-th of N parts of
-  the work, from 0, and the task that finds all parts joins them; `only_join` joins
-  them without computing any.
+  Args:
+    model: the predictor.
+    source: the images.
+    out: path with one of ENDINGS.
+    columns: the columns.
+    facts: what the rows depend on besides images, model and columns, for JSON.
+    broken: 'row' or 'stop', see `rows`.
+    shard: (I, N) computes the I-th of N shares of a folder, from 0; None: all.
 
   Raises:
     stopping.Interrupted: after a signal, when finished blocks are saved.
     ValueError: if there are no images, the table was started with other images or
-      another model, another process is writing it or the shard, parts to be joined
-      are missing, or the complete table differs from what was written.
+      another model, another process is writing it or the shard, or the joined file
+      differs from what was written.
     OSError: if a file of the table cannot be written or read.
   """
-  out, total = epath.Path(out), source.num_examples
-  if not total:
+  count = source.num_examples
+  if not count:
     raise ValueError('no images given: pass files, folders or glob patterns')
-  kinds = types(columns)
-  shapes = [kind[1] for kind in kinds.values() if isinstance(kind, tuple)]
-  arrays = [shape for shape in shapes if isinstance(shape, tuple)]
-  if arrays and out.suffix != '.parquet':
+  column_types = types(columns)
+  _check_arrays(out, column_types)
+  if shard and not _is_folder(out):
     raise ValueError(
-      f"out='{out}' cannot hold an array {list(arrays[0])} per image: pass "
-      '--out=table.parquet, or the features of another layer (--embeddings)'
+      f"out='{out}' has one file: pass --out=FOLDER/ for a shard (--out)"
     )
-  size = min(max(_FEWEST, -(-total // _BLOCKS)), _MOST)
-  size = min(size, max(1, _PART // max(1, sum(map(_bytes, shapes)))))
-  blocks = [range(i, min(i + size, total)) for i in range(0, total, size)]
+  blocks = _blocks(count, column_types)
   facts = {
-    **facts, 'weights': sharding.digest((model.params, model.extra)),
-    'config': _config_digest(model), 'images': source.fingerprint(),
-    'columns': repr(kinds), 'block': size,
-  }  # fmt: skip
+    **facts,
+    'weights': sharding.digest((model.params, model.extra)),
+    'config': _config_digest(model),
+    'images': source.fingerprint(),
+    'columns': repr(column_types),
+    'block': len(blocks[0]),
+  }
   processes.agree('the table', facts)
-  table = _Table(out, facts, blocks, source, shard[1] if shard else 1)
-  begin = functools.partial(table.begin, only_join)
-  is_joined, rate, wrong = processes.from_first('starting the table', begin), 0.0, None
-  if not is_joined and not only_join:
-    rate = _compute(model, source, columns, kinds, broken, table, shard)
-    left = processes.from_first('listing the parts', table.left)
-    if shard and left:
+  table = _Table(out, facts, blocks, source)
+  if processes.from_first('starting the table', table.begin):
+    console.say(f"'{out}' is complete: {count:,} images")
+    return
+  index, shards = shard or (0, 1)
+  with lock.Holder(table.folder, 'out', f'.lock-{index}of{shards}.json') as writer_lock:
+    computed, rate = _compute(
+      model, source, columns, column_types, broken, table, shard, writer_lock
+    )
+    num_missing = processes.from_first('listing the parts', table.num_missing)
+    if num_missing:
       console.say(
-        f"'{out}': shard {shard[0]}/{shard[1]} is finished, {left:,} of "
+        f"'{out}': shard {index}/{shards} is finished, {num_missing:,} of "
         f'{len(blocks):,} parts are left to the others'
       )
       return
-  if not is_joined:
-    if only_join and table.left():
-      table.raise_incomplete()
-    held = lock.Holder(table.folder, 'out', _JOIN_LOCK)
-    if other := held.take(wait=True):
-      console.say(f"'{out}' is being joined by {other}")
-      return
-    try:
-      wrong = processes.from_first('joining the parts', table.join)
-    finally:
-      held.release()
-  done = f"'{out}': {total:,} images"
-  console.say(
-    (f"'{out}' is complete: {total:,} images" if wrong is None else done)
-    + (f', {wrong:,} of them broken (see the column error)' if wrong else '')
-    + (f', {rate:.1f} images/s' if rate else '')
+    num_broken = processes.from_first('finishing the table', table.finish)
+  is_new = computed or not _is_folder(out)
+  summary = (
+    f"'{out}': {count:,} images"
+    if is_new
+    else (f"'{out}' is complete: {count:,} images")
   )
+  if num_broken:
+    summary += f', {num_broken:,} of them broken (see the column error)'
+  if rate:
+    summary += f', {rate:.1f} images/s'
+  console.say(summary)
 
 
-def _compute(model, source, columns, kinds, broken, table, shard) -> float:
-  """Computes the missing parts of this process or shard; returns images/s of all."""
-  index, count = shard or (jax.process_index(), jax.process_count())
-  mine = table.blocks[index::count]
-  with lock.Holder(
-    table.folder, 'out', _SHARD_LOCK.format(*shard) if shard else _LOCK
-  ) as held:
-    missing = table.missing(mine)
-    if len(missing) < len(mine):
-      console.say(
-        f"Resuming '{table.out}': {len(missing):,} of {len(mine):,} parts left"
+def _check_arrays(out: str | os.PathLike, column_types: Mapping[str, Any]):
+  """Raises ValueError if a format cannot hold the array of a column."""
+  if epath.Path(out).suffix not in ('.csv', '.jsonl'):
+    return
+  for column_type in column_types.values():
+    if isinstance(column_type, tuple) and isinstance(column_type[1], tuple):
+      raise ValueError(
+        f"out='{out}' cannot hold an array {list(column_type[1])} per image: pass "
+        '--out=table.parquet, or the features of another layer (--embeddings)'
       )
-    begun = time.monotonic()
-    with stopping.StopRequest() as request:
-      try:
-        for block, found in rows(
-          model, source, columns, missing, broken, lambda: request.signal
-        ):
-          held.check()
-          content = encode(found, kinds, table.out.suffix)
-          table.write(block, content, sum('error' in row for row in found))
-      except engine.Stopped:
-        raise Interrupted(table.out, request.signal) from None
-      except FileNotFoundError:
-        if not table.is_joined():  # By tasks that computed these blocks too.
-          raise
-    rate = sum(map(len, missing)) / max(time.monotonic() - begun, 1e-9)
-    return sum(processes.attempt('finishing the table', lambda: rate))
 
 
-def _config_digest(model) -> str:
+def _blocks(count: int, column_types: Mapping[str, Any]) -> list[range]:
+  """Divides `count` images into blocks."""
+  row_bytes = 0
+  for column_type in column_types.values():
+    if isinstance(column_type, tuple):
+      row_bytes += 4 * int(np.prod(column_type[1]))  # Of float32.
+  size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
+  size = min(size, max(1, _PART // max(1, row_bytes)))
+  return [range(i, min(i + size, count)) for i in range(0, count, size)]
+
+
+def _compute(
+  model: Any,
+  source: records.Source,
+  columns: Columns,
+  column_types: Mapping[str, Any],
+  broken: str,
+  table: '_Table',
+  shard: tuple[int, int] | None,
+  writer_lock: lock.Holder,
+) -> tuple[int, float]:
+  """Computes the missing parts of this process or shard.
+
+  Returns the number of images that all processes computed, and images/s.
+  """
+  index, count = shard or (jax.process_index(), jax.process_count())
+  blocks = table.blocks[index::count]
+  missing = table.missing(blocks)
+  if 0 < len(missing) < len(blocks):
+    console.say(
+      f"Resuming '{table.out}': {len(missing):,} of {len(blocks):,} parts left"
+    )
+  start_time = time.monotonic()
+  with stopping.StopRequest() as request:
+    try:
+      for block, block_rows in rows(
+        model, source, columns, missing, broken, lambda: request.signal
+      ):
+        writer_lock.check()
+        table.write(block, to_arrow(block_rows, column_types))
+    except engine.Stopped:
+      raise Interrupted(table.out, request.signal) from None
+  computed = sum(map(len, missing))
+  rate = computed / max(time.monotonic() - start_time, 1e-9)
+  results = processes.attempt('computing the table', lambda: [computed, rate])
+  return sum(computed for computed, _ in results), sum(rate for _, rate in results)
+
+
+def _config_digest(model: Any) -> str:
   """Returns a hash of the config keys and metadata that determine the outputs."""
   keys = ('task', 'task_options', 'model', 'pp')
   config = {key: model.config.to_dict()[key] for key in keys}
@@ -303,11 +351,11 @@ def _config_digest(model) -> str:
 class Interrupted(stopping.Interrupted):
   """A signal stopped a table; see vit_jax.run.stopping.Interrupted."""
 
-  def __init__(self, out, number: int):
+  def __init__(self, out: str | os.PathLike, number: int):
     Exception.__init__(self, f"Stopped. Run the same command again to resume '{out}'.")
     self.signal = number
 
-  def _render_traceback_(self):
+  def _render_traceback_(self) -> list[str]:
     return [str(self)]
 
 
@@ -315,9 +363,9 @@ def _named_errors(method: Callable) -> Callable:
   """Makes a method of _Table name the table in errors of the operating system."""
 
   @functools.wraps(method)
-  def call(self, *args, **kwargs):
+  def call(self: '_Table', *args: Any) -> Any:
     try:
-      return method(self, *args, **kwargs)
+      return method(self, *args)
     except OSError as e:
       if e.errno is None:  # Raised by this package.
         raise
@@ -331,212 +379,203 @@ def _named_errors(method: Callable) -> Callable:
 
 
 class _Table:
-  """The files of a table: its parts, and facts that they share.
+  """The files of a table: its parts, and the facts that they share.
 
-  The name of a part has its number, a hash of its inputs, its number of broken images
-  and its checksum. So a part is one atomic write, and tasks that compute the same
-  block do not disturb each other.
+  A folder has its parts and `.table.json`, the facts. A file FILE has its parts in
+  FILE.parts until they are joined, and the facts beside it in `.FILE.json`.
   """
 
-  def __init__(self, out, facts, blocks, source, shards):
-    self.out, self.blocks = out, blocks
-    self.folder = epath.Path(f'{out}.parts')
-    self._path = _facts_path(out)
+  def __init__(
+    self,
+    out: str | os.PathLike,
+    facts: Mapping[str, Any],
+    blocks: Sequence[range],
+    source: records.Source,
+  ):
+    self.out = out
+    self.blocks = blocks
+    self.folder = epath.Path(out)
+    self._facts_path = self.folder / '.table.json'
+    self._file = None  # The joined file, if any.
+    if not _is_folder(out):
+      self._file = self.folder
+      self._facts_path = _joined_facts_path(self._file)
+      self.folder = epath.Path(f'{out}.parts')
     self._text = json.dumps(facts, sort_keys=True)
     self._facts = json.loads(self._text)
-    self._shards = shards  # Of the first start.
     self._source = source
-    self._stamps = {}  # By block.
-    self._parts = {}  # Paths by block.
-
-  def _is_begun(self) -> bool:
-    """Returns whether there are parts, or locks that were not released."""
-    with contextlib.suppress(FileNotFoundError):
-      return any(True for _ in self.folder.iterdir())
-    return False
+    self._stamps: dict[range, str] = {}  # Hashes of the images' sizes and times.
 
   @_named_errors
-  def is_joined(self) -> bool:
-    """Returns whether the table is complete.
+  def begin(self) -> bool:
+    """Returns whether there is a joined file; else makes the folder of the parts.
 
-    Raises ValueError if something else is there.
+    Raises ValueError if something else is there, or the joined file is damaged.
     """
-    joined = self.out.is_file()
-    if not joined and not self._is_begun():
-      return False
-    there = self.out if joined else self.folder
-    remedy = f"delete '{there}', or use another path (--out)"
-    wanted = dict(self._facts)
-    if joined:
-      wanted |= self._contents(self.out.stat().length)
-    try:
-      before = json.loads(self._path.read_bytes())
-      other = [key for key, x in wanted.items() if before.get(key) != x]
-    except FileNotFoundError:
-      raise ValueError(
-        f"out='{there}' exists and was not started by this command: {remedy}"
-      ) from None
-    except (ValueError, AttributeError):
-      raise ValueError(f"'{self._path}' is damaged: {remedy}") from None
-    if other:
-      raise ValueError(f"'{there}' is a table of other {', '.join(other)}: {remedy}")
-    self._shards = before.get('shards', 1)
-    return joined
-
-  @_named_errors
-  def begin(self, only_join: bool) -> bool:
-    """Returns whether the table is complete; else makes the folder of the parts.
-
-    Raises ValueError if a complete table is damaged.
-    """
-    is_begun = self._is_begun()  # First: parts are deleted after they are joined.
-    if self.is_joined():
-      self._check()
+    if self._file is not None and self._file.is_file():
+      self._check_facts(self._file, self._file_facts(self._file.stat().length))
+      self._check_checksum()
       self._delete_parts()
       return True
-    if not is_begun and not only_join:
-      self._write_facts()
+    if self._is_started():
+      self._check_facts(self.folder, {})
+      return False
+    if self._file is None:
+      self.folder.mkdir(exist_ok=True)
+      self._write_facts({})
+    else:
+      self._write_facts({})
       self.folder.mkdir(exist_ok=True)
     return False
 
-  def _check(self):
-    """Raises ValueError if the table's checksum is not the one in the facts."""
-    checksum, size = google_crc32c.Checksum(), self.out.stat().length
+  def _is_started(self) -> bool:
+    """Returns whether the folder has parts, or locks that were not released."""
+    with contextlib.suppress(FileNotFoundError):
+      # A killed process may leave the temporary file of the facts.
+      return any(path.suffix != '.tmp' for path in self.folder.iterdir())
+    return False
+
+  def _check_facts(self, place: epath.Path, more: Mapping[str, Any]):
+    """Raises ValueError if `place` has a table of other facts, or something else."""
+    remedy = f"delete '{place}', or use another path (--out)"
+    try:
+      stored = json.loads(self._facts_path.read_bytes())
+      expected = {**self._facts, **more}
+      differing = [key for key, value in expected.items() if stored.get(key) != value]
+    except FileNotFoundError:
+      raise ValueError(
+        f"out='{place}' exists and was not started by this command: {remedy}"
+      ) from None
+    except (ValueError, AttributeError):
+      raise ValueError(f"'{self._facts_path}' is damaged: {remedy}") from None
+    if differing:
+      raise ValueError(
+        f"'{place}' is a table of other {', '.join(differing)}: {remedy}"
+      )
+
+  def _write_facts(self, more: Mapping[str, Any]):
+    files.write(self._facts_path, json.dumps({**self._facts, **more}, indent=1))
+
+  def _file_facts(self, size: int) -> dict[str, Any]:
+    """Returns the facts of a joined file of some bytes."""
+    self._stamp(self.blocks)
+    stamps = (self._stamps[block].encode() for block in self.blocks)
+    return {'contents of the images': files.digest(stamps), 'bytes': size}
+
+  def _check_checksum(self):
+    """Raises ValueError if the checksum of the joined file is not the one written."""
+    checksum = google_crc32c.Checksum()
+    size = self._file.stat().length
+    title = f"Checking '{self.out}'"
     with (
-      self.out.open('rb') as file,
+      self._file.open('rb') as file,
       console.bar(
-        total=size,
-        desc=f"Checking '{self.out}'",
-        unit='B',
-        unit_scale=True,
-        leave=False,
+        total=size, desc=title, unit='B', unit_scale=True, leave=False
       ) as bar,
     ):
       while content := file.read(_READ):
         checksum.update(content)
         bar.update(len(content))
     current = checksum.hexdigest().decode()
-    written = json.loads(self._path.read_bytes()).get('checksum')
+    written = json.loads(self._facts_path.read_bytes()).get('checksum')
     if current != written:
       raise ValueError(
         f"'{self.out}' is damaged: its checksum is {current}, but was {written} when it "
         'was written: delete it, and run the same command again to compute it anew'
       )
 
-  def _write_facts(self, **more):
-    facts = {**self._facts, 'shards': self._shards, **more}
-    files.write(self._path, json.dumps(facts, indent=1))
-
-  def _contents(self, size) -> dict:
-    """Returns the facts of the table as one file of some bytes."""
-    self._stamp(self.blocks)
-    stamps = (self._stamps[block].encode() for block in self.blocks)
-    return {'contents of the images': files.digest(stamps), 'bytes': size}
-
-  def _stamp(self, blocks):
+  def _stamp(self, blocks: Sequence[range]):
+    """Reads sizes and times of the images of blocks, for `_inputs`."""
     new = [block for block in blocks if block not in self._stamps]
     self._stamps.update(zip(new, records.stamps(self._source, new)))
 
-  def _number(self, block) -> str:
-    return f'part-{block.start // len(self.blocks[0]):05}'
+  def _inputs(self, block: range) -> str:
+    """Returns a hash of what the rows of a block depend on."""
+    inputs = f'{self._text} {block.start} {self._stamps[block]}'
+    return files.digest([inputs.encode()])
 
-  def _name(self, block) -> str:
-    made_of = f'{self._text} {block.start} {self._stamps[block]}'
-    return f'{self._number(block)}-{files.digest([made_of.encode()])}'
-
-  @_named_errors
-  def write(self, block, content: bytes, faults: int):
-    name = f'{self._name(block)}-{faults}-{_checksum(content)}{self.out.suffix}'
-    files.write(self.folder / name, content)
-
-  def _list(self):
-    """Lists the parts by their numbers."""
-    self._parts = collections.defaultdict(list)
-    with contextlib.suppress(FileNotFoundError):
-      for path in sorted(self.folder.iterdir()):
-        self._parts['-'.join(path.name.split('-')[:2])].append(path)
-
-  def read(self, block) -> tuple[bytes, int] | None:
-    """Returns a part and its number of broken images; None without a valid part."""
-    for path in self._parts[self._number(block)]:
-      if path.name.startswith(self._name(block)):
-        *_, faults, checksum = path.stem.split('-')
-        with contextlib.suppress(FileNotFoundError):  # Joined meanwhile.
-          content = path.read_bytes()
-          if checksum == _checksum(content):
-            return content, int(faults)
-    return None
+  def _paths(self, block: range) -> tuple[epath.Path, epath.Path]:
+    """Returns the paths of a part and of its description."""
+    name = f'part-{block.start // len(self.blocks[0]):05}'
+    return self.folder / f'{name}.parquet', self.folder / f'.{name}.json'
 
   @_named_errors
-  def missing(self, blocks) -> list[range]:
+  def write(self, block: range, table: Any):
+    """Writes the part of a block, a pyarrow.Table."""
+    buffer = io.BytesIO()
+    arrow().parquet.write_table(table, buffer)
+    content = buffer.getvalue()
+    description = {'inputs': self._inputs(block), 'checksum': _checksum(content)}
+    path, description_path = self._paths(block)
+    files.write(path, content)
+    files.write(description_path, json.dumps(description))
+
+  def _read(self, block: range) -> bytes | None:
+    """Returns the part of a block; None without a valid part."""
+    path, description_path = self._paths(block)
+    try:
+      description = json.loads(description_path.read_bytes())
+      content = path.read_bytes()
+    except (FileNotFoundError, ValueError):
+      return None
+    valid = {'inputs': self._inputs(block), 'checksum': _checksum(content)}
+    return content if description == valid else None
+
+  @_named_errors
+  def missing(self, blocks: Sequence[range]) -> list[range]:
     """Returns the blocks without a valid part."""
     self._stamp(blocks)
-    self._list()
-    return [block for block in blocks if self.read(block) is None]
+    return [block for block in blocks if self._read(block) is None]
 
   @_named_errors
-  def left(self) -> int:
+  def num_missing(self) -> int:
     """Returns how many blocks have no part, valid or not."""
-    if self.is_joined():
-      return 0
-    self._list()
-    return sum(not self._parts[self._number(block)] for block in self.blocks)
+    names = {path.name for path in self.folder.iterdir()}
+    required = [path.name for block in self.blocks for path in self._paths(block)[1:]]
+    return len(set(required) - names)
+
+  def _parts(self) -> Iterator[Any]:
+    """Yields the parts as pyarrow.Tables."""
+    self._stamp(self.blocks)
+    for block in self.blocks:
+      content = self._read(block)
+      if content is None:
+        raise ValueError(
+          f"'{self._paths(block)[0]}' is damaged, or of images that were replaced: run "
+          'the same command again to compute it anew'
+        )
+      yield arrow().parquet.read_table(io.BytesIO(content))
 
   @_named_errors
-  def join(self) -> int | None:
-    """Joins all parts into one file, and deletes them.
+  def finish(self) -> int:
+    """Joins the parts, if the table is one file; returns the number of broken images."""
+    num_broken = 0
 
-    Returns the number of broken images; None if the table is already complete. Raises
-    ValueError if parts are missing.
-    """
-    if self.is_joined():
-      self._delete_parts()
-      return None
-    self._stamp(self.blocks)
-    self._list()
-    faults = []
+    def counted() -> Iterator[Any]:
+      nonlocal num_broken
+      for part in self._parts():
+        num_broken += part.num_rows - part['error'].null_count
+        yield part
 
-    def contents():
-      for block in self.blocks:
-        found = self.read(block)
-        if found is None:
-          self.raise_incomplete()
-        faults.append(found[1])
-        yield found[0]
-
-    try:
-      with files.replacing(self.out) as file:
-        table = _Checksummed(file)
-        join(contents(), table, self.out.suffix)
-        self._write_facts(
-          **self._contents(file.tell()), checksum=table.checksum.hexdigest().decode()
-        )
-    except ValueError:
-      if not self.is_joined():  # By a task that took the lock at the same time.
-        raise
-      return None
+    if self._file is None:
+      for _ in counted():
+        pass
+      return num_broken
+    with files.replacing(self._file) as file:
+      writer = _Checksummed(file)
+      encode(counted(), writer, self._file.suffix)
+      checksum = writer.checksum.hexdigest().decode()
+      self._write_facts({**self._file_facts(file.tell()), 'checksum': checksum})
     self._delete_parts()
-    return sum(faults)
-
-  def raise_incomplete(self):
-    missing = {self.blocks.index(block) for block in self.missing(self.blocks)}
-    shards = sorted({number % self._shards for number in missing})
-    remedy = 'start the same command, without --join, to compute them'
-    if self._shards > 1:
-      listed, count = ','.join(map(str, shards)), self._shards
-      remedy = f'run --shard=I/{count} again with I={listed}'
-    raise ValueError(
-      f"out='{self.out}' cannot be joined: {len(missing):,} of {len(self.blocks):,} "
-      f'parts are missing, damaged, or of images that were replaced: {remedy}'
-    )
+    return num_broken
 
   def _delete_parts(self):
     with contextlib.suppress(OSError):  # The next start deletes what is left.
       self.folder.rmtree()
 
 
-def _facts_path(out) -> epath.Path:
-  return out.parent / f'.{out.name}.json'
+def _joined_facts_path(file: epath.Path) -> epath.Path:
+  return file.parent / f'.{file.name}.json'
 
 
 def _checksum(content: bytes) -> str:
@@ -546,7 +585,7 @@ def _checksum(content: bytes) -> str:
 class _Checksummed(io.RawIOBase):
   """Writes to a file, and computes the checksum of what is written."""
 
-  def __init__(self, file):
+  def __init__(self, file: BinaryIO):
     super().__init__()
     self._file = file
     self.checksum = google_crc32c.Checksum()
@@ -554,109 +593,101 @@ class _Checksummed(io.RawIOBase):
   def writable(self) -> bool:
     return True
 
-  def write(self, content) -> int:
+  def write(self, content: Any) -> int:
     self.checksum.update(bytes(content))
     return self._file.write(content)
 
 
-def join(parts: Iterable[bytes], file, ending: str):
-  """Concatenates the rows of files of one format into another such file."""
+def encode(tables: Iterator[Any], file: Any, ending: str):
+  """Writes the rows of pyarrow.Tables with the same columns to one file.
+
+  `ending` is that of a file in ENDINGS, and `file` is open for bytes.
+  """
   if ending == '.parquet':
-    _join_parquet(parts, file)
+    _encode_parquet(tables, file)
     return
-  for number, part in enumerate(parts):
-    header = ending == '.csv' and number > 0
-    file.write(part[part.index(b'\n') + 1 :] if header else part)
+  for number, table in enumerate(tables):
+    plain = [_plain(row) for row in table.to_pylist()]
+    if ending == '.jsonl':
+      text = ''.join(json.dumps(row, ensure_ascii=False) + '\n' for row in plain)
+    else:
+      text = _csv(plain, table.column_names, header=number == 0)
+    file.write(text.encode())
 
 
-def _join_parquet(parts: Iterable[bytes], file):
-  """Joins Parquet files into one with large row groups."""
-  with contextlib.ExitStack() as stack:
-    writer = None
-    for table in _groups(parts):
-      writer = writer or stack.enter_context(
-        arrow().parquet.ParquetWriter(file, table.schema)
-      )
-      writer.write_table(table)
+def _encode_parquet(tables: Iterator[Any], file: Any):
+  """Writes pyarrow.Tables to one Parquet file with large row groups."""
+  writer = None
+  try:
+    for group in _groups(tables):
+      if writer is None:
+        writer = arrow().parquet.ParquetWriter(file, group.schema)
+      writer.write_table(group)
+  finally:
+    if writer is not None:
+      writer.close()
 
 
-def _groups(parts: Iterable[bytes]) -> Iterator:
-  """Yields pyarrow.Tables of the rows of several Parquet files each."""
-  tables, rows, size = [], 0, 0
-  for part in parts:
-    tables.append(arrow().parquet.read_table(io.BytesIO(part)))
-    rows += tables[-1].num_rows
-    size += tables[-1].nbytes
-    if rows >= _GROUP_ROWS or size >= _GROUP_BYTES:
-      yield arrow().concat_tables(tables)
-      tables, rows, size = [], 0, 0
-  if tables:
-    yield arrow().concat_tables(tables)
+def _groups(tables: Iterator[Any]) -> Iterator[Any]:
+  """Yields pyarrow.Tables of the rows of several tables each."""
+  group: list[Any] = []
+  for table in tables:
+    group.append(table)
+    num_rows = sum(table.num_rows for table in group)
+    num_bytes = sum(table.nbytes for table in group)
+    if num_rows >= _GROUP_ROWS or num_bytes >= _GROUP_BYTES:
+      yield arrow().concat_tables(group)
+      group = []
+  if group:
+    yield arrow().concat_tables(group)
 
 
-def encode(found: Sequence[dict], types: Mapping[str, Any], ending: str) -> bytes:
-  """Returns rows in the format of one of ENDINGS."""
-  if ending == '.parquet':
-    file = io.BytesIO()
-    arrow().parquet.write_table(to_arrow(found, types), file)
-    return file.getvalue()
-  plain = [{k: _plain(row.get(k)) for k in types} for row in found]
-  if ending == '.jsonl':
-    lines = (json.dumps(row, ensure_ascii=False) + '\n' for row in plain)
-    return ''.join(lines).encode()
+def _csv(plain: Sequence[Row], names: Sequence[str], header: bool) -> str:
+  """Returns rows as CSV; lists are JSON."""
   text = io.StringIO()
-  writer = csv.DictWriter(text, types, lineterminator='\n')
-  writer.writeheader()
+  writer = csv.DictWriter(text, names, lineterminator='\n')
+  if header:
+    writer.writeheader()
   for row in plain:
-    writer.writerow(
-      {
-        name: json.dumps(value, ensure_ascii=False)
-        if isinstance(value, list)
-        else value
-        for name, value in row.items()
-      }
-    )
-  return text.getvalue().encode()
+    for name, value in row.items():
+      if isinstance(value, list):
+        row[name] = json.dumps(value, ensure_ascii=False)
+    writer.writerow(row)
+  return text.getvalue()
 
 
-def _bytes(shape) -> int:
-  """Returns the size of float32 numbers of a shape, or their count, in bytes."""
-  return 4 * int(np.prod(shape))
-
-
-def to_arrow(found: Sequence[dict], types: Mapping[str, Any]):
+def to_arrow(rows: Sequence[Row], types: Mapping[str, Any]) -> Any:
   """Returns rows as a pyarrow.Table with typed columns; arrays are tensors."""
   pa = arrow()
+  scalars = {str: pa.string(), int: pa.int64(), float: pa.float32(), bool: pa.bool_()}
 
-  def kind(of):
-    if isinstance(of, list):
-      return pa.list_(kind(of[0]))
-    if isinstance(of, tuple) and isinstance(of[1], tuple):
-      return pa.fixed_shape_tensor(kind(of[0]), of[1])
-    if isinstance(of, tuple):
-      return pa.list_(kind(of[0]), of[1])
-    return {
-      str: pa.string(), int: pa.int64(), float: pa.float32(), bool: pa.bool_(),
-    }[of]  # fmt: skip
+  def arrow_type(column_type: Any) -> Any:
+    if isinstance(column_type, list):
+      return pa.list_(arrow_type(column_type[0]))
+    if not isinstance(column_type, tuple):
+      return scalars[column_type]
+    element, shape = column_type
+    if isinstance(shape, tuple):
+      return pa.fixed_shape_tensor(arrow_type(element), shape)
+    return pa.list_(arrow_type(element), shape)
 
-  def column(values, of):
-    if not isinstance(of, pa.FixedShapeTensorType):
-      return pa.array(values, of)
-    flat = [None if x is None else np.ravel(x) for x in values]
-    return pa.ExtensionArray.from_storage(of, pa.array(flat, of.storage_type))
+  def column(values: list[Any], type_: Any) -> Any:
+    if not isinstance(type_, pa.FixedShapeTensorType):
+      return pa.array(values, type_)
+    flat = [None if value is None else np.ravel(value) for value in values]
+    return pa.ExtensionArray.from_storage(type_, pa.array(flat, type_.storage_type))
 
-  return pa.table(
-    {
-      name: column([row.get(name) for row in found], kind(of))
-      for name, of in types.items()
-    }
-  )
+  columns = {}
+  for name, column_type in types.items():
+    values = [row.get(name) for row in rows]
+    columns[name] = column(values, arrow_type(column_type))
+  return pa.table(columns)
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
   """Returns a value for JSON; floats have the digits of float32."""
-  if isinstance(value, np.ndarray):
-    value = value.tolist()
-  if isinstance(value, list | tuple):
-    return [_plain(x) for x in value]
+  if isinstance(value, dict):
+    return {name: _plain(item) for name, item in value.items()}
+  if isinstance(value, list):
+    return [_plain(item) for item in value]
   return float(f'{value:.7g}') if isinstance(value, float) else value

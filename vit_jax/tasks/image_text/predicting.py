@@ -136,14 +136,20 @@ class Predictor(predictor_lib.Predictor):
 
   def write_texts(self, args) -> None:
     """Writes a table of the embeddings of the texts in a file, `args.texts`."""
+    if args.out.endswith('/'):
+      raise ValueError(
+        f"out='{args.out}' is a folder: pass a file for the texts, such as "
+        '--out=texts.parquet'
+      )
     texts = templates_lib.lines(args.texts, 'texts')
     rows = [
       {'text': text, 'embedding': row}
       for text, row in zip(texts, self.embed_texts(texts))
     ]
     types = {'text': str, 'embedding': (float, len(rows[0]['embedding']))}
+    ending = epath.Path(args.out).suffix
     with files.replacing(epath.Path(args.out)) as file:
-      file.write(tables.encode(rows, types, epath.Path(args.out).suffix))
+      tables.encode(iter([tables.to_arrow(rows, types)]), file, ending)
     console.say(f"'{args.out}': {console.counted(len(rows), 'text')}")
 
   def report(self, images, args):
