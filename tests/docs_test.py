@@ -85,6 +85,7 @@ def test_keys_modules_files_and_functions_exist():
     'task_options',
   }
   known |= {name.split('.')[0] for name in known}
+  known |= {name.rpartition('.')[0] for name in known}
   for page in markdown.PAGES:
     for code in markdown.inline(page):
       if re.fullmatch(r'config\.(?!json)[\w.]+', code):
