@@ -116,7 +116,7 @@ class Detr(patches.ImageModel):
   num_heads: int = 8
   mlp_dim: int = 2048  # Width of the hidden layers of the MLPs.
   dropout_rate: float = 0.1  # After attention and dense layers.
-  attention_dropout_rate: float = 0.1  # Of the attention weights.
+  attention_dropout_rate: float = 0.1  # Dropout of the attention weights.
   mask_head: bool = False  # Whether to compute a mask for each query (section 4.4).
   masks_at_a_time: int = 10  # Computed together, to save memory; 0: all.
   model_name: str | None = None  # Name in the table of configs; has no effect.
@@ -155,8 +155,8 @@ class Detr(patches.ImageModel):
     stages = self._stages(images.astype(types['dtype']), mask, train)
     if mask is None:
       mask = jnp.ones(images.shape[:3], bool)
-    projected, memory, positions, seen = self._encode(stages[-1], mask, train)
-    states = self._decode(memory, positions, seen, train)  # [L, B, Q, D]
+    projected, memory, positions, cells = self._encode(stages[-1], mask, train)
+    states = self._decode(memory, positions, cells, train)  # [L, B, Q, D]
     exact = {**types, 'dtype': jnp.float32}
     head = nn.Dense(self.num_classes + 1, name='class_head', **exact)
     boxes = BoxHead(self.hidden_size, name='box_head', **types)
@@ -166,7 +166,7 @@ class Detr(patches.ImageModel):
     features = detr_masks.Features(
       queries=states[-1],
       memory=memory.reshape(projected.shape),
-      mask=seen.reshape(projected.shape[:3]),
+      mask=cells.reshape(projected.shape[:3]),
       projected=projected,
       stages=stages[-2::-1],
     )
@@ -226,14 +226,14 @@ class Detr(patches.ImageModel):
     flat = (mask.shape[0], -1, self.hidden_size)
     x = projected.reshape(flat)
     positions = positions.reshape(flat).astype(x.dtype)
-    seen = mask.reshape(mask.shape[0], 1, 1, -1)
+    cells = mask.reshape(mask.shape[0], 1, 1, -1)
     cls, count = detection.EncoderLayer, self.num_encoder_layers
     for layer in self._layers(cls, count, 'encoder_layer'):
-      x = layer(x, positions, seen, train=train)
-    return projected, x, positions, seen
+      x = layer(x, positions, cells, train=train)
+    return projected, x, positions, cells
 
   def _decode(
-    self, memory: jax.Array, positions: jax.Array, seen: jax.Array, train: bool
+    self, memory: jax.Array, positions: jax.Array, cells: jax.Array, train: bool
   ) -> jax.Array:
     """Returns the normalised state after each layer, [L, B, Q, D]."""
     types = dtypes.of(self)
@@ -246,6 +246,6 @@ class Detr(patches.ImageModel):
     x, states = jnp.zeros_like(queries), []
     cls, count = detection.DecoderLayer, self.num_decoder_layers
     for layer in self._layers(cls, count, 'decoder_layer'):
-      x = layer(x, queries, memory, positions, seen, train=train)
+      x = layer(x, queries, memory, positions, cells, train=train)
       states.append(norm(x))
     return jnp.stack(states)

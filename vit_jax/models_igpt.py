@@ -64,7 +64,7 @@ class ImageGPT(patches.ImageModel):
   num_heads: int
   num_colors: int = 512  # C, the colours of the palette.
   num_positions: int = 1024  # N, the pixels of an image.
-  num_classes: int | None = 0  # Of a second head, for fine-tuning; 0, None: no head.
+  num_classes: int | None = 0  # Width of a head for fine-tuning; 0, None: no head.
   # Whether a pixel is predicted from the pixels before it; otherwise from all pixels
   # that are not masked.
   causal: bool = True
@@ -207,11 +207,12 @@ class ImageGPT(patches.ImageModel):
     Returns logits, float32 [B, Q, C], equal to those of all pixels together, and the
     cache for the next call.
     """
-    x, grown = self._embed(before, start), []
-    for block, old in zip(self.block, cache, strict=True):
-      x, new = block(x, old, start)
-      grown.append(new)
-    return self.color_head(self.norm(x)), grown
+    x = self._embed(before, start)
+    new_cache = []
+    for block, layer_cache in zip(self.block, cache, strict=True):
+      x, layer_cache = block(x, layer_cache, start)
+      new_cache.append(layer_cache)
+    return self.color_head(self.norm(x)), new_cache
 
 
 def log_likelihood(logits: jax.Array, colors: jax.Array) -> jax.Array:
@@ -234,8 +235,8 @@ def draw(
   if top_k is not None:
     least = jax.lax.top_k(logits, top_k)[0][:, -1:]
     logits = jnp.where(logits < least, -jnp.inf, logits)
-  drawn = jax.vmap(jax.random.categorical)(keys, logits / temperature)
-  return drawn.astype(jnp.int32)
+  colors = jax.vmap(jax.random.categorical)(keys, logits / temperature)
+  return colors.astype(jnp.int32)
 
 
 def sample(
@@ -295,11 +296,10 @@ def _sample(
 ) -> jax.Array:
   """See `sample`; `keys` are random keys [B]."""
   draw_next = next_pixel(model, params, keys, temperature, top_k)
-  given = prefix.shape[1]
   # The prefix and the first new pixel at once, the others one after another.
   before = jnp.pad(prefix, ((0, 0), (1, 0)))  # [B, M + 1]
   first, cache = draw_next(before, 0, model.empty_cache(len(prefix)))
-  positions = jnp.arange(given + 1, model.num_positions)
+  positions = jnp.arange(prefix.shape[1] + 1, model.num_positions)
   rest, _ = draw_pixels(draw_next, first, cache, positions)
   return jnp.concatenate([prefix, first[:, None], rest], axis=1)
 
@@ -325,8 +325,8 @@ def next_pixel(
       {'params': params}, before, start, cache, method='extend'
     )
     last = start + before.shape[1] - 1
-    own = jax.vmap(jax.random.fold_in, (0, None))(keys, last)
-    return draw(own, logits[:, -1], temperature, top_k), cache
+    pixel_keys = jax.vmap(jax.random.fold_in, (0, None))(keys, last)
+    return draw(pixel_keys, logits[:, -1], temperature, top_k), cache
 
   return draw_next
 

@@ -171,15 +171,15 @@ class LitModel(patches.ImageModel):
 
     ValueError for a model that is neither published nor has a `pp.vocab_path`.
     """
-    own = self.pp.get('vocab_path')
+    path = self.pp.get('vocab_path')
     ending = text_towers.TOKENIZERS[self.pp['tokenizer_name']]
-    if not own and self.model_name not in model_configs.LITS:
+    if not path and self.model_name not in model_configs.LITS:
       raise ValueError(
         'the vocabulary of this model is unknown: put the file next to its weights, '
         f'with their name and the ending .{ending} (NAME.{ending} for NAME.npz), or '
         'pass its path (config.model.pp.vocab_path)'
       )
-    return own or f'{BASE_PATH}/{self.model_name}.{ending}'
+    return path or f'{BASE_PATH}/{self.model_name}.{ending}'
 
   def get_pp(self, crop: bool = False) -> Callable[[dict], dict]:
     """Returns a function on dicts of tensors; see vit_jax.preprocess.get_pp."""

@@ -333,15 +333,15 @@ class VisionTransformer(patches_lib.ImageModel):
     """
     if self.transformer is None:
       return tokens
-    taken = inspect.signature(type(self.Transformer).__call__).parameters
-    if 'parts' not in taken:
+    parameters = inspect.signature(type(self.Transformer).__call__).parameters
+    if 'parts' not in parameters:
       raise ValueError(
         f'{type(self.Transformer).__name__} adds position embeddings and applies '
         'its layers in one call: to do one of them give its __call__ an argument '
         "`parts`, as vit_jax.layers.encoder.Encoder has (config.model's encoder)"
       )
-    x, grid = self._with_class_token(tokens)
-    x = self.Transformer(x, train=train, parts=('positions',), **grid)
+    x = self._with_class_token(tokens)
+    x = self.Transformer(x, train=train, parts=('positions',), **self._grid(tokens))
     if not self.registers:
       return x
     registers = self.register_tokens.astype(x.dtype)
@@ -388,8 +388,8 @@ class VisionTransformer(patches_lib.ImageModel):
         tokens = self.add_positions(tokens, train=train)
       x = tokens
     else:
-      x, grid = self._with_class_token(tokens)
-      extra.update(grid)
+      x = self._with_class_token(tokens)
+      extra.update(self._grid(tokens))
     if self.pool_norm:
       extra['last_norm'] = False
     if only_first and self.encoder is encoder_lib.Encoder:
@@ -401,8 +401,8 @@ class VisionTransformer(patches_lib.ImageModel):
     patches = x[:, first + self.registers :]
     return jnp.concatenate([x[:, :first], patches], axis=1)
 
-  def _with_class_token(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, Any]]:
-    """Returns tokens [B, N, D] as a sequence, and the encoder's `grid`, if any."""
+  def _with_class_token(self, tokens: jax.Array) -> jax.Array:
+    """Returns tokens [B, N, D] as a sequence, after class and distillation token."""
     if tokens.ndim not in (3, 4):
       raise ValueError(
         'tokens must be [batch, tokens, width] or [batch, height, width of the '
@@ -411,11 +411,11 @@ class VisionTransformer(patches_lib.ImageModel):
     x = tokens.astype(dtypes.of(self)['dtype'])
     x = x.reshape(x.shape[0], -1, x.shape[-1])  # [B, h*w, D]
     if self.has_class_token:
-      shape, own = (x.shape[0], 1, x.shape[-1]), [self.cls]
-      own += [self.dist] if self.distilled else []
-      first = [jnp.broadcast_to(token, shape).astype(x.dtype) for token in own]
+      params = [self.cls, self.dist] if self.distilled else [self.cls]
+      shape = (x.shape[0], 1, x.shape[-1])
+      first = [jnp.broadcast_to(token, shape).astype(x.dtype) for token in params]
       x = jnp.concatenate([*first, x], axis=1)  # [B, N, D]
-    return x, self._grid(tokens)
+    return x
 
   def _grid(self, tokens: jax.Array) -> dict[str, tuple[int, int]]:
     """Returns the encoder's argument `grid`, if it needs one and the tokens have it."""

@@ -136,7 +136,7 @@ class MultiHeadDotProductAttention(nn.Module):
   """Multi-head attention (appendix A), softmax in float32."""
 
   num_heads: int  # K, which must divide the width.
-  dropout_rate: float = 0.0  # Of the attention weights; 0 in the paper.
+  dropout_rate: float = 0.0  # Dropout of the attention weights; 0 in the paper.
   attention: str = AUTO  # The implementation, see the top of this module.
   # Whether to compute the output of the first query only. It equals the first one of a
   # full computation.

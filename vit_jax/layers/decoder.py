@@ -46,8 +46,8 @@ def attend_to_past(
   """
   logits = jnp.einsum('bqke,bkne->bkqn', query, key)
   last = start + jnp.arange(query.shape[1])[:, None]  # [Q, 1]
-  seen = jnp.arange(key.shape[2]) <= last  # [Q, N]
-  logits = jnp.where(seen, logits.astype(jnp.float32), -jnp.inf)
+  is_past = jnp.arange(key.shape[2]) <= last  # [Q, N]
+  logits = jnp.where(is_past, logits.astype(jnp.float32), -jnp.inf)
   weights = jax.nn.softmax(logits).astype(value.dtype)
   return jnp.einsum('bkqn,bkne->bqke', weights, value)
 
@@ -56,7 +56,7 @@ class _Layer(nn.Module):
   """What Attention and Block share; fields as in models_igpt.ImageGPT."""
 
   num_heads: int
-  num_layers: int  # Of the model, for the initial output.
+  num_layers: int  # Depth of the model, for the initial output.
   causal: bool = True
   attention: str = attention_lib.AUTO
   scale: str = 'exact'

@@ -99,8 +99,9 @@ class EncoderLayer(_Layer):
 
     The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
-    seen = {'values': x, 'mask': mask}
-    x = self._attend(x, 'self_attention', 'LayerNorm_0', positions, train, **seen)
+    x = self._attend(
+      x, 'self_attention', 'LayerNorm_0', positions, train, values=x, mask=mask
+    )
     return self._mlp(x, 'LayerNorm_1', not train)
 
 
@@ -125,6 +126,14 @@ class DecoderLayer(_Layer):
     bool [B, 1, 1, S], is True for tokens that may be attended to.
     """
     x = self._attend(x, 'self_attention', 'LayerNorm_0', queries, train, values=x)
-    seen = {'kv': memory + positions, 'values': memory, 'mask': mask}
-    x = self._attend(x, 'cross_attention', 'LayerNorm_1', queries, train, **seen)
+    x = self._attend(
+      x,
+      'cross_attention',
+      'LayerNorm_1',
+      queries,
+      train,
+      kv=memory + positions,
+      values=memory,
+      mask=mask,
+    )
     return self._mlp(x, 'LayerNorm_2', not train)

@@ -46,8 +46,8 @@ GELUS: dict[str, Callable[[jax.Array], jax.Array]] = {
   'quick': quick_gelu,
 }
 
-# What an encoder consists of, in order: the position embeddings before the first
-# layer, and the layers with the last norm.
+# The parts of an encoder, in order: the position embeddings before the first layer,
+# and the layers with the last norm.
 PARTS = ('positions', 'layers')
 # cuDNN's kernels are faster with a multiple of this number of tokens. The encoder then
 # pads the tokens, once.

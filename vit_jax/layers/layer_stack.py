@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from vit_jax.layers import dtypes
 
-# What `remat` stores of a layer for the backward pass, in addition to the layer's
-# input; everything else is recomputed.
+# Values of `remat` -> which results in a layer are stored for the backward pass, in
+# addition to the layer's input; everything else is recomputed.
 REMAT_POLICIES = {
   'full': None,
   'dots': jax.checkpoint_policies.dots_with_no_batch_dims_saveable,

@@ -107,13 +107,13 @@ def resize_grid(
   The table is an array [1, N, D] of NumPy or JAX, whose last rows belong to the
   grid; grids are (height, width) in patches.
   """
-  before = table.shape[1] - grid[0] * grid[1]
-  patches = table[0, before:].reshape(*grid, -1)
+  num_other = table.shape[1] - grid[0] * grid[1]
+  patches = table[0, num_other:].reshape(*grid, -1)
   for axis, size in enumerate(new_grid):
     patches = resize(patches, size, axis)
   patches = patches.reshape(1, -1, table.shape[2])
   xp = np if isinstance(table, np.ndarray) else jnp
-  return xp.concatenate([table[:, :before], patches], axis=1)
+  return xp.concatenate([table[:, :num_other], patches], axis=1)
 
 
 def resize_bicubic(
@@ -127,12 +127,12 @@ def resize_bicubic(
   The mode is 'bicubic' without aligned corners. For the rest see `resize_grid`;
   returns float64.
   """
-  before = table.shape[1] - grid[0] * grid[1]
-  patches = table[0, before:].reshape(*grid, -1)
+  num_other = table.shape[1] - grid[0] * grid[1]
+  patches = table[0, num_other:].reshape(*grid, -1)
   down, across = (_bicubic(*sizes, antialias) for sizes in zip(grid, new_grid))
   patches = np.einsum('ih,jw,hwd->ijd', down, across, patches, optimize=True)
   patches = patches.reshape(1, -1, table.shape[2])
-  return np.concatenate([table[:, :before], patches], axis=1)
+  return np.concatenate([table[:, :num_other], patches], axis=1)
 
 
 def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
@@ -194,9 +194,10 @@ class AddPositionEmbs(nn.Module):
     Raises ValueError if number or width of the tokens do not suit.
     """
     _, tokens, width = inputs.shape
-    learned = lambda name, *shape: self.param(
-      name, self.posemb_init, shape, self.param_dtype
-    )
+
+    def learned(name: str, *shape: int) -> jax.Array:
+      return self.param(name, self.posemb_init, shape, self.param_dtype)
+
     if self.kind == 'learned_1d' and self.table_grid is None:
       return learned('pos_embedding', 1, tokens, width)
     field = f"position_embedding='{self.kind}'"
@@ -205,9 +206,9 @@ class AddPositionEmbs(nn.Module):
     position_kinds.check_width(self.kind, width)
     height, across = grid
     rows, columns = self.table_grid or grid
-    before = tokens - height * across  # The class token.
+    num_other = tokens - height * across  # 1 with a class token.
     if self.kind == 'learned_1d':
-      table = learned('pos_embedding', 1, before + rows * columns, width)
+      table = learned('pos_embedding', 1, num_other + rows * columns, width)
       return resize_grid(table, (rows, columns), grid)
     if self.kind == 'learned_2d':
       x = resize(learned('x_embedding', columns, width // 2), across)
@@ -218,7 +219,7 @@ class AddPositionEmbs(nn.Module):
     x = jnp.broadcast_to(x, (height, *x.shape))
     y = jnp.broadcast_to(y[:, None], x.shape)
     table = jnp.concatenate([x, y], axis=-1).reshape(-1, width)  # [h*w, D]
-    return jnp.pad(table, ((before, 0), (0, 0)))[None]
+    return jnp.pad(table, ((num_other, 0), (0, 0)))[None]
 
 
 def checked_grid(
@@ -260,11 +261,17 @@ def rope_angles(
       f"position_embedding='{kind}' needs heads whose width is a multiple of 4, not "
       f'{head_dim} (config.model.transformer.num_heads)'
     )
+  rows, columns = np.indices(grid)  # [h, w]
   if kind == 'rope':
-    unit, axes = 2 * np.pi, [2 * (np.arange(n) + 0.5) / n - 1 for n in grid]
+    unit = 2 * np.pi
+    rows = 2 * (rows + 0.5) / grid[0] - 1
+    columns = 2 * (columns + 0.5) / grid[1] - 1
   else:
-    unit, axes = 1.0, [np.arange(n) * m / n for n, m in zip(grid, rope_grid or grid)]
-  places = np.stack(np.meshgrid(*axes, indexing='ij'), axis=-1)  # [h, w, 2]
+    unit = 1.0
+    height, width = rope_grid or grid
+    rows = rows * height / grid[0]
+    columns = columns * width / grid[1]
+  places = np.stack([rows, columns], axis=-1)  # [h, w, 2]
   frequencies = unit * temperature ** -np.linspace(0, 1, head_dim // 4, endpoint=False)
   angles = (places[..., None] * frequencies).reshape(-1, head_dim // 2)
   return np.pad(angles, ((tokens - len(angles), 0), (0, 0))).astype(np.float32)

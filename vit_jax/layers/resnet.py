@@ -72,7 +72,7 @@ class Bottleneck(nn.Module):
   """
 
   features: int  # F, the channels inside.
-  # Of the 3x3 convolution and of the projection.
+  # Strides of the 3x3 convolution and of the projection.
   strides: tuple[int, int] = (1, 1)
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
@@ -132,13 +132,13 @@ class FrozenBatchNorm(nn.Module):
   @nn.compact
   def __call__(self, x: jax.Array) -> jax.Array:
     shape = x.shape[-1:]
-    value = lambda name, init: self.variable('frozen', name, init, shape).value
-    mean, bias = (value(name, jnp.zeros) for name in ('mean', 'bias'))
-    var, scale = (value(name, jnp.ones) for name in ('var', 'scale'))
-    scale = scale * jax.lax.rsqrt(var + self.eps)
+    mean = self.variable('frozen', 'mean', jnp.zeros, shape).value
+    bias = self.variable('frozen', 'bias', jnp.zeros, shape).value
+    variance = self.variable('frozen', 'var', jnp.ones, shape).value
+    scale = self.variable('frozen', 'scale', jnp.ones, shape).value
+    scale = scale * jax.lax.rsqrt(variance + self.eps)
     bias = bias - mean * scale
-    x, scale, bias = (y.astype(self.dtype) for y in (x, scale, bias))
-    return x * scale + bias
+    return x.astype(self.dtype) * scale.astype(self.dtype) + bias.astype(self.dtype)
 
 
 def _norm(kind: str, types: dict[str, Any], name: str) -> nn.Module:
@@ -156,7 +156,7 @@ _conv = functools.partial(
 
 class _Unit(Bottleneck):
   kind: str = 'frozen_batch'
-  dilation: int = 1  # Of the 3x3 convolution.
+  dilation: int = 1  # Dilation of the 3x3 convolution.
 
   def conv(
     self, features: int, size: int, strides: tuple[int, int], name: str
@@ -191,10 +191,15 @@ class ResNet(nn.Module):
     x = stem(x, root, _norm(self.norm, types, 'bn_root'), ((1, 1), (1, 1)))
     maps = []
     for i, units in enumerate(self.units):
-      dilated = self.dilate_last and i == len(self.units) - 1
+      is_dilated = self.dilate_last and i == len(self.units) - 1
       unit = functools.partial(_Unit, self.width * 2**i, kind=self.norm, **types)
-      first = {'strides': (1, 1) if i == 0 or dilated else (2, 2)}
-      others = {'dilation': 2 if dilated else 1}
-      x = Stage(unit, units, first, others, name=f'block{i + 1}')(x)
+      stage = Stage(
+        unit,
+        units,
+        first={'strides': (1, 1) if i == 0 or is_dilated else (2, 2)},
+        others={'dilation': 2 if is_dilated else 1},
+        name=f'block{i + 1}',
+      )
+      x = stage(x)
       maps.append(x)
     return maps

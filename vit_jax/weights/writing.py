@@ -60,7 +60,7 @@ def check(model: Model, to: str) -> list[str]:
     formats = (*formats, 'peft')
   if to not in formats:
     missing = family.missing(model.config, to) if to in family.formats else []
-    reason = f', which has no {", ".join(missing)}' if missing else ''
+    reason = f', which cannot hold {", ".join(missing)}' if missing else ''
     raise ValueError(
       f'{identify.describe(model.params)} cannot be written as {to}{reason}: pass '
       f'--to={"|".join(formats)}'

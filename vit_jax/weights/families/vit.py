@@ -4,12 +4,13 @@ The state dicts are timm's and Hugging Face's; vit_jax.weights.families.vit_file
 reads and writes the files next to them. The tree is the published one.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 import math
 import re
 import typing
 from typing import Any, NamedTuple
 
+from etils import epath
 import numpy as np
 
 from vit_jax.configs import models as model_configs, schema
@@ -89,7 +90,7 @@ _PROGRAMS = {
   'workdir': _Program(),
 }
 _HF_REGISTERS = 'embeddings.register_tokens'  # As in DINOv2.
-# What completes masked images, of which no logits and no features depend.
+# Decoders of masked images, which affect neither logits nor features.
 _IGNORED = r'decoder|(embeddings\.)?mask_token|module\.'
 # Names of PyTorch's DistributedDataParallel, and of MoCo v3 (arXiv 2104.02057), whose
 # projections, predictor and momentum encoder are not read.
@@ -116,7 +117,7 @@ _LAYER = (
   (f'{_ATTENTION}/out', 'out', 'attn.proj', 'attention.output.dense'),
   ('LayerNorm_1', 'norm', 'norm2', 'layernorm_after'),
 )
-# What only timm has in a plain Vision Transformer (registers, LayerScale, norms,
+# Parts that only timm has in a plain Vision Transformer (registers, LayerScale, norms,
 # attention pooling), the ResNet of a hybrid, and BiT.
 _TIMM_STEM = (
   ('register_tokens', 'same', 'reg_token'),
@@ -291,7 +292,7 @@ class Classifiers(base.Family):
     'dino 3': dino.NAMING_3,
   }  # fmt: skip
 
-  def naming(self, naming, names):
+  def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
     """A hybrid of a single convolution has no 'stem.' in its names."""
     if is_bit(names):
       return self.namings['bit']
@@ -307,7 +308,7 @@ class Classifiers(base.Family):
     )
     return self.namings['bare root' if naming == 'timm' and bare else naming]
 
-  def missing(self, config, to):
+  def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
     encoder = config.get('transformer') or {}
     flat = {**config, **{f'transformer.{key}': x for key, x in encoder.items()}}
     position = encoder.get('position_embedding', 'learned_1d')
@@ -329,17 +330,22 @@ class Classifiers(base.Family):
         missing['classifier'] = classifier
     return [f'{key}={value}' for key, value in missing.items()]
 
-  def naming_of(self, config, to):
+  def naming_of(self, config: Mapping[str, Any], to: str) -> str:
     return (eva.holds(config) if to == 'timm' else None) or to
 
-  def load(self, flat, naming, num_heads):
-    found = dino.with_key_biases(super().load(flat, naming, num_heads))
-    if _FIRST_NORM in found and 'embedding/kernel' in found:
-      kernel = found['embedding/kernel']
-      found.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
-    return found
+  def load(
+    self,
+    flat: dict[str, np.ndarray],
+    naming: str,
+    num_heads: int | tuple[int, ...] | None,
+  ) -> dict[str, np.ndarray]:
+    arrays = dino.with_key_biases(super().load(flat, naming, num_heads))
+    if _FIRST_NORM in arrays and 'embedding/kernel' in arrays:
+      kernel = arrays['embedding/kernel']
+      arrays.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
+    return arrays
 
-  def dump(self, flat, naming):
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     kind = vit_files.hf_type(flat)
     table = self.naming(naming, flat)
     if table is _HF and kind is None:
@@ -374,7 +380,9 @@ class Classifiers(base.Family):
     # transformers puts all names except the heads' under the model's type.
     return {re.sub(r'^(?!\w*classifier\.)', f'{kind}.', k): x for k, x in state.items()}
 
-  def sizes(self, flat, given):
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]
+  ) -> dict[str, Any]:
     if is_bit(flat):
       return {
         'num_layers': leaves.units(flat, _UNITS),
@@ -382,11 +390,11 @@ class Classifiers(base.Family):
       }
     return (_mixer_sizes if 'stem/kernel' in flat else _vit_sizes)(flat)
 
-  def defaults(self, fields):
+  def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     name = 'mixer_b16' if 'num_blocks' in fields else 'b16'
     return model_configs.get_config(name if 'patches' in fields else 'bit_r50x1')
 
-  def describe(self, fields):
+  def describe(self, fields: Mapping[str, Any]) -> str:
     if 'patches' not in fields:
       form = 'BiT ResNet of {num_layers} units, {width_factor:g} times the width'
       return form.format(**fields)
@@ -398,70 +406,89 @@ class Classifiers(base.Family):
       'ViT of {num_layers} layers, width {width}, MLP {mlp_dim}, {num_heads} heads, '
       'patches {patch}'
     )
-    words = form.format(
-      **fields['transformer'], width=fields['hidden_size'], patch=patch
-    )
-    resnet = f'R{fields["resnet"]["num_layers"]}+' if 'resnet' in fields else ''
-    pooling = {'gap': ', mean pooling', 'map': ', attention pooling'}
-    pooling |= {f'token_{k}': f', class token{x}' for k, x in pooling.items()}
-    more = {**fields['transformer'], **fields}
-    named = (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled')
-    words += ''.join(f', {key}={more[key]}' for key in named if key in more)
-    words += f', {fields["registers"]} registers' if 'registers' in fields else ''
-    return resnet + words + pooling.get(fields['classifier'], '')
+    transformer = fields['transformer']
+    text = form.format(**transformer, width=fields['hidden_size'], patch=patch)
+    if 'resnet' in fields:
+      text = f'R{fields["resnet"]["num_layers"]}+{text}'
+    named = {**transformer, **fields}
+    for key in (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled'):
+      if key in named:
+        text += f', {key}={named[key]}'
+    if 'registers' in fields:
+      text += f', {fields["registers"]} registers'
+    poolings = {
+      'gap': ', mean pooling',
+      'map': ', attention pooling',
+      'token_gap': ', class token, mean pooling',
+      'token_map': ', class token, attention pooling',
+    }
+    return text + poolings.get(fields['classifier'], '')
 
-  def read_description(self, sibling, file, flat, naming):
-    table, named = self.naming(naming, flat), eva.is_eva(flat)
-    is_torchvision = torchvision.is_in(flat)
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
+    table = self.naming(naming, flat)
+    is_eva, is_torchvision = eva.is_eva(flat), torchvision.is_in(flat)
     leaves.prepare(flat, table)
     config = sibling('config.json')
     if naming == 'hf':
-      is_3 = table is dino.NAMING_3
-      read = dino.from_hf_3 if is_3 else dino.from_hf
-      found = descriptions.read(config, vit_files.from_hf if table is _HF else read)
+      read = dino.from_hf_3 if table is dino.NAMING_3 else dino.from_hf
       if table is _HF:
+        read = vit_files.from_hf
         _read_first_token(flat)
+      description = descriptions.read(config, read)
     else:
-      read = lambda x: vit_files.from_timm(x, flat, named)
-      found = descriptions.read(config, read)
+      description = descriptions.read(
+        config, lambda fields: vit_files.from_timm(fields, flat, is_eva)
+      )
     if is_torchvision:
-      found = torchvision.completed(found, flat)
-    _add_positions(flat, found.image_size)
+      description = torchvision.completed(description, flat)
+    _add_positions(flat, description.image_size)
     if is_bit(flat):
-      return found._replace(model={'eps': 'timm'})
+      return description._replace(model={'eps': 'timm'})
     if _is_hybrid(flat):
-      found.model['resnet'] = {'eps': 'timm'}
-    return found
+      description.model['resnet'] = {'eps': 'timm'}
+    return description
 
-  def scaled_channels(self, flat):
+  def scaled_channels(self, flat: Mapping[str, np.ndarray]) -> int:
     """A convolution with padding, as of hybrids, cannot absorb the scaling."""
     kernel = flat.get('embedding/kernel')
     is_hybrid = any(path.endswith('conv_root/kernel') for path in flat)
     return 0 if kernel is None or is_hybrid else kernel.shape[2]
 
-  def scaled(self, model):
+  def scaled(self, model: Any) -> Any:
     return vit_files.scaled(model)
 
-  def image_size(self, config, params, given):
+  def image_size(
+    self,
+    config: Mapping[str, Any],
+    params: Mapping[str, Any],
+    given: tuple[int, int] | None,
+  ) -> tuple[int, int]:
     return vit_files.image_size(config, params, given)
 
-  def run(self, model):
+  def run(self, model: Any) -> dict[str, Any]:
     return {'pp': {'channels': leaves.channels(model.params)}}
 
-  def files(self, model, to):
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     if to == 'hf':
       is_dino = model.config.transformer.get('layer_scale') is not None
       return (dino if is_dino else vit_files).of_hf(model)
     fields, notes = vit_files.of_timm(model)
-    there = {'eps': 'timm'}  # As timm computes a BiT ResNet.
+    timm_config: dict[str, Any] = {'eps': 'timm'}  # Of a BiT ResNet.
     if 'transformer' in model.config:
       eps = eva.eps(eva.architecture(fields['config.json']))
       encoder = {**model.config.transformer, 'norm_eps': eps}
-      there = {'transformer': encoder, 'resnet': there}
-    return fields, notes + self.difference_notes('timm computes', model.config, there)
+      timm_config = {'transformer': encoder, 'resnet': timm_config}
+    notes += self.difference_notes('timm computes', model.config, timm_config)
+    return fields, notes
 
 
-def _read_first_token(flat):
+def _read_first_token(flat: dict[str, np.ndarray]) -> None:
   """Makes a register of a distillation token if only the class token is read."""
   if 'distillation_classifier.weight' in flat:
     return
@@ -477,7 +504,9 @@ def _read_first_token(flat):
     )
 
 
-def _add_positions(flat, image_size):
+def _add_positions(
+  flat: dict[str, np.ndarray], image_size: tuple[int, int] | None
+) -> None:
   """Adds zero positions of a timm model's first tokens; registers absorb theirs."""
   table = flat.get('pos_embed')
   if table is None or _is_hybrid(flat):
@@ -503,7 +532,7 @@ def _add_positions(flat, image_size):
     flat['pos_embed'] = np.pad(table, ((0, 0), (first, 0), (0, 0)))
 
 
-def _is_gated(names):
+def _is_gated(names: Mapping[str, Any]) -> bool:
   """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
   gates = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|gate_proj|weights_in|fc1_g|w12)\.')
   if any(map(gates.search, names)):
@@ -514,11 +543,11 @@ def _is_gated(names):
   return names[first].shape[:1] == tuple(2 * n for n in names[last].shape[-1:])
 
 
-def _is_hybrid(names):
+def _is_hybrid(names: Iterable[str]) -> bool:
   return any(name.startswith(_TIMM_RESNET) for name in names)
 
 
-def _vit_sizes(flat):
+def _vit_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   down, across, _, width = flat['embedding/kernel']
   first, pooled = 'cls' in flat, _POOLING in flat
   pooling = {(1, 0): 'token', (1, 1): 'token_map', (0, 1): 'map', (0, 0): 'gap'}
@@ -557,7 +586,7 @@ def _vit_sizes(flat):
   return sizes
 
 
-def _variations(flat):
+def _variations(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   """Returns the fields of VARIATIONS that differ from their defaults.
 
   Parameters cannot distinguish 'rms' from 'layer_no_bias', nor 'local' from 'global'.
@@ -566,21 +595,22 @@ def _variations(flat):
   axial = any(path.startswith('row/') for path in inner)
   inner = {path.removeprefix('row/') for path in inner}
   attention = f'{_ATTENTION}/query'
-  found = {
-    'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
-    'qkv_bias': f'{attention}/bias' in inner,
-    'qk_norm': f'{attention}_ln/scale' in inner,
-    'parallel': 'LayerNorm_1/scale' not in inner,
-    'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
-    'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
-    'attention_pattern': 'axial' if axial else 'global',
-    'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
-    'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
-  }
-  return varied(found)
+  return varied(
+    {
+      'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
+      'qkv_bias': f'{attention}/bias' in inner,
+      'qk_norm': f'{attention}_ln/scale' in inner,
+      'parallel': 'LayerNorm_1/scale' not in inner,
+      'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
+      'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
+      'attention_pattern': 'axial' if axial else 'global',
+      'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
+      'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
+    }
+  )
 
 
-def _position_fields(flat):
+def _position_fields(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   """Returns the fields of position embeddings, see layers/positions.py.
 
   Parameters cannot distinguish 'stem' from 'shared', nor 'sincos2d' from 'none'.
@@ -601,7 +631,7 @@ def _position_fields(flat):
   return {'add_position_embedding': False}
 
 
-def _mixer_sizes(flat):
+def _mixer_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   down, across, _, width = flat['stem/kernel']
   return {
     'patches': {'size': (down, across)},

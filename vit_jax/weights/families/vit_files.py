@@ -1,10 +1,12 @@
 """The JSON files of a classifier in timm and Hugging Face."""
 
+from collections.abc import Container, Mapping, Sequence
 import math
 import re
-from typing import Literal
+from typing import Any, Literal
 
 import flax.traverse_util
+import ml_collections
 import numpy as np
 
 from vit_jax import models
@@ -81,7 +83,7 @@ _TIMM_POOLINGS = {'token': 'token', 'map': 'map', 'token_map': 'map'}
 _HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 
-def from_hf(config) -> descriptions.Description:
+def from_hf(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json of Hugging Face says."""
   descriptions.only(config, pooler_act='tanh')
   gelu = 'gelu' if config else None
@@ -93,14 +95,14 @@ def from_hf(config) -> descriptions.Description:
   )
 
 
-def from_hf_encoder(config, gelu: str | None, eps: float) -> dict:
+def from_hf_encoder(config: Mapping[str, Any], gelu: str | None, eps: float) -> dict:
   """Returns GELU and epsilon of an encoder, with Hugging Face's defaults."""
   gelu = descriptions.field(config, 'hidden_act', Literal[*GELUS], gelu)
   eps = descriptions.field(config, 'layer_norm_eps', schema.Epsilon, eps)
   return dict(gelu=GELUS.get(gelu), norm_eps=float(eps))
 
 
-def hf_encoder(encoder, width: int) -> dict:
+def hf_encoder(encoder: ml_collections.ConfigDict, width: int) -> dict:
   """Returns Hugging Face's fields of an encoder."""
   return dict(
     hidden_size=width,
@@ -112,7 +114,9 @@ def hf_encoder(encoder, width: int) -> dict:
   )
 
 
-def from_timm(config, flat, is_eva: bool = False) -> descriptions.Description:
+def from_timm(
+  config: Mapping[str, Any], flat: dict[str, np.ndarray], is_eva: bool = False
+) -> descriptions.Description:
   """Returns what config.json of timm says about weights with these arrays by name.
 
   `is_eva`: see eva.from_timm, which may change arrays. GELU and heads are None unless a
@@ -151,7 +155,7 @@ def from_timm(config, flat, is_eva: bool = False) -> descriptions.Description:
   )
 
 
-def _timm_pooling(config, names):
+def _timm_pooling(config: Mapping[str, Any], names: Container[str]) -> dict[str, str]:
   """Returns the field of a model that pools as `global_pool`, unless it is usual."""
   if 'stem.conv.weight' in names:  # BiT.
     descriptions.only(config, global_pool='avg')
@@ -172,7 +176,7 @@ def _timm_pooling(config, names):
   return {} if kind == usual else {'classifier': kinds[kind]}
 
 
-def scaled(model, part: str | None = None):
+def scaled(model: Any, part: str | None = None) -> Any:
   """Returns a model whose patch embedding absorbs the scaling of pixels.
 
   `part` names the tower with the patch embedding in a model of several towers.
@@ -194,12 +198,21 @@ def scaled(model, part: str | None = None):
   )
 
 
-def pair(size):
+def pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
   """Returns (height, width) for one number or two; None for None."""
-  return (size, size) if isinstance(size, int) else size and tuple(size)
+  if size is None:
+    return None
+  if isinstance(size, int):
+    return size, size
+  height, width = size
+  return height, width
 
 
-def image_size(config, params, given: tuple[int, int] | None) -> tuple[int, int]:
+def image_size(
+  config: ml_collections.ConfigDict,
+  params: Mapping[str, Any],
+  given: tuple[int, int] | None,
+) -> tuple[int, int]:
   """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
   size = given or square(tokens, config)
@@ -213,7 +226,7 @@ def image_size(config, params, given: tuple[int, int] | None) -> tuple[int, int]
   return size
 
 
-def square(tokens: int | None, config) -> tuple[int, int]:
+def square(tokens: int | None, config: ml_collections.ConfigDict) -> tuple[int, int]:
   """Returns the size of square images of so many patches, or the usual size."""
   if config.get('patches') is None:  # A model for images of any size.
     return (_USUAL_SIZE, _USUAL_SIZE)
@@ -224,7 +237,7 @@ def square(tokens: int | None, config) -> tuple[int, int]:
   return tuple(side * size // count for size, count in zip(image, grid))
 
 
-def _tokens(params):
+def _tokens(params: Mapping[str, Any]) -> int | None:
   """Returns the number of patches that parameters are for; None for any number."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   mixing = 'MixerBlock_0/token_mixing/Dense_0/kernel'
@@ -234,7 +247,7 @@ def _tokens(params):
   return None if posemb is None else posemb.shape[1] - positions.class_tokens(flat)
 
 
-def of_timm(model) -> tuple[dict[str, dict], list[str]]:
+def of_timm(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns timm's JSON files of a model by name, and notes for the user."""
   config = model.config
   bit = config.get('kind') == 'bit'
@@ -265,7 +278,7 @@ def of_timm(model) -> tuple[dict[str, dict], list[str]]:
   return {'config.json': fields}, notes
 
 
-def _timm_vit(model):
+def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a ViT or hybrid, and its arguments there."""
   config, encoder = model.config, model.config.transformer
   # Names with the epsilon of norms, which is not an argument.
@@ -313,7 +326,7 @@ def _timm_vit(model):
   return eva.of_timm(config, args) if eva.holds(config) else (architecture, args)
 
 
-def _timm_bit(model):
+def _timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a BiT ResNet, and its arguments there."""
   config = model.config
   units, width = tuple(config.num_layers), config.width_factor
@@ -332,13 +345,15 @@ def _timm_bit(model):
   )
 
 
-def hf_type(paths) -> str | None:
+def hf_type(paths: Container[str]) -> str | None:
   """Returns the `model_type` in Hugging Face of a model by its paths, if it has one."""
-  found = {'dist': 'deit', 'cls': 'vit', _POSEMB: 'ijepa'}
-  return next((kind for leaf, kind in found.items() if leaf in paths), None)
+  for leaf, kind in (('dist', 'deit'), ('cls', 'vit'), (_POSEMB, 'ijepa')):
+    if leaf in paths:
+      return kind
+  return None
 
 
-def of_hf(model) -> tuple[dict[str, dict], list[str]]:
+def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
   config = model.config
   kind = hf_type(flax.traverse_util.flatten_dict(model.params, sep='/'))
@@ -370,7 +385,7 @@ def of_hf(model) -> tuple[dict[str, dict], list[str]]:
   return files, notes
 
 
-def hf_files(model, **fields) -> dict[str, dict]:
+def hf_files(model: Any, **fields: Any) -> dict[str, dict]:
   """Returns Hugging Face's JSON files of a ViT by name; `fields` are its own."""
   config = model.config
   fields = dict(
@@ -388,6 +403,6 @@ def hf_files(model, **fields) -> dict[str, dict]:
   return {'config.json': fields, 'preprocessor_config.json': processor}
 
 
-def _one(pair):
+def _one(pair: Sequence[int]) -> int | list[int]:
   """Returns one number for a square, else a list of two."""
   return pair[0] if pair[0] == pair[1] else list(pair)
