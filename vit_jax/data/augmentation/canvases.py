@@ -11,8 +11,10 @@ The augmentation follows "End-to-End Object Detection with Transformers"
 (arXiv 2005.12872, appendix A.4).
 """
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import ml_collections
 import numpy as np
 
 from vit_jax.data.augmentation import geometry
@@ -29,48 +31,51 @@ class Group(NamedTuple):
   canvas: tuple[int, int]  # Height and width.
 
 
-def groups(pp) -> tuple[Group, ...]:
+def groups(pp: ml_collections.ConfigDict) -> tuple[Group, ...]:
   """Returns the groups of `config.pp.sides`, the smallest first.
 
   `pp.longest_side` limits the longer side in the group of the greatest lengths, and
   in proportion in the others. Canvases are squares, for images of both orientations.
   """
   sides = sorted(pp.sides)
-  parts = np.array_split(sides, min(pp.canvases, len(sides)))
-  return tuple(_group(part.tolist(), max(sides), pp) for part in parts)
+  sides_of_groups = np.array_split(sides, min(pp.canvases, len(sides)))
+  return tuple(_group(x.tolist(), max(sides), pp) for x in sides_of_groups)
 
 
-def evaluation(pp, side: int | None = None) -> Group:
+def evaluation(pp: ml_collections.ConfigDict, side: int | None = None) -> Group:
   """Returns the group of the length used in evaluation, `pp.eval_side` or `side`."""
   return _group([side or pp.eval_side], pp.eval_side, pp)
 
 
-def _group(sides, greatest, pp) -> Group:
+def _group(sides: Sequence[int], greatest: int, pp: ml_collections.ConfigDict) -> Group:
   longest = max(1, pp.longest_side * sides[-1] // greatest)
   side = round_up(longest, pp.canvas_multiple)
   return Group(tuple(sides), longest, (side, side))
 
 
-def round_up(length, multiple: int):
+def round_up(length: Any, multiple: int) -> Any:
   """Rounds a length, or an array of them, up to a multiple."""
   return -(-length // multiple) * multiple
 
 
-def group_at(step, seed: int, pp):
+def group_at(
+  step: 'tf.Tensor', seed: int, pp: ml_collections.ConfigDict
+) -> 'tf.Tensor':
   """Returns the number of the group of a step, int32 scalar, by the arguments only."""
   key = tf.stack([tf.cast(seed, tf.int64), tf.cast(step, tf.int64)])
   key = tf.random.experimental.stateless_fold_in(key, _GROUP)
-  drawn = _index(key, len(pp.sides))
+  side = _index(key, len(pp.sides))
   counts = [len(group.sides) for group in groups(pp)]
-  return tf.gather(np.repeat(np.arange(len(counts), dtype=np.int32), counts), drawn)
+  group_of_side = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+  return tf.gather(group_of_side, side)
 
 
-def _index(seed, count):
+def _index(seed: 'tf.Tensor', count: Any) -> 'tf.Tensor':
   """Draws one of the numbers from 0 to count - 1."""
   return tf.random.stateless_uniform([], seed, 0, count, tf.int32)
 
 
-def fitted(shape, side, longest):
+def fitted(shape: 'tf.Tensor', side: Any, longest: Any) -> 'tf.Tensor':
   """Returns the size of images after resizing, int32 [..., 2], at least 1 x 1.
 
   The shorter side of `shape`, int [..., 2] or [..., 3], becomes `side`, unless the
@@ -88,7 +93,7 @@ def fitted(shape, side, longest):
   return tf.cast(size, tf.int32)
 
 
-def smallest(shapes, group: Group, step: int):
+def smallest(shapes: Any, group: Group, step: int) -> np.ndarray:
   """Returns the smallest canvases that hold images, int64 [..., 2].
 
   `shapes` is int [..., 2], heights and widths of the originals, and `group` the
@@ -99,7 +104,12 @@ def smallest(shapes, group: Group, step: int):
   return round_up(sizes.astype(np.int64), step)
 
 
-def sample(shape, seed, number, pp) -> geometry.Geometry:
+def sample(
+  shape: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  number: 'tf.Tensor',
+  pp: ml_collections.ConfigDict,
+) -> geometry.Geometry:
   """Draws the geometry of a training image (appendix A.4).
 
   The image is mirrored with probability 1/2. With probability 1/2 it is resized to
@@ -111,30 +121,32 @@ def sample(shape, seed, number, pp) -> geometry.Geometry:
   """
   seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
-  drawn = geometry.whole(shape, (1, 1))
-  window, extent = drawn.window, drawn.shape
+  whole = geometry.whole(shape, (1, 1))
+  window, extent = whole.window, whole.shape
   if pp.crop_sides:
     window, extent = tf.cond(
       _coin(seeds[0]),
       lambda: (window, extent),
-      lambda: _crop(drawn.shape, seeds[1], pp),
+      lambda: _crop(whole.shape, seeds[1], pp),
     )
-  known = groups(pp)
-  counts = [len(group.sides) for group in known]
+  all_groups = groups(pp)
+  counts = [len(group.sides) for group in all_groups]
   first = tf.gather(np.cumsum([0, *counts[:-1]]).astype(np.int32), number)
-  place = first + _index(seeds[2], tf.gather(counts, number))
-  longest = tf.gather([group.longest for group in known], number)
-  size = fitted(extent, tf.gather(sorted(pp.sides), place), longest)
-  size = tf.minimum(size, tf.gather([g.canvas for g in known], number))
-  flip = _coin(seeds[3]) if pp.flip else drawn.flip
-  return drawn._replace(window=window, flip=flip, size=size)
+  side = first + _index(seeds[2], tf.gather(counts, number))
+  longest = tf.gather([group.longest for group in all_groups], number)
+  size = fitted(extent, tf.gather(sorted(pp.sides), side), longest)
+  size = tf.minimum(size, tf.gather([group.canvas for group in all_groups], number))
+  flip = _coin(seeds[3]) if pp.flip else whole.flip
+  return whole._replace(window=window, flip=flip, size=size)
 
 
-def _coin(seed):
+def _coin(seed: 'tf.Tensor') -> 'tf.Tensor':
   return tf.random.stateless_uniform([], seed) < 0.5
 
 
-def _crop(shape, seed, pp):
+def _crop(
+  shape: 'tf.Tensor', seed: 'tf.Tensor', pp: ml_collections.ConfigDict
+) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Draws a window of the original, and its size in the image resized first."""
   seeds = tf.random.experimental.stateless_split(seed, 3)
   side = tf.gather(sorted(pp.crop_sides), _index(seeds[0], len(pp.crop_sides)))
@@ -152,7 +164,7 @@ def _crop(shape, seed, pp):
   return tf.cast(window, tf.int32), tf.cast(size, tf.int32)
 
 
-def place(image, canvas: tuple[int, int]) -> dict:
+def place(image: 'tf.Tensor', canvas: tuple[int, int]) -> dict[str, 'tf.Tensor']:
   """Puts an image [h, w, C] on a canvas.
 
   Returns a dict of `image`, [height, width, C], and `real`, bool [height, width],
@@ -162,16 +174,17 @@ def place(image, canvas: tuple[int, int]) -> dict:
   return {'image': pad(image, canvas), 'real': pad(real, canvas)}
 
 
-def pad(x, canvas: tuple[int, int], axis: int = 0):
+def pad(x: 'tf.Tensor', canvas: tuple[int, int], axis: int = 0) -> 'tf.Tensor':
   """Puts images or masks at the upper left of a canvas of zeros.
 
   The axes `axis` and `axis + 1` of `x` are height and width.
   """
-  missing = [[0, side - tf.shape(x)[axis + i]] for i, side in enumerate(canvas)]
+  padding = [[0, 0]] * x.shape.rank
+  for i, side in enumerate(canvas, axis):
+    padding[i] = [0, side - tf.shape(x)[i]]
   tf.debugging.assert_non_negative(
-    missing,
+    padding,
     'an image has another size than in its annotations: correct them, or have the '
     'images checked (config.broken_images)',
   )
-  rest = x.shape.rank - axis - 2
-  return tf.pad(x, [[0, 0]] * axis + missing + [[0, 0]] * rest)
+  return tf.pad(x, padding)

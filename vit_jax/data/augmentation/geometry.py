@@ -10,8 +10,10 @@ Positions are (y, x) from the upper left, as in TFDS: an image of height h exten
 from 0 to h, and the centre of its first pixel is at 0.5.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import ml_collections
 import numpy as np
 
 from vit_jax.data.augmentation import resizing
@@ -29,17 +31,17 @@ class Geometry(NamedTuple):
   shape: Any  # int32 [2], height and width of the original in pixels.
   window: Any  # (y, x, height, width) of the crop in the original, int32 [4].
   flip: Any  # bool, whether to mirror left and right.
-  angle: Any  # To rotate the result counter-clockwise, radians, float32; or None.
+  angle: Any  # Rotates the result counter-clockwise, radians, float32; or None.
   # (height, width) of the result: two ints; or int32 [2], and then no angle.
   size: Any
 
 
-def crop_size(pp) -> tuple[int, int]:
+def crop_size(pp: ml_collections.ConfigDict) -> tuple[int, int]:
   """Returns `config.pp.crop` as (height, width) in pixels."""
   return (pp.crop,) * 2 if isinstance(pp.crop, int) else tuple(pp.crop)
 
 
-def whole(shape, size) -> Geometry:
+def whole(shape: 'tf.Tensor', size: Any) -> Geometry:
   """Returns the geometry that resizes the whole image, of a shape [2] or [3]."""
   shape = tf.convert_to_tensor(shape, tf.int32)[:2]
   size = size if tf.is_tensor(size) else tuple(size)
@@ -47,7 +49,9 @@ def whole(shape, size) -> Geometry:
   return Geometry(shape, window, tf.constant(False), None, size)
 
 
-def sample(shape, seed, pp) -> Geometry:
+def sample(
+  shape: 'tf.Tensor', seed: 'tf.Tensor', pp: ml_collections.ConfigDict
+) -> Geometry:
   """Draws the geometry of a training image.
 
   The crop is an Inception crop (arXiv 1409.4842, section 6) of TensorFlow's sizes: the
@@ -90,7 +94,9 @@ def sample(shape, seed, pp) -> Geometry:
   return geometry
 
 
-def _similar(shape, seed, crop_area):
+def _similar(
+  shape: 'tf.Tensor', seed: 'tf.Tensor', crop_area: Sequence[float]
+) -> 'tf.Tensor':
   """Draws a crop with the aspect ratio of the image."""
   draws = tf.random.stateless_uniform([3], seed)
   least, greatest = crop_area
@@ -99,7 +105,7 @@ def _similar(shape, seed, crop_area):
   return _place(shape, size, draws[1:])
 
 
-def _place(shape, size, draws):
+def _place(shape: 'tf.Tensor', size: Any, draws: 'tf.Tensor') -> 'tf.Tensor':
   """Returns the window of a size, at a position by draws from [0, 1)."""
   free = tf.cast(shape, tf.float32) - tf.cast(size, tf.float32)
   begin = tf.cast(draws * (free + 1), tf.int32)
@@ -107,8 +113,11 @@ def _place(shape, size, draws):
 
 
 def fit(
-  image, geometry: Geometry, interpolation: str = 'bilinear', antialias: bool = False
-):
+  image: 'tf.Tensor',
+  geometry: Geometry,
+  interpolation: str = 'bilinear',
+  antialias: bool = False,
+) -> 'tf.Tensor':
   """Mirrors, resizes and rotates a cropped image [crop height, crop width, C].
 
   Returns float32 [*geometry.size, C]; uint8 images are scaled to [-1, 1]. Pixels
@@ -125,12 +134,16 @@ def fit(
   return image
 
 
-def to_boxes(boxes, geometry: Geometry):
+def to_boxes(boxes: 'tf.Tensor', geometry: Geometry) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Applies a geometry to boxes.
 
-  Boxes are float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS. Returns
-  them clipped to the new image, upright around rotated boxes; and bool [n], False for
-  boxes outside the new image.
+  Args:
+    boxes: float32 [n, 4], normalised (ymin, xmin, ymax, xmax) as in TFDS.
+    geometry: the geometry.
+
+  Returns:
+    The boxes, clipped to the new image, upright around rotated boxes; and bool [n],
+    False for boxes outside the new image.
   """
   boxes = tf.convert_to_tensor(boxes, tf.float32)
   begin, extent = tf.unstack(tf.reshape(tf.cast(geometry.window, tf.float32), [2, 2]))
@@ -140,7 +153,7 @@ def to_boxes(boxes, geometry: Geometry):
   y, x = corners[..., 0], corners[..., 1]  # [n, 2] each
   x = tf.where(geometry.flip, 1 - tf.reverse(x, [1]), x)
   size = tf.cast(geometry.size, tf.float32)
-  kept = _visible(y, x, size)
+  is_visible = _visible(y, x, size)
   if geometry.angle is not None:
     # In pixels from the centre, where axes have the same unit.
     y = tf.gather((y - 0.5) * size[0], [0, 0, 1, 1], axis=1)  # [n, 4 corners]
@@ -148,23 +161,23 @@ def to_boxes(boxes, geometry: Geometry):
     cos, sin = tf.cos(geometry.angle), tf.sin(geometry.angle)
     y, x = cos * y - sin * x, sin * y + cos * x
     y, x = _range(y / size[0] + 0.5), _range(x / size[1] + 0.5)
-    kept &= _visible(y, x, size)
-  return tf.reshape(tf.stack([y, x], axis=-1), [-1, 4]), kept
+    is_visible &= _visible(y, x, size)
+  return tf.reshape(tf.stack([y, x], axis=-1), [-1, 4]), is_visible
 
 
-def _range(values):
+def _range(values: 'tf.Tensor') -> 'tf.Tensor':
   """Returns minimum and maximum of values [n, 4], clipped to [0, 1]: [n, 2]."""
   ends = tf.reduce_min(values, axis=1), tf.reduce_max(values, axis=1)
   return tf.clip_by_value(tf.stack(ends, axis=1), 0.0, 1.0)
 
 
-def _visible(y, x, size):
-  """Returns which boxes [n, 2], [n, 2] have a visible height and width."""
+def _visible(y: 'tf.Tensor', x: 'tf.Tensor', size: Any) -> 'tf.Tensor':
+  """Returns bool [n]: whether boxes from y[:, 0] to y[:, 1], and so in x, are visible."""
   height, width = (y[:, 1] - y[:, 0]) * size[0], (x[:, 1] - x[:, 0]) * size[1]
   return (height > _NOTHING) & (width > _NOTHING)
 
 
-def to_masks(masks, geometry: Geometry):
+def to_masks(masks: 'tf.Tensor', geometry: Geometry) -> 'tf.Tensor':
   """Applies a geometry to masks, with nearest-neighbour interpolation.
 
   Masks are uint8 or bool [n, *geometry.shape], and become [n, *geometry.size]; 0
@@ -182,7 +195,7 @@ def to_masks(masks, geometry: Geometry):
   return tf.cast(pixels[..., 0], masks.dtype)
 
 
-def rotation(angle, height, width):
+def rotation(angle: 'tf.Tensor', height: int, width: int) -> 'tf.Tensor':
   """Returns the transform that rotates an image about its centre, float32 [8].
 
   It maps indices of a new pixel to those of the old one, as
@@ -195,11 +208,13 @@ def rotation(angle, height, width):
   return tf.stack([cos, -sin, dx, sin, cos, dy, 0.0, 0.0])
 
 
-def _flip(pixels, geometry, axis):
+def _flip(pixels: 'tf.Tensor', geometry: Geometry, axis: int) -> 'tf.Tensor':
   return tf.cond(geometry.flip, lambda: tf.reverse(pixels, [axis]), lambda: pixels)
 
 
-def _turn(batch, geometry, interpolation, fill_mode):
+def _turn(
+  batch: 'tf.Tensor', geometry: Geometry, interpolation: str, fill_mode: str
+) -> 'tf.Tensor':
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=batch,  # [n, *geometry.size, C]
     transforms=rotation(geometry.angle, *geometry.size)[None],

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 
-def check(mixup: float, cutmix: float, batch: int):
+def check(mixup: float, cutmix: float, batch: int) -> None:
   """Raises ValueError if a batch of one example is to be mixed."""
   for key, value in (('mixup', mixup), ('cutmix', cutmix)):
     if value and batch < 2:
@@ -23,7 +23,9 @@ def check(mixup: float, cutmix: float, batch: int):
       )
 
 
-def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
+def mix(
+  batch: Mapping[str, jax.Array], rng: jax.Array, mixup: float, cutmix: float
+) -> dict[str, jax.Array]:
   """Mixes a batch, before it is split into micro-batches.
 
   Mixup draws a ~ Beta(mixup, mixup) and weights an image by max(a, 1 - a) and
@@ -40,34 +42,33 @@ def mix(batch: Mapping, rng, mixup: float, cutmix: float) -> dict:
   check(mixup, cutmix, batch['image'].shape[0])
   if not mixup and not cutmix:
     return dict(batch)
-  which, rng_mixup, rng_cutmix = jax.random.split(rng, 3)
+  rng_method, rng_mixup, rng_cutmix = jax.random.split(rng, 3)
   height, width = batch['image'].shape[1:3]
   if mixup:
     share = jax.random.beta(rng_mixup, mixup, mixup)
-    kept = jnp.maximum(share, 1 - share)
-    pixels = jnp.full((height, width), kept)
+    label_weight = jnp.maximum(share, 1 - share)
+    pixel_weights = jnp.full((height, width), label_weight)
   if cutmix:
-    cut_pixels = _outside_of_box(rng_cutmix, cutmix, height, width)  # [H, W]
-    cut_kept = cut_pixels.mean()
+    cutmix_weights = _outside_of_box(rng_cutmix, cutmix, height, width)  # [H, W]
   if mixup and cutmix:
-    cut = jax.random.bernoulli(which)
-    pixels = jnp.where(cut, cut_pixels, pixels)
-    kept = jnp.where(cut, cut_kept, kept)
+    is_cutmix = jax.random.bernoulli(rng_method)
+    pixel_weights = jnp.where(is_cutmix, cutmix_weights, pixel_weights)
+    label_weight = jnp.where(is_cutmix, cutmix_weights.mean(), label_weight)
   elif cutmix:
-    pixels, kept = cut_pixels, cut_kept
+    pixel_weights, label_weight = cutmix_weights, cutmix_weights.mean()
   return {
     **batch,
-    'image': _blend(batch['image'], pixels[..., None]),
-    'label': _blend(batch['label'], kept),
+    'image': _blend(batch['image'], pixel_weights[..., None]),
+    'label': _blend(batch['label'], label_weight),
   }
 
 
-def _blend(rows, share):
-  """Averages rows with weight `share` (one, or per pixel) and their partners."""
-  return share * rows + (1 - share) * jnp.roll(rows, 1, axis=0)
+def _blend(rows: jax.Array, weight: jax.Array) -> jax.Array:
+  """Averages rows, of this weight (one, or per pixel), and their partners."""
+  return weight * rows + (1 - weight) * jnp.roll(rows, 1, axis=0)
 
 
-def _outside_of_box(rng, p, height, width):
+def _outside_of_box(rng: jax.Array, p: float, height: int, width: int) -> jax.Array:
   """Returns 1 outside a random box and 0 inside, float32 [H, W]."""
   rng_share, *rngs = jax.random.split(rng, 3)
   side = jnp.sqrt(1 - jax.random.beta(rng_share, p, p))

@@ -5,8 +5,10 @@ determines their random numbers. Images are uint8 for RandAugment, whose operati
 defined on 256 values, and float32 in [-1, 1] for the others.
 """
 
+from collections.abc import Callable, Iterable
 import functools
 import math
+from typing import Any
 
 from vit_jax.data.augmentation import geometry
 from vit_jax.data.images import images
@@ -19,7 +21,7 @@ _ATTEMPTS = 10  # Rectangles that random erasing draws before it gives up.
 # --- The operations of RandAugment, each on uint8 [h, w, C] -------------------
 
 
-def autocontrast(image):
+def autocontrast(image: 'tf.Tensor') -> 'tf.Tensor':
   """Stretches each channel to 0..255, as PIL.ImageOps.autocontrast does."""
   low = tf.cast(tf.reduce_min(image, [0, 1]), tf.float64)[:, None]  # [C, 1]
   high = tf.cast(tf.reduce_max(image, [0, 1]), tf.float64)[:, None]
@@ -29,7 +31,7 @@ def autocontrast(image):
   return _look_up(tf.where(high > low, table, values), _index(image), image)
 
 
-def equalize(image):
+def equalize(image: 'tf.Tensor') -> 'tf.Tensor':
   """Spreads the values of each channel evenly, as PIL.ImageOps.equalize."""
   index = _index(image)
   channels = image.shape[2]
@@ -43,7 +45,7 @@ def equalize(image):
   return _look_up(tf.where(step > 0, table, tf.range(256)), index, image)
 
 
-def _index(image):
+def _index(image: 'tf.Tensor') -> 'tf.Tensor':
   """Returns the place of each value in a table [C, 256]: int32 [h, w * C]."""
   # Each row of pixels is flattened: TensorFlow is slow on dimensions of size 3.
   height, width, channels = image.shape
@@ -51,52 +53,52 @@ def _index(image):
   return values + tf.tile(tf.range(channels) * 256, [width])
 
 
-def _look_up(table, index, image):
+def _look_up(table: 'tf.Tensor', index: 'tf.Tensor', image: 'tf.Tensor') -> 'tf.Tensor':
   table = tf.cast(tf.reshape(table, [-1]), tf.uint8)
   return tf.reshape(tf.gather(table, index), image.shape)
 
 
-def invert(image):
+def invert(image: 'tf.Tensor') -> 'tf.Tensor':
   """Makes a negative: PIL.ImageOps.invert."""
   return tf.bitwise.invert(image)
 
 
-def posterize(image, bits: int):
+def posterize(image: 'tf.Tensor', bits: int) -> 'tf.Tensor':
   """Keeps the highest `bits` (1 to 8) of each value: PIL.ImageOps.posterize."""
   return tf.bitwise.bitwise_and(image, tf.constant(256 - 2 ** (8 - bits), 'uint8'))
 
 
-def solarize(image, threshold: int):
+def solarize(image: 'tf.Tensor', threshold: int) -> 'tf.Tensor':
   """Inverts values of `threshold` (0 to 255) or more: PIL.ImageOps.solarize."""
   bright = tf.cast(image >= threshold, tf.uint8)
   return tf.bitwise.bitwise_xor(image, 255 * bright)
 
 
-def solarize_add(image, addition: int):
+def solarize_add(image: 'tf.Tensor', addition: int) -> 'tf.Tensor':
   """Adds `addition` to values below 128, up to 255."""
   dark = tf.cast(image < 128, tf.uint8)
   return image + dark * tf.minimum(255 - image, min(addition, 255))
 
 
-def color(image, factor: float):
+def color(image: 'tf.Tensor', factor: float) -> 'tf.Tensor':
   """Blends with the grey image, as PIL.ImageEnhance.Color does."""
   if image.shape[-1] == 1:
     return tf.identity(image)
   return _blend(tf.cast(images.to_grey(image), tf.float32), image, factor)
 
 
-def contrast(image, factor: float):
+def contrast(image: 'tf.Tensor', factor: float) -> 'tf.Tensor':
   """Blends with the grey min(255, h * w // 256), see `randaugment`."""
   height, width, _ = image.shape
   return _blend(float(min(255, height * width // 256)), image, factor)
 
 
-def brightness(image, factor: float):
+def brightness(image: 'tf.Tensor', factor: float) -> 'tf.Tensor':
   """Multiplies by `factor`, up to 255, as PIL.ImageEnhance.Brightness does."""
   return _blend(0.0, image, factor)
 
 
-def sharpness(image, factor: float):
+def sharpness(image: 'tf.Tensor', factor: float) -> 'tf.Tensor':
   """Blends with a smoothed image, as PIL.ImageEnhance.Sharpness does.
 
   Each pixel, except the outermost, becomes the mean of 3 x 3 pixels, with a weight of
@@ -114,24 +116,26 @@ def sharpness(image, factor: float):
   return tf.concat([image[:1], middle, image[-1:]], axis=0)
 
 
-def _blend(start, image, factor):
+def _blend(start: Any, image: 'tf.Tensor', factor: Any) -> 'tf.Tensor':
   """Interpolates (or extrapolates) from `start` (float32) to `image`."""
   values = start + factor * (tf.cast(image, tf.float32) - start)
   return tf.cast(tf.clip_by_value(values, 0.0, 255.0), tf.uint8)
 
 
-def rotate(image, degrees):
+def rotate(image: 'tf.Tensor', degrees: 'tf.Tensor') -> 'tf.Tensor':
   """Rotates about the centre, counter-clockwise."""
   angle = degrees * (math.pi / 180)
   return _move(image, geometry.rotation(angle, *image.shape[:2]))
 
 
-def _mover(place):
+def _mover(position: int) -> Callable[['tf.Tensor', Any], 'tf.Tensor']:
   """Makes a function (image, value) that sets one value of the transform."""
-  same = [1, 0, 0, 0, 1, 0, 0, 0]
+  identity = [1, 0, 0, 0, 1, 0, 0, 0]
 
-  def move(image, value):
-    return _move(image, tf.stack([*same[:place], value, *same[place + 1 :]]))
+  def move(image: 'tf.Tensor', value: Any) -> 'tf.Tensor':
+    transform: list[Any] = list(identity)
+    transform[position] = value
+    return _move(image, tf.stack(transform))
 
   return move
 
@@ -141,7 +145,7 @@ shear_y = _mover(3)  # Takes column x from y + level x.
 translate_x, translate_y = _mover(2), _mover(5)  # To the left, and up.
 
 
-def _move(image, transform):
+def _move(image: 'tf.Tensor', transform: 'tf.Tensor') -> 'tf.Tensor':
   """Applies `transform` [8] with nearest-neighbour interpolation."""
   return tf.raw_ops.ImageProjectiveTransformV3(
     images=image[None],
@@ -153,7 +157,7 @@ def _move(image, transform):
   )[0]
 
 
-def cutout(image, seed, half: int):
+def cutout(image: 'tf.Tensor', seed: 'tf.Tensor', half: int) -> 'tf.Tensor':
   """Fills a square of side 2 `half` about a random pixel (arXiv 1708.04552)."""
   size = tf.constant([*image.shape[:2]], tf.float32)
   middle = tf.floor(tf.random.stateless_uniform([2], seed) * size)
@@ -162,7 +166,7 @@ def cutout(image, seed, half: int):
   return image * (1 - hole) + _FILL * hole
 
 
-def _rectangle(image, begin, extent):
+def _rectangle(image: 'tf.Tensor', begin: 'tf.Tensor', extent: Any) -> 'tf.Tensor':
   """Returns bool [h, w, C], True in a rectangle; (y, x) are whole floats."""
   height, width, channels = image.shape
   y = tf.range(height, dtype=tf.float32) - begin[0]
@@ -174,33 +178,41 @@ def _rectangle(image, begin, extent):
 # --- RandAugment --------------------------------------------------------------
 
 
-def _posterize_bits(magnitude):
+# Function of (image, magnitude, seed).
+Operation = Callable[['tf.Tensor', int, 'tf.Tensor'], 'tf.Tensor']
+
+
+def _posterize_bits(magnitude: int) -> int:
   # big_vision shifts in uint8, by 7 bits at most: 0 bits mean 1, and so do more
   # than 8 bits, for which the shift is negative and wraps round.
   return 8 - min((8 - int(magnitude / 10 * 4)) % 256, 7)
 
 
-def _factor(magnitude):
+def _factor(magnitude: int) -> float:
   return magnitude / 10 * 1.8 + 0.1  # .1 at magnitude 0, 1 at 5, 1.9 at 10.
 
 
-def _by(function, level):
+def _by(function: Callable, level: Callable[[int], Any]) -> Operation:
   """Makes an operation that takes level(magnitude) as its argument."""
-  return lambda image, magnitude, seed: function(image, level(magnitude))
+
+  def apply(image: 'tf.Tensor', magnitude: int, seed: 'tf.Tensor') -> 'tf.Tensor':
+    return function(image, level(magnitude))
+
+  return apply
 
 
-def _either_way(function, unit):
+def _either_way(function: Callable, unit: float) -> Operation:
   """Makes an operation by `unit` times the magnitude, with a random sign."""
 
-  def apply(image, magnitude, seed):
+  def apply(image: 'tf.Tensor', magnitude: int, seed: 'tf.Tensor') -> 'tf.Tensor':
     sign = tf.random.stateless_uniform([], seed, 0, 2, tf.int32) * 2 - 1
     return function(image, tf.cast(sign, tf.float32) * (unit * magnitude))
 
   return apply
 
 
-# Functions of (image, magnitude, seed), in the order of their numbers.
-OPERATIONS = {
+# In the order of their numbers.
+OPERATIONS: dict[str, Operation] = {
   'AutoContrast': lambda image, magnitude, seed: autocontrast(image),
   'Equalize': lambda image, magnitude, seed: equalize(image),
   'Invert': lambda image, magnitude, seed: invert(image),
@@ -220,7 +232,9 @@ OPERATIONS = {
 }
 
 
-def randaugment(image, seed, layers: int, magnitude: int):
+def randaugment(
+  image: 'tf.Tensor', seed: 'tf.Tensor', layers: int, magnitude: int
+) -> 'tf.Tensor':
   """Applies RandAugment as in the training of the ViTs of arXiv 2106.10270.
 
   Each layer applies one of the 16 OPERATIONS, all equally likely (arXiv
@@ -258,7 +272,9 @@ def randaugment(image, seed, layers: int, magnitude: int):
   return image
 
 
-def _choose(number, functions, *args):
+def _choose(
+  number: 'tf.Tensor', functions: Iterable[Callable], *args: Any
+) -> 'tf.Tensor':
   """Calls function `number` of the functions."""
   return tf.switch_case(number, [functools.partial(f, *args) for f in functions])
 
@@ -266,7 +282,13 @@ def _choose(number, functions, *args):
 # --- Colours and holes, on float32 [h, w, C] in [-1, 1] -----------------------
 
 
-def color_jitter(image, seed, brightness, contrast, saturation):
+def color_jitter(
+  image: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  brightness: float,
+  contrast: float,
+  saturation: float,
+) -> 'tf.Tensor':
   """Changes brightness, contrast and saturation, in random order.
 
   The strengths are defined as in torchvision's ColorJitter: each factor is uniform in
@@ -275,16 +297,16 @@ def color_jitter(image, seed, brightness, contrast, saturation):
   of the image, and results are clipped.
   """
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
-  kinds = (
-    (lambda image: -1.0, brightness),  # Black.
-    (lambda image: tf.reduce_mean(_grey(image)), contrast),
-    (_grey, saturation),
+  changes = (
+    (_black, brightness, seeds[0]),
+    (_mean_grey, contrast, seeds[1]),
+    (_grey, saturation, seeds[2]),
   )
   steps = []
-  for own, (start, strength) in zip(tf.unstack(seeds[:3]), kinds):
+  for start, strength, factor_seed in changes:
     if strength:
       low, high = max(0.0, 1.0 - strength), 1.0 + strength
-      factor = tf.random.stateless_uniform([], own, low, high)
+      factor = tf.random.stateless_uniform([], factor_seed, low, high)
       steps.append(functools.partial(_towards, start, factor))
   order = tf.random.experimental.stateless_shuffle(tf.range(len(steps)), seeds[3])
   for turn in range(len(steps)):
@@ -292,19 +314,36 @@ def color_jitter(image, seed, brightness, contrast, saturation):
   return image
 
 
-def _towards(start, factor, image):
-  start = start(image)
-  return tf.clip_by_value(start + factor * (image - start), -1.0, 1.0)
+def _black(image: 'tf.Tensor') -> float:
+  return -1.0
 
 
-def _grey(image):
+def _mean_grey(image: 'tf.Tensor') -> 'tf.Tensor':
+  return tf.reduce_mean(_grey(image))
+
+
+def _towards(
+  start: Callable[['tf.Tensor'], Any], factor: 'tf.Tensor', image: 'tf.Tensor'
+) -> 'tf.Tensor':
+  """Interpolates (or extrapolates) from start(image) to the image."""
+  values = start(image)
+  return tf.clip_by_value(values + factor * (image - values), -1.0, 1.0)
+
+
+def _grey(image: 'tf.Tensor') -> 'tf.Tensor':
   """Returns the luma of ITU-R 601, float32 [h, w, 1]."""
   if image.shape[-1] == 1:
     return image
   return tf.tensordot(image, tf.constant([0.299, 0.587, 0.114]), 1)[..., None]
 
 
-def random_erasing(image, seed, probability, area=(0.02, 1 / 3), ratio=(0.3, 3.3)):
+def random_erasing(
+  image: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  probability: float,
+  area: tuple[float, float] = (0.02, 1 / 3),
+  ratio: tuple[float, float] = (0.3, 3.3),
+) -> 'tf.Tensor':
   """Erases a random rectangle that lies within the image.
 
   Random Erasing (arXiv 1708.04896), with the defaults of torchvision and timm.

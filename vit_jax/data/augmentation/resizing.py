@@ -1,12 +1,19 @@
 """Resizes and crops images as TensorFlow, Pillow or torchvision do."""
 
+from typing import Any
+
 from vit_jax.data.lazy import tf
 
 # Names of `config.pp.interpolation` -> those of tf.image.resize.
 _METHODS = {'bilinear': 'bilinear', 'bicubic': 'bicubic', 'lanczos': 'lanczos3'}
 
 
-def resize(image, size, interpolation: str = 'bilinear', antialias: bool = False):
+def resize(
+  image: 'tf.Tensor',
+  size: Any,
+  interpolation: str = 'bilinear',
+  antialias: bool = False,
+) -> 'tf.Tensor':
   """Resizes a float32 image [height, width, C], with values from -1 to 1.
 
   Args:
@@ -23,7 +30,7 @@ def resize(image, size, interpolation: str = 'bilinear', antialias: bool = False
   return tf.clip_by_value(levels, 0, 255) / 127.5 - 1
 
 
-def by_short_side(shape, side: int, truncate: bool = False):
+def by_short_side(shape: 'tf.Tensor', side: int, truncate: bool = False) -> 'tf.Tensor':
   """Returns the size, int32 [2], of an image whose shorter side is resized to `side`.
 
   `shape` is height and width, int [2]. The longer side is rounded as in the original,
@@ -36,7 +43,7 @@ def by_short_side(shape, side: int, truncate: bool = False):
   return tf.cast(tf.round(shape * (side / tf.reduce_min(shape))), tf.int32)
 
 
-def covering(shape, size):
+def covering(shape: 'tf.Tensor', size: Any) -> 'tf.Tensor':
   """Returns the size, int32 [2], of an image resized to cover `size`, int32 [2].
 
   `shape` is height and width, int [2]; its ratio is kept.
@@ -45,7 +52,9 @@ def covering(shape, size):
   return tf.cast(tf.round(shape / tf.reduce_min(shape / size)), tf.int32)
 
 
-def crop_centre(image, size: tuple[int, int], rounding: str = 'down'):
+def crop_centre(
+  image: 'tf.Tensor', size: tuple[int, int], rounding: str = 'down'
+) -> 'tf.Tensor':
   """Crops the centre of an image [height, width, C]; pads what is smaller with zeros.
 
   `size` is height and width, and `rounding` as in `config.pp.crop_rounding`.

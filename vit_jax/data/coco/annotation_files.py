@@ -123,19 +123,23 @@ class Annotations(NamedTuple):
     """Number of objects of each image, int64 [n]."""
     return np.bincount(self.image, minlength=len(self.files))
 
-  def select(self, kept: np.ndarray) -> 'Annotations':
-    """Returns the annotations of the objects with these numbers, or where bool [m]."""
-    names = ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines')
-    columns = {name: getattr(self, name) for name in names}
-    return self._replace(**{k: x[kept] for k, x in columns.items() if x is not None})
+  def select(self, selection: np.ndarray) -> 'Annotations':
+    """Returns the annotations of some objects: their numbers, or a mask bool [m]."""
+    columns = {}
+    for name in ('ids', 'image', 'label', 'boxes', 'area', 'crowd', 'outlines'):
+      column = getattr(self, name)
+      if column is not None:
+        columns[name] = column[selection]
+    return self._replace(**columns)
 
   def digest(self) -> str:
     """Returns a hash of everything but the path of the file."""
-    lists = self.files, self.classes, self.segments, map(str, self.stuff)
-    names = '\0'.join(name for x in lists for name in (*x, ''))
-    arrays = (x for x in self[:-1] if isinstance(x, np.ndarray))
+    names = []
+    for values in (self.files, self.classes, self.segments, map(str, self.stuff)):
+      names += [*values, '']
+    arrays = [x for x in self[:-1] if isinstance(x, np.ndarray)]
     outlines = () if self.outlines is None else self.outlines
-    return files.digest([names.encode(), *arrays, *outlines])
+    return files.digest(['\0'.join(names).encode(), *arrays, *outlines])
 
 
 def read(path: str, kind: str = 'instances') -> Annotations:
@@ -148,41 +152,50 @@ def read(path: str, kind: str = 'instances') -> Annotations:
 
 
 @functools.lru_cache(maxsize=2)  # Files of a training and a test split.
-def _read(path, kind, stamp):
+def _read(path: str, kind: str, stamp: Any) -> Annotations:
   del stamp  # A key of the cache.
   name = 'panoptic' if kind == 'panoptic' else 'instances'
-  needed = " and the 'segmentation' of each object" * (kind == 'outlines')
-  content = parse(path, _KINDS[kind], name, needed)
+  requirement = " and the 'segmentation' of each object" if kind == 'outlines' else ''
+  content: Any = parse(path, _KINDS[kind], name, requirement)
   image_ids = _unique(path, 'images', content.images, 'id')
-  files = _unique(path, 'images', content.images, 'file_name').tolist()
   categories = _classes(path, content.categories)
   category_ids = np.array([category.id for category in categories], np.int64)
-  classes = tuple(category.name for category in categories)
-  objects, segments, outlines = content.annotations, (), None
+  objects: Sequence[Any] = content.annotations
+  segments: Sequence[str] = ()
   if kind == 'panoptic':
-    objects, owners, segments = _flat(path, content, image_ids)
+    objects, image, segments = _flat(path, content, image_ids)
     # The id of a segment is its colour, which segments of other images may share.
     ids = np.array([x.id for x in objects], np.int64)
   else:
     ids = _unique(path, 'annotations', objects, 'id')
-    owners = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
-  label = _numbers(path, objects, ids, 'category_id', category_ids, 'categories')
+    image = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
   boxes = [x.bbox if x.bbox and len(x.bbox) == 4 else 4 * [np.nan] for x in objects]
   boxes = np.array(boxes, np.float64).reshape(-1, 4)  # None becomes NaN.
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
+  outlines = None
   if kind == 'outlines':
     outlines = np.array([bytes(x.segmentation) for x in objects], object)
-  sizes = np.array([(x.height, x.width) for x in content.images])
-  crowd = np.array([bool(x.iscrowd) for x in objects], bool)
-  stuff = tuple(i for i, category in enumerate(categories) if not category.isthing)
-  images = path, image_ids, files, sizes, classes
-  columns = ids, owners, label, boxes, area.astype(np.float32), crowd
-  found = Annotations(*images, *columns, segments, stuff, outlines)
-  return found.select(np.argsort(owners, kind='stable'))
+  annotations = Annotations(
+    path=path,
+    image_ids=image_ids,
+    files=_unique(path, 'images', content.images, 'file_name').tolist(),
+    sizes=np.array([(x.height, x.width) for x in content.images]),
+    classes=tuple(category.name for category in categories),
+    ids=ids,
+    image=image,
+    label=_numbers(path, objects, ids, 'category_id', category_ids, 'categories'),
+    boxes=boxes,
+    area=area.astype(np.float32),
+    crowd=np.array([bool(x.iscrowd) for x in objects], bool),
+    segments=segments,
+    stuff=tuple(i for i, category in enumerate(categories) if not category.isthing),
+    outlines=outlines,
+  )
+  return annotations.select(np.argsort(image, kind='stable'))
 
 
-def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
+def parse(path: str, kind: type[_T], name: str, requirement: str = '') -> _T:
   """Returns the content of a file like COCO's files of a name, a msgspec.Struct."""
   content = image_files.read_file(path)
   try:
@@ -195,7 +208,7 @@ def parse(path: str, kind: type[_T], name: str, needed: str = '') -> _T:
   except ValueError as e:
     raise ValueError(
       f"'{path}' is not a COCO annotation file: {str(e).replace('`$.', '`')}; use a "
-      f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{needed} "
+      f"JSON file like COCO's {name}_*.json, with 'images' and 'annotations'{requirement} "
       '(https://cocodataset.org/#format-data)'
     ) from e
 
@@ -231,44 +244,54 @@ def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:
   return classes
 
 
-def _flat(path, content, image_ids):
+def _flat(
+  path: str, content: Any, image_ids: np.ndarray
+) -> tuple[list[_Segment], np.ndarray, list[str]]:
   """Returns the segments of all images, the image of each, and the PNGs."""
   rows = content.annotations
   ids = _unique(path, 'annotations', rows, 'image_id')
-  owners = _numbers(path, rows, ids, 'image_id', image_ids, 'images')
-  segments = [''] * len(image_ids)
-  for row, owner in zip(rows, owners.tolist()):
-    segments[owner] = row.file_name
-  if '' in segments:
+  image_of_row = _numbers(path, rows, ids, 'image_id', image_ids, 'images')
+  pngs = [''] * len(image_ids)
+  for row, image in zip(rows, image_of_row.tolist()):
+    pngs[image] = row.file_name
+  if '' in pngs:
     raise ValueError(
-      f"'{path}': image {image_ids[segments.index('')]} has no annotation: add "
+      f"'{path}': image {image_ids[pngs.index('')]} has no annotation: add "
       'its segments, or remove the image'
     )
-  objects = list(itertools.chain(*(row.segments_info for row in rows)))
-  return objects, np.repeat(owners, [len(row.segments_info) for row in rows]), segments
+  segments = list(itertools.chain(*(row.segments_info for row in rows)))
+  counts = [len(row.segments_info) for row in rows]
+  return segments, np.repeat(image_of_row, counts), pngs
 
 
-def _unique(path, group, items, name) -> np.ndarray:
+def _unique(path: str, group: str, items: Sequence[Any], name: str) -> np.ndarray:
   """Returns the values of a key, [n], which must differ."""
   values = [getattr(item, name) for item in items]
-  twice = [value for value, n in collections.Counter(values).items() if n > 1]
-  if twice:
+  repeated = [value for value, n in collections.Counter(values).items() if n > 1]
+  if repeated:
     raise ValueError(
-      f"'{path}': several {group} have the same '{name}': {twice[:SHOWN]}; make "
+      f"'{path}': several {group} have the same '{name}': {repeated[:SHOWN]}; make "
       'them unique'
     )
   return np.array(values, object if 'name' in name else np.int64)
 
 
-def _numbers(path, objects, ids, name, known, group) -> np.ndarray:
-  """Returns the place of each object's image or category among the known ids."""
-  places = {number: i for i, number in enumerate(known.tolist())}
+def _numbers(
+  path: str,
+  objects: Sequence[Any],
+  ids: np.ndarray,
+  name: str,
+  known_ids: np.ndarray,
+  group: str,
+) -> np.ndarray:
+  """Returns the position of each object's image or category among the known ids."""
+  positions = {number: i for i, number in enumerate(known_ids.tolist())}
   values = [getattr(x, name) for x in objects]
-  unknown = [i for i, value in enumerate(values) if value not in places]
+  unknown = [i for i, value in enumerate(values) if value not in positions]
   if unknown:
-    shown = [f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]]
+    examples = [f'annotation {ids[i]}: {name} {values[i]}' for i in unknown[:SHOWN]]
     raise ValueError(
       f"'{path}': {len(unknown):,} annotations have an {name} that '{group}' does "
-      f'not list ({", ".join(shown)}): add it, or remove the annotations'
+      f'not list ({", ".join(examples)}): add it, or remove the annotations'
     )
-  return np.array([places[value] for value in values], np.int64)
+  return np.array([positions[value] for value in values], np.int64)

@@ -34,9 +34,9 @@ def exists(root: str, split: str) -> bool:
 def lines(root: str, base: str) -> list[manifest_files.Line]:
   """Returns the images of a split with their captions, as lines of a manifest."""
   place = layout.find(root, base, FEATURE)
-  found = annotation_files.parse(place.path, _File, 'captions')
-  texts = {image.id: [] for image in found.images}
-  for annotation in found.annotations:
+  content = annotation_files.parse(place.path, _File, 'captions')
+  texts: dict[int, list[str]] = {image.id: [] for image in content.images}
+  for annotation in content.annotations:
     if annotation.image_id not in texts:
       raise ValueError(
         f"'{place.path}': image_id {annotation.image_id} of the caption "
@@ -44,21 +44,17 @@ def lines(root: str, base: str) -> list[manifest_files.Line]:
         'the caption'
       )
     texts[annotation.image_id].append(annotation.caption.strip())
-  images = [image for image in found.images if texts[image.id]]
+  images = [image for image in content.images if texts[image.id]]
   if not images:
     raise ValueError(f"'{place.path}' has no captions: add some")
-  if len(images) < len(found.images):
-    lost = len(found.images) - len(images)
-    images_ = console.counted(lost, 'image')
-    console.say(f"Left out {images_} of '{place.path}' without a caption.")
+  if len(images) < len(content.images):
+    without_caption = console.counted(len(content.images) - len(images), 'image')
+    console.say(f"Left out {without_caption} of '{place.path}' without a caption.")
   files = [image.file_name for image in images]
-  where = layout.folder_of(place.path, place.folders, files)
-  return [
-    manifest_files.Line(
-      place.path,
-      f' image {image.id}',
-      where,
-      {'image': image.file_name, FEATURE: texts[image.id]},
-    )
-    for image in images
-  ]
+  folder = layout.folder_of(place.path, place.folders, files)
+  lines = []
+  for image in images:
+    values = {'image': image.file_name, FEATURE: texts[image.id]}
+    origin = f' image {image.id}'
+    lines.append(manifest_files.Line(place.path, origin, folder, values))
+  return lines

@@ -32,10 +32,10 @@ _SPLIT = r'(?:train|validation|valid|val|test)(?:\d{4})?'
 class Place(NamedTuple):
   """Where a split is stored."""
 
-  path: str  # Of the annotation file.
-  name: str  # Of the split there, 'train2017'.
-  folders: tuple[str, ...]  # That may hold its images.
-  segments: tuple[str, ...] = ()  # That may hold its PNGs of segments.
+  path: str  # Path of the annotation file.
+  name: str  # Name of the split there, such as 'train2017'.
+  folders: tuple[str, ...]  # Folders that may hold its images.
+  segments: tuple[str, ...] = ()  # Folders that may hold its PNGs of segments.
 
 
 def exists(root: str, split: str) -> bool:
@@ -57,78 +57,87 @@ def kind_of_segments(root: str, split: str) -> str:
 
 def splits(root: str) -> list[str]:
   """Returns the names of the splits of a folder that have boxes."""
-  files = _listed(os.path.join(root, 'annotations'))
-  matches = [re.fullmatch(f'instances_({_SPLIT})\\.json', file) for file in files]
-  found = {match[1] for match in matches if match}
-  for name in _listed(root):
-    if re.fullmatch(_SPLIT, name) and _has(root, name, _ROBOFLOW):
-      found.add(name)
-  return sorted(found)
+  names = set()
+  for file in _list_folder(os.path.join(root, 'annotations')):
+    if match := re.fullmatch(f'instances_({_SPLIT})\\.json', file):
+      names.add(match[1])
+  for name in _list_folder(root):
+    if re.fullmatch(_SPLIT, name) and _exists(root, name, _ROBOFLOW):
+      names.add(name)
+  return sorted(names)
 
 
 def find(root: str, base: str, kind: str = 'instances') -> Place:
   """Finds the file of a split: 'instances', 'outlines', 'panoptic' or 'captions'."""
-  found = _find(root, base, 'instances' if kind == 'outlines' else kind)
-  if found is None:
-    there = [f'annotations/{x}' for x in _listed(os.path.join(root, 'annotations'))]
+  place = _find(root, base, 'instances' if kind == 'outlines' else kind)
+  if place is None:
+    files = _list_folder(os.path.join(root, 'annotations'))
+    available = sorted(f'annotations/{file}' for file in files)
     segments = 'segments are annotations/panoptic_<split>.json and its PNGs'
     raise FileNotFoundError(
       f"folder '{root}' has no annotations of split '{base}': "
-      f'{segments if kind == "panoptic" else _LAYOUT}; it has {sorted(there)[:10]} '
+      f'{segments if kind == "panoptic" else _LAYOUT}; it has {available[:10]} '
       '(config.dataset, config.pp.train, config.pp.test, config.evals)'
     )
-  return found
+  return place
 
 
 def folder_of(path: str, folders: Sequence[str], files: Sequence[str]) -> str:
   """Returns the folder that holds the images of an annotation file."""
-  probed = files[:: max(1, len(files) // 5)]
-  for where in folders:
-    if any(_has(where, name) for name in probed):
-      return where
+  probes = files[:: max(1, len(files) // 5)]
+  for folder in folders:
+    if any(_exists(folder, name) for name in probes):
+      return folder
   raise FileNotFoundError(
     f"'{path}' lists images such as '{files[0]}', which are in none of "
-    f'{[where.rstrip("/") for where in folders]}: put the images of the split there'
+    f'{[folder.rstrip("/") for folder in folders]}: put the images of the split there'
   )
 
 
-def _find(root, base, kind) -> Place | None:
-  where = os.path.join(root, 'annotations')
-  files = sorted(_listed(where))
-  others = slices.VALIDATION if base in ('test', *slices.VALIDATION) else ()
-  for name in dict.fromkeys((base, *others)):
+def _find(root: str, base: str, kind: str) -> Place | None:
+  """Returns the place of a split; None if there is none."""
+  folder = os.path.join(root, 'annotations')
+  files = sorted(_list_folder(folder))
+  other_names = slices.VALIDATION if base in ('test', *slices.VALIDATION) else ()
+  for name in dict.fromkeys((base, *other_names)):
     pattern = rf'{kind}_({re.escape(name)}(\d{{4}})?)\.json'
-    found = [match[1] for match in (re.fullmatch(pattern, x) for x in files) if match]
-    if len(found) > 1:
+    matches = [re.fullmatch(pattern, file) for file in files]
+    names = [match[1] for match in matches if match]
+    if len(names) > 1:
       raise ValueError(
-        f"'{where}' has {kind} of split '{name}' for several years: use one of {found} "
-        '(config.pp.train, config.pp.test)'
+        f"'{folder}' has {kind} of split '{name}' for several years: use one of "
+        f'{names} (config.pp.train, config.pp.test)'
       )
-    if found:
-      return _in_annotations(root, kind, found[0])
-    if kind == 'instances' and _has(root, name, _ROBOFLOW):
-      top = os.path.join(root, name)
-      return Place(os.path.join(top, _ROBOFLOW), name, (top,))
+    if names:
+      return _in_annotations(root, kind, names[0])
+    if kind == 'instances' and _exists(root, name, _ROBOFLOW):
+      folder_of_split = os.path.join(root, name)
+      path = os.path.join(folder_of_split, _ROBOFLOW)
+      return Place(path, name, (folder_of_split,))
   return None
 
 
-def _in_annotations(root, kind, name) -> Place:
-  plain = name.rstrip('0123456789')
-  inside = name, plain, f'images/{name}', f'images/{plain}', 'images', ''
+def _in_annotations(root: str, kind: str, name: str) -> Place:
+  """Returns the place of a split of COCO's layout."""
+  without_year = name.rstrip('0123456789')
+  folders = dict.fromkeys(
+    (name, without_year, f'images/{name}', f'images/{without_year}', 'images', '')
+  )
   segments = f'annotations/panoptic_{name}', f'panoptic_{name}'
   return Place(
     os.path.join(root, 'annotations', f'{kind}_{name}.json'),
     name,
-    tuple(os.path.join(root, x) for x in dict.fromkeys(inside)),
-    tuple(os.path.join(root, x) for x in segments),
+    tuple(os.path.join(root, folder) for folder in folders),
+    tuple(os.path.join(root, folder) for folder in segments),
   )
 
 
-def _has(*parts) -> bool:
-  return tf.io.gfile.exists(os.path.join(*parts))
+def _exists(*path: str) -> bool:
+  return tf.io.gfile.exists(os.path.join(*path))
 
 
-def _listed(where) -> list[str]:
-  if not tf.io.gfile.isdir(where):
+def _list_folder(folder: str) -> list[str]:
+  """Returns the names in a folder; [] if there is no folder."""
+  if not tf.io.gfile.isdir(folder):
     return []
-  return [name.rstrip('/') for name in tf.io.gfile.listdir(where)]
+  return [name.rstrip('/') for name in tf.io.gfile.listdir(folder)]

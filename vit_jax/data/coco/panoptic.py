@@ -12,7 +12,7 @@ from vit_jax.data.lazy import tf
 
 # Data set -> number of its classes of things, which come before those of stuff.
 THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
-_UNITS = (1, 256, 65_536)  # Of red, green and blue.
+_UNITS = (1, 256, 65_536)  # What red, green and blue count.
 _NONE = 2**24  # Greater than the number of any colour.
 
 
@@ -21,13 +21,19 @@ def colours(numbers: np.ndarray) -> np.ndarray:
   return (numbers[..., None] // np.array(_UNITS) % 256).astype(np.uint8)
 
 
-def read(encoded, ids, shape):
+def read(encoded: 'tf.Tensor', ids: 'tf.Tensor', shape: 'tf.Tensor') -> 'tf.Tensor':
   """Reads which of some segments each pixel belongs to, in a TensorFlow graph.
 
-  `encoded` is the content of a panoptic image, a string scalar, and `ids` are the
-  numbers of at most 255 segments, int [n]. Returns uint8 [*shape], i + 1 for pixels
-  of segment `ids[i]`, 0 for all others; InvalidArgumentError for an image of another
-  shape.
+  Args:
+    encoded: content of a panoptic image, a string scalar.
+    ids: numbers of at most 255 segments, int [n].
+    shape: height and width of the image, int [2].
+
+  Returns:
+    uint8 [*shape], i + 1 for pixels of segment `ids[i]`, 0 for all others.
+
+  Raises:
+    InvalidArgumentError: if the panoptic image has another shape.
   """
   pixels = tf.cast(images.decode(encoded, upright=False), tf.int64)
   tf.debugging.assert_equal(
@@ -39,13 +45,13 @@ def read(encoded, ids, shape):
   flat = tf.reshape(pixels, [-1])
   ids = tf.cast(ids, tf.int64)
   order = tf.argsort(ids)
-  known = tf.concat([tf.gather(ids, order), [_NONE]], axis=0)
-  place = tf.searchsorted(known, flat)
-  number = tf.gather(tf.concat([order + 1, [0]], axis=0), place)
-  number = tf.where(tf.gather(known, place) == flat, number, 0)
+  sorted_ids = tf.concat([tf.gather(ids, order), [_NONE]], axis=0)
+  position = tf.searchsorted(sorted_ids, flat)
+  number = tf.gather(tf.concat([order + 1, [0]], axis=0), position)
+  number = tf.where(tf.gather(sorted_ids, position) == flat, number, 0)
   return tf.cast(tf.reshape(number, tf.shape(pixels)), tf.uint8)
 
 
-def resize(numbers, size):
+def resize(numbers: 'tf.Tensor', size: 'tf.Tensor') -> 'tf.Tensor':
   """Resizes a map [h, w] to (height, width), with the nearest numbers."""
   return tf.image.resize(numbers[..., None], size, method='nearest')[..., 0]

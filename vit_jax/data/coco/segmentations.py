@@ -21,7 +21,7 @@ class _Runs(msgspec.Struct):
   counts: str | list[int]
 
 
-# Most pixels of a mask, a byte each, however large an annotation says its image is.
+# Largest number of pixels of a mask, a byte each: an annotation may state any size.
 _MOST_PIXELS = 2**30
 _Polygons = list[Annotated[list[float], msgspec.Meta(min_length=6)]]
 
@@ -32,7 +32,7 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
   return _draw(segmentation, height, width)
 
 
-def _draw(segmentation, height, width):
+def _draw(segmentation: Any, height: int, width: int) -> np.ndarray:
   from faster_coco_eval import mask as coco_mask
 
   if not segmentation:  # No polygons.
@@ -46,21 +46,21 @@ def _draw(segmentation, height, width):
   return coco_mask.decode(runs)
 
 
-def _check(segmentation, height, width):
+def _check(segmentation: Any, height: int, width: int) -> None:
   """Raises ValueError for a segmentation that cannot be drawn."""
   try:
     if height * width > _MOST_PIXELS:
       raise ValueError(f'a mask may have at most {_MOST_PIXELS:,} pixels')
-    found = msgspec.convert(segmentation, _Polygons | _Runs)
-    if isinstance(found, list):
+    parsed = msgspec.convert(segmentation, _Polygons | _Runs)
+    if isinstance(parsed, list):
       # faster_coco_eval does not check polygons, and draws distant ones for hours.
-      for polygon in found:
+      for polygon in parsed:
         # An odd number of coordinates fails here.
         points = np.reshape(polygon, (-1, 2)) / (width, height)
         if not ((points >= -1) & (points <= 2)).all():
           raise ValueError('it reaches beyond the image by more than its size')
-    elif found.size != (height, width):
-      raise ValueError(f'its size is {list(found.size)}')
+    elif parsed.size != (height, width):
+      raise ValueError(f'its size is {list(parsed.size)}')
     else:
       _draw(segmentation, height, width)
   except (ValueError, RuntimeError) as e:
@@ -71,17 +71,18 @@ def _check(segmentation, height, width):
     ) from e
 
 
-def faults(found: annotation_files.Annotations) -> dict[int, str]:
+def faults(annotations: annotation_files.Annotations) -> dict[int, str]:
   """Returns what is wrong with the outlines, if any, by number of the object."""
-  wrong = {}
-  if found.outlines is not None:
-    sizes = found.sizes[found.image].tolist()
-    for i, (outline, size) in enumerate(zip(found.outlines, sizes)):
-      try:
-        _check(msgspec.json.decode(outline), *size)
-      except ValueError as e:
-        wrong[i] = str(e)
-  return wrong
+  faults_by_object: dict[int, str] = {}
+  if annotations.outlines is None:
+    return faults_by_object
+  sizes = annotations.sizes[annotations.image].tolist()
+  for i, (outline, (height, width)) in enumerate(zip(annotations.outlines, sizes)):
+    try:
+      _check(msgspec.json.decode(outline), height, width)
+    except ValueError as e:
+      faults_by_object[i] = str(e)
+  return faults_by_object
 
 
 def encode_image(

@@ -8,10 +8,12 @@ segmentation have 'panoptic_image', see panoptic.py, and 'panoptic_objects/...'.
 Without a panoptic file, segments are painted from the outlines of the objects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from etils import epath
+import ml_collections
 import numpy as np
 
 from vit_jax import console
@@ -25,14 +27,27 @@ SEGMENTS = 'panoptic_image'
 _VALUES = ('bbox', 'label', 'area', 'is_crowd', 'id')
 _OBJECTS = ('image', 'image/id', *(f'objects/{x}' for x in _VALUES))
 _PANOPTIC = (
-  'image', 'image/id', SEGMENTS, *(f'panoptic_objects/{x}' for x in _VALUES)
-)  # fmt: skip
+  'image',
+  'image/id',
+  SEGMENTS,
+  *(f'panoptic_objects/{x}' for x in _VALUES),
+)
 
 
 class AnnotatedSource(records.FolderSource):
   """Images with objects; see the top of this module, and records.FolderSource."""
 
-  def __init__(self, columns, names, max_pixels, *, digest, shapes, segments, stuff):
+  def __init__(
+    self,
+    columns: dict[str, Any],
+    names: dict[str, tuple[str, ...]],
+    max_pixels: int,
+    *,
+    digest: str,
+    shapes: np.ndarray,
+    segments: index_lib.Paths | None,
+    stuff: list[int],
+  ) -> None:
     super().__init__(columns, names, max_pixels)
     self._digest = digest  # Hash of the annotations and the names of the images.
     self._shapes = shapes  # Heights and widths.
@@ -42,175 +57,224 @@ class AnnotatedSource(records.FolderSource):
   def fingerprint(self) -> dict:
     return {**records.Source.fingerprint(self), 'annotations': self._digest}
 
-  def shapes(self):
+  def shapes(self) -> np.ndarray:
     return self._shapes
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     record = super().read(record)
     if SEGMENTS not in record:
       return record
     if self._segments is not None:
       segments = tf.io.read_file(record[SEGMENTS])
     else:
-      paint = segmentations.paint
-      segments = image_files.in_python(paint, record[SEGMENTS], tf.string, [])
+      segments = image_files.in_python(
+        segmentations.paint, record[SEGMENTS], tf.string, []
+      )
     return {**record, SEGMENTS: segments}
 
-  def store(self, workdir):
+  def store(self, workdir: epath.PathLike) -> None:
     super().store(workdir)
     if self._segments is not None:
       self._segments.store(workdir)
 
 
 def open_split(
-  config, root: str, split: str, features: Sequence[str], class_names=None, workdir=None
+  config: ml_collections.ConfigDict,
+  root: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None = None,
+  workdir: epath.PathLike | None = None,
 ) -> AnnotatedSource:
   """Opens a split of a folder laid out as in layout.py; see sources.open_split."""
   available, kind = _OBJECTS, 'instances'
   if any(name.startswith('panoptic') for name in features):
     available, kind = _PANOPTIC, layout.kind_of_segments(root, split)
-  where = f"split '{split}' of folder '{root}'"
-  wanted = records.resolve(features, available, where)
+  origin = f"split '{split}' of folder '{root}'"
+  names = records.resolve(features, available, origin)
   parts = open_parts(root, split, kind, config.broken_boxes, class_names)
-  usable, kept = _check_images(config, root, split, parts, workdir)
-  classes = parts[0].found.classes if class_names is None else class_names
-  columns = {name: usable.get('image') for name in wanted}
+  paths, usable_rows = _check_images(config, root, split, parts, workdir)
+  first = parts[0].annotations
+  classes = first.classes if class_names is None else class_names
+  columns = {name: paths.get('image') for name in names}
   for name in columns.keys() - {'image'}:
     column = tf.concat([part.column(name, classes) for part in parts], 0)
-    columns[name] = tf.gather(column, kept)
-  first = parts[0].found
-  numbers = records.class_numbers(first.path, first.classes, classes)
-  hashes = [part.found.digest().encode() for part in parts]
+    columns[name] = tf.gather(column, usable_rows)
+  class_numbers = records.class_numbers(first.path, first.classes, classes)
+  hashes = [part.annotations.digest().encode() for part in parts]
+  rows = [part.rows for part in parts]
   return AnnotatedSource(
     columns,
-    {name: tuple(classes) for name in wanted if name.endswith('/label')},
+    {name: tuple(classes) for name in names if name.endswith('/label')},
     config.max_image_pixels,
-    digest=files.digest([*hashes, *(part.rows for part in parts), kept]),
-    shapes=_sizes(parts)[kept],
-    segments=usable.get(SEGMENTS),
-    stuff=numbers[list(first.stuff)].tolist(),
+    digest=files.digest([*hashes, *rows, usable_rows]),
+    shapes=_sizes(parts)[usable_rows],
+    segments=paths.get(SEGMENTS),
+    stuff=class_numbers[list(first.stuff)].tolist(),
   )
 
 
-def _sizes(parts):
-  return np.concatenate([part.found.sizes[part.rows] for part in parts])
+def _sizes(parts: Sequence['Part']) -> np.ndarray:
+  return np.concatenate([part.annotations.sizes[part.rows] for part in parts])
 
 
 class Part(NamedTuple):
-  """A part of a split: its annotations, checked, and the images taken."""
+  """A part of a split: its annotations, checked, and which of its images belong to it."""
 
-  found: annotation_files.Annotations
+  annotations: annotation_files.Annotations
   shares: np.ndarray  # float32 [m, 4], see box_checks.check.
-  paths: dict[str, list[str]]  # Paths of the images taken, by feature.
-  rows: np.ndarray  # int64, numbers of the images taken, in order.
+  paths: dict[str, list[str]]  # Paths of the images, by feature.
+  rows: np.ndarray  # int64, numbers of the images in the annotations, in order.
 
-  def column(self, name, classes):
-    """Returns a feature of the images taken; labels count `classes`."""
-    found = self.found
+  def column(self, name: str, classes: Sequence[str]) -> 'tf.Tensor':
+    """Returns a feature of the images; labels count `classes`."""
+    annotations = self.annotations
     if name == SEGMENTS:
       return self._segments()
     if name == 'image/id':
-      return tf.constant(found.image_ids[self.rows])
-    ids = found.ids
-    if found.outlines is not None and name.startswith('panoptic'):
+      return tf.constant(annotations.image_ids[self.rows])
+    ids = annotations.ids
+    if annotations.outlines is not None and name.startswith('panoptic'):
       # As `segmentations.paint` numbers the objects of each image.
-      ids = np.concatenate([np.arange(n) + 1 for n in found.counts])
-    table = records.class_numbers(found.path, found.classes, classes)
+      ids = np.concatenate([np.arange(n) + 1 for n in annotations.counts])
+    table = records.class_numbers(annotations.path, annotations.classes, classes)
     values = {
       'bbox': self.shares,
-      'label': table[found.label],
-      'area': found.area,
-      'is_crowd': found.crowd,
+      'label': table[annotations.label],
+      'area': annotations.area,
+      'is_crowd': annotations.crowd,
       'id': ids,
     }[name.split('/')[-1]]
-    ragged = tf.RaggedTensor.from_row_lengths(values, found.counts)
+    ragged = tf.RaggedTensor.from_row_lengths(values, annotations.counts)
     return tf.gather(ragged, self.rows)
 
-  def _segments(self):
-    """Returns paths of PNGs, or the objects to paint for each image taken."""
+  def _segments(self) -> 'tf.Tensor':
+    """Returns paths of PNGs, or the objects to paint for each image."""
     if SEGMENTS in self.paths:
       return tf.constant(self.paths[SEGMENTS])
-    found, ends = self.found, np.cumsum(self.found.counts)
-    objects = [
-      (*found.sizes[i], zip(found.ids[a:b], found.outlines[a:b]))
-      for i, a, b in zip(self.rows, (ends - found.counts)[self.rows], ends[self.rows])
-    ]
-    return tf.constant([segmentations.encode_image(*x) for x in objects])
+    annotations = self.annotations
+    ends = np.cumsum(annotations.counts)
+    starts = ends - annotations.counts
+    images = []
+    for i in self.rows:
+      height, width = annotations.sizes[i]
+      objects = slice(starts[i], ends[i])
+      outlines = zip(annotations.ids[objects], annotations.outlines[objects])
+      images.append(segmentations.encode_image(height, width, outlines))
+    return tf.constant(images)
 
 
 def open_parts(
-  root: str, split: str, kind: str, broken_boxes: str, class_names=None
+  root: str,
+  split: str,
+  kind: str,
+  broken_boxes: str,
+  class_names: Sequence[str] | None = None,
 ) -> list[Part]:
   """Reads the annotations, see annotation_files.read, on all processes."""
-  parts = []
+  parts: list[Part] = []
 
-  def read():
+  def read() -> None:
     for base, instruction in slices.parts(split):
       part = _open_part(root, base, instruction, kind, broken_boxes)
       parts.append(part)
-      expected = class_names or parts[0].found.classes
-      records.class_numbers(part.found.path, part.found.classes, expected)
+      annotations = part.annotations
+      expected = class_names or parts[0].annotations.classes
+      records.class_numbers(annotations.path, annotations.classes, expected)
 
-  what = f"the annotations of '{root}', split '{split}'"
-  processes.attempt(f'reading {what}', read)
-  processes.agree(what, {'hashes': [part.found.digest() for part in parts]})
+  description = f"the annotations of '{root}', split '{split}'"
+  processes.attempt(f'reading {description}', read)
+  hashes = [part.annotations.digest() for part in parts]
+  processes.agree(description, {'hashes': hashes})
   return parts
 
 
-def _open_part(root, base, instruction, kind, broken_boxes) -> Part:
+def _open_part(
+  root: str, base: str, instruction: Any, kind: str, broken_boxes: str
+) -> Part:
   """Reads and checks the annotations of a part of a split."""
   place = layout.find(root, base, kind)
   if not place.name.startswith(base):
     console.say(f"Split '{base}' of '{root}' is '{place.path}'.")
-  found, shares = box_checks.check(
-    annotation_files.read(place.path, kind), broken_boxes
-  )
-  order = index_lib.hash_order(f'/{name}' for name in found.files)
+  annotations = annotation_files.read(place.path, kind)
+  annotations, shares = box_checks.check(annotations, broken_boxes)
+  order = index_lib.hash_order(f'/{name}' for name in annotations.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}
-  for name, folders, names in (
-    ('image', place.folders, found.files),
-    (SEGMENTS, place.segments, found.segments),
+  for feature, folders, names in (
+    ('image', place.folders, annotations.files),
+    (SEGMENTS, place.segments, annotations.segments),
   ):
     if names:
-      where = layout.folder_of(place.path, folders, names)
-      paths[name] = [os.path.join(where, names[i]) for i in rows]
-  return Part(found, shares, paths, rows)
+      folder = layout.folder_of(place.path, folders, names)
+      paths[feature] = [os.path.join(folder, names[i]) for i in rows]
+  return Part(annotations, shares, paths, rows)
 
 
-def open_index(root, split, parts=None, feature='image', workdir=None):
+def open_index(
+  root: str,
+  split: str,
+  parts: list[Part] | None = None,
+  feature: str = 'image',
+  workdir: epath.PathLike | None = None,
+) -> tuple[index_lib.Index, Callable[[bytes, int], str]]:
   """Returns the index of the images of a split, and a function to check an image.
 
-  The function takes (path, max_pixels) and returns why the image is broken or of
-  another size than in its annotations, or ''. `parts` is the result of open_parts,
-  and `feature` is 'image' or SEGMENTS.
+  Args:
+    root: the folder.
+    split: the split.
+    parts: result of `open_parts`.
+    feature: 'image' or SEGMENTS.
+    workdir: see checking.open_listed.
+
+  Returns:
+    The index, and a function (path, max_pixels) -> why the image is broken or of
+    another size than in its annotations, or ''.
   """
   parts = parts or open_parts(root, split, 'instances', 'clip')
-  ending = {'image': 'coco', SEGMENTS: 'segments'}[feature]
-  listed = [path for part in parts for path in part.paths[feature]]
-  index = checking.open_listed(root, split, ending, listed, workdir)
+  name = {'image': 'coco', SEGMENTS: 'segments'}[feature]
+  paths = []
+  for part in parts:
+    paths += part.paths[feature]
+  index = checking.open_listed(root, split, name, paths, workdir)
   # All images of the files, so that slices share results.
-  every = [np.column_stack([p.found.image_ids, p.found.sizes]) for p in parts]
-  index.check_anew('sizes', files.digest(every))
-  expected = dict(zip(index.paths(index.order), _sizes(parts)))
+  sizes = [
+    np.column_stack([part.annotations.image_ids, part.annotations.sizes])
+    for part in parts
+  ]
+  index.check_anew('sizes', files.digest(sizes))
+  expected_sizes = dict(zip(index.paths(index.order), _sizes(parts)))
 
-  def why(path, max_pixels):
-    return images.why_broken(path, max_pixels, expected[path])
+  def why_broken(path: bytes, max_pixels: int) -> str:
+    return images.why_broken(path, max_pixels, expected_sizes[path])
 
-  return index, why
+  return index, why_broken
 
 
-def _check_images(config, root, split, parts, workdir):
+def _check_images(
+  config: ml_collections.ConfigDict,
+  root: str,
+  split: str,
+  parts: list[Part],
+  workdir: epath.PathLike | None,
+) -> tuple[dict[str, index_lib.Paths], np.ndarray]:
   """Returns the images usable with all their features, by feature, and their numbers."""
-  indices, fine = {}, []
-  where, keys = f'{root}/{split}', (config.broken_images, config.max_image_pixels)
+  indices, masks = {}, []
   for feature in parts[0].paths:
-    index, why = open_index(root, split, parts, feature, workdir)
-    views = [(index, index.order)]
-    found = checking.usable(views, where, *keys, workdir=workdir, why=why)
-    [(_, rows)] = found.parts
-    fine.append(np.isin(index.order, rows))
+    index, why_broken = open_index(root, split, parts, feature, workdir)
+    usable = checking.usable(
+      [(index, index.order)],
+      f'{root}/{split}',
+      config.broken_images,
+      config.max_image_pixels,
+      workdir=workdir,
+      why=why_broken,
+    )
+    [(_, rows)] = usable.parts
+    masks.append(np.isin(index.order, rows))
     indices[feature] = index
-  kept = np.logical_and.reduce(fine)
-  paths = {k: index_lib.Paths([(x, x.order[kept])]) for k, x in indices.items()}
-  return paths, np.flatnonzero(kept)
+  mask = np.logical_and.reduce(masks)
+  paths = {}
+  for feature, index in indices.items():
+    paths[feature] = index_lib.Paths([(index, index.order[mask])])
+  return paths, np.flatnonzero(mask)

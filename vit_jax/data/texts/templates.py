@@ -25,17 +25,41 @@ a photo of the small {}.
 """
 # Completes "a ... photo of a {}." and "a ... photo of the {}.".
 _PHOTOS = (
-  'bad', 'low resolution', 'cropped', 'bright', 'clean', 'dirty', 'dark', 'cool',
-  'close-up', 'black and white', 'pixelated', 'jpeg corrupted', 'blurry', 'good',
-  'large', 'small', 'nice', 'weird', '',
-)  # fmt: skip
-# Of these, in "a photo of a ... {}." instead.
+  'bad',
+  'low resolution',
+  'cropped',
+  'bright',
+  'clean',
+  'dirty',
+  'dark',
+  'cool',
+  'close-up',
+  'black and white',
+  'pixelated',
+  'jpeg corrupted',
+  'blurry',
+  'good',
+  'large',
+  'small',
+  'nice',
+  'weird',
+  '',
+)
+# Adjectives that complete "a photo of a ... {}." instead.
 _OF = ('clean', 'dirty', 'cool', 'large', 'small', 'nice', 'weird')
 _PICTURES = (
-  'a sculpture of', 'a rendering of', 'graffiti of', 'a tattoo of',
-  'a drawing of', 'a painting of', 'a doodle of', 'a sketch of',
-  'a rendition of', 'art of', 'itap of',
-)  # fmt: skip
+  'a sculpture of',
+  'a rendering of',
+  'graffiti of',
+  'a tattoo of',
+  'a drawing of',
+  'a painting of',
+  'a doodle of',
+  'a sketch of',
+  'a rendition of',
+  'art of',
+  'itap of',
+)
 _MADE_OF = ('embroidered', 'plastic', 'origami', 'toy', 'cartoon', 'plushie')
 _OTHERS = """
 a photo of many {}.
@@ -49,22 +73,25 @@ itap of my {}.
 """
 
 
-def _photo(kind, article):
+def _photo(kind: str, article: str) -> str:
   if kind in _OF:
     return f'a photo of {article} {kind} {{}}.'
   return f'a {kind} photo of {article} {{}}.'.replace('  ', ' ')
 
 
-_BOTH = ('a', 'the')
-TEMPLATES = {
-  'short': tuple(_SHORT.strip().splitlines()),
-  'full': (
-    *(_photo(kind, article) for kind in _PHOTOS for article in _BOTH),
-    *(f'{kind} {article} {{}}.' for kind in _PICTURES for article in _BOTH),
-    *(f'{article} {kind} {{}}.' for kind in _MADE_OF for article in _BOTH),
-    *_OTHERS.strip().splitlines(),
-  ),
-}
+def _full() -> tuple[str, ...]:
+  """Returns the 80 templates of CLIP's paper."""
+  templates = []
+  for kind in _PHOTOS:
+    templates += [_photo(kind, 'a'), _photo(kind, 'the')]
+  for picture in _PICTURES:
+    templates += [f'{picture} a {{}}.', f'{picture} the {{}}.']
+  for material in _MADE_OF:
+    templates += [f'a {material} {{}}.', f'the {material} {{}}.']
+  return (*templates, *_OTHERS.strip().splitlines())
+
+
+TEMPLATES = {'short': tuple(_SHORT.strip().splitlines()), 'full': _full()}
 
 
 def get(name: str) -> tuple[str, ...]:
@@ -75,40 +102,52 @@ def get(name: str) -> tuple[str, ...]:
   """
   if name in TEMPLATES:
     return TEMPLATES[name]
-  found = [name]
+  templates = [name]
   if '{' not in name and os.path.splitext(name)[1]:
-    found = lines(name, 'templates')
-  for template in found:
+    templates = lines(name, 'templates')
+  for template in templates:
     if template.count('{}') != 1:
       raise ValueError(
         f"templates='{name}': the template '{template}' needs one {{}} for the name "
         f'of a class: use {", ".join(TEMPLATES)}, a template such as "a photo of a '
         '{}", or a file with one per line (--config.task_options.templates)'
       )
-  return tuple(found)
+  return tuple(templates)
 
 
-def lines(path: str, what: str) -> list[str]:
-  """Returns the non-empty lines of a text file; `what` names the argument.
+def lines(path: str, argument: str) -> list[str]:
+  """Returns the non-empty lines of a text file.
 
-  FileNotFoundError if there is no such file, ValueError if it has no lines.
+  Args:
+    path: the file.
+    argument: name of the argument, for errors.
+
+  Raises:
+    FileNotFoundError: if there is no such file.
+    ValueError: if it has no lines.
   """
   if not tf.io.gfile.exists(path):
-    raise FileNotFoundError(f"{what}='{path}' does not exist: pass a file")
-  lines = text_files.lines(image_files.read_file(path), path)
-  texts = [line.strip() for line in lines if line.strip()]
+    raise FileNotFoundError(f"{argument}='{path}' does not exist: pass a file")
+  content = image_files.read_file(path)
+  texts = []
+  for line in text_files.lines(content, path):
+    if text := line.strip():
+      texts.append(text)
   if not texts:
-    raise ValueError(f"{what}='{path}' has no lines: write one string per line")
+    raise ValueError(f"{argument}='{path}' has no lines: write one string per line")
   return texts
 
 
-def listed(words: str, what: str) -> list[str]:
+def listed(value: str, argument: str) -> list[str]:
   """Returns strings given as 'a;b;c', or as a file with one per line."""
-  if ';' not in words and tf.io.gfile.exists(words):
-    return lines(words, what)
-  return [word.strip() for word in words.split(';') if word.strip()]
+  if ';' not in value and tf.io.gfile.exists(value):
+    return lines(value, argument)
+  return [text.strip() for text in value.split(';') if text.strip()]
 
 
 def fill(names: Sequence[str], templates: Sequence[str]) -> list[str]:
   """Returns each of n names in each of m templates, n * m strings, name by name."""
-  return [t.replace('{}', name) for name in names for t in templates]
+  texts = []
+  for name in names:
+    texts += [template.replace('{}', name) for template in templates]
+  return texts

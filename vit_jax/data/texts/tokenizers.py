@@ -22,14 +22,14 @@ A vocabulary may be local, at gs:// or https://, or on the Hugging Face Hub.
 
 import abc
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import contextlib
 import dataclasses
 import json
 import math
 import re
 import string
-from typing import ClassVar
+from typing import Any, ClassVar
 import unicodedata
 
 from etils import epath
@@ -46,15 +46,15 @@ SPECIAL = ('[PAD]', '[UNK]', '[CLS]', '[SEP]', '[MASK]')
 # Files next to a tokenizer.json on Hugging Face that name special tokens.
 _CONFIGS = ('tokenizer_config.json', 'special_tokens_map.json')
 _START, _END = '<|startoftext|>', '<|endoftext|>'
-# What tensorflow_text splits words at and keeps: punctuation and Chinese characters.
-_KEPT = (
+# Tokens of their own in tensorflow_text: punctuation and Chinese characters.
+_ISOLATED = (
   r'[!-/:-@\[-`{-~\p{P}\u3400-\u4DBF\u4E00-\u9FFF\uF900-\uFAFF'
   '\U00020000-\U0002a6df\U0002a700-\U0002ceaf\U0002f800-\U0002fa1f]'
 )
-# Most bytes of a vocabulary. The one of Gemma, of 256,000 tokens, has 2**25.
+# Largest number of bytes of a vocabulary. Gemma's, of 256,000 tokens, has 2**25.
 _LARGEST = 2**27
 _MOST_TOKENS, _MOST_GROWTH = 2**24, 100
-_LONGEST = 100  # Letters of a word (bytes in tensorflow_text), else [UNK].
+_LONGEST = 100  # Letters of a word (bytes in tensorflow_text); longer ones are [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 
 
@@ -77,7 +77,7 @@ class Tokenizer(abc.ABC):
   _files: ClassVar[tuple[str, ...]]
   _package: ClassVar[str] = 'tokenizers'
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     if self.max_len < 2:
       raise ValueError(
         f'max_len={self.max_len} must be at least 2, since the tokenizer adds one or '
@@ -94,7 +94,7 @@ class Tokenizer(abc.ABC):
     for name, value in attributes.items():
       object.__setattr__(self, name, value)  # The fields are frozen.
 
-  def __reduce__(self):
+  def __reduce__(self) -> tuple:
     return type(self), (self.vocab_path, self.max_len)
 
   def __call__(self, texts: Sequence[str]) -> np.ndarray:
@@ -102,7 +102,7 @@ class Tokenizer(abc.ABC):
 
     Bytes that are not UTF-8 count as U+FFFD. ValueError for a single string.
     """
-    texts = _listed(texts)
+    texts = _as_list(texts)
     rows = np.full([len(texts), self.max_len], self._padding, np.int32)
     for row, text in zip(rows, texts):
       with self._no_panic(text):
@@ -111,7 +111,7 @@ class Tokenizer(abc.ABC):
     return rows
 
   @contextlib.contextmanager
-  def _no_panic(self, text: str):
+  def _no_panic(self, text: str) -> Iterator[None]:
     """Turns panics of Rust, which are no Exceptions, into a ValueError."""
     try:
       yield
@@ -123,13 +123,16 @@ class Tokenizer(abc.ABC):
         f'{self._kind}'
       ) from e
 
-  def preprocess_tf(self, text):
+  def preprocess_tf(self, text: 'tf.Tensor') -> 'tf.Tensor':
     """Returns the tokens of a string scalar, int32 [max_len], in a TensorFlow graph.
 
     Python computes them, so the graph cannot be exported.
     """
 
-    tokenize = lambda text: self([text])[0]
+    def tokenize(text: Any) -> np.ndarray:
+      [row] = self([text])
+      return row
+
     return image_files.in_python(tokenize, text, tf.int32, [self.max_len])
 
   @property
@@ -142,7 +145,7 @@ class Tokenizer(abc.ABC):
     return self._content
 
   @abc.abstractmethod
-  def _load(self, package, path: epath.Path, content: bytes) -> dict:
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
     """Returns what `_tokens` needs, `_padding`, `_num_tokens`, and the other fields."""
 
   @abc.abstractmethod
@@ -153,8 +156,8 @@ class Tokenizer(abc.ABC):
     """Returns the local path and the content of the vocabulary."""
     try:
       path = self._fetched()
-      with fetch.local_input(path) as here:
-        return path, files.read(here, _LARGEST)
+      with fetch.local_input(path) as local_path:
+        return path, files.read(local_path, _LARGEST)
     except OSError as e:
       raise type(e)(
         f"vocab_path='{self.vocab_path}' cannot be read: {e}; use {self._kind}"
@@ -165,13 +168,11 @@ class Tokenizer(abc.ABC):
     uri = hub.parse(self.vocab_path) if hub.is_at(self.vocab_path) else None
     if uri is None or uri.path_in_repo:
       return fetch.fetch(self.vocab_path)
-    *preferred, last = (
-      dataclasses.replace(uri, path_in_repo=name).to_uri() for name in self._files
-    )
-    for path in preferred:
+    paths = [dataclasses.replace(uri, path_in_repo=x).to_uri() for x in self._files]
+    for path in paths[:-1]:
       with contextlib.suppress(FileNotFoundError):
         return fetch.fetch(path)
-    return fetch.fetch(last)
+    return fetch.fetch(paths[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +195,7 @@ class BertTokenizer(Tokenizer):
   _kind = 'a vocabulary of BERT, one token a line, among them [CLS]'
   _files = ('vocab.txt', 'tokenizer.json')
 
-  def _load(self, package, path, content):
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
     if content.startswith(b'{'):
       content = '\n'.join(_word_pieces(json.loads(content))).encode()
     lines = text_files.lines(content, path)
@@ -204,20 +205,30 @@ class BertTokenizer(Tokenizer):
     model = package.models.WordPiece(
       vocabulary, unk_token='[UNK]', max_input_chars_per_word=_LONGEST
     )
-    words = self._splitter(package)
-    values = {'cls_token': cls, '_padding': 0, '_num_tokens': _count(vocabulary)}
-    return {**values, '_model': model, '_words': words, '_content': content}
+    return {
+      'cls_token': cls,
+      '_padding': 0,
+      '_num_tokens': _count(vocabulary),
+      '_model': model,
+      '_split': self._splitter(package),
+      '_content': content,
+    }
 
-  def _splitter(self, package) -> Callable[[str], list[str]]:
-    words = _words_of_tensorflow_text(package)
-    return lambda text: [
-      word if len(word.encode()) <= _LONGEST else '[UNK]' for word in words(text)
-    ]
+  def _splitter(self, package: Any) -> Callable[[str], list[str]]:
+    """Returns a function that splits a string into words."""
+    split = _words_of_tensorflow_text(package)
 
-  def _tokens(self, text):
-    words = self._words(text)
-    pieces = [x.id for word in words for x in self._model.tokenize(word)]
-    return [self.cls_token, *pieces[: self.max_len - 1]]
+    def split_short(text: str) -> list[str]:
+      words = split(text)
+      return [word if len(word.encode()) <= _LONGEST else '[UNK]' for word in words]
+
+    return split_short
+
+  def _tokens(self, text: str) -> list[int]:
+    tokens = [self.cls_token]
+    for word in self._split(text):
+      tokens += [piece.id for piece in self._model.tokenize(word)]
+    return tokens[: self.max_len]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +238,7 @@ class HuggingFaceBertTokenizer(BertTokenizer):
   Words become lower case without NFKC, so that "℃" and "ﬁ" stay one character.
   """
 
-  def _splitter(self, package):
+  def _splitter(self, package: Any) -> Callable[[str], list[str]]:
     normalizer = package.normalizers.BertNormalizer(lowercase=True)
     return _split_by(package.pre_tokenizers.BertPreTokenizer(), normalizer)
 
@@ -245,15 +256,19 @@ class SentencepieceTokenizer(Tokenizer):
   _files = ('spiece.model',)
   _package = 'sentencepiece'
 
-  def _load(self, package, path, content):
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
     model = package.SentencePieceProcessor(model_proto=content)
     end = model.piece_to_id('</s>')
     if model.id_to_piece(end) != '</s>':  # <unk> if there is none.
       raise ValueError('there is no token </s>')
-    values = {'eos_token': end, '_padding': end, '_num_tokens': model.get_piece_size()}
-    return {**values, '_model': model}
+    return {
+      'eos_token': end,
+      '_padding': end,
+      '_num_tokens': model.get_piece_size(),
+      '_model': model,
+    }
 
-  def _tokens(self, text):
+  def _tokens(self, text: str) -> list[int]:
     return self._model.encode(text)[: self.max_len - 1]
 
 
@@ -266,11 +281,11 @@ class SiglipTokenizer(SentencepieceTokenizer):
   models have 64 tokens.
   """
 
-  def _load(self, package, path, content):
-    found = super()._load(package, path, content)
-    return {**found, '_skipped': len(found['_model'].encode('<unk>'))}
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
+    attributes = super()._load(package, path, content)
+    return {**attributes, '_skipped': len(attributes['_model'].encode('<unk>'))}
 
-  def _tokens(self, text):
+  def _tokens(self, text: str) -> list[int]:
     # As in Hugging Face's: '▁', SentencePiece's space, begins the text, so that white
     # space after it is not stripped. The word in front decides between pieces of
     # equal scores: 'aaa' can be 'a', 'aa' or 'aa', 'a'.
@@ -296,20 +311,24 @@ class ClipTokenizer(Tokenizer):
   _kind = 'the tokenizer.json of a CLIP model on Hugging Face'
   _files = ('tokenizer.json',)
 
-  def _load(self, package, path, content):
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
     tokenizer = _from_json(package, content)
-    padding = _padding_in_configs(path) or (tokenizer.padding or {}).get(
-      'pad_token', _END
-    )
+    stored_padding = (tokenizer.padding or {}).get('pad_token', _END)
+    padding = _padding_in_configs(path) or stored_padding
     start, end, number = _numbers(tokenizer.token_to_id, _START, _END, padding)
     tokenizer.enable_padding(pad_id=number, pad_token=padding)
     content = tokenizer.to_str().encode()  # With the padding.
     tokenizer.no_padding()
-    values = {'eos_token': end, '_start': start, '_padding': number}
-    values['_num_tokens'] = _count(tokenizer.get_vocab())
-    return {**values, '_tokenizer': tokenizer, '_content': content}
+    return {
+      'eos_token': end,
+      '_start': start,
+      '_padding': number,
+      '_num_tokens': _count(tokenizer.get_vocab()),
+      '_tokenizer': tokenizer,
+      '_content': content,
+    }
 
-  def _tokens(self, text):
+  def _tokens(self, text: str) -> list[int]:
     tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
     return [self._start, *tokens[: self.max_len - 2], self.eos_token]
 
@@ -329,18 +348,22 @@ class Siglip2Tokenizer(Tokenizer):
   _kind = 'the tokenizer.json of a SigLIP 2 model on Hugging Face'
   _files = ('tokenizer.json',)
 
-  def _load(self, package, path, content):
+  def _load(self, package: Any, path: epath.Path, content: bytes) -> dict[str, Any]:
     tokenizer = _from_json(package, content)
     end, padding = _numbers(tokenizer.token_to_id, '<eos>', '<pad>')
     tokenizer.no_padding()
-    normalizers = package.normalizers
-    before = [tokenizer.normalizer] if tokenizer.normalizer else []
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *before])
-    count = _count(tokenizer.get_vocab())
-    values = {'eos_token': end, '_padding': padding, '_num_tokens': count}
-    return {**values, '_tokenizer': tokenizer}
+    normalizers = [package.normalizers.Lowercase()]
+    if tokenizer.normalizer:
+      normalizers.append(tokenizer.normalizer)
+    tokenizer.normalizer = package.normalizers.Sequence(normalizers)
+    return {
+      'eos_token': end,
+      '_padding': padding,
+      '_num_tokens': _count(tokenizer.get_vocab()),
+      '_tokenizer': tokenizer,
+    }
 
-  def _tokens(self, text):
+  def _tokens(self, text: str) -> list[int]:
     tokens = self._tokenizer.encode(text, add_special_tokens=False).ids
     return [*tokens[: self.max_len - 1], self.eos_token]
 
@@ -358,9 +381,9 @@ TOKENIZERS = {
 def get_tokenizer(tokenizer_name: str) -> type[Tokenizer]:
   """Returns a class of TOKENIZERS, to be called with vocab_path and max_len."""
   if tokenizer_name not in TOKENIZERS:
-    known = ', '.join(map(repr, TOKENIZERS))
+    names = ', '.join(map(repr, TOKENIZERS))
     raise ValueError(
-      f'tokenizer_name={tokenizer_name!r} is unknown: use one of {known}'
+      f'tokenizer_name={tokenizer_name!r} is unknown: use one of {names}'
     )
   return TOKENIZERS[tokenizer_name]
 
@@ -372,48 +395,65 @@ def word_vocabulary(texts: Iterable[str]) -> list[str]:
   words, then all words by frequency.
   """
   package = console.needed('tokenizers', 'text', 'word_vocabulary')
-  words_of = _words_of_tensorflow_text(package)
-  counts = collections.Counter(
-    word for text in _listed(texts) for word in words_of(text)
-  )
+  split = _words_of_tensorflow_text(package)
+  counts: collections.Counter[str] = collections.Counter()
+  for text in _as_list(texts):
+    counts.update(split(text))
   characters = sorted(set(''.join(counts)))
   inner = [f'##{character}' for character in characters]
   words = sorted(counts, key=lambda word: (-counts[word], word))
-  return [*SPECIAL, *characters, *inner, *(x for x in words if len(x) > 1)]
+  long_words = [word for word in words if len(word) > 1]
+  return [*SPECIAL, *characters, *inner, *long_words]
 
 
-def write_vocabulary(path, vocabulary: Sequence[str]):
+def write_vocabulary(path: epath.PathLike, vocabulary: Sequence[str]) -> None:
   """Writes a vocabulary as BertTokenizer reads it, one token a line."""
   files.write(path, ''.join(f'{token}\n' for token in vocabulary))
 
 
-def _words_of_tensorflow_text(package) -> Callable[[str], list[str]]:
+def _words_of_tensorflow_text(package: Any) -> Callable[[str], list[str]]:
   """Returns the function of tensorflow_text's BertTokenizer that splits a string.
 
   Equal for all characters up to Unicode 12, where its tables end.
   """
-  regex, normalizers = package.Regex, package.normalizers
-  replace = lambda pattern, by: normalizers.Replace(regex(pattern), by)
-  removed = replace(r'\p{Default_Ignorable_Code_Point}', '')
-  accents, control = replace(r'\p{Mn}', ''), replace(r'[\p{Cc}\p{Cf}]', ' ')
-  normalizer = normalizers.Sequence([removed, normalizers.NFD(), accents, control])
-  split = package.pre_tokenizers.Split
-  # White space of ASCII only; NFKC has made spaces of most others.
-  splits = split(regex('[\t\n\f\r ]+'), 'removed'), split(regex(_KEPT), 'isolated')
-  words_of = _split_by(package.pre_tokenizers.Sequence(list(splits)), normalizer)
 
-  def words(text):
+  def replace(pattern: str, replacement: str) -> Any:
+    return package.normalizers.Replace(package.Regex(pattern), replacement)
+
+  def split_at(pattern: str, behavior: str) -> Any:
+    return package.pre_tokenizers.Split(package.Regex(pattern), behavior)
+
+  normalizer = package.normalizers.Sequence(
+    [
+      replace(r'\p{Default_Ignorable_Code_Point}', ''),
+      package.normalizers.NFD(),
+      replace(r'\p{Mn}', ''),  # Accents.
+      replace(r'[\p{Cc}\p{Cf}]', ' '),  # Control characters.
+    ]
+  )
+  splitter = package.pre_tokenizers.Sequence(
+    [
+      # White space of ASCII only; NFKC has made spaces of most others.
+      split_at('[\t\n\f\r ]+', 'removed'),
+      split_at(_ISOLATED, 'isolated'),
+    ]
+  )
+  split = _split_by(splitter, normalizer)
+
+  def split_folded(text: str) -> list[str]:
     for _ in range(2):  # Folding can make characters that NFKC changes.
       text = unicodedata.normalize('NFKC', text).casefold()
-    return words_of(text)
+    return split(text)
 
-  return words
+  return split_folded
 
 
-def _split_by(splitter, normalizer) -> Callable[[str], list[str]]:
-  return lambda text: [
-    word for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
-  ]
+def _split_by(splitter: Any, normalizer: Any) -> Callable[[str], list[str]]:
+  def split(text: str) -> list[str]:
+    normalized = normalizer.normalize_str(text)
+    return [word for word, _ in splitter.pre_tokenize_str(normalized)]
+
+  return split
 
 
 def _word_pieces(fields: dict) -> list[str]:
@@ -436,7 +476,7 @@ def _word_pieces(fields: dict) -> list[str]:
   return tokens
 
 
-def _from_json(package, content):
+def _from_json(package: Any, content: bytes) -> Any:
   """Returns the package's Tokenizer of a tokenizer.json, without truncation."""
   tokenizer = package.Tokenizer.from_buffer(text_files.as_utf8(content))
   count = _count(tokenizer.get_vocab())
@@ -453,7 +493,7 @@ def _from_json(package, content):
   return tokenizer
 
 
-def _growth(normalizer) -> int:
+def _growth(normalizer: Any) -> int:
   """Returns how many times as long a normalizer can make a string."""
   if not isinstance(normalizer, dict):
     return 1
@@ -479,8 +519,8 @@ def _padding_in_configs(path: epath.Path) -> str | None:
   for name in _CONFIGS:
     file = path.parent / name
     if file.exists():
-      with fetch.local_input(file) as here:
-        config = files.read_json(here)
+      with fetch.local_input(file) as local_path:
+        config = files.read_json(local_path)
       token = config.get('pad_token') if isinstance(config, dict) else None
       token = token.get('content') if isinstance(token, dict) else token
       if token and not isinstance(token, str):
@@ -490,7 +530,8 @@ def _padding_in_configs(path: epath.Path) -> str | None:
   return None
 
 
-def _listed(texts) -> list[str]:
+def _as_list(texts: Any) -> list[str]:
+  """Returns texts as a list of strings; ValueError for a single string."""
   if hasattr(texts, 'numpy'):  # A tensor of TensorFlow.
     texts = texts.numpy()
   if isinstance(texts, str | bytes):

@@ -2,9 +2,11 @@
 
 import contextlib
 import io
+from typing import Any
 
 from google.protobuf import json_format
 import jax
+import ml_collections
 
 from vit_jax import console
 from vit_jax.data.lazy import tfds
@@ -15,7 +17,7 @@ from vit_jax.distributed import processes
 PACKAGES = {'cv2': 'opencv-python-headless', 'skimage': 'scikit-image'}
 
 
-def find_builder(config, dataset: str):
+def find_builder(config: ml_collections.ConfigDict, dataset: str) -> Any:
   """Returns the TFDS builder of a data set, which may not be prepared."""
   registry.register(dataset)
   try:
@@ -36,28 +38,33 @@ def find_builder(config, dataset: str):
     ) from e
 
 
-def get_builder(config, dataset: str):
+def get_builder(config: ml_collections.ConfigDict, dataset: str) -> Any:
   """Returns the TFDS builder of a data set, prepared on this machine."""
   builder = find_builder(config, dataset)
+
+  def prepare() -> None:
+    nonlocal builder
+    if not builder.info.splits:  # Another process may have prepared them.
+      builder = find_builder(config, dataset)
+    if not builder.info.splits:
+      builder = _prepare(config, dataset)
+
   # The first process prepares before the others, so that files on a shared disk are
   # made once, and files on separate disks by each process.
   is_first = jax.process_index() == 0
-  for turn in (True, False):
-
-    def prepare(turn=turn):
-      nonlocal builder
-      if not builder.info.splits:  # Another process may have prepared them.
-        builder = find_builder(config, dataset)
-      if is_first == turn and not builder.info.splits:
-        builder = _prepare(config, dataset)
-
-    processes.attempt(f"preparing data set '{dataset}'", prepare)
+  doing = f"preparing data set '{dataset}'"
+  processes.attempt(doing, prepare if is_first else _nothing)
+  processes.attempt(doing, _nothing if is_first else prepare)
   return builder
 
 
-def _prepare(config, dataset):
+def _nothing() -> None:
+  """Takes part in `processes.attempt` without a task."""
+
+
+def _prepare(config: ml_collections.ConfigDict, dataset: str) -> Any:
   # Builders of this package take seconds and need no progress bar.
-  quiet = contextlib.nullcontext()
+  quiet: contextlib.AbstractContextManager = contextlib.nullcontext()
   if registry.register(dataset):
     tfds.disable_progress_bar()
     quiet = contextlib.redirect_stdout(io.StringIO())
@@ -71,28 +78,28 @@ def _prepare(config, dataset):
         download_config=tfds.download.DownloadConfig(manual_dir=config.tfds_manual_dir)
       )
   except Exception as e:
-    faster = find_builder(config, dataset)
-    if faster.info.splits:
-      return faster  # Another machine has prepared it at the same time.
-    package = PACKAGES.get(getattr(e, 'name', None))
-    why = f'it needs `pip install {package}`' if package else e
+    prepared = find_builder(config, dataset)
+    if prepared.info.splits:
+      return prepared  # Another machine has prepared it at the same time.
+    package = PACKAGES.get(getattr(e, 'name', ''))
+    reason = f'it needs `pip install {package}`' if package else e
     raise ValueError(
       f"data set '{dataset}' is not in {builder.data_dir} and could not be "
-      f'prepared: {why} (config.tfds_data_dir: folder of prepared data sets, '
+      f'prepared: {reason} (config.tfds_data_dir: folder of prepared data sets, '
       'config.tfds_manual_dir: folder of files that TFDS cannot download)'
     ) from e
   return builder
 
 
-def how_to_get(config, builder) -> str:
+def how_to_get(config: ml_collections.ConfigDict, builder: Any) -> str:
   """Returns a sentence on how to get a data set that TFDS knows."""
-  by_hand = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
-  if by_hand:
+  instructions = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
+  if instructions:
     root = builder.data_path.parents[builder.info.full_name.count('/')]
     folder = config.tfds_manual_dir or root / 'downloads' / 'manual'
     return (
-      'it must be downloaded by hand: ' + ' '.join(by_hand.split())
-      + f' The manual_dir is {folder} (config.tfds_manual_dir).'
-    )  # fmt: skip
+      f'it must be downloaded by hand: {" ".join(instructions.split())} The manual_dir '
+      f'is {folder} (config.tfds_manual_dir).'
+    )
   size = sum(info.size for info in (builder.url_infos or {}).values())
   return f'TFDS can download it, {console.size(size)}.'

@@ -15,25 +15,26 @@ digits/few10       the same with 10 images a class, in few_0 to few_5;
                    (here with their labels, to judge pseudo-labels by)
 """
 
+from collections.abc import Iterator, Sequence
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow_datasets as tfds
 
-# Builder config -> (images a class, number of draws) of its splits few_<i>.
+# Builder config -> (images per class, number of draws) of its splits few_<i>.
 FEW = {'5to9_few': (5, 3), 'few': (5, 3), 'few10': (10, 6)}
 
 
 @functools.cache
-def load():
+def load() -> Any:
   """Returns scikit-learn's digits, which only preparing a data set needs."""
   from sklearn import datasets
 
   return datasets.load_digits()
 
 
-def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
+def split_indices(classes: Sequence[int] = range(10)) -> dict[str, np.ndarray]:
   """Returns the numbers of training and test images of some classes."""
   target = load().target
   order = np.random.RandomState(0).permutation(len(target))
@@ -45,11 +46,13 @@ def split_indices(classes=range(10)) -> dict[str, np.ndarray]:
 def images() -> np.ndarray:
   """Returns all images, uint8 [n, 8, 8, 1], in the order of scikit-learn."""
   # Grey values 0 to 16 are scaled to 0 to 255.
-  found = load().images * (255 / 16)
-  return found.round().astype(np.uint8)[..., None]
+  values = load().images * (255 / 16)
+  return values.round().astype(np.uint8)[..., None]
 
 
-def info(builder, class_names, **features) -> tfds.core.DatasetInfo:
+def info(
+  builder: Any, class_names: Sequence[str], **features: Any
+) -> tfds.core.DatasetInfo:
   """Returns the metadata of digits with labels and further features."""
   return builder.dataset_info_from_configs(
     description='Handwritten digits, 8x8 grey pixels, from scikit-learn.',
@@ -74,39 +77,39 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     tfds.core.BuilderConfig(name=name) for name in ('all', '0to4', *FEW)
   ]
 
-  def _classes(self):
-    some = {'0to4': range(5), '5to9_few': range(5, 10)}
-    return some.get(self.builder_config.name, range(10))
+  def _classes(self) -> range:
+    ranges = {'0to4': range(5), '5to9_few': range(5, 10)}
+    return ranges.get(self.builder_config.name, range(10))
 
   def _info(self) -> tfds.core.DatasetInfo:
     return info(self, [str(i) for i in self._classes()])
 
-  def _split_generators(self, dl_manager):
+  def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
     del dl_manager  # Nothing to download.
     splits = split_indices(self._classes())
     if self.builder_config.name in FEW:
       splits = self._few(**splits)
     return {name: self._generate_examples(indices) for name, indices in splits.items()}
 
-  def _few(self, train, test):
+  def _few(self, train: np.ndarray, test: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the images of each split, with few labels."""
     name, target = self.builder_config.name, load().target
     shots, draws = FEW[name]
     if name == '5to9_few':
       train = np.concatenate([train, test])
-    by_class = [train[target[train] == c] for c in self._classes()]
-    drawn = [
-      np.concatenate([x[i * shots :][:shots] for x in by_class]) for i in range(draws)
-    ]
-    splits = {f'few_{i}': chosen for i, chosen in enumerate(drawn)}
+    images_by_class = [train[target[train] == c] for c in self._classes()]
+    splits = {}
+    for i in range(draws):
+      shots_by_class = [x[i * shots : (i + 1) * shots] for x in images_by_class]
+      splits[f'few_{i}'] = np.concatenate(shots_by_class)
     if name == '5to9_few':
-      test = np.concatenate([x[draws * shots :] for x in by_class])
+      test = np.concatenate([x[draws * shots :] for x in images_by_class])
     elif name == 'few10':
-      for i, chosen in enumerate(drawn):
-        splits[f'unlabelled_{i}'] = train[~np.isin(train, chosen)]
+      for i in range(draws):
+        splits[f'unlabelled_{i}'] = train[~np.isin(train, splits[f'few_{i}'])]
     return {**splits, 'test': test}
 
-  def _generate_examples(self, indices):
+  def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict]]:
     pixels, target = images(), load().target
     first = self._classes()[0]
     for i in indices:

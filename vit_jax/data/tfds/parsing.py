@@ -6,10 +6,10 @@ sets: 'image' is the image among the supervised keys, or else the first image;
 'label' is likewise a class label or a list of class labels.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 import functools
 import operator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit_jax.data.lazy import tf, tfds
 
@@ -22,29 +22,39 @@ class Feature(NamedTuple):
   class_names: tuple[str, ...] | None  # None if it is not a class label.
 
 
-def features(info) -> dict[str, Feature]:
+def features(info: Any) -> dict[str, Feature]:
   """Returns the features of a tfds.core.DatasetInfo by name, see above."""
-  found = dict(_leaves(info.features, ()))
-  top = {name: found[name] for name in info.features if name in found}
-  ranks = {name: _sequence_rank(info.features[name]) for name in top}
-  images = [n for n, x in top.items() if x.is_image and not ranks[n]]
-  labels = [n for n, x in top.items() if x.class_names is not None and ranks[n] < 2]
+  features = dict(_leaves(info.features, ()))
+  images, labels = [], []
+  for name in info.features:
+    feature = features.get(name)
+    if feature is None:
+      continue
+    rank = _sequence_rank(info.features[name])
+    if feature.is_image and not rank:
+      images.append(name)
+    if feature.class_names is not None and rank < 2:
+      labels.append(name)
   keys = info.supervised_keys or ('image', 'label')
-  chosen = {}
-  for name, key, names in (('image', keys[0], images), ('label', keys[-1], labels)):
-    found.pop(name, None)
-    if names:
-      chosen[name] = top[key if key in names else names[0]]
-  return {**chosen, **found}
+  primary = {}
+  for name, key, candidates in (
+    ('image', keys[0], images),
+    ('label', keys[-1], labels),
+  ):
+    if candidates:
+      primary[name] = features[key if key in candidates else candidates[0]]
+  for name in ('image', 'label'):
+    features.pop(name, None)
+  return {**primary, **features}
 
 
-def _sequence_rank(feature) -> int:
+def _sequence_rank(feature: Any) -> int:
   """Counts the nested sequences that hold a feature."""
   nested = type(feature) is tfds.features.Sequence
   return 1 + _sequence_rank(feature.feature) if nested else 0
 
 
-def _leaves(feature, path):
+def _leaves(feature: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Feature]]:
   """Yields (name, Feature) of a feature of TFDS and the features within it."""
   # Subclasses of these two decode their parts together, so they are leaves.
   if type(feature) is tfds.features.FeaturesDict:
@@ -61,43 +71,43 @@ def _leaves(feature, path):
 
 
 class Reader:
-  """Parses the wanted features of a record; images stay encoded.
+  """Parses some features of a record; images stay encoded.
 
-  `wanted` is a part of what `features` returns. The attributes `features` and `names`
-  are as in records.Source.
+  `features` is a part of the result of the function of this name. The attributes
+  `features` and `names` are as in records.Source.
   """
 
-  def __init__(self, info, wanted: Mapping[str, Feature]):
-    self.features = tuple(wanted)
-    self.names = {
-      name: feature.class_names
-      for name, feature in wanted.items()
-      if feature.class_names is not None
-    }
-    self._paths = {name: feature.path for name, feature in wanted.items()}
-    keys, self._decoders = {}, {}
-    for feature in wanted.values():
+  def __init__(self, info: Any, features: Mapping[str, Feature]) -> None:
+    self.features = tuple(features)
+    self.names: dict[str, tuple[str, ...]] = {}
+    self._paths: dict[str, tuple[str, ...]] = {}
+    self._decoders: dict[str, Any] = {}
+    keys: dict[str, Any] = {}
+    for name, feature in features.items():
+      if feature.class_names is not None:
+        self.names[name] = feature.class_names
+      self._paths[name] = feature.path
       _put(keys, feature.path, True)
       if feature.is_image:
         _put(self._decoders, feature.path, tfds.decode.SkipDecoding())
     self._features = _part(info.features, keys)
 
-  def parse(self, serialized) -> dict:
+  def parse(self, serialized: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     """Parses a serialized record, a string scalar: features by name.
 
     'label' is int64 [L], also for data with one class per image.
     """
     record = self._features.deserialize_example(serialized, decoders=self._decoders)
-    found = {
+    features = {
       name: functools.reduce(operator.getitem, path, record)
       for name, path in self._paths.items()
     }
-    if 'label' in found:
-      found['label'] = tf.reshape(tf.cast(found['label'], tf.int64), [-1])
-    return found
+    if 'label' in features:
+      features['label'] = tf.reshape(tf.cast(features['label'], tf.int64), [-1])
+    return features
 
 
-def _part(feature, keys):
+def _part(feature: Any, keys: Any) -> Any:
   """Selects by nested keys, like tfds.decode.PartialDecoding, which prints warnings."""
   if keys is True:
     return feature
@@ -109,8 +119,8 @@ def _part(feature, keys):
   )
 
 
-def _put(tree, path, leaf):
-  """Puts a leaf into nested dicts, creating them as needed."""
+def _put(tree: dict, path: Sequence[str], leaf: Any) -> None:
+  """Puts a leaf into nested dicts, which are created as needed."""
   for key in path[:-1]:
     tree = tree.setdefault(key, {})
   tree[path[-1]] = leaf

@@ -14,7 +14,8 @@ quarter of the smaller of two boxes lies within the other one. The area of an
 object is the area of its box in `scenes`, and of its segment in `scenes/panoptic`.
 """
 
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -28,9 +29,9 @@ SCENES = {'train': 4_000, 'test': 400}
 SIZE = 128  # Pixels of a side.
 TEXTURES = ('stripes', 'checks', 'dots')
 _SIZES = (24, 120)  # Least and greatest height of a digit in pixels.
-_MOST = 5  # Digits of a scene.
+_MOST = 5  # Largest number of digits in a scene.
 _OVERLAP = 1 / 4  # Greatest share of a box that another one covers.
-_TRIALS = 20  # Digits tried for a scene.
+_TRIALS = 20  # Number of digits tried for a scene.
 
 
 class Scene(NamedTuple):
@@ -40,11 +41,11 @@ class Scene(NamedTuple):
   # int32 [SIZE, SIZE]: 0 and 1 for the textures of the ground, then a number
   # for each digit, from 2.
   segments: np.ndarray
-  textures: tuple[int, int]  # Numbers of the textures of segments 0 and 1.
+  textures: tuple[int, ...]  # Numbers of the textures of segments 0 and 1.
   labels: list[int]  # Classes of the digits, from segment 2 on.
 
 
-def _texture(rng, kind: int) -> np.ndarray:
+def _texture(rng: np.random.RandomState, kind: int) -> np.ndarray:
   """Draws a texture of one colour, float [SIZE, SIZE, 3] from 0 to 255."""
   y, x = np.mgrid[:SIZE, :SIZE]
   period, angle = rng.uniform(6, 16), rng.uniform(0, np.pi)
@@ -60,18 +61,22 @@ def _texture(rng, kind: int) -> np.ndarray:
   return colour + rng.uniform(10, 30) * wave[..., None] + noise
 
 
-def _ground(rng):
+def _ground(
+  rng: np.random.RandomState,
+) -> tuple[np.ndarray, np.ndarray, tuple[int, ...]]:
   """Returns pixels, segments and textures of the ground."""
   kinds = tuple(int(k) for k in rng.choice(len(TEXTURES), 2, replace=False))
   y, x = np.mgrid[:SIZE, :SIZE] - SIZE / 2
   angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(-SIZE / 4, SIZE / 4)
   segments = (x * np.cos(angle) + y * np.sin(angle) > shift).astype(np.int32)
-  both = np.stack([_texture(rng, kind) for kind in kinds])
-  pixels = np.where(segments[..., None], both[1], both[0])
+  first, second = [_texture(rng, kind) for kind in kinds]
+  pixels = np.where(segments[..., None], second, first)
   return pixels, segments, kinds
 
 
-def _stamp(rng, image):
+def _stamp(
+  rng: np.random.RandomState, image: np.ndarray
+) -> tuple[np.ndarray, int, int]:
   """Returns the ink of an enlarged digit, float [h, w], and its top left corner."""
   height = round(rng.uniform(*_SIZES))
   width = min(_SIZES[1], round(height * rng.uniform(0.7, 1.1)))
@@ -82,50 +87,53 @@ def _stamp(rng, image):
   return ink, top, left
 
 
-def _crowded(box, others) -> bool:
+def _is_crowded(box: np.ndarray, boxes: Sequence[np.ndarray]) -> bool:
   """Returns whether a box (top, left, bottom, right) overlaps others too much."""
-  for other in others:
-    low, high = np.maximum(box[:2], other[:2]), np.minimum(box[2:], other[2:])
-    shared = np.prod(np.maximum(high - low, 0))
-    least = min(np.prod(x[2:] - x[:2]) for x in (box, other))
-    if shared > _OVERLAP * least:
+  for placed in boxes:
+    low, high = np.maximum(box[:2], placed[:2]), np.minimum(box[2:], placed[2:])
+    intersection = np.prod(np.maximum(high - low, 0))
+    smaller_area = min(np.prod(x[2:] - x[:2]) for x in (box, placed))
+    if intersection > _OVERLAP * smaller_area:
       return True
   return False
 
 
-def compose(rng: np.random.RandomState, images, labels) -> Scene:
+def compose(
+  rng: np.random.RandomState, images: np.ndarray, labels: np.ndarray
+) -> Scene:
   """Composes a scene of digits [n, 8, 8], from 0 to 16, and their classes [n]."""
   pixels, segments, textures = _ground(rng)
-  found, boxes = [], []
-  wanted = rng.randint(1, _MOST + 1)
+  scene_labels: list[int] = []
+  boxes: list[np.ndarray] = []
+  num_digits = rng.randint(1, _MOST + 1)
   for _ in range(_TRIALS):
-    if len(found) == wanted:
+    if len(boxes) == num_digits:
       break
-    chosen = rng.randint(len(images))
-    ink, top, left = _stamp(rng, images[chosen])
-    covers = np.add(np.argwhere(ink > 0.4), (top, left))
-    box = np.concatenate([covers.min(axis=0), covers.max(axis=0) + 1])
-    if _crowded(box, boxes):
+    number = rng.randint(len(images))
+    ink, top, left = _stamp(rng, images[number])
+    covered = np.add(np.argwhere(ink > 0.4), (top, left))
+    box = np.concatenate([covered.min(axis=0), covered.max(axis=0) + 1])
+    if _is_crowded(box, boxes):
       continue
-    boxes.append(box)
-    segments[tuple(covers.T)] = len(found) + 2
-    here = slice(top, top + len(ink)), slice(left, left + ink.shape[1])
+    segments[tuple(covered.T)] = len(boxes) + 2
+    region = slice(top, top + len(ink)), slice(left, left + ink.shape[1])
     colour = rng.uniform(170, 255, 3)
-    pixels[here] += ink[..., None] * (colour - pixels[here])
-    found.append(int(labels[chosen]))
+    pixels[region] += ink[..., None] * (colour - pixels[region])
+    boxes.append(box)
+    scene_labels.append(int(labels[number]))
   pixels = pixels.round().clip(0, 255).astype(np.uint8)
-  return Scene(pixels, segments, textures, found)
+  return Scene(pixels, segments, textures, scene_labels)
 
 
-def _box(mask) -> tfds.features.BBox:
+def _box(mask: np.ndarray) -> tfds.features.BBox:
   """Returns the box around the true pixels of a mask [SIZE, SIZE]."""
-  places = np.argwhere(mask)
-  return tfds.features.BBox(
-    *(places.min(axis=0) / SIZE), *((places.max(axis=0) + 1) / SIZE)
-  )
+  positions = np.argwhere(mask)
+  ymin, xmin = positions.min(axis=0) / SIZE
+  ymax, xmax = (positions.max(axis=0) + 1) / SIZE
+  return tfds.features.BBox(ymin, xmin, ymax, xmax)
 
 
-def _number(scene, segment):
+def _number(scene: int, segment: Any) -> Any:
   """Returns a unique number of a segment; 0 is for none."""
   return 10 * scene + segment + 1
 
@@ -140,11 +148,13 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
   ]
 
   @property
-  def _is_panoptic(self):
+  def _is_panoptic(self) -> bool:
     return self.builder_config.name == 'panoptic'
 
   def _info(self) -> tfds.core.DatasetInfo:
-    names = [str(i) for i in range(10)] + list(TEXTURES) * self._is_panoptic
+    names = [str(i) for i in range(10)]
+    if self._is_panoptic:
+      names += TEXTURES
     annotation = tfds.features.Sequence(
       {
         'id': np.int64,
@@ -171,21 +181,21 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       features=tfds.features.FeaturesDict(features),
     )
 
-  def _split_generators(self, dl_manager):
+  def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
     del dl_manager  # Nothing to download.
     return {name: self._generate_examples(name) for name in SCENES}
 
-  def _generate_examples(self, split):
+  def _generate_examples(self, split: str) -> Iterator[tuple[int, dict]]:
     data = digits.load()
-    chosen = digits.split_indices()[split]
+    indices = digits.split_indices()[split]
     first = {'train': 0, 'test': SCENES['train']}[split]
-    images, labels = data.images[chosen], data.target[chosen]
+    images, labels = data.images[indices], data.target[indices]
     for i in range(first, first + SCENES[split]):
       # A seed for each scene: scenes can be made one by one.
       yield i, self._example(compose(np.random.RandomState(i), images, labels), i)
 
-  def _example(self, scene, i):
-    def annotation(segment, label):
+  def _example(self, scene: Scene, i: int) -> dict[str, Any]:
+    def annotation(segment: int, label: int) -> dict[str, Any]:
       mask = scene.segments == segment
       rows, columns = (np.ptp(np.nonzero(mask), axis=1) + 1).tolist()
       return {

@@ -6,13 +6,14 @@ Errors name the file.
 
 import abc
 import collections
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 import contextlib
 import errno
 import os
 import resource
 import threading
+from typing import Any
 
 import numpy as np
 
@@ -21,14 +22,14 @@ from vit_jax.data.images import image_files, orientation
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import parsing
 
-# Most open files: with fewer than the shards, a random order reopens files.
+# Largest number of open files: with fewer than the shards, a random order reopens files.
 _OPEN_FILES = 1024
-# Most parallel reads from a bucket. Threads start when all others are waiting, so
-# that their number follows the latency.
+# Largest number of parallel reads from a bucket. Threads start when all others are
+# waiting, so that their number follows the latency.
 _REMOTE_READS = 256
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
-# Words in array_record's errors for which another attempt is useless.
+# Words in array_record's errors after which another attempt is useless.
 _LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
 
 
@@ -39,12 +40,15 @@ class ShardSource(records.Source, abc.ABC):
   of each belong to it. `record_bytes` is the mean size of a record.
   """
 
-  def __init__(self, files, record_bytes: float, reader: parsing.Reader):
+  def __init__(
+    self, files: Sequence[Any], record_bytes: float, reader: parsing.Reader
+  ) -> None:
     self.paths = [os.fspath(file.filename) for file in files]
     self._skips = np.array([file.skip for file in files], np.int64)
     self._ends = np.cumsum([file.take for file in files])
     self._reader = reader
-    self._files = collections.OrderedDict()  # Open files by shard, the last used last.
+    # Open files by shard, the last used last.
+    self._files: collections.OrderedDict[int, Any] = collections.OrderedDict()
     self._lock = threading.Lock()
     _allow_open_files(min(len(files), _OPEN_FILES))
     self._pool = None
@@ -55,13 +59,13 @@ class ShardSource(records.Source, abc.ABC):
     super().__init__(int(self._ends[-1]), reader.features, reader.names)
     self.chunk = records.chunk(self.num_examples, record_bytes / chunks)
 
-  def lookup(self, indices) -> dict:
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     serialized = tf.numpy_function(
       self.serialized, [indices], tf.string, stateful=False
     )
     return {_RECORD: tf.ensure_shape(serialized, [None])}
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     """Parses the record of one example; its image stays as it was prepared."""
     if _RECORD not in record:  # Pseudo-labels without their images.
       return record
@@ -73,46 +77,45 @@ class ShardSource(records.Source, abc.ABC):
 
   def serialized(self, indices: np.ndarray) -> np.ndarray:
     """Returns the stored bytes of the records with these numbers [b]."""
-    shards, places = self._places(indices)
-    found = np.empty(len(shards), object)
-    rows = np.lexsort([places, shards])  # In the order of the files.
-    cuts = np.diff(shards[rows]) != 0
-    call = map
+    shards, numbers = self._places(indices)
+    rows = np.lexsort([numbers, shards])  # In the order of the files.
+    starts_read = np.diff(shards[rows]) != 0
     if self._pool is not None:
       # Only neighbouring records are read together, all others in parallel.
-      call = self._pool.map
-      cuts |= np.diff(places[rows]) != 1
-    parts = np.split(rows, np.flatnonzero(cuts) + 1) if len(rows) else []
+      starts_read |= np.diff(numbers[rows]) != 1
+    runs = np.split(rows, np.flatnonzero(starts_read) + 1) if len(rows) else []
 
-    def read(rows):
-      return rows, self._read(int(shards[rows[0]]), places[rows].tolist())
+    def read(run: np.ndarray) -> Sequence[bytes]:
+      return self._read(int(shards[run[0]]), numbers[run].tolist())
 
-    for rows, contents in call(read, parts):
-      for row, content in zip(rows, contents):
-        found[row] = content
-    return found
+    contents = np.empty(len(shards), object)
+    map_runs = map if self._pool is None else self._pool.map
+    for run, run_contents in zip(runs, map_runs(read, runs)):
+      for row, content in zip(run, run_contents):
+        contents[row] = content
+    return contents
 
   def name(self, index: int) -> str:
-    [shard], [place] = self._places(np.array([index]))
-    return f'record {place} of {os.path.basename(self.paths[shard])}'
+    [shard], [number] = self._places(np.array([index]))
+    return f'record {number} of {os.path.basename(self.paths[shard])}'
 
-  def _places(self, indices):
+  def _places(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns the shards of examples, and the number of each in its shard."""
     shards = np.searchsorted(self._ends, indices, side='right')
-    first = self._ends[shards - 1] * (shards > 0)
-    return shards, indices - first + self._skips[shards]
+    starts = self._ends[shards - 1] * (shards > 0)
+    return shards, indices - starts + self._skips[shards]
 
-  def _read(self, shard: int, places: list[int]) -> Sequence[bytes]:
+  def _read(self, shard: int, numbers: list[int]) -> Sequence[bytes]:
     """Returns records of a shard by their numbers in it, ascending."""
 
-    def read(path):
+    def read(path: str) -> Sequence[bytes]:
       with self._lock:
         file = self._files.pop(shard, None)
         if file is not None:
           self._files[shard] = file
       file = self.open_file(path) if file is None else file
       try:
-        found = self.read_file(file, shard, places)
+        contents = self.read_file(file, shard, numbers)
       except BaseException:
         with self._lock:
           self._files.pop(shard, None)  # Another attempt reopens the file.
@@ -121,23 +124,25 @@ class ShardSource(records.Source, abc.ABC):
         self._files[shard] = file
         if len(self._files) > _OPEN_FILES:
           self._files.popitem(last=False)
-      return found
+      return contents
 
     return attempted(self.paths[shard], read)
 
   @abc.abstractmethod
-  def open_file(self, path: str):
+  def open_file(self, path: str) -> Any:
     """Opens a file for reading; what it returns is closed when unused."""
 
   @abc.abstractmethod
-  def read_file(self, file, shard: int, places: list[int]) -> Sequence[bytes]:
+  def read_file(self, file: Any, shard: int, numbers: list[int]) -> Sequence[bytes]:
     """Returns records of an open file by their numbers in it, ascending."""
 
 
 class ArrayRecordSource(ShardSource):
   """A split in array_record files, which are checked: ValueError, OSError."""
 
-  def __init__(self, files, record_bytes: float, reader: parsing.Reader):
+  def __init__(
+    self, files: Sequence[Any], record_bytes: float, reader: parsing.Reader
+  ) -> None:
     super().__init__(files, record_bytes, reader)
     self._counts = {
       path: file.examples_in_shard for path, file in zip(self.paths, files)
@@ -145,7 +150,7 @@ class ArrayRecordSource(ShardSource):
     # The records are counted when a file is first read: an open one takes .6 MB.
     each(image_files.size_and_time, list(self._counts), 'Looking at files')
 
-  def open_file(self, path):
+  def open_file(self, path: str) -> Any:
     from array_record.python import array_record_module
 
     with _named(path):
@@ -159,27 +164,30 @@ class ArrayRecordSource(ShardSource):
         raise wrong_count(path, file.num_records(), self._counts[path])
     return file
 
-  def read_file(self, file, shard, places):
+  def read_file(self, file: Any, shard: int, numbers: list[int]) -> Sequence[bytes]:
     with _named(self.paths[shard]):
-      return file.read(places)
+      return file.read(numbers)
 
 
-def each(function: Callable, paths: Sequence[str], title: str) -> list:
+def each(function: Callable[[str], Any], paths: Sequence[str], title: str) -> list:
   """Returns function(path) of all paths, computed in threads."""
-  call = lambda path: attempted(path, function)
-  return image_files.in_threads(call, paths, title, ' files')
+  return image_files.in_threads(
+    lambda path: attempted(path, function), paths, title, ' files'
+  )
 
 
-def _allow_open_files(count: int):
+def _allow_open_files(count: int) -> None:
   """Raises the limit on open files where possible."""
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-  if soft != resource.RLIM_INFINITY:
-    unlimited = hard == resource.RLIM_INFINITY
-    wanted = soft + count if unlimited else min(soft + count, hard)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+  if soft == resource.RLIM_INFINITY:
+    return
+  limit = soft + count
+  if hard != resource.RLIM_INFINITY:
+    limit = min(limit, hard)
+  resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
-def attempted(path: str, function: Callable):
+def attempted(path: str, function: Callable) -> Any:
   """Calls function(path), see image_files.retried."""
   try:
     return image_files.retried(path, function)
@@ -189,15 +197,15 @@ def attempted(path: str, function: Callable):
     ) from e
 
 
-def wrong_count(path: str, found: int, expected: int) -> ValueError:
+def wrong_count(path: str, count: int, expected: int) -> ValueError:
   """Returns the error for a number of records other than TFDS's."""
   return ValueError(
-    f"'{path}' has {found:,} records, but dataset_info.json says {expected:,}: {REMEDY}"
+    f"'{path}' has {count:,} records, but dataset_info.json says {expected:,}: {REMEDY}"
   )
 
 
 @contextlib.contextmanager
-def _named(path):
+def _named(path: str) -> Iterator[None]:
   """Converts array_record's errors to Python's, with the file's name."""
   try:
     yield

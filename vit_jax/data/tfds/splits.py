@@ -1,6 +1,10 @@
 """Opens splits of TFDS data sets in array_record and tfrecord files."""
 
+from collections.abc import Sequence
+from typing import Any
+
 from etils import epath
+import ml_collections
 
 from vit_jax.data import records, slices
 from vit_jax.data.lazy import tfds
@@ -12,18 +16,20 @@ _SOURCES = {
 }
 
 
-def open_split(config, dataset: str, split: str, features) -> records.Source:
+def open_split(
+  config: ml_collections.ConfigDict, dataset: str, split: str, features: Sequence[str]
+) -> records.Source:
   """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
   info = builders.get_builder(config, dataset).info
   available = parsing.features(info)
-  wanted = records.resolve(features, available, f"data set '{info.name}'")
-  reader = parsing.Reader(info, {name: available[name] for name in wanted})
+  names = records.resolve(features, available, f"data set '{info.name}'")
+  reader = parsing.Reader(info, {name: available[name] for name in names})
   source = open_with(info, dataset, split, reader)
   source.origin = {'dataset': info.full_name, 'split': split}
   return source
 
 
-def whole(info, dataset: str, split: str):
+def whole(info: Any, dataset: str, split: str) -> Any:
   """Returns a whole split of a TFDS data set, a tfds.core.SplitInfo."""
   if split not in info.splits:
     raise ValueError(
@@ -33,7 +39,9 @@ def whole(info, dataset: str, split: str):
   return info.splits[split]
 
 
-def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records.Source:
+def open_with(
+  info: Any, dataset: str, split: str, reader: parsing.Reader
+) -> records.Source:
   """Opens a split, in the notation of TFDS, of a prepared tfds.core.DatasetInfo."""
   bases = []
   for base, instruction in slices.parts(split):
@@ -56,10 +64,11 @@ def open_with(info, dataset: str, split: str, reader: parsing.Reader) -> records
   return _SOURCES[info.file_format.value](files, _record_bytes(bases, files), reader)
 
 
-def _record_bytes(splits, files) -> float:
+def _record_bytes(splits: Sequence[Any], files: Sequence[Any]) -> float:
   """Returns the mean bytes of a record."""
   size = sum(split.num_bytes for split in splits)
   if size:
     return size / sum(split.num_examples for split in splits)
-  file = files[0]  # Not in the info: estimate from the first file.
+  # The info lacks the sizes: they are estimated from the first file.
+  file = files[0]
   return epath.Path(file.filename).stat().length / file.examples_in_shard

@@ -20,6 +20,7 @@ import io
 import itertools
 import os
 import struct
+from typing import Any
 import weakref
 
 from absl import logging
@@ -40,7 +41,9 @@ _GZIP = b'\x1f\x8b'  # The first bytes of a compressed file.
 # Name of a tfrecord file -> its size, its time, and the lengths of its records,
 # including headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
-_LARGE = 2**20  # Bytes of offsets; each process keeps smaller ones for itself.
+_LARGE = (
+  2**20
+)  # Bytes of offsets that processes share; each has smaller ones for itself.
 
 
 class TfRecordSource(shards.ShardSource):
@@ -49,36 +52,41 @@ class TfRecordSource(shards.ShardSource):
   All processes must open the same split.
   """
 
-  def __init__(self, files, record_bytes: float, reader: parsing.Reader):
+  def __init__(
+    self, files: Sequence[Any], record_bytes: float, reader: parsing.Reader
+  ) -> None:
     super().__init__(files, record_bytes, reader)
     counts = [file.examples_in_shard for file in files]
     self._offsets = offsets(self.paths, counts)
 
-  def open_file(self, path):
+  def open_file(self, path: str) -> Callable[[int, int], bytes]:
     return _local(path) if image_files.is_local(path) else _remote(path)
 
-  def read_file(self, file, shard, places):
-    ends, found = self._offsets[shard], []
-    gaps = np.flatnonzero(np.diff(places) != 1) + 1
-    for run in np.split(np.array(places), gaps):  # Neighbours take one read.
-      begin, end = int(ends[run[0]]), int(ends[run[-1] + 1])
-      content = file(begin, end - begin)
+  def read_file(
+    self, file: Callable[[int, int], bytes], shard: int, numbers: list[int]
+  ) -> list[bytes]:
+    offsets, path = self._offsets[shard], self.paths[shard]
+    gaps = np.flatnonzero(np.diff(numbers) != 1) + 1
+    contents = []
+    for run in np.split(np.array(numbers), gaps):  # Neighbours take one read.
+      begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+      block = file(begin, end - begin)
       for i in run.tolist():
-        record = content[ends[i] - begin : ends[i + 1] - begin]
-        found.append(_data(record, self.paths[shard], i))
-    return found
+        record = block[offsets[i] - begin : offsets[i + 1] - begin]
+        contents.append(_data(record, path, i))
+    return contents
 
 
-def _data(record: bytes, path: str, place: int) -> bytes:
+def _data(record: bytes, path: str, number: int) -> bytes:
   """Returns the data of a record; ValueError if a checksum is wrong."""
-  found = record[_HEADER:-_FOOTER]
-  checksum = _masked(found).to_bytes(_FOOTER, 'little')
-  if _length(record) != len(found) or record[-_FOOTER:] != checksum:
+  content = record[_HEADER:-_FOOTER]
+  checksum = _masked(content).to_bytes(_FOOTER, 'little')
+  if _length(record) != len(content) or record[-_FOOTER:] != checksum:
     raise ValueError(
-      f"record {place} of '{path}' is damaged, or the file has changed since "
+      f"record {number} of '{path}' is damaged, or the file has changed since "
       f'it was opened: {shards.REMEDY}'
     )
-  return found
+  return content
 
 
 def _masked(content: bytes) -> int:
@@ -100,7 +108,7 @@ def _local(path: str) -> Callable[[int, int], bytes]:
   file = files.open_input(path, buffering=0)
   descriptor = file.fileno()
 
-  def read(begin, size):
+  def read(begin: int, size: int) -> bytes:
     return os.pread(descriptor, size, begin)
 
   weakref.finalize(read, file.close).atexit = False
@@ -112,7 +120,7 @@ def _local(path: str) -> Callable[[int, int], bytes]:
 def _remote(path: str) -> Callable[[int, int], bytes]:
   """Returns the same as `_local`, for a file in a bucket."""
 
-  def read(begin, size):
+  def read(begin: int, size: int) -> bytes:
     with tf.io.gfile.GFile(path, 'rb') as file:
       file.seek(begin)
       return file.read(size)
@@ -122,9 +130,11 @@ def _remote(path: str) -> Callable[[int, int], bytes]:
 
 def _scan(path: str, size: int, count: int) -> list[int]:
   """Reads the headers of a file; returns the lengths of its records."""
-  found, begin, is_local = [], 0, image_files.is_local(path)
   # A file in a bucket is read sequentially in large blocks.
+  is_local = image_files.is_local(path)
   opener = files.open_input(path, 0) if is_local else tf.io.gfile.GFile(path, 'rb')
+  lengths: list[int] = []
+  begin = 0
   with opener as file:
     while begin < size:
       file.seek(begin)
@@ -134,55 +144,68 @@ def _scan(path: str, size: int, count: int) -> list[int]:
           f"'{path}' is compressed (GZIP), so that records cannot be read by number: "
           'decompress it under the same name'
         )
-      length = _length(header)
-      found.append(_HEADER + _FOOTER + (length or 0))
-      if len(header) < _HEADER or begin + found[-1] > size:
+      data_length = _length(header)
+      length = _HEADER + _FOOTER + (data_length or 0)
+      if len(header) < _HEADER or begin + length > size:
         raise ValueError(
-          f"'{path}' is cut off within record {len(found) - 1}, at byte "
-          f'{size:,}: {shards.REMEDY}'
+          f"'{path}' is cut off within record {len(lengths)}, at byte {size:,}: "
+          f'{shards.REMEDY}'
         )
-      if length is None:
+      if data_length is None:
         raise ValueError(
-          f"'{path}' is damaged: the header of record {len(found) - 1}, at byte "
+          f"'{path}' is damaged: the header of record {len(lengths)}, at byte "
           f'{begin:,}, has a wrong checksum: {shards.REMEDY}'
         )
-      begin += found[-1]
-  if len(found) != count:
-    raise shards.wrong_count(path, len(found), count)
-  return found
+      lengths.append(length)
+      begin += length
+  if len(lengths) != count:
+    raise shards.wrong_count(path, len(lengths), count)
+  return lengths
 
 
 def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
-  """Returns where the records of files begin, the same on all processes.
+  """Returns the offsets of the records in files, the same on all processes.
 
-  The files are in one folder, and `counts` are their numbers of records. Returns
-  int64 [count + 1] for each file; the last is the file's end.
+  Args:
+    paths: files in one folder.
+    counts: their numbers of records.
+
+  Returns:
+    int64 [count + 1] for each file; the last offset is the file's end.
   """
-  folder, names = os.path.dirname(paths[0]), list(map(os.path.basename, paths))
-  what = f"reading the headers of '{folder}'"
-  stored, stamps = {}, []
+  folder = os.path.dirname(paths[0])
+  names = [os.path.basename(path) for path in paths]
+  doing = f"reading the headers of '{folder}'"
+  stamps: list[Any] = []
+  stored: dict[str, np.ndarray] = {}
 
-  def lacking():
+  def find_missing() -> list[int]:
     stamps[:] = shards.each(image_files.size_and_time, paths, 'Looking at files')
-    for place in _places(folder):
-      stored.update(_load(place))
-    return [
-      i
-      for i, (name, count, stamp) in enumerate(zip(names, counts, stamps))
-      if name not in stored or not _is_current(stored[name], count, stamp)
-    ]
+    for path in _places(folder):
+      stored.update(_load(path))
+    missing = []
+    for i, (name, count, stamp) in enumerate(zip(names, counts, stamps)):
+      if name not in stored or not _is_current(stored[name], count, stamp):
+        missing.append(i)
+    return missing
 
-  everywhere = processes.attempt(f'{what}: looking for stored ones', lacking)
-  todo = sorted(set().union(*everywhere))
-  for i, lengths in zip(todo, _scan_all(what, paths, stamps, counts, todo)):
+  missing_by_process = processes.attempt(
+    f'{doing}: looking for stored ones', find_missing
+  )
+  missing = sorted(set().union(*missing_by_process))
+  all_lengths = _scan_all(doing, paths, stamps, counts, missing)
+  for i, lengths in zip(missing, all_lengths):
     stored[names[i]] = np.array([*stamps[i], *lengths], np.int64)
-  found = [np.insert(np.cumsum(stored[name][2:]), 0, 0) for name in names]
-  facts = {'number': sum(counts), 'hash of their offsets': files.digest(found)}
-  processes.agree(f"the records of '{folder}'", facts)
+  offsets = [np.insert(np.cumsum(stored[name][2:]), 0, 0) for name in names]
+  digest = files.digest(offsets)
+  processes.agree(
+    f"the records of '{folder}'",
+    {'number': sum(counts), 'hash of their offsets': digest},
+  )
   # Processes that share a disk write the same content.
-  if everywhere[jax.process_index()]:
+  if missing_by_process[jax.process_index()]:
     _save(folder, stored)
-  return _shared(found, facts['hash of their offsets'])
+  return _shared(offsets, digest)
 
 
 def _is_current(row: np.ndarray, count: int, stamp: Sequence[int]) -> bool:
@@ -194,48 +217,70 @@ def _is_current(row: np.ndarray, count: int, stamp: Sequence[int]) -> bool:
   return [size, time] == list(stamp) and bool(is_possible)
 
 
-def _shared(found: list[np.ndarray], key: str) -> list[np.ndarray]:
+def _shared(offsets_of_files: list[np.ndarray], key: str) -> list[np.ndarray]:
   """Returns large offsets memory-mapped: the processes of a machine share them."""
-  cuts = np.cumsum(list(map(len, found)))
+  cuts = np.cumsum(list(map(len, offsets_of_files)))
   if 8 * cuts[-1] < _LARGE:
-    return found
+    return offsets_of_files
   path = console.cache_folder() / 'tfrecords' / f'{key}.npy'
   for _ in range(2):
     with contextlib.suppress(OSError, ValueError, EOFError):  # Missing, or damaged.
       mapped = np.split(np.load(path, mmap_mode='r'), cuts[:-1])
-      if all(map(np.array_equal, mapped, found)):
+      if all(map(np.array_equal, mapped, offsets_of_files)):
         return mapped
     try:
       path.parent.mkdir(parents=True, exist_ok=True)
       with files.replacing(path) as file:
-        np.save(file, np.concatenate(found))
+        np.save(file, np.concatenate(offsets_of_files))
     except OSError as e:
       logging.warning('The offsets of the records cannot be shared: %s', e)
       break
-  return found
+  return offsets_of_files
 
 
-def _scan_all(what, paths, stamps, counts, todo) -> list[np.ndarray]:
-  """Returns the lengths in the files `todo`, of which each process reads a part."""
-  facts = {paths[i]: (stamps[i][0], counts[i]) for i in todo}
-  me, count, made = jax.process_index(), jax.process_count(), []
+def _scan_all(
+  doing: str,
+  paths: Sequence[str],
+  stamps: Sequence[Any],
+  counts: Sequence[int],
+  missing: Sequence[int],
+) -> list[np.ndarray]:
+  """Returns the lengths of the records in the files with the numbers `missing`.
 
-  def scan():
-    mine = [paths[i] for i in todo[me::count]]
+  Each process reads some of the files.
+  """
+  size_and_count = {paths[i]: (stamps[i][0], counts[i]) for i in missing}
+  process, num_processes = jax.process_index(), jax.process_count()
+  local_lengths: list[list[int]] = []
+
+  def scan_file(path: str) -> list[int]:
+    size, count = size_and_count[path]
+    return _scan(path, size, count)
+
+  def scan() -> None:
+    local_paths = [paths[i] for i in missing[process::num_processes]]
     title = 'Reading the headers of tfrecord files'
-    made.extend(shards.each(lambda path: _scan(path, *facts[path]), mine, title))
+    local_lengths.extend(shards.each(scan_file, local_paths, title))
 
-  processes.attempt(what, scan)
-  found, shares = {}, [todo[process::count] for process in range(count)]
-  ends = [np.cumsum([counts[i] for i in share], dtype=int) for share in shares if share]
-  # Of one length, so that JAX compiles one broadcast.
-  padded = np.zeros(max((end[-1] for end in ends), default=0), np.uint32)
-  if me < len(ends):
-    padded[: ends[me][-1]] = list(itertools.chain(*made))
-  for process, (share, end) in enumerate(zip(shares, ends)):
-    lengths = multihost_utils.broadcast_one_to_all(padded, process == me)
-    found.update(zip(share, np.split(np.asarray(lengths)[: end[-1]], end[:-1])))
-  return [found[i] for i in todo]
+  processes.attempt(doing, scan)
+  files_of_processes = []
+  ends_of_processes = []  # Ends of the files in the lengths of a process.
+  for i in range(num_processes):
+    if numbers := missing[i::num_processes]:
+      files_of_processes.append(numbers)
+      ends_of_processes.append(np.cumsum([counts[j] for j in numbers], dtype=int))
+  # All of one length, so that JAX compiles one broadcast.
+  longest = max((ends[-1] for ends in ends_of_processes), default=0)
+  padded = np.zeros(longest, np.uint32)
+  if process < len(ends_of_processes):
+    total = ends_of_processes[process][-1]
+    padded[:total] = list(itertools.chain(*local_lengths))
+  lengths_by_file: dict[int, np.ndarray] = {}
+  for i, (numbers, ends) in enumerate(zip(files_of_processes, ends_of_processes)):
+    lengths = multihost_utils.broadcast_one_to_all(padded, process == i)
+    lengths_of_files = np.split(np.asarray(lengths)[: ends[-1]], ends[:-1])
+    lengths_by_file.update(zip(numbers, lengths_of_files))
+  return [lengths_by_file[i] for i in missing]
 
 
 def _places(folder: str) -> list[str]:
@@ -245,7 +290,7 @@ def _places(folder: str) -> list[str]:
   return [os.path.join(folder, _FILE), str(cache / cached)]
 
 
-def _save(folder: str, stored: dict):
+def _save(folder: str, stored: dict[str, np.ndarray]) -> None:
   """Writes the rows of files, see _FILE, to the first writable place."""
   content = io.BytesIO()
   np.savez_compressed(content, **stored)

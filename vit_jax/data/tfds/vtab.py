@@ -10,7 +10,11 @@ test             all test images
 They can be used like any other data set, as in --config.dataset=vtab/clevr_count.
 """
 
+from collections.abc import Sequence
 import importlib.util
+from typing import Any
+
+import ml_collections
 
 from vit_jax.data import records, slices
 from vit_jax.data.lazy import tf
@@ -20,58 +24,68 @@ from vit_jax.data.tfds import builders, parsing, splits, vtab_tasks
 class Reader(parsing.Reader):
   """Reads the image and the label of a task, or one of them."""
 
-  def __init__(self, info, task: vtab_tasks.Task, wanted=('image', 'label')):
+  def __init__(
+    self,
+    info: Any,
+    task: vtab_tasks.Task,
+    names: Sequence[str] = ('image', 'label'),
+  ) -> None:
     self._task = task
+    reads: list[str] = []
+    if 'image' in names:
+      reads.append('image')
+    if 'label' in names:
+      reads += task.label.reads
     available = parsing.features(info)
-    reads = [name for name in ('image',) if name in wanted]
-    reads += task.label.reads if 'label' in wanted else ()
     super().__init__(info, {name: available[name] for name in reads})
-    self.features = tuple(wanted)
-    names = task.label.class_names or self.names.get('label')
-    self.names = {'label': names} if 'label' in wanted else {}
+    self.features = tuple(names)
+    class_names = task.label.class_names or self.names.get('label', ())
+    self.names = {'label': class_names} if 'label' in names else {}
 
-  def parse(self, serialized) -> dict:
+  def parse(self, serialized: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     """Parses a record, computes its label, and scales its pixels."""
-    record, found = super().parse(serialized), {}
+    record = super().parse(serialized)
+    features = {}
     if 'image' in self.features:
-      found['image'] = record['image']
+      features['image'] = record['image']
       if (scale := self._task.pixel_scale) != 1:
         pixels = tf.io.decode_png(record['image']) * scale
-        found['image'] = tf.io.encode_png(pixels)
+        features['image'] = tf.io.encode_png(pixels)
     if 'label' in self.features:
       label = self._task.label
       number = label.compute(*(record[name] for name in label.reads))
-      found['label'] = tf.reshape(tf.cast(number, tf.int64), [1])
-    return found
+      features['label'] = tf.reshape(tf.cast(number, tf.int64), [1])
+    return features
 
 
-def tfds_split(info, dataset: str, split: str) -> str:
+def tfds_split(info: Any, dataset: str, split: str) -> str:
   """Returns a split of a task, such as 'train800', in the notation of TFDS."""
   train, val, test = vtab_tasks.find_task(dataset).splits
-  known = {
+  parts_of_splits: dict[str, list[tuple[str, int | None]]] = {
     'train800': [(train, 800)],
     'val200': [(val, 200)],
     'train800val200': [(train, 800), (val, 200)],
     'test': [(test, None)],
   }
-  found = []
-  for part in map(str.strip, split.split('+')):
-    if part not in known:
+  parts: list[tuple[str, int | None]] = []
+  for name in map(str.strip, split.split('+')):
+    if name not in parts_of_splits:
       raise ValueError(
-        f"data set '{dataset}' has no split '{part}': it has {list(known)}, which "
-        'cannot be sliced (config.pp.train, config.pp.test, config.evals, --split)'
+        f"data set '{dataset}' has no split '{name}': it has {list(parts_of_splits)}, "
+        'which cannot be sliced (config.pp.train, config.pp.test, config.evals, '
+        '--split)'
       )
-    found += known[part]
-  return '+'.join(_first(info, dataset, *part) for part in found)
+    parts += parts_of_splits[name]
+  return '+'.join(_first(info, dataset, base, count) for base, count in parts)
 
 
-def _first(info, dataset, split, count) -> str:
+def _first(info: Any, dataset: str, split: str, count: int | None) -> str:
   """Returns the first examples of a split, or all, in the notation of TFDS."""
   [(base, instruction)] = slices.parts(split)
-  whole = splits.whole(info, dataset, base)
+  split_info = splits.whole(info, dataset, base)
   if count is None:
     return split
-  begin, end = slices.bounds(whole, instruction)
+  begin, end = slices.bounds(split_info, instruction)
   if end - begin < count:
     raise ValueError(
       f"data set '{dataset}': split '{split}' of '{info.full_name}' has "
@@ -81,19 +95,21 @@ def _first(info, dataset, split, count) -> str:
   return f'{base}[{begin}:{begin + count}]'
 
 
-def open_split(config, dataset: str, split: str, features) -> records.Source:
+def open_split(
+  config: ml_collections.ConfigDict, dataset: str, split: str, features: Sequence[str]
+) -> records.Source:
   """Opens a split of a task; see vit_jax.data.sources.open_split."""
   task = vtab_tasks.find_task(dataset)
-  wanted = records.resolve(features, ('image', 'label'), f"data set '{dataset}'")
+  names = records.resolve(features, ('image', 'label'), f"data set '{dataset}'")
   info = builders.get_builder(config, task.dataset).info
-  chosen = tfds_split(info, dataset, split)
-  source = splits.open_with(info, dataset, chosen, Reader(info, task, wanted))
+  tfds_name = tfds_split(info, dataset, split)
+  source = splits.open_with(info, dataset, tfds_name, Reader(info, task, names))
   title = f'{dataset} of {info.full_name}'
-  source.origin = {'dataset': title, 'split': chosen}
+  source.origin = {'dataset': title, 'split': tfds_name}
   return source
 
 
-def planned_size(config, dataset: str) -> tuple[int, int]:
+def planned_size(config: ml_collections.ConfigDict, dataset: str) -> tuple[int, int]:
   """Returns the numbers of training examples and of classes; needs no data."""
   task = vtab_tasks.find_task(dataset)
   info = builders.find_builder(config, task.dataset).info
@@ -101,7 +117,7 @@ def planned_size(config, dataset: str) -> tuple[int, int]:
   return examples, len(Reader(info, task).names['label'])
 
 
-def missing(config, dataset: str) -> str:
+def missing(config: ml_collections.ConfigDict, dataset: str) -> str:
   """Returns how to get the data of a task; '' if they are on this machine."""
   task = vtab_tasks.find_task(dataset)
   builder = builders.find_builder(config, task.dataset)

@@ -1,6 +1,6 @@
 """The 19 tasks of VTAB-1k (arXiv 1910.04867), as a table, and their labels."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import difflib
 import itertools
 import math
@@ -17,7 +17,7 @@ class Label(NamedTuple):
 
   reads: tuple[str, ...] = ('label',)  # Features that it is computed from.
   class_names: tuple[str, ...] | None = None  # None: the feature's.
-  # From these features of an example to the number of its class.
+  # Function from these features of an example to the number of its class.
   compute: Callable = lambda label: label
 
 
@@ -34,25 +34,32 @@ class Task(NamedTuple):
   module: str = ''  # Python module that TFDS needs to prepare the data set.
 
 
-def _ranges(edges, unit) -> tuple[str, ...]:
+def _ranges(edges: Sequence[float], unit: str) -> tuple[str, ...]:
   """Names the ranges between ascending numbers, and below and above them."""
-  inner = (f'{a:g} to {b:g}{unit}' for a, b in itertools.pairwise(edges))
+  inner = [f'{a:g} to {b:g}{unit}' for a, b in itertools.pairwise(edges)]
   return (f'up to {edges[0]:g}{unit}', *inner, f'over {edges[-1]:g}{unit}')
 
 
-def _place(value, edges):
-  """Counts the edges below a value, a float scalar."""
+def _range_of(value: 'tf.Tensor', edges: Sequence[float]) -> 'tf.Tensor':
+  """Returns the number of a value's range: how many edges are below it."""
   return tf.reduce_sum(tf.cast(tf.constant(edges) < value, tf.int64))
 
 
-def _binned(feature, classes, last, unit) -> Label:
-  """Returns a label of 16 ranges of classes, whose values are 0 to `last`, in `unit`."""
-  starts = [math.ceil(i * classes / 16) for i in range(17)]
-  names = tuple(
-    f'{last * a / (classes - 1):.3g} to {last * (b - 1) / (classes - 1):.3g}{unit}'
-    for a, b in itertools.pairwise(starts)
-  )
-  return Label((feature,), names, lambda label: label * 16 // classes)
+def _binned(feature: str, num_classes: int, largest: float, unit: str) -> Label:
+  """Returns a label whose 16 classes are ranges of the classes of a feature.
+
+  Args:
+    feature: a class label.
+    num_classes: its number of classes, for values from 0 to `largest`.
+    largest: the value of the last class.
+    unit: unit of the values, for the names of the ranges.
+  """
+  starts = [math.ceil(i * num_classes / 16) for i in range(17)]
+  values = [largest * i / (num_classes - 1) for i in range(num_classes)]
+  names = []
+  for start, end in itertools.pairwise(starts):
+    names.append(f'{values[start]:.3g} to {values[end - 1]:.3g}{unit}')
+  return Label((feature,), tuple(names), lambda label: label * 16 // num_classes)
 
 
 _DEPTHS = (8.0, 8.5, 9.0, 9.5, 10.0)
@@ -67,15 +74,15 @@ _CLEVR_COUNT = Label(
 _CLEVR_DISTANCE = Label(
   ('objects/pixel_coords',),
   _ranges(_DEPTHS, ''),
-  lambda coordinates: _place(tf.reduce_min(coordinates[:, 2]), _DEPTHS),
+  lambda coordinates: _range_of(tf.reduce_min(coordinates[:, 2]), _DEPTHS),
 )
 
 
-def _kitti_distance(types, locations):
-  """Places the depth of the nearest vehicle, of types [n], locations [n, 3]."""
+def _kitti_distance(types: 'tf.Tensor', locations: 'tf.Tensor') -> 'tf.Tensor':
+  """Returns the range of the nearest vehicle's depth, of types [n], locations [n, 3]."""
   # The first three types of objects are Car, Van and Truck.
   depths = tf.where(types < 3, locations[:, 2], math.inf)
-  return _place(tf.reduce_min(depths), _METRES)
+  return _range_of(tf.reduce_min(depths), _METRES)
 
 
 _KITTI_DISTANCE = Label(
