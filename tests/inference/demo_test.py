@@ -1,6 +1,5 @@
 """Tests of the web demo, in Chromium."""
 
-import argparse
 from concurrent import futures
 import contextlib
 import io
@@ -511,7 +510,7 @@ def test_command_serves_locally_and_keeps_nothing(workdir, monkeypatch):
     return {path for path in folders[0].rglob('*') if path.is_file()}
 
   monkeypatch.setattr('vit_jax.inference.demo.LARGEST', 2_000)
-  monkeypatch.setattr('vit_jax.inference.demo._KEPT', 1.0)
+  monkeypatch.setattr('vit_jax.inference.demo._LIFETIME', 1.0)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
   flags = [f'--workdir={workdir}', f'--port={port}']
   output = run_command(monkeypatch, flags, visit)
@@ -580,7 +579,7 @@ def photo_of(demo, folder, pixels):
 def reported(model, path, folder, **options):
   """The picture that the command draws."""
   out = str(folder / 'out.png')
-  model.report([path], argparse.Namespace(out=out, **options))
+  model.report([path], out=out, **options)
   with Image.open(out) as picture:
     return np.asarray(picture)
 

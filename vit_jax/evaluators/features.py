@@ -246,7 +246,7 @@ def read_labels(
 
   compute = engine.everywhere(mesh, lambda batch: batch)
   columns = engine.collect(
-    config, mesh, source, example, compute, what='Reading labels'
+    config, mesh, source, example, compute, label='Reading labels'
   )
   return columns['label']
 

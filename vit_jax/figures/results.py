@@ -105,7 +105,7 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   compute = engine.everywhere(mesh, compare)
   found = engine.collect(
     engine.limited(model.config, mesh, _BATCH), mesh, source, task.example,
-    lambda batch: compute(model.params, model.extra, batch), what='Classifying',
+    lambda batch: compute(model.params, model.extra, batch), label='Classifying',
   )  # fmt: skip
   true, predicted = found['true'], found['predicted']
   counted, count = true >= 0, len(model.class_names)

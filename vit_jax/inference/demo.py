@@ -6,7 +6,7 @@ deleted. vit_jax/inference/guard.py decides which requests are answered.
 """
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import contextlib
 import ctypes
 import html
@@ -18,8 +18,9 @@ import socket
 import tempfile
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import ml_collections
 import numpy as np
 from PIL import Image
 
@@ -36,7 +37,7 @@ _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 # Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
 _MOST_TEXTS = 20
 _SMALL = 64  # Smaller images are shown without smoothing.
-_KEPT = 600  # Seconds until an upload is deleted.
+_LIFETIME = 600  # Seconds until an upload is deleted.
 _VISITORS = 16  # Sessions in memory, and length of the queue.
 _ALL = '0.0.0.0'  # All addresses of this machine.
 _FOLDER = 'GRADIO_TEMP_DIR'  # Names Gradio's folder of uploads.
@@ -52,7 +53,7 @@ _STYLE = (
   # On narrow screens, results come before the examples.
   '@media (max-width: 767px) {'
   '#columns {flex-flow: column nowrap; align-items: stretch}'
-  '#given {display: contents}'
+  '#photo {display: contents}'
   '#examples {order: 1}'
   '}'
 )
@@ -66,7 +67,7 @@ class Photo(NamedTuple):
   pixels: np.ndarray  # uint8 [H, W, 3], sides of at most 1,024 pixels.
 
 
-def picture(label: str, enlarged: bool = True):
+def picture(label: str, enlarged: bool = True) -> Any:
   """Returns a picture for a predictor's `page`; clicks need `enlarged=False`."""
   classes = _ENLARGED if enlarged else None
   return gr.Image(
@@ -74,7 +75,7 @@ def picture(label: str, enlarged: bool = True):
   )
 
 
-def check(host: str, port: int | None):
+def check(host: str, port: int | None) -> None:
   """Raises ValueError if a server cannot listen there."""
   try:
     socket.create_server((host, port or 0)).close()
@@ -85,7 +86,9 @@ def check(host: str, port: int | None):
     ) from None
 
 
-def serve(model, title: str, facts: Mapping[str, str], host: str, port: int):
+def serve(
+  model: Any, title: str, facts: Mapping[str, str], host: str, port: int
+) -> None:
   """Serves the page until Ctrl-C or SIGTERM; see `served` for the arguments."""
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   with contextlib.suppress(KeyboardInterrupt):
@@ -100,7 +103,7 @@ def serve(model, title: str, facts: Mapping[str, str], host: str, port: int):
 
 @contextlib.contextmanager
 def served(
-  model,
+  model: Any,
   title: str,
   facts: Mapping[str, str],
   host: str = '127.0.0.1',
@@ -112,7 +115,7 @@ def served(
   7860. Raises ValueError if the task has no page.
   """
   host = socket.gethostbyname(host)
-  before = os.environ.get(_FOLDER)
+  previous_folder = os.environ.get(_FOLDER)
   with tempfile.TemporaryDirectory(prefix='vit_jax_demo_') as folder:
     folder = os.environ[_FOLDER] = os.path.realpath(folder)
     try:
@@ -147,8 +150,8 @@ def served(
         page.close(verbose=False)
     finally:
       del os.environ[_FOLDER]
-      if before is not None:
-        os.environ[_FOLDER] = before
+      if previous_folder is not None:
+        os.environ[_FOLDER] = previous_folder
 
 
 def _address() -> str:
@@ -163,18 +166,13 @@ def _address() -> str:
 
 
 @contextlib.contextmanager
-def _sweeping(folder, kept):
+def _sweeping(folder: str, kept_paths: Sequence[str]) -> Iterator[None]:
   """Deletes old files, including incomplete uploads, which Gradio does not know."""
   done = threading.Event()
 
-  def sweep():
-    while not done.wait(_KEPT / 10):
-      for parent, _, names in os.walk(folder):
-        for path in (os.path.join(parent, name) for name in names):
-          with contextlib.suppress(OSError):
-            old = time.time() - os.lstat(path).st_mtime > _KEPT
-            if old and path not in kept:
-              os.remove(path)
+  def sweep() -> None:
+    while not done.wait(_LIFETIME / 10):
+      _delete_old(folder, kept_paths)
 
   thread = threading.Thread(target=sweep, daemon=True)
   thread.start()
@@ -185,45 +183,63 @@ def _sweeping(folder, kept):
     thread.join()
 
 
-def _make_page(model, title, facts, folder, examples):
+def _delete_old(folder: str, kept_paths: Sequence[str]) -> None:
+  """Deletes the files that are older than `_LIFETIME`, except some."""
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      path = os.path.join(parent, name)
+      if path in kept_paths:
+        continue
+      with contextlib.suppress(OSError):
+        if time.time() - os.lstat(path).st_mtime > _LIFETIME:
+          os.remove(path)
+
+
+def _make_page(
+  model: Any, title: str, facts: Mapping[str, str], folder: str, examples: Sequence[str]
+) -> Any:
   """Returns the page, a gradio.Blocks; `examples` are paths."""
   limit = model.config.max_image_pixels
-  words = ' · '.join(f'{k}: {v}' for k, v in facts.items())
+  description = ' · '.join(f'{k}: {v}' for k, v in facts.items())
   with gr.Blocks(title=title, analytics_enabled=False) as page:
-    heading = f'<h1>{html.escape(title)}</h1>{html.escape(words)}'
+    heading = f'<h1>{html.escape(title)}</h1>{html.escape(description)}'
     gr.HTML(heading, elem_id='heading')
     with gr.Row(elem_id='columns'):
-      with gr.Column(elem_id='given'):
+      with gr.Column(elem_id='photo'):
         upload = gr.Image(
           label='Photo',
           sources=['upload', 'clipboard'],
           elem_classes=_ENLARGED,
           buttons=[],
         )
-        chosen = gr.Examples(examples, upload, label='Examples', elem_id='examples')
+        example = gr.Examples(examples, upload, label='Examples', elem_id='examples')
       with gr.Column():
         show, inputs, outputs = model.page()
 
-    def changed(file, *values):
-      found = dict.fromkeys(outputs)
+    def update(file: Any, *values: Any) -> dict:
+      cleared = dict.fromkeys(outputs)
       if file is None:
-        return found
-      path = file.get('path') if isinstance(file, dict) else None
+        return cleared
+      path = file.get('path', '') if isinstance(file, dict) else ''
       if not guard.is_inside(path, folder):
         gr.Warning('The photo was deleted: upload it again')
-        return found
+        return cleared
       try:
-        return {**found, **show(_read(path, limit), *values)}
-      except (OSError, ValueError, OverflowError) as e:  # Of a typed number.
+        return {**cleared, **show(_read(path, limit), *values)}
+      except (
+        OSError,
+        ValueError,
+        OverflowError,
+      ) as e:  # OverflowError: a typed number.
         text = str(e).replace(path, pathlib.Path(path).name)
         gr.Warning(html.escape(text, quote=False))
-        return found
+        return cleared
       finally:
         _release_memory()
 
-    for event in (upload.input, chosen.load_input_event.then):
+    for event in (upload.input, example.load_input_event.then):
       event(
-        changed,
+        update,
         [upload, *inputs],
         outputs,
         preprocess=False,  # Gradio itself would decode files of any size.
@@ -238,30 +254,30 @@ def _make_page(model, title, facts, folder, examples):
 
 def confidences(predictions: Iterable[tuple[str, float]]) -> dict[str, float]:
   """Returns (class, probability) pairs for gr.Label, which shows a name only once."""
-  shown: dict[str, float] = {}
+  labels: dict[str, float] = {}
   counts: collections.Counter[str] = collections.Counter()
   for name, probability in predictions:
     counts[name] += 1
     unique = name if counts[name] == 1 else f'{name} ({counts[name]})'
-    shown[unique] = probability
-  return shown
+    labels[unique] = probability
+  return labels
 
 
-def _read(path, max_pixels) -> Photo:
+def _read(path: str, max_pixels: int | None) -> Photo:
   pixels = preprocess.from_user(path, _decode_for_page, max_pixels).numpy()
   image = Image.fromarray(pixels)
   image.thumbnail((_SIDE, _SIDE))
   return Photo(path, np.asarray(image))
 
 
-def _release_memory():
+def _release_memory() -> None:
   """Returns to the system what glibc keeps of freed memory: 0.4 GB after large photos."""
   trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)
   if trim:
     trim(0)
 
 
-def _decode_for_page(encoded: bytes):
+def _decode_for_page(encoded: bytes) -> Any:
   """Decodes an image; a JPEG with fewer pixels if it is larger than `_SIDE`."""
   texts = encoded.count(b'zTXt') + encoded.count(b'iTXt')
   if texts > _MOST_TEXTS:
@@ -271,7 +287,9 @@ def _decode_for_page(encoded: bytes):
   return images_lib.decode(encoded, size=(side, side))
 
 
-def _write_examples(config, folder) -> list[str]:
+def _write_examples(
+  config: ml_collections.ConfigDict, folder: pathlib.Path
+) -> list[str]:
   """Writes images of the test split, or photos; returns their paths."""
   source = user_images.examples(config, _EXAMPLES)
   paths = []

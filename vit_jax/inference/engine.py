@@ -13,15 +13,18 @@ from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+import ml_collections
 import numpy as np
+import tqdm
 
 from vit_jax import console, input_pipeline
+from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.run import stopping
 
 # Batches by which the devices may lag behind the host.
 _AHEAD = 2
-_SAY_EVERY = 60  # Seconds between progress lines in a log.
+_LOG_EVERY = 60  # Seconds between progress lines in a log.
 Stopped = stopping.Stopped
 
 
@@ -35,9 +38,9 @@ def run(
   batches: Iterable[dict],
   mesh: jax.sharding.Mesh,
   stop: Callable[[], bool] = never,
-  what: str = '',
+  label: str = '',
   total: int | None = None,
-  at_once: int = 1,
+  concurrency: int = 1,
 ) -> Iterator[Any]:
   """Yields the results for batches, in order, as NumPy arrays.
 
@@ -49,62 +52,90 @@ def run(
     batches: dicts of global arrays [B, ...], see input_pipeline.eval_batches.
     mesh: the mesh.
     stop: called between batches; if it returns True, Stopped is raised.
-    what: label of the progress bar.
+    label: label of the progress bar.
     total: number of examples, for the bar; None for no bar.
-    at_once: number of batches computed concurrently by threads, to keep all cores of
-      a single CPU device busy.
+    concurrency: number of batches computed at the same time by threads, to keep all
+      cores of a single CPU device busy.
   """
-  waiting, begun, compiled = collections.deque(), 0, set()
+  pending: collections.deque[tuple[int, Any]] = collections.deque()
+  compiled_shapes = set()
+  progress = _Progress(label, total)
 
-  def begin(batch):
+  def dispatch(batch: dict[str, jax.Array]) -> Any:
     with jax.set_mesh(mesh):
       return compute(batch)
 
-  def finish(batch):  # In a thread; JAX's own dispatch is sequential.
-    return jax.block_until_ready(begin(batch))
+  def wait(batch: dict[str, jax.Array]) -> Any:
+    return jax.block_until_ready(dispatch(batch))
 
-  said = started = time.monotonic()
-  # Work of a few seconds shows no bar.
-  kwargs = dict(total=total, unit='image', delay=3, leave=False)
-  if total is None:
-    kwargs['disable'] = True
   with (
-    console.bar(desc=what, **kwargs) as bar,
-    futures.ThreadPoolExecutor(at_once) as pool,
+    _bar(label, total) as bar,
+    futures.ThreadPoolExecutor(concurrency) as pool,
   ):
     for batch in batches:
       if stop():
-        raise Stopped(what)
+        raise Stopped(label)
       count = len(next(iter(batch.values())))
       shapes = tuple(x.shape for x in batch.values())
-      if at_once > 1 and shapes in compiled:
-        waiting.append((count, pool.submit(finish, batch)))
+      if concurrency > 1 and shapes in compiled_shapes:
+        # JAX's own dispatch on CPUs is sequential: threads wait for the results.
+        pending.append((count, pool.submit(wait, batch)))
       else:  # The first batch of a shape, which compiles, is not overlapped.
-        waiting.append((count, begin(batch)))
-        compiled.add(shapes)
-      if len(waiting) > _AHEAD:
-        yield _fetch(waiting[0][1], mesh)
-        bar.update(waiting.popleft()[0])
-      begun += count
-      if total and bar.disable and time.monotonic() > said + _SAY_EVERY:
-        said = time.monotonic()
-        rate = begun / (said - started)
-        left = console.duration(max(0, total - begun) / rate)
-        console.say(
-          f'{what}: {min(begun, total):,} of {console.counted(total, "image")}, '
-          f'{rate:.1f} per second, {left} left.'
-        )
-    while waiting:
-      yield _fetch(waiting.popleft()[1], mesh)
+        pending.append((count, dispatch(batch)))
+        compiled_shapes.add(shapes)
+      if len(pending) > _AHEAD:
+        oldest_count, results = pending[0]
+        yield _fetch(results, mesh)
+        pending.popleft()
+        bar.update(oldest_count)
+      progress.add(count)
+      if bar.disable:
+        progress.log()
+    while pending:
+      _, results = pending.popleft()
+      yield _fetch(results, mesh)
 
 
-def _fetch(results, mesh):
+def _bar(label: str, total: int | None) -> tqdm.tqdm:
+  """Returns a progress bar; work of a few seconds shows none."""
+  if total is None:
+    return console.bar(disable=True)
+  return console.bar(desc=label, total=total, unit='image', delay=3, leave=False)
+
+
+class _Progress:
+  """Logs progress once a minute, where there is no bar."""
+
+  def __init__(self, label: str, total: int | None) -> None:
+    self._label = label
+    self._total = total
+    self._count = 0
+    self._start_time = self._log_time = time.monotonic()
+
+  def add(self, count: int) -> None:
+    self._count += count
+
+  def log(self) -> None:
+    """Logs rate and remaining time, unless that was done within the last minute."""
+    total, now = self._total, time.monotonic()
+    if not total or now <= self._log_time + _LOG_EVERY:
+      return
+    self._log_time = now
+    rate = self._count / (now - self._start_time)
+    remaining = console.duration(max(0, total - self._count) / rate)
+    console.say(
+      f'{self._label}: {min(self._count, total):,} of '
+      f'{console.counted(total, "image")}, {rate:.1f} per second, {remaining} left.'
+    )
+
+
+def _fetch(results: Any, mesh: jax.sharding.Mesh) -> Any:
   """Returns results as NumPy arrays, see `run`."""
   axes = jax.P(sharding.batch_axes(mesh))
   if isinstance(results, futures.Future):
     results = results.result()
 
-  def local(x):
+  def local(x: Any) -> Any:
     if getattr(x, 'is_fully_addressable', True) or x.is_fully_replicated:
       return x
     return multihost_utils.global_array_to_host_local_array(x, mesh, axes)
@@ -112,24 +143,37 @@ def _fetch(results, mesh):
   return jax.device_get(jax.tree.map(local, results))
 
 
-def rows(found: Any) -> Iterator[tuple[int, Any]]:
+def rows(results: Any) -> Iterator[tuple[int, Any]]:
   """Yields number and results of each example of a batch, without padding.
 
-  `found` is a dict of arrays [B, ...], including `index` and `mask`.
+  `results` is a dict of arrays [B, ...], including `index` and `mask`.
   """
-  for i in np.flatnonzero(found['mask']):
-    yield int(found['index'][i]), jax.tree.map(lambda x, i=i: x[i], found)
+  for i in np.flatnonzero(results['mask']):
+    yield int(results['index'][i]), jax.tree.map(lambda x, i=i: x[i], results)
 
 
-def split(task, source, mesh, compute, stop=never, what='Evaluating') -> Iterator[Any]:
+def split(
+  task: Any,
+  source: records.Source,
+  mesh: jax.sharding.Mesh,
+  compute: Callable[[dict], Any],
+  stop: Callable[[], bool] = never,
+  label: str = 'Evaluating',
+) -> Iterator[Any]:
   """Yields the results for a split, in the parts of its task; see `run`."""
   batches = input_pipeline.task_batches(task, source, mesh)
   total = source.evaluated.num_examples
-  return run(compute, batches, mesh, stop, what, total)
+  return run(compute, batches, mesh, stop, label, total)
 
 
 def collect(
-  config, mesh, source, example, compute, stop=never, what=''
+  config: ml_collections.ConfigDict,
+  mesh: jax.sharding.Mesh,
+  source: records.Source,
+  example: Callable[..., dict],
+  compute: Callable[[dict], dict],
+  stop: Callable[[], bool] = never,
+  label: str = '',
 ) -> dict[str, np.ndarray]:
   """Returns a dict of arrays [n, ...] for all examples of a split, in order.
 
@@ -137,49 +181,60 @@ def collect(
   dict of arrays, see `everywhere`; for the other arguments see `run` and
   vit_jax.input_pipeline.eval_batches.
   """
-  total, found = source.num_examples, {}
+  total = source.num_examples
+  arrays: dict[str, np.ndarray] = {}
   batches = input_pipeline.eval_batches(config, source, example, mesh)
-  for batch in run(compute, batches, mesh, stop, what, total):
-    real = batch.pop('mask') > 0
-    numbers = batch.pop('index')[real]
+  for batch in run(compute, batches, mesh, stop, label, total):
+    mask = batch.pop('mask') > 0
+    indices = batch.pop('index')[mask]
     for name, value in batch.items():
-      if name not in found:
-        found[name] = np.empty((total, *value.shape[1:]), value.dtype)
-      found[name][numbers] = value[real]
-  return found
+      if name not in arrays:
+        arrays[name] = np.empty((total, *value.shape[1:]), value.dtype)
+      arrays[name][indices] = value[mask]
+  return arrays
 
 
-def everywhere(mesh, compute: Callable) -> Callable:
+def everywhere(mesh: jax.sharding.Mesh, compute: Callable) -> Callable:
   """Compiles a function for `collect`; its last argument is the batch.
 
   Adds `index` and `mask` of the batch to its dict of arrays, and replicates them.
   """
 
-  def whole(*args):
-    kept = {name: args[-1][name] for name in ('index', 'mask')}
-    return {**compute(*args), **kept}
+  def compute_with_positions(*args: Any) -> dict[str, jax.Array]:
+    batch = args[-1]
+    return {**compute(*args), 'index': batch['index'], 'mask': batch['mask']}
 
-  return jax.jit(whole, out_shardings=sharding.replicated(mesh))
+  replicated = sharding.replicated(mesh)
+  return jax.jit(compute_with_positions, out_shardings=replicated)
 
 
-def limited(config, mesh, most: int):
-  """Returns a config with a `batch_eval` of at most about `most` rows."""
+def limited(
+  config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh, limit: int
+) -> ml_collections.ConfigDict:
+  """Returns a config whose `batch_eval` is at most `limit`, rounded up for all shards."""
   shards = sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
-  config.batch_eval = -(-min(config.batch_eval, most) // shards) * shards
+  config.batch_eval = -(-min(config.batch_eval, limit) // shards) * shards
   return config
 
 
-def by_parts(compute: Callable, batch, size: int):
+def by_parts(compute: Callable[[Any], Any], batch: Any, size: int) -> Any:
   """Computes a function of a batch `size` rows at a time, to save memory.
 
-  Takes a tree of arrays [B, ...] and returns a tree of NumPy arrays [B, ...].
+  Args:
+    compute: function of a tree of arrays [size, ...].
+    batch: tree of arrays [B, ...].
+    size: number of rows.
+
+  Returns:
+    The results, a tree of NumPy arrays [B, ...].
   """
-  count, parts = len(jax.tree.leaves(batch)[0]), []
+  count = len(jax.tree.leaves(batch)[0])
+  results = []
   for start in range(0, count, size):
-    # Pads the last part, so that only one shape is compiled.
+    # The last part is padded, so that only one shape is compiled.
     rows = np.arange(start, start + size).clip(max=count - 1)
     part = compute(jax.tree.map(lambda x, rows=rows: x[rows], batch))
-    kept = min(size, count - start)
-    parts.append(jax.tree.map(lambda x, n=kept: np.asarray(x)[:n], part))
-  return jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    num_real = min(size, count - start)
+    results.append(jax.tree.map(lambda x, n=num_real: np.asarray(x)[:n], part))
+  return jax.tree.map(lambda *x: np.concatenate(x), *results)

@@ -11,7 +11,7 @@ original. `model.json` describes inputs, outputs, labels and preprocessing; a te
 tower also has its tokenizer's file.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import datetime
@@ -48,6 +48,9 @@ _IMAGES = 5  # Compared as a batch, and the first one by itself.
 _DATA = 'model.onnx.data'  # Weights of a large ONNX model.
 _LARGEST = 2**31 - 2**20  # Bytes of weights in a StableHLO file.
 
+# A loaded export: inputs by name -> outputs by name.
+Run = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
+
 
 class Program(NamedTuple):
   """A model as a function of arrays."""
@@ -63,7 +66,7 @@ class Program(NamedTuple):
 
 
 def export(
-  model,
+  model: Any,
   out: str | os.PathLike,
   to: str,
   features: bool = False,
@@ -87,16 +90,19 @@ def export(
       and the format allow it; None: as in evaluation.
     command: the command that `model.json` records.
 
-  Raises FileExistsError if `out` exists, OSError if it cannot be written, ImportError if
-  a package for the format is missing, and ValueError if an argument is wrong, the model
-  cannot be exported in this way, or the result differs.
+  Raises:
+    FileExistsError: if `out` exists.
+    OSError: if it cannot be written.
+    ImportError: if a package for the format is missing.
+    ValueError: if an argument is wrong, the model cannot be exported in this way, or
+      the result differs.
   """
   out = epath.Path(files.expanded(out))
   check(out, to, dtype, image_size)
   options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
-  changed = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
+  arguments = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
   int8.check(model, "export: load it without, and pass dtype='int8' to export")
-  if image_size is not None and image_size != FREE:
+  if image_size is not None and not isinstance(image_size, str):
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
   with _cpu():
@@ -106,7 +112,7 @@ def export(
       f'the parameters take {console.size(program.size)}, more than the 2 GiB of a '
       'StableHLO file: pass --dtype=bfloat16 or --to=saved_model'
     )
-  inputs, where = _inputs(model, program)
+  inputs, inputs_description = _inputs(model, program)
   write, load = FORMATS[to]
   with (
     _cpu(),
@@ -116,24 +122,24 @@ def export(
   ):
     run = jax.jit(_function(model, features, uint8))
     weights = jax.device_get((model.params, model.extra))
-    want = jax.device_get(run(weights, **inputs))
+    expected = jax.device_get(run(weights, **inputs))
     write(program, folder)
     types = dtype or 'float32', _computed(model.task)
     tolerance = max(TOLERANCES.get(x, 0) for x in types)
-    difference = _compare(load(folder), inputs, want, tolerance, to)
+    difference = _compare(load(folder), inputs, expected, tolerance, to)
     if 'image' not in program.inputs:  # A text tower.
       name = model.task.vocabulary_name
       (folder / name).write_bytes(model.task.vocabulary())
     facts = {
-      **_facts(model, program, want, uint8),
+      **_facts(model, program, expected, uint8),
       'files': _checksums(folder),
-      'command': command or f"model.export('{out}', '{to}'{changed})",
+      'command': command or f"model.export('{out}', '{to}'{arguments})",
       'difference': difference,
-      'compared_on': where,
+      'compared_on': inputs_description,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
   console.say(
-    f"'{out}': {to}; largest difference from JAX on {where}: {difference:.1e}"
+    f"'{out}': {to}; largest difference from JAX on {inputs_description}: {difference:.1e}"
   )
   for path in sorted(pathlib.Path(out).rglob('*')):
     if path.is_file():
@@ -141,7 +147,12 @@ def export(
   return difference
 
 
-def check(out, to: str, dtype: str | None, image_size):
+def check(
+  out: epath.PathLike,
+  to: str,
+  dtype: str | None,
+  image_size: int | tuple[int, int] | str | None,
+) -> None:
   """Checks arguments of `export` before a model is read."""
   schema.check('to', to, Literal[tuple(FORMATS)], '--')
   schema.check('dtype', dtype, Literal[tuple(TOLERANCES)] | None, '--')
@@ -158,12 +169,13 @@ def check(out, to: str, dtype: str | None, image_size):
       f"image_size='{FREE}' is not supported with --to=onnx: pass "
       '--image_size=HEIGHT,WIDTH, or --to=stablehlo or --to=saved_model'
     )
-  for package in ('onnx', 'onnxruntime') if to == 'onnx' else ():
-    console.needed(package, 'onnx', '--to=onnx')
+  if to == 'onnx':
+    console.needed('onnx', 'onnx', '--to=onnx')
+    console.needed('onnxruntime', 'onnx', '--to=onnx')
   files.check_new_folder(out, 'out')
 
 
-def _cpu():
+def _cpu() -> contextlib.AbstractContextManager:
   """Selects the CPU, if available: GPUs round matrix products."""
   with contextlib.suppress(RuntimeError):
     return jax.default_device(jax.local_devices(backend='cpu')[0])
@@ -171,18 +183,18 @@ def _cpu():
 
 
 @contextlib.contextmanager
-def _without_paths():
+def _without_paths() -> Iterator[None]:
   """Keeps the paths of source files out of what JAX lowers."""
   name = 'jax_traceback_in_locations_limit'
-  before = getattr(jax.config, name)
+  previous = getattr(jax.config, name)
   jax.config.update(name, 0)
   try:
     yield
   finally:
-    jax.config.update(name, before)
+    jax.config.update(name, previous)
 
 
-def _at_size(model, image_size):
+def _at_size(model: Any, image_size: int | tuple[int, int]) -> Any:
   """Returns the model for images of another size."""
   if isinstance(image_size, int):
     image_size = (image_size, image_size)
@@ -191,16 +203,16 @@ def _at_size(model, image_size):
     return model
   config = task.config.copy_and_resolve_references()
   with config.ignore_type():
-    prepared = preparation.of_run(config.pp).at_size(tuple(image_size))
-    config.pp.update(prepared.fields(tuple(image_size)), sides=())
+    sized = preparation.of_run(config.pp).at_size(image_size)
+    config.pp.update(sized.fields(image_size), sides=())
   try:
     task = type(task)(config, task.metadata)
     shapes = _shapes(task)
     # Positions of as many patches on another grid would be mixed up.
     config.pp.crop = tuple(2 * side for side in image_size)
-    fits = shapes == _shapes(type(task)(config, task.metadata))
-    fits &= shapes == jax.tree.map(jnp.shape, model.params)
+    double_shapes = _shapes(type(task)(config, task.metadata))
     config.pp.crop = tuple(image_size)
+    fits = shapes == double_shapes == jax.tree.map(jnp.shape, model.params)
   except ValueError as e:
     raise ValueError(f'image_size={image_size} does not fit the model: {e}') from e
   if not fits:
@@ -209,17 +221,18 @@ def _at_size(model, image_size):
       f'{model.task.image_size}: leave out --image_size, or fine-tune the model at '
       'that size (--config.pp.crop)'
     )
-  other = task.predictor(model.params, model.extra, model.step)
-  other.workdir = model.workdir
-  return other
+  resized = task.predictor(model.params, model.extra, model.step)
+  resized.workdir = model.workdir
+  return resized
 
 
-def _shapes(task):
+def _shapes(task: Any) -> Any:
+  """Returns the shapes of a task's parameters."""
   params, _ = jax.eval_shape(task.init, jax.random.key(0))
   return jax.tree.map(jnp.shape, params)
 
 
-def _in_float32(model):
+def _in_float32(model: Any) -> Any:
   """Returns the model computing in float32, for ONNX Runtime."""
   if _computed(model.task) == 'float32':
     return model
@@ -229,7 +242,7 @@ def _in_float32(model):
 
 
 def make_program(
-  model,
+  model: Any,
   features: bool = False,
   dtype: str | None = None,
   uint8: bool = False,
@@ -247,44 +260,48 @@ def make_program(
   except Exception as e:
     if isinstance(e, ValueError) and not free:
       raise
-    why = (
+    reason = (
       f"the task '{model.config.task}' cannot be traced with a symbolic batch size, "
       'which an export needs: fix its `exported`'
     )
     if free:
-      why = (
+      reason = (
         f"image_size='{FREE}' does not fit the model, which depends on the size: pass "
         '--image_size=HEIGHT,WIDTH, or leave it out'
       )
-    raise ValueError(f'{why} ({image_files.first_line(e)})') from e
-  read = {id(x) for eqn in jaxpr.eqns for x in eqn.invars}
+    raise ValueError(f'{reason} ({image_files.first_line(e)})') from e
+  read: set[int] = set()
+  for eqn in jaxpr.eqns:
+    read.update(map(id, eqn.invars))
   names = sorted(spec)
-  places = dict(zip(names, jaxpr.invars[-len(names) :]))
-  spec = {k: v for k, v in spec.items() if id(places[k]) in read}
+  for name, variable in zip(names, jaxpr.invars[-len(names) :]):
+    if id(variable) not in read:
+      del spec[name]
   if dtype:
     params, extra = weights
     weights = jax.device_get(int8.converted(params, dtype)), extra
   return Program(run, weights, spec)
 
 
-def _function(model, features, uint8):
+def _function(
+  model: Any, features: bool, uint8: bool
+) -> Callable[..., dict[str, jax.Array]]:
   """Returns Program.run."""
-  compute = model.task.exported
-  if features:
-    layer = model.task.features('features')
-    compute = lambda *args: {'features': layer(*args)}
+  features_of = model.task.features('features') if features else None
   types = jax.tree.map(lambda x: x.dtype, (model.params, model.extra))
 
-  def run(weights, **inputs):
+  def run(weights: Any, **inputs: jax.Array) -> dict[str, jax.Array]:
     # By JAX rather than NumPy: a program with constants keeps their stored type.
     convert = jax.lax.convert_element_type
-    weights = jax.tree.map(convert, int8.restored(weights), types)
+    params, extra = jax.tree.map(convert, int8.restored(weights), types)
     if uint8:
       pixels = inputs['image'].astype(jnp.float32) / 127.5 - 1
       if 'real' in inputs:  # The padding of a canvas is 0, which no byte maps to.
         pixels = jnp.where(inputs['real'][..., None], pixels, 0)
       inputs = {**inputs, 'image': pixels}
-    return compute(*weights, inputs)
+    if features_of is not None:
+      return {'features': features_of(params, extra, inputs)}
+    return model.task.exported(params, extra, inputs)
 
   return run
 
@@ -292,18 +309,18 @@ def _function(model, features, uint8):
 # --- Formats ---
 
 
-def _write_stablehlo(program, folder):
+def _write_stablehlo(program: Program, folder: epath.Path) -> None:
   run = jax.jit(functools.partial(program.run, program.weights))
   exported = jax_export.export(run, platforms=PLATFORMS)(**program.inputs)
   (folder / 'model.stablehlo').write_bytes(exported.serialize())
 
 
-def _load_stablehlo(folder):
+def _load_stablehlo(folder: epath.Path) -> Run:
   exported = jax_export.deserialize((folder / 'model.stablehlo').read_bytes())
   return lambda inputs: exported.call(**inputs)
 
 
-def _write_saved_model(program, folder):
+def _write_saved_model(program: Program, folder: epath.Path) -> None:
   console.load_tensorflow()
   from tensorflow.compiler.tf2xla.python import xla as tf_xla
 
@@ -318,26 +335,27 @@ def _write_saved_model(program, folder):
   module_text = exported.mlir_module()
   # The oldest StableHLO version that has all operations, for old TensorFlows.
   version = stablehlo.get_minimum_version()
-  if 'operand_batching_dims' in module_text:  # Of gathers, as in masked patches.
+  if 'operand_batching_dims' in module_text:  # Gathers, as in masked patches.
     version = '1.1.0'
   hlo = stablehlo.serialize_portable_artifact_str(module_text, version)
 
-  known = lambda shape: [n if isinstance(n, int) else None for n in shape]
+  def static(shape: Sequence[Any]) -> list[int | None]:
+    return [size if isinstance(size, int) else None for size in shape]
 
-  def serve(**inputs):
+  def serve(**inputs: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     args = weights + [inputs[name] for name in sorted(inputs)]
-    found = tf_xla.call_module(
+    results = tf_xla.call_module(
       [args[i] for i in exported.module_kept_var_idx],
       version=exported.calling_convention_version,
       module=hlo,
       Tout=[x.dtype.name for x in exported.out_avals],
-      Sout=[known(x.shape) for x in exported.out_avals],
+      Sout=[static(x.shape) for x in exported.out_avals],
       platforms=[x.upper() for x in exported.platforms],
     )
-    return exported.out_tree.unflatten(found)
+    return exported.out_tree.unflatten(results)
 
   signature = {
-    name: tf.TensorSpec(known(x.shape), x.dtype, name)
+    name: tf.TensorSpec(static(x.shape), x.dtype, name)
     for name, x in program.inputs.items()
   }
   # As an attribute of the module it would be traced twice.
@@ -348,32 +366,32 @@ def _write_saved_model(program, folder):
     raise OSError(image_files.first_line(e)) from e
 
 
-def _load_saved_model(folder):
+def _load_saved_model(folder: epath.Path) -> Run:
   loaded = tf.saved_model.load(os.fspath(folder / '1'))
   serve = loaded.signatures['serving_default']
 
-  def run(inputs):
-    found = serve(**{name: tf.constant(x) for name, x in inputs.items()})
-    return {name: x.numpy() for name, x in found.items()}
+  def run(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    results = serve(**{name: tf.constant(x) for name, x in inputs.items()})
+    return {name: x.numpy() for name, x in results.items()}
 
-  run.loaded = loaded  # Keeps its variables alive.
+  run.loaded = loaded  # type: ignore[attr-defined]  # Keeps its variables alive.
   return run
 
 
-def _write_onnx(program, folder):
+def _write_onnx(program: Program, folder: epath.Path) -> None:
   import onnx
 
   from vit_jax.inference import onnx_graph
 
-  made = onnx_graph.make_model(program.run, program.weights, program.inputs)
+  model = onnx_graph.make_model(program.run, program.weights, program.inputs)
   path = folder / 'model.onnx'
   if program.size <= _LARGEST // 2:
-    path.write_bytes(made.SerializeToString())
+    path.write_bytes(model.SerializeToString())
   else:  # Protobuf files are limited to 2 GiB.
-    onnx.save_model(made, os.fspath(path), save_as_external_data=True, location=_DATA)
+    onnx.save_model(model, os.fspath(path), save_as_external_data=True, location=_DATA)
 
 
-def _load_onnx(folder):
+def _load_onnx(folder: epath.Path) -> Run:
   import onnxruntime
 
   path = folder / 'model.onnx'
@@ -383,58 +401,75 @@ def _load_onnx(folder):
   return lambda inputs: dict(zip(names, session.run(names, inputs)))
 
 
-# Name -> (write(program, folder), load(folder) -> function of inputs).
+class Format(NamedTuple):
+  """Writes a program to a folder, and loads it from there."""
+
+  write: Callable[[Program, epath.Path], None]
+  load: Callable[[epath.Path], Run]
+
+
 FORMATS = {
-  'stablehlo': (_write_stablehlo, _load_stablehlo),
-  'saved_model': (_write_saved_model, _load_saved_model),
-  'onnx': (_write_onnx, _load_onnx),
+  'stablehlo': Format(_write_stablehlo, _load_stablehlo),
+  'saved_model': Format(_write_saved_model, _load_saved_model),
+  'onnx': Format(_write_onnx, _load_onnx),
 }
 
 
 # --- The comparison ---
 
 
-def _inputs(model, program) -> tuple[dict[str, np.ndarray], str]:
+def _inputs(model: Any, program: Program) -> tuple[dict[str, np.ndarray], str]:
   """Returns inputs [n, ...] by name, and a description of them."""
   if 'image' not in program.inputs:
     return model.task.sample(_IMAGES)
   rng = np.random.RandomState(0)
   spec = model.task.input_spec(None, _IMAGES)
   count, height, width, channels = spec['image'].shape
-  blurred = [  # Smooth, like photos.
-    [
-      Image.fromarray(band).resize((width, height), Image.Resampling.BICUBIC)
-      for band in rng.randint(0, 256, (channels, 8, 8)).astype(np.uint8)
-    ]
-    for _ in range(count)
-  ]
-  pixels = np.moveaxis(np.asarray([[*map(np.asarray, x)] for x in blurred]), 1, -1)
+  images = [_smooth_image(rng, height, width, channels) for _ in range(count)]
+  pixels = np.stack(images)
   if program.inputs['image'].dtype != jnp.uint8:
     pixels = pixels.astype(np.float32) / 127.5 - 1
-  found = {'image': pixels}
+  inputs = {'image': pixels}
   if 'real' in spec:  # Canvases whose lower quarter is padding.
-    found['real'] = np.broadcast_to(
+    inputs['real'] = np.broadcast_to(
       np.arange(height)[:, None] < height * 3 / 4, (count, height, width)
     )
-    found['image'] = np.where(found['real'][..., None], pixels, pixels.dtype.type(0))
-  for name in spec.keys() - found:  # Numbers that are valid in any table.
-    found[name] = rng.randint(0, 2, spec[name].shape).astype(spec[name].dtype)
-  return {name: found[name] for name in program.inputs}, f'{count} random images'
+    inputs['image'] = np.where(inputs['real'][..., None], pixels, pixels.dtype.type(0))
+  for name in spec.keys() - inputs:  # Numbers that are valid in any table.
+    inputs[name] = rng.randint(0, 2, spec[name].shape).astype(spec[name].dtype)
+  return {name: inputs[name] for name in program.inputs}, f'{count} random images'
 
 
-def _computed(task) -> str:
+def _smooth_image(
+  rng: np.random.RandomState, height: int, width: int, channels: int
+) -> np.ndarray:
+  """Returns random pixels uint8 [height, width, channels] that are smooth, like photos."""
+  bands = []
+  for band in rng.randint(0, 256, (channels, 8, 8)).astype(np.uint8):
+    image = Image.fromarray(band).resize((width, height), Image.Resampling.BICUBIC)
+    bands.append(np.asarray(image))
+  return np.stack(bands, -1)
+
+
+def _computed(task: Any) -> str:
   """Returns the computation type of a task's model."""
   return jnp.dtype(getattr(task.model, 'dtype', None) or jnp.float32).name
 
 
-def _compare(run, inputs, want, tolerance, to) -> float:
+def _compare(
+  run: Run,
+  inputs: Mapping[str, np.ndarray],
+  want: Mapping[str, np.ndarray],
+  tolerance: float,
+  to: str,
+) -> float:
   """Returns the largest difference to the model; ValueError if it is too large."""
   largest = 0.0
   for count in {1, len(next(iter(inputs.values())))}:
-    found = run({name: x[:count] for name, x in inputs.items()})
+    outputs = run({name: x[:count] for name, x in inputs.items()})
     for name, expected in want.items():
       expected = np.asarray(expected[:count], np.float64)
-      got = np.asarray(found[name], np.float64)
+      got = np.asarray(outputs[name], np.float64)
       difference = np.abs(got - expected).max()
       allowed = tolerance * max(1.0, np.abs(expected).max())
       if not difference <= allowed:  # True for NaN.
@@ -450,7 +485,12 @@ def _compare(run, inputs, want, tolerance, to) -> float:
 # --- The description ---
 
 
-def _facts(model, program, want: Mapping[str, np.ndarray], uint8) -> dict:
+def _facts(
+  model: Any,
+  program: Program,
+  want: Mapping[str, np.ndarray],
+  uint8: bool,
+) -> dict:
   """Returns the content of `model.json`."""
   names = ('vit_jax', 'jax', 'flax')
   return {
@@ -479,24 +519,26 @@ def _checksums(folder: epath.Path) -> dict[str, str]:
   }
 
 
-def _similarity(params) -> dict:
+def _similarity(params: Mapping[str, Any]) -> dict:
   """Returns how products of embeddings become probabilities, for image-text models."""
   if 't' not in params:
     return {}
-  found = {
+  similarity = {
     'scale': float(np.exp(np.sum(params['t']))),
     'bias': float(np.sum(params.get('b', 0.0))),
     'probabilities': 'sigmoid' if 'b' in params else 'softmax',
   }
-  return {'similarity': found}
+  return {'similarity': similarity}
 
 
-def _described(spec) -> dict:
+def _described(spec: jax.ShapeDtypeStruct) -> dict:
   shape = [n if isinstance(n, int) else str(n) for n in spec.shape]
   return {'shape': shape, 'dtype': np.dtype(spec.dtype).name}
 
 
-def _preprocessing(task, inputs, uint8) -> dict:
+def _preprocessing(
+  task: Any, inputs: Mapping[str, jax.ShapeDtypeStruct], uint8: bool
+) -> dict:
   """Returns how images (vit_jax/preprocess.py) or texts become inputs."""
   pp, spec = task.config.pp, inputs.get('image')
   if spec is None:
@@ -504,9 +546,11 @@ def _preprocessing(task, inputs, uint8) -> dict:
     return {**facts, 'vocab_path': task.vocabulary_name}
   *size, channels = _described(spec)['shape'][1:]
   facts = {
-    'size': size, 'channels': channels, 'interpolation': pp.interpolation,
+    'size': size,
+    'channels': channels,
+    'interpolation': pp.interpolation,
     'jpeg_shrink': bool(pp.jpeg_shrink),
-  }  # fmt: skip
+  }
   if pp.sides:  # The aspect ratio is kept, and `size` is padded.
     group = canvases.evaluation(pp)
     facts.update(shorter_side=pp.eval_side, longest_side=group.longest, antialias=True)

@@ -5,20 +5,21 @@ page does not need is rejected with the same response, which does not reveal whi
 files exist.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 import ipaddress
 import json
 import os
 import re
 import socket
+from typing import Any
 
 from vit_jax import console
 
-_WHAT = 'demo', 'vit_jax demo'
-requests = console.needed('starlette.requests', *_WHAT)
-responses = console.needed('starlette.responses', *_WHAT)
-middleware_lib = console.needed('starlette.middleware', *_WHAT)
-trustedhost = console.needed('starlette.middleware.trustedhost', *_WHAT)
+_EXTRA, _PURPOSE = 'demo', 'vit_jax demo'
+requests = console.needed('starlette.requests', _EXTRA, _PURPOSE)
+responses = console.needed('starlette.responses', _EXTRA, _PURPOSE)
+middleware_lib = console.needed('starlette.middleware', _EXTRA, _PURPOSE)
+trustedhost = console.needed('starlette.middleware.trustedhost', _EXTRA, _PURPOSE)
 
 _FORM = 2**16  # Bytes of an upload around the content of the file.
 _FILE, _UPLOAD = '/gradio_api/file=', '/gradio_api/upload'
@@ -30,22 +31,26 @@ _ROUTES = re.compile(
 )
 
 
-def middleware(page, folder: str, host: str, largest: int) -> Sequence:
-  """Returns the middleware of a page with files in a folder, a path without links.
+def middleware(page: Any, folder: str, host: str, max_bytes: int) -> Sequence:
+  """Returns the middleware of a page.
 
-  Only the page's events are accepted, and bodies of at most `largest` bytes. Gradio
-  limits each file of an upload, but neither their sum nor the other fields. On loopback, other host names are rejected, as protection
-  against DNS rebinding.
+  Args:
+    page: a gradio.Blocks, of which only its own events are accepted.
+    folder: its files, a path without links.
+    host: address of the server. On loopback, other host names are rejected, as
+      protection against DNS rebinding.
+    max_bytes: largest body of a request. Gradio limits each file of an upload, but
+      neither their sum nor the other fields.
   """
-  args = set(page.fns), folder, largest
-  found = [middleware_lib.Middleware(_Guard, *args)]
-  if is_loopback(host):
-    names = ['localhost', '127.0.0.1', '[::1]', host]
-    hosts = middleware_lib.Middleware(
-      trustedhost.TrustedHostMiddleware, allowed_hosts=names, www_redirect=False
-    )
-    found.insert(0, hosts)
-  return found
+  guard = middleware_lib.Middleware(_Guard, set(page.fns), folder, max_bytes)
+  if not is_loopback(host):
+    return [guard]
+  hosts = middleware_lib.Middleware(
+    trustedhost.TrustedHostMiddleware,
+    allowed_hosts=['localhost', '127.0.0.1', '[::1]', host],
+    www_redirect=False,
+  )
+  return [hosts, guard]
 
 
 def is_loopback(host: str) -> bool:
@@ -53,7 +58,7 @@ def is_loopback(host: str) -> bool:
   return ipaddress.ip_address(socket.gethostbyname(host)).is_loopback
 
 
-def is_inside(path, folder: str) -> bool:
+def is_inside(path: Any, folder: str) -> bool:
   """Returns whether a value is the path of a file in a folder; reads nothing else."""
   return (
     isinstance(path, str)
@@ -67,37 +72,52 @@ def is_inside(path, folder: str) -> bool:
 class _Guard:
   """Rejects requests that the page does not send."""
 
-  def __init__(self, app, events, folder, largest):
-    self.app, self.events, self.folder, self.largest = app, events, folder, largest
+  def __init__(self, app: Any, events: Set[int], folder: str, max_bytes: int) -> None:
+    self.app = app
+    self.events = events
+    self.folder = folder
+    self.max_bytes = max_bytes
 
-  async def __call__(self, scope, receive, send):
-    if scope['type'] == 'http':
-      request, body, status = requests.Request(scope, receive), bytearray(), None
-      if scope['path'] != _UPLOAD:
-        try:
-          async for chunk in request.stream():
-            body += chunk
-            if len(body) > self.largest:
-              status, text = 413, f'The body has more than {self.largest} bytes'
-              break
-        except requests.ClientDisconnect:
-          return
-        receive = _again(body, receive)
-      else:
-        receive = _limited(receive, self.largest + _FORM)
-      if not status and not self._allows(scope['path'], request.headers, body):
-        status, text = 403, 'The page does not send such requests'
-      if status:
-        refusal = responses.PlainTextResponse(text, status_code=status)
-        await refusal(scope, receive, send)
-        return
+  async def __call__(
+    self, scope: Mapping[str, Any], receive: Callable, send: Callable
+  ) -> None:
     try:
+      if scope['type'] == 'http':
+        receive_body = await self._check_request(scope, receive)
+        if receive_body is None:
+          return
+        receive = receive_body
       await self.app(scope, receive, send)
-    except _TooLarge as e:
-      refusal = responses.PlainTextResponse(str(e), status_code=413)
-      await refusal(scope, receive, send)
+    except _Rejected as e:
+      rejection = responses.PlainTextResponse(str(e), status_code=e.status)
+      await rejection(scope, receive, send)
 
-  def _allows(self, path, headers, body) -> bool:
+  async def _check_request(
+    self, scope: Mapping[str, Any], receive: Callable
+  ) -> Callable | None:
+    """Returns a function to receive the body; None if the client has disconnected.
+
+    Raises _Rejected for a request that the page does not send.
+    """
+    request, body = requests.Request(scope, receive), bytearray()
+    if scope['path'] == _UPLOAD:
+      receive = _limited(receive, self.max_bytes + _FORM)
+    else:
+      try:
+        async for chunk in request.stream():
+          body += chunk
+          if len(body) > self.max_bytes:
+            raise _Rejected(413, f'The body has more than {self.max_bytes} bytes')
+      except requests.ClientDisconnect:
+        return None
+      receive = _again(body, receive)
+    if not self._allows(scope['path'], request.headers, body):
+      raise _Rejected(403, 'The page does not send such requests')
+    return receive
+
+  def _allows(
+    self, path: str, headers: Mapping[str, str], body: bytes | bytearray
+  ) -> bool:
     origin, host = headers.get('origin'), headers.get('host', '')
     if origin not in (None, f'http://{host}', f'https://{host}'):
       return False
@@ -118,30 +138,34 @@ class _Guard:
     return value
 
 
-class _TooLarge(Exception):
-  """The body of an upload is too large."""
+class _Rejected(Exception):
+  """A request is answered with an HTTP status."""
+
+  def __init__(self, status: int, text: str) -> None:
+    super().__init__(text)
+    self.status = status
 
 
-def _limited(receive: Callable, largest: int) -> Callable:
-  """Returns a function like `receive` that raises _TooLarge after some bytes."""
+def _limited(receive: Callable, max_bytes: int) -> Callable:
+  """Returns a function like `receive` that raises _Rejected after some bytes."""
   size = 0
 
-  async def read():
+  async def read() -> Mapping[str, Any]:
     nonlocal size
     message = await receive()
     size += len(message.get('body', b''))
-    if size > largest:
-      raise _TooLarge(f'The upload has more than {largest} bytes')
+    if size > max_bytes:
+      raise _Rejected(413, f'The upload has more than {max_bytes} bytes')
     return message
 
   return read
 
 
-def _again(body, receive):
+def _again(body: bytes | bytearray, receive: Callable) -> Callable:
   """Returns a function like `receive` that first returns a body already read."""
   messages = iter([{'type': 'http.request', 'body': bytes(body)}])
 
-  async def read():
+  async def read() -> Mapping[str, Any]:
     return next(messages, None) or await receive()
 
   return read

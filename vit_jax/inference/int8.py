@@ -5,6 +5,7 @@ A kernel W becomes round(W / s), s = max |W| / 127 over the inputs of the channe
 return to it where a program reads them. Biases, norms and embeddings are unchanged.
 """
 
+from collections.abc import Mapping, Sequence
 import functools
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ class Kernel(NamedTuple):
   scale: jax.Array  # float32 [1, ..., *outputs].
 
 
-def converted(params, dtype: str):
-  """Returns parameters in a type; kernels are `Kernel`s for 'int8', others unchanged."""
+def converted(params: Any, dtype: str) -> Any:
+  """Returns parameters in a type; for 'int8', only kernels change, to `Kernel`s."""
 
-  def convert(path, x):
+  def convert(path: Sequence[Any], x: Any) -> Any:
     if dtype != 'int8':
       return x.astype(dtype)
     name = sharding.path_name(path)
@@ -36,21 +37,24 @@ def converted(params, dtype: str):
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _quantized(x, inputs) -> Kernel:
+def _quantized(x: jax.Array, inputs: tuple[int, ...]) -> Kernel:
   scale = jnp.max(jnp.abs(x), inputs, keepdims=True) / 127
   scale = jnp.where(scale > 0, scale, 1)
   return Kernel(jnp.round(x / scale).astype(jnp.int8), scale)
 
 
-def restored(params):
+def restored(params: Any) -> Any:
   """Returns parameters whose `Kernel`s are arrays again."""
-  # jnp: a program with constants shall hold 8 bits.
-  back = lambda x: jnp.multiply(*x) if isinstance(x, Kernel) else x
-  return jax.tree.map(back, params, is_leaf=lambda x: isinstance(x, Kernel))
+
+  def restore(x: Any) -> Any:
+    # jnp rather than NumPy: constants of a program stay in 8 bits.
+    return jnp.multiply(x.values, x.scale) if isinstance(x, Kernel) else x
+
+  return jax.tree.map(restore, params, is_leaf=lambda x: isinstance(x, Kernel))
 
 
-def check(model, use: str):
-  """Raises ValueError if a Predictor was loaded in 8 bits, which a `use` excludes."""
+def check(model: Any, use: str) -> None:
+  """Raises ValueError if a Predictor was loaded in 8 bits, which does not fit a `use`."""
   if isinstance(model.task.model, Model):
     raise ValueError(f"a model loaded with dtype='int8' is not for {use}")
 
@@ -58,14 +62,14 @@ def check(model, use: str):
 class Model:
   """A Flax module whose `apply` takes parameters with `Kernel`s."""
 
-  def __init__(self, module):
+  def __init__(self, module: Any) -> None:
     self.module = module
 
   def __getattr__(self, name: str) -> Any:
-    if name.startswith('__'):  # Of a copy, which has no module yet.
+    if name.startswith('__'):  # `copy` asks before there is a module.
       raise AttributeError(name)
     return getattr(self.module, name)
 
-  def apply(self, variables, *args, **kwargs):
+  def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
     variables = {**variables, 'params': restored(variables['params'])}
     return self.module.apply(variables, *args, **kwargs)

@@ -27,14 +27,14 @@ class Value(NamedTuple):
   """A tensor of the graph: its name, and its shape before broadcasting."""
 
   name: str
-  shape: tuple
+  shape: tuple[Any, ...]  # Sizes are integers, or symbols of jax.export.
 
 
 def make_model(
   function: Callable[..., dict[str, jax.Array]],
   weights: Any,
   inputs: dict[str, jax.ShapeDtypeStruct],
-):
+) -> Any:
   """Returns an onnx.ModelProto; raises ValueError for an unknown operation.
 
   The function takes `weights`, a tree of NumPy arrays, whose paths become their names
@@ -42,35 +42,27 @@ def make_model(
   of each input is the same jax.export symbol, the others are numbers.
   """
   onnx = console.needed('onnx', 'onnx', 'exporting to ONNX')
-  traced, outputs = jax.make_jaxpr(function, return_shape=True)(weights, **inputs)
+  closed_jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(weights, **inputs)
   graph = _Graph(onnx, next(iter(inputs.values())).shape[0], min(inputs))
   leaves, _ = jax.tree_util.tree_flatten_with_path(weights)
-  values = [
-    graph.constant(x, jax.tree_util.keystr(path[1:], simple=True, separator='/'))
-    for path, x in leaves
-  ]
-  values += [Value(name, inputs[name].shape) for name in sorted(inputs)]
-  found = graph.run(traced.jaxpr, traced.consts, values)
-  for value, name in zip(found, sorted(outputs)):
-    graph.node('Identity', graph.whole(value, outputs[name].shape), name=name)
-
-  def described(specs):
-    return [
-      onnx.helper.make_tensor_value_info(
-        name,
-        graph.type_of(x.dtype),
-        [n if isinstance(n, int) else str(n) for n in x.shape],
-      )
-      for name, x in sorted(specs.items())
-    ]
-
-  used = {name for node in graph.nodes for name in node.input}
-  constants = [x for x in graph.constants if x.name in used]
-  made = onnx.helper.make_graph(
-    graph.nodes, 'vit_jax', described(inputs), described(outputs), constants
+  values = []
+  for path, x in leaves:
+    name = jax.tree_util.keystr(path[1:], simple=True, separator='/')
+    values.append(graph.constant(x, name))
+  for name in sorted(inputs):
+    values.append(Value(name, inputs[name].shape))
+  results = graph.run(closed_jaxpr.jaxpr, closed_jaxpr.consts, values)
+  for value, name in zip(results, sorted(outputs)):
+    graph.node('Identity', graph.broadcast(value, outputs[name].shape), name=name)
+  onnx_graph = onnx.helper.make_graph(
+    graph.nodes,
+    'vit_jax',
+    inputs=[graph.value_info(name, inputs[name]) for name in sorted(inputs)],
+    outputs=[graph.value_info(name, outputs[name]) for name in sorted(outputs)],
+    initializer=graph.used_constants(),
   )
   return onnx.helper.make_model(
-    made,
+    onnx_graph,
     opset_imports=[onnx.helper.make_opsetid('', OPSET)],
     ir_version=IR_VERSION,
     producer_name='vit_jax',
@@ -78,28 +70,41 @@ def make_model(
 
 
 class _Graph:
-  """The nodes so far; the first dimension of the input `first` is the symbol `batch`."""
+  """The nodes so far.
 
-  def __init__(self, onnx, batch, first: str):
-    self.nodes, self.constants = [], []
-    self._onnx, self._batch, self._count = onnx, batch, 0
-    self._size = self.node('Shape', Value(first, ()), shape=(1,), start=0, end=1)
+  The first dimension of the input `first` is the symbol `batch`.
+  """
 
-  def node(self, op: str, *inputs, shape=None, name=None, **kwargs) -> Value:
+  def __init__(self, onnx: Any, batch: Any, first: str) -> None:
+    self.nodes: list[Any] = []
+    self.constants: list[Any] = []
+    self._onnx = onnx
+    self._batch = batch
+    self._count = 0
+    self._batch_size = self.node('Shape', Value(first, ()), shape=(1,), start=0, end=1)
+
+  def node(
+    self,
+    op: str,
+    *inputs: Any,
+    shape: Sequence[Any] | None = None,
+    name: str | None = None,
+    **kwargs: Any,
+  ) -> Value:
     """Adds a node with one output, by default of the broadcast shape of its inputs.
 
     Inputs are Values, arrays, or integers and lists of them, constants of int64.
     """
-    inputs = [x if isinstance(x, Value) else self.constant(x) for x in inputs]
+    values = [x if isinstance(x, Value) else self.constant(x) for x in inputs]
     if shape is None:
-      shape = jnp.broadcast_shapes(*(x.shape for x in inputs))
+      shape = jnp.broadcast_shapes(*(x.shape for x in values))
     self._count += 1
     name = name or f'{op}_{self._count}'
-    names = [x.name for x in inputs]
+    names = [x.name for x in values]
     self.nodes.append(self._onnx.helper.make_node(op, names, [name], **kwargs))
     return Value(name, tuple(shape))
 
-  def constant(self, x, name: str | None = None) -> Value:
+  def constant(self, x: Any, name: str | None = None) -> Value:
     """Adds a constant: an array, or integers."""
     x = np.asarray(x, None if hasattr(x, 'dtype') else np.int64)
     self._count += 1
@@ -107,29 +112,43 @@ class _Graph:
     self.constants.append(self._onnx.numpy_helper.from_array(x, name))
     return Value(name, x.shape)
 
-  def type_of(self, dtype) -> int:
+  def used_constants(self) -> list[Any]:
+    """Returns the constants that nodes read."""
+    used_names = set()
+    for node in self.nodes:
+      used_names.update(node.input)
+    return [x for x in self.constants if x.name in used_names]
+
+  def value_info(self, name: str, spec: jax.ShapeDtypeStruct) -> Any:
+    """Describes an input or output; symbolic sizes become names."""
+    shape = [size if isinstance(size, int) else str(size) for size in spec.shape]
+    return self._onnx.helper.make_tensor_value_info(
+      name, self.type_of(spec.dtype), shape
+    )
+
+  def type_of(self, dtype: Any) -> int:
     """Returns ONNX's number of a type."""
     return self._onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
 
-  def cast(self, value: Value, dtype) -> Value:
+  def cast(self, value: Value, dtype: Any) -> Value:
     """Converts to another type."""
     return self.node('Cast', value, to=self.type_of(dtype))
 
-  def reshape(self, value: Value, shape) -> Value:
-    """Changes the shape of a whole tensor."""
+  def reshape(self, value: Value, shape: Sequence[Any]) -> Value:
+    """Changes the shape of a tensor that is not broadcast."""
     if value.shape == tuple(shape):
       return value
     sizes = [n if isinstance(n, int) else -1 for n in shape]
     return self.node('Reshape', value, sizes, shape=shape)
 
   def transpose(self, value: Value, order: Sequence[int]) -> Value:
-    """Changes the order of the dimensions of a whole tensor."""
+    """Changes the order of the dimensions of a tensor that is not broadcast."""
     if list(order) == sorted(order):
       return value
     shape = [value.shape[i] for i in order]
     return self.node('Transpose', value, shape=shape, perm=list(order))
 
-  def whole(self, value: Value, shape) -> Value:
+  def broadcast(self, value: Value, shape: Sequence[Any]) -> Value:
     """Broadcasts a tensor to a shape."""
     if value.shape == tuple(shape):
       return value
@@ -137,29 +156,33 @@ class _Graph:
     target = self.node('Concat', *sizes, shape=(len(sizes),), axis=0)
     return self.node('Expand', value, target, shape=shape)
 
-  def _length(self, size) -> Value:
+  def _length(self, size: Any) -> Value:
     """Returns a list of one length, a multiple of the batch."""
     factor = size // self._batch
     if not isinstance(factor, int):
       raise _unknown(f'the size {size}')
-    return self._size if factor == 1 else self.node('Mul', self._size, [factor])
+    if factor == 1:
+      return self._batch_size
+    return self.node('Mul', self._batch_size, [factor])
 
-  def run(self, jaxpr, consts, args) -> list[Value]:
+  def run(
+    self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
+  ) -> list[Value]:
     """Adds the operations of a trace; returns its outputs."""
     consts = [x if isinstance(x, Value) else self.constant(x) for x in consts]
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
 
-    def read(x):
-      if isinstance(x, core.Literal):
-        return self.constant(np.asarray(x.val, x.aval.dtype))
-      return known[x]
+    def read(var: Any) -> Value:
+      if isinstance(var, core.Literal):
+        return self.constant(np.asarray(var.val, var.aval.dtype))
+      return env[var]
 
     for eqn in jaxpr.eqns:
       values = [read(x) for x in eqn.invars]
-      known.update(zip(eqn.outvars, self._translate(eqn, values)))
+      env.update(zip(eqn.outvars, self._translate(eqn, values)))
     return [read(x) for x in jaxpr.outvars]
 
-  def _translate(self, eqn, values) -> list[Value]:
+  def _translate(self, eqn: core.JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """Adds one operation; returns its outputs."""
     name, params = eqn.primitive.name, eqn.params
     if name in _CALLS:
@@ -167,54 +190,85 @@ class _Graph:
       if not hasattr(inner, 'consts'):
         return self.run(inner, (), values)
       return self.run(inner.jaxpr, inner.consts, values)
-    if name in _SAME:
-      return values
+    if name in _IDENTITIES:
+      return list(values)
     if name in _NODES:
-      first, *rest = _NODES[name]
-      found = self.node(first, *values)
-      for op in rest:
-        found = self.node(op, found)
-      return [found]
-    if name in _ELEMENTWISE:
-      return [_ELEMENTWISE[name](self, eqn, *values)]
-    values = [self.whole(value, x.aval.shape) for value, x in zip(values, eqn.invars)]
-    if name not in _OTHERS:
+      first_op, *other_ops = _NODES[name]
+      value = self.node(first_op, *values)
+      for op in other_ops:
+        value = self.node(op, value)
+      return [value]
+    if name in _UNBROADCAST:
+      return [_UNBROADCAST[name](self, eqn, *values)]
+    if name not in _BROADCAST:
       raise _unknown(f"the operation '{name}'")
-    found = _OTHERS[name](self, eqn, *values)
-    return found if isinstance(found, list) else [found]
+    operands = []
+    for value, var in zip(values, eqn.invars):
+      operands.append(self.broadcast(value, var.aval.shape))
+    outputs = _BROADCAST[name](self, eqn, *operands)
+    return outputs if isinstance(outputs, list) else [outputs]
 
 
-def _unknown(what: str) -> ValueError:
+def _unknown(operation: str) -> ValueError:
   return ValueError(
-    f'{what} of the model has no translation to ONNX: use --to=stablehlo or '
+    f'{operation} of the model has no translation to ONNX: use --to=stablehlo or '
     '--to=saved_model'
   )
 
 
-# Operations that call a trace, and which of their parameters it is.
+# Translates an operation: (graph, eqn, *operands) -> a Value, or a list of them.
+Translation = Callable[..., Any]
+
+# Operations that call a trace -> the parameter that holds it.
 _CALLS = {
-  'closed_call': 'call_jaxpr', 'custom_jvp_call': 'call_jaxpr',
-  'custom_vjp_call': 'call_jaxpr', 'jit': 'jaxpr', 'remat2': 'jaxpr',
-}  # fmt: skip
+  'closed_call': 'call_jaxpr',
+  'custom_jvp_call': 'call_jaxpr',
+  'custom_vjp_call': 'call_jaxpr',
+  'jit': 'jaxpr',
+  'remat2': 'jaxpr',
+}
 # Operations that are the identity in inference.
-_SAME = ('stop_gradient', 'copy', 'optimization_barrier')
+_IDENTITIES = ('stop_gradient', 'copy', 'optimization_barrier')
 # Elementwise operation -> nodes of ONNX, the second on the result of the first.
 _NODES = {
-  'abs': ['Abs'], 'add': ['Add'], 'add_any': ['Add'], 'and': ['And'], 'ceil': ['Ceil'],
-  'cos': ['Cos'], 'div': ['Div'], 'eq': ['Equal'], 'erf': ['Erf'], 'exp': ['Exp'],
-  'floor': ['Floor'], 'ge': ['GreaterOrEqual'], 'gt': ['Greater'],
-  'le': ['LessOrEqual'], 'log': ['Log'], 'logistic': ['Sigmoid'], 'lt': ['Less'],
-  'max': ['Max'], 'min': ['Min'], 'mul': ['Mul'], 'ne': ['Equal', 'Not'],
-  'neg': ['Neg'], 'not': ['Not'], 'or': ['Or'], 'pow': ['Pow'],
-  'rsqrt': ['Sqrt', 'Reciprocal'], 'sign': ['Sign'], 'sin': ['Sin'], 'sqrt': ['Sqrt'],
-  'sub': ['Sub'], 'tanh': ['Tanh'],
-}  # fmt: skip
+  'abs': ['Abs'],
+  'add': ['Add'],
+  'add_any': ['Add'],
+  'and': ['And'],
+  'ceil': ['Ceil'],
+  'cos': ['Cos'],
+  'div': ['Div'],
+  'eq': ['Equal'],
+  'erf': ['Erf'],
+  'exp': ['Exp'],
+  'floor': ['Floor'],
+  'ge': ['GreaterOrEqual'],
+  'gt': ['Greater'],
+  'le': ['LessOrEqual'],
+  'log': ['Log'],
+  'logistic': ['Sigmoid'],
+  'lt': ['Less'],
+  'max': ['Max'],
+  'min': ['Min'],
+  'mul': ['Mul'],
+  'ne': ['Equal', 'Not'],
+  'neg': ['Neg'],
+  'not': ['Not'],
+  'or': ['Or'],
+  'pow': ['Pow'],
+  'rsqrt': ['Sqrt', 'Reciprocal'],
+  'sign': ['Sign'],
+  'sin': ['Sin'],
+  'sqrt': ['Sqrt'],
+  'sub': ['Sub'],
+  'tanh': ['Tanh'],
+}
 
 
-# --- Operations on values that need not be whole: functions (graph, eqn, *values) ---
+# --- Operations whose operands need not be broadcast ---
 
 
-def _power(graph, eqn, x):
+def _power(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
   """x ** y for an integer y."""
   y = eqn.params['y']
   if y == 2:
@@ -222,110 +276,134 @@ def _power(graph, eqn, x):
   return graph.node('Pow', x, np.array(y, eqn.invars[0].aval.dtype))
 
 
-def _erfc(graph, eqn, x):
+def _erfc(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
   one = np.array(1, eqn.invars[0].aval.dtype)
   return graph.node('Sub', one, graph.node('Erf', x))
 
 
-def _broadcast_in_dim(graph, eqn, x):
-  shape, places = eqn.params['shape'], eqn.params['broadcast_dimensions']
-  own = len(eqn.invars[0].aval.shape)
-  if list(places) == list(range(len(shape) - own, len(shape))):
+def _broadcast_in_dim(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
+  shape, dimensions = eqn.params['shape'], eqn.params['broadcast_dimensions']
+  rank = len(eqn.invars[0].aval.shape)
+  if list(dimensions) == list(range(len(shape) - rank, len(shape))):
     return x  # Aligned to the right, as in NumPy's broadcasting.
+  operand_shape = (1,) * (rank - len(x.shape)) + x.shape
   sizes = [1] * len(shape)
-  aligned = (1,) * (own - len(x.shape)) + x.shape
-  for place, size in zip(places, aligned):
-    sizes[place] = size
+  for dimension, size in zip(dimensions, operand_shape):
+    sizes[dimension] = size
   return graph.reshape(x, sizes)
 
 
-_ELEMENTWISE = {
+def _clamp(
+  graph: _Graph, eqn: core.JaxprEqn, low: Value, x: Value, high: Value
+) -> Value:
+  return graph.node('Min', graph.node('Max', x, low), high)
+
+
+def _convert(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
+  return graph.cast(x, eqn.params['new_dtype'])
+
+
+def _remainder(graph: _Graph, eqn: core.JaxprEqn, x: Value, y: Value) -> Value:
+  return graph.node('Mod', x, y, fmod=1)
+
+
+def _select(
+  graph: _Graph, eqn: core.JaxprEqn, predicate: Value, on_false: Value, on_true: Value
+) -> Value:
+  return graph.node('Where', predicate, on_true, on_false)
+
+
+def _square(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
+  return graph.node('Mul', x, x)
+
+
+_UNBROADCAST: dict[str, Translation] = {
   'broadcast_in_dim': _broadcast_in_dim,
-  'clamp': lambda graph, eqn, low, x, high: graph.node(
-    'Min', graph.node('Max', x, low), high
-  ),
-  'convert_element_type': lambda graph, eqn, x: graph.cast(x, eqn.params['new_dtype']),
+  'clamp': _clamp,
+  'convert_element_type': _convert,
   'erfc': _erfc,
   'integer_pow': _power,
-  'rem': lambda graph, eqn, x, y: graph.node('Mod', x, y, fmod=1),
-  'select_n': lambda graph, eqn, which, no, yes: graph.node('Where', which, yes, no),
-  'square': lambda graph, eqn, x: graph.node('Mul', x, x),
+  'rem': _remainder,
+  'select_n': _select,
+  'square': _square,
 }
 
 
-# --- Other operations: functions (graph, eqn, *whole values) ---
+# --- Operations on broadcast operands ---
 
 
-def _shape(eqn) -> tuple:
+def _shape(eqn: core.JaxprEqn) -> tuple[Any, ...]:
   return eqn.outvars[0].aval.shape
 
 
-def _reduce(op: str, cast: bool = False):
-  """Translates a reduction; with `cast`, one of bools by integers."""
+def _reduce(op: str, cast: bool = False) -> Translation:
+  """Translates a reduction; with `cast`, bools are reduced as integers."""
 
-  def translate(graph, eqn, x):
+  def translate(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
     axes = list(eqn.params['axes'])
     if not axes:  # ONNX would reduce all.
       return x
     x = graph.cast(x, np.int32) if cast else x
-    found = graph.node(op, x, axes, shape=_shape(eqn), keepdims=0)
-    return graph.cast(found, np.bool_) if cast else found
+    result = graph.node(op, x, axes, shape=_shape(eqn), keepdims=0)
+    return graph.cast(result, np.bool_) if cast else result
 
   return translate
 
 
-def _arg(op: str):
-  def translate(graph, eqn, x):
+def _arg(op: str) -> Translation:
+  def translate(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
     [axis] = eqn.params['axes']
-    found = graph.node(op, x, shape=_shape(eqn), axis=axis, keepdims=0)
-    return graph.cast(found, eqn.params['index_dtype'])
+    result = graph.node(op, x, shape=_shape(eqn), axis=axis, keepdims=0)
+    return graph.cast(result, eqn.params['index_dtype'])
 
   return translate
 
 
-def _dot(graph, eqn, left, right):
+def _dot(graph: _Graph, eqn: core.JaxprEqn, lhs: Value, rhs: Value) -> Value:
   """A product over some dimensions, by MatMul.
 
-  The left tensor becomes [batch..., rows..., K], the right one [batch..., K, N],
+  The left operand becomes [batch..., rows..., K], the right one [batch..., K, N],
   where K and N are all summed and all free dimensions of the right one, in one.
   """
-  (sum_left, sum_right), (batch_left, batch_right) = eqn.params['dimension_numbers']
-  rows = _others(left, sum_left, batch_left)
-  columns = _others(right, sum_right, batch_right)
-  batch = [left.shape[i] for i in batch_left]
-  free = [left.shape[i] for i in rows]
-  depth = math.prod(left.shape[i] for i in sum_left)
-  width = math.prod(right.shape[i] for i in columns)
+  (sum_lhs, sum_rhs), (batch_lhs, batch_rhs) = eqn.params['dimension_numbers']
+  rows = _other_dims(lhs, sum_lhs, batch_lhs)
+  columns = _other_dims(rhs, sum_rhs, batch_rhs)
+  batch = [lhs.shape[i] for i in batch_lhs]
+  free = [lhs.shape[i] for i in rows]
+  depth = math.prod(lhs.shape[i] for i in sum_lhs)
+  width = math.prod(rhs.shape[i] for i in columns)
   if batch or not rows:  # Else MatMul would treat rows as batch dimensions.
     free = [math.prod(free)]
-  left = graph.transpose(left, [*batch_left, *rows, *sum_left])
-  left = graph.reshape(left, [*batch, *free, depth])
-  right = graph.transpose(right, [*batch_right, *sum_right, *columns])
-  right = graph.reshape(right, [*batch, depth, width])
-  found = graph.node('MatMul', left, right, shape=[*batch, *free, width])
-  found = graph.reshape(found, _shape(eqn))
-  wanted = eqn.outvars[0].aval.dtype
-  same = all(x.aval.dtype == wanted for x in eqn.invars)
-  return found if same else graph.cast(found, wanted)
+  lhs = graph.transpose(lhs, [*batch_lhs, *rows, *sum_lhs])
+  lhs = graph.reshape(lhs, [*batch, *free, depth])
+  rhs = graph.transpose(rhs, [*batch_rhs, *sum_rhs, *columns])
+  rhs = graph.reshape(rhs, [*batch, depth, width])
+  product = graph.node('MatMul', lhs, rhs, shape=[*batch, *free, width])
+  product = graph.reshape(product, _shape(eqn))
+  dtype = eqn.outvars[0].aval.dtype
+  if all(x.aval.dtype == dtype for x in eqn.invars):
+    return product
+  return graph.cast(product, dtype)
 
 
-def _others(value, *groups) -> list[int]:
+def _other_dims(value: Value, *groups: Sequence[int]) -> list[int]:
   """Returns the dimensions that are in none of the groups, in order."""
-  taken = {i for group in groups for i in group}
-  return [i for i in range(len(value.shape)) if i not in taken]
+  dims = range(len(value.shape))
+  return [i for i in dims if not any(i in group for group in groups)]
 
 
-def _pads(padding) -> list[int]:
+def _pads(padding: Sequence[tuple[int, int]]) -> list[int]:
   """Returns pairs (before, after) in the order of ONNX."""
-  return [before for before, _ in padding] + [after for _, after in padding]
+  before, after = zip(*padding)
+  return [*before, *after]
 
 
-def _convolve(graph, eqn, images, kernel):
+def _convolve(graph: _Graph, eqn: core.JaxprEqn, images: Value, kernel: Value) -> Value:
   params = eqn.params
   order = params['dimension_numbers']
   if params['batch_group_count'] != 1 or set(params['lhs_dilation']) != {1}:
     raise _unknown('a transposed convolution')
-  found = graph.node(
+  result = graph.node(
     'Conv',
     graph.transpose(images, order.lhs_spec),
     graph.transpose(kernel, order.rhs_spec),
@@ -335,17 +413,18 @@ def _convolve(graph, eqn, images, kernel):
     dilations=list(params['rhs_dilation']),
     group=params['feature_group_count'],
   )
-  return graph.transpose(found, np.argsort(order.out_spec).tolist())
+  return graph.transpose(result, np.argsort(order.out_spec).tolist())
 
 
-def _max_pool(graph, eqn, images):
+def _max_pool(graph: _Graph, eqn: core.JaxprEqn, images: Value) -> Value:
   """The maxima of windows of images [B, H, W, C]."""
   params = eqn.params
-  window, dilation = params['window_dimensions'], params['window_dilation']
-  flat = len(window) == 4 and window[0] == window[3] == 1
-  if not flat or {*params['base_dilation'], *dilation} != {1}:
+  window = params['window_dimensions']
+  dilations = {*params['base_dilation'], *params['window_dilation']}
+  is_spatial = len(window) == 4 and window[0] == window[3] == 1
+  if not is_spatial or dilations != {1}:
     raise _unknown('a pooling over dimensions other than height and width')
-  found = graph.node(
+  result = graph.node(
     'MaxPool',
     graph.transpose(images, [0, 3, 1, 2]),
     shape=[_shape(eqn)[i] for i in (0, 3, 1, 2)],
@@ -353,121 +432,143 @@ def _max_pool(graph, eqn, images):
     strides=list(params['window_strides'][1:3]),
     pads=_pads(params['padding'][1:3]),
   )
-  return graph.transpose(found, [0, 2, 3, 1])
+  return graph.transpose(result, [0, 2, 3, 1])
 
 
-def _pad(graph, eqn, x, value):
-  config = eqn.params['padding_config']
-  if any(inner for *_, inner in config):
-    raise _unknown('padding between elements')
-  pads = _pads([pair[:2] for pair in config])
-  return graph.node('Pad', x, pads, value, shape=_shape(eqn))
+def _pad(graph: _Graph, eqn: core.JaxprEqn, x: Value, value: Value) -> Value:
+  padding = []
+  for before, after, interior in eqn.params['padding_config']:
+    if interior:
+      raise _unknown('padding between elements')
+    padding.append((before, after))
+  return graph.node('Pad', x, _pads(padding), value, shape=_shape(eqn))
 
 
-def _slice(graph, eqn, x):
-  params, rank = eqn.params, len(x.shape)
-  ends = [n if isinstance(n, int) else _LAST for n in params['limit_indices']]
-  strides = params['strides'] or (1,) * rank
-  parts = params['start_indices'], ends, range(rank), strides
-  return graph.node('Slice', x, *map(list, parts), shape=_shape(eqn))
+def _slice(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
+  rank = len(x.shape)
+  starts = list(eqn.params['start_indices'])
+  ends = [n if isinstance(n, int) else _LAST for n in eqn.params['limit_indices']]
+  axes = list(range(rank))
+  strides = list(eqn.params['strides'] or [1] * rank)
+  return graph.node('Slice', x, starts, ends, axes, strides, shape=_shape(eqn))
 
 
-def _gather(graph, eqn, x, indices):
+def _gather(graph: _Graph, eqn: core.JaxprEqn, x: Value, indices: Value) -> Value:
   """Takes a range of one dimension, or slices at several positions of it."""
   numbers, sizes = eqn.params['dimension_numbers'], eqn.params['slice_sizes']
-  axes, batches = numbers.start_index_map, numbers.operand_batching_dims
-  first = tuple(range(len(batches)))
-  others = _others(x, batches, axes)
+  axes, batch_dims = numbers.start_index_map, numbers.operand_batching_dims
+  first_dims = tuple(range(len(batch_dims)))
+  slice_dims = _other_dims(x, batch_dims, axes)
   if (
     len(axes) != 1
-    or (batches, numbers.start_indices_batching_dims) != (first, first)
-    or any(sizes[i] != x.shape[i] for i in others)
+    or batch_dims != first_dims
+    or numbers.start_indices_batching_dims != first_dims
+    or any(sizes[i] != x.shape[i] for i in slice_dims)
   ):
     raise _unknown('an indexing of several dimensions')
   [axis] = axes
-  indices = graph.cast(indices, np.int64)  # [batches..., more..., 1]
+  indices = graph.cast(indices, np.int64)  # [batch_dims..., positions..., 1]
   if indices.shape == (1,):
     end = graph.node('Add', indices, [sizes[axis]])
-    found = graph.node('Slice', x, indices, end, [axis], shape=sizes)
-    return graph.reshape(found, _shape(eqn))
+    result = graph.node('Slice', x, indices, end, [axis], shape=sizes)
+    return graph.reshape(result, _shape(eqn))
   if sizes[axis] != 1:
     raise _unknown('an indexing by ranges')
-  x = graph.transpose(x, [*first, axis, *others])
-  shape = [*indices.shape[:-1], *(sizes[i] for i in others)]
-  found = graph.node('GatherND', x, indices, shape=shape, batch_dims=len(first))
-  # `offset_dims`: positions of the slices' dimensions in the result.
-  kept = _others(x, batches, numbers.collapsed_slice_dims)
-  offsets = dict(zip(kept, numbers.offset_dims))
+  x = graph.transpose(x, [*first_dims, axis, *slice_dims])
+  shape = [*indices.shape[:-1], *(sizes[i] for i in slice_dims)]
+  result = graph.node('GatherND', x, indices, shape=shape, batch_dims=len(first_dims))
+  # `offset_dims`: positions in the result of the dimensions that are not collapsed.
+  uncollapsed = _other_dims(x, batch_dims, numbers.collapsed_slice_dims)
+  offsets = dict(zip(uncollapsed, numbers.offset_dims))
   outer = set(range(len(_shape(eqn)))) - set(numbers.offset_dims)
-  order = [*sorted(outer), *(offsets[i] for i in others)]
-  found = graph.transpose(found, np.argsort(order).tolist())
-  return graph.reshape(found, _shape(eqn))
+  order = [*sorted(outer), *(offsets[i] for i in slice_dims)]
+  result = graph.transpose(result, np.argsort(order).tolist())
+  return graph.reshape(result, _shape(eqn))
 
 
-def _join(graph, axis: int, values):
-  """Joins whole tensors along a dimension."""
+def _join(graph: _Graph, axis: int, values: Sequence[Value]) -> Value:
+  """Joins tensors along a dimension."""
   shape = list(values[0].shape)
   shape[axis] = sum(x.shape[axis] for x in values)
   return graph.node('Concat', *values, shape=shape, axis=axis)
 
 
-def _stack(graph, axis: int, values):
-  """Joins whole tensors along a new dimension."""
+def _stack(graph: _Graph, axis: int, values: Sequence[Value]) -> Value:
+  """Joins tensors along a new dimension."""
   shape = list(values[0].shape)
   shape.insert(axis, 1)
   return _join(graph, axis, [graph.reshape(x, shape) for x in values])
 
 
-def _scan(graph, eqn, *values):
+def _scan(graph: _Graph, eqn: core.JaxprEqn, *values: Value) -> list[Value]:
   """A loop, unrolled."""
-  params = eqn.params
-  steps, body = params['length'], params['jaxpr']
-  # Only rows have another shape inside the loop. (JAX 0.11 renamed the counts of
-  # constants, carried values and rows.)
-  kept, read = (
-    sum(x.aval.ndim == y.aval.ndim for x, y in zip(*both))
-    for both in (
-      (eqn.outvars, body.jaxpr.outvars),
-      (eqn.invars, body.jaxpr.invars),
-    )
-  )
-  consts, carry = values[: read - kept], values[read - kept : read]
-  rows, found = values[read:], []
-  inner = [graph.constant(x) for x in body.consts]
-  shapes = [x.aval.shape for x in body.jaxpr.outvars]
-  numbers = range(steps)
-  for step in reversed(numbers) if params['reverse'] else numbers:
-    row = [graph.node('Gather', x, step, shape=x.shape[1:], axis=0) for x in rows]
-    results = graph.run(body.jaxpr, inner, [*consts, *carry, *row])
-    results = [graph.whole(x, shape) for x, shape in zip(results, shapes)]
-    carry = results[:kept]
-    found.append(results[kept:])
-  found = found[::-1] if params['reverse'] else found
-  return [*carry, *(_stack(graph, 0, column) for column in zip(*found))]
+  body = eqn.params['jaxpr']
+  # Operands are constants, carried values and rows; results are carried values and rows.
+  num_carried = _count_whole(eqn.outvars, body.jaxpr.outvars)
+  num_whole = _count_whole(eqn.invars, body.jaxpr.invars)
+  consts = values[: num_whole - num_carried]
+  carry = list(values[num_whole - num_carried : num_whole])
+  inputs = values[num_whole:]
+  body_consts = [graph.constant(x) for x in body.consts]
+  steps = range(eqn.params['length'])
+  rows = []
+  for step in reversed(steps) if eqn.params['reverse'] else steps:
+    row = [graph.node('Gather', x, step, shape=x.shape[1:], axis=0) for x in inputs]
+    results = []
+    for value, var in zip(
+      graph.run(body.jaxpr, body_consts, [*consts, *carry, *row]), body.jaxpr.outvars
+    ):
+      results.append(graph.broadcast(value, var.aval.shape))
+    carry = results[:num_carried]
+    rows.append(results[num_carried:])
+  if eqn.params['reverse']:
+    rows.reverse()
+  return [*carry, *(_stack(graph, 0, column) for column in zip(*rows))]
 
 
-def _iota(graph, eqn):
+def _count_whole(variables: Sequence[Any], body_variables: Sequence[Any]) -> int:
+  """Counts the variables of a loop that its body does not read or write row by row.
+
+  JAX 0.11 renamed the parameters with these counts; rows have one dimension less.
+  """
+  pairs = zip(variables, body_variables)
+  return sum(x.aval.ndim == y.aval.ndim for x, y in pairs)
+
+
+def _iota(graph: _Graph, eqn: core.JaxprEqn) -> Value:
   shape, dimension = eqn.params['shape'], eqn.params['dimension']
   if not isinstance(shape[dimension], int):
     raise _unknown('a count over the batch')
   column = [-1] + [1] * (len(shape) - dimension - 1)
   numbers = np.arange(shape[dimension], dtype=eqn.params['dtype'])
-  return graph.whole(graph.constant(numbers.reshape(column)), shape)
+  return graph.broadcast(graph.constant(numbers.reshape(column)), shape)
 
 
-def _cumsum(graph, eqn, x):
+def _cumsum(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
   reverse = int(eqn.params['reverse'])
   return graph.node('CumSum', x, eqn.params['axis'], shape=x.shape, reverse=reverse)
 
 
-def _reshape(graph, eqn, x):
+def _reshape(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
   return graph.reshape(x, _shape(eqn))
 
 
-_OTHERS = {
+def _concatenate(graph: _Graph, eqn: core.JaxprEqn, *values: Value) -> Value:
+  return _join(graph, eqn.params['dimension'], values)
+
+
+def _stack_operands(graph: _Graph, eqn: core.JaxprEqn, *values: Value) -> Value:
+  return _stack(graph, eqn.params['axis'], values)
+
+
+def _transpose(graph: _Graph, eqn: core.JaxprEqn, x: Value) -> Value:
+  return graph.transpose(x, eqn.params['permutation'])
+
+
+_BROADCAST: dict[str, Translation] = {
   'argmax': _arg('ArgMax'),
   'argmin': _arg('ArgMin'),
-  'concatenate': lambda graph, eqn, *x: _join(graph, eqn.params['dimension'], x),
+  'concatenate': _concatenate,
   'conv_general_dilated': _convolve,
   'cumsum': _cumsum,
   'dot_general': _dot,
@@ -484,6 +585,6 @@ _OTHERS = {
   'scan': _scan,
   'slice': _slice,
   'squeeze': _reshape,
-  'stack': lambda graph, eqn, *x: _stack(graph, eqn.params['axis'], x),
-  'transpose': lambda graph, eqn, x: graph.transpose(x, eqn.params['permutation']),
+  'stack': _stack_operands,
+  'transpose': _transpose,
 }

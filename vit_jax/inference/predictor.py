@@ -1,13 +1,14 @@
 """The base class of predictors: trained models that run on images."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import copy
 import functools
 import inspect
 import os
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax import console, input_pipeline
@@ -18,10 +19,11 @@ from vit_jax.inference import engine, int8, tables, user_images
 # On a single CPU device: images per batch, and concurrent batches. On two cores, the
 # forward pass of Ti/16 is 1.3 times as fast with 8 images as with 32, which exceed the
 # caches, and another 1.3 times as fast with two concurrent batches.
-_CPU_BATCH, _AT_ONCE = 8, 2
+_CPU_BATCH = 8
+_CPU_CONCURRENCY = 2
 
 
-def _is_one_cpu(mesh) -> bool:
+def _is_one_cpu(mesh: jax.sharding.Mesh) -> bool:
   return mesh.size == 1 and mesh.devices.flat[0].platform == 'cpu'
 
 
@@ -35,9 +37,16 @@ class Predictor:
 
   BATCH = 32  # Largest batch.
   # Flags of `vit_jax predict` that `report` reads, besides --top and --out.
-  FLAGS = ()
+  FLAGS: ClassVar[tuple[str, ...]] = ()
+  # Flags that `columns` reads.
+  TABLE_FLAGS: ClassVar[tuple[str, ...]] = (
+    'embeddings',
+    'top',
+    'threshold',
+    'image_size',
+  )
 
-  def __init__(self, task, params, extra, step: int):
+  def __init__(self, task: Any, params: Any, extra: Any, step: int) -> None:
     if any(x.dtype == np.int8 for x in jax.tree.leaves(params)):
       task = copy.copy(task)
       task.model = int8.Model(task.model)
@@ -51,39 +60,40 @@ class Predictor:
     self.class_names = task.class_names
     self._outputs = jax.jit(task.outputs)
     self._features = functools.cache(lambda name: jax.jit(task.features(name)))
-    self._everywhere = None  # (params, extra, mesh) on all devices, see `_placed`.
+    # Parameters, extra state and mesh on all devices, see `_placed`.
+    self._replicated: tuple[Any, Any, jax.sharding.Mesh] | None = None
 
-  def __reduce__(self):
+  def __reduce__(self) -> tuple:
     """Pickles the task and the parameters; the copy compiles its own functions."""
     task = self.task
     args = type(task), task.config, task.metadata, self.params, self.extra, self.step
     return _unpickle, args, {'workdir': self.workdir, 'origin': self.origin}
 
-  def __repr__(self):
+  def __repr__(self) -> str:
     count = sum(x.size for x in jax.tree.leaves(self.params))
     height, width = self.task.image_size
-    words = [
+    facts = [
       f'{self.config.model.get("model_name") or "model"} ({self.config.task})',
       f'{count:,} parameters',
       f'{height}x{width} pixels',
     ]
     if self.class_names:
-      words.append(console.counted(len(self.class_names), 'class'))
+      facts.append(console.counted(len(self.class_names), 'class'))
     if self.origin:
-      words.append(f"from '{self.origin}'")
+      facts.append(f"from '{self.origin}'")
     if self.step:
-      words.append(f'step {self.step:,}')
-    return f'<{", ".join(words)}>'
+      facts.append(f'step {self.step:,}')
+    return f'<{", ".join(facts)}>'
 
-  def __getattr__(self, name):
+  def __getattr__(self, name: str) -> NoReturn:
     """Raises AttributeError with the names that this predictor has."""
-    known = ', '.join(x for x in dir(type(self)) if x[0].islower())
+    names = ', '.join(x for x in dir(type(self)) if x[0].islower())
     task = vars(self).get('config', {}).get('task')
     raise AttributeError(
-      f"the predictor of the task '{task}' has no '{name}'; it has {known}"
+      f"the predictor of the task '{task}' has no '{name}'; it has {names}"
     )
 
-  def _refuse(self, options):
+  def _refuse(self, options: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments that only other tasks accept."""
     for name, value in options.items():
       raise ValueError(
@@ -91,22 +101,29 @@ class Predictor:
         f'leave out {name}'
       )
 
-  def outputs(self, images: Sequence[Any]):
+  def outputs(self, images: Sequence[Any]) -> Any:
     """Returns the outputs of the task for images, float32 arrays [n, ...].
 
-    Images are a list (or an array [n, height, width, channels]) of images of any size:
-    paths, contents of files (bytes or io.BytesIO), PIL images, or arrays uint8
-    [height, width(, channels)]. Raises FileNotFoundError or ValueError if an image does
-    not exist or cannot be read, or an output is not finite.
+    Args:
+      images: a list (or an array [n, height, width, channels]) of images of any size:
+        paths, contents of files (bytes or io.BytesIO), PIL images, or arrays uint8
+        [height, width(, channels)].
+
+    Raises:
+      FileNotFoundError: if an image does not exist.
+      ValueError: if an image cannot be read, or an output is not finite.
     """
     return self.run(images, keep=())[1]
 
-  def inputs(self, images: Sequence[Any]) -> dict:
+  def inputs(self, images: Sequence[Any]) -> dict[str, np.ndarray]:
     """Returns the task's inputs for images, see `outputs`: arrays [n, ...]."""
     return self.run(images, lambda *_: ())[0]
 
   def run(
-    self, images: Sequence[Any], compute=None, keep: Iterable[str] | None = None
+    self,
+    images: Sequence[Any],
+    compute: Callable | None = None,
+    keep: Iterable[str] | None = None,
   ) -> tuple[dict, Any]:
     """Returns inputs and results for images, arrays [n, ...], as `stream` does.
 
@@ -114,14 +131,14 @@ class Predictor:
     """
     compute = compute or self._outputs
     keep = self.task.input_spec() if keep is None else keep
-    found = [row[1:] for row in self.stream(images, compute, keep)]
-    if found:
-      return jax.tree.map(lambda *rows: np.stack(rows), *found)
+    rows = [row[1:] for row in self.stream(images, compute, keep)]
+    if rows:
+      return jax.tree.map(lambda *rows: np.stack(rows), *rows)
     spec = self.task.input_spec()
+    inputs = {name: spec[name] for name in keep}
     outputs = jax.eval_shape(compute, self.params, self.extra, spec)
     return jax.tree.map(
-      lambda x: np.zeros((0, *x.shape[1:]), x.dtype),
-      ({name: spec[name] for name in keep}, outputs),
+      lambda x: np.zeros((0, *x.shape[1:]), x.dtype), (inputs, outputs)
     )
 
   def stream(
@@ -151,7 +168,7 @@ class Predictor:
       return
     compute, keep = compute or self._outputs, tuple(keep)
     params, extra, mesh = self._placed(total)
-    found = input_pipeline.part_batches(
+    batches = input_pipeline.part_batches(
       self.config,
       source,
       parts(source) if parts else [input_pipeline.Part(None, self.task.inputs)],
@@ -159,20 +176,23 @@ class Predictor:
       functools.partial(self._rows, mesh),
     )
 
-    def both(batch):
+    def with_inputs(batch: dict[str, jax.Array]) -> dict[str, Any]:
       return {
-        **{name: batch[name] for name in ('index', 'mask')},
+        'index': batch['index'],
+        'mask': batch['mask'],
         'inputs': {name: batch[name] for name in keep},
         'outputs': compute(params, extra, batch),
       }
 
-    at_once = _AT_ONCE if _is_one_cpu(mesh) else 1
-    for batch in engine.run(both, found, mesh, stop, 'Predicting', total, at_once):
-      for number, row in engine.rows(batch):
+    concurrency = _CPU_CONCURRENCY if _is_one_cpu(mesh) else 1
+    for results in engine.run(
+      with_inputs, batches, mesh, stop, 'Predicting', total, concurrency
+    ):
+      for number, row in engine.rows(results):
         self._check_finite(row['outputs'], source.name(number))
         yield number, row['inputs'], row['outputs']
 
-  def _source(self, images):
+  def _source(self, images: Any) -> records.Source:
     """Returns images as a source."""
     if isinstance(images, records.Source):
       return images
@@ -182,55 +202,64 @@ class Predictor:
         f'images={images!r:.80} must be a list: pass [image] for a single image, '
         'list(images) for a generator'
       )
-    return user_images.Given(images, self.config.max_image_pixels)
+    return user_images.UserImages(images, self.config.max_image_pixels)
 
-  def columns(self, embeddings: str | None = None, **options) -> tables.Columns:
+  def columns(self, embeddings: str | None = None, **options: Any) -> tables.Columns:
     """Returns the columns of a table.
 
-    The features of the layer `embeddings`, such as 'features' (the inputs of the head),
-    or 'patches' (a token for each patch), are a column, see `embed`. Options are `top`
-    for classifiers, `threshold` and `image_size` for detectors, and lists `classes` and
-    `texts` for image-text models. Raises ValueError if there is no such layer, or an
-    argument is out of range.
+    Args:
+      embeddings: a layer whose features become a column, such as 'features' (the
+        inputs of the head) or 'patches' (a token for each patch); see `embed`.
+      **options: `top` for classifiers, `threshold` and `image_size` for detectors, and
+        lists `classes` and `texts` for image-text models.
+
+    Raises:
+      ValueError: if there is no such layer, or an argument is out of range.
     """
-    known = inspect.signature(self._columns).parameters
-    self._refuse({k: v for k, v in options.items() if k not in known})
+    names = inspect.signature(self._columns).parameters
+    self._refuse({k: v for k, v in options.items() if k not in names})
     if embeddings is None:
       return self._columns(**options)
     _check_layer('embeddings', embeddings, ' (--embeddings)')
     features = self.task.features(embeddings)
     spec = jax.eval_shape(features, self.params, self.extra, self.task.input_spec())
     try:
-      own = self._columns(**options)
+      columns = self._columns(**options)
     except tables.NoColumns:  # Only features.
-      own = tables.Columns({}, lambda inputs, outputs: {}, lambda *_: ())
-    compute = own.compute or self._outputs
+      columns = tables.Columns({}, lambda inputs, outputs: {}, lambda *_: ())
+    compute = columns.compute or self._outputs
 
     @jax.jit
-    def both(params, extra, batch):
+    def with_features(
+      params: Any, extra: Any, batch: dict[str, jax.Array]
+    ) -> tuple[Any, jax.Array]:
       return compute(params, extra, batch), features(params, extra, batch)
 
-    def row(inputs, outputs):
-      return {**own.row(inputs, outputs[0]), 'embedding': outputs[1]}
+    def row(inputs: dict[str, Any], outputs: Any) -> dict[str, Any]:
+      return {**columns.row(inputs, outputs[0]), 'embedding': outputs[1]}
 
     shape = spec.shape[1:]
     kind = (float, shape if len(shape) > 1 else shape[0])
-    types = {**own.types, 'embedding': kind}
-    return own._replace(types=types, row=row, compute=both)
+    types = {**columns.types, 'embedding': kind}
+    return columns._replace(types=types, row=row, compute=with_features)
 
-  def table_options(self, args) -> dict[str, Any]:
-    """Returns the arguments of `columns` from a command's flags."""
-    names = ('embeddings', 'top', 'threshold', 'image_size')
-    return {name: getattr(args, name) for name in names}
+  def parse_flags(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments of `report` or `columns` from a command's flags by name."""
+    return dict(flags)
 
-  def _columns(self, top=5, threshold=None, image_size=None) -> tables.Columns:
+  def _columns(
+    self,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> tables.Columns:
     """Returns the task's own columns, see `columns`."""
     raise tables.NoColumns(
       f"the task '{self.config.task}' predicts pictures, which do not fit into "
       'a table: ask for its features (--embeddings)'
     )
 
-  def table(self, images: Sequence[Any], **options):
+  def table(self, images: Sequence[Any], **options: Any) -> Any:
     """Returns predictions as a pyarrow.Table with one row per image.
 
     For options and errors see `columns`. The columns are `path`, the task's columns,
@@ -239,10 +268,10 @@ class Predictor:
     """
     columns, source = self.columns(**options), self._source(images)
     blocks = [range(source.num_examples)] if source.num_examples else []
-    found = tables.rows(self, source, columns, blocks)
-    return tables.to_arrow(
-      [row for _, block in found for row in block], tables.types(columns)
-    )
+    rows = []
+    for _, block_rows in tables.rows(self, source, columns, blocks):
+      rows += block_rows
+    return tables.to_arrow(rows, tables.types(columns))
 
   def embed(self, images: Sequence[Any], layer: str = 'features') -> np.ndarray:
     """Returns the features of images, float32 [n, D]; of 'patches' [n, h, w, D].
@@ -252,7 +281,7 @@ class Predictor:
     _check_layer('layer', layer)
     return self.run(images, self._features(layer), keep=())[1]
 
-  def export(self, out: str | os.PathLike, to: str, **options) -> float:
+  def export(self, out: str | os.PathLike, to: str, **options: Any) -> float:
     """Exports the model to `to`: 'stablehlo', 'saved_model' or 'onnx'.
 
     See vit_jax.inference.export.export. Returns the largest difference between the
@@ -266,29 +295,33 @@ class Predictor:
     """Returns the largest batch for a part."""
     return self.BATCH
 
-  def _rows(self, mesh, part, count):
+  def _rows(
+    self, mesh: jax.sharding.Mesh, part: input_pipeline.Part, count: int
+  ) -> int:
     """Returns the rows per batch of a part of `count` images.
 
     Powers of two bound the number of compilations, and the padding by half.
     """
-    most = self.batch_size(part)
+    limit = self.batch_size(part)
     if _is_one_cpu(mesh):
-      most = min(most, _CPU_BATCH)
-    return min(most, 1 << (count - 1).bit_length())
+      limit = min(limit, _CPU_BATCH)
+    return min(limit, 1 << (count - 1).bit_length())
 
-  def _placed(self, count):
+  def _placed(self, count: int) -> tuple[Any, Any, jax.sharding.Mesh]:
     """Returns parameters and extra state, placed for `count` images, and the mesh."""
     mesh = sharding.mesh_of(self.params)
     devices = jax.local_devices()
     if mesh.size > 1 or len(devices) == 1 or count <= self.BATCH:
       return self.params, self.extra, mesh
-    if self._everywhere is None:
+    if self._replicated is None:
       mesh = sharding.make_mesh({'data': -1}, devices)
-      state = jax.device_put((self.params, self.extra), sharding.replicated(mesh))
-      self._everywhere = (*state, mesh)
-    return self._everywhere
+      params, extra = jax.device_put(
+        (self.params, self.extra), sharding.replicated(mesh)
+      )
+      self._replicated = (params, extra, mesh)
+    return self._replicated
 
-  def _check_finite(self, outputs, name):
+  def _check_finite(self, outputs: Any, name: str) -> None:
     """Raises ValueError if an output of an image is not finite."""
     if all(np.isfinite(x).all() for x in jax.tree.leaves(outputs)):
       return
@@ -303,16 +336,16 @@ class Predictor:
       'another checkpoint (--step=N)'
     )
 
-  def predict(self, images: Sequence[Any], **others) -> list:
+  def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
     """Returns a prediction per image; by default the outputs."""
-    self._refuse(others)
+    self._refuse(options)
     outputs = self.outputs(images)
     return [jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))]
 
-  def report(self, images: Sequence[str], args) -> Iterable[str]:
+  def report(self, images: Sequence[str], **options: Any) -> Iterable[str]:
     """Returns (or yields) what `vit_jax predict` prints for each path.
 
-    `args` are the command's flags, such as `out`, the picture to write, or None.
+    Options are `top`, `out`, the picture to write, or None, and those in FLAGS.
     """
     return [
       f'{image}\n  {result}' for image, result in zip(images, self.predict(images))
@@ -321,10 +354,14 @@ class Predictor:
   def page(self) -> tuple[Callable[..., dict], list, list]:
     """Adds the task's components to a demo page, inside a gradio.Blocks.
 
-    Returns (show, inputs, outputs), the latter two being components.
-    show(photo, *values of the inputs) takes a vit_jax.inference.demo.Photo, must be
-    thread-safe, and returns new values by component; omitted outputs are cleared.
-    Raises ValueError if the task has no page.
+    Returns:
+      show: function (photo, *values of the inputs) -> new values by component, of a
+        vit_jax.inference.demo.Photo. Must be thread-safe. Omitted outputs are cleared.
+      inputs: components whose values `show` takes.
+      outputs: components that `show` changes.
+
+    Raises:
+      ValueError: if the task has no page.
     """
     raise ValueError(
       f"the task '{self.config.task}' has no demo page: add a method `page` to its "
@@ -332,7 +369,7 @@ class Predictor:
     )
 
 
-def _check_layer(name: str, layer: str, flag: str = ''):
+def _check_layer(name: str, layer: Any, flag: str = '') -> None:
   """Raises ValueError unless an argument is the name of a layer."""
   if not isinstance(layer, str):
     raise ValueError(
@@ -341,5 +378,10 @@ def _check_layer(name: str, layer: str, flag: str = ''):
     )
 
 
-def _unpickle(task_type, config, metadata, *args):
+def _unpickle(
+  task_type: Callable[..., Any],
+  config: ml_collections.ConfigDict,
+  metadata: Mapping[str, Any],
+  *args: Any,
+) -> Predictor:
   return task_type(config, metadata).predictor(*args)

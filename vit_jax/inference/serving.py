@@ -8,7 +8,7 @@ A server imports neither JAX nor TensorFlow:
 See docs/serve.md for complete servers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import hashlib
 import io
 import json
@@ -23,10 +23,15 @@ from vit_jax.data.images import rgb
 
 # Keys of `preprocessing` besides 'resize'.
 _KEYS = {
-  'size', 'channels', 'range', 'jpeg_shrink', 'resize_mode', 'interpolation',
-  'antialias', 'crop_rounding',
-}  # fmt: skip
-_AFFINE, _BILINEAR = Image.Transform.AFFINE, Image.Resampling.BILINEAR
+  'size',
+  'channels',
+  'range',
+  'jpeg_shrink',
+  'resize_mode',
+  'interpolation',
+  'antialias',
+  'crop_rounding',
+}
 
 
 def read_facts(folder: str | os.PathLike) -> dict[str, Any]:
@@ -68,9 +73,16 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   white, and 16 bits become 8. It is resized by Pillow's `resize` if the model's images
   are antialiased, else like tf.image.resize, which does not average when it shrinks.
 
-  Takes the content of an image file, and `preprocessing` of the model.json that
-  `vit_jax export` writes. Returns float32 [height, width, channels]. Raises ValueError
-  if the model reads canvases or images of any size, and Pillow's errors.
+  Args:
+    file: content of an image file.
+    preprocessing: as in the model.json that `vit_jax export` writes.
+
+  Returns:
+    float32 [height, width, channels].
+
+  Raises:
+    ValueError: if the model reads canvases or images of any size.
+    OSError: Pillow's, for a file that is not an image.
   """
   pp = preprocessing
   if 'resize' not in pp or not all(isinstance(n, int) for n in pp.get('size', ())):
@@ -84,28 +96,49 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
       'model.json that `vit_jax export` wrote'
     )
   image = Image.open(io.BytesIO(file))
-  (height, width), (low, high) = pp['size'], pp['range']
-  whole, antialias = pp['resize'] or pp['size'], pp['antialias']
+  height, width = pp['size']
+  resize = pp['resize'] or pp['size']
   if pp['jpeg_shrink']:  # Decodes a large JPEG at 1/2, 1/4 or 1/8.
-    image.draft(None, 2 * [whole] if isinstance(whole, int) else whole[::-1])
+    image.draft(None, (resize, resize) if isinstance(resize, int) else resize[::-1])
   image = Image.fromarray(rgb.to_rgb(ImageOps.exif_transpose(image)))
   image = image.convert('RGB' if pp['channels'] == 3 else 'L')
-  shape = image.size[::-1]
-  if isinstance(whole, int):  # Length of the shorter side.
-    sides = [n * whole / min(shape) for n in shape]
-    whole = [int(side) if antialias else round(side) for side in sides]
-  elif pp['resize_mode'] == 'cover':
-    ratio = min(n / side for n, side in zip(shape, whole))
-    whole = [round(n / ratio) for n in shape]
-  margins = whole[0] - height, whole[1] - width
-  down = pp['crop_rounding'] == 'down'
-  top, left = (n // 2 if down else round(n / 2) for n in margins)
-  if antialias:
-    image = image.resize(whole[::-1], Image.Resampling[pp['interpolation'].upper()])
+  resized_height, resized_width = _resized_shape(image.size[::-1], resize, pp)
+  top = _margin(resized_height - height, pp['crop_rounding'])
+  left = _margin(resized_width - width, pp['crop_rounding'])
+  if pp['antialias']:
+    filter_ = Image.Resampling[pp['interpolation'].upper()]
+    image = image.resize((resized_width, resized_height), filter_)
     image = image.crop((left, top, left + width, top + height))
     pixels = np.asarray(image, np.float32).reshape(height, width, -1)
-    return pixels * ((high - low) / 255) + low
-  y, x = image.height / whole[0], image.width / whole[1]  # Source pixels per pixel.
-  move = (width, height), _AFFINE, (x, 0, left * x, 0, y, top * y), _BILINEAR
-  bands = [band.convert('F').transform(*move) for band in image.split()]
-  return np.stack(bands, -1) * ((high - low) / 255) + low
+  else:
+    y, x = image.height / resized_height, image.width / resized_width
+    bands = []
+    for band in image.split():
+      cropped = band.convert('F').transform(
+        (width, height),
+        Image.Transform.AFFINE,
+        (x, 0, left * x, 0, y, top * y),
+        Image.Resampling.BILINEAR,
+      )
+      bands.append(cropped)
+    pixels = np.stack(bands, -1)
+  low, high = pp['range']
+  return pixels * ((high - low) / 255) + low
+
+
+def _resized_shape(
+  shape: Sequence[int], resize: int | Sequence[int], pp: Mapping[str, Any]
+) -> Sequence[int]:
+  """Returns (height, width) of a resized image; `resize`: its shorter side, or both."""
+  if isinstance(resize, int):
+    sides = [n * resize / min(shape) for n in shape]
+    return [int(side) if pp['antialias'] else round(side) for side in sides]
+  if pp['resize_mode'] == 'cover':
+    ratio = min(n / side for n, side in zip(shape, resize))
+    return [round(n / ratio) for n in shape]
+  return resize
+
+
+def _margin(excess: int, rounding: str) -> int:
+  """Returns how many pixels a central crop cuts off at the top, or on the left."""
+  return excess // 2 if rounding == 'down' else round(excess / 2)

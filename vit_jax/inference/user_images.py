@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 import weakref
 
+import ml_collections
 import numpy as np
 
 from vit_jax import preprocess
@@ -17,53 +18,54 @@ from vit_jax.distributed import files
 
 # TensorFlow never frees the callable of a `numpy_function`, so one serves all
 # sources, which it finds by number.
-_numbers, _sources = itertools.count(), weakref.WeakValueDictionary()
+_numbers = itertools.count()
+_sources: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 @image_files.traced
-def _encoded(source, number):
-  encoded = tf.numpy_function(
-    lambda source, number: _sources[int(source)].encoded(int(number)),
-    [source, number],
-    tf.string,
-  )
+def _encoded(source: 'tf.Tensor', index: 'tf.Tensor') -> 'tf.Tensor':
+  def encode(source: np.ndarray, index: np.ndarray) -> bytes:
+    return _sources[int(source)].encoded(int(index))
+
+  encoded = tf.numpy_function(encode, [source, index], tf.string)
   return tf.ensure_shape(encoded, [])
 
 
-class Given(records.Source):
+class UserImages(records.Source):
   """Images in any form accepted by vit_jax.preprocess.from_user, read lazily.
 
   Files with more than `max_pixels` are rejected before decoding; None: no limit.
   """
 
-  def __init__(self, images: Sequence[Any], max_pixels: int | None = None):
+  def __init__(self, images: Sequence[Any], max_pixels: int | None = None) -> None:
     super().__init__(len(images), ('image',), {})
     self._images = images
     self._max_pixels = max_pixels
     self._number = next(_numbers)
     _sources[self._number] = self
 
-  def lookup(self, indices) -> dict:
+  def lookup(self, indices: Any) -> dict:
     """Returns the examples with these numbers, see vit_jax.data.records."""
-    return {'image': indices}  # What `read` needs.
+    return {'image': indices}
 
-  def read(self, record):
-    if tf.executing_eagerly():  # In this thread: TensorFlow's own could run out.
+  def read(self, record: dict[str, Any]) -> dict[str, Any]:
+    if tf.executing_eagerly():  # Without `numpy_function`, whose threads may run out.
       image = tf.constant(self.encoded(int(record['image'])))
     else:
       image = _encoded(tf.constant(self._number, tf.int64), record['image'])
     return {**record, 'image': image}
 
-  def encoded(self, number: int) -> bytes:
-    """Returns an image, by number, as the content of an image file."""
-    image = self._images[number]
-    return preprocess.from_user(image, lambda x: x, self._max_pixels)
+  def encoded(self, index: int) -> bytes:
+    """Returns an image as the content of an image file."""
+    return preprocess.from_user(
+      self._images[index], lambda content: content, self._max_pixels
+    )
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns the number of images and a hash of their names."""
-    names = (f'{self.name(i)}\n' for i in range(self.num_examples))
-    names = (name.encode(errors='surrogateescape') for name in names)
-    return {**super().fingerprint(), 'images': files.digest(names)}
+    lines = (f'{self.name(i)}\n' for i in range(self.num_examples))
+    content = (line.encode(errors='surrogateescape') for line in lines)
+    return {**super().fingerprint(), 'images': files.digest(content)}
 
   def name(self, index: int) -> str:
     image = self._images[index]
@@ -73,12 +75,12 @@ class Given(records.Source):
     image = self._images[index]
     return image_files.stamp(image) if isinstance(image, str) else 0
 
-  def check(self, record, index: int):
+  def check(self, record: dict[str, Any], index: int) -> None:
     image = self._images[index]
     preprocess.from_user(image, images_lib.decode, self._max_pixels)
 
 
-def examples(config, count: int) -> records.Source:
+def examples(config: ml_collections.ConfigDict, count: int) -> records.Source:
   """Returns at most `count` images of the run's test split.
 
   If the split would have to be downloaded, photos from scikit-learn.
@@ -89,13 +91,12 @@ def examples(config, count: int) -> records.Source:
   if source is None:
     from sklearn import datasets
 
-    photos = datasets.load_sample_images().images
-    parts = [photos[0][:213], photos[0][213:], photos[1][:, :320]]
-    source = Given([*photos, *parts])
+    first, second = datasets.load_sample_images().images
+    source = UserImages([first, second, first[:213], first[213:], second[:, :320]])
   return records.Subset(source, np.arange(min(count, source.num_examples)))
 
 
-def _test_split(config):
+def _test_split(config: ml_collections.ConfigDict) -> records.Source | None:
   """Opens a run's test split; returns None if that needs a download."""
   dataset = config.dataset
   if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):

@@ -102,7 +102,7 @@ def _predict(model, mesh, source, known: int | None) -> dict[str, np.ndarray]:
     source,
     task.inputs,
     lambda batch: best(model.params, model.extra, batch),
-    what='Labelling images',
+    label='Labelling images',
   )
 
 

@@ -12,7 +12,7 @@ import hashlib
 import http.client
 import os
 import tempfile
-from typing import IO
+from typing import IO, Any
 import urllib.error
 import urllib.request
 
@@ -125,7 +125,9 @@ def _check_encrypted(url: str) -> None:
 class _Redirects(urllib.request.HTTPRedirectHandler):
   """Follows redirects to https://, and to http:// if that is allowed."""
 
-  def redirect_request(self, req, fp, code, msg, headers, newurl):
+  def redirect_request(
+    self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+  ) -> urllib.request.Request | None:
     _check_encrypted(newurl)
     return super().redirect_request(req, fp, code, msg, headers, newurl)
 

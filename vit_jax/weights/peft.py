@@ -21,13 +21,14 @@ _PREFIX = 'base_model.model.'
 def write(model: Any, dst: epath.Path) -> list[str]:
   """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
   family = families.of(model.config)
-  config, stored = model.adapters
+  config, trained = model.adapters
   flat = reading.leaves_of(model)
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
-  state, layers, whole_layers = {}, set(), set()
-  for path, x in stored.items():
-    kernel, part = lora.split_name(path)
+  state: dict[str, np.ndarray] = {}
+  adapted_layers, whole_layers = set(), set()
+  for path, x in trained.items():
+    kernel, factor = lora.split_name(path)
     if kernel.startswith('embedding/') and _is_scaled(config.pretrained):
       raise ValueError(
         f"'{kernel}' has absorbed the pixel scaling of the base: write the merged "
@@ -38,24 +39,23 @@ def write(model: Any, dst: epath.Path) -> list[str]:
         f"'{kernel}' has no layer of its own in Hugging Face's model: write the merged "
         'weights (--to=hf)'
       )
-    layer, _, end = leaves.renamed(names[kernel], family.modules).rpartition('.')
-    shape = converted[names[kernel]].shape
-    if not part:
+    array = converted[names[kernel]]
+    name = leaves.renamed(names[kernel], family.modules)
+    layer = name.rpartition('.')[0]
+    if not factor:
       whole_layers.add(layer)
-      state[f'{_PREFIX}{layer}.{end}'] = converted[names[kernel]]
-    elif part == lora.A:
-      layers.add(layer)
-      x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.reshape(-1, x.shape[-1]).T
-      state[f'{_PREFIX}{layer}.lora_A.weight'] = x.reshape(-1, *shape[1:])
+      state[f'{_PREFIX}{name}'] = array
+    elif factor == lora.A:
+      adapted_layers.add(layer)
+      state[f'{_PREFIX}{layer}.lora_A.weight'] = _to_peft_a(x, array.shape)
     else:
-      x = x.reshape(len(x), -1).T.reshape(-1, len(x), *(1 for _ in shape[2:]))
-      state[f'{_PREFIX}{layer}.lora_B.weight'] = x
+      state[f'{_PREFIX}{layer}.lora_B.weight'] = _to_peft_b(x, array.shape)
   for name in converted:
     name = leaves.renamed(name, family.modules)
-    trained_parts = {layer for layer in whole_layers if name.startswith(f'{layer}.')}
-    if trained_parts and (f'{_PREFIX}{name}' not in state or trained_parts & layers):
+    layers = {layer for layer in whole_layers if name.startswith(f'{layer}.')}
+    if layers and (f'{_PREFIX}{name}' not in state or layers & adapted_layers):
       raise ValueError(
-        f"only a part of '{min(trained_parts)}' was trained, or next to an adapter, and PEFT has "
+        f"only a part of '{min(layers)}' was trained, or next to an adapter, and PEFT has "
         'whole layers: write the merged weights (--to=hf)'
       )
   fields = {
@@ -65,7 +65,7 @@ def write(model: Any, dst: epath.Path) -> list[str]:
     'lora_alpha': config.lora.alpha or config.lora.rank,
     'lora_dropout': 0.0,
     'bias': 'none',
-    'target_modules': sorted(layers),
+    'target_modules': sorted(adapted_layers),
     'modules_to_save': sorted(whole_layers),
     'inference_mode': True,
   }
@@ -77,6 +77,18 @@ def write(model: Any, dst: epath.Path) -> list[str]:
     f'the base is the model from which the run started, for {height}x{width} pixels; '
     'PEFT needs transformers 5 for these names'
   ]
+
+
+def _to_peft_a(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns lora_A [r, *inputs] of a layer whose array in PyTorch has a shape."""
+  x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.reshape(-1, x.shape[-1]).T
+  return x.reshape(-1, *shape[1:])
+
+
+def _to_peft_b(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+  """Returns lora_B [outputs, r, 1, ...], with as many dimensions as a shape."""
+  x = x.reshape(len(x), -1).T  # [outputs, r]
+  return x.reshape(*x.shape, *[1] * len(shape[2:]))
 
 
 def _is_scaled(base: str) -> bool:

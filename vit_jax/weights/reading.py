@@ -359,25 +359,20 @@ def _not_from_itself(folder: epath.Path) -> Iterator[None]:
     _bases.remove(folder)
 
 
-def _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base):
+def _read_torch(
+  file: epath.Path,
+  sibling: Callable[[str], epath.Path],
+  num_heads: int | tuple[int, int] | None,
+  dtype: str | None,
+  entry: str | None,
+  adapters_of_base: adapters.Adapters | None,
+) -> Weights:
   """Reads a state dict, and the files (`sibling`: by name) that describe it."""
   descriptions.read(sibling('config.json'), families.check_type)
-  parts = [file]
-  if hub.INDEX.fullmatch(file.name):
-    parts = [*map(sibling, descriptions.read(file, descriptions.shards))]
-  content: Any = {}
-  for part in parts:
-    if not part.exists():
-      raise FileNotFoundError(
-        f"'{file}' names the file {part.name}, which is not in its folder: put all "
-        'files of the weights into one folder'
-      )
-    with arrays.file_errors(part):
-      loaded = _content(part, dtype)
-      content = {**content, **loaded} if content else loaded
+  content = _content_of_shards(file, sibling, dtype)
   with arrays.file_errors(file):
     state = unwrapping.unwrap(content, families.knows, entry)
-    del content, loaded
+    del content
     flat = torch_files.to_numpy(state, dtype)
     if adapters.are_in(flat):
       base = descriptions.read(sibling(adapters.CONFIG), adapters.base_of)
@@ -387,16 +382,36 @@ def _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base):
       )
     family, naming = families.of_names(flat)
     if adapters_of_base is not None:
-      names = family.naming(naming, flat).old_names
-      adapters.merge(flat, adapters_of_base, names)
-    described = family.read_description(sibling, file, flat, naming)
+      old_names = family.naming(naming, flat).old_names
+      adapters.merge(flat, adapters_of_base, old_names)
+    description = family.read_description(sibling, file, flat, naming)
     if adapters_of_base is not None:  # Their head has other classes.
-      described = described._replace(class_names=None)
-    flat = family.load(flat, naming, _heads(num_heads, described.num_heads))
-    weights = _weights(flat, naming, _with_names(described, flat))
+      description = description._replace(class_names=None)
+    flat = family.load(flat, naming, _heads(num_heads, description.num_heads))
+    weights = _weights(flat, naming, _with_names(description, flat))
     weights = weights._replace(preparation=_preparation(sibling, naming, family, flat))
     _check_complete(weights.params, descriptions.read(sibling('config.json')))
     return weights
+
+
+def _content_of_shards(
+  file: epath.Path, sibling: Callable[[str], epath.Path], dtype: str | None
+) -> Any:
+  """Returns the content of a file, or of all files that an index lists."""
+  shards = [file]
+  if hub.INDEX.fullmatch(file.name):
+    shards = [sibling(name) for name in descriptions.read(file, descriptions.shards)]
+  content: Any = {}
+  for shard in shards:
+    if not shard.exists():
+      raise FileNotFoundError(
+        f"'{file}' names the file {shard.name}, which is not in its folder: put all "
+        'files of the weights into one folder'
+      )
+    with arrays.file_errors(shard):
+      shard_content = _content(shard, dtype)
+      content = {**content, **shard_content} if content else shard_content
+  return content
 
 
 def _preparation(

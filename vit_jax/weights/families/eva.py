@@ -166,10 +166,14 @@ def holds(config: Mapping[str, Any]) -> str | None:
 def of_state(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
   """Returns a state dict with these models' own names, in place of the others'."""
   leaves.rename(state, _NEW_NAMES)
-  if naming == 'beit':  # A bias of keys adds the same number to all logits of a query.
-    for name in [name for name in state if name.endswith('.qkv.bias')]:
-      parts = zip('qkv', np.split(state.pop(name), 3))
-      state |= {name.replace('qkv.', f'{x}_'): y for x, y in parts if x != 'k'}
+  if naming != 'beit':
+    return state
+  # BEiT has no bias of keys: it adds the same number to all logits of a query.
+  for name in list(state):
+    if name.endswith('.qkv.bias'):
+      query, _, value = np.split(state.pop(name), 3)
+      state[name.replace('qkv.', 'q_')] = query
+      state[name.replace('qkv.', 'v_')] = value
   return state
 
 
