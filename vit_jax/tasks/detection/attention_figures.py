@@ -125,7 +125,7 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
   return engine.collect(
     engine.limited(task.config, mesh, _BATCH), mesh, source.evaluated,
     task.example, lambda batch: predict(params, extra, batch),
-    what='Predicting boxes',
+    label='Predicting boxes',
   )['boxes']  # fmt: skip
 
 
