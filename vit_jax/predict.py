@@ -291,7 +291,7 @@ def _faults(images, max_pixels) -> list[str | None]:
   """Returns why each image cannot be read, or None."""
   from vit_jax.inference import tables, user_images
 
-  source = user_images.Given(images, max_pixels)
+  source = user_images.UserImages(images, max_pixels)
   with futures.ThreadPoolExecutor() as pool:
     check = functools.partial(tables.fault, source)
     return list(pool.map(check, range(source.num_examples)))
@@ -316,7 +316,7 @@ def _write_table(model, args, split) -> None:
     dataset, name = split
     source = sources.open_split(model.config, name, ('image',), dataset=dataset)
   else:
-    source = user_images.Given(args.images, model.config.max_image_pixels)
+    source = user_images.UserImages(args.images, model.config.max_image_pixels)
   options = model.table_options(args)
   tables.write(
     model,
