@@ -479,7 +479,7 @@ def test_encoder_variations_are_kept_or_rejected(tmp_path):
     model = convert.read(path)
     assert {key: model.config.transformer[key] for key in fields} == fields
     for to in ('timm', 'hf'):
-      with pytest.raises(ValueError, match=rf'as {to}: pass --to=npz\|.*workdir'):
+      with pytest.raises(ValueError, match=rf'as {to}, .*: pass --to=npz\|.*workdir'):
         convert.convert(path, str(tmp_path / 'no'), to, image_size=(32, 32))
   convert.convert(path, str(tmp_path / 'run'), 'workdir', image_size=(32, 32))
   _, notes = convert.convert(str(tmp_path / 'run'), again)
