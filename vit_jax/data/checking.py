@@ -6,6 +6,7 @@ result, an index, is stored in the workdir of the run or next to the images
 """
 
 from collections.abc import Callable, Iterable, Sequence
+import copy
 import os
 
 from absl import logging
@@ -115,9 +116,11 @@ def _check_share(index, rows, why, limit, workdir):
     index.check(rows, why, limit, path and (lambda: index.save(path)))
     return
   path = f'{path}.{me}of{jax.process_count()}'
-  index.recall(index.shares([path]))
-  if index.check(rows, why, limit, lambda: index.save_share(path, rows)):
-    index.save_share(path, rows)
+  stored = copy.copy(index)
+  stored.checks = index.load_checks([path])
+  index.recall(stored)
+  if index.check(rows, why, limit, lambda: index.save_checks(path, rows)):
+    index.save_checks(path, rows)
 
 
 def _merge_shares(index, workdir):
@@ -127,9 +130,10 @@ def _merge_shares(index, workdir):
   found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
   paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
   # Shares of a different number of processes may be out of date.
-  merged = index.shares([x for x in paths if x.endswith(f'of{jax.process_count()}')])
-  if merged.status.any():
-    index.recall(merged, compare=False)
+  current = [x for x in paths if x.endswith(f'of{jax.process_count()}')]
+  checks = index.load_checks(current)
+  if checks.status.any():
+    index.checks = index_lib.merge(index.checks, checks)
     index.save(path)
   image_files.in_threads(tf.io.gfile.remove, paths)
 

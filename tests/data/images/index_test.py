@@ -142,7 +142,7 @@ def test_killed_check_is_resumed(root, checked):
   assert status == -signal.SIGKILL
   path = index_lib.place(None, str(root), 'train')
   stored = index_lib.Index.load(path, str(root), 'train')
-  saved = np.count_nonzero(stored.status)
+  saved = np.count_nonzero(stored.checks.status)
   assert saved in (4, 8, 12, 16)  # Whole blocks before the twentieth check.
   _, _, broken = indexing.make(str(root), 'train')
   assert len(checked) == 33 - saved
@@ -153,9 +153,9 @@ def test_killed_check_is_resumed(root, checked):
   indexing.make(str(root), 'train')  # A truncated list is ignored.
   assert len(checked) == 33 - saved + 33
   whole = index_lib.Index.load(path, str(root), 'train')
-  np.testing.assert_array_equal(resumed.status, whole.status)
-  np.testing.assert_array_equal(resumed.stamps, whole.stamps)
-  assert resumed.facts['broken'] == whole.facts['broken']
+  np.testing.assert_array_equal(resumed.checks.status, whole.checks.status)
+  np.testing.assert_array_equal(resumed.checks.stamps, whole.checks.stamps)
+  assert resumed.checks.reasons == whole.checks.reasons
 
 
 TWO = """
@@ -220,16 +220,34 @@ def test_two_processes_each_check_half_of_the_images(root, checked, tmp_path):
   assert len(checked) == 33
 
 
+def test_merged_checks_prefer_the_first():
+  status = np.array([index_lib.DECODED, index_lib.UNKNOWN, index_lib.UNKNOWN], np.uint8)
+  settings = {'max_pixels': 9}
+  a = index_lib.Checks(status, np.array([7, 0, 0], np.uint64), {}, settings)
+  status = np.array([index_lib.BROKEN, index_lib.BROKEN, index_lib.UNKNOWN], np.uint8)
+  reasons = {0: 'cut', 1: 'no image'}
+  b = index_lib.Checks(status, np.array([5, 6, 0], np.uint64), reasons, settings)
+  merged = index_lib.merge(a, b)
+  assert merged.status.tolist() == [
+    index_lib.DECODED, index_lib.BROKEN, index_lib.UNKNOWN,
+  ]  # fmt: skip
+  assert merged.stamps.tolist() == [7, 6, 0]
+  assert merged.reasons == {1: 'no image'}
+  assert a.status.tolist() == [index_lib.DECODED, 0, 0]
+  other = b._replace(settings={'max_pixels': 8})
+  assert index_lib.merge(a, other) is a
+
+
 def test_results_for_another_process_count_are_not_merged(root, tmp_path, monkeypatch):
   monkeypatch.setattr(checking.jax, 'process_count', lambda: 2)
   index = listing.list_folder(str(root), 'train')
   path = index_lib.place(str(tmp_path), index.root, index.base)
-  index.status[:], index.stamps[:] = index_lib.DECODED, 7
-  index.save_share(f'{path}.1of4', np.arange(1, 33, 4))
-  index.save_share(f'{path}.1of2', np.arange(1, 33, 2)[:5])
+  index.checks.status[:], index.checks.stamps[:] = index_lib.DECODED, 7
+  index.save_checks(f'{path}.1of4', np.arange(1, 33, 4))
+  index.save_checks(f'{path}.1of2', np.arange(1, 33, 2)[:5])
   new = listing.list_folder(str(root), 'train')
   checking._merge_shares(new, str(tmp_path))
-  assert np.flatnonzero(new.status).tolist() == [1, 3, 5, 7, 9]
+  assert np.flatnonzero(new.checks.status).tolist() == [1, 3, 5, 7, 9]
   assert [x.name for x in (tmp_path / 'data').iterdir()] == [os.path.basename(path)]
 
 

@@ -6,13 +6,13 @@ size and modification time are the same.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import concurrent.futures
-import copy
 import hashlib
 import json
 import os
 import time
+from typing import Any, NamedTuple
 
 from etils import epath
 import numpy as np
@@ -24,10 +24,77 @@ from vit_jax.distributed import files
 # Status of a file: not checked; was decoded; cannot be decoded.
 UNKNOWN, DECODED, BROKEN = range(3)
 
-_CHECKED = {'max_pixels', 'sizes'}  # Facts that the result of a check depends on.
 _SAVE_EVERY = 60.0  # Seconds between saves of the results of a check.
 _THREADS = 2 * (os.cpu_count() or 1)
 _BLOCK = 4096  # Number of files passed to the threads at a time.
+
+
+class Checks(NamedTuple):
+  """The results of checking the files of an index, by row.
+
+  Attributes:
+    status: uint8 [n], UNKNOWN, DECODED or BROKEN.
+    stamps: uint64 [n], hash of size and time of each file when checked, or 0.
+    reasons: why files are broken, by row.
+    settings: what the results depend on: 'max_pixels', and 'sizes', a hash of expected
+      sizes; empty before the first check.
+  """
+
+  status: np.ndarray
+  stamps: np.ndarray
+  reasons: dict[int, str]
+  settings: dict[str, Any]
+
+  @classmethod
+  def empty(cls, count: int) -> 'Checks':
+    """Returns the checks of `count` files of which none was checked."""
+    return cls(np.zeros(count, np.uint8), np.zeros(count, np.uint64), {}, {})
+
+  def selected(self, rows: np.ndarray) -> 'Checks':
+    """Returns the checks of some rows only; the others are UNKNOWN."""
+    checks = Checks.empty(len(self.status))._replace(settings=self.settings)
+    checks.status[rows] = self.status[rows]
+    checks.stamps[rows] = self.stamps[rows]
+    for row in np.flatnonzero(checks.status == BROKEN).tolist():
+      checks.reasons[row] = self.reasons.get(row, '')
+    return checks
+
+  def fits(self, other: 'Checks') -> bool:
+    """Returns whether the settings of both agree; an absent one agrees with any."""
+    names = self.settings.keys() & other.settings.keys()
+    return all(self.settings[name] == other.settings[name] for name in names)
+
+  def arrays(self) -> dict[str, np.ndarray]:
+    """Returns the checks as arrays, for a file."""
+    facts = {'reasons': self.reasons, 'settings': self.settings}
+    return {'status': self.status, 'stamps': self.stamps, 'checks': _as_bytes(facts)}
+
+  @classmethod
+  def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> 'Checks':
+    """Returns the checks with these `arrays`."""
+    facts = json.loads(arrays['checks'].tobytes())
+    reasons = {int(row): reason for row, reason in facts['reasons'].items()}
+    return cls(arrays['status'], arrays['stamps'], reasons, facts['settings'])
+
+
+def merge(a: Checks, b: Checks) -> Checks:
+  """Returns the checks of `a`, and of files that it has not checked those of `b`.
+
+  Both are of the same files. Returns `a` if `b` has other settings.
+  """
+  if not a.fits(b):
+    return a
+  is_new = a.status == UNKNOWN
+  reasons = dict(a.reasons)
+  for row, reason in b.reasons.items():
+    if is_new[row]:
+      reasons[row] = reason
+  return Checks(
+    np.where(is_new, b.status, a.status),
+    np.where(is_new, b.stamps, a.stamps),
+    reasons,
+    b.settings | a.settings,
+  )
 
 
 class Index:
@@ -39,14 +106,12 @@ class Index:
     folders: paths of the folders with images, relative to `top`; bytes.
     counts: int64 [f], number of images in each folder.
     order: uint32 [n], rows in the order of a hash of their names.
-    status: uint8 [n], UNKNOWN, DECODED or BROKEN.
-    stamps: uint64 [n], hash of size and time of each file when checked, or 0.
+    checks: results of checking the files.
     facts: values for JSON: 'listed' (a date), 'times' (of the last change of
       every folder), 'endings' (of images), 'ignored' (counts of the other entries by
       their endings, and the first one),
       'metadata' (paths of files that describe the images),
-      'bare' (direct subfolders that hold files but no image), 'broken' (reasons
-      by row), 'max_pixels' of the check, and 'sizes', a hash of expected sizes.
+      'bare' (direct subfolders that hold files but no image).
   """
 
   def __init__(self, root, base, folders, counts, names, order, facts):
@@ -56,8 +121,7 @@ class Index:
     self.folders = folders
     self.counts = np.asarray(counts, np.int64)
     self.order = order
-    self.status = np.zeros(len(order), np.uint8)
-    self.stamps = np.zeros(len(order), np.uint64)
+    self.checks = Checks.empty(len(order))
     self.facts = facts
     self._names = names  # Each name ends with a zero byte.
     ends = np.flatnonzero(np.frombuffer(names, np.uint8) == 0)
@@ -91,7 +155,7 @@ class Index:
 
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
-    bad = np.flatnonzero(self.status == BROKEN)
+    bad = np.flatnonzero(self.checks.status == BROKEN)
     return files.digest([*self._all_names(), self.order, bad])
 
   def _all_names(self):
@@ -124,76 +188,77 @@ class Index:
     every minute. Returns whether any file was checked.
     """
     self.check_anew('max_pixels', max_pixels)
-    rows = np.unique(rows[self.status[rows] == UNKNOWN])
-    reasons = self.facts['broken']
+    status, stamps, reasons, _ = self.checks
+    rows = np.unique(rows[status[rows] == UNKNOWN])
 
-    def look(path):
+    def check_file(path: bytes) -> tuple[str, int]:
       stamp = image_files.stamp(path)
       return why(path, max_pixels), stamp
 
-    saved, pause = time.monotonic(), _SAVE_EVERY
-    for block, found in self._each(rows, look, 'Checking images'):
-      whys, self.stamps[block] = zip(*found)
-      self.status[block] = [BROKEN if why else DECODED for why in whys]
-      reasons.update({str(row): why for row, why in zip(block, whys) if why})
-      began = time.monotonic()
-      if save and began - saved >= pause:
+    save_time, pause = time.monotonic(), _SAVE_EVERY
+    for block, results in self._each(rows, check_file, 'Checking images'):
+      for row, (reason, stamp) in zip(block.tolist(), results):
+        stamps[row] = stamp
+        status[row] = BROKEN if reason else DECODED
+        if reason:
+          reasons[row] = reason
+      start_time = time.monotonic()
+      if save and start_time - save_time >= pause:
         save()
-        saved = time.monotonic()
-        pause = max(_SAVE_EVERY, 10 * (saved - began))  # Saving takes a tenth at most.
+        save_time = time.monotonic()
+        # Saving takes a tenth of the time at most.
+        pause = max(_SAVE_EVERY, 10 * (save_time - start_time))
         done = np.searchsorted(rows, block[-1], side='right')
         console.say(f'Checked and saved {done:,} of {len(rows):,} images.')
     if len(rows):
       self.path = None
     return len(rows) > 0
 
-  def check_anew(self, name: str, value):
-    """Forgets the status of all files if a fact of the check has changed."""
-    if self.facts.get(name) != value:
-      self.status[:] = UNKNOWN
-      self.facts.update({name: value, 'broken': {}})
+  def check_anew(self, name: str, value: Any):
+    """Forgets all checks if a setting has changed."""
+    settings = self.checks.settings
+    if settings.get(name) != value:
+      empty = Checks.empty(len(self))
+      self.checks = empty._replace(settings={**settings, name: value})
 
-  def look_again(self, rows):
-    """Resets the status of broken files that have changed since their check."""
-    for row in np.unique(rows[self.status[rows] == BROKEN]).tolist():
-      if image_files.stamp(self.paths([row])[0]) != self.stamps[row]:
-        self.status[row] = UNKNOWN
-        self.facts['broken'].pop(str(row), None)
+  def look_again(self, rows: np.ndarray):
+    """Forgets the checks of broken files that have changed since."""
+    status, stamps, reasons, _ = self.checks
+    for row in np.unique(rows[status[rows] == BROKEN]).tolist():
+      if image_files.stamp(self.paths([row])[0]) != stamps[row]:
+        status[row] = UNKNOWN
+        reasons.pop(row, None)
         self.path = None
 
-  def recall(self, old: 'Index', compare: bool = True):
-    """Copies from another index the status of files that have not changed.
-
-    Without `compare`, all count as unchanged.
-    """
-    if not self._is_same_check(old.facts):
+  def recall(self, old: 'Index'):
+    """Takes over the checks of another index for files that have not changed."""
+    if not self.checks.fits(old.checks):
       return
-    mine = theirs = known = np.flatnonzero(old.status)
+    checks = old.checks
     if self._all_names() != old._all_names():
-      keys = _keys(self, np.arange(len(self))), _keys(old, known)
-      _, mine, theirs = np.intersect1d(*keys, return_indices=True)
-      theirs = known[theirs]
-    new = self.status[mine] == UNKNOWN
-    mine, theirs = mine[new], theirs[new]
-    if compare:
-      for block, stamps in self._each(mine, image_files.stamp, 'Comparing images'):
-        self.stamps[block] = stamps
-    else:
-      self.stamps[mine] = old.stamps[theirs]
-    same = (self.stamps[mine] == old.stamps[theirs]) & (self.stamps[mine] > 0)
-    mine, theirs = mine[same], theirs[same]
-    self.status[mine] = old.status[theirs]
-    broken = self.status[mine] == BROKEN
-    reasons = {
-      str(m): old.facts['broken'].get(str(t), '')
-      for m, t in zip(mine[broken].tolist(), theirs[broken].tolist())
-    }
-    kept = {k: old.facts[k] for k in _CHECKED & old.facts.keys()}
-    self.facts.update(kept, broken=self.facts['broken'] | reasons)
+      checks = self._by_name(old)
+    is_new = (self.checks.status == UNKNOWN) & (checks.status != UNKNOWN)
+    rows = np.flatnonzero(is_new & (checks.stamps > 0))
+    unchanged = []
+    for block, stamps in self._each(rows, image_files.stamp, 'Comparing images'):
+      is_same = np.array(stamps, np.uint64) == checks.stamps[block]
+      unchanged.append(block[is_same])
+    if unchanged:
+      self.checks = merge(self.checks, checks.selected(np.concatenate(unchanged)))
 
-  def _is_same_check(self, facts) -> bool:
-    """Returns whether facts of another index are of a check like this one's, if any."""
-    return all(self.facts.get(k, facts[k]) == facts[k] for k in _CHECKED & facts.keys())
+  def _by_name(self, old: 'Index') -> Checks:
+    """Returns the checks of another index for the rows of this one."""
+    old_rows = np.flatnonzero(old.checks.status)
+    keys = _keys(self, np.arange(len(self)))
+    _, rows, places = np.intersect1d(keys, _keys(old, old_rows), return_indices=True)
+    old_rows = old_rows[places]
+    checks = Checks.empty(len(self))._replace(settings=old.checks.settings)
+    checks.status[rows] = old.checks.status[old_rows]
+    checks.stamps[rows] = old.checks.stamps[old_rows]
+    for row, old_row in zip(rows.tolist(), old_rows.tolist()):
+      if old_row in old.checks.reasons:
+        checks.reasons[row] = old.checks.reasons[old_row]
+    return checks
 
   def _each(self, rows, function, title):
     """Yields (rows, results of function(path)), block by block."""
@@ -218,7 +283,7 @@ class Index:
 
   def save(self, path):
     """Writes the index to a file atomically."""
-    _write(path, **self.arrays(), status=self.status, stamps=self.stamps)
+    _write(path, **self.arrays(), **self.checks.arrays())
     self.path = str(path)
 
   @classmethod
@@ -230,46 +295,34 @@ class Index:
 
     def make(arrays):
       index = cls.of_arrays(root, base, arrays)
-      index.status, index.stamps = arrays['status'], arrays['stamps']
+      index.checks = Checks.of_arrays(arrays)
       index.path = str(path)
       return index
 
     return image_files.from_npz(path, make)
 
-  def save_share(self, path, rows):
-    """Writes the status of some rows alone to a file atomically; see `shares`."""
-    rows = rows[self.status[rows] != UNKNOWN]
-    reasons = self.facts['broken']
-    broken = {str(row): reasons[str(row)] for row in rows if str(row) in reasons}
-    facts = {k: self.facts[k] for k in _CHECKED & self.facts.keys()}
-    facts |= {'names': files.digest(self._all_names()), 'broken': broken}
-    status, stamps = self.status[rows], self.stamps[rows]
-    _write(path, facts=_as_bytes(facts), rows=rows, status=status, stamps=stamps)
+  def save_checks(self, path: str, rows: np.ndarray):
+    """Writes the checks of some rows to a file atomically; see `load_checks`."""
+    names = np.frombuffer(files.digest(self._all_names()).encode(), np.uint8)
+    _write(path, names=names, **self.checks.selected(rows).arrays())
 
-  def shares(self, paths) -> 'Index':
-    """Returns this index with only the status in files of `save_share`, if they exist.
+  def load_checks(self, paths: Sequence[str]) -> Checks:
+    """Returns the merged checks in files of `save_checks`, if they exist.
 
     Files that are damaged, of other images or of another check are ignored.
     """
-    whole = copy.copy(self)
-    whole.status, whole.stamps = np.zeros_like(self.status), np.zeros_like(self.stamps)
-    whole.facts = {'broken': {}}
-    names = files.digest(self._all_names())
+    names = files.digest(self._all_names()).encode()
 
-    def make(arrays):
-      facts = json.loads(arrays['facts'].tobytes())
-      rows, status, stamps = (arrays[k] for k in ('rows', 'status', 'stamps'))
-      return facts.pop('names'), facts, rows, status, stamps
+    def make(arrays: Mapping[str, np.ndarray]) -> Checks | None:
+      return Checks.of_arrays(arrays) if arrays['names'].tobytes() == names else None
 
-    def read(path):
-      return image_files.from_npz(path, make)
-
-    found = filter(None, image_files.in_threads(read, paths))
-    for whose, facts, rows, status, stamps in found:
-      if self._is_same_check(facts) and whose == names:
-        whole.status[rows], whole.stamps[rows] = status, stamps
-        whole.facts |= {**facts, 'broken': whole.facts['broken'] | facts['broken']}
-    return whole
+    checks = Checks.empty(len(self))._replace(settings=self.checks.settings)
+    for stored in image_files.in_threads(
+      lambda x: image_files.from_npz(x, make), paths
+    ):
+      if stored is not None:
+        checks = merge(checks, stored)
+    return checks
 
   def is_true(self) -> bool:
     """Returns whether no folder has changed since it was listed.
@@ -317,20 +370,21 @@ class Paths(Sequence):
 
   def broken(self) -> dict[int, str]:
     """Returns why images are known to be broken, by number."""
-    found = {}
+    reasons: dict[int, str] = {}
     for k, (index, rows) in enumerate(self.parts):
-      bad = index.status[rows] == BROKEN
-      numbers = np.flatnonzero(self._part == k)[bad].tolist()
-      reasons = index.facts['broken']
-      found |= {i: reasons.get(str(self._rows[i]), '') for i in numbers}
-    return found
+      is_broken = index.checks.status[rows] == BROKEN
+      numbers = np.flatnonzero(self._part == k)[is_broken].tolist()
+      for i in numbers:
+        reasons[i] = index.checks.reasons.get(int(self._rows[i]), '')
+    return reasons
 
   def mark(self, found: dict[int, str]):
     """Marks images as broken: reasons by number, possibly of other processes."""
     for number, reason in found.items():
-      (index, _), row = self.parts[self._part[number]], self._rows[number]
-      index.status[row] = BROKEN
-      index.facts['broken'].setdefault(str(row), reason)
+      index, _ = self.parts[self._part[number]]
+      row = int(self._rows[number])
+      index.checks.status[row] = BROKEN
+      index.checks.reasons.setdefault(row, reason)
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
     """Returns the paths without the images of some numbers."""
@@ -388,8 +442,7 @@ def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   order[rows] = np.arange(len(rows))
   counts = collections.Counter(split[row].partition(b'\0')[0] for row in rows)
   names = _lines(split[row].partition(b'\0')[2] for row in rows)
-  facts = {'broken': {}}
-  index = Index(root, base, list(counts), list(counts.values()), names, order, facts)
+  index = Index(root, base, list(counts), list(counts.values()), names, order, {})
   index.top = root if '://' in root else ''  # The paths are complete.
   return index
 

@@ -68,7 +68,6 @@ def list_folder(root: str, base: str) -> index_lib.Index:
       if os.path.basename(os.fsdecode(other)) in METADATA
     ],
     'bare': bare,
-    'broken': {},
   }
   names = b''.join(piece.names for piece in holding)
   digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
