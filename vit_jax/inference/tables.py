@@ -297,7 +297,7 @@ def _blocks(count: int, column_types: Mapping[str, Any]) -> list[range]:
   row_bytes = 0
   for column_type in column_types.values():
     if isinstance(column_type, tuple):
-      row_bytes += 4 * int(np.prod(column_type[1]))  # Of float32.
+      row_bytes += 4 * int(np.prod(column_type[1]))  # float32
   size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
   size = min(size, max(1, _PART // max(1, row_bytes)))
   return [range(i, min(i + size, count)) for i in range(0, count, size)]
