@@ -25,9 +25,17 @@ from vit_jax.distributed import files
 
 # Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
 _OWN_FLAGS = (
-  'threshold', 'image_size', 'sample', 'complete', 'rows', 'seed', 'temperature',
-  'top_k', 'classes', 'texts',
-)  # fmt: skip
+  'threshold',
+  'image_size',
+  'sample',
+  'complete',
+  'rows',
+  'seed',
+  'temperature',
+  'top_k',
+  'classes',
+  'texts',
+)
 
 
 def load(
@@ -254,7 +262,8 @@ def run(args) -> None:
   model = of_flags(args, args.dtype, args.max_image_pixels)
   _check_flags(model, args, is_table)
   if texts_only:
-    model.write_texts(args)
+    flags = model.parse_flags({'texts': args.texts})
+    model.write_texts(flags['texts'], args.out)
   elif is_table:
     _write_table(model, args, split)
   else:
@@ -264,8 +273,10 @@ def run(args) -> None:
 def _print(model, args) -> None:
   """Prints predictions; skips broken images, and raises an error at the end."""
   printed = 0
+  flags = {name: getattr(args, name) for name in ('top', 'out', *model.FLAGS)}
+  options = model.parse_flags(flags)
   try:
-    report = model.report(args.images, args)
+    report = model.report(args.images, **options)
     for line in list(report) if args.out else report:  # A picture shows them all.
       console.say(line)
       printed += 1
@@ -279,8 +290,9 @@ def _print(model, args) -> None:
   for fault in filter(None, faults):
     logging.warning('Skipped: %s', fault)
   good = [image for image, fault in zip(left, faults) if not fault]
-  for line in model.report(good, args) if good else ():
-    console.say(line)
+  if good:
+    for line in model.report(good, **options):
+      console.say(line)
   raise ValueError(
     f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read, such as '
     f'{next(filter(None, faults))}: fix or delete the files named above'
@@ -317,7 +329,8 @@ def _write_table(model, args, split) -> None:
     source = sources.open_split(model.config, name, ('image',), dataset=dataset)
   else:
     source = user_images.UserImages(args.images, model.config.max_image_pixels)
-  options = model.table_options(args)
+  flags = {name: getattr(args, name) for name in model.TABLE_FLAGS}
+  options = model.parse_flags(flags)
   tables.write(
     model,
     source,

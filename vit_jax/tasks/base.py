@@ -32,14 +32,18 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 
 from vit_jax import preprocess
+from vit_jax.data import records
+from vit_jax.data.lazy import tf
 from vit_jax.evaluators import means
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import parts
 
 Predictor = predictor_lib.Predictor
+WeightedSum = tuple[jax.Array, jax.Array]  # float32 scalars: a sum, and its weight.
 
 
 class Task(parts.Hooks, abc.ABC):
@@ -71,7 +75,9 @@ class Task(parts.Hooks, abc.ABC):
   class Options:
     pass
 
-  def __init__(self, config, metadata: dict[str, Any]):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     """Builds the model and checks the options; computes nothing."""
     self.config = config
     self.metadata = metadata
@@ -87,7 +93,9 @@ class Task(parts.Hooks, abc.ABC):
   # --- Data ---
 
   @classmethod
-  def make_metadata(cls, config, source) -> dict[str, Any]:
+  def make_metadata(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     """Returns metadata of the training split that the run stores, for JSON."""
     return {}
 
@@ -96,7 +104,7 @@ class Task(parts.Hooks, abc.ABC):
     """Names of the classes in the order of the logits; () if there are none."""
     return tuple(self.metadata.get('class_names', ()))
 
-  def example(self, record: dict, seed) -> dict:
+  def example(self, record: dict, seed: 'tf.Tensor | None') -> dict:
     """Turns a record into an example, a dict of tensors, as a TensorFlow graph.
 
     Their shapes are static. Evaluation adds `mask`, float32, which is 0 for
@@ -109,7 +117,7 @@ class Task(parts.Hooks, abc.ABC):
     """
     return self.inputs(record, seed)
 
-  def inputs(self, record: dict, seed=None) -> dict:
+  def inputs(self, record: dict, seed: 'tf.Tensor | None' = None) -> dict:
     """Returns the part of `example` that prediction needs."""
     return {'image': preprocess.prepare(record['image'], seed, self.config.pp)}
 
@@ -118,7 +126,7 @@ class Task(parts.Hooks, abc.ABC):
     return self.input_spec(batch=size)
 
   def input_spec(
-    self, image_size: tuple[int, int] | None = None, batch=1
+    self, image_size: tuple[int, int] | None = None, batch: Any = 1
   ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes and types of a batch of `inputs`, which `outputs` reads.
 
@@ -128,7 +136,7 @@ class Task(parts.Hooks, abc.ABC):
     return {'image': self.image_spec(batch, image_size)}
 
   def image_spec(
-    self, size: int, image_size: tuple[int, int] | None = None
+    self, size: Any, image_size: tuple[int, int] | None = None
   ) -> jax.ShapeDtypeStruct:
     """Returns shape and type of a batch of images."""
     height, width = image_size or self.image_size
@@ -137,7 +145,7 @@ class Task(parts.Hooks, abc.ABC):
 
   # --- Training ---
 
-  def init(self, rng) -> tuple[Any, Any]:
+  def init(self, rng: jax.Array) -> tuple[Any, Any]:
     """Returns (parameters, extra) for a random key.
 
     `extra` is a tree of arrays in the state in addition to the parameters, such as
@@ -148,7 +156,9 @@ class Task(parts.Hooks, abc.ABC):
     return self.model.init(rng, zeros, train=False)['params'], {}
 
   @abc.abstractmethod
-  def loss(self, params, extra, batch: dict, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict, rng: jax.Array
+  ) -> tuple[WeightedSum, dict[str, WeightedSum]]:
     """Computes the loss of a batch or of a part of it.
 
     `rng` is for dropout. A method with a further argument `step` gets the number of
@@ -165,19 +175,19 @@ class Task(parts.Hooks, abc.ABC):
 
   # --- Evaluation ---
 
-  def outputs(self, params, extra, batch: dict):
+  def outputs(self, params: Any, extra: Any, batch: dict) -> Any:
     """Computes the model's outputs for a batch, a tree of arrays [B, ...]."""
     return self.model.apply({'params': params}, batch['image'], train=False)
 
   @abc.abstractmethod
-  def measure(self, params, extra, batch: dict) -> dict:
+  def measure(self, params: Any, extra: Any, batch: dict) -> dict:
     """Returns {metric: (sum, weight)} over an evaluation batch.
 
     A row whose `mask` is 0 must not count.
     """
 
   @classmethod
-  def evaluators(cls, config) -> list[type]:
+  def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
     """Returns the classes of the evaluators of each evaluation.
 
     vit_jax/evaluators/base.py describes them. `config.evaluators` adds further ones.

@@ -1,18 +1,21 @@
 """Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax import console, input_pipeline, models
 from vit_jax.configs import schema, task_options
+from vit_jax.data import records
 from vit_jax.data.augmentation import mixing
+from vit_jax.data.lazy import tf
 from vit_jax.figures import drawing, gallery, grids, internals
-from vit_jax.inference import tables
+from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.learning import losses
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
@@ -32,7 +35,9 @@ class Task(base.Task):
   METADATA = ('class_names',)
   FIGURES = gallery.OF_CLASSES
 
-  def __init__(self, config, metadata):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     super().__init__(config, metadata)
     num_classes = len(self.class_names)
     self.model = models.make_model(config.model, num_classes=num_classes)
@@ -52,11 +57,15 @@ class Task(base.Task):
       )
 
   @classmethod
-  def make_metadata(cls, config, source):
+  def make_metadata(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     return {'class_names': list(source.class_names)}
 
   @classmethod
-  def planned_metadata(cls, config, num_classes):
+  def planned_metadata(
+    cls, config: ml_collections.ConfigDict, num_classes: int | None
+  ) -> dict[str, Any]:
     if num_classes is None:
       raise ValueError(
         f"the number of classes of dataset='{config.dataset}' is unknown: pass "
@@ -64,72 +73,87 @@ class Task(base.Task):
       )
     return {'class_names': [str(i) for i in range(num_classes)]}
 
-  def new_params(self, have, want, class_names):
-    new = super().new_params(have, want, class_names)
-    pooled = any(path.startswith(_POOLING) for path in have)
-    return new if pooled else (*new, _POOLING)
+  def new_params(
+    self,
+    weights: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    class_names: Sequence[str] | None,
+  ) -> Sequence[str]:
+    prefixes = super().new_params(weights, shapes, class_names)
+    has_pooling = any(path.startswith(_POOLING) for path in weights)
+    return prefixes if has_pooling else (*prefixes, _POOLING)
 
-  def example(self, record, seed):
+  def example(
+    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+  ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and `label`, float32 [classes], 1 for each true class.
 
-    For a soft label, `label` is the share of each class.
+    A soft label is the share of each class.
     """
     return self._example(record, seed)
 
-  def batch_spec(self, size):
+  def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
-  def augment(self, batch, rng):
+  def augment(
+    self, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> dict[str, jax.Array]:
     if not (self.options.mixup or self.options.cutmix):
       return batch
     return mixing.mix(batch, rng, self.options.mixup, self.options.cutmix)
 
-  def _counted(self, batch):
+  def _row_weights(self, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns float32 [B]: 1 for rows that count; softmax needs a label."""
     label = batch['label']
     if self.config.loss == 'sigmoid':
       return jnp.ones(label.shape[0], jnp.float32)
     return (label.sum(axis=-1) > 0).astype(jnp.float32)
 
-  def loss(self, params, extra, batch, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the cross-entropy summed over rows, and the number of rows."""
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
-    counted = self._counted(batch)  # [B]
-    rows = self._train_loss(logits, batch['label'])  # [B]
-    return ((rows * counted).sum(), counted.sum()), {}
+    weights = self._row_weights(batch)  # [B]
+    losses = self._train_loss(logits, batch['label'])  # [B]
+    return ((losses * weights).sum(), weights.sum()), {}
 
-  def measure(self, params, extra, batch):
+  def measure(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     """Computes accuracy and loss, with at least 100 classes also `accuracy_top5`."""
     logits, label = self.outputs(params, extra, batch), batch['label']
-    counted = self._counted(batch) * batch['mask']  # [B]
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
-    found = {
+    values = {
       'accuracy': (best * label).sum(axis=-1) > 0,
       'loss': self._eval_loss(logits, label),
     }
     if logits.shape[-1] >= _TOP5:
       _, best = jax.lax.top_k(logits, 5)  # [B, 5]
       correct = jnp.take_along_axis(label, best, axis=-1).max(axis=-1)
-      found['accuracy_top5'] = correct > 0
-    return {name: ((x * counted).sum(), counted.sum()) for name, x in found.items()}
+      values['accuracy_top5'] = correct > 0
+    weights = self._row_weights(batch) * batch['mask']  # [B]
+    return {name: ((x * weights).sum(), weights.sum()) for name, x in values.items()}
 
   @property
   def exclusive(self) -> bool:
     """Whether the classes exclude each other: their probabilities sum to 1."""
     return self.config.loss != 'sigmoid'
 
-  def squash(self, logits) -> jax.Array:
+  def squash(self, logits: jax.Array) -> jax.Array:
     """Turns logits [n, classes] into probabilities; can be jitted."""
     return (jax.nn.softmax if self.exclusive else jax.nn.sigmoid)(logits)
 
-  def probabilities(self, logits) -> np.ndarray:
+  def probabilities(self, logits: jax.Array) -> np.ndarray:
     """Turns logits [n, classes] into probabilities, float32 [n, classes]."""
     return np.asarray(self.squash(logits))
 
-  def captions_of(self, batch, outputs=None):
+  def captions_of(
+    self, batch: dict[str, jax.Array], outputs: Any = None
+  ) -> Sequence[grids.Caption]:
     """Returns the labels in training, else the predicted class and what is true."""
     if outputs is None:
       return [self._label_caption(label) for label in batch['label']]
@@ -138,16 +162,18 @@ class Task(base.Task):
       for row in zip(self.probabilities(outputs), batch['label'])
     ]
 
-  def _label_caption(self, label):
+  def _label_caption(self, label: np.ndarray) -> grids.Caption:
     """Returns the classes of a label [classes], the largest share first."""
     best = np.argsort(-label, kind='stable')[: np.count_nonzero(label)]
-    words = (
-      self.class_names[i] + (f': {100 * label[i]:.0f} %' if label[i] < 1 else '')
-      for i in best[:_NAMES]
-    )
-    return grids.Caption('\n'.join(words))
+    lines = []
+    for i in best[:_NAMES]:
+      share = f': {100 * label[i]:.0f} %' if label[i] < 1 else ''
+      lines.append(f'{self.class_names[i]}{share}')
+    return grids.Caption('\n'.join(lines))
 
-  def _prediction_caption(self, probabilities, label):
+  def _prediction_caption(
+    self, probabilities: np.ndarray, label: np.ndarray
+  ) -> grids.Caption:
     """Returns the predicted class, and the label's classes if it is not one."""
     best = probabilities.argmax()
     first = f'{self.class_names[best]}: {100 * probabilities[best]:.0f} %'
@@ -158,18 +184,21 @@ class Task(base.Task):
       return grids.Caption(f'{first}\n', grids.RIGHT)
     return grids.Caption(f'{first}\nis {true}', grids.WRONG)
 
-  def labels_of(self, outputs, labels=None):
+  def labels_of(self, outputs: Any, labels: np.ndarray | None = None) -> list[str]:
     if not self.class_names:
       return []
-    rows, words = self.probabilities(outputs), []
-    for row, true in zip(rows, np.zeros_like(rows) if labels is None else labels):
-      best = row.argmax()
-      words.append(f'{self.class_names[best]}\n{100 * row[best]:.0f} %')
-      if true.any() and not true[best]:
-        words[-1] += f'\ntrue: {self.class_names[true.argmax()]}'
-    return words
+    texts = []
+    for i, probabilities in enumerate(self.probabilities(outputs)):
+      best = probabilities.argmax()
+      text = f'{self.class_names[best]}\n{100 * probabilities[best]:.0f} %'
+      if labels is not None and labels[i].any() and not labels[i][best]:
+        text += f'\ntrue: {self.class_names[labels[i].argmax()]}'
+      texts.append(text)
+    return texts
 
-  def exported(self, params, extra, batch):
+  def exported(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Returns `logits` and `probabilities`, float32 [B, classes].
 
     A model without a head returns `features`, its inputs.
@@ -179,10 +208,10 @@ class Task(base.Task):
       return {'features': logits}
     return {'logits': logits, 'probabilities': self.squash(logits)}
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return Predictor(self, params, extra, step)
 
-  def describe(self):
+  def describe(self) -> str:
     return console.counted(len(self.class_names), 'class')
 
 
@@ -201,23 +230,23 @@ class Predictor(base.Predictor):
     return self.task.probabilities(self.logits(images))
 
   def predict(
-    self, images: Sequence[Any], top: int = 5, **others
+    self, images: Sequence[Any], top: int = 5, **options: Any
   ) -> list[list[tuple[str, float]]]:
     """Returns (name, probability) of the `top` best classes of each image.
 
     For images and errors see `outputs`; ValueError also for a model without a head, or
     if `top` is not at least 1.
     """
-    self._refuse(others)
+    self._refuse(options)
     self._check_head()
     schema.check('top', top, schema.Count, '--')
     return list(self._best(images, top))
 
   @functools.cached_property
-  def _shares(self):
+  def _exported(self) -> Callable[..., dict[str, jax.Array]]:
     return jax.jit(self.task.exported)
 
-  def _check_head(self):
+  def _check_head(self) -> None:
     if not self.class_names:
       raise ValueError(
         'this model has no head, hence no classes: fine-tune it first '
@@ -225,50 +254,64 @@ class Predictor(base.Predictor):
         '(--embeddings --out=table.parquet)'
       )
 
-  def _best(self, images, top):
+  def _best(self, images: Sequence[Any], top: int) -> Iterator[list[tuple[str, float]]]:
     """Yields the classes of each image, see `predict`."""
-    for _, _, found in self.stream(images, self._shares):
-      yield self._of_row(found, top)
+    for _, _, outputs in self.stream(images, self._exported):
+      yield self._top_classes(outputs, top)
 
-  def _of_row(self, found, top):
-    row = found['probabilities']
-    best = np.argsort(-row, kind='stable')[:top]
-    return [(self.class_names[i], float(row[i])) for i in best]
+  def _top_classes(
+    self, outputs: Mapping[str, np.ndarray], top: int
+  ) -> list[tuple[str, float]]:
+    probabilities = outputs['probabilities']
+    best = np.argsort(-probabilities, kind='stable')[:top]
+    return [(self.class_names[i], float(probabilities[i])) for i in best]
 
-  def _columns(self, top=5, threshold=None, image_size=None):
+  def _columns(
+    self,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> tables.Columns:
     try:
       self._check_head()
     except ValueError as e:
       raise tables.NoColumns(str(e)) from e
     schema.check('top', top, schema.Count, '--')
-    return tables.choices(lambda found: self._of_row(found, top), self._shares)
+    return tables.choices(
+      lambda outputs: self._top_classes(outputs, top), self._exported
+    )
 
-  def report(self, images, args):
+  def report(
+    self, images: Sequence[str], top: int = 5, **options: Any
+  ) -> Iterator[str]:
     """Yields the path of each image, then its top predictions as lines."""
     self._check_head()
-    for path, classes in zip(images, self._best(images, args.top)):
+    for path, classes in zip(images, self._best(images, top)):
       lines = [f'  {100 * p:6.2f} %  {name}' for name, p in classes]
       yield '\n'.join([path, *lines])
 
   @functools.cached_property
-  def _inside(self):
+  def _with_rollout(self) -> Callable[..., dict[str, jax.Array]]:
     """Computes `probabilities`, and a map of attention `rollout` if there is one."""
     task = self.task
 
-    def compute(params, extra, batch):
+    def compute(
+      params: Any, extra: Any, batch: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
       if internals.lacks(task.model):
         return task.exported(params, extra, batch)
       images = batch['image']
       grid = internals.patch_grid(task.model, params, images)
-      found = internals.forward(task.model, params, images)
+      weights, logits = internals.forward(task.model, params, images)
+      attention = internals.of(task.model, weights, logits, grid)
       return {
-        'probabilities': task.squash(found[1]),
-        'rollout': internals.rollout_maps(internals.of(task.model, *found, grid)),
+        'probabilities': task.squash(logits),
+        'rollout': internals.rollout_maps(attention),
       }
 
     return jax.jit(compute)
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows the top predictions, and attention rollout over the image."""
     import gradio as gr
 
@@ -279,15 +322,15 @@ class Predictor(base.Predictor):
     if not internals.lacks(self.task.model):
       outputs.append(demo.picture('Attention rollout'))
 
-    def show(photo):
-      ((_, inputs, found),) = self.stream([photo.path], self._inside, ['image'])
-      values = [demo.confidences(self._of_row(found, _SHOWN))]
-      if 'rollout' in found:
+    def show(photo: demo.Photo) -> dict:
+      [(_, inputs, results)] = self.stream([photo.path], self._with_rollout, ['image'])
+      values = [demo.confidences(self._top_classes(results, _SHOWN))]
+      if 'rollout' in results:
         # The model may see only a centre crop of the photo.
         is_whole = self.config.pp.resize is None
         image = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
-        over = drawing.overlay(drawing.as_pixels(image), found['rollout'])
-        values.append(grids.to_pixels(2 * over - 1))
+        overlay = drawing.overlay(drawing.as_pixels(image), results['rollout'])
+        values.append(grids.to_pixels(2 * overlay - 1))
       return dict(zip(outputs, values))
 
     return show, [], outputs

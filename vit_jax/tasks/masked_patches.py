@@ -9,13 +9,15 @@ Shapes: B images, h x w = N patches of p x q pixels, C channels, tokens of width
 D.
 """
 
+from collections.abc import Callable, Sequence
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from etils import epath
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax import console, models, models_vit
@@ -23,15 +25,16 @@ from vit_jax.configs import task_options
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
 from vit_jax.figures import charts, gallery, grids
+from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import patches as patches_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 
 # The fate of a patch: not corrupted, or corrupted in one of three ways.
 KEPT, MASKED, SWAPPED, UNCHANGED = range(4)
-TARGETS = ('mean', '4x4', 'l2')
+
 BITS = 3  # Bits of each channel of a predicted colour.
-_VERSIONS = ('image', 'masked', 'predicted')  # Of Task.pictures.
+_VERSIONS = ('image', 'masked', 'predicted')  # Their order in Task.pictures.
 _CELLS = 4  # Cells along each side of a patch, for the target '4x4'.
 # Separates the random numbers of the corruption from the augmentation's.
 _FOLD = 1_914_201
@@ -41,7 +44,7 @@ _EVALUATION = 2_011_929  # First half of the seed in evaluation.
 class MaskedViT(models_vit.VisionTransformer):
   """A Vision Transformer that corrupts tokens before it encodes them."""
 
-  def setup(self):
+  def setup(self) -> None:
     super().setup()
     self.mask_token = self.param(
       'mask_token',
@@ -50,16 +53,20 @@ class MaskedViT(models_vit.VisionTransformer):
       jnp.dtype(self.param_dtype),
     )
 
-  def __call__(self, images, fate, other, *, train):
+  def __call__(
+    self, images: jax.Array, fate: jax.Array, replacement: jax.Array, *, train: bool
+  ) -> jax.Array:
     """Predicts every patch from the corrupted tokens, float32 [B, N, outputs].
 
-    Takes images, float [B, H, W, C] in [-1, 1]; the fate of their patches,
-    int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED; and the index of the
-    patch that replaces a SWAPPED one, int32 [B, N].
+    Args:
+      images: float [B, H, W, C] in [-1, 1].
+      fate: of their patches, int32 [B, N]: KEPT, MASKED, SWAPPED, or UNCHANGED.
+      replacement: index of the patch that replaces a SWAPPED one, int32 [B, N].
+      train: whether there is dropout.
     """
     grid = self.embed(images, flat=False)  # [B, h, w, D]
     tokens = grid.reshape(grid.shape[0], -1, grid.shape[-1])  # [B, N, D]
-    swapped = jnp.take_along_axis(tokens, other[..., None], axis=1)
+    swapped = jnp.take_along_axis(tokens, replacement[..., None], axis=1)
     fate = fate[..., None]
     tokens = jnp.where(fate == SWAPPED, swapped, tokens)
     tokens = jnp.where(fate == MASKED, self.mask_token.astype(tokens.dtype), tokens)
@@ -84,11 +91,13 @@ class Task(base.Task):
       'patches.',
       'arXiv 2010.11929, section 4.6 and appendix B.1.2',
       gallery.needs_images,
-      lambda subject: _reconstructions(subject),
+      lambda subject: _reconstructions(subject),  # Defined below.
     ),
   )
 
-  def __init__(self, config, metadata):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     super().__init__(config, metadata)
     if self.options.masked + self.options.swapped > 1 + 1e-9:
       raise ValueError(
@@ -118,8 +127,10 @@ class Task(base.Task):
     self.model = models.make_model(config.model, cls=MaskedViT, num_classes=outputs)
     jax.eval_shape(self.init, jax.random.key(0))  # Raises errors of shape.
 
-  def inputs(self, record, seed=None):
-    """Returns `image`, and `fate` and `other` of its patches, see `corrupt`.
+  def inputs(
+    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None' = None
+  ) -> dict[str, 'tf.Tensor']:
+    """Returns `image`, and `fate` and `replacement` of its patches, see `corrupt`.
 
     In evaluation the index of the image in its split determines the corruption.
     """
@@ -131,20 +142,26 @@ class Task(base.Task):
     seeds = tf.random.experimental.stateless_split(
       tf.random.experimental.stateless_fold_in(seed, _FOLD), 2
     )
-    fate, other = corrupt(seeds, self.num_patches, self.options)
-    return {**example, 'fate': fate, 'other': other}
+    fate, replacement = corrupt(seeds, self.num_patches, self.options)
+    return {**example, 'fate': fate, 'other': replacement}
 
-  def input_spec(self, image_size=None, batch=1):
+  def input_spec(
+    self,
+    image_size: tuple[int, int] | None = None,
+    batch: Any = 1,
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     grid = models.patch_grid(self.config.model, image_size or self.image_size)
     patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
     image = self.image_spec(batch, image_size)
     return {'image': image, 'fate': patches, 'other': patches}
 
-  def init(self, rng):
+  def init(self, rng: jax.Array) -> tuple[Any, Any]:
     batch = jax.tree.map(jnp.zeros_like, self.batch_spec(1))
     return self.model.init(rng, *_arguments(batch), train=False)['params'], {}
 
-  def _losses(self, outputs, batch):
+  def _losses(
+    self, outputs: Any, batch: dict[str, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
     """Computes the loss, and the share of correct colours, of patches, [B, N]."""
     outputs = outputs.astype(jnp.float32)
     patches = patches_lib.cut(batch['image'], self.grid)  # [B, N, p, q, C]
@@ -160,56 +177,67 @@ class Task(base.Task):
     correct = logits.argmax(axis=-1) == target
     return loss.mean(axis=-1), correct.astype(jnp.float32).mean(axis=-1)
 
-  def _sums(self, outputs, batch):
+  def _sums(
+    self, outputs: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     loss, correct = self._losses(outputs, batch)
-    counted = (batch['fate'] != KEPT).astype(jnp.float32)  # [B, N]
+    weights = (batch['fate'] != KEPT).astype(jnp.float32)  # [B, N]
     if 'mask' in batch:
-      counted *= batch['mask'][:, None]
-    count = counted.sum()
+      weights *= batch['mask'][:, None]
+    total_weight = weights.sum()
     return {
-      'accuracy': ((correct * counted).sum(), count),
-      'loss': ((loss * counted).sum(), count),
+      'accuracy': ((correct * weights).sum(), total_weight),
+      'loss': ((loss * weights).sum(), total_weight),
     }
 
-  def loss(self, params, extra, batch, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     outputs = self.model.apply(
       {'params': params}, *_arguments(batch), train=True, rngs={'dropout': rng}
     )
     sums = self._sums(outputs, batch)
     return sums['loss'], {'accuracy': sums['accuracy']}
 
-  def outputs(self, params, extra, batch):
+  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
     return self.model.apply({'params': params}, *_arguments(batch), train=False)
 
-  def intermediates(self, params, extra, batch, capture=False):
+  def intermediates(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
+  ) -> dict[str, Any]:
     """Reads the images as a plain Vision Transformer, without corruption."""
     return self._intermediates(
       params, batch, capture, method=models_vit.VisionTransformer.__call__
     )
 
-  def measure(self, params, extra, batch):
+  def measure(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     return self._sums(self.outputs(params, extra, batch), batch)
 
-  def describe(self):
-    what = {
-      'mean': f'the mean colour (of {self.num_colors}) of',
-      '4x4': f'4 x 4 colours (of {self.num_colors}) of',
-      'l2': 'the pixels of',
-    }[self.options.target]
+  def describe(self) -> str:
+    colors = f'(of {self.num_colors})'
+    targets = {
+      'mean': f'the mean colour {colors}',
+      '4x4': f'4 x 4 colours {colors}',
+      'l2': 'the pixels',
+    }
     return (
-      f'to predict {what} corrupted patches: {self.options.corruption:.0%} of the '
-      f'{self.num_patches} of an image'
+      f'to predict {targets[self.options.target]} of corrupted patches: '
+      f'{self.options.corruption:.0%} of the {self.num_patches} of an image'
     )
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return Predictor(self, params, extra, step)
 
-  def draw_evaluation(self, batch, outputs):
+  def draw_evaluation(
+    self, batch: dict[str, jax.Array], outputs: Any
+  ) -> dict[str, np.ndarray]:
     """Draws test images next to the masked images and the predictions."""
     return {'masked_patches': _draw(self.pictures(batch, outputs), grids.MOST)}
 
-  def pictures(self, batch, outputs) -> np.ndarray:
+  def pictures(self, batch: dict[str, jax.Array], outputs: Any) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
 
     float32 [B, 3, H, W, C] in [-1, 1]; masked patches are grey.
@@ -217,54 +245,65 @@ class Task(base.Task):
     images = np.asarray(batch['image'])
     patches = patches_lib.cut(images, self.grid)  # [B, N, p, q, C]
     corrupted = (np.asarray(batch['fate']) != KEPT)[..., None, None, None]
-    if self.options.target == 'l2':
-      predicted = np.asarray(outputs, np.float32).reshape(patches.shape)
-    else:
-      shape = (*patches.shape[:2], self._cells, self._cells, self.num_colors)
-      best = np.asarray(outputs).reshape(shape).argmax(-1)
-      predicted = middle(best, images.shape[-1])
-      for axis, size in enumerate(self.patch, 2):
-        predicted = predicted.repeat(size // self._cells, axis)
     masked = np.where(corrupted, 0.0, patches)
+    predicted = self._predicted_patches(outputs, patches.shape)
     predicted = np.where(corrupted, predicted.clip(-1, 1), patches)
-    pasted = (patches_lib.paste(x, self.grid) for x in (masked, predicted))
-    return np.stack([images, *pasted], axis=1)
+    versions = [
+      images,
+      patches_lib.paste(masked, self.grid),
+      patches_lib.paste(predicted, self.grid),
+    ]
+    return np.stack(versions, axis=1)
+
+  def _predicted_patches(self, outputs: Any, shape: Sequence[int]) -> np.ndarray:
+    """Returns the pixels that outputs stand for, float32 of a shape [B, N, p, q, C]."""
+    if self.options.target == 'l2':
+      return np.asarray(outputs, np.float32).reshape(shape)
+    logits = np.asarray(outputs).reshape(
+      (*shape[:2], self._cells, self._cells, self.num_colors)
+    )
+    pixels = middle(logits.argmax(-1), shape[-1])  # One per cell.
+    for axis, size in enumerate(self.patch, 2):
+      pixels = pixels.repeat(size // self._cells, axis)
+    return pixels
 
 
 class Predictor(base.Predictor):
   """Predicts masked patches of images."""
 
-  def predict(self, images, **others):
+  def predict(self, images: Sequence[Any], **options: Any) -> list[np.ndarray]:
     """Returns float32 [3, H, W, C] for each image; see Task.pictures."""
-    self._refuse(others)
-    return list(self.task.pictures(*self.run(images)))
+    self._refuse(options)
+    inputs, outputs = self.run(images)
+    return list(self.task.pictures(inputs, outputs))
 
-  def report(self, images, args):
-    """Writes a PNG of the predictions to `args.out`."""
-    out = epath.Path(args.out)
+  def report(
+    self, images: Sequence[str], out: epath.PathLike, **options: Any
+  ) -> list[str]:
+    """Writes a PNG of the predictions."""
     pictures = np.stack(self.predict(images))
-    out.write_bytes(images_lib.encode_png(_draw(pictures)))
-    images_ = console.counted(len(pictures), 'image')
-    return [f'Wrote {images_}, masked and predicted, to {out}']
+    epath.Path(out).write_bytes(images_lib.encode_png(_draw(pictures)))
+    count = console.counted(len(pictures), 'image')
+    return [f'Wrote {count}, masked and predicted, to {out}']
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows an image, the masked image and the prediction."""
     from vit_jax.inference import demo
 
     picture = demo.picture('Masked patches')
 
-    def show(photo):
+    def show(photo: Any) -> dict:
       return {picture: _draw(np.stack(self.predict([photo.path])))}
 
     return show, [], [picture]
 
 
-def _draw(pictures, most=None) -> np.ndarray:
+def _draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
   """Draws a row for each of Task.pictures; for `most` see grids.grid."""
   return grids.side_by_side(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
-def _reconstructions(subject) -> list:
+def _reconstructions(subject: Any) -> list:
   """Draws images, masked images and predictions, see gallery.Entry."""
   model, task = subject.model, subject.model.task
   outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
@@ -274,30 +313,37 @@ def _reconstructions(subject) -> list:
   ]
 
 
-def _arguments(batch) -> tuple:
+def _arguments(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the arguments of MaskedViT from a batch of the task."""
   return batch['image'], batch['fate'], batch['other']
 
 
-def corrupt(seeds, num_patches: int, options):
+def corrupt(
+  seeds: 'tf.Tensor', num_patches: int, options: Any
+) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Draws the fate of each patch at random, independently of the others.
 
-  Takes two seeds of stateless random numbers, int64 [2, 2], and Task.options.
-  Returns the fates, int32 [N], and for each patch the index of another one,
-  int32 [N], which replaces a SWAPPED patch.
+  Args:
+    seeds: two seeds of stateless random numbers, int64 [2, 2].
+    num_patches: N.
+    options: Task.options.
+
+  Returns:
+    The fates, int32 [N], and for each patch the index of another one that replaces it
+    if it is SWAPPED, int32 [N].
   """
-  draw = tf.random.stateless_uniform([num_patches], seeds[0])
+  uniform = tf.random.stateless_uniform([num_patches], seeds[0])
   limits = np.cumsum([options.masked, options.swapped, 1.0])
   limits = options.corruption * np.minimum(limits, 1.0)
   fate = tf.fill([num_patches], KEPT)
   for limit, kind in zip(limits[::-1], (UNCHANGED, SWAPPED, MASKED)):
-    fate = tf.where(draw < limit, kind, fate)
+    fate = tf.where(uniform < limit, kind, fate)
   step = tf.random.stateless_uniform([num_patches], seeds[1], 1, num_patches, tf.int32)
-  other = (tf.range(num_patches) + step) % num_patches
-  return tf.cast(fate, tf.int32), other
+  replacement = (tf.range(num_patches) + step) % num_patches
+  return tf.cast(fate, tf.int32), replacement
 
 
-def colors(values):
+def colors(values: jax.Array) -> jax.Array:
   """Quantises colours [..., C] in [-1, 1] to numbers, int32 [...].
 
   BITS bits per channel, the first channel highest: from 0 to 2**(BITS * C) - 1.
@@ -309,7 +355,7 @@ def colors(values):
   return (bins * places).sum(axis=-1)
 
 
-def mean_colors(patches, k: int = 1):
+def mean_colors(patches: jax.Array, k: int = 1) -> jax.Array:
   """Quantises the mean colours of the k x k cells of patches, int32 [B, N, k * k].
 
   Patches are float [B, N, p, q, C] in [-1, 1].
@@ -319,9 +365,9 @@ def mean_colors(patches, k: int = 1):
   return colors(x.mean(axis=(3, 5))).reshape(b, n, k * k)
 
 
-def middle(numbers, channels: int) -> np.ndarray:
+def middle(numbers: Any, channels: int) -> np.ndarray:
   """Returns the centres of quantised colours [..., C]; inverts `colors`."""
   levels = 2**BITS
-  places = levels ** np.arange(channels)[::-1]
-  bins = (np.asarray(numbers)[..., None] // places) % levels
+  place_values = levels ** np.arange(channels)[::-1]
+  bins = (np.asarray(numbers)[..., None] // place_values) % levels
   return ((bins + 0.5) / levels * 2 - 1).astype(np.float32)

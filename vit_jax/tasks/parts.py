@@ -4,14 +4,17 @@ An objective overrides the hooks that it has a use for: a codebook to learn befo
 training, pictures for TensorBoard, predictions with boxes, further figures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from etils import epath
 import flax.traverse_util
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax import checkpoint, input_pipeline
+from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.figures import grids
@@ -44,15 +47,23 @@ class Hooks:
   DRAWS: ClassVar[bool] = False
   PRINTS: ClassVar[bool] = True
 
+  # Defined by vit_jax.tasks.base.Task.
+  config: ml_collections.ConfigDict
+  model: Any
+  example: Callable[..., dict[str, Any]]
+  outputs: Callable[..., Any]
+
   # --- Before the first update ---
 
   @classmethod
-  def class_names_of(cls, source) -> tuple[str, ...]:
+  def class_names_of(cls, source: records.Source) -> tuple[str, ...]:
     """Returns the classes of a data.sources.Source; () if it has none."""
     return source.class_names
 
   @classmethod
-  def learn(cls, config, source) -> dict[str, Any]:
+  def learn(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     """Returns the values of LEARNED, which take long to compute, for JSON.
 
     They are the same on all processes; a run that resumes reads them.
@@ -60,14 +71,16 @@ class Hooks:
     return {}
 
   @classmethod
-  def planned_metadata(cls, config, num_classes: int | None) -> dict[str, Any]:
+  def planned_metadata(
+    cls, config: ml_collections.ConfigDict, num_classes: int | None
+  ) -> dict[str, Any]:
     """Returns metadata for a plan, which reads no data.
 
     The number of classes is None if it is unknown.
     """
     return {}
 
-  def parts(self, source) -> list[input_pipeline.Part]:
+  def parts(self, source: records.Source) -> list[input_pipeline.Part]:
     """Divides a split for evaluation, if its examples have several shapes.
 
     All processes must call it and get the same parts; the functions of parts replace
@@ -75,11 +88,24 @@ class Hooks:
     """
     return [input_pipeline.Part(None, self.example)]
 
-  def begin(self, params, extra, source, mesh, workdir, stop):
-    """Prepares a training, before its first batch: all processes call it.
+  def begin(
+    self,
+    params: Any,
+    extra: Any,
+    source: records.Source,
+    mesh: jax.sharding.Mesh,
+    workdir: epath.PathLike,
+    stop: Callable[[], bool],
+  ) -> None:
+    """Prepares a training before its first batch; all processes call it.
 
-    Takes the initial state, the training data, the folder of the run, and `stop`, see
-    `Task.evaluators`.
+    Args:
+      params: initial parameters.
+      extra: initial extra state.
+      source: the training data.
+      mesh: the mesh.
+      workdir: the folder of the run.
+      stop: see `Task.evaluators`.
     """
 
   def describe(self) -> str:
@@ -88,18 +114,21 @@ class Hooks:
 
   # --- Starting from weights ---
 
-  def adapt_weights(self, weights):
+  def adapt_weights(self, weights: Any) -> Any:
     """Changes the weights.reading.Weights from which a run starts."""
     return weights
 
   def new_params(
-    self, have: dict, want: dict, class_names: Sequence[str] | None
+    self,
+    weights: Mapping[str, Any],
+    shapes: Mapping[str, Any],
+    class_names: Sequence[str] | None,
   ) -> Sequence[str]:
     """Returns what keeps its initial values when a run starts from weights.
 
     Args:
-      have: arrays or shapes of the weights by path.
-      want: shapes of the parameters and the extra state by path.
+      weights: arrays or shapes of the weights by path.
+      shapes: shapes of the parameters and the extra state by path.
       class_names: names of the classes of the weights, or None if unknown.
 
     Returns:
@@ -107,11 +136,18 @@ class Hooks:
     """
     return self.NEW_PARAMS
 
-  def merged(self, stored, shapes, extra, workdir):
-    """Returns the model's parameters of a run, from those in its checkpoint.
+  def merged(
+    self, stored: Any, shapes: Any, extra: Any, workdir: epath.PathLike
+  ) -> Any:
+    """Returns the model's parameters of a run.
 
-    With adapters, the frozen ones come from `config.pretrained`. Takes the shapes of
-    all parameters and of the extra state.
+    With adapters, the frozen parameters come from `config.pretrained`.
+
+    Args:
+      stored: parameters in the checkpoint of the run.
+      shapes: shapes of all parameters.
+      extra: shapes of the extra state.
+      workdir: the folder of the run.
     """
     if not self.config.lora.rank:
       return stored
@@ -128,33 +164,38 @@ class Hooks:
     workdir_lib.check_data(workdir, lora.fingerprint(frozen))
     return lora.merged(lora.whole(stored, frozen, shapes), self.config)
 
-  def check_weights(self, weights: dict, params):
+  def check_weights(self, weights: Mapping[str, Any], params: Any) -> None:
     """Raises ValueError if weights do not suffice, before a run is compiled.
 
-    Takes the arrays by path that the run starts from, {} for none, and the shapes of
-    the parameters.
+    Args:
+      weights: arrays by path that the run starts from; {} for none.
+      params: shapes of the parameters.
     """
 
   # --- Before and after the loss ---
 
-  def augment(self, batch: dict, rng) -> dict:
+  def augment(self, batch: dict, rng: jax.Array) -> dict:
     """Changes a whole global batch on the devices, before it is split.
 
     B is `config.batch`, over all devices and hosts; `rng` is the step's key.
     """
     return batch
 
-  def update_extra(self, extra, params, metrics: dict):
+  def update_extra(self, extra: Any, params: Any, metrics: dict[str, Any]) -> Any:
     """Returns the extra state after an update; for `step` see `Task.loss`.
 
-    Takes the extra state before the update, the parameters after it, and the
-    quotients of the results of `loss`.
+    Args:
+      extra: the extra state before the update.
+      params: the parameters after it.
+      metrics: the quotients of the results of `loss`.
     """
     return extra
 
   # --- Features, for probes and tables of embeddings ---
 
-  def intermediates(self, params, extra, batch: dict, capture=False) -> dict:
+  def intermediates(
+    self, params: Any, extra: Any, batch: dict, capture: Any = False
+  ) -> dict:
     """Computes what the model sows while it reads the whole, unchanged images.
 
     Returns tuples of arrays by path, such as 'features', which are [B, D]. `capture`
@@ -162,7 +203,14 @@ class Hooks:
     """
     return self._intermediates(params, batch, capture)
 
-  def _intermediates(self, params, batch, capture, model=None, **kwargs):
+  def _intermediates(
+    self,
+    params: Any,
+    batch: dict[str, jax.Array],
+    capture: Any,
+    model: Any = None,
+    **kwargs: Any,
+  ) -> dict[str, Any]:
     """Returns what a model sows; `kwargs` are for its `apply`."""
     _, sown = (model or self.model).apply(
       {'params': params},
@@ -188,19 +236,22 @@ class Hooks:
 
   # --- Pictures, for TensorBoard ---
 
-  def draw_training(self, batch: dict) -> dict[str, np.ndarray]:
+  def draw_training(self, batch: dict[str, Any]) -> dict[str, np.ndarray]:
     """Draws rows of a training batch, after `augment`, as the model sees them.
 
-    Takes NumPy arrays [b, ...] of at most `config.log_images` rows. Returns uint8
-    [height, width, 3] by name; {} if there are no images to draw.
+    Args:
+      batch: NumPy arrays [b, ...] of at most `config.log_images` rows.
+
+    Returns:
+      uint8 [height, width, 3] by name; {} if there are no images to draw.
     """
     return self._draw('training_images', batch)
 
-  def drawn_outputs(self, params, extra, batch: dict):
+  def drawn_outputs(self, params: Any, extra: Any, batch: dict) -> Any:
     """Computes what `draw_evaluation` draws; see `Task.outputs`."""
     return self.outputs(params, extra, batch)
 
-  def draw_evaluation(self, batch: dict, outputs) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: dict, outputs: Any) -> dict[str, np.ndarray]:
     """Draws the first test images with the predictions; see `draw_training`.
 
     `outputs` are the `drawn_outputs` as NumPy arrays. The pictures of a run's last
@@ -208,14 +259,16 @@ class Hooks:
     """
     return self._draw('test_images', batch, outputs)
 
-  def captions_of(self, batch: dict, outputs=None) -> Sequence[grids.Caption]:
+  def captions_of(self, batch: dict, outputs: Any = None) -> Sequence[grids.Caption]:
     """Returns the captions of images to draw; () for none.
 
     For `outputs` see `draw_evaluation`; None in training.
     """
     return ()
 
-  def _draw(self, name, batch, outputs=None):
+  def _draw(
+    self, name: str, batch: dict[str, jax.Array], outputs: Any = None
+  ) -> dict[str, np.ndarray]:
     images = batch.get('image')
     if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
       return {}
@@ -224,14 +277,16 @@ class Hooks:
 
   # --- Figures of `vit_jax visualize` ---
 
-  def labels_of(self, outputs, labels=None) -> list[str]:
+  def labels_of(self, outputs: Any, labels: np.ndarray | None = None) -> list[str]:
     """Returns what is predicted for images, a few words for each, or [].
 
-    Takes `outputs` and the images' `label`, or None if unknown, NumPy arrays [B, ...].
+    Args:
+      outputs: see `Task.outputs`, NumPy arrays [B, ...].
+      labels: `label` of the images, or None if unknown.
     """
     return []
 
-  def check_points(self, points) -> np.ndarray:
+  def check_points(self, points: Any) -> np.ndarray:
     """Returns points in images, whose attention the task's figures draw.
 
     Points are (x, y), as shares of an image's width and height; ValueError if one lies
@@ -244,7 +299,7 @@ class Hooks:
 
   # --- Prediction and export ---
 
-  def exported(self, params, extra, batch: dict) -> dict[str, jax.Array]:
+  def exported(self, params: Any, extra: Any, batch: dict) -> dict[str, jax.Array]:
     """Computes what an exported model returns, arrays [B, ...] by name.
 
     ValueError if models of this task cannot be exported, see
@@ -252,7 +307,7 @@ class Hooks:
     """
     return {'outputs': self.outputs(params, extra, batch)}
 
-  def predictor(self, params, extra, step: int) -> predictor_lib.Predictor:
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     """Returns the object that `vit_jax.predict.load` returns."""
     return predictor_lib.Predictor(self, params, extra, step)
 

@@ -1,6 +1,5 @@
 """Tests of a detector on canvases: training, resuming, other image sizes."""
 
-import argparse
 import copy
 import functools
 import io
@@ -333,17 +332,15 @@ def test_the_command_prints_and_draws_boxes(model, tmp_path):
   for path, channels in zip(paths, (3, 4)):
     pixels = np.full((300, 600, channels), 40, np.uint8)
     Image.fromarray(pixels).save(path)
-  args = argparse.Namespace(threshold=0.0, image_size=None, out=None)
-  args.out = str(tmp_path / 'boxes.png')
-  lines = model.report(paths, args)
-  assert lines[::6] == [*paths, f'picture: {args.out}']
+  out = str(tmp_path / 'boxes.png')
+  lines = model.report(paths, threshold=0.0, out=out)
+  assert lines[::6] == [*paths, f'picture: {out}']
   for line in lines[1:6]:
     assert re.fullmatch(r'  +\d+\.\d\d %  (even|odd)(  \d+)( \d+){3}', line)
-  with Image.open(args.out) as picture:
+  with Image.open(out) as picture:
     assert picture.size == (600, 600)  # Stacked at their own sizes.
-  args.threshold, args.out = 1.0, None
   nothing = '  no object with a score of at least 100 % (lower it: --threshold)'
-  assert model.report(paths, args) == [paths[0], nothing, paths[1], nothing]
+  assert model.report(paths, threshold=1.0) == [paths[0], nothing, paths[1], nothing]
 
 
 def test_wrong_sizes_are_named(model, config):

@@ -1,6 +1,5 @@
 """Tests of panoptic segmentation with a model that recognises colours."""
 
-import argparse
 import io
 import types
 
@@ -201,7 +200,7 @@ def test_loss_uses_the_masks_of_matched_queries(classes):
   @jax.jit  # Compiles the matching once.
   def compute(batch):
     extra = {'frozen': {}}
-    terms = task._terms({}, extra, {**batch, **shares}, train=True)
+    terms = task._losses({}, extra, {**batch, **shares}, train=True)
     loss = task.measure({}, extra, {**batch, 'mask': jnp.ones(1)})['loss']
     masks = task.outputs({}, extra, batch)['masks']
     # Object n is of class n, which query n finds.
@@ -235,9 +234,7 @@ def test_predicts_segments_of_the_original_image(classes, tmp_path):
   path = str(tmp_path / 'image.png')
   Image.fromarray(image).save(path)
   out = str(tmp_path / 'out.png')
-  lines = predictor.report(
-    [path], argparse.Namespace(out=out, threshold=None, image_size=None)
-  )
+  lines = predictor.report([path], out=out)
   assert lines[0] == path
   assert 'grass  stuff' in ' '.join(lines)
   assert lines[-1] == f'picture: {out}'
@@ -282,8 +279,9 @@ def test_a_detector_has_no_panoptic_quality():
 
 def test_frozen_parameters_need_weights():
   task = make_task()
-  want = dict.fromkeys(('query_embedding', 'class_head/bias'), np.zeros(5))
-  kwargs = dict(have=want, want={**want, 'segmentation/x': np.zeros(1)})
+  weights = dict.fromkeys(('query_embedding', 'class_head/bias'), np.zeros(5))
+  shapes = {**weights, 'segmentation/x': np.zeros(1)}
+  kwargs = dict(weights=weights, shapes=shapes)
   assert task.new_params(**kwargs, class_names=NAMES) == ['segmentation/']
   new = task.new_params(**kwargs, class_names=NAMES[::-1])
   assert new == ['class_head/', 'segmentation/']

@@ -7,12 +7,13 @@ of a data set.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vit_jax.data import records
 from vit_jax.inference import engine
 from vit_jax.tasks.detection import boxes as boxes_lib
 
@@ -37,7 +38,9 @@ class Attention(NamedTuple):
   filled: np.ndarray
 
 
-def compute(task, params, extra, batch) -> Attention:
+def compute(
+  task: Any, params: Any, extra: Any, batch: dict[str, jax.Array]
+) -> Attention:
   """Computes predictions, and the attention of the last layers, for images.
 
   The batch has `image`, float32 [B, H, W, 3] in [-1, 1], and `real`, bool
@@ -48,31 +51,35 @@ def compute(task, params, extra, batch) -> Attention:
   return engine.by_parts(lambda rows: jitted(params, extra, rows), images, 1)
 
 
-def compute_at_once(task, params, extra, images) -> Attention:
+def compute_at_once(
+  task: Any, params: Any, extra: Any, batch: dict[str, jax.Array]
+) -> Attention:
   """Like `compute`, for all images at once; `jax.jit` can trace it."""
   model = task.model
   outputs, sown = model.apply(
-    {'params': params, **extra}, images['image'], images.get('real'), train=False,
+    {'params': params, **extra},
+    batch['image'],
+    batch.get('real'),
+    train=False,
     mutable='intermediates',
     capture_intermediates=lambda module, _: module.name == _MAP,
-  )  # fmt: skip
+  )
   sown = sown['intermediates']
   grid = sown[_MAP]['__call__'][0].shape[1:3]
   encoder = sown[f'encoder_layer_{model.num_encoder_layers - 1}']
   decoder = sown[f'decoder_layer_{model.num_decoder_layers - 1}']
-  found = task.detections({name: x[-1] for name, x in outputs.items()})
 
-  def means(attention):  # [B, K, ..., S] -> [B, ..., S]
-    [weights] = attention['attention_weights']
+  def mean_over_heads(attention: Any) -> jax.Array:
+    [weights] = attention['attention_weights']  # [B, K, ..., S]
     return weights.astype(jnp.float32).mean(axis=1)
 
-  of_cells = means(encoder['self_attention'])  # [B, S, S]
-  of_queries = means(decoder['cross_attention'])  # [B, Q, S]
+  of_cells = mean_over_heads(encoder['self_attention'])  # [B, S, S]
+  of_queries = mean_over_heads(decoder['cross_attention'])  # [B, Q, S]
   return Attention(
-    **found,
+    **task.detections({name: x[-1] for name, x in outputs.items()}),
     encoder=of_cells.reshape(-1, *grid, *grid),
     decoder=of_queries.reshape(*of_queries.shape[:2], *grid),
-    filled=boxes_lib.filled(images),
+    filled=boxes_lib.filled(batch),
   )
 
 
@@ -83,18 +90,21 @@ def at_points(attention: Attention, points: np.ndarray) -> np.ndarray:
   """
   points = check_points(points)
   grid = np.array(attention.encoder.shape[1:3])
-  places = points[..., ::-1] * attention.filled[:, None] * grid  # [B, P, 2]
-  cells = np.minimum(places.astype(int), grid - 1)
+  positions = points[..., ::-1] * attention.filled[:, None] * grid  # [B, P, 2]
+  cells = np.minimum(positions.astype(int), grid - 1)
   rows = np.arange(len(points))[:, None]
   return attention.encoder[rows, cells[..., 0], cells[..., 1]]
 
 
-def check_points(points) -> np.ndarray:
-  """Returns points, shares of width and height, as float64 [..., 2]; ValueError."""
+def check_points(points: Any) -> np.ndarray:
+  """Returns points as float64 [..., 2]: x and y as shares of width and height.
+
+  ValueError if one lies outside of the image.
+  """
   points = np.asarray(points, np.float64)
-  wrong = ~((points >= 0) & (points <= 1)).all(axis=-1)
-  if wrong.any():
-    x, y = points[wrong][0]
+  is_outside = ~((points >= 0) & (points <= 1)).all(axis=-1)
+  if is_outside.any():
+    x, y = points[is_outside][0]
     raise ValueError(
       f'point {x:g},{y:g} lies outside of the image: pass x and y as shares of '
       'its width and height, from 0 to 1 (--points)'
@@ -113,7 +123,9 @@ def best_queries(scores: np.ndarray, threshold: float, most: int) -> np.ndarray:
   return order[: min(count, most)]
 
 
-def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
+def query_boxes(
+  task: Any, mesh: jax.sharding.Mesh, source: records.Source, params: Any, extra: Any
+) -> np.ndarray:
   """Predicts the boxes of all queries, also of those without an object.
 
   All processes must call it. Returns float32 [n, Q, 4] for all images of a
@@ -122,11 +134,15 @@ def query_boxes(task, mesh, source, params, extra) -> np.ndarray:
   predict = engine.everywhere(
     mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
   )
-  return engine.collect(
-    engine.limited(task.config, mesh, _BATCH), mesh, source.evaluated,
-    task.example, lambda batch: predict(params, extra, batch),
+  results = engine.collect(
+    engine.limited(task.config, mesh, _BATCH),
+    mesh,
+    source.evaluated,
+    task.example,
+    lambda batch: predict(params, extra, batch),
     label='Predicting boxes',
-  )['boxes']  # fmt: skip
+  )
+  return results['boxes']
 
 
 def kinds(boxes: np.ndarray) -> np.ndarray:

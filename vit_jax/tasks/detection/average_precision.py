@@ -6,10 +6,11 @@ overlap (IoU) with an object of its class reaches a threshold, and averages the
 precision over recalls, classes, and the thresholds .50, .55, ..., .95.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from vit_jax.evaluators import base
@@ -20,9 +21,19 @@ from vit_jax.tasks.detection import boxes as boxes_lib
 # Names of the metrics, in the order of COCO's evaluation: average precision, and
 # average recall with at most 1, 10 and 100 boxes of an image, and by size.
 NAMES = (
-  'AP', 'AP50', 'AP75', 'AP_small', 'AP_medium', 'AP_large',
-  'AR1', 'AR10', 'AR100', 'AR_small', 'AR_medium', 'AR_large',
-)  # fmt: skip
+  'AP',
+  'AP50',
+  'AP75',
+  'AP_small',
+  'AP_medium',
+  'AP_large',
+  'AR1',
+  'AR10',
+  'AR100',
+  'AR_small',
+  'AR_medium',
+  'AR_large',
+)
 # Tensors of the task's `example` that the metrics are computed from.
 _TRUTH = ('image_id', 'truth', 'label', 'area', 'crowd', 'size')
 
@@ -32,52 +43,60 @@ class AveragePrecision:
 
   metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
 
-  def __init__(self, evaluation: base.Evaluation):
+  def __init__(self, evaluation: base.Evaluation) -> None:
     task = evaluation.task
     task.check_counts(evaluation.source)
     self._evaluation = evaluation
 
-    def compute(params, extra, batch):
-      found = task.detections(task.outputs(params, extra, batch))
-      return {'found': found, **{name: batch[name] for name in _TRUTH}}
+    def compute(params: Any, extra: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
+      detections = task.detections(task.outputs(params, extra, batch))
+      truth = {name: batch[name] for name in _TRUTH}
+      return {'detections': detections, **truth}
 
     # Every process gets the results of all images: they are small.
     self._detect = engine.everywhere(evaluation.mesh, compute)
 
-  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
+  def run(
+    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
+  ) -> dict[str, float]:
     """Returns NAMES, see `average_precision`, and `num_examples`."""
-    images = {}
+    rows: dict[int, Any] = {}
     detect = functools.partial(self._detect, params, extra)
-    for batch in self._evaluation.compute(detect, stop):
-      images.update(engine.rows(batch))
-    order = sorted(images, key=lambda i: (_image_id(images[i]), i))
-    truth, found = zip(*(_compared(images[i]) for i in order))
-    metrics = average_precision(truth, found, len(self._evaluation.task.class_names))
-    return {**metrics, 'num_examples': len(images)}
+    for results in self._evaluation.compute(detect, stop):
+      rows.update(engine.rows(results))
+    truth, detections = [], []
+    for i in sorted(rows, key=lambda i: (_image_id(rows[i]), i)):
+      image_truth, image_detections = _in_pixels(rows[i])
+      truth.append(image_truth)
+      detections.append(image_detections)
+    num_classes = len(self._evaluation.task.class_names)
+    metrics = average_precision(truth, detections, num_classes)
+    return {**metrics, 'num_examples': len(rows)}
 
 
-def _image_id(row) -> int:
+def _image_id(row: Mapping[str, np.ndarray]) -> int:
   """Returns the id of an image, which orders detections of the same score."""
   low, high = row['image_id']
   return int(high) * 2**32 + int(np.uint32(low))
 
 
-def _compared(row) -> tuple[dict, dict]:
+def _in_pixels(row: Mapping[str, Any]) -> tuple[dict, dict]:
   """Returns objects and detections of an image, in pixels of the original."""
-  exists = row['label'] >= 0
+  is_object = row['label'] >= 0
   size = row['size'].astype(np.float64)
   truth = {
-    'boxes': boxes_lib.to_pixels(row['truth'][exists], size),
-    'labels': row['label'][exists],
-    'areas': row['area'][exists],
-    'crowd': row['crowd'][exists],
+    'boxes': boxes_lib.to_pixels(row['truth'][is_object], size),
+    'labels': row['label'][is_object],
+    'areas': row['area'][is_object],
+    'crowd': row['crowd'][is_object],
   }
-  found = row['found']
-  return truth, {**found, 'boxes': boxes_lib.to_pixels(found['boxes'], size)}
+  detections = row['detections']
+  boxes = boxes_lib.to_pixels(detections['boxes'], size)
+  return truth, {**detections, 'boxes': boxes}
 
 
 def average_precision(
-  truth: Sequence[dict], found: Sequence[dict], num_classes: int
+  truth: Sequence[dict], detections: Sequence[dict], num_classes: int
 ) -> dict[str, float]:
   """Computes COCO's average precision.
 
@@ -86,7 +105,7 @@ def average_precision(
       x1, y1) in pixels, `labels` [n], `areas` [n] in pixels (small: below
       32 x 32; large: from 96 x 96 on), and `crowd` [n], whether the box is a
       crowd: any number of detections in it are ignored.
-    found: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
+    detections: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
       most confident count.
     num_classes: number of classes.
 
@@ -95,12 +114,14 @@ def average_precision(
   """
   import faster_coco_eval
 
-  annotations = [
-    {**line, 'id': number, 'area': float(area), 'iscrowd': int(crowd)}
-    # 0 would stand for none.
-    for number, (line, area, crowd) in enumerate(_lines(truth, 'areas', 'crowd'), 1)
-  ]
-  results = [{**line, 'score': float(score)} for line, score in _lines(found, 'scores')]
+  annotations: list[dict[str, Any]] = []
+  for line, area, crowd in _lines(truth, 'areas', 'crowd'):
+    number = len(annotations) + 1  # 0 would stand for none.
+    fields = {'id': number, 'area': float(area), 'iscrowd': int(crowd)}
+    annotations.append({**line, **fields})
+  results = []
+  for line, score in _lines(detections, 'scores'):
+    results.append({**line, 'score': float(score)})
   reference = faster_coco_eval.COCO(
     {
       'info': {},
@@ -109,19 +130,19 @@ def average_precision(
       'categories': [{'id': label} for label in range(num_classes)],
     }
   )
-  detected = reference.loadRes(results) if results else faster_coco_eval.COCO()
-  evaluation = faster_coco_eval.COCOeval_faster(reference, detected, 'bbox')
+  predicted = reference.loadRes(results) if results else faster_coco_eval.COCO()
+  evaluation = faster_coco_eval.COCOeval_faster(reference, predicted, 'bbox')
   evaluation.run()
-  return {
-    name: float(value) if value >= 0 else float('nan')
-    for name, value in zip(NAMES, evaluation.stats)
-  }
+  metrics = {}
+  for name, value in zip(NAMES, evaluation.stats):
+    metrics[name] = float(value) if value >= 0 else float('nan')
+  return metrics
 
 
-def _lines(images, *names):
+def _lines(images: Sequence[Mapping[str, Any]], *names: str) -> Iterator[tuple]:
   """Yields COCO's line of each box, and what `names` hold for the box."""
   for image, row in enumerate(images):
-    columns = (row[name] for name in ('boxes', 'labels', *names))
+    columns = [row[name] for name in ('boxes', 'labels', *names)]
     for box, label, *values in zip(*columns):
       x0, y0, x1, y1 = map(float, box)
       bbox = [x0, y0, x1 - x0, y1 - y0]

@@ -1,14 +1,15 @@
 """Predictors of detectors: the objects and the segments of any images."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import math
 from typing import Any
 
+from etils import epath
 import jax
 import numpy as np
 
-from vit_jax import preprocess
+from vit_jax import input_pipeline, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import predictor as predictor_lib, tables
@@ -25,13 +26,13 @@ class Detector(predictor_lib.Predictor):
   """Detects the objects of images."""
 
   FLAGS = ('threshold', 'image_size')
-  PIXELS = 2**22  # At most in a batch of several images.
+  PIXELS = 2**22  # Largest number of pixels in a batch of several images.
   WHAT = 'object'
   LEAST = THRESHOLD
-  KEEP = ('size',)
+  KEEP: tuple[str, ...] = ('size',)
   TYPES = {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]}  # noqa: RUF012
 
-  def batch_size(self, part):
+  def batch_size(self, part: input_pipeline.Part) -> int:
     pixels = math.prod(part.image_size or self.task.image_size)
     return max(1, min(self.BATCH, self.PIXELS // pixels))
 
@@ -57,9 +58,15 @@ class Detector(predictor_lib.Predictor):
       confident first; the box is in pixels of the original image.
     """
     make = functools.partial(Detector.make, self)
-    return [x for _, x in self._find(images, threshold, image_size, make)]
+    results = self._find(images, threshold, image_size, make)
+    return [objects for _, objects in results]
 
-  def segment(self, images, threshold=None, image_size=None):
+  def segment(
+    self,
+    images: Sequence[Any],
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> Any:
     """Raises ValueError: the model of a Segmenter has a mask head."""
     raise ValueError(
       f"the model of '{self.origin}' has no mask head: train one with "
@@ -67,83 +74,115 @@ class Detector(predictor_lib.Predictor):
       f'{self.origin or "WORKDIR"}, or use `detect`'
     )
 
-  def _find(self, images, threshold, image_size, make) -> list:
+  def _find(
+    self,
+    images: Sequence[Any],
+    threshold: float | None,
+    image_size: int | tuple[int, int] | None,
+    make: Callable[..., Any],
+  ) -> list:
     """Returns the result of `make`, such as Detector.make, for each image."""
-    how = self._columns(threshold=threshold, image_size=image_size)
+    columns = self._columns(threshold=threshold, image_size=image_size)
     threshold = self.LEAST if threshold is None else threshold
-    found = {
-      number: make(inputs, outputs, threshold)
-      for number, inputs, outputs in self.stream(images, keep=how.keep, parts=how.parts)
-    }
-    return [found[number] for number in range(len(images))]
+    results = {}
+    for number, inputs, outputs in self.stream(
+      images, keep=columns.keep, parts=columns.parts
+    ):
+      results[number] = make(inputs, outputs, threshold)
+    return [results[number] for number in range(len(images))]
 
-  def make(self, inputs, outputs, threshold):
+  def make(
+    self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
+  ) -> tuple[Any, list]:
     """Returns None and the objects of one image, see `detect`."""
-    found = self._detections(jax.tree.map(lambda x: x[None], outputs))
-    found = jax.tree.map(lambda x: np.asarray(x)[0], found)
-    return None, self.objects(inputs, found, threshold)
+    detections = self._detections(_batch_of_one(outputs))
+    detections = jax.tree.map(lambda x: np.asarray(x)[0], detections)
+    return None, self.objects(inputs, detections, threshold)
 
-  def objects(self, inputs, found, threshold):
+  def objects(
+    self,
+    inputs: Mapping[str, np.ndarray],
+    detections: Mapping[str, np.ndarray],
+    threshold: float,
+  ) -> list[tuple]:
     """Lists the objects of one image among its `boxes`, `labels`, `scores` [Q]."""
-    boxes, labels, scores = (found[k] for k in ('boxes', 'labels', 'scores'))
-    boxes = boxes_lib.to_pixels(boxes.clip(0, 1), inputs['size'])
-    best = np.argsort(-scores, kind='stable')
-    return [
-      (self.class_names[labels[k]], float(scores[k]), tuple(boxes[k].tolist()))
-      for k in best[scores[best] >= threshold]
-    ]
+    labels, scores = detections['labels'], detections['scores']
+    boxes = boxes_lib.to_pixels(detections['boxes'].clip(0, 1), inputs['size'])
+    objects = []
+    for k in np.argsort(-scores, kind='stable'):
+      if scores[k] >= threshold:
+        name = self.class_names[labels[k]]
+        objects.append((name, float(scores[k]), tuple(boxes[k].tolist())))
+    return objects
 
   @functools.cached_property
-  def _detections(self):
+  def _detections(self) -> Callable[..., dict[str, jax.Array]]:
     return jax.jit(self.task.detections)
 
-  def _columns(self, top=5, threshold=None, image_size=None):
+  def _columns(
+    self,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> tables.Columns:
     threshold = self.LEAST if threshold is None else threshold
     schema.check('threshold', threshold, schema.Probability, '--')
     schema.check('image_size', image_size, schema.Size | None, '--')
 
-    def row(inputs, outputs):
-      _, found = self.make(inputs, outputs, threshold)
-      return dict(zip(self.TYPES, zip(*found) if found else ((),) * 4))
+    def row(inputs: Mapping[str, np.ndarray], outputs: Any) -> dict[str, Any]:
+      _, predictions = self.make(inputs, outputs, threshold)
+      columns = zip(*predictions) if predictions else [()] * len(self.TYPES)
+      return dict(zip(self.TYPES, columns))
 
     parts = functools.partial(self.task.parts_at, image_size=image_size)
     return tables.Columns(self.TYPES, row, keep=self.KEEP, parts=parts)
 
-  def predict(self, images: Sequence[Any], **others) -> list:
-    self._refuse(others)
+  def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
+    self._refuse(options)
     return self.detect(images)
 
-  def report(self, images, args):
-    """Returns the predictions as lines; draws them if `args.out` is a path."""
-    threshold = self.LEAST if args.threshold is None else args.threshold
-    results = self._find(images, threshold, args.image_size, self.make)
-    lines, drawn = [], []
-    for path, (numbers, found) in zip(images, results):
+  def report(
+    self,
+    images: Sequence[str],
+    out: epath.PathLike | None = None,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    **options: Any,
+  ) -> Iterable[str]:
+    """Returns the predictions as lines; draws them if `out` is a path."""
+    threshold = self.LEAST if threshold is None else threshold
+    results = self._find(images, threshold, image_size, self.make)
+    lines, pictures = [], []
+    for path, (numbers, predictions) in zip(images, results):
       lines.append(path)
-      lines += [
-        f'  {100 * score:6.2f} %  {name}  {self._rest(*rest)}'
-        for name, score, *rest in found
-      ] or [
-        f'  no {self.WHAT} with a score of at least {100 * threshold:g} % '
-        '(lower it: --threshold)'
-      ]
-      if args.out is not None:
+      for name, score, *details in predictions:
+        lines.append(f'  {100 * score:6.2f} %  {name}  {self._describe(*details)}')
+      if not predictions:
+        lines.append(
+          f'  no {self.WHAT} with a score of at least {100 * threshold:g} % (lower it: '
+          '--threshold)'
+        )
+      if out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
-        drawn.append(self.draw(image, numbers, found))
-    if drawn:
-      overlays.save(drawn, args.out)
-      lines.append(f'picture: {args.out}')
+        pictures.append(self.draw(image, numbers, predictions))
+    if pictures:
+      overlays.save(pictures, out)
+      lines.append(f'picture: {out}')
     return lines
 
-  def _rest(self, box) -> str:
+  def _describe(self, *details: Any) -> str:
+    """Describes an object beside its name and score."""
+    [box] = details
     return ' '.join(f'{value:.0f}' for value in box)
 
-  def draw(self, image, _, found):
+  def draw(
+    self, image: np.ndarray, numbers: Any, objects: Sequence[tuple]
+  ) -> np.ndarray:
     """Draws what `make` returns on an image, uint8 [H, W, 3]."""
-    names = [f'{name} {100 * score:.0f}' for name, score, _ in found]
-    return overlays.draw(image, [box for *_, box in found], names)
+    names = [f'{name} {100 * score:.0f}' for name, score, _ in objects]
+    return overlays.draw(image, [box for *_, box in objects], names)
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows boxes above a score, and the attention of a box that is clicked."""
     from vit_jax.tasks.detection import page  # Late: imports Gradio.
 
@@ -157,11 +196,14 @@ class Segmenter(Detector):
   WHAT = 'segment'
   LEAST = segments_lib.THRESHOLD
   TYPES = {  # noqa: RUF012
-    'classes': [str], 'scores': [float], 'things': [bool], 'areas': [int],
-  }  # fmt: skip
+    'classes': [str],
+    'scores': [float],
+    'things': [bool],
+    'areas': [int],
+  }
 
   @property
-  def KEEP(self):
+  def KEEP(self) -> tuple[str, ...]:
     """All inputs: the masks cover the whole canvas."""
     return tuple(self.task.input_spec())
 
@@ -185,31 +227,42 @@ class Segmenter(Detector):
     """
     return self._find(images, threshold, image_size, self.make)
 
-  def make(self, inputs, outputs, threshold):
+  def make(
+    self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
+  ) -> tuple[np.ndarray, list]:
     """Returns the map and the segments of one image, see `segment`."""
-    both = jax.tree.map(lambda x: x[None], (outputs, inputs))
-    found = jax.device_get(self.task.masks(*both))
+    masks = self.task.masks(_batch_of_one(outputs), _batch_of_one(inputs))
     size = tuple(inputs['size'].tolist())
-    made = self.task.assemble(found, 0, size, threshold=threshold)
-    areas = np.bincount(made.numbers.ravel(), minlength=len(made.labels) + 1)
-    return made.numbers, [
-      (self.class_names[k], float(score), self.task.is_thing[k], int(area))
-      for k, score, area in zip(made.labels, made.scores, areas[1:])
-    ]
+    segments = self.task.assemble(jax.device_get(masks), 0, size, threshold=threshold)
+    num_segments = len(segments.labels)
+    areas = np.bincount(segments.numbers.ravel(), minlength=num_segments + 1)[1:]
+    predictions = []
+    for label, score, area in zip(segments.labels, segments.scores, areas):
+      is_thing = self.task.is_thing[label]
+      predictions.append((self.class_names[label], float(score), is_thing, int(area)))
+    return segments.numbers, predictions
 
-  def predict(self, images, **others):
-    self._refuse(others)
+  def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
+    self._refuse(options)
     return self.segment(images)
 
-  def _rest(self, is_thing, area) -> str:
+  def _describe(self, *details: Any) -> str:
+    is_thing, area = details
     return f'{"thing" if is_thing else "stuff"}  {area:,} pixels'
 
-  def draw(self, image, numbers, found):
+  def draw(
+    self, image: np.ndarray, numbers: np.ndarray, segments: Sequence[tuple]
+  ) -> np.ndarray:
     """Draws what `make` returns for this size of an image, uint8 [H, W, 3]."""
-    return overlays.overlay(image, numbers, [name for name, *_ in found])
+    return overlays.overlay(image, numbers, [name for name, *_ in segments])
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows segments above a score."""
     from vit_jax.tasks.detection import page
 
     return page.of_segments(self)
+
+
+def _batch_of_one(tree: Any) -> Any:
+  """Returns arrays [1, ...]."""
+  return jax.tree.map(lambda x: x[None], tree)

@@ -4,7 +4,8 @@ Like figures 3, 6 and 7 of arXiv 2005.12872, from the arrays of attention_figure
 Each function returns a matplotlib Figure, see vit_jax/figures/drawing.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +14,7 @@ from vit_jax.figures import colors, drawing, gallery
 from vit_jax.tasks.detection import attention_figures, boxes as boxes_lib, detectors
 
 MOST = 4  # Maximum number of images, points and objects of a figure.
-_ROWS, _PANELS = 5, 20  # Of the figure of the queries, at most.
+_ROWS, _PANELS = 5, 20  # Largest numbers in the figure of the queries.
 _KINDS = (
   (attention_figures.SMALL, 'small', colors.GREEN),
   (attention_figures.WIDE, 'large, wide', colors.VERMILION),
@@ -22,7 +23,7 @@ _KINDS = (
 _MARK = dict(marker='o', markersize=11, color='white', mec='black', mew=1.5)
 
 
-def _best(attention) -> list[np.ndarray]:
+def _best(attention: attention_figures.Attention) -> list[np.ndarray]:
   """Returns the queries of each image that detect an object, the best first."""
   return [
     attention_figures.best_queries(scores, detectors.THRESHOLD, MOST)
@@ -32,43 +33,55 @@ def _best(attention) -> list[np.ndarray]:
 
 @drawing.styled
 def encoder_attention(
-  images, attention: attention_figures.Attention, names: Sequence[str], points=None
-):
+  images: np.ndarray,
+  attention: attention_figures.Attention,
+  names: Sequence[str],
+  points: np.ndarray | None = None,
+) -> Any:
   """Draws the encoder's self-attention of points over images (figure 3).
 
-  A row for each image [H, W, 3] in [-1, 1]. Points are float [P, 2], x and y as
-  shares of each image; by default the centres of the best boxes.
+  There is a row for each image.
+
+  Args:
+    images: [B, H, W, 3] in [-1, 1].
+    attention: their attention.
+    names: their names.
+    points: float [P, 2], x and y as shares of each image; by default the centres of
+      the best boxes.
   """
   if points is None:
-    rows = [
-      boxes[best].clip(0, 1).reshape(-1, 2, 2).mean(axis=1)
-      for boxes, best in zip(attention.boxes, _best(attention))
-    ]
+    points_of_images = []
+    for boxes, best in zip(attention.boxes, _best(attention)):
+      corners = boxes[best].clip(0, 1).reshape(-1, 2, 2)
+      points_of_images.append(corners.mean(axis=1))
   else:
-    rows = [np.asarray(points)] * len(images)
+    points_of_images = [np.asarray(points)] * len(images)
   title = 'Self-attention of the encoder'
-  columns = 1 + max(map(len, rows))
+  columns = 1 + max(map(len, points_of_images))
   fig, grid, pictures = _grid(images, attention, names, columns, title)
-  for i, (panels, picture, points) in enumerate(zip(grid, pictures, rows)):
-    one = attention_figures.Attention(*(x[i : i + 1] for x in attention))
-    maps = attention_figures.at_points(one, points[None])[0]  # [P, h, w]
-    places = points * picture.shape[1::-1] - 0.5
-    for number, (axes, weights, place) in enumerate(zip(panels[1:], maps, places), 1):
+  for i, (panels, picture, points) in enumerate(zip(grid, pictures, points_of_images)):
+    image_attention = attention_figures.Attention(*(x[i : i + 1] for x in attention))
+    [maps] = attention_figures.at_points(image_attention, points[None])  # [P, h, w]
+    positions = points * picture.shape[1::-1] - 0.5
+    for number, weights in enumerate(maps):
+      axes, position = panels[1 + number], positions[number]
       axes.imshow(drawing.overlay(picture, weights, attention.filled[i]))
-      axes.plot(*place, **_MARK)
-      axes.set_title(f'point {number}')
-      panels[0].plot(*place, **_MARK)
-      panels[0].annotate(str(number), place, ha='center', va='center', fontsize=8)
+      axes.plot(*position, **_MARK)
+      axes.set_title(f'point {number + 1}')
+      panels[0].plot(*position, **_MARK)
+      panels[0].annotate(
+        str(number + 1), position, ha='center', va='center', fontsize=8
+      )
   return fig
 
 
 @drawing.styled
 def query_attention(
-  images,
+  images: np.ndarray,
   attention: attention_figures.Attention,
   names: Sequence[str],
   class_names: Sequence[str],
-):
+) -> Any:
   """Draws the decoder's attention of the best queries (figure 6).
 
   A row for each image: the image with the boxes, and the attention of the query
@@ -92,19 +105,19 @@ def query_attention(
 
 
 @drawing.styled
-def query_boxes(boxes: np.ndarray):
+def query_boxes(boxes: np.ndarray) -> Any:
   """Draws the centres of the boxes of queries over a data set (figure 7).
 
   A panel for each of the first 20 queries, the unit square that stands for all
   images. For the boxes [n, Q, 4] see attention_figures.query_boxes.
   """
   count, queries = boxes.shape[:2]
-  shown = min(queries, _PANELS)
-  rows = min(_ROWS, -(-shown // 5))
-  columns = -(-shown // rows)
+  num_panels = min(queries, _PANELS)
+  rows = min(_ROWS, -(-num_panels // 5))
+  columns = -(-num_panels // rows)
   fig = drawing.new_figure(
     1.3 + 1.75 * rows,
-    f'Boxes of {shown} of {queries} queries in {count:,} images',
+    f'Boxes of {num_panels} of {queries} queries in {count:,} images',
     width=max(8.0, 1.75 * columns),
   )
   kinds = attention_figures.kinds(boxes)
@@ -112,7 +125,7 @@ def query_boxes(boxes: np.ndarray):
   size = float(np.clip(4_000 / max(1, count), 1, 16))
   for query, axes in enumerate(grid.flat):
     axes.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[], aspect='equal')
-    if query >= shown:
+    if query >= num_panels:
       axes.set_visible(False)
       continue
     axes.set_title(f'query {query}', fontsize=11, pad=3)
@@ -128,14 +141,20 @@ def query_boxes(boxes: np.ndarray):
   return fig
 
 
-def _grid(images, attention, names, columns, title):
+def _grid(
+  images: np.ndarray,
+  attention: attention_figures.Attention,
+  names: Sequence[str],
+  columns: int,
+  title: str,
+) -> tuple[Any, Any, list[np.ndarray]]:
   """Returns a figure, its Axes [B, columns] and B pictures.
 
   The first column shows the images without padding, which are the pictures.
   """
   rows, height, width = images.shape[:3]
   down, across = attention.filled.T
-  ratio = float((height * down / (width * across)).mean())  # Of the pictures.
+  ratio = float((height * down / (width * across)).mean())  # Height / width.
   cell = min(3.2, 12.0 / columns, 9.0 / (rows * ratio))
   fig = drawing.new_figure(
     0.7 + rows * (0.35 + cell * ratio), title, width=max(5.5, columns * cell)
@@ -153,7 +172,7 @@ def _grid(images, attention, names, columns, title):
   return fig, grid, pictures
 
 
-def _draw_box(axes, box, picture, colour):
+def _draw_box(axes: Any, box: np.ndarray, picture: np.ndarray, colour: str) -> None:
   """Draws a box, corners as shares of the image."""
   from matplotlib import patches
 
@@ -165,22 +184,24 @@ def _draw_box(axes, box, picture, colour):
 # --- The figures in the gallery; `subject` is a vit_jax.figures.results.Subject ---
 
 
-def _attention(subject) -> attention_figures.Attention:
+def _attention(subject: Any) -> attention_figures.Attention:
   model = subject.model
   return attention_figures.compute(model.task, model.params, model.extra, subject.batch)
 
 
-def _draw_boxes(subject):
+def _draw_query_boxes(subject: Any) -> list[Any]:
   model = subject.model
   mesh = sharding.mesh_of(model.params)
-  found = attention_figures.query_boxes(
+  boxes = attention_figures.query_boxes(
     model.task, mesh, subject.source, model.params, model.extra
   )
-  return [query_boxes(found)]
+  return [query_boxes(boxes)]
 
 
-def _pages(subject):
-  """Yields images, the attention and names, for each figure."""
+def _pages(
+  subject: Any,
+) -> Iterator[tuple[np.ndarray, attention_figures.Attention, Sequence[str]]]:
+  """Yields images, their attention and names, for each figure."""
   attention = subject.once(_attention)
   for part in gallery.pages(subject, MOST):
     yield (
@@ -190,7 +211,22 @@ def _pages(subject):
     )
 
 
-def _needs_split(subject):
+def _draw_encoder_attention(subject: Any) -> list[Any]:
+  figures = []
+  for images, attention, names in _pages(subject):
+    figures.append(encoder_attention(images, attention, names, subject.points))
+  return figures
+
+
+def _draw_query_attention(subject: Any) -> list[Any]:
+  figures = []
+  for images, attention, names in _pages(subject):
+    class_names = subject.model.class_names
+    figures.append(query_attention(images, attention, names, class_names))
+  return figures
+
+
+def _needs_split(subject: Any) -> str | None:
   if subject.source is None:
     return subject.lacking or 'there is no data set'
   return gallery.needs_images(subject)
@@ -206,9 +242,7 @@ FIGURES = (
     'points are the centres of the best boxes, or the ones of --points.',
     'arXiv 2005.12872, section 4.3 and figure 3',
     gallery.needs_images,
-    lambda subject: [
-      encoder_attention(*page, subject.points) for page in _pages(subject)
-    ],
+    _draw_encoder_attention,
   ),
   gallery.Entry(
     'query_attention',
@@ -219,9 +253,7 @@ FIGURES = (
     'Of an image without a detection, the most probable object is shown.',
     'arXiv 2005.12872, section 4.3 and figure 6',
     gallery.needs_images,
-    lambda subject: [
-      query_attention(*page, subject.model.class_names) for page in _pages(subject)
-    ],
+    _draw_query_attention,
   ),
   gallery.Entry(
     'query_boxes',
@@ -232,6 +264,6 @@ FIGURES = (
     'wide, blue ones large and tall. Queries specialise on places and sizes.',
     'arXiv 2005.12872, section 4.3 and figure 7',
     _needs_split,
-    _draw_boxes,
+    _draw_query_boxes,
   ),
 )

@@ -14,7 +14,7 @@ FOCAL, DICE = 1.0, 1.0
 _ALPHA, _GAMMA = 0.25, 2
 
 
-def focal(logits, targets):
+def focal(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Computes the focal loss [...], the mean over the pixels of masks [..., H, W].
 
   A target is 1 for pixels of the object, otherwise 0.
@@ -26,18 +26,20 @@ def focal(logits, targets):
   return (weight * error**_GAMMA * cross_entropy).mean(axis=(-2, -1))
 
 
-def dice(logits, targets):
+def dice(logits: jax.Array, targets: jax.Array) -> jax.Array:
   """Computes the Dice loss (arXiv 1606.04797) with one more pixel in each sum.
 
   For logits and targets see `focal`; the result is from 0 to 1.
   """
   probabilities = jax.nn.sigmoid(logits)
   shared = (probabilities * targets).sum(axis=(-2, -1))
-  both = probabilities.sum(axis=(-2, -1)) + targets.sum(axis=(-2, -1))
-  return 1 - (2 * shared + 1) / (both + 1)
+  total = probabilities.sum(axis=(-2, -1)) + targets.sum(axis=(-2, -1))
+  return 1 - (2 * shared + 1) / (total + 1)
 
 
-def losses(logits, segments, counts) -> dict:
+def losses(
+  logits: jax.Array, segments: jax.Array, counts: jax.Array
+) -> dict[str, jax.Array]:
   """Computes the losses of the masks of objects: sums over them, float32 [B].
 
   Masks are enlarged to the size of the image one after the other, and again in the
@@ -49,19 +51,23 @@ def losses(logits, segments, counts) -> dict:
       pixels of none.
     counts: int [B], number of objects of each image, the first ones.
   """
-  numbers = jnp.arange(logits.shape[1])
 
   @jax.checkpoint
-  def one(sums, inputs):
+  def add(
+    sums: dict[str, jax.Array], inputs: tuple[jax.Array, jax.Array]
+  ) -> tuple[dict[str, jax.Array], None]:
     small, number = inputs
     mask = jax.image.resize(small, segments.shape, 'bilinear')  # [B, H, W]
     target = (segments == number + 1).astype(jnp.float32)
-    exists = number < counts
-    found = {'focal': focal(mask, target), 'dice': dice(mask, target)}
+    is_object = number < counts
     return {
-      name: sums[name] + jnp.where(exists, loss, 0.0) for name, loss in found.items()
+      'focal': sums['focal'] + jnp.where(is_object, focal(mask, target), 0.0),
+      'dice': sums['dice'] + jnp.where(is_object, dice(mask, target), 0.0),
     }, None
 
   zeros = jnp.zeros(len(counts))
-  sums = {'focal': zeros, 'dice': zeros}
-  return jax.lax.scan(one, sums, (logits.swapaxes(0, 1), numbers))[0]
+  numbers = jnp.arange(logits.shape[1])
+  sums, _ = jax.lax.scan(
+    add, {'focal': zeros, 'dice': zeros}, (logits.swapaxes(0, 1), numbers)
+  )
+  return sums

@@ -33,7 +33,7 @@ class _State(NamedTuple):
   column_price: jax.Array  # and [Q + 1].
 
 
-def _extend(state: _State, cost) -> _State:
+def _extend(state: _State, cost: jax.Array) -> _State:
   """Adds the nearest open column to the tree of shortest paths."""
   done = state.done.at[state.column].set(True)
   target = state.owner[state.column]
@@ -76,7 +76,7 @@ def _walk_back(state: _State) -> _State:
   )
 
 
-def _solve(cost, count):
+def _solve(cost: jax.Array, count: jax.Array) -> jax.Array:
   """Solves one problem of finite costs [N, Q]; see `match`."""
   targets, root = cost.shape
   state = _State(
@@ -91,7 +91,7 @@ def _solve(cost, count):
     column_price=jnp.zeros(root + 1, cost.dtype),
   )
 
-  def advance(state):
+  def advance(state: _State) -> _State:
     walked, extended = _walk_back(state), _extend(state, cost)
     return jax.tree.map(
       lambda a, b: jnp.where(state.walks_back, a, b), walked, extended
@@ -99,11 +99,11 @@ def _solve(cost, count):
 
   state = jax.lax.while_loop(lambda state: state.target < count, advance, state)
   owner = jnp.where(state.owner[:-1] < 0, targets, state.owner[:-1])
-  chosen = jnp.full(targets, -1, jnp.int32)
-  return chosen.at[owner].set(jnp.arange(root, dtype=jnp.int32), mode='drop')
+  column_of_target = jnp.full(targets, -1, jnp.int32)
+  return column_of_target.at[owner].set(jnp.arange(root, dtype=jnp.int32), mode='drop')
 
 
-def match(cost, counts):
+def match(cost: jax.Array, counts: jax.Array) -> jax.Array:
   """Assigns each target a different prediction at the least total cost.
 
   Args:
@@ -128,11 +128,11 @@ def match(cost, counts):
   return sharding.on_own_rows(_match_all, cost, counts, axis=len(batch) - 1)
 
 
-def _match_all(cost, counts):
+def _match_all(cost: jax.Array, counts: jax.Array) -> jax.Array:
   """Solves problems [..., N, Q] together; see `match`."""
   *batch, targets, num = cost.shape
   cost = cost.reshape(-1, targets, num)
   is_finite = jnp.isfinite(cost)
-  most = jnp.abs(jnp.where(is_finite, cost, 0.0)).max(axis=(1, 2), keepdims=True)
-  cost = jnp.where(is_finite, cost, 1 + 2 * targets * most)
+  largest = jnp.abs(jnp.where(is_finite, cost, 0.0)).max(axis=(1, 2), keepdims=True)
+  cost = jnp.where(is_finite, cost, 1 + 2 * targets * largest)
   return jax.vmap(_solve)(cost, counts.reshape(-1)).reshape(*batch, targets)

@@ -1,6 +1,7 @@
 """Draws boxes or segments with names on images; needs only Pillow."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from etils import epath
 import numpy as np
@@ -12,35 +13,40 @@ from vit_jax.figures import colors, drawing
 LEAST = 256  # Pixels to which the shorter side of an image is enlarged.
 
 
-def draw(image, boxes, names: Sequence[str]) -> np.ndarray:
+def draw(image: np.ndarray, boxes: np.ndarray, names: Sequence[str]) -> np.ndarray:
   """Draws boxes on an image; each class has a colour.
 
-  Takes uint8 [H, W, 3], enlarged by a whole factor if it is small; corners [n, 4], x0,
-  y0, x1, y1 in pixels; and names, whose first word decides the colour.
+  Args:
+    image: uint8 [H, W, 3], enlarged by a whole factor if it is small.
+    boxes: corners [n, 4], x0, y0, x1, y1 in pixels.
+    names: texts, whose first word decides the colour.
   """
   pixels = drawing.enlarged(image, LEAST)
-  times = len(pixels) // len(image)
+  factor = len(pixels) // len(image)
   canvas = Image.fromarray(pixels)
   pen = ImageDraw.Draw(canvas)
   line = max(2, min(canvas.size) // 200)
   last = np.array(canvas.size) - 1
   for box, name in zip(boxes, names):
-    (x0, y0), (x1, y1) = (np.reshape(box, (2, 2)) * times).clip(0, last)
+    (x0, y0), (x1, y1) = (np.reshape(box, (2, 2)) * factor).clip(0, last)
     frame = (x0, y0, max(x0, x1), max(y0, y1))
     pen.rectangle(frame, outline=_color(name), width=line)
     _write(pen, (x0 + line, y0 + line), name, canvas.size)
   return np.asarray(canvas)
 
 
-def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
+def overlay(image: np.ndarray, numbers: np.ndarray, names: Sequence[str]) -> np.ndarray:
   """Colours the segments of an image, with white lines between them.
 
-  Takes an image and names as `draw`, and the number of the segment of each
-  pixel, int [H, W], from 1; pixels of none, 0, stay as they are.
+  Args:
+    image: see `draw`.
+    numbers: number of the segment of each pixel, int [H, W], from 1; pixels of none,
+      0, stay as they are.
+    names: names of the segments, see `draw`.
   """
   pixels = drawing.enlarged(image, LEAST).astype(np.float32)
-  times = len(pixels) // len(image)
-  large = np.asarray(numbers).repeat(times, 0).repeat(times, 1)
+  factor = len(pixels) // len(image)
+  large = np.asarray(numbers).repeat(factor, 0).repeat(factor, 1)
   tints = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
   pixels = np.where(large[..., None] > 0, pixels / 2 + tints[large] / 2, pixels)
   is_edge = np.zeros(large.shape, bool)
@@ -54,28 +60,34 @@ def overlay(image, numbers, names: Sequence[str]) -> np.ndarray:
     if len(rows):
       row = rows[len(rows) // 2]
       columns = columns[rows == row]
-      place = int(columns[len(columns) // 2]), int(row)
-      _write(pen, place, name, canvas.size, anchor='mm')
+      position = int(columns[len(columns) // 2]), int(row)
+      _write(pen, position, name, canvas.size, anchor='mm')
   return np.asarray(canvas)
 
 
-def _color(name) -> str:
+def _color(name: str) -> str:
   word = name.split(' ')[0]
   return colors.FRAMES[sum(word.encode()) % len(colors.FRAMES)]
 
 
-def _write(pen, place, name, size, anchor='la'):
+def _write(
+  pen: Any,
+  position: tuple[int, int],
+  name: str,
+  size: tuple[int, int],
+  anchor: str = 'la',
+) -> None:
   """Writes a name on a ground of its colour."""
   font = ImageFont.load_default(max(11, min(size) // 40))
-  pen.rectangle(pen.textbbox(place, name, font, anchor), fill=_color(name))
-  pen.text(place, name, 'black', font, anchor)
+  pen.rectangle(pen.textbbox(position, name, font, anchor), fill=_color(name))
+  pen.text(position, name, 'black', font, anchor)
 
 
-def save(pictures: Sequence[np.ndarray], path):
+def save(pictures: Sequence[np.ndarray], path: epath.PathLike) -> None:
   """Writes pictures of any sizes below each other into a PNG."""
   width = max(picture.shape[1] for picture in pictures)
-  rows = [
-    np.pad(x, ((0, 0), (0, width - x.shape[1]), (0, 0)), constant_values=255)
-    for x in pictures
-  ]
+  rows = []
+  for picture in pictures:
+    padding = ((0, 0), (0, width - picture.shape[1]), (0, 0))
+    rows.append(np.pad(picture, padding, constant_values=255))
   epath.Path(path).write_bytes(images_lib.encode_png(np.concatenate(rows)))

@@ -1,5 +1,8 @@
 """The web demo of detectors, see `page` of their predictors; imports Gradio."""
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
 import gradio as gr
 import jax
 import numpy as np
@@ -8,97 +11,123 @@ from vit_jax.figures import drawing as figures_drawing, grids
 from vit_jax.inference import demo
 from vit_jax.tasks.detection import attention_figures, overlays
 
+Page = tuple[Callable[..., dict], list, list]  # See Predictor.page.
 
-def of_objects(model):
+
+class _Result(NamedTuple):
+  """The predictions for the photo of a visitor."""
+
+  pixels: np.ndarray  # The enlarged photo, uint8 [H, W, 3].
+  inputs: Mapping[str, np.ndarray]
+  outputs: Mapping[str, np.ndarray]
+
+
+class _Components(NamedTuple):
+  """Components of the page."""
+
+  result: gr.State  # A _Result, or None.
+  threshold: gr.Slider
+  picture: gr.Image
+
+
+def of_objects(model: Any) -> Page:
   """Shows boxes above a score, and the attention of a box that is clicked.
 
   Returns the result of `page` of the predictor; likewise `of_segments`.
   """
 
   @jax.jit
-  def compute(*args):
-    found = attention_figures.compute_at_once(model.task, *args)._asdict()
-    del found['encoder']  # That takes much memory.
-    return found
+  def compute(params: Any, extra: Any, batch: dict[str, jax.Array]) -> dict[str, Any]:
+    attention = attention_figures.compute_at_once(model.task, params, extra, batch)
+    fields = attention._asdict()
+    del fields['encoder']  # It takes much memory.
+    return fields
 
-  def make(*args):
-    return None, model.objects(*args)
+  def make(
+    inputs: Mapping[str, Any], outputs: Mapping[str, Any], min_score: float
+  ) -> tuple[None, list]:
+    return None, model.objects(inputs, outputs, min_score)
 
-  result, (found, threshold), picture = _page(model, compute, make)
+  (show, inputs, outputs), components = _page(model, compute, make)
   attention = demo.picture('Attention of the box that you click')
 
-  def click(found, least, event: gr.SelectData):
-    if not found:
+  def click(
+    result: _Result | None, min_score: float, event: gr.SelectData
+  ) -> np.ndarray | None:
+    if not result:
       return None
-    pixels, inputs, results = found
-    objects = model.objects(inputs, results, least)
+    objects = model.objects(result.inputs, result.outputs, min_score)
     number = clicked([box for *_, box in objects], *event.index)
     if number is None:
       gr.Info('Click inside of a box')
       return None
-    query = np.argsort(-results['scores'], kind='stable')[number]
-    over = figures_drawing.overlay(
-      pixels / np.float32(255), results['decoder'][query], results['filled']
+    query = np.argsort(-result.outputs['scores'], kind='stable')[number]
+    overlay = figures_drawing.overlay(
+      result.pixels / np.float32(255),
+      result.outputs['decoder'][query],
+      result.outputs['filled'],
     )
-    drawn = grids.to_pixels(2 * over - 1)
-    return model.draw(drawn, None, objects[number : number + 1])
+    pixels = grids.to_pixels(2 * overlay - 1)
+    return model.draw(pixels, None, objects[number : number + 1])
 
-  picture.select(click, [found, threshold], attention)
-  show, inputs, outputs = result
+  components.picture.select(click, [components.result, components.threshold], attention)
   return show, inputs, [*outputs, attention]
 
 
-def of_segments(model):
+def of_segments(model: Any) -> Page:
   """Shows segments above a score."""
-  return _page(model, None, model.make)[0]
+  page, _ = _page(model, None, model.make)
+  return page
 
 
-def _page(model, compute, make):
-  """Shows what is found above a score that the visitor chooses.
+def _page(
+  model: Any, compute: Callable | None, make: Callable[..., tuple[Any, list]]
+) -> tuple[Page, _Components]:
+  """Shows the predictions above a score that the visitor chooses.
 
-  For `compute` see Predictor.stream, for `make` Detector.make. Returns the result
-  of `page`; the components of (pixels, inputs, results) and of the threshold; and
-  the component of the picture.
+  For `compute` see Predictor.stream, for `make` Detector.make.
   """
-  what = model.WHAT
+  noun = model.WHAT
   threshold = gr.Slider(
-    0, 1, model.LEAST, step=0.01, label=f'Minimum score of the {what}s'
+    0, 1, model.LEAST, step=0.01, label=f'Minimum score of the {noun}s'
   )
-  words = gr.Markdown()
-  picture = demo.picture(f'{what}s'.capitalize(), enlarged=False)
-  found = gr.State()
+  summary = gr.Markdown()
+  picture = demo.picture(f'{noun}s'.capitalize(), enlarged=False)
+  state = gr.State()
 
-  def draw(found, least):
-    if not found:
-      return {picture: None, words: ''}
-    pixels, inputs, results = found
-    numbers, objects = make(inputs, results, least)
-    ending = '' if len(objects) == 1 else 's'
-    return {
-      picture: model.draw(pixels, numbers, objects),
-      words: f'{len(objects)} {what}{ending} with a score of at least '
-      f'{100 * least:g} %',
-    }
+  def draw(result: _Result | None, min_score: float) -> dict:
+    if not result:
+      return {picture: None, summary: ''}
+    numbers, predictions = make(result.inputs, result.outputs, min_score)
+    ending = '' if len(predictions) == 1 else 's'
+    text = (
+      f'{len(predictions)} {noun}{ending} with a score of at least '
+      f'{100 * min_score:g} %'
+    )
+    return {picture: model.draw(result.pixels, numbers, predictions), summary: text}
 
-  def show(photo, least):
-    how = model.columns()
-    ((_, inputs, results),) = model.stream([photo.path], compute, how.keep, how.parts)
+  def show(photo: demo.Photo, min_score: float) -> dict:
+    columns = model.columns()
+    [(_, inputs, outputs)] = model.stream(
+      [photo.path], compute, columns.keep, columns.parts
+    )
     pixels = figures_drawing.enlarged(photo.pixels, overlays.LEAST)
     # Boxes and maps are made for the enlarged picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
-    kept = pixels, inputs, results
-    return {found: kept, **draw(kept, least)}
+    result = _Result(pixels, inputs, outputs)
+    return {state: result, **draw(result, min_score)}
 
-  threshold.change(draw, [found, threshold], [picture, words])
-  result = show, [threshold], [found, picture, words]
-  return result, (found, threshold), picture
+  threshold.change(draw, [state, threshold], [picture, summary])
+  page = show, [threshold], [state, picture, summary]
+  return page, _Components(state, threshold, picture)
 
 
-def clicked(boxes, x: float, y: float) -> int | None:
+def clicked(boxes: Sequence[Sequence[float]], x: float, y: float) -> int | None:
   """Returns the number of the smallest box that contains a point, if any."""
-  areas = {
-    (x1 - x0) * (y1 - y0): number
-    for number, (x0, y0, x1, y1) in enumerate(boxes)
-    if x0 <= x <= x1 and y0 <= y <= y1
-  }
-  return areas[min(areas)] if areas else None
+  smallest, smallest_area = None, np.inf
+  for number, (x0, y0, x1, y1) in enumerate(boxes):
+    area = (x1 - x0) * (y1 - y0)
+    # Of boxes of the same area, the last one is on top.
+    if x0 <= x <= x1 and y0 <= y <= y1 and area <= smallest_area:
+      smallest, smallest_area = number, area
+  return smallest

@@ -1,19 +1,19 @@
 """Panoptic quality (arXiv 1801.00868), as COCO's evaluation computes it.
 
-A found segment matches a true one of the same class if their overlap (IoU) is
+A predicted segment matches a true one of the same class if their overlap (IoU) is
 above 1/2; at most one does. For each class,
 
-  PQ = sum of the IoU of matches / (matches + unmatched, true and found, / 2),
+  PQ = sum of the IoU of matches / (matches + unmatched, true and predicted, / 2),
 
 which is the product of SQ, the mean IoU of matches, and RQ, the F1 score. The
 metrics are means over classes. Pixels without a true segment are void: they do
-not count in the IoU, and a found segment of which more than half is void, or lies
+not count in the IoU, and a predicted segment of which more than half is void, or lies
 in a crowd of its class, is not counted as unmatched.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -24,8 +24,16 @@ from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import segments as segments_lib
 
-NAMES = tuple(
-  figure + group for group in ('', '_things', '_stuff') for figure in ('PQ', 'SQ', 'RQ')
+NAMES = (
+  'PQ',
+  'SQ',
+  'RQ',
+  'PQ_things',
+  'SQ_things',
+  'RQ_things',
+  'PQ_stuff',
+  'SQ_stuff',
+  'RQ_stuff',
 )
 _TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 
@@ -35,44 +43,47 @@ class PanopticQuality:
 
   metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
 
-  def __init__(self, evaluation: base.Evaluation):
+  def __init__(self, evaluation: base.Evaluation) -> None:
     self._evaluation, self._task = evaluation, evaluation.task
     task = evaluation.task
 
-    def compute(params, extra, batch):
-      found = task.masks(task.outputs(params, extra, batch), batch)
-      return found, {name: batch[name] for name in _TRUTH}
+    def compute(
+      params: Any, extra: Any, batch: dict[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+      masks = task.masks(task.outputs(params, extra, batch), batch)
+      return masks, {name: batch[name] for name in _TRUTH}
 
     # Masks are large: each process gets only the masks of its own images.
     shardings = sharding.batch_sharding(evaluation.mesh)
-    self._find = jax.jit(compute, out_shardings=shardings)
+    self._compute = jax.jit(compute, out_shardings=shardings)
 
-  def run(self, params, extra, stop=engine.never) -> dict[str, float]:
+  def run(
+    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
+  ) -> dict[str, float]:
     """Returns NAMES, see `panoptic_quality`, and `num_examples`."""
-    counts = {}
-    find = functools.partial(self._find, params, extra)
-    for results in self._evaluation.compute(find, stop):
-      counts.update(self._compare(*results))
-    total, count = add_up(counts, len(self._task.is_thing))
+    counts: dict[int, np.ndarray] = {}
+    compute = functools.partial(self._compute, params, extra)
+    for masks, truth in self._evaluation.compute(compute, stop):
+      counts.update(self._compare(masks, truth))
+    total, num_examples = add_up(counts, len(self._task.is_thing))
     metrics = panoptic_quality(total, self._task.is_thing)
-    return {**metrics, 'num_examples': count}
+    return {**metrics, 'num_examples': num_examples}
 
-  def _compare(self, found, truth):
+  def _compare(
+    self, masks: Mapping[str, np.ndarray], truth: Mapping[str, np.ndarray]
+  ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields number and counts of the images of this process in a batch."""
     for i in np.flatnonzero(truth['mask']):
-      row = {name: x[i] for name, x in truth.items()}
-      height, width = row['truth_size']
-      exists = row['label'] >= 0
-      yield (
-        int(row['index']),
-        compare(
-          row['truth_segments'][:height, :width],
-          row['label'][exists],
-          row['crowd'][exists],
-          self._task.assemble(found, i, (height, width)),
-          len(self._task.class_names),
-        ),
+      height, width = truth['truth_size'][i]
+      is_object = truth['label'][i] >= 0
+      counts = compare(
+        truth['truth_segments'][i][:height, :width],
+        truth['label'][i][is_object],
+        truth['crowd'][i][is_object],
+        self._task.assemble(masks, i, (height, width)),
+        len(self._task.class_names),
       )
+      yield int(truth['index'][i]), counts
 
 
 def add_up(
@@ -80,73 +91,93 @@ def add_up(
 ) -> tuple[np.ndarray, int]:
   """Adds up the counts of all processes, which all must call it.
 
-  Takes the results of `compare` by number of the image; an image that several
-  processes have counts once. Returns the sum, float64 [4, C], and their number.
+  An image that several processes have counts once.
+
+  Args:
+    counts: results of `compare` by the number of the image.
+    num_classes: C.
+
+  Returns:
+    The sum, float64 [4, C], and the number of images.
   """
-  everywhere = processes.attempt('the images compared', lambda: sorted(counts))
-  earlier = set().union(*everywhere[: jax.process_index()])
-  mine = [counts[i] for i in sorted(counts) if i not in earlier]
-  total = sum(mine, np.zeros((4, num_classes)))
+  numbers = processes.attempt('the images compared', lambda: sorted(counts))
+  earlier_numbers = set().union(*numbers[: jax.process_index()])
+  total = np.zeros((4, num_classes))
+  for number in sorted(counts):
+    if number not in earlier_numbers:
+      total += counts[number]
   totals = processes.attempt('the panoptic quality', total.tolist)
-  return np.sum(totals, axis=0), len(set().union(*everywhere))
+  return np.sum(totals, axis=0), len(set().union(*numbers))
 
 
 def compare(
   numbers: np.ndarray,
   labels: np.ndarray,
   crowd: np.ndarray,
-  found: segments_lib.Segments,
+  predicted: segments_lib.Segments,
   num_classes: int,
 ) -> np.ndarray:
-  """Compares the true segments of an image with those found.
+  """Compares the true segments of an image with the predicted ones.
 
-  Takes the number of the true segment of each pixel, int [H, W], from 1, 0 for
-  void; the classes of the segments 1, 2, ..., int [n]; whether each is a crowd, not
-  to be found; and the segments found. Returns float64 [4, C]: by class the sum of the
-  IoU of matches, and the numbers of matches and of unmatched found and true segments.
+  Args:
+    numbers: number of the true segment of each pixel, int [H, W], from 1, 0 for void.
+    labels: classes of the true segments 1, 2, ..., int [n].
+    crowd: whether each is a crowd, which is not to be predicted, [n].
+    predicted: the predicted segments.
+    num_classes: C.
+
+  Returns:
+    float64 [4, C], by class the sum of the IoU of matches, and the numbers of matches
+    and of unmatched predicted and true segments.
   """
-  n, m = len(labels), len(found.labels)
-  both = numbers.astype(np.int64) * (m + 1) + found.numbers
-  shared = np.bincount(both.ravel(), minlength=(n + 1) * (m + 1))
-  shared = shared.reshape(n + 1, m + 1)  # Pixels; row and column 0 are void.
-  true_area, found_area = shared.sum(axis=1)[1:], shared.sum(axis=0)[1:]
-  void, inside = shared[0, 1:], shared[1:, 1:]
-  union = true_area[:, None] + (found_area - void)[None] - inside
-  overlap = inside / np.maximum(union, 1)
-  same = labels[:, None] == found.labels[None]
+  n, m = len(labels), len(predicted.labels)
+  pairs = numbers.astype(np.int64) * (m + 1) + predicted.numbers
+  pixels = np.bincount(pairs.ravel(), minlength=(n + 1) * (m + 1))
+  pixels = pixels.reshape(n + 1, m + 1)  # Row and column 0 are void.
+  true_area, predicted_area = pixels.sum(axis=1)[1:], pixels.sum(axis=0)[1:]
+  void, intersection = pixels[0, 1:], pixels[1:, 1:]
+  union = true_area[:, None] + (predicted_area - void)[None] - intersection
+  iou = intersection / np.maximum(union, 1)
+  same_class = labels[:, None] == predicted.labels[None]
   is_crowd = np.asarray(crowd, bool)
-  matches = (overlap > 0.5) & same & ~is_crowd[:, None]  # [n, m]
+  matches = (iou > 0.5) & same_class & ~is_crowd[:, None]  # [n, m]
 
-  hidden = void + (inside * (same & is_crowd[:, None])).sum(axis=0)
-  extra = ~matches.any(axis=0) & (2 * hidden <= found_area)
-  missed = ~matches.any(axis=1) & ~is_crowd & (true_area > 0)
+  in_crowd = (intersection * (same_class & is_crowd[:, None])).sum(axis=0)
+  is_extra = ~matches.any(axis=0) & (2 * (void + in_crowd) <= predicted_area)
+  is_missed = ~matches.any(axis=1) & ~is_crowd & (true_area > 0)
 
   rows, columns = np.nonzero(matches)
-  by_class = (
-    (labels[rows], overlap[rows, columns]), (labels[rows], None),
-    (found.labels[extra], None), (labels[missed], None),
-  )  # fmt: skip
-  return np.array([np.bincount(*x, num_classes) for x in by_class], np.float64)
+  counts = [
+    np.bincount(labels[rows], iou[rows, columns], num_classes),
+    np.bincount(labels[rows], minlength=num_classes),
+    np.bincount(predicted.labels[is_extra], minlength=num_classes),
+    np.bincount(labels[is_missed], minlength=num_classes),
+  ]
+  return np.array(counts, np.float64)
 
 
 def panoptic_quality(total: np.ndarray, is_thing: Sequence[bool]) -> dict[str, float]:
-  """Computes NAMES of a split from the sum of the results of `compare`.
+  """Computes NAMES of a split, from 0 to 1.
 
-  `is_thing` tells which classes are of things. The figures, from 0 to 1, are
-  means over the classes that occur or are found; NaN where a group has none.
+  They are means over the classes that occur or are predicted; NaN where a group has
+  none.
+
+  Args:
+    total: sum of the results of `compare`, [4, C].
+    is_thing: whether each class is of things.
   """
-  is_thing = np.asarray(is_thing, bool)
-  overlap, matches, extra, missed = total
+  things = np.asarray(is_thing, bool)
+  iou, matches, extra, missed = total
   weight = matches + (extra + missed) / 2
-  figures = {
-    'PQ': overlap / np.maximum(weight, 1e-9),
-    'SQ': overlap / np.maximum(matches, 1),
+  qualities = {
+    'PQ': iou / np.maximum(weight, 1e-9),
+    'SQ': iou / np.maximum(matches, 1),
     'RQ': matches / np.maximum(weight, 1e-9),
   }
-  groups = {'': is_thing | True, '_things': is_thing, '_stuff': ~is_thing}
-  found = {}
+  groups = {'': things | True, '_things': things, '_stuff': ~things}
+  metrics = {}
   for group, members in groups.items():
-    occur = (weight > 0) & members
-    for name, values in figures.items():
-      found[name + group] = float(values[occur].mean() if occur.any() else np.nan)
-  return found
+    occurs = (weight > 0) & members
+    for name, values in qualities.items():
+      metrics[name + group] = float(values[occurs].mean() if occurs.any() else np.nan)
+  return metrics

@@ -13,15 +13,21 @@ or both at once. The data have the features of TFDS's coco/2017_panoptic.
 Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax.configs import task_options
+from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
 from vit_jax.data.lazy import tf
 from vit_jax.figures import grids
+from vit_jax.inference import predictor as predictor_lib
 from vit_jax.tasks.detection import (
   boxes as boxes_lib,
   detect,
@@ -39,30 +45,43 @@ class Task(detect.Task):
   """Learns boxes, classes and masks of things and stuff."""
 
   FEATURES = (
-    'image', 'image/id?', 'panoptic_image',
+    'image',
+    'image/id?',
+    'panoptic_image',
     *(_OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')),
-  )  # fmt: skip
+  )
   Options = task_options.Segment
   METADATA = (*detect.Task.METADATA, 'isthing')
   NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
 
-  def __init__(self, config, metadata):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     super().__init__(config, metadata)
     self.is_thing = tuple(metadata['isthing'])
 
   # --- Data ---
 
   @classmethod
-  def make_metadata(cls, config, source):
+  def make_metadata(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     names = list(cls.class_names_of(source))
     return {'class_names': names, 'isthing': _things(config, source, names)}
 
   @classmethod
-  def planned_metadata(cls, config, num_classes):
+  def planned_metadata(
+    cls, config: ml_collections.ConfigDict, num_classes: int | None
+  ) -> dict[str, Any]:
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
-  def example(self, record, seed, canvas=None):
+  def example(
+    self,
+    record: dict[str, 'tf.Tensor'],
+    seed: 'tf.Tensor | None',
+    canvas: tuple[int, int] | None = None,
+  ) -> dict[str, 'tf.Tensor']:
     """Returns the tensors of a detector, and `segments`, uint8 [H, W].
 
     `segments` has the number of the object of each pixel, from 1, or 0 for none.
@@ -73,120 +92,147 @@ class Task(detect.Task):
     objects = {k.replace(_OBJECTS, 'objects/'): x for k, x in record.items()}
     return super().example(objects, seed, canvas)
 
-  def _more_targets(self, record, inputs, transform, kept):
-    ids = tf.boolean_mask(record['objects/id'], kept)
+  def _more_targets(
+    self,
+    record: dict[str, 'tf.Tensor'],
+    inputs: dict[str, 'tf.Tensor'],
+    transform: geometry.Geometry,
+    mask: 'tf.Tensor',
+  ) -> dict[str, 'tf.Tensor']:
+    ids = tf.boolean_mask(record['objects/id'], mask)
     numbers = panoptic.read(record['panoptic_image'], ids, transform.shape)
     numbers = geometry.to_masks(numbers[None], transform)[0]
     return {'segments': _padded(numbers, inputs['image'])}
 
-  def _for_evaluation(self, record, canvas):
+  def _for_evaluation(
+    self, record: dict[str, 'tf.Tensor'], canvas: tuple[int, int] | None
+  ) -> dict[str, 'tf.Tensor']:
     example = super()._for_evaluation(record, canvas)
-    most = self.options.truth_size
+    largest = self.options.truth_size
     ids = record['objects/id']
     truth = panoptic.read(record['panoptic_image'], ids, example['size'])
     is_target = tf.cast(~detect.is_crowd(record), tf.uint8)
-    place = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
-    numbers = tf.gather(place, tf.cast(truth, tf.int32))
+    number_of = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
+    numbers = tf.gather(number_of, tf.cast(truth, tf.int32))
     size = tf.cast(example['size'], tf.float32)
-    size = tf.round(size * tf.minimum(1.0, most / tf.reduce_max(size)))
+    size = tf.round(size * tf.minimum(1.0, largest / tf.reduce_max(size)))
     size = tf.cast(tf.maximum(1.0, size), tf.int32)
     return {
       **example,
       'segments': _padded(panoptic.resize(numbers, _shown(example)), example['image']),
       'truth_size': size,
-      'truth_segments': _padded(panoptic.resize(truth, size), tf.zeros([most, most])),
+      'truth_segments': _padded(
+        panoptic.resize(truth, size), tf.zeros([largest, largest])
+      ),
     }
 
-  def batch_spec(self, size):
+  def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     spec = super().batch_spec(size)
     shape = spec['image'].shape[:3]
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
 
   # --- Training ---
 
-  def _terms(self, params, extra, batch, **kwargs):
+  def _losses(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], **kwargs: Any
+  ) -> dict[str, jax.Array]:
     """Adds the losses of the masks of the last layer's matched queries."""
     if not self.model.mask_head:
-      return super()._terms(params, extra, batch, **kwargs)
+      return super()._losses(params, extra, batch, **kwargs)
     outputs = self._apply(params, extra, batch, draw=False, **kwargs)
-    terms, query = self._set_losses(outputs, batch)
+    losses, query = self._set_losses(outputs, batch)
     queries = jnp.maximum(query[-1], 0)
     masks = self.model.apply(
       {'params': params}, outputs['features'], queries, method='draw_masks'
     )
-    found = masks_lib.losses(masks, batch['segments'], batch['count'])
+    mask_losses = masks_lib.losses(masks, batch['segments'], batch['count'])
     share = batch['box_share']
     return {
-      **terms,
-      'focal': masks_lib.FOCAL * found['focal'][None] * share,
-      'dice': masks_lib.DICE * found['dice'][None] * share,
+      **losses,
+      'focal': masks_lib.FOCAL * mask_losses['focal'][None] * share,
+      'dice': masks_lib.DICE * mask_losses['dice'][None] * share,
     }
 
   # --- Evaluation and prediction ---
 
-  def outputs(self, params, extra, batch):
+  def outputs(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Computes a detector's outputs, and `masks` [B, Q, H / 4, W / 4], logits."""
-    found = self._apply(params, extra, batch, train=False)
-    masks = {'masks': found.pop('masks')} if self.model.mask_head else {}
-    return {**{name: x[-1] for name, x in found.items()}, **masks}
+    outputs = self._apply(params, extra, batch, train=False)
+    masks = outputs.pop('masks') if self.model.mask_head else None
+    last_layer = {name: x[-1] for name, x in outputs.items()}
+    return last_layer if masks is None else {**last_layer, 'masks': masks}
 
-  def masks(self, outputs, batch) -> dict:
+  def masks(self, outputs: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Returns what `assemble` makes segments of.
 
     `masks` [B, Q, h, w], `labels` [B, Q], `scores` [B, Q] and `extent`, float32
     [B, 2], the shares of the masks that show the image.
     """
-    found = self.detections(outputs)
-    del found['boxes']
-    return {**found, 'masks': outputs['masks'], 'extent': boxes_lib.filled(batch)}
+    detections = self.detections(outputs)
+    del detections['boxes']
+    return {**detections, 'masks': outputs['masks'], 'extent': boxes_lib.filled(batch)}
 
   @classmethod
-  def evaluators(cls, config):
+  def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
     evaluators = super().evaluators(config)
     if config.model.get('mask_head'):
       evaluators.append(pq.PanopticQuality)
     return evaluators
 
-  def describe(self):
+  def describe(self) -> str:
     things = sum(self.is_thing)
     stuff = len(self.is_thing) - things
     head = 'with' if self.model.mask_head else 'without'
     return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     kind = detectors.Segmenter if self.model.mask_head else detectors.Detector
     return kind(self, params, extra, step)
 
-  def draw_evaluation(self, batch, outputs):
-    drawn = super().draw_evaluation(batch, outputs)
+  def draw_evaluation(
+    self, batch: dict[str, jax.Array], outputs: Any
+  ) -> dict[str, np.ndarray]:
+    detections = super().draw_evaluation(batch, outputs)
     if not self.model.mask_head:
-      return drawn
-    found = jax.device_get(self.masks(outputs, batch))
+      return detections
+    masks = jax.device_get(self.masks(outputs, batch))
     pictures = []
     for i, image in enumerate(grids.to_pixels(batch['image'])):
-      names = [self.class_names[k] for k in batch['class'][i]]
-      truth = names[: batch['count'][i]]
-      pictures.append(overlays.overlay(image, batch['segments'][i], truth))
-      size = boxes_lib.shown_size(image.shape[:2], found['extent'][i])
-      made = self.assemble(found, i, size)
+      labels = batch['class'][i][: batch['count'][i]]
+      names = [self.class_names[label] for label in labels]
+      pictures.append(overlays.overlay(image, batch['segments'][i], names))
+      height, width = boxes_lib.shown_size(image.shape[:2], masks['extent'][i])
+      segments = self.assemble(masks, i, (height, width))
       numbers = np.zeros(image.shape[:2], np.int32)
-      numbers[: size[0], : size[1]] = made.numbers
-      names = [self.class_names[k] for k in made.labels]
+      numbers[:height, :width] = segments.numbers
+      names = [self.class_names[label] for label in segments.labels]
       pictures.append(overlays.overlay(image, numbers, names))
-    titles = 2 * ('segments', 'predicted')
-    return {**drawn, 'segments': grids.grid(np.stack(pictures), titles=titles)}
+    titles = ['segments', 'predicted', 'segments', 'predicted']
+    return {**detections, 'segments': grids.grid(np.stack(pictures), titles=titles)}
 
-  def assemble(self, found, row, size, **kwargs) -> segments_lib.Segments:
+  def assemble(
+    self,
+    masks: Mapping[str, np.ndarray],
+    row: int,
+    size: tuple[int, int],
+    **kwargs: Any,
+  ) -> segments_lib.Segments:
     """Returns the segments of image `row` of the result of `masks` in NumPy.
 
     For the other arguments see vit_jax.tasks.detection.segments.assemble.
     """
-    one = {name: x[row] for name, x in found.items()}
+    image_masks = {name: x[row] for name, x in masks.items()}
     kwargs['merge_stuff'] = self.options.merge_stuff
-    return segments_lib.assemble(**one, is_thing=self.is_thing, size=size, **kwargs)
+    return segments_lib.assemble(
+      **image_masks, is_thing=self.is_thing, size=size, **kwargs
+    )
 
 
-def _things(config, source, names) -> list[bool]:
+def _things(
+  config: ml_collections.ConfigDict, source: records.Source, names: Sequence[str]
+) -> list[bool]:
   """Returns whether each class is a class of things."""
   stuff_names = set((config.get('task_options') or {}).get('stuff', ()))
   if unknown := sorted(stuff_names - set(names)):
@@ -203,13 +249,13 @@ def _things(config, source, names) -> list[bool]:
   return [number < num_things for number in range(len(names))]
 
 
-def _padded(numbers, image):
+def _padded(numbers: 'tf.Tensor', image: 'tf.Tensor') -> 'tf.Tensor':
   """Pads a map to the height and width of an image."""
   padded = canvases.pad(numbers, tf.unstack(tf.shape(image)[:2]))
   return tf.ensure_shape(padded, image.shape[:2])
 
 
-def _shown(example):
+def _shown(example: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
   """Returns the height and width of an image without its padding, int32 [2]."""
   if 'real' not in example:
     return tf.shape(example['image'])[:2]

@@ -55,29 +55,32 @@ def assemble(
   Returns:
     The segments, the one with the best score first.
   """
-  kept = np.argsort(-scores, kind='stable')
-  kept = kept[scores[kept] >= threshold]
+  queries = np.argsort(-scores, kind='stable')
+  queries = queries[scores[queries] >= threshold]
   while True:
-    first = {}  # By class of stuff, the query that stands for its segment.
-    for k in kept if merge_stuff else sorted(kept):
+    # By class of stuff, the query that represents its segment.
+    representative: dict[int, int] = {}
+    for k in queries if merge_stuff else sorted(queries):
       if not is_thing[labels[k]]:
-        first.setdefault(labels[k], k)
-    segment = np.array([first.get(labels[k], k) for k in kept], int)
-    owner = _owners(masks[kept], size, extent)
+        representative.setdefault(labels[k], k)
+    segment = np.array([representative.get(labels[k], k) for k in queries], int)
+    owner = _owners(masks[queries], size, extent)
     pixels = np.append(segment, -1)[owner]  # [H, W]; -1 for no query.
     area = np.bincount(pixels[pixels >= 0], minlength=len(scores))
     # The other queries of a class of stuff have no pixels of their own left.
-    is_small = area[segment if merge_stuff else kept] <= _SMALL
+    is_small = area[segment if merge_stuff else queries] <= _SMALL
     if not is_small.any():
       break
-    kept = kept[~is_small]
-  chosen = np.array(list(dict.fromkeys(segment)), int)
-  number = np.zeros(len(scores) + 1, np.int32)  # The last is for pixels of none.
-  number[chosen] = 1 + np.arange(len(chosen))
-  return Segments(number[pixels], labels[chosen], scores[chosen])
+    queries = queries[~is_small]
+  segments = np.array(list(dict.fromkeys(segment)), int)
+  number = np.zeros(len(scores) + 1, np.int32)  # The last one is for pixels of none.
+  number[segments] = 1 + np.arange(len(segments))
+  return Segments(number[pixels], labels[segments], scores[segments])
 
 
-def _owners(masks, size, extent) -> np.ndarray:
+def _owners(
+  masks: np.ndarray, size: tuple[int, int], extent: Sequence[float]
+) -> np.ndarray:
   """Returns the mask with the greatest logit at each pixel; -1 without masks."""
   best = np.full(size, -np.inf, np.float32)
   owners = np.full(size, -1, np.int32)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from vit_jax import console
+from vit_jax.data import records
 from vit_jax.data.lazy import tf
 from vit_jax.data.texts import tokenizers
 from vit_jax.distributed import processes
@@ -12,15 +13,15 @@ from vit_jax.distributed import processes
 FEATURES = ('text', 'texts', 'caption', 'captions', 'captions/text')
 # Value of `config.model.pp.vocab_path`: the words of the training texts.
 WORDS = 'words'
-_MOST = 100_000  # Examples from whose texts a vocabulary is made, at most.
+_MOST = 100_000  # Largest number of examples from whose texts a vocabulary is made.
 
 
-def feature(source) -> str | None:
+def feature(source: records.Source) -> str | None:
   """Returns the feature of a source that holds texts, or None."""
   return next((name for name in FEATURES if name in source.features), None)
 
 
-def of(record: dict):
+def of(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor | None':
   """Returns the texts of a record, a string tensor [n]; None if it has none."""
   name = next((name for name in FEATURES if name in record), None)
   if name is None:
@@ -30,7 +31,7 @@ def of(record: dict):
   return tf.reshape(texts, [-1])
 
 
-def check(source, where: str):
+def check(source: records.Source, where: str) -> None:
   """Raises ValueError unless the examples of a source have texts."""
   if feature(source) is None:
     raise ValueError(
@@ -40,26 +41,28 @@ def check(source, where: str):
     )
 
 
-def read(source) -> Iterator[str]:
+def read(source: records.Source) -> Iterator[str]:
   """Yields the texts of the first examples of a source."""
   count = min(source.num_examples, _MOST)
-  texts = lambda index: of(source.read(source.record(index)))
-  data = tf.data.Dataset.range(count).map(texts, num_parallel_calls=2)
+  data = tf.data.Dataset.range(count).map(
+    lambda index: of(source.read(source.record(index))), num_parallel_calls=2
+  )
   with console.bar(total=count, desc='Reading texts', delay=3) as bar:
-    for found in data:
-      yield from (text.decode() for text in found.numpy())
+    for texts in data:
+      for text in texts.numpy():
+        yield text.decode()
       bar.update()
 
 
-def vocabulary(source) -> list[str]:
+def vocabulary(source: records.Source) -> list[str]:
   """Returns the words of the texts of a source, the same on all processes."""
   return processes.from_first(
     'making a vocabulary', lambda: tokenizers.word_vocabulary(read(source.evaluated))
   )
 
 
-def draw(texts, seed):
-  """Returns a random one of the texts [n]; `seed` is int64 [2]."""
+def draw(texts: 'tf.Tensor', seed: 'tf.Tensor') -> 'tf.Tensor':
+  """Returns a random one of several texts [n]; `seed` is int64 [2]."""
   count = tf.shape(texts)[0]
   message = 'an image has no text: remove the image from the training data'
   with tf.control_dependencies([tf.debugging.assert_positive(count, message)]):
@@ -67,7 +70,9 @@ def draw(texts, seed):
   return texts[number]
 
 
-def tokenize(tokenizer, texts, most: int):
+def tokenize(
+  tokenizer: tokenizers.Tokenizer, texts: 'tf.Tensor', most: int
+) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Returns tokens of the texts [n] of one image, int32 [most, N], and n.
 
   Rows after the texts are zeros.

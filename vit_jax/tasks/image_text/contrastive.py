@@ -18,13 +18,13 @@ from vit_jax import models_lit
 from vit_jax.distributed import sharding
 
 
-def logits_of(zimg, ztxt, out):
+def logits_of(zimg: jax.Array, ztxt: jax.Array, out: dict[str, jax.Array]) -> jax.Array:
   """Returns the logits of all pairs, float32 [B, B], see models_lit.similarity."""
   zimg = sharding.constrain_batch(zimg)
   return sharding.constrain_batch(models_lit.similarity(zimg, ztxt, out))
 
 
-def softmax(logits):
+def softmax(logits: jax.Array) -> jax.Array:
   """Returns the loss of each pair, float32 [B]."""
   positives = jnp.diagonal(logits)
   of_images = jax.nn.logsumexp(logits, axis=1) - positives
@@ -32,7 +32,7 @@ def softmax(logits):
   return (of_images + of_texts) / 2
 
 
-def sigmoid(logits):
+def sigmoid(logits: jax.Array) -> jax.Array:
   """Returns the loss of each image, summed over all texts, float32 [B]."""
   signs = 2 * jnp.eye(len(logits), dtype=logits.dtype) - 1
   return -jax.nn.log_sigmoid(signs * logits).sum(axis=1)

@@ -15,21 +15,26 @@ labels (zero-shot classification), texts (retrieval), or both.
 """
 
 import base64
+from collections.abc import Callable, Sequence
 import functools
 import shlex
 import tempfile
+from typing import Any
 
 from etils import epath
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 
 from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
+from vit_jax.data import records
 from vit_jax.data.lazy import tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
 from vit_jax.distributed import text_files
 from vit_jax.figures import grids
+from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
 from vit_jax.tasks import base
@@ -54,14 +59,16 @@ class Task(base.Task):
   NEW_PARAMS = ()
   DRAWS = True
 
-  def __init__(self, config, metadata):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     _check(config)
     super().__init__(config, metadata)
     self.model = models.make_model(config.model)
     self.templates = templates_lib.get(self.options.templates)
     params, _ = jax.eval_shape(self.init, jax.random.key(0))
     self.locked = _is_locked(config.lr_multipliers, params)
-    self._embeddings = None  # Of the training images, see `begin`.
+    self._embeddings: Any = None  # Embeddings of the training images, see `begin`.
     if self.options.precompute:
       precomputed.check(config)
       if not self.locked or config.model.out_dim[0]:
@@ -72,7 +79,7 @@ class Task(base.Task):
         )
     self._rows = text_towers.vocab_size(params['txt'])
     if metadata['vocabulary']:
-      self.tokenizer  # noqa: B018 (for its errors, before anything is compiled)
+      self.tokenizer  # noqa: B018 (raises errors before anything is compiled)
 
   @functools.cached_property
   def tokenizer(self) -> tokenizers.Tokenizer:
@@ -107,22 +114,24 @@ class Task(base.Task):
 
   def vocabulary(self) -> bytes:
     """Returns the content of the file from which the tokenizer is made."""
-    words = self.metadata['vocabulary']
-    if not words:
+    entries = self.metadata['vocabulary']
+    if not entries:
       return self.tokenizer.content()
     if self._has_words:
-      return ''.join(f'{word}\n' for word in words).encode()
-    return base64.b64decode(words[0])
+      return ''.join(f'{word}\n' for word in entries).encode()
+    return base64.b64decode(entries[0])
 
   # --- Data ---
 
   @classmethod
-  def class_names_of(cls, source):
+  def class_names_of(cls, source: records.Source) -> tuple[str, ...]:
     """Returns (): each evaluation may have other classes."""
     return ()
 
   @classmethod
-  def learn(cls, config, source):
+  def learn(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     """Returns the vocabulary of a file, or the words of the training texts.
 
     A text file becomes a list of its lines; any other file one base64 string.
@@ -145,42 +154,53 @@ class Task(base.Task):
     return {'vocabulary': stored(tokenizer)}
 
   @classmethod
-  def planned_metadata(cls, config, num_classes):
+  def planned_metadata(
+    cls, config: ml_collections.ConfigDict, num_classes: int | None
+  ) -> dict[str, Any]:
     return {'vocabulary': []}
 
-  def words_of(self, class_names) -> list[str]:
+  def words_of(self, class_names: Sequence[str]) -> list[str]:
     """Returns the words for the classes of a data set, in their order."""
-    given = self.options.classes
-    names = [name.replace('_', ' ') for name in class_names]
-    names = templates_lib.listed(given, 'classes') if given else names
+    classes = self.options.classes
+    if classes:
+      names = templates_lib.listed(classes, 'classes')
+    else:
+      names = [name.replace('_', ' ') for name in class_names]
     if len(names) != len(class_names):
       raise ValueError(
-        f"classes='{given}' has {len(names)} names, but the data have "
+        f"classes='{classes}' has {len(names)} names, but the data have "
         f'{len(class_names)} classes, {list(class_names[:5])} ...: pass a name for '
         'each class (--config.task_options.classes, --option=classes=)'
       )
     return names
 
-  def example(self, record, seed):
+  def example(
+    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+  ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and the `tokens`, int32 [N], of one of its texts.
 
     Without a text, the tokens are left out. In evaluation it is the first text.
     """
-    texts = captions.of(record)
     if seed is None or self._embeddings is None:
-      found = self.inputs(record, seed)
+      example = self.inputs(record, seed)
     else:
-      row = tf.numpy_function(
-        lambda i: self._embeddings[i].astype(np.float32), [record['index']], tf.float32,
-        stateful=False,
-      )  # fmt: skip
-      found = {'zimg': tf.ensure_shape(row, self._embeddings.shape[1:])}
-    if texts is None:
-      return found
-    text = texts[0] if seed is None else captions.draw(texts, seed)
-    return {**found, 'tokens': self.tokenizer.preprocess_tf(text)}
+      example = {'zimg': self._stored_embedding(record['index'])}
+    texts = captions.of(record)
+    if texts is not None:
+      text = texts[0] if seed is None else captions.draw(texts, seed)
+      example['tokens'] = self.tokenizer.preprocess_tf(text)
+    return example
 
-  def batch_spec(self, size):
+  def _stored_embedding(self, index: 'tf.Tensor') -> 'tf.Tensor':
+    """Returns the embedding of a training image, float32 [E], see `begin`."""
+
+    def read(index: np.ndarray) -> np.ndarray:
+      return self._embeddings[index].astype(np.float32)
+
+    row = tf.numpy_function(read, [index], tf.float32, stateful=False)
+    return tf.ensure_shape(row, self._embeddings.shape[1:])
+
+  def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
     model = self.config.model
     tokens = jax.ShapeDtypeStruct((size, model.pp.max_len), jnp.int32)
     if self.options.precompute:
@@ -190,18 +210,28 @@ class Task(base.Task):
 
   # --- Training ---
 
-  def init(self, rng):
+  def init(self, rng: jax.Array) -> tuple[Any, Any]:
     images = jnp.zeros(self.image_spec(1).shape)
     tokens = jnp.zeros((1, self.config.model.pp.max_len), jnp.int32)
     return self.model.init(rng, images=images, tokens=tokens)['params'], {}
 
-  def begin(self, params, extra, source, mesh, workdir, stop):
+  def begin(
+    self,
+    params: Any,
+    extra: Any,
+    source: records.Source,
+    mesh: jax.sharding.Mesh,
+    workdir: epath.PathLike,
+    stop: Callable[[], bool],
+  ) -> None:
     if self.options.precompute:
       self._embeddings = precomputed.make(
         self, params, extra, source, mesh, workdir, stop
       )
 
-  def loss(self, params, extra, batch, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the contrastive loss summed over pairs, and their number.
 
     The metrics are the inverse temperature `t`, and `accuracy`, the share of images
@@ -226,15 +256,17 @@ class Task(base.Task):
 
   # --- Evaluation and prediction ---
 
-  def outputs(self, params, extra, batch):
+  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns the embeddings of images, float32 [B, E], of length 1."""
     return self.model.apply({'params': params}, images=batch['image'])[0]
 
-  def embed_tokens(self, params, extra, tokens):
+  def embed_tokens(self, params: Any, extra: Any, tokens: jax.Array) -> jax.Array:
     """Returns the embeddings of texts, float32 [B, E], of length 1."""
     return self.model.apply({'params': params}, tokens=tokens)[1]
 
-  def exported(self, params, extra, batch):
+  def exported(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Returns `embedding`, float32 [B, E], of images."""
     return {'embedding': self.outputs(params, extra, batch)}
 
@@ -242,86 +274,105 @@ class Task(base.Task):
     """Returns the task of the text tower, for its export."""
     return TextTask(self.config, self.metadata)
 
-  def features(self, layer):
+  def features(
+    self, layer: str
+  ) -> Callable[[Any, Any, dict[str, jax.Array]], jax.Array]:
     """For 'features', returns the function of the images' embeddings."""
     return self.outputs if layer == 'features' else super().features(layer)
 
-  def intermediates(self, params, extra, batch, capture=False):
+  def intermediates(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
+  ) -> dict[str, Any]:
     """Computes what the image tower sows."""
     tower = self.model.image_tower()
     return self._intermediates(params['img'], batch, capture, tower)
 
-  def parts(self, source):
+  def parts(self, source: records.Source) -> list[input_pipeline.Part]:
     """Returns the examples of zero-shot classification: images and labels."""
     count = len(source.class_names)
     example = input_pipeline.labelled_example(self.config, count)
     return [input_pipeline.Part(None, example)]
 
-  def measure(self, params, extra, batch):
+  def measure(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     """Computes zero-shot accuracy; `extra['classes']` are the classes' embeddings."""
     zimg = self.outputs(params, extra, batch)
     return zero_shot.measure(zimg, extra['classes'], batch)
 
   @classmethod
-  def evaluators(cls, config):
+  def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
     return [zero_shot.ZeroShot, zero_shot.Retrieval]
 
   # --- Pictures ---
 
-  def drawn_outputs(self, params, extra, batch):
+  def drawn_outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns the logits of the images and the first texts of a batch."""
     zimg, ztxt, out = self.model.apply(
       {'params': params}, images=batch['image'], tokens=batch.get('tokens')
     )
     return {} if ztxt is None else contrastive.logits_of(zimg, ztxt, out)
 
-  def draw_evaluation(self, batch, outputs):
+  def draw_evaluation(
+    self, batch: dict[str, jax.Array], outputs: Any
+  ) -> dict[str, np.ndarray]:
     """Draws images, and the matrix of their similarities to their texts."""
-    found = self._draw('test_images', batch)
+    pictures = self._draw('test_images', batch)
     if 'tokens' in batch:
-      words = self.texts_of(batch['tokens'])
-      found['similarities'] = similarity_plots.matrix(batch['image'], words, outputs)
-    return found
+      texts = self.texts_of(batch['tokens'])
+      pictures['similarities'] = similarity_plots.matrix(batch['image'], texts, outputs)
+    return pictures
 
-  def captions_of(self, batch, outputs=None):
+  def captions_of(
+    self, batch: dict[str, jax.Array], outputs: Any = None
+  ) -> Sequence[grids.Caption]:
     if 'tokens' not in batch:
       return ()
     return [grids.Caption(text) for text in self.texts_of(batch['tokens'])]
 
-  def texts_of(self, tokens) -> list[str]:
+  def texts_of(self, tokens: np.ndarray) -> list[str]:
     """Returns the texts of tokens [n, N], '' if the vocabulary is not of words."""
     words = self.metadata['vocabulary']
     if not self._has_words or not words:
       return [''] * len(tokens)
-    texts = (' '.join(words[i] for i in row[1:] if i) for row in tokens)
-    return [text.replace(' ##', '') for text in texts]
+    texts = []
+    for row in tokens:
+      text = ' '.join(words[token] for token in row[1:] if token)
+      texts.append(text.replace(' ##', ''))
+    return texts
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return predicting.Predictor(self, params, extra, step)
 
-  def flags_to_predict(self):
+  def flags_to_predict(self) -> str:
     classes = shlex.quote(self.options.classes or 'a cat;a dog')
     return f'--classes={classes} --out=picture.png'
 
-  def describe(self):
+  def describe(self) -> str:
     return 'the image tower is locked' if self.locked else ''
 
 
 class TextTask(Task):
   """The text tower: its inputs are tokens."""
 
-  def input_spec(self, image_size=None, batch=1):
+  def input_spec(
+    self,
+    image_size: tuple[int, int] | None = None,
+    batch: Any = 1,
+  ) -> dict[str, jax.ShapeDtypeStruct]:
     shape = (batch, self.config.model.pp.max_len)
     return {'tokens': jax.ShapeDtypeStruct(shape, jnp.int32)}
 
-  def exported(self, params, extra, batch):
+  def exported(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Returns `embedding`, float32 [B, E], of texts."""
     return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}
 
   def sample(self, count: int) -> tuple[dict[str, np.ndarray], str]:
     """Returns the tokens of `count` texts, and a description of the texts."""
-    found = templates_lib.TEMPLATES['short'][:count]
-    tokens = self.tokenizer(templates_lib.fill(['cat'], found))
+    templates = templates_lib.TEMPLATES['short'][:count]
+    tokens = self.tokenizer(templates_lib.fill(['cat'], templates))
     return {'tokens': tokens}, console.counted(count, 'text')
 
 
@@ -333,17 +384,16 @@ def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:
   return [base64.b64encode(content).decode()]
 
 
-def _is_locked(multipliers, params) -> bool:
+def _is_locked(multipliers: Sequence[tuple[str, float]] | None, params: Any) -> bool:
   """Returns whether all of the image tower but its head is frozen."""
   if not multipliers:
     return False
   factors = optim.multipliers(multipliers, params)['img']
-  return not any(
-    any(jax.tree.leaves(x)) for name, x in factors.items() if name != 'head'
-  )
+  without_head = {name: x for name, x in factors.items() if name != 'head'}
+  return not any(jax.tree.leaves(without_head))
 
 
-def _check(config):
+def _check(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if keys of a config do not fit this task."""
   model, pp = config.model, config.model.get('pp')
   if model.get('kind') != 'lit':
@@ -354,8 +404,8 @@ def _check(config):
     )
   if not pp or not pp.get('tokenizer_name') or not pp.get('max_len'):
     raise ValueError(
-      f'model.pp={pp} must have tokenizer_name, and max_len, the number of tokens of '
-      'a text, as in configs/lit.py (config.model.pp)'
+      f'model.pp={pp} must have tokenizer_name and max_len (the number of tokens of a '
+      'text), as in configs/lit.py (config.model.pp)'
     )
   if config.accum_steps > 1:
     raise ValueError(
@@ -369,10 +419,11 @@ def _check(config):
       'does not have: leave out --config.label_smoothing'
     )
   dims = model.out_dim
-  dims = (dims, dims) if isinstance(dims, int) or dims is None else dims
-  widths = dims[0] or model.image.hidden_size, dims[1]
-  if widths[1] and widths[0] != widths[1]:
+  image_dim, text_dim = (dims, dims) if isinstance(dims, int | None) else dims
+  image_width = image_dim or model.image.hidden_size
+  if text_dim and image_width != text_dim:
     raise ValueError(
-      f'out_dim={tuple(dims)} gives images embeddings of width {widths[0]} and texts '
-      f'of {widths[1]}: set both to the same width (config.model.out_dim)'
+      f'out_dim={(image_dim, text_dim)} gives images embeddings of width '
+      f'{image_width} and texts of {text_dim}: set both to the same width '
+      '(config.model.out_dim)'
     )

@@ -6,12 +6,15 @@ tower, its images or their preparation have changed: a second file has a hash of
 the embeddings were made of, and their checksum.
 """
 
+from collections.abc import Callable
 import json
 import os
+from typing import Any
 
 from etils import epath
 import google_crc32c
 import jax
+import ml_collections
 import numpy as np
 
 from vit_jax import console, input_pipeline
@@ -20,20 +23,24 @@ from vit_jax.distributed import files, processes, sharding
 from vit_jax.inference import engine
 
 NAME = 'image_embeddings.npy'
-_MADE_OF = 'image_embeddings.hash'
+_HASH = 'image_embeddings.hash'
 
 
-def check(config):
+def check(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if the images of a config change from epoch to epoch."""
-  changing = {
-    'crop_area': None, 'flip': False, 'rotate': 0.0, 'randaugment': (),
-    'color_jitter': 0.0, 'random_erasing': 0.0,
-  }  # fmt: skip
-  given = [f'--config.pp.{k}={off}' for k, off in changing.items() if config.pp[k]]
-  if given:
+  off = {
+    'crop_area': None,
+    'flip': False,
+    'rotate': 0.0,
+    'randaugment': (),
+    'color_jitter': 0.0,
+    'random_erasing': 0.0,
+  }
+  flags = [f'--config.pp.{key}={value}' for key, value in off.items() if config.pp[key]]
+  if flags:
     raise ValueError(
       'precompute=True computes the embedding of each image once, but these images '
-      f'change from epoch to epoch: set {" ".join(given)}, or leave out '
+      f'change from epoch to epoch: set {" ".join(flags)}, or leave out '
       '--config.task_options.precompute'
     )
   if not isinstance(config.dataset, str):
@@ -43,7 +50,15 @@ def check(config):
     )
 
 
-def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
+def make(
+  task: Any,
+  params: Any,
+  extra: Any,
+  source: records.Source,
+  mesh: jax.sharding.Mesh,
+  workdir: epath.PathLike,
+  stop: Callable[[], bool],
+) -> np.ndarray:
   """Returns the embeddings of all images of a source, float16 [n, E].
 
   All processes must call it; the first one writes the file. `stop` is called
@@ -56,27 +71,30 @@ def make(task, params, extra, source, mesh, workdir, stop) -> np.ndarray:
       'out --config.task_options.precompute'
     )
   path = os.path.join(workdir, NAME)
+  hash_file = epath.Path(workdir) / _HASH
   tower = sharding.digest((params['img'], extra))
-  made_of = processes.from_first(
-    'hashing the images', lambda: _made_of(task.config, tower, source)
+  inputs_hash = processes.from_first(
+    'hashing the images', lambda: _inputs_hash(task.config, tower, source)
   )
-  note = epath.Path(workdir) / _MADE_OF
-  is_current = processes.from_first(
-    'reading the embeddings',
-    lambda: (
-      note.exists() and files.read(note) == f'{made_of} {_checksum(path)}'.encode()
-    ),
-  )
-  if not is_current:
-    note.unlink(missing_ok=True)
+
+  def is_current() -> bool:
+    if not hash_file.exists():
+      return False
+    return files.read(hash_file) == f'{inputs_hash} {_checksum(path)}'.encode()
+
+  if not processes.from_first('reading the embeddings', is_current):
+    hash_file.unlink(missing_ok=True)
     _write(task, params, extra, source, mesh, path, stop)
     processes.from_first(
-      'writing a hash', lambda: files.write(note, f'{made_of} {_checksum(path)}')
+      'writing a hash',
+      lambda: files.write(hash_file, f'{inputs_hash} {_checksum(path)}'),
     )
   return np.load(path, mmap_mode='r')
 
 
-def _made_of(config, tower: str, source) -> str:
+def _inputs_hash(
+  config: ml_collections.ConfigDict, tower: str, source: records.Source
+) -> str:
   """Returns a hash of what embeddings depend on: the tower and the images."""
   facts = [tower, config.model.to_dict(), config.pp.to_dict(), source.fingerprint()]
   count = source.num_examples
@@ -87,6 +105,7 @@ def _made_of(config, tower: str, source) -> str:
 
 
 def _checksum(path: str) -> str:
+  """Returns the CRC32C of a file; of nothing if it does not exist."""
   checksum = google_crc32c.Checksum()
   if os.path.exists(path):
     with files.open_input(path) as file:
@@ -95,29 +114,43 @@ def _checksum(path: str) -> str:
   return checksum.hexdigest().decode()
 
 
-def _write(task, params, extra, source, mesh, path, stop):
+def _write(
+  task: Any,
+  params: Any,
+  extra: Any,
+  source: records.Source,
+  mesh: jax.sharding.Mesh,
+  path: str,
+  stop: Callable[[], bool],
+) -> None:
   """Computes the embeddings, which process 0 writes."""
-
-  compute = engine.everywhere(mesh, lambda *args: {'zimg': task.outputs(*args)})
-  example = lambda record, seed: task.inputs(record)
-  batches = input_pipeline.eval_batches(task.config, source, example, mesh)
-  total, table, begun = source.num_examples, None, f'{path}.begun'
-  first = jax.process_index() == 0
-  for batch in engine.run(
-    lambda batch: compute(params, extra, batch), batches, mesh, stop,
-    'Embedding the training images', total,
-  ):  # fmt: skip
-    if not first:
+  embed = engine.everywhere(mesh, lambda *args: {'zimg': task.outputs(*args)})
+  batches = input_pipeline.eval_batches(
+    task.config, source, lambda record, seed: task.inputs(record), mesh
+  )
+  total = source.num_examples
+  partial_path = f'{path}.begun'
+  is_first = jax.process_index() == 0
+  table: Any = None
+  for results in engine.run(
+    lambda batch: embed(params, extra, batch),
+    batches,
+    mesh,
+    stop,
+    'Embedding the training images',
+    total,
+  ):
+    if not is_first:
       continue
     if table is None:
-      shape = (total, batch['zimg'].shape[1])
-      table = np.lib.format.open_memmap(begun, 'w+', np.float16, shape)
-    real = batch['mask'] > 0
-    table[batch['index'][real]] = batch['zimg'][real]
+      shape = (total, results['zimg'].shape[1])
+      table = np.lib.format.open_memmap(partial_path, 'w+', np.float16, shape)
+    mask = results['mask'] > 0
+    table[results['index'][mask]] = results['zimg'][mask]
 
-  def finish():
+  def finish() -> bool:
     table.flush()
-    os.replace(begun, path)
+    os.replace(partial_path, path)
     return True
 
   processes.from_first('writing the embeddings', finish)

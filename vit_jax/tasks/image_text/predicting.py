@@ -6,7 +6,7 @@ model.embed(['photo.jpg'])      # float32 [1, E]
 model.embed_texts(['a cat'])    # float32 [1, E]
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 import re
 from typing import Any
@@ -25,22 +25,23 @@ from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
 _SHOWN = 5  # Texts on a page.
 _MOST_TYPED = 10_000  # Characters of the classes on a page.
-_SURROGATE = re.compile('[\ud800-\udfff]')  # Which UTF-8 cannot encode.
+_SURROGATE = re.compile('[\ud800-\udfff]')  # UTF-8 cannot encode these.
 
 
 class Predictor(predictor_lib.Predictor):
   """Predicts which of given classes or texts fit images."""
 
   FLAGS = ('classes', 'texts')
+  TABLE_FLAGS = (*predictor_lib.Predictor.TABLE_FLAGS, 'classes', 'texts')
 
   @functools.cached_property
-  def _embedder(self):
+  def _embedder(self) -> zero_shot.Embedder:
     mesh = sharding.mesh_of(self.params)
     return zero_shot.Embedder(self.task, mesh)
 
   @functools.cached_property
-  def _scale(self):
-    """The factor on products of embeddings, and the bias added to them."""
+  def _scale(self) -> tuple[float, float]:
+    """Returns the factor on products of embeddings, and the bias added to them."""
     t = np.exp(np.asarray(self.params['t'])).item()
     return t, np.asarray(self.params.get('b', 0.0)).item()
 
@@ -61,11 +62,11 @@ class Predictor(predictor_lib.Predictor):
     """
     return self._logits(self.outputs(images), embeddings)
 
-  def _logits(self, zimg, embeddings):
+  def _logits(self, zimg: np.ndarray, embeddings: np.ndarray) -> np.ndarray:
     t, b = self._scale
     return t * zimg @ embeddings.T + b
 
-  def probabilities(self, logits) -> np.ndarray:
+  def probabilities(self, logits: np.ndarray) -> np.ndarray:
     """Returns the probabilities of texts for images, float [n, m].
 
     By softmax over the texts; after training with the sigmoid loss, each on its own.
@@ -81,49 +82,75 @@ class Predictor(predictor_lib.Predictor):
     classes: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
     top: int = 5,
-    **others,
+    **options: Any,
   ) -> list[list[tuple[str, float]]]:
     """Returns (text, probability) of the `top` best texts of each image.
 
-    Takes images, see `outputs`, and either names of classes, which become sentences by
-    the templates of the task, or texts as they are.
+    Args:
+      images: see `outputs`.
+      classes: names of classes, which become sentences by the templates of the task.
+      texts: texts as they are, instead of `classes`.
+      top: number of texts.
+      **options: none.
     """
-    self._refuse(others)
+    self._refuse(options)
     schema.check('top', top, schema.Count, '--')
-    words, embeddings = self._choices(classes, texts)
-    return list(self._best(images, words, embeddings, top))
+    choices, embeddings = self._choices(classes, texts)
+    return list(self._best(images, choices, embeddings, top))
 
-  def _choices(self, classes, texts):
+  def _choices(
+    self, classes: Sequence[str] | None, texts: Sequence[str] | None
+  ) -> tuple[list[str], np.ndarray]:
     """Returns the classes or texts to choose from, and their embeddings."""
-    if (classes is None) == (texts is None):
-      raise ValueError(
-        'pass either classes to choose from (--classes="a cat;a dog") or texts '
-        '(--texts=FILE)'
-      )
-    if classes is None:
+    if classes is not None and texts is None:
+      return list(classes), self.embed_classes(classes)
+    if texts is not None and classes is None:
       return list(texts), self.embed_texts(texts)
-    return list(classes), self.embed_classes(classes)
+    raise ValueError(
+      'pass either classes to choose from (--classes="a cat;a dog") or texts '
+      '(--texts=FILE)'
+    )
 
-  def _best(self, images, words, embeddings, top):
+  def _best(
+    self,
+    images: Sequence[Any],
+    choices: Sequence[str],
+    embeddings: np.ndarray,
+    top: int,
+  ) -> Iterator[list[tuple[str, float]]]:
+    """Yields the best choices for each image."""
     for _, _, zimg in self.stream(images):
-      yield self._of_row(zimg, words, embeddings, top)
+      yield self._top_choices(zimg, choices, embeddings, top)
 
-  def _of_row(self, zimg, words, embeddings, top):
-    row = self.probabilities(self._logits(zimg, embeddings))
-    best = np.argsort(-row, kind='stable')[:top]
-    return [(words[i], float(row[i])) for i in best]
+  def _top_choices(
+    self,
+    zimg: np.ndarray,
+    choices: Sequence[str],
+    embeddings: np.ndarray,
+    top: int,
+  ) -> list[tuple[str, float]]:
+    """Returns the best choices for an embedding of an image."""
+    probabilities = self.probabilities(self._logits(zimg, embeddings))
+    best = np.argsort(-probabilities, kind='stable')[:top]
+    return [(choices[i], float(probabilities[i])) for i in best]
 
-  def _given(self, args):
-    """Returns the classes and the texts of the flags, lists or None."""
-    return {
-      'classes': args.classes and templates_lib.listed(args.classes, 'classes'),
-      'texts': args.texts and templates_lib.lines(args.texts, 'texts'),
-    }
+  def parse_flags(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads classes and texts: lists, or None."""
+    parsed = dict(flags)
+    if parsed.get('classes'):
+      parsed['classes'] = templates_lib.listed(parsed['classes'], 'classes')
+    if parsed.get('texts'):
+      parsed['texts'] = templates_lib.lines(parsed['texts'], 'texts')
+    return parsed
 
-  def table_options(self, args):
-    return {**super().table_options(args), **self._given(args)}
-
-  def _columns(self, top=5, threshold=None, image_size=None, classes=None, texts=None):
+  def _columns(
+    self,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+    classes: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
+  ) -> tables.Columns:
     if classes is None and texts is None:
       raise tables.NoColumns(
         'for a table of an image and a text tower, pass classes '
@@ -131,44 +158,54 @@ class Predictor(predictor_lib.Predictor):
         '(--embeddings)'
       )
     schema.check('top', top, schema.Count, '--')
-    how = (*self._choices(classes, texts), top)
-    return tables.choices(lambda zimg: self._of_row(zimg, *how))
+    choices, embeddings = self._choices(classes, texts)
+    return tables.choices(
+      lambda zimg: self._top_choices(zimg, choices, embeddings, top)
+    )
 
-  def write_texts(self, args) -> None:
-    """Writes a table of the embeddings of the texts in a file, `args.texts`."""
-    if args.out.endswith('/'):
+  def write_texts(self, texts: Sequence[str], out: str) -> None:
+    """Writes a table of the embeddings of texts to a file."""
+    if out.endswith('/'):
       raise ValueError(
-        f"out='{args.out}' is a folder: pass a file for the texts, such as "
+        f"out='{out}' is a folder: pass a file for the texts, such as "
         '--out=texts.parquet'
       )
-    texts = templates_lib.lines(args.texts, 'texts')
-    rows = [
-      {'text': text, 'embedding': row}
-      for text, row in zip(texts, self.embed_texts(texts))
-    ]
+    rows = []
+    for text, embedding in zip(texts, self.embed_texts(texts)):
+      rows.append({'text': text, 'embedding': embedding})
     types = {'text': str, 'embedding': (float, len(rows[0]['embedding']))}
-    ending = epath.Path(args.out).suffix
-    with files.replacing(epath.Path(args.out)) as file:
-      tables.encode(iter([tables.to_arrow(rows, types)]), file, ending)
-    console.say(f"'{args.out}': {console.counted(len(rows), 'text')}")
+    path = epath.Path(out)
+    with files.replacing(path) as file:
+      tables.encode(iter([tables.to_arrow(rows, types)]), file, path.suffix)
+    console.say(f"'{out}': {console.counted(len(rows), 'text')}")
 
-  def report(self, images, args):
+  def report(
+    self,
+    images: Sequence[str],
+    top: int = 5,
+    out: epath.PathLike | None = None,
+    classes: Sequence[str] | None = None,
+    texts: Sequence[str] | None = None,
+    **options: Any,
+  ) -> Iterator[str]:
     """Yields the path of each image, then its best texts as lines.
 
-    With `args.out` also draws the matrix of similarities.
+    With `out` also draws the matrix of similarities.
     """
-    words, embeddings = self._choices(**self._given(args))
-    for path, found in zip(images, self._best(images, words, embeddings, args.top)):
-      lines = [f'  {100 * p:6.2f} %  {word}' for word, p in found]
+    choices, embeddings = self._choices(classes, texts)
+    for path, predictions in zip(images, self._best(images, choices, embeddings, top)):
+      lines = [f'  {100 * p:6.2f} %  {text}' for text, p in predictions]
       yield '\n'.join([path, *lines])
-    if args.out:
+    if out:
       inputs, zimg = self.run(images, keep=('image',))
       logits = self._logits(zimg, embeddings)
-      picture = similarity_plots.matrix(inputs['image'], words, logits)
-      epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
-      yield f'Wrote the similarities to {args.out}'
+      picture = similarity_plots.matrix(inputs['image'], choices, logits)
+      epath.Path(out).write_bytes(images_lib.encode_png(picture))
+      yield f'Wrote the similarities to {out}'
 
-  def export(self, out, to, texts=False, **options):
+  def export(
+    self, out: epath.PathLike, to: str, texts: bool = False, **options: Any
+  ) -> float:
     """Exports the image tower, or with `texts` the text tower; see Predictor.export.
 
     The text tower reads `tokens`, int32 [B, max_len]. Both return `embedding`, float32
@@ -186,30 +223,30 @@ class Predictor(predictor_lib.Predictor):
     tower = predictor_lib.Predictor(task, params, self.extra, self.step)
     return tower.export(out, to, **options)
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows which of the typed texts fit a photo."""
     import gradio as gr
 
     from vit_jax.inference import demo
 
-    typed = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one per line')
+    textbox = gr.Textbox('a cat\na dog\na car', lines=6, label='Classes, one per line')
     label = gr.Label(label='Best matches', num_top_classes=_SHOWN)
 
-    def show(photo, lines):
+    def show(photo: demo.Photo, lines: str) -> dict:
       if len(lines) > _MOST_TYPED:
         raise ValueError(
           f'the classes have {len(lines):,} characters: type at most {_MOST_TYPED:,}'
         )
-      words = [line.strip() for line in lines.split('\n') if line.strip()]
-      if not words:
+      classes = [line.strip() for line in lines.split('\n') if line.strip()]
+      if not classes:
         return {}
-      (found,) = self.predict([photo.path], classes=words, top=_SHOWN)
-      return {label: demo.confidences(found)}
+      [predictions] = self.predict([photo.path], classes=classes, top=_SHOWN)
+      return {label: demo.confidences(predictions)}
 
-    return show, [typed], [label]
+    return show, [textbox], [label]
 
 
-def _listed(name, texts) -> list[str]:
+def _listed(name: str, texts: Sequence[str]) -> list[str]:
   """Returns texts as a list; ValueError for a string or none."""
   if isinstance(texts, str) or not len(texts):
     raise ValueError(

@@ -12,13 +12,18 @@ from vit_jax.figures import grids
 _CELL, _GAP, _TEXT = 64, 4, 300  # Pixels: side of a cell, gap, width of texts.
 
 
-def matrix(images, texts: Sequence[str], logits) -> np.ndarray:
+def matrix(images: np.ndarray, texts: Sequence[str], logits: np.ndarray) -> np.ndarray:
   """Draws the probabilities of texts for images: one column per image.
 
-  Takes images, float [n, H, W, C] in [-1, 1], m texts, and logits, float [n, m]; a
-  cell has the softmax over the texts, in percent. Returns uint8 [height, width, 3].
+  Args:
+    images: float [n, H, W, C] in [-1, 1].
+    texts: m texts.
+    logits: float [n, m]; a cell has the softmax over the texts, in percent.
+
+  Returns:
+    uint8 [height, width, 3].
   """
-  shares = special.softmax(np.asarray(logits, np.float64), axis=1).T  # [m, n]
+  probabilities = special.softmax(np.asarray(logits, np.float64), axis=1).T  # [m, n]
   step = _CELL + _GAP
   size = (_TEXT + len(images) * step, (len(texts) + 1) * step)
   canvas = Image.new('RGB', size, 'white')
@@ -27,7 +32,9 @@ def matrix(images, texts: Sequence[str], logits) -> np.ndarray:
   for column, image in enumerate(grids.to_pixels(images)):
     small = Image.fromarray(image).resize((_CELL, _CELL))
     canvas.paste(small, (_TEXT + column * step, 0))
-  colors = grids.heat(shares[None], shares.shape)[0].astype(int)  # [m, n, 3]
+  colors = grids.heat(probabilities[None], probabilities.shape)[0].astype(
+    int
+  )  # [m, n, 3]
   for row, text in enumerate(texts):
     top = (row + 1) * step
     lines = textwrap.wrap(text, _TEXT // 7)[:4]
@@ -36,6 +43,6 @@ def matrix(images, texts: Sequence[str], logits) -> np.ndarray:
       left = _TEXT + column * step
       pen.rectangle((left, top, left + _CELL, top + _CELL), tuple(color))
       ink = 'black' if color.sum() > 384 else 'white'
-      words = f'{100 * shares[row, column]:.0f}'
-      pen.text((left + 8, top + _CELL / 2 - 8), words, ink)
+      percent = f'{100 * probabilities[row, column]:.0f}'
+      pen.text((left + 8, top + _CELL / 2 - 8), percent, ink)
   return np.asarray(canvas)

@@ -5,10 +5,15 @@ loss is the sum of the cross-entropies of the classes and of the pixels. A linea
 head reads the mean of the normalised tokens.
 """
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
 
 from vit_jax.configs import task_options
-from vit_jax.tasks import classify
+from vit_jax.inference import predictor as predictor_lib
+from vit_jax.tasks import base, classify
 from vit_jax.tasks.pixels import pixels, sampling
 
 
@@ -21,7 +26,9 @@ class Task(pixels.Task, classify.Task):
   METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
   NEW_PARAMS = ('class_head/',)
 
-  def loss(self, params, extra, batch, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the sum of both losses over images, and the number of images.
 
     The loss of the pixels of an image is their mean. An image without a label
@@ -29,42 +36,47 @@ class Task(pixels.Task, classify.Task):
     """
     inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
     logits, class_logits = self.model.apply({'params': params}, **inputs, train=True)
-    nats, _ = self._means(*self._scores(logits, inputs))  # [B]
-    classes = self._train_loss(class_logits, batch['label'])  # [B]
-    rows = self._counted(batch)  # [B]
-    count = rows.sum()
-    generation, classes = (nats * rows).sum(), (classes * rows).sum()
+    pixel_losses, _ = self._means(*self._scores(logits, inputs))  # [B]
+    class_losses = self._train_loss(class_logits, batch['label'])  # [B]
+    weights = self._row_weights(batch)  # [B]
+    generation = (pixel_losses * weights).sum()
+    classes = (class_losses * weights).sum()
     total = classes + self.options.generation * generation
-    return (total, count), {
-      'generation': (generation, count), 'classes': (classes, count)
-    }  # fmt: skip
+    count = weights.sum()
+    metrics = {'generation': (generation, count), 'classes': (classes, count)}
+    return (total, count), metrics
 
-  def outputs(self, params, extra, batch):
+  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns the logits of the classes, float32 [B, classes]."""
-    return self._read(params, batch)[1][1]
+    _, (_, class_logits) = self._read(params, batch)
+    return class_logits
 
   exported = classify.Task.exported
 
-  def measure(self, params, extra, batch):
+  def measure(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     return {
       **classify.Task.measure(self, params, extra, batch),
       **pixels.Task.measure(self, params, extra, batch),
     }
 
-  def drawn_outputs(self, params, extra, batch):
-    found = super().drawn_outputs(params, extra, batch)
-    return {**found, 'logits': self.outputs(params, extra, batch)}
+  def drawn_outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+    outputs = super().drawn_outputs(params, extra, batch)
+    return {**outputs, 'logits': self.outputs(params, extra, batch)}
 
-  def draw_evaluation(self, batch, outputs):
+  def draw_evaluation(
+    self, batch: dict[str, jax.Array], outputs: Any
+  ) -> dict[str, np.ndarray]:
     return {
       **self._draw('test_images', batch, outputs['logits']),
       **super().draw_evaluation(batch, outputs),
     }
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return Predictor(self, params, extra, step)
 
-  def describe(self):
+  def describe(self) -> str:
     return f'{classify.Task.describe(self)}, {super().describe()}'
 
 
@@ -75,14 +87,14 @@ class Predictor(sampling.Predictor, classify.Predictor):
   describe = classify.Predictor.report
   _columns = classify.Predictor._columns
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows classes, and completions if the model can draw."""
-    show, inputs, outputs = classify.Predictor.page(self)
+    show_classes, class_inputs, class_outputs = classify.Predictor.page(self)
     if not self.task.model.causal:
-      return show, inputs, outputs
-    complete, *more = sampling.Predictor.page(self)
+      return show_classes, class_inputs, class_outputs
+    complete, inputs, outputs = sampling.Predictor.page(self)
 
-    def both(photo, *values):
-      return {**show(photo), **complete(photo, *values)}
+    def show(photo: Any, *values: Any) -> dict:
+      return {**show_classes(photo), **complete(photo, *values)}
 
-    return both, [*inputs, *more[0]], [*outputs, *more[1]]
+    return show, [*class_inputs, *inputs], [*class_outputs, *outputs]

@@ -8,7 +8,7 @@ A palette is float32 [K, C] in [-1, 1]: K colours with C channels each. As a fil
 is a .npy of that array, as released by OpenAI.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import contextlib
 import io
 import os
@@ -32,11 +32,14 @@ _REMEDY = (
 _BATCH, _PASSES = 16_384, 4  # Pixels per step of k-means; passes over all pixels.
 
 
-def quantise(images, palette) -> jax.Array:
+def quantise(images: jax.Array, palette: np.ndarray) -> jax.Array:
   """Returns the number of the nearest colour of each pixel, int32 [...].
 
-  Takes images [..., C] in [-1, 1], and 4 K bytes of memory per pixel, as many as the
-  logits of its colour.
+  Takes 4 K bytes of memory per pixel, as many as the logits of its colour.
+
+  Args:
+    images: float [..., C] in [-1, 1].
+    palette: K colours, float [K, C].
   """
   palette = jnp.asarray(palette, jnp.float32)
   # |x - c|^2 without |x|^2, which does not depend on the colour c.
@@ -76,16 +79,20 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   return palette[np.argsort(palette.sum(axis=-1), kind='stable')]
 
 
-def sample(batches: Iterable[np.ndarray], each: int, seed: int) -> np.ndarray:
-  """Takes `each` random pixels of images [b, H, W, C]; float32 [n, C]."""
-  rng, found = np.random.default_rng(seed), []
+def sample(
+  batches: Iterable[np.ndarray], pixels_per_image: int, seed: int
+) -> np.ndarray:
+  """Takes random pixels of each image of batches [b, H, W, C]; float32 [n, C]."""
+  rng = np.random.default_rng(seed)
+  samples = []
   for images in batches:
     pixels = images.reshape(len(images), -1, images.shape[-1])
-    if pixels.shape[1] > each:
-      order = rng.random(pixels.shape[:2]).argpartition(each, axis=1)
-      pixels = np.take_along_axis(pixels, order[:, :each, None], axis=1)
-    found.append(pixels.reshape(-1, pixels.shape[-1]))
-  return np.concatenate(found).astype(np.float32)
+    if pixels.shape[1] > pixels_per_image:
+      numbers = rng.random(pixels.shape[:2])
+      chosen = numbers.argpartition(pixels_per_image, axis=1)[:, :pixels_per_image]
+      pixels = np.take_along_axis(pixels, chosen[..., None], axis=1)
+    samples.append(pixels.reshape(-1, pixels.shape[-1]))
+  return np.concatenate(samples).astype(np.float32)
 
 
 def load(path: str) -> np.ndarray:
@@ -94,38 +101,39 @@ def load(path: str) -> np.ndarray:
   The path, local, at gs:// or hf:// or a URL, is a .npy, or weights whose folder has
   the palette: the workdir of a run, or a model of Hugging Face.
   """
-  found = processes.from_first('reading the palette', lambda: _read(path).tolist())
-  return np.asarray(found, np.float32)
+  colors = processes.from_first('reading the palette', lambda: _read(path).tolist())
+  return np.asarray(colors, np.float32)
 
 
-def _read(path) -> np.ndarray:
+def _read(path: str) -> np.ndarray:
   file = _find(path)
   try:
     if file.suffix == '.npy':
-      found = np.load(io.BytesIO(files.read(file)), allow_pickle=False)
+      content = np.load(io.BytesIO(files.read(file)), allow_pickle=False)
     else:
-      found = files.read_json(file)
-      found = found['clusters'] if isinstance(found, dict) else found
-    found = np.asarray(found, np.float32)
+      content = files.read_json(file)
+      if isinstance(content, dict):
+        content = content['clusters']
+    palette = np.asarray(content, np.float32)
   except (ValueError, TypeError, KeyError, EOFError, MemoryError) as e:
     raise ValueError(f"'{file}' does not hold a palette: {e}; {_REMEDY}") from e
-  fits = found.ndim == 2 and found.shape[1] in (1, 3) and len(found)
+  has_colors = palette.ndim == 2 and palette.shape[1] in (1, 3) and len(palette)
   # The means of colours from -1 to 1 may be rounded to slightly larger ones.
-  if not fits or not (np.abs(found) < 1 + 1e-3).all():
+  if not has_colors or not (np.abs(palette) < 1 + 1e-3).all():
     raise ValueError(
-      f"'{file}' holds an array of shape {found.shape} which is not a palette: "
+      f"'{file}' holds an array of shape {palette.shape} which is not a palette: "
       f'{_REMEDY}'
     )
-  return found
+  return palette
 
 
-def _find(path) -> epath.Path:
+def _find(path: str) -> epath.Path:
   """Returns the file of a palette, from its path or the path of weights."""
   if hub.is_at(path):
     path = str(hub.fetch(path))
   is_url = path.startswith(('http://', 'https://'))
 
-  def get(path):
+  def get(path: str) -> epath.Path:
     if is_url:
       return fetch.fetch(path)
     if not epath.Path(path).exists():
@@ -144,19 +152,24 @@ def _find(path) -> epath.Path:
   )
 
 
-def check(palette, num_colors: int, channels: int, where: str = ''):
+def check(
+  palette: Sequence[Sequence[float]] | np.ndarray,
+  num_colors: int,
+  channels: int,
+  origin: str = '',
+) -> None:
   """Raises ValueError unless a palette [K, C] fits a model and its images.
 
-  `where` describes the origin of the palette.
+  `origin` follows 'the palette' in messages, such as " of 'FILE'".
   """
   if len(palette) != num_colors:
     raise ValueError(
-      f'the palette{where} has {len(palette)} colours, but the model has '
+      f'the palette{origin} has {len(palette)} colours, but the model has '
       f'num_colors={num_colors}: use the palette that its weights were trained '
       f'with, or set --config.model.num_colors={len(palette)}'
     )
   if len(palette[0]) != channels:
     raise ValueError(
-      f'the palette{where} has {len(palette[0])} channels, but the images have '
+      f'the palette{origin} has {len(palette[0])} channels, but the images have '
       f'pp.channels={channels}: set --config.pp.channels={len(palette[0])}'
     )

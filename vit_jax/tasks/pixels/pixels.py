@@ -13,27 +13,31 @@ the mean over images, in nats; `bits_per_dim` is the same in bits.
 Shapes: B images, N pixels, K colours, C channels.
 """
 
+from collections.abc import Callable
 import copy
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 import numpy as np
 import optax
 
 from vit_jax import console, input_pipeline, models, models_igpt, preprocess
 from vit_jax.configs import task_options
-from vit_jax.data import feeding, order
+from vit_jax.data import feeding, order, records
+from vit_jax.data.lazy import tf
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
+from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 from vit_jax.tasks.pixels import palette as palette_lib, sampling
 
 # The palette is fitted to the first images of the run, and random pixels of each.
 _IMAGES, _PIXELS = 10_000, 256
-_SEED = 17_042_019  # Of the masks and samples of evaluations.
+_SEED = 17_042_019  # For the masks and samples of evaluations.
 
 
 class Task(base.Task):
@@ -45,7 +49,9 @@ class Task(base.Task):
   LEARNED = ('palette',)
   NEW_PARAMS = ()
 
-  def __init__(self, config, metadata):
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
     _check_model(config)
     self.palette = np.asarray(metadata['palette'], np.float32)  # [K, C]
     self.model = models.make_model(
@@ -57,182 +63,227 @@ class Task(base.Task):
   # --- Data ---
 
   @classmethod
-  def learn(cls, config, source):
+  def learn(
+    cls, config: ml_collections.ConfigDict, source: records.Source
+  ) -> dict[str, Any]:
     """Returns the palette of a file, the weights or the images."""
     _check_model(config)
-    path, where = config.task_options.palette or config.pretrained, ''
+    path = config.task_options.palette or config.pretrained
     if isinstance(path, str):
-      found, where = palette_lib.load(path), f" of '{path}'"
+      palette, origin = palette_lib.load(path), f" of '{path}'"
     else:
-      found = processes.from_first(
+      colors = processes.from_first(
         'finding a palette', lambda: _find_palette(config, source).tolist()
       )
-    num_colors = config.model.get('num_colors', len(found))
-    palette_lib.check(found, num_colors, config.pp.channels, where)
-    return {'palette': np.asarray(found, np.float32).tolist()}
+      palette, origin = np.asarray(colors, np.float32), ''
+    num_colors = config.model.get('num_colors', len(palette))
+    palette_lib.check(palette, num_colors, config.pp.channels, origin)
+    return {'palette': palette.tolist()}
 
   @classmethod
-  def planned_metadata(cls, config, num_classes):
+  def planned_metadata(
+    cls, config: ml_collections.ConfigDict, num_classes: int | None
+  ) -> dict[str, Any]:
     greys = np.linspace(-1, 1, config.model.num_colors)[:, None]
     palette = np.repeat(greys, config.pp.channels, axis=1).tolist()
     return {**super().planned_metadata(config, num_classes), 'palette': palette}
 
-  def colors(self, images):
+  def colors(self, images: jax.Array) -> jax.Array:
     """Returns the numbers of the colours of images [B, H, W, C], int32 [B, N]."""
-    found = palette_lib.quantise(images, self.palette)
-    return found.reshape(images.shape[0], -1)
+    numbers = palette_lib.quantise(images, self.palette)
+    return numbers.reshape(images.shape[0], -1)
 
-  def images(self, colors) -> np.ndarray:
+  def images(self, colors: np.ndarray) -> np.ndarray:
     """Returns images, float32 [B, H, W, C]; the inverse of `colors`."""
     pixels = self.palette[np.asarray(colors)]
     return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
 
-  def _inputs(self, batch, keys):
+  def _inputs(
+    self, batch: dict[str, jax.Array], keys: Callable[[int], jax.Array]
+  ) -> dict[str, jax.Array]:
     """Returns the arguments of the model; `keys` maps B to B random keys."""
     colors = self.colors(batch['image'])
     if self.model.causal:
       return {'colors': colors}
 
-    def draw(key):
+    def draw(key: jax.Array) -> jax.Array:
       return jax.random.bernoulli(key, self.options.masked, colors.shape[1:])
 
     return {'colors': colors, 'masked': jax.vmap(draw)(keys(len(colors)))}
 
   # --- Training ---
 
-  def init(self, rng):
+  def init(self, rng: jax.Array) -> tuple[Any, Any]:
     colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
     return self.model.init(rng, colors, train=False)['params'], {}
 
-  def augment(self, batch, rng):
+  def augment(
+    self, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> dict[str, jax.Array]:
     """Replaces images by `colors`, and for 'bert' adds `masked`, bool [B, N]."""
     batch = dict(super().augment(batch, rng))
     inputs = self._inputs(batch, lambda count: jax.random.split(rng, count))
     del batch['image']
     return {**batch, **inputs}
 
-  def _scores(self, logits, inputs):
+  def _scores(
+    self, logits: jax.Array, inputs: dict[str, jax.Array]
+  ) -> tuple[jax.Array, jax.Array]:
     """Returns nats of pixels, and 1 for pixels that count, float32 [B, N]."""
     nats = optax.softmax_cross_entropy_with_integer_labels(logits, inputs['colors'])
-    counted = inputs.get('masked', jnp.ones(nats.shape))
-    return nats, counted.astype(jnp.float32)
+    weights = inputs.get('masked', jnp.ones(nats.shape))
+    return nats, weights.astype(jnp.float32)
 
-  def _means(self, values, counted):
-    """Returns means over the pixels of images that count, and 1 if there are any.
+  def _means(
+    self, values: jax.Array, weights: jax.Array
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns the means of values over the pixels of images.
 
-    Takes values, and 1 for pixels that count, [B, N]. All images have the same
-    weight, as in the released code (src/model.py of github.com/openai/image-gpt),
-    regardless of how many pixels are masked.
+    All images have the same weight, as in the released code (src/model.py of
+    github.com/openai/image-gpt), regardless of how many pixels are masked.
+
+    Args:
+      values: of pixels, [B, N].
+      weights: 1 for pixels that count, else 0, [B, N].
+
+    Returns:
+      Means [B], and weights [B]: 1 for images of which pixels count, else 0.
     """
-    count = counted.sum(axis=1)
-    means = (values * counted).sum(axis=1) / jnp.maximum(count, 1.0)
+    count = weights.sum(axis=1)
+    means = (values * weights).sum(axis=1) / jnp.maximum(count, 1.0)
     return means, jnp.minimum(count, 1.0)
 
-  def loss(self, params, extra, batch, rng):
+  def loss(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the mean nats of images, summed, and the number of images."""
     logits = self.model.apply({'params': params}, **batch, train=True)
-    nats, rows = self._means(*self._scores(logits, batch))
-    total, count = nats.sum(), rows.sum()
+    nats, weights = self._means(*self._scores(logits, batch))
+    total, count = nats.sum(), weights.sum()
     return (total, count), {'bits_per_dim': (total / math.log(2), count)}
 
   # --- Evaluation ---
 
-  def _read(self, params, batch):
+  def _read(
+    self, params: Any, batch: dict[str, jax.Array]
+  ) -> tuple[dict[str, jax.Array], Any]:
     """Returns the model's arguments for test images, and its outputs.
 
     The index of an image determines which of its pixels are masked.
     """
 
-    def keys(count):
+    def keys(count: int) -> jax.Array:
       index = batch.get('index', jnp.zeros(count, jnp.int32))
       return jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(_SEED), index)
 
     inputs = self._inputs(batch, keys)
     return inputs, self.model.apply({'params': params}, **inputs, train=False)
 
-  def read(self, params, extra, batch) -> dict:
+  def read(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Computes how well the model predicts the pixels of images.
 
-    Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `counted`,
+    Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `weights`,
     float32, 1 for predicted pixels; `likely`, int32, the most likely colour. These
     are the task's `outputs`; finetune.Task has others.
     """
     inputs, logits = self._read(params, batch)
     if isinstance(logits, tuple):  # With the logits of classes.
       logits = logits[0]
-    nats, counted = self._scores(logits, inputs)
+    nats, weights = self._scores(logits, inputs)
     return {
       'colors': inputs['colors'],
       'bits': nats / math.log(2),
-      'counted': counted,
+      'counted': weights,
       'likely': logits.argmax(axis=-1).astype(jnp.int32),
     }
 
   outputs = read
 
-  def exported(self, params, extra, batch):
+  def exported(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Raises ValueError: to sample pixels, a model runs repeatedly."""
     raise ValueError(
       f"task='{self.config.task}' samples pixel by pixel, which is not a single "
       'program to export: export its features (--features)'
     )
 
-  def measure(self, params, extra, batch):
+  def measure(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, base.WeightedSum]:
     """Returns the mean bits of images, summed, and the number of images."""
-    found = self.read(params, extra, batch)
-    counted = found['counted'] * batch['mask'][:, None]
-    bits, rows = self._means(found['bits'], counted)
-    return {'bits_per_dim': (bits.sum(), rows.sum())}
+    results = self.read(params, extra, batch)
+    weights = results['counted'] * batch['mask'][:, None]
+    bits, image_weights = self._means(results['bits'], weights)
+    return {'bits_per_dim': (bits.sum(), image_weights.sum())}
 
-  def intermediates(self, params, extra, batch, capture=False):
+  def intermediates(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
+  ) -> dict[str, Any]:
     """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""
     colors = self.colors(batch['image'])
     return self._intermediates(params, {'image': colors}, capture)
 
   # --- Pictures ---
 
-  def draw_training(self, batch):
+  def draw_training(self, batch: dict[str, jax.Array]) -> dict[str, np.ndarray]:
     return super().draw_training({**batch, 'image': self.images(batch['colors'])})
 
-  def drawn_outputs(self, params, extra, batch):
+  def drawn_outputs(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     """Computes `read`, and for 'ar' samples and completions of upper halves."""
-    found = self.read(params, extra, batch)
+    results = self.read(params, extra, batch)
     if not self.model.causal:
-      return found
+      return results
     height, width = self.image_size
-    upper = found['colors'][:, : height // 2 * width]
-    draw = lambda prefix: models_igpt.sample(
-      self.model, params, prefix, jax.random.key(_SEED)
-    )
-    return {**found, 'samples': draw(upper[:, :0]), 'completions': draw(upper)}
+    upper = results['colors'][:, : height // 2 * width]
+    key = jax.random.key(_SEED)
+    return {
+      **results,
+      'samples': models_igpt.sample(self.model, params, upper[:, :0], key),
+      'completions': models_igpt.sample(self.model, params, upper, key),
+    }
 
-  def draw_evaluation(self, batch, outputs):
+  def draw_evaluation(
+    self, batch: dict[str, jax.Array], outputs: Any
+  ) -> dict[str, np.ndarray]:
     """Draws samples and completions; for 'bert' masked pixels and guesses."""
-    truth = self.images(outputs['colors'])
+    images = self.images(outputs['colors'])
     if self.model.causal:
-      samples, completed = (self.images(outputs[k]) for k in ('samples', 'completions'))
-      cut = sampling.cut(truth, self.image_size[0] // 2)
-      columns = {'image': truth, 'cut': cut, 'completed': completed}
+      samples = self.images(outputs['samples'])
+      columns = {
+        'image': images,
+        'cut': sampling.cut(images, self.image_size[0] // 2),
+        'completed': self.images(outputs['completions']),
+      }
       return {
         'samples': sampling.draw(grids.to_pixels(samples)),
         'completions': grids.side_by_side(columns),
       }
     is_masked = outputs['counted'] > 0  # [B, N]
     guessed = np.where(is_masked, outputs['likely'], outputs['colors'])
-    masked = np.where(is_masked.reshape(*truth.shape[:-1], 1), 0.0, truth)
-    columns = {'image': truth, 'masked': masked, 'predicted': self.images(guessed)}
+    columns = {
+      'image': images,
+      'masked': np.where(is_masked.reshape(*images.shape[:-1], 1), 0.0, images),
+      'predicted': self.images(guessed),
+    }
     return {'masked_pixels': grids.side_by_side(columns)}
 
-  def describe(self):
-    what = f'{self.options.masked:.0%} of the pixels from the others'
-    what = 'each pixel from those before it' if self.model.causal else what
-    return f'to predict {what}: one of {len(self.palette)} colours'
+  def describe(self) -> str:
+    if self.model.causal:
+      target = 'each pixel from those before it'
+    else:
+      target = f'{self.options.masked:.0%} of the pixels from the others'
+    return f'to predict {target}: one of {len(self.palette)} colours'
 
-  def predictor(self, params, extra, step):
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return sampling.Predictor(self, params, extra, step)
 
 
-def _check_model(config):
+def _check_model(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError unless the model is an iGPT for images of this size."""
   if models.kind_of(config.model) != 'igpt':
     raise ValueError(
@@ -251,7 +302,9 @@ def _check_model(config):
     )
 
 
-def _find_palette(config, source) -> np.ndarray:
+def _find_palette(
+  config: ml_collections.ConfigDict, source: records.Source
+) -> np.ndarray:
   """Finds a palette in random pixels of the first images of a run."""
   count = min(_IMAGES, source.num_examples)
   config = copy.deepcopy(config)
@@ -259,11 +312,13 @@ def _find_palette(config, source) -> np.ndarray:
   rows = np.arange(config.batch)
   steps = -(-count // config.batch)
 
-  def example(record, seed):
+  def example(
+    record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+  ) -> dict[str, 'tf.Tensor']:
     del seed  # No augmentation: the palette is for whole images.
     return {'image': preprocess.prepare(record['image'], None, config.pp)}
 
-  def indices(step):
+  def indices(step: int) -> np.ndarray:
     return order.training_indices(source, step * config.batch + rows, config.seed)
 
   data = input_pipeline.train_dataset(config, source, example, rows)

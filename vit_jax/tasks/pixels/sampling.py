@@ -1,6 +1,6 @@
 """Samples and completes images with a trained iGPT, and measures its bits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 import functools
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from vit_jax.figures import grids
 from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
-_COMPLETIONS = 3  # Of an image in the web demo.
+_COMPLETIONS = 3  # Completions of an image in the web demo.
 _Seed = Annotated[int, schema.Range(ge=0, le=2**32 - 1)]  # JAX drops further bits.
 
 
@@ -27,10 +27,10 @@ class Predictor(predictor_lib.Predictor):
   FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
 
   @functools.cached_property
-  def _bits(self):
-    def bits(params, extra, batch):
-      found = self.task.read(params, extra, batch)
-      return found['bits'].mean(axis=1, where=found['counted'] > 0)
+  def _bits(self) -> Callable[..., jax.Array]:
+    def bits(params: Any, extra: Any, batch: dict[str, jax.Array]) -> jax.Array:
+      results = self.task.read(params, extra, batch)
+      return results['bits'].mean(axis=1, where=results['counted'] > 0)
 
     return jax.jit(bits)
 
@@ -50,10 +50,18 @@ class Predictor(predictor_lib.Predictor):
   ) -> np.ndarray:
     """Samples images.
 
-    `temperature` divides the logits: below 1 for more likely colours; `top_k` is the
-    number of the most likely colours to sample from, None for all. Returns uint8
-    [n, H, W, 3]. ValueError if an argument is out of range, or the model predicts
-    masked pixels (objective 'bert').
+    Args:
+      n: number of images.
+      seed: determines them.
+      temperature: divides the logits: below 1 for more likely colours.
+      top_k: number of the most likely colours to sample from; None for all.
+
+    Returns:
+      uint8 [n, H, W, 3].
+
+    Raises:
+      ValueError: if an argument is out of range, or the model predicts masked pixels
+        (objective 'bert').
     """
     schema.check('sample', n, schema.Count, '--')
     self._check_objective()
@@ -74,8 +82,8 @@ class Predictor(predictor_lib.Predictor):
       images: see `outputs`. If `rows` is None, an image with a smaller aspect
         ratio (height / width) than the model's images is the upper part of one.
         All others are resized to the model's size as in evaluation.
-      rows: number of rows of the model's H that are kept; by default all rows of
-        an upper part, and half of the rows of any other image.
+      rows: number of rows to keep of the model's H; by default all rows of an upper
+        part, and half of the rows of any other image.
       seed, temperature, top_k: see `sample`, also for errors.
 
     Returns:
@@ -84,11 +92,18 @@ class Predictor(predictor_lib.Predictor):
     _, completed, _ = self._complete(images, rows, seed, temperature, top_k)
     return grids.to_pixels(completed)
 
-  def _complete(self, images, rows, seed=0, temperature=1.0, top_k=None):
+  def _complete(
+    self,
+    images: Sequence[Any],
+    rows: int | None,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns the images and completions [n, H, W, C], and the rows kept [n]."""
     self._check_objective()
     schema.check('rows', rows, schema.Count | None, '--')
-    height = self.task.image_size[0]
+    height, width = self.task.image_size
     if rows is not None and rows >= height:
       raise ValueError(
         f'rows={rows} leaves nothing to complete, since images of the model have '
@@ -97,17 +112,21 @@ class Predictor(predictor_lib.Predictor):
     if not len(images):
       raise ValueError('images is empty: pass at least one image')
     read = functools.partial(self._upper_part, rows=rows)
-    most = self.config.max_image_pixels
-    prepared = zip(*(preprocess.from_user(image, read, most) for image in images))
-    given, kept = map(np.stack, prepared)
-    colors = np.array(self.task.colors(given))
-    for count in sorted(set(kept)):
-      chosen = np.flatnonzero(kept == count)
-      prefix = colors[chosen, : count * self.task.image_size[1]]
-      colors[chosen] = self._draw(prefix, seed, temperature, top_k)
-    return given, self.task.images(colors), kept
+    max_pixels = self.config.max_image_pixels
+    upper_parts, counts = [], []
+    for image in images:
+      upper, count = preprocess.from_user(image, read, max_pixels)
+      upper_parts.append(upper)
+      counts.append(count)
+    originals, kept_rows = np.stack(upper_parts), np.stack(counts)
+    colors = np.array(self.task.colors(originals))
+    for count in np.unique(kept_rows):
+      indices = np.flatnonzero(kept_rows == count)
+      prefix = colors[indices, : count * width]
+      colors[indices] = self._draw(prefix, seed, temperature, top_k)
+    return originals, self.task.images(colors), kept_rows
 
-  def _check_objective(self):
+  def _check_objective(self) -> None:
     """Raises ValueError if the model does not predict pixel by pixel."""
     if not self.task.model.causal:
       raise ValueError(
@@ -116,7 +135,7 @@ class Predictor(predictor_lib.Predictor):
         "'ar' (configs/igpt.py:SIZE,DATA,SIDE,ar)"
       )
 
-  def _upper_part(self, encoded, rows):
+  def _upper_part(self, encoded: bytes, rows: int | None) -> tuple[np.ndarray, int]:
     """Returns an image, float32 [H, W, C], and how many rows of it to keep."""
     height, width = self.task.image_size
     pixels = images_lib.decode(encoded, self.config.pp.channels)
@@ -124,56 +143,91 @@ class Predictor(predictor_lib.Predictor):
     if rows is not None or count >= height:
       image = self.task.inputs({'image': encoded})['image']
       return image.numpy(), rows or height // 2
-    part = tf.image.resize(images_lib.to_float(pixels), (count, width)).numpy()
-    return np.pad(part, ((0, height - count), (0, 0), (0, 0))), count
+    upper = tf.image.resize(images_lib.to_float(pixels), (count, width)).numpy()
+    return np.pad(upper, ((0, height - count), (0, 0), (0, 0))), count
 
-  def _draw(self, prefix, seed, temperature, top_k) -> np.ndarray:
+  def _draw(
+    self, prefix: np.ndarray, seed: int, temperature: float, top_k: int | None
+  ) -> np.ndarray:
     """Samples the pixels after `prefix`, int32 [n, M]; returns int32 [n, N]."""
     schema.check('seed', seed, _Seed, '--')
     keys = jax.random.split(jax.random.key(seed), len(prefix))
 
-    def drawn(rows):
-      return models_igpt.sample(self.task.model, self.params, *rows, temperature, top_k)
+    def sample(rows: tuple[jax.Array, jax.Array]) -> jax.Array:
+      prefix, keys = rows
+      return models_igpt.sample(
+        self.task.model, self.params, prefix, keys, temperature, top_k
+      )
 
     size = min(self.BATCH, len(prefix))
-    return engine.by_parts(drawn, (jnp.asarray(prefix), keys), size)
+    return engine.by_parts(sample, (jnp.asarray(prefix), keys), size)
 
-  def predict(self, images: Sequence[Any], **others) -> list:
-    self._refuse(others)
+  def predict(self, images: Sequence[Any], **options: Any) -> list[float]:
+    self._refuse(options)
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def _columns(self, top=5, threshold=None, image_size=None):
+  def _columns(
+    self,
+    top: int = 5,
+    threshold: float | None = None,
+    image_size: int | tuple[int, int] | None = None,
+  ) -> tables.Columns:
     name = 'bits_per_dimension'
     return tables.Columns({name: float}, lambda _, bits: {name: bits}, self._bits)
 
-  def describe(self, images, args) -> list[str]:
-    """Returns lines of the bits of images; see `report`."""
+  def describe(self, images: Sequence[str], **options: Any) -> Iterable[str]:
+    """Returns what `report` prints for each image: its bits."""
     return [
       f'{image}\n  {bits:.4f} bits per dimension'
       for image, bits in zip(images, self.log_likelihood(images))
     ]
 
-  def report(self, images, args):
-    """Writes samples or completions to `args.out`; returns lines."""
-    names = ('seed', 'temperature', 'top_k')
-    how = {k: getattr(args, k) for k in names if getattr(args, k) is not None}
-    if args.sample is not None:
-      picture = draw(self.sample(args.sample, **how))
-      lines = [f'Wrote {console.counted(args.sample, "sample")} to {args.out}']
-    elif args.complete:
-      given, completed, kept = self._complete(args.complete, args.rows, **how)
-      picture = grids.side_by_side({'given': cut(given, kept), 'completed': completed})
-      lines = [
-        f'{path}: {count} of {self.task.image_size[0]} rows kept'
-        for path, count in zip(args.complete, kept)
-      ]
-      lines.append(f'Wrote the completions to {args.out}')
+  def report(
+    self,
+    images: Sequence[str],
+    out: epath.PathLike | None = None,
+    sample: int | None = None,
+    complete: Sequence[str] | None = None,
+    rows: int | None = None,
+    **options: Any,
+  ) -> Iterable[str]:
+    """Writes samples, or completions of images; else describes images.
+
+    Args:
+      images: paths of images to describe.
+      out: picture to write, for `sample` and `complete`.
+      sample: number of images to sample.
+      complete: paths of images to complete.
+      rows: see `complete`.
+      **options: `seed`, `temperature` and `top_k`, see `sample`; None for the default.
+
+    Returns:
+      Lines about what was written.
+    """
+    paths = complete or ()
+    if sample is None and not paths:
+      return self.describe(images, **options)
+    sampling = {}
+    for name in ('seed', 'temperature', 'top_k'):
+      if options.get(name) is not None:
+        sampling[name] = options[name]
+    if sample is not None:
+      picture = draw(self.sample(sample, **sampling))
+      lines = [f'Wrote {console.counted(sample, "sample")} to {out}']
     else:
-      return self.describe(images, args)
-    epath.Path(args.out).write_bytes(images_lib.encode_png(picture))
+      originals, completed, kept_rows = self._complete(paths, rows, **sampling)
+      columns = {'given': cut(originals, kept_rows), 'completed': completed}
+      picture = grids.side_by_side(columns)
+      height = self.task.image_size[0]
+      lines = [
+        f'{path}: {count} of {height} rows kept'
+        for path, count in zip(paths, kept_rows)
+      ]
+      lines.append(f'Wrote the completions to {out}')
+    epath.Path(out).write_bytes(images_lib.encode_png(picture))
     return lines
 
-  def page(self):
+  def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows an image without its lower part, and completions of it."""
     import gradio as gr
 
@@ -182,19 +236,19 @@ class Predictor(predictor_lib.Predictor):
     self._check_objective()
     seed = gr.Number(0, label='Seed', precision=0, minimum=0)
     picture = demo.picture('Completions')
-    last = gr.State()
+    last_photo = gr.State()
 
-    def show(photo, number):
+    def show(photo: demo.Photo, number: float | None) -> dict:
       images = [photo.pixels] * _COMPLETIONS
-      given, completed, kept = self._complete(images, None, int(number or 0))
-      shown = np.concatenate([cut(given, kept)[:1], completed])
-      return {picture: draw(grids.to_pixels(shown)), last: photo}
+      originals, completed, kept_rows = self._complete(images, None, int(number or 0))
+      pictures = np.concatenate([cut(originals, kept_rows)[:1], completed])
+      return {picture: draw(grids.to_pixels(pictures)), last_photo: photo}
 
-    def again(photo, number):
+    def show_again(photo: demo.Photo | None, number: float | None) -> dict:
       return show(photo, number) if photo else {picture: None}
 
-    seed.change(again, [last, seed], [picture, last])
-    return show, [seed], [picture, last]
+    seed.change(show_again, [last_photo, seed], [picture, last_photo])
+    return show, [seed], [picture, last_photo]
 
 
 def draw(images: np.ndarray) -> np.ndarray:
@@ -202,7 +256,7 @@ def draw(images: np.ndarray) -> np.ndarray:
   return grids.grid(images, columns=min(_ACROSS, len(images)), most=grids.MOST)
 
 
-def cut(images: np.ndarray, rows) -> np.ndarray:
+def cut(images: np.ndarray, rows: Any) -> np.ndarray:
   """Returns images that are grey below the `rows` kept, int or [n]."""
   below = np.arange(images.shape[1]) >= np.reshape(rows, (-1, 1))  # [n, H]
   return np.where(below[..., None, None], 0.0, images)
