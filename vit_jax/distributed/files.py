@@ -1,7 +1,7 @@
 """Reads files of unknown origin, and writes files that other processes may read."""
 
 import collections
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import errno
 import hashlib
@@ -29,12 +29,12 @@ class FileError(ValueError):
   """The content of a file cannot be used; the message names the file."""
 
 
-def is_remote(path) -> bool:
+def is_remote(path: epath.PathLike) -> bool:
   """Returns whether a path is not on this machine, such as gs://..."""
   return '://' in os.fspath(path)
 
 
-def open_input(path, buffering: int = -1) -> BinaryIO:
+def open_input(path: epath.PathLike, buffering: int = -1) -> BinaryIO:
   """Opens a file for reading bytes, and never waits for a writer.
 
   FileError for a local named pipe, device or socket; links to regular files are
@@ -45,7 +45,7 @@ def open_input(path, buffering: int = -1) -> BinaryIO:
   return open(path, 'rb', buffering, opener=_regular)
 
 
-def _regular(path, flags) -> int:
+def _regular(path: epath.PathLike, flags: int) -> int:
   """Returns a descriptor of a regular file or a folder, which open() rejects."""
   try:
     # Opening a named pipe without O_NONBLOCK waits for a writer.
@@ -61,18 +61,18 @@ def _regular(path, flags) -> int:
   raise _not_regular(path, next(kind for test, kind in _KINDS if test(mode)))
 
 
-def _not_regular(path, kind) -> FileError:
+def _not_regular(path: epath.PathLike, kind: str) -> FileError:
   name = os.fsencode(path).decode(errors='backslashreplace')
   return FileError(f"'{name}' is a {kind}, not a regular file")
 
 
-def check_input(path):
+def check_input(path: epath.PathLike) -> None:
   """Raises what `open_input` does, for a library that opens a local path itself."""
   if not is_remote(path):
     open_input(path).close()
 
 
-def read(path, limit: int | None = None) -> bytes:
+def read(path: epath.PathLike, limit: int | None = None) -> bytes:
   """Returns the content of a file; FileError if it has more than `limit` bytes.
 
   A local file must be a regular one, see `open_input`.
@@ -89,14 +89,14 @@ def read(path, limit: int | None = None) -> bytes:
 
 
 def read_json(
-  path, limit: int = JSON_LIMIT, object_hook: Callable | None = None
+  path: epath.PathLike, limit: int = JSON_LIMIT, object_hook: Callable | None = None
 ) -> Any:
   """Returns the value in a JSON file; ValueError if it is damaged. See also `read`.
 
   ValueError also if an object repeats a key, since Python would use the last value.
   """
 
-  def unique(pairs):
+  def unique(pairs: Sequence[tuple[str, Any]]) -> Any:
     value = check_unique(pairs)
     return object_hook(value) if object_hook else value
 
@@ -116,12 +116,12 @@ def check_unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
   return value
 
 
-def expanded(path) -> str:
+def expanded(path: epath.PathLike) -> str:
   """Returns a path whose leading '~' or '~user' is replaced by that home folder."""
   return os.path.expanduser(os.fspath(path))
 
 
-def check_no_pattern(path, name: str):
+def check_no_pattern(path: epath.PathLike, name: str) -> None:
   """Raises ValueError for a local path that Orbax and TensorFlow read as a pattern.
 
   They would not find what they have written there, or would find files elsewhere.
@@ -134,7 +134,7 @@ def check_no_pattern(path, name: str):
     )
 
 
-def temporary_name(path) -> epath.Path:
+def temporary_name(path: epath.PathLike) -> epath.Path:
   """Returns a new hidden path next to a path; each writer has its own."""
   path = epath.Path(path)
   # File systems allow 255 bytes, and a character takes up to 4 in UTF-8.
@@ -142,7 +142,7 @@ def temporary_name(path) -> epath.Path:
 
 
 @contextlib.contextmanager
-def replacing(path):
+def replacing(path: epath.PathLike) -> Iterator[BinaryIO]:
   """Opens a file for bytes, which replaces `path` when it is complete.
 
   No reader ever sees the file incomplete, not even after a power failure. After
@@ -168,13 +168,13 @@ def replacing(path):
     raise
 
 
-def write(path, content: str | bytes):
+def write(path: epath.PathLike, content: str | bytes) -> None:
   """Writes a file, see `replacing`."""
   with replacing(path) as file:
     file.write(content.encode() if isinstance(content, str) else content)
 
 
-def _sync_folder(path):
+def _sync_folder(path: epath.PathLike) -> None:
   """Makes the renames in a folder last, on file systems that can."""
   with contextlib.suppress(OSError):
     folder = os.open(path, os.O_RDONLY)
@@ -185,7 +185,7 @@ def _sync_folder(path):
 
 
 @contextlib.contextmanager
-def new_folder(path):
+def new_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   """Makes a folder, which appears at `path` when it is complete.
 
   Yields the path to write to. After an error nothing is left behind.
@@ -213,7 +213,7 @@ def new_folder(path):
 
 
 @contextlib.contextmanager
-def naming_output(path, flag: str):
+def naming_output(path: epath.PathLike, flag: str) -> Iterator[None]:
   """Makes an OSError in a `with` block one sentence about the path of --FLAG."""
   try:
     yield
@@ -226,7 +226,7 @@ def naming_output(path, flag: str):
     ) from e
 
 
-def check_new_folder(path, flag: str):
+def check_new_folder(path: epath.PathLike, flag: str) -> None:
   """Raises OSError, see `naming_output`, unless a folder can be made at `path`."""
   with naming_output(path, flag):
     trial = temporary_name(path)
@@ -236,7 +236,7 @@ def check_new_folder(path, flag: str):
 
 def digest(contents: Iterable) -> str:
   """Returns a hash of bytes-like objects, as 32 digits."""
-  found = hashlib.blake2b(digest_size=16)
+  state = hashlib.blake2b(digest_size=16)
   for content in contents:
-    found.update(content)
-  return found.hexdigest()
+    state.update(content)
+  return state.hexdigest()

@@ -16,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from typing import Any
 
 import jax
 
@@ -30,7 +31,7 @@ _KEYS = 'vit_jax/end/'
 _HOUR = 3_600_000  # In milliseconds.
 
 
-def client():
+def client() -> Any:
   """Returns the client of the coordination service.
 
   JAX has no public name for it, Orbax has one.
@@ -50,13 +51,13 @@ def name(process: int) -> str:
   return f'process {process} ({watch.hosts.get(process, "host unknown")})'
 
 
-def _set(key, value):
+def _set(key: str, value: Any) -> None:
   """Writes a key, unless another process was first."""
   with contextlib.suppress(Exception):
     client().key_value_set(_KEYS + key, json.dumps(value))
 
 
-def _wait_for(key):
+def _wait_for(key: str) -> Any:
   """Returns the value of a key once it is written, None when this process exits."""
   while True:
     try:
@@ -72,21 +73,24 @@ class Watch:
   def __init__(self):
     self.watches = False  # Whether there are other processes.
     self.failed = False  # Whether this process has reported an error.
-    self.hosts = {}  # Results of `here` by process.
-    self._threads = []
-    self._lock = threading.Lock()  # Of the next two.
-    self._asked, self._at = False, (0, 0)
-    self._last, self._decided = None, threading.Event()
+    self.hosts: dict[int, str] = {}  # Results of `here` by process.
+    self._threads: list[threading.Thread] = []
+    self._lock = threading.Lock()  # Guards `_asked` and `_at`.
+    self._asked = False
+    self._at = (0, 0)
+    self._last: tuple[int, int] | None = None
+    self._decided = threading.Event()
 
-  def start(self):
+  def start(self) -> None:
     """Begins to watch, until the process exits."""
     self.watches = True
     for wait in (self._end_on_failure, self._agree_on_stop):
-      self._threads.append(threading.Thread(target=wait, daemon=True))
-      self._threads[-1].start()
+      thread = threading.Thread(target=wait, daemon=True)
+      self._threads.append(thread)
+      thread.start()
     atexit.register(self._leave)
 
-  def _leave(self):
+  def _leave(self) -> None:
     """Disconnects this process, which ends the threads."""
     if self.failed:  # JAX would wait for the others, which end on their own.
       if jax.process_index() == 0:
@@ -96,7 +100,7 @@ class Watch:
     for thread in self._threads:
       thread.join()
 
-  def report(self, error: BaseException):
+  def report(self, error: BaseException) -> None:
     """Reports the error that ends this process to the others."""
     text = str(error) or type(error).__name__
     # Errors of collectives that have lost a process. Storage gives similar ones.
@@ -111,17 +115,17 @@ class Watch:
     self.failed = True
     _set('failed', [jax.process_index(), text[:1000]])
 
-  def _end_on_failure(self):
+  def _end_on_failure(self) -> None:
     """Ends this process if one has failed; waits for that in a thread."""
-    found = _wait_for('failed')
-    if found is None:
+    failure = _wait_for('failed')
+    if failure is None:
       return
     time.sleep(GRACE)
     if self.failed:
       # Threads that wait for other processes may keep this one from its end.
       time.sleep(5 * GRACE)
       console.exit_at_once(1)
-    process, error = found
+    process, error = failure
     text = (
       f'\nError: {name(process)} has failed: {error}\n'
       f'{name(jax.process_index())} stops. Fix the cause, and start the same command '
@@ -135,7 +139,7 @@ class Watch:
 
   # --- Stopping together ---
 
-  def ask_to_stop(self):
+  def ask_to_stop(self) -> None:
     """Asks all processes to stop after the same step."""
     _set('stop', jax.process_index())
 
@@ -148,12 +152,13 @@ class Watch:
     known. All stop after the step that follows it.
     """
     with self._lock:
-      self._at, asked = at, self._asked
+      self._at = at
+      asked = self._asked
     if asked:
       self._decided.wait()
     return self._last is not None and at > self._last
 
-  def _agree_on_stop(self):
+  def _agree_on_stop(self) -> None:
     """Agrees on the last step when a process asks to stop; waits in a thread."""
     first, me = _wait_for('stop'), jax.process_index()
     if first is None:
@@ -166,12 +171,13 @@ class Watch:
       self._asked = True
       _set(f'at/{me}', self._at)
     if me == 0:
-      everywhere = [_wait_for(f'at/{i}') for i in range(jax.process_count())]
-      if None not in everywhere:
-        _set('last', max(everywhere))
+      positions = [_wait_for(f'at/{i}') for i in range(jax.process_count())]
+      if None not in positions:
+        _set('last', max(positions))
     last = _wait_for('last')
     if last is not None:
-      self._last = tuple(last)
+      loop, step = last
+      self._last = (loop, step)
       self._decided.set()
 
 

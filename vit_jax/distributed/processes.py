@@ -6,7 +6,7 @@ that is missing. All processes must make the same calls in the same order; a dif
 call is an error on all of them. With a single process nothing is sent.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 import contextlib
 import functools
 import hashlib
@@ -28,12 +28,12 @@ from vit_jax.distributed import heartbeats
 DEADLINE = float(os.environ.get('VIT_JAX_DEADLINE', 600))
 _WORK_DEADLINE = 12 * DEADLINE
 _CALLS = 'vit_jax/calls'
-_numbers = itertools.count()  # Of the calls of `gather`.
+_numbers = itertools.count()  # Numbers of the calls of `gather`.
 # Types of errors that are raised again as such on the other processes.
 _TYPES = (ValueError, FileNotFoundError, TimeoutError, OSError)
 
 
-def initialize(*args, **kwargs):
+def initialize(*args: Any, **kwargs: Any) -> None:
   """Connects the processes of a run; see jax.distributed.initialize.
 
   JAX ends this process if the others do not come, or if one of them is lost later.
@@ -64,7 +64,7 @@ def initialize(*args, **kwargs):
 
 
 @contextlib.contextmanager
-def connected(**flags):
+def connected(**flags: Any) -> Iterator[None]:
   """Connects the processes of a run for a `with` block; see `connect`.
 
   An error in the block that not all processes raise ends the other processes too.
@@ -83,17 +83,16 @@ def connect(
   coordinator: str | None = None,
   num_processes: int | None = None,
   process_id: int | None = None,
-):
+) -> None:
   """Connects the processes of a run, if there are several.
 
   `distributed` says whether to look for the other hosts of a TPU pod or a SLURM
   job. Elsewhere, `coordinator` is the HOST:PORT of process 0, next to the number of
   processes and the number of this one.
   """
-  given = (coordinator, num_processes, process_id)
-  if any(value is not None for value in given):
-    _check(*given)
-    initialize(*given)
+  if coordinator is not None or num_processes is not None or process_id is not None:
+    _check(coordinator, num_processes, process_id)
+    initialize(coordinator, num_processes, process_id)
     return
   if not distributed:
     return
@@ -106,9 +105,11 @@ def connect(
       raise
 
 
-def _check(coordinator, num_processes, process_id):
+def _check(
+  coordinator: str | None, num_processes: int | None, process_id: int | None
+) -> None:
   """Checks the flags that name a coordinator; raises ValueError."""
-  if None in (coordinator, num_processes, process_id):
+  if coordinator is None or num_processes is None or process_id is None:
     raise ValueError(
       '--coordinator, --num_processes and --process_id must be given together'
     )
@@ -125,53 +126,68 @@ def _check(coordinator, num_processes, process_id):
     )
 
 
-def gather(what: str, value, deadline: float = DEADLINE) -> list:
+def gather(activity: str, value: Any, deadline: float = DEADLINE) -> list:
   """Returns the values of all processes, in the order of the processes.
 
-  Process 0 collects the values and publishes them all. `what` says what is being
-  done, such as 'reading the index', for errors; `value` is for JSON, some kilobytes
-  at most. TimeoutError if a process does not call within `deadline` seconds,
-  RuntimeError if it makes another call.
+  Process 0 collects the values and publishes them all. `activity` names the work in
+  errors, such as 'reading the index'; `value` is for JSON, some kilobytes at most.
+  TimeoutError if a process does not call within `deadline` seconds, RuntimeError if it
+  makes another call.
   """
   if jax.process_count() == 1:
     return [json.loads(json.dumps(value))]
-  client, me, number = heartbeats.client(), jax.process_index(), next(_numbers)
-  place, own = f'{_CALLS}/{number}', json.dumps([what, value])
-  if me:
-    client.key_value_set(f'{place}/{me}', own)
+  client = heartbeats.client()
+  number = next(_numbers)
+  folder = f'{_CALLS}/{number}'
+  process = jax.process_index()
+  message = json.dumps([activity, value])
+  if process:
+    client.key_value_set(f'{folder}/{process}', message)
     # Process 0 raises first, and names the process that is missing.
-    values, failed = json.loads(_get(f'{place}/all', 0, what, deadline + 60))
+    values, failure = json.loads(_get(f'{folder}/all', 0, activity, deadline + 60))
   else:
-    values, failed, last = [], None, jax.process_count() - 1
+    values, failure = [], None
     try:
-      # Most others have arrived when the last one has: they take one call.
-      texts = {last: _get(f'{place}/{last}', last, what, deadline), 0: own}
-      for key, text in client.key_value_dir_get(f'{place}/'):
-        texts[int(key.rpartition('/')[2])] = text
-      for process in range(jax.process_count()):
-        text = texts.get(process) or _get(f'{place}/{process}', process, what, deadline)
-        theirs, value = json.loads(text)
-        if theirs != what:
-          raise RuntimeError(
-            f'the processes are not in step: {heartbeats.name(process)} is at '
-            f"'{theirs}', {heartbeats.name(0)} at '{what}'; start all with the same "
-            'command, versions and files'
-          )
-        values.append(value)
+      values = _collect(folder, message, activity, deadline)
     except (TimeoutError, RuntimeError) as e:
-      failed = [type(e).__name__, str(e)]
-    client.key_value_set(f'{place}/all', json.dumps([values, failed]))
+      failure = [type(e).__name__, str(e)]
+    client.key_value_set(f'{folder}/all', json.dumps([values, failure]))
     if number:
       # All processes have begun this call, so all have finished the previous one.
       client.key_value_delete(f'{_CALLS}/{number - 1}')
-  if failed:
-    raise (TimeoutError if failed[0] == 'TimeoutError' else RuntimeError)(failed[1])
+  if failure:
+    kind, text = failure
+    raise TimeoutError(text) if kind == 'TimeoutError' else RuntimeError(text)
   return values
 
 
-def _get(key, process, what, deadline):
+def _collect(folder: str, message: str, activity: str, deadline: float) -> list:
+  """Returns the values of all processes on process 0, whose own message is given."""
+  last = jax.process_count() - 1
+  # Most others have arrived when the last one has: they take one call.
+  messages = {last: _get(f'{folder}/{last}', last, activity, deadline)}
+  messages[0] = message
+  for key, text in heartbeats.client().key_value_dir_get(f'{folder}/'):
+    messages[int(key.rpartition('/')[2])] = text
+  values = []
+  for process in range(jax.process_count()):
+    if process not in messages:
+      messages[process] = _get(f'{folder}/{process}', process, activity, deadline)
+    remote_activity, value = json.loads(messages[process])
+    if remote_activity != activity:
+      raise RuntimeError(
+        f'the processes are not in step: {heartbeats.name(process)} is at '
+        f"'{remote_activity}', {heartbeats.name(0)} at '{activity}'; start all with the "
+        'same command, versions and files'
+      )
+    values.append(value)
+  return values
+
+
+def _get(key: str, process: int, activity: str, deadline: float) -> str:
   """Returns the value that a process writes for a key."""
-  begun, who = time.monotonic(), heartbeats.name(process)
+  start_time = time.monotonic()
+  name = heartbeats.name(process)
   while True:
     try:
       # Short, so that Python handles signals between two of them.
@@ -179,39 +195,43 @@ def _get(key, process, what, deadline):
     except Exception as e:  # pylint: disable=broad-except
       if 'DEADLINE_EXCEEDED' not in str(e):
         raise
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start_time
     if seconds > deadline:
       raise TimeoutError(
-        f'{who} did not arrive within {deadline:g} seconds at: {what}. Check that '
+        f'{name} did not arrive within {deadline:g} seconds at: {activity}. Check that '
         'process; the environment variable VIT_JAX_DEADLINE=SECONDS sets another '
         'deadline'
       )
     if int(seconds) % 60 == 30:
-      console.say(f'Waiting for {who} at: {what} ...')
+      console.say(f'Waiting for {name} at: {activity} ...')
 
 
-def from_first(what: str, make: Callable[[], Any]):
+def from_first(activity: str, make: Callable[[], Any]) -> Any:
   """Returns the result of `make` on process 0, a value for JSON, on all processes.
 
   An error of `make` is raised on all of them; see also gather.
   """
-  return attempt(what, make if jax.process_index() == 0 else lambda: None)[0]
+
+  def make_on_first() -> Any:
+    return make() if jax.process_index() == 0 else None
+
+  return attempt(activity, make_on_first)[0]
 
 
-def by_first(what: str):
+def by_first(activity: str) -> Callable:
   """Makes a function one that process 0 calls for all, see `from_first`."""
 
-  def decorate(function):
+  def decorate(function: Callable) -> Callable:
     @functools.wraps(function)
-    def call(*args, **kwargs):
-      return from_first(what, lambda: function(*args, **kwargs))
+    def call(*args: Any, **kwargs: Any) -> Any:
+      return from_first(activity, lambda: function(*args, **kwargs))
 
     return call
 
   return decorate
 
 
-def attempt(what: str, function: Callable[[], Any]) -> list:
+def attempt(activity: str, function: Callable[[], Any]) -> list:
   """Calls a function on every process; returns all results, see `gather`.
 
   The function returns a value for JSON, and must not wait for other processes.
@@ -228,52 +248,58 @@ def attempt(what: str, function: Callable[[], Any]) -> list:
     if error is not None:
       raise error
     return [json.loads(json.dumps(value))]
-  kind = next((t.__name__ for t in _TYPES if isinstance(error, t)), None)
-  report = None if error is None else [kind, str(error) or type(error).__name__]
-  answers = gather(what, [value, report], _WORK_DEADLINE)
+  failure = None
+  if error is not None:
+    kind = next((t.__name__ for t in _TYPES if isinstance(error, t)), None)
+    failure = [kind, str(error) or type(error).__name__]
+  results = gather(activity, [value, failure], _WORK_DEADLINE)
   if error is not None:
     raise _together(error)
-  types = {t.__name__: t for t in _TYPES}
-  for process, (_, failed) in enumerate(answers):
-    if failed:
-      kind = types.get(failed[0], RuntimeError)
-      raise _together(kind(f'{heartbeats.name(process)}: {failed[1]}'))
-  return [value for value, _ in answers]
+  types: dict[str, type[Exception]] = {t.__name__: t for t in _TYPES}
+  for process, (_, failure) in enumerate(results):
+    if failure:
+      kind, text = failure
+      error_type = types.get(kind, RuntimeError)
+      raise _together(error_type(f'{heartbeats.name(process)}: {text}'))
+  return [value for value, _ in results]
 
 
-def agree(what: str, facts: Mapping[str, Any]):
+def agree(subject: str, facts: Mapping[str, Any]) -> None:
   """Raises ValueError on all processes, with a list, if their facts differ.
 
   Facts are short values for JSON by name. Hashes are compared first.
   """
   text = json.dumps(dict(facts), sort_keys=True)
-  hashes = gather(f'comparing {what}', hashlib.sha256(text.encode()).hexdigest())
+  hashes = gather(f'comparing {subject}', hashlib.sha256(text.encode()).hexdigest())
   if len(set(hashes)) == 1:
     return
-  everywhere = gather(f'naming the differences in {what}', dict(facts))
+  facts_by_process = gather(f'naming the differences in {subject}', dict(facts))
+  keys: dict[str, None] = {}
+  for process_facts in facts_by_process:
+    keys |= dict.fromkeys(process_facts)
   differing = []
-  for key in dict.fromkeys(k for found in everywhere for k in found):
-    first = {}  # Value -> the first process that has it.
-    for process, found in enumerate(everywhere):
-      first.setdefault(json.dumps(found.get(key)), heartbeats.name(process))
+  for key in keys:
+    first: dict[str, str] = {}  # Value -> the first process that has it.
+    for process, process_facts in enumerate(facts_by_process):
+      first.setdefault(json.dumps(process_facts.get(key)), heartbeats.name(process))
     if len(first) > 1:
       values = (f'{value[:200]} on {name}' for value, name in first.items())
       differing.append(f'  {key}: {"; ".join(values)}')
   raise _together(
     ValueError(
-      f'the processes of this run differ in {what}:\n'
+      f'the processes of this run differ in {subject}:\n'
       + '\n'.join(differing)
       + '\nGive all of them the same command and the same files'
     )
   )
 
 
-def is_common(error: Exception) -> bool:
+def is_common(error: BaseException) -> bool:
   """Returns whether all processes have raised an error, at the same call."""
   return jax.process_count() == 1 or hasattr(error, '_raised_together')
 
 
 def _together(error: Exception) -> Exception:
   """Marks an error that all processes raise, for `is_common`."""
-  error._raised_together = True  # pylint: disable=protected-access
+  error._raised_together = True  # type: ignore[attr-defined]
   return error

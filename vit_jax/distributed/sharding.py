@@ -28,6 +28,7 @@ from typing import Any
 import jax
 from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.tree_util import KeyPath
 import numpy as np
 
 from vit_jax import console
@@ -61,7 +62,9 @@ FSDP_MIN_SIZE = 2**14
 Rules = Sequence[tuple[str, Sequence[Any]]]
 
 
-def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
+def make_mesh(
+  axes: Mapping[str, int], devices: Sequence[Any] | None = None
+) -> jax.sharding.Mesh:
   """Builds the mesh of `config.mesh`.
 
   `axes` are the sizes by name, in the order of the mesh; one size may be -1,
@@ -88,8 +91,8 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
     sizes[name] = len(devices) // fixed
   names, shape = tuple(sizes), tuple(sizes.values())
   types = (jax.sharding.AxisType.Auto,) * len(sizes)
-  slices = len({getattr(device, 'slice_index', 0) for device in devices})
-  if slices == 1:
+  num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
+  if num_slices == 1:
     try:
       return jax.make_mesh(shape, names, axis_types=types, devices=devices)
     except NotImplementedError:  # An axis takes only a part of an axis of the torus.
@@ -97,52 +100,57 @@ def make_mesh(axes: Mapping[str, int], devices=None) -> jax.sharding.Mesh:
         shape, devices, allow_split_physical_axes=True
       )
       return jax.sharding.Mesh(arranged, names, axis_types=types)
-  across, left = [], slices  # The number of parts of each axis, one per slice.
+  # Number of slices that each axis crosses.
+  across = []
   for size in shape:
-    across.append(math.gcd(size, left))
-    left //= across[-1]
-  within = [size // parts for size, parts in zip(shape, across)]
+    crossed = math.gcd(size, num_slices)
+    across.append(crossed)
+    num_slices //= crossed
+  within = [size // crossed for size, crossed in zip(shape, across)]
   arranged = mesh_utils.create_hybrid_device_mesh(
     within, across, devices, allow_split_physical_axes=True
   )
   return jax.sharding.Mesh(arranged, names, axis_types=types)
 
 
-def batch_axes(mesh) -> tuple[str, ...]:
+def batch_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
   """Returns the names of the axes that split the batch."""
-  others = (MODEL_AXIS, SEQUENCE_AXIS)
-  return tuple(name for name in mesh.axis_names if name not in others)
+  return tuple(
+    name for name in mesh.axis_names if name not in (MODEL_AXIS, SEQUENCE_AXIS)
+  )
 
 
-def mesh_of(tree) -> jax.sharding.Mesh:
+def mesh_of(tree: Any) -> jax.sharding.Mesh:
   """Returns the mesh of the arrays of a tree, or a mesh of one device."""
   arrays = (x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array))
-  where = next((x.sharding for x in arrays), None)
-  if isinstance(where, NamedSharding):
-    return where.mesh
-  devices = where.device_set if where else jax.local_devices()[:1]
+  placement = next((x.sharding for x in arrays), None)
+  if isinstance(placement, NamedSharding):
+    return placement.mesh
+  devices = placement.device_set if placement else jax.local_devices()[:1]
   return make_mesh({'data': 1}, list(devices))
 
 
-def batch_shards(mesh) -> int:
+def batch_shards(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> int:
   """Returns the number of parts into which the mesh splits the batch."""
   return math.prod(mesh.shape[name] for name in batch_axes(mesh))
 
 
-def batch_sharding(mesh) -> NamedSharding:
+def batch_sharding(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of an array whose first dimension is the batch."""
   return NamedSharding(mesh, P(batch_axes(mesh)))
 
 
-def abstract_batch(batch, mesh):
+def abstract_batch(batch: Any, mesh: jax.sharding.Mesh) -> Any:
   """Returns the shapes and types of a batch with their sharding."""
   rows = batch_sharding(mesh)
-  return jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows), batch
-  )
+
+  def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=rows)
+
+  return jax.tree.map(abstract, batch)
 
 
-def constrain_batch(x):
+def constrain_batch(x: jax.Array) -> jax.Array:
   """Splits the first dimension of `x`, the batch, over the mesh.
 
   Without this constraint the partitioner may carry the parameters' sharding
@@ -150,53 +158,57 @@ def constrain_batch(x):
   Has no effect without a mesh of `make_mesh`, and under jax.pmap, jax.shard_map or a
   mesh of explicit axes, where the caller splits the arrays.
   """
-  mesh = _mesh_that_is_set()
+  mesh = _current_mesh()
   if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
 
 
-def sequence_shards(mesh=None) -> int:
+def sequence_shards(mesh: jax.sharding.Mesh | None = None) -> int:
   """Returns into how many parts a mesh splits tokens; None: the mesh that is set."""
-  mesh = _mesh_that_is_set() if mesh is None else mesh
+  mesh = _current_mesh() if mesh is None else mesh
   return 1 if mesh is None else mesh.shape.get(SEQUENCE_AXIS, 1)
 
 
-def constrain_tokens(x):
+def constrain_tokens(x: jax.Array) -> jax.Array:
   """Splits tokens [B, N, D] like `constrain_batch`, and N over the axis `sequence`.
 
   The axis need not divide N: the compiler pads the last part. Fewer tokens than parts,
   such as a class token [B, 1, D], stay whole.
   """
-  parts = sequence_shards()
-  if parts == 1 or x.shape[1] < parts:
+  shards = sequence_shards()
+  if shards == 1 or x.shape[1] < shards:
     return constrain_batch(x)
-  batch = batch_axes(_mesh_that_is_set())
+  batch = batch_axes(_current_mesh())
   return jax.lax.with_sharding_constraint(x, P(batch, SEQUENCE_AXIS))
 
 
-def gather_keys(query, key, value):
+def gather_keys(
+  query: jax.Array, key: jax.Array, value: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Splits queries [B, Q, K, E] over `sequence`; gathers keys, values [B, S, K, E].
 
   Each device then computes the attention of its own queries. Heads stay split as they
   are. A single query, as of a class token, needs the sums over split keys only. Has no
   effect without the axis `sequence`.
   """
-  parts = sequence_shards()
-  if parts == 1 or query.shape[1] < parts:
+  shards = sequence_shards()
+  if shards == 1 or query.shape[1] < shards:
     return query, key, value
-  batch, rest = batch_axes(_mesh_that_is_set()), 2 * [P.UNCONSTRAINED]
+  batch = batch_axes(_current_mesh())
+  heads = (P.UNCONSTRAINED, P.UNCONSTRAINED)
+  split = P(batch, SEQUENCE_AXIS, *heads)
+  gathered = P(batch, None, *heads)
   constrain = jax.lax.with_sharding_constraint
-  query = constrain(query, P(batch, SEQUENCE_AXIS, *rest))
-  return query, *(constrain(x, P(batch, None, *rest)) for x in (key, value))
+  return constrain(query, split), constrain(key, gathered), constrain(value, gathered)
 
 
-def replicated(mesh) -> NamedSharding:
+def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
   """Returns the sharding of an array of which every device has a copy."""
   return NamedSharding(mesh, P())
 
 
-def on_own_rows(function: Callable, *args, axis: int = 0):
+def on_own_rows(function: Callable, *args: jax.Array, axis: int = 0) -> Any:
   """Applies a function on each device to the rows of the batch that lie there.
 
   With automatic partitioning, a loop whose length depends on the data would wait for
@@ -205,23 +217,24 @@ def on_own_rows(function: Callable, *args, axis: int = 0):
   must not depend on each other; `axis` is the dimension of each argument that
   is the batch.
   """
-  mesh = _mesh_that_is_set()
+  mesh = _current_mesh()
   if mesh is None or args[0].shape[axis] % batch_shards(mesh):
     return function(*args)
-  spec = P(*axis * [None], batch_axes(mesh))
-  return jax.shard_map(
-    function, in_specs=len(args) * (spec,), out_specs=spec, check_vma=False
-  )(*args)
+  spec = P(*[None] * axis, batch_axes(mesh))
+  mapped = jax.shard_map(
+    function, in_specs=(spec,) * len(args), out_specs=spec, check_vma=False
+  )
+  return mapped(*args)
 
 
-def _mesh_that_is_set():
+def _current_mesh() -> jax.sharding.AbstractMesh | None:
   """Returns the mesh of `make_mesh` that is set, or None."""
   mesh = jax.sharding.get_abstract_mesh()
   automatic = set(mesh.axis_types) == {jax.sharding.AxisType.Auto}
   return mesh if automatic and 'data' in mesh.axis_names else None
 
 
-def local_rows(mesh, batch_size: int) -> np.ndarray:
+def local_rows(mesh: jax.sharding.Mesh, batch_size: int) -> np.ndarray:
   """Returns the rows of a global batch that this process feeds: int64 [rows]."""
   shards = batch_shards(mesh)
   if batch_size % shards:
@@ -235,28 +248,28 @@ def local_rows(mesh, batch_size: int) -> np.ndarray:
   return np.unique(np.concatenate([rows[index] for index in slices.values()]))
 
 
-def path_name(path) -> str:
+def path_name(path: KeyPath) -> str:
   """Joins a key path of jax.tree_util with '/'."""
   return jax.tree_util.keystr(path, simple=True, separator='/')
 
 
-def digest(tree) -> str:
+def digest(tree: Any) -> str:
   """Returns a hash of the arrays of a tree and of their names, as 32 digits.
 
   It does not depend on how they are split. All processes of their mesh must
   call it.
   """
-  found = hashlib.blake2b(digest_size=16)
+  state = hashlib.blake2b(digest_size=16)
   for path, x in jax.tree_util.tree_leaves_with_path(tree):
     if not getattr(x, 'is_fully_addressable', True):
       x = multihost_utils.process_allgather(x, tiled=True)
     x = np.asarray(x)
-    found.update(f'{path_name(path)} {x.dtype} {x.shape}\n'.encode())
-    found.update(x.tobytes())
-  return found.hexdigest()
+    state.update(f'{path_name(path)} {x.dtype} {x.shape}\n'.encode())
+    state.update(x.tobytes())
+  return state.hexdigest()
 
 
-def tree_shardings(tree, rules: Rules, mesh):
+def tree_shardings(tree: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
   """Returns the sharding of every leaf of `tree` (parameters, optimiser state).
 
   `tree` has arrays or jax.ShapeDtypeStructs; for `rules` see the top of this
@@ -270,18 +283,20 @@ def tree_shardings(tree, rules: Rules, mesh):
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
   }
 
-  def leaf_sharding(path, leaf, number):
+  def leaf_sharding(path: KeyPath, leaf: Any, number: int) -> NamedSharding:
     name = path_name(path)
     shape, reduced = _factored(name, leaf.shape, shapes)
     if shape is None:
       return replicated(mesh)
     if number < 0 or not shape:
-      found = NamedSharding(mesh, _default_spec(name, shape, mesh))
+      unreduced = NamedSharding(mesh, _default_spec(name, shape, mesh))
     else:
-      found = _sharding_by_rule(name, shape, *rules[number], mesh)
+      regex, rule = rules[number]
+      unreduced = _sharding_by_rule(name, shape, regex, rule, mesh)
     if reduced is None:
-      return found
-    spec = [*found.spec, *(len(shape) - len(found.spec)) * [None]]
+      return unreduced
+    spec = list(unreduced.spec)
+    spec += [None] * (len(shape) - len(spec))
     del spec[reduced]
     return NamedSharding(mesh, P(*spec))
 
@@ -289,21 +304,26 @@ def tree_shardings(tree, rules: Rules, mesh):
   return jax.tree_util.tree_map_with_path(leaf_sharding, tree, numbers)
 
 
-def _factored(name, shape, shapes):
+def _factored(
+  name: str, shape: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...] | None, int | None]:
   """Returns the shape that a leaf is split by, and the dimension it lacks.
 
   The shape is None for the placeholders of optax.scale_by_factored_rms.
   """
   factor = re.search('/(v_row|v_col|v)/(.*)', name)
-  whole = factor and shapes.get(f'params/{factor[2]}')
-  if whole is None or shape == whole:
+  if factor is None:
+    return shape, None
+  param_shape = shapes.get(f'params/{factor[2]}')
+  if param_shape is None or shape == param_shape:
     return shape, None
   if shape == (1,):
     return None, None
-  return whole, int(np.argsort(whole)[-1 if factor[1] == 'v_row' else -2])
+  reduced = -1 if factor[1] == 'v_row' else -2
+  return param_shape, int(np.argsort(param_shape)[reduced])
 
 
-def first_matches(key: str, rules: Rules, tree):
+def first_matches(key: str, rules: Rules, tree: Any) -> Any:
   """Returns, for each leaf, the number of the first rule found in its path.
 
   It is -1 where the regex of no rule is found. ValueError, which names the
@@ -311,9 +331,10 @@ def first_matches(key: str, rules: Rules, tree):
   """
   compiled = [re.compile(regex) for regex, _ in rules]
 
-  def number(path, _):
-    found = (i for i, x in enumerate(compiled) if x.search(path_name(path)))
-    return next(found, -1)
+  def number(path: KeyPath, _: Any) -> int:
+    name = path_name(path)
+    matches = (i for i, regex in enumerate(compiled) if regex.search(name))
+    return next(matches, -1)
 
   numbers = jax.tree_util.tree_map_with_path(number, tree)
   unused = {*range(len(rules))} - {*jax.tree.leaves(numbers)}
@@ -328,27 +349,36 @@ def first_matches(key: str, rules: Rules, tree):
   return numbers
 
 
-def _default_spec(name, shape, mesh):
+def _default_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) -> P:
   """Returns the spec of a leaf that no rule matches."""
-  spec = [None] * len(shape)
-  parts = mesh.shape.get(MODEL_AXIS, 1)
-  if parts > 1 and '_lora_' not in name:  # Adapters are small.
-    for regex, wanted in TENSOR_RULES:
-      if re.search(regex, name):
-        for i, axis in enumerate(wanted[: len(shape)]):
-          if axis and shape[i] % parts == 0:
-            spec[i] = axis
-        break
-  parts = mesh.shape.get(FSDP_AXIS, 1)
-  if parts > 1 and math.prod(shape) >= FSDP_MIN_SIZE:
-    free = [i for i, size in enumerate(shape) if spec[i] is None and size % parts == 0]
-    if free:
-      preferred = [i for i in free if i == _attention_width(name)]
-      spec[(preferred or sorted(free, key=lambda i: -shape[i]))[0]] = FSDP_AXIS
+  spec: list[str | None] = [None] * len(shape)
+  model_size = mesh.shape.get(MODEL_AXIS, 1)
+  if model_size > 1 and '_lora_' not in name:  # Adapters are small.
+    for i, axis in enumerate(_tensor_rule(name)[: len(shape)]):
+      if axis and shape[i] % model_size == 0:
+        spec[i] = axis
+  fsdp_size = mesh.shape.get(FSDP_AXIS, 1)
+  if fsdp_size > 1 and math.prod(shape) >= FSDP_MIN_SIZE:
+    divisible = [
+      i for i, size in enumerate(shape) if spec[i] is None and size % fsdp_size == 0
+    ]
+    width = _attention_width(name)
+    if width in divisible:
+      spec[width] = FSDP_AXIS
+    elif divisible:
+      spec[max(divisible, key=shape.__getitem__)] = FSDP_AXIS
   return P(*spec)
 
 
-def _attention_width(name):
+def _tensor_rule(name: str) -> tuple[str | None, ...]:
+  """Returns the spec of the first rule of TENSOR_RULES that matches; () if none."""
+  for regex, spec in TENSOR_RULES:
+    if re.search(regex, name):
+      return spec
+  return ()
+
+
+def _attention_width(name: str) -> int | None:
   """Returns the dimension of the head width in an attention kernel, else None.
 
   With attention kernels split there, the TPU compiler needs no copy to bring
@@ -359,13 +389,13 @@ def _attention_width(name):
   return 1 if re.search(f'{_OUT}$', name) else None
 
 
-def report(abstract) -> list[dict]:
+def report(abstract: Any) -> list[dict]:
   """Reports how the arrays of a tree are split, and the bytes on each device.
 
   Returns a row for each kind of split, the largest first: `spec`, the number of
   `arrays`, total `bytes`, and `bytes_per_device`.
   """
-  rows = {}
+  rows: dict[str, dict[str, int]] = {}
   for leaf in jax.tree.leaves(abstract):
     # The order of the axes within the array does not matter here.
     axes = [a for a in jax.tree.leaves(tuple(leaf.sharding.spec)) if a]
@@ -377,30 +407,25 @@ def report(abstract) -> list[dict]:
     row['arrays'] += 1
     row['bytes'] += leaf.size * leaf.dtype.itemsize
     row['bytes_per_device'] += math.prod(shard) * leaf.dtype.itemsize
-  return sorted(
-    ({'spec': spec, **row} for spec, row in rows.items()),
-    key=lambda row: -row['bytes'],
-  )
+  by_size = sorted(rows.items(), key=lambda item: item[1]['bytes'], reverse=True)
+  return [{'spec': spec, **row} for spec, row in by_size]
 
 
-def not_split(abstract, mesh) -> str:
+def not_split(abstract: Any, mesh: jax.sharding.Mesh) -> str:
   """Describes the parameters that `model` should split but cannot; '' if none."""
-  parts = mesh.shape.get(MODEL_AXIS, 1)
-  names = [
-    f'{path_name(path)} {leaf.shape}'
-    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract)
-    if MODEL_AXIS not in jax.tree.leaves(tuple(leaf.sharding.spec))
-    and any(
-      axis and size % parts
-      for regex, wanted in TENSOR_RULES
-      if re.search(regex, path_name(path))
-      for size, axis in zip(leaf.shape, wanted)
-    )
-  ]
+  model_size = mesh.shape.get(MODEL_AXIS, 1)
+  names = []
+  for path, leaf in jax.tree_util.tree_leaves_with_path(abstract):
+    if MODEL_AXIS in jax.tree.leaves(tuple(leaf.sharding.spec)):
+      continue
+    name = path_name(path)
+    rule = _tensor_rule(name)
+    if any(axis and size % model_size for size, axis in zip(leaf.shape, rule)):
+      names.append(f'{name} {leaf.shape}')
   if not names:
     return ''
   return (
-    f'{len(names)} arrays are not split over model={parts}, which does not divide '
+    f'{len(names)} arrays are not split over model={model_size}, which does not divide '
     f'their dimensions, for example {max(names, key=len)}'
   )
 
@@ -413,17 +438,23 @@ def describe(row: Mapping[str, Any]) -> str:
   )
 
 
-def _sharding_by_rule(name, shape, regex, spec, mesh):
+def _sharding_by_rule(
+  name: str,
+  shape: tuple[int, ...],
+  regex: str,
+  spec: Sequence[Any],
+  mesh: jax.sharding.Mesh,
+) -> NamedSharding:
   """Returns the sharding of a leaf; JAX says why a spec does not fit it."""
   # Configs and JSON files hold several axes as a list.
-  spec = P(*(tuple(axis) if isinstance(axis, list) else axis for axis in spec))
+  axes = [tuple(axis) if isinstance(axis, list) else axis for axis in spec]
   try:
-    if len(spec) > len(shape):
+    if len(axes) > len(shape):
       raise ValueError('more dimensions than the array has')
-    found = NamedSharding(mesh, spec)
-    found.shard_shape(shape)
-    return found
+    sharding = NamedSharding(mesh, P(*axes))
+    sharding.shard_shape(shape)
+    return sharding
   except ValueError as e:
     raise ValueError(
-      f"sharding rule ('{regex}', {tuple(spec)}) on {name} {tuple(shape)}: {e}"
+      f"sharding rule ('{regex}', {tuple(axes)}) on {name} {tuple(shape)}: {e}"
     ) from e

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 import csv
 import io
 
+from etils import epath
+
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -20,7 +22,7 @@ def as_utf8(content: bytes) -> bytes:
   return content.removeprefix(codecs.BOM_UTF8)
 
 
-def text(content: bytes, path) -> str:
+def text(content: bytes, path: epath.PathLike) -> str:
   """Returns the text in the content of a file; ValueError if it is not UTF-8."""
   try:
     return as_utf8(content).decode()
@@ -31,13 +33,15 @@ def text(content: bytes, path) -> str:
     ) from e
 
 
-def lines(content: bytes, path) -> list[str]:
+def lines(content: bytes, path: epath.PathLike) -> list[str]:
   """Returns the lines of a file without their ends; see `text` for errors."""
   split = text(content, path).replace('\r\n', '\n').split('\n')
   return split if split[-1] else split[:-1]
 
 
-def csv_rows(content: bytes, path) -> Iterator[tuple[int, dict[str, str]]]:
+def csv_rows(
+  content: bytes, path: epath.PathLike
+) -> Iterator[tuple[int, dict[str, str]]]:
   """Yields the number of its last line and the values by column of each row of CSV.
 
   The first row names the columns. ValueError names a line that is not like it.
