@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import types
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -30,7 +31,7 @@ from vit_jax.run import metrics as metrics_lib, workdir as workdir_lib
 _ITEM = 'default'  # Orbax's name for the only item of a checkpoint.
 _CHECKSUMS = 'checksums.json'
 _CHUNK = 2**18  # Bytes read at a time; they fit into a core's cache.
-_MOST_LEVELS = 100  # Of a tree of parameters and optimiser state.
+_MOST_LEVELS = 100  # Deepest tree of parameters and optimiser state.
 _AT_ONCE = 2**25  # Bytes of parameters read at the same time.
 _NAMES = ocp.path.step.standard_name_format()
 
@@ -52,7 +53,7 @@ class Checkpoints:
 
   def __init__(
     self,
-    workdir,
+    workdir: epath.PathLike,
     keep: int = 1,
     best_metric: str | None = None,
     low: bool = False,
@@ -61,14 +62,20 @@ class Checkpoints:
     self.directory = workdir_lib.absolute(workdir) / 'checkpoints'
     self._policy = _NewestAndBest(workdir, max(1, keep), best_metric, low)
     self._read_only = read_only
-    self._manager = None  # Created by the first `save`.
+    # Created by the first `save`.
+    self._manager: ocp.CheckpointManager | None = None
 
   # --- Writing ---
 
-  def __enter__(self):
+  def __enter__(self) -> 'Checkpoints':
     return self
 
-  def __exit__(self, kind, error, _):
+  def __exit__(
+    self,
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    _: types.TracebackType | None,
+  ) -> None:
     """Completes what is being written, also after an error in the `with` block.
 
     Only Ctrl-C does not wait.
@@ -82,23 +89,24 @@ class Checkpoints:
         if str(e) != str(error):
           logging.error('%s', e)  # The error of the block is raised.
 
-  def save(self, step: int, state: state_lib.TrainState):
+  def save(self, step: int, state: state_lib.TrainState) -> None:
     """Begins to write a checkpoint, after the previous one is complete.
 
     OSError if this or the previous checkpoint cannot be written.
     """
     with self._writing():
-      self._manager = self._manager or _make_manager(self.directory, self._policy)
+      if self._manager is None:
+        self._manager = _make_manager(self.directory, self._policy)
       if not self._manager.save(step, args=_Save(_stored(state))):
         raise ValueError(f'step {step} or a later one exists already')
 
-  def wait(self):
+  def wait(self) -> None:
     """Waits until all checkpoints are written; raises OSError if that fails."""
     with self._writing():
       if self._manager:
         self._manager.wait_until_finished()
 
-  def close(self):
+  def close(self) -> None:
     """Waits like `wait`, and frees resources."""
     with self._writing():
       if self._manager:
@@ -106,7 +114,7 @@ class Checkpoints:
         self._manager = None
 
   @contextlib.contextmanager
-  def _writing(self):
+  def _writing(self) -> Iterator[None]:
     """Raises OSError for any error, after which a new manager is needed."""
     try:
       yield
@@ -128,9 +136,11 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Returns the steps of all complete checkpoints, ascending."""
-    return sorted(found.step for found in _NAMES.find_all(self.directory))
+    return sorted(metadata.step for metadata in _NAMES.find_all(self.directory))
 
-  def restore(self, abstract: state_lib.TrainState, step: int | None = None):
+  def restore(
+    self, abstract: state_lib.TrainState, step: int | None = None
+  ) -> tuple[Any, int]:
     """Restores the newest checkpoint onto the shardings of `abstract`.
 
     All processes must call it. Damaged checkpoints are moved to
@@ -140,12 +150,18 @@ class Checkpoints:
     Returns (state, step); (None, 0) if there is no checkpoint. ValueError if all
     checkpoints are damaged or the newest is of another model.
     """
-    wanted = _stored(abstract)
-    found, step = self._newest(lambda path: _read(path, wanted), step)
-    return (abstract.replace(**found), step) if found else (None, 0)
+    target = _stored(abstract)
+    fields, step = self._newest(lambda path: _read(path, target), step)
+    if fields is None:
+      return None, 0
+    return abstract.replace(**fields), step
 
   def restore_weights(
-    self, params=None, extra=None, step: int | None = None, dtype: str | None = None
+    self,
+    params: Any = None,
+    extra: Any = None,
+    step: int | None = None,
+    dtype: str | None = None,
   ) -> Weights:
     """Restores what evaluation and prediction need; all processes must call it.
 
@@ -159,33 +175,33 @@ class Checkpoints:
       raise ValueError(
         f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
       )
-    found, step = self._newest(
+    fields, step = self._newest(
       lambda path: _read_weights(path, params, extra, dtype), step
     )
-    if found is None:
+    if fields is None:
       raise FileNotFoundError(
         f"'{self.directory.parent}' has no complete checkpoint: train first, or longer"
       )
-    extra = found.get('extra', {}) if jax.tree.leaves(extra) else {}
-    return Weights(found['params'], extra, step)
+    extra = fields.get('extra', {}) if jax.tree.leaves(extra) else {}
+    return Weights(fields['params'], extra, step)
 
   @processes.by_first('listing the checkpoints')
   def _agreed_steps(self) -> list[int]:
     """Returns the steps that process 0 finds, on all processes."""
     return self.steps()
 
-  def _newest(self, read: Callable, step: int | None):
+  def _newest(self, read: Callable, step: int | None) -> tuple[Any, int]:
     """Returns (read's result, step) of the newest undamaged checkpoint.
 
     (None, 0) if there is none; ValueError if all are damaged.
     """
-    damages = {}
+    damages: dict[int, str] = {}
     for candidate in self._candidates(step):
       path = self.directory / str(candidate) / _ITEM
       damage = self._damage(path)
       if damage is None:
         try:
-          found = read(path)
+          fields = read(path)
         except (
           ValueError,
           KeyError,
@@ -200,10 +216,10 @@ class Checkpoints:
               'from another model, use another --workdir'
             ) from e
         else:
-          self._check_step(candidate, int(found['step']))
+          self._check_step(candidate, int(fields['step']))
           if damages and not self._read_only:
             self._move_aside(list(damages))
-          return found, candidate
+          return fields, candidate
       if self._read_only and candidate not in self.steps():
         continue  # A run has deleted it meanwhile.
       logging.warning('%s: checkpoint %d is not used', damage, candidate)
@@ -217,7 +233,7 @@ class Checkpoints:
       f'{newest}: {damage}{"" if self._read_only else remedy}'
     )
 
-  def _check_step(self, step: int, stored_step: int):
+  def _check_step(self, step: int, stored_step: int) -> None:
     """Raises ValueError if the folder of a step holds the state of another one."""
     if stored_step != step:
       raise ValueError(
@@ -233,20 +249,23 @@ class Checkpoints:
     """
     tried = set()
     while steps := [x for x in self._agreed_steps() if step in (None, x)]:
-      left = [x for x in steps if x not in tried]
-      if not left:
+      untried = [x for x in steps if x not in tried]
+      if not untried:
         return
-      tried.add(left[-1])
-      yield left[-1]
+      tried.add(untried[-1])
+      yield untried[-1]
 
   def _damage(self, path: epath.Path) -> str | None:
     """Returns what is wrong with a checkpoint's files, in any process."""
-    part = jax.process_index(), jax.process_count()
-    found = processes.attempt('checking a checkpoint', lambda: _check(path, *part))
-    return next(filter(None, found), None)
+
+    def check() -> str | None:
+      return _check(path, jax.process_index(), jax.process_count())
+
+    damages = processes.attempt('checking a checkpoint', check)
+    return next(filter(None, damages), None)
 
   @processes.by_first('moving damaged checkpoints aside')
-  def _move_aside(self, steps):
+  def _move_aside(self, steps: Sequence[int]) -> None:
     folder = self.directory.parent / 'damaged_checkpoints'
     folder.mkdir(exist_ok=True)
     for step in steps:
@@ -269,12 +288,12 @@ class _NewestAndBest:
   metric: str | None
   low: bool
 
-  def should_preserve(self, checkpoints: Sequence, *, context) -> list[bool]:
+  def should_preserve(self, checkpoints: Sequence, *, context: Any) -> list[bool]:
     del context
     steps = [checkpoint.step for checkpoint in checkpoints]
     if jax.process_index():
       return [True] * len(steps)  # Process 0 deletes.
-    kept = steps[-self.keep :]
+    preserved = steps[-self.keep :]
     if self.metric:
       sign = -1 if self.low else 1
       rated = [
@@ -282,11 +301,13 @@ class _NewestAndBest:
         for line in metrics_lib.read(self.workdir)
         if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
       ]
-      kept += [step for _, step in sorted(rated)[-1:]]
-    return [step in kept for step in steps]
+      preserved += [step for _, step in sorted(rated)[-1:]]
+    return [step in preserved for step in steps]
 
 
-def _make_manager(directory, policy) -> ocp.CheckpointManager:
+def _make_manager(
+  directory: epath.Path, policy: '_NewestAndBest'
+) -> ocp.CheckpointManager:
   everyone = set(range(jax.process_count()))
   directory.mkdir(parents=True, exist_ok=True)
   options = ocp.CheckpointManagerOptions(
@@ -327,14 +348,13 @@ class _Handler(ocp.PyTreeCheckpointHandler):
     )
     super().__init__(type_handler_registry=registry)
 
-  def finalize(self, directory):
+  def finalize(self, directory: epath.Path) -> None:
     """Completes the files, and writes their checksums, on process 0."""
     super().finalize(directory)
-    names = [
-      f'{folder.relative_to(directory)}/{name}'.removeprefix('./')
-      for folder, _, found in directory.walk()
-      for name in found
-    ]
+    names = []
+    for folder, _, file_names in directory.walk():
+      for name in file_names:
+        names.append(f'{folder.relative_to(directory)}/{name}'.removeprefix('./'))
     table = json.dumps(_checksums(directory, sorted(names)), separators=(',', ':'))
     (directory / _CHECKSUMS).write_text(table)
 
@@ -349,7 +369,7 @@ class _Save(ocp.args.PyTreeSave):
 def _checksums(directory: epath.Path, names: Sequence[str]) -> dict[str, int]:
   """Returns the CRC-32C of files by name."""
 
-  def checksum(name):
+  def checksum(name: str) -> int:
     crc = 0
     with files.open_input(directory / name) as file:
       while chunk := file.read(_CHUNK):
@@ -360,43 +380,45 @@ def _checksums(directory: epath.Path, names: Sequence[str]) -> dict[str, int]:
     return dict(zip(names, executor.map(checksum, names), strict=True))
 
 
-def _check(directory: epath.Path, part: int, parts: int) -> str | None:
+def _check(directory: epath.Path, process: int, num_processes: int) -> str | None:
   """Returns which file of a checkpoint is damaged, None if none is.
 
-  Each of `parts` processes checks a part of the files.
+  Each process checks its share of the files.
   """
   path = directory / _CHECKSUMS
   try:
-    want = files.read_json(path)
-    names = sorted(want)[part::parts]
-    found = _checksums(directory, names)
+    stored = files.read_json(path)
+    names = sorted(stored)[process::num_processes]
+    computed = _checksums(directory, names)
   except FileNotFoundError as e:
     return f"'{e.filename or path}' is missing ({_CHECKSUMS} and its files)"
   except files.FileError as e:
     return str(e)
   except (ValueError, TypeError):
     return f"'{path}' is damaged (checksums of the files)"
-  wrong = [name for name in names if found[name] != want[name]]
-  return f"'{directory / wrong[0]}' is damaged (checksum)" if wrong else None
+  for name in names:
+    if computed[name] != stored[name]:
+      return f"'{directory / name}' is damaged (checksum)"
+  return None
 
 
-def has_checkpoint(workdir) -> bool:
+def has_checkpoint(workdir: epath.PathLike) -> bool:
   """Returns whether this process finds a complete checkpoint in a folder."""
   return bool(Checkpoints(workdir).steps())
 
 
-def load_weights(workdir, extra: tuple[str, ...] = ()) -> Weights:
+def load_weights(workdir: epath.PathLike, extra: tuple[str, ...] = ()) -> Weights:
   """Loads the newest parameters of a run onto the host: dicts of numpy arrays.
 
   `extra` names what to load of the extra state, where the run has it. All
   processes must call it. Raises what Checkpoints.restore_weights does.
   """
-  found = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
-  return found._replace(extra={k: v for k, v in found.extra.items() if k in extra})
+  weights = Checkpoints(workdir, read_only=True).restore_weights(extra=extra)
+  return weights._replace(extra={k: v for k, v in weights.extra.items() if k in extra})
 
 
 @processes.by_first('deleting checkpoints')
-def delete_but_newest(workdir, count: int):
+def delete_but_newest(workdir: epath.PathLike, count: int) -> None:
   """Deletes the checkpoints of a finished run, except the newest `count`.
 
   Process 0 does so for all.
@@ -415,35 +437,35 @@ def _stored(state: state_lib.TrainState) -> dict:
   return tree
 
 
-def _read(path: epath.Path, wanted, at_once: int | None = None):
+def _read(path: epath.Path, target: Any, at_once: int | None = None) -> Any:
   """Reads arrays onto the shardings of a tree; skips PLACEHOLDER leaves.
 
   Leaves without a sharding are read onto the host. `at_once` limits the bytes
   that are read at the same time, and must hold the largest array.
   """
 
-  def argument(leaf):
+  def argument(leaf: Any) -> ocp.RestoreArgs:
     if getattr(leaf, 'sharding', None) is None:
       return ocp.RestoreArgs(restore_type=np.ndarray)
     return ocp.checkpoint_utils.construct_restore_args(leaf)
 
   limit = at_once / 10**9 if at_once else None
   handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=limit)
-  restore_args = jax.tree.map(argument, wanted)
+  restore_args = jax.tree.map(argument, target)
   with contextlib.closing(handler):
-    _check_shapes(wanted, handler.metadata(path).tree)
+    _check_shapes(target, handler.metadata(path).tree)
     return handler.restore(
-      path, args=ocp.args.PyTreeRestore(item=wanted, restore_args=restore_args)
+      path, args=ocp.args.PyTreeRestore(item=target, restore_args=restore_args)
     )
 
 
-def _check_shapes(wanted, stored):
+def _check_shapes(target: Any, stored: Any) -> None:
   """Raises ValueError if arrays to read have other shapes than the stored ones.
 
   Orbax's error does not name the array, and its pending reads print tracebacks.
   """
   shapes = ocp.tree.to_flat_dict(stored, sep='/')
-  for name, leaf in ocp.tree.to_flat_dict(wanted, sep='/').items():
+  for name, leaf in ocp.tree.to_flat_dict(target, sep='/').items():
     shape = getattr(leaf, 'shape', None)
     if shape is not None and name in shapes and shapes[name].shape != shape:
       raise ValueError(
@@ -451,7 +473,9 @@ def _check_shapes(wanted, stored):
       )
 
 
-def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
+def _read_weights(
+  path: epath.Path, params: Any, extra: Any, dtype: str | None = None
+) -> dict:
   """Reads `step`, `params` (averaged if the run kept an average) and `extra`.
 
   See Checkpoints.restore_weights. What was not read is PLACEHOLDER.
@@ -459,35 +483,41 @@ def _read_weights(path: epath.Path, params, extra, dtype=None) -> dict:
   _check_depth(path)
   with contextlib.closing(ocp.PyTreeCheckpointHandler()) as handler:
     tree = handler.metadata(path).tree
-  wanted = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
-  wanted['step'] = 0
-  average = _average(wanted)
-  holder, key = (wanted, 'params') if average is None else (average, 'ema')
+  target = jax.tree.map(lambda _: ocp.PLACEHOLDER, tree)
+  target['step'] = 0
+  average = _average(target)
+  holder, key = (target, 'params') if average is None else (average, 'ema')
   if params is None:
     params = jax.tree.map(lambda _: 0, holder[key])
   elif dtype or average is not None:
-    kind = jnp.dtype(dtype or 'float32')  # Averages are float32.
-    params = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, kind, sharding=x.sharding), params
-    )
+    params = _with_dtype(params, dtype or 'float32')  # Averages are float32.
   holder[key] = params
   if isinstance(extra, tuple):
-    stored = wanted.get('extra') or {}
-    named = {name: stored[name] for name in extra if name in stored}
-    if named:
-      wanted['extra'] = {**stored, **jax.tree.map(lambda _: 0, named)}
+    stored = target.get('extra') or {}
+    requested = {name: stored[name] for name in extra if name in stored}
+    if requested:
+      target['extra'] = {**stored, **jax.tree.map(lambda _: 0, requested)}
   elif jax.tree.leaves(extra):
-    wanted['extra'] = extra
-  # What is being read is in memory twice: as it is stored, and in its type.
+    target['extra'] = extra
+  # Arrays being read are in memory twice: as they are stored, and in their type.
   sizes = (getattr(x, 'size', 0) for x in jax.tree.leaves((params, extra)))
   largest = max(sizes, default=0)
-  found = _read(path, wanted, largest and max(_AT_ONCE, 8 * largest + 1))
+  fields = _read(path, target, largest and max(_AT_ONCE, 8 * largest + 1))
   if average is not None:
-    found['params'] = _average(found)['ema']
-  return found
+    fields['params'] = _average(fields)['ema']
+  return fields
 
 
-def _check_depth(path: epath.Path):
+def _with_dtype(params: Any, dtype: str) -> Any:
+  """Returns the shapes and shardings of parameters with another type."""
+
+  def convert(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtype), sharding=x.sharding)
+
+  return jax.tree.map(convert, params)
+
+
+def _check_depth(path: epath.Path) -> None:
   """Raises ValueError for a tree so deep that Python could not build it."""
   leaves = files.read_json(path / '_METADATA')['tree_metadata'].values()
   levels = max((len(leaf['key_metadata']) for leaf in leaves), default=0)
@@ -495,7 +525,7 @@ def _check_depth(path: epath.Path):
     raise ValueError(f'its tree has {levels:,} levels, more than {_MOST_LEVELS}')
 
 
-def _average(tree):
+def _average(tree: Any) -> Any:
   """Returns the part of a stored optimiser state that holds the average."""
   for part in tree['opt_state']:
     if isinstance(part, dict) and 'ema' in part:

@@ -3,6 +3,7 @@
 Importing this module does not import JAX, so that errors in a config are fast.
 """
 
+from collections.abc import Callable
 import copy
 import functools
 import itertools
@@ -36,10 +37,19 @@ _GONE = ('model_type', 'shuffle_buffer')
 
 # Keys, at any depth, whose values are or may contain paths.
 _PATHS = (
-  'classes', 'dataset', 'evals', 'palette', 'pretrained', 'pretrained_dir',
-  'real_labels', 'teacher_workdir', 'templates', 'tfds_data_dir', 'tfds_manual_dir',
+  'classes',
+  'dataset',
+  'evals',
+  'palette',
+  'pretrained',
+  'pretrained_dir',
+  'real_labels',
+  'teacher_workdir',
+  'templates',
+  'tfds_data_dir',
+  'tfds_manual_dir',
   'vocab_path',
-)  # fmt: skip
+)
 
 # Key of a Transformer -> another key, and the values of that key that read the first.
 _READ_BY = {
@@ -74,7 +84,7 @@ def get_task(name: str) -> type[Any]:
   )
 
 
-def check_stored_task(name: str):
+def check_stored_task(name: str) -> None:
   """Raises ForeignModuleError if a stored config would import code of a stranger."""
   if isinstance(name, str) and name not in TASKS:
     user_code.check_trusted(name, 'its task')
@@ -91,7 +101,7 @@ def get_evaluator(key: str, name: str) -> type[Any]:
   return user_code.import_class(module, class_name, setting, remedy)
 
 
-def complete(config) -> ml_collections.ConfigDict:
+def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
   Configs of the original lack some keys, as do configs whose `pp` was replaced.
@@ -104,14 +114,14 @@ def complete(config) -> ml_collections.ConfigDict:
   return config
 
 
-def of_run(config) -> ml_collections.ConfigDict:
+def of_run(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a complete, checked copy of a stored config."""
   completed = with_keys(config)
   check_types(completed)
   return complete(completed)
 
 
-def with_keys(config) -> ml_collections.ConfigDict:
+def with_keys(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a completed copy of a config, except for the options of its task."""
   config = copy.deepcopy(config)
   with config.unlocked():
@@ -130,7 +140,7 @@ def with_keys(config) -> ml_collections.ConfigDict:
   return config
 
 
-def expand_paths(config):
+def expand_paths(config: ml_collections.ConfigDict) -> None:
   """Replaces a leading '~' in the paths of a config, in place."""
   for key, value in config.items():
     if isinstance(value, ml_collections.ConfigDict) and key not in _PATHS:
@@ -140,7 +150,7 @@ def expand_paths(config):
         config[key] = _with_homes(value)
 
 
-def _with_homes(value):
+def _with_homes(value: Any) -> Any:
   """Expands each string of a value, which may be nested."""
   if isinstance(value, str):
     return files.expanded(value)
@@ -151,20 +161,21 @@ def _with_homes(value):
   return value
 
 
-def check_types(config, closed: bool = False):
+def check_types(config: ml_collections.ConfigDict, closed: bool = False) -> None:
   """Checks the type of each key; `closed` rejects unknown keys."""
 
-  def check_model():
+  def check_model() -> None:
     if isinstance(config.model, ml_collections.ConfigDict):
       fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
       schema.check_group(config.model, fields, 'model.', closed=False)
 
-  schema.run_checks(
-    [lambda: schema.check_group(config, common.Config, closed=closed), check_model]
-  )
+  def check_keys() -> None:
+    schema.check_group(config, common.Config, closed=closed)
+
+  schema.run_checks([check_keys, check_model])
 
 
-def options_of_task(config) -> ml_collections.ConfigDict:
+def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns the task's options, parsed, checked and completed with defaults.
 
   ValueError if an option is unknown or has a wrong type.
@@ -177,7 +188,7 @@ def options_of_task(config) -> ml_collections.ConfigDict:
   for key, default in schema.defaults(group):
     options[key] = ml_collections.FieldReference(default, field_type=object)
 
-  def set_option(key: str, value: Any):
+  def set_option(key: str, value: Any) -> None:
     name = f'task_options.{key}'
     if key not in kinds:
       schema.raise_unknown(key, kinds, 'task_options.', f"task '{config.task}'")
@@ -190,13 +201,13 @@ def options_of_task(config) -> ml_collections.ConfigDict:
   return options
 
 
-def evaluations(config) -> list[tuple[str, str, str | None]]:
+def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str | None]]:
   """Returns the evaluations of a run: (name, split, data set or None).
 
   Reads `evals`, or `pp.test` if that is empty. ValueError if an entry has another
   form, or two entries have the same name.
   """
-  found = []
+  evals: list[tuple[str, str, str | None]] = []
   entries = config.evals or (('test', config.pp.test),)
   if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
     entries = (entries,)  # A single entry, written without the trailing comma.
@@ -208,17 +219,18 @@ def evaluations(config) -> list[tuple[str, str, str | None]]:
         "(('val', 'train[90%:]'),) (config.evals)"
       )
     schema.check('evals', entry[1], schema.Split)
-    found.append((*entry, None)[:3])
-  names = [name for name, _, _ in found]
+    name, split = entry[:2]
+    evals.append((name, split, entry[2] if len(entry) == 3 else None))
+  names = [name for name, _, _ in evals]
   if len(set(names)) < len(names):
     raise ValueError(
       f'evals: the names {names} must differ, because the names of metrics end in '
       'them (config.evals)'
     )
-  return found
+  return evals
 
 
-def check_values(config):
+def check_values(config: ml_collections.ConfigDict) -> None:
   """Checks a config, even if it is incomplete, without importing JAX or a task.
 
   ValueError names each wrong key, its value and the valid values.
@@ -232,27 +244,32 @@ def check_values(config):
       'model is not set: use a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
-  checks = (
-    _check_task, _check_evaluators, _check_model_fields, _check_pictures, _check_optimizer,
-    _check_lora, _check_lengths, evaluations,
-  )  # fmt: skip
-  schema.run_checks(
-    [
-      lambda: _check_resize(config.pp),
-      lambda: _check_canvases(config.pp),
-      *(functools.partial(check_keys, config) for check_keys in checks),
-    ]
-  )
+  checks: list[Callable[[], Any]] = [
+    functools.partial(_check_resize, config.pp),
+    functools.partial(_check_canvases, config.pp),
+  ]
+  for check_keys in (
+    _check_task,
+    _check_evaluators,
+    _check_model_fields,
+    _check_pictures,
+    _check_optimizer,
+    _check_lora,
+    _check_lengths,
+    evaluations,
+  ):
+    checks.append(functools.partial(check_keys, config))
+  schema.run_checks(checks)
 
 
-def check_preprocessing(pp):
+def check_preprocessing(pp: ml_collections.ConfigDict) -> None:
   """Checks the values of `config.pp`; raises ValueError as `check_values` does."""
   schema.check_group(pp, common.Preprocessing, 'pp.', closed=False)
   _check_resize(pp)
   _check_canvases(pp)
 
 
-def _check_task(config):
+def _check_task(config: ml_collections.ConfigDict) -> None:
   """Checks the name of the task, and the options of a task of this package."""
   module = TASKS.get(config.task, config.task)
   user_code.check_exists(module, f"task='{config.task}'", _TASK_REMEDY)
@@ -260,10 +277,10 @@ def _check_task(config):
     options_of_task(config)
 
 
-def _check_evaluators(config):
+def _check_evaluators(config: ml_collections.ConfigDict) -> None:
   """Checks that the modules of the evaluators exist, without importing them."""
 
-  def check_one(name: str, type_: str):
+  def check_one(name: str, type_: str) -> None:
     user_code.check_exists(
       type_.partition(':')[0],
       f"evaluators.{name}.type='{type_}'",
@@ -276,11 +293,11 @@ def _check_evaluators(config):
   )
 
 
-def _check_model_fields(config):
+def _check_model_fields(config: ml_collections.ConfigDict) -> None:
   _check_model(config.model)
 
 
-def _check_pictures(config):
+def _check_pictures(config: ml_collections.ConfigDict) -> None:
   if config.log_attention and not config.log_images:
     raise ValueError(
       'log_attention=True draws attention maps of images, and log_images=0: set '
@@ -288,7 +305,7 @@ def _check_pictures(config):
     )
 
 
-def _check_optimizer(config):
+def _check_optimizer(config: ml_collections.ConfigDict) -> None:
   if (config.decay_type == 'staircase') != bool(config.decay_at):
     raise ValueError(
       f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
@@ -314,7 +331,7 @@ def _check_optimizer(config):
     )
 
 
-def _check_optimizer_keys(config):
+def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
   """Checks that an optimiser of this package reads the keys that are set."""
   if config.optimizer_args:
     raise ValueError(
@@ -332,7 +349,7 @@ def _check_optimizer_keys(config):
       )
 
 
-def _check_optax_keys(config):
+def _check_optax_keys(config: ml_collections.ConfigDict) -> None:
   """Checks that no key is set that an optimiser of optax does not read."""
   defaults = dict(schema.defaults(common.Config))
   changed = {
@@ -350,7 +367,7 @@ def _check_optax_keys(config):
     )
 
 
-def _check_lora(config):
+def _check_lora(config: ml_collections.ConfigDict) -> None:
   if config.lora.rank and config.ema_decay:
     raise ValueError(
       f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
@@ -358,7 +375,7 @@ def _check_lora(config):
     )
 
 
-def _check_lengths(config):
+def _check_lengths(config: ml_collections.ConfigDict) -> None:
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
     if steps is not None and epochs is not None:
@@ -371,7 +388,7 @@ def _check_lengths(config):
     _check_warmup(config.warmup_steps, config.total_steps)
 
 
-def _check_warmup(warmup: int, total: int):
+def _check_warmup(warmup: int, total: int) -> None:
   """Raises ValueError unless a warm-up is shorter than its run, in steps."""
   if warmup >= total:
     raise ValueError(
@@ -380,7 +397,7 @@ def _check_warmup(warmup: int, total: int):
     )
 
 
-def _check_model(model, name='model'):
+def _check_model(model: ml_collections.ConfigDict, name: str = 'model') -> None:
   for part in model_configs.parts_of(model).values():
     _check_model(model[part], f'{name}.{part}')
   fields, width = model.get('transformer') or model, model.get('hidden_size')
@@ -392,20 +409,21 @@ def _check_model(model, name='model'):
       f'choose a divisor (config.{key}.num_heads)'
     )
   defaults = dict(schema.defaults(model_configs.Transformer))
-  for key, (other, values) in _READ_BY.items():
-    default, chosen = defaults[key], fields.get(other, defaults[other])
-    if fields.get(key, default) != default and chosen not in values:
+  for key, (reader, values) in _READ_BY.items():
+    default = defaults[key]
+    value = fields.get(reader, defaults[reader])
+    if fields.get(key, default) != default and value not in values:
       raise ValueError(
-        f"{name}.transformer.{key}={fields[key]} has no effect with {other}='{chosen}', "
+        f"{name}.transformer.{key}={fields[key]} has no effect with {reader}='{value}', "
         f'only with {" or ".join(values)}: leave it out, or set '
-        f'--config.{name}.transformer.{other}={values[0]}'
+        f'--config.{name}.transformer.{reader}={values[0]}'
       )
   kind = position_kinds.kind_of(fields)
   if isinstance(width, int):
     position_kinds.check_width(kind, width)
 
 
-def _check_resize(pp):
+def _check_resize(pp: ml_collections.ConfigDict) -> None:
   """Checks that the centre can be cropped from the resized image."""
   if pp.interpolation != 'bilinear' and not pp.antialias:
     raise ValueError(
@@ -413,17 +431,20 @@ def _check_resize(pp):
       '--config.pp.antialias=True'
     )
   crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
-  both = isinstance(pp.resize, tuple | list)
-  given = tuple(pp.resize) if both else pp.resize
-  least = tuple(map(max, given, crop)) if both else max(*crop, given or 0)
-  if given not in (None, least):
+  resize = pp.resize
+  if isinstance(resize, tuple | list):
+    resize = tuple(resize)
+    least: Any = tuple(map(max, resize, crop))
+  else:
+    least = max(*crop, resize or 0)
+  if resize not in (None, least):
     raise ValueError(
       f'resize={pp.resize} is smaller than crop={pp.crop}, so the centre '
       f'cannot be cropped: use at least {least} or None (config.pp.resize)'
     )
 
 
-def _check_canvases(pp):
+def _check_canvases(pp: ml_collections.ConfigDict) -> None:
   if not pp.sides:
     return
   for name in ('rotate', 'randaugment', 'random_erasing'):
@@ -440,28 +461,29 @@ def _check_canvases(pp):
     )
 
 
-def check_batch(config, shards: int):
+def check_batch(config: ml_collections.ConfigDict, shards: int) -> None:
   """Raises ValueError unless devices and micro-batches divide the batches.
 
   `shards` is the number of parts into which the mesh splits a batch.
   """
   for key, accum in (('batch', config.accum_steps), ('batch_eval', None)):
-    batch, parts = config[key], shards * (accum or 1)
-    if batch % parts:
-      why, product = (' x accum_steps', f' x {accum}') if accum else ('', '')
+    batch = config[key]
+    unit = shards * (accum or 1)
+    if batch % unit:
+      factors = 'devices that split the batch'
+      factors += f' x accum_steps = {shards} x {accum}' if accum else f' = {shards}'
       raise ValueError(
-        f'{key}={batch} is not a multiple of {parts} (devices that split the '
-        f'batch{why} = {shards}{product}): use '
-        f'--config.{key}={max(1, round(batch / parts)) * parts}'
+        f'{key}={batch} is not a multiple of {unit} ({factors}): use '
+        f'--config.{key}={max(1, round(batch / unit)) * unit}'
       )
 
 
-def check_sequence(config, parts: int):
-  """Raises ValueError unless the model can split its tokens into `parts`.
+def check_sequence(config: ml_collections.ConfigDict, shards: int) -> None:
+  """Raises ValueError unless the model can split its tokens into `shards`.
 
-  `parts` is the size of the mesh axis `sequence`.
+  `shards` is the size of the mesh axis `sequence`.
   """
-  if parts == 1:
+  if shards == 1:
     return
   vit = model_configs.vit_of(config.model)
   layers = model_configs.layers_of(config.model)
@@ -483,13 +505,13 @@ def check_sequence(config, parts: int):
     crop, patch = config.pp.crop, vit.patches.size
     height, width = (crop, crop) if isinstance(crop, int) else crop
     tokens = (height // patch[0]) * (width // patch[1])
-    if tokens < parts:
+    if tokens < shards:
       problem = f'is more than the {tokens} tokens of an image: use at most {tokens}'
   if problem:
-    raise ValueError(f'sequence={parts} {problem} (--config.mesh.sequence)')
+    raise ValueError(f'sequence={shards} {problem} (--config.mesh.sequence)')
 
 
-def check_memory(config, processes: int):
+def check_memory(config: ml_collections.ConfigDict, processes: int) -> None:
   """Raises ValueError if the batches of a process do not fit its memory.
 
   `processes` share a batch; the limit is the smallest machine of all.
@@ -512,7 +534,7 @@ def check_memory(config, processes: int):
       )
 
 
-def with_test_folder(config) -> ml_collections.ConfigDict:
+def with_test_folder(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a complete config, with `evals` on test/ if it is one of the original.
 
   The original reads train/ and test/ of a folder, and uses `pp.train` and
@@ -544,7 +566,9 @@ def with_test_folder(config) -> ml_collections.ConfigDict:
   return config
 
 
-def resolve_steps(config, num_examples: int) -> ml_collections.ConfigDict:
+def resolve_steps(
+  config: ml_collections.ConfigDict, num_examples: int
+) -> ml_collections.ConfigDict:
   """Returns a copy whose `total_steps` and `warmup_steps` are numbers.
 
   Its epochs are None, so that it can be resolved again. The default warm-up is

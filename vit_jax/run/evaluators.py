@@ -76,7 +76,7 @@ def of_config(config: ml_collections.ConfigDict, trusted: bool = True) -> list[E
   return entries
 
 
-def check_trusted(stored: Mapping[str, Any]):
+def check_trusted(stored: Mapping[str, Any]) -> None:
   """Raises ValueError if a stored `config.evaluators` has code of a stranger."""
   for name, fields in stored.items():
     user_code.check_trusted(fields['type'].partition(':')[0], f"its evaluator '{name}'")
@@ -134,7 +134,9 @@ def _plain(value: Any) -> Any:
   return tuple(value) if isinstance(value, list) else value
 
 
-def _check_arguments(key: str, setting: str, cls: type, arguments: Mapping[str, Any]):
+def _check_arguments(
+  key: str, setting: str, cls: type, arguments: Mapping[str, Any]
+) -> None:
   """Raises ValueError unless a class takes the arguments of an entry."""
   signature = inspect.signature(cls)
   try:
@@ -182,7 +184,7 @@ def is_low(config: ml_collections.ConfigDict) -> bool:
   return metrics_of(config)[config.best_metric].low
 
 
-def check(config: ml_collections.ConfigDict):
+def check(config: ml_collections.ConfigDict) -> None:
   """Checks a complete config, its evaluators and its best metric.
 
   Raises ValueError for a wrong value.
@@ -203,7 +205,7 @@ def check(config: ml_collections.ConfigDict):
     )
 
 
-def _check_evals(entry: Entry, config: ml_collections.ConfigDict):
+def _check_evals(entry: Entry, config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if an entry is for an evaluation that the run lacks."""
   names = [name for name, _, _ in run_config.evaluations(config)]
   if unknown := sorted(set(entry.evals or ()) - set(names)):
@@ -213,7 +215,7 @@ def _check_evals(entry: Entry, config: ml_collections.ConfigDict):
     )
 
 
-def check_entries(entries: Sequence[Entry], config: ml_collections.ConfigDict):
+def check_entries(entries: Sequence[Entry], config: ml_collections.ConfigDict) -> None:
   """Raises ValueError unless the evaluators of an evaluation have different metrics."""
   measured_by: dict[str, str] = {}
   for entry in entries:

@@ -25,6 +25,7 @@ import secrets
 import socket
 import threading
 import time
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -49,7 +50,7 @@ class _Run(msgspec.Struct):
   id: str
   renewals: int = 0
 
-  def __str__(self):
+  def __str__(self) -> str:
     return f'process {self.process} on {self.host} since {self.since}'
 
 
@@ -63,17 +64,23 @@ class Holder:
   `name` the file in it that is locked.
   """
 
-  def __init__(self, folder, flag='workdir', name='holder.json'):
+  def __init__(
+    self, folder: epath.PathLike, flag: str = 'workdir', name: str = 'holder.json'
+  ):
     self._folder = f"{flag}='{folder}'"
     self._flag = flag
     self._path = epath.Path(folder) / name
-    self._file = None  # File descriptor, on file systems with locks.
-    self._thread = None  # Renews the file, on other file systems.
+    # File descriptor, on file systems with locks.
+    self._file: int | None = None
+    # Renews the file, on other file systems.
+    self._thread: threading.Thread | None = None
     self._stop = threading.Event()
     self._guard = threading.Lock()  # Keeps the thread and `check` apart.
-    self._renewed = 0.0  # Of time.monotonic, like `_look_time`.
-    self._content = None  # Of the file when last read, at `_look_time`.
+    # Times of time.monotonic of the last renewal, and of the last look at the file.
+    self._renewed = 0.0
     self._look_time = 0.0
+    # Content of the file at the last look.
+    self._content = None
     self._unchanged = 0.0  # Seconds for which looks have shown this content.
     self._run = _Run(
       socket.gethostname(),
@@ -82,15 +89,15 @@ class Holder:
       secrets.token_hex(8),
     )
 
-  def __enter__(self):
-    if other := self.take(wait=True):
+  def __enter__(self) -> 'Holder':
+    if run := self.take(wait=True):
       raise ValueError(
-        f'{self._folder} is held by {other}: wait until that run ends, stop it (it '
+        f'{self._folder} is held by {run}: wait until that run ends, stop it (it '
         f'saves first), or use another --{self._flag}'
       )
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, *_: Any) -> None:
     self.release()
 
   @processes.by_first('locking the workdir')
@@ -114,7 +121,7 @@ class Holder:
         f'{self._folder} cannot be written: {e}; use a writable folder (--{self._flag})'
       ) from e
 
-  def release(self):
+  def release(self) -> None:
     """Frees the folder, if it was taken."""
     if self._thread is not None:
       self._stop.set()
@@ -129,7 +136,7 @@ class Holder:
       os.close(self._file)  # Releases the lock.
       self._file = None
 
-  def check(self):
+  def check(self) -> None:
     """Raises OSError if another run has or may have taken the folder."""
     if self._file is not None:
       self._check_lock()
@@ -162,7 +169,7 @@ class Holder:
     except FileNotFoundError:
       return False
 
-  def _check_lock(self):
+  def _check_lock(self) -> None:
     """Raises OSError if the locked file is no longer in the folder."""
     if not self._is_in_place(self._file):
       raise OSError(
@@ -210,7 +217,7 @@ class Holder:
     except FileExistsError:
       return False
 
-  def _renew(self):
+  def _renew(self) -> None:
     """Renews the file until the lock is released or another run has it."""
     while not self._stop.wait(_RENEWAL):
       try:
@@ -221,7 +228,7 @@ class Holder:
       except Exception as e:  # pylint: disable=broad-except
         logging.warning("'%s' could not be renewed: %s", self._path, e)
 
-  def _check_file(self):
+  def _check_file(self) -> None:
     """Raises OSError if the file is another run's, or was renewed too long ago."""
     try:
       is_mine = self._is_mine()
@@ -245,7 +252,7 @@ class Holder:
     """Returns whether another run may soon take the file as abandoned."""
     return time.monotonic() - self._renewed > _ABANDONED - _RENEWAL
 
-  def _write(self):
+  def _write(self) -> None:
     """Writes new content to the file."""
     start = time.monotonic()
     self._run.renewals += 1

@@ -84,7 +84,7 @@ class Run:
     """Returns whether an action that runs every `every` steps is due now."""
     return self.done or (every > 0 and self.step % every == 0)
 
-  def update(self, batch: Mapping[str, jax.Array]):
+  def update(self, batch: Mapping[str, jax.Array]) -> None:
     """Makes one update."""
     is_first = not self._has_updated
     if is_first:
@@ -102,14 +102,14 @@ class Run:
     if self.config.profile_steps:
       self._profile(self.step)
 
-  def _log_start(self, batch: Mapping[str, jax.Array]):
+  def _log_start(self, batch: Mapping[str, jax.Array]) -> None:
     """Writes the config and the first images for TensorBoard."""
     self._has_updated = True
     self._log.write_config(self.step, self.config)
     images = self.prepared.pictures.training(batch, self.step)
     self._log.write_pictures(self.step + 1, images)
 
-  def _update_once(self, batch: Mapping[str, jax.Array]):
+  def _update_once(self, batch: Mapping[str, jax.Array]) -> None:
     with memory.suggesting_remedy(self.config, self.prepared.program.task.image_size):
       self.state, metrics = self._update(self.state, batch)
       self.step += 1
@@ -121,7 +121,7 @@ class Run:
     if len(self._pending) >= 1000:
       self.fetch_metrics()
 
-  def _compile(self, batch: Mapping[str, jax.Array]):
+  def _compile(self, batch: Mapping[str, jax.Array]) -> None:
     """Makes the first update with images of another size, which compiles it."""
     self.fetch_metrics()  # Waits for the updates before this one.
     sizes = self.prepared.program.task.image_sizes
@@ -132,7 +132,7 @@ class Run:
       self._update_once(batch)
       self.fetch_metrics()
 
-  def fetch_metrics(self):
+  def fetch_metrics(self) -> None:
     """Fetches pending metrics; raises FloatingPointError if not finite."""
     fetched = jax.device_get(self._pending)
     for i, metrics in enumerate(fetched):
@@ -140,7 +140,7 @@ class Run:
       self._latest.update(metrics)
     self._pending.clear()
 
-  def report(self):
+  def report(self) -> None:
     """Logs and shows the metrics of the last step, and the speed."""
     self.fetch_metrics()
     metrics = dict(self._latest)
@@ -189,7 +189,7 @@ class Run:
           metrics[f'{name}_{evaluation}'] = value
     return metrics
 
-  def _save_pictures(self, pictures: Mapping[str, np.ndarray]):
+  def _save_pictures(self, pictures: Mapping[str, np.ndarray]) -> None:
     for name, pixels in pictures.items():
       path = epath.Path(self.workdir) / f'{name}.png'
       with workdir_lib.writing(path), files.replacing(path) as file:
@@ -213,7 +213,7 @@ class Run:
       raise stopping.Interrupted(self.step, stop.signal)
     return metrics
 
-  def save(self):
+  def save(self) -> None:
     """Begins to write a checkpoint."""
     with self._progress.pause():
       self.fetch_metrics()  # Only states with finite metrics are saved.
@@ -221,7 +221,7 @@ class Run:
       params = lora.trained(self.state.params, self.config)
       self.checkpoints.save(self.step, self.state.replace(params=params))
 
-  def close(self):
+  def close(self) -> None:
     """Writes the remaining metrics, and leaves the bar as it is."""
     self._progress.close()
     self._log.close()
@@ -234,7 +234,7 @@ def _shapes(batch: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def _check_finite(
   metrics: Mapping[str, Any], step: int, checkpoints: checkpoints_lib.Checkpoints
-):
+) -> None:
   """Raises FloatingPointError if the loss or the gradient is not finite."""
   if math.isfinite(metrics['train_loss'] + metrics['grad_norm']):
     return
@@ -268,13 +268,13 @@ class Progress:
     self._postfix = ['', '']  # Loss and speed; the last evaluation.
     self._bar = console.bar(total=total_steps, initial=step, unit='step')
 
-  def start(self, step: int):
+  def start(self, step: int) -> None:
     """Starts the clock after the first step."""
     self._start_step = step
     self._start_time = time.perf_counter()
     self._paused_seconds, self._omitted_steps = 0.0, 0
 
-  def update(self, step: int):
+  def update(self, step: int) -> None:
     """Moves the bar."""
     self._bar.update(step - self._step)
     self._step = step
@@ -291,7 +291,7 @@ class Progress:
       self._rate = steps * self._batch / seconds
     return self._rate
 
-  def show(self, step: int, loss: float, rate: float | None):
+  def show(self, step: int, loss: float, rate: float | None) -> None:
     """Shows loss and speed, and without a bar also the time left."""
     if not self._bar.disable:
       speed = f', {rate:,.0f} img/s' if rate else ''
@@ -303,7 +303,7 @@ class Progress:
       line += f'  {rate:,.0f} img/s  {console.duration(seconds_left)} left'
     console.say(line)
 
-  def set_postfix(self, place: int, text: str):
+  def set_postfix(self, place: int, text: str) -> None:
     """Shows loss and speed (0) or the last evaluation (1) next to the bar."""
     self._postfix[place] = text
     self._bar.set_postfix_str(', '.join(filter(None, self._postfix)))
@@ -318,6 +318,6 @@ class Progress:
       self._paused_seconds += time.perf_counter() - start_time
       self._omitted_steps += steps
 
-  def close(self):
+  def close(self) -> None:
     """Leaves the bar as it is."""
     self._bar.close()

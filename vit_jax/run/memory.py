@@ -13,7 +13,9 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import processes, sharding
 
 
-def check(config: ml_collections.ConfigDict, program: Any, mesh: jax.sharding.Mesh):
+def check(
+  config: ml_collections.ConfigDict, program: Any, mesh: jax.sharding.Mesh
+) -> None:
   """Compiles the update; raises ValueError if it does not fit the devices' memory.
 
   Compiles it for the largest images. The run does not compile it again, since JAX

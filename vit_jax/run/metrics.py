@@ -59,7 +59,7 @@ class MetricsLog:
       [metric_writers.SummaryWriter(str(workdir)), *self._trackers]
     )
 
-  def write(self, step: int, scalars: Mapping[str, Any]):
+  def write(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Writes the metrics of a step."""
     if self._writer is None:
       return
@@ -73,7 +73,7 @@ class MetricsLog:
         self._buffer.append(line)
       self._writer.write_scalars(step, scalars)
 
-  def write_config(self, step: int, config: ml_collections.ConfigDict):
+  def write_config(self, step: int, config: ml_collections.ConfigDict) -> None:
     """Writes the config of a run that starts or resumes at a step."""
     if self._writer is None:
       return
@@ -85,7 +85,7 @@ class MetricsLog:
     for tracker in self._trackers:
       tracker.write_hparams(rows)
 
-  def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]):
+  def write_pictures(self, step: int, pictures: Mapping[str, np.ndarray]) -> None:
     """Writes pictures, uint8 [height, width, 3] by name."""
     if self._writer is None or not pictures:
       return
@@ -93,7 +93,7 @@ class MetricsLog:
     with self._writing():
       self._writer.write_images(step, batches)
 
-  def flush(self):
+  def flush(self) -> None:
     """Writes what is collected; called before each checkpoint."""
     if self._writer is None:
       return
@@ -102,7 +102,7 @@ class MetricsLog:
       if self._buffer is not None:
         files.write(self.path, ''.join(self._buffer))
 
-  def close(self):
+  def close(self) -> None:
     """Writes what remains."""
     if self._writer is None:
       return
@@ -127,7 +127,7 @@ class MetricsLog:
         raise OSError(reason) from e
 
 
-def _event_file_fault(error: Exception) -> tuple[str, str] | None:
+def _event_file_fault(error: BaseException) -> tuple[str, str] | None:
   """Returns the file that TensorFlow could not write, and why; None for other errors."""
   while error.__cause__ is not None:  # clu raises errors of its thread later.
     error = error.__cause__

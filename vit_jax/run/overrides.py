@@ -29,9 +29,11 @@ from vit_jax.configs import common, models as model_configs, schema
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
 # Keys of the same length in other units.
 _LENGTHS = {
-  'total_steps': 'total_epochs', 'total_epochs': 'total_steps',
-  'warmup_steps': 'warmup_epochs', 'warmup_epochs': 'warmup_steps',
-}  # fmt: skip
+  'total_steps': 'total_epochs',
+  'total_epochs': 'total_steps',
+  'warmup_steps': 'warmup_epochs',
+  'warmup_epochs': 'warmup_steps',
+}
 
 # --- Config files ---
 
@@ -46,20 +48,18 @@ def find(path: str) -> str:
     return path
   *folders, name = pathlib.PurePath(path).parts or ('',)
   name = name.removesuffix('.py')
-  installed = {
-    file.stem: str(file)
-    for folder in importlib.import_module('vit_jax.configs').__path__
-    for file in sorted(pathlib.Path(folder).glob('[!_]*.py'))
-  }
-  ours = folders in ([], ['configs']) or folders[-2:] == ['vit_jax', 'configs']
-  if ours and name in installed:
+  installed = {}
+  for folder in importlib.import_module('vit_jax.configs').__path__:
+    for file in sorted(pathlib.Path(folder).glob('[!_]*.py')):
+      installed[file.stem] = str(file)
+  is_installed = folders in ([], ['configs']) or folders[-2:] == ['vit_jax', 'configs']
+  if is_installed and name in installed:
     return installed[name]
   near = difflib.get_close_matches(name, installed, n=1)
-  hint = (
-    f'did you mean the installed configs/{near[0]}.py?'
-    if near
-    else f'installed are {", ".join(f"{known}.py" for known in installed)}'
-  )
+  if near:
+    hint = f'did you mean the installed configs/{near[0]}.py?'
+  else:
+    hint = f'installed are {", ".join(f"{stem}.py" for stem in installed)}'
   raise FileNotFoundError(f"config='{path}' is not a file: {hint} (--config)")
 
 
@@ -80,20 +80,20 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
     importlib.util.spec_from_loader(_MODULE, loader)
   )
   sys.modules[_MODULE] = module  # Dataclasses look up the module of their class.
-  given = [argument] if colon else []
+  arguments = [argument] if colon else []
   try:
     loader.exec_module(module)
     if not hasattr(module, 'get_config'):
       raise ValueError('the file has no function get_config')
     try:
-      inspect.signature(module.get_config).bind(*given)
+      inspect.signature(module.get_config).bind(*arguments)
     except TypeError as e:
       raise ValueError(
         f'get_config takes no argument: leave out :{argument}'
-        if given
+        if arguments
         else 'get_config needs an argument: use FILE.py:ARGUMENT'
       ) from e
-    config = module.get_config(*given)
+    config = module.get_config(*arguments)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
       raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')
   except (ValueError, OSError) as e:
@@ -112,23 +112,23 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
 
 
 def set_keys(
-  config: ml_collections.ConfigDict, given: Iterable[tuple[str, str | bool]]
-):
+  config: ml_collections.ConfigDict, settings: Iterable[tuple[str, str | bool]]
+) -> None:
   """Sets keys of a config in place.
 
-  `given` has pairs of a dotted key and its value as a string; True for
+  `settings` are pairs of a dotted key and its value as a string; True for
   --config.KEY without a value, False for --noconfig.KEY. Of equal keys the last one
   counts. A length in steps replaces one in epochs, and vice versa. ValueError names
   each wrong key, its value and the valid values; the other keys are set.
   """
-  texts = dict(given)
-  known = known_keys(config)
+  texts = dict(settings)
+  types = known_keys(config)
 
-  def set_key(name: str, text: str | bool):
-    _set(config, name, text, known)
-    other = other_length(name)
-    if other in known and other not in texts and text != 'None':
-      _assign(config, other, None)
+  def set_key(name: str, text: str | bool) -> None:
+    _set(config, name, text, types)
+    length = other_length(name)
+    if length in types and length not in texts and text != 'None':
+      _assign(config, length, None)
 
   schema.run_checks(functools.partial(set_key, *item) for item in texts.items())
 
@@ -139,43 +139,43 @@ def other_length(name: str) -> str | None:
   return f'{group}{dot}{_LENGTHS[key]}' if key in _LENGTHS else None
 
 
-def known_keys(config, nested: bool = False) -> dict[str, Any]:
+def known_keys(
+  config: ml_collections.ConfigDict, nested: bool = False
+) -> dict[str, Any]:
   """Returns the types of all keys that can be set, by dotted key.
 
   The config is for a run, or for a program with groups (`nested`) for runs.
   """
-  found = _types_of_values(config)
+  types = _types_of_values(config)
   for key, value in config.items():
     if isinstance(value, ml_collections.ConfigDict):
-      found |= _prefixed(key, known_keys(value, nested=True))
+      types |= _prefixed(key, known_keys(value, nested=True))
   if _is_run(config):
-    found |= {
+    for name, kind in _types_of_run(config).items():
       # The splits of a nested run may contain '{seed}'.
-      name: str if nested and kind is schema.Split else kind
-      for name, kind in _types_of_run(config).items()
-    }
-  return found
+      types[name] = str if nested and kind is schema.Split else kind
+  return types
 
 
-def _is_run(config):
+def _is_run(config: ml_collections.ConfigDict) -> bool:
   return 'pp' in config or 'model' in config
 
 
-def _prefixed(group, found):
-  return {f'{group}.{name}': kind for name, kind in found.items()}
+def _prefixed(group: str, types: Mapping[str, Any]) -> dict[str, Any]:
+  return {f'{group}.{name}': kind for name, kind in types.items()}
 
 
-def _types_of_run(config):
+def _types_of_run(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the types of the keys of a run, by dotted key."""
-  found = {
+  types = {
     **_types_of_values(common.get_config()),
     **schema.flat(common.Config),
   }
   # `trainer` may name another program, and in the original accum_steps 0 and None
   # mean 1.
-  found |= {'trainer': schema.Text, 'accum_steps': schema.Natural | None}
+  types |= {'trainer': schema.Text, 'accum_steps': schema.Natural | None}
   for group in ('mesh', 'model', 'task_options'):
-    del found[group]
+    del types[group]
   model = config.get('model')
   if isinstance(model, ml_collections.ConfigDict):
     options = _types_of_values(model_configs.with_options(model))
@@ -187,33 +187,41 @@ def _types_of_run(config):
       fields = schema.flat(fields)
       options = {name: fields.get(name, options[name]) for name in options}
     else:  # A user's own model may have the fields of any kind.
-      for known in model_configs.FIELDS.values():
-        options = dict.fromkeys(schema.flat(known), Any) | options
-    found |= _prefixed('model', options)
-  return found
+      for fields_of_kind in model_configs.FIELDS.values():
+        options = dict.fromkeys(schema.flat(fields_of_kind), Any) | options
+    types |= _prefixed('model', options)
+  return types
 
 
-def _types_of_values(group):
+def _types_of_values(group: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the types of the values in a group, or None, by dotted key."""
-  found = {}
+  types: dict[str, Any] = {}
   for key, value in group.items():
+    kind = group.get_type(key)
     if isinstance(value, ml_collections.ConfigDict):
-      found |= _prefixed(key, _types_of_values(value))
+      types |= _prefixed(key, _types_of_values(value))
+    elif kind in (bool, int, float, str, tuple):
+      types[key] = kind | None
+    elif kind is list:
+      types[key] = tuple | None
     else:
-      kind = group.get_type(key)
-      known = kind in (bool, int, float, str, tuple)
-      found[key] = kind | None if known else tuple | None if kind is list else Any
-  return found
+      types[key] = Any
+  return types
 
 
-def _set(config, name, text, known):
+def _set(
+  config: ml_collections.ConfigDict,
+  name: str,
+  text: str | bool,
+  types: Mapping[str, Any],
+) -> None:
   """Sets a key to the first reading of a string that its type accepts."""
   if _is_task_option(config, name):
     _assign(config, name, str(text))  # The task parses it by its own types.
     return
-  if name not in known:
-    _raise_unknown(name, known)
-  kind = known[name]
+  if name not in types:
+    _raise_unknown(name, types)
+  kind = types[name]
   if isinstance(text, bool):
     if not schema.accepts(text, kind):
       raise ValueError(f'--config.{name} needs a value: use --config.{name}=VALUE')
@@ -222,7 +230,7 @@ def _set(config, name, text, known):
     _assign(config, name, schema.parse(name, text, kind))
 
 
-def _is_task_option(config, name) -> bool:
+def _is_task_option(config: ml_collections.ConfigDict, name: str) -> bool:
   """Returns whether a dotted key is an option of the task of a run."""
   *groups, last, _ = ('', *name.split('.'))
   for group in groups[1:]:
@@ -230,7 +238,7 @@ def _is_task_option(config, name) -> bool:
   return last == 'task_options' and config is not None and _is_run(config)
 
 
-def _assign(config, name, value):
+def _assign(config: ml_collections.ConfigDict, name: str, value: Any) -> None:
   """Sets a key, and adds it and its groups where the config lacks them."""
   *groups, key = name.split('.')
   for group in groups:
@@ -247,9 +255,9 @@ def _assign(config, name, value):
     config[key] = value
 
 
-def _raise_unknown(name, known):
+def _raise_unknown(name: str, keys: Mapping[str, Any]) -> None:
   """Raises ValueError for an unknown key, with the nearest known one."""
-  inside = [other for other in known if other.startswith(f'{name}.')]
+  inside = [key for key in keys if key.startswith(f'{name}.')]
   if inside:
     raise ValueError(
       f'config.{name} is a group of keys: set one of them, such as --config.{inside[0]}'
@@ -258,4 +266,4 @@ def _raise_unknown(name, known):
     'keys are listed in configs/common.py, keys of config.model in '
     'configs/models.py, keys of config.task_options in configs/task_options.py'
   )
-  schema.raise_unknown(name, known, where=where)
+  schema.raise_unknown(name, keys, where=where)

@@ -5,6 +5,8 @@ import itertools
 import os
 import signal
 import threading
+import types
+from typing import Any
 
 import jax
 
@@ -13,7 +15,7 @@ from vit_jax.distributed import heartbeats
 
 _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _OUTPUTS = (1, 2)  # File descriptors of stdout and stderr.
-_numbers = itertools.count(1)  # Of the loops of this process.
+_numbers = itertools.count(1)  # Numbers of the loops of this process.
 
 
 class Stopped(Exception):
@@ -45,13 +47,14 @@ class StopRequest:
   """
 
   def __init__(self):
-    self.signal = None
+    self.signal: Any = None  # Number of the signal that asks to stop.
     self._number = next(_numbers)
-    self._previous = {}
-    self._notices = None  # File descriptor that receives the numbers of signals.
+    self._previous: dict[int, Any] = {}
+    # File descriptor that receives the numbers of signals.
+    self._notices: int | None = None
     self._terminals = [fd for fd in _OUTPUTS if os.isatty(fd)]
 
-  def __enter__(self):
+  def __enter__(self) -> 'StopRequest':
     if threading.current_thread() is not threading.main_thread():
       return self  # Python delivers signals to the main thread only.
     self._listen()
@@ -61,7 +64,7 @@ class StopRequest:
       self._previous[number] = signal.signal(number, self._handle)
     return self
 
-  def __exit__(self, *_):
+  def __exit__(self, *_: Any) -> None:
     for number, previous in self._previous.items():
       signal.signal(number, previous)
     if self._notices is not None:
@@ -69,22 +72,23 @@ class StopRequest:
       os.close(self._notices)  # The thread reads to the end, and ends.
       self._notices = None
 
-  def _listen(self):
+  def _listen(self) -> None:
     """Starts a thread that reports a signal at once.
 
     Python handles signals in the main thread when it returns from C++, which a
     compilation may do after minutes.
     """
-    other = signal.set_wakeup_fd(-1)
-    if other != -1:  # Set by the event loop of a notebook.
-      signal.set_wakeup_fd(other)
+    wakeup_fd = signal.set_wakeup_fd(-1)
+    if wakeup_fd != -1:  # Set by the event loop of a notebook.
+      signal.set_wakeup_fd(wakeup_fd)
       return
-    reader, self._notices = os.pipe()
-    os.set_blocking(self._notices, False)
-    signal.set_wakeup_fd(self._notices, warn_on_full_buffer=False)
+    reader, notices = os.pipe()
+    os.set_blocking(notices, False)
+    signal.set_wakeup_fd(notices, warn_on_full_buffer=False)
+    self._notices = notices
     threading.Thread(target=_report, args=(reader,), daemon=True).start()
 
-  def _handle(self, number, _):
+  def _handle(self, number: int, _: types.FrameType | None) -> None:
     if self.signal == signal.SIGINT == number:
       raise KeyboardInterrupt(
         'Interrupted. Run the same command again to resume from the last saved step.'
@@ -93,7 +97,7 @@ class StopRequest:
       self._leave_terminals()
     self.signal = number
 
-  def _leave_terminals(self):
+  def _leave_terminals(self) -> None:
     """Discards further output to terminals, where writing is an error once closed."""
     null = os.open(os.devnull, os.O_WRONLY)
     for terminal in self._terminals:
@@ -119,7 +123,7 @@ class StopRequest:
     return jax.process_count() == 1 and self.signal is not None
 
 
-def _report(reader: int):
+def _report(reader: int) -> None:
   """Reports the first signal, and asks other processes to stop too."""
   reported = False
   with open(reader, 'rb', buffering=0) as numbers:

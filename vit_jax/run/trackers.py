@@ -6,6 +6,9 @@ WANDB_MODE=offline, MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME. `trackers.js
 the workdir has the id of each tracker's run, which a resumed run continues.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from clu import metric_writers
 from etils import epath
 import msgspec
@@ -16,7 +19,7 @@ from vit_jax.distributed import files
 class _Tracker(metric_writers.MetricWriter):
   """Leaves out what runs do not write: all but scalars, images and the config."""
 
-  def _ignore(self, *args, **kwargs):
+  def _ignore(self, *args: Any, **kwargs: Any) -> None:
     pass
 
   write_summaries = write_videos = write_audios = _ignore
@@ -26,7 +29,7 @@ class _Tracker(metric_writers.MetricWriter):
 class Wandb(_Tracker):
   """Writes to a run of Weights & Biases, a new one if `run_id` is None."""
 
-  def __init__(self, workdir, run_id: str | None):
+  def __init__(self, workdir: epath.PathLike, run_id: str | None):
     import wandb
 
     self._wandb = wandb
@@ -37,24 +40,26 @@ class Wandb(_Tracker):
     self._run.define_metric('*', step_metric='step')
     self.run_id = self._run.id
 
-  def write_scalars(self, step, scalars):
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     self._run.log({'step': step, **scalars})
 
-  def write_images(self, step, images):
-    each = {k: [self._wandb.Image(x) for x in batch] for k, batch in images.items()}
-    self._run.log({'step': step, **each})
+  def write_images(self, step: int, images: Mapping[str, Any]) -> None:
+    values: dict[str, Any] = {'step': step}
+    for key, batch in images.items():
+      values[key] = [self._wandb.Image(image) for image in batch]
+    self._run.log(values)
 
-  def write_hparams(self, hparams):
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     self._run.config.update(hparams, allow_val_change=True)
 
-  def close(self):
+  def close(self) -> None:
     self._run.finish()
 
 
 class Mlflow(_Tracker):
   """Writes to a run of MLflow, a new one if `run_id` is None."""
 
-  def __init__(self, workdir, run_id: str | None):
+  def __init__(self, workdir: epath.PathLike, run_id: str | None):
     import mlflow
 
     self._mlflow = mlflow
@@ -62,25 +67,27 @@ class Mlflow(_Tracker):
     run = self._mlflow.start_run(run_id=run_id, run_name=name)
     self.run_id, self._client = run.info.run_id, self._mlflow.MlflowClient()
 
-  def write_scalars(self, step, scalars):
+  def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     self._mlflow.log_metrics(scalars, step=step, run_id=self.run_id)
 
-  def write_images(self, step, images):
+  def write_images(self, step: int, images: Mapping[str, Any]) -> None:
     for key, batch in images.items():
       for image in batch:
         self._client.log_image(self.run_id, image, key=key, step=step)
 
-  def write_hparams(self, hparams):
+  def write_hparams(self, hparams: Mapping[str, Any]) -> None:
     # Parameters of a run cannot change in MLflow.
-    known = self._client.get_run(self.run_id).data.params
-    for key in hparams.keys() - known.keys():
+    logged = self._client.get_run(self.run_id).data.params
+    for key in hparams.keys() - logged.keys():
       self._client.log_param(self.run_id, key, hparams[key])
 
-  def close(self):
+  def close(self) -> None:
     self._mlflow.end_run()
 
 
-def start(names, workdir) -> list[metric_writers.MetricWriter]:
+def start(
+  names: Sequence[str], workdir: epath.PathLike
+) -> list[metric_writers.MetricWriter]:
   """Starts or resumes the runs of trackers, by name, and stores their ids.
 
   Raises ValueError if the file of ids is damaged.
@@ -94,9 +101,11 @@ def start(names, workdir) -> list[metric_writers.MetricWriter]:
     raise ValueError(
       f"'{path}' is damaged: {e}: delete it to start new runs in {', '.join(names)}"
     ) from e
-  found = []
+  classes = {'wandb': Wandb, 'mlflow': Mlflow}
+  trackers = []
   for name in names:
-    found.append({'wandb': Wandb, 'mlflow': Mlflow}[name](workdir, ids.get(name)))
-    ids[name] = found[-1].run_id
+    tracker = classes[name](workdir, ids.get(name))
+    trackers.append(tracker)
+    ids[name] = tracker.run_id
     files.write(path, msgspec.json.encode(ids))
-  return found
+  return trackers

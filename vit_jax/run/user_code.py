@@ -24,7 +24,7 @@ class ForeignModuleError(ValueError):
   """A stored config names a module that is not in this package."""
 
 
-def check_exists(module: str, setting: str, remedy: str):
+def check_exists(module: str, setting: str, remedy: str) -> None:
   """Raises UnknownModuleError unless Python can find a module; imports nothing.
 
   Args:
@@ -32,8 +32,8 @@ def check_exists(module: str, setting: str, remedy: str):
     setting: the key and its value, such as "task='my_task'".
     remedy: what to use instead.
   """
-  package, *parts = module.split('.')
-  if not all(part.isidentifier() for part in (package, *parts)):
+  package = module.partition('.')[0]
+  if not all(name.isidentifier() for name in module.split('.')):
     raise UnknownModuleError(f'{setting} is unknown: {remedy}')
   if package != 'vit_jax' and os.getcwd() not in sys.path:
     # As with `python -m`; last, so that no file there shadows a package.
@@ -73,14 +73,14 @@ def is_trusted(module: str) -> bool:
   )
 
 
-def check_trusted(module: str, what: str):
+def check_trusted(module: str, use: str) -> None:
   """Raises ForeignModuleError if a stored config would import code of a stranger.
 
-  `what` names the use of the module, such as 'its task'.
+  `use` is that of the module, such as 'its task'.
   """
   if not is_trusted(module):
     raise ForeignModuleError(
-      f"{what} is the module '{module}', which is not in this package: if you trust "
+      f"{use} is the module '{module}', which is not in this package: if you trust "
       f'the code of that module, name it with --task={module} (in Python: import it '
       'first)'
     )

@@ -8,7 +8,7 @@ data.json          fingerprints of the data (counts and hashes), and hashes of
 versions.json      versions of Python and of important packages
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import importlib.metadata
 import itertools
@@ -30,59 +30,98 @@ from vit_jax.run import config as run_config, user_code
 # how it is observed. They may differ when a run resumes, for example on other
 # devices.
 FREE_KEYS = (
-  'accum_steps', 'batch_eval', 'best_metric', 'broken_images', 'checkpoint_every',
-  'eval_every', 'evals', 'evaluators', 'fewshot', 'keep_checkpoints', 'layer_probe',
-  'log_attention', 'log_images', 'max_image_pixels', 'mesh',
-  'model.masks_at_a_time', 'prefetch', 'profile_steps', 'progress_every',
-  'real_labels', 'sharding_rules', 'task_options.merge_stuff',
-  'task_options.tight', 'tfds_data_dir', 'tfds_manual_dir', 'trackers',
-  *(
-    f'{layers}.{key}'
-    for layers in ('model', 'model.transformer', 'model.vit.transformer')
-    for key in ('attention', 'remat', 'scan')
-  ),
-)  # fmt: skip
+  'accum_steps',
+  'batch_eval',
+  'best_metric',
+  'broken_images',
+  'checkpoint_every',
+  'eval_every',
+  'evals',
+  'evaluators',
+  'fewshot',
+  'keep_checkpoints',
+  'layer_probe',
+  'log_attention',
+  'log_images',
+  'max_image_pixels',
+  'mesh',
+  'model.attention',
+  'model.remat',
+  'model.scan',
+  'model.transformer.attention',
+  'model.transformer.remat',
+  'model.transformer.scan',
+  'model.vit.transformer.attention',
+  'model.vit.transformer.remat',
+  'model.vit.transformer.scan',
+  'model.masks_at_a_time',
+  'prefetch',
+  'profile_steps',
+  'progress_every',
+  'real_labels',
+  'sharding_rules',
+  'task_options.merge_stuff',
+  'task_options.tight',
+  'tfds_data_dir',
+  'tfds_manual_dir',
+  'trackers',
+)
 # Keys that are computed from the size of the data.
 _LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 _CONFIG, _DATA = 'config.json', 'data.json'
 # Keys of a config.json of timm and Hugging Face.
 _OF_WEIGHTS = ('architecture', 'architectures', 'model_type')
-_SCHEMES = ('gs', 's3')  # Of places that are not on this machine.
+_SCHEMES = ('gs', 's3')  # URLs of object storage.
 PACKAGES = (
-  'vit_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'tensorflow',
-  'tensorflow-cpu', 'tensorflow-datasets', 'numpy',
-)  # fmt: skip
+  'vit_jax',
+  'jax',
+  'jaxlib',
+  'flax',
+  'optax',
+  'orbax-checkpoint',
+  'tensorflow',
+  'tensorflow-cpu',
+  'tensorflow-datasets',
+  'numpy',
+)
 
 
-def folder(workdir) -> epath.Path:
+def folder(workdir: epath.PathLike) -> epath.Path:
   """Returns the path of a workdir; ValueError for http:// and the like."""
-  scheme, found, _ = str(workdir).partition('://')
-  if found and scheme not in _SCHEMES:
+  scheme, separator, _ = str(workdir).partition('://')
+  if separator and scheme not in _SCHEMES:
     raise ValueError(
       f"workdir='{workdir}' must be a folder or at gs://, not at {scheme}:// (--workdir)"
     )
   return epath.Path(workdir)
 
 
-def absolute(path) -> epath.Path:
+def absolute(path: epath.PathLike) -> epath.Path:
   """Returns the absolute path, which Orbax requires; gs:// is one already."""
   text = os.fspath(path)
   return epath.Path(text if files.is_remote(text) else os.path.abspath(text))
 
 
-def to_plain(config) -> dict[str, Any]:
+def to_plain(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Converts a config to types of JSON (tuples become lists)."""
   return json.loads(json.dumps(config.to_dict()))
 
 
-def facts(config) -> dict[str, Any]:
+def facts(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns values by name that must agree in all processes of a run."""
-  found = {f'version of {k}': v for k, v in versions().items()}
-  return {**flatten(to_plain(config)), **found}
+  values = flatten(to_plain(config))
+  for name, version in versions().items():
+    values[f'version of {name}'] = version
+  return values
 
 
 @processes.by_first('checking the workdir')
-def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
+def check(
+  workdir: epath.PathLike,
+  config: ml_collections.ConfigDict,
+  metadata: Mapping[str, Any],
+  data: Mapping[str, Any],
+) -> None:
   """Checks that a run can start or resume in a folder, on process 0 for all.
 
   `config` is resolved, `metadata` {name of the file: JSON}, `data` the fingerprints
@@ -100,7 +139,9 @@ def check(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any])
 
 
 @processes.by_first('checking the workdir')
-def check_config(workdir, config, moved: bool = True):
+def check_config(
+  workdir: epath.PathLike, config: ml_collections.ConfigDict, moved: bool = True
+) -> None:
   """Checks a complete config as `check` does, except its lengths.
 
   With `moved`, data may be elsewhere than before: `check` compares their
@@ -109,10 +150,12 @@ def check_config(workdir, config, moved: bool = True):
   _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
 
 
-def _check_files(path: epath.Path, metadata: Mapping[str, Any]):
+def _check_files(path: epath.Path, metadata: Mapping[str, Any]) -> None:
   """Raises ValueError if a folder has the name of a file that a run writes."""
-  names = (*(f'{name}.json' for name in metadata), 'versions.json', 'metrics.jsonl')
-  for file in (path / name for name in (_CONFIG, _DATA, *names)):
+  names = [_CONFIG, _DATA, 'versions.json', 'metrics.jsonl']
+  names += [f'{name}.json' for name in metadata]
+  for name in names:
+    file = path / name
     if file.is_dir():
       raise ValueError(
         f"'{file}' is a folder, and a run writes a file of that name: move the folder "
@@ -120,7 +163,12 @@ def _check_files(path: epath.Path, metadata: Mapping[str, Any]):
       )
 
 
-def _check_config(path, config, free, moved=True) -> bool:
+def _check_config(
+  path: epath.Path,
+  config: ml_collections.ConfigDict,
+  free: Sequence[str],
+  moved: bool = True,
+) -> bool:
   """Checks the config of a run; returns False if no run has started here."""
   files.check_no_pattern(path, 'workdir')
   if path.exists() and not path.is_dir():
@@ -147,31 +195,38 @@ def _check_config(path, config, free, moved=True) -> bool:
 
 def _unknown_lengths(config: Mapping[str, Any]) -> list[str]:
   """Returns the keys of lengths of a config that depend on the size of the data."""
-  names = [name for name in ('total', 'warmup') if config[f'{name}_steps'] is None]
-  return [f'{name}_{unit}' for name in names for unit in ('steps', 'epochs')]
+  keys = []
+  for name in ('total', 'warmup'):
+    if config[f'{name}_steps'] is None:
+      keys += [f'{name}_steps', f'{name}_epochs']
+  return keys
 
 
-def _check_metadata(file, value):
+def _check_metadata(file: epath.Path, value: Any) -> None:
   """Checks that the metadata of the data are the ones that the run has learned."""
   old, new = _read(file, object), json.loads(json.dumps(value))
   if old == new:
     return
-  what = f'{old!r:.100} there, {new!r:.100} here'
+  difference = f'{old!r:.100} there, {new!r:.100} here'
   if isinstance(old, list) and isinstance(new, list):
-    pairs = enumerate(itertools.zip_longest(old, new))
-    what = next(f'number {i}: {a!r} there, {b!r} here' for i, (a, b) in pairs if a != b)
+    for i, (a, b) in enumerate(itertools.zip_longest(old, new)):
+      if a != b:
+        difference = f'number {i}: {a!r} there, {b!r} here'
+        break
   raise ValueError(
     f"'{file}' differs from the data, which now have other names than the run has "
-    f'learned ({what}): restore the names, or train into another --workdir with '
+    f'learned ({difference}): restore the names, or train into another --workdir with '
     f'--config.pretrained={file.parent}, which takes all but the head'
   )
 
 
-def check_data(workdir, data: Mapping[str, Any]):
+def check_data(workdir: epath.PathLike, data: Mapping[str, Any]) -> None:
   """Refuses other training data or frozen weights; warns of other evaluation data."""
   path = folder(workdir)
   sources = _read(path / _DATA)['sources']
-  for name in (name for name in data if name in sources):
+  for name in data:
+    if name not in sources:
+      continue
     differing = differences(sources[name], data[name])
     if differing and name == 'base':
       raise ValueError(
@@ -192,24 +247,36 @@ def check_data(workdir, data: Mapping[str, Any]):
       )
 
 
-def differences(old, new, free=(), common: bool = False) -> list[str]:
+def differences(
+  old: Mapping[str, Any],
+  new: Mapping[str, Any],
+  free: Sequence[str] = (),
+  common: bool = False,
+) -> list[str]:
   """Lists the keys, other than free ones, in which two trees differ.
 
   With `common`, keys of the roots that only one of the trees has do not count.
   """
   if common:
-    old, new = ({k: x[k] for k in x if k in old and k in new} for x in (old, new))
+    shared = old.keys() & new.keys()
+    old = {key: value for key, value in old.items() if key in shared}
+    new = {key: value for key, value in new.items() if key in shared}
   old, new = flatten(old), flatten(new)
+  prefixes = tuple(f'{key}.' for key in free)
   return [
     f'{key}: {old.get(key)} there, {new.get(key)} here'
-    for key in sorted({*old, *new})
-    if old.get(key) != new.get(key)
-    and not any(f'{key}.'.startswith(f'{other}.') for other in free)
+    for key in sorted(old.keys() | new.keys())
+    if old.get(key) != new.get(key) and not f'{key}.'.startswith(prefixes)
   ]
 
 
 @processes.by_first('writing the workdir')
-def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]):
+def create(
+  workdir: epath.PathLike,
+  config: ml_collections.ConfigDict,
+  metadata: Mapping[str, Any],
+  data: Mapping[str, Any],
+) -> None:
   """Writes the files of a run, see `check`; ValueError if that fails."""
   path, plain = folder(workdir), to_plain(config)
   configs = [plain]
@@ -238,7 +305,7 @@ def create(workdir, config, metadata: Mapping[str, Any], data: Mapping[str, Any]
     ) from e
 
 
-def is_gone(workdir) -> bool:
+def is_gone(workdir: epath.PathLike) -> bool:
   """Returns whether the folder of a run was moved or deleted."""
   try:
     return not (folder(workdir) / _CONFIG).exists()
@@ -246,7 +313,7 @@ def is_gone(workdir) -> bool:
     return False  # Unknown, since the storage does not answer.
 
 
-def gone(workdir) -> OSError:
+def gone(workdir: epath.PathLike) -> OSError:
   """Returns the error for `is_gone`."""
   return OSError(
     f"workdir='{workdir}' was moved or deleted during training: it has no {_CONFIG}; "
@@ -256,14 +323,14 @@ def gone(workdir) -> OSError:
 
 
 @processes.by_first('looking for the workdir')
-def check_present(workdir):
+def check_present(workdir: epath.PathLike) -> None:
   """Raises OSError on all processes if the folder of a run was moved or deleted."""
   if is_gone(workdir):
     raise gone(workdir)
 
 
 @contextlib.contextmanager
-def writing(path):
+def writing(path: epath.PathLike) -> Iterator[None]:
   """Explains errors of the storage while a run writes a file of its workdir."""
   path = epath.Path(path)
   try:
@@ -277,7 +344,7 @@ def writing(path):
     ) from e
 
 
-def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
+def load(workdir: epath.PathLike) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
   """Returns the complete config of a run, and its metadata.
 
   FileNotFoundError if the folder holds no run; ValueError if its files cannot
@@ -289,7 +356,7 @@ def load(workdir) -> tuple[ml_collections.ConfigDict, dict[str, Any]]:
 
 
 @processes.by_first('reading the metadata of the run')
-def stored(workdir, names: Sequence[str]) -> dict[str, Any]:
+def stored(workdir: epath.PathLike, names: Sequence[str]) -> dict[str, Any]:
   """Returns the metadata of the run in a folder; {} if no run has begun there.
 
   `names`: vit_jax.tasks.base.Task.METADATA.
@@ -298,14 +365,14 @@ def stored(workdir, names: Sequence[str]) -> dict[str, Any]:
   return _read_metadata(path, names) if (path / _CONFIG).exists() else {}
 
 
-def _read_metadata(path, names) -> dict[str, Any]:
-  found = {name: _read(path / f'{name}.json', object) for name in names}
-  if _read(path / _DATA).get('metadata') != _digest(found):
+def _read_metadata(path: epath.Path, names: Sequence[str]) -> dict[str, Any]:
+  metadata = {name: _read(path / f'{name}.json', object) for name in names}
+  if _read(path / _DATA).get('metadata') != _digest(metadata):
     raise ValueError(
       f"{[f'{name}.json' for name in names]} in workdir='{path}' differ from what "
       'the run has learned (data.json has a hash of it): restore these files'
     )
-  return found
+  return metadata
 
 
 @processes.by_first('reading the model of the run')
@@ -321,7 +388,7 @@ def keep_dtype(stored: Mapping[str, Any], config: ml_collections.ConfigDict) -> 
     config.model.dtype = stored.get('model', {}).get('dtype') or dtypes.AUTO
 
 
-def _read_plain(path) -> dict[str, Any]:
+def _read_plain(path: epath.Path) -> dict[str, Any]:
   """Returns the config of a run as it is stored."""
   file = path / _CONFIG
   plain = _read(file)
@@ -344,7 +411,7 @@ def _read_plain(path) -> dict[str, Any]:
   return plain
 
 
-def _read_config(path) -> ml_collections.ConfigDict:
+def _read_config(path: epath.Path) -> ml_collections.ConfigDict:
   """Returns the complete config of a run."""
   plain = _read_plain(path)
   try:
@@ -356,7 +423,7 @@ def _read_config(path) -> ml_collections.ConfigDict:
     raise _damaged(path / _CONFIG, str(e)) from e
 
 
-def _read(path, kind: type = dict):
+def _read(path: epath.Path, kind: type = dict) -> Any:
   """Reads JSON of a kind."""
   try:
     content = files.read_json(path)
@@ -374,13 +441,13 @@ def _read(path, kind: type = dict):
   return content
 
 
-def _damaged(path, why) -> ValueError:
+def _damaged(path: epath.PathLike, reason: str) -> ValueError:
   return ValueError(
-    f"'{path}' is damaged: {why}; restore the file, or start anew in another --workdir"
+    f"'{path}' is damaged: {reason}; restore the file, or start anew in another --workdir"
   )
 
 
-def _digest(value) -> str:
+def _digest(value: Any) -> str:
   return files.digest([json.dumps(value, sort_keys=True).encode()])
 
 
@@ -391,10 +458,10 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of the packages that decide results."""
-  found = {'python': platform.python_version()}
+  versions_by_name = {'python': platform.python_version()}
   for name in PACKAGES:
     try:
-      found[name] = importlib.metadata.version(name)
+      versions_by_name[name] = importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
       continue
-  return found
+  return versions_by_name
