@@ -71,14 +71,17 @@ def inspect_params(
   Both are nested dicts; shapes are not compared. ValueError lists the leaves that
   are extra or missing, if these flags make them errors.
   """
-  have = flax.traverse_util.flatten_dict(params, sep='/')
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
-  missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
+  names = flax.traverse_util.flatten_dict(params, sep='/').keys()
+  expected_names = flax.traverse_util.flatten_dict(expected, sep='/').keys()
+  missing = sorted(expected_names - names)
+  extra = sorted(names - expected_names)
   if missing:
     logging.info('The weights lack: %s', missing)
   if extra:
     logging.info('The model lacks these leaves of the weights: %s', extra)
-  fitting.fail_for((), missing * fail_if_missing, extra * fail_if_extra)
+  fitting.fail_for(
+    (), missing if fail_if_missing else [], extra if fail_if_extra else []
+  )
   return params
 
 
@@ -86,7 +89,7 @@ def load_pretrained(
   *,
   pretrained_path: str,
   init_params: dict,
-  model_config,
+  model_config: ml_collections.ConfigDict,
   grid: tuple[int, int] | None = None,
   new_grid: tuple[int, int] | None = None,
 ) -> flax.core.FrozenDict:
@@ -114,21 +117,37 @@ def load_pretrained(
   vit_jax.weights.reading.read does, and ValueError if the weights do not fit, with
   the leaves, both shapes, and the model that the weights look like.
   """
-  taken = fitting.transferable(
+  loaded = fitting.transferable(
     pretrained_path, init_params, model_config, grid, new_grid, partly=True
   )
   init = flax.traverse_util.flatten_dict(init_params, sep='/')
-  params = flax.traverse_util.unflatten_dict({**init, **taken}, sep='/')
+  params = flax.traverse_util.unflatten_dict({**init, **loaded}, sep='/')
   return flax.core.freeze(params)
 
 
 # Fields of a model that are free for any weights.
-_FREE = (
-  'attention', 'attention_dropout_rate', 'attention_pattern', 'attention_window',
-  'classifier', 'dropout_rate', 'dtype', 'head_bias_init', 'head_init', 'kind',
-  'layer_scale', 'model_name', 'param_dtype', 'patches.size', 'pool_norm',
-  'position_grid', 'remat', 'representation_size', 'scan', 'stochastic_depth',
-)  # fmt: skip
+_FREE = {
+  'attention',
+  'attention_dropout_rate',
+  'attention_pattern',
+  'attention_window',
+  'classifier',
+  'dropout_rate',
+  'dtype',
+  'head_bias_init',
+  'head_init',
+  'kind',
+  'layer_scale',
+  'model_name',
+  'param_dtype',
+  'patches.size',
+  'pool_norm',
+  'position_grid',
+  'remat',
+  'representation_size',
+  'scan',
+  'stochastic_depth',
+}
 
 
 def with_model(
@@ -145,24 +164,34 @@ def with_model(
   if not config.get('model') or config.model.get('kind') != model_configs.PRETRAINED:
     return config
   config = config.copy_and_resolve_references()
-  given = config.model.to_dict()
-  del given['kind']
+  overrides = config.model.to_dict()
+  del overrides['kind']
   stored_model = (stored or {}).get('model')
-  found = ml_collections.ConfigDict(stored_model or _model_of(config, given))
-  flat = lambda fields: flax.traverse_util.flatten_dict(fields, sep='.')
-  known = flat(model_configs.with_options(found).to_dict())
-  for key, value in flat(given).items():
-    have = known.get(key)
-    free = {key, key.rpartition('.')[2]} & {*_FREE}
-    if not stored_model and not free and value != have:
+  model = ml_collections.ConfigDict(stored_model or _model_of(config, overrides))
+  if not stored_model:
+    _check_overrides(config, model, overrides)
+  with config.unlocked(), model.ignore_type():
+    model.update(overrides)
+    config.model = model
+  return config
+
+
+def _check_overrides(
+  config: ml_collections.ConfigDict,
+  model: ml_collections.ConfigDict,
+  overrides: Mapping[str, Any],
+) -> None:
+  """Raises ValueError if fields of the config contradict the model of its weights."""
+  fields = flax.traverse_util.flatten_dict(
+    model_configs.with_options(model).to_dict(), sep='.'
+  )
+  for key, value in flax.traverse_util.flatten_dict(overrides, sep='.').items():
+    is_free = key in _FREE or key.rpartition('.')[2] in _FREE
+    if not is_free and value != fields.get(key):
       raise ValueError(
         f"model.{key}={value}, but the weights in pretrained='{config.pretrained}' are "
-        f'of a model with {have}: leave out --config.model.{key}'
+        f'of a model with {fields.get(key)}: leave out --config.model.{key}'
       )
-  with config.unlocked(), found.ignore_type():
-    found.update(given)
-    config.model = found
-  return config
 
 
 def with_preparation(
@@ -214,7 +243,9 @@ def _as_tuple(value: Any) -> Any:
   return tuple(value) if isinstance(value, list) else value
 
 
-def _model_of(config, given) -> dict[str, Any]:
+def _model_of(
+  config: ml_collections.ConfigDict, overrides: Mapping[str, Any]
+) -> dict[str, Any]:
   """Returns the fields of the model in `config.pretrained`, a classifier."""
   path = config.get('pretrained')
   if not isinstance(path, str):
@@ -222,7 +253,7 @@ def _model_of(config, given) -> dict[str, Any]:
       f'pretrained={path}, but the config takes the model from weights: '
       'name them (--config.pretrained=PATH)'
     )
-  encoder = given.get('transformer') or {}
+  encoder = overrides.get('transformer') or {}
   weights = reading.read(
     path, encoder.get('num_heads'), entry=config.get('pretrained_entry')
   )
@@ -233,26 +264,24 @@ def _model_of(config, given) -> dict[str, Any]:
       f"pretrained='{path}' holds {family.noun}, not {vit.Classifiers.noun}: name a "
       'model in the config instead (--config)'
     )
-  found = identify.model_config(weights.params, weights.model)
+  model = identify.model_config(weights.params, weights.model)
   flat = flax.traverse_util.flatten_dict(dict(weights.model))
   unknown = [key for key, x in flat.items() if key[-1] == 'gelu' and x is None]
   gelu = dict.fromkeys(unknown, encoder.get('gelu'))
-  if found is None or None in gelu.values():
+  if model is None:
+    raise ValueError(f"pretrained='{path}' does not specify the sizes of its model")
+  if None in gelu.values():
     raise ValueError(
-      f"pretrained='{path}' does not specify "
-      + (
-        'the sizes of its model'
-        if found is None
-        else 'its GELU: set --config.model.transformer.gelu=erf, tanh or quick'
-      )
+      f"pretrained='{path}' does not specify its GELU: set "
+      '--config.model.transformer.gelu=erf, tanh or quick'
     )
-  with found.ignore_type():
-    found.update(flax.traverse_util.unflatten_dict({**flat, **gelu}))
-    found.representation_size = None
-  return found.to_dict()
+  with model.ignore_type():
+    model.update(flax.traverse_util.unflatten_dict({**flat, **gelu}))
+    model.representation_size = None
+  return model.to_dict()
 
 
-def check_exists(config):
+def check_exists(config: ml_collections.ConfigDict) -> None:
   """Checks that the weights of a config can be read, without reading them.
 
   Raises:
@@ -264,7 +293,9 @@ def check_exists(config):
     reading.check_packages(path)
 
 
-def pretrained_weights(config, task, params, extra=None) -> dict:
+def pretrained_weights(
+  config: ml_collections.ConfigDict, task: Any, params: Any, extra: Any = None
+) -> dict:
   """Loads the weights of a config, arrays by '/'-joined path; {} if it names none.
 
   `config` gives `pretrained`, `pretrained_dir`, `model` and `pp.crop`; the task its
@@ -275,54 +306,77 @@ def pretrained_weights(config, task, params, extra=None) -> dict:
   """
   extra = extra or {}
   published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
-  found: dict[str, Any] = {}
+  weights: dict[str, Any] = {}
   for part, path in paths.of_config(config).items():
-    known = sorted({**params, **extra})
-    if part and part not in known:
+    parts = sorted({*params, *extra})
+    if part and part not in parts:
       raise ValueError(
         f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
-        f"'{part}/', but {known}; name one of these (config.pretrained)"
+        f"'{part}/', but {parts}; name one of these (config.pretrained)"
       )
     with paths.with_remedy(config):
       if part in extra:
-        taken = _taken(config, path, extra[part], part, new=())
+        loaded = _transferable(config, path, extra[part], part, new=())
       else:
-        taken = _part_weights(config, part, path, task, params, published_extra)
-    both = {name.split('/')[0] for name in taken if name in found}
-    if twice := sorted(both & params.keys()):
+        loaded = _part_weights(config, part, path, task, params, published_extra)
+    repeated = {name.split('/')[0] for name in loaded.keys() & weights.keys()}
+    if twice := sorted(repeated & params.keys()):
       raise ValueError(
         f'pretrained={paths.of_config(config)} names two weights for '
         f"'{twice[0]}/': leave out one of them (config.pretrained)"
       )
-    found |= taken
-  return found
+    weights |= loaded
+  return weights
 
 
-def _part_weights(config, part, path, task, params, extra) -> dict:
+def _part_weights(
+  config: ml_collections.ConfigDict,
+  part: str,
+  path: str,
+  task: Any,
+  params: Any,
+  extra: Any,
+) -> dict:
   """Returns the weights of a part of a model from a file; '': of the whole.
 
-  1. A part that is itself a model (`own`), such as an image tower, starts from
+  1. A part that is itself a model (in `models_by_part`), such as an image tower, starts from
      weights of such a model.
   2. A whole model starts from the weights of such a part, if the file has those: a
      detector with a Vision Transformer starts from a classifier.
   3. Otherwise, the file has weights of the whole model, of which `part` is taken.
   """
-  own = model_configs.parts_of(config.model)  # {'img': 'image'}
+  models_by_part = model_configs.parts_of(config.model)  # {'img': 'image'}
   if part == 'txt' and model_configs.kind_of(config.model) == 'lit':
-    own = {'txt': 'text'}
+    models_by_part = {'txt': 'text'}
   new = ('head', 'pre_logits/')
-  if part in own:
-    return _taken(config, path, params[part], part, own[part], new=new, part=part)
-  for name, key in own.items() if not part else ():
-    with contextlib.suppress(fitting.OtherModelError):
-      return _taken(config, path, params[name], name, key, new=new)
-  options = dict(new=task.new_params, adapt=task.adapt_weights)
-  taken = _taken(config, path, {**params, **extra}, **options)
-  kept = (f'{part}/', *(f'{name}/' for name in extra)) if part else ''
-  return {name: x for name, x in taken.items() if name.startswith(kept)}
+  if part in models_by_part:
+    key = models_by_part[part]
+    return _transferable(config, path, params[part], part, key, new=new, part=part)
+  if not part:
+    for name, key in models_by_part.items():
+      with contextlib.suppress(fitting.OtherModelError):
+        return _transferable(config, path, params[name], name, key, new=new)
+  loaded = _transferable(
+    config,
+    path,
+    {**params, **extra},
+    new=task.new_params,
+    adapt=task.adapt_weights,
+  )
+  if not part:
+    return loaded
+  prefixes = tuple(f'{name}/' for name in (part, *extra))
+  return {name: x for name, x in loaded.items() if name.startswith(prefixes)}
 
 
-def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
+def _transferable(
+  config: ml_collections.ConfigDict,
+  path: str,
+  expected: Any,
+  name: str = '',
+  key: str | None = None,
+  **kwargs: Any,
+) -> dict:
   """Calls `transferable` for a run's model, or for `config.model[key]`.
 
   `name` is the prefix of its parameters in the run's; '' for the whole model.
@@ -339,20 +393,22 @@ def _taken(config, path, expected, name='', key=None, **kwargs) -> dict:
   kwargs.update(place=place, entry=config.pretrained_entry)
   grid = config.pretrained_grid
   prepared = None if key == 'text' else preparation.of_run(config.pp)
-  taken = transferable(
+  loaded = transferable(
     path, expected, model, grid, new_grid, prepared=prepared, **kwargs
   )
-  return {f'{name}/{leaf}' if name else leaf: x for leaf, x in taken.items()}
+  if not name:
+    return loaded
+  return {f'{name}/{leaf}': x for leaf, x in loaded.items()}
 
 
-def _fix_groupnorm(params):
+def _fix_groupnorm(params: Any) -> dict[str, Any]:
   """Reshapes GroupNorms of old files to vectors; users of the original call it."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   flat = {path: published.without_ones(path, leaf) for path, leaf in flat.items()}
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 
 
-def get_augreg_df(directory: str = 'gs://vit_models/augreg'):
+def get_augreg_df(directory: str = 'gs://vit_models/augreg') -> Any:
   """Reads the index of the AugReg checkpoints (arXiv 2106.10270).
 
   Returns a pandas.DataFrame with one row per fine-tuned checkpoint. Columns: `name`
