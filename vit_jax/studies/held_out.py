@@ -1,7 +1,9 @@
 """Splits training data into a part to train on and a held-out part."""
 
+from collections.abc import Iterator
+import itertools
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit_jax.configs import schema
 from vit_jax.data import slices
@@ -29,50 +31,55 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
   Raises ValueError if nothing is left to train on or to hold out, or the held-out
   part overlaps with the rest or the test split.
   """
-  (base, instruction), *more = slices.parts(split)
+  summands = list(slices.parts(split))
+  base, instruction = summands[0]
   remedy = 'hold out a part with --held_out=10%, or a split with --held_out=validation'
   if held_out and not re.fullmatch(r'\d+|\d+(\.\d+)?%', held_out):
     schema.check('held_out', held_out, schema.Split, '--')
-    found = Parts(split, held_out, f'{split}+{held_out}')
-  elif more:
+    splits = Parts(split, held_out, f'{split}+{held_out}')
+  elif len(summands) > 1:
     raise ValueError(
       f"pp.train='{split}' is a sum of splits: name the split to hold out, as in "
       '--held_out=validation'
     )
   elif held_out:
-    found = _cut_off(base, instruction, held_out)
+    splits = _cut_off(base, instruction, held_out)
   else:
     begin, _, end = instruction.strip('[]').partition(':')
-    rest = [f'{base}[:{begin}]'] * bool(begin) + [f'{base}[{end}:]'] * bool(end)
-    found = Parts(split, '+'.join(rest), base)
-    if not rest:
+    remainders = []
+    if begin:
+      remainders.append(f'{base}[:{begin}]')
+    if end:
+      remainders.append(f'{base}[{end}:]')
+    splits = Parts(split, '+'.join(remainders), base)
+    if not remainders:
       raise ValueError(
         f"pp.train='{split}' leaves no training data to choose on: {remedy}"
       )
-  for key, other in (('pp.train', found.train), ('pp.test', test)):
-    if _overlap(found.held_out, other):
+  for key, value in (('pp.train', splits.train), ('pp.test', test)):
+    if _overlap(splits.held_out, value):
       raise ValueError(
-        f"the part to choose on, '{found.held_out}', overlaps with {key}='{other}': "
+        f"the part to choose on, '{splits.held_out}', overlaps with {key}='{value}': "
         f'{remedy}'
       )
-  return found
+  return splits
 
 
-def _overlap(split: str, other: str) -> bool:
+def _overlap(a: str, b: str) -> bool:
   """Returns whether two splits of large data sets overlap."""
 
-  def ranges(split):
+  def ranges(split: str) -> Iterator[tuple[str, Any]]:
     for base, instruction in slices.parts(split):
       yield base, slices.take(range(_LARGE), base, instruction)
 
-  return any(
-    base == other_base and part.start < other_part.stop and other_part.start < part.stop
-    for base, part in ranges(split)
-    for other_base, other_part in ranges(other)
-  )
+  for (base_a, range_a), (base_b, range_b) in itertools.product(ranges(a), ranges(b)):
+    is_disjoint = range_a.stop <= range_b.start or range_b.stop <= range_a.start
+    if base_a == base_b and not is_disjoint:
+      return True
+  return False
 
 
-def _cut_off(base, instruction, held_out) -> Parts:
+def _cut_off(base: str, instruction: str, held_out: str) -> Parts:
   """Cuts a share or a number of examples off the end of a slice."""
   unit = '%' if held_out.endswith('%') else ''
   spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
@@ -90,11 +97,9 @@ def _cut_off(base, instruction, held_out) -> Parts:
       'or nothing to choose on (--held_out)'
     )
 
-  def bound(number, given=True):
-    return f'{number:.10g}{unit}' if given else ''
-
+  start = f'{begin:.10g}{unit}' if begin else ''
+  cut_at = f'{middle:.10g}{unit}'
+  stop = f'{end:.10g}{unit}' if spec.to else ''
   return Parts(
-    f'{base}[{bound(begin, begin)}:{bound(middle)}]',
-    f'{base}[{bound(middle)}:{bound(end, spec.to)}]',
-    f'{base}{instruction}',
+    f'{base}[{start}:{cut_at}]', f'{base}[{cut_at}:{stop}]', f'{base}{instruction}'
   )

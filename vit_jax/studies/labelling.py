@@ -4,6 +4,8 @@ The model sees each image once, without noise. Confident labels are kept and
 balanced over the classes (arXiv 1911.04252, section 3).
 """
 
+from collections.abc import Mapping
+import functools
 import json
 from typing import Any, NamedTuple
 
@@ -13,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import predict
-from vit_jax.data import pseudo_labels
+from vit_jax.data import pseudo_labels, records
 from vit_jax.distributed import processes
 from vit_jax.evaluators import evaluation
-from vit_jax.inference import engine
+from vit_jax.inference import engine, predictor
 from vit_jax.run import workdir as workdir_lib
 from vit_jax.tasks import classify
 
@@ -30,11 +32,11 @@ class Settings(NamedTuple):
   confidence: float  # Labels with a lower probability are dropped.
   per_class: int | None  # Images per class, see `balance`; None for all.
   soft: bool  # Whether a label is the probability of every class, or the best one.
-  seed: int  # Of `balance`.
+  seed: int  # Seed of `balance`.
   soft_classes: int | None  # Top classes whose probabilities are stored; None: all.
 
 
-def label(settings: Settings, source, folder: str, batch: int) -> dict:
+def label(settings: Settings, source: records.Source, folder: str, batch: int) -> dict:
   """Labels images and writes a folder of pseudo-labels, unless it exists.
 
   `batch` is the number of images per step, over all devices and hosts. Returns the
@@ -43,19 +45,23 @@ def label(settings: Settings, source, folder: str, batch: int) -> dict:
   balancing (`examples`). Raises ValueError for a folder with other settings or
   images, a run that is not a classifier, and images without any confident label.
   """
-  path, first = epath.Path(folder), processes.from_first
-  asked = {**settings._asdict(), 'images': source.fingerprint()}
-  if not first('looking for pseudo-labels', lambda: _is_done(path, asked, source)):
+  path = epath.Path(folder)
+  request = {**settings._asdict(), 'images': source.fingerprint()}
+  if not _is_done(path, request, source):
     model, mesh = load_teacher(settings.teacher)
     model.config.batch_eval = batch
     evaluation.fit_batches(model.config, mesh)
-    found = _predict(model, mesh, source, settings.soft_classes)
-    write = lambda: _write(path, asked, model.task, found)
-    first('writing the pseudo-labels', write)
-  return first('reading the pseudo-labels', lambda: pseudo_labels.read_facts(folder))
+    predictions = _predict(model, mesh, source, settings.soft_classes)
+    _write(path, request, model.task, predictions)
+  return _read_facts(folder)
 
 
-def load_teacher(workdir: str):
+@processes.by_first('reading the pseudo-labels')
+def _read_facts(folder: str) -> dict[str, Any]:
+  return pseudo_labels.read_facts(folder)
+
+
+def load_teacher(workdir: str) -> tuple[predictor.Predictor, jax.sharding.Mesh]:
   """Loads a run that can label images; returns its predictor and the mesh."""
   mesh = evaluation.run_mesh(workdir)
   model = predict.load(workdir, mesh=mesh)
@@ -67,7 +73,10 @@ def load_teacher(workdir: str):
   return model, mesh
 
 
-def _is_done(path, asked, source) -> bool:
+@processes.by_first('looking for pseudo-labels')
+def _is_done(
+  path: epath.Path, request: Mapping[str, Any], source: records.Source
+) -> bool:
   """Returns whether the folder has labels; ValueError if of other settings."""
   if not pseudo_labels.exists(path):
     path.mkdir(parents=True, exist_ok=True)
@@ -75,7 +84,7 @@ def _is_done(path, asked, source) -> bool:
     return False
   facts = pseudo_labels.read_facts(path)
   before = {**facts.get('settings', {}), 'images': facts['images']}
-  if differing := workdir_lib.differences(before, json.loads(json.dumps(asked))):
+  if differing := workdir_lib.differences(before, json.loads(json.dumps(request))):
     raise ValueError(
       f"'{path}' has pseudo-labels of other settings:\n  "
       + '\n  '.join(differing)
@@ -84,51 +93,62 @@ def _is_done(path, asked, source) -> bool:
   return True
 
 
-def _predict(model, mesh, source, known: int | None) -> dict[str, np.ndarray]:
-  """Returns the `known` top `classes` and `probabilities` [n, known] of images."""
+def _predict(
+  model: predictor.Predictor,
+  mesh: jax.sharding.Mesh,
+  source: records.Source,
+  num_classes: int | None,
+) -> dict[str, np.ndarray]:
+  """Returns the top `classes` and their `probabilities`, both [n, num_classes]."""
   task = model.task
   count = len(task.class_names)
 
-  def best(params, extra, batch):
+  def best(params: Any, extra: Any, batch: Any) -> dict[str, jax.Array]:
     logits = task.outputs(params, extra, batch)
     shares = task.squash(logits.astype(jnp.float32))
-    probabilities, classes = jax.lax.top_k(shares, min(known or count, count))
+    probabilities, classes = jax.lax.top_k(shares, min(num_classes or count, count))
     return {'classes': classes, 'probabilities': probabilities}
 
-  best = engine.everywhere(mesh, best)
+  predict_batch = engine.everywhere(mesh, best)
   return engine.collect(
     model.config,
     mesh,
     source,
     task.inputs,
-    lambda batch: best(model.params, model.extra, batch),
+    functools.partial(predict_batch, model.params, model.extra),
     label='Labelling images',
   )
 
 
-def _write(path, asked: dict[str, Any], task, found):
+@processes.by_first('writing the pseudo-labels')
+def _write(
+  path: epath.Path,
+  request: dict[str, Any],
+  task: classify.Task,
+  predictions: Mapping[str, np.ndarray],
+) -> None:
   """Selects the confident labels, balances them, and writes them."""
-  confidence = found['probabilities'][:, 0]
-  kept = np.flatnonzero(confidence >= asked['confidence'])
-  if not len(kept):
+  confidence = predictions['probabilities'][:, 0]
+  confident = np.flatnonzero(confidence >= request['confidence'])
+  if not len(confident):
     raise ValueError(
-      f"no label of the teacher in '{asked['teacher']}' reaches confidence="
-      f'{asked["confidence"]}: the highest probability is {confidence.max():.3f}; '
+      f"no label of the teacher in '{request['teacher']}' reaches confidence="
+      f'{request["confidence"]}: the highest probability is {confidence.max():.3f}; '
       'lower --config.confidence, or train the teacher longer'
     )
-  best = found['classes'][kept, 0]
+  best = predictions['classes'][confident, 0]
   arrays = {
-    'images': kept.astype(np.int64),
-    **{name: found[name][kept] for name in ('classes', 'probabilities')},
-    'rows': balance(best, confidence[kept], asked['per_class'], asked['seed']),
+    'images': confident.astype(np.int64),
+    **{name: predictions[name][confident] for name in ('classes', 'probabilities')},
+    'rows': balance(best, confidence[confident], request['per_class'], request['seed']),
   }
   facts = {
-    **{name: asked[name] for name in ('dataset', 'split', 'images', 'soft')},
+    **{name: request[name] for name in ('dataset', 'split', 'images', 'soft')},
     'class_names': list(task.class_names),
     'exclusive': task.exclusive,
-    'settings': {k: v for k, v in asked.items() if k != 'images'},
+    'settings': {k: v for k, v in request.items() if k != 'images'},
     'counts': {
-      'images': asked['images']['num_examples'],
+      'images': request['images']['num_examples'],
       'by_class': np.bincount(best, minlength=len(task.class_names)).tolist(),
       'examples': len(arrays['rows']),
     },
@@ -145,18 +165,25 @@ def balance(
   repeats its images equally often, and randomly chosen ones once more. A class without
   images stays empty. With per_class=None every image is kept once.
 
-  Takes the class, int [m], and the confidence, float [m], of each image; returns rows
-  of these arrays, int64 [n], ascending by class.
+  Args:
+    classes: class of each image, int [m].
+    confidence: confidence of each image, float [m].
+    per_class: number of images of each class.
+    seed: decides which images are repeated.
+
+  Returns:
+    Rows of these arrays, int64 [n], ascending by class.
   """
   if per_class is None:
     return np.arange(len(classes))
-  chosen = []
+  balanced = []
   order = np.lexsort((-confidence, classes))  # By class, most confident first.
-  numbers, begins = np.unique(classes[order], return_index=True)
-  for number, mine in zip(numbers, np.split(order, begins[1:])):
-    times, rest = divmod(per_class, len(mine))
-    lots = np.arange(len(mine))
-    if times:
-      lots = np.random.default_rng([seed, number]).permutation(len(mine))
-    chosen += [np.tile(mine, times), mine[np.sort(lots[:rest])]]
-  return np.concatenate(chosen)
+  labels, begins = np.unique(classes[order], return_index=True)
+  for label, rows in zip(labels, np.split(order, begins[1:])):
+    repeats, num_extra = divmod(per_class, len(rows))
+    ranks = np.arange(len(rows))
+    if repeats:
+      ranks = np.random.default_rng([seed, label]).permutation(len(rows))
+    balanced.append(np.tile(rows, repeats))
+    balanced.append(rows[np.sort(ranks[:num_extra])])
+  return np.concatenate(balanced)

@@ -17,11 +17,14 @@ Machines that see the workdir share the runs; one labels the images of a seed wh
 the others wait.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import ml_collections
 
 from vit_jax import console, predict, train
 from vit_jax.configs import noisy_student as recipe
-from vit_jax.data import sources
+from vit_jax.data import records, sources
 from vit_jax.distributed import files
 from vit_jax.evaluators import evaluation
 from vit_jax.run import (
@@ -47,53 +50,61 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
   _check(config)
   workdir = files.expanded(workdir)
   counts = [_check_data(config, seed) for seed in config.seeds]
-  found, given = {}, config.teacher_workdir
+  values: dict[str, dict[int, float | None]] = {}
 
-  def train_all(variant, runs):
+  def train_all(variant: str, runs: Sequence[runs_lib.Run]) -> list[str]:
     outcome = runs_lib.train_all(runs, workdir)
     outcome.finish()
     # A student's own seed differs from the seed of its teacher.
     metrics = outcome.by_seed(runs, config.metric).values()
-    found[variant] = dict(zip(config.seeds, metrics))
+    values[variant] = dict(zip(config.seeds, metrics))
     return [f'{workdir}/{run.name}' for run in runs]
 
-  if given is None:
+  if config.teacher_workdir is None:
     say('Teachers:')
     runs = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
     teachers = train_all('teacher', runs)
   else:
-    found['teacher'] = dict.fromkeys(config.seeds, _evaluate(given, config))
-    teachers = [given] * len(config.seeds)
+    value = _evaluate(config.teacher_workdir, config)
+    values['teacher'] = dict.fromkeys(config.seeds, value)
+    teachers = [config.teacher_workdir] * len(config.seeds)
   for iteration in range(1, len(config.ratios) + 1):
     say(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
     runs = [
-      _student(config, workdir, iteration, *each)
-      for each in zip(config.seeds, teachers, counts)
+      _student(config, workdir, iteration, seed, teacher, count)
+      for seed, teacher, count in zip(config.seeds, teachers, counts)
     ]
     teachers = train_all(f'student {iteration}', runs)
   student = run_config.complete(config.student)
   kind = run_evaluators.metrics_of(student)[config.metric]
   return summaries.report(
-    workdir, 'noisy_student', config.metric, kind, found, 'Noisy Student',
-    baseline='teacher', x_label='iteration',
-    places=[('mean over the seeds', iteration) for iteration in range(len(found))],
-  )  # fmt: skip
+    workdir,
+    'noisy_student',
+    config.metric,
+    kind,
+    values,
+    'Noisy Student',
+    baseline='teacher',
+    x_label='iteration',
+    places=[('mean over the seeds', iteration) for iteration in range(len(values))],
+  )
 
 
 # --- Checking ---
 
 
-def _check(config):
+def _check(config: ml_collections.ConfigDict) -> None:
   """Checks the config of the study and of its runs."""
   runs_lib.complete(config, recipe.NoisyStudent, 'a Noisy Student')
   for kind, ratios in (('teacher', (0,)), ('student', config.ratios)):
     run = run_config.complete(runs_lib.seeded(config[kind], config.seeds[0]))
-    known, whose = run_evaluators.metrics_of(run), f'the {kind}'
+    metrics = run_evaluators.metrics_of(run)
+    owner = f'the {kind}'
     if config.teacher_workdir is not None:
       # Few-shot probes are part of a run, not of an evaluation.
-      known = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
-      whose += ' and of a given teacher (config.teacher_workdir)'
-    runs_lib.check_metric(config.metric, known, whose)
+      metrics = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
+      owner += ' and of a given teacher (config.teacher_workdir)'
+    runs_lib.check_metric(config.metric, metrics, owner)
     size = run.batch
     for ratio in ratios:
       run.batch = round(size * (1 + ratio))
@@ -103,7 +114,7 @@ def _check(config):
         raise ValueError(f'{kind}, batch={size}, ratio={ratio}: {e}') from e
 
 
-def _check_data(config, seed) -> int:
+def _check_data(config: ml_collections.ConfigDict, seed: int) -> int:
   """Opens the data of a seed; returns the number of labelled images."""
   run = runs_lib.seeded(config.student, seed)
   run.broken_images = 'trust'  # The runs check the images.
@@ -122,7 +133,12 @@ def _check_data(config, seed) -> int:
   return labelled.num_examples
 
 
-def _unlabelled(config, seed, run, workdir=None):
+def _unlabelled(
+  config: ml_collections.ConfigDict,
+  seed: int,
+  run: ml_collections.ConfigDict,
+  workdir: str | None = None,
+) -> records.Source:
   """Opens the unlabelled images of a seed."""
   split = runs_lib.with_seed(config.unlabelled_split, seed)
   return sources.open_split(
@@ -133,17 +149,25 @@ def _unlabelled(config, seed, run, workdir=None):
 # --- The runs ---
 
 
-def _evaluate(teacher, config) -> float:
+def _evaluate(teacher: str, config: ml_collections.ConfigDict) -> float:
   """Returns the metric of a given teacher on the student's data."""
   run = run_config.complete(runs_lib.seeded(config.student, config.seeds[0]))
   metrics = {}
   for name, split, dataset in run_config.evaluations(run):
-    found = evaluation.evaluate(predict.load(teacher), split, dataset or run.dataset)
-    metrics.update({f'{key}_{name}': value for key, value in found.items()})
+    values = evaluation.evaluate(predict.load(teacher), split, dataset or run.dataset)
+    for key, value in values.items():
+      metrics[f'{key}_{name}'] = value
   return metrics[config.metric]
 
 
-def _student(config, workdir, iteration, seed, teacher, num_labelled):
+def _student(
+  config: ml_collections.ConfigDict,
+  workdir: str,
+  iteration: int,
+  seed: int,
+  teacher: str,
+  num_labelled: int,
+) -> runs_lib.Run:
   """Labels the images of a seed; returns the run of the student."""
   run = run_config.resolve_steps(
     run_config.complete(runs_lib.seeded(config.student, seed)), num_labelled
@@ -171,15 +195,17 @@ def _student(config, workdir, iteration, seed, teacher, num_labelled):
   return runs_lib.Run(f'student_{iteration}_{seed}', run)
 
 
-def _describe(facts, folder) -> str:
+def _describe(facts: Mapping[str, Any], folder: str) -> str:
   """Describes how many images were labelled, and how evenly."""
   counts = facts['counts']
-  each = counts['by_class']
-  empty = [x for x, count in zip(facts['class_names'], each) if not count]
-  lacking = console.counted(len(empty), 'class')
-  none = f'; none for {lacking}, such as {empty[:3]}'
-  return (
-    f'{folder}: {sum(each):,} of {counts["images"]:,} images labelled, '
-    f'{min(each):,} to {max(each):,} per class, and {counts["examples"]:,} when '
-    f'balanced{none if empty else ""}.'
+  by_class = counts['by_class']
+  description = (
+    f'{folder}: {sum(by_class):,} of {counts["images"]:,} images labelled, '
+    f'{min(by_class):,} to {max(by_class):,} per class, and {counts["examples"]:,} when '
+    'balanced'
   )
+  empty = [name for name, count in zip(facts['class_names'], by_class) if not count]
+  if empty:
+    num_empty = console.counted(len(empty), 'class')
+    description += f'; none for {num_empty}, such as {empty[:3]}'
+  return f'{description}.'

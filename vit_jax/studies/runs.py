@@ -7,7 +7,7 @@ folder no other machine has locked (vit_jax/run/lock.py).
 """
 
 import collections
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import copy
 import json
@@ -15,6 +15,7 @@ import re
 import time
 from typing import Any, NamedTuple
 
+from etils import epath
 import jax
 import ml_collections
 import msgspec
@@ -40,9 +41,15 @@ _PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
 # Keys that may change during training but not afterwards: the length of the run,
 # and what is measured.
 _FIXED = (
-  'total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs', 'evals',
-  'evaluators', 'fewshot', 'real_labels',
-)  # fmt: skip
+  'total_steps',
+  'total_epochs',
+  'warmup_steps',
+  'warmup_epochs',
+  'evals',
+  'evaluators',
+  'fewshot',
+  'real_labels',
+)
 # Errors of a single run, which do not stop the others.
 _OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
 
@@ -62,7 +69,7 @@ class _Result(msgspec.Struct, omit_defaults=True):
   """Content of the result.json of a finished run."""
 
   config: dict[str, Any]  # The keys of _FIXED.
-  metrics: dict[str, float] | None = None  # Of the last evaluation.
+  metrics: dict[str, float] | None = None  # Metrics of the last evaluation.
   diverged: str | None = None  # Error message, if the loss was not finite.
 
   def describe(self, kinds: Mapping[str, metrics_lib.Metric]) -> str:
@@ -70,8 +77,8 @@ class _Result(msgspec.Struct, omit_defaults=True):
     if self.diverged is not None:
       return f'diverged: {self.diverged.partition(". ")[0]}'
     hidden = ('num_examples', 'img_sec')
-    shown = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
-    return metrics_lib.format_metrics(shown, kinds)
+    values = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
+    return metrics_lib.format_metrics(values, kinds)
 
 
 class Outcome(NamedTuple):
@@ -91,9 +98,11 @@ class Outcome(NamedTuple):
     """Returns a metric by the seeds of runs; None where it is missing."""
     return {run.config.seed: self.results.get(run.name, {}).get(metric) for run in runs}
 
-  def finish(self, allow_diverged: bool = False):
+  def finish(self, allow_diverged: bool = False) -> None:
     """Raises Failed if runs failed; call it after printing the table."""
-    reasons = {**self.failed, **({} if allow_diverged else self.diverged)}
+    reasons = dict(self.failed)
+    if not allow_diverged:
+      reasons.update(self.diverged)
     if not reasons:
       return
     remedy = 'To train such a run again, delete its folder'
@@ -107,7 +116,7 @@ class Outcome(NamedTuple):
 
 
 def train_all(
-  runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'
+  runs: Sequence[Run], workdir: epath.PathLike, checkpoints: schema.Kept = 'newest'
 ) -> Outcome:
   """Trains runs one after the other, each in workdir/<name>.
 
@@ -125,13 +134,16 @@ def train_all(
   }
   # Each compares what its calls of `take` see.
   locks = {run.name: lock_lib.Holder(f'{workdir}/{run.name}') for run in runs}
-  failed, left, waiting = {}, list(runs), False
-  while left:
-    locked = {}  # Names of runs -> who has locked them.
-    for run in left:
+  failed: dict[str, str] = {}
+  unfinished = list(runs)
+  waiting = False
+  while unfinished:
+    locked: dict[str, str] = {}  # Names of runs -> who has locked them.
+    for run in unfinished:
       try:
-        if other := _train(run, workdir, checkpoints, heads[run.name], locks[run.name]):
-          locked[run.name] = other
+        owner = _train(run, workdir, checkpoints, heads[run.name], locks[run.name])
+        if owner:
+          locked[run.name] = owner
       except _OWN_ERRORS as e:
         # Processes continue together only if all have the same error. The loss,
         # which FloatingPointError is about, is the same on all of them.
@@ -139,21 +151,27 @@ def train_all(
           raise
         failed[run.name] = str(e)
         say(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
-    if len(locked) == len(left) and not waiting:
-      others = ''.join(f'  {name}: {other}\n' for name, other in locked.items())
+    if len(locked) == len(unfinished) and not waiting:
+      lines = ''.join(f'  {name}: {owner}\n' for name, owner in locked.items())
       say(
-        f'Waiting for {console.counted(len(locked), "run")} on other machines:\n{others}'
+        f'Waiting for {console.counted(len(locked), "run")} on other machines:\n{lines}'
         'A run whose machine stops resumes here. Ctrl-C stops waiting; run the same '
         'command later to see the table.'
       )
       waiting = True
-    left = [run for run in left if run.name in locked]
-    if left:
+    unfinished = [run for run in unfinished if run.name in locked]
+    if unfinished:
       time.sleep(_PAUSE)
   return collect(runs, workdir, failed)
 
 
-def _train(run, workdir, checkpoints, head, lock) -> str | None:
+def _train(
+  run: Run,
+  workdir: epath.PathLike,
+  checkpoints: schema.Kept,
+  head: str,
+  lock: lock_lib.Holder,
+) -> str | None:
   """Trains a run unless it is finished; returns who has locked it, if anyone."""
   start_time = time.perf_counter()
   kinds = run_evaluators.metrics_of(run_config.complete(run.config))
@@ -162,9 +180,9 @@ def _train(run, workdir, checkpoints, head, lock) -> str | None:
     return None
   try:
     with console.muted():
-      other = lock.take()
-    if other:
-      return other
+      owner = lock.take()
+    if owner:
+      return owner
     # Another machine may have just finished it.
     if (result := _read(workdir, run)) is None:
       result = _train_locked(run, workdir, checkpoints, head.strip(), lock)
@@ -175,7 +193,13 @@ def _train(run, workdir, checkpoints, head, lock) -> str | None:
   return None
 
 
-def _train_locked(run, workdir, checkpoints, title, lock) -> _Result:
+def _train_locked(
+  run: Run,
+  workdir: epath.PathLike,
+  checkpoints: schema.Kept,
+  title: str,
+  lock: lock_lib.Holder,
+) -> _Result:
   """Trains a run; returns and writes its result."""
   folder = f'{workdir}/{run.name}'
   live = contextlib.nullcontext()
@@ -197,11 +221,11 @@ def _train_locked(run, workdir, checkpoints, title, lock) -> _Result:
 
 
 @contextlib.contextmanager
-def alone(folder):
+def alone(folder: epath.PathLike) -> Iterator[None]:
   """Locks a folder inside a `with` block; waits while another machine has it."""
   lock = lock_lib.Holder(folder)
-  if other := lock.take():
-    say(f'Waiting for {other}, which works in {folder} ...')
+  if owner := lock.take():
+    say(f'Waiting for {owner}, which works in {folder} ...')
     while lock.take():
       time.sleep(_PAUSE)
   try:
@@ -210,52 +234,57 @@ def alone(folder):
     lock.release()
 
 
-def _fixed(config) -> dict:
+def _fixed(config: ml_collections.ConfigDict) -> dict:
   """Returns the values of _FIXED in a complete config, in types of JSON."""
   plain = workdir_lib.to_plain(config)
   return {key: plain[key] for key in _FIXED}
 
 
 def collect(
-  runs: Sequence[Run], workdir, failed: Mapping[str, str] | None = None
+  runs: Sequence[Run], workdir: epath.PathLike, failed: Mapping[str, str] | None = None
 ) -> Outcome:
   """Returns the outcome of runs on all machines.
 
   `failed` are the errors on this machine; another one may have succeeded.
   """
-  read = {run.name: _read(workdir, run) for run in runs}
-  done = {name: result for name, result in read.items() if result}
-  return Outcome(
-    workdir,
-    {name: x.metrics for name, x in done.items() if x.metrics is not None},
-    {name: why for name, why in (failed or {}).items() if name not in done},
-    {name: x.diverged for name, x in done.items() if x.diverged is not None},
-  )
+  outcome = Outcome(workdir, {}, dict(failed or {}), {})
+  for run in runs:
+    result = _read(workdir, run)
+    if result is None:
+      continue
+    outcome.failed.pop(run.name, None)
+    if result.metrics is not None:
+      outcome.results[run.name] = result.metrics
+    if result.diverged is not None:
+      outcome.diverged[run.name] = result.diverged
+  return outcome
 
 
-def _read(workdir, run) -> _Result | None:
+def _read(workdir: epath.PathLike, run: Run) -> _Result | None:
   """Returns the result of a run; None if the run is not finished."""
 
-  def read():
+  def read() -> dict[str, Any] | None:
     file = workdir_lib.folder(workdir) / run.name / _RESULT
     if not file.exists():
       return None
     try:
-      found = msgspec.convert(json.loads(file.read_text()), _Result)
-      if (found.metrics is None) == (found.diverged is None):
+      result = msgspec.convert(json.loads(file.read_text()), _Result)
+      if (result.metrics is None) == (result.diverged is None):
         raise ValueError('it must have either `metrics` or `diverged`')
-      return msgspec.to_builtins(found)
+      return msgspec.to_builtins(result)
     except ValueError as e:
       raise ValueError(f"'{file}' is damaged: {e}; {_AGAIN}") from e
 
-  found = processes.from_first(f'reading the result of {run.name}', read)
-  return msgspec.convert(found, _Result | None)
+  fields = processes.from_first(f'reading the result of {run.name}', read)
+  return msgspec.convert(fields, _Result | None)
 
 
 # --- Checking ---
 
 
-def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
+def complete(
+  config: ml_collections.ConfigDict, group: type, of: str
+) -> ml_collections.ConfigDict:
   """Returns a copy of a study's config, checked and completed by a dataclass.
 
   `of` names the study. Raises ValueError for an unknown or missing key, or a wrong
@@ -270,16 +299,18 @@ def complete(config, group: type, of: str) -> ml_collections.ConfigDict:
   return config
 
 
-def check_metric(metric: str, known: Collection[str], whose: str):
-  """Raises ValueError if a metric is not among the known ones."""
-  if metric not in known:
+def check_metric(metric: str, metrics: Collection[str], owner: str) -> None:
+  """Raises ValueError if a metric is not among the metrics of `owner`."""
+  if metric not in metrics:
     raise ValueError(
-      f"metric='{metric}' is not among the metrics of {whose}: use one of {[*known]} "
+      f"metric='{metric}' is not among the metrics of {owner}: use one of {[*metrics]} "
       '(config.metric)'
     )
 
 
-def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):
+def check(
+  runs: Sequence[Run], workdir: epath.PathLike, checkpoints: schema.Kept = 'newest'
+) -> None:
   """Checks all that can be checked before the first run starts; writes nothing."""
   schema.check('checkpoints', checkpoints, schema.Kept, '--')
   names = collections.Counter(run.name for run in runs)
@@ -299,7 +330,7 @@ def check(runs: Sequence[Run], workdir, checkpoints: schema.Kept = 'newest'):
       raise type(e)(f"run '{run.name}': {e}") from e
 
 
-def _check_run(run, folder, result):
+def _check_run(run: Run, folder: epath.PathLike, result: _Result | None) -> None:
   """Checks a run's config, and its folder if the run was started."""
   config = run_config.complete(run.config)
   workdir_lib.keep_dtype(workdir_lib.stored_config(folder), config)
@@ -326,11 +357,11 @@ def _check_run(run, folder, result):
 
 def named(runs: Sequence[Run], name: str) -> list[Run]:
   """Returns the run with a name; raises ValueError if there is none."""
-  found = [run for run in runs if run.name == name]
-  if not found:
+  matches = [run for run in runs if run.name == name]
+  if not matches:
     names = ', '.join(run.name for run in runs)
     raise ValueError(f"run='{name}' is not one of the runs {names} (--run)")
-  return found
+  return matches
 
 
 def over_seeds(
@@ -374,9 +405,9 @@ def changed(
       inside, prefix = group[name], f'{prefix}{name}.'
     with group.unlocked(), group.ignore_type():
       group[name] = value
-      other = overrides.other_length(key)
-      if other and other not in changes:
-        config[other] = None
+      length = overrides.other_length(key)
+      if length and length not in changes:
+        config[length] = None
     if key == 'model':
       config = run_config.complete(config)  # With the options of the model.
   return config

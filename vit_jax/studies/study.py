@@ -10,9 +10,8 @@ that see the workdir, start the same command on each.
 from collections.abc import Mapping, Sequence
 import dataclasses
 import itertools
-import math
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import ml_collections
 
@@ -38,7 +37,7 @@ class Study(common.Seeded):
   trainer: str = 'study'
   # Config of a run.
   base: ml_collections.ConfigDict
-  # What each variant changes in `base`, by dotted key, see runs.changed.
+  # Changes of each variant to `base`, by dotted key, see runs.changed.
   variants: _Variants
   # Metric to compare, such as 'accuracy_test'.
   metric: schema.Text
@@ -76,18 +75,24 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   config, workdir = _complete(config), files.expanded(workdir)
   variants = _variants(config)
   # All seeds take the same compute.
-  places = [
-    (line, exaflops(found[0].config) if x == 'exaflops' else x)
-    for (line, x), found in zip(config.x, variants.values())
-  ]
-  counts = {'variant': len(variants), 'seed': len(config.seeds)}
-  found = ' x '.join(console.counted(n, noun) for noun, n in counts.items())
-  runs = console.counted(math.prod(counts.values()), 'run')
-  console.say(f'{found} = {runs} in {workdir}:')
+  places = []
+  for (line, x), runs in zip(config.x, variants.values()):
+    places.append((line, exaflops(runs[0].config) if x == 'exaflops' else x))
+  num_variants = console.counted(len(variants), 'variant')
+  num_seeds = console.counted(len(config.seeds), 'seed')
+  num_runs = console.counted(len(variants) * len(config.seeds), 'run')
+  console.say(f'{num_variants} x {num_seeds} = {num_runs} in {workdir}:')
   return compare(
-    variants, workdir, 'study', config.metric, config.title, config.checkpoints,
-    places=places, x_label=config.x_label, log_x=config.x_log,
-  )  # fmt: skip
+    variants,
+    workdir,
+    'study',
+    config.metric,
+    config.title,
+    config.checkpoints,
+    places=places,
+    x_label=config.x_label,
+    log_x=config.x_log,
+  )
 
 
 def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
@@ -113,8 +118,12 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   )
   return compare(
     {'fine-tuned': tuned, 'from scratch': scratch},
-    workdir, 'transfer', 'accuracy_test', 'Transfer', baseline='from scratch',
-  )  # fmt: skip
+    workdir,
+    'transfer',
+    'accuracy_test',
+    'Transfer',
+    baseline='from scratch',
+  )
 
 
 def compare(
@@ -124,14 +133,17 @@ def compare(
   metric: str,
   title: str,
   checkpoints: schema.Kept = 'newest',
-  **options,
+  **options: Any,
 ) -> list[dict]:
   """Trains the runs of variants, and reports a metric; see summaries.report."""
   runs = [*itertools.chain(*variants.values())]
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
-  found = {variant: outcome.by_seed(runs, metric) for variant, runs in variants.items()}
+  values = {
+    variant: outcome.by_seed(variant_runs, metric)
+    for variant, variant_runs in variants.items()
+  }
   kind = run_evaluators.metrics_of(run_config.complete(runs[0].config))[metric]
-  rows = summaries.report(workdir, name, metric, kind, found, title, **options)
+  rows = summaries.report(workdir, name, metric, kind, values, title, **options)
   outcome.finish()
   return rows
 
@@ -144,7 +156,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   return [*itertools.chain(*_variants(_complete(config)).values())]
 
 
-def _complete(config):
+def _complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns the config with all keys, checked except for the values of the runs."""
   config = runs_lib.complete(config, Study, 'a study')
   if config.x and len(config.x) != len(config.variants):
@@ -155,7 +167,7 @@ def _complete(config):
   return config
 
 
-def _variants(config) -> dict[str, list[runs_lib.Run]]:
+def _variants(config: ml_collections.ConfigDict) -> dict[str, list[runs_lib.Run]]:
   """Returns the runs of each variant by its name."""
   variants = {}
   for name, changes in config.variants:
@@ -167,10 +179,10 @@ def _variants(config) -> dict[str, list[runs_lib.Run]]:
       raise ValueError(f"variant '{name}' occurs twice: names must differ")
     try:
       run = runs_lib.changed(config.base, changes)
-      known = run_evaluators.metrics_of(run_config.complete(run))
+      metrics = run_evaluators.metrics_of(run_config.complete(run))
     except ValueError as e:
       raise ValueError(f"variant '{name}': {e} (config.variants)") from e
-    runs_lib.check_metric(config.metric, known, f"variant '{name}'")
+    runs_lib.check_metric(config.metric, metrics, f"variant '{name}'")
     # 'learned_1-D_0' for 'learned, 1-D'.
     folder = re.sub(r'[^\w.=+-]+', '_', name).strip('._-')
     variants[name] = runs_lib.over_seeds(folder, run, config.seeds)

@@ -25,16 +25,16 @@ def format_values(kind: metrics_lib.Metric, values: Sequence[float]) -> str:
     return '-'
   mean, std = metrics_lib.mean_std(values)
   if kind.unit == '%':
-    parts = f'{100 * mean:.2f}', f'{100 * std:.2f}'
+    mean_text, std_text = f'{100 * mean:.2f}', f'{100 * std:.2f}'
   else:
-    parts = f'{mean:.4g}', f'{std:.2g}'
-  return ' ± '.join(parts[: min(2, len(values))])
+    mean_text, std_text = f'{mean:.4g}', f'{std:.2g}'
+  return mean_text if len(values) == 1 else f'{mean_text} ± {std_text}'
 
 
 def row(names: Mapping[str, Any], by_seed: Mapping[int, float | None]) -> dict:
   """Returns a row: names, `mean` and `std` over the seeds, `seed_0`, ...; or None."""
-  there = [value for value in by_seed.values() if value is not None]
-  mean, std = metrics_lib.mean_std(there) if there else (None, None)
+  values = [value for value in by_seed.values() if value is not None]
+  mean, std = metrics_lib.mean_std(values) if values else (None, None)
   seeds = {f'seed_{seed}': value for seed, value in by_seed.items()}
   return {**names, 'mean': mean, 'std': std, **seeds}
 
@@ -51,25 +51,25 @@ def cells(kind: metrics_lib.Metric, row: Mapping[str, Any]) -> tuple[str, str]:
   return format_values(kind, by_seed), ' '.join(texts)
 
 
-def write(workdir, name: str, text: str):
+def write(workdir: epath.PathLike, name: str, text: str) -> None:
   """Writes a file of a workdir."""
   path = epath.Path(workdir) / name
 
-  def do():
+  def write_file() -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, text)
 
-  processes.from_first(f'writing {name}', do)
+  processes.from_first(f'writing {name}', write_file)
 
 
 def publish(
-  workdir,
+  workdir: epath.PathLike,
   name: str,
   rows: Sequence[Mapping[str, Any]],
   heading: str,
   header: Sequence[str],
   lines: Sequence[Sequence[str]],
-):
+) -> None:
   """Prints a table with a heading, and writes `rows` to NAME.json."""
   console.say(f'\n{heading}\n{console.table(header, lines)}')
   write(workdir, f'{name}.json', json.dumps(list(rows), indent=1) + '\n')
@@ -81,19 +81,19 @@ def plot(
   kind: metrics_lib.Metric,
   title: str,
   points: Iterable[tuple[str, float | None, Sequence[float]]],
-  path,
+  path: epath.PathLike,
   x_label: str | None = None,
   log_x: bool = False,
-):
+) -> None:
   """Plots a metric of many runs as curves over x, or without x_label as bars.
 
   `points` are (name of the curve or bar, x, values of one or several runs).
   """
-  lines = {}
-  for name, x, found in points:
+  lines: dict[str, tuple[list, list]] = {}
+  for name, x, values_at_x in points:
     places, heights = lines.setdefault(name, ([], []))
     places.append(x)
-    heights.append([kind.factor * value for value in found])
+    heights.append([kind.factor * value for value in values_at_x])
   if not any(any(heights) for _, heights in lines.values()):
     return
   label = kind.title(metric)
@@ -107,21 +107,21 @@ def plot(
 
 
 def report(
-  workdir,
+  workdir: epath.PathLike,
   name: str,
   metric: str,
   kind: metrics_lib.Metric,
-  found: Mapping[str, Mapping[int, float | None]],
+  by_variant: Mapping[str, Mapping[int, float | None]],
   title: str,
   *,
   baseline: str | None = None,
-  places: Sequence[tuple[str, float]] = (),
+  places: Sequence[tuple[str, float | None]] = (),
   x_label: str = '',
   log_x: bool = False,
 ) -> list[dict]:
   """Compares a metric of variants: prints a table, writes NAME.json and NAME.png.
 
-  `found` has the value of each seed, or None, by variant; `baseline` is the variant to
+  `by_variant` has the value of each seed, or None; `baseline` is the variant to
   compare the others with, seed by seed. `places` are (name of the line, x) of each
   variant, for curves instead of bars.
 
@@ -130,24 +130,27 @@ def report(
   and `x`.
   """
   rows, lines, points = [], [], []
-  places = places or [(variant, None) for variant in found]
-  for (variant, by_seed), (line, x) in zip(found.items(), places, strict=True):
-    new = row({'variant': variant, 'metric': metric}, by_seed)
-    mean, each = cells(kind, new)
+  places = places or [(variant, None) for variant in by_variant]
+  for (variant, by_seed), (line, x) in zip(by_variant.items(), places, strict=True):
+    fields = row({'variant': variant, 'metric': metric}, by_seed)
+    mean, seeds = cells(kind, fields)
     columns = {'variant': variant}
     if x is not None:
-      new.update(line=line, x=x)
+      fields.update(line=line, x=x)
       columns[x_label] = f'{x:.4g}'
     columns[metric] = mean
     if baseline is not None:
-      pairs = [(by_seed[seed], other) for seed, other in found[baseline].items()]
-      margins = [a - b for a, b in pairs if a is not None and b is not None]
+      margins = []
+      for seed, base_value in by_variant[baseline].items():
+        value = by_seed[seed]
+        if value is not None and base_value is not None:
+          margins.append(value - base_value)
       if margins:
-        new['margin'], new['margin_std'] = metrics_lib.mean_std(margins)
+        fields['margin'], fields['margin_std'] = metrics_lib.mean_std(margins)
       columns['margin'] = format_values(kind, margins)
-    rows.append(new)
-    lines.append([*columns.values(), each])
-    points.append((line, x, values(new)))
+    rows.append(fields)
+    lines.append([*columns.values(), seeds])
+    points.append((line, x, values(fields)))
   heading = f'{kind.title(metric)}, mean and standard deviation over the seeds'
   if baseline is not None:
     heading += f", and margin over '{baseline}' with the same seed"

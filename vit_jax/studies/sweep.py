@@ -11,6 +11,7 @@ import itertools
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
+from etils import epath
 import ml_collections
 
 from vit_jax import console, train
@@ -56,22 +57,22 @@ class Sweep(NamedTuple):
 
   def combinations(self) -> list[dict[str, Any]]:
     """Returns all combinations of the values."""
-    tried = itertools.product(*self.values.values())
-    return [dict(zip(self.values, values)) for values in tried]
+    grid = itertools.product(*self.values.values())
+    return [dict(zip(self.values, values)) for values in grid]
 
   def choice_runs(self) -> list[runs_lib.Run]:
     """Returns a run per combination; none of them sees the test split."""
-    found = []
+    runs = []
     for values in self.combinations():
       config = runs_lib.changed(self.config, values)
       config.pp.train = self.parts.train
       config.evals = ((HELD_OUT, self.parts.held_out),)
-      config.real_labels = None  # Of the test split.
+      config.real_labels = None  # They are of the test split.
       config.fewshot.update(shots=(), knn=())
       config.evaluators = _evaluators_of_all(config)
       config.best_metric = self.chosen_by
-      found.append(runs_lib.Run(_name(values), config))
-    return found
+      runs.append(runs_lib.Run(_name(values), config))
+    return runs
 
   def test_runs(self, values: Mapping[str, Any]) -> list[runs_lib.Run]:
     """Returns the runs that test a combination, one per seed."""
@@ -87,7 +88,7 @@ def sweep(
   *,
   checkpoints: schema.Kept = 'newest',
   only: str | None = None,
-  **options,
+  **options: Any,
 ) -> dict[str, Any]:
   """Chooses the best of several values, and tests it with several seeds.
 
@@ -125,18 +126,16 @@ def sweep(
   outcome.finish(allow_diverged=True)
   best = _best(plan, choice)
   runs = plan.test_runs(best)
+  noun = 'seed' if len(runs) == 1 else 'seeds'
   seeds = ', '.join(map(str, plan.seeds))
-  say(
-    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}', "
-    f'seed{"s" * (len(runs) > 1)} {seeds}:'
-  )
+  say(f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}', {noun} {seeds}:")
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
   test = _show_test(plan, best, runs, outcome, workdir)
   outcome.finish()
   return {'choice': choice, 'best': best, 'test': test}
 
 
-def next_runs(plan: Sweep, workdir) -> list[runs_lib.Run]:
+def next_runs(plan: Sweep, workdir: epath.PathLike) -> list[runs_lib.Run]:
   """Returns the runs of the choice, or once it is made the test runs."""
   runs = plan.choice_runs()
   runs_lib.check(runs, workdir)
@@ -172,16 +171,16 @@ def make(
     )
   config = run_config.complete(config)
   run_evaluators.check(config)
-  known = _measures(config)
+  metrics = _measures(config)
   if metric is None:
     metric = config.best_metric  # Without the name of the evaluation.
     for name, _, _ in run_config.evaluations(config):
       metric = metric.removesuffix(f'_{name}')
   schema.check('refit', refit, Refit, '--')
   schema.check('seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--')
-  schema.check('metric', metric, Literal[tuple(known)], '--')
+  schema.check('metric', metric, Literal[tuple(metrics)], '--')
   test = sources.existing_split(config, config.dataset, config.pp.test)
-  parts = held_out_lib.cut(config.pp.train, test, held_out)
+  splits = held_out_lib.cut(config.pp.train, test, held_out)
   if values is None:
     name = config.dataset if isinstance(config.dataset, str) else None
     if name not in common.FINE_TUNING:
@@ -199,10 +198,10 @@ def make(
       raise ValueError(
         f"'{key}' needs one or more distinct values, not {tried} (--values)"
       )
-  seeds = range(config.seed, config.seed + seeds)
-  plan = Sweep(config, dict(values), parts, metric, refit, seeds)
-  for tried in plan.combinations():
-    train.check(plan.test_runs(tried)[0].config)
+  test_seeds = range(config.seed, config.seed + seeds)
+  plan = Sweep(config, dict(values), splits, metric, refit, test_seeds)
+  for combination in plan.combinations():
+    train.check(plan.test_runs(combination)[0].config)
   return plan
 
 
@@ -214,25 +213,26 @@ def _evaluators_of_all(config: ml_collections.ConfigDict) -> ml_collections.Conf
 
 def _measures(config: ml_collections.ConfigDict) -> run_evaluators.Metrics:
   """Returns the metrics that can choose, by name without the name of an evaluation."""
-  entries = [
-    *run_evaluators.of_task(config),
-    *(x for x in run_evaluators.of_config(config) if x.evals is None),
+  entries = run_evaluators.of_task(config)
+  entries += [
+    entry for entry in run_evaluators.of_config(config) if entry.evals is None
   ]
   return run_evaluators.measures(entries, config)
 
 
-def _name(values) -> str:
+def _name(values: Mapping[str, Any]) -> str:
   """Returns the name of a run's folder: 'base_lr=0.01,classifier=gap'."""
   last = [key.rpartition('.')[2] for key in values]
-  names = [x if last.count(x) == 1 else key for x, key in zip(last, values)]
-  parts = [f'{name}={value}' for name, value in zip(names, values.values())]
-  return re.sub(r'[^\w.=+,-]+', '_', ','.join(parts))
+  settings = []
+  for (key, value), name in zip(values.items(), last):
+    settings.append(f'{name if last.count(name) == 1 else key}={value}')
+  return re.sub(r'[^\w.=+,-]+', '_', ','.join(settings))
 
 
 # --- The tables ---
 
 
-def _choice(plan, outcome) -> list[dict]:
+def _choice(plan: Sweep, outcome: runs_lib.Outcome) -> list[dict]:
   """Returns a row for each combination whose run is finished."""
   rows = []
   for values in plan.combinations():
@@ -243,21 +243,24 @@ def _choice(plan, outcome) -> list[dict]:
   return rows
 
 
-def _show_choice(plan, rows, workdir):
+def _show_choice(
+  plan: Sweep, rows: Sequence[Mapping[str, Any]], workdir: epath.PathLike
+) -> None:
   """Prints, writes and draws the metric of all combinations."""
   metric = plan.chosen_by
   # Curves over the first key if its values are numbers, else bars.
-  first, *others = plan.values
+  first, *later = plan.values
   tried = plan.values[first]
   curves = all(map(schema.is_number, tried))
+  keys_of_name = later if curves else plan.values
   lines, points = [], []
   for row in rows:
     value = 'diverged'
     if not row['diverged']:
       value = summaries.format_values(plan.kind, [row[metric]])
-      name = _name({key: row[key] for key in (others if curves else plan.values)})
+      name = _name({key: row[key] for key in keys_of_name})
       points.append((name, row[first], [row[metric]]))
-    lines.append([*(row[key] for key in plan.values), value])
+    lines.append([row[key] for key in plan.values] + [value])
   header = (*plan.values, plan.kind.title(metric))
   summaries.publish(workdir, 'choice', rows, 'Choice:', header, lines)
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
@@ -273,15 +276,15 @@ def _show_choice(plan, rows, workdir):
   )
 
 
-def _best(plan, rows) -> dict[str, Any]:
+def _best(plan: Sweep, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   """Returns the values that won; the first ones in a tie."""
-  found = [row[plan.chosen_by] for row in rows if not row['diverged']]
-  if not found:
+  scores = [row[plan.chosen_by] for row in rows if not row['diverged']]
+  if not scores:
     raise ValueError('all combinations diverged: try lower learning rates (--values)')
-  best_value = min(found) if plan.kind.low else max(found)
-  best = next(row for row in rows if row[plan.chosen_by] == best_value)
+  best_score = min(scores) if plan.kind.low else max(scores)
+  best = next(row for row in rows if row[plan.chosen_by] == best_score)
   values = {key: best[key] for key in plan.values}
-  equal = found.count(best_value) - 1
+  equal = scores.count(best_score) - 1
   tied = f' Equally good: {equal} more.' if equal else ''
   say(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():
@@ -294,7 +297,13 @@ def _best(plan, rows) -> dict[str, Any]:
   return values
 
 
-def _show_test(plan, best, runs, outcome, workdir) -> list[dict]:
+def _show_test(
+  plan: Sweep,
+  best: Mapping[str, Any],
+  runs: Sequence[runs_lib.Run],
+  outcome: runs_lib.Outcome,
+  workdir: epath.PathLike,
+) -> list[dict]:
   """Prints and writes mean and standard deviation of each metric."""
   kinds = run_evaluators.metrics_of(plan.config)
   rows = [

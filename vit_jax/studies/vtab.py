@@ -3,7 +3,9 @@
 python -m vit_jax.main --config=configs/vtab.py:b16 --workdir=/tmp/vtab
 """
 
+from collections.abc import Collection, Mapping, Sequence
 import copy
+import functools
 import itertools
 import statistics
 from typing import Any
@@ -24,6 +26,8 @@ from vit_jax.studies import runs as runs_lib, summaries
 say = console.say
 TASKS = vtab_tasks.TASKS
 _METRIC = 'accuracy_test'
+# Task -> seed -> accuracy from 0 to 1; None if it is missing.
+Accuracies = Mapping[str, Mapping[int, float | None]]
 # Accuracies of the paper's models in %, by task.
 PUBLISHED = {
   model: dict(zip(TASKS, accuracies, strict=True))
@@ -43,20 +47,24 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   this machine.
   """
   runs, workdir = _by_task(config), files.expanded(workdir)
-  every = [*itertools.chain(*runs.values())]
-  runs_lib.check(every, workdir, config.checkpoints)
-  done = runs_lib.collect(every, workdir).done
+  all_runs = [*itertools.chain(*runs.values())]
+  runs_lib.check(all_runs, workdir, config.checkpoints)
+  done = runs_lib.collect(all_runs, workdir).done
   skipped = _skipped(config, runs, done)
-  left_out = {run.name for task in skipped for run in runs[task]} - done
-  chosen = [run for run in every if run.name not in left_out]
-  if not chosen:
+  unavailable: set[str] = set()
+  for task in skipped:
+    unavailable |= {run.name for run in runs[task]}
+  to_train = [run for run in all_runs if run.name not in unavailable - done]
+  if not to_train:
     raise FileNotFoundError(
       'no task of VTAB has data on this machine: get them as described above, or '
       'name the folder of the TFDS data sets (--config.run.tfds_data_dir)'
     )
-  say(f'{console.counted(len(chosen), "run")} in {workdir}:')
-  outcome = runs_lib.train_all(chosen, workdir, config.checkpoints)
-  accuracies = {task: outcome.by_seed(found, _METRIC) for task, found in runs.items()}
+  say(f'{console.counted(len(to_train), "run")} in {workdir}:')
+  outcome = runs_lib.train_all(to_train, workdir, config.checkpoints)
+  accuracies = {
+    task: outcome.by_seed(task_runs, _METRIC) for task, task_runs in runs.items()
+  }
   rows = _report(config, accuracies, workdir)
   outcome.finish()
   return {'rows': rows, 'skipped': skipped}
@@ -67,7 +75,7 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   return [*itertools.chain(*_by_task(config).values())]
 
 
-def _by_task(config) -> dict[str, list[runs_lib.Run]]:
+def _by_task(config: ml_collections.ConfigDict) -> dict[str, list[runs_lib.Run]]:
   """Checks the study's config, but not its runs; returns the runs by task."""
   runs_lib.complete(config, vtab_config.Vtab, 'VTAB')
   for task in config.tasks:
@@ -76,7 +84,7 @@ def _by_task(config) -> dict[str, list[runs_lib.Run]]:
   return {task: _runs(config, task) for task in names}
 
 
-def _runs(config, task: str) -> list[runs_lib.Run]:
+def _runs(config: ml_collections.ConfigDict, task: str) -> list[runs_lib.Run]:
   """Returns the runs of a task, one per seed."""
   run = copy.deepcopy(config.run)
   common.set_dataset(run, f'vtab/{task}')
@@ -88,28 +96,38 @@ def _runs(config, task: str) -> list[runs_lib.Run]:
       f"evals={run.evals!r} and task='{run.task}': VTAB measures the accuracy on "
       'its own splits; leave both unchanged (config.run.evals, config.run.task)'
     )
-  part = '_val' if config.validate else ''
-  return runs_lib.over_seeds(f'{task}{part}', run, config.seeds)
+  suffix = '_val' if config.validate else ''
+  return runs_lib.over_seeds(f'{task}{suffix}', run, config.seeds)
 
 
-def _skipped(config, runs, done) -> dict[str, str]:
+def _skipped(
+  config: ml_collections.ConfigDict,
+  runs: Mapping[str, Sequence[runs_lib.Run]],
+  done: Collection[str],
+) -> dict[str, str]:
   """Returns and prints how to get the data of each task that lacks them.
 
   Tasks whose runs are all finished need no data.
   """
-  needed = [task for task, found in runs.items() if {x.name for x in found} - done]
-  skipped, failures = _missing(config.run, needed), {}
+  unfinished = [
+    task
+    for task, task_runs in runs.items()
+    if any(run.name not in done for run in task_runs)
+  ]
+  skipped = _missing(config.run, unfinished)
+  failures = {}
   if config.download:
     for task in skipped:
       # TFDS would fail only after the download.
-      if any(processes.attempt('the packages', lambda t=task: data.lacking(TASKS[t]))):
+      lacking = functools.partial(data.lacking, TASKS[task])
+      if any(processes.attempt('the packages', lacking)):
         continue
       say(f'Preparing {TASKS[task].dataset} for {task} ...')
       try:
         builders.get_builder(config.run, TASKS[task].dataset)
       except ValueError as e:
         failures[task] = str(e)
-    skipped = {**_missing(config.run, needed), **failures}
+    skipped = {**_missing(config.run, unfinished), **failures}
   if not skipped:
     return {}
   say(
@@ -117,7 +135,8 @@ def _skipped(config, runs, done) -> dict[str, str]:
     'prepared on this machine:'
   )
   for reason in dict.fromkeys(skipped.values()):
-    say(f'  {", ".join(x for x in skipped if skipped[x] == reason)}: {reason}')
+    names = ', '.join(task for task in skipped if skipped[task] == reason)
+    say(f'  {names}: {reason}')
   if not config.download:
     say(
       '--config.download=True downloads what TFDS can download, and prepares the '
@@ -126,37 +145,43 @@ def _skipped(config, runs, done) -> dict[str, str]:
   return skipped
 
 
-def _missing(run, tasks) -> dict[str, str]:
+def _missing(run: ml_collections.ConfigDict, tasks: Sequence[str]) -> dict[str, str]:
   """Returns how to get the data of the tasks that any process lacks."""
-  found = processes.attempt(
-    'looking for data sets',
-    lambda: {task: data.missing(run, f'vtab/{task}') for task in tasks},
-  )
-  return {task: how for each in reversed(found) for task, how in each.items() if how}
+
+  def look() -> dict[str, str | None]:
+    return {task: data.missing(run, f'vtab/{task}') for task in tasks}
+
+  remedies: dict[str, str] = {}
+  for remedies_of_process in reversed(processes.attempt('looking for data sets', look)):
+    for task, remedy in remedies_of_process.items():
+      if remedy:
+        remedies[task] = remedy
+  return remedies
 
 
 # --- Results ---
 
 
-def _report(config, accuracies, workdir: str) -> list[dict]:
+def _report(
+  config: ml_collections.ConfigDict, accuracies: Accuracies, workdir: str
+) -> list[dict]:
   """Prints and writes the table next to the paper's; returns its rows.
 
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
   name, models = 'vtab', list(PUBLISHED)
-  tested = "the test images, and the paper's (table 9, means over the same tasks)"
+  images = "the test images, and the paper's (table 9, means over the same tasks)"
   if config.validate:  # The paper has no accuracies on these.
-    name, models, tested = 'vtab_val', [], 'val200'
-  lines = [
-    (
-      _title(row),
-      summaries.cells(metrics_lib.SHARE, row)[0],
-      *('-' if row[m] is None else f'{100 * row[m]:.2f}' for m in models),
-    )
-    for row in rows
-  ]
-  heading = f'VTAB-1k, accuracy (%) on {tested}:'
+    name, models, images = 'vtab_val', [], 'val200'
+  lines = []
+  for row in rows:
+    mean, _ = summaries.cells(metrics_lib.SHARE, row)
+    line = [_title(row), mean]
+    for model in models:
+      line.append('-' if row[model] is None else f'{100 * row[model]:.2f}')
+    lines.append(line)
+  heading = f'VTAB-1k, accuracy (%) on {images}:'
   header = ('task', 'this model', *models)
   summaries.publish(workdir, name, rows, heading, header, lines)
   if not config.validate:
@@ -165,42 +190,44 @@ def _report(config, accuracies, workdir: str) -> list[dict]:
   return rows
 
 
-def _rows(config, accuracies) -> list[dict]:
+def _rows(config: ml_collections.ConfigDict, accuracies: Accuracies) -> list[dict]:
   """Returns a row for each task, each group and all tasks."""
 
-  def row(group, title, tasks):
+  def row(group: str, title: str, tasks: Sequence[str]) -> dict[str, Any]:
     by_seed = {
       seed: _mean([accuracies[task].get(seed) for task in tasks])
       for seed in config.seeds
     }
-    found = summaries.row({'group': group, 'task': title}, by_seed)
+    fields = summaries.row({'group': group, 'task': title}, by_seed)
     if not config.validate:
       for model, published in PUBLISHED.items():
         mean = _mean([published[task] / 100 for task in tasks])
-        found[model] = None if mean is None else round(mean, 5)
-    return found
+        fields[model] = None if mean is None else round(mean, 5)
+    return fields
 
   rows = []
   for group in ('all', *vtab_tasks.GROUPS):
     names = [name for name, task in TASKS.items() if group in ('all', task.group)]
-    if not (here := [name for name in names if name in accuracies]):
+    requested = [name for name in names if name in accuracies]
+    if not requested:
       continue  # The config names no task of this group.
     # A mean is over the same tasks for all seeds.
-    there = [name for name in here if set(accuracies[name].values()) - {None}]
-    rows.append(row(group, f'{len(there)} of {len(names)}', there))
-    rows += [row(group, name, [name]) for name in here if group != 'all']
+    trained = [name for name in requested if set(accuracies[name].values()) - {None}]
+    rows.append(row(group, f'{len(trained)} of {len(names)}', trained))
+    if group != 'all':
+      rows += [row(group, name, [name]) for name in requested]
   return rows
 
 
-def _mean(values) -> float | None:
+def _mean(values: Sequence[float | None]) -> float | None:
   """Returns the mean of values; None if there are none or one is missing."""
   return None if None in values or not values else statistics.mean(values)
 
 
-def _title(row) -> str:
+def _title(row: Mapping[str, Any]) -> str:
   """Returns the title of a row: a group, or indented a task."""
   if row['task'] in TASKS:
     return f'  {TASKS[row["task"]].title}'
-  there, _, total = row['task'].partition(' of ')
-  count = total if there == total else row['task']
+  trained, _, total = row['task'].partition(' of ')
+  count = total if trained == total else row['task']
   return f'{row["group"]} ({count})'
