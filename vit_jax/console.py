@@ -1,6 +1,6 @@
 """Console output of all commands: logs, progress, messages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import contextlib
 import ctypes
 import functools
@@ -19,16 +19,24 @@ import sys
 import threading
 import traceback
 import types
-from typing import TextIO
+from typing import Any, TextIO
 
 from absl import flags as absl_flags, logging
 import tqdm
 
 # Modules of the extra `train`, which most commands need.
 TRAIN_MODULES = (
-  'array_record', 'clu', 'faster_coco_eval', 'importlib_resources', 'matplotlib',
-  'orbax', 'sklearn', 'tensorboard', 'tensorflow', 'tensorflow_datasets',
-)  # fmt: skip
+  'array_record',
+  'clu',
+  'faster_coco_eval',
+  'importlib_resources',
+  'matplotlib',
+  'orbax',
+  'sklearn',
+  'tensorboard',
+  'tensorflow',
+  'tensorflow_datasets',
+)
 # Characters that change what a terminal shows elsewhere, and bytes of file names that
 # are not UTF-8: C0 except tab and newline, DEL, C1, controls of the writing direction.
 _CONTROLS = re.compile(
@@ -47,12 +55,15 @@ def printable(text: str) -> str:
   Class names, captions and file names of strangers may have such characters. Tabs and
   newlines stay.
   """
-  return _CONTROLS.sub(
-    lambda match: match[0].encode('unicode_escape').decode('ascii'), text
-  )
+  return _CONTROLS.sub(_escape, text)
 
 
-def prepare_streams():
+def _escape(match: re.Match[str]) -> str:
+  """Returns the visible escape of a matched character."""
+  return match[0].encode('unicode_escape').decode('ascii')
+
+
+def prepare_streams() -> None:
   """Opens standard streams that are closed, and escapes what stdout cannot encode."""
   for descriptor, name in enumerate(('stdin', 'stdout', 'stderr')):
     try:
@@ -76,19 +87,24 @@ class _Formatter(python_logging.Formatter):
     return printable(super().format(record))
 
 
-def quiet():
+def quiet() -> None:
   """Limits logs to warnings; drops what libraries log of errors that they raise."""
   logging.use_absl_handler()
   absl_flags.FLAGS.mark_as_parsed()  # Else absl warns that they are not.
   logging.set_verbosity(logging.WARNING)
   handler = logging.get_absl_handler()
-  handler.addFilter(lambda record: not any(x in record.pathname for x in _RAISING))
+  handler.addFilter(_is_not_raised)
   handler.setFormatter(_Formatter('%(levelname)s: %(message)s'))
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
   sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
 
 
-def _show_unraisable(show: Callable, unraisable):
+def _is_not_raised(record: python_logging.LogRecord) -> bool:
+  """Returns whether a record is not about an error that its library also raises."""
+  return not any(part in record.pathname for part in _RAISING)
+
+
+def _show_unraisable(show: Callable, unraisable: 'sys.UnraisableHookArgs') -> None:
   """Shows an error in a callback, unless it follows from one that Orbax raises.
 
   Orbax raises the first error of TensorStore, and closes the event loop of the others.
@@ -102,7 +118,7 @@ def _show_unraisable(show: Callable, unraisable):
     show(unraisable)
 
 
-def exit_at_once(status: int):
+def exit_at_once(status: int) -> None:
   """Ends this process without Python's shutdown.
 
   The shutdown waits for threads, and crashes while XLA compiles or computes.
@@ -114,7 +130,7 @@ def exit_at_once(status: int):
 
 
 @contextlib.contextmanager
-def hidden_stderr():
+def hidden_stderr() -> Iterator[None]:
   """Hides what C++ libraries print to stderr inside a `with` block.
 
   TensorFlow ignores TF_CPP_MIN_LOG_LEVEL for its first lines, and libtpu for some.
@@ -131,7 +147,7 @@ def hidden_stderr():
 
 
 @contextlib.contextmanager
-def _without_keras():
+def _without_keras() -> Iterator[None]:
   """Keeps TensorFlow from importing Keras, a third of its import, until tf.keras is used."""
   name = 'TF_USE_LEGACY_KERAS'  # With '1', only tf_keras is imported, where it exists.
   if name in os.environ or importlib.util.find_spec('tf_keras'):
@@ -145,7 +161,7 @@ def _without_keras():
 
 
 @functools.cache
-def load_tensorflow():
+def load_tensorflow() -> None:
   """Imports TensorFlow silently, and leaves the GPUs to JAX."""
   with hidden_stderr(), _without_keras():
     tf = importlib.import_module('tensorflow')
@@ -154,24 +170,25 @@ def load_tensorflow():
     tf.constant(0)
 
 
-def use_huge_pages():
+def use_huge_pages() -> None:
   """Restarts the process of a command with huge pages, if Linux offers them.
 
   On CPUs, XLA allocates the activations of every update anew. In pages of 4 KiB, mapping
   them takes a quarter of the time (docs/speed.md). glibc reads the setting at the start of
   a process only. Does nothing if GLIBC_TUNABLES is set or the process is another program.
   """
-  program = pathlib.PurePath((*sys.orig_argv, '')[1]).name
+  program = pathlib.PurePath(sys.orig_argv[1]).name if sys.orig_argv[1:] else ''
   if program == '-m':
     program = sys.orig_argv[2].split('.')[0]
+  if program not in ('vit_jax', 'benchmarks') or 'GLIBC_TUNABLES' in os.environ:
+    return
   setting = pathlib.Path('/sys/kernel/mm/transparent_hugepage/enabled')
-  wanted = program in ('vit_jax', 'benchmarks') and 'GLIBC_TUNABLES' not in os.environ
-  if wanted and setting.exists() and '[madvise]' in setting.read_text():
+  if setting.exists() and '[madvise]' in setting.read_text():
     os.environ['GLIBC_TUNABLES'] = 'glibc.malloc.hugetlb=1'
     os.execv(sys.executable, sys.orig_argv)
 
 
-def avoid_absent_gpus():
+def avoid_absent_gpus() -> None:
   """Sets JAX_PLATFORMS=cpu if JAX for CUDA is installed but there is no NVIDIA driver.
 
   JAX would print a traceback. Does nothing if JAX_PLATFORMS is set.
@@ -201,10 +218,11 @@ def _is_first() -> bool:
 
 
 @contextlib.contextmanager
-def muted():
+def muted() -> Iterator[None]:
   """Suppresses lines and bars inside a `with` block."""
   global _muted
-  before, _muted = _muted, True
+  before = _muted
+  _muted = True
   try:
     yield
   finally:
@@ -223,7 +241,7 @@ def kind_of_output(stream: TextIO | None = None) -> str:
   return 'terminal' if (stream or sys.stderr).isatty() else 'log'
 
 
-def bar(stream: TextIO | None = None, **kwargs) -> tqdm.tqdm:
+def bar(stream: TextIO | None = None, **kwargs: Any) -> tqdm.tqdm:
   """Returns a progress bar: a widget in a notebook, text on a terminal.
 
   By default it is disabled in a log, inside `muted`, and in all processes but the
@@ -242,33 +260,33 @@ def bar(stream: TextIO | None = None, **kwargs) -> tqdm.tqdm:
   return importlib.import_module('tqdm.auto').tqdm(**kwargs)
 
 
-def say(text: str):
+def say(text: str) -> None:
   """Prints a `printable` line from process 0 without breaking progress bars."""
   if _is_first() and not _muted:
     tqdm.tqdm.write(printable(text))
     sys.stdout.flush()
 
 
-def say_error(text: str):
+def say_error(text: str) -> None:
   """Prints a `printable` line to stderr, from any process."""
   print(printable(text), file=sys.stderr, flush=True)
 
 
-def note(text: str):
+def note(text: str) -> None:
   """Prints a `printable` line that is not a result to stderr, from process 0."""
   if _is_first() and not _muted:
     say_error(text)
 
 
 @contextlib.contextmanager
-def waiting(text: str, leave: bool = True):
+def waiting(text: str, leave: bool = True) -> Iterator[None]:
   """Shows what a `with` block does; on a terminal also the elapsed time.
 
   `leave`: whether the line stays afterwards.
   """
   done = threading.Event()
 
-  def tick():
+  def tick() -> None:
     while not done.wait(1):
       line.refresh()
 
@@ -300,14 +318,14 @@ def compiled_folder() -> pathlib.Path:
   try:
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
     names = ('model name', 'flags', 'CPU part', 'Features')
-    cpu = sorted({line for line in lines if line.startswith(names)})
+    features = sorted({line for line in lines if line.startswith(names)})
   except OSError:
-    cpu = [platform.processor()]
-  cpu = hashlib.sha256('\n'.join([platform.machine(), *cpu]).encode())
-  return cache_folder() / 'compiled' / cpu.hexdigest()[:8]
+    features = [platform.processor()]
+  digest = hashlib.sha256('\n'.join([platform.machine(), *features]).encode())
+  return cache_folder() / 'compiled' / digest.hexdigest()[:8]
 
 
-def keep_compiled():
+def keep_compiled() -> None:
   """Sets JAX_COMPILATION_CACHE_DIR, which JAX reads when imported, unless it is set."""
   os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(compiled_folder()))
 
@@ -327,18 +345,18 @@ def counted(number: int, noun: str) -> str:
   return f'{number:,} {noun}{plural}'
 
 
-def needed(package: str, extra: str, what: str) -> types.ModuleType:
-  """Imports a package of an extra; the error says how to install it."""
+def needed(package: str, extra: str, user: str) -> types.ModuleType:
+  """Imports a package of an extra, which `user` needs; the error says how to install it."""
   try:
     return importlib.import_module(package)
   except ImportError as e:
-    raise ImportError(install(package, extra, what)) from e
+    raise ImportError(install(package, extra, user)) from e
 
 
-def install(package: str, extra: str, what: str) -> str:
+def install(package: str, extra: str, user: str) -> str:
   """Returns the message for a missing package of an extra."""
   return (
-    f"{what} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
+    f"{user} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
     'the checkout of vit_jax'
   )
 

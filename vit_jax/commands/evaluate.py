@@ -51,7 +51,7 @@ def make_parser() -> flags.Parser:
   return parser
 
 
-def add_flags(parser: flags.Parser, split: str):
+def add_flags(parser: flags.Parser, split: str) -> None:
   """Adds the flags of an evaluation; the flag named `split` sets `evaluate`."""
   parser.add({split: _SPLIT, **_FLAGS}, 'evaluation, without training')
   flags.add_trust_flags(parser)
@@ -68,7 +68,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def run(args: argparse.Namespace) -> int:
   """Evaluates the run of the flags; returns the exit status."""
 
-  def work():
+  def work() -> None:
     from vit_jax import predict
     from vit_jax.evaluators import evaluation
 
@@ -76,9 +76,13 @@ def run(args: argparse.Namespace) -> int:
     mesh = evaluation.run_mesh(args.workdir)
     model = predict.load(args.workdir, mesh=mesh)
     evaluation.evaluate(
-      model, args.evaluate, args.dataset, real_labels=args.real, options=options,
+      model,
+      args.evaluate,
+      args.dataset,
+      real_labels=args.real,
+      options=options,
       evaluators=args.evaluators,
-    )  # fmt: skip
+    )
 
   return hosts.run(args, work)
 

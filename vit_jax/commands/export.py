@@ -17,7 +17,7 @@ import shlex
 from vit_jax.commands import flags
 
 
-def _size(text):
+def _size(text: str) -> str | tuple[int, int]:
   return text if text == 'free' else flags.height_width(text)
 
 

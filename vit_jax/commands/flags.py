@@ -6,10 +6,11 @@ one, also checks flags against each other. Wrong flags raise ValueError.
 """
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 import difflib
+import functools
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from etils import epath
 
@@ -21,24 +22,24 @@ _CONFIG = 'config'
 
 def count(text: str) -> int:
   """Parses an integer of at least 1."""
-  found = int(text) if text.replace('_', '').isdecimal() else 0
-  if found < 1:
+  value = int(text) if text.replace('_', '').isdecimal() else 0
+  if value < 1:
     raise argparse.ArgumentTypeError(f"'{text}' must be an integer of at least 1")
-  return found
+  return value
 
 
 def pixels(text: str) -> int | tuple[int, int]:
   """Parses SIDE or HEIGHT,WIDTH (also HEIGHTxWIDTH)."""
-  found = tuple(map(count, text.replace('x', ',').split(',')))
-  if len(found) > 2:
+  sides = [count(side) for side in text.replace('x', ',').split(',')]
+  if len(sides) > 2:
     raise argparse.ArgumentTypeError(f"'{text}' must be SIDE or HEIGHT,WIDTH in pixels")
-  return found if len(found) > 1 else found[0]
+  return (sides[0], sides[1]) if len(sides) == 2 else sides[0]
 
 
 def height_width(text: str) -> tuple[int, int]:
   """Parses SIDE (of a square) or HEIGHT,WIDTH."""
-  found = pixels(text)
-  return found if isinstance(found, tuple) else (found, found)
+  sides = pixels(text)
+  return sides if isinstance(sides, tuple) else (sides, sides)
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,13 +54,13 @@ class Parser(argparse.ArgumentParser):
     )
     self.add(table)
 
-  def add(self, table: Mapping[str, Any], group: str | None = None):
+  def add(self, table: Mapping[str, Any], group: str | None = None) -> None:
     """Adds flags, name -> arguments of `add_argument`, under a title in --help."""
     place = self.add_argument_group(group) if group else self
     for name, options in table.items():
       place.add_argument(name, **options)
 
-  def add_config(self, text: str = 'config file'):
+  def add_config(self, text: str = 'config file') -> None:
     """Adds --config=FILE.py:ARG and --config.KEY=VALUE.
 
     The namespace has the path in `config_file`, and the config (or None) in `config`.
@@ -68,55 +69,62 @@ class Parser(argparse.ArgumentParser):
     self.add({f'--{_CONFIG}': dict(metavar='FILE[:ARG]', help=text)})
     self.set_defaults(config_file=None)
 
-  def parse_args(self, args, namespace=None, check_config=None):
+  def parse_args(
+    self,
+    args: Sequence[str],
+    namespace: argparse.Namespace | None = None,
+    check_config: Callable[[argparse.Namespace], None] | None = None,
+  ) -> argparse.Namespace:
     """Parses flags; `check_config` checks the namespace once the config is read.
 
     Its errors and those of --config.KEY=VALUE are raised together.
     """
-    given, args = _split(args) if self._has_config() else ([], args)
-    for key, value in given:
+    settings: list[tuple[str, str | bool]] = []
+    if self._has_config():
+      settings, args = _split(args)
+    for key, value in settings:
       _check_utf8(f'--{_CONFIG}.{key}', value)
     # Intermixed: flags may be given between positional arguments.
-    found, rest = self.parse_known_intermixed_args(args, namespace)
-    if rest:
-      self._refuse(rest)
+    flags, unknown = self.parse_known_intermixed_args(args, namespace)
+    if unknown:
+      self._refuse(unknown)
     # The shell does not expand `~` in --FLAG=~/PATH.
-    for name, value in vars(found).items():
-      setattr(found, name, _with_home(value))
+    for name, value in vars(flags).items():
+      setattr(flags, name, _with_home(value))
       if name != 'images':  # TensorFlow decodes them from their contents.
         _check_utf8(name, value)
-    if getattr(found, 'step', None) is not None and not found.workdir:
+    if getattr(flags, 'step', None) is not None and not flags.workdir:
       raise ValueError(
-        f'--step={found.step} selects a checkpoint of a run: add --workdir=RUN, or '
+        f'--step={flags.step} selects a checkpoint of a run: add --workdir=RUN, or '
         'leave out --step'
       )
     for name in ('num_heads', 'gelu', 'entry', 'base'):
-      if getattr(found, name, None) and getattr(found, 'workdir', None):
+      if getattr(flags, name, None) and getattr(flags, 'workdir', None):
         raise ValueError(
           f'--{name} is for weights of other programs, not for a run: pass '
           f'--weights=FILE, or leave out --{name}'
         )
     if self._has_config():
-      _load_config(found, given, check_config)
-    return found
+      _load_config(flags, settings, check_config)
+    return flags
 
-  def error(self, message):
+  def error(self, message: str) -> NoReturn:
     raise ValueError(f'{message.removeprefix("argument ")} (see --help)')
 
   def flags(self) -> list[str]:
     """Returns the names of all flags, with their dashes."""
     return list(self._option_string_actions)
 
-  def _has_config(self):
+  def _has_config(self) -> bool:
     return f'--{_CONFIG}' in self.flags()
 
-  def _refuse(self, words):
-    """Raises ValueError for words that are not flags of the command."""
-    unknown = [word for word in words if word.startswith('-')]
-    if not unknown:
-      hint = f' (--images {words[0]})' if '--images' in self.flags() else ''
-      raise ValueError(f'unknown arguments {words}: flags begin with --{hint}')
-    flag, _, value = unknown[0].partition('=')
+  def _refuse(self, unknown: Sequence[str]) -> NoReturn:
+    """Raises ValueError for arguments that are not flags of the command."""
+    unknown_flags = [argument for argument in unknown if argument.startswith('-')]
+    if not unknown_flags:
+      hint = f' (--images {unknown[0]})' if '--images' in self.flags() else ''
+      raise ValueError(f'unknown arguments {unknown}: flags begin with --{hint}')
+    flag, _, value = unknown_flags[0].partition('=')
     if flag.startswith('--jax_'):
       raise ValueError(
         f'there is no flag {flag}: set JAX options as environment variables, such '
@@ -133,82 +141,94 @@ class Parser(argparse.ArgumentParser):
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
 
 
-def _with_home(value):
+def _with_home(value: Any) -> Any:
   """Replaces a leading '~' in a string or in each of a list."""
   if isinstance(value, list):
-    return [*map(_with_home, value)]
+    return [_with_home(item) for item in value]
   return files.expanded(value) if isinstance(value, str) else value
 
 
-def _check_utf8(name, value):
+def _check_utf8(name: str, value: Any) -> None:
   """Raises ValueError for a string, or one in a list, that libraries cannot pass on."""
-  for text in value if isinstance(value, list) else [value]:
-    if isinstance(text, str) and not text.isascii():
-      try:
-        text.encode()
-      except UnicodeEncodeError:
-        raise ValueError(
-          f"{name}='{text}' is not UTF-8: rename the file or folder, or link to it"
-        ) from None
-
-
-def _split(words):
-  """Returns the config keys of a command line as pairs, and all other words."""
-  words, given, rest = list(words), [], []
-  while words:
-    word = words.pop(0)
-    flag, equals, value = word.partition('=')
-    if flag.startswith(f'--no{_CONFIG}.') and not equals:
-      given.append((flag.removeprefix(f'--no{_CONFIG}.'), False))
-    elif flag.startswith(f'--{_CONFIG}.'):
-      if not equals and words and not words[0].startswith('--'):
-        value, equals = words.pop(0), '='
-      name = flag.removeprefix(f'--{_CONFIG}.')
-      given.append((name, value if equals else True))
-    else:
-      rest.append(word)
-  return given, rest
-
-
-def _load_config(found, given, check_config=None):
-  """Replaces the name of the config file by its config with the keys set."""
-  if not found.config:
-    found.config = None
-    if given:
+  texts = value if isinstance(value, list) else [value]
+  for text in texts:
+    if not isinstance(text, str):
+      continue
+    try:
+      text.encode()
+    except UnicodeEncodeError:
       raise ValueError(
-        f'--config.{given[0][0]} sets a key of a config: add --config=FILE'
-      )
+        f"{name}='{text}' is not UTF-8: rename the file or folder, or link to it"
+      ) from None
+
+
+def _split(
+  argv: Sequence[str],
+) -> tuple[list[tuple[str, str | bool]], list[str]]:
+  """Returns the config keys of a command line as pairs, and all other arguments."""
+  remaining = list(argv)
+  settings: list[tuple[str, str | bool]] = []
+  arguments = []
+  while remaining:
+    argument = remaining.pop(0)
+    flag, equals, value = argument.partition('=')
+    if flag.startswith(f'--no{_CONFIG}.') and not equals:
+      settings.append((flag.removeprefix(f'--no{_CONFIG}.'), False))
+    elif flag.startswith(f'--{_CONFIG}.'):
+      name = flag.removeprefix(f'--{_CONFIG}.')
+      if equals:
+        settings.append((name, value))
+      elif remaining and not remaining[0].startswith('--'):
+        settings.append((name, remaining.pop(0)))
+      else:
+        settings.append((name, True))
+    else:
+      arguments.append(argument)
+  return settings, arguments
+
+
+def _load_config(
+  flags: argparse.Namespace,
+  settings: Sequence[tuple[str, str | bool]],
+  check_config: Callable[[argparse.Namespace], None] | None = None,
+) -> None:
+  """Replaces the name of the config file by its config with the keys set."""
+  if not flags.config:
+    flags.config = None
+    if settings:
+      key, _ = settings[0]
+      raise ValueError(f'--config.{key} sets a key of a config: add --config=FILE')
     return
   # Imported late, so that --help and errors in other flags are fast.
   from vit_jax.configs import schema
   from vit_jax.run import config as run_config, overrides
 
-  found.config, found.config_file = overrides.load(found.config)
+  flags.config, flags.config_file = overrides.load(flags.config)
   checks = [
-    lambda: overrides.set_keys(found.config, given),
-    lambda: run_config.expand_paths(found.config),
+    functools.partial(overrides.set_keys, flags.config, settings),
+    functools.partial(run_config.expand_paths, flags.config),
   ]
   if check_config:
-    checks.append(lambda: check_config(found))
+    checks.append(functools.partial(check_config, flags))
   schema.run_checks(checks)
 
 
-def require(args: argparse.Namespace, **examples: str):
+def require(args: argparse.Namespace, **examples: str) -> None:
   """Raises ValueError unless flags are given; maps each name to a sample value."""
-  for name, word in examples.items():
+  for name, example in examples.items():
     if not getattr(args, name):
-      raise ValueError(f'--{name}={word} is required (see --help)')
+      raise ValueError(f'--{name}={example} is required (see --help)')
 
 
 def heads(text: str) -> int | tuple[int, int]:
   """Parses NUMBER, or IMAGE,TEXT for two towers."""
-  found = tuple(map(count, text.split(',')))
-  if len(found) > 2:
+  numbers = [count(number) for number in text.split(',')]
+  if len(numbers) > 2:
     raise argparse.ArgumentTypeError(f"'{text}' must be NUMBER or IMAGE,TEXT")
-  return found if len(found) > 1 else found[0]
+  return (numbers[0], numbers[1]) if len(numbers) == 2 else numbers[0]
 
 
-def add_model_flags(parser: Parser, required: bool = True):
+def add_model_flags(parser: Parser, required: bool = True) -> None:
   """Adds the flags that select a model."""
   source = parser.add_mutually_exclusive_group(required=required)
   source.add_argument('--workdir', help='folder of a run')
@@ -220,7 +240,7 @@ def add_model_flags(parser: Parser, required: bool = True):
   add_trust_flags(parser)
 
 
-def add_weights_flags(parser: Parser):
+def add_weights_flags(parser: Parser) -> None:
   """Adds --num_heads, --gelu, --entry and --base, for weights of other programs."""
   parser.add(
     {
@@ -245,7 +265,7 @@ def add_weights_flags(parser: Parser):
   )
 
 
-def add_image_flags(parser: Parser, limit: int | None = None):
+def add_image_flags(parser: Parser, limit: int | None = None) -> None:
   """Adds --max_image_pixels; `limit` is its default, by default the run's."""
   default = (
     f'{limit:,}' if limit else "the run's config.max_image_pixels, else 89,478,485"
@@ -263,7 +283,7 @@ def add_image_flags(parser: Parser, limit: int | None = None):
   )
 
 
-def add_trust_flags(parser: Parser):
+def add_trust_flags(parser: Parser) -> None:
   """Adds --task and --insecure."""
   parser.add(
     {
@@ -285,17 +305,19 @@ def add_trust_flags(parser: Parser):
 class _Insecure(argparse.Action):
   """Sets the environment variable that vit_jax/weights/fetch.py reads."""
 
-  def __call__(self, *_):
+  def __call__(self, *_: Any) -> None:
     os.environ['VIT_JAX_INSECURE'] = '1'
 
 
-def _named_task(module):
+def _named_task(module: str) -> str:
   """Lets a run import a module for its task or an evaluator."""
   console.named_tasks.add(module)
   return module
 
 
-def check_output(name: str, path: str | os.PathLike | None, is_folder: bool = False):
+def check_output(
+  name: str, path: str | os.PathLike | None, is_folder: bool = False
+) -> None:
   """Raises ValueError unless a file can be written to the path of a flag --NAME.
 
   `is_folder`: whether the path is that of a folder, which may exist.

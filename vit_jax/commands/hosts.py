@@ -18,7 +18,7 @@ _FLAGS = {
 }
 
 
-def add_flags(parser: flags.Parser):
+def add_flags(parser: flags.Parser) -> None:
   """Adds the flags of a run with several processes."""
   parser.add(_FLAGS, 'several hosts')
 

@@ -70,7 +70,7 @@ def parse(
   return args
 
 
-def _check_config(args):
+def _check_config(args: argparse.Namespace) -> None:
   from vit_jax.commands import start_checks  # Late, for a fast --help.
 
   start_checks.check_plan(args)

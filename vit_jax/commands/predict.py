@@ -20,14 +20,14 @@ import shlex
 from vit_jax import console
 from vit_jax.commands import flags, hosts
 
-_MOST_SAMPLES = 4096  # Of --sample.
+_MOST_SAMPLES = 4096  # Largest --sample.
 TABLES = ('.parquet', '.csv', '.jsonl', '/')
 
 
 def _shard(text: str) -> tuple[int, int]:
   """Parses I/N, the number of a shard from 0 and the number of shards."""
-  found = re.fullmatch('([0-9]+)/([0-9]+)', text)
-  shard, count = map(int, found.groups()) if found else (0, 0)
+  match = re.fullmatch('([0-9]+)/([0-9]+)', text)
+  shard, count = (int(match[1]), int(match[2])) if match else (0, 0)
   if shard >= count:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be I/N with I from 0 to N - 1, such as 0/50 to 49/50"
@@ -127,15 +127,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   argv = [f'{bare}=features' if word == bare else word for word in argv]
   args = make_parser().parse_args(argv)
   only_texts = args.texts and args.embeddings and not args.images
-  given = {
+  sources = {
     'images': bool(args.images or only_texts),
     '--sample': args.sample is not None,
     '--complete': bool(args.complete),
   }
-  if sum(given.values()) != 1:
-    found = ' and '.join(k for k, v in given.items() if v) or 'none of them'
+  if sum(sources.values()) != 1:
+    passed = ' and '.join(name for name, is_set in sources.items() if is_set)
     raise ValueError(
-      f'pass image files, --sample=NUMBER or --complete FILE, not {found} (see --help)'
+      'pass image files, --sample=NUMBER or --complete FILE, not '
+      f'{passed or "none of them"} (see --help)'
     )
   if args.top < 1:
     raise ValueError(f'top={args.top} must be at least 1 (--top)')
@@ -161,8 +162,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   return args
 
 
-def _command(argv):
-  """Returns the words of a command line without --print."""
+def _command(argv: Sequence[str]) -> list[str]:
+  """Returns the arguments of a command line without --print."""
   parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
   parser.add_argument('--print')
   return ['vit_jax', 'predict', *parser.parse_known_args(argv)[1]]
@@ -176,7 +177,7 @@ def main(argv: Sequence[str]) -> int:
       console.say(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
     return 0
 
-  def work():
+  def work() -> None:
     from vit_jax import predict
 
     predict.run(args)

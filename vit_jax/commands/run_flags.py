@@ -2,25 +2,30 @@
 
 from collections.abc import Sequence
 import shlex
+from typing import Any
+
+from etils import epath
 
 from vit_jax import console
 from vit_jax.commands import flags
 
 
-def add_flags(parser: flags.Parser, what: str):
-  """Adds --print and --run, for the runs of `what`."""
+def add_flags(parser: flags.Parser, study: str) -> None:
+  """Adds --print and --run, for the runs of `study`, such as 'the sweep'."""
   parser.add_argument(
     '--print',
     action='store_true',
-    help=f'print a command for each unfinished run of {what}, one per line, for a '
+    help=f'print a command for each unfinished run of {study}, one per line, for a '
     'scheduler; train nothing',
   )
   parser.add_argument(
-    '--run', metavar='NAME', help=f'train only the run of {what} with this name'
+    '--run', metavar='NAME', help=f'train only the run of {study} with this name'
   )
 
 
-def print_commands(command: str, argv: Sequence[str], runs, workdir):
+def print_commands(
+  command: str, argv: Sequence[str], runs: Sequence[Any], workdir: epath.PathLike
+) -> None:
   """Prints a command for each unfinished run in `workdir`.
 
   `command` and `argv` are the name and the arguments of the command that trains
@@ -30,7 +35,7 @@ def print_commands(command: str, argv: Sequence[str], runs, workdir):
 
   runs_lib.check(runs, workdir)
   done = runs_lib.collect(runs, workdir).done
-  words = ['vit_jax', command, *(word for word in argv if word != '--print')]
+  arguments = [argument for argument in argv if argument != '--print']
   for run in runs:
     if run.name not in done:
-      console.say(shlex.join([*words, f'--run={run.name}']))
+      console.say(shlex.join(['vit_jax', command, *arguments, f'--run={run.name}']))

@@ -74,27 +74,26 @@ def parse_values(texts: Sequence[str]) -> dict[str, list]:
   Values are Python literals, or strings without quotes. Raises ValueError if a
   string has another form, or a key occurs twice.
   """
-  found = {}
+  values: dict[str, list] = {}
   for text in texts:
-    key, equals, listed = text.partition('=')
+    key, equals, literals = text.partition('=')
     key = key.strip().lstrip('-').removeprefix('config.')
-    if not equals or not key or not listed.strip():
+    if not equals or not key or not literals.strip():
       raise ValueError(
         f"values='{text}' must be KEY=VALUE,VALUE,... as in "
         "'config.base_lr=.003,.01,.03' (--values)"
       )
-    if key in found:
+    if key in values:
       raise ValueError(
         f"'{key}' is given twice: list all its values at once (--values)"
       )
     try:
-      found[key] = list(ast.literal_eval(f'[{listed}]'))
+      values[key] = list(ast.literal_eval(f'[{literals}]'))
     except (ValueError, SyntaxError):
       from vit_jax.configs import schema  # Late, for a fast --help.
 
-      words = listed.split(',')
-      found[key] = [schema.literal(word.strip()) for word in words]
-  return found
+      values[key] = [schema.literal(text.strip()) for text in literals.split(',')]
+  return values
 
 
 def parse(
@@ -107,7 +106,7 @@ def parse(
   return args
 
 
-def _check_config(args):
+def _check_config(args: argparse.Namespace) -> None:
   from vit_jax.commands import start_checks  # Late, for a fast --help.
 
   start_checks.check_run(args)
@@ -116,17 +115,27 @@ def _check_config(args):
 def main(argv: Sequence[str]) -> int:
   args = parse(argv, _check_config)
 
-  def work():
+  def work() -> None:
     from vit_jax.studies import sweep
 
-    names = ('held_out', 'seeds', 'refit', 'metric')
-    given = {'values': args.tried, **{x: getattr(args, x) for x in names}}
+    options = dict(
+      values=args.tried,
+      held_out=args.held_out,
+      seeds=args.seeds,
+      refit=args.refit,
+      metric=args.metric,
+    )
     if args.print:
-      found = sweep.next_runs(sweep.make(args.config, **given), args.workdir)
-      run_flags.print_commands('sweep', argv, found, args.workdir)
+      runs = sweep.next_runs(sweep.make(args.config, **options), args.workdir)
+      run_flags.print_commands('sweep', argv, runs, args.workdir)
       return
     console.say(f'Config: {args.config_file}')
-    given.update(checkpoints=args.checkpoints, only=args.run)
-    sweep.sweep(args.config, args.workdir, **given)
+    sweep.sweep(
+      args.config,
+      args.workdir,
+      checkpoints=args.checkpoints,
+      only=args.run,
+      **options,
+    )
 
   return hosts.run(args, work)

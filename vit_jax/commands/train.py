@@ -68,7 +68,7 @@ def parse(
   return args
 
 
-def _check_config(args):
+def _check_config(args: argparse.Namespace) -> None:
   if args.evaluate is None:
     from vit_jax.commands import start_checks  # Late, for a fast --help.
 
@@ -91,20 +91,20 @@ def main(argv: Sequence[str]) -> int:
       f'{" and ".join(STUDIES)} (config.trainer) and `vit_jax sweep` do'
     )
 
-  def work():
+  def work() -> None:
     name, function = TRAINERS[trainer].split(':')
     module = importlib.import_module(name)
     if args.print:
-      found = module.make_runs(config)
-      run_flags.print_commands('train', argv, found, args.workdir)
+      runs = module.make_runs(config)
+      run_flags.print_commands('train', argv, runs, args.workdir)
       return
     console.say(f'Config: {args.config_file}')
     if args.run:
       from vit_jax.studies import runs as runs_lib
 
-      one = runs_lib.named(module.make_runs(config), args.run)
-      kept = config.get('checkpoints', 'newest')
-      runs_lib.train_all(one, args.workdir, kept).finish()
+      runs = runs_lib.named(module.make_runs(config), args.run)
+      checkpoints = config.get('checkpoints', 'newest')
+      runs_lib.train_all(runs, args.workdir, checkpoints).finish()
       return
     getattr(module, function)(config, args.workdir)
 

@@ -24,6 +24,7 @@ split).
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from vit_jax import console
 from vit_jax.commands import flags
@@ -126,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _draw(args):
+def _draw(args: argparse.Namespace) -> None:
   """Draws the figures that the flags ask for."""
   from vit_jax import predict
   from vit_jax.figures import drawing, gallery, html_page, visualize
@@ -134,30 +135,31 @@ def _draw(args):
 
   drawing.require_matplotlib()
   out = html_page.check(workdir_lib.absolute(args.out))
-  title, facts = 'Inductive bias of Vision Transformers', {}
-  chosen, lacking = [], {}  # Pairs of an Entry and what it shows.
+  title = 'Inductive bias of Vision Transformers'
+  facts: dict[str, Any] = {}
+  entries_and_subjects: list[tuple[Any, Any]] = []
+  lacking: dict[str, str] = {}
   if args.workdir or args.weights:
     model = predict.of_flags(args, max_image_pixels=args.max_image_pixels)
-    shown = visualize.subject(
+    subject = visualize.subject(
       model, args.images, args.split, args.num_images, args.points, args.foreground
     )
-    entries, lacking = gallery.choose(shown, args.figures)
-    chosen += [(entry, shown) for entry in entries]
+    entries, lacking = gallery.choose(subject, args.figures)
+    entries_and_subjects += [(entry, subject) for entry in entries]
     name, facts = visualize.describe(model)
     title = f'Inside {name}'
     if args.weights:
       facts['weights'] = args.weights
   if args.inductive_bias:
     images = visualize.small_images(args.images, args.max_image_pixels)
-    chosen.append((gallery.INDUCTIVE_BIAS, images))
-  for name, why in lacking.items():
-    console.say(f'Left out: {name}: {why}.')
+    entries_and_subjects.append((gallery.INDUCTIVE_BIAS, images))
+  for name, reason in lacking.items():
+    console.say(f'Left out: {name}: {reason}.')
   sections = []
-  for entry, shown in chosen:
+  for entry, subject in entries_and_subjects:
     with console.waiting(entry.title):
-      pictures = {
-        name: drawing.png(figure) for name, figure in gallery.draw(entry, shown).items()
-      }
+      figures = gallery.draw(entry, subject)
+      pictures = {name: drawing.png(figure) for name, figure in figures.items()}
     sections.append((entry, pictures))
   html_page.write(out, title, facts, sections, lacking)
   count = sum(len(pictures) for _, pictures in sections)
