@@ -8,14 +8,16 @@ and layers are therefore added here in full, but only the matrix products of loo
 the compiler creates.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 import copy
 import math
+import operator
 import re
 import time
 from typing import Any, NamedTuple
 
 import jax
+import ml_collections
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
@@ -36,7 +38,7 @@ _FUSED = re.compile(
 _UNKNOWN = re.compile(r'custom_call_target="ConcatBitcast"| send\(')
 # The send of an operand to another slice: ' = (bf16[48,8]{...}, u32[], token[]) send('.
 _SEND = re.compile(r' = \((?P<shape>\w+\[[\d,]*\]).*? send\(')
-BETWEEN = 'between slices'  # Kind of `collectives`: what leaves the slice.
+BETWEEN = 'between slices'  # Kind of `collectives`: transfers to other slices.
 _SIZES = {'f32': 4, 's32': 4, 'u32': 4, 'bf16': 2, 'f16': 2, 'pred': 1}
 
 
@@ -47,10 +49,10 @@ class Lowered(NamedTuple):
   # (times, program): costs to add to the costs of `update`.
   loops: list[tuple[int, jax.stages.Lowered]]
   abstract: Any  # TrainState of shapes and shardings.
-  flops: int  # Of the matrix products of an update, over all devices.
+  flops: int  # FLOPs of the matrix products of an update, over all devices.
 
 
-def looped_layers(model) -> int:
+def looped_layers(model: ml_collections.ConfigDict) -> int:
   """Returns how many layers TPUs loop over if they are trained; 0 if none.
 
   `model` is a complete config. Kinds without the option `scan` have no loop.
@@ -62,7 +64,9 @@ def looped_layers(model) -> int:
   return layers.num_layers if looped else 0
 
 
-def lower(config, make_program: Callable, devices) -> Lowered:
+def lower(
+  config: ml_collections.ConfigDict, make_program: Callable, devices: Sequence[Any]
+) -> Lowered:
   """Lowers the training update for the devices of a topology.
 
   `config` has numbers of steps. `make_program` is a function (config, mesh) ->
@@ -70,7 +74,7 @@ def lower(config, make_program: Callable, devices) -> Lowered:
   """
   mesh = sharding.make_mesh(config.mesh, devices)
 
-  def gradient(num_layers=None):
+  def gradient(num_layers: int | None = None) -> jax.stages.Lowered:
     """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
     part = copy.deepcopy(config)
     if num_layers:
@@ -80,20 +84,21 @@ def lower(config, make_program: Callable, devices) -> Lowered:
     task, abstract = program.task, program.abstract
     params = abstract.params
 
-    def total(params, extra, batch):
+    def total(params: Any, extra: Any, batch: Any) -> tuple[jax.Array, Any]:
       loss = state_lib.with_step(program.task.loss)
       (total, _), metrics = loss(params, extra, batch, jax.random.key(0), step=0)
       return total, metrics
 
+    def augment(batch: Any) -> Any:
+      return task.augment(batch, jax.random.key(0))
+
+    shardings = jax.tree.map(operator.attrgetter('sharding'), params)
     function = jax.jit(
-      jax.value_and_grad(total, has_aux=True),
-      out_shardings=(None, jax.tree.map(lambda x: x.sharding, params)),
+      jax.value_and_grad(total, has_aux=True), out_shardings=(None, shardings)
     )
     batch = task.batch_spec(config.batch // config.accum_steps)
     with jax.set_mesh(mesh):
-      batch = jax.eval_shape(
-        lambda batch: task.augment(batch, jax.random.key(0)), batch
-      )
+      batch = jax.eval_shape(augment, batch)
       return function.lower(
         params, abstract.extra, sharding.abstract_batch(batch, mesh)
       )
@@ -122,7 +127,9 @@ def collectives(hlo: str) -> dict[str, dict]:
   occurs, bytes of its results on one device, and the least number of bytes that
   it sends over the links of a chip. The body of a loop counts once.
   """
-  found, groups, fusion = {}, {}, None
+  rows: dict[str, dict[str, float]] = {}
+  groups: dict[str, int] = {}
+  fusion = None
   for line in hlo.splitlines():
     if line.startswith('%all-reduce-scatter'):  # A fusion that scatters (v4 on).
       fusion = line.split(' ')[0]
@@ -134,32 +141,39 @@ def collectives(hlo: str) -> dict[str, dict]:
     if match := _SEND.search(line):
       kind, group = BETWEEN, 0
     elif match := _FUSED.search(line):
-      kind, group = 'reduce-scatter', groups.get(match['fusion'])
+      kind, group = 'reduce-scatter', groups.get(match['fusion'], 0)
     elif match := _CALL.search(line):
       kind, group = match['kind'], _group_size(line)
     else:
       continue
-    size = sum(
-      _SIZES.get(dtype, 4) * math.prod(int(n) for n in dims.split(',') if n)
-      for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', match['shape'])
-    )
+    size = _num_bytes(match['shape'])
     if match.groupdict().get('start'):
       size //= 2  # The shape of a '-start' holds the operands too.
-    row = found.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
+    row = rows.setdefault(kind, {'count': 0, 'bytes': 0, 'network_bytes': 0})
     row['count'] += 1
     row['bytes'] += size
+    sent: float = size
     if kind == BETWEEN:  # Not over the links of a chip.
-      size = 0
+      sent = 0
     elif kind != 'collective-permute':  # Which sends its result once.
       # Bytes over a chip's links per byte of a device's result.
       group = group or 1
       passes = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)
-      size *= passes * (group - 1) / group
-    row['network_bytes'] += size
-  return found
+      sent = size * (passes * (group - 1) / group)
+    row['network_bytes'] += sent
+  return rows
 
 
-def _group_size(line):
+def _num_bytes(shapes: str) -> int:
+  """Returns the size of the arrays in a shape such as '(f32[2,3]{1,0}, u32[])'."""
+  size = 0
+  for dtype, dims in re.findall(r'(\w+)\[([\d,]*)\]', shapes):
+    shape = [int(n) for n in dims.split(',') if n]
+    size += _SIZES.get(dtype, 4) * math.prod(shape)
+  return size
+
+
+def _group_size(line: str) -> int:
   """Returns the number of devices in a collective's group, 0 if unknown.
 
   The group is written as {{0,1},{2,3}}, as [groups,size]<=[devices], or by the
@@ -192,7 +206,9 @@ def _memory_needed(failure: Exception) -> float | None:
   return float(used[1]) * unit[used[2]] if used else None
 
 
-def _costs(compiled):
+def _costs(
+  compiled: jax.stages.Compiled,
+) -> tuple[Mapping[str, float], int, dict[str, dict]]:
   """Returns costs, number of operations of unknown time, and collectives."""
   hlo = compiled.as_text()
   return compiled.cost_analysis(), len(_UNKNOWN.findall(hlo)), collectives(hlo)
@@ -206,21 +222,21 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
   `step_seconds`, `network_seconds` and `collectives`. If not:
   `memory_per_core_bytes`, None where the compiler does not report it.
   """
-  start = time.perf_counter()
-  size = lambda tree: sum(x['bytes_per_device'] for x in sharding.report(tree))
-  result = {
-    'params_bytes': size(lowered.abstract.params),
-    'optimizer_bytes': size(lowered.abstract.opt_state),
+  start_time = time.perf_counter()
+  result: dict[str, Any] = {
+    'params_bytes': _bytes_per_device(lowered.abstract.params),
+    'optimizer_bytes': _bytes_per_device(lowered.abstract.opt_state),
   }
   try:
     # The compiler logs a lot, especially on failure.
     with topology.quiet_compiler():
       compiled = lowered.update.compile()
-      seconds = time.perf_counter() - start
+      seconds = time.perf_counter() - start_time
       memory = compiled.memory_analysis()
-      parts = [(1, *_costs(compiled))]
+      programs = [(1, _costs(compiled))]
       del compiled  # Before the next one is compiled.
-      parts += [(times, *_costs(part.compile())) for times, part in lowered.loops]
+      for times, loop in lowered.loops:
+        programs.append((times, _costs(loop.compile())))
   except jax.errors.JaxRuntimeError as e:
     return {**result, 'fits': False, 'memory_per_core_bytes': _memory_needed(e)}
   arguments = memory.argument_size_in_bytes
@@ -235,27 +251,34 @@ def compile_plan(lowered: Lowered, chip: topology.Chip, devices: int) -> dict:
     batch_bytes=max(0, batch),
     compile_seconds=seconds,
   )
-  cost = dict.fromkeys(('optimal_seconds', 'bytes accessed', 'flops'), 0)
-  found, unknown = {}, 0
-  for times, costs, unknowns, rows in parts:
+  total = {'optimal_seconds': 0.0, 'bytes accessed': 0.0, 'flops': 0.0}
+  total_unknown = 0
+  total_collectives: dict[str, dict[str, float]] = {}
+  for times, (costs, num_unknown, rows) in programs:
     for key, value in costs.items():
-      if key in cost:
-        cost[key] += times * value
-    unknown += times * unknowns
-    for kind, row in rows.items():
-      total = found.setdefault(kind, dict.fromkeys(row, 0))
-      for key, value in row.items():
+      if key in total:
         total[key] += times * value
+    total_unknown += times * num_unknown
+    for kind, row in rows.items():
+      total_row = total_collectives.setdefault(kind, dict.fromkeys(row, 0))
+      for key, value in row.items():
+        total_row[key] += times * value
+  network_bytes = sum(row['network_bytes'] for row in total_collectives.values())
   # The compiler counts an operation that it cannot estimate as minus one second, and
   # only a part of the matrix products in kernels and in its own loops: the missing
   # FLOPs are added at the peak of the device.
-  missing = max(0, lowered.flops / devices - cost['flops'])
+  missing = max(0, lowered.flops / devices - total['flops'])
   result.update(
-    step_seconds=cost['optimal_seconds'] + unknown + missing / chip.peak,
+    step_seconds=total['optimal_seconds'] + total_unknown + missing / chip.peak,
     flops_unseen_per_core=missing,
-    bytes_accessed_per_core=cost['bytes accessed'],
-    collectives=found,
+    bytes_accessed_per_core=total['bytes accessed'],
+    collectives=total_collectives,
     # A lower bound: all links are busy in both directions and nothing waits.
-    network_seconds=sum(row['network_bytes'] for row in found.values()) / chip.network,
+    network_seconds=network_bytes / chip.network,
   )
   return result
+
+
+def _bytes_per_device(tree: Any) -> int:
+  """Returns the size of the arrays of a tree on one device."""
+  return sum(row['bytes_per_device'] for row in sharding.report(tree))

@@ -4,16 +4,18 @@ Other operations (norms, softmax, activations) do not count, as usual. The count
 agree with table 6 of arXiv 2010.11929; see benchmarks/costs.py.
 """
 
+from collections.abc import Iterator, Mapping
 import math
+from typing import Any
 
-from flax import core
+from flax import core, linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 
 def forward_flops(
-  model, image_size: tuple[int, int], channels: int = 3, whole: bool = False
+  model: nn.Module, image_size: tuple[int, int], channels: int = 3, whole: bool = False
 ) -> int:
   """Counts the FLOPs of one forward pass on one image, without compiling it.
 
@@ -24,7 +26,7 @@ def forward_flops(
   """
   images = jax.ShapeDtypeStruct((1, *image_size, channels), jnp.float32)
 
-  def init(images):
+  def init(images: jax.Array) -> Any:
     # Initialisers multiply no matrices. With mutable `intermediates`, the last layer
     # computes all tokens.
     mutable = True if whole else core.DenyList('intermediates')
@@ -42,13 +44,13 @@ def training_exaflops(forward: int, images: float) -> float:
   return 3 * forward * images / 1e18
 
 
-def count_flops(jaxpr) -> int:
+def count_flops(jaxpr: Any) -> int:
   """Counts the FLOPs of the matrix products in a program, as it is written.
 
   Recomputed products count again, and the body of a loop or kernel counts as often
   as it runs; the compiler's own count does neither reliably. As in XLA, zeros that a
-  convolution inserts (padding, dilation) do not count. Takes a Jaxpr or ClosedJaxpr,
-  such as `jax.jit(f).trace(...).jaxpr`.
+  convolution inserts (padding, dilation) do not count. `jaxpr` is a Jaxpr or
+  ClosedJaxpr, such as `jax.jit(f).trace(...).jaxpr`.
   """
   jaxpr = getattr(jaxpr, 'jaxpr', jaxpr)
   total = 0
@@ -71,21 +73,21 @@ def count_flops(jaxpr) -> int:
   return total
 
 
-def loop_lengths(jaxpr) -> set[int]:
+def loop_lengths(jaxpr: Any) -> set[int]:
   """Returns how often the loops (jax.lax.scan) in a program run their bodies.
 
-  Takes what `count_flops` takes.
+  For `jaxpr` see `count_flops`.
   """
-  found = set()
+  lengths = set()
   for eqn in getattr(jaxpr, 'jaxpr', jaxpr).eqns:
     if eqn.primitive.name == 'scan':
-      found.add(eqn.params['length'])
+      lengths.add(eqn.params['length'])
     for inner in _inner_jaxprs(eqn.params):
-      found |= loop_lengths(inner)
-  return found
+      lengths |= loop_lengths(inner)
+  return lengths
 
 
-def _convolution_flops(eqn) -> int:
+def _convolution_flops(eqn: Any) -> int:
   """Counts the FLOPs of a convolution without products with inserted zeros."""
   numbers, params = eqn.params['dimension_numbers'], eqn.params
   image, kernel = (v.aval.shape for v in eqn.invars)
@@ -94,10 +96,15 @@ def _convolution_flops(eqn) -> int:
   _, depth, *kernel_axes = numbers.rhs_spec  # Inputs of each output channel.
   products = out[batch] * out[features] * kernel[depth]
   axes = zip(
-    numbers.lhs_spec[2:], kernel_axes, out_axes, params['window_strides'],
-    params['padding'], params['lhs_dilation'], params['rhs_dilation'],
+    numbers.lhs_spec[2:],
+    kernel_axes,
+    out_axes,
+    params['window_strides'],
+    params['padding'],
+    params['lhs_dilation'],
+    params['rhs_dilation'],
     strict=True,
-  )  # fmt: skip
+  )
   for image_axis, kernel_axis, out_axis, stride, pad, holes, spread in axes:
     # Where each output reads the image with its padding and holes.
     reads = stride * np.arange(out[out_axis])[:, None]
@@ -107,8 +114,9 @@ def _convolution_flops(eqn) -> int:
   return 2 * products
 
 
-def _inner_jaxprs(params):
+def _inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
   for value in params.values():
-    for item in value if isinstance(value, (tuple, list)) else (value,):
+    items = value if isinstance(value, tuple | list) else (value,)
+    for item in items:
       if hasattr(getattr(item, 'jaxpr', item), 'eqns'):
         yield item

@@ -3,15 +3,20 @@
 `vit_jax plan` (vit_jax/commands/plan.py) is the command.
 """
 
+import argparse
+from collections.abc import Mapping
+import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import pathlib
 import signal
+from typing import Any
 
 from absl import logging
 import jax
+import ml_collections
 
 from vit_jax import console
 from vit_jax.data.tfds import registry
@@ -50,7 +55,10 @@ PAPER_CORE_DAYS = {
 
 
 def make_plan(
-  config, topology: str, num_examples: int, num_classes: int | None
+  config: ml_collections.ConfigDict,
+  topology: str,
+  num_examples: int,
+  num_classes: int | None,
 ) -> dict:
   """Plans a run on a topology such as 'v3:4x4'; for its errors see get_topology.
 
@@ -74,8 +82,13 @@ def make_plan(
   run_config.check_sequence(config, sharding.sequence_shards(mesh))
   task = run_config.get_task(config.task)
   metadata = task.planned_metadata(config, num_classes)
-  make = lambda part, mesh: train.make_program(part, metadata, mesh)
-  lowered = estimate.lower(config, make, devices)
+
+  def make_program(
+    config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh
+  ) -> train.Program:
+    return train.make_program(config, metadata, mesh)
+
+  lowered = estimate.lower(config, make_program, devices)
   params = lowered.abstract.params
   versions = jax.__version__ + importlib.metadata.version('libtpu')
   text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
@@ -102,7 +115,7 @@ def make_plan(
     sharding=sharding.report(params),
     not_split=sharding.not_split(params, mesh),
     cached=cached,
-  )  # fmt: skip
+  )
   if not result['fits']:
     return result
   seconds, steps = result['step_seconds'], config.total_steps
@@ -125,7 +138,7 @@ def make_plan(
   }
 
 
-def _store(file: pathlib.Path, result: dict):
+def _store(file: pathlib.Path, result: dict) -> None:
   """Writes the result of a compilation with its hash, see `_cached`."""
   file.parent.mkdir(parents=True, exist_ok=True)
   text = json.dumps(result)
@@ -150,39 +163,43 @@ def table(plan: dict) -> str:
   """Formats a plan as a table."""
   needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
   fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
-  parts = plan['mesh'].get(sharding.SEQUENCE_AXIS, 1)
-  share = 'a device' if parts == 1 else f'on every {parts} devices'
+  sequence = plan['mesh'].get(sharding.SEQUENCE_AXIS, 1)
+  share = 'a device' if sequence == 1 else f'on every {sequence} devices'
   rows = {
     'model': f'{plan["model"]}, {plan["parameters"]:,} parameters',
     'devices': f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
     'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} {share}',
     'memory a device': f'{console.size(needed)} of {console.size(limit)}: {fits}',
     '  parameters': console.size(plan['params_bytes']),
-    **{f'    {row["spec"]}': sharding.describe(row) for row in plan['sharding']},
-    **({'    NOTE': plan['not_split']} if plan['not_split'] else {}),
-    '  optimiser': console.size(plan['optimizer_bytes']),
   }
+  for row in plan['sharding']:
+    rows[f'    {row["spec"]}'] = sharding.describe(row)
+  if plan['not_split']:
+    rows['    NOTE'] = plan['not_split']
+  rows['  optimiser'] = console.size(plan['optimizer_bytes'])
   if plan['fits']:
-    alone, mixed = (
-      plan[f'images_per_second_per_core{x}'] for x in ('', '_with_network')
-    )
+    images_per_second = plan['images_per_second_per_core']
+    with_network = plan['images_per_second_per_core_with_network']
     rows |= {
       '  images and labels': console.size(plan['batch_bytes']),
       '  activations and the rest': console.size(plan['activations_bytes']),
       'FLOPs a step, a device': (f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'),
       'time of a step': f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)',
       'images a second, a device': (
-        f'{alone:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
+        f'{images_per_second:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
       ),
-      **{
-        f'  {kind}': f'{found["count"]}, together {console.size(found["bytes"])}'
-        + (', not in the times' if kind == estimate.BETWEEN else '')
-        for kind, found in plan['collectives'].items()
-      },
-      **({'    NOTE': note} if (note := _gathers_by_sums(plan)) else {}),
+    }
+    for kind, row in plan['collectives'].items():
+      text = f'{row["count"]}, together {console.size(row["bytes"])}'
+      if kind == estimate.BETWEEN:
+        text += ', not in the times'
+      rows[f'  {kind}'] = text
+    if note := _gathers_by_sums(plan):
+      rows['    NOTE'] = note
+    rows |= {
       'network, at best': (
         f'{1000 * plan["network_seconds"]:,.1f} ms, not in the estimate: '
-        f'{mixed:,.1f} images a second if none of it is hidden'
+        f'{with_network:,.1f} images a second if none of it is hidden'
       ),
       'the whole run': (
         f'{plan["total_steps"]:,} steps, {plan["hours"]:,.1f} hours, '
@@ -201,21 +218,23 @@ def table(plan: dict) -> str:
   return '\n'.join(f'{name:<{width}}  {text}' for name, text in rows.items())
 
 
-def _gathers_by_sums(plan) -> str:
+def _gathers_by_sums(plan: Mapping[str, Any]) -> str:
   """Says that the compiler gathers parameters by all-reduce; '' if it does not."""
-  parts = plan['mesh'].get(sharding.FSDP_AXIS, 1)
+  fsdp = plan['mesh'].get(sharding.FSDP_AXIS, 1)
   split = any(sharding.FSDP_AXIS in row['spec'] for row in plan['sharding'])
   if not split or 'all-gather' in plan['collectives']:
     return ''
   return (
     'no all-gather: parameters are gathered by all-reduce, which sends twice the '
-    f'bytes; an axis fsdp={parts} that spans all axes of the torus does this, try '
-    f'--config.mesh.data=-1 --config.mesh.fsdp={max(1, parts // 4)}'
+    f'bytes; an axis fsdp={fsdp} that spans all axes of the torus does this, try '
+    f'--config.mesh.data=-1 --config.mesh.fsdp={max(1, fsdp // 4)}'
   )
 
 
 def data_size(
-  config, num_examples: int | None = None, num_classes: int | None = None
+  config: ml_collections.ConfigDict,
+  num_examples: int | None = None,
+  num_classes: int | None = None,
 ) -> tuple[int, int | None]:
   """Returns the numbers of examples and classes of a config's training data.
 
@@ -225,12 +244,12 @@ def data_size(
   # The size of a mixture is unknown without flags.
   dataset = config.get('dataset')
   name = dataset if isinstance(dataset, str) else ''
-  known = DATASETS.get(name, (None, None))
+  size: tuple[int | None, int | None] = DATASETS.get(name, (None, None))
   if name.startswith(registry.VTAB):
     from vit_jax.data.tfds import vtab
 
-    known = vtab.planned_size(config, name)
-  if known[0] is None and os.path.isdir(name):
+    size = vtab.planned_size(config, name)
+  if size[0] is None and os.path.isdir(name):
     from vit_jax.data import sources
     from vit_jax.run import config as run_config
 
@@ -238,19 +257,19 @@ def data_size(
     config.broken_images = 'trust'  # Images are counted, not read.
     task = run_config.get_task(config.task)
     source = sources.open_split(config, config.pp.train, task.FEATURES)
-    known = (source.num_examples, len(task.class_names_of(source)) or None)
-  sizes = (num_examples or known[0], num_classes or known[1])
-  if sizes[0] is None:
+    size = (source.num_examples, len(task.class_names_of(source)) or None)
+  num_examples = num_examples or size[0]
+  if num_examples is None and os.sep in name:
+    raise ValueError(f"dataset='{dataset}' does not exist (config.dataset)")
+  if num_examples is None:
     raise ValueError(
-      f"dataset='{dataset}' does not exist (config.dataset)"
-      if os.sep in name
-      else f"dataset='{dataset}' is neither a data set of known size nor a "
-      'folder: pass --num_examples and --num_classes'
+      f"dataset='{dataset}' is neither a data set of known size nor a folder: pass "
+      '--num_examples and --num_classes'
     )
-  return sizes
+  return num_examples, num_classes or size[1]
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
   """Runs `vit_jax plan` with parsed flags."""
   trainer = args.config.get('trainer', 'train')
   if trainer != 'train':
@@ -258,7 +277,9 @@ def run(args) -> None:
       f"trainer='{trainer}': a plan needs the config of a single run (config.trainer)"
     )
   say(f'Config: {args.config_file}')
-  sizes = data_size(args.config, args.num_examples, args.num_classes)
+  num_examples, num_classes = data_size(
+    args.config, args.num_examples, args.num_classes
+  )
   # Before anything that takes long.
   devices = topology_lib.get_topology(args.topology)
   # Python handles no signals while the compiler runs, and libtpu prints its stack.
@@ -269,13 +290,15 @@ def run(args) -> None:
       'Searching for the best mesh, accum_steps and remat, whatever the config says. '
       'Plans are cached: run the same command again to resume a stopped search.'
     )
-    result = search.search(
-      args.config,
-      len(devices),
-      lambda trial: make_plan(trial, args.topology, *sizes),
+    plan_trial = functools.partial(
+      make_plan,
+      topology=args.topology,
+      num_examples=num_examples,
+      num_classes=num_classes,
     )
+    result = search.search(args.config, len(devices), plan_trial)
   else:
-    result = make_plan(args.config, args.topology, *sizes)
+    result = make_plan(args.config, args.topology, num_examples, num_classes)
     say(table(result))
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(result, indent=1))

@@ -4,10 +4,12 @@ The settings are the mesh, the number of micro-batches and rematerialisation.
 """
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 import copy
 import math
 from typing import Any
+
+import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import models as model_configs
@@ -21,7 +23,7 @@ _SHOWN = 5  # Number of plans to print.
 REMATS = (('', math.inf), ('dots', 0.75), ('full', 0.6))
 
 
-def meshes(config, devices: int) -> Iterator[dict[str, int]]:
+def meshes(config: ml_collections.ConfigDict, devices: int) -> Iterator[dict[str, int]]:
   """Yields the meshes to try.
 
   Parameters are split over all devices, over 8, or over none; the last mesh
@@ -37,7 +39,9 @@ def meshes(config, devices: int) -> Iterator[dict[str, int]]:
       yield {'data': devices // (fsdp * model), 'fsdp': fsdp, 'model': model}
 
 
-def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
+def search(
+  config: ml_collections.ConfigDict, devices: int, plan: Callable[[Any], dict]
+) -> list[dict]:
   """Plans a run with many settings; prints the best plans and their flags.
 
   For each mesh the search looks for the fewest micro-batches that fit, starting from
@@ -52,7 +56,8 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   devices //= config.mesh.get('sequence') or 1  # The axis stays as it is.
   config.model = model_configs.with_options(config.model)
   remats, remat_key = _remats(config.model)
-  plans, best = [], []
+  plans: list[dict] = []
+  best: list[dict] = []
   for mesh in meshes(config, devices):
     start = best[0]['accum_steps'] if best else 1
     for remat, enough in remats:
@@ -61,13 +66,13 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
       settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
       if remat_key:
         settings[remat_key] = remat
-      parts = devices // mesh['model']
-      tried = list(_fewest_that_fit(config, settings, plan, parts, start))
-      plans += tried
-      fit = [p for p in tried if p['fits']]
+      shards = devices // mesh['model']
+      new_plans = list(_fewest_that_fit(config, settings, plan, shards, start))
+      plans += new_plans
+      fit = [result for result in new_plans if result['fits']]
       if fit:
-        start = min(p['accum_steps'] for p in fit)
-      best = sorted([*best, *fit], key=lambda p: -_images_per_second(p))
+        start = min(result['accum_steps'] for result in fit)
+      best = sorted([*best, *fit], key=_images_per_second, reverse=True)
       if fit and start == 1:
         break  # The whole batch fits: recomputation would only be slower.
   if not plans:
@@ -85,7 +90,9 @@ def search(config, devices: int, plan: Callable[[Any], dict]) -> list[dict]:
   return best
 
 
-def _remats(model):
+def _remats(
+  model: ml_collections.ConfigDict,
+) -> tuple[Sequence[tuple[str, float]], str | None]:
   """Returns the kinds of rematerialisation to try, and their key or None."""
   if 'remat' not in model_configs.layers_of(model):
     return REMATS[:1], None
@@ -94,19 +101,26 @@ def _remats(model):
   return kinds, f'{model_configs.place_of_layers(model)}.remat'
 
 
-def _fewest_that_fit(config, settings, plan, parts, start):
+def _fewest_that_fit(
+  config: ml_collections.ConfigDict,
+  settings: Mapping[str, Any],
+  plan: Callable[[Any], dict],
+  shards: int,
+  start: int,
+) -> Iterator[dict]:
   """Yields the plans of a search for the fewest micro-batches that fit."""
-  numbers = [
-    2**i for i in range(config.batch.bit_length()) if config.batch % (parts * 2**i) == 0
-  ]
+  numbers = []
+  for i in range(config.batch.bit_length()):
+    if config.batch % (shards * 2**i) == 0:
+      numbers.append(2**i)
   i = bisect.bisect_right(numbers, start) - 1
   tried = set()
   while 0 <= i < len(numbers) and i not in tried:
     tried.add(i)
     trial = copy.deepcopy(config)
-    found = {**settings, 'accum_steps': numbers[i]}
-    trial.update_from_flattened_dict(found)
-    text = ' '.join(f'--config.{k}={v}' for k, v in found.items())
+    overrides = {**settings, 'accum_steps': numbers[i]}
+    trial.update_from_flattened_dict(overrides)
+    text = ' '.join(f'--config.{k}={v}' for k, v in overrides.items())
     say(text)
     result = {**plan(trial), 'accum_steps': numbers[i], 'flags': text}
     say(f'  {_speed(result)}')
@@ -118,18 +132,18 @@ def _fewest_that_fit(config, settings, plan, parts, start):
       i += max(1, int(math.log2(max(1, needed / result['memory_of_core_bytes']))))
 
 
-def _images_per_second(plan):
+def _images_per_second(plan: Mapping[str, Any]) -> float:
   """Images per second and device, network time added."""
   return plan['images_per_second_per_core_with_network']
 
 
-def _share(plan):
+def _share(plan: Mapping[str, Any]) -> float:
   """Share of the peak that a plan reaches, network time added."""
   alone = plan['images_per_second_per_core']
   return plan['share_of_peak'] * _images_per_second(plan) / alone
 
 
-def _speed(plan):
+def _speed(plan: Mapping[str, Any]) -> str:
   """Describes the speed and the memory of a plan in one line."""
   memory = console.size(plan['memory_per_core_bytes'])
   if not plan['fits']:

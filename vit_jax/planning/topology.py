@@ -1,10 +1,11 @@
 """TPU versions and their topologies, for planning without a TPU."""
 
+from collections.abc import Iterator, Sequence
 import contextlib
 import math
 import os
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit_jax import console
 
@@ -20,7 +21,7 @@ class Chip(NamedTuple):
   per_chip: int  # Devices on a chip.
   example: str  # A topology of this version.
   largest: str  # The largest slice.
-  config: str | None = None  # Of the chip, for versions with several.
+  config: str | None = None  # Configuration of the chip, for versions with several.
 
 
 # From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
@@ -70,7 +71,7 @@ def _num_chips(shape: str) -> int:
 
 
 @contextlib.contextmanager
-def quiet_compiler():
+def quiet_compiler() -> Iterator[None]:
   """Hides libtpu's output in a `with` block, and XLA_FLAGS of other backends from it.
 
   libtpu silently ends the process at an unknown flag.
@@ -86,7 +87,7 @@ def quiet_compiler():
     os.environ['XLA_FLAGS'] = flags
 
 
-def get_topology(name: str):
+def get_topology(name: str) -> Sequence[Any]:
   """Returns the devices of a topology, see `parse`.
 
   Raises ValueError if there is no such topology, ImportError if libtpu is

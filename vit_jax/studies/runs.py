@@ -132,7 +132,7 @@ def train_all(
     run.name: f'  {i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
     for i, run in enumerate(runs, 1)
   }
-  # Each compares what its calls of `take` see.
+  # A lock compares the contents that its calls of `take` read.
   locks = {run.name: lock_lib.Holder(f'{workdir}/{run.name}') for run in runs}
   failed: dict[str, str] = {}
   unfinished = list(runs)
