@@ -9,19 +9,25 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 (vit_jax/commands/predict.py) is the command.
 """
 
+import argparse
 from collections.abc import Sequence
 from concurrent import futures
 import functools
 import gc
 import math
+from typing import TYPE_CHECKING, Any
 
 from absl import logging
 from etils import epath
 import jax
+import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import files
+
+if TYPE_CHECKING:
+  from vit_jax.inference import predictor
 
 # Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
 _OWN_FLAGS = (
@@ -44,7 +50,7 @@ def load(
   mesh: jax.sharding.Mesh | None = None,
   dtype: str | None = None,
   max_image_pixels: int | None = None,
-):
+) -> 'predictor.Predictor':
   """Loads a trained model: its parameters (averaged if kept) and extra state.
 
   Args:
@@ -83,7 +89,8 @@ def load(
   config, metadata = workdir_lib.load(workdir)
   _limit_images(config, max_image_pixels)
   mesh = mesh or _mesh(config)
-  if {k for k, v in config.mesh.items() if v is not None} - set(mesh.shape):
+  axes = {name for name, size in config.mesh.items() if size is not None}
+  if axes - set(mesh.shape):
     config.sharding_rules = ()
   layers = model_configs.layers_of(config.model)
   if 'attention' in layers:  # The run may have had other devices.
@@ -92,10 +99,10 @@ def load(
   checkpoints = checkpoints_lib.Checkpoints(workdir, read_only=True)
   abstract = program.abstract
   stored = lora.trained(abstract.params, config)
-  kept = None if dtype == 'int8' or config.lora.rank else dtype
-  weights = checkpoints.restore_weights(stored, abstract.extra, step, kept)
+  stored_dtype = None if dtype == 'int8' or config.lora.rank else dtype
+  weights = checkpoints.restore_weights(stored, abstract.extra, step, stored_dtype)
   params = program.task.merged(weights.params, abstract.params, abstract.extra, workdir)
-  if dtype and kept != dtype:
+  if dtype and stored_dtype != dtype:
     params = int8.converted(params, dtype)
   model = program.task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
@@ -112,7 +119,7 @@ def load_weights(
   max_image_pixels: int | None = None,
   entry: str | None = None,
   base: str | None = None,
-):
+) -> 'predictor.Predictor':
   """Loads a model from weights in any format, without a run.
 
   Returns the predictor of the model's task; for errors see
@@ -141,9 +148,9 @@ def load_weights(
   from vit_jax.run import config as run_config
   from vit_jax.weights import convert, fitting, writing
 
-  kept = None if dtype == 'int8' else dtype
+  read_dtype = None if dtype == 'int8' else dtype
   model = convert.read(
-    path, class_names, image_size, num_heads, kept, gelu, entry, base
+    path, class_names, image_size, num_heads, read_dtype, gelu, entry, base
   )
   model = fitting.at_crop(writing.scaled(model))
   if model.preparation.source:
@@ -154,22 +161,25 @@ def load_weights(
   config, metadata = writing.as_run(model)
   _limit_images(config, max_image_pixels)
   task = run_config.get_task(config.task)(config, metadata)
-  params, extra = (_moved(tree) for tree in (model.params, model.extra))
-  if dtype and kept != dtype:
+  params = _moved(model.params)
+  extra = _moved(model.extra)
+  if dtype and read_dtype != dtype:
     params = int8.converted(params, dtype)
   model = task.predictor(params, extra, 0)
   model.origin = str(path)
   return model
 
 
-def _check_dtype(dtype):
+def _check_dtype(dtype: str | None) -> None:
   if dtype not in (None, 'bfloat16', 'float16', 'int8'):
     raise ValueError(
       f"dtype='{dtype}' must be 'bfloat16', 'float16' or 'int8' (--dtype)"
     )
 
 
-def _limit_images(config, max_image_pixels: int | None):
+def _limit_images(
+  config: ml_collections.ConfigDict, max_image_pixels: int | None
+) -> None:
   """Sets config.max_image_pixels, unless it is None."""
   if max_image_pixels is not None:
     schema.check('max_image_pixels', max_image_pixels, schema.Count, '--')
@@ -188,7 +198,7 @@ def _moved(tree: dict) -> dict:
   return moved
 
 
-def _mesh(config):
+def _mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   """Returns the mesh that splits the run's parameters, if devices suffice."""
   from vit_jax.distributed import sharding
 
@@ -202,27 +212,34 @@ def _mesh(config):
     return sharding.make_mesh({'data': 1}, devices[:1])
 
 
-def _check_flags(model, args, is_table) -> None:
+def _check_flags(
+  model: 'predictor.Predictor', args: argparse.Namespace, is_table: bool
+) -> None:
   """Raises ValueError if flags do not fit the task of a model."""
-  task, which = model.task, f"the task '{model.config.task}'"
+  task = model.task
+  name_of_task = f"the task '{model.config.task}'"
   for name in _OWN_FLAGS:
     if getattr(args, name) is not None and name not in model.FLAGS:
-      raise ValueError(f'{which} has no --{name}: leave it out')
+      raise ValueError(f'{name_of_task} has no --{name}: leave it out')
   draws = args.sample is not None or bool(args.complete)
   if is_table and not draws:
     return
   if args.out and not (task.DRAWS or draws):
     raise ValueError(
-      f'{which} prints its predictions and writes no picture: leave out --out, or '
+      f'{name_of_task} prints its predictions and writes no picture: leave out --out, or '
       'write a table (--out=table.parquet, .csv or .jsonl)'
     )
   if not args.out and (draws or not task.PRINTS):
     raise ValueError(
-      f'{which} writes its predictions as a picture: pass --out=FILE.png'
+      f'{name_of_task} writes its predictions as a picture: pass --out=FILE.png'
     )
 
 
-def of_flags(args, dtype: str | None = None, max_image_pixels: int | None = None):
+def of_flags(
+  args: argparse.Namespace,
+  dtype: str | None = None,
+  max_image_pixels: int | None = None,
+) -> 'predictor.Predictor':
   """Loads the model of the flags --weights, or --workdir and --step."""
   if args.weights:
     return load_weights(
@@ -237,7 +254,7 @@ def of_flags(args, dtype: str | None = None, max_image_pixels: int | None = None
   return load(args.workdir, args.step, dtype=dtype, max_image_pixels=max_image_pixels)
 
 
-def run(args) -> None:
+def run(args: argparse.Namespace) -> None:
   """Prints or writes what the flags of `vit_jax predict` ask for."""
   from vit_jax.data.images import listing
   from vit_jax.inference import tables
@@ -270,36 +287,38 @@ def run(args) -> None:
     _print(model, args)
 
 
-def _print(model, args) -> None:
+def _print(model: 'predictor.Predictor', args: argparse.Namespace) -> None:
   """Prints predictions; skips broken images, and raises an error at the end."""
   printed = 0
   flags = {name: getattr(args, name) for name in ('top', 'out', *model.FLAGS)}
   options = model.parse_flags(flags)
   try:
-    report = model.report(args.images, **options)
-    for line in list(report) if args.out else report:  # A picture shows them all.
+    lines = model.report(args.images, **options)
+    if args.out:  # A picture shows all images.
+      lines = list(lines)
+    for line in lines:
       console.say(line)
       printed += 1
   except (ValueError, OSError):
-    left = args.images[printed:]
-    faults = _faults(left, model.config.max_image_pixels)
+    remaining = args.images[printed:]
+    faults = _faults(remaining, model.config.max_image_pixels)
     if not any(faults) or len(args.images) == 1:
       raise
   else:
     return
   for fault in filter(None, faults):
     logging.warning('Skipped: %s', fault)
-  good = [image for image, fault in zip(left, faults) if not fault]
+  good = [image for image, fault in zip(remaining, faults) if not fault]
   if good:
     for line in model.report(good, **options):
       console.say(line)
   raise ValueError(
-    f'{len(left) - len(good):,} of {len(args.images):,} images cannot be read, such as '
+    f'{len(remaining) - len(good):,} of {len(args.images):,} images cannot be read, such as '
     f'{next(filter(None, faults))}: fix or delete the files named above'
   )
 
 
-def _faults(images, max_pixels) -> list[str | None]:
+def _faults(images: Sequence[Any], max_pixels: int | None) -> list[str | None]:
   """Returns why each image cannot be read, or None."""
   from vit_jax.inference import tables, user_images
 
@@ -309,17 +328,21 @@ def _faults(images, max_pixels) -> list[str | None]:
     return list(pool.map(check, range(source.num_examples)))
 
 
-def _split(words: Sequence[str]) -> list[str]:
+def _split(images: Sequence[str]) -> list[str]:
   """Returns name and split of a data set named as NAME:SPLIT; [] of files."""
   from vit_jax.data.lazy import tf
 
-  name, colon, split = words[0].partition(':') if words else ('', '', '')
-  if len(words) != 1 or not colon or split.startswith('//'):
+  if len(images) != 1:
     return []
-  return [] if tf.io.gfile.exists(words[0]) else [name, split]
+  name, colon, split = images[0].partition(':')
+  if not colon or split.startswith('//') or tf.io.gfile.exists(images[0]):
+    return []
+  return [name, split]
 
 
-def _write_table(model, args, split) -> None:
+def _write_table(
+  model: 'predictor.Predictor', args: argparse.Namespace, split: Sequence[str]
+) -> None:
   """Writes the table that the flags ask for."""
   from vit_jax.data import sources
   from vit_jax.inference import tables, user_images

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import types
@@ -151,7 +152,7 @@ class Checkpoints:
     checkpoints are damaged or the newest is of another model.
     """
     target = _stored(abstract)
-    fields, step = self._newest(lambda path: _read(path, target), step)
+    fields, step = self._newest(functools.partial(_read, target=target), step)
     if fields is None:
       return None, 0
     return abstract.replace(**fields), step
@@ -175,9 +176,11 @@ class Checkpoints:
       raise ValueError(
         f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
       )
-    fields, step = self._newest(
-      lambda path: _read_weights(path, params, extra, dtype), step
-    )
+
+    def read(path: epath.Path) -> dict:
+      return _read_weights(path, params, extra, dtype)
+
+    fields, step = self._newest(read, step)
     if fields is None:
       raise FileNotFoundError(
         f"'{self.directory.parent}' has no complete checkpoint: train first, or longer"
@@ -190,7 +193,9 @@ class Checkpoints:
     """Returns the steps that process 0 finds, on all processes."""
     return self.steps()
 
-  def _newest(self, read: Callable, step: int | None) -> tuple[Any, int]:
+  def _newest(
+    self, read: Callable[[epath.Path], Any], step: int | None
+  ) -> tuple[Any, int]:
     """Returns (read's result, step) of the newest undamaged checkpoint.
 
     (None, 0) if there is none; ValueError if all are damaged.

@@ -170,13 +170,13 @@ def metrics_of(
   `entries` are the evaluators, by default all of the run.
   """
   entries = of_run(config) if entries is None else entries
-  return {
-    f'{metric}_{name}': kind
-    for name, _, _ in run_config.evaluations(config)
-    for entry in entries
-    if entry.is_in(name)
-    for metric, kind in entry.metrics(config).items()
-  }
+  metrics: dict[str, metrics_lib.Metric] = {}
+  for evaluation, _, _ in run_config.evaluations(config):
+    for entry in entries:
+      if entry.is_in(evaluation):
+        for name, metric in entry.metrics(config).items():
+          metrics[f'{name}_{evaluation}'] = metric
+  return metrics
 
 
 def is_low(config: ml_collections.ConfigDict) -> bool:
