@@ -22,14 +22,14 @@ space as the data. Without that space, the last row groups stay in memory.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import itertools
 import json
 import os
 import re
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from absl import logging
 import numpy as np
@@ -41,12 +41,22 @@ from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
 from vit_jax.distributed import files, processes
 
+if TYPE_CHECKING:
+  from etils import epath
+  import ml_collections
+  import pyarrow as pa
+
 _PLACES = (
-  'data/{}-*.parquet', 'data/{}.parquet', '{}-*.parquet', '{}.parquet', '{}/*.parquet',
-)  # fmt: skip
+  'data/{}-*.parquet',
+  'data/{}.parquet',
+  '{}-*.parquet',
+  '{}.parquet',
+  '{}/*.parquet',
+)
 _NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
 _MEMORY = 2**28  # Most bytes of row groups in memory.
-_MOST_CLASSES = 10**6  # Of numbers without names; a greater one is taken for an id.
+# Classes without names have numbers below this; a greater one is taken for an id.
+_MOST_CLASSES = 10**6
 
 
 class Shard(NamedTuple):
@@ -67,7 +77,7 @@ class _Column(NamedTuple):
 
 
 class _Reader(NamedTuple):
-  """The wanted features, and names of classes, see shards.ShardSource."""
+  """The requested features, and names of classes, see shards.ShardSource."""
 
   columns: Mapping[str, _Column]
   names: Mapping[str, tuple[str, ...]]
@@ -80,8 +90,9 @@ class _Reader(NamedTuple):
   @property
   def column_names(self) -> list[str]:
     """Names of the columns of the features, then those of their paths."""
-    columns = self.columns.values()
-    return [x.name for x in columns] + [x.path for x in columns if x.path]
+    names = [column.name for column in self.columns.values()]
+    names += [column.path for column in self.columns.values() if column.path]
+    return names
 
 
 def exists(root: str, split: str) -> bool:
@@ -89,14 +100,18 @@ def exists(root: str, split: str) -> bool:
   return any(_find(root, base) for base in slices.bases(split))
 
 
-def _find(root, base) -> list[str]:
+def _find(root: str, base: str) -> list[str]:
+  """Returns the files of a split at the first of _PLACES that has any."""
   if base == '.':  # Class folders, perhaps next to tables.
     return []
-  places = (os.path.join(root, place.format(base)) for place in _PLACES)
-  return next((sorted(x) for x in map(tf.io.gfile.glob, places) if x), [])
+  for place in _PLACES:
+    paths = tf.io.gfile.glob(os.path.join(root, place.format(base)))
+    if paths:
+      return sorted(paths)
+  return []
 
 
-def _complete(root, base) -> list[str]:
+def _complete(root: str, base: str) -> list[str]:
   """Returns the files of a split; FileNotFoundError if any is missing."""
   paths = _find(root, base)
   if not paths:
@@ -104,10 +119,13 @@ def _complete(root, base) -> list[str]:
       f"there is no '{root}/data/{base}-*.parquet', though another part of the split "
       'has such files (config.pp.train, config.pp.test)'
     )
-  numbers = [_NUMBER.search(path) for path in paths]
-  if all(numbers):
-    count = int(numbers[-1][2])
-    if [(int(x[1]), int(x[2])) for x in numbers] != [(i, count) for i in range(count)]:
+  numbers = []  # Pairs (i, count) of names that end with '-i-of-count.parquet'.
+  for path in paths:
+    if match := _NUMBER.search(path):
+      numbers.append((int(match[1]), int(match[2])))
+  if len(numbers) == len(paths):
+    _, count = numbers[-1]
+    if numbers != [(i, count) for i in range(count)]:
       raise FileNotFoundError(
         f"'{paths[-1]}' is one of {count:,} files, numbered from 0, of which "
         f'{len(paths):,} are present: download the data set again'
@@ -116,70 +134,94 @@ def _complete(root, base) -> list[str]:
 
 
 def open_split(
-  config,
+  config: 'ml_collections.ConfigDict',
   root: str,
   split: str,
   features: Sequence[str],
   class_names: Sequence[str] | None = None,
 ) -> 'ParquetSource':
   """Opens a split of a folder, see sources.open_split."""
-  footers, taken = {}, []
-  for base, instruction in slices.parts(split):
-    paths = _complete(root, base)
-    new = [path for path in paths if path not in footers]
-    read = lambda path: _open(path).metadata
-    footers.update(zip(new, shards.each(read, new, 'Reading footers')))
-    counts = [footers[path].num_rows for path in paths]
-    rows = slices.take(range(sum(counts)), base, instruction)
-    for path, count, last in zip(paths, counts, np.cumsum(counts).tolist()):
-      first = last - count
-      skip, stop = max(rows.start - first, 0), min(rows.stop - first, count)
-      if skip < stop:
-        taken.append(Shard(path, skip, stop - skip))
-  paths = list(footers)
+  footers, selected = _read_footers(root, split)
   columns, names = _same_columns(footers)
+  paths = list(footers)
   if 'label' in features and 'label' not in columns:
     _check_label_type(paths[0], footers[paths[0]])
-  wanted = records.resolve(features, columns, f"'{paths[0]}'")
-  columns = {name: columns[name] for name in wanted}
-  names = {name: names[name] for name in wanted if name in names}
+  requested = records.resolve(features, columns, f"'{paths[0]}'")
+  columns = {name: columns[name] for name in requested}
+  names = {name: names[name] for name in requested if name in names}
   numbers, hashes = {}, {}
   if 'label' in columns:
     labels, hashes = _labels(paths, columns['label'])
-    stored_names, where = names.get('label'), f'{root}/{split}'
     names['label'], numbers = _class_numbers(
-      labels, columns['label'], stored_names, class_names, where
+      labels, columns['label'], names.get('label'), class_names, f'{root}/{split}'
     )
   stamps = shards.each(image_files.size_and_time, paths, 'Looking at files')
-  listed = [
-    [os.path.basename(path), size, hashes.get(path)]
-    for path, (size, _) in zip(paths, stamps)
-  ]
-  origin = {'split': split, 'files': files.digest([json.dumps(listed).encode()])}
+  contents = []
+  for path, (size, _) in zip(paths, stamps):
+    contents.append([os.path.basename(path), size, hashes.get(path)])
+  origin = {'split': split, 'files': files.digest([json.dumps(contents).encode()])}
   processes.agree(f"the files of '{root}'", origin)
   reader = _Reader(columns, names, numbers)
-  stamps = dict(zip(paths, stamps))
   return ParquetSource(
-    root, taken, footers, stamps, reader, origin, config.max_image_pixels
+    root,
+    selected,
+    footers,
+    dict(zip(paths, stamps)),
+    reader,
+    origin,
+    config.max_image_pixels,
   )
 
 
+def _read_footers(root: str, split: str) -> tuple[dict[str, Any], list[Shard]]:
+  """Returns the footers of a split's files by path, and the selected rows."""
+
+  def read(path: str) -> Any:
+    return _open(path).metadata
+
+  footers: dict[str, Any] = {}
+  selected = []
+  for base, instruction in slices.parts(split):
+    paths = _complete(root, base)
+    new_paths = [path for path in paths if path not in footers]
+    footers.update(zip(new_paths, shards.each(read, new_paths, 'Reading footers')))
+    counts = [footers[path].num_rows for path in paths]
+    selected += _select_rows(paths, counts, base, instruction)
+  return footers, selected
+
+
+def _select_rows(
+  paths: Sequence[str], counts: Sequence[int], base: str, instruction: str
+) -> list[Shard]:
+  """Returns the rows of a slice of files with these `counts` of rows."""
+  rows = slices.take(range(sum(counts)), base, instruction)
+  selected = []
+  first = 0  # Number of the file's first row.
+  for path, count in zip(paths, counts):
+    skip = max(rows.start - first, 0)
+    stop = min(rows.stop - first, count)
+    if skip < stop:
+      selected.append(Shard(path, skip, stop - skip))
+    first += count
+  return selected
+
+
 @contextlib.contextmanager
-def _checked(what: str):
+def _checked(name: str) -> Iterator[None]:
   """Converts pyarrow's errors for damaged files, which do not name the file."""
   import pyarrow as pa
 
   try:
     yield
   except (pa.ArrowException, ValueError, OSError) as e:
-    if getattr(e, 'errno', None) is not None:  # Of the storage, not of the content.
+    if getattr(e, 'errno', None) is not None:  # The storage failed, not the content.
       raise
     raise ValueError(
-      f'{what} is damaged: {image_files.first_line(e)}: download it again'
+      f'{name} is damaged: {image_files.first_line(e)}: download it again'
     ) from e
 
 
-def _open(path: str, footer=None):
+def _open(path: str, footer: Any = None) -> Any:
   """Opens a file; `footer` is its footer if it has been read."""
   parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
   files.check_input(path)
@@ -187,35 +229,43 @@ def _open(path: str, footer=None):
     return parquet.ParquetFile(path, metadata=footer, page_checksum_verification=True)
 
 
-def _same_columns(footers):
+def _same_columns(
+  footers: Mapping[str, Any],
+) -> tuple[dict[str, _Column], dict[str, tuple[str, ...]]]:
   """Returns `_described` of files; ValueError if their columns or classes differ."""
-  (first, footer), *others = footers.items()
-  schema = footer.schema.to_arrow_schema()
+  schemas = {}
+  for path, footer in footers.items():
+    schemas[path] = footer.schema.to_arrow_schema()
+  first, *other_paths = schemas
+  schema = schemas[first]
   names = collections.Counter(schema.names)
   if repeated := [name for name, count in names.items() if count > 1]:
     raise ValueError(
       f"'{first}' has several columns '{repeated[0]}': rename or remove all but one"
     )
   classes = _class_names(first, schema)
-  for path, other in others:
-    other = other.schema.to_arrow_schema()
-    if not schema.equals(other):
-      texts = (', '.join(f'{x.name}: {x.type}' for x in s) for s in (other, schema))
+  for path in other_paths:
+    if not schema.equals(schemas[path]):
       raise ValueError(
-        f"'{path}' and '{first}' differ in their columns, {' and '.join(texts)}: use "
-        'files of one data set (config.dataset)'
+        f"'{path}' and '{first}' differ in their columns, "
+        f'{_list_columns(schemas[path])} and {_list_columns(schema)}: use files of one '
+        'data set (config.dataset)'
       )
-    for name, names in _class_names(path, other).items():
-      if names != classes.get(name, names):
+    for name, class_names in _class_names(path, schemas[path]).items():
+      if class_names != classes.get(name, class_names):
         raise ValueError(
           f"'{path}' and '{first}' differ in the class names of '{name}', "
-          f'{list(names[:5])} and {list(classes[name][:5])}: use files of one data '
-          'set (config.dataset)'
+          f'{list(class_names[:5])} and {list(classes[name][:5])}: use files of one '
+          'data set (config.dataset)'
         )
   return _described(schema, classes)
 
 
-def _check_label_type(path: str, footer):
+def _list_columns(schema: 'pa.Schema') -> str:
+  return ', '.join(f'{field.name}: {field.type}' for field in schema)
+
+
+def _check_label_type(path: str, footer: Any) -> None:
   """Raises ValueError if a file has a column `label` of an unusable type."""
   schema = footer.schema.to_arrow_schema()
   if 'label' in schema.names:
@@ -225,21 +275,24 @@ def _check_label_type(path: str, footer):
     )
 
 
-def _class_names(path: str, schema) -> dict[str, tuple[str, ...]]:
+def _class_names(path: str, schema: 'pa.Schema') -> dict[str, tuple[str, ...]]:
   """Returns the class names in the metadata of `datasets`, by column."""
   try:
-    facts = json.loads((schema.metadata or {})[b'huggingface'])['info']['features']
+    metadata = json.loads((schema.metadata or {})[b'huggingface'])
+    features = metadata['info']['features']
   except (KeyError, TypeError, ValueError, RecursionError):
     return {}  # `datasets` has not written the file.
+  if not isinstance(features, dict):
+    return {}
   classes = {}
-  for column, fact in facts.items() if isinstance(facts, dict) else ():
-    if isinstance(fact, list):  # A list of features, in older versions.
-      fact = fact[0] if fact else None
-    if isinstance(fact, dict):
-      fact = fact.get('feature', fact)
-    if not isinstance(fact, dict) or fact.get('_type') != 'ClassLabel':
+  for column, feature in features.items():
+    if isinstance(feature, list):  # A list of features, in older versions.
+      feature = feature[0] if feature else None
+    if isinstance(feature, dict):
+      feature = feature.get('feature', feature)
+    if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel':
       continue
-    names = fact.get('names') or []
+    names = feature.get('names') or []
     is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if not is_text:
       raise ValueError(
@@ -252,35 +305,48 @@ def _class_names(path: str, schema) -> dict[str, tuple[str, ...]]:
 
 
 def _described(
-  schema, classes
+  schema: 'pa.Schema', classes: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, _Column], dict[str, tuple[str, ...]]]:
   """Returns the columns that can be read, and names of classes, by feature."""
-  found, pictures = {}, []
+  columns, image_columns = {}, []
   for field in schema:
     column = _column(field.name, field.type)
     if column.kind == 'bytes':
-      pictures.append(column)
+      image_columns.append(column)
     elif column.kind:
-      found[field.name] = column
-  pictures.sort(key=lambda column: column.name not in ('image', 'image.bytes'))
-  found.pop('image', None)  # Of another kind, such as paths.
-  if pictures and (pictures[0].name.endswith('.bytes') or pictures[0].name == 'image'):
-    found['image'] = pictures[0]
-  labels = [name for name in ('label', *classes) if name in found]
-  if labels and found[labels[0]].kind in ('int64', 'string'):
-    found['label'] = found[labels[0]]
+      columns[field.name] = column
+  columns.pop('image', None)  # Another kind of values, such as paths.
+  image = _image_column(image_columns)
+  if image is not None:
+    columns['image'] = image
+  labels = [name for name in ('label', *classes) if name in columns]
+  if labels and columns[labels[0]].kind in ('int64', 'string'):
+    columns['label'] = columns[labels[0]]
   else:
-    found.pop('label', None)
-  names = {k: classes[x.name] for k, x in found.items() if x.name in classes}
-  return found, names
+    columns.pop('label', None)
+  names = {}
+  for feature, column in columns.items():
+    if column.name in classes:
+      names[feature] = classes[column.name]
+  return columns, names
 
 
-def _column(name: str, of) -> _Column:
+def _image_column(columns: Sequence[_Column]) -> _Column | None:
+  """Returns the column of images among those of bytes: `image`, or the first struct."""
+  for column in columns:
+    if column.name in ('image', 'image.bytes'):
+      return column
+  if columns and columns[0].name.endswith('.bytes'):
+    return columns[0]
+  return None
+
+
+def _column(name: str, arrow_type: Any) -> _Column:
   """Returns how a column of an Arrow type is read; its kind is '' if it is not."""
   from pyarrow import types
 
-  if types.is_struct(of):
-    fields = {field.name: field.type for field in of}
+  if types.is_struct(arrow_type):
+    fields = {field.name: field.type for field in arrow_type}
     has_paths = 'path' in fields and _column('path', fields['path']).kind == 'string'
     is_image = 'bytes' in fields and (
       _column('bytes', fields['bytes']).kind == 'bytes'
@@ -291,39 +357,60 @@ def _column(name: str, of) -> _Column:
       kind='bytes' if is_image else '',
       path=f'{name}.path' if has_paths else None,
     )
-  if types.is_list(of) or types.is_large_list(of) or types.is_fixed_size_list(of):
-    inner = _column(name, of.value_type)
-    plain = inner.kind != 'bytes' and not inner.listed
-    return _Column(name, inner.kind if plain else '', True)
-  if types.is_dictionary(of):
-    return _column(name, of.value_type)
+  if (
+    types.is_list(arrow_type)
+    or types.is_large_list(arrow_type)
+    or types.is_fixed_size_list(arrow_type)
+  ):
+    inner = _column(name, arrow_type.value_type)
+    is_readable = inner.kind != 'bytes' and not inner.listed
+    return _Column(name, inner.kind if is_readable else '', True)
+  if types.is_dictionary(arrow_type):
+    return _column(name, arrow_type.value_type)
   kinds = {
-    'int64': types.is_integer, 'float32': types.is_floating, 'bool': types.is_boolean,
-    'string': lambda x: types.is_string(x) or types.is_large_string(x),
-    'bytes': lambda x: types.is_binary(x) or types.is_large_binary(x),
-  }  # fmt: skip
-  return _Column(name, next((k for k, is_kind in kinds.items() if is_kind(of)), ''))
+    'int64': [types.is_integer],
+    'float32': [types.is_floating],
+    'bool': [types.is_boolean],
+    'string': [types.is_string, types.is_large_string],
+    'bytes': [types.is_binary, types.is_large_binary],
+  }
+  for kind, predicates in kinds.items():
+    if any(is_kind(arrow_type) for is_kind in predicates):
+      return _Column(name, kind)
+  return _Column(name, '')
 
 
 def _labels(
   paths: Sequence[str], column: _Column
 ) -> tuple[dict[str, set], dict[str, str]]:
   """Returns the labels in each file, and a hash of the labels of its rows, by path."""
+
+  def read(path: str) -> tuple[set, str]:
+    return _file_labels(path, column)
+
+  labels, hashes = {}, {}
+  for path, result in zip(paths, shards.each(read, paths, 'Reading labels')):
+    labels[path], hashes[path] = result
+  return labels, hashes
+
+
+def _file_labels(path: str, column: _Column) -> tuple[set, str]:
+  """Returns the labels in a file, and a hash of the labels of its rows."""
   import pyarrow.compute as pc
 
-  def read(path):
-    with _checked(f"'{path}'"):
-      values = _open(path).read(columns=[column.name]).column(0).combine_chunks()
-    rows = [pc.fill_null(pc.list_value_length(values), -1)] if column.listed else []
-    values = pc.list_flatten(values) if column.listed else values
-    values = values if hasattr(values, 'indices') else values.dictionary_encode()
-    found = values.dictionary.to_pylist()
-    rows.append(pc.fill_null(values.indices, -1))
-    rows = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
-    return {*found} - {None, -1}, files.digest([*rows, json.dumps(found).encode()])
-
-  labels, hashes = zip(*shards.each(read, paths, 'Reading labels'))
-  return dict(zip(paths, labels)), dict(zip(paths, hashes))
+  with _checked(f"'{path}'"):
+    values = _open(path).read(columns=[column.name]).column(0).combine_chunks()
+  rows = []
+  if column.listed:
+    rows.append(pc.fill_null(pc.list_value_length(values), -1))
+    values = pc.list_flatten(values)
+  if not hasattr(values, 'indices'):
+    values = values.dictionary_encode()
+  rows.append(pc.fill_null(values.indices, -1))
+  labels = values.dictionary.to_pylist()
+  contents = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
+  contents.append(json.dumps(labels).encode())
+  return {*labels} - {None, -1}, files.digest(contents)
 
 
 def _class_numbers(
@@ -342,7 +429,7 @@ def _class_numbers(
     raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
   names = tuple(class_names or stored_names or _names(all_labels, column, where))
   places = records.class_numbers(where, stored_names or names, names)
-  numbers = dict(enumerate(places.tolist()))
+  numbers: dict[int | str, int] = dict(enumerate(places.tolist()))
   if column.kind == 'string':
     if repeated := records.repeated_names(names):
       raise ValueError(
@@ -374,7 +461,7 @@ def _names(labels: set, column: _Column, where: str) -> list[str]:
   return [str(i) for i in range(highest + 1)]
 
 
-def _mapped(path):
+def _mapped(path: 'epath.Path') -> Any:
   """Returns the table in an Arrow file, memory-mapped; None without a whole one."""
   import pyarrow as pa
 
@@ -385,72 +472,91 @@ def _mapped(path):
 
 
 class ParquetSource(shards.ShardSource):
-  """Rows of Parquet files, see the top; its images may have `max_pixels`.
+  """Rows of Parquet files, see the module; its images may have `max_pixels`.
 
   All processes must open the same split.
   """
 
   def __init__(
-    self, root: str, taken, footers, stamps, reader: _Reader, origin, max_pixels: int
-  ):
+    self,
+    root: str,
+    selected: Sequence[Shard],
+    footers: Mapping[str, Any],
+    stamps: Mapping[str, tuple[int, int]],
+    reader: _Reader,
+    origin: dict[str, str],
+    max_pixels: int,
+  ) -> None:
     self._root = root
     self._footers, self._stamps, self._max_pixels = footers, stamps, max_pixels
-    groups = {
-      path: [footer.row_group(i) for i in range(footer.num_row_groups)]
-      for path, footer in footers.items()
-    }
-    self._group_ends = {
-      path: np.cumsum([group.num_rows for group in found])
-      for path, found in groups.items()
-    }
-    size = sum(group.total_byte_size for found in groups.values() for group in found)
-    count = sum(footer.num_rows for footer in footers.values())
-    super().__init__(taken, size / count, reader)
+    self._group_ends = {}
+    num_bytes = num_rows = 0
+    for path, footer in footers.items():
+      groups = [footer.row_group(i) for i in range(footer.num_row_groups)]
+      self._group_ends[path] = np.cumsum([group.num_rows for group in groups])
+      num_bytes += sum(group.total_byte_size for group in groups)
+      num_rows += footer.num_rows
+    super().__init__(selected, num_bytes / num_rows, reader)
     self.origin = origin
-    # Where row groups are kept; None: in memory.
-    self._cache = console.cache_folder() / 'parquet' if size > _MEMORY else None
-    self._groups = collections.OrderedDict()  # Tables by (path, number).
+    # Where row groups are cached; None: in memory.
+    self._cache = console.cache_folder() / 'parquet' if num_bytes > _MEMORY else None
+    # Tables by (path, number of the row group).
+    self._groups: collections.OrderedDict[tuple[str, int], Any] = (
+      collections.OrderedDict()
+    )
     self._groups_lock = threading.Lock()
 
-  def open_file(self, path):
+  def open_file(self, path: str) -> Any:
     return _open(path, self._footers[path])
 
-  def read_file(self, file, shard, places):
-    path, found = self.paths[shard], []
+  def read_file(self, file: Any, shard: int, numbers: list[int]) -> list[tuple]:
+    path = self.paths[shard]
     ends = self._group_ends[path]
-    for group, place in zip(np.searchsorted(ends, places, side='right'), places):
-      table = self._group(file, path, int(group))
-      row = place - (ends[group - 1] if group else 0)
-      found.append(tuple(column[row].as_py() for column in table))
-    return found
+    rows = []
+    for group, number in zip(np.searchsorted(ends, numbers, side='right'), numbers):
+      columns = self._group(file, path, int(group))
+      row = number - (ends[group - 1] if group else 0)
+      rows.append(tuple(column[row].as_py() for column in columns))
+    return rows
 
-  def _group(self, file, path, group):
+  def _group(self, file: Any, path: str, group: int) -> list[Any]:
     """Returns the columns of a row group, which one thread at a time reads."""
     key = path, group
-    if (found := self._groups.get(key)) is not None:
-      return found.columns
-    with self._groups_lock:
-      found = self._groups.get(key)
-      if found is not None:  # Another thread has read it in the meantime.
-        return found.columns
-      names = self._reader.column_names
-      call = os.path.abspath(path), self._stamps[path], group, names
-      name = f'{files.digest([json.dumps(call).encode()])}.arrow'
-      table = self._cache and _mapped(self._cache / name)
-      if table is None:
-        with _checked(f"row group {group} of '{path}'"):
-          table = file.read_row_group(group, names)
-        # Two features, such as `label`, may be of one column.
-        table = self._kept(table.flatten().select(names), name)
-      self._groups[key] = table
-      if self._cache is None:
-        held = sum(table.nbytes for table in self._groups.values())
-        while held > _MEMORY and len(self._groups) > 1:
-          held -= self._groups.popitem(last=False)[1].nbytes
+    table = self._groups.get(key)
+    if table is not None:
       return table.columns
+    with self._groups_lock:
+      table = self._groups.get(key)
+      if table is None:  # No other thread has read it in the meantime.
+        table = self._read_group(file, path, group)
+        self._groups[key] = table
+        if self._cache is None:
+          self._limit_memory()
+    return table.columns
 
-  def _kept(self, table, name):
-    """Returns the columns of a row group, memory-mapped where possible."""
+  def _read_group(self, file: Any, path: str, group: int) -> Any:
+    """Returns the table of a row group, from the cache where possible."""
+    names = self._reader.column_names
+    call = os.path.abspath(path), self._stamps[path], group, names
+    name = f'{files.digest([json.dumps(call).encode()])}.arrow'
+    if self._cache is not None:
+      table = _mapped(self._cache / name)
+      if table is not None:
+        return table
+    with _checked(f"row group {group} of '{path}'"):
+      table = file.read_row_group(group, names)
+    # Two features, such as `label`, may be read from the same column.
+    return self._cached(table.flatten().select(names), name)
+
+  def _limit_memory(self) -> None:
+    """Drops the row groups that were read first, but never the last one."""
+    num_bytes = sum(table.nbytes for table in self._groups.values())
+    while num_bytes > _MEMORY and len(self._groups) > 1:
+      _, table = self._groups.popitem(last=False)
+      num_bytes -= table.nbytes
+
+  def _cached(self, table: Any, name: str) -> Any:
+    """Returns the table of a row group, memory-mapped where possible."""
     if self._cache is None:
       return table.combine_chunks()
     import pyarrow as pa
@@ -462,66 +568,77 @@ class ParquetSource(shards.ShardSource):
         pa.ipc.new_file(file, table.schema) as writer,
       ):
         writer.write_table(table.combine_chunks())
-      found = _mapped(self._cache / name)
-      return table.combine_chunks() if found is None else found
+      mapped = _mapped(self._cache / name)
+      return table.combine_chunks() if mapped is None else mapped
     except OSError as e:
       logging.warning(
         "'%s' cannot keep row groups, so reading in random order is slow: %s",
-        self._cache, e,
-      )  # fmt: skip
+        self._cache,
+        e,
+      )
       self._cache = None
       self._groups.clear()
       return table.combine_chunks()
 
-  def lookup(self, indices) -> dict:
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     types = []
     for name, column in self._reader.columns.items():
-      types.append('string' if column.kind == 'bytes' else column.kind)
       if name == 'label':
-        types[-1] = 'int64'
-      elif column.listed:
         types.append('int64')
-    flat = iter(tf.numpy_function(self._features, [indices], types, stateful=False))
-    found = {}
+        continue
+      types.append('string' if column.kind == 'bytes' else column.kind)
+      if column.listed:
+        types.append('int64')
+    arrays = iter(tf.numpy_function(self._features, [indices], types, stateful=False))
+    features = {}
     for name, column in self._reader.columns.items():
       shape = [None, None] if name == 'label' else [None]
-      found[name] = tf.ensure_shape(next(flat), shape)
+      features[name] = tf.ensure_shape(next(arrays), shape)
       if column.listed and name != 'label':
-        lengths = tf.ensure_shape(next(flat), [None])
-        found[name] = tf.RaggedTensor.from_row_lengths(found[name], lengths)
-    return found
+        lengths = tf.ensure_shape(next(arrays), [None])
+        features[name] = tf.RaggedTensor.from_row_lengths(features[name], lengths)
+    return features
 
   def _features(self, indices: np.ndarray) -> list[np.ndarray]:
     """Returns the arrays that `lookup` asks for, of rows [b]."""
-    rows, found = self.serialized(indices), []
+    rows = self.serialized(indices)
+    arrays = []
     for i, (name, column) in enumerate(self._reader.columns.items()):
       values = [row[i] for row in rows]
       if name == 'label':
-        labels = list(map(self._labels, values))
-        found.append(np.full([len(rows), max([1, *map(len, labels)])], -1, np.int64))
-        for row, numbers in zip(found[-1], labels):
-          row[: len(numbers)] = numbers
+        arrays.append(self._label_array(values))
         continue
       if column.path:  # The only one, and the last column of a row.
-        values = [
-          self._read_image(value, row[-1], index)
-          for value, row, index in zip(values, rows, indices)
-        ]
-      for value, index in zip(values, indices):
-        if value is None or (column.listed and None in value):
-          raise ValueError(
-            f"{self.name(index)}: there is no '{column.name}', which all rows need"
-          )
-      lengths = np.array(list(map(len, values)) if column.listed else [], np.int64)
-      values = list(itertools.chain(*values)) if column.listed else values
-      if column.kind in ('bytes', 'string'):
-        texts = (x.encode() if isinstance(x, str) else x for x in values)
-        found.append(np.fromiter(texts, object, len(values)))
-      else:
-        found.append(np.array(values, column.kind))
+        for k, (row, index) in enumerate(zip(rows, indices)):
+          values[k] = self._read_image(values[k], row[-1], index)
+      self._check_present(column, values, indices)
+      lengths = None
       if column.listed:
-        found.append(lengths)
-    return found
+        lengths = np.array([len(value) for value in values], np.int64)
+        values = list(itertools.chain(*values))
+      arrays.append(_as_array(values, column.kind))
+      if lengths is not None:
+        arrays.append(lengths)
+    return arrays
+
+  def _label_array(self, values: Sequence[Any]) -> np.ndarray:
+    """Returns class numbers of rows, int64 [b, L], padded with -1."""
+    labels = [self._labels(value) for value in values]
+    width = max([1, *map(len, labels)])
+    array = np.full([len(labels), width], -1, np.int64)
+    for row, numbers in zip(array, labels):
+      row[: len(numbers)] = numbers
+    return array
+
+  def _check_present(
+    self, column: _Column, values: Sequence[Any], indices: np.ndarray
+  ) -> None:
+    """Raises ValueError if a row has no value, or null in a list."""
+    for value, index in zip(values, indices):
+      if value is None or (column.listed and None in value):
+        raise ValueError(
+          f"{self.name(index)}: there is no '{column.name}', which all rows need"
+        )
 
   def _read_image(
     self, content: bytes | None, path: str | None, index: int
@@ -530,22 +647,22 @@ class ParquetSource(shards.ShardSource):
     if content is not None or not path:
       return content
     [shard], _ = self._places(np.array([index]))
-    folders = os.path.dirname(self.paths[shard]), self._root
-    paths = [os.path.join(folder, path) for folder in folders]
-    if '://' in path:
-      paths = [path]
+    paths = [path]
+    if '://' not in path:
+      folders = os.path.dirname(self.paths[shard]), self._root
+      paths = [os.path.join(folder, path) for folder in folders]
     existing = next(filter(tf.io.gfile.exists, paths), paths[0])
     try:
       return image_files.read_file(existing)
     except (ValueError, OSError) as e:
       raise type(e)(f'{self.name(index)}: {e}') from e
 
-  def _labels(self, value) -> list[int]:
+  def _labels(self, value: Any) -> list[int]:
     """Returns the numbers of the classes of a row."""
     values = value if isinstance(value, list) else [value]
     return [self._reader.numbers[x] for x in values if x is not None and x != -1]
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     if 'image' not in record:
       return record
     return {**record, 'image': images.bounded(record['image'], self._max_pixels)}
@@ -553,3 +670,13 @@ class ParquetSource(shards.ShardSource):
   def name(self, index: int) -> str:
     [shard], [place] = self._places(np.array([index]))
     return f'row {place} of {os.path.basename(self.paths[shard])}'
+
+
+def _as_array(values: Sequence[Any], kind: str) -> np.ndarray:
+  """Returns values of a column's kind as an array [n]; text and bytes as objects."""
+  if kind not in ('bytes', 'string'):
+    return np.array(values, kind)
+  texts = np.empty(len(values), object)
+  for i, value in enumerate(values):
+    texts[i] = value.encode() if isinstance(value, str) else value
+  return texts
