@@ -31,9 +31,9 @@ def usable(
   where: str,
   broken: str,
   max_pixels: int | None = None,
-  named: Callable[[int], str] | None = None,
-  workdir=None,
-  why: Callable[[bytes, int], str] | None = None,
+  describe: Callable[[int], str] | None = None,
+  workdir: str | None = None,
+  explain: Callable[[bytes, int], str] | None = None,
 ) -> index_lib.Paths:
   """Checks that images can be decoded; returns those that are not broken.
 
@@ -41,36 +41,43 @@ def usable(
   minute and before raising an error, so that the next start checks only the
   remaining and the changed files.
 
-  `views` are (index, rows) pairs, and `where` names the split in messages. `broken` is
-  'error', 'skip', or 'trust' (no check, all images are returned). Files of more than
-  `max_pixels`, by default the config's, are broken. `named` maps an image's number to
-  its name, by default its path; `why` maps (path, max_pixels) to the reason why an
-  image is broken, or ''.
+  Args:
+    views: (index, rows) pairs.
+    where: names the split in messages.
+    broken: 'error', 'skip', or 'trust' (no check, all images are returned).
+    max_pixels: files with more pixels are broken; by default the config's limit.
+    describe: maps an image's number to its name, by default its path.
+    workdir: folder of the run.
+    explain: maps (path, max_pixels) to the reason why an image is broken, or ''.
 
-  Raises ValueError if images are broken and not skipped, or none is left; OSError if a
-  file cannot be read, which does not count as broken.
+  Raises:
+    ValueError: if images are broken and not skipped, or none is left.
+    OSError: if a file cannot be read, which does not count as broken.
   """
   paths = index_lib.Paths(views)
   if not len(paths):
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
 
-  def check():
+  def check() -> list[tuple[int, str]]:
     for index, rows in views:
       index.look_again(rows)
       if broken != 'trust':
-        _check_share(index, rows, why or images.why_broken, limit, workdir)
-    reasons = paths.broken()
-    shown = _first_of_each(paths, reasons)
-    return [(i, x if i in shown else '') for i, x in reasons.items()]
+        _check_share(index, rows, explain or images.why_broken, limit, workdir)
+    local_reasons = paths.broken()
+    shown_numbers = _first_of_each(paths, local_reasons)
+    results = []
+    for number, reason in local_reasons.items():
+      results.append((number, reason if number in shown_numbers else ''))
+    return results
 
-  found = {}
+  reasons: dict[int, str] = {}
   for share in processes.attempt(f"checking the images of '{where}'", check):
     for number, reason in share:
-      found[number] = found.get(number) or reason
-  bad = sorted(found)
+      reasons[number] = reasons.get(number) or reason
+  bad = sorted(reasons)
 
-  def store():
+  def store() -> None:
     for index, _ in views:
       _merge_shares(index, workdir)
     if bad and broken == 'error':
@@ -78,15 +85,15 @@ def usable(
 
   if workdir and broken != 'trust':
     processes.from_first(f"storing the check of '{where}'", store)
-  paths.mark(found)
+  paths.mark(reasons)
   if not bad or broken == 'trust':
     return paths
-  named = named or paths.__getitem__
-  lines = [f'{named(i)}: {found[i]}' for i in _first_of_each(paths, bad)]
+  describe = describe or paths.__getitem__
+  lines = [f'{describe(i)}: {reasons[i]}' for i in _first_of_each(paths, bad)]
   if broken != 'skip':
-    shown = '\n  '.join(lines)
+    message = '\n  '.join(lines)
     raise ValueError(
-      f'{len(bad):,} of {len(paths):,} images cannot be read:\n  {shown}\n'
+      f'{len(bad):,} of {len(paths):,} images cannot be read:\n  {message}\n'
       'Repair, restore or delete them, or leave them out with '
       '--config.broken_images=skip'
     )
@@ -94,8 +101,11 @@ def usable(
     raise ValueError(f"no image of '{where}' can be read, the first: {lines[0]}")
   logging.warning(
     'Skipped %d of %d images of %s that cannot be read, the first: %s',
-    len(bad), len(paths), where, lines[0],
-  )  # fmt: skip
+    len(bad),
+    len(paths),
+    where,
+    lines[0],
+  )
   return paths.without(bad)
 
 
@@ -107,30 +117,39 @@ def _first_of_each(paths: index_lib.Paths, numbers: Iterable[int]) -> list[int]:
   return [number for _, number in sorted(by_path.items())[:_SHOWN]]
 
 
-def _check_share(index, rows, why, limit, workdir):
+def _check_share(
+  index: index_lib.Index,
+  rows: np.ndarray,
+  explain: Callable[[bytes, int], str],
+  limit: int,
+  workdir: str | None,
+) -> None:
   """Checks this process's share of some rows."""
-  me = jax.process_index()
-  rows = np.unique(rows[rows % jax.process_count() == me])
-  path = workdir and index_lib.place(workdir, index.root, index.base)
-  if not me or not path:  # Process 0 stores the whole, see `usable`.
-    index.check(rows, why, limit, path and (lambda: index.save(path)))
+  process = jax.process_index()
+  rows = np.unique(rows[rows % jax.process_count() == process])
+  if not workdir:
+    index.check(rows, explain, limit)
     return
-  path = f'{path}.{me}of{jax.process_count()}'
+  path = index_lib.place(workdir, index.root, index.base)
+  if process == 0:  # Stores the results of all processes, see `usable`.
+    index.check(rows, explain, limit, lambda: index.save(path))
+    return
+  path = f'{path}.{process}of{jax.process_count()}'
   stored = copy.copy(index)
   stored.checks = index.load_checks([path])
   index.recall(stored)
-  if index.check(rows, why, limit, lambda: index.save_checks(path, rows)):
+  if index.check(rows, explain, limit, lambda: index.save_checks(path, rows)):
     index.save_checks(path, rows)
 
 
-def _merge_shares(index, workdir):
+def _merge_shares(index: index_lib.Index, workdir: str | None) -> None:
   """Moves the stored results of the other processes into the stored index."""
   path = index_lib.place(workdir, index.root, index.base)
   folder, name = os.path.split(path)
-  found = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
-  paths = [f'{folder}/{x}' for x in found if x.startswith(f'{name}.')]
+  entries = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
+  paths = [f'{folder}/{entry}' for entry in entries if entry.startswith(f'{name}.')]
   # Shares of a different number of processes may be out of date.
-  current = [x for x in paths if x.endswith(f'of{jax.process_count()}')]
+  current = [path for path in paths if path.endswith(f'of{jax.process_count()}')]
   checks = index.load_checks(current)
   if checks.status.any():
     index.checks = index_lib.merge(index.checks, checks)
@@ -138,7 +157,7 @@ def _merge_shares(index, workdir):
   image_files.in_threads(tf.io.gfile.remove, paths)
 
 
-def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
+def open_index(root: str, base: str, workdir: str | None = None) -> index_lib.Index:
   """Returns the index of a split: a stored one if up to date, or a new one.
 
   Process 0 decides and lists. The other processes read the index stored in the
@@ -148,7 +167,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
   if jax.process_count() == 1:
     return _find_index(root, base, workdir)
 
-  def first():
+  def first() -> tuple[str | None, str]:
     index = _find_index(root, base, workdir)
     if index.path is None and workdir:
       try:
@@ -162,7 +181,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
   path, digest = processes.from_first(f"listing the images of '{top}'", first)
 
-  def read():
+  def read() -> None:
     index = _recent.get(top)
     if index is None or index.digest() != digest:
       index = path and index_lib.Index.load(path, root, base)
@@ -176,7 +195,7 @@ def open_index(root: str, base: str, workdir=None) -> index_lib.Index:
 
 
 def open_listed(
-  root: str, split: str, ending: str, paths: Sequence[str], workdir=None
+  root: str, split: str, ending: str, paths: Sequence[str], workdir: str | None = None
 ) -> index_lib.Index:
   """Returns an index of listed images, see index.of_paths, with their stored status.
 
@@ -187,7 +206,7 @@ def open_listed(
 
 
 def recall_listed(
-  index: index_lib.Index, split: str, ending: str, workdir=None
+  index: index_lib.Index, split: str, ending: str, workdir: str | None = None
 ) -> index_lib.Index:
   """Recalls the status stored of a split or its parts, see `open_listed`."""
   for name in dict.fromkeys((split, *slices.bases(split))):
@@ -201,21 +220,25 @@ def renew_index(root: str, base: str) -> index_lib.Index:
   return _recall(listing.list_folder(root, base), _stored(root, base))
 
 
-def _recall(index, stored) -> index_lib.Index:
+def _recall(
+  index: index_lib.Index, stored: Iterable[index_lib.Index]
+) -> index_lib.Index:
   for old in stored:
     index.recall(old)
   return index
 
 
-def _stored(root, base, workdir=None) -> list[index_lib.Index]:
+def _stored(root: str, base: str, workdir: str | None = None) -> list[index_lib.Index]:
   """Returns the stored indices of a split, first the one in the workdir."""
-  folders = dict.fromkeys((workdir, None))
-  load, place = index_lib.Index.load, index_lib.place
-  found = (load(place(x, root, base), root, base) for x in folders)
-  return [index for index in found if index is not None]
+  indices = []
+  for folder in dict.fromkeys((workdir, None)):
+    index = index_lib.Index.load(index_lib.place(folder, root, base), root, base)
+    if index is not None:
+      indices.append(index)
+  return indices
 
 
-def _find_index(root, base, workdir):
+def _find_index(root: str, base: str, workdir: str | None) -> index_lib.Index:
   """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
   index = _recent.get(top)
@@ -233,7 +256,7 @@ def _find_index(root, base, workdir):
   return _remember(_recall(listing.list_folder(root, base), stored))
 
 
-def _remember(index):
+def _remember(index: index_lib.Index) -> index_lib.Index:
   """Keeps an index in memory, and only the last of the others."""
   _recent.pop(index.top, None)
   for top in [*_recent][:-1]:
@@ -242,22 +265,22 @@ def _remember(index):
   return index
 
 
-def _check_split(root, base):
+def _check_split(root: str, base: str) -> str:
   """Returns the folder of a split; raises FileNotFoundError if missing."""
   top = os.path.join(root, base)
   if not tf.io.gfile.isdir(top):
-    there = [
-      name.rstrip('/')
-      for name in sorted(tf.io.gfile.listdir(root))
-      if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}')
-    ]
-    # Without any split the folders in `root` are probably classes.
-    has = [name for name in SPLITS if {name, f'{name}.jsonl'} & {*there}]
-    whole = has[0] if has else '.'
+    entries = []
+    for name in sorted(tf.io.gfile.listdir(root)):
+      if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}'):
+        entries.append(name.rstrip('/'))
+    existing = '.'  # Without any split the folders in `root` are probably classes.
+    for name in reversed(SPLITS):
+      if name in entries or f'{name}.jsonl' in entries:
+        existing = name
     raise slices.NoSplitError(
       f"folder '{root}' has no split '{base}': {folder_layout.LAYOUT}; "
-      f'it holds {there[:10]}',
-      f"To test on a tenth of '{whole}': --config.pp.train='{whole}[:90%]' "
-      f"--config.pp.test='{whole}[90%:]'",
+      f'it holds {entries[:10]}',
+      f"To test on a tenth of '{existing}': --config.pp.train='{existing}[:90%]' "
+      f"--config.pp.test='{existing}[90%:]'",
     )
   return top

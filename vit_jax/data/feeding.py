@@ -5,34 +5,45 @@ from collections.abc import Callable, Iterable, Iterator
 import itertools
 
 import jax
+import numpy as np
 
+from vit_jax.data import records
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import sharding
 
 
-def on_devices(batches: Iterable[dict], mesh, prefetch: int) -> Iterator[dict]:
+def on_devices(
+  batches: Iterable[dict], mesh: jax.sharding.Mesh, prefetch: int
+) -> Iterator[dict]:
   """Yields batches as global arrays, placed `prefetch` batches ahead.
 
   `batches` are dicts of NumPy arrays [b, ...], the rows of this process. They are
   split over the mesh's batch axes if these divide the number of rows, else
   replicated.
   """
-  split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+  split = sharding.batch_sharding(mesh)
+  replicated = sharding.replicated(mesh)
 
-  def place(value):
+  def place(value: np.ndarray) -> jax.Array:
     rows = len(value) * (jax.process_count() if mesh.is_multi_process else 1)
     even = rows % sharding.batch_shards(mesh) == 0
-    return jax.make_array_from_process_local_data(split if even else whole, value)
+    return jax.make_array_from_process_local_data(split if even else replicated, value)
 
-  placed = ({key: place(value) for key, value in batch.items()} for batch in batches)
-  ready = collections.deque(itertools.islice(placed, max(1, prefetch)))
+  def place_batches() -> Iterator[dict[str, jax.Array]]:
+    for batch in batches:
+      yield {key: place(value) for key, value in batch.items()}
+
+  global_batches = place_batches()
+  ready = collections.deque(itertools.islice(global_batches, max(1, prefetch)))
   while ready:
     yield ready.popleft()
-    ready.extend(itertools.islice(placed, 1))
+    ready.extend(itertools.islice(global_batches, 1))
 
 
-def read(data: 'tf.data.Dataset', source, indices: Callable) -> Iterator[dict]:
+def read(
+  data: 'tf.data.Dataset', source: records.Source, indices: Callable
+) -> Iterator[dict]:
   """Yields batches of tf.data as NumPy arrays; errors name the image that failed.
 
   `indices` maps the number of a batch to the numbers of its examples in `source`.
@@ -53,7 +64,7 @@ def read(data: 'tf.data.Dataset', source, indices: Callable) -> Iterator[dict]:
     explain(e, source, indices(count))
 
 
-def explain(error: Exception, source, indices: Iterable[int]):
+def explain(error: Exception, source: records.Source, indices: Iterable[int]) -> None:
   """Finds the example that failed to be read, and raises an error as `read` does."""
   for index in indices:
     part, number = source.locate(int(index))

@@ -9,6 +9,7 @@ vit_jax/data/checking.py lists the folder and checks the images.
 from collections.abc import Iterable, Sequence
 import functools
 import os
+from typing import Any
 import unicodedata
 
 from absl import logging
@@ -23,7 +24,7 @@ from vit_jax.data import (
   records,
   slices,
 )
-from vit_jax.data.images import formats, image_files, listing
+from vit_jax.data.images import formats, image_files, index as index_lib, listing
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import registry
 
@@ -49,8 +50,8 @@ def read_split(
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
   **kwargs,
-):
-  """Reads the wanted features of a split, like manifest.read_split."""
+) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+  """Reads the requested features of a split, like manifest.read_split."""
   workdir = kwargs.get('workdir')
   if any(metadata(root, base, workdir) for base in slices.bases(split)):
     parse = functools.partial(listed_lines, workdir=workdir)
@@ -58,13 +59,13 @@ def read_split(
   labelled = has_labels(root, split, kwargs.get('workdir'))
   available = ('image', 'label') if labelled else ('image',)
   where = f"split '{split}' of folder '{root}'"
-  wanted = records.resolve(features, available, where)
-  if 'label' not in wanted:
+  requested = records.resolve(features, available, where)
+  if 'label' not in requested:
     paths, _, _ = list_split(root, split, labelled=False, **kwargs)
-    return {name: paths for name in wanted}, {}
+    return {name: paths for name in requested}, {}
   paths, labels, names = list_split(root, split, class_names, **kwargs)
   columns = {'image': paths, 'label': labels[:, None]}
-  return {name: columns[name] for name in wanted}, {'label': names}
+  return {name: columns[name] for name in requested}, {'label': names}
 
 
 def list_split(
@@ -74,7 +75,7 @@ def list_split(
   broken: str = 'error',
   labelled: bool = True,
   **kwargs,
-):
+) -> tuple[index_lib.Paths, np.ndarray | None, tuple[str, ...]]:
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
   `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]'; '.' is
@@ -100,41 +101,48 @@ def list_split(
     if outside := len(index) - len(rows):
       logging.warning(
         "Left out %s of '%s' outside of class folders",
-        console.counted(outside, 'image'), index.top,
-      )  # fmt: skip
+        console.counted(outside, 'image'),
+        index.top,
+      )
     views.append((index, slices.take(rows, base, instruction)))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   if not labelled:
     return paths, None, ()
-  numbers, labels = {name: i for i, name in enumerate(class_names)}, []
+  numbers = {name: i for i, name in enumerate(class_names)}
+  labels = []
   for index, rows in paths.parts:
-    table = [numbers.get(image_files.display(f), -1) for f in index.folders]
+    table = [numbers.get(image_files.display(name), -1) for name in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
   return paths, np.concatenate(labels), class_names
 
 
-def metadata(root: str, base: str, workdir=None) -> list[str]:
+def metadata(root: str, base: str, workdir: str | None = None) -> list[str]:
   """Returns the paths of metadata files below the folder of a split."""
   index = checking.open_index(root, base, workdir)
   return [os.path.join(index.top, name) for name in index.facts['metadata']]
 
 
-def listed_lines(root: str, base: str, workdir=None) -> list[manifest_files.Line]:
+def listed_lines(
+  root: str, base: str, workdir: str | None = None
+) -> list[manifest_files.Line]:
   """Returns the images in the metadata files below the folder of a split."""
   lines = manifest_files.parse_metadata(root, base, metadata(root, base, workdir))
   index = checking.open_index(root, base, workdir)
   if (missing := len(index) - len({line.image for line in lines})) > 0:
     logging.warning(
       'Left out %s of %s that no metadata file lists',
-      console.counted(missing, 'image'), index.top,
-    )  # fmt: skip
+      console.counted(missing, 'image'),
+      index.top,
+    )
   return lines
 
 
-def has_labels(root: str, split: str, workdir=None) -> bool:
+def has_labels(root: str, split: str, workdir: str | None = None) -> bool:
   """Returns whether a split, which must exist, has class folders."""
   indices = [checking.open_index(root, base, workdir) for base in slices.bases(split)]
-  folders = [folder for index in indices for folder in index.folders]
+  folders: list[bytes] = []
+  for index in indices:
+    folders += index.folders
   # A split without any image counts as one whose class folders are missing.
   return not folders or any(map(_is_class, folders))
 
@@ -143,9 +151,11 @@ def splits(root: str) -> list[str]:
   """Returns the splits of a folder or of its manifests; may raise FileNotFoundError."""
   entries = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
   manifests = [x for x in entries if x.endswith('.jsonl') and x not in listing.METADATA]
-  names = [name.removesuffix('.jsonl') for name in manifests] or [
-    x for x in entries if x in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{x}')
-  ]
+  names = [name.removesuffix('.jsonl') for name in manifests]
+  if not names:
+    for name in entries:
+      if name in checking.SPLITS and tf.io.gfile.isdir(f'{root}/{name}'):
+        names.append(name)
   if not names:
     raise FileNotFoundError(
       f"folder '{root}' has no split: {folder_layout.LAYOUT}; name other folders as "
@@ -158,25 +168,25 @@ def _is_class(folder: bytes) -> bool:
   return bool(folder) and b'/' not in folder
 
 
-def _class_names(index) -> tuple[str, ...]:
+def _class_names(index: index_lib.Index) -> tuple[str, ...]:
   """Returns the class names of a split."""
   bare = index.facts['bare']
   if bare and len(index):
     raise ValueError(
       f"class folder '{index.top}/{bare[0]}' has no images: {formats.known_endings()}"
     )
-  found = [folder for folder in index.folders if _is_class(folder)]
-  if not found:
+  folders = [folder for folder in index.folders if _is_class(folder)]
+  if not folders:
     raise FileNotFoundError(
       f"no images in '{index.top}/<class>/': {folder_layout.LAYOUT}; "
       f'{formats.known_endings()}'
     )
-  names = tuple(map(image_files.display, found))
+  names = tuple(map(image_files.display, folders))
   _check_distinct(index.top, names)
   return names
 
 
-def _check_distinct(top: str, names: Sequence[str]):
+def _check_distinct(top: str, names: Sequence[str]) -> None:
   """Raises ValueError for names that differ only in how Unicode encodes accents."""
   composed = {}
   for name in names:

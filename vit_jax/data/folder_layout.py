@@ -28,7 +28,7 @@ def unusable(dataset: str) -> Exception:
   )
 
 
-def check_local(dataset: str):
+def check_local(dataset: str) -> None:
   """Raises the error of `unusable` for a local path that is not an existing folder."""
   if is_path(dataset) and '://' not in dataset and not os.path.isdir(dataset):
     raise unusable(dataset)

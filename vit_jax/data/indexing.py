@@ -1,8 +1,13 @@
 """Lists the images of a folder and decodes each once: `vit_jax index`."""
 
+import argparse
 import time
+from typing import TYPE_CHECKING
 
 from vit_jax import console
+
+if TYPE_CHECKING:
+  from vit_jax.data.images import index as index_lib
 
 _SHOWN = 10
 
@@ -21,11 +26,11 @@ def make(
   from vit_jax.data.images import images, index as index_lib, listing
 
   limit = max_pixels or common.get_config().max_image_pixels
-  why = images.why_broken
+  explain = images.why_broken
   if manifest.exists(root, split):
     index = manifest.open_index(root, split)
   elif layout.exists(root, split):
-    index, why = source.open_index(root, split)
+    index, explain = source.open_index(root, split)
   else:
     index = checking.renew_index(root, split)
     listing.warn_of_ignored(index)
@@ -34,14 +39,14 @@ def make(
   index.look_again(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.
-  if check and index.check(index.order, why, limit, lambda: index.save(path)):
+  if check and index.check(index.order, explain, limit, lambda: index.save(path)):
     _save(index, path)
   paths = index_lib.Paths([(index, index.order)])
-  broken = {f'{paths[i]}: {why}' for i, why in paths.broken().items()}
+  broken = {f'{paths[i]}: {reason}' for i, reason in paths.broken().items()}
   return path, len(index), sorted(broken)
 
 
-def _save(index, path):
+def _save(index: 'index_lib.Index', path: str) -> None:
   try:
     index.save(path)
   except OSError as e:
@@ -51,7 +56,7 @@ def _save(index, path):
     ) from e
 
 
-def run(args) -> int:
+def run(args: argparse.Namespace) -> int:
   """Runs `vit_jax index`; returns its exit status."""
   from vit_jax.data import checking, folder, manifest, parquet
   from vit_jax.data.coco import layout
@@ -60,28 +65,28 @@ def run(args) -> int:
   if not tf.io.gfile.isdir(args.folder):
     raise FileNotFoundError(f"'{args.folder}' is not a folder that exists")
   for split in args.splits or checking.SPLITS:
-    listed = manifest.exists(args.folder, split)
-    if not listed and parquet.exists(args.folder, split):
+    has_manifest = manifest.exists(args.folder, split)
+    if not has_manifest and parquet.exists(args.folder, split):
       raise ValueError(
         f"'{args.folder}' has Parquet files of '{split}', whose images are not "
         'listed: train without an index (config.dataset)'
       )
-  found = False
+  has_broken = False
   splits = args.splits or layout.splits(args.folder)
   for split in splits or folder.splits(args.folder):
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     path, count, broken = make(
       args.folder, split, args.check == 'decode', args.max_image_pixels
     )
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     images = console.counted(count, 'image')
     console.say(f'{path}: {images}, {console.duration(seconds)}.')
     for line in broken[:_SHOWN]:
       console.say(f'  broken: {line}')
     if broken:
-      found = True
+      has_broken = True
       console.say(
         f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave '
         'them out of the training with --config.broken_images=skip.'
       )
-  return int(found)
+  return int(has_broken)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import functools
 import importlib
 import types
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vit_jax import console
 
@@ -17,7 +17,7 @@ from vit_jax import console
 class _Lazy(types.ModuleType):
   """A module that is imported when one of its attributes is read."""
 
-  def __getattr__(self, name):
+  def __getattr__(self, name: str) -> Any:
     console.load_tensorflow()
     return getattr(importlib.import_module(self.__name__), name)
 
@@ -36,7 +36,7 @@ def as_it_is(function: Callable) -> Callable:
   """
 
   @functools.wraps(function)
-  def call(*args, **kwargs):
+  def call(*args, **kwargs) -> Any:
     return tf.autograph.experimental.do_not_convert(function)(*args, **kwargs)
 
   call.autograph_info__ = {}  # Marks what AutoGraph leaves alone.

@@ -46,7 +46,7 @@ class Line(NamedTuple):
     inside = self.image.startswith(f'{top}/')
     return self.image.removeprefix(top) if inside else self.values['image']
 
-  def get(self, name):
+  def get(self, name: str) -> Any:
     """Returns a value; None if it is null or missing."""
     if name in self.values:
       return self.values[name]
@@ -223,11 +223,11 @@ def _parse_line(where: str, text: str, key: str) -> dict[str, Any]:
   return dict(_flatten(values, '', where))
 
 
-def _check_keys(text: str, where: str):
+def _check_keys(text: str, where: str) -> None:
   """Raises ValueError if an object in a line repeats a key."""
   repeated = []
 
-  def collect(pairs):
+  def collect(pairs: list[tuple[str, Any]]) -> None:
     counts = collections.Counter(name for name, _ in pairs)
     repeated.extend(name for name, count in counts.items() if count > 1)
 
@@ -236,13 +236,15 @@ def _check_keys(text: str, where: str):
     raise ValueError(f"{where}: the key '{repeated[0]}' is repeated: keep one of them")
 
 
-def short(value) -> str:
+def short(value: Any) -> str:
   """Returns a value as JSON, cut off for a message."""
   text = json.dumps(value)
   return text if len(text) < 60 else f'{text[:57]}...'
 
 
-def _flatten(values, prefix, where):
+def _flatten(
+  values: dict[str, Any], prefix: str, where: str
+) -> Iterator[tuple[str, Any]]:
   """Yields (name, value) for nested dicts, with names joined by '/'."""
   for key, value in values.items():
     name = prefix + key

@@ -7,6 +7,7 @@ with its own permutation. Evaluation reads the first data set.
 
 from collections.abc import Sequence
 import fractions
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ _DENOMINATOR = 10**9
 _SOFT = 'soft_label'
 
 
-def describe(dataset) -> str:
+def describe(dataset: str | Sequence[tuple[str, float]]) -> str:
   """Describes `config.dataset`, with the shares of a mixture."""
   if isinstance(dataset, str):
     return dataset
@@ -39,7 +40,7 @@ class MixtureSource(records.Source):
 
   def __init__(
     self, parts: Sequence[records.Source], pairs: Sequence[tuple[str, float]]
-  ):
+  ) -> None:
     common = set.intersection(*(set(part.features) for part in parts)) - {_SOFT}
     features = [name for name in parts[0].features if name in common]
     names = {k: v for k, v in parts[0].names.items() if k in common}
@@ -50,24 +51,25 @@ class MixtureSource(records.Source):
     self._shares = _shares([weight for _, weight in pairs])
     self._check([name for name, _ in pairs])
 
-  def _check(self, titles):
+  def _check(self, titles: Sequence[str]) -> None:
     """Compares the classes and types of the features of all parts."""
     one = tf.data.Dataset.range(1).batch(1)
     specs = [one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
-        ours, first = part.names.get(name, ()), self.names.get(name, ())
-        if ours != first:
+        part_names = part.names.get(name, ())
+        first_names = self.names.get(name, ())
+        if part_names != first_names:
           raise ValueError(
-            f"the classes of '{name}' are {len(ours)}, {list(ours[:5])}, {where} "
-            f'{len(first)}, {list(first[:5])}: the data sets of a mixture must have '
-            'the same (config.dataset)'
+            f"the classes of '{name}' are {len(part_names)}, {list(part_names[:5])}, "
+            f'{where} {len(first_names)}, {list(first_names[:5])}: the data sets of a '
+            'mixture must have the same (config.dataset)'
           )
-        kinds = [_describe(s[name]) for s in (spec, specs[0])]
-        if kinds[0] != kinds[1]:
+        kind, first_kind = _describe(spec[name]), _describe(specs[0][name])
+        if kind != first_kind:
           raise ValueError(
-            f"'{name}' is {kinds[0]} {where} {kinds[1]}: the data sets of a mixture "
+            f"'{name}' is {kind} {where} {first_kind}: the data sets of a mixture "
             'must agree (config.dataset)'
           )
 
@@ -80,65 +82,67 @@ class MixtureSource(records.Source):
     return {**super().fingerprint(), 'parts': parts}
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    found = [part.lengths(feature) for part in self.parts]
-    return None if any(x is None for x in found) else np.concatenate(found)
+    lengths = [part.lengths(feature) for part in self.parts]
+    return None if any(x is None for x in lengths) else np.concatenate(lengths)
 
   def name(self, index: int) -> str:
     part, number = self.locate(index)
     return part.name(number)
 
-  def store(self, workdir):
+  def store(self, workdir: str | None) -> None:
     for part in self.parts:
       part.store(workdir)
 
-  def place(self, positions):
+  def place(self, positions: 'tf.Tensor') -> tuple['tf.Tensor', 'tf.Tensor']:
     """Returns the part at each position of the run, and the position in the part.
 
     All are int64 [b]; `positions` are an array or a tensor.
     """
     # Each part takes its share of the positions that the parts before it leave.
-    taken, rest = [], tf.convert_to_tensor(positions)
+    placements = []
+    remaining = tf.convert_to_tensor(positions)
     for part, share in self._shares:
-      before = _rounded(rest, share)  # Positions of this part before each position.
-      taken.append((part, before, _rounded(rest + 1, share) > before))
-      rest -= before
-    number = local = tf.zeros_like(rest)
-    for part, before, mine in reversed(taken):
-      number = tf.where(mine, tf.constant(part, tf.int64), number)
-      local = tf.where(mine, before, local)
+      # Positions of this part before each position.
+      before = _rounded(remaining, share)
+      placements.append((part, before, _rounded(remaining + 1, share) > before))
+      remaining -= before
+    number = local = tf.zeros_like(remaining)
+    for part, before, is_part in reversed(placements):
+      number = tf.where(is_part, tf.constant(part, tf.int64), number)
+      local = tf.where(is_part, before, local)
     return number, local
 
-  def select(self, record) -> dict:
+  def select(self, record: dict[str, 'tf.Tensor']) -> dict:
     """Returns the features of the mixture in a record that a part has read."""
-    found = {name: record[name] for name in self.features}
+    features = {name: record[name] for name in self.features}
     if self._has_soft:
-      found[_SOFT] = record.get(_SOFT, tf.zeros([len(self.class_names)]))
-    return found
+      features[_SOFT] = record.get(_SOFT, tf.zeros([len(self.class_names)]))
+    return features
 
   def locate(self, index: int) -> tuple[records.Source, int]:
     part = np.searchsorted(self.offsets, index, side='right') - 1
     return self.parts[part], index - self.offsets[part]
 
 
-def _shares(weights) -> list[tuple[int, fractions.Fraction]]:
+def _shares(weights: Sequence[float]) -> list[tuple[int, fractions.Fraction]]:
   """Returns (part, its share of what the parts before it leave), heaviest first."""
   exact = [fractions.Fraction(weight) for weight in weights]
-  shares, left = [], sum(exact)
+  shares, remaining = [], sum(exact)
   # This order keeps rounding errors small.
   for part in sorted(range(len(exact)), key=lambda k: -exact[k]):
-    shares.append((part, (exact[part] / left).limit_denominator(_DENOMINATOR)))
-    left -= exact[part]
+    shares.append((part, (exact[part] / remaining).limit_denominator(_DENOMINATOR)))
+    remaining -= exact[part]
   return shares
 
 
-def _rounded(count, share):
+def _rounded(count: 'tf.Tensor', share: fractions.Fraction) -> 'tf.Tensor':
   """Returns count * share, rounded half up, int64 [b], without overflow."""
   a, b = share.numerator, share.denominator
-  whole, inside = count // b, count % b
-  return whole * a + (2 * inside * a + b) // (2 * b)
+  quotient, remainder = count // b, count % b
+  return quotient * a + (2 * remainder * a + b) // (2 * b)
 
 
-def _describe(spec) -> str:
+def _describe(spec: Any) -> str:
   """Describes what all parts must have in common."""
   ragged = ', ragged' if getattr(spec, 'ragged_rank', 0) else ''
   return f'{spec.dtype.name} of {spec.shape.rank} axes{ragged}'

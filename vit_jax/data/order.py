@@ -5,6 +5,10 @@ shuffling, and any position can be computed without the positions before it. In
 a mixture each data set has its own epochs and permutations.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
 import numpy as np
 
 from vit_jax.data import mixture, records
@@ -17,7 +21,9 @@ _SMALLEST_BLOCK = 16  # Bits of the values that TensorFlow's cipher permutes.
 
 
 @as_it_is
-def example_indices(positions, num_examples: int, seed: int, stream: int = 0):
+def example_indices(
+  positions: 'tf.Tensor', num_examples: int, seed: int, stream: int = 0
+) -> 'tf.Tensor':
   """Returns the example at each position of the endless run, int64 [b].
 
   Of n examples, position i gets element i mod n of the permutation drawn from
@@ -31,7 +37,9 @@ def example_indices(positions, num_examples: int, seed: int, stream: int = 0):
   return _encrypted(places, epochs, num_examples, seed, stream)
 
 
-def _sorted_by_keys(places, epochs, num_examples: int, seed: int):
+def _sorted_by_keys(
+  places: 'tf.Tensor', epochs: 'tf.Tensor', num_examples: int, seed: int
+) -> 'tf.Tensor':
   """Permutes places, int64 [b], by the order of random keys drawn for each epoch."""
   first_epoch = epochs[0]
   num_pairs = -(-num_examples // 2)
@@ -48,7 +56,9 @@ def _sorted_by_keys(places, epochs, num_examples: int, seed: int):
   return tf.cast(indices, tf.int64)
 
 
-def _encrypted(places, epochs, num_examples: int, seed: int, stream: int):
+def _encrypted(
+  places: 'tf.Tensor', epochs: 'tf.Tensor', num_examples: int, seed: int, stream: int
+) -> 'tf.Tensor':
   """Permutes places, int64 [b], with TensorFlow's cipher.
 
   Its key has three words of as many bits as half a block, and higher bits of what
@@ -61,11 +71,11 @@ def _encrypted(places, epochs, num_examples: int, seed: int, stream: int):
   max_index = last + 1 if is_power_of_4 and last >= 2**_SMALLEST_BLOCK else last
   word_bits = (max((max_index - 1).bit_length(), _SMALLEST_BLOCK) + 1) // 2
 
-  def encrypt(values, *words):
-    def cipher(values):
+  def encrypt(values: 'tf.Tensor', *key_words: Any) -> 'tf.Tensor':
+    def cipher(values: 'tf.Tensor') -> 'tf.Tensor':
       return tf.raw_ops.RandomIndexShuffle(
         index=values,
-        seed=tf.stack([word + 0 * epochs for word in words], axis=-1),
+        seed=tf.stack([word + 0 * epochs for word in key_words], axis=-1),
         max_index=tf.constant(max_index, tf.int64),
         rounds=8,  # 4 and 6 are not uniform for 1e9 examples.
       )
@@ -80,18 +90,18 @@ def _encrypted(places, epochs, num_examples: int, seed: int, stream: int):
   lost_seed = tf.constant(seed >> word_bits, tf.uint64)
   lost_epochs = _shifted(tf.cast(epochs, tf.uint64), word_bits)
   lost_bits = _hash(_hash(lost_seed) ^ lost_epochs)
-  words = [tf.cast(_shifted(lost_bits, i * word_bits), tf.int64) for i in range(3)]
-  return tf.where(lost_bits == 0, indices, encrypt(indices, *words))
+  lost_words = [tf.cast(_shifted(lost_bits, i * word_bits), tf.int64) for i in range(3)]
+  return tf.where(lost_bits == 0, indices, encrypt(indices, *lost_words))
 
 
-def _hash(x):
+def _hash(x: 'tf.Tensor') -> 'tf.Tensor':
   """Mixes uint64 as SplitMix64 does at its end (Steele et al., 2014); 0 stays 0."""
   x = (x ^ _shifted(x, 30)) * 0xBF58476D1CE4E5B9
   x = (x ^ _shifted(x, 27)) * 0x94D049BB133111EB
   return x ^ _shifted(x, 31)
 
 
-def _shifted(x, bits: int):
+def _shifted(x: 'tf.Tensor', bits: int) -> 'tf.Tensor':
   return tf.bitwise.right_shift(x, tf.constant(bits, tf.uint64))
 
 
@@ -100,7 +110,7 @@ def _stream(part: int) -> int:
   return 1_000_003 * part
 
 
-def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
+def training_indices(source: Any, positions: np.ndarray, seed: int) -> np.ndarray:
   """Returns the numbers of the examples at positions of the run, int64 [b].
 
   A mixture numbers the examples of all its parts consecutively. `positions`,
@@ -122,7 +132,7 @@ def training_indices(source, positions: np.ndarray, seed: int) -> np.ndarray:
 
 @as_it_is
 def training_records(
-  config, source, rows: np.ndarray, start_step: int
+  config: ml_collections.ConfigDict, source: Any, rows: np.ndarray, start_step: int
 ) -> 'tf.data.Dataset':
   """Returns the records of a run from a step on, without end.
 
@@ -136,41 +146,56 @@ def training_records(
   if not isinstance(source, mixture.MixtureSource):
     return _records(source, positions.map(lambda x: (x, x)), config.seed)
   # Each part is read at its own positions, and the records are merged in order.
-  placed = positions.map(lambda x: (x, *source.place(x)))
+  placements = positions.map(lambda x: (x, *source.place(x)))
   return tf.data.Dataset.choose_from_datasets(
-    [_part_records(source, k, placed, config.seed) for k in range(len(source.parts))],
-    placed.map(lambda position, part, local: part).unbatch(),
+    [
+      _part_records(source, k, placements, config.seed)
+      for k in range(len(source.parts))
+    ],
+    placements.map(lambda position, part, local: part).unbatch(),
     stop_on_empty_dataset=False,
   )
 
 
-def _records(source, places, seed: int, stream: int = 0):
+def _records(
+  source: Any, places: 'tf.data.Dataset', seed: int, stream: int = 0
+) -> 'tf.data.Dataset':
   """Reads one data set at (positions in the run [b], in the data set [b])."""
 
-  def look_up(position, local):
+  def look_up(
+    position: 'tf.Tensor', local: 'tf.Tensor'
+  ) -> tuple['tf.Tensor', dict[str, 'tf.Tensor']]:
     index = example_indices(local, source.num_examples, seed, stream)
     return position, {'index': index, **source.lookup(index)}
 
   return at_a_time(source, places, look_up)
 
 
-def _part_records(source, k, placed, seed):
-  """Reads part k at `placed`: (positions in the run, parts, positions there), [b]."""
+def _part_records(
+  source: mixture.MixtureSource, k: int, placements: 'tf.data.Dataset', seed: int
+) -> 'tf.data.Dataset':
+  """Reads part k at (positions in the run, parts, positions in the part), [b]."""
 
-  def choose(position, part, local):
+  def choose(
+    position: 'tf.Tensor', part: 'tf.Tensor', local: 'tf.Tensor'
+  ) -> tuple['tf.Tensor', 'tf.Tensor']:
     return tf.boolean_mask(position, part == k), tf.boolean_mask(local, part == k)
 
-  def read(position, record):
+  def read(
+    position: 'tf.Tensor', record: dict[str, 'tf.Tensor']
+  ) -> tuple['tf.Tensor', dict[str, 'tf.Tensor']]:
     index = record['index'] + source.offsets[k]
     return position, {'index': index, **source.select(source.parts[k].read(record))}
 
-  places = placed.map(choose).filter(lambda position, local: tf.size(position) > 0)
+  places = placements.map(choose).filter(lambda position, local: tf.size(position) > 0)
   part_records = _records(source.parts[k], places, seed, _stream(k))
   return part_records.map(read, num_parallel_calls=records.CALLS, deterministic=True)
 
 
 @as_it_is
-def at_a_time(source, batches, look_up) -> 'tf.data.Dataset':
+def at_a_time(
+  source: Any, batches: 'tf.data.Dataset', look_up: Callable
+) -> 'tf.data.Dataset':
   """Looks up records in chunks, in parallel if the source is slow.
 
   `look_up` maps tensors [c], as in `batches`, to records [c]. Returns tf.data of

@@ -149,7 +149,8 @@ def open_split(
   requested = records.resolve(features, columns, f"'{paths[0]}'")
   columns = {name: columns[name] for name in requested}
   names = {name: names[name] for name in requested if name in names}
-  numbers, hashes = {}, {}
+  numbers: dict[int | str, int] = {}
+  hashes: dict[str, str] = {}
   if 'label' in columns:
     labels, hashes = _labels(paths, columns['label'])
     names['label'], numbers = _class_numbers(

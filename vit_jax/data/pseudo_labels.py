@@ -16,8 +16,8 @@ vit_jax/studies/labelling.py writes them. The images are not copied.
 
 from collections.abc import Callable, Mapping, Sequence
 import io
-import itertools
 import json
+from typing import Any
 
 from etils import epath
 import msgspec
@@ -49,7 +49,7 @@ def exists(root: str) -> bool:
   return (epath.Path(root) / JSON).exists()
 
 
-def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping):
+def write(root: str, arrays: Mapping[str, np.ndarray], facts: Mapping) -> None:
   """Writes pseudo-labels into a new folder, see the top.
 
   `facts` are the values of the JSON file without `digest`. It is written last, so
@@ -78,8 +78,8 @@ def _read_arrays(path: epath.Path) -> dict[str, np.ndarray]:
   """Reads the arrays; ValueError if the file is damaged."""
   try:
     content = io.BytesIO(files.read(path))
-    with np.load(content, allow_pickle=False) as found:
-      return {name: found[name] for name in ARRAY_NAMES}
+    with np.load(content, allow_pickle=False) as file:
+      return {name: file[name] for name in ARRAY_NAMES}
   except OSError:
     raise
   except Exception as e:  # NumPy does not document the errors for damaged files.
@@ -123,9 +123,11 @@ def open_folder(
 def _digest(facts: Mapping, arrays: Mapping[str, np.ndarray]) -> str:
   """Returns a hash of the arrays and of the values of the JSON file but `digest`."""
   values = {name: value for name, value in facts.items() if name != 'digest'}
-  parts = [(str(arrays[name].shape).encode(), arrays[name]) for name in ARRAY_NAMES]
-  text = json.dumps(values, sort_keys=True)
-  return files.digest([text.encode(), *itertools.chain(*parts)])
+  contents = [json.dumps(values, sort_keys=True).encode()]
+  for name in ARRAY_NAMES:
+    contents.append(str(arrays[name].shape).encode())
+    contents.append(arrays[name])
+  return files.digest(contents)
 
 
 class PseudoSource(records.Subset):
@@ -136,9 +138,18 @@ class PseudoSource(records.Subset):
   The remainder, 1 minus the k known probabilities, is spread evenly over the others.
   """
 
-  def __init__(self, images, arrays, facts, features, root):
+  def __init__(
+    self,
+    images: records.Source,
+    arrays: Mapping[str, np.ndarray],
+    facts: Mapping[str, Any],
+    features: Sequence[str],
+    root: str,
+  ) -> None:
     super().__init__(images, arrays['images'][arrays['rows']])
-    available = ('image', 'label', 'soft_label')[: 3 if facts['soft'] else 2]
+    available = ['image', 'label']
+    if facts['soft']:
+      available.append('soft_label')
     where = f"folder '{root}' of pseudo-labels"
     self.features = records.resolve(features, available, where)
     self.names = {'label': tuple(facts['class_names'])}
@@ -150,27 +161,30 @@ class PseudoSource(records.Subset):
     most = records.chunk(self.num_examples, 4 * len(self.class_names))
     self.chunk = min(most, self.chunk or most)
 
-  def lookup(self, indices) -> dict:
-    found = super().lookup(indices) if 'image' in self.features else {}
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    record = super().lookup(indices) if 'image' in self.features else {}
     rows = tf.gather(self._rows, indices)
     classes = tf.gather(self._classes, rows)  # [b, k]
     if 'label' in self.features:
-      found['label'] = tf.cast(classes[:, :1], tf.int64)
+      record['label'] = tf.cast(classes[:, :1], tf.int64)
     if 'soft_label' in self.features:
       probabilities = tf.gather(self._probabilities, rows)
-      found['soft_label'] = self._spread(classes, probabilities)
-    return found
+      record['soft_label'] = self._spread(classes, probabilities)
+    return record
 
-  def _spread(self, classes, probabilities):
+  def _spread(self, classes: 'tf.Tensor', probabilities: 'tf.Tensor') -> 'tf.Tensor':
     """Returns the probabilities of all classes, float32 [b, classes]."""
     count = len(self.class_names)
-    rest = tf.zeros_like(probabilities[:, :1])  # [b, 1]
+    share = tf.zeros_like(probabilities[:, :1])  # [b, 1]
     if self._exclusive and classes.shape[1] < count:
-      left = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
-      rest = tf.maximum(left, 0) / (count - classes.shape[1])
-    size, known = tf.shape(classes)[0], classes.shape[1]
-    places = tf.stack([tf.repeat(tf.range(size), known), tf.reshape(classes, [-1])], 1)
+      remaining = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
+      share = tf.maximum(remaining, 0) / (count - classes.shape[1])
+    size = tf.shape(classes)[0]
+    num_known = classes.shape[1]
+    places = tf.stack(
+      [tf.repeat(tf.range(size), num_known), tf.reshape(classes, [-1])], 1
+    )
     dense = tf.tensor_scatter_nd_update(
-      tf.tile(rest, [1, count]), places, tf.reshape(probabilities, [-1])
+      tf.tile(share, [1, count]), places, tf.reshape(probabilities, [-1])
     )
     return tf.ensure_shape(dense, [None, count])

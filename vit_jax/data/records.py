@@ -12,7 +12,7 @@ with -1. Only a mixture has no `lookup`: its parts read its examples.
 """
 
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import json
 import os
 from typing import Any
@@ -46,13 +46,15 @@ class Source:
   tolerant: bool = False
   # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
+  # Maps numbers of examples [b] to their records; a mixture has none.
+  lookup: Callable[..., dict[str, 'tf.Tensor']]
 
   def __init__(
     self,
     num_examples: int,
     features: Iterable[str],
     names: Mapping[str, Sequence[str]],
-  ):
+  ) -> None:
     self.num_examples = num_examples
     self.features = tuple(features)
     self.names = {key: tuple(value) for key, value in names.items()}
@@ -96,15 +98,15 @@ class Source:
     """
     return None
 
-  def store(self, workdir):
+  def store(self, workdir: str | None) -> None:
     """Writes data to the workdir of a run that speed up its next start."""
 
-  def record(self, number) -> dict:
+  def record(self, number: 'int | tf.Tensor') -> dict:
     """Returns the record of an example, before `read`, by its number."""
-    found = self.lookup(tf.reshape(tf.cast(number, tf.int64), [1]))
-    return {name: value[0] for name, value in found.items()}
+    records = self.lookup(tf.reshape(tf.cast(number, tf.int64), [1]))
+    return {name: value[0] for name, value in records.items()}
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     """Returns the features of one example, with images instead of paths."""
     return record
 
@@ -117,7 +119,7 @@ class Source:
     del index
     return 0
 
-  def check(self, record, index: int):
+  def check(self, record: dict[str, 'tf.Tensor'], index: int) -> None:
     """Decodes the image of an example, by its record before `read` and number.
 
     ValueError if the image cannot be decoded, OSError if its file cannot be read.
@@ -145,16 +147,16 @@ class Source:
 class MemorySource(Source):
   """Examples in memory, with encoded images: tensors [n, ...] by feature."""
 
-  def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]):
-    self._columns = {
-      name: x if isinstance(x, tf.RaggedTensor) else tf.convert_to_tensor(x)
-      for name, x in columns.items()
-    }
-    sizes = [x.shape[0] for x in self._columns.values()]
+  def __init__(self, columns: Mapping, names: Mapping[str, Sequence[str]]) -> None:
+    self._columns = {}
+    for name, column in columns.items():
+      is_ragged = isinstance(column, tf.RaggedTensor)
+      self._columns[name] = column if is_ragged else tf.convert_to_tensor(column)
+    sizes = [column.shape[0] for column in self._columns.values()]
     super().__init__(sizes[0] if sizes else 0, columns, names)
 
-  def lookup(self, indices) -> dict:
-    return {k: tf.gather(v, indices) for k, v in self._columns.items()}
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    return {name: tf.gather(x, indices) for name, x in self._columns.items()}
 
   def lengths(self, feature: str) -> np.ndarray | None:
     column = self._columns.get(feature)
@@ -171,7 +173,7 @@ class FolderSource(MemorySource):
   before decoding.
   """
 
-  def __init__(self, columns: Mapping, names: Mapping, max_pixels: int):
+  def __init__(self, columns: Mapping, names: Mapping, max_pixels: int) -> None:
     self._paths = columns.get('image')
     self._max_pixels = max_pixels
     super().__init__({k: v for k, v in columns.items() if k != 'image'}, names)
@@ -179,27 +181,27 @@ class FolderSource(MemorySource):
     if self._paths is not None:
       self.num_examples = len(self._paths)
 
-  def lookup(self, indices) -> dict:
-    found = super().lookup(indices)
-    if 'label' in found:
-      found['label'] = tf.cast(found['label'], tf.int64)
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    columns = super().lookup(indices)
+    if 'label' in columns:
+      columns['label'] = tf.cast(columns['label'], tf.int64)
     if self._paths is not None:
       paths = tf.numpy_function(
         self._paths.encoded, [indices], tf.string, stateful=False
       )
-      found['image'] = tf.ensure_shape(paths, indices.shape)
-    return {name: found[name] for name in self.features}
+      columns['image'] = tf.ensure_shape(paths, indices.shape)
+    return {name: columns[name] for name in self.features}
 
   def fingerprint(self) -> dict[str, Any]:
-    found = super().fingerprint()
+    values = super().fingerprint()
     if self._paths is not None:
-      found['images'] = self._paths.digest()
+      values['images'] = self._paths.digest()
     if 'label' in self._columns:
       labels = self._columns['label'].numpy()
-      found['labels'] = files.digest([str(labels.shape).encode(), labels])
-    return found
+      values['labels'] = files.digest([str(labels.shape).encode(), labels])
+    return values
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     if 'image' not in record:
       return record
     encoded = tf.io.read_file(record['image'])
@@ -213,7 +215,7 @@ class FolderSource(MemorySource):
       return 0
     return image_files.stamp(self._paths.encoded([index])[0])
 
-  def store(self, workdir):
+  def store(self, workdir: str | None) -> None:
     if self._paths is not None:
       self._paths.store(workdir)
 
@@ -221,43 +223,43 @@ class FolderSource(MemorySource):
 class Subset(Source):
   """Examples of a source by their numbers, int64 [n], which may repeat."""
 
-  def __init__(self, source: Source, indices: np.ndarray):
+  def __init__(self, source: Source, indices: np.ndarray) -> None:
     super().__init__(len(indices), source.features, source.names)
     self._source = source
     self._indices = np.asarray(indices, np.int64)
     self.chunk = source.chunk
 
-  def lookup(self, indices) -> dict:
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     return self._source.lookup(tf.gather(self._indices, indices))
 
-  def read(self, record):
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     return self._source.read(record)
 
   def name(self, index: int) -> str:
     return self._source.name(int(self._indices[index]))
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    found = self._source.lengths(feature)
-    return None if found is None else found[self._indices]
+    lengths = self._source.lengths(feature)
+    return None if lengths is None else lengths[self._indices]
 
   def locate(self, index: int) -> tuple[Source, int]:
     return self._source.locate(int(self._indices[index]))
 
-  def store(self, workdir):
+  def store(self, workdir: str | None) -> None:
     self._source.store(workdir)
 
 
 def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
   """Returns a hash of the stamps of the images of each block, see Source.stamp."""
 
-  def stamp(number):
+  def stamp(number: int) -> int:
     part, number = source.locate(number)
     return part.stamp(number)
 
-  def together(block):
+  def digest(block: range) -> str:
     return files.digest([np.array(list(map(stamp, block)), np.uint64)])
 
-  return image_files.in_threads(together, blocks, 'Comparing images')
+  return image_files.in_threads(digest, blocks, 'Comparing images')
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:
@@ -267,30 +269,30 @@ def chunk(num_examples: int, record_bytes: float) -> int:
 
 
 def resolve(
-  wanted: Iterable[str], available: Iterable[str], where: str
+  requested: Iterable[str], available: Iterable[str], where: str
 ) -> tuple[str, ...]:
-  """Selects the wanted features of the data, by name.
+  """Selects the requested features of the data, by name.
 
   'objects' selects all features below it, such as 'objects/bbox'; a name that ends
   with '?' is optional; 'index' always exists. A ValueError names the data, `where`,
   if a required feature is missing.
   """
   available = tuple(available)
-  chosen = []
-  for name in wanted:
+  selected = []
+  for name in requested:
     key = name.removesuffix('?')
     if key in available or key in ('image', 'label'):  # Excludes 'image/id'.
-      found = [key] if key in available else []
+      matches = [key] if key in available else []
     else:
-      found = [a for a in available if a.startswith(f'{key}/')]
-    if not found and not name.endswith('?') and key != 'index':
+      matches = [x for x in available if x.startswith(f'{key}/')]
+    if not matches and not name.endswith('?') and key != 'index':
       kinds = {'image': ', an image', 'label': ', a class label of the image'}
       raise ValueError(
         f"{where} has no feature '{key}'{kinds.get(key, '')}: it has {sorted(available)}; use "
         'other data, or a task that does not need it (config.dataset, config.task)'
       )
-    chosen += [a for a in found if a != 'index']
-  return tuple(dict.fromkeys(chosen))
+    selected += [match for match in matches if match != 'index']
+  return tuple(dict.fromkeys(selected))
 
 
 def class_numbers(
@@ -305,7 +307,10 @@ def class_numbers(
     return np.arange(len(expected))
   counts, expected_counts = collections.Counter(names), collections.Counter(expected)
   differing = {'has': counts - expected_counts, 'lacks': expected_counts - counts}
-  faults = [f'it {k} {sorted(x)[:10]}' for k, x in differing.items() if x]
+  faults = []
+  for verb, classes in differing.items():
+    if classes:
+      faults.append(f'it {verb} {sorted(classes)[:10]}')
   if faults:
     raise ValueError(
       f"the classes of '{where}' differ from the {len(expected)} of the training "

@@ -11,7 +11,7 @@ VALIDATION = ('validation', 'val', 'valid')  # Names of the same split.
 class NoSplitError(FileNotFoundError):
   """A folder has no split of a name; `message` lacks the `remedy` for training."""
 
-  def __init__(self, message: str, remedy: str):
+  def __init__(self, message: str, remedy: str) -> None:
     super().__init__(f'{message}. {remedy}')
     self.message = message
 
@@ -28,16 +28,16 @@ def bases(split: str) -> list[str]:
   return [base for base, _ in parts(split)]
 
 
-def take(found: Sequence, name: str, instruction: str) -> Sequence:
+def take(items: Sequence, name: str, instruction: str) -> Sequence:
   """Returns a slice such as '[:90%]' of a list, rounded as in TFDS."""
   info = tfds.core.SplitInfo(
-    name=name, shard_lengths=[len(found)], num_bytes=0, filename_template=None
+    name=name, shard_lengths=[len(items)], num_bytes=0, filename_template=None
   )
   begin, end = bounds(info, instruction)
-  return found[begin:end]
+  return items[begin:end]
 
 
-def bounds(info, instruction: str) -> tuple[int, int]:
+def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
   """Returns (begin, end) of a slice of a tfds.core.SplitInfo, rounded as in TFDS.
 
   Raises ValueError if it is empty or exceeds the split.

@@ -3,12 +3,14 @@
 See vit_jax/data/records.py for the interface of a source.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 import functools
 import operator
 import os
+from typing import Any
 
 from etils import epath
+import ml_collections
 
 from vit_jax import console
 from vit_jax.data import (
@@ -30,7 +32,7 @@ from vit_jax.distributed import files
 LABELLED = ('image', 'label')
 
 
-def example_file(source, workdir) -> str:
+def example_file(source: records.Source, workdir: epath.PathLike) -> str:
   """Returns the path of an image of a split; writes it to the workdir if needed."""
   source, index = source.locate(0)
   if isinstance(source, records.FolderSource):
@@ -45,12 +47,12 @@ def example_file(source, workdir) -> str:
 
 
 def open_split(
-  config,
+  config: ml_collections.ConfigDict,
   split: str,
   features: Sequence[str] = LABELLED,
   class_names: Sequence[str] | None = None,
-  dataset=None,
-  workdir=None,
+  dataset: str | Sequence[tuple[str, float]] | None = None,
+  workdir: str | None = None,
 ) -> records.Source:
   """Opens one split of a data set, with the requested features.
 
@@ -75,11 +77,12 @@ def open_split(
     )
   if not isinstance(dataset, str):
     if split == config.pp.train:
-      parts = [
-        open_split(config, split, features, class_names, name, workdir)
-        for name, _ in dataset
-      ]
-      return mixture.MixtureSource(parts, dataset)
+      part_sources = []
+      for name, _ in dataset:
+        part_sources.append(
+          open_split(config, split, features, class_names, name, workdir)
+        )
+      return mixture.MixtureSource(part_sources, dataset)
     dataset = dataset[0][0]
   if not folder.is_folder(dataset):
     module = vtab if dataset.startswith(registry.VTAB) else splits
@@ -91,17 +94,21 @@ def open_split(
         'of labelled data (config.evals, --split)'
       )
 
-    def images(name, split):
+    def open_images(name: str, split: str) -> records.Source:
       return open_split(config, split, ('image',), dataset=name, workdir=workdir)
 
-    return pseudo_labels.open_folder(dataset, features, class_names, images)
+    return pseudo_labels.open_folder(dataset, features, class_names, open_images)
   existing = existing_split(config, dataset, split)
   if existing != split:
     console.say(f"Split '{split}' of '{dataset}' is '{existing}'.")
   return _open_folder(config, dataset, existing, features, class_names, workdir)
 
 
-def existing_split(config, dataset, split: str) -> str:
+def existing_split(
+  config: ml_collections.ConfigDict,
+  dataset: str | Sequence[tuple[str, float]],
+  split: str,
+) -> str:
   """Returns a split; the validation split of a folder that has no test split.
 
   That may have any of its names, and the run must not train on it.
@@ -116,7 +123,7 @@ def existing_split(config, dataset, split: str) -> str:
   return '+'.join(map(operator.add, existing, instructions))
 
 
-def _existing_part(config, root: str, base: str) -> str:
+def _existing_part(config: ml_collections.ConfigDict, root: str, base: str) -> str:
   """Returns the name of a part of a split in a folder, see `existing_split`."""
   if base not in ('test', *slices.VALIDATION) or _has_part(root, base):
     return base
@@ -132,7 +139,7 @@ def _has_part(root: str, base: str) -> bool:
   return any(exists(root, base) for exists in kinds)
 
 
-def has_split(config, split: str) -> bool:
+def has_split(config: ml_collections.ConfigDict, split: str) -> bool:
   """Returns whether the data set of a config has all parts of a split."""
   dataset = config.dataset
   if not isinstance(dataset, str):
@@ -142,13 +149,21 @@ def has_split(config, split: str) -> bool:
     return all(_has_part(dataset, base) for base in slices.bases(split))
   if dataset.startswith(registry.VTAB):
     return True  # `open_split` names its splits.
-  known = builders.get_builder(config, dataset).info.splits
-  return all(base in known for base in slices.bases(split))
+  split_infos = builders.get_builder(config, dataset).info.splits
+  return all(base in split_infos for base in slices.bases(split))
 
 
-def _open_folder(config, root, split, features, class_names, workdir):
+def _open_folder(
+  config: ml_collections.ConfigDict,
+  root: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None,
+  workdir: str | None,
+) -> records.Source:
   """Opens a split of a folder; see open_split."""
-  read_split, limit = folder.read_split, config.max_image_pixels
+  read_split = folder.read_split
+  limit = config.max_image_pixels
   captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
   if manifest.exists(root, split):
     read_split = manifest.read_split
@@ -161,27 +176,32 @@ def _open_folder(config, root, split, features, class_names, workdir):
   elif not _has_folders(root, split):
     _check_tables(root, split)
   columns, names = read_split(
-    root, split, features, class_names,
-    broken=config.broken_images, max_pixels=limit, workdir=workdir,
-  )  # fmt: skip
+    root,
+    split,
+    features,
+    class_names,
+    broken=config.broken_images,
+    max_pixels=limit,
+    workdir=workdir,
+  )
   return records.FolderSource(columns, names, limit)
 
 
-def _is_annotated(root, split, features) -> bool:
+def _is_annotated(root: str, split: str, features: Sequence[str]) -> bool:
   """Returns whether to read a split of a folder with its annotations."""
-  wanted = (name for name in features if not name.endswith('?'))
-  if any(name.startswith(('objects', 'panoptic')) for name in wanted):
+  required = (name for name in features if not name.endswith('?'))
+  if any(name.startswith(('objects', 'panoptic')) for name in required):
     return True
   # COCO's images are in train2017 etc., which only its annotation files tell.
   return not _has_folders(root, split) and layout.exists(root, split)
 
 
-def _has_folders(root, split) -> bool:
+def _has_folders(root: str, split: str) -> bool:
   folders = [os.path.join(root, base) for base in slices.bases(split)]
   return all(map(tf.io.gfile.isdir, folders))
 
 
-def _check_tables(root, split):
+def _check_tables(root: str, split: str) -> None:
   """Raises FileNotFoundError if a folder has Parquet files of other splits."""
   if tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
     first, last = tables[0], tables[-1]
@@ -194,8 +214,15 @@ def _check_tables(root, split):
 
 
 def open_for(
-  config, task_class, metadata, split: str, dataset=None, workdir=None, further=()
-):
+  config: ml_collections.ConfigDict,
+  task_class: Any,
+  metadata: Mapping[str, Any],
+  split: str,
+  dataset: str | Sequence[tuple[str, float]] | None = None,
+  workdir: str | None = None,
+  further: Iterable[str] = (),
+) -> records.Source:
   """Opens a split with the classes of the training data, and `further` features."""
-  features, class_names = (*task_class.FEATURES, *further), metadata.get('class_names')
+  features = (*task_class.FEATURES, *further)
+  class_names = metadata.get('class_names')
   return open_split(config, split, features, class_names, dataset, workdir)

@@ -268,7 +268,7 @@ def _check_images(
       config.broken_images,
       config.max_image_pixels,
       workdir=workdir,
-      why=why_broken,
+      explain=why_broken,
     )
     [(_, rows)] = usable.parts
     masks.append(np.isin(index.order, rows))

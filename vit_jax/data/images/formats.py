@@ -15,7 +15,7 @@ HEIC_ENDINGS = ('.heic', '.heif')
 class _Format(NamedTuple):
   name: str  # Pillow's.
   endings: tuple[str, ...]
-  feature: str | None = None  # Of Pillow, see PIL.features.
+  feature: str | None = None  # Pillow's name of the feature, see PIL.features.
 
 
 _JPEG = _Format('JPEG', ('.jpg', '.jpeg'))

@@ -7,6 +7,7 @@ import io
 import os
 import re
 import time
+from typing import Any
 
 from absl import logging
 import numpy as np
@@ -15,52 +16,60 @@ from vit_jax import console
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
+PathLike = str | bytes | os.PathLike
 ARCHIVES = ('.zip', '.tar', '.tar.gz', '.tgz', '.tar.bz2', '.tar.xz', '.7z', '.rar')
-REMOTE_THREADS = 32  # That read files of a bucket.
+REMOTE_THREADS = 32  # Threads that read files of a bucket.
 _DELAYS = (0.5, 2.0)  # Seconds before each new attempt to read.
 # Errors for which another attempt is useless.
 _LASTING = (PermissionError, IsADirectoryError, NotADirectoryError)
 
 
-def traced(function):
+def traced(function: Callable) -> Callable:
   """Has TensorFlow trace a function of an encoded image once, for all pipelines."""
 
   @functools.cache
-  def compiled():
-    made = tf.function(function, autograph=False)
+  def compiled() -> Callable:
+    graph_function = tf.function(function, autograph=False)
     # TensorFlow counts threads that wait for the first trace as new traces.
-    made._omit_frequent_tracing_warning = True
-    return made
+    graph_function._omit_frequent_tracing_warning = True
+    return graph_function
 
   @functools.wraps(function)
-  def call(encoded, *args, **kwargs):
+  def call(encoded: 'tf.Tensor | bytes', *args, **kwargs) -> Any:
     # TensorFlow would trace again for each value that is not a tensor.
     return compiled()(tf.convert_to_tensor(encoded), *args, **kwargs)
 
   return call
 
 
-def in_python(function, content, dtype, shape):
+def in_python(
+  function: Callable,
+  content: 'tf.Tensor',
+  dtype: 'tf.DType',
+  shape: Sequence[int | None],
+) -> 'tf.Tensor':
   """Calls a Python function of bytes, a string scalar, in a TensorFlow graph."""
 
-  def call(value):  # Bytes in a graph, else an array of them.
+  def call(
+    value: bytes | np.ndarray,
+  ) -> Any:  # Bytes in a graph, else an array of them.
     return function(value.item() if isinstance(value, np.ndarray) else value)
 
-  found = tf.numpy_function(call, [content], dtype, stateful=False)
-  return tf.ensure_shape(found, shape)
+  result = tf.numpy_function(call, [content], dtype, stateful=False)
+  return tf.ensure_shape(result, shape)
 
 
-def display(path) -> str:
+def display(path: PathLike) -> str:
   """Returns a path as a string, even if its bytes are not UTF-8."""
   return os.fsencode(path).decode(errors='backslashreplace')
 
 
-def is_local(path) -> bool:
+def is_local(path: PathLike) -> bool:
   """Returns whether a path has no scheme, such as gs://."""
   return b'://' not in os.fsencode(path)
 
 
-def retried(path, function):
+def retried(path: PathLike, function: Callable) -> Any:
   """Returns function(path), and retries after temporary storage errors.
 
   A FileNotFoundError, and the OSError of the last attempt, name the file.
@@ -80,7 +89,7 @@ def retried(path, function):
       time.sleep(delay)
 
 
-def read_file(path) -> bytes:
+def read_file(path: PathLike) -> bytes:
   """Returns the contents of an image file, local or with a scheme; see `retried`.
 
   ValueError for a URL.
@@ -91,14 +100,14 @@ def read_file(path) -> bytes:
   return retried(path, _read)
 
 
-def _read(path):
+def _read(path: bytes) -> bytes:
   if is_local(path):
     return files.read(os.fsdecode(path))
   with tf.io.gfile.GFile(path, 'rb') as file:
     return file.read()
 
 
-def from_npz(path, make: Callable):
+def from_npz(path: PathLike, make: Callable) -> Any:
   """Returns make(arrays) of a .npz file.
 
   None if the file is missing or, with a warning, if it is damaged; OSError if it
@@ -116,22 +125,27 @@ def from_npz(path, make: Callable):
     return None
 
 
-def in_threads(function: Callable, items: Sequence, title: str = '', unit: str = 'it'):
+def in_threads(
+  function: Callable, items: Sequence, title: str = '', unit: str = 'it'
+) -> list:
   """Returns function(item) of all items, as a list; with a title, shows progress."""
   with futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
-    found = pool.map(function, items)
+    results = pool.map(function, items)
     if title:
       kwargs = dict(total=len(items), delay=3, leave=False, unit=unit)
-      found = console.bar(desc=title, iterable=found, **kwargs)
-    return list(found)
+      results = console.bar(desc=title, iterable=results, **kwargs)
+    return list(results)
 
 
 def first_line(error: Exception) -> str:
   """Returns an error's message in one line, without TensorFlow's wrapping."""
   lines = getattr(error, 'message', str(error)).splitlines()
   wrapping = (' ', '\t', 'Graph execution error', 'Detected at ', 'Node: ')
-  own = [x for x in lines if x.strip() and not x.startswith(wrapping)]
-  line = (own or lines or [type(error).__name__])[0]
+  message_lines = []
+  for line in lines:
+    if line.strip() and not line.startswith(wrapping):
+      message_lines.append(line)
+  line = (message_lines or lines or [type(error).__name__])[0]
   for pattern in (
     r'^\{\{function_node .*?\}\} ',
     r'^Error in user-defined function .*? iterator: \S+: ',
@@ -144,7 +158,7 @@ def first_line(error: Exception) -> str:
   return line[:400]
 
 
-def time_of(folder) -> int:
+def time_of(folder: PathLike) -> int:
   """Returns when a local folder was last changed in ns; -1 if unknown."""
   try:
     return os.stat(folder).st_mtime_ns
@@ -152,7 +166,7 @@ def time_of(folder) -> int:
     return -1
 
 
-def size_and_time(path) -> tuple[int, int]:
+def size_and_time(path: PathLike) -> tuple[int, int]:
   """Returns the size of a file in bytes, and when it was last changed in ns."""
   if is_local(path):
     status = os.stat(path)
@@ -161,7 +175,7 @@ def size_and_time(path) -> tuple[int, int]:
   return status.length, status.mtime_nsec
 
 
-def stamp(path) -> int:
+def stamp(path: PathLike) -> int:
   """Returns a hash of a file's size and time; 0 if there is no file."""
   try:
     size, time = retried(path, size_and_time)

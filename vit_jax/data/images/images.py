@@ -4,7 +4,9 @@ Palettes and CMYK become RGB, transparent pixels become white, an animation
 yields its first frame, and images with an EXIF orientation are turned upright.
 """
 
+from collections.abc import Callable, Sequence
 import io
+from typing import Any, NoReturn
 
 import numpy as np
 from PIL import Image
@@ -17,20 +19,29 @@ _PNG = b'\x89PNG\r\n\x1a\n'
 
 def decode_errors() -> tuple[type[Exception], ...]:
   """Returns the errors of `decode`; a ValueError comes from Pillow in eager calls."""
-  found = tf.errors.InvalidArgumentError, tf.errors.DataLossError
-  return *found, tf.errors.UnimplementedError, ValueError
+  tensorflow_errors = tf.errors.InvalidArgumentError, tf.errors.DataLossError
+  return *tensorflow_errors, tf.errors.UnimplementedError, ValueError
 
 
 @image_files.traced
 def decode(
-  encoded, channels: int = 3, size=None, upright: bool = True, exact: bool = False
-):
+  encoded: 'tf.Tensor',
+  channels: int = 3,
+  size: 'Sequence[int] | tf.Tensor | None' = None,
+  upright: bool = True,
+  exact: bool = False,
+) -> 'tf.Tensor':
   """Decodes one image of any format to uint8 [height, width, channels].
 
-  `encoded` is a string scalar, the contents of a file in one of the formats of
-  vit_jax/data/images/formats.py; channels are 3, or 1 for grey. If the caller will resize the image to `size`, (height,
-  width), a much larger JPEG is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`. `upright`
-  is False where annotations refer to the stored pixels; for `exact` see `jpeg.decode`.
+  Args:
+    encoded: string scalar, the contents of a file in one of the formats of
+      vit_jax/data/images/formats.py.
+    channels: 3, or 1 for grey.
+    size: (height, width) to which the caller will resize the image: a much larger JPEG
+      is decoded at 1/2, 1/4 or 1/8, see `jpeg.ratio`.
+    upright: False where annotations refer to the stored pixels.
+    exact: see `jpeg.decode`.
+
   Raises decode_errors() if it is not an image, or a truncated one.
   """
   turned = orientation.read(encoded) if upright else None
@@ -41,8 +52,13 @@ def decode(
 
 
 def decode_window(
-  encoded, channels: int, turned=None, ratio=None, window=None, exact: bool = False
-):
+  encoded: 'tf.Tensor',
+  channels: int,
+  turned: 'tf.Tensor | None' = None,
+  ratio: 'tf.Tensor | None' = None,
+  window: 'tf.Tensor | None' = None,
+  exact: bool = False,
+) -> 'tf.Tensor':
   """Decodes a window of an image, see `decode`; only that part of a JPEG is decoded.
 
   `turned` is the orientation in which the stored pixels are turned upright, `ratio`
@@ -50,7 +66,7 @@ def decode_window(
   pixels at the reduced size; None: the whole image. For `exact` see `jpeg.decode`.
   """
 
-  def other():
+  def decode_other() -> 'tf.Tensor':
     image = _decode_other(encoded)
     if window is None:
       return image
@@ -58,13 +74,15 @@ def decode_window(
     return image[y : y + height, x : x + width]
 
   is_jpeg = tf.io.is_jpeg(encoded)
-  image = tf.cond(is_jpeg, lambda: jpeg.decode(encoded, ratio, window, exact), other)
+  image = tf.cond(
+    is_jpeg, lambda: jpeg.decode(encoded, ratio, window, exact), decode_other
+  )
   image = orientation.turn(image, turned)
   return image if channels == 3 else to_grey(image)
 
 
 @image_files.traced
-def _decode_other(encoded):
+def _decode_other(encoded: 'tf.Tensor') -> 'tf.Tensor':
   """Decodes all formats but JPEG as stored: common png in TensorFlow, else Pillow."""
   # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
@@ -77,10 +95,10 @@ def _decode_other(encoded):
   )
 
 
-def _on_white(image):
+def _on_white(image: 'tf.Tensor') -> 'tf.Tensor':
   """Composites uint8 RGBA on white, with the rounding of rgb.to_rgb."""
 
-  def composited():
+  def composited() -> 'tf.Tensor':
     colour, alpha = tf.split(tf.cast(image, tf.uint16), [3, 1], axis=-1)
     colour = (colour * alpha + 255 * (255 - alpha) + 127) // 255
     return tf.cast(colour, tf.uint8)
@@ -89,21 +107,26 @@ def _on_white(image):
   return tf.cond(opaque, lambda: image[..., :3], composited)
 
 
-def to_grey(image):
+def to_grey(image: 'tf.Tensor') -> 'tf.Tensor':
   """Converts uint8 RGB to luma (ITU-R 601); grey values stay the same."""
   weights = tf.constant([19595, 38470, 7471])  # Sum: 2**16.
   luma = tf.reduce_sum(tf.cast(image, tf.int32) * weights, -1, keepdims=True)
   return tf.cast((luma + 2**15) // 2**16, tf.uint8)
 
 
-def _is_png(encoded):
+def _is_png(encoded: 'tf.Tensor') -> 'tf.Tensor':
   return tf.strings.substr(encoded, 0, len(_PNG)) == _PNG
 
 
-def _by_pillow(encoded, function, dtype, shape):
+def _by_pillow(
+  encoded: 'tf.Tensor',
+  function: Callable[[Image.Image], Any],
+  dtype: 'tf.DType',
+  shape: Sequence[int | None],
+) -> 'tf.Tensor':
   """Returns function(image), of a dtype and shape, for a lazily opened PIL image."""
 
-  def call(encoded):
+  def call(encoded: bytes) -> np.ndarray:
     try:
       with Image.open(io.BytesIO(encoded), formats=formats.by_pillow(encoded)) as image:
         return np.asarray(function(image), dtype.as_numpy_dtype)
@@ -118,19 +141,19 @@ def _by_pillow(encoded, function, dtype, shape):
 
 
 @image_files.traced
-def shape_of(encoded):
+def shape_of(encoded: 'tf.Tensor') -> 'tf.Tensor':
   """Returns height and width of the stored pixels, int64 [2], from the header.
 
   Raises decode_errors() if there is no image header.
   """
 
-  def of_png():
+  def of_png() -> 'tf.Tensor':
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
     width_height = tf.io.decode_raw(sizes, tf.int32, little_endian=False)
     return tf.cast(width_height[::-1], tf.int64)
 
-  def of_jpeg():
+  def of_jpeg() -> 'tf.Tensor':
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
   has_header = _is_png(encoded) & (tf.strings.length(encoded) > 23)
@@ -142,14 +165,14 @@ def shape_of(encoded):
 
 
 @image_files.traced
-def bounded(encoded, limit: int):
+def bounded(encoded: 'tf.Tensor', limit: int) -> 'tf.Tensor':
   """Returns an encoded image, a string scalar, unchanged.
 
   Raises decode_errors() if its header is missing or has more than `limit` pixels.
   """
   shape = shape_of(encoded)
 
-  def refuse(shape, limit):
+  def refuse(shape: np.ndarray, limit: np.int64) -> NoReturn:
     height, width = shape.tolist()
     raise ValueError(
       f'it has {width} x {height} pixels, more than max_image_pixels={limit}'
@@ -165,7 +188,7 @@ def bounded(encoded, limit: int):
   )
 
 
-def to_float(image):
+def to_float(image: 'tf.Tensor') -> 'tf.Tensor':
   """Scales uint8 pixels from [0, 255] to [-1, 1], float32, in one operation."""
   return tf.quantization.dequantize(
     tf.bitcast(image, tf.quint8), -1.0, 1.0, mode='MIN_COMBINED'
@@ -182,7 +205,7 @@ def encode_png(pixels: np.ndarray, level: int = -1) -> bytes:
   return buffer.getvalue()
 
 
-def why_broken(path: bytes, max_pixels: int, size=None) -> str:
+def why_broken(path: bytes, max_pixels: int, size: Sequence[int] | None = None) -> str:
   """Decodes an image file; returns why that fails, '' if it does not.
 
   `size` is the height and width that the image must have, if any. Raises OSError
@@ -199,15 +222,19 @@ def why_broken(path: bytes, max_pixels: int, size=None) -> str:
   expected = shape if size is None else [int(x) for x in size]
   if shape == expected:
     return ''
-  turned = ' (it may have been turned by its EXIF orientation)'
-  return (
+  reason = (
     f'it has {shape[1]} x {shape[0]} pixels, and its annotations are of '
-    f'{expected[1]} x {expected[0]}{turned if shape[::-1] == expected else ""}'
+    f'{expected[1]} x {expected[0]}'
   )
+  if shape[::-1] == expected:
+    reason += ' (it may have been turned by its EXIF orientation)'
+  return reason
 
 
 @image_files.traced
-def _try(encoded, max_pixels):
+def _try(
+  encoded: 'tf.Tensor', max_pixels: 'tf.Tensor'
+) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)
   return shape_of(encoded), tf.reduce_max(decode(encoded, size=(1, 1)))

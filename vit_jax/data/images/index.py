@@ -6,7 +6,7 @@ size and modification time are the same.
 """
 
 import collections
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import concurrent.futures
 import hashlib
 import json
@@ -114,10 +114,19 @@ class Index:
       'bare' (direct subfolders that hold files but no image).
   """
 
-  def __init__(self, root, base, folders, counts, names, order, facts):
+  def __init__(
+    self,
+    root: str,
+    base: str,
+    folders: list[bytes],
+    counts: Sequence[int] | np.ndarray,
+    names: bytes | memoryview,
+    order: np.ndarray,
+    facts: dict[str, Any],
+  ) -> None:
     self.root, self.base = root, base
     self.top = os.path.join(root, base)
-    self.path = None
+    self.path: str | None = None
     self.folders = folders
     self.counts = np.asarray(counts, np.int64)
     self.order = order
@@ -128,37 +137,40 @@ class Index:
     self._ends = ends.astype(np.uint32 if len(names) < 2**32 else np.int64)
     self._last = np.cumsum(self.counts)
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self.order)
 
-  def folder_of(self, rows) -> np.ndarray:
+  def folder_of(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns the number of the folder of each row."""
     return np.searchsorted(self._last, rows, side='right')
 
-  def names(self, rows) -> list[bytes]:
+  def names(self, rows: Sequence[int] | np.ndarray) -> list[bytes]:
     """Returns the paths of images relative to `top`, by row."""
     rows = np.asarray(rows, np.int64)
     ends = self._ends[rows].tolist()
     begins = np.where(rows > 0, self._ends[rows - 1].astype(np.int64) + 1, 0)
     folders, names = self.folders, self._names
-    return [
-      b'%s/%s' % (folders[f], names[a:b]) if folders[f] else bytes(names[a:b])
-      for f, a, b in zip(self.folder_of(rows).tolist(), begins.tolist(), ends)
-    ]
+    paths = []
+    for number, begin, end in zip(self.folder_of(rows).tolist(), begins.tolist(), ends):
+      name = bytes(names[begin:end])
+      folder = folders[number]
+      paths.append(b'%s/%s' % (folder, name) if folder else name)
+    return paths
 
-  def paths(self, rows) -> list[bytes]:
+  def paths(self, rows: Sequence[int] | np.ndarray) -> list[bytes]:
     """Returns the complete paths of images, by row."""
     top = os.fsencode(self.top)
-    return [
-      name if b'://' in name else os.path.join(top, name) for name in self.names(rows)
-    ]
+    paths = []
+    for name in self.names(rows):
+      paths.append(name if b'://' in name else os.path.join(top, name))
+    return paths
 
   def digest(self) -> str:
     """Returns a hash of all names, their order, and the broken ones."""
     bad = np.flatnonzero(self.checks.status == BROKEN)
     return files.digest([*self._all_names(), self.order, bad])
 
-  def _all_names(self):
+  def _all_names(self) -> tuple[bytes, bytes, bytes | memoryview]:
     return _lines(self.folders), self.counts.tobytes(), self._names
 
   def arrays(self) -> dict[str, np.ndarray]:
@@ -172,7 +184,7 @@ class Index:
     )
 
   @classmethod
-  def of_arrays(cls, root: str, base: str, arrays) -> 'Index':
+  def of_arrays(cls, root: str, base: str, arrays: Mapping[str, np.ndarray]) -> 'Index':
     """Returns the index with these `arrays`; the names are not copied."""
     facts = json.loads(arrays['facts'].tobytes())
     folders = arrays['folders'].tobytes().split(b'\0')[:-1]
@@ -181,10 +193,16 @@ class Index:
 
   # --- Status of the files ---
 
-  def check(self, rows, why: Callable, max_pixels: int, save=None) -> bool:
+  def check(
+    self,
+    rows: Sequence[int] | np.ndarray,
+    explain: Callable,
+    max_pixels: int,
+    save: Callable[[], None] | None = None,
+  ) -> bool:
     """Checks the files of rows that were not checked before.
 
-    See checking.usable for `why`, `max_pixels` and errors. `save` is called about
+    See checking.usable for `explain`, `max_pixels` and errors. `save` is called about
     every minute. Returns whether any file was checked.
     """
     self.check_anew('max_pixels', max_pixels)
@@ -193,7 +211,7 @@ class Index:
 
     def check_file(path: bytes) -> tuple[str, int]:
       stamp = image_files.stamp(path)
-      return why(path, max_pixels), stamp
+      return explain(path, max_pixels), stamp
 
     save_time, pause = time.monotonic(), _SAVE_EVERY
     for block, results in self._each(rows, check_file, 'Checking images'):
@@ -214,14 +232,14 @@ class Index:
       self.path = None
     return len(rows) > 0
 
-  def check_anew(self, name: str, value: Any):
+  def check_anew(self, name: str, value: Any) -> None:
     """Forgets all checks if a setting has changed."""
     settings = self.checks.settings
     if settings.get(name) != value:
       empty = Checks.empty(len(self))
       self.checks = empty._replace(settings={**settings, name: value})
 
-  def look_again(self, rows: np.ndarray):
+  def look_again(self, rows: np.ndarray) -> None:
     """Forgets the checks of broken files that have changed since."""
     status, stamps, reasons, _ = self.checks
     for row in np.unique(rows[status[rows] == BROKEN]).tolist():
@@ -230,7 +248,7 @@ class Index:
         reasons.pop(row, None)
         self.path = None
 
-  def recall(self, old: 'Index'):
+  def recall(self, old: 'Index') -> None:
     """Takes over the checks of another index for files that have not changed."""
     if not self.checks.fits(old.checks):
       return
@@ -260,12 +278,16 @@ class Index:
         checks.reasons[row] = old.checks.reasons[old_row]
     return checks
 
-  def _each(self, rows, function, title):
+  def _each(
+    self, rows: Sequence[int] | np.ndarray, function: Callable[[bytes], Any], title: str
+  ) -> Iterator[tuple[np.ndarray, list]]:
     """Yields (rows, results of function(path)), block by block."""
     threads = _THREADS if image_files.is_local(self.top) else image_files.REMOTE_THREADS
-    some = -(-_BLOCK // (8 * threads))  # A task per file would take 30 us more each.
+    piece_size = -(
+      -_BLOCK // (8 * threads)
+    )  # A task per file would take 30 us more each.
 
-    def call(rows):
+    def call(rows: np.ndarray) -> list:
       return list(map(function, self.paths(rows)))
 
     keys = dict(desc=title, total=len(rows), delay=3, leave=False, unit=' images')
@@ -275,25 +297,28 @@ class Index:
     ):
       for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
-        pieces = [block[i : i + some] for i in range(0, len(block), some)]
-        yield block, [x for found in pool.map(call, pieces) for x in found]
+        pieces = [block[i : i + piece_size] for i in range(0, len(block), piece_size)]
+        results = []
+        for piece_results in pool.map(call, pieces):
+          results += piece_results
+        yield block, results
         bar.update(len(block))
 
   # --- On disk ---
 
-  def save(self, path):
+  def save(self, path: epath.PathLike) -> None:
     """Writes the index to a file atomically."""
     _write(path, **self.arrays(), **self.checks.arrays())
     self.path = str(path)
 
   @classmethod
-  def load(cls, path, root: str, base: str) -> 'Index | None':
+  def load(cls, path: epath.PathLike, root: str, base: str) -> 'Index | None':
     """Returns the index in a file; None if it is missing, or damaged (with a warning).
 
     The data set in `root` may have been moved since the file was written.
     """
 
-    def make(arrays):
+    def make(arrays: Mapping[str, np.ndarray]) -> 'Index':
       index = cls.of_arrays(root, base, arrays)
       index.checks = Checks.of_arrays(arrays)
       index.path = str(path)
@@ -301,7 +326,7 @@ class Index:
 
     return image_files.from_npz(path, make)
 
-  def save_checks(self, path: str, rows: np.ndarray):
+  def save_checks(self, path: str, rows: np.ndarray) -> None:
     """Writes the checks of some rows to a file atomically; see `load_checks`."""
     names = np.frombuffer(files.digest(self._all_names()).encode(), np.uint8)
     _write(path, names=names, **self.checks.selected(rows).arrays())
@@ -317,9 +342,11 @@ class Index:
       return Checks.of_arrays(arrays) if arrays['names'].tobytes() == names else None
 
     checks = Checks.empty(len(self))._replace(settings=self.checks.settings)
-    for stored in image_files.in_threads(
-      lambda x: image_files.from_npz(x, make), paths
-    ):
+
+    def load(path: str) -> Checks | None:
+      return image_files.from_npz(path, make)
+
+    for stored in image_files.in_threads(load, paths):
       if stored is not None:
         checks = merge(checks, stored)
     return checks
@@ -341,32 +368,33 @@ class Index:
 class Paths(Sequence):
   """The paths of a split's images as strings; `parts` are (index, rows) pairs."""
 
-  def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]):
+  def __init__(self, parts: Iterable[tuple[Index, np.ndarray]]) -> None:
     self.parts = list(parts)
     sizes = [len(rows) for _, rows in self.parts]
     self._part = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
     rows = [np.zeros(0, np.uint32), *(rows for _, rows in self.parts)]
     self._rows = np.concatenate(rows)
-    self._digest = None
+    self._digest: str | None = None
 
-  def __len__(self):
+  def __len__(self) -> int:
     return len(self._rows)
 
-  def __getitem__(self, i):
+  def __getitem__(self, i: int | slice) -> str | list[str]:
     if isinstance(i, slice):
       return [self[j] for j in range(*i.indices(len(self)))]
     if not -len(self) <= i < len(self):
       raise IndexError(i)
     return image_files.display(self.encoded([i % len(self)])[0])
 
-  def encoded(self, numbers) -> np.ndarray:
+  def encoded(self, numbers: Sequence[int] | np.ndarray) -> np.ndarray:
     """Returns the paths of some images, as an array of bytes objects."""
     part, rows = self._part[numbers], self._rows[numbers]
-    found = np.empty(len(rows), object)
+    paths = np.empty(len(rows), object)
     for k, (index, _) in enumerate(self.parts):
-      if (mine := part == k).any():
-        found[mine] = index.paths(rows[mine])
-    return found
+      mask = part == k
+      if mask.any():
+        paths[mask] = index.paths(rows[mask])
+    return paths
 
   def broken(self) -> dict[int, str]:
     """Returns why images are known to be broken, by number."""
@@ -378,9 +406,9 @@ class Paths(Sequence):
         reasons[i] = index.checks.reasons.get(int(self._rows[i]), '')
     return reasons
 
-  def mark(self, found: dict[int, str]):
+  def mark(self, reasons: dict[int, str]) -> None:
     """Marks images as broken: reasons by number, possibly of other processes."""
-    for number, reason in found.items():
+    for number, reason in reasons.items():
       index, _ = self.parts[self._part[number]]
       row = int(self._rows[number])
       index.checks.status[row] = BROKEN
@@ -388,13 +416,14 @@ class Paths(Sequence):
 
   def without(self, numbers: Sequence[int]) -> 'Paths':
     """Returns the paths without the images of some numbers."""
-    kept = np.ones(len(self), bool)
-    kept[numbers] = False
-    return Paths(
-      (index, rows[kept[self._part == k]]) for k, (index, rows) in enumerate(self.parts)
-    )
+    mask = np.ones(len(self), bool)
+    mask[numbers] = False
+    parts = []
+    for k, (index, rows) in enumerate(self.parts):
+      parts.append((index, rows[mask[self._part == k]]))
+    return Paths(parts)
 
-  def store(self, workdir):
+  def store(self, workdir: str | None) -> None:
     """Writes indices that are not stored yet to the workdir of a run."""
     for index, _ in self.parts:
       if index.path is None:
@@ -403,19 +432,21 @@ class Paths(Sequence):
   def digest(self) -> str:
     """Returns a hash of the names, relative to their folders, in order."""
     if self._digest is None:
-      self._digest = files.digest(
-        _lines(index.names(rows[i : i + _BLOCK]))
-        for index, rows in self.parts
-        for i in range(0, len(rows), _BLOCK)
-      )
+      self._digest = files.digest(self._blocks())
     return self._digest
 
+  def _blocks(self) -> Iterator[bytes]:
+    """Yields the names in order, block by block."""
+    for index, rows in self.parts:
+      for start in range(0, len(rows), _BLOCK):
+        yield _lines(index.names(rows[start : start + _BLOCK]))
 
-def _as_bytes(facts) -> np.ndarray:
+
+def _as_bytes(facts: dict[str, Any]) -> np.ndarray:
   return np.frombuffer(json.dumps(facts).encode(), np.uint8)
 
 
-def _write(path, **arrays):
+def _write(path: epath.PathLike, **arrays) -> None:
   """Writes arrays to a .npz file atomically."""
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
@@ -423,7 +454,7 @@ def _write(path, **arrays):
     np.savez_compressed(file, **arrays)
 
 
-def place(workdir, root: str, base: str) -> str:
+def place(workdir: str | None, root: str, base: str) -> str:
   """Returns the path of the stored index of a split, by default next to it."""
   if workdir is None:
     is_root = base in ('', '.')
@@ -463,7 +494,7 @@ def _lines(names: Iterable[bytes]) -> bytes:
   return b''.join(name + b'\0' for name in names)
 
 
-def _keys(index, rows) -> np.ndarray:
+def _keys(index: Index, rows: Sequence[int] | np.ndarray) -> np.ndarray:
   """Returns a hash of the names of rows, uint64 [n]."""
   keys = np.empty(len(rows), np.uint64)
   for start in range(0, len(rows), _BLOCK):

@@ -1,5 +1,8 @@
 """Decodes JPEG files, in part or at reduced size."""
 
+from collections.abc import Sequence
+import functools
+
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 
@@ -7,7 +10,7 @@ from vit_jax.data.lazy import tf
 RATIOS = (1, 2, 4, 8)
 
 
-def ratio(shape, size):
+def ratio(shape: 'tf.Tensor', size: 'Sequence[int] | tf.Tensor') -> 'tf.Tensor':
   """Returns the largest of RATIOS at which no crop is enlarged, int32.
 
   `shape` is height and width of the crop, and `size` what it is resized to.
@@ -18,7 +21,12 @@ def ratio(shape, size):
 
 
 @image_files.traced
-def decode(encoded, ratio=None, window=None, exact: bool = False):
+def decode(
+  encoded: 'tf.Tensor',
+  ratio: 'tf.Tensor | None' = None,
+  window: 'tf.Tensor | None' = None,
+  exact: bool = False,
+) -> 'tf.Tensor':
   """Decodes a JPEG to uint8 [height, width, 3]; may raise images.decode_errors().
 
   `ratio`, int32 scalar, is one of RATIOS, to decode at 1 / ratio of the size; `window`,
@@ -26,7 +34,7 @@ def decode(encoded, ratio=None, window=None, exact: bool = False):
   `exact` decodes to the same pixels as Pillow, and is a little slower.
   """
 
-  def at(ratio):
+  def decode_at(ratio: int) -> 'tf.Tensor':
     method = 'INTEGER_ACCURATE' if exact else 'INTEGER_FAST'
     kwargs = {'channels': 3, 'ratio': ratio, 'dct_method': method}
     if window is None:
@@ -34,6 +42,6 @@ def decode(encoded, ratio=None, window=None, exact: bool = False):
     return tf.io.decode_and_crop_jpeg(encoded, window, **kwargs)
 
   if ratio is None:
-    return at(1)
-  which = tf.reduce_sum(tf.cast(ratio > tf.constant(RATIOS), tf.int32))
-  return tf.switch_case(which, [lambda r=r: at(r) for r in RATIOS])
+    return decode_at(1)
+  branch = tf.reduce_sum(tf.cast(ratio > tf.constant(RATIOS), tf.int32))
+  return tf.switch_case(branch, [functools.partial(decode_at, r) for r in RATIOS])

@@ -5,9 +5,10 @@ files, such as folders and broken links.
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 import concurrent.futures
 import datetime
+import functools
 import json
 import os
 import re
@@ -33,46 +34,48 @@ _SHOWN = 8  # Kinds of ignored files that a message names.
 def list_folder(root: str, base: str) -> index_lib.Index:
   """Lists the images of a split; OSError names a folder that cannot be read."""
   top = os.fsencode(os.path.join(root, base))
-  level, found = [b''], []
+  level = [b'']
+  pieces = []
   with (
     concurrent.futures.ThreadPoolExecutor(image_files.REMOTE_THREADS) as pool,
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
-      pieces = pool.map(lambda name: _scan(top, name), level)
+      level_pieces = pool.map(functools.partial(_scan, top), level)
       level = []
-      for piece in pieces:
-        found.append(piece)
+      for piece in level_pieces:
+        pieces.append(piece)
         level += piece.inner
         bar.update(piece.count)
-  found.sort(key=lambda piece: piece.name)
-  holding = [piece for piece in found if piece.count]
-  others = [other for piece in found for other in piece.others]
-  bare = [
-    image_files.display(piece.name)
-    for piece in found
-    if not piece.count and (piece.others or piece.inner)
-    if piece.name and b'/' not in piece.name
-  ]
+  pieces.sort(key=lambda piece: piece.name)
+  holding = [piece for piece in pieces if piece.count]
+  ignored = []
+  bare = []
+  for piece in pieces:
+    ignored += piece.ignored
+    is_class = piece.name and b'/' not in piece.name
+    if is_class and not piece.count and (piece.ignored or piece.inner):
+      bare.append(image_files.display(piece.name))
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
-    'times': {os.fsdecode(piece.name): piece.time for piece in found},
+    'times': {os.fsdecode(piece.name): piece.time for piece in pieces},
     'endings': list(formats.endings()),
     'ignored': {
-      'first': image_files.display(others[0]) if others else None,
-      'by_ending': collections.Counter(map(_ending, others)),
+      'first': image_files.display(ignored[0]) if ignored else None,
+      'by_ending': collections.Counter(map(_ending, ignored)),
     },
     'metadata': [
-      os.fsdecode(other)
-      for other in others
-      if os.path.basename(os.fsdecode(other)) in METADATA
+      os.fsdecode(path)
+      for path in ignored
+      if os.path.basename(os.fsdecode(path)) in METADATA
     ],
     'bare': bare,
   }
   names = b''.join(piece.names for piece in holding)
   digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
   order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
-  folders, counts = [x.name for x in holding], [x.count for x in holding]
+  folders = [piece.name for piece in holding]
+  counts = [piece.count for piece in holding]
   return index_lib.Index(root, base, folders, counts, names, order, facts)
 
 
@@ -80,15 +83,15 @@ class _Piece(NamedTuple):
   """The content of one folder; names are relative to the folder of the split."""
 
   name: bytes
-  time: int  # Of the last change.
-  count: int  # Of images.
-  names: bytes  # Of images, each followed by a zero byte.
-  digests: bytes  # By which images are ordered, 16 bytes each.
+  time: int  # When it was last changed.
+  count: int  # Number of images.
+  names: bytes  # Names of the images, each followed by a zero byte.
+  digests: bytes  # Hashes by which images are ordered, 16 bytes each.
   inner: list[bytes]  # Folders.
-  others: list[bytes]  # Ignored entries.
+  ignored: list[bytes]  # Entries that are neither images nor folders.
 
 
-def _scan(top, name) -> _Piece:
+def _scan(top: bytes, name: bytes) -> _Piece:
   """Lists one folder."""
   path = os.path.join(top, name) if name else top
   local = image_files.is_local(path)
@@ -98,33 +101,33 @@ def _scan(top, name) -> _Piece:
     changed = -2  # A later change could go unnoticed.
   prefix = name + b'/' if name else b''
 
-  def look(path):
-    found, inner, others = [], [], []
+  def look(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes]]:
+    image_names, inner, ignored = [], [], []
     for entry, is_file, is_folder, is_link in entries(path):
       if entry.startswith(b'.'):
         continue
       image = _is_image(entry)
       if image and is_file:
-        found.append(entry)
+        image_names.append(entry)
       elif not image and is_folder and not (is_link and _is_loop(top, prefix + entry)):
         inner.append(prefix + entry)
       else:
-        others.append(prefix + entry)
-    return sorted(found), sorted(inner), sorted(others)
+        ignored.append(prefix + entry)
+    return sorted(image_names), sorted(inner), sorted(ignored)
 
-  found, inner, others = image_files.retried(path, look)
+  image_names, inner, ignored = image_files.retried(path, look)
   return _Piece(
     name=name,
     time=changed,
-    count=len(found),
-    names=b''.join(x + b'\0' for x in found),
-    digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in found),
+    count=len(image_names),
+    names=b''.join(x + b'\0' for x in image_names),
+    digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in image_names),
     inner=inner,
-    others=others,
+    ignored=ignored,
   )
 
 
-def _local_entries(path):
+def _local_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
   """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
@@ -134,7 +137,7 @@ def _local_entries(path):
         yield entry.name, entry.is_file(), entry.is_dir(), False
 
 
-def _remote_entries(path):
+def _remote_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
   """Yields the same as `_local_entries` for a remote folder."""
   for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
     name = entry.rstrip(b'/')
@@ -144,12 +147,15 @@ def _remote_entries(path):
     yield name, not is_folder, is_folder, False
 
 
-def _is_loop(top, name) -> bool:
+def _is_loop(top: bytes, name: bytes) -> bool:
   """Returns whether a link leads to a folder that contains the link."""
-  parts = name.split(b'/')
+  components = name.split(b'/')
   real = os.path.realpath(os.path.join(top, name))
-  above = (b'/'.join(parts[:i]) for i in range(len(parts)))
-  return any(os.path.realpath(os.path.join(top, x)) == real for x in above)
+  for i in range(len(components)):
+    parent = os.path.join(top, b'/'.join(components[:i]))
+    if os.path.realpath(parent) == real:
+      return True
+  return False
 
 
 def expand(paths: Sequence[str]) -> list[str]:
@@ -159,29 +165,29 @@ def expand(paths: Sequence[str]) -> list[str]:
   the files and folders that match; a list (.txt, or .jsonl with the key `image`
   or `path`) for its paths, relative to the folder of the list.
   """
-  found = []
+  expanded = []
   for path in paths:
     if tf.io.gfile.isdir(os.fsencode(path)):
       index = list_folder(path, '')
       warn_of_ignored(index)
       if not len(index):
         raise FileNotFoundError(f"no images in '{path}': {formats.known_endings()}")
-      found += map(os.fsdecode, index.paths(range(len(index))))
+      expanded += map(os.fsdecode, index.paths(range(len(index))))
     elif re.search('[*?[]', path) and not tf.io.gfile.exists(os.fsencode(path)):
       matches = sorted(tf.io.gfile.glob(path))
       if not matches:
         raise FileNotFoundError(f"no file matches '{path}'")
-      found += expand(matches)
+      expanded += expand(matches)
     elif path.endswith(('.txt', '.jsonl')):
-      found += _listed(path)
+      expanded += _read_list(path)
     else:
-      found.append(path)
-  return found
+      expanded.append(path)
+  return expanded
 
 
-def _listed(path) -> list[str]:
+def _read_list(path: str) -> list[str]:
   """Returns the paths in a list, see `expand`."""
-  listed = []
+  image_paths = []
   lines = text_files.lines(image_files.read_file(path), path)
   for number, line in enumerate(lines, 1):
     if not line.strip():
@@ -196,8 +202,8 @@ def _listed(path) -> list[str]:
         raise ValueError(
           f'\'{path}\', line {number}: must be like {{"image": "cat.jpg"}}'
         )
-    listed.append(os.path.join(os.path.dirname(path), line))
-  return listed
+    image_paths.append(os.path.join(os.path.dirname(path), line))
+  return image_paths
 
 
 def _is_image(name: bytes) -> bool:
@@ -208,7 +214,7 @@ def _ending(name: bytes) -> str:
   return os.path.splitext(image_files.display(name))[1].lower()
 
 
-def warn_of_ignored(index: index_lib.Index):
+def warn_of_ignored(index: index_lib.Index) -> None:
   """Warns of the entries of a folder that are not images, by their endings."""
   counts = collections.Counter(index.facts['ignored']['by_ending'])
   if not counts:

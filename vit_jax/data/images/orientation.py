@@ -21,17 +21,15 @@ from vit_jax.data.images import formats, image_files
 from vit_jax.data.lazy import tf
 
 # Orientation - 1 -> which axes (y, x) to reverse, after swapping those of 5 to 8.
-_REVERSED = (
-  (False, False), (False, True), (True, True), (True, False),
-) * 2  # fmt: skip
+_REVERSED = 2 * ((False, False), (False, True), (True, True), (True, False))
 
 
 @image_files.traced
-def read(encoded):
+def read(encoded: 'tf.Tensor') -> 'tf.Tensor':
   """Returns the orientation in an encoded image, int32 scalar; 1 by default."""
   # Files without EXIF data, the most common ones, need no Python.
-  rest = _renamed(encoded, '')
-  has_exif = tf.strings.length(rest) < tf.strings.length(encoded)
+  without_exif = _renamed(encoded, '')
+  has_exif = tf.strings.length(without_exif) < tf.strings.length(encoded)
   # AVIF may have an orientation without EXIF data.
   head = tf.strings.join([tf.strings.substr(encoded, 0, 8), b'\0' * 8])
   may_be_avif = tf.strings.substr(head, 4, 4) == b'ftyp'
@@ -43,12 +41,12 @@ def read(encoded):
 
 
 @image_files.traced
-def as_stored(encoded):
+def as_stored(encoded: 'tf.Tensor') -> 'tf.Tensor':
   """Hides the EXIF data in an encoded image, so that it is decoded as stored."""
   return _renamed(encoded, 'noNe')  # The name of a chunk that PNG readers skip.
 
 
-def _renamed(encoded, name):
+def _renamed(encoded: 'tf.Tensor', name: str) -> 'tf.Tensor':
   """Renames the section of EXIF data in an encoded image."""
   replace = tf.strings.regex_replace
   return tf.cond(
@@ -58,7 +56,7 @@ def _renamed(encoded, name):
   )
 
 
-def _read(encoded) -> np.int32:
+def _read(encoded: bytes) -> np.int32:
   file = io.BytesIO(encoded)
   try:
     if encoded.startswith(b'\xff\xd8'):
@@ -73,12 +71,12 @@ def _read(encoded) -> np.int32:
   return np.int32(number if number in range(1, 9) else 1)
 
 
-def turn(pixels, orientation):
+def turn(pixels: 'tf.Tensor', orientation: 'tf.Tensor | None') -> 'tf.Tensor':
   """Turns stored pixels [height, width, C] upright."""
   if orientation is None:
     return pixels
 
-  def turned():
+  def turned() -> 'tf.Tensor':
     order = tf.where(orientation > 4, [1, 0, 2], [0, 1, 2])
     axes = tf.boolean_mask([0, 1], tf.gather(_REVERSED, orientation - 1))
     return tf.reverse(tf.transpose(pixels, order), axes)
@@ -86,14 +84,16 @@ def turn(pixels, orientation):
   return tf.cond(orientation > 1, turned, lambda: pixels)
 
 
-def turn_shape(shape, orientation):
+def turn_shape(shape: 'tf.Tensor', orientation: 'tf.Tensor | None') -> 'tf.Tensor':
   """Returns height and width of stored pixels turned upright, int32 [2]."""
   if orientation is None:
     return shape[:2]
   return tf.where(orientation > 4, shape[1::-1], shape[:2])
 
 
-def stored_window(window, shape, orientation):
+def stored_window(
+  window: 'tf.Tensor', shape: 'tf.Tensor', orientation: 'tf.Tensor | None'
+) -> 'tf.Tensor':
   """Returns where a window of the upright image lies in the stored pixels.
 
   Windows are (y, x, height, width), int32 [4]; `shape` is the height and width
