@@ -7,6 +7,7 @@ Each function takes arrays and returns a matplotlib Figure; for the style and
 from collections.abc import Mapping, Sequence
 import itertools
 import textwrap
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,7 @@ _LEGEND = dict(loc='outside lower center', ncols=3, frameon=False)
 
 
 @drawing.styled
-def attention_distances(distances, uniform: float, count: int):
+def attention_distances(distances: np.ndarray, uniform: float, count: int) -> Any:
   """Draws mean attention distances, one dot per head (figures 7 right and 11).
 
   Distances [layers, heads] and the distance of uniform attention are in pixels;
@@ -38,9 +39,15 @@ def attention_distances(distances, uniform: float, count: int):
   axes = fig.subplots()
   x = np.arange(1, layers + 1)
   axes.scatter(
-    np.repeat(x, heads), distances.reshape(-1), s=70, color=colors.BLUE,
-    alpha=0.7, linewidths=0, label='one head', zorder=3,
-  )  # fmt: skip
+    np.repeat(x, heads),
+    distances.reshape(-1),
+    s=70,
+    color=colors.BLUE,
+    alpha=0.7,
+    linewidths=0,
+    label='one head',
+    zorder=3,
+  )
   means = distances.mean(axis=1)
   axes.plot(x, means, color=colors.VERMILION, label='mean of the layer')
   label = f'uniform attention: {uniform:.1f} pixels'
@@ -55,15 +62,18 @@ def attention_distances(distances, uniform: float, count: int):
 
 
 @drawing.styled
-def learning_curves(curves: Mapping[str, results.Curve]):
+def learning_curves(curves: Mapping[str, results.Curve]) -> Any:
   """Draws what a run has logged, see results.learning_curves."""
   panels = curve_panels(curves)
   fig = drawing.new_figure(5.2 if len(panels) < 4 else 8.0, 'Learning curves')
   grid = fig.subplots(
     -(-len(panels) // 3), min(3, len(panels)), squeeze=False, sharex=True
   )
-  drawn = [name for names in panels.values() for name in names if name != 'lr']
-  splits = dict.fromkeys(['train', *map(_split_of, drawn)])
+  splits = {'train': None}  # In the order of the curves.
+  for names in panels.values():
+    for name in names:
+      if name != 'lr':
+        splits[_split_of(name)] = None
   colours = {split: colors.of_line(i) for i, split in enumerate(splits)}
   colours['lr'] = colors.BLACK
   for axes, (label, names) in zip(grid.flat, panels.items()):
@@ -103,17 +113,19 @@ def curve_panels(curves: Mapping) -> dict[str, list[str]]:
   return {title: names for title, names in panels.items() if names}
 
 
-def _split_of(name):
+def _split_of(name: str) -> str:
   """Returns the split of a logged value: 'train', 'test', ..."""
   return 'train' if name.startswith('train_') else name.rpartition('_')[2]
 
 
 @drawing.styled
-def confusion(found: results.Results, class_names: Sequence[str], split: str):
+def confusion(
+  predictions: results.Results, class_names: Sequence[str], split: str
+) -> Any:
   """Draws a confusion matrix, and the pairs of classes confused most often."""
   from matplotlib import colors as scales
 
-  matrix = np.asarray(found.confusion)
+  matrix = np.asarray(predictions.confusion)
   total, correct = matrix.sum(), np.trace(matrix)
   fig = drawing.new_figure(
     7.2,
@@ -130,9 +142,12 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   # The power 0.5 makes small shares of mistakes visible.
   end = len(cells) * block - 0.5
   image = axes.imshow(
-    100 * cells, cmap='cividis', norm=scales.PowerNorm(0.5, 0, 100),
-    extent=(-0.5, end, end, -0.5), interpolation='nearest',
-  )  # fmt: skip
+    100 * cells,
+    cmap='cividis',
+    norm=scales.PowerNorm(0.5, 0, 100),
+    extent=(-0.5, end, end, -0.5),
+    interpolation='nearest',
+  )
   if count <= _MOST_NAMED:
     names = [drawing.shorten(name, 12) for name in class_names]
     long = max(map(len, names)) > 3
@@ -146,13 +161,17 @@ def confusion(found: results.Results, class_names: Sequence[str], split: str):
   axes.set_xlabel('predicted class')
   axes.set_ylabel('true class')
   bar = fig.colorbar(image, ax=axes, shrink=0.8, ticks=(0, 1, 10, 25, 50, 100))
-  several = f'largest share of {block} x {block} classes (%)'
-  bar.set_label('share of the true class (%)' if block == 1 else several)
+  if block == 1:
+    bar.set_label('share of the true class (%)')
+  else:
+    bar.set_label(f'largest share of {block} x {block} classes (%)')
   _draw_pairs(right, results.most_confused(matrix, _PAIRS), class_names)
   return fig
 
 
-def _draw_pairs(axes, pairs, class_names):
+def _draw_pairs(
+  axes: Any, pairs: Sequence[tuple[int, int, int]], class_names: Sequence[str]
+) -> None:
   """Draws the number of images of each pair of confused classes."""
   if not pairs:
     axes.set_axis_off()
@@ -160,10 +179,10 @@ def _draw_pairs(axes, pairs, class_names):
   axes.set_title('confused most often\n(true → predicted class)')
   for row, (true, predicted, count) in enumerate(pairs):
     axes.barh(row + 0.2, count, height=0.32, color=colors.BLUE)
-    true, predicted = (
-      drawing.shorten(class_names[number], 16) for number in (true, predicted)
-    )
-    axes.text(0, row - 0.06, f'{true} → {predicted}: {count:,}', fontsize=13)
+    true_name = drawing.shorten(class_names[true], 16)
+    predicted_name = drawing.shorten(class_names[predicted], 16)
+    label = f'{true_name} → {predicted_name}: {count:,}'
+    axes.text(0, row - 0.06, label, fontsize=13)
   axes.set_ylim(_PAIRS - 0.4, -0.7)  # The first on top.
   axes.set_yticks([])
   axes.set_xlabel('images')
@@ -171,24 +190,27 @@ def _draw_pairs(axes, pairs, class_names):
 
 
 @drawing.styled
-def mistakes(found: results.Results, class_names: Sequence[str], split: str):
+def mistakes(
+  predictions: results.Results, class_names: Sequence[str], split: str
+) -> Any:
   """Draws the most confident mistakes."""
-  wrong = found.mistakes
+  wrong = predictions.mistakes
   if not wrong:
     title = f"All images of split '{split}' are predicted correctly"
     return drawing.new_figure(2.0, title)
   columns = min(4, len(wrong))
   rows = -(-len(wrong) // columns)
   ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
-  width = drawing.WIDTH / columns - 0.3  # Of the text of an image, in inches.
+  width = drawing.WIDTH / columns - 0.3  # Width of an image's text in inches.
   points, small = drawing.STYLE['font.size'], 12
-  titles = [
-    f'predicted with {100 * x.probability:.0f} %:\n{class_names[x.predicted]}\n'
-    f'true: {class_names[x.true]}'
-    for x in wrong
-  ]
+  titles, names = [], []
+  for mistake in wrong:
+    titles.append(
+      f'predicted with {100 * mistake.probability:.0f} %:\n'
+      f'{class_names[mistake.predicted]}\ntrue: {class_names[mistake.true]}'
+    )
+    names.append(mistake.name.rpartition('/')[2])
   titles, above = drawing.wrapped_all(titles, width, points)
-  names = [x.name.rpartition('/')[2] for x in wrong]
   names, below = drawing.wrapped_all(names, width, small, 2)
   lines = above + below
   fig = drawing.new_figure(
@@ -207,7 +229,7 @@ def mistakes(found: results.Results, class_names: Sequence[str], split: str):
 
 
 @drawing.styled
-def reconstructions(pictures, titles: Sequence[str]):
+def reconstructions(pictures: np.ndarray, titles: Sequence[str]) -> Any:
   """Draws images, masked images and predictions, float32 [B, rows, H, W, C]."""
   pixels = drawing.as_pixels(pictures).swapaxes(0, 1)  # [rows, B, H, W, 3]
   rows, columns, height, width = pixels.shape[:4]
@@ -220,30 +242,32 @@ def reconstructions(pictures, titles: Sequence[str]):
 
 
 @drawing.styled
-def inductive_bias(found: invariance.Comparison):
+def inductive_bias(comparison: invariance.Comparison) -> Any:
   """Draws how features change when images are shifted or patches permuted."""
   fig = drawing.new_figure(
     7.2, 'Inductive bias: how much the output of untrained models changes'
   )
-  left, right = fig.subplots(1, 2, width_ratios=(2, 1))
-  colours = [colors.of_line(i) for i in range(len(found.names))]
+  curves_axes, bars_axes = fig.subplots(1, 2, width_ratios=(2, 1))
+  colours = [colors.of_line(i) for i in range(len(comparison.names))]
   for name, line, colour, marker in zip(
-    found.names, found.shifted, colours, itertools.cycle('osD^vPX*')
+    comparison.names, comparison.shifted, colours, itertools.cycle('osD^vPX*')
   ):
-    left.plot(found.shifts, line, color=colour, marker=marker, markersize=6, label=name)
-  for position in range(0, int(found.shifts[-1]) + 1, found.patch):
-    left.axvline(position, color=colors.GREY, linestyle=':', linewidth=1.5)
-  left.set_xlabel(f'shift (pixels; dotted: whole patches of {found.patch})')
-  left.set_ylabel('relative change of the output')
-  left.set_title('images shifted')
-  rows = range(len(found.names))
-  bars = right.barh(rows, found.shuffled, color=colours)
-  right.bar_label(bars, fmt='%.2g', padding=4, fontsize=12)
-  names = [textwrap.fill(name, 22) for name in found.names]
-  right.set_yticks(rows, names, fontsize=12)
-  right.invert_yaxis()
-  right.set_title('patches permuted')
-  right.set_xlabel('relative change of the output')
-  right.set_xlim(0, 1.25 * max(float(found.shuffled.max()), 1e-6))
-  fig.legend(*left.get_legend_handles_labels(), **_LEGEND)
+    curves_axes.plot(
+      comparison.shifts, line, color=colour, marker=marker, markersize=6, label=name
+    )
+  for position in range(0, int(comparison.shifts[-1]) + 1, comparison.patch):
+    curves_axes.axvline(position, color=colors.GREY, linestyle=':', linewidth=1.5)
+  curves_axes.set_xlabel(f'shift (pixels; dotted: whole patches of {comparison.patch})')
+  curves_axes.set_ylabel('relative change of the output')
+  curves_axes.set_title('images shifted')
+  rows = range(len(comparison.names))
+  bars = bars_axes.barh(rows, comparison.shuffled, color=colours)
+  bars_axes.bar_label(bars, fmt='%.2g', padding=4, fontsize=12)
+  names = [textwrap.fill(name, 22) for name in comparison.names]
+  bars_axes.set_yticks(rows, names, fontsize=12)
+  bars_axes.invert_yaxis()
+  bars_axes.set_title('patches permuted')
+  bars_axes.set_xlabel('relative change of the output')
+  bars_axes.set_xlim(0, 1.25 * max(float(comparison.shuffled.max()), 1e-6))
+  fig.legend(*curves_axes.get_legend_handles_labels(), **_LEGEND)
   return fig

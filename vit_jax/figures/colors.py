@@ -6,7 +6,7 @@ Source: Okabe and Ito, "Color Universal Design".
 BLUE, VERMILION, GREEN, PURPLE = '#0072B2', '#D55E00', '#009E73', '#CC79A7'
 ORANGE, SKY, YELLOW = '#E69F00', '#56B4E9', '#F0E442'
 BLACK, GREY = '#000000', '#777777'
-# Of lines on white, and of frames and grounds under black text.
+# Colours of lines on white, and of frames and grounds under black text.
 LINES = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, BLACK, GREY)
 FRAMES = (ORANGE, SKY, GREEN, YELLOW, VERMILION, PURPLE, BLUE)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import functools
 import io
 import textwrap
+from typing import Any
 import warnings
 
 from etils import epath
@@ -43,16 +44,16 @@ _MOST_LINES = 3  # Maximum number of lines of a wrapped name.
 _DPI = 64  # A power of 2: sizes in pixels divided by it are exact.
 
 
-def require_matplotlib():
+def require_matplotlib() -> None:
   """Raises ImportError, which names the extra, if matplotlib is missing."""
   console.needed('matplotlib', 'plots', 'drawing figures')
 
 
-def styled(function):
+def styled(function: Callable) -> Callable:
   """Decorates a function to draw with STYLE; it then also takes `path`, of a PNG."""
 
   @functools.wraps(function)
-  def draw(*args, path=None, **kwargs):
+  def draw(*args, path: epath.PathLike | None = None, **kwargs) -> Any:
     require_matplotlib()
     import matplotlib
 
@@ -65,7 +66,7 @@ def styled(function):
   return draw
 
 
-def to_file(make: Callable, *args, path, **kwargs):
+def to_file(make: Callable, *args, path: epath.PathLike, **kwargs) -> None:
   """Calls a `styled` function on process 0; without matplotlib, says so."""
   if jax.process_index():
     return
@@ -76,7 +77,7 @@ def to_file(make: Callable, *args, path, **kwargs):
     console.say(f'No plot was drawn: {e}')
 
 
-def png(figure) -> bytes:
+def png(figure: Any) -> bytes:
   """Renders a matplotlib Figure, and returns the bytes of a PNG file."""
   buffer = io.BytesIO()
   figure.savefig(buffer, format='png', dpi=STYLE['savefig.dpi'])
@@ -108,7 +109,7 @@ def write(
   return np.array(canvas.buffer_rgba())[..., :3]
 
 
-def new_figure(height: float, title: str, width: float = WIDTH):
+def new_figure(height: float, title: str, width: float = WIDTH) -> Any:
   """Returns a figure with a title; `height` and `width` are in inches."""
   from matplotlib import figure
 
@@ -120,7 +121,7 @@ def new_figure(height: float, title: str, width: float = WIDTH):
 # --- Pictures ---
 
 
-def as_pixels(images) -> np.ndarray:
+def as_pixels(images: np.ndarray) -> np.ndarray:
   """Converts images, float32 [..., H, W, C] in [-1, 1], to enlarged RGB in [0, 1]."""
   pixels = (np.asarray(images, np.float32).clip(-1, 1) + 1) / 2
   if pixels.shape[-1] not in (1, 3):
@@ -159,7 +160,15 @@ def overlay(
   return ((1 - opacity) * grey + opacity * colours).astype(np.float32)
 
 
-def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
+def show_tiles(
+  axes: Any,
+  pictures: np.ndarray,
+  columns: Sequence,
+  rows: Sequence,
+  gap: float = 0.06,
+  fill: float = 1.0,
+  **kwargs,
+) -> Any:
   """Draws pictures [rows, columns, H, W, ...] with labels; enlarges small ones.
 
   The gaps have the value `fill` and a width of `gap` times the shorter side of a
@@ -175,13 +184,13 @@ def show_tiles(axes, pictures, columns, rows, gap=0.06, fill=1.0, **kwargs):
   sheet = padded.swapaxes(1, 2).reshape(
     len(rows) * down, len(columns) * across, *pictures.shape[4:]
   )
-  shown = axes.imshow(sheet[:-gap, :-gap], **kwargs)
+  image = axes.imshow(sheet[:-gap, :-gap], **kwargs)
   axes.set_xticks(np.arange(len(columns)) * across + (width - 1) / 2, columns)
   axes.set_yticks(np.arange(len(rows)) * down + (height - 1) / 2, rows)
   axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
   axes.xaxis.set_label_position('top')
   axes.spines[:].set_visible(False)
-  return shown
+  return image
 
 
 def shorten(text: str, length: int = 18) -> str:
@@ -201,27 +210,29 @@ def wrapped(text: str, letters: int, most: int = _MOST_LINES) -> str:
   A line that takes more than `most` lines loses its middle, not its end, which may
   be a probability.
   """
-  found = []
+  wrapped_lines = []
   for line in text.replace(' %', '\xa0%').split('\n'):
     lines = textwrap.wrap(line, max(2, letters)) or ['']
     if len(lines) > most:
       lines[most - 2 : -1] = [lines[most - 2][: letters - 1] + '…']
-    found += lines
-  return '\n'.join(found).replace('\xa0%', ' %')
+    wrapped_lines += lines
+  return '\n'.join(wrapped_lines).replace('\xa0%', ' %')
 
 
-def wrapped_all(texts, width: float, points: float, most: int = _MOST_LINES):
+def wrapped_all(
+  texts: Sequence[str], width: float, points: float, most: int = _MOST_LINES
+) -> tuple[list[str], int]:
   """Wraps texts of a font of `points` to a width in inches; also counts the lines."""
-  letters = int(72 * width / (0.7 * points))  # Of DejaVu Sans, on average.
-  found = [wrapped(text, letters, most) for text in texts]
-  return found, 1 + max(text.count('\n') for text in found)
+  letters = int(72 * width / (0.7 * points))  # Average width in DejaVu Sans.
+  wrapped_texts = [wrapped(text, letters, most) for text in texts]
+  return wrapped_texts, 1 + max(text.count('\n') for text in wrapped_texts)
 
 
 # --- Figures ---
 
 
 @styled
-def filters(components, shares):
+def filters(components: np.ndarray, shares: np.ndarray) -> Any:
   """Draws the principal components of filters (figure 7, left).
 
   For components [n, p, q, C] and shares [n] see internals.principal_filters.
@@ -242,7 +253,8 @@ def filters(components, shares):
     components = components.mean(axis=-1, keepdims=True)
   sheet = np.ones((rows * columns, height, width, 3), np.float32)
   sheet[:count] = components / np.abs(components).max() / 2 + 0.5
-  axes, sheet = fig.subplots(), sheet.reshape(rows, columns, *sheet.shape[1:])
+  axes = fig.subplots()
+  sheet = sheet.reshape(rows, columns, *sheet.shape[1:])
   show_tiles(axes, sheet, [''] * columns, range(1, count + 1, columns))
   scale = 'red, green and blue on one scale' if in_colour else 'on one scale'
   axes.set_xlabel(f'{scale}, mid-grey is zero', labelpad=10)
@@ -252,7 +264,7 @@ def filters(components, shares):
 
 
 @styled
-def position_similarity(similarity):
+def position_similarity(similarity: np.ndarray) -> Any:
   """Draws position similarities [h, w, h, w] (figure 7, centre), of every n-th patch."""
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
@@ -267,11 +279,20 @@ def position_similarity(similarity):
     f'Similarity of position embeddings\n{height} x {width} patches{every}',
     width=max(7.0, 2.6 + cell * len(columns)),
   )
-  axes, shown = fig.subplots(), similarity[np.ix_(rows, columns)]
+  axes = fig.subplots()
+  maps = similarity[np.ix_(rows, columns)]
   image = show_tiles(
-    axes, shown, columns + 1, rows + 1, gap=0.1, fill=np.nan, cmap='viridis',
-    vmin=min(0.0, float(similarity.min())), vmax=1, interpolation='nearest',
-  )  # fmt: skip
+    axes,
+    maps,
+    columns + 1,
+    rows + 1,
+    gap=0.1,
+    fill=np.nan,
+    cmap='viridis',
+    vmin=min(0.0, float(similarity.min())),
+    vmax=1,
+    interpolation='nearest',
+  )
   axes.set_xlabel('column of the patch')
   axes.set_ylabel('row of the patch')
   _colour_bar(fig, axes, image, 'cosine similarity')
@@ -279,20 +300,22 @@ def position_similarity(similarity):
 
 
 @styled
-def attention_maps(images, maps, labels: Sequence[str], title: str):
+def attention_maps(
+  images: np.ndarray, maps: np.ndarray, labels: Sequence[str], title: str
+) -> Any:
   """Draws the attention of each layer over images (as figure 14, by layer).
 
   Draws at most 12 layers, evenly spaced. Takes images, float32 [B, H, W, C] in
   [-1, 1]; maps [L, B, h, w]; a label per image; and the title of the labels.
   """
   layers = len(maps)
-  chosen = np.unique(
+  shown_layers = np.unique(
     np.linspace(0, layers - 1, min(layers, _MOST_LAYERS)).round().astype(int)
   )
-  some = '' if len(chosen) == layers else f' ({len(chosen)} of {layers})'
-  heading = f'Attention of each layer{some}, mean over the heads'
-  names = ['image', *(str(1 + layer) for layer in chosen)]
-  pictures = _over(images, maps[chosen])  # [1 + layers, B, H, W, 3]
+  subset = '' if len(shown_layers) == layers else f' ({len(shown_layers)} of {layers})'
+  heading = f'Attention of each layer{subset}, mean over the heads'
+  names = ['image', *(str(1 + layer) for layer in shown_layers)]
+  pictures = _over(images, maps[shown_layers])  # [1 + layers, B, H, W, 3]
   ratio = images.shape[1] / images.shape[2]
   if _cell(len(names), len(labels), ratio) > _cell(len(labels), len(names), ratio):
     pictures = pictures.swapaxes(0, 1)
@@ -301,28 +324,40 @@ def attention_maps(images, maps, labels: Sequence[str], title: str):
 
 
 @styled
-def rollout(images, maps, labels: Sequence[str], title: str):
+def rollout(
+  images: np.ndarray, maps: np.ndarray, labels: Sequence[str], title: str
+) -> Any:
   """Draws images, and below them attention rollout (figures 6 and 14).
 
   For the arguments see `attention_maps`; maps are [B, h, w].
   """
-  pictures, names = _over(images, maps[None]), ['image', 'rollout']
+  pictures = _over(images, maps[None])
+  names = ['image', 'rollout']
   return _over_pictures('Attention rollout', pictures, labels, names, title, '')
 
 
 @styled
-def register_attention(names, images, maps, labels: Sequence[str], title: str):
+def register_attention(
+  names: Sequence[str],
+  images: np.ndarray,
+  maps: np.ndarray,
+  labels: Sequence[str],
+  title: str,
+) -> Any:
   """Draws images, and below them the attention of named tokens in the last layer.
 
   For the other arguments see `attention_maps`; maps are [len(names), B, h, w].
   """
-  pictures, rows = _over(images, maps), ['image', *names]
+  pictures = _over(images, maps)
+  rows = ['image', *names]
   heading = 'Attention in the last layer, mean over the heads'
   return _over_pictures(heading, pictures, labels, rows, title, '')
 
 
 @styled
-def patch_components(images, colours, shares, labels: Sequence[str]):
+def patch_components(
+  images: np.ndarray, colours: np.ndarray, shares: np.ndarray, labels: Sequence[str]
+) -> Any:
   """Draws images, and below them the principal components of their patches.
 
   Takes images as `attention_maps`; for the colours of these images and the shares see
@@ -344,11 +379,14 @@ def patch_components(images, colours, shares, labels: Sequence[str]):
   )
 
 
-def _over(images, maps) -> np.ndarray:
+def _over(images: np.ndarray, maps: np.ndarray) -> np.ndarray:
   """Returns images, and below them maps [n, B, h, w] over them."""
   pixels = as_pixels(images)
-  overlays = [[overlay(p, m) for p, m in zip(pixels, layer)] for layer in maps]
-  return np.stack([pixels, *map(np.stack, overlays)])  # [1 + n, B, H, W, 3]
+  rows = [pixels]
+  for layer in maps:
+    overlays = [overlay(image, weights) for image, weights in zip(pixels, layer)]
+    rows.append(np.stack(overlays))
+  return np.stack(rows)  # [1 + n, B, H, W, 3]
 
 
 def _cell(columns: int, rows: int, ratio: float) -> float:
@@ -356,7 +394,15 @@ def _cell(columns: int, rows: int, ratio: float) -> float:
   return min(10.3 / columns, 7.2 / (rows * ratio))
 
 
-def _over_pictures(heading, pictures, columns, rows, across='', down='', bar=True):
+def _over_pictures(
+  heading: str,
+  pictures: np.ndarray,
+  columns: Sequence,
+  rows: Sequence,
+  across: str = '',
+  down: str = '',
+  bar: bool = True,
+) -> Any:
   """Draws pictures [rows, columns, H, W, 3] with labels and perhaps a colour bar."""
   from matplotlib import cm, colors
 
@@ -380,6 +426,6 @@ def _over_pictures(heading, pictures, columns, rows, across='', down='', bar=Tru
   return fig
 
 
-def _colour_bar(fig, axes, values, label, **kwargs):
+def _colour_bar(fig: Any, axes: Any, values: Any, label: str, **kwargs) -> None:
   bar = fig.colorbar(values, ax=axes, shrink=0.9, pad=0.01, label=label, **kwargs)
   bar.outline.set_visible(False)

@@ -4,7 +4,7 @@ Each figure takes a Subject (a model and images), computes arrays, and draws the
 vit_jax/figures/visualize.py draws several.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import functools
 import math
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ _A_ROW = 8  # Maximum number of images per figure; more make further figures.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 # Kernels of the first layer of a BiT ResNet and a hybrid, which are standardised.
 _STANDARDISED = ('root_block/conv_root/kernel', 'conv_root/kernel')
-# And of a detector, a detector with a ViT, a ViT, a Mixer.
+# Those, and the kernels of a detector, a detector with a ViT, a ViT and a Mixer.
 _KERNELS = (
   *_STANDARDISED,
   'backbone/conv_root/kernel',
@@ -32,7 +32,7 @@ _KERNELS = (
 # --- Requirements: each returns what a figure lacks, or None ---
 
 
-def _needs_posemb(subject):
+def _needs_posemb(subject: results.Subject) -> str | None:
   fields = getattr(subject.model.task.model, 'transformer', None) or {}
   if fields.get('position_embedding') in position_kinds.RELATIVE:
     return 'relative position embeddings belong to offsets, not to patches'
@@ -41,24 +41,24 @@ def _needs_posemb(subject):
   return None
 
 
-def needs_images(subject) -> str | None:
+def needs_images(subject: results.Subject) -> str | None:
   """Returns what a figure of images lacks, in words; None for nothing."""
   if subject.batch is not None:
     return None
-  why = f' ({subject.lacking})' if subject.lacking else ''
-  return f'there are no images{why}: pass --images a.jpg b.png'
+  reason = f' ({subject.lacking})' if subject.lacking else ''
+  return f'there are no images{reason}: pass --images a.jpg b.png'
 
 
-def _needs_attention(subject):
+def _needs_attention(subject: results.Subject) -> str | None:
   return internals.lacks(subject.model.task.model) or needs_images(subject)
 
 
-def _needs_registers(subject):
+def _needs_registers(subject: results.Subject) -> str | None:
   has = getattr(subject.model.task.model, 'registers', 0)
   return _needs_attention(subject) if has else 'the model has no registers'
 
 
-def _needs_patches(subject):
+def _needs_patches(subject: results.Subject) -> str | None:
   try:
     subject.model.task.features('patches')
   except ValueError as e:
@@ -66,13 +66,13 @@ def _needs_patches(subject):
   return needs_images(subject)
 
 
-def _needs_kernel(subject):
+def _needs_kernel(subject: results.Subject) -> str | None:
   if any(path in subject.params for path in _KERNELS):
     return None
   return f'the model has none of {", ".join(_KERNELS)}'
 
 
-def _needs_run(subject):
+def _needs_run(subject: results.Subject) -> str | None:
   if not subject.model.workdir:
     return 'weights without a run have no learning curves'
   if not charts.curve_panels(results.learning_curves(subject.model.workdir)):
@@ -80,7 +80,7 @@ def _needs_run(subject):
   return None
 
 
-def _needs_labels(subject):
+def _needs_labels(subject: results.Subject) -> str | None:
   if not subject.model.class_names:
     return 'the model has no classes'
   if subject.source is None:
@@ -91,7 +91,7 @@ def _needs_labels(subject):
 # --- Drawing: each returns a list of matplotlib Figures ---
 
 
-def _filters(subject):
+def _filters(subject: results.Subject) -> list:
   path = next(path for path in _KERNELS if path in subject.params)
   kernel = np.asarray(subject.params[path], np.float32)
   if path in _STANDARDISED:
@@ -99,7 +99,7 @@ def _filters(subject):
   return [drawing.filters(*internals.principal_filters(kernel))]
 
 
-def _position_table(subject):
+def _position_table(subject: results.Subject) -> Any:
   model = subject.model.task.model
   if _POSEMB in subject.params or not isinstance(model, models.VisionTransformer):
     return subject.params.get(_POSEMB)
@@ -107,54 +107,65 @@ def _position_table(subject):
   return positions.first_table(subject.params, fields, subject.grid)
 
 
-def _position_similarity(subject):
-  found = internals.position_similarity(_position_table(subject), subject.grid)
-  return [drawing.position_similarity(found)]
+def _position_similarity(subject: results.Subject) -> list:
+  similarity = internals.position_similarity(_position_table(subject), subject.grid)
+  return [drawing.position_similarity(similarity)]
 
 
-def _attention_distance(subject):
-  count, grid = math.prod(subject.grid), subject.grid
+def _attention_distance(subject: results.Subject) -> list:
+  grid = subject.grid
+  count = math.prod(grid)
   size = subject.batch['image'].shape[1:3]
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
   uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
   [[alike]] = internals.mean_distances(
     internals.Attention(uniform, None, grid, 0, False), patch
   )
-  found = subject.seen.distances, float(alike), len(subject.names)
-  return [charts.attention_distances(*found)]
+  distances = subject.seen.distances
+  return [charts.attention_distances(distances, float(alike), len(subject.names))]
 
 
-def pages(subject, most: int = _A_ROW):
+def pages(subject: results.Subject, most: int = _A_ROW) -> Iterator[slice]:
   """Yields slices of the images of a Subject, `most` for each figure."""
   for start in range(0, len(subject.names), most):
     yield slice(start, start + most)
 
 
-def _with_maps(draw, maps, subject):
+def _with_maps(draw: Callable, maps: np.ndarray, subject: results.Subject) -> list:
   """Draws images with maps [..., B, h, w] of them."""
-  images, (labels, title) = subject.batch['image'], subject.labels
-  return [draw(images[p], maps[..., p, :, :], labels[p], title) for p in pages(subject)]
+  images = subject.batch['image']
+  labels, title = subject.labels
+  figures = []
+  for page in pages(subject):
+    figures.append(draw(images[page], maps[..., page, :, :], labels[page], title))
+  return figures
 
 
-def _register_attention(subject):
+def _register_attention(subject: results.Subject) -> list:
   model = subject.model.task.model
-  names = ['class token'] if model.has_class_token else []
-  names += ['distillation token'] if model.distilled else []
-  names += [f'register {1 + i}' for i in range(model.registers)]
+  names = []
+  if model.has_class_token:
+    names.append('class token')
+  if model.distilled:
+    names.append('distillation token')
+  for i in range(model.registers):
+    names.append(f'register {1 + i}')
   draw = functools.partial(drawing.register_attention, names)
   return _with_maps(draw, subject.seen.tokens, subject)
 
 
-def _patch_components(subject):
+def _patch_components(subject: results.Subject) -> list:
   colours, shares = internals.patch_colours(subject.patches, subject.foreground)
   images, names = subject.batch['image'], subject.names
-  return [
-    drawing.patch_components(images[p], colours[p], shares, names[p])
-    for p in pages(subject)
-  ]
+  figures = []
+  for page in pages(subject):
+    figures.append(
+      drawing.patch_components(images[page], colours[page], shares, names[page])
+    )
+  return figures
 
 
-def _of_results(draw, subject):
+def _of_results(draw: Callable, subject: results.Subject) -> list:
   names = subject.model.class_names
   return [draw(subject.results, names, subject.split)]
 
@@ -162,7 +173,7 @@ def _of_results(draw, subject):
 class Entry(NamedTuple):
   """The description of a figure."""
 
-  name: str  # Of the figure and of its file.
+  name: str  # Name of the figure and of its file.
   title: str  # The figure's content in a few words.
   caption: str  # An explanation in two or three sentences.
   source: str  # Sections and figures of the paper, or other sources.
@@ -294,39 +305,45 @@ INDUCTIVE_BIAS = Entry(
 )
 
 
-def of(task) -> tuple[Entry, ...]:
+def of(task: Any) -> tuple[Entry, ...]:
   """Returns the figures of any model and of a task."""
   return (*FIGURES, *task.FIGURES)
 
 
-def choose(subject: results.Subject, names: Sequence[str] | None = None):
+def choose(
+  subject: results.Subject, names: Sequence[str] | None = None
+) -> tuple[list[Entry], dict[str, str]]:
   """Returns Entries that can be drawn, and {name: what others lack}.
 
   `names` are names of figures of the model's task, see `of`; None for all. Raises
   ValueError if a name is unknown, or if a named figure or no figure can be drawn.
   """
   entries = of(subject.model.task)
-  known = [entry.name for entry in entries]
-  unknown = sorted(set(names or ()) - set(known))
+  known_names = [entry.name for entry in entries]
+  unknown = sorted(set(names or ()) - set(known_names))
   if unknown:
     raise ValueError(
       f'figures={unknown} are not among the figures of this model: choose among '
-      f'{", ".join(known)} (--figures)'
+      f'{", ".join(known_names)} (--figures)'
     )
-  wanted = [e for e in entries if names is None or e.name in names]
-  lacking = {e.name: e.lacks(subject) for e in wanted}
-  lacking = {name: why for name, why in lacking.items() if why}
+  requested = [e for e in entries if names is None or e.name in names]
+  lacking = {}
+  for entry in requested:
+    reason = entry.lacks(subject)
+    if reason:
+      lacking[entry.name] = reason
   if names and lacking:
-    name, why = next(iter(lacking.items()))
-    raise ValueError(f"figure '{name}' cannot be drawn: {why} (--figures)")
-  if len(lacking) == len(wanted):
+    name, reason = next(iter(lacking.items()))
+    raise ValueError(f"figure '{name}' cannot be drawn: {reason} (--figures)")
+  if len(lacking) == len(requested):
     raise ValueError(f'no figure can be drawn: {lacking}')
-  return [e for e in wanted if e.name not in lacking], lacking
+  return [e for e in requested if e.name not in lacking], lacking
 
 
-def draw(entry: Entry, subject) -> dict[str, Any]:
+def draw(entry: Entry, subject: results.Subject) -> dict[str, Any]:
   """Returns the matplotlib Figures of an entry by name: NAME, NAME_2, ..."""
-  return {
-    entry.name if not i else f'{entry.name}_{i + 1}': figure
-    for i, figure in enumerate(entry.draw(subject))
-  }
+  figures = {}
+  for number, figure in enumerate(entry.draw(subject), 1):
+    name = entry.name if number == 1 else f'{entry.name}_{number}'
+    figures[name] = figure
+  return figures

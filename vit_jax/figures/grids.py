@@ -26,7 +26,7 @@ class Caption(NamedTuple):
   color: str = 'black'  # A matplotlib colour, such as RIGHT or WRONG.
 
 
-def to_pixels(images) -> np.ndarray:
+def to_pixels(images: np.ndarray) -> np.ndarray:
   """Converts images, float [..., H, W, C] in [-1, 1], to uint8 [..., H, W, 3].
 
   C is 3, or 1 for grey.
@@ -36,7 +36,7 @@ def to_pixels(images) -> np.ndarray:
   return np.broadcast_to(pixels, (*pixels.shape[:-1], 3))
 
 
-def heat(values, size: tuple[int, int]) -> np.ndarray:
+def heat(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
   """Colours maps: 0 is dark blue, the largest value of each map is yellow.
 
   Takes float [n, h, w], not negative; returns uint8 [n, *size, 3].
@@ -65,8 +65,8 @@ def grid(
   """
   height, width = _cell(images.shape[1:3], most)
   shrinks = height < images.shape[1]
-  how = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
-  images = _resized(images, height, width, how)
+  method = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
+  images = _resized(images, height, width, method)
   letters = width // _LETTER
   texts = [
     drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n')
@@ -109,7 +109,7 @@ def side_by_side(
   )
 
 
-def _cell(size, most) -> tuple[int, int]:
+def _cell(size: tuple[int, int], most: int | None) -> tuple[int, int]:
   """Returns the (height, width) in pixels at which an image is drawn."""
   short = min(size)
   scale = 1.0 if most is None else min(1.0, most / short)
@@ -118,9 +118,11 @@ def _cell(size, most) -> tuple[int, int]:
   return round(size[0] * scale), round(size[1] * scale)
 
 
-def _resized(images, height, width, how) -> np.ndarray:
+def _resized(
+  images: np.ndarray, height: int, width: int, method: Image.Resampling
+) -> np.ndarray:
   """Resizes images, and returns uint8 [n, height, width, 3]."""
   if images.shape[1:3] == (height, width):
     return images
-  resized = [Image.fromarray(image).resize((width, height), how) for image in images]
+  resized = [Image.fromarray(image).resize((width, height), method) for image in images]
   return np.stack(resized) if resized else np.zeros((0, height, width, 3), np.uint8)

@@ -45,7 +45,7 @@ _SECTION = """<section id="{name}">
 """
 
 
-def check(out) -> epath.Path:
+def check(out: epath.PathLike) -> epath.Path:
   """Returns the path of a folder to write to, which is empty or can be created."""
   path = epath.Path(out)
   if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -58,12 +58,12 @@ def check(out) -> epath.Path:
 
 
 def write(
-  out,
+  out: epath.PathLike,
   title: str,
   facts: Mapping[str, str],
   sections: Sequence[tuple[Any, Mapping[str, bytes]]],
   missing: Mapping[str, str],
-):
+) -> None:
   """Writes PNGs and index.html to a folder, which appears when it is complete.
 
   `facts` about the model and reasons for `missing` figures are by name; `sections`
@@ -77,30 +77,40 @@ def write(
     (folder / 'index.html').write_text(text)
 
 
-def _make_html(title, facts, sections, missing) -> str:
-  escape = html.escape
-
-  def listed(facts):
-    found = (f'<dt>{escape(k)}</dt><dd>{escape(v)}</dd>' for k, v in facts.items())
-    return f'<dl>{"".join(found)}</dl>'
-
-  def show(entry, pictures):
-    names = ('name', 'title', 'caption', 'source')
-    words = {name: escape(getattr(entry, name)) for name in names}
-    images = (
-      f'<img src="data:image/png;base64,{base64.b64encode(data).decode()}" '
-      f'alt="{words["title"]}">'
-      for data in pictures.values()
-    )
-    return _SECTION.format(pictures='\n'.join(images), **words)
-
-  left_out = f'<h2>Omitted figures</h2>{listed(missing)}'
+def _make_html(
+  title: str,
+  facts: Mapping[str, str],
+  sections: Sequence[tuple[Any, Mapping[str, bytes]]],
+  missing: Mapping[str, str],
+) -> str:
+  contents = []
+  for entry, _ in sections:
+    contents.append(f'<li><a href="#{entry.name}">{html.escape(entry.title)}</a></li>')
+  omitted = ''
+  if missing:
+    omitted = f'<h2>Omitted figures</h2>{_make_list(missing)}'
   return _PAGE.format(
-    title=escape(title),
-    facts=listed(facts),
-    contents=''.join(
-      f'<li><a href="#{x.name}">{escape(x.title)}</a></li>' for x, _ in sections
-    ),
-    sections=''.join(show(*section) for section in sections),
-    missing=left_out if missing else '',
+    title=html.escape(title),
+    facts=_make_list(facts),
+    contents=''.join(contents),
+    sections=''.join(_make_section(*section) for section in sections),
+    missing=omitted,
   )
+
+
+def _make_list(facts: Mapping[str, str]) -> str:
+  items = []
+  for name, value in facts.items():
+    items.append(f'<dt>{html.escape(name)}</dt><dd>{html.escape(value)}</dd>')
+  return f'<dl>{"".join(items)}</dl>'
+
+
+def _make_section(entry: Any, pictures: Mapping[str, bytes]) -> str:
+  texts = {}
+  for name in ('name', 'title', 'caption', 'source'):
+    texts[name] = html.escape(getattr(entry, name))
+  images = []
+  for data in pictures.values():
+    content = base64.b64encode(data).decode()
+    images.append(f'<img src="data:image/png;base64,{content}" alt="{texts["title"]}">')
+  return _SECTION.format(pictures='\n'.join(images), **texts)

@@ -21,7 +21,7 @@ class Attention(NamedTuple):
 
   # L arrays float32 [B, K, N, N]; the row of each query sums to 1.
   weights: list[np.ndarray]
-  outputs: np.ndarray  # Of the model, float32; [B, classes] for a classifier.
+  outputs: np.ndarray  # The model's, float32; [B, classes] for a classifier.
   grid: tuple[int, int]  # Number of patches (down, across), (h, w).
   before: int  # Tokens before the patches, such as class token and registers.
   class_token: bool  # Whether the first of them is the class token.
@@ -42,13 +42,15 @@ def attention(
   return of(model, *jax.device_get(compute(params, images)), grid)
 
 
-def of(model, weights, outputs, grid: tuple[int, int]) -> Attention:
+def of(
+  model: Any, weights: list[np.ndarray], outputs: Any, grid: tuple[int, int]
+) -> Attention:
   """Returns the Attention of a model's weights and outputs, as `forward` returns them."""
   before = weights[0].shape[-1] - grid[0] * grid[1]
   return Attention(weights, outputs, grid, before, model.has_class_token)
 
 
-def lacks(model) -> str | None:
+def lacks(model: Any) -> str | None:
   """Returns why a model has no attention weights, in words; None if it has."""
   if isinstance(model, models_vit.VisionTransformer) and model.transformer is not None:
     if model.transformer.get('attention_pattern') != 'axial':
@@ -63,19 +65,20 @@ def lacks(model) -> str | None:
   )
 
 
-def patch_grid(model, params, images) -> tuple[int, int]:
+def patch_grid(model: Any, params: Any, images: Any) -> tuple[int, int]:
   """Returns the number of patches (down, across); ValueError without attention."""
-  if why := lacks(model):
-    raise ValueError(why)
+  reason = lacks(model)
+  if reason is not None:
+    raise ValueError(reason)
   embed = functools.partial(model.apply, method='embed', flat=False)
   tokens = jax.eval_shape(embed, {'params': params}, images)  # [B, h, w, D]
   return tokens.shape[1:3]
 
 
-def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
+def forward(model: Any, params: Any, images: Any) -> tuple[list[jax.Array], jax.Array]:
   """Computes `attention` without the grid, for `jax.jit`."""
 
-  def compute(model, images):
+  def compute(model: Any, images: Any) -> jax.Array:
     tokens = model.embed(images, flat=not model.needs_grid)
     encoded = model.encode(tokens, train=False)
     return model.classify(encoded, train=False)
@@ -87,10 +90,10 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
   paths = [path for path in flat if path.endswith('/attention_weights')]
   # Sorts by number: encoderblock_10 comes after encoderblock_2. A layer that is
   # called several times has sown one array per call.
-  paths.sort(
-    key=lambda p: [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', p)]
-  )
-  weights = [w for path in paths for w in flat[path]]
+  paths.sort(key=_numeric_key)
+  weights = []
+  for path in paths:
+    weights += flat[path]
   if not weights:
     raise ValueError(
       f'encoder={getattr(model.encoder, "__name__", model.encoder)} sows no '
@@ -98,6 +101,11 @@ def forward(model, params, images) -> tuple[list[jax.Array], jax.Array]:
       'vit_jax.layers.attention.MultiHeadDotProductAttention (config.model.transformer)'
     )
   return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
+
+
+def _numeric_key(path: str) -> list[int | str]:
+  """Returns a sort key that compares the numbers in paths by value."""
+  return [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
 
 
 def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:
@@ -116,9 +124,9 @@ def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarr
   means = []
   for weights in attention.weights:
     patches = weights[..., -len(lengths) :, -len(lengths) :]
-    far = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
-    whole = patches.sum(axis=-1)
-    means.append((far / (whole + (whole == 0))).mean(axis=(0, 2)))  # [K]
+    weighted = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
+    totals = patches.sum(axis=-1)
+    means.append((weighted / (totals + (totals == 0))).mean(axis=(0, 2)))  # [K]
   return np.stack(means)
 
 
@@ -138,7 +146,8 @@ def token_maps(attention: Attention) -> np.ndarray:
   Registers", arXiv 2309.16588, figure 9). Returns the mean over the heads, float32
   [tokens, B, h, w].
   """
-  before, last = attention.before, np.mean(attention.weights[-1], axis=1)  # [B, N, N]
+  before = attention.before
+  last = np.mean(attention.weights[-1], axis=1)  # [B, N, N]
   maps = last[:, :before, before:].swapaxes(0, 1)
   return maps.reshape(before, len(last), *attention.grid)
 
@@ -164,14 +173,14 @@ def rollout_maps(attention: Attention) -> np.ndarray:
   return _on_grid(rollout(attention.weights), attention)
 
 
-def _on_grid(mixed, attention):
+def _on_grid(mixed: np.ndarray, attention: Attention) -> np.ndarray:
   """Turns matrices [..., N, N] into maps [..., h, w]: a row, or the patches' mean."""
   patches = mixed[..., attention.before :, :]
   row = mixed[..., 0, :] if attention.class_token else patches.mean(axis=-2)
   return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)
 
 
-def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
+def principal_filters(kernel: Any, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
   """Computes at most `count` principal components of D filters [p, q, C, D].
 
   Returns the components, float32 [count, p, q, C], of norm 1 and with the largest
@@ -185,7 +194,7 @@ def principal_filters(kernel, count: int = 28) -> tuple[np.ndarray, np.ndarray]:
   return components.astype(np.float32), shares.astype(np.float32)
 
 
-def _principal(rows, count):
+def _principal(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
   """Returns components [count, D] of centred rows [n, D], and their shares [count]."""
   variances, vectors = np.linalg.eigh(rows.T @ rows)  # Ascending.
   components = vectors.T[::-1][:count]
@@ -194,7 +203,7 @@ def _principal(rows, count):
   return components, variances[::-1][:count] / max(variances.sum(), 1e-30)
 
 
-def patch_colours(tokens, foreground: str = '') -> tuple[np.ndarray, np.ndarray]:
+def patch_colours(tokens: Any, foreground: str = '') -> tuple[np.ndarray, np.ndarray]:
   """Computes the first three principal components of patches as colours.
 
   As in DINOv2 (arXiv 2304.07193, figure 1): one PCA over the patches of all images,
@@ -209,20 +218,20 @@ def patch_colours(tokens, foreground: str = '') -> tuple[np.ndarray, np.ndarray]
   tokens = np.asarray(tokens, np.float32)
   rows = tokens.reshape(-1, tokens.shape[-1])
   rows = rows - rows.mean(axis=0, dtype=np.float64).astype(np.float32)
-  kept = np.ones(len(rows), bool)
+  mask = np.ones(len(rows), bool)
   if foreground:
     first = rows @ _principal(rows, 1)[0][0]
-    kept = first >= 0 if foreground == 'positive' else first <= 0
-    rows = rows[kept] - rows[kept].mean(axis=0)
+    mask = first >= 0 if foreground == 'positive' else first <= 0
+    rows = rows[mask] - rows[mask].mean(axis=0)
   components, shares = _principal(rows, 3)
   values = rows @ components.T
   low, spread = values.min(axis=0), np.ptp(values, axis=0)
-  colours = np.zeros((len(kept), 3), np.float32)
-  colours[kept] = (values - low) / np.where(spread > 0, spread, 1)
+  colours = np.zeros((len(mask), 3), np.float32)
+  colours[mask] = (values - low) / np.where(spread > 0, spread, 1)
   return colours.reshape(*tokens.shape[:-1], 3), shares.astype(np.float32)
 
 
-def position_similarity(embeddings, grid: tuple[int, int]) -> np.ndarray:
+def position_similarity(embeddings: Any, grid: tuple[int, int]) -> np.ndarray:
   """Computes the cosine similarity of the position embeddings of patches.
 
   Takes [N, D] or [1, N, D], whose tokens before the patches are ignored. Returns

@@ -27,7 +27,7 @@ _ORDERS = 8  # Number of permutations that `compare` averages over.
 class Comparison(NamedTuple):
   """Changes of the features of models, see `relative_change`."""
 
-  names: tuple[str, ...]  # Of M models.
+  names: tuple[str, ...]  # Names of M models.
   shifts: np.ndarray  # S lengths of shifts to the right in pixels, int [S].
   shifted: np.ndarray  # Change by each shift, float32 [M, S].
   shuffled: np.ndarray  # Mean change by permutations of patches, float32 [M].
@@ -64,15 +64,17 @@ def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
   shuffled = [
     shuffle_patches(images, patch, rng.permutation(count)) for _ in range(_ORDERS)
   ]
-  found = []
+  changes = []
   for model in standard.values():
     params = _random_parameters(model, images, seed)
     apply = jax.jit(functools.partial(model.apply, train=False))
-    before, *after = (
-      apply({'params': params}, x) for x in (images, *shifted, *shuffled)
-    )
-    found.append([relative_change(before, x) for x in after])
-  shifts, orders = np.split(np.array(found, np.float32), [len(pixels)], axis=1)
+    before = apply({'params': params}, images)
+    model_changes = []
+    for changed in (*shifted, *shuffled):
+      after = apply({'params': params}, changed)
+      model_changes.append(relative_change(before, after))
+    changes.append(model_changes)
+  shifts, orders = np.split(np.array(changes, np.float32), [len(pixels)], axis=1)
   return Comparison(tuple(standard), pixels, shifts, orders.mean(axis=1), patch)
 
 
@@ -81,9 +83,12 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
   transformer = dict(num_layers=2, mlp_dim=128, num_heads=4, dropout_rate=0.0)
   blind = dict(transformer, add_position_embedding=False)
   vit = functools.partial(
-    models.VisionTransformer, num_classes=0, patches={'size': (patch, patch)},
-    hidden_size=64, transformer=transformer,
-  )  # fmt: skip
+    models.VisionTransformer,
+    num_classes=0,
+    patches={'size': (patch, patch)},
+    hidden_size=64,
+    transformer=transformer,
+  )
   # The root of the ResNet divides by 4, and each stage but the first by 2.
   stages = int(math.log2(patch)) - 1
   return {
@@ -96,19 +101,23 @@ def standard_models(patch: int) -> dict[str, nn.Module]:
       resnet=dict(num_layers=(1,) * stages, width_factor=0.5),
     ),
     'MLP-Mixer': models.MlpMixer(
-      patches={'size': (patch, patch)}, num_classes=0, num_blocks=2, hidden_dim=64,
-      tokens_mlp_dim=64, channels_mlp_dim=128,
+      patches={'size': (patch, patch)},
+      num_classes=0,
+      num_blocks=2,
+      hidden_dim=64,
+      tokens_mlp_dim=64,
+      channels_mlp_dim=128,
     ),
-  }  # fmt: skip
+  }
 
 
-def _random_parameters(model, images, seed):
+def _random_parameters(model: nn.Module, images: np.ndarray, seed: int) -> Any:
   """Draws parameters: kernels with variance 1 / inputs, embeddings standard normal."""
   rng = np.random.RandomState(seed)
   init = functools.partial(model.init, train=False)
   shapes = jax.eval_shape(init, jax.random.key(0), images[:1])['params']
 
-  def draw(path, leaf):
+  def draw(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     *_, module, name = ('', *(key.key for key in path))
     if name in ('scale', 'bias'):
       return np.full(leaf.shape, name == 'scale', np.float32)

@@ -4,14 +4,17 @@ The task draws the images of a batch (vit_jax/tasks/base.py: draw_training,
 draw_evaluation). This module draws attention maps of any Vision Transformer.
 """
 
+from collections.abc import Callable
 import copy
 import functools
+from typing import Any
 
 from absl import logging
 import jax
 import numpy as np
 
 from vit_jax import input_pipeline
+from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.figures import grids, internals
 from vit_jax.learning import state as state_lib
@@ -25,18 +28,20 @@ class Pictures:
   no attention.
   """
 
-  def __init__(self, task, mesh, source):
+  def __init__(
+    self, task: Any, mesh: jax.sharding.Mesh, source: records.Source
+  ) -> None:
     self._grid = _attention_grid(task) if task.config.log_attention else None
     self._task = task
     self._mesh = mesh
     self._source = source
     self._count = task.config.log_images
     self._batch = None  # First images of the split, read on first use.
-    whole = sharding.replicated(mesh)
-    self._augmented = jax.jit(self._augment, out_shardings=whole)
-    self._outputs = jax.jit(self._compute, out_shardings=whole)
+    replicated = sharding.replicated(mesh)
+    self._augmented = jax.jit(self._augment, out_shardings=replicated)
+    self._outputs = jax.jit(self._compute, out_shardings=replicated)
 
-  def training(self, batch, step: int) -> dict[str, np.ndarray]:
+  def training(self, batch: dict[str, Any], step: int) -> dict[str, np.ndarray]:
     """Draws the first rows of a training batch as the model sees them.
 
     Takes arrays [B, ...] before `augment`, and the number of updates made before.
@@ -51,35 +56,38 @@ class Pictures:
       return {}
     return _attempt(lambda: self._task.draw_training(rows))
 
-  def evaluation(self, params, extra) -> dict[str, np.ndarray]:
+  def evaluation(self, params: Any, extra: Any) -> dict[str, np.ndarray]:
     """Draws the first images of the split with predictions, as `training`."""
     if not self._count:
       return {}
     if self._batch is None:
       self._batch = self._first_images()
     with jax.set_mesh(self._mesh):
-      found = jax.device_get(self._outputs(params, extra, self._batch))
+      results = jax.device_get(self._outputs(params, extra, self._batch))
     if jax.process_index():
       return {}
-    real = found[0]['mask'] > 0
-    batch, outputs, weights = jax.tree.map(lambda x: x[real], found)
+    real = results[0]['mask'] > 0
+    batch, outputs, weights = jax.tree.map(lambda x: x[real], results)
 
-    def draw():
-      drawn = self._task.draw_evaluation(batch, outputs)
+    def draw() -> dict[str, np.ndarray]:
+      images = self._task.draw_evaluation(batch, outputs)
       if self._grid is None:
-        return drawn
+        return images
       picture = draw_attention(self._task.model, batch['image'], weights, self._grid)
-      return {**drawn, 'attention': picture}
+      return {**images, 'attention': picture}
 
     return _attempt(draw)
 
-  def _augment(self, batch, step):
+  def _augment(self, batch: dict[str, Any], step: jax.Array) -> dict[str, Any]:
     rng = state_lib.step_key(self._task.config.seed, step)
     batch = state_lib.augment(self._task, batch, rng)
     return jax.tree.map(lambda x: x[: self._count], batch)
 
-  def _compute(self, params, extra, batch):
-    task, weights = self._task, []
+  def _compute(
+    self, params: Any, extra: Any, batch: dict[str, Any]
+  ) -> tuple[Any, Any, list[jax.Array]]:
+    task = self._task
+    weights: list[jax.Array] = []
     outputs = task.drawn_outputs(params, extra, batch)
     if self._grid is not None:
       weights, _ = internals.forward(task.model, params, batch['image'])
@@ -87,7 +95,7 @@ class Pictures:
       weights = [w.mean(axis=1, keepdims=True) for w in weights]
     return jax.tree.map(lambda x: x[: self._count], (batch, outputs, weights))
 
-  def _first_images(self):
+  def _first_images(self) -> dict[str, Any]:
     """Returns a batch of at least `log_images` rows that the devices divide."""
     config, shards = self._task.config, sharding.batch_shards(self._mesh)
     config = copy.deepcopy(config)
@@ -98,7 +106,7 @@ class Pictures:
     return next(batches)
 
 
-def _attempt(draw) -> dict[str, np.ndarray]:
+def _attempt(draw: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
   """Returns what `draw` returns; {} and a warning if it fails, which ends no run."""
   try:
     return draw()
@@ -107,7 +115,7 @@ def _attempt(draw) -> dict[str, np.ndarray]:
     return {}
 
 
-def _attention_grid(task) -> tuple[int, int]:
+def _attention_grid(task: Any) -> tuple[int, int]:
   """Returns the patches (down, across) of attention maps, if there are any."""
   params, _ = jax.eval_shape(task.init, jax.random.key(0))
   images = task.image_spec(1)
@@ -122,22 +130,33 @@ def _attention_grid(task) -> tuple[int, int]:
   return grid
 
 
-def draw_attention(model, images, weights, grid) -> np.ndarray:
+def draw_attention(
+  model: Any, images: np.ndarray, weights: list[np.ndarray], grid: tuple[int, int]
+) -> np.ndarray:
   """Draws images, the attention maps of the last layer, and attention rollout.
 
   Takes float32 [B, H, W, C] in [-1, 1] and L arrays float32 [B, K, N, N]. Two images
   per row are each followed by their two maps. The patch of the largest value is
   yellow; the caption gives its share.
   """
-  found = internals.of(model, weights, None, grid)
-  columns, texts = [grids.to_pixels(images)], [[''] * len(images)]
-  for maps in (internals.maps(found)[-1], internals.rollout_maps(found)):
-    columns.append(grids.heat(maps, images.shape[1:3]))
-    texts.append([f'yellow: {100 * m.max():.1f} %' for m in maps])
+  attention = internals.of(model, weights, None, grid)
+  last_maps = internals.maps(attention)[-1]  # [B, h, w]
+  rollout_maps = internals.rollout_maps(attention)  # [B, h, w]
+  size = images.shape[1:3]
+  columns = [
+    grids.to_pixels(images),
+    grids.heat(last_maps, size),
+    grids.heat(rollout_maps, size),
+  ]
+  captions = []
+  for last_map, rollout_map in zip(last_maps, rollout_maps):
+    captions.append(grids.Caption(''))
+    captions.append(grids.Caption(f'yellow: {100 * last_map.max():.1f} %'))
+    captions.append(grids.Caption(f'yellow: {100 * rollout_map.max():.1f} %'))
   pixels = np.stack(columns, axis=1)  # [B, 3, H, W, 3]
   return grids.grid(
     pixels.reshape(-1, *pixels.shape[2:]),
-    [grids.Caption(text) for row in zip(*texts) for text in row],
+    captions,
     columns=2 * len(columns),
     titles=2 * ('image', 'last layer', 'rollout'),
     most=grids.MOST,

@@ -9,12 +9,14 @@ from collections.abc import Callable, Sequence
 import functools
 from typing import Any, NamedTuple
 
+from etils import epath
 import flax.traverse_util
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from vit_jax import input_pipeline, models
+from vit_jax.data import records
 from vit_jax.distributed import sharding
 from vit_jax.figures import internals
 from vit_jax.inference import engine
@@ -36,7 +38,7 @@ class Curve(NamedTuple):
   kind: metrics_lib.Metric
 
 
-def learning_curves(workdir) -> dict[str, Curve]:
+def learning_curves(workdir: epath.PathLike) -> dict[str, Curve]:
   """Reads the metrics of a run, by name.
 
   The units of evaluators of users are unknown unless their modules are trusted, see
@@ -47,20 +49,21 @@ def learning_curves(workdir) -> dict[str, Curve]:
   kinds = dict(run_evaluators.metrics_of(config, entries))
   for name, kind in run_evaluators.measures(entries, config).items():
     kinds[f'train_{name}'] = kind
-  steps, values = collections.defaultdict(list), collections.defaultdict(list)
+  steps = collections.defaultdict(list)
+  values = collections.defaultdict(list)
   for line in metrics_lib.read(workdir):
     step = line.pop('step')
     for name, value in line.items():
       steps[name].append(step)
       values[name].append(value)
-  return {
-    name: Curve(
+  curves = {}
+  for name in values:
+    curves[name] = Curve(
       np.array(steps[name], np.int64),
       np.array(values[name], np.float64),
       kinds.get(name, metrics_lib.Metric()),
     )
-    for name in values
-  }
+  return curves
 
 
 class Mistake(NamedTuple):
@@ -69,7 +72,7 @@ class Mistake(NamedTuple):
   image: np.ndarray  # The model's input, float32 [H, W, C] in [-1, 1].
   true: int  # Index of the class.
   predicted: int
-  probability: float  # Of the predicted class.
+  probability: float  # Probability of the predicted class.
   name: str  # Path of the image, or its number within the split.
 
 
@@ -79,11 +82,11 @@ class Results(NamedTuple):
   # int64 [classes, classes]; [i, j] is the number of images of class i that were
   # predicted as class j.
   confusion: np.ndarray
-  # Those of highest probability, the highest first.
+  # The most confident mistakes, the most confident first.
   mistakes: Sequence[Mistake]
 
 
-def classify(model, source, num_mistakes: int = 8) -> Results:
+def classify(model: Any, source: records.Source, num_mistakes: int = 8) -> Results:
   """Compares the predictions of a classifier with the labels of a split.
 
   Images that have no label, or several, do not count. Keeps `num_mistakes`
@@ -92,7 +95,9 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
   source, task = source.evaluated, model.task
   mesh = sharding.mesh_of(model.params)
 
-  def compare(params, extra, batch):
+  def compare(
+    params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> dict[str, jax.Array]:
     logits = task.outputs(params, extra, batch)
     shares = task.squash(logits.astype(jnp.float32))  # [B, classes]
     label = batch['label']
@@ -102,27 +107,39 @@ def classify(model, source, num_mistakes: int = 8) -> Results:
       'probability': shares.max(axis=-1),
     }
 
-  compute = engine.everywhere(mesh, compare)
-  found = engine.collect(
-    engine.limited(model.config, mesh, _BATCH), mesh, source, task.example,
-    lambda batch: compute(model.params, model.extra, batch), label='Classifying',
-  )  # fmt: skip
-  true, predicted = found['true'], found['predicted']
-  counted, count = true >= 0, len(model.class_names)
+  compare_batch = engine.everywhere(mesh, compare)
+  predictions = engine.collect(
+    engine.limited(model.config, mesh, _BATCH),
+    mesh,
+    source,
+    task.example,
+    lambda batch: compare_batch(model.params, model.extra, batch),
+    label='Classifying',
+  )
+  true, predicted = predictions['true'], predictions['predicted']
+  is_labelled = true >= 0
+  count = len(model.class_names)
   confusion = np.zeros((count, count), np.int64)
-  np.add.at(confusion, (true[counted], predicted[counted]), 1)
-  wrong = np.flatnonzero(counted & (predicted != true))
-  order = np.argsort(-found['probability'][wrong], kind='stable')
+  np.add.at(confusion, (true[is_labelled], predicted[is_labelled]), 1)
+  wrong = np.flatnonzero(is_labelled & (predicted != true))
+  order = np.argsort(-predictions['probability'][wrong], kind='stable')
   wrong = wrong[order][:num_mistakes]
   images = _examples(model, source, wrong)['image'] if len(wrong) else ()
-  values = (
-    found[name][wrong].tolist() for name in ('true', 'predicted', 'probability')
-  )
-  names = map(source.name, wrong.tolist())
-  return Results(confusion, [*map(Mistake, images, *values, names)])
+  mistakes = []
+  for image, number in zip(images, wrong.tolist()):
+    mistakes.append(
+      Mistake(
+        image,
+        int(true[number]),
+        int(predicted[number]),
+        float(predictions['probability'][number]),
+        source.name(number),
+      )
+    )
+  return Results(confusion, mistakes)
 
 
-def _examples(model, source, numbers) -> dict:
+def _examples(model: Any, source: records.Source, numbers: np.ndarray) -> dict:
   """Returns some examples of a split as an evaluation batch."""
   config = model.config.copy_and_resolve_references()
   config.batch_eval = len(numbers)
@@ -164,15 +181,15 @@ class Subject:
 
   def __init__(
     self,
-    model,
+    model: Any,
     images: Sequence[Any] | None = None,
-    source=None,
+    source: records.Source | None = None,
     split: str = '',
     count: int = 8,
     lacking: str = '',
     points: Sequence[tuple[float, float]] | None = None,
     foreground: str = '',
-  ):
+  ) -> None:
     """Reads `images` of any sizes, else the first `count` of `source`."""
     self.model, self._computed = model, {}
     self.source, self.split, self.lacking = source, split, lacking
@@ -213,8 +230,11 @@ class Subject:
     """Computes the tokens of the images' patches, float32 [B, h, w, D], once."""
     model = self.model
     compute = jax.jit(model.task.features('patches'))
-    one = lambda image: compute(model.params, model.extra, {'image': image})
-    return engine.by_parts(one, self.batch['image'], 1)
+
+    def compute_image(image: np.ndarray) -> jax.Array:
+      return compute(model.params, model.extra, {'image': image})
+
+    return engine.by_parts(compute_image, self.batch['image'], 1)
 
   def once(self, compute: Callable[['Subject'], Any]) -> Any:
     """Returns `compute(self)`, which is called once for several figures."""
@@ -230,11 +250,13 @@ class Subject:
   @functools.cached_property
   def labels(self) -> tuple[list[str], str]:
     """A label per image, what is predicted or its name, and their title."""
-    found = self.model.task.labels_of(self.seen.outputs, self._labels)
-    return (found, 'predicted class, probability') if found else (self.names, '')
+    labels = self.model.task.labels_of(self.seen.outputs, self._labels)
+    if labels:
+      return labels, 'predicted class, probability'
+    return self.names, ''
 
 
-def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
+def look(model: Any, images: np.ndarray, grid: tuple[int, int]) -> Seen:
   """Computes attention and outputs, image by image: all weights take much memory.
 
   Takes a Predictor of a Vision Transformer, float32 [B, H, W, C] in [-1, 1], and
@@ -243,20 +265,20 @@ def look(model, images: np.ndarray, grid: tuple[int, int]) -> Seen:
   compute = jax.jit(functools.partial(internals.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
 
-  def seen(image):
+  def compute_seen(image: np.ndarray) -> Seen:
     weights, outputs = jax.device_get(compute(model.params, image))
-    found = internals.of(model.task.model, weights, outputs, grid)
+    attention = internals.of(model.task.model, weights, outputs, grid)
     return Seen(
-      internals.maps(found).swapaxes(0, 1),
-      internals.rollout_maps(found),
-      internals.token_maps(found).swapaxes(0, 1),
-      internals.mean_distances(found, patch)[None],
+      internals.maps(attention).swapaxes(0, 1),
+      internals.rollout_maps(attention),
+      internals.token_maps(attention).swapaxes(0, 1),
+      internals.mean_distances(attention, patch)[None],
       outputs,
     )
 
-  found = engine.by_parts(seen, images, 1)
-  return found._replace(
-    maps=found.maps.swapaxes(0, 1),
-    tokens=found.tokens.swapaxes(0, 1),
-    distances=found.distances.mean(axis=0),
+  results = engine.by_parts(compute_seen, images, 1)
+  return results._replace(
+    maps=results.maps.swapaxes(0, 1),
+    tokens=results.tokens.swapaxes(0, 1),
+    distances=results.distances.mean(axis=0),
   )

@@ -9,7 +9,7 @@ In Python, with or without a list of images:
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,17 +17,20 @@ import numpy as np
 from vit_jax import console
 from vit_jax.run import workdir as workdir_lib
 
+if TYPE_CHECKING:
+  from vit_jax.figures import results
+
 _SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
 
 
 def subject(
-  model,
+  model: Any,
   images: Sequence[Any] | None = None,
   split: str | None = None,
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
   foreground: str = '',
-):
+) -> 'results.Subject':
   """Returns a model and the images for its figures, a figures.results.Subject.
 
   The model is the result of `predict.load` or `predict.load_weights`. Images are paths,
@@ -47,14 +50,15 @@ def subject(
   from vit_jax.run import config as run_config
 
   int8.check(model, 'figures: load it without')
-  source, lacking = None, 'weights without a run have no data'
+  source = None
+  lacking = 'weights without a run have no data'
   if model.workdir:
-    _, wanted, dataset = run_config.evaluations(model.config)[0]
+    _, default_split, dataset = run_config.evaluations(model.config)[0]
     try:
       source = sources.open_for(
-        model.config, type(model.task), model.metadata, split or wanted, dataset
+        model.config, type(model.task), model.metadata, split or default_split, dataset
       )
-      split, lacking = split or wanted, ''
+      split, lacking = split or default_split, ''
     except (OSError, ValueError) as e:
       if split is not None:
         raise
@@ -70,7 +74,7 @@ def subject(
 
 
 def figures(
-  model,
+  model: Any,
   images: Sequence[Any] | None = None,
   split: str | None = None,
   names: Sequence[str] | None = None,
@@ -86,14 +90,14 @@ def figures(
   """
   from vit_jax.figures import gallery
 
-  shown = subject(model, images, split, num_images, points, foreground)
-  found = {}
-  for entry in gallery.choose(shown, names)[0]:
-    found.update(gallery.draw(entry, shown))
-  return found
+  model_subject = subject(model, images, split, num_images, points, foreground)
+  results = {}
+  for entry in gallery.choose(model_subject, names)[0]:
+    results.update(gallery.draw(entry, model_subject))
+  return results
 
 
-def inductive_bias(images: Sequence[Any] | None = None):
+def inductive_bias(images: Sequence[Any] | None = None) -> Any:
   """Draws how shifts and permuted patches change outputs of untrained models.
 
   Images are as for `subject`; by default the two photographs of scikit-learn.
@@ -117,12 +121,15 @@ def small_images(
     images = datasets.load_sample_images().images
   config = common.get_config()
   config.pp.crop = config.pp.resize = _SMALL
-  prepare = lambda encoded: preprocess.prepare(encoded, None, config.pp).numpy()
+
+  def prepare(encoded: bytes) -> np.ndarray:
+    return preprocess.prepare(encoded, None, config.pp).numpy()
+
   limit = max_image_pixels or config.max_image_pixels
   return np.stack([preprocess.from_user(x, prepare, limit) for x in images])
 
 
-def describe(model) -> tuple[str, dict[str, str]]:
+def describe(model: Any) -> tuple[str, dict[str, str]]:
   """Describes a model: returns its name, and facts by name."""
   from vit_jax.weights import identify
 
