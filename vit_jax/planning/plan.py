@@ -19,6 +19,7 @@ import jax
 import ml_collections
 
 from vit_jax import console
+from vit_jax.configs import models as model_configs
 from vit_jax.data.tfds import registry
 from vit_jax.distributed import files, sharding
 from vit_jax.layers import dtypes
@@ -72,7 +73,9 @@ def make_plan(
   from vit_jax.run import config as run_config, evaluators as run_evaluators
 
   chip, _, _ = topology_lib.parse(topology)
-  config = run_config.complete(checkpoint.with_model(config))
+  if config.model.get('kind') == model_configs.PRETRAINED:  # The weights exist.
+    config = checkpoint.with_preparation(checkpoint.with_model(config))
+  config = run_config.complete(config)
   run_evaluators.check(config)
   schedules.check(config)
   optim.check(config)
