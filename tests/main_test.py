@@ -113,9 +113,9 @@ def test_missing_platform():
   code = (
     'import jax\n'
     'from vit_jax import __main__ as program\n'
-    'from vit_jax.commands import compute\n'
-    'compute.main = lambda argv: jax.devices()\n'
-    'program.run("compute")\n'
+    'from vit_jax.commands import visualize\n'
+    'visualize.main = lambda argv: jax.devices()\n'
+    'program.run("visualize")\n'
   )
   done = run('-c', code, JAX_PLATFORMS='rocm')
   assert done.returncode == 1

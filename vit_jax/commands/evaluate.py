@@ -10,11 +10,12 @@ import argparse
 from collections.abc import Sequence
 
 from vit_jax.commands import flags, hosts
-from vit_jax.configs import common, schema
 
 
 def _evaluators(text: str) -> dict:
   """Parses the value of --evaluators, a dict."""
+  from vit_jax.configs import common, schema  # Late, for a fast --help.
+
   return schema.parse('evaluators', text, common.Evaluators)
 
 
