@@ -12,6 +12,8 @@ attention has two blocks, so `deep` is global attention with as many blocks. Tak
   axial    97.22 ± 1.27   deep (global, 8 layers)    91.76 ± 0.64
 """
 
+import ml_collections
+
 from vit_jax.configs import studies
 
 LAYERS = 4
@@ -24,23 +26,20 @@ VARIANTS = {
 }
 
 
-def get_config(names: str = ''):
+def get_config(names: str = '') -> ml_collections.ConfigDict:
   """Returns the config of the study of some variants, separated by commas."""
   transformer = 'model.transformer'
-  chosen, dataset = studies.select(VARIANTS, names)
+  variant_names, dataset = studies.select(VARIANTS, names)
+  variants = []
+  for name in variant_names:
+    pattern, window, layers = VARIANTS[name]
+    settings = {
+      'model.classifier': 'gap',
+      f'{transformer}.attention_pattern': pattern,
+      f'{transformer}.attention_window': window,
+      f'{transformer}.num_layers': layers,
+    }
+    variants.append((name, settings))
   return studies.get_config(
-    'Attention patterns (appendix D.6 in small)',
-    tuple(
-      (
-        name,
-        {
-          'model.classifier': 'gap',
-          f'{transformer}.attention_pattern': VARIANTS[name][0],
-          f'{transformer}.attention_window': VARIANTS[name][1],
-          f'{transformer}.num_layers': VARIANTS[name][2],
-        },
-      )
-      for name in chosen
-    ),
-    dataset,
+    'Attention patterns (appendix D.6 in small)', tuple(variants), dataset
   )

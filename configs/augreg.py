@@ -11,10 +11,12 @@ local file or a URL: --config.pretrained=FILE. Expected accuracy: the column
 adapt_final_test of index.csv (vit_jax.checkpoint.get_augreg_df).
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 
-def get_config(model_or_filename: str = 'R_Ti_16'):
+def get_config(model_or_filename: str = 'R_Ti_16') -> ml_collections.ConfigDict:
   """Returns the config for a model or the name of a checkpoint."""
   config = common.get_config()
   config.pretrained_dir = 'gs://vit_models/augreg'

@@ -34,6 +34,8 @@ the first paper; big_vision holds out 51,200.
 from collections.abc import Iterator
 import itertools
 
+import ml_collections
+
 from vit_jax.configs import common, vit_i1k
 
 # Model -> augmentation for 300 epochs of ImageNet-21k in big_vision; that for
@@ -51,9 +53,9 @@ DROPOUTS = {'do_0.0': 0.0, 'do_0.1': 0.1}
 LENGTHS = {'300ep': 300.0, '30ep': 30.0}
 
 
-def get_config(arg: str = 'b16,imagenet21k'):
+def get_config(arg: str = 'b16,imagenet21k') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA', with ',AUGMENTATION' and so on."""
-  model, dataset, chosen = common.choose(
+  model, dataset, settings = common.choose(
     arg,
     {
       'augmentation': tuple(common.AUGREG),
@@ -65,24 +67,22 @@ def get_config(arg: str = 'b16,imagenet21k'):
   )
   is_imagenet = dataset == 'imagenet2012'
   config = vit_i1k.get_config(f'{model},{dataset},none')
-  config.total_epochs = LENGTHS[chosen['length'] or '300ep']
-  config.weight_decay = WEIGHT_DECAYS[chosen['weight decay'] or 'wd_0.1']
+  config.total_epochs = LENGTHS[settings['length'] or '300ep']
+  config.weight_decay = WEIGHT_DECAYS[settings['weight decay'] or 'wd_0.1']
   config.independent_weight_decay = False
   config.model.representation_size = None
   config.model.head_bias_init = -6.9 if is_imagenet else -10.0
-  rate = DROPOUTS[chosen['regularisation'] or 'do_0.0']
+  rate = DROPOUTS[settings['regularisation'] or 'do_0.0']
   config.model.transformer.update(dropout_rate=rate, stochastic_depth=rate)
-  return common.set_augmentation(
-    config,
-    chosen['augmentation']
-    or vit_i1k.augmentation_of(
-      config.model, vit_i1k.AUGMENTATIONS if is_imagenet else AUGMENTATIONS
-    ),
-  )
+  augmentation = settings['augmentation']
+  if augmentation is None:
+    published = vit_i1k.AUGMENTATIONS if is_imagenet else AUGMENTATIONS
+    augmentation = vit_i1k.augmentation_of(config.model, published)
+  return common.set_augmentation(config, augmentation)
 
 
 def grid(model: str, dataset: str) -> Iterator[str]:
   """Yields the argument of each setting that the paper trains for a model."""
   settings = (common.AUGREG, WEIGHT_DECAYS, DROPOUTS)
-  for words in itertools.product(*settings):
-    yield ','.join((model, dataset, *words))
+  for setting in itertools.product(*settings):
+    yield ','.join((model, dataset, *setting))

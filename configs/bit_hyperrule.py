@@ -20,6 +20,10 @@ rate at 40, 60 and 80 % of the training; this config follows the paper: 30, 60 a
 90 %.
 """
 
+from collections.abc import Sequence
+
+import ml_collections
+
 from vit_jax.configs import common, models
 
 # Data set -> (training examples, usual side of the images in pixels).
@@ -50,19 +54,18 @@ _FORMS = 'MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'
 _EXAMPLE = 'bit_hyperrule.py:bit_r50x1,/path/to/folder,5000,500'
 
 
-def get_config(arg: str = 'bit_r50x1,cifar10'):
+def get_config(arg: str = 'bit_r50x1,cifar10') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA[,EXAMPLES,PIXELS][,paper]'."""
-  words = arg.removesuffix(_PAPER)
-  model, dataset, *given = common.split_argument(words, _FORMS, _EXAMPLE)
+  plain_arg = arg.removesuffix(_PAPER)
+  model, dataset, *numbers = common.split_argument(plain_arg, _FORMS, _EXAMPLE)
   large = LARGE_SIZES
-  if words != arg and model != PAPER_EXCEPT:
+  if plain_arg != arg and model != PAPER_EXCEPT:
     large = PAPER_SIZES
-  examples, pixels = _data_size(arg, dataset, given)
+  examples, pixels = _data_size(arg, dataset, numbers)
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config(model)
-  steps, warmup = next(
-    schedule for limit, schedule in SCHEDULES.items() if examples < limit
-  )
+  limit = min(limit for limit in SCHEDULES if examples < limit)
+  steps, warmup = SCHEDULES[limit]
   config.update(total_steps=steps, warmup_steps=warmup, batch=512)
   config.update(optimizer='sgd', momentum=0.9, optim_dtype='float32')
   config.update(base_lr=0.003, weight_decay=0.0, grad_norm_clip=0.0)
@@ -78,12 +81,13 @@ def get_config(arg: str = 'bit_r50x1,cifar10'):
   return config
 
 
-def _data_size(arg, dataset, given):
+def _data_size(arg: str, dataset: str, numbers: Sequence[str]) -> tuple[int, int]:
   """Returns the number of training images, and the usual side of an image."""
-  if any(given):
-    if not all(number.isdigit() and int(number) for number in given):
+  if any(numbers):
+    if not all(number.isdigit() and int(number) for number in numbers):
       raise ValueError(f"'{arg}' must be {_FORMS}: --config=configs/{_EXAMPLE}")
-    return tuple(map(int, given))
+    examples, pixels = map(int, numbers)
+    return examples, pixels
   if dataset not in DATASETS:
     raise ValueError(
       f"'{dataset}' is not among the data sets of known size, "

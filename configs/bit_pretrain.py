@@ -14,6 +14,8 @@ The learning rate is 0.03 for 256 images: with another --config.batch, also set
 labels per image, the sigmoid and the low head bias follow big_vision's bit_i21k.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 BATCH = 4096
@@ -27,7 +29,7 @@ RECIPES = {
 SIGMOID = ('imagenet21k', 'jft300m')
 
 
-def get_config(arg: str = 'bit_r50x1,imagenet2012'):
+def get_config(arg: str = 'bit_r50x1,imagenet2012') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,RECIPE'."""
   model, dataset, recipe = common.split_argument(
     arg,

@@ -4,11 +4,11 @@ The comment above each key describes it. The command line overrides any key, for
 example `--config.base_lr=0.01 --config.pp.crop=64`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 import copy
 import dataclasses
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import ml_collections
 
@@ -87,7 +87,7 @@ AUGREG = {
 }
 
 
-def _preset(dataset, total_steps):
+def _preset(dataset: str, total_steps: int) -> ml_collections.ConfigDict:
   train, test = SPLITS.get(dataset, ('train', 'test'))
   preset = ml_collections.ConfigDict(
     {
@@ -106,7 +106,7 @@ def _preset(dataset, total_steps):
   return preset
 
 
-def keep_labels(pp, task: str):
+def keep_labels(pp: ml_collections.ConfigDict, task: str) -> None:
   """Turns off augmentation, in `pp`, that changes the labels of a task of VTAB."""
   if 'crop' not in VTAB[task]:
     with pp.ignore_type():
@@ -204,7 +204,7 @@ Evaluators = Annotated[
 ]
 
 
-def _is_evaluator(entry) -> bool:
+def _is_evaluator(entry: Any) -> bool:
   return schema.is_mapping(entry) and isinstance(entry.get('type'), str)
 
 
@@ -461,11 +461,11 @@ class Config:
   optimizer_args: dict = dataclasses.field(default_factory=dict)
   # Momentum of SGD, and of Muon, which is published with 0.95.
   momentum: schema.Rate = 0.9
-  # Of Adam, Lion and Adafactor: decay of the first moment; also for the parameters
+  # Adam, Lion and Adafactor: decay of the first moment; also for the parameters
   # that Muon leaves to Adam.
   b1: schema.Rate = 0.9
-  # Of the same: decay of Adam's second moment, its greatest value for Adafactor, and
-  # decay of Lion's momentum, which is published with 0.99.
+  # The same optimisers: decay of Adam's second moment, its greatest value for
+  # Adafactor, and decay of Lion's momentum, which is published with 0.99.
   b2: schema.Rate = 0.999
   # Type of the accumulator: momentum, or the first moment. Optimisers of optax have their
   # own, such as `mu_dtype` in `optimizer_args`.
@@ -576,11 +576,13 @@ def get_config() -> ml_collections.ConfigDict:
   return schema.make(Config)
 
 
-def set_dataset(config, dataset):
+def set_dataset(
+  config: ml_collections.ConfigDict, dataset: str | Sequence[tuple[str, float]]
+) -> ml_collections.ConfigDict:
   """Sets the data set, and its splits if they are known."""
   config.dataset = dataset
-  known = SPLITS.get(dataset) if isinstance(dataset, str) else None
-  config.pp.train, config.pp.test = known or ('train', 'test')
+  splits = SPLITS.get(dataset) if isinstance(dataset, str) else None
+  config.pp.train, config.pp.test = splits or ('train', 'test')
   return config
 
 
@@ -607,44 +609,48 @@ def split_argument(arg: str, forms: str, example: str) -> list[str]:
   """Splits the argument of a config at its commas; rejects too few or too many.
 
   `forms` has the shortest first, as 'MODEL,DATA or MODEL,DATA,SIZE'. Returns as many
-  words as the last form has, with '' for those left out.
+  values as the last form has, with '' for those left out.
   """
-  words = arg.split(',')
+  values = arg.split(',')
   least, *_, most = 2 * [form.count(',') + 1 for form in forms.split(' or ')]
-  if not all(words[:least]) or not least <= len(words) <= most:
-    hint = f'; {COMMA}' if len(words) > most else ''
+  if not all(values[:least]) or not least <= len(values) <= most:
+    hint = f'; {COMMA}' if len(values) > most else ''
     raise ValueError(f"'{arg}' must be {forms}: --config=configs/{example}{hint}")
-  return words + (most - len(words)) * ['']
+  return values + (most - len(values)) * ['']
 
 
 def choose(
-  arg: str, known: dict[str, Iterable[str]], example: str
+  arg: str, settings: dict[str, Iterable[str]], example: str
 ) -> tuple[str, str, dict]:
-  """Splits an argument MODEL,DATA and words, in any order, that choose settings.
+  """Splits an argument MODEL,DATA,... with options of settings in any order.
 
-  `known` has for each setting (a noun, such as 'recipe') its words, all of them
-  different. Returns model, data, and for each noun the one word given, or None.
+  `settings` has for each setting (a noun, such as 'recipe') its options, all of them
+  different. Returns model, data, and for each noun the option in `arg`, or None.
   """
-  model, _, rest = arg.partition(',')
-  dataset, *names = rest.split(',')
+  model, _, remainder = arg.partition(',')
+  dataset, *names = remainder.split(',')
   if not dataset:
     raise ValueError(
-      f"'{arg}' must be MODEL,DATA, and any of {', '.join(known).upper()}: "
+      f"'{arg}' must be MODEL,DATA, and any of {', '.join(settings).upper()}: "
       f'--config=configs/{example}'
     )
-  chosen = dict.fromkeys(known)
+  choices = dict.fromkeys(settings)
   for name in names:
-    kind = next((kind for kind in known if name in known[kind]), None)
+    kind = next((kind for kind in settings if name in settings[kind]), None)
     if kind is None:
-      lists = (f'{kind} {", ".join(words)}' for kind, words in known.items())
+      lists = []
+      for setting, options in settings.items():
+        lists.append(f'{setting} {", ".join(options)}')
       raise ValueError(f"'{name}' is unknown: use {'; '.join(lists)}; {COMMA}")
-    if chosen[kind] is not None:
-      raise ValueError(f"'{chosen[kind]}' and '{name}': use only one {kind}")
-    chosen[kind] = name
-  return model, dataset, chosen
+    if choices[kind] is not None:
+      raise ValueError(f"'{choices[kind]}' and '{name}': use only one {kind}")
+    choices[kind] = name
+  return model, dataset, choices
 
 
-def set_augmentation(config, name: str):
+def set_augmentation(
+  config: ml_collections.ConfigDict, name: str
+) -> ml_collections.ConfigDict:
   """Sets RandAugment and mixup in a config to a key of AUGREG; returns it."""
   if name not in AUGREG:
     raise ValueError(
@@ -676,7 +682,9 @@ def layer_wise_decay(
   return config
 
 
-def flatten(config, prefix: tuple[str, ...] = ('config',)) -> Iterable[tuple]:
+def flatten(
+  config: ml_collections.ConfigDict, prefix: tuple[str, ...] = ('config',)
+) -> Iterable[tuple]:
   """Yields pairs such as ('config.pp.crop', 384), for sweeps."""
   for key, value in config.items():
     if isinstance(value, dict | ml_collections.ConfigDict):

@@ -37,7 +37,8 @@ SUBSETS = {
 
 def families() -> dict[str, ml_collections.ConfigDict]:
   """Returns models whose forward passes take 9 to 10 MFLOPs each."""
-  vit, hybrid = models.get_config('ti16'), models.get_config('ti16')
+  vit = models.get_config('ti16')
+  hybrid = models.get_config('ti16')
   for config, layers in ((vit, 3), (hybrid, 2)):
     config.hidden_size = 96
     config.transformer.update(num_layers=layers, mlp_dim=384)
@@ -73,17 +74,15 @@ def study(title: str, variants: tuple, x: tuple) -> ml_collections.ConfigDict:
 def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   """Returns the config of the study on 'digits' or 'fashion_mnist'."""
   studies.check_dataset(dataset, SUBSETS, 'data_scaling')
-  known, subsets = families(), SUBSETS[dataset]
-  places = [(name, size) for name in known for size in subsets]
+  variants, places = [], []
+  for name, model in families().items():
+    for size, split in SUBSETS[dataset].items():
+      settings = {'model': model, 'pp.train': split}
+      variants.append((f'{name}, {size} images', settings))
+      places.append((name, size))
   config = study(
     'Accuracy by the number of training images (figure 4 in small)',
-    tuple(
-      (
-        f'{name}, {size} images',
-        {'model': known[name], 'pp.train': subsets[size]},
-      )
-      for name, size in places
-    ),
+    tuple(variants),
     tuple(places),
   )
   config.x_label = 'training images'

@@ -41,6 +41,7 @@ import contextlib
 import math
 import os
 
+import ml_collections
 from PIL import Image
 
 from vit_jax.configs import common, models
@@ -53,7 +54,7 @@ _ENDINGS = ('.jpg', '.jpeg', '.png', '.webp', '.bmp', '.gif')
 _SAMPLE = 200  # Images of a folder whose size is looked up.
 
 
-def get_config(arg: str = 'r50,coco/2017'):
+def get_config(arg: str = 'r50,coco/2017') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LENGTH'."""
   model, dataset, length = common.split_argument(
     arg, 'MODEL,DATA or MODEL,DATA,LENGTH', 'detr.py:r50,coco/2017'
@@ -94,17 +95,17 @@ def get_config(arg: str = 'r50,coco/2017'):
   return config
 
 
-def _suit(pp, folder):
+def _suit(pp: ml_collections.ConfigDict, folder: str) -> None:
   """Reduces the lengths in pixels for a folder of images smaller than COCO's."""
-  paths = sorted(
-    os.path.join(where, name)
-    for where, _, names in os.walk(folder)
-    for name in names
-    if name.lower().endswith(_ENDINGS)
-  )
+  paths = []
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      if name.lower().endswith(_ENDINGS):
+        paths.append(os.path.join(parent, name))
+  paths.sort()
   shorter = []
   for path in filter(os.path.isfile, paths[:: -(-len(paths) // _SAMPLE) or 1]):
-    # What is wrong with an image is said when the data are opened.
+    # Opening the data reports broken images.
     with contextlib.suppress(OSError, Image.DecompressionBombError):
       with Image.open(path) as image:
         shorter.append(min(image.size))
@@ -117,20 +118,20 @@ def _suit(pp, folder):
   pp.longest_side = math.ceil(factor * pp.longest_side)
 
 
-def _model(name):
+def _model(name: str) -> ml_collections.ConfigDict:
   """Returns the config of a model, such as 'r50_dc5' or 'vit_s16'."""
   if name.startswith('vit_'):
     return _vit_model(name.removeprefix('vit_'))
-  known = [models.short_name(x).removeprefix('detr_') for x in models.DETRS]
-  if name not in known:
+  names = [models.short_name(x).removeprefix('detr_') for x in models.DETRS]
+  if name not in names:
     raise ValueError(
-      f"model '{name}' is unknown: use one of {', '.join(known)}, or vit_NAME "
+      f"model '{name}' is unknown: use one of {', '.join(names)}, or vit_NAME "
       'with the name of a Vision Transformer, such as vit_s16'
     )
   return models.get_config(f'detr_{name}')
 
 
-def _vit_model(name):
+def _vit_model(name: str) -> ml_collections.ConfigDict:
   config = models.get_config('detr_r50')
   del config.units, config.dilate_last
   config.backbone = 'vit'
@@ -147,7 +148,7 @@ def _vit_model(name):
   return config
 
 
-def _patch(vit) -> int:
+def _patch(vit: ml_collections.ConfigDict) -> int:
   """Returns the side in pixels of what becomes a token."""
   side = vit.patches.size[0]
   if 'resnet' not in vit:

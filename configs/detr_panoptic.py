@@ -21,20 +21,22 @@ stuff):
   r101      45.1  79.9  55.5   50.5  37.0
 """
 
+import ml_collections
+
 from vit_jax.configs import detr
 
 PARTS = ('boxes', 'masks', 'both')
 
 
-def get_config(arg: str = 'r50,coco/2017_panoptic,boxes'):
+def get_config(arg: str = 'r50,coco/2017_panoptic,boxes') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA,PART'."""
-  rest, _, part = arg.rpartition(',')
+  detr_arg, _, part = arg.rpartition(',')
   if part not in PARTS:
     raise ValueError(
       f"'{arg}' must be MODEL,DATA,PART, with one of {', '.join(PARTS)} for the "
       'last, as in --config=configs/detr_panoptic.py:r50,coco/2017_panoptic,boxes'
     )
-  config = detr.get_config(rest)
+  config = detr.get_config(detr_arg)
   config.task = 'segment'
   if part == 'boxes':
     return config

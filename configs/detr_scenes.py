@@ -15,7 +15,7 @@ import ml_collections
 from vit_jax.configs import common
 
 
-def get_config(dataset: str = 'scenes'):
+def get_config(dataset: str = 'scenes') -> ml_collections.ConfigDict:
   """Returns the config for scenes of digits, or for those of a folder."""
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.

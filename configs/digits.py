@@ -5,10 +5,12 @@
 Takes about one and a half minutes on two cores, and reaches 99.2 % on the 360 test images.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 
-def get_config():
+def get_config() -> ml_collections.ConfigDict:
   config = common.set_dataset(common.get_config(), 'digits')
   config.pretrained_dir = None  # Random initial weights.
   # 8x8 pixels, grey, enlarged to 16x16: 16 patches of 4x4.

@@ -15,7 +15,7 @@ import ml_collections
 from vit_jax.configs import digits
 
 
-def get_config():
+def get_config() -> ml_collections.ConfigDict:
   """Returns the config: the program, and the configs of the three runs."""
   config = ml_collections.ConfigDict()
   config.trainer = 'transfer'

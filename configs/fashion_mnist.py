@@ -35,19 +35,19 @@ def _model(name: str) -> ml_collections.ConfigDict:
   return config
 
 
-def get_config(model_and_dataset: str = 'vit'):
+def get_config(model_and_dataset: str = 'vit') -> ml_collections.ConfigDict:
   """Returns the config of a run, for MODEL or MODEL,DATASET."""
   forms, example = 'MODEL or MODEL,DATASET', 'fashion_mnist.py:hybrid,mnist'
   model, dataset = common.split_argument(model_and_dataset, forms, example)
   dataset = dataset or 'fashion_mnist'
-  for value, known in (
+  for value, choices in (
     (model, ('vit', 'hybrid', 'bit', 'mixer')),
     (dataset, ('fashion_mnist', 'mnist')),
   ):
-    if value not in known:
+    if value not in choices:
       raise ValueError(
         f"'{value}' of configs/fashion_mnist.py:{model_and_dataset} is unknown: use "
-        f'one of {", ".join(known)}'
+        f'one of {", ".join(choices)}'
       )
   config = digits.get_config()
   studies.change_dataset(config, dataset)

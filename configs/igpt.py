@@ -18,6 +18,8 @@ iGPT-L, 32 px, reaches 96.3 % on CIFAR-10 by a linear probe of its best layer, a
 99.0 % fine-tuned.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 SIDES = (32, 48, 64)
@@ -29,7 +31,7 @@ LEARNING_RATES = {'s': 3e-3, 'm': 3e-3, 'l': 1e-3, 'xl': 3e-4}
 _CROP_AREA = tuple(3 / 4 * (224 / side) ** 2 for side in (384, 256))
 
 
-def get_config(arg: str = 's,imagenet2012,32'):
+def get_config(arg: str = 's,imagenet2012,32') -> ml_collections.ConfigDict:
   """Returns the config for 'SIZE,DATA,SIDE' or 'SIZE,DATA,SIDE,OBJECTIVE'."""
   size, dataset, side, objective = parse(arg)
   config = common.set_dataset(common.get_config(), dataset)
@@ -52,8 +54,8 @@ def parse(arg: str) -> tuple[str, str, int, str]:
   """Returns size, data set, side and objective of an argument."""
   size, dataset, side, objective = (*arg.split(','), '', '', '', '')[:4]
   objective = objective or 'ar'
-  known = dataset and size in LEARNING_RATES and objective in OBJECTIVES
-  if not known or side not in map(str, SIDES) or arg.count(',') > 3:
+  is_known = dataset and size in LEARNING_RATES and objective in OBJECTIVES
+  if not is_known or side not in map(str, SIDES) or arg.count(',') > 3:
     raise ValueError(
       f"'{arg}' must be SIZE,DATA,SIDE or SIZE,DATA,SIDE,OBJECTIVE, with a size "
       f'of {", ".join(LEARNING_RATES)}, a side of 32, 48 or 64 pixels, and the '
@@ -62,7 +64,7 @@ def parse(arg: str) -> tuple[str, str, int, str]:
   return size, dataset, int(side), objective
 
 
-def set_model(config, size: str, side: int):
+def set_model(config: ml_collections.ConfigDict, size: str, side: int) -> None:
   """Sets the model, the side of its images in pixels, and how they are cropped."""
   config.model = models.get_config(f'igpt_{size}')
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
@@ -72,7 +74,7 @@ def set_model(config, size: str, side: int):
   config.pp.update(crop_area=_CROP_AREA, crop_ratio=(1.0, 1.0))
 
 
-def set_adam(config):
+def set_adam(config: ml_collections.ConfigDict) -> None:
   """Sets the paper's optimiser: Adam without weight decay."""
   config.update(optimizer='adam', b2=0.95, optim_dtype='float32')
   config.grad_norm_clip = 0.0

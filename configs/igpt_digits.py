@@ -21,7 +21,7 @@ from vit_jax.configs import common, studies
 DATASETS = ('digits', 'fashion_mnist')
 
 
-def get_config(dataset: str = 'digits'):
+def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   """Returns the config for a data set of DATASETS."""
   studies.check_dataset(dataset, DATASETS, 'igpt_digits')
   config = common.set_dataset(common.get_config(), dataset)

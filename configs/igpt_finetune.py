@@ -15,10 +15,12 @@ in "Generative Pretraining from Pixels" (section 2.3);
 are ours. Expected, by the paper, of iGPT-L: 99.0 % on CIFAR-10, 88.5 % on CIFAR-100.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, igpt, igpt_digits
 
 
-def get_config(arg: str = 's,cifar10,32'):
+def get_config(arg: str = 's,cifar10,32') -> ml_collections.ConfigDict:
   """Returns the config for 'SIZE,DATA,SIDE[,OBJECTIVE]' or 'digits'."""
   if arg == 'digits':
     config = igpt_digits.get_config()

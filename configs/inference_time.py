@@ -10,7 +10,7 @@ deviation over the measured steps), and logs them to the workdir.
 import ml_collections
 
 
-def get_config():
+def get_config() -> ml_collections.ConfigDict:
   config = ml_collections.ConfigDict()
   # The program to run.
   config.trainer = 'inference_time'

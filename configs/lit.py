@@ -19,6 +19,8 @@ models saw CC12M and YFCC100M (batch 16,384); expected of them: B16B_2 73.9 %
 zero-shot on ImageNet, L16L 75.7 %.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 LOSSES = ('lit', 'siglip')
@@ -31,10 +33,10 @@ _VOCABULARIES = {
 }
 
 
-def get_config(arg: str = 'b16b_2,coco_captions'):
+def get_config(arg: str = 'b16b_2,coco_captions') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,LOSS'."""
   example = 'lit.py:b16b,/path/to/pairs'
-  name, dataset, chosen = common.choose(arg, {'loss': LOSSES}, example)
+  name, dataset, settings = common.choose(arg, {'loss': LOSSES}, example)
   if name not in MODELS:
     raise ValueError(
       f"model '{name}' is unknown: use one of {', '.join(MODELS)}, as in "
@@ -57,7 +59,7 @@ def get_config(arg: str = 'b16b_2,coco_captions'):
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.model.temperature_init = models.Lit.temperature_init
   config.pp.update(crop=224, crop_area=None, flip=True, match_pretrained=True)
-  if chosen['loss'] == 'siglip':
+  if settings['loss'] == 'siglip':
     config.loss = 'sigmoid'
     config.model.bias_init = -10.0  # arXiv 2303.15343, section 3.2.
   config.best_metric = 'image_to_text_r1_test'

@@ -22,7 +22,7 @@ import ml_collections
 from vit_jax.configs import common, digits, models
 
 
-def get_config(workdir='/tmp/digits'):
+def get_config(workdir: str = '/tmp/digits') -> ml_collections.ConfigDict:
   """Returns the config for WORKDIR of a run of configs/digits.py, or WORKDIR,FOLDER."""
   workdir, folder = common.split_argument(
     workdir, 'WORKDIR or WORKDIR,FOLDER', 'lit_digits.py:/tmp/digits'
@@ -41,13 +41,20 @@ def get_config(workdir='/tmp/digits'):
   config.model.text_model = 'bert'
   config.model.text = {
     'config': dict(
-      width=96, num_layers=2, num_heads=3, mlp_dim=384, vocab_size=256,
+      width=96,
+      num_layers=2,
+      num_heads=3,
+      mlp_dim=384,
+      vocab_size=256,
       num_positions=16,
     ),
-  }  # fmt: skip
+  }
   config.model.pp = {
-    'tokenizer_name': 'bert', 'vocab_path': 'words', 'size': 16, 'max_len': 12
-  }  # fmt: skip
+    'tokenizer_name': 'bert',
+    'vocab_path': 'words',
+    'size': 16,
+    'max_len': 12,
+  }
   config.model.out_dim = (None, image.hidden_size)
   config.model.temperature_init = models.Lit.temperature_init
 

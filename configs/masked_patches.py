@@ -17,10 +17,12 @@ it, so there is none here. Expected: B/16 pre-trained this way and fine-tuned
 4 below supervised pre-training.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 
-def get_config(arg: str = 'b16,imagenet2012'):
+def get_config(arg: str = 'b16,imagenet2012') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA'."""
   model, dataset = common.split_argument(
     arg, 'MODEL,DATA', 'masked_patches.py:b16,/path/to/folder'

@@ -8,10 +8,12 @@ images are predicted right, one of eight values each. The run ends with a pictur
 test images, masked_patches.png.
 """
 
+import ml_collections
+
 from vit_jax.configs import digits
 
 
-def get_config():
+def get_config() -> ml_collections.ConfigDict:
   config = digits.get_config()
   config.task = 'masked_patches'
   config.update(total_epochs=100.0, label_smoothing=0.0)

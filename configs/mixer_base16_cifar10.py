@@ -8,10 +8,12 @@ Without --config.pretrained the weights are Mixer-B_16.npz in
 --config.pretrained_dir, by default '.'.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 
-def get_config():
+def get_config() -> ml_collections.ConfigDict:
   config = common.with_dataset(common.get_config(), 'cifar10')
   config.model = models.get_config('mixer_b16')
   config.pp.crop = 224

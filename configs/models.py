@@ -263,7 +263,7 @@ class Transformer:
   mlp_norm: bool = False
   attention_norm: bool = False
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for key, kind in schema.fields(type(self)).items():
       schema.check(key, getattr(self, key), kind, 'config.model.transformer.')
 
@@ -428,10 +428,10 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       name = f'ViT-{size}_{patch}'
       variations = VARIATIONS.get(size, {})
       configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
-  for size, (sizes, more) in DINOV2.items():
+  for size, (sizes, extra_fields) in DINOV2.items():
     for suffix, fields in (('', {}), ('-reg4', {'registers': 4})):
       name = f'DINOv2-{size}_14{suffix}'
-      variations = {'gelu': 'erf', 'layer_scale': 1e-5, **more}
+      variations = {'gelu': 'erf', 'layer_scale': 1e-5, **extra_fields}
       configs[name] = _vit_config(name, sizes, 14, variations=variations, **fields)
   for variant in GAP:
     size, patch = variant.split('_')
@@ -442,9 +442,13 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
     configs[name] = _vit_config(name, SIZES[size], patch, resnet=resnet)
   for name, (patch, width, blocks, tokens, channels) in MIXERS.items():
     configs[name] = _config(
-      name, patches={'size': (patch, patch)}, hidden_dim=width,
-      num_blocks=blocks, tokens_mlp_dim=tokens, channels_mlp_dim=channels,
-    )  # fmt: skip
+      name,
+      patches={'size': (patch, patch)},
+      hidden_dim=width,
+      num_blocks=blocks,
+      tokens_mlp_dim=tokens,
+      channels_mlp_dim=channels,
+    )
   for depth, (units, width_factors) in BITS.items():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
@@ -453,28 +457,46 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       )
   for size, (layers, width, heads) in IGPTS.items():
     configs[f'iGPT-{size}'] = _config(
-      f'iGPT-{size}', kind='igpt', hidden_size=width, num_layers=layers,
-      num_heads=heads, num_colors=512, num_positions=32 * 32,
-    )  # fmt: skip
+      f'iGPT-{size}',
+      kind='igpt',
+      hidden_size=width,
+      num_layers=layers,
+      num_heads=heads,
+      num_colors=512,
+      num_positions=32 * 32,
+    )
   for name, (units, dilate_last) in DETRS.items():
     configs[name] = _config(
-      name, kind='detr', units=units, dilate_last=dilate_last, hidden_size=256,
-      num_queries=100, num_encoder_layers=6, num_decoder_layers=6, num_heads=8,
+      name,
+      kind='detr',
+      units=units,
+      dilate_last=dilate_last,
+      hidden_size=256,
+      num_queries=100,
+      num_encoder_layers=6,
+      num_decoder_layers=6,
+      num_heads=8,
       mlp_dim=2048,
-    )  # fmt: skip
+    )
   for name, (image, tokenizer, text, out_dim) in LITS.items():
     if tokenizer == 'sentencepiece':
       layers, width, mlp_dim, heads = SIZES[text]
       text = dict(
-        width=width, num_layers=layers, mlp_dim=mlp_dim, num_heads=heads,
+        width=width,
+        num_layers=layers,
+        mlp_dim=mlp_dim,
+        num_heads=heads,
         vocab_size=16_000,
-      )  # fmt: skip
+      )
     configs[name] = _config(
-      name, kind='lit', image=copy.deepcopy(configs[image]), text=text,
+      name,
+      kind='lit',
+      image=copy.deepcopy(configs[image]),
+      text=text,
       text_model='bert' if tokenizer == 'bert' else 'text_transformer',
       pp={'tokenizer_name': tokenizer, 'size': 224, 'max_len': 16},
       out_dim=out_dim,
-    )  # fmt: skip
+    )
   return configs
 
 
@@ -482,9 +504,9 @@ def short_name(name: str) -> str:
   """Returns a model's name for the command line: 'ViT-B_16' -> 'b16'."""
   if name in LITS:
     return name.replace('-', '_').lower()
-  hybrid, _, rest = name.rpartition('+')
-  rest = rest.removeprefix('ViT-')
-  size, _, variant = rest.partition('_')
+  hybrid, _, vit_name = name.rpartition('+')
+  vit_name = vit_name.removeprefix('ViT-')
+  size, _, variant = vit_name.partition('_')
   size = SHORT_SIZES.get(size, size)
   short = (size + variant).replace('-', '_')  # mixer_b16 for Mixer-B_16.
   return (f'{hybrid}_{short}' if hybrid else short).lower()

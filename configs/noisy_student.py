@@ -68,7 +68,7 @@ class NoisyStudent(common.Seeded):
   metric: schema.Text = 'accuracy_test'
 
 
-def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
+def get_config(arg: str = 'b16,imagenet2012,imagenet21k') -> ml_collections.ConfigDict:
   """Returns the config: the program, and the configs of teacher and student."""
   model, labelled, unlabelled, student = common.split_argument(
     arg,
@@ -87,7 +87,7 @@ def get_config(arg: str = 'b16,imagenet2012,imagenet21k'):
   return config
 
 
-def _with_noise(run):
+def _with_noise(run: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Adds the published noise to the config of a run; returns the config."""
   run.pp.randaugment = (2, 27)
   if 'transformer' in run.model:

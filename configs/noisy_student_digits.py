@@ -16,12 +16,14 @@ one iteration: teacher 68.5 %, student 69.5 %, 1.0 ± 1.1 points above it.
 The settings were chosen with few_3, on 300 of its unlabelled images.
 """
 
+import ml_collections
+
 from vit_jax.configs import digits, noisy_student, schema, studies
 
 DATASETS = ('digits', 'fashion_mnist')
 
 
-def get_config(dataset: str = 'digits'):
+def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   """Returns the config: the program, and the configs of teacher and student."""
   studies.check_dataset(dataset, DATASETS, 'noisy_student_digits')
   config = schema.make(noisy_student.NoisyStudent)

@@ -15,6 +15,8 @@ With configs/pooling.py:token,gap,fashion_mnist, an hour or more on one core, bo
 equal at each learning rate: docs/benchmarks.md.
 """
 
+import ml_collections
+
 from vit_jax.configs import studies
 
 # Name -> (value of config.model.classifier, name in the plot).
@@ -25,19 +27,20 @@ VARIANTS = {
 RATES = (3e-4, 1e-3, 3e-3)
 
 
-def get_config(names: str = ''):
+def get_config(names: str = '') -> ml_collections.ConfigDict:
   """Returns the config of the study of some variants, separated by commas."""
-  chosen, dataset = studies.select(VARIANTS, names)
-  pairs = [(*VARIANTS[name], rate) for name in chosen for rate in RATES]
+  variant_names, dataset = studies.select(VARIANTS, names)
+  variants, places = [], []
+  for name in variant_names:
+    classifier, label = VARIANTS[name]
+    for rate in RATES:
+      settings = {'model.classifier': classifier, 'base_lr': rate}
+      variants.append((f'{label}, lr {rate:g}', settings))
+      places.append((label, rate))
   config = studies.get_config(
-    'Class token or mean pooling (figure 9 in small)',
-    tuple(
-      (f'{label}, lr {rate:g}', {'model.classifier': kind, 'base_lr': rate})
-      for kind, label, rate in pairs
-    ),
-    dataset,
+    'Class token or mean pooling (figure 9 in small)', tuple(variants), dataset
   )
-  config.x = tuple((label, rate) for _, label, rate in pairs)
+  config.x = tuple(places)
   config.x_label = 'base learning rate'
   config.x_log = True
   return config

@@ -18,6 +18,8 @@ embeddings are worst by far. Unlike there, 2-D and relative embeddings trail 1-D
 on Fashion-MNIST (docs/benchmarks.md; a variant takes 10 minutes) they do not.
 """
 
+import ml_collections
+
 from vit_jax.configs import studies
 
 # Name -> (position_embedding, position_layers), in the order of table 8; the
@@ -36,21 +38,15 @@ VARIANTS = {
 }
 
 
-def get_config(names: str = ''):
+def get_config(names: str = '') -> ml_collections.ConfigDict:
   """Returns the config of the study of some variants, separated by commas."""
-  transformer = 'model.transformer.position'
-  chosen, dataset = studies.select(VARIANTS, names)
+  position = 'model.transformer.position'
+  variant_names, dataset = studies.select(VARIANTS, names)
+  variants = []
+  for name in variant_names:
+    embedding, layers = VARIANTS[name]
+    settings = {f'{position}_embedding': embedding, f'{position}_layers': layers}
+    variants.append((name, settings))
   return studies.get_config(
-    'Position embeddings (table 8 in small)',
-    tuple(
-      (
-        name,
-        {
-          f'{transformer}_embedding': VARIANTS[name][0],
-          f'{transformer}_layers': VARIANTS[name][1],
-        },
-      )
-      for name in chosen
-    ),
-    dataset,
+    'Position embeddings (table 8 in small)', tuple(variants), dataset
   )

@@ -32,6 +32,8 @@ Peculiarities of the published recipes:
   recipe of BiT.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 # Recipes of table 3 (all with Adam, batch 4096, 10k warm-up, 224 px), and the
@@ -84,9 +86,9 @@ OTHER = dict(
 )  # fmt: skip
 
 
-def get_config(arg: str = 'b16,imagenet2012'):
+def get_config(arg: str = 'b16,imagenet2012') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA', with ',RECIPE' and so on."""
-  model, dataset, chosen = common.choose(
+  model, dataset, settings = common.choose(
     arg,
     {
       'recipe': (*RECIPES, 'other'),
@@ -101,17 +103,19 @@ def get_config(arg: str = 'b16,imagenet2012'):
   config.optimizer = 'adam'
   config.model.dtype = 'auto'  # bfloat16, except on CPUs.
   config.optim_dtype = 'float32'
-  if chosen['augmentation']:
-    common.set_augmentation(config, chosen['augmentation'])
+  if settings['augmentation']:
+    common.set_augmentation(config, settings['augmentation'])
   model = models.short_name(config.model.model_name)
   usual = dataset in RECIPES and (dataset != 'jft300m' or model in JFT)
-  recipe = chosen['recipe'] or (dataset if usual else 'other')
+  recipe = settings['recipe'] or (dataset if usual else 'other')
   if recipe == 'other':
-    return _set_other(config, chosen['length'])
-  return _set_recipe(config, recipe, model, chosen['length'])
+    return _set_other(config, settings['length'])
+  return _set_recipe(config, recipe, model, settings['length'])
 
 
-def _set_other(config, length):
+def _set_other(
+  config: ml_collections.ConfigDict, length: str | None
+) -> ml_collections.ConfigDict:
   if length is not None:
     raise ValueError(
       f"'{length}' chooses a length of a published recipe, and the recipe here is "
@@ -123,7 +127,9 @@ def _set_other(config, length):
   return config
 
 
-def _set_recipe(config, name, model, length):
+def _set_recipe(
+  config: ml_collections.ConfigDict, name: str, model: str, length: str | None
+) -> ml_collections.ConfigDict:
   if name == 'jft300m':
     if model not in JFT:
       raise ValueError(
@@ -146,12 +152,12 @@ def _set_recipe(config, name, model, length):
   return config
 
 
-def _epochs(recipe, model, length):
-  known = EPOCHS.get((recipe, model), EPOCHS[recipe])
-  epochs = known[0] if length is None else int(length.removesuffix('ep'))
-  if epochs not in known:
+def _epochs(recipe: str, model: str, length: str | None) -> float:
+  published = EPOCHS.get((recipe, model), EPOCHS[recipe])
+  epochs = published[0] if length is None else int(length.removesuffix('ep'))
+  if epochs not in published:
     raise ValueError(
-      f"recipe '{recipe}' trains '{model}' for {' or '.join(map(str, known))} "
+      f"recipe '{recipe}' trains '{model}' for {' or '.join(map(str, published))} "
       f"epochs, not '{length}': for another length set "
       f'--config.total_epochs={epochs}'
     )

@@ -17,7 +17,7 @@ import numbers
 import re
 import types
 import typing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import ml_collections
 
@@ -35,7 +35,7 @@ class Range:
   le: float | None = None
   lt: float | None = None
 
-  def holds(self, value) -> bool:
+  def holds(self, value: Any) -> bool:
     return (
       (self.ge is None or value >= self.ge)
       and (self.gt is None or value > self.gt)
@@ -43,7 +43,7 @@ class Range:
       and (self.lt is None or value < self.lt)
     )
 
-  def __str__(self):
+  def __str__(self) -> str:
     bounds = {
       'of at least': self.ge,
       'above': self.gt,
@@ -61,7 +61,7 @@ class Fits:
   holds: Callable[[Any], bool] = lambda value: True
 
 
-def accepts(value, kind) -> bool:
+def accepts(value: Any, kind: Any) -> bool:
   """Returns whether a value has a type."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
@@ -93,16 +93,14 @@ def accepts(value, kind) -> bool:
   return isinstance(value, kind)
 
 
-def describe(kind) -> str:
+def describe(kind: Any) -> str:
   """Describes the values of a type: 'an integer of at least 1'."""
   origin, args = typing.get_origin(kind), typing.get_args(kind)
   if origin is Annotated:
-    words = [x.words for x in kind.__metadata__ if isinstance(x, Fits)]
-    return (
-      words[-1]
-      if words
-      else ' '.join(map(str, [describe(args[0]), *kind.__metadata__]))
-    )
+    descriptions = [x.words for x in kind.__metadata__ if isinstance(x, Fits)]
+    if descriptions:
+      return descriptions[-1]
+    return ' '.join(map(str, [describe(args[0]), *kind.__metadata__]))
   if origin in (typing.Union, types.UnionType):
     return ' or '.join(map(describe, args))
   if origin is Literal:
@@ -110,8 +108,9 @@ def describe(kind) -> str:
   if origin is dict:
     return f'a dict of {describe(args[0])} to {describe(args[1])}'
   if origin is tuple:
-    each = args[:1] if args[-1] is ... else args
-    return f'a tuple of ({", ".join(map(describe, each))}{", ..." * (args[-1] is ...)})'
+    if args[-1] is ...:
+      return f'a tuple of ({describe(args[0])}, ...)'
+    return f'a tuple of ({", ".join(map(describe, args))})'
   if dataclasses.is_dataclass(kind):
     return 'a group of keys'
   return _WORDS[kind]
@@ -119,11 +118,16 @@ def describe(kind) -> str:
 
 _LARGEST = (2 - 2**-23) * 2.0**127  # In float32.
 _WORDS = {
-  int: 'an integer', float: 'a finite float32 number', bool: 'True or False',
-  str: 'a string', types.NoneType: 'None', Any: 'a number, not nan',
-  tuple: 'a tuple', dict: 'a group of keys',
+  int: 'an integer',
+  float: 'a finite float32 number',
+  bool: 'True or False',
+  str: 'a string',
+  types.NoneType: 'None',
+  Any: 'a number, not nan',
+  tuple: 'a tuple',
+  dict: 'a group of keys',
   ml_collections.ConfigDict: 'a group of keys',
-}  # fmt: skip
+}
 
 
 def is_kind(annotation: Any) -> bool:
@@ -135,25 +139,25 @@ def is_kind(annotation: Any) -> bool:
   return True
 
 
-def check(name: str, value, kind, place: str = 'config.'):
+def check(name: str, value: Any, kind: Any, place: str = 'config.') -> None:
   """Raises ValueError with the key and its value if a value does not have a type.
 
   `place` is '--' for an argument that a flag of a command sets.
   """
   if not accepts(value, kind):
     plain = isinstance(value, ml_collections.ConfigDict)
-    shown = repr(value.to_dict() if plain else value)
-    shown = shown if len(shown) <= _SHOWN else f'{shown[:_SHOWN]} ...'
-    raise ValueError(f'{name}={shown} must be {describe(kind)} ({place}{name})')
+    text = repr(value.to_dict() if plain else value)
+    text = text if len(text) <= _SHOWN else f'{text[:_SHOWN]} ...'
+    raise ValueError(f'{name}={text} must be {describe(kind)} ({place}{name})')
 
 
-def is_number(value) -> bool:
+def is_number(value: Any) -> bool:
   """Returns whether a value is a number, finite in float32, and not a bool."""
   is_real = isinstance(value, numbers.Real) and not isinstance(value, bool)
   return is_real and abs(value) <= _LARGEST
 
 
-def is_mapping(value) -> bool:
+def is_mapping(value: Any) -> bool:
   return isinstance(value, Mapping | ml_collections.ConfigDict)
 
 
@@ -163,12 +167,12 @@ def is_mapping(value) -> bool:
 class Errors(ValueError):
   """Several independent errors, one per line of the message."""
 
-  def __init__(self, errors: Sequence[Exception]):
+  def __init__(self, errors: Sequence[Exception]) -> None:
     self.errors = errors
     super().__init__('\n  '.join([f'{len(errors)} errors:', *map(str, errors)]))
 
 
-def run_checks(checks: Iterable[Callable[[], None]]):
+def run_checks(checks: Iterable[Callable[[], None]]) -> None:
   """Runs independent checks, and raises the ValueErrors and OSErrors of all of them.
 
   One error is raised as it is, several as `Errors`.
@@ -198,20 +202,19 @@ def fields(group: type) -> dict[str, Any]:
 
 def flat(group: type, prefix: str = '') -> dict[str, Any]:
   """Returns the types of all keys of a dataclass by dotted key."""
-  found = {}
+  kinds = {}
   for key, kind in fields(group).items():
     inside = group_of(kind)
-    found |= flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}
-  return found
+    kinds |= flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}
+  return kinds
 
 
-def group_of(kind) -> type | None:
+def group_of(kind: Any) -> type | None:
   """Returns the dataclass of a type such as `Group` or `Group | None`."""
-  kinds = typing.get_args(kind) or (kind,)
-  return next(
-    (k for k in kinds if isinstance(k, type) and dataclasses.is_dataclass(k)),
-    None,
-  )
+  for alternative in typing.get_args(kind) or (kind,):
+    if isinstance(alternative, type) and dataclasses.is_dataclass(alternative):
+      return alternative
+  return None
 
 
 def defaults(group: type) -> Iterator[tuple[str, Any]]:
@@ -229,7 +232,8 @@ def make(group: type) -> ml_collections.ConfigDict:
   A key whose type has alternatives, such as `int | None`, can be assigned a value of
   any type; other keys keep the type of their default.
   """
-  config, kinds = ml_collections.ConfigDict(), fields(group)
+  config = ml_collections.ConfigDict()
+  kinds = fields(group)
   for key, value in defaults(group):
     if dataclasses.is_dataclass(value):
       config[key] = make(type(value))
@@ -244,13 +248,13 @@ def make(group: type) -> ml_collections.ConfigDict:
   return config
 
 
-def _is_union(kind):
+def _is_union(kind: Any) -> bool:
   if typing.get_origin(kind) is Annotated:
     kind = typing.get_args(kind)[0]
   return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-def fill(config: ml_collections.ConfigDict, group: type):
+def fill(config: ml_collections.ConfigDict, group: type) -> None:
   """Adds the keys that a config lacks, in place, with the defaults of a dataclass."""
   with config.unlocked():
     for key, value in make(group).items():
@@ -262,7 +266,12 @@ def fill(config: ml_collections.ConfigDict, group: type):
         fill(config[key], inside)
 
 
-def check_group(config, group: type | None, prefix: str = '', closed: bool = True):
+def check_group(
+  config: ml_collections.ConfigDict,
+  group: type | None,
+  prefix: str = '',
+  closed: bool = True,
+) -> None:
   """Checks all keys of a config, and of the groups inside.
 
   Raises ValueError for values of a wrong type and, if the group is `closed`, for
@@ -270,7 +279,7 @@ def check_group(config, group: type | None, prefix: str = '', closed: bool = Tru
   """
   kinds = fields(group) if group else {}
 
-  def check_key(key: str, value: Any):
+  def check_key(key: str, value: Any) -> None:
     if closed and key not in kinds:
       raise_unknown(key, kinds, prefix)
     kind = kinds.get(key, Any)
@@ -282,22 +291,25 @@ def check_group(config, group: type | None, prefix: str = '', closed: bool = Tru
   run_checks(functools.partial(check_key, *item) for item in config.items())
 
 
-def raise_unknown(key, known, prefix='', of='config', where=None):
+def raise_unknown(
+  key: str,
+  known_keys: Iterable[str],
+  prefix: str = '',
+  of: str = 'config',
+  where: str | None = None,
+) -> NoReturn:
   """Raises ValueError for an unknown key, with the nearest known one.
 
   Keys may be dotted. `where` says where keys are listed, and replaces their names.
   """
   last = key.rpartition('.')[2]
-  by_last = {other.rpartition('.')[2]: other for other in reversed([*known])}
-  close = difflib.get_close_matches(last, by_last, n=1)
-  near = [
-    *(other for other in known if other.endswith(f'.{key}')),
-    *difflib.get_close_matches(key, known, n=1),
-    *(by_last[other] for other in close),
-    # Keys that contain it, such as base_lr for lr.
-    *(other for other in known if len(last) > 1 and last in other),
-  ]
-  hint = where or f'known keys are {", ".join(sorted(known)) or "none"}'
+  by_last = {name.rpartition('.')[2]: name for name in reversed([*known_keys])}
+  near = [name for name in known_keys if name.endswith(f'.{key}')]
+  near += difflib.get_close_matches(key, known_keys, n=1)
+  near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
+  if len(last) > 1:  # Keys that contain it, such as base_lr for lr.
+    near += [name for name in known_keys if last in name]
+  hint = where or f'known keys are {", ".join(sorted(known_keys)) or "none"}'
   if near:
     hint = f"did you mean '{prefix}{near[0]}'?"
   raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")
@@ -314,7 +326,7 @@ def literal(text: str) -> Any:
     return float(text) if text.lower() in ('nan', 'inf', '-inf') else text
 
 
-def parse(name: str, text: str, kind) -> Any:
+def parse(name: str, text: str, kind: Any) -> Any:
   """Returns the first reading of a string that has a type; ValueError if none has.
 
   Readings are a Python literal, a bool ('true', '0'), a tuple without parentheses,
@@ -353,7 +365,7 @@ HeightWidth = Annotated[
 Size = Count | HeightWidth
 
 
-def _differ(values) -> bool:
+def _differ(values: Sequence[Any]) -> bool:
   return len(set(values)) == len(values)
 
 
@@ -394,7 +406,7 @@ Names = Annotated[
 ]
 
 
-def is_regex(text) -> bool:
+def is_regex(text: str) -> bool:
   try:
     re.compile(text)
   except re.error:

@@ -12,12 +12,12 @@ from vit_jax.configs import common, digits
 DATASETS = ('digits', 'fashion_mnist', 'mnist')
 
 
-def check_dataset(dataset: str, known: Iterable[str], name: str) -> None:
+def check_dataset(dataset: str, datasets: Iterable[str], name: str) -> None:
   """Raises ValueError if the config `name` does not know a data set."""
-  if dataset not in known:
+  if dataset not in datasets:
     raise ValueError(
       f'configs/{name}.py:{dataset} is not a data set of this config: use one of '
-      + ', '.join(known)
+      + ', '.join(datasets)
     )
 
 
@@ -57,17 +57,17 @@ def get_config(
   return config
 
 
-def select(known: Iterable[str], words: str) -> tuple[list[str], str]:
-  """Splits words at commas into names of variants, by default all, and a data set."""
-  chosen = [word.strip() for word in words.split(',')] if words else []
-  datasets = [word for word in chosen if word in DATASETS]
-  names = [word for word in chosen if word not in DATASETS]
-  for name in names:
-    if name not in known:
+def select(variants: Iterable[str], arg: str) -> tuple[list[str], str]:
+  """Splits an argument at its commas into variants, by default all, and a data set."""
+  selected = [name.strip() for name in arg.split(',')] if arg else []
+  dataset_names = [name for name in selected if name in DATASETS]
+  variant_names = [name for name in selected if name not in DATASETS]
+  for name in variant_names:
+    if name not in variants:
       raise ValueError(
-        f"variant '{name}' is unknown: use some of {', '.join(known)}, and one of "
+        f"variant '{name}' is unknown: use some of {', '.join(variants)}, and one of "
         f'{", ".join(DATASETS)}, separated by commas'
       )
-  if len(datasets) > 1:
-    raise ValueError(f"'{words}' names {len(datasets)} data sets: use one")
-  return names or [*known], (datasets or ['digits'])[0]
+  if len(dataset_names) > 1:
+    raise ValueError(f"'{arg}' names {len(dataset_names)} data sets: use one")
+  return variant_names or [*variants], (dataset_names or ['digits'])[0]

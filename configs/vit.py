@@ -25,14 +25,14 @@ import ml_collections
 from vit_jax.configs import common, models
 
 SIZE = 384
-# Of images of a model whose patches are unknown: of 8, 14, 16, 28 or 32 pixels.
+# Side in pixels for a model of unknown patches: a multiple of 8, 14, 16, 28 and 32.
 PRETRAINED_SIZE = 224
 # The paper averages the weights from this size on (table 2: 512 for L/16, 518
 # for H/14).
 AVERAGED_SIZE = 512
 
 
-def get_config(model_dataset: str = 'b16,cifar10'):
+def get_config(model_dataset: str = 'b16,cifar10') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL,DATA' or 'MODEL,DATA,SIZE'."""
   form, example = 'MODEL,DATA or MODEL,DATA,SIZE', 'vit.py:l16,/my/folder,512'
   model, dataset, size = common.split_argument(model_dataset, form, example)

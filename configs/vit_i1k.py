@@ -22,6 +22,8 @@ deviation 1/sqrt(D); here the class token has one too, and the standard deviatio
 0.02, as in the original.
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models
 
 # Model -> augmentation, a key of common.AUGREG.
@@ -32,7 +34,7 @@ AUGMENTATIONS = {
 }
 
 
-def get_config(arg: str = 'b16'):
+def get_config(arg: str = 'b16') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL', 'MODEL,DATA' or 'MODEL,DATA,AUGMENTATION'."""
   model, dataset, augmentation = common.split_argument(
     arg if ',' in arg else f'{arg},imagenet2012',
@@ -58,7 +60,7 @@ def get_config(arg: str = 'b16'):
   )
 
 
-def set_optimization(config):
+def set_optimization(config: ml_collections.ConfigDict) -> None:
   """Sets what the recipes of big_vision share, in place."""
   config.pretrained_dir = None  # From random weights.
   config.update(optimizer='adam', optim_dtype='bfloat16', grad_norm_clip=1.0)
@@ -68,13 +70,15 @@ def set_optimization(config):
   config.pp.update(crop=224, resize=256)
 
 
-def augmentation_of(model, known: dict[str, str]) -> str:
+def augmentation_of(
+  model: ml_collections.ConfigDict, augmentations: dict[str, str]
+) -> str:
   """Returns the augmentation that is published for a model, by its short name."""
   name = models.short_name(model.model_name)
-  if name not in known:
+  if name not in augmentations:
     raise ValueError(
       f"no augmentation is published for the model '{name}', only for "
-      f'{", ".join(known)}: pass one after the data set, as in {name},'
+      f'{", ".join(augmentations)}: pass one after the data set, as in {name},'
       'imagenet2012,medium1'
     )
-  return known[name]
+  return augmentations[name]

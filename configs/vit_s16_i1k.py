@@ -12,10 +12,12 @@ Expected on the ImageNet validation set: 76.5 % after 90 epochs, which take 6 to
 7 hours on a TPU v3-8; 80 % after 300 epochs (--config.total_epochs=300).
 """
 
+import ml_collections
+
 from vit_jax.configs import common, models, vit_i1k
 
 
-def get_config(dataset: str = 'imagenet2012'):
+def get_config(dataset: str = 'imagenet2012') -> ml_collections.ConfigDict:
   """Returns the config for a TFDS name or a folder."""
   config = common.set_dataset(common.get_config(), dataset)
   config.model = models.get_config('s16')

@@ -65,7 +65,7 @@ class Vtab(common.Seeded):
   run: ml_collections.ConfigDict
 
 
-def get_config(model: str = 'b16'):
+def get_config(model: str = 'b16') -> ml_collections.ConfigDict:
   """Returns the config for 'MODEL' or 'MODEL,SIZE'."""
   name, comma, size = model.partition(',')
   config = schema.make(Vtab)
