@@ -20,15 +20,16 @@ dict of tensors of static shapes.
 from collections.abc import Callable, Iterator, Sequence
 import functools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import multihost_utils
+import ml_collections
 import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data import feeding, folder, manifest, order, parquet, sources
+from vit_jax.data import feeding, folder, manifest, order, parquet, records, sources
 from vit_jax.data.images import images
 from vit_jax.data.lazy import as_it_is, tf
 from vit_jax.distributed import processes, sharding
@@ -48,7 +49,8 @@ def get_dataset_info(dataset: str, split: str) -> dict:
   FileNotFoundError if there is no such data set or split.
   """
   config = common.set_dataset(common.get_config(), dataset)
-  is_folder, names = folder.is_folder(dataset), None
+  is_folder = folder.is_folder(dataset)
+  names = None
   if is_folder and split != '.':
     names = sources.open_split(config, config.pp.train).class_names
   source = sources.open_split(config, split, class_names=names)
@@ -74,14 +76,14 @@ def get_directory_info(directory: str) -> dict:
   return get_dataset_info(directory, _split_of(directory, 'train'))
 
 
-def _examples_glob(root, split):
+def _examples_glob(root: str, split: str) -> str | None:
   """Returns a pattern for the files of a split of class folders, else None."""
   top = root if split == '.' else f'{root}/{split}'
-  listed = any(kind.exists(root, split) for kind in (manifest, parquet))
-  return None if listed or not tf.io.gfile.isdir(top) else f'{top}/*/*'
+  has_list = any(kind.exists(root, split) for kind in (manifest, parquet))
+  return None if has_list or not tf.io.gfile.isdir(top) else f'{top}/*/*'
 
 
-def _split_of(directory, split):
+def _split_of(directory: str, split: str) -> str:
   """Returns `split` if a folder has a split of that name, else '.'."""
   top = os.path.join(directory, split)
   if not tf.io.gfile.isdir(directory):
@@ -96,7 +98,9 @@ def _split_of(directory, split):
   return split if is_split else '.'
 
 
-def get_datasets(config):
+def get_datasets(
+  config: ml_collections.ConfigDict,
+) -> tuple['tf.data.Dataset', 'tf.data.Dataset']:
   """Returns the training and the test data of a config, as tf.data.
 
   Each element is a dict with `image`, float32 [B, height, width, channels] in
@@ -114,13 +118,17 @@ def get_datasets(config):
   return _dataset(config, 'train', train), _dataset(config, 'test', test)
 
 
-def get_data_from_tfds(*, config, mode: str) -> 'tf.data.Dataset':
+def get_data_from_tfds(
+  *, config: ml_collections.ConfigDict, mode: str
+) -> 'tf.data.Dataset':
   """Returns the data of a config for 'train' or 'test', see `get_datasets`."""
   _check_mode(mode)
   return get_datasets(config)[mode == 'test']
 
 
-def get_data_from_directory(*, config, directory: str, mode: str) -> 'tf.data.Dataset':
+def get_data_from_directory(
+  *, config: ml_collections.ConfigDict, directory: str, mode: str
+) -> 'tf.data.Dataset':
   """Returns the images of a folder of classes, see `get_datasets`.
 
   `directory` is `directory/<class>/<image>`, or has the splits `train` and `test`, of
@@ -136,12 +144,14 @@ def get_data_from_directory(*, config, directory: str, mode: str) -> 'tf.data.Da
   return get_data_from_tfds(config=config, mode=mode)
 
 
-def _check_mode(mode):
+def _check_mode(mode: str) -> None:
   if mode not in ('train', 'test'):
     raise ValueError(f"mode='{mode}' is unknown: use 'train' or 'test'")
 
 
-def _dataset(config, mode, source):
+def _dataset(
+  config: ml_collections.ConfigDict, mode: str, source: records.Source
+) -> 'tf.data.Dataset':
   """Returns a split in the form of `get_datasets`."""
   run_config.check_preprocessing(config.pp)
   mesh = sharding.make_mesh({'data': -1})
@@ -155,12 +165,12 @@ def _dataset(config, mode, source):
     count = source.evaluated.num_examples
     padded = count % config.batch_eval and jax.process_count() == 1
 
-    def without_padding(batch):
+    def without_padding(batch: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
       real = batch['mask'] > 0
-      return {
-        key: tf.boolean_mask(batch[key], real) if padded else batch[key]
-        for key in ('image', 'label', 'mask')
-      }
+      tensors = {key: batch[key] for key in ('image', 'label', 'mask')}
+      if not padded:
+        return tensors
+      return {key: tf.boolean_mask(x, real) for key, x in tensors.items()}
 
     data = eval_dataset(config, source, example, rows).map(without_padding)
     length = -(-count // config.batch_eval)
@@ -179,7 +189,7 @@ def prefetch(dataset: 'tf.data.Dataset', n_prefetch: int) -> Iterator[dict]:
   return feeding.on_devices(dataset.as_numpy_iterator(), mesh, n_prefetch)
 
 
-def labelled_example(config, num_classes: int) -> Callable:
+def labelled_example(config: ml_collections.ConfigDict, num_classes: int) -> Callable:
   """Returns the function `example` of a classifier, see the top; reads `pp`.
 
   Its records have 'image', 'label' and possibly 'soft_label', the probability of
@@ -189,7 +199,9 @@ def labelled_example(config, num_classes: int) -> Callable:
   """
 
   @as_it_is
-  def example(record, seed):
+  def example(
+    record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+  ) -> dict[str, 'tf.Tensor']:
     image = preprocess.prepare(record['image'], seed, config.pp)
     label = _many_hot(record['label'], num_classes)
     if 'soft_label' in record:
@@ -201,7 +213,11 @@ def labelled_example(config, num_classes: int) -> Callable:
 
 
 def train_dataset(
-  config, source, example: Callable, rows: np.ndarray, start_step: int = 0
+  config: ml_collections.ConfigDict,
+  source: records.Source,
+  example: Callable,
+  rows: np.ndarray,
+  start_step: int = 0,
 ) -> 'tf.data.Dataset':
   """Returns the infinite training batches from a step on, see the top.
 
@@ -210,16 +226,22 @@ def train_dataset(
   """
   read = as_it_is(source.read)
 
-  def make(position, record):
+  def make(
+    position: 'tf.Tensor', record: dict[str, 'tf.Tensor']
+  ) -> dict[str, 'tf.Tensor']:
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
     return example(read(record), seed)
 
-  records = order.training_records(config, source, rows, start_step)
-  return _batches(records.map(make, num_parallel_calls=_CALLS), len(rows))
+  data = order.training_records(config, source, rows, start_step)
+  return _batches(data.map(make, num_parallel_calls=_CALLS), len(rows))
 
 
 def eval_dataset(
-  config, source, example: Callable, rows: np.ndarray, numbers: np.ndarray | None = None
+  config: ml_collections.ConfigDict,
+  source: records.Source,
+  example: Callable,
+  rows: np.ndarray,
+  numbers: np.ndarray | None = None,
 ) -> 'tf.data.Dataset':
   """Returns every example of a split once, in padded batches.
 
@@ -234,10 +256,10 @@ def eval_dataset(
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
   read = as_it_is(source.read)
 
-  def make(record):
-    made = example(read(record), None)
+  def make(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+    tensors = example(read(record), None)
     index = tf.cast(record['index'], tf.int32)
-    return {**made, 'mask': tf.ones([]), 'index': index}
+    return {**tensors, 'mask': tf.ones([]), 'index': index}
 
   data = order.at_a_time(
     source,
@@ -254,7 +276,7 @@ def eval_dataset(
   return _batches(data.concatenate(padding).take(len(positions)), len(rows))
 
 
-def _batches(data, size):
+def _batches(data: 'tf.data.Dataset', size: int) -> 'tf.data.Dataset':
   options = tf.data.Options()
   options.deterministic = True
   # The end of the iterator, hence of the program, would wait for the autotuning
@@ -263,7 +285,7 @@ def _batches(data, size):
   return data.batch(size, drop_remainder=True).prefetch(1).with_options(options)
 
 
-def _many_hot(label, num_classes):
+def _many_hot(label: 'tf.Tensor', num_classes: int) -> 'tf.Tensor':
   """Turns label ids [L], padded with -1, into float32 [num_classes]."""
   message = (
     f'a label is out of range: the data set has {num_classes} class names, so '
@@ -280,7 +302,11 @@ def _many_hot(label, num_classes):
 
 
 def train_batches(
-  config, source, example: Callable, mesh, start_step: int = 0
+  config: ml_collections.ConfigDict,
+  source: records.Source,
+  example: Callable,
+  mesh: jax.sharding.Mesh,
+  start_step: int = 0,
 ) -> Iterator[dict]:
   """Yields the batches of `train_dataset` as global arrays, split over a mesh.
 
@@ -288,7 +314,7 @@ def train_batches(
   """
   rows = sharding.local_rows(mesh, config.batch)
 
-  def indices(number):
+  def indices(number: int) -> np.ndarray:
     positions = (start_step + number) * config.batch + rows
     return order.training_indices(source, positions, config.seed)
 
@@ -298,14 +324,18 @@ def train_batches(
 
 
 def eval_batches(
-  config, source, example: Callable, mesh, numbers: np.ndarray | None = None
+  config: ml_collections.ConfigDict,
+  source: records.Source,
+  example: Callable,
+  mesh: jax.sharding.Mesh,
+  numbers: np.ndarray | None = None,
 ) -> Iterator[dict]:
   """Yields the batches of `eval_dataset` like `train_batches`."""
   source = source.evaluated
   rows = sharding.local_rows(mesh, config.batch_eval)
   numbers = np.arange(source.num_examples) if numbers is None else numbers
 
-  def indices(number):
+  def indices(number: int) -> np.ndarray:
     positions = number * config.batch_eval + rows
     return numbers[positions[positions < len(numbers)]]
 
@@ -317,16 +347,16 @@ def eval_batches(
 class Part(NamedTuple):
   """Examples of a split that have the same shapes."""
 
-  numbers: np.ndarray | None  # Of the examples, int64 [n]; None for all.
+  numbers: np.ndarray | None  # Numbers of the examples, int64 [n]; None for all.
   example: Callable  # (record, None) -> dict of tensors, see the top.
   image_size: tuple[int, int] | None = None  # None: the usual one.
 
 
 def part_batches(
-  config,
-  source,
+  config: ml_collections.ConfigDict,
+  source: records.Source,
   parts: Sequence[Part],
-  mesh,
+  mesh: jax.sharding.Mesh,
   size: Callable[[Part, int], int] | None = None,
 ) -> Iterator[dict]:
   """Yields every example of some parts of a split once.
@@ -337,15 +367,16 @@ def part_batches(
   batch, rounded up to a multiple of the batch shards; by default
   `config.batch_eval`, or fewer for a part of fewer examples.
   """
-  source, shards = source.evaluated, sharding.batch_shards(mesh)
+  source = source.evaluated
+  shards = sharding.batch_shards(mesh)
   config = config.copy_and_resolve_references()
   most = config.batch_eval
   for part in (Part(*part) for part in parts):
-    whole = part.numbers is None
-    numbers: np.ndarray = np.arange(source.num_examples) if whole else part.numbers
+    is_whole = part.numbers is None
+    numbers: np.ndarray = np.arange(source.num_examples) if is_whole else part.numbers
     rows = min(most, len(numbers)) if size is None else size(part, len(numbers))
     config.batch_eval = -(-rows // shards) * shards
-    if size is None and whole:
+    if size is None and is_whole:
       config.batch_eval = most
     few = size is not None and len(numbers) <= _FEW and not mesh.is_multi_process
     if few and not source.tolerant:
@@ -355,68 +386,75 @@ def part_batches(
       yield from eval_batches(config, source, part.example, mesh, numbers)
 
 
-def _few_batches(size, source, example: Callable, numbers):
+def _few_batches(
+  size: int, source: records.Source, example: Callable, numbers: np.ndarray
+) -> Iterator[dict]:
   """Yields the batches of `eval_dataset` for few examples, without a pipeline."""
 
-  def make(number):
-    made = _one(source, lambda record: example(source.read(record), None), number)
-    return {**made, 'mask': np.float32(1), 'index': np.int32(number)}
+  def make(number: int) -> dict[str, Any]:
+    tensors = _one(source, lambda record: example(source.read(record), None), number)
+    return {**tensors, 'mask': np.float32(1), 'index': np.int32(number)}
 
   for begin in range(0, len(numbers), size):
-    made = [make(number) for number in numbers[begin : begin + size]]
-    padding = jax.tree.map(np.zeros_like, made[0])
-    made += [{**padding, 'index': np.int32(-1)}] * (size - len(made))
-    yield jax.tree.map(lambda *rows: np.stack(rows), *made)
+    rows = [make(number) for number in numbers[begin : begin + size]]
+    padding = jax.tree.map(np.zeros_like, rows[0])
+    padding['index'] = np.int32(-1)
+    rows += [padding] * (size - len(rows))
+    yield jax.tree.map(lambda *arrays: np.stack(arrays), *rows)
 
 
-def _one(source, function: Callable, number: int) -> dict:
+def _one(source: records.Source, function: Callable, number: int) -> dict:
   """Applies a function to the record with a number; returns NumPy arrays."""
   index = tf.constant(number, tf.int64)
   try:
-    made = function({'index': index, **source.record(index)})
+    tensors = function({'index': index, **source.record(index)})
   except tf.errors.OpError as e:
     feeding.explain(e, source, [number])
-  return {name: value.numpy() for name, value in made.items()}
+  return {name: value.numpy() for name, value in tensors.items()}
 
 
-def task_batches(task, source, mesh) -> Iterator[dict]:
+def task_batches(
+  task: Any, source: records.Source, mesh: jax.sharding.Mesh
+) -> Iterator[dict]:
   """Yields every example of a split once, in the parts chosen by a task."""
   parts = task.parts(source.evaluated)
   return part_batches(task.config, source, parts, mesh)
 
 
 @functools.lru_cache(maxsize=8)
-def image_shapes(source) -> np.ndarray:
+def image_shapes(source: records.Source) -> np.ndarray:
   """Returns height and width of the stored images of a split, int64 [n, 2].
 
   All processes must call it: unless the source knows the shapes, each reads the
   headers of its share of the images. Raises ValueError or OSError, the same on all
   processes, if an image cannot be read.
   """
-  known = source.shapes()
-  if known is not None:
-    return known
-  mine = np.arange(jax.process_index(), source.num_examples, jax.process_count())
-  found = np.zeros((source.num_examples, 2), np.int64)
+  known_shapes = source.shapes()
+  if known_shapes is not None:
+    return known_shapes
+  local_numbers = np.arange(
+    jax.process_index(), source.num_examples, jax.process_count()
+  )
+  shapes = np.zeros((source.num_examples, 2), np.int64)
 
-  def indices(number):
-    return mine[number * _HEADERS :][:_HEADERS]
+  def indices(number: int) -> np.ndarray:
+    return local_numbers[number * _HEADERS :][:_HEADERS]
 
-  def shape(record):
+  def shape(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     return {'shape': images.shape_of(source.read(record)['image'])}
 
-  def read():
-    if len(mine) <= _FEW:
-      for number in mine:
-        found[number] = _one(source, shape, number)['shape']
+  def read() -> None:
+    if len(local_numbers) <= _FEW:
+      for number in local_numbers:
+        shapes[number] = _one(source, shape, number)['shape']
       return
-    numbers = tf.data.Dataset.from_tensor_slices(mine).batch(_HEADERS)
-    records = order.at_a_time(source, numbers, source.lookup)
-    shapes = records.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
-    for number, batch in enumerate(feeding.read(shapes, source, indices)):
-      found[indices(number)] = batch['shape']
+    numbers = tf.data.Dataset.from_tensor_slices(local_numbers).batch(_HEADERS)
+    data = order.at_a_time(source, numbers, source.lookup)
+    batches = data.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
+    for number, batch in enumerate(feeding.read(batches, source, indices)):
+      shapes[indices(number)] = batch['shape']
 
   processes.attempt('reading the sizes of the images', read)
   if jax.process_count() > 1:
-    found = multihost_utils.process_allgather(found.astype(np.int32)).sum(0)
-  return found.astype(np.int64)
+    shapes = multihost_utils.process_allgather(shapes.astype(np.int32)).sum(0)
+  return shapes.astype(np.int64)

@@ -8,12 +8,13 @@ every random choice, so that example i of a run always has the same pixels.
 `get_pp` and the names of tokenizers are the original's, for images with texts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 import dataclasses
 import io
 import os
 from typing import Any
 
+import ml_collections
 import numpy as np
 from PIL import Image, ImageOps
 
@@ -28,7 +29,7 @@ BertTokenizer = tokenizers.BertTokenizer
 SentencepieceTokenizer = tokenizers.SentencepieceTokenizer
 
 
-def image_sizes(pp) -> list[tuple[int, int]]:
+def image_sizes(pp: ml_collections.ConfigDict) -> list[tuple[int, int]]:
   """Returns the sizes of training images, see vit_jax.tasks.base.Task."""
   if pp.sides:
     return list(dict.fromkeys(group.canvas for group in canvases.groups(pp)))
@@ -36,7 +37,12 @@ def image_sizes(pp) -> list[tuple[int, int]]:
 
 
 @as_it_is
-def decode_with_geometry(encoded, seed, pp, upright: bool = False):
+def decode_with_geometry(
+  encoded: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  pp: ml_collections.ConfigDict,
+  upright: bool = False,
+) -> tuple['tf.Tensor', geometry.Geometry]:
   """Decodes and augments one image, and returns its geometry.
 
   Args:
@@ -51,17 +57,22 @@ def decode_with_geometry(encoded, seed, pp, upright: bool = False):
     `geometry.Geometry` for boxes and masks, without the moves of RandAugment.
   """
 
-  def draw(shape):
+  def draw(shape: 'tf.Tensor') -> geometry.Geometry:
     return geometry.sample(shape, seed, pp)
 
   crops = pp.crop_area is not None
-  image, drawn = _decode(encoded, draw, pp, crops=crops, upright=upright)
-  image = tf.ensure_shape(image, [*drawn.size, pp.channels])
-  return _change_pixels(image, seed, pp), drawn
+  image, sampled = _decode(encoded, draw, pp, crops=crops, upright=upright)
+  image = tf.ensure_shape(image, [*sampled.size, pp.channels])
+  return _change_pixels(image, seed, pp), sampled
 
 
 @as_it_is
-def on_canvas_for_training(encoded, seed, group, pp):
+def on_canvas_for_training(
+  encoded: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  group: 'tf.Tensor',
+  pp: ml_collections.ConfigDict,
+) -> tuple[dict[str, 'tf.Tensor'], geometry.Geometry]:
   """Decodes and augments one image, and puts it on the canvas of a group.
 
   See `decode_with_geometry`; `group` is the result of canvases.group_at. Returns
@@ -69,37 +80,44 @@ def on_canvas_for_training(encoded, seed, group, pp):
   the image without padding.
   """
 
-  def draw(shape):
+  def draw(shape: 'tf.Tensor') -> geometry.Geometry:
     return canvases.sample(shape, seed, group, pp)
 
-  image, drawn = _decode(encoded, draw, pp)
+  image, sampled = _decode(encoded, draw, pp)
   image = tf.ensure_shape(image, [None, None, pp.channels])
   image = _change_pixels(image, seed, pp)
   sizes = [group.canvas for group in canvases.groups(pp)]
-  return canvases.place(image, tf.unstack(tf.gather(sizes, group))), drawn
+  return canvases.place(image, tf.unstack(tf.gather(sizes, group))), sampled
 
 
 @as_it_is
-def on_canvas_for_evaluation(encoded, group, pp, upright: bool = False):
+def on_canvas_for_evaluation(
+  encoded: 'tf.Tensor',
+  group: canvases.Group,
+  pp: ml_collections.ConfigDict,
+  upright: bool = False,
+) -> tuple[dict[str, 'tf.Tensor'], geometry.Geometry]:
   """Decodes one image and puts it on the canvas of a group of one length.
 
   See `on_canvas_for_training`. `upright` applies the EXIF orientation first.
   """
 
-  def draw(shape):
+  def draw(shape: 'tf.Tensor') -> geometry.Geometry:
     size = canvases.fitted(shape, group.sides[0], group.longest)
     return geometry.whole(shape, tf.minimum(size, max(group.canvas)))
 
-  image, drawn = _decode(encoded, draw, pp, False, upright, antialias=True)
+  image, sampled = _decode(encoded, draw, pp, False, upright, antialias=True)
   tensors = canvases.place(image, group.canvas)
   shape = [*group.canvas, pp.channels]
   return {
     'image': tf.ensure_shape(tensors['image'], shape),
     'real': tf.ensure_shape(tensors['real'], shape[:2]),
-  }, drawn
+  }, sampled
 
 
-def _change_pixels(image, seed, pp):
+def _change_pixels(
+  image: 'tf.Tensor', seed: 'tf.Tensor', pp: ml_collections.ConfigDict
+) -> 'tf.Tensor':
   """Applies the augmentations of pixels in `pp` to float32 [h, w, C]."""
   # Each augmentation has its own seed, so that none changes the others' draws.
   fold = tf.random.experimental.stateless_fold_in
@@ -115,7 +133,14 @@ def _change_pixels(image, seed, pp):
   return image
 
 
-def _decode(encoded, draw, pp, crops=True, upright=False, antialias=None):
+def _decode(
+  encoded: 'tf.Tensor',
+  draw: Callable,
+  pp: ml_collections.ConfigDict,
+  crops: bool = True,
+  upright: bool = False,
+  antialias: bool | None = None,
+) -> tuple['tf.Tensor', geometry.Geometry]:
   """Decodes an image and applies the geometry that `draw` chooses; returns both.
 
   `draw` maps the shape of the image, int32 [2], to a geometry, both of the upright
@@ -124,27 +149,27 @@ def _decode(encoded, draw, pp, crops=True, upright=False, antialias=None):
   encoded = tf.convert_to_tensor(encoded)
   turned = orientation.read(encoded) if upright else None
   shape = tf.cast(images.shape_of(encoded), tf.int32)
-  drawn = draw(orientation.turn_shape(shape, turned))
+  sampled = draw(orientation.turn_shape(shape, turned))
   ratio = window = None  # Decodes at full size, and the whole image.
   if pp.jpeg_shrink:
-    ratio = jpeg.ratio(drawn.window[2:], drawn.size)
+    ratio = jpeg.ratio(sampled.window[2:], sampled.size)
     ratio = tf.where(tf.io.is_jpeg(encoded), ratio, 1)
   if crops:
-    window = orientation.stored_window(drawn.window, drawn.shape, turned)
+    window = orientation.stored_window(sampled.window, sampled.shape, turned)
   if crops and ratio is not None:
     # At 1 / ratio of the size, windows begin and end at multiples of the ratio.
     window = window // ratio
     if not upright:  # Boxes and masks follow what was decoded.
-      drawn = drawn._replace(window=window * ratio)
+      sampled = sampled._replace(window=window * ratio)
   image = images.decode_window(
     encoded, pp.channels, turned, ratio, window, exact=pp.antialias
   )
   antialias = pp.antialias if antialias is None else antialias
-  return geometry.fit(image, drawn, pp.interpolation, antialias), drawn
+  return geometry.fit(image, sampled, pp.interpolation, antialias), sampled
 
 
 @as_it_is
-def for_evaluation(image, pp):
+def for_evaluation(image: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor':
   """Resizes one decoded image, uint8 [height, width, channels], as `config.pp` says.
 
   Returns float32 [crop height, crop width, channels] in [-1, 1].
@@ -158,7 +183,7 @@ def for_evaluation(image, pp):
   return tf.ensure_shape(image, [*size, pp.channels])
 
 
-def resized_to(shape, pp):
+def resized_to(shape: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor':
   """Returns the size of an image in evaluation before its centre is cropped.
 
   `shape` is height and width, int [2]. Returns int32 [2].
@@ -182,7 +207,7 @@ class PreprocessImages:
   size: int
   crop: bool = False
 
-  def preprocess_tf(self, image):
+  def preprocess_tf(self, image: 'tf.Tensor') -> 'tf.Tensor':
     """Maps an image, uint8 [height, width, C], to float32 [size, size, C].
 
     ValueError if the image is not uint8.
@@ -198,7 +223,7 @@ class PreprocessImages:
       image = resizing.crop_centre(image, size)
     return images.to_float(tf.cast(image, tf.uint8))
 
-  def __call__(self, images):
+  def __call__(self, images: Sequence[Any]) -> np.ndarray:
     """Maps a sequence of images to NumPy's float32 [n, size, size, C]."""
     return np.stack([self.preprocess_tf(tf.constant(x)) for x in images])
 
@@ -223,7 +248,7 @@ def get_pp(
   preprocess_images = PreprocessImages(size, crop)
 
   @as_it_is
-  def pp(features):
+  def pp(features: dict[str, Any]) -> dict[str, Any]:
     features = dict(features)
     if 'image' in features:
       features['image'] = preprocess_images.preprocess_tf(features['image'])
@@ -235,7 +260,9 @@ def get_pp(
 
 
 @as_it_is
-def prepare(encoded, seed, pp):
+def prepare(
+  encoded: 'tf.Tensor', seed: 'tf.Tensor | None', pp: ml_collections.ConfigDict
+) -> 'tf.Tensor':
   """Decodes one image and prepares it for training or evaluation.
 
   `encoded` is the contents of an image file, a string scalar, and `seed` int64 [2] in
@@ -254,7 +281,7 @@ def prepare(encoded, seed, pp):
 
 def from_user(
   image: Any, function: Callable[[bytes], Any], max_pixels: int | None = None
-):
+) -> Any:
   """Returns the result of a function of the encoded bytes of an image in any form.
 
   Args:

@@ -4,9 +4,10 @@ Names and shapes are compared leaf by leaf. Position embeddings are resized as i
 section 3.2 of the paper, patch embeddings as in FlexiViT (arXiv 2212.08013).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import math
 import re
+from typing import Any
 
 from absl import logging
 import flax.traverse_util
@@ -33,9 +34,9 @@ class OtherModelError(ValueError):
 def transferable(
   pretrained_path: str,
   expected: dict,
-  model_config,
-  grid=None,
-  new_grid=None,
+  model_config: Any,
+  grid: tuple[int, int] | None = None,
+  new_grid: tuple[int, int] | None = None,
   new: Sequence[str] | Callable[..., Sequence[str]] = ('head',),
   partly: bool = False,
   adapt: Callable[[reading.Weights], reading.Weights] = lambda weights: weights,
@@ -66,11 +67,11 @@ def transferable(
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
   # A whole classifier starts from the image tower of an image-text model.
-  alone = place == 'model' and families.describe(want) == vit.Classifiers.noun
-  own = family.part(weights, 'img' if alone else part)
-  if own is not None:
-    weights, flat = own, reading.leaves_of(own)
-  if own is not None and part:
+  is_whole_model = place == 'model' and families.describe(want) == vit.Classifiers.noun
+  part_weights = family.part(weights, 'img' if is_whole_model else part)
+  if part_weights is not None:
+    weights, flat = part_weights, reading.leaves_of(part_weights)
+  if part_weights is not None and part:
     new = () if 'head/kernel' in flat.keys() & want.keys() else ('head',)
   _check_family(pretrained_path, flat, want)
   weights = adapt(weights)
@@ -88,7 +89,7 @@ def transferable(
     new = tuple(new)
     have = {k: v for k, v in flat.items() if not k.startswith(new)}
     resized, faults = _resized(have, want, grid or _grid(weights), new_grid)
-    taken = _choose(have | resized, want, new, partly, faults)
+    loaded = _choose(have | resized, want, new, partly, faults)
   except ValueError as e:
     raise ValueError(
       f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the model "
@@ -98,18 +99,18 @@ def transferable(
   if prepared is not None:
     _note_preparation(weights.preparation, prepared)
   if partly:
-    _note_parts(pretrained_path, flat, want, taken, new)
-  return taken
+    _note_parts(pretrained_path, flat, want, loaded, new)
+  return loaded
 
 
-def with_classes(weights, class_names: Sequence[str]):
+def with_classes(weights: Any, class_names: Sequence[str]) -> Any:
   """Returns a detector's weights with a class head for some of its classes.
 
   Weights that lack one of the names, or repeat one, are returned unchanged.
   """
   names = weights.class_names or ()
-  known = all(names.count(name) == 1 for name in class_names)
-  if not known or identify.num_classes(weights.params) != len(names):
+  has_all = all(names.count(name) == 1 for name in class_names)
+  if not has_all or identify.num_classes(weights.params) != len(names):
     return weights
   # The last row is "no object".
   rows = np.array([*map(names.index, class_names), len(names)])
@@ -120,17 +121,23 @@ def with_classes(weights, class_names: Sequence[str]):
   )
 
 
-def _check_family(path, have, want):
+def _check_family(path: str, have: Mapping[str, Any], want: Mapping[str, Any]) -> None:
   """Raises OtherModelError if weights belong to another kind of model."""
-  theirs, ours = (families.describe(flat) for flat in (have, want))
-  if theirs != ours and (theirs, ours) not in families.STARTS:
+  file_kind, model_kind = families.describe(have), families.describe(want)
+  if file_kind != model_kind and (file_kind, model_kind) not in families.STARTS:
     raise OtherModelError(
-      f"pretrained_path='{path}' holds the weights of {theirs}, which cannot initialise "
-      f'{ours}: use weights of {ours} (config.pretrained)'
+      f"pretrained_path='{path}' holds the weights of {file_kind}, which cannot initialise "
+      f'{model_kind}: use weights of {model_kind} (config.pretrained)'
     )
 
 
-def _choose(have, want, new, partly, faults) -> dict[str, np.ndarray]:
+def _choose(
+  have: Mapping[str, Any],
+  want: Mapping[str, Any],
+  new: tuple[str, ...],
+  partly: bool,
+  faults: list[str],
+) -> dict[str, np.ndarray]:
   """Returns the arrays to take from the file; ValueError if they do not fit."""
   if not any(key.startswith('pre_logits/') for key in have):
     new += ('pre_logits/',)
@@ -144,10 +151,10 @@ def _choose(have, want, new, partly, faults) -> dict[str, np.ndarray]:
   return {path: x for path, x in have.items() if path in want}
 
 
-def _layer(path):
+def _layer(path: str) -> int:
   """Returns the number of the layer (of encoder or Mixer) of a path, or -1."""
-  found = re.match(r'(?:Transformer/encoderblock|MixerBlock)_(\d+)/', path)
-  return int(found[1]) if found else -1
+  match = re.match(r'(?:Transformer/encoderblock|MixerBlock)_(\d+)/', path)
+  return int(match[1]) if match else -1
 
 
 _SEQUENCE = (
@@ -157,14 +164,20 @@ _SEQUENCE = (
 )
 
 
-def _resized(have, want, grid, new_grid):
+def _resized(
+  have: Mapping[str, Any],
+  want: Mapping[str, Any],
+  grid: tuple[int, int] | None,
+  new_grid: tuple[int, int] | None,
+) -> tuple[dict[str, np.ndarray], list[str]]:
   """Returns embeddings that change with the grid or the patch size, and faults.
 
   Grids with as many tokens may differ: 2 x 8 and 4 x 4. What cannot be resized
   keeps its shape, which then does not fit.
   """
   moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
-  resized, faults = {}, []
+  resized: dict[str, np.ndarray] = {}
+  faults: list[str] = []
   for path in filter(_PATCHES.fullmatch, have.keys() & want.keys()):
     (*old, _, _), (*new, _, _) = have[path].shape, want[path].shape
     if old == new or have[path].shape[2:] != want[path].shape[2:]:
@@ -183,51 +196,63 @@ def _resized(have, want, grid, new_grid):
   for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
     tower, kind = _POSEMB.fullmatch(path).groups()
     table = have[path]
-    first, wanted = (positions.class_tokens(x, tower) for x in (have, want))
+    file_tokens = positions.class_tokens(have, tower)
+    model_tokens = positions.class_tokens(want, tower)
     old, new = table.shape, want[path].shape
     if kind == 'relative' and (moved or old != new):
       faults.append(f'{path}: {_SEQUENCE}')
-    elif first != wanted or len(old) != len(new):
+    elif file_tokens != model_tokens or len(old) != len(new):
       continue
     elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
-      resized[path] = interpolate_posembed(table, new[1], first, grid, new_grid)
+      resized[path] = interpolate_posembed(table, new[1], file_tokens, grid, new_grid)
     elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
       table = positions.resize(np.asarray(table, np.float32), new[0])
       resized[path] = table.astype(np.float32)
   return resized, faults
 
 
-def _note_parts(path, flat, want, taken, new):
+def _note_parts(
+  path: str,
+  flat: Mapping[str, Any],
+  want: Mapping[str, Any],
+  loaded: Mapping[str, Any],
+  new: tuple[str, ...],
+) -> None:
   """Warns of parameters that only the model or only the file has."""
   new = (*new, 'pre_logits/')
-  for paths, what in (
-    (want.keys() - taken.keys(), 'lacks, which keep their initial values'),
+  for paths, consequence in (
+    (want.keys() - loaded.keys(), 'lacks, which keep their initial values'),
     (flat.keys() - want.keys(), 'has but the model lacks, which are ignored'),
   ):
     paths = sorted(key for key in paths if not key.startswith(new))
     if paths:
       logging.warning(
-        "Parameters that '%s' %s: %s", path, what, arrays.join_names(paths)
+        "Parameters that '%s' %s: %s", path, consequence, arrays.join_names(paths)
       )
 
 
-def fail_for(misfits=(), missing=(), extra=(), what='the weights do not fit the model'):
+def fail_for(
+  misfits: Iterable[str] = (),
+  missing: Iterable[str] = (),
+  extra: Iterable[str] = (),
+  summary: str = 'the weights do not fit the model',
+) -> None:
   """Raises a ValueError that lists what does not fit, if anything.
 
   `misfits` are whole lines, `missing` and `extra` paths of leaves.
   """
-  problems = [
-    *misfits,
-    *(f'{path}: missing in the weights' for path in missing),
-    *(f'{path}: not in the model' for path in extra),
-  ]
+  problems = list(misfits)
+  for path in missing:
+    problems.append(f'{path}: missing in the weights')
+  for path in extra:
+    problems.append(f'{path}: not in the model')
   if len(problems) > 20:
     problems = [*problems[:20], f'and {len(problems) - 20} more']
   if problems:
-    raise ValueError(f'{what}:\n  ' + '\n  '.join(problems))
+    raise ValueError(f'{summary}:\n  ' + '\n  '.join(problems))
 
 
-def heads(model_config):
+def heads(model_config: Any) -> Any:
   """Returns the number of heads of a model, or a pair for its two towers."""
   if 'image' in model_config:
     text = model_config.get('text') or {}
@@ -235,7 +260,7 @@ def heads(model_config):
   return (model_config.get('transformer') or model_config).get('num_heads')
 
 
-def _grid(weights):
+def _grid(weights: Any) -> tuple[int, int] | None:
   """Returns (height, width) in patches if the file gives it, or its image size."""
   encoder = model_configs.vit_of(weights.model).get('transformer') or {}
   if encoder.get('position_grid'):
@@ -246,7 +271,7 @@ def _grid(weights):
   return models.patch_grid(model_configs.vit_of(config), weights.image_size)
 
 
-def note_differences(weights, model_config, place='model'):
+def note_differences(weights: Any, model_config: Any, place: str = 'model') -> None:
   """Warns if the model that the weights were made for computes differently."""
   family = families.of(model_config)
   for key, value in flax.traverse_util.flatten_dict(weights.model).items():
@@ -256,32 +281,39 @@ def note_differences(weights, model_config, place='model'):
         f'heads: check {".".join(key)} and num_heads of the model '
         f'(--config.{place}.{".".join(key)})'
       )
-  for key, there, here in family.differences(weights.model, model_config):
+  for key, file_value, model_value in family.differences(weights.model, model_config):
     if key == 'classifier':  # Another pooling is the new model's choice.
       continue
-    lists = isinstance(there, (list, tuple)) and isinstance(here, (list, tuple))
-    if lists and [*there] == [*here]:
+    lists = isinstance(file_value, (list, tuple)) and isinstance(
+      model_value, (list, tuple)
+    )
+    if lists and [*file_value] == [*model_value]:
       continue
     logging.warning(
-      f'These weights were made for {key.rpartition(".")[2]}={there}, this model '
-      f'computes with {here}: to get the same features, set {key}={there} in the '
-      f'config of the model (--config.{place}.{key}={there})'
+      f'These weights were made for {key.rpartition(".")[2]}={file_value}, this model '
+      f'computes with {model_value}: to get the same features, set {key}={file_value} in the '
+      f'config of the model (--config.{place}.{key}={file_value})'
     )
 
 
-def _note_preparation(theirs: preparation.Preparation, ours: preparation.Preparation):
+def _note_preparation(
+  file_preparation: preparation.Preparation, run_preparation: preparation.Preparation
+) -> None:
   """Warns if images are resized in another way than for the weights."""
-  names = ('interpolation', 'antialias')
-  pairs = [(getattr(theirs, name), getattr(ours, name)) for name in names]
-  if theirs.source and any(x != y for x, y in pairs):
-    flags = ' '.join(f'--config.pp.{name}={x}' for name, (x, _) in zip(names, pairs))
+  differs = False
+  flags = []
+  for name in ('interpolation', 'antialias'):
+    value = getattr(file_preparation, name)
+    differs |= value != getattr(run_preparation, name)
+    flags.append(f'--config.pp.{name}={value}')
+  if file_preparation.source and differs:
     logging.warning(
-      f'Images were prepared for these weights so: {theirs} ({theirs.source}); '
-      f'this run prepares them so: {ours}: for the same pixels pass {flags}'
+      f'Images were prepared for these weights so: {file_preparation} ({file_preparation.source}); '
+      f'this run prepares them so: {run_preparation}: for the same pixels pass {" ".join(flags)}'
     )
 
 
-def resize_patches(kernel, size: Sequence[int]) -> np.ndarray:
+def resize_patches(kernel: Any, size: Sequence[int]) -> np.ndarray:
   """Resizes the kernel of a patch embedding to another patch size.
 
   Multiplies by the pseudo-inverse of the transpose of the matrix that resizes patches
@@ -302,7 +334,7 @@ def resize_patches(kernel, size: Sequence[int]) -> np.ndarray:
 
 
 def interpolate_posembed(
-  posemb,
+  posemb: Any,
   num_tokens: int,
   has_class_token: bool,
   grid: tuple[int, int] | None = None,
@@ -330,7 +362,7 @@ def interpolate_posembed(
   return positions.resize_grid(posemb, grid, new_grid).astype(np.float32)
 
 
-def at_crop(model):
+def at_crop(model: Any) -> Any:
   """Returns a vit_jax.weights.writing.Model for images of its preparation's size.
 
   Position embeddings are resized as the program of its file does, with bicubic
@@ -361,7 +393,9 @@ def at_crop(model):
   return model._replace(params=params, image_size=size)
 
 
-def _check_grid(grid, patches, where):
+def _check_grid(
+  grid: tuple[int, int] | None, patches: int, where: str
+) -> tuple[int, int]:
   side = math.isqrt(max(patches, 0))
   grid = (side, side) if grid is None else tuple(grid)
   if math.prod(grid) != patches:

@@ -381,7 +381,7 @@ class Classifiers(base.Family):
     return {re.sub(r'^(?!\w*classifier\.)', f'{kind}.', k): x for k, x in state.items()}
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], given: Mapping[str, Any]
+    self, flat: Mapping[str, tuple[int, ...]], fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     if is_bit(flat):
       return {
@@ -410,10 +410,10 @@ class Classifiers(base.Family):
     text = form.format(**transformer, width=fields['hidden_size'], patch=patch)
     if 'resnet' in fields:
       text = f'R{fields["resnet"]["num_layers"]}+{text}'
-    named = {**transformer, **fields}
+    all_fields = {**transformer, **fields}
     for key in (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled'):
-      if key in named:
-        text += f', {key}={named[key]}'
+      if key in all_fields:
+        text += f', {key}={all_fields[key]}'
     if 'registers' in fields:
       text += f', {fields["registers"]} registers'
     poolings = {
@@ -467,9 +467,9 @@ class Classifiers(base.Family):
     self,
     config: Mapping[str, Any],
     params: Mapping[str, Any],
-    given: tuple[int, int] | None,
+    file_size: tuple[int, int] | None,
   ) -> tuple[int, int]:
-    return vit_files.image_size(config, params, given)
+    return vit_files.image_size(config, params, file_size)
 
   def run(self, model: Any) -> dict[str, Any]:
     return {'pp': {'channels': leaves.channels(model.params)}}

@@ -134,8 +134,10 @@ def from_timm(
     )
   usual = _TIMM_USUAL.fullmatch(name)
   heads = _TIMM_HEADS.get(name, _TIMM_HEADS.get(usual[1]) if usual else None)
-  named = (gelu for part, gelu in _TIMM_NAMED_GELUS if re.search(part, name))
-  gelu = next(named, 'gelu') if heads else None
+  gelu = None
+  if heads:
+    gelus = (gelu for part, gelu in _TIMM_NAMED_GELUS if re.search(part, name))
+    gelu = next(gelus, 'gelu')
   gelu = field(args, 'act_layer', Literal[*GELUS], gelu)
   shape = field(pretrained, 'input_size', _Shape)
   num_heads = field(args, 'num_heads', schema.Count, heads)
@@ -211,11 +213,11 @@ def pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
 def image_size(
   config: ml_collections.ConfigDict,
   params: Mapping[str, Any],
-  given: tuple[int, int] | None,
+  file_size: tuple[int, int] | None,
 ) -> tuple[int, int]:
   """Returns (height, width) of a model's images, by default a square."""
   tokens = _tokens(params)
-  size = given or square(tokens, config)
+  size = file_size or square(tokens, config)
   grid = models.patch_grid(config, size)
   if None not in (tokens, grid) and math.prod(grid) != tokens:
     raise ValueError(
@@ -296,16 +298,16 @@ def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
         f'{sizes[2]}: it has {sorted(_TIMM_HYBRIDS.values())} (--to)'
       )
     architecture = _TIMM_HYBRIDS[sizes]
-  hidden, more = encoder.mlp_dim, {}
+  hidden, extra_args = encoder.mlp_dim, {}
   gated = encoder.get('mlp') == 'swiglu'
   if gated:  # Only an architecture can say so.
     architecture, hidden = 'vit_giant_patch14_dinov2', 2 * hidden
   else:
-    more['act_layer'] = _TIMM_GELUS[encoder.get('gelu', 'tanh')]
+    extra_args['act_layer'] = _TIMM_GELUS[encoder.get('gelu', 'tanh')]
   if gated or encoder.get('layer_scale'):
-    more['init_values'] = encoder.get('layer_scale')
+    extra_args['init_values'] = encoder.get('layer_scale')
   if registers := config.get('registers'):
-    more.update(reg_tokens=registers, no_embed_class=True)
+    extra_args.update(reg_tokens=registers, no_embed_class=True)
   args = dict(
     img_size=model.image_size,
     patch_size=_one(config.patches.size),
@@ -321,7 +323,7 @@ def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
     pre_norm=bool(encoder.get('first_norm')),
     qkv_bias=encoder.get('qkv_bias', True),
     qk_norm=bool(encoder.get('qk_norm')),
-    **more,
+    **extra_args,
   )
   return eva.of_timm(config, args) if eva.holds(config) else (architecture, args)
 
@@ -364,12 +366,12 @@ def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
       f"'{config.classifier}'{' and a pre-logits layer' if pooled else ''}: write this "
       'model for timm, or as a run (--to)'
     )
-  whole = model.num_classes and not pooled
+  has_classifier = model.num_classes and not pooled
   bare, classes = _HF_CLASSES[kind]
   files = hf_files(
     model,
     model_type=kind,
-    architectures=[classes if whole else bare],
+    architectures=[classes if has_classifier else bare],
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     **descriptions.label_fields(model),
@@ -380,7 +382,7 @@ def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
       'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
       'whose pooler_output is the pre-logits; the head is in the file'
     )
-  elif not whole:
+  elif not has_classifier:
     notes.append(f'load it as {bare}(Config): the model has no classifier')
   return files, notes
 
