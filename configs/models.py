@@ -379,8 +379,13 @@ class Lit(_Model):
 
 
 FIELDS = {
-  'vit': Vit, 'mixer': Mixer, 'bit': Bit, 'igpt': Igpt, 'detr': Detr, 'lit': Lit
-}  # fmt: skip
+  'vit': Vit,
+  'mixer': Mixer,
+  'bit': Bit,
+  'igpt': Igpt,
+  'detr': Detr,
+  'lit': Lit,
+}
 
 # The kind of a model whose fields the weights determine (config.pretrained).
 PRETRAINED = 'pretrained'

@@ -16,14 +16,18 @@ from vit_jax.layers import bert, dtypes, encoder
 
 # Name -> sizes of a BERT (arXiv 1810.04805, section 3).
 BERTS = {
-  'base': {},  # Those of BertEncoder.
+  'base': {},  # The defaults of BertEncoder.
   'large': dict(width=1024, num_layers=24, num_heads=16, mlp_dim=4096),
 }
 # Tokenizers (vit_jax.preprocess.get_tokenizer), and how their files end.
 TOKENIZERS = {
-  'bert': 'txt', 'hf_bert': 'txt', 'sentencepiece': 'model', 'clip': 'json',
-  'siglip': 'model', 'siglip2': 'json',
-}  # fmt: skip
+  'bert': 'txt',
+  'hf_bert': 'txt',
+  'sentencepiece': 'model',
+  'clip': 'json',
+  'siglip': 'model',
+  'siglip2': 'json',
+}
 
 
 class BertModel(nn.Module):

@@ -126,8 +126,8 @@ def _check_family(path: str, have: Mapping[str, Any], want: Mapping[str, Any]) -
   file_kind, model_kind = families.describe(have), families.describe(want)
   if file_kind != model_kind and (file_kind, model_kind) not in families.STARTS:
     raise OtherModelError(
-      f"pretrained_path='{path}' holds the weights of {file_kind}, which cannot initialise "
-      f'{model_kind}: use weights of {model_kind} (config.pretrained)'
+      f"pretrained_path='{path}' holds the weights of {file_kind}, which cannot "
+      f'initialise {model_kind}: use weights of {model_kind} (config.pretrained)'
     )
 
 
@@ -284,16 +284,17 @@ def note_differences(weights: Any, model_config: Any, place: str = 'model') -> N
   for key, file_value, model_value in family.differences(weights.model, model_config):
     if key == 'classifier':  # Another pooling is the new model's choice.
       continue
-    lists = isinstance(file_value, (list, tuple)) and isinstance(
-      model_value, (list, tuple)
-    )
-    if lists and [*file_value] == [*model_value]:
+    if _as_tuple(file_value) == _as_tuple(model_value):  # A list and a tuple.
       continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={file_value}, this model '
-      f'computes with {model_value}: to get the same features, set {key}={file_value} in the '
-      f'config of the model (--config.{place}.{key}={file_value})'
+      f'computes with {model_value}: to get the same features, set {key}={file_value} '
+      f'in the config of the model (--config.{place}.{key}={file_value})'
     )
+
+
+def _as_tuple(value: Any) -> Any:
+  return tuple(value) if isinstance(value, list) else value
 
 
 def _note_preparation(
@@ -308,8 +309,9 @@ def _note_preparation(
     flags.append(f'--config.pp.{name}={value}')
   if file_preparation.source and differs:
     logging.warning(
-      f'Images were prepared for these weights so: {file_preparation} ({file_preparation.source}); '
-      f'this run prepares them so: {run_preparation}: for the same pixels pass {" ".join(flags)}'
+      f'Images were prepared for these weights so: {file_preparation} '
+      f'({file_preparation.source}); this run prepares them so: {run_preparation}: for '
+      f'the same pixels pass {" ".join(flags)}'
     )
 
 

@@ -281,16 +281,20 @@ class Classifiers(base.Family):
     'eps': 'published',
   }
   namings = {  # noqa: RUF012
-    'timm': _TIMM, 'bare root': _of_timm(_TIMM_RESNET), 'hf': _HF, 'bit': _BIT,
+    'timm': _TIMM,
+    'bare root': _of_timm(_TIMM_RESNET),
+    'hf': _HF,
+    'bit': _BIT,
     'timm, gated': _TIMM_GATED,
     # timm's Eva and Beit, whose gates are layers of their own.
     **dict.fromkeys(('eva', 'beit'), _TIMM),
     **dict.fromkeys(
       ('eva, gated', 'beit, gated'), _TIMM_GATED._replace(joined=_TIMM.joined)
     ),
-    'dino': dino.naming(gated=False), 'dino, gated': dino.naming(gated=True),
+    'dino': dino.naming(gated=False),
+    'dino, gated': dino.naming(gated=True),
     'dino 3': dino.NAMING_3,
-  }  # fmt: skip
+  }
 
   def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
     """A hybrid of a single convolution has no 'stem.' in its names."""
@@ -479,7 +483,7 @@ class Classifiers(base.Family):
       is_dino = model.config.transformer.get('layer_scale') is not None
       return (dino if is_dino else vit_files).of_hf(model)
     fields, notes = vit_files.of_timm(model)
-    timm_config: dict[str, Any] = {'eps': 'timm'}  # Of a BiT ResNet.
+    timm_config: dict[str, Any] = {'eps': 'timm'}  # For a BiT ResNet.
     if 'transformer' in model.config:
       eps = eva.eps(eva.architecture(fields['config.json']))
       encoder = {**model.config.transformer, 'norm_eps': eps}
