@@ -470,10 +470,10 @@ def check_batch(config: ml_collections.ConfigDict, shards: int) -> None:
     batch = config[key]
     unit = shards * (accum or 1)
     if batch % unit:
-      factors = 'devices that split the batch'
-      factors += f' x accum_steps = {shards} x {accum}' if accum else f' = {shards}'
+      factors = f' x accum_steps = {shards} x {accum}' if accum else f' = {shards}'
       raise ValueError(
-        f'{key}={batch} is not a multiple of {unit} ({factors}): use '
+        f'{key}={batch} is not a multiple of {unit} (devices that split the '
+        f'batch{factors}): use '
         f'--config.{key}={max(1, round(batch / unit)) * unit}'
       )
 
