@@ -1,5 +1,7 @@
 """Tests of schedules against closed forms."""
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -98,6 +100,10 @@ def test_schedules_of_optax_follow_the_warm_up():
     ({'decay_type': 'optax:exponential_decay'}, 'missing .*decay_rate'),
     ({'decay_type': 'optax:l2_loss', 'decay_args': {'predictions': 1.0}}, 'schedule'),
     ({'decay_type': 'rsqrt', 'decay_args': {'timescale': 0}}, 'timescale=0 must be'),
+    (
+      {'decay_type': 'rsqrt', 'decay_args': {'cooldown': 2**40}},
+      'cooldown=.* is longer',
+    ),
     ({'decay_type': 'rsqrt', 'decay_args': {'time': 5}}, "'time'.*timescale, shift"),
   ],
 )
@@ -107,6 +113,13 @@ def test_decay_that_cannot_be_made_is_named(keys, message):
   with pytest.raises(ValueError, match=message) as error:
     schedules.check(config)
   assert 'config.' in str(error.value)
+
+
+def test_a_cooldown_is_not_longer_than_the_run():
+  make = functools.partial(schedules.create_learning_rate_schedule, 100, 1.0, 'rsqrt')
+  make(20, decay_args={'cooldown': 80})
+  with pytest.raises(ValueError, match='cooldown=81 is longer than the 80 updates'):
+    make(20, decay_args={'cooldown': 81})
 
 
 @pytest.mark.parametrize('total_steps, warmup', [(10_000, 500), (100, 10)])

@@ -183,6 +183,12 @@ def test_one_line_names_the_pixels(tmp_path, capsys):
   assert model.config.pp.resize == 36
 
 
+def test_keys_that_are_not_read_are_named(tmp_path, caplog):
+  content = {**HF['vit'], 'processor_class': 'P', 'sharpness': 2, '_notes': 1}
+  preparation.read(files_in(tmp_path, preprocessor_config=content), 'hf')
+  assert 'preprocessor_config.json are not read: sharpness' in caplog.text
+
+
 def test_the_type_of_the_model_chooses_the_defaults(tmp_path):
   sibling = files_in(
     tmp_path, preprocessor_config={'do_resize': True}, config={'model_type': 'dinov2'}
@@ -204,6 +210,9 @@ def test_the_type_of_the_model_chooses_the_defaults(tmp_path):
     ({'do_resize': False, 'do_center_crop': True}, 'do_resize is False'),
     ({'do_thumbnail': True}, 'do_thumbnail is True'),
     ({'crop_pct': 0.9}, 'crop_pct is 0.9'),
+    ({'rescale_offset': True}, 'rescale_offset is True'),
+    ({'pad_size': 40}, 'pad_size is 40'),
+    ({'ensure_multiple_of': 8}, 'ensure_multiple_of is 8'),
     ({'image_std': [0.0] * 3}, 'image_std is'),
     ({'rescale_factor': 0}, 'rescale_factor is 0'),
     ({'size': {'height': 10**9, 'width': 8}}, 'resized to 1,000,000,000 pixels'),

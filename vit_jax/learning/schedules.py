@@ -15,7 +15,7 @@ from vit_jax.configs import common, schema
 from vit_jax.learning import from_optax
 
 _STAIR = 0.1  # Factor of each drop of a staircase.
-_CHECKED_STEPS = 1_000  # Length of the schedules that `check` makes.
+_CHECKED_STEPS = 2**31 - 1  # Length of the schedules that `check` makes.
 
 
 def create_learning_rate_schedule(
@@ -97,7 +97,14 @@ def rsqrt_decay(
     timescale: steps after which the rate has fallen to base / sqrt(2).
     shift: number of steps to begin at.
     cooldown: number of last updates whose rate also falls to 0 linearly.
+
+  ValueError if the cooldown is longer than the run.
   """
+  if cooldown > steps:
+    raise ValueError(
+      f'cooldown={cooldown:,} is longer than the {steps:,} updates after the warm-up, '
+      'whose rate would begin near 0: lower it, or train longer (config.total_steps)'
+    )
 
   def schedule(step):
     rate = base / jnp.sqrt(1 + (step + shift) / timescale)

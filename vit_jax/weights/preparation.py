@@ -14,6 +14,7 @@ import dataclasses
 import math
 from typing import Annotated, Any, Literal
 
+from absl import logging
 from etils import epath
 import numpy as np
 
@@ -71,12 +72,27 @@ _BY_MODEL_TYPE = {
 # Steps of transformers that change nothing here: images always become RGB, padding has
 # a mask, and labels of segmentation are not read.
 _NEUTRAL_STEPS = ('do_convert_rgb', 'do_pad', 'do_reduce_labels', 'do_color_quantize')
+# Keys of steps that this package lacks; None, False and 1 leave them out.
+_UNSUPPORTED = (
+  'rescale_offset', 'include_top', 'pad_size', 'keep_aspect_ratio',
+  'ensure_multiple_of', 'size_divisor',
+)  # fmt: skip
 _STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL_STEPS)
 # Keys of `config.pp` that `Preparation.fields` may return for images of one size.
 KEYS = (
   'crop', 'resize', 'resize_mode', 'interpolation', 'antialias', 'crop_rounding',
   'jpeg_shrink',
 )  # fmt: skip
+# Further keys that are read, and those that say nothing about pixels.
+_READ_KEYS = {
+  'size', 'max_size', 'resample', 'crop_size', 'rescale_factor', 'offset', 'image_mean',
+  'image_std', 'image_processor_type', 'feature_extractor_type',
+}  # fmt: skip
+_OTHER_KEYS = {
+  'processor_class', 'auto_map', 'data_format', 'input_data_format', 'default_to_square',
+  'device', 'disable_grouping', 'return_tensors', 'format', 'return_segmentation_masks',
+  'pad_and_return_pixel_mask', 'return_row_col_info', 'patch_size', 'max_num_patches',
+}  # fmt: skip
 _LONGEST = 16_384  # In pixels, of what a file may say.
 _Values = schema.NonNegative | tuple[schema.NonNegative, ...]
 _Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e6)]
@@ -234,6 +250,9 @@ def _from_hf(
   if not config:
     return None
   _check_steps(config)
+  keys = {key for key in config if not key.startswith(('do_', '_'))}
+  if unread := keys - _READ_KEYS - _OTHER_KEYS - {*_UNSUPPORTED}:
+    logging.warning('Keys of %s are not read: %s', source, ', '.join(sorted(unread)))
   defaults = _defaults(config, model_type)
   field = lambda key, kind: _field(config, key, kind, defaults)
   does = lambda step: field(step, bool)
@@ -275,6 +294,11 @@ def _check_steps(config: Mapping[str, Any]):
     if key.startswith('do_') and key not in _STEPS and value is not False:
       raise ValueError(
         f'{key} is {value!r:.80}, a step that this package lacks: remove it'
+      )
+    is_used = value not in (None, False) and (value is True or value != 1)
+    if key in _UNSUPPORTED and is_used:
+      raise ValueError(
+        f'{key} is {value!r:.80}, which this package cannot follow: remove it'
       )
   if 'crop_pct' in config:
     raise ValueError(
