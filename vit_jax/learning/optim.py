@@ -310,8 +310,8 @@ def check(config: ml_collections.ConfigDict):
     jax.eval_shape(tx.update, params, state, params)
   except Exception as e:
     raise ValueError(
-      f'{setting} cannot update parameters by their gradient alone: {e}; use another '
-      'optimiser (config.optimizer)'
+      f'{setting} cannot update parameters by their gradient alone: {e}; correct its '
+      'arguments (config.optimizer_args), or use another optimiser (config.optimizer)'
     ) from e
   if optax.tree.get(state, 'weight_sum') is not None:  # Of a schedule-free optimiser.
     raise ValueError(
