@@ -22,7 +22,7 @@ def checked_modules():
   """Returns the names of the modules that mypy checks, without `vit_jax.`."""
   settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())
   patterns = settings['tool']['mypy']['files']
-  return {path.stem for each in patterns for path in ROOT.glob(each)}
+  return {path for pattern in patterns for path in ROOT.glob(pattern)}
 
 
 def test_types_of_the_public_modules():
@@ -46,4 +46,5 @@ def test_site_builds(tmp_path):
 
 def test_api_reference_lists_the_checked_modules():
   text = (ROOT / 'docs/api.md').read_text()
-  assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == (checked_modules())
+  public = {path.stem for path in checked_modules() if path.parent.name == 'vit_jax'}
+  assert set(re.findall(r'^::: vit_jax\.(\w+)$', text, re.M)) == public

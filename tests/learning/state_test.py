@@ -150,7 +150,7 @@ def test_rows_without_a_label_are_ignored(data_dir):
   """Six of sixteen rows have a label: only they affect loss and gradient."""
   config = conftest.make_tiny_config(data_dir)
   config.update(grad_norm_clip=0.0)
-  config.model.transformer.num_layers = 0
+  config.model.transformer.num_layers = 1
   names = {'class_names': [str(i) for i in range(10)]}
   rng = np.random.RandomState(0)
   image = rng.uniform(-1, 1, (16, 8, 8, 1)).astype(np.float32)
