@@ -19,7 +19,7 @@ def run(*args, **kwargs):
 
 
 def checked_modules():
-  """Returns the names of the modules that mypy checks, without `vit_jax.`."""
+  """Returns the paths of the modules that mypy checks."""
   settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())
   patterns = settings['tool']['mypy']['files']
   return {path for pattern in patterns for path in ROOT.glob(pattern)}
