@@ -429,6 +429,23 @@ def test_damaged_or_outdated_parts_are_computed_again(model, images, rows, tmp_p
   assert classes == expected
 
 
+def test_named_pipes_are_not_waited_for(model, images, tmp_path):
+  out = tmp_path / 'table'
+  write(model, images, f'{out}/')
+  expected = read_folder(out)
+  for name in ('part-00000.parquet', '.part-00001.json'):
+    (out / name).unlink()
+    os.mkfifo(out / name)
+  with counting(model) as counts:
+    write(model, images, f'{out}/')
+  assert sum(counts) == 2 * BLOCK
+  assert read_folder(out) == expected
+  (out / '.table.json').unlink()
+  os.mkfifo(out / '.table.json')
+  with pytest.raises(ValueError, match=r'\.table\.json.* is damaged: delete'):
+    write(model, images, f'{out}/')
+
+
 # --- The command ---
 
 

@@ -439,7 +439,7 @@ class _Table:
     """Raises ValueError if `place` has a table of other facts, or something else."""
     remedy = f"delete '{place}', or use another path (--out)"
     try:
-      stored = json.loads(self._facts_path.read_bytes())
+      stored = files.read_json(self._facts_path)
       expected = {**self._facts, **more}
       differing = [key for key, value in expected.items() if stored.get(key) != value]
     except FileNotFoundError:
@@ -468,7 +468,7 @@ class _Table:
     size = self._file.stat().length
     title = f"Checking '{self.out}'"
     with (
-      self._file.open('rb') as file,
+      files.open_input(self._file) as file,
       console.bar(
         total=size, desc=title, unit='B', unit_scale=True, leave=False
       ) as bar,
@@ -477,7 +477,7 @@ class _Table:
         checksum.update(content)
         bar.update(len(content))
     current = checksum.hexdigest().decode()
-    written = json.loads(self._facts_path.read_bytes()).get('checksum')
+    written = files.read_json(self._facts_path).get('checksum')
     if current != written:
       raise ValueError(
         f"'{self.out}' is damaged: its checksum is {current}, but was {written} when it "
@@ -514,8 +514,8 @@ class _Table:
     """Returns the part of a block; None without a valid part."""
     path, description_path = self._paths(block)
     try:
-      description = json.loads(description_path.read_bytes())
-      content = path.read_bytes()
+      description = files.read_json(description_path)
+      content = files.read(path)
     except (FileNotFoundError, ValueError):
       return None
     valid = {'inputs': self._inputs(block), 'checksum': _checksum(content)}
