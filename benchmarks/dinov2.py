@@ -252,7 +252,7 @@ def probe(
   test: str | None,
   tfds_data_dir: str | None,
 ) -> None:
-  """Prints accuracies of probes, beside scikit-learn's, and images per second."""
+  """Prints accuracies of probes, here and of scikit-learn, and images per second."""
   import jax
   from sklearn import linear_model, neighbors, pipeline, preprocessing
 
@@ -313,7 +313,9 @@ def main(argv: Sequence[str]) -> int:
   pixels = commands.add_parser('pixels', help='compare pixels and features')
   pixels.add_argument('folder')
   pixels.set_defaults(run=compare_pixels)
-  probed = commands.add_parser('probe', help='probe the features, beside scikit-learn')
+  probed = commands.add_parser(
+    'probe', help='compare probes of the features with those of scikit-learn'
+  )
   probed.add_argument('folder')
   probed.add_argument('--dataset', default='fashion_mnist')
   probed.add_argument('--train', metavar='SPLIT')

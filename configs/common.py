@@ -278,8 +278,8 @@ class Preprocessing:
   # as transformers do; 'even' leaves an even margin at the beginning, as torchvision
   # does, and so timm and open_clip.
   crop_rounding: Literal['down', 'even'] = 'down'
-  # Prepares images as the files next to the weights in `pretrained` say: replaces those
-  # of the six keys above that have their defaults. Recipes for fine-tuning set this,
+  # Prepares images as the files next to the weights in `pretrained` say, where the six
+  # keys above have their defaults. Recipes for fine-tuning set this,
   # unless their argument has a size. Weights without such files change nothing.
   match_pretrained: bool = False
   # Colour channels: 3, or 1 for grey.

@@ -10,12 +10,15 @@ In Python:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from etils import epath
 import jax
 
 from vit_jax import console
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import base, evaluation, probes
+from vit_jax.inference import predictor
 from vit_jax.run import config as run_config, metrics
 
 SHOTS = (1, 5, 10, 25)
@@ -23,29 +26,37 @@ KNN = (20,)  # Neighbours; DINO's choice.
 
 
 def probe(
-  model,
+  model: predictor.Predictor,
   mesh: jax.sharding.Mesh | None = None,
   shots: Sequence[int] | None = None,
   linear: bool = False,
   knn: Sequence[int] = (),
-  **options,
-) -> dict:
-  """Probes the features of a model, the result of `predict.load` or `load_weights`.
+  **options: Any,
+) -> dict[str, Any]:
+  """Probes the features of a model, whose parameters are not changed.
 
-  Its parameters, on the devices of `mesh`, are not changed. `shots` are the images per
-  class of the few-shot probes, by default those of SHOTS that every class has, or none
-  if all layers are probed;
-  `linear` adds a probe of all training images, and `knn` votes of so many nearest ones,
-  such as KNN. `options` are further keys of `config.fewshot`, see configs/common.py:
-  weights without a run need a `dataset`, and `layer` can also be 'all', 'last', or a
-  number, see features.layers.
+  Args:
+    model: the result of `predict.load` or `load_weights`.
+    mesh: has the model's parameters on its devices; None: the mesh of the parameters.
+    shots: images per class of the few-shot probes; None: those of SHOTS that every class
+      has, or none if all layers are probed.
+    linear: whether to add a probe of all training images.
+    knn: numbers of nearest training images that vote, such as KNN.
+    **options: further keys of `config.fewshot`, see configs/common.py. Weights without a
+      run need a `dataset`, and `layer` can also be 'all', 'last', or a number, see
+      features.layers.
 
-  Returns a dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`,
-  `num_test`, `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of
-  `shots`, `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a
-  dict of `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); `knn`, a list
-  of dicts of `k` and `accuracy`; and `layers`,
-  None or for layer='all' a list of such dicts with `layer`.
+  Returns:
+    A dict for JSON: `dataset`, `train` and `test` (the splits), `num_train`, `num_test`,
+    `num_classes`, `layer`, `num_features`; `fewshot`, a list of dicts of `shots`,
+    `accuracies` (from 0 to 1, by seed), `mean` and `std`; `linear`, None or a dict of
+    `accuracy`, `l2` and `held_out`, a list of (penalty, accuracy); `knn`, a list of dicts
+    of `k` and `accuracy`; and `layers`, None or for layer='all' a list of dicts like
+    `linear` with `layer`.
+
+  Raises:
+    ValueError: if an argument or the data do not suit a probe; before anything is
+      computed.
   """
   config = model.config
   if not model.workdir and not options.get('dataset'):
@@ -53,11 +64,11 @@ def probe(
       'dataset is not set, and weights without a run have none: pass --dataset'
     )
   layer = str(options.pop('layer', config.fewshot.layer))
-  every = layer == probes.ALL
-  is_default = shots is None
-  if is_default:
-    shots = () if every else SHOTS
-  if every and (shots or knn or not linear):
+  has_all_layers = layer == probes.ALL
+  drop_shots = shots is None and not has_all_layers
+  if shots is None:
+    shots = () if has_all_layers else SHOTS
+  if has_all_layers and (shots or knn or not linear):
     raise ValueError(
       f"layer='{layer}' needs a linear probe: pass --linear without --shots and --knn"
     )
@@ -69,45 +80,65 @@ def probe(
   run_config.check_values(config)
   evaluation.fit_batches(config, mesh)
   run_config.check_memory(config, jax.process_count())
-  made = probes.FewShot(
+  few_shot = probes.FewShot(
     base.Evaluation(model.task, mesh),
     layers=layers,
-    drop_shots=is_default and not every,
+    drop_shots=drop_shots,
     **config.fewshot,
   )
-  made.check_memory(linear, bool(knn))
+  few_shot.check_memory(linear, bool(knn))
   dataset, train, test = probes.splits(config, config.fewshot)
   all_images = linear or bool(knn)
-  extracted = made.extract(model.params, model.extra, all_images=all_images)
-  few, near, rows = {}, {}, []
-  if made.shots:
-    [few] = made.accuracies(extracted).values()
-  if knn:
-    near = made.neighbours(extracted, knn)
-  if linear:
-    for name, x in made.linear(extracted).items():
-      rows.append({'layer': name, **x._asdict(), 'held_out': [*x.held_out.items()]})
-  names = 'mean', 'std'
+  extracted = few_shot.extract(model.params, model.extra, all_images=all_images)
+  linear_rows = _linear_rows(few_shot, extracted) if linear else []
   return {
     'dataset': dataset or config.dataset,
     'train': train,
     'test': test,
-    'num_train': made.train.num_examples,
-    'num_test': made.test.num_examples,
-    'num_classes': len(made.class_names),
+    'num_train': few_shot.train.num_examples,
+    'num_test': few_shot.test.num_examples,
+    'num_classes': len(few_shot.class_names),
     'layer': layer,
-    'num_features': made.extractor.widths[layers[-1]],
-    'fewshot': [
-      {'shots': n, 'accuracies': x, **dict(zip(names, metrics.mean_std(x)))}
-      for n, x in few.items()
-    ],
-    'linear': rows[0] if rows and not every else None,
-    'knn': [{'k': k, 'accuracy': accuracy} for k, accuracy in near.items()],
-    'layers': rows if every else None,
+    'num_features': few_shot.extractor.widths[layers[-1]],
+    'fewshot': _few_shot_rows(few_shot, extracted) if few_shot.shots else [],
+    'linear': linear_rows[0] if linear and not has_all_layers else None,
+    'knn': _knn_rows(few_shot, extracted, knn) if knn else [],
+    'layers': linear_rows if has_all_layers else None,
   }
 
 
-def table(result: dict) -> str:
+def _few_shot_rows(
+  few_shot: probes.FewShot, extracted: probes.Extracted
+) -> list[dict[str, Any]]:
+  """Returns the accuracies of few-shot probes of a layer."""
+  [by_shots] = few_shot.accuracies(extracted).values()
+  rows = []
+  for shots, accuracies in by_shots.items():
+    mean, std = metrics.mean_std(accuracies)
+    rows.append({'shots': shots, 'accuracies': accuracies, 'mean': mean, 'std': std})
+  return rows
+
+
+def _knn_rows(
+  few_shot: probes.FewShot, extracted: probes.Extracted, knn: Sequence[int]
+) -> list[dict[str, Any]]:
+  """Returns the accuracy of votes of nearest images of a layer."""
+  by_count = few_shot.neighbours(extracted, knn)
+  return [{'k': k, 'accuracy': accuracy} for k, accuracy in by_count.items()]
+
+
+def _linear_rows(
+  few_shot: probes.FewShot, extracted: probes.Extracted
+) -> list[dict[str, Any]]:
+  """Returns the linear probes of layers."""
+  rows = []
+  for layer, result in few_shot.linear(extracted).items():
+    held_out = list(result.held_out.items())
+    rows.append({'layer': layer, **result._asdict(), 'held_out': held_out})
+  return rows
+
+
+def table(result: dict[str, Any]) -> str:
   """Formats the result of `probe`."""
   head = (
     f'{result["dataset"]}, {console.counted(result["num_classes"], "class")}: trained on '
@@ -130,10 +161,11 @@ def table(result: dict) -> str:
   return '\n'.join(lines)
 
 
-def write(path, result: dict):
+def write(path: epath.Path, result: dict[str, Any]) -> None:
   """Writes the result of `probe` as JSON, and a plot if it has all layers."""
   probes.write(path, result, _by_layer(result))
 
 
-def _by_layer(result):
+def _by_layer(result: dict[str, Any]) -> dict[str, list[float]]:
+  """Returns the accuracy of each layer, for a table or a plot."""
   return {row['layer']: [row['accuracy']] for row in result['layers'] or ()}

@@ -289,18 +289,18 @@ class LayerProbe(Probe):
   def run(self, params, extra, stop=engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""
     extracted = self.extract(params, extra, all_images=False, stop=stop)
-    by_layer = self.accuracies(extracted)
+    by_shots = self.accuracies(extracted)
     [images] = self.shots
-    found = {layer: draws[images] for layer, draws in by_layer.items()}
-    console.say(table(found))
+    by_layer = {layer: draws[images] for layer, draws in by_shots.items()}
+    console.say(table(by_layer))
     if self.workdir is not None:
       names = 'accuracy', 'std'
       rows = [
         {'layer': layer, **dict(zip(names, metrics_lib.mean_std(draws)))}
-        for layer, draws in found.items()
+        for layer, draws in by_layer.items()
       ]
-      write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, found)
-    best, pixels = found[best_layer(found)], found[features.PIXELS]
+      write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, by_layer)
+    best, pixels = by_layer[best_layer(by_layer)], by_layer[features.PIXELS]
     return {'probe_best': float(np.mean(best)), 'probe_pixels': float(np.mean(pixels))}
 
 
@@ -415,20 +415,23 @@ def header(title: str) -> str:
   return f'{title:<10} {"accuracy":>9}'
 
 
-def table(found: Accuracies) -> str:
+def table(by_layer: Accuracies) -> str:
   """Returns the accuracy by layer as text, with the best layer marked."""
-  best = best_layer(found)
-  rows = [line(k, x, '  best layer' * (k == best)) for k, x in found.items()]
-  return '\n'.join([header('layer'), *rows])
+  best = best_layer(by_layer)
+  lines = [header('layer')]
+  for layer, accuracies in by_layer.items():
+    note = '  best layer' if layer == best else ''
+    lines.append(line(layer, accuracies, note))
+  return '\n'.join(lines)
 
 
-def best_layer(found: Accuracies) -> str:
+def best_layer(by_layer: Accuracies) -> str:
   """Returns the layer of the highest accuracy, the first one on a tie."""
-  names = [name for name in found if name != features.PIXELS]
-  return max(names, key=lambda name: np.mean(found[name]))
+  names = [name for name in by_layer if name != features.PIXELS]
+  return max(names, key=lambda name: np.mean(by_layer[name]))
 
 
-def write(path: epath.Path, content: dict, found: Accuracies | None = None):
+def write(path: epath.Path, content: dict, by_layer: Accuracies | None = None):
   """Writes `content` as JSON, and a plot of the accuracy by layer, if any, next to it.
 
   Process 0 writes. Without matplotlib, the plot is left out.
@@ -436,17 +439,17 @@ def write(path: epath.Path, content: dict, found: Accuracies | None = None):
 
   def do():
     files.write(path, json.dumps(content, indent=1) + '\n')
-    if not found:
+    if not by_layer:
       return
-    best = best_layer(found)
-    layers = [x for name, x in found.items() if name != features.PIXELS]
+    best = best_layer(by_layer)
+    layers = [x for name, x in by_layer.items() if name != features.PIXELS]
     curves = {'layers': (range(len(layers)), 100 * np.array(layers))}
-    if features.PIXELS in found:  # A horizontal line.
-      pixels = 100 * np.array([found[features.PIXELS]] * 2)
+    if features.PIXELS in by_layer:  # A horizontal line.
+      pixels = 100 * np.array([by_layer[features.PIXELS]] * 2)
       curves['raw pixels'] = ((0, len(layers) - 1), pixels)
     title = (
       f'Linear probes: {best.replace("_", " ")} is best, '
-      f'{100 * np.mean(found[best]):.1f} %'
+      f'{100 * np.mean(by_layer[best]):.1f} %'
     )
     labels = ('layer, from the input on', 'accuracy (%)', title)
     drawing.to_file(studies.curves, curves, *labels, path=path.with_suffix('.png'))

@@ -382,7 +382,7 @@ class _Table:
   """The files of a table: its parts, and the facts that they share.
 
   A folder has its parts and `.table.json`, the facts. A file FILE has its parts in
-  FILE.parts until they are joined, and the facts beside it in `.FILE.json`.
+  FILE.parts until they are joined, and the facts next to it in `.FILE.json`.
   """
 
   def __init__(

@@ -151,8 +151,11 @@ class Preparation:
 
   def by_channel(self, channels: int) -> dict[str, tuple[float, ...]]:
     """Returns `mean` and `std` with a number for each channel."""
-    each = lambda x: tuple(np.broadcast_to(x, [channels]).tolist())
-    return {'mean': each(self.mean), 'std': each(self.std)}
+    values = {'mean': self.mean, 'std': self.std}
+    return {
+      name: tuple(np.broadcast_to(value, [channels]).tolist())
+      for name, value in values.items()
+    }
 
   def at_size(self, image_size: tuple[int, int]) -> 'Preparation':
     """Returns the same for inputs of another size, (height, width) in pixels.
