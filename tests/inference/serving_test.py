@@ -129,6 +129,11 @@ def test_models_for_canvases_are_rejected():
       serving.prepare(FILES['palette'], facts)
 
 
+def test_the_whole_description_is_rejected():
+  with pytest.raises(ValueError, match='whole model.json'):
+    serving.prepare(b'', {'classes': ['a'], 'preprocessing': {'size': [8, 8]}})
+
+
 def test_damaged_settings_are_rejected():
   facts = settings()[1]
   for key in 'size', 'channels', 'range', 'jpeg_shrink', 'antialias', 'resize_mode':

@@ -85,6 +85,10 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
     OSError: Pillow's, for a file that is not an image.
   """
   pp = preprocessing
+  if 'preprocessing' in pp:
+    raise ValueError(
+      "preprocessing is the whole model.json: pass its value of 'preprocessing'"
+    )
   if 'resize' not in pp or not all(isinstance(n, int) for n in pp.get('size', ())):
     raise ValueError(
       f'preprocessing={dict(pp)} is for canvases or images of any size: '
