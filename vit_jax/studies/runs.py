@@ -22,7 +22,7 @@ import msgspec
 
 from vit_jax import checkpoint, console, train
 from vit_jax.configs import schema
-from vit_jax.distributed import processes
+from vit_jax.distributed import files, processes
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
@@ -268,7 +268,7 @@ def _read(workdir: epath.PathLike, run: Run) -> _Result | None:
     if not file.exists():
       return None
     try:
-      result = msgspec.convert(json.loads(file.read_text()), _Result)
+      result = msgspec.convert(files.read_json(file), _Result)
       if (result.metrics is None) == (result.diverged is None):
         raise ValueError('it must have either `metrics` or `diverged`')
       return msgspec.to_builtins(result)
