@@ -62,10 +62,10 @@ def _check(config):
 
 def _import_timm():
   """Returns the modules of timm and PyTorch."""
-  torch = console.needed('torch', 'test', 'this comparison')
+  torch = console.require('torch', 'test', 'this comparison')
   from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
 
-  return console.needed('timm', 'test', 'this comparison'), torch
+  return console.require('timm', 'test', 'this comparison'), torch
 
 
 class Theirs:
@@ -196,7 +196,7 @@ def compare(config, compiled: bool = False) -> dict:
       timms, timm_seconds = _timed(theirs.update, zip(turn, rates))
       losses += zip(ours, timms)
       seconds += zip(our_seconds, timm_seconds)
-      console.say(
+      console.log(
         f'step {len(losses)}/{config.total_steps}  loss {ours[-1]:.4f}, '
         f'timm {timms[-1]:.4f}'
       )
@@ -237,7 +237,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       for name in ('img_sec', 'img_sec_eval')
     )
     accuracy = ', timm '.join(f'{100 * x:.2f} %' for x in row['accuracy'])
-    console.say(
+    console.log(
       f'seed {seed}: accuracy {accuracy}; img/s in '
       f'training {training}, in evaluation {evaluation}'
     )
@@ -245,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       pathlib.Path(args.json).write_text(json.dumps(rows))
   for i, name in enumerate(('vit_jax', 'timm')):
     values = [row['accuracy'][i] for row in rows]
-    console.say(f'{name}: {summaries.format_values(metrics_lib.SHARE, values)} %')
+    console.log(f'{name}: {summaries.format_values(metrics_lib.SHARE, values)} %')
 
 
 if __name__ == '__main__':

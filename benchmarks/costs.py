@@ -300,10 +300,10 @@ def main(argv: Sequence[str]):
   )
   if args.model:
     rows = [pre_training(name, args.epochs, setting) for name in args.model]
-    console.say(f'{format_rows(rows, setting)}\n\n{assumptions(setting)}')
+    console.log(f'{format_rows(rows, setting)}\n\n{assumptions(setting)}')
   else:
     rows = table_6(setting)
-    console.say(
+    console.log(
       'Table 6: pre-training on JFT-300M at 224 px\n\n'
       f'{format_rows(rows, setting)}\n\n{NOTE_6}\n{assumptions(setting)}\n\n'
       'Table 2: pre-training on cores of TPU v3\n\n'
@@ -311,7 +311,7 @@ def main(argv: Sequence[str]):
     )
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(rows, indent=1) + '\n')
-    console.say(f'\nWrote {args.json}')
+    console.log(f'\nWrote {args.json}')
 
 
 if __name__ == '__main__':

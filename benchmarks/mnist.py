@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   )
   args = parser.parse_args(argv)
   place = prepare(args.name, args.folder, args.data_dir)
-  console.say(f'Prepared {args.name} in {place}.')
+  console.log(f'Prepared {args.name} in {place}.')
 
 
 if __name__ == '__main__':

@@ -135,7 +135,7 @@ def _check(folder, count, images=1_000_000):
         yield rows[i : i + 4096], checked[i : i + 4096]
 
   paths = (f'/data/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG' for i in range(images))
-  index = index_lib.of_paths('/data', 'train.jsonl', list(paths))
+  index = index_lib.from_paths('/data', 'train.jsonl', list(paths))
   index.__class__ = Checked
   jax.process_count = lambda: count
   for process in reversed(range(count)):

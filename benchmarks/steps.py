@@ -29,7 +29,7 @@ def check(args):
       f"model='{args.model}' has no counterpart in timm here: use one of "
       f'{", ".join(timm_steps.NAMES)}, or leave out --beside (--model)'
     )
-  console.needed('torch', 'torch', f'--beside={args.beside}')
+  console.require('torch', 'torch', f'--beside={args.beside}')
   if not set(args.only or ('train',)) & {'train', 'inference'}:
     raise ValueError(
       f"beside='{args.beside}' is for the sections train and inference: add one "

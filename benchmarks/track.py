@@ -115,7 +115,7 @@ def _read(path: pathlib.Path) -> list[dict]:
       result = json.loads(line)
       results.append({key: result[key] for key in ('product', 'jobs')})
     except (ValueError, TypeError, KeyError):
-      console.say(f'{path}: line {number} is not a result; it is ignored.')
+      console.log(f'{path}: line {number} is not a result; it is ignored.')
   if lines and not results:
     raise ValueError(
       f"'{path}' is not a file of this program: use another (the argument FILE)"
@@ -176,11 +176,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     'jobs': {},
   }
   ratio = f' {relative:.2f} x as fast' if earlier else ''
-  console.say(f'product   {product:9.2f} GFLOP/s{ratio}')
+  console.log(f'product   {product:9.2f} GFLOP/s{ratio}')
   with tempfile.TemporaryDirectory() as folder:
     for name in args.only or JOBS:
       found = line['jobs'][name] = JOBS[name](pathlib.Path(folder))
-      console.say(compare(name, found, last['jobs'].get(name), relative))
+      console.log(compare(name, found, last['jobs'].get(name), relative))
   with args.file.open('a') as file:
     file.write(json.dumps(line) + '\n')
 

@@ -29,9 +29,9 @@ def test_control_characters_become_visible(text, expected):
 
 
 def test_all_lines_are_printable(capsys, monkeypatch):
-  console.say(HOSTILE)
-  console.say_error(HOSTILE)
-  with console.waiting(HOSTILE):
+  console.log(HOSTILE)
+  console.log_error(HOSTILE)
+  with console.status(HOSTILE):
     pass
   stdout, stderr = capsys.readouterr()
   assert stdout == f'{SHOWN}\n{SHOWN} ...\n'

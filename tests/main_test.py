@@ -203,7 +203,7 @@ import sys, types
 from vit_jax import __main__ as program, console
 def main(argv):
   with console.hidden_stderr():
-    console.say('日本 ' + str(len(sys.stdin.read())))
+    console.log('日本 ' + str(len(sys.stdin.read())))
   return 3
 module = types.ModuleType('vit_jax.commands.names')
 module.main = main

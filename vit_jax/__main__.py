@@ -61,7 +61,7 @@ def run(command: str, argv: Sequence[str] | None = None):
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(141)  # 128 + SIGPIPE.
   except KeyboardInterrupt as e:
-    console.say_error(str(e) or 'Interrupted.')
+    console.log_error(str(e) or 'Interrupted.')
     heartbeats = sys.modules.get('vit_jax.distributed.heartbeats')
     if not (
       heartbeats and heartbeats.watch.failed
@@ -80,7 +80,7 @@ def run(command: str, argv: Sequence[str] | None = None):
       reason = _no_device(e)
     else:
       raise
-    console.say_error(f'Error: {reason}')
+    console.log_error(f'Error: {reason}')
     sys.exit(1)
 
 
@@ -103,12 +103,12 @@ def main(argv: Sequence[str] | None = None):
   if name in COMMANDS:
     run(name, rest)
   if name in ('-h', '--help', 'help'):
-    console.say(help_text())
+    console.log(help_text())
     sys.exit(0)
   near = difflib.get_close_matches(name, COMMANDS, n=1)
   hint = f": did you mean '{near[0]}'?" if near else ''
   message = f"Error: there is no command '{name}'{hint}" if name else ''
-  console.say_error(f'{message}\n{help_text()}'.strip())
+  console.log_error(f'{message}\n{help_text()}'.strip())
   sys.exit(1)
 
 

@@ -230,7 +230,7 @@ def with_preparation(
       if key in fields and config.pp[key] == getattr(_PP, key):
         config.pp[key] = _as_tuple(fields[key])
   if not stored:
-    console.note(
+    console.notify(
       f"Preparing images as the weights' {stated.source} says: "
       f'{preparation.of_run(config.pp)} (--config.pp.match_pretrained=False: as config.pp '
       'says)'
@@ -257,9 +257,9 @@ def _model_of(
   weights = reading.read(
     path, encoder.get('num_heads'), entry=config.get('pretrained_entry')
   )
-  family = families.of_tree(reading.leaves_of(weights))
+  family = families.from_tree(reading.leaves_of(weights))
   weights = family.part(weights, 'img') or weights
-  if not isinstance(families.of_tree(reading.leaves_of(weights)), vit.Classifiers):
+  if not isinstance(families.from_tree(reading.leaves_of(weights)), vit.Classifiers):
     raise ValueError(
       f"pretrained='{path}' holds {family.noun}, not {vit.Classifiers.noun}: name a "
       'model in the config instead (--config)'
@@ -419,6 +419,6 @@ def get_augreg_df(directory: str = 'gs://vit_models/augreg') -> Any:
   `adapt_filename` of the checkpoints before and after fine-tuning, without .npz.
   `directory` has the index.csv; OSError if it cannot be read.
   """
-  pd = console.needed('pandas', 'colab', 'get_augreg_df')
+  pd = console.require('pandas', 'colab', 'get_augreg_df')
   with files.open_input(paths.augreg_index(directory)) as file:
     return pd.read_csv(file)

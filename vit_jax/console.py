@@ -201,7 +201,7 @@ def avoid_absent_gpus() -> None:
   try:
     ctypes.CDLL('libcuda.so.1')
   except OSError:
-    say_error(
+    log_error(
       'No NVIDIA driver (libcuda.so.1) found: computing on the CPU. Set '
       'JAX_PLATFORMS=cpu to hide this line.'
     )
@@ -260,26 +260,26 @@ def bar(stream: TextIO | None = None, **kwargs: Any) -> tqdm.tqdm:
   return importlib.import_module('tqdm.auto').tqdm(**kwargs)
 
 
-def say(text: str) -> None:
+def log(text: str) -> None:
   """Prints a `printable` line from process 0 without breaking progress bars."""
   if _is_first() and not _muted:
     tqdm.tqdm.write(printable(text))
     sys.stdout.flush()
 
 
-def say_error(text: str) -> None:
+def log_error(text: str) -> None:
   """Prints a `printable` line to stderr, from any process."""
   print(printable(text), file=sys.stderr, flush=True)
 
 
-def note(text: str) -> None:
+def notify(text: str) -> None:
   """Prints a `printable` line that is not a result to stderr, from process 0."""
   if _is_first() and not _muted:
-    say_error(text)
+    log_error(text)
 
 
 @contextlib.contextmanager
-def waiting(text: str, leave: bool = True) -> Iterator[None]:
+def status(text: str, leave: bool = True) -> Iterator[None]:
   """Shows what a `with` block does; on a terminal also the elapsed time.
 
   `leave`: whether the line stays afterwards.
@@ -294,7 +294,7 @@ def waiting(text: str, leave: bool = True) -> Iterator[None]:
   form = '{desc} ... {elapsed}'
   with bar(sys.stdout, desc=text, bar_format=form, leave=leave) as line:
     if line.disable:
-      say(f'{text} ...')
+      log(f'{text} ...')
     ticking = threading.Thread(target=tick, daemon=True)
     ticking.start()
     try:
@@ -339,13 +339,13 @@ def size(count: float | None) -> str:
   return f'{count / 2**30:.2f} GiB'
 
 
-def counted(number: int, noun: str) -> str:
+def pluralize(number: int, noun: str) -> str:
   """Formats a number with a noun: '1 seed', '2 processes', '1,000 images'."""
   plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
   return f'{number:,} {noun}{plural}'
 
 
-def needed(package: str, extra: str, user: str) -> types.ModuleType:
+def require(package: str, extra: str, user: str) -> types.ModuleType:
   """Imports a package of an extra, which `user` needs; the error says how to install it."""
   try:
     return importlib.import_module(package)
@@ -378,7 +378,7 @@ def duration(seconds: float) -> str:
   return f'{seconds // 86400}d {seconds % 86400 // 3600:02}h'
 
 
-def place_of(error: Exception, file: str | None = None) -> str:
+def error_location(error: Exception, file: str | None = None) -> str:
   """Returns 'file:line' where an error was raised, within `file` if given."""
   if isinstance(error, SyntaxError):
     return f'{error.filename}:{error.lineno}'

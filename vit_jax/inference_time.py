@@ -56,7 +56,7 @@ def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str,
   with jax.set_mesh(mesh):
     params = jax.device_put(params, sharding.replicated(mesh))
     images = jnp.ones((config.batch, *size), device=sharding.batch_sharding(mesh))
-    console.say(
+    console.log(
       f'{config.model_name}, {size[0]}x{size[1]} pixels, {config.batch} images per '
       f'step, mesh of {mesh.size} x {mesh.devices.flat[0].platform}, {config.dtype}. '
       'Compiling ...'
@@ -76,8 +76,8 @@ def inference_time(config: ml_collections.ConfigDict, workdir: str) -> dict[str,
   }
   log.write(0, result)
   log.close()
-  console.say(
-    f'{console.counted(len(seconds), "step")}: {result["imgs_sec_core_mean"]:,.2f} images per second '
+  console.log(
+    f'{console.pluralize(len(seconds), "step")}: {result["imgs_sec_core_mean"]:,.2f} images per second '
     f'and device (std {result["imgs_sec_core_std"]:,.2f}, '
     f'{result["imgs_sec_core_min"]:,.2f} to '
     f'{result["imgs_sec_core_max"]:,.2f}).'

@@ -31,7 +31,7 @@ from vit_jax import preprocess
 from vit_jax.configs import common
 from vit_jax.data import feeding, folder, manifest, order, parquet, records, sources
 from vit_jax.data.images import images
-from vit_jax.data.lazy import as_it_is, tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import processes, sharding
 from vit_jax.run import config as run_config
 
@@ -198,7 +198,7 @@ def labelled_example(config: ml_collections.ConfigDict, num_classes: int) -> Cal
   one, else 0 or 1.
   """
 
-  @as_it_is
+  @no_autograph
   def example(
     record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
@@ -224,7 +224,7 @@ def train_dataset(
   They are dicts of the tensors of `example`, [B, ...] each. `rows`, int [B], are the
   rows of the global batch that this process reads.
   """
-  read = as_it_is(source.read)
+  read = no_autograph(source.read)
 
   def make(
     position: 'tf.Tensor', record: dict[str, 'tf.Tensor']
@@ -254,14 +254,14 @@ def eval_dataset(
   begins = np.arange(0, len(numbers), config.batch_eval)
   positions = (begins[:, None] + rows).reshape(-1)
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
-  read = as_it_is(source.read)
+  read = no_autograph(source.read)
 
   def make(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     tensors = example(read(record), None)
     index = tf.cast(record['index'], tf.int32)
     return {**tensors, 'mask': tf.ones([]), 'index': index}
 
-  data = order.at_a_time(
+  data = order.map_batched(
     source,
     tf.data.Dataset.from_tensor_slices(real).batch(len(rows)),
     lambda index: {'index': index, **source.lookup(index)},
@@ -449,7 +449,7 @@ def image_shapes(source: records.Source) -> np.ndarray:
         shapes[number] = _one(source, shape, number)['shape']
       return
     numbers = tf.data.Dataset.from_tensor_slices(local_numbers).batch(_HEADERS)
-    data = order.at_a_time(source, numbers, source.lookup)
+    data = order.map_batched(source, numbers, source.lookup)
     batches = data.map(shape, num_parallel_calls=_CALLS).batch(_HEADERS)
     for number, batch in enumerate(feeding.read(batches, source, indices)):
       shapes[indices(number)] = batch['shape']

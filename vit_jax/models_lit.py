@@ -158,7 +158,7 @@ class LitModel(patches.ImageModel):
       local = f'{self.model_name}.npz'
       path = f'{BASE_PATH}/{local}'
       if os.path.exists(local):
-        console.say(f'Reading {local} from the current folder.')
+        console.log(f'Reading {local} from the current folder.')
         path = local
       elif cache:
         fetch.copy(fetch.fetch(path), local, progress=False)

@@ -154,7 +154,7 @@ def load_weights(
   )
   model = fitting.at_crop(writing.scaled(model))
   if model.preparation.source:
-    console.note(
+    console.notify(
       f"Preparing images as the weights' {model.preparation.source} says: "
       f'{model.preparation}'
     )
@@ -235,7 +235,7 @@ def _check_flags(
     )
 
 
-def of_flags(
+def from_flags(
   args: argparse.Namespace,
   dtype: str | None = None,
   max_image_pixels: int | None = None,
@@ -276,7 +276,7 @@ def run(args: argparse.Namespace) -> None:
       f"'{args.images[0]}' is a split of a data set, whose predictions are "
       'written as a table: pass --out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
     )
-  model = of_flags(args, args.dtype, args.max_image_pixels)
+  model = from_flags(args, args.dtype, args.max_image_pixels)
   _check_flags(model, args, is_table)
   if texts_only:
     flags = model.parse_flags({'texts': args.texts})
@@ -297,7 +297,7 @@ def _print(model: 'predictor.Predictor', args: argparse.Namespace) -> None:
     if args.out:  # A picture shows all images.
       lines = list(lines)
     for line in lines:
-      console.say(line)
+      console.log(line)
       printed += 1
   except (ValueError, OSError):
     remaining = args.images[printed:]
@@ -311,7 +311,7 @@ def _print(model: 'predictor.Predictor', args: argparse.Namespace) -> None:
   good = [image for image, fault in zip(remaining, faults) if not fault]
   if good:
     for line in model.report(good, **options):
-      console.say(line)
+      console.log(line)
   raise ValueError(
     f'{len(remaining) - len(good):,} of {len(args.images):,} images cannot be read, such as '
     f'{next(filter(None, faults))}: fix or delete the files named above'

@@ -20,7 +20,7 @@ from PIL import Image, ImageOps
 
 from vit_jax.data.augmentation import canvases, geometry, pixel_ops, resizing
 from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
-from vit_jax.data.lazy import as_it_is, tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.data.texts import tokenizers
 
 crop_size = geometry.crop_size
@@ -36,7 +36,7 @@ def image_sizes(pp: ml_collections.ConfigDict) -> list[tuple[int, int]]:
   return [crop_size(pp)]
 
 
-@as_it_is
+@no_autograph
 def decode_with_geometry(
   encoded: 'tf.Tensor',
   seed: 'tf.Tensor',
@@ -66,7 +66,7 @@ def decode_with_geometry(
   return _change_pixels(image, seed, pp), sampled
 
 
-@as_it_is
+@no_autograph
 def on_canvas_for_training(
   encoded: 'tf.Tensor',
   seed: 'tf.Tensor',
@@ -90,7 +90,7 @@ def on_canvas_for_training(
   return canvases.place(image, tf.unstack(tf.gather(sizes, group))), sampled
 
 
-@as_it_is
+@no_autograph
 def on_canvas_for_evaluation(
   encoded: 'tf.Tensor',
   group: canvases.Group,
@@ -168,7 +168,7 @@ def _decode(
   return geometry.fit(image, sampled, pp.interpolation, antialias), sampled
 
 
-@as_it_is
+@no_autograph
 def for_evaluation(image: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor':
   """Resizes one decoded image, uint8 [height, width, channels], as `config.pp` says.
 
@@ -247,7 +247,7 @@ def get_pp(
   tokenizer = get_tokenizer(tokenizer_name)(vocab_path, max_len)
   preprocess_images = PreprocessImages(size, crop)
 
-  @as_it_is
+  @no_autograph
   def pp(features: dict[str, Any]) -> dict[str, Any]:
     features = dict(features)
     if 'image' in features:
@@ -259,7 +259,7 @@ def get_pp(
   return pp
 
 
-@as_it_is
+@no_autograph
 def prepare(
   encoded: 'tf.Tensor', seed: 'tf.Tensor | None', pp: ml_collections.ConfigDict
 ) -> 'tf.Tensor':

@@ -277,7 +277,7 @@ def check(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
   schedules.check(config)
   optim.check(config)
   for name in config.trackers:
-    console.needed(name, name, f"trackers=('{name}',)")
+    console.require(name, name, f"trackers=('{name}',)")
   mesh = sharding.make_mesh(config.mesh)
   run_config.check_batch(config, sharding.batch_shards(mesh))
   run_config.check_sequence(config, sharding.sequence_shards(mesh))
@@ -364,9 +364,9 @@ def start(
     weights = weights or _pretrained(prepared)
     state = program.create_state(weights)
     if weights:
-      console.say(_describe_start(lora.without_adapters(abstract.params), weights))
+      console.log(_describe_start(lora.without_adapters(abstract.params), weights))
   elif step < config.total_steps:
-    console.say(f'Resuming from step {step}.')
+    console.log(f'Resuming from step {step}.')
   return checkpoints, state, step
 
 
@@ -453,7 +453,7 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
       metrics = run.evaluate(stop) if run.due(config.eval_every) else None
       stop_now = stop.after(run.step)
       if stop_now:
-        console.say(f'Stopping: saving step {run.step} ...')
+        console.log(f'Stopping: saving step {run.step} ...')
       if stop_now or run.due(config.checkpoint_every):
         workdir_lib.check_present(run.workdir)
         workdir_lock.check()
@@ -470,8 +470,8 @@ def _describe(prepared: Prepared):
   params = program.abstract.params
   model_name = config.model.get('model_name') or 'model'
   num_params = sum(x.size for x in jax.tree.leaves(params))
-  devices = console.counted(mesh.size, f'{mesh.devices.flat[0].platform} device')
-  hosts = console.counted(jax.process_count(), 'process')
+  devices = console.pluralize(mesh.size, f'{mesh.devices.flat[0].platform} device')
+  hosts = console.pluralize(jax.process_count(), 'process')
   lines = [
     f'{model_name}, {num_params:,} parameters, on {devices} in {hosts}, mesh '
     f'{dict(mesh.shape)}.',
@@ -488,7 +488,7 @@ def _describe(prepared: Prepared):
     lines += [f'Parameters, {row["spec"]}: {sharding.describe(row)}.' for row in rows]
   if copied := sharding.not_split(params, mesh):
     lines.append(f'{copied}.')
-  console.say('\n'.join(lines))
+  console.log('\n'.join(lines))
 
 
 def _describe_data(prepared: Prepared) -> str:
@@ -497,7 +497,7 @@ def _describe_data(prepared: Prepared) -> str:
   for name, split, dataset in run_config.evaluations(config):
     text = f"{prepared.tests[name].num_examples:,} ('{split}')"
     evaluations.append(f'{text} of {dataset}' if dataset else text)
-  examples = console.counted(prepared.train.num_examples, 'training example')
+  examples = console.pluralize(prepared.train.num_examples, 'training example')
   line = (
     f"{mixture.describe(config.dataset)}: {examples} ('{config.pp.train}'), "
     f'{" and ".join(evaluations)} for evaluation'
@@ -514,7 +514,7 @@ def _describe_length(prepared: Prepared) -> str:
   if not config.pp.sides:  # Canvases have several sizes.
     height, width = preprocess.crop_size(config.pp)
     images += f' of {height}x{width} pixels'
-  steps = console.counted(config.total_steps, 'step')
+  steps = console.pluralize(config.total_steps, 'step')
   epochs = config.total_steps * config.batch / prepared.train.num_examples
   return f'{steps} of {config.batch:,} {images}: {epochs:,.1f} epochs.'
 
@@ -549,7 +549,7 @@ def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
     f'  TensorBoard  tensorboard --logdir={workdir}',
     *(f'  picture      {path}' for path in run.pictures),
   ]
-  console.say('\n'.join(lines))
+  console.log('\n'.join(lines))
   if jax.process_index():
     return
   arguments = [f'--workdir={shlex.quote(str(workdir))}']
@@ -560,4 +560,4 @@ def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
   arguments.append(shlex.quote(str(sources.example_file(test, workdir))))
   if flags := prepared.program.task.flags_to_predict():
     arguments.append(flags)
-  console.say('To predict an image:\n  vit_jax predict ' + ' '.join(arguments))
+  console.log('To predict an image:\n  vit_jax predict ' + ' '.join(arguments))

@@ -66,7 +66,7 @@ def test_every_example_appears_once_in_order(task):
   assert found.labels.tolist() == [2, 2, 0]
   columns = source.lookup(tf.range(COUNT))
   # No file is read: these do not exist.
-  missing = index_lib.of_paths('/no', 'such', [f'/no/{i}.png' for i in range(COUNT)])
+  missing = index_lib.from_paths('/no', 'such', [f'/no/{i}.png' for i in range(COUNT)])
   columns['image'] = index_lib.Paths([(missing, missing.order)])
   labelled = records.FolderSource(columns, source.names, 10**9)
   labels = features.read_labels(task.config, mesh, labelled)

@@ -10,10 +10,10 @@ from vit_jax import console
 from vit_jax.run import stopping
 c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
 messages = []
-def say(text):
+def log(text):
   messages.append(text)
   c.pthread_mutex_unlock(mutex)
-console.say = say
+console.log = log
 def send():
   time.sleep(0.5)
   os.kill(os.getpid(), signal.SIGTERM)
@@ -57,7 +57,7 @@ with stopping.StopRequest() as stop:
   os.close(master)
   os.kill(os.getpid(), signal.SIGHUP)
   assert stop.after(1)
-  console.say('Stopping: saving step 1 ...')
+  console.log('Stopping: saving step 1 ...')
 assert stop.signal == signal.SIGHUP
 signal.signal(signal.SIGHUP, signal.SIG_IGN)  # As nohup does.
 with stopping.StopRequest() as stop:

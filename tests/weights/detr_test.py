@@ -304,7 +304,7 @@ def test_timm_resnets_use_the_published_backbone_names():
     for name, value in theirs.items()
     if not name.endswith('num_batches_tracked')
   }
-  family, naming = families.of_names(state)
+  family, naming = families.from_names(state)
   assert naming == 'resnet'
   shapes = {k: v.shape for k, v in family.load(state, naming, 8).items()}
   images = jax.ShapeDtypeStruct((1, 64, 64, 3), np.float32)

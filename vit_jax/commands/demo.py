@@ -42,6 +42,6 @@ def main(argv: Sequence[str]) -> int:
 
   drawing.require_matplotlib()
   demo.check(args.host, args.port)
-  model = predict.of_flags(args, max_image_pixels=args.max_image_pixels)
+  model = predict.from_flags(args, max_image_pixels=args.max_image_pixels)
   demo.serve(model, *visualize.describe(model), args.host, args.port)
   return 0

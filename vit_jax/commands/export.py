@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
   from vit_jax.inference import export
 
   export.check(args.out, args.to, args.dtype, args.image_size)
-  model = predict.of_flags(args)
+  model = predict.from_flags(args)
   if args.texts and 'texts' not in model.FLAGS:
     raise ValueError(
       f"the task '{model.config.task}' has no text tower: leave out --texts"

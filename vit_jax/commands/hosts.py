@@ -38,6 +38,6 @@ def run(args: argparse.Namespace, work: Callable[[], None]) -> int:
     try:
       work()
     except stopping.Interrupted as e:
-      console.say(str(e))
+      console.log(str(e))
       return 128 + e.signal
   return 0

@@ -174,7 +174,7 @@ def main(argv: Sequence[str]) -> int:
   flags.check_output('out', args.out, is_folder=str(args.out or '').endswith('/'))
   if args.print:
     for shard in range(args.print):
-      console.say(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
+      console.log(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
     return 0
 
   def work() -> None:

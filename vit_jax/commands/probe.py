@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})
-    model = predict.of_flags(args)
+    model = predict.from_flags(args)
     model.params = jax.device_put(model.params, sharding.replicated(mesh))
   else:
     mesh = evaluation.run_mesh(args.workdir)
@@ -96,9 +96,9 @@ def main(argv: Sequence[str]) -> int:
   knn = probe.KNN if args.knn == [] else args.knn or ()
   result = probe.probe(model, mesh, args.shots, args.linear, knn, **options)
   step = '' if args.weights else f', step {model.step}'
-  console.say(f'{args.weights or args.workdir}{step}\n{probe.table(result)}')
+  console.log(f'{args.weights or args.workdir}{step}\n{probe.table(result)}')
   if args.json:
     path = workdir_lib.absolute(args.json)
     probe.write(path, result)
-    console.say(f'Wrote {path}.')
+    console.log(f'Wrote {path}.')
   return 0

@@ -38,4 +38,4 @@ def print_commands(
   arguments = [argument for argument in argv if argument != '--print']
   for run in runs:
     if run.name not in done:
-      console.say(shlex.join(['vit_jax', command, *arguments, f'--run={run.name}']))
+      console.log(shlex.join(['vit_jax', command, *arguments, f'--run={run.name}']))

@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
       runs = sweep.next_runs(sweep.make(args.config, **options), args.workdir)
       run_flags.print_commands('sweep', argv, runs, args.workdir)
       return
-    console.say(f'Config: {args.config_file}')
+    console.log(f'Config: {args.config_file}')
     sweep.sweep(
       args.config,
       args.workdir,

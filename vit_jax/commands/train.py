@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
       runs = module.make_runs(config)
       run_flags.print_commands('train', argv, runs, args.workdir)
       return
-    console.say(f'Config: {args.config_file}')
+    console.log(f'Config: {args.config_file}')
     if args.run:
       from vit_jax.studies import runs as runs_lib
 

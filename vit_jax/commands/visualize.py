@@ -140,7 +140,7 @@ def _draw(args: argparse.Namespace) -> None:
   entries_and_subjects: list[tuple[Any, Any]] = []
   lacking: dict[str, str] = {}
   if args.workdir or args.weights:
-    model = predict.of_flags(args, max_image_pixels=args.max_image_pixels)
+    model = predict.from_flags(args, max_image_pixels=args.max_image_pixels)
     subject = visualize.subject(
       model, args.images, args.split, args.num_images, args.points, args.foreground
     )
@@ -154,13 +154,13 @@ def _draw(args: argparse.Namespace) -> None:
     images = visualize.small_images(args.images, args.max_image_pixels)
     entries_and_subjects.append((gallery.INDUCTIVE_BIAS, images))
   for name, reason in lacking.items():
-    console.say(f'Left out: {name}: {reason}.')
+    console.log(f'Left out: {name}: {reason}.')
   sections = []
   for entry, subject in entries_and_subjects:
-    with console.waiting(entry.title):
+    with console.status(entry.title):
       figures = gallery.draw(entry, subject)
       pictures = {name: drawing.png(figure) for name, figure in figures.items()}
     sections.append((entry, pictures))
   html_page.write(out, title, facts, sections, lacking)
   count = sum(len(pictures) for _, pictures in sections)
-  console.say(f'Wrote {count} figures and {out}/index.html, which shows them all.')
+  console.log(f'Wrote {count} figures and {out}/index.html, which shows them all.')

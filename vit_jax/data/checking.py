@@ -197,11 +197,11 @@ def open_index(root: str, base: str, workdir: str | None = None) -> index_lib.In
 def open_listed(
   root: str, split: str, ending: str, paths: Sequence[str], workdir: str | None = None
 ) -> index_lib.Index:
-  """Returns an index of listed images, see index.of_paths, with their stored status.
+  """Returns an index of listed images, see index.from_paths, with their stored status.
 
   `ending`, such as 'jsonl', tells apart the lists of a split.
   """
-  index = index_lib.of_paths(root, f'{split}.{ending}', paths)
+  index = index_lib.from_paths(root, f'{split}.{ending}', paths)
   return recall_listed(index, split, ending, workdir)
 
 
@@ -242,17 +242,17 @@ def _find_index(root: str, base: str, workdir: str | None) -> index_lib.Index:
   """Returns the index in memory, a stored one, or a new one."""
   top = _check_split(root, base)
   index = _recent.get(top)
-  if index is not None and index.is_true():
+  if index is not None and index.is_up_to_date():
     return index
   stored = _stored(root, base, workdir)
   for index in stored:
-    if index.is_true():
+    if index.is_up_to_date():
       date, path = index.facts['listed'], index.path
-      console.say(f"Images of '{top}' as listed on {date} in '{path}'.")
+      console.log(f"Images of '{top}' as listed on {date} in '{path}'.")
       return _remember(index)
   if stored:
     date = stored[0].facts['listed']
-    console.say(f"'{top}' has changed since {date}: listing it again.")
+    console.log(f"'{top}' has changed since {date}: listing it again.")
   return _remember(_recall(listing.list_folder(root, base), stored))
 
 

@@ -101,7 +101,7 @@ def list_split(
     if outside := len(index) - len(rows):
       logging.warning(
         "Left out %s of '%s' outside of class folders",
-        console.counted(outside, 'image'),
+        console.pluralize(outside, 'image'),
         index.top,
       )
     views.append((index, slices.take(rows, base, instruction)))
@@ -131,7 +131,7 @@ def listed_lines(
   if (missing := len(index) - len({line.image for line in lines})) > 0:
     logging.warning(
       'Left out %s of %s that no metadata file lists',
-      console.counted(missing, 'image'),
+      console.pluralize(missing, 'image'),
       index.top,
     )
   return lines

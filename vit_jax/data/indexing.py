@@ -79,13 +79,13 @@ def run(args: argparse.Namespace) -> int:
       args.folder, split, args.check == 'decode', args.max_image_pixels
     )
     seconds = time.perf_counter() - start_time
-    images = console.counted(count, 'image')
-    console.say(f'{path}: {images}, {console.duration(seconds)}.')
+    images = console.pluralize(count, 'image')
+    console.log(f'{path}: {images}, {console.duration(seconds)}.')
     for line in broken[:_SHOWN]:
-      console.say(f'  broken: {line}')
+      console.log(f'  broken: {line}')
     if broken:
       has_broken = True
-      console.say(
+      console.log(
         f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave '
         'them out of the training with --config.broken_images=skip.'
       )

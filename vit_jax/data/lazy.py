@@ -29,7 +29,7 @@ else:
   tf, tfds = _Lazy('tensorflow'), _Lazy('tensorflow_datasets')
 
 
-def as_it_is(function: Callable) -> Callable:
+def no_autograph(function: Callable) -> Callable:
   """Keeps AutoGraph from rewriting a function without control flow on tensors.
 
   Rewriting takes half a second at the start of a run and of each evaluation.

@@ -148,7 +148,7 @@ def _parse_examples(
   )
   selected = [lines[i] for i in numbers]
   paths = [line.image for line in selected]
-  index = index_lib.of_paths(root, f'{split}.jsonl', paths)
+  index = index_lib.from_paths(root, f'{split}.jsonl', paths)
   names = _class_files(root)
   if class_names is not None:
     names['label'] = tuple(class_names)
@@ -285,7 +285,7 @@ def _load(folder: pathlib.Path, root: str, split: str) -> _Examples | None:
       if splits:
         column = tf.RaggedTensor.from_nested_row_splits(column, splits)
       columns[name] = column
-    index = index_lib.Index.of_arrays(root, f'{split}.jsonl', arrays)
+    index = index_lib.Index.from_arrays(root, f'{split}.jsonl', arrays)
     index.top = root if '://' in root else ''
     names = {name: tuple(classes) for name, classes in facts['names'].items()}
     return _Examples(index, facts['files'], arrays['lines'], columns, names)

@@ -115,7 +115,7 @@ def parse_metadata(root: str, base: str, paths: Iterable[str]) -> list[Line]:
   for path in paths:
     folder, name = os.path.split(path)
     if path == os.path.join(root, name):
-      console.say(f"Split '{base}' of '{root}' is listed in '{path}'.")
+      console.log(f"Split '{base}' of '{root}' is listed in '{path}'.")
       rows = _of_split(path, base)
     else:
       rows = _rows(path)

@@ -12,7 +12,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax.data import mixture, records
-from vit_jax.data.lazy import as_it_is, tf
+from vit_jax.data.lazy import no_autograph, tf
 
 # Smaller data sets are sorted by random keys: the cipher permutes at least 2**16
 # values and would have to be repeated until its value is below their size.
@@ -20,7 +20,7 @@ _SORTED = 1024
 _SMALLEST_BLOCK = 16  # Bits of the values that TensorFlow's cipher permutes.
 
 
-@as_it_is
+@no_autograph
 def example_indices(
   positions: 'tf.Tensor', num_examples: int, seed: int, stream: int = 0
 ) -> 'tf.Tensor':
@@ -130,7 +130,7 @@ def training_indices(source: Any, positions: np.ndarray, seed: int) -> np.ndarra
   return indices
 
 
-@as_it_is
+@no_autograph
 def training_records(
   config: ml_collections.ConfigDict, source: Any, rows: np.ndarray, start_step: int
 ) -> 'tf.data.Dataset':
@@ -168,7 +168,7 @@ def _records(
     index = example_indices(local, source.num_examples, seed, stream)
     return position, {'index': index, **source.lookup(index)}
 
-  return at_a_time(source, places, look_up)
+  return map_batched(source, places, look_up)
 
 
 def _part_records(
@@ -192,8 +192,8 @@ def _part_records(
   return part_records.map(read, num_parallel_calls=records.CALLS, deterministic=True)
 
 
-@as_it_is
-def at_a_time(
+@no_autograph
+def map_batched(
   source: Any, batches: 'tf.data.Dataset', look_up: Callable
 ) -> 'tf.data.Dataset':
   """Looks up records in chunks, in parallel if the source is slow.

@@ -224,7 +224,7 @@ def _checked(name: str) -> Iterator[None]:
 
 def _open(path: str, footer: Any = None) -> Any:
   """Opens a file; `footer` is its footer if it has been read."""
-  parquet = console.needed('pyarrow.parquet', 'tables', 'a data set in Parquet')
+  parquet = console.require('pyarrow.parquet', 'tables', 'a data set in Parquet')
   files.check_input(path)
   with _checked(f"'{path}'"):
     return parquet.ParquetFile(path, metadata=footer, page_checksum_verification=True)

@@ -44,7 +44,7 @@ def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
   """
   count, split = info.num_examples, f'{info.name}{instruction}'
   remedy = (
-    f"'{info.name}' has {console.counted(count, 'example')} (config.pp, config.evals)"
+    f"'{info.name}' has {console.pluralize(count, 'example')} (config.pp, config.evals)"
   )
   try:
     # Under another name, since TFDS does not accept '.'.

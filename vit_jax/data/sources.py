@@ -100,7 +100,7 @@ def open_split(
     return pseudo_labels.open_folder(dataset, features, class_names, open_images)
   existing = existing_split(config, dataset, split)
   if existing != split:
-    console.say(f"Split '{split}' of '{dataset}' is '{existing}'.")
+    console.log(f"Split '{split}' of '{dataset}' is '{existing}'.")
   return _open_folder(config, dataset, existing, features, class_names, workdir)
 
 

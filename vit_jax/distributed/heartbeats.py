@@ -107,7 +107,7 @@ class Watch:
     lost = any(s in text for s in ('Gloo', 'UNAVAILABLE', 'DEADLINE_EXCEEDED'))
     if lost and not isinstance(error, OSError):
       seconds = HEARTBEAT + 5 * GRACE
-      console.say_error(
+      console.log_error(
         f'Lost the connection to another process ({text.splitlines()[0]:.200}); it will '
         f'be named within {seconds:.0f} seconds.'
       )
@@ -164,7 +164,7 @@ class Watch:
     if first is None:
       return
     if first != me:
-      console.say(
+      console.log(
         f'{name(first)} was asked to stop: all processes stop after the same step.'
       )
     with self._lock:

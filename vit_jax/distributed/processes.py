@@ -203,7 +203,7 @@ def _get(key: str, process: int, activity: str, deadline: float) -> str:
         'deadline'
       )
     if int(seconds) % 60 == 30:
-      console.say(f'Waiting for {name} at: {activity} ...')
+      console.log(f'Waiting for {name} at: {activity} ...')
 
 
 def from_first(activity: str, make: Callable[[], Any]) -> Any:

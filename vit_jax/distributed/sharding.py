@@ -208,7 +208,7 @@ def replicated(mesh: jax.sharding.Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
-def on_own_rows(function: Callable, *args: jax.Array, axis: int = 0) -> Any:
+def shard_map_rows(function: Callable, *args: jax.Array, axis: int = 0) -> Any:
   """Applies a function on each device to the rows of the batch that lie there.
 
   With automatic partitioning, a loop whose length depends on the data would wait for

@@ -71,7 +71,7 @@ def evaluate(
   for evaluator in instances:
     values.update(evaluator.run(model.params, model.extra, engine.never))
     metrics.update(evaluator.metrics)
-  console.say(
+  console.log(
     f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "
     + metrics_lib.format_metrics(values, metrics)
   )
@@ -105,7 +105,7 @@ def _open_split(
   names = task.class_names_of(source)
   if not dataset and task.class_names and names != task.class_names:
     raise ValueError(
-      f"dataset='{config.dataset}' has {console.counted(len(names), 'class')} "
+      f"dataset='{config.dataset}' has {console.pluralize(len(names), 'class')} "
       f'{names[:5]}, and the model has {len(task.class_names)} '
       f'{task.class_names[:5]}: use data with the same classes'
     )

@@ -151,7 +151,7 @@ class Extractor:
     def compute(params, extra, batch):
       return {**batch, 'image': self.compute(params, extra, batch)}
 
-    self._compute = engine.everywhere(mesh, compute)
+    self._compute = engine.on_all_hosts(mesh, compute)
 
   def compute(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> jax.Array:
     """Computes the features of a batch, float32 [B, D]; not compiled."""
@@ -244,7 +244,7 @@ def read_labels(
     del seed
     return _label(record)
 
-  compute = engine.everywhere(mesh, lambda batch: batch)
+  compute = engine.on_all_hosts(mesh, lambda batch: batch)
   columns = engine.collect(
     config, mesh, source, example, compute, label='Reading labels'
   )

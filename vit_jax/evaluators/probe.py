@@ -141,8 +141,8 @@ def _linear_rows(
 def table(result: dict[str, Any]) -> str:
   """Formats the result of `probe`."""
   head = (
-    f'{result["dataset"]}, {console.counted(result["num_classes"], "class")}: trained on '
-    f"'{result['train']}' ({console.counted(result['num_train'], 'image')}), tested on "
+    f'{result["dataset"]}, {console.pluralize(result["num_classes"], "class")}: trained on '
+    f"'{result['train']}' ({console.pluralize(result['num_train'], 'image')}), tested on "
     f"'{result['test']}' ({result['num_test']:,}); "
   )
   if result['layers']:
@@ -150,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
   head += f"{result['num_features']:,} features, '{result['layer']}'."
   lines = [head, probes.header('probe')]
   for row in result['fewshot']:
-    note = f' ({console.counted(len(row["accuracies"]), "seed")})'
+    note = f' ({console.pluralize(len(row["accuracies"]), "seed")})'
     lines.append(probes.line(f'{row["shots"]:>2}-shot', row['accuracies'], note))
   for row in result['knn']:
     lines.append(probes.line(f'{row["k"]}-NN', [row['accuracy']]))

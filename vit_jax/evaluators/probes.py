@@ -201,8 +201,8 @@ def _fitting(shots: Sequence[int], labels, class_names) -> tuple[int, ...]:
   sizes = np.bincount(labels[labels >= 0], minlength=len(class_names))
   fitting = tuple(n for n in shots if n <= sizes.min())
   if len(fitting) < len(shots):
-    images = console.counted(int(sizes.min()), 'training image')
-    console.say(
+    images = console.pluralize(int(sizes.min()), 'training image')
+    console.log(
       f"Class '{class_names[sizes.argmin()]}' has only {images}: no probes with "
       f'{", ".join(str(n) for n in shots if n not in fitting)} shots.'
     )
@@ -292,7 +292,7 @@ class LayerProbe(Probe):
     by_shots = self.accuracies(extracted)
     [images] = self.shots
     by_layer = {layer: draws[images] for layer, draws in by_shots.items()}
-    console.say(table(by_layer))
+    console.log(table(by_layer))
     if self.workdir is not None:
       names = 'accuracy', 'std'
       rows = [

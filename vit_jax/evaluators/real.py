@@ -73,7 +73,7 @@ class Real:
       classes = logits.argmax(axis=-1).astype(jnp.int32)  # [B]
       return {'best': classes, 'number': batch['number']}
 
-    self._best = engine.everywhere(evaluation.mesh, best)
+    self._best = engine.on_all_hosts(evaluation.mesh, best)
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never

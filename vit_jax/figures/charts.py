@@ -34,7 +34,7 @@ def attention_distances(distances: np.ndarray, uniform: float, count: int) -> An
   layers, heads = distances.shape
   fig = drawing.new_figure(
     7.2,
-    f'Mean attention distance of {heads} heads per layer, over {console.counted(count, "image")}',
+    f'Mean attention distance of {heads} heads per layer, over {console.pluralize(count, "image")}',
   )
   axes = fig.subplots()
   x = np.arange(1, layers + 1)

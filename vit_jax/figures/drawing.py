@@ -46,7 +46,7 @@ _DPI = 64  # A power of 2: sizes in pixels divided by it are exact.
 
 def require_matplotlib() -> None:
   """Raises ImportError, which names the extra, if matplotlib is missing."""
-  console.needed('matplotlib', 'plots', 'drawing figures')
+  console.require('matplotlib', 'plots', 'drawing figures')
 
 
 def styled(function: Callable) -> Callable:
@@ -72,9 +72,9 @@ def to_file(make: Callable, *args, path: epath.PathLike, **kwargs) -> None:
     return
   try:
     make(*args, path=path, **kwargs)
-    console.say(f'  plot   {path}')
+    console.log(f'  plot   {path}')
   except ImportError as e:
-    console.say(f'No plot was drawn: {e}')
+    console.log(f'No plot was drawn: {e}')
 
 
 def png(figure: Any) -> bytes:

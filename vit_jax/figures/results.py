@@ -107,7 +107,7 @@ def classify(model: Any, source: records.Source, num_mistakes: int = 8) -> Resul
       'probability': shares.max(axis=-1),
     }
 
-  compare_batch = engine.everywhere(mesh, compare)
+  compare_batch = engine.on_all_hosts(mesh, compare)
   predictions = engine.collect(
     engine.limited(model.config, mesh, _BATCH),
     mesh,

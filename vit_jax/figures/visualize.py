@@ -139,7 +139,7 @@ def describe(model: Any) -> tuple[str, dict[str, str]]:
   height, width = model.task.image_size
   facts = {
     'parameters': f'{count:,}',
-    'images': f'{height} x {width} pixels, {console.counted(config.pp.channels, "channel")}',
+    'images': f'{height} x {width} pixels, {console.pluralize(config.pp.channels, "channel")}',
   }
   if model.class_names:
     facts['classes'] = f'{len(model.class_names):,}'

@@ -28,7 +28,7 @@ from vit_jax import console, preprocess
 from vit_jax.data.images import images as images_lib
 from vit_jax.inference import guard, user_images
 
-gr = console.needed('gradio', 'demo', 'vit_jax demo')
+gr = console.require('gradio', 'demo', 'vit_jax demo')
 
 LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
@@ -93,9 +93,9 @@ def serve(
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   with contextlib.suppress(KeyboardInterrupt):
     with served(model, title, facts, host, port) as url:
-      console.say(f'Serving the demo on {url} until you press Ctrl-C.')
+      console.log(f'Serving the demo on {url} until you press Ctrl-C.')
       if not guard.is_loopback(host):
-        console.say(
+        console.log(
           'Everyone who can reach this machine can use it: there is no password.'
         )
       threading.Event().wait()
@@ -247,7 +247,7 @@ def _make_page(
         concurrency_limit=1,
         concurrency_id='photo',
       )
-  with console.waiting('Compiling the model'):
+  with console.status('Compiling the model'):
     show(_read(examples[0], limit), *(x.value for x in inputs))
   return page
 

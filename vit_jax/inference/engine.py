@@ -123,9 +123,9 @@ class _Progress:
     self._log_time = now
     rate = self._count / (now - self._start_time)
     remaining = console.duration(max(0, total - self._count) / rate)
-    console.say(
+    console.log(
       f'{self._label}: {min(self._count, total):,} of '
-      f'{console.counted(total, "image")}, {rate:.1f} per second, {remaining} left.'
+      f'{console.pluralize(total, "image")}, {rate:.1f} per second, {remaining} left.'
     )
 
 
@@ -178,7 +178,7 @@ def collect(
   """Returns a dict of arrays [n, ...] for all examples of a split, in order.
 
   The result is the same on all processes. `compute` is a function from a batch to a
-  dict of arrays, see `everywhere`; for the other arguments see `run` and
+  dict of arrays, see `on_all_hosts`; for the other arguments see `run` and
   vit_jax.input_pipeline.eval_batches.
   """
   total = source.num_examples
@@ -194,7 +194,7 @@ def collect(
   return arrays
 
 
-def everywhere(mesh: jax.sharding.Mesh, compute: Callable) -> Callable:
+def on_all_hosts(mesh: jax.sharding.Mesh, compute: Callable) -> Callable:
   """Compiles a function for `collect`; its last argument is the batch.
 
   Adds `index` and `mask` of the batch to its dict of arrays, and replicates them.

@@ -138,12 +138,12 @@ def export(
       'compared_on': inputs_description,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
-  console.say(
+  console.log(
     f"'{out}': {to}; largest difference from JAX on {inputs_description}: {difference:.1e}"
   )
   for path in sorted(pathlib.Path(out).rglob('*')):
     if path.is_file():
-      console.say(f'  {path}  {path.stat().st_size:,} bytes')
+      console.log(f'  {path}  {path.stat().st_size:,} bytes')
   return difference
 
 
@@ -170,8 +170,8 @@ def check(
       '--image_size=HEIGHT,WIDTH, or --to=stablehlo or --to=saved_model'
     )
   if to == 'onnx':
-    console.needed('onnx', 'onnx', '--to=onnx')
-    console.needed('onnxruntime', 'onnx', '--to=onnx')
+    console.require('onnx', 'onnx', '--to=onnx')
+    console.require('onnxruntime', 'onnx', '--to=onnx')
   files.check_new_folder(out, 'out')
 
 

@@ -16,10 +16,10 @@ from typing import Any
 from vit_jax import console
 
 _EXTRA, _PURPOSE = 'demo', 'vit_jax demo'
-requests = console.needed('starlette.requests', _EXTRA, _PURPOSE)
-responses = console.needed('starlette.responses', _EXTRA, _PURPOSE)
-middleware_lib = console.needed('starlette.middleware', _EXTRA, _PURPOSE)
-trustedhost = console.needed('starlette.middleware.trustedhost', _EXTRA, _PURPOSE)
+requests = console.require('starlette.requests', _EXTRA, _PURPOSE)
+responses = console.require('starlette.responses', _EXTRA, _PURPOSE)
+middleware_lib = console.require('starlette.middleware', _EXTRA, _PURPOSE)
+trustedhost = console.require('starlette.middleware.trustedhost', _EXTRA, _PURPOSE)
 
 _FORM = 2**16  # Bytes of an upload around the content of the file.
 _FILE, _UPLOAD = '/gradio_api/file=', '/gradio_api/upload'

@@ -41,7 +41,7 @@ def make_model(
   in the graph, and `inputs` as keywords; it returns arrays by name. The first dimension
   of each input is the same jax.export symbol, the others are numbers.
   """
-  onnx = console.needed('onnx', 'onnx', 'exporting to ONNX')
+  onnx = console.require('onnx', 'onnx', 'exporting to ONNX')
   closed_jaxpr, outputs = jax.make_jaxpr(function, return_shape=True)(weights, **inputs)
   graph = _Graph(onnx, next(iter(inputs.values())).shape[0], min(inputs))
   leaves, _ = jax.tree_util.tree_flatten_with_path(weights)

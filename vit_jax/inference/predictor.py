@@ -78,7 +78,7 @@ class Predictor:
       f'{height}x{width} pixels',
     ]
     if self.class_names:
-      facts.append(console.counted(len(self.class_names), 'class'))
+      facts.append(console.pluralize(len(self.class_names), 'class'))
     if self.origin:
       facts.append(f"from '{self.origin}'")
     if self.step:

@@ -145,7 +145,7 @@ def _is_folder(out: str | os.PathLike) -> bool:
 
 def arrow() -> Any:
   """Returns the module pyarrow; raises ImportError if it is missing."""
-  console.needed('pyarrow.parquet', 'tables', 'a table')
+  console.require('pyarrow.parquet', 'tables', 'a table')
   import pyarrow
 
   return pyarrow
@@ -252,7 +252,7 @@ def write(
   processes.agree('the table', facts)
   table = _Table(out, facts, blocks, source)
   if processes.from_first('starting the table', table.begin):
-    console.say(f"'{out}' is complete: {count:,} images")
+    console.log(f"'{out}' is complete: {count:,} images")
     return
   index, shards = shard or (0, 1)
   with lock.Holder(table.folder, 'out', f'.lock-{index}of{shards}.json') as writer_lock:
@@ -261,7 +261,7 @@ def write(
     )
     num_missing = processes.from_first('listing the parts', table.num_missing)
     if num_missing:
-      console.say(
+      console.log(
         f"'{out}': shard {index}/{shards} is finished, {num_missing:,} of "
         f'{len(blocks):,} parts are left to the others'
       )
@@ -277,7 +277,7 @@ def write(
     summary += f', {num_broken:,} of them broken (see the column error)'
   if rate:
     summary += f', {rate:.1f} images/s'
-  console.say(summary)
+  console.log(summary)
 
 
 def _check_arrays(out: str | os.PathLike, column_types: Mapping[str, Any]):
@@ -321,7 +321,7 @@ def _compute(
   blocks = table.blocks[index::count]
   missing = table.missing(blocks)
   if 0 < len(missing) < len(blocks):
-    console.say(
+    console.log(
       f"Resuming '{table.out}': {len(missing):,} of {len(blocks):,} parts left"
     )
   start_time = time.monotonic()

@@ -25,8 +25,6 @@ from vit_jax.distributed import files, sharding
 from vit_jax.layers import dtypes
 from vit_jax.planning import estimate, search, topology as topology_lib
 
-say = console.say
-
 # Part of the cache key; change it when the cached values change.
 _FORMAT = '5'
 
@@ -100,7 +98,7 @@ def make_plan(
   result = _cached(file)
   cached = result is not None
   if result is None:
-    with console.waiting(f'Compiling for {topology} (takes minutes)'):
+    with console.status(f'Compiling for {topology} (takes minutes)'):
       result = estimate.compile_plan(lowered, chip, len(devices))
     _store(file, result)
   cores = len(devices)
@@ -279,7 +277,7 @@ def run(args: argparse.Namespace) -> None:
     raise ValueError(
       f"trainer='{trainer}': a plan needs the config of a single run (config.trainer)"
     )
-  say(f'Config: {args.config_file}')
+  console.log(f'Config: {args.config_file}')
   num_examples, num_classes = data_size(
     args.config, args.num_examples, args.num_classes
   )
@@ -289,7 +287,7 @@ def run(args: argparse.Namespace) -> None:
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
   if args.search:
-    say(
+    console.log(
       'Searching for the best mesh, accum_steps and remat, whatever the config says. '
       'Plans are cached: run the same command again to resume a stopped search.'
     )
@@ -302,7 +300,7 @@ def run(args: argparse.Namespace) -> None:
     result = search.search(args.config, len(devices), plan_trial)
   else:
     result = make_plan(args.config, args.topology, num_examples, num_classes)
-    say(table(result))
+    console.log(table(result))
   if args.json:
     pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
-    say(f'Wrote {args.json}')
+    console.log(f'Wrote {args.json}')

@@ -14,8 +14,6 @@ import ml_collections
 from vit_jax import console
 from vit_jax.configs import models as model_configs
 
-say = console.say
-
 _SHOWN = 5  # Number of plans to print.
 # (remat, share of the peak). A kind of rematerialisation is tried only while the best
 # plan so far is below this share. 'dots' recomputes little, since dense layers do most
@@ -82,11 +80,11 @@ def search(
       f'--config.batch={max(1, round(config.batch / devices)) * devices}'
     )
   if not best:
-    say('No plan fits: use more devices or a smaller batch.')
+    console.log('No plan fits: use more devices or a smaller batch.')
     return plans
-  say(f'\nThe best of {len(plans)}, with the network (estimates):')
+  console.log(f'\nThe best of {len(plans)}, with the network (estimates):')
   for result in best[:_SHOWN]:
-    say(f'  {_speed(result)}  {result["flags"]}')
+    console.log(f'  {_speed(result)}  {result["flags"]}')
   return best
 
 
@@ -121,9 +119,9 @@ def _fewest_that_fit(
     overrides = {**settings, 'accum_steps': numbers[i]}
     trial.update_from_flattened_dict(overrides)
     text = ' '.join(f'--config.{k}={v}' for k, v in overrides.items())
-    say(text)
+    console.log(text)
     result = {**plan(trial), 'accum_steps': numbers[i], 'flags': text}
-    say(f'  {_speed(result)}')
+    console.log(f'  {_speed(result)}')
     yield result
     if result['fits']:
       i -= 1

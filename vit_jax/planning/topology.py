@@ -94,7 +94,7 @@ def get_topology(name: str) -> Sequence[Any]:
   missing, OSError if another process uses it.
   """
   chip, slices, shape = parse(name)
-  console.needed('libtpu', 'plan', 'planning')
+  console.require('libtpu', 'plan', 'planning')
   from jax.experimental import topologies
 
   # libtpu looks for a TPU's metadata server, and warns if it finds none.

@@ -586,7 +586,7 @@ def resolve_steps(
     total = round(epochs * num_examples / config.batch)
     if not total:
       raise ValueError(
-        f'total_epochs={epochs} of {console.counted(num_examples, "example")} is less '
+        f'total_epochs={epochs} of {console.pluralize(num_examples, "example")} is less '
         f'than one batch of {config.batch}: raise --config.total_epochs, or lower --config.batch'
       )
     schema.check('total_steps', total, common.Steps)
@@ -601,8 +601,8 @@ def resolve_steps(
       warmup = total // 10
       logging.warning(
         f'warmup_epochs={epochs} would take the whole run of '
-        f'{console.counted(total, "step")}: warm-up is '
-        f'{console.counted(warmup, "step")}'
+        f'{console.pluralize(total, "step")}: warm-up is '
+        f'{console.pluralize(warmup, "step")}'
       )
   config = copy.deepcopy(config)
   config.update(

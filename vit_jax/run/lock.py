@@ -202,7 +202,7 @@ class Holder:
       f'Checking for up to {_ABANDONED:.0f} seconds whether {self._other()}, which '
       f'locked {self._folder}, is still running'
     )
-    with console.waiting(description):
+    with console.status(description):
       while current == content and self._unchanged < _ABANDONED:
         time.sleep(_LOOK)
         current = self._look()

@@ -171,7 +171,7 @@ class Run:
     self._log.write_pictures(self.step, pictures)
     if self.done:
       self._save_pictures(pictures)
-    console.say(
+    console.log(
       f'step {self.step}/{self.config.total_steps}  '
       + metrics_lib.format_metrics(metrics, kinds)
     )
@@ -204,7 +204,7 @@ class Run:
     )
     if last_metrics is not None:
       if self.done:
-        console.say('This run is finished.')
+        console.log('This run is finished.')
       return last_metrics
     if not self.step or not self.due(self.config.eval_every):
       return None
@@ -301,7 +301,7 @@ class Progress:
     if rate:
       seconds_left = (self._total - step) * self._batch / rate
       line += f'  {rate:,.0f} img/s  {console.duration(seconds_left)} left'
-    console.say(line)
+    console.log(line)
 
   def set_postfix(self, place: int, text: str) -> None:
     """Shows loss and speed (0) or the last evaluation (1) next to the bar."""

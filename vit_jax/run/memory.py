@@ -85,11 +85,11 @@ def compiling(
   if len(sizes) > 1:
     height, width = batch['image'].shape[1:3]
     description = f' for {height}x{width} pixels, {number} of {len(sizes)} sizes'
-  console.say(f'Compiling{description} ...')
+  console.log(f'Compiling{description} ...')
   start_time = time.perf_counter()
   yield
   seconds = time.perf_counter() - start_time
-  console.say(f'Compiled in {console.duration(seconds)}{description}.')
+  console.log(f'Compiled in {console.duration(seconds)}{description}.')
 
 
 @contextlib.contextmanager

@@ -101,7 +101,7 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
   except Exception as e:
     raise ValueError(
       f"config='{path}' cannot be read: {type(e).__name__} in line "
-      f'{console.place_of(e, path).rpartition(":")[2]}: {e} (--config)'
+      f'{console.error_location(e, path).rpartition(":")[2]}: {e} (--config)'
     ) from e
   if type(config) is not ml_collections.ConfigDict:
     config = ml_collections.ConfigDict(config)

@@ -134,6 +134,6 @@ def _report(reader: int) -> None:
           heartbeats.watch.ask_to_stop()
         name = signal.Signals(number[0]).name
         with contextlib.suppress(OSError):  # The terminal was closed.
-          console.say(
+          console.log(
             f'{name}: stopping after this step (and its compilation, if it is running).'
           )

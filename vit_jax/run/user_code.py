@@ -59,7 +59,7 @@ def import_class(module: str, name: str, setting: str, remedy: str) -> type:
         f"{setting} is unknown: there is no module '{missing}'; {remedy}"
       ) from e
     raise ValueError(
-      f'{setting} cannot be imported: {type(e).__name__} at {console.place_of(e)}: {e}'
+      f'{setting} cannot be imported: {type(e).__name__} at {console.error_location(e)}: {e}'
     ) from e
   if not isinstance(getattr(imported, name, None), type):
     raise ValueError(f'{setting}: the module has no class {name}; {remedy}')

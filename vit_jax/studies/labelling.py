@@ -109,7 +109,7 @@ def _predict(
     probabilities, classes = jax.lax.top_k(shares, min(num_classes or count, count))
     return {'classes': classes, 'probabilities': probabilities}
 
-  predict_batch = engine.everywhere(mesh, best)
+  predict_batch = engine.on_all_hosts(mesh, best)
   return engine.collect(
     model.config,
     mesh,

@@ -34,7 +34,6 @@ from vit_jax.run import (
 )
 from vit_jax.studies import labelling, runs as runs_lib, summaries
 
-say = console.say
 # Difference between the seeds of an iteration and the next.
 _SEEDS = 1000
 
@@ -61,7 +60,7 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
     return [f'{workdir}/{run.name}' for run in runs]
 
   if config.teacher_workdir is None:
-    say('Teachers:')
+    console.log('Teachers:')
     runs = runs_lib.over_seeds('teacher', config.teacher, config.seeds)
     teachers = train_all('teacher', runs)
   else:
@@ -69,7 +68,7 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
     values['teacher'] = dict.fromkeys(config.seeds, value)
     teachers = [config.teacher_workdir] * len(config.seeds)
   for iteration in range(1, len(config.ratios) + 1):
-    say(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
+    console.log(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
     runs = [
       _student(config, workdir, iteration, seed, teacher, count)
       for seed, teacher, count in zip(config.seeds, teachers, counts)
@@ -126,7 +125,7 @@ def _check_data(config: ml_collections.ConfigDict, seed: int) -> int:
     if names != labelled.class_names:
       raise ValueError(
         f"the teacher in '{config.teacher_workdir}' has "
-        f"{console.counted(len(names), 'class')}, {list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
+        f"{console.pluralize(len(names), 'class')}, {list(names[:5])}, and '{run.dataset}' has {len(labelled.class_names)}, "
         f'{list(labelled.class_names[:5])}: pseudo-labels need a teacher with the '
         'same classes (config.teacher_workdir)'
       )
@@ -186,7 +185,7 @@ def _student(
   with runs_lib.alone(folder):
     source = _unlabelled(config, seed, run, folder)
     facts = labelling.label(settings, source, folder, run.batch_eval)
-  say(f'  {_describe(facts, folder)}')
+  console.log(f'  {_describe(facts, folder)}')
   ratio = config.ratios[iteration - 1]
   with run.ignore_type():
     run.dataset = ((run.dataset, 1.0), (folder, ratio))
@@ -206,6 +205,6 @@ def _describe(facts: Mapping[str, Any], folder: str) -> str:
   )
   empty = [name for name, count in zip(facts['class_names'], by_class) if not count]
   if empty:
-    num_empty = console.counted(len(empty), 'class')
+    num_empty = console.pluralize(len(empty), 'class')
     description += f'; none for {num_empty}, such as {empty[:3]}'
   return f'{description}.'

@@ -34,7 +34,6 @@ from vit_jax.run import (
 )
 from vit_jax.studies import summaries
 
-say = console.say
 _RESULT = 'result.json'
 _AGAIN = 'delete it and run the same command again to evaluate the run anew'
 _PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
@@ -110,7 +109,7 @@ class Outcome(NamedTuple):
       remedy = 'Run the same command again to retry'
     lines = '\n'.join(f'  {name}: {reason}' for name, reason in reasons.items())
     raise Failed(
-      f"{console.counted(len(reasons), 'run')} in workdir='{self.workdir}' failed:\n{lines}\n"
+      f"{console.pluralize(len(reasons), 'run')} in workdir='{self.workdir}' failed:\n{lines}\n"
       f'All other runs are finished. {remedy}'
     )
 
@@ -150,11 +149,11 @@ def train_all(
         if not processes.is_common(e) and not isinstance(e, FloatingPointError):
           raise
         failed[run.name] = str(e)
-        say(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
+        console.log(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
     if len(locked) == len(unfinished) and not waiting:
       lines = ''.join(f'  {name}: {owner}\n' for name, owner in locked.items())
-      say(
-        f'Waiting for {console.counted(len(locked), "run")} on other machines:\n{lines}'
+      console.log(
+        f'Waiting for {console.pluralize(len(locked), "run")} on other machines:\n{lines}'
         'A run whose machine stops resumes here. Ctrl-C stops waiting; run the same '
         'command later to see the table.'
       )
@@ -176,7 +175,7 @@ def _train(
   start_time = time.perf_counter()
   kinds = run_evaluators.metrics_of(run_config.complete(run.config))
   if (result := _read(workdir, run)) is not None:
-    say(f'{head}  {result.describe(kinds)}, already done')
+    console.log(f'{head}  {result.describe(kinds)}, already done')
     return None
   try:
     with console.muted():
@@ -189,7 +188,7 @@ def _train(
   finally:
     lock.release()
   duration = console.duration(time.perf_counter() - start_time)
-  say(f'{head}  {result.describe(kinds)}, {duration}')
+  console.log(f'{head}  {result.describe(kinds)}, {duration}')
   return None
 
 
@@ -204,7 +203,7 @@ def _train_locked(
   folder = f'{workdir}/{run.name}'
   live = contextlib.nullcontext()
   if console.kind_of_output() != 'log':
-    live = console.waiting(title, leave=False)
+    live = console.status(title, leave=False)
   result = _Result(_fixed(run_config.complete(run.config)))
   with live, console.muted():
     try:
@@ -225,7 +224,7 @@ def alone(folder: epath.PathLike) -> Iterator[None]:
   """Locks a folder inside a `with` block; waits while another machine has it."""
   lock = lock_lib.Holder(folder)
   if owner := lock.take():
-    say(f'Waiting for {owner}, which works in {folder} ...')
+    console.log(f'Waiting for {owner}, which works in {folder} ...')
     while lock.take():
       time.sleep(_PAUSE)
   try:

@@ -78,10 +78,10 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   places = []
   for (line, x), runs in zip(config.x, variants.values()):
     places.append((line, exaflops(runs[0].config) if x == 'exaflops' else x))
-  num_variants = console.counted(len(variants), 'variant')
-  num_seeds = console.counted(len(config.seeds), 'seed')
-  num_runs = console.counted(len(variants) * len(config.seeds), 'run')
-  console.say(f'{num_variants} x {num_seeds} = {num_runs} in {workdir}:')
+  num_variants = console.pluralize(len(variants), 'variant')
+  num_seeds = console.pluralize(len(config.seeds), 'seed')
+  num_runs = console.pluralize(len(variants) * len(config.seeds), 'run')
+  console.log(f'{num_variants} x {num_seeds} = {num_runs} in {workdir}:')
   return compare(
     variants,
     workdir,
@@ -110,11 +110,11 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   scratch = runs_lib.over_seeds('scratch', config.scratch, config.seeds)
   for run in (pretraining, tuned[0], scratch[0]):
     run_evaluators.check(run_config.complete(run.config))
-  console.say(f'Pre-training on {config.pretrain.dataset}:')
+  console.log(f'Pre-training on {config.pretrain.dataset}:')
   runs_lib.train_all([pretraining], workdir, 'all').finish()
-  console.say(
+  console.log(
     f'\n{config.finetune.dataset}: fine-tuning and training from scratch on the '
-    f'same labels, {console.counted(len(config.seeds), "draw")} of labels:'
+    f'same labels, {console.pluralize(len(config.seeds), "draw")} of labels:'
   )
   return compare(
     {'fine-tuned': tuned, 'from scratch': scratch},

@@ -71,9 +71,9 @@ def publish(
   lines: Sequence[Sequence[str]],
 ) -> None:
   """Prints a table with a heading, and writes `rows` to NAME.json."""
-  console.say(f'\n{heading}\n{console.table(header, lines)}')
+  console.log(f'\n{heading}\n{console.table(header, lines)}')
   write(workdir, f'{name}.json', json.dumps(list(rows), indent=1) + '\n')
-  console.say(f'  table  {workdir}/{name}.json')
+  console.log(f'  table  {workdir}/{name}.json')
 
 
 def plot(

@@ -25,7 +25,6 @@ from vit_jax.run import (
 )
 from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summaries
 
-say = console.say
 # Data to train the winner on: all of the training data, as in the paper, or the part
 # that the choice was trained on, as in the original's configs.
 Refit = Literal['all', 'part']
@@ -115,8 +114,8 @@ def sweep(
   if only is not None:
     runs_lib.train_all(runs, workdir, checkpoints).finish()
     return {'choice': [], 'best': None, 'test': []}
-  say(
-    f'Choice: {console.counted(len(runs), "combination")} of '
+  console.log(
+    f'Choice: {console.pluralize(len(runs), "combination")} of '
     f'{", ".join(plan.values)}, trained on '
     f"'{plan.parts.train}', compared by {plan.metric} on '{plan.parts.held_out}':"
   )
@@ -128,7 +127,9 @@ def sweep(
   runs = plan.test_runs(best)
   noun = 'seed' if len(runs) == 1 else 'seeds'
   seeds = ', '.join(map(str, plan.seeds))
-  say(f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}', {noun} {seeds}:")
+  console.log(
+    f"\nTest: {_name(best)}, trained on '{runs[0].config.pp.train}', {noun} {seeds}:"
+  )
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
   test = _show_test(plan, best, runs, outcome, workdir)
   outcome.finish()
@@ -286,11 +287,11 @@ def _best(plan: Sweep, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
   values = {key: best[key] for key in plan.values}
   equal = scores.count(best_score) - 1
   tied = f' Equally good: {equal} more.' if equal else ''
-  say(f'Chosen: {_name(values)}.{tied}')
+  console.log(f'Chosen: {_name(values)}.{tied}')
   for key, tried in plan.values.items():
     ordered = all(map(schema.is_number, tried)) and len(tried) > 1
     if ordered and values[key] in (min(tried), max(tried)):
-      say(
+      console.log(
         f'{key}={values[key]} is at the edge of the values tried: one beyond it may '
         'be better.'
       )
@@ -315,6 +316,6 @@ def _show_test(
   for row in rows:
     kind = kinds[row['metric']]
     lines.append((kind.title(row['metric']), *summaries.cells(kind, row)))
-  heading = f'Mean and standard deviation over {console.counted(len(runs), "seed")}:'
+  heading = f'Mean and standard deviation over {console.pluralize(len(runs), "seed")}:'
   summaries.publish(workdir, 'test', rows, heading, ('metric', 'test', 'seeds'), lines)
   return rows

@@ -23,7 +23,6 @@ from vit_jax.run import (
 )
 from vit_jax.studies import runs as runs_lib, summaries
 
-say = console.say
 TASKS = vtab_tasks.TASKS
 _METRIC = 'accuracy_test'
 # Task -> seed -> accuracy from 0 to 1; None if it is missing.
@@ -60,7 +59,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
       'no task of VTAB has data on this machine: get them as described above, or '
       'name the folder of the TFDS data sets (--config.run.tfds_data_dir)'
     )
-  say(f'{console.counted(len(to_train), "run")} in {workdir}:')
+  console.log(f'{console.pluralize(len(to_train), "run")} in {workdir}:')
   outcome = runs_lib.train_all(to_train, workdir, config.checkpoints)
   accuracies = {
     task: outcome.by_seed(task_runs, _METRIC) for task, task_runs in runs.items()
@@ -122,7 +121,7 @@ def _skipped(
       lacking = functools.partial(data.lacking, TASKS[task])
       if any(processes.attempt('the packages', lacking)):
         continue
-      say(f'Preparing {TASKS[task].dataset} for {task} ...')
+      console.log(f'Preparing {TASKS[task].dataset} for {task} ...')
       try:
         builders.get_builder(config.run, TASKS[task].dataset)
       except ValueError as e:
@@ -130,15 +129,15 @@ def _skipped(
     skipped = {**_missing(config.run, unfinished), **failures}
   if not skipped:
     return {}
-  say(
+  console.log(
     f'{len(skipped)} of {len(runs)} tasks are left out because their data are not '
     'prepared on this machine:'
   )
   for reason in dict.fromkeys(skipped.values()):
     names = ', '.join(task for task in skipped if skipped[task] == reason)
-    say(f'  {names}: {reason}')
+    console.log(f'  {names}: {reason}')
   if not config.download:
-    say(
+    console.log(
       '--config.download=True downloads what TFDS can download, and prepares the '
       'files in the manual_dir (--config.run.tfds_manual_dir).'
     )
@@ -186,7 +185,7 @@ def _report(
   summaries.publish(workdir, name, rows, heading, header, lines)
   if not config.validate:
     means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
-    say(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
+    console.log(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
   return rows
 
 

@@ -212,7 +212,7 @@ class Task(base.Task):
     return Predictor(self, params, extra, step)
 
   def describe(self) -> str:
-    return console.counted(len(self.class_names), 'class')
+    return console.pluralize(len(self.class_names), 'class')
 
 
 class Predictor(base.Predictor):

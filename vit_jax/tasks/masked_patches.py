@@ -283,7 +283,7 @@ class Predictor(base.Predictor):
     """Writes a PNG of the predictions."""
     pictures = np.stack(self.predict(images))
     epath.Path(out).write_bytes(images_lib.encode_png(_draw(pictures)))
-    count = console.counted(len(pictures), 'image')
+    count = console.pluralize(len(pictures), 'image')
     return [f'Wrote {count}, masked and predicted, to {out}']
 
   def page(self) -> tuple[Callable[..., dict], list, list]:

@@ -71,8 +71,8 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
 
   A workdir also has data and metrics. `name` is OWNER/NAME on the hub.
   """
-  hub = console.needed('huggingface_hub', 'interop', 'a model card')
-  console.needed('jinja2', 'interop', 'a model card')
+  hub = console.require('huggingface_hub', 'interop', 'a model card')
+  console.require('jinja2', 'interop', 'a model card')
   run, metadata = writing.as_run(model)
   run_facts = {}
   if model.source == 'workdir':
@@ -110,8 +110,8 @@ def _facts(run: ml_collections.ConfigDict, workdir: str) -> dict[str, str]:
   if run.dataset is not None:  # Else its weights were converted.
     names = [run.dataset] if isinstance(run.dataset, str) else run.dataset
     facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
-    steps = console.counted(run.total_steps, 'step')
-    facts['training'] = f'{steps} of {console.counted(run.batch, "image")}'
+    steps = console.pluralize(run.total_steps, 'step')
+    facts['training'] = f'{steps} of {console.pluralize(run.batch, "image")}'
   kinds = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
   last_metrics: dict[str, Any] = {}
   for record in metrics_lib.read(workdir):

@@ -82,8 +82,8 @@ def read(
     num_classes = identify.num_classes(weights.params)
   if class_names and len(class_names) != num_classes:
     raise ValueError(
-      f'class_names has {console.counted(len(class_names), "name")}, but the head '
-      f'{console.counted(num_classes, "class")}: pass as many names as classes '
+      f'class_names has {console.pluralize(len(class_names), "name")}, but the head '
+      f'{console.pluralize(num_classes, "class")}: pass as many names as classes '
       '(--class_names)'
     )
   _check_multiple(config, image_size)
@@ -357,11 +357,11 @@ def run(args: argparse.Namespace) -> None:
   size = 'x'.join(map(str, model.image_size or ('any size',)))
   classes = 'no classes'
   if model.num_classes:
-    classes = console.counted(model.num_classes, 'class')
-  console.say(
+    classes = console.pluralize(model.num_classes, 'class')
+  console.log(
     f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
     f'images of {size}, {classes}'
   )
   for note in notes:
-    console.say(f'note: {note}')
-  console.say(f'written to {args.push or args.dst}')
+    console.log(f'note: {note}')
+  console.log(f'written to {args.push or args.dst}')

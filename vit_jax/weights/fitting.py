@@ -63,7 +63,7 @@ def transferable(
   """
   want = flax.traverse_util.flatten_dict(expected, sep='/')
   weights = reading.read(pretrained_path, heads(model_config), entry=entry)
-  family = families.of_tree(reading.leaves_of(weights))
+  family = families.from_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
   flat = reading.leaves_of(weights)
   # A whole classifier starts from the image tower of an image-text model.

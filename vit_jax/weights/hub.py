@@ -59,7 +59,7 @@ def parse(path: epath.PathLike) -> Any:
 
 
 def _library(purpose: str) -> Any:
-  return console.needed('huggingface_hub', 'interop', purpose)
+  return console.require('huggingface_hub', 'interop', purpose)
 
 
 def commit(path: epath.PathLike) -> str:

@@ -34,7 +34,7 @@ def model_config(
     path: tuple(leaf.shape)
     for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items()
   }
-  family = families.of_tree(flat)
+  family = families.from_tree(flat)
   try:
     sizes = family.sizes(flat, known_fields or {})
   except (KeyError, IndexError, ValueError):
@@ -79,7 +79,7 @@ def _has_resnet(fields: Mapping[str, Any]) -> bool:
 def num_classes(params: Mapping[str, Any]) -> int:
   """Returns the number of classes of a head; 0 without a head."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  return families.of_tree(flat).num_classes(flat)
+  return families.from_tree(flat).num_classes(flat)
 
 
 _PUBLISHED = re.compile(

@@ -426,7 +426,7 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   crop = tuple(field('input_size', _TimmSize, (3, *usual))[1:])
   test_size = field('test_input_size', _TimmSize)
   if test_size is not None and tuple(test_size[1:]) != crop:
-    console.note(
+    console.notify(
       f'test_input_size={test_size} in config.json is not used, as by default in timm: '
       f'images have {_times(crop)} pixels'
     )

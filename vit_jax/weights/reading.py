@@ -266,7 +266,7 @@ def check_packages(path: str) -> None:
     file = _file_in(file)
   is_file = not file.is_dir() and not hub.INDEX.fullmatch(file.name)
   if is_file and arrays.format_of(file) == 'torch':
-    console.needed('torch', 'torch', f"reading '{path}'")
+    console.require('torch', 'torch', f"reading '{path}'")
 
 
 def _read_npz(file: epath.Path, dtype: str | None) -> Weights:
@@ -276,7 +276,7 @@ def _read_npz(file: epath.Path, dtype: str | None) -> Weights:
     flat = arrays.read_npz(file, dtype)
     for name, path in published.linen_names(flat).items():
       flat[path] = published.without_ones(path, flat.pop(name))
-  family = families.of_tree(flat)
+  family = families.from_tree(flat)
   with arrays.file_errors(notes):
     descriptions.check_fields(description.model, family.stated_fields())
     model = family.complete_npz(file, flat, description.model)
@@ -292,7 +292,7 @@ def _with_names(
   description: descriptions.Description, flat: Mapping[str, np.ndarray]
 ) -> descriptions.Description:
   """Returns a description that names all classes of a head, or none."""
-  family = families.of_tree(flat)
+  family = families.from_tree(flat)
   num_classes = family.num_classes(flat)
   if description.class_names is None or not num_classes:
     return description
@@ -380,7 +380,7 @@ def _read_torch(
         f'it holds adapters of PEFT for {base}, not a whole model: pass the weights of '
         'that model as base (--base)'
       )
-    family, naming = families.of_names(flat)
+    family, naming = families.from_names(flat)
     if adapters_of_base is not None:
       old_names = family.naming(naming, flat).old_names
       adapters.merge(flat, adapters_of_base, old_names)

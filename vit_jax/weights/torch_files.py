@@ -54,7 +54,7 @@ def load(file: epath.Path) -> Any:
 
   ValueError if it is damaged or holds other objects; ImportError without PyTorch.
   """
-  torch = console.needed('torch', 'torch', f"reading '{file}'")
+  torch = console.require('torch', 'torch', f"reading '{file}'")
   with fetch.local_input(file) as local_file, files.open_input(local_file) as content:
     try:
       with torch.serialization.safe_globals(_stand_ins()):

@@ -144,7 +144,7 @@ def _write_pth(model: Model, dst: epath.Path) -> list[str]:
   if dst.suffix == '.safetensors':
     arrays.write_safetensors(dst, state)
     return []
-  torch = console.needed('torch', 'torch', f"writing '{dst}'")
+  torch = console.require('torch', 'torch', f"writing '{dst}'")
   with files.replacing(dst) as file:
     torch.save({'model': jax.tree.map(torch.tensor, state)}, file)
   return []

@@ -44,7 +44,7 @@ def test_remote_folder():
     b'a/1.jpg', b'a/2.PNG', b'b/3.jpg', b'b/c/5.jpg',
   ]  # fmt: skip
   assert index.facts['ignored'] == {'first': 'x.txt', 'by_ending': {'.txt': 1}}
-  assert index.is_true()
+  assert index.is_up_to_date()
 
 
 def test_entries_that_are_not_files_are_ignored(tmp_path, caplog):
@@ -92,13 +92,13 @@ def test_ignored_files_are_counted_by_their_endings(tmp_path, caplog, monkeypatc
   caplog.clear()
   monkeypatch.setattr(listing, '_TICK', 0)
   index = listing.list_folder(str(tmp_path), 'train')
-  assert index.is_true()
+  assert index.is_up_to_date()
   monkeypatch.setattr(formats, '_PACKAGE', 'no_such_package')
   monkeypatch.delitem(Image.OPEN, 'HEIF')
   monkeypatch.setattr(formats, '_readable', formats._readable.__wrapped__)
   for name in ('endings', 'encoded_endings'):
     monkeypatch.setattr(formats, name, getattr(formats, name).__wrapped__)
-  assert not index.is_true()  # HEIC can no longer be read.
+  assert not index.is_up_to_date()  # HEIC can no longer be read.
   assert len(listing.expand([str(tmp_path / 'train')])) == 31
   message = r"Left out 12 of 43 files in '.*': 10 \.heic, 1 \.mov.*0.HEIC'; HEIC needs"
   assert re.search(message, caplog.text)

@@ -237,7 +237,7 @@ def _classes(path: str, categories: Sequence[_Category]) -> list[_Category]:
   _unique(path, 'categories', classes, 'id')
   if repeated := records.repeated_names(x.name for x in classes):
     ids = [x.id for x in classes if x.name == repeated[0]]
-    console.say(
+    console.log(
       f"'{path}' has several categories named '{repeated[0]}', of the ids {ids}: they "
       'are separate classes.'
     )

@@ -49,7 +49,7 @@ def check(
       raise ValueError(_describe(annotations, wrong, outline_faults))
     if broken == 'skip':
       mask &= ~is_outside
-    console.say(
+    console.log(
       f"Boxes of '{annotations.path}': {np.sum(~mask):,} of {len(mask):,} left out, "
       f'{np.sum(mask & is_outside):,} clipped (broken_boxes={broken}).'
     )

@@ -48,8 +48,8 @@ def lines(root: str, base: str) -> list[manifest_files.Line]:
   if not images:
     raise ValueError(f"'{place.path}' has no captions: add some")
   if len(images) < len(content.images):
-    without_caption = console.counted(len(content.images) - len(images), 'image')
-    console.say(f"Left out {without_caption} of '{place.path}' without a caption.")
+    without_caption = console.pluralize(len(content.images) - len(images), 'image')
+    console.log(f"Left out {without_caption} of '{place.path}' without a caption.")
   files = [image.file_name for image in images]
   folder = layout.folder_of(place.path, place.folders, files)
   lines = []

@@ -195,7 +195,7 @@ def _open_part(
   """Reads and checks the annotations of a part of a split."""
   place = layout.find(root, base, kind)
   if not place.name.startswith(base):
-    console.say(f"Split '{base}' of '{root}' is '{place.path}'.")
+    console.log(f"Split '{base}' of '{root}' is '{place.path}'.")
   annotations = annotation_files.read(place.path, kind)
   annotations, shares = box_checks.check(annotations, broken_boxes)
   order = index_lib.hash_order(f'/{name}' for name in annotations.files)

@@ -70,7 +70,7 @@ class Checks(NamedTuple):
     return {'status': self.status, 'stamps': self.stamps, 'checks': _as_bytes(facts)}
 
   @classmethod
-  def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> 'Checks':
+  def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> 'Checks':
     """Returns the checks with these `arrays`."""
     facts = json.loads(arrays['checks'].tobytes())
     reasons = {int(row): reason for row, reason in facts['reasons'].items()}
@@ -184,7 +184,9 @@ class Index:
     )
 
   @classmethod
-  def of_arrays(cls, root: str, base: str, arrays: Mapping[str, np.ndarray]) -> 'Index':
+  def from_arrays(
+    cls, root: str, base: str, arrays: Mapping[str, np.ndarray]
+  ) -> 'Index':
     """Returns the index with these `arrays`; the names are not copied."""
     facts = json.loads(arrays['facts'].tobytes())
     folders = arrays['folders'].tobytes().split(b'\0')[:-1]
@@ -227,7 +229,7 @@ class Index:
         # Saving takes a tenth of the time at most.
         pause = max(_SAVE_EVERY, 10 * (save_time - start_time))
         done = np.searchsorted(rows, block[-1], side='right')
-        console.say(f'Checked and saved {done:,} of {len(rows):,} images.')
+        console.log(f'Checked and saved {done:,} of {len(rows):,} images.')
     if len(rows):
       self.path = None
     return len(rows) > 0
@@ -319,8 +321,8 @@ class Index:
     """
 
     def make(arrays: Mapping[str, np.ndarray]) -> 'Index':
-      index = cls.of_arrays(root, base, arrays)
-      index.checks = Checks.of_arrays(arrays)
+      index = cls.from_arrays(root, base, arrays)
+      index.checks = Checks.from_arrays(arrays)
       index.path = str(path)
       return index
 
@@ -339,7 +341,7 @@ class Index:
     names = files.digest(self._all_names()).encode()
 
     def make(arrays: Mapping[str, np.ndarray]) -> Checks | None:
-      return Checks.of_arrays(arrays) if arrays['names'].tobytes() == names else None
+      return Checks.from_arrays(arrays) if arrays['names'].tobytes() == names else None
 
     checks = Checks.empty(len(self))._replace(settings=self.checks.settings)
 
@@ -351,7 +353,7 @@ class Index:
         checks = merge(checks, stored)
     return checks
 
-  def is_true(self) -> bool:
+  def is_up_to_date(self) -> bool:
     """Returns whether no folder has changed since it was listed.
 
     Always True for a remote folder, where a change cannot be detected.
@@ -464,7 +466,7 @@ def place(workdir: str | None, root: str, base: str) -> str:
   return f'{workdir}/data/{name}-{key}.npz'
 
 
-def of_paths(root: str, base: str, paths: Sequence[str]) -> Index:
+def from_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   """Makes an index of listed files; `order` is the order of the list."""
   # They sort as pairs of folder and name.
   split = [b'\0'.join(os.path.split(os.fsencode(path))) for path in paths]

@@ -227,7 +227,7 @@ def warn_of_ignored(index: index_lib.Index) -> None:
   logging.warning(
     "Left out %s of %s in '%s': %s, the first: '%s'%s",
     f'{counts.total():,}',
-    console.counted(len(index) + counts.total(), 'file'),
+    console.pluralize(len(index) + counts.total(), 'file'),
     index.top.rstrip('/'),
     ', '.join(kinds),
     index.facts['ignored']['first'],

@@ -83,7 +83,7 @@ class Tokenizer(abc.ABC):
         f'max_len={self.max_len} must be at least 2, since the tokenizer adds one or '
         'two tokens'
       )
-    package = console.needed(self._package, 'text', type(self).__name__)
+    package = console.require(self._package, 'text', type(self).__name__)
     path, content = self._read()
     try:
       attributes = {'_content': content, **self._load(package, path, content)}
@@ -394,7 +394,7 @@ def word_vocabulary(texts: Iterable[str]) -> list[str]:
   It has SPECIAL, then all characters of the strings and their `##` forms, to spell other
   words, then all words by frequency.
   """
-  package = console.needed('tokenizers', 'text', 'word_vocabulary')
+  package = console.require('tokenizers', 'text', 'word_vocabulary')
   split = _words_of_tensorflow_text(package)
   counts: collections.Counter[str] = collections.Counter()
   for text in _as_list(texts):

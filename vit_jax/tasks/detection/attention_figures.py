@@ -131,7 +131,7 @@ def query_boxes(
   All processes must call it. Returns float32 [n, Q, 4] for all images of a
   split: centre x and y, width and height, as shares of the image.
   """
-  predict = engine.everywhere(
+  predict = engine.on_all_hosts(
     mesh, lambda *args: {'boxes': task.outputs(*args)['boxes']}
   )
   results = engine.collect(

@@ -54,7 +54,7 @@ class AveragePrecision:
       return {'detections': detections, **truth}
 
     # Every process gets the results of all images: they are small.
-    self._detect = engine.everywhere(evaluation.mesh, compute)
+    self._detect = engine.on_all_hosts(evaluation.mesh, compute)
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never

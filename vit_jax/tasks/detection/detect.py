@@ -496,7 +496,7 @@ class Task(base.Task):
     return [*super().evaluators(config), ap.AveragePrecision]
 
   def describe(self) -> str:
-    classes = console.counted(len(self.class_names), 'class')
+    classes = console.pluralize(len(self.class_names), 'class')
     description = f'{classes}, {self.model.num_queries} queries'
     if self.config.pp.sides:
       sizes = ', '.join(f'{height}x{width}' for height, width in self.image_sizes)

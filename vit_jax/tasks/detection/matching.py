@@ -125,7 +125,7 @@ def match(cost: jax.Array, counts: jax.Array) -> jax.Array:
   counts = jnp.broadcast_to(counts, batch)
   if not batch:
     return match(cost[None], counts[None])[0]
-  return sharding.on_own_rows(_match_all, cost, counts, axis=len(batch) - 1)
+  return sharding.shard_map_rows(_match_all, cost, counts, axis=len(batch) - 1)
 
 
 def _match_all(cost: jax.Array, counts: jax.Array) -> jax.Array:

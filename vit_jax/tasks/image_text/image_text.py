@@ -373,7 +373,7 @@ class TextTask(Task):
     """Returns the tokens of `count` texts, and a description of the texts."""
     templates = templates_lib.TEMPLATES['short'][:count]
     tokens = self.tokenizer(templates_lib.fill(['cat'], templates))
-    return {'tokens': tokens}, console.counted(count, 'text')
+    return {'tokens': tokens}, console.pluralize(count, 'text')
 
 
 def stored(tokenizer: tokenizers.Tokenizer) -> list[str]:

@@ -124,7 +124,7 @@ def _write(
   stop: Callable[[], bool],
 ) -> None:
   """Computes the embeddings, which process 0 writes."""
-  embed = engine.everywhere(mesh, lambda *args: {'zimg': task.outputs(*args)})
+  embed = engine.on_all_hosts(mesh, lambda *args: {'zimg': task.outputs(*args)})
   batches = input_pipeline.eval_batches(
     task.config, source, lambda record, seed: task.inputs(record), mesh
   )
@@ -155,5 +155,5 @@ def _write(
 
   processes.from_first('writing the embeddings', finish)
   size = console.size(os.path.getsize(path))
-  images = console.counted(total, 'image')
-  console.say(f'Wrote the embeddings of {images} to {path} ({size}).')
+  images = console.pluralize(total, 'image')
+  console.log(f'Wrote the embeddings of {images} to {path} ({size}).')

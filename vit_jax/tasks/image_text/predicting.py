@@ -177,7 +177,7 @@ class Predictor(predictor_lib.Predictor):
     path = epath.Path(out)
     with files.replacing(path) as file:
       tables.encode(iter([tables.to_arrow(rows, types)]), file, path.suffix)
-    console.say(f"'{out}': {console.counted(len(rows), 'text')}")
+    console.log(f"'{out}': {console.pluralize(len(rows), 'text')}")
 
   def report(
     self,

@@ -175,7 +175,7 @@ class Retrieval:
         'count': batch['count'],
       }
 
-    self._compute = engine.everywhere(evaluation.mesh, compute)
+    self._compute = engine.on_all_hosts(evaluation.mesh, compute)
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never

@@ -324,8 +324,8 @@ def _find_palette(
   data = input_pipeline.train_dataset(config, source, example, rows)
   batches = feeding.read(data.take(steps), source, indices)
   num_colors = config.model.num_colors
-  console.say(
-    f'Finding a palette of {num_colors} colours in {console.counted(count, "image")} ...'
+  console.log(
+    f'Finding a palette of {num_colors} colours in {console.pluralize(count, "image")} ...'
   )
   with console.bar(
     iterable=batches, total=steps, desc='Reading pixels', delay=3, leave=False

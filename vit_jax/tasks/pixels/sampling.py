@@ -213,7 +213,7 @@ class Predictor(predictor_lib.Predictor):
         sampling[name] = options[name]
     if sample is not None:
       picture = draw(self.sample(sample, **sampling))
-      lines = [f'Wrote {console.counted(sample, "sample")} to {out}']
+      lines = [f'Wrote {console.pluralize(sample, "sample")} to {out}']
     else:
       originals, completed, kept_rows = self._complete(paths, rows, **sampling)
       columns = {'given': cut(originals, kept_rows), 'completed': completed}

@@ -35,7 +35,7 @@ def knows(names: Iterable[str]) -> bool:
   return any(family.detect(names) for family in _FAMILIES)
 
 
-def of_names(names: Iterable[str]) -> tuple[base.Family, str]:
+def from_names(names: Iterable[str]) -> tuple[base.Family, str]:
   """Returns family and naming of a state dict; ValueError if it has none."""
   for family in _FAMILIES:
     naming = family.detect(names)
@@ -53,13 +53,13 @@ def check_type(config: Mapping[str, Any]) -> None:
   descriptions.field(config, 'model_type', Literal[*types])
 
 
-def of_tree(paths: Iterable[str]) -> base.Family:
+def from_tree(paths: Iterable[str]) -> base.Family:
   """Returns the family of a model by the paths of its parameters."""
   return next(f for f in _FAMILIES if f.leaf is None or f.leaf in paths)
 
 
 def describe(paths: Iterable[str]) -> str:
   """Returns in words what has these leaves: 'a classifier', 'a detector'."""
-  family = of_tree(paths)
+  family = from_tree(paths)
   only_backbone = family.leaf is None and 'backbone/conv_root/kernel' in paths
   return _BACKBONE if only_backbone else family.noun
