@@ -7,15 +7,15 @@ The argument, if any, selects some of VARIANTS, or another data set, or both:
 --config=configs/position_embeddings.py:none,1d,fashion_mnist. On the digits, all take
 about 14 minutes of processor time. Expected over three seeds, in percent:
 
-  none                88.15 ± 0.64
-  1d                  96.20 ± 0.70   every layer 95.83 ± 0.83   shared 96.85 ± 0.85
-  2d                  90.65 ± 2.08   every layer 94.26 ± 0.64   shared 93.33 ± 1.21
-  relative                           every layer 91.39 ± 2.68   shared 90.19 ± 2.25
-  sines and cosines   96.48 ± 0.70
+  none                88.89 ± 1.67
+  1d                  95.56 ± 0.73   every layer 97.22 ± 1.67   shared 96.02 ± 0.42
+  2d                  91.57 ± 2.58   every layer 95.74 ± 2.08   shared 92.59 ± 1.25
+  relative                           every layer 91.48 ± 1.12   shared 91.48 ± 0.85
+  sines and cosines   96.30 ± 1.43
 
 As in the paper (ViT-B/16, 5-shot ImageNet: none .614, all others .640 to .643), no
-embeddings are worst by far. Unlike there, 2-D and relative embeddings trail 1-D ones;
-on Fashion-MNIST (docs/benchmarks.md; a variant takes 10 minutes) they do not.
+embeddings are worst. Unlike there, relative embeddings and 2-D ones at the stem trail
+1-D ones; on Fashion-MNIST (docs/benchmarks.md; a variant takes 10 minutes) they do not.
 """
 
 import ml_collections
