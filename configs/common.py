@@ -503,8 +503,12 @@ class Config:
   l2_decay: schema.NonNegative = 0.0
   # Factors on the learning rate, as ordered (regex, factor) pairs; the first
   # regex found in a parameter's path decides, and 0 freezes. A linear probe:
-  # (('head/', 1.0), ('', 0.0)); layer-wise decay: see layer_wise_decay below.
+  # (('head/', 1.0), ('', 0.0)).
   lr_multipliers: Multipliers = ()
+  # Layer-wise decay: each block of a Vision Transformer has this factor times the
+  # learning rate of the block above it (timm's `layer_decay`), in addition to
+  # `lr_multipliers`. 1: the same rate for all.
+  layer_decay: Annotated[float, schema.Range(gt=0, le=1)] = 1.0
   lora: Lora = dataclasses.field(default_factory=Lora)
   # Greatest global norm of the gradient (0: no limit).
   grad_norm_clip: schema.NonNegative | None = 1.0
@@ -662,23 +666,6 @@ def set_augmentation(
     if config.get('task_options') is None:
       config.task_options = ml_collections.ConfigDict()
     config.task_options.mixup = mixup
-  return config
-
-
-def layer_wise_decay(
-  config: ml_collections.ConfigDict, factor: float
-) -> ml_collections.ConfigDict:
-  """Makes the learning rate decrease from layer to layer, output to input.
-
-  The head has the full rate, the last layer and the norm after it `factor`
-  times the rate, the layer before `factor` squared, and so on down to the
-  embeddings (arXiv 2106.08254, section 3.2, and others). `factor` is between 0 and 1,
-  for example .75; the config is changed in place, and returned.
-  """
-  layers = config.model.transformer.num_layers
-  rules = [('^(head|head_dist|pre_logits)/', 1.0), ('(encoder|pool)_norm/', factor)]
-  rules += [(f'encoderblock_{i}/', factor ** (layers - i)) for i in range(layers)]
-  config.lr_multipliers = (*rules, ('', factor ** (layers + 1)))
   return config
 
 

@@ -4,7 +4,6 @@ import importlib
 import inspect
 import pathlib
 
-import flax.traverse_util
 import numpy as np
 import pytest
 
@@ -21,7 +20,6 @@ from vit_jax.configs import (
   schema,
   vit,
 )
-from vit_jax.learning import optim
 from vit_jax.run import config as run_config, evaluators as run_evaluators, workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
@@ -191,24 +189,6 @@ def test_augreg():
   assert augreg.get_config('L_16').model.transformer.dropout_rate == 0
   with pytest.raises(ValueError, match="AugReg model 'B_17' is unknown"):
     augreg.get_config('B_17')
-
-
-def test_layer_wise_decay():
-  config = vit.get_config('testing,cifar10')
-  config.model.transformer.num_layers = 2
-  config = common.layer_wise_decay(config, 0.5)
-  names = (
-    'head/kernel', 'Transformer/encoder_norm/scale',
-    'Transformer/encoderblock_1/MlpBlock_0/Dense_0/bias',
-    'Transformer/encoderblock_0/LayerNorm_0/scale',
-    'Transformer/posembed_input/pos_embedding', 'cls', 'embedding/kernel',
-  )  # fmt: skip
-  tree = flax.traverse_util.unflatten_dict(dict.fromkeys(names, np.zeros(1)), sep='/')
-  factors = optim.multipliers(config.lr_multipliers, tree)
-  flat = flax.traverse_util.flatten_dict(factors, sep='/')
-  assert [flat[name] for name in names] == [
-    1.0, 0.5, 0.5, 0.25, 0.125, 0.125, 0.125,
-  ]  # fmt: skip
 
 
 # --- Model options, which the configs of named models leave out ---

@@ -22,7 +22,14 @@ from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.figures import pictures
 from vit_jax.layers import attention, dtypes, patches, position_kinds
-from vit_jax.learning import lora, losses, optim, schedules, state as state_lib
+from vit_jax.learning import (
+  lora,
+  losses,
+  optim,
+  rate_factors,
+  schedules,
+  state as state_lib,
+)
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
   config as run_config,
@@ -105,10 +112,7 @@ def make_program(
   )
   rng = jax.random.key(config.seed)
   init = lora.adapted(task.init, config)
-  factors = None
-  if rules := lora.rules(config):
-    params, _ = jax.eval_shape(init, rng)
-    factors = optim.multipliers(rules, params)
+  factors = rate_factors.make(config, lambda: jax.eval_shape(init, rng)[0])
   tx = optim.get_optimizer(config, schedule, factors)
   merge = functools.partial(lora.merged, config=config)
   create_state, abstract = state_lib.abstract_state(
