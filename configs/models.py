@@ -17,6 +17,7 @@ import copy
 import dataclasses
 import difflib
 import functools
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 import ml_collections
@@ -545,13 +546,40 @@ def get_config(name: str) -> ml_collections.ConfigDict:
     name = AUGREG_CONFIGS[name].model_name
   if name not in MODEL_CONFIGS:
     short = SHORT_SIZES.get(name[:1].upper(), name[:1]) + name[1:]
-    near = difflib.get_close_matches(short.lower(), SHORT_NAMES, 1)
+    near = _translated(name) or difflib.get_close_matches(short.lower(), SHORT_NAMES, 1)
     hint = f"did you mean '{near[0]}'? Or " if near else ''
     raise ValueError(
       f"model '{name}' is unknown: {hint}use one of {', '.join(SHORT_NAMES)}, or a "
       "long name such as 'ViT-B_16'"
     )
   return copy.deepcopy(MODEL_CONFIGS[name])
+
+
+# Words of timm, Hugging Face and torchvision for sizes.
+_SIZE_WORDS = {
+  'tiny': 'ti', 'small': 's', 'base': 'b', 'large': 'l', 'huge': 'h', 'giant': 'g',
+}  # fmt: skip
+_OTHER_NAME = re.compile(r'^(?:vit_?)?(ti|s|b|l|h|g)_?(?:patch)?(\d+)(?=_|$)')
+_DINOV2 = re.compile(r'^dinov2_(?:vit)?(s|b|l|g)(?:14)?(_reg)?')
+
+
+def _translated(name: str) -> list[str]:
+  """Returns the short names of a model of timm, Hugging Face or torchvision."""
+  text = name.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')
+  for word, size in _SIZE_WORDS.items():
+    text = text.replace(word, size)
+  if text.endswith('_dinov2'):  # timm's.
+    registers = '_reg' if '_reg4_' in text else ''
+    text = f'dinov2_{text.split("_")[1]}{registers}'
+  text = text.replace('with_registers_', '')  # Hugging Face's.
+  if match := _DINOV2.search(text):
+    has_registers = match[2] or 'with-registers' in name
+    short = f'dinov2_{match[1]}14{"_reg4" if has_registers else ""}'
+  elif match := _OTHER_NAME.search(text):
+    short = f'{match[1]}{match[2]}'
+  else:
+    return []
+  return [short] if short in SHORT_NAMES else []
 
 
 def kind_of(model: _Config) -> str:

@@ -21,6 +21,8 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import ml_collections
 
+from vit_jax.configs import synonyms
+
 # Name of a number that no class has, as in the 91 ids of COCO.
 NO_CLASS = 'N/A'
 _SHOWN = 200  # Characters of a value in a message.
@@ -310,7 +312,9 @@ def raise_unknown(
   if len(last) > 1:  # Keys that contain it, such as base_lr for lr.
     near += [name for name in known_keys if last in name]
   hint = where or f'known keys are {", ".join(sorted(known_keys)) or "none"}'
-  if near:
+  if key in synonyms.SYNONYMS and not prefix:
+    hint = f'here it is {synonyms.SYNONYMS[key]}'
+  elif near:
     hint = f"did you mean '{prefix}{near[0]}'?"
   raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")
 

@@ -149,6 +149,32 @@ def test_every_name_of_the_original_is_a_model():
     models.get_model(name, num_classes=3)
 
 
+@pytest.mark.parametrize(
+  'name, short',
+  [
+    ('vit_base_patch16_224', 'b16'),  # timm.
+    ('vit_large_patch14_dinov2.lvd142m', 'dinov2_l14'),
+    ('vit_small_patch14_reg4_dinov2.lvd142m', 'dinov2_s14_reg4'),
+    ('vit_b_16', 'b16'),  # torchvision.
+    ('google/vit-huge-patch14-224-in21k', 'h14'),  # Hugging Face.
+    ('facebook/dinov2-giant', 'dinov2_g14'),
+    ('facebook/dinov2-with-registers-base', 'dinov2_b14_reg4'),
+    ('dinov2_vits14', 'dinov2_s14'),  # PyTorch's hub.
+  ],
+)
+def test_names_of_other_libraries_are_translated(name, short):
+  with pytest.raises(ValueError, match=f"is unknown: did you mean '{short}'"):
+    models.get_model(name, num_classes=3)
+
+
+def test_models_are_listed():
+  assert models.list_models('*DINO*reg4') == [
+    'dinov2_s14_reg4', 'dinov2_b14_reg4', 'dinov2_l14_reg4', 'dinov2_g14_reg4',
+  ]  # fmt: skip
+  assert models.list_models('BiT-R50*') == ['bit_r50x1', 'bit_r50x2', 'bit_r50x3']
+  assert models.list_models() == list(model_configs.SHORT_NAMES)
+
+
 def test_unknown_models_and_fields_are_named():
   with pytest.raises(
     ValueError, match="model 'b17' is unknown: did you mean 'b1[46]'.* use one of.*b16"

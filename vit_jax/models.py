@@ -9,6 +9,7 @@ own, a Linen module with the fields `num_classes`, `dtype` and `param_dtype`:
 """
 
 from collections.abc import Mapping
+import fnmatch
 import importlib
 from typing import Any
 
@@ -97,6 +98,20 @@ def get_model(name: str, **kwargs: Any) -> nn.Module:
       config; also `cls`, see `make_model`.
   """
   return make_model(model_configs.get_config(name), **kwargs)
+
+
+def list_models(pattern: str = '*') -> list[str]:
+  """Returns the short names of models, all of which `get_model` takes.
+
+  `pattern` is matched with the short name and the long one, ignoring case; '*dino*'
+  lists 'dinov2_s14' and others.
+  """
+  return [
+    short
+    for short, name in model_configs.SHORT_NAMES.items()
+    if fnmatch.fnmatchcase(short, pattern.lower())
+    or fnmatch.fnmatchcase(name.lower(), pattern.lower())
+  ]
 
 
 def make_model(

@@ -2,11 +2,13 @@
 
 import os
 import pathlib
+import re
 
 import ml_collections
 import pytest
 
 from vit_jax.commands import train
+from vit_jax.configs import synonyms
 from vit_jax.run import overrides
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -179,7 +181,10 @@ def test_configs_for_several_runs():
     ('--config.optimizer=adm', "optimizer='adm' .*'adam', 'sgd'"),
     ('--config.batch', 'config.batch needs a value'),
     ('--config.pp=3', 'config.pp is a group of keys'),
-    ('--config.lr=3', "no key 'lr': did you mean 'base_lr'"),
+    ('--config.lr=3', "no key 'lr': here it is --config.base_lr"),
+    ('--config.resume=True', "no key 'resume': here it is the same command"),
+    ('--learning-rate=3', 'no flag --learning-rate: here it is --config.base_lr'),
+    ('--weight-decay=3', 'no flag --weight-decay: did you mean --config.weight_decay'),
     ('--config.remat=full', "no key 'remat': did you mean 'model.transformer."),
     ('--confg.batch=16', 'no flag --confg.batch: did you mean --config.batch'),
     ('--batch=16', r'no flag --batch: did you mean --config.batch\?'),
@@ -190,6 +195,15 @@ def test_configs_for_several_runs():
 def test_wrong_flags_are_reported(flag, message):
   with pytest.raises(ValueError, match=message):
     parse(flag)
+
+
+def test_synonyms_name_keys_that_exist():
+  flags = re.findall(r'--config\.([a-z0-9_.]+)', ' '.join(synonyms.SYNONYMS.values()))
+  unchecked = {'best_metric', 'dataset', 'pretrained'}  # Any string is accepted.
+  unchecked |= {'task_options.mixup', 'task_options.cutmix'}  # Checked by the task.
+  for key in {*flags} - unchecked:
+    with pytest.raises(ValueError, match=r'^(?!.*has no key)'):
+      parse(f'--config.{key}=@')
 
 
 def test_key_without_a_config():

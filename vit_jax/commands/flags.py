@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from etils import epath
 
 from vit_jax import console
+from vit_jax.configs import synonyms
 from vit_jax.distributed import files
 
 _CONFIG = 'config'
@@ -130,7 +131,7 @@ class Parser(argparse.ArgumentParser):
         f'there is no flag {flag}: set JAX options as environment variables, such '
         f'as {flag[2:].upper()}={value or "VALUE"}'
       )
-    first, dot, key = flag.lstrip('-').partition('.')
+    first, dot, key = flag.lstrip('-').replace('-', '_').partition('.')
     near = difflib.get_close_matches(f'--{first}', self.flags(), n=1)
     if self._has_config() and not dot:
       from vit_jax.configs import common
@@ -138,6 +139,10 @@ class Parser(argparse.ArgumentParser):
       if first in common.get_config():
         near = [f'--{_CONFIG}.{first}']
     hint = f': did you mean {near[0]}{dot}{key}?' if near else ''
+    synonym = synonyms.SYNONYMS.get(first, '')
+    is_known = synonym.startswith(tuple(self.flags())) or not synonym.startswith('--')
+    if synonym and is_known:
+      hint = f': here it is {synonym}'
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
 
 
