@@ -81,7 +81,7 @@ def _open_shards(paths, each):
   parser = types.SimpleNamespace(features=(), names={})
   source = shards.ArrayRecordSource(_instructions(paths, each), 100, parser)
   indices = np.random.default_rng(0).integers(source.num_examples, size=4096)
-  count = len(source.serialized(indices))
+  count = len(source.stored(indices))
   descriptors = len(os.listdir('/proc/self/fd'))
   return f'{count} records, {len(opens)} opens, {descriptors} descriptors'
 

@@ -91,9 +91,9 @@ def test_the_error_says_how_to_read_heic(monkeypatch, tmp_path):
   path.write_bytes(FILES['heic'][0])
   with pytest.raises(ValueError, match=r"a.heic' is not .* HEIC needs .*'.\[heif\]'"):
     preprocess.from_user(path, images.decode)
-  assert 'HEIC needs' in images.why_broken(os.fsencode(path), 10_000)
+  assert 'HEIC needs' in images.broken_reason(os.fsencode(path), 10_000)
   path.write_bytes(FILES['avif'][0])
-  assert not images.why_broken(os.fsencode(path), 10_000)
+  assert not images.broken_reason(os.fsencode(path), 10_000)
 
 
 def test_numbers_without_a_known_white_in_a_file_are_rejected(tmp_path):

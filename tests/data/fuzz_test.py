@@ -82,7 +82,7 @@ def test_damaged_images(kind, tmp_path):
       assert type(error) is ValueError
       assert str(path) in str(error)
       assert '\n' not in str(error)
-    why = images.why_broken(str(path).encode(), _LIMIT)
+    why = images.broken_reason(str(path).encode(), _LIMIT)
     assert isinstance(why, str)
     assert '\n' not in why
   assert refused > 5

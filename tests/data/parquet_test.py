@@ -13,7 +13,7 @@ import pytest
 from tests import looked_up
 from vit_jax import input_pipeline
 from vit_jax.commands import index as index_command
-from vit_jax.data import mixture, parquet, sources
+from vit_jax.data import arrow, mixture, parquet, row_groups, sources
 
 NAMES = ['cow', 'ant', 'bee']  # Not sorted.
 
@@ -111,7 +111,7 @@ def test_row_groups_are_read_once_per_host(
 ):
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
   small = open_split(tiny_config, root)
-  monkeypatch.setattr(parquet, '_MEMORY', 1)  # Too little.
+  monkeypatch.setattr(row_groups, 'MEMORY', 1)  # Too little.
   assert greys_of(open_split(tiny_config, root)) == [*range(9)]
   kept = sorted((tmp_path / 'cache' / 'parquet').iterdir())
   assert len(kept) == 5
@@ -189,7 +189,7 @@ def test_errors_name_file_and_row(root, tiny_config, change, message):
 
   def read():
     source = open_split(tiny_config, root, 'train', 'image', 'label', 'text')
-    source._features(np.arange(source.num_examples))
+    source.arrays(np.arange(source.num_examples))
 
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     read()
@@ -207,7 +207,7 @@ def test_classes_of_all_files_must_agree(root, tiny_config):
 
 def class_names(facts):
   schema = pa.schema([], metadata={'huggingface': json.dumps(facts)})
-  return parquet._class_names('a.parquet', schema)
+  return arrow.read_class_names(schema, 'a.parquet')
 
 
 def test_class_names_in_the_metadata_of_datasets():
@@ -265,7 +265,7 @@ def test_bytes_of_an_image_must_be_binary():
     ('', pa.list_(pa.int64())),
     ('', pa.string()),
   ):
-    assert parquet._column('image', pa.struct([('bytes', of)])).kind == kind
+    assert arrow.read_column('image', pa.struct([('bytes', of)])).kind == kind
 
 
 def test_checksums_of_pages_are_compared(tiny_config, tmp_path):
@@ -284,7 +284,7 @@ def test_checksums_of_pages_are_compared(tiny_config, tmp_path):
 
 def test_all_errors_of_arrow_name_the_file():
   with pytest.raises(ValueError, match='a.parquet is damaged: no type'):
-    with parquet._checked('a.parquet'):
+    with parquet.name_damaged('a.parquet'):
       raise pa.ArrowNotImplementedError('no type')
 
 
@@ -302,11 +302,11 @@ def test_missing_or_broken_image_names_the_row(root, tiny_config):
   with pytest.raises(ValueError, match='row 1 of test-.* cannot be decoded'):
     source.check(source.record(1), 1)
   with pytest.raises(FileNotFoundError, match=r"row 2 of test-.*no .* file .*3.png'"):
-    source._features(np.array([2]))
+    source.arrays(np.array([2]))
   pictures[2]['path'] = None
   rewritten(path, image=pictures)
   with pytest.raises(ValueError, match=r'row 2 of test-.*parquet: .*image.bytes'):
-    open_split(tiny_config, root, 'test')._features(np.array([2]))
+    open_split(tiny_config, root, 'test').arrays(np.array([2]))
 
 
 def test_images_without_bytes_are_read_from_their_paths(root, tiny_config, tmp_path):

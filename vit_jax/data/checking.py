@@ -61,9 +61,9 @@ def usable(
 
   def check() -> list[tuple[int, str]]:
     for index, rows in views:
-      index.look_again(rows)
+      index.forget_changed(rows)
       if broken != 'trust':
-        _check_share(index, rows, explain or images.why_broken, limit, workdir)
+        _check_share(index, rows, explain or images.broken_reason, limit, workdir)
     local_reasons = paths.broken()
     shown_numbers = _first_of_each(paths, local_reasons)
     results = []

@@ -26,7 +26,7 @@ def make(
   from vit_jax.data.images import images, index as index_lib, listing
 
   limit = max_pixels or common.get_config().max_image_pixels
-  explain = images.why_broken
+  explain = images.broken_reason
   if manifest.exists(root, split):
     index = manifest.open_index(root, split)
   elif layout.exists(root, split):
@@ -36,7 +36,7 @@ def make(
     listing.warn_of_ignored(index)
     if index.facts['metadata']:
       index = manifest.open_index(root, split, folder.listed_lines)
-  index.look_again(index.order)
+  index.forget_changed(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.
   if check and index.check(index.order, explain, limit, lambda: index.save(path)):

@@ -174,7 +174,7 @@ def test_images_are_checked_once_if_sizes_do_not_change(root, tmp_path, monkeypa
   workdir = tmp_path / 'run'
   open_split(root, workdir=workdir).store(workdir)
   with monkeypatch.context() as patch:
-    patch.setattr(checking.images, 'why_broken', None)
+    patch.setattr(checking.images, 'broken_reason', None)
     assert open_split(root, 'train[:2]', workdir=workdir).num_examples == 2
   change(root, lambda found: found['images'][0].update(width=61))
   with pytest.raises(ValueError, match='annotations are of 61 x 40'):
@@ -186,7 +186,7 @@ def test_index_of_an_annotated_folder(root, monkeypatch):
   path, count, broken = indexing.make(str(root), 'train')
   assert (count, broken) == (3, [])
   assert path == f'{root}/train.coco.index.npz'
-  monkeypatch.setattr(checking.images, 'why_broken', lambda *args: 'looked at again')
+  monkeypatch.setattr(checking.images, 'broken_reason', lambda *args: 'looked at again')
   assert open_split(root).num_examples == 3
 
 

@@ -35,13 +35,13 @@ def forget(monkeypatch):
 def checked(monkeypatch):
   """The names of the files that were decoded as a check."""
   found = []
-  why = images.why_broken
+  why = images.broken_reason
 
   def look(path, limit):
     found.append(os.path.basename(path).decode())
     return why(path, limit)
 
-  monkeypatch.setattr(images, 'why_broken', look)
+  monkeypatch.setattr(images, 'broken_reason', look)
   return found
 
 
@@ -123,14 +123,14 @@ import os, signal, sys, threading
 from vit_jax.data import indexing
 from vit_jax.data.images import images, index
 index._BLOCK, index._SAVE_EVERY = 4, 0.0
-why, lock, calls = images.why_broken, threading.Lock(), []
+why, lock, calls = images.broken_reason, threading.Lock(), []
 def look(path, limit):
   with lock:
     calls.append(path)
     if len(calls) == 20:
       os.kill(os.getpid(), signal.SIGKILL)
   return why(path, limit)
-images.why_broken = look
+images.broken_reason = look
 indexing.make(sys.argv[1], 'train')
 """
 
@@ -170,13 +170,13 @@ from vit_jax.data import checking, folder
 from vit_jax.data.images import images, index
 root, workdir = sys.argv[3:]
 index._BLOCK, index._SAVE_EVERY = 4, 0.0
-why, seen = images.why_broken, []
+why, seen = images.broken_reason, []
 def look(path, limit):
   if len(seen) == stop:
     raise OSError('stopped')
   seen.append(path.decode())
   return why(path, limit)
-images.why_broken = look
+images.broken_reason = look
 index._THREADS = 1
 results = []
 for stop, place in ((9, workdir), (None, workdir), (None, None)):

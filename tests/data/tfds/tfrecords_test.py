@@ -196,7 +196,7 @@ def test_files_in_a_bucket(opened, tmp_path):
   assert tf.io.gfile.exists(f'{folder}/.tfrecord_offsets.npz')
   assert everything(remote) == want
   numbers = np.array([20, 3, 4, 3, 39, 5, 19, 0])  # Some are adjacent.
-  np.testing.assert_array_equal(remote.serialized(numbers), source.serialized(numbers))
+  np.testing.assert_array_equal(remote.stored(numbers), source.stored(numbers))
 
 
 # --- Damaged files ---
@@ -243,7 +243,7 @@ def test_damaged_file_is_reported(opened, tmp_path, file_format, change, message
   if content is not None:
     path.write_bytes(content)
   with pytest.raises((ValueError, FileNotFoundError)) as error:
-    opened(file_format)[1].serialized(np.arange(40))
+    opened(file_format)[1].stored(np.arange(40))
   assert error.match(message)
   assert str(path) in str(error.value)
   assert '\n' not in str(error.value)
@@ -254,7 +254,7 @@ def test_temporary_and_permanent_storage_errors(
   opened, tmp_path, file_format, monkeypatch
 ):
   config, source = opened(file_format)
-  want = source.serialized(np.arange(40)).tolist()
+  want = source.stored(np.arange(40)).tolist()
   read, calls = type(source).read_file, itertools.count(1)
   failing = lambda call: call % 3 != 0  # Two of three attempts fail.
 
@@ -264,7 +264,7 @@ def test_temporary_and_permanent_storage_errors(
     return read(self, *args)
 
   monkeypatch.setattr(type(source), 'read_file', flaky)
-  assert source.serialized(np.arange(40)).tolist() == want
+  assert source.stored(np.arange(40)).tolist() == want
   failing = lambda call: True
   message = 'shapes-train.*cannot be read: Input/output error'
   with pytest.raises(OSError, match=message) as error:
@@ -296,11 +296,11 @@ def test_wrong_dataset_info(opened, tmp_path):
 @pytest.mark.parametrize('file_format', FORMATS)
 def test_number_of_open_files_is_limited(opened, file_format, monkeypatch):
   _, source = opened(file_format)
-  want = source.serialized(np.arange(40)).tolist()
+  want = source.stored(np.arange(40)).tolist()
   monkeypatch.setattr(shards, '_OPEN_FILES', 2)
   _, source = opened(file_format)
   assert not source._files
   for numbers in ([39, 0, 20], [20, 19, 39, 3]):
-    found = source.serialized(np.array(numbers)).tolist()
+    found = source.stored(np.array(numbers)).tolist()
     assert found == [want[i] for i in numbers]
     assert len(source._files) == 2

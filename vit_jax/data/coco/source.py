@@ -67,7 +67,7 @@ class AnnotatedSource(records.FolderSource):
     if self._segments is not None:
       segments = tf.io.read_file(record[SEGMENTS])
     else:
-      segments = image_files.in_python(
+      segments = image_files.call_python(
         segmentations.paint, record[SEGMENTS], tf.string, []
       )
     return {**record, SEGMENTS: segments}
@@ -245,10 +245,10 @@ def open_index(
   index.check_anew('sizes', files.digest(sizes))
   expected_sizes = dict(zip(index.paths(index.order), _sizes(parts)))
 
-  def why_broken(path: bytes, max_pixels: int) -> str:
-    return images.why_broken(path, max_pixels, expected_sizes[path])
+  def broken_reason(path: bytes, max_pixels: int) -> str:
+    return images.broken_reason(path, max_pixels, expected_sizes[path])
 
-  return index, why_broken
+  return index, broken_reason
 
 
 def _check_images(
@@ -261,14 +261,14 @@ def _check_images(
   """Returns the images usable with all their features, by feature, and their numbers."""
   indices, masks = {}, []
   for feature in parts[0].paths:
-    index, why_broken = open_index(root, split, parts, feature, workdir)
+    index, broken_reason = open_index(root, split, parts, feature, workdir)
     usable = checking.usable(
       [(index, index.order)],
       f'{root}/{split}',
       config.broken_images,
       config.max_image_pixels,
       workdir=workdir,
-      explain=why_broken,
+      explain=broken_reason,
     )
     [(_, rows)] = usable.parts
     masks.append(np.isin(index.order, rows))

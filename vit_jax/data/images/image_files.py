@@ -42,7 +42,7 @@ def traced(function: Callable) -> Callable:
   return call
 
 
-def in_python(
+def call_python(
   function: Callable,
   content: 'tf.Tensor',
   dtype: 'tf.DType',

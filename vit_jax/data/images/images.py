@@ -137,7 +137,7 @@ def _by_pillow(
     except Exception as e:  # Pillow does not document its readers' errors.
       raise ValueError(formats.why_unreadable(encoded)) from e
 
-  return image_files.in_python(call, encoded, dtype, shape)
+  return image_files.call_python(call, encoded, dtype, shape)
 
 
 @image_files.traced
@@ -147,18 +147,18 @@ def shape_of(encoded: 'tf.Tensor') -> 'tf.Tensor':
   Raises decode_errors() if there is no image header.
   """
 
-  def of_png() -> 'tf.Tensor':
+  def png_shape() -> 'tf.Tensor':
     sizes = tf.strings.join([tf.strings.substr(encoded, 16, 8), b'\0' * 8])
     sizes = tf.strings.substr(sizes, 0, 8)
     width_height = tf.io.decode_raw(sizes, tf.int32, little_endian=False)
     return tf.cast(width_height[::-1], tf.int64)
 
-  def of_jpeg() -> 'tf.Tensor':
+  def jpeg_shape() -> 'tf.Tensor':
     return tf.cast(tf.io.extract_jpeg_shape(encoded)[:2], tf.int64)
 
   has_header = _is_png(encoded) & (tf.strings.length(encoded) > 23)
   shape = tf.case(
-    [(tf.io.is_jpeg(encoded), of_jpeg), (has_header, of_png)],
+    [(tf.io.is_jpeg(encoded), jpeg_shape), (has_header, png_shape)],
     lambda: _by_pillow(encoded, lambda image: image.size[::-1], tf.int64, [2]),
   )
   return tf.ensure_shape(shape, [2])
@@ -205,7 +205,9 @@ def encode_png(pixels: np.ndarray, level: int = -1) -> bytes:
   return buffer.getvalue()
 
 
-def why_broken(path: bytes, max_pixels: int, size: Sequence[int] | None = None) -> str:
+def broken_reason(
+  path: bytes, max_pixels: int, size: Sequence[int] | None = None
+) -> str:
   """Decodes an image file; returns why that fails, '' if it does not.
 
   `size` is the height and width that the image must have, if any. Raises OSError

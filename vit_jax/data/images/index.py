@@ -216,7 +216,7 @@ class Index:
       return explain(path, max_pixels), stamp
 
     save_time, pause = time.monotonic(), _SAVE_EVERY
-    for block, results in self._each(rows, check_file, 'Checking images'):
+    for block, results in self._map_blocks(rows, check_file, 'Checking images'):
       for row, (reason, stamp) in zip(block.tolist(), results):
         stamps[row] = stamp
         status[row] = BROKEN if reason else DECODED
@@ -241,7 +241,7 @@ class Index:
       empty = Checks.empty(len(self))
       self.checks = empty._replace(settings={**settings, name: value})
 
-  def look_again(self, rows: np.ndarray) -> None:
+  def forget_changed(self, rows: np.ndarray) -> None:
     """Forgets the checks of broken files that have changed since."""
     status, stamps, reasons, _ = self.checks
     for row in np.unique(rows[status[rows] == BROKEN]).tolist():
@@ -260,7 +260,7 @@ class Index:
     is_new = (self.checks.status == UNKNOWN) & (checks.status != UNKNOWN)
     rows = np.flatnonzero(is_new & (checks.stamps > 0))
     unchanged = []
-    for block, stamps in self._each(rows, image_files.stamp, 'Comparing images'):
+    for block, stamps in self._map_blocks(rows, image_files.stamp, 'Comparing images'):
       is_same = np.array(stamps, np.uint64) == checks.stamps[block]
       unchanged.append(block[is_same])
     if unchanged:
@@ -280,7 +280,7 @@ class Index:
         checks.reasons[row] = old.checks.reasons[old_row]
     return checks
 
-  def _each(
+  def _map_blocks(
     self, rows: Sequence[int] | np.ndarray, function: Callable[[bytes], Any], title: str
   ) -> Iterator[tuple[np.ndarray, list]]:
     """Yields (rows, results of function(path)), block by block."""

@@ -101,7 +101,7 @@ def _scan(top: bytes, name: bytes) -> _Piece:
     changed = -2  # A later change could go unnoticed.
   prefix = name + b'/' if name else b''
 
-  def look(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes]]:
+  def list_entries(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes]]:
     image_names, inner, ignored = [], [], []
     for entry, is_file, is_folder, is_link in entries(path):
       if entry.startswith(b'.'):
@@ -115,7 +115,7 @@ def _scan(top: bytes, name: bytes) -> _Piece:
         ignored.append(prefix + entry)
     return sorted(image_names), sorted(inner), sorted(ignored)
 
-  image_names, inner, ignored = image_files.retried(path, look)
+  image_names, inner, ignored = image_files.retried(path, list_entries)
   return _Piece(
     name=name,
     time=changed,

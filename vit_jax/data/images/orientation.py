@@ -35,7 +35,7 @@ def read(encoded: 'tf.Tensor') -> 'tf.Tensor':
   may_be_avif = tf.strings.substr(head, 4, 4) == b'ftyp'
   return tf.cond(
     has_exif | may_be_avif,
-    lambda: image_files.in_python(_read, encoded, tf.int32, []),
+    lambda: image_files.call_python(_read, encoded, tf.int32, []),
     lambda: tf.constant(1),
   )
 

@@ -133,7 +133,7 @@ class Tokenizer(abc.ABC):
       [row] = self([text])
       return row
 
-    return image_files.in_python(tokenize, text, tf.int32, [self.max_len])
+    return image_files.call_python(tokenize, text, tf.int32, [self.max_len])
 
   @property
   def num_tokens(self) -> int:

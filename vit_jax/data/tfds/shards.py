@@ -6,7 +6,7 @@ Errors name the file.
 
 import abc
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import errno
@@ -37,16 +37,20 @@ class ShardSource(records.Source, abc.ABC):
   """A split in files whose records can be read by number.
 
   `files` are TFDS's FileInstructions: the files of the split, and which records
-  of each belong to it. `record_bytes` is the mean size of a record.
+  of each belong to it. `record_bytes` is the mean size of a record. For the other
+  arguments see records.Source.
   """
 
   def __init__(
-    self, files: Sequence[Any], record_bytes: float, reader: parsing.Reader
+    self,
+    files: Sequence[Any],
+    record_bytes: float,
+    features: Iterable[str],
+    names: Mapping[str, Sequence[str]],
   ) -> None:
     self.paths = [os.fspath(file.filename) for file in files]
     self._skips = np.array([file.skip for file in files], np.int64)
     self._ends = np.cumsum([file.take for file in files])
-    self._reader = reader
     # Open files by shard, the last used last.
     self._files: collections.OrderedDict[int, Any] = collections.OrderedDict()
     self._lock = threading.Lock()
@@ -56,27 +60,11 @@ class ShardSource(records.Source, abc.ABC):
     if not all(map(image_files.is_local, self.paths)):
       self._pool = futures.ThreadPoolExecutor(_REMOTE_READS)
       chunks = 4  # Keeps enough reads in flight.
-    super().__init__(int(self._ends[-1]), reader.features, reader.names)
+    super().__init__(int(self._ends[-1]), features, names)
     self.chunk = records.chunk(self.num_examples, record_bytes / chunks)
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
-    serialized = tf.numpy_function(
-      self.serialized, [indices], tf.string, stateful=False
-    )
-    return {_RECORD: tf.ensure_shape(serialized, [None])}
-
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
-    """Parses the record of one example; its image stays as it was prepared."""
-    if _RECORD not in record:  # Pseudo-labels without their images.
-      return record
-    record = dict(record)
-    record |= self._reader.parse(record.pop(_RECORD))
-    if 'image' in record:
-      record['image'] = orientation.as_stored(record['image'])
-    return record
-
-  def serialized(self, indices: np.ndarray) -> np.ndarray:
-    """Returns the stored bytes of the records with these numbers [b]."""
+  def stored(self, indices: np.ndarray) -> np.ndarray:
+    """Returns what `read_file` returns of the records with these numbers [b]."""
     shards, numbers = self._places(indices)
     rows = np.lexsort([numbers, shards])  # In the order of the files.
     starts_read = np.diff(shards[rows]) != 0
@@ -85,7 +73,7 @@ class ShardSource(records.Source, abc.ABC):
       starts_read |= np.diff(numbers[rows]) != 1
     runs = np.split(rows, np.flatnonzero(starts_read) + 1) if len(rows) else []
 
-    def read(run: np.ndarray) -> Sequence[bytes]:
+    def read(run: np.ndarray) -> Sequence[Any]:
       return self._read(int(shards[run[0]]), numbers[run].tolist())
 
     contents = np.empty(len(shards), object)
@@ -105,10 +93,10 @@ class ShardSource(records.Source, abc.ABC):
     starts = self._ends[shards - 1] * (shards > 0)
     return shards, indices - starts + self._skips[shards]
 
-  def _read(self, shard: int, numbers: list[int]) -> Sequence[bytes]:
+  def _read(self, shard: int, numbers: list[int]) -> Sequence[Any]:
     """Returns records of a shard by their numbers in it, ascending."""
 
-    def read(path: str) -> Sequence[bytes]:
+    def read(path: str) -> Sequence[Any]:
       with self._lock:
         file = self._files.pop(shard, None)
         if file is not None:
@@ -133,11 +121,35 @@ class ShardSource(records.Source, abc.ABC):
     """Opens a file for reading; what it returns is closed when unused."""
 
   @abc.abstractmethod
-  def read_file(self, file: Any, shard: int, numbers: list[int]) -> Sequence[bytes]:
+  def read_file(self, file: Any, shard: int, numbers: list[int]) -> Sequence[Any]:
     """Returns records of an open file by their numbers in it, ascending."""
 
 
-class ArrayRecordSource(ShardSource):
+class SerializedSource(ShardSource):
+  """A split in files of serialized records, which `reader` parses."""
+
+  def __init__(
+    self, files: Sequence[Any], record_bytes: float, reader: parsing.Reader
+  ) -> None:
+    super().__init__(files, record_bytes, reader.features, reader.names)
+    self._reader = reader
+
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    serialized = tf.numpy_function(self.stored, [indices], tf.string, stateful=False)
+    return {_RECORD: tf.ensure_shape(serialized, [None])}
+
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+    """Parses the record of one example; its image stays as it was prepared."""
+    if _RECORD not in record:  # Pseudo-labels without their images.
+      return record
+    record = dict(record)
+    record |= self._reader.parse(record.pop(_RECORD))
+    if 'image' in record:
+      record['image'] = orientation.as_stored(record['image'])
+    return record
+
+
+class ArrayRecordSource(SerializedSource):
   """A split in array_record files, which are checked: ValueError, OSError."""
 
   def __init__(
@@ -148,7 +160,7 @@ class ArrayRecordSource(ShardSource):
       path: file.examples_in_shard for path, file in zip(self.paths, files)
     }
     # The records are counted when a file is first read: an open one takes .6 MB.
-    each(image_files.size_and_time, list(self._counts), 'Looking at files')
+    map_files(image_files.size_and_time, list(self._counts), 'Looking at files')
 
   def open_file(self, path: str) -> Any:
     from array_record.python import array_record_module
@@ -169,7 +181,7 @@ class ArrayRecordSource(ShardSource):
       return file.read(numbers)
 
 
-def each(function: Callable[[str], Any], paths: Sequence[str], title: str) -> list:
+def map_files(function: Callable[[str], Any], paths: Sequence[str], title: str) -> list:
   """Returns function(path) of all paths, computed in threads."""
   return image_files.in_threads(
     lambda path: attempted(path, function), paths, title, ' files'

@@ -46,8 +46,8 @@ _LARGE = (
 )  # Bytes of offsets that processes share; each has smaller ones for itself.
 
 
-class TfRecordSource(shards.ShardSource):
-  """A split in tfrecord files; see shards.ShardSource.
+class TfRecordSource(shards.SerializedSource):
+  """A split in tfrecord files; see shards.SerializedSource.
 
   All processes must open the same split.
   """
@@ -180,7 +180,7 @@ def offsets(paths: Sequence[str], counts: Sequence[int]) -> list[np.ndarray]:
   stored: dict[str, np.ndarray] = {}
 
   def find_missing() -> list[int]:
-    stamps[:] = shards.each(image_files.size_and_time, paths, 'Looking at files')
+    stamps[:] = shards.map_files(image_files.size_and_time, paths, 'Looking at files')
     for path in _places(folder):
       stored.update(_load(path))
     missing = []
@@ -260,7 +260,7 @@ def _scan_all(
   def scan() -> None:
     local_paths = [paths[i] for i in missing[process::num_processes]]
     title = 'Reading the headers of tfrecord files'
-    local_lengths.extend(shards.each(scan_file, local_paths, title))
+    local_lengths.extend(shards.map_files(scan_file, local_paths, title))
 
   processes.attempt(doing, scan)
   files_of_processes = []

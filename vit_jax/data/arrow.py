@@ -1,0 +1,438 @@
+"""Rows of Arrow tables as examples.
+
+  image  a column {bytes, path}: `image` or the first such column; or `image` is bytes.
+         Where the bytes are null, the path of a file
+  label  number or name of a class, or a list of them; null and -1 are none. `label`, or
+         else the first class label in the metadata of `datasets`
+  ...    all other columns of numbers, booleans, strings, or lists of these
+
+Class names are those in the metadata of `datasets` (key 'huggingface' of the schema),
+or else the labels of the training split, sorted.
+"""
+
+import abc
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+import itertools
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from vit_jax.data import records
+from vit_jax.data.images import image_files, images
+from vit_jax.data.lazy import tf
+from vit_jax.data.tfds import shards
+from vit_jax.distributed import files
+
+if TYPE_CHECKING:
+  import pyarrow as pa
+
+# Classes without names have numbers below this; a greater one is taken for an id.
+_MOST_CLASSES = 10**6
+_LABEL_KINDS = ('int64', 'string')
+
+
+class Rows(NamedTuple):
+  """Rows of a file, with the attributes of TFDS's FileInstruction."""
+
+  filename: str
+  skip: int
+  take: int
+
+
+class Column(NamedTuple):
+  """A column that holds a feature."""
+
+  name: str
+  kind: (
+    str  # 'bytes', or a dtype: 'int64', 'float32', 'bool', 'string'; '' if unusable.
+  )
+  is_list: bool = False  # Whether a row has a list of such values.
+  path: str | None = None  # Column of the paths of images whose bytes are null.
+
+
+class Layout(NamedTuple):
+  """The columns that hold features, and the names of classes, both by feature."""
+
+  columns: dict[str, Column]
+  class_names: dict[str, tuple[str, ...]]
+
+  def select(self, features: Iterable[str], where: str) -> 'Layout':
+    """Returns the layout of the requested features, see records.resolve."""
+    names = records.resolve(features, self.columns, where)
+    return Layout(
+      {name: self.columns[name] for name in names},
+      {name: self.class_names[name] for name in names if name in self.class_names},
+    )
+
+
+class Labels(NamedTuple):
+  """The labels of the rows of a file."""
+
+  values: set[int | str]  # Different labels; null and -1 are none.
+  digest: str  # A hash of the labels of all rows.
+
+
+class Classes(NamedTuple):
+  """Names of the classes, and the number of the class of each label."""
+
+  names: tuple[str, ...]
+  numbers: dict[int | str, int]
+
+
+def select_rows(paths: Sequence[str], counts: Sequence[int], rows: range) -> list[Rows]:
+  """Returns the rows in each file of a slice of all rows.
+
+  Args:
+    paths: the files.
+    counts: number of rows of each file.
+    rows: selected rows, numbered file by file.
+  """
+  selected = []
+  first = 0  # Number of the file's first row.
+  for path, count in zip(paths, counts):
+    skip = max(rows.start - first, 0)
+    stop = min(rows.stop - first, count)
+    if skip < stop:
+      selected.append(Rows(path, skip, stop - skip))
+    first += count
+  return selected
+
+
+def read_layout(schema: 'pa.Schema', where: str) -> Layout:
+  """Returns the columns that can be read; ValueError for two columns of a name."""
+  counts = collections.Counter(schema.names)
+  if repeated := [name for name, count in counts.items() if count > 1]:
+    raise ValueError(
+      f"'{where}' has several columns '{repeated[0]}': rename or remove all but one"
+    )
+  class_names = read_class_names(schema, where)
+  columns: dict[str, Column] = {}
+  image_columns = []
+  for field in schema:
+    column = read_column(field.name, field.type)
+    if column.kind == 'bytes':
+      image_columns.append(column)
+    elif column.kind:
+      columns[field.name] = column
+  columns.pop('image', None)  # Another kind of values, such as paths.
+  image = _select_image(image_columns)
+  if image is not None:
+    columns['image'] = image
+  labels = [name for name in ('label', *class_names) if name in columns]
+  if labels and columns[labels[0]].kind in _LABEL_KINDS:
+    columns['label'] = columns[labels[0]]
+  else:
+    columns.pop('label', None)
+  names = {}
+  for feature, column in columns.items():
+    if column.name in class_names:
+      names[feature] = class_names[column.name]
+  return Layout(columns, names)
+
+
+def _select_image(columns: Sequence[Column]) -> Column | None:
+  """Returns the column of images among those of bytes: `image`, or the first struct."""
+  for column in columns:
+    if column.name in ('image', 'image.bytes'):
+      return column
+  if columns and columns[0].name.endswith('.bytes'):
+    return columns[0]
+  return None
+
+
+def read_class_names(schema: 'pa.Schema', where: str) -> dict[str, tuple[str, ...]]:
+  """Returns the class names in the metadata of `datasets`, by column."""
+  try:
+    metadata = json.loads((schema.metadata or {})[b'huggingface'])
+    features = metadata['info']['features']
+  except (KeyError, TypeError, ValueError, RecursionError):
+    return {}  # `datasets` has not written the file.
+  if not isinstance(features, dict):
+    return {}
+  class_names = {}
+  for column, feature in features.items():
+    if isinstance(feature, list):  # A list of features, in older versions.
+      feature = feature[0] if feature else None
+    if isinstance(feature, dict):
+      feature = feature.get('feature', feature)
+    if not isinstance(feature, dict) or feature.get('_type') != 'ClassLabel':
+      continue
+    names = feature.get('names') or []
+    is_text = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_text:
+      raise ValueError(
+        f"'{where}' has the class names {str(names)[:80]} of '{column}' in the metadata "
+        'of `datasets`, which must be a list of strings: write the file again'
+      )
+    if names:
+      class_names[column] = tuple(names)
+  return class_names
+
+
+def read_column(name: str, arrow_type: Any) -> Column:
+  """Returns how a column of an Arrow type is read."""
+  from pyarrow import types
+
+  if types.is_struct(arrow_type):
+    return _read_struct(name, arrow_type)
+  if (
+    types.is_list(arrow_type)
+    or types.is_large_list(arrow_type)
+    or types.is_fixed_size_list(arrow_type)
+  ):
+    inner = read_column(name, arrow_type.value_type)
+    is_usable = inner.kind != 'bytes' and not inner.is_list
+    return Column(name, inner.kind if is_usable else '', is_list=True)
+  if types.is_dictionary(arrow_type):
+    return read_column(name, arrow_type.value_type)
+  kinds = {
+    'int64': [types.is_integer],
+    'float32': [types.is_floating],
+    'bool': [types.is_boolean],
+    'string': [types.is_string, types.is_large_string],
+    'bytes': [types.is_binary, types.is_large_binary],
+  }
+  for kind, predicates in kinds.items():
+    if any(is_kind(arrow_type) for is_kind in predicates):
+      return Column(name, kind)
+  return Column(name, '')
+
+
+def _read_struct(name: str, arrow_type: Any) -> Column:
+  """Returns how a column {bytes, path} of images is read."""
+  from pyarrow import types
+
+  fields = {field.name: field.type for field in arrow_type}
+  has_paths = 'path' in fields and read_column('path', fields['path']).kind == 'string'
+  is_image = 'bytes' in fields and (
+    read_column('bytes', fields['bytes']).kind == 'bytes'
+    or (has_paths and types.is_null(fields['bytes']))
+  )
+  return Column(
+    f'{name}.bytes',
+    kind='bytes' if is_image else '',
+    path=f'{name}.path' if has_paths else None,
+  )
+
+
+def check_label_type(schema: 'pa.Schema', where: str) -> None:
+  """Raises ValueError if there is a column `label` of an unusable type."""
+  if 'label' in schema.names:
+    raise ValueError(
+      f"'{where}' has labels of the type {schema.field('label').type} in 'label': write "
+      'the numbers of the classes as integers, or their names as strings'
+    )
+
+
+def read_labels(values: 'pa.ChunkedArray', is_list: bool) -> Labels:
+  """Returns the labels in a column, whose rows may have lists of them."""
+  import pyarrow.compute as pc
+
+  flat = values.combine_chunks()
+  rows = []
+  if is_list:
+    rows.append(pc.fill_null(pc.list_value_length(flat), -1))
+    flat = pc.list_flatten(flat)
+  if not hasattr(flat, 'indices'):
+    flat = flat.dictionary_encode()
+  rows.append(pc.fill_null(flat.indices, -1))
+  labels = flat.dictionary.to_pylist()
+  contents = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
+  contents.append(json.dumps(labels).encode())
+  return Labels({*labels} - {None, -1}, files.digest(contents))
+
+
+def number_classes(
+  labels: Mapping[str, Labels],
+  column: Column,
+  stored_names: Sequence[str] | None,
+  expected_names: Sequence[str] | None,
+  where: str,
+) -> Classes:
+  """Returns the classes of the labels in files.
+
+  Args:
+    labels: by file.
+    column: holds the labels.
+    stored_names: names of the classes in the metadata of the files, if any.
+    expected_names: names of the classes of the training data, if known.
+    where: names the split in errors.
+
+  Raises:
+    ValueError: if there is no label, or one that is not among the classes.
+  """
+  all_labels = set[int | str]().union(*(x.values for x in labels.values()))
+  if not all_labels:
+    raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
+  names = tuple(
+    expected_names or stored_names or _make_class_names(all_labels, column, where)
+  )
+  places = records.class_numbers(where, stored_names or names, names)
+  numbers: dict[int | str, int] = dict(enumerate(places.tolist()))
+  if column.kind == 'string':
+    if repeated := records.repeated_names(names):
+      raise ValueError(
+        f"several classes of '{where}' are named '{repeated[0]}', and the labels in "
+        f"'{column.name}' are names: write the numbers of the classes, or rename them"
+      )
+    numbers = {name: i for i, name in enumerate(names)}
+  for path, file_labels in labels.items():
+    if unknown := [label for label in file_labels.values if label not in numbers]:
+      raise ValueError(
+        f"'{path}' has the label {unknown[0]!r} in '{column.name}', not one of the "
+        f'{len(names)} classes {list(names[:5])} ...: leave out these rows, or add the '
+        'class to the training split'
+      )
+  return Classes(names, numbers)
+
+
+def _make_class_names(labels: set, column: Column, where: str) -> list[str]:
+  """Returns the names of the classes with these labels."""
+  if column.kind == 'string':
+    return sorted(labels)
+  lowest, highest = min(labels), max(labels)
+  if lowest < 0 or highest >= _MOST_CLASSES:
+    raise ValueError(
+      f"'{where}' has the label {lowest if lowest < 0 else highest} in "
+      f"'{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
+      'label; renumber the classes, or use their names'
+    )
+  return [str(i) for i in range(highest + 1)]
+
+
+class ArrowSource(shards.ShardSource, abc.ABC):
+  """Rows of tables, whose images may have `max_pixels`; see the module.
+
+  A subclass reads rows from its files. `class_numbers` are those of the labels.
+  """
+
+  def __init__(
+    self,
+    selected: Sequence[Rows],
+    row_bytes: float,
+    layout: Layout,
+    class_numbers: Mapping[int | str, int],
+    max_pixels: int,
+  ) -> None:
+    super().__init__(selected, row_bytes, layout.columns, layout.class_names)
+    self._columns = layout.columns
+    self._class_numbers = class_numbers
+    self._max_pixels = max_pixels
+    # Columns of the features, then those of the paths of images.
+    self.column_names = [column.name for column in self._columns.values()]
+    for column in self._columns.values():
+      if column.path is not None:
+        self.column_names.append(column.path)
+
+  @abc.abstractmethod
+  def image_paths(self, shard: int, path: str) -> list[str]:
+    """Returns where an image may be whose row in a file has only its path."""
+
+  def rows(self, table: 'pa.Table', numbers: Sequence[int] | np.ndarray) -> list[tuple]:
+    """Returns the values of rows of a table, in the order of `column_names`.
+
+    The columns of images are structs {bytes, path}, or flattened.
+    """
+    # Two features, such as `label`, may be read from the same column.
+    selected = table.take(numbers).flatten().select(self.column_names)
+    return list(zip(*(column.to_pylist() for column in selected.columns)))
+
+  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    types = []
+    for name, column in self._columns.items():
+      if name == 'label':
+        types.append('int64')
+        continue
+      types.append('string' if column.kind == 'bytes' else column.kind)
+      if column.is_list:
+        types.append('int64')
+    arrays = iter(tf.numpy_function(self.arrays, [indices], types, stateful=False))
+    features = {}
+    for name, column in self._columns.items():
+      shape = [None, None] if name == 'label' else [None]
+      features[name] = tf.ensure_shape(next(arrays), shape)
+      if column.is_list and name != 'label':
+        lengths = tf.ensure_shape(next(arrays), [None])
+        features[name] = tf.RaggedTensor.from_row_lengths(features[name], lengths)
+    return features
+
+  def arrays(self, indices: np.ndarray) -> list[np.ndarray]:
+    """Returns the features of rows [b] in order.
+
+    A feature with lists has two arrays: the values of all rows, and how many values
+    each row has. Labels are class numbers int64 [b, L], padded with -1.
+
+    Raises ValueError or FileNotFoundError, which name the row, if a row has no value,
+    or its image has neither bytes nor a file.
+    """
+    rows = self.stored(indices)
+    arrays = []
+    for i, (name, column) in enumerate(self._columns.items()):
+      values = [row[i] for row in rows]
+      if name == 'label':
+        arrays.append(self._label_array(values))
+        continue
+      if column.path is not None:  # The only one, and the last column of a row.
+        for k, (row, index) in enumerate(zip(rows, indices)):
+          values[k] = self._read_image(values[k], row[-1], index)
+      self._check_present(column, values, indices)
+      if column.is_list:
+        lengths = np.array([len(value) for value in values], np.int64)
+        arrays.append(_as_array(list(itertools.chain(*values)), column.kind))
+        arrays.append(lengths)
+      else:
+        arrays.append(_as_array(values, column.kind))
+    return arrays
+
+  def _label_array(self, values: Sequence[Any]) -> np.ndarray:
+    """Returns class numbers of rows, int64 [b, L], padded with -1."""
+    classes = []
+    for value in values:
+      labels = value if isinstance(value, list) else [value]
+      classes.append([self._class_numbers[x] for x in labels if x not in (None, -1)])
+    width = max([1, *map(len, classes)])
+    array = np.full([len(classes), width], -1, np.int64)
+    for row, numbers in zip(array, classes):
+      row[: len(numbers)] = numbers
+    return array
+
+  def _check_present(
+    self, column: Column, values: Sequence[Any], indices: np.ndarray
+  ) -> None:
+    """Raises ValueError if a row has no value, or null in a list."""
+    for value, index in zip(values, indices):
+      if value is None or (column.is_list and None in value):
+        raise ValueError(
+          f"{self.name(index)}: there is no '{column.name}', which all rows need"
+        )
+
+  def _read_image(
+    self, content: bytes | None, path: str | None, index: int
+  ) -> bytes | None:
+    """Returns the content of an image, from its path where it is null."""
+    if content is not None or not path:
+      return content
+    [shard], _ = self._places(np.array([index]))
+    paths = [path] if '://' in path else self.image_paths(shard, path)
+    existing = next(filter(tf.io.gfile.exists, paths), paths[0])
+    try:
+      return image_files.read_file(existing)
+    except (ValueError, OSError) as e:
+      raise type(e)(f'{self.name(index)}: {e}') from e
+
+  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+    if 'image' not in record:
+      return record
+    return {**record, 'image': images.bounded(record['image'], self._max_pixels)}
+
+
+def _as_array(values: Sequence[Any], kind: str) -> np.ndarray:
+  """Returns values of a column's kind as an array [n]; text and bytes as objects."""
+  if kind not in ('bytes', 'string'):
+    return np.array(values, kind)
+  texts = np.empty(len(values), object)
+  for i, value in enumerate(values):
+    texts[i] = value.encode() if isinstance(value, str) else value
+  return texts
