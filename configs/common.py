@@ -164,6 +164,7 @@ _SHARES = schema.Fits(
   '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
 )
 Steps = Annotated[int, schema.Range(ge=1, le=2**31 - 1)]
+WarmupSteps = Annotated[int, schema.Range(ge=0, le=2**31 - 1)]
 SmallestLargest = Annotated[
   tuple[schema.Positive, schema.Positive],
   schema.Fits('(smallest, largest), finite numbers above 0', lambda x: x[0] <= x[1]),
@@ -257,8 +258,8 @@ class Preprocessing:
   # validation). If a folder has test/ (or test.jsonl), a `test` cut from the training images is
   # ignored, as in the original, which tests on test/: use `evals` for other
   # splits.
-  train: schema.Split = 'train'
-  test: schema.Split = 'test'
+  train: Annotated[schema.Split, schema.SWEPT] = 'train'
+  test: Annotated[schema.Split, schema.SWEPT] = 'test'
   # Size of the model's input images in pixels: an int, or (height, width).
   crop: schema.Size = 224
   # Evaluation: None resizes the whole image to `crop`. A number resizes the
@@ -379,9 +380,9 @@ class Config:
   task_options: dict = dataclasses.field(default_factory=dict)
   # The program to run: 'train' ('inference_time', 'study', 'transfer' and 'vtab'
   # have their own configs).
-  trainer: Literal['train'] = 'train'
+  trainer: Annotated[Literal['train'], schema.SWEPT] = 'train'
   # Seed of all random numbers: initial weights, order, augmentation, dropout.
-  seed: Annotated[int, schema.Range(ge=0, le=2**63 - 1)] = 0
+  seed: Annotated[int, schema.Range(ge=0, le=2**63 - 1), schema.SWEPT] = 0
 
   # --- Data ---
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
@@ -390,23 +391,23 @@ class Config:
   # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
-  dataset: schema.Text | Mixture | None = None
+  dataset: Annotated[schema.Text | Mixture | None, schema.MOVABLE] = None
   # Folder of TFDS data sets (default: ~/tensorflow_datasets).
-  tfds_data_dir: schema.Text | None = None
+  tfds_data_dir: Annotated[schema.Text | None, schema.FREE] = None
   # Folder of files that must be downloaded by hand (ImageNet).
-  tfds_manual_dir: schema.Text | None = None
+  tfds_manual_dir: Annotated[schema.Text | None, schema.FREE] = None
   # Images per update, over all devices and hosts together.
   batch: schema.Count = 512
   # Images per evaluation step, over all devices and hosts together.
-  batch_eval: schema.Count = 512
+  batch_eval: Annotated[schema.Count, schema.FREE] = 512
   # Batches kept ready on the devices.
-  prefetch: Annotated[int, schema.Range(ge=0, le=1_000)] = 2
+  prefetch: Annotated[int, schema.Range(ge=0, le=1_000), schema.FREE] = 2
   # What to do about images of a folder that cannot be decoded. 'error' decodes
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image
   # stops the run when it is read. Results are kept in the workdir, or next to
   # the images by vit_jax.data.indexing.
-  broken_images: Literal['error', 'skip', 'trust'] = 'error'
+  broken_images: Annotated[Literal['error', 'skip', 'trust'], schema.FREE] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size, or that are absent, empty or
   # NaN. 'refuse' names them and stops; 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
@@ -414,7 +415,7 @@ class Config:
   broken_boxes: Literal['refuse', 'skip', 'clip'] = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.
-  max_image_pixels: schema.Count = 89_478_485
+  max_image_pixels: Annotated[schema.Count, schema.FREE] = 89_478_485
 
   pp: Preprocessing = dataclasses.field(default_factory=Preprocessing)
 
@@ -450,8 +451,8 @@ class Config:
 
   # --- Optimiser ---
   # Number of updates, or of epochs (set one of the two).
-  total_steps: Steps | None = None
-  total_epochs: schema.Positive | None = None
+  total_steps: Annotated[Steps | None, schema.LENGTH] = None
+  total_epochs: Annotated[schema.Positive | None, schema.LENGTH] = None
   # 'sgd' (with momentum), 'adam', 'lion', 'adafactor' or 'muon', compared in
   # docs/train.md, or an optimiser of optax, such as 'optax:lamb'.
   optimizer: Optimizer = 'sgd'
@@ -485,8 +486,8 @@ class Config:
   decay_at: Moments = ()
   # Updates, or epochs, of linear warm-up (set one of the two). None for both:
   # 500 updates, or a tenth of the run if that is less.
-  warmup_steps: Annotated[int, schema.Range(ge=0, le=2**31 - 1)] | None = None
-  warmup_epochs: schema.NonNegative | None = None
+  warmup_steps: Annotated[WarmupSteps | None, schema.LENGTH] = None
+  warmup_epochs: Annotated[schema.NonNegative | None, schema.LENGTH] = None
   # Decoupled weight decay, multiplied by the learning rate.
   weight_decay: schema.NonNegative | None = 0.0
   # The parameters that decay: 'kernels' of dense and convolutional layers, or
@@ -514,7 +515,7 @@ class Config:
   grad_norm_clip: schema.NonNegative | None = 1.0
   # Number of micro-batches that a batch is split into, to save memory; results
   # are the same except for dropout's noise.
-  accum_steps: schema.Count = 1
+  accum_steps: Annotated[schema.Count, schema.FREE] = 1
   # Decay of the exponential average of the weights (0: no average). After t
   # updates the decay is at most (1 + t) / (10 + t). Evaluation and prediction
   # use the averaged weights.
@@ -525,54 +526,58 @@ class Config:
   # 'fsdp' split the batch, 'fsdp' also splits the parameters and the optimiser
   # state, 'model' splits heads and hidden layers, 'sequence' the tokens of each
   # image: see vit_jax/distributed/sharding.py.
-  mesh: Mesh = dataclasses.field(
+  mesh: Annotated[Mesh, schema.FREE] = dataclasses.field(
     default_factory=lambda: {'data': -1, 'fsdp': 1, 'model': 1, 'sequence': 1}
   )
   # Ordered (regex, spec) pairs, which override the sharding by the mesh.
-  sharding_rules: ShardingRules = ()
+  sharding_rules: Annotated[ShardingRules, schema.FREE] = ()
 
   # --- Log, evaluation, checkpoints ---
   # Evaluations: (name, split) or (name, split, data set) each; the names of the
   # metrics end in `name`. Empty: (('test', pp.test),).
-  evals: tuple = ()
+  evals: Annotated[tuple, schema.MEASURED, schema.SWEPT] = ()
   # Steps between two lines of progress, evaluations and checkpoints; 0 for only
   # those at the end of the run.
-  progress_every: schema.Natural = 10
-  eval_every: schema.Natural = 100
-  checkpoint_every: schema.Natural = 1_000
+  progress_every: Annotated[schema.Natural, schema.FREE] = 10
+  eval_every: Annotated[schema.Natural, schema.FREE] = 100
+  checkpoint_every: Annotated[schema.Natural, schema.FREE] = 1_000
   # Number of newest checkpoints to keep; the best one by `best_metric` is kept
   # too.
-  keep_checkpoints: schema.Count = 2
-  best_metric: schema.Text = 'accuracy_test'
+  keep_checkpoints: Annotated[schema.Count, schema.FREE] = 2
+  best_metric: Annotated[schema.Text, schema.FREE, schema.SWEPT] = 'accuracy_test'
   # Trackers to write to, next to TensorBoard: 'wandb', 'mlflow'. Their environment
   # variables apply, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.
-  trackers: Trackers = ()
+  trackers: Annotated[Trackers, schema.FREE] = ()
   # Images that TensorBoard shows: of the first training batch as the model sees
   # it, and, at each evaluation, of the first test images with predictions, which
   # the last evaluation also saves as PNGs in the workdir. 0: none.
-  log_images: Annotated[int, schema.Range(ge=0, le=1_000)] = 8
+  log_images: Annotated[int, schema.Range(ge=0, le=1_000), schema.FREE] = 8
   # Adds attention maps of these test images: the last layer, and the rollout
   # through all layers.
-  log_attention: bool = False
+  log_attention: Annotated[bool, schema.FREE] = False
   # Evaluators by name, in addition to those of the task. `type` is a class,
   # 'MODULE:CLASS', `evals` are the names of its evaluations (default: all), and the other
   # keys are arguments of the class, as in
   # --config.evaluators="{'ece': {'type': 'my_module:Calibration', 'bins': 10}}"; see
   # vit_jax/evaluators/base.py.
-  evaluators: Evaluators = dataclasses.field(default_factory=dict)
+  evaluators: Annotated[Evaluators, schema.MEASURED] = dataclasses.field(
+    default_factory=dict
+  )
   # Few-shot linear probes at each evaluation: metrics such as 'fewshot_5_test',
   # named after the first evaluation (vit_jax/evaluators/probes.py).
-  fewshot: FewShot = dataclasses.field(default_factory=FewShot)
+  fewshot: Annotated[FewShot, schema.MEASURED] = dataclasses.field(
+    default_factory=FewShot
+  )
   # Training images per class of linear probes of all layers, after the last
   # update: a table, and probe.png and probe.json in the workdir
   # (vit_jax/evaluators/probes.py). 0: none.
-  layer_probe: schema.Natural = 0
+  layer_probe: Annotated[schema.Natural, schema.FREE] = 0
   # File of ImageNet ReaL labels (vit_jax/evaluators/real.py); adds
   # 'accuracy_real' to the first evaluation, which must be on the validation
   # images of ImageNet.
-  real_labels: schema.Text | None = None
+  real_labels: Annotated[schema.Text | None, schema.MEASURED] = None
   # Steps to record with the profiler, shown by TensorBoard (0: none).
-  profile_steps: schema.Natural = 0
+  profile_steps: Annotated[schema.Natural, schema.FREE] = 0
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -215,18 +215,18 @@ class Transformer:
   # Dropout after dense layers and after the position embeddings.
   dropout_rate: schema.Rate = 0.1
   attention_dropout_rate: schema.Rate = 0.1  # Dropout of the attention weights.
-  attention: Attention = 'auto'  # See vit_jax.layers.attention.
+  attention: Annotated[Attention, schema.FREE] = 'auto'  # See vit_jax.layers.attention.
   # Probability that an image skips the attention of the last layer, and likewise the
   # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382). An image
   # skips both or neither of a layer with `parallel`.
   stochastic_depth: schema.Rate = 0.0
   # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
   # input; 'dots': everything but the inputs and the results of the dense layers.
-  remat: Remat = ''
+  remat: Annotated[Remat, schema.FREE] = ''
   # Whether to apply all layers but the last in a loop, which compiles faster. Results
   # are the same except for dropout's noise, and parameters keep their names. None: in
   # training on TPUs, with more than 12 layers.
-  scan: bool | None = None
+  scan: Annotated[bool | None, schema.FREE] = None
   gelu: Gelu = 'tanh'  # See vit_jax.layers.encoder.GELUS.
   norm_eps: schema.Epsilon = 1e-6  # Added to the variance in norms.
   add_position_embedding: bool = True  # False is position_embedding='none'.
@@ -307,7 +307,7 @@ class Bit(_Model):
   width_factor: schema.WidthFactor
   head_bias_init: float = 0.0
   eps: Epsilons = 'published'
-  remat: UnitRemat = ''
+  remat: Annotated[UnitRemat, schema.FREE] = ''
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -319,9 +319,9 @@ class Igpt(_Model):
   num_positions: schema.Count
   causal: bool = True
   attention_scale: AttentionScale = 'exact'
-  attention: Attention = 'auto'
-  remat: Remat = ''
-  scan: bool | None = None
+  attention: Annotated[Attention, schema.FREE] = 'auto'
+  remat: Annotated[Remat, schema.FREE] = ''
+  scan: Annotated[bool | None, schema.FREE] = None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -339,7 +339,7 @@ class Detr(_Model):
   mlp_dim: schema.Count
   norm: BackboneNorm = 'frozen_batch'
   mask_head: bool = False
-  masks_at_a_time: schema.Natural = 10
+  masks_at_a_time: Annotated[schema.Natural, schema.FREE] = 10
   dropout_rate: schema.Rate = 0.1
   attention_dropout_rate: schema.Rate = 0.1
 

@@ -3,7 +3,8 @@
 A type is a Python type hint: `int`, `float | None`, `Literal['adam', 'sgd']`,
 `tuple[int, ...]`, or one of these with conditions, `Annotated[int, Range(ge=1)]`.
 A group of keys is a dataclass with a type and a default for each key; a key without
-a default may be absent.
+a default may be absent. A mark on the type, `Annotated[int, FREE]`, says what may
+change when a run resumes.
 """
 
 import ast
@@ -11,6 +12,7 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import dataclasses
 import difflib
+import enum
 import functools
 import math
 import numbers
@@ -61,6 +63,22 @@ class Fits:
 
   words: str
   holds: Callable[[Any], bool] = lambda value: True
+
+
+class Mark(enum.Enum):
+  """What may change after a run has started; a key without a mark is fixed.
+
+  A key has at most one mark besides SWEPT. docs/config.md explains and lists them.
+  """
+
+  FREE = 'free'  # Changes where, how or in which order a run computes, not what.
+  MEASURED = 'measured'  # Changes only what is measured.
+  MOVABLE = 'movable'  # May be another path of the same data.
+  LENGTH = 'length'  # A length in steps or epochs: the number of steps is fixed.
+  SWEPT = 'swept'  # Set by sweeps for each of their runs.
+
+
+FREE, MEASURED, MOVABLE, LENGTH, SWEPT = Mark
 
 
 def accepts(value: Any, kind: Any) -> bool:
@@ -199,7 +217,39 @@ def run_checks(checks: Iterable[Callable[[], None]]) -> None:
 @functools.cache
 def fields(group: type) -> dict[str, Any]:
   """Returns the types of the keys of a dataclass, with groups inside, by key."""
+  return {key: _without_marks(kind) for key, kind in _hints(group).items()}
+
+
+def marks(group: type, prefix: str = '') -> dict[str, frozenset[Mark]]:
+  """Returns the marks of the keys of a dataclass, by dotted key.
+
+  Keys of groups inside follow their group, and have its marks, too.
+  """
+  marks_by_key = {}
+  for key, kind in _hints(group).items():
+    name = f'{prefix}{key}'
+    marks_by_key[name] = _marks_of(kind)
+    inside = group_of(kind)
+    if inside:
+      for inner_name, inner_marks in marks(inside, f'{name}.').items():
+        marks_by_key[inner_name] = inner_marks | marks_by_key[name]
+  return marks_by_key
+
+
+def _hints(group: type) -> dict[str, Any]:
   return typing.get_type_hints(group, include_extras=True)
+
+
+def _marks_of(kind: Any) -> frozenset[Mark]:
+  metadata = getattr(kind, '__metadata__', ())
+  return frozenset(x for x in metadata if isinstance(x, Mark))
+
+
+def _without_marks(kind: Any) -> Any:
+  if not _marks_of(kind):
+    return kind
+  conditions = [x for x in kind.__metadata__ if not isinstance(x, Mark)]
+  return Annotated[kind.__origin__, *conditions] if conditions else kind.__origin__
 
 
 def flat(group: type, prefix: str = '') -> dict[str, Any]:

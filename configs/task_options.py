@@ -37,7 +37,7 @@ class Detect:
   # the smallest canvas whose sides are multiples of this number, and the
   # model is compiled for each canvas. 1: no padding at all; 0: all images lie
   # on one square.
-  tight: schema.Natural = 64
+  tight: Annotated[schema.Natural, schema.FREE] = 64
 
 
 @dataclasses.dataclass
@@ -108,7 +108,7 @@ class Segment(Detect):
   truth_size: schema.Count = 640
   # Whether all pixels of several queries that found one class of stuff are
   # its segment. False is the released post-processing, for published PQ.
-  merge_stuff: bool = True
+  merge_stuff: Annotated[bool, schema.FREE] = True
   # The number of an object is a byte.
   max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
 

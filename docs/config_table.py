@@ -4,6 +4,7 @@ python docs/config_table.py
 """
 
 import ast
+from collections.abc import Mapping, Set
 import inspect
 import pathlib
 import re
@@ -17,8 +18,16 @@ Every key can be set on the command line, such as `--config.base_lr=0.01` or `--
 anything is compiled. The keys of a model, `config.model`, are in [configs/models.py](../configs/models.py), the
 options of a task, `config.task_options`, in [configs/task_options.py](../configs/task_options.py).
 
+A run resumes with the same config, except for keys with a mark:
+
+- `free`: any value
+- `measured`: any value until the run is finished; a finished run of a study keeps it
+- `movable`: another path of the same data
+- `length`: steps or epochs, if the number of steps is the same
+- `swept`: set by `vit_jax sweep` for each run, so it cannot be among the values of a sweep
+
 This page is generated from [configs/common.py](../configs/common.py) by [config_table.py](config_table.py)."""
-_HEADER = '| key | type | default | description |\n|---|---|---|---|'
+_HEADER = '| key | type | default | marks | description |\n|---|---|---|---|---|'
 _SECTION = re.compile(r'# --- ([^:]*?)(:.*)? ---')
 
 
@@ -49,7 +58,7 @@ def _cell(text: str) -> str:
   return text
 
 
-def rows(group: type, prefix: str = ''):
+def rows(group: type, marks: Mapping[str, Set[schema.Mark]], prefix: str = ''):
   """Yields (section, row of the table), nested groups of keys last."""
   kinds, inner = schema.fields(group), []
   for section, key, default, comment in keys(group):
@@ -59,17 +68,23 @@ def rows(group: type, prefix: str = ''):
         (f'{inside.__doc__.splitlines()[0].rstrip(".")}', inside, f'{prefix}{key}.')
       )
       continue
-    kind = _cell(schema.describe(kinds[key]))
-    yield section, f'| `{prefix}{key}` | {kind} | `{default}` | {_cell(comment)} |'
+    cells = [
+      f'`{prefix}{key}`',
+      _cell(schema.describe(kinds[key])),
+      f'`{default}`',
+      ', '.join(sorted(mark.value for mark in marks[f'{prefix}{key}'])),
+      _cell(comment),
+    ]
+    yield section, f'| {" | ".join(cells)} |'
   for title, inside, longer in inner:
-    for _, row in rows(inside, longer):
+    for _, row in rows(inside, marks, longer):
       yield title, row
 
 
 def page() -> str:
   """Returns the content of docs/config.md."""
   parts, before = [_INTRO], None
-  for section, row in rows(common.Config):
+  for section, row in rows(common.Config, schema.marks(common.Config)):
     if section != before:
       parts.append(f'\n## {section or "The run"}\n\n{_HEADER}')
     parts.append(row)

@@ -154,7 +154,9 @@ def test_config_table_is_up_to_date():
   rows = markdown.rows(DOCS / 'config.md', 'key')
   assert {row[0].strip('`') for row in rows} == {*schema.flat(common.Config)}
   by_key = {row[0].strip('`'): row[1:] for row in rows}
-  assert by_key['batch'][:2] == ['an integer of at least 1', '`512`']
+  assert by_key['batch'][:3] == ['an integer of at least 1', '`512`', '']
+  assert by_key['best_metric'][2] == 'free, swept'
+  assert by_key['fewshot.shots'][2] == 'measured'
   assert by_key['pp.crop_ratio'][1] == '`(3 / 4, 4 / 3)`'
 
 

@@ -1,13 +1,15 @@
 """Tests of the valid values of config keys; nothing here is compiled."""
 
+import dataclasses
 import subprocess
 import sys
+from typing import Annotated
 
 import pytest
 
 from tests import tiny_models
 from vit_jax import models_bit, models_resnet
-from vit_jax.configs import common, models as model_configs, schema, vit
+from vit_jax.configs import common, models as model_configs, schema, task_options, vit
 from vit_jax.layers import (
   attention,
   decoder,
@@ -125,6 +127,38 @@ def test_every_model_has_only_fields_of_its_kind():
 def test_choices_match_the_code(group, key, known):
   words = schema.describe(schema.flat(group)[key])
   assert words == f'one of {", ".join(map(repr, known))}'
+
+
+# Groups of keys by the prefix of their names, some with the same prefix.
+GROUPS = [
+  ('', common.Config),
+  *(('model.', group) for group in model_configs.FIELDS.values()),
+  *(('task_options.', group) for group in task_options.OPTIONS.values()),
+]
+
+
+def test_marks_do_not_contradict_each_other():
+  marks = {}
+  for prefix, group in GROUPS:
+    for key, marks_of_key in schema.marks(group, prefix).items():
+      assert len(marks_of_key - {schema.SWEPT}) <= 1, key
+      assert marks.setdefault(key, marks_of_key) == marks_of_key, key
+    # A mark inside a union would have no effect.
+    assert not [key for key, kind in schema.flat(group).items() if 'Mark.' in str(kind)]
+  assert marks['model.vit.transformer.remat'] == {schema.FREE}
+  assert marks['fewshot.shots'] == {schema.MEASURED}
+  assert marks['base_lr'] == frozenset()
+
+
+def test_contradicting_marks_are_seen():
+  @dataclasses.dataclass
+  class Group:
+    twice: Annotated[int, schema.FREE, schema.LENGTH] = 0
+    inside: Annotated[common.Lora, schema.FREE] = None
+
+  assert schema.marks(Group)['twice'] == {schema.FREE, schema.LENGTH}
+  assert schema.marks(Group)['inside.rank'] == {schema.FREE}
+  assert schema.fields(Group)['twice'] is int
 
 
 def test_keys_that_optax_does_not_read_are_named_together():

@@ -1,14 +1,18 @@
 """Tests of the files in a workdir, except checkpoints."""
 
+import contextlib
+import dataclasses
 import json
 import os
 import sys
+from typing import Annotated
 
 from absl import logging
 import pytest
 
-from tests import conftest, processes, stored_runs
+from tests import conftest, processes, stored_runs, tiny_models, toy_task
 from vit_jax import console, train
+from vit_jax.configs import schema
 from vit_jax.inference import export
 from vit_jax.run import config as run_config, workdir
 from vit_jax.weights import convert, reading
@@ -232,6 +236,38 @@ def test_paths_that_orbax_reads_as_patterns_are_rejected(config, tmp_path, name)
   with pytest.raises(ValueError, match='out=.* use a path without'):
     export.check(str(folder), 'saved_model', None, None)
   assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+  'key, value, may_change',
+  [
+    ('model.transformer.remat', 'full', True),
+    ('mesh.data', 1, True),
+    ('fewshot.shots', (1,), True),
+    ('model.transformer.gelu', 'erf', False),
+    ('task_options.mixup', 0.5, False),
+    ('pp.flip', True, False),
+  ],
+)
+def test_keys_are_fixed_unless_they_are_marked(run, config, key, value, may_change):
+  tiny_models.put(config, key, value)
+  expected = contextlib.nullcontext()
+  if not may_change:
+    expected = pytest.raises(ValueError, match=f'{key}: .* there, {value} here')
+  with expected:
+    workdir.check_config(run, config)
+
+
+def test_options_of_a_user_s_task_may_be_marked(config, monkeypatch):
+  @dataclasses.dataclass
+  class Options:
+    size: int = 1
+    threads: Annotated[int, schema.FREE] = 1
+
+  monkeypatch.setattr(toy_task.Task, 'Options', Options)
+  config.task = 'tests.toy_task'
+  keys = run_config.marked_keys(config, schema.FREE)
+  assert [key for key in keys if 'task_options' in key] == ['task_options.threads']
 
 
 def test_data_may_move_but_not_change(run, config):

@@ -182,7 +182,7 @@ def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
   """
   values = config.get('task_options') or {}
   schema.check('task_options', values, dict)
-  group = task_options.OPTIONS.get(config.task) or get_task(config.task).Options
+  group = _options_group(config)
   kinds = schema.fields(group)
   options = ml_collections.ConfigDict(convert_dict=False)
   for key, default in schema.defaults(group):
@@ -199,6 +199,23 @@ def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
 
   schema.run_checks(functools.partial(set_option, *item) for item in values.items())
   return options
+
+
+def marked_keys(config: ml_collections.ConfigDict, *marks: schema.Mark) -> list[str]:
+  """Returns the dotted keys of a complete config that have one of the marks."""
+  fields = model_configs.FIELDS.get(model_configs.kind_of(config.model))
+  # A user's own model may have the fields of any kind.
+  groups = [fields] if fields else [*model_configs.FIELDS.values()]
+  marks_by_key = schema.marks(common.Config)
+  for group in groups:
+    marks_by_key |= schema.marks(group, 'model.')
+  marks_by_key |= schema.marks(_options_group(config), 'task_options.')
+  return [key for key, marks_of_key in marks_by_key.items() if {*marks} & marks_of_key]
+
+
+def _options_group(config: ml_collections.ConfigDict) -> type:
+  """Returns the dataclass of the options of a config's task."""
+  return task_options.OPTIONS.get(config.task) or get_task(config.task).Options
 
 
 def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str | None]]:

@@ -27,13 +27,6 @@ from vit_jax import console
 from vit_jax.configs import common, models as model_configs, schema
 
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
-# Keys of the same length in other units.
-_LENGTHS = {
-  'total_steps': 'total_epochs',
-  'total_epochs': 'total_steps',
-  'warmup_steps': 'warmup_epochs',
-  'warmup_epochs': 'warmup_steps',
-}
 
 # --- Config files ---
 
@@ -136,7 +129,11 @@ def set_keys(
 def other_length(name: str) -> str | None:
   """Returns the dotted key of the same length in other units, if there is one."""
   group, dot, key = name.rpartition('.')
-  return f'{group}{dot}{_LENGTHS[key]}' if key in _LENGTHS else None
+  if schema.LENGTH not in schema.marks(common.Config).get(key, ()):
+    return None
+  length, _, unit = key.rpartition('_')
+  other_unit = 'epochs' if unit == 'steps' else 'steps'
+  return f'{group}{dot}{length}_{other_unit}'
 
 
 def known_keys(
@@ -153,7 +150,7 @@ def known_keys(
   if _is_run(config):
     for name, kind in _types_of_run(config).items():
       # The splits of a nested run may contain '{seed}'.
-      types[name] = str if nested and kind is schema.Split else kind
+      types[name] = str if nested and kind == schema.Split else kind
   return types
 
 

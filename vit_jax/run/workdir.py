@@ -21,53 +21,11 @@ from absl import logging
 from etils import epath
 import ml_collections
 
-from vit_jax.configs import common
+from vit_jax.configs import common, schema
 from vit_jax.distributed import files, processes
 from vit_jax.layers import dtypes
 from vit_jax.run import config as run_config, user_code
 
-# Keys that do not change what a run computes, only where, in which order and
-# how it is observed. They may differ when a run resumes, for example on other
-# devices.
-FREE_KEYS = (
-  'accum_steps',
-  'batch_eval',
-  'best_metric',
-  'broken_images',
-  'checkpoint_every',
-  'eval_every',
-  'evals',
-  'evaluators',
-  'fewshot',
-  'keep_checkpoints',
-  'layer_probe',
-  'log_attention',
-  'log_images',
-  'max_image_pixels',
-  'mesh',
-  'model.attention',
-  'model.remat',
-  'model.scan',
-  'model.transformer.attention',
-  'model.transformer.remat',
-  'model.transformer.scan',
-  'model.vit.transformer.attention',
-  'model.vit.transformer.remat',
-  'model.vit.transformer.scan',
-  'model.masks_at_a_time',
-  'prefetch',
-  'profile_steps',
-  'progress_every',
-  'real_labels',
-  'sharding_rules',
-  'task_options.merge_stuff',
-  'task_options.tight',
-  'tfds_data_dir',
-  'tfds_manual_dir',
-  'trackers',
-)
-# Keys that are computed from the size of the data.
-_LENGTHS = ('total_steps', 'total_epochs', 'warmup_steps', 'warmup_epochs')
 _CONFIG, _DATA = 'config.json', 'data.json'
 # Keys of a config.json of timm and Hugging Face.
 _OF_WEIGHTS = ('architecture', 'architectures', 'model_type')
@@ -131,7 +89,7 @@ def check(
   """
   path = folder(workdir)
   _check_files(path, metadata)
-  if _check_config(path, config, FREE_KEYS):
+  if _check_config(path, config, _free_keys(config)):
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
         _check_metadata(path / f'{name}.json', value)
@@ -147,7 +105,12 @@ def check_config(
   With `moved`, data may be elsewhere than before: `check` compares their
   fingerprints later.
   """
-  _check_config(folder(workdir), config, (*FREE_KEYS, *_LENGTHS), moved)
+  free = _free_keys(config) + run_config.marked_keys(config, schema.LENGTH)
+  _check_config(folder(workdir), config, free, moved)
+
+
+def _free_keys(config: ml_collections.ConfigDict) -> list[str]:
+  return run_config.marked_keys(config, schema.FREE, schema.MEASURED)
 
 
 def _check_files(path: epath.Path, metadata: Mapping[str, Any]) -> None:
@@ -180,11 +143,13 @@ def _check_config(
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  # A mixture is a list of places and weights.
-  if moved and all(isinstance(x['dataset'], str) for x in (old, new)):
-    free = (*free, 'dataset')
+  if moved:
+    for key in run_config.marked_keys(config, schema.MOVABLE):
+      # A mixture is a list of paths and weights, which cannot move.
+      if isinstance(old[key], str) and isinstance(new[key], str):
+        free = (*free, key)
   if differences(old, new, free):
-    differing = differences(old, new, (*FREE_KEYS, *_unknown_lengths(new)))
+    differing = differences(old, new, (*_free_keys(config), *_unknown_lengths(new)))
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
       + '\n  '.join(differing)
@@ -281,7 +246,7 @@ def create(
   path, plain = folder(workdir), to_plain(config)
   configs = [plain]
   if (path / _CONFIG).exists():
-    # A run that resumes with other FREE_KEYS may be killed before it replaces this file.
+    # A run that resumes with other free keys may be killed before it replaces this file.
     configs.append(_read_plain(path))
   contents = {
     **metadata,

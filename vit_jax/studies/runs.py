@@ -37,18 +37,6 @@ from vit_jax.studies import summaries
 _RESULT = 'result.json'
 _AGAIN = 'delete it and run the same command again to evaluate the run anew'
 _PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
-# Keys that may change during training but not afterwards: the length of the run,
-# and what is measured.
-_FIXED = (
-  'total_steps',
-  'total_epochs',
-  'warmup_steps',
-  'warmup_epochs',
-  'evals',
-  'evaluators',
-  'fewshot',
-  'real_labels',
-)
 # Errors of a single run, which do not stop the others.
 _OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
 
@@ -67,7 +55,7 @@ class Failed(ValueError):
 class _Result(msgspec.Struct, omit_defaults=True):
   """Content of the result.json of a finished run."""
 
-  config: dict[str, Any]  # The keys of _FIXED.
+  config: dict[str, Any]  # Lengths and what was measured, see `_measured`.
   metrics: dict[str, float] | None = None  # Metrics of the last evaluation.
   diverged: str | None = None  # Error message, if the loss was not finite.
 
@@ -204,7 +192,7 @@ def _train_locked(
   live = contextlib.nullcontext()
   if console.kind_of_output() != 'log':
     live = console.status(title, leave=False)
-  result = _Result(_fixed(run_config.complete(run.config)))
+  result = _Result(_measured(run_config.complete(run.config)))
   with live, console.muted():
     try:
       _, metrics = train.train_and_evaluate(run.config, folder, lock)
@@ -233,10 +221,11 @@ def alone(folder: epath.PathLike) -> Iterator[None]:
     lock.release()
 
 
-def _fixed(config: ml_collections.ConfigDict) -> dict:
-  """Returns the values of _FIXED in a complete config, in types of JSON."""
+def _measured(config: ml_collections.ConfigDict) -> dict[str, Any]:
+  """Returns the keys that may not change once a run is finished, in types of JSON."""
   plain = workdir_lib.to_plain(config)
-  return {key: plain[key] for key in _FIXED}
+  keys = run_config.marked_keys(config, schema.LENGTH, schema.MEASURED)
+  return {key: plain[key] for key in keys if key in plain}
 
 
 def collect(
@@ -338,7 +327,9 @@ def _check_run(run: Run, folder: epath.PathLike, result: _Result | None) -> None
   if result is None:
     checkpoint.check_exists(config)
     return
-  if differing := workdir_lib.differences(result.config, _fixed(config), common=True):
+  if differing := workdir_lib.differences(
+    result.config, _measured(config), common=True
+  ):
     raise ValueError(
       f"workdir='{folder}' holds a finished run with another config:\n  "
       + '\n  '.join(differing)

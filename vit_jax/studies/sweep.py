@@ -29,8 +29,6 @@ from vit_jax.studies import held_out as held_out_lib, runs as runs_lib, summarie
 # that the choice was trained on, as in the original's configs.
 Refit = Literal['all', 'part']
 HELD_OUT = 'held_out'  # Name of the evaluation of the choice.
-# Keys that the sweep sets.
-_OWN_KEYS = ('seed', 'evals', 'best_metric', 'pp.train', 'pp.test', 'trainer')
 _LOG_RANGE = 8  # Ratio of largest to smallest value for a logarithmic axis.
 
 
@@ -190,8 +188,9 @@ def make(
         "values to try, as in --values='config.base_lr=.003,.01,.03'"
       )
     values = {'base_lr': common.FINE_TUNING[name][1]}
+  swept_keys = run_config.marked_keys(config, schema.SWEPT)
   for key, tried in values.items():
-    if key in _OWN_KEYS:
+    if key in swept_keys:
       raise ValueError(
         f"'{key}' cannot be among the values: the sweep sets this key (--values)"
       )
