@@ -7,6 +7,7 @@ example `--config.base_lr=0.01 --config.pp.crop=64`.
 from collections.abc import Iterable, Sequence
 import copy
 import dataclasses
+import itertools
 import re
 from typing import Annotated, Any, Literal
 
@@ -250,6 +251,44 @@ class Seeded:
   seeds: schema.Seeds
 
 
+def _check_resize(pp: ml_collections.ConfigDict) -> None:
+  """Checks that the centre can be cropped from the resized image."""
+  if pp.interpolation != 'bilinear' and not pp.antialias:
+    raise ValueError(
+      f"interpolation='{pp.interpolation}' needs antialiasing: set "
+      '--config.pp.antialias=True'
+    )
+  crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
+  resize = pp.resize
+  if isinstance(resize, tuple | list):
+    resize = tuple(resize)
+    least: Any = tuple(map(max, resize, crop))
+  else:
+    least = max(*crop, resize or 0)
+  if resize not in (None, least):
+    raise ValueError(
+      f'resize={pp.resize} is smaller than crop={pp.crop}, so the centre '
+      f'cannot be cropped: use at least {least} or None (config.pp.resize)'
+    )
+
+
+def _check_canvases(pp: ml_collections.ConfigDict) -> None:
+  if not pp.sides:
+    return
+  for name in ('rotate', 'randaugment', 'random_erasing'):
+    if pp[name]:
+      raise ValueError(
+        f'{name}={pp[name]} is not possible for images on canvases '
+        f'(pp.sides={pp.sides}): leave out --config.pp.{name}'
+      )
+  longest = max(*pp.sides, pp.eval_side)
+  if pp.longest_side < longest:
+    raise ValueError(
+      f'longest_side={pp.longest_side} is shorter than the shorter side, '
+      f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
+    )
+
+
 @dataclasses.dataclass
 class Preprocessing:
   """Keys of `config.pp`."""
@@ -328,6 +367,8 @@ class Preprocessing:
   # Height and width of a canvas are multiples of this number.
   canvas_multiple: schema.Count = 32
 
+  RULES = (_check_resize, _check_canvases)
+
 
 @dataclasses.dataclass
 class FewShot:
@@ -366,6 +407,109 @@ class Lora:
   # Which kernels have adapters: a regex for their paths in the parameters, such as
   # '(query|key|value|out|Dense_[01])/'.
   on: schema.Regex = '(query|value)'
+
+
+def _check_lengths(config: ml_collections.ConfigDict) -> None:
+  for name in ('total', 'warmup'):
+    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
+    if steps is not None and epochs is not None:
+      raise ValueError(
+        f'{name}_steps={steps} and {name}_epochs={epochs} are both given: set '
+        f'one of them to None, --config.{name}_epochs=None or '
+        f'--config.{name}_steps=None'
+      )
+  if None not in (config.warmup_steps, config.total_steps):
+    check_warmup(config.warmup_steps, config.total_steps)
+
+
+def check_warmup(warmup: int, total: int) -> None:
+  """Raises ValueError unless a warm-up is shorter than its run, in steps."""
+  if warmup >= total:
+    raise ValueError(
+      f'warmup_steps={warmup} must be below total_steps={total}: lower '
+      '--config.warmup_steps or train longer'
+    )
+
+
+def _check_decay(config: ml_collections.ConfigDict) -> None:
+  if (config.decay_type == 'staircase') != bool(config.decay_at):
+    raise ValueError(
+      f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
+      'staircase needs the shares of the run at which it drops, as in '
+      '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
+    )
+  if config.decay_args and not (
+    config.decay_type == 'rsqrt' or config.decay_type.startswith(OPTAX)
+  ):
+    raise ValueError(
+      f"decay_args={config.decay_args.to_dict()} are for decay_type='rsqrt' or a "
+      f"schedule of optax, not for '{config.decay_type}': leave them out "
+      '(config.decay_args)'
+    )
+
+
+def _check_optimizer(config: ml_collections.ConfigDict) -> None:
+  if config.optimizer.startswith(OPTAX):
+    _check_optax_keys(config)
+  else:
+    _check_optimizer_keys(config)
+  if config.independent_weight_decay and not config.base_lr:
+    raise ValueError(
+      'independent_weight_decay=True divides by base_lr, which is 0: set '
+      '--config.base_lr above 0 or --config.independent_weight_decay=False'
+    )
+
+
+def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
+  """Checks that an optimiser of this package reads the keys that are set."""
+  if config.optimizer_args:
+    raise ValueError(
+      f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser of optax, '
+      f"such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
+      '(config.optimizer_args, config.optimizer)'
+    )
+  arguments, defaults = OPTIMIZERS, dict(schema.defaults(Config))
+  for key in sorted({*itertools.chain(*arguments.values())}):
+    if config[key] != defaults[key] and key not in arguments[config.optimizer]:
+      having = [name for name in arguments if key in arguments[name]]
+      raise ValueError(
+        f"{key}={config[key]} is not an argument of optimizer='{config.optimizer}', "
+        f'only of {", ".join(having)}: set --config.{key}={defaults[key]}'
+      )
+
+
+def _check_optax_keys(config: ml_collections.ConfigDict) -> None:
+  """Checks that no key is set that an optimiser of optax does not read."""
+  defaults = dict(schema.defaults(Config))
+  changed = {
+    key: config[key]
+    for key in ('b1', 'b2', 'momentum', 'weight_decay')
+    if (config[key] or 0) != defaults[key]
+  }
+  if changed:
+    keys = ', '.join(f'{key}={value!r}' for key, value in changed.items())
+    resets = ' '.join(f'--config.{key}={defaults[key]}' for key in changed)
+    raise ValueError(
+      f"optimizer='{config.optimizer}' does not read {keys}: set {resets}, and what "
+      'the optimiser needs in --config.optimizer_args, such as '
+      "\"{'weight_decay': 0.1, 'mask': 'kernels'}\""
+    )
+
+
+def _check_lora(config: ml_collections.ConfigDict) -> None:
+  if config.lora.rank and config.ema_decay:
+    raise ValueError(
+      f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
+      f'{config.lora.rank} trains few: set --config.ema_decay=0'
+    )
+
+
+def _check_pictures(config: ml_collections.ConfigDict) -> None:
+  if config.log_attention and not config.log_images:
+    raise ValueError(
+      'log_attention=True draws attention maps of images, and log_images=0: set '
+      '--config.log_images=8 or --config.log_attention=False'
+    )
 
 
 @dataclasses.dataclass
@@ -578,6 +722,14 @@ class Config:
   real_labels: Annotated[schema.Text | None, schema.MEASURED] = None
   # Steps to record with the profiler, shown by TensorBoard (0: none).
   profile_steps: Annotated[schema.Natural, schema.FREE] = 0
+
+  RULES = (
+    _check_lengths,
+    _check_decay,
+    _check_optimizer,
+    _check_lora,
+    _check_pictures,
+  )
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -343,6 +343,22 @@ def check_group(
   run_checks(functools.partial(check_key, *item) for item in config.items())
 
 
+def rules(
+  config: ml_collections.ConfigDict, group: type
+) -> Iterator[Callable[[], None]]:
+  """Yields the checks of keys against each other, for `run_checks`.
+
+  They are the functions in RULES, an attribute of a dataclass, and of the groups inside;
+  each takes the config of its group, and raises ValueError.
+  """
+  for rule in getattr(group, 'RULES', ()):
+    yield functools.partial(rule, config)
+  for key, kind in fields(group).items():
+    inside = group_of(kind)
+    if inside and isinstance(config.get(key), ml_collections.ConfigDict):
+      yield from rules(config[key], inside)
+
+
 def raise_unknown(
   key: str,
   known_keys: Iterable[str],

@@ -6,6 +6,8 @@ A task elsewhere has its own dataclass, `Task.Options`.
 import dataclasses
 from typing import Annotated, Literal
 
+import ml_collections
+
 from vit_jax.configs import schema
 
 
@@ -61,6 +63,14 @@ class ImageText:
   most_texts: schema.Count = 8
 
 
+def _check_corruption(options: ml_collections.ConfigDict) -> None:
+  if options.masked + options.swapped > 1 + 1e-9:
+    raise ValueError(
+      f'masked={options.masked} and swapped={options.swapped} are shares of the '
+      'corrupted patches: they must not sum to more than 1 (config.task_options.masked)'
+    )
+
+
 @dataclasses.dataclass
 class MaskedPatches:
   """Options of masked patch prediction."""
@@ -75,6 +85,8 @@ class MaskedPatches:
   # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
   # its pixels, by regression.
   target: Literal['mean', '4x4', 'l2'] = 'mean'
+
+  RULES = (_check_corruption,)
 
 
 @dataclasses.dataclass

@@ -178,6 +178,37 @@ def test_wrong_task_option_is_reported(value):
     run_config.complete(config)
 
 
+def test_contradicting_task_options_are_reported():
+  config = vit.get_config('b16,cifar10')
+  config.task = 'masked_patches'
+  config.task_options = {'masked': 0.9, 'swapped': 0.2}
+  with pytest.raises(ValueError, match='must not sum to more than 1'):
+    run_config.check_values(config)
+
+
+def test_rules_of_a_group_and_of_the_groups_inside_are_checked():
+  def check_low(config):
+    if config.low > 1:
+      raise ValueError(f'low={config.low}')
+
+  @dataclasses.dataclass
+  class Inner:
+    low: int = 0
+    RULES = (check_low,)
+
+  @dataclasses.dataclass
+  class Outer:
+    low: int = 0
+    inner: Inner = dataclasses.field(default_factory=Inner)
+    RULES = (check_low,)
+
+  config = schema.make(Outer)
+  schema.run_checks(schema.rules(config, Outer))
+  config.low, config.inner.low = 2, 3
+  with pytest.raises(schema.Errors, match=r'2 errors:\n  low=2\n  low=3'):
+    schema.run_checks(schema.rules(config, Outer))
+
+
 def test_wrong_value_is_reported_before_loading_tensorflow(tmp_path):
   code = (
     'import sys\n'

@@ -3,10 +3,8 @@
 Importing this module does not import JAX, so that errors in a config are fast.
 """
 
-from collections.abc import Callable
 import copy
 import functools
-import itertools
 from typing import Any
 
 from absl import logging
@@ -178,7 +176,8 @@ def check_types(config: ml_collections.ConfigDict, closed: bool = False) -> None
 def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns the task's options, parsed, checked and completed with defaults.
 
-  ValueError if an option is unknown or has a wrong type.
+  ValueError if an option is unknown or has a wrong type, or options contradict each
+  other.
   """
   values = config.get('task_options') or {}
   schema.check('task_options', values, dict)
@@ -198,6 +197,7 @@ def options_of_task(config: ml_collections.ConfigDict) -> ml_collections.ConfigD
     options[key] = tuple(value) if isinstance(value, list) else value
 
   schema.run_checks(functools.partial(set_option, *item) for item in values.items())
+  schema.run_checks(schema.rules(options, group))
   return options
 
 
@@ -261,20 +261,8 @@ def check_values(config: ml_collections.ConfigDict) -> None:
       'model is not set: use a config file that sets it, such as '
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
-  checks: list[Callable[[], Any]] = [
-    functools.partial(_check_resize, config.pp),
-    functools.partial(_check_canvases, config.pp),
-  ]
-  for check_keys in (
-    _check_task,
-    _check_evaluators,
-    _check_model_fields,
-    _check_pictures,
-    _check_optimizer,
-    _check_lora,
-    _check_lengths,
-    evaluations,
-  ):
+  checks = list(schema.rules(config, common.Config))
+  for check_keys in (_check_task, _check_evaluators, _check_model_fields, evaluations):
     checks.append(functools.partial(check_keys, config))
   schema.run_checks(checks)
 
@@ -282,8 +270,7 @@ def check_values(config: ml_collections.ConfigDict) -> None:
 def check_preprocessing(pp: ml_collections.ConfigDict) -> None:
   """Checks the values of `config.pp`; raises ValueError as `check_values` does."""
   schema.check_group(pp, common.Preprocessing, 'pp.', closed=False)
-  _check_resize(pp)
-  _check_canvases(pp)
+  schema.run_checks(schema.rules(pp, common.Preprocessing))
 
 
 def _check_task(config: ml_collections.ConfigDict) -> None:
@@ -314,106 +301,6 @@ def _check_model_fields(config: ml_collections.ConfigDict) -> None:
   _check_model(config.model)
 
 
-def _check_pictures(config: ml_collections.ConfigDict) -> None:
-  if config.log_attention and not config.log_images:
-    raise ValueError(
-      'log_attention=True draws attention maps of images, and log_images=0: set '
-      '--config.log_images=8 or --config.log_attention=False'
-    )
-
-
-def _check_optimizer(config: ml_collections.ConfigDict) -> None:
-  if (config.decay_type == 'staircase') != bool(config.decay_at):
-    raise ValueError(
-      f"decay_type='{config.decay_type}' and decay_at={config.decay_at}: a "
-      'staircase needs the shares of the run at which it drops, as in '
-      '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
-    )
-  if config.decay_args and not (
-    config.decay_type == 'rsqrt' or config.decay_type.startswith(common.OPTAX)
-  ):
-    raise ValueError(
-      f"decay_args={config.decay_args.to_dict()} are for decay_type='rsqrt' or a "
-      f"schedule of optax, not for '{config.decay_type}': leave them out "
-      '(config.decay_args)'
-    )
-  if config.optimizer.startswith(common.OPTAX):
-    _check_optax_keys(config)
-  else:
-    _check_optimizer_keys(config)
-  if config.independent_weight_decay and not config.base_lr:
-    raise ValueError(
-      'independent_weight_decay=True divides by base_lr, which is 0: set '
-      '--config.base_lr above 0 or --config.independent_weight_decay=False'
-    )
-
-
-def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
-  """Checks that an optimiser of this package reads the keys that are set."""
-  if config.optimizer_args:
-    raise ValueError(
-      f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser of optax, '
-      f"such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
-      '(config.optimizer_args, config.optimizer)'
-    )
-  arguments, defaults = common.OPTIMIZERS, dict(schema.defaults(common.Config))
-  for key in sorted({*itertools.chain(*arguments.values())}):
-    if config[key] != defaults[key] and key not in arguments[config.optimizer]:
-      having = [name for name in arguments if key in arguments[name]]
-      raise ValueError(
-        f"{key}={config[key]} is not an argument of optimizer='{config.optimizer}', "
-        f'only of {", ".join(having)}: set --config.{key}={defaults[key]}'
-      )
-
-
-def _check_optax_keys(config: ml_collections.ConfigDict) -> None:
-  """Checks that no key is set that an optimiser of optax does not read."""
-  defaults = dict(schema.defaults(common.Config))
-  changed = {
-    key: config[key]
-    for key in ('b1', 'b2', 'momentum', 'weight_decay')
-    if (config[key] or 0) != defaults[key]
-  }
-  if changed:
-    keys = ', '.join(f'{key}={value!r}' for key, value in changed.items())
-    resets = ' '.join(f'--config.{key}={defaults[key]}' for key in changed)
-    raise ValueError(
-      f"optimizer='{config.optimizer}' does not read {keys}: set {resets}, and what "
-      'the optimiser needs in --config.optimizer_args, such as '
-      "\"{'weight_decay': 0.1, 'mask': 'kernels'}\""
-    )
-
-
-def _check_lora(config: ml_collections.ConfigDict) -> None:
-  if config.lora.rank and config.ema_decay:
-    raise ValueError(
-      f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
-      f'{config.lora.rank} trains few: set --config.ema_decay=0'
-    )
-
-
-def _check_lengths(config: ml_collections.ConfigDict) -> None:
-  for name in ('total', 'warmup'):
-    steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
-    if steps is not None and epochs is not None:
-      raise ValueError(
-        f'{name}_steps={steps} and {name}_epochs={epochs} are both given: set '
-        f'one of them to None, --config.{name}_epochs=None or '
-        f'--config.{name}_steps=None'
-      )
-  if None not in (config.warmup_steps, config.total_steps):
-    _check_warmup(config.warmup_steps, config.total_steps)
-
-
-def _check_warmup(warmup: int, total: int) -> None:
-  """Raises ValueError unless a warm-up is shorter than its run, in steps."""
-  if warmup >= total:
-    raise ValueError(
-      f'warmup_steps={warmup} must be below total_steps={total}: lower '
-      '--config.warmup_steps or train longer'
-    )
-
-
 def _check_model(model: ml_collections.ConfigDict, name: str = 'model') -> None:
   for part in model_configs.parts_of(model).values():
     _check_model(model[part], f'{name}.{part}')
@@ -438,44 +325,6 @@ def _check_model(model: ml_collections.ConfigDict, name: str = 'model') -> None:
   kind = position_kinds.kind_of(fields)
   if isinstance(width, int):
     position_kinds.check_width(kind, width)
-
-
-def _check_resize(pp: ml_collections.ConfigDict) -> None:
-  """Checks that the centre can be cropped from the resized image."""
-  if pp.interpolation != 'bilinear' and not pp.antialias:
-    raise ValueError(
-      f"interpolation='{pp.interpolation}' needs antialiasing: set "
-      '--config.pp.antialias=True'
-    )
-  crop = (pp.crop, pp.crop) if isinstance(pp.crop, int) else tuple(pp.crop)
-  resize = pp.resize
-  if isinstance(resize, tuple | list):
-    resize = tuple(resize)
-    least: Any = tuple(map(max, resize, crop))
-  else:
-    least = max(*crop, resize or 0)
-  if resize not in (None, least):
-    raise ValueError(
-      f'resize={pp.resize} is smaller than crop={pp.crop}, so the centre '
-      f'cannot be cropped: use at least {least} or None (config.pp.resize)'
-    )
-
-
-def _check_canvases(pp: ml_collections.ConfigDict) -> None:
-  if not pp.sides:
-    return
-  for name in ('rotate', 'randaugment', 'random_erasing'):
-    if pp[name]:
-      raise ValueError(
-        f'{name}={pp[name]} is not possible for images on canvases '
-        f'(pp.sides={pp.sides}): leave out --config.pp.{name}'
-      )
-  longest = max(*pp.sides, pp.eval_side)
-  if pp.longest_side < longest:
-    raise ValueError(
-      f'longest_side={pp.longest_side} is shorter than the shorter side, '
-      f'{longest} (pp.sides, pp.eval_side): raise --config.pp.longest_side'
-    )
 
 
 def check_batch(config: ml_collections.ConfigDict, shards: int) -> None:
@@ -609,7 +458,7 @@ def resolve_steps(
     schema.check('total_steps', total, common.Steps)
   warmup, epochs = config.warmup_steps, config.warmup_epochs
   if warmup is not None:
-    _check_warmup(warmup, total)
+    common.check_warmup(warmup, total)
   if warmup is None and epochs is None:
     warmup = common.default_warmup(total)
   elif warmup is None:

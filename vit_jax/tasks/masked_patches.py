@@ -99,12 +99,6 @@ class Task(base.Task):
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
   ) -> None:
     super().__init__(config, metadata)
-    if self.options.masked + self.options.swapped > 1 + 1e-9:
-      raise ValueError(
-        f'masked={self.options.masked} and swapped={self.options.swapped} are '
-        'shares of the corrupted patches: they must not sum to more than 1 '
-        '(config.task_options.masked)'
-      )
     if models.kind_of(config.model) != 'vit':
       raise ValueError(
         f'model={config.model.get("model_name")} has no tokens to mask: use a Vision '
