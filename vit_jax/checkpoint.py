@@ -232,7 +232,7 @@ def with_preparation(
   if not stored:
     console.notify(
       f"Preparing images as the weights' {stated.source} says: "
-      f'{preparation.of_run(config.pp)} (--config.pp.match_pretrained=False: as config.pp '
+      f'{preparation.from_pp(config.pp)} (--config.pp.match_pretrained=False: as config.pp '
       'says)'
     )
   return config
@@ -392,7 +392,7 @@ def _transferable(
     model, place = text.config_of(model)
   kwargs.update(place=place, entry=config.pretrained_entry)
   grid = config.pretrained_grid
-  prepared = None if key == 'text' else preparation.of_run(config.pp)
+  prepared = None if key == 'text' else preparation.from_pp(config.pp)
   loaded = transferable(
     path, expected, model, grid, new_grid, prepared=prepared, **kwargs
   )

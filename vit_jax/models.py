@@ -152,8 +152,13 @@ def patch_grid(
 
   None for a model without patches, such as BiT.
   """
-  if config.get('patches') is None:
-    return None
+  return None if config.get('patches') is None else count_patches(config, image_size)
+
+
+def count_patches(
+  config: ml_collections.ConfigDict, image_size: tuple[int, int]
+) -> tuple[int, int]:
+  """Returns the `patch_grid` of a model with patches."""
   stride = 1
   if config.get('resnet') is not None:
     # The root block divides the size by 4, every stage but the first by 2.

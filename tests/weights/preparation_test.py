@@ -333,7 +333,7 @@ def test_fine_tuning_names_the_flags_for_the_same_pixels(tmp_path, caplog):
     ({}, True),
   ):
     pp.update(changes)
-    fitting.transferable(str(tmp_path), prepared=preparation.of_run(pp), **options)
+    fitting.transferable(str(tmp_path), prepared=preparation.from_pp(pp), **options)
     assert (flags in caplog.text) == warns
     pp.update(interpolation='bilinear', antialias=False)
 
@@ -354,7 +354,7 @@ def test_fine_tuning_prepares_images_as_the_weights_say(tmp_path, capsys):
   run = prepared('pretrained,digits')
   line = "weights' preprocessor_config.json says: shorter side 36, bicubic"
   assert line in capsys.readouterr().err
-  used = preparation.of_run(run.pp)
+  used = preparation.from_pp(run.pp)
   stated = convert.read(str(tmp_path)).preparation
   assert used.fields(INPUT) == stated.fields(INPUT)
   assert (used.crop, used.size, used.interpolation) == (INPUT, 36, 'bicubic')

@@ -203,7 +203,7 @@ def _at_size(model: Any, image_size: int | tuple[int, int]) -> Any:
     return model
   config = task.config.copy_and_resolve_references()
   with config.ignore_type():
-    sized = preparation.of_run(config.pp).at_size(image_size)
+    sized = preparation.from_pp(config.pp).at_size(image_size)
     config.pp.update(sized.fields(image_size), sides=())
   try:
     task = type(task)(config, task.metadata)

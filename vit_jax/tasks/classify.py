@@ -29,10 +29,10 @@ _NAMES = 3  # Maximum number of classes in the caption of a training image.
 class Task(base.Task):
   """Learns the classes of images."""
 
-  FEATURES = ('image', 'label', 'soft_label?')
+  FEATURES: ClassVar[tuple[str, ...]] = ('image', 'label', 'soft_label?')
   Options = task_options.Classify
   METRICS: ClassVar = {'accuracy': metrics_lib.SHARE, 'loss': metrics_lib.LOSS}
-  METADATA = ('class_names',)
+  METADATA: ClassVar[tuple[str, ...]] = ('class_names',)
   FIGURES = gallery.OF_CLASSES
 
   def __init__(

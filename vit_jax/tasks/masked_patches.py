@@ -42,7 +42,7 @@ _EVALUATION = 2_011_929  # First half of the seed in evaluation.
 
 
 class MaskedViT(models_vit.VisionTransformer):
-  """A Vision Transformer that corrupts tokens before it encodes them."""
+  """A Vision Transformer that can corrupt tokens before it encodes them."""
 
   def setup(self) -> None:
     super().setup()
@@ -53,7 +53,7 @@ class MaskedViT(models_vit.VisionTransformer):
       jnp.dtype(self.param_dtype),
     )
 
-  def __call__(
+  def predict_patches(
     self, images: jax.Array, fate: jax.Array, replacement: jax.Array, *, train: bool
   ) -> jax.Array:
     """Predicts every patch from the corrupted tokens, float32 [B, N, outputs].
@@ -104,7 +104,7 @@ class Task(base.Task):
         f'model={config.model.get("model_name")} has no tokens to mask: use a Vision '
         "Transformer, such as 'b16' (config.model)"
       )
-    self.grid = models.patch_grid(config.model, self.image_size)  # (h, w)
+    self.grid = models.count_patches(config.model, self.image_size)  # (h, w)
     self.patch = tuple(size // count for size, count in zip(self.image_size, self.grid))
     if self.options.target == '4x4' and any(p % _CELLS for p in self.patch):
       raise ValueError(
@@ -144,14 +144,24 @@ class Task(base.Task):
     image_size: tuple[int, int] | None = None,
     batch: Any = 1,
   ) -> dict[str, jax.ShapeDtypeStruct]:
-    grid = models.patch_grid(self.config.model, image_size or self.image_size)
+    grid = models.count_patches(self.config.model, image_size or self.image_size)
     patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
     image = self.image_spec(batch, image_size)
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng: jax.Array) -> tuple[Any, Any]:
     batch = jax.tree.map(jnp.zeros_like, self.batch_spec(1))
-    return self.model.init(rng, *_arguments(batch), train=False)['params'], {}
+    variables = self.model.init(
+      rng, *_arguments(batch), train=False, method='predict_patches'
+    )
+    return variables['params'], {}
+
+  def _apply(
+    self, params: Any, batch: dict[str, jax.Array], **kwargs: Any
+  ) -> jax.Array:
+    variables = {'params': params}
+    arguments = _arguments(batch)
+    return self.model.apply(variables, *arguments, method='predict_patches', **kwargs)
 
   def _losses(
     self, outputs: Any, batch: dict[str, jax.Array]
@@ -187,23 +197,13 @@ class Task(base.Task):
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
-    outputs = self.model.apply(
-      {'params': params}, *_arguments(batch), train=True, rngs={'dropout': rng}
-    )
+    outputs = self._apply(params, batch, train=True, rngs={'dropout': rng})
     sums = self._sums(outputs, batch)
     return sums['loss'], {'accuracy': sums['accuracy']}
 
   def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
-    return self.model.apply({'params': params}, *_arguments(batch), train=False)
-
-  def intermediates(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
-  ) -> dict[str, Any]:
-    """Reads the images as a plain Vision Transformer, without corruption."""
-    return self._intermediates(
-      params, batch, capture, method=models_vit.VisionTransformer.__call__
-    )
+    return self._apply(params, batch, train=False)
 
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
@@ -308,7 +308,7 @@ def _reconstructions(subject: Any) -> list:
 
 
 def _arguments(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Returns the arguments of MaskedViT from a batch of the task."""
+  """Returns the arguments of MaskedViT.predict_patches from a batch of the task."""
   return batch['image'], batch['fate'], batch['other']
 
 

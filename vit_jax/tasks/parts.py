@@ -209,16 +209,14 @@ class Hooks:
     batch: dict[str, jax.Array],
     capture: Any,
     model: Any = None,
-    **kwargs: Any,
   ) -> dict[str, Any]:
-    """Returns what a model sows; `kwargs` are for its `apply`."""
+    """Returns what a model, by default the task's, sows."""
     _, sown = (model or self.model).apply(
       {'params': params},
       batch['image'],
       train=False,
       mutable='intermediates',
       capture_intermediates=capture,
-      **kwargs,
     )
     return flax.traverse_util.flatten_dict(sown.get('intermediates', {}), sep='/')
 

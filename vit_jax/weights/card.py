@@ -123,7 +123,7 @@ def _facts(run: ml_collections.ConfigDict, workdir: str) -> dict[str, str]:
 
 def _preprocessing(run: ml_collections.ConfigDict, model: writing.Model) -> str:
   """Describes how images are prepared."""
-  description = preparation.of_run(run.pp)
+  description = preparation.from_pp(run.pp)
   values = 'from -1 to 1'
   if model.preparation.is_scaled:
     values = f'mean {model.preparation.mean} and std {model.preparation.std}'

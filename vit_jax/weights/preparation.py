@@ -11,11 +11,13 @@ Keys that are absent have the defaults of the program that reads the file. What
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import math
 from typing import Annotated, Any, Literal
 
 from absl import logging
 from etils import epath
+import ml_collections
 import numpy as np
 
 from vit_jax import console
@@ -72,11 +74,15 @@ _BY_MODEL_TYPE = {
 # Steps of transformers that change nothing here: images always become RGB, padding has
 # a mask, and labels of segmentation are not read.
 _NEUTRAL_STEPS = ('do_convert_rgb', 'do_pad', 'do_reduce_labels', 'do_color_quantize')
-# Keys of steps that this package lacks; None, False and 1 leave them out.
-_UNSUPPORTED = (
+# Keys of steps that this package lacks; False and 1 leave them out.
+_UNSUPPORTED = {
   'rescale_offset', 'include_top', 'pad_size', 'keep_aspect_ratio',
-  'ensure_multiple_of', 'size_divisor',
-)  # fmt: skip
+  'ensure_multiple_of', 'size_divisor', 'crop_pct',
+}  # fmt: skip
+_DEFAULT_STEPS = {
+  'do_resize': True, 'do_rescale': True, 'do_normalize': True, 'do_center_crop': False,
+  'offset': False, 'rescale_factor': 1 / 255,
+}  # fmt: skip
 _STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL_STEPS)
 # Keys of `config.pp` that `Preparation.fields` may return for images of one size.
 KEYS = (
@@ -94,6 +100,18 @@ _OTHER_KEYS = {
   'pad_and_return_pixel_mask', 'return_row_col_info', 'patch_size', 'max_num_patches',
 }  # fmt: skip
 _LONGEST = 16_384  # In pixels, of what a file may say.
+
+
+def _is_height_and_width(size: Mapping[str, Any]) -> bool:
+  sides = size.values()
+  return size.keys() == {'height', 'width'} and all(
+    schema.accepts(side, schema.Count) for side in sides
+  )
+
+
+_HeightAndWidth = Annotated[
+  dict, schema.Fits('an object of "height" and "width"', _is_height_and_width)
+]
 _Values = schema.NonNegative | tuple[schema.NonNegative, ...]
 _Deviation = Annotated[float, schema.Range(ge=1e-3, le=1e6)]
 _Deviations = _Deviation | tuple[_Deviation, ...]
@@ -133,17 +151,16 @@ class Preparation:
     """Whether normalised pixels have another range than [-1, 1]."""
     return not self.scales_as(0.5, 0.5)
 
-  def scales_as(self, mean, std) -> bool:
+  def scales_as(self, mean: Any, std: Any) -> bool:
     """Returns whether pixels are normalised by this mean and this deviation."""
     channels = max(map(np.size, (self.mean, self.std, mean, std)))
+    other = dataclasses.replace(self, mean=mean, std=std)
     try:
-      mine = self.by_channel(channels).values()
-      other = (
-        dataclasses.replace(self, mean=mean, std=std).by_channel(channels).values()
-      )
+      values = self.by_channel(channels)
+      other_values = other.by_channel(channels)
     except ValueError:  # Other numbers of channels.
       return False
-    return np.allclose([*mine], [*other], rtol=1e-3)
+    return np.allclose(list(values.values()), list(other_values.values()), rtol=1e-3)
 
   def unscaled(self) -> 'Preparation':
     """Returns the same for a model that takes pixels in [-1, 1]."""
@@ -164,83 +181,108 @@ class Preparation:
     """
     if self.longest_side is not None:
       return dataclasses.replace(self, size=None, longest_side=None, crop=image_size)
-    crop, size = self.crop or image_size, self.size
-    if isinstance(size, int):
-      size = round(size * min(image_size) / min(crop))
-    elif size is not None:
-      size = tuple(round(x * new / old) for x, new, old in zip(size, image_size, crop))
+    crop = self.crop or image_size
+    size: int | tuple[int, int] | None = None
+    if isinstance(self.size, int):
+      size = round(self.size * min(image_size) / min(crop))
+    elif self.size is not None:
+      size = (
+        round(self.size[0] * image_size[0] / crop[0]),
+        round(self.size[1] * image_size[1] / crop[1]),
+      )
     return dataclasses.replace(self, size=size, crop=image_size)
 
   def fields(self, image_size: tuple[int, int] | None) -> dict[str, Any]:
     """Returns the keys of `config.pp` for inputs of `image_size`; None: of any size."""
-    how = {
+    fields: dict[str, Any] = {
       'interpolation': self.interpolation,
       'antialias': self.antialias,
       'crop_rounding': self.crop_rounding,
     }
     if self.antialias:  # Decodes as Pillow does, too.
-      how['jpeg_shrink'] = False
+      fields['jpeg_shrink'] = False
     if image_size is not None:
-      mode = self.resize_mode
-      return {**how, 'crop': image_size, 'resize': self.size, 'resize_mode': mode}
-    if self.longest_side is None:
-      return how
-    return {**how, 'eval_side': self.size, 'longest_side': self.longest_side}
+      fields['crop'] = image_size
+      fields['resize'] = self.size
+      fields['resize_mode'] = self.resize_mode
+    elif self.longest_side is not None:
+      fields['eval_side'] = self.size
+      fields['longest_side'] = self.longest_side
+    return fields
 
   def __str__(self) -> str:
     """Describes the steps: 'shorter side 256, bicubic, centre crop 224 x 224'."""
-    if isinstance(self.size, int):
-      steps = [f'shorter side {self.size}']
+    size = self.size or self.crop
+    if isinstance(size, int):
+      resizing = f'shorter side {size}'
+    elif size is None:
+      resizing = 'whole image'
+    elif self.resize_mode == 'cover':
+      resizing = f'covering {_times(size)}'
     else:
-      size = self.size or self.crop
-      verb = 'covering' if self.resize_mode == 'cover' else 'whole image to'
-      steps = [f'{verb} {_times(size)}' if size else 'whole image']
+      resizing = f'whole image to {_times(size)}'
     if self.longest_side is not None:
-      steps[0] += f', longer side at most {self.longest_side}'
-    steps.append(self.interpolation)
+      resizing += f', longer side at most {self.longest_side}'
+    filter_name = self.interpolation
     if not self.antialias:
-      steps[-1] += ' without antialiasing'
+      filter_name += ' without antialiasing'
+    steps = [resizing, filter_name]
     if self.crop is not None and self.size not in (None, self.crop):
       steps.append(f'centre crop {_times(self.crop)}')
     return ', '.join(steps)
 
 
-def _times(size: tuple[int, int]) -> str:
+def _times(size: Sequence[int]) -> str:
   return ' x '.join(map(str, size))
 
 
-def of_run(pp) -> Preparation:
+def from_pp(pp: ml_collections.ConfigDict) -> Preparation:
   """Returns how the `config.pp` of a run prepares images in evaluation."""
-  how = dict(
+  preparation = Preparation(
     interpolation=pp.interpolation,
     antialias=pp.antialias,
     crop_rounding=pp.crop_rounding,
     source='config.pp',
   )
   if pp.sides:
-    return Preparation(size=pp.eval_side, longest_side=pp.longest_side, **how)
-  return Preparation(pp.resize, pp.resize_mode, crop=_pair(pp.crop), **how)
+    return dataclasses.replace(
+      preparation, size=pp.eval_side, longest_side=pp.longest_side
+    )
+  return dataclasses.replace(
+    preparation, size=pp.resize, resize_mode=pp.resize_mode, crop=_pair(pp.crop)
+  )
 
 
 def read(sibling: Callable[[str], epath.Path], naming: str) -> Preparation | None:
   """Returns what the files next to weights say; None without such a file.
 
-  `sibling` returns the path of a file next to them by its name, and `naming` is one of
-  the formats above, or another one. ValueError if a key has a wrong value, or one that
-  `config.pp` cannot say; names file, key and value.
+  Args:
+    sibling: returns the path of a file next to the weights by its name.
+    naming: one of the formats above, or another one.
+
+  Raises:
+    ValueError: if a key has a wrong value, or one that `config.pp` cannot say; names
+      file, key and value.
   """
   if naming == 'timm':
     return descriptions.read(sibling('config.json'), _from_timm)
   if naming == 'open_clip':
     return descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
-  if naming != 'hf':
-    return None
+  if naming == 'hf':
+    return _read_hf(sibling)
+  return None
+
+
+def _read_hf(sibling: Callable[[str], epath.Path]) -> Preparation | None:
   model_type = descriptions.read(sibling('config.json')).get('model_type')
-  nested = lambda config: _from_hf(
-    descriptions.field(config, 'image_processor', dict, {}), model_type,
-    'processor_config.json',
-  )  # fmt: skip
-  whole = lambda config: _from_hf(config, model_type, 'preprocessor_config.json')
+
+  def nested(config: Mapping[str, Any]) -> Preparation | None:
+    processor = descriptions.field(config, 'image_processor', dict, {})
+    return _from_hf(processor, model_type, 'processor_config.json')
+
+  def whole(config: Mapping[str, Any]) -> Preparation | None:
+    return _from_hf(config, model_type, 'preprocessor_config.json')
+
   return descriptions.read(
     sibling('processor_config.json'), nested
   ) or descriptions.read(sibling('preprocessor_config.json'), whole)
@@ -252,116 +294,110 @@ def _from_hf(
   """Returns what an image processor of transformers does; None for {}."""
   if not config:
     return None
-  _check_steps(config)
-  keys = {key for key in config if not key.startswith(('do_', '_'))}
-  if unread := keys - _READ_KEYS - _OTHER_KEYS - {*_UNSUPPORTED}:
-    logging.warning('Keys of %s are not read: %s', source, ', '.join(sorted(unread)))
-  defaults = _defaults(config, model_type)
-  field = lambda key, kind: _field(config, key, kind, defaults)
-  does = lambda step: field(step, bool)
-  resample = field('resample', int)
-  if resample not in _RESAMPLE:
-    raise ValueError(
-      f'resample is {resample}, but this package resizes only with {_RESAMPLE}: change it'
-    )
-  size, longest = _hf_size(config, defaults)
+  _check_keys(config, source)
+  processor = _with_defaults(config, model_type)
+  resample = _field(processor, 'resample', Literal[*_RESAMPLE])
+  size, longest_side = _hf_size(processor)
   crop = None
-  if does('do_center_crop'):
-    crop = _square_or_pair('crop_size', field('crop_size', int | dict))
-  if not does('do_resize'):
+  if _field(processor, 'do_center_crop', bool):
+    crop = _hf_crop(processor)
+  if not _field(processor, 'do_resize', bool):
     if crop is not None:
       raise ValueError(
         'do_resize is False with do_center_crop, but this package crops only images '
         'that it has resized: set do_resize to true, and size to the size of your images'
       )
-    size, longest = None, None  # Images must have the size of the model's input.
-  _check_sizes(size, longest, crop)
-  if isinstance(size, int) and crop is None and longest is None:
-    raise ValueError(
-      f'size is {config.get("size")!r:.80} without do_center_crop, so that images keep '
-      'their shapes, but the model takes one shape: set do_center_crop to true with a '
-      'crop_size, or size to {"height": ..., "width": ...}'
-    )
-  if longest is None and crop is None and size is not None:
-    crop = size
-  mean, std = _hf_scaling(field, does)
-  return Preparation(
-    size if size != crop else None, 'squash', longest, crop, _RESAMPLE[resample], True,
-    mean=mean, std=std, source=source,
-  )  # fmt: skip
-
-
-def _check_steps(config: Mapping[str, Any]):
-  """Raises ValueError for steps that this package lacks."""
-  for key, value in config.items():
-    if key.startswith('do_') and key not in _STEPS and value is not False:
+    size, longest_side = None, None  # Images must have the size of the model's input.
+  _check_sizes(size, longest_side, crop)
+  if longest_side is None and crop is None:
+    if isinstance(size, int):
       raise ValueError(
-        f'{key} is {value!r:.80}, a step that this package lacks: remove it'
+        f'size is {config.get("size")!r:.80} without do_center_crop, so that images '
+        'keep their shapes, but the model takes one shape: set do_center_crop to true '
+        'with a crop_size, or size to {"height": ..., "width": ...}'
       )
-    is_used = value not in (None, False) and (value is True or value != 1)
-    if key in _UNSUPPORTED and is_used:
+    crop = size
+  mean, std = _hf_scaling(processor)
+  return Preparation(
+    size=None if size == crop else size,
+    longest_side=longest_side,
+    crop=crop,
+    interpolation=_RESAMPLE[resample],
+    antialias=True,
+    mean=mean,
+    std=std,
+    source=source,
+  )
+
+
+def _check_keys(config: Mapping[str, Any], source: str) -> None:
+  """Raises ValueError for steps that this package lacks; warns of unknown keys."""
+  known_keys = _READ_KEYS | _OTHER_KEYS | _UNSUPPORTED
+  unread = []
+  for key, value in config.items():
+    is_step = key.startswith('do_')
+    if is_step:
+      is_lacking = key not in _STEPS and value is not False
+    else:
+      is_one = value == 1 and value is not True
+      is_lacking = key in _UNSUPPORTED and bool(value) and not is_one
+    if is_lacking:
       raise ValueError(
         f'{key} is {value!r:.80}, which this package cannot follow: remove it'
       )
-  if 'crop_pct' in config:
+    if not is_step and key not in known_keys and not key.startswith('_'):
+      unread.append(key)
+  if unread:
+    logging.warning('Keys of %s are not read: %s', source, ', '.join(sorted(unread)))
+
+
+def _with_defaults(config: Mapping[str, Any], model_type: str | None) -> dict[str, Any]:
+  """Returns the keys of an image processor, with its defaults."""
+  kind = _BY_MODEL_TYPE.get(str(model_type), 'ViT')
+  kind = descriptions.field(config, 'feature_extractor_type', str, kind)
+  kind = descriptions.field(config, 'image_processor_type', str, kind)
+  for ending in ('Pil', 'Fast', 'ImageProcessor', 'FeatureExtractor'):
+    kind = kind.removesuffix(ending)
+  return {**_DEFAULT_STEPS, **_PROCESSORS.get(kind, {}), **config}
+
+
+def _field(processor: Mapping[str, Any], key: str, kind: Any) -> Any:
+  """Returns a key of an image processor; ValueError if it has none."""
+  if key not in processor:
     raise ValueError(
-      f'crop_pct is {config["crop_pct"]!r:.80}, which this package does not read from '
-      'this file: replace it by size, do_center_crop and crop_size'
+      f'{key} is missing, and this package knows no default of it for this image '
+      f'processor: add {key}'
     )
-
-
-def _defaults(config: Mapping[str, Any], model_type: str | None) -> dict[str, Any]:
-  """Returns the defaults of a file's image processor."""
-  name = descriptions.field(config, 'feature_extractor_type', str)
-  name = descriptions.field(config, 'image_processor_type', str, name)
-  if name is None:
-    kind = _BY_MODEL_TYPE.get(str(model_type), 'ViT')
-  else:
-    kind = name
-    for ending in ('Pil', 'Fast', 'ImageProcessor', 'FeatureExtractor'):
-      kind = kind.removesuffix(ending)
-  steps = dict.fromkeys(('do_resize', 'do_rescale', 'do_normalize'), True)
-  steps |= {'do_center_crop': False, 'offset': False, 'rescale_factor': 1 / 255}
-  return {**steps, **_PROCESSORS.get(kind, {}), 'type': name or kind}
-
-
-def _field(config: Mapping[str, Any], key: str, kind, defaults: Mapping[str, Any]):
-  """Returns a key of an image processor, or its default; ValueError for neither."""
-  if key not in config and key not in defaults:
-    raise ValueError(
-      f'{key} is missing, for which this package knows no default of the image '
-      f'processor {defaults["type"]}: add {key}'
-    )
-  return descriptions.field(config, key, kind, defaults.get(key))
+  return descriptions.field(processor, key, kind)
 
 
 def _hf_size(
-  config: Mapping[str, Any], defaults: Mapping[str, Any]
-) -> tuple[Any, int | None]:
+  processor: Mapping[str, Any],
+) -> tuple[int | tuple[int, int] | None, int | None]:
   """Returns `Preparation.size` and `longest_side` of an image processor."""
-  size = _field(
-    config, 'size', schema.Count | dict | tuple[schema.Count, ...], defaults
-  )
+  kind = schema.Count | dict | tuple[schema.Count, ...] | None
+  size = _field(processor, 'size', kind)
   if size is None:
     return None, None
   if isinstance(size, list | tuple):
     size = dict(zip(_SQUARE, size))
   if isinstance(size, int):
-    size = dict.fromkeys(defaults.get('int_size', ('height', 'width')), size)
-    longest = descriptions.field(config, 'max_size', schema.Count)
-    size |= {} if longest is None or 'height' in size else {'longest_edge': longest}
+    size = dict.fromkeys(processor.get('int_size', ('height', 'width')), size)
+    longest_edge = descriptions.field(processor, 'max_size', schema.Count)
+    if longest_edge is not None and 'height' not in size:
+      size['longest_edge'] = longest_edge
   sides = {
     key: descriptions.field(size, key, schema.Count, prefix='size.') for key in size
   }
-  keys = {key for key, side in sides.items() if side is not None}
-  if keys == {'height', 'width'}:
-    return (sides['height'], sides['width']), None
-  if keys == {'shortest_edge'}:
-    return sides['shortest_edge'], None
-  if keys == {'shortest_edge', 'longest_edge'}:
-    return sides['shortest_edge'], sides['longest_edge']
-  if keys == {'max_height', 'max_width'} and len(set(sides.values())) == 1:
-    return sides['max_height'], sides['max_height']
+  match sides:
+    case {'height': height, 'width': width} if len(sides) == 2:
+      return (height, width), None
+    case {'shortest_edge': side} if len(sides) == 1:
+      return side, None
+    case {'shortest_edge': side, 'longest_edge': longest} if len(sides) == 2:
+      return side, longest
+    case {'max_height': side, 'max_width': width} if len(sides) == 2 and side == width:
+      return side, side
   raise ValueError(
     f'size is {size!r:.80}, but this package has only "shortest_edge", with '
     '"longest_edge" or without, "height" and "width", and "max_height" and "max_width" '
@@ -369,46 +405,48 @@ def _hf_size(
   )
 
 
-def _hf_scaling(field: Callable[..., Any], does: Callable[[str], bool]) -> tuple:
+def _hf_crop(processor: Mapping[str, Any]) -> tuple[int, int]:
+  """Returns (height, width) of `crop_size`: a number, or both by name."""
+  crop = _field(processor, 'crop_size', schema.Count | _HeightAndWidth)
+  return (crop, crop) if isinstance(crop, int) else (crop['height'], crop['width'])
+
+
+def _hf_scaling(processor: Mapping[str, Any]) -> tuple[Any, Any]:
   """Returns mean and deviation by which pixels from 0 to 1 are normalised."""
-  factor, offset = field('rescale_factor', schema.Positive), field('offset', bool)
-  if not does('do_rescale'):
+  mean: Any = 0.0
+  std: Any = 1.0
+  if _field(processor, 'do_normalize', bool):
+    mean = _field(processor, 'image_mean', _Values)
+    std = _field(processor, 'image_std', _Deviations)
+  factor = _field(processor, 'rescale_factor', schema.Positive)
+  offset = _field(processor, 'offset', bool)
+  if not _field(processor, 'do_rescale', bool):
     factor, offset = 1.0, False
-  mean, std = 0.0, 1.0
-  if does('do_normalize'):
-    mean, std = field('image_mean', _Values), field('image_std', _Deviations)
   if math.isclose(255 * factor, 1.0, rel_tol=1e-6) and not offset:
     return _tuple(mean), _tuple(std)
   # (255 x * factor - offset - mean) / std for pixels x from 0 to 1.
-  scale = lambda x: (np.asarray(x, np.float64) / (255 * factor)).tolist()
-  scaled = scale(np.add(mean, float(offset))), scale(std)
-  return tuple(tuple(x) if isinstance(x, list) else x for x in scaled)
+  scale = 255 * factor
+  scaled_mean = (np.add(mean, float(offset)) / scale).tolist()
+  scaled_std = (np.asarray(std, np.float64) / scale).tolist()
+  return _tuple(scaled_mean), _tuple(scaled_std)
 
 
-def _square_or_pair(key: str, value: Any) -> tuple[int, int]:
-  """Returns (height, width) of a number or of {'height': ..., 'width': ...}."""
-  if isinstance(value, int):
-    return value, value
-  sides = [
-    descriptions.field(value, x, schema.Count, prefix=f'{key}.') for x in _SQUARE
-  ]
-  if None in sides or len(value) != len(_SQUARE):
-    raise ValueError(f'{key} is {value!r:.80} and must have "height" and "width"')
-  return sides[0], sides[1]
-
-
-def _check_sizes(size, longest: int | None, crop: tuple[int, int] | None):
+def _check_sizes(
+  size: int | tuple[int, int] | None,
+  longest_side: int | None,
+  crop: tuple[int, int] | None,
+) -> None:
   """Raises ValueError for sizes out of range, or a crop larger than the image."""
-  sides = [x for x in (*np.ravel(size), longest, *np.ravel(crop)) if x is not None]
-  if max(sides, default=0) > _LONGEST:
-    raise ValueError(
-      f'images are resized to {max(sides):,} pixels, more than {_LONGEST:,}: correct '
-      'the sizes'
-    )
+  for pixels in (size, longest_side, crop):
+    if pixels is not None and max(_pair(pixels)) > _LONGEST:
+      raise ValueError(
+        f'images are resized to {max(_pair(pixels)):,} pixels, more than {_LONGEST:,}: '
+        'correct the sizes'
+      )
   if crop is None or size is None:
     return
-  resized = (size, size) if isinstance(size, int) else size
-  if any(side > limit for side, limit in zip(crop, resized)):
+  height, width = _pair(size)
+  if crop[0] > height or crop[1] > width:
     raise ValueError(
       f'the size {size} is smaller than the crop {crop}, so that the image would be '
       'padded, which this package does not: make the crop smaller'
@@ -420,31 +458,24 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   stated = descriptions.field(config, 'pretrained_cfg', dict, {})
   if not stated:
     return None
-  field = lambda key, kind, default=None: descriptions.field(stated, key, kind, default)
+  field = functools.partial(descriptions.field, stated)
   args = descriptions.field(config, 'model_args', dict, {})
   usual = _pair(descriptions.field(args, 'img_size', schema.Size, 224))
-  crop = tuple(field('input_size', _TimmSize, (3, *usual))[1:])
+  _, height, width = field('input_size', _TimmSize, (3, *usual))
   test_size = field('test_input_size', _TimmSize)
-  if test_size is not None and tuple(test_size[1:]) != crop:
+  if test_size is not None and tuple(test_size[1:]) != (height, width):
     console.notify(
       f'test_input_size={test_size} in config.json is not used, as by default in timm: '
-      f'images have {_times(crop)} pixels'
+      f'images have {_times((height, width))} pixels'
     )
-  share = field('crop_pct', schema.Positive, 0.875)
   mode = field('crop_mode', Literal['center', 'squash'], 'center')
-  size: Any = tuple(math.floor(side / share) for side in crop)
-  is_square = crop[0] == crop[1]
-  if mode == 'center' and is_square:
-    size = size[0]
-  _check_sizes(size, None, crop)
-  return Preparation(
-    None if size == crop and mode == 'squash' else size,
-    'squash' if mode == 'squash' or is_square else 'cover',
-    None,
-    crop,
-    field('interpolation', Literal['bilinear', 'bicubic', 'lanczos'], 'bicubic'),
-    antialias=True,
-    crop_rounding='even',
+  return _as_in_timm(
+    crop=(height, width),
+    share=field('crop_pct', schema.Positive, 0.875),
+    is_squash=mode == 'squash',
+    interpolation=field(
+      'interpolation', Literal['bilinear', 'bicubic', 'lanczos'], 'bicubic'
+    ),
     mean=_tuple(field('mean', _Values, _IMAGENET['image_mean'])),
     std=_tuple(field('std', _Deviations, _IMAGENET['image_std'])),
     source='config.json',
@@ -458,30 +489,51 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
   stated = descriptions.field(config, 'preprocess_cfg', dict, {})
   model = descriptions.field(config, 'model_cfg', dict, {})
   tower = descriptions.field(model, 'vision_cfg', dict, {})
-  field = lambda key, kind, default=None: descriptions.field(stated, key, kind, default)
+  field = functools.partial(descriptions.field, stated)
   field('mode', Literal['RGB'])
   mode = field('resize_mode', Literal['shortest', 'squash'], 'shortest')
   usual = descriptions.field(tower, 'image_size', schema.Size, 224)
-  crop = _pair(field('size', schema.Size, usual))
-  is_square = crop[0] == crop[1]
-  _check_sizes(None, None, crop)
   filters = Literal['bilinear', 'bicubic', 'random']  # Only training draws one.
-  return Preparation(
-    None if mode == 'squash' else crop[0] if is_square else crop,
-    'squash' if mode == 'squash' or is_square else 'cover',
-    None,
-    crop,
-    'bilinear' if field('interpolation', filters) == 'bilinear' else 'bicubic',
-    antialias=True,
-    crop_rounding='even',
+  is_bilinear = field('interpolation', filters) == 'bilinear'
+  return _as_in_timm(
+    crop=_pair(field('size', schema.Size, usual)),
+    share=1.0,
+    is_squash=mode == 'squash',
+    interpolation='bilinear' if is_bilinear else 'bicubic',
     mean=_tuple(field('mean', _Values, _CLIP_MEAN)),
     std=_tuple(field('std', _Deviations, _CLIP_STD)),
     source='open_clip_config.json',
   )
 
 
+def _as_in_timm(
+  crop: tuple[int, int], share: float, is_squash: bool, **options: Any
+) -> Preparation:
+  """Returns a preparation whose crop is a share of the sides of the resized image."""
+  height, width = (math.floor(side / share) for side in crop)
+  _check_sizes((height, width), None, crop)
+  size: int | tuple[int, int] | None = (height, width)
+  if is_squash and size == crop:
+    size = None
+  is_square = crop[0] == crop[1]
+  if is_square and not is_squash:
+    size = height  # The shorter side.
+  return Preparation(
+    size=size,
+    resize_mode='squash' if is_squash or is_square else 'cover',
+    crop=crop,
+    antialias=True,
+    crop_rounding='even',
+    **options,
+  )
+
+
 def _pair(size: int | Sequence[int]) -> tuple[int, int]:
-  return (size, size) if isinstance(size, int) else tuple(size)
+  """Returns (height, width) for one number or two."""
+  if isinstance(size, int):
+    return size, size
+  height, width = size
+  return height, width
 
 
 def _tuple(values: Any) -> Any:
@@ -516,50 +568,79 @@ def from_notes(notes: Mapping[str, Any], source: str) -> Preparation:
 
 
 def to_hf(
-  preparation: Preparation, image_size, channels: int, **more
+  preparation: Preparation,
+  image_size: tuple[int, int] | None,
+  channels: int,
+  **fields: Any,
 ) -> dict[str, Any]:
-  """Returns preprocessor_config.json, with further keys `more`.
+  """Returns preprocessor_config.json.
 
-  `image_size` is (height, width) of the model's input; None for detectors. The classes
-  that crop are CLIP's, since ViT's does not in all versions of transformers.
+  Args:
+    preparation: how images are prepared.
+    image_size: (height, width) of the model's input; None for detectors.
+    channels: number of channels of images.
+    **fields: further fields of the file.
   """
-  size, crop = preparation.size, preparation.crop or image_size
-  sides = lambda pair: dict(zip(('height', 'width'), pair))
-  kind = 'ViTImageProcessor'
-  if preparation.longest_side is not None:
-    kind, crop = 'DetrImageProcessor', None
-    size = {'shortest_edge': size, 'longest_edge': preparation.longest_side}
-  elif size is None:
-    size, crop = sides(crop), None
-  elif preparation.resize_mode == 'cover':
+  filters = {name: number for number, name in _RESAMPLE.items()}
+  values = preparation.by_channel(channels)
+  return {
+    **_hf_resizing(preparation, image_size),
+    'resample': filters[preparation.interpolation],
+    'do_rescale': True,
+    'rescale_factor': 1 / 255,
+    'do_normalize': True,
+    'image_mean': values['mean'],
+    'image_std': values['std'],
+    **fields,
+  }
+
+
+def _hf_resizing(
+  preparation: Preparation, image_size: tuple[int, int] | None
+) -> dict[str, Any]:
+  """Returns the fields of preprocessor_config.json that concern sizes.
+
+  The class that crops is CLIP's, since ViT's does not in all versions of transformers.
+  """
+  size = preparation.size
+  crop = preparation.crop or image_size
+  if preparation.longest_side is not None or crop is None:
+    edges = {'shortest_edge': size, 'longest_edge': preparation.longest_side}
+    return _resizer('DetrImageProcessor', edges)
+  if size is None:
+    return _resizer('ViTImageProcessor', _height_and_width(crop))
+  if isinstance(size, int):
+    fields = _resizer('CLIPImageProcessor', {'shortest_edge': size})
+  elif preparation.resize_mode == 'squash':
+    fields = _resizer('CLIPImageProcessor', _height_and_width(size))
+  else:
     raise ValueError(
       f'images are resized to cover {_times(size)} pixels, which transformers cannot do: '
       'write this model for timm, or as a run (--to)'
     )
-  else:
-    kind = 'CLIPImageProcessor'
-    size = {'shortest_edge': size} if isinstance(size, int) else sides(size)
-  filters = {name: number for number, name in _RESAMPLE.items()}
-  values = preparation.by_channel(channels)
-  return {
-    'image_processor_type': kind, 'do_resize': True, 'size': size,
-    'resample': filters[preparation.interpolation],
-    **({'do_center_crop': True, 'crop_size': sides(crop)} if crop else {}),
-    'do_rescale': True, 'rescale_factor': 1 / 255,
-    'do_normalize': True, 'image_mean': values['mean'], 'image_std': values['std'],
-    **more,
-  }  # fmt: skip
+  return {**fields, 'do_center_crop': True, 'crop_size': _height_and_width(crop)}
+
+
+def _resizer(kind: str, size: Mapping[str, Any]) -> dict[str, Any]:
+  return {'image_processor_type': kind, 'do_resize': True, 'size': size}
+
+
+def _height_and_width(size: tuple[int, int]) -> dict[str, int]:
+  return {'height': size[0], 'width': size[1]}
 
 
 def to_timm(
-  preparation: Preparation, image_size, channels: int
+  preparation: Preparation, image_size: tuple[int, int], channels: int
 ) -> tuple[dict[str, Any], list[str]]:
   """Returns the keys of timm's `pretrained_cfg`, and notes for the user."""
   crop = preparation.crop or image_size
-  fields = {
-    'input_size': (channels, *crop), 'crop_mode': 'squash', 'crop_pct': 1.0,
-    'interpolation': preparation.interpolation, **preparation.by_channel(channels),
-  }  # fmt: skip
+  fields: dict[str, Any] = {
+    'input_size': (channels, *crop),
+    'crop_mode': 'squash',
+    'crop_pct': 1.0,
+    'interpolation': preparation.interpolation,
+    **preparation.by_channel(channels),
+  }
   if preparation.size is None:
     return fields, []
   # timm divides the sides of the crop by `crop_pct`, rounds down, and resizes both
@@ -572,8 +653,7 @@ def to_timm(
       f'timm cannot resize to {preparation.size} before cropping {crop}: it will resize '
       'the whole image, and its predictions will differ a little'
     ]
-  is_squash = (
-    not isinstance(preparation.size, int) and preparation.resize_mode == 'squash'
-  )
-  mode = 'squash' if is_squash else 'center'
-  return {**fields, 'crop_mode': mode, 'crop_pct': share}, []
+  keeps_shape = isinstance(preparation.size, int) or preparation.resize_mode == 'cover'
+  fields['crop_mode'] = 'center' if keeps_shape else 'squash'
+  fields['crop_pct'] = share
+  return fields, []

@@ -168,7 +168,7 @@ def read_preparation(
     from vit_jax.run import workdir as workdir_lib
 
     config, _ = workdir_lib.load(file)
-    return preparation_lib.of_run(config.pp)
+    return preparation_lib.from_pp(config.pp)
   if file.is_dir() or arrays.format_of(file) != 'npz':
     return read(path, num_heads, entry=entry).preparation
   notes = descriptions.notes_file(file)
@@ -339,7 +339,7 @@ def _read_workdir(folder: epath.Path) -> Weights:
     None if config.pp.sides else size,
     stored.extra,
     metadata,
-    preparation_lib.of_run(config.pp),
+    preparation_lib.from_pp(config.pp),
     adapters,
   )
 

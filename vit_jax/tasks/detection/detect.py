@@ -11,7 +11,7 @@ decoder, C classes.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ _MOST = 512  # Largest shorter side of an image in TensorBoard, in pixels.
 class Task(base.Task):
   """Learns boxes and classes of the objects of images."""
 
-  FEATURES = (
+  FEATURES: ClassVar[tuple[str, ...]] = (
     'image',
     'image/id?',
     'objects/bbox',
@@ -55,8 +55,8 @@ class Task(base.Task):
     'objects/is_crowd?',
   )
   Options = task_options.Detect
-  METADATA = ('class_names',)
-  NEW_PARAMS = ('class_head/',)
+  METADATA: ClassVar[tuple[str, ...]] = ('class_names',)
+  NEW_PARAMS: ClassVar[tuple[str, ...]] = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES
   CANVASES = True

@@ -29,8 +29,11 @@ class Detector(predictor_lib.Predictor):
   PIXELS = 2**22  # Largest number of pixels in a batch of several images.
   WHAT = 'object'
   LEAST = THRESHOLD
-  KEEP: tuple[str, ...] = ('size',)
   TYPES = {'classes': [str], 'scores': [float], 'boxes': [(float, 4)]}  # noqa: RUF012
+
+  def _inputs_to_keep(self) -> tuple[str, ...]:
+    """Returns the inputs that `make` reads."""
+    return ('size',)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
     pixels = math.prod(part.image_size or self.task.image_size)
@@ -64,7 +67,7 @@ class Detector(predictor_lib.Predictor):
   def segment(
     self,
     images: Sequence[Any],
-    threshold: float | None = None,
+    threshold: float = segments_lib.THRESHOLD,
     image_size: int | tuple[int, int] | None = None,
   ) -> Any:
     """Raises ValueError: the model of a Segmenter has a mask head."""
@@ -135,7 +138,7 @@ class Detector(predictor_lib.Predictor):
       return dict(zip(self.TYPES, columns))
 
     parts = functools.partial(self.task.parts_at, image_size=image_size)
-    return tables.Columns(self.TYPES, row, keep=self.KEEP, parts=parts)
+    return tables.Columns(self.TYPES, row, keep=self._inputs_to_keep(), parts=parts)
 
   def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
     self._refuse(options)
@@ -202,9 +205,8 @@ class Segmenter(Detector):
     'areas': [int],
   }
 
-  @property
-  def KEEP(self) -> tuple[str, ...]:
-    """All inputs: the masks cover the whole canvas."""
+  def _inputs_to_keep(self) -> tuple[str, ...]:
+    """Returns all inputs, since the masks cover the whole canvas."""
     return tuple(self.task.input_spec())
 
   def segment(

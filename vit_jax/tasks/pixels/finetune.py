@@ -34,7 +34,9 @@ class Task(pixels.Task, classify.Task):
     The loss of the pixels of an image is their mean. An image without a label
     does not count.
     """
-    inputs = {k: batch[k] for k in ('colors', 'masked') if k in batch}
+    inputs = {'colors': batch['colors']}
+    if 'masked' in batch:
+      inputs['masked'] = batch['masked']
     logits, class_logits = self.model.apply({'params': params}, **inputs, train=True)
     pixel_losses, _ = self._means(*self._scores(logits, inputs))  # [B]
     class_losses = self._train_loss(class_logits, batch['label'])  # [B]

@@ -45,9 +45,9 @@ class Task(base.Task):
 
   Options = task_options.Pixels
   METRICS: ClassVar = {'bits_per_dim': metrics_lib.LOSS}
-  METADATA = ('palette',)
+  METADATA: ClassVar[tuple[str, ...]] = ('palette',)
   LEARNED = ('palette',)
-  NEW_PARAMS = ()
+  NEW_PARAMS: ClassVar[tuple[str, ...]] = ()
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -162,7 +162,8 @@ class Predictor(predictor_lib.Predictor):
     size = min(self.BATCH, len(prefix))
     return engine.by_parts(sample, (jnp.asarray(prefix), keys), size)
 
-  def predict(self, images: Sequence[Any], **options: Any) -> list[float]:
+  def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
+    """Returns the bits per dimension of each image."""
     self._refuse(options)
     return [float(bits) for bits in self.log_likelihood(images)]
 
