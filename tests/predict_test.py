@@ -2,7 +2,9 @@
 
 from concurrent import futures
 import copy
+import functools
 import gc
+import http.server
 import io
 import pathlib
 import pickle
@@ -242,6 +244,32 @@ def test_images_may_be_arrays_of_any_size(model):
   assert model.predict([file]) == model.predict([blue])
   with pytest.raises(ValueError, match='must be a list'):
     model.predict('image.png')
+
+
+def test_images_at_urls_are_fetched(model, image_folder, tmp_path, monkeypatch):
+  folder = image_folder / 'test' / 'bee'
+  image = next(folder.iterdir())
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+  handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
+  with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f'http://127.0.0.1:{server.server_port}/{image.name}'
+    with pytest.raises(ValueError, match='is not encrypted'):
+      model.predict([url])
+    monkeypatch.setenv('VIT_JAX_INSECURE', '1')
+    assert model.predict([url]) == model.predict([str(image)])
+    server.shutdown()
+
+
+def test_the_module_and_its_parameters_give_the_logits(model):
+  images = np.zeros((1, *model.task.image_size, 3), np.float32)
+  logits = model.model.apply({'params': model.params}, images, train=False)
+  probabilities = jax.nn.softmax(logits)[0]
+  gray = np.full((*model.task.image_size, 3), 127, np.uint8)  # -.004.
+  [classes] = model.predict([gray])
+  for name, probability in classes:
+    index = model.class_names.index(name)
+    assert probability == pytest.approx(float(probabilities[index]), abs=0.02)
 
 
 def test_command_prints_the_classes(folder_run, image_folder, capsys):

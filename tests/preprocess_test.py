@@ -3,12 +3,14 @@
 import io
 import os
 
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pillow_heif
 import pytest
 from scipy import ndimage
 import tensorflow as tf
+import torch
 
 from vit_jax import preprocess
 from vit_jax.configs import common
@@ -197,6 +199,11 @@ def load(image, config):
     RGB.convert('P'),
     np.dstack([np.asarray(RGB), np.full((40, 60), 255, np.uint8)]),
     FILES['png'][0],
+    io.BytesIO(FILES['png'][0]),
+    tf.constant(np.asarray(RGB)),
+    jnp.asarray(RGB),
+    torch.tensor(np.asarray(RGB)),
+    torch.tensor(np.asarray(RGB)).permute(2, 0, 1),  # As torchvision reads it.
   ],
 )
 def test_user_images_of_any_type(image):
@@ -218,6 +225,8 @@ def test_wrong_images_are_named(tmp_path):
     load(path, pp())
   with pytest.raises(ValueError, match=r'array float32\[8, 8, 3\]: pass uint8'):
     load(np.zeros((8, 8, 3), np.float32), pp())
+  with pytest.raises(ValueError, match=r'uint8\[2, 3, 8, 8\].*a batch as a list'):
+    load(torch.zeros((2, 3, 8, 8), dtype=torch.uint8), pp())
   with pytest.raises(ValueError, match='pass uint8 .height, width. or .*, 1, 3 or 4'):
     load(np.zeros((8, 8, 2), np.uint8), pp())
 
@@ -248,7 +257,14 @@ def test_transparency_that_is_already_multiplied():
   assert got[..., 0].numpy().tolist() == [[255, 200], [90, 255]]
 
 
-@pytest.mark.parametrize('image', [None, 3, [[1, 2]], tf.zeros((4, 4), tf.uint8)])
+def test_open_files_are_read_from_their_beginning(tmp_path):
+  (tmp_path / 'a.png').write_bytes(FILES['png'][0])
+  with open(tmp_path / 'a.png', 'rb') as file:
+    file.read(10)
+    assert preprocess.from_user(file, len) == len(FILES['png'][0])
+
+
+@pytest.mark.parametrize('image', [None, 3, [[1, 2]]])
 def test_other_objects_are_not_images(image):
   with pytest.raises(ValueError, match=f'{type(image).__name__}: pass a path'):
     preprocess.from_user(image, images.decode)

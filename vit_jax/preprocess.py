@@ -285,8 +285,10 @@ def from_user(
   """Returns the result of a function of the encoded bytes of an image in any form.
 
   Args:
-    image: a path, the content of a file (bytes or io.BytesIO), a PIL image, or an
-      array uint8 [height, width] or [height, width, 1, 3 or 4].
+    image: a path, the content of a file (bytes, io.BytesIO or a file opened with
+      'rb'), a PIL image, an array (of NumPy, JAX, TensorFlow or PyTorch) uint8
+      [height, width] or [height, width, 1, 3 or 4], or a PyTorch tensor uint8
+      [1, 3 or 4, height, width], as torchvision reads images.
     function: function of the contents of an image file.
     max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
@@ -299,15 +301,18 @@ def from_user(
   name = 'image'
   if isinstance(image, io.BytesIO):
     image = image.getvalue()
-  if isinstance(image, np.ndarray):
-    image = _to_pillow(image)
+  elif isinstance(image, io.BufferedIOBase):
+    image.seek(0)
+    image = image.read()
+  if hasattr(image, '__array__') and not isinstance(image, Image.Image):
+    image = _to_pillow(_channels_last(image))
   if isinstance(image, Image.Image):
     image = images.encode_png(rgb.to_rgb(ImageOps.exif_transpose(image)), 0)
     max_pixels = None
   if not isinstance(image, (str, bytes, os.PathLike)):
     raise ValueError(
-      f'image has the type {type(image).__name__}: pass a path, the bytes of a file, a '
-      'PIL image or a NumPy array uint8 [height, width(, channels)]'
+      f'image has the type {type(image).__name__}: pass a path, an open file or its '
+      'bytes, a PIL image or an array uint8 [height, width(, channels)]'
     )
   if not isinstance(image, bytes):
     name, image = image_files.display(image), image_files.read_file(image)
@@ -327,11 +332,21 @@ def from_user(
   )
 
 
+def _channels_last(image: Any) -> np.ndarray:
+  """Returns an array as NumPy's; PyTorch's channels move from the first axis to the last."""
+  is_torch = type(image).__module__.partition('.')[0] == 'torch'
+  array = np.asarray(image.cpu() if is_torch else image)
+  if is_torch and array.ndim == 3 and array.shape[0] in (1, 3, 4):
+    return np.moveaxis(array, 0, -1)
+  return array
+
+
 def _to_pillow(image: np.ndarray) -> Image.Image:
   fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
   if not fits or not image.size or image.dtype != np.uint8:
     raise ValueError(
       f'image is an array {image.dtype}{list(image.shape)}: pass uint8 [height, '
-      'width] or [height, width, 1, 3 or 4], with values 0 to 255'
+      'width] or [height, width, 1, 3 or 4], with values 0 to 255, and a batch as a '
+      'list of images'
     )
   return Image.fromarray(image[..., 0] if image.shape[2:] == (1,) else image)

@@ -30,7 +30,8 @@ def _is_one_cpu(mesh: jax.sharding.Mesh) -> bool:
 class Predictor:
   """A trained model that takes images as paths, file contents, PIL images or arrays.
 
-  `params` are averaged if the run kept an average; `config`, `metadata` and
+  `model` is the Linen module, whose `apply` takes {'params': params}; `params` are
+  averaged if the run kept an average; `config`, `metadata` and
   `class_names` (in the order of the logits) are the task's. `workdir` is the folder of
   the run, or '', and `origin` that folder or the path of the weights.
   """
@@ -58,6 +59,7 @@ class Predictor:
     self.config = task.config
     self.metadata = task.metadata
     self.class_names = task.class_names
+    self.model = task.model
     self._outputs = jax.jit(task.outputs)
     self._features = functools.cache(lambda name: jax.jit(task.features(name)))
     # Parameters, extra state and mesh on all devices, see `_placed`.

@@ -15,6 +15,7 @@ from vit_jax.data.images import image_files, images as images_lib
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import builders, registry
 from vit_jax.distributed import files
+from vit_jax.weights import fetch
 
 # TensorFlow never frees the callable of a `numpy_function`, so one serves all
 # sources, which it finds by number.
@@ -34,6 +35,7 @@ def _encoded(source: 'tf.Tensor', index: 'tf.Tensor') -> 'tf.Tensor':
 class UserImages(records.Source):
   """Images in any form accepted by vit_jax.preprocess.from_user, read lazily.
 
+  Images at URLs are fetched into the cache, see vit_jax.weights.fetch.
   Files with more than `max_pixels` are rejected before decoding; None: no limit.
   """
 
@@ -58,8 +60,13 @@ class UserImages(records.Source):
   def encoded(self, index: int) -> bytes:
     """Returns an image as the content of an image file."""
     return preprocess.from_user(
-      self._images[index], lambda content: content, self._max_pixels
+      self._image(index), lambda content: content, self._max_pixels
     )
+
+  def _image(self, index: int) -> Any:
+    """Returns an image, or the local path of one at a URL."""
+    image = self._images[index]
+    return fetch.fetch(image) if _is_url(image) else image
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns the number of images and a hash of their names."""
@@ -73,11 +80,15 @@ class UserImages(records.Source):
 
   def stamp(self, index: int) -> int:
     image = self._images[index]
-    return image_files.stamp(image) if isinstance(image, str) else 0
+    is_file = isinstance(image, str) and not _is_url(image)
+    return image_files.stamp(image) if is_file else 0
 
   def check(self, record: dict[str, Any], index: int) -> None:
-    image = self._images[index]
-    preprocess.from_user(image, images_lib.decode, self._max_pixels)
+    preprocess.from_user(self._image(index), images_lib.decode, self._max_pixels)
+
+
+def _is_url(image: Any) -> bool:
+  return isinstance(image, str) and image.startswith(('https://', 'http://'))
 
 
 def examples(config: ml_collections.ConfigDict, count: int) -> records.Source:
