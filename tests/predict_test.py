@@ -262,14 +262,14 @@ def test_images_at_urls_are_fetched(model, image_folder, tmp_path, monkeypatch):
 
 
 def test_the_module_and_its_parameters_give_the_logits(model):
-  images = np.zeros((1, *model.task.image_size, 3), np.float32)
+  gray = np.full((*model.task.image_size, 3), 127, np.uint8)
+  images = np.float32(gray[None] / 127.5 - 1)
   logits = model.model.apply({'params': model.params}, images, train=False)
   probabilities = jax.nn.softmax(logits)[0]
-  gray = np.full((*model.task.image_size, 3), 127, np.uint8)  # -.004.
   [classes] = model.predict([gray])
   for name, probability in classes:
     index = model.class_names.index(name)
-    assert probability == pytest.approx(float(probabilities[index]), abs=0.02)
+    assert probability == pytest.approx(float(probabilities[index]), abs=1e-5)
 
 
 def test_command_prints_the_classes(folder_run, image_folder, capsys):
