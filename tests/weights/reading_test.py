@@ -69,7 +69,7 @@ def timm_folder(tmp_path):
 
 
 def test_rejects_unsupported_pooling(timm_folder):
-  message = "global_pool is 'max', but this package has only .* 'token'"
+  message = "global_pool is 'max', but must be one of .*'token'"
   for change in {'args': {'global_pool': 'max'}}, {'args': {}, 'global_pool': 'max'}:
     with pytest.raises(ValueError, match=message):
       reading.read(timm_folder(**change))

@@ -54,7 +54,7 @@ def of_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapte
   ValueError if PEFT computes something else with them than this package.
   """
   descriptions.field(config, 'peft_type', Literal['LORA'])
-  descriptions.only(
+  descriptions.check_supported(
     config, use_dora=False, fan_in_fan_out=False, alpha_pattern={}, lora_bias=False
   )
   alpha = descriptions.field(config, 'lora_alpha', schema.Positive)

@@ -106,7 +106,7 @@ def check_fields(
       schema.raise_unknown(name, kinds, of='model')
 
 
-def only(config: Mapping[str, Any], **values: Any) -> None:
+def check_supported(config: Mapping[str, Any], **values: Any) -> None:
   """Raises ValueError if fields have other values than all models of this package."""
   for key, value in values.items():
     if config.get(key, value) != value:

@@ -64,8 +64,8 @@ class Family:
     """Returns the naming of a state dict, or None if it is of no such model."""
     return next((n.kind for n in self.namings.values() if n.fits(names)), None)
 
-  def naming(self, naming: str, names: Iterable[str]) -> leaves.Naming:
-    """Returns the variant of a naming for paths, or for names elsewhere."""
+  def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
+    """Returns the variant of a naming for arrays by path, or by name elsewhere."""
     return self.namings[naming]
 
   def naming_of(self, config: Mapping[str, Any], to: str) -> str:

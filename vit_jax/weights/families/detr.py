@@ -331,14 +331,14 @@ def _is_of_timm(units: Sequence[int], width: int) -> bool:
 def _from_config(config: Mapping[str, Any], name: str) -> descriptions.Description:
   """Returns what config.json says; without it, the name of the weights may say 'dc5'."""
   heads = descriptions.field(config, 'encoder_attention_heads', schema.Count)
-  descriptions.only(
+  descriptions.check_supported(
     config,
     decoder_attention_heads=heads,
     position_embedding_type='sine',
     activation_function='relu',
   )
   backbone = descriptions.field(config, 'backbone_config', dict, {})
-  descriptions.only(
+  descriptions.check_supported(
     backbone,
     downsample_in_first_stage=False,
     downsample_in_bottleneck=False,

@@ -122,8 +122,8 @@ def with_key_biases(flat: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
   return {path: x for path, x in arrays.items() if x.size}
 
 
-def completed(
-  state: dict[str, np.ndarray], naming: leaves.Naming, registers: bool
+def with_placeholders(
+  state: dict[str, np.ndarray], naming: leaves.Naming, has_registers: bool
 ) -> dict[str, np.ndarray]:
   """Adds the arrays of Hugging Face's models that are zero or empty to a state dict.
 
@@ -141,17 +141,21 @@ def completed(
   state = {**placeholders, **state}
   if 'classifier.bias' not in state:
     return state
-  prefix = f'{HF_TYPES[registers]}.'
-  return {k if k.startswith('classifier.') else prefix + k: x for k, x in state.items()}
+  model_type = 'dinov2_with_registers' if has_registers else 'dinov2'
+  prefixed = {}
+  for name, x in state.items():
+    is_head = name.startswith('classifier.')
+    prefixed[name if is_head else f'{model_type}.{name}'] = x
+  return prefixed
 
 
 def from_hf_3(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json of DINOv3 says."""
   gated = descriptions.field(config, 'use_gated_mlp', bool, False)
   if gated:  # Only the gate has an activation.
-    descriptions.only({'hidden_act': 'gelu', **config}, hidden_act='silu')
+    descriptions.check_supported({'hidden_act': 'gelu', **config}, hidden_act='silu')
     config = {**config, 'hidden_act': 'gelu'}
-  descriptions.only(config, proj_bias=True, mlp_bias=True)
+  descriptions.check_supported(config, proj_bias=True, mlp_bias=True)
   description = from_hf({'layer_norm_eps': 1e-5, **config})
   rope = {
     'position_embedding': 'rope',
@@ -166,7 +170,7 @@ def from_hf_3(config: Mapping[str, Any]) -> descriptions.Description:
 
 def from_hf(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json says; GELU and epsilon have other defaults than ViT's."""
-  descriptions.only(config, qkv_bias=True, apply_layernorm=True)
+  descriptions.check_supported(config, qkv_bias=True, apply_layernorm=True)
   return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
 
 
@@ -182,32 +186,16 @@ def _mlp_ratio(mlp_dim: int, width: int, gated: bool) -> int | None:
   return None
 
 
-def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
+def hf_description(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns the JSON files of a model by name, and notes.
 
   ValueError for sizes that Hugging Face's model cannot have.
   """
+  if model.config.transformer.get('position_embedding') == 'rope':
+    return _hf_description_3(model)
   config, encoder = model.config, model.config.transformer
-  gated = encoder.get('mlp') == 'swiglu'
-  registers = config.get('registers', 0)
-  if encoder.get('position_embedding') == 'rope':
-    has_biases = encoder.get('qkv_bias', True)
-    files = vit_files.hf_files(
-      model,
-      model_type=HF_TYPES[2],
-      architectures=['DINOv3ViTModel'],
-      query_bias=has_biases,
-      key_bias=has_biases,
-      value_bias=has_biases,
-      use_gated_mlp=gated,
-      num_register_tokens=registers,
-      layerscale_value=encoder.layer_scale,
-      rope_theta=encoder.get('rope_temperature', 100.0),
-    )
-    if gated:
-      files['config.json']['hidden_act'] = 'silu'
-    return files, ['load it as DINOv3ViTModel: the model has no classifier']
-  ratio = _mlp_ratio(encoder.mlp_dim, config.hidden_size, gated)
+  is_gated = encoder.get('mlp') == 'swiglu'
+  ratio = _mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
   if ratio is None:
     raise ValueError(
       f"Hugging Face's DINOv2 has no MLP of width {encoder.mlp_dim} for tokens of "
@@ -218,8 +206,6 @@ def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
       "Hugging Face's DINOv2 has position embeddings of a square only, not of images "
       f'of {model.image_size}: write this model for timm, or as a run (--to)'
     )
-  kind = HF_TYPES[registers > 0]
-  name = 'Dinov2WithRegisters' if registers else 'Dinov2'
   is_classifier = config.classifier == 'token_with_gap'
   if is_classifier != bool(model.num_classes) or 'pre_logits' in model.params:
     raise ValueError(
@@ -227,16 +213,44 @@ def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
       f"'{config.classifier}', only for 'token_with_gap': write this model as a run "
       '(--to=workdir)'
     )
-  name += 'ForImageClassification' if is_classifier else 'Model'
+  fields = dict(
+    model_type='dinov2',
+    mlp_ratio=ratio,
+    use_swiglu_ffn=is_gated,
+    layerscale_value=encoder.layer_scale,
+  )
+  name = 'Dinov2'
+  if registers := config.get('registers', 0):
+    name = 'Dinov2WithRegisters'
+    fields['model_type'] = 'dinov2_with_registers'
+    fields['num_register_tokens'] = registers
+  if is_classifier:
+    name += 'ForImageClassification'
+    fields |= descriptions.label_fields(model)
+    notes = []
+  else:
+    name += 'Model'
+    notes = [f'load it as {name}: the model has no classifier']
+  return vit_files.hf_files(model, architectures=[name], **fields), notes
+
+
+def _hf_description_3(model: Any) -> tuple[dict[str, dict], list[str]]:
+  """Returns the JSON files of a DINOv3, and notes."""
+  encoder = model.config.transformer
+  is_gated = encoder.get('mlp') == 'swiglu'
+  has_biases = encoder.get('qkv_bias', True)
   files = vit_files.hf_files(
     model,
-    model_type=kind,
-    architectures=[name],
-    mlp_ratio=ratio,
-    use_swiglu_ffn=gated,
+    model_type='dinov3_vit',
+    architectures=['DINOv3ViTModel'],
+    query_bias=has_biases,
+    key_bias=has_biases,
+    value_bias=has_biases,
+    use_gated_mlp=is_gated,
+    num_register_tokens=model.config.get('registers', 0),
     layerscale_value=encoder.layer_scale,
-    **({'num_register_tokens': registers} if registers else {}),
-    **(descriptions.label_fields(model) if is_classifier else {}),
+    rope_theta=encoder.get('rope_temperature', 100.0),
   )
-  notes = [] if is_classifier else [f'load it as {name}: the model has no classifier']
-  return files, notes
+  if is_gated:
+    files['config.json']['hidden_act'] = 'silu'
+  return files, ['load it as DINOv3ViTModel: the model has no classifier']

@@ -49,11 +49,21 @@ _ARCHITECTURES: dict[str, dict[str, Any] | None] = {
 }
 # Others -> why no model here computes the same.
 _REJECTED = {
+  r'.*_rpn_.*': 'whose layers end with their norms',
   r'eva02_enormous\w*': 'whose layers end with their norms',
   r'vit_\w+_sapiens2': 'with LayerScale of attention only',
   r'vit_pe_core_\w+': 'whose attention pooling has its own number of heads',
   r'vit_(pe|intern300m|\w+_radio)_\w+': 'with no norm after its layers',
   r'test_vit3': 'whose attention pooling reads registers too',
+}
+# Arguments of `VisionTransformer` that `Eva` or `Beit` lacks, or has by another name.
+_RENAMED_ARGUMENTS = {
+  'act_layer',
+  'reg_tokens',
+  'class_token',
+  'fc_norm',
+  'pre_norm',
+  'qk_norm',
 }
 _KINDS = {'dinov3': 'rope', 'cat': 'axial_rope'}
 
@@ -78,7 +88,7 @@ def from_timm(
   flat: dict[str, np.ndarray],
   has_eva_names: bool,
   num_heads: int | None,
-) -> dict:
+) -> dict[str, Any]:
   """Returns the fields of rotary embeddings; reorders channels in `flat`.
 
   Args:
@@ -91,33 +101,44 @@ def from_timm(
     ValueError: if the architecture is unknown, or no model of this package computes
       the same.
   """
-  name, field = architecture(config), descriptions.field
+  name = architecture(config)
   for pattern, reason in _REJECTED.items():
     if re.fullmatch(pattern, name):
       raise ValueError(
         f"architecture is '{name}', {reason}, unlike models of this package"
       )
-  patterns = [pattern for pattern in _ARCHITECTURES if re.fullmatch(pattern, name)]
-  if not patterns:
-    if has_eva_names:
-      raise ValueError(
-        "its names are of timm's Eva or Beit, whose rotary embeddings depend on the "
-        f'architecture ({name!r} is unknown): put the config.json of timm next to it'
-      )
-    return {}
-  rope_options = _ARCHITECTURES[patterns[0]]
-  args = field(config, 'model_args', dict, {})
-  field(args, 'rope_rotate_half', bool)
-  field(args, 'rope_grid_indexing', Literal['ij', 'xy'])
-  descriptions.only(
-    args, rope_grid_offset=0.0, use_post_norm=False, attn_only_layer_scale=False
+  for pattern, usual_args in _ARCHITECTURES.items():
+    if re.fullmatch(pattern, name):
+      return _rope_fields(config, flat, num_heads, usual_args)
+  if has_eva_names:
+    raise ValueError(
+      "its names are of timm's Eva or Beit, whose rotary embeddings depend on the "
+      f'architecture ({name!r} is unknown): put the config.json of timm next to it'
+    )
+  return {}
+
+
+def _rope_fields(
+  config: Mapping[str, Any],
+  flat: dict[str, np.ndarray],
+  num_heads: int | None,
+  usual_args: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+  """Returns the fields of rotary embeddings, see `from_timm`.
+
+  `usual_args` are arguments of the architecture's; None if it has none by default.
+  """
+  field, check_supported = descriptions.field, descriptions.check_supported
+  stated = field(config, 'model_args', dict, {})
+  field(stated, 'rope_rotate_half', bool)
+  field(stated, 'rope_grid_indexing', Literal['ij', 'xy'])
+  check_supported(
+    stated, rope_grid_offset=0.0, use_post_norm=False, attn_only_layer_scale=False
   )
-  if not field(args, 'use_rot_pos_emb', bool, rope_options is not None):
+  if not field(stated, 'use_rot_pos_emb', bool, usual_args is not None):
     return {}
-  defaults = {'rope_type': 'cat', 'rope_temperature': 1e4}
-  args = {**defaults, **(rope_options or {}), **args}
-  descriptions.only(args, rope_type='dinov3' if args['rope_type'] != 'cat' else 'cat')
-  kind = _KINDS[args['rope_type']]
+  args = {'rope_type': 'cat', 'rope_temperature': 1e4, **(usual_args or {}), **stated}
+  kind = _KINDS[field(args, 'rope_type', Literal[*_KINDS])]
   if 'pos_embed' in flat:
     kind = f'learned_{kind}'
   if num_heads is None:
@@ -153,18 +174,19 @@ def _reorder(
     flat[name] = x.reshape(-1, size, *x.shape[1:])[:, order].reshape(x.shape)
 
 
-def holds(config: Mapping[str, Any]) -> str | None:
+def class_in_timm(config: Mapping[str, Any]) -> str | None:
   """Returns 'eva' or 'beit' if only this class of timm computes a model."""
   encoder = config.get('transformer') or {}
   kind = encoder.get('position_embedding')
   if kind == 'relative_bias':
     return 'beit'
-  norms = encoder.get('mlp_norm') or encoder.get('attention_norm')
-  return 'eva' if kind in position_kinds.ROPES or norms else None
+  if encoder.get('mlp_norm') or encoder.get('attention_norm'):
+    return 'eva'
+  return 'eva' if kind in position_kinds.ROPES else None
 
 
-def of_state(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
-  """Returns a state dict with these models' own names, in place of the others'."""
+def rename_for_timm(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+  """Returns a state dict with the names of 'eva' or 'beit', not of other models."""
   leaves.rename(state, _NEW_NAMES)
   if naming != 'beit':
     return state
@@ -177,40 +199,39 @@ def of_state(state: dict[str, np.ndarray], naming: str) -> dict[str, np.ndarray]
   return state
 
 
-def of_timm(
-  config: ml_collections.ConfigDict, args: Mapping[str, Any]
-) -> tuple[str, dict]:
-  """Returns name and arguments of a model, given arguments of `VisionTransformer`.
+def timm_arguments(
+  config: ml_collections.ConfigDict, vit_args: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+  """Returns name and arguments of a model in timm.
 
-  ValueError if neither class has its GELU.
+  Args:
+    config: fields of the model.
+    vit_args: arguments that timm's `VisionTransformer` would have.
+
+  Raises:
+    ValueError: if neither Eva nor Beit has its GELU.
   """
-  encoder, kind = config.transformer, holds(config)
-  gated, gelu = encoder.get('mlp') == 'swiglu', encoder.get('gelu', 'tanh')
-  if not gated and gelu != 'erf':
+  encoder = config.transformer
+  kind = class_in_timm(config)
+  is_gated, gelu = encoder.get('mlp') == 'swiglu', encoder.get('gelu', 'tanh')
+  if not is_gated and gelu != 'erf':
     raise ValueError(
       f"gelu='{gelu}', but timm's {str(kind).title()} computes the exact function: "
       'write this model as a run (--to=workdir)'
     )
-  renamed = 'act_layer', 'reg_tokens', 'class_token', 'fc_norm', 'pre_norm', 'qk_norm'
-  options = {key: x for key, x in args.items() if key not in renamed} | dict(
-    mlp_ratio=math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf),
-    init_values=encoder.get('layer_scale'),
-    swiglu_mlp=gated,
-    scale_mlp=encoder.get('mlp_norm', False),
-    use_fc_norm=args['fc_norm'],
-  )
+  args = {key: x for key, x in vit_args.items() if key not in _RENAMED_ARGUMENTS}
+  args['mlp_ratio'] = math.nextafter(encoder.mlp_dim / config.hidden_size, math.inf)
+  args['init_values'] = encoder.get('layer_scale')
+  args['swiglu_mlp'] = is_gated
+  args['scale_mlp'] = encoder.get('mlp_norm', False)
+  args['use_fc_norm'] = vit_args['fc_norm']
   if kind == 'beit':
-    shared = encoder.position_layers == 'shared'
-    options.update(use_rel_pos_bias=not shared, use_shared_rel_pos_bias=shared)
-    return 'beit_base_patch16_224', options
+    is_shared = encoder.position_layers == 'shared'
+    args['use_rel_pos_bias'] = not is_shared
+    args['use_shared_rel_pos_bias'] = is_shared
+    return 'beit_base_patch16_224', args
   position = encoder.get('position_embedding', 'learned_1d')
-  name = (
-    'eva_giant_patch14_224'
-    if encoder.get('norm_eps') != 1e-5
-    else 'vit_7b_patch16_dinov3'
-  )
-  return name, dict(
-    **options,
+  args |= dict(
     attn_type='rope',  # Keys can have biases.
     use_abs_pos_emb=position.startswith('learned'),
     use_rot_pos_emb=position in position_kinds.ROPES,
@@ -221,7 +242,11 @@ def of_timm(
     num_reg_tokens=config.get('registers', 0),
     swiglu_align_to=1,  # The gate is a layer of its own.
     scale_attn_inner=encoder.get('attention_norm', False),
-    use_pre_transformer_norm=args['pre_norm'],
-    class_token=args['class_token'],
-    qk_norm=args['qk_norm'],
+    use_pre_transformer_norm=vit_args['pre_norm'],
+    class_token=vit_args['class_token'],
+    qk_norm=vit_args['qk_norm'],
   )
+  # The name determines the epsilon of the norms.
+  if encoder.get('norm_eps') == 1e-5:
+    return 'vit_7b_patch16_dinov3', args
+  return 'eva_giant_patch14_224', args

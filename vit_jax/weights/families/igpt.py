@@ -252,7 +252,7 @@ class ImageGPTs(base.Family):
 
 
 def _from_config(config: Mapping[str, Any]) -> descriptions.Description:
-  descriptions.only(config, **_ONLY)
+  descriptions.check_supported(config, **_ONLY)
   field = descriptions.field
   scale = field(config, 'attention_scale', Literal[*_SCALES], _SCALES[0])
   heads = field(config, 'n_head', schema.Count)

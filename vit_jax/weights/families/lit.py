@@ -559,7 +559,7 @@ def _from_hf(
     tower, 'num_attention_heads', schema.Count, default_text_heads
   )
   if style == 'siglip':
-    descriptions.only(image, vision_use_head=True)
+    descriptions.check_supported(image, vision_use_head=True)
   else:
     # Versions of transformers that wrote 2 look for the greatest number, too.
     end = descriptions.field(tower, 'eos_token_id', schema.Count, 49_407)
@@ -596,7 +596,7 @@ def _from_open_clip(config: Mapping[str, Any]) -> descriptions.Description:
   model = descriptions.field(config, 'model_cfg', dict, {})
   image = descriptions.field(model, 'vision_cfg', dict, {})
   tower = descriptions.field(model, 'text_cfg', dict, {})
-  descriptions.only(
+  descriptions.check_supported(
     image,
     pool_type='tok',
     global_average_pool=False,
@@ -605,7 +605,7 @@ def _from_open_clip(config: Mapping[str, Any]) -> descriptions.Description:
     norm_kwargs=None,
     act_kwargs=None,
   )
-  descriptions.only(
+  descriptions.check_supported(
     tower,
     pool_type='argmax',
     no_causal_mask=False,

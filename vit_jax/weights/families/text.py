@@ -154,7 +154,7 @@ class TextTransformers(_TextTowers):
 
 
 def _from_config(config: Mapping[str, Any]) -> descriptions.Description:
-  descriptions.only(
+  descriptions.check_supported(
     config,
     model_type='bert',
     position_embedding_type='absolute',

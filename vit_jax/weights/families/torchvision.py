@@ -25,15 +25,15 @@ OLD_NAMES = (
 HEADS = {768: 12, 1024: 16, 1280: 16}
 
 
-def is_in(names: Iterable[str]) -> bool:
+def is_torchvision(names: Iterable[str]) -> bool:
   """Returns whether the names of a state dict are torchvision's."""
   return 'conv_proj.weight' in names
 
 
-def completed(
+def complete(
   description: descriptions.Description, flat: dict[str, np.ndarray]
 ) -> descriptions.Description:
-  """Returns a description with torchvision's GELU and the heads of its models.
+  """Adds torchvision's GELU, and the heads of its models, to a description.
 
   The arrays in `flat` already have timm's names.
   """

@@ -26,6 +26,17 @@ _MAP = 'MAPHead_0/'
 # Leaves that tell fields of a model.
 _POOLING, _POOL_NORM = f'{_MAP}probe', 'pool_norm/scale'
 _FIRST_NORM = 'Transformer/first_norm/scale'
+# Parts of names, here and elsewhere, that tell the variant of a model.
+_GATES = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|gate_proj|weights_in|fc1_g|w12)\.')
+_LAYER_SCALE = re.compile('LayerScale|layer_scale')
+_LEARNED_POSITIONS = re.compile('pos_embedding|position_embeddings')
+# By `classifier`, see `Classifiers.describe`.
+_POOLING_PHRASES = {
+  'gap': ', mean pooling',
+  'map': ', attention pooling',
+  'token_gap': ', class token, mean pooling',
+  'token_map': ', class token, attention pooling',
+}
 _DEFAULTS = dict(schema.defaults(model_configs.Transformer))
 # Fields of an encoder that the original lacks.
 VARIATIONS = (
@@ -70,6 +81,7 @@ _PROGRAMS = {
   'npz': _Program(positions=_PLAIN_POSITIONS),
   'timm': _Program(_TIMM_FIELDS, poolings=_ONE_POOLING),
   'timm, attention pooling': _Program(('layer_scale',)),
+  'timm, registers': _Program(lacks=('distilled',)),
   'timm, hybrid': _Program(tuple(x for x in _TIMM_FIELDS if x != 'mlp')),
   'eva': _Program(_TIMM_FIELDS, poolings=_ONE_POOLING, lacks=('resnet', 'distilled')),
   'beit': _Program(
@@ -79,7 +91,10 @@ _PROGRAMS = {
   ),
   'hf': _Program(('qkv_bias',), _PLAIN_POSITIONS),
   'hf, DINOv2': _Program(
-    ('mlp', 'layer_scale'), _PLAIN_POSITIONS, needs=('layer_scale',)
+    ('mlp', 'layer_scale'),
+    _PLAIN_POSITIONS,
+    lacks=('distilled',),
+    needs=('layer_scale',),
   ),
   'hf, DINOv3': _Program(
     ('mlp', 'layer_scale', 'qkv_bias'),
@@ -154,7 +169,9 @@ _TIMM_RESNET = 'patch_embed.backbone.'
 _UNITS, _TIMM_UNITS = 'block{1}/unit{1}/', 'stages.{0}.blocks.{0}.'
 
 
-def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.Naming:
+def _timm_naming(
+  root: str = f'{_TIMM_RESNET}stem.', gated: bool = False
+) -> leaves.Naming:
   """Returns timm's naming; `root`: prefix of a hybrid's first convolution."""
   layer = (*leaves.column(_LAYER, 0), *dino.mlp(*_MLP[0], gated), *_TIMM_LAYER)
   return leaves.Naming(
@@ -189,7 +206,10 @@ def _of_timm(root: str = f'{_TIMM_RESNET}stem.', gated: bool = False) -> leaves.
   )
 
 
-_TIMM, _TIMM_GATED = _of_timm(), _of_timm(gated=True)
+_TIMM = _timm_naming()
+_TIMM_GATED = _timm_naming(gated=True)
+# timm's Eva and Beit have gates in layers of their own.
+_EVA_GATED = _TIMM_GATED._replace(joined=_TIMM.joined)
 _HF = leaves.Naming(
   'hf',
   _TIMM.model_name,
@@ -232,19 +252,22 @@ def varied(encoder: Mapping[str, Any]) -> dict[str, Any]:
 def _programs(config: Mapping[str, Any], to: str) -> list[_Program]:
   """Returns what has to hold a model in a format."""
   encoder = config.get('transformer') or {}
-  if to == 'hf' and encoder.get('position_embedding') == 'rope':
-    return [_PROGRAMS['hf, DINOv3']]
-  if to == 'hf' and (
-    config.get('registers') or not {'mlp', 'layer_scale'}.isdisjoint(varied(encoder))
-  ):
-    return [_PROGRAMS['hf, DINOv2']]
-  if to != 'timm':
-    return [_PROGRAMS[to]]
-  names = [eva.holds(config) or 'timm']
-  if config.get('classifier') in ('map', 'token_map'):
-    names.append('timm, attention pooling')
-  if config.get('resnet'):
-    names.append('timm, hybrid')
+  registers = config.get('registers')
+  names = [to]
+  if to == 'hf':
+    has_dino_fields = not {'mlp', 'layer_scale'}.isdisjoint(varied(encoder))
+    if encoder.get('position_embedding') == 'rope':
+      names = ['hf, DINOv3']
+    elif registers or has_dino_fields:
+      names = ['hf, DINOv2']
+  elif to == 'timm':
+    names = [eva.class_in_timm(config) or 'timm']
+    if config.get('classifier') in ('map', 'token_map'):
+      names.append('timm, attention pooling')
+    if config.get('resnet'):
+      names.append('timm, hybrid')
+    if registers:
+      names.append('timm, registers')
   return [_PROGRAMS[name] for name in names]
 
 
@@ -282,39 +305,36 @@ class Classifiers(base.Family):
   }
   namings = {  # noqa: RUF012
     'timm': _TIMM,
-    'bare root': _of_timm(_TIMM_RESNET),
+    'bare root': _timm_naming(_TIMM_RESNET),
     'hf': _HF,
     'bit': _BIT,
     'timm, gated': _TIMM_GATED,
-    # timm's Eva and Beit, whose gates are layers of their own.
-    **dict.fromkeys(('eva', 'beit'), _TIMM),
-    **dict.fromkeys(
-      ('eva, gated', 'beit, gated'), _TIMM_GATED._replace(joined=_TIMM.joined)
-    ),
+    'eva': _TIMM,
+    'beit': _TIMM,
+    'eva, gated': _EVA_GATED,
+    'beit, gated': _EVA_GATED,
     'dino': dino.naming(gated=False),
     'dino, gated': dino.naming(gated=True),
     'dino 3': dino.NAMING_3,
   }
 
   def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
-    """A hybrid of a single convolution has no 'stem.' in its names."""
     if is_bit(names):
       return self.namings['bit']
-    gated = ', gated' if _is_gated(names) else ''
-    if naming == 'hf' and any(re.search('LayerScale|layer_scale', x) for x in names):
-      learned = any(re.search('pos_embedding|position_embeddings', x) for x in names)
-      return self.namings[f'dino{gated}' if learned else 'dino 3']
-    if gated:
-      return self.namings[f'{naming}{gated}']
-    bare = f'{_TIMM_RESNET}conv.weight' in names or (
-      'conv_root/kernel' in names
-      and not any(name.startswith('block1/') for name in names)
-    )
-    return self.namings['bare root' if naming == 'timm' and bare else naming]
+    is_gated = _is_gated(names)
+    if naming == 'hf' and _has_layer_scale(names):
+      if not any(_LEARNED_POSITIONS.search(name) for name in names):
+        return self.namings['dino 3']
+      return self.namings['dino, gated' if is_gated else 'dino']
+    if is_gated:
+      return self.namings[f'{naming}, gated']
+    if naming == 'timm' and _has_bare_root(names):
+      return self.namings['bare root']
+    return self.namings[naming]
 
   def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
     encoder = config.get('transformer') or {}
-    flat = {**config, **{f'transformer.{key}': x for key, x in encoder.items()}}
+    fields = {**config, **{f'transformer.{key}': x for key, x in encoder.items()}}
     position = encoder.get('position_embedding', 'learned_1d')
     classifier = config.get('classifier', 'token')
     missing = {}
@@ -326,8 +346,8 @@ class Classifiers(base.Family):
         if encoder.get(key) is None:
           missing[f'transformer.{key}'] = None
       for key in program.lacks:
-        if flat.get(key):
-          missing[key] = flat[key]
+        if fields.get(key):
+          missing[key] = fields[key]
       if position not in program.positions:
         missing['transformer.position_embedding'] = position
       if classifier not in program.poolings:
@@ -335,54 +355,34 @@ class Classifiers(base.Family):
     return [f'{key}={value}' for key, value in missing.items()]
 
   def naming_of(self, config: Mapping[str, Any], to: str) -> str:
-    return (eva.holds(config) if to == 'timm' else None) or to
+    timm_class = eva.class_in_timm(config) if to == 'timm' else None
+    return timm_class or to
 
   def load(
-    self,
-    flat: dict[str, np.ndarray],
-    naming: str,
-    num_heads: int | tuple[int, ...] | None,
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
   ) -> dict[str, np.ndarray]:
-    arrays = dino.with_key_biases(super().load(flat, naming, num_heads))
-    if _FIRST_NORM in arrays and 'embedding/kernel' in arrays:
-      kernel = arrays['embedding/kernel']
-      arrays.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
-    return arrays
+    params = dino.with_key_biases(super().load(flat, naming, num_heads))
+    if _FIRST_NORM in params and 'embedding/kernel' in params:
+      kernel = params['embedding/kernel']
+      params.setdefault('embedding/bias', np.zeros(kernel.shape[-1], kernel.dtype))
+    return params
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+    if naming == 'timm':
+      return super().dump(_for_timm(flat), naming)
+    if naming in ('eva', 'beit'):
+      return eva.rename_for_timm(super().dump(_for_timm(flat), naming), naming)
+    if _has_layer_scale(flat):
+      state = super().dump(flat, naming)
+      table = self.naming(naming, flat)
+      return dino.with_placeholders(state, table, 'register_tokens' in flat)
     kind = vit_files.hf_type(flat)
-    table = self.naming(naming, flat)
-    if table is _HF and kind is None:
-      raise ValueError(
-        f'{_HF.program} has no ViT without class token and position embeddings, no '
-        'Mixer and no ResNet: write this model for timm, or as a run (--to)'
-      )
-    if {'dist', 'register_tokens'} <= set(flat):
-      raise ValueError(
-        'no program has a distillation token and registers in one model: write it as '
-        'a run (--to=workdir)'
-      )
-    timm = naming in ('timm', 'eva', 'beit')
-    if timm and {'cls', 'register_tokens', _POSEMB} <= set(flat):
-      # timm adds no position to the class token where there are registers.
-      first, table = np.split(flat[_POSEMB], [1], axis=1)
-      flat = {**flat, 'cls': flat['cls'] + first, _POSEMB: table}
-    if timm and _FIRST_NORM in flat:
-      flat = dict(flat)
-      if flat.pop('embedding/bias').any():
-        raise ValueError(
-          "'embedding/bias' is not zero, and timm has no bias there in models with a "
-          'norm before the first layer: write this model as a run (--to)'
-        )
     state = super().dump(flat, naming)
-    if timm:
-      return state if naming == 'timm' else eva.of_state(state, naming)
-    if table is not _HF:
-      return dino.completed(state, table, 'register_tokens' in flat)
     if kind == 'deit':
       leaves.rename(state, ((r'^classifier\.', 'cls_classifier.'),))
     # transformers puts all names except the heads' under the model's type.
-    return {re.sub(r'^(?!\w*classifier\.)', f'{kind}.', k): x for k, x in state.items()}
+    leaves.rename(state, ((r'^(?!\w*classifier\.)', f'{kind}.'),))
+    return state
 
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], fields: Mapping[str, Any]
@@ -410,23 +410,17 @@ class Classifiers(base.Family):
       'ViT of {num_layers} layers, width {width}, MLP {mlp_dim}, {num_heads} heads, '
       'patches {patch}'
     )
-    transformer = fields['transformer']
-    text = form.format(**transformer, width=fields['hidden_size'], patch=patch)
+    encoder = fields['transformer']
+    text = form.format(**encoder, width=fields['hidden_size'], patch=patch)
     if 'resnet' in fields:
       text = f'R{fields["resnet"]["num_layers"]}+{text}'
-    all_fields = {**transformer, **fields}
+    all_fields = {**encoder, **fields}
     for key in (*VARIATIONS, 'first_norm', 'pool_norm', 'distilled'):
       if key in all_fields:
         text += f', {key}={all_fields[key]}'
     if 'registers' in fields:
       text += f', {fields["registers"]} registers'
-    poolings = {
-      'gap': ', mean pooling',
-      'map': ', attention pooling',
-      'token_gap': ', class token, mean pooling',
-      'token_map': ', class token, attention pooling',
-    }
-    return text + poolings.get(fields['classifier'], '')
+    return text + _POOLING_PHRASES.get(fields['classifier'], '')
 
   def read_description(
     self,
@@ -436,21 +430,24 @@ class Classifiers(base.Family):
     naming: str,
   ) -> descriptions.Description:
     table = self.naming(naming, flat)
-    is_eva, is_torchvision = eva.is_eva(flat), torchvision.is_in(flat)
+    has_eva_names = eva.is_eva(flat)
+    has_torchvision_names = torchvision.is_torchvision(flat)
     leaves.prepare(flat, table)
-    config = sibling('config.json')
-    if naming == 'hf':
-      read = dino.from_hf_3 if table is dino.NAMING_3 else dino.from_hf
+
+    def describe(config: Mapping[str, Any]) -> descriptions.Description:
+      if naming != 'hf':
+        return vit_files.from_timm(config, flat, has_eva_names)
       if table is _HF:
-        read = vit_files.from_hf
-        _read_first_token(flat)
-      description = descriptions.read(config, read)
-    else:
-      description = descriptions.read(
-        config, lambda fields: vit_files.from_timm(fields, flat, is_eva)
-      )
-    if is_torchvision:
-      description = torchvision.completed(description, flat)
+        return vit_files.from_hf(config)
+      if table is dino.NAMING_3:
+        return dino.from_hf_3(config)
+      return dino.from_hf(config)
+
+    if table is _HF:
+      _read_first_token(flat)
+    description = descriptions.read(sibling('config.json'), describe)
+    if has_torchvision_names:
+      description = torchvision.complete(description, flat)
     _add_positions(flat, description.image_size)
     if is_bit(flat):
       return description._replace(model={'eps': 'timm'})
@@ -481,8 +478,9 @@ class Classifiers(base.Family):
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     if to == 'hf':
       is_dino = model.config.transformer.get('layer_scale') is not None
-      return (dino if is_dino else vit_files).of_hf(model)
-    fields, notes = vit_files.of_timm(model)
+      describe = dino.hf_description if is_dino else vit_files.hf_description
+      return describe(model)
+    fields, notes = vit_files.timm_description(model)
     timm_config: dict[str, Any] = {'eps': 'timm'}  # For a BiT ResNet.
     if 'transformer' in model.config:
       eps = eva.eps(eva.architecture(fields['config.json']))
@@ -513,36 +511,68 @@ def _add_positions(
 ) -> None:
   """Adds zero positions of a timm model's first tokens; registers absorb theirs."""
   table = flat.get('pos_embed')
-  if table is None or _is_hybrid(flat):
+  if table is None or table.ndim != 3 or _is_hybrid(flat):
     return
   patches = None
   if image_size is not None:
     sides = flat['patch_embed.proj.weight'].shape[2:]
     patches = math.prod(n // side for n, side in zip(image_size, sides))
-  first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
-  if table.ndim == 3 and 'reg_token' in flat:
-    rows, count = table.shape[1], first + flat['reg_token'].shape[1]
-    is_grid = lambda number: (
-      number > 0
-      and (math.isqrt(number) ** 2 == number if patches is None else number == patches)
+  rows = table.shape[1]
+  num_first = sum(f'{name}_token' in flat for name in ('cls', 'dist'))
+  if 'reg_token' not in flat:
+    if rows != patches:
+      return
+  elif not _is_grid(rows, patches):
+    num_tokens = num_first + flat['reg_token'].shape[1]
+    if _is_grid(rows - num_first, patches):  # As DINOv2's authors have them.
+      return
+    if _is_grid(rows - num_tokens, patches):
+      flat['reg_token'] = flat['reg_token'] + table[:, num_first:num_tokens]
+      flat['pos_embed'] = np.delete(table, slice(num_first, num_tokens), axis=1)
+      return
+  flat['pos_embed'] = np.pad(table, ((0, 0), (num_first, 0), (0, 0)))
+
+
+def _is_grid(rows: int, patches: int | None) -> bool:
+  """Returns whether rows are those of the patches, of a square if they are unknown."""
+  if patches is not None:
+    return rows == patches
+  return rows > 0 and math.isqrt(rows) ** 2 == rows
+
+
+def _for_timm(flat: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+  """Returns arrays that compute the same in timm, which lacks some of them."""
+  flat = dict(flat)
+  if {'cls', 'register_tokens', _POSEMB} <= flat.keys():
+    # timm adds no position to the class token where there are registers.
+    first, table = np.split(flat[_POSEMB], [1], axis=1)
+    flat['cls'] = flat['cls'] + first
+    flat[_POSEMB] = table
+  if _FIRST_NORM in flat and flat.pop('embedding/bias').any():
+    raise ValueError(
+      "'embedding/bias' is not zero, and timm has no bias there in models with a "
+      'norm before the first layer: write this model as a run (--to)'
     )
-    if is_grid(rows - first) and not is_grid(rows):  # As DINOv2's authors have them.
-      return
-    if is_grid(rows - count) and not is_grid(rows):
-      flat['reg_token'] = flat['reg_token'] + table[:, first:count]
-      flat['pos_embed'] = np.delete(table, slice(first, count), axis=1)
-      return
-  if table.ndim == 3 and ('reg_token' in flat or table.shape[1] == patches):
-    flat['pos_embed'] = np.pad(table, ((0, 0), (first, 0), (0, 0)))
+  return flat
+
+
+def _has_layer_scale(names: Iterable[str]) -> bool:
+  return any(_LAYER_SCALE.search(name) for name in names)
+
+
+def _has_bare_root(names: Iterable[str]) -> bool:
+  """Returns whether a hybrid's ResNet is only a convolution, without 'stem.' in timm."""
+  if 'conv_root/kernel' in names:
+    return not any(name.startswith('block1/') for name in names)
+  return f'{_TIMM_RESNET}conv.weight' in names
 
 
 def _is_gated(names: Mapping[str, Any]) -> bool:
   """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
-  gates = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|gate_proj|weights_in|fc1_g|w12)\.')
-  if any(map(gates.search, names)):
+  if any(_GATES.search(name) for name in names):
     return True
   first, last = 'blocks.0.mlp.fc1.weight', 'blocks.0.mlp.fc2.weight'
-  if not {first, last} <= set(names):
+  if first not in names or last not in names:
     return False
   return names[first].shape[:1] == tuple(2 * n for n in names[last].shape[-1:])
 
@@ -553,33 +583,31 @@ def _is_hybrid(names: Iterable[str]) -> bool:
 
 def _vit_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   down, across, _, width = flat['embedding/kernel']
-  first, pooled = 'cls' in flat, _POOLING in flat
-  pooling = {(1, 0): 'token', (1, 1): 'token_map', (0, 1): 'map', (0, 0): 'gap'}
-  pooling = pooling[first, pooled]
-  if pooling == 'token' and _POOL_NORM in flat and 'dist' not in flat:
-    pooling = 'token_gap'
-  pre_logits = flat.get('pre_logits/kernel', flat.get('head/kernel', ()))
-  if pooling == 'token' and pre_logits[:1] == (2 * width,):
-    pooling = 'token_with_gap'
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
-  block += 'row/' if f'{block}row/LayerNorm_0/scale' in flat else ''
+  if f'{block}row/LayerNorm_0/scale' in flat:
+    block += 'row/'
+  encoder = {
+    'num_layers': num_layers,
+    'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
+    'num_heads': flat[f'{block}{_ATTENTION}/query/kernel'][1],
+    **_position_fields(flat),
+    **_variations(flat),
+  }
+  if _FIRST_NORM in flat:
+    encoder['first_norm'] = True
   sizes = {
     'patches': {'size': (down, across)},
     'hidden_size': width,
-    'transformer': {
-      'num_layers': num_layers,
-      'mlp_dim': flat[f'{block}MlpBlock_0/Dense_0/kernel'][1],
-      'num_heads': flat[f'{block}{_ATTENTION}/query/kernel'][1],
-      **_position_fields(flat),
-      **({'first_norm': True} if _FIRST_NORM in flat else {}),
-      **_variations(flat),
-    },
-    'classifier': pooling,
-    **({'pool_norm': True} if _POOL_NORM in flat else {}),
-    **({'distilled': True} if 'dist' in flat else {}),
-    **({'registers': flat['register_tokens'][1]} if 'register_tokens' in flat else {}),
+    'transformer': encoder,
+    'classifier': _classifier(flat, width),
   }
+  if _POOL_NORM in flat:
+    sizes['pool_norm'] = True
+  if 'dist' in flat:
+    sizes['distilled'] = True
+  if 'register_tokens' in flat:
+    sizes['registers'] = flat['register_tokens'][1]
   if 'pre_logits/kernel' in flat:
     sizes['representation_size'] = flat['pre_logits/kernel'][1]
   if 'conv_root/kernel' in flat:
@@ -588,6 +616,20 @@ def _vit_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
       'width_factor': flat['conv_root/kernel'][-1] // 64,
     }
   return sizes
+
+
+def _classifier(flat: Mapping[str, tuple[int, ...]], width: int) -> str:
+  """Returns the `classifier` of a ViT for tokens of a width."""
+  has_cls = 'cls' in flat
+  if _POOLING in flat:
+    return 'token_map' if has_cls else 'map'
+  if not has_cls:
+    return 'gap'
+  if _POOL_NORM in flat and 'dist' not in flat:
+    return 'token_gap'
+  # The first layer after pooling.
+  kernel = flat.get('pre_logits/kernel', flat.get('head/kernel', ()))
+  return 'token_with_gap' if kernel[:1] == (2 * width,) else 'token'
 
 
 def _variations(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -620,18 +662,17 @@ def _position_fields(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   Parameters cannot distinguish 'stem' from 'shared', nor 'sincos2d' from 'none'.
   """
   if _POSEMB in flat:
-    if len(flat[_POSEMB]) != 3:
-      raise ValueError(f'{_POSEMB} has the shape {flat[_POSEMB]}')
     return {}
-  for leaf, kind, one in (
+  for leaf, kind, layers in (
     ('pos_embedding', 'learned_1d', 'stem'),
     ('x_embedding', 'learned_2d', 'stem'),
     ('relative_embedding', 'relative', 'shared'),
     ('relative_bias', 'relative_bias', 'shared'),
   ):
-    for name, layers in (('posembed_input', one), ('posembed_0', 'every')):
-      if f'Transformer/{name}/{leaf}' in flat:
-        return {'position_embedding': kind, 'position_layers': layers}
+    if f'Transformer/posembed_input/{leaf}' in flat:
+      return {'position_embedding': kind, 'position_layers': layers}
+    if f'Transformer/posembed_0/{leaf}' in flat:
+      return {'position_embedding': kind, 'position_layers': 'every'}
   return {'add_position_embedding': False}
 
 

@@ -85,7 +85,7 @@ _HF_GELUS = {**_TIMM_GELUS, 'tanh': 'gelu_pytorch_tanh'}
 
 def from_hf(config: Mapping[str, Any]) -> descriptions.Description:
   """Returns what config.json of Hugging Face says."""
-  descriptions.only(config, pooler_act='tanh')
+  descriptions.check_supported(config, pooler_act='tanh')
   gelu = 'gelu' if config else None
   return descriptions.Description(
     dict(transformer=from_hf_encoder(config, gelu, 1e-12)),
@@ -115,67 +115,80 @@ def hf_encoder(encoder: ml_collections.ConfigDict, width: int) -> dict:
 
 
 def from_timm(
-  config: Mapping[str, Any], flat: dict[str, np.ndarray], is_eva: bool = False
+  config: Mapping[str, Any], flat: dict[str, np.ndarray], has_eva_names: bool = False
 ) -> descriptions.Description:
-  """Returns what config.json of timm says about weights with these arrays by name.
+  """Returns what config.json of timm says about weights.
 
-  `is_eva`: see eva.from_timm, which may change arrays. GELU and heads are None unless a
-  field or the model's name gives them. ValueError if no model of this package pools as
-  its `global_pool` says.
+  GELU and heads are None unless a field or the model's name gives them.
+
+  Args:
+    config: config.json.
+    flat: arrays by name; see eva.from_timm, which may change them.
+    has_eva_names: see eva.from_timm.
+
+  Raises:
+    ValueError: if no model of this package pools as its `global_pool` says.
   """
   field = descriptions.field
   args = field(config, 'model_args', dict, {})
   pretrained = field(config, 'pretrained_cfg', dict, {})
   name = eva.architecture(config)
-  if '_rpn_' in name:
-    raise ValueError(
-      f"architecture is '{name}', whose layers end with their norms, but this package "
-      'has only models whose layers begin with them'
-    )
-  usual = _TIMM_USUAL.fullmatch(name)
-  heads = _TIMM_HEADS.get(name, _TIMM_HEADS.get(usual[1]) if usual else None)
-  gelu = None
-  if heads:
-    gelus = (gelu for part, gelu in _TIMM_NAMED_GELUS if re.search(part, name))
-    gelu = next(gelus, 'gelu')
+  heads = _usual_heads(name)
+  gelu = None if heads is None else _usual_gelu(name)
   gelu = field(args, 'act_layer', Literal[*GELUS], gelu)
-  shape = field(pretrained, 'input_size', _Shape)
   num_heads = field(args, 'num_heads', schema.Count, heads)
-  names = (field(x, 'label_names', tuple[str, ...]) for x in (config, pretrained))
+  encoder = {
+    'gelu': GELUS.get(gelu),
+    'norm_eps': eva.eps(name),
+    **eva.from_timm(config, flat, has_eva_names, num_heads),
+  }
+  class_names = field(config, 'label_names', tuple[str, ...])
+  if not class_names:
+    class_names = field(pretrained, 'label_names', tuple[str, ...])
+  input_size = field(pretrained, 'input_size', _Shape)
+  size = field(args, 'img_size', schema.Size, input_size and input_size[1:])
   return descriptions.Description(
-    {
-      'transformer': {
-        'gelu': GELUS.get(gelu),
-        'norm_eps': eva.eps(name),
-        **eva.from_timm(config, flat, is_eva, num_heads),
-      },
-      **_timm_pooling({**config, **args}, flat),
-    },
-    next((tuple(x) for x in names if x), None),
-    pair(field(args, 'img_size', schema.Size, shape and shape[1:])),
+    model={'transformer': encoder, **_timm_pooling({**config, **args}, flat)},
+    class_names=tuple(class_names) if class_names else None,
+    image_size=pair(size),
     num_heads=num_heads,
   )
+
+
+def _usual_heads(name: str) -> int | None:
+  """Returns the number of heads of timm's model of this name, if it determines it."""
+  if name in _TIMM_HEADS:
+    return _TIMM_HEADS[name]
+  usual = _TIMM_USUAL.fullmatch(name)
+  return _TIMM_HEADS.get(usual[1]) if usual else None
+
+
+def _usual_gelu(name: str) -> str:
+  for pattern, gelu in _TIMM_NAMED_GELUS:
+    if re.search(pattern, name):
+      return gelu
+  return 'gelu'
 
 
 def _timm_pooling(config: Mapping[str, Any], names: Container[str]) -> dict[str, str]:
   """Returns the field of a model that pools as `global_pool`, unless it is usual."""
   if 'stem.conv.weight' in names:  # BiT.
-    descriptions.only(config, global_pool='avg')
+    descriptions.check_supported(config, global_pool='avg')
     return {}
-  descriptions.only(config, pool_include_prefix=False)
-  cls, norm = ('cls_token' in names), ('fc_norm.weight' in names)
-  kinds = {'token': 'token', 'avg': 'token_gap'} if cls else {'avg': 'gap'}
+  descriptions.check_supported(config, pool_include_prefix=False)
+  has_cls = 'cls_token' in names
   if 'attn_pool.latent' in names:
-    kinds = {'map': 'token_map' if cls else 'map'}
+    classifiers = {'map': 'token_map' if has_cls else 'map'}
+  elif has_cls:
+    classifiers = {'token': 'token', 'avg': 'token_gap'}
+  else:
+    classifiers = {'avg': 'gap'}
   # The one that vit_jax.weights.identify infers.
-  usual = 'avg' if norm and 'avg' in kinds else next(iter(kinds), None)
-  kind = descriptions.field(config, 'global_pool', str, usual)
-  if kind not in kinds:
-    raise ValueError(
-      f'global_pool is {kind!r}, but this package has only models with '
-      f'{" or ".join(map(repr, kinds))} of these layers'
-    )
-  return {} if kind == usual else {'classifier': kinds[kind]}
+  usual = next(iter(classifiers))
+  if 'fc_norm.weight' in names and 'avg' in classifiers:
+    usual = 'avg'
+  pool = descriptions.field(config, 'global_pool', Literal[*classifiers], usual)
+  return {} if pool == usual else {'classifier': classifiers[pool]}
 
 
 def scaled(model: Any, part: str | None = None) -> Any:
@@ -187,13 +200,20 @@ def scaled(model: Any, part: str | None = None) -> Any:
     return model
   # (x / 2 + 0.5 - mean) / std for pixels x from -1 to 1.
   tower = model.params[part] if part else model.params
-  old = tower['embedding']
-  kernel = np.asarray(old['kernel'], np.float64)  # [p, q, C, D].
-  mean, std = map(np.asarray, model.preparation.by_channel(kernel.shape[2]).values())
-  bias = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
-  new = {'kernel': kernel * (0.5 / std)[:, None], 'bias': old['bias'] + bias}
-  new = {name: x.astype(old[name].dtype) for name, x in new.items()}
-  params = {**tower, 'embedding': new}
+  embedding = tower['embedding']
+  kernel = np.asarray(embedding['kernel'], np.float64)  # [p, q, C, D].
+  values = model.preparation.by_channel(kernel.shape[2])
+  mean, std = np.asarray(values['mean']), np.asarray(values['std'])
+  shift = np.einsum('pqcd,c->d', kernel, (0.5 - mean) / std)
+  scaled_kernel = kernel * (0.5 / std)[:, None]
+  bias = embedding['bias'] + shift
+  params = {
+    **tower,
+    'embedding': {
+      'kernel': scaled_kernel.astype(embedding['kernel'].dtype),
+      'bias': bias.astype(embedding['bias'].dtype),
+    },
+  }
   return model._replace(
     params={**model.params, part: params} if part else params,
     preparation=model.preparation.unscaled(),
@@ -219,7 +239,7 @@ def image_size(
   tokens = _tokens(params)
   size = file_size or square(tokens, config)
   grid = models.patch_grid(config, size)
-  if None not in (tokens, grid) and math.prod(grid) != tokens:
+  if tokens is not None and grid is not None and math.prod(grid) != tokens:
     raise ValueError(
       f'image_size={size[0]},{size[1]} makes {grid[0]} x {grid[1]} patches, but '
       f'the weights are for {tokens}: pass the size of the images '
@@ -234,9 +254,9 @@ def square(tokens: int | None, config: ml_collections.ConfigDict) -> tuple[int, 
     return (_USUAL_SIZE, _USUAL_SIZE)
   side = 14 if tokens is None else math.isqrt(tokens)
   # Many patches, so that all strides divide the image.
-  image = tuple(2**10 * size for size in config.patches.size)
-  grid = models.patch_grid(config, image)
-  return tuple(side * size // count for size, count in zip(image, grid))
+  height, width = (2**10 * size for size in config.patches.size)
+  down, across = models.count_patches(config, (height, width))
+  return side * height // down, side * width // across
 
 
 def _tokens(params: Mapping[str, Any]) -> int | None:
@@ -249,29 +269,34 @@ def _tokens(params: Mapping[str, Any]) -> int | None:
   return None if posemb is None else posemb.shape[1] - positions.class_tokens(flat)
 
 
-def of_timm(model: Any) -> tuple[dict[str, dict], list[str]]:
+def timm_description(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns timm's JSON files of a model by name, and notes for the user."""
   config = model.config
-  bit = config.get('kind') == 'bit'
-  architecture, args = (_timm_bit if bit else _timm_vit)(model)
+  if config.get('kind') == 'bit':
+    architecture, args = _timm_bit(model)
+    num_features = model.params['norm-pre-head']['scale'].size
+    classifier: str | list[str] = 'head.fc'
+  else:
+    architecture, args = _timm_vit(model)
+    num_features = config.hidden_size
+    classifier = ['head', 'head_dist'] if 'head_dist' in model.params else 'head'
   channels = leaves.channels(model.params)
   prepared, notes = preparation.to_timm(model.preparation, model.image_size, channels)
-  norm = model.params['norm-pre-head'] if bit else None
-  heads = [name for name in ('head', 'head_dist') if name in model.params]
   fields = dict(
     architecture=architecture,
     num_classes=model.num_classes,
-    num_features=norm['scale'].size if bit else config.hidden_size,
+    num_features=num_features,
     global_pool=args['global_pool'],
     model_args=args,
     pretrained_cfg=dict(
       num_classes=model.num_classes,
       **prepared,
       first_conv=None,
-      classifier='head.fc' if bit else heads if len(heads) > 1 else 'head',
+      classifier=classifier,
     ),
-    **({'label_names': model.class_names} if model.class_names else {}),
   )
+  if model.class_names:
+    fields['label_names'] = model.class_names
   if 'pre_logits' in model.params and model.num_classes:
     notes.append(
       'timm ignores the pre-logits layer, though it is in the file: its logits '
@@ -283,34 +308,11 @@ def of_timm(model: Any) -> tuple[dict[str, dict], list[str]]:
 def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a ViT or hybrid, and its arguments there."""
   config, encoder = model.config, model.config.transformer
-  # Names with the epsilon of norms, which is not an argument.
-  architecture = 'vit_base_patch16_224'
-  if encoder.get('norm_eps') == 1e-5:
-    architecture = 'vit_base_patch16_clip_224'
-  if config.get('distilled'):
-    architecture = 'deit_base_distilled_patch16_224'
-  if config.get('resnet') is not None:
-    units = tuple(config.resnet.num_layers or ())
-    sizes = (units, config.hidden_size, _one(config.patches.size))
-    if sizes not in _TIMM_HYBRIDS:
-      raise ValueError(
-        f'timm has no hybrid of {units} units, width {sizes[1]} and patches '
-        f'{sizes[2]}: it has {sorted(_TIMM_HYBRIDS.values())} (--to)'
-      )
-    architecture = _TIMM_HYBRIDS[sizes]
-  hidden, extra_args = encoder.mlp_dim, {}
-  gated = encoder.get('mlp') == 'swiglu'
-  if gated:  # Only an architecture can say so.
-    architecture, hidden = 'vit_giant_patch14_dinov2', 2 * hidden
-  else:
-    extra_args['act_layer'] = _TIMM_GELUS[encoder.get('gelu', 'tanh')]
-  if gated or encoder.get('layer_scale'):
-    extra_args['init_values'] = encoder.get('layer_scale')
-  if registers := config.get('registers'):
-    extra_args.update(reg_tokens=registers, no_embed_class=True)
+  is_gated = encoder.get('mlp') == 'swiglu'
+  hidden = 2 * encoder.mlp_dim if is_gated else encoder.mlp_dim
   args = dict(
     img_size=model.image_size,
-    patch_size=_one(config.patches.size),
+    patch_size=_one_if_equal(config.patches.size),
     embed_dim=config.hidden_size,
     depth=encoder.num_layers,
     num_heads=encoder.num_heads,
@@ -323,9 +325,38 @@ def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
     pre_norm=bool(encoder.get('first_norm')),
     qkv_bias=encoder.get('qkv_bias', True),
     qk_norm=bool(encoder.get('qk_norm')),
-    **extra_args,
   )
-  return eva.of_timm(config, args) if eva.holds(config) else (architecture, args)
+  if not is_gated:
+    args['act_layer'] = _TIMM_GELUS[encoder.get('gelu', 'tanh')]
+  if is_gated or encoder.get('layer_scale'):
+    args['init_values'] = encoder.get('layer_scale')
+  if registers := config.get('registers'):
+    args['reg_tokens'] = registers
+    args['no_embed_class'] = True
+  if eva.class_in_timm(config) is not None:
+    return eva.timm_arguments(config, args)
+  return _timm_architecture(config), args
+
+
+def _timm_architecture(config: ml_collections.ConfigDict) -> str:
+  """Returns a name in timm that says what is not an argument: MLP, epsilon, ResNet."""
+  encoder = config.transformer
+  if encoder.get('mlp') == 'swiglu':
+    return 'vit_giant_patch14_dinov2'
+  if config.get('resnet') is not None:
+    units = tuple(config.resnet.num_layers or ())
+    sizes = (units, config.hidden_size, _one_if_equal(config.patches.size))
+    if sizes not in _TIMM_HYBRIDS:
+      raise ValueError(
+        f'timm has no hybrid of {units} units, width {sizes[1]} and patches '
+        f'{sizes[2]}: it has {sorted(_TIMM_HYBRIDS.values())} (--to)'
+      )
+    return _TIMM_HYBRIDS[sizes]
+  if config.get('distilled'):
+    return 'deit_base_distilled_patch16_224'
+  if encoder.get('norm_eps') == 1e-5:
+    return 'vit_base_patch16_clip_224'
+  return 'vit_base_patch16_224'
 
 
 def _timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
@@ -347,64 +378,67 @@ def _timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
   )
 
 
-def hf_type(paths: Container[str]) -> str | None:
-  """Returns the `model_type` in Hugging Face of a model by its paths, if it has one."""
+def hf_type(paths: Container[str]) -> str:
+  """Returns the `model_type` in Hugging Face of a model by its paths."""
   for leaf, kind in (('dist', 'deit'), ('cls', 'vit'), (_POSEMB, 'ijepa')):
     if leaf in paths:
       return kind
-  return None
+  raise ValueError(
+    "Hugging Face's transformers has no ViT without class token and position "
+    'embeddings, no Mixer and no ResNet: write this model for timm, or as a run (--to)'
+  )
 
 
-def of_hf(model: Any) -> tuple[dict[str, dict], list[str]]:
+def hf_description(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns Hugging Face's JSON files of a ViT by name, and notes."""
   config = model.config
   kind = hf_type(flax.traverse_util.flatten_dict(model.params, sep='/'))
-  pooled = 'pre_logits' in model.params
-  if config.classifier not in ('token', 'gap') or (pooled and kind != 'vit'):
+  has_pre_logits = 'pre_logits' in model.params
+  if config.classifier not in ('token', 'gap') or (has_pre_logits and kind != 'vit'):
+    layer = ' and a pre-logits layer' if has_pre_logits else ''
     raise ValueError(
       f"Hugging Face's transformers have no {kind} with classifier="
-      f"'{config.classifier}'{' and a pre-logits layer' if pooled else ''}: write this "
-      'model for timm, or as a run (--to)'
+      f"'{config.classifier}'{layer}: write this model for timm, or as a run (--to)"
     )
-  has_classifier = model.num_classes and not pooled
-  bare, classes = _HF_CLASSES[kind]
+  has_classifier = model.num_classes and not has_pre_logits
+  bare_class, classifier_class = _HF_CLASSES[kind]
   files = hf_files(
     model,
     model_type=kind,
-    architectures=[classes if has_classifier else bare],
+    architectures=[classifier_class if has_classifier else bare_class],
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     **descriptions.label_fields(model),
   )
   notes = []
-  if pooled and model.num_classes:
+  if has_pre_logits and model.num_classes:
     notes.append(
       'ViTForImageClassification has no pre-logits layer: load it as ViTModel, '
       'whose pooler_output is the pre-logits; the head is in the file'
     )
   elif not has_classifier:
-    notes.append(f'load it as {bare}(Config): the model has no classifier')
+    notes.append(f'load it as {bare_class}(Config): the model has no classifier')
   return files, notes
 
 
 def hf_files(model: Any, **fields: Any) -> dict[str, dict]:
   """Returns Hugging Face's JSON files of a ViT by name; `fields` are its own."""
   config = model.config
+  channels = leaves.channels(model.params)
   fields = dict(
     **hf_encoder(config.transformer, config.hidden_size),
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
     qkv_bias=config.transformer.get('qkv_bias', True),
-    image_size=_one(model.image_size),
-    patch_size=_one(config.patches.size),
-    num_channels=leaves.channels(model.params),
+    image_size=_one_if_equal(model.image_size),
+    patch_size=_one_if_equal(config.patches.size),
+    num_channels=channels,
     **fields,
   )
-  channels = leaves.channels(model.params)
   processor = preparation.to_hf(model.preparation, model.image_size, channels)
   return {'config.json': fields, 'preprocessor_config.json': processor}
 
 
-def _one(pair: Sequence[int]) -> int | list[int]:
+def _one_if_equal(pair: Sequence[int]) -> int | list[int]:
   """Returns one number for a square, else a list of two."""
   return pair[0] if pair[0] == pair[1] else list(pair)
