@@ -21,7 +21,7 @@ def test_logits_match_timm():
   )
   torch_models.randomize(theirs)
   state = {name: value.numpy() for name, value in theirs.state_dict().items()}
-  flat = families.of({}).load(state, 'timm', None)
+  flat = families.from_config({}).load(state, 'timm', None)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
   model = models.get_model(
     'BiT-R50x1', num_classes=7, num_layers=units, width_factor=0.5

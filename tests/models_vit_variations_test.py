@@ -32,7 +32,7 @@ CASES = {
 }
 
 
-def of_timm(norm='layer', qkv_bias=True, qk_norm=False, parallel=False):
+def timm_model(norm='layer', qkv_bias=True, qk_norm=False, parallel=False):
   """Returns a timm model for images of 8 x 8, with random parameters."""
   gelu = functools.partial(torch.nn.GELU, 'tanh')
   more = {'block_fn': _PARALLEL} if parallel else {}
@@ -117,7 +117,7 @@ def ours(fields, **more):
 @pytest.mark.parametrize('case', CASES)
 def test_logits_match_timm(case):
   fields, x = CASES[case], np.asarray(tiny_models.images())
-  theirs = of_timm(**fields)
+  theirs = timm_model(**fields)
   params, model = copied(theirs.state_dict()), ours(fields)
   shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), x, train=False))
   assert jax.tree.map(np.shape, params) == jax.tree.map(np.shape, shapes['params'])

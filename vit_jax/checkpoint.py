@@ -210,7 +210,7 @@ def with_preparation(
   if stored:
     fields = stored['pp']
   else:
-    weights_by_part = paths.of_config(config)
+    weights_by_part = paths.from_config(config)
     path = weights_by_part.get('', weights_by_part.get('img'))
     if path is None:
       return config
@@ -289,7 +289,7 @@ def check_exists(config: ml_collections.ConfigDict) -> None:
     ImportError: if a package is missing; names the extra to install.
   """
   paths.check_exist(config)
-  for path in paths.of_config(config).values():
+  for path in paths.from_config(config).values():
     reading.check_packages(path)
 
 
@@ -307,7 +307,7 @@ def pretrained_weights(
   extra = extra or {}
   published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
   weights: dict[str, Any] = {}
-  for part, path in paths.of_config(config).items():
+  for part, path in paths.from_config(config).items():
     parts = sorted({*params, *extra})
     if part and part not in parts:
       raise ValueError(
@@ -322,7 +322,7 @@ def pretrained_weights(
     repeated = {name.split('/')[0] for name in loaded.keys() & weights.keys()}
     if twice := sorted(repeated & params.keys()):
       raise ValueError(
-        f'pretrained={paths.of_config(config)} names two weights for '
+        f'pretrained={paths.from_config(config)} names two weights for '
         f"'{twice[0]}/': leave out one of them (config.pretrained)"
       )
     weights |= loaded
@@ -389,7 +389,7 @@ def _transferable(
   )
   place = f'model.{key}' if key else 'model'
   if key == 'text':
-    model, place = text.config_of(model)
+    model, place = text.tower_config(model)
   kwargs.update(place=place, entry=config.pretrained_entry)
   grid = config.pretrained_grid
   prepared = None if key == 'text' else preparation.from_pp(config.pp)

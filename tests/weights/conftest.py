@@ -70,7 +70,7 @@ def good(tmp_path_factory, params):
   (folder / 'a.npz.json').write_text(json.dumps(notes))
   for name in ('timm', 'hf'):
     convert.convert(str(folder / 'a.npz'), str(folder / name), name)
-  state = families.of({}).dump(params, 'hf')
+  state = families.from_config({}).dump(params, 'hf')
   state = {k: torch.nn.Parameter(torch.tensor(v)) for k, v in state.items()}
   torch.save(state, folder / 'hf' / 'new.bin')
   torch.save(state, folder / 'hf' / 'old.bin', _use_new_zipfile_serialization=False)

@@ -26,7 +26,7 @@ KINDS = [(0, False), (4, True)]
 SIZES = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, patch_size=4)
 
 
-def of_hf(registers, gated, **fields):
+def transformers_model(registers, gated, **fields):
   """A tiny Hugging Face model for 12x12 images; `fields` override its config."""
   name = 'Dinov2WithRegisters' if registers else 'Dinov2'
   more = {'num_register_tokens': registers} if registers else {}
@@ -80,7 +80,7 @@ def assert_close(got, want):
 @pytest.fixture(scope='module', params=KINDS, ids=str)
 def saved(request, tmp_path_factory):
   """A Hugging Face folder, its model and the number of registers."""
-  folder, theirs = tmp_path_factory.mktemp('hf'), of_hf(*request.param)
+  folder, theirs = tmp_path_factory.mktemp('hf'), transformers_model(*request.param)
   theirs.save_pretrained(folder)
   whole = {'size': {'height': 12, 'width': 12}, 'do_center_crop': False}
   (folder / 'preprocessor_config.json').write_text(json.dumps({**SCALING, **whole}))
@@ -180,7 +180,7 @@ def test_timm_round_trip(saved, tmp_path):
 
 def test_gated_mlps_of_rounded_widths_round_trip(tmp_path):
   """Two thirds of 4 * 64 are rounded up to 176, a multiple of 8."""
-  theirs = of_hf(0, True, hidden_size=64, mlp_ratio=4, num_hidden_layers=1)
+  theirs = transformers_model(0, True, hidden_size=64, mlp_ratio=4, num_hidden_layers=1)
   theirs.save_pretrained(tmp_path / 'a')
   convert.convert(str(tmp_path / 'a'), str(tmp_path / 'b'), 'hf')
   again = loaded_whole(type(theirs), tmp_path / 'b')

@@ -19,7 +19,7 @@ SIZES = dict(
 )
 
 
-def of_timm(name, folder, **fields):
+def timm_model(name, folder, **fields):
   args = {**SIZES, **fields}
   theirs = torch_models.randomize(timm.create_model(name, **args))
   args.pop('num_classes')
@@ -55,7 +55,7 @@ def outputs(model, images):
   ],
 )
 def test_tokens_and_logits_match_timm_and_round_trip(tmp_path, name):
-  theirs = of_timm(name, tmp_path / 'a')
+  theirs = timm_model(name, tmp_path / 'a')
   found = convert.read(str(tmp_path / 'a'))
   images = np.random.RandomState(0).uniform(-1, 1, (2, 8, 12, 3)).astype(np.float32)
   module = models.make_model(found.config, num_classes=3)
@@ -107,14 +107,14 @@ def test_rotary_embeddings_follow_from_the_architecture():
 
 
 def test_rejects_weights_without_an_architecture(tmp_path):
-  of_timm('eva02_tiny_patch14_224', tmp_path)
+  timm_model('eva02_tiny_patch14_224', tmp_path)
   (tmp_path / 'config.json').unlink()
   with pytest.raises(ValueError, match=r'rotary embeddings depend on.*config.json'):
     convert.read(str(tmp_path), num_heads=2, gelu='erf')
 
 
 def test_rejects_models_that_timm_cannot_compute(tmp_path):
-  of_timm('beit_base_patch16_224', tmp_path)
+  timm_model('beit_base_patch16_224', tmp_path)
   found = convert.read(str(tmp_path))
   found.config.transformer.gelu = 'tanh'
   with pytest.raises(ValueError, match="gelu='tanh'.*timm's Beit.*--to=workdir"):

@@ -204,7 +204,7 @@ def test_hugging_face_round_trip(saved, tmp_path, name, caplog):
   _, notes = convert.convert(str(folder), str(npz))
   again = convert.read(str(npz))
   trees.assert_same(again.params, writing.scaled(found).params)
-  family = families.of(found.config)
+  family = families.from_config(found.config)
   assert not [*family.differences(again.config, found.config)]
   with pytest.raises(ValueError, match=r'as timm: pass --to=hf\|npz\|workdir'):
     convert.convert(str(folder), str(tmp_path / 'timm'), 'timm')

@@ -25,7 +25,7 @@ timm = torch_models.timm
 @pytest.fixture(scope='module')
 def states(params):
   """Two state dicts of one model: of its weights, and of their average."""
-  state = families.of({}).dump(params, 'timm')
+  state = families.from_config({}).dump(params, 'timm')
   state = {name: torch.tensor(x) for name, x in state.items()}
   return state, {name: x + 1 for name, x in state.items()}
 

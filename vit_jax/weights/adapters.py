@@ -37,18 +37,18 @@ class Adapters(NamedTuple):
   by_root: bool
 
 
-def are_in(names: Iterable[str]) -> bool:
+def has_adapters(names: Iterable[str]) -> bool:
   """Returns whether a state dict with these names has adapters."""
   return any(_LORA in name for name in names)
 
 
-def base_of(config: Mapping[str, Any]) -> str:
+def describe_base(config: Mapping[str, Any]) -> str:
   """Returns the base that adapter_config.json names, as a phrase for messages."""
   name = descriptions.field(config, 'base_model_name_or_path', str)
   return 'an unnamed model' if name is None else f'the model {name!r:.200}'
 
 
-def of_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapters:
+def from_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adapters:
   """Returns adapters as adapter_config.json describes them.
 
   ValueError if PEFT computes something else with them than this package.

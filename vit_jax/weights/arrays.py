@@ -81,7 +81,7 @@ def read_safetensors(
       # Reopened, since pages read through an open file stay in memory.
       with safetensors.safe_open(local_file, framework='numpy') as f:
         value = f.get_tensor(name)
-      if not is_no_weight(name, value):
+      if not is_buffer(name, value):
         arrays[name] = checked(name, value, dtype)
     return arrays
 
@@ -117,7 +117,7 @@ def write_safetensors(path: epath.Path, arrays: dict[str, np.ndarray]) -> None:
     file.write(safetensors.numpy.save(arrays, metadata={'format': 'pt'}))
 
 
-def is_no_weight(name: str, value: Any) -> bool:
+def is_buffer(name: str, value: Any) -> bool:
   """Returns whether an entry of a state dict is a buffer, a count or a setting."""
   if isinstance(value, (int, float, str)) or _NO_WEIGHTS.fullmatch(name):
     return True

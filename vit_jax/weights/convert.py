@@ -95,7 +95,7 @@ def read(
     )
   names = tuple(class_names or weights.class_names or ())
   with arrays.file_errors(src):
-    family = families.of(config)
+    family = families.from_config(config)
     size = _trained_size(family, config, weights, image_size)
     preparation = weights.preparation
     size = size or image_size or preparation.crop
@@ -182,7 +182,9 @@ def _check_shapes(
   size: tuple[int, int] | None,
 ) -> None:
   """Checks for missing, unknown and misshapen leaves."""
-  expected = families.of(config).shapes(config, weights.params, num_classes, size)
+  expected = families.from_config(config).shapes(
+    config, weights.params, num_classes, size
+  )
   tree = {**expected.pop('params'), **expected}
   expected_leaves = flax.traverse_util.flatten_dict(tree, sep='/')
   leaves, description = reading.leaves_of(weights), identify.describe(weights.params)
@@ -242,7 +244,7 @@ def convert(
     FileExistsError: if `dst` exists.
     ValueError: if the other library has no such model; and what `read` raises.
   """
-  if hub.is_at(dst):
+  if hub.is_hub_path(dst):
     raise ValueError(f"DST '{dst}' is on the hub: pass --push={dst} instead")
   dst = files.expanded(dst)
   target = epath.Path(dst)
@@ -294,20 +296,21 @@ def _with_plain_positions(
   fields = model_configs.vit_of(model.config).get('transformer') or {}
   kind = fields.get('position_embedding', 'learned_1d')
   layers = fields.get('position_layers', 'stem')
-  is_vit = 'transformer' in model.config  # Not a tower of an image-text model.
-  if (kind, layers) == ('learned_1d', 'stem') or (kind == 'none' and is_vit):
+  if (kind, layers) == ('learned_1d', 'stem') or model.image_size is None:
     return model, []
-  per_layer_kinds = *position_kinds.ROPES, 'relative_bias'
-  if kind in per_layer_kinds and to in ('hf', 'timm') and is_vit:  # See `formats_of`.
+  is_tower = 'transformer' not in model.config
+  is_per_layer = kind in (*position_kinds.ROPES, 'relative_bias')
+  is_held = kind == 'none' or (is_per_layer and to in ('hf', 'timm'))
+  if is_held and not is_tower:  # See `formats_of`.
     return model, []
-  if kind in ('relative', *per_layer_kinds) or layers != 'stem' or not is_vit:
+  if kind == 'relative' or is_per_layer or layers != 'stem' or is_tower:
     raise ValueError(
       f"position_embedding='{kind}' with position_layers='{layers}' cannot be "
       f'written as {to}, whose models add one table before the first layer: use '
       '--to=workdir'
     )
   flat = flax.traverse_util.flatten_dict(model.params, sep='/')
-  grid = models.patch_grid(model.config, model.image_size)
+  grid = models.count_patches(model.config, model.image_size)
   table = np.asarray(positions.first_table(flat, fields, grid))
   flat = {path: x for path, x in flat.items() if '/posembed_' not in path}
   flat['Transformer/posembed_input/pos_embedding'] = table

@@ -27,7 +27,7 @@ _LONGEST_NAME = 150  # Characters of a file name; file systems allow 255 bytes.
 _BLOCK = 10 * 2**20  # Bytes to read at a time.
 
 
-def elsewhere(path: str) -> str:
+def hub_hint(path: str) -> str:
   """Returns a sentence that names another source of published weights, or ''."""
   if is_remote(path) and path.endswith(('.npz', '.csv')):
     return (
@@ -63,7 +63,7 @@ def fetch(path: str) -> epath.Path:
   VIT_JAX_INSECURE is not set.
   """
   path = str(path)
-  if hub.is_at(path):
+  if hub.is_hub_path(path):
     return hub.fetch(path)
   target = local(path)
   if not is_remote(path) or target.exists():
@@ -90,10 +90,10 @@ def fetch(path: str) -> epath.Path:
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {_one_line(e.reason)}"
-      + elsewhere(path)
+      + hub_hint(path)
     ) from None
   except urllib.error.URLError as e:
-    raise OSError(f"'{path}' cannot be fetched: {e.reason}{elsewhere(path)}") from None
+    raise OSError(f"'{path}' cannot be fetched: {e.reason}{hub_hint(path)}") from None
   except (
     http.client.HTTPException,
     ConnectionError,

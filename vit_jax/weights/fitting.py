@@ -61,35 +61,37 @@ def transferable(
       with its head, from the same part of an image-text model's weights.
     entry: see vit_jax.weights.reading.read.
   """
-  want = flax.traverse_util.flatten_dict(expected, sep='/')
+  model_leaves = flax.traverse_util.flatten_dict(expected, sep='/')
   weights = reading.read(pretrained_path, heads(model_config), entry=entry)
   family = families.from_tree(reading.leaves_of(weights))
   weights = family.scaled(weights)
-  flat = reading.leaves_of(weights)
   # A whole classifier starts from the image tower of an image-text model.
-  is_whole_model = place == 'model' and families.describe(want) == vit.Classifiers.noun
-  part_weights = family.part(weights, 'img' if is_whole_model else part)
-  if part_weights is not None:
-    weights, flat = part_weights, reading.leaves_of(part_weights)
-  if part_weights is not None and part:
-    new = () if 'head/kernel' in flat.keys() & want.keys() else ('head',)
-  _check_family(pretrained_path, flat, want)
+  is_classifier = families.describe(model_leaves) == vit.Classifiers.noun
+  if place == 'model' and is_classifier:
+    weights = family.part(weights, 'img') or weights
+  elif part:
+    tower = family.part(weights, part)
+    if tower is not None:
+      weights = tower
+      has_head = 'head/kernel' in reading.leaves_of(tower).keys() & model_leaves.keys()
+      new = () if has_head else ('head',)
+  _check_family(pretrained_path, reading.leaves_of(weights), model_leaves)
   weights = adapt(weights)
-  flat = reading.leaves_of(weights)
-  if 'head/kernel' in flat and not flat['head/kernel'].any():
+  file_leaves = reading.leaves_of(weights)
+  if 'head/kernel' in file_leaves and not file_leaves['head/kernel'].any():
     logging.warning(
       f"The head of '{pretrained_path}' is all zeros: these weights have no trained "
       'classifier'
     )
   try:
     if callable(new):
-      new = new(flat, want, weights.class_names)
+      new = new(file_leaves, model_leaves, weights.class_names)
+    prefixes = tuple(new)
     if model_config.get('representation_size') is None:
-      new = (*new, 'pre_logits/')
-    new = tuple(new)
-    have = {k: v for k, v in flat.items() if not k.startswith(new)}
-    resized, faults = _resized(have, want, grid or _grid(weights), new_grid)
-    loaded = _choose(have | resized, want, new, partly, faults)
+      prefixes = (*prefixes, 'pre_logits/')
+    leaves = {k: v for k, v in file_leaves.items() if not k.startswith(prefixes)}
+    faults = _resize(leaves, model_leaves, grid or _grid(weights), new_grid)
+    loaded = _choose(leaves, model_leaves, prefixes, partly, faults)
   except ValueError as e:
     raise ValueError(
       f"'{pretrained_path}' looks like {identify.describe(weights.params)}, the model "
@@ -99,7 +101,7 @@ def transferable(
   if prepared is not None:
     _note_preparation(weights.preparation, prepared)
   if partly:
-    _note_parts(pretrained_path, flat, want, loaded, new)
+    _note_parts(pretrained_path, file_leaves, model_leaves, loaded, prefixes)
   return loaded
 
 
@@ -121,9 +123,12 @@ def with_classes(weights: Any, class_names: Sequence[str]) -> Any:
   )
 
 
-def _check_family(path: str, have: Mapping[str, Any], want: Mapping[str, Any]) -> None:
+def _check_family(
+  path: str, file_leaves: Mapping[str, Any], model_leaves: Mapping[str, Any]
+) -> None:
   """Raises OtherModelError if weights belong to another kind of model."""
-  file_kind, model_kind = families.describe(have), families.describe(want)
+  file_kind = families.describe(file_leaves)
+  model_kind = families.describe(model_leaves)
   if file_kind != model_kind and (file_kind, model_kind) not in families.STARTS:
     raise OtherModelError(
       f"pretrained_path='{path}' holds the weights of {file_kind}, which cannot "
@@ -132,23 +137,25 @@ def _check_family(path: str, have: Mapping[str, Any], want: Mapping[str, Any]) -
 
 
 def _choose(
-  have: Mapping[str, Any],
-  want: Mapping[str, Any],
+  file_leaves: Mapping[str, Any],
+  model_leaves: Mapping[str, Any],
   new: tuple[str, ...],
   partly: bool,
   faults: list[str],
 ) -> dict[str, np.ndarray]:
   """Returns the arrays to take from the file; ValueError if they do not fit."""
-  if not any(key.startswith('pre_logits/') for key in have):
+  if not any(path.startswith('pre_logits/') for path in file_leaves):
     new += ('pre_logits/',)
-  want = {k: v for k, v in want.items() if not k.startswith(new)}
-  missing, extra = sorted(want.keys() - have), sorted(have.keys() - want)
+  expected = {k: v for k, v in model_leaves.items() if not k.startswith(new)}
+  missing = sorted(expected.keys() - file_leaves.keys())
+  extra = sorted(file_leaves.keys() - expected.keys())
   if partly:
     missing = [path for path in missing if identify.is_published(path)]
-    deepest = max(map(_layer, want), default=-1)
-    extra = [path for path in extra if not _layer(path) > deepest >= 0]
-  fail_for(faults + identify.misfits(have, want), missing, extra)
-  return {path: x for path, x in have.items() if path in want}
+    deepest = max(map(_layer, expected), default=-1)
+    if deepest >= 0:
+      extra = [path for path in extra if _layer(path) <= deepest]
+  fail_for(faults + identify.misfits(file_leaves, expected), missing, extra)
+  return {path: x for path, x in file_leaves.items() if path in expected}
 
 
 def _layer(path: str) -> int:
@@ -164,70 +171,98 @@ _SEQUENCE = (
 )
 
 
-def _resized(
-  have: Mapping[str, Any],
-  want: Mapping[str, Any],
+def _resize(
+  leaves: dict[str, Any],
+  model_leaves: Mapping[str, Any],
   grid: tuple[int, int] | None,
   new_grid: tuple[int, int] | None,
-) -> tuple[dict[str, np.ndarray], list[str]]:
-  """Returns embeddings that change with the grid or the patch size, and faults.
+) -> list[str]:
+  """Resizes embeddings that change with the grid or the patch size, in place.
 
-  Grids with as many tokens may differ: 2 x 8 and 4 x 4. What cannot be resized
-  keeps its shape, which then does not fit.
+  Returns faults. What cannot be resized keeps its shape, which then does not fit.
   """
-  moved = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
-  resized: dict[str, np.ndarray] = {}
-  faults: list[str] = []
-  for path in filter(_PATCHES.fullmatch, have.keys() & want.keys()):
-    (*old, _, _), (*new, _, _) = have[path].shape, want[path].shape
-    if old == new or have[path].shape[2:] != want[path].shape[2:]:
-      continue
-    if path.replace('embedding', 'conv_root') in want:
-      faults.append(
-        f"{path}: patches of a ResNet's features are not resized: use the weights' "
-        f'{old[0]} x {old[1]} (patches.size of the model, config.model.patches.size)'
+  faults = []
+  for path in sorted(leaves.keys() & model_leaves.keys()):
+    if _PATCHES.fullmatch(path):
+      faults += _resize_patches(path, leaves, model_leaves)
+    elif match := _POSEMB.fullmatch(path):
+      faults += _resize_positions(match, leaves, model_leaves, grid, new_grid)
+  return faults
+
+
+def _resize_patches(
+  path: str, leaves: dict[str, Any], model_leaves: Mapping[str, Any]
+) -> list[str]:
+  """Resizes a patch embedding, see `_resize`."""
+  shape, model_shape = leaves[path].shape, model_leaves[path].shape
+  size, new_size = shape[:2], model_shape[:2]
+  if size == new_size or shape[2:] != model_shape[2:]:
+    return []
+  if path.replace('embedding', 'conv_root') in model_leaves:
+    return [
+      f"{path}: patches of a ResNet's features are not resized: use the weights' "
+      f'{size[0]} x {size[1]} (patches.size of the model, config.model.patches.size)'
+    ]
+  leaves[path] = resize_patches(leaves[path], new_size)
+  logging.warning(
+    f'The weights are for patches of {size[0]} x {size[1]} pixels: resized {path} to '
+    f'{new_size[0]} x {new_size[1]}'
+  )
+  return []
+
+
+def _resize_positions(
+  match: re.Match,
+  leaves: dict[str, Any],
+  model_leaves: Mapping[str, Any],
+  grid: tuple[int, int] | None,
+  new_grid: tuple[int, int] | None,
+) -> list[str]:
+  """Resizes position embeddings, see `_resize`; `match` is of _POSEMB."""
+  path = match[0]
+  tower, kind = match.groups()
+  shape, new_shape = leaves[path].shape, model_leaves[path].shape
+  # Grids with as many tokens may differ: 2 x 8 and 4 x 4.
+  is_other_grid = bool(grid and new_grid and tuple(grid) != tuple(new_grid))
+  is_other_size = shape != new_shape
+  if kind == 'relative' and (is_other_grid or is_other_size):
+    return [f'{path}: {_SEQUENCE}']
+  num_first = positions.class_tokens(leaves, tower)
+  if num_first != positions.class_tokens(model_leaves, tower):
+    return []
+  if len(shape) != len(new_shape):
+    return []
+  if kind == 'pos' and shape[::2] == new_shape[::2]:
+    if is_other_grid or is_other_size:
+      leaves[path] = interpolate_posembed(
+        leaves[path], new_shape[1], num_first, grid, new_grid
       )
-      continue
-    resized[path] = resize_patches(have[path], new)
-    logging.warning(
-      f'The weights are for patches of {old[0]} x {old[1]} pixels: resized {path} to '
-      f'{new[0]} x {new[1]}'
-    )
-  for path in sorted(filter(_POSEMB.fullmatch, have.keys() & want)):
-    tower, kind = _POSEMB.fullmatch(path).groups()
-    table = have[path]
-    file_tokens = positions.class_tokens(have, tower)
-    model_tokens = positions.class_tokens(want, tower)
-    old, new = table.shape, want[path].shape
-    if kind == 'relative' and (moved or old != new):
-      faults.append(f'{path}: {_SEQUENCE}')
-    elif file_tokens != model_tokens or len(old) != len(new):
-      continue
-    elif kind == 'pos' and old[::2] == new[::2] and (moved or old != new):
-      resized[path] = interpolate_posembed(table, new[1], file_tokens, grid, new_grid)
-    elif kind in ('x', 'y') and old[1:] == new[1:] and old != new:
-      table = positions.resize(np.asarray(table, np.float32), new[0])
-      resized[path] = table.astype(np.float32)
-  return resized, faults
+  elif kind in ('x', 'y') and shape[1:] == new_shape[1:] and is_other_size:
+    table = np.asarray(leaves[path], np.float32)
+    leaves[path] = positions.resize(table, new_shape[0]).astype(np.float32)
+  return []
 
 
 def _note_parts(
   path: str,
-  flat: Mapping[str, Any],
-  want: Mapping[str, Any],
+  file_leaves: Mapping[str, Any],
+  model_leaves: Mapping[str, Any],
   loaded: Mapping[str, Any],
   new: tuple[str, ...],
 ) -> None:
   """Warns of parameters that only the model or only the file has."""
   new = (*new, 'pre_logits/')
   for paths, consequence in (
-    (want.keys() - loaded.keys(), 'lacks, which keep their initial values'),
-    (flat.keys() - want.keys(), 'has but the model lacks, which are ignored'),
+    (model_leaves.keys() - loaded.keys(), 'lacks, which keep their initial values'),
+    (
+      file_leaves.keys() - model_leaves.keys(),
+      'has but the model lacks, which are ignored',
+    ),
   ):
-    paths = sorted(key for key in paths if not key.startswith(new))
-    if paths:
+    names = sorted(path for path in paths if not path.startswith(new))
+    if names:
       logging.warning(
-        "Parameters that '%s' %s: %s", path, consequence, arrays.join_names(paths)
+        "Parameters that '%s' %s: %s", path, consequence, arrays.join_names(names)
       )
 
 
@@ -273,7 +308,7 @@ def _grid(weights: Any) -> tuple[int, int] | None:
 
 def note_differences(weights: Any, model_config: Any, place: str = 'model') -> None:
   """Warns if the model that the weights were made for computes differently."""
-  family = families.of(model_config)
+  family = families.from_config(model_config)
   for key, value in flax.traverse_util.flatten_dict(weights.model).items():
     if value is None and key[-1] == 'gelu':
       logging.warning(
@@ -323,13 +358,18 @@ def resize_patches(kernel: Any, size: Sequence[int]) -> np.ndarray:
   2212.08013, section 3.4). So patches that are enlarged give the same tokens. Where
   patches shrink, the squared error of tokens of white noise is the least possible.
 
-  Takes [height, width, C, D] and a size (height, width) in pixels; returns float32.
+  Args:
+    kernel: [height, width, C, D].
+    size: (height, width) in pixels.
+
+  Returns:
+    float32 [*size, C, D].
   """
   kernel = np.asarray(kernel, np.float64)
   for axis, new in enumerate(size):
     old = kernel.shape[axis]
-    places = ((np.arange(new) + 0.5) * old / new - 0.5).clip(0, old - 1)[:, None]
-    matrix = np.maximum(0, 1 - abs(places - np.arange(old)))  # [new, old]
+    centres = ((np.arange(new) + 0.5) * old / new - 0.5).clip(0, old - 1)
+    matrix = np.maximum(0, 1 - abs(centres[:, None] - np.arange(old)))  # [new, old]
     inverse = np.linalg.pinv(matrix.T)  # [new, old]
     kernel = np.moveaxis(np.tensordot(inverse, kernel, axes=(1, axis)), 0, axis)
   return kernel.astype(np.float32)
@@ -338,7 +378,7 @@ def resize_patches(kernel: Any, size: Sequence[int]) -> np.ndarray:
 def interpolate_posembed(
   posemb: Any,
   num_tokens: int,
-  has_class_token: bool,
+  has_class_token: bool | int,
   grid: tuple[int, int] | None = None,
   new_grid: tuple[int, int] | None = None,
 ) -> np.ndarray:
@@ -350,17 +390,21 @@ def interpolate_posembed(
   Args:
     posemb: [1, N, D]; the class token's embedding, if any, comes first.
     num_tokens: number of tokens wanted, including the class token.
-    has_class_token: whether the first token is a class token.
+    has_class_token: whether the first token is a class token, or how many such tokens
+      there are.
     grid: (height, width) of `posemb` in patches; None: a square.
     new_grid: (height, width) wanted; None: a square.
 
-  Returns float32 [1, num_tokens, D]. ValueError if a grid does not match its number
-  of tokens.
+  Returns:
+    float32 [1, num_tokens, D].
+
+  Raises:
+    ValueError: if a grid does not match its number of tokens.
   """
   posemb = np.asarray(posemb, np.float32)
-  extra = int(has_class_token)
-  grid = _check_grid(grid, posemb.shape[1] - extra, 'the weights')
-  new_grid = _check_grid(new_grid, num_tokens - extra, 'the model')
+  num_first = int(has_class_token)
+  grid = _check_grid(grid, posemb.shape[1] - num_first, 'the weights')
+  new_grid = _check_grid(new_grid, num_tokens - num_first, 'the model')
   return positions.resize_grid(posemb, grid, new_grid).astype(np.float32)
 
 
@@ -371,39 +415,41 @@ def at_crop(model: Any) -> Any:
   interpolation: with antialiasing in timm, open_clip and DINOv2 with registers.
   ValueError if the model has parameters that belong to one size.
   """
-  size = model.preparation.crop
-  if size in (None, model.image_size):
+  old_size, size = model.image_size, model.preparation.crop
+  if size is None or old_size is None or size == old_size:
     return model
   config = model_configs.vit_of(model.config)
-  grid, new_grid = (models.patch_grid(config, x) for x in (model.image_size, size))
   antialias = model.source != 'hf' or bool(config.get('registers'))
   flat = flax.traverse_util.flatten_dict(model.params, sep='/')
   for path in filter(_POSEMB.fullmatch, flat):
+    grid = models.count_patches(config, old_size)
+    new_grid = models.count_patches(config, size)
     table = np.asarray(flat[path], np.float32)
     resized = positions.resize_bicubic(table, grid, new_grid, antialias)
     flat[path] = resized.astype(flat[path].dtype)
   params = flax.traverse_util.unflatten_dict(flat, sep='/')
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   expected = family.shapes(model.config, params, model.num_classes, size)
-  want = flax.traverse_util.flatten_dict(expected['params'], sep='/')
-  if misfits := identify.misfits(flat, want):
-    raise ValueError(
-      f'images are cropped to {size[0]} x {size[1]} pixels, but parameters are for '
-      f'{model.image_size[0]} x {model.image_size[1]}, and some of them cannot be '
-      f'resized, such as {misfits[0]}: pass that size as image_size (--image_size)'
-    )
+  model_leaves = flax.traverse_util.flatten_dict(expected['params'], sep='/')
+  fail_for(
+    identify.misfits(flat, model_leaves),
+    summary=f'images are cropped to {size[0]} x {size[1]} pixels, but parameters are for '
+    f'{old_size[0]} x {old_size[1]}: pass that size as image_size (--image_size), since '
+    'some cannot be resized',
+  )
   return model._replace(params=params, image_size=size)
 
 
 def _check_grid(
   grid: tuple[int, int] | None, patches: int, where: str
 ) -> tuple[int, int]:
+  """Returns the grid of patches, by default a square; ValueError if it has others."""
   side = math.isqrt(max(patches, 0))
-  grid = (side, side) if grid is None else tuple(grid)
-  if math.prod(grid) != patches:
+  height, width = grid or (side, side)
+  if height * width != patches:
     raise ValueError(
-      f'the {patches} position embeddings of {where} are not a grid of {grid[0]} x '
-      f'{grid[1]} patches: pass the sizes as grid=(height, width) '
+      f'the {patches} position embeddings of {where} are not a grid of {height} x '
+      f'{width} patches: pass the sizes as grid=(height, width) '
       '(--config.pretrained_grid) and new_grid=(height, width)'
     )
-  return grid
+  return height, width

@@ -41,7 +41,7 @@ _FORM = 'hf://OWNER/NAME[@REVISION][/FILE]'
 _LOG_IN = 'log in (hf auth login), or set HF_TOKEN'
 
 
-def is_at(path: epath.PathLike) -> bool:
+def is_hub_path(path: epath.PathLike) -> bool:
   """Returns whether a path names a model, or a file of one, on the hub."""
   return str(path).startswith(_PLACES)
 

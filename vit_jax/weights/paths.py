@@ -16,7 +16,7 @@ _EXPORTS = ('model.onnx', 'model.stablehlo', 'saved_model.pb', '1/saved_model.pb
 _ENDINGS = ('.npz', '.safetensors', '.json', *arrays.TORCH_ENDINGS)
 
 
-def of_config(config: ml_collections.ConfigDict) -> dict[str, str]:
+def from_config(config: ml_collections.ConfigDict) -> dict[str, str]:
   """Returns the paths of the weights in a config by part, '' for all parts."""
   pretrained = config.pretrained
   if isinstance(pretrained, str):
@@ -48,7 +48,7 @@ def with_remedy(config: ml_collections.ConfigDict) -> Iterator[None]:
 
 def check_exist(config: ml_collections.ConfigDict) -> None:
   """Raises FileNotFoundError if local weights of a config do not exist."""
-  for path in of_config(config).values():
+  for path in from_config(config).values():
     if '://' not in path:
       with with_remedy(config):
         existing(path)
@@ -67,7 +67,7 @@ def existing(path: epath.PathLike) -> epath.Path:
     raise FileNotFoundError(
       f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
       '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir'
-      + fetch.elsewhere(str(path))
+      + fetch.hub_hint(str(path))
     )
   _check_format(local_path)
   return local_path
@@ -127,6 +127,6 @@ def augreg_index(directory: str) -> epath.Path:
     raise FileNotFoundError(
       f"there is no '{path}': pass the folder of the AugReg checkpoints as directory "
       '(config.pretrained_dir), or the name of one of its files '
-      '(configs/augreg.py:NAME)' + fetch.elsewhere(path)
+      '(configs/augreg.py:NAME)' + fetch.hub_hint(path)
     )
   return index

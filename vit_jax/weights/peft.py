@@ -20,7 +20,7 @@ _PREFIX = 'base_model.model.'
 
 def write(model: Any, dst: epath.Path) -> list[str]:
   """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   config, trained = model.adapters
   flat = reading.leaves_of(model)
   names = _names(family, flat)

@@ -185,7 +185,7 @@ def _is_torch(file: epath.Path) -> bool:
 
 def _local(path: str) -> str | epath.Path:
   """Returns where weights and their siblings are; fetches a model from the hub."""
-  if not hub.is_at(path):
+  if not hub.is_hub_path(path):
     return path
   commit = processes.from_first(
     'looking up a model on the hub', lambda: hub.commit(path)
@@ -207,11 +207,11 @@ def _read_adapters(path: str) -> adapters.Adapters:
   file = _file_in(file) if file.is_dir() else file
   with arrays.file_errors(file):
     state = torch_files.to_numpy(_content(file), None)
-    if not adapters.are_in(state):
+    if not adapters.has_adapters(state):
       raise ValueError(
         'it has no adapters of PEFT, to which base belongs: leave out base (--base)'
       )
-  describe = lambda config: adapters.of_config(config, state)
+  describe = lambda config: adapters.from_config(config, state)
   return descriptions.read(sibling(adapters.CONFIG), describe)
 
 
@@ -260,7 +260,7 @@ def check_packages(path: str) -> None:
   file = epath.Path(
     str(path).partition('?')[0].partition('://')[2] or files.expanded(path)
   )
-  if hub.is_at(path):
+  if hub.is_hub_path(path):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not (file / 'checkpoints').exists():
     file = _file_in(file)
@@ -374,8 +374,8 @@ def _read_torch(
     state = unwrapping.unwrap(content, families.knows, entry)
     del content
     flat = torch_files.to_numpy(state, dtype)
-    if adapters.are_in(flat):
-      base = descriptions.read(sibling(adapters.CONFIG), adapters.base_of)
+    if adapters.has_adapters(flat):
+      base = descriptions.read(sibling(adapters.CONFIG), adapters.describe_base)
       raise ValueError(
         f'it holds adapters of PEFT for {base}, not a whole model: pass the weights of '
         'that model as base (--base)'

@@ -65,7 +65,7 @@ def unwrap(
   if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
     raise ValueError("it is not a state dict: save the model's state_dict()")
   all_names = arrays.join_names(sorted(state))
-  state = {name: x for name, x in state.items() if not arrays.is_no_weight(name, x)}
+  state = {name: x for name, x in state.items() if not arrays.is_buffer(name, x)}
   if not state:
     raise ValueError(f'it has no arrays by name, only {all_names}')
   modules = _modules(state, is_known, entry) or []
@@ -84,10 +84,10 @@ def _entries(content: Any, entry: str | None) -> list[str]:
   if not isinstance(content, dict):
     return []
   preferred = dict.fromkeys([entry, *_ENTRIES] if entry else _ENTRIES)
-  return [name for name in preferred if _holds_state(content.get(name))]
+  return [name for name in preferred if _contains_state(content.get(name))]
 
 
-def _holds_state(value: Any) -> bool:
+def _contains_state(value: Any) -> bool:
   """Returns whether an entry is a state dict, or a dict with such an entry."""
   if not isinstance(value, dict):
     return False

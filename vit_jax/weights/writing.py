@@ -53,7 +53,7 @@ class Model(NamedTuple):
 
 def check(model: Model, to: str) -> list[str]:
   """Returns notes; ValueError if a format cannot hold this model."""
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   formats = family.formats_of(model.config)
   is_dino = (model.config.get('transformer') or {}).get('layer_scale') is not None
   if model.adapters and family.modules and 'hf' in formats and not is_dino:
@@ -98,7 +98,7 @@ def save(params: Mapping[str, Any], dst: str) -> None:
 
 def _write_npz(model: Model, dst: epath.Path) -> list[str]:
   model = scaled(model)
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   stored: dict[str, Any] = {}
   if model.class_names:
     stored['class_names'] = list(model.class_names)
@@ -127,7 +127,7 @@ def _write_npz(model: Model, dst: epath.Path) -> list[str]:
 
 def _write_folder(model: Model, dst: epath.Path, to: str) -> list[str]:
   """Writes model.safetensors, and the JSON files of a format."""
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   naming = family.naming_of(model.config, to)
   state = family.dump(reading.leaves_of(model), naming)
   contents, notes = family.files(model, to)
@@ -140,7 +140,7 @@ def _write_folder(model: Model, dst: epath.Path, to: str) -> list[str]:
 
 def _write_pth(model: Model, dst: epath.Path) -> list[str]:
   """Writes a detector under the names of the files released with DETR."""
-  state = families.of(model.config).dump(reading.leaves_of(model), 'pth')
+  state = families.from_config(model.config).dump(reading.leaves_of(model), 'pth')
   if dst.suffix == '.safetensors':
     arrays.write_safetensors(dst, state)
     return []
@@ -152,7 +152,7 @@ def _write_pth(model: Model, dst: epath.Path) -> list[str]:
 
 def scaled(model: Model) -> Model:
   """Returns a model that reads pixels from -1 to 1, as runs have them."""
-  return families.of(model.config).scaled(model)
+  return families.from_config(model.config).scaled(model)
 
 
 def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
@@ -164,7 +164,7 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   with config.ignore_type():
     config.pp.update(model.preparation.fields(model.image_size))
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
-  family = families.of(model.config)
+  family = families.from_config(model.config)
   config.update(family.run(model))
   # Unnamed classes are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]

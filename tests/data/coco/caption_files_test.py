@@ -49,7 +49,7 @@ def test_each_image_has_its_captions(root, capsys):
   for i in range(2):
     record = source.read(source.record(i))
     name = source.name(i).rsplit('/')[-1]
-    found[name] = [text.decode() for text in captions.of(record).numpy()]
+    found[name] = [text.decode() for text in captions.from_record(record).numpy()]
   assert found == {
     '3.png': ['A cat.', 'A small cat on a mat.'],
     '8.png': ['A dog.'],

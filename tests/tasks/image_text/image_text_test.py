@@ -233,17 +233,19 @@ def test_each_epoch_draws_a_new_caption(data_dir):
   words = captions.vocabulary(source)
   task = make_task(data_dir, words)
   record = source.read(source.record(0))
-  texts = {text.decode() for text in captions.of(record).numpy()}
+  texts = {text.decode() for text in captions.from_record(record).numpy()}
   label = int(record['label'][0])
   assert texts == set(digit_captions.training(label))
   seeds = np.array([[0, i] for i in range(60)])
-  drawn = [captions.draw(captions.of(record), seed).numpy().decode() for seed in seeds]
+  drawn = [
+    captions.draw(captions.from_record(record), seed).numpy().decode() for seed in seeds
+  ]
   assert texts >= set(drawn)
   assert len(set(drawn)) > len(texts) / 2
   tokens = task.example(record, seeds[3])['tokens'].numpy()
   np.testing.assert_array_equal(tokens, task.tokenizer([drawn[3]])[0])
   first = task.example(record, None)['tokens'].numpy()
-  text = captions.of(record).numpy()[0].decode()
+  text = captions.from_record(record).numpy()[0].decode()
   np.testing.assert_array_equal(first, task.tokenizer([text])[0])
 
 

@@ -165,7 +165,7 @@ class Tokenizer(abc.ABC):
 
   def _fetched(self) -> epath.Path:
     """Returns the local path of the vocabulary; fetches a remote one."""
-    uri = hub.parse(self.vocab_path) if hub.is_at(self.vocab_path) else None
+    uri = hub.parse(self.vocab_path) if hub.is_hub_path(self.vocab_path) else None
     if uri is None or uri.path_in_repo:
       return fetch.fetch(self.vocab_path)
     paths = [dataclasses.replace(uri, path_in_repo=x).to_uri() for x in self._files]

@@ -189,7 +189,7 @@ class Detector(predictor_lib.Predictor):
     """Shows boxes above a score, and the attention of a box that is clicked."""
     from vit_jax.tasks.detection import page  # Late: imports Gradio.
 
-    return page.of_objects(self)
+    return page.detection_page(self)
 
 
 class Segmenter(Detector):
@@ -262,7 +262,7 @@ class Segmenter(Detector):
     """Shows segments above a score."""
     from vit_jax.tasks.detection import page
 
-    return page.of_segments(self)
+    return page.segmentation_page(self)
 
 
 def _batch_of_one(tree: Any) -> Any:

@@ -30,10 +30,10 @@ class _Components(NamedTuple):
   picture: gr.Image
 
 
-def of_objects(model: Any) -> Page:
+def detection_page(model: Any) -> Page:
   """Shows boxes above a score, and the attention of a box that is clicked.
 
-  Returns the result of `page` of the predictor; likewise `of_segments`.
+  Returns the result of `page` of the predictor; likewise `segmentation_page`.
   """
 
   @jax.jit
@@ -74,7 +74,7 @@ def of_objects(model: Any) -> Page:
   return show, inputs, [*outputs, attention]
 
 
-def of_segments(model: Any) -> Page:
+def segmentation_page(model: Any) -> Page:
   """Shows segments above a score."""
   page, _ = _page(model, None, model.make)
   return page

@@ -21,7 +21,7 @@ def feature(source: records.Source) -> str | None:
   return next((name for name in FEATURES if name in source.features), None)
 
 
-def of(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor | None':
+def from_record(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor | None':
   """Returns the texts of a record, a string tensor [n]; None if it has none."""
   name = next((name for name in FEATURES if name in record), None)
   if name is None:
@@ -45,7 +45,7 @@ def read(source: records.Source) -> Iterator[str]:
   """Yields the texts of the first examples of a source."""
   count = min(source.num_examples, _MOST)
   data = tf.data.Dataset.range(count).map(
-    lambda index: of(source.read(source.record(index))), num_parallel_calls=2
+    lambda index: from_record(source.read(source.record(index))), num_parallel_calls=2
   )
   with console.bar(total=count, desc='Reading texts', delay=3) as bar:
     for texts in data:

@@ -185,7 +185,7 @@ class Task(base.Task):
       example = self.inputs(record, seed)
     else:
       example = {'zimg': self._stored_embedding(record['index'])}
-    texts = captions.of(record)
+    texts = captions.from_record(record)
     if texts is not None:
       text = texts[0] if seed is None else captions.draw(texts, seed)
       example['tokens'] = self.tokenizer.preprocess_tf(text)
@@ -270,7 +270,7 @@ class Task(base.Task):
     """Returns `embedding`, float32 [B, E], of images."""
     return {'embedding': self.outputs(params, extra, batch)}
 
-  def of_texts(self) -> 'TextTask':
+  def text_task(self) -> 'TextTask':
     """Returns the task of the text tower, for its export."""
     return TextTask(self.config, self.metadata)
 

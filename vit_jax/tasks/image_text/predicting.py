@@ -219,7 +219,7 @@ class Predictor(predictor_lib.Predictor):
         )
     names = ('txt' if texts else 'img', 't', 'b')
     params = {k: x for k, x in self.params.items() if k in names}
-    task = self.task.of_texts() if texts else self.task
+    task = self.task.text_task() if texts else self.task
     tower = predictor_lib.Predictor(task, params, self.extra, self.step)
     return tower.export(out, to, **options)
 

@@ -206,7 +206,7 @@ class Retrieval:
   def _example(
     self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
-    texts, max_texts = captions.of(record), self._task.options.most_texts
+    texts, max_texts = captions.from_record(record), self._task.options.most_texts
     tokens, count = captions.tokenize(self._task.tokenizer, texts, max_texts)
     return {**self._task.inputs(record), 'tokens': tokens, 'count': count}
 

@@ -129,7 +129,7 @@ def _read(path: str) -> np.ndarray:
 
 def _find(path: str) -> epath.Path:
   """Returns the file of a palette, from its path or the path of weights."""
-  if hub.is_at(path):
+  if hub.is_hub_path(path):
     path = str(hub.fetch(path))
   is_url = path.startswith(('http://', 'https://'))
 

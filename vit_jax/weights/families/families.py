@@ -24,7 +24,7 @@ _BACKBONE = 'a ResNet without a detector'
 STARTS = ((_BACKBONE, detr.Detrs.noun),)
 
 
-def of(config: Mapping[str, Any]) -> base.Family:
+def from_config(config: Mapping[str, Any]) -> base.Family:
   """Returns the family of a model by its config."""
   kinds = config.get('kind'), None
   return next(family for family in _FAMILIES if family.kind in kinds)

@@ -68,7 +68,7 @@ def bert_fields(config: str | Mapping[str, Any]) -> dict[str, int]:
   return {name: sizes.get(name, getattr(bert.BertEncoder, name)) for name in _SIZES}
 
 
-def config_of(
+def tower_config(
   model: ml_collections.ConfigDict,
 ) -> tuple[ml_collections.ConfigDict, str]:
   """Returns fields and kind of an image-text model's text tower, and their key."""
