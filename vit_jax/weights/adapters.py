@@ -92,13 +92,12 @@ def merge(
       raise ValueError(f"the adapter of '{name}' has {sorted(factors)}, not A and B")
     a, b = factors['A.weight'], factors['B.weight']
     rank = len(a)
-    if name not in flat or b.shape[1] != rank:
-      raise ValueError(f"the base has no layer '{name}' for the adapter: use its base")
     product = np.tensordot(b.reshape(len(b), rank), a, 1)
-    if product.shape != flat[name].shape:
+    shape = flat[name].shape if name in flat else None
+    if product.shape != shape:
       raise ValueError(
         f"the adapter of '{name}' has the shape {product.shape}, but the layer of the "
-        f'base {flat[name].shape}: use the base that it was trained with'
+        f'base {shape}: use the base that it was trained with'
       )
     scale = adapters.alpha / (math.sqrt(rank) if adapters.by_root else rank)
     flat[name] = (flat[name] + scale * product).astype(flat[name].dtype)

@@ -64,28 +64,10 @@ def read(
       f"'{src}' holds only {_PARTS[weights.kind]}: start a run from it "
       '(--config.pretrained) and convert that'
     )
-  config = identify.model_config(weights.params, weights.model)
-  if config is None:
-    raise ValueError(
-      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
-      f'iGPT or LiT, but {sorted(weights.params)[:6]}: use weights of one of these'
-    )
-  fields = _with_gelu(src, weights.model, gelu)
-  if weights.kind == 'workdir':
-    config = ml_collections.ConfigDict(fields)
-  else:
-    with config.ignore_type():
-      config.update(fields)
+  config = _config(src, weights, gelu)
+  if class_names:
+    weights = _with_names(weights, class_names)
   num_classes = identify.num_classes(weights.params)
-  if class_names and len(class_names) < num_classes:
-    weights = fitting.with_classes(weights, class_names)
-    num_classes = identify.num_classes(weights.params)
-  if class_names and len(class_names) != num_classes:
-    raise ValueError(
-      f'class_names has {console.pluralize(len(class_names), "name")}, but the head '
-      f'{console.pluralize(num_classes, "class")}: pass as many names as classes '
-      '(--class_names)'
-    )
   _check_multiple(config, image_size)
   stored_heads = fitting.heads(config)
   if type(num_heads) is type(stored_heads) and num_heads != stored_heads:
@@ -93,14 +75,15 @@ def read(
       f"num_heads={num_heads}, but the model in '{src}' has {stored_heads}: leave it "
       'out (--num_heads)'
     )
-  names = tuple(class_names or weights.class_names or ())
+  names = weights.class_names or ()
+  family = families.from_config(config)
   with arrays.file_errors(src):
-    family = families.from_config(config)
-    size = _trained_size(family, config, weights, image_size)
     preparation = weights.preparation
+    size = _trained_size(family, config, weights, image_size)
     size = size or image_size or preparation.crop
-    if size is not None and (image_size or preparation.crop is None):
-      preparation = preparation.at_size(image_size or size)
+    new_size = image_size or size
+    if new_size is not None and (image_size or preparation.crop is None):
+      preparation = preparation.at_size(new_size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)
     model = writing.Model(
@@ -117,6 +100,41 @@ def read(
     )
     family.check(model)
   return model if image_size in (None, size) else fitting.at_crop(model)
+
+
+def _with_names(
+  weights: reading.Weights, class_names: Sequence[str]
+) -> reading.Weights:
+  """Names the classes of a head, or selects some of a detector's classes."""
+  num_classes = identify.num_classes(weights.params)
+  if len(class_names) < num_classes:
+    weights = fitting.with_classes(weights, class_names)
+    num_classes = identify.num_classes(weights.params)
+  if len(class_names) != num_classes:
+    raise ValueError(
+      f'class_names has {console.pluralize(len(class_names), "name")}, but the head '
+      f'{console.pluralize(num_classes, "class")}: pass as many names as classes '
+      '(--class_names)'
+    )
+  return weights._replace(class_names=tuple(class_names))
+
+
+def _config(
+  src: str, weights: reading.Weights, gelu: str | None
+) -> ml_collections.ConfigDict:
+  """Returns the fields of the model of weights."""
+  config = identify.model_config(weights.params, weights.model)
+  if config is None:
+    raise ValueError(
+      f"'{src}' does not hold the parameters of a ViT, hybrid, Mixer, BiT, DETR, "
+      f'iGPT or LiT, but {sorted(weights.params)[:6]}: use weights of one of these'
+    )
+  fields = _with_gelu(src, weights.model, gelu)
+  if weights.kind == 'workdir':
+    return ml_collections.ConfigDict(fields)
+  with config.ignore_type():
+    config.update(fields)
+  return config
 
 
 def _trained_size(
@@ -181,22 +199,18 @@ def _check_shapes(
   num_classes: int,
   size: tuple[int, int] | None,
 ) -> None:
-  """Checks for missing, unknown and misshapen leaves."""
-  expected = families.from_config(config).shapes(
-    config, weights.params, num_classes, size
+  """Raises ValueError for missing, unknown and misshapen leaves."""
+  family = families.from_config(config)
+  shapes = family.shapes(config, weights.params, num_classes, size)
+  expected = flax.traverse_util.flatten_dict(
+    {**shapes.pop('params'), **shapes}, sep='/'
   )
-  tree = {**expected.pop('params'), **expected}
-  expected_leaves = flax.traverse_util.flatten_dict(tree, sep='/')
-  leaves, description = reading.leaves_of(weights), identify.describe(weights.params)
-  missing, extra = (
-    sorted(expected_leaves.keys() - leaves),
-    sorted(leaves.keys() - expected_leaves),
-  )
+  leaves = reading.leaves_of(weights)
   fitting.fail_for(
-    identify.misfits(leaves, expected_leaves),
-    missing,
-    extra,
-    f'it looks like {description}, but',
+    identify.misfits(leaves, expected),
+    missing=sorted(expected.keys() - leaves.keys()),
+    extra=sorted(leaves.keys() - expected.keys()),
+    summary=f'it looks like {identify.describe(weights.params)}, but',
   )
 
 

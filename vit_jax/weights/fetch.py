@@ -27,17 +27,6 @@ _LONGEST_NAME = 150  # Characters of a file name; file systems allow 255 bytes.
 _BLOCK = 10 * 2**20  # Bytes to read at a time.
 
 
-def hub_hint(path: str) -> str:
-  """Returns a sentence that names another source of published weights, or ''."""
-  if is_remote(path) and path.endswith(('.npz', '.csv')):
-    return (
-      '. The published weights are also on the Hugging Face Hub: pass '
-      'hf://OWNER/NAME of a model at https://huggingface.co/google or '
-      'https://huggingface.co/timm'
-    )
-  return ''
-
-
 def is_remote(path: str) -> bool:
   """Returns whether `path` is a URL or in a bucket."""
   return str(path).startswith(('http://', 'https://', 'gs://'))
@@ -90,10 +79,10 @@ def fetch(path: str) -> epath.Path:
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {_one_line(e.reason)}"
-      + hub_hint(path)
+      + _hub_hint(path)
     ) from None
   except urllib.error.URLError as e:
-    raise OSError(f"'{path}' cannot be fetched: {e.reason}{hub_hint(path)}") from None
+    raise OSError(f"'{path}' cannot be fetched: {e.reason}{_hub_hint(path)}") from None
   except (
     http.client.HTTPException,
     ConnectionError,
@@ -105,6 +94,17 @@ def fetch(path: str) -> epath.Path:
       'or try again'
     ) from e
   return target
+
+
+def _hub_hint(path: str) -> str:
+  """Returns a sentence that names another source of published weights, or ''."""
+  if is_remote(path) and path.endswith(('.npz', '.csv')):
+    return (
+      '. The published weights are also on the Hugging Face Hub: pass '
+      'hf://OWNER/NAME of a model at https://huggingface.co/google or '
+      'https://huggingface.co/timm'
+    )
+  return ''
 
 
 def _one_line(reason: object) -> str:
@@ -151,8 +151,6 @@ def copy(src: str, dst: str, progress: bool = True, block_size: int = _BLOCK) ->
   at a time. FileNotFoundError if there is no such file.
   """
   source = epath.Path(files.expanded(src))
-  if not source.is_file():
-    raise FileNotFoundError(f"src='{src}' is not a file: pass the path of one")
   with source.open('rb') as f:
     label = str(src) if progress else None
     _write(f, epath.Path(files.expanded(dst)), source.stat().length, label, block_size)

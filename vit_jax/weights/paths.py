@@ -67,7 +67,6 @@ def existing(path: epath.PathLike) -> epath.Path:
     raise FileNotFoundError(
       f"there is no weights file '{path}': pass a published .npz, a .safetensors or "
       '.bin of timm or Hugging Face, a URL of one, hf://OWNER/NAME, or a workdir'
-      + fetch.hub_hint(str(path))
     )
   _check_format(local_path)
   return local_path
@@ -127,6 +126,6 @@ def augreg_index(directory: str) -> epath.Path:
     raise FileNotFoundError(
       f"there is no '{path}': pass the folder of the AugReg checkpoints as directory "
       '(config.pretrained_dir), or the name of one of its files '
-      '(configs/augreg.py:NAME)' + fetch.hub_hint(path)
+      '(configs/augreg.py:NAME)'
     )
   return index

@@ -29,8 +29,7 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-import contextlib
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -59,9 +58,6 @@ from vit_jax.weights.families import base, families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
-
-# Runs whose adapters are being merged into their base, which may be such a run.
-_bases: list[epath.Path] = []
 
 
 class Weights(NamedTuple):
@@ -121,40 +117,44 @@ def read(
       or is not of a model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
-  pair = num_heads if isinstance(num_heads, tuple) else (num_heads,)
-  for count in pair:
+  for count in num_heads if isinstance(num_heads, tuple) else (num_heads,):
     schema.check('num_heads', count, schema.Count | None, '--')
-  adapters_of_base = None
-  if base is not None:
-    adapters_of_base = _read_adapters(path)
-    path = base
-  path = _local(path)
+  peft_adapters = None if base is None else _read_adapters(path)
+  path = _local(path if base is None else base)
   local_path = paths.existing(path)
-  if local_path.is_dir() and (local_path / 'checkpoints').exists():
+  if _is_workdir(local_path):
     weights = _read_workdir(local_path)
-  elif local_path.is_dir() or _is_torch(local_path):
-    file, sibling = local_path, _siblings_of(path)
-    if local_path.is_dir():
-      file, sibling = _file_in(local_path), local_path.joinpath
-    weights = _read_torch(file, sibling, num_heads, dtype, entry, adapters_of_base)
+  elif local_path.is_dir():
+    weights = _read_torch(
+      _file_in(local_path), local_path.joinpath, num_heads, dtype, entry, peft_adapters
+    )
+  elif _is_torch(local_path):
+    weights = _read_torch(
+      local_path, _siblings_of(path), num_heads, dtype, entry, peft_adapters
+    )
   else:
     weights = _read_npz(local_path, dtype)
-  is_own = weights.kind in ('npz', 'workdir')
-  if is_own and entry is not None:
-    raise ValueError(
-      f"entry='{entry}' selects a model in a checkpoint of another program, but "
-      f"'{path}' has only one: leave it out (--entry, config.pretrained_entry)"
-    )
-  if is_own and base is not None:
-    raise ValueError(
-      f"base='{base}' must be the weights of timm or Hugging Face that the adapters were "
-      'trained with (--base)'
-    )
+  if weights.kind in ('npz', 'workdir'):
+    _check_options(path, entry, base)
   if dtype:
     params = jax.tree.map(lambda x: np.asarray(x, dtype), weights.params)
     weights = weights._replace(params=params)
   arrays.warn_if_not_finite(local_path, leaves_of(weights))
   return weights
+
+
+def _check_options(path: epath.PathLike, entry: str | None, base: str | None) -> None:
+  """Raises ValueError for options that are only for files of other programs."""
+  if entry is not None:
+    raise ValueError(
+      f"entry='{entry}' selects a model in a checkpoint of another program, but "
+      f"'{path}' has only one: leave it out (--entry, config.pretrained_entry)"
+    )
+  if base is not None:
+    raise ValueError(
+      f"base='{base}' must be the weights of timm or Hugging Face that the adapters were "
+      'trained with (--base)'
+    )
 
 
 def read_preparation(
@@ -164,7 +164,7 @@ def read_preparation(
 ) -> preparation_lib.Preparation:
   """Reads only how images are prepared for weights; see `read`."""
   file = paths.existing(_local(path))
-  if file.is_dir() and (file / 'checkpoints').exists():
+  if _is_workdir(file):
     from vit_jax.run import workdir as workdir_lib
 
     config, _ = workdir_lib.load(file)
@@ -176,6 +176,10 @@ def read_preparation(
   if not described.preparation:
     return preparation_lib.Preparation()
   return preparation_lib.from_notes(described.preparation, notes.name)
+
+
+def _is_workdir(path: epath.Path) -> bool:
+  return path.is_dir() and (path / 'checkpoints').exists()
 
 
 def _is_torch(file: epath.Path) -> bool:
@@ -211,8 +215,9 @@ def _read_adapters(path: str) -> adapters.Adapters:
       raise ValueError(
         'it has no adapters of PEFT, to which base belongs: leave out base (--base)'
       )
-  describe = lambda config: adapters.from_config(config, state)
-  return descriptions.read(sibling(adapters.CONFIG), describe)
+  return descriptions.read(
+    sibling(adapters.CONFIG), lambda config: adapters.from_config(config, state)
+  )
 
 
 def _content(file: epath.Path, dtype: str | None = None) -> Any:
@@ -262,7 +267,7 @@ def check_packages(path: str) -> None:
   )
   if hub.is_hub_path(path):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
-  elif file.is_dir() and not (file / 'checkpoints').exists():
+  elif file.is_dir() and not _is_workdir(file):
     file = _file_in(file)
   is_file = not file.is_dir() and not hub.INDEX.fullmatch(file.name)
   if is_file and arrays.format_of(file) == 'torch':
@@ -317,46 +322,33 @@ def _read_workdir(folder: epath.Path) -> Weights:
 
   config, metadata = workdir_lib.load(folder)
   task_class = run_config.get_task(config.task)
-  task_prefixes = tuple(task_class.OWN_PARAMS)
   stored = checkpoints.load_weights(folder, EXTRA)
-  adapters = None
+  params, trained = stored.params, None
   if config.lora.rank:
-    adapters = config, flax.traverse_util.flatten_dict(stored.params, sep='/')
+    if str(folder) in paths.from_config(config).values():
+      raise ValueError(
+        f"the adapters in '{folder}' start from themselves: restore its config.json "
+        '(config.pretrained)'
+      )
+    trained = config, flax.traverse_util.flatten_dict(params, sep='/')
     task = task_class(config, metadata)
-    shapes = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
-    with _not_from_itself(folder):
-      params = task.merged(stored.params, *shapes, folder)
-    stored = stored._replace(params=jax.tree.map(np.asarray, params))
-  flat = flax.traverse_util.flatten_dict(stored.params, sep='/')
-  flat = {k: v for k, v in flat.items() if not k.startswith(task_prefixes)}
-  crop = config.pp.crop
-  size = (crop, crop) if isinstance(crop, int) else tuple(crop)
+    shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
+    params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
+  flat = flax.traverse_util.flatten_dict(params, sep='/')
+  own = tuple(task_class.OWN_PARAMS)
+  flat = {path: x for path, x in flat.items() if not path.startswith(own)}
+  preparation = preparation_lib.from_pp(config.pp)
   return Weights(
-    flax.traverse_util.unflatten_dict(flat, sep='/'),
-    'workdir',
-    config.model.to_dict(),
-    tuple(metadata.pop('class_names', ())) or None,
-    None if config.pp.sides else size,
-    stored.extra,
-    metadata,
-    preparation_lib.from_pp(config.pp),
-    adapters,
+    params=flax.traverse_util.unflatten_dict(flat, sep='/'),
+    kind='workdir',
+    model=config.model.to_dict(),
+    class_names=tuple(metadata.pop('class_names', ())) or None,
+    image_size=preparation.crop,
+    extra=stored.extra,
+    metadata=metadata,
+    preparation=preparation,
+    adapters=trained,
   )
-
-
-@contextlib.contextmanager
-def _not_from_itself(folder: epath.Path) -> Iterator[None]:
-  """Raises ValueError for adapters whose base is, or leads to, their own run."""
-  if folder in _bases:
-    raise ValueError(
-      f"the adapters in '{folder}' start from themselves: restore its config.json "
-      '(config.pretrained)'
-    )
-  _bases.append(folder)
-  try:
-    yield
-  finally:
-    _bases.remove(folder)
 
 
 def _read_torch(
@@ -365,7 +357,7 @@ def _read_torch(
   num_heads: int | tuple[int, int] | None,
   dtype: str | None,
   entry: str | None,
-  adapters_of_base: adapters.Adapters | None,
+  peft_adapters: adapters.Adapters | None,
 ) -> Weights:
   """Reads a state dict, and the files (`sibling`: by name) that describe it."""
   descriptions.read(sibling('config.json'), families.check_type)
@@ -381,11 +373,11 @@ def _read_torch(
         'that model as base (--base)'
       )
     family, naming = families.from_names(flat)
-    if adapters_of_base is not None:
+    if peft_adapters is not None:
       old_names = family.naming(naming, flat).old_names
-      adapters.merge(flat, adapters_of_base, old_names)
+      adapters.merge(flat, peft_adapters, old_names)
     description = family.read_description(sibling, file, flat, naming)
-    if adapters_of_base is not None:  # Their head has other classes.
+    if peft_adapters is not None:  # Their head has other classes.
       description = description._replace(class_names=None)
     flat = family.load(flat, naming, _heads(num_heads, description.num_heads))
     weights = _weights(flat, naming, _with_names(description, flat))
@@ -458,20 +450,24 @@ def _check_complete(params: Mapping[str, Any], config: Mapping[str, Any]) -> Non
   stated_registers = field(image, 'num_register_tokens', schema.Natural, registers)
   if stated_layers is None and stated_registers is None:
     return
-  remedy = 'download the weights again'
   model = identify.model_config(params)
   if model is None:
-    raise ValueError(f'it lacks arrays of the model in its config.json: {remedy}')
+    raise ValueError(
+      'it lacks arrays of the model in its config.json: download the weights again'
+    )
   model = model.get('image', model)
   layers = (model.get('transformer') or {}).get('num_layers')
-  for name, actual, stated in (
+  if layers is None:
+    return
+  registers = model.get('registers', 0)
+  for name, actual, expected in (
     ('num_layers', layers, stated_layers),
-    ('registers', model.get('registers', 0), stated_registers),
+    ('registers', registers, stated_registers),
   ):
-    if None not in (layers, stated) and actual != stated:
+    if expected is not None and actual != expected:
       raise ValueError(
-        f'it has the arrays of {name}={actual}, but its config.json says {stated}: '
-        f'{remedy}'
+        f'it has the arrays of {name}={actual}, but its config.json says {expected}: '
+        'download the weights again'
       )
 
 

@@ -4,6 +4,7 @@ A new family needs its namings (tables of layers, see leaves.py), `sizes`,
 `describe`, `read_description` and `files`, and an entry in families.py.
 """
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import math
@@ -23,7 +24,7 @@ from vit_jax.weights.families import leaves
 NumHeads = int | tuple[int | None, int | None] | None
 
 
-class Family:
+class Family(abc.ABC):
   """A family of models: their names elsewhere, and the files next to weights.
 
   `flat` are arrays by name, or by '/'-joined path in this package. A `naming` is
@@ -76,13 +77,15 @@ class Family:
     self, flat: dict[str, np.ndarray], naming: str, num_heads: NumHeads
   ) -> dict[str, np.ndarray]:
     """Converts a state dict, which it empties, to arrays by path; see leaves.load."""
-    num_heads = num_heads[0] if isinstance(num_heads, tuple) else num_heads
+    if isinstance(num_heads, tuple):
+      num_heads = num_heads[0]
     return leaves.load(flat, self.naming(naming, flat), num_heads)
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     """Converts arrays by path to a state dict; ValueError if there is none."""
     return leaves.dump(flat, self.naming(naming, flat))
 
+  @abc.abstractmethod
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
@@ -95,11 +98,10 @@ class Family:
     Raises:
       KeyError, IndexError, ValueError: if leaves are missing, or have other ranks.
     """
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def describe(self, fields: Mapping[str, Any]) -> str:
     """Names a model by the fields that `sizes` returns."""
-    raise NotImplementedError
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns further fields of a model that is not in the table of sizes."""
@@ -172,7 +174,7 @@ class Family:
       flat: their arrays; may be renamed and split as `load` does, which is called next.
       naming: the naming of these arrays.
     """
-    raise NotImplementedError
+    return descriptions.Description({})
 
   def image_size(
     self,
@@ -208,6 +210,7 @@ class Family:
 
   def part(self, weights: Any, name: str) -> Any:
     """Returns the weights of the part of a model with this key; None if there is none."""
+    return None
 
   def complete_npz(
     self, file: epath.Path, flat: Mapping[str, np.ndarray], fields: dict[str, Any]
@@ -237,6 +240,7 @@ class Family:
 
   def check(self, model: Any) -> None:
     """Raises ValueError if a model's metadata do not fit its weights."""
+    return None
 
   def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
     """Returns the fields of a model, as 'key=value', that a format cannot hold."""
@@ -255,7 +259,7 @@ class Family:
 
     ValueError if the other program has no such model.
     """
-    raise NotImplementedError
+    return {}, []
 
 
 def _subfields(fields: Any, groups: Iterable[str]) -> Any:

@@ -157,7 +157,10 @@ def numbers(prefix: str, names: Iterable[str]) -> list[tuple[int, ...]]:
     return [()]
   first, _, tail = tail.partition('}')
   pattern = re.escape(head) + r'(\d+)' + re.escape(tail.partition('{')[0])
-  present = {int(m[1]) for m in (re.match(pattern, name) for name in names) if m}
+  present = set()
+  for name in names:
+    if match := re.match(pattern, name):
+      present.add(int(match[1]))
   start = int(first)
   if present and (min(present) != start or max(present) != start + len(present) - 1):
     raise ValueError(
@@ -192,15 +195,16 @@ def walk(
   """
   for path_prefix, name_prefix, rows in groups:
     for indices in numbers(path_prefix if by_path else name_prefix, names):
-      path, name = _numbered(path_prefix, indices), _numbered(name_prefix, indices)
-      for row in rows:
-        layer, kind, their_name = path + row[0], row[1], name + row[2]
+      path_start = _numbered(path_prefix, indices)
+      name_start = _numbered(name_prefix, indices)
+      for row_path, kind, row_name in rows:
+        path, name = path_start + row_path, name_start + row_name
         if kind in _SINGLE:
-          yield layer, kind, their_name
+          yield path, kind, name
           continue
         affine = ('kernel', kind, 'weight'), ('bias', 'same', 'bias')
-        for end, layout, their_end in _LEAVES.get(kind, affine):
-          yield f'{layer}/{end}', layout, f'{their_name}.{their_end}'
+        for path_end, layout, name_end in _LEAVES.get(kind, affine):
+          yield f'{path}/{path_end}', layout, f'{name}.{name_end}'
 
 
 def _numbered(prefix: str, indices: Iterable[int]) -> str:
@@ -217,7 +221,15 @@ def _numbered(prefix: str, indices: Iterable[int]) -> str:
 def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
   """Renames and splits the arrays of a state dict as its table has them.
 
-  Changes `flat` in place. Returns the leaves; ValueError if `flat` has others.
+  Args:
+    flat: arrays by name, which are changed in place.
+    naming: the table.
+
+  Returns:
+    The leaves.
+
+  Raises:
+    ValueError: if `flat` has other leaves.
   """
   rename(flat, naming.old_names)
   if naming.ignored:
@@ -227,18 +239,23 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
       del flat[name]
   for joined, parts in naming.joined.items():
     _split(flat, joined, parts)
-  table = [*walk(naming.groups, flat, by_path=False)]
-  if unknown := sorted(flat.keys() - {name for _, _, name in table}):
-    hint = ''
-    for part, feature in naming.features.items():
-      if any(part in name for name in unknown):
-        hint = f' ({feature})'
-        break
+  table = list(walk(naming.groups, flat, by_path=False))
+  known = {name for _, _, name in table}
+  unknown = sorted(flat.keys() - known)
+  if unknown:
     raise ValueError(
       f'these are not the weights of a {naming.model_name}, which lacks '
-      f'{arrays.join_names(unknown)}{hint}'
+      f'{arrays.join_names(unknown)}{_feature(unknown, naming.features)}'
     )
   return table
+
+
+def _feature(names: Iterable[str], features: Mapping[str, str]) -> str:
+  """Returns in parentheses to which feature unknown names belong, or ''."""
+  for part, feature in features.items():
+    if any(part in name for name in names):
+      return f' ({feature})'
+  return ''
 
 
 def load(
@@ -250,24 +267,26 @@ def load(
 
   `num_heads` is the number of attention heads, or a function of a leaf's path.
   """
-  heads_of = num_heads if callable(num_heads) else lambda path: num_heads
-  return {
-    path: _from_torch(flat.pop(name), path, layout, heads_of(path))
-    for path, layout, name in prepare(flat, naming)
-    if name in flat
-  }
+  params = {}
+  for path, layout, name in prepare(flat, naming):
+    if name in flat:
+      heads = num_heads(path) if callable(num_heads) else num_heads
+      params[path] = _from_torch(flat.pop(name), path, layout, heads)
+  return params
 
 
 def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray]:
   """Converts arrays by path to a state dict."""
-  flat, state = dict(flat), {}
+  state = {}
+  unknown = set(flat)
   for path, layout, name in walk(naming.groups, flat, by_path=True):
     if path in flat:
-      array = _LAYOUTS[layout].to_torch(np.asarray(flat.pop(path)))
+      array = _LAYOUTS[layout].to_torch(np.asarray(flat[path]))
       state[name] = np.array(array, order='C')
-  if flat:
+      unknown.discard(path)
+  if unknown:
     raise ValueError(
-      f'{sorted(flat)[:10]} have no counterpart in {naming.program}: write this '
+      f'{sorted(unknown)[:10]} have no counterpart in {naming.program}: write this '
       'model as a run (--to=workdir)'
     )
   for joined, parts in naming.joined.items():
@@ -331,8 +350,7 @@ def _split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]) -> 
     value = flat.pop(name)
     if not value.ndim or len(value) % len(parts):
       raise ValueError(
-        f"'{name}' of shape {value.shape} cannot be split into "
-        + ('query, key and value' if len(parts) == 3 else 'gate and hidden layer')
+        f"'{name}' of shape {value.shape} cannot be split into {len(parts)} layers"
       )
     for part, piece in zip(parts, np.split(value, len(parts))):
       flat[name.replace(joined, part)] = piece

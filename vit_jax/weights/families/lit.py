@@ -29,6 +29,8 @@ _IMAGE, _TEXT = 'img/', 'txt/'
 _PARTS = {'img': 'image', 'txt': 'text'}
 _ATTENTION = 'MultiHeadDotProductAttention_0'
 _BIAS = 'logit_bias'
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
+_EMBEDDING = 'Embed_0/embedding'
 # Rows of vit_jax.weights.families.leaves: names of Hugging Face and of open_clip.
 _BLOCK = (
   ('LayerNorm_0', 'norm', 'layer_norm1', 'ln_1'),
@@ -40,7 +42,7 @@ _BLOCK = (
 _IMAGE_ROWS = (
   ('cls', 'token', 'embeddings.class_embedding', 'class_embedding'),
   (
-    'Transformer/posembed_input/pos_embedding', 'rows',
+    _POSEMB, 'rows',
     'embeddings.position_embedding.weight', 'positional_embedding',
   ),
   ('embedding', 'conv', 'embeddings.patch_embedding', 'conv1'),
@@ -49,7 +51,7 @@ _IMAGE_ROWS = (
 )  # fmt: skip
 _TEXT_ROWS = (
   (
-    'Embed_0/embedding', 'table',
+    _EMBEDDING, 'table',
     'embeddings.token_embedding.weight', 'token_embedding.weight',
   ),
   (
@@ -62,6 +64,7 @@ _TEXT_ROWS = (
 _MAP = 'img/MAPHead_0/'
 _POOLING = 'vision_model.head.'
 _PATCHES = 'vision_model.embeddings.patch_embedding.weight'
+_TOKENS = 'text_model.embeddings.token_embedding.weight'
 _OWN = {
   'clip': (
     ('img/head', 'dense', 'visual_projection'),
@@ -141,32 +144,38 @@ _FEATURES = {
 def _naming(style: str) -> leaves.Naming:
   """Returns the naming of a 'clip', 'siglip' or 'open_clip'."""
   if style == 'open_clip':
-    kind, number, image, texts = 'open_clip', 1, 'visual.', ''
+    kind, column = 'open_clip', 1
+    image, texts = 'visual.', ''
     old_names = ((r'^text\.', ''),)  # Models with a class for text.
     blocks, attention = 'transformer.resblocks.{0}.', '.attn.'
   else:
-    kind, number, image, texts = 'hf', 0, 'vision_model.', 'text_model.'
+    kind, column = 'hf', 0
+    image, texts = 'vision_model.', 'text_model.'
     old_names = ((_TOWER_NAMES, image),)
     blocks, attention = 'encoder.layers.{0}.', '.attention.'
-  image_rows, text_rows, block = (
-    leaves.column(rows, number) for rows in (_IMAGE_ROWS, _TEXT_ROWS, _BLOCK)
-  )
+  image_rows = leaves.column(_IMAGE_ROWS, column)
+  text_rows = leaves.column(_TEXT_ROWS, column)
+  block_rows = leaves.column(_BLOCK, column)
   return leaves.Naming(
     kind,
     _WHOLE,
     (
       ('img/', image, image_rows),
-      ('img/Transformer/encoderblock_{0}/', image + blocks, block),
+      ('img/Transformer/encoderblock_{0}/', image + blocks, block_rows),
       ('txt/', texts, text_rows),
-      ('txt/Encoder_0/encoderblock_{0}/', texts + blocks, block),
+      ('txt/Encoder_0/encoderblock_{0}/', texts + blocks, block_rows),
       ('', '', _OWN[style]),
     ),
-    # A table of each tower, [rows, width].
-    marks=(image + image_rows[1][2], texts + text_rows[0][2]),
+    marks=(image + _name(image_rows, _POSEMB), texts + _name(text_rows, _EMBEDDING)),
     old_names=old_names,
     joined={f'{attention}in_proj_': tuple(f'{attention}{x}_proj.' for x in 'qkv')},
     program=f"Hugging Face's {style}",
   )
+
+
+def _name(rows: Iterable[leaves.Row], path: str) -> str:
+  """Returns the name elsewhere of a path in rows."""
+  return next(row[2] for row in rows if row[0] == path)
 
 
 class ImageTexts(base.Family):
@@ -190,15 +199,23 @@ class ImageTexts(base.Family):
     return self.namings[self._style(naming, names)]
 
   def _style(self, naming: str, names: Iterable[str]) -> str:
+    """Returns the key in `namings`; Hugging Face has two with other names."""
+    if naming != 'hf':
+      return naming
     is_siglip = {'img/cls', 'vision_model.embeddings.class_embedding'}.isdisjoint(names)
-    return {'hf': 'siglip' if is_siglip else 'clip'}.get(naming, naming)
+    return 'siglip' if is_siglip else 'clip'
 
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
   ) -> dict[str, np.ndarray]:
     """A single number of heads is the image tower's."""
-    heads = num_heads if isinstance(num_heads, tuple) else (num_heads, None)
-    heads_of = lambda path: heads[not path.startswith(_IMAGE)]
+    if not isinstance(num_heads, tuple):
+      num_heads = num_heads, None
+    image_heads, text_heads = num_heads
+
+    def heads_of(path: str) -> int | None:
+      return image_heads if path.startswith(_IMAGE) else text_heads
+
     params = leaves.load(flat, self.naming(naming, flat), heads_of)
     for layer in _NO_BIAS:
       kernel = params.get(f'{layer}/kernel')
@@ -208,7 +225,8 @@ class ImageTexts(base.Family):
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
     flat = dict(flat)
-    for layer in () if f'{_MAP}probe' in flat else _NO_BIAS:
+    is_clip = f'{_MAP}probe' not in flat
+    for layer in _NO_BIAS if is_clip else ():
       if flat.pop(f'{layer}/bias').any():
         raise ValueError(
           f"'{layer}/bias' is not zero, and CLIP has no bias there: write this "
@@ -222,26 +240,20 @@ class ImageTexts(base.Family):
     image_leaves, text_leaves = _below(flat, _IMAGE), _below(flat, _TEXT)
     image = vit.Classifiers().sizes(image_leaves, {})
     if text.Berts.leaf in text_leaves:
-      bert_sizes = text.Berts().sizes(text_leaves, {})
-      kind = bert_sizes.pop('kind')
-      pp = {'max_len': min(_MAX_LEN, bert_sizes['num_positions'])}
-      tower: dict[str, Any] = {'config': bert_sizes}
-      for name in text_towers.BERTS:
-        if text.bert_fields(name) == bert_sizes:
-          tower = {'config': name}
-          break
+      tower = text.Berts().sizes(text_leaves, {})
+      pp = {'max_len': min(_MAX_LEN, tower['num_positions'])}
     else:
       tower = text.TextTransformers().sizes(text_leaves, {})
-      kind = tower.pop('kind')
       pp = {'max_len': text_leaves['pos_embedding'][1]}
-    if posemb := image_leaves.get('Transformer/posembed_input/pos_embedding'):
+    kind = tower.pop('kind')
+    if posemb := image_leaves.get(_POSEMB):
       patches = posemb[1] - ('cls' in image_leaves)
       pp['size'] = vit_files.square(patches, ml_collections.ConfigDict(image))[0]
     fields = {
       'kind': 'lit',
       'image': image,
       'text_model': kind,
-      'text': tower,
+      'text': {'config': _published_bert(tower)} if kind == 'bert' else tower,
       'out_dim': (_head_width(image_leaves), _head_width(text_leaves)),
       'pp': pp,
     }
@@ -285,30 +297,31 @@ class ImageTexts(base.Family):
   ) -> descriptions.Description:
     leaves.rename(flat, self.namings.get(naming, self.namings['clip']).old_names)
     style = self._style(naming, flat)
-    table = self.namings[style]
-    naflex = style == 'siglip' and np.ndim(flat.get(_PATCHES)) == 2
-    if naflex:
+    is_naflex = style == 'siglip' and np.ndim(flat.get(_PATCHES)) == 2
+    if is_naflex:
       flat[_PATCHES] = _as_convolution(flat[_PATCHES])
-    if naming == 'hf' and not any(name.startswith('text_model.') for name in flat):
+    is_tower = naming == 'hf' and not any(x.startswith('text_model.') for x in flat)
+    if is_tower:
       description = _read_tower(sibling, flat, style)
-      return description._replace(image_size=None) if naflex else description
+    else:
+      description = self._read_towers(sibling, flat, style)
+      pp = _tokenizer_fields(sibling, style, is_naflex)
+      description = description._replace(model={**description.model, 'pp': pp})
+    return description._replace(image_size=None) if is_naflex else description
+
+  def _read_towers(
+    self, sibling: Callable[[str], epath.Path], flat: Mapping[str, Any], style: str
+  ) -> descriptions.Description:
+    """Returns what files say about both towers; ValueError if one is missing."""
+    for name in self.namings[style].marks:
+      if name not in flat:
+        raise ValueError(f"it lacks '{name}': use the weights of a whole {_WHOLE}")
     if style == 'open_clip':
-      description = descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
-    if missing := [name for name in table.marks if name not in flat]:
-      raise ValueError(f"it lacks '{missing[0]}': use the weights of a whole {_WHOLE}")
-    if style != 'open_clip':
-      describe = lambda config: _from_hf(config, style, len(flat[table.marks[1]]))
-      description = descriptions.read(sibling('config.json'), describe)
-      description = description._replace(image_size=None) if naflex else description
-    tokenizer = 'siglip' if style == 'siglip' else 'clip'
-    kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
-    if style == 'siglip' and (naflex or str(kind).startswith(('Gemma', 'Siglip2'))):
-      tokenizer = 'siglip2'
-    pp = {'tokenizer_name': tokenizer}
-    vocabulary = sibling('spiece.model' if tokenizer == 'siglip' else 'tokenizer.json')
-    if vocabulary.exists():
-      pp['vocab_path'] = str(vocabulary)
-    return description._replace(model={**description.model, 'pp': pp})
+      return descriptions.read(sibling('open_clip_config.json'), _from_open_clip)
+    rows = len(flat[_TOKENS])
+    return descriptions.read(
+      sibling('config.json'), lambda config: _from_hf(config, style, rows)
+    )
 
   def stated_fields(self) -> dict[str, Any]:
     """Heads are not in the arrays of a BERT; its other sizes must agree with them."""
@@ -324,16 +337,17 @@ class ImageTexts(base.Family):
       shapes = {path: x.shape for path, x in tower.items()}
       sizes = text.Berts().sizes(shapes, {}) if is_bert else {}
       sizes['num_heads'] = stated.get('num_heads')
-      if wrong := [k for k, x in stated.items() if x != sizes.get(k)]:
-        raise ValueError(
-          f'text.config.{wrong[0]} is {stated[wrong[0]]}, unlike the arrays: remove it'
-        )
-    name = 'bert' if is_bert else 'sentencepiece'
-    name = fields.get('pp', {}).get('tokenizer_name', name)
+      for key, value in stated.items():
+        if value != sizes.get(key):
+          raise ValueError(
+            f'text.config.{key} is {value}, unlike the arrays: remove it'
+          )
+    pp = fields.get('pp', {})
+    name = pp.get('tokenizer_name', 'bert' if is_bert else 'sentencepiece')
     vocabulary = file.with_suffix(f'.{text_towers.TOKENIZERS.get(name)}')
     if not vocabulary.exists():
       return fields
-    return {**fields, 'pp': {'vocab_path': str(vocabulary), **fields.get('pp', {})}}
+    return {**fields, 'pp': {'vocab_path': str(vocabulary), **pp}}
 
   def part(self, weights: Any, name: str) -> Any:
     if name not in _PARTS:
@@ -349,13 +363,13 @@ class ImageTexts(base.Family):
     params: Mapping[str, Any],
     requested_size: tuple[int, int] | None,
   ) -> tuple[int, int]:
-    size = vit_files.image_size(config.image, params['img'], requested_size)
-    if size[0] != size[1]:
+    height, width = vit_files.image_size(config.image, params['img'], requested_size)
+    if height != width:
       raise ValueError(
-        f'image_size={size[0]},{size[1]} must be a square for an image-text '
-        'model (--image_size=SIZE)'
+        f'image_size={height},{width} must be a square for an image-text model '
+        '(--image_size=SIZE)'
       )
-    return size
+    return height, width
 
   def shapes(
     self,
@@ -409,8 +423,8 @@ class ImageTexts(base.Family):
   def notes(self, model: Any, to: str) -> list[str]:
     """Warns that the vocabulary must be copied, unless it is written."""
     vocabulary = model.config.pp.get('vocab_path')
-    written = to == 'npz' and model.metadata.get('vocabulary')
-    if to == 'workdir' or written or not vocabulary:
+    is_written = to == 'npz' and model.metadata.get('vocabulary')
+    if to == 'workdir' or is_written or not vocabulary:
       return []
     name = ' under their name, with its own ending' if to == 'npz' else ''
     return [
@@ -419,37 +433,62 @@ class ImageTexts(base.Family):
 
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     config = model.config
-    style = _style_in_hf(config)
     image, tower = config.image, config.text
+    style = _style_in_hf(config)
     width, channels = _out_dims(config)[1], leaves.channels(model.params['img'])
-    projection = {'projection_dim': width} if style == 'clip' else {}
-    fields = dict(
-      model_type=style,
-      architectures=['CLIPModel' if style == 'clip' else 'SiglipModel'],
-      text_config=dict(
-        model_type=f'{style}_text_model',
-        **vit_files.hf_encoder(tower, tower.width),
-        attention_dropout=0.0,
-        vocab_size=tower.vocab_size,
-        max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
-        bos_token_id=max(tower.vocab_size - 2, 0),
-        eos_token_id=tower.vocab_size - 1,
-        **(projection or {'projection_size': width}),
-      ),
-      vision_config=dict(
-        model_type=f'{style}_vision_model',
-        **vit_files.hf_encoder(image.transformer, image.hidden_size),
-        attention_dropout=0.0,
-        image_size=model.image_size[0],
-        patch_size=image.patches.size[0],
-        num_channels=channels,
-        **projection,
-      ),
-      **projection,
+    text_fields = dict(
+      model_type=f'{style}_text_model',
+      **vit_files.hf_encoder(tower, tower.width),
+      attention_dropout=0.0,
+      vocab_size=tower.vocab_size,
+      max_position_embeddings=model.params['txt']['pos_embedding'].shape[1],
+      bos_token_id=max(tower.vocab_size - 2, 0),
+      eos_token_id=tower.vocab_size - 1,
     )
+    image_fields = dict(
+      model_type=f'{style}_vision_model',
+      **vit_files.hf_encoder(image.transformer, image.hidden_size),
+      attention_dropout=0.0,
+      image_size=model.image_size[0],
+      patch_size=image.patches.size[0],
+      num_channels=channels,
+    )
+    fields: dict[str, Any] = dict(
+      model_type=style, text_config=text_fields, vision_config=image_fields
+    )
+    if style == 'clip':
+      fields['architectures'] = ['CLIPModel']
+      for group in (fields, text_fields, image_fields):
+        group['projection_dim'] = width
+    else:
+      fields['architectures'] = ['SiglipModel']
+      text_fields['projection_size'] = width
     processor = preparation.to_hf(model.preparation, model.image_size, channels)
     contents = {'config.json': fields, 'preprocessor_config.json': processor}
     return contents, ['the files of the tokenizer are not written']
+
+
+def _published_bert(sizes: Mapping[str, int]) -> str | Mapping[str, int]:
+  """Returns the name of a published BERT, or else the sizes."""
+  for name in text_towers.BERTS:
+    if text.bert_fields(name) == sizes:
+      return name
+  return sizes
+
+
+def _tokenizer_fields(
+  sibling: Callable[[str], epath.Path], style: str, is_naflex: bool
+) -> dict[str, str]:
+  """Returns the fields of `pp` that say which tokenizer a model has."""
+  name = 'siglip' if style == 'siglip' else 'clip'
+  kind = descriptions.read(sibling('tokenizer_config.json')).get('tokenizer_class')
+  if style == 'siglip' and (is_naflex or str(kind).startswith(('Gemma', 'Siglip2'))):
+    name = 'siglip2'
+  pp = {'tokenizer_name': name}
+  vocabulary = sibling('spiece.model' if name == 'siglip' else 'tokenizer.json')
+  if vocabulary.exists():
+    pp['vocab_path'] = str(vocabulary)
+  return pp
 
 
 def _head_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
