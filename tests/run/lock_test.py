@@ -1,6 +1,7 @@
 """Tests of the lock of a workdir."""
 
 from concurrent import futures
+import contextlib
 import errno
 import fcntl
 import json
@@ -181,24 +182,10 @@ def test_without_locks_an_unchanged_file_is_abandoned_after_a_minute(
   name, tmp_path, clock
 ):
   (tmp_path / 'holder.json').write_bytes(ODD[name])
-  held = lock.Holder(tmp_path)
-  assert held.take() in ('another run', 'process 1 on other since noon')
-  assert clock.slept == 0
-  with held:
+  with lock.Holder(tmp_path) as held:
     assert 60 <= clock.slept < 65
     held.check()
     assert json.loads((tmp_path / 'holder.json').read_bytes())['process'] == os.getpid()
-
-
-def test_without_locks_several_calls_see_that_a_file_is_abandoned(tmp_path, clock):
-  (tmp_path / 'holder.json').write_bytes(content_of('other'))
-  held = lock.Holder(tmp_path)
-  for _ in range(4):
-    assert held.take() == 'process 1 on other since noon'
-    clock.now += 3600  # This machine was suspended, like perhaps the other.
-  assert held.take() is None
-  held.release()
-  assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize('content', [content_of('other', renewals=8), b'half a li'])
@@ -206,7 +193,8 @@ def test_without_locks_new_content_holds_the_workdir(content, tmp_path, clock):
   path = tmp_path / 'holder.json'
   path.write_bytes(content_of('other', renewals=7))
   clock.events[59] = lambda: path.write_bytes(content)
-  assert lock.Holder(tmp_path).take(wait=True)
+  with pytest.raises(ValueError, match='is held by'):
+    lock.Holder(tmp_path).__enter__()
   assert clock.slept == 59
   assert path.read_bytes() == content
 
@@ -246,7 +234,8 @@ def test_in_a_bucket_newcomers_wait_for_each_other(tmp_path, clock, monkeypatch)
   assert clock.slept == 2
   path = tmp_path / 'a' / 'holder.json'
   clock.events[3] = lambda: path.write_bytes(content_of('newcomer'))
-  assert lock.Holder(tmp_path / 'a').take() == 'process 1 on newcomer since noon'
+  with pytest.raises(ValueError, match='held by process 1 on newcomer since noon'):
+    lock.Holder(tmp_path / 'a').__enter__()
 
 
 @pytest.mark.usefixtures('no_locks')
@@ -254,12 +243,15 @@ def test_in_a_bucket_newcomers_wait_for_each_other(tmp_path, clock, monkeypatch)
 def test_without_locks_one_of_many_newcomers_goes_on(is_abandoned, tmp_path):
   if is_abandoned:
     (tmp_path / 'holder.json').write_bytes(content_of('other'))
-  candidates = [lock.Holder(tmp_path) for _ in range(12)]
+
+  def enter(_):
+    with contextlib.suppress(ValueError):
+      return lock.Holder(tmp_path).__enter__()
+
   with futures.ThreadPoolExecutor(12) as pool:
-    others = list(pool.map(lambda run: run.take(wait=True), candidates))
-  [winner] = [run for run, other in zip(candidates, others) if not other]
+    [winner] = filter(None, pool.map(enter, range(12)))
   winner.check()
-  winner.release()
+  winner.__exit__()
 
 
 @pytest.mark.usefixtures('no_locks')

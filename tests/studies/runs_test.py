@@ -1,15 +1,14 @@
 """Tests of many runs in one workdir; nothing is compiled."""
 
 import json
-import subprocess
-import sys
+import re
 
 import numpy as np
 import pytest
 
 from tests.studies import fake_training
 from vit_jax import train
-from vit_jax.run import metrics
+from vit_jax.run import lock, metrics
 from vit_jax.studies import runs as runs_lib, summaries
 
 
@@ -48,52 +47,36 @@ def test_each_run_is_trained_once(tiny_config, fake, tmp_path, capsys):
   )
 
 
-# Another machine that has locked a folder.
-HOLDS = """
-import fcntl, sys, time
-file = open(sys.argv[1], 'w')
-fcntl.flock(file, fcntl.LOCK_EX)
-file.write('{"host": "far", "process": 7, "since": "noon", "id": "x"}')
-file.flush()
-print('held', flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize('is_done', [True, False])
-def test_a_run_that_another_machine_has_locked_comes_last(
-  is_done, tiny_config, fake, tmp_path, monkeypatch, capsys
+def test_a_run_that_another_process_trains_is_left_to_it(
+  tiny_config, fake, tmp_path, capsys
 ):
-  """It finishes there, or is resumed here once that machine is killed."""
-  runs = make(tiny_config, a=0.1, b=0.2, c=0.3)
-  (tmp_path / 'a').mkdir()
-  other = subprocess.Popen(
-    [sys.executable, '-c', HOLDS, str(tmp_path / 'a' / 'holder.json')],
-    stdout=subprocess.PIPE,
-  )
-  assert other.stdout.readline() == b'held\n'
-  pauses = []
+  runs = make(tiny_config, a=0.1, b=0.2)
+  with lock.Holder(tmp_path / 'a'):
+    outcome = runs_lib.train_all(runs, tmp_path)
+  assert fake.trained == ['b']
+  assert list(outcome.results) == ['b']
+  line, _ = capsys.readouterr().out.splitlines()
+  assert re.match(r"  1/2  a  failed: workdir='.*/a' is held by process \d+ on", line)
+  with pytest.raises(runs_lib.Failed, match='Run the same command again'):
+    outcome.finish()
+  assert list(runs_lib.train_all(runs, tmp_path).results) == ['a', 'b']
 
-  def pause(seconds):
-    pauses.append(seconds)
-    if len(pauses) < 2:
-      return
-    if is_done:
-      content = result({'accuracy_test': 0.7, 'loss_test': 2.0})
-      (tmp_path / 'a' / 'result.json').write_text(content)
-    other.kill()
-    other.wait()
 
-  monkeypatch.setattr(runs_lib.time, 'sleep', pause)
-  found = runs_lib.train_all(runs, tmp_path)
-  assert list(found.results) == ['a', 'b', 'c']
-  assert found.results['a']['accuracy_test'] == (0.7 if is_done else 0.1)
-  assert fake.trained == ['b', 'c'] + ([] if is_done else ['a'])
-  assert len(pauses) == 2
-  *_, waiting, _, last = capsys.readouterr().out.splitlines()
-  assert waiting == '  a: process 7 on far since noon'
-  assert last.startswith('  1/3  a  accuracy_test ')
-  assert last.endswith('already done') == is_done
+def test_a_run_that_another_process_has_just_finished_is_not_trained(
+  tiny_config, fake, tmp_path, monkeypatch
+):
+  runs = make(tiny_config, a=0.1)
+  enter = lock.Holder.__enter__
+
+  def finish_first(self):
+    (tmp_path / 'a').mkdir()
+    (tmp_path / 'a' / 'result.json').write_text(result({'accuracy_test': 0.7}))
+    return enter(self)
+
+  monkeypatch.setattr(lock.Holder, '__enter__', finish_first)
+  outcome = runs_lib.train_all(runs, tmp_path)
+  assert outcome.results == {'a': {'accuracy_test': 0.7}}
+  assert fake.trained == []
 
 
 def test_the_other_runs_are_trained_if_one_fails(tiny_config, fake, tmp_path):

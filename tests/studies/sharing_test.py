@@ -1,42 +1,15 @@
 """Tests of studies whose runs are trained by several processes."""
 
-import itertools
 import json
 import shlex
 
 import pytest
 import tensorflow_datasets as tfds
 
-from tests import forked, processes
 from tests.studies import fake_training
 from vit_jax.commands import hosts, train as command
 from vit_jax.configs import common
 from vit_jax.data.tfds import builders
-
-# A machine that shares a sweep. No machine finishes its first run before all have
-# started one.
-MACHINE = """
-import pathlib, sys, time
-import pytest
-from tests.studies import fake_training
-from vit_jax import __main__ as program
-from vit_jax.run import config as run_config
-from vit_jax.studies import runs
-runs._PAUSE = 0.2
-me, place, count = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
-def measure(config):
-  [(name, *_)] = run_config.evaluations(config)
-  print('TRAINS', fake.trained[-1], flush=True)
-  (place / f'begun_{me}').touch()
-  while len(list(place.glob('begun_*'))) < count:
-    time.sleep(0.05)
-  time.sleep(0.2)
-  return {
-    f'accuracy_{name}': 0.5 + config.base_lr, f'loss_{name}': config.seed
-  }
-fake = fake_training.Fake(pytest.MonkeyPatch(), measure)
-program.run('sweep', sys.argv[4:])
-"""
 
 STUDY = """
 import ml_collections
@@ -59,38 +32,6 @@ def get_config():
   config.metric = 'accuracy_test'
   return config
 """
-
-
-def test_machines_share_a_sweep(tmp_path):
-  words = [
-    f'--config={processes.write_config(tmp_path)}',
-    f'--workdir={tmp_path}/sweep', '--held_out=10%', '--seeds=2',
-    '--values=config.base_lr=.001,.03,.01', '--nodistributed',
-  ]  # fmt: skip
-  machines = [
-    forked.start_code(
-      MACHINE, [str(me), str(tmp_path), '2', *words], processes._environment(1)
-    )
-    for me in range(2)
-  ]
-  outputs = [machine.communicate()[0] for machine in machines]
-  assert [machine.returncode for machine in machines] == [0, 0], outputs
-  trained = [
-    [line.split()[1] for line in output.splitlines() if 'TRAINS' in line]
-    for output in outputs
-  ]
-  assert all(trained)
-  assert sorted(itertools.chain(*trained)) == [
-    'base_lr=0.001', 'base_lr=0.01', 'base_lr=0.03',
-    'base_lr=0.03,test_0', 'base_lr=0.03,test_1',
-  ]  # fmt: skip
-  tables = [
-    output.split('Choice:\nbase_lr')[1].split('  table')[0]
-    + output.split('Mean and standard deviation')[1]
-    for output in outputs
-  ]
-  assert tables[0] == tables[1]
-  assert 'accuracy_test (%)  53.00 ± 0.00  53.00 53.00' in tables[0]
 
 
 def test_machines_may_prepare_the_same_data_at_once(data_dir, monkeypatch):

@@ -12,10 +12,9 @@ The default values are the learning rates of the paper, for the data sets of its
 4. By default the rest of config.pp.train is held out: 'train[98%:]' for 'train[:98%]'.
 
 The same command resumes after an interruption; finished runs are not trained again, so
-values and seeds can be added later. To share the runs between machines that see the
-workdir (a folder or gs://), start the same command on each. For a scheduler, --print
-prints one command per run that the choice needs or, once these are finished, per test
-run. See docs/measure.md.
+values and seeds can be added later. For a scheduler, whose machines see the workdir (a
+folder or gs://), --print prints one command per run that the choice needs or, once
+these are finished, per test run. See docs/measure.md.
 """
 
 import argparse

@@ -57,11 +57,11 @@ class _Run(msgspec.Struct):
 class Holder:
   """Locks a folder inside a `with` block; process 0 does so for all processes.
 
-  A caller that can do without the folder calls `take`, and `release` at the
-  end. The folder is created if it does not exist. On entering, all processes
-  raise ValueError if another run has locked the folder (names its host, process
-  and start) or the folder cannot be written. `flag` is its name for users, and
-  `name` the file in it that is locked.
+  The folder is created if it does not exist. On entering, all processes raise
+  ValueError if another run has locked the folder (names its host, process and start)
+  or the folder cannot be written; without locks it takes up to a minute to tell
+  whether the other run is alive. `flag` is its name for users, and `name` the file in
+  it that is locked.
   """
 
   def __init__(
@@ -90,39 +90,37 @@ class Holder:
     )
 
   def __enter__(self) -> 'Holder':
-    if run := self.take(wait=True):
-      raise ValueError(
-        f'{self._folder} is held by {run}: wait until that run ends, stop it (it '
-        f'saves first), or use another --{self._flag}'
-      )
+    self._take()
     return self
 
   def __exit__(self, *_: Any) -> None:
-    self.release()
+    self._release()
 
   @processes.by_first('locking the workdir')
-  def take(self, wait: bool = False) -> str | None:
-    """Takes the folder; returns None, or which run has it, on all processes.
-
-    Without locks it takes up to a minute to tell whether the other run is alive. With
-    `wait` this call takes so long; without, one of several calls of `take`, the first
-    of which returns the other run. ValueError if the folder cannot be written.
-    """
+  def _take(self) -> None:
     try:
       self._path.parent.mkdir(parents=True, exist_ok=True)
-      if files.is_remote(self._path):
-        return self._take_file(wait)
-      is_new = self._create()
-      with contextlib.suppress(_NoLocks):
-        return self._lock()
-      return self._take_file(wait, is_new)
+      run = self._lock_or_create()
     except OSError as e:
       raise ValueError(
         f'{self._folder} cannot be written: {e}; use a writable folder (--{self._flag})'
       ) from e
+    if run:
+      raise ValueError(
+        f'{self._folder} is held by {run}: wait until that run ends, stop it (it '
+        f'saves first), or use another --{self._flag}'
+      )
 
-  def release(self) -> None:
-    """Frees the folder, if it was taken."""
+  def _lock_or_create(self) -> str | None:
+    """Takes the folder; returns which other run has it."""
+    if files.is_remote(self._path):
+      return self._take_file()
+    is_new = self._create()
+    with contextlib.suppress(_NoLocks):
+      return self._lock()
+    return self._take_file(is_new)
+
+  def _release(self) -> None:
     if self._thread is not None:
       self._stop.set()
       self._thread.join()
@@ -177,11 +175,11 @@ class Holder:
         'stops, since another one may use the folder'
       )
 
-  def _take_file(self, wait: bool, is_new: bool = False) -> str | None:
-    """Takes a file that no run renews, and renews it from then on."""
+  def _take_file(self, is_new: bool = False) -> str | None:
+    """Takes a file that no run renews, and renews it; returns which run has it."""
     if not is_new:
       content = self._look()
-      if content is not None and wait:
+      if content is not None:
         content = self._watch()
       if content is not None and self._unchanged < _ABANDONED:
         return self._other()

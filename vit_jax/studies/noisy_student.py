@@ -13,8 +13,6 @@ The student is then the teacher of the next student (arXiv 1911.04252, algorithm
   workdir/pseudo_2_0   the labels of the first student, and so on
 
 After an interruption the same command resumes; interrupted labelling starts again.
-Machines that see the workdir share the runs; one labels the images of a seed while
-the others wait.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,6 +28,7 @@ from vit_jax.evaluators import evaluation
 from vit_jax.run import (
   config as run_config,
   evaluators as run_evaluators,
+  lock as lock_lib,
   workdir as workdir_lib,
 )
 from vit_jax.studies import labelling, runs as runs_lib, summaries
@@ -182,7 +181,7 @@ def _student(
     soft_classes=config.soft_classes,
     seed=seed,
   )
-  with runs_lib.alone(folder):
+  with lock_lib.Holder(folder):
     source = _unlabelled(config, seed, run, folder)
     facts = labelling.label(settings, source, folder, run.batch_eval)
   console.log(f'  {_describe(facts, folder)}')

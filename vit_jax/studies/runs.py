@@ -1,13 +1,13 @@
-"""Trains many runs in one workdir, on any number of machines that see it.
+"""Trains many runs in one workdir.
 
 Each run has its own folder, workdir/<name>, which `vit_jax predict` and other
 commands read like any other run. A finished run has a file result.json and is not
-trained again; an interrupted run resumes. Each machine takes the next run whose
-folder no other machine has locked (vit_jax/run/lock.py).
+trained again; an interrupted run resumes. A scheduler may train each run by a process
+of its own (vit_jax/commands/run_flags.py).
 """
 
 import collections
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 import contextlib
 import copy
 import json
@@ -36,9 +36,8 @@ from vit_jax.studies import summaries
 
 _RESULT = 'result.json'
 _AGAIN = 'delete it and run the same command again to evaluate the run anew'
-_PAUSE = 5.0  # Seconds between two checks of runs that other machines train.
 # Errors of a single run, which do not stop the others.
-_OWN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
+_RUN_ERRORS = (ValueError, FloatingPointError, OSError, jax.errors.JaxRuntimeError)
 
 
 class Run(NamedTuple):
@@ -108,76 +107,42 @@ def train_all(
   """Trains runs one after the other, each in workdir/<name>.
 
   Finished runs are skipped, interrupted ones resume. Calls `check` first. If a run
-  fails, the others are still trained, see Outcome.finish; but an error of only some of
-  the processes ends them all. A run that another machine has locked comes last: it is
-  trained here if that machine stops without finishing it. `checkpoints` says which ones
-  to keep of a finished run.
+  fails, or another process is training it, the others are still trained, see
+  Outcome.finish; but an error of only some of the processes ends them all.
+  `checkpoints` says which ones to keep of a finished run.
   """
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
-  heads = {
-    run.name: f'  {i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
-    for i, run in enumerate(runs, 1)
-  }
-  # A lock compares the contents that its calls of `take` read.
-  locks = {run.name: lock_lib.Holder(f'{workdir}/{run.name}') for run in runs}
   failed: dict[str, str] = {}
-  unfinished = list(runs)
-  waiting = False
-  while unfinished:
-    locked: dict[str, str] = {}  # Names of runs -> who has locked them.
-    for run in unfinished:
-      try:
-        owner = _train(run, workdir, checkpoints, heads[run.name], locks[run.name])
-        if owner:
-          locked[run.name] = owner
-      except _OWN_ERRORS as e:
-        # Processes continue together only if all have the same error. The loss,
-        # which FloatingPointError is about, is the same on all of them.
-        if not processes.is_common(e) and not isinstance(e, FloatingPointError):
-          raise
-        failed[run.name] = str(e)
-        console.log(f'{heads[run.name]}  failed: {str(e).splitlines()[0]}')
-    if len(locked) == len(unfinished) and not waiting:
-      lines = ''.join(f'  {name}: {owner}\n' for name, owner in locked.items())
-      console.log(
-        f'Waiting for {console.pluralize(len(locked), "run")} on other machines:\n{lines}'
-        'A run whose machine stops resumes here. Ctrl-C stops waiting; run the same '
-        'command later to see the table.'
-      )
-      waiting = True
-    unfinished = [run for run in unfinished if run.name in locked]
-    if unfinished:
-      time.sleep(_PAUSE)
+  for i, run in enumerate(runs, 1):
+    title = f'{i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
+    try:
+      _train(run, workdir, checkpoints, title)
+    except _RUN_ERRORS as e:
+      # Processes continue together only if all have the same error. The loss,
+      # which FloatingPointError is about, is the same on all of them.
+      if not processes.is_common(e) and not isinstance(e, FloatingPointError):
+        raise
+      failed[run.name] = str(e)
+      console.log(f'  {title}  failed: {str(e).splitlines()[0]}')
   return collect(runs, workdir, failed)
 
 
 def _train(
-  run: Run,
-  workdir: epath.PathLike,
-  checkpoints: schema.Kept,
-  head: str,
-  lock: lock_lib.Holder,
-) -> str | None:
-  """Trains a run unless it is finished; returns who has locked it, if anyone."""
+  run: Run, workdir: epath.PathLike, checkpoints: schema.Kept, title: str
+) -> None:
+  """Trains a run unless it is finished."""
   start_time = time.perf_counter()
   kinds = run_evaluators.metrics_of(run_config.complete(run.config))
   if (result := _read(workdir, run)) is not None:
-    console.log(f'{head}  {result.describe(kinds)}, already done')
-    return None
-  try:
-    with console.muted():
-      owner = lock.take()
-    if owner:
-      return owner
-    # Another machine may have just finished it.
+    console.log(f'  {title}  {result.describe(kinds)}, already done')
+    return
+  with lock_lib.Holder(f'{workdir}/{run.name}') as lock:
+    # Another process may have just finished it.
     if (result := _read(workdir, run)) is None:
-      result = _train_locked(run, workdir, checkpoints, head.strip(), lock)
-  finally:
-    lock.release()
+      result = _train_locked(run, workdir, checkpoints, title, lock)
   duration = console.duration(time.perf_counter() - start_time)
-  console.log(f'{head}  {result.describe(kinds)}, {duration}')
-  return None
+  console.log(f'  {title}  {result.describe(kinds)}, {duration}')
 
 
 def _train_locked(
@@ -207,20 +172,6 @@ def _train_locked(
   return result
 
 
-@contextlib.contextmanager
-def alone(folder: epath.PathLike) -> Iterator[None]:
-  """Locks a folder inside a `with` block; waits while another machine has it."""
-  lock = lock_lib.Holder(folder)
-  if owner := lock.take():
-    console.log(f'Waiting for {owner}, which works in {folder} ...')
-    while lock.take():
-      time.sleep(_PAUSE)
-  try:
-    yield
-  finally:
-    lock.release()
-
-
 def _measured(config: ml_collections.ConfigDict) -> dict[str, Any]:
   """Returns the keys that may not change once a run is finished, in types of JSON."""
   plain = workdir_lib.to_plain(config)
@@ -231,9 +182,9 @@ def _measured(config: ml_collections.ConfigDict) -> dict[str, Any]:
 def collect(
   runs: Sequence[Run], workdir: epath.PathLike, failed: Mapping[str, str] | None = None
 ) -> Outcome:
-  """Returns the outcome of runs on all machines.
+  """Returns the outcome of runs.
 
-  `failed` are the errors on this machine; another one may have succeeded.
+  `failed` are errors by name; another process may have finished such a run since.
   """
   outcome = Outcome(workdir, {}, dict(failed or {}), {})
   for run in runs:

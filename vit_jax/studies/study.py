@@ -3,8 +3,7 @@
   python -m vit_jax.main --config=STUDY.py --workdir=/tmp/study
   python -m vit_jax.main --config=configs/digits_transfer.py --workdir=/tmp/transfer
 
-`Study` and `Transfer` have the keys of the configs. To share the runs between machines
-that see the workdir, start the same command on each.
+`Study` and `Transfer` have the keys of the configs.
 """
 
 from collections.abc import Mapping, Sequence

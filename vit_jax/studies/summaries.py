@@ -1,7 +1,7 @@
 """Tables and plots of many runs: means and standard deviations over seeds.
 
-Process 0 writes the files, atomically: machines that share a workdir may write the
-same file at once.
+Process 0 writes the files, atomically: several commands may write the same file at
+once.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

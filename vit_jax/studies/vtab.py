@@ -37,8 +37,7 @@ PUBLISHED = {
 def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """Fine-tunes on each task whose data are on this machine.
 
-  The workdir holds all runs and vtab.json (vtab_val.json with config.validate). Each
-  machine that shares it trains on the tasks whose data it has.
+  The workdir holds all runs and vtab.json (vtab_val.json with config.validate).
 
   Returns `rows`, the content of vtab.json: one per task, per group and for all tasks, see
   summaries.row, with the accuracy from 0 to 1; and `skipped`, the reason for each task
