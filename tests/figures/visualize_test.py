@@ -88,7 +88,7 @@ def test_command_draws_all_figures_of_a_run(run, tmp_path, monkeypatch, capsys):
     with Image.open(out / f'{name}.png') as image:
       assert min(image.size) > 60
   page = (out / 'index.html').read_text()
-  assert page.count('<img src="data:image/png;base64,') == len(without)
+  assert page.count('<img src="') == len(without)
   assert f'{run.name}, step 2' in page
   assert str(run) not in page
   count = sum(x.size for x in jax.tree.leaves(predict.load(str(run)).params))

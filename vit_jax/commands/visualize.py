@@ -9,8 +9,8 @@ r"""Draw the paper's figures for a run or a file of weights.
     --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
   vit_jax visualize --inductive_bias --out=DIR
 
-Each command writes one PNG per figure, and index.html, which contains all of them and
-needs no network. It leaves out figures that the model cannot have, and says why.
+Each command writes one PNG per figure, and index.html, which shows all of them. It
+leaves out figures that the model cannot have, and says why.
 Without --images it draws the first images of the run's test split. Needs matplotlib:
 pip install -e '.[plots]'.
 
@@ -129,7 +129,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _draw(args: argparse.Namespace) -> None:
   """Draws the figures that the flags ask for."""
-  from vit_jax import predict
   from vit_jax.figures import drawing, gallery, html_page, visualize
   from vit_jax.run import workdir as workdir_lib
 
@@ -140,7 +139,7 @@ def _draw(args: argparse.Namespace) -> None:
   entries_and_subjects: list[tuple[Any, Any]] = []
   lacking: dict[str, str] = {}
   if args.workdir or args.weights:
-    model = predict.from_flags(args, max_image_pixels=args.max_image_pixels)
+    model = flags.load_model(args, max_image_pixels=args.max_image_pixels)
     subject = visualize.subject(
       model, args.images, args.split, args.num_images, args.points, args.foreground
     )
