@@ -18,6 +18,7 @@ from vit_jax import console, models, preprocess
 from vit_jax.configs import common, models as model_configs
 from vit_jax.distributed import files
 from vit_jax.weights import (
+  descriptions,
   fetch,
   fitting,
   identify,
@@ -167,7 +168,9 @@ def with_model(
   overrides = config.model.to_dict()
   del overrides['kind']
   stored_model = (stored or {}).get('model')
-  model = ml_collections.ConfigDict(stored_model or _model_of(config, overrides))
+  model = ml_collections.ConfigDict(
+    stored_model or _pretrained_model(config, overrides)
+  )
   if not stored_model:
     _check_overrides(config, model, overrides)
   with config.unlocked(), model.ignore_type():
@@ -228,7 +231,7 @@ def with_preparation(
   with config.unlocked(), config.pp.ignore_type():
     for key in preparation.KEYS:
       if key in fields and config.pp[key] == getattr(_PP, key):
-        config.pp[key] = _as_tuple(fields[key])
+        config.pp[key] = descriptions.as_tuple(fields[key])
   if not stored:
     console.notify(
       f"Preparing images as the weights' {stated.source} says: "
@@ -238,12 +241,7 @@ def with_preparation(
   return config
 
 
-def _as_tuple(value: Any) -> Any:
-  """Returns a list of a JSON file as a tuple, and other values unchanged."""
-  return tuple(value) if isinstance(value, list) else value
-
-
-def _model_of(
+def _pretrained_model(
   config: ml_collections.ConfigDict, overrides: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Returns the fields of the model in `config.pretrained`, a classifier."""

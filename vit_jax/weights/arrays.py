@@ -125,7 +125,7 @@ def is_buffer(name: str, value: Any) -> bool:
   return np.shape(value) == () and 'int' in str(getattr(value, 'dtype', ''))
 
 
-def checked(name: str, array: Any, dtype: str | None) -> np.ndarray:
+def checked(name: str, array: np.ndarray, dtype: str | None) -> np.ndarray:
   """Returns an array of floats in native byte order; converts it to a `dtype`."""
   levels = 1 + name.count('/')
   if levels > _MOST_LEVELS or len(name) > _LONGEST_NAME:
@@ -133,8 +133,6 @@ def checked(name: str, array: Any, dtype: str | None) -> np.ndarray:
       f"'{name[:60]} ...' has {len(name):,} characters and {levels:,} levels, but names "
       f'of weights have at most {_LONGEST_NAME:,} and {_MOST_LEVELS}'
     )
-  if not isinstance(array, np.ndarray):
-    raise ValueError(f"'{name}' is not an array")
   if array.dtype.name not in _FLOATS:
     raise ValueError(
       f"'{name}' is of type {array.dtype.name}, but weights are "

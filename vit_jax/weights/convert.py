@@ -258,22 +258,7 @@ def convert(
     FileExistsError: if `dst` exists.
     ValueError: if the other library has no such model; and what `read` raises.
   """
-  if hub.is_hub_path(dst):
-    raise ValueError(f"DST '{dst}' is on the hub: pass --push={dst} instead")
-  dst = files.expanded(dst)
-  target = epath.Path(dst)
-  to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
-  if to not in KINDS:
-    raise ValueError(
-      f"the format of DST '{dst}' is unknown (to={to}): pass --to={'|'.join(KINDS)}"
-    )
-  endings = writing.FILES.get(to)
-  if endings and target.suffix not in endings:
-    raise ValueError(f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}")
-  if to == 'workdir':
-    files.check_no_pattern(target, 'DST')
-  if target.exists():
-    raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
+  target, to = _check_target(dst, to)
   model = read(
     src, class_names, image_size, num_heads, gelu=gelu, entry=entry, base=base
   )
@@ -301,6 +286,27 @@ def convert(
   except OSError as e:
     raise OSError(f"DST '{dst}' cannot be written: {e}; use another") from e
   return model, notes
+
+
+def _check_target(dst: str, to: str | None) -> tuple[epath.Path, str]:
+  """Returns the path to write and its format; an error if they do not fit."""
+  if hub.is_hub_path(dst):
+    raise ValueError(f"DST '{dst}' is on the hub: pass --push={dst} instead")
+  dst = files.expanded(dst)
+  target = epath.Path(dst)
+  to = to or {'.npz': 'npz', '.pth': 'pth'}.get(target.suffix)
+  if to not in KINDS:
+    raise ValueError(
+      f"the format of DST '{dst}' is unknown (to={to}): pass --to={'|'.join(KINDS)}"
+    )
+  endings = writing.FILES.get(to)
+  if endings and target.suffix not in endings:
+    raise ValueError(f"DST '{dst}' must end in {' or '.join(endings)} for --to={to}")
+  if to == 'workdir':
+    files.check_no_pattern(target, 'DST')
+  if target.exists():
+    raise FileExistsError(f"DST '{dst}' exists: use another, or delete it first")
+  return target, to
 
 
 def _with_plain_positions(

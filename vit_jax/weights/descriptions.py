@@ -88,6 +88,11 @@ def _fits(value: Any) -> bool:
   return True
 
 
+def as_tuple(value: Any) -> Any:
+  """Returns a list of a JSON file as a tuple, and other values unchanged."""
+  return tuple(value) if isinstance(value, list) else value
+
+
 def check_fields(
   fields: Mapping[str, Any], kinds: Mapping[str, Any], prefix: str = ''
 ) -> None:

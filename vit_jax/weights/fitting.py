@@ -16,7 +16,7 @@ import numpy as np
 from vit_jax import models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
-from vit_jax.weights import arrays, identify, preparation, reading
+from vit_jax.weights import arrays, descriptions, identify, preparation, reading
 from vit_jax.weights.families import families, vit
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
@@ -319,17 +319,15 @@ def note_differences(weights: Any, model_config: Any, place: str = 'model') -> N
   for key, file_value, model_value in family.differences(weights.model, model_config):
     if key == 'classifier':  # Another pooling is the new model's choice.
       continue
-    if _as_tuple(file_value) == _as_tuple(model_value):  # A list and a tuple.
+    if descriptions.as_tuple(file_value) == descriptions.as_tuple(
+      model_value
+    ):  # A list and a tuple.
       continue
     logging.warning(
       f'These weights were made for {key.rpartition(".")[2]}={file_value}, this model '
       f'computes with {model_value}: to get the same features, set {key}={file_value} '
       f'in the config of the model (--config.{place}.{key}={file_value})'
     )
-
-
-def _as_tuple(value: Any) -> Any:
-  return tuple(value) if isinstance(value, list) else value
 
 
 def _note_preparation(

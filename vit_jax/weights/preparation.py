@@ -423,12 +423,12 @@ def _hf_scaling(processor: Mapping[str, Any]) -> tuple[Any, Any]:
   if not _field(processor, 'do_rescale', bool):
     factor, offset = 1.0, False
   if math.isclose(255 * factor, 1.0, rel_tol=1e-6) and not offset:
-    return _tuple(mean), _tuple(std)
+    return descriptions.as_tuple(mean), descriptions.as_tuple(std)
   # (255 x * factor - offset - mean) / std for pixels x from 0 to 1.
   scale = 255 * factor
   scaled_mean = (np.add(mean, float(offset)) / scale).tolist()
   scaled_std = (np.asarray(std, np.float64) / scale).tolist()
-  return _tuple(scaled_mean), _tuple(scaled_std)
+  return descriptions.as_tuple(scaled_mean), descriptions.as_tuple(scaled_std)
 
 
 def _check_sizes(
@@ -476,8 +476,8 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
     interpolation=field(
       'interpolation', Literal['bilinear', 'bicubic', 'lanczos'], 'bicubic'
     ),
-    mean=_tuple(field('mean', _Values, _IMAGENET['image_mean'])),
-    std=_tuple(field('std', _Deviations, _IMAGENET['image_std'])),
+    mean=descriptions.as_tuple(field('mean', _Values, _IMAGENET['image_mean'])),
+    std=descriptions.as_tuple(field('std', _Deviations, _IMAGENET['image_std'])),
     source='config.json',
   )
 
@@ -500,8 +500,8 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
     share=1.0,
     is_squash=mode == 'squash',
     interpolation='bilinear' if is_bilinear else 'bicubic',
-    mean=_tuple(field('mean', _Values, _CLIP_MEAN)),
-    std=_tuple(field('std', _Deviations, _CLIP_STD)),
+    mean=descriptions.as_tuple(field('mean', _Values, _CLIP_MEAN)),
+    std=descriptions.as_tuple(field('std', _Deviations, _CLIP_STD)),
     source='open_clip_config.json',
   )
 
@@ -536,10 +536,6 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
   return height, width
 
 
-def _tuple(values: Any) -> Any:
-  return tuple(values) if isinstance(values, list) else values
-
-
 # Types of the attributes that the notes next to an .npz may hold.
 _NOTES = {
   'size': schema.Size, 'resize_mode': Literal['squash', 'cover'],
@@ -564,7 +560,9 @@ def from_notes(notes: Mapping[str, Any], source: str) -> Preparation:
   prefix = 'preparation.'
   kinds = {f'{prefix}{name}': kind for name, kind in _NOTES.items()}
   descriptions.check_fields(notes, kinds, prefix)
-  return Preparation(**{k: _tuple(x) for k, x in notes.items()}, source=source)
+  return Preparation(
+    **{k: descriptions.as_tuple(x) for k, x in notes.items()}, source=source
+  )
 
 
 def to_hf(

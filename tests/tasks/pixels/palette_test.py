@@ -86,7 +86,7 @@ def test_invalid_palettes_are_named(tmp_path):
   path.write_text('not an array')
   with pytest.raises(ValueError, match="centers.npy'.*palette"):
     palette_lib.load(str(path))
-  with pytest.raises(FileNotFoundError, match="palette='gone.npy'"):
+  with pytest.raises(FileNotFoundError, match='gone.npy'):
     palette_lib.load('gone.npy')
   (tmp_path / 'run').mkdir()
   with pytest.raises(FileNotFoundError, match="run' has no palette"):

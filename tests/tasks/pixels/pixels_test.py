@@ -206,7 +206,7 @@ def test_likelihoods_match_the_evaluation(finished, model):
 def test_wrong_sampling_arguments_are_named(model):
   for call, message in (
     (lambda: model.complete([], rows=8), 'rows=8 leaves nothing to complete'),
-    (lambda: model.complete([]), 'images is empty'),
+    (lambda: model.complete([]), 'need at least one'),
     (lambda: model.sample(0), r'sample=0 must be .* least 1 \(--sample\)'),
     (lambda: model.sample(1, temperature=0), 'temperature=0 must be positive'),
     (lambda: model.sample(1, seed=2**32), 'seed=4294967296 must be'),

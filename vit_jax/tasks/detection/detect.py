@@ -516,16 +516,17 @@ class Task(base.Task):
     for i, image in enumerate(grids.to_pixels(batch['image'])):
       size = boxes_lib.shown_size(image.shape[:2], shares[i])
       is_object = batch['label'][i] >= 0
-      names = [self.class_names[k] for k in batch['label'][i][is_object]]
+      names = [self.class_names[label] for label in batch['label'][i][is_object]]
       boxes = boxes_lib.to_pixels(batch['truth'][i][is_object], size)
       pictures.append(overlays.draw(image, boxes, names))
       scores = detections['scores'][i]
-      names, boxes = [], []
-      for k in np.flatnonzero(scores >= detectors.THRESHOLD):
-        name = self.class_names[detections['labels'][i][k]]
-        names.append(f'{name} {100 * scores[k]:.0f}')
-        boxes.append(boxes_lib.to_pixels(detections['boxes'][i][k], size))
-      pictures.append(overlays.draw(image, boxes, names))
+      is_detected = scores >= detectors.THRESHOLD
+      labels = detections['labels'][i][is_detected]
+      captions = []
+      for label, score in zip(labels, scores[is_detected]):
+        captions.append(f'{self.class_names[label]} {100 * score:.0f}')
+      boxes = boxes_lib.to_pixels(detections['boxes'][i][is_detected], size)
+      pictures.append(overlays.draw(image, boxes, captions))
     titles = ['objects', 'detected', 'objects', 'detected']
     return {'detections': grids.grid(np.stack(pictures), titles=titles, most=_MOST)}
 

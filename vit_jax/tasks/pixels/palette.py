@@ -132,21 +132,17 @@ def _find(path: str) -> epath.Path:
   if hub.is_hub_path(path):
     path = str(hub.fetch(path))
   is_url = path.startswith(('http://', 'https://'))
-
-  def get(path: str) -> epath.Path:
-    if is_url:
-      return fetch.fetch(path)
-    if not epath.Path(path).exists():
-      raise FileNotFoundError(f"palette='{path}' does not exist: {_REMEDY}")
-    return epath.Path(path)
-
   if path.partition('?')[0].endswith('.npy'):
-    return get(path)
-  is_folder = not is_url and get(path).is_dir()
+    return fetch.fetch(path) if is_url else epath.Path(path)
+  is_folder = not is_url and epath.Path(path).is_dir()
   folder = path if is_folder else os.path.dirname(path)
   for name in _FILES:
-    with contextlib.suppress(FileNotFoundError, PermissionError):
-      return get(os.path.join(folder, name))
+    file = os.path.join(folder, name)
+    if is_url:
+      with contextlib.suppress(FileNotFoundError, PermissionError):
+        return fetch.fetch(file)
+    elif epath.Path(file).exists():
+      return epath.Path(file)
   raise FileNotFoundError(
     f"'{folder}' has no palette ({' or '.join(_FILES)}): {_REMEDY}"
   )

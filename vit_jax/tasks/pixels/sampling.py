@@ -109,8 +109,6 @@ class Predictor(predictor_lib.Predictor):
         f'rows={rows} leaves nothing to complete, since images of the model have '
         f'{height} rows: keep from 1 to {height - 1}'
       )
-    if not len(images):
-      raise ValueError('images is empty: pass at least one image')
     read = functools.partial(self._upper_part, rows=rows)
     max_pixels = self.config.max_image_pixels
     upper_parts, counts = [], []
