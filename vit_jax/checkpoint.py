@@ -113,10 +113,14 @@ def load_pretrained(
       a square.
     new_grid: (height, width) in patches of the model; None: a square.
 
-  Returns parameters with the shapes of `init_params`, frozen as in the original:
-  `.unfreeze()` converts them to a nested dict. Raises what
-  vit_jax.weights.reading.read does, and ValueError if the weights do not fit, with
-  the leaves, both shapes, and the model that the weights look like.
+  Returns:
+    Parameters with the shapes of `init_params`, frozen as in the original:
+    `.unfreeze()` converts them to a nested dict.
+
+  Raises:
+    FileNotFoundError, OSError, ImportError: see vit_jax.weights.reading.read.
+    ValueError: if the file is damaged, or the weights do not fit; names the leaves,
+      both shapes, and the model that the weights look like.
   """
   loaded = fitting.transferable(
     pretrained_path, init_params, model_config, grid, new_grid, partly=True

@@ -54,8 +54,8 @@ def read(
       config of `src` does not contain it.
 
   Raises:
-    What vit_jax.weights.reading.read raises, and ValueError if names, size and
-    weights do not fit together.
+    FileNotFoundError, OSError, ImportError: see vit_jax.weights.reading.read.
+    ValueError: if the file is damaged, or names, size and weights do not fit together.
   """
   schema.check('image_size', image_size, schema.HeightWidth | None, '--')
   weights = reading.read(src, num_heads, dtype, entry, base)

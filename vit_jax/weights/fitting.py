@@ -47,7 +47,9 @@ def transferable(
 ) -> dict[str, np.ndarray]:
   """Returns the weights that `load_pretrained` takes, by '/'-joined path.
 
-  Args that `load_pretrained` does not have:
+  Args:
+    pretrained_path, model_config, grid, new_grid: see
+      vit_jax.checkpoint.load_pretrained.
     expected: parameters of the model, arrays or jax.ShapeDtypeStruct, and
       vit_jax.weights.reading.EXTRA.
     new: prefixes of the paths that keep their initial values; or a function
@@ -60,6 +62,12 @@ def transferable(
     part: the part of an image-text model that this model is; it is initialised,
       with its head, from the same part of an image-text model's weights.
     entry: see vit_jax.weights.reading.read.
+
+  Returns:
+    Arrays by path.
+
+  Raises:
+    ValueError: if the weights do not fit.
   """
   model_leaves = flax.traverse_util.flatten_dict(expected, sep='/')
   weights = reading.read(pretrained_path, heads(model_config), entry=entry)

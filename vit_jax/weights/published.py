@@ -14,34 +14,35 @@ _BLOCK = {
   'MlpBlock_3': 'MlpBlock_0',
   'MultiHeadDotProductAttention_1': 'MultiHeadDotProductAttention_0',
 }
-_NORM = (('scale', 'gamma'), ('bias', 'beta'))
+
+
+def _norm(path: str, name: str) -> tuple[leaves.Row, ...]:
+  """Returns the rows of a GroupNorm."""
+  return (
+    (f'{path}/scale', 'same', f'{name}/gamma'),
+    (f'{path}/bias', 'same', f'{name}/beta'),
+  )
+
+
 # Table of a BiT ResNet, see vit_jax.weights.families.leaves.
+_BIT_UNIT = (
+  ('conv_proj/kernel', 'same', 'a/proj/standardized_conv2d/kernel'),
+  ('conv1/kernel', 'same', 'a/standardized_conv2d/kernel'),
+  ('conv2/kernel', 'same', 'b/standardized_conv2d/kernel'),
+  ('conv3/kernel', 'same', 'c/standardized_conv2d/kernel'),
+  *_norm('gn1', 'a/group_norm'),
+  *_norm('gn2', 'b/group_norm'),
+  *_norm('gn3', 'c/group_norm'),
+)
+_BIT_STEM = (
+  ('root_block/conv_root/kernel', 'same', 'root_block/standardized_conv2d/kernel'),
+  *_norm('norm-pre-head', 'group_norm'),
+  ('head/kernel', 'same', 'head/conv2d/kernel'),
+  ('head/bias', 'same', 'head/conv2d/bias'),
+)
 _BIT: tuple[leaves.Group, ...] = (
-  (
-    'block{1}/unit{01}/',
-    'resnet/block{1}/unit{01}/',
-    (
-      ('conv_proj/kernel', 'same', 'a/proj/standardized_conv2d/kernel'),
-      *(
-        (f'conv{i + 1}/kernel', 'same', f'{x}/standardized_conv2d/kernel')
-        for i, x in enumerate('abc')
-      ),
-      *(
-        (f'gn{i + 1}/{ours}', 'same', f'{x}/group_norm/{theirs}')
-        for i, x in enumerate('abc')
-        for ours, theirs in _NORM
-      ),
-    ),
-  ),
-  (
-    '',
-    'resnet/',
-    (
-      ('root_block/conv_root/kernel', 'same', 'root_block/standardized_conv2d/kernel'),
-      *((f'norm-pre-head/{x}', 'same', f'group_norm/{y}') for x, y in _NORM),
-      *((f'head/{x}', 'same', f'head/conv2d/{x}') for x in ('kernel', 'bias')),
-    ),
-  ),
+  ('block{1}/unit{01}/', 'resnet/block{1}/unit{01}/', _BIT_UNIT),
+  ('', 'resnet/', _BIT_STEM),
 )
 
 
@@ -53,16 +54,21 @@ def linen_names(names: Iterable[str]) -> dict[str, str]:
     for name in names
   }
   table = leaves.walk(_BIT, plain.values(), by_path=False)
-  bit = {name: path for path, _, name in table}
-  return {name: bit.get(x) or _in_block(x, _BLOCK) for name, x in plain.items()}
+  bit_paths = {name: path for path, _, name in table}
+  paths = {}
+  for name, plain_name in plain.items():
+    paths[name] = bit_paths.get(plain_name) or _in_block(plain_name, _BLOCK)
+  return paths
 
 
 def file_names(paths: Iterable[str]) -> dict[str, str]:
   """Returns the name in a file of each path in Linen."""
-  table = leaves.walk(_BIT, paths, by_path=True) if vit.is_bit(paths) else ()
-  bit = {path: name for path, _, name in table}
-  names = {linen: name for name, linen in _BLOCK.items()}
-  return {path: bit.get(path) or _in_block(path, names) for path in paths}
+  bit_names = {}
+  if vit.is_bit(paths):
+    for path, _, name in leaves.walk(_BIT, paths, by_path=True):
+      bit_names[path] = name
+  layers = {linen: name for name, linen in _BLOCK.items()}
+  return {path: bit_names.get(path) or _in_block(path, layers) for path in paths}
 
 
 def _in_block(path: str, names: Mapping[str, str]) -> str:

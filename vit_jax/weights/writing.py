@@ -106,9 +106,10 @@ def _write_npz(model: Model, dst: epath.Path) -> list[str]:
   notes = family.difference_notes(
     'readers of .npz compute', model.config, default_config
   )
-  if fields := {
-    key: x for key, x, _ in family.differences(model.config, default_config)
-  }:
+  fields = {}
+  for key, value, _ in family.differences(model.config, default_config):
+    fields[key] = value
+  if fields:
     stored['model'] = flax.traverse_util.unflatten_dict(fields, sep='.')
   if prepared := preparation_lib.to_notes(model.preparation):
     stored['preparation'] = prepared

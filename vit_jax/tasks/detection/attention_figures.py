@@ -115,8 +115,13 @@ def check_points(points: Any) -> np.ndarray:
 def best_queries(scores: np.ndarray, threshold: float, most: int) -> np.ndarray:
   """Returns the queries of an image that detect an object, most confident first.
 
-  Takes scores [Q]; returns at most `most` queries, int64 [n]: one if no score
-  reaches the threshold.
+  Args:
+    scores: float [Q].
+    threshold: minimum score.
+    most: maximum number of queries.
+
+  Returns:
+    int64 [n]; one query if no score reaches the threshold.
   """
   order = np.argsort(-scores, kind='stable')
   count = max(1, int((scores >= threshold).sum()))

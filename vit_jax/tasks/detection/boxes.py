@@ -69,7 +69,7 @@ def _area(boxes: jax.Array) -> jax.Array:
 
 
 def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-  """Returns part / whole, 0 where whole is 0, with finite gradients."""
+  """Returns the quotient, 0 where the denominator is 0, with finite gradients."""
   is_positive = denominator > 0
   return jnp.where(
     is_positive, numerator / jnp.where(is_positive, denominator, 1.0), 0.0
@@ -79,8 +79,12 @@ def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 def giou(first: jax.Array, second: jax.Array) -> jax.Array:
   """Computes the generalised intersection over union (arXiv 1902.09630).
 
-  Takes corners [..., 4], broadcastable; returns [...], from -1 to 1. Ratios
-  to an area of 0 count as 0.
+  Args:
+    first: corners [..., 4].
+    second: corners [..., 4]; both are broadcast against each other.
+
+  Returns:
+    [...], from -1 to 1. Ratios to an area of 0 count as 0.
   """
   high, low = jnp.maximum(first, second), jnp.minimum(first, second)
   intersection = _area(jnp.concatenate([high[..., :2], low[..., 2:]], axis=-1))

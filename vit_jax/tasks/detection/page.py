@@ -33,7 +33,7 @@ class _Components(NamedTuple):
 def detection_page(model: Any) -> Page:
   """Shows boxes above a score, and the attention of a box that is clicked.
 
-  Returns the result of `page` of the predictor; likewise `segmentation_page`.
+  Predictor.page describes the result.
   """
 
   @jax.jit
@@ -127,7 +127,7 @@ def clicked(boxes: Sequence[Sequence[float]], x: float, y: float) -> int | None:
   smallest, smallest_area = None, np.inf
   for number, (x0, y0, x1, y1) in enumerate(boxes):
     area = (x1 - x0) * (y1 - y0)
-    # Of boxes of the same area, the last one is on top.
+    # The last one of several boxes of the same area is on top.
     if x0 <= x <= x1 and y0 <= y <= y1 and area <= smallest_area:
       smallest, smallest_area = number, area
   return smallest

@@ -53,8 +53,13 @@ def quantise(images: jax.Array, palette: np.ndarray) -> jax.Array:
 def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
   """Finds a palette by k-means (scikit-learn's MiniBatchKMeans).
 
-  Takes pixels, float [n, C] in [-1, 1], of at least `num_colors` different
-  colours. Returns float32 [num_colors, C], the darkest colour first.
+  Args:
+    pixels: float [n, C] in [-1, 1], of at least `num_colors` different colours.
+    num_colors: number of colours of the palette.
+    seed: determines the order of the pixels and the initial colours.
+
+  Returns:
+    float32 [num_colors, C], the darkest colour first.
   """
   pixels = np.asarray(pixels, np.float32)
   palette = np.unique(pixels, axis=0)

@@ -89,13 +89,16 @@ _MEMORY = (
   (r'^mask_head\.conv([12])\.conv\.', r'mask_head.lay\1.'),
   (r'^mask_head\.conv([12])\.norm\.', r'mask_head.gn\1.'),
   *(
-    (rf'^mask_head\.fpn_stages\.{i}\.{name}\.', f'mask_head.{old}.')
+    (rf'^mask_head\.fpn_stages\.{i}\.fpn_adapter\.', f'mask_head.adapter{i + 1}.')
     for i in range(3)
-    for name, old in (
-      ('fpn_adapter', f'adapter{i + 1}'),
-      (r'refine\.conv', f'lay{i + 3}'),
-      (r'refine\.norm', f'gn{i + 3}'),
-    )
+  ),
+  *(
+    (rf'^mask_head\.fpn_stages\.{i}\.refine\.conv\.', f'mask_head.lay{i + 3}.')
+    for i in range(3)
+  ),
+  *(
+    (rf'^mask_head\.fpn_stages\.{i}\.refine\.norm\.', f'mask_head.gn{i + 3}.')
+    for i in range(3)
   ),
   (r'^mask_head\.output_conv\.', 'mask_head.out_lay.'),
 )
@@ -116,23 +119,22 @@ def _detector(
   kind: str, number: int, style: int, backbone: str, start: str, **options: Any
 ) -> leaves.Naming:
   """Returns a naming; `number` and `style` are columns, the rest prefixes."""
+  others = leaves.column(_OTHERS, number)
+  encoder = leaves.column(_LAYERS['encoder'], number)
+  decoder = leaves.column(_LAYERS['decoder'], number)
+  _, _, queries = others[0]
   return leaves.Naming(
     kind,
     'DETR',
     (
       *_backbone(style, backbone),
-      ('', '', leaves.column(_OTHERS, number)),
-      *(
-        (f'{x}_layer_{{0}}/', f'{start}.{x}.layers.{{0}}.', leaves.column(rows, number))
-        for x, rows in _LAYERS.items()
-      ),
+      ('', '', others),
+      ('encoder_layer_{0}/', f'{start}.encoder.layers.{{0}}.', encoder),
+      ('decoder_layer_{0}/', f'{start}.decoder.layers.{{0}}.', decoder),
       (_MASK_HEAD, '', _MASK_ROWS),
     ),
-    marks=(_OTHERS[0][2 + number],),
-    old_names=(
-      (r'^detr\.', ''),
-      *_MEMORY,
-    ),
+    marks=(queries,),
+    old_names=((r'^detr\.', ''), *_MEMORY),
     program='the DETR of other programs',
     **options,
   )
@@ -180,7 +182,7 @@ class Detrs(base.Family):
   groups = (model_configs.Detr,)
   namings = _NAMINGS
 
-  def naming(self, naming: str, names: Any) -> leaves.Naming:
+  def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
     """Hugging Face has its own ResNet where timm has none of these sizes."""
     if naming != 'hf':
       return self.namings[naming]
@@ -206,28 +208,28 @@ class Detrs(base.Family):
     state = super().dump(flat, naming)
     if not any(path.startswith(_MASK_HEAD) for path in flat):
       return state
-    masks = r'^(?!(mask_head|bbox_attention)\.)'  # The prefixes of a mask head.
-    return {re.sub(masks, 'detr.', name): x for name, x in state.items()}
+    # All names except those of a mask head get a prefix.
+    leaves.rename(state, ((r'^(?!(mask_head|bbox_attention)\.)', 'detr.'),))
+    return state
 
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
-    encoder, decoder = (leaves.count(flat, f'{side}_layer_{{0}}/') for side in _LAYERS)
-    masks = any(path.startswith(_MASK_HEAD) for path in flat)
-    return {
+    sizes = {
       'kind': 'detr',
       'units': leaves.units(flat, _UNITS),
       'backbone_width': flat['backbone/conv_root/kernel'][-1],
       'norm': 'group' if 'backbone/bn_root/scale' in flat else 'frozen_batch',
       'hidden_size': flat[_QUERIES][1],
       'num_queries': flat[_QUERIES][0],
-      'num_encoder_layers': encoder,
-      'num_decoder_layers': decoder,
+      'num_encoder_layers': leaves.count(flat, 'encoder_layer_{0}/'),
+      'num_decoder_layers': leaves.count(flat, 'decoder_layer_{0}/'),
       'num_heads': flat['decoder_layer_0/self_attention/query/kernel'][1],
       'mlp_dim': flat['decoder_layer_0/Dense_0/kernel'][1],
-      **({'mask_head': True} if masks else {}),
-      **known_fields,
     }
+    if any(path.startswith(_MASK_HEAD) for path in flat):
+      sizes['mask_head'] = True
+    return {**sizes, **known_fields}
 
   def describe(self, fields: Mapping[str, Any]) -> str:
     units = tuple(fields['units'])
@@ -257,8 +259,9 @@ class Detrs(base.Family):
 
   def checked_names(self, names: Sequence[str], num_classes: int) -> tuple[str, ...]:
     """The last classes of COCO's panoptic models have no names."""
-    gaps = num_classes - len(names)
-    return super().checked_names((*names, *gaps * [schema.NO_CLASS]), num_classes)
+    num_gaps = num_classes - len(names)
+    gaps = [schema.NO_CLASS] * num_gaps
+    return super().checked_names([*names, *gaps], num_classes)
 
   def run(self, model: Any) -> dict[str, Any]:
     """Images of an unknown size are prepared as in the published recipe."""
@@ -295,15 +298,17 @@ class Detrs(base.Family):
 
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     config = model.config
-    masks = config.get('mask_head')
     fields = dict(
       model_type='detr',
-      architectures=[f'DetrFor{"Segmentation" if masks else "ObjectDetection"}'],
+      architectures=['DetrForObjectDetection'],
       d_model=config.hidden_size,
       num_queries=config.num_queries,
-      **{f'{side}_layers': config[f'num_{side}_layers'] for side in _LAYERS},
-      **{f'{side}_attention_heads': config.num_heads for side in _LAYERS},
-      **{f'{side}_ffn_dim': config.mlp_dim for side in _LAYERS},
+      encoder_layers=config.num_encoder_layers,
+      decoder_layers=config.num_decoder_layers,
+      encoder_attention_heads=config.num_heads,
+      decoder_attention_heads=config.num_heads,
+      encoder_ffn_dim=config.mlp_dim,
+      decoder_ffn_dim=config.mlp_dim,
       activation_function='relu',
       position_embedding_type='sine',
       dropout=0.1,
@@ -311,15 +316,18 @@ class Detrs(base.Family):
       **descriptions.label_fields(model),
       **_backbone_fields(config),
     )
-    if masks:  # For this package; others ignore it.
+    annotations = 'coco_detection'
+    if config.get('mask_head'):
+      annotations = 'coco_panoptic'
+      fields['architectures'] = ['DetrForSegmentation']
+      # For this package; others ignore it.
       fields['isthing'] = {**self.metadata(model), **model.metadata}['isthing']
-    kind = 'coco_panoptic' if masks else 'coco_detection'
+    prepared = dataclasses.replace(
+      model.preparation, mean=models_detr.MEAN, std=models_detr.STD
+    )
     processor = preparation.to_hf(
-      dataclasses.replace(
-        model.preparation, mean=models_detr.MEAN, std=models_detr.STD
-      ),
-      model.image_size, 3, format=kind, do_pad=True,
-    )  # fmt: skip
+      prepared, model.image_size, 3, format=annotations, do_pad=True
+    )
     return {'config.json': fields, 'preprocessor_config.json': processor}, []
 
 
@@ -374,6 +382,7 @@ def _backbone_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
       'write this model as a run or a released file (--to=workdir, --to=pth)'
     )
   stages = [f'stage{i + 1}' for i in range(len(units))]
+  hidden_sizes = [4 * width * 2**i for i in range(len(units))]
   return dict(
     use_timm_backbone=False,
     use_pretrained_backbone=False,
@@ -381,7 +390,7 @@ def _backbone_fields(config: ml_collections.ConfigDict) -> dict[str, Any]:
       model_type='resnet',
       layer_type='bottleneck',
       embedding_size=width,
-      hidden_sizes=[4 * width * 2**i for i in range(len(stages))],
+      hidden_sizes=hidden_sizes,
       depths=list(units),
       out_features=stages if config.get('mask_head') else stages[-1:],
     ),
