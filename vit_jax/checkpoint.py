@@ -267,18 +267,19 @@ def _pretrained_model(
       'model in the config instead (--config)'
     )
   model = identify.model_config(weights.params, weights.model)
-  flat = flax.traverse_util.flatten_dict(dict(weights.model))
-  unknown = [key for key, x in flat.items() if key[-1] == 'gelu' and x is None]
-  gelu = dict.fromkeys(unknown, encoder.get('gelu'))
   if model is None:
     raise ValueError(f"pretrained='{path}' does not specify the sizes of its model")
-  if None in gelu.values():
-    raise ValueError(
-      f"pretrained='{path}' does not specify its GELU: set "
-      '--config.model.transformer.gelu=erf, tanh or quick'
-    )
+  fields = flax.traverse_util.flatten_dict(dict(weights.model))
+  for key, value in fields.items():
+    if key[-1] == 'gelu' and value is None:
+      fields[key] = encoder.get('gelu')
+      if fields[key] is None:
+        raise ValueError(
+          f"pretrained='{path}' does not specify its GELU: set "
+          '--config.model.transformer.gelu=erf, tanh or quick'
+        )
   with model.ignore_type():
-    model.update(flax.traverse_util.unflatten_dict({**flat, **gelu}))
+    model.update(flax.traverse_util.unflatten_dict(fields))
     model.representation_size = None
   return model.to_dict()
 
@@ -322,10 +323,11 @@ def pretrained_weights(
       else:
         loaded = _part_weights(config, part, path, task, params, published_extra)
     repeated = {name.split('/')[0] for name in loaded.keys() & weights.keys()}
-    if twice := sorted(repeated & params.keys()):
+    repeated_parts = sorted(repeated & params.keys())
+    if repeated_parts:
       raise ValueError(
         f'pretrained={paths.from_config(config)} names two weights for '
-        f"'{twice[0]}/': leave out one of them (config.pretrained)"
+        f"'{repeated_parts[0]}/': leave out one of them (config.pretrained)"
       )
     weights |= loaded
   return weights
@@ -383,20 +385,28 @@ def _transferable(
 
   `name` is the prefix of its parameters in the run's; '' for the whole model.
   """
-  model = config.model[key] if key and key != 'text' else config.model
+  model, place = config.model, 'model'
+  if key not in (None, 'text'):
+    model, place = config.model[key], f'model.{key}'
   image = model_configs.vit_of(model)
   encoder = image.get('transformer') or {}
-  new_grid = encoder.get('position_grid') or models.patch_grid(
-    image, preprocess.crop_size(config.pp)
-  )
-  place = f'model.{key}' if key else 'model'
+  new_grid = encoder.get('position_grid')
+  if not new_grid:
+    new_grid = models.patch_grid(image, preprocess.crop_size(config.pp))
+  prepared: preparation.Preparation | None = preparation.from_pp(config.pp)
   if key == 'text':
     model, place = text.tower_config(model)
-  kwargs.update(place=place, entry=config.pretrained_entry)
-  grid = config.pretrained_grid
-  prepared = None if key == 'text' else preparation.from_pp(config.pp)
+    prepared = None
   loaded = transferable(
-    path, expected, model, grid, new_grid, prepared=prepared, **kwargs
+    path,
+    expected,
+    model,
+    config.pretrained_grid,
+    new_grid,
+    place=place,
+    prepared=prepared,
+    entry=config.pretrained_entry,
+    **kwargs,
   )
   if not name:
     return loaded

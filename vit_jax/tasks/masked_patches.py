@@ -74,6 +74,16 @@ class MaskedViT(models_vit.VisionTransformer):
     return self.head(encoded[:, -fate.shape[1] :])  # Without the class token.
 
 
+def _reconstructions(subject: Any) -> list:
+  """Draws images, masked images and predictions, see gallery.Entry."""
+  model, task = subject.model, subject.model.task
+  outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
+  pictures = task.pictures(subject.batch, outputs)
+  return [
+    charts.reconstructions(pictures[part], _VERSIONS) for part in gallery.pages(subject)
+  ]
+
+
 class Task(base.Task):
   """Learns to predict what corrupted patches look like."""
 
@@ -91,7 +101,7 @@ class Task(base.Task):
       'patches.',
       'arXiv 2010.11929, section 4.6 and appendix B.1.2',
       gallery.needs_images,
-      lambda subject: _reconstructions(subject),  # Defined below.
+      _reconstructions,
     ),
   )
 
@@ -295,16 +305,6 @@ class Predictor(base.Predictor):
 def _draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
   """Draws a row for each of Task.pictures; for `most` see grids.grid."""
   return grids.side_by_side(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
-
-
-def _reconstructions(subject: Any) -> list:
-  """Draws images, masked images and predictions, see gallery.Entry."""
-  model, task = subject.model, subject.model.task
-  outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
-  pictures = task.pictures(subject.batch, outputs)
-  return [
-    charts.reconstructions(pictures[part], _VERSIONS) for part in gallery.pages(subject)
-  ]
 
 
 def _arguments(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -154,13 +154,15 @@ class Preparation:
   def scales_as(self, mean: Any, std: Any) -> bool:
     """Returns whether pixels are normalised by this mean and this deviation."""
     channels = max(map(np.size, (self.mean, self.std, mean, std)))
-    other = dataclasses.replace(self, mean=mean, std=std)
+    reference = dataclasses.replace(self, mean=mean, std=std)
     try:
       values = self.by_channel(channels)
-      other_values = other.by_channel(channels)
+      reference_values = reference.by_channel(channels)
     except ValueError:  # Other numbers of channels.
       return False
-    return np.allclose(list(values.values()), list(other_values.values()), rtol=1e-3)
+    return np.allclose(
+      list(values.values()), list(reference_values.values()), rtol=1e-3
+    )
 
   def unscaled(self) -> 'Preparation':
     """Returns the same for a model that takes pixels in [-1, 1]."""

@@ -335,8 +335,8 @@ def _read_workdir(folder: epath.Path) -> Weights:
     shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
     params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  own = tuple(task_class.OWN_PARAMS)
-  flat = {path: x for path, x in flat.items() if not path.startswith(own)}
+  task_prefixes = tuple(task_class.OWN_PARAMS)
+  flat = {path: x for path, x in flat.items() if not path.startswith(task_prefixes)}
   preparation = preparation_lib.from_pp(config.pp)
   return Weights(
     params=flax.traverse_util.unflatten_dict(flat, sep='/'),

@@ -36,13 +36,13 @@ def matrix(images: np.ndarray, texts: Sequence[str], logits: np.ndarray) -> np.n
     int
   )  # [m, n, 3]
   for row, text in enumerate(texts):
-    top = (row + 1) * step
+    y = (row + 1) * step
     lines = textwrap.wrap(text, _TEXT // 7)[:4]
-    pen.text((_GAP, top + _GAP), '\n'.join(lines), 'black')
+    pen.text((_GAP, y + _GAP), '\n'.join(lines), 'black')
     for column, color in enumerate(colors[row]):
-      left = _TEXT + column * step
-      pen.rectangle((left, top, left + _CELL, top + _CELL), tuple(color))
+      x = _TEXT + column * step
+      pen.rectangle((x, y, x + _CELL, y + _CELL), tuple(color))
       ink = 'black' if color.sum() > 384 else 'white'
       percent = f'{100 * probabilities[row, column]:.0f}'
-      pen.text((left + 8, top + _CELL / 2 - 8), percent, ink)
+      pen.text((x + 8, y + _CELL / 2 - 8), percent, ink)
   return np.asarray(canvas)

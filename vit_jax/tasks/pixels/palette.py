@@ -94,8 +94,8 @@ def sample(
     pixels = images.reshape(len(images), -1, images.shape[-1])
     if pixels.shape[1] > pixels_per_image:
       numbers = rng.random(pixels.shape[:2])
-      chosen = numbers.argpartition(pixels_per_image, axis=1)[:, :pixels_per_image]
-      pixels = np.take_along_axis(pixels, chosen[..., None], axis=1)
+      indices = numbers.argpartition(pixels_per_image, axis=1)[:, :pixels_per_image]
+      pixels = np.take_along_axis(pixels, indices[..., None], axis=1)
     samples.append(pixels.reshape(-1, pixels.shape[-1]))
   return np.concatenate(samples).astype(np.float32)
 

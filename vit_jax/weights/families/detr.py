@@ -119,16 +119,16 @@ def _detector(
   kind: str, number: int, style: int, backbone: str, start: str, **options: Any
 ) -> leaves.Naming:
   """Returns a naming; `number` and `style` are columns, the rest prefixes."""
-  others = leaves.column(_OTHERS, number)
+  rows = leaves.column(_OTHERS, number)
   encoder = leaves.column(_LAYERS['encoder'], number)
   decoder = leaves.column(_LAYERS['decoder'], number)
-  _, _, queries = others[0]
+  _, _, queries = rows[0]
   return leaves.Naming(
     kind,
     'DETR',
     (
       *_backbone(style, backbone),
-      ('', '', others),
+      ('', '', rows),
       ('encoder_layer_{0}/', f'{start}.encoder.layers.{{0}}.', encoder),
       ('decoder_layer_{0}/', f'{start}.decoder.layers.{{0}}.', decoder),
       (_MASK_HEAD, '', _MASK_ROWS),

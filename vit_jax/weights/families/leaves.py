@@ -237,11 +237,11 @@ def prepare(flat: dict[str, np.ndarray], naming: Naming) -> list[Leaf]:
       logging.warning('Ignored parameters: %s', arrays.join_names(ignored))
     for name in ignored:
       del flat[name]
-  for joined, parts in naming.joined.items():
-    _split(flat, joined, parts)
+  for joined, replacements in naming.joined.items():
+    _split(flat, joined, replacements)
   table = list(walk(naming.groups, flat, by_path=False))
-  known = {name for _, _, name in table}
-  unknown = sorted(flat.keys() - known)
+  table_names = {name for _, _, name in table}
+  unknown = sorted(flat.keys() - table_names)
   if unknown:
     raise ValueError(
       f'these are not the weights of a {naming.model_name}, which lacks '
@@ -289,8 +289,8 @@ def dump(flat: Mapping[str, np.ndarray], naming: Naming) -> dict[str, np.ndarray
       f'{sorted(unknown)[:10]} have no counterpart in {naming.program}: write this '
       'model as a run (--to=workdir)'
     )
-  for joined, parts in naming.joined.items():
-    _join(state, joined, parts)
+  for joined, replacements in naming.joined.items():
+    _join(state, joined, replacements)
   return state
 
 
@@ -344,22 +344,23 @@ def _from_torch(
   return np.ascontiguousarray(convert(value, num_heads))
 
 
-def _split(flat: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]) -> None:
-  """Splits arrays of several layers in place; `parts` replace `joined` in names."""
+def _split(
+  flat: dict[str, np.ndarray], joined: str, replacements: tuple[str, ...]
+) -> None:
+  """Splits arrays of several layers in place; `replacements` replace `joined`."""
   for name in [name for name in flat if joined in name]:
-    value = flat.pop(name)
-    if not value.ndim or len(value) % len(parts):
-      raise ValueError(
-        f"'{name}' of shape {value.shape} cannot be split into {len(parts)} layers"
-      )
-    for part, piece in zip(parts, np.split(value, len(parts))):
-      flat[name.replace(joined, part)] = piece
+    pieces = np.split(flat.pop(name), len(replacements))
+    for replacement, piece in zip(replacements, pieces):
+      flat[name.replace(joined, replacement)] = piece
 
 
-def _join(state: dict[str, np.ndarray], joined: str, parts: tuple[str, ...]) -> None:
+def _join(
+  state: dict[str, np.ndarray], joined: str, replacements: tuple[str, ...]
+) -> None:
   """Joins what `_split` splits, in place."""
-  first, *other_parts = parts
+  first = replacements[0]
   for name in [name for name in state if first in name]:
-    pieces = [state.pop(name)]
-    pieces += [state.pop(name.replace(first, part)) for part in other_parts]
+    pieces = []
+    for replacement in replacements:
+      pieces.append(state.pop(name.replace(first, replacement)))
     state[name.replace(first, joined)] = np.concatenate(pieces)
