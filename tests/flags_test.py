@@ -4,6 +4,7 @@ import argparse
 
 import pytest
 
+from tests import toy_task
 from vit_jax.commands import convert, flags, predict, train
 from vit_jax.run import config as run_config
 from vit_jax.weights import fetch
@@ -47,7 +48,8 @@ def test_home_folder_is_expanded_in_every_path(tmp_path, monkeypatch):
   args = predict.parse(
     ['--weights=~/w.npz', '--classes=~/names.txt', '~/a.png', 'b.png']
   )
-  assert (args.weights, args.classes) == (f'{tmp_path}/w.npz', f'{tmp_path}/names.txt')
+  assert args.weights == f'{tmp_path}/w.npz'
+  assert args.options == {'classes': f'{tmp_path}/names.txt'}
   assert args.images == [f'{tmp_path}/a.png', 'b.png']
   assert convert.parse(['~/a.npz', '~/b']).dst == f'{tmp_path}/b'
 
@@ -67,6 +69,16 @@ def test_names_that_are_not_utf8_are_rejected(words):
   assert args.images == ['/b\udcff.png']
   with pytest.raises(ValueError, match='classes=.* is not UTF-8'):
     predict.parse(['--weights=w.npz', '--classes=\udcff', 'a.png'])
+
+
+def test_a_user_s_task_may_add_flags_to_predict(monkeypatch):
+  flag = {'--digits': dict(type=int, help='number of digits')}
+  monkeypatch.setattr(toy_task.Task, 'FLAGS', flag)
+  argv = ['--workdir=/w', '--digits=3', 'a.png']
+  with pytest.raises(ValueError, match='there is no flag --digits'):
+    predict.parse(argv)
+  args = predict.parse(['--task=tests.toy_task', *argv])
+  assert args.options == {'digits': 3}
 
 
 def test_home_folder_is_expanded_in_python(tmp_path, monkeypatch, tiny_config):

@@ -77,6 +77,21 @@ def test_weights_without_a_run_give_the_same_predictions(model, image_folder, tm
   assert predict.load_weights(path).class_names == ('0', '1', '2')
 
 
+def test_weights_predict_at_another_image_size(
+  folder_run, model, image_folder, tmp_path, capsys
+):
+  path = str(tmp_path / 'weights.npz')
+  checkpoint.save(model.params, path)
+  image = str(next((image_folder / 'test/ant').iterdir()))
+  predict_command.main([f'--weights={path}', '--image_size=32', '--top=1', image])
+  loaded = predict.load_weights(path, image_size=(32, 32))
+  [[(name, probability)]] = loaded.predict([image], top=1)
+  line = f'{100 * probability:6.2f} %  {name}'
+  assert capsys.readouterr().out.splitlines()[1].strip() == line.strip()
+  with pytest.raises(ValueError, match=r'image_size=32 .*--weights.*\(--image_size\)'):
+    predict_command.main([f'--workdir={folder_run[1]}', '--image_size=32', image])
+
+
 def test_parameters_in_bfloat16(folder_run, model, image_folder, tmp_path):
   whole, half = model, predict.load(folder_run[1], dtype='bfloat16')
   images = sorted(map(str, (image_folder / 'test').glob('*/*')))[:2]
@@ -184,8 +199,9 @@ def test_model_can_be_pickled(model):
 @pytest.mark.parametrize(
   'args, message',
   [
-    (['a.png', '--top=0'], 'top=0 .*--top'),
-    (['--sample=10000000'], 'sample=10000000 .*4,096'),
+    (['a.png', '--top=0'], "--top: '0' must be an integer of at least 1"),
+    (['--sample=10000000'], "--sample: '10000000' must be .*4,096"),
+    ([], 'pass image files, or one of --complete, --sample, --texts'),
   ],
 )
 def test_wrong_numbers_are_rejected_before_loading_a_model(args, message):

@@ -9,15 +9,11 @@ file of the task, such as vit_jax/tasks/classify.py. `vit_jax predict`
 (vit_jax/commands/predict.py) is the command.
 """
 
-import argparse
 from collections.abc import Sequence
-from concurrent import futures
-import functools
 import gc
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from absl import logging
 from etils import epath
 import jax
 import ml_collections
@@ -28,20 +24,6 @@ from vit_jax.distributed import files
 
 if TYPE_CHECKING:
   from vit_jax.inference import predictor
-
-# Flags of only some tasks, see FLAGS of vit_jax.inference.predictor.Predictor.
-_OWN_FLAGS = (
-  'threshold',
-  'image_size',
-  'sample',
-  'complete',
-  'rows',
-  'seed',
-  'temperature',
-  'top_k',
-  'classes',
-  'texts',
-)
 
 
 def load(
@@ -210,156 +192,3 @@ def _mesh(config: ml_collections.ConfigDict) -> jax.sharding.Mesh:
     return sharding.make_mesh(axes, devices[:count])
   except ValueError:
     return sharding.make_mesh({'data': 1}, devices[:1])
-
-
-def _check_flags(
-  model: 'predictor.Predictor', args: argparse.Namespace, is_table: bool
-) -> None:
-  """Raises ValueError if flags do not fit the task of a model."""
-  task = model.task
-  name_of_task = f"the task '{model.config.task}'"
-  for name in _OWN_FLAGS:
-    if getattr(args, name) is not None and name not in model.FLAGS:
-      raise ValueError(f'{name_of_task} has no --{name}: leave it out')
-  draws = args.sample is not None or bool(args.complete)
-  if is_table and not draws:
-    return
-  if args.out and not (task.DRAWS or draws):
-    raise ValueError(
-      f'{name_of_task} prints its predictions and writes no picture: leave out --out, or '
-      'write a table (--out=table.parquet, .csv or .jsonl)'
-    )
-  if not args.out and (draws or not task.PRINTS):
-    raise ValueError(
-      f'{name_of_task} writes its predictions as a picture: pass --out=FILE.png'
-    )
-
-
-def from_flags(
-  args: argparse.Namespace,
-  dtype: str | None = None,
-  max_image_pixels: int | None = None,
-) -> 'predictor.Predictor':
-  """Loads the model of the flags --weights, or --workdir and --step."""
-  if args.weights:
-    return load_weights(
-      args.weights,
-      dtype=dtype,
-      num_heads=args.num_heads,
-      gelu=args.gelu,
-      entry=args.entry,
-      base=args.base,
-      max_image_pixels=max_image_pixels,
-    )
-  return load(args.workdir, args.step, dtype=dtype, max_image_pixels=max_image_pixels)
-
-
-def run(args: argparse.Namespace) -> None:
-  """Prints or writes what the flags of `vit_jax predict` ask for."""
-  from vit_jax.data.images import listing
-  from vit_jax.inference import tables
-
-  is_table = tables.is_table(args.out)
-  texts_only = not (args.images or args.sample or args.complete)
-  if is_table:
-    tables.check(args.out, resumes=not texts_only)
-  elif jax.process_count() > 1 or args.embeddings:
-    raise ValueError(
-      'several processes, and --embeddings, need a table: pass '
-      '--out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
-    )
-  split = _split(args.images)
-  if not split:
-    args.images = listing.expand(args.images)
-  elif not is_table:
-    raise ValueError(
-      f"'{args.images[0]}' is a split of a data set, whose predictions are "
-      'written as a table: pass --out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
-    )
-  model = from_flags(args, args.dtype, args.max_image_pixels)
-  _check_flags(model, args, is_table)
-  if texts_only:
-    flags = model.parse_flags({'texts': args.texts})
-    model.write_texts(flags['texts'], args.out)
-  elif is_table:
-    _write_table(model, args, split)
-  else:
-    _print(model, args)
-
-
-def _print(model: 'predictor.Predictor', args: argparse.Namespace) -> None:
-  """Prints predictions; skips broken images, and raises an error at the end."""
-  printed = 0
-  flags = {name: getattr(args, name) for name in ('top', 'out', *model.FLAGS)}
-  options = model.parse_flags(flags)
-  try:
-    lines = model.report(args.images, **options)
-    if args.out:  # A picture shows all images.
-      lines = list(lines)
-    for line in lines:
-      console.log(line)
-      printed += 1
-  except (ValueError, OSError):
-    remaining = args.images[printed:]
-    faults = _faults(remaining, model.config.max_image_pixels)
-    if not any(faults) or len(args.images) == 1:
-      raise
-  else:
-    return
-  for fault in filter(None, faults):
-    logging.warning('Skipped: %s', fault)
-  good = [image for image, fault in zip(remaining, faults) if not fault]
-  if good:
-    for line in model.report(good, **options):
-      console.log(line)
-  raise ValueError(
-    f'{len(remaining) - len(good):,} of {len(args.images):,} images cannot be read, such as '
-    f'{next(filter(None, faults))}: fix or delete the files named above'
-  )
-
-
-def _faults(images: Sequence[Any], max_pixels: int | None) -> list[str | None]:
-  """Returns why each image cannot be read, or None."""
-  from vit_jax.inference import tables, user_images
-
-  source = user_images.UserImages(images, max_pixels)
-  with futures.ThreadPoolExecutor() as pool:
-    check = functools.partial(tables.fault, source)
-    return list(pool.map(check, range(source.num_examples)))
-
-
-def _split(images: Sequence[str]) -> list[str]:
-  """Returns name and split of a data set named as NAME:SPLIT; [] of files."""
-  from vit_jax.data.lazy import tf
-
-  if len(images) != 1:
-    return []
-  name, colon, split = images[0].partition(':')
-  if not colon or split.startswith('//') or tf.io.gfile.exists(images[0]):
-    return []
-  return [name, split]
-
-
-def _write_table(
-  model: 'predictor.Predictor', args: argparse.Namespace, split: Sequence[str]
-) -> None:
-  """Writes the table that the flags ask for."""
-  from vit_jax.data import sources
-  from vit_jax.inference import tables, user_images
-
-  if split:
-    dataset, name = split
-    source = sources.open_split(model.config, name, ('image',), dataset=dataset)
-  else:
-    source = user_images.UserImages(args.images, model.config.max_image_pixels)
-  flags = {name: getattr(args, name) for name in model.TABLE_FLAGS}
-  options = model.parse_flags(flags)
-  tables.write(
-    model,
-    source,
-    args.out,
-    model.columns(**options),
-    {'flags': options, 'split': split},
-    args.broken,
-    args.shard,
-  )

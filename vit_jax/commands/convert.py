@@ -41,7 +41,12 @@ GELU, the epsilons of norms) are written to the config of DST, or reported.
 import argparse
 from collections.abc import Sequence
 
+from etils import epath
+
+from vit_jax import console
 from vit_jax.commands import flags
+from vit_jax.configs import schema
+from vit_jax.distributed import files, text_files
 
 
 def make_parser() -> flags.Parser:
@@ -81,7 +86,52 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
-  from vit_jax.weights import convert
+  import jax
 
-  convert.run(args)
+  from vit_jax.weights import convert, identify
+
+  options = dict(
+    to=args.to,
+    class_names=_class_names(args.class_names) if args.class_names else None,
+    image_size=args.image_size,
+    num_heads=args.num_heads,
+    gelu=args.gelu,
+    entry=args.entry,
+    base=args.base,
+  )
+  if args.push:
+    model, notes = convert.push(args.src, args.push, **options)
+  else:
+    model, notes = convert.convert(args.src, args.dst, **options)
+  count = sum(x.size for x in jax.tree.leaves(model.params))
+  size = 'x'.join(map(str, model.image_size or ('any size',)))
+  classes = 'no classes'
+  if model.num_classes:
+    classes = console.pluralize(model.num_classes, 'class')
+  console.log(
+    f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
+    f'images of {size}, {classes}'
+  )
+  for note in notes:
+    console.log(f'note: {note}')
+  console.log(f'written to {args.push or args.dst}')
   return 0
+
+
+def _class_names(path: str) -> list[str]:
+  """Reads class names from a JSON list, or from a file with one per line."""
+  from vit_jax.weights import arrays
+
+  file = epath.Path(path)
+  if not file.is_file():
+    raise FileNotFoundError(
+      f"class_names='{path}' is not a file: pass one with a name per line "
+      '(--class_names)'
+    )
+  with arrays.file_errors(file):
+    if path.endswith('.json'):
+      names = files.read_json(file)
+      if not schema.accepts(names, tuple[str, ...]):
+        raise ValueError(f'it holds {names!r:.80} and must hold a list of names')
+      return names
+    return text_files.lines(files.read(file, files.JSON_LIMIT), file)

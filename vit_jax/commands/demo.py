@@ -36,12 +36,11 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Serves the demo until Ctrl-C."""
   args = make_parser().parse_args(argv)
-  from vit_jax import predict
   from vit_jax.figures import drawing, visualize
   from vit_jax.inference import demo
 
   drawing.require_matplotlib()
   demo.check(args.host, args.port)
-  model = predict.from_flags(args, max_image_pixels=args.max_image_pixels)
+  model = flags.load_model(args, max_image_pixels=args.max_image_pixels)
   demo.serve(model, *visualize.describe(model), args.host, args.port)
   return 0

@@ -58,12 +58,11 @@ def make_parser() -> flags.Parser:
 
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
-  from vit_jax import predict
   from vit_jax.inference import export
 
   export.check(args.out, args.to, args.dtype, args.image_size)
-  model = predict.from_flags(args)
-  if args.texts and 'texts' not in model.FLAGS:
+  model = flags.load_model(args)
+  if args.texts and not hasattr(model, 'embed_texts'):
     raise ValueError(
       f"the task '{model.config.task}' has no text tower: leave out --texts"
     )

@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 import difflib
 import functools
 import os
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from etils import epath
 
 from vit_jax import console
 from vit_jax.configs import synonyms
 from vit_jax.distributed import files
+
+if TYPE_CHECKING:
+  from vit_jax.inference import predictor
 
 _CONFIG = 'config'
 
@@ -231,6 +234,25 @@ def heads(text: str) -> int | tuple[int, int]:
   if len(numbers) > 2:
     raise argparse.ArgumentTypeError(f"'{text}' must be NUMBER or IMAGE,TEXT")
   return (numbers[0], numbers[1]) if len(numbers) == 2 else numbers[0]
+
+
+def load_model(args: argparse.Namespace, **options: Any) -> 'predictor.Predictor':
+  """Loads the model of --weights, or of --workdir and --step.
+
+  `options` are further arguments of predict.load_weights or predict.load.
+  """
+  from vit_jax import predict  # Late: imports JAX.
+
+  if not args.weights:
+    return predict.load(args.workdir, args.step, **options)
+  return predict.load_weights(
+    args.weights,
+    num_heads=args.num_heads,
+    gelu=args.gelu,
+    entry=args.entry,
+    base=args.base,
+    **options,
+  )
 
 
 def add_model_flags(parser: Parser, required: bool = True) -> None:

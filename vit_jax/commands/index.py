@@ -16,8 +16,12 @@ The exit status is 1 if there are broken images. They are named and recorded;
 """
 
 from collections.abc import Sequence
+import time
 
+from vit_jax import console
 from vit_jax.commands import flags
+
+_SHOWN = 10  # Broken images of a split that are printed.
 
 _FLAGS = {
   'folder': dict(help='folder of the data set, local or gs://'),
@@ -45,6 +49,35 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; returns 1 if images are broken."""
   args = make_parser().parse_args(argv)
-  from vit_jax.data import indexing
+  from vit_jax.data import checking, folder, indexing, manifest, parquet
+  from vit_jax.data.coco import layout
+  from vit_jax.data.lazy import tf
 
-  return indexing.run(args)
+  if not tf.io.gfile.isdir(args.folder):
+    raise FileNotFoundError(f"'{args.folder}' is not a folder that exists")
+  for split in args.splits or checking.SPLITS:
+    has_manifest = manifest.exists(args.folder, split)
+    if not has_manifest and parquet.exists(args.folder, split):
+      raise ValueError(
+        f"'{args.folder}' has Parquet files of '{split}', whose images are not "
+        'listed: train without an index (config.dataset)'
+      )
+  has_broken = False
+  splits = args.splits or layout.splits(args.folder)
+  for split in splits or folder.splits(args.folder):
+    start_time = time.perf_counter()
+    path, count, broken = indexing.make(
+      args.folder, split, args.check == 'decode', args.max_image_pixels
+    )
+    seconds = time.perf_counter() - start_time
+    images = console.pluralize(count, 'image')
+    console.log(f'{path}: {images}, {console.duration(seconds)}.')
+    for line in broken[:_SHOWN]:
+      console.log(f'  broken: {line}')
+    if broken:
+      has_broken = True
+      console.log(
+        f'Broken images: {len(broken):,}. Repair, restore or delete them, or leave '
+        'them out of the training with --config.broken_images=skip.'
+      )
+  return int(has_broken)

@@ -25,6 +25,7 @@ docs/plan.md.
 import argparse
 from collections.abc import Callable, Sequence
 
+from vit_jax import console
 from vit_jax.commands import flags
 from vit_jax.planning import topology
 
@@ -82,5 +83,13 @@ def main(argv: Sequence[str]) -> int:
   topology.parse(args.topology)
   from vit_jax.planning import plan  # Imports JAX.
 
-  plan.run(args)
+  console.log(f'Config: {args.config_file}')
+  plan.run(
+    args.config,
+    args.topology,
+    num_examples=args.num_examples,
+    num_classes=args.num_classes,
+    search_mesh=args.search,
+    json_path=args.json,
+  )
   return 0

@@ -13,14 +13,22 @@ See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+import contextlib
+import functools
 import re
 import shlex
+from typing import TYPE_CHECKING, Any
+
+from absl import logging
 
 from vit_jax import console
 from vit_jax.commands import flags, hosts
 
-_MOST_SAMPLES = 4096  # Largest --sample.
+if TYPE_CHECKING:
+  from vit_jax.inference import predictor as predictor_lib
+
 TABLES = ('.parquet', '.csv', '.jsonl', '/')
 
 
@@ -44,7 +52,7 @@ _FLAGS = {
   ),
 }
 _OUTPUT = {
-  '--top': dict(type=int, default=5, help='number of classes to print (5)'),
+  '--top': dict(type=flags.count, default=5, help='number of classes to print (5)'),
   '--out': dict(
     help='table to write (.parquet, .csv, .jsonl or FOLDER/), or PNG: required by models that '
     'draw images, optional for detectors, which draw boxes'
@@ -63,8 +71,14 @@ _OUTPUT = {
     choices=('bfloat16', 'float16', 'int8'),
     help='keep the parameters in half, or their kernels in a quarter, of the memory',
   ),
+  '--image_size': dict(
+    type=flags.pixels,
+    metavar='SIDE or HEIGHT,WIDTH',
+    help="size of the model's input in pixels, for --weights and for detectors, whose "
+    'SIDE is the shorter one (as the weights say, or as in the evaluation of the run)',
+  ),
 }
-_TASKS = {
+_SHARDS = {
   '--shard': dict(
     type=_shard,
     metavar='I/N',
@@ -77,88 +91,78 @@ _TASKS = {
     help='print the commands of N tasks, one per line, for a scheduler; compute nothing',
   ),
 }
-_DETECTORS = {
-  '--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)'),
-  '--image_size': dict(
-    type=flags.pixels,
-    metavar='SIDE or HEIGHT,WIDTH',
-    help="shorter side, or height and width, of the model's input in pixels (as in the "
-    "run's evaluation)",
-  ),
-}
-_TOWERS = {
-  '--classes': dict(
-    metavar='A;B;C',
-    help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
-    "per line; the run's templates turn them into sentences",
-  ),
-  '--texts': dict(
-    metavar='FILE', help='file with one text per line, to choose from or to embed'
-  ),
-}
-_PIXELS = {
-  '--sample': dict(type=int, help='number of images to draw'),
-  '--complete': dict(nargs='+', help='image files whose lower part is drawn'),
-  '--rows': dict(
-    type=int, help='rows of the image to keep (half; all if it is wider than tall)'
-  ),
-  '--seed': dict(type=int, help='random seed (0)'),
-  '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
-  '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
-}
 
 
-def make_parser() -> flags.Parser:
+def make_parser(tasks: Mapping[str, Any] | None = None) -> flags.Parser:
+  """Returns the parser with the flags of tasks, by default of this package's."""
   parser = flags.Parser('predict', __doc__, _FLAGS)
   flags.add_model_flags(parser)
   flags.add_image_flags(parser)
   parser.add(_OUTPUT)
-  parser.add(_TASKS, 'a folder of tables by independent tasks')
-  parser.add(_DETECTORS, 'detectors')
-  parser.add(_TOWERS, 'image and text towers (LiT, CLIP, SigLIP)')
-  parser.add(_PIXELS, 'models of pixels')
+  parser.add(_SHARDS, 'a folder of tables by independent tasks')
   hosts.add_flags(parser)
+  names_by_flag: dict[str, list[str]] = {}
+  arguments: dict[str, Mapping[str, Any]] = {}
+  for name, task in (tasks or _tasks()).items():
+    for flag, arguments_of_flag in task.FLAGS.items():
+      names_by_flag.setdefault(flag, []).append(name)
+      arguments.setdefault(flag, arguments_of_flag)
+  for flag, names in names_by_flag.items():
+    parser.add({flag: arguments[flag]}, f'task {", ".join(names)}')
   return parser
 
 
+def _tasks(modules: Sequence[str] = ()) -> dict[str, Any]:
+  """Returns the classes of this package's tasks by name, and of those in modules."""
+  from vit_jax.run import config as run_config  # Late: the tasks import JAX.
+
+  tasks = {name: run_config.get_task(name) for name in run_config.TASKS}
+  for module in modules:
+    with contextlib.suppress(ValueError):  # A module of an evaluator has no task.
+      tasks[module] = run_config.get_task(module)
+  return tasks
+
+
+def _named_modules(argv: Sequence[str]) -> list[str]:
+  """Returns the values of --task."""
+  modules = []
+  for i, word in enumerate(argv):
+    if word.startswith('--task='):
+      modules.append(word.removeprefix('--task='))
+    elif word == '--task':
+      modules += argv[i + 1 : i + 2]
+  return modules
+
+
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-  """Parses and checks the flags: a command line must name one thing to do."""
+  """Parses and checks the flags.
+
+  Those of tasks that are set are in `options`, by name without dashes.
+  """
   bare = '--embeddings'  # Without a layer; the next word may be a file.
   argv = [f'{bare}=features' if word == bare else word for word in argv]
-  args = make_parser().parse_args(argv)
-  only_texts = args.texts and args.embeddings and not args.images
-  sources = {
-    'images': bool(args.images or only_texts),
-    '--sample': args.sample is not None,
-    '--complete': bool(args.complete),
-  }
-  if sum(sources.values()) != 1:
-    passed = ' and '.join(name for name, is_set in sources.items() if is_set)
+  tasks = _tasks(_named_modules(argv))
+  args = make_parser(tasks).parse_args(argv)
+  args.options, imageless = {}, set()
+  for task in tasks.values():
+    for flag in task.FLAGS:
+      name = flag.removeprefix('--')
+      if getattr(args, name) is not None:
+        args.options[name] = getattr(args, name)
+    imageless.update(task.IMAGELESS)
+  if not args.images and not imageless & args.options.keys():
+    others = ', '.join(f'--{name}' for name in sorted(imageless))
+    raise ValueError(f'pass image files, or one of {others} (see --help)')
+  shards = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
+  if len(shards) > 1:
+    raise ValueError('--shard and --print are mutually exclusive: leave out one')
+  if shards and not (args.images and str(args.out or '').endswith('/')):
     raise ValueError(
-      'pass image files, --sample=NUMBER or --complete FILE, not '
-      f'{passed or "none of them"} (see --help)'
-    )
-  if args.top < 1:
-    raise ValueError(f'top={args.top} must be at least 1 (--top)')
-  if args.sample is not None and not 1 <= args.sample <= _MOST_SAMPLES:
-    raise ValueError(
-      f'sample={args.sample} must be from 1 to {_MOST_SAMPLES:,}, which fit into one '
-      'picture (--sample)'
-    )
-  if args.rows is not None and not args.complete:
-    raise ValueError(f'--rows={args.rows} needs --complete FILE: add it')
-  tasks = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
-  if len(tasks) > 1:
-    raise ValueError(
-      f'{" and ".join(tasks)} are mutually exclusive: leave out all but one'
-    )
-  if tasks and not (args.images and str(args.out or '').endswith('/')):
-    raise ValueError(
-      f'{tasks[0]} is for a folder with a table of images, not out={args.out}: pass '
+      f'{shards[0]} is for a folder with a table of images, not out={args.out}: pass '
       'images and --out=FOLDER/'
     )
-  if tasks and args.coordinator:
-    raise ValueError(f'{tasks[0]} is for independent tasks: leave out --coordinator')
+  if shards and args.coordinator:
+    raise ValueError(f'{shards[0]} is for independent tasks: leave out --coordinator')
   return args
 
 
@@ -176,13 +180,167 @@ def main(argv: Sequence[str]) -> int:
     for shard in range(args.print):
       console.log(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
     return 0
+  # Several hosts share a table of images, but neither a shard nor other outputs.
+  is_table = str(args.out or '').endswith(TABLES) and bool(args.images)
+  args.distributed &= is_table and not args.shard
+  return hosts.run(args, functools.partial(run, args))
 
-  def work() -> None:
-    from vit_jax import predict
 
-    predict.run(args)
+def run(args: argparse.Namespace) -> None:
+  """Prints or writes what the flags ask for."""
+  import jax
 
-  # Several hosts share a table, but neither a shard nor other outputs.
-  args.distributed &= str(args.out or '').endswith(TABLES)
-  args.distributed &= not args.shard
-  return hosts.run(args, work)
+  from vit_jax.data.images import listing
+  from vit_jax.inference import tables
+
+  is_table = tables.is_table(args.out)
+  if is_table:
+    tables.check(args.out, resumes=bool(args.images))
+  elif jax.process_count() > 1 or args.embeddings:
+    raise ValueError(
+      'several processes, and --embeddings, need a table: pass '
+      '--out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
+    )
+  split = _split(args.images)
+  if not split:
+    args.images = listing.expand(args.images)
+  elif not is_table:
+    raise ValueError(
+      f"'{args.images[0]}' is a split of a data set, whose predictions are "
+      'written as a table: pass --out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
+    )
+  model = _load(args)
+  _check_flags(model, args, is_table)
+  options = model.parse_flags(args.options)
+  if args.image_size is not None and model.task.CANVASES:
+    options['image_size'] = args.image_size
+  if is_table and args.images:
+    _write_table(model, args, options, split)
+  else:
+    _print(model, args.images, top=args.top, out=args.out, **options)
+
+
+def _load(args: argparse.Namespace) -> 'predictor_lib.Predictor':
+  """Loads the model, for images of --image_size unless it takes images of any size."""
+  load = functools.partial(
+    flags.load_model, args, dtype=args.dtype, max_image_pixels=args.max_image_pixels
+  )
+  size = args.image_size
+  if size is None or args.workdir:
+    model = load()
+    if size is not None and not model.task.CANVASES:
+      raise ValueError(
+        f"image_size={size} is for detectors and for --weights, and the run in '"
+        f"{args.workdir}' has learned images of {model.config.pp.crop} pixels: leave it "
+        'out (--image_size)'
+      )
+    return model
+  model = load(image_size=(size, size) if isinstance(size, int) else size)
+  return load() if model.task.CANVASES else model
+
+
+def _check_flags(
+  model: 'predictor_lib.Predictor', args: argparse.Namespace, is_table: bool
+) -> None:
+  """Raises ValueError if flags do not fit the task of a model."""
+  task = model.task
+  name_of_task = f"the task '{model.config.task}'"
+  for name in args.options:
+    if f'--{name}' not in task.FLAGS:
+      raise ValueError(f'{name_of_task} has no --{name}: leave it out')
+  is_imageless = any(name in task.IMAGELESS for name in args.options)
+  if not args.images and not is_imageless:
+    raise ValueError(f'{name_of_task} predicts from images: pass image files')
+  if is_table:
+    return
+  if args.out and not (task.DRAWS or is_imageless):
+    raise ValueError(
+      f'{name_of_task} prints its predictions and writes no picture: leave out --out, or '
+      'write a table (--out=table.parquet, .csv or .jsonl)'
+    )
+  if not args.out and not task.PRINTS:
+    raise ValueError(
+      f'{name_of_task} writes its predictions as a picture: pass --out=FILE.png'
+    )
+
+
+def _print(
+  model: 'predictor_lib.Predictor',
+  images: Sequence[str],
+  **options: Any,
+) -> None:
+  """Prints predictions; skips broken images, and raises an error at the end."""
+  printed = 0
+  try:
+    lines = model.report(images, **options)
+    if options['out']:  # A picture shows all images.
+      lines = list(lines)
+    for line in lines:
+      console.log(line)
+      printed += 1
+  except (ValueError, OSError):
+    remaining = images[printed:]
+    faults = _faults(remaining, model.config.max_image_pixels)
+    if not any(faults) or len(images) == 1:
+      raise
+  else:
+    return
+  for fault in filter(None, faults):
+    logging.warning('Skipped: %s', fault)
+  good = [image for image, fault in zip(remaining, faults) if not fault]
+  if good:
+    for line in model.report(good, **options):
+      console.log(line)
+  raise ValueError(
+    f'{len(remaining) - len(good):,} of {len(images):,} images cannot be read, such as '
+    f'{next(filter(None, faults))}: fix or delete the files named above'
+  )
+
+
+def _faults(images: Sequence[Any], max_pixels: int | None) -> list[str | None]:
+  """Returns why each image cannot be read, or None."""
+  from vit_jax.inference import tables, user_images
+
+  source = user_images.UserImages(images, max_pixels)
+  with futures.ThreadPoolExecutor() as pool:
+    check = functools.partial(tables.fault, source)
+    return list(pool.map(check, range(source.num_examples)))
+
+
+def _split(images: Sequence[str]) -> list[str]:
+  """Returns name and split of a data set named as NAME:SPLIT; [] of files."""
+  from vit_jax.data.lazy import tf
+
+  if len(images) != 1:
+    return []
+  name, colon, split = images[0].partition(':')
+  if not colon or split.startswith('//') or tf.io.gfile.exists(images[0]):
+    return []
+  return [name, split]
+
+
+def _write_table(
+  model: 'predictor_lib.Predictor',
+  args: argparse.Namespace,
+  options: Mapping[str, Any],
+  split: Sequence[str],
+) -> None:
+  """Writes the table that the flags ask for."""
+  from vit_jax.data import sources
+  from vit_jax.inference import tables, user_images
+
+  if split:
+    dataset, name = split
+    source = sources.open_split(model.config, name, ('image',), dataset=dataset)
+  else:
+    source = user_images.UserImages(args.images, model.config.max_image_pixels)
+  options = {'embeddings': args.embeddings, 'top': args.top, **options}
+  tables.write(
+    model,
+    source,
+    args.out,
+    model.columns(**options),
+    {'flags': options, 'split': split},
+    args.broken,
+    args.shard,
+  )

@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
   if args.weights:
     mesh = sharding.make_mesh({'data': -1})
-    model = predict.from_flags(args)
+    model = flags.load_model(args)
     model.params = jax.device_put(model.params, sharding.replicated(mesh))
   else:
     mesh = evaluation.run_mesh(args.workdir)

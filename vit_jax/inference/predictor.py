@@ -5,7 +5,7 @@ import copy
 import functools
 import inspect
 import os
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import ml_collections
@@ -37,15 +37,6 @@ class Predictor:
   """
 
   BATCH = 32  # Largest batch.
-  # Flags of `vit_jax predict` that `report` reads, besides --top and --out.
-  FLAGS: ClassVar[tuple[str, ...]] = ()
-  # Flags that `columns` reads.
-  TABLE_FLAGS: ClassVar[tuple[str, ...]] = (
-    'embeddings',
-    'top',
-    'threshold',
-    'image_size',
-  )
 
   def __init__(self, task: Any, params: Any, extra: Any, step: int) -> None:
     if any(x.dtype == np.int8 for x in jax.tree.leaves(params)):
@@ -246,15 +237,10 @@ class Predictor:
     return columns._replace(types=types, row=row, compute=with_features)
 
   def parse_flags(self, flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns arguments of `report` or `columns` from a command's flags by name."""
+    """Returns arguments of `report` or `columns` from the task's FLAGS by name."""
     return dict(flags)
 
-  def _columns(
-    self,
-    top: int = 5,
-    threshold: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> tables.Columns:
+  def _columns(self, top: int = 5) -> tables.Columns:
     """Returns the task's own columns, see `columns`."""
     raise tables.NoColumns(
       f"the task '{self.config.task}' predicts pictures, which do not fit into "
@@ -344,10 +330,21 @@ class Predictor:
     outputs = self.outputs(images)
     return [jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))]
 
-  def report(self, images: Sequence[str], **options: Any) -> Iterable[str]:
+  def report(
+    self,
+    images: Sequence[str],
+    *,
+    top: int = 5,
+    out: os.PathLike | str | None = None,
+  ) -> Iterable[str]:
     """Returns (or yields) what `vit_jax predict` prints for each path.
 
-    Options are `top`, `out`, the picture to write, or None, and those in FLAGS.
+    Args:
+      images: paths.
+      top: number of predictions per image, for tasks that have several.
+      out: picture to write, see DRAWS of vit_jax.tasks.parts.Hooks; None: none.
+
+    Predictors of tasks with FLAGS take these as further keyword arguments.
     """
     return [
       f'{image}\n  {result}' for image, result in zip(images, self.predict(images))

@@ -3,7 +3,6 @@
 `vit_jax plan` (vit_jax/commands/plan.py) is the command.
 """
 
-import argparse
 from collections.abc import Mapping
 import functools
 import hashlib
@@ -270,37 +269,51 @@ def data_size(
   return num_examples, num_classes or size[1]
 
 
-def run(args: argparse.Namespace) -> None:
-  """Runs `vit_jax plan` with parsed flags."""
-  trainer = args.config.get('trainer', 'train')
+def run(
+  config: ml_collections.ConfigDict,
+  topology: str,
+  *,
+  num_examples: int | None = None,
+  num_classes: int | None = None,
+  search_mesh: bool = False,
+  json_path: str | None = None,
+) -> None:
+  """Prints the plan of a run, and writes it as JSON.
+
+  Args:
+    config: the config of the run.
+    topology: see topology.get_topology.
+    num_examples: see data_size.
+    num_classes: see data_size.
+    search_mesh: whether to try meshes, micro-batches and rematerialisation.
+    json_path: file to write; None for none.
+  """
+  trainer = config.get('trainer', 'train')
   if trainer != 'train':
     raise ValueError(
       f"trainer='{trainer}': a plan needs the config of a single run (config.trainer)"
     )
-  console.log(f'Config: {args.config_file}')
-  num_examples, num_classes = data_size(
-    args.config, args.num_examples, args.num_classes
-  )
+  num_examples, num_classes = data_size(config, num_examples, num_classes)
   # Before anything that takes long.
-  devices = topology_lib.get_topology(args.topology)
+  devices = topology_lib.get_topology(topology)
   # Python handles no signals while the compiler runs, and libtpu prints its stack.
   for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_DFL)
-  if args.search:
+  if search_mesh:
     console.log(
       'Searching for the best mesh, accum_steps and remat, whatever the config says. '
       'Plans are cached: run the same command again to resume a stopped search.'
     )
     plan_trial = functools.partial(
       make_plan,
-      topology=args.topology,
+      topology=topology,
       num_examples=num_examples,
       num_classes=num_classes,
     )
-    result = search.search(args.config, len(devices), plan_trial)
+    result = search.search(config, len(devices), plan_trial)
   else:
-    result = make_plan(args.config, args.topology, num_examples, num_classes)
+    result = make_plan(config, topology, num_examples, num_classes)
     console.log(table(result))
-  if args.json:
-    pathlib.Path(args.json).write_text(json.dumps(result, indent=1))
-    console.log(f'Wrote {args.json}')
+  if json_path:
+    pathlib.Path(json_path).write_text(json.dumps(result, indent=1))
+    console.log(f'Wrote {json_path}')

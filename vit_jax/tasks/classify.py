@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import functools
 from typing import Any, ClassVar
 
+from etils import epath
 import jax
 import jax.numpy as jnp
 import ml_collections
@@ -266,12 +267,7 @@ class Predictor(base.Predictor):
     best = np.argsort(-probabilities, kind='stable')[:top]
     return [(self.class_names[i], float(probabilities[i])) for i in best]
 
-  def _columns(
-    self,
-    top: int = 5,
-    threshold: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> tables.Columns:
+  def _columns(self, top: int = 5) -> tables.Columns:
     try:
       self._check_head()
     except ValueError as e:
@@ -282,7 +278,11 @@ class Predictor(base.Predictor):
     )
 
   def report(
-    self, images: Sequence[str], top: int = 5, **options: Any
+    self,
+    images: Sequence[str],
+    *,
+    top: int = 5,
+    out: epath.PathLike | None = None,
   ) -> Iterator[str]:
     """Yields the path of each image, then its top predictions as lines."""
     self._check_head()

@@ -282,7 +282,11 @@ class Predictor(base.Predictor):
     return list(self.task.pictures(inputs, outputs))
 
   def report(
-    self, images: Sequence[str], out: epath.PathLike, **options: Any
+    self,
+    images: Sequence[str],
+    *,
+    top: int = 5,
+    out: epath.PathLike | None = None,
   ) -> list[str]:
     """Writes a PNG of the predictions."""
     pictures = np.stack(self.predict(images))

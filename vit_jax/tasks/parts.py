@@ -28,7 +28,8 @@ class Hooks:
 
   Attributes:
     LEARNED: names in METADATA of the values that `learn` returns.
-    CANVASES: whether `example` reads `config.pp.sides`.
+    CANVASES: whether `example` reads `config.pp.sides`, and the predictor takes an
+      `image_size`.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective uses:
@@ -37,6 +38,10 @@ class Hooks:
     FIGURES: further figures of `vit_jax visualize`, vit_jax.figures.gallery.Entry.
     DRAWS: whether the predictor's `report` can write a picture.
     PRINTS: whether `report` is of use without a picture.
+    FLAGS: flags of `vit_jax predict` for this task, name -> arguments of argparse's
+      `add_argument`. Those that are set are arguments of the predictor's `report`, or
+      of `columns` for a table.
+    IMAGELESS: names in FLAGS that `report` can work from without images.
   """
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
@@ -46,6 +51,8 @@ class Hooks:
   FIGURES: ClassVar[tuple] = ()
   DRAWS: ClassVar[bool] = False
   PRINTS: ClassVar[bool] = True
+  FLAGS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+  IMAGELESS: ClassVar[tuple[str, ...]] = ()
 
   # Defined by vit_jax.tasks.base.Task.
   config: ml_collections.ConfigDict

@@ -3,7 +3,6 @@
 `vit_jax convert` (vit_jax/commands/convert.py) is the command.
 """
 
-import argparse
 from collections.abc import Mapping, Sequence
 import copy
 import tempfile
@@ -11,13 +10,12 @@ from typing import Any, Literal
 
 from etils import epath
 import flax.traverse_util
-import jax
 import ml_collections
 import numpy as np
 
 from vit_jax import console, models
 from vit_jax.configs import models as model_configs, schema
-from vit_jax.distributed import files, text_files
+from vit_jax.distributed import files
 from vit_jax.layers import encoder, position_kinds, positions
 from vit_jax.weights import arrays, card, fitting, hub, identify, reading, writing
 from vit_jax.weights.families import base as families_base, families
@@ -342,49 +340,3 @@ def _with_plain_positions(
     'same'
   )
   return model._replace(params=params, config=config), [note]
-
-
-def _names(path: str) -> list[str]:
-  """Reads class names from a JSON list, or from a file with one per line."""
-  file = epath.Path(path)
-  if not file.is_file():
-    raise FileNotFoundError(
-      f"class_names='{path}' is not a file: pass one with a name per line "
-      '(--class_names)'
-    )
-  with arrays.file_errors(file):
-    if path.endswith('.json'):
-      names = files.read_json(file)
-      if not schema.accepts(names, tuple[str, ...]):
-        raise ValueError(f'it holds {names!r:.80} and must hold a list of names')
-      return names
-    return text_files.lines(files.read(file, files.JSON_LIMIT), file)
-
-
-def run(args: argparse.Namespace) -> None:
-  """Converts as the flags of `vit_jax convert` say, and prints a summary."""
-  options = dict(
-    to=args.to,
-    class_names=_names(args.class_names) if args.class_names else None,
-    image_size=args.image_size,
-    num_heads=args.num_heads,
-    gelu=args.gelu,
-    entry=args.entry,
-    base=args.base,
-  )
-  if args.push:
-    model, notes = push(args.src, args.push, **options)
-  else:
-    model, notes = convert(args.src, args.dst, **options)
-  count = sum(x.size for x in jax.tree.leaves(model.params))
-  size = 'x'.join(map(str, model.image_size or ('any size',)))
-  classes = 'no classes'
-  if model.num_classes:
-    classes = console.pluralize(model.num_classes, 'class')
-  console.log(
-    f'{args.src}: {identify.describe(model.params)}, {count:,} parameters, '
-    f'images of {size}, {classes}'
-  )
-  for note in notes:
-    console.log(f'note: {note}')
-  console.log(f'written to {args.push or args.dst}')

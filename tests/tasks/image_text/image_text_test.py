@@ -292,9 +292,7 @@ def test_the_command(run, model, tmp_path, capsys, monkeypatch):
   monkeypatch.setattr(predict, 'load', lambda *_, **__: model)
 
   def run_command(*flags):
-    args = predict_command.parse(flags)
-    args.distributed = False
-    predict.run(args)
+    predict_command.main(['--nodistributed', *flags])
 
   Image.fromarray(np.zeros((8, 8), np.uint8)).save(photo)
   picture = tmp_path / 'matrix.png'

@@ -249,11 +249,12 @@ def test_the_command_samples_completes_and_measures(
   [bits] = model.log_likelihood([image])
   assert lines[1].split()[0] == f'{bits:.4f}'
   for args, message in (
-    (('--sample=3',), 'writes .* as a picture: pass --out'),
+    (('--sample=3',), 'out=None .*picture: pass --out'),
     ((image, f'--out={out}'), 'leave out --out'),
-    ((), '--sample=NUMBER.*--complete FILE'),
+    ((), 'pass image files, or one of --complete, --sample'),
     ((image, '--sample=2'), 'images and --sample'),
-    (('--sample=2', '--rows=3'), '--rows=3 .*--complete'),
+    (('--sample=2', '--rows=3', f'--out={out}'), '--rows=3 .*--complete'),
+    (('--sample=2', f'--out={out}.csv'), 'out=.*path of a picture'),
   ):
     with pytest.raises(ValueError, match=message):
       run(*args)

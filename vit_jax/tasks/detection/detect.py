@@ -59,6 +59,7 @@ class Task(base.Task):
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES
+  FLAGS = detectors.FLAGS
   CANVASES = True
 
   def __init__(

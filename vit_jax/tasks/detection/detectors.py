@@ -20,12 +20,15 @@ from vit_jax.tasks.detection import (
 )
 
 THRESHOLD = 0.7  # Minimum score of an object that is shown.
+# Flags of `vit_jax predict`.
+FLAGS = {
+  '--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)'),
+}
 
 
 class Detector(predictor_lib.Predictor):
   """Detects the objects of images."""
 
-  FLAGS = ('threshold', 'image_size')
   PIXELS = 2**22  # Largest number of pixels in a batch of several images.
   WHAT = 'object'
   LEAST = THRESHOLD
@@ -147,10 +150,11 @@ class Detector(predictor_lib.Predictor):
   def report(
     self,
     images: Sequence[str],
+    *,
+    top: int = 5,
     out: epath.PathLike | None = None,
     threshold: float | None = None,
     image_size: int | tuple[int, int] | None = None,
-    **options: Any,
   ) -> Iterable[str]:
     """Returns the predictions as lines; draws them if `out` is a path."""
     threshold = self.LEAST if threshold is None else threshold

@@ -58,6 +58,8 @@ class Task(base.Task):
   LEARNED = ('vocabulary',)
   NEW_PARAMS = ()
   DRAWS = True
+  FLAGS = predicting.FLAGS
+  IMAGELESS = ('texts',)
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

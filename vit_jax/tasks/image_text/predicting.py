@@ -23,6 +23,19 @@ from vit_jax.distributed import files, sharding
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
+# Flags of `vit_jax predict`.
+FLAGS = {
+  '--classes': dict(
+    metavar='A;B;C',
+    help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
+    "per line; the run's templates turn them into sentences",
+  ),
+  '--texts': dict(
+    metavar='FILE',
+    help='file with one text per line, to choose from, or without images to embed in '
+    'the table --out',
+  ),
+}
 _SHOWN = 5  # Texts on a page.
 _MOST_TYPED = 10_000  # Characters of the classes on a page.
 _SURROGATE = re.compile('[\ud800-\udfff]')  # UTF-8 cannot encode these.
@@ -30,9 +43,6 @@ _SURROGATE = re.compile('[\ud800-\udfff]')  # UTF-8 cannot encode these.
 
 class Predictor(predictor_lib.Predictor):
   """Predicts which of given classes or texts fit images."""
-
-  FLAGS = ('classes', 'texts')
-  TABLE_FLAGS = (*predictor_lib.Predictor.TABLE_FLAGS, 'classes', 'texts')
 
   @functools.cached_property
   def _embedder(self) -> zero_shot.Embedder:
@@ -146,8 +156,6 @@ class Predictor(predictor_lib.Predictor):
   def _columns(
     self,
     top: int = 5,
-    threshold: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
     classes: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
   ) -> tables.Columns:
@@ -163,12 +171,12 @@ class Predictor(predictor_lib.Predictor):
       lambda zimg: self._top_choices(zimg, choices, embeddings, top)
     )
 
-  def write_texts(self, texts: Sequence[str], out: str) -> None:
+  def _write_texts(self, texts: Sequence[str], out: epath.PathLike | None) -> None:
     """Writes a table of the embeddings of texts to a file."""
-    if out.endswith('/'):
+    if not tables.is_table(out) or str(out).endswith('/'):
       raise ValueError(
-        f"out='{out}' is a folder: pass a file for the texts, such as "
-        '--out=texts.parquet'
+        f'out={out} must be the file of a table of the texts, since there are no '
+        'images: pass --out=texts.parquet, .csv or .jsonl, or images'
       )
     rows = []
     for text, embedding in zip(texts, self.embed_texts(texts)):
@@ -177,21 +185,25 @@ class Predictor(predictor_lib.Predictor):
     path = epath.Path(out)
     with files.replacing(path) as file:
       tables.encode(iter([tables.to_arrow(rows, types)]), file, path.suffix)
-    console.log(f"'{out}': {console.pluralize(len(rows), 'text')}")
 
   def report(
     self,
     images: Sequence[str],
+    *,
     top: int = 5,
     out: epath.PathLike | None = None,
     classes: Sequence[str] | None = None,
     texts: Sequence[str] | None = None,
-    **options: Any,
   ) -> Iterator[str]:
     """Yields the path of each image, then its best texts as lines.
 
-    With `out` also draws the matrix of similarities.
+    With `out` also draws the matrix of similarities; without images, writes a table of
+    the embeddings of the texts.
     """
+    if not images and texts is not None:
+      self._write_texts(texts, out)
+      yield f"'{out}': {console.pluralize(len(texts), 'text')}"
+      return
     choices, embeddings = self._choices(classes, texts)
     for path, predictions in zip(images, self._best(images, choices, embeddings, top)):
       lines = [f'  {100 * p:6.2f} %  {text}' for text, p in predictions]

@@ -48,6 +48,8 @@ class Task(base.Task):
   METADATA: ClassVar[tuple[str, ...]] = ('palette',)
   LEARNED = ('palette',)
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ()
+  FLAGS = sampling.FLAGS
+  IMAGELESS = ('sample', 'complete')
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -1,5 +1,6 @@
 """Samples and completes images with a trained iGPT, and measures its bits."""
 
+import argparse
 from collections.abc import Callable, Iterable, Sequence
 import functools
 from typing import Annotated, Any
@@ -17,14 +18,38 @@ from vit_jax.figures import grids
 from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
+_MOST_SAMPLES = 4096  # Largest --sample.
 _COMPLETIONS = 3  # Completions of an image in the web demo.
 _Seed = Annotated[int, schema.Range(ge=0, le=2**32 - 1)]  # JAX drops further bits.
 
 
+def _count(text: str) -> int:
+  """Parses --sample."""
+  count = int(text) if text.isdecimal() else 0
+  if not 1 <= count <= _MOST_SAMPLES:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be from 1 to {_MOST_SAMPLES:,}, which fit into one picture"
+    )
+  return count
+
+
+# Flags of `vit_jax predict`.
+FLAGS = {
+  '--sample': dict(type=_count, metavar='NUMBER', help='number of images to draw'),
+  '--complete': dict(
+    nargs='+', metavar='FILE', help='image files whose lower part is drawn'
+  ),
+  '--rows': dict(
+    type=int, help='rows of the image to keep (half; all if it is wider than tall)'
+  ),
+  '--seed': dict(type=int, help='random seed (0)'),
+  '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
+  '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
+}
+
+
 class Predictor(predictor_lib.Predictor):
   """Samples from a model of pixels; see vit_jax/tasks/pixels/pixels.py."""
-
-  FLAGS = ('sample', 'complete', 'rows', 'seed', 'temperature', 'top_k')
 
   @functools.cached_property
   def _bits(self) -> Callable[..., jax.Array]:
@@ -165,16 +190,11 @@ class Predictor(predictor_lib.Predictor):
     self._refuse(options)
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def _columns(
-    self,
-    top: int = 5,
-    threshold: float | None = None,
-    image_size: int | tuple[int, int] | None = None,
-  ) -> tables.Columns:
+  def _columns(self, top: int = 5) -> tables.Columns:
     name = 'bits_per_dimension'
     return tables.Columns({name: float}, lambda _, bits: {name: bits}, self._bits)
 
-  def describe(self, images: Sequence[str], **options: Any) -> Iterable[str]:
+  def describe(self, images: Sequence[str], *, top: int = 5) -> Iterable[str]:
     """Returns what `report` prints for each image: its bits."""
     return [
       f'{image}\n  {bits:.4f} bits per dimension'
@@ -184,43 +204,55 @@ class Predictor(predictor_lib.Predictor):
   def report(
     self,
     images: Sequence[str],
+    *,
+    top: int = 5,
     out: epath.PathLike | None = None,
     sample: int | None = None,
-    complete: Sequence[str] | None = None,
+    complete: Sequence[str] = (),
     rows: int | None = None,
-    **options: Any,
+    seed: int = 0,
+    temperature: float = 1.0,
+    top_k: int | None = None,
   ) -> Iterable[str]:
     """Writes samples, or completions of images; else describes images.
 
     Args:
       images: paths of images to describe.
+      top: number of classes, for models that have some.
       out: picture to write, for `sample` and `complete`.
       sample: number of images to sample.
       complete: paths of images to complete.
       rows: see `complete`.
-      **options: `seed`, `temperature` and `top_k`, see `sample`; None for the default.
+      seed, temperature, top_k: see `sample`.
 
     Returns:
       Lines about what was written.
     """
-    paths = complete or ()
-    if sample is None and not paths:
-      return self.describe(images, **options)
-    sampling = {}
-    for name in ('seed', 'temperature', 'top_k'):
-      if options.get(name) is not None:
-        sampling[name] = options[name]
+    sources = {'images': images, '--sample': sample, '--complete': complete}
+    names = [name for name, value in sources.items() if value]
+    if len(names) != 1:
+      raise ValueError(
+        f'pass image files, --sample=NUMBER or --complete FILE, not {" and ".join(names)}'
+      )
+    if rows is not None and not complete:
+      raise ValueError(f'--rows={rows} needs --complete FILE: add it')
+    if images:
+      return self.describe(images, top=top)
+    if out is None or tables.is_table(out):
+      raise ValueError(f'out={out} must be the path of a picture: pass --out=FILE.png')
     if sample is not None:
-      picture = draw(self.sample(sample, **sampling))
+      picture = draw(self.sample(sample, seed, temperature, top_k))
       lines = [f'Wrote {console.pluralize(sample, "sample")} to {out}']
     else:
-      originals, completed, kept_rows = self._complete(paths, rows, **sampling)
+      originals, completed, kept_rows = self._complete(
+        complete, rows, seed, temperature, top_k
+      )
       columns = {'given': cut(originals, kept_rows), 'completed': completed}
       picture = grids.side_by_side(columns)
       height = self.task.image_size[0]
       lines = [
         f'{path}: {count} of {height} rows kept'
-        for path, count in zip(paths, kept_rows)
+        for path, count in zip(complete, kept_rows)
       ]
       lines.append(f'Wrote the completions to {out}')
     epath.Path(out).write_bytes(images_lib.encode_png(picture))
