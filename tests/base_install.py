@@ -2,7 +2,7 @@
 
   python -P tests/base_install.py
 
-The release workflow runs it with the wheel in a bare environment.
+The workflow `wheel` runs it with the wheel in bare environments.
 """
 
 import pathlib

@@ -7,6 +7,7 @@ import inspect
 import re
 import runpy
 import shlex
+import tomllib
 
 import pytest
 
@@ -116,12 +117,8 @@ def check_call(page, code):
 
 
 def test_extras_exist():
-  setup = ast.parse((markdown.ROOT / 'setup.py').read_text())
-  (extras,) = [
-    {key.value for key in node.value.keys}
-    for node in ast.walk(setup)
-    if isinstance(node, ast.keyword) and node.arg == 'extras_require'
-  ]
+  settings = tomllib.loads((markdown.ROOT / 'pyproject.toml').read_text())
+  extras = settings['project']['optional-dependencies'].keys()
   for page in markdown.PAGES:
     for named in re.findall(r"'\.\[([\w,]+)\]'", page.read_text()):
       assert set(named.split(',')) <= extras, page.name

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import vit_jax
 from vit_jax import __main__ as program, console
 from vit_jax.commands import predict, train
 
@@ -40,6 +41,11 @@ def test_help_names_every_command(capsys):
 
   assert status_of(program.main, []) == 1
   assert out.strip() in capsys.readouterr().err
+
+
+def test_version(capsys):
+  assert status_of(program.main, ['--version']) == 0
+  assert capsys.readouterr().out == f'vit_jax {vit_jax.__version__}\n'
 
 
 def test_misspelt_command(capsys):

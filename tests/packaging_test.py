@@ -1,6 +1,7 @@
 """Tests of packaging, lazy imports, and dependencies between modules."""
 
 import ast
+from collections.abc import Iterable
 import functools
 import graphlib
 import importlib.machinery
@@ -11,12 +12,14 @@ import re
 import shutil
 import subprocess
 import sys
-import zipfile
+import tomllib
 
 from packaging import requirements as markers, utils
 import pytest
+import yaml
 
 from tests import conftest
+import vit_jax
 from vit_jax import console
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -172,42 +175,97 @@ def test_only_figures_import_matplotlib_and_nothing_imports_main():
 
 
 def test_never_recommends_installing_an_unowned_name():
-  """Whoever registers `vit_jax` on PyPI could run code on users' machines."""
+  """Whoever registers `vit_jax` on PyPI could run code on users' machines.
+
+  Only a missing extra of an installed wheel is installed by name: pip leaves vit_jax as
+  it is.
+  """
   pattern = re.compile(r'pip3? install [^`\n]*\bvit[_-]jax\[')
-  files = [*ROOT.glob('*.md'), ROOT / 'setup.py']
+  files = [*ROOT.glob('*.md'), ROOT / 'setup.py', ROOT / 'pyproject.toml']
   files += (ROOT / 'colabs').glob('*.ipynb')
-  for folder in ('vit_jax', 'benchmarks', 'configs', 'colabs', 'tests'):
+  files += (ROOT / 'docs').glob('*.md')
+  for folder in ('vit_jax', 'benchmarks', 'configs', 'colabs'):
     files += (ROOT / folder).rglob('*.py')
   for path in files:
     text = path.read_text().replace('"\n', '').replace("'\n", '')
     assert not pattern.search(text), path
 
 
+REPOSITORY = 'https://example.org/owner/name'
+
+
+def build(kind: str, source: pathlib.Path) -> pathlib.Path:
+  """Builds an 'sdist' or a 'wheel' as a release does; returns the file."""
+  # With the installed setuptools: `python -m build` would download it.
+  subprocess.run(
+    [
+      sys.executable, '-c',
+      f'from setuptools import build_meta; build_meta.build_{kind}("dist")',
+    ],
+    check=True, capture_output=True, cwd=source,
+    env={**os.environ, 'REPOSITORY_URL': REPOSITORY},
+  )  # fmt: skip
+  [path] = source.glob('dist/*')
+  return path
+
+
 @pytest.fixture(scope='module')
-def wheel(tmp_path_factory):
-  """A folder with the contents of a wheel built from a copy of the checkout."""
-  tmp = tmp_path_factory.mktemp('wheel')
+def sdist(tmp_path_factory) -> pathlib.Path:
+  """The contents of an sdist built from a copy of the checkout."""
+  tmp = tmp_path_factory.mktemp('sdist')
   ignore = shutil.ignore_patterns('.*', '*.egg-info', 'build', '__pycache__')
   shutil.copytree(ROOT, tmp / 'source', ignore=ignore)
-  # Uses the installed setuptools, which TensorFlow requires, instead of downloading.
-  command = [sys.executable, '-m', 'pip', 'wheel', '-q', '--no-deps', '-w', tmp]
-  subprocess.run([*command, '--no-build-isolation', tmp / 'source'], check=True)
-  [path] = tmp.glob('*.whl')
-  with zipfile.ZipFile(path) as archive:
-    archive.extractall(tmp / 'installed')
-  return tmp / 'installed'
+  shutil.unpack_archive(build('sdist', tmp / 'source'), tmp, filter='data')
+  return tmp / f'vit_jax-{vit_jax.__version__}'
+
+
+@pytest.fixture(scope='module')
+def wheel(sdist, tmp_path_factory) -> pathlib.Path:
+  """The contents of the wheel built from the sdist."""
+  folder = tmp_path_factory.mktemp('wheel')
+  shutil.unpack_archive(build('wheel', sdist), folder, 'zip')
+  return folder
+
+
+@pytest.fixture(scope='module')
+def metadata(wheel) -> importlib.metadata.PackageMetadata:
+  [info] = wheel.glob('*.dist-info')
+  return importlib.metadata.PathDistribution(info).metadata
+
+
+def closure(requirements: Iterable[str]) -> set[str]:
+  """Returns the names of all installed distributions that requirements bring."""
+  queue = [(requirement, '') for requirement in requirements]
+  visited = set()  # Pairs of a distribution and one of its extras, or ''.
+  while queue:
+    text, extra = queue.pop()
+    requirement = markers.Requirement(text)
+    if requirement.marker and not requirement.marker.evaluate({'extra': extra}):
+      continue
+    name = utils.canonicalize_name(requirement.name)
+    for pair in ((name, extra) for extra in ('', *requirement.extras)):
+      if pair not in visited:
+        visited.add(pair)
+        dependencies = importlib.metadata.requires(name) or ()
+        queue += [(dependency, pair[1]) for dependency in dependencies]
+  return {name for name, _ in visited}
 
 
 @pytest.fixture
-def without_extras(wheel, tmp_path):
-  """Runs Python with the wheel, as if no extras were installed."""
-  absent = (*console.TRAIN_MODULES, 'huggingface_hub', 'matplotlib', 'torch')
+def without_extras(wheel, metadata, tmp_path):
+  """Runs Python with the wheel and only the packages that it requires."""
+  required = {'vit-jax', *closure(metadata.get_all('Requires-Dist'))}
+  absent = {
+    module
+    for module, names in importlib.metadata.packages_distributions().items()
+    if required.isdisjoint(map(utils.canonicalize_name, names))
+  }
   (tmp_path / 'sitecustomize.py').write_text(
     'import importlib.machinery as machinery, sys\n'
     'class Finder(machinery.PathFinder):\n'
     '  @classmethod\n'
     '  def find_spec(cls, name, path=None, target=None):\n'
-    f'    if name.partition(".")[0] not in {absent}:\n'
+    f'    if name.partition(".")[0] not in {absent!r}:\n'
     '      return super().find_spec(name, path, target)\n'
     'place = sys.meta_path.index(machinery.PathFinder)\n'
     'sys.meta_path[place] = Finder\n'
@@ -239,7 +297,7 @@ def test_missing_extra_is_named_in_one_line(without_extras, tmp_path):
   assert done.returncode == 1
   (line,) = done.stderr.splitlines()
   assert 'vit_jax train' in line
-  assert "pip install -e '.[train]'" in line
+  assert "pip install 'vit_jax[train]'" in line
   assert not (tmp_path / 'run').exists()
 
 
@@ -257,6 +315,45 @@ def test_modules_of_the_extra_train_match_its_packages():
     for name in packages[module]
   }
   assert wanted <= found
+
+
+def test_sdist_has_the_tests_and_docs(sdist):
+  names = ['CHANGELOG.md', 'CITATION.cff', 'LICENSE', 'mkdocs.yml', 'pyproject.toml']
+  for folder in ('benchmarks', 'colabs', 'configs', 'docs', 'tests'):
+    names += [
+      path.relative_to(ROOT)
+      for path in (ROOT / folder).rglob('*.*')
+      if path.suffix != '.pyc'
+    ]
+  assert not [name for name in names if not (sdist / name).exists()]
+
+
+def test_metadata_match_the_citation_and_the_version(metadata):
+  citation = yaml.safe_load((ROOT / 'CITATION.cff').read_text())
+  assert metadata['Author'] == ', '.join(a['name'] for a in citation['authors'])
+  assert metadata['License-Expression'] == citation['license']
+  assert metadata['Keywords'].split(',') == citation['keywords']
+  assert metadata['Version'] == vit_jax.__version__
+  assert f'Source, {REPOSITORY}' in metadata.get_all('Project-URL')
+
+
+def test_links_of_the_description_are_absolute(metadata):
+  description = metadata.get_payload()
+  links = re.findall(r'\]\((.*?)\)', description)
+  assert len(links) > 40
+  assert not [link for link in links if not link.startswith('https://')]
+  assert f']({REPOSITORY}/raw/main/docs/pictures/digits.png)' in description
+  assert f']({REPOSITORY}/blob/main/docs/runs.md#evaluate)' in description
+
+
+def test_every_requirement_has_a_lower_bound():
+  settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+  texts = [*settings['dependencies']]
+  for extra in settings['optional-dependencies'].values():
+    texts += extra
+  requirements = map(markers.Requirement, texts)
+  unbounded = {need.name for need in requirements if not need.specifier}
+  assert unbounded == {'jax', 'vit_jax'}  # Extras of what has a bound already.
 
 
 def test_wheel_has_the_configs_and_works_without_the_checkout(wheel):

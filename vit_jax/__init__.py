@@ -6,6 +6,8 @@ import importlib.util
 import os
 import sys
 
+__version__ = '0.1.0'
+
 # TensorFlow only reads and augments images here. Keep it from printing its notes
 # (levels 0 to 2, its errors reach Python) into every log; set the variable to have
 # them back.

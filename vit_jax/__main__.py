@@ -8,6 +8,7 @@ import pathlib
 import sys
 import traceback
 
+import vit_jax
 from vit_jax import console
 
 # Name of a command, a module in vit_jax/commands -> what it does.
@@ -36,7 +37,8 @@ def help_text() -> str:
     [
       'usage: vit_jax COMMAND ...\n',
       *lines,
-      '\nRun `vit_jax COMMAND --help` for the flags of a command.',
+      '\nRun `vit_jax COMMAND --help` for the flags of a command, '
+      '`vit_jax --version` for the version.',
     ]
   )
 
@@ -104,6 +106,9 @@ def main(argv: Sequence[str] | None = None):
     run(name, rest)
   if name in ('-h', '--help', 'help'):
     console.log(help_text())
+    sys.exit(0)
+  if name == '--version':
+    console.log(f'vit_jax {vit_jax.__version__}')
     sys.exit(0)
   near = difflib.get_close_matches(name, COMMANDS, n=1)
   hint = f": did you mean '{near[0]}'?" if near else ''

@@ -24,6 +24,8 @@ from typing import Any, TextIO
 from absl import flags as absl_flags, logging
 import tqdm
 
+_ROOT = pathlib.Path(__file__).parents[1]  # A checkout, or site-packages.
+
 # Modules of the extra `train`, which most commands need.
 TRAIN_MODULES = (
   'array_record',
@@ -355,10 +357,13 @@ def require(package: str, extra: str, user: str) -> types.ModuleType:
 
 def install(package: str, extra: str, user: str) -> str:
   """Returns the message for a missing package of an extra."""
-  return (
-    f"{user} needs {package.partition('.')[0]}: pip install -e '.[{extra}]' in "
-    'the checkout of vit_jax'
-  )
+  module = package.partition('.')[0]
+  if (_ROOT / 'setup.py').exists():
+    target = f"-e '.[{extra}]' in the checkout of vit_jax"
+  else:
+    # pip leaves the installed vit_jax unchanged and adds the packages of the extra.
+    target = f"'vit_jax[{extra}]'"
+  return f'{user} needs {module}: pip install {target}'
 
 
 def machine_memory() -> int:

@@ -5,7 +5,7 @@ r"""Serve a web demo of a model for your photos.
 
 Open the printed address in a browser and drop a photo on the page. By default only
 this machine can reach it. Uploads are deleted after ten minutes and when the command
-ends. Needs Gradio: pip install -e '.[demo]'.
+ends. Needs the extra `demo`.
 """
 
 from collections.abc import Sequence

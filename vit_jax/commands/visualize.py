@@ -11,8 +11,8 @@ r"""Draw the paper's figures for a run or a file of weights.
 
 Each command writes one PNG per figure, and index.html, which shows all of them. It
 leaves out figures that the model cannot have, and says why.
-Without --images it draws the first images of the run's test split. Needs matplotlib:
-pip install -e '.[plots]'.
+Without --images it draws the first images of the run's test split. Needs the extra
+`plots`.
 
 The figures: attention_rollout, attention_maps, register_attention, patch_components
 (colours as in DINOv2's paper), attention_distance, filters, position_similarity,
