@@ -197,6 +197,10 @@ WeightsByPart = Annotated[
   dict[schema.Text, schema.Text],
   schema.Fits("paths by part of the model, such as {'backbone': 'ViT-B_16.npz'}", bool),
 ]
+ClassWeights = Annotated[
+  dict[str, schema.Positive],
+  schema.Fits("weights above 0 by class name, such as {'cat': 2.0}", bool),
+]
 Evaluators = Annotated[
   dict,
   schema.Fits(
@@ -544,6 +548,9 @@ class Config:
   batch: schema.Count = 512
   # Images per evaluation step, over all devices and hosts together.
   batch_eval: Annotated[schema.Count, schema.FREE] = 512
+  # How often training images are drawn: 'uniform', each equally often; 'balanced', each
+  # class equally often (vit_jax/data/balance.py).
+  sampling: Literal['uniform', 'balanced'] = 'uniform'
   # Batches kept ready on the devices.
   prefetch: Annotated[int, schema.Range(ge=0, le=1_000), schema.FREE] = 2
   # What to do about images of a folder that cannot be decoded. 'error' decodes
@@ -592,6 +599,11 @@ class Config:
   # 'softmax' or 'sigmoid' cross-entropy (for several labels per image).
   loss: Literal['softmax', 'sigmoid'] = 'softmax'
   label_smoothing: schema.Rate = 0.0
+  # Weights of the classes in the loss: 'balanced' for n / (classes * count), as in
+  # scikit-learn, or a dict by class name, in which a missing class has weight 1. The loss
+  # is divided by the sum of the images' weights, as in PyTorch's cross_entropy. The sigmoid
+  # loss weights positive labels, as `pos_weight` does.
+  class_weights: Literal['balanced'] | ClassWeights | None = None
 
   # --- Optimiser ---
   # Number of updates, or of epochs (set one of the two).

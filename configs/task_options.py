@@ -21,6 +21,15 @@ class Classify:
   # Pastes a box of another image into each image, and mixes the labels (arXiv
   # 1905.04899). The value has the same meaning; 0 turns CutMix off.
   cutmix: schema.NonNegative = 0.0
+  # Exponent of the focal loss (arXiv 1708.02002), which reduces the loss of images that
+  # are classified well; the paper's is 2. 0: the cross-entropy.
+  focal_gamma: schema.NonNegative = 0.0
+  # Weight of positive labels in the focal loss of `loss='sigmoid'`, and 1 minus that of
+  # negative ones; the paper's is .25. None: 1 for both.
+  focal_alpha: schema.Share | None = None
+  # Logit adjustment (arXiv 2007.07314): the training loss adds this factor times the
+  # logarithm of the frequency of each class to its logit; the paper's is 1. 0: none.
+  logit_adjustment: schema.NonNegative = 0.0
 
 
 @dataclasses.dataclass

@@ -29,7 +29,16 @@ import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.configs import common
-from vit_jax.data import feeding, folder, manifest, order, parquet, records, sources
+from vit_jax.data import (
+  balance,
+  feeding,
+  folder,
+  manifest,
+  order,
+  parquet,
+  records,
+  sources,
+)
 from vit_jax.data.images import images
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import processes, sharding
@@ -114,6 +123,8 @@ def get_datasets(
   """
   config = run_config.complete(config)
   train = sources.open_split(config, config.pp.train)
+  if config.sampling == 'balanced':
+    train = balance.balanced(train, balance.labels(config, train))
   test = sources.open_split(config, config.pp.test, class_names=train.class_names)
   return _dataset(config, 'train', train), _dataset(config, 'test', test)
 

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 import flax.traverse_util
 import jax
 import ml_collections
+import numpy as np
 import optax
 
 from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
-from vit_jax.data import mixture, sources
+from vit_jax.data import balance, mixture, sources
 from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.figures import pictures
@@ -173,6 +174,7 @@ class Prepared(NamedTuple):
   tests: dict[str, Any]  # Evaluation data, by the name of the evaluation.
   evaluators: dict[str, list]  # By the name of the evaluation.
   pictures: Any  # Draws images during training; see vit_jax.figures.pictures.
+  labels: np.ndarray | None  # Classes of the training examples, if the run needs them.
 
   @property
   def metrics(self) -> dict[str, metrics_lib.Metric]:
@@ -218,16 +220,39 @@ def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Pr
     for name, split, dataset in evaluations
   }
   config = run_config.resolve_steps(config, train.num_examples)
-  program = make_program(config, metadata, mesh)
+  train, labels, class_counts = _balance(task_class, config, train, workdir)
+  program = make_program(config, {**metadata, **class_counts}, mesh)
   evaluators = _make_evaluators(program.task, mesh, tests, workdir)
   images = pictures.Pictures(program.task, mesh, next(iter(tests.values())))
-  prepared = Prepared(config, mesh, program, metadata, train, tests, evaluators, images)
+  prepared = Prepared(
+    config, mesh, program, metadata, train, tests, evaluators, images, labels
+  )
   if config.best_metric not in prepared.metrics:
     raise ValueError(
       f"best_metric='{config.best_metric}' is not measured on the data of its "
       f'evaluation: use one of {", ".join(prepared.metrics)} (config.best_metric)'
     )
   return prepared
+
+
+def _balance(
+  task_class: Any, config: ml_collections.ConfigDict, train: Any, workdir: str | None
+) -> tuple[Any, np.ndarray | None, dict[str, list[int]]]:
+  """Returns the training data in the order of `config.sampling`, labels and counts.
+
+  The labels are None and the counts are {} unless the run needs them.
+  """
+  is_balanced = config.sampling == 'balanced'
+  needs_counts = task_class.needs_class_counts(config)
+  if not (is_balanced or needs_counts):
+    return train, None, {}
+  labels = balance.labels(config, train, workdir)
+  if is_balanced:
+    train = balance.balanced(train, labels)
+  if not needs_counts:
+    return train, labels, {}
+  counts = balance.counts(labels, train.class_names)
+  return train, labels, {'class_counts': counts.tolist()}
 
 
 def _make_evaluators(
@@ -351,6 +376,7 @@ def start(
   if jax.process_index() == 0:
     for source in (prepared.train, *prepared.tests.values()):
       source.store(workdir)
+    balance.store(prepared.train, prepared.labels, workdir)
   checkpoints = checkpoints_lib.Checkpoints(
     workdir,
     config.keep_checkpoints,

@@ -23,6 +23,10 @@ from vit_jax.run import config as run_config
 
 # A wrong value for each kind of key, and a pattern that the message matches.
 WRONG = [
+  ('class_weights', {'cat': 0.0}, "class_weights={'cat': 0.0} .*weights above 0"),
+  ('class_weights', {'cat': -1}, 'weights above 0 by class name'),
+  ('class_weights', 'balance', "one of 'balanced' or weights above 0"),
+  ('sampling', 'balance', "one of 'uniform', 'balanced'"),
   ('batch', 0, 'integer of at least 1'),
   ('broken_images', 'foo', "'error', 'skip', 'trust'"),
   ('dataset', 5, 'data sets with weights above 0'),
@@ -87,6 +91,7 @@ def test_wrong_value_is_reported(key, value, words):
     ('dataset', (('cifar10', 0.7), ('/data/photos', 0.3))),
     ('pp.train', 'train[:9_000]+test[-5%:]+val[2shard]'),
     ('pp.crop', (224, 384)),
+    ('class_weights', {'cat': 2}),
     ('lr_multipliers', ('^head/', 1)),
     ('sharding_rules', (('head/kernel', (None, ('fsdp', 'model'))),)),
     ('evals', (('val', 'train[90%:]', 'cifar10'),)),

@@ -117,17 +117,27 @@ def training_indices(source: Any, positions: np.ndarray, seed: int) -> np.ndarra
   int64 [b], ascend; `seed` is the seed of the run.
   """
   if not isinstance(source, mixture.MixtureSource):
-    return example_indices(tf.constant(positions), source.num_examples, seed).numpy()
+    return _indices(source, tf.constant(positions), seed, 0).numpy()
   indices = np.empty_like(positions)
   parts, local_positions = source.place(positions)
   for k, (part, offset) in enumerate(zip(source.parts, source.offsets)):
     mask = (parts == k).numpy()
     if mask.any():
-      local = example_indices(
-        local_positions[mask], part.num_examples, seed, _stream(k)
-      )
+      local = _indices(part, local_positions[mask], seed, _stream(k))
       indices[mask] = local.numpy() + offset
   return indices
+
+
+def _indices(
+  source: Any, positions: 'tf.Tensor', seed: int, stream: int
+) -> 'tf.Tensor':
+  """Returns the example of one data set at each of its positions, int64 [b]."""
+  if source.order is None:
+    return example_indices(positions, source.num_examples, seed, stream)
+  indices = tf.numpy_function(
+    lambda x: source.order(x, seed), [positions], tf.int64, stateful=False
+  )
+  return tf.ensure_shape(indices, positions.shape)
 
 
 @no_autograph
@@ -165,7 +175,7 @@ def _records(
   def look_up(
     position: 'tf.Tensor', local: 'tf.Tensor'
   ) -> tuple['tf.Tensor', dict[str, 'tf.Tensor']]:
-    index = example_indices(local, source.num_examples, seed, stream)
+    index = _indices(source, local, seed, stream)
     return position, {'index': index, **source.lookup(index)}
 
   return map_batched(source, places, look_up)

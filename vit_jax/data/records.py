@@ -44,6 +44,9 @@ class Source:
   chunk: int | None = None
   # Whether evaluation skips examples that cannot be read.
   tolerant: bool = False
+  # Function (positions [b] of a run, seed) -> numbers of the examples, int64 [b]. None: a
+  # permutation of all examples per epoch, see vit_jax/data/order.py.
+  order: Callable[[np.ndarray, int], np.ndarray] | None = None
   # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
   # Maps numbers of examples [b] to their records; a mixture has none.
@@ -95,6 +98,13 @@ class Source:
     """Returns height and width of each stored image, int64 [num_examples, 2].
 
     None if they are not known without reading the images.
+    """
+    return None
+
+  def labels(self) -> np.ndarray | None:
+    """Returns the classes of each example, int [num_examples, L], padded with -1.
+
+    None if they are not known without reading the data.
     """
     return None
 
@@ -157,6 +167,12 @@ class MemorySource(Source):
 
   def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     return {name: tf.gather(x, indices) for name, x in self._columns.items()}
+
+  def labels(self) -> np.ndarray | None:
+    column = self._columns.get('label')
+    if isinstance(column, tf.RaggedTensor):
+      column = column.to_tensor(-1)
+    return None if column is None else column.numpy()
 
   def lengths(self, feature: str) -> np.ndarray | None:
     column = self._columns.get(feature)

@@ -1,50 +1,131 @@
 """Classification losses, one value per example, computed by optax."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 
-def softmax_xent(logits: jax.Array, labels: jax.Array) -> jax.Array:
+def softmax_xent(
+  logits: jax.Array,
+  labels: jax.Array,
+  class_weights: jax.Array | None = None,
+  gamma: float = 0.0,
+) -> jax.Array:
   """Computes the softmax cross-entropy, float32 [B].
 
-  Labels [B, C] are one-hot, multi-hot or smoothed. Rows with a sum above 1 are
-  scaled to sum to 1: an example with two labels has 1/2 for each.
-  """
-  labels = _to_shares(labels)
-  return optax.softmax_cross_entropy(logits.astype(jnp.float32), labels)
-
-
-def sigmoid_xent(logits: jax.Array, labels: jax.Array) -> jax.Array:
-  """Computes the sigmoid cross-entropy, summed over classes, float32 [B].
-
-  Labels [B, C] have any number of ones in a row.
+  Args:
+    logits: float [B, C].
+    labels: float [B, C], one-hot, multi-hot or smoothed. Rows with a sum above 1 are
+      scaled to sum to 1: an example with two labels has 1/2 for each.
+    class_weights: float32 [C], factors of the terms of the classes, as `weight` of
+      PyTorch's cross_entropy. None: 1.
+    gamma: exponent of the focal loss (arXiv 1708.02002): the term of a class with
+      probability p is multiplied by (1 - p)**gamma.
   """
   logits = logits.astype(jnp.float32)
-  return optax.sigmoid_binary_cross_entropy(logits, labels).sum(axis=-1)
+  labels = _to_shares(labels)
+  if class_weights is not None:
+    labels = labels * class_weights
+  if not gamma:
+    return optax.softmax_cross_entropy(logits, labels)
+  log_p = jax.nn.log_softmax(logits)
+  # Not 0, where powers below 1 have no gradient.
+  miss = jnp.maximum(-jnp.expm1(log_p), jnp.finfo(jnp.float32).tiny)
+  return -(labels * miss**gamma * log_p).sum(axis=-1)
 
 
-Loss = Callable[[jax.Array, jax.Array], jax.Array]
+def sigmoid_xent(
+  logits: jax.Array,
+  labels: jax.Array,
+  class_weights: jax.Array | None = None,
+  gamma: float = 0.0,
+  alpha: float | None = None,
+) -> jax.Array:
+  """Computes the sigmoid cross-entropy, summed over classes, float32 [B].
+
+  Args:
+    logits: float [B, C].
+    labels: float [B, C], any number of ones in a row.
+    class_weights: float32 [C], factors of the terms of positive labels, as `pos_weight`
+      of PyTorch's BCEWithLogitsLoss. None: 1.
+    gamma: exponent of the focal loss (arXiv 1708.02002), which has no class weights.
+    alpha: weight of positive labels in the focal loss, and 1 - alpha of negative ones.
+      None: 1 for both.
+  """
+  logits = logits.astype(jnp.float32)
+  if gamma or alpha is not None:
+    losses = optax.sigmoid_focal_loss(
+      logits, jnp.asarray(labels), alpha=alpha, gamma=gamma
+    )
+  elif class_weights is not None:
+    positive = class_weights * labels * jax.nn.log_sigmoid(logits)
+    losses = -(positive + (1 - labels) * jax.nn.log_sigmoid(-logits))
+  else:
+    losses = optax.sigmoid_binary_cross_entropy(logits, labels)
+  return losses.sum(axis=-1)
+
+
+Loss = Callable[..., jax.Array]
 LOSSES: dict[str, Loss] = {'softmax': softmax_xent, 'sigmoid': sigmoid_xent}
 
 
-def get_loss(name: str, label_smoothing: float = 0.0) -> Loss:
+def get_loss(
+  name: str,
+  label_smoothing: float = 0.0,
+  logit_offsets: jax.Array | None = None,
+  **options: Any,
+) -> Loss:
   """Returns a loss of LOSSES, a function (logits, labels) -> [B].
 
-  `label_smoothing` is the fraction of each label to spread evenly over all classes.
+  Args:
+    name: key of LOSSES.
+    label_smoothing: the fraction of each label to spread evenly over all classes.
+    logit_offsets: float32 [C], are added to the logits, see `logit_adjustment`.
+    **options: further arguments of the loss.
   """
   loss = LOSSES[name]
-  if not label_smoothing:
-    return loss
 
-  def smoothed_loss(logits, labels):
-    if name == 'softmax':
-      labels = _to_shares(labels)
-    return loss(logits, optax.smooth_labels(labels, label_smoothing))
+  def configured_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    if logit_offsets is not None:
+      logits = logits.astype(jnp.float32) + logit_offsets
+    if label_smoothing:
+      if name == 'softmax':
+        labels = _to_shares(labels)
+      labels = optax.smooth_labels(labels, label_smoothing)
+    return loss(logits, labels, **options)
 
-  return smoothed_loss
+  return configured_loss
+
+
+def logit_adjustment(counts: np.ndarray, tau: float) -> np.ndarray:
+  """Returns the offsets of the logit-adjusted loss (arXiv 2007.07314, equation 10).
+
+  `counts` [C] are the training examples of each class, all above 0. Returns tau times
+  the logarithm of the frequencies, float32 [C].
+  """
+  return (tau * np.log(counts / counts.sum())).astype(np.float32)
+
+
+def balanced_weights(counts: np.ndarray) -> np.ndarray:
+  """Returns the class weights n / (classes * count), as scikit-learn's 'balanced'.
+
+  `counts` [C] are the training examples of each class, all above 0; n is their sum.
+  Returns float32 [C].
+  """
+  return (counts.sum() / (len(counts) * counts)).astype(np.float32)
+
+
+def label_weights(labels: jax.Array, class_weights: jax.Array) -> jax.Array:
+  """Returns the weight of each example, float32 [B], by which the sum is divided.
+
+  It is the weight of its class, or the mean over its labels [B, C]: a mixed image of
+  30 % of one class and 70 % of another has .3 and .7 of their weights.
+  """
+  return (_to_shares(labels) * class_weights).sum(axis=-1)
 
 
 def _to_shares(labels: jax.Array) -> jax.Array:

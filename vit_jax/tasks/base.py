@@ -87,6 +87,11 @@ class Task(parts.Hooks, abc.ABC):
         f"pp.sides={config.pp.sides}: the task '{config.task}' resizes images to "
         '`pp.crop`; leave out --config.pp.sides'
       )
+    if config.class_weights is not None and not self.CLASS_WEIGHTS:
+      raise ValueError(
+        f"class_weights is set, and the task '{config.task}' does not weight classes: leave "
+        'out --config.class_weights'
+      )
     self.image_sizes = preprocess.image_sizes(config.pp)
     self.image_size = self.image_sizes[-1]
 

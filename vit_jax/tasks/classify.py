@@ -35,6 +35,7 @@ class Task(base.Task):
   METRICS: ClassVar = {'accuracy': metrics_lib.SHARE, 'loss': metrics_lib.LOSS}
   METADATA: ClassVar[tuple[str, ...]] = ('class_names',)
   FIGURES = gallery.OF_CLASSES
+  CLASS_WEIGHTS = True
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
@@ -42,7 +43,8 @@ class Task(base.Task):
     super().__init__(config, metadata)
     num_classes = len(self.class_names)
     self.model = models.make_model(config.model, num_classes=num_classes)
-    self._train_loss = losses.get_loss(config.loss, config.label_smoothing)
+    self._class_weights = self._make_class_weights()
+    self._train_loss = self._make_train_loss()
     self._eval_loss = losses.get_loss(config.loss)
     self._example = input_pipeline.labelled_example(config, num_classes)
     mixing.check(self.options.mixup, self.options.cutmix, config.batch)
@@ -72,7 +74,48 @@ class Task(base.Task):
         f"the number of classes of dataset='{config.dataset}' is unknown: pass "
         '--num_classes'
       )
-    return {'class_names': [str(i) for i in range(num_classes)]}
+    return {
+      'class_names': [str(i) for i in range(num_classes)],
+      'class_counts': num_classes * [1],
+    }
+
+  @classmethod
+  def needs_class_counts(cls, config: ml_collections.ConfigDict) -> bool:
+    adjusts = config.task_options.logit_adjustment > 0
+    return adjusts or config.class_weights == 'balanced'
+
+  def _make_class_weights(self) -> np.ndarray | None:
+    """Returns the weights of the classes, float32 [classes]; None for equal ones."""
+    class_weights, counts = self.config.class_weights, self.metadata.get('class_counts')
+    if class_weights == 'balanced':
+      # A trained model, without counts, computes no training loss.
+      return None if counts is None else losses.balanced_weights(np.array(counts))
+    if class_weights is None:
+      return None
+    weights = class_weights.to_dict()
+    if unknown := sorted(weights.keys() - set(self.class_names)):
+      raise ValueError(
+        f'class_weights has {unknown[0]!r}, which is not one of the '
+        f'{console.pluralize(len(self.class_names), "class")}, '
+        f'{list(self.class_names[:5])}: use names of classes (config.class_weights)'
+      )
+    return np.array([weights.get(name, 1.0) for name in self.class_names], np.float32)
+
+  def _make_train_loss(self) -> losses.Loss:
+    """Returns the loss of training, a function (logits, labels) -> [B]."""
+    config, options = self.config, self.options
+    _check_objective(config, options)
+    offsets = None
+    counts = self.metadata.get('class_counts')
+    if options.logit_adjustment and counts is not None:
+      offsets = losses.logit_adjustment(np.array(counts), options.logit_adjustment)
+    arguments: dict[str, Any] = {
+      'class_weights': self._class_weights,
+      'gamma': options.focal_gamma,
+    }
+    if config.loss == 'sigmoid':
+      arguments['alpha'] = options.focal_alpha
+    return losses.get_loss(config.loss, config.label_smoothing, offsets, **arguments)
 
   def new_params(
     self,
@@ -114,13 +157,16 @@ class Task(base.Task):
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
-    """Returns the cross-entropy summed over rows, and the number of rows."""
+    """Returns the cross-entropy summed over rows, and the sum of their weights."""
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
-    weights = self._row_weights(batch)  # [B]
-    losses = self._train_loss(logits, batch['label'])  # [B]
-    return ((losses * weights).sum(), weights.sum()), {}
+    mask = self._row_weights(batch)  # [B]
+    total = (self._train_loss(logits, batch['label']) * mask).sum()
+    if self._class_weights is None or self.config.loss == 'sigmoid':
+      return (total, mask.sum()), {}
+    weights = losses.label_weights(batch['label'], self._class_weights)  # [B]
+    return (total, weights.sum()), {}
 
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
@@ -214,6 +260,41 @@ class Task(base.Task):
 
   def describe(self) -> str:
     return console.pluralize(len(self.class_names), 'class')
+
+
+def _check_objective(config: ml_collections.ConfigDict, options: Any) -> None:
+  """Raises ValueError if keys of the loss exclude each other."""
+  corrections = []
+  if config.class_weights == 'balanced':
+    corrections.append("class_weights='balanced'")
+  if config.sampling == 'balanced':
+    corrections.append("sampling='balanced'")
+  if options.logit_adjustment:
+    corrections.append(f'logit_adjustment={options.logit_adjustment}')
+  if len(corrections) > 1:
+    raise ValueError(
+      f'{" and ".join(corrections)} correct for the same imbalance: set only one of them'
+    )
+  if config.loss == 'sigmoid':
+    is_focal = options.focal_gamma or options.focal_alpha is not None
+    if is_focal and config.class_weights is not None:
+      raise ValueError(
+        'class_weights cannot be combined with the focal '
+        "loss of loss='sigmoid', which weights positive labels by "
+        'task_options.focal_alpha: leave out --config.class_weights'
+      )
+    if options.logit_adjustment:
+      raise ValueError(
+        f'logit_adjustment={options.logit_adjustment} is for classes that exclude each '
+        "other, and loss='sigmoid' is for several per image: set "
+        '--config.loss=softmax or --config.task_options.logit_adjustment=0'
+      )
+  elif options.focal_alpha is not None:
+    raise ValueError(
+      f'focal_alpha={options.focal_alpha} weights the positive labels of '
+      f"loss='sigmoid', not of loss='{config.loss}': use --config.class_weights, or "
+      '--config.task_options.focal_alpha=None'
+    )
 
 
 class Predictor(base.Predictor):

@@ -30,6 +30,7 @@ class Hooks:
     LEARNED: names in METADATA of the values that `learn` returns.
     CANVASES: whether `example` reads `config.pp.sides`, and the predictor takes an
       `image_size`.
+    CLASS_WEIGHTS: whether `loss` reads `config.class_weights`.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
     OWN_PARAMS: prefixes of the paths of parameters that only this objective uses:
@@ -46,6 +47,7 @@ class Hooks:
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
   CANVASES: ClassVar[bool] = False
+  CLASS_WEIGHTS: ClassVar[bool] = False
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
   FIGURES: ClassVar[tuple] = ()
@@ -66,6 +68,14 @@ class Hooks:
   def class_names_of(cls, source: records.Source) -> tuple[str, ...]:
     """Returns the classes of a data.sources.Source; () if it has none."""
     return source.class_names
+
+  @classmethod
+  def needs_class_counts(cls, config: ml_collections.ConfigDict) -> bool:
+    """Returns whether `loss` needs the number of training examples of each class.
+
+    The metadata of a training then have `class_counts`, which are not stored.
+    """
+    return False
 
   @classmethod
   def learn(

@@ -25,6 +25,7 @@ class Task(pixels.Task, classify.Task):
   METRICS: ClassVar = {**classify.Task.METRICS, **pixels.Task.METRICS}
   METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
   NEW_PARAMS = ('class_head/',)
+  CLASS_WEIGHTS = False
 
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
