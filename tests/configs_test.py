@@ -23,12 +23,13 @@ from vit_jax.configs import (
 from vit_jax.run import config as run_config, evaluators as run_evaluators, workdir
 
 CONFIGS = pathlib.Path(__file__).parents[1] / 'configs'
+LIBRARY = ('common', 'models', 'schema', 'studies', 'synonyms', 'task_options')
 
 
 def test_every_config_starts_with_its_command_and_is_valid():
   for path in CONFIGS.glob('*.py'):
     module = importlib.import_module(f'vit_jax.configs.{path.stem}')
-    if path.stem in ('common', 'models', 'schema', 'studies', 'task_options'):
+    if path.stem in LIBRARY:
       continue
     assert f'--config=configs/{path.name}' in module.__doc__
     runs = list(commands.runs_in(module.get_config()))
