@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import types
 
 # Before jax is imported.
 os.environ['XLA_FLAGS'] = ' '.join(
@@ -40,10 +39,6 @@ import pytest
 # PyTorch for GPUs depends on Triton, which crashes in a process that has loaded
 # TensorFlow. The tests do not need it.
 sys.modules.setdefault('triton', None)
-# Keras, which takes seconds, is imported for this callback only.
-sys.modules.setdefault(
-  'tensorboard.plugins.hparams._keras', types.SimpleNamespace(Callback=None)
-)
 
 gc.set_threshold(100_000, 20, 20)
 

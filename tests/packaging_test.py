@@ -58,6 +58,7 @@ def test_imports_stay_light():
     'assert_absent("tokenizers", "sentencepiece")\n'
     'from vit_jax import console\n'
     'console.load_tensorflow()\n'
+    'from clu import metric_writers, periodic_actions\n'
     'assert_absent("keras", "pandas")\n'
     'import tensorflow as tf\n'
     'assert int(tf.constant(2) + 1) == 3\n'

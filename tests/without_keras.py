@@ -1,17 +1,5 @@
-"""Imports TensorFlow without Keras, which takes seconds and which no test needs."""
+"""Imports TensorFlow for processes that fork: none of its threads run yet."""
 
-import os
-import sys
-import types
+from vit_jax import console
 
-# TensorBoard would import it for a callback that nobody uses.
-sys.modules.setdefault(
-  'tensorboard.plugins.hparams._keras', types.SimpleNamespace(Callback=None)
-)
-# As in vit_jax.console.load_tensorflow, which also starts threads: none may run when
-# a process forks.
-os.environ['TF_USE_LEGACY_KERAS'] = '1'
-try:
-  import tensorflow  # noqa: F401
-finally:
-  del os.environ['TF_USE_LEGACY_KERAS']
+console.import_tensorflow()

@@ -46,6 +46,7 @@ _CONTROLS = re.compile(
 )
 # Parts of the paths of Orbax and of clu's writer thread.
 _RAISING = ('orbax', 'clu/asynclib')
+_KERAS_CALLBACK = 'tensorboard.plugins.hparams._keras'
 _muted = False
 # Modules of tasks that --task allows a run to import.
 named_tasks: set[str] = set()
@@ -148,25 +149,33 @@ def hidden_stderr() -> Iterator[None]:
     os.close(stderr)
 
 
-@contextlib.contextmanager
-def _without_keras() -> Iterator[None]:
-  """Keeps TensorFlow from importing Keras, a third of its import, until tf.keras is used."""
+def import_tensorflow() -> types.ModuleType:
+  """Imports TensorFlow; Keras, a third of its import, only once tf.keras is used."""
+  # TensorBoard's writers would use it to define this callback.
+  sys.modules.setdefault(
+    _KERAS_CALLBACK, types.SimpleNamespace(Callback=_make_keras_callback)
+  )
   name = 'TF_USE_LEGACY_KERAS'  # With '1', only tf_keras is imported, where it exists.
   if name in os.environ or importlib.util.find_spec('tf_keras'):
-    yield
-    return
+    return importlib.import_module('tensorflow')
   os.environ[name] = '1'
   try:
-    yield
+    return importlib.import_module('tensorflow')
   finally:
     os.environ.pop(name, None)  # Another thread may import it too.
+
+
+def _make_keras_callback(*args: Any, **kwargs: Any) -> Any:
+  """Makes TensorBoard's callback for Keras, `hparams.api.KerasCallback`."""
+  sys.modules.pop(_KERAS_CALLBACK, None)
+  return importlib.import_module(_KERAS_CALLBACK).Callback(*args, **kwargs)
 
 
 @functools.cache
 def load_tensorflow() -> None:
   """Imports TensorFlow silently, and leaves the GPUs to JAX."""
-  with hidden_stderr(), _without_keras():
-    tf = importlib.import_module('tensorflow')
+  with hidden_stderr():
+    tf = import_tensorflow()
     with contextlib.suppress(RuntimeError):  # The caller has initialised it.
       tf.config.set_visible_devices([], 'GPU')
     tf.constant(0)
