@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from etils.epath import backend
 from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
-from vit_jax.distributed import processes
+from vit_jax.distributed import heartbeats, processes
 
+heartbeats.GRACE = 0.5
 address, me, workdir = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 processes.initialize(address, 2, me)
 mesh = jax.make_mesh((2,), ('data',))
