@@ -383,8 +383,8 @@ class FewShot:
   # Numbers k of nearest neighbours among all training images, for example (20,), which
   # adds 'knn_20_test' to each evaluation; (): none.
   knn: schema.Counts = ()
-  # Data set of the probes, a TFDS name or a folder, with its splits to train and
-  # to test on. None: the run's own.
+  # Data set of the probes, a TFDS name, a folder or hf://OWNER/NAME, with its splits to
+  # train and to test on. None: the run's own.
   dataset: schema.Text | None = None
   train: schema.Split | None = None
   test: schema.Split | None = None
@@ -536,7 +536,8 @@ class Config:
   # A TFDS name, or a folder with train/<class>/* and test/<class>/*, with
   # train.jsonl and test.jsonl, or metadata.csv (vit_jax/data/manifest.py), with Parquet files
   # as on the Hugging Face Hub (vit_jax/data/parquet.py), or with boxes in
-  # COCO's format (vit_jax/data/coco/layout.py). Or a weighted mixture
+  # COCO's format (vit_jax/data/coco/layout.py), or hf://OWNER/NAME of a data set on the
+  # Hugging Face Hub (vit_jax/data/hub_datasets.py). Or a weighted mixture
   # to train on: (('cifar10', 0.7), ('/data/photos', 0.3)); evaluation then
   # reads the first data set.
   dataset: Annotated[schema.Text | Mixture | None, schema.MOVABLE] = None

@@ -38,7 +38,7 @@ case('test', 'test_differs')
 # Prepared on one host only.
 config = conftest.make_tiny_config('tfds')
 if not me:
-  from vit_jax.data.tfds import registry
+  from vit_jax.data import registry
   registry.register('digits')
   builders._prepare(config, 'digits')
 said['prepared'] = builders.get_builder(config, 'digits').info.splits['train'].num_examples

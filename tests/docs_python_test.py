@@ -25,11 +25,11 @@ from sklearn import datasets
 import tensorflow as tf
 import uvicorn
 
-from tests import commands, conftest, markdown, tiny_models, tiny_towers
+from tests import commands, conftest, looked_up, markdown, tiny_models, tiny_towers
 from vit_jax import checkpoint, predict
 from vit_jax.commands import export
 from vit_jax.configs import detr_scenes, igpt_digits
-from vit_jax.data.tfds import registry
+from vit_jax.data import registry, sources
 from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config
 
@@ -53,6 +53,7 @@ def examples(tmp_path_factory):
   sys.path.remove(str(folder))
   sys.modules.pop('prompts', None)
   sys.modules.pop('calibration', None)
+  sys.modules.pop('squares', None)
 
 
 @pytest.fixture(scope='module')
@@ -114,6 +115,39 @@ def test_the_example_of_an_evaluator_measures_a_run(examples, trained, capsys):
   assert f'ece {100 * again["ece"]:.2f} %' in capsys.readouterr().out
   [best] = (workdir / 'checkpoints').glob('[0-9]*')
   assert best.name == '23'
+
+
+def test_the_example_of_a_folder_format_opens_a_folder(
+  examples, tiny_config, tmp_path, monkeypatch
+):
+  monkeypatch.setattr(sources, 'FORMATS', [*sources.FORMATS])
+  runpy.run_path(str(examples / 'arrays.py'))
+  images = np.arange(10 * 4 * 5 * 3, dtype=np.uint8).reshape(10, 4, 5, 3)
+  np.savez(tmp_path / 'train.npz', image=images, label=np.arange(10) % 3)
+  tiny_config.dataset = str(tmp_path)
+  source = sources.open_split(tiny_config, 'train[2:]')
+  assert source.class_names == ('0', '1', '2')
+  records = looked_up.features(source)
+  pixels = [tf.io.decode_png(image).numpy() for image in records['image']]
+  np.testing.assert_array_equal(pixels, images[2:])
+  assert np.concatenate(records['label']).tolist() == [2, 0, 1, 2, 0, 1, 2, 0]
+  with pytest.raises(FileNotFoundError, match="no split 'val'"):
+    sources.open_split(tiny_config, 'val')
+
+
+def test_the_example_of_a_source_opens_a_name(examples, tiny_config, monkeypatch):
+  monkeypatch.setattr(registry, 'SOURCES', {**registry.SOURCES})
+  runpy.run_path(str(examples / 'squares.py'))
+  tiny_config.dataset = 'squares://9'
+  source = sources.open_split(tiny_config, 'test[3:]')
+  assert source.class_names == ('small', 'medium', 'large')
+  records = looked_up.features(source)
+  assert np.concatenate(records['label']).tolist() == [0, 1, 2, 0, 1, 2]
+  areas = [np.sum(tf.io.decode_png(image) == 255) for image in records['image']]
+  assert areas == [16, 64, 144] * 2
+  assert sources.has_split(tiny_config, 'test')
+  with pytest.raises(ValueError, match="squares://9' has no split 'val'"):
+    sources.open_split(tiny_config, 'val')
 
 
 def untrained(config, workdir, **metadata):

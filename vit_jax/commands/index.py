@@ -49,18 +49,20 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; returns 1 if images are broken."""
   args = make_parser().parse_args(argv)
-  from vit_jax.data import checking, folder, indexing, manifest, parquet
+  from vit_jax.data import checking, folder, indexing, registry, sources
   from vit_jax.data.coco import layout
   from vit_jax.data.lazy import tf
 
+  unlisted = 'whose images are not listed: train without an index (config.dataset)'
+  if args.folder.startswith(tuple(registry.SOURCES)):
+    raise ValueError(f"'{args.folder}' is not a folder but a name, {unlisted}")
   if not tf.io.gfile.isdir(args.folder):
     raise FileNotFoundError(f"'{args.folder}' is not a folder that exists")
   for split in args.splits or checking.SPLITS:
-    has_manifest = manifest.exists(args.folder, split)
-    if not has_manifest and parquet.exists(args.folder, split):
+    folder_format = sources.find_format(args.folder, split)
+    if folder_format is not None and not folder_format.is_listed:
       raise ValueError(
-        f"'{args.folder}' has Parquet files of '{split}', whose images are not "
-        'listed: train without an index (config.dataset)'
+        f"'{args.folder}' stores '{split}' in {folder_format.title}, {unlisted}"
       )
   has_broken = False
   splits = args.splits or layout.splits(args.folder)

@@ -20,7 +20,9 @@ from vit_jax import console
 from vit_jax.commands import flags
 
 _FLAGS = {
-  '--dataset': dict(help="TFDS name or folder with classes (the run's)"),
+  '--dataset': dict(
+    help="TFDS name, folder or hf://OWNER/NAME with classes (the run's)"
+  ),
   '--train': dict(metavar='SPLIT', help="training split, such as 'train[:10%%]'"),
   '--test': dict(metavar='SPLIT', help="test split, such as 'validation'"),
   '--shots': dict(

@@ -108,23 +108,15 @@ def read_layout(schema: 'pa.Schema', where: str) -> Layout:
       f"'{where}' has several columns '{repeated[0]}': rename or remove all but one"
     )
   class_names = read_class_names(schema, where)
-  columns: dict[str, Column] = {}
-  image_columns = []
+  candidates = _candidates(schema, class_names)
+  columns = {}
   for field in schema:
     column = read_column(field.name, field.type)
-    if column.kind == 'bytes':
-      image_columns.append(column)
-    elif column.kind:
+    if column.kind not in ('', 'bytes') and field.name not in candidates:
       columns[field.name] = column
-  columns.pop('image', None)  # Another kind of values, such as paths.
-  image = _select_image(image_columns)
-  if image is not None:
-    columns['image'] = image
-  labels = [name for name in ('label', *class_names) if name in columns]
-  if labels and columns[labels[0]].kind in _LABEL_KINDS:
-    columns['label'] = columns[labels[0]]
-  else:
-    columns.pop('label', None)
+  for feature, choices in candidates.items():
+    if choices:
+      columns[feature] = choices[0]
   names = {}
   for feature, column in columns.items():
     if column.name in class_names:
@@ -132,14 +124,38 @@ def read_layout(schema: 'pa.Schema', where: str) -> Layout:
   return Layout(columns, names)
 
 
-def _select_image(columns: Sequence[Column]) -> Column | None:
-  """Returns the column of images among those of bytes: `image`, or the first struct."""
-  for column in columns:
-    if column.name in ('image', 'image.bytes'):
-      return column
-  if columns and columns[0].name.endswith('.bytes'):
-    return columns[0]
-  return None
+def find_candidates(schema: 'pa.Schema', where: str) -> dict[str, list[str]]:
+  """Returns the names of the columns that may hold 'image' and 'label'.
+
+  A column that has the name of the feature is the only one.
+  """
+  candidates = _candidates(schema, read_class_names(schema, where))
+  names = {}
+  for feature, columns in candidates.items():
+    names[feature] = [column.name.removesuffix('.bytes') for column in columns]
+  return names
+
+
+def _candidates(
+  schema: 'pa.Schema', class_names: Iterable[str]
+) -> dict[str, list[Column]]:
+  """Returns the columns that may hold 'image' and 'label', see `find_candidates`."""
+  image_columns, label_columns = [], []
+  for field in schema:
+    column = read_column(field.name, field.type)
+    if column.kind == 'bytes' and (field.name == 'image' or column.name != field.name):
+      image_columns.append(column)
+    if field.name == 'label' or field.name in class_names:
+      label_columns.append(column)
+  candidates = {'image': image_columns, 'label': label_columns}
+  for feature, columns in candidates.items():
+    for column in columns:
+      if column.name.removesuffix('.bytes') == feature:
+        candidates[feature] = [column]
+  labels = candidates['label']
+  if labels and labels[0].kind not in _LABEL_KINDS:
+    candidates['label'] = []
+  return candidates
 
 
 def read_class_names(schema: 'pa.Schema', where: str) -> dict[str, tuple[str, ...]]:
@@ -330,14 +346,12 @@ class ArrowSource(shards.ShardSource, abc.ABC):
   def image_paths(self, shard: int, path: str) -> list[str]:
     """Returns where an image may be whose row in a file has only its path."""
 
-  def rows(self, table: 'pa.Table', numbers: Sequence[int] | np.ndarray) -> list[tuple]:
-    """Returns the values of rows of a table, in the order of `column_names`.
-
-    The columns of images are structs {bytes, path}, or flattened.
-    """
+  def rows(self, table: 'pa.Table') -> list[tuple]:
+    """Returns the values of the rows of a table, in the order of `column_names`."""
+    columns = table.flatten()  # {bytes, path} become two.
     # Two features, such as `label`, may be read from the same column.
-    selected = table.take(numbers).flatten().select(self.column_names)
-    return list(zip(*(column.to_pylist() for column in selected.columns)))
+    values = [columns[name].to_pylist() for name in self.column_names]
+    return list(zip(*values))
 
   def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     types = []

@@ -18,30 +18,52 @@ import numpy as np
 from vit_jax import console
 from vit_jax.data import (
   checking,
+  folder_formats,
   folder_layout,
   manifest,
   manifest_files,
   records,
+  registry,
   slices,
 )
 from vit_jax.data.images import formats, image_files, index as index_lib, listing
 from vit_jax.data.lazy import tf
-from vit_jax.data.tfds import registry
 
 
 def is_folder(dataset: str) -> bool:
-  """Returns whether a data set is a folder, not a TFDS name.
+  """Returns whether a data set is a folder, not a name of TFDS or on the hub.
 
   A name of this package's data sets never means a folder, which is './digits'.
   ValueError for an archive; FileNotFoundError for another path without a folder.
   """
-  if dataset in registry.BUILDERS or dataset.startswith(registry.VTAB):
+  if dataset in registry.BUILDERS or dataset.startswith(tuple(registry.SOURCES)):
     return False
   if tf.io.gfile.isdir(dataset):
     return True
   if folder_layout.is_path(dataset):
     raise folder_layout.unusable(dataset)
   return False
+
+
+class Format(folder_formats.ListedFormat):
+  """The folder format of this module."""
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    return folder_layout.has_split_folders(root, split)
+
+  def read_split(
+    self, request: folder_formats.Request, **checks: Any
+  ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    return read_split(
+      request.root, request.split, request.features, request.class_names, **checks
+    )
+
+  def list_images(self, root: str, split: str) -> folder_formats.Listing:
+    index = checking.renew_index(root, split)
+    listing.warn_of_ignored(index)
+    if index.facts['metadata']:
+      index = manifest.open_index(root, split, listed_lines)
+    return folder_formats.Listing(index)
 
 
 def read_split(

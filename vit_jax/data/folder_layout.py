@@ -2,7 +2,9 @@
 
 import os
 
+from vit_jax.data import registry, slices
 from vit_jax.data.images import image_files
+from vit_jax.data.lazy import tf
 
 LAYOUT = (
   'a folder must hold train/<class>/* and test/<class>/*, or train.jsonl and '
@@ -11,7 +13,9 @@ LAYOUT = (
 
 
 def is_path(dataset: str) -> bool:
-  """Returns whether a data set can only be a folder, not a TFDS name."""
+  """Returns whether a data set can only be a folder, not a name."""
+  if dataset.startswith(tuple(registry.SOURCES)):
+    return False
   is_archive = dataset.endswith(image_files.ARCHIVES)
   return is_archive or dataset.startswith(('/', '.', '~')) or '://' in dataset
 
@@ -32,3 +36,9 @@ def check_local(dataset: str) -> None:
   """Raises the error of `unusable` for a local path that is not an existing folder."""
   if is_path(dataset) and '://' not in dataset and not os.path.isdir(dataset):
     raise unusable(dataset)
+
+
+def has_split_folders(root: str, split: str) -> bool:
+  """Returns whether a data set has a folder for each part of a split."""
+  folders = [os.path.join(root, base) for base in slices.bases(split)]
+  return all(map(tf.io.gfile.isdir, folders))

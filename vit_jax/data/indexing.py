@@ -15,21 +15,14 @@ def make(
   the number of images, and the broken images with their reasons.
   """
   from vit_jax.configs import common
-  from vit_jax.data import checking, folder, manifest
-  from vit_jax.data.coco import layout, source
-  from vit_jax.data.images import images, index as index_lib, listing
+  from vit_jax.data import sources
+  from vit_jax.data.images import images, index as index_lib
 
   limit = max_pixels or common.get_config().max_image_pixels
-  explain = images.broken_reason
-  if manifest.exists(root, split):
-    index = manifest.open_index(root, split)
-  elif layout.exists(root, split):
-    index, explain = source.open_index(root, split)
-  else:
-    index = checking.renew_index(root, split)
-    listing.warn_of_ignored(index)
-    if index.facts['metadata']:
-      index = manifest.open_index(root, split, folder.listed_lines)
+  listings = (x.list_images(root, split) for x in sources.FORMATS)
+  # Class folders, the last format, list any folder.
+  listing = next(listing for listing in listings if listing is not None)
+  index, explain = listing.index, listing.explain or images.broken_reason
   index.forget_changed(index.order)
   path = index_lib.place(None, index.root, index.base)
   _save(index, path)  # An error comes before hours of checking.

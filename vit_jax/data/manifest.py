@@ -36,7 +36,14 @@ from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, manifest_files, records, slices, typed_json
+from vit_jax.data import (
+  checking,
+  folder_formats,
+  manifest_files,
+  records,
+  slices,
+  typed_json,
+)
 from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
@@ -52,6 +59,25 @@ _DTYPES = {bool: 'bool', int: 'int64', float: 'float32', str: 'string'}
 def exists(root: str, split: str) -> bool:
   """Returns whether a folder has a manifest for a split."""
   return any(manifest_files.find(root, base) for base in slices.bases(split))
+
+
+class Format(folder_formats.ListedFormat):
+  """The folder format of this module."""
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    return exists(root, split)
+
+  def read_split(
+    self, request: folder_formats.Request, **checks: Any
+  ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    return read_split(
+      request.root, request.split, request.features, request.class_names, **checks
+    )
+
+  def list_images(self, root: str, split: str) -> folder_formats.Listing | None:
+    if not exists(root, split):
+      return None
+    return folder_formats.Listing(open_index(root, split))
 
 
 def read_split(

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import arrow, row_groups, slices
+from vit_jax.data import arrow, folder_formats, row_groups, slices
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
@@ -83,6 +83,24 @@ def _find_complete(root: str, base: str) -> list[str]:
         f'{len(paths):,} are present: download the data set again'
       )
   return paths
+
+
+class Format(folder_formats.FolderFormat):
+  """The folder format of this module."""
+
+  title = 'Parquet files'
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    return exists(root, split)
+
+  def open(self, request: folder_formats.Request) -> 'ParquetSource':
+    return open_split(
+      request.config,
+      request.root,
+      request.split,
+      request.features,
+      request.class_names,
+    )
 
 
 def open_split(
@@ -252,7 +270,7 @@ class ParquetSource(arrow.ArrowSource):
     for group in np.unique(groups).tolist():  # `numbers` ascend, so the groups do.
       table = self._read_group(file, path, group)
       first = ends[group - 1] if group else 0
-      rows += self.rows(table, np.array(numbers)[groups == group] - first)
+      rows += self.rows(table.take(np.array(numbers)[groups == group] - first))
     return rows
 
   def _read_group(self, file: Any, path: str, group: int) -> 'pa.Table':

@@ -14,7 +14,7 @@ pseudo_labels.npz   images int64 [m], numbers of images within that split;
 vit_jax/studies/labelling.py writes them. The images are not copied.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 import io
 import json
 from typing import Any
@@ -90,11 +90,11 @@ def open_folder(
   root: str,
   features: Sequence[str],
   class_names: Sequence[str] | None,
-  open_images: Callable[[str, str], records.Source],
+  images: records.Source,
 ) -> 'PseudoSource':
   """Opens a folder of pseudo-labels, see sources.open_split.
 
-  `open_images` maps (data set, split) to the source of the images only.
+  `images` has the data set and the split that `read_facts` names, without labels.
   """
   facts = read_facts(root)
   names = tuple(facts['class_names'])
@@ -105,7 +105,6 @@ def open_folder(
       f'{list(class_names[:5])}: label the images with a teacher of the same '
       'classes (config.dataset)'
     )
-  images = open_images(facts['dataset'], facts['split'])
   if images.fingerprint() != facts['images']:
     raise ValueError(
       f"the images of '{facts['dataset']}', split '{facts['split']}', have changed "

@@ -1,6 +1,7 @@
 """Slices of a split, in the notation of TFDS: 'train[:90%]', 'train+test'."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 from vit_jax import console
 from vit_jax.data.lazy import tfds
@@ -28,8 +29,8 @@ def bases(split: str) -> list[str]:
   return [base for base, _ in parts(split)]
 
 
-def take(items: Sequence, name: str, instruction: str) -> Sequence:
-  """Returns a slice such as '[:90%]' of a list, rounded as in TFDS."""
+def take(items: Any, name: str, instruction: str) -> Any:
+  """Returns a slice such as '[:90%]' of a list, range or array, rounded as in TFDS."""
   info = tfds.core.SplitInfo(
     name=name, shard_lengths=[len(items)], num_bytes=0, filename_template=None
   )

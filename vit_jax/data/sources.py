@@ -1,12 +1,14 @@
-"""Opens sources of examples: folders, annotations, manifests, mixtures, TFDS.
+"""Opens sources of examples: folders, TFDS data sets and other names, mixtures.
 
-See vit_jax/data/records.py for the interface of a source.
+See vit_jax/data/records.py for the interface of a source, and folder_formats.py for
+that of a way to store one in a folder. A name with a prefix of registry.SOURCES has a
+module with the functions `open_split(config, dataset, split, features, class_names)`
+and `has_split(config, dataset, base)`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-import functools
+import importlib
 import operator
-import os
 from typing import Any
 
 from etils import epath
@@ -16,18 +18,26 @@ from vit_jax import console
 from vit_jax.data import (
   checking,
   folder,
+  folder_formats,
   manifest,
   mixture,
   parquet,
   pseudo_labels,
   records,
+  registry,
   slices,
 )
-from vit_jax.data.coco import caption_files, layout, source as annotated
-from vit_jax.data.lazy import tf
-from vit_jax.data.tfds import builders, registry, splits, vtab
+from vit_jax.data.coco import caption_files, source as annotated
 from vit_jax.distributed import files
 
+# Ways to store a data set in a folder; the first that recognizes a split opens it.
+FORMATS: list[folder_formats.FolderFormat] = [
+  manifest.Format(),
+  parquet.Format(),
+  caption_files.Format(),
+  annotated.Format(),
+  folder.Format(),
+]
 # Features that a classifier needs.
 LABELLED = ('image', 'label')
 
@@ -84,24 +94,40 @@ def open_split(
         )
       return mixture.MixtureSource(part_sources, dataset)
     dataset = dataset[0][0]
+  existing = existing_split(config, dataset, split)
+  if existing != split:
+    console.log(f"Split '{split}' of '{dataset}' is '{existing}'.")
   if not folder.is_folder(dataset):
-    module = vtab if dataset.startswith(registry.VTAB) else splits
-    return module.open_split(config, dataset, split, features)
+    module = importlib.import_module(registry.module_of(dataset))
+    return module.open_split(config, dataset, existing, features, class_names)
   if pseudo_labels.exists(dataset):
     if split != config.pp.train:
       raise ValueError(
         f"'{dataset}' holds pseudo-labels for training: evaluate split '{split}' "
         'of labelled data (config.evals, --split)'
       )
+    facts = pseudo_labels.read_facts(dataset)
+    images = open_split(
+      config, facts['split'], ('image',), dataset=facts['dataset'], workdir=workdir
+    )
+    return pseudo_labels.open_folder(dataset, features, class_names, images)
+  folder_format = find_format(dataset, existing, features)
+  if folder_format is None:
+    _check_tables(dataset, existing)
+    folder_format = FORMATS[-1]  # Whose error describes the layout of class folders.
+  return folder_format.open(
+    folder_formats.Request(config, dataset, existing, features, class_names, workdir)
+  )
 
-    def open_images(name: str, split: str) -> records.Source:
-      return open_split(config, split, ('image',), dataset=name, workdir=workdir)
 
-    return pseudo_labels.open_folder(dataset, features, class_names, open_images)
-  existing = existing_split(config, dataset, split)
-  if existing != split:
-    console.log(f"Split '{split}' of '{dataset}' is '{existing}'.")
-  return _open_folder(config, dataset, existing, features, class_names, workdir)
+def find_format(
+  root: str, split: str, features: Sequence[str] = ()
+) -> folder_formats.FolderFormat | None:
+  """Returns the format in which a folder has a split; None if it has no such split."""
+  for folder_format in FORMATS:
+    if folder_format.recognizes(root, split, features):
+      return folder_format
+  return None
 
 
 def existing_split(
@@ -109,11 +135,12 @@ def existing_split(
   dataset: str | Sequence[tuple[str, float]],
   split: str,
 ) -> str:
-  """Returns a split; the validation split of a folder that has no test split.
+  """Returns a split; the validation split of data without a test split.
 
-  That may have any of its names, and the run must not train on it.
+  That may have any of its names, and the run must not train on it. Splits of TFDS are
+  not looked up, since its data sets have fixed names.
   """
-  if not isinstance(dataset, str) or not folder.is_folder(dataset):
+  if not isinstance(dataset, str) or not _has_any_names(dataset):
     return split
   bases = slices.bases(split)
   existing = [_existing_part(config, dataset, base) for base in bases]
@@ -123,20 +150,27 @@ def existing_split(
   return '+'.join(map(operator.add, existing, instructions))
 
 
-def _existing_part(config: ml_collections.ConfigDict, root: str, base: str) -> str:
-  """Returns the name of a part of a split in a folder, see `existing_split`."""
-  if base not in ('test', *slices.VALIDATION) or _has_part(root, base):
+def _has_any_names(dataset: str) -> bool:
+  """Returns whether anybody may have named the splits of a data set."""
+  return dataset.startswith(registry.HUB) or folder.is_folder(dataset)
+
+
+def _existing_part(config: ml_collections.ConfigDict, dataset: str, base: str) -> str:
+  """Returns the name of a part of a split, see `existing_split`."""
+  if base not in ('test', *slices.VALIDATION) or _has_part(config, dataset, base):
     return base
   for name in slices.VALIDATION:
-    if name not in slices.bases(config.pp.train) and _has_part(root, name):
+    if name not in slices.bases(config.pp.train) and _has_part(config, dataset, name):
       return name
   return base
 
 
-def _has_part(root: str, base: str) -> bool:
-  """Returns whether a folder has a part of a split in any form."""
-  kinds = (manifest.exists, parquet.exists, layout.exists, _has_folders)
-  return any(exists(root, base) for exists in kinds)
+def _has_part(config: ml_collections.ConfigDict, dataset: str, base: str) -> bool:
+  """Returns whether a data set has a part of a split in any form."""
+  if folder.is_folder(dataset):
+    return find_format(dataset, base) is not None
+  module = importlib.import_module(registry.module_of(dataset))
+  return module.has_split(config, dataset, base)
 
 
 def has_split(config: ml_collections.ConfigDict, split: str) -> bool:
@@ -144,61 +178,8 @@ def has_split(config: ml_collections.ConfigDict, split: str) -> bool:
   dataset = config.dataset
   if not isinstance(dataset, str):
     dataset = dataset[0][0]  # As `open_split` does.
-  if folder.is_folder(dataset):
-    split = existing_split(config, dataset, split)
-    return all(_has_part(dataset, base) for base in slices.bases(split))
-  if dataset.startswith(registry.VTAB):
-    return True  # `open_split` names its splits.
-  split_infos = builders.get_builder(config, dataset).info.splits
-  return all(base in split_infos for base in slices.bases(split))
-
-
-def _open_folder(
-  config: ml_collections.ConfigDict,
-  root: str,
-  split: str,
-  features: Sequence[str],
-  class_names: Sequence[str] | None,
-  workdir: str | None,
-) -> records.Source:
-  """Opens a split of a folder; see open_split."""
-  read_split = folder.read_split
-  limit = config.max_image_pixels
-  captioned = any(name.rstrip('?') == caption_files.FEATURE for name in features)
-  if manifest.exists(root, split):
-    read_split = manifest.read_split
-  elif parquet.exists(root, split):
-    return parquet.open_split(config, root, split, features, class_names)
-  elif captioned and caption_files.exists(root, split):
-    read_split = functools.partial(manifest.read_split, parse=caption_files.lines)
-  elif _is_annotated(root, split, features):
-    return annotated.open_split(config, root, split, features, class_names, workdir)
-  elif not _has_folders(root, split):
-    _check_tables(root, split)
-  columns, names = read_split(
-    root,
-    split,
-    features,
-    class_names,
-    broken=config.broken_images,
-    max_pixels=limit,
-    workdir=workdir,
-  )
-  return records.FolderSource(columns, names, limit)
-
-
-def _is_annotated(root: str, split: str, features: Sequence[str]) -> bool:
-  """Returns whether to read a split of a folder with its annotations."""
-  required = (name for name in features if not name.endswith('?'))
-  if any(name.startswith(('objects', 'panoptic')) for name in required):
-    return True
-  # COCO's images are in train2017 etc., which only its annotation files tell.
-  return not _has_folders(root, split) and layout.exists(root, split)
-
-
-def _has_folders(root: str, split: str) -> bool:
-  folders = [os.path.join(root, base) for base in slices.bases(split)]
-  return all(map(tf.io.gfile.isdir, folders))
+  split = existing_split(config, dataset, split)
+  return all(_has_part(config, dataset, base) for base in slices.bases(split))
 
 
 def _check_tables(root: str, split: str) -> None:

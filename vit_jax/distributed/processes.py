@@ -264,6 +264,20 @@ def attempt(activity: str, function: Callable[[], Any]) -> list:
   return [value for value, _ in results]
 
 
+def first_before_others(activity: str, function: Callable[[], Any]) -> None:
+  """Calls a function on process 0, and when that is done on the others; see `attempt`.
+
+  What it writes to a shared disk is written once, and to separate disks on each.
+  """
+  is_first = jax.process_index() == 0
+  attempt(activity, function if is_first else _nothing)
+  attempt(activity, _nothing if is_first else function)
+
+
+def _nothing() -> None:
+  """Takes part in `attempt` without a task."""
+
+
 def agree(subject: str, facts: Mapping[str, Any]) -> None:
   """Raises ValueError on all processes, with a list, if their facts differ.
 

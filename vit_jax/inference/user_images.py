@@ -10,10 +10,10 @@ import ml_collections
 import numpy as np
 
 from vit_jax import preprocess
-from vit_jax.data import folder as folder_lib, records, sources
+from vit_jax.data import folder as folder_lib, records, registry, sources
 from vit_jax.data.images import image_files, images as images_lib
 from vit_jax.data.lazy import tf
-from vit_jax.data.tfds import builders, registry
+from vit_jax.data.tfds import builders
 from vit_jax.distributed import files
 from vit_jax.weights import fetch
 
@@ -110,7 +110,7 @@ def examples(config: ml_collections.ConfigDict, count: int) -> records.Source:
 def _test_split(config: ml_collections.ConfigDict) -> records.Source | None:
   """Opens a run's test split; returns None if that needs a download."""
   dataset = config.dataset
-  if not isinstance(dataset, str) or dataset.startswith(registry.VTAB):
+  if not isinstance(dataset, str) or dataset.startswith(tuple(registry.SOURCES)):
     return None
   if not (folder_lib.is_folder(dataset) or registry.register(dataset)):
     if not builders.find_builder(config, dataset).info.splits:

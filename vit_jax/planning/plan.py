@@ -19,7 +19,7 @@ import ml_collections
 
 from vit_jax import console
 from vit_jax.configs import models as model_configs
-from vit_jax.data.tfds import registry
+from vit_jax.data import registry
 from vit_jax.distributed import files, sharding
 from vit_jax.layers import dtypes
 from vit_jax.planning import estimate, search, topology as topology_lib
@@ -259,7 +259,8 @@ def data_size(
     source = sources.open_split(config, config.pp.train, task.FEATURES)
     size = (source.num_examples, len(task.class_names_of(source)) or None)
   num_examples = num_examples or size[0]
-  if num_examples is None and os.sep in name:
+  is_path = os.sep in name and not name.startswith(registry.HUB)
+  if num_examples is None and is_path:
     raise ValueError(f"dataset='{dataset}' does not exist (config.dataset)")
   if num_examples is None:
     raise ValueError(

@@ -7,10 +7,13 @@ The feature `captions` of an image has all of its captions, in the order of the 
 Images without a caption are left out. For the folders of images see layout.py.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 
 from vit_jax import console
-from vit_jax.data import manifest_files, slices
+from vit_jax.data import folder_formats, manifest, manifest_files, slices
 from vit_jax.data.coco import annotation_files, layout
 
 FEATURE = 'captions'
@@ -24,6 +27,26 @@ class _Caption(msgspec.Struct, gc=False):
 class _File(msgspec.Struct):
   images: list[annotation_files.Image]
   annotations: list[_Caption]
+
+
+class Format(folder_formats.ListedFormat):
+  """The folder format of this module, for data whose captions are requested."""
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    is_requested = any(name.rstrip('?') == FEATURE for name in features)
+    return is_requested and exists(root, split)
+
+  def read_split(
+    self, request: folder_formats.Request, **checks: Any
+  ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    return manifest.read_split(
+      request.root,
+      request.split,
+      request.features,
+      request.class_names,
+      lines,
+      **checks,
+    )
 
 
 def exists(root: str, split: str) -> bool:

@@ -17,7 +17,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, records, slices
+from vit_jax.data import checking, folder_formats, folder_layout, records, slices
 from vit_jax.data.coco import annotation_files, box_checks, layout, segmentations
 from vit_jax.data.images import image_files, images, index as index_lib
 from vit_jax.data.lazy import tf
@@ -76,6 +76,35 @@ class AnnotatedSource(records.FolderSource):
     super().store(workdir)
     if self._segments is not None:
       self._segments.store(workdir)
+
+
+class Format(folder_formats.FolderFormat):
+  """The folder format of this module."""
+
+  is_listed = True
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    required = [name for name in features if not name.endswith('?')]
+    if any(name.startswith(('objects', 'panoptic')) for name in required):
+      return True  # `open` names the files that are missing.
+    # COCO's images are in train2017 etc., which only its annotation files tell.
+    has_folders = folder_layout.has_split_folders(root, split)
+    return not has_folders and layout.exists(root, split)
+
+  def open(self, request: folder_formats.Request) -> AnnotatedSource:
+    return open_split(
+      request.config,
+      request.root,
+      request.split,
+      request.features,
+      request.class_names,
+      request.workdir,
+    )
+
+  def list_images(self, root: str, split: str) -> folder_formats.Listing | None:
+    if not layout.exists(root, split):
+      return None
+    return folder_formats.Listing(*open_index(root, split))
 
 
 def open_split(

@@ -5,12 +5,11 @@ import io
 from typing import Any
 
 from google.protobuf import json_format
-import jax
 import ml_collections
 
 from vit_jax import console
+from vit_jax.data import registry
 from vit_jax.data.lazy import tfds
-from vit_jax.data.tfds import registry
 from vit_jax.distributed import processes
 
 # Python module that TFDS imports to prepare a data set -> its package.
@@ -49,17 +48,8 @@ def get_builder(config: ml_collections.ConfigDict, dataset: str) -> Any:
     if not builder.info.splits:
       builder = _prepare(config, dataset)
 
-  # The first process prepares before the others, so that files on a shared disk are
-  # made once, and files on separate disks by each process.
-  is_first = jax.process_index() == 0
-  doing = f"preparing data set '{dataset}'"
-  processes.attempt(doing, prepare if is_first else _nothing)
-  processes.attempt(doing, _nothing if is_first else prepare)
+  processes.first_before_others(f"preparing data set '{dataset}'", prepare)
   return builder
-
-
-def _nothing() -> None:
-  """Takes part in `processes.attempt` without a task."""
 
 
 def _prepare(config: ml_collections.ConfigDict, dataset: str) -> Any:

@@ -16,10 +16,20 @@ _SOURCES = {
 }
 
 
+def has_split(config: ml_collections.ConfigDict, dataset: str, base: str) -> bool:
+  """Returns whether a TFDS data set has a split."""
+  return base in builders.get_builder(config, dataset).info.splits
+
+
 def open_split(
-  config: ml_collections.ConfigDict, dataset: str, split: str, features: Sequence[str]
+  config: ml_collections.ConfigDict,
+  dataset: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None = None,
 ) -> records.Source:
   """Opens a split of a TFDS data set; see vit_jax.data.sources.open_split."""
+  del class_names  # TFDS has the names of classes.
   info = builders.get_builder(config, dataset).info
   available = parsing.features(info)
   names = records.resolve(features, available, f"data set '{info.name}'")

@@ -95,10 +95,21 @@ def _first(info: Any, dataset: str, split: str, count: int | None) -> str:
   return f'{base}[{begin}:{begin + count}]'
 
 
+def has_split(config: ml_collections.ConfigDict, dataset: str, base: str) -> bool:
+  """Returns True: `open_split` names the splits of a task."""
+  del config, dataset, base
+  return True
+
+
 def open_split(
-  config: ml_collections.ConfigDict, dataset: str, split: str, features: Sequence[str]
+  config: ml_collections.ConfigDict,
+  dataset: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None = None,
 ) -> records.Source:
   """Opens a split of a task; see vit_jax.data.sources.open_split."""
+  del class_names  # The task has them.
   task = vtab_tasks.find_task(dataset)
   names = records.resolve(features, ('image', 'label'), f"data set '{dataset}'")
   info = builders.get_builder(config, task.dataset).info

@@ -6,8 +6,8 @@ import itertools
 import math
 from typing import NamedTuple
 
+from vit_jax.data import registry
 from vit_jax.data.lazy import tf
-from vit_jax.data.tfds import registry
 
 GROUPS = ('natural', 'specialised', 'structured')
 
