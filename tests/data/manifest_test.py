@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests import looked_up, processes
 from vit_jax import input_pipeline
-from vit_jax.data import manifest, manifest_files, sources
+from vit_jax.data import manifest, manifest_cache, manifest_files, sources
 
 
 def write(root, lines, split='train'):
@@ -309,7 +309,7 @@ def stored(tmp_path, monkeypatch):
   """Caches manifests of any size; returns functions that read and list the cache."""
   cache = tmp_path / 'cache' / 'manifests'
   monkeypatch.setenv('VIT_JAX_CACHE', str(cache.parent))
-  monkeypatch.setattr(manifest, '_LARGE', 0)
+  monkeypatch.setattr(manifest_cache, 'LARGE', 0)
   lines = [{'label': x, 'caption': x, 'box': [i] * i} for i, x in enumerate('abcab')]
   write(tmp_path, [*lines, {'label': None, 'caption': '', 'box': []}])
 
@@ -330,7 +330,7 @@ def _never(*args):
 def test_large_manifest_is_parsed_once(stored, tmp_path, monkeypatch):
   read_all, folders = stored
   with monkeypatch.context() as patch:
-    patch.setattr(manifest, '_LARGE', 10**9)
+    patch.setattr(manifest_cache, 'LARGE', 10**9)
     wanted = read_all()
   assert not folders()
   assert read_all() == wanted
@@ -378,10 +378,10 @@ def test_changed_manifest_of_equal_size_replaces_the_stored_one(stored, tmp_path
 
 _KILLED = """
 import os, signal, sys
-from vit_jax.data import manifest
+from vit_jax.data import manifest, manifest_cache
 os.environ['VIT_JAX_CACHE'] = f'{sys.argv[1]}/cache'
-manifest._LARGE = 0
-manifest._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+manifest_cache.LARGE = 0
+manifest_cache._save = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 manifest.read_split(sys.argv[1], 'train', ('image', 'label', 'caption', 'box'))
 """
 

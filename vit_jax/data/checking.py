@@ -88,8 +88,10 @@ def usable(
   paths.mark(reasons)
   if not bad or broken == 'trust':
     return paths
-  describe = describe or paths.__getitem__
-  lines = [f'{describe(i)}: {reasons[i]}' for i in _first_of_each(paths, bad)]
+  lines = []
+  for number in _first_of_each(paths, bad):
+    name = paths[number] if describe is None else describe(number)
+    lines.append(f'{name}: {reasons[number]}')
   if broken != 'skip':
     message = '\n  '.join(lines)
     raise ValueError(

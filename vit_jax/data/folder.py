@@ -86,6 +86,7 @@ def read_split(
     paths, _, _ = list_split(root, split, labelled=False, **kwargs)
     return {name: paths for name in requested}, {}
   paths, labels, names = list_split(root, split, class_names, **kwargs)
+  assert labels is not None  # Since they are requested.
   columns = {'image': paths, 'label': labels[:, None]}
   return {name: columns[name] for name in requested}, {'label': names}
 
@@ -108,14 +109,15 @@ def list_split(
   `labelled`, the images may be anywhere below the split and have no labels, None.
   """
   views = []
+  names = tuple(class_names or ())
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     listing.warn_of_ignored(index)
     rows = index.order
     if labelled:
-      names = _class_names(index)
-      class_names = tuple(class_names or names)
-      records.class_numbers(index.top, names, class_names)
+      split_names = _class_names(index)
+      names = names or split_names
+      records.class_numbers(index.top, split_names, names)
       is_class = np.array(list(map(_is_class, index.folders)))
       rows = rows[is_class[index.folder_of(rows)]]
     elif not len(index):
@@ -130,12 +132,12 @@ def list_split(
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   if not labelled:
     return paths, None, ()
-  numbers = {name: i for i, name in enumerate(class_names)}
+  numbers = {name: i for i, name in enumerate(names)}
   labels = []
   for index, rows in paths.parts:
     table = [numbers.get(image_files.display(name), -1) for name in index.folders]
     labels.append(np.array(table, np.int32)[index.folder_of(rows)])
-  return paths, np.concatenate(labels), class_names
+  return paths, np.concatenate(labels), names
 
 
 def metadata(root: str, base: str, workdir: str | None = None) -> list[str]:
@@ -210,7 +212,7 @@ def _class_names(index: index_lib.Index) -> tuple[str, ...]:
 
 def _check_distinct(top: str, names: Sequence[str]) -> None:
   """Raises ValueError for names that differ only in how Unicode encodes accents."""
-  composed = {}
+  composed: dict[str, str] = {}
   for name in names:
     twin = composed.setdefault(unicodedata.normalize('NFC', name), name)
     if twin != name:

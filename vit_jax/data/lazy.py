@@ -39,5 +39,5 @@ def no_autograph(function: Callable) -> Callable:
   def call(*args, **kwargs) -> Any:
     return tf.autograph.experimental.do_not_convert(function)(*args, **kwargs)
 
-  call.autograph_info__ = {}  # Marks what AutoGraph leaves alone.
+  setattr(call, 'autograph_info__', {})  # noqa: B010 - Marks what AutoGraph leaves alone.
   return call

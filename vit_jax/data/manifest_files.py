@@ -72,20 +72,23 @@ def find(root: str, base: str) -> str | None:
   It is `<split>.jsonl`, or metadata in the folder of the split or, if it lists images
   of that folder, in `root`. ValueError for several metadata files in one folder.
   """
-  path = os.path.join(root, f'{base}.jsonl')
-  if tf.io.gfile.exists(path):
-    return path
-  path = _metadata(os.path.join(root, base))
+  manifest = os.path.join(root, f'{base}.jsonl')
+  if tf.io.gfile.exists(manifest):
+    return manifest
+  path = _find_metadata(os.path.join(root, base))
   if path is not None:
     return path
-  path = _metadata(root)
-  return path if path is not None and any(_of_split(path, base)) else None
+  path = _find_metadata(root)
+  return path if path is not None and any(_split_rows(path, base)) else None
 
 
-def _metadata(folder: str) -> str | None:
+def _find_metadata(folder: str) -> str | None:
   """Returns the path of the metadata file of a folder, if it has one."""
-  paths = (os.path.join(folder, name) for name in listing.METADATA)
-  paths = [path for path in paths if tf.io.gfile.exists(path)]
+  paths = []
+  for name in listing.METADATA:
+    path = os.path.join(folder, name)
+    if tf.io.gfile.exists(path):
+      paths.append(path)
   if len(paths) > 1:
     raise ValueError(
       f"'{folder}' has both {' and '.join(listing.METADATA)}: remove or rename one of them"
@@ -102,7 +105,7 @@ def parse(root: str, base: str) -> list[Line]:
       'of the split has one (config.pp.train, config.pp.test)'
     )
   if os.path.basename(path) not in listing.METADATA:
-    return [Line(path, number, root, values) for number, values in _rows(path)]
+    return [Line(path, number, root, values) for number, values in _all_rows(path)]
   return parse_metadata(root, base, [path])
 
 
@@ -116,9 +119,9 @@ def parse_metadata(root: str, base: str, paths: Iterable[str]) -> list[Line]:
     folder, name = os.path.split(path)
     if path == os.path.join(root, name):
       console.log(f"Split '{base}' of '{root}' is listed in '{path}'.")
-      rows = _of_split(path, base)
+      rows = list(_split_rows(path, base))
     else:
-      rows = _rows(path)
+      rows = _all_rows(path)
     lines += [Line(path, number, folder, values) for number, values in rows]
   if any('label' in line.values for line in lines):
     return lines
@@ -137,7 +140,7 @@ def _with_folder(root: str, base: str, line: Line) -> dict[str, Any]:
   return {**line.values, 'label': label} if slash and label else line.values
 
 
-def _of_split(path: str, base: str) -> Iterator[tuple[int, dict[str, Any]]]:
+def _split_rows(path: str, base: str) -> Iterator[tuple[int, dict[str, Any]]]:
   """Yields the rows of a metadata file whose images are in the folder of a split."""
   header, _, _ = text_files.as_utf8(image_files.read_file(path)).partition(b'\n')
   if _FILE_NAME.encode() not in header:  # It is about something else.
@@ -148,7 +151,7 @@ def _of_split(path: str, base: str) -> Iterator[tuple[int, dict[str, Any]]]:
       yield number, _with_image(f'{path}:{number}', values, _FILE_NAME)
 
 
-def _rows(path: str) -> Sequence[tuple[int, dict[str, Any]]]:
+def _all_rows(path: str) -> list[tuple[int, dict[str, Any]]]:
   """Returns the number and the values of each line."""
   rows = [
     (number, _with_image(f'{path}:{number}', values, _key(path)))
@@ -225,7 +228,7 @@ def _parse_line(where: str, text: str, key: str) -> dict[str, Any]:
 
 def _check_keys(text: str, where: str) -> None:
   """Raises ValueError if an object in a line repeats a key."""
-  repeated = []
+  repeated: list[str] = []
 
   def collect(pairs: list[tuple[str, Any]]) -> None:
     counts = collections.Counter(name for name, _ in pairs)

@@ -176,8 +176,9 @@ class MemorySource(Source):
 
   def lengths(self, feature: str) -> np.ndarray | None:
     column = self._columns.get(feature)
-    is_ragged = isinstance(column, tf.RaggedTensor)
-    return column.row_lengths().numpy() if is_ragged else None
+    if not isinstance(column, tf.RaggedTensor):
+      return None
+    return column.row_lengths().numpy()
 
 
 class FolderSource(MemorySource):

@@ -182,6 +182,7 @@ class Part(NamedTuple):
     if SEGMENTS in self.paths:
       return tf.constant(self.paths[SEGMENTS])
     annotations = self.annotations
+    assert annotations.outlines is not None  # The file is of the kind 'outlines'.
     ends = np.cumsum(annotations.counts)
     starts = ends - annotations.counts
     images = []

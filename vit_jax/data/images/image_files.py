@@ -132,8 +132,9 @@ def in_threads(
   with futures.ThreadPoolExecutor(REMOTE_THREADS) as pool:
     results = pool.map(function, items)
     if title:
-      kwargs = dict(total=len(items), delay=3, leave=False, unit=unit)
-      results = console.bar(desc=title, iterable=results, **kwargs)
+      results = console.bar(
+        desc=title, iterable=results, total=len(items), delay=3, leave=False, unit=unit
+      )
     return list(results)
 
 

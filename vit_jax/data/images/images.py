@@ -218,7 +218,9 @@ def broken_reason(
     if not encoded:
       return 'zero bytes'
     shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
-  except (*decode_errors(), FileNotFoundError) as e:
+  except FileNotFoundError as e:
+    return image_files.first_line(e)
+  except decode_errors() as e:
     return image_files.first_line(e)
   shape = shape.numpy().tolist()
   expected = shape if size is None else [int(x) for x in size]

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from etils import epath
 import numpy as np
@@ -285,17 +285,17 @@ class Index:
   ) -> Iterator[tuple[np.ndarray, list]]:
     """Yields (rows, results of function(path)), block by block."""
     threads = _THREADS if image_files.is_local(self.top) else image_files.REMOTE_THREADS
-    piece_size = -(
-      -_BLOCK // (8 * threads)
-    )  # A task per file would take 30 us more each.
+    # A task per file would take 30 us more each.
+    piece_size = -(-_BLOCK // (8 * threads))
 
     def call(rows: np.ndarray) -> list:
       return list(map(function, self.paths(rows)))
 
-    keys = dict(desc=title, total=len(rows), delay=3, leave=False, unit=' images')
     with (
       concurrent.futures.ThreadPoolExecutor(threads) as pool,
-      console.bar(**keys) as bar,
+      console.bar(
+        desc=title, total=len(rows), delay=3, leave=False, unit=' images'
+      ) as bar,
     ):
       for start in range(0, len(rows), _BLOCK):
         block = rows[start : start + _BLOCK]
@@ -380,6 +380,12 @@ class Paths(Sequence):
 
   def __len__(self) -> int:
     return len(self._rows)
+
+  @overload
+  def __getitem__(self, i: int) -> str: ...
+
+  @overload
+  def __getitem__(self, i: slice) -> list[str]: ...
 
   def __getitem__(self, i: int | slice) -> str | list[str]:
     if isinstance(i, slice):

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from absl import logging
 import numpy as np
@@ -46,15 +46,15 @@ def list_folder(root: str, base: str) -> index_lib.Index:
       for piece in level_pieces:
         pieces.append(piece)
         level += piece.inner
-        bar.update(piece.count)
+        bar.update(piece.num_images)
   pieces.sort(key=lambda piece: piece.name)
-  holding = [piece for piece in pieces if piece.count]
+  holding = [piece for piece in pieces if piece.num_images]
   ignored = []
   bare = []
   for piece in pieces:
     ignored += piece.ignored
     is_class = piece.name and b'/' not in piece.name
-    if is_class and not piece.count and (piece.ignored or piece.inner):
+    if is_class and not piece.num_images and (piece.ignored or piece.inner):
       bare.append(image_files.display(piece.name))
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
@@ -75,7 +75,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
   order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
   folders = [piece.name for piece in holding]
-  counts = [piece.count for piece in holding]
+  counts = [piece.num_images for piece in holding]
   return index_lib.Index(root, base, folders, counts, names, order, facts)
 
 
@@ -84,7 +84,7 @@ class _Piece(NamedTuple):
 
   name: bytes
   time: int  # When it was last changed.
-  count: int  # Number of images.
+  num_images: int
   names: bytes  # Names of the images, each followed by a zero byte.
   digests: bytes  # Hashes by which images are ordered, 16 bytes each.
   inner: list[bytes]  # Folders.
@@ -119,7 +119,7 @@ def _scan(top: bytes, name: bytes) -> _Piece:
   return _Piece(
     name=name,
     time=changed,
-    count=len(image_names),
+    num_images=len(image_names),
     names=b''.join(x + b'\0' for x in image_names),
     digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in image_names),
     inner=inner,
@@ -165,7 +165,7 @@ def expand(paths: Sequence[str]) -> list[str]:
   the files and folders that match; a list (.txt, or .jsonl with the key `image`
   or `path`) for its paths, relative to the folder of the list.
   """
-  expanded = []
+  expanded: list[str] = []
   for path in paths:
     if tf.io.gfile.isdir(os.fsencode(path)):
       index = list_folder(path, '')
@@ -192,17 +192,18 @@ def _read_list(path: str) -> list[str]:
   for number, line in enumerate(lines, 1):
     if not line.strip():
       continue
+    image_path: Any = line
     if path.endswith('.jsonl'):
       try:
         row = json.loads(line)
-        line = row['image'] if 'image' in row else row['path']
+        image_path = row['image'] if 'image' in row else row['path']
       except (ValueError, TypeError, KeyError):
-        line = None
-      if not isinstance(line, str):
+        image_path = None
+      if not isinstance(image_path, str):
         raise ValueError(
           f'\'{path}\', line {number}: must be like {{"image": "cat.jpg"}}'
         )
-    image_paths.append(os.path.join(os.path.dirname(path), line))
+    image_paths.append(os.path.join(os.path.dirname(path), image_path))
   return image_paths
 
 

@@ -29,7 +29,7 @@ import json
 import math
 import re
 import string
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 import unicodedata
 
 from etils import epath
@@ -76,6 +76,11 @@ class Tokenizer(abc.ABC):
   _kind: ClassVar[str]
   _files: ClassVar[tuple[str, ...]]
   _package: ClassVar[str] = 'tokenizers'
+
+  if TYPE_CHECKING:
+
+    def __getattr__(self, name: str) -> Any:
+      """Returns what `_load` returns by name, which `__post_init__` sets."""
 
   def __post_init__(self) -> None:
     if self.max_len < 2:
@@ -468,7 +473,7 @@ def _word_pieces(fields: dict) -> list[str]:
   vocabulary = model.get('vocab')
   if not isinstance(vocabulary, dict):
     raise ValueError('its vocab is not an object')
-  tokens = sorted(vocabulary, key=vocabulary.get)
+  tokens = sorted(vocabulary, key=vocabulary.__getitem__)
   if [vocabulary[token] for token in tokens] != [*range(len(tokens))]:
     raise ValueError(f'its {len(tokens)} tokens are not numbered from 0')
   if any({*token} & {'\n', '\r'} for token in tokens):
@@ -503,9 +508,12 @@ def _growth(normalizer: Any) -> int:
 
 def _numbers(find: Callable[[str], int | None], *tokens: str) -> list[int]:
   """Returns the numbers of tokens; ValueError if one is missing."""
-  numbers = [find(token) for token in tokens]
-  if None in numbers:
-    raise ValueError(f'there is no token {tokens[numbers.index(None)]}')
+  numbers = []
+  for token in tokens:
+    number = find(token)
+    if number is None:
+      raise ValueError(f'there is no token {token}')
+    numbers.append(number)
   return numbers
 
 
