@@ -12,10 +12,9 @@ import tomllib
 import pytest
 
 from tests import commands, markdown, models_test
-from vit_jax import __main__ as program, models
+from vit_jax import __main__ as program
 from vit_jax.configs import common, models as model_configs, schema
 from vit_jax.figures import gallery
-from vit_jax.planning import flops
 from vit_jax.run import config as run_config
 
 README, DOCS = markdown.ROOT / 'README.md', markdown.ROOT / 'docs'
@@ -160,27 +159,23 @@ def test_config_table_is_up_to_date():
 # --- Figures ---
 
 
-def gigaflops(name):
-  """Counts the FLOPs of one forward pass over all tokens."""
-  model = models.get_model(name, num_classes=1000)
-  return 1e-9 * flops.forward_flops(model, (224, 224), whole=True)
-
-
-def test_table_of_models():
+def test_tables_of_models_are_up_to_date():
+  """Run `python docs/model_tables.py` to update them."""
+  generator = runpy.run_path(str(DOCS / 'model_tables.py'))
   table = markdown.rows(DOCS / 'models.md', 'model | name')
-  assert len(table) == 18
+  names = generator['classifiers']()
+  assert [row[:2] for row in table] == [*map(generator['names_of'], names)]
+  by_name = dict(zip(names, table, strict=True))
+  for name, (*_, parameters, giga, jft, i21k, scratch) in by_name.items():
+    if name in models_test.COUNTS:
+      assert parameters == f'{models_test.COUNTS[name]:,}'
+    if name in ('ViT-B_32', 'BiT-R50x1'):  # Tracing takes seconds.
+      assert parameters == f'{generator["count_parameters"](name):,}'
+      assert giga == f'{generator["gigaflops"](name):,.2f}'
+    assert (jft, i21k, scratch) == generator['PUBLISHED'].get(name, ('', '', ''))
   few = markdown.rows(README, 'model | name')
-  assert len(few) == 5
-  assert all(row in [whole[:4] for whole in table] for row in few)
-  for title, name, parameters, giga, *published in table:
-    name = name.strip('`')
-    long = model_configs.SHORT_NAMES[name]
-    assert long.replace('_', '/') == title
-    # models_test compares the count with the model itself.
-    assert parameters == f'{models_test.COUNTS[long]:,}'
-    if name in ('b32', 'mixer_b16', 'bit_r50x1'):  # Tracing takes seconds.
-      assert giga == f'{gigaflops(name):.2f}'
-    assert len(published) == 3
+  assert few == [by_name[name][:4] for name in generator['FEW']]
+  assert generator['kinds_table']() in (DOCS / 'train.md').read_text()
 
 
 # --- Messages ---

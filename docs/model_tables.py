@@ -1,0 +1,133 @@
+"""Writes the tables of models in README.md, docs/models.md and docs/train.md.
+
+  python docs/model_tables.py
+
+The models and their names are those of configs/models.py. Counting takes minutes: every
+model is traced, but none is computed.
+"""
+
+from collections.abc import Iterable
+import math
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax import models
+from vit_jax.configs import models as model_configs
+from vit_jax.planning import flops
+
+DOCS = pathlib.Path(__file__).parent
+README = DOCS.parent / 'README.md'
+FEW = ('ViT-S_16', 'ViT-B_16', 'ViT-L_16', 'ViT-H_14', 'BiT-R50x1')
+_SIZE = 224  # Pixels.
+_NUM_CLASSES = 1000
+# Published accuracies after pre-training on JFT-300M, on ImageNet-21k, and from scratch.
+PUBLISHED = {
+  'ViT-B_32': ('', '', '69.19 % ²'),
+  'ViT-B_16': ('', '84.61 % (384 px) ³', '74.79 % ²'),
+  'ViT-L_32': ('', '', '66.90 % ²'),
+  'ViT-L_16': ('87.76 % (512 px) ¹', '85.30 % (512 px) ¹', '72.59 % ²'),
+  'ViT-H_14': ('88.55 % (518 px) ¹', '', ''),
+}
+# Kind of classifiers, in the order of the tables.
+KINDS = (
+  'Vision Transformer',
+  'with mean pooling',
+  'DINOv2',
+  'hybrids',
+  'MLP-Mixer',
+  'BiT ResNet',
+)
+
+
+def kind_of(name: str) -> str | None:
+  """Returns the kind of a classifier; None for other models and those of tests."""
+  config = model_configs.MODEL_CONFIGS[name]
+  kind = model_configs.kind_of(config)
+  if name in model_configs.TESTING or kind not in ('vit', 'mixer', 'bit'):
+    return None
+  if kind != 'vit':
+    return {'mixer': 'MLP-Mixer', 'bit': 'BiT ResNet'}[kind]
+  if 'resnet' in config:
+    return 'hybrids'
+  if name.startswith('DINOv2'):
+    return 'DINOv2'
+  return 'with mean pooling' if config.classifier == 'gap' else 'Vision Transformer'
+
+
+def classifiers() -> list[str]:
+  """Returns the names of all classifiers, kind by kind."""
+  names = filter(kind_of, model_configs.MODEL_CONFIGS)
+  return sorted(names, key=lambda name: KINDS.index(kind_of(name)))
+
+
+def count_parameters(name: str) -> int:
+  """Counts the parameters of a model with a head of 1,000 classes."""
+  model = models.get_model(name, num_classes=_NUM_CLASSES)
+  images = jax.ShapeDtypeStruct((1, _SIZE, _SIZE, 3), jnp.float32)
+  variables = jax.eval_shape(
+    lambda x: model.init(jax.random.key(0), x, train=False), images
+  )
+  return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables['params']))
+
+
+def gigaflops(name: str) -> float:
+  """Counts the GFLOPs of one forward pass over all tokens of one image."""
+  model = models.get_model(name, num_classes=_NUM_CLASSES)
+  return 1e-9 * flops.forward_flops(model, (_SIZE, _SIZE), whole=True)
+
+
+def names_of(name: str) -> list[str]:
+  """Returns the cells of a model before its numbers."""
+  return [name.replace('_', '/'), f'`{model_configs.short_name(name)}`']
+
+
+def _row(cells: Iterable[str]) -> str:
+  return f'| {" | ".join(cells)} |'
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+  header = list(header)
+  return '\n'.join([_row(header), f'|{"---|" * len(header)}', *map(_row, rows)])
+
+
+def kinds_table() -> str:
+  """Returns the names of classifiers by kind."""
+  rows = []
+  for kind in KINDS:
+    names = [name for name in classifiers() if kind_of(name) == kind]
+    rows.append((kind, f'`{" ".join(map(model_configs.short_name, names))}`'))
+  return _table(('kind', 'names'), rows)
+
+
+def models_tables() -> tuple[str, str]:
+  """Returns the table of some models, and that of all with published accuracies."""
+  header = ['model', 'name', 'parameters', 'GFLOPs']
+  rows = {}
+  for name in classifiers():
+    numbers = [f'{count_parameters(name):,}', f'{gigaflops(name):,.2f}']
+    rows[name] = [*names_of(name), *numbers]
+  few = _table(header, [rows[name] for name in FEW])
+  published = ['JFT-300M', 'ImageNet-21k', 'only ImageNet, 224 px']
+  rows_of_all = [
+    [*row, *PUBLISHED.get(name, ('', '', ''))] for name, row in rows.items()
+  ]
+  return few, _table([*header, *published], rows_of_all)
+
+
+def replace(page: pathlib.Path, header: str, table: str) -> None:
+  """Replaces the table of a page whose header begins with a text."""
+  old = re.compile(rf'^\| {re.escape(header)}.*\n(\|.*\n)+', re.MULTILINE)
+  text, count = old.subn(lambda _: f'{table}\n', page.read_text())
+  if count != 1:
+    raise ValueError(f"{page} has {count} tables of '{header}', not one")
+  page.write_text(text)
+
+
+if __name__ == '__main__':
+  few, all_models = models_tables()
+  replace(README, 'model | name', few)
+  replace(DOCS / 'models.md', 'model | name', all_models)
+  replace(DOCS / 'train.md', 'kind | names', kinds_table())
