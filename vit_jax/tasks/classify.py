@@ -1,6 +1,6 @@
 """Classification with a cross-entropy loss; measures top-1 and top-5 accuracy."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 from typing import Any, ClassVar
 
@@ -364,7 +364,7 @@ class Predictor(base.Predictor):
     *,
     top: int = 5,
     out: epath.PathLike | None = None,
-  ) -> Iterator[str]:
+  ) -> Iterable[str]:
     """Yields the path of each image, then its top predictions as lines."""
     self._check_head()
     for path, classes in zip(images, self._best(images, top)):

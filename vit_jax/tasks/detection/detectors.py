@@ -21,7 +21,7 @@ from vit_jax.tasks.detection import (
 
 THRESHOLD = 0.7  # Minimum score of an object that is shown.
 # Flags of `vit_jax predict`.
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
   '--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)'),
 }
 

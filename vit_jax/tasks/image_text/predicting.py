@@ -24,7 +24,7 @@ from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
 # Flags of `vit_jax predict`.
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
   '--classes': dict(
     metavar='A;B;C',
     help="class names to choose from, as in --classes='a cat;a dog', or a file with one "

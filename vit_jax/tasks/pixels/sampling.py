@@ -34,7 +34,7 @@ def _count(text: str) -> int:
 
 
 # Flags of `vit_jax predict`.
-FLAGS = {
+FLAGS: dict[str, dict[str, Any]] = {
   '--sample': dict(type=_count, metavar='NUMBER', help='number of images to draw'),
   '--complete': dict(
     nargs='+', metavar='FILE', help='image files whose lower part is drawn'
