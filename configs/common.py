@@ -159,7 +159,7 @@ OptaxName = Annotated[
     lambda x: re.fullmatch(rf'{OPTAX}(contrib\.)?[a-z]\w*', x) is not None,
   ),
 ]
-Optimizer = Literal[tuple(OPTIMIZERS)] | OptaxName
+Optimizer = Literal[tuple(OPTIMIZERS)] | OptaxName  # type: ignore[valid-type]
 DecayType = Literal['cosine', 'linear', 'constant', 'staircase', 'rsqrt'] | OptaxName
 _SHARES = schema.Fits(
   '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
@@ -612,7 +612,7 @@ class Config:
   total_epochs: Annotated[schema.Positive | None, schema.LENGTH] = None
   # 'sgd' (with momentum), 'adam', 'lion', 'adafactor' or 'muon', compared in
   # docs/train.md, or an optimiser of optax, such as 'optax:lamb'.
-  optimizer: Optimizer = 'sgd'
+  optimizer: Optimizer = 'sgd'  # type: ignore[valid-type]
   # Keyword arguments of an optimiser of optax, which replace the keys of the others, as in
   # {'b2': 0.95, 'weight_decay': 0.1, 'mask': 'kernels'}. A mask of 'kernels' selects the
   # kernels of dense and convolutional layers.

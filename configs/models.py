@@ -113,7 +113,7 @@ DETRS = {
 
 # Name -> image tower, text tower, tokenizer, widths of the heads (image, text) of
 # a LiT model (arXiv 2111.07991; sizes of the released models).
-LITS = {
+LITS: dict[str, tuple[str, str, Any, tuple[int | None, int]]] = {
   'LiT-B16B': ('ViT-B_16', 'bert', {'config': 'base'}, (768, 768)),
   'LiT-B16B_2': ('ViT-B_16', 'bert', {'config': 'base'}, (None, 768)),
   'LiT-L16L': ('ViT-L_16', 'bert', {'config': 'large'}, (None, 1024)),
@@ -435,14 +435,15 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       variations = VARIATIONS.get(size, {})
       configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
   for size, (sizes, extra_fields) in DINOV2.items():
-    for suffix, fields in (('', {}), ('-reg4', {'registers': 4})):
+    for suffix, registers in (('', 0), ('-reg4', 4)):
       name = f'DINOv2-{size}_14{suffix}'
+      fields: dict[str, Any] = {'registers': registers} if registers else {}
       variations = {'gelu': 'erf', 'layer_scale': 1e-5, **extra_fields}
       configs[name] = _vit_config(name, sizes, 14, variations=variations, **fields)
   for variant in GAP:
-    size, patch = variant.split('_')
+    size, _, patch_size = variant.partition('_')
     name = f'ViT-{variant}-gap-norep'
-    configs[name] = _vit_config(name, SIZES[size], int(patch), 'gap')
+    configs[name] = _vit_config(name, SIZES[size], int(patch_size), 'gap')
   for name, (size, patch, units, width_factor) in HYBRIDS.items():
     resnet = {'num_layers': units, 'width_factor': width_factor}
     configs[name] = _vit_config(name, SIZES[size], patch, resnet=resnet)

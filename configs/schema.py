@@ -254,7 +254,7 @@ def _without_marks(kind: Any) -> Any:
 
 def flat(group: type, prefix: str = '') -> dict[str, Any]:
   """Returns the types of all keys of a dataclass by dotted key."""
-  kinds = {}
+  kinds: dict[str, Any] = {}
   for key, kind in fields(group).items():
     inside = group_of(kind)
     kinds |= flat(inside, f'{prefix}{key}.') if inside else {f'{prefix}{key}': kind}

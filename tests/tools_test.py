@@ -22,7 +22,11 @@ def checked_modules():
   """Returns the paths of the modules that mypy checks."""
   settings = tomllib.loads((ROOT / 'pyproject.toml').read_text())
   patterns = settings['tool']['mypy']['files']
-  return {path for pattern in patterns for path in ROOT.glob(pattern)}
+  paths = {path for pattern in patterns for path in ROOT.glob(pattern)}
+  for folder in filter(pathlib.Path.is_dir, list(paths)):
+    paths.remove(folder)
+    paths.update(folder.rglob('*.py'))
+  return paths
 
 
 def test_types_of_the_public_modules():

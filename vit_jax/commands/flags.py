@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     self.add({f'--{_CONFIG}': dict(metavar='FILE[:ARG]', help=text)})
     self.set_defaults(config_file=None)
 
-  def parse_args(
+  def parse_args(  # type: ignore[override]
     self,
     args: Sequence[str],
     namespace: argparse.Namespace | None = None,

@@ -100,7 +100,7 @@ def learning_curves(curves: Mapping[str, results.Curve]) -> Any:
 
 def curve_panels(curves: Mapping) -> dict[str, list[str]]:
   """Groups curves into panels: names of curves by title of the panel."""
-  panels = {'loss': [], 'accuracy': []}
+  panels: dict[str, list[str]] = {'loss': [], 'accuracy': []}
   for name in curves:
     if name == 'lr' or name.startswith(_NOT_DRAWN):
       continue

@@ -39,7 +39,8 @@ def attention(
   """
   grid = patch_grid(model, params, images)
   compute = jax.jit(functools.partial(forward, model))
-  return of(model, *jax.device_get(compute(params, images)), grid)
+  weights, outputs = jax.device_get(compute(params, images))
+  return of(model, weights, outputs, grid)
 
 
 def of(

@@ -36,7 +36,8 @@ class Pictures:
     self._mesh = mesh
     self._source = source
     self._count = task.config.log_images
-    self._batch = None  # First images of the split, read on first use.
+    # First images of the split, read on first use.
+    self._batch: dict[str, Any] | None = None
     replicated = sharding.replicated(mesh)
     self._augmented = jax.jit(self._augment, out_shardings=replicated)
     self._outputs = jax.jit(self._compute, out_shardings=replicated)

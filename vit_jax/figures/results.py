@@ -191,11 +191,14 @@ class Subject:
     foreground: str = '',
   ) -> None:
     """Reads `images` of any sizes, else the first `count` of `source`."""
-    self.model, self._computed = model, {}
+    self.model = model
+    self._computed: dict[Callable[[Subject], Any], Any] = {}
     self.source, self.split, self.lacking = source, split, lacking
     self.foreground = foreground
     self.points = None if points is None else model.task.check_points(points)
-    self.batch, self.names, self._labels = None, [], None
+    self.batch: Any = None
+    self.names: list[str] = []
+    self._labels = None
     if images:
       self.batch = model.inputs(images)
       self.names = [
@@ -218,7 +221,9 @@ class Subject:
   @functools.cached_property
   def grid(self) -> tuple[int, int]:
     """Number of patches (down, across) of an image."""
-    return models.patch_grid(self.model.config.model, self.model.task.image_size)
+    grid = models.patch_grid(self.model.config.model, self.model.task.image_size)
+    assert grid is not None  # Only figures of models with patches read it.
+    return grid
 
   @functools.cached_property
   def seen(self) -> Seen:
@@ -245,6 +250,7 @@ class Subject:
   @functools.cached_property
   def results(self) -> Results:
     """Classifies the split, once."""
+    assert self.source is not None  # Figures that need it are left out otherwise.
     return classify(self.model, self.source)
 
   @functools.cached_property

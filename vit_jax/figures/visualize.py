@@ -69,7 +69,7 @@ def subject(
       '(--images)'
     )
   return results.Subject(
-    model, images, source, split, num_images, lacking, points, foreground
+    model, images, source, split or '', num_images, lacking, points, foreground
   )
 
 

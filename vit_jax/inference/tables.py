@@ -414,7 +414,7 @@ class _Table:
     """
     if self._file is not None and self._file.is_file():
       self._check_facts(self._file, self._file_facts(self._file.stat().length))
-      self._check_checksum()
+      self._check_checksum(self._file)
       self._delete_parts()
       return True
     if self._is_started():
@@ -462,13 +462,13 @@ class _Table:
     stamps = (self._stamps[block].encode() for block in self.blocks)
     return {'contents of the images': files.digest(stamps), 'bytes': size}
 
-  def _check_checksum(self):
+  def _check_checksum(self, path: epath.Path) -> None:
     """Raises ValueError if the checksum of the joined file is not the one written."""
     checksum = google_crc32c.Checksum()
-    size = self._file.stat().length
+    size = path.stat().length
     title = f"Checking '{self.out}'"
     with (
-      files.open_input(self._file) as file,
+      files.open_input(path) as file,
       console.bar(
         total=size, desc=title, unit='B', unit_scale=True, leave=False
       ) as bar,

@@ -90,16 +90,7 @@ def make_plan(
 
   lowered = estimate.lower(config, make_program, devices)
   params = lowered.abstract.params
-  versions = jax.__version__ + importlib.metadata.version('libtpu')
-  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
-  key = hashlib.sha256(text.encode()).hexdigest()[:32]
-  file = console.cache_folder() / 'plans' / f'{key}.json'
-  result = _cached(file)
-  cached = result is not None
-  if result is None:
-    with console.status(f'Compiling for {topology} (takes minutes)'):
-      result = estimate.compile_plan(lowered, chip, len(devices))
-    _store(file, result)
+  result = _compile(lowered, topology, chip, len(devices))
   cores = len(devices)
   result.update(
     model=config.model.get('model_name'),
@@ -114,27 +105,54 @@ def make_plan(
     parameters=sum(x.size for x in jax.tree.leaves(params)),
     sharding=sharding.report(params),
     not_split=sharding.not_split(params, mesh),
-    cached=cached,
   )
-  if not result['fits']:
-    return result
-  seconds, steps = result['step_seconds'], config.total_steps
-  images, hours = config.batch / cores, seconds * steps / 3600
-  work, name = lowered.flops / cores, str(config.dataset)
+  if result['fits']:
+    result |= _rates(result, config, lowered.flops / cores, chip, num_examples)
+  return result
+
+
+def _compile(
+  lowered: estimate.Lowered, topology: str, chip: topology_lib.Chip, cores: int
+) -> dict[str, Any]:
+  """Compiles an update, or returns the result of an earlier compilation."""
+  versions = jax.__version__ + importlib.metadata.version('libtpu')
+  text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
+  key = hashlib.sha256(text.encode()).hexdigest()[:32]
+  file = console.cache_folder() / 'plans' / f'{key}.json'
+  cached = _cached(file)
+  if cached is not None:
+    return {**cached, 'cached': True}
+  with console.status(f'Compiling for {topology} (takes minutes)'):
+    result = estimate.compile_plan(lowered, chip, cores)
+  _store(file, result)
+  return {**result, 'cached': False}
+
+
+def _rates(
+  plan: Mapping[str, Any],
+  config: ml_collections.ConfigDict,
+  flops: float,
+  chip: topology_lib.Chip,
+  num_examples: int,
+) -> dict[str, Any]:
+  """Returns speed, duration and cost of a run; `flops` are of a step and core."""
+  seconds, steps, cores = plan['step_seconds'], config.total_steps, plan['cores']
+  images = config.batch / cores
+  hours = seconds * steps / 3600
+  name = str(config.dataset)
   examples, _ = DATASETS.get(name, (num_examples, None))
   epochs = round(steps * config.batch / examples)
-  mixed = seconds + result['network_seconds']
   return {
-    **result,
     'images_per_second_per_core': images / seconds,
-    'images_per_second_per_core_with_network': images / mixed,
-    'flops_per_step_per_core': work,
-    'share_of_peak': work / seconds / chip.peak,
+    'images_per_second_per_core_with_network': images
+    / (seconds + plan['network_seconds']),
+    'flops_per_step_per_core': flops,
+    'share_of_peak': flops / seconds / chip.peak,
     'total_steps': steps,
     'hours': hours,
     'core_days': hours * cores / 24,
     'chip_hours': hours * cores / chip.per_chip,
-    'paper_core_days': PAPER_CORE_DAYS.get((result['model'], name, epochs)),
+    'paper_core_days': PAPER_CORE_DAYS.get((plan['model'], name, epochs)),
   }
 
 
@@ -311,10 +329,10 @@ def run(
       num_examples=num_examples,
       num_classes=num_classes,
     )
-    result = search.search(config, len(devices), plan_trial)
+    plans: Any = search.search(config, len(devices), plan_trial)
   else:
-    result = make_plan(config, topology, num_examples, num_classes)
-    console.log(table(result))
+    plans = make_plan(config, topology, num_examples, num_classes)
+    console.log(table(plans))
   if json_path:
-    pathlib.Path(json_path).write_text(json.dumps(result, indent=1))
+    pathlib.Path(json_path).write_text(json.dumps(plans, indent=1))
     console.log(f'Wrote {json_path}')

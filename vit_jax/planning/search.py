@@ -61,7 +61,7 @@ def search(
     for remat, enough in remats:
       if best and _share(best[0]) >= enough:
         continue
-      settings = {f'mesh.{axis}': size for axis, size in mesh.items()}
+      settings: dict[str, Any] = {f'mesh.{axis}': size for axis, size in mesh.items()}
       if remat_key:
         settings[remat_key] = remat
       shards = devices // mesh['model']

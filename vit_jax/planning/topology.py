@@ -50,8 +50,12 @@ def parse(name: str) -> tuple[Chip, int, str]:
   # The compiler ends the process with 0 chips along an axis.
   number = '[1-9][0-9]{0,3}'
   match = re.fullmatch(f'(?:({number})x)?((v\\w+):{number}(?:x{number})*)', name)
-  chip = match and CHIPS.get(match[3])
-  if not chip or name.count('x', name.find(':')) != chip.example.count('x'):
+  chip = CHIPS.get(match[3]) if match else None
+  if (
+    match is None
+    or chip is None
+    or name.count('x', name.find(':')) != chip.example.count('x')
+  ):
     raise ValueError(
       f"topology='{name}' is unknown: pass a version and the chips along each axis, "
       f'for example {_EXAMPLES}, or 2xv5e:4x4 for two slices (--topology)'
@@ -101,7 +105,7 @@ def get_topology(name: str) -> Sequence[Any]:
   os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
   os.environ.setdefault('TPU_ACCELERATOR_TYPE', 'v3-8')
   os.environ.setdefault('TPU_WORKER_HOSTNAMES', 'localhost')
-  options = {'chip_config_name': chip.config} if chip.config else {}
+  options: dict[str, Any] = {'chip_config_name': chip.config} if chip.config else {}
   if slices > 1:
     options['num_slices'] = slices
   try:

@@ -137,7 +137,7 @@ class Holder:
   def check(self) -> None:
     """Raises OSError if another run has or may have taken the folder."""
     if self._file is not None:
-      self._check_lock()
+      self._check_lock(self._file)
     elif self._thread is not None:
       with self._guard:
         self._check_file()
@@ -167,9 +167,9 @@ class Holder:
     except FileNotFoundError:
       return False
 
-  def _check_lock(self) -> None:
+  def _check_lock(self, file: int) -> None:
     """Raises OSError if the locked file is no longer in the folder."""
-    if not self._is_in_place(self._file):
+    if not self._is_in_place(file):
       raise OSError(
         f"{self._folder} was moved or deleted, or its lock '{self._path}' was: this run "
         'stops, since another one may use the folder'

@@ -69,9 +69,9 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
       'configs/ and set its keys, or set them by flags, --config.KEY=VALUE (--config)'
     )
   loader = importlib.machinery.SourceFileLoader(_MODULE, path)
-  module = importlib.util.module_from_spec(
-    importlib.util.spec_from_loader(_MODULE, loader)
-  )
+  spec = importlib.util.spec_from_loader(_MODULE, loader)
+  assert spec is not None  # A loader of a file has a location.
+  module = importlib.util.module_from_spec(spec)
   sys.modules[_MODULE] = module  # Dataclasses look up the module of their class.
   arguments = [argument] if colon else []
   try:

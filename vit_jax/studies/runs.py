@@ -51,7 +51,7 @@ class Failed(ValueError):
   """Some runs failed; raised once all others are finished."""
 
 
-class _Result(msgspec.Struct, omit_defaults=True):
+class _Result(msgspec.Struct, omit_defaults=True):  # type: ignore[call-arg]
   """Content of the result.json of a finished run."""
 
   config: dict[str, Any]  # Lengths and what was measured, see `_measured`.
@@ -63,7 +63,8 @@ class _Result(msgspec.Struct, omit_defaults=True):
     if self.diverged is not None:
       return f'diverged: {self.diverged.partition(". ")[0]}'
     hidden = ('num_examples', 'img_sec')
-    values = {k: v for k, v in self.metrics.items() if not k.startswith(hidden)}
+    metrics = self.metrics or {}
+    values = {k: v for k, v in metrics.items() if not k.startswith(hidden)}
     return metrics_lib.format_metrics(values, kinds)
 
 
@@ -154,14 +155,15 @@ def _train_locked(
 ) -> _Result:
   """Trains a run; returns and writes its result."""
   folder = f'{workdir}/{run.name}'
-  live = contextlib.nullcontext()
+  live: contextlib.AbstractContextManager = contextlib.nullcontext()
   if console.kind_of_output() != 'log':
     live = console.status(title, leave=False)
   result = _Result(_measured(run_config.complete(run.config)))
   with live, console.muted():
     try:
       _, metrics = train.train_and_evaluate(run.config, folder, lock)
-      result.metrics = {k: float(v) for k, v in metrics.items() if k != 'step'}
+      values = metrics or {}
+      result.metrics = {k: float(v) for k, v in values.items() if k != 'step'}
     except FloatingPointError as e:
       result.diverged = str(e)
   lock.check()

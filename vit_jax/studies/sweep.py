@@ -181,13 +181,13 @@ def make(
   test = sources.existing_split(config, config.dataset, config.pp.test)
   splits = held_out_lib.cut(config.pp.train, test, held_out)
   if values is None:
-    name = config.dataset if isinstance(config.dataset, str) else None
-    if name not in common.FINE_TUNING:
+    dataset = config.dataset if isinstance(config.dataset, str) else ''
+    if dataset not in common.FINE_TUNING:
       raise ValueError(
         f'the paper has no learning rates for dataset={config.dataset!r}: pass '
         "values to try, as in --values='config.base_lr=.003,.01,.03'"
       )
-    values = {'base_lr': common.FINE_TUNING[name][1]}
+    values = {'base_lr': common.FINE_TUNING[dataset][1]}
   swept_keys = run_config.marked_keys(config, schema.SWEPT)
   for key, tried in values.items():
     if key in swept_keys:

@@ -219,7 +219,10 @@ def _rows(config: ml_collections.ConfigDict, accuracies: Accuracies) -> list[dic
 
 def _mean(values: Sequence[float | None]) -> float | None:
   """Returns the mean of values; None if there are none or one is missing."""
-  return None if None in values or not values else statistics.mean(values)
+  known_values = [value for value in values if value is not None]
+  if not values or len(known_values) < len(values):
+    return None
+  return statistics.mean(known_values)
 
 
 def _title(row: Mapping[str, Any]) -> str:
