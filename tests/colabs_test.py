@@ -362,7 +362,7 @@ def test_inspect(client, walked):
   ]
   assert titles == [
     f'### {entry.title}'
-    for entry in gallery.of(classify.Task)
+    for entry in gallery.entries_of(classify.Task)
     if entry.name != 'register_attention'  # The model has no registers.
   ]
   assert pictures(drawn) == len(titles)

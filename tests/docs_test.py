@@ -221,7 +221,7 @@ def test_table_of_figures_is_complete():
     for name in re.findall(r'`(\w+)`', row[0])
   }
   tasks = map(run_config.get_task, run_config.TASKS)
-  assert shown == {e.name for task in tasks for e in gallery.of(task)}
+  assert shown == {e.name for task in tasks for e in gallery.entries_of(task)}
 
 
 def test_table_of_packages_is_complete():

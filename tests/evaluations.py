@@ -12,4 +12,4 @@ def evaluation(task, mesh, source=None, split='test', workdir=None):
 def evaluators(task, mesh, source, split='test'):
   """Returns the evaluators of the task's class, in order."""
   data = evaluation(task, mesh, source, split)
-  return [entry.make(data) for entry in run_evaluators.of_task(task.config)]
+  return [entry.make(data) for entry in run_evaluators.task_entries(task.config)]

@@ -129,7 +129,7 @@ class StopAfter:
   def after(self, step):
     return step == self.step
 
-  def now(self):
+  def should_interrupt(self):
     return self.evaluating
 
 

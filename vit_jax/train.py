@@ -265,7 +265,7 @@ def _make_evaluators(
     evaluation = base.Evaluation(task, mesh, split, open_split, workdir)
     evaluators[name] = [
       entry.make(evaluation)
-      for entry in run_evaluators.of_run(task.config)
+      for entry in run_evaluators.run_entries(task.config)
       if entry.is_in(name)
     ]
   return evaluators
@@ -470,7 +470,9 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
       workdir_lock.check()
       params, extra = lora.merged(run.state.params, config), run.state.extra
       try:
-        task.begin(params, extra, prepared.train, mesh, run.workdir, stop.now)
+        task.begin(
+          params, extra, prepared.train, mesh, run.workdir, stop.should_interrupt
+        )
       except stopping.Stopped as e:
         raise Interrupted(step, stop.signal) from e
     batches = input_pipeline.train_batches(

@@ -96,7 +96,7 @@ import matplotlib.pyplot as plt
 
 from vit_jax.figures import gallery, visualize
 
-texts = {entry.name: entry for entry in gallery.of(model.task)}
+texts = {entry.name: entry for entry in gallery.entries_of(model.task)}
 figures = visualize.figures(model, images)
 for name, figure in figures.items():
   if name in texts:

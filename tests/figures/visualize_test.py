@@ -82,7 +82,7 @@ def test_command_draws_all_figures_of_a_run(run, tmp_path, monkeypatch, capsys):
   out = tmp_path / 'figures'
   call(f'--workdir={run}', f'--out={out}', '--num_images=2')
   names = {path.name for path in out.iterdir()}
-  without = {entry.name for entry in gallery.of(classify.Task)}
+  without = {entry.name for entry in gallery.entries_of(classify.Task)}
   assert names == {f'{name}.png' for name in without} | {'index.html'}
   for name in without:
     with Image.open(out / f'{name}.png') as image:

@@ -68,7 +68,7 @@ def test_an_entry_is_a_metric_of_every_evaluation(config, module):
   assert [*evaluators.metrics_of(config)] == [
     'accuracy_test', 'loss_test', 'accuracy_val', 'loss_val', 'ece_val'
   ]  # fmt: skip
-  [made] = (x.make(None) for x in evaluators.of_config(config))
+  [made] = (x.make(None) for x in evaluators.config_entries(config))
   assert made.bins == 10
   values = {'ece_val': made.run(None, None, None)['ece'], 'num_val': 3}
   kinds = evaluators.metrics_of(config)
@@ -78,7 +78,7 @@ def test_an_entry_is_a_metric_of_every_evaluation(config, module):
 def test_keys_of_probes_are_entries_too(config):
   config.fewshot.update(shots=(1, 5), knn=(20,))
   config.update(layer_probe=10, real_labels='real.json')
-  entries = evaluators.of_run(config)
+  entries = evaluators.run_entries(config)
   assert [x.cls.__name__ for x in entries] == ['Means', 'FewShot', 'LayerProbe', 'Real']
   measured = {
     name: kind.unit
@@ -151,5 +151,5 @@ def test_stored_evaluators_run_only_if_their_modules_are_trusted(
     user_code.ForeignModuleError, match="evaluator 'ece'.*--task=measures"
   ):
     evaluators.check_trusted(stored.evaluators)
-  assert evaluators.of_config(stored, trusted=False) == []
+  assert evaluators.config_entries(stored, trusted=False) == []
   assert 'measures' not in sys.modules

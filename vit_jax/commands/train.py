@@ -102,7 +102,7 @@ def main(argv: Sequence[str]) -> int:
     if args.run:
       from vit_jax.studies import runs as runs_lib
 
-      runs = runs_lib.named(module.make_runs(config), args.run)
+      runs = runs_lib.select(module.make_runs(config), args.run)
       checkpoints = config.get('checkpoints', 'newest')
       runs_lib.train_all(runs, args.workdir, checkpoints).finish()
       return

@@ -131,12 +131,12 @@ def _entries(
       names.add(evaluation)
   entries = [
     entry
-    for entry in run_evaluators.of_config(config)
+    for entry in run_evaluators.config_entries(config)
     if entry.evals is None or names.intersection(entry.evals)
   ]
   if real_labels is not None:
     entries.append(run_evaluators.real_labels(real_labels))
-  entries = [*run_evaluators.of_task(config), *entries]
+  entries = [*run_evaluators.task_entries(config), *entries]
   run_evaluators.check_entries(entries, config)
   return entries
 

@@ -305,7 +305,7 @@ INDUCTIVE_BIAS = Entry(
 )
 
 
-def of(task: Any) -> tuple[Entry, ...]:
+def entries_of(task: Any) -> tuple[Entry, ...]:
   """Returns the figures of any model and of a task."""
   return (*FIGURES, *task.FIGURES)
 
@@ -315,10 +315,10 @@ def choose(
 ) -> tuple[list[Entry], dict[str, str]]:
   """Returns Entries that can be drawn, and {name: what others lack}.
 
-  `names` are names of figures of the model's task, see `of`; None for all. Raises
+  `names` are names of figures of the model's task, see `entries_of`; None for all. Raises
   ValueError if a name is unknown, or if a named figure or no figure can be drawn.
   """
-  entries = of(subject.model.task)
+  entries = entries_of(subject.model.task)
   known_names = [entry.name for entry in entries]
   unknown = sorted(set(names or ()) - set(known_names))
   if unknown:

@@ -40,10 +40,10 @@ def attention(
   grid = patch_grid(model, params, images)
   compute = jax.jit(functools.partial(forward, model))
   weights, outputs = jax.device_get(compute(params, images))
-  return of(model, weights, outputs, grid)
+  return make_attention(model, weights, outputs, grid)
 
 
-def of(
+def make_attention(
   model: Any, weights: list[np.ndarray], outputs: Any, grid: tuple[int, int]
 ) -> Attention:
   """Returns the Attention of a model's weights and outputs, as `forward` returns them."""

@@ -140,7 +140,7 @@ def draw_attention(
   per row are each followed by their two maps. The patch of the largest value is
   yellow; the caption gives its share.
   """
-  attention = internals.of(model, weights, None, grid)
+  attention = internals.make_attention(model, weights, None, grid)
   last_maps = internals.maps(attention)[-1]  # [B, h, w]
   rollout_maps = internals.rollout_maps(attention)  # [B, h, w]
   size = images.shape[1:3]

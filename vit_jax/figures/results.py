@@ -45,7 +45,7 @@ def learning_curves(workdir: epath.PathLike) -> dict[str, Curve]:
   vit_jax/run/user_code.py.
   """
   config, _ = workdir_lib.load(workdir)
-  entries = run_evaluators.of_run(config, trusted=False)
+  entries = run_evaluators.run_entries(config, trusted=False)
   kinds = dict(run_evaluators.metrics_of(config, entries))
   for name, kind in run_evaluators.measures(entries, config).items():
     kinds[f'train_{name}'] = kind
@@ -273,7 +273,7 @@ def look(model: Any, images: np.ndarray, grid: tuple[int, int]) -> Seen:
 
   def compute_seen(image: np.ndarray) -> Seen:
     weights, outputs = jax.device_get(compute(model.params, image))
-    attention = internals.of(model.task.model, weights, outputs, grid)
+    attention = internals.make_attention(model.task.model, weights, outputs, grid)
     return Seen(
       internals.maps(attention).swapaxes(0, 1),
       internals.rollout_maps(attention),

@@ -84,7 +84,7 @@ def figures(
 ) -> dict[str, Any]:
   """Draws figures of a model; returns matplotlib Figures by name.
 
-  `names` are keys of vit_jax.figures.gallery.of; by default all that the model
+  `names` are keys of vit_jax.figures.gallery.entries_of; by default all that the model
   can have. For the other arguments see `subject`. Raises ValueError if a named figure
   cannot be drawn, and ImportError without matplotlib.
   """

@@ -121,8 +121,8 @@ class Checkpoints:
       yield
     except Exception as e:
       self._manager = None
-      if workdir_lib.is_gone(self.directory.parent):
-        raise workdir_lib.gone(self.directory.parent) from e
+      if workdir_lib.is_missing(self.directory.parent):
+        raise workdir_lib.missing_error(self.directory.parent) from e
       try:
         last = max(self.steps(), default='none')
       except OSError:

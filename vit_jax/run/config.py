@@ -31,7 +31,7 @@ TASKS = {
 
 # Keys of the original without an effect: the fields of a model imply its type, and
 # data are shuffled without a buffer.
-_GONE = ('model_type', 'shuffle_buffer')
+_OBSOLETE = ('model_type', 'shuffle_buffer')
 
 # Keys, at any depth, whose values are or may contain paths.
 _PATHS = (
@@ -103,7 +103,7 @@ def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a copy with every key of common.py, of its model and of its task.
 
   Configs of the original lack some keys, as do configs whose `pp` was replaced.
-  `accum_steps` 0 or None becomes 1, its meaning in the original. The keys of _GONE
+  `accum_steps` 0 or None becomes 1, its meaning in the original. The keys of _OBSOLETE
   are removed.
   """
   config = with_keys(config)
@@ -112,7 +112,7 @@ def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   return config
 
 
-def of_run(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def complete_stored(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a complete, checked copy of a stored config."""
   completed = with_keys(config)
   check_types(completed)
@@ -123,7 +123,7 @@ def with_keys(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a completed copy of a config, except for the options of its task."""
   config = copy.deepcopy(config)
   with config.unlocked():
-    for key in _GONE:
+    for key in _OBSOLETE:
       if key in config:
         del config[key]
     if config.get('accum_steps', 1) in (0, None):

@@ -56,13 +56,15 @@ class Entry:
     return self.evals is None or evaluation in self.evals
 
 
-def of_task(config: ml_collections.ConfigDict) -> list[Entry]:
+def task_entries(config: ml_collections.ConfigDict) -> list[Entry]:
   """Returns the evaluators of the task of a complete config."""
   task_class = run_config.get_task(config.task)
   return [Entry(f"task '{config.task}'", cls) for cls in task_class.evaluators(config)]
 
 
-def of_config(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
+def config_entries(
+  config: ml_collections.ConfigDict, trusted: bool = True
+) -> list[Entry]:
   """Returns the evaluators in `config.evaluators`; ValueError for a wrong entry.
 
   Of a stored config, which is not `trusted`, only evaluators whose modules may be
@@ -82,12 +84,12 @@ def check_trusted(stored: Mapping[str, Any]) -> None:
     user_code.check_trusted(fields['type'].partition(':')[0], f"its evaluator '{name}'")
 
 
-def of_run(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
-  """Returns all evaluators of a run; for `trusted` see `of_config`."""
-  entries = of_task(config)
+def run_entries(config: ml_collections.ConfigDict, trusted: bool = True) -> list[Entry]:
+  """Returns all evaluators of a run; for `trusted` see `config_entries`."""
+  entries = task_entries(config)
   for key, fields in _of_keys(config).items():
     entries.append(_parse(key, fields))
-  return entries + of_config(config, trusted)
+  return entries + config_entries(config, trusted)
 
 
 def real_labels(path: str) -> Entry:
@@ -169,7 +171,7 @@ def metrics_of(
 
   `entries` are the evaluators, by default all of the run.
   """
-  entries = of_run(config) if entries is None else entries
+  entries = run_entries(config) if entries is None else entries
   metrics: dict[str, metrics_lib.Metric] = {}
   for evaluation, _, _ in run_config.evaluations(config):
     for entry in entries:
@@ -190,7 +192,7 @@ def check(config: ml_collections.ConfigDict) -> None:
   Raises ValueError for a wrong value.
   """
   run_config.check_values(config)
-  entries = of_run(config)
+  entries = run_entries(config)
   for entry in entries:
     _check_evals(entry, config)
   for name, _, _ in run_config.evaluations(config):

@@ -184,7 +184,7 @@ class Run:
       for evaluator in evaluators:
         if getattr(evaluator, 'final', False) and not self.done:
           continue
-        values = evaluator.run(params, self.state.extra, stop.now)
+        values = evaluator.run(params, self.state.extra, stop.should_interrupt)
         for name, value in values.items():
           metrics[f'{name}_{evaluation}'] = value
     return metrics

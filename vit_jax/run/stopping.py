@@ -115,7 +115,7 @@ class StopRequest:
       self.signal = signal.SIGTERM
     return stop
 
-  def now(self) -> bool:
+  def should_interrupt(self) -> bool:
     """Returns whether to interrupt work between steps, such as an evaluation.
 
     Always False with several processes, which may only stop after a step.

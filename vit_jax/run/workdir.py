@@ -270,7 +270,7 @@ def create(
     ) from e
 
 
-def is_gone(workdir: epath.PathLike) -> bool:
+def is_missing(workdir: epath.PathLike) -> bool:
   """Returns whether the folder of a run was moved or deleted."""
   try:
     return not (folder(workdir) / _CONFIG).exists()
@@ -278,8 +278,8 @@ def is_gone(workdir: epath.PathLike) -> bool:
     return False  # Unknown, since the storage does not answer.
 
 
-def gone(workdir: epath.PathLike) -> OSError:
-  """Returns the error for `is_gone`."""
+def missing_error(workdir: epath.PathLike) -> OSError:
+  """Returns the error for `is_missing`."""
   return OSError(
     f"workdir='{workdir}' was moved or deleted during training: it has no {_CONFIG}; "
     'run the same command with the --workdir where it is now, to resume from its last '
@@ -290,8 +290,8 @@ def gone(workdir: epath.PathLike) -> OSError:
 @processes.by_first('looking for the workdir')
 def check_present(workdir: epath.PathLike) -> None:
   """Raises OSError on all processes if the folder of a run was moved or deleted."""
-  if is_gone(workdir):
-    raise gone(workdir)
+  if is_missing(workdir):
+    raise missing_error(workdir)
 
 
 @contextlib.contextmanager
@@ -301,8 +301,8 @@ def writing(path: epath.PathLike) -> Iterator[None]:
   try:
     yield
   except OSError as e:
-    if is_gone(path.parent):
-      raise gone(path.parent) from e
+    if is_missing(path.parent):
+      raise missing_error(path.parent) from e
     raise OSError(
       f"'{path}' cannot be written: {e.strerror or e}; free some space (or repair the "
       'disk) and run the same command again to resume from the last checkpoint'
@@ -381,7 +381,7 @@ def _read_config(path: epath.Path) -> ml_collections.ConfigDict:
   plain = _read_plain(path)
   try:
     run_config.check_stored_task(plain.get('task', 'classify'))
-    return run_config.of_run(ml_collections.ConfigDict(plain))
+    return run_config.complete_stored(ml_collections.ConfigDict(plain))
   except (user_code.ForeignModuleError, user_code.UnknownModuleError) as e:
     raise ValueError(f"the run in workdir='{path}' is not loaded: {e}") from e
   except (ValueError, AttributeError, KeyError, TypeError) as e:

@@ -100,7 +100,7 @@ def _check(config: ml_collections.ConfigDict) -> None:
     owner = f'the {kind}'
     if config.teacher_workdir is not None:
       # Few-shot probes are part of a run, not of an evaluation.
-      metrics = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
+      metrics = run_evaluators.metrics_of(run, run_evaluators.task_entries(run))
       owner += ' and of a given teacher (config.teacher_workdir)'
     runs_lib.check_metric(config.metric, metrics, owner)
     size = run.batch

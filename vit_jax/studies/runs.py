@@ -298,7 +298,7 @@ def _check_run(run: Run, folder: epath.PathLike, result: _Result | None) -> None
 # --- Variants and seeds ---
 
 
-def named(runs: Sequence[Run], name: str) -> list[Run]:
+def select(runs: Sequence[Run], name: str) -> list[Run]:
   """Returns the run with a name; raises ValueError if there is none."""
   matches = [run for run in runs if run.name == name]
   if not matches:

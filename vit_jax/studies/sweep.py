@@ -101,7 +101,7 @@ def sweep(
   runs = plan.choice_runs()
   if only is not None:
     tests = map(plan.test_runs, plan.combinations())
-    runs = runs_lib.named([*runs, *itertools.chain(*tests)], only)
+    runs = runs_lib.select([*runs, *itertools.chain(*tests)], only)
   runs_lib.check(runs, workdir, checkpoints)
   if options.get('held_out') and not runs_lib.collect(runs, workdir).done:
     # A missing split is an error before anything is trained.
@@ -213,9 +213,9 @@ def _evaluators_of_all(config: ml_collections.ConfigDict) -> ml_collections.Conf
 
 def _measures(config: ml_collections.ConfigDict) -> run_evaluators.Metrics:
   """Returns the metrics that can choose, by name without the name of an evaluation."""
-  entries = run_evaluators.of_task(config)
+  entries = run_evaluators.task_entries(config)
   entries += [
-    entry for entry in run_evaluators.of_config(config) if entry.evals is None
+    entry for entry in run_evaluators.config_entries(config) if entry.evals is None
   ]
   return run_evaluators.measures(entries, config)
 

@@ -384,7 +384,7 @@ class Predictor(base.Predictor):
       images = batch['image']
       grid = internals.patch_grid(task.model, params, images)
       weights, logits = internals.forward(task.model, params, images)
-      attention = internals.of(task.model, weights, logits, grid)
+      attention = internals.make_attention(task.model, weights, logits, grid)
       return {
         'probabilities': task.squash(logits),
         'rollout': internals.rollout_maps(attention),

@@ -112,7 +112,7 @@ def _facts(run: ml_collections.ConfigDict, workdir: str) -> dict[str, str]:
     facts['data'] = ', '.join(re.sub(r'^(/|~|\w+://).*/', '', x) for x in names)
     steps = console.pluralize(run.total_steps, 'step')
     facts['training'] = f'{steps} of {console.pluralize(run.batch, "image")}'
-  kinds = run_evaluators.metrics_of(run, run_evaluators.of_task(run))
+  kinds = run_evaluators.metrics_of(run, run_evaluators.task_entries(run))
   last_metrics: dict[str, Any] = {}
   for record in metrics_lib.read(workdir):
     last_metrics |= {key: value for key, value in record.items() if key in kinds}
