@@ -14,6 +14,8 @@ from vit_jax.configs import models as model_configs
 from vit_jax.layers import encoder
 from vit_jax.weights import identify
 
+KINDS = tiny_models.of_every_kind()
+
 # arXiv 2010.11929, 2106.10270 and 2105.01601, 1000 classes, no pre-logits layer.
 COUNTS = {
   'testing': 21_390,
@@ -265,6 +267,14 @@ def test_models_are_static_arguments_of_jit(name):
   for argument in (model, same, other):
     function(argument, 1)
   assert traced == [model, other]
+
+
+@pytest.mark.parametrize('name', KINDS)
+def test_models_of_every_kind_are_hashable(name):
+  model, same = KINDS[name][0], tiny_models.of_every_kind()[name][0]
+  assert model == same
+  assert hash(model) == hash(same)
+  assert model != model.copy(dtype='bfloat16')
 
 
 class Wide(encoder.Encoder):

@@ -7,9 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vit_jax import models
+from vit_jax import (
+  models,
+  models_bit,
+  models_detr,
+  models_igpt,
+  models_lit,
+  models_mixer,
+)
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import encoder as encoder_lib
+from vit_jax.tasks import masked_patches
 
 
 def config():
@@ -40,6 +48,93 @@ def tiny(num_layers=1, **kwargs):
 def encoder(dtype=jnp.float32, **fields):
   """Returns the encoder with these fields of a Transformer."""
   return encoder_lib.Encoder(model_configs.Transformer(**fields), dtype)
+
+
+def transformer(**fields):
+  """Returns the fields of a small encoder without dropout."""
+  defaults = dict(num_layers=1, mlp_dim=16, num_heads=2)
+  rates = dict(dropout_rate=0.0, attention_dropout_rate=0.0)
+  return {**defaults, **rates, **fields}
+
+
+def of_every_kind(batch=8):
+  """Returns a small model of every kind, and its inputs, by name.
+
+  All inputs are in keyword arguments, except for the first.
+  """
+  small = np.zeros((batch, 8, 8, 3), np.float32)
+  large = np.zeros((batch, 32, 32, 3), np.float32)
+  vit = dict(patches={'size': (4, 4)}, hidden_size=16, transformer=transformer())
+  mixer = models_mixer.MlpMixer(
+    patches={'size': (4, 4)},
+    num_classes=5,
+    num_blocks=1,
+    hidden_dim=16,
+    tokens_mlp_dim=8,
+    channels_mlp_dim=16,
+  )
+  detr = models_detr.Detr(
+    num_classes=4,
+    units=(1, 1, 1, 1),
+    backbone_width=8,
+    hidden_size=16,
+    num_queries=4,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=2,
+    mlp_dim=16,
+    dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+    mask_head=True,
+    masks_at_a_time=3,
+  )
+  grid = transformer(position_grid=(8, 8))
+  detr_vit = models_detr.Detr(
+    num_classes=4,
+    backbone='vit',
+    vit={**vit, 'transformer': grid},
+    hidden_size=16,
+    num_queries=4,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=2,
+    mlp_dim=16,
+  )
+  pixels = dict(hidden_size=16, num_layers=1, num_heads=2, num_colors=8)
+  igpt = models_igpt.ImageGPT(**pixels, num_positions=16)
+  igpt_bert = models_igpt.ImageGPT(
+    **pixels, num_positions=16, num_classes=5, causal=False
+  )
+  text = dict(width=16, num_layers=1, mlp_dim=16, num_heads=2, vocab_size=20)
+  pp = dict(tokenizer_name='sentencepiece', size=8, max_len=5)
+  siglip = models_lit.LitModel(vit, 'text_transformer', text, pp, 16, bias_init=-10.0)
+  bert = {'config': {**text, 'num_positions': 5}}
+  lit = models_lit.LitModel(vit, 'bert', bert, pp, (None, 16))
+  colors = np.zeros((batch, 16), np.int32)
+  masked = np.zeros((batch, 16), bool)
+  mask = np.ones((batch, 32, 32), bool)
+  towers = dict(images=small, tokens=np.ones((batch, 5), np.int32))
+  tokens = np.zeros((batch, 4), np.int32)
+  hybrid = tiny(resnet=dict(num_layers=(1,), width_factor=0.5))
+  bit = models_bit.BitResNet(num_classes=5, num_layers=(1,), width_factor=0.5)
+  masked_vit = masked_patches.MaskedViT(num_classes=5, **vit)
+  return {
+    'vit': (tiny(), [small], {'train': True}),
+    'hybrid': (hybrid, [large], {'train': True}),
+    'mixer': (mixer, [small], {'train': True}),
+    'bit': (bit, [large], {'train': True}),
+    'detr': (detr, [large], {'mask': mask, 'train': False}),
+    'detr_vit': (detr_vit, [large], {'mask': mask, 'train': False}),
+    'igpt': (igpt, [colors], {'train': True}),
+    'igpt_bert': (igpt_bert, [colors], {'masked': masked, 'train': True}),
+    'lit': (lit, [], towers),
+    'siglip': (siglip, [], towers),
+    'masked_vit': (
+      masked_vit,
+      [small],
+      {'fate': tokens, 'replacement': tokens, 'train': True},
+    ),
+  }
 
 
 _traced = {}

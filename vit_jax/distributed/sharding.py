@@ -155,13 +155,92 @@ def constrain_batch(x: jax.Array) -> jax.Array:
 
   Without this constraint the partitioner may carry the parameters' sharding
   into the activations, which more than halves the speed of a sharded model.
-  Has no effect without a mesh of `make_mesh`, and under jax.pmap, jax.shard_map or a
-  mesh of explicit axes, where the caller splits the arrays.
+  Has no effect without a mesh of `make_mesh`, and under jax.pmap or jax.shard_map, where
+  the caller splits the arrays.
   """
   mesh = _current_mesh()
   if mesh is None:
     return x
   return jax.lax.with_sharding_constraint(x, P(batch_axes(mesh)))
+
+
+def with_automatic_axes(function: Callable[..., Any], *args: Any, batch: Any) -> Any:
+  """Calls a function with the explicit axes of the mesh made automatic.
+
+  On explicit axes, some operations, such as most reshapes, must be told how their
+  result is split. Inside the function the compiler decides, as on a mesh of `make_mesh`.
+  Without explicit axes, the function is called as it is.
+
+  Args:
+    function: the function.
+    *args: its arguments, trees of arrays and of any other leaves.
+    batch: those of the arguments that have the batch as their first dimension.
+
+  Returns the results, on explicit axes: the first dimension of the size of the batch is
+  split as the batch is, all others are replicated.
+  """
+  mesh = _explicit_mesh(args)
+  if mesh is None:
+    return function(*args)
+  explicit = [
+    name
+    for name, kind in zip(mesh.axis_names, mesh.axis_types)
+    if kind == jax.sharding.AxisType.Explicit
+  ]
+  automatic = mesh.update_axis_types(
+    dict.fromkeys(explicit, jax.sharding.AxisType.Auto)
+  )
+  size, axes = _batch_split(batch)
+
+  def spec(shape: tuple[int, ...]) -> P:
+    if size not in shape:
+      return P()
+    return P(*[None] * shape.index(size), axes)
+
+  with jax.sharding.use_abstract_mesh(automatic):
+    outputs = function(*_resharded(args, lambda shape: P()))
+  with jax.sharding.use_abstract_mesh(mesh):
+    return _resharded(outputs, spec)
+
+
+def replicate_explicit(tree: Any) -> Any:
+  """Replicates the arrays of a tree that lie on explicit axes; others stay as they are."""
+  mesh = _explicit_mesh(tree)
+  if mesh is None:
+    return tree
+  with jax.sharding.use_abstract_mesh(mesh):
+    return _resharded(tree, lambda shape: P())
+
+
+def _explicit_mesh(tree: Any) -> jax.sharding.AbstractMesh | None:
+  """Returns the mesh that is set, else that of the arrays, if it has explicit axes."""
+  meshes = [jax.sharding.get_abstract_mesh()]
+  if meshes[0].empty:
+    meshes = [jax.typeof(x).sharding.mesh for x in _arrays(tree)]
+  explicit = jax.sharding.AxisType.Explicit
+  return next((mesh for mesh in meshes if explicit in mesh.axis_types), None)
+
+
+def _batch_split(tree: Any) -> tuple[int | None, Any]:
+  """Returns size and axes of the first split first dimension, or None, None."""
+  for x in _arrays(tree):
+    spec = jax.typeof(x).sharding.spec
+    if spec and spec[0] is not None:
+      return x.shape[0], spec[0]
+  return None, None
+
+
+def _arrays(tree: Any) -> list[jax.Array]:
+  return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+
+
+def _resharded(tree: Any, spec: Callable[[tuple[int, ...]], P]) -> Any:
+  """Splits the arrays of a tree over the mesh that is set, by a function of the shape."""
+
+  def reshard(x: Any) -> Any:
+    return jax.sharding.reshard(x, spec(x.shape)) if isinstance(x, jax.Array) else x
+
+  return jax.tree.map(reshard, tree)
 
 
 def sequence_shards(mesh: jax.sharding.Mesh | None = None) -> int:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_collections
 
 from vit_jax.configs import models as model_configs, schema
+from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
 
 
@@ -85,6 +86,7 @@ class ImageModel(nn.Module):
   def init(self, rngs: Any, *args: Any, **kwargs: Any) -> Any:
     """Makes the variables; see flax.linen.Module.init."""
     check_keys(rngs)
+    args, kwargs = sharding.replicate_explicit((args, kwargs))
     return super().init(rngs, *args, **kwargs)
 
   @nn.nowrap
@@ -92,7 +94,15 @@ class ImageModel(nn.Module):
     """Applies the model to inputs; see flax.linen.Module.apply."""
     if rngs is not None:
       check_keys(rngs)
-    return super().apply(variables, *args, rngs=rngs, **kwargs)
+    compute = super().apply
+
+    def apply(variables: Any, args: Any, rngs: Any, kwargs: Any) -> Any:
+      return compute(variables, *args, rngs=rngs, **kwargs)
+
+    inputs = args, kwargs
+    return sharding.with_automatic_axes(
+      apply, variables, args, rngs, kwargs, batch=inputs
+    )
 
 
 # Initialisers of a head's kernel by name: zeros for classes, another one where the
