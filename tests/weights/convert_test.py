@@ -19,7 +19,7 @@ from vit_jax import checkpoint, models, predict, preprocess
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
 from vit_jax.weights import convert, preparation, reading, writing
-from vit_jax.weights.families import vit_files
+from vit_jax.weights.families import families, vit_files
 
 # Imported through torch_models, which sets up their environment.
 timm = torch_models.timm
@@ -423,7 +423,8 @@ def test_head_and_pre_logits_round_trip(tmp_path):
 
 def test_rejects_impossible_conversions(tmp_path, tiny):
   for name, size, kind, fields, message in (
-    ('r_ti16', (32, 32), 'hf', {'transformer': SHALLOW}, 'in Hugging Face.s transf'),
+    ('r_ti16', (32, 32), 'hf', {'transformer': SHALLOW}, 'Hugging Face.s transf'),
+    ('bit_r50x1', (64, 64), 'hf', {'num_layers': (1,)}, 'no ResNet: write'),
     ('mixer_b32', (64, 64), 'timm', {'num_blocks': 1}, 'no counterpart in timm'),
     ('bit_r50x2', (64, 64), 'timm', {'num_layers': (1,)}, 'timm has no BiT ResN'),
   ):
@@ -445,6 +446,14 @@ def test_rejects_impossible_conversions(tmp_path, tiny):
   with pytest.raises(OSError, match="DST '/proc/o' cannot be written: "):
     convert.convert(path, '/proc/o', 'hf', image_size=(8, 12))
   assert not list(tmp_path.glob('.*'))
+
+
+@pytest.mark.parametrize('to', ['timm', 'hf'])
+def test_no_program_has_a_distillation_token_and_registers(to):
+  fields = {'distilled': True, 'registers': 2, 'transformer': {'layer_scale': 1e-5}}
+  family = families.from_config(fields)
+  assert family.missing(fields, to) == ['distilled=True']
+  assert family.missing({**fields, 'distilled': False}, to) == []
 
 
 @pytest.mark.parametrize(

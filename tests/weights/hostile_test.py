@@ -200,7 +200,7 @@ def test_rejects_parameters_with_wrong_names_or_shapes(
   'kind, name, shape, message',
   [
     ('hf', 'vit.embeddings.patch_embeddings.projection.weight', (4,), '4 dimens'),
-    ('timm', 'blocks.0.attn.qkv.weight', (16, 16), 'split into query, key and'),
+    ('timm', 'blocks.0.attn.qkv.weight', (16, 16), 'equal division'),
     ('timm', 'blocks.99999999.norm1.bias', (16,), 'numbered from 0 to 99999999'),
   ],
 )  # fmt: skip

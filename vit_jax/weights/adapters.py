@@ -92,12 +92,12 @@ def merge(
       raise ValueError(f"the adapter of '{name}' has {sorted(factors)}, not A and B")
     a, b = factors['A.weight'], factors['B.weight']
     rank = len(a)
-    product = np.tensordot(b.reshape(len(b), rank), a, 1)
     shape = flat[name].shape if name in flat else None
-    if product.shape != shape:
+    if (len(b), *a.shape[1:]) != shape or b.shape[1] != rank:
       raise ValueError(
-        f"the adapter of '{name}' has the shape {product.shape}, but the layer of the "
-        f'base {shape}: use the base that it was trained with'
+        f"the adapter of '{name}' has the shapes {a.shape} and {b.shape}, but the layer "
+        f'of the base {shape}: use the base that it was trained with'
       )
+    product = np.tensordot(b.reshape(len(b), rank), a, 1)
     scale = adapters.alpha / (math.sqrt(rank) if adapters.by_root else rank)
     flat[name] = (flat[name] + scale * product).astype(flat[name].dtype)
