@@ -183,39 +183,45 @@ def _check_hash(path: epath.PathLike, file: str) -> None:
 @contextlib.contextmanager
 def _explaining(path: epath.PathLike, uri: Any) -> Iterator[None]:
   """Turns the errors of huggingface_hub into one line each, with the remedy."""
-  from huggingface_hub import constants, errors
-
   try:
     yield
   except Exception as e:  # The type of HTTP errors depends on the version.
-    status = getattr(getattr(e, 'response', None), 'status_code', None)
-    kind, reason = OSError, f'the hub says: {_short(e)}; try again'
-    if isinstance(e, errors.GatedRepoError):
-      kind = PermissionError
-      reason = f'it is gated: accept the conditions at {_page(uri)}, then {_LOG_IN}'
-    elif isinstance(e, errors.RepositoryNotFoundError):
-      kind = FileNotFoundError
-      reason = (
-        f'the hub has no model {uri.id}, or it is private: check the name at '
-        f'{constants.ENDPOINT}; for a private model {_LOG_IN}'
-      )
-    elif isinstance(e, errors.RevisionNotFoundError):
-      kind = FileNotFoundError
-      reason = (
-        f"the model has no revision '{uri.revision}': choose a branch, a tag or a "
-        f'commit of {_page(uri)}'
-      )
-    elif isinstance(e, errors.LocalEntryNotFoundError):
-      reason = f'the hub does not answer ({_short(e.__cause__ or e)}); try again'
-      if constants.is_offline_mode():
-        reason = (
-          'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
-          f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
-        )
-    elif status in (401, 403):
-      kind = PermissionError
-      reason = f'the hub says: {_short(e)}; check the token: {_LOG_IN}'
+    kind, reason = _explanation(e, uri)
     raise kind(f"'{path}' cannot be used: {reason}") from e
+
+
+def _explanation(error: Exception, uri: Any) -> tuple[type[OSError], str]:
+  """Returns the type of an error to raise, and the reason with the remedy."""
+  from huggingface_hub import constants, errors
+
+  if isinstance(error, errors.GatedRepoError):
+    return PermissionError, (
+      f'it is gated: accept the conditions at {_page(uri)}, then {_LOG_IN}'
+    )
+  if isinstance(error, errors.RepositoryNotFoundError):
+    return FileNotFoundError, (
+      f'the hub has no model {uri.id}, or it is private: check the name at '
+      f'{constants.ENDPOINT}; for a private model {_LOG_IN}'
+    )
+  if isinstance(error, errors.RevisionNotFoundError):
+    return FileNotFoundError, (
+      f"the model has no revision '{uri.revision}': choose a branch, a tag or a "
+      f'commit of {_page(uri)}'
+    )
+  if isinstance(error, errors.LocalEntryNotFoundError):
+    if constants.is_offline_mode():
+      return OSError, (
+        'HF_HUB_OFFLINE=1 is set, and it is not in the cache '
+        f'{constants.HF_HUB_CACHE}: fetch it once with HF_HUB_OFFLINE=0'
+      )
+    cause = _short(error.__cause__ or error)
+    return OSError, f'the hub does not answer ({cause}); try again'
+  status = getattr(getattr(error, 'response', None), 'status_code', None)
+  if status in (401, 403):
+    return PermissionError, (
+      f'the hub says: {_short(error)}; check the token: {_LOG_IN}'
+    )
+  return OSError, f'the hub says: {_short(error)}; try again'
 
 
 def _short(error: BaseException) -> str:

@@ -60,7 +60,9 @@ def filled(batch: dict[str, jax.Array]) -> jax.Array:
   real = batch.get('real')
   if real is None:
     return jnp.ones((len(batch['image']), 2))
-  return jnp.stack([jnp.any(real, axis).mean(-1) for axis in (2, 1)], axis=-1)
+  down = jnp.any(real, axis=2).mean(axis=-1)  # [B]
+  across = jnp.any(real, axis=1).mean(axis=-1)
+  return jnp.stack([down, across], axis=-1)
 
 
 def _area(boxes: jax.Array) -> jax.Array:

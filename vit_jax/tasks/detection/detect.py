@@ -126,7 +126,8 @@ class Task(base.Task):
     def example(
       record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: tuple[int, int]
     ) -> dict[str, 'tf.Tensor']:
-      return self._inputs(record, pp, group and group._replace(canvas=canvas))
+      canvas_group = None if group is None else group._replace(canvas=canvas)
+      return self._inputs(record, pp, canvas_group)
 
     return _parts(sizes, example)
 

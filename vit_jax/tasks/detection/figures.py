@@ -31,6 +31,13 @@ def _best(attention: attention_figures.Attention) -> list[np.ndarray]:
   ]
 
 
+def _select(
+  attention: attention_figures.Attention, rows: slice
+) -> attention_figures.Attention:
+  """Returns the attention of some of the images."""
+  return attention_figures.Attention(*(x[rows] for x in attention))
+
+
 @drawing.styled
 def encoder_attention(
   images: np.ndarray,
@@ -60,18 +67,19 @@ def encoder_attention(
   columns = 1 + max(map(len, points_of_images))
   fig, grid, pictures = _grid(images, attention, names, columns, title)
   for i, (panels, picture, points) in enumerate(zip(grid, pictures, points_of_images)):
-    image_attention = attention_figures.Attention(*(x[i : i + 1] for x in attention))
+    image_attention = _select(attention, slice(i, i + 1))
     [maps] = attention_figures.at_points(image_attention, points[None])  # [P, h, w]
-    positions = points * picture.shape[1::-1] - 0.5
-    for number, weights in enumerate(maps):
-      axes, position = panels[1 + number], positions[number]
+    height, width = picture.shape[:2]
+    positions = points * (width, height) - 0.5
+    whole_panel, *map_panels = panels
+    for number, (axes, (x, y), weights) in enumerate(
+      zip(map_panels, positions, maps), 1
+    ):
       axes.imshow(drawing.overlay(picture, weights, attention.filled[i]))
-      axes.plot(*position, **_MARK)
-      axes.set_title(f'point {number + 1}')
-      panels[0].plot(*position, **_MARK)
-      panels[0].annotate(
-        str(number + 1), position, ha='center', va='center', fontsize=8
-      )
+      axes.plot(x, y, **_MARK)
+      axes.set_title(f'point {number}')
+      whole_panel.plot(x, y, **_MARK)
+      whole_panel.annotate(str(number), (x, y), ha='center', va='center', fontsize=8)
   return fig
 
 
@@ -206,7 +214,7 @@ def _pages(
   for part in gallery.pages(subject, MOST):
     yield (
       subject.batch['image'][part],
-      attention_figures.Attention(*(x[part] for x in attention)),
+      _select(attention, part),
       subject.names[part],
     )
 

@@ -260,4 +260,6 @@ def _shown(example: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
   if 'real' not in example:
     return tf.shape(example['image'])[:2]
   real = tf.cast(example['real'], tf.int32)
-  return tf.stack([tf.reduce_sum(tf.reduce_max(real, axis)) for axis in (1, 0)])
+  height = tf.reduce_sum(tf.reduce_max(real, axis=1))
+  width = tf.reduce_sum(tf.reduce_max(real, axis=0))
+  return tf.stack([height, width])
