@@ -360,7 +360,9 @@ def _with_defaults(config: Mapping[str, Any], model_type: str | None) -> dict[st
   kind = descriptions.field(config, 'image_processor_type', str, kind)
   for ending in ('Pil', 'Fast', 'ImageProcessor', 'FeatureExtractor'):
     kind = kind.removesuffix(ending)
-  return {**_DEFAULT_STEPS, **_PROCESSORS.get(kind, {}), **config}
+  defaults = _PROCESSORS.get(kind, {})
+  int_size = defaults.get('int_size', ('height', 'width'))
+  return {**_DEFAULT_STEPS, **defaults, **config, 'int_size': int_size}
 
 
 def _field(processor: Mapping[str, Any], key: str, kind: Any) -> Any:
@@ -384,7 +386,7 @@ def _hf_size(
   if isinstance(size, list | tuple):
     size = dict(zip(_SQUARE, size))
   if isinstance(size, int):
-    size = dict.fromkeys(processor.get('int_size', ('height', 'width')), size)
+    size = dict.fromkeys(processor['int_size'], size)
     longest_edge = descriptions.field(processor, 'max_size', schema.Count)
     if longest_edge is not None and 'height' not in size:
       size['longest_edge'] = longest_edge

@@ -117,7 +117,8 @@ def read(
       or is not of a model of this package.
     ImportError: if a package is missing; names the extra to install.
   """
-  for count in num_heads if isinstance(num_heads, tuple) else (num_heads,):
+  counts = num_heads if isinstance(num_heads, tuple) else (num_heads,)
+  for count in counts:
     schema.check('num_heads', count, schema.Count | None, '--')
   peft_adapters = None if base is None else _read_adapters(path)
   path = _local(path if base is None else base)

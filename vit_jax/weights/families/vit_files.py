@@ -53,7 +53,7 @@ _TIMM_HEADS = {
   'betwixt': 10, 'base': 12, 'so150m2': 13, 'so150m': 14, 'large': 16, 'so400m': 16,
   'huge': 16, 'giant': 16, 'giantopt': 16, 'gigantic': 16, 'intern300m': 16,
   'small_plus': 6, 'huge_plus': 20, '7b': 32,
-  **dict.fromkeys(('vit_base_patch16_plus_clip_240', 'vit_base_patch16_plus_240'), 14),
+  'vit_base_patch16_plus_clip_240': 14, 'vit_base_patch16_plus_240': 14,
   'vit_base_patch32_plus_256': 14, 'vit_base_patch16_gap_224': 16,
   'vit_giant_patch14_dinov2': 24, 'vit_giant_patch14_reg4_dinov2': 24,
   'vit_giant_patch14_reg1_tipsv2': 24, 'vit_giant_patch16_radio_v3': 24,
