@@ -84,13 +84,19 @@ def pytest_collection_finish():
 
 
 # The longest files run first, so that the workers finish at about the same time.
-_FIRST = (
-  'resume_test.py', 'train_test.py', 'multiprocess_test.py', 'plan_test.py',
-  'detect_commands_test.py', 'colabs_test.py', 'weights/convert_test.py',
-  'detect_canvases_test.py', 'export_test.py', 'detect_test.py',
-  'tables_test.py', 'toy_test.py', 'masked_patches_test.py',
-  'original_test.py', 'models_vit_parts_test.py', 'pixels_test.py',
-  'encoder_test.py', 'benchmarks_test.py',
+FIRST = (
+  'inference/tables_test.py', 'train_test.py', 'run/resume_test.py', 'multiprocess_test.py',
+  'colabs_test.py', 'planning/plan_test.py', 'tasks/detection/detect_canvases_test.py',
+  'inference/export_test.py', 'tasks/image_text/image_text_test.py',
+  'data/coco/detect_commands_test.py', 'inference/demo_test.py',
+  'tasks/pixels/pixels_test.py', 'weights/convert_test.py', 'original_test.py',
+  'studies/noisy_student_test.py', 'tasks/toy_test.py', 'layers/attention_test.py',
+  'docs_test.py', 'docs_python_test.py', 'tasks/detection/detect_mesh_test.py',
+  'packaging_test.py', 'benchmarks_test.py', 'learning/lora_test.py',
+  'layers/encoder_test.py', 'tasks/masked_patches_test.py', 'checkpoint_test.py',
+  'distributed/sequence_test.py', 'models_vit_parts_test.py', 'studies/sweep_test.py',
+  'figures/pictures_test.py', 'against_timm_test.py', 'weights/lit_test.py',
+  'learning/state_test.py', 'tools_test.py', 'predict_test.py', 'weights/detr_test.py',
 )  # fmt: skip
 
 
@@ -120,8 +126,8 @@ def pytest_ignore_collect(collection_path, config):
 
 def pytest_collection_modifyitems(items):
   """Sorts the tests by file, the longest first; marks the quick ones."""
-  places = {name: place for place, name in enumerate(_FIRST)}
-  items.sort(key=lambda item: places.get(item.path.name, len(places)))
+  places = {name: place for place, name in enumerate(FIRST)}
+  items.sort(key=lambda item: places.get(_name(item.path), len(places)))
   for item in items:
     name = _name(item.path)
     if name in QUICK or f'{name}::{item.name}' in QUICK:

@@ -377,7 +377,7 @@ def test_wheel_has_the_configs_and_works_without_the_checkout(wheel):
   assert 'Traceback' not in done.stderr
 
 
-def test_quick_tests_exist():
-  for name in conftest.QUICK:
+def test_listed_tests_exist():
+  for name in (*conftest.FIRST, *conftest.QUICK):
     file, _, test = name.partition('::')
     assert f'def {test}' in (ROOT / 'tests' / file).read_text(), name
