@@ -156,6 +156,17 @@ def test_config_table_is_up_to_date():
   assert by_key['pp.crop_ratio'][1] == '`(3 / 4, 4 / 3)`'
 
 
+def test_gallery_is_up_to_date():
+  """Run `python docs/gallery_page.py` to update it."""
+  generator = runpy.run_path(str(DOCS / 'gallery_page.py'))
+  assert generator['PAGE'].read_text() == generator['page']()
+  models_column = [row[2] for row in markdown.rows(DOCS / 'gallery.md', '| purpose')]
+  assert models_column[0] == (
+    'ViT-B/16 (`b16`), 86,567,656 parameters, 35.13 GFLOPs, 84.61 % (384 px) trained '
+    'on ImageNet-21k, 74.79 % trained on only ImageNet'
+  )
+
+
 # --- Figures ---
 
 

@@ -1,5 +1,6 @@
 """Runs the type checker and builds the site, with the settings of the project."""
 
+import json
 import pathlib
 import re
 import subprocess
@@ -46,6 +47,24 @@ def test_site_builds(tmp_path):
   page = (tmp_path / 'api/index.html').read_text()
   assert 'id="vit_jax.models.get_model"' in page
   assert 'id="vit_jax.checkpoint.load_pretrained"' in page
+  assert re.search(r'<pre>.*>register<.*>MyModel<', page)  # An example of a docstring.
+
+  home = (tmp_path / 'index.html').read_text()
+  for heading in ('install', 'three-commands', 'models', 'all-pages'):
+    assert f'<h2 id="{heading}">' in home
+  assert 'src="pictures/digits.png"' in home
+  assert '<span class="word">--config.base_lr=0.01</span>' in home
+  assert 'href="train/#broken-images"' in home
+  assert 'rel="next"' in home
+  assert 'There is no such page' in (tmp_path / '404.html').read_text()
+  search = json.loads((tmp_path / 'search/search_index.json').read_text())
+  (document,) = [
+    document['location']
+    for document in search['docs']
+    if 'gradient checkpointing' in document['text']
+    and document['location'].startswith('train/#')
+  ]
+  assert document == 'train/#common-changes'
 
 
 def test_api_reference_lists_the_checked_modules():
