@@ -17,8 +17,9 @@ from vit_jax.tasks import masked_patches
 
 
 def made(weights, grid, before=0):
-  """Builds Attention from weights."""
-  return internals.Attention(weights, None, grid, before, before == 1)
+  """Builds Attention from weights; the tokens before the patches are a class token."""
+  model = tiny_models.tiny(classifier='token' if before else 'gap')
+  return internals.of(model, weights, None, grid)
 
 
 def random_weights(shape, seed=0):
@@ -178,6 +179,37 @@ def test_registers_are_excluded_from_maps():
     np.testing.assert_allclose(
       tokens[token], weights[:, token].reshape(got.shape), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize(
+  'fields, expected',
+  [
+    (dict(classifier='token'), [1, 0, 0, 0, 0, 0]),
+    (dict(classifier='token', distilled=True), [0.5, 0.5, 0, 0, 0, 0]),
+    (dict(classifier='token_gap'), [0, 0, 0.25, 0.25, 0.25, 0.25]),
+    (dict(classifier='token_with_gap'), [0.5, 0, 0.125, 0.125, 0.125, 0.125]),
+  ],
+)
+def test_maps_are_read_from_the_tokens_that_the_head_reads(fields, expected):
+  weights = [random_weights((1, 2, 6, 6))]  # Two tokens, then 2 x 2 patches.
+  found = internals.of(tiny_models.tiny(**fields), weights, None, (2, 2))
+  np.testing.assert_array_equal(found.readout, [expected])
+  rows = np.array(expected) @ weights[0].mean(axis=1)
+  np.testing.assert_allclose(internals.maps(found)[0].ravel(), rows[0, 2:], rtol=1e-6)
+
+
+def test_attention_pooling_mixes_the_rows_of_rollout():
+  model = tiny_models.tiny(2, classifier='map', registers=1)
+  images = tiny_models.images()
+  found = internals.attention(model, parameters(model, images), images)
+  assert [w.shape for w in found.weights] == [(2, 2, 5, 5)] * 2
+  assert found.before == 1
+  np.testing.assert_allclose(found.readout[:, 1:].sum(axis=1), 1, rtol=1e-6)
+  assert not found.readout[:, 0].any()  # The pooling does not read the register.
+  mixed = internals.rollout(found.weights)
+  expected = np.einsum('bq,bqk->bk', found.readout, mixed)[:, 1:]
+  maps = internals.rollout_maps(found)
+  np.testing.assert_allclose(maps.reshape(2, 4), expected, rtol=1e-5)
 
 
 class Layered(nn.Module):

@@ -24,7 +24,9 @@ class Attention(NamedTuple):
   outputs: np.ndarray  # The model's, float32; [B, classes] for a classifier.
   grid: tuple[int, int]  # Number of patches (down, across), (h, w).
   before: int  # Tokens before the patches, such as class token and registers.
-  class_token: bool  # Whether the first of them is the class token.
+  # How much the classifier reads each token, float32 [B or 1, N], sums to 1; see
+  # `readout`. None if no map needs it.
+  readout: np.ndarray | None
 
 
 def attention(
@@ -47,8 +49,42 @@ def make_attention(
   model: Any, weights: list[np.ndarray], outputs: Any, grid: tuple[int, int]
 ) -> Attention:
   """Returns the Attention of a model's weights and outputs, as `forward` returns them."""
-  before = weights[0].shape[-1] - grid[0] * grid[1]
-  return Attention(weights, outputs, grid, before, model.has_class_token)
+  layers, pooling = split_pooling(model, weights)
+  tokens = layers[0].shape[-1]
+  before = tokens - grid[0] * grid[1]
+  pooling = None if pooling is None else pooling.mean(axis=1)
+  return Attention(
+    layers, outputs, grid, before, readout(model, tokens, before, pooling)
+  )
+
+
+def split_pooling(model: Any, weights: list[Any]) -> tuple[list[Any], Any]:
+  """Returns the weights of the layers, and those of attention pooling or None."""
+  return (weights[:-1], weights[-1]) if has_pooling(model) else (weights, None)
+
+
+def has_pooling(model: Any) -> bool:
+  """Returns whether the classifier reads the tokens by attention pooling."""
+  return model.classifier in ('map', 'token_map')
+
+
+def readout(model: Any, tokens: int, before: int, pooling: Any = None) -> Any:
+  """Returns how much the classifier reads each of N tokens, float32 [B or 1, N].
+
+  The class token, the mean of class and distillation token, the mean of the patches, the
+  mean of class token and patches, or what attention pooling attends to: `pooling`,
+  [B, 1, n], the weights of the last n tokens.
+  """
+  if pooling is not None:
+    last = np.eye(tokens, dtype=np.float32)[tokens - pooling.shape[-1] :]
+    return pooling[:, 0] @ last
+  first = np.zeros((1, tokens), np.float32)
+  first[:, : 1 + model.distilled] = 1 / (1 + model.distilled)
+  patches = np.zeros((1, tokens), np.float32)
+  patches[:, before:] = 1 / (tokens - before)
+  if model.classifier == 'token_with_gap':
+    return (first + patches) / 2
+  return first if model.classifier in ('token', 'token_unpooled') else patches
 
 
 def lacks(model: Any) -> str | None:
@@ -71,13 +107,22 @@ def patch_grid(model: Any, params: Any, images: Any) -> tuple[int, int]:
   reason = lacks(model)
   if reason is not None:
     raise ValueError(reason)
+  return embedding_grid(model, params, images)
+
+
+def embedding_grid(model: Any, params: Any, images: Any) -> tuple[int, int]:
+  """Returns the number of patches (down, across) of a Vision Transformer."""
   embed = functools.partial(model.apply, method='embed', flat=False)
   tokens = jax.eval_shape(embed, {'params': params}, images)  # [B, h, w, D]
   return tokens.shape[1:3]
 
 
 def forward(model: Any, params: Any, images: Any) -> tuple[list[jax.Array], jax.Array]:
-  """Computes `attention` without the grid, for `jax.jit`."""
+  """Computes `attention` without the grid, for `jax.jit`.
+
+  Returns the weights of all layers, then those of attention pooling [B, K, 1, n] if the
+  model has it, and the outputs.
+  """
 
   def compute(model: Any, images: Any) -> jax.Array:
     tokens = model.embed(images, flat=not model.needs_grid)
@@ -89,9 +134,8 @@ def forward(model: Any, params: Any, images: Any) -> tuple[list[jax.Array], jax.
   )
   flat = flax.traverse_util.flatten_dict(seen.get('intermediates', {}), sep='/')
   paths = [path for path in flat if path.endswith('/attention_weights')]
-  # Sorts by number: encoderblock_10 comes after encoderblock_2. A layer that is
-  # called several times has sown one array per call.
-  paths.sort(key=_numeric_key)
+  # A layer that is called several times has sown one array per call.
+  paths.sort(key=path_key)
   weights = []
   for path in paths:
     weights += flat[path]
@@ -104,9 +148,13 @@ def forward(model: Any, params: Any, images: Any) -> tuple[list[jax.Array], jax.
   return [w.astype(jnp.float32) for w in weights], outputs.astype(jnp.float32)
 
 
-def _numeric_key(path: str) -> list[int | str]:
-  """Returns a sort key that compares the numbers in paths by value."""
-  return [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
+def path_key(path: str) -> tuple[bool, list[int | str]]:
+  """Returns a sort key for paths of attention weights: by layer, the pooling last.
+
+  Numbers are compared by value: encoderblock_10 comes after encoderblock_2.
+  """
+  parts = [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
+  return path.startswith('MAPHead'), parts
 
 
 def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:
@@ -134,10 +182,11 @@ def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarr
 def maps(attention: Attention) -> np.ndarray:
   """Computes the maps of each layer, mean over the heads, float32 [L, B, h, w].
 
-  The query is the class token; without a class token, the mean over all patches.
+  The query is what the classifier reads: the class token, the mean over all patches, or
+  their mean in attention pooling.
   """
   means = np.stack([np.mean(w, axis=1) for w in attention.weights])
-  return _on_grid(means, attention)
+  return on_grid(means, attention)
 
 
 def token_maps(attention: Attention) -> np.ndarray:
@@ -171,13 +220,12 @@ def rollout(weights: list[np.ndarray]) -> np.ndarray:
 
 def rollout_maps(attention: Attention) -> np.ndarray:
   """Computes maps of `rollout` (figure 6), float32 [B, h, w]; queries as in `maps`."""
-  return _on_grid(rollout(attention.weights), attention)
+  return on_grid(rollout(attention.weights), attention)
 
 
-def _on_grid(mixed: np.ndarray, attention: Attention) -> np.ndarray:
-  """Turns matrices [..., N, N] into maps [..., h, w]: a row, or the patches' mean."""
-  patches = mixed[..., attention.before :, :]
-  row = mixed[..., 0, :] if attention.class_token else patches.mean(axis=-2)
+def on_grid(mixed: Any, attention: Attention) -> Any:
+  """Turns matrices [..., B, N, N] into maps [..., B, h, w] of what the classifier reads."""
+  row = (attention.readout[:, None] @ mixed)[..., 0, :]  # [..., B, N]
   return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)
 
 

@@ -19,8 +19,9 @@ rounding. They differ in what they support:
   flash    no                   yes               yes      no          no
 
 If the collection `intermediates` is mutable, matrix products and a softmax run, and
-the attention weights are sown, with causality and mask applied. In every
-implementation, a query that may not attend to any key yields zeros, has zero
+the attention weights are sown, with causality and mask applied. The collection
+`perturbations`, if it is passed, is added to them: for gradients by the weights. In
+every implementation, a query that may not attend to any key yields zeros, has zero
 attention weights and passes on no gradient.
 
 Shapes: B images, Q queries, S keys and values, K heads, E width of a head, D
@@ -259,6 +260,8 @@ class MultiHeadDotProductAttention(nn.Module):
     """Computes attention with its weights as an array, which it sows."""
     weights = attention_kernels.attention_weights(query, key, options)
     self.sow('intermediates', 'attention_weights', weights)
+    if not self.is_initializing():
+      weights = self.perturb('attention_weights', weights)
     drop = nn.Dropout(self.dropout_rate, deterministic=not dropout_rate)
     weights = drop(weights.astype(value.dtype))
     return jnp.einsum('bkqs,bske->bqke', weights, value)
