@@ -1,12 +1,14 @@
-r"""Makes captioned images, or scenes with boxes, from Fashion-MNIST's images:
+r"""Makes captioned, boxed or imbalanced images from Fashion-MNIST:
 
   python -m benchmarks.fashion captions /tmp/captions
   python -m benchmarks.fashion scenes /tmp/scenes
+  python -m benchmarks.fashion imbalanced /tmp/imbalanced
 
 `captions` writes the 70,000 images with English captions of their classes and the
 labels, in a folder that configs/lit_digits.py reads; `scenes` composes 4,000 training
 and 400 test scenes of one to five images, with boxes in COCO's format, in a folder that
-configs/detr_scenes.py reads. TFDS downloads Fashion-MNIST; without a network:
+configs/detr_scenes.py reads; `imbalanced` writes class folders with the first
+6000 x .6^i training images of class i, 6,000 to 60, and all test images. TFDS downloads Fashion-MNIST; without a network:
 `python -m benchmarks.mnist --help`.
 """
 
@@ -113,8 +115,20 @@ def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
   place.write_text(json.dumps(found))
 
 
+def _write_imbalanced(folder: pathlib.Path, split: str, images, labels) -> None:
+  for i, (name, *_) in enumerate(NAMES):
+    class_folder = folder / split / name
+    class_folder.mkdir(parents=True)
+    numbers = np.flatnonzero(labels == i)
+    if split == 'train':
+      numbers = numbers[: int(len(numbers) * 0.6**i)]
+    for number in numbers:
+      path = class_folder / f'{number:05d}.png'
+      Image.fromarray(images[number, ..., 0]).save(path)
+
+
 def write(what: str, folder: str, data_dir: str | None = None) -> None:
-  """Writes 'captions' or 'scenes' of Fashion-MNIST into a new folder.
+  """Writes 'captions', 'scenes' or 'imbalanced' images into a new folder.
 
   `data_dir` is TFDS's folder; None: ~/tensorflow_datasets. Raises FileExistsError if
   `folder` exists.
@@ -125,16 +139,23 @@ def write(what: str, folder: str, data_dir: str | None = None) -> None:
   if pathlib.Path(folder).exists():
     raise FileExistsError(f"'{folder}' exists: choose a new FOLDER, or remove it")
   data = tfds.as_numpy(tfds.load('fashion_mnist', data_dir=data_dir, batch_size=-1))
-  function = {'captions': _write_captions, 'scenes': _write_scenes}[what]
+  function = _WRITERS[what]
   with files.new_folder(folder) as new:
     for split in ('train', 'test'):
       function(pathlib.Path(new), split, data[split]['image'], data[split]['label'])
 
 
+_WRITERS = {
+  'captions': _write_captions,
+  'scenes': _write_scenes,
+  'imbalanced': _write_imbalanced,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.fashion'
-  parser.add_argument('what', choices=('captions', 'scenes'), help='what to make')
+  parser.add_argument('what', choices=[*_WRITERS], help='what to make')
   parser.add_argument('folder', metavar='FOLDER', help='new folder')
   parser.add_argument('--data_dir', help="TFDS's folder (~/tensorflow_datasets)")
   args = parser.parse_args(argv)

@@ -58,6 +58,7 @@ def load(
   """
   _check_dtype(dtype)
   from vit_jax import train
+  from vit_jax.evaluators import calibration
   from vit_jax.inference import int8
   from vit_jax.learning import lora
   from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
@@ -86,7 +87,11 @@ def load(
   params = program.task.merged(weights.params, abstract.params, abstract.extra, workdir)
   if dtype and stored_dtype != dtype:
     params = int8.converted(params, dtype)
-  model = program.task.predictor(params, weights.extra, weights.step)
+  task = program.task
+  if calibrated := calibration.stored(workdir, weights.step):
+    console.notify(f'Probabilities are calibrated: {calibrated}.')
+    task = calibration.with_temperature(task, calibrated.temperature)
+  model = task.predictor(params, weights.extra, weights.step)
   model.workdir = model.origin = str(workdir)
   return model
 

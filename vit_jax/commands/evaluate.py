@@ -2,12 +2,14 @@ r"""Evaluate a trained model on any split, without training.
 
   vit_jax evaluate --workdir=/tmp/digits --split=test
   vit_jax evaluate --workdir=/tmp/run --split=validation --real=real.json
+  vit_jax evaluate --workdir=/tmp/digits --split=test --report --predictions=test.csv
 
 To use several hosts, run the command on each, as with `vit_jax train`.
 """
 
 import argparse
 from collections.abc import Sequence
+import os
 
 from vit_jax.commands import flags, hosts
 
@@ -35,6 +37,23 @@ _FLAGS = {
     type=_evaluators,
     metavar='DICT',
     help="evaluators to add, as in config.evaluators: {'ece': {'type': 'MODULE:CLASS'}}",
+  ),
+  '--report': dict(
+    nargs='?',
+    const='',
+    metavar='FOLDER',
+    help='print precision, recall, F1, AUROC and calibration by class, and write them to '
+    'FOLDER (default: report/ in the workdir)',
+  ),
+  '--predictions': dict(
+    metavar='FILE',
+    help='write label, predicted class and probabilities of each image to a .csv, .jsonl '
+    'or .parquet file',
+  ),
+  '--calibrate': dict(
+    metavar='SPLIT',
+    help='first scale probabilities by a temperature that is chosen on SPLIT, which the '
+    'run was not trained on, and store it in the workdir',
   ),
   '--option': dict(
     action='append',
@@ -76,6 +95,11 @@ def run(args: argparse.Namespace) -> int:
     options = evaluation.parse_options(args.option or ())
     mesh = evaluation.run_mesh(args.workdir)
     model = predict.load(args.workdir, mesh=mesh)
+    if args.calibrate is not None:
+      model = evaluation.calibrated(model, args.calibrate)
+    report = args.report
+    if report == '':
+      report = os.path.join(args.workdir, 'report')
     evaluation.evaluate(
       model,
       args.evaluate,
@@ -83,6 +107,8 @@ def run(args: argparse.Namespace) -> int:
       real_labels=args.real,
       options=options,
       evaluators=args.evaluators,
+      report=report,
+      predictions=args.predictions,
     )
 
   return hosts.run(args, work)

@@ -11,7 +11,7 @@ from vit_jax import console
 from vit_jax.configs import common, schema
 from vit_jax.data import slices, sources
 from vit_jax.distributed import processes, sharding
-from vit_jax.evaluators import base
+from vit_jax.evaluators import base, calibration, report as report_lib
 from vit_jax.inference import engine
 from vit_jax.run import (
   config as run_config,
@@ -28,6 +28,8 @@ def evaluate(
   real_labels: str | None = None,
   options: Mapping[str, Any] | None = None,
   evaluators: Mapping[str, Any] | None = None,
+  report: str | None = None,
+  predictions: str | None = None,
 ) -> dict[str, float]:
   """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
@@ -41,6 +43,8 @@ def evaluate(
     real_labels: a file of ImageNet ReaL labels, see real.py.
     options: replace values of `config.task_options`, as {'tight': 1} for a detector.
     evaluators: are added to `config.evaluators`, and have its form.
+    report: folder for the report of a classifier, which is also printed.
+    predictions: table to write, with a row per image: .csv, .jsonl or .parquet.
 
   Returns:
     The metrics of the evaluators (`accuracy` and `loss`, for classes), `num_examples`
@@ -49,7 +53,10 @@ def evaluate(
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
   config, task = model.config, model.task
-  entries = _entries(config, split, evaluators, real_labels)
+  if predictions is not None:
+    report_lib.check_predictions(predictions)
+  is_report = report is not None or predictions is not None
+  entries = _entries(config, split, evaluators, real_labels, is_report)
   run_splits = []
   if dataset is None:
     run_splits = [x for _, x, other in run_config.evaluations(config) if not other]
@@ -75,7 +82,70 @@ def evaluate(
     f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "
     + metrics_lib.format_metrics(values, metrics)
   )
+  if is_report:
+    [reporter] = [x for x in instances if isinstance(x, report_lib.Report)]
+    facts = {
+      'workdir': str(model.workdir),
+      'step': model.step,
+      'dataset': config.dataset,
+      'split': split,
+      'temperature': task.temperature,
+    }
+    _write_report(reporter, facts, evaluation.source, report, predictions)
   return values
+
+
+def _write_report(
+  reporter: report_lib.Report,
+  facts: Mapping[str, Any],
+  source: Any,
+  report: str | None,
+  predictions: str | None,
+) -> None:
+  """Prints and writes what an evaluation has measured, on process 0."""
+  if jax.process_index():
+    return
+  if report is not None:
+    console.log('\n'.join(reporter.lines()))
+    reporter.write(report, facts)
+    console.log(f'  report {report}')
+  if predictions is not None:
+    reporter.write_predictions(predictions, source)
+    console.log(f'  table  {predictions}')
+
+
+def calibrated(model: Any, split: str) -> Any:
+  """Calibrates a classifier by temperature scaling, and stores it with the run.
+
+  `split` has images that the model was not trained on. Returns the model with calibrated
+  probabilities; for errors see `evaluate` and calibration.fit.
+  """
+  schema.check('calibrate', split, schema.Split, '--')
+  task, mesh = model.task, sharding.mesh_of(model.params)
+  report_lib.Report.metrics(model.config)  # Classifiers only.
+  if split == model.config.pp.train:
+    raise ValueError(
+      f"calibrate='{split}' are the images that the run was trained on, for which it is "
+      "too confident: use others, such as --calibrate='train[90%:]' after training with "
+      "--config.pp.train='train[:90%]'"
+    )
+  fit_batches(model.config, mesh)
+  open_split = functools.partial(_open_split, task, [])
+  outputs = report_lib.collect(
+    base.Evaluation(task, mesh, split, open_split), model.params, model.extra
+  )
+  result = calibration.Calibration(
+    calibration.fit(outputs.logits, outputs.labels, task.exclusive),
+    model.step,
+    split,
+    len(outputs.labels),
+  )
+  calibration.store(model.workdir, result)
+  console.log(f'Calibrated {model.workdir}: {result}.')
+  task = calibration.with_temperature(task, result.temperature)
+  calibrated_model = task.predictor(model.params, model.extra, model.step)
+  calibrated_model.workdir = calibrated_model.origin = model.workdir
+  return calibrated_model
 
 
 def _open_split(
@@ -117,6 +187,7 @@ def _entries(
   name: str,
   evaluators: Mapping[str, Any] | None,
   real_labels: str | None,
+  is_report: bool = False,
 ) -> list[run_evaluators.Entry]:
   """Returns the evaluators of the evaluation of a name or split."""
   added = evaluators or {}
@@ -136,6 +207,8 @@ def _entries(
   ]
   if real_labels is not None:
     entries.append(run_evaluators.real_labels(real_labels))
+  if is_report and not any(entry.cls is report_lib.Report for entry in entries):
+    entries.append(run_evaluators.report())
   entries = [*run_evaluators.task_entries(config), *entries]
   run_evaluators.check_entries(entries, config)
   return entries

@@ -169,6 +169,32 @@ def confusion(
   return fig
 
 
+@drawing.styled
+def reliability(accuracy: np.ndarray, counts: np.ndarray, error: float) -> Any:
+  """Draws the accuracy of predictions by their confidence (arXiv 1706.04599).
+
+  `accuracy` and `counts` [bins] are of bins of equal width, `error` is the expected
+  calibration error.
+  """
+  fig = drawing.new_figure(
+    5.4, f'Expected calibration error: {100 * error:.2f} %', width=7.2
+  )
+  upper, lower = fig.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+  num_bins = len(counts)
+  centres = 100 * (np.arange(num_bins) + 0.5) / num_bins
+  width = 100 / num_bins
+  upper.bar(centres, np.nan_to_num(100 * accuracy), 0.92 * width, color=colors.BLUE)
+  upper.plot([0, 100], [0, 100], color=colors.GREY, linestyle='--', label='calibrated')
+  upper.set_ylabel('accuracy (%)')
+  upper.set_ylim(0, 100)
+  upper.legend(frameon=False, loc='upper left')
+  lower.bar(centres, counts, 0.92 * width, color=colors.GREY)
+  lower.set_ylabel('images')
+  lower.set_xlabel('confidence (%)')
+  lower.set_xlim(0, 100)
+  return fig
+
+
 def _draw_pairs(
   axes: Any, pairs: Sequence[tuple[int, int, int]], class_names: Sequence[str]
 ) -> None:

@@ -20,6 +20,7 @@ Metrics = Mapping[str, metrics_lib.Metric]
 # Evaluators that have keys of their own.
 _FEW_SHOT = 'vit_jax.evaluators.probes:FewShot'
 _LAYER_PROBE = 'vit_jax.evaluators.probes:LayerProbe'
+_REPORT = 'vit_jax.evaluators.report:Report'
 _REAL = 'vit_jax.evaluators.real:Real'
 
 
@@ -95,6 +96,11 @@ def run_entries(config: ml_collections.ConfigDict, trusted: bool = True) -> list
 def real_labels(path: str) -> Entry:
   """Returns the evaluator for a file of ImageNet ReaL labels."""
   return _parse('real_labels', {'type': _REAL, 'path': path})
+
+
+def report() -> Entry:
+  """Returns the evaluator of a report."""
+  return _parse('report', {'type': _REPORT})
 
 
 def _of_keys(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:

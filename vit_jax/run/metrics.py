@@ -9,6 +9,7 @@ metrics after the last checkpoint, which the resumed run computes again.
 from collections.abc import Iterator, Mapping, Sequence
 import contextlib
 import json
+import math
 import re
 import statistics
 from typing import Any, NamedTuple
@@ -227,6 +228,8 @@ def format_metrics(
 
 
 def _format_value(value: float, metric: Metric) -> str:
+  if math.isnan(value):
+    return 'not defined'
   if metric.unit == '%':
     return f'{100 * value:.2f} %'
   is_large = isinstance(value, int) or 1e3 <= abs(value) < 1e9

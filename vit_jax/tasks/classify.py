@@ -42,6 +42,8 @@ class Task(base.Task):
   ) -> None:
     super().__init__(config, metadata)
     num_classes = len(self.class_names)
+    # Divides logits before they become probabilities, see evaluators/calibration.py.
+    self.temperature = metadata.get('temperature', 1.0)
     self.model = models.make_model(config.model, num_classes=num_classes)
     self._class_weights = self._make_class_weights()
     self._train_loss = self._make_train_loss()
@@ -192,6 +194,8 @@ class Task(base.Task):
 
   def squash(self, logits: jax.Array) -> jax.Array:
     """Turns logits [n, classes] into probabilities; can be jitted."""
+    if self.temperature != 1:
+      logits = logits / self.temperature
     return (jax.nn.softmax if self.exclusive else jax.nn.sigmoid)(logits)
 
   def probabilities(self, logits: jax.Array) -> np.ndarray:
