@@ -110,9 +110,18 @@ QUICK = (
   'learning/optim_test.py', 'models_test.py',
   'models_vit_test.py', 'preprocess_test.py', 'run/config_test.py',
   'run/keys_test.py', 'run/metrics_test.py', 'run/overrides_test.py',
-  'run/stopping_test.py', 'run/workdir_test.py', 'tasks/classify_test.py',
+  'run/workdir_test.py', 'tasks/classify_test.py',
   'train_test.py::test_files_and_metrics_of_a_run', 'weights/reading_test.py',
 )  # fmt: skip
+
+# Tests of these files that start processes or a run.
+NOT_QUICK = (
+  'checkpoint_test.py::test_teacher_in_the_extra_state_is_loaded_from_weights',
+  'data/manifest_test.py::test_readers_parse_once_even_after_a_kill',
+  'run/keys_test.py::test_wrong_value_is_reported_before_loading_tensorflow',
+  'run/metrics_test.py::test_full_disk_is_reported_with_the_file',
+  'run/workdir_test.py::test_all_processes_stop_if_the_workdir_was_deleted',
+)
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -129,8 +138,9 @@ def pytest_collection_modifyitems(items):
   places = {name: place for place, name in enumerate(FIRST)}
   items.sort(key=lambda item: places.get(_name(item.path), len(places)))
   for item in items:
-    name = _name(item.path)
-    if name in QUICK or f'{name}::{item.name}' in QUICK:
+    file = _name(item.path)
+    test = f'{file}::{item.originalname}'  # Without parameters.
+    if (file in QUICK or test in QUICK) and test not in NOT_QUICK:
       item.add_marker('quick')
 
 

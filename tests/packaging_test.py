@@ -378,6 +378,6 @@ def test_wheel_has_the_configs_and_works_without_the_checkout(wheel):
 
 
 def test_listed_tests_exist():
-  for name in (*conftest.FIRST, *conftest.QUICK):
+  for name in (*conftest.FIRST, *conftest.QUICK, *conftest.NOT_QUICK):
     file, _, test = name.partition('::')
     assert f'def {test}' in (ROOT / 'tests' / file).read_text(), name
