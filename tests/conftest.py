@@ -85,18 +85,20 @@ def pytest_collection_finish():
 
 # The longest files run first, so that the workers finish at about the same time.
 FIRST = (
-  'inference/tables_test.py', 'train_test.py', 'run/resume_test.py', 'multiprocess_test.py',
-  'colabs_test.py', 'planning/plan_test.py', 'tasks/detection/detect_canvases_test.py',
+  'inference/tables_test.py', 'colabs_test.py', 'multiprocess_test.py',
+  'docs_python_test.py', 'train_test.py', 'run/resume_test.py',
+  'planning/plan_test.py', 'tasks/detection/detect_canvases_test.py',
   'inference/export_test.py', 'tasks/image_text/image_text_test.py',
   'data/coco/detect_commands_test.py', 'inference/demo_test.py',
   'tasks/pixels/pixels_test.py', 'weights/convert_test.py', 'original_test.py',
   'studies/noisy_student_test.py', 'tasks/toy_test.py', 'layers/attention_test.py',
-  'docs_test.py', 'docs_python_test.py', 'tasks/detection/detect_mesh_test.py',
+  'docs_test.py', 'layers/auto_test.py', 'tasks/detection/detect_mesh_test.py',
   'packaging_test.py', 'benchmarks_test.py', 'learning/lora_test.py',
   'layers/encoder_test.py', 'tasks/masked_patches_test.py', 'checkpoint_test.py',
-  'distributed/sequence_test.py', 'models_vit_parts_test.py', 'studies/sweep_test.py',
-  'figures/pictures_test.py', 'against_timm_test.py', 'weights/lit_test.py',
-  'learning/state_test.py', 'tools_test.py', 'predict_test.py', 'weights/detr_test.py',
+  'distributed/sequence_test.py', 'figures/visualize_test.py',
+  'models_vit_parts_test.py', 'studies/sweep_test.py', 'figures/pictures_test.py',
+  'against_timm_test.py', 'weights/lit_test.py', 'learning/state_test.py',
+  'tools_test.py', 'predict_test.py', 'weights/detr_test.py',
 )  # fmt: skip
 
 
