@@ -517,7 +517,7 @@ def test_the_command_reads_a_dataset_split(weights, tmp_path, data_dir, monkeypa
     (['--out=empty', 'a.png'], "out='empty' is a folder"),
     (['--shard=0/2', 'a.png'], '--shard is for a folder.*--out=FOLDER/'),
     (['--out=a.csv', '--shard=0/2', 'a.png'], '--shard is for a folder.*out=a.csv'),
-    (['--out=a/', '--shard=0/2', '--print=2', 'a.png'], '--shard and --print'),
+    (['--out=a/', '--shard=0/2', '--print=2', 'a.png'], '--print: not allowed with'),
     (['--out=a/', '--print=2', '--coordinator=a:1', 'a.png'], '--coordinator'),
     (['--out=a/', '--shard=2/2', 'a.png'], "--shard: '2/2' must be I/N"),
   ],

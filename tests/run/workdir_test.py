@@ -182,20 +182,6 @@ def test_folder_of_weights_is_no_workdir(tmp_path, config, key):
       read()
 
 
-@pytest.mark.parametrize(
-  'name',
-  ['config.json', 'class_names.json', 'data.json', 'versions.json', 'metrics.jsonl'],
-)
-def test_folder_in_the_place_of_a_file_is_reported(run, config, name):
-  (run / name).unlink(missing_ok=True)
-  (run / name).mkdir()
-  with pytest.raises(ValueError, match=f"{name}' is a folder, .* another --workdir"):
-    workdir.check(run, config, NAMES, DATA)
-  if name in ('config.json', 'class_names.json', 'data.json'):
-    with pytest.raises(ValueError, match=f"{name}' is damaged: it is a folder"):
-      workdir.load(run)
-
-
 # Two processes, of which only the first looks.
 GONE = """
 import json, sys

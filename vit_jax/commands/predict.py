@@ -78,7 +78,7 @@ _OUTPUT = {
     'SIDE is the shorter one (as the weights say, or as in the evaluation of the run)',
   ),
 }
-_SHARDS = {
+_SHARDS: dict[str, dict[str, Any]] = {
   '--shard': dict(
     type=_shard,
     metavar='I/N',
@@ -99,7 +99,10 @@ def make_parser(tasks: Mapping[str, Any] | None = None) -> flags.Parser:
   flags.add_model_flags(parser)
   flags.add_image_flags(parser)
   parser.add(_OUTPUT)
-  parser.add(_SHARDS, 'a folder of tables by independent tasks')
+  shards = parser.add_argument_group('a folder of tables by independent tasks')
+  exclusive = shards.add_mutually_exclusive_group()
+  for flag, arguments_of_flag in _SHARDS.items():
+    exclusive.add_argument(flag, **arguments_of_flag)
   hosts.add_flags(parser)
   names_by_flag: dict[str, list[str]] = {}
   arguments: dict[str, Mapping[str, Any]] = {}
@@ -154,8 +157,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     others = ', '.join(f'--{name}' for name in sorted(imageless))
     raise ValueError(f'pass image files, or one of {others} (see --help)')
   shards = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
-  if len(shards) > 1:
-    raise ValueError('--shard and --print are mutually exclusive: leave out one')
   if shards and not (args.images and str(args.out or '').endswith('/')):
     raise ValueError(
       f'{shards[0]} is for a folder with a table of images, not out={args.out}: pass '

@@ -90,7 +90,6 @@ def check(
   other classes or other training data.
   """
   path = folder(workdir)
-  _check_files(path, metadata)
   if _check_config(path, config, _free_keys(config)):
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
@@ -113,19 +112,6 @@ def check_config(
 
 def _free_keys(config: ml_collections.ConfigDict) -> list[str]:
   return run_config.marked_keys(config, schema.FREE, schema.MEASURED)
-
-
-def _check_files(path: epath.Path, metadata: Mapping[str, Any]) -> None:
-  """Raises ValueError if a folder has the name of a file that a run writes."""
-  names = [_CONFIG, _DATA, 'versions.json', 'metrics.jsonl']
-  names += [f'{name}.json' for name in metadata]
-  for name in names:
-    file = path / name
-    if file.is_dir():
-      raise ValueError(
-        f"'{file}' is a folder, and a run writes a file of that name: move the folder "
-        'away, or use another --workdir'
-      )
 
 
 def _check_config(
@@ -399,9 +385,7 @@ def _read(path: epath.Path, kind: type = dict) -> Any:
       f"workdir='{path.parent}' holds no run: there is no {path.name}; use the "
       '--workdir of a run, or pass weights as --weights'
     ) from e
-  except IsADirectoryError as e:
-    raise _damaged(path, 'it is a folder') from e
-  except ValueError as e:
+  except (ValueError, IsADirectoryError) as e:
     raise _damaged(path, str(e)) from e
   if not isinstance(content, kind):
     raise _damaged(path, f'{content!r:.50} is not a JSON object')
