@@ -32,7 +32,18 @@ def config(**kwargs):
     ({'optimizer': 'optax:lamb', 'optimizer_args': {'learning_rate': 1.0}}, 'multiple'),
     ({'optimizer': 'optax:lamb', 'optimizer_args': {'b1': 'x'}}, 'cannot update'),
     ({'optimizer': 'optax:lbfgs'}, 'cannot update .* by their gradient alone'),
-    ({'optimizer': 'optax:contrib.schedule_free_adamw'}, 'other parameters'),
+    (
+      {'optimizer': 'optax:contrib.schedule_free_adamw', 'ema_decay': 0.9},
+      'other parameters.*ema_decay=0.9',
+    ),
+    (
+      {'optimizer': 'optax:contrib.sam', 'lr_multipliers': (('cls', 0.1),)},
+      'other parameters.*lr_multipliers',
+    ),
+    (
+      {'optimizer': 'optax:contrib.sam', 'optimizer_args': {'optimizer': 'optax:sdg'}},
+      "'optax:sdg' is not .* 'optax:sgd'",
+    ),
   ],
 )
 def test_what_optax_cannot_do_is_named(keys, message):
@@ -472,6 +483,73 @@ def test_an_optimiser_of_optax_keeps_its_own_order(name, function, arguments):
   optim.check(cfg)
   got = updated(optim.get_optimizer(cfg, schedule))
   trees.assert_same(got, updated(function(schedule, **arguments)))
+
+
+def by_hand(tx):
+  """Returns parameters and state after each update with one of SLOPES."""
+  params, state = TREE, tx.init(TREE)
+  for grads in SLOPES:
+    updates, state = tx.update(grads, state, params)
+    params = optax.apply_updates(params, updates)
+    yield params, state
+
+
+def by_config(cfg, schedule):
+  """Returns parameters and parameters to evaluate after each update."""
+  optim.check(cfg)
+  for params, state in by_hand(optim.get_optimizer(cfg, schedule)):
+    train_state = state_lib.TrainState(0, params, state)
+    yield params, state_lib.best_params(train_state)
+
+
+def test_prodigy_is_optax_s():
+  rows = by_config(bare('contrib.prodigy', weight_decay=0.1), lambda _: 0.5)
+  tx = optax.contrib.prodigy(lambda _: 0.5, weight_decay=0.1)
+  for (params, evaluated), (expected, _) in zip(rows, by_hand(tx), strict=True):
+    trees.assert_same(params, expected)
+    assert evaluated is params
+
+
+def test_schedule_free_optimisers_evaluate_their_average():
+  rows = by_config(bare('contrib.schedule_free_adamw', b1=0.8), lambda _: 0.1)
+  tx = optax.contrib.schedule_free_adamw(lambda _: 0.1, b1=0.8)
+  for (params, evaluated), (expected, state) in zip(rows, by_hand(tx), strict=True):
+    trees.assert_same(params, expected)
+    average = optax.contrib.schedule_free_eval_params(state, expected)
+    trees.assert_same(evaluated, average)
+
+
+def test_checkpoints_hold_the_parameters_to_evaluate(tmp_path):
+  """Prediction, export and the best checkpoint read them as they read averages."""
+  cfg = bare('contrib.schedule_free_sgd')
+  params, state = list(by_hand(optim.get_optimizer(cfg, lambda _: 0.1)))[-1]
+  train_state = state_lib.TrainState(jnp.int32(3), params, state)
+  (tmp_path / 'config.json').touch()
+  checkpoints = checkpoints_lib.Checkpoints(tmp_path)
+  checkpoints.save(3, train_state)
+  checkpoints.close()
+  weights = checkpoints_lib.load_weights(tmp_path)
+  trees.assert_same(weights.params, state_lib.best_params(train_state))
+  assert not np.array_equal(
+    weights.params['dense']['kernel'], params['dense']['kernel']
+  )
+
+
+def test_sam_evaluates_the_parameters_without_adversarial_steps():
+  """Its optimiser runs at every other step, with the learning rate of that step."""
+  schedule = lambda step: jnp.array([0.1, 0.2, 0.05])[step]
+  cfg = bare('contrib.sam', optimizer='optax:adam', rho=0.1, b1=0.8)
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
+  tx = optax.contrib.sam(
+    optax.adam(lambda count: schedule(2 * count + 1), 0.8), adversary
+  )
+  expected = list(by_hand(tx))
+  synced = expected[1][0]
+  rows = list(by_config(cfg, schedule))
+  for (params, _), (expected_params, _) in zip(rows, expected, strict=True):
+    trees.assert_same(params, expected_params)
+  for (_, evaluated), truth in zip(rows, (TREE, synced, synced), strict=True):
+    trees.assert_same(evaluated, truth)
 
 
 def test_weight_decay_of_optax_can_be_limited_to_kernels():

@@ -84,9 +84,7 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
   """
 
   def init(params):
-    return EmaState(
-      jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
-    )
+    return EmaState(_copied(params))
 
   def update(updates, state, params, *, step, **_):
     new = optax.apply_updates(params, updates)
@@ -102,6 +100,42 @@ def get_ema(opt_state: optax.OptState) -> optax.Params | None:
   """Returns the averaged parameters in `opt_state`, or None if not kept."""
   state = optax.tree.get(opt_state, EmaState.__name__)
   return None if state is None else state.ema
+
+
+def _keep_evaluated(
+  tx: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+  """Keeps the parameters to evaluate where `track_ema` keeps its average."""
+  tx = optax.with_extra_args_support(tx)
+
+  def init(params: optax.Params) -> tuple[Any, ...]:
+    return *tx.init(params), EmaState(_copied(params))
+
+  def update(
+    updates: optax.Updates, state: Any, params: optax.Params, **extra: Any
+  ) -> tuple[optax.Updates, tuple[Any, ...]]:
+    updates, inner = tx.update(updates, state[:-1], params, **extra)
+    new_params = optax.apply_updates(params, updates)
+    evaluated = _copied(_evaluated(inner, new_params))
+    return updates, (*inner, EmaState(evaluated))
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _copied(params: optax.Params) -> optax.Params:
+  return jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+
+
+def _evaluated(state: optax.OptState, params: optax.Params) -> optax.Params:
+  """Returns the parameters to evaluate of a schedule-free optimiser or SAM."""
+  schedule_free = optax.tree.get(state, optax.contrib.ScheduleFreeState.__name__)
+  if schedule_free is not None:
+    return optax.contrib.schedule_free_eval_params(schedule_free, params)
+  state = optax.tree.get(state, optax.contrib.SAMState.__name__)
+  is_adversarial = state.steps_since_sync > 0
+  return jax.tree.map(
+    lambda x, original: jnp.where(is_adversarial, original, x), params, state.cache
+  )
 
 
 def as_pairs(rules: Sequence[Any]) -> tuple[tuple[str, float], ...]:
@@ -272,6 +306,37 @@ def _setting(config: ml_collections.ConfigDict) -> from_optax.Setting:
   )
 
 
+def sam(
+  learning_rate: optax.Schedule,
+  optimizer: str = 'optax:sgd',
+  rho: float = 0.05,
+  sync_period: int = 2,
+  **arguments: Any,
+) -> optax.GradientTransformation:
+  """Sharpness-aware minimisation (arXiv 2010.01412) around an optimiser of optax.
+
+  The updates before every `sync_period`-th one are adversarial steps of length `rho`.
+  `optimizer` makes the others, with `arguments` and the learning rate of their step.
+  """
+  setting = from_optax.Setting('optimizer', optimizer, 'optimizer_args', arguments)
+
+  def schedule(count: jax.Array) -> jax.Array:
+    return learning_rate(count * sync_period + sync_period - 1)
+
+  make = functools.partial(setting.function(), schedule)
+  adversary = optax.chain(optax.contrib.normalize(), optax.sgd(rho))
+  return optax.contrib.sam(setting.call(make, {}), adversary, sync_period)
+
+
+_SAM = f'{common.OPTAX}contrib.sam'
+_SCHEDULE_FREE = f'{common.OPTAX}contrib.schedule_free_'
+
+
+def _evaluates_others(config: ml_collections.ConfigDict) -> bool:
+  """Returns whether an optimiser evaluates other parameters than it trains."""
+  return config.optimizer.startswith((_SAM, _SCHEDULE_FREE))
+
+
 def _optax_optimizer(
   config: ml_collections.ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
@@ -281,7 +346,7 @@ def _optax_optimizer(
     name: decay_mask if name.endswith('mask') and value == 'kernels' else value
     for name, value in setting.arguments.items()
   }
-  make = setting.function()
+  make = sam if setting.name == _SAM else setting.function()
   if 'learning_rate' not in inspect.signature(make).parameters:
     raise ValueError(
       f"optimizer='{config.optimizer}' has no argument learning_rate: use an optimiser, "
@@ -313,12 +378,15 @@ def check(config: ml_collections.ConfigDict):
       f'{setting} cannot update parameters by their gradient alone: {e}; correct its '
       'arguments (config.optimizer_args), or use another optimiser (config.optimizer)'
     ) from e
-  if optax.tree.get(state, 'weight_sum') is not None:  # Of a schedule-free optimiser.
-    raise ValueError(
-      f"optimizer='{config.optimizer}' evaluates other parameters than it trains, which "
-      'a run does not support: use another optimiser, and --config.ema_decay for '
-      'averaged parameters (config.optimizer)'
-    )
+  if not _evaluates_others(config):
+    return
+  for key in ('lr_multipliers', 'ema_decay'):
+    if config[key]:
+      raise ValueError(
+        f"optimizer='{config.optimizer}' evaluates other parameters than it trains, "
+        f'which {key}={config[key]} would change: leave out one of them '
+        f'(config.{key})'
+      )
 
 
 def get_optimizer(
@@ -337,7 +405,8 @@ def get_optimizer(
 
   `factors` are the result of `multipliers`; None: 1 for all parameters. With
   `ema_decay`, `update` of the optax.GradientTransformation takes the argument
-  `step`, the number of updates so far.
+  `step`, the number of updates so far. `get_ema` also reads what schedule-free optimisers
+  and SAM evaluate.
   """
   chain = []
   if config.grad_norm_clip:
@@ -353,4 +422,5 @@ def get_optimizer(
     chain = [_with_factors(optax.chain(*chain), factors)]
   if config.ema_decay:
     chain.append(track_ema(config.ema_decay))
-  return optax.chain(*chain)
+  tx = optax.chain(*chain)
+  return _keep_evaluated(tx) if _evaluates_others(config) else tx
