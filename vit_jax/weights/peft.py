@@ -4,9 +4,9 @@ adapter_model.safetensors has the arrays lora_A [r, inputs] and lora_B [outputs,
 each adapted layer, and whole layers such as the head; adapter_config.json names them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from etils import epath
 import numpy as np
@@ -18,18 +18,56 @@ from vit_jax.weights.families import base, families, leaves
 _PREFIX = 'base_model.model.'
 
 
+class _Layers(NamedTuple):
+  """The layers that a run has trained.
+
+  Attributes:
+    state: arrays by PEFT's names.
+    adapted: names of layers with adapters.
+    whole: names of layers that were trained as a whole.
+  """
+
+  state: dict[str, np.ndarray]
+  adapted: set[str]
+  whole: set[str]
+
+
 def write(model: Any, dst: epath.Path) -> list[str]:
   """Writes the adapters of a vit_jax.weights.writing.Model; returns notes."""
-  family = families.from_config(model.config)
   config, trained = model.adapters
+  layers = _trained_layers(model, trained, config.pretrained)
+  fields = {
+    'peft_type': 'LORA',
+    'base_model_name_or_path': str(config.pretrained).removeprefix('hf://'),
+    'r': config.lora.rank,
+    'lora_alpha': config.lora.alpha or config.lora.rank,
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'target_modules': sorted(layers.adapted),
+    'modules_to_save': sorted(layers.whole),
+    'inference_mode': True,
+  }
+  (dst / 'adapter_config.json').write_text(json.dumps(fields, indent=1))
+  arrays.write_safetensors(dst / 'adapter_model.safetensors', layers.state)
+  height, width = model.image_size
+  return [
+    f'the base is the model from which the run started, for {height}x{width} pixels; '
+    'PEFT needs transformers 5 for these names'
+  ]
+
+
+def _trained_layers(
+  model: Any, trained: Mapping[str, np.ndarray], pretrained: str
+) -> _Layers:
+  """Returns what was trained, by path, under Hugging Face's names."""
+  family = families.from_config(model.config)
   flat = reading.leaves_of(model)
   names = _names(family, flat)
   converted = family.dump(flat, 'hf')
-  state: dict[str, np.ndarray] = {}
-  adapted_layers, whole_layers = set(), set()
+  layers = _Layers({}, set(), set())
   for path, x in trained.items():
     kernel, factor = lora.split_name(path)
-    if kernel.startswith('embedding/') and _is_scaled(config.pretrained):
+    if kernel.startswith('embedding/') and _is_scaled(pretrained):
       raise ValueError(
         f"'{kernel}' has absorbed the pixel scaling of the base: write the merged "
         'weights (--to=hf)'
@@ -43,40 +81,28 @@ def write(model: Any, dst: epath.Path) -> list[str]:
     name = leaves.renamed(names[kernel], family.modules)
     layer = name.rpartition('.')[0]
     if not factor:
-      whole_layers.add(layer)
-      state[f'{_PREFIX}{name}'] = array
+      layers.whole.add(layer)
     elif factor == lora.A:
-      adapted_layers.add(layer)
-      state[f'{_PREFIX}{layer}.lora_A.weight'] = _to_peft_a(x, array.shape)
+      layers.adapted.add(layer)
+      name, array = f'{layer}.lora_A.weight', _to_peft_a(x, array.shape)
     else:
-      state[f'{_PREFIX}{layer}.lora_B.weight'] = _to_peft_b(x, array.shape)
-  for name in converted:
-    name = leaves.renamed(name, family.modules)
-    layers = {layer for layer in whole_layers if name.startswith(f'{layer}.')}
-    if layers and (f'{_PREFIX}{name}' not in state or layers & adapted_layers):
-      raise ValueError(
-        f"only a part of '{min(layers)}' was trained, or next to an adapter, and PEFT has "
-        'whole layers: write the merged weights (--to=hf)'
-      )
-  fields = {
-    'peft_type': 'LORA',
-    'base_model_name_or_path': str(config.pretrained).removeprefix('hf://'),
-    'r': config.lora.rank,
-    'lora_alpha': config.lora.alpha or config.lora.rank,
-    'lora_dropout': 0.0,
-    'bias': 'none',
-    'target_modules': sorted(adapted_layers),
-    'modules_to_save': sorted(whole_layers),
-    'inference_mode': True,
-  }
-  (dst / 'adapter_config.json').write_text(json.dumps(fields, indent=1))
-  state = {name: np.ascontiguousarray(x) for name, x in state.items()}
-  arrays.write_safetensors(dst / 'adapter_model.safetensors', state)
-  height, width = model.image_size
-  return [
-    f'the base is the model from which the run started, for {height}x{width} pixels; '
-    'PEFT needs transformers 5 for these names'
-  ]
+      name, array = f'{layer}.lora_B.weight', _to_peft_b(x, array.shape)
+    layers.state[f'{_PREFIX}{name}'] = np.ascontiguousarray(array)
+  _check_whole(layers, [leaves.renamed(name, family.modules) for name in converted])
+  return layers
+
+
+def _check_whole(layers: _Layers, names: Iterable[str]) -> None:
+  """Raises ValueError if a layer was trained in part, or next to an adapter."""
+  for name in names:
+    for layer in layers.whole:
+      if not name.startswith(f'{layer}.'):
+        continue
+      if f'{_PREFIX}{name}' not in layers.state or layer in layers.adapted:
+        raise ValueError(
+          f"only a part of '{layer}' was trained, or next to an adapter, and PEFT has "
+          'whole layers: write the merged weights (--to=hf)'
+        )
 
 
 def _to_peft_a(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
