@@ -19,7 +19,7 @@ from vit_jax.tasks import masked_patches
 def made(weights, grid, before=0):
   """Builds Attention from weights; the tokens before the patches are a class token."""
   model = tiny_models.tiny(classifier='token' if before else 'gap')
-  return internals.of(model, weights, None, grid)
+  return internals.make_attention(model, weights, None, grid)
 
 
 def random_weights(shape, seed=0):
@@ -192,7 +192,7 @@ def test_registers_are_excluded_from_maps():
 )
 def test_maps_are_read_from_the_tokens_that_the_head_reads(fields, expected):
   weights = [random_weights((1, 2, 6, 6))]  # Two tokens, then 2 x 2 patches.
-  found = internals.of(tiny_models.tiny(**fields), weights, None, (2, 2))
+  found = internals.make_attention(tiny_models.tiny(**fields), weights, None, (2, 2))
   np.testing.assert_array_equal(found.readout, [expected])
   rows = np.array(expected) @ weights[0].mean(axis=1)
   np.testing.assert_allclose(internals.maps(found)[0].ravel(), rows[0, 2:], rtol=1e-6)

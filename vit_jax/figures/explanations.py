@@ -161,7 +161,7 @@ def _rollout(
   del classes
   grid = internals.patch_grid(model, params, images)
   weights, outputs = internals.forward(model, params, images)
-  return internals.rollout_maps(internals.of(model, weights, outputs, grid))
+  return internals.rollout_maps(internals.make_attention(model, weights, outputs, grid))
 
 
 def _rollout_gradient(
@@ -174,7 +174,7 @@ def _rollout_gradient(
   weights, gradients = _attention_gradients(model, params, images, classes)
   products = [nn.relu(w * g) for w, g in zip(weights, gradients, strict=True)]
   grid = internals.patch_grid(model, params, images)
-  attention = internals.of(model, products, None, grid)
+  attention = internals.make_attention(model, products, None, grid)
   result = jnp.eye(weights[0].shape[-1])
   for product in attention.weights:
     result = result + product.mean(axis=1) @ result  # [B, N, N]

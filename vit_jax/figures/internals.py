@@ -225,6 +225,7 @@ def rollout_maps(attention: Attention) -> np.ndarray:
 
 def on_grid(mixed: Any, attention: Attention) -> Any:
   """Turns matrices [..., B, N, N] into maps [..., B, h, w] of what the classifier reads."""
+  assert attention.readout is not None
   row = (attention.readout[:, None] @ mixed)[..., 0, :]  # [..., B, N]
   return row[..., attention.before :].reshape(*row.shape[:-1], *attention.grid)
 
