@@ -6,6 +6,7 @@ import re
 import flax.linen as nn
 import flax.traverse_util
 import jax
+import jax.numpy as jnp
 import pytest
 
 from tests import tiny_models
@@ -304,3 +305,18 @@ def test_task_may_provide_its_own_class():
   models.make_model(config, Task, num_classes=3)
   with pytest.raises(ValueError, match=r"\['wide'\]: Encoder takes"):
     models.make_model(config, num_classes=3)
+
+
+@pytest.mark.parametrize('name', ['testing', 'mixer_b16', 'bit_r50x1'])
+@pytest.mark.parametrize(
+  'shape, dtype, message',
+  [
+    ((2, 32, 32, 3), jnp.uint8, r'images are uint8: pass floats.*127\.5 - 1'),
+    ((2, 3, 32, 32), jnp.float32, r'batch, channels, height.*transpose\(0, 2, 3, 1\)'),
+  ],
+)
+def test_images_of_other_libraries_are_named(name, shape, dtype, message):
+  model = models.get_model(name, num_classes=3)
+  images = jax.ShapeDtypeStruct(shape, dtype)
+  with pytest.raises(ValueError, match=message):
+    jax.eval_shape(lambda x: model.init(jax.random.key(0), x, train=False), images)

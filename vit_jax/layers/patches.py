@@ -20,11 +20,22 @@ from vit_jax.layers import dtypes
 
 
 def check_images(images: jax.Array) -> None:
-  """Raises ValueError if `images` are not [B, H, W, C]."""
+  """Raises ValueError if `images` are not floats [B, H, W, C]."""
   if images.ndim != 4:
     raise ValueError(
       'images must be [batch, height, width, channels], got '
       f'{images.shape}; batches have no device dimension here'
+    )
+  if jnp.issubdtype(images.dtype, jnp.integer):
+    raise ValueError(
+      f'images are {images.dtype}: pass floats, as models were trained on, such as '
+      'images / 127.5 - 1 of values from 0 to 255'
+    )
+  _, height, _, channels = images.shape
+  if height in (1, 3) and channels not in (1, 3):
+    raise ValueError(
+      f'images are {list(images.shape)}, which looks like [batch, channels, height, '
+      'width]: move the channels to the end, images.transpose(0, 2, 3, 1)'
     )
 
 
