@@ -23,7 +23,7 @@ def server(tmp_path, monkeypatch):
   """A server on loopback; yields its address and the requested paths."""
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path / 'cache'))
   # The loopback server has no certificate and is not encrypted.
-  monkeypatch.setattr(fetch, '_check_encrypted', lambda url: None)
+  monkeypatch.setenv(fetch.INSECURE, '1')
   requested = []
 
   class Handler(http.server.BaseHTTPRequestHandler):
