@@ -488,8 +488,9 @@ def test_an_optimiser_of_optax_keeps_its_own_order(name, function, arguments):
 def by_hand(tx):
   """Returns parameters and state after each update with one of SLOPES."""
   params, state = TREE, tx.init(TREE)
-  for grads in SLOPES:
-    updates, state = tx.update(grads, state, params)
+  tx = optax.with_extra_args_support(tx)
+  for step, grads in enumerate(SLOPES):
+    updates, state = tx.update(grads, state, params, step=jnp.int32(step))
     params = optax.apply_updates(params, updates)
     yield params, state
 
@@ -543,7 +544,7 @@ def test_sam_evaluates_the_parameters_without_adversarial_steps():
   tx = optax.contrib.sam(
     optax.adam(lambda count: schedule(2 * count + 1), 0.8), adversary
   )
-  expected = list(by_hand(tx))
+  expected = list(by_hand(optax.GradientTransformation(tx.init, tx.update)))
   synced = expected[1][0]
   rows = list(by_config(cfg, schedule))
   for (params, _), (expected_params, _) in zip(rows, expected, strict=True):

@@ -325,7 +325,9 @@ def sam(
 
   make = functools.partial(setting.function(), schedule)
   adversary = optax.chain(optax.contrib.normalize(), optax.sgd(rho))
-  return optax.contrib.sam(setting.call(make, {}), adversary, sync_period)
+  tx = optax.contrib.sam(setting.call(make, {}), adversary, sync_period)
+  # It rejects other arguments, such as the step, which this type does not get.
+  return optax.GradientTransformation(tx.init, tx.update)
 
 
 _SAM = f'{common.OPTAX}contrib.sam'
