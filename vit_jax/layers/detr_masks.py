@@ -172,7 +172,7 @@ class MaskHead(nn.Module):
   num_heads: int  # K.
   # Number of queries whose masks are computed at a time, and again in the backward
   # pass, to save memory. 0: all.
-  at_a_time: int = 0
+  chunk_size: int = 0
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
@@ -197,7 +197,7 @@ class MaskHead(nn.Module):
     def compute(module: nn.Module, maps: jax.Array) -> jax.Array:
       return module(maps, shared, kernel, stages)
 
-    queries, size = maps.shape[1], self.at_a_time
+    queries, size = maps.shape[1], self.chunk_size
     if not size or queries <= size:
       return compute(convolutions, maps)
 
