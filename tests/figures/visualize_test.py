@@ -80,7 +80,8 @@ def call(*args):
 def test_command_draws_all_figures_of_a_run(run, tmp_path, monkeypatch, capsys):
   monkeypatch.setitem(drawing.STYLE, 'savefig.dpi', 40)
   out = tmp_path / 'figures'
-  call(f'--workdir={run}', f'--out={out}', '--num_images=2')
+  flags = '--num_images=2', '--explain=grad_cam'
+  call(f'--workdir={run}', f'--out={out}', *flags)
   names = {path.name for path in out.iterdir()}
   without = {entry.name for entry in gallery.entries_of(classify.Task)}
   assert names == {f'{name}.png' for name in without} | {'index.html'}
@@ -225,3 +226,36 @@ def test_masked_patches_are_reconstructed(image_folder):
   shown = axes.get_images()[0].get_array()
   seen = drawing.as_pixels(subject.batch['image'])
   np.testing.assert_array_equal(shown[:128, :128], seen[0])
+
+
+def test_explanations_of_named_and_of_the_most_probable_classes(run, photo):
+  model = predict.load(str(run))
+  names = ['explanations', 'class_explanations']
+  methods = ['rollout', 'grad_cam']
+  found = visualize.figures(
+    model, [photo] * 2, names=names, methods=methods, class_name='bee'
+  )
+  axes = found['explanations'].axes[0]
+  rows = [label.get_text().replace('\n', ' ') for label in axes.get_yticklabels()]
+  assert rows == ['image', 'Attention rollout', 'Grad-CAM']
+  assert axes.get_xlabel().endswith('explained: bee')
+  figure = found['class_explanations']
+  assert figure.get_suptitle().startswith('Grad-CAM')
+  [classes] = model.predict([photo], top=3)
+  texts = [text.get_text() for text in figure.axes[0].texts]
+  assert texts[::2] == [f'{name} {100 * p:.0f} %' for name, p in classes]
+
+
+def test_explanations_need_a_class_and_a_method_of_the_model(run, mixer, photo):
+  model = predict.load(str(run))
+  with pytest.raises(ValueError, match="class_name='bear' .* ant, bee, cow .*--class"):
+    visualize.subject(model, [photo], class_name='bear')
+  with pytest.raises(ValueError, match="method='lime' is unknown.*--explain"):
+    visualize.subject(model, [photo], methods=['lime'])
+  subject = visualize.subject(model, [photo], methods=['rollout'])
+  with pytest.raises(ValueError, match="method='rollout' is the same for every class"):
+    gallery.choose(subject, ['class_explanations'])
+  weights = predict.load_weights(mixer, image_size=(8, 8))
+  subject = visualize.subject(weights, [photo], methods=['legrad'])
+  with pytest.raises(ValueError, match='explanations.*MlpMixer.*grad_cam'):
+    gallery.choose(subject, ['explanations'])

@@ -7,6 +7,8 @@ r"""Draw the paper's figures for a run or a file of weights.
     --figures filters attention_rollout
   vit_jax visualize --workdir=/tmp/detr --images street.jpg --out=DIR \
     --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
+  vit_jax visualize --workdir=/tmp/run --images a.jpg --out=DIR \
+    --figures explanations --explain legrad grad_cam --class=bee
   vit_jax visualize --inductive_bias --out=DIR
 
 Each command writes one PNG per figure, and index.html, which shows all of them. It
@@ -16,7 +18,8 @@ Without --images it draws the first images of the run's test split. Needs the ex
 
 The figures: attention_rollout, attention_maps, register_attention, patch_components
 (colours as in DINOv2's paper), attention_distance, filters, position_similarity,
-reconstructions (of masked patches), learning_curves, confusion and mistakes (of a
+reconstructions (of masked patches), learning_curves, explanations and
+class_explanations (how much each patch speaks for a class), confusion and mistakes (of a
 classifier, on the run's test split or --split); for a detector encoder_attention (at
 the centres of its boxes, or --points), query_attention, and query_boxes (on the whole
 split).
@@ -65,6 +68,18 @@ def make_parser() -> flags.Parser:
     choices=('positive', 'negative'),
     default='',
     help='patch_components: colour only patches whose first component has this sign',
+  )
+  parser.add_argument(
+    '--explain',
+    nargs='+',
+    metavar='METHOD',
+    help='methods of explanations: legrad, rollout_gradient, grad_cam, rollout (all)',
+  )
+  parser.add_argument(
+    '--class',
+    dest='class_name',
+    metavar='NAME',
+    help='class to explain in explanations (the predicted one)',
   )
   parser.add_argument(
     '--inductive_bias',
@@ -141,7 +156,14 @@ def _draw(args: argparse.Namespace) -> None:
   if args.workdir or args.weights:
     model = flags.load_model(args, max_image_pixels=args.max_image_pixels)
     subject = visualize.subject(
-      model, args.images, args.split, args.num_images, args.points, args.foreground
+      model,
+      args.images,
+      args.split,
+      args.num_images,
+      args.points,
+      args.foreground,
+      args.explain,
+      args.class_name,
     )
     entries, lacking = gallery.choose(subject, args.figures)
     entries_and_subjects += [(entry, subject) for entry in entries]

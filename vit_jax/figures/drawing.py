@@ -355,6 +355,58 @@ def register_attention(
 
 
 @styled
+def explanations(
+  names: Sequence[str],
+  images: np.ndarray,
+  maps: np.ndarray,
+  labels: Sequence[str],
+  title: str,
+) -> Any:
+  """Draws images, and below them the explanations of named methods.
+
+  For the other arguments see `attention_maps`; maps are [len(names), B, h, w].
+  """
+  pictures = _over(images, maps)
+  rows = ['image', *names]
+  bar = 'relevance'
+  return _over_pictures('Explanations', pictures, labels, rows, title, bar=bar)
+
+
+@styled
+def class_explanations(
+  method: str,
+  classes: Sequence[Sequence[str]],
+  images: np.ndarray,
+  maps: np.ndarray,
+  labels: Sequence[str],
+) -> Any:
+  """Draws images, and below them the explanations of their most probable classes.
+
+  Takes the name of the method, the names of classes [n][B], images as
+  `attention_maps`, maps [n, B, h, w] and a name per image.
+  """
+  pictures = _over(images, maps)
+  rows = ['image', *(f'{rank}.' for rank in range(1, 1 + len(maps)))]
+  heading = f'{method} of the most probable classes'
+  fig = _over_pictures(heading, pictures, labels, rows, down='class', bar='relevance')
+  axes = fig.axes[0]
+  columns, heights = axes.get_xticks(), axes.get_yticks()
+  for row, texts in enumerate(classes, 1):
+    for column, text in enumerate(texts):
+      axes.text(
+        columns[column],
+        heights[row] + heights[0],  # The lower edge of the picture.
+        shorten(text),
+        size=9,
+        color='white',
+        ha='center',
+        va='bottom',
+        bbox=dict(facecolor='black', alpha=0.6, linewidth=0, pad=1.5),
+      )
+  return fig
+
+
+@styled
 def patch_components(
   images: np.ndarray, colours: np.ndarray, shares: np.ndarray, labels: Sequence[str]
 ) -> Any:
@@ -375,7 +427,7 @@ def patch_components(
     labels,
     ['image', 'patches'],
     f'red, green, blue: {explained} % of the variance',
-    bar=False,
+    bar='',
   )
 
 
@@ -401,9 +453,12 @@ def _over_pictures(
   rows: Sequence,
   across: str = '',
   down: str = '',
-  bar: bool = True,
+  bar: str = 'relative attention',
 ) -> Any:
-  """Draws pictures [rows, columns, H, W, 3] with labels and perhaps a colour bar."""
+  """Draws pictures [rows, columns, H, W, 3] with labels and perhaps a colour bar.
+
+  `bar` is the label of the colour bar; '' for none.
+  """
   from matplotlib import cm, colors
 
   ratio = pictures.shape[2] / pictures.shape[3]
@@ -422,7 +477,7 @@ def _over_pictures(
   axes.set_ylabel(down)
   if bar:
     values = cm.ScalarMappable(colors.Normalize(0, 1), 'viridis')
-    _colour_bar(fig, axes, values, 'relative attention', ticks=(0, 0.5, 1))
+    _colour_bar(fig, axes, values, bar, ticks=(0, 0.5, 1))
   return fig
 
 

@@ -284,22 +284,22 @@ def _grad_cam(
   Not after the last layer: of its tokens, a class token is all that the head reads.
   """
   path = _cam_path(model)
-  seen: list[jax.Array] = []
+  activations: list[jax.Array] = []
 
   def score(perturbation: Any) -> tuple[jax.Array, jax.Array]:
-    seen.clear()
+    activations.clear()
 
     def intercept(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
       result = call(*args, **kwargs)
       if context.method_name != '__call__' or context.module.path != path:
         return result
-      seen.append(result)
+      activations.append(result)
       return result + perturbation
 
     variables = {'params': params}
     # Sowing models apply their layers one by one.
     logits, _ = _apply(model, variables, images, ['intermediates'], intercept)
-    return _sum_of(logits, classes), seen[-1]
+    return _sum_of(logits, classes), activations[-1]
 
   spec = jax.eval_shape(lambda: score(0)[1])
   zeros = jnp.zeros(spec.shape, spec.dtype)

@@ -12,10 +12,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit_jax import models, models_resnet
-from vit_jax.figures import charts, drawing, internals, invariance, results
+from vit_jax.figures import (
+  charts,
+  drawing,
+  explanations,
+  internals,
+  invariance,
+  results,
+)
 from vit_jax.layers import position_kinds, positions
 
 _A_ROW = 8  # Maximum number of images per figure; more make further figures.
+_RANKS = 3  # Classes of an image that are explained.
 _POSEMB = 'Transformer/posembed_input/pos_embedding'
 # Kernels of the first layer of a BiT ResNet and a hybrid, which are standardised.
 _STANDARDISED = ('root_block/conv_root/kernel', 'conv_root/kernel')
@@ -88,6 +96,21 @@ def _needs_labels(subject: results.Subject) -> str | None:
   return None
 
 
+def _needs_explanations(subject: results.Subject) -> str | None:
+  if not subject.model.class_names:
+    return 'the model has no classes'
+  for reason in subject.methods.values():
+    if reason is not None:
+      return reason
+  return needs_images(subject)
+
+
+def _needs_class_explanations(subject: results.Subject) -> str | None:
+  if list(subject.methods) == ['rollout']:
+    return "method='rollout' is the same for every class: use another one (--explain)"
+  return _needs_explanations(subject)
+
+
 # --- Drawing: each returns a list of matplotlib Figures ---
 
 
@@ -119,7 +142,7 @@ def _attention_distance(subject: results.Subject) -> list:
   patch = tuple(pixels / cells for pixels, cells in zip(size, grid))
   uniform = [np.full((1, 1, count, count), 1 / count, np.float32)]
   [[alike]] = internals.mean_distances(
-    internals.Attention(uniform, None, grid, 0, False), patch
+    internals.Attention(uniform, None, grid, 0, None), patch
   )
   distances = subject.seen.distances
   return [charts.attention_distances(distances, float(alike), len(subject.names))]
@@ -165,6 +188,54 @@ def _patch_components(subject: results.Subject) -> list:
   return figures
 
 
+def _explanations(subject: results.Subject) -> list:
+  classes = subject.outputs.argmax(axis=-1)
+  title = 'predicted class, probability'
+  number = subject.named_class
+  if number is not None:
+    classes = np.full_like(classes, number)
+    name = drawing.shorten(subject.model.class_names[number])
+    title = f'predicted class, probability; explained: {name}'
+  maps = np.stack([subject.relevance(method, classes) for method in subject.methods])
+  names = [explanations.METHODS[method] for method in subject.methods]
+  images, labels = subject.batch['image'], subject.predictions
+  figures = []
+  for page in pages(subject):
+    figures.append(
+      drawing.explanations(names, images[page], maps[:, page], labels[page], title)
+    )
+  return figures
+
+
+def _class_explanations(subject: results.Subject) -> list:
+  shares = subject.model.task.probabilities(subject.outputs)  # [B, classes]
+  ranks = np.argsort(-shares, axis=-1, kind='stable')[:, :_RANKS]  # [B, n]
+  method = next(m for m in subject.methods if m != 'rollout')
+  maps, texts = [], []
+  for classes in ranks.T:
+    maps.append(subject.relevance(method, classes))
+    texts.append(
+      [
+        f'{subject.model.class_names[i]} {100 * row[i]:.0f} %'
+        for i, row in zip(classes, shares)
+      ]
+    )
+  images, stacked = subject.batch['image'], np.stack(maps)
+  name = explanations.METHODS[method]
+  figures = []
+  for page in pages(subject):
+    figures.append(
+      drawing.class_explanations(
+        name,
+        [row[page] for row in texts],
+        images[page],
+        stacked[:, page],
+        subject.names[page],
+      )
+    )
+  return figures
+
+
 def _of_results(draw: Callable, subject: results.Subject) -> list:
   names = subject.model.class_names
   return [draw(subject.results, names, subject.split)]
@@ -200,7 +271,8 @@ FIGURES = (
     'Attention of each layer',
     'Each map shows how much the class token attends to each patch in a layer, '
     'averaged over the heads. In a model without a class token, the map is the '
-    'mean over all patches as queries. Each map is scaled to its largest value.',
+    'mean over all patches as queries, weighted by attention pooling if the model has '
+    'it. Each map is scaled to its largest value.',
     'arXiv 2010.11929, section 4.5 and appendix D.8',
     _needs_attention,
     lambda x: _with_maps(drawing.attention_maps, x.seen.maps, x),
@@ -271,6 +343,28 @@ FIGURES = (
 )
 # Further figures of a classifier, see Task.FIGURES in vit_jax/tasks/base.py.
 OF_CLASSES = (
+  Entry(
+    'explanations',
+    'Explanations',
+    'Each map shows how much the patches speak for the predicted class, or for the class '
+    'that --class names. Rollout, which is the same for every class, is attention '
+    'followed through all layers; the other methods use gradients of the class. Each '
+    'map is scaled to its smallest and its largest value.',
+    'arXiv 2404.03214 (LeGrad), 2012.09838 and 2103.15679 (gradient-weighted rollout), '
+    '1610.02391 (Grad-CAM), 2005.00928 (rollout)',
+    _needs_explanations,
+    _explanations,
+  ),
+  Entry(
+    'class_explanations',
+    'Explanations of several classes',
+    'Each map shows how much the patches speak for one of the most probable classes of '
+    'an image. Maps that differ show where the model sees which class; maps that are '
+    'alike show that the method, or the model, does not tell the classes apart.',
+    'the first method of --explain that depends on the class, by default LeGrad',
+    _needs_class_explanations,
+    _class_explanations,
+  ),
   Entry(
     'confusion',
     'Confusion matrix',

@@ -18,7 +18,7 @@ import numpy as np
 from vit_jax import input_pipeline, models
 from vit_jax.data import records
 from vit_jax.distributed import sharding
-from vit_jax.figures import internals
+from vit_jax.figures import explanations, internals
 from vit_jax.inference import engine
 from vit_jax.run import (
   evaluators as run_evaluators,
@@ -28,6 +28,7 @@ from vit_jax.run import (
 
 # Maximum batch size: on a CPU, larger ones only take more memory.
 _BATCH = 32
+_NAMES = 10  # Maximum number of classes in a message.
 
 
 class Curve(NamedTuple):
@@ -176,7 +177,9 @@ class Subject:
   `batch` has the model's inputs for the images, arrays [B, ...], or is None. `source` is
   a split with labels, for the confusion matrix, or None, and `lacking` says why.
   `points` in the images are as for Task.check_points; None: the task chooses.
-  `foreground` is as for internals.patch_colours.
+  `foreground` is as for internals.patch_colours. `methods` of explanations are keys of
+  explanations.METHODS, by default all that the model can have; they explain the class
+  `class_name`, by default the predicted one.
   """
 
   def __init__(
@@ -189,13 +192,18 @@ class Subject:
     lacking: str = '',
     points: Sequence[tuple[float, float]] | None = None,
     foreground: str = '',
+    methods: Sequence[str] | None = None,
+    class_name: str | None = None,
   ) -> None:
     """Reads `images` of any sizes, else the first `count` of `source`."""
     self.model = model
     self._computed: dict[Callable[[Subject], Any], Any] = {}
+    self._explain: dict[str, Callable[..., jax.Array]] = {}
     self.source, self.split, self.lacking = source, split, lacking
     self.foreground = foreground
     self.points = None if points is None else model.task.check_points(points)
+    self.methods = _methods(model.task.model, methods)
+    self.named_class = _class_number(model.class_names, class_name)
     self.batch: Any = None
     self.names: list[str] = []
     self._labels = None
@@ -241,6 +249,27 @@ class Subject:
 
     return engine.by_parts(compute_image, self.batch['image'], 1)
 
+  @functools.cached_property
+  def outputs(self) -> np.ndarray:
+    """Computes the outputs of the task for the images, once."""
+    model = self.model
+    compute = jax.jit(model.task.outputs)
+
+    def compute_batch(batch: dict[str, np.ndarray]) -> jax.Array:
+      return compute(model.params, model.extra, batch)
+
+    return engine.by_parts(compute_batch, self.batch, 1)
+
+  def relevance(self, method: str, classes: np.ndarray) -> np.ndarray:
+    """Explains a class of each image, int [B]: maps [B, h, w]."""
+    if method not in self._explain:
+      task = self.model.task
+      function = functools.partial(explanations.explain, task.model, method=method)
+      self._explain[method] = jax.jit(function)
+    explain = functools.partial(self._explain[method], self.model.params)
+    inputs = self.batch['image'], classes
+    return engine.by_parts(lambda rows: explain(*rows), inputs, 1)
+
   def once(self, compute: Callable[['Subject'], Any]) -> Any:
     """Returns `compute(self)`, which is called once for several figures."""
     if compute not in self._computed:
@@ -254,12 +283,40 @@ class Subject:
     return classify(self.model, self.source)
 
   @functools.cached_property
+  def predictions(self) -> list[str]:
+    """A label per image: the predicted class of a classifier."""
+    return self.model.task.labels_of(self.outputs, self._labels)
+
+  @functools.cached_property
   def labels(self) -> tuple[list[str], str]:
     """A label per image, what is predicted or its name, and their title."""
     labels = self.model.task.labels_of(self.seen.outputs, self._labels)
     if labels:
       return labels, 'predicted class, probability'
     return self.names, ''
+
+
+def _methods(model: Any, methods: Sequence[str] | None) -> dict[str, str | None]:
+  """Returns {method of explanations: what the model lacks for it, or None}."""
+  reasons = {m: explanations.lacks(model, m) for m in methods or explanations.METHODS}
+  if methods:
+    return reasons
+  possible = {method: None for method, reason in reasons.items() if reason is None}
+  return possible or reasons
+
+
+def _class_number(class_names: Sequence[str], name: str | None) -> int | None:
+  """Returns the index of a class; ValueError if the model does not have it."""
+  if name is None:
+    return None
+  if name not in class_names:
+    names = ', '.join(class_names[:_NAMES])
+    more = ', ...' if len(class_names) > _NAMES else ''
+    raise ValueError(
+      f"class_name='{name}' is not a class of this model: use one of {names}{more} "
+      '(--class)'
+    )
+  return list(class_names).index(name)
 
 
 def look(model: Any, images: np.ndarray, grid: tuple[int, int]) -> Seen:

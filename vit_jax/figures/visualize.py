@@ -30,6 +30,8 @@ def subject(
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
   foreground: str = '',
+  methods: Sequence[str] | None = None,
+  class_name: str | None = None,
 ) -> 'results.Subject':
   """Returns a model and the images for its figures, a figures.results.Subject.
 
@@ -39,10 +41,13 @@ def subject(
   run's data set, by default the first one that the run is tested on. `points` (x, y)
   in every image, as shares of width and height, are for the attention of a detector's
   encoder; by default the centres of boxes. `foreground`, 'positive' or 'negative', is
-  the sign of the patches that `patch_components` colours; '' for all.
+  the sign of the patches that `patch_components` colours; '' for all. `methods` of
+  explanations are keys of vit_jax.figures.explanations.METHODS, by default all that the
+  model can have; they explain the class `class_name`, by default the predicted one.
 
   Raises FileNotFoundError or ValueError if an image or the split cannot be read, a
-  point lies outside of the images, or the model was loaded in 8 bits.
+  point lies outside of the images, a method or class is unknown, or the model was
+  loaded in 8 bits.
   """
   from vit_jax.data import sources
   from vit_jax.figures import results
@@ -69,7 +74,16 @@ def subject(
       '(--images)'
     )
   return results.Subject(
-    model, images, source, split or '', num_images, lacking, points, foreground
+    model,
+    images,
+    source,
+    split or '',
+    num_images,
+    lacking,
+    points,
+    foreground,
+    methods,
+    class_name,
   )
 
 
@@ -81,6 +95,8 @@ def figures(
   num_images: int = 8,
   points: Sequence[tuple[float, float]] | None = None,
   foreground: str = '',
+  methods: Sequence[str] | None = None,
+  class_name: str | None = None,
 ) -> dict[str, Any]:
   """Draws figures of a model; returns matplotlib Figures by name.
 
@@ -90,7 +106,9 @@ def figures(
   """
   from vit_jax.figures import gallery
 
-  model_subject = subject(model, images, split, num_images, points, foreground)
+  model_subject = subject(
+    model, images, split, num_images, points, foreground, methods, class_name
+  )
   results = {}
   for entry in gallery.choose(model_subject, names)[0]:
     results.update(gallery.draw(entry, model_subject))
