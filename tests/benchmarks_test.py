@@ -8,11 +8,13 @@ import threading
 import types
 
 import jax
+import numpy as np
 import pytest
 import torch
 
 from benchmarks import (
   __main__ as program,
+  explanations,
   patterns,
   pipeline,
   sampling,
@@ -162,3 +164,40 @@ def test_pairs_of_local_attention(side):
   places = list(itertools.product(range(side), repeat=2))
   near = [max(abs(a - c), abs(b - d)) <= 3 for a, b in places for c, d in places]
   assert patterns.pairs(side) == sum(near)
+
+
+def test_curves_of_deletion_change_the_most_relevant_patches_first():
+  relevance = np.array([[[0.1, 0.9], [0.5, 0.2]]])
+  ranks = explanations.ranks(relevance, np.random.default_rng(0))
+  assert ranks.tolist() == [[[3, 0], [1, 2]]]
+  # The probability of class 1 is the sum of the patches, which have 2 x 3 pixels.
+  image = np.array([[0.1, 0.4], [0.3, 0.2]]).repeat(2, axis=0).repeat(3, axis=1)
+  image = image[None, ..., None]
+
+  def probabilities(x):
+    total = x.sum(axis=(1, 2, 3)) / 6
+    return jax.numpy.stack([1 - total, total], axis=-1)
+
+  classes = np.array([1])
+  blank = np.zeros_like(image)
+  deleted = explanations.curve(probabilities, image, blank, ranks, classes)
+  np.testing.assert_allclose(deleted[:, 0], [1.0, 0.6, 0.3, 0.1, 0.0], atol=1e-6)
+  # Trapezia of width 1/4: (1 / 2 + 0.6 + 0.3 + 0.1 + 0 / 2) / 4.
+  assert explanations.area(deleted) == pytest.approx(0.375)
+  inserted = explanations.curve(probabilities, blank, image, ranks, classes)
+  np.testing.assert_allclose(inserted[:, 0], [0.0, 0.4, 0.7, 0.9, 1.0], atol=1e-6)
+
+
+def test_patches_of_equal_relevance_come_in_random_order():
+  order = explanations.ranks(np.zeros((40, 2, 2)), np.random.default_rng(0))
+  assert np.sort(order.reshape(40, 4)).tolist() == [[0, 1, 2, 3]] * 40
+  assert len({tuple(x) for x in order.reshape(40, 4).tolist()}) > 10
+
+
+def test_table_of_explanations_has_mean_and_deviation_over_models():
+  measured = [{'legrad': (0.1, 0.8), 'random': (0.5, 0.5)} for _ in range(2)]
+  measured[1]['legrad'] = (0.3, 0.8)
+  assert explanations.table(measured).splitlines()[2:] == [
+    '| LeGrad | 0.200 ± 0.141 | 0.800 ± 0.000 |',
+    '| random | 0.500 ± 0.000 | 0.500 ± 0.000 |',
+  ]
