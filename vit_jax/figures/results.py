@@ -301,7 +301,7 @@ def _methods(model: Any, methods: Sequence[str] | None) -> dict[str, str | None]
   reasons = {m: explanations.lacks(model, m) for m in methods or explanations.METHODS}
   if methods:
     return reasons
-  possible = {method: None for method, reason in reasons.items() if reason is None}
+  possible = {m: reason for m, reason in reasons.items() if reason is None}
   return possible or reasons
 
 
