@@ -298,11 +298,14 @@ class Subject:
 
 def _methods(model: Any, methods: Sequence[str] | None) -> dict[str, str | None]:
   """Returns {method of explanations: what the model lacks for it, or None}."""
-  reasons = {m: explanations.lacks(model, m) for m in methods or explanations.METHODS}
+  reasons = {
+    method: explanations.lacks(model, method)
+    for method in methods or explanations.METHODS
+  }
   if methods:
     return reasons
-  possible = {m: reason for m, reason in reasons.items() if reason is None}
-  return possible or reasons
+  possible = [method for method, reason in reasons.items() if reason is None]
+  return dict.fromkeys(possible) or reasons
 
 
 def _class_number(class_names: Sequence[str], name: str | None) -> int | None:
