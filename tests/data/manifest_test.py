@@ -138,7 +138,7 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
   'line, message',
   [
     ('{"image": "photos/0.png"', 'valid JSON'),
-    ('{"image": ' + 5000 * '[', 'not valid JSON: .*nested too deeply'),
+    ('{"image": ' + 100_000 * '[', 'not valid JSON: .*nested too deeply'),
     ('{"image": "photos/0.png", "x": [1' + 20 * '0' + ', 2]}', 'large for int64'),
     ('{"image": photos/0.png}', 'not valid JSON: invalid character'),
     ('["photos/0.png"]', r'object, .* \["photos/0.png"\]'),
@@ -151,7 +151,7 @@ def test_classes_may_be_listed_in_a_file(tmp_path):
     ('{"image": "photos/0.png", "x": [1, 9223372036854775808]}', "'x' is 922.*int64"),
     ('{"image": "photos/0.png", "x": [1, 2], "x": [3, 4]}', "key 'x' is repeated"),
     ('{"image": "photos/0.png", "x": {"y" : 1, "y": 2}}', "key 'y' is repeated"),
-    ('{"image": "photos/0.png", "x": ' + 9999 * '[', 'nested too deeply'),
+    ('{"image": "photos/0.png", "x": ' + 100_000 * '[', 'nested too deeply'),
     ('{"image": "photos/none.png", "x": [1, 2]}', 'there is no image file .*none.png'),
     ('{"image": "train.jsonl", "x": [1, 2]}', 'train.jsonl: not an image of a known'),
   ],

@@ -32,7 +32,7 @@ from tests.tasks.pixels import pixels_test
 from vit_jax import predict
 from vit_jax.commands import demo as command
 from vit_jax.data.images import images
-from vit_jax.figures import grids
+from vit_jax.figures import explanations, grids
 from vit_jax.inference import predictor, user_images
 from vit_jax.tasks import classify
 from vit_jax.tasks.detection import attention_figures
@@ -180,14 +180,30 @@ def test_classifies_uploads_and_examples(browser, url, model, photos, image_fold
     sync_api.expect(page.locator('h1')).to_have_text(TITLE)
     upload(page, photos[0])
     expect_probabilities(page, *model.predict([str(photos[0])]))
-    rollout = page.locator('.image-frame img').nth(1)
-    assert width_of(rollout) == 50 * 5  # The shorter side is enlarged to at least 128.
+    picture = page.locator('.image-frame img').nth(1)
+    assert width_of(picture) == 50 * 5  # The shorter side is enlarged to at least 128.
     page.locator('.gallery-item').first.click()
     first = user_images.examples(model.config, 1).name(0)
     assert first.startswith(f'{image_folder}/test/')
     expect_probabilities(page, *model.predict([first]))
     page.get_by_label('Remove Image').click()
     sync_api.expect(best(page)).to_have_count(0)
+
+
+def test_visitors_choose_class_and_method_of_the_explanation(browser, url, photos):
+  with visit(browser, url) as page:
+    upload(page, photos[0])
+    best(page).wait_for()
+    picture = page.locator('.image-frame img').nth(1)
+    sources = [picture.get_attribute('src')]
+    choices = page.get_by_role('radio')
+    assert choices.count() == len(NAMES) + len(explanations.METHODS)
+    assert choices.first.is_checked()
+    for choice in (choices.nth(1), page.get_by_label('Grad-CAM')):
+      choice.check()
+      sync_api.expect(picture).not_to_have_attribute('src', sources[-1])
+      sources.append(picture.get_attribute('src'))
+    assert len({*sources}) == 3
 
 
 def photo_event(url):
@@ -220,12 +236,14 @@ def test_only_uploads_and_examples_are_read(url, photos):
     assert (answer.status_code, answer.text) == refusal
   [example] = pathlib.Path(upload).parents[1].glob('example_1.*')
   for path in (upload, example):
-    label, rollout = send_event(url, photo_event(url), [as_file(path)])[0]
+    label, *_, picture = send_event(url, photo_event(url), [as_file(path), 'legrad'])[0]
     assert label['label'] in NAMES
-    assert CLIENT.get(rollout['url']).status_code == 200
+    assert CLIENT.get(picture['url']).status_code == 200
   for x in (str(photos[0]), upload, [str(photos[0])]):
-    assert send_event(url, photo_event(url), [x]) == [None]  # An error, no message.
-  text, values = send_event(url, photo_event(url), [{'url': photos[0].as_uri()}])
+    answer = send_event(url, photo_event(url), [x, 'legrad'])
+    assert answer == [None]  # An error, no message.
+  no_path = {'url': photos[0].as_uri()}
+  text, values = send_event(url, photo_event(url), [no_path, 'legrad'])
   assert 'upload it again' in text
   assert not any(values)
 
@@ -311,7 +329,9 @@ def test_one_photo_is_decoded_at_a_time(demo, url, photos, monkeypatch):
   [path] = post_file(url, photos[0].read_bytes()).json()
   with futures.ThreadPoolExecutor(4) as pool:
     replies = pool.map(
-      lambda session: send_event(url, photo_event(url), [as_file(path)], session),
+      lambda session: send_event(
+        url, photo_event(url), [as_file(path), 'legrad'], session
+      ),
       ('a', 'b', 'c', 'd'),
     )
     assert all(reply[0][0]['label'] in NAMES for reply in replies)

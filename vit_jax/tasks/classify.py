@@ -15,14 +15,13 @@ from vit_jax.configs import schema, task_options
 from vit_jax.data import records
 from vit_jax.data.augmentation import mixing
 from vit_jax.data.lazy import tf
-from vit_jax.figures import drawing, gallery, grids, internals
+from vit_jax.figures import gallery, grids
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.learning import losses
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks import base
 
 _TOP5 = 100  # Minimum number of classes for top-5 accuracy.
-_SHOWN = 5  # Classes in the web demo.
 _POOLING = 'MAPHead_0/'  # Attention pooling, which weights may lack.
 _NAMES = 3  # Maximum number of classes in the caption of a training image.
 
@@ -375,47 +374,9 @@ class Predictor(base.Predictor):
       lines = [f'  {100 * p:6.2f} %  {name}' for name, p in classes]
       yield '\n'.join([path, *lines])
 
-  @functools.cached_property
-  def _with_rollout(self) -> Callable[..., dict[str, jax.Array]]:
-    """Computes `probabilities`, and a map of attention `rollout` if there is one."""
-    task = self.task
-
-    def compute(
-      params: Any, extra: Any, batch: dict[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-      if internals.lacks(task.model):
-        return task.exported(params, extra, batch)
-      images = batch['image']
-      grid = internals.patch_grid(task.model, params, images)
-      weights, logits = internals.forward(task.model, params, images)
-      attention = internals.make_attention(task.model, weights, logits, grid)
-      return {
-        'probabilities': task.squash(logits),
-        'rollout': internals.rollout_maps(attention),
-      }
-
-    return jax.jit(compute)
-
   def page(self) -> tuple[Callable[..., dict], list, list]:
-    """Shows the top predictions, and attention rollout over the image."""
-    import gradio as gr
-
-    from vit_jax.inference import demo
+    """Shows the top predictions, and explanations of them over the image."""
+    from vit_jax.tasks import classify_page
 
     self._check_head()
-    outputs = [gr.Label(label='Top predictions', num_top_classes=_SHOWN)]
-    if not internals.lacks(self.task.model):
-      outputs.append(demo.picture('Attention rollout'))
-
-    def show(photo: demo.Photo) -> dict:
-      [(_, inputs, results)] = self.stream([photo.path], self._with_rollout, ['image'])
-      values = [demo.confidences(self._top_classes(results, _SHOWN))]
-      if 'rollout' in results:
-        # The model may see only a centre crop of the photo.
-        is_whole = self.config.pp.resize is None
-        image = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
-        overlay = drawing.overlay(drawing.as_pixels(image), results['rollout'])
-        values.append(grids.to_pixels(2 * overlay - 1))
-      return dict(zip(outputs, values))
-
-    return show, [], outputs
+    return classify_page.make(self, self._exported)
