@@ -56,6 +56,7 @@ def test_the_loss_of_weighted_classes_is_divided_by_their_weights(tiny_config):
     ({'class_weights': 'balanced', 'sampling': 'balanced'}, {}, 'same imbalance'),
     ({'class_weights': 'balanced'}, {'logit_adjustment': 1}, 'same imbalance'),
     ({'sampling': 'balanced'}, {'logit_adjustment': 1}, 'same imbalance'),
+    ({'label_smoothing': 0.1}, {'logit_adjustment': 1}, 'label_smoothing=0.1 '),
     ({'loss': 'sigmoid'}, {'logit_adjustment': 1}, 'logit_adjustment=1.*softmax'),
     ({'loss': 'softmax'}, {'focal_alpha': 0.25}, 'focal_alpha=0.25.*class_weights'),
     (

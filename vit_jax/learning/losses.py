@@ -13,6 +13,7 @@ def softmax_xent(
   logits: jax.Array,
   labels: jax.Array,
   class_weights: jax.Array | None = None,
+  smoothing: float = 0.0,
   gamma: float = 0.0,
 ) -> jax.Array:
   """Computes the softmax cross-entropy, float32 [B].
@@ -22,7 +23,9 @@ def softmax_xent(
     labels: float [B, C], one-hot, multi-hot or smoothed. Rows with a sum above 1 are
       scaled to sum to 1: an example with two labels has 1/2 for each.
     class_weights: float32 [C], factors of the terms of the classes, as `weight` of
-      PyTorch's cross_entropy. None: 1.
+      PyTorch's cross_entropy without label smoothing. None: 1.
+    smoothing: the fraction of each label, after weighting, to spread evenly over all
+      classes.
     gamma: exponent of the focal loss (arXiv 1708.02002): the term of a class with
       probability p is multiplied by (1 - p)**gamma.
   """
@@ -30,6 +33,12 @@ def softmax_xent(
   labels = _to_shares(labels)
   if class_weights is not None:
     labels = labels * class_weights
+  if smoothing and class_weights is None:
+    labels = _to_shares(optax.smooth_labels(labels, smoothing))
+  elif smoothing:
+    # Smoothing before weighting would give rare classes more weight than the label.
+    share = labels.sum(axis=-1, keepdims=True) / labels.shape[-1]
+    labels = (1 - smoothing) * labels + smoothing * share
   if not gamma:
     return optax.softmax_cross_entropy(logits, labels)
   log_p = jax.nn.log_softmax(logits)
@@ -42,6 +51,7 @@ def sigmoid_xent(
   logits: jax.Array,
   labels: jax.Array,
   class_weights: jax.Array | None = None,
+  smoothing: float = 0.0,
   gamma: float = 0.0,
   alpha: float | None = None,
 ) -> jax.Array:
@@ -52,11 +62,14 @@ def sigmoid_xent(
     labels: float [B, C], any number of ones in a row.
     class_weights: float32 [C], factors of the terms of positive labels, as `pos_weight`
       of PyTorch's BCEWithLogitsLoss. None: 1.
+    smoothing: the fraction of each label to spread evenly over all classes.
     gamma: exponent of the focal loss (arXiv 1708.02002), which has no class weights.
     alpha: weight of positive labels in the focal loss, and 1 - alpha of negative ones.
       None: 1 for both.
   """
   logits = logits.astype(jnp.float32)
+  if smoothing:
+    labels = optax.smooth_labels(labels, smoothing)
   if gamma or alpha is not None:
     losses = optax.sigmoid_focal_loss(
       logits, jnp.asarray(labels), alpha=alpha, gamma=gamma
@@ -92,11 +105,7 @@ def get_loss(
   def configured_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
     if logit_offsets is not None:
       logits = logits.astype(jnp.float32) + logit_offsets
-    if label_smoothing:
-      if name == 'softmax':
-        labels = _to_shares(labels)
-      labels = optax.smooth_labels(labels, label_smoothing)
-    return loss(logits, labels, **options)
+    return loss(logits, labels, smoothing=label_smoothing, **options)
 
   return configured_loss
 

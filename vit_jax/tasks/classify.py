@@ -278,6 +278,12 @@ def _check_objective(config: ml_collections.ConfigDict, options: Any) -> None:
     raise ValueError(
       f'{" and ".join(corrections)} correct for the same imbalance: set only one of them'
     )
+  if options.logit_adjustment and config.label_smoothing:
+    raise ValueError(
+      f'label_smoothing={config.label_smoothing} gives rare classes more than their '
+      'frequency, which logit_adjustment would amplify: set --config.label_smoothing=0 '
+      'or --config.task_options.logit_adjustment=0'
+    )
   if config.loss == 'sigmoid':
     is_focal = options.focal_gamma or options.focal_alpha is not None
     if is_focal and config.class_weights is not None:
