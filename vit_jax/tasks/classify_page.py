@@ -36,7 +36,7 @@ def make(
   choices = [(explanations.METHODS[method], method) for method in methods]
   if methods:
     number = gr.Radio(label='Explained class', interactive=True)
-    method = gr.Radio(choices, value=methods[0], label='Explanation')
+    choice = gr.Radio(choices, value=methods[0], label='Explanation')
     picture = demo.picture('Explanation')
     state = gr.State()
 
@@ -52,12 +52,12 @@ def make(
     overlay = drawing.overlay(result.pixels, np.asarray(relevance))
     return grids.to_pixels(2 * overlay - 1)
 
-  def show(photo: demo.Photo, *chosen: str) -> dict:
+  def show(photo: demo.Photo, method: str | None = None) -> dict:
     [(_, inputs, outputs)] = model.stream([photo.path], compute, ['image'])
     shares = outputs['probabilities']
     classes = np.argsort(-shares, kind='stable')[:_SHOWN].tolist()
     names = demo.confidences((model.class_names[i], float(shares[i])) for i in classes)
-    if not chosen:
+    if method is None:
       return {label: names}
     # The model may see only a centre crop of the photo.
     is_whole = model.config.pp.resize is None
@@ -68,11 +68,11 @@ def make(
       label: names,
       state: result,
       number: gr.Radio(ranks, value=0),
-      picture: draw(result, *chosen, 0),
+      picture: draw(result, method, 0),
     }
 
   if not methods:
     return show, [], [label]
-  for choice in (number, method):
-    choice.input(draw, [state, method, number], picture)
-  return show, [method], [label, number, state, picture]
+  for radio in (number, choice):
+    radio.input(draw, [state, choice, number], picture)
+  return show, [choice], [label, number, state, picture]
