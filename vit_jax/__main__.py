@@ -86,7 +86,7 @@ def run(command: str, argv: Sequence[str] | None = None):
     sys.exit(1)
 
 
-def _no_device(error) -> str:
+def _no_device(error: Exception) -> str:
   wanted = sys.modules['jax'].config.jax_platforms
   lines = str(error).splitlines()
   cause = f' ({lines[0]})' if lines else ''

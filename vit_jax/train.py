@@ -141,17 +141,19 @@ def make_update_fn(
   """
   steps = accum_steps or 1
 
-  def update_fn(params, opt_state, batch, rng):
+  def update_fn(
+    params: Any, opt_state: optax.OptState, batch: dict[str, Any], rng: jax.Array
+  ):
     patches.check_keys(rng)
     _, new_rng = jax.random.split(rng)
 
-    def loss_fn(params, rows, key):
+    def loss_fn(params: Any, rows: Any, key: jax.Array):
       logits = apply_fn(
         {'params': params}, rows['image'], train=True, rngs={'dropout': key}
       )
       return losses.softmax_xent(logits, rows['label']).mean()
 
-    def compute(rows, number):
+    def compute(rows: Any, number: Any):
       key = jax.random.fold_in(rng, number)
       return jax.value_and_grad(loss_fn)(params, rows, key)
 
@@ -276,7 +278,9 @@ def _opener(
 ) -> Callable[..., Any]:
   """Returns the `open_split` of an Evaluation."""
 
-  def open_split(split, further=(), other_dataset=None):
+  def open_split(
+    split: str, further: tuple[str, ...] = (), other_dataset: str | None = None
+  ):
     if split in opened and not further and not other_dataset:
       return opened[split]
     metadata = {} if other_dataset else task.metadata

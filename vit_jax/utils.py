@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 import logging as python_logging
+from typing import Any
 
 from absl import logging
 from etils import epath
@@ -14,7 +15,11 @@ create_learning_rate_schedule = schedules.create_learning_rate_schedule
 
 
 def accumulate_gradient(
-  loss_and_grad_fn: Callable, params, images, labels, accum_steps: int | None
+  loss_and_grad_fn: Callable,
+  params: Any,
+  images: jax.Array,
+  labels: jax.Array,
+  accum_steps: int | None,
 ):
   """Computes loss and gradient of a batch in micro-batches, to save memory.
 

@@ -83,7 +83,7 @@ def _shapes(task: Any, compute: Compute) -> Any:
 def _sown(task: Any, capture: Any = False) -> dict[str, Any]:
   """Returns the shapes that a task's model sows for an image, by path."""
 
-  def compute(params, extra, batch):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]):
     return task.intermediates(params, extra, batch, capture)
 
   return _shapes(task, compute)
@@ -105,7 +105,7 @@ def patches(task: Any) -> Compute:
       f"'{task.config.task}' lacks: use another layer, such as {LAYER}"
     )
 
-  def compute(params, extra, batch):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]):
     tokens = task.intermediates(params, extra, batch)[path][-1]  # [B, N, D]
     tokens = tokens[:, -grid[0] * grid[1] :].astype(jnp.float32)
     return tokens.reshape(-1, *grid, tokens.shape[-1])
@@ -148,7 +148,7 @@ class Extractor:
     self.widths = {name: x.shape[-1] for name, x in zip(names, shapes)}
     self.width = sum(self.widths.values())
 
-    def compute(params, extra, batch):
+    def compute(params: Any, extra: Any, batch: dict[str, Any]):
       return {**batch, 'image': self.compute(params, extra, batch)}
 
     self._compute = engine.on_all_hosts(mesh, compute)
@@ -228,7 +228,7 @@ def least_memory() -> int:
 class _Labels(records.Subset):
   """A source whose images are not read."""
 
-  def lookup(self, indices):
+  def lookup(self, indices: Any):
     columns = super().lookup(indices)
     return {name: x for name, x in columns.items() if name != 'image'}
 
@@ -240,7 +240,7 @@ def read_labels(
   source = source.evaluated
   source = _Labels(source, np.arange(source.num_examples))
 
-  def example(record, seed):
+  def example(record: dict[str, Any], seed: Any):
     del seed
     return _label(record)
 
@@ -266,7 +266,7 @@ def _of_layers(task: Any, names: Sequence[str]) -> Compute:
   paths = {name: paths_by_layer.get(name, name) for name in names if name != PIXELS}
   captured = {path for path in paths.values() if path not in sown}
 
-  def capture(module, method):
+  def capture(module: Any, method: str):
     return method == '__call__' and '/'.join(module.path) in captured
 
   modules = _sown(task, True) if captured else {}
@@ -280,7 +280,7 @@ def _of_layers(task: Any, names: Sequence[str]) -> Compute:
         f'modules such as {", ".join(near)}'
       )
 
-  def compute(params, extra, batch):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]):
     intermediates = {}
     if paths:
       intermediates = task.intermediates(params, extra, batch, capture)

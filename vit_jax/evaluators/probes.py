@@ -20,6 +20,7 @@ import json
 from typing import Any, ClassVar, NamedTuple
 
 from etils import epath
+import jax
 import ml_collections
 import numpy as np
 
@@ -62,9 +63,21 @@ class Probe:
   """
 
   def __init__(
-    self, task, mesh, workdir, *, splits, layers, shots, seeds, fit, pp, skip_empty=False,
-    knn=(), drop_shots=False,
-  ):  # fmt: skip
+    self,
+    task: Any,
+    mesh: jax.sharding.Mesh,
+    workdir: epath.PathLike | None,
+    *,
+    splits: tuple[str | None, str, str],
+    layers: Sequence[str],
+    shots: Sequence[int],
+    seeds: Sequence[int],
+    fit: Callable,
+    pp: ml_collections.ConfigDict,
+    skip_empty: bool = False,
+    knn: Sequence[int] = (),
+    drop_shots: bool = False,
+  ):
     self.task, self.mesh, self.workdir = task, mesh, workdir
     self.shots, self._fit = tuple(shots), fit
     dataset, train, test = splits
@@ -196,7 +209,9 @@ def _numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarra
   return np.array([*(numbers[name] for name in test_names), -1])
 
 
-def _fitting(shots: Sequence[int], labels, class_names) -> tuple[int, ...]:
+def _fitting(
+  shots: Sequence[int], labels: np.ndarray, class_names: Sequence[str]
+) -> tuple[int, ...]:
   """Returns the shots that the smallest class has; prints the others."""
   sizes = np.bincount(labels[labels >= 0], minlength=len(class_names))
   fitting = tuple(n for n in shots if n <= sizes.min())
@@ -209,7 +224,7 @@ def _fitting(shots: Sequence[int], labels, class_names) -> tuple[int, ...]:
   return fitting
 
 
-def _check_neighbours(counts, labels):
+def _check_neighbours(counts: Sequence[int], labels: np.ndarray):
   known = int((labels >= 0).sum())
   if max(counts, default=0) > known:
     raise ValueError(
@@ -253,7 +268,7 @@ class FewShot(Probe):
       knn=keys.knn, drop_shots=drop_shots,
     )  # fmt: skip
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
     self.check_memory(linear=False, knn=bool(self.knn))
     extracted = self.extract(params, extra, all_images=bool(self.knn), stop=stop)
@@ -286,7 +301,7 @@ class LayerProbe(Probe):
       fit=lambda x: solvers.logistic(x, L2, each=False),
     )  # fmt: skip
 
-  def run(self, params, extra, stop=engine.never):
+  def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""
     extracted = self.extract(params, extra, all_images=False, stop=stop)
     by_shots = self.accuracies(extracted)
@@ -317,7 +332,9 @@ def _complete(options: Mapping[str, Any]) -> ml_collections.ConfigDict:
   return keys
 
 
-def splits(config, options) -> tuple[str | None, str, str]:
+def splits(
+  config: ml_collections.ConfigDict, options: ml_collections.ConfigDict
+) -> tuple[str | None, str, str]:
   """Returns data set (None: the run's), training and test split of few-shot options."""
   if options.dataset is None:
     usual = own_splits(config)
@@ -326,13 +343,13 @@ def splits(config, options) -> tuple[str | None, str, str]:
   return options.dataset, options.train or usual[0], options.test or usual[1]
 
 
-def own_splits(config) -> tuple[str, str]:
+def own_splits(config: ml_collections.ConfigDict) -> tuple[str, str]:
   """Returns the training and the first test split of the run's data set."""
   _, split, other = run_config.evaluations(config)[0]
   return config.pp.train, split if other is None else config.pp.test
 
 
-def squeezed(pp, factor: float | None):
+def squeezed(pp: ml_collections.ConfigDict, factor: float | None):
   """Returns preprocessing for a key `config.fewshot.squeeze`."""
   if factor is None:
     if pp.antialias:
@@ -382,7 +399,7 @@ def choose(
   return np.stack(chosen)
 
 
-def select(task, layer: str) -> list[str]:
+def select(task: Any, layer: str) -> list[str]:
   """Returns the layers of 'all', 'last', a number or a name."""
   if layer not in (ALL, 'last') and not layer.isdecimal():
     return [layer]

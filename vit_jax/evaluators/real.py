@@ -68,7 +68,7 @@ class Real:
       self._numbers = np.array([_number(name) for name in names])
       self._check(self._numbers)
 
-    def best(params, extra, batch):
+    def best(params: Any, extra: Any, batch: dict[str, Any]):
       logits = task.outputs(params, extra, batch)  # [B, classes]
       classes = logits.argmax(axis=-1).astype(jnp.int32)  # [B]
       return {'best': classes, 'number': batch['number']}

@@ -99,7 +99,7 @@ def tuned(train: features.Features, test: features.Features) -> Result:
   num_held_out = max(1, round(HELD_OUT * len(rows)))
   held_out_rows, fitted_rows = rows[:num_held_out], rows[num_held_out:]
 
-  def score(rows, images, l2):
+  def score(rows: np.ndarray, images: features.Features, l2: float):
     model = logistic(train.take(rows), l2)
     return images.accuracy(model.predict(images.values))
 
@@ -132,7 +132,7 @@ def neighbours(
   num_classes = int(labels.max()) + 1
 
   @jax.jit
-  def vote(keys, labels, queries):
+  def vote(keys: jax.Array, labels: jax.Array, queries: jax.Array):
     cosines = jnp.matmul(_normalised(queries), keys.T, precision='highest')
     nearest, rows = jax.lax.top_k(cosines, max(counts))  # [B, k], from the nearest on.
     votes = jnp.exp(nearest / TEMPERATURE)[..., None]

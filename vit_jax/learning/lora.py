@@ -46,7 +46,7 @@ def adapted(init: Init, config: ml_collections.ConfigDict) -> Init:
   if not config.lora.rank:
     return init
 
-  def init_adapted(rng):
+  def init_adapted(rng: jax.Array):
     params, extra = init(rng)
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     kernels = [path for path in sorted(flat) if _is_adapted(path, flat[path], config)]

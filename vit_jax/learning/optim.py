@@ -47,7 +47,7 @@ def accumulate(compute: Callable[[Any, Any], Any], batch: Any, steps: int) -> An
     lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
   )
 
-  def add(total, micro_batch):
+  def add(total: Any, micro_batch: Any):
     number, rows = micro_batch
     rows = jax.tree.map(sharding.constrain_batch, rows)
     return jax.tree.map(jnp.add, total, compute(rows, number)), None
@@ -83,10 +83,10 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
   reads the average from the optimiser state.
   """
 
-  def init(params):
+  def init(params: Any):
     return EmaState(_copied(params))
 
-  def update(updates, state, params, *, step, **_):
+  def update(updates: Any, state: Any, params: Any, *, step: jax.Array, **_):
     new = optax.apply_updates(params, updates)
     share = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))  # 1 - decay.
     # In this form constant parameters equal their average bit for bit.
@@ -182,7 +182,7 @@ def stop_frozen(params: optax.Params, factors: Any) -> optax.Params:
   if factors is None:
     return params
 
-  def stop(x, factor):
+  def stop(x: Any, factor: float):
     return x if factor else jax.lax.stop_gradient(x)
 
   return jax.tree.map(stop, params, factors)
@@ -193,13 +193,13 @@ def _with_factors(
 ) -> optax.GradientTransformation:
   """Multiplies the updates of `tx` by factors; a factor of 0 freezes."""
 
-  def label(factor):
+  def label(factor: float):
     return 'trained' if factor else 'frozen'
 
-  def scale(update, factor):
+  def scale(update: jax.Array, factor: float):
     return update * jnp.asarray(factor, update.dtype)
 
-  def scale_all(updates, params):
+  def scale_all(updates: Any, params: Any):
     del params
     return jax.tree.map(scale, updates, factors)
 
@@ -213,7 +213,7 @@ def _with_factors(
 def _adafactor(b1: float, b2: float, dtype: jnp.dtype) -> optax.GradientTransformation:
   """Adafactor of arXiv 2106.04560, 3.4: with momentum, b2 of at most 0.999."""
 
-  def decay_rate(step, power):
+  def decay_rate(step: jax.Array, power: float):
     return jnp.minimum(b2, 1 - (step + 1.0) ** -power)
 
   return optax.chain(
@@ -249,13 +249,13 @@ def _muon(
 ) -> optax.GradientTransformation:
   """Muon for the matrices of hidden layers, `adam` for all other parameters."""
 
-  def matrices(params):
+  def matrices(params: Any):
     return jax.tree_util.tree_map_with_path(_matrix, params)
 
-  def label(path, x):
+  def label(path: Any, x: Any):
     return 'adam' if _matrix(path, x) is None else 'muon'
 
-  def labels(params):
+  def labels(params: Any):
     by_param = jax.tree_util.tree_map_with_path(label, params)
     if 'muon' not in jax.tree.leaves(by_param):
       raise ValueError(

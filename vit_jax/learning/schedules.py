@@ -106,7 +106,7 @@ def rsqrt_decay(
       'whose rate would begin near 0: lower it, or train longer (config.total_steps)'
     )
 
-  def schedule(step):
+  def schedule(step: jax.Array):
     rate = base / jnp.sqrt(1 + (step + shift) / timescale)
     if cooldown:
       rate *= jnp.minimum(1.0, (steps - step) / cooldown)
