@@ -7,6 +7,7 @@ import pytest
 from tests import toy_task
 from vit_jax.commands import convert, flags, predict, train
 from vit_jax.run import config as run_config
+from vit_jax.tasks import predict_flags
 from vit_jax.weights import fetch
 
 
@@ -88,3 +89,11 @@ def test_home_folder_is_expanded_in_python(tmp_path, monkeypatch, tiny_config):
   assert config.pretrained == f'{tmp_path}/w.npz'
   assert config.dataset == ((f'{tmp_path}/data', 0.5), ('digits', 0.5))
   assert str(fetch.local('~/w.npz')) == f'{tmp_path}/w.npz'
+
+
+def test_tasks_have_the_flags_that_predict_lists():
+  """The parser does not import the tasks, which import JAX."""
+  for name in run_config.TASKS:
+    task = run_config.get_task(name)
+    listed = predict_flags.BY_TASK.get(name, ({}, ()))
+    assert (task.FLAGS, task.IMAGELESS) == tuple(listed)

@@ -132,7 +132,12 @@ def of_every_kind(batch=8):
     'masked_vit': (
       masked_vit,
       [small],
-      {'fate': tokens, 'replacement': tokens, 'train': True},
+      {
+        'fate': tokens,
+        'replacement': tokens,
+        'train': True,
+        'method': 'predict_patches',
+      },
     ),
   }
 

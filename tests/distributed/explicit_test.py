@@ -60,8 +60,8 @@ def assert_close(tree, other):
 
 def check_types(model, args, kwargs, mesh):
   """Traces results and gradients; the batch stays split, gradients as parameters."""
-  static = {k: v for k, v in kwargs.items() if isinstance(v, bool)}
-  named = {k: v for k, v in kwargs.items() if not isinstance(v, bool)}
+  static = {k: v for k, v in kwargs.items() if isinstance(v, bool | str)}
+  named = {k: v for k, v in kwargs.items() if k not in static}
   key = jax.random.key(0)
   variables = jax.eval_shape(lambda: model.init(key, *args, **kwargs))
   params = variables.pop('params')

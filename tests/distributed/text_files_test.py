@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from vit_jax.commands import convert
 from vit_jax.data import typed_json
 from vit_jax.data.images import listing
 from vit_jax.data.texts import templates
 from vit_jax.distributed import files, text_files
 from vit_jax.evaluators import real
-from vit_jax.weights import convert
 
 ENCODINGS = 'utf-8', 'utf-8-sig', 'utf-16'
 # Where str.splitlines would split, but no editor does.
@@ -24,7 +24,7 @@ def test_marks_are_left_out_and_lines_end_with_newlines(tmp_path, encoding, end)
   path = tmp_path / 'list.txt'
   path.write_bytes(''.join(name + end for name in names).encode(encoding))
   assert text_files.lines(path.read_bytes(), path) == names
-  assert convert._names(str(path)) == names
+  assert convert._class_names(str(path)) == names
   assert templates.lines(str(path), 'texts') == names
   paths = [f'{tmp_path}/{name}' for name in names]
   assert listing.expand([str(path)]) == paths

@@ -25,6 +25,7 @@ from absl import logging
 
 from vit_jax import console
 from vit_jax.commands import flags, hosts
+from vit_jax.tasks import predict_flags
 
 if TYPE_CHECKING:
   from vit_jax.inference import predictor as predictor_lib
@@ -116,11 +117,11 @@ def make_parser(tasks: Mapping[str, Any] | None = None) -> flags.Parser:
 
 
 def _tasks(modules: Sequence[str] = ()) -> dict[str, Any]:
-  """Returns the classes of this package's tasks by name, and of those in modules."""
-  from vit_jax.run import config as run_config  # Late: the tasks import JAX.
-
-  tasks = {name: run_config.get_task(name) for name in run_config.TASKS}
+  """Returns FLAGS and IMAGELESS of this package's tasks, and the tasks in modules."""
+  tasks: dict[str, Any] = dict(predict_flags.BY_TASK)
   for module in modules:
+    from vit_jax.run import config as run_config  # Late: it imports JAX.
+
     with contextlib.suppress(ValueError):  # A module of an evaluator has no task.
       tasks[module] = run_config.get_task(module)
   return tasks

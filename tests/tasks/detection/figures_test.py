@@ -65,7 +65,9 @@ def test_attention_of_queries_has_boxes_and_names(seen):
 
 def model(kind=detect.Task):
   task = types.SimpleNamespace(
-    FIGURES=kind.FIGURES, check_points=functools.partial(kind.check_points, None)
+    FIGURES=kind.FIGURES,
+    check_points=functools.partial(kind.check_points, None),
+    model=None,
   )
   return types.SimpleNamespace(
     task=task,

@@ -28,7 +28,7 @@ from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
-from vit_jax.tasks import base
+from vit_jax.tasks import base, predict_flags
 from vit_jax.tasks.detection import (
   attention_figures,
   average_precision as ap,
@@ -59,7 +59,7 @@ class Task(base.Task):
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('class_head/',)
   DRAWS = True
   FIGURES = figures.FIGURES
-  FLAGS = detectors.FLAGS
+  FLAGS = predict_flags.DETECTION.FLAGS
   CANVASES = True
 
   def __init__(

@@ -20,10 +20,6 @@ from vit_jax.tasks.detection import (
 )
 
 THRESHOLD = 0.7  # Minimum score of an object that is shown.
-# Flags of `vit_jax predict`.
-FLAGS: dict[str, dict[str, Any]] = {
-  '--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)'),
-}
 
 
 class Detector(predictor_lib.Predictor):

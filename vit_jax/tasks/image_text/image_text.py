@@ -37,7 +37,7 @@ from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import text_towers
 from vit_jax.learning import optim
-from vit_jax.tasks import base
+from vit_jax.tasks import base, predict_flags
 from vit_jax.tasks.image_text import (
   captions,
   contrastive,
@@ -58,8 +58,7 @@ class Task(base.Task):
   LEARNED = ('vocabulary',)
   NEW_PARAMS = ()
   DRAWS = True
-  FLAGS = predicting.FLAGS
-  IMAGELESS = ('texts',)
+  FLAGS, IMAGELESS = predict_flags.IMAGE_TEXT
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

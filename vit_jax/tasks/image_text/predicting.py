@@ -23,19 +23,6 @@ from vit_jax.distributed import files, sharding
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks.image_text import similarity_plots, zero_shot
 
-# Flags of `vit_jax predict`.
-FLAGS: dict[str, dict[str, Any]] = {
-  '--classes': dict(
-    metavar='A;B;C',
-    help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
-    "per line; the run's templates turn them into sentences",
-  ),
-  '--texts': dict(
-    metavar='FILE',
-    help='file with one text per line, to choose from, or without images to embed in '
-    'the table --out',
-  ),
-}
 _SHOWN = 5  # Texts on a page.
 _MOST_TYPED = 10_000  # Characters of the classes on a page.
 _SURROGATE = re.compile('[\ud800-\udfff]')  # UTF-8 cannot encode these.

@@ -32,7 +32,7 @@ from vit_jax.distributed import processes
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.tasks import base
+from vit_jax.tasks import base, predict_flags
 from vit_jax.tasks.pixels import palette as palette_lib, sampling
 
 # The palette is fitted to the first images of the run, and random pixels of each.
@@ -48,8 +48,7 @@ class Task(base.Task):
   METADATA: ClassVar[tuple[str, ...]] = ('palette',)
   LEARNED = ('palette',)
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ()
-  FLAGS = sampling.FLAGS
-  IMAGELESS = ('sample', 'complete')
+  FLAGS, IMAGELESS = predict_flags.PIXELS
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -1,6 +1,5 @@
 """Samples and completes images with a trained iGPT, and measures its bits."""
 
-import argparse
 from collections.abc import Callable, Iterable, Sequence
 import functools
 from typing import Annotated, Any
@@ -18,34 +17,8 @@ from vit_jax.figures import grids
 from vit_jax.inference import engine, predictor as predictor_lib, tables
 
 _ACROSS = 8  # Samples in a row of a picture.
-_MOST_SAMPLES = 4096  # Largest --sample.
 _COMPLETIONS = 3  # Completions of an image in the web demo.
 _Seed = Annotated[int, schema.Range(ge=0, le=2**32 - 1)]  # JAX drops further bits.
-
-
-def _count(text: str) -> int:
-  """Parses --sample."""
-  count = int(text) if text.isdecimal() else 0
-  if not 1 <= count <= _MOST_SAMPLES:
-    raise argparse.ArgumentTypeError(
-      f"'{text}' must be from 1 to {_MOST_SAMPLES:,}, which fit into one picture"
-    )
-  return count
-
-
-# Flags of `vit_jax predict`.
-FLAGS: dict[str, dict[str, Any]] = {
-  '--sample': dict(type=_count, metavar='NUMBER', help='number of images to draw'),
-  '--complete': dict(
-    nargs='+', metavar='FILE', help='image files whose lower part is drawn'
-  ),
-  '--rows': dict(
-    type=int, help='rows of the image to keep (half; all if it is wider than tall)'
-  ),
-  '--seed': dict(type=int, help='random seed (0)'),
-  '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
-  '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
-}
 
 
 class Predictor(predictor_lib.Predictor):

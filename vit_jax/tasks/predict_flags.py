@@ -1,0 +1,69 @@
+"""The flags of `vit_jax predict` that only some of this package's tasks have.
+
+Without JAX, so that `vit_jax predict --help` is fast. A task outside the package declares
+`FLAGS` and `IMAGELESS` in its class.
+"""
+
+import argparse
+from typing import Any, NamedTuple
+
+_MOST_SAMPLES = 4096  # Largest --sample.
+
+
+class PredictFlags(NamedTuple):
+  """Flags of a task, see vit_jax.tasks.parts.Hooks."""
+
+  FLAGS: dict[str, dict[str, Any]]
+  IMAGELESS: tuple[str, ...] = ()
+
+
+def _count(text: str) -> int:
+  """Parses --sample."""
+  count = int(text) if text.isdecimal() else 0
+  if not 1 <= count <= _MOST_SAMPLES:
+    raise argparse.ArgumentTypeError(
+      f"'{text}' must be from 1 to {_MOST_SAMPLES:,}, which fit into one picture"
+    )
+  return count
+
+
+DETECTION = PredictFlags(
+  {'--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)')}
+)
+IMAGE_TEXT = PredictFlags(
+  {
+    '--classes': dict(
+      metavar='A;B;C',
+      help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
+      "per line; the run's templates turn them into sentences",
+    ),
+    '--texts': dict(
+      metavar='FILE',
+      help='file with one text per line, to choose from, or without images to embed in '
+      'the table --out',
+    ),
+  },
+  IMAGELESS=('texts',),
+)
+PIXELS = PredictFlags(
+  {
+    '--sample': dict(type=_count, metavar='NUMBER', help='number of images to draw'),
+    '--complete': dict(
+      nargs='+', metavar='FILE', help='image files whose lower part is drawn'
+    ),
+    '--rows': dict(
+      type=int, help='rows of the image to keep (half; all if it is wider than tall)'
+    ),
+    '--seed': dict(type=int, help='random seed (0)'),
+    '--temperature': dict(type=float, help='below 1: more likely colours (1)'),
+    '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
+  },
+  IMAGELESS=('sample', 'complete'),
+)
+BY_TASK = {
+  'detect': DETECTION,
+  'image_text': IMAGE_TEXT,
+  'pixels': PIXELS,
+  'pixels_finetune': PIXELS,
+  'segment': DETECTION,
+}
