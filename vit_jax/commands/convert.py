@@ -45,7 +45,6 @@ from etils import epath
 
 from vit_jax import console
 from vit_jax.commands import flags
-from vit_jax.configs import schema
 from vit_jax.distributed import files, text_files
 
 
@@ -120,6 +119,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _class_names(path: str) -> list[str]:
   """Reads class names from a JSON list, or from a file with one per line."""
+  from vit_jax.configs import schema  # Late, for a fast --help.
   from vit_jax.weights import arrays
 
   file = epath.Path(path)
