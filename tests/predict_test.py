@@ -263,7 +263,7 @@ def test_images_may_be_arrays_of_any_size(model):
 
 
 def test_images_at_urls_are_fetched(model, image_folder, tmp_path, monkeypatch):
-  folder = image_folder / 'test' / 'bee'
+  folder = shutil.copytree(image_folder / 'test' / 'bee', tmp_path / 'served')
   image = next(folder.iterdir())
   monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
   handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=folder)
@@ -273,6 +273,9 @@ def test_images_at_urls_are_fetched(model, image_folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match='is not encrypted'):
       model.predict([url])
     monkeypatch.setenv('VIT_JAX_INSECURE', '1')
+    assert model.predict([url]) == model.predict([str(image)])
+    other = next(f for f in folder.iterdir() if f != image)
+    other.rename(image)  # The image at the URL changes.
     assert model.predict([url]) == model.predict([str(image)])
     server.shutdown()
 

@@ -140,7 +140,11 @@ def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path):
   config.pp.train = 'nothing'  # The data are not opened again.
   assert balance.labels(config, source, tmp_path).tolist() == want
   config.pp.train = 'train'
-  (tmp_path / 'labels.npy').write_bytes(b'\x93NUMPY damaged')
+  path = tmp_path / 'labels.npz'
+  digest = np.load(path)['digest']
+  np.savez(path, labels=numbers[::-1], digest=digest)
+  assert balance.labels(config, source, tmp_path).tolist() == want
+  path.write_bytes(b'\x93NUMPY damaged')
   assert balance.labels(config, source, tmp_path).tolist() == want
 
 

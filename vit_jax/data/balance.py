@@ -8,7 +8,6 @@ vit_jax/data/order.py, the example is a pure function of the position.
 """
 
 import copy
-import io
 
 from absl import logging
 from etils import epath
@@ -19,10 +18,11 @@ import numpy as np
 
 from vit_jax import console
 from vit_jax.data import feeding, mixture, order, records, sources
+from vit_jax.data.images import image_files
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import files, processes
 
-_FILE = 'labels.npy'  # In the workdir.
+_FILE = 'labels.npz'  # In the workdir.
 _BATCH = 1024  # Labels read at a time.
 # Rounds of the shuffle. Each leaves a pair of elements in place with probability 1/2.
 _ROUNDS = 64
@@ -50,7 +50,7 @@ def labels(
     )
   numbers = source.labels()
   if numbers is None and workdir is not None:
-    numbers = _stored(epath.Path(workdir) / _FILE, source.num_examples)
+    numbers = _stored(epath.Path(workdir) / _FILE, source)
   return _read(config, source) if numbers is None else numbers
 
 
@@ -210,22 +210,31 @@ def store(
   if numbers is None or source.labels() is not None or path.exists():
     return
   with files.replacing(path) as file:
-    np.save(file, numbers)
+    np.savez(file, labels=numbers, digest=_digest(numbers))
 
 
-def _stored(path: epath.Path, num_examples: int) -> np.ndarray | None:
+def _digest(numbers: np.ndarray) -> str:
+  return files.digest([str((numbers.dtype, numbers.shape)).encode(), numbers.tobytes()])
+
+
+def _stored(path: epath.Path, source: records.Source) -> np.ndarray | None:
   """Returns the labels in a workdir, or None if they cannot be used."""
   if not processes.from_first('looking for labels', path.exists):
     return None
-  numbers = np.empty((0, 1), np.int32)
+  content: dict[str, np.ndarray] = {}
 
   def load() -> bool:
-    nonlocal numbers
-    try:
-      numbers = np.load(io.BytesIO(files.read(path)), allow_pickle=False)
-    except (ValueError, EOFError):  # Damaged.
+    content.update(image_files.from_npz(path, dict) or {})
+    if content.keys() != {'labels', 'digest'}:
       return False
-    return len(numbers) == num_examples
+    numbers = content['labels']
+    return (
+      str(content['digest']) == _digest(numbers)
+      and numbers.dtype.kind == 'i'
+      and numbers.ndim == 2
+      and len(numbers) == source.num_examples
+      and int(numbers.max(initial=-1)) < len(source.class_names)
+    )
 
   is_valid = all(processes.attempt(f"reading '{path}'", load))
-  return numbers if is_valid else None
+  return content['labels'] if is_valid else None

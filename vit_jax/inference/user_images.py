@@ -35,7 +35,7 @@ def _encoded(source: 'tf.Tensor', index: 'tf.Tensor') -> 'tf.Tensor':
 class UserImages(records.Source):
   """Images in any form accepted by vit_jax.preprocess.from_user, read lazily.
 
-  Images at URLs are fetched into the cache, see vit_jax.weights.fetch.
+  Images at URLs are fetched each time that they are read, as they may change.
   Files with more than `max_pixels` are rejected before decoding; None: no limit.
   """
 
@@ -64,9 +64,9 @@ class UserImages(records.Source):
     )
 
   def _image(self, index: int) -> Any:
-    """Returns an image, or the local path of one at a URL."""
+    """Returns an image, or the content of the file at a URL."""
     image = self._images[index]
-    return fetch.fetch(image) if _is_url(image) else image
+    return fetch.read(image) if _is_url(image) else image
 
   def fingerprint(self) -> dict[str, Any]:
     """Returns the number of images and a hash of their names."""

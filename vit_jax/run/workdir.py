@@ -6,7 +6,7 @@ class_names.json   for classification: names of the classes, in the order of the
 data.json          fingerprints of the data (counts and hashes), and hashes of
                    the config and of the metadata
 calibration.json   temperature of the probabilities, after vit_jax evaluate --calibrate
-labels.npy         classes of the training images, if they had to be read to balance them
+labels.npz         classes of the training images, if they had to be read to balance them
 versions.json      versions of Python and of important packages
 """
 

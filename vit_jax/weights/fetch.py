@@ -25,6 +25,7 @@ from vit_jax.weights import hub
 INSECURE = 'VIT_JAX_INSECURE'
 _LONGEST_NAME = 150  # Characters of a file name; file systems allow 255 bytes.
 _BLOCK = 10 * 2**20  # Bytes to read at a time.
+_LARGEST = 2**28  # Bytes of a file that `read` returns.
 
 
 def is_remote(path: str) -> bool:
@@ -57,25 +58,55 @@ def fetch(path: str) -> epath.Path:
   target = local(path)
   if not is_remote(path) or target.exists():
     return target
-  url = path.replace('gs://', 'https://storage.googleapis.com/', 1)
-  _check_encrypted(url)
-  request = urllib.request.Request(url, headers={'User-Agent': 'vit_jax'})
   try:
-    opener = urllib.request.build_opener(_Redirects())
-    with opener.open(request, timeout=60) as response:
-      if response.headers.get_content_type() == 'text/html':
-        raise OSError(
-          f"'{path}' cannot be fetched: the server answers with a web page, perhaps to "
-          'log in: download the file with a browser and pass its path'
-        )
+    with _named_errors(path), _open(path) as response:
       length = response.headers.get('Content-Length', '')
       _write(response, target, int(length) if length.isdecimal() else None, path)
-  except urllib.error.HTTPError as e:
+  except (FileNotFoundError, PermissionError):
     if path.startswith('gs://'):
       # Without access or a library for buckets, the first error counts.
       with contextlib.suppress(Exception):
         copy(path, str(target))
         return target
+    raise
+  return target
+
+
+def read(url: str) -> bytes:
+  """Returns the content of a file at https://, which is not kept in the cache.
+
+  ValueError if it has more than 256 MiB; for other errors see `fetch`.
+  """
+  with _named_errors(url), _open(url) as response:
+    content = response.read(_LARGEST + 1)
+  if len(content) > _LARGEST:
+    raise ValueError(
+      f"'{url}' has more than {_LARGEST:,} bytes: download it and pass the file"
+    )
+  return content
+
+
+def _open(path: str) -> http.client.HTTPResponse:
+  """Opens a file at a URL or in a bucket that is open to everyone."""
+  url = path.replace('gs://', 'https://storage.googleapis.com/', 1)
+  _check_encrypted(url)
+  request = urllib.request.Request(url, headers={'User-Agent': 'vit_jax'})
+  response = urllib.request.build_opener(_Redirects()).open(request, timeout=60)
+  if response.headers.get_content_type() == 'text/html':
+    response.close()
+    raise OSError(
+      f"'{path}' cannot be fetched: the server answers with a web page, perhaps to "
+      'log in: download the file with a browser and pass its path'
+    )
+  return response
+
+
+@contextlib.contextmanager
+def _named_errors(path: str) -> Iterator[None]:
+  """Raises errors of the network with the path that cannot be fetched."""
+  try:
+    yield
+  except urllib.error.HTTPError as e:
     kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
     raise kinds.get(e.code, OSError)(
       f"'{path}' cannot be fetched: the server answers {e.code} {_one_line(e.reason)}"
@@ -93,7 +124,6 @@ def fetch(path: str) -> epath.Path:
       f"'{path}' cannot be fetched: {_one_line(e) or type(e).__name__}; check the URL "
       'or try again'
     ) from e
-  return target
 
 
 def _hub_hint(path: str) -> str:
