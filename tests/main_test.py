@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -46,6 +47,16 @@ def test_help_names_every_command(capsys):
 def test_version(capsys):
   assert status_of(program.main, ['--version']) == 0
   assert capsys.readouterr().out == f'vit_jax {vit_jax.__version__}\n'
+
+
+def test_triton_is_imported_before_tensorflow(tmp_path):
+  """Its import crashes after TensorFlow's."""
+  (tmp_path / 'triton.py').write_text('')
+  (tmp_path / 'tensorflow.py').write_text('import sys; order = [*sys.modules]')
+  code = 'from vit_jax import console; console.import_tensorflow()'
+  code += "; import tensorflow; assert 'triton' in tensorflow.order"
+  process = run('-c', code, PYTHONPATH=f'{tmp_path}:{ROOT}')
+  assert process.returncode == 0, process.stderr
 
 
 def test_misspelt_command(capsys):
@@ -174,6 +185,28 @@ def test_ctrl_c_skips_the_shutdown_of_python():
   assert process.returncode == 130
   assert process.stdout == 'computing\n'
   assert process.stderr == 'Interrupted.\n'
+
+
+_IMPORTING = """
+import os, signal, sys
+from vit_jax import __main__ as program
+class Finder:
+  def find_spec(self, name, *args):
+    if name == 'vit_jax.commands.slow':
+      try:
+        os.kill(os.getpid(), signal.SIGINT)
+        print('imported')
+      except KeyboardInterrupt:
+        print('swallowed')
+sys.meta_path.insert(0, Finder())
+program.run('slow', [])
+"""
+
+
+def test_ctrl_c_during_imports_ends_the_process():
+  process = run('-c', _IMPORTING)
+  assert process.returncode == -signal.SIGINT
+  assert (process.stdout, process.stderr) == ('', '')
 
 
 def test_evaluate_has_two_names(monkeypatch):

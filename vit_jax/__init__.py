@@ -1,7 +1,6 @@
 """The Vision Transformer in JAX and Flax. Start with `vit_jax --help`."""
 
 import glob
-import importlib
 import importlib.util
 import os
 import sys
@@ -35,8 +34,3 @@ def _leave_libtpu():
 
 
 _leave_libtpu()
-
-# Triton, which comes with PyTorch, crashes the interpreter if it is imported after
-# TensorFlow (triton 3.7, TensorFlow 2.21), as timm and transformers do.
-if 'tensorflow' not in sys.modules and importlib.util.find_spec('triton'):
-  importlib.import_module('triton')

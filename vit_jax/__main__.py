@@ -1,15 +1,16 @@
 """The command `vit_jax`, also `python -m vit_jax`: dispatches to a command."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+import contextlib
 import difflib
 import importlib
 import os
 import pathlib
+import signal
 import sys
 import traceback
 
 import vit_jax
-from vit_jax import console
 
 # Name of a command, a module in vit_jax/commands -> what it does.
 COMMANDS = {
@@ -43,19 +44,35 @@ def help_text() -> str:
   )
 
 
+@contextlib.contextmanager
+def _interrupts_end_process() -> Iterator[None]:
+  """Lets Ctrl-C end the process, since imports may swallow a KeyboardInterrupt."""
+  handler = signal.getsignal(signal.SIGINT)
+  if handler is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+  try:
+    yield
+  finally:
+    signal.signal(signal.SIGINT, handler)
+
+
 def run(command: str, argv: Sequence[str] | None = None):
   """Runs a module of vit_jax/commands and exits with the status it returns.
 
   Errors raised by this package (a wrong flag, a missing folder) are printed in one
   line, all others with a traceback. `argv` defaults to the process's arguments.
   """
+  with _interrupts_end_process():
+    from vit_jax import console
+
+    console.use_huge_pages()
   console.prepare_streams()
-  console.use_huge_pages()
   console.quiet()
   console.avoid_absent_gpus()
   console.keep_compiled()
   try:
-    module = importlib.import_module(f'vit_jax.commands.{command}')
+    with _interrupts_end_process():
+      module = importlib.import_module(f'vit_jax.commands.{command}')
     status = module.main(sys.argv[1:] if argv is None else argv)
     sys.stdout.flush()
     sys.exit(status)
@@ -104,6 +121,8 @@ def main(argv: Sequence[str] | None = None):
   name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
   if name in COMMANDS:
     run(name, rest)
+  from vit_jax import console
+
   if name in ('-h', '--help', 'help'):
     console.log(help_text())
     sys.exit(0)

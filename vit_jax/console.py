@@ -151,6 +151,10 @@ def hidden_stderr() -> Iterator[None]:
 
 def import_tensorflow() -> types.ModuleType:
   """Imports TensorFlow; Keras, a third of its import, only once tf.keras is used."""
+  # Triton, which comes with PyTorch, crashes the interpreter if it is imported after
+  # TensorFlow (triton 3.7, TensorFlow 2.21), as timm and transformers do.
+  if 'tensorflow' not in sys.modules and importlib.util.find_spec('triton'):
+    importlib.import_module('triton')
   # TensorBoard's writers would use it to define this callback.
   sys.modules.setdefault(
     _KERAS_CALLBACK, types.SimpleNamespace(Callback=_make_keras_callback)
