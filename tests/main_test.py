@@ -209,6 +209,38 @@ def test_ctrl_c_during_imports_ends_the_process():
   assert (process.stdout, process.stderr) == ('', '')
 
 
+_TERMINATED = """
+import os, signal, sys
+from vit_jax import __main__ as program
+from vit_jax.commands import flags
+from vit_jax.distributed import files
+from vit_jax.weights import convert
+def write(*args, **options):
+  with files.new_folder('model') as folder:
+    (folder / 'weights').write_text('0')
+    os.kill(os.getpid(), signal.SIGTERM)
+convert.convert = flags.load_model = write
+program.run(sys.argv[1], sys.argv[2:])
+"""
+
+
+@pytest.mark.parametrize(
+  'argv',
+  [
+    ['convert', 'a.npz', 'model'],
+    ['export', '--workdir=a', '--to=onnx', '--out=model'],
+  ],
+)
+def test_sigterm_leaves_no_temporary_files(argv, tmp_path):
+  process = subprocess.run(
+    [sys.executable, '-c', _TERMINATED, *argv],
+    capture_output=True, text=True, check=False, cwd=tmp_path,
+    env={**os.environ, 'PYTHONPATH': str(ROOT)},
+  )  # fmt: skip
+  assert (process.returncode, process.stderr) == (130, 'Interrupted.\n')
+  assert not list(tmp_path.iterdir())
+
+
 def test_evaluate_has_two_names(monkeypatch):
   from vit_jax.commands import evaluate
 

@@ -40,6 +40,7 @@ GELU, the epsilons of norms) are written to the config of DST, or reported.
 
 import argparse
 from collections.abc import Sequence
+import signal
 
 from etils import epath
 
@@ -85,6 +86,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def main(argv: Sequence[str]) -> int:
   args = parse(argv)
+  # Like Ctrl-C, it leaves no temporary files.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
   import jax
 
   from vit_jax.weights import convert, identify

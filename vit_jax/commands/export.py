@@ -13,6 +13,7 @@ difference is large, nothing is kept.
 
 from collections.abc import Sequence
 import shlex
+import signal
 
 from vit_jax.commands import flags
 
@@ -58,6 +59,8 @@ def make_parser() -> flags.Parser:
 
 def main(argv: Sequence[str]) -> int:
   args = make_parser().parse_args(argv)
+  # Like Ctrl-C, it leaves no temporary files.
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
   from vit_jax.inference import export
 
   export.check(args.out, args.to, args.dtype, args.image_size)
