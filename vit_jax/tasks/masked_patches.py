@@ -129,7 +129,6 @@ class Task(base.Task):
     if self.options.target == 'l2':
       outputs = math.prod(self.patch) * channels
     self.model = models.make_model(config.model, cls=MaskedViT, num_classes=outputs)
-    jax.eval_shape(self.init, jax.random.key(0))  # Raises errors of shape.
 
   def inputs(
     self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None' = None
