@@ -413,6 +413,19 @@ class Lora:
   on: schema.Regex = '(query|value)'
 
 
+@dataclasses.dataclass
+class EarlyStopping:
+  """Keys of `config.early_stopping` (vit_jax/run/early_stopping.py)."""
+
+  # Evaluations in a row without progress of `best_metric` after which the run ends.
+  # Each evaluation that is better than all before saves a checkpoint. 0: no early
+  # stopping.
+  patience: schema.Natural = 0
+  # Progress is a gain of more than this number over the last progress, such as .001 for
+  # .1 % of accuracy.
+  min_delta: schema.NonNegative = 0.0
+
+
 def _check_lengths(config: ml_collections.ConfigDict) -> None:
   for name in ('total', 'warmup'):
     steps, epochs = config[f'{name}_steps'], config[f'{name}_epochs']
@@ -505,6 +518,14 @@ def _check_lora(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
       f'ema_decay={config.ema_decay} averages all parameters, and lora.rank='
       f'{config.lora.rank} trains few: set --config.ema_decay=0'
+    )
+
+
+def _check_early_stopping(config: ml_collections.ConfigDict) -> None:
+  if config.early_stopping.patience and not config.eval_every:
+    raise ValueError(
+      f'early_stopping.patience={config.early_stopping.patience} counts evaluations '
+      'during the run, and eval_every=0 makes none: set --config.eval_every=100'
     )
 
 
@@ -702,6 +723,9 @@ class Config:
   # too.
   keep_checkpoints: Annotated[schema.Count, schema.FREE] = 2
   best_metric: Annotated[schema.Text, schema.FREE, schema.SWEPT] = 'accuracy_test'
+  early_stopping: Annotated[EarlyStopping, schema.FREE] = dataclasses.field(
+    default_factory=EarlyStopping
+  )
   # Trackers to write to, next to TensorBoard: 'wandb', 'mlflow'. Their environment
   # variables apply, such as WANDB_PROJECT and MLFLOW_TRACKING_URI.
   trackers: Annotated[Trackers, schema.FREE] = ()
@@ -741,6 +765,7 @@ class Config:
     _check_decay,
     _check_optimizer,
     _check_lora,
+    _check_early_stopping,
     _check_pictures,
   )
 

@@ -376,6 +376,7 @@ def start(
   """
   config, program = prepared.config, prepared.program
   data = fingerprints(prepared, weights)
+  previous = workdir_lib.stored_config(workdir)
   workdir_lib.create(workdir, config, prepared.metadata, data)
   if jax.process_index() == 0:
     for source in (prepared.train, *prepared.tests.values()):
@@ -399,6 +400,11 @@ def start(
     state = program.create_state(weights)
     if weights:
       console.log(_describe_start(lora.without_adapters(abstract.params), weights))
+  elif step == previous['total_steps'] < config.total_steps:
+    console.log(
+      f'Training the finished run of {step} steps on to step {config.total_steps}. '
+      'Its learning rate is now that of a run of this length.'
+    )
   elif step < config.total_steps:
     console.log(f'Resuming from step {step}.')
   return checkpoints, state, step
@@ -470,7 +476,7 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
     run.checkpoints,
   ):
     metrics = run.catch_up(stop)
-    if step < config.total_steps:
+    if not run.done:
       workdir_lock.check()
       params, extra = lora.merged(run.state.params, config), run.state.extra
       try:
@@ -482,15 +488,16 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
     batches = input_pipeline.train_batches(
       config, prepared.train, task.example, mesh, step
     )
-    while run.step < config.total_steps:
+    while not run.done:
       run.update(next(batches))
       if run.due(config.progress_every):
         run.report()
       metrics = run.evaluate(stop) if run.due(config.eval_every) else None
+      is_best = metrics is not None and run.early_stopping.has_improved
       stop_now = stop.after(run.step)
       if stop_now:
         console.log(f'Stopping: saving step {run.step} ...')
-      if stop_now or run.due(config.checkpoint_every):
+      if stop_now or is_best or run.due(config.checkpoint_every):
         workdir_lib.check_present(run.workdir)
         workdir_lock.check()
         run.save()
@@ -573,9 +580,24 @@ def _warnings_of_length(prepared: Prepared) -> Iterator[str]:
     )
 
 
+def _describe_early_stop(run: loop.Run, best_step: int | None) -> str:
+  config = run.config
+  options = config.early_stopping
+  margin = f' by more than {options.min_delta:g}' if options.min_delta else ''
+  return (
+    f'Stopped early at step {run.step} of {config.total_steps}: {config.best_metric} '
+    f'has not improved{margin} in {console.pluralize(options.patience, "evaluation")}. '
+    f'The best checkpoint is step {best_step}: pass --step={best_step} to use it.'
+  )
+
+
 def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
   """Prints final results, and suggests the next command."""
   prepared, workdir = run.prepared, run.workdir
+  best_step = None
+  if run.early_stopping.stops:
+    best_step = run.checkpoints.best_step()
+    console.log(_describe_early_stop(run, best_step))
   values = {name: value for name, value in metrics.items() if name != 'step'}
   results = metrics_lib.format_metrics(values, prepared.metrics)
   lines = [
@@ -589,6 +611,8 @@ def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
   if jax.process_index():
     return
   arguments = [f'--workdir={shlex.quote(str(workdir))}']
+  if best_step is not None:
+    arguments.append(f'--step={best_step}')
   task_name = prepared.config.task
   if task_name not in run_config.TASKS:
     arguments.append(f'--task={shlex.quote(task_name)}')

@@ -148,6 +148,20 @@ def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path):
   assert balance.labels(config, source, tmp_path).tolist() == want
 
 
+def test_labels_of_other_data_are_replaced(tiny_config, tmp_path):
+  """A workdir without a checkpoint may have been that of a run on other data."""
+  config = run_config.complete(tiny_config)
+  first = sources.open_split(config, 'train[:50]')
+  balance.store(first, balance.labels(config, first), tmp_path)
+  config.pp.train = 'train[50:100]'
+  source = sources.open_split(config, config.pp.train)
+  numbers = balance.labels(config, source, tmp_path)
+  want = [label.tolist() for label in looked_up.features(source)['label']]
+  assert numbers.tolist() == want
+  balance.store(source, numbers, tmp_path)
+  assert np.load(tmp_path / 'labels.npz')['labels'].tolist() == want
+
+
 def test_labels_of_parquet(config, tmp_path):
   pa = pytest.importorskip('pyarrow')
   parquet = pytest.importorskip('pyarrow.parquet')

@@ -31,8 +31,9 @@ def config(tiny_config):
 
 @pytest.fixture
 def run(config, tmp_path):
-  """The workdir of a new run."""
+  """The workdir of a run that has saved a checkpoint."""
   workdir.create(tmp_path, config, NAMES, DATA)
+  (tmp_path / 'checkpoints' / '2').mkdir(parents=True)
   return tmp_path
 
 
@@ -41,6 +42,23 @@ def test_run_resumes_with_its_own_files(run, config):
   loaded, metadata = workdir.load(run)
   assert metadata == NAMES
   assert workdir.to_plain(loaded) == workdir.to_plain(config)
+
+
+def test_run_without_a_checkpoint_may_have_another_config(run, config, capsys):
+  """After Ctrl-C or too little memory while compiling."""
+  (run / 'checkpoints' / '2').rename(run / 'checkpoints' / '2.orbax-checkpoint-tmp')
+  config.update(base_lr=0.5, dataset='mnist')
+  names = {'class_names': ['a', 'b']}
+  assert workdir.stored_config(run) == workdir.stored(run, ['class_names']) == {}
+  workdir.check_config(run, config)
+  workdir.check(run, config, names, {'train': {'num_examples': 1}})
+  assert 'no checkpoint: starting anew' in capsys.readouterr().out
+  with pytest.raises(ValueError, match='another config'):
+    workdir.check_config(run, config, finished=True)  # Its checkpoints were deleted.
+  workdir.create(run, config, names, DATA)
+  assert workdir.load(run)[0].base_lr == 0.5
+  workdir.check(run, config, names, DATA)
+  assert 'starting anew' not in capsys.readouterr().out
 
 
 def test_other_classes_are_rejected(run, config):
@@ -76,7 +94,6 @@ def test_changed_class_names_are_rejected(run):
 
 def test_changed_config_is_rejected_until_the_change_is_accepted(run, config):
   """A change that would be silent: no array has another shape."""
-  (run / 'checkpoints').mkdir()
   change = lambda plain: plain['pp'].update(resize=9)
   stored_runs.change_json(run / 'config.json', change)
   for read in (
@@ -264,7 +281,7 @@ def test_data_may_move_but_not_change(run, config):
   with pytest.raises(ValueError, match=r'images: x there, y here'):
     workdir.check(run, config, NAMES, {'train': {**DATA['train'], 'images': 'y'}})
   with pytest.raises(ValueError, match='dataset: digits there, /moved/there'):
-    workdir.check_config(run, config, moved=False)
+    workdir.check_config(run, config, finished=True)
 
 
 def test_renamed_class_folder_stops_the_run(tmp_path):
@@ -278,6 +295,7 @@ def test_renamed_class_folder_stops_the_run(tmp_path):
   workdir.create(
     tmp_path / 'run', prepared.config, prepared.metadata, train.fingerprints(prepared)
   )
+  (tmp_path / 'run' / 'checkpoints' / '1').mkdir(parents=True)
   train.check_start(prepared, tmp_path / 'run')
   for split in ('train', 'test'):
     (tmp_path / 'images' / split / 'ant').rename(tmp_path / 'images' / split / 'zebra')
@@ -295,7 +313,6 @@ def foreign(run, tmp_path, monkeypatch):
   """A run whose task is a module in its workdir that writes a file if imported."""
   payload = "open('ran', 'w')\nfrom vit_jax.tasks.classify import Task\n"
   (run / 'payload.py').write_text(payload)
-  (run / 'checkpoints').mkdir()
   stored_runs.change_config(run, task='payload')
   monkeypatch.chdir(run)
   monkeypatch.syspath_prepend(run)

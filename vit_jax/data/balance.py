@@ -8,6 +8,7 @@ vit_jax/data/order.py, the example is a pure function of the position.
 """
 
 import copy
+import json
 
 from absl import logging
 from etils import epath
@@ -207,34 +208,45 @@ def store(
 ) -> None:
   """Writes labels that had to be read to the workdir, for the next start of the run."""
   path = epath.Path(workdir) / _FILE
-  if numbers is None or source.labels() is not None or path.exists():
+  if numbers is None or source.labels() is not None or _load(path, source) is not None:
     return
   with files.replacing(path) as file:
-    np.savez(file, labels=numbers, digest=_digest(numbers))
+    np.savez(file, labels=numbers, digest=_digest(numbers, source))
 
 
-def _digest(numbers: np.ndarray) -> str:
-  return files.digest([str((numbers.dtype, numbers.shape)).encode(), numbers.tobytes()])
+def _digest(numbers: np.ndarray, source: records.Source) -> str:
+  """Returns a hash of labels and of the data that they are of."""
+  facts = [str((numbers.dtype, numbers.shape)), json.dumps(source.fingerprint())]
+  return files.digest([*map(str.encode, facts), numbers.tobytes()])
+
+
+def _load(path: epath.Path, source: records.Source) -> np.ndarray | None:
+  """Returns the labels in a file; None if they are damaged or of other data."""
+  content = image_files.from_npz(path, dict) or {}
+  if content.keys() != {'labels', 'digest'}:
+    return None
+  numbers = content['labels']
+  is_valid = (
+    str(content['digest']) == _digest(numbers, source)
+    and numbers.dtype.kind == 'i'
+    and numbers.ndim == 2
+    and len(numbers) == source.num_examples
+    and int(numbers.max(initial=-1)) < len(source.class_names)
+  )
+  return numbers if is_valid else None
 
 
 def _stored(path: epath.Path, source: records.Source) -> np.ndarray | None:
-  """Returns the labels in a workdir, or None if they cannot be used."""
+  """Returns the labels in a workdir, or None if any process cannot use them."""
   if not processes.from_first('looking for labels', path.exists):
     return None
-  content: dict[str, np.ndarray] = {}
+  results: list[np.ndarray] = []
 
   def load() -> bool:
-    content.update(image_files.from_npz(path, dict) or {})
-    if content.keys() != {'labels', 'digest'}:
-      return False
-    numbers = content['labels']
-    return (
-      str(content['digest']) == _digest(numbers)
-      and numbers.dtype.kind == 'i'
-      and numbers.ndim == 2
-      and len(numbers) == source.num_examples
-      and int(numbers.max(initial=-1)) < len(source.class_names)
-    )
+    numbers = _load(path, source)
+    if numbers is not None:
+      results.append(numbers)
+    return numbers is not None
 
   is_valid = all(processes.attempt(f"reading '{path}'", load))
-  return content['labels'] if is_valid else None
+  return results[0] if is_valid else None

@@ -139,6 +139,11 @@ class Checkpoints:
     """Returns the steps of all complete checkpoints, ascending."""
     return sorted(metadata.step for metadata in _NAMES.find_all(self.directory))
 
+  @processes.by_first('looking for the best checkpoint')
+  def best_step(self) -> int | None:
+    """Returns the step of the best checkpoint, on all processes; None without one."""
+    return self._policy.best(self.steps())
+
   def restore(
     self, abstract: state_lib.TrainState, step: int | None = None
   ) -> tuple[Any, int]:
@@ -298,16 +303,20 @@ class _NewestAndBest:
     steps = [checkpoint.step for checkpoint in checkpoints]
     if jax.process_index():
       return [True] * len(steps)  # Process 0 deletes.
-    preserved = steps[-self.keep :]
-    if self.metric:
-      sign = -1 if self.low else 1
-      rated = [
-        (sign * line[self.metric], line['step'])
-        for line in metrics_lib.read(self.workdir)
-        if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
-      ]
-      preserved += [step for _, step in sorted(rated)[-1:]]
+    preserved = [*steps[-self.keep :], self.best(steps)]
     return [step in preserved for step in steps]
+
+  def best(self, steps: Sequence[int]) -> int | None:
+    """Returns which of some steps has the best metric; None if none has it."""
+    if not self.metric:
+      return None
+    sign = -1 if self.low else 1
+    rated = [
+      (sign * line[self.metric], line['step'])
+      for line in metrics_lib.read(self.workdir)
+      if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
+    ]
+    return max(rated)[1] if rated else None
 
 
 def _make_manager(

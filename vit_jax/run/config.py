@@ -128,7 +128,7 @@ def with_keys(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
         del config[key]
     if config.get('accum_steps', 1) in (0, None):
       config.accum_steps = 1
-    for group in ('pp', 'fewshot', 'lora'):
+    for group in ('pp', 'fewshot', 'lora', 'early_stopping'):
       if config.get(group, 0) is None:
         del config[group]
     schema.fill(config, common.Config)

@@ -3,7 +3,7 @@
 Terminals and notebooks show a progress bar, log files plain lines.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 import contextlib
 import math
 import time
@@ -19,6 +19,8 @@ from vit_jax.distributed import files, processes
 from vit_jax.learning import lora, state as state_lib
 from vit_jax.run import (
   checkpoints as checkpoints_lib,
+  early_stopping,
+  evaluators as run_evaluators,
   memory,
   metrics as metrics_lib,
   stopping,
@@ -72,13 +74,20 @@ class Run:
       batch_spec = prepared.program.task.batch_spec(self.config.batch)
       self._compiled.append(_shapes(batch_spec))
     self._has_updated = False
+    options, metric = self.config.early_stopping, self.config.best_metric
+    self.early_stopping = early_stopping.EarlyStopping(
+      options.patience,
+      options.min_delta,
+      run_evaluators.is_low(self.config),
+      early_stopping.evaluated(workdir, metric, step) if options.patience else (),
+    )
     # Paths of the pictures of the last evaluation.
     self.pictures: list[epath.Path] = []
 
   @property
   def done(self) -> bool:
-    """Whether all updates are made."""
-    return self.step == self.config.total_steps
+    """Whether all updates are made, or the run has stopped early."""
+    return self.step == self.config.total_steps or self.early_stopping.stops
 
   def due(self, every: int) -> bool:
     """Returns whether an action that runs every `every` steps is due now."""
@@ -153,19 +162,19 @@ class Run:
   def evaluate(self, stop: stopping.StopRequest) -> dict[str, Any] | None:
     """Evaluates and logs; returns None if a signal interrupts the evaluation."""
     params = lora.merged(state_lib.best_params(self.state), self.config)
+    was_done = self.done
     with self._progress.pause():
       try:
-        metrics = self._measure(params, stop)
+        metrics = self._measure(params, stop, (False, True) if was_done else (False,))
+        self._check_best_metric(metrics)
+        self._note_progress(metrics)
+        if self.done and not was_done:
+          metrics |= self._measure(params, stop, (True,))
       except stopping.Stopped:
         return None
       pictures = self.prepared.pictures.evaluation(params, self.state.extra)
     self._log.write(self.step, metrics)
     best_metric, kinds = self.config.best_metric, self.prepared.metrics
-    if best_metric not in metrics:
-      raise ValueError(
-        f"best_metric='{best_metric}' is not among the values that the evaluators "
-        f'returned, {", ".join(metrics)}: return it from `run` (config.best_metric)'
-      )
     best = {best_metric: metrics[best_metric]}
     self._progress.set_postfix(1, metrics_lib.format_metrics(best, kinds))
     self._log.write_pictures(self.step, pictures)
@@ -177,12 +186,31 @@ class Run:
     )
     return metrics
 
-  def _measure(self, params: Any, stop: stopping.StopRequest) -> dict[str, Any]:
-    """Returns the values of all evaluators that are due, by name."""
+  def _check_best_metric(self, metrics: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the evaluators have returned the best metric."""
+    best_metric = self.config.best_metric
+    if best_metric not in metrics:
+      raise ValueError(
+        f"best_metric='{best_metric}' is not among the values that the evaluators "
+        f'returned, {", ".join(metrics)}: return it from `run` (config.best_metric)'
+      )
+
+  def _note_progress(self, metrics: Mapping[str, Any]) -> None:
+    """Adds an evaluation for early stopping; all processes take the first's value."""
+    if self.config.early_stopping.patience:
+      value = processes.from_first(
+        'comparing the best metric', lambda: float(metrics[self.config.best_metric])
+      )
+      self.early_stopping.add(value)
+
+  def _measure(
+    self, params: Any, stop: stopping.StopRequest, finals: Collection[bool]
+  ) -> dict[str, Any]:
+    """Returns the values, by name, of the evaluators with `final` among `finals`."""
     metrics = {}
     for evaluation, evaluators in self.prepared.evaluators.items():
       for evaluator in evaluators:
-        if getattr(evaluator, 'final', False) and not self.done:
+        if getattr(evaluator, 'final', False) not in finals:
           continue
         values = evaluator.run(params, self.state.extra, stop.should_interrupt)
         for name, value in values.items():

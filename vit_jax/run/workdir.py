@@ -23,6 +23,7 @@ from absl import logging
 from etils import epath
 import ml_collections
 
+from vit_jax import console
 from vit_jax.configs import common, schema
 from vit_jax.distributed import files, processes
 from vit_jax.layers import dtypes
@@ -87,27 +88,40 @@ def check(
   `config` is resolved, `metadata` {name of the file: JSON}, `data` the fingerprints
   of the training data and of each evaluation (data.records.Source.fingerprint).
   ValueError lists the differences if the folder holds a run with another config,
-  other classes or other training data.
+  other classes or other training data, which has saved a checkpoint.
   """
   path = folder(workdir)
-  if _check_config(path, config, _free_keys(config)):
+  differing = _check_config(path, config, _free_keys(config))
+  if has_saved(path):
     for name, value in metadata.items():
       if (path / f'{name}.json').exists():
         _check_metadata(path / f'{name}.json', value)
     check_data(path, data)
+  elif differing:
+    console.log(
+      f"The run in '{path}' has another config but no checkpoint: starting anew."
+    )
 
 
 @processes.by_first('checking the workdir')
 def check_config(
-  workdir: epath.PathLike, config: ml_collections.ConfigDict, moved: bool = True
+  workdir: epath.PathLike, config: ml_collections.ConfigDict, finished: bool = False
 ) -> None:
   """Checks a complete config as `check` does, except its lengths.
 
-  With `moved`, data may be elsewhere than before: `check` compares their
-  fingerprints later.
+  Data may be elsewhere than before, since `check` compares their fingerprints later;
+  but not those of a `finished` run, which may have lost its checkpoints.
   """
   free = _free_keys(config) + run_config.marked_keys(config, schema.LENGTH)
-  _check_config(folder(workdir), config, free, moved)
+  _check_config(folder(workdir), config, free, finished)
+
+
+def has_saved(workdir: epath.PathLike) -> bool:
+  """Returns whether a run has a checkpoint; without one it may be started anew."""
+  checkpoints = folder(workdir) / 'checkpoints'
+  if not checkpoints.exists():
+    return False
+  return any(entry.name.isdigit() for entry in checkpoints.iterdir())
 
 
 def _free_keys(config: ml_collections.ConfigDict) -> list[str]:
@@ -118,9 +132,9 @@ def _check_config(
   path: epath.Path,
   config: ml_collections.ConfigDict,
   free: Sequence[str],
-  moved: bool = True,
+  finished: bool = False,
 ) -> bool:
-  """Checks the config of a run; returns False if no run has started here."""
+  """Checks the config of a run; returns whether it has another one and saved nothing."""
   files.check_no_pattern(path, 'workdir')
   if path.exists() and not path.is_dir():
     raise ValueError(f"workdir='{path}' is a file: use a folder (--workdir)")
@@ -131,12 +145,16 @@ def _check_config(
       )
     return False
   old, new = to_plain(_read_config(path)), to_plain(config)
-  if moved:
+  if not finished:
     for key in run_config.marked_keys(config, schema.MOVABLE):
       # A mixture is a list of paths and weights, which cannot move.
       if isinstance(old[key], str) and isinstance(new[key], str):
         free = (*free, key)
-  if differences(old, new, free):
+  if _is_longer(path, old, new):
+    free = (*free, *run_config.marked_keys(config, schema.LENGTH))
+  if not differences(old, new, free):
+    return False
+  if finished or has_saved(path):
     differing = differences(old, new, (*_free_keys(config), *_unknown_lengths(new)))
     raise ValueError(
       f"workdir='{path}' belongs to a run of another config:\n  "
@@ -144,6 +162,15 @@ def _check_config(
       + '\nUse another --workdir, or the same config to resume that run'
     )
   return True
+
+
+def _is_longer(
+  path: epath.Path, old: Mapping[str, Any], new: Mapping[str, Any]
+) -> bool:
+  """Returns whether a config trains a run on that has made all steps of its own."""
+  num_steps = old['total_steps']
+  is_finished = (path / 'checkpoints' / f'{num_steps}').exists()
+  return is_finished and (new['total_steps'] or 0) > num_steps
 
 
 def _unknown_lengths(config: Mapping[str, Any]) -> list[str]:
@@ -310,12 +337,12 @@ def load(workdir: epath.PathLike) -> tuple[ml_collections.ConfigDict, dict[str, 
 
 @processes.by_first('reading the metadata of the run')
 def stored(workdir: epath.PathLike, names: Sequence[str]) -> dict[str, Any]:
-  """Returns the metadata of the run in a folder; {} if no run has begun there.
+  """Returns the metadata of the run in a folder; {} if no run has saved there.
 
   `names`: vit_jax.tasks.base.Task.METADATA.
   """
   path = folder(workdir)
-  return _read_metadata(path, names) if (path / _CONFIG).exists() else {}
+  return _read_metadata(path, names) if has_saved(path) else {}
 
 
 def _read_metadata(path: epath.Path, names: Sequence[str]) -> dict[str, Any]:
@@ -330,9 +357,12 @@ def _read_metadata(path: epath.Path, names: Sequence[str]) -> dict[str, Any]:
 
 @processes.by_first('reading the model of the run')
 def stored_config(workdir: str | epath.Path) -> dict[str, Any]:
-  """Returns the config of the run in a folder as it is stored, {} if none has begun."""
+  """Returns the config of the run in a folder as it is stored, {} if none has saved."""
   path = folder(workdir)
-  return _read_plain(path) if (path / _CONFIG).exists() else {}
+  if not (path / _CONFIG).exists():
+    return {}
+  plain = _read_plain(path)
+  return plain if has_saved(path) else {}
 
 
 def keep_dtype(stored: Mapping[str, Any], config: ml_collections.ConfigDict) -> None:

@@ -276,7 +276,7 @@ def _check_run(run: Run, folder: epath.PathLike, result: _Result | None) -> None
   config = run_config.complete(run.config)
   workdir_lib.keep_dtype(workdir_lib.stored_config(folder), config)
   train.check(config)
-  workdir_lib.check_config(folder, config, moved=result is None)
+  workdir_lib.check_config(folder, config, finished=result is not None)
   if result is None:
     checkpoint.check_exists(config)
     return
