@@ -18,7 +18,7 @@ import optax
 
 from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
-from vit_jax.data import balance, mixture, sources
+from vit_jax.data import balance, class_counts, mixture, sources
 from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.figures import pictures
@@ -519,6 +519,7 @@ def _describe(prepared: Prepared):
     f'{model_name}, {num_params:,} parameters, on {devices} in {hosts}, mesh '
     f'{dict(mesh.shape)}.',
     _describe_data(prepared),
+    *_describe_classes(prepared),
     _describe_length(prepared),
     f'{_computation(config, mesh)}.',
     *_warnings_of_length(prepared),
@@ -547,6 +548,25 @@ def _describe_data(prepared: Prepared) -> str:
   )
   objective = prepared.program.task.describe()
   return f'{line}, {objective}.' if objective else f'{line}.'
+
+
+def _describe_classes(prepared: Prepared) -> Iterator[str]:
+  """Yields lines on the classes of the images, if their labels are known."""
+  train_labels = prepared.labels
+  if train_labels is None:
+    train_labels = prepared.train.labels()
+  class_names = prepared.metadata.get('class_names')
+  if train_labels is None or not class_names:
+    return
+  test_labels = {}
+  for name, source in prepared.tests.items():
+    labels = source.labels()
+    if labels is not None:
+      test_labels[name] = labels
+  yield class_counts.describe(train_labels, test_labels, class_names)
+  yield from class_counts.warnings(
+    train_labels, test_labels, class_names, prepared.config.loss
+  )
 
 
 def _describe_length(prepared: Prepared) -> str:

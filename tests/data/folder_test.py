@@ -77,6 +77,62 @@ def test_class_without_images(root):
     folder.list_split(str(root), 'train')
 
 
+def test_empty_class_folder_is_rejected(root):
+  (root / 'train' / 'wasp').mkdir()
+  with pytest.raises(ValueError, match=r"train/wasp' has no images: add .* or delete"):
+    folder.list_split(str(root), 'train')
+
+
+def test_class_with_images_that_are_too_deep(root):
+  shutil.move(root / 'train' / 'bee', root / 'train' / 'insects' / 'bee')
+  with pytest.raises(ValueError, match="/insects' .* such as 'insects/bee': move"):
+    folder.list_split(str(root), 'train')
+
+
+@pytest.mark.parametrize(
+  'place, message',
+  [
+    (
+      'all/cat',
+      "too deep, such as those in 'all/cat': .*content of 'all' one level up",
+    ),
+    ('', "not in class folders: move them to 'train/<class>/' .*'file_name'"),
+  ],
+)
+def test_images_outside_of_class_folders(root, tmp_path, place, message):
+  target = tmp_path / 'data' / 'train' / place
+  shutil.copytree(root / 'train' / 'ant', target)
+  with pytest.raises(ValueError, match=message):
+    folder.read_split(str(tmp_path / 'data'), 'train', ('image', 'label'))
+
+
+def test_splits_in_upper_case_are_reported(root):
+  (root / 'train').rename(root / 'Train')
+  with pytest.raises(FileNotFoundError, match="'Train'. .*rename it to 'train'"):
+    folder.list_split(str(root), 'train')
+
+
+@pytest.mark.parametrize(
+  'split, place, is_inside',
+  [
+    ('train', '', True),
+    ('train[:90%]', 'train/run', True),
+    ('.[:90%]', 'run', True),
+    ('train', 'run', False),
+    ('train', 'training', False),
+  ],
+)
+def test_workdir_in_the_data_is_rejected(tiny_config, root, split, place, is_inside):
+  (root / 'link').symlink_to(root)
+  tiny_config.dataset = str(root / 'link')
+  if is_inside:
+    with pytest.raises(ValueError, match='workdir=.* is in the folder of the data'):
+      sources.open_split(tiny_config, split, workdir=str(root / place))
+    assert not list(root.rglob('*.npz'))
+  else:
+    sources.open_split(tiny_config, split, workdir=str(root / place))
+
+
 def test_class_folders_that_look_alike_are_rejected(root):
   """As after copying a data set from macOS over one from elsewhere."""
   (root / 'train' / 'ant').rename(root / 'train' / 'caf\u00e9')

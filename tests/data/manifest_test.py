@@ -211,7 +211,7 @@ def test_missing_features_and_splits(tiny_config, tmp_path):
   write(tmp_path, [{'x': 1}])
   tiny_config.dataset = str(tmp_path)
   with pytest.raises(
-    ValueError, match=r"train.jsonl' has no feature 'label'.*\['image', 'x'\]"
+    ValueError, match=r"train.jsonl' has no column 'label'.*\['image', 'x'\]"
   ):
     sources.open_split(tiny_config, 'train')
   with pytest.raises(
@@ -223,6 +223,13 @@ def test_missing_features_and_splits(tiny_config, tmp_path):
   (tmp_path / 'empty.jsonl').write_text('\n')
   with pytest.raises(ValueError, match="empty.jsonl' is empty"):
     sources.open_split(tiny_config, 'empty')
+
+
+@pytest.mark.parametrize('name', ['labels', 'Label'])
+def test_misnamed_column_is_reported(tmp_path, name):
+  write(tmp_path, [{name: 'cat'}])
+  with pytest.raises(ValueError, match=f"column 'label'.* rename '{name}' to 'label'"):
+    read(tmp_path, 'label')
 
 
 def test_broken_images_are_skipped_if_configured(tmp_path, caplog):

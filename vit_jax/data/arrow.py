@@ -60,7 +60,7 @@ class Layout(NamedTuple):
 
   def select(self, features: Iterable[str], where: str) -> 'Layout':
     """Returns the layout of the requested features, see records.resolve."""
-    names = records.resolve(features, self.columns, where)
+    names = records.resolve(features, self.columns, where, 'column')
     return Layout(
       {name: self.columns[name] for name in names},
       {name: self.class_names[name] for name in names if name in self.class_names},

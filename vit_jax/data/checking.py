@@ -275,6 +275,14 @@ def _check_split(root: str, base: str) -> str:
     for name in sorted(tf.io.gfile.listdir(root)):
       if name.endswith('.jsonl') or tf.io.gfile.isdir(f'{root}/{name}'):
         entries.append(name.rstrip('/'))
+    for entry in entries:
+      name = entry.removesuffix('.jsonl')
+      if name.lower() == base.lower():
+        ending = entry.removeprefix(name)
+        raise slices.NoSplitError(
+          f"folder '{root}' has no split '{base}', but '{entry}'",
+          f"Names of splits are lower case: rename it to '{base}{ending}'",
+        )
     existing = '.'  # Without any split the folders in `root` are probably classes.
     for name in reversed(SPLITS):
       if name in entries or f'{name}.jsonl' in entries:

@@ -38,6 +38,26 @@ def check_local(dataset: str) -> None:
     raise unusable(dataset)
 
 
+def check_apart(workdir: str, root: str, split: str) -> None:
+  """Raises ValueError for a workdir that is a data folder, or in a folder of a split.
+
+  Its files would be taken for data, and the pictures among them for a class.
+  """
+  path = _real_path(workdir)
+  folders = [os.path.join(root, base) for base in slices.bases(split)]
+  is_inside = any(f'{path}/'.startswith(f'{_real_path(x)}/') for x in folders)
+  if is_inside or path == _real_path(root):
+    raise ValueError(
+      f"workdir='{workdir}' is in the folder of the data, '{root}': use another "
+      '--workdir, outside of it'
+    )
+
+
+def _real_path(path: str) -> str:
+  """Returns an absolute path without links; URLs have no links."""
+  return path.rstrip('/') if '://' in path else os.path.realpath(path)
+
+
 def has_split_folders(root: str, split: str) -> bool:
   """Returns whether a data set has a folder for each part of a split."""
   folders = [os.path.join(root, base) for base in slices.bases(split)]

@@ -13,9 +13,10 @@ with -1. Only a mixture has no `lookup`: its parts read its examples.
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
+import difflib
 import json
 import os
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -259,6 +260,10 @@ class Subset(Source):
     lengths = self._source.lengths(feature)
     return None if lengths is None else lengths[self._indices]
 
+  def labels(self) -> np.ndarray | None:
+    labels = self._source.labels()
+    return None if labels is None else labels[self._indices]
+
   def locate(self, index: int) -> tuple[Source, int]:
     return self._source.locate(int(self._indices[index]))
 
@@ -286,13 +291,17 @@ def chunk(num_examples: int, record_bytes: float) -> int:
 
 
 def resolve(
-  requested: Iterable[str], available: Iterable[str], where: str
+  requested: Iterable[str],
+  available: Iterable[str],
+  where: str,
+  noun: Literal['feature', 'column'] = 'feature',
 ) -> tuple[str, ...]:
   """Selects the requested features of the data, by name.
 
   'objects' selects all features below it, such as 'objects/bbox'; a name that ends
   with '?' is optional; 'index' always exists. A ValueError names the data, `where`,
-  if a required feature is missing.
+  if a required feature is missing. It calls features by a `noun`; a user may rename
+  columns.
   """
   available = tuple(available)
   selected = []
@@ -304,9 +313,13 @@ def resolve(
       matches = [x for x in available if x.startswith(f'{key}/')]
     if not matches and not name.endswith('?') and key != 'index':
       kinds = {'image': ', an image', 'label': ', a class label of the image'}
+      remedy = 'use other data, or a task that does not need it'
+      similar = difflib.get_close_matches(key, available, 1)
+      if similar and noun == 'column':
+        remedy = f"rename '{similar[0]}' to '{key}'"
       raise ValueError(
-        f"{where} has no feature '{key}'{kinds.get(key, '')}: it has {sorted(available)}; use "
-        'other data, or a task that does not need it (config.dataset, config.task)'
+        f"{where} has no {noun} '{key}'{kinds.get(key, '')}: it has {sorted(available)}; "
+        f'{remedy} (config.dataset, config.task)'
       )
     selected += [match for match in matches if match != 'index']
   return tuple(dict.fromkeys(selected))

@@ -19,6 +19,7 @@ from vit_jax.data import (
   checking,
   folder,
   folder_formats,
+  folder_layout,
   manifest,
   mixture,
   parquet,
@@ -100,6 +101,8 @@ def open_split(
   if not folder.is_folder(dataset):
     module = importlib.import_module(registry.module_of(dataset))
     return module.open_split(config, dataset, existing, features, class_names)
+  if workdir is not None:
+    folder_layout.check_apart(str(workdir), dataset, existing)
   if pseudo_labels.exists(dataset):
     if split != config.pp.train:
       raise ValueError(

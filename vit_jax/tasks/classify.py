@@ -60,7 +60,14 @@ class Task(base.Task):
   def make_metadata(
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
-    return {'class_names': list(source.class_names)}
+    class_names = list(source.class_names)
+    if len(class_names) == 1 and config.loss == 'softmax':
+      raise ValueError(
+        f"the training data have only the class '{class_names[0]}', which a softmax "
+        'predicts for any image: add images of another class, or set '
+        '--config.loss=sigmoid (config.dataset, config.loss)'
+      )
+    return {'class_names': class_names}
 
   @classmethod
   def planned_metadata(

@@ -111,7 +111,7 @@ class Index:
       every folder), 'endings' (of images), 'ignored' (counts of the other entries by
       their endings, and the first one),
       'metadata' (paths of files that describe the images),
-      'bare' (direct subfolders that hold files but no image).
+      'bare' (direct subfolders that hold no image).
   """
 
   def __init__(

@@ -54,7 +54,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
   for piece in pieces:
     ignored += piece.ignored
     is_class = piece.name and b'/' not in piece.name
-    if is_class and not piece.num_images and (piece.ignored or piece.inner):
+    if is_class and not piece.num_images:
       bare.append(image_files.display(piece.name))
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
