@@ -458,11 +458,19 @@ WidthFactor = Annotated[
 ]
 
 _BOUND = r'(-?\d[\d_]*(\.\d+)?(%|shard)?)?'
-_SPLIT = re.compile(rf'(\.|[\w-]+)(\[({_BOUND}:{_BOUND}|-?\d+shard)\])?')
+# See vit_jax/data/folds.py.
+FOLD = re.compile(
+  r'\[fold(?P<relation>!?=)(?P<number>\d+)/(?P<num_folds>\d+)(,\s*seed=(?P<seed>\d+))?\]'
+)
+_UNNAMED_FOLD = re.sub(r'\?P<\w+>', '', FOLD.pattern)
+_SPLIT = re.compile(
+  rf'(\.|[\w-]+)(\[({_BOUND}:{_BOUND}|-?\d+shard)\]|{_UNNAMED_FOLD})?'
+)
 Split = Annotated[
   str,
   Fits(
-    "a split in the notation of TFDS, such as 'train[:90%]' or 'train[100:]+test'",
+    "a split in the notation of TFDS, such as 'train[:90%]' or 'train[100:]+test', or "
+    "folds, such as 'train[fold!=0/5]'",
     lambda x: all(_SPLIT.fullmatch(part.strip()) for part in x.split('+')),
   ),
 ]

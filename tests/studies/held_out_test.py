@@ -38,6 +38,20 @@ def test_splits_the_training_data(split, amount, parts):
   assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
 
 
+def test_holds_out_the_other_folds():
+  parts = held_out.cut('train[fold!=1/5]', 'test')
+  assert parts == ('train[fold!=1/5]', 'train[fold=1/5]', 'train')
+  parts = held_out.cut('train[fold=1/5,seed=2]', 'test')
+  assert parts.held_out == 'train[fold!=1/5,seed=2]'
+  train, test = 'train[fold=2/5]+train[fold=3/5]', 'train[fold=0/5]'
+  assert held_out.cut(train, test, 'train[fold=1/5]').train == train
+  for other in ('train[fold!=1/5]', 'train[fold=0/4]', 'train[:1%]'):
+    with pytest.raises(ValueError, match='overlaps with pp.train'):
+      held_out.cut(train, 'test', other)
+  with pytest.raises(ValueError, match="held_out='10%' is cut off a slice"):
+    held_out.cut('train[fold!=1/5]', 'test', '10%')
+
+
 def test_holds_out_another_split():
   for split, other in (('a[:5]+b', 'val'), ('train[:80%]', 'train[80%:85%]')):
     found = held_out.cut(split, 'test', other)

@@ -53,6 +53,37 @@ def test_variants_are_compared_over_seeds(config, monkeypatch, tmp_path, capsys)
   assert (tmp_path / 'study.png').read_bytes().startswith(b'\x89PNG')
 
 
+def test_cross_validation_trains_on_all_but_one_fold(
+  tiny_config, monkeypatch, tmp_path, capsys
+):
+  config = study.cross_validation(tiny_config, 3)
+  fake = fake_training.Fake(monkeypatch, measure)
+  [row] = study.study(config, str(tmp_path))
+  assert fake.trained == ['fold_0', 'fold_1', 'fold_2']
+  for number, run in enumerate(fake.configs.values()):
+    assert run.pp.train == f'train[fold!={number}/3]'
+    assert run.pp.test == f'train[fold={number}/3]'
+  assert row['std'] == pytest.approx(0.001)
+  output = capsys.readouterr().out
+  assert '1 variant x 3 folds = 3 runs' in output
+  assert 'standard deviation over the folds' in output
+
+
+@pytest.mark.parametrize('key, value, num_folds, message', [
+  ('train', 'train[:90%]', 5, r"pp.train='train\[:90%\]' must be a whole split"),
+  ('train', 'a+b', 5, 'must be a whole split'),
+  ('train', 'train', 1, 'folds=1 must be at least 2'),
+])  # fmt: skip
+def test_impossible_cross_validation(tiny_config, key, value, num_folds, message):
+  tiny_config.pp[key] = value
+  with pytest.raises(ValueError, match=message):
+    study.cross_validation(tiny_config, num_folds)
+  tiny_config.pp[key] = 'train'
+  tiny_config.evals = (('test', 'test'),)
+  with pytest.raises(ValueError, match='leave out --config.evals'):
+    study.cross_validation(tiny_config, 5)
+
+
 def test_writes_the_table_before_raising_failures(config, monkeypatch, tmp_path):
   def fail(config):
     if config.model.hidden_size == 32 or config.seed == 0:

@@ -34,12 +34,19 @@ TRAINERS = {
 STUDIES = ('study', 'vtab')
 
 
+_FOLDS_HELP = (
+  'cross-validation: train a run for each of K folds of the training data, which tests it, '
+  'and report mean and standard deviation'
+)
+
+
 def make_parser() -> flags.Parser:
   parser = flags.Parser('train', __doc__)
   parser.add_config()
   text = 'folder for checkpoints, metrics and config, local or gs://'
   parser.add({'--workdir': dict(help=text)})
   evaluate.add_flags(parser, '--evaluate')
+  parser.add({'--folds': dict(type=int, metavar='K', help=_FOLDS_HELP)})
   run_flags.add_flags(parser, 'a study')
   hosts.add_flags(parser)
   return parser
@@ -55,9 +62,10 @@ def parse(
     raise ValueError(
       'add --config=FILE to train, or --evaluate=SPLIT to evaluate a run (see --help)'
     )
-  if args.evaluate is not None and (args.print or args.run):
+  if args.evaluate is not None and (args.print or args.run or args.folds is not None):
     raise ValueError(
-      '--print and --run are for training: leave them out, or leave out --evaluate'
+      '--print, --run and --folds are for training: leave them out, or leave out '
+      '--evaluate'
     )
   for name in ('dataset', 'real', 'option', 'evaluators'):
     if args.evaluate is None and getattr(args, name) is not None:
@@ -79,21 +87,30 @@ def main(argv: Sequence[str]) -> int:
   args = parse(argv, _check_config)
   if args.evaluate is not None:
     return evaluate.run(args)
-  config = args.config
-  trainer = config.get('trainer', 'train')
+  trainer = args.config.get('trainer', 'train')
   if trainer not in TRAINERS:
     raise ValueError(
       f"trainer='{trainer}' must be one of {', '.join(TRAINERS)} (config.trainer)"
     )
+  if args.folds is not None and trainer != 'train':
+    raise ValueError(
+      f"trainer='{trainer}' does not support --folds={args.folds}, only the config of a "
+      'single run does (config.trainer)'
+    )
+  if args.folds is not None:
+    trainer = 'study'
   if (args.print or args.run) and trainer not in STUDIES:
     raise ValueError(
       f"trainer='{trainer}' does not support --print and --run: only "
-      f'{" and ".join(STUDIES)} (config.trainer) and `vit_jax sweep` do'
+      f'{" and ".join(STUDIES)} (config.trainer), --folds and `vit_jax sweep` do'
     )
 
   def work() -> None:
+    config = args.config
     name, function = TRAINERS[trainer].split(':')
     module = importlib.import_module(name)
+    if args.folds is not None:
+      config = module.cross_validation(config, args.folds)
     if args.print:
       runs = module.make_runs(config)
       run_flags.print_commands('train', argv, runs, args.workdir)

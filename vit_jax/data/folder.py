@@ -20,6 +20,7 @@ from vit_jax.data import (
   checking,
   folder_formats,
   folder_layout,
+  folds,
   manifest,
   manifest_files,
   records,
@@ -78,8 +79,11 @@ def read_split(
   if any(metadata(root, base, workdir) for base in slices.bases(split)):
     parse = functools.partial(listed_lines, workdir=workdir)
     return manifest.read_split(root, split, features, class_names, parse, **kwargs)
-  labelled = has_labels(root, split, kwargs.get('workdir'))
+  labelled = has_labels(root, split, workdir)
   available = ('image', 'label') if labelled else ('image',)
+  features = tuple(features)
+  if not labelled and 'label' in features:
+    raise _no_classes_error(root, split, workdir)
   where = f"split '{split}' of folder '{root}'"
   requested = records.resolve(features, available, where)
   if 'label' not in requested:
@@ -101,8 +105,8 @@ def list_split(
 ) -> tuple[index_lib.Paths, np.ndarray | None, tuple[str, ...]]:
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
-  `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]'; '.' is
-  `root` itself. See checking.usable for `broken`, `max_pixels` and `workdir`.
+  `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]', or a fold,
+  'train[fold=0/5]'; '.' is `root` itself. See checking.usable for `broken`, `max_pixels` and `workdir`.
 
   Returns (paths, labels, class_names): index.Paths of n images, ordered by a hash of
   their names; int32 [n], numbers of the classes; and their names, sorted. Unless
@@ -113,22 +117,29 @@ def list_split(
   for base, instruction in slices.parts(split):
     index = checking.open_index(root, base, kwargs.get('workdir'))
     listing.warn_of_ignored(index)
-    rows = index.order
+    is_used = np.ones(len(index), bool)
     if labelled:
       split_names = _class_names(index)
       names = names or split_names
       records.class_numbers(index.top, split_names, names)
       is_class = np.array(list(map(_is_class, index.folders)))
-      rows = rows[is_class[index.folder_of(rows)]]
+      is_used = is_class[index.folder_of(index.order)]
     elif not len(index):
       raise FileNotFoundError(f"no images in '{index.top}': {formats.known_endings()}")
-    if outside := len(index) - len(rows):
+    if outside := np.count_nonzero(~is_used):
       logging.warning(
         "Left out %s of '%s' outside of class folders",
         console.pluralize(outside, 'image'),
         index.top,
       )
-    views.append((index, slices.take(rows, base, instruction)))
+    fold = folds.parse(instruction)
+    if fold is None:
+      rows = slices.take(index.order[is_used], base, instruction)
+    else:
+      # Folds are of all images, so that they are the same with and without labels.
+      strata = index.folder_of(index.order)
+      rows = index.order[is_used & fold.contains(folds.assign(base, fold, strata))]
+    views.append((index, rows))
   paths = checking.usable(views, f'{root}/{split}', broken, **kwargs)
   if not labelled:
     return paths, None, ()
@@ -171,6 +182,26 @@ def has_labels(root: str, split: str, workdir: str | None = None) -> bool:
   return not folders or any(map(_is_class, folders))
 
 
+def _no_classes_error(root: str, split: str, workdir: str | None) -> ValueError:
+  """Returns the error for labels of images that are not in class folders."""
+  base = slices.bases(split)[0]
+  index = checking.open_index(root, base, workdir)
+  place = f"'{base}/<class>/' in '{root}'"
+  folder = image_files.display(index.folders[0])
+  if folder:
+    top = folder.partition('/')[0]
+    return ValueError(
+      f"the images of '{index.top}' are too deep, such as those in '{folder}': class "
+      f"folders must be directly in '{index.top}'; move the content of '{top}' one "
+      'level up (config.dataset)'
+    )
+  return ValueError(
+    f"the images of '{index.top}' are not in class folders: move them to {place}, list "
+    "them with their labels in a file metadata.csv, whose columns are 'file_name' and "
+    "'label', or train without labels (config.dataset, config.task)"
+  )
+
+
 def splits(root: str) -> list[str]:
   """Returns the splits of a folder or of its manifests; may raise FileNotFoundError."""
   entries = [name.rstrip('/') for name in tf.io.gfile.listdir(root)]
@@ -196,9 +227,7 @@ def _class_names(index: index_lib.Index) -> tuple[str, ...]:
   """Returns the class names of a split."""
   bare = index.facts['bare']
   if bare and len(index):
-    raise ValueError(
-      f"class folder '{index.top}/{bare[0]}' has no images: {formats.known_endings()}"
-    )
+    raise _bare_class_error(index, bare[0])
   folders = [folder for folder in index.folders if _is_class(folder)]
   if not folders:
     raise FileNotFoundError(
@@ -208,6 +237,22 @@ def _class_names(index: index_lib.Index) -> tuple[str, ...]:
   names = tuple(map(image_files.display, folders))
   _check_distinct(index.top, names)
   return names
+
+
+def _bare_class_error(index: index_lib.Index, name: str) -> ValueError:
+  """Returns the error for a class folder without images."""
+  path = f'{index.top}/{name}'
+  for folder in map(image_files.display, index.folders):
+    if folder.startswith(f'{name}/'):
+      return ValueError(
+        f"class folder '{path}' has its images in folders inside it, such as "
+        f"'{folder}': move them to '{path}', or, if '{folder}' is a class, to "
+        f"'{index.top}'"
+      )
+  return ValueError(
+    f"class folder '{path}' has no images: add some, or delete the folder; "
+    f'{formats.known_endings()}'
+  )
 
 
 def _check_distinct(top: str, names: Sequence[str]) -> None:

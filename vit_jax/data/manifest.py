@@ -14,6 +14,9 @@ without a label has null or no `label`. The class names are those in the trainin
 split, sorted, or the list in `root/classes.json`. In that file,
 {"objects/label": [...]} names the classes of another feature.
 
+If lines have a `group`, such as the patient, folds of a split, 'train[fold=0/5]', keep
+lines of a group together.
+
 `root/<split>/metadata.jsonl` or `metadata.csv`, as in an "imagefolder" of Hugging
 Face's `datasets`, is such a manifest too: its `file_name` is the path of an image,
 relative to its folder. Such files may also be in folders below `root/<split>`, each
@@ -34,6 +37,7 @@ import numpy as np
 from vit_jax.data import (
   checking,
   folder_formats,
+  folds,
   manifest_cache,
   manifest_columns,
   manifest_files,
@@ -45,6 +49,7 @@ from vit_jax.data.images import image_files, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
 
+_GROUP = 'group'  # Column whose equal values stay together in folds.
 # Maps the folder of a data set and a part of a split to lines.
 ParseFunction = Callable[[str, str], list[manifest_files.Line]]
 
@@ -152,11 +157,12 @@ def _parse_examples(
     new_lines = parse(root, base)
     top = os.path.join(root, base)
     order = index_lib.hash_order(line.key(top) for line in new_lines)
-    for number in slices.take(order, base, instruction):
+    for number in _select(order, base, instruction, new_lines):
       numbers.append(len(lines) + number)
     lines += new_lines
   available = manifest_columns.list_features(lines)
-  requested = records.resolve(features, available, f"manifest '{lines[0].file}'")
+  where = f"manifest '{lines[0].file}'"
+  requested = records.resolve(features, available, where, 'column')
   selected = [lines[i] for i in numbers]
   paths = [line.image for line in selected]
   index = index_lib.from_paths(root, f'{split}.jsonl', paths)
@@ -180,6 +186,35 @@ def _parse_examples(
     places.append(f'{file_numbers[line.file]}:{line.place}'.encode())
   names = {name: names[name] for name in requested if name in names}
   return manifest_cache.Examples(index, manifests, np.array(places), columns, names)
+
+
+def _select(
+  order: Sequence[int],
+  base: str,
+  instruction: str,
+  lines: Sequence[manifest_files.Line],
+) -> Sequence[int]:
+  """Returns the numbers of the lines in a slice or a fold, in their order."""
+  fold = folds.parse(instruction)
+  if fold is None:
+    return slices.take(order, base, instruction)
+  ordered = [lines[number] for number in order]
+  strata = [json.dumps(line.labels()) for line in ordered]
+  groups = None
+  if any(_GROUP in line.values for line in lines):
+    groups = [_group_of(line) for line in ordered]
+  return folds.take(np.array(order), base, fold, strata, groups).tolist()
+
+
+def _group_of(line: manifest_files.Line) -> int | str:
+  """Returns the group of a line, which is in one fold with all lines of the group."""
+  group = line.get(_GROUP)
+  if not isinstance(group, int | str):
+    raise ValueError(
+      f'{line.where}: `{_GROUP}` is {manifest_files.short(group)}, but folds need a '
+      'string or an integer, such as the patient, on every line'
+    )
+  return group
 
 
 def _trim_labels(

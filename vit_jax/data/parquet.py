@@ -5,6 +5,9 @@ other patterns. Each row is an example, see vit_jax/data/arrow.py; the path of a
 is absolute, or relative to the folder of the Parquet file or of the data set. Rows are
 numbered file by file, so 'train[:10%]' selects the same rows as in `datasets`.
 
+Rows of a fold, 'train[fold=0/5]', have their classes spread evenly, and equal values in a
+column `group` are in the same fold, see vit_jax/data/folds.py.
+
 At the start only the footers of the files and the labels are read. Parquet is made for
 reading whole row groups, which have 100 MB each in files that `datasets` writes: see
 vit_jax/data/row_groups.py.
@@ -20,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import arrow, folder_formats, row_groups, slices
+from vit_jax.data import arrow, folder_formats, folds, records, row_groups, slices
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
@@ -37,6 +40,7 @@ _PLACES = (
   '{}.parquet',
   '{}/*.parquet',
 )
+_GROUP = 'group'  # Column whose equal values stay together in folds.
 _NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
 
 
@@ -93,7 +97,7 @@ class Format(folder_formats.FolderFormat):
   def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
     return exists(root, split)
 
-  def open(self, request: folder_formats.Request) -> 'ParquetSource':
+  def open(self, request: folder_formats.Request) -> records.Source:
     return open_split(
       request.config,
       request.root,
@@ -109,8 +113,69 @@ def open_split(
   split: str,
   features: Sequence[str],
   class_names: Sequence[str] | None = None,
-) -> 'ParquetSource':
+) -> records.Source:
   """Opens a split of a folder, see sources.open_split."""
+  parts = list(slices.parts(split))
+  if any(folds.parse(instruction) for _, instruction in parts):
+    whole = '+'.join(slices.bases(split))
+    source = _open_slices(config, root, whole, features, class_names)
+    subset = records.Subset(source, _rows_in_folds(root, parts))
+    subset.origin = {**source.origin, 'split': split}
+    return subset
+  return _open_slices(config, root, split, features, class_names)
+
+
+def _rows_in_folds(root: str, parts: Sequence[tuple[str, str]]) -> np.ndarray:
+  """Returns rows of the parts of a split, of which some are folds, int64 [n].
+
+  They are numbered part by part.
+  """
+  selected = []
+  first = 0  # Number of the part's first row.
+  for base, instruction in parts:
+    paths = _find_complete(root, base)
+    footers = dict(zip(paths, shards.map_files(_read_footer, paths, 'Reading footers')))
+    layout = _common_layout(footers)
+    strata: list[str] = []
+    if 'label' in layout.columns:
+      for values in _read_column(paths, layout.columns['label'].name).values():
+        strata += map(json.dumps, values.to_pylist())
+    else:
+      strata = [''] * sum(footer.num_rows for footer in footers.values())
+    groups = _read_groups(paths) if _GROUP in layout.columns else None
+    rows = np.arange(len(strata))
+    fold = folds.parse(instruction)
+    if fold is None:
+      rows = slices.take(rows, base, instruction)
+    else:
+      rows = folds.take(rows, base, fold, strata, groups)
+    selected.append(first + rows)
+    first += len(strata)
+  return np.concatenate(selected)
+
+
+def _read_groups(paths: Sequence[str]) -> list[int | str]:
+  """Returns the group of each row of files; ValueError if a row has none."""
+  groups = []
+  for path, values in _read_column(paths, _GROUP).items():
+    for number, group in enumerate(values.to_pylist()):
+      if not isinstance(group, int | str):
+        raise ValueError(
+          f"row {number} of '{path}': `{_GROUP}` is {group}, but folds need a string or "
+          'an integer, such as the patient, in every row'
+        )
+      groups.append(group)
+  return groups
+
+
+def _open_slices(
+  config: 'ml_collections.ConfigDict',
+  root: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None,
+) -> 'ParquetSource':
+  """Opens slices of a split, see `open_split`."""
   selection = _select_rows(root, split)
   paths = list(selection.footers)
   layout = _common_layout(selection.footers)
@@ -150,21 +215,21 @@ def open_split(
 
 def _select_rows(root: str, split: str) -> Selection:
   """Reads the footers of a split's files, and selects its rows."""
-
-  def read_footer(path: str) -> Any:
-    return _open(path).metadata
-
   footers: dict[str, Any] = {}
   selected = []
   for base, instruction in slices.parts(split):
     paths = _find_complete(root, base)
     new_paths = [path for path in paths if path not in footers]
-    new_footers = shards.map_files(read_footer, new_paths, 'Reading footers')
+    new_footers = shards.map_files(_read_footer, new_paths, 'Reading footers')
     footers.update(zip(new_paths, new_footers))
     counts = [footers[path].num_rows for path in paths]
     rows = slices.take(range(sum(counts)), base, instruction)
     selected += arrow.select_rows(paths, counts, rows)
   return Selection(selected, footers)
+
+
+def _read_footer(path: str) -> Any:
+  return _open(path).metadata
 
 
 @contextlib.contextmanager
@@ -222,13 +287,21 @@ def _list_columns(schema: 'pa.Schema') -> str:
 
 def _read_labels(paths: Sequence[str], column: arrow.Column) -> dict[str, arrow.Labels]:
   """Returns the labels in each file, by path."""
-
-  def read(path: str) -> arrow.Labels:
+  labels = {}
+  for path, values in _read_column(paths, column.name).items():
     with name_damaged(f"'{path}'"):
-      values = _open(path).read(columns=[column.name]).column(0)
-      return arrow.read_labels(values, column.is_list)
+      labels[path] = arrow.read_labels(values, column.is_list)
+  return labels
 
-  return dict(zip(paths, shards.map_files(read, paths, 'Reading labels')))
+
+def _read_column(paths: Sequence[str], name: str) -> dict[str, 'pa.ChunkedArray']:
+  """Returns a column of each file, by path."""
+
+  def read(path: str) -> 'pa.ChunkedArray':
+    with name_damaged(f"'{path}'"):
+      return _open(path).read(columns=[name]).column(0)
+
+  return dict(zip(paths, shards.map_files(read, paths, f"Reading '{name}'")))
 
 
 class ParquetSource(arrow.ArrowSource):
@@ -245,6 +318,8 @@ class ParquetSource(arrow.ArrowSource):
     max_pixels: int,
   ) -> None:
     self._root = root
+    self._selected = selection.rows
+    self._labels: np.ndarray | None = None  # Once they are read.
     self._footers = selection.footers
     self._stamps = stamps
     self._group_ends = {}  # Numbers of the rows after each row group, by path.
@@ -258,6 +333,17 @@ class ParquetSource(arrow.ArrowSource):
     super().__init__(selection.rows, row_bytes, layout, class_numbers, max_pixels)
     self.origin = origin
     self._groups = row_groups.RowGroups(num_bytes)
+
+  def labels(self) -> np.ndarray | None:
+    if 'label' not in self.features:
+      return None
+    if self._labels is None:
+      columns = _read_column(list(self._footers), self._columns['label'].name)
+      values: list[Any] = []
+      for rows in self._selected:
+        values += columns[rows.filename].slice(rows.skip, rows.take).to_pylist()
+      self._labels = self._label_array(values)
+    return self._labels
 
   def open_file(self, path: str) -> Any:
     return _open(path, self._footers[path])

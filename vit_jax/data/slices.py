@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from vit_jax import console
+from vit_jax.data import folds
 from vit_jax.data.lazy import tfds
 
 VALIDATION = ('validation', 'val', 'valid')  # Names of the same split.
@@ -18,7 +19,10 @@ class NoSplitError(FileNotFoundError):
 
 
 def parts(split: str) -> Iterator[tuple[str, str]]:
-  """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'."""
+  """Yields the parts of 'train[:9]+test' with their slices, 'train', '[:9]'.
+
+  A slice may also be a fold, see vit_jax/data/folds.py.
+  """
   for part in split.split('+'):
     base, bracket, instruction = part.strip().partition('[')
     yield base, bracket + instruction
@@ -44,6 +48,11 @@ def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
   Raises ValueError if it is empty or exceeds the split.
   """
   count, split = info.num_examples, f'{info.name}{instruction}'
+  if folds.parse(instruction) is not None:
+    raise ValueError(
+      f"split '{split}': only folders of images, manifests and Parquet files have folds; "
+      f"use a slice, such as '{info.name}[:90%]' (config.pp, config.evals)"
+    )
   remedy = (
     f"'{info.name}' has {console.pluralize(count, 'example')} (config.pp, config.evals)"
   )

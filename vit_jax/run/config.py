@@ -406,13 +406,15 @@ def with_test_folder(config: ml_collections.ConfigDict) -> ml_collections.Config
   The original reads train/ and test/ of a folder, and uses `pp.train` and
   `pp.test` only for TFDS. Here both keys apply to folders too, with one exception:
   if `pp.test` is part of the training images, the folder has a split `test`, and
-  `evals` is empty, the config is assumed to be an original one.
+  `evals` is empty, the config is assumed to be an original one, which has no folds.
   """
   train, test = (
     {part.split('[')[0].strip() for part in config.pp[key].split('+')}
     for key in ('train', 'test')
   )
   if config.evals or not isinstance(config.dataset, str) or not test <= train:
+    return config
+  if schema.FOLD.search(config.pp.test):
     return config
   root = epath.Path(config.dataset)
   if 'test' in train or not (

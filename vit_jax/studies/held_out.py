@@ -1,12 +1,11 @@
 """Splits training data into a part to train on and a held-out part."""
 
-from collections.abc import Iterator
 import itertools
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from vit_jax.configs import schema
-from vit_jax.data import slices
+from vit_jax.data import folds, slices
 from vit_jax.data.lazy import tfds
 
 _LARGE = 10**9  # Number of examples by which slices are compared.
@@ -25,7 +24,7 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
 
   `split` and `test` are the training and the test split, in the notation of TFDS.
   `held_out` is None for the rest of the base of `split` ('train[98%:]' for
-  'train[:98%]'); '10%' (of the base) or '200' (examples) to cut off the end of
+  'train[:98%]', 'train[fold=0/5]' for 'train[fold!=0/5]'); '10%' (of the base) or '200' (examples) to cut off the end of
   `split`; or another split, 'validation'.
 
   Raises ValueError if nothing is left to train on or to hold out, or the held-out
@@ -44,6 +43,8 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
     )
   elif held_out:
     splits = _cut_off(base, instruction, held_out)
+  elif (fold := folds.parse(instruction)) is not None:
+    splits = Parts(split, f'{base}{fold.complement}', base)
   else:
     begin, _, end = instruction.strip('[]').partition(':')
     remainders = []
@@ -67,20 +68,32 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
 
 def _overlap(a: str, b: str) -> bool:
   """Returns whether two splits of large data sets overlap."""
-
-  def ranges(split: str) -> Iterator[tuple[str, Any]]:
-    for base, instruction in slices.parts(split):
-      yield base, slices.take(range(_LARGE), base, instruction)
-
-  for (base_a, range_a), (base_b, range_b) in itertools.product(ranges(a), ranges(b)):
-    is_disjoint = range_a.stop <= range_b.start or range_b.stop <= range_a.start
-    if base_a == base_b and not is_disjoint:
+  for (base_a, part_a), (base_b, part_b) in itertools.product(
+    slices.parts(a), slices.parts(b)
+  ):
+    if base_a == base_b and _parts_overlap(part_a, part_b):
       return True
   return False
 
 
+def _parts_overlap(a: str, b: str) -> bool:
+  """Returns whether two slices or folds of a large split overlap."""
+  fold_a, fold_b = folds.parse(a), folds.parse(b)
+  if fold_a is not None and fold_b is not None:
+    return fold_a.overlaps(fold_b)
+  if fold_a is not None or fold_b is not None:
+    return True
+  range_a, range_b = (slices.take(range(_LARGE), 'train', part) for part in (a, b))
+  return range_a.start < range_b.stop and range_b.start < range_a.stop
+
+
 def _cut_off(base: str, instruction: str, held_out: str) -> Parts:
   """Cuts a share or a number of examples off the end of a slice."""
+  if folds.parse(instruction) is not None:
+    raise ValueError(
+      f"held_out='{held_out}' is cut off a slice, and pp.train='{base}{instruction}' is "
+      'of folds: name folds to hold out, such as --held_out="train[fold=0/5]"'
+    )
   unit = '%' if held_out.endswith('%') else ''
   spec = tfds.core.ReadInstruction.from_spec(f'train{instruction}')
   if instruction and spec.unit != (unit or 'abs'):

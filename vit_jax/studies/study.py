@@ -16,7 +16,7 @@ import ml_collections
 
 from vit_jax import console, models
 from vit_jax.configs import common, schema
-from vit_jax.data import sources
+from vit_jax.data import slices, sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.distributed import files
 from vit_jax.planning import flops
@@ -78,7 +78,8 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   for (line, x), runs in zip(config.x, variants.values()):
     places.append((line, exaflops(runs[0].config) if x == 'exaflops' else x))
   num_variants = console.pluralize(len(variants), 'variant')
-  num_seeds = console.pluralize(len(config.seeds), 'seed')
+  unit = _unit(config.base)
+  num_seeds = console.pluralize(len(config.seeds), unit)
   num_runs = console.pluralize(len(variants) * len(config.seeds), 'run')
   console.log(f'{num_variants} x {num_seeds} = {num_runs} in {workdir}:')
   return compare(
@@ -91,6 +92,45 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     places=places,
     x_label=config.x_label,
     log_x=config.x_log,
+    unit=unit,
+  )
+
+
+def cross_validation(
+  config: ml_collections.ConfigDict, num_folds: int
+) -> ml_collections.ConfigDict:
+  """Returns the config of a study with a run per fold of the training data.
+
+  Run i has seed i, is tested on fold i (vit_jax/data/folds.py), and trains on the others.
+  `config` is that of a run. ValueError if it does not train on a whole split, or there
+  are fewer than two folds.
+  """
+  split = run_config.with_keys(config).pp.train
+  [*parts] = slices.parts(split)
+  if len(parts) > 1 or parts[0][1]:
+    raise ValueError(
+      f"pp.train='{split}' must be a whole split to divide into folds, such as 'train' "
+      '(--config.pp.train, --folds)'
+    )
+  if config.get('evals'):
+    raise ValueError(
+      f'evals={config.evals}, but --folds={num_folds} tests each run on its fold: leave '
+      'out --config.evals'
+    )
+  if num_folds < 2:
+    raise ValueError(f'folds={num_folds} must be at least 2 (--folds)')
+  base = run_config.with_keys(config)
+  base.pp.train = f'{split}[fold!={{seed}}/{num_folds}]'
+  base.pp.test = f'{split}[fold={{seed}}/{num_folds}]'
+  return ml_collections.ConfigDict(
+    {
+      'trainer': 'study',
+      'base': base,
+      'variants': (('fold', {}),),
+      'seeds': tuple(range(num_folds)),
+      'metric': base.best_metric,
+      'title': f'{num_folds} folds',
+    }
   )
 
 
@@ -123,6 +163,11 @@ def transfer(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
     'Transfer',
     baseline='from scratch',
   )
+
+
+def _unit(base: ml_collections.ConfigDict) -> str:
+  """Returns what the seeds of a study stand for."""
+  return 'fold' if '[fold={seed}/' in base.get('pp', {}).get('test', '') else 'seed'
 
 
 def compare(
@@ -178,7 +223,8 @@ def _variants(config: ml_collections.ConfigDict) -> dict[str, list[runs_lib.Run]
       raise ValueError(f"variant '{name}' occurs twice: names must differ")
     try:
       run = runs_lib.changed(config.base, changes)
-      metrics = run_evaluators.metrics_of(run_config.complete(run))
+      first = runs_lib.seeded(run, config.seeds[0])
+      metrics = run_evaluators.metrics_of(run_config.complete(first))
     except ValueError as e:
       raise ValueError(f"variant '{name}': {e} (config.variants)") from e
     runs_lib.check_metric(config.metric, metrics, f"variant '{name}'")

@@ -118,12 +118,14 @@ def report(
   places: Sequence[tuple[str, float | None]] = (),
   x_label: str = '',
   log_x: bool = False,
+  unit: str = 'seed',
 ) -> list[dict]:
   """Compares a metric of variants: prints a table, writes NAME.json and NAME.png.
 
   `by_variant` has the value of each seed, or None; `baseline` is the variant to
   compare the others with, seed by seed. `places` are (name of the line, x) of each
-  variant, for curves instead of bars.
+  variant, for curves instead of bars. `unit` is what the seeds stand for, 'seed' or
+  'fold'.
 
   Returns the rows of NAME.json: `variant`, `metric`, `mean` and `std` over the seeds,
   and `seed_0`, ...; with a baseline `margin` and `margin_std`, and for curves `line`
@@ -151,10 +153,10 @@ def report(
     rows.append(fields)
     lines.append([*columns.values(), seeds])
     points.append((line, x, values(fields)))
-  heading = f'{kind.title(metric)}, mean and standard deviation over the seeds'
+  heading = f'{kind.title(metric)}, mean and standard deviation over the {unit}s'
   if baseline is not None:
     heading += f", and margin over '{baseline}' with the same seed"
-  publish(workdir, name, rows, f'{heading}:', [*columns, 'seeds'], lines)
+  publish(workdir, name, rows, f'{heading}:', [*columns, f'{unit}s'], lines)
   axis = None if points[0][1] is None else x_label
   plot(metric, kind, title, points, f'{workdir}/{name}.png', axis, log_x)
   return rows
