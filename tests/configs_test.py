@@ -291,6 +291,7 @@ def test_dtype_flag_replaces_auto(tmp_path):
   assert config.model.resnet.eps == 'published'
   assert config.model.dtype == 'auto'
   workdir.create(tmp_path, config, {}, data={})
+  (tmp_path / 'checkpoints' / '1').mkdir(parents=True)
   model = config.model.to_dict()
   stored_runs.change_config(tmp_path, model={**model, 'dtype': 'float32'})
   workdir.keep_dtype(workdir.stored_config(tmp_path), config)

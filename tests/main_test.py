@@ -255,7 +255,7 @@ def test_evaluate_has_two_names(monkeypatch):
     evaluate.main(['--workdir=/w'])
   with pytest.raises(ValueError, match='--dataset=x .*--evaluate'):
     train.main(['--workdir=/w', '--config=configs/digits.py', '--dataset=x'])
-  with pytest.raises(ValueError, match='--print and --run'):
+  with pytest.raises(ValueError, match='--print, --run and --folds'):
     train.main(['--workdir=/w', '--evaluate=test', '--print'])
 
 

@@ -552,11 +552,13 @@ def _describe_data(prepared: Prepared) -> str:
 
 def _describe_classes(prepared: Prepared) -> Iterator[str]:
   """Yields lines on the classes of the images, if their labels are known."""
+  class_names = prepared.metadata.get('class_names')
+  if not class_names:
+    return
   train_labels = prepared.labels
   if train_labels is None:
     train_labels = prepared.train.labels()
-  class_names = prepared.metadata.get('class_names')
-  if train_labels is None or not class_names:
+  if train_labels is None:
     return
   test_labels = {}
   for name, source in prepared.tests.items():

@@ -125,7 +125,7 @@ def test_columns_are_chosen_in_the_name(hub, tiny_config):
     ('hf://zoo/views', {}, ValueError, r"for 'image', .*'img', 'thumbnail'.*\?image=img'"),
     ('hf://zoo/views?image=img', {}, ValueError, "for 'label', .*img&label=fine'"),
     ('hf://zoo/views?image=photo', {}, ValueError, "no column 'photo' .*'img'"),
-    ('hf://zoo/texts', {}, ValueError, "no column 'image', an image: .*'caption'"),
+    ('hf://zoo/texts', {}, ValueError, "no feature 'image', an image: .*'caption'"),
     (ANIMALS, {'split': 'dev'}, ValueError, "no split 'dev': .*'validation'"),
     ('hf://zoo/none', {}, ConnectionError, "zoo/none' .* hub cannot be reached"),
   ],

@@ -334,3 +334,29 @@ def test_labels_of_other_types_are_named(tiny_config, tmp_path, labels, kind):
   with pytest.raises(ValueError, match=f"train.parquet' has labels of the type {kind}"):
     open_split(tiny_config, tmp_path)
   assert greys_of(open_split(tiny_config, tmp_path, 'train', 'image')) == [0, 1]
+
+
+def test_lists_of_labels_are_padded(tiny_config, tmp_path):
+  """Also null, -1 for no label, and different lengths in two files."""
+  files = [[[2], [], None, [-1]], [[0, 1], [None, 2]]]
+  for number, labels in enumerate(files):
+    columns = {'image': images(range(len(labels))), 'label': labels}
+    write(tmp_path / 'data' / f'train-{number}.parquet', columns, NAMES)
+  tiny_config.dataset = str(tmp_path)
+  source = sources.open_split(tiny_config, 'train')
+  expected = [[2, -1], [-1, -1], [-1, -1], [-1, -1], [0, 1], [2, -1]]
+  assert source.labels().tolist() == expected
+  looked_up_labels = looked_up.features(source)['label']
+  assert [[x for x in row if x >= 0] for row in expected] == [
+    [x for x in row.tolist() if x >= 0] for row in looked_up_labels
+  ]
+  part = sources.open_split(tiny_config, 'train[3:5]')
+  assert part.labels().tolist() == expected[3:5]
+
+
+def test_misnamed_label_column_is_reported(tiny_config, tmp_path):
+  columns = {'image': images(range(2)), 'labels': [0, 1]}
+  write(tmp_path / 'data' / 'train-0.parquet', columns)
+  tiny_config.dataset = str(tmp_path)
+  with pytest.raises(ValueError, match="column 'label'.* rename 'labels' to 'label'"):
+    sources.open_split(tiny_config, 'train')

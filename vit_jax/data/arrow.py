@@ -15,7 +15,7 @@ import collections
 from collections.abc import Iterable, Mapping, Sequence
 import itertools
 import json
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -58,9 +58,14 @@ class Layout(NamedTuple):
   columns: dict[str, Column]
   class_names: dict[str, tuple[str, ...]]
 
-  def select(self, features: Iterable[str], where: str) -> 'Layout':
+  def select(
+    self,
+    features: Iterable[str],
+    where: str,
+    noun: Literal['feature', 'column'] = 'feature',
+  ) -> 'Layout':
     """Returns the layout of the requested features, see records.resolve."""
-    names = records.resolve(features, self.columns, where, 'column')
+    names = records.resolve(features, self.columns, where, noun)
     return Layout(
       {name: self.columns[name] for name in names},
       {name: self.class_names[name] for name in names if name in self.class_names},
@@ -242,22 +247,54 @@ def check_label_type(schema: 'pa.Schema', where: str) -> None:
     )
 
 
-def read_labels(values: 'pa.ChunkedArray', is_list: bool) -> Labels:
-  """Returns the labels in a column, whose rows may have lists of them."""
+class EncodedLabels(NamedTuple):
+  """The labels in a column, each as its place in a list of all different ones."""
+
+  lengths: np.ndarray | None  # Labels of each row, -1 for null; None without lists.
+  codes: np.ndarray  # Places of the labels of all rows; -1 for null.
+  labels: list[Any]  # Different labels.
+
+
+def _encode_labels(values: 'pa.ChunkedArray', is_list: bool) -> EncodedLabels:
+  """Encodes the labels in a column, whose rows may have lists of them."""
   import pyarrow.compute as pc
 
   flat = values.combine_chunks()
-  rows = []
+  lengths = None
   if is_list:
-    rows.append(pc.fill_null(pc.list_value_length(flat), -1))
+    lengths = pc.fill_null(pc.list_value_length(flat), -1)
+    lengths = lengths.to_numpy(zero_copy_only=False)
     flat = pc.list_flatten(flat)
   if not hasattr(flat, 'indices'):
     flat = flat.dictionary_encode()
-  rows.append(pc.fill_null(flat.indices, -1))
-  labels = flat.dictionary.to_pylist()
-  contents = [row.to_numpy(zero_copy_only=False).tobytes() for row in rows]
-  contents.append(json.dumps(labels).encode())
+  codes = pc.fill_null(flat.indices, -1).to_numpy(zero_copy_only=False)
+  return EncodedLabels(lengths, codes, flat.dictionary.to_pylist())
+
+
+def read_labels(values: 'pa.ChunkedArray', is_list: bool) -> Labels:
+  """Returns the labels in a column, whose rows may have lists of them."""
+  lengths, codes, labels = _encode_labels(values, is_list)
+  contents = [] if lengths is None else [lengths.tobytes()]
+  contents += [codes.tobytes(), json.dumps(labels).encode()]
   return Labels({*labels} - {None, -1}, files.digest(contents))
+
+
+def number_labels(
+  values: 'pa.ChunkedArray', is_list: bool, numbers: Mapping[int | str, int]
+) -> np.ndarray:
+  """Returns the class numbers of the rows of a column, int64 [n, L], padded with -1."""
+  lengths, codes, labels = _encode_labels(values, is_list)
+  # The last number is that of the code -1.
+  table = np.array([*(numbers.get(label, -1) for label in labels), -1], np.int64)
+  flat = table[codes]
+  if lengths is None:
+    return flat[:, None]
+  rows = np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
+  is_label = flat >= 0
+  counts = np.bincount(rows[is_label], minlength=len(lengths))
+  array = np.full([len(lengths), max(1, counts.max(initial=0))], -1, np.int64)
+  array[np.arange(array.shape[1]) < counts[:, None]] = flat[is_label]
+  return array
 
 
 def number_classes(

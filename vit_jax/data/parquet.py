@@ -136,12 +136,9 @@ def _rows_in_folds(root: str, parts: Sequence[tuple[str, str]]) -> np.ndarray:
     paths = _find_complete(root, base)
     footers = dict(zip(paths, shards.map_files(_read_footer, paths, 'Reading footers')))
     layout = _common_layout(footers)
-    strata: list[str] = []
+    strata = np.zeros(sum(footer.num_rows for footer in footers.values()), np.int64)
     if 'label' in layout.columns:
-      for values in _read_column(paths, layout.columns['label'].name).values():
-        strata += map(json.dumps, values.to_pylist())
-    else:
-      strata = [''] * sum(footer.num_rows for footer in footers.values())
+      strata = _read_strata(paths, layout.columns['label'])
     groups = _read_groups(paths) if _GROUP in layout.columns else None
     rows = np.arange(len(strata))
     fold = folds.parse(instruction)
@@ -152,6 +149,17 @@ def _rows_in_folds(root: str, parts: Sequence[tuple[str, str]]) -> np.ndarray:
     selected.append(first + rows)
     first += len(strata)
   return np.concatenate(selected)
+
+
+def _read_strata(paths: Sequence[str], column: arrow.Column) -> np.ndarray:
+  """Returns a number for the labels of each row, int64 [n]."""
+  values = set[int | str]().union(
+    *(labels.values for labels in _read_labels(paths, column).values())
+  )
+  numbers = {label: number for number, label in enumerate(sorted(values))}
+  labels = _stack(list(_number_labels(paths, column, numbers).values()))
+  _, strata = np.unique(np.sort(labels, axis=1), axis=0, return_inverse=True)
+  return strata.reshape(-1)
 
 
 def _read_groups(paths: Sequence[str]) -> list[int | str]:
@@ -183,7 +191,7 @@ def _open_slices(
     arrow.check_label_type(
       selection.footers[paths[0]].schema.to_arrow_schema(), paths[0]
     )
-  layout = layout.select(features, f"'{paths[0]}'")
+  layout = layout.select(features, f"'{paths[0]}'", 'column')
   labels: dict[str, arrow.Labels] = {}
   class_numbers: dict[int | str, int] = {}
   if 'label' in layout.columns:
@@ -294,6 +302,26 @@ def _read_labels(paths: Sequence[str], column: arrow.Column) -> dict[str, arrow.
   return labels
 
 
+def _number_labels(
+  paths: Sequence[str], column: arrow.Column, numbers: Mapping[int | str, int]
+) -> dict[str, np.ndarray]:
+  """Returns the class numbers in each file, by path; see arrow.number_labels."""
+  labels = {}
+  for path, values in _read_column(paths, column.name).items():
+    labels[path] = arrow.number_labels(values, column.is_list, numbers)
+  return labels
+
+
+def _stack(labels: Sequence[np.ndarray]) -> np.ndarray:
+  """Concatenates labels, int64 [n, L] of different L, padded with -1."""
+  width = max(array.shape[1] for array in labels)
+  arrays = []
+  for array in labels:
+    padding = (0, 0), (0, width - array.shape[1])
+    arrays.append(np.pad(array, padding, constant_values=-1))
+  return np.concatenate(arrays)
+
+
 def _read_column(paths: Sequence[str], name: str) -> dict[str, 'pa.ChunkedArray']:
   """Returns a column of each file, by path."""
 
@@ -338,11 +366,12 @@ class ParquetSource(arrow.ArrowSource):
     if 'label' not in self.features:
       return None
     if self._labels is None:
-      columns = _read_column(list(self._footers), self._columns['label'].name)
-      values: list[Any] = []
+      column = self._columns['label']
+      labels = _number_labels(list(self._footers), column, self._class_numbers)
+      arrays = []
       for rows in self._selected:
-        values += columns[rows.filename].slice(rows.skip, rows.take).to_pylist()
-      self._labels = self._label_array(values)
+        arrays.append(labels[rows.filename][rows.skip :][: rows.take])
+      self._labels = _stack(arrays)
     return self._labels
 
   def open_file(self, path: str) -> Any:
