@@ -106,7 +106,8 @@ def list_split(
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 
   `split` is the name of a folder in `root`, or a slice of it, 'train[:90%]', or a fold,
-  'train[fold=0/5]'; '.' is `root` itself. See checking.usable for `broken`, `max_pixels` and `workdir`.
+  'train[fold=0/5]'; '.' is `root` itself. See checking.usable for `broken`,
+  `max_pixels` and `workdir`.
 
   Returns (paths, labels, class_names): index.Paths of n images, ordered by a hash of
   their names; int32 [n], numbers of the classes; and their names, sorted. Unless
