@@ -209,9 +209,8 @@ def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Pr
     if not checkpoints_lib.has_checkpoint(workdir):
       checkpoint.check_exists(config)
   task_class = run_config.get_task(config.task)
-  train = sources.open_split(
-    config, config.pp.train, task_class.FEATURES, workdir=workdir
-  )
+  features = task_class.record_features(config)
+  train = sources.open_split(config, config.pp.train, features, workdir=workdir)
   metadata = {
     **task_class.make_metadata(config, train),
     **_learned(task_class, config, train, workdir),

@@ -95,6 +95,14 @@ class Source:
     del feature
     return None
 
+  def values(self, feature: str) -> 'tf.Tensor | tf.RaggedTensor | None':
+    """Returns a feature of all examples, [num_examples, ...], except 'image'.
+
+    None if that is not known without reading the data.
+    """
+    del feature
+    return None
+
   def shapes(self) -> np.ndarray | None:
     """Returns height and width of each stored image, int64 [num_examples, 2].
 
@@ -169,14 +177,17 @@ class MemorySource(Source):
   def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     return {name: tf.gather(x, indices) for name, x in self._columns.items()}
 
+  def values(self, feature: str) -> 'tf.Tensor | tf.RaggedTensor | None':
+    return self._columns.get(feature)
+
   def labels(self) -> np.ndarray | None:
-    column = self._columns.get('label')
+    column = self.values('label')
     if isinstance(column, tf.RaggedTensor):
       column = column.to_tensor(-1)
     return None if column is None else column.numpy()
 
   def lengths(self, feature: str) -> np.ndarray | None:
-    column = self._columns.get(feature)
+    column = self.values(feature)
     if not isinstance(column, tf.RaggedTensor):
       return None
     return column.row_lengths().numpy()

@@ -207,6 +207,6 @@ def open_for(
   further: Iterable[str] = (),
 ) -> records.Source:
   """Opens a split with the classes of the training data, and `further` features."""
-  features = (*task_class.FEATURES, *further)
+  features = (*task_class.record_features(config), *further)
   class_names = metadata.get('class_names')
   return open_split(config, split, features, class_names, dataset, workdir)

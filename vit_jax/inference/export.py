@@ -502,7 +502,7 @@ def _facts(
       k: _described(jax.ShapeDtypeStruct(('batch', *x.shape[1:]), x.dtype))
       for k, x in want.items()
     },
-    'labels': list(model.class_names),
+    'labels': list(model.task.output_names),
     'preprocessing': _preprocessing(model.task, program.inputs, uint8),
     'versions': {name: importlib.metadata.version(name) for name in names},
     'date': datetime.datetime.now(datetime.UTC).date().isoformat(),

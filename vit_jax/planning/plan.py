@@ -274,7 +274,7 @@ def data_size(
     config = run_config.complete(config)
     config.broken_images = 'trust'  # Images are counted, not read.
     task = run_config.get_task(config.task)
-    source = sources.open_split(config, config.pp.train, task.FEATURES)
+    source = sources.open_split(config, config.pp.train, task.record_features(config))
     size = (source.num_examples, len(task.class_names_of(source)) or None)
   num_examples = num_examples or size[0]
   is_path = os.sep in name and not name.startswith(registry.HUB)

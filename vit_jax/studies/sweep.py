@@ -108,7 +108,7 @@ def sweep(
     task = run_config.get_task(plan.config.task)
     config = copy.deepcopy(plan.config)
     config.broken_images = 'trust'  # The runs check the images.
-    sources.open_split(config, plan.parts.held_out, task.FEATURES)
+    sources.open_split(config, plan.parts.held_out, task.record_features(config))
   if only is not None:
     runs_lib.train_all(runs, workdir, checkpoints).finish()
     return {'choice': [], 'best': None, 'test': []}

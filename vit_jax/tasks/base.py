@@ -51,7 +51,8 @@ class Task(parts.Hooks, abc.ABC):
 
   Attributes:
     FEATURES: names of the features that a record must have, see
-      vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ...
+      vit_jax.data.sources.open_split: 'image', 'label', 'objects/bbox', ... If they
+      depend on the config, `record_features` returns them.
     METRICS: the metrics that `measure` returns, by name. A metric and the name of an
       evaluation, 'accuracy_test', can be `config.best_metric`.
     METADATA: names of the values that `make_metadata` and `learn` return; each is

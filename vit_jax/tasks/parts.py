@@ -57,12 +57,19 @@ class Hooks:
   IMAGELESS: ClassVar[tuple[str, ...]] = ()
 
   # Defined by vit_jax.tasks.base.Task.
+  FEATURES: ClassVar[tuple[str, ...]]
+  class_names: tuple[str, ...]
   config: ml_collections.ConfigDict
   model: Any
   example: Callable[..., dict[str, Any]]
   outputs: Callable[..., Any]
 
   # --- Before the first update ---
+
+  @classmethod
+  def record_features(cls, config: ml_collections.ConfigDict) -> tuple[str, ...]:
+    """Returns the names of the features that a record must have; by default FEATURES."""
+    return cls.FEATURES
 
   @classmethod
   def class_names_of(cls, source: records.Source) -> tuple[str, ...]:
@@ -321,6 +328,11 @@ class Hooks:
     vit_jax/inference/export.py.
     """
     return {'outputs': self.outputs(params, extra, batch)}
+
+  @property
+  def output_names(self) -> tuple[str, ...]:
+    """What the columns of an exported output stand for; by default the classes."""
+    return self.class_names
 
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     """Returns the object that `vit_jax.predict.load` returns."""
