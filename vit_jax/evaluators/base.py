@@ -10,8 +10,10 @@ import dataclasses
 import functools
 from typing import Any, ClassVar, Protocol
 
+from etils import epath
 import jax
 
+from vit_jax.data import records
 from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 
@@ -79,3 +81,19 @@ class Evaluator(Protocol):
     All processes of the mesh make the same calls. `stop` is called between batches; once
     it returns True, vit_jax.inference.engine.Stopped is raised.
     """
+
+
+class Reporter(Evaluator, Protocol):
+  """An evaluator with a report of its last run, which `vit_jax evaluate --report` writes.
+
+  A task names its class, Task.REPORT.
+  """
+
+  def lines(self) -> list[str]:
+    """Returns the report as lines to print."""
+
+  def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
+    """Writes the report to a folder; `facts` about the run are for report.json."""
+
+  def write_predictions(self, path: epath.PathLike, source: records.Source) -> None:
+    """Writes a table with a row per image of the source; the ending is its format."""

@@ -11,7 +11,7 @@ from vit_jax import console
 from vit_jax.configs import common, schema
 from vit_jax.data import slices, sources
 from vit_jax.distributed import processes, sharding
-from vit_jax.evaluators import base, calibration, report as report_lib
+from vit_jax.evaluators import base, calibration, report as report_lib, report_files
 from vit_jax.inference import engine
 from vit_jax.run import (
   config as run_config,
@@ -43,7 +43,7 @@ def evaluate(
     real_labels: a file of ImageNet ReaL labels, see real.py.
     options: replace values of `config.task_options`, as {'tight': 1} for a detector.
     evaluators: are added to `config.evaluators`, and have its form.
-    report: folder for the report of a classifier, which is also printed.
+    report: folder for the report of the task (Task.REPORT), which is also printed.
     predictions: table to write, with a row per image: .csv, .jsonl or .parquet.
 
   Returns:
@@ -54,9 +54,10 @@ def evaluate(
   mesh = sharding.mesh_of(model.params)
   config, task = model.config, model.task
   if predictions is not None:
-    report_lib.check_predictions(predictions)
+    report_files.check_predictions(predictions)
   is_report = report is not None or predictions is not None
-  entries = _entries(config, split, evaluators, real_labels, is_report)
+  reporter_class = run_evaluators.report(config).cls if is_report else None
+  entries = _entries(config, split, evaluators, real_labels, reporter_class)
   run_splits = []
   if dataset is None:
     run_splits = [x for _, x, other in run_config.evaluations(config) if not other]
@@ -82,21 +83,20 @@ def evaluate(
     f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "
     + metrics_lib.format_metrics(values, metrics)
   )
-  if is_report:
-    [reporter] = [x for x in instances if isinstance(x, report_lib.Report)]
+  if reporter_class is not None:
+    [reporter] = [x for x in instances if type(x) is reporter_class]
     facts = {
       'workdir': str(model.workdir),
       'step': model.step,
       'dataset': config.dataset,
       'split': split,
-      'temperature': task.temperature,
     }
     _write_report(reporter, facts, evaluation.source, report, predictions)
   return values
 
 
 def _write_report(
-  reporter: report_lib.Report,
+  reporter: base.Reporter,
   facts: Mapping[str, Any],
   source: Any,
   report: str | None,
@@ -187,7 +187,7 @@ def _entries(
   name: str,
   evaluators: Mapping[str, Any] | None,
   real_labels: str | None,
-  is_report: bool = False,
+  reporter_class: type | None = None,
 ) -> list[run_evaluators.Entry]:
   """Returns the evaluators of the evaluation of a name or split."""
   added = evaluators or {}
@@ -207,9 +207,9 @@ def _entries(
   ]
   if real_labels is not None:
     entries.append(run_evaluators.real_labels(real_labels))
-  if is_report and not any(entry.cls is report_lib.Report for entry in entries):
-    entries.append(run_evaluators.report())
   entries = [*run_evaluators.task_entries(config), *entries]
+  if reporter_class and all(entry.cls is not reporter_class for entry in entries):
+    entries.append(run_evaluators.report(config))
   run_evaluators.check_entries(entries, config)
   return entries
 

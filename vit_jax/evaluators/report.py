@@ -7,11 +7,8 @@ of `config.evaluators`, {'report': {'type': 'vit_jax.evaluators.report:Report'}}
 metrics to each evaluation of a run.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-import csv
-import io
+from collections.abc import Callable, Mapping, Sequence
 import json
-import math
 from typing import Any, NamedTuple
 
 from etils import epath
@@ -24,8 +21,8 @@ from vit_jax import console
 from vit_jax.configs import schema
 from vit_jax.data import records
 from vit_jax.distributed import files
-from vit_jax.evaluators import base, measures
-from vit_jax.inference import engine, tables
+from vit_jax.evaluators import base, measures, report_files
+from vit_jax.inference import engine
 from vit_jax.run import config as run_config, metrics as metrics_lib
 
 _MOST_ROWS = 100  # Maximum number of classes in a printed table.
@@ -197,35 +194,24 @@ class Report:
     assert self.scores is not None
     path = epath.Path(folder)
     names = self._evaluation.task.class_names
+    facts = {**facts, 'temperature': self._evaluation.task.temperature}
     with files.naming_output(path, 'report'):
       path.mkdir(parents=True, exist_ok=True)
       files.write(path / 'report.json', _json(self.scores, names, facts))
-      files.write(path / 'report.csv', _csv(_rows(self.scores, names)))
+      files.write(path / 'report.csv', report_files.csv_text(_rows(self.scores, names)))
       if self.scores.confusion is not None:
         rows = [
           [name, *row] for name, row in zip(names, self.scores.confusion.tolist())
         ]
         header = ['true class', *names]
-        files.write(path / 'confusion.csv', _csv([header, *rows]))
+        files.write(path / 'confusion.csv', report_files.csv_text([header, *rows]))
         _draw(self.scores, names, self._evaluation.split, path)
 
   def write_predictions(self, path: epath.PathLike, source: records.Source) -> None:
     """Writes a table with a row per image of the last run; the ending is its format."""
     assert self.outputs is not None
     rows = _predictions(self.outputs, self._evaluation.task, source.evaluated)
-    types = {name: type(value) for name, value in rows[0].items()}
-    with files.naming_output(path, 'predictions'), files.replacing(path) as file:
-      ending = epath.Path(path).suffix
-      tables.encode(iter([tables.to_arrow(rows, types)]), file, ending)
-
-
-def check_predictions(path: str) -> None:
-  """Raises ValueError or ImportError unless predictions can be written to a path."""
-  if not path.endswith(('.csv', '.jsonl', '.parquet')):
-    raise ValueError(
-      f"predictions='{path}' must end with .csv, .jsonl or .parquet (--predictions)"
-    )
-  tables.arrow()
+    report_files.write_predictions(path, rows)
 
 
 def _predictions(
@@ -256,7 +242,9 @@ def _rows(scores: Scores, names: Sequence[str]) -> list[list[Any]]:
   columns = [*_TITLES, 'support']
   rows: list[list[Any]] = [['class', *columns]]
   for i, class_name in enumerate(names):
-    rows.append([class_name, *(_defined(scores.classes[x][i]) for x in columns)])
+    rows.append(
+      [class_name, *(report_files.defined(scores.classes[x][i]) for x in columns)]
+    )
   return rows
 
 
@@ -266,14 +254,8 @@ def _means(scores: Scores) -> list[list[Any]]:
   rows: list[list[Any]] = []
   for kind, weights in zip(_MEANS, (None, support)):
     means = [measures.mean(scores.classes[name], weights) for name in _TITLES]
-    rows.append([f'{kind} mean', *map(_defined, means), int(support.sum())])
+    rows.append([f'{kind} mean', *map(report_files.defined, means), int(support.sum())])
   return rows
-
-
-def _defined(value: Any) -> Any:
-  """Returns a number for JSON, or None for nan."""
-  value = value.item() if isinstance(value, np.generic) else value
-  return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
@@ -283,7 +265,7 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
     rows = []
   header = ['class', *_TITLES.values(), 'images']
   cells = [header, *(_cells(row) for row in rows + _means(scores))]
-  lines = _aligned(cells)
+  lines = report_files.markdown(cells)
   units = {'ece': metrics_lib.SHARE, 'balanced_accuracy': metrics_lib.SHARE}
   others = {
     name: scores.overall[name]
@@ -309,25 +291,7 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
 def _cells(row: Sequence[Any]) -> list[str]:
   """Returns a row of the printed table: shares in percent, '-' for no value."""
   shares = ['-' if value is None else f'{100 * value:.2f}' for value in row[1:-1]]
-  return [row[0].replace('|', '\\|'), *shares, f'{row[-1]:,}']
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-  """Returns a table in Markdown with columns of equal width."""
-  widths = [max(map(len, column)) for column in zip(*cells)]
-  lines = []
-  for row in cells:
-    padded = [row[0].ljust(widths[0])]
-    padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
-    lines.append(f'| {" | ".join(padded)} |')
-  rules = ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])]
-  return [lines[0], f'| {" | ".join(rules)} |', *lines[1:]]
-
-
-def _csv(rows: Iterable[Sequence[Any]]) -> str:
-  text = io.StringIO()
-  csv.writer(text, lineterminator='\n').writerows(rows)
-  return text.getvalue()
+  return [row[0], *shares, f'{row[-1]:,}']
 
 
 def _json(scores: Scores, names: Sequence[str], facts: Mapping[str, Any]) -> str:
@@ -336,12 +300,14 @@ def _json(scores: Scores, names: Sequence[str], facts: Mapping[str, Any]) -> str
     **facts,
     'num_examples': scores.num_examples,
     'num_left_out': scores.num_left_out,
-    'overall': {name: _defined(value) for name, value in scores.overall.items()},
+    'overall': {
+      name: report_files.defined(value) for name, value in scores.overall.items()
+    },
     'classes': {row[0]: dict(zip(header[1:], row[1:])) for row in rows},
   }
   if scores.bins is not None:
     content['reliability'] = {
-      name: list(map(_defined, values))
+      name: list(map(report_files.defined, values))
       for name, values in scores.bins._asdict().items()
     }
   return json.dumps(content, indent=1, ensure_ascii=False) + '\n'

@@ -20,7 +20,6 @@ Metrics = Mapping[str, metrics_lib.Metric]
 # Evaluators that have keys of their own.
 _FEW_SHOT = 'vit_jax.evaluators.probes:FewShot'
 _LAYER_PROBE = 'vit_jax.evaluators.probes:LayerProbe'
-_REPORT = 'vit_jax.evaluators.report:Report'
 _REAL = 'vit_jax.evaluators.real:Real'
 
 
@@ -98,9 +97,14 @@ def real_labels(path: str) -> Entry:
   return _parse('real_labels', {'type': _REAL, 'path': path})
 
 
-def report() -> Entry:
-  """Returns the evaluator of a report."""
-  return _parse('report', {'type': _REPORT})
+def report(config: ml_collections.ConfigDict) -> Entry:
+  """Returns the evaluator of the report of a config's task; ValueError if it has none."""
+  reporter_class = run_config.get_task(config.task).REPORT
+  if reporter_class is None:
+    raise ValueError(
+      f"the task '{config.task}' has no report: leave out --report and --predictions"
+    )
+  return Entry('report', reporter_class)
 
 
 def _of_keys(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:

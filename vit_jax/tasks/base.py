@@ -110,6 +110,11 @@ class Task(parts.Hooks, abc.ABC):
     """Names of the classes in the order of the logits; () if there are none."""
     return tuple(self.metadata.get('class_names', ()))
 
+  @property
+  def output_names(self) -> tuple[str, ...]:
+    """What the columns of an exported output stand for; by default the classes."""
+    return self.class_names
+
   def example(self, record: dict, seed: 'tf.Tensor | None') -> dict:
     """Turns a record into an example, a dict of tensors, as a TensorFlow graph.
 

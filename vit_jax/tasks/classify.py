@@ -15,6 +15,7 @@ from vit_jax.configs import schema, task_options
 from vit_jax.data import records
 from vit_jax.data.augmentation import mixing
 from vit_jax.data.lazy import tf
+from vit_jax.evaluators import report
 from vit_jax.figures import gallery, grids
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.learning import losses
@@ -33,6 +34,7 @@ class Task(base.Task):
   Options = task_options.Classify
   METRICS: ClassVar = {'accuracy': metrics_lib.SHARE, 'loss': metrics_lib.LOSS}
   METADATA: ClassVar[tuple[str, ...]] = ('class_names',)
+  REPORT = report.Report
   FIGURES = gallery.OF_CLASSES
   CLASS_WEIGHTS = True
 

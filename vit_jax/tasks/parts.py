@@ -36,6 +36,8 @@ class Hooks:
     OWN_PARAMS: prefixes of the paths of parameters that only this objective uses:
       they are left out when a run starts from a run of this task, and when weights
       are converted.
+    REPORT: class of the evaluator whose report `vit_jax evaluate --report` writes, a
+      vit_jax.evaluators.base.Reporter; None for no report.
     FIGURES: further figures of `vit_jax visualize`, vit_jax.figures.gallery.Entry.
     DRAWS: whether the predictor's `report` can write a picture.
     PRINTS: whether `report` is of use without a picture.
@@ -50,6 +52,7 @@ class Hooks:
   CLASS_WEIGHTS: ClassVar[bool] = False
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()
+  REPORT: ClassVar[type | None] = None
   FIGURES: ClassVar[tuple] = ()
   DRAWS: ClassVar[bool] = False
   PRINTS: ClassVar[bool] = True
@@ -58,7 +61,6 @@ class Hooks:
 
   # Defined by vit_jax.tasks.base.Task.
   FEATURES: ClassVar[tuple[str, ...]]
-  class_names: tuple[str, ...]
   config: ml_collections.ConfigDict
   model: Any
   example: Callable[..., dict[str, Any]]
@@ -328,11 +330,6 @@ class Hooks:
     vit_jax/inference/export.py.
     """
     return {'outputs': self.outputs(params, extra, batch)}
-
-  @property
-  def output_names(self) -> tuple[str, ...]:
-    """What the columns of an exported output stand for; by default the classes."""
-    return self.class_names
 
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     """Returns the object that `vit_jax.predict.load` returns."""

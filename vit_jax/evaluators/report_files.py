@@ -1,0 +1,56 @@
+"""Formats of reports: tables in Markdown and CSV, and a table of predictions."""
+
+from collections.abc import Iterable, Mapping, Sequence
+import csv
+import io
+import math
+from typing import Any
+
+from etils import epath
+import numpy as np
+
+from vit_jax.distributed import files
+from vit_jax.inference import tables
+
+
+def markdown(cells: Sequence[Sequence[str]]) -> list[str]:
+  """Returns the lines of a table with columns of equal width; the first row is the header."""
+  escaped = [[cell.replace('|', '\\|') for cell in row] for row in cells]
+  widths = [max(map(len, column)) for column in zip(*escaped)]
+  lines = []
+  for row in escaped:
+    padded = [row[0].ljust(widths[0])]
+    padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
+    lines.append(f'| {" | ".join(padded)} |')
+  rules = ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])]
+  return [lines[0], f'| {" | ".join(rules)} |', *lines[1:]]
+
+
+def csv_text(rows: Iterable[Sequence[Any]]) -> str:
+  """Returns rows as CSV; None is an empty field."""
+  text = io.StringIO()
+  csv.writer(text, lineterminator='\n').writerows(rows)
+  return text.getvalue()
+
+
+def defined(value: Any) -> Any:
+  """Returns a number for JSON and CSV, or None for nan."""
+  value = value.item() if isinstance(value, np.generic) else value
+  return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def check_predictions(path: str) -> None:
+  """Raises ValueError or ImportError unless predictions can be written to a path."""
+  if not path.endswith(('.csv', '.jsonl', '.parquet')):
+    raise ValueError(
+      f"predictions='{path}' must end with .csv, .jsonl or .parquet (--predictions)"
+    )
+  tables.arrow()
+
+
+def write_predictions(path: epath.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
+  """Writes a table with a row per image; the ending of the path is its format."""
+  types = {name: type(value) for name, value in rows[0].items()}
+  with files.naming_output(path, 'predictions'), files.replacing(path) as file:
+    ending = epath.Path(path).suffix
+    tables.encode(iter([tables.to_arrow(rows, types)]), file, ending)
