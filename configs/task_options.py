@@ -118,6 +118,39 @@ class PixelsFinetune(Pixels, Classify):
   generation: schema.NonNegative = 1.0
 
 
+# Other columns of predictions and tables, and features with a meaning of their own.
+_RESERVED = ('embedding', 'error', 'image', 'index', 'label', 'path')
+
+
+def _check_targets(options: ml_collections.ConfigDict) -> None:
+  if not options.targets:
+    raise ValueError(
+      'targets=() names no column to predict: set --config.task_options.targets, for '
+      'example to age'
+    )
+  if reserved := [name for name in options.targets if name in _RESERVED]:
+    raise ValueError(
+      f"targets={options.targets}: '{reserved[0]}' has another meaning: rename that column "
+      'of the data (config.task_options.targets)'
+    )
+
+
+@dataclasses.dataclass
+class Regress:
+  """Options of regression."""
+
+  # Names of the columns of the data to predict, as in age or
+  # --config.task_options.targets="('age', 'weight')". A column has a number in each row, or a
+  # list of as many numbers in all rows.
+  targets: schema.Names = ('target',)
+  # Loss of an error e, in standard deviations of the target: e^2, |e|, or the Huber loss,
+  # which is e^2 / 2 up to `huber_delta`, and linear from there.
+  loss: Literal['squared', 'absolute', 'huber'] = 'squared'
+  huber_delta: schema.Positive = 1.0
+
+  RULES = (_check_targets,)
+
+
 @dataclasses.dataclass
 class Segment(Detect):
   """Options of panoptic segmentation."""
@@ -142,5 +175,6 @@ OPTIONS = {
   'masked_patches': MaskedPatches,
   'pixels': Pixels,
   'pixels_finetune': PixelsFinetune,
+  'regress': Regress,
   'segment': Segment,
 }

@@ -25,7 +25,7 @@ import pytest
 from tests import conftest, tiny_models
 from tests.figures import visualize_test
 from tests.inference import export_test
-from tests.tasks import masked_patches_test
+from tests.tasks import input_spec_test, masked_patches_test
 from tests.tasks.detection import segment_test
 from tests.tasks.image_text import image_text_test
 from tests.tasks.pixels import pixels_test
@@ -642,6 +642,17 @@ def test_masked_patches_match_the_picture_of_the_command(demo, data_dir, tmp_pat
   show, _, [picture] = page_of(model)
   want = reported(model, path, tmp_path)
   np.testing.assert_array_equal(show(photo)[picture], want)
+
+
+def test_page_shows_the_targets_of_a_regression(demo, data_dir, tmp_path):
+  task = input_spec_test.make_regress(data_dir)
+  model = task.predictor(*tiny_models.of_task(task), 1)
+  photo, path = photo_of(demo, tmp_path, np.full((8, 8, 3), 200, np.uint8))
+  show, _, [table] = page_of(model)
+  [values] = model.predict([path])
+  found = {name: float(value) for name, value in show(photo)[table]}
+  assert found == pytest.approx(values, rel=1e-5)
+  assert list(found) == ['age', 'weight']
 
 
 def test_segments_match_the_picture_of_the_command(demo, tmp_path):

@@ -238,6 +238,7 @@ def test_a_broken_image_stops_the_table_on_request(model, images, tmp_path):
   [
     ('pixels', ['bits_per_dimension']),
     ('pixels_finetune', ['class', 'probability', 'classes', 'probabilities']),
+    ('regress', ['age', 'weight']),
     ('canvases', ['classes', 'scores', 'boxes']),
     ('segment', ['classes', 'scores', 'things', 'areas']),
     ('masked_patches', []),
@@ -268,6 +269,8 @@ def test_each_task_has_its_columns(
     want = [{'bits_per_dimension': bits} for bits in model.predict(good)]
   elif name == 'pixels_finetune':
     want = [dict(classes=list(dict(x))) for x in model.predict(good)]
+  elif name == 'regress':
+    want = model.predict(good)
   else:
     method = {'canvases': 'detect', 'segment': 'segment'}[name]
     results = getattr(model, method)(good, threshold=0.0)

@@ -15,6 +15,7 @@ from vit_jax.run import config as run_config
 from vit_jax.tasks import classify
 from vit_jax.tasks.detection import detect, segment
 from vit_jax.tasks.pixels import finetune as pixels_finetune
+from vit_jax.tasks.regression import regress
 
 
 def make_classify(data_dir):
@@ -36,6 +37,14 @@ def make_canvases(tmp_path):
   return detect.Task(config, {'class_names': ['even', 'odd']})
 
 
+def make_regress(data_dir):
+  config = conftest.make_tiny_config(data_dir)
+  config.task_options = {'targets': ('age', 'weight')}
+  config.task = 'regress'
+  config = run_config.complete(config)
+  return regress.Task(config, regress.Task.planned_metadata(config, None))
+
+
 TASKS = {
   'classify': make_classify,
   'masked_patches': masked_patches_test.make_task,
@@ -45,6 +54,7 @@ TASKS = {
   ),
   'detect': make_detect,
   'segment': lambda _: segment.Task(segment_test.make_config(), segment_test.METADATA),
+  'regress': make_regress,
   'canvases': make_canvases,
 }
 

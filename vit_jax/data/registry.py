@@ -4,6 +4,7 @@ import importlib
 
 # TFDS name: module that registers its builder.
 BUILDERS = {
+  'digit_angles': 'vit_jax.data.tfds.digit_angles',
   'digit_captions': 'vit_jax.data.tfds.digit_captions',
   'digits': 'vit_jax.data.tfds.digits',
   'scenes': 'vit_jax.data.tfds.scenes',

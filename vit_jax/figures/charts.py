@@ -20,6 +20,7 @@ _NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
 _MOST_NAMED, _MOST_COUNTED = 25, 12
 # Maximum number of rows of a confusion matrix; more classes share rows.
 _MOST_CELLS = 100
+_MOST_TARGETS = 9  # Maximum number of targets of a regression.
 _PAIRS = 10  # Maximum number of pairs of confused classes.
 _LEGEND = dict(loc='outside lower center', ncols=3, frameon=False)
 
@@ -192,6 +193,33 @@ def reliability(accuracy: np.ndarray, counts: np.ndarray, error: float) -> Any:
   lower.set_ylabel('images')
   lower.set_xlabel('confidence (%)')
   lower.set_xlim(0, 100)
+  return fig
+
+
+@drawing.styled
+def regression(
+  true: np.ndarray, predicted: np.ndarray, names: Sequence[str], split: str
+) -> Any:
+  """Draws predicted against true values, float [n, K], of the first targets."""
+  names = names[:_MOST_TARGETS]
+  columns = min(3, len(names))
+  rows = -(-len(names) // columns)
+  width = 7.2 if len(names) == 1 else drawing.WIDTH
+  fig = drawing.new_figure(
+    0.6 + rows * width / columns, f"Predictions on split '{split}'", width=width
+  )
+  grid = fig.subplots(rows, columns, squeeze=False)
+  for i, (axes, name) in enumerate(zip(grid.flat, names)):
+    axes.scatter(
+      true[:, i], predicted[:, i], s=12, color=colors.BLUE, alpha=0.5, linewidths=0
+    )
+    ends = [true[:, i].min(), true[:, i].max()]
+    axes.plot(ends, ends, color=colors.GREY, linestyle='--')
+    axes.set_title(drawing.shorten(name, 30))
+    axes.set_xlabel('true')
+    axes.set_ylabel('predicted')
+  for axes in grid.flat[len(names) :]:
+    axes.set_visible(False)
   return fig
 
 

@@ -26,6 +26,7 @@ TASKS = {
   'masked_patches': 'vit_jax.tasks.masked_patches',
   'pixels': 'vit_jax.tasks.pixels.pixels',
   'pixels_finetune': 'vit_jax.tasks.pixels.finetune',
+  'regress': 'vit_jax.tasks.regression.regress',
   'segment': 'vit_jax.tasks.detection.segment',
 }
 

@@ -194,8 +194,8 @@ def _check_metadata(file: epath.Path, value: Any) -> None:
         difference = f'number {i}: {a!r} there, {b!r} here'
         break
   raise ValueError(
-    f"'{file}' differs from the data, which now have other names than the run has "
-    f'learned ({difference}): restore the names, or train into another --workdir with '
+    f"'{file}' differs from the data, which now have other names or values than the "
+    f'run has learned ({difference}): restore them, or train into another --workdir with '
     f'--config.pretrained={file.parent}, which takes all but the head'
   )
 

@@ -51,15 +51,15 @@ def images() -> np.ndarray:
 
 
 def info(
-  builder: Any, class_names: Sequence[str], **features: Any
+  builder: Any, class_names: Sequence[str], size: int = 8, **features: Any
 ) -> tfds.core.DatasetInfo:
   """Returns the metadata of digits with labels and further features."""
   return builder.dataset_info_from_configs(
-    description='Handwritten digits, 8x8 grey pixels, from scikit-learn.',
+    description=f'Handwritten digits, {size}x{size} grey pixels, from scikit-learn.',
     homepage='https://archive.ics.uci.edu/dataset/80',
     features=tfds.features.FeaturesDict(
       {
-        'image': tfds.features.Image(shape=(8, 8, 1)),
+        'image': tfds.features.Image(shape=(size, size, 1)),
         'label': tfds.features.ClassLabel(names=class_names),
         **features,
       }

@@ -1,0 +1,20 @@
+"""Predicts by how many degrees scikit-learn's digits are rotated, without a download.
+
+vit_jax train --config=configs/regress_digits.py --workdir=/tmp/angles
+"""
+
+import ml_collections
+
+from vit_jax.configs import digits
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = digits.get_config()
+  config.update(task='regress', dataset='digit_angles', best_metric='mae_test')
+  config.task_options = {'targets': ('angle',)}
+  # Rotations would change the target, and so would crops of other proportions.
+  config.pp.crop_ratio = None
+  config.pp.rotate = 0.0
+  config.update(total_epochs=20.0, warmup_epochs=1.0, label_smoothing=0.0)
+  config.update(batch_eval=120, eval_every=300)
+  return config
