@@ -17,6 +17,7 @@ from unittest import mock
 import urllib.error
 import urllib.request
 
+import jax
 import numpy as np
 from PIL import Image
 import pyarrow as pa
@@ -26,11 +27,12 @@ import tensorflow as tf
 import uvicorn
 
 from tests import commands, conftest, looked_up, markdown, tiny_models, tiny_towers
-from vit_jax import checkpoint, predict
+from vit_jax import checkpoint, models, predict
 from vit_jax.commands import export
-from vit_jax.configs import detr_scenes, igpt_digits
+from vit_jax.configs import common, detr_scenes, igpt_digits, models as model_configs
 from vit_jax.data import registry, sources
 from vit_jax.evaluators import evaluation
+from vit_jax.learning import rate_factors
 from vit_jax.run import config as run_config
 
 DOCS = markdown.ROOT / 'docs'
@@ -208,18 +210,56 @@ def stand_ins(examples, trained, tmp_path_factory):
   }
 
 
+_WITH_OWN_TESTS = (
+  'coming_from_timm.md', 'extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md'
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
   'page',
   [
     page
     for page in markdown.PAGES
-    if markdown.blocks(page, 'python')
-    and page.name not in ('extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md')
+    if markdown.blocks(page, 'python') and page.name not in _WITH_OWN_TESTS
   ],
   ids=lambda page: page.name,
 )
 def test_python_runs(page, stand_ins):
   run_page(page, stand_ins)
+
+
+def test_the_loop_for_users_of_timm_trains(tmp_path):
+  config = model_configs.get_config('testing')
+  weights = tiny_models.numbers(models.make_model(config, num_classes=5), 32)
+  checkpoint.save(weights, str(tmp_path / 'weights.npz'))
+  stand_ins = {
+    'ViT-B_16.npz': str(tmp_path / 'weights.npz'),
+    'ViT-B_16': 'testing',
+    '224, 224': '32, 32',
+    '/tmp/copy.npz': str(tmp_path / 'copy.npz'),
+  }
+  names = run_page(DOCS / 'coming_from_timm.md', stand_ins)
+  assert names['features'].shape == (2, config.hidden_size)
+  np.testing.assert_allclose(names['features'], names['tokens'][:, 0], atol=1e-5)
+  # The rates are those of config.layer_decay, which is compared with timm's.
+  run = common.get_config()
+  run.update(model=config, layer_decay=0.75)
+  factors = rate_factors.make(run_config.complete(run), lambda: names['pretrained'])
+  factors['embedding'] = names['groups']['embedding']
+  want = jax.tree.map(
+    lambda x: 'frozen' if x == 'frozen' else 0.75 ** int(x), names['groups']
+  )
+  assert jax.tree.all(jax.tree.map(lambda x, y: x == y, factors, want))
+  tuned, pretrained = names['tuned'], names['pretrained']
+  np.testing.assert_array_equal(
+    pretrained['embedding']['kernel'], weights['embedding']['kernel']
+  )
+  same = jax.tree.map(np.array_equal, tuned, pretrained)
+  assert same.pop('embedding') == {'kernel': True, 'bias': True}
+  assert not same['head']['kernel']
+  assert not all(jax.tree.leaves(same['Transformer']['encoderblock_0']))
+  stored = checkpoint.load(str(tmp_path / 'copy.npz'))['head']['kernel']
+  np.testing.assert_array_equal(stored, names['average']['head']['kernel'])
 
 
 def run_page(page, stand_ins):
