@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import copy
 import dataclasses
 import itertools
+import operator
 import re
 from typing import Annotated, Any, Literal
 
@@ -170,6 +171,37 @@ SmallestLargest = Annotated[
   tuple[schema.Positive, schema.Positive],
   schema.Fits('(smallest, largest), finite numbers above 0', lambda x: x[0] <= x[1]),
 ]
+
+
+def _by_channel(value: float | Sequence[float], channels: int = 1) -> list[float]:
+  """Returns values by channel; a number is that of all channels."""
+  if isinstance(value, Sequence):
+    return list(value)
+  return channels * [value]
+
+
+def _is_increasing(bounds: Sequence[float | Sequence[float]]) -> bool:
+  """Returns whether the lowest values of all channels are below the highest ones."""
+  channels = max(len(_by_channel(bound)) for bound in bounds)
+  low, high = (_by_channel(bound, channels) for bound in bounds)
+  return len(low) == len(high) and all(map(operator.lt, low, high))
+
+
+# A number for all channels, or one for each.
+ChannelValues = float | Annotated[tuple[float, ...], schema.Fits('a tuple of numbers')]
+ValueRange = Annotated[
+  tuple[ChannelValues, ChannelValues],
+  schema.Fits(
+    '(lowest, highest), with each lowest value below the highest', _is_increasing
+  ),
+]
+Deviations = Annotated[
+  ChannelValues,
+  schema.Fits(
+    'a number above 0, or one for each channel',
+    lambda x: min(_by_channel(x), default=0) > 0,
+  ),
+]
 SizeRange = Annotated[
   tuple[schema.Count, schema.Count],
   schema.Fits('(smallest, largest), integers of at least 1', lambda x: x[0] <= x[1]),
@@ -276,6 +308,52 @@ def _check_resize(pp: ml_collections.ConfigDict) -> None:
     )
 
 
+def _check_channels(pp: ml_collections.ConfigDict) -> None:
+  """Checks the keys of images that are not 8-bit colour."""
+  if pp.range is None:
+    if pp.channels not in (1, 3):
+      raise ValueError(
+        f'channels={pp.channels}: images of 8-bit colour have 3, or 1 for grey; for others '
+        'set the range of their values, as in --config.pp.range="(0, 65535)"'
+      )
+    for name in ('mean', 'std'):
+      if pp[name] is not None:
+        raise ValueError(
+          f'{name}={pp[name]} is for images with a range of values: set --config.pp.range, '
+          f'or leave out --config.pp.{name}'
+        )
+    return
+  _check_channel_values(pp)
+  if pp.randaugment:
+    raise ValueError(
+      f'randaugment={pp.randaugment} is for images of 8-bit colour, without '
+      '--config.pp.range: leave it out'
+    )
+  if pp.color_jitter and pp.channels not in (1, 3):
+    raise ValueError(
+      f'color_jitter={pp.color_jitter} is for images of 1 or 3 channels, not '
+      f'channels={pp.channels}: leave out --config.pp.color_jitter'
+    )
+
+
+def _check_channel_values(pp: ml_collections.ConfigDict) -> None:
+  """Checks range, mean and deviation of the channels against each other."""
+  if (pp.mean is None) != (pp.std is None):
+    raise ValueError(
+      f'mean={pp.mean} and std={pp.std}: set both or none of them (config.pp.mean, '
+      'config.pp.std)'
+    )
+  low, high = (None, None) if pp.range == 'percentile' else pp.range
+  for name, value in (
+    ('range', low), ('range', high), ('mean', pp.mean), ('std', pp.std)
+  ):  # fmt: skip
+    if isinstance(value, tuple | list) and len(value) != pp.channels:
+      raise ValueError(
+        f'{name}={pp[name]} has {len(value)} values, and channels={pp.channels}: use one '
+        f'for each channel, or a number for all (config.pp.{name})'
+      )
+
+
 def _check_canvases(pp: ml_collections.ConfigDict) -> None:
   if not pp.sides:
     return
@@ -327,8 +405,18 @@ class Preprocessing:
   # keys above have their defaults. Recipes for fine-tuning set this,
   # unless their argument has a size. Weights without such files change nothing.
   match_pretrained: bool = False
-  # Colour channels: 3, or 1 for grey.
-  channels: Literal[1, 3] = 3
+  # Channels of images: 3 for colour, 1 for grey, or another number with `range`.
+  channels: Annotated[int, schema.Range(ge=1, le=64)] = 3
+  # Images that are not 8-bit colour, such as .npy, TIFF and PNG of 16 bits: the (lowest,
+  # highest) value, numbers for all channels or tuples of one for each, which become -1
+  # and 1. Values outside are clipped. 'percentile': percentiles 0.5 and 99.5 of the
+  # training images, which `vit_jax index --statistics` measures. None: 8-bit colour.
+  range: Literal['percentile'] | ValueRange | None = None
+  # With `range`: mean and deviation of the values, a number for all channels or one for
+  # each, by which they are standardised in place of -1 to 1. 'measured': those of the
+  # training images, as measured by `vit_jax index --statistics`.
+  mean: Literal['measured'] | ChannelValues | None = None
+  std: Literal['measured'] | Deviations | None = None
   # Training: least and greatest share of the image's area, and least and
   # greatest width / height, of a random crop. None for `crop_area` resizes the
   # whole image; None for `crop_ratio` keeps the width / height of the image.
@@ -372,7 +460,7 @@ class Preprocessing:
   # Height and width of a canvas are multiples of this number.
   canvas_multiple: schema.Count = 32
 
-  RULES = (_check_resize, _check_canvases)
+  RULES = (_check_resize, _check_channels, _check_canvases)
 
 
 @dataclasses.dataclass

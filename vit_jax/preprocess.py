@@ -18,7 +18,13 @@ import ml_collections
 import numpy as np
 from PIL import Image, ImageOps
 
-from vit_jax.data.augmentation import canvases, geometry, pixel_ops, resizing
+from vit_jax.data.augmentation import (
+  canvases,
+  geometry,
+  pixel_ops,
+  resizing,
+  scaling,
+)
 from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.data.texts import tokenizers
@@ -128,6 +134,7 @@ def _change_pixels(
     image = images.to_float(values)
   if pp.color_jitter:
     image = pixel_ops.color_jitter(image, fold(seed, 2), *(pp.color_jitter,) * 3)
+  image = scaling.standardize(image, pp)
   if pp.random_erasing:
     image = pixel_ops.random_erasing(image, fold(seed, 3), pp.random_erasing)
   return image
@@ -147,6 +154,15 @@ def _decode(
   image if `upright`. Without `crops`, the geometry has the whole image as its window.
   """
   encoded = tf.convert_to_tensor(encoded)
+  antialias = pp.antialias if antialias is None else antialias
+  if pp.range is not None:
+    image = scaling.decode(encoded, pp, upright)
+    sampled = draw(tf.shape(image)[:2])
+    if crops:
+      y, x, height, width = tf.unstack(sampled.window, num=4)
+      image = image[y : y + height, x : x + width]
+    image = geometry.fit(image, sampled, pp.interpolation, antialias, levels=False)
+    return image, sampled
   turned = orientation.read(encoded) if upright else None
   shape = tf.cast(images.shape_of(encoded), tf.int32)
   sampled = draw(orientation.turn_shape(shape, turned))
@@ -164,22 +180,25 @@ def _decode(
   image = images.decode_window(
     encoded, pp.channels, turned, ratio, window, exact=pp.antialias
   )
-  antialias = pp.antialias if antialias is None else antialias
   return geometry.fit(image, sampled, pp.interpolation, antialias), sampled
 
 
 @no_autograph
 def for_evaluation(image: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor':
-  """Resizes one decoded image, uint8 [height, width, channels], as `config.pp` says.
+  """Resizes one decoded image, [height, width, channels], as `config.pp` says.
 
-  Returns float32 [crop height, crop width, channels] in [-1, 1].
+  The image is uint8, or float32 in [-1, 1] if `pp.range` is set. Returns float32 [crop
+  height, crop width, channels] in [-1, 1], or standardised by `pp.mean` and `pp.std`.
   """
   size = crop_size(pp)
-  image = images.to_float(image)
+  if pp.range is None:
+    image = images.to_float(image)
   target = resized_to(tf.shape(image)[:2], pp)
-  image = resizing.resize(image, target, pp.interpolation, pp.antialias)
+  levels = pp.range is None
+  image = resizing.resize(image, target, pp.interpolation, pp.antialias, levels)
   if pp.resize is not None:
     image = resizing.crop_centre(image, size, pp.crop_rounding)
+  image = scaling.standardize(image, pp)
   return tf.ensure_shape(image, [*size, pp.channels])
 
 
@@ -267,10 +286,12 @@ def prepare(
 
   `encoded` is the contents of an image file, a string scalar, and `seed` int64 [2] in
   training, None in evaluation. Returns float32 [crop height, crop width, channels] in
-  [-1, 1].
+  [-1, 1], or standardised by `pp.mean` and `pp.std`.
   """
   if seed is not None:
     return decode_with_geometry(encoded, seed, pp, upright=True)[0]
+  if pp.range is not None:
+    return for_evaluation(scaling.decode(encoded, pp), pp)
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop

@@ -575,6 +575,8 @@ def _describe_length(prepared: Prepared) -> str:
   images = 'image' if config.batch == 1 else 'images'
   if config.pp.channels == 1:
     images = f'grey {images}'
+  elif config.pp.channels != 3:
+    images = f'{config.pp.channels}-channel {images}'
   if not config.pp.sides:  # Canvases have several sizes.
     height, width = preprocess.crop_size(config.pp)
     images += f' of {height}x{width} pixels'

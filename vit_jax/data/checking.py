@@ -7,6 +7,7 @@ result, an index, is stored in the workdir of the run or next to the images
 
 from collections.abc import Callable, Iterable, Sequence
 import copy
+import functools
 import os
 
 from absl import logging
@@ -34,6 +35,7 @@ def usable(
   describe: Callable[[int], str] | None = None,
   workdir: str | None = None,
   explain: Callable[[bytes, int], str] | None = None,
+  channels: int | None = None,
 ) -> index_lib.Paths:
   """Checks that images can be decoded; returns those that are not broken.
 
@@ -49,6 +51,7 @@ def usable(
     describe: maps an image's number to its name, by default its path.
     workdir: folder of the run.
     explain: maps (path, max_pixels) to the reason why an image is broken, or ''.
+    channels: number of channels of images.decode_values; None: 8-bit colour.
 
   Raises:
     ValueError: if images are broken and not skipped, or none is left.
@@ -59,11 +62,17 @@ def usable(
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
 
+  if explain is None:
+    explain = images.broken_reason
+    if channels is not None:
+      explain = functools.partial(images.broken_reason, channels=channels)
+
   def check() -> list[tuple[int, str]]:
     for index, rows in views:
+      index.check_anew('channels', channels)
       index.forget_changed(rows)
       if broken != 'trust':
-        _check_share(index, rows, explain or images.broken_reason, limit, workdir)
+        _check_share(index, rows, explain, limit, workdir)
     local_reasons = paths.broken()
     shown_numbers = _first_of_each(paths, local_reasons)
     results = []

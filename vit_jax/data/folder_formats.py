@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import ml_collections
 
 from vit_jax.data import records
-from vit_jax.data.images import index as index_lib
+from vit_jax.data.images import index as index_lib, multichannel
 
 
 class Request(NamedTuple):
@@ -79,10 +79,12 @@ class ListedFormat(FolderFormat):
 
   def open(self, request: Request) -> records.FolderSource:
     limit = request.config.max_image_pixels
+    channels = multichannel.stored_channels(request.config.pp)
     columns, names = self.read_split(
       request,
       broken=request.config.broken_images,
       max_pixels=limit,
       workdir=request.workdir,
+      channels=channels,
     )
-    return records.FolderSource(columns, names, limit)
+    return records.FolderSource(columns, names, limit, channels)

@@ -87,6 +87,7 @@ def read_split(
   broken: str = 'error',
   max_pixels: int | None = None,
   workdir: str | None = None,
+  channels: int | None = None,
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
   """Reads the requested features of a split, see sources.open_split.
 
@@ -96,7 +97,7 @@ def read_split(
     features: names of the features, see records.resolve.
     class_names: names of the classes of 'label', by default those of the split.
     parse: returns the lines of a part of the split; by default those of its manifest.
-    broken: see checking.usable, as for `max_pixels` and `workdir`.
+    broken: see checking.usable, as for `max_pixels`, `workdir` and `channels`.
     max_pixels: limit on the size of an image.
     workdir: folder of the run, where the results of checks are stored.
 
@@ -126,7 +127,13 @@ def read_split(
     return f'{examples.where(number)}: {os.fsdecode(path)}'
 
   paths = checking.usable(
-    [(index, index.order)], f'{root}/{split}', broken, max_pixels, describe, workdir
+    [(index, index.order)],
+    f'{root}/{split}',
+    broken,
+    max_pixels,
+    describe,
+    workdir,
+    channels=channels,
   )
   [(_, rows)] = paths.parts
   numbers = np.flatnonzero(np.isin(index.order, rows))

@@ -43,6 +43,8 @@ class Source:
   stuff: Sequence[int] = ()
   # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
+  # Number of channels of images.decode_values; None: images of 8-bit colour.
+  channels: int | None = None
   # Whether evaluation skips examples that cannot be read.
   tolerant: bool = False
   # Function (positions [b] of a run, seed) -> numbers of the examples, int64 [b]. None: a
@@ -145,7 +147,11 @@ class Source:
     """
     name = f"image '{self.name(index)}'"
     try:
-      images.decode(self.read(record)['image'])
+      encoded = self.read(record)['image']
+      if self.channels is None:
+        images.decode(encoded)
+      else:
+        images.decode_values(encoded, self.channels)
     except images.decode_errors() as e:
       raise ValueError(
         f'{name} cannot be decoded: {image_files.first_line(e)}. Repair or delete it, '
@@ -199,10 +205,17 @@ class FolderSource(MemorySource):
   Examples are ordered by a hash of their names, so that a slice of the split,
   such as 'train[:90%]', is a random sample of the whole. Among the columns,
   'image' is an index.Paths; a file with more than `max_pixels` is rejected
-  before decoding.
+  before decoding. For `channels` see Source.
   """
 
-  def __init__(self, columns: Mapping, names: Mapping, max_pixels: int) -> None:
+  def __init__(
+    self,
+    columns: Mapping,
+    names: Mapping,
+    max_pixels: int,
+    channels: int | None = None,
+  ) -> None:
+    self.channels = channels
     self._paths = columns.get('image')
     self._max_pixels = max_pixels
     super().__init__({k: v for k, v in columns.items() if k != 'image'}, names)

@@ -88,6 +88,11 @@ class Task(parts.Hooks, abc.ABC):
         f"pp.sides={config.pp.sides}: the task '{config.task}' resizes images to "
         '`pp.crop`; leave out --config.pp.sides'
       )
+    if config.pp.range is not None and not self.MULTICHANNEL:
+      raise ValueError(
+        f"pp.range={config.pp.range}: the task '{config.task}' is for images of 8-bit "
+        'colour; leave out --config.pp.range'
+      )
     if config.class_weights is not None and not self.CLASS_WEIGHTS:
       raise ValueError(
         f"class_weights is set, and the task '{config.task}' does not weight classes: leave "

@@ -36,6 +36,7 @@ class Task(base.Task):
   METADATA: ClassVar[tuple[str, ...]] = ('class_names',)
   REPORT = report.Report
   FIGURES = gallery.OF_CLASSES
+  MULTICHANNEL = True
   CLASS_WEIGHTS = True
 
   def __init__(

@@ -30,6 +30,7 @@ class Hooks:
     LEARNED: names in METADATA of the values that `learn` returns.
     CANVASES: whether `example` reads `config.pp.sides`, and the predictor takes an
       `image_size`.
+    MULTICHANNEL: whether images may be other than of 8-bit colour (`config.pp.range`).
     CLASS_WEIGHTS: whether `loss` reads `config.class_weights`.
     NEW_PARAMS: prefixes of the paths of parameters that do not come from
       `config.pretrained`; see also `new_params`.
@@ -49,6 +50,7 @@ class Hooks:
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
   CANVASES: ClassVar[bool] = False
+  MULTICHANNEL: ClassVar[bool] = False
   CLASS_WEIGHTS: ClassVar[bool] = False
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('head',)
   OWN_PARAMS: ClassVar[tuple[str, ...]] = ()

@@ -117,18 +117,19 @@ def fit(
   geometry: Geometry,
   interpolation: str = 'bilinear',
   antialias: bool = False,
+  levels: bool = True,
 ) -> 'tf.Tensor':
   """Mirrors, resizes and rotates a cropped image [crop height, crop width, C].
 
   Returns float32 [*geometry.size, C]; uint8 images are scaled to [-1, 1]. Pixels
-  that rotation brings in from outside repeat the edge. For `interpolation` and
-  `antialias` see resizing.resize.
+  that rotation brings in from outside repeat the edge. For `interpolation`, `antialias`
+  and `levels` see resizing.resize.
   """
   # TensorFlow resizes float32 twice as fast as uint8.
   image = _flip(image, geometry, axis=1)
   if image.dtype == tf.uint8:
     image = images.to_float(image)
-  image = resizing.resize(image, geometry.size, interpolation, antialias)
+  image = resizing.resize(image, geometry.size, interpolation, antialias, levels)
   if geometry.angle is not None:
     image = _turn(image[None], geometry, 'BILINEAR', 'NEAREST')[0]
   return image

@@ -13,6 +13,7 @@ def resize(
   size: Any,
   interpolation: str = 'bilinear',
   antialias: bool = False,
+  levels: bool = True,
 ) -> 'tf.Tensor':
   """Resizes a float32 image [height, width, C], with values from -1 to 1.
 
@@ -22,9 +23,10 @@ def resize(
     interpolation: see `config.pp.interpolation`.
     antialias: resizes as Pillow does: filters are as wide as the pixels of the result
       when an image shrinks, and values are rounded to 256 levels.
+    levels: False for images that are not 8-bit colour, whose values are not rounded.
   """
   image = tf.image.resize(image, size, _METHODS[interpolation], antialias=antialias)
-  if not antialias:
+  if not (antialias and levels):
     return image
   levels = tf.round((image + 1) * 127.5)
   return tf.clip_by_value(levels, 0, 255) / 127.5 - 1

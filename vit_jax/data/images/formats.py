@@ -7,9 +7,14 @@ from typing import NamedTuple
 from PIL import Image, features
 
 from vit_jax import console
+from vit_jax.data.images import multichannel
 
 _PACKAGE = 'pillow_heif'  # Makes Pillow read HEIC.
 HEIC_ENDINGS = ('.heic', '.heif')
+_OTHER_VALUES = (
+  'not of 8-bit colour: set the range of its values and its number of channels '
+  '(--config.pp.range, --config.pp.channels)'
+)
 
 
 class _Format(NamedTuple):
@@ -61,7 +66,8 @@ def encoded_endings() -> tuple[bytes, ...]:
 
 def known_endings() -> str:
   """Says which endings are known, for messages."""
-  return f'the known endings are {", ".join(endings())}, in upper or lower case'
+  known = ', '.join((*endings(), multichannel.NPY_ENDING))
+  return f'the known endings are {known}, in upper or lower case'
 
 
 def _iso_format(encoded: bytes) -> str | None:
@@ -82,6 +88,10 @@ def by_pillow(encoded: bytes) -> tuple[str, ...]:
 
 def why_unreadable(encoded: bytes) -> str:
   """Returns why Pillow cannot read the content of a file."""
+  if encoded.startswith(multichannel.NPY):
+    return f'an array (.npy) {_OTHER_VALUES}'
+  if encoded.startswith(multichannel.TIFF):
+    return f'a TIFF that is damaged, or {_OTHER_VALUES}'
   remedy = heic_remedy() if _iso_format(encoded) == 'HEIF' else ''
   return remedy or 'not an image of a known format, or truncated'
 

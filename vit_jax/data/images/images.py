@@ -11,7 +11,15 @@ from typing import Any, NoReturn
 import numpy as np
 from PIL import Image
 
-from vit_jax.data.images import formats, image_files, jpeg, orientation, rgb
+from vit_jax import console
+from vit_jax.data.images import (
+  formats,
+  image_files,
+  jpeg,
+  multichannel,
+  orientation,
+  rgb,
+)
 from vit_jax.data.lazy import tf
 
 _PNG = b'\x89PNG\r\n\x1a\n'
@@ -82,11 +90,79 @@ def decode_window(
 
 
 @image_files.traced
+def decode_values(
+  encoded: 'tf.Tensor', channels: int, upright: bool = True
+) -> 'tf.Tensor':
+  """Decodes one image to the values in its file, float32 [height, width, channels].
+
+  .npy and TIFF files are read by multichannel.read, and PNG of 16 bits as stored; the
+  other formats have 8 bits, from 0 to 255, see `decode`.
+
+  Args:
+    encoded: string scalar, the contents of a file.
+    channels: number of channels, from 1 to 64. Images of 8-bit colour become grey if it
+      is 1.
+    upright: False where annotations refer to the stored pixels.
+
+  Raises decode_errors() if it is not an image, or has another number of channels.
+  """
+
+  def array() -> 'tf.Tensor':
+    def call(encoded: bytes) -> np.ndarray:
+      return _values(multichannel.read(encoded), channels)
+
+    shape = [None, None, channels]
+    return image_files.call_python(call, encoded, tf.float32, shape)
+
+  def other() -> 'tf.Tensor':
+    image = tf.cond(is_deep, deep_png, eight_bits)
+    turned = orientation.read(encoded) if upright else None
+    return tf.ensure_shape(orientation.turn(image, turned), [None, None, channels])
+
+  def deep_png() -> 'tf.Tensor':
+    image = tf.cast(tf.io.decode_png(encoded, dtype=tf.uint16), tf.float32)
+    return with_channels(image)
+
+  def eight_bits() -> 'tf.Tensor':
+    image = decode(encoded, 1 if channels == 1 else 3, upright=False)
+    return with_channels(tf.cast(image, tf.float32))
+
+  def with_channels(image: 'tf.Tensor') -> 'tf.Tensor':
+    if image.shape[-1] == channels:
+      return image
+    image = tf.numpy_function(
+      lambda image: _values(image, channels), [image], tf.float32, stateful=False
+    )
+    return tf.ensure_shape(image, [None, None, channels])
+
+  head = tf.strings.substr(encoded, 0, len(multichannel.NPY))
+  is_array = head == multichannel.NPY
+  for magic in multichannel.TIFF:
+    is_array |= tf.strings.substr(encoded, 0, len(magic)) == magic
+  is_deep = _is_png(encoded) & (_png_depth(encoded) == b'\x10')
+  return tf.cond(is_array, array, other)
+
+
+def _values(values: np.ndarray, channels: int) -> np.ndarray:
+  """Returns values [height, width, C] as float32; ValueError unless C is `channels`."""
+  if values.shape[2] != channels:
+    raise ValueError(
+      f'it has {console.pluralize(values.shape[2], "channel")}, and '
+      f'pp.channels={channels}: change the file or --config.pp.channels'
+    )
+  return values.astype(np.float32)
+
+
+def _png_depth(encoded: 'tf.Tensor') -> 'tf.Tensor':
+  """Returns byte 24 of a PNG, its bit depth."""
+  head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
+  return tf.strings.substr(head, 24, 1)
+
+
+@image_files.traced
 def _decode_other(encoded: 'tf.Tensor') -> 'tf.Tensor':
   """Decodes all formats but JPEG as stored: common png in TensorFlow, else Pillow."""
-  # Byte 24 of a png is its bit depth; TensorFlow is wrong on less than 8.
-  head = tf.strings.join([tf.strings.substr(encoded, 0, 25), b'\0' * 25])
-  depth = tf.strings.substr(head, 24, 1)
+  depth = _png_depth(encoded)  # TensorFlow is wrong on less than 8.
   fast = _is_png(encoded) & ((depth == b'\x08') | (depth == b'\x10'))
   return tf.cond(
     fast,
@@ -127,17 +203,34 @@ def _by_pillow(
   """Returns function(image), of a dtype and shape, for a lazily opened PIL image."""
 
   def call(encoded: bytes) -> np.ndarray:
-    try:
-      with Image.open(io.BytesIO(encoded), formats=formats.by_pillow(encoded)) as image:
-        return np.asarray(function(image), dtype.as_numpy_dtype)
-    except Image.DecompressionBombError as e:
-      raise ValueError(f'Pillow refuses it: {e}') from e
-    except rgb.ModeError:
-      raise
-    except Exception as e:  # Pillow does not document its readers' errors.
-      raise ValueError(formats.why_unreadable(encoded)) from e
+    return np.asarray(_from_pillow(encoded, function), dtype.as_numpy_dtype)
 
   return image_files.call_python(call, encoded, dtype, shape)
+
+
+def _from_pillow(encoded: bytes, function: Callable[[Image.Image], Any]) -> Any:
+  """Returns function(image) for a lazily opened PIL image."""
+  try:
+    with Image.open(io.BytesIO(encoded), formats=formats.by_pillow(encoded)) as image:
+      return function(image)
+  except Image.DecompressionBombError as e:
+    raise ValueError(f'Pillow refuses it: {e}') from e
+  except rgb.ModeError:
+    raise
+  except Exception as e:  # Pillow does not document its readers' errors.
+    raise ValueError(formats.why_unreadable(encoded)) from e
+
+
+def _stored_shape(encoded: bytes) -> np.ndarray:
+  """Returns height and width of an image that is no JPEG or PNG, int64 [2]."""
+  if encoded.startswith(multichannel.NPY):
+    return np.array(multichannel.shape(encoded)[:2])
+  try:
+    return np.array(_from_pillow(encoded, lambda image: image.size[::-1]))
+  except ValueError:
+    if not encoded.startswith(multichannel.TIFF):
+      raise
+    return np.array(multichannel.shape(encoded)[:2])
 
 
 @image_files.traced
@@ -159,7 +252,7 @@ def shape_of(encoded: 'tf.Tensor') -> 'tf.Tensor':
   has_header = _is_png(encoded) & (tf.strings.length(encoded) > 23)
   shape = tf.case(
     [(tf.io.is_jpeg(encoded), jpeg_shape), (has_header, png_shape)],
-    lambda: _by_pillow(encoded, lambda image: image.size[::-1], tf.int64, [2]),
+    lambda: image_files.call_python(_stored_shape, encoded, tf.int64, [2]),
   )
   return tf.ensure_shape(shape, [2])
 
@@ -206,18 +299,22 @@ def encode_png(pixels: np.ndarray, level: int = -1) -> bytes:
 
 
 def broken_reason(
-  path: bytes, max_pixels: int, size: Sequence[int] | None = None
+  path: bytes,
+  max_pixels: int,
+  size: Sequence[int] | None = None,
+  channels: int | None = None,
 ) -> str:
   """Decodes an image file; returns why that fails, '' if it does not.
 
-  `size` is the height and width that the image must have, if any. Raises OSError
-  if the file cannot be read.
+  `size` is the height and width that the image must have, if any, and `channels` the
+  number of channels of `decode_values`; None: 8-bit colour. Raises OSError if the file
+  cannot be read.
   """
   try:
     encoded = image_files.read_file(path)
     if not encoded:
       return 'zero bytes'
-    shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
+    shape, _ = _try(tf.constant(encoded), tf.constant(max_pixels, tf.int64), channels)
   except FileNotFoundError as e:
     return image_files.first_line(e)
   except decode_errors() as e:
@@ -237,8 +334,10 @@ def broken_reason(
 
 @image_files.traced
 def _try(
-  encoded: 'tf.Tensor', max_pixels: 'tf.Tensor'
+  encoded: 'tf.Tensor', max_pixels: 'tf.Tensor', channels: int | None
 ) -> tuple['tf.Tensor', 'tf.Tensor']:
   """Decodes an image, a JPEG at an eighth of its size; returns its shape."""
   encoded = bounded(encoded, max_pixels)
+  if channels is not None:
+    return shape_of(encoded), tf.reduce_max(decode_values(encoded, channels))
   return shape_of(encoded), tf.reduce_max(decode(encoded, size=(1, 1)))

@@ -5,7 +5,7 @@ files, such as folders and broken links.
 """
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 import concurrent.futures
 import datetime
 import functools
@@ -19,7 +19,7 @@ from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data.images import formats, image_files, index as index_lib
+from vit_jax.data.images import formats, image_files, index as index_lib, multichannel
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import text_files
 
@@ -32,7 +32,20 @@ _SHOWN = 8  # Kinds of ignored files that a message names.
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
-  """Lists the images of a split; OSError names a folder that cannot be read."""
+  """Lists the images of a split; OSError names a folder that cannot be read.
+
+  Arrays (.npy) are images where there are no others, since next to photos they may
+  hold anything.
+  """
+  index = _list_folder(root, base, formats.encoded_endings())
+  arrays = index.facts['ignored']['by_ending'].get(multichannel.NPY_ENDING)
+  if len(index) or not arrays:
+    return index
+  return _list_folder(root, base, (multichannel.NPY_ENDING.encode(),))
+
+
+def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.Index:
+  """Lists the files of a split whose names end with one of `endings`."""
   top = os.fsencode(os.path.join(root, base))
   level = [b'']
   pieces = []
@@ -41,7 +54,7 @@ def list_folder(root: str, base: str) -> index_lib.Index:
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
   ):
     while level:
-      level_pieces = pool.map(functools.partial(_scan, top), level)
+      level_pieces = pool.map(functools.partial(_scan, top, endings), level)
       level = []
       for piece in level_pieces:
         pieces.append(piece)
@@ -91,11 +104,14 @@ class _Piece(NamedTuple):
   ignored: list[bytes]  # Entries that are neither images nor folders.
 
 
-def _scan(top: bytes, name: bytes) -> _Piece:
+def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Piece:
   """Lists one folder."""
   path = os.path.join(top, name) if name else top
   local = image_files.is_local(path)
-  entries = _local_entries if local else _remote_entries
+
+  def is_image(name: bytes) -> bool:
+    return name.lower().endswith(endings)
+
   changed = image_files.time_of(path) if local else 0
   if local and time.time() - changed / 1e9 < _TICK:
     changed = -2  # A later change could go unnoticed.
@@ -103,10 +119,11 @@ def _scan(top: bytes, name: bytes) -> _Piece:
 
   def list_entries(path: bytes) -> tuple[list[bytes], list[bytes], list[bytes]]:
     image_names, inner, ignored = [], [], []
-    for entry, is_file, is_folder, is_link in entries(path):
+    entries = _local_entries(path) if local else _remote_entries(path, is_image)
+    for entry, is_file, is_folder, is_link in entries:
       if entry.startswith(b'.'):
         continue
-      image = _is_image(entry)
+      image = is_image(entry)
       if image and is_file:
         image_names.append(entry)
       elif not image and is_folder and not (is_link and _is_loop(top, prefix + entry)):
@@ -137,12 +154,14 @@ def _local_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
         yield entry.name, entry.is_file(), entry.is_dir(), False
 
 
-def _remote_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
+def _remote_entries(
+  path: bytes, is_image: Callable[[bytes], bool]
+) -> Iterator[tuple[bytes, bool, bool, bool]]:
   """Yields the same as `_local_entries` for a remote folder."""
   for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
     name = entry.rstrip(b'/')
     is_folder = entry != name or (
-      not _is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
+      not is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
     )
     yield name, not is_folder, is_folder, False
 
@@ -205,10 +224,6 @@ def _read_list(path: str) -> list[str]:
         )
     image_paths.append(os.path.join(os.path.dirname(path), image_path))
   return image_paths
-
-
-def _is_image(name: bytes) -> bool:
-  return name.lower().endswith(formats.encoded_endings())
 
 
 def _ending(name: bytes) -> str:
