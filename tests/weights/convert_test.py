@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 
+import flax.traverse_util
 import jax
 import numpy as np
 from PIL import Image
@@ -18,7 +19,7 @@ from tests import models_test, tiny_models, torch_models, trees
 from vit_jax import checkpoint, models, predict, preprocess
 from vit_jax.commands import convert as convert_command
 from vit_jax.configs import models as model_configs
-from vit_jax.weights import convert, preparation, reading, writing
+from vit_jax.weights import convert, fitting, preparation, reading, writing
 from vit_jax.weights.families import families, vit_files
 
 # Imported through torch_models, which sets up their environment.
@@ -96,6 +97,31 @@ def test_logits_agree_and_round_trips_are_exact(tmp_path, name, size, kinds):
     )  # fmt: skip
     theirs.load_pretrained(source)
     np.testing.assert_allclose(ours, torch_models.logits(theirs, images), atol=1e-4)
+
+
+@pytest.mark.parametrize('channels', [1, 2, 7])
+def test_channels_are_adapted_as_in_timm(tmp_path, channels, caplog):
+  encoder = {**SHALLOW, 'num_layers': 1}
+  fields = dict(hidden_size=48, transformer=encoder)
+  _, params = random_model('ti16', (32, 32), **fields)
+  source = str(tmp_path / 'source.npz')
+  checkpoint.save(params, source)
+  theirs = timm.create_model(
+    'vit_tiny_patch16_224', num_classes=10, act_layer='gelu_tanh', img_size=32,
+    embed_dim=48, depth=1, mlp_ratio=80.1 / 48, in_chans=channels,
+  )  # fmt: skip
+  theirs.load_pretrained(source)
+  model = models.get_model('ti16', num_classes=10, **fields)
+  images = np.random.RandomState(2).uniform(-1, 1, (2, 32, 32, channels))
+  images = images.astype(np.float32)
+  init = jax.eval_shape(lambda: model.init(jax.random.key(0), images, train=False))
+  loaded = fitting.transferable(
+    source, init['params'], model_configs.get_config('ti16'), new=()
+  )
+  assert f'adapted embedding/kernel to {channels} channel' in caplog.text
+  ours = our_logits(model, flax.traverse_util.unflatten_dict(loaded, sep='/'), images)
+  assert ours.std() > 0.1
+  np.testing.assert_allclose(ours, torch_models.logits(theirs, images), atol=1e-4)
 
 
 def transforms_elsewhere(model, folder):

@@ -1,7 +1,8 @@
 """Selects the weights of a file that fit a model, and resizes embeddings.
 
 Names and shapes are compared leaf by leaf. Position embeddings are resized as in
-section 3.2 of the paper, patch embeddings as in FlexiViT (arXiv 2212.08013).
+section 3.2 of the paper, patch embeddings as in FlexiViT (arXiv 2212.08013), and kernels
+that read colour images are adapted to other numbers of channels as in timm.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,17 +14,18 @@ from absl import logging
 import flax.traverse_util
 import numpy as np
 
-from vit_jax import models
+from vit_jax import console, models
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import positions
 from vit_jax.weights import arrays, descriptions, identify, preparation, reading
-from vit_jax.weights.families import families, vit
+from vit_jax.weights.families import families, leaves as leaves_lib, vit
 
 # A table of position embeddings, see vit_jax/layers/positions.py.
 _POSEMB = re.compile(
   r'(img/|)Transformer/posembed_(?:input|\d+)/(pos|x|y|relative)_(?:embedding|bias)'
 )
 
+_COLOURS = 3  # Channels of the images that published weights read.
 _PATCHES = re.compile(r'(?:\w+/)?embedding/kernel')  # Also of a tower or backbone.
 
 
@@ -185,17 +187,33 @@ def _resize(
   grid: tuple[int, int] | None,
   new_grid: tuple[int, int] | None,
 ) -> list[str]:
-  """Resizes embeddings that change with the grid or the patch size, in place.
+  """Resizes what changes with the grid, the patch size or the channels, in place.
 
   Returns faults. What cannot be resized keeps its shape, which then does not fit.
   """
   faults = []
   for path in sorted(leaves.keys() & model_leaves.keys()):
+    if path.endswith(leaves_lib.INPUT_KERNELS):
+      _adapt_channels(path, leaves, model_leaves)
     if _PATCHES.fullmatch(path):
       faults += _resize_patches(path, leaves, model_leaves)
     elif match := _POSEMB.fullmatch(path):
       faults += _resize_positions(match, leaves, model_leaves, grid, new_grid)
   return faults
+
+
+def _adapt_channels(
+  path: str, leaves: dict[str, Any], model_leaves: Mapping[str, Any]
+) -> None:
+  """Adapts a kernel that reads colour images to the channels of the model."""
+  shape, model_shape = leaves[path].shape, model_leaves[path].shape
+  if len(shape) != 4 or shape[2] != _COLOURS or model_shape[2] == _COLOURS:
+    return
+  leaves[path] = adapt_channels(leaves[path], model_shape[2])
+  logging.warning(
+    f'The weights are for images of {_COLOURS} channels: adapted {path} to '
+    f'{console.pluralize(model_shape[2], "channel")}'
+  )
 
 
 def _resize_patches(
@@ -379,6 +397,27 @@ def resize_patches(kernel: Any, size: Sequence[int]) -> np.ndarray:
     inverse = np.linalg.pinv(matrix.T)  # [new, old]
     kernel = np.moveaxis(np.tensordot(inverse, kernel, axes=(1, axis)), 0, axis)
   return kernel.astype(np.float32)
+
+
+def adapt_channels(kernel: Any, channels: int) -> np.ndarray:
+  """Adapts a kernel that reads colour images to another number of channels.
+
+  As timm's `in_chans` does (`adapt_input_conv`): the kernels of red, green and blue are
+  repeated in this order and multiplied by 3 / `channels`, so that an image whose channels
+  are equal gives about the same features; for one channel they are added up.
+
+  Args:
+    kernel: [height, width, 3, D].
+    channels: C.
+
+  Returns:
+    float32 [height, width, C, D].
+  """
+  kernel = np.asarray(kernel, np.float32)
+  if channels == 1:
+    return kernel.sum(axis=2, keepdims=True)
+  repeated = np.take(kernel, np.arange(channels) % _COLOURS, axis=2)
+  return repeated * np.float32(_COLOURS / channels)
 
 
 def interpolate_posembed(

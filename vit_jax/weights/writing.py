@@ -9,6 +9,7 @@ import functools
 import json
 from typing import Any, NamedTuple
 
+from absl import logging
 from etils import epath
 import flax.traverse_util
 import jax
@@ -167,6 +168,12 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = families.from_config(model.config)
   config.update(family.run(model))
+  if config.pp.channels not in (1, 3):
+    logging.warning(
+      f'The weights are for images of {config.pp.channels} channels and do not say the '
+      'range of their values: 0 to 255 become -1 to 1 (config.pp.range)'
+    )
+    config.pp.range = (0, 255)
   # Unnamed classes are named by their numbers.
   names = model.class_names or [str(i) for i in range(model.num_classes)]
   metadata = {'class_names': list(names), **family.metadata(model), **model.metadata}

@@ -307,10 +307,14 @@ def renamed(name: str, table: Iterable[tuple[str, str]]) -> str:
   return name
 
 
+# Ends of the paths of the kernels that read images, the first of which counts.
+INPUT_KERNELS = ('conv_root/kernel', 'stem/kernel', 'embedding/kernel')
+
+
 def channels(params: Mapping[str, Any]) -> int:
   """Returns the number of channels of the images of a model, from nested parameters."""
   flat = flax.traverse_util.flatten_dict(params, sep='/')
-  for root in ('conv_root/kernel', 'stem/kernel', 'embedding/kernel'):
+  for root in INPUT_KERNELS:
     for path, leaf in flat.items():
       if path.endswith(root):
         return leaf.shape[2]
