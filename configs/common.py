@@ -202,6 +202,10 @@ Deviations = Annotated[
     lambda x: min(_by_channel(x), default=0) > 0,
   ),
 ]
+ShownChannels = Annotated[
+  tuple[schema.Natural, ...],
+  schema.Fits('one or three numbers from 0, or ()', lambda x: len(x) in (0, 1, 3)),
+]
 SizeRange = Annotated[
   tuple[schema.Count, schema.Count],
   schema.Fits('(smallest, largest), integers of at least 1', lambda x: x[0] <= x[1]),
@@ -343,6 +347,11 @@ def _check_channel_values(pp: ml_collections.ConfigDict) -> None:
       f'mean={pp.mean} and std={pp.std}: set both or none of them (config.pp.mean, '
       'config.pp.std)'
     )
+  if max(pp.shown_channels, default=0) >= pp.channels:
+    raise ValueError(
+      f'shown_channels={pp.shown_channels}: images have the channels 0 to '
+      f'{pp.channels - 1} (config.pp.shown_channels)'
+    )
   low, high = (None, None) if pp.range == 'percentile' else pp.range
   for name, value in (
     ('range', low), ('range', high), ('mean', pp.mean), ('std', pp.std)
@@ -417,6 +426,9 @@ class Preprocessing:
   # training images, as measured by `vit_jax index --statistics`.
   mean: Literal['measured'] | ChannelValues | None = None
   std: Literal['measured'] | Deviations | None = None
+  # With `range`: numbers from 0 of the channels that pictures show as red, green and
+  # blue, or of one as grey. (): the first three principal components of the pixels.
+  shown_channels: Annotated[ShownChannels, schema.FREE] = ()
   # Training: least and greatest share of the image's area, and least and
   # greatest width / height, of a random crop. None for `crop_area` resizes the
   # whole image; None for `crop_ratio` keeps the width / height of the image.

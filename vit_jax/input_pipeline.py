@@ -36,6 +36,7 @@ from vit_jax.data import (
   manifest,
   order,
   parquet,
+  pixel_statistics,
   records,
   sources,
 )
@@ -121,7 +122,7 @@ def get_datasets(
 
   Raises ValueError or FileNotFoundError if the config or the data are wrong.
   """
-  config = run_config.complete(config)
+  config = pixel_statistics.resolve(run_config.complete(config))
   train = sources.open_split(config, config.pp.train)
   if config.sampling == 'balanced':
     train = balance.balanced(train, balance.labels(config, train))

@@ -23,9 +23,8 @@ from vit_jax.data.augmentation import (
   geometry,
   pixel_ops,
   resizing,
-  scaling,
 )
-from vit_jax.data.images import image_files, images, jpeg, orientation, rgb
+from vit_jax.data.images import image_files, images, jpeg, orientation, rgb, scaling
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.data.texts import tokenizers
 
@@ -301,7 +300,10 @@ def prepare(
 
 
 def from_user(
-  image: Any, function: Callable[[bytes], Any], max_pixels: int | None = None
+  image: Any,
+  function: Callable[[bytes], Any],
+  max_pixels: int | None = None,
+  channels: int | None = None,
 ) -> Any:
   """Returns the result of a function of the encoded bytes of an image in any form.
 
@@ -313,6 +315,9 @@ def from_user(
     function: function of the contents of an image file.
     max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
+    channels: number of channels of images with a range of values (`config.pp.range`),
+      whose PIL images and arrays, [height, width] or [height, width, channels], keep
+      their values; None: 8-bit colour.
 
   Raises:
     OSError: if the file does not exist or cannot be read.
@@ -320,6 +325,9 @@ def from_user(
       another shape or type, or the PIL image has the mode 'I' or 'F'.
   """
   name = 'image'
+  is_array = hasattr(image, '__array__') or isinstance(image, Image.Image)
+  if channels is not None and is_array:
+    image, max_pixels = _as_npy(image, channels), None
   if isinstance(image, io.BytesIO):
     image = image.getvalue()
   elif isinstance(image, io.BufferedIOBase):
@@ -353,11 +361,25 @@ def from_user(
   )
 
 
-def _channels_last(image: Any) -> np.ndarray:
-  """Returns an array as NumPy's; PyTorch's channels move from the first axis to the last."""
+def _as_npy(image: Any, channels: int) -> bytes:
+  """Returns an array or a PIL image as the content of a .npy file."""
+  if isinstance(image, Image.Image):
+    array = np.asarray(ImageOps.exif_transpose(image))
+  else:
+    array = _channels_last(image, (channels,))
+  file = io.BytesIO()
+  np.save(file, array, allow_pickle=False)
+  return file.getvalue()
+
+
+def _channels_last(image: Any, numbers: Sequence[int] = (1, 3, 4)) -> np.ndarray:
+  """Returns an array as NumPy's; PyTorch's channels move from the first axis to the last.
+
+  These axes are as long as one of `numbers`.
+  """
   is_torch = type(image).__module__.partition('.')[0] == 'torch'
   array = np.asarray(image.cpu() if is_torch else image)
-  if is_torch and array.ndim == 3 and array.shape[0] in (1, 3, 4):
+  if is_torch and array.ndim == 3 and array.shape[0] in numbers:
     return np.moveaxis(array, 0, -1)
   return array
 

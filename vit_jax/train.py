@@ -18,7 +18,7 @@ import optax
 
 from vit_jax import checkpoint, console, input_pipeline, preprocess
 from vit_jax.configs import models as model_configs
-from vit_jax.data import balance, class_counts, mixture, sources
+from vit_jax.data import balance, class_counts, mixture, pixel_statistics, sources
 from vit_jax.distributed import files, processes, sharding
 from vit_jax.evaluators import base
 from vit_jax.figures import pictures
@@ -202,6 +202,7 @@ def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Pr
   config = run_config.complete(checkpoint.with_preparation(config, stored))
   workdir_lib.keep_dtype(stored, config)
   mesh = check(config)
+  config = pixel_statistics.resolve(config, stored)
   config = run_config.with_test_folder(config)
   processes.agree('the config', workdir_lib.facts(config))
   if workdir is not None:

@@ -8,6 +8,10 @@ while they are up to date: images that are added, removed or renamed are noticed
 local disks, but not in buckets (gs://): there, run this command again after a change.
 It needs no accelerator and saves its progress about every minute.
 
+For images that are not 8-bit colour (.npy, TIFF, PNG of 16 bits), --statistics also
+measures their values, and writes /data/photos/train.statistics.json. A run reads it with
+--config.pp.range=percentile --config.pp.mean=measured --config.pp.std=measured.
+
 To list millions of images without decoding them, use --check=none, and train with
 --config.broken_images=trust.
 
@@ -35,6 +39,11 @@ _FLAGS = {
     help='none: only list names; decode: decode every image, a JPEG at 1/8 of its '
     'size (decode)',
   ),
+  '--statistics': dict(
+    action='store_true',
+    help='measure the values of images that are not 8-bit colour, and write their range, '
+    'mean and deviation next to the list, for config.pp.range, mean and std',
+  ),
   '--max_image_pixels': dict(
     type=flags.count,
     help='images with more pixels count as broken (config.max_image_pixels)',
@@ -49,7 +58,14 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Lists and checks the splits of a folder; returns 1 if images are broken."""
   args = make_parser().parse_args(argv)
-  from vit_jax.data import checking, folder, indexing, registry, sources
+  from vit_jax.data import (
+    checking,
+    folder,
+    indexing,
+    pixel_statistics,
+    registry,
+    sources,
+  )
   from vit_jax.data.coco import layout
   from vit_jax.data.lazy import tf
 
@@ -69,11 +85,23 @@ def main(argv: Sequence[str]) -> int:
   for split in splits or folder.splits(args.folder):
     start_time = time.perf_counter()
     path, count, broken = indexing.make(
-      args.folder, split, args.check == 'decode', args.max_image_pixels
+      args.folder,
+      split,
+      args.check == 'decode',
+      args.max_image_pixels,
+      args.statistics,
     )
     seconds = time.perf_counter() - start_time
     images = console.pluralize(count, 'image')
     console.log(f'{path}: {images}, {console.duration(seconds)}.')
+    if args.statistics and count:
+      statistics = pixel_statistics.read(pixel_statistics.place(args.folder, split))
+      channels = len(statistics.mean)
+      console.log(
+        f'  {console.pluralize(channels, "channel")} (--config.pp.channels={channels}), '
+        f'range {_rounded(statistics.lowest)} to {_rounded(statistics.highest)}, mean '
+        f'{_rounded(statistics.mean)}, deviation {_rounded(statistics.std)}'
+      )
     for line in broken[:_SHOWN]:
       console.log(f'  broken: {line}')
     if broken:
@@ -83,3 +111,7 @@ def main(argv: Sequence[str]) -> int:
         'them out of the training with --config.broken_images=skip.'
       )
   return int(has_broken)
+
+
+def _rounded(values: Sequence[float]) -> str:
+  return f'({", ".join(f"{value:.4g}" for value in values)})'

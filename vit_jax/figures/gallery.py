@@ -156,7 +156,7 @@ def pages(subject: results.Subject, most: int = _A_ROW) -> Iterator[slice]:
 
 def _with_maps(draw: Callable, maps: np.ndarray, subject: results.Subject) -> list:
   """Draws images with maps [..., B, h, w] of them."""
-  images = subject.batch['image']
+  images = subject.pictures
   labels, title = subject.labels
   figures = []
   for page in pages(subject):
@@ -179,7 +179,7 @@ def _register_attention(subject: results.Subject) -> list:
 
 def _patch_components(subject: results.Subject) -> list:
   colours, shares = internals.patch_colours(subject.patches, subject.foreground)
-  images, names = subject.batch['image'], subject.names
+  images, names = subject.pictures, subject.names
   figures = []
   for page in pages(subject):
     figures.append(
@@ -198,7 +198,7 @@ def _explanations(subject: results.Subject) -> list:
     title = f'predicted class, probability; explained: {name}'
   maps = np.stack([subject.relevance(method, classes) for method in subject.methods])
   names = [explanations.METHODS[method] for method in subject.methods]
-  images, labels = subject.batch['image'], subject.predictions
+  images, labels = subject.pictures, subject.predictions
   figures = []
   for page in pages(subject):
     figures.append(
@@ -220,7 +220,7 @@ def _class_explanations(subject: results.Subject) -> list:
         for i, row in zip(classes, shares)
       ]
     )
-  images, stacked = subject.batch['image'], np.stack(maps)
+  images, stacked = subject.pictures, np.stack(maps)
   name = explanations.METHODS[method]
   figures = []
   for page in pages(subject):

@@ -15,6 +15,7 @@ import numpy as np
 
 from vit_jax import input_pipeline
 from vit_jax.data import records
+from vit_jax.data.images import false_colours
 from vit_jax.distributed import sharding
 from vit_jax.figures import grids, internals
 from vit_jax.learning import state as state_lib
@@ -74,7 +75,8 @@ class Pictures:
       images = self._task.draw_evaluation(batch, outputs)
       if self._grid is None:
         return images
-      picture = draw_attention(self._task.model, batch['image'], weights, self._grid)
+      shown = false_colours.of_inputs(batch['image'], self._task.config.pp)
+      picture = draw_attention(self._task.model, shown, weights, self._grid)
       return {**images, 'attention': picture}
 
     return _attempt(draw)

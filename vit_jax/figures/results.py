@@ -17,6 +17,7 @@ import numpy as np
 
 from vit_jax import input_pipeline, models
 from vit_jax.data import records
+from vit_jax.data.images import false_colours
 from vit_jax.distributed import sharding
 from vit_jax.figures import explanations, internals
 from vit_jax.inference import engine
@@ -70,7 +71,7 @@ def learning_curves(workdir: epath.PathLike) -> dict[str, Curve]:
 class Mistake(NamedTuple):
   """An image whose class was predicted wrongly."""
 
-  image: np.ndarray  # The model's input, float32 [H, W, C] in [-1, 1].
+  image: np.ndarray  # As pictures show it, float32 [H, W, 1 or 3] in [-1, 1].
   true: int  # Index of the class.
   predicted: int
   probability: float  # Probability of the predicted class.
@@ -125,7 +126,10 @@ def classify(model: Any, source: records.Source, num_mistakes: int = 8) -> Resul
   wrong = np.flatnonzero(is_labelled & (predicted != true))
   order = np.argsort(-predictions['probability'][wrong], kind='stable')
   wrong = wrong[order][:num_mistakes]
-  images = _examples(model, source, wrong)['image'] if len(wrong) else ()
+  images: Any = ()
+  if len(wrong):
+    inputs = _examples(model, source, wrong)['image']
+    images = false_colours.of_inputs(inputs, model.config.pp)
   mistakes = []
   for image, number in zip(images, wrong.tolist()):
     mistakes.append(
@@ -232,6 +236,11 @@ class Subject:
     grid = models.patch_grid(self.model.config.model, self.model.task.image_size)
     assert grid is not None  # Only figures of models with patches read it.
     return grid
+
+  @functools.cached_property
+  def pictures(self) -> np.ndarray:
+    """The images as figures show them, float32 [B, H, W, 1 or 3] in [-1, 1]."""
+    return false_colours.of_inputs(self.batch['image'], self.model.config.pp)
 
   @functools.cached_property
   def seen(self) -> Seen:

@@ -25,7 +25,12 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import console, preprocess
-from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import (
+  false_colours,
+  images as images_lib,
+  multichannel,
+  scaling,
+)
 from vit_jax.inference import guard, user_images
 
 gr = console.require('gradio', 'demo', 'vit_jax demo')
@@ -33,6 +38,7 @@ gr = console.require('gradio', 'demo', 'vit_jax demo')
 LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
 _NOT_IN_BROWSERS = ('tiff', 'heif', 'jpeg2000')
+_MULTICHANNEL = ('.npy', '.tif', '.tiff', '.png')  # Uploads with config.pp.range.
 _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 # Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
 _MOST_TEXTS = 20
@@ -199,25 +205,23 @@ def _make_page(
   model: Any, title: str, facts: Mapping[str, str], folder: str, examples: Sequence[str]
 ) -> Any:
   """Returns the page, a gradio.Blocks; `examples` are paths."""
-  limit = model.config.max_image_pixels
+  config = model.config
+  has_channels = config.pp.range is not None
   description = ' · '.join(f'{k}: {v}' for k, v in facts.items())
   with gr.Blocks(title=title, analytics_enabled=False) as page:
     heading = f'<h1>{html.escape(title)}</h1>{html.escape(description)}'
     gr.HTML(heading, elem_id='heading')
     with gr.Row(elem_id='columns'):
       with gr.Column(elem_id='photo'):
-        upload = gr.Image(
-          label='Photo',
-          sources=['upload', 'clipboard'],
-          elem_classes=_ENLARGED,
-          buttons=[],
-        )
+        upload = _file_upload() if has_channels else _photo_upload()
+        # A browser shows photos, but no other files.
+        false_colour = picture('False colours') if has_channels else None
         example = gr.Examples(examples, upload, label='Examples', elem_id='examples')
       with gr.Column():
         show, inputs, outputs = model.page()
 
     def update(file: Any, *values: Any) -> dict:
-      cleared = dict.fromkeys(outputs)
+      cleared = dict.fromkeys(all_outputs)
       if file is None:
         return cleared
       path = file.get('path', '') if isinstance(file, dict) else ''
@@ -225,7 +229,9 @@ def _make_page(
         gr.Warning('The photo was deleted: upload it again')
         return cleared
       try:
-        return {**cleared, **show(_read(path, limit), *values)}
+        photo = _read(path, config)
+        pictures = {false_colour: photo.pixels} if has_channels else {}
+        return {**cleared, **pictures, **show(photo, *values)}
       except (
         OSError,
         ValueError,
@@ -237,18 +243,20 @@ def _make_page(
       finally:
         _release_memory()
 
-    for event in (upload.input, example.load_input_event.then):
+    all_outputs = [*outputs, false_colour] if has_channels else outputs
+    uploaded = upload.upload if has_channels else upload.input
+    for event in (uploaded, example.load_input_event.then):
       event(
         update,
         [upload, *inputs],
-        outputs,
+        all_outputs,
         preprocess=False,  # Gradio itself would decode files of any size.
         # One photo is in memory at a time.
         concurrency_limit=1,
         concurrency_id='photo',
       )
   with console.status('Compiling the model'):
-    show(_read(examples[0], limit), *(x.value for x in inputs))
+    show(_read(examples[0], config), *(x.value for x in inputs))
   return page
 
 
@@ -263,8 +271,29 @@ def confidences(predictions: Iterable[tuple[str, float]]) -> dict[str, float]:
   return labels
 
 
-def _read(path: str, max_pixels: int | None) -> Photo:
-  pixels = preprocess.from_user(path, _decode_for_page, max_pixels).numpy()
+def _photo_upload() -> Any:
+  return gr.Image(
+    label='Photo', sources=['upload', 'clipboard'], elem_classes=_ENLARGED, buttons=[]
+  )
+
+
+def _file_upload() -> Any:
+  return gr.File(label='Image', file_types=[*_MULTICHANNEL])
+
+
+def _read(path: str, config: ml_collections.ConfigDict) -> Photo:
+  pp = config.pp
+
+  def decode(encoded: bytes) -> np.ndarray:
+    if pp.range is None:
+      return _decode_for_page(encoded).numpy()
+    _check_texts(encoded)
+    scaled = scaling.decode(encoded, pp).numpy()
+    shown = false_colours.of_scaled(scaled, pp)
+    pixels = ((shown + 1) * 127.5).round().astype(np.uint8)
+    return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
+
+  pixels = preprocess.from_user(path, decode, config.max_image_pixels)
   image = Image.fromarray(pixels)
   image.thumbnail((_SIDE, _SIDE))
   return Photo(path, np.asarray(image))
@@ -279,12 +308,16 @@ def _release_memory() -> None:
 
 def _decode_for_page(encoded: bytes) -> Any:
   """Decodes an image; a JPEG with fewer pixels if it is larger than `_SIDE`."""
-  texts = encoded.count(b'zTXt') + encoded.count(b'iTXt')
-  if texts > _MOST_TEXTS:
-    raise ValueError(f'it has {texts} texts, more than {_MOST_TEXTS}: remove them')
+  _check_texts(encoded)
   short, long = sorted(images_lib.shape_of(encoded).numpy().tolist())
   side = max(1, -(-_SIDE * short // max(1, long)))
   return images_lib.decode(encoded, size=(side, side))
+
+
+def _check_texts(encoded: bytes) -> None:
+  texts = encoded.count(b'zTXt') + encoded.count(b'iTXt')
+  if texts > _MOST_TEXTS and not multichannel.is_array(encoded):
+    raise ValueError(f'it has {texts} texts, more than {_MOST_TEXTS}: remove them')
 
 
 def _write_examples(
@@ -295,9 +328,12 @@ def _write_examples(
   paths = []
   for number in range(source.num_examples):
     encoded = source.read(source.record(number))['image'].numpy()
-    with Image.open(io.BytesIO(encoded)) as image:
-      ending = image.format.lower()
-    if ending in _NOT_IN_BROWSERS:
+    if multichannel.is_array(encoded):
+      ending = 'npy' if encoded.startswith(multichannel.NPY) else 'tiff'
+    else:
+      with Image.open(io.BytesIO(encoded)) as image:
+        ending = image.format.lower()
+    if ending in _NOT_IN_BROWSERS and config.pp.range is None:
       encoded, ending = images_lib.encode_png(images_lib.decode(encoded).numpy()), 'png'
     name = f'example_{number + 1}.{ending}'
     paths.append(str(folder / name))

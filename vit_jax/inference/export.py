@@ -102,6 +102,11 @@ def export(
   options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
   arguments = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
   int8.check(model, "export: load it without, and pass dtype='int8' to export")
+  if uint8 and model.config.pp.range is not None:
+    raise ValueError(
+      f'uint8=True is for images of 8-bit colour, and this model reads '
+      f'pp.range={model.config.pp.range}: leave out uint8 (--uint8)'
+    )
   if image_size is not None and not isinstance(image_size, str):
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
@@ -560,5 +565,15 @@ def _preprocessing(
     facts.update(resize=resize, **{name: pp[name] for name in names})
   if uint8:
     return {**facts, 'range': [0, 255]}
+  if pp.range is not None:
+    facts['value_range'] = _as_lists(pp.range)
+    if pp.mean is not None:
+      facts.update(value_mean=_as_lists(pp.mean), value_std=_as_lists(pp.std))
+    return {**facts, 'range': [-1, 1]}
   half = [0.5] * channels  # For pixels from 0 to 1.
   return {**facts, 'range': [-1, 1], 'mean': half, 'std': half}
+
+
+def _as_lists(values: Any) -> Any:
+  """Returns nested tuples as lists, for JSON."""
+  return list(map(_as_lists, values)) if isinstance(values, tuple | list) else values

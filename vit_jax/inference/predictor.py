@@ -13,6 +13,7 @@ import numpy as np
 
 from vit_jax import console, input_pipeline
 from vit_jax.data import records
+from vit_jax.data.images import multichannel
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine, int8, tables, user_images
 
@@ -100,7 +101,7 @@ class Predictor:
     Args:
       images: a list (or an array [n, height, width, channels]) of images of any size:
         paths, contents of files (bytes or io.BytesIO), PIL images, or arrays uint8
-        [height, width(, channels)].
+        [height, width(, channels)]; with `config.pp.range` arrays of any type.
 
     Raises:
       FileNotFoundError: if an image does not exist.
@@ -195,7 +196,8 @@ class Predictor:
         f'images={images!r:.80} must be a list: pass [image] for a single image, '
         'list(images) for a generator'
       )
-    return user_images.UserImages(images, self.config.max_image_pixels)
+    channels = multichannel.stored_channels(self.config.pp)
+    return user_images.UserImages(images, self.config.max_image_pixels, channels)
 
   def columns(self, embeddings: str | None = None, **options: Any) -> tables.Columns:
     """Returns the columns of a table.

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps
 
-from vit_jax.data.images import rgb
+from vit_jax.data.images import multichannel, rgb
 
 # Keys of `preprocessing` besides 'resize'.
 _KEYS = {
@@ -70,7 +70,8 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
   """Decodes an image to the input of a model, like `vit_jax predict`.
 
   The image is rotated according to its EXIF orientation, transparent pixels become
-  white, and 16 bits become 8. It is resized by Pillow's `resize` if the model's images
+  white, and 16 bits become 8. If the model reads other images than 8-bit colour
+  ('value_range'), values are read as stored; TIFF then needs tifffile. The image is resized by Pillow's `resize` if the model's images
   are antialiased, else like tf.image.resize, which does not average when it shrinks.
 
   Args:
@@ -81,7 +82,8 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
     float32 [height, width, channels].
 
   Raises:
-    ValueError: if the model reads canvases or images of any size.
+    ValueError: if the model reads canvases or images of any size, or images of other
+      channels.
     OSError: Pillow's, for a file that is not an image.
   """
   pp = preprocessing
@@ -99,35 +101,89 @@ def prepare(file: bytes, preprocessing: Mapping[str, Any]) -> np.ndarray:
       f'preprocessing={dict(pp)} lacks {", ".join(sorted(missing))}: pass it as in the '
       'model.json that `vit_jax export` wrote'
     )
-  image = Image.open(io.BytesIO(file))
   height, width = pp['size']
   resize = pp['resize'] or pp['size']
-  if pp['jpeg_shrink']:  # Decodes a large JPEG at 1/2, 1/4 or 1/8.
-    image.draft(None, (resize, resize) if isinstance(resize, int) else resize[::-1])
-  image = Image.fromarray(rgb.to_rgb(ImageOps.exif_transpose(image)))
-  image = image.convert('RGB' if pp['channels'] == 3 else 'L')
-  resized_height, resized_width = _resized_shape(image.size[::-1], resize, pp)
+  has_values = pp.get('value_range') is not None
+  bands = _scaled_bands(file, pp) if has_values else _colour_bands(file, resize, pp)
+  shape = bands[0].size[::-1]
+  resized_height, resized_width = _resized_shape(shape, resize, pp)
   top = _margin(resized_height - height, pp['crop_rounding'])
   left = _margin(resized_width - width, pp['crop_rounding'])
-  if pp['antialias']:
-    filter_ = Image.Resampling[pp['interpolation'].upper()]
-    image = image.resize((resized_width, resized_height), filter_)
-    image = image.crop((left, top, left + width, top + height))
-    pixels = np.asarray(image, np.float32).reshape(height, width, -1)
-  else:
-    y, x = image.height / resized_height, image.width / resized_width
-    bands = []
-    for band in image.split():
+  y, x = shape[0] / resized_height, shape[1] / resized_width
+  arrays = []
+  for band in bands:
+    if pp['antialias']:
+      filter_ = Image.Resampling[pp['interpolation'].upper()]
+      cropped = band.resize((resized_width, resized_height), filter_)
+      cropped = cropped.crop((left, top, left + width, top + height))
+    else:
       cropped = band.convert('F').transform(
         (width, height),
         Image.Transform.AFFINE,
         (x, 0, left * x, 0, y, top * y),
         Image.Resampling.BILINEAR,
       )
-      bands.append(cropped)
-    pixels = np.stack(bands, -1)
+    arrays.append(np.asarray(cropped, np.float32))
+  pixels = np.stack(arrays, -1)
+  if has_values:
+    return _standardized(pixels, pp)
   low, high = pp['range']
   return pixels * ((high - low) / 255) + low
+
+
+def _colour_bands(
+  file: bytes, resize: int | Sequence[int], pp: Mapping[str, Any]
+) -> Sequence[Image.Image]:
+  """Returns the channels of an image of 8-bit colour."""
+  image = Image.open(io.BytesIO(file))
+  if pp['jpeg_shrink']:  # Decodes a large JPEG at 1/2, 1/4 or 1/8.
+    image.draft(None, (resize, resize) if isinstance(resize, int) else resize[::-1])
+  image = Image.fromarray(rgb.to_rgb(ImageOps.exif_transpose(image)))
+  return image.convert('RGB' if pp['channels'] == 3 else 'L').split()
+
+
+def _scaled_bands(file: bytes, pp: Mapping[str, Any]) -> Sequence[Image.Image]:
+  """Returns the channels of other images, of which `value_range` is scaled to [-1, 1]."""
+  values = _values(file, pp['channels'])
+  if values.shape[2] != pp['channels']:
+    raise ValueError(
+      f'the image has {values.shape[2]} channels, and the model reads {pp["channels"]}: '
+      'pass another image'
+    )
+  low, high = (np.asarray(bound, np.float32) for bound in pp['value_range'])
+  scaled = (values.astype(np.float32) - low) * (2 / (high - low)) - 1
+  scaled = scaled.clip(-1, 1)
+  return [Image.fromarray(np.ascontiguousarray(x)) for x in np.moveaxis(scaled, 2, 0)]
+
+
+def _values(file: bytes, channels: int) -> np.ndarray:
+  """Returns the values in a file as stored, [height, width, C]."""
+  if multichannel.is_array(file):
+    return multichannel.read(file)
+  image = Image.open(io.BytesIO(file))
+  is_deep = image.format == 'PNG' and file[24] == 16
+  image = ImageOps.exif_transpose(image)
+  if image.mode.startswith('I'):  # 16 bits, grey.
+    return np.asarray(image)[..., None]
+  if is_deep:
+    raise ValueError(
+      'the image is a PNG of 16 bits with colours, of which Pillow reads 8: pass it as '
+      '.npy or TIFF'
+    )
+  pixels = rgb.to_rgb(image)
+  if channels == 1:
+    return np.asarray(Image.fromarray(pixels).convert('L'))[..., None]
+  return pixels
+
+
+def _standardized(pixels: np.ndarray, pp: Mapping[str, Any]) -> np.ndarray:
+  """Subtracts mean and deviation of the values, if there are any."""
+  if pp.get('value_mean') is None:
+    return pixels
+  low, high = (np.asarray(bound, np.float64) for bound in pp['value_range'])
+  values = (pixels + 1) / 2 * (high - low) + low
+  mean, std = (np.asarray(pp[f'value_{name}'], np.float64) for name in ('mean', 'std'))
+  return ((values - mean) / std).astype(np.float32)
 
 
 def _resized_shape(

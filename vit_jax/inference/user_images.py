@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 import contextlib
+import functools
 import itertools
 from typing import Any
 import weakref
@@ -36,11 +37,18 @@ class UserImages(records.Source):
   """Images in any form accepted by vit_jax.preprocess.from_user, read lazily.
 
   Images at URLs are fetched each time that they are read, as they may change.
-  Files with more than `max_pixels` are rejected before decoding; None: no limit.
+  Files with more than `max_pixels` are rejected before decoding; None: no limit. For
+  `channels` see records.Source.
   """
 
-  def __init__(self, images: Sequence[Any], max_pixels: int | None = None) -> None:
+  def __init__(
+    self,
+    images: Sequence[Any],
+    max_pixels: int | None = None,
+    channels: int | None = None,
+  ) -> None:
     super().__init__(len(images), ('image',), {})
+    self.channels = channels
     self._images = images
     self._max_pixels = max_pixels
     self._number = next(_numbers)
@@ -60,7 +68,7 @@ class UserImages(records.Source):
   def encoded(self, index: int) -> bytes:
     """Returns an image as the content of an image file."""
     return preprocess.from_user(
-      self._image(index), lambda content: content, self._max_pixels
+      self._image(index), lambda content: content, self._max_pixels, self.channels
     )
 
   def _image(self, index: int) -> Any:
@@ -84,7 +92,10 @@ class UserImages(records.Source):
     return image_files.stamp(image) if is_file else 0
 
   def check(self, record: dict[str, Any], index: int) -> None:
-    preprocess.from_user(self._image(index), images_lib.decode, self._max_pixels)
+    decode = images_lib.decode
+    if self.channels is not None:
+      decode = functools.partial(images_lib.decode_values, channels=self.channels)
+    preprocess.from_user(self._image(index), decode, self._max_pixels, self.channels)
 
 
 def _is_url(image: Any) -> bool:

@@ -8,6 +8,7 @@ import gradio as gr
 import jax
 import numpy as np
 
+from vit_jax.data.images import false_colours
 from vit_jax.figures import drawing, explanations, grids
 from vit_jax.inference import demo
 
@@ -60,8 +61,10 @@ def make(
     if method is None:
       return {label: names}
     # The model may see only a centre crop of the photo.
-    is_whole = model.config.pp.resize is None
-    image = photo.pixels / 127.5 - 1 if is_whole else inputs['image']
+    if model.config.pp.resize is None:
+      image = photo.pixels / 127.5 - 1
+    else:
+      image = false_colours.of_inputs(inputs['image'], model.config.pp)
     result = _Result(drawing.as_pixels(image), inputs['image'], classes)
     ranks = [(name, rank) for rank, name in enumerate(names)]
     return {

@@ -15,6 +15,7 @@ import numpy as np
 
 from vit_jax import checkpoint, input_pipeline
 from vit_jax.data import records
+from vit_jax.data.images import false_colours
 from vit_jax.distributed import sharding
 from vit_jax.evaluators import features
 from vit_jax.figures import grids
@@ -296,7 +297,10 @@ class Hooks:
     self, name: str, batch: dict[str, jax.Array], outputs: Any = None
   ) -> dict[str, np.ndarray]:
     images = batch.get('image')
-    if images is None or images.ndim != 4 or images.shape[-1] not in (1, 3):
+    if images is None or images.ndim != 4:
+      return {}
+    images = false_colours.of_inputs(images, self.config.pp)
+    if images.shape[-1] not in (1, 3):
       return {}
     captions = self.captions_of(batch, outputs)
     return {name: grids.grid(grids.to_pixels(images), captions, most=grids.MOST)}

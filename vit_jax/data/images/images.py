@@ -143,6 +143,16 @@ def decode_values(
   return tf.cond(is_array, array, other)
 
 
+def count_channels(encoded: bytes) -> int:
+  """Returns the number of channels that `decode_values` reads from a file."""
+  if multichannel.is_array(encoded):
+    return multichannel.shape(encoded)[2]
+  bands = _from_pillow(encoded, lambda image: image.getbands())
+  if encoded.startswith(_PNG) and encoded[24] == 16:
+    return len(bands)
+  return 1 if bands in (('1',), ('L',)) else 3
+
+
 def _values(values: np.ndarray, channels: int) -> np.ndarray:
   """Returns values [height, width, C] as float32; ValueError unless C is `channels`."""
   if values.shape[2] != channels:
