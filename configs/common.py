@@ -419,11 +419,12 @@ class Preprocessing:
   # Images that are not 8-bit colour, such as .npy, TIFF and PNG of 16 bits: the (lowest,
   # highest) value, numbers for all channels or tuples of one for each, which become -1
   # and 1. Values outside are clipped. 'percentile': percentiles 0.5 and 99.5 of the
-  # training images, which `vit_jax index --statistics` measures. None: 8-bit colour.
+  # training images, which `vit_jax index FOLDER --statistics` measures. None: 8-bit
+  # colour.
   range: Literal['percentile'] | ValueRange | None = None
   # With `range`: mean and deviation of the values, a number for all channels or one for
   # each, by which they are standardised in place of -1 to 1. 'measured': those of the
-  # training images, as measured by `vit_jax index --statistics`.
+  # training images, as measured by `vit_jax index FOLDER --statistics`.
   mean: Literal['measured'] | ChannelValues | None = None
   std: Literal['measured'] | Deviations | None = None
   # With `range`: numbers from 0 of the channels that pictures show as red, green and
