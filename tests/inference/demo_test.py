@@ -206,6 +206,31 @@ def test_visitors_choose_class_and_method_of_the_explanation(browser, url, photo
     assert len({*sources}) == 3
 
 
+def test_images_of_six_channels_are_uploaded_as_files(demo, tmp_path):
+  config = visualize_test.tiny_config(tmp_path / 'missing')
+  with config.ignore_type():
+    config.pp.update(channels=6, range=(0, 9), resize=None)
+  task = classify.Task(config, {'class_names': NAMES})
+  params = visualize_test.random_numbers(task)
+  model = task.predictor(params, {}, 1)
+  files = []
+  for values in (np.random.RandomState(0).uniform(0, 9, (20, 30, 6)), np.ones((9, 9))):
+    files.append(io.BytesIO())
+    np.save(files[-1], values)
+  good, grey = (file.getvalue() for file in files)
+  with demo.served(model, TITLE, {}) as url:  # With photos as examples.
+    url = url.removesuffix('/')
+    [path] = post_file(url, good, 'a.npy').json()
+    [values] = send_event(url, photo_event(url), [as_file(path), 'legrad'])
+    assert values[0]['label'] == model.predict([good])[0][0][0]
+    shown = CLIENT.get(values[-1]['url']).content
+    assert Image.open(io.BytesIO(shown)).size == (30, 20)
+    [path] = post_file(url, grey, 'grey.npy').json()
+    text, _ = send_event(url, photo_event(url), [as_file(path), 'legrad'])
+    assert "'grey.npy' is not an image" in text
+    assert '1 channel, and pp.channels=6' in text
+
+
 def photo_event(url):
   """The id of the event for a new photo."""
   return max(number for number, _ in events(url))

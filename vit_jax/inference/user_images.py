@@ -12,7 +12,7 @@ import numpy as np
 
 from vit_jax import preprocess
 from vit_jax.data import folder as folder_lib, records, registry, sources
-from vit_jax.data.images import image_files, images as images_lib
+from vit_jax.data.images import image_files, images as images_lib, multichannel
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import builders
 from vit_jax.distributed import files
@@ -105,7 +105,8 @@ def _is_url(image: Any) -> bool:
 def examples(config: ml_collections.ConfigDict, count: int) -> records.Source:
   """Returns at most `count` images of the run's test split.
 
-  If the split would have to be downloaded, photos from scikit-learn.
+  If the split would have to be downloaded, photos from scikit-learn; their colours are
+  repeated and scaled for a model that reads other channels or values.
   """
   source = None
   with contextlib.suppress(ValueError, OSError):
@@ -114,8 +115,19 @@ def examples(config: ml_collections.ConfigDict, count: int) -> records.Source:
     from sklearn import datasets
 
     first, second = datasets.load_sample_images().images
-    source = UserImages([first, second, first[:213], first[213:], second[:, :320]])
+    photos = [first, second, first[:213], first[213:], second[:, :320]]
+    channels = multichannel.stored_channels(config.pp)
+    if channels is not None:
+      photos = [_with_values(photo, config.pp) for photo in photos]
+    source = UserImages(photos, channels=channels)
   return records.Subset(source, np.arange(min(count, source.num_examples)))
+
+
+def _with_values(photo: np.ndarray, pp: ml_collections.ConfigDict) -> np.ndarray:
+  """Returns a photo uint8 [H, W, 3] with the channels and the range of `pp`."""
+  low, high = (np.asarray(bound, np.float32) for bound in pp.range)
+  colours = photo[..., np.arange(pp.channels) % 3].astype(np.float32)
+  return low + colours / 255 * (high - low)
 
 
 def _test_split(config: ml_collections.ConfigDict) -> records.Source | None:
