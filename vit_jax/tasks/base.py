@@ -209,3 +209,13 @@ class Task(parts.Hooks, abc.ABC):
     vit_jax/evaluators/base.py describes them. `config.evaluators` adds further ones.
     """
     return [means.Means]
+
+
+def check_is_pooled(model: ml_collections.ConfigDict) -> None:
+  """Raises ValueError if a model, `config.model`, has outputs for every token."""
+  classifier = model.get('classifier', '')
+  if classifier.endswith('unpooled'):
+    raise ValueError(
+      f"classifier='{classifier}' has outputs for every token, not one row per image: "
+      "use 'token' or 'gap' (config.model.classifier)"
+    )

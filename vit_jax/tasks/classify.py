@@ -52,12 +52,7 @@ class Task(base.Task):
     self._eval_loss = losses.get_loss(config.loss)
     self._example = input_pipeline.labelled_example(config, num_classes)
     mixing.check(self.options.mixup, self.options.cutmix, config.batch)
-    classifier = config.model.get('classifier', '')
-    if classifier.endswith('unpooled'):
-      raise ValueError(
-        f"classifier='{classifier}' gives logits for every token, not one row per "
-        "image: to train a classifier use 'token' or 'gap' (config.model.classifier)"
-      )
+    base.check_is_pooled(config.model)
 
   @classmethod
   def make_metadata(

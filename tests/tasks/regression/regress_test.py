@@ -254,7 +254,7 @@ def test_wrong_targets_are_named(column, message, tmp_path):
     ({'label_smoothing': 0.1}, {}, 'label_smoothing=0.1 .*classes'),
     ({}, {'targets': ('path',)}, "targets=.'path'.*rename"),
     ({}, {'targets': ()}, 'targets=.. names no column'),
-    ({}, {'targets': ('height',)}, "has no feature 'height': it has .*'age'"),
+    ({}, {'targets': ('height',)}, "has no column 'height': it has .*'age'"),
   ],
 )
 def test_wrong_configs_are_rejected(keys, options, message, data, tmp_path):

@@ -51,13 +51,7 @@ class Task(base.Task):
     self._means = np.array([target.mean for target in self.targets])  # [K]
     self._stds = np.array([target.std for target in self.targets])
     self.model = models.make_model(config.model, num_classes=len(self.targets))
-    state = jax.eval_shape(self.init, jax.random.key(0))
-    shape = jax.eval_shape(self.outputs, *state, {'image': self.image_spec(1)}).shape
-    if len(shape) != 2:
-      raise ValueError(
-        f"classifier='{config.model.classifier}' gives outputs of shape {shape}, not "
-        "one row per image: use 'token' or 'gap' (config.model.classifier)"
-      )
+    base.check_is_pooled(config.model)
 
   @classmethod
   def record_features(cls, config: ml_collections.ConfigDict) -> tuple[str, ...]:
