@@ -13,12 +13,13 @@ probe learns MNIST.
 Takes about 13 minutes of processor time. Expected, in percent, over three seeds:
 
   updates            ViT            BiT         hybrid
-       60   39.13 ± 4.87   64.69 ± 1.21   47.98 ± 4.76
-      180   39.87 ± 1.82   60.52 ± 3.48   42.54 ± 3.22
-      540   46.34 ± 1.67   59.83 ± 1.91   47.92 ± 2.10
+       60   37.77 ± 6.37   67.88 ± 3.13   49.17 ± 5.81
+      180   40.66 ± 3.43   63.76 ± 3.38   43.71 ± 3.35
+      540   42.58 ± 3.65   59.90 ± 4.57   43.59 ± 3.84
 
-The ViT transfers better with more compute. Unlike in the paper, the ResNet stays
-ahead, and transfers worse the longer it memorises these few images. docs/benchmarks.md
+The ViT seems to transfer better with more compute, within the deviation over seeds.
+Unlike in the paper, the ResNet stays ahead, and transfers worse the longer it memorises
+these few images. docs/benchmarks.md
 has the results of Fashion-MNIST, where all three models gain from compute.
 """
 
