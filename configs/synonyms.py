@@ -35,6 +35,12 @@ SYNONYMS = {
   'lr_scheduler_type': '--config.decay_type',
   'warmup': _WARMUP,
   'warmup_ratio': _WARMUP,
+  # Names of Lightning and of the EarlyStoppingCallback of Hugging Face.
+  'patience': '--config.early_stopping.patience',
+  'early_stopping_patience': '--config.early_stopping.patience',
+  'early_stopping_threshold': '--config.early_stopping.min_delta',
+  'kfold': '--folds',
+  'num_folds': '--folds',
   # Batches and devices.
   'bs': _BATCH,
   'batch_size': _BATCH,

@@ -18,7 +18,7 @@ FLAGS = (
   '--config.task=masked_patches', '--config.accum_steps=2',
   '--config.model.hidden_size=64', '--config.model.transformer.mlp_dim=256',
   '--config.total_steps=12', '--config.eval_every=6', '--config.progress_every=1',
-  '--config.checkpoint_every=6',
+  '--config.checkpoint_every=6', '--config.early_stopping.patience=9',
 )  # fmt: skip
 PICTURES = ('--config.log_images=8', '--config.log_attention=True')
 
