@@ -73,16 +73,14 @@ def test_cross_validation_trains_on_all_but_one_fold(
 def test_folds_are_runs_of_a_command(image_folder, tmp_path, capsys):
   argv = [
     f'--config=configs/pretrain.py:testing,{image_folder}', f'--workdir={tmp_path}',
-    '--folds=2',
+    '--folds=2', '--nodistributed',
   ]  # fmt: skip
   assert train_command.main([*argv, '--print']) == 0
   lines = capsys.readouterr().out.splitlines()
   assert [line.rpartition(' ')[2] for line in lines] == ['--run=fold_0', '--run=fold_1']
   assert all('--folds=2' in line for line in lines)
   with pytest.raises(ValueError, match=r"trainer='study' does not support --folds=2"):
-    train_command.main(
-      ['--config=configs/pooling.py', f'--workdir={tmp_path}', '--folds=2']
-    )
+    train_command.main(['--config=configs/pooling.py', *argv[1:]])
 
 
 @pytest.mark.parametrize('key, value, num_folds, message', [
