@@ -1,6 +1,7 @@
 """Identifies a model by the shapes of its parameters."""
 
 from collections.abc import Mapping
+import functools
 import re
 from typing import Any
 
@@ -40,8 +41,8 @@ def model_config(
   except (KeyError, IndexError, ValueError):
     return None  # Leaves are missing, or have other numbers of dimensions.
   for name in model_configs.MODEL_CONFIGS:
-    config = model_configs.get_config(name)
-    if name not in model_configs.TESTING and _matches(config, sizes):
+    if name not in model_configs.TESTING and _matches(_fields_of(name), sizes):
+      config = model_configs.get_config(name)
       break
   else:
     config = ml_collections.ConfigDict(family.defaults(sizes))
@@ -51,12 +52,18 @@ def model_config(
   return config
 
 
-def _matches(config: ml_collections.ConfigDict, sizes: Mapping[str, Any]) -> bool:
-  """Returns whether a config of the table has these sizes, as far as files tell."""
+@functools.cache
+def _fields_of(name: str) -> dict[str, Any]:
+  """Returns the fields of a model of the table with their defaults, by path."""
+  config = model_configs.MODEL_CONFIGS[name]
   dataclass_fields = models.class_of(config).__dataclass_fields__
   fields = {k: getattr(x, 'default', None) for k, x in dataclass_fields.items()}
   fields |= config.to_dict()
-  config_fields = flax.traverse_util.flatten_dict(fields, sep='.')
+  return flax.traverse_util.flatten_dict(fields, sep='.')
+
+
+def _matches(config_fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool:
+  """Returns whether a model of the table has these sizes, as far as files tell."""
   file_fields = flax.traverse_util.flatten_dict(sizes, sep='.')
   if _has_resnet(config_fields) != _has_resnet(file_fields):
     return False
