@@ -36,6 +36,7 @@ BASES = (
   'configs/noisy_student.py:s16,cifar10,cifar100',
   'configs/detr.py:r50,coco/2017',
   'configs/lit_digits.py',
+  'configs/regress_digits.py',
 )
 
 

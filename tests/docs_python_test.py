@@ -211,7 +211,8 @@ def stand_ins(examples, trained, tmp_path_factory):
 
 
 _WITH_OWN_TESTS = (
-  'coming_from_timm.md', 'extend.md', 'notebooks.md', 'serve.md', 'serve_texts.md'
+  'coming_from_timm.md', 'extend.md', 'interop.md', 'notebooks.md', 'serve.md',
+  'serve_texts.md',
 )  # fmt: skip
 
 
@@ -260,6 +261,32 @@ def test_the_loop_for_users_of_timm_trains(tmp_path):
   assert not all(jax.tree.leaves(same['Transformer']['encoderblock_0']))
   stored = checkpoint.load(str(tmp_path / 'copy.npz'))['head']['kernel']
   np.testing.assert_array_equal(stored, names['average']['head']['kernel'])
+
+
+def test_the_examples_with_other_libraries_agree(tmp_path):
+  stand_ins = {'/tmp/interop_checkpoint': str(tmp_path / 'checkpoint')}
+  names = run_page(DOCS / 'interop.md', stand_ins)
+  gradients = names['gradients']  # Of the whole batch, on a mesh.
+  by_example = jax.tree.map(lambda x: x.mean(axis=0), names['gradients_by_example'])
+  for other in (by_example, names['classifier_gradients'].params):
+    jax.tree.map(
+      lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), other, gradients
+    )
+  losses = names['losses']
+  np.testing.assert_allclose(
+    [losses[0]] * 2, [names['value'], names['classifier_value']], rtol=1e-6
+  )
+  assert losses[0] > losses[1] > losses[2]
+  trained = names['trained'].params
+  jax.tree.map(np.testing.assert_array_equal, names['restored'], trained)
+  kernels = names['members']['embedding']['kernel']
+  assert len(kernels) == 3
+  assert not np.array_equal(kernels[0], kernels[1])
+  np.testing.assert_allclose(names['probabilities'].sum(axis=-1), 1, rtol=1e-6)
+  scores = names['scores']
+  assert scores.shape == (8, 10)
+  want = names['ensemble'](names['members'], np.asarray(names['photos']))
+  np.testing.assert_allclose(scores.numpy(), want, rtol=1e-6)
 
 
 def run_page(page, stand_ins):
