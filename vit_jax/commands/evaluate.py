@@ -42,13 +42,13 @@ _FLAGS = {
     nargs='?',
     const='',
     metavar='FOLDER',
-    help='print precision, recall, F1, AUROC and calibration by class, and write them to '
-    'FOLDER (default: report/ in the workdir)',
+    help='print precision, recall, F1, AUROC and calibration by class, or the errors of a '
+    'regression, and write them to FOLDER (default: report/ in the workdir)',
   ),
   '--predictions': dict(
     metavar='FILE',
-    help='write label, predicted class and probabilities of each image to a .csv, .jsonl '
-    'or .parquet file',
+    help='write label, predicted class and probabilities of each image, or true and '
+    'predicted numbers, to a .csv, .jsonl or .parquet file',
   ),
   '--calibrate': dict(
     metavar='SPLIT',

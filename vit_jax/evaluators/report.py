@@ -137,7 +137,7 @@ class Report:
     if not hasattr(task_class, 'exclusive'):
       raise ValueError(
         f"a report is about classifiers, and this run has the task '{config.task}': leave "
-        'out the evaluator, or --report'
+        'out the evaluator, or --calibrate'
       )
     share = metrics_lib.SHARE
     names = [f'{kind}_{name}' for name in _SHARES for kind in _MEANS]

@@ -232,6 +232,23 @@ def test_targets_of_parquet_and_of_mixtures(tmp_path, data):
   assert age['mean'] == pytest.approx(np.mean(both))
 
 
+def test_targets_of_metadata_csv(tmp_path):
+  ages = ['3', '8.5', '4']
+  lines = ['file_name,age']
+  (tmp_path / 'train').mkdir()
+  for i, age in enumerate(ages):
+    Image.fromarray(np.full((8, 8), i, np.uint8)).save(tmp_path / 'train' / f'{i}.png')
+    lines.append(f'{i}.png,{age}')
+  table = tmp_path / 'train' / 'metadata.csv'
+  table.write_text('\n'.join(lines))
+  config = run_config.complete(make_config(tmp_path))
+  [age] = measured(config, ('age',))
+  assert (age['mean'], age['std']) == pytest.approx((31 / 6, np.std([3, 8.5, 4])))
+  table.write_text('\n'.join([*lines, '0.png,']))
+  with pytest.raises(ValueError, match="metadata.csv:5: there is no 'age'"):
+    measured(config, ('age',))
+
+
 @pytest.mark.parametrize(
   'column, message',
   [
