@@ -28,6 +28,8 @@ from vit_jax.commands import flags, hosts
 from vit_jax.tasks import predict_flags
 
 if TYPE_CHECKING:
+  import ml_collections
+
   from vit_jax.inference import predictor as predictor_lib
 
 TABLES = ('.parquet', '.csv', '.jsonl', '/')
@@ -282,7 +284,7 @@ def _print(
       printed += 1
   except (ValueError, OSError):
     remaining = images[printed:]
-    faults = _faults(remaining, model.config.max_image_pixels)
+    faults = _faults(remaining, model.config)
     if not any(faults) or len(images) == 1:
       raise
   else:
@@ -299,11 +301,13 @@ def _print(
   )
 
 
-def _faults(images: Sequence[Any], max_pixels: int | None) -> list[str | None]:
+def _faults(
+  images: Sequence[Any], config: 'ml_collections.ConfigDict'
+) -> list[str | None]:
   """Returns why each image cannot be read, or None."""
   from vit_jax.inference import tables, user_images
 
-  source = user_images.UserImages(images, max_pixels)
+  source = user_images.for_model(images, config)
   with futures.ThreadPoolExecutor() as pool:
     check = functools.partial(tables.fault, source)
     return list(pool.map(check, range(source.num_examples)))
@@ -335,7 +339,7 @@ def _write_table(
     dataset, name = split
     source = sources.open_split(model.config, name, ('image',), dataset=dataset)
   else:
-    source = user_images.UserImages(args.images, model.config.max_image_pixels)
+    source = user_images.for_model(args.images, model.config)
   options = {'embeddings': args.embeddings, 'top': args.top, **options}
   tables.write(
     model,

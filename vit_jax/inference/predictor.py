@@ -13,7 +13,6 @@ import numpy as np
 
 from vit_jax import console, input_pipeline
 from vit_jax.data import records
-from vit_jax.data.images import multichannel
 from vit_jax.distributed import sharding
 from vit_jax.inference import engine, int8, tables, user_images
 
@@ -196,8 +195,7 @@ class Predictor:
         f'images={images!r:.80} must be a list: pass [image] for a single image, '
         'list(images) for a generator'
       )
-    channels = multichannel.stored_channels(self.config.pp)
-    return user_images.UserImages(images, self.config.max_image_pixels, channels)
+    return user_images.for_model(images, self.config)
 
   def columns(self, embeddings: str | None = None, **options: Any) -> tables.Columns:
     """Returns the columns of a table.

@@ -98,6 +98,12 @@ class UserImages(records.Source):
     preprocess.from_user(self._image(index), decode, self._max_pixels, self.channels)
 
 
+def for_model(images: Sequence[Any], config: ml_collections.ConfigDict) -> UserImages:
+  """Returns images as a source for the model of a run's config."""
+  channels = multichannel.stored_channels(config.pp)
+  return UserImages(images, config.max_image_pixels, channels)
+
+
 def _is_url(image: Any) -> bool:
   return isinstance(image, str) and image.startswith(('https://', 'http://'))
 
