@@ -99,7 +99,7 @@ FIRST = (
   'models_vit_parts_test.py', 'studies/sweep_test.py', 'figures/pictures_test.py',
   'against_timm_test.py', 'weights/lit_test.py', 'learning/state_test.py',
   'tools_test.py', 'predict_test.py', 'weights/detr_test.py',
-  'run/early_stopping_test.py',
+  'run/early_stopping_test.py', 'multichannel_test.py',
 )  # fmt: skip
 
 

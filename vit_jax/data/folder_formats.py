@@ -79,12 +79,11 @@ class ListedFormat(FolderFormat):
 
   def open(self, request: Request) -> records.FolderSource:
     limit = request.config.max_image_pixels
-    channels = multichannel.stored_channels(request.config.pp)
     columns, names = self.read_split(
       request,
       broken=request.config.broken_images,
       max_pixels=limit,
       workdir=request.workdir,
-      channels=channels,
+      channels=multichannel.stored_channels(request.config.pp),
     )
-    return records.FolderSource(columns, names, limit, channels)
+    return records.FolderSource(columns, names, limit)

@@ -205,17 +205,10 @@ class FolderSource(MemorySource):
   Examples are ordered by a hash of their names, so that a slice of the split,
   such as 'train[:90%]', is a random sample of the whole. Among the columns,
   'image' is an index.Paths; a file with more than `max_pixels` is rejected
-  before decoding. For `channels` see Source.
+  before decoding.
   """
 
-  def __init__(
-    self,
-    columns: Mapping,
-    names: Mapping,
-    max_pixels: int,
-    channels: int | None = None,
-  ) -> None:
-    self.channels = channels
+  def __init__(self, columns: Mapping, names: Mapping, max_pixels: int) -> None:
     self._paths = columns.get('image')
     self._max_pixels = max_pixels
     super().__init__({k: v for k, v in columns.items() if k != 'image'}, names)

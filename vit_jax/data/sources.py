@@ -29,6 +29,7 @@ from vit_jax.data import (
   slices,
 )
 from vit_jax.data.coco import caption_files, source as annotated
+from vit_jax.data.images import multichannel
 from vit_jax.distributed import files
 
 # Ways to store a data set in a folder; the first that recognizes a split opens it.
@@ -100,7 +101,9 @@ def open_split(
     console.log(f"Split '{split}' of '{dataset}' is '{existing}'.")
   if not folder.is_folder(dataset):
     module = importlib.import_module(registry.module_of(dataset))
-    return module.open_split(config, dataset, existing, features, class_names)
+    source = module.open_split(config, dataset, existing, features, class_names)
+    source.channels = multichannel.stored_channels(config.pp)
+    return source
   if workdir is not None:
     folder_layout.check_apart(str(workdir), dataset, existing)
   if pseudo_labels.exists(dataset):
@@ -118,9 +121,11 @@ def open_split(
   if folder_format is None:
     _check_tables(dataset, existing)
     folder_format = FORMATS[-1]  # Whose error describes the layout of class folders.
-  return folder_format.open(
+  source = folder_format.open(
     folder_formats.Request(config, dataset, existing, features, class_names, workdir)
   )
+  source.channels = multichannel.stored_channels(config.pp)
+  return source
 
 
 def find_format(
