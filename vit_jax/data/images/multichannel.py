@@ -7,7 +7,7 @@ its pixels, its planes, or its pages.
 
 import io
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 import zlib
 
 import numpy as np
@@ -120,52 +120,52 @@ def _read_tiff(
     raise ValueError(remedy) from e
   try:
     with tifffile.TiffFile(io.BytesIO(encoded)) as file:
-      series = file.series
-      page = file.pages.first
-      sizes = dict(zip(series[0].axes, series[0].shape))
-      orientation = page.tags.valueof(_ORIENTATION, 1)
-      photometric = page.photometric.name
-      dtype = np.dtype(series[0].dtype)
-      channel_axes = [axis for axis in sizes if axis not in 'YX' and sizes[axis] > 1]
-      if len(series) > 1 or not {'Y', 'X'} <= sizes.keys() or len(channel_axes) > 1:
-        raise ValueError(
-          f'its {len(series)} images have the axes {[x.axes for x in series][:5]}: save '
-          'one image, with channels as the only further axis'
-        )
-      if photometric not in ('MINISBLACK', 'RGB'):
-        raise ValueError(
-          f'its values are {photometric}: save them as MINISBLACK or RGB'
-        )
-      channels = sizes[channel_axes[0]] if channel_axes else 1
-      image_shape = _checked((sizes['Y'], sizes['X'], channels), dtype)
-      if orientation in (5, 6, 7, 8):
-        image_shape = image_shape[1], image_shape[0], channels
+      height, width, channels = _tiff_shape(file)
+      orientation = file.pages.first.tags.valueof(_ORIENTATION, 1)
+      is_swapped = orientation in (5, 6, 7, 8)
+      image_shape = (
+        (width, height, channels) if is_swapped else (height, width, channels)
+      )
       if not with_values:
         return image_shape, None
-      for item in series[0].pages:
-        _check_segments(encoded, item)
-      values = series[0].asarray()
-      order = [series[0].axes.index(axis) for axis in ('Y', 'X', *channel_axes)]
-      others = [i for i in range(values.ndim) if i not in order]
-      values = values.transpose(*order, *others)
-      values = values.reshape(sizes['Y'], sizes['X'], channels)
-      return image_shape, _turned(values, orientation)
+      series = file.series[0]
+      for page in series.pages:
+        _check_segments(encoded, page)
+      axes = [series.axes.index(axis) for axis in 'YX']
+      values = np.moveaxis(series.asarray(), axes, (0, 1))
+      return image_shape, _turned(values.reshape(height, width, channels), orientation)
   except ValueError:
     raise
   except Exception as e:  # tifffile does not document its readers' errors.
     raise ValueError(f'it is not a TIFF, or damaged: {e}') from e
 
 
-def _check_segments(encoded: bytes, page: object) -> None:
+def _tiff_shape(file: Any) -> tuple[int, int, int]:
+  """Returns the shape of an open TIFF as stored; ValueError if it is not one image."""
+  series = file.series
+  axes = list(zip(series[0].axes, series[0].shape))  # A letter may be repeated.
+  others = [size for axis, size in axes if axis not in 'YX' and size > 1]
+  sizes = dict(axes)
+  if len(series) > 1 or not {'Y', 'X'} <= sizes.keys() or len(others) > 1:
+    raise ValueError(
+      f'its {len(series)} images have the axes {[x.axes for x in series][:5]}: save one '
+      'image, with channels as the only further axis'
+    )
+  photometric = file.pages.first.photometric.name
+  if photometric not in ('MINISBLACK', 'RGB'):
+    raise ValueError(f'its values are {photometric}: save them as MINISBLACK or RGB')
+  return _checked((sizes['Y'], sizes['X'], *others), np.dtype(series[0].dtype))
+
+
+def _check_segments(encoded: bytes, page: Any) -> None:
   """Raises ValueError if a strip or tile is missing, or grows beyond its size.
 
   zlib would expand a strip of 1 MB to 1 GB, whatever the header says. The other
   compressions are decoded by imagecodecs, which checks that.
   """
-  limit = math.prod(page.chunks) * page.dtype.itemsize  # type: ignore[attr-defined]
-  segments = zip(page.dataoffsets, page.databytecounts)  # type: ignore[attr-defined]
-  is_deflate = page.compression in _DEFLATE  # type: ignore[attr-defined]
-  for offset, count in segments:
+  limit = math.prod(page.chunks) * page.dtype.itemsize
+  is_deflate = page.compression in _DEFLATE
+  for offset, count in zip(page.dataoffsets, page.databytecounts):
     if offset + count > len(encoded) or not count:
       raise ValueError('its strips or tiles are truncated')
     if is_deflate:
