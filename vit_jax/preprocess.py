@@ -316,8 +316,8 @@ def from_user(
     max_pixels: files with more pixels are rejected before decoding; None: no
       limit.
     channels: number of channels of images with a range of values (`config.pp.range`),
-      whose PIL images and arrays, [height, width] or [height, width, channels], keep
-      their values; None: 8-bit colour.
+      whose arrays, [height, width] or [height, width, channels], and PIL images of the
+      modes 'I' and 'F' keep their values; None: 8-bit colour.
 
   Raises:
     OSError: if the file does not exist or cannot be read.
@@ -325,8 +325,9 @@ def from_user(
       another shape or type, or the PIL image has the mode 'I' or 'F'.
   """
   name = 'image'
-  is_array = hasattr(image, '__array__') or isinstance(image, Image.Image)
-  if channels is not None and is_array:
+  is_pillow = isinstance(image, Image.Image)
+  has_values = image.mode[0] in 'IF' if is_pillow else hasattr(image, '__array__')
+  if channels is not None and has_values:
     image, max_pixels = _as_npy(image, channels), None
   if isinstance(image, io.BytesIO):
     image = image.getvalue()

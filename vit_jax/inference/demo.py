@@ -27,6 +27,7 @@ from PIL import Image
 from vit_jax import console, preprocess
 from vit_jax.data.images import (
   false_colours,
+  formats,
   images as images_lib,
   multichannel,
   scaling,
@@ -38,7 +39,6 @@ gr = console.require('gradio', 'demo', 'vit_jax demo')
 LARGEST = 64 * 2**20  # Bytes of an upload, or of any other body.
 _EXAMPLES = 6
 _NOT_IN_BROWSERS = ('tiff', 'heif', 'jpeg2000')
-_MULTICHANNEL = ('.npy', '.tif', '.tiff', '.png')  # Uploads with config.pp.range.
 _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 # Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
 _MOST_TEXTS = 20
@@ -278,7 +278,8 @@ def _photo_upload() -> Any:
 
 
 def _file_upload() -> Any:
-  return gr.File(label='Image', file_types=[*_MULTICHANNEL])
+  endings = [*formats.endings(), multichannel.NPY_ENDING]
+  return gr.File(label='Image', file_types=endings)
 
 
 def _read(path: str, config: ml_collections.ConfigDict) -> Photo:

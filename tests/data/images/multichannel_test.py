@@ -159,6 +159,25 @@ def test_range_mean_and_deviation_are_applied():
   np.testing.assert_allclose(clipped, expected, atol=1e-5)
 
 
+def test_pillow_images_and_arrays_are_prepared_like_their_files():
+  pp = make_pp(channels=1, crop=(10, 12))
+  grey = VALUES[..., 0]
+  colour = VALUES[..., :3].astype(np.uint8)
+  file = io.BytesIO()
+  Image.fromarray(colour).save(file, 'PNG')
+  for image, encoded in (
+    (grey, npy(grey)),
+    (Image.fromarray(grey), npy(grey)),
+    (Image.fromarray(grey.astype(np.float32)), npy(grey)),
+    (Image.fromarray(colour), file.getvalue()),  # Becomes grey.
+  ):
+    expected = preprocess.prepare(encoded, None, pp)
+    got = preprocess.from_user(
+      image, lambda content: preprocess.prepare(content, None, pp), channels=1
+    )
+    np.testing.assert_array_equal(got, expected)
+
+
 def test_8_bit_images_with_a_range_are_prepared_like_colour():
   photo = images.encode_png(VALUES[..., :3].astype(np.uint8))
   seed = tf.constant([1, 2], tf.int64)
