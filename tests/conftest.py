@@ -55,6 +55,9 @@ def pytest_configure(config):
     return
   import jax
 
+  from tests import shapes
+
+  shapes.check_imports()
   if not config.option.file_or_dir and config.getoption('markexpr') != 'quick':
     # The workers import these in different orders, so that in a fresh environment they do
     # not all compile the same modules to bytecode at the same time.
@@ -249,6 +252,15 @@ def write_classifier(workdir, config, class_names):
 def tiny_config(data_dir):
   """The config of `make_tiny_config`, which tests may change."""
   return make_tiny_config(data_dir)
+
+
+@pytest.fixture
+def unchecked_shapes():
+  """Checks no types and shapes, in tests of the modules' own errors."""
+  from tests import shapes
+
+  with shapes.unchecked():
+    yield
 
 
 @pytest.fixture(autouse=True)

@@ -318,6 +318,7 @@ def test_wrong_fields_and_pixels_are_named(fields, args, message):
     jax.eval_shape(model.init, jax.random.key(0), colors, *args)
 
 
+@pytest.mark.usefixtures('unchecked_shapes')
 def test_colors_must_be_integers():
   with pytest.raises(ValueError, match='colors must be numbers of colours'):
     jax.eval_shape(make().init, jax.random.key(0), np.zeros((3, N)))

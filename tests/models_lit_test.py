@@ -266,6 +266,7 @@ def test_causal_tower_pools_the_end_token():
     ({'text_model': 'gpt'}, np.ones((2, 4), int), "text_model='gpt'"),
   ],
 )
+@pytest.mark.usefixtures('unchecked_shapes')
 def test_wrong_inputs_and_fields(change, tokens, words):
   with pytest.raises(ValueError, match=words):
     jax.eval_shape(lambda: make(**change).init(jax.random.key(0), tokens=tokens))

@@ -315,6 +315,7 @@ def test_task_may_provide_its_own_class():
     ((2, 3, 32, 32), jnp.float32, r'batch, channels, height.*transpose\(0, 2, 3, 1\)'),
   ],
 )
+@pytest.mark.usefixtures('unchecked_shapes')
 def test_images_of_other_libraries_are_named(name, shape, dtype, message):
   model = models.get_model(name, num_classes=3)
   images = jax.ShapeDtypeStruct(shape, dtype)

@@ -196,6 +196,7 @@ def test_attention_pooling_matches_pytorch():
     ),
   ],
 )
+@pytest.mark.usefixtures('unchecked_shapes')
 def test_wrong_input_is_named(fields, shape, message):
   with pytest.raises(ValueError, match=message):
     jax.eval_shape(

@@ -15,13 +15,14 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from vit_jax import models_resnet
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes, layer_stack, patches, resnet
+from vit_jax.layers.dtypes import Array
 
 # By name (config.model.eps): the constants of the published models, and of timm.
 EPSILONS = {
@@ -63,8 +64,8 @@ class RootBlock(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps images [B, H, W, C] to [B, H / 4, W / 4, F]."""
+  def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B _ _ F']:
+    """Maps images to [B, H / 4, W / 4, F]."""
     conv = _conv(self.features, 7, (2, 2), name='conv_root', **dtypes.of(self, 'eps'))
     # The published models pad with zeros, which count in the maximum.
     pad = lambda x: jnp.pad(conv(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
@@ -93,7 +94,9 @@ class BitResNet(patches.ImageModel):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
+  def __call__(
+    self, inputs: Float[Array, 'B H W C'], *, train: bool
+  ) -> Float[Array, 'B _']:
     """Computes logits.
 
     Maps images, float [B, H, W, C] in [-1, 1], of any size, to float32 [B,

@@ -15,23 +15,26 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from vit_jax import models_vit
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import detection, detr_masks, dtypes, patches, resnet
+from vit_jax.layers.dtypes import Array
 
 # Mean and standard deviation of ImageNet's pixels in [0, 1], by channel, with
 # which the published backbones were trained.
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def normalise(images: jax.Array, mask: jax.Array) -> jax.Array:
-  """Standardises images [B, H, W, 3] in [-1, 1] by ImageNet's statistics.
+def normalise(
+  images: Float[Array, 'B H W 3'], mask: Bool[Array, 'B H W']
+) -> Float[Array, 'B H W 3']:
+  """Standardises images in [-1, 1] by ImageNet's statistics.
 
-  Padding, where the mask, bool [B, H, W], is False, becomes 0.
+  Padding, where the mask is False, becomes 0.
   """
   dtype = images.dtype
   images = (images.astype(jnp.float32) + 1) / 2
@@ -39,8 +42,10 @@ def normalise(images: jax.Array, mask: jax.Array) -> jax.Array:
   return (images * mask[..., None]).astype(dtype)
 
 
-def shrink_mask(mask: jax.Array, size: tuple[int, int]) -> jax.Array:
-  """Takes a mask [B, H, W] at the nearest pixel before each of h x w cells."""
+def shrink_mask(
+  mask: Bool[Array, 'B H W'], size: tuple[int, int]
+) -> Bool[Array, 'B h w']:
+  """Takes a mask at the nearest pixel before each of h x w cells."""
   for axis, cells in enumerate(size, start=1):
     pixels = jnp.arange(cells) * mask.shape[axis] // cells
     mask = jnp.take(mask, pixels, axis=axis)
@@ -55,8 +60,8 @@ class BoxHead(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps [..., D] to boxes [..., 4] in [0, 1]: centre x, y, width, height."""
+  def __call__(self, x: Float[Array, '*axes D']) -> Float[Array, '*axes 4']:
+    """Maps states to boxes in [0, 1]: centre x, y, width, height."""
     types = dtypes.of(self)
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
     x = nn.relu(nn.Dense(self.hidden_size, **types)(x))
@@ -72,8 +77,12 @@ class VitBackbone(models_vit.VisionTransformer):
   """
 
   def __call__(
-    self, images: jax.Array, mask: jax.Array | None = None, *, train: bool
-  ) -> jax.Array:
+    self,
+    images: Float[Array, 'B H W 3'],
+    mask: Bool[Array, 'B H W'] | None = None,
+    *,
+    train: bool,
+  ) -> Float[Array, 'B h w F']:
     """Maps images, float [B, H, W, 3] in [-1, 1], to [B, h, w, F].
 
     The mask, bool [B, H, W], is True for real pixels, and None without
@@ -132,8 +141,8 @@ class Detr(patches.ImageModel):
   @nn.compact
   def __call__(
     self,
-    images: jax.Array,
-    mask: jax.Array | None = None,
+    images: Float[Array, 'B H W 3'],
+    mask: Bool[Array, 'B H W'] | None = None,
     *,
     train: bool,
     draw: bool = True,
@@ -174,8 +183,10 @@ class Detr(patches.ImageModel):
       return {**outputs, 'masks': self.segmentation(features)}
     return {**outputs, 'features': features}
 
-  def draw_masks(self, features: detr_masks.Features, queries: jax.Array) -> jax.Array:
-    """Computes the masks of queries by number, int [B, N].
+  def draw_masks(
+    self, features: detr_masks.Features, queries: Int[Array, 'B N']
+  ) -> Float[Array, 'B N _ _']:
+    """Computes the masks of queries by number.
 
     Returns the logits, float32 [B, N, H / 4, W / 4].
     """
@@ -184,8 +195,11 @@ class Detr(patches.ImageModel):
     return self.segmentation(features._replace(queries=chosen))
 
   def _stages(
-    self, images: jax.Array, mask: jax.Array | None, train: bool
-  ) -> list[jax.Array]:
+    self,
+    images: Float[Array, 'B H W 3'],
+    mask: Bool[Array, 'B H W'] | None,
+    train: bool,
+  ) -> list[Float[Array, 'B _ _ _']]:
     """Returns the feature maps of the backbone; the last is [B, h, w, F]."""
     schema.check('backbone', self.backbone, model_configs.Backbone, 'config.model.')
     types = dtypes.of(self)
@@ -216,9 +230,14 @@ class Detr(patches.ImageModel):
     return [cls(**fields, name=f'{name}_{i}') for i in range(count)]
 
   def _encode(
-    self, features: jax.Array, mask: jax.Array, train: bool
-  ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Returns the map [B, h, w, D], memory and positions [B, S, D], mask [B, 1, 1, S]."""
+    self, features: Float[Array, 'B h w F'], mask: Bool[Array, 'B H W'], train: bool
+  ) -> tuple[
+    Float[Array, 'B h w D'],
+    Float[Array, 'B S D'],
+    Float[Array, 'B S D'],
+    Bool[Array, 'B 1 1 S'],
+  ]:
+    """Returns the projected map, the memory, positions and mask of its cells."""
     types = dtypes.of(self)
     mask = shrink_mask(mask, features.shape[1:3])  # [B, h, w]
     positions = detection.sine_positions(mask, self.hidden_size)
@@ -233,9 +252,13 @@ class Detr(patches.ImageModel):
     return projected, x, positions, cells
 
   def _decode(
-    self, memory: jax.Array, positions: jax.Array, cells: jax.Array, train: bool
-  ) -> jax.Array:
-    """Returns the normalised state after each layer, [L, B, Q, D]."""
+    self,
+    memory: Float[Array, 'B S D'],
+    positions: Float[Array, 'B S D'],
+    cells: Bool[Array, 'B 1 1 S'],
+    train: bool,
+  ) -> Float[Array, 'L B Q D']:
+    """Returns the normalised state after each layer."""
     types = dtypes.of(self)
     init, shape = nn.initializers.normal(1.0), (self.num_queries, self.hidden_size)
     queries = self.param('query_embedding', init, shape, types['param_dtype'])

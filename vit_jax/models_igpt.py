@@ -29,6 +29,7 @@ from typing import Any, TypeAlias
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
@@ -39,12 +40,14 @@ from vit_jax.layers import (
   layer_stack as loop_lib,
   patches,
 )
+from vit_jax.layers.dtypes import Array
 
-# Keys and values of each layer, [B, K, N, E].
-Cache: TypeAlias = list[tuple[jax.Array, jax.Array]]
-# Maps `before`, `start` and `cache` of ImageGPT.extend to colours, [B], and the cache.
+# Keys and values of each layer.
+Cache: TypeAlias = list[decoder.Cache]
+Position: TypeAlias = decoder.Position
+# Maps `before`, `start` and `cache` of ImageGPT.extend to colours and the cache.
 DrawNext: TypeAlias = Callable[
-  [jax.Array, int | jax.Array, Cache], tuple[jax.Array, Cache]
+  [Int[Array, 'B Q'], Position, Cache], tuple[Int[Array, ' B'], Cache]
 ]
 
 
@@ -92,7 +95,7 @@ class ImageGPT(patches.ImageModel):
         '(config.model.hidden_size): choose a divisor'
       )
 
-    def normal(name: str, std: float, *shape: int) -> jax.Array:
+    def normal(name: str, std: float, *shape: int) -> Float[Array, '...']:
       return self.param(name, nn.initializers.normal(std), shape, dtype)
 
     if self.causal:
@@ -116,8 +119,12 @@ class ImageGPT(patches.ImageModel):
     return {'scale': self.attention_scale, **dtypes.of(self, *same)}
 
   def __call__(
-    self, colors: jax.Array, masked: jax.Array | None = None, *, train: bool = False
-  ) -> jax.Array | tuple[jax.Array, jax.Array]:
+    self,
+    colors: Int[Array, 'B N'],
+    masked: Bool[Array, 'B N'] | None = None,
+    *,
+    train: bool = False,
+  ) -> Float[Array, 'B N C'] | tuple[Float[Array, 'B N C'], Float[Array, 'B _']]:
     """Predicts the colours of pixels.
 
     Maps the numbers of their colours, int32 [B, N], to logits, float32 [B, N, C]; with
@@ -155,8 +162,8 @@ class ImageGPT(patches.ImageModel):
     logits = self.color_head(x)
     return (logits, self.class_head(mean)) if self.num_classes else logits
 
-  def _encode(self, x: jax.Array, train: bool) -> jax.Array:
-    """Applies all layers to tokens [B, N, D], all but the last maybe in a loop."""
+  def _encode(self, x: Float[Array, 'B N D'], train: bool) -> Float[Array, 'B N D']:
+    """Applies all layers to tokens, all but the last maybe in a loop."""
     # Initialising parameters and sowing intermediates need separate layers.
     apart = self.is_initializing() or self.is_mutable_collection('intermediates')
     layers = self.block
@@ -172,12 +179,15 @@ class ImageGPT(patches.ImageModel):
     return x
 
   def _embed(
-    self, colors: jax.Array, start: int | jax.Array, masked: jax.Array | None = None
-  ) -> jax.Array:
-    """Makes tokens [B, Q, D] of the colours [B, Q] that they may see.
+    self,
+    colors: Int[Array, 'B Q'],
+    start: Position,
+    masked: Bool[Array, 'B Q'] | None = None,
+  ) -> Float[Array, 'B Q D']:
+    """Makes tokens of the colours that they may see.
 
     In a causal model these are colours of the pixels before. `start` is the number
-    of the first token; `masked`, bool [B, Q], is True for tokens without a colour.
+    of the first token; `masked` is True for tokens without a colour.
     """
     x = jnp.take(self.color_embedding, colors, axis=0)  # [B, Q, D]
     numbers = start + jnp.arange(colors.shape[1])  # [Q]
@@ -196,15 +206,15 @@ class ImageGPT(patches.ImageModel):
     return [(zeros, zeros) for _ in range(self.num_layers)]
 
   def extend(
-    self, before: jax.Array, start: int | jax.Array, cache: Cache
-  ) -> tuple[jax.Array, Cache]:
+    self, before: Int[Array, 'B Q'], start: Position, cache: Cache
+  ) -> tuple[Float[Array, 'B Q C'], Cache]:
     """Predicts some pixels of a causal model, after the pixels of earlier calls.
 
     `before`, int32 [B, Q], are the colours of the pixel before each of these pixels
     (for pixel 0, any), `start` is the number of the first, an int32 scalar, and `cache`
     the result of earlier calls for the pixels before it, or `empty_cache`.
 
-    Returns logits, float32 [B, Q, C], equal to those of all pixels together, and the
+    Returns logits, float32 [B, Q, C], the same as for all pixels together, and the
     cache for the next call.
     """
     x = self._embed(before, start)
@@ -215,20 +225,24 @@ class ImageGPT(patches.ImageModel):
     return self.color_head(self.norm(x)), new_cache
 
 
-def log_likelihood(logits: jax.Array, colors: jax.Array) -> jax.Array:
-  """Computes the log-likelihood of images under a causal model.
+def log_likelihood(
+  logits: Float[Array, 'B N C'], colors: Int[Array, 'B N']
+) -> Float[Array, ' B']:
+  """Computes the log-likelihood of images under a causal model, in nats.
 
-  Maps logits [B, N, C] and colours [B, N] to nats, float32 [B]. Divided by N and
-  by -log(2), these are bits a dimension.
+  Divided by N and by -log(2), these are bits a dimension.
   """
   log_p = jax.nn.log_softmax(logits)
   return jnp.take_along_axis(log_p, colors[..., None], axis=-1).sum((1, 2))
 
 
 def draw(
-  keys: jax.Array, logits: jax.Array, temperature: float, top_k: int | None = None
-) -> jax.Array:
-  """Draws a colour for each image, int32 [B], of logits [B, C]; see `sample`.
+  keys: Array,
+  logits: Float[Array, 'B C'],
+  temperature: float | Float[Array, ''],
+  top_k: int | None = None,
+) -> Int[Array, ' B']:
+  """Draws a colour for each image; see `sample`.
 
   `keys` are random keys, one for each image.
   """
@@ -242,11 +256,11 @@ def draw(
 def sample(
   model: ImageGPT,
   params: Any,
-  prefix: jax.Array,
-  rng: jax.Array,
+  prefix: Array,
+  rng: Array,
   temperature: float = 1.0,
   top_k: int | None = None,
-) -> jax.Array:
+) -> Int[Array, 'B N']:
   """Draws the pixels of images after given ones, in one compiled loop.
 
   Args:
@@ -289,11 +303,11 @@ def sample(
 def _sample(
   model: ImageGPT,
   params: Any,
-  prefix: jax.Array,
-  keys: jax.Array,
-  temperature: float,
+  prefix: Int[Array, 'B M'],
+  keys: Array,
+  temperature: float | Float[Array, ''],
   top_k: int | None,
-) -> jax.Array:
+) -> Int[Array, 'B N']:
   """See `sample`; `keys` are random keys [B]."""
   draw_next = next_pixel(model, params, keys, temperature, top_k)
   # The prefix and the first new pixel at once, the others one after another.
@@ -307,8 +321,8 @@ def _sample(
 def next_pixel(
   model: ImageGPT,
   params: Any,
-  keys: jax.Array,
-  temperature: float = 1.0,
+  keys: Array,
+  temperature: float | Float[Array, ''] = 1.0,
   top_k: int | None = None,
 ) -> DrawNext:
   """Returns a function that draws one pixel of each image; see `sample`.
@@ -319,8 +333,8 @@ def next_pixel(
   """
 
   def draw_next(
-    before: jax.Array, start: int | jax.Array, cache: Cache
-  ) -> tuple[jax.Array, Cache]:
+    before: Int[Array, 'B Q'], start: Position, cache: Cache
+  ) -> tuple[Int[Array, ' B'], Cache]:
     logits, cache = model.apply(
       {'params': params}, before, start, cache, method='extend'
     )
@@ -332,17 +346,20 @@ def next_pixel(
 
 
 def draw_pixels(
-  draw_next: DrawNext, color: jax.Array, cache: Cache, positions: jax.Array
-) -> tuple[jax.Array, Cache]:
-  """Draws the pixels of numbers `positions`, int32 [P], in one loop.
+  draw_next: DrawNext,
+  color: Int[Array, ' B'],
+  cache: Cache,
+  positions: Int[Array, ' M'],
+) -> tuple[Int[Array, 'B M'], Cache]:
+  """Draws the pixels of numbers `positions` in one loop.
 
-  Starts from the colour of the pixel before the first of them, int32 [B], and the
-  cache for that position. Returns colours, int32 [B, P], and the cache after them.
+  Starts from the colour of the pixel before the first of them, and the
+  cache for that position. Returns colours, and the cache after them.
   """
 
   def step(
-    carry: tuple[jax.Array, Cache], position: jax.Array
-  ) -> tuple[tuple[jax.Array, Cache], jax.Array]:
+    carry: tuple[Int[Array, ' B'], Cache], position: Int[Array, '']
+  ) -> tuple[tuple[Int[Array, ' B'], Cache], Int[Array, ' B']]:
     color, cache = carry
     carry = draw_next(color[:, None], position, cache)
     return carry, carry[0]

@@ -25,10 +25,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from vit_jax import console, models_vit
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import dtypes, patches, text_towers
+from vit_jax.layers.dtypes import Array
 
 BASE_PATH = 'gs://vit_models/lit'
 _TINY = 1e-8  # Added to the length of an embedding that is divided by it.
@@ -38,8 +40,10 @@ BertModel = text_towers.BertModel
 TextTransformer = text_towers.TextTransformer
 
 
-def normalized(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns embeddings [B, E] divided by their lengths, and these, [B, 1]."""
+def normalized(
+  x: Float[Array, 'B E'],
+) -> tuple[Float[Array, 'B E'], Float[Array, 'B 1']]:
+  """Returns embeddings divided by their lengths, and these."""
   x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
   length = jnp.linalg.norm(x, axis=1, keepdims=True)
   return x / (length + _TINY), length
@@ -97,10 +101,10 @@ class LitModel(patches.ImageModel):
   def __call__(
     self,
     *,
-    images: jax.Array | None = None,
-    tokens: jax.Array | None = None,
+    images: Float[Array, 'B H W C'] | None = None,
+    tokens: Int[Array, 'T N'] | None = None,
     train: bool = False,
-  ) -> tuple[jax.Array | None, jax.Array | None, dict[str, Any]]:
+  ) -> tuple[Float[Array, 'B E'] | None, Float[Array, 'T E'] | None, dict[str, Array]]:
     """Embeds images, texts, or both.
 
     Args:
@@ -211,9 +215,9 @@ class LitModel(patches.ImageModel):
 
 
 def similarity(
-  zimg: jax.Array, ztxt: jax.Array, out: Mapping[str, jax.Array]
-) -> jax.Array:
-  """Returns the logits of images and texts, float32 [B, B'], see LitModel."""
+  zimg: Float[Array, 'B E'], ztxt: Float[Array, 'T E'], out: Mapping[str, Array]
+) -> Float[Array, 'B T']:
+  """Returns the logits of images and texts, see LitModel."""
   logits = out['t'] * jnp.einsum(
     'ie,te->it', zimg, ztxt, precision=jax.lax.Precision.HIGHEST
   )

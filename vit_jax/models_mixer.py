@@ -11,11 +11,12 @@ Shapes in the comments:
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes, patches, xla_hints
+from vit_jax.layers.dtypes import Array
 
 
 class MlpBlock(nn.Module):
@@ -26,8 +27,7 @@ class MlpBlock(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps [..., F] to [..., F]."""
+  def __call__(self, x: Float[Array, '*axes F']) -> Float[Array, '*axes F']:
     options = {'dot_general': xla_hints.dot_general, **dtypes.of(self)}
     y = nn.Dense(self.mlp_dim, **options)(x)
     y = xla_hints.recomputed(nn.gelu)(y)
@@ -44,8 +44,7 @@ class MixerBlock(nn.Module):
   layer: int = 0  # Its number, see vit_jax.layers.patches.sow_mean.
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps tokens [B, N, D] to [B, N, D]."""
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
     types = dtypes.of(self)
     y = nn.LayerNorm(**types)(x)
     patches.sow_mean(self, f'layer_{self.layer}', y)
@@ -71,7 +70,9 @@ class MlpMixer(patches.ImageModel):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
+  def __call__(
+    self, inputs: Float[Array, 'B H W C'], *, train: bool
+  ) -> Float[Array, 'B _']:
     """Computes logits.
 
     Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes]; without a

@@ -11,11 +11,12 @@ import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.layers import dtypes, resnet
+from vit_jax.layers.dtypes import Array
 
 
 class Epsilons(NamedTuple):
@@ -35,8 +36,8 @@ EPSILONS = {
 
 
 def weight_standardize(
-  w: jax.Array, axis: Sequence[int], eps: float, variance_eps: float = 0.0
-) -> jax.Array:
+  w: Float[Array, '*axes'], axis: Sequence[int], eps: float, variance_eps: float = 0.0
+) -> Float[Array, '*axes']:
   """Subtracts the mean of a kernel and divides by its standard deviation.
 
   Both are taken over `axis`. `eps` is added to the standard deviation,
@@ -53,7 +54,7 @@ class StdConv(nn.Conv):
   eps: Epsilons = EPSILONS['published']
 
   @nn.nowrap
-  def param(self, name: str, *args: Any, **kwargs: Any) -> jax.Array:
+  def param(self, name: str, *args: Any, **kwargs: Any) -> Array:
     """Declares a parameter; returns it, standardised if it is the kernel."""
     value = super().param(name, *args, **kwargs)
     if name != 'kernel':
@@ -91,7 +92,7 @@ class ResNetStage(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B _ _ _']:
     """Maps [B, H, W, C] to [B, H / stride, W / stride, 4 F]."""
     unit = functools.partial(ResidualUnit, self.nout, **dtypes.of(self, 'eps'))
     for i in range(self.block_size):
@@ -132,10 +133,10 @@ def make_resnet(
 
 
 def apply_resnet(
-  x: jax.Array,
+  x: Float[Array, 'B H W C'],
   layers: Sequence[nn.Module],
-  see: Callable[[int, jax.Array], None] = lambda i, x: None,
-) -> jax.Array:
+  see: Callable[[int, Array], None] = lambda i, x: None,
+) -> Float[Array, 'B _ _ F']:
   """Applies the layers of `make_resnet`.
 
   Maps images [B, H, W, C] to features. Height and width are a quarter of the image's

@@ -38,8 +38,8 @@ import inspect
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from vit_jax import models_resnet
 from vit_jax.configs import models as model_configs, schema
@@ -53,6 +53,7 @@ from vit_jax.layers import (
   position_kinds,
   positions,
 )
+from vit_jax.layers.dtypes import Array
 
 # Names of the original.
 PatchEmbedding = patches_lib.PatchEmbedding
@@ -73,8 +74,9 @@ class Encoder1DBlock(nn.Module):
   attention_dropout_rate: float = 0.1
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Maps tokens [B, N, D] to tokens [B, N, D]."""
+  def __call__(
+    self, inputs: Float[Array, 'B N D'], *, deterministic: bool
+  ) -> Float[Array, 'B N D']:
     config = model_configs.Transformer(
       num_layers=1,
       mlp_dim=self.mlp_dim,
@@ -98,8 +100,7 @@ class Encoder(nn.Module):
   add_position_embedding: bool = True
 
   @nn.compact
-  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-    """Maps tokens [B, N, D] to tokens [B, N, D]."""
+  def __call__(self, x: Float[Array, 'B N D'], *, train: bool) -> Float[Array, 'B N D']:
     config = model_configs.Transformer(
       num_layers=self.num_layers,
       mlp_dim=self.mlp_dim,
@@ -154,7 +155,7 @@ def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict[str, An
 
 
 def _transformer_of(fields: Mapping[str, Any]) -> model_configs.Transformer:
-  """Returns the fields of this package's encoder among those of another one."""
+  """Returns the fields of this package's encoder from a mapping that may have others."""
   names = schema.fields(model_configs.Transformer)
   return model_configs.Transformer(**{k: v for k, v in fields.items() if k in names})
 
@@ -163,7 +164,7 @@ class IdentityLayer(nn.Module):
   """Returns its input; names an activation, so that it can be captured."""
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, '*axes']) -> Float[Array, '*axes']:
     return x
 
 
@@ -290,7 +291,9 @@ class VisionTransformer(patches_lib.ImageModel):
     on_grid = position_kinds.needs_grid(kind, fields.get('position_grid'))
     return on_grid or fields.get('attention_pattern', 'global') != 'global'
 
-  def __call__(self, inputs: jax.Array, *, train: bool) -> jax.Array:
+  def __call__(
+    self, inputs: Float[Array, 'B H W C'], *, train: bool
+  ) -> Float[Array, 'B *N classes']:
     """Computes logits: embeds images, encodes the tokens, classifies them.
 
     Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes], or [B, N,
@@ -306,7 +309,9 @@ class VisionTransformer(patches_lib.ImageModel):
     x = self.encode(x, train=train, only_first=only_first)
     return self.classify(x, train=train)
 
-  def embed(self, images: jax.Array, *, flat: bool = True) -> jax.Array:
+  def embed(
+    self, images: Float[Array, 'B H W C'], *, flat: bool = True
+  ) -> Float[Array, 'B *N D']:
     """Maps each patch to a token, without its position embedding.
 
     Maps images, float [B, H, W, C] in [-1, 1], to tokens of type `dtype`: [B, h*w, D],
@@ -321,7 +326,9 @@ class VisionTransformer(patches_lib.ImageModel):
     x = sharding.constrain_batch(self.embedding(x))  # [B, h, w, D]
     return x.reshape(x.shape[0], -1, x.shape[-1]) if flat else x
 
-  def add_positions(self, tokens: jax.Array, *, train: bool) -> jax.Array:
+  def add_positions(
+    self, tokens: Float[Array, 'B *N D'], *, train: bool
+  ) -> Float[Array, 'B ... D']:
     """Puts the class token first, adds position embeddings, inserts the registers.
 
     Takes the tokens that `encode` takes. Returns class token, registers and patches,
@@ -351,13 +358,13 @@ class VisionTransformer(patches_lib.ImageModel):
 
   def encode(
     self,
-    tokens: jax.Array,
+    tokens: Float[Array, 'B *N D'],
     *,
     train: bool,
-    mask: jax.Array | None = None,
+    mask: Bool[Array, '...'] | None = None,
     only_first: bool = False,
     positioned: bool = False,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B ... D']:
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:
@@ -368,7 +375,7 @@ class VisionTransformer(patches_lib.ImageModel):
         to a key, of class token, registers and patches in this order; None: everywhere.
       only_first: whether to compute only the first token, the class token. An
         encoder class of a user computes all tokens regardless.
-      positioned: whether the tokens are those of `add_positions`, possibly
+      positioned: whether the tokens come from `add_positions`, possibly
         fewer, [B, n, D].
 
     Returns:
@@ -401,8 +408,8 @@ class VisionTransformer(patches_lib.ImageModel):
     patches = x[:, first + self.registers :]
     return jnp.concatenate([x[:, :first], patches], axis=1)
 
-  def _with_class_token(self, tokens: jax.Array) -> jax.Array:
-    """Returns tokens [B, N, D] as a sequence, after class and distillation token."""
+  def _with_class_token(self, tokens: Float[Array, '...']) -> Float[Array, 'B N D']:
+    """Returns tokens as a sequence, after class and distillation token."""
     if tokens.ndim not in (3, 4):
       raise ValueError(
         'tokens must be [batch, tokens, width] or [batch, height, width of the '
@@ -417,13 +424,15 @@ class VisionTransformer(patches_lib.ImageModel):
       x = jnp.concatenate([*first, x], axis=1)  # [B, N, D]
     return x
 
-  def _grid(self, tokens: jax.Array) -> dict[str, tuple[int, int]]:
+  def _grid(self, tokens: Float[Array, 'B ... D']) -> dict[str, tuple[int, int]]:
     """Returns the encoder's argument `grid`, if it needs one and the tokens have it."""
     on_grid = self.needs_grid and tokens.ndim == 4
     return {'grid': tokens.shape[1:3]} if on_grid else {}
 
-  def classify(self, encoded: jax.Array, *, train: bool) -> jax.Array:
-    """Pools tokens [B, N, D] as `classifier` specifies; applies pre-logits and head.
+  def classify(
+    self, encoded: Float[Array, 'B ... D'], *, train: bool
+  ) -> Float[Array, 'B *N classes']:
+    """Pools tokens as `classifier` specifies; applies pre-logits and head.
 
     Returns the model's result, see `__call__`; `train` has no effect here.
     """

@@ -33,19 +33,19 @@ import math
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
+from jaxtyping import Bool, Float
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention_kernels, dtypes, norms, positions, xla_hints
+from vit_jax.layers.dtypes import Array
 
 IMPLEMENTATIONS = attention_kernels.IMPLEMENTATIONS
 AUTO, NAMES = attention_kernels.AUTO, attention_kernels.NAMES
 check, choose = attention_kernels.check, attention_kernels.choose
 
 
-def first_token(x: jax.Array) -> jax.Array:
+def first_token(x: Float[Array, 'B N D']) -> Float[Array, 'B 1 D']:
   """Returns the first of tokens [B, N, D] as [B, 1, D].
 
   Written as a sum, since a slice makes the TPU compiler change the layout of the
@@ -56,13 +56,13 @@ def first_token(x: jax.Array) -> jax.Array:
 
 
 def _check_inputs(
-  x: jax.Array,
-  kv: jax.Array | None,
-  mask: jax.Array | None,
-  relative: jax.Array | None,
+  x: Float[Array, 'B Q D'],
+  kv: Float[Array, 'B S _'] | None,
+  mask: Array | None,
+  relative: Float[Array, '...'] | None,
   num_heads: int,
   causal: bool,
-) -> jax.Array | None:
+) -> Bool[Array, '#B #K #Q #S'] | None:
   """Checks shapes and types; returns the mask with four dimensions."""
   images, queries, width = x.shape
   if width % num_heads:
@@ -111,11 +111,11 @@ class _Heads(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N K E']:
     shape = (self.num_heads, self.head_dim)
     width = math.prod(shape)
 
-    def init(rng: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    def init(rng: Array, shape: tuple[int, ...], dtype: Any) -> Float[Array, 'D K E']:
       flat = nn.initializers.xavier_uniform()(rng, (shape[0], width), dtype)
       return flat.reshape(shape)
 
@@ -156,16 +156,16 @@ class MultiHeadDotProductAttention(nn.Module):
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
-    kv: jax.Array | None = None,
+    x: Float[Array, 'B Q D'],
+    kv: Float[Array, 'B S _'] | None = None,
     *,
-    values: jax.Array | None = None,
-    mask: jax.Array | None = None,
-    relative: jax.Array | None = None,
+    values: Float[Array, 'B S _'] | None = None,
+    mask: Array | None = None,
+    relative: Float[Array, '...'] | None = None,
     length: int | None = None,
-    angles: jax.Array | np.ndarray | None = None,
+    angles: Float[Array, 'Q half_E'] | None = None,
     deterministic: bool,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B _ D']:
     """Applies self-attention, or cross-attention to another sequence.
 
     Args:
@@ -252,11 +252,11 @@ class MultiHeadDotProductAttention(nn.Module):
   def _with_weights(
     self,
     dropout_rate: float,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: attention_kernels.Queries,
+    key: attention_kernels.Keys,
+    value: attention_kernels.Keys,
     options: attention_kernels.Options,
-  ) -> jax.Array:
+  ) -> attention_kernels.Queries:
     """Computes attention with its weights as an array, which it sows."""
     weights = attention_kernels.attention_weights(query, key, options)
     self.sow('intermediates', 'attention_weights', weights)

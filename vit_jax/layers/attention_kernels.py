@@ -13,47 +13,52 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 import numpy as np
 
 from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 Dtype: TypeAlias = jax.typing.DTypeLike
+Queries: TypeAlias = Float[Array, 'B Q K E']
+Keys: TypeAlias = Float[Array, 'B S K E']
+Logits: TypeAlias = Float[Array, 'B K Q S']
+Bias: TypeAlias = Float[Array, '#B K Q S']
+# True where a query may attend to a key.
+Mask: TypeAlias = Bool[Array, '#B #K #Q #S']
 
 # Number of tokens in a block of the TPU's flash attention.
 _BLOCK = 128
 # Least number of queries in a block of causal attention, and most blocks.
-_CAUSAL_BLOCK = 256
-_CAUSAL_BLOCKS = 4
+CAUSAL_BLOCK = 256
+CAUSAL_BLOCKS = 4
 
 
 class Options(NamedTuple):
   """Which keys a query attends to, and what becomes of the logits."""
 
-  # bool, of four dimensions, broadcastable to [B, K, Q, S]; None: all keys.
-  mask: jax.Array | None = None
+  mask: Mask | None = None  # None: all keys.
   causal: bool = False  # Whether query i attends to keys 0 to i only.
   length: int | None = None  # Number of keys before the padding; None: no padding.
   # Embeddings of offsets or biases, see `relative_logits`.
-  relative: jax.Array | None = None
+  relative: Float[Array, '...'] | None = None
   scale: float = 1.0  # Multiplies queries.
 
 
-Implementation: TypeAlias = Callable[
-  [jax.Array, jax.Array, jax.Array, Options], jax.Array
-]
+Implementation: TypeAlias = Callable[[Queries, Keys, Keys, Options], Queries]
 _NO_OPTIONS = Options()
 
 
-def _softmax(logits: jax.Array, dtype: Dtype) -> jax.Array:
+def _softmax(logits: Logits, dtype: Dtype) -> Logits:
   """Softmax over the last axis, computed in float32, returned as `dtype`."""
   wide = jnp.promote_types(logits.dtype, jnp.float32)
   return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
 
 
 @jax.custom_jvp
-def average(logits: jax.Array, value: jax.Array) -> jax.Array:
+def average(logits: Logits, value: Keys) -> Queries:
   """Averages values, weighted by the softmax of logits.
 
   The tangent is written so that the backward pass does not sum over the
@@ -70,8 +75,8 @@ def average(logits: jax.Array, value: jax.Array) -> jax.Array:
 
 @average.defjvp
 def _average_jvp(
-  primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+  primals: tuple[Logits, Keys], tangents: tuple[Logits, Keys]
+) -> tuple[Queries, Queries]:
   logits, value = primals
   logits_dot, value_dot = tangents
   weights = _softmax(logits, value.dtype)
@@ -88,7 +93,7 @@ def _average_jvp(
   return out, dot
 
 
-def relative_logits(query: jax.Array, embedding: jax.Array, keys: int) -> jax.Array:
+def relative_logits(query: Queries, embedding: Float[Array, '...'], keys: int) -> Bias:
   """Multiplies queries with embeddings of offsets between positions (T8).
 
   Maps the queries [B, Q, K, E] of the first Q of N tokens to logits [B, K, Q,
@@ -104,7 +109,7 @@ def relative_logits(query: jax.Array, embedding: jax.Array, keys: int) -> jax.Ar
   return jnp.einsum('bqke,qse->bkqs', query, pairs)
 
 
-def _mask(options: Options, keys: int) -> jax.Array | None:
+def _mask(options: Options, keys: int) -> Mask | None:
   """Returns the mask, which hides the padding too, or None."""
   if options.length is None:
     return options.mask
@@ -112,14 +117,12 @@ def _mask(options: Options, keys: int) -> jax.Array | None:
   return is_token if options.mask is None else options.mask & is_token
 
 
-def _past(queries: int, keys: int) -> jax.Array:
-  """Returns the mask of causal attention, [1, 1, Q, S]."""
+def _past(queries: int, keys: int) -> Bool[Array, '1 1 Q S']:
+  """Returns the mask of causal attention."""
   return jnp.tri(queries, keys, dtype=bool)[None, None]
 
 
-def _allowed(
-  mask: jax.Array | None, causal: bool, queries: int, keys: int
-) -> jax.Array | None:
+def _allowed(mask: Mask | None, causal: bool, queries: int, keys: int) -> Mask | None:
   """Combines mask and causality into one mask, or None."""
   if not causal:
     return mask
@@ -128,12 +131,12 @@ def _allowed(
 
 
 def _logits(
-  query: jax.Array,
-  key: jax.Array,
-  allowed: jax.Array | None = None,
-  bias: jax.Array | None = None,
-) -> jax.Array:
-  """Returns logits [B, K, Q, S], low where not allowed, so that weights are 0.
+  query: Queries,
+  key: Keys,
+  allowed: Bool[Array, '...'] | None = None,
+  bias: Bias | None = None,
+) -> Logits:
+  """Returns logits, low where not allowed, so that weights are 0.
 
   The logits keep the type of the queries: bfloat16 halves the memory traffic of
   the layer's largest array. The lowest finite number keeps the softmax of a fully
@@ -146,11 +149,11 @@ def _logits(
   return jnp.where(allowed, logits, jnp.finfo(logits.dtype).min)
 
 
-def _scaled(query: jax.Array, options: Options) -> jax.Array:
+def _scaled(query: Queries, options: Options) -> Queries:
   return query if options.scale == 1.0 else query * options.scale
 
 
-def _bias(query: jax.Array, options: Options, keys: int) -> jax.Array | None:
+def _bias(query: Queries, options: Options, keys: int) -> Bias | None:
   """Returns what is added to the logits of scaled queries, or None."""
   if options.relative is None:
     return None
@@ -158,8 +161,8 @@ def _bias(query: jax.Array, options: Options, keys: int) -> jax.Array | None:
 
 
 def attention_weights(
-  query: jax.Array, key: jax.Array, options: Options = _NO_OPTIONS
-) -> jax.Array:
+  query: Queries, key: Keys, options: Options = _NO_OPTIONS
+) -> Logits:
   """Returns the attention weights, float32 or wider, [B, K, Q, S]."""
   queries, keys = query.shape[1], key.shape[1]
   query = _scaled(query, options)
@@ -172,7 +175,7 @@ def attention_weights(
   return jnp.where(allowed.any(axis=-1, keepdims=True), weights, 0.0)
 
 
-def _zero_blind(out: jax.Array, mask: jax.Array, causal: bool, keys: int) -> jax.Array:
+def _zero_blind(out: Queries, mask: Mask, causal: bool, keys: int) -> Queries:
   """Sets the outputs [B, Q, K, E] of queries without an allowed key to 0."""
   allowed = mask & _past(out.shape[1], keys) if causal else mask
   sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
@@ -180,8 +183,8 @@ def _zero_blind(out: jax.Array, mask: jax.Array, causal: bool, keys: int) -> jax
 
 
 def _default(
-  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
-) -> jax.Array:
+  query: Queries, key: Keys, value: Keys, options: Options = _NO_OPTIONS
+) -> Queries:
   """Computes attention with matrix products."""
   queries, keys = query.shape[1], key.shape[1]
   query = _scaled(query, options)
@@ -194,14 +197,14 @@ def _default(
   return out if mask is None else _zero_blind(out, mask, options.causal, keys)
 
 
-def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def _causal(query: Queries, key: Keys, value: Keys) -> Queries:
   """Computes causal attention in blocks of queries.
 
   The keys after the last query of a block are left out, which saves up to three
   eighths of the matrix products and of the memory for logits.
   """
   tokens = query.shape[1]
-  size = max(_CAUSAL_BLOCK, -(-tokens // _CAUSAL_BLOCKS))
+  size = max(CAUSAL_BLOCK, -(-tokens // CAUSAL_BLOCKS))
   blocks = []
   for start in range(0, tokens, size):
     stop = min(start + size, tokens)
@@ -212,8 +215,8 @@ def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 def _xla(
-  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
-) -> jax.Array:
+  query: Queries, key: Keys, value: Keys, options: Options = _NO_OPTIONS
+) -> Queries:
   """Computes attention with jax.nn, compiled by XLA."""
   keys = key.shape[1]
   query = _scaled(query, options)
@@ -232,8 +235,8 @@ def _xla(
 
 
 def _cudnn(
-  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
-) -> jax.Array:
+  query: Queries, key: Keys, value: Keys, options: Options = _NO_OPTIONS
+) -> Queries:
   """Computes attention with jax.nn and cuDNN, without relative positions.
 
   cuDNN multiplies the logits by the scale, which saves a pass over the queries. For
@@ -266,14 +269,14 @@ def _cudnn(
   return _zero_blind(out, mask, options.causal, keys)
 
 
-def _even(x: jax.Array) -> jax.Array:
-  """Pads [B, N, K, E] with a token if their number is odd."""
+def _even(x: Float[Array, 'B N K E']) -> Float[Array, 'B even K E']:
+  """Adds a token if their number N is odd."""
   return jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
 
 
 def _flash(
-  query: jax.Array, key: jax.Array, value: jax.Array, options: Options = _NO_OPTIONS
-) -> jax.Array:
+  query: Queries, key: Keys, value: Keys, options: Options = _NO_OPTIONS
+) -> Queries:
   """Computes flash attention on each device's own images, heads and queries.
 
   It takes neither mask nor relative positions, see `check`. The compiler cannot split
@@ -307,17 +310,16 @@ def _flash(
 
 
 def _flash_on_one_device(
-  query: jax.Array, key: jax.Array, value: jax.Array, causal: bool
-) -> jax.Array:
+  query: Queries, key: Keys, value: Keys, causal: bool
+) -> Queries:
   """Computes flash attention on TPUs, in whole blocks of tokens."""
   from jax.experimental.pallas.ops.tpu import flash_attention
 
-  def blocks(x: jax.Array) -> jax.Array:
-    """Maps [B, N, K, E] to [B, K, whole blocks, E]."""
+  def blocks(x: Float[Array, 'B N K E']) -> Float[Array, 'B K whole_blocks E']:
     rest = -x.shape[1] % _BLOCK
     return jnp.pad(x, ((0, 0), (0, rest), (0, 0), (0, 0))).swapaxes(1, 2)
 
-  def segments(x: jax.Array) -> jax.Array:
+  def segments(x: Float[Array, 'B N K E']) -> Int[Array, 'B whole_blocks']:
     """Returns the segments of tokens: 0, and 1 for the padding."""
     length = x.shape[1] + -x.shape[1] % _BLOCK
     return jnp.broadcast_to(
@@ -348,7 +350,7 @@ _CAPABILITY = (8, 0)  # Ampere.
 _HEAD_DIM = 128
 
 
-def _has_cudnn() -> bool:
+def has_cudnn() -> bool:
   """Returns whether the program is for NVIDIA GPUs with flash attention."""
   if dtypes.platform() not in ('gpu', 'cuda'):
     return False
@@ -372,7 +374,7 @@ def choose(name: str, dtype: Dtype, head_dim: int, plain: bool = True) -> str:
   suits = plain and jnp.dtype(dtype).itemsize == 2
   suits = suits and sharding.sequence_shards() == 1
   suits = suits and head_dim % 8 == 0 and head_dim <= _HEAD_DIM
-  return 'cudnn' if suits and _has_cudnn() else 'default'
+  return 'cudnn' if suits and has_cudnn() else 'default'
 
 
 def check(

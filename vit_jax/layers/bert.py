@@ -24,9 +24,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float, Int
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention_kernels, dtypes
+from vit_jax.layers.dtypes import Array
 
 NORM_EPS = 1e-12
 _INIT = nn.initializers.truncated_normal(0.02)
@@ -61,8 +63,8 @@ class _Embedder(nn.Module):
   param_dtype: Any
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
-    def embed(name: str, rows: int, ids: jax.Array) -> jax.Array:
+  def __call__(self, tokens: Int[Array, 'B N']) -> Float[Array, 'B N D']:
+    def embed(name: str, rows: int, ids: Int[Array, '*B N']) -> Float[Array, '*B N D']:
       fields = dict(name=f'embedders_{name}_ids', **dtypes.of(self))
       return nn.Embed(rows, self.width, embedding_init=_INIT, **fields)(ids)
 
@@ -78,7 +80,9 @@ class _AttentionLayer(_Layer):
   """Maps tokens [B, N, D] to the heads' averages of the values, [B, N, D]."""
 
   @nn.compact
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, 'B N D'], mask: Bool[Array, 'B 1 1 N']
+  ) -> Float[Array, 'B N D']:
     width = x.shape[-1]
     split = lambda x: x.reshape(*x.shape[:2], self.num_heads, -1)
     query, key, value = (
@@ -92,20 +96,22 @@ class _AttentionLayer(_Layer):
 
 class _AttentionBlock(_Layer):
   @nn.compact
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, 'B N D'], mask: Bool[Array, 'B 1 1 N']
+  ) -> Float[Array, 'B N D']:
     y = self.make(_AttentionLayer, 'attention_layer')(x, mask)
     return self.norm()(x + self.dense(x.shape[-1])(y))
 
 
 class _Mlp(_Layer):
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N M']:
     return jax.nn.gelu(self.dense(self.mlp_dim)(x), approximate=True)
 
 
 class _MlpBlock(_Layer):
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
     y = self.make(_Mlp, 'mlp')(x)  # [B, N, M]
     return self.norm()(x + self.dense(x.shape[-1])(y))
 
@@ -114,7 +120,9 @@ class _Block(_Layer):
   """One layer: attention, then an MLP; also returns the mask."""
 
   @nn.compact
-  def __call__(self, x: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def __call__(
+    self, x: Float[Array, 'B N D'], mask: Bool[Array, 'B 1 1 N']
+  ) -> tuple[Float[Array, 'B N D'], Bool[Array, 'B 1 1 N']]:
     x = self.make(_AttentionBlock, 'attention_block')(x, mask)
     x = self.make(_MlpBlock, 'mlp_block')(x)
     return sharding.constrain_batch(x), mask
@@ -126,7 +134,9 @@ class _EncoderBlock(_Layer):
   num_layers: int = 1
 
   @nn.compact
-  def __call__(self, x: jax.Array, mask: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, 'B N D'], mask: Bool[Array, 'B 1 1 N']
+  ) -> Float[Array, 'B N D']:
     blocks = [self.make(_Block, parent=None) for _ in range(self.num_layers)]
     return nn.Sequential(blocks, name='layer_sequence')(x, mask)[0]
 
@@ -143,7 +153,7 @@ class BertEncoder(_Layer):
   num_segments: int = 2  # A text is in the first.
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> jax.Array:
+  def __call__(self, tokens: Int[Array, 'B N']) -> Float[Array, 'B N D']:
     """Maps tokens, int32 [B, N], to [B, N, D].
 
     Tokens of number 0 are padding, to which no token attends. Raises ValueError if a

@@ -7,16 +7,17 @@ mean, and each branch starts with the standard deviations listed there.
 Attention to earlier tokens can be computed piece by piece: keys and values of
 the tokens so far are kept in a cache, and each call appends its own.
 
-Shapes: B images, N tokens, Q tokens of a piece, D width of a token, K heads,
+Shapes: B images, N tokens, P of all pieces, Q of one piece, D width of a token, K heads,
 E = D/K width of a head.
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeAlias
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import (
@@ -25,6 +26,12 @@ from vit_jax.layers import (
   dtypes,
   encoder,
 )
+from vit_jax.layers.dtypes import Array
+
+# Keys and values of all tokens.
+Cache: TypeAlias = tuple[Float[Array, 'B K P E'], Float[Array, 'B K P E']]
+# The number of a token.
+Position: TypeAlias = int | Int[Array, '']
 
 NORM_EPS = 1e-5
 # By what the logits of attention are divided: the root of the head's width, or
@@ -36,8 +43,11 @@ SCALES = {
 
 
 def attend_to_past(
-  query: jax.Array, key: jax.Array, value: jax.Array, start: int | jax.Array
-) -> jax.Array:
+  query: Float[Array, 'B Q K E'],
+  key: Float[Array, 'B K P E'],
+  value: Float[Array, 'B K P E'],
+  start: Position,
+) -> Float[Array, 'B Q K E']:
   """Computes causal attention of some tokens to themselves and earlier ones.
 
   Maps scaled queries [B, Q, K, E] of the tokens from number `start` on, and keys
@@ -70,10 +80,10 @@ class Attention(_Layer):
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
-    cache: tuple[jax.Array, jax.Array] | None = None,
-    start: int | jax.Array = 0,
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    x: Float[Array, 'B N D'],
+    cache: Cache | None = None,
+    start: Position = 0,
+  ) -> tuple[Float[Array, 'B N D'], Cache | None]:
     """Maps tokens [B, N, D] to [B, N, D]; see Block."""
     width = x.shape[-1]
     head_dim, normal = width // self.num_heads, nn.initializers.normal
@@ -105,7 +115,7 @@ class Mlp(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
     """Maps tokens [B, N, D] to [B, N, D]."""
     width, init = x.shape[-1], nn.initializers.normal(0.02)
     dense = functools.partial(
@@ -127,10 +137,10 @@ class Block(_Layer):
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
-    cache: tuple[jax.Array, jax.Array] | None = None,
-    start: int | jax.Array = 0,
-  ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    x: Float[Array, 'B N D'],
+    cache: Cache | None = None,
+    start: Position = 0,
+  ) -> tuple[Float[Array, 'B N D'], Cache | None]:
     """Maps tokens [B, N, D] to tokens [B, N, D]; also returns the cache.
 
     With a cache, keys and values of all tokens, [B, K, N, E] each, `x` are the

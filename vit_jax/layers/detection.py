@@ -13,18 +13,19 @@ import math
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import attention, dtypes
+from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-5
 
 
 def sine_positions(
-  mask: jax.Array, width: int, temperature: float = 10_000.0
-) -> jax.Array:
+  mask: Bool[Array, 'B h w'], width: int, temperature: float = 10_000.0
+) -> Float[Array, 'B h w D']:
   """Computes position embeddings of the cells of padded images.
 
   A cell's row and column are counted among the cells that are not padding, and
@@ -61,13 +62,13 @@ class _Layer(nn.Module):
 
   def _attend(
     self,
-    x: jax.Array,
+    x: Float[Array, 'B N D'],
     name: str,
     norm: str,
-    offsets: jax.Array,
+    offsets: Float[Array, 'B N D'],
     train: bool,
     **kwargs: Any,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B N D']:
     """Adds the attention of x + offsets to the residual x, and normalises."""
     attend = attention.MultiHeadDotProductAttention(
       self.num_heads, self.attention_dropout_rate, name=name, **dtypes.of(self)
@@ -76,7 +77,9 @@ class _Layer(nn.Module):
     y = nn.Dropout(self.dropout_rate)(y, deterministic=not train)
     return nn.LayerNorm(_NORM_EPS, name=norm, **dtypes.of(self))(x + y)
 
-  def _mlp(self, x: jax.Array, norm: str, deterministic: bool) -> jax.Array:
+  def _mlp(
+    self, x: Float[Array, 'B N D'], norm: str, deterministic: bool
+  ) -> Float[Array, 'B N D']:
     """Adds an MLP's result to tokens x, and normalises the sum."""
     dense = functools.partial(
       nn.Dense, kernel_init=nn.initializers.xavier_uniform(), **dtypes.of(self)
@@ -93,8 +96,13 @@ class EncoderLayer(_Layer):
 
   @nn.compact
   def __call__(
-    self, x: jax.Array, positions: jax.Array, mask: jax.Array, *, train: bool
-  ) -> jax.Array:
+    self,
+    x: Float[Array, 'B S D'],
+    positions: Float[Array, 'B S D'],
+    mask: Bool[Array, 'B 1 1 S'],
+    *,
+    train: bool,
+  ) -> Float[Array, 'B S D']:
     """Maps tokens [B, S, D] with positions [B, S, D] to [B, S, D].
 
     The mask, bool [B, 1, 1, S], is True for tokens that may be attended to.
@@ -111,14 +119,14 @@ class DecoderLayer(_Layer):
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
-    queries: jax.Array,
-    memory: jax.Array,
-    positions: jax.Array,
-    mask: jax.Array,
+    x: Float[Array, 'B Q D'],
+    queries: Float[Array, 'B Q D'],
+    memory: Float[Array, 'B S D'],
+    positions: Float[Array, 'B S D'],
+    mask: Bool[Array, 'B 1 1 S'],
     *,
     train: bool,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B Q D']:
     """Maps the state of the queries [B, Q, D] to [B, Q, D].
 
     `queries` are their own embeddings [B, Q, D], `memory` the result of the

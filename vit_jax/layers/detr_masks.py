@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 # Greatest number of groups of a group norm.
 _GROUPS = 8
@@ -30,15 +32,19 @@ _CONV_INIT = nn.initializers.variance_scaling(1.0, 'fan_in', 'uniform')
 class Features(NamedTuple):
   """What the masks of a batch of images are computed from."""
 
-  queries: Any  # States of the queries after the decoder, [B, Q, D].
-  memory: Any  # Result of the encoder, [B, h, w, D].
-  mask: Any  # bool [B, h, w], True for cells that are not padding.
-  projected: Any  # Input of the encoder, [B, h, w, D].
-  # Results of the backbone's earlier stages, [B, H, W, F], the smallest first.
-  stages: Sequence[Any]
+  queries: Float[Array, 'B Q D']  # States of the queries after the decoder.
+  memory: Float[Array, 'B h w D']  # Result of the encoder.
+  mask: Bool[Array, 'B h w']  # True for cells that are not padding.
+  projected: Float[Array, 'B h w D']  # Input of the encoder.
+  # Results of the backbone's earlier stages, the smallest first.
+  stages: Sequence[Float[Array, 'B H W F']]
 
 
-def attention_maps(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Array:
+def attention_maps(
+  query: Float[Array, 'B Q K E'],
+  key: Float[Array, 'B h w K E'],
+  mask: Bool[Array, 'B h w'],
+) -> Float[Array, 'B Q h w K']:
   """Computes attention that sums to 1 over all heads and cells of an image.
 
   Maps scaled queries [B, Q, K, E], keys [B, h, w, K, E] and a mask, bool [B, h,
@@ -52,7 +58,9 @@ def attention_maps(query: jax.Array, key: jax.Array, mask: jax.Array) -> jax.Arr
   return jax.nn.softmax(logits, axis=(2, 3, 4)).astype(query.dtype)
 
 
-def enlarge(x: jax.Array, size: tuple[int, int]) -> jax.Array:
+def enlarge(
+  x: Float[Array, 'B h w F'], size: tuple[int, int]
+) -> Float[Array, 'B H W F']:
   """Repeats the cells of maps [B, h, w, F] up to a size (height, width).
 
   The size is a multiple of the maps' or less than the next one, as in a
@@ -73,9 +81,11 @@ class Attention(nn.Module):
 
   @nn.compact
   def __call__(
-    self, queries: jax.Array, memory: jax.Array, mask: jax.Array
-  ) -> jax.Array:
-    """Maps [B, Q, D], [B, h, w, D], bool [B, h, w] to [B, Q, h, w, K]."""
+    self,
+    queries: Float[Array, 'B Q D'],
+    memory: Float[Array, 'B h w D'],
+    mask: Bool[Array, 'B h w'],
+  ) -> Float[Array, 'B Q h w K']:
     width = queries.shape[-1] // self.num_heads
     dense = functools.partial(
       nn.DenseGeneral,
@@ -98,7 +108,9 @@ class FirstConvolution(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, features: jax.Array, num_maps: int) -> tuple[jax.Array, jax.Array]:
+  def __call__(
+    self, features: Float[Array, 'B h w D'], num_maps: int
+  ) -> tuple[Float[Array, 'B h w C'], Float[Array, '3 3 K C']]:
     """Convolves features [B, h, w, D], for K = `num_maps` maps of each query.
 
     Returns the term of the features, [B, h, w, D + K], and the kernel of the maps,
@@ -113,7 +125,9 @@ class FirstConvolution(nn.Module):
     return shared + bias.astype(self.dtype), kernel[:, :, width:]
 
 
-def _convolve(x: jax.Array, kernel: jax.Array) -> jax.Array:
+def _convolve(
+  x: Float[Array, 'B h w F'], kernel: Float[Array, '3 3 F C']
+) -> Float[Array, 'B h w C']:
   return jax.lax.conv_general_dilated(
     x, kernel, (1, 1), 'SAME', dimension_numbers=('NHWC', 'HWIO', 'NHWC')
   )
@@ -132,11 +146,11 @@ class Convolutions(nn.Module):
   @nn.compact
   def __call__(
     self,
-    maps: jax.Array,
-    shared: jax.Array,
-    kernel: jax.Array,
-    stages: Sequence[jax.Array],
-  ) -> jax.Array:
+    maps: Float[Array, 'B Q h w K'],
+    shared: Float[Array, 'B h w C'],
+    kernel: Float[Array, '3 3 K C'],
+    stages: Sequence[Float[Array, 'B _ _ _']],
+  ) -> Float[Array, 'B Q H W']:
     """Computes the logits of masks, float32 [B, Q, H, W].
 
     Takes the attention of the queries, [B, Q, h, w, K], both results of
@@ -150,7 +164,7 @@ class Convolutions(nn.Module):
     def conv(features: int, name: str) -> nn.Conv:
       return nn.Conv(features, (3, 3), kernel_init=_CONV_INIT, name=name, **types)
 
-    def norm(x: jax.Array, number: int) -> jax.Array:
+    def norm(x: Float[Array, 'BQ h w F'], number: int) -> Float[Array, 'BQ h w F']:
       groups = math.gcd(_GROUPS, x.shape[-1])
       norm = nn.GroupNorm(groups, epsilon=1e-5, name=f'norm_{number}', **types)
       return sharding.constrain_batch(nn.relu(norm(x)))
@@ -177,7 +191,7 @@ class MaskHead(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, features: Features) -> jax.Array:
+  def __call__(self, features: Features) -> Float[Array, 'B Q H W']:
     """Computes the logits of a mask for each query, float32 [B, Q, H, W].
 
     H x W is the size of the largest stage.
@@ -194,7 +208,9 @@ class MaskHead(nn.Module):
     shared, kernel = first(features.projected, self.num_heads)
     convolutions = Convolutions(self.hidden_size, name='convolutions', **types)
 
-    def compute(module: nn.Module, maps: jax.Array) -> jax.Array:
+    def compute(
+      module: nn.Module, maps: Float[Array, 'B Q h w K']
+    ) -> Float[Array, 'B Q H W']:
       return module(maps, shared, kernel, stages)
 
     queries, size = maps.shape[1], self.chunk_size
@@ -202,8 +218,8 @@ class MaskHead(nn.Module):
       return compute(convolutions, maps)
 
     def compute_group(
-      module: nn.Module, _: None, maps: jax.Array
-    ) -> tuple[None, jax.Array]:
+      module: nn.Module, _: None, maps: Float[Array, 'B Q h w K']
+    ) -> tuple[None, Float[Array, 'B Q H W']]:
       return None, nn.remat(compute, prevent_cse=False)(module, maps)
 
     # A loop over groups of queries, the last of which is filled up.

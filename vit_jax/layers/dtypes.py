@@ -4,13 +4,15 @@ Every module has the fields `dtype` and `param_dtype`; docstrings repeat them on
 where there is more to say.
 """
 
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Arrays that modules take and return; NumPy's only outside of jax.jit.
+Array: TypeAlias = jax.Array | np.ndarray
 # An array of NumPy or JAX; a function returns what it is given.
 ArrayT = TypeVar('ArrayT', np.ndarray, jax.Array)
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float
 import numpy as np
 
 from vit_jax.configs import models as model_configs
@@ -31,16 +32,17 @@ from vit_jax.layers import (
   positions,
   xla_hints,
 )
+from vit_jax.layers.dtypes import Array
 
 
-def quick_gelu(x: jax.Array) -> jax.Array:
+def quick_gelu(x: Float[Array, '*axes']) -> Float[Array, '*axes']:
   """Returns x * sigmoid(1.702 x), an approximation of GELU."""
   return x * nn.sigmoid(1.702 * x)
 
 
 # Google's models were trained with the tanh approximation; timm and Hugging
 # Face compute the exact function by default, CLIP another approximation.
-GELUS: dict[str, Callable[[jax.Array], jax.Array]] = {
+GELUS: dict[str, Callable[[Array], Array]] = {
   'tanh': functools.partial(jax.nn.gelu, approximate=True),
   'erf': functools.partial(jax.nn.gelu, approximate=False),
   'quick': quick_gelu,
@@ -62,10 +64,10 @@ class Context:
   """What the layers of an encoder share in a call."""
 
   train: bool = dataclasses.field(metadata=_STATIC)
-  # bool, broadcastable to [B, K, N, N], True where a query may attend to a key.
-  mask: jax.Array | None = None
-  # Angles of rotary position embeddings, [N, E/2].
-  angles: np.ndarray | None = None
+  # Broadcastable to [B, K, N, N], True where a query may attend to a key.
+  mask: Bool[Array, '...'] | None = None
+  # Angles of rotary position embeddings.
+  angles: Float[np.ndarray, 'N half_E'] | None = None
   # Number of tokens before the padding; None: there is no padding.
   length: int | None = dataclasses.field(default=None, metadata=_STATIC)
   # Number of patches (down, across).
@@ -75,12 +77,12 @@ class Context:
 class LayerInputs(NamedTuple):
   """What differs between the layers of an encoder; None for nothing."""
 
-  # Rate of stochastic depth, a number or a scalar array.
-  drop_rate: float | jax.Array | None = None
+  # Rate of stochastic depth.
+  drop_rate: float | Float[Array, ''] | None = None
   # Relative position embeddings [2N - 1, E], or biases of logits [K, N, N].
-  relative: jax.Array | None = None
-  # Position embeddings that are added after the layer, [1, N, D].
-  added: jax.Array | None = None
+  relative: Float[Array, '...'] | None = None
+  # Position embeddings that are added after the layer.
+  added: Float[Array, '1 N D'] | None = None
 
   @property
   def has_positions(self) -> bool:
@@ -109,8 +111,10 @@ class MlpBlock(nn.Module):
   norm_eps: float = 1e-6
 
   @nn.compact
-  def __call__(self, inputs: jax.Array, *, deterministic: bool) -> jax.Array:
-    """Maps tokens [B, N, D] to [B, N, out_dim]."""
+  def __call__(
+    self, inputs: Float[Array, 'B N D'], *, deterministic: bool
+  ) -> Float[Array, 'B N out_dim']:
+    """Applies the layers to each token."""
     types = dtypes.of(self)
     dense = functools.partial(
       nn.Dense,
@@ -133,16 +137,19 @@ class MlpBlock(nn.Module):
     return nn.Dropout(self.dropout_rate)(x, deterministic=deterministic)
 
 
-def _gated(gate: jax.Array, x: jax.Array) -> jax.Array:
+def _gated(
+  gate: Float[Array, 'B N M'], x: Float[Array, 'B N M']
+) -> Float[Array, 'B N M']:
   return nn.silu(gate) * x
 
 
-def drop_branch(x: jax.Array, rate: float | jax.Array, rng: jax.Array) -> jax.Array:
-  """Sets a residual branch [B, N, D] to zero for some images (stochastic depth).
+def drop_branch(
+  x: Float[Array, 'B N D'], rate: float | Float[Array, ''], rng: Array
+) -> Float[Array, 'B N D']:
+  """Sets a residual branch to zero for some images (stochastic depth).
 
   The rest is divided by 1 - rate, so that the expectation stays the same (arXiv
-  1603.09382; by image, as in arXiv 2106.10270). `rate` is a number or a scalar array
-  below 1.
+  1603.09382; by image, as in arXiv 2106.10270). `rate` is below 1.
   """
   mask = jax.random.bernoulli(rng, 1 - rate, (x.shape[0], 1, 1))  # [B, 1, 1]
   scaled = x / jnp.asarray(1 - rate, jnp.float32)
@@ -157,8 +164,7 @@ class LayerScale(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps tokens [B, N, D] to [B, N, D]."""
+  def __call__(self, x: Float[Array, '*axes D']) -> Float[Array, '*axes D']:
     init = nn.initializers.constant(self.init)
     gamma = self.param('gamma', init, x.shape[-1:], self.param_dtype)
     x, gamma = nn.dtypes.promote_dtype(x, gamma, dtype=self.dtype)
@@ -217,10 +223,10 @@ class Block(_Layer):
   @nn.compact
   def __call__(
     self,
-    inputs: jax.Array,
+    inputs: Float[Array, 'B N D'],
     context: Context,
     layer_inputs: LayerInputs = LayerInputs(),  # noqa: B008
-  ) -> jax.Array:
+  ) -> Float[Array, 'B _ D']:
     """Maps tokens [B, N, D] to tokens [B, N, D], or [B, 1, D] with `only_first`.
 
     `layer_inputs.added` has no effect here.
@@ -259,7 +265,7 @@ class Block(_Layer):
     return xla_hints.row_major(sharding.constrain_tokens(x))
 
   @nn.nowrap
-  def _scaled(self, x: jax.Array) -> jax.Array:
+  def _scaled(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
     """Multiplies a branch by its LayerScale, if there is one."""
     if self.config.layer_scale is None:
       return x
@@ -267,8 +273,8 @@ class Block(_Layer):
 
   @nn.nowrap
   def _drop(
-    self, train: bool, rate: float | jax.Array | None, x: jax.Array
-  ) -> jax.Array:
+    self, train: bool, rate: float | Float[Array, ''] | None, x: Float[Array, 'B N D']
+  ) -> Float[Array, 'B N D']:
     if rate is None or not train:
       return x
     return drop_branch(x, rate, self.make_rng('dropout'))
@@ -280,10 +286,10 @@ class AxialBlock(Block):
   @nn.compact
   def __call__(
     self,
-    inputs: jax.Array,
+    inputs: Float[Array, 'B N D'],
     context: Context,
     layer_inputs: LayerInputs = LayerInputs(),  # noqa: B008
-  ) -> jax.Array:
+  ) -> Float[Array, 'B N D']:
     """Maps patches [B, h*w, D] to [B, h*w, D]; see Block."""
     block = functools.partial(Block, self.config, **dtypes.of(self))
     row = block(layer=self.layer, axis='row', name='row')
@@ -299,8 +305,8 @@ class MAPHead(_Layer):
   """
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
-    """Maps tokens [B, N, D] to [B, D]."""
+  def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B D']:
+    """Pools the tokens."""
     shape = (1, 1, x.shape[-1])
     param_dtype = dtypes.of(self)['param_dtype']
     probe = self.param('probe', nn.initializers.xavier_uniform(), shape, param_dtype)
@@ -323,15 +329,15 @@ class Encoder(_Layer):
   @nn.compact
   def __call__(
     self,
-    x: jax.Array,
+    x: Float[Array, 'B N D'],
     *,
     train: bool,
-    mask: jax.Array | None = None,
+    mask: Bool[Array, '...'] | None = None,
     only_first: bool = False,
     grid: tuple[int, int] | None = None,
     parts: tuple[str, ...] = PARTS,
     last_norm: bool = True,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B _ D']:
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -360,42 +366,19 @@ class Encoder(_Layer):
         '(config.model.transformer.position_layers)'
       )
     layers = [LayerInputs()] * config.num_layers
-    tables = position_kinds.table_kind(kind)
-    if 'positions' in parts and tables in position_kinds.RELATIVE:
-      relative = self._relative(tables, x, grid)
-      layers = [LayerInputs(relative=table) for table in relative]
-    elif 'positions' in parts and tables != 'none':
-      x, later = self._add_positions(x, tables, train, grid)
-      layers = [LayerInputs(added=table) for table in later]
+    if 'positions' in parts:
+      x, layers = self._with_positions(x, kind, train, grid)
     if 'layers' not in parts:
       return x
     if config.first_norm:
       x = self._norm('first_norm')(x)
-    if config.attention_pattern != 'global':
-      field = f"attention_pattern='{config.attention_pattern}'"
-      grid = positions.checked_grid(field, grid, x.shape[1])
-      if config.attention_pattern == 'local':
-        local = grid_attention.local_mask(grid, config.attention_window, x.shape[1])
-        mask = local if mask is None else mask & local
-    angles = None
-    if kind in position_kinds.ROPES:
-      angles = positions.rope_angles(
-        grid,
-        x.shape[1],
-        x.shape[2] // config.num_heads,
-        kind,
-        config.rope_temperature,
-        config.rope_grid,
-      )
-    context = Context(train=train, mask=mask, angles=angles, grid=grid)
+    context = self._context(x, kind, train, mask, grid)
     if not any(layer.has_positions for layer in layers):
       x, context = self._pad(x, context)
     if config.stochastic_depth:
       rates = np.linspace(0, config.stochastic_depth, config.num_layers).tolist()
-      layers = [
-        layer._replace(drop_rate=rate)
-        for layer, rate in zip(layers, rates, strict=True)
-      ]
+      for i, rate in enumerate(rates):
+        layers[i] = layers[i]._replace(drop_rate=rate)
     x = self._layers(x, context, layers, only_first)
     x = x if context.length is None else x[:, : context.length]
     x = self._norm('encoder_norm')(x) if last_norm else x
@@ -404,13 +387,59 @@ class Encoder(_Layer):
     return x
 
   @nn.nowrap
+  def _with_positions(
+    self,
+    x: Float[Array, 'B N D'],
+    kind: str,
+    train: bool,
+    grid: tuple[int, int] | None,
+  ) -> tuple[Float[Array, 'B N D'], list[LayerInputs]]:
+    """Adds the positions before the layers; also returns what each layer adds."""
+    tables = position_kinds.table_kind(kind)
+    if tables == 'none':
+      return x, [LayerInputs()] * self.config.num_layers
+    if tables in position_kinds.RELATIVE:
+      relative = self._relative(tables, x, grid)
+      return x, [LayerInputs(relative=table) for table in relative]
+    x, later = self._add_positions(x, tables, train, grid)
+    return x, [LayerInputs(added=table) for table in later]
+
+  @nn.nowrap
+  def _context(
+    self,
+    x: Float[Array, 'B N D'],
+    kind: str,
+    train: bool,
+    mask: Bool[Array, '...'] | None,
+    grid: tuple[int, int] | None,
+  ) -> Context:
+    config, tokens = self.config, x.shape[1]
+    if config.attention_pattern != 'global':
+      field = f"attention_pattern='{config.attention_pattern}'"
+      grid = positions.checked_grid(field, grid, tokens)
+      if config.attention_pattern == 'local':
+        local = grid_attention.local_mask(grid, config.attention_window, tokens)
+        mask = local if mask is None else mask & local
+    angles = None
+    if kind in position_kinds.ROPES:
+      angles = positions.rope_angles(
+        grid,
+        tokens,
+        x.shape[2] // config.num_heads,
+        kind,
+        config.rope_temperature,
+        config.rope_grid,
+      )
+    return Context(train=train, mask=mask, angles=angles, grid=grid)
+
+  @nn.nowrap
   def _layers(
     self,
-    x: jax.Array,
+    x: Float[Array, 'B N D'],
     context: Context,
     layers: list[LayerInputs],
     only_first: bool,
-  ) -> jax.Array:
+  ) -> Float[Array, 'B _ D']:
     """Applies all layers; all but the last in a loop where that is faster.
 
     Initialising parameters and sowing intermediates need separate layers, and
@@ -442,10 +471,10 @@ class Encoder(_Layer):
     self,
     block: Block,
     names: list[str],
-    x: jax.Array,
+    x: Float[Array, 'B N D'],
     context: Context,
     layers: list[LayerInputs],
-  ) -> jax.Array:
+  ) -> Float[Array, 'B N D']:
     """Applies the layers with these names in a loop."""
     config = self.config
     params = [self.variables['params'][name] for name in names]
@@ -457,8 +486,11 @@ class Encoder(_Layer):
       keys = jax.random.split(self.make_rng('dropout'), len(names))
 
     def apply_layer(
-      x: jax.Array, params: Any, key: jax.Array | None, layer_inputs: LayerInputs
-    ) -> jax.Array:
+      x: Float[Array, 'B N D'],
+      params: Any,
+      key: Array | None,
+      layer_inputs: LayerInputs,
+    ) -> Float[Array, 'B N D']:
       rngs = None if key is None else {'dropout': key}
       function = functools.partial(block.apply, {'params': params}, rngs=rngs)
       return _apply(function, x, context, layer_inputs)
@@ -466,8 +498,10 @@ class Encoder(_Layer):
     return layer_stack.over_layers(apply_layer, x, params, keys, layers)
 
   @nn.nowrap
-  def _pad(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-    """Pads tokens [B, N, D] at their end for cuDNN, if nothing needs to know.
+  def _pad(
+    self, x: Float[Array, 'B N D'], context: Context
+  ) -> tuple[Float[Array, 'B _ D'], Context]:
+    """Pads tokens at their end for cuDNN, if nothing needs to know.
 
     Dropout of the tokens would draw other noise with padding, so that tokens are
     then not padded.
@@ -492,12 +526,12 @@ class Encoder(_Layer):
 
   @nn.nowrap
   def _relative(
-    self, kind: str, x: jax.Array, grid: tuple[int, int] | None
-  ) -> list[jax.Array]:
+    self, kind: str, x: Float[Array, 'B N D'], grid: tuple[int, int] | None
+  ) -> list[Float[Array, '...']]:
     """Returns the relative position embeddings or biases of each layer."""
     num_heads = self.config.num_heads
 
-    def make(name: str) -> jax.Array:
+    def make(name: str) -> Float[Array, '...']:
       if kind == 'relative_bias':
         bias = positions.RelativeBias(param_dtype=self.param_dtype, name=name)
         return bias(grid, x.shape[1], num_heads)
@@ -508,14 +542,14 @@ class Encoder(_Layer):
 
   @nn.nowrap
   def _add_positions(
-    self, x: jax.Array, kind: str, train: bool, grid: tuple[int, int] | None
-  ) -> tuple[jax.Array, list[jax.Array | None]]:
+    self, x: Float[Array, 'B N D'], kind: str, train: bool, grid: tuple[int, int] | None
+  ) -> tuple[Float[Array, 'B N D'], list[Float[Array, '1 N D'] | None]]:
     """Adds embeddings before the first layer.
 
-    Returns the tokens, and the embeddings [1, N, D] to add after each layer, or None.
+    Returns the tokens, and the embeddings to add after each layer, or None.
     """
 
-    def make(name: str) -> jax.Array:
+    def make(name: str) -> Float[Array, '1 N D']:
       module = positions.AddPositionEmbs(
         kind=kind,
         grid=grid,
@@ -531,16 +565,16 @@ class Encoder(_Layer):
     return x, [*later, None]
 
   @nn.nowrap
-  def _by_layer(self, make: Callable[[str], jax.Array]) -> list[jax.Array]:
+  def _by_layer(self, make: Callable[[str], Array]) -> list[Array | None]:
     return positions.by_layer(make, self.config.position_layers, self.config.num_layers)
 
 
 def _apply(
-  layer: Callable[..., jax.Array],
-  x: jax.Array,
+  layer: Callable[..., Array],
+  x: Float[Array, 'B N D'],
   context: Context,
   layer_inputs: LayerInputs,
-) -> jax.Array:
+) -> Float[Array, 'B _ D']:
   """Applies a layer, and adds the position embeddings that follow it."""
   x = layer(x, context, layer_inputs)
   return x if layer_inputs.added is None else x + layer_inputs.added

@@ -6,8 +6,10 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 # Values of `remat` -> which results in a layer are stored for the backward pass, in
 # addition to the layer's input; everything else is recomputed.
@@ -66,8 +68,10 @@ def recomputed(
 
 
 def over_layers(
-  apply: Callable[..., jax.Array], x: jax.Array, *by_layer: Sequence[Any]
-) -> jax.Array:
+  apply: Callable[..., Array],
+  x: Float[Array, 'B N D'],
+  *by_layer: Sequence[Any] | Array,
+) -> Float[Array, 'B N D']:
   """Applies layers to `x` one after another in a loop, which is compiled once.
 
   `apply` is a function from `x` and what belongs to one layer to the next `x`.
@@ -78,7 +82,9 @@ def over_layers(
     jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees) for trees in by_layer
   )
 
-  def step(x: jax.Array, layer_args: Sequence[Any]) -> tuple[jax.Array, None]:
+  def step(
+    x: Float[Array, 'B N D'], layer_args: Sequence[Any]
+  ) -> tuple[Float[Array, 'B N D'], None]:
     return apply(x, *layer_args), None
 
   x, _ = jax.lax.scan(step, x, stacked)

@@ -12,14 +12,16 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 import ml_collections
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 
-def check_images(images: jax.Array) -> None:
+def check_images(images: Array) -> None:
   """Raises ValueError if `images` are not floats [B, H, W, C]."""
   if images.ndim != 4:
     raise ValueError(
@@ -54,7 +56,7 @@ def check_keys(rngs: Any) -> None:
       )
 
 
-def sow_mean(module: nn.Module, name: str, x: jax.Array) -> None:
+def sow_mean(module: nn.Module, name: str, x: Float[Array, 'B ... D']) -> None:
   """Sows the mean of a layer for probes, see vit_jax.evaluators.features.
 
   It is the mean, float32 [B, D], of tokens [B, N, D] or a feature map [B, h, w, D],
@@ -161,7 +163,7 @@ class PatchEmbedding(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B h w D']:
     """Maps images [B, H, W, C] to a grid of tokens [B, h, w, D].
 
     Raises ValueError if the patch size does not divide the image size.

@@ -61,14 +61,18 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 import numpy as np
 
 from vit_jax.layers import dtypes, position_kinds
+from vit_jax.layers.dtypes import Array
 
 _TEMPERATURE = 10_000.0
 
 
-def by_layer(make: Callable[[str], jax.Array], layers: str, num_layers: int) -> list:
+def by_layer(
+  make: Callable[[str], Array], layers: str, num_layers: int
+) -> list[Array | None]:
   """Returns the table of each layer, or None where a layer has none.
 
   `make` makes a table of a name. Without layers, the stem still has its table.
@@ -181,21 +185,21 @@ class AddPositionEmbs(nn.Module):
   grid: tuple[int, int] | None = None
   table_grid: tuple[int, int] | None = None
 
-  def __call__(self, inputs: jax.Array) -> jax.Array:
-    """Adds the embeddings to tokens [B, N, D]; see `table`."""
+  def __call__(self, inputs: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
+    """Adds the embeddings to tokens; see `table`."""
     table = self.table(inputs)
     inputs, table = nn.dtypes.promote_dtype(inputs, table, dtype=self.dtype)
     return inputs + table  # [B, N, D]
 
   @nn.compact
-  def table(self, inputs: jax.Array) -> jax.Array:
-    """Returns the embeddings of tokens [B, N, D] as [1, N, D].
+  def table(self, inputs: Float[Array, 'B N D']) -> Float[Array, '1 N D']:
+    """Returns the embeddings of tokens.
 
     Raises ValueError if number or width of the tokens do not suit.
     """
     _, tokens, width = inputs.shape
 
-    def learned(name: str, *shape: int) -> jax.Array:
+    def learned(name: str, *shape: int) -> Float[Array, '...']:
       return self.param(name, self.posemb_init, shape, self.param_dtype)
 
     if self.kind == 'learned_1d' and self.table_grid is None:
@@ -277,8 +281,10 @@ def rope_angles(
   return np.pad(angles, ((tokens - len(angles), 0), (0, 0))).astype(np.float32)
 
 
-def rotate(x: jax.Array, angles: jax.Array | np.ndarray) -> jax.Array:
-  """Turns channels i and i + E/2 of [B, N, K, E] by angle i of [N, E/2]."""
+def rotate(
+  x: Float[Array, 'B N K E'], angles: Float[Array, 'N half_E']
+) -> Float[Array, 'B N K E']:
+  """Turns channels i and i + E/2 of a token by its angle i."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
   sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]  # [N, 1, E/2]
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
@@ -292,7 +298,7 @@ def class_tokens(paths: Container[str], tower: str = '') -> int:
 
 def first_table(
   flat: Mapping[str, Any], transformer: Mapping[str, Any], grid: tuple[int, int]
-) -> jax.Array | None:
+) -> Float[Array, '1 N D'] | None:
   """Returns what a Vision Transformer adds to tokens before its first layer.
 
   Takes its parameters by '/'-joined path, the fields of its encoder, and the
@@ -325,8 +331,8 @@ class RelativeEmbedding(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens: int, head_dim: int) -> jax.Array:
-    """Returns the table of the offsets 1 - N to N - 1, [2N - 1, E]."""
+  def __call__(self, tokens: int, head_dim: int) -> Float[Array, '2*{tokens}-1 E']:
+    """Returns the table of the offsets 1 - N to N - 1."""
     shape = (2 * tokens - 1, head_dim)
     return self.param('relative_embedding', self.init, shape, self.param_dtype)
 
@@ -340,8 +346,8 @@ class RelativeBias(nn.Module):
   @nn.compact
   def __call__(
     self, grid: tuple[int, int] | None, tokens: int, num_heads: int
-  ) -> jax.Array:
-    """Returns the biases of logits, [K, N, N], of each query and key.
+  ) -> Float[Array, 'K N N']:
+    """Returns the biases of logits of each query and key.
 
     The last h*w of N tokens are patches. The table, [(2h - 1) (2w - 1) + 3, K], has the
     offsets row by row, and then class token to patch, patch to class token, and class

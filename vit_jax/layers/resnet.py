@@ -16,9 +16,11 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from vit_jax.distributed import sharding
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 # Name -> units per stage (arXiv 1512.03385, table 1).
 UNITS = {'r50': (3, 4, 6, 3), 'r101': (3, 4, 23, 3)}
@@ -46,11 +48,11 @@ def convolution(
 
 
 def stem(
-  x: jax.Array,
+  x: Float[Array, 'B H W C'],
   conv: Callable,
   norm: Callable | None,
   padding: str | Sequence[tuple[int, int]],
-) -> jax.Array:
+) -> Float[Array, 'B _ _ F']:
   """Applies a 7x7 convolution, norm and ReLU if any, and a 3x3 max-pool.
 
   `conv` and `norm` are layers; both the convolution and the pool halve the size.
@@ -87,7 +89,9 @@ class Bottleneck(nn.Module):
     raise NotImplementedError
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(
+    self, x: Float[Array, 'B H W C']
+  ) -> Float[Array, 'B _ _ 4*{self.features}']:
     features, first = self.features, self.norms_first
     out, one = 4 * features, (1, 1)
     residual = x
@@ -116,7 +120,7 @@ class Stage(nn.Module):
   names: str = 'unit{}'  # Format of a unit's name.
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B _ _ _']:
     for i in range(self.count):
       fields = self.others if i else self.first
       x = self.unit(**fields, name=self.names.format(i + 1))(x)
@@ -130,7 +134,7 @@ class FrozenBatchNorm(nn.Module):
   dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> jax.Array:
+  def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B H W C']:
     shape = x.shape[-1:]
     mean = self.variable('frozen', 'mean', jnp.zeros, shape).value
     bias = self.variable('frozen', 'bias', jnp.zeros, shape).value
@@ -180,7 +184,7 @@ class ResNet(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> list[jax.Array]:
+  def __call__(self, x: Float[Array, 'B H W C']) -> list[Float[Array, 'B _ _ _']]:
     """Maps images [B, H, W, C] to the feature maps of all stages.
 
     Returns one map per stage, [B, H / s, W / s, F], with s = 4, 8, 16, 32 (the

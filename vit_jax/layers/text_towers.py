@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
+from jaxtyping import Float, Int
 
 from vit_jax.configs import models as model_configs, schema
 from vit_jax.distributed import sharding
 from vit_jax.layers import bert, dtypes, encoder
+from vit_jax.layers.dtypes import Array
 
 # Name -> sizes of a BERT (arXiv 1810.04805, section 3).
 BERTS = {
@@ -39,7 +40,9 @@ class BertModel(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, tokens: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, tokens: Int[Array, 'B N']
+  ) -> tuple[Float[Array, 'B _'], dict[str, Array]]:
     """Embeds tokens, int32 [B, N], with 0 for padding.
 
     Returns embeddings [B, E], or [B, D] without a head, and a dict of `transformed`,
@@ -79,7 +82,9 @@ class TextTransformer(nn.Module):
   param_dtype: Any = jnp.float32
 
   @nn.compact
-  def __call__(self, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
+  def __call__(
+    self, x: Int[Array, 'B N']
+  ) -> tuple[Float[Array, 'B _'], dict[str, Array]]:
     """Embeds tokens, int32 [B, N].
 
     Returns embeddings [B, E], or [B, D] without a head, and a dict of `embedded`, [B,
@@ -113,8 +118,8 @@ class TextTransformer(nn.Module):
       x = out['logits'] = _head(self)(x)
     return x, out
 
-  def _positions(self, tokens: int) -> jax.Array:
-    """Returns position embeddings [1, N, D] for N = `tokens` tokens."""
+  def _positions(self, tokens: int) -> Float[Array, '1 {tokens} D']:
+    """Returns position embeddings for a number of tokens."""
     name = 'pos_embedding'
     have = self.get_variable('params', name)
     have = tokens if have is None else have.shape[1]

@@ -10,8 +10,10 @@ from typing import Any
 
 import jax
 from jax.experimental import layout
+from jaxtyping import Float
 
 from vit_jax.layers import dtypes
+from vit_jax.layers.dtypes import Array
 
 
 def on_gpus() -> bool:
@@ -25,12 +27,12 @@ def on_tpus() -> bool:
 
 
 @jax.jit
-def _row_major(x: jax.Array) -> jax.Array:
+def _row_major(x: Float[Array, '*axes']) -> Float[Array, '*axes']:
   order = layout.Layout(tuple(range(x.ndim)))
   return layout.with_layout_constraint(x, order)
 
 
-def row_major(x: jax.Array) -> jax.Array:
+def row_major(x: Float[Array, '*axes']) -> Float[Array, '*axes']:
   """Stores the activations `x` with their last dimension contiguous.
 
   By default XLA stores tokens [B, N, D] with the batch contiguous, and transposes
@@ -42,20 +44,22 @@ def row_major(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_jvp
-def _apart(x: jax.Array) -> jax.Array:
+def _apart(x: Float[Array, '*axes']) -> Float[Array, '*axes']:
   """Returns `x`, computed on its own; its gradient is computed freely."""
   return jax.lax.optimization_barrier(x)
 
 
 @_apart.defjvp
 def _apart_jvp(
-  primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+  primals: tuple[Float[Array, '*axes']], tangents: tuple[Float[Array, '*axes']]
+) -> tuple[Float[Array, '*axes'], Float[Array, '*axes']]:
   return _apart(*primals), *tangents
 
 
-def residual(x: jax.Array, branch: jax.Array, train: bool) -> jax.Array:
-  """Adds the result of a branch to `x`, both [B, N, D].
+def residual(
+  x: Float[Array, 'B N D'], branch: Float[Array, 'B N D'], train: bool
+) -> Float[Array, 'B N D']:
+  """Adds the result of a branch to `x`.
 
   XLA lets a matrix product add its result to `x` in place, which first copies
   `x` if the backward pass reads it too (`train`). The sum then costs less where
@@ -72,8 +76,8 @@ def recomputed(function: Callable) -> Callable:
 
 
 @jax.custom_jvp
-def _kernel(x: jax.Array) -> jax.Array:
-  """Returns a kernel [D, E] whose gradient is a product [E, D], transposed at the end.
+def _kernel(x: Float[Array, 'D E']) -> Float[Array, 'D E']:
+  """Returns a kernel whose gradient is a product [E, D], transposed at the end.
 
   XLA would merge the transpose into the product, and has a slower program for that.
   """
@@ -82,15 +86,15 @@ def _kernel(x: jax.Array) -> jax.Array:
 
 @_kernel.defjvp
 def _kernel_jvp(
-  primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+  primals: tuple[Float[Array, 'D E']], tangents: tuple[Float[Array, 'D E']]
+) -> tuple[Float[Array, 'D E'], Float[Array, 'D E']]:
   return primals[0], jax.lax.optimization_barrier(tangents[0].T).T
 
 
 def dot_general(
-  x: jax.Array, kernel: jax.Array, *args: Any, **options: Any
-) -> jax.Array:
-  """Multiplies `x` with a kernel [D, E], as `jax.lax.dot_general`."""
+  x: Float[Array, '*axes D'], kernel: Float[Array, 'D E'], *args: Any, **options: Any
+) -> Float[Array, '*axes E']:
+  """Multiplies `x` with a kernel, as `jax.lax.dot_general`."""
   if dtypes.platform() == 'cpu':
     kernel = _kernel(kernel)
   return jax.lax.dot_general(x, kernel, *args, **options)

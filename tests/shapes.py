@@ -1,0 +1,43 @@
+"""Checks the shapes of arguments and results while the tests run."""
+
+import contextlib
+
+import beartype
+import jaxtyping
+
+# These modules annotate arrays with their shapes.
+MODULES = (
+  'vit_jax.layers',
+  'vit_jax.models_bit',
+  'vit_jax.models_detr',
+  'vit_jax.models_igpt',
+  'vit_jax.models_lit',
+  'vit_jax.models_mixer',
+  'vit_jax.models_resnet',
+  'vit_jax.models_vit',
+)
+
+
+def check_imports():
+  """Decorates the functions of these modules with `checked` when they are imported."""
+  jaxtyping.install_import_hook(MODULES, 'tests.shapes.checked')
+
+
+def checked(function):
+  """Checks annotations of arrays; mypy checks the others."""
+  arrays = {}
+  for name, annotation in function.__annotations__.items():
+    if 'jaxtyping' in repr(annotation):
+      arrays[name] = annotation
+  function.__annotations__ = arrays
+  return beartype.beartype(function)
+
+
+@contextlib.contextmanager
+def unchecked():
+  """Checks nothing inside of this context, for tests of the modules' own errors."""
+  jaxtyping.config.update('jaxtyping_disable', True)
+  try:
+    yield
+  finally:
+    jaxtyping.config.update('jaxtyping_disable', False)
