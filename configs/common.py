@@ -838,7 +838,7 @@ class Config:
   # Adds attention maps of these test images: the last layer, and the rollout
   # through all layers.
   log_attention: Annotated[bool, schema.FREE] = False
-  # Evaluators by name, in addition to those of the task. `type` is a class,
+  # Evaluators by name, in addition to the task's. `type` is a class,
   # 'MODULE:CLASS', `evals` are the names of its evaluations (default: all), and the other
   # keys are arguments of the class, as in
   # --config.evaluators="{'ece': {'type': 'my_module:Calibration', 'bins': 10}}"; see

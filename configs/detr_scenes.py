@@ -16,7 +16,7 @@ from vit_jax.configs import common
 
 
 def get_config(dataset: str = 'scenes') -> ml_collections.ConfigDict:
-  """Returns the config for scenes of digits, or for those of a folder."""
+  """Returns the config for scenes of digits, or for scenes in a folder."""
   config = common.set_dataset(common.get_config(), dataset)
   config.pretrained_dir = None  # From random weights.
   config.task = 'detect'

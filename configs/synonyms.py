@@ -1,6 +1,6 @@
 """What other libraries call a setting -> how it is set here, for error messages.
 
-Names are those of the command lines of timm, of Hugging Face's TrainingArguments and of
+Names come from the command lines of timm, Hugging Face's TrainingArguments and
 PyTorch Lightning. Values are flags, or sentences where no flag is needed.
 """
 

@@ -2,7 +2,7 @@
 
   python docs/model_tables.py
 
-The models and their names are those of configs/models.py. Counting takes minutes: every
+The models and their names come from configs/models.py. Counting takes minutes: every
 model is traced, but none is computed.
 """
 
@@ -43,7 +43,7 @@ KINDS = (
 
 
 def kind_of(name: str) -> str | None:
-  """Returns the kind of a classifier; None for other models and those of tests."""
+  """Returns the kind of a classifier; None for other models and test models."""
   config = model_configs.MODEL_CONFIGS[name]
   kind = model_configs.kind_of(config)
   if name in model_configs.TESTING or kind not in ('vit', 'mixer', 'bit'):
@@ -103,7 +103,7 @@ def kinds_table() -> str:
 
 
 def models_tables() -> tuple[str, str]:
-  """Returns the table of some models, and that of all with published accuracies."""
+  """Returns a table of some models, and one of all models with published accuracies."""
   header = ['model', 'name', 'parameters', 'GFLOPs']
   rows = {}
   for name in classifiers():

@@ -81,7 +81,7 @@ class Parser(argparse.ArgumentParser):
   ) -> argparse.Namespace:
     """Parses flags; `check_config` checks the namespace once the config is read.
 
-    Its errors and those of --config.KEY=VALUE are raised together.
+    Its errors and errors in --config.KEY=VALUE are raised together.
     """
     settings: list[tuple[str, str | bool]] = []
     if self._has_config():
@@ -347,7 +347,7 @@ def check_output(
 ) -> None:
   """Raises ValueError unless a file can be written to the path of a flag --NAME.
 
-  `is_folder`: whether the path is that of a folder, which may exist.
+  `is_folder`: whether the path is a folder, which may exist.
   """
   if path and not epath.Path(path).parent.is_dir():
     raise ValueError(

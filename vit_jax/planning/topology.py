@@ -25,9 +25,9 @@ class Chip(NamedTuple):
 
 
 # From Google Cloud's documentation of each version (cloud.google.com/tpu/docs/v5e and so
-# on). The largest slices of v2 and v3 have 512 and 2,048 cores, those of v4, v5e and v6e
-# are their pods of 4,096, 256 and 256 chips, and of v5p's pod of 8,960 chips a job gets
-# 6,144 at most. On v4 and v5p the two cores of a chip work as one device.
+# on). The largest slices of v2 and v3 have 512 and 2,048 cores. Pods of v4, v5e and v6e
+# have 4,096, 256 and 256 chips; a job gets at most 6,144 of the 8,960 chips of v5p's
+# pod. On v4 and v5p the two cores of a chip work as one device.
 _ONE = 'megacore'
 CHIPS = {
   'v2': Chip(8 * GIB, 45e12 / 2, 248e9, 2, 'v2:2x2', 'v2:16x16'),
@@ -81,9 +81,8 @@ def quiet_compiler() -> Iterator[None]:
   libtpu silently ends the process at an unknown flag.
   """
   flags = os.environ.get('XLA_FLAGS', '')
-  os.environ['XLA_FLAGS'] = ' '.join(
-    flag for flag in flags.split() if not _OF_OTHERS.match(flag)
-  )
+  kept_flags = [flag for flag in flags.split() if not _OF_OTHERS.match(flag)]
+  os.environ['XLA_FLAGS'] = ' '.join(kept_flags)
   try:
     with console.hidden_stderr():
       yield

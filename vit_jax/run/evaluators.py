@@ -1,4 +1,4 @@
-"""The evaluators of a run: those of its task, and those that its config adds.
+"""The evaluators of a run, from its task and its config.
 
 All are entries of the same form. `config.evaluators` has entries by name, such as
 {'ece': {'type': 'my_module:Calibration', 'bins': 10}}; `config.fewshot`,

@@ -1,4 +1,4 @@
-"""Imports the classes that a config names: tasks and evaluators, also those of users.
+"""Imports the classes that a config names: tasks and evaluators, also from user code.
 
 Configs and workdirs may come from anyone. A stored config is only trusted with the
 modules of this package, those that the command line names, and those that this process
@@ -76,7 +76,7 @@ def is_trusted(module: str) -> bool:
 def check_trusted(module: str, use: str) -> None:
   """Raises ForeignModuleError if a stored config would import code of a stranger.
 
-  `use` is that of the module, such as 'its task'.
+  `use` says what the module is for, such as 'its task'.
   """
   if not is_trusted(module):
     raise ForeignModuleError(

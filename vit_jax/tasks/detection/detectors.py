@@ -174,7 +174,7 @@ class Detector(predictor_lib.Predictor):
     return lines
 
   def _describe(self, *details: Any) -> str:
-    """Describes an object beside its name and score."""
+    """Describes an object, in addition to its name and score."""
     [box] = details
     return ' '.join(f'{value:.0f}' for value in box)
 
