@@ -25,6 +25,8 @@ def check_imports():
 
 def checked(function):
   """Checks annotations of arrays; mypy checks the others."""
+  if function.__name__ == '__init__':  # JAX makes pytrees of other things too.
+    return function
   arrays = {}
   for name, annotation in function.__annotations__.items():
     if 'jaxtyping' in repr(annotation):

@@ -67,7 +67,7 @@ class Context:
   # Broadcastable to [B, K, N, N], True where a query may attend to a key.
   mask: Bool[Array, '...'] | None = None
   # Angles of rotary position embeddings.
-  angles: Float[np.ndarray, 'N half_E'] | None = None
+  angles: Float[Array, 'N half_E'] | None = None
   # Number of tokens before the padding; None: there is no padding.
   length: int | None = dataclasses.field(default=None, metadata=_STATIC)
   # Number of patches (down, across).
