@@ -85,8 +85,8 @@ class Theirs:
     self._run = torch.compile(self.net) if compiled else self.net
     self._clip = config.grad_norm_clip or float('inf')
     self._loss = torch.nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
-    kernels = [x for name, x in self.net.named_parameters() if _is_kernel(name, x)]
-    others = [x for name, x in self.net.named_parameters() if not _is_kernel(name, x)]
+    kernels = [x for name, x in self.net.named_parameters() if is_kernel(name, x)]
+    others = [x for name, x in self.net.named_parameters() if not is_kernel(name, x)]
     decay = config.weight_decay or 0.0
     self._adam = torch.optim.AdamW(
       [dict(params=kernels, weight_decay=decay), dict(params=others, weight_decay=0.0)],
@@ -116,7 +116,7 @@ class Theirs:
       return self._run(self._images(batch)).numpy()
 
 
-def _is_kernel(name, parameter):
+def is_kernel(name, parameter):
   """Returns whether a parameter of timm is a kernel, to which weight decay applies."""
   return parameter.ndim > 1 and name.endswith('.weight')
 

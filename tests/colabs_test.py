@@ -167,7 +167,7 @@ def client(tmp_path_factory, data_dir):
   folder = str(tmp_path_factory.mktemp('kernel'))
   env = {
     # One device, as on a runtime without an accelerator.
-    **processes._environment(1),
+    **processes.environment(1),
     'ALLOW_MULTIPLE_LIBTPU_LOAD': '1',
     'IPYTHONDIR': folder,
     'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1',

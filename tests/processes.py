@@ -48,7 +48,7 @@ def _command(config, workdir, flags, data_dir):
   ]  # fmt: skip
 
 
-def _environment(devices):
+def environment(devices):
   return {
     **os.environ,
     'XLA_FLAGS': re.sub(r'(?<=device_count=)8', str(devices), os.environ['XLA_FLAGS']),
@@ -62,7 +62,7 @@ def _environment(devices):
 def start(config, workdir, *flags, data_dir, devices=1, **options):
   """Starts `python -m vit_jax.main`; see forked.start for options."""
   command = _command(config, workdir, flags, data_dir)
-  return forked.start(command, _environment(devices), **options)
+  return forked.start(command, environment(devices), **options)
 
 
 def finish(*args, **kwargs):
@@ -74,7 +74,7 @@ def finish(*args, **kwargs):
 
 def finish_code(code, *args, devices=1):
   """Runs code in a process; returns the exit status and the output."""
-  process = forked.start_code(code, list(map(str, args)), _environment(devices))
+  process = forked.start_code(code, list(map(str, args)), environment(devices))
   output, _ = process.communicate()
   return process.returncode, output
 
@@ -117,9 +117,7 @@ def run_two(code, *arguments, devices=1):
   """
   place = address()
   pair = [
-    forked.start_code(
-      code, [place, str(i), *map(str, arguments)], _environment(devices)
-    )
+    forked.start_code(code, [place, str(i), *map(str, arguments)], environment(devices))
     for i in range(2)
   ]
   outputs = [p.communicate()[0] for p in pair]

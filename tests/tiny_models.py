@@ -62,9 +62,20 @@ def of_every_kind(batch=8):
 
   All inputs are in keyword arguments, except for the first.
   """
+  return {
+    **_classifiers(batch),
+    **_detectors(batch),
+    **_pixel_models(batch),
+    **_towers(batch),
+  }
+
+
+_VIT = dict(patches={'size': (4, 4)}, hidden_size=16, transformer=transformer())
+
+
+def _classifiers(batch):
   small = np.zeros((batch, 8, 8, 3), np.float32)
   large = np.zeros((batch, 32, 32, 3), np.float32)
-  vit = dict(patches={'size': (4, 4)}, hidden_size=16, transformer=transformer())
   mixer = models_mixer.MlpMixer(
     patches={'size': (4, 4)},
     num_classes=5,
@@ -73,73 +84,73 @@ def of_every_kind(batch=8):
     tokens_mlp_dim=8,
     channels_mlp_dim=16,
   )
-  detr = models_detr.Detr(
-    num_classes=4,
-    units=(1, 1, 1, 1),
-    backbone_width=8,
-    hidden_size=16,
-    num_queries=4,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    num_heads=2,
-    mlp_dim=16,
-    dropout_rate=0.0,
-    attention_dropout_rate=0.0,
-    mask_head=True,
-    masks_at_a_time=3,
-  )
-  grid = transformer(position_grid=(8, 8))
-  detr_vit = models_detr.Detr(
-    num_classes=4,
-    backbone='vit',
-    vit={**vit, 'transformer': grid},
-    hidden_size=16,
-    num_queries=4,
-    num_encoder_layers=1,
-    num_decoder_layers=1,
-    num_heads=2,
-    mlp_dim=16,
-  )
-  pixels = dict(hidden_size=16, num_layers=1, num_heads=2, num_colors=8)
-  igpt = models_igpt.ImageGPT(**pixels, num_positions=16)
-  igpt_bert = models_igpt.ImageGPT(
-    **pixels, num_positions=16, num_classes=5, causal=False
-  )
-  text = dict(width=16, num_layers=1, mlp_dim=16, num_heads=2, vocab_size=20)
-  pp = dict(tokenizer_name='sentencepiece', size=8, max_len=5)
-  siglip = models_lit.LitModel(vit, 'text_transformer', text, pp, 16, bias_init=-10.0)
-  bert = {'config': {**text, 'num_positions': 5}}
-  lit = models_lit.LitModel(vit, 'bert', bert, pp, (None, 16))
-  colors = np.zeros((batch, 16), np.int32)
-  masked = np.zeros((batch, 16), bool)
-  mask = np.ones((batch, 32, 32), bool)
-  towers = dict(images=small, tokens=np.ones((batch, 5), np.int32))
-  tokens = np.zeros((batch, 4), np.int32)
   hybrid = tiny(resnet=dict(num_layers=(1,), width_factor=0.5))
   bit = models_bit.BitResNet(num_classes=5, num_layers=(1,), width_factor=0.5)
-  masked_vit = masked_patches.MaskedViT(num_classes=5, **vit)
+  masked_vit = masked_patches.MaskedViT(num_classes=5, **_VIT)
+  tokens = np.zeros((batch, 4), np.int32)
+  masks = {'fate': tokens, 'replacement': tokens, 'method': 'predict_patches'}
   return {
     'vit': (tiny(), [small], {'train': True}),
     'hybrid': (hybrid, [large], {'train': True}),
     'mixer': (mixer, [small], {'train': True}),
     'bit': (bit, [large], {'train': True}),
-    'detr': (detr, [large], {'mask': mask, 'train': False}),
-    'detr_vit': (detr_vit, [large], {'mask': mask, 'train': False}),
+    'masked_vit': (masked_vit, [small], {'train': True, **masks}),
+  }
+
+
+def _detectors(batch):
+  decoder = dict(
+    num_classes=4,
+    hidden_size=16,
+    num_queries=4,
+    num_encoder_layers=1,
+    num_decoder_layers=1,
+    num_heads=2,
+    mlp_dim=16,
+  )
+  detr = models_detr.Detr(
+    units=(1, 1, 1, 1),
+    backbone_width=8,
+    dropout_rate=0.0,
+    attention_dropout_rate=0.0,
+    mask_head=True,
+    masks_at_a_time=3,
+    **decoder,
+  )
+  grid = transformer(position_grid=(8, 8))
+  vit = {**_VIT, 'transformer': grid}
+  detr_vit = models_detr.Detr(backbone='vit', vit=vit, **decoder)
+  images = np.zeros((batch, 32, 32, 3), np.float32)
+  options = {'mask': np.ones((batch, 32, 32), bool), 'train': False}
+  return {
+    'detr': (detr, [images], options),
+    'detr_vit': (detr_vit, [images], options),
+  }
+
+
+def _pixel_models(batch):
+  fields = dict(
+    hidden_size=16, num_layers=1, num_heads=2, num_colors=8, num_positions=16
+  )
+  igpt = models_igpt.ImageGPT(**fields)
+  igpt_bert = models_igpt.ImageGPT(**fields, num_classes=5, causal=False)
+  colors = np.zeros((batch, 16), np.int32)
+  masked = np.zeros((batch, 16), bool)
+  return {
     'igpt': (igpt, [colors], {'train': True}),
     'igpt_bert': (igpt_bert, [colors], {'masked': masked, 'train': True}),
-    'lit': (lit, [], towers),
-    'siglip': (siglip, [], towers),
-    'masked_vit': (
-      masked_vit,
-      [small],
-      {
-        'fate': tokens,
-        'replacement': tokens,
-        'train': True,
-        'method': 'predict_patches',
-      },
-    ),
   }
+
+
+def _towers(batch):
+  text = dict(width=16, num_layers=1, mlp_dim=16, num_heads=2, vocab_size=20)
+  pp = dict(tokenizer_name='sentencepiece', size=8, max_len=5)
+  siglip = models_lit.LitModel(_VIT, 'text_transformer', text, pp, 16, bias_init=-10.0)
+  bert = {'config': {**text, 'num_positions': 5}}
+  lit = models_lit.LitModel(_VIT, 'bert', bert, pp, (None, 16))
+  images = np.zeros((batch, 8, 8, 3), np.float32)
+  inputs = dict(images=images, tokens=np.ones((batch, 5), np.int32))
+  return {'lit': (lit, [], inputs), 'siglip': (siglip, [], inputs)}
 
 
 _traced = {}

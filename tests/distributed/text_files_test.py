@@ -24,7 +24,7 @@ def test_marks_are_left_out_and_lines_end_with_newlines(tmp_path, encoding, end)
   path = tmp_path / 'list.txt'
   path.write_bytes(''.join(name + end for name in names).encode(encoding))
   assert text_files.lines(path.read_bytes(), path) == names
-  assert convert._class_names(str(path)) == names
+  assert convert.read_class_names(str(path)) == names
   assert templates.lines(str(path), 'texts') == names
   paths = [f'{tmp_path}/{name}' for name in names]
   assert listing.expand([str(path)]) == paths
@@ -40,7 +40,7 @@ def test_json_may_have_a_mark(tmp_path, encoding):
   path.write_bytes('[["ö"]]'.encode(encoding))
   assert files.read_json(path) == typed_json.decode(path.read_bytes()) == [['ö']]
   path.write_bytes('[[0], [1, 2]]'.encode(encoding))
-  assert real._read(str(path), 3) == [[0], [1, 2]]
+  assert real.read_labels(str(path), 3) == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize('encoding', ENCODINGS)

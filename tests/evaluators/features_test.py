@@ -122,7 +122,7 @@ def test_every_kind_of_model_has_features(task, name, depth, width, layers):
   assert list(features.layers(made)) == layers
   if name == 'r_ti16':  # Cells of 32 pixels.
     compute = features.patches(made)
-    assert features._shapes(made, compute).shape == (1, 2, 2, width)
+    assert features.output_shapes(made, compute).shape == (1, 2, 2, width)
   else:
     with pytest.raises(ValueError, match="'patches' .* such as features"):
       features.patches(made)

@@ -147,7 +147,7 @@ def test_classes_are_matched_by_name(task, splits, mesh):
 
 
 def test_classes_of_the_same_name_are_matched_by_place():
-  match = probes._numbers
+  match = probes.class_numbers
   names = 'crane', 'cat', 'crane'
   assert match(names, names).tolist() == [0, 1, 2, -1]
   assert match(('b', 'a'), ('a', 'b', 'c')).tolist() == [1, 0, -1]

@@ -40,7 +40,7 @@ def test_scores_match_the_closed_form(n, d, monkeypatch):
   model = solvers.least_squares(features.Features(x, labels), 4, 2.0**10)
   want = closed_form(x, labels, 4, 2.0**10, test)
   np.testing.assert_allclose(test @ model.kernel + model.bias, want, atol=1e-5)
-  monkeypatch.setattr(solvers, '_ROWS', 3)
+  monkeypatch.setattr(solvers, 'BLOCK_ROWS', 3)
   assert model.predict(test).tolist() == want.argmax(axis=1).tolist()
 
 
@@ -79,7 +79,7 @@ def test_neighbours_match_scikit_learn(monkeypatch):
   """Several k at once, in batches of 7 test images; unlabelled images do not vote."""
   train, test = blobs(1, 200, 1.5), blobs(2, 100, 1.5)
   train = train._replace(labels=np.where(np.arange(200) % 9, train.labels, -1))
-  monkeypatch.setattr(solvers, '_SIMILARITIES', 7 * 177)
+  monkeypatch.setattr(solvers, 'MAX_SIMILARITIES', 7 * 177)
   found = solvers.neighbours(train, test.values, (1, 20, 50))
   rows = train.labelled()
   assert len(rows) == 177

@@ -17,6 +17,7 @@ from urllib import parse
 
 import httpx
 import jax
+import ml_collections
 import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin
 from playwright import sync_api
@@ -341,7 +342,7 @@ def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path
 
 def test_one_photo_is_decoded_at_a_time(demo, url, photos, monkeypatch):
   entered, most = [], []
-  read = demo._read
+  read = demo.read_photo
 
   def slow_read(*args):
     entered.append(args)
@@ -350,7 +351,7 @@ def test_one_photo_is_decoded_at_a_time(demo, url, photos, monkeypatch):
     entered.pop()
     return read(*args)
 
-  monkeypatch.setattr(demo, '_read', slow_read)
+  monkeypatch.setattr(demo, 'read_photo', slow_read)
   [path] = post_file(url, photos[0].read_bytes()).json()
   with futures.ThreadPoolExecutor(4) as pool:
     replies = pool.map(
@@ -363,19 +364,30 @@ def test_one_photo_is_decoded_at_a_time(demo, url, photos, monkeypatch):
   assert most == 4 * [1]
 
 
+def limited(max_pixels):
+  """Returns the part of a config that reading a photo needs."""
+  return ml_collections.ConfigDict(
+    {'max_image_pixels': max_pixels, 'pp': {'range': None}}
+  )
+
+
 def test_large_jpegs_are_decoded_at_a_reduced_size_for_the_page(demo, tmp_path):
   path = tmp_path / 'photo.jpg'
   exif = Image.Exif()
   exif[ExifTags.Base.Orientation] = 6
   Image.new('RGB', (4_200, 2_200), 'orange').save(path, exif=exif)
-  reduced = demo._decode_for_page(path.read_bytes())
+  reduced = demo.decode_for_page(path.read_bytes())
   assert reduced.shape == (1_050, 550, 3)  # A quarter: 1,024 is still reached.
-  assert demo._read(str(path), 4_200 * 2_200).pixels.shape == (1_024, 536, 3)
+  assert demo.read_photo(str(path), limited(4_200 * 2_200)).pixels.shape == (
+    1_024,
+    536,
+    3,
+  )
   empty = bytearray(images.encode_png(np.zeros((9, 9, 3), np.uint8)))
   empty[16:24] = bytes(8)  # Its header says 0 x 0 pixels.
   path.write_bytes(empty)
   with pytest.raises(ValueError, match="photo.jpg' is not an image"):
-    demo._read(str(path), 100)
+    demo.read_photo(str(path), limited(100))
 
 
 def test_many_compressed_texts_are_rejected(demo, tmp_path):
@@ -384,11 +396,11 @@ def test_many_compressed_texts_are_rejected(demo, tmp_path):
     texts.add_text(f'key {i}', 'text', zip=True)
   path = tmp_path / 'photo.png'
   Image.new('RGB', (9, 9)).save(path, pnginfo=texts)
-  assert demo._read(str(path), 100).pixels.shape == (9, 9, 3)
+  assert demo.read_photo(str(path), limited(100)).pixels.shape == (9, 9, 3)
   texts.add_itxt('last', 'text', zip=True)
   Image.new('RGB', (9, 9)).save(path, pnginfo=texts)
   with pytest.raises(ValueError, match='photo.png.* 21 texts, more than 20'):
-    demo._read(str(path), 100)
+    demo.read_photo(str(path), limited(100))
 
 
 def test_classes_of_the_same_name_are_all_shown(demo):
@@ -555,7 +567,7 @@ def test_command_serves_locally_and_keeps_nothing(workdir, monkeypatch):
     return {path for path in folders[0].rglob('*') if path.is_file()}
 
   monkeypatch.setattr('vit_jax.inference.demo.LARGEST', 2_000)
-  monkeypatch.setattr('vit_jax.inference.demo._LIFETIME', 1.0)
+  monkeypatch.setattr('vit_jax.inference.demo.LIFETIME', 1.0)
   monkeypatch.setenv('GRADIO_TEMP_DIR', '/tmp/of_the_user')
   flags = [f'--workdir={workdir}', f'--port={port}']
   output = run_command(monkeypatch, flags, visit)

@@ -319,7 +319,7 @@ def test_errors_of_storage_name_the_folder_and_leave_nothing(
 
 
 def test_weights_too_large_for_one_file(vit, tmp_path, monkeypatch):
-  monkeypatch.setattr(export, '_LARGEST', 10_000)
+  monkeypatch.setattr(export, 'MAX_STABLEHLO', 10_000)
   with pytest.raises(ValueError, match='StableHLO.*--dtype=bfloat16'):
     vit.export(tmp_path / 'out', 'stablehlo')
   assert not list(tmp_path.iterdir())

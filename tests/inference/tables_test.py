@@ -567,7 +567,7 @@ def test_a_classifier_without_a_head_has_only_embeddings(model, images):
 def test_patches_are_parquet_arrays_in_small_parts(
   model, images, tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(tables, '_PART', 3 * 2 * 2 * 16 * 4)  # Three images.
+  monkeypatch.setattr(tables, 'BLOCK_BYTES', 3 * 2 * 2 * 16 * 4)  # Three images.
   out, images = f'{tmp_path}/table/', images[:8]
   columns = model.columns(embeddings='patches')
   tables.write(model, model._source(images), out, columns, {})
@@ -736,8 +736,8 @@ def test_a_full_disk_or_read_only_folder_is_named(
                            (1000, 1, [500] * 5)],
 )  # fmt: skip
 def test_row_groups_of_a_joined_table_are_large(monkeypatch, rows, size, expected):
-  monkeypatch.setattr(tables, '_GROUP_ROWS', rows)
-  monkeypatch.setattr(tables, '_GROUP_BYTES', size)
+  monkeypatch.setattr(tables, 'GROUP_ROWS', rows)
+  monkeypatch.setattr(tables, 'GROUP_BYTES', size)
   kinds = {'path': str, 'embedding': (float, (2, 3)), 'error': str}
   numbers = np.arange(2500 * 6, dtype=np.float32).reshape(2500, 2, 3)
   found = [{'path': str(i), 'embedding': x} for i, x in enumerate(numbers)]

@@ -103,7 +103,7 @@ def test_causal(name, length):
 
 
 def test_causal_in_blocks(monkeypatch):
-  monkeypatch.setattr(attention_kernels, '_CAUSAL_BLOCK', 4)
+  monkeypatch.setattr(attention_kernels, 'CAUSAL_BLOCK', 4)
   compare('default', inputs(), atol=1e-4, causal=True)  # 6, 6, 6 and 3 queries.
 
 

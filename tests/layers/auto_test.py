@@ -201,7 +201,7 @@ def test_program_for_nvidia_gpus(monkeypatch, scan):
   """Tokens are padded and cut once, and no layer attends twice."""
   # JAX checks the version of cuDNN, which is not installed here.
   monkeypatch.setattr(fused_attention_stablehlo, 'check_cudnn_version', lambda: 91900)
-  monkeypatch.setattr(attention_kernels, '_has_cudnn', lambda: True)
+  monkeypatch.setattr(attention_kernels, 'has_cudnn', lambda: True)
   x = jax.ShapeDtypeStruct((2, 17, 16), jnp.bfloat16)
   fields = {**FIELDS, 'num_layers': 3, 'scan': scan}
   model = tiny_models.encoder(attention='auto', dtype=jnp.bfloat16, **fields)

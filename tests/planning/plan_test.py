@@ -197,15 +197,15 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
 
 def test_a_damaged_plan_in_the_cache_is_compiled_again(tmp_path, caplog):
   file, result = tmp_path / 'plans' / 'a.json', {'step_seconds': 0.125, 'fits': True}
-  assert plan._cached(file) is None
-  plan._store(file, result)
-  assert plan._cached(file) == result
+  assert plan.read_cached(file) is None
+  plan.write_cached(file, result)
+  assert plan.read_cached(file) == result
   assert not caplog.messages
   content = file.read_text()
   damaged = content[:-9], content.replace('0.125', '0.126'), '', '[]', '{"digest": 1}'
   for text in damaged:
     file.write_text(text)
-    assert plan._cached(file) is None
+    assert plan.read_cached(file) is None
   assert ['is damaged: compiling again' in x for x in caplog.messages] == 5 * [True]
 
 

@@ -22,7 +22,7 @@ def write(path, confidence):
     'images': {'num_examples': 4}, 'confidence': confidence, 'per_class': None,
     'seed': 0,
   }  # fmt: skip
-  labelling._write(epath.Path(path), settings, TASK, found)
+  labelling.write_labels(epath.Path(path), settings, TASK, found)
 
 
 def test_confident_labels_are_kept(tmp_path):

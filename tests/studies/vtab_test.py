@@ -99,8 +99,8 @@ def test_downloads_missing_data_on_request(config, monkeypatch, tmp_path, capsys
   monkeypatch.setattr(data.builders, 'get_builder', prepare)
   config.tasks = ('dtd', 'kitti_distance')
   config.download = True
-  runs = {task: vtab._runs(config, task) for task in config.tasks}
-  assert vtab._skipped(config, runs, set()) == {'dtd': 'the server is away'}
+  runs = {task: vtab.runs_of(config, task) for task in config.tasks}
+  assert vtab.skipped_tasks(config, runs, set()) == {'dtd': 'the server is away'}
   assert prepared == ['dtd', 'kitti']
   out = capsys.readouterr().out
   assert '1 of 2 tasks are left out' in out
@@ -111,7 +111,7 @@ def test_a_task_without_data_is_left_to_other_machines(config, monkeypatch, tmp_
   """The table includes their results."""
   fake = fake_training.Fake(monkeypatch, lambda run: {'accuracy_test': 0.5})
   config.update(tasks=('dtd', 'svhn'), seeds=(0, 1))
-  run, _ = vtab._runs(config, 'svhn')
+  run, _ = vtab.runs_of(config, 'svhn')
   runs_lib.train_all([run], tmp_path)
   lacking = lambda run, dataset: 'why' if dataset == 'vtab/svhn' else ''
   monkeypatch.setattr(data, 'missing', lacking)
@@ -131,7 +131,7 @@ def test_every_task_has_the_settings_of_the_paper():
   config = vtab_config.get_config('l16')
   config.seeds = (3,)
   for task in vtab_tasks.TASKS:
-    [run] = vtab._runs(config, task)
+    [run] = vtab.runs_of(config, task)
     assert run.name == f'{task}_3'
     run = run.config
     assert (run.dataset, run.seed) == (f'vtab/{task}', 3)
@@ -148,7 +148,7 @@ def test_every_task_has_the_settings_of_the_paper():
   augmented = {
     task: (run.pp.crop_area is not None, run.pp.flip)
     for task in vtab_tasks.TASKS
-    for run in [vtab._runs(config, task)[0].config]
+    for run in [vtab.runs_of(config, task)[0].config]
   }
   unchanged = [task for task, pair in augmented.items() if pair == (False, False)]  # fmt: skip
   assert unchanged == [
@@ -158,7 +158,7 @@ def test_every_task_has_the_settings_of_the_paper():
   assert augmented['clevr_count'] == (False, True)
   assert sum(pair == (True, True) for pair in augmented.values()) == 10
   config.validate = True
-  [run] = vtab._runs(config, 'dtd')
+  [run] = vtab.runs_of(config, 'dtd')
   assert run.name == 'dtd_val_3'
   assert (run.config.pp.train, run.config.pp.test) == ('train800', 'val200')
 
@@ -177,7 +177,7 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   accuracies = {
     task: {0: value / 100, 1: value / 100 + 0.01} for task, value in published.items()
   }
-  rows = vtab._report(config, accuracies, str(tmp_path))
+  rows = vtab.report(config, accuracies, str(tmp_path))
   by_task = {row['task']: row for row in rows}
   row = by_task['19 of 19']
   assert row['mean'] == pytest.approx(0.7271 + 0.005, abs=1e-4)
@@ -192,7 +192,7 @@ def test_the_table_of_all_tasks_over_two_seeds(config, tmp_path, capsys):
   assert '73.21 ± 0.71' in out
   assert 'BiT-L 76.29' in out
   config.validate = True  # The paper has no accuracies on these images.
-  rows = vtab._report(config, accuracies, str(tmp_path))
+  rows = vtab.report(config, accuracies, str(tmp_path))
   assert 'L/16 I21k' not in rows[0]
   assert json.loads((tmp_path / 'vtab_val.json').read_text()) == rows
   assert 'L/16' not in capsys.readouterr().out

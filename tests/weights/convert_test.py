@@ -237,7 +237,7 @@ def test_bit_resnet_sizes_match_timm(name):
   root = {'conv_root': {'kernel': np.zeros((7, 7, 3, 64))}}
   config = model_configs.get_config(name)
   model = writing.Model({'root_block': root}, config, None, 1000, (224, 224))
-  architecture, args = vit_files._timm_bit(model)
+  architecture, args = vit_files.timm_bit(model)
   with torch.device('meta'):  # Shapes only.
     theirs = timm.create_model(architecture, **args)
   assert sum(x.numel() for x in theirs.parameters()) == models_test.COUNTS[name]

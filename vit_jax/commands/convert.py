@@ -94,7 +94,7 @@ def main(argv: Sequence[str]) -> int:
 
   options = dict(
     to=args.to,
-    class_names=_class_names(args.class_names) if args.class_names else None,
+    class_names=read_class_names(args.class_names) if args.class_names else None,
     image_size=args.image_size,
     num_heads=args.num_heads,
     gelu=args.gelu,
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
   return 0
 
 
-def _class_names(path: str) -> list[str]:
+def read_class_names(path: str) -> list[str]:
   """Reads class names from a JSON list, or from a file with one per line."""
   from vit_jax.configs import schema  # Late, for a fast --help.
   from vit_jax.weights import arrays

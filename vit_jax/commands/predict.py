@@ -38,7 +38,7 @@ TABLES = ('.parquet', '.csv', '.jsonl', '/')
 def _shard(text: str) -> tuple[int, int]:
   """Parses I/N, the number of a shard from 0 and the number of shards."""
   match = re.fullmatch('([0-9]+)/([0-9]+)', text)
-  shard, count = (int(match[1]), int(match[2])) if match else (0, 0)
+  shard, count = map(int, match.groups()) if match else (0, 0)
   if shard >= count:
     raise argparse.ArgumentTypeError(
       f"'{text}' must be I/N with I from 0 to N - 1, such as 0/50 to 49/50"

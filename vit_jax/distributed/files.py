@@ -145,9 +145,9 @@ def temporary_name(path: epath.PathLike) -> epath.Path:
 def replacing(path: epath.PathLike) -> Iterator[BinaryIO]:
   """Opens a file for bytes, which replaces `path` when it is complete.
 
-  No reader ever sees the file incomplete, not even after a power failure. After
-  an error nothing is left behind, and that of a full disk names `path`. The folder of
-  `path` must exist.
+  No reader ever sees the file incomplete, not even after a power failure. An error
+  leaves nothing behind; the error of a full disk names `path`. The folder of `path`
+  must exist.
   """
   path, temporary = epath.Path(path), temporary_name(path)
   local = not is_remote(path)

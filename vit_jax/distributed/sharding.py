@@ -115,9 +115,8 @@ def make_mesh(
 
 def batch_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
   """Returns the names of the axes that split the batch."""
-  return tuple(
-    name for name in mesh.axis_names if name not in (MODEL_AXIS, SEQUENCE_AXIS)
-  )
+  others = (MODEL_AXIS, SEQUENCE_AXIS)
+  return tuple(name for name in mesh.axis_names if name not in others)
 
 
 def mesh_of(tree: Any) -> jax.sharding.Mesh:
@@ -174,7 +173,7 @@ def with_automatic_axes(function: Callable[..., Any], *args: Any, batch: Any) ->
   Args:
     function: the function.
     *args: its arguments, trees of arrays and of any other leaves.
-    batch: those of the arguments that have the batch as their first dimension.
+    batch: arguments whose arrays have the batch as their first dimension.
 
   Returns the results, on explicit axes: the first dimension of the size of the batch is
   split as the batch is, all others are replicated.
@@ -182,11 +181,10 @@ def with_automatic_axes(function: Callable[..., Any], *args: Any, batch: Any) ->
   mesh = _explicit_mesh(args)
   if mesh is None:
     return function(*args)
-  explicit = [
-    name
-    for name, kind in zip(mesh.axis_names, mesh.axis_types)
-    if kind == jax.sharding.AxisType.Explicit
-  ]
+  explicit = []
+  for name, kind in zip(mesh.axis_names, mesh.axis_types):
+    if kind == jax.sharding.AxisType.Explicit:
+      explicit.append(name)
   automatic = mesh.update_axis_types(
     dict.fromkeys(explicit, jax.sharding.AxisType.Auto)
   )
@@ -213,7 +211,7 @@ def replicate_explicit(tree: Any) -> Any:
 
 
 def _explicit_mesh(tree: Any) -> jax.sharding.AbstractMesh | None:
-  """Returns the mesh that is set, else that of the arrays, if it has explicit axes."""
+  """Returns the current mesh, else the arrays' mesh, if it has explicit axes."""
   meshes = [jax.sharding.get_abstract_mesh()]
   if meshes[0].empty:
     meshes = [jax.typeof(x).sharding.mesh for x in _arrays(tree)]
@@ -357,10 +355,9 @@ def tree_shardings(tree: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
   replicated. Factors of Adafactor's second moment follow their parameters.
   ValueError if a rule does not fit a leaf or the mesh, or matches no leaf.
   """
-  shapes = {
-    path_name(path): leaf.shape
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-  }
+  shapes = {}
+  for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    shapes[path_name(path)] = leaf.shape
 
   def leaf_sharding(path: KeyPath, leaf: Any, number: int) -> NamedSharding:
     name = path_name(path)
@@ -438,9 +435,10 @@ def _default_spec(name: str, shape: tuple[int, ...], mesh: jax.sharding.Mesh) ->
         spec[i] = axis
   fsdp_size = mesh.shape.get(FSDP_AXIS, 1)
   if fsdp_size > 1 and math.prod(shape) >= FSDP_MIN_SIZE:
-    divisible = [
-      i for i, size in enumerate(shape) if spec[i] is None and size % fsdp_size == 0
-    ]
+    divisible = []
+    for i, size in enumerate(shape):
+      if spec[i] is None and size % fsdp_size == 0:
+        divisible.append(i)
     width = _attention_width(name)
     if width in divisible:
       spec[width] = FSDP_AXIS

@@ -1,7 +1,7 @@
 """The interface of an evaluator: how a trained model is measured.
 
 An evaluator is a class, which need not inherit from `Evaluator`. A task names its own
-(Task.evaluators), and `config.evaluators` adds those of users; docs/extend.md has an
+(Task.evaluators), and `config.evaluators` adds further ones; docs/extend.md has an
 example.
 """
 

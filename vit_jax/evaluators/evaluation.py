@@ -33,7 +33,7 @@ def evaluate(
 ) -> dict[str, float]:
   """Evaluates a trained model, the result of `predict.load`, and prints the metrics.
 
-  The evaluators are those of the task and of `config.evaluators`.
+  The task and `config.evaluators` list the evaluators.
 
   Args:
     model: the model, which has the config of its run.
@@ -200,11 +200,10 @@ def _entries(
   for evaluation, split, _ in run_config.evaluations(config):
     if split == name:
       names.add(evaluation)
-  entries = [
-    entry
-    for entry in run_evaluators.config_entries(config)
-    if entry.evals is None or names.intersection(entry.evals)
-  ]
+  entries = []
+  for entry in run_evaluators.config_entries(config):
+    if entry.evals is None or names.intersection(entry.evals):
+      entries.append(entry)
   if real_labels is not None:
     entries.append(run_evaluators.real_labels(real_labels))
   entries = [*run_evaluators.task_entries(config), *entries]

@@ -74,7 +74,7 @@ def layers(task: Any) -> dict[str, str]:
   return {match[1]: match.string for match in matches}
 
 
-def _shapes(task: Any, compute: Compute) -> Any:
+def output_shapes(task: Any, compute: Compute) -> Any:
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
   return jax.eval_shape(compute, params, extra, batch)
@@ -86,7 +86,7 @@ def _sown(task: Any, capture: Any = False) -> dict[str, Any]:
   def compute(params: Any, extra: Any, batch: dict[str, Any]):
     return task.intermediates(params, extra, batch, capture)
 
-  return _shapes(task, compute)
+  return output_shapes(task, compute)
 
 
 def patches(task: Any) -> Compute:
@@ -144,7 +144,7 @@ class Extractor:
     self._pp = pp or task.config.pp
     names = (layer,) if isinstance(layer, str) else tuple(layer)
     self._layers = _of_layers(task, names)
-    shapes = _shapes(task, self._means)
+    shapes = output_shapes(task, self._means)
     self.widths = {name: x.shape[-1] for name, x in zip(names, shapes)}
     self.width = sum(self.widths.values())
 
@@ -171,10 +171,10 @@ class Extractor:
     """Splits features of all layers by layer."""
     ends = np.cumsum([*self.widths.values()])
     by_layer = np.split(features.values, ends[:-1], axis=-1)
-    return {
-      name: Features(values, features.labels)
-      for name, values in zip(self.widths, by_layer)
-    }
+    features_of = {}
+    for name, values in zip(self.widths, by_layer, strict=True):
+      features_of[name] = Features(values, features.labels)
+    return features_of
 
   def example(self, record: dict[str, Any], seed: Any) -> dict[str, Any]:
     """Returns `image` and `label` of a record; without augmentation."""

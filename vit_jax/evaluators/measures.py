@@ -51,9 +51,9 @@ def of_classes(
   from sklearn import metrics  # Late: an extra.
 
   support = labels.sum(axis=0)
-  tables: dict[str, np.ndarray] = {
-    name: np.full(len(support), np.nan) for name in OF_CLASSES
-  }
+  tables: dict[str, np.ndarray] = {}
+  for name in OF_CLASSES:
+    tables[name] = np.full(len(support), np.nan)
   for i in np.flatnonzero(support):
     precision, recall, f1, _ = metrics.precision_recall_fscore_support(
       labels[:, i], predicted[:, i], average='binary', zero_division=0
@@ -87,9 +87,10 @@ def reliability(
   The confidence is the probability of the predicted class.
   """
   confidence = probabilities.max(axis=1)
-  correct = np.take_along_axis(labels, probabilities.argmax(axis=1)[:, None], 1)[:, 0]
+  correct = labels[np.arange(len(labels)), probabilities.argmax(axis=1)]
   # Bins include their upper ends.
-  numbers = np.clip(np.ceil(confidence * num_bins) - 1, 0, num_bins - 1).astype(int)
+  numbers = np.ceil(confidence * num_bins).astype(int) - 1
+  numbers = numbers.clip(0, num_bins - 1)
   counts = np.bincount(numbers, minlength=num_bins)
   with np.errstate(invalid='ignore'):
     return Bins(

@@ -38,7 +38,7 @@ def probe(
   Args:
     model: the result of `predict.load` or `load_weights`.
     mesh: has the model's parameters on its devices; None: the mesh of the parameters.
-    shots: images per class of the few-shot probes; None: those of SHOTS that every class
+    shots: images per class of the few-shot probes; None: all in SHOTS that every class
       has, or none if all layers are probed.
     linear: whether to add a probe of all training images.
     knn: numbers of nearest training images that vote, such as KNN.

@@ -41,7 +41,7 @@ ALL = 'all'  # The name of all layers, see select.
 DRAWS = 5
 L2 = 1e-3
 _LINEAR_COPIES = 4  # Copies of features and logits that L-BFGS keeps.
-_KNN_COPIES = 2  # The features, and those of unit length.
+_KNN_COPIES = 2  # The features, and the same at unit length.
 
 
 class Probe:
@@ -83,14 +83,11 @@ class Probe:
     dataset, train, test = splits
 
     self.extractor = features.Extractor(task, mesh, layers, pp)
-    self.train, self.test = (
-      sources.open_split(
-        task.config, split, sources.LABELLED, dataset=dataset, workdir=workdir
-      ).evaluated
-      for split in (train, test)
-    )
+    options: dict[str, Any] = dict(dataset=dataset, workdir=workdir)
+    self.train = sources.open_split(task.config, train, **options).evaluated
+    self.test = sources.open_split(task.config, test, **options).evaluated
     self.class_names = self.train.class_names
-    self._numbers = _numbers(self.test.class_names, self.class_names)
+    self._numbers = class_numbers(self.test.class_names, self.class_names)
     self._chosen = []
     if shots or knn:
       labels = features.read_labels(task.config, mesh, self.train)
@@ -99,9 +96,9 @@ class Probe:
       self.shots = _fitting(self.shots, labels, self.class_names)
     if self.shots:
       most = max(self.shots)
-      self._chosen = [
-        choose(labels, self.class_names, most, seed, skip_empty) for seed in seeds
-      ]
+      for seed in seeds:
+        rows = choose(labels, self.class_names, most, seed, skip_empty)
+        self._chosen.append(rows)
 
   def extract(
     self,
@@ -145,17 +142,17 @@ class Probe:
       return np.reshape(results, (-1, len(self.shots), len(self._chosen))).tolist()
 
     by_layer = processes.from_first('solving the few-shot probes', solve)
-    return {
-      layer: dict(zip(self.shots, by_shots))
-      for layer, by_shots in zip(extracted.train, by_layer)
-    }
+    accuracies = {}
+    for layer, by_shots in zip(extracted.train, by_layer, strict=True):
+      accuracies[layer] = dict(zip(self.shots, by_shots))
+    return accuracies
 
   def linear(self, extracted: 'Extracted') -> dict[str, solvers.Result]:
     """Probes layers by logistic regression on all training images."""
-    return {
-      layer: solvers.tuned(train, extracted.test[layer])
-      for layer, train in extracted.train.items()
-    }
+    probes = {}
+    for layer, train in extracted.train.items():
+      probes[layer] = solvers.tuned(train, extracted.test[layer])
+    return probes
 
   def neighbours(
     self, extracted: 'Extracted', counts: Sequence[int]
@@ -182,7 +179,7 @@ class Probe:
 class Extracted(NamedTuple):
   """Features of images for probes, by layer.
 
-  Classes of test images are numbered like those of training images.
+  Classes have the same numbers in the test as in the training split.
   """
 
   rows: np.ndarray  # int64 [n], ascending: numbers of the training images.
@@ -190,7 +187,7 @@ class Extracted(NamedTuple):
   test: dict[str, features.Features]
 
 
-def _numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarray:
+def class_numbers(test_names: Sequence[str], train_names: Sequence[str]) -> np.ndarray:
   """Returns the numbers in training of the test split's classes, then -1."""
   if tuple(test_names) == tuple(train_names):
     return np.array([*range(len(train_names)), -1])
@@ -309,11 +306,10 @@ class LayerProbe(Probe):
     by_layer = {layer: draws[images] for layer, draws in by_shots.items()}
     console.log(table(by_layer))
     if self.workdir is not None:
-      names = 'accuracy', 'std'
-      rows = [
-        {'layer': layer, **dict(zip(names, metrics_lib.mean_std(draws)))}
-        for layer, draws in by_layer.items()
-      ]
+      rows = []
+      for layer, draws in by_layer.items():
+        mean, std = metrics_lib.mean_std(draws)
+        rows.append({'layer': layer, 'accuracy': mean, 'std': std})
       write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, by_layer)
     best, pixels = by_layer[best_layer(by_layer)], by_layer[features.PIXELS]
     return {'probe_best': float(np.mean(best)), 'probe_pixels': float(np.mean(pixels))}
@@ -392,10 +388,10 @@ def choose(
       'shots or a larger split (--shots, --train; config.fewshot.shots, '
       'config.fewshot.train; config.layer_probe)'
     )
-  chosen = [
-    order[begin + np.random.default_rng([seed, i]).permutation(count)[:shots]]
-    for i, (begin, count) in enumerate(zip(begins, counts))
-  ]
+  chosen = []
+  for i, (begin, count) in enumerate(zip(begins, counts)):
+    examples = np.random.default_rng([seed, i]).permutation(count)[:shots]
+    chosen.append(order[begin + examples])
   return np.stack(chosen)
 
 

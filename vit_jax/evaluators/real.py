@@ -51,7 +51,7 @@ class Real:
     self._labels = labels = []
     processes.attempt(
       'reading the ReaL labels',
-      lambda: labels.extend(_read(path, len(task.class_names))),
+      lambda: labels.extend(read_labels(path, len(task.class_names))),
     )
     whole = '+'.join(dict.fromkeys(slices.bases(split)))
     total = evaluation.open_split(whole, (FILE_NAME,)).evaluated.num_examples
@@ -136,7 +136,7 @@ def score(best: np.ndarray, labels: Sequence[Sequence[int]]) -> dict[str, float]
   return {'accuracy_real': accuracy, 'num_real': len(scores)}
 
 
-def _read(path: str, num_classes: int) -> list[list[int]]:
+def read_labels(path: str, num_classes: int) -> list[list[int]]:
   try:
     labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
     is_known = {*itertools.chain(*labels)} <= {*range(num_classes)}

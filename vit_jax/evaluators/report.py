@@ -140,7 +140,9 @@ class Report:
         'out the evaluator, or --calibrate'
       )
     share = metrics_lib.SHARE
-    names = [f'{kind}_{name}' for name in _SHARES for kind in _MEANS]
+    names = []
+    for name in _SHARES:
+      names += [f'{kind}_{name}' for kind in _MEANS]
     metrics = dict.fromkeys([*names, 'auroc', 'average_precision'], share)
     if config.loss != 'sigmoid':
       metrics['balanced_accuracy'] = metrics.pop('macro_recall')
@@ -168,7 +170,7 @@ class Report:
     self._evaluation = evaluation
     self._bins = bins
     self._classes = classes
-    self.outputs: Outputs | None = None  # Of the last run.
+    self.outputs: Outputs | None = None  # Results of the last run.
     self.scores: Scores | None = None
 
   def run(
@@ -200,9 +202,9 @@ class Report:
       files.write(path / 'report.json', _json(self.scores, names, facts))
       files.write(path / 'report.csv', report_files.csv_text(_rows(self.scores, names)))
       if self.scores.confusion is not None:
-        rows = [
-          [name, *row] for name, row in zip(names, self.scores.confusion.tolist())
-        ]
+        rows = []
+        for name, row in zip(names, self.scores.confusion.tolist(), strict=True):
+          rows.append([name, *row])
         header = ['true class', *names]
         files.write(path / 'confusion.csv', report_files.csv_text([header, *rows]))
         _draw(self.scores, names, self._evaluation.split, path)
@@ -242,9 +244,10 @@ def _rows(scores: Scores, names: Sequence[str]) -> list[list[Any]]:
   columns = [*_TITLES, 'support']
   rows: list[list[Any]] = [['class', *columns]]
   for i, class_name in enumerate(names):
-    rows.append(
-      [class_name, *(report_files.defined(scores.classes[x][i]) for x in columns)]
-    )
+    row: list[Any] = [class_name]
+    for column in columns:
+      row.append(report_files.defined(scores.classes[column][i]))
+    rows.append(row)
   return rows
 
 
@@ -267,11 +270,10 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
   cells = [header, *(_cells(row) for row in rows + _means(scores))]
   lines = report_files.markdown(cells)
   units = {'ece': metrics_lib.SHARE, 'balanced_accuracy': metrics_lib.SHARE}
-  others = {
-    name: scores.overall[name]
-    for name in ('balanced_accuracy', 'kappa', 'ece', 'log_loss')
-    if name in scores.overall
-  }
+  others = {}
+  for name in ('balanced_accuracy', 'kappa', 'ece', 'log_loss'):
+    if name in scores.overall:
+      others[name] = scores.overall[name]
   if others:
     lines += ['', metrics_lib.format_metrics(others, units)]
   if missing:
@@ -303,13 +305,14 @@ def _json(scores: Scores, names: Sequence[str], facts: Mapping[str, Any]) -> str
     'overall': {
       name: report_files.defined(value) for name, value in scores.overall.items()
     },
-    'classes': {row[0]: dict(zip(header[1:], row[1:])) for row in rows},
+    'classes': {},
   }
+  for class_name, *values in rows:
+    content['classes'][class_name] = dict(zip(header[1:], values))
   if scores.bins is not None:
-    content['reliability'] = {
-      name: list(map(report_files.defined, values))
-      for name, values in scores.bins._asdict().items()
-    }
+    content['reliability'] = {}
+    for name, values in scores.bins._asdict().items():
+      content['reliability'][name] = list(map(report_files.defined, values))
   return json.dumps(content, indent=1, ensure_ascii=False) + '\n'
 
 

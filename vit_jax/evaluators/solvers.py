@@ -20,9 +20,9 @@ L2 = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HELD_OUT = 0.2  # Fraction of the training images that choose the factor.
 _EPS = 1e-5  # Added to standard deviations by the published few-shot protocol.
 _SMALL = 1_000_000  # Numbers up to which one thread is as fast as several.
-_ROWS = 8192  # Images that `Linear` classifies at a time.
-TEMPERATURE = 0.07  # Of the votes of nearest neighbours.
-_SIMILARITIES = 2**26  # Similarities that `neighbours` computes at a time.
+BLOCK_ROWS = 8192  # Images that `Linear` classifies at a time.
+TEMPERATURE = 0.07  # Divides the similarities of nearest neighbours.
+MAX_SIMILARITIES = 2**26  # Similarities that `neighbours` computes at a time.
 
 
 class Linear(NamedTuple):
@@ -33,7 +33,7 @@ class Linear(NamedTuple):
 
   def predict(self, x: np.ndarray) -> np.ndarray:
     """Returns the classes, int64 [n], of features [n, D]."""
-    blocks = np.array_split(x, len(x) // _ROWS + 1)
+    blocks = np.array_split(x, len(x) // BLOCK_ROWS + 1)
     return np.concatenate(
       [(x @ self.kernel + self.bias).argmax(axis=-1) for x in blocks]
     )
@@ -125,7 +125,7 @@ def neighbours(
   of "Unsupervised Feature Learning via Non-Parametric Instance Discrimination" (arXiv
   1805.01978, section 3.4). Training images without a class do not vote. The first
   local device computes, and keeps the training features [n, D] and at most
-  _SIMILARITIES cosines, or one row of them.
+  MAX_SIMILARITIES cosines, or one row of them.
   """
   train = train.take(train.labelled())
   keys, labels = _normalised(train.values), train.labels
@@ -140,7 +140,7 @@ def neighbours(
     return [votes[:, :k].sum(axis=1).argmax(axis=-1) for k in counts]
 
   numbers_per_query = max(len(keys), max(counts) * num_classes)
-  size = max(1, min(len(queries), _SIMILARITIES // numbers_per_query))
+  size = max(1, min(len(queries), MAX_SIMILARITIES // numbers_per_query))
   vote = functools.partial(vote, jnp.asarray(keys), jnp.asarray(labels))
   return [x.astype(np.int64) for x in engine.by_parts(vote, queries, size)]
 

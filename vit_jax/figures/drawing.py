@@ -177,14 +177,15 @@ def show_tiles(
   times = -(-_TILE // min(pictures.shape[2:4]))
   pictures = pictures.repeat(times, axis=2).repeat(times, axis=3)
   height, width = pictures.shape[2:4]
-  gap = max(1, round(gap * min(height, width)))
-  padding = [(0, 0), (0, 0), (0, gap), (0, gap), (0, 0)][: pictures.ndim]
+  space = max(1, round(gap * min(height, width)))
+  padding = [(0, 0)] * pictures.ndim
+  padding[2] = padding[3] = (0, space)
   padded = np.pad(pictures, padding, constant_values=fill)
   down, across = padded.shape[2:4]
   sheet = padded.swapaxes(1, 2).reshape(
     len(rows) * down, len(columns) * across, *pictures.shape[4:]
   )
-  image = axes.imshow(sheet[:-gap, :-gap], **kwargs)
+  image = axes.imshow(sheet[:-space, :-space], **kwargs)
   axes.set_xticks(np.arange(len(columns)) * across + (width - 1) / 2, columns)
   axes.set_yticks(np.arange(len(rows)) * down + (height - 1) / 2, rows)
   axes.tick_params(length=0, top=False, labeltop=True, bottom=False, labelbottom=False)
@@ -268,9 +269,8 @@ def position_similarity(similarity: np.ndarray) -> Any:
   """Draws position similarities [h, w, h, w] (figure 7, centre), of every n-th patch."""
   height, width = similarity.shape[:2]
   step = -(-max(height, width) // _MOST_MAPS)
-  rows, columns = (
-    np.arange(side)[(side - 1) % step // 2 :: step] for side in (height, width)
-  )
+  rows = np.arange((height - 1) % step // 2, height, step)
+  columns = np.arange((width - 1) % step // 2, width, step)
   every = f', a map for every {step} x {step} of them' if step > 1 else ''
   ratio = height / width
   cell = min(9.8 / len(columns), 6.2 / (len(rows) * ratio))
@@ -317,13 +317,14 @@ def attention_maps(
   names = ['image', *(str(1 + layer) for layer in shown_layers)]
   pictures = _over(images, maps[shown_layers])  # [1 + layers, B, H, W, 3]
   ratio = images.shape[1] / images.shape[2]
-  if _cell(len(names), len(labels), ratio) > _cell(len(labels), len(names), ratio):
+  across = _cell(len(names), len(labels), ratio)
+  down = _cell(len(labels), len(names), ratio)
+  if across > down:
     pictures = pictures.swapaxes(0, 1)
     return _over_pictures(heading, pictures, names, labels, 'layer', title)
   return _over_pictures(heading, pictures, labels, names, title, 'layer')
 
 
-@styled
 def rollout(
   images: np.ndarray, maps: np.ndarray, labels: Sequence[str], title: str
 ) -> Any:
@@ -331,45 +332,26 @@ def rollout(
 
   For the arguments see `attention_maps`; maps are [B, h, w].
   """
-  pictures = _over(images, maps[None])
-  names = ['image', 'rollout']
-  return _over_pictures('Attention rollout', pictures, labels, names, title, '')
+  return named_maps('Attention rollout', ['rollout'], images, maps[None], labels, title)
 
 
 @styled
-def register_attention(
+def named_maps(
+  heading: str,
   names: Sequence[str],
   images: np.ndarray,
   maps: np.ndarray,
   labels: Sequence[str],
   title: str,
+  bar: str = 'relative attention',
 ) -> Any:
-  """Draws images, and below them the attention of named tokens in the last layer.
+  """Draws images, and below them a row of maps for each name.
 
-  For the other arguments see `attention_maps`; maps are [len(names), B, h, w].
+  For the other arguments see `attention_maps`; maps are [len(names), B, h, w], and
+  `bar` is the label of the colour bar.
   """
   pictures = _over(images, maps)
-  rows = ['image', *names]
-  heading = 'Attention in the last layer, mean over the heads'
-  return _over_pictures(heading, pictures, labels, rows, title, '')
-
-
-@styled
-def explanations(
-  names: Sequence[str],
-  images: np.ndarray,
-  maps: np.ndarray,
-  labels: Sequence[str],
-  title: str,
-) -> Any:
-  """Draws images, and below them the explanations of named methods.
-
-  For the other arguments see `attention_maps`; maps are [len(names), B, h, w].
-  """
-  pictures = _over(images, maps)
-  rows = ['image', *names]
-  bar = 'relevance'
-  return _over_pictures('Explanations', pictures, labels, rows, title, bar=bar)
+  return _over_pictures(heading, pictures, labels, ['image', *names], title, bar=bar)
 
 
 @styled
@@ -416,10 +398,9 @@ def patch_components(
   internals.patch_colours.
   """
   pixels = as_pixels(images)
-  rows, columns = (
-    np.arange(size) * cells // size
-    for size, cells in zip(pixels.shape[1:3], colours.shape[1:3])
-  )
+  height, width = pixels.shape[1:3]
+  rows = np.arange(height) * colours.shape[1] // height
+  columns = np.arange(width) * colours.shape[2] // width
   explained = ' + '.join(f'{100 * share:.0f}' for share in shares)
   return _over_pictures(
     'Principal components of patches',

@@ -14,7 +14,7 @@ The methods:
   grad_cam          tokens, weighted by the mean gradient of each channel (arXiv
                     1610.02391), at the first norm of the last layer
 
-Gradients are those of the class's logit.
+All gradients are of the class's logit.
 
              class token   mean   attention pooling   axial   Mixer   BiT
   grad_cam   yes           yes    yes                 yes     yes     yes
@@ -123,11 +123,6 @@ def _is_foreign(model: Any) -> bool:
 def _checked_classes(classes: Any, count: int, num_classes: int) -> jax.Array:
   """Returns the class of each image, int [B]; ValueError if they do not fit."""
   classes = jnp.asarray(classes)
-  if classes.shape not in ((), (count,)) or classes.dtype.kind not in 'iu':
-    raise ValueError(
-      f'classes={classes.dtype}{list(classes.shape)} must be an integer, or one for '
-      f'each of {count} images'
-    )
   if not isinstance(classes, jax.core.Tracer):
     low, high = int(classes.min()), int(classes.max())
     if low < 0 or high >= num_classes:
@@ -211,11 +206,14 @@ def _legrad(
 
   tiled = jnp.tile(classes, len(layers))
   weights, gradients = _attention_gradients(model, params, images, tiled, intercept)
-  # Weights that a mask sets to 0 are no choice of the model.
-  positive = [jnp.where(w > 0, nn.relu(g), 0) for w, g in zip(weights, gradients)]
+  # Weights that a mask sets to 0 do not count.
+  positive = []
+  for layer_weights, gradient in zip(weights, gradients):
+    positive.append(jnp.where(layer_weights > 0, nn.relu(gradient), 0))
   grid = internals.patch_grid(model, params, images)
   if pools:
-    relevance = positive[-1].reshape(len(layers), len(images), *positive[-1].shape[1:])
+    pooling = positive[-1]  # [L * B, K, 1, N]
+    relevance = pooling.reshape(len(layers), len(images), *pooling.shape[1:])
   else:
     relevance = jnp.stack(positive)  # [L, B, K, N, N]
   relevance = relevance.mean(axis=(0, 2, 3))  # [B, N]
@@ -249,12 +247,6 @@ def _attention_gradients(
   gradients = flax.traverse_util.flatten_dict(gradients, sep='/')
   sown = flax.traverse_util.flatten_dict(sown, sep='/')
   paths = sorted(gradients, key=internals.path_key)
-  if not paths:
-    raise ValueError(
-      f'encoder={getattr(model.encoder, "__name__", model.encoder)} has no attention '
-      'weights to differentiate: use at least one layer with '
-      'vit_jax.layers.attention.MultiHeadDotProductAttention (config.model.transformer)'
-    )
   return [sown[path][0] for path in paths], [gradients[path] for path in paths]
 
 
@@ -305,13 +297,16 @@ def _grad_cam(
   zeros = jnp.zeros(spec.shape, spec.dtype)
   gradients, tokens = jax.grad(score, has_aux=True)(zeros)
   grid = _token_grid(model, params, images, tokens.shape)
-  count = grid[0] * grid[1]
-  tokens, gradients = (
-    x.reshape(len(x), -1, x.shape[-1])[:, -count:].astype(jnp.float32)
-    for x in (tokens, gradients)
-  )  # [B, h*w, D]
+  tokens = _patches(tokens, grid)
+  gradients = _patches(gradients, grid)
   channels = gradients.mean(axis=1, keepdims=True)
   return nn.relu((tokens * channels).sum(axis=-1)).reshape(-1, *grid)
+
+
+def _patches(x: jax.Array, grid: tuple[int, int]) -> jax.Array:
+  """Returns the values of patches, float32 [B, h*w, D]."""
+  flat = x.reshape(len(x), -1, x.shape[-1])
+  return flat[:, -grid[0] * grid[1] :].astype(jnp.float32)
 
 
 def _cam_path(model: Any) -> Path:

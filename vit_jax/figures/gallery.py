@@ -173,7 +173,8 @@ def _register_attention(subject: results.Subject) -> list:
     names.append('distillation token')
   for i in range(model.registers):
     names.append(f'register {1 + i}')
-  draw = functools.partial(drawing.register_attention, names)
+  heading = 'Attention in the last layer, mean over the heads'
+  draw = functools.partial(drawing.named_maps, heading, names)
   return _with_maps(draw, subject.seen.tokens, subject)
 
 
@@ -201,9 +202,16 @@ def _explanations(subject: results.Subject) -> list:
   images, labels = subject.pictures, subject.predictions
   figures = []
   for page in pages(subject):
-    figures.append(
-      drawing.explanations(names, images[page], maps[:, page], labels[page], title)
+    figure = drawing.named_maps(
+      'Explanations',
+      names,
+      images[page],
+      maps[:, page],
+      labels[page],
+      title,
+      bar='relevance',
     )
+    figures.append(figure)
   return figures
 
 
@@ -211,15 +219,14 @@ def _class_explanations(subject: results.Subject) -> list:
   shares = subject.model.task.probabilities(subject.outputs)  # [B, classes]
   ranks = np.argsort(-shares, axis=-1, kind='stable')[:, :_RANKS]  # [B, n]
   method = next(m for m in subject.methods if m != 'rollout')
+  names = subject.model.class_names
   maps, texts = [], []
   for classes in ranks.T:
     maps.append(subject.relevance(method, classes))
-    texts.append(
-      [
-        f'{subject.model.class_names[i]} {100 * row[i]:.0f} %'
-        for i, row in zip(classes, shares)
-      ]
-    )
+    row = []
+    for image_shares, number in zip(shares, classes, strict=True):
+      row.append(f'{names[number]} {100 * image_shares[number]:.0f} %')
+    texts.append(row)
   images, stacked = subject.pictures, np.stack(maps)
   name = explanations.METHODS[method]
   figures = []
@@ -324,8 +331,8 @@ FIGURES = (
     'position_similarity',
     'Similarity of position embeddings',
     'The map at row i and column j compares the position embedding of the patch '
-    'at row i and column j with those of all patches. Trained embeddings are most '
-    'similar near the patch and along its row and column.',
+    'at row i and column j with the embeddings of all patches. Trained embeddings are '
+    'most similar near the patch and along its row and column.',
     'arXiv 2010.11929, section 4.5 and appendix D.4, figures 7 (centre) and 10',
     _needs_posemb,
     _position_similarity,

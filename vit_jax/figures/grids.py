@@ -68,28 +68,25 @@ def grid(
   method = Image.Resampling.BOX if shrinks else Image.Resampling.NEAREST
   images = _resized(images, height, width, method)
   letters = width // _LETTER
-  texts = [
-    drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n')
-    for caption in captions
-  ]
+  texts = []
+  for caption in captions:
+    texts.append(drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n'))
   lines = max(map(len, texts), default=0)
   top = _TITLE if titles else _GAP
   across, down = width + _GAP, height + _GAP + lines * _LINE
   size = (-(-len(images) // columns) * down + top, columns * across + _GAP, 3)
   canvas = np.full(size, 255, np.uint8)
-  written = [
-    (_GAP + i * across, top - 6, title[:letters], 'black')
-    for i, title in enumerate(titles)
-  ]
+  written = []
+  for i, title in enumerate(titles):
+    written.append((_GAP + i * across, top - 6, title[:letters], 'black'))
   for i, image in enumerate(images):
     row, column = divmod(i, columns)
     x, y = _GAP + column * across, top + row * down
     canvas[y : y + height, x : x + width] = image
     if captions:
-      written += [
-        (x, y + height + number * _LINE - 2, line, captions[i].color)
-        for number, line in enumerate(texts[i], 1)
-      ]
+      for number, line in enumerate(texts[i], 1):
+        baseline = y + height + number * _LINE - 2
+        written.append((x, baseline, line, captions[i].color))
   return drawing.write(canvas, written, _FONT_SIZE) if written else canvas
 
 

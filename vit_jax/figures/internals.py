@@ -59,7 +59,7 @@ def make_attention(
 
 
 def split_pooling(model: Any, weights: list[Any]) -> tuple[list[Any], Any]:
-  """Returns the weights of the layers, and those of attention pooling or None."""
+  """Returns the weights of the layers, and of attention pooling or None."""
   return (weights[:-1], weights[-1]) if has_pooling(model) else (weights, None)
 
 
@@ -120,7 +120,7 @@ def embedding_grid(model: Any, params: Any, images: Any) -> tuple[int, int]:
 def forward(model: Any, params: Any, images: Any) -> tuple[list[jax.Array], jax.Array]:
   """Computes `attention` without the grid, for `jax.jit`.
 
-  Returns the weights of all layers, then those of attention pooling [B, K, 1, n] if the
+  Returns the weights of all layers and then of attention pooling, [B, K, 1, n], if the
   model has it, and the outputs.
   """
 
@@ -167,15 +167,16 @@ def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarr
   in pixels; returns pixels, float32 [L, K].
   """
   rows, columns = np.indices(attention.grid).reshape(2, -1)  # [h*w]
-  lengths = np.hypot(
-    (rows[:, None] - rows) * patch[0], (columns[:, None] - columns) * patch[1]
-  ).astype(np.float32)  # [h*w, h*w]
+  down = (rows[:, None] - rows) * patch[0]
+  across = (columns[:, None] - columns) * patch[1]
+  lengths = np.hypot(down, across).astype(np.float32)  # [h*w, h*w]
   means = []
   for weights in attention.weights:
     patches = weights[..., -len(lengths) :, -len(lengths) :]
     weighted = (patches * lengths).sum(axis=-1)  # [B, K, h*w]
     totals = patches.sum(axis=-1)
-    means.append((weighted / (totals + (totals == 0))).mean(axis=(0, 2)))  # [K]
+    distances = weighted / np.where(totals == 0, 1, totals)
+    means.append(distances.mean(axis=(0, 2)))  # [K]
   return np.stack(means)
 
 
@@ -290,11 +291,6 @@ def position_similarity(embeddings: Any, grid: tuple[int, int]) -> np.ndarray:
   count = grid[0] * grid[1]
   table = np.asarray(embeddings, np.float64)
   table = table.reshape(-1, table.shape[-1])
-  if len(table) < count:
-    raise ValueError(
-      f'grid={tuple(grid)} has {count} patches, but there are {len(table)} '
-      'position embeddings: pass the grid of these embeddings'
-    )
   table = table[-count:]  # [h*w, D]
   norms = np.linalg.norm(table, axis=1, keepdims=True)
   table = table / np.maximum(norms, np.finfo(np.float64).tiny)

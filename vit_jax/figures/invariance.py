@@ -61,9 +61,9 @@ def compare(images: np.ndarray, patch: int = 16, seed: int = 0) -> Comparison:
   shifted = [np.roll(images, count, axis=2) for count in pixels]
   rng = np.random.RandomState(seed)
   count = (images.shape[1] // patch) * (images.shape[2] // patch)
-  shuffled = [
-    shuffle_patches(images, patch, rng.permutation(count)) for _ in range(_ORDERS)
-  ]
+  shuffled = []
+  for _ in range(_ORDERS):
+    shuffled.append(shuffle_patches(images, patch, rng.permutation(count)))
   changes = []
   for model in standard.values():
     params = _random_parameters(model, images, seed)

@@ -18,6 +18,7 @@ from vit_jax.data import records
 from vit_jax.data.images import false_colours
 from vit_jax.distributed import sharding
 from vit_jax.figures import grids, internals
+from vit_jax.inference import engine
 from vit_jax.learning import state as state_lib
 
 
@@ -69,7 +70,7 @@ class Pictures:
     if jax.process_index():
       return {}
     real = results[0]['mask'] > 0
-    batch, outputs, weights = jax.tree.map(lambda x: x[real], results)
+    batch, outputs, weights = engine.take(results, real)
 
     def draw() -> dict[str, np.ndarray]:
       images = self._task.draw_evaluation(batch, outputs)
@@ -84,7 +85,7 @@ class Pictures:
   def _augment(self, batch: dict[str, Any], step: jax.Array) -> dict[str, Any]:
     rng = state_lib.step_key(self._task.config.seed, step)
     batch = state_lib.augment(self._task, batch, rng)
-    return jax.tree.map(lambda x: x[: self._count], batch)
+    return engine.take(batch, slice(self._count))
 
   def _compute(
     self, params: Any, extra: Any, batch: dict[str, Any]
@@ -96,7 +97,7 @@ class Pictures:
       weights, _ = internals.forward(task.model, params, batch['image'])
       # The maps show the mean over heads; all heads would take much memory.
       weights = [w.mean(axis=1, keepdims=True) for w in weights]
-    return jax.tree.map(lambda x: x[: self._count], (batch, outputs, weights))
+    return engine.take((batch, outputs, weights), slice(self._count))
 
   def _first_images(self) -> dict[str, Any]:
     """Returns a batch of at least `log_images` rows that the devices divide."""

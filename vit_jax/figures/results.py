@@ -161,8 +161,11 @@ def most_confused(confusion: np.ndarray, count: int) -> list[tuple[int, int, int
   wrong = np.array(confusion)
   np.fill_diagonal(wrong, 0)
   order = np.argsort(-wrong, axis=None, kind='stable')[:count]
-  pairs = zip(*np.unravel_index(order, wrong.shape))
-  return [(int(i), int(j), int(wrong[i, j])) for i, j in pairs if wrong[i, j]]
+  pairs = []
+  for true, predicted in zip(*np.unravel_index(order, wrong.shape)):
+    if wrong[true, predicted]:
+      pairs.append((int(true), int(predicted), int(wrong[true, predicted])))
+  return pairs
 
 
 class Seen(NamedTuple):
@@ -213,10 +216,9 @@ class Subject:
     self._labels = None
     if images:
       self.batch = model.inputs(images)
-      self.names = [
-        str(image).rpartition('/')[2] if isinstance(image, str) else f'{i + 1}'
-        for i, image in enumerate(images)
-      ]
+      for number, image in enumerate(images, 1):
+        is_path = isinstance(image, str)
+        self.names.append(image.rpartition('/')[2] if is_path else f'{number}')
     elif source is not None:
       numbers = np.arange(min(count, source.evaluated.num_examples))
       self.batch = _examples(model, source, numbers)
@@ -307,10 +309,9 @@ class Subject:
 
 def _methods(model: Any, methods: Sequence[str] | None) -> dict[str, str | None]:
   """Returns {method of explanations: what the model lacks for it, or None}."""
-  reasons = {
-    method: explanations.lacks(model, method)
-    for method in methods or explanations.METHODS
-  }
+  reasons = {}
+  for method in methods or explanations.METHODS:
+    reasons[method] = explanations.lacks(model, method)
   if methods:
     return reasons
   possible = [method for method, reason in reasons.items() if reason is None]

@@ -89,7 +89,8 @@ def _limits(values: Collection[Values]) -> tuple[float | None, float | None]:
   margin = max(high - low, abs(high) * 0.01)
   if low > 0 and low > 0.7 * high:
     return low - margin, high + 0.5 * margin
-  return min(0.0, 1.1 * low), max(0.0, high + 0.1 * (high - min(0.0, low)))
+  lowest = min(0.0, low)
+  return min(0.0, 1.1 * low), max(0.0, high + 0.1 * (high - lowest))
 
 
 def _new(

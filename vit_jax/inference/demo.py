@@ -43,7 +43,7 @@ _SIDE = 1024  # Longest side of a picture on the page, in pixels.
 # Texts of a PNG. Each can take 8 kB and decompress to 8 MB, which the decoder reads.
 _MOST_TEXTS = 20
 _SMALL = 64  # Smaller images are shown without smoothing.
-_LIFETIME = 600  # Seconds until an upload is deleted.
+LIFETIME = 600  # Seconds until an upload is deleted.
 _VISITORS = 16  # Sessions in memory, and length of the queue.
 _ALL = '0.0.0.0'  # All addresses of this machine.
 _FOLDER = 'GRADIO_TEMP_DIR'  # Names Gradio's folder of uploads.
@@ -177,7 +177,7 @@ def _sweeping(folder: str, kept_paths: Sequence[str]) -> Iterator[None]:
   done = threading.Event()
 
   def sweep() -> None:
-    while not done.wait(_LIFETIME / 10):
+    while not done.wait(LIFETIME / 10):
       _delete_old(folder, kept_paths)
 
   thread = threading.Thread(target=sweep, daemon=True)
@@ -190,14 +190,14 @@ def _sweeping(folder: str, kept_paths: Sequence[str]) -> Iterator[None]:
 
 
 def _delete_old(folder: str, kept_paths: Sequence[str]) -> None:
-  """Deletes the files that are older than `_LIFETIME`, except some."""
+  """Deletes the files that are older than `LIFETIME`, except some."""
   for parent, _, names in os.walk(folder):
     for name in names:
       path = os.path.join(parent, name)
       if path in kept_paths:
         continue
       with contextlib.suppress(OSError):
-        if time.time() - os.lstat(path).st_mtime > _LIFETIME:
+        if time.time() - os.lstat(path).st_mtime > LIFETIME:
           os.remove(path)
 
 
@@ -229,7 +229,7 @@ def _make_page(
         gr.Warning('The photo was deleted: upload it again')
         return cleared
       try:
-        photo = _read(path, config)
+        photo = read_photo(path, config)
         pictures = {false_colour: photo.pixels} if has_channels else {}
         return {**cleared, **pictures, **show(photo, *values)}
       except (
@@ -256,7 +256,7 @@ def _make_page(
         concurrency_id='photo',
       )
   with console.status('Compiling the model'):
-    show(_read(examples[0], config), *(x.value for x in inputs))
+    show(read_photo(examples[0], config), *(x.value for x in inputs))
   return page
 
 
@@ -282,12 +282,13 @@ def _file_upload() -> Any:
   return gr.File(label='Image', file_types=endings)
 
 
-def _read(path: str, config: ml_collections.ConfigDict) -> Photo:
+def read_photo(path: str, config: ml_collections.ConfigDict) -> Photo:
+  """Reads an image as the page shows it; `config` is that of the model."""
   pp = config.pp
 
   def decode(encoded: bytes) -> np.ndarray:
     if pp.range is None:
-      return _decode_for_page(encoded).numpy()
+      return decode_for_page(encoded).numpy()
     _check_texts(encoded)
     scaled = scaling.decode(encoded, pp).numpy()
     shown = false_colours.of_scaled(scaled, pp)
@@ -307,7 +308,7 @@ def _release_memory() -> None:
     trim(0)
 
 
-def _decode_for_page(encoded: bytes) -> Any:
+def decode_for_page(encoded: bytes) -> Any:
   """Decodes an image; a JPEG with fewer pixels if it is larger than `_SIDE`."""
   _check_texts(encoded)
   short, long = sorted(images_lib.shape_of(encoded).numpy().tolist())

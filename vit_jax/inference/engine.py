@@ -149,7 +149,7 @@ def rows(results: Any) -> Iterator[tuple[int, Any]]:
   `results` is a dict of arrays [B, ...], including `index` and `mask`.
   """
   for i in np.flatnonzero(results['mask']):
-    yield int(results['index'][i]), jax.tree.map(lambda x, i=i: x[i], results)
+    yield int(results['index'][i]), take(results, i)
 
 
 def split(
@@ -218,6 +218,11 @@ def limited(
   return config
 
 
+def take(tree: Any, rows: Any) -> Any:
+  """Returns rows of each array of a tree, by number, mask or slice."""
+  return jax.tree.map(lambda x: x[rows], tree)
+
+
 def by_parts(compute: Callable[[Any], Any], batch: Any, size: int) -> Any:
   """Computes a function of a batch `size` rows at a time, to save memory.
 
@@ -234,7 +239,7 @@ def by_parts(compute: Callable[[Any], Any], batch: Any, size: int) -> Any:
   for start in range(0, count, size):
     # The last part is padded, so that only one shape is compiled.
     rows = np.arange(start, start + size).clip(max=count - 1)
-    part = compute(jax.tree.map(lambda x, rows=rows: x[rows], batch))
+    part = jax.device_get(compute(take(batch, rows)))
     num_real = min(size, count - start)
-    results.append(jax.tree.map(lambda x, n=num_real: np.asarray(x)[:n], part))
+    results.append(take(part, slice(num_real)))
   return jax.tree.map(lambda *x: np.concatenate(x), *results)

@@ -46,7 +46,7 @@ TOLERANCES = {'float32': 1e-4, 'float16': 1e-2, 'bfloat16': 5e-2, 'int8': 1e-1}
 FREE = 'free'
 _IMAGES = 5  # Compared as a batch, and the first one by itself.
 _DATA = 'model.onnx.data'  # Weights of a large ONNX model.
-_LARGEST = 2**31 - 2**20  # Bytes of weights in a StableHLO file.
+MAX_STABLEHLO = 2**31 - 2**20  # Bytes of weights in a StableHLO file.
 
 # A loaded export: inputs by name -> outputs by name.
 Run = Callable[[Mapping[str, np.ndarray]], dict[str, np.ndarray]]
@@ -112,7 +112,7 @@ def export(
   served = _in_float32(model) if to == 'onnx' else model
   with _cpu():
     program = make_program(served, features, dtype, uint8, image_size == FREE)
-  if to == 'stablehlo' and program.size > _LARGEST:
+  if to == 'stablehlo' and program.size > MAX_STABLEHLO:
     raise ValueError(
       f'the parameters take {console.size(program.size)}, more than the 2 GiB of a '
       'StableHLO file: pass --dtype=bfloat16 or --to=saved_model'
@@ -359,10 +359,9 @@ def _write_saved_model(program: Program, folder: epath.Path) -> None:
     )
     return exported.out_tree.unflatten(results)
 
-  signature = {
-    name: tf.TensorSpec(static(x.shape), x.dtype, name)
-    for name, x in program.inputs.items()
-  }
+  signature = {}
+  for name, x in program.inputs.items():
+    signature[name] = tf.TensorSpec(static(x.shape), x.dtype, name)
   # As an attribute of the module it would be traced twice.
   serve = tf.function(serve, autograph=False).get_concrete_function(**signature)
   try:
@@ -390,7 +389,7 @@ def _write_onnx(program: Program, folder: epath.Path) -> None:
 
   model = onnx_graph.make_model(program.run, program.weights, program.inputs)
   path = folder / 'model.onnx'
-  if program.size <= _LARGEST // 2:
+  if program.size <= MAX_STABLEHLO // 2:
     path.write_bytes(model.SerializeToString())
   else:  # Protobuf files are limited to 2 GiB.
     onnx.save_model(model, os.fspath(path), save_as_external_data=True, location=_DATA)
@@ -517,11 +516,11 @@ def _facts(
 
 def _checksums(folder: epath.Path) -> dict[str, str]:
   """Returns the SHA-256 of all files in a folder, by relative path."""
-  return {
-    path.relative_to(folder).as_posix(): serving.sha256(path)
-    for path in sorted(pathlib.Path(folder).rglob('*'))
-    if path.is_file()
-  }
+  hashes = {}
+  for path in sorted(pathlib.Path(folder).rglob('*')):
+    if path.is_file():
+      hashes[path.relative_to(folder).as_posix()] = serving.sha256(path)
+  return hashes
 
 
 def _similarity(params: Mapping[str, Any]) -> dict:

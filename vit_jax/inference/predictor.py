@@ -328,7 +328,7 @@ class Predictor:
     """Returns a prediction per image; by default the outputs."""
     self._refuse(options)
     outputs = self.outputs(images)
-    return [jax.tree.map(lambda x, i=i: x[i], outputs) for i in range(len(images))]
+    return [engine.take(outputs, i) for i in range(len(images))]
 
   def report(
     self,
@@ -346,9 +346,8 @@ class Predictor:
 
     Predictors of tasks with FLAGS take these as further keyword arguments.
     """
-    return [
-      f'{image}\n  {result}' for image, result in zip(images, self.predict(images))
-    ]
+    results = self.predict(images)
+    return [f'{image}\n  {result}' for image, result in zip(images, results)]
 
   def page(self) -> tuple[Callable[..., dict], list, list]:
     """Adds the task's components to a demo page, inside a gradio.Blocks.

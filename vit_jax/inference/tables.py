@@ -37,10 +37,10 @@ from vit_jax.run import lock, stopping
 ENDINGS = ('.parquet', '.csv', '.jsonl', '/')
 # Images per block: fewest and most, for about 250 blocks.
 _FEWEST, _MOST, _BLOCKS = 256, 4096, 250
-_PART = 2**26  # Most bytes of features per block, unless one image has more.
+BLOCK_BYTES = 2**26  # Most bytes of features per block, unless one image has more.
 # Fewest rows and most bytes of a row group of a joined Parquet file, which is read or
 # skipped as a whole. Joining takes about twice as much memory.
-_GROUP_ROWS, _GROUP_BYTES = 100_000, 2**29
+GROUP_ROWS, GROUP_BYTES = 100_000, 2**29
 _READ = 2**24  # Bytes read at a time.
 # Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)
@@ -118,7 +118,7 @@ class Block(records.Subset):
 
 
 def is_table(out: str | os.PathLike | None) -> bool:
-  """Returns whether a path of --out is that of a table: a folder ends with '/'."""
+  """Returns whether a path (--out) is for a table; a folder ends with '/'."""
   return os.fspath(out or '').endswith(ENDINGS)
 
 
@@ -299,7 +299,7 @@ def _blocks(count: int, column_types: Mapping[str, Any]) -> list[range]:
     if isinstance(column_type, tuple):
       row_bytes += 4 * int(np.prod(column_type[1]))  # float32
   size = min(max(_FEWEST, -(-count // _BLOCKS)), _MOST)
-  size = min(size, max(1, _PART // max(1, row_bytes)))
+  size = min(size, max(1, BLOCK_BYTES // max(1, row_bytes)))
   return [range(i, min(i + size, count)) for i in range(0, count, size)]
 
 
@@ -531,8 +531,10 @@ class _Table:
   def num_missing(self) -> int:
     """Returns how many blocks have no part, valid or not."""
     names = {path.name for path in self.folder.iterdir()}
-    required = [path.name for block in self.blocks for path in self._paths(block)[1:]]
-    return len(set(required) - names)
+    required: set[str] = set()
+    for block in self.blocks:
+      required.update(path.name for path in self._paths(block)[1:])
+    return len(required - names)
 
   def _parts(self) -> Iterator[Any]:
     """Yields the parts as pyarrow.Tables."""
@@ -601,7 +603,7 @@ class _Checksummed(io.RawIOBase):
 def encode(tables: Iterator[Any], file: Any, ending: str):
   """Writes the rows of pyarrow.Tables with the same columns to one file.
 
-  `ending` is that of a file in ENDINGS, and `file` is open for bytes.
+  `ending` is one of ENDINGS, and `file` is open for bytes.
   """
   if ending == '.parquet':
     _encode_parquet(tables, file)
@@ -635,7 +637,7 @@ def _groups(tables: Iterator[Any]) -> Iterator[Any]:
     group.append(table)
     num_rows = sum(table.num_rows for table in group)
     num_bytes = sum(table.nbytes for table in group)
-    if num_rows >= _GROUP_ROWS or num_bytes >= _GROUP_BYTES:
+    if num_rows >= GROUP_ROWS or num_bytes >= GROUP_BYTES:
       yield arrow().concat_tables(group)
       group = []
   if group:

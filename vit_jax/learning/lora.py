@@ -51,7 +51,8 @@ def adapted(init: Init, config: ml_collections.ConfigDict) -> Init:
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     kernels = [path for path in sorted(flat) if _is_adapted(path, flat[path], config)]
     if not kernels:
-      names = sorted({path.split('/')[-2] for path in flat if path.endswith('/kernel')})
+      paths = [path for path in flat if path.endswith('/kernel')]
+      names = sorted({path.split('/')[-2] for path in paths})
       raise ValueError(
         f"lora.on='{config.lora.on}' selects no kernel of this model: use a regular "
         f'expression for paths that end in one of {", ".join(names)} (config.lora.on)'

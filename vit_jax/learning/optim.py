@@ -22,7 +22,7 @@ from vit_jax.learning import from_optax
 # Adafactor factors the second moment of arrays with two dimensions of at least this
 # size, such as the width of a head (big_vision's default).
 _FACTORED = 32
-# Root mean square of Muon's updates, about that of Adam's (arXiv 2502.16982, 2.2).
+# Root mean square of Muon's updates, about the same as Adam's (arXiv 2502.16982, 2.2).
 _MUON_RMS = 0.2
 # Kernels of embeddings and heads, which Muon leaves to Adam.
 _OUTER = re.compile('embed|stem|head|logits|pooler')
@@ -344,10 +344,10 @@ def _optax_optimizer(
 ) -> optax.GradientTransformation:
   """Returns an optimiser of optax, which applies weight decay in its own order."""
   setting = _setting(config)
-  arguments = {
-    name: decay_mask if name.endswith('mask') and value == 'kernels' else value
-    for name, value in setting.arguments.items()
-  }
+  arguments = dict(setting.arguments)
+  for name, value in arguments.items():
+    if name.endswith('mask') and value == 'kernels':
+      arguments[name] = decay_mask
   make = sam if setting.name == _SAM else setting.function()
   if 'learning_rate' not in inspect.signature(make).parameters:
     raise ValueError(

@@ -41,7 +41,7 @@ DATASETS = {
 }
 
 # Table 2 of arXiv 2010.11929: (model, data set, epochs) -> TPU v3 core-days of the
-# pre-training. The epochs are those of table 3: of its 30 and 90 epochs on
+# pre-training. The epochs are from table 3: of its 30 and 90 epochs on
 # ImageNet-21k, 30 would leave 13 % of the peak. BiT-L is R152x4, trained for 40 epochs
 # (arXiv 1912.11370).
 PAPER_CORE_DAYS = {
@@ -119,12 +119,12 @@ def _compile(
   text = f'{_FORMAT}{topology}{versions}{lowered.update.as_text()}'
   key = hashlib.sha256(text.encode()).hexdigest()[:32]
   file = console.cache_folder() / 'plans' / f'{key}.json'
-  cached = _cached(file)
+  cached = read_cached(file)
   if cached is not None:
     return {**cached, 'cached': True}
   with console.status(f'Compiling for {topology} (takes minutes)'):
     result = estimate.compile_plan(lowered, chip, cores)
-  _store(file, result)
+  write_cached(file, result)
   return {**result, 'cached': False}
 
 
@@ -156,14 +156,15 @@ def _rates(
   }
 
 
-def _store(file: pathlib.Path, result: dict) -> None:
-  """Writes the result of a compilation with its hash, see `_cached`."""
+def write_cached(file: pathlib.Path, result: dict) -> None:
+  """Writes the result of a compilation with its hash, see `read_cached`."""
   file.parent.mkdir(parents=True, exist_ok=True)
   text = json.dumps(result)
-  files.write(file, json.dumps({'digest': files.digest([text.encode()]), 'text': text}))
+  digest = files.digest([text.encode()])
+  files.write(file, json.dumps({'digest': digest, 'text': text}))
 
 
-def _cached(file: pathlib.Path) -> dict | None:
+def read_cached(file: pathlib.Path) -> dict | None:
   """Returns the result of an earlier compilation; None if missing or damaged."""
   try:
     content = files.read_json(file)

@@ -52,7 +52,7 @@ def label(settings: Settings, source: records.Source, folder: str, batch: int) -
     model.config.batch_eval = batch
     evaluation.fit_batches(model.config, mesh)
     predictions = _predict(model, mesh, source, settings.soft_classes)
-    _write(path, request, model.task, predictions)
+    write_labels(path, request, model.task, predictions)
   return _read_facts(folder)
 
 
@@ -121,7 +121,7 @@ def _predict(
 
 
 @processes.by_first('writing the pseudo-labels')
-def _write(
+def write_labels(
   path: epath.Path,
   request: dict[str, Any],
   task: classify.Task,

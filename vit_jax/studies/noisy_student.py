@@ -68,10 +68,9 @@ def noisy_student(config: ml_collections.ConfigDict, workdir: str) -> list:
     teachers = [config.teacher_workdir] * len(config.seeds)
   for iteration in range(1, len(config.ratios) + 1):
     console.log(f'\nStudents, iteration {iteration} of {len(config.ratios)}:')
-    runs = [
-      _student(config, workdir, iteration, seed, teacher, count)
-      for seed, teacher, count in zip(config.seeds, teachers, counts)
-    ]
+    runs = []
+    for seed, teacher, count in zip(config.seeds, teachers, counts):
+      runs.append(_student(config, workdir, iteration, seed, teacher, count))
     teachers = train_all(f'student {iteration}', runs)
   student = run_config.complete(config.student)
   kind = run_evaluators.metrics_of(student)[config.metric]

@@ -83,7 +83,11 @@ class Outcome(NamedTuple):
 
   def by_seed(self, runs: Sequence[Run], metric: str) -> dict[int, float | None]:
     """Returns a metric by the seeds of runs; None where it is missing."""
-    return {run.config.seed: self.results.get(run.name, {}).get(metric) for run in runs}
+    values = {}
+    for run in runs:
+      metrics = self.results.get(run.name, {})
+      values[run.config.seed] = metrics.get(metric)
+    return values
 
   def finish(self, allow_diverged: bool = False) -> None:
     """Raises Failed if runs failed; call it after printing the table."""

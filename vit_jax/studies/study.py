@@ -182,10 +182,9 @@ def compare(
   """Trains the runs of variants, and reports a metric; see summaries.report."""
   runs = [*itertools.chain(*variants.values())]
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
-  values = {
-    variant: outcome.by_seed(variant_runs, metric)
-    for variant, variant_runs in variants.items()
-  }
+  values = {}
+  for variant, variant_runs in variants.items():
+    values[variant] = outcome.by_seed(variant_runs, metric)
   kind = run_evaluators.metrics_of(run_config.complete(runs[0].config))[metric]
   rows = summaries.report(workdir, name, metric, kind, values, title, **options)
   outcome.finish()

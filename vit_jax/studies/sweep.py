@@ -214,9 +214,9 @@ def _evaluators_of_all(config: ml_collections.ConfigDict) -> ml_collections.Conf
 def _measures(config: ml_collections.ConfigDict) -> run_evaluators.Metrics:
   """Returns the metrics that can choose, by name without the name of an evaluation."""
   entries = run_evaluators.task_entries(config)
-  entries += [
-    entry for entry in run_evaluators.config_entries(config) if entry.evals is None
-  ]
+  for entry in run_evaluators.config_entries(config):
+    if entry.evals is None:
+      entries.append(entry)
   return run_evaluators.measures(entries, config)
 
 
@@ -306,15 +306,12 @@ def _show_test(
 ) -> list[dict]:
   """Prints and writes mean and standard deviation of each metric."""
   kinds = run_evaluators.metrics_of(plan.config)
-  rows = [
-    summaries.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
-    for metric in kinds
-  ]
-  rows = [row for row in rows if summaries.values(row)]
-  lines = []
-  for row in rows:
-    kind = kinds[row['metric']]
-    lines.append((kind.title(row['metric']), *summaries.cells(kind, row)))
+  rows, lines = [], []
+  for metric, kind in kinds.items():
+    row = summaries.row({**best, 'metric': metric}, outcome.by_seed(runs, metric))
+    if summaries.values(row):
+      rows.append(row)
+      lines.append((kind.title(metric), *summaries.cells(kind, row)))
   heading = f'Mean and standard deviation over {console.pluralize(len(runs), "seed")}:'
   summaries.publish(workdir, 'test', rows, heading, ('metric', 'test', 'seeds'), lines)
   return rows

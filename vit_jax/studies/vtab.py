@@ -48,7 +48,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   all_runs = [*itertools.chain(*runs.values())]
   runs_lib.check(all_runs, workdir, config.checkpoints)
   done = runs_lib.collect(all_runs, workdir).done
-  skipped = _skipped(config, runs, done)
+  skipped = skipped_tasks(config, runs, done)
   unavailable: set[str] = set()
   for task in skipped:
     unavailable |= {run.name for run in runs[task]}
@@ -60,10 +60,10 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
     )
   console.log(f'{console.pluralize(len(to_train), "run")} in {workdir}:')
   outcome = runs_lib.train_all(to_train, workdir, config.checkpoints)
-  accuracies = {
-    task: outcome.by_seed(task_runs, _METRIC) for task, task_runs in runs.items()
-  }
-  rows = _report(config, accuracies, workdir)
+  accuracies = {}
+  for task, task_runs in runs.items():
+    accuracies[task] = outcome.by_seed(task_runs, _METRIC)
+  rows = report(config, accuracies, workdir)
   outcome.finish()
   return {'rows': rows, 'skipped': skipped}
 
@@ -79,10 +79,10 @@ def _by_task(config: ml_collections.ConfigDict) -> dict[str, list[runs_lib.Run]]
   for task in config.tasks:
     vtab_tasks.find_task(f'{task}', 'tasks')
   names = [task.removeprefix('vtab/') for task in config.tasks or TASKS]
-  return {task: _runs(config, task) for task in names}
+  return {task: runs_of(config, task) for task in names}
 
 
-def _runs(config: ml_collections.ConfigDict, task: str) -> list[runs_lib.Run]:
+def runs_of(config: ml_collections.ConfigDict, task: str) -> list[runs_lib.Run]:
   """Returns the runs of a task, one per seed."""
   run = copy.deepcopy(config.run)
   common.set_dataset(run, f'vtab/{task}')
@@ -98,7 +98,7 @@ def _runs(config: ml_collections.ConfigDict, task: str) -> list[runs_lib.Run]:
   return runs_lib.over_seeds(f'{task}{suffix}', run, config.seeds)
 
 
-def _skipped(
+def skipped_tasks(
   config: ml_collections.ConfigDict,
   runs: Mapping[str, Sequence[runs_lib.Run]],
   done: Collection[str],
@@ -107,11 +107,11 @@ def _skipped(
 
   Tasks whose runs are all finished need no data.
   """
-  unfinished = [
-    task
-    for task, task_runs in runs.items()
-    if any(run.name not in done for run in task_runs)
-  ]
+  unfinished = []
+  for task, task_runs in runs.items():
+    run_names = {run.name for run in task_runs}
+    if not run_names.issubset(done):
+      unfinished.append(task)
   skipped = _missing(config.run, unfinished)
   failures = {}
   if config.download:
@@ -160,7 +160,7 @@ def _missing(run: ml_collections.ConfigDict, tasks: Sequence[str]) -> dict[str, 
 # --- Results ---
 
 
-def _report(
+def report(
   config: ml_collections.ConfigDict, accuracies: Accuracies, workdir: str
 ) -> list[dict]:
   """Prints and writes the table next to the paper's; returns its rows.
@@ -192,10 +192,9 @@ def _rows(config: ml_collections.ConfigDict, accuracies: Accuracies) -> list[dic
   """Returns a row for each task, each group and all tasks."""
 
   def row(group: str, title: str, tasks: Sequence[str]) -> dict[str, Any]:
-    by_seed = {
-      seed: _mean([accuracies[task].get(seed) for task in tasks])
-      for seed in config.seeds
-    }
+    by_seed = {}
+    for seed in config.seeds:
+      by_seed[seed] = _mean([accuracies[task].get(seed) for task in tasks])
     fields = summaries.row({'group': group, 'task': title}, by_seed)
     if not config.validate:
       for model, published in PUBLISHED.items():

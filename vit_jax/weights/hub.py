@@ -157,7 +157,10 @@ def _snapshot(
         tqdm_class=console.bar,
       )
     )
-  for file in {file for pattern in patterns for file in folder.glob(pattern)}:
+  files: set[epath.Path] = set()
+  for pattern in patterns:
+    files.update(folder.glob(pattern))
+  for file in files:
     _check_hash(path, os.path.realpath(file))
   return folder
 

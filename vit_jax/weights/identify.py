@@ -31,10 +31,9 @@ def model_config(
     in the table of sizes, or a description of the sizes. None if no model of this
     package has these parameters.
   """
-  flat = {
-    path: tuple(leaf.shape)
-    for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items()
-  }
+  flat = {}
+  for path, leaf in flax.traverse_util.flatten_dict(params, sep='/').items():
+    flat[path] = tuple(leaf.shape)
   family = families.from_tree(flat)
   try:
     sizes = family.sizes(flat, known_fields or {})
@@ -119,12 +118,13 @@ def is_published(path: str) -> bool:
 
 def misfits(leaves: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
   """Lists the leaves, by path, whose shapes differ, each with both shapes."""
-  return [
-    f'{path}: {tuple(leaves[path].shape)} in the weights, '
-    f'{tuple(expected[path].shape)} in the model'
-    for path in sorted(expected.keys() & leaves.keys())
-    if tuple(leaves[path].shape) != tuple(expected[path].shape)
-  ]
+  problems = []
+  for path in sorted(expected.keys() & leaves.keys()):
+    shape = tuple(leaves[path].shape)
+    model_shape = tuple(expected[path].shape)
+    if shape != model_shape:
+      problems.append(f'{path}: {shape} in the weights, {model_shape} in the model')
+  return problems
 
 
 def describe(params: Mapping[str, Any]) -> str:

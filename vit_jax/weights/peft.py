@@ -107,7 +107,10 @@ def _check_whole(layers: _Layers, names: Iterable[str]) -> None:
 
 def _to_peft_a(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
   """Returns lora_A [r, *inputs] of a layer whose array in PyTorch has a shape."""
-  x = x.transpose(3, 2, 0, 1) if x.ndim == 4 else x.reshape(-1, x.shape[-1]).T
+  if x.ndim == 4:
+    x = x.transpose(3, 2, 0, 1)
+  else:
+    x = x.reshape(-1, x.shape[-1]).T
   return x.reshape(-1, *shape[1:])
 
 
@@ -126,7 +129,9 @@ def _names(family: base.Family, flat: Mapping[str, np.ndarray]) -> dict[str, str
   """Returns the names in Hugging Face's model of arrays that stay whole, by path."""
   # Each array is filled with its number, which shows where it is after the conversion.
   paths = dict(enumerate(flat, 1))
-  numbered = {path: np.full(flat[path].shape, i, np.int32) for i, path in paths.items()}
+  numbered = {}
+  for i, path in paths.items():
+    numbered[path] = np.full(flat[path].shape, i, np.int32)
   names = {}
   for name, x in family.dump(numbered, 'hf').items():
     if x.min() == x.max() and x.max() in paths:

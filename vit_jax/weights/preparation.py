@@ -171,10 +171,10 @@ class Preparation:
   def by_channel(self, channels: int) -> dict[str, tuple[float, ...]]:
     """Returns `mean` and `std` with a number for each channel."""
     values = {'mean': self.mean, 'std': self.std}
-    return {
-      name: tuple(np.broadcast_to(value, [channels]).tolist())
-      for name, value in values.items()
-    }
+    by_channel = {}
+    for name, value in values.items():
+      by_channel[name] = tuple(np.broadcast_to(value, [channels]).tolist())
+    return by_channel
 
   def at_size(self, image_size: tuple[int, int]) -> 'Preparation':
     """Returns the same for inputs of another size, (height, width) in pixels.
@@ -390,9 +390,9 @@ def _hf_size(
     longest_edge = descriptions.field(processor, 'max_size', schema.Count)
     if longest_edge is not None and 'height' not in size:
       size['longest_edge'] = longest_edge
-  sides = {
-    key: descriptions.field(size, key, schema.Count, prefix='size.') for key in size
-  }
+  sides = {}
+  for key in size:
+    sides[key] = descriptions.field(size, key, schema.Count, prefix='size.')
   match sides:
     case {'height': height, 'width': width} if len(sides) == 2:
       return (height, width), None
@@ -554,8 +554,12 @@ def to_notes(preparation: Preparation) -> dict[str, Any]:
 
   The size of the input alone is none, since readers take it as an option.
   """
-  values = {name: getattr(preparation, name) for name in _NOTES}
-  changed = {k: x for k, x in values.items() if x != getattr(Preparation(), k)}
+  original = Preparation()
+  changed = {}
+  for name in _NOTES:
+    value = getattr(preparation, name)
+    if value != getattr(original, name):
+      changed[name] = value
   return {} if set(changed) == {'crop'} else changed
 
 

@@ -49,10 +49,8 @@ _BIT: tuple[leaves.Group, ...] = (
 def linen_names(names: Iterable[str]) -> dict[str, str]:
   """Returns the path in Linen of each name in a file."""
   # Some BiT files number the convolutions: standardized_conv2d_3.
-  plain = {
-    name: re.sub(r'^(opt/target/)?(params/)?|(?<=conv2d)_\d+(?=/)', '', name)
-    for name in names
-  }
+  ignored = re.compile(r'^(opt/target/)?(params/)?|(?<=conv2d)_\d+(?=/)')
+  plain = {name: ignored.sub('', name) for name in names}
   table = leaves.walk(_BIT, plain.values(), by_path=False)
   bit_paths = {name: path for path, _, name in table}
   paths = {}

@@ -333,7 +333,8 @@ def _read_workdir(folder: epath.Path) -> Weights:
       )
     trained = config, flax.traverse_util.flatten_dict(params, sep='/')
     task = task_class(config, metadata)
-    shapes, extra = jax.eval_shape(lora.adapted(task.init, config), jax.random.key(0))
+    init = lora.adapted(task.init, config)
+    shapes, extra = jax.eval_shape(init, jax.random.key(0))
     params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   task_prefixes = tuple(task_class.OWN_PARAMS)
@@ -432,9 +433,8 @@ def _preparation(
       'pixels, which this package does only for detectors: correct its size'
     )
   channels = family.scaled_channels(flat)
-  if channels and all(
-    np.shape(values) in ((), (channels,)) for values in (stated.mean, stated.std)
-  ):
+  shapes = ((), (channels,))
+  if channels and np.shape(stated.mean) in shapes and np.shape(stated.std) in shapes:
     return stated
   if not stated.scales_as(*family.normalization):
     logging.warning(

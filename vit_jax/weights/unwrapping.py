@@ -50,7 +50,7 @@ def unwrap(
 
   Args:
     content: a checkpoint: nested dicts of arrays and settings.
-    is_known: whether names are those of a model of this package.
+    is_known: whether names belong to a model of this package.
     entry: the entry or module to read if there are several; None: the averaged
       weights, see the top of this module.
 
@@ -139,9 +139,14 @@ def _preferred(names: Sequence[str]) -> str:
 
 def _below(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
   """Returns the arrays whose names begin with a prefix, without it."""
-  inner = {k.removeprefix(prefix): x for k, x in state.items() if k.startswith(prefix)}
-  if ignored := sorted(name for name in state if not name.startswith(prefix)):
-    logging.warning('Ignored parameters: %s', arrays.join_names(ignored))
+  inner, ignored = {}, []
+  for name, array in state.items():
+    if name.startswith(prefix):
+      inner[name.removeprefix(prefix)] = array
+    else:
+      ignored.append(name)
+  if ignored:
+    logging.warning('Ignored parameters: %s', arrays.join_names(sorted(ignored)))
   return inner
 
 

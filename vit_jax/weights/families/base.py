@@ -152,11 +152,13 @@ class Family(abc.ABC):
 
     They begin with `subject`, such as 'timm computes', whose models are `reference`.
     """
-    return [
-      f'{subject} with model.{key}={reference_value}, but these weights were made for '
-      f'{value}: logits differ a little'
-      for key, value, reference_value in self.differences(config, reference)
-    ]
+    warnings = []
+    for key, value, reference_value in self.differences(config, reference):
+      warnings.append(
+        f'{subject} with model.{key}={reference_value}, but these weights were made '
+        f'for {value}: logits differ a little'
+      )
+    return warnings
 
   def read_description(
     self,

@@ -208,7 +208,7 @@ class Detrs(base.Family):
     state = super().dump(flat, naming)
     if not any(path.startswith(_MASK_HEAD) for path in flat):
       return state
-    # All names except those of a mask head get a prefix.
+    # All names get a prefix, except in a mask head.
     leaves.rename(state, ((r'^(?!(mask_head|bbox_attention)\.)', 'detr.'),))
     return state
 

@@ -171,7 +171,8 @@ def _reorder(
     channels = np.arange(size)
     pairs = channels.reshape(2, -1) if half else channels.reshape(-1, 2).T  # [2, E/2]
     order = np.roll(pairs, size // 4 if columns_first else 0, axis=1).ravel()
-    flat[name] = x.reshape(-1, size, *x.shape[1:])[:, order].reshape(x.shape)
+    heads = x.reshape(-1, size, *x.shape[1:])
+    flat[name] = heads[:, order].reshape(x.shape)
 
 
 def class_in_timm(config: Mapping[str, Any]) -> str | None:

@@ -49,7 +49,9 @@ def from_names(names: Iterable[str]) -> tuple[base.Family, str]:
 
 def check_type(config: Mapping[str, Any]) -> None:
   """Raises ValueError if config.json is of another model of Hugging Face."""
-  types = [name for family in _FAMILIES for name in family.hf_types]
+  types: list[str] = []
+  for family in _FAMILIES:
+    types += family.hf_types
   descriptions.field(config, 'model_type', Literal[*types])
 
 

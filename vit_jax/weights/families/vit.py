@@ -534,7 +534,7 @@ def _add_positions(
 
 
 def _is_grid(rows: int, patches: int | None) -> bool:
-  """Returns whether rows are those of the patches, of a square if they are unknown."""
+  """Returns whether there is a row per patch, or a square of rows if unknown."""
   if patches is not None:
     return rows == patches
   return rows > 0 and math.isqrt(rows) ** 2 == rows
@@ -574,7 +574,8 @@ def _is_gated(names: Mapping[str, Any]) -> bool:
   first, last = 'blocks.0.mlp.fc1.weight', 'blocks.0.mlp.fc2.weight'
   if first not in names or last not in names:
     return False
-  return names[first].shape[:1] == tuple(2 * n for n in names[last].shape[-1:])
+  hidden = names[last].shape[-1:]
+  return names[first].shape[:1] == tuple(2 * n for n in hidden)
 
 
 def _is_hybrid(names: Iterable[str]) -> bool:

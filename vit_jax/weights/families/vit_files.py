@@ -273,7 +273,7 @@ def timm_description(model: Any) -> tuple[dict[str, dict], list[str]]:
   """Returns timm's JSON files of a model by name, and notes for the user."""
   config = model.config
   if config.get('kind') == 'bit':
-    architecture, args = _timm_bit(model)
+    architecture, args = timm_bit(model)
     num_features = model.params['norm-pre-head']['scale'].size
     classifier: str | list[str] = 'head.fc'
   else:
@@ -359,7 +359,7 @@ def _timm_architecture(config: ml_collections.ConfigDict) -> str:
   return 'vit_base_patch16_224'
 
 
-def _timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
+def timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a BiT ResNet, and its arguments there."""
   config = model.config
   units, width = tuple(config.num_layers), config.width_factor
