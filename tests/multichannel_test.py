@@ -23,6 +23,7 @@ from vit_jax.figures import visualize
 from vit_jax.inference import export, serving
 from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.tasks.detection import detect
+from vit_jax.tasks.regression import regress
 
 CLASSES = {'dry': 0, 'wet': 3000}
 
@@ -238,6 +239,24 @@ def test_statistics_that_do_not_fit_are_named(config, statistics, changes, messa
     changed.pp.update(mean=None, std=None, **changes)
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     pixel_statistics.resolve(changed)
+
+
+def test_regression_reads_other_channels(config, statistics, paths, tmp_path):
+  lines = []
+  for path in paths:
+    lines.append(json.dumps({'image': path, 'moisture': float(read(path).mean())}))
+  for split in ('train', 'test'):
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(lines))
+  changed = run_config.complete(config)
+  changed.update(
+    dataset=str(tmp_path), task='regress', best_metric='mae_test', label_smoothing=0
+  )
+  changed.task_options = {'targets': ('moisture',)}
+  with changed.pp.ignore_type():
+    changed.pp.update(statistics.fields())
+  prepared = train.prepare(changed)
+  assert isinstance(prepared.program.task, regress.Task)
+  assert prepared.program.abstract.params['embedding']['kernel'].shape[2] == 6
 
 
 def test_other_tasks_refuse_a_range(config):

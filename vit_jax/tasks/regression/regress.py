@@ -37,6 +37,7 @@ _LINES = 3  # Maximum number of targets in the caption of an image.
 class Task(base.Task):
   """Learns numbers that are columns of the data."""
 
+  MULTICHANNEL = True
   Options = task_options.Regress
   METADATA: ClassVar[tuple[str, ...]] = ('targets',)
   OWN_PARAMS = ('head',)
