@@ -293,7 +293,7 @@ class VisionTransformer(patches_lib.ImageModel):
 
   def __call__(
     self, inputs: Float[Array, 'B H W C'], *, train: bool
-  ) -> Float[Array, 'B *N classes']:
+  ) -> Float[Array, '_ ... classes']:
     """Computes logits: embeds images, encodes the tokens, classifies them.
 
     Maps images, float [B, H, W, C] in [-1, 1], to float32 [B, num_classes], or [B, N,
@@ -364,7 +364,7 @@ class VisionTransformer(patches_lib.ImageModel):
     mask: Bool[Array, '...'] | None = None,
     only_first: bool = False,
     positioned: bool = False,
-  ) -> Float[Array, 'B ... D']:
+  ) -> Float[Array, '_ ... D']:
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:

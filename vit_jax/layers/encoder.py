@@ -337,7 +337,7 @@ class Encoder(_Layer):
     grid: tuple[int, int] | None = None,
     parts: tuple[str, ...] = PARTS,
     last_norm: bool = True,
-  ) -> Float[Array, 'B _ D']:
+  ) -> Float[Array, '_ _ D']:
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -439,7 +439,7 @@ class Encoder(_Layer):
     context: Context,
     layers: list[LayerInputs],
     only_first: bool,
-  ) -> Float[Array, 'B _ D']:
+  ) -> Float[Array, '_ _ D']:
     """Applies all layers; all but the last in a loop where that is faster.
 
     Initialising parameters and sowing intermediates need separate layers, and
@@ -574,7 +574,7 @@ def _apply(
   x: Float[Array, 'B N D'],
   context: Context,
   layer_inputs: LayerInputs,
-) -> Float[Array, 'B _ D']:
+) -> Float[Array, '_ _ D']:  # An interceptor of Flax may change the batch.
   """Applies a layer, and adds the position embeddings that follow it."""
   x = layer(x, context, layer_inputs)
   return x if layer_inputs.added is None else x + layer_inputs.added
