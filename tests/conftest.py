@@ -254,13 +254,23 @@ def tiny_config(data_dir):
   return make_tiny_config(data_dir)
 
 
-@pytest.fixture
-def unchecked_shapes():
-  """Checks no types and shapes, in tests of the modules' own errors."""
+@pytest.fixture(autouse=True)
+def _checked_shapes(request):
+  """Checks the shapes of arrays in the tests of layers and models."""
   from tests import shapes
 
-  with shapes.unchecked():
-    yield
+  name = _name(request.path)
+  shapes.enable(name.startswith(('layers/', 'models_')))
+  yield
+  shapes.enable(False)
+
+
+@pytest.fixture
+def unchecked_shapes(_checked_shapes):
+  """Checks no shapes, in tests of the modules' own errors."""
+  from tests import shapes
+
+  shapes.enable(False)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import tifffile
 import torch
 
 from tests import tiny_models
-from vit_jax import predict, preprocess, train
+from vit_jax import checkpoint, predict, preprocess, train
 from vit_jax.commands import index as index_command
 from vit_jax.configs import common, pretrain
 from vit_jax.data import pixel_statistics
@@ -24,6 +24,7 @@ from vit_jax.inference import export, serving
 from vit_jax.run import config as run_config, workdir as workdir_lib
 from vit_jax.tasks.detection import detect
 from vit_jax.tasks.regression import regress
+from vit_jax.weights import convert
 
 CLASSES = {'dry': 0, 'wet': 3000}
 
@@ -172,6 +173,24 @@ def test_an_exported_model_predicts_the_same_with_numpy(model, paths, tmp_path):
     model.export(tmp_path / 'bytes', 'stablehlo', uint8=True)
   with pytest.raises(ValueError, match='1 channels, and the model reads 6'):
     serving.prepare(npy(np.zeros((8, 8))), facts['preprocessing'])
+
+
+def test_weights_keep_the_range_of_the_values(model, run, paths, tmp_path):
+  weights = str(tmp_path / 'six.npz')
+  convert.convert(str(run[0]), weights)
+  loaded = predict.load_weights(weights)
+  np.testing.assert_allclose(
+    loaded.probabilities(paths), model.probabilities(paths), atol=1e-6
+  )
+  _, notes = convert.convert(str(run[0]), str(tmp_path / 'hf'), 'hf')
+  assert any('range of the values' in note for note in notes)
+  config = copy.deepcopy(model.config)
+  config.update(pretrained=weights, pretrained_dir=None)
+  config.pp = common.get_config().pp
+  config.pp.update(crop=8, channels=6, match_pretrained=True)
+  matched = checkpoint.with_preparation(config).pp
+  for name in ('range', 'mean', 'std'):
+    np.testing.assert_array_equal(matched[name], model.config.pp[name])
 
 
 @pytest.mark.parametrize('antialias', [False, True])

@@ -89,8 +89,8 @@ def _fits(value: Any) -> bool:
 
 
 def as_tuple(value: Any) -> Any:
-  """Returns a list of a JSON file as a tuple, and other values unchanged."""
-  return tuple(value) if isinstance(value, list) else value
+  """Returns lists of a JSON file, also nested ones, as tuples; other values unchanged."""
+  return tuple(map(as_tuple, value)) if isinstance(value, list | tuple) else value
 
 
 def check_fields(

@@ -21,7 +21,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax import console
-from vit_jax.configs import schema
+from vit_jax.configs import common, schema
 from vit_jax.weights import descriptions
 
 _HALF = (0.5, 0.5, 0.5)
@@ -87,7 +87,7 @@ _STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL
 # Keys of `config.pp` that `Preparation.fields` may return for images of one size.
 KEYS = (
   'crop', 'resize', 'resize_mode', 'interpolation', 'antialias', 'crop_rounding',
-  'jpeg_shrink',
+  'jpeg_shrink', 'range', 'mean', 'std',
 )  # fmt: skip
 # Further keys that are read, and those that say nothing about pixels.
 _READ_KEYS = {
@@ -132,6 +132,8 @@ class Preparation:
     interpolation, antialias, crop_rounding: see `config.pp`.
     mean, std: pixels from 0 to 1 are normalised by them; numbers for all channels, or
       one for each. They include the factor by which a file rescales.
+    value_range, value_mean, value_std: `config.pp.range`, `mean` and `std` of images that
+      are not 8-bit colour; None for 0 to 255.
     source: name of the file that says so, 'config.pp' of a run; '' for none.
   """
 
@@ -144,6 +146,9 @@ class Preparation:
   crop_rounding: str = 'down'
   mean: tuple[float, ...] | float = 0.5
   std: tuple[float, ...] | float = 0.5
+  value_range: common.ValueRange | None = None
+  value_mean: common.ChannelValues | None = None
+  value_std: common.ChannelValues | None = None
   source: str = ''
 
   @property
@@ -203,6 +208,10 @@ class Preparation:
     }
     if self.antialias:  # Decodes as Pillow does, too.
       fields['jpeg_shrink'] = False
+    if self.value_range is not None:
+      fields['range'] = self.value_range
+      fields['mean'] = self.value_mean
+      fields['std'] = self.value_std
     if image_size is not None:
       fields['crop'] = image_size
       fields['resize'] = self.size
@@ -231,6 +240,8 @@ class Preparation:
     steps = [resizing, filter_name]
     if self.crop is not None and self.size not in (None, self.crop):
       steps.append(f'centre crop {_times(self.crop)}')
+    if self.value_range is not None:
+      steps.append(f'values {self.value_range}')
     return ', '.join(steps)
 
 
@@ -244,6 +255,9 @@ def from_pp(pp: ml_collections.ConfigDict) -> Preparation:
     interpolation=pp.interpolation,
     antialias=pp.antialias,
     crop_rounding=pp.crop_rounding,
+    value_range=pp.range,
+    value_mean=pp.mean,
+    value_std=pp.std,
     source='config.pp',
   )
   if pp.sides:
@@ -546,6 +560,8 @@ _NOTES = {
   'longest_side': schema.Count, 'crop': schema.HeightWidth,
   'interpolation': Literal['bilinear', 'bicubic', 'lanczos'], 'antialias': bool,
   'crop_rounding': Literal['down', 'even'],
+  'value_range': common.ValueRange, 'value_mean': common.ChannelValues,
+  'value_std': common.Deviations,
 }  # fmt: skip
 
 

@@ -339,12 +339,6 @@ def _read_workdir(folder: epath.Path) -> Weights:
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   task_prefixes = tuple(task_class.OWN_PARAMS)
   flat = {path: x for path, x in flat.items() if not path.startswith(task_prefixes)}
-  if config.pp.range is not None:
-    logging.warning(
-      f"The run in '{folder}' scales values by pp.range={config.pp.range}, "
-      f'pp.mean={config.pp.mean}, pp.std={config.pp.std}, which weights do not record: '
-      'set the same keys where they are used'
-    )
   preparation = preparation_lib.from_pp(config.pp)
   return Weights(
     params=flax.traverse_util.unflatten_dict(flat, sep='/'),

@@ -133,6 +133,12 @@ def _write_folder(model: Model, dst: epath.Path, to: str) -> list[str]:
   naming = family.naming_of(model.config, to)
   state = family.dump(reading.leaves_of(model), naming)
   contents, notes = family.files(model, to)
+  if model.preparation.value_range is not None:
+    notes.append(
+      f'{to} has no place for the range of the values of images: '
+      f'{model.preparation.value_range} become -1 to 1, or are standardised '
+      '(config.pp.range, mean, std)'
+    )
   dst.mkdir(parents=True, exist_ok=True)
   arrays.write_safetensors(dst / 'model.safetensors', state)
   for name, content in contents.items():
@@ -168,7 +174,7 @@ def as_run(model: Model) -> tuple[ml_collections.ConfigDict, dict]:
   config.update(total_steps=1, warmup_steps=0, batch=1, batch_eval=32)
   family = families.from_config(model.config)
   config.update(family.run(model))
-  if config.pp.channels not in (1, 3):
+  if config.pp.channels not in (1, 3) and config.pp.range is None:
     logging.warning(
       f'The weights are for images of {config.pp.channels} channels and do not say the '
       'range of their values: 0 to 255 become -1 to 1 (config.pp.range)'
