@@ -1,6 +1,8 @@
 """Tests of runs that stop early, and of finished runs that are trained for longer."""
 
+import contextlib
 import copy
+import io
 import json
 import shutil
 from typing import ClassVar
@@ -18,6 +20,7 @@ def config(data_dir):
   config = conftest.make_tiny_config(data_dir)
   config.pp.test = 'test[:8]'
   config.update(eval_every=1, checkpoint_every=0, warmup_steps=0)
+  config.decay_type = 'constant'
   return config
 
 
@@ -104,8 +107,10 @@ class Last:
     return {'last': 1.0}
 
 
-def test_run_stops_early_and_keeps_its_best_checkpoint(config, tmp_path, capsys):
-  config = copy.deepcopy(config)
+@pytest.fixture(scope='module')
+def stopped(config, tmp_path_factory):
+  """A run that stops early: its config, workdir, last state, metrics and output."""
+  config, workdir = copy.deepcopy(config), tmp_path_factory.mktemp('stopped')
   config.evaluators = {
     name: {'type': f'tests.run.early_stopping_test:{name}'}
     for name in ('Scripted', 'Last')
@@ -113,13 +118,20 @@ def test_run_stops_early_and_keeps_its_best_checkpoint(config, tmp_path, capsys)
   config.update(best_metric='value_test', keep_checkpoints=1)
   config.early_stopping.update(patience=2, min_delta=0.05)
   Scripted.values[:] = [0.5, 0.6, 0.61, 0.4]
-  state, metrics = fit(config, tmp_path)
+  with contextlib.redirect_stdout(io.StringIO()) as output:
+    state, metrics = fit(config, workdir)
+  return config, workdir, state, metrics, output.getvalue()
+
+
+def test_run_stops_early_and_keeps_its_best_checkpoint(stopped, tmp_path, capsys):
+  config, workdir, state, metrics, output = stopped
+  config = copy.deepcopy(config)
+  shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
   folder = tmp_path / 'checkpoints'
   assert sorted(path.name for path in folder.iterdir()) == ['3', '4']
   assert metrics['last_test'] == 1
-  output = capsys.readouterr().out
   assert 'Stopped early at step 4 of 6: value_test has not improved by' in output
-  assert f'vit_jax predict --workdir={tmp_path} --step=3' in output
+  assert f'vit_jax predict --workdir={workdir} --step=3' in output
   # As if killed before the last checkpoint was complete.
   shutil.rmtree(folder / '4')
   Scripted.values[:] = [0.4]
@@ -143,10 +155,9 @@ def test_early_stopping_needs_evaluations(config):
     train.prepare(config)
 
 
-def test_finished_run_can_be_trained_for_longer(config, tmp_path, capsys):
-  """With a constant learning rate, like a run of that length from the start."""
-  changes = dict(decay_type='constant', eval_every=0)
-  expected, _ = fit(config, tmp_path / 'whole', total_steps=4, **changes)
+def test_finished_run_can_be_trained_for_longer(config, stopped, tmp_path, capsys):
+  """With a constant learning rate, like a run that comes to that step at once."""
+  changes = dict(eval_every=0)
   fit(config, tmp_path / 'run', total_steps=2, **changes)
   with pytest.raises(ValueError, match='total_steps: 2 there, 1 here'):
     fit(config, tmp_path / 'run', total_steps=1, **changes)
@@ -154,5 +165,6 @@ def test_finished_run_can_be_trained_for_longer(config, tmp_path, capsys):
     fit(config, tmp_path / 'run', total_steps=4, seed=1, **changes)
   state, _ = fit(config, tmp_path / 'run', total_steps=4, **changes)
   assert 'finished run of 2 steps on to step 4' in capsys.readouterr().out
-  trees.assert_same(state.params, expected.params)
+  assert int(state.step) == int(stopped[2].step) == 4
+  trees.assert_same(state.params, stopped[2].params)
   assert json.loads((tmp_path / 'run/config.json').read_text())['total_steps'] == 4
