@@ -163,12 +163,14 @@ def move(config, workdir, target, step):
 
 
 def test_resumes_bit_for_bit(finished, tmp_path):
-  """After a signal, after a move, and twice after a signal in the last evaluation."""
+  """After a move, and twice after a signal in the last evaluation.
+
+  Signals between updates are in run/resume_test.py.
+  """
   config, finished_workdir, state, _ = finished
   config = copy.deepcopy(config)
   config.eval_every = 0  # Only the last one.
   workdir = tmp_path / 'moved'
-  stop(config, tmp_path / 'first', StopAfter(3))
   move(config, tmp_path / 'first', workdir, step=4)
   for _ in range(2):
     stop(config, workdir, StopAfter(6, evaluating=True))
@@ -181,7 +183,10 @@ def test_resumes_bit_for_bit(finished, tmp_path):
     ]
     for folder in (workdir, finished_workdir)
   )
-  assert ours == [x for x in theirs if 'train_loss' in x or x['step'] == 6]
+  # The moved run wrote none.
+  assert ours == [
+    x for x in theirs if x['step'] == 6 or ('train_loss' in x and x['step'] > 2)
+  ]
 
 
 def test_resumes_on_other_devices_in_another_order(
