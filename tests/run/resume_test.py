@@ -7,6 +7,8 @@ import pytest
 from tests import processes, trees
 from vit_jax.run import checkpoints as checkpoints_lib, metrics as metrics_lib
 
+STEPS = '--config.total_steps=45'
+
 
 @pytest.fixture(scope='module')
 def config(tmp_path_factory):
@@ -18,7 +20,7 @@ def reference(config, data_dir, tmp_path_factory):
   """An uninterrupted run: its workdir and its output."""
   workdir = tmp_path_factory.mktemp('reference')
   status, output = processes.finish(
-    config, workdir, '--config.checkpoint_every=20', data_dir=data_dir
+    config, workdir, STEPS, '--config.checkpoint_every=20', data_dir=data_dir
   )
   assert status == 0, output
   return workdir, output
@@ -28,7 +30,7 @@ def test_console_output(reference):
   workdir, output = reference
   lines = output.splitlines()
   assert not [line for line in lines if 'WARNING' in line or 'Traceback' in line]
-  [first] = [line for line in lines if line.startswith('step  5/60')]
+  [first] = [line for line in lines if line.startswith('step  5/45')]
   assert 'loss' in first
   assert 'img/s' in first
   assert 'left' in first
@@ -47,7 +49,6 @@ LIVES = [
   (signal.SIGKILL, _CHECKPOINTS, '_Handler.finalize', 1, 0.01),  # The first save.
   (signal.SIGKILL, _CHECKPOINTS, '_NewestAndBest.should_preserve', 2, 0.0),  # Deletes.
   (signal.SIGINT, 'vit_jax.run.loop', 'Run.update', 5, 0.0),
-  (signal.SIGKILL, 'vit_jax.run.loop', 'Run.update', 8, 0.1),
   (signal.SIGKILL, 'vit_jax.run.metrics', 'MetricsLog.write', 3, 0.0),
   (signal.SIGKILL, _CHECKPOINTS, '_Handler.finalize', 2, 0.05),
 ]
@@ -61,7 +62,7 @@ def test_run_killed_at_many_points_gives_the_same_result(
   outputs = ''
   for seed, (number, *moment) in enumerate(LIVES):
     status, output = processes.finish(
-      config, workdir, '--config.checkpoint_every=3', data_dir=data_dir,
+      config, workdir, STEPS, '--config.checkpoint_every=3', data_dir=data_dir,
       kill=(number, *moment, seed),
     )  # fmt: skip
     outputs += output
@@ -73,7 +74,7 @@ def test_run_killed_at_many_points_gives_the_same_result(
     if seed == 0:
       check_full_disk(config, workdir, data_dir)
   status, output = processes.finish(
-    config, workdir, '--config.checkpoint_every=3', data_dir=data_dir
+    config, workdir, STEPS, '--config.checkpoint_every=3', data_dir=data_dir
   )
   assert status == 0, output
   assert f'Resuming from step {step}.' in outputs
@@ -82,7 +83,7 @@ def test_run_killed_at_many_points_gives_the_same_result(
   assert not list((workdir / 'checkpoints').glob('*tmp*'))
   got, step = processes.load_state(workdir)
   want, last = processes.load_state(reference[0])
-  assert step == last == 60
+  assert step == last == 45
   trees.assert_same(got, want)
   ours, theirs = metrics_lib.read(workdir), metrics_lib.read(reference[0])
   assert [line['step'] for line in ours] == [line['step'] for line in theirs]
