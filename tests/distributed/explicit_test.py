@@ -13,28 +13,38 @@ from vit_jax.distributed import sharding
 KINDS = tiny_models.of_every_kind()
 IMAGES = tiny_models.images((8, 8, 8, 3))
 BATCH = P(('data', 'fsdp'))
-# Fields of an encoder that change the program.
+# Fields of a model and of its encoder that change the program; those of one line affect
+# different operations.
 VARIATIONS = {
-  'dropout': dict(dropout_rate=0.1, attention_dropout_rate=0.1, stochastic_depth=0.2),
-  'learned_2d': dict(position_embedding='learned_2d'),
-  'sincos2d': dict(position_embedding='sincos2d'),
-  'rope': dict(position_embedding='rope'),
-  'axial_rope': dict(position_embedding='axial_rope'),
-  'learned_axial_rope': dict(position_embedding='learned_axial_rope'),
-  'relative': dict(position_embedding='relative', position_layers='every'),
-  'relative_bias': dict(position_embedding='relative_bias', position_layers='shared'),
-  'position_layers': dict(position_layers='every'),
-  'position_grid': dict(position_grid=(4, 4)),
-  'local': dict(attention_pattern='local', attention_window=3),
-  'axial': dict(attention_pattern='axial'),
-  'causal': dict(causal=True),
-  'layers': dict(parallel=True, norm='rms', layer_scale=0.1, first_norm=True),
-  'projections': dict(qk_norm=True, qkv_bias=False, attention_norm=True),
-  'mlp': dict(mlp='swiglu', mlp_norm=True),
-  'gelu': dict(gelu='quick'),
-  'scan': dict(scan=True),
-  'remat': dict(remat='dots'),
-  'xla': dict(attention='xla'),
+  'learned_2d': (
+    dict(classifier='map'),
+    dict(dropout_rate=0.1, attention_dropout_rate=0.1, stochastic_depth=0.2),
+  ),
+  'sincos2d': (
+    dict(classifier='token_gap', registers=2, representation_size=8),
+    dict(attention_pattern='local', attention_window=3),
+  ),
+  'rope': (dict(distilled=True), dict(mlp='swiglu', mlp_norm=True)),
+  'axial_rope': (
+    dict(classifier='gap', pool_norm=True),
+    dict(attention_pattern='axial'),
+  ),
+  'learned_axial_rope': (
+    dict(classifier='unpooled'),
+    dict(parallel=True, norm='rms', layer_scale=0.1, first_norm=True),
+  ),
+  'relative': (
+    dict(classifier='gap'),
+    dict(position_layers='every', qk_norm=True, qkv_bias=False, attention_norm=True),
+  ),
+  'relative_bias': (
+    dict(classifier='gap'),
+    dict(num_layers=2, position_layers='shared', causal=True),
+  ),
+  'learned_1d': (
+    dict(classifier='gap'),
+    dict(num_layers=2, position_layers='every', scan=True, gelu='quick'),
+  ),
 }
 
 
@@ -91,27 +101,24 @@ def test_every_model_runs_on_explicit_axes(name, mesh):
   check_types(*KINDS[name], mesh)
 
 
-@pytest.mark.parametrize('name', VARIATIONS)
-def test_every_encoder_runs_on_explicit_axes(name, mesh):
-  fields = tiny_models.transformer(num_layers=2, **VARIATIONS[name])
-  model = tiny_models.tiny(transformer=fields, classifier='gap')
+@pytest.mark.parametrize('position_embedding', VARIATIONS)
+def test_every_encoder_and_classifier_runs_on_explicit_axes(position_embedding, mesh):
+  fields, encoder_fields = VARIATIONS[position_embedding]
+  transformer = tiny_models.transformer(
+    position_embedding=position_embedding, **encoder_fields
+  )
+  model = tiny_models.tiny(transformer=transformer, **fields)
   check_types(model, [IMAGES], {'train': True}, mesh)
 
 
 @pytest.mark.parametrize(
-  'fields',
-  [
-    dict(classifier='map'),
-    dict(classifier='token_gap', registers=2, representation_size=8),
-    dict(distilled=True),
-    dict(classifier='gap', pool_norm=True),
-    dict(classifier='unpooled'),
-    dict(transformer=None, classifier='gap'),
-  ],
-  ids=str,
+  'transformer',
+  [None, tiny_models.transformer(position_grid=(4, 4), remat='dots', attention='xla')],
+  ids=['none', 'position_grid'],
 )
-def test_every_classifier_runs_on_explicit_axes(fields, mesh):
-  check_types(tiny_models.tiny(**fields), [IMAGES], {'train': True}, mesh)
+def test_other_encoders_run_on_explicit_axes(transformer, mesh):
+  model = tiny_models.tiny(transformer=transformer, classifier='gap')
+  check_types(model, [IMAGES], {'train': True}, mesh)
 
 
 @pytest.fixture(scope='module')
