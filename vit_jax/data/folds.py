@@ -49,6 +49,11 @@ class Fold(NamedTuple):
 def parse(instruction: str) -> Fold | None:
   """Parses '[fold=0/5]'; returns None for a slice such as '[:90%]'."""
   match = schema.FOLD.fullmatch(instruction)
+  if match is None and 'fold' in instruction:
+    raise ValueError(
+      f"'{instruction}' is no fold: write '[fold=0/5]', '[fold!=0/5]' or, to divide the "
+      "examples anew, '[fold=0/5,seed=1]'; a fold cannot be sliced (config.pp, config.evals)"
+    )
   if match is None:
     return None
   number, num_folds = int(match['number']), int(match['num_folds'])

@@ -51,7 +51,7 @@ def read(encoded: bytes) -> np.ndarray:
   """Returns the values in a .npy or TIFF file, [height, width, channels] as stored.
 
   The orientation of a TIFF is applied. ValueError if the file is damaged or too large,
-  or holds anything else than 1 to 64 channels of real, finite numbers.
+  or holds anything else than 1 to 64 channels of real, finite numbers in the range of float32.
   """
   if encoded.startswith(NPY):
     image_shape, is_fortran, dtype, begin = _open_npy(encoded)
@@ -63,8 +63,11 @@ def read(encoded: bytes) -> np.ndarray:
   else:
     _, values = _read_tiff(encoded, with_values=True)
     assert values is not None  # Since they are requested.
-  if values.dtype.kind == 'f' and not np.isfinite(values).all():
-    raise ValueError('it has values that are not finite (NaN): replace them')
+  largest = np.finfo(np.float32).max
+  if values.dtype.kind == 'f' and not (abs(values) <= largest).all():
+    raise ValueError(
+      'it has values that are not finite or beyond the range of float32: replace them'
+    )
   return values
 
 
