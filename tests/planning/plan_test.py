@@ -42,6 +42,7 @@ TI16 = (
 )  # fmt: skip
 PLANS = {
   'ti16': TI16,
+  'ti16 again': TI16,
   'does not fit': (
     'h14', '--topology=v2:2x2', '--config.batch=16384',
     '--config.model.transformer.num_layers=2',
@@ -138,7 +139,7 @@ def config_of(arg, **fields):
   return config
 
 
-def test_a_plan_of_ti16(cache, plans, monkeypatch):
+def test_a_plan_of_ti16(plans):
   out, got = plans['ti16']
   got = dict(got)
   assert got['cores'] == 8
@@ -177,12 +178,8 @@ def test_a_plan_of_ti16(cache, plans, monkeypatch):
   assert got['core_days'] == pytest.approx(days)
   assert got['chip_hours'] == pytest.approx(days * 24 / 2)
   assert not got['cached']
-  # Again from the command line: cached, otherwise the same.
-  args, file = arguments(cache, *TI16)
-  monkeypatch.setenv('VIT_JAX_CACHE', str(cache))
-  status, output = processes.finish_module('vit_jax', 'plan', *args)
-  assert status == 0, output
-  again = json.loads(file.read_text())
+  # Again: cached, otherwise the same.
+  again = dict(plans['ti16 again'][1])
   assert again.pop('cached')
   got.pop('cached')
   assert again == got
@@ -276,7 +273,8 @@ def lower(file, fields):
   return lowered, models.kind_of(config.model)
 
 
-@pytest.mark.parametrize('kind', SMALL)
+# The next test lowers a LiT model.
+@pytest.mark.parametrize('kind', [kind for kind in SMALL if kind != 'lit'])
 def test_every_kind_of_model_is_lowered(kind):
   file, fields = SMALL[kind]
   lowered, found = lower(f'configs/{file}', fields)
@@ -288,10 +286,12 @@ def test_every_kind_of_model_is_lowered(kind):
 
 def test_layers_of_a_locked_tower_are_not_looped(monkeypatch):
   monkeypatch.setattr(dtypes, 'platform', lambda: 'tpu')
-  monkeypatch.setattr(layer_stack, 'DEEP', 4)
-  fields = {**SMALL['lit'][1], 'model.image.transformer.num_layers': 5}
-  fields['lr_multipliers'] = (('img/', 0.0),)  # Without it: [3, -3].
-  lowered, _ = lower('configs/lit_digits.py', fields)
+  monkeypatch.setattr(layer_stack, 'DEEP', 2)
+  fields = {**SMALL['lit'][1], 'model.image.transformer.num_layers': 3}
+  fields['lr_multipliers'] = (('img/', 0.0),)  # Without it: [1, -1].
+  lowered, kind = lower('configs/lit_digits.py', fields)
+  assert kind == 'lit'
+  assert lowered.flops > 0
   assert not lowered.loops
 
 
