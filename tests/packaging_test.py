@@ -252,16 +252,23 @@ def closure(requirements: Iterable[str]) -> set[str]:
   return {name for name, _ in visited}
 
 
-@pytest.fixture
-def without_extras(wheel, metadata, tmp_path):
+@functools.cache
+def distributions_of_modules():
+  """Like packages_distributions, which reads the file lists of all distributions."""
+  return importlib.metadata.packages_distributions()
+
+
+@pytest.fixture(scope='module')
+def without_extras(wheel, metadata, tmp_path_factory):
   """Runs Python with the wheel and only the packages that it requires."""
+  folder = tmp_path_factory.mktemp('without_extras')
   required = {'vit-jax', *closure(metadata.get_all('Requires-Dist'))}
   absent = {
     module
-    for module, names in importlib.metadata.packages_distributions().items()
+    for module, names in distributions_of_modules().items()
     if required.isdisjoint(map(utils.canonicalize_name, names))
   }
-  (tmp_path / 'sitecustomize.py').write_text(
+  (folder / 'sitecustomize.py').write_text(
     'import importlib.machinery as machinery, sys\n'
     'class Finder(machinery.PathFinder):\n'
     '  @classmethod\n'
@@ -272,7 +279,7 @@ def without_extras(wheel, metadata, tmp_path):
     'sys.meta_path[place] = Finder\n'
   )
   environment = {
-    'PYTHONPATH': f'{tmp_path}:{wheel}', 'PATH': '/usr/bin:/bin', 'HOME': '/tmp',
+    'PYTHONPATH': f'{folder}:{wheel}', 'PATH': '/usr/bin:/bin', 'HOME': '/tmp',
     'JAX_PLATFORMS': 'cpu', 'XLA_FLAGS': os.environ['XLA_FLAGS'],
   }  # fmt: skip
 
@@ -309,7 +316,7 @@ def test_modules_of_the_extra_train_match_its_packages():
     for need in requirements
     if need.marker and need.marker.evaluate({'extra': 'train'})
   }
-  packages = importlib.metadata.packages_distributions()
+  packages = distributions_of_modules()
   found = {
     utils.canonicalize_name(name)
     for module in console.TRAIN_MODULES
