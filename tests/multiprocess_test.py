@@ -94,7 +94,8 @@ def test_two_processes_match_one_process(config, data_dir, two_processes, tmp_pa
 def test_signal_to_one_process_stops_both_and_they_resume(
   config, data_dir, two_processes, tmp_path
 ):
-  flags = ['--config.eval_every=0']  # Only at the end.
+  # Evaluates only at the end.
+  flags = ['--config.eval_every=0', '--config.early_stopping.patience=0']
   pair = start_pair(config, tmp_path, *flags, data_dir=data_dir)
   for line in pair[0].stdout:
     if line.startswith('step  3/12'):
