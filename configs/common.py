@@ -174,7 +174,7 @@ SmallestLargest = Annotated[
 
 
 def _by_channel(value: float | Sequence[float], channels: int = 1) -> list[float]:
-  """Returns values by channel; a number is that of all channels."""
+  """Returns values by channel; a single number applies to all channels."""
   if isinstance(value, Sequence):
     return list(value)
   return channels * [value]
@@ -423,7 +423,7 @@ class Preprocessing:
   # colour.
   range: Literal['percentile'] | ValueRange | None = None
   # With `range`: mean and deviation of the values, a number for all channels or one for
-  # each, by which they are standardised in place of -1 to 1. 'measured': those of the
+  # each, by which they are standardised in place of -1 to 1. 'measured': taken from the
   # training images, as measured by `vit_jax index FOLDER --statistics`.
   mean: Literal['measured'] | ChannelValues | None = None
   std: Literal['measured'] | Deviations | None = None

@@ -242,7 +242,7 @@ def test_the_loop_for_users_of_timm_trains(tmp_path):
   names = run_page(DOCS / 'coming_from_timm.md', stand_ins)
   assert names['features'].shape == (2, config.hidden_size)
   np.testing.assert_allclose(names['features'], names['tokens'][:, 0], atol=1e-5)
-  # The rates are those of config.layer_decay, which is compared with timm's.
+  # The rates are what config.layer_decay gives, which is compared with timm's.
   run = common.get_config()
   run.update(model=config, layer_decay=0.75)
   factors = rate_factors.make(run_config.complete(run), lambda: names['pretrained'])

@@ -403,7 +403,7 @@ def start(
   elif step == previous['total_steps'] < config.total_steps:
     console.log(
       f'Training the finished run of {step} steps on to step {config.total_steps}. '
-      'Its learning rate is now that of a run of this length.'
+      'Its learning rate now follows a run of this length.'
     )
   elif step < config.total_steps:
     console.log(f'Resuming from step {step}.')
@@ -604,14 +604,13 @@ def _warnings_of_length(prepared: Prepared) -> Iterator[str]:
     )
 
 
-def _describe_early_stop(run: loop.Run, best_step: int | None) -> str:
+def _describe_early_stop(run: loop.Run) -> str:
   config = run.config
   options = config.early_stopping
   margin = f' by more than {options.min_delta:g}' if options.min_delta else ''
   return (
     f'Stopped early at step {run.step} of {config.total_steps}: {config.best_metric} '
-    f'has not improved{margin} in {console.pluralize(options.patience, "evaluation")}. '
-    f'The best checkpoint is step {best_step}: pass --step={best_step} to use it.'
+    f'has not improved{margin} in {console.pluralize(options.patience, "evaluation")}.'
   )
 
 
@@ -621,7 +620,11 @@ def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
   best_step = None
   if run.early_stopping.stops:
     best_step = run.checkpoints.best_step()
-    console.log(_describe_early_stop(run, best_step))
+    console.log(_describe_early_stop(run))
+  if best_step is not None:
+    console.log(
+      f'The best checkpoint is step {best_step}: pass --step={best_step} to use it.'
+    )
   values = {name: value for name, value in metrics.items() if name != 'step'}
   results = metrics_lib.format_metrics(values, prepared.metrics)
   lines = [

@@ -149,7 +149,7 @@ def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path):
 
 
 def test_labels_of_other_data_are_replaced(tiny_config, tmp_path):
-  """A workdir without a checkpoint may have been that of a run on other data."""
+  """A workdir without a checkpoint may belong to a run on other data."""
   config = run_config.complete(tiny_config)
   first = sources.open_split(config, 'train[:50]')
   balance.store(first, balance.labels(config, first), tmp_path)

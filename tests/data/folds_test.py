@@ -83,7 +83,7 @@ def test_folds_are_the_same_on_all_machines():
   'instruction, strata, message',
   [
     ('[fold=5/5]', [0] * 9, r"'\[fold=5/5\]' must be one of at least 2 folds"),
-    ('[fold==0/5]', [0] * 9, r"is no fold: write '\[fold=0/5\]'"),
+    ('[fold==0/5]', [0] * 9, r"is not a fold: write '\[fold=0/5\]'"),
     ('[fold=0/5][:50%]', [0] * 9, 'a fold cannot be sliced'),
     ('[fold=0/1]', [0] * 9, 'at least 2 folds'),
     ('[fold=0/10]', [0] * 9, "'train' has 9 examples, too few for 10 folds"),

@@ -13,7 +13,7 @@ from vit_jax.distributed import sharding
 KINDS = tiny_models.of_every_kind()
 IMAGES = tiny_models.images((8, 8, 8, 3))
 BATCH = P(('data', 'fsdp'))
-# Fields of a model and of its encoder that change the program; those of one line affect
+# Fields of a model and of its encoder that change the program; fields in one line affect
 # different operations.
 VARIATIONS = {
   'learned_2d': (

@@ -284,7 +284,7 @@ def number_labels(
 ) -> np.ndarray:
   """Returns the class numbers of the rows of a column, int64 [n, L], padded with -1."""
   lengths, codes, labels = _encode_labels(values, is_list)
-  # The last number is that of the code -1.
+  # The last number stands for the code -1.
   table = np.array([*(numbers.get(label, -1) for label in labels), -1], np.int64)
   flat = table[codes]
   if lengths is None:

@@ -51,7 +51,7 @@ def parse(instruction: str) -> Fold | None:
   match = schema.FOLD.fullmatch(instruction)
   if match is None and 'fold' in instruction:
     raise ValueError(
-      f"'{instruction}' is no fold: write '[fold=0/5]', '[fold!=0/5]' or, to divide the "
+      f"'{instruction}' is not a fold: write '[fold=0/5]', '[fold!=0/5]' or, to divide the "
       "examples anew, '[fold=0/5,seed=1]'; a fold cannot be sliced (config.pp, config.evals)"
     )
   if match is None:

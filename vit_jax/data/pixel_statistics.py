@@ -18,6 +18,7 @@ from vit_jax.data import folder, slices, typed_json
 from vit_jax.data.images import image_files, images, index as index_lib
 from vit_jax.data.lazy import tf
 from vit_jax.distributed import files
+from vit_jax.weights import descriptions
 
 # Percentiles that `config.pp.range='percentile'` maps to -1 and 1.
 PERCENTILES = (0.5, 99.5)
@@ -66,7 +67,7 @@ def place(root: str, split: str) -> str:
 def measure(paths: Sequence[str], channels: int) -> Statistics:
   """Returns the statistics of images; ValueError names one that cannot be read."""
   if not paths:
-    raise ValueError('there are no images to measure: pass a split with images')
+    raise ValueError('the split has no images to measure: pass one that has')
   numbers = np.unique(np.linspace(0, len(paths) - 1, _MOST_IMAGES).round().astype(int))
   num_samples = max(1, _MOST_VALUES // (channels * len(numbers)))
 
@@ -146,7 +147,7 @@ def resolve(
   config = config.copy_and_resolve_references()
   with config.ignore_type():
     for name in names:
-      config.pp[name] = _as_tuple(fields[name])
+      config.pp[name] = descriptions.as_tuple(fields[name])
   return config
 
 
@@ -189,7 +190,3 @@ def _read(config: ml_collections.ConfigDict) -> Statistics:
     )
   console.notify(f"Values are scaled as measured in '{path}'.")
   return statistics
-
-
-def _as_tuple(value: Any) -> Any:
-  return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value

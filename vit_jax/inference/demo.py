@@ -283,7 +283,7 @@ def _file_upload() -> Any:
 
 
 def read_photo(path: str, config: ml_collections.ConfigDict) -> Photo:
-  """Reads an image as the page shows it; `config` is that of the model."""
+  """Reads an image as the page shows it; `config` is the config of the model."""
   pp = config.pp
 
   def decode(encoded: bytes) -> np.ndarray:

@@ -43,7 +43,7 @@ class EarlyStopping:
     return 0 < self._patience <= self._num_stalled
 
   def add(self, value: float) -> None:
-    """Adds an evaluation; nan is no progress."""
+    """Adds an evaluation; nan does not count as progress."""
     score = self._sign * value
     self.has_improved = self._patience > 0 and score > self._best
     if self.has_improved:

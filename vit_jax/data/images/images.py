@@ -232,7 +232,7 @@ def _from_pillow(encoded: bytes, function: Callable[[Image.Image], Any]) -> Any:
 
 
 def _stored_shape(encoded: bytes) -> np.ndarray:
-  """Returns height and width of an image that is no JPEG or PNG, int64 [2]."""
+  """Returns height and width of an image that is neither JPEG nor PNG, int64 [2]."""
   if encoded.startswith(multichannel.NPY):
     return np.array(multichannel.shape(encoded)[:2])
   try:

@@ -38,7 +38,7 @@ def stored_channels(pp: 'ml_collections.ConfigDict') -> int | None:
 
 
 def is_array(encoded: bytes) -> bool:
-  """Returns whether the content of a file is that of a .npy or TIFF file."""
+  """Returns whether a file is a .npy or TIFF file, by its content."""
   return encoded.startswith((NPY, *TIFF))
 
 

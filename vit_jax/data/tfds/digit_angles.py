@@ -1,7 +1,7 @@
 """scikit-learn's digits, rotated: the target of regression is the angle.
 
 Images have 12x12 grey pixels. Angles are uniform from -60 to 60 degrees, counterclockwise.
-The splits have the digits of those of `digits`: `train` four times at different angles,
+The splits have the same digits as in `digits`: `train` four times at different angles,
 `test` once.
 """
 

@@ -16,7 +16,7 @@ _BATCH = 1024  # Examples read at a time.
 class Target(NamedTuple):
   """A number to predict, with its mean and standard deviation over training examples."""
 
-  name: str  # That of the column, 'age', or for a column of lists 'corners[0]', ...
+  name: str  # The column, 'age', or for a column of lists 'corners[0]', ...
   column: str
   mean: float
   std: float
