@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from tests import looked_up, processes
 from vit_jax import input_pipeline
-from vit_jax.data import manifest, manifest_cache, manifest_files, sources
+from vit_jax.data import manifest, manifest_cache, manifest_files, records, sources
 
 
 def write(root, lines, split='train'):
@@ -411,3 +411,9 @@ def test_readers_parse_once_even_after_a_kill(stored, tmp_path, monkeypatch):
   assert others == [first] * 2
   assert len(parsed) == 1
   assert [x.name[0] == '.' for x in folders()] == [False]
+
+
+def test_columns_that_a_run_reads_are_not_renamed():
+  with pytest.raises(ValueError, match="has no column 'age'") as error:
+    records.resolve(('image', 'age'), ['image', 'years'], 'train.jsonl', 'column')
+  assert 'rename' not in str(error.value)
