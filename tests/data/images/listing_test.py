@@ -65,6 +65,18 @@ def test_entries_that_are_not_files_are_ignored(tmp_path, caplog):
   assert 'Left out 1 image of' in caplog.text
 
 
+def test_links_that_multiply_are_an_error(tmp_path):
+  """Eight links in each of twenty linked folders are 8^20 paths."""
+  write(tmp_path, 'a/1.jpg')
+  for depth in range(20):
+    folder = tmp_path / 'train' / 'a' / str(depth)
+    folder.mkdir()
+    for name in 'abcdefgh':
+      os.symlink(f'../{depth + 1}', folder / name)
+  with pytest.raises(ValueError, match="100 links in '.*' lead to .*remove"):
+    listing.list_folder(str(tmp_path), 'train')
+
+
 def test_folders_and_patterns_expand_to_images(tmp_path):
   write(tmp_path, 'b/2.jpg', 'b/10.PNG', 'a/1.jpg', 'c/x.txt', '[1].jpg')
   top = str(tmp_path / 'train')

@@ -29,13 +29,18 @@ METADATA = ('metadata.jsonl', 'metadata.csv')
 # change may have the same time stamp.
 _TICK = 2.0
 _SHOWN = 8  # Kinds of ignored files that a message names.
+_MOST_VISITS = 100  # Of one folder, through different links.
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
-  """Lists the images of a split; OSError names a folder that cannot be read.
+  """Lists the images of a split.
 
   Arrays (.npy) are images where there are no others, since next to photos they may
   hold anything.
+
+  Raises:
+    OSError: if a folder cannot be read, which it names.
+    ValueError: if more than 100 links lead to one folder, as links in linked folders do.
   """
   index = _list_folder(root, base, formats.encoded_endings())
   arrays = index.facts['ignored']['by_ending'].get(multichannel.NPY_ENDING)
@@ -49,6 +54,7 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
   top = os.fsencode(os.path.join(root, base))
   level = [b'']
   pieces = []
+  visits: collections.Counter[tuple[int, ...]] = collections.Counter()
   with (
     concurrent.futures.ThreadPoolExecutor(image_files.REMOTE_THREADS) as pool,
     console.bar(desc='Listing images', delay=3, leave=False, unit=' images') as bar,
@@ -58,6 +64,13 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
       level = []
       for piece in level_pieces:
         pieces.append(piece)
+        visits[piece.identity] += bool(piece.identity)
+        if visits[piece.identity] > _MOST_VISITS:
+          raise ValueError(
+            f"more than {_MOST_VISITS} links in '{image_files.display(top)}' lead to the "
+            f"folder '{image_files.display(piece.name)}': remove links to folders that "
+            'contain links'
+          )
         level += piece.inner
         bar.update(piece.num_images)
   pieces.sort(key=lambda piece: piece.name)
@@ -96,6 +109,7 @@ class _Piece(NamedTuple):
   """The content of one folder; names are relative to the folder of the split."""
 
   name: bytes
+  identity: tuple[int, ...]  # Device and inode of a local folder, else empty.
   time: int  # When it was last changed.
   num_images: int
   names: bytes  # Names of the images, each followed by a zero byte.
@@ -135,6 +149,7 @@ def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Piece:
   image_names, inner, ignored = image_files.retried(path, list_entries)
   return _Piece(
     name=name,
+    identity=_identity(path) if local else (),
     time=changed,
     num_images=len(image_names),
     names=b''.join(x + b'\0' for x in image_names),
@@ -142,6 +157,15 @@ def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Piece:
     inner=inner,
     ignored=ignored,
   )
+
+
+def _identity(folder: bytes) -> tuple[int, ...]:
+  """Returns the device and inode of a folder; () if it cannot be read."""
+  try:
+    status = os.stat(folder)
+  except OSError:
+    return ()
+  return status.st_dev, status.st_ino
 
 
 def _local_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
