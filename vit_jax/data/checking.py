@@ -5,7 +5,7 @@ result, an index, is stored in the workdir of the run or next to the images
 (`vit_jax index`), and all processes use it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import copy
 import functools
 import os
@@ -62,10 +62,7 @@ def usable(
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
 
-  if explain is None:
-    explain = images.broken_reason
-    if channels is not None:
-      explain = functools.partial(images.broken_reason, channels=channels)
+  explain = explain or functools.partial(images.broken_reason, channels=channels)
 
   def check() -> list[tuple[int, str]]:
     for index, rows in views:
@@ -84,40 +81,50 @@ def usable(
   for share in processes.attempt(f"checking the images of '{where}'", check):
     for number, reason in share:
       reasons[number] = reasons.get(number) or reason
-  bad = sorted(reasons)
 
   def store() -> None:
     for index, _ in views:
       _merge_shares(index, workdir)
-    if bad and broken == 'error':
+    if reasons and broken == 'error':
       paths.store(workdir)
 
   if workdir and broken != 'trust':
     processes.from_first(f"storing the check of '{where}'", store)
   paths.mark(reasons)
-  if not bad or broken == 'trust':
+  if not reasons or broken == 'trust':
     return paths
+  _report_broken(paths, reasons, where, broken, describe)
+  return paths.without(sorted(reasons))
+
+
+def _report_broken(
+  paths: index_lib.Paths,
+  reasons: Mapping[int, str],
+  where: str,
+  broken: str,
+  describe: Callable[[int], str] | None,
+) -> None:
+  """Raises the error of `usable`, or warns of the images that are left out."""
   lines = []
-  for number in _first_of_each(paths, bad):
+  for number in _first_of_each(paths, sorted(reasons)):
     name = paths[number] if describe is None else describe(number)
     lines.append(f'{name}: {reasons[number]}')
   if broken != 'skip':
     message = '\n  '.join(lines)
     raise ValueError(
-      f'{len(bad):,} of {len(paths):,} images cannot be read:\n  {message}\n'
+      f'{len(reasons):,} of {len(paths):,} images cannot be read:\n  {message}\n'
       'Repair, restore or delete them, or leave them out with '
       '--config.broken_images=skip'
     )
-  if len(bad) == len(paths):
+  if len(reasons) == len(paths):
     raise ValueError(f"no image of '{where}' can be read, the first: {lines[0]}")
   logging.warning(
     'Skipped %d of %d images of %s that cannot be read, the first: %s',
-    len(bad),
+    len(reasons),
     len(paths),
     where,
     lines[0],
   )
-  return paths.without(bad)
 
 
 def _first_of_each(paths: index_lib.Paths, numbers: Iterable[int]) -> list[int]:

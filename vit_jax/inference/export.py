@@ -99,14 +99,16 @@ def export(
   """
   out = epath.Path(files.expanded(out))
   check(out, to, dtype, image_size)
-  options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
-  arguments = ''.join(f', {name}={value!r}' for name, value in options.items() if value)
   int8.check(model, "export: load it without, and pass dtype='int8' to export")
   if uint8 and model.config.pp.range is not None:
     raise ValueError(
       f'uint8=True is for images of 8-bit colour, and this model reads '
       f'pp.range={model.config.pp.range}: leave out uint8 (--uint8)'
     )
+  if command is None:
+    options = dict(features=features, dtype=dtype, uint8=uint8, image_size=image_size)
+    arguments = ''.join(f', {name}={x!r}' for name, x in options.items() if x)
+    command = f"model.export('{out}', '{to}'{arguments})"
   if image_size is not None and not isinstance(image_size, str):
     model = _at_size(model, image_size)
   served = _in_float32(model) if to == 'onnx' else model
@@ -117,39 +119,32 @@ def export(
       f'the parameters take {console.size(program.size)}, more than the 2 GiB of a '
       'StableHLO file: pass --dtype=bfloat16 or --to=saved_model'
     )
-  inputs, inputs_description = _inputs(model, program)
-  write, load = FORMATS[to]
+  types = dtype or 'float32', _computed(model.task)
+  tolerance = max(TOLERANCES.get(x, 0) for x in types)
+  run = _function(model, features, uint8)
   with (
     _cpu(),
     _without_paths(),
     files.naming_output(out, 'out'),
     files.new_folder(out) as folder,
   ):
-    run = jax.jit(_function(model, features, uint8))
-    weights = jax.device_get((model.params, model.extra))
-    expected = jax.device_get(run(weights, **inputs))
-    write(program, folder)
-    types = dtype or 'float32', _computed(model.task)
-    tolerance = max(TOLERANCES.get(x, 0) for x in types)
-    difference = _compare(load(folder), inputs, expected, tolerance, to)
-    if 'image' not in program.inputs:  # A text tower.
-      name = model.task.vocabulary_name
-      (folder / name).write_bytes(model.task.vocabulary())
+    comparison = _write_and_compare(model, run, program, folder, to, tolerance)
     facts = {
-      **_facts(model, program, expected, uint8),
+      **_facts(model, program, comparison.expected, uint8),
       'files': _checksums(folder),
-      'command': command or f"model.export('{out}', '{to}'{arguments})",
-      'difference': difference,
-      'compared_on': inputs_description,
+      'command': command,
+      'difference': comparison.difference,
+      'compared_on': comparison.inputs_description,
     }
     (folder / 'model.json').write_text(json.dumps(facts, indent=1))
   console.log(
-    f"'{out}': {to}; largest difference from JAX on {inputs_description}: {difference:.1e}"
+    f"'{out}': {to}; largest difference from JAX on {comparison.inputs_description}: "
+    f'{comparison.difference:.1e}'
   )
   for path in sorted(pathlib.Path(out).rglob('*')):
     if path.is_file():
       console.log(f'  {path}  {path.stat().st_size:,} bytes')
-  return difference
+  return comparison.difference
 
 
 def check(
@@ -420,6 +415,34 @@ FORMATS = {
 
 
 # --- The comparison ---
+
+
+class Comparison(NamedTuple):
+  """An export next to the model, on the same inputs."""
+
+  expected: dict[str, np.ndarray]  # The model's outputs [n, ...] by name.
+  difference: float  # Largest absolute difference.
+  inputs_description: str
+
+
+def _write_and_compare(
+  model: Any,
+  run: Callable[..., dict[str, jax.Array]],
+  program: Program,
+  folder: epath.Path,
+  to: str,
+  tolerance: float,
+) -> Comparison:
+  """Writes a program, reads it again, and compares it with `run` of the model."""
+  inputs, inputs_description = _inputs(model, program)
+  weights = jax.device_get((model.params, model.extra))
+  expected = jax.device_get(jax.jit(run)(weights, **inputs))
+  write, load = FORMATS[to]
+  write(program, folder)
+  difference = _compare(load(folder), inputs, expected, tolerance, to)
+  if 'image' not in program.inputs:  # A text tower.
+    (folder / model.task.vocabulary_name).write_bytes(model.task.vocabulary())
+  return Comparison(expected, difference, inputs_description)
 
 
 def _inputs(model: Any, program: Program) -> tuple[dict[str, np.ndarray], str]:
