@@ -27,7 +27,7 @@ from vit_jax.planning import flops, topology
 PATTERNS = typing.get_args(model_configs.AttentionPattern)
 SIZES = (224, 384, 512, 768, 1024)
 PATCH = 16
-_TOKENS = 8192  # Of a batch, at most.
+_TOKENS = 8192  # At most, per batch.
 
 
 def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:

@@ -685,8 +685,9 @@ class Config:
   broken_images: Annotated[Literal['error', 'skip', 'trust'], schema.FREE] = 'error'
   # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size, or that are absent, empty or
-  # NaN. 'refuse' names them and stops; 'skip' leaves them out and counts them; 'clip' cuts them off at the border of
-  # the image, and drops boxes of which nothing remains.
+  # NaN. 'refuse' names them and stops; 'skip' leaves them out and counts them;
+  # 'clip' cuts them off at the border of the image, and drops boxes of which
+  # nothing remains.
   broken_boxes: Literal['refuse', 'skip', 'clip'] = 'refuse'
   # Greatest number of pixels, height times width, of an image file; a larger
   # image counts as broken and is not decoded. The default is Pillow's.

@@ -87,7 +87,7 @@ class BitResNet(patches.ImageModel):
   width_factor: float = 1.0  # Multiplies the channels; 1 gives a ResNet.
   head_bias_init: float = 0.0
   eps: str = 'published'  # A key of EPSILONS.
-  # What the backward pass recomputes. '': nothing; 'full': everything inside a unit.
+  # Activations that the backward pass recomputes. '': none; 'full': all inside a unit.
   remat: str = ''
   model_name: str | None = None  # Name in the table of configs; has no effect.
   dtype: Any = jnp.float32

@@ -129,7 +129,7 @@ def _assign_groups(
   splitter = model_selection.StratifiedGroupKFold(num_folds)
   numbers = np.empty(len(strata), np.int64)
   with warnings.catch_warnings():
-    warnings.simplefilter('ignore')  # Of classes with fewer examples than folds.
+    warnings.simplefilter('ignore')  # A class may have fewer examples than folds.
     for number, (_, rows) in enumerate(splitter.split(strata, strata, groups)):
       numbers[rows] = number
   return numbers

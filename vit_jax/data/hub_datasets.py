@@ -213,7 +213,7 @@ class HubSource(arrow.ArrowSource):
     return self.rows(file[numbers])
 
   def image_paths(self, shard: int, path: str) -> list[str]:
-    return [path]  # Of a file that `datasets` has downloaded.
+    return [path]  # A path in the cache of `datasets`.
 
   def name(self, index: int) -> str:
     [shard], [place] = self._places(np.array([index]))

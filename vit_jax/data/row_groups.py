@@ -27,7 +27,7 @@ class RowGroups:
   """Tables by key, in memory or memory-mapped; `num_bytes` is the size of all."""
 
   def __init__(self, num_bytes: int) -> None:
-    # Where tables are cached; None: in memory.
+    # Folder of cached tables; None: in memory.
     self._folder: pathlib.Path | None = None
     if num_bytes > MEMORY:
       self._folder = console.cache_folder() / 'parquet'

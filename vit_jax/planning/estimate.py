@@ -155,7 +155,7 @@ def collectives(hlo: str) -> dict[str, dict]:
     sent: float = size
     if kind == BETWEEN:  # Not over the links of a chip.
       sent = 0
-    elif kind != 'collective-permute':  # Which sends its result once.
+    elif kind != 'collective-permute':  # It sends its result once.
       # Bytes over a chip's links per byte of a device's result.
       group = group or 1
       passes = {'all-reduce': 2, 'reduce-scatter': group}.get(kind, 1)

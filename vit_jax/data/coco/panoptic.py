@@ -12,7 +12,7 @@ from vit_jax.data.lazy import tf
 
 # Data set -> number of its classes of things, which come before those of stuff.
 THINGS = {'coco/2017_panoptic': 80, 'scenes/panoptic': 10}
-_UNITS = (1, 256, 65_536)  # What red, green and blue count.
+_UNITS = (1, 256, 65_536)  # Factors of red, green and blue.
 _NONE = 2**24  # Greater than the number of any colour.
 
 

@@ -29,7 +29,7 @@ METADATA = ('metadata.jsonl', 'metadata.csv')
 # change may have the same time stamp.
 _TICK = 2.0
 _SHOWN = 8  # Kinds of ignored files that a message names.
-_MOST_VISITS = 100  # Of one folder, through different links.
+_MOST_VISITS = 100  # To one folder, through different links.
 
 
 def list_folder(root: str, base: str) -> index_lib.Index:
@@ -172,7 +172,7 @@ def _local_entries(path: bytes) -> Iterator[tuple[bytes, bool, bool, bool]]:
   """Yields (name, is file, is folder, is link) of each entry."""
   with os.scandir(path) as entries:
     for entry in entries:
-      if entry.is_symlink():  # Which may lead nowhere, or to itself.
+      if entry.is_symlink():  # It may lead nowhere, or to itself.
         yield entry.name, os.path.isfile(entry.path), os.path.isdir(entry.path), True
       else:
         yield entry.name, entry.is_file(), entry.is_dir(), False

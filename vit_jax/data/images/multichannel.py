@@ -22,7 +22,7 @@ NPY_ENDING = '.npy'
 NPY = b'\x93NUMPY'
 TIFF = (b'II*\0', b'MM\0*', b'II+\0', b'MM\0+')  # The last two are BigTIFF.
 
-# Of an image; as many as three channels of the default of config.max_image_pixels.
+# Limit per image: as many as three channels of the default of config.max_image_pixels.
 _MOST_VALUES = 2**28
 _VERSIONS = {
   (1, 0): np.lib.format.read_array_header_1_0,

@@ -93,7 +93,7 @@ class Report:
     # Every process gets the results of all images: they are small.
     self._compute = engine.on_all_hosts(evaluation.mesh, compute)
     self._evaluation = evaluation
-    self.outputs: Outputs | None = None  # Of the last run.
+    self.outputs: Outputs | None = None  # From the last run.
     self.scores: dict[str, dict[str, float]] = {}  # By target.
 
   def run(

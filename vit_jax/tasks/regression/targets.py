@@ -121,7 +121,7 @@ def _rows(source: records.Source, name: str) -> Iterator[np.ndarray]:
     data.ragged_batch(_BATCH), source, batch_indices
   )
   for batch in batches:
-    if isinstance(batch, np.ndarray):  # Of single numbers.
+    if isinstance(batch, np.ndarray):  # One number per row.
       yield from batch
     else:
       yield from np.split(batch.values, batch.row_splits[1:-1])
