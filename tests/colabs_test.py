@@ -231,6 +231,7 @@ def walked(client, tmp_path_factory):
     NEW_CHANGES={
       **TINY, 'total_steps': 40, 'warmup_steps': 4, 'progress_every': 10,
     },
+    LOOP_STEPS=40,
   )  # fmt: skip
   stopped = []
   for cell in notebook.cells:
@@ -269,6 +270,7 @@ def test_walkthrough(walked):
   tuned = percent(last, 'fine-tuned:')
   assert tuned > 60
   assert tuned > percent(last, 'from scratch:')
+  assert percent(notebook.cell('optax.chain'), 'own loop:') > 20  # A tenth by chance.
 
 
 def test_interrupted_training_resumes(walked):

@@ -48,6 +48,8 @@ NEW_DATA = 'parity'
 PRETRAINED = ''
 # Other settings of the fine-tuning.
 NEW_CHANGES = {}
+# Number of updates of the training loop at the end.
+LOOP_STEPS = 300
 
 # %% [markdown]
 # ## Get ready
@@ -279,9 +281,71 @@ if NEW_DATA == 'parity':
   print(f'Test accuracy, from scratch: {alone["accuracy_test"]:.2%}')
 
 # %% [markdown]
+# ## A training loop of your own
+#
+# Nothing obliges you to use `train_and_evaluate`. Models are plain Flax modules,
+# batches are dicts of arrays, and an update is a function that you compile. This
+# loop trains the model above from its random weights with Optax: clipped gradients,
+# AdamW with weight decay on kernels only, a warm-up and a cosine. It runs on one
+# device; several devices, checkpoints and resuming are what `train_and_evaluate` adds.
+#
+# To expect for the digits: 98 % after 300 steps, in about half a minute.
+
+# %%
+import optax
+
+learning_rate = optax.warmup_cosine_decay_schedule(
+  0.0, 2e-3, warmup_steps=LOOP_STEPS // 10, decay_steps=LOOP_STEPS
+)
+kernels = jax.tree.map(lambda x: x.ndim > 1, params)
+tx = optax.chain(
+  optax.clip_by_global_norm(1.0),
+  optax.adamw(learning_rate, weight_decay=0.05, mask=kernels),
+)
+
+
+@jax.jit
+def update(params, opt_state, batch, key):
+  """Returns new parameters, the new state of the optimiser, and the loss."""
+
+  def loss_fn(params):
+    logits = model.apply(
+      {'params': params}, batch['image'], train=True, rngs={'dropout': key}
+    )  # [B, classes].
+    return optax.softmax_cross_entropy(logits, batch['label']).mean()
+
+  loss, gradients = jax.value_and_grad(loss_fn)(params)
+  updates, opt_state = tx.update(gradients, opt_state, params)
+  return optax.apply_updates(params, updates), opt_state, loss
+
+
+@jax.jit
+def count_correct(params, batch):
+  """Returns the number of right predictions; `mask` is 0 where a row is padding."""
+  logits = model.apply({'params': params}, batch['image'], train=False)
+  correct = logits.argmax(axis=-1) == batch['label'].argmax(axis=-1)  # [B].
+  return (correct * batch['mask']).sum()
+
+
+opt_state = tx.init(params)
+batches = ds_train.as_numpy_iterator()
+for step in range(LOOP_STEPS):
+  key = jax.random.fold_in(jax.random.key(1), step)
+  params, opt_state, loss = update(params, opt_state, next(batches), key)
+  if (step + 1) % max(1, LOOP_STEPS // 5) == 0:
+    print(f'step {step + 1:>5}, loss {loss:.3f}')
+correct = total = 0
+for batch in ds_test.as_numpy_iterator():
+  correct += count_correct(params, batch)
+  total += batch['mask'].sum()
+print(f'Test accuracy, own loop: {correct / total:.2%}')
+
+# %% [markdown]
 # ## Where to go on
 #
 # - `vit_jax_augreg.ipynb` chooses among the published checkpoints, and fine-tunes
 #   one on your images.
 # - `inspect.ipynb` shows what is inside a trained model.
+# - [Coming from timm or Hugging Face](../docs/coming_from_timm.md) has such a loop
+#   with pretrained weights, frozen layers, layer-wise decay and averaged weights.
 # - `plan.ipynb` says whether a model fits a TPU, and what a training would cost.
