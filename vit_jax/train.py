@@ -551,21 +551,19 @@ def _describe_data(prepared: Prepared) -> str:
 
 
 def _describe_classes(prepared: Prepared) -> Iterator[str]:
-  """Yields lines on the classes of the images, if their labels are known."""
+  """Yields lines on the classes of the images, as far as their labels are known."""
   class_names = prepared.metadata.get('class_names')
   if not class_names:
     return
   train_labels = prepared.labels
   if train_labels is None:
     train_labels = prepared.train.labels()
-  if train_labels is None:
-    return
   test_labels = {}
   for name, source in prepared.tests.items():
     labels = source.labels()
     if labels is not None:
       test_labels[name] = labels
-  yield class_counts.describe(train_labels, test_labels, class_names)
+  yield from class_counts.describe(train_labels, test_labels, class_names)
   yield from class_counts.warnings(
     train_labels, test_labels, class_names, prepared.config.loss
   )

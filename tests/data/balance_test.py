@@ -9,6 +9,7 @@ from tests import looked_up
 from vit_jax import input_pipeline, train
 from vit_jax.data import balance, order as order_lib, records, sources
 from vit_jax.data.images import images as images_lib
+from vit_jax.data.tfds import shards
 from vit_jax.run import config as run_config
 
 COUNTS = np.array([500, 30, 7, 1])
@@ -129,7 +130,19 @@ def test_uniform_sampling_is_the_default(config):
   assert sources.open_split(config, 'train').order is None
 
 
-def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path):
+@pytest.fixture
+def large(monkeypatch):
+  """Treats all data sets of TFDS as large."""
+  monkeypatch.setattr(shards, 'LABELLED_BYTES', 0)
+
+
+def test_labels_of_a_small_data_set_are_known(tiny_config):
+  source = sources.open_split(tiny_config, 'train[10:60]+test')
+  labels = looked_up.features(source)['label']
+  assert source.labels().tolist() == [label.tolist() for label in labels]
+
+
+def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path, large):
   config = run_config.complete(tiny_config)
   source = sources.open_split(config, 'train')
   assert source.labels() is None
@@ -148,7 +161,7 @@ def test_labels_of_a_data_set_are_read_once(tiny_config, tmp_path):
   assert balance.labels(config, source, tmp_path).tolist() == want
 
 
-def test_labels_of_other_data_are_replaced(tiny_config, tmp_path):
+def test_labels_of_other_data_are_replaced(tiny_config, tmp_path, large):
   """A workdir without a checkpoint may belong to a run on other data."""
   config = run_config.complete(tiny_config)
   first = sources.open_split(config, 'train[:50]')

@@ -1,9 +1,11 @@
 """Tests of the description of classes at the start of a run."""
 
 import copy
+import re
 
 import numpy as np
 import pytest
+from sklearn import datasets as sklearn_datasets
 
 from tests import conftest
 from vit_jax import train
@@ -15,13 +17,16 @@ TRAIN = np.array([[0, -1], [1, 2], [2, -1], [-1, -1]])
 
 def test_counts_by_class():
   assert class_counts.count(TRAIN, 3).tolist() == [1, 1, 2]
-  text = class_counts.describe(TRAIN, {'test': TRAIN[:1]}, NAMES)
+  [text] = class_counts.describe(TRAIN, {'test': TRAIN[:1]}, NAMES)
   assert 'ant 1 + 1, bee 1 + 0, cow 2 + 0' in text
   many = np.arange(100)[:, None]
-  text = class_counts.describe(
+  [text] = class_counts.describe(
     many, {'val': np.repeat(many[:50], 7, axis=0)}, [*map(str, range(100))]
   )
   assert "100 classes: 1 to 1 (train), 0 to 7 (evaluation 'val')" in text
+  [text] = class_counts.describe(None, {'test': TRAIN}, NAMES)
+  assert "class, evaluation 'test': ant 1, bee 1, cow 2" in text
+  assert not [*class_counts.describe(None, {}, NAMES)]
 
 
 def test_warnings():
@@ -35,6 +40,8 @@ def test_warnings():
   assert '1 of 4 training images have several labels' in line
   assert '--config.loss=sigmoid' in line
   assert not [*warnings(TRAIN, {}, NAMES, 'sigmoid')]
+  [line] = warnings(None, {'test': enough[:-1]}, NAMES, 'softmax')
+  assert '1 of 3 classes (cow 9)' in line
 
 
 @pytest.fixture
@@ -51,6 +58,18 @@ def test_start_of_a_run_says_the_counts(config, capsys):
   output = capsys.readouterr().out
   assert 'ant 12 + 3, bee 12 + 3, cow 12 + 3' in output
   assert "Evaluation 'test' has fewer than 10 images of 3 of 3 classes" in output
+
+
+def test_classes_of_mixtures_and_tfds_are_counted(config, tiny_config, capsys):
+  config.dataset = ((config.dataset, 0.9), (config.dataset, 0.1))
+  train._describe(train.prepare(config))
+  assert 'ant 24 + 3, bee 24 + 3' in capsys.readouterr().out
+  train._describe(train.prepare(tiny_config))
+  target = sklearn_datasets.load_digits().target
+  output = capsys.readouterr().out
+  counts = re.search(r"evaluation 'test': (.*)\.\n", output)[1]
+  totals = [sum(map(int, re.findall(r'\d+', text)[1:])) for text in counts.split(', ')]
+  assert totals == np.bincount(target).tolist()
 
 
 def test_one_class_is_rejected(config, tmp_path):

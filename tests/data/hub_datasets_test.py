@@ -104,6 +104,23 @@ def test_rows_are_those_of_datasets(hub, tiny_config, split):
   assert [x.tolist() for x in records['boxes']] == [row['boxes'] for row in rows]
 
 
+def test_folds_are_those_of_parquet_files(hub, tiny_config):
+  """The hub's data sets are Parquet files, which can also be opened as a folder."""
+  for split in ('train[fold=1/3]', 'train[fold!=1/3]+validation[:2]'):
+    source = open_split(tiny_config, ANIMALS, split, 'label', 'caption')
+    labels = source.labels()
+    records = looked_up.features(source)
+    assert labels.tolist() == [x.tolist() for x in records['label']]
+    folder = str(hub / 'zoo' / 'animals')
+    stored = open_split(tiny_config, folder, split, 'label', 'caption')
+    assert looked_up.features(stored)['caption'] == records['caption']
+  counts = np.bincount(labels[:, 0])
+  assert counts.max() - counts.min() <= 2
+  unlabelled = open_split(tiny_config, ANIMALS, split, 'caption')
+  assert looked_up.features(unlabelled)['caption'] == records['caption']
+  assert unlabelled.fingerprint()['split'] == split
+
+
 def test_columns_are_chosen_in_the_name(hub, tiny_config):
   name = 'hf://zoo/views?image=thumbnail&label=coarse'
   source = open_split(tiny_config, name, 'validation')

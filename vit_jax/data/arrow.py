@@ -12,14 +12,14 @@ or else the labels of the training split, sorted.
 
 import abc
 import collections
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import itertools
 import json
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from vit_jax.data import records
+from vit_jax.data import folds, records, slices
 from vit_jax.data.images import image_files, images
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 # Classes without names have numbers below this; a greater one is taken for an id.
 _MOST_CLASSES = 10**6
 _LABEL_KINDS = ('int64', 'string')
+_GROUP = 'group'  # Column whose equal values stay together in folds.
 
 
 class Rows(NamedTuple):
@@ -297,6 +298,77 @@ def number_labels(
   return array
 
 
+class FoldColumns(NamedTuple):
+  """What the folds of a part of a split depend on."""
+
+  num_rows: int
+  columns: Mapping[str, Column]  # By the feature that they hold.
+  read: Callable[[str], Mapping[str, 'pa.ChunkedArray']]  # A column of each file.
+
+
+def open_with_folds(
+  split: str,
+  open_slices: Callable[[str], records.Source],
+  read_columns: Callable[[str], FoldColumns],
+) -> records.Source:
+  """Opens a split whose parts may be folds, see vit_jax/data/folds.py.
+
+  `open_slices` opens a split without folds, `read_columns` takes the name of a part.
+  """
+  parts = list(slices.parts(split))
+  if not any(folds.parse(instruction) for _, instruction in parts):
+    return open_slices(split)
+  selected = []
+  first = 0  # Number of the part's first row.
+  for base, instruction in parts:
+    columns = read_columns(base)
+    rows = np.arange(columns.num_rows)
+    fold = folds.parse(instruction)
+    if fold is None:
+      rows = slices.take(rows, base, instruction)
+    else:
+      rows = folds.take(rows, base, fold, _read_strata(columns), _read_groups(columns))
+    selected.append(first + rows)
+    first += columns.num_rows
+  source = open_slices('+'.join(slices.bases(split)))
+  subset = records.Subset(source, np.concatenate(selected))
+  subset.origin = {**source.origin, 'split': split}
+  return subset
+
+
+def _read_strata(columns: FoldColumns) -> np.ndarray:
+  """Returns a number for the labels of each row, int64 [n]."""
+  column = columns.columns.get('label')
+  if column is None:
+    return np.zeros(columns.num_rows, np.int64)
+  arrays = columns.read(column.name).values()
+  values = set[int | str]()
+  for array in arrays:
+    values |= read_labels(array, column.is_list).values
+  numbers = {label: number for number, label in enumerate(sorted(values))}
+  labels = records.stack_labels(
+    [number_labels(array, column.is_list, numbers) for array in arrays]
+  )
+  _, strata = np.unique(np.sort(labels, axis=1), axis=0, return_inverse=True)
+  return strata.reshape(-1)
+
+
+def _read_groups(columns: FoldColumns) -> list[int | str] | None:
+  """Returns the group of each row; ValueError if a row has none."""
+  if _GROUP not in columns.columns:
+    return None
+  groups = []
+  for path, values in columns.read(_GROUP).items():
+    for number, group in enumerate(values.to_pylist()):
+      if not isinstance(group, int | str):
+        raise ValueError(
+          f"row {number} of '{path}': `{_GROUP}` is {group}, but folds need a string or "
+          'an integer, such as the patient, in every row'
+        )
+      groups.append(group)
+  return groups
+
+
 def number_classes(
   labels: Mapping[str, Labels],
   column: Column,
@@ -370,6 +442,8 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     max_pixels: int,
   ) -> None:
     super().__init__(selected, row_bytes, layout.columns, layout.class_names)
+    self._selected = selected
+    self._labels: np.ndarray | None = None  # Once they are read.
     self._columns = layout.columns
     self._class_numbers = class_numbers
     self._max_pixels = max_pixels
@@ -378,6 +452,23 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     for column in self._columns.values():
       if column.path is not None:
         self.column_names.append(column.path)
+
+  @abc.abstractmethod
+  def read_column(self, name: str) -> Mapping[str, 'pa.ChunkedArray']:
+    """Returns a column of all rows of each file, by path."""
+
+  def labels(self) -> np.ndarray | None:
+    if 'label' not in self.features:
+      return None
+    if self._labels is None:
+      column = self._columns['label']
+      columns = self.read_column(column.name)
+      arrays = []
+      for path, skip, count in self._selected:
+        values = columns[path].slice(skip, count)
+        arrays.append(number_labels(values, column.is_list, self._class_numbers))
+      self._labels = records.stack_labels(arrays)
+    return self._labels
 
   @abc.abstractmethod
   def image_paths(self, shard: int, path: str) -> list[str]:

@@ -19,39 +19,47 @@ def count(labels: np.ndarray, num_classes: int) -> np.ndarray:
 
 
 def describe(
-  train_labels: np.ndarray,
+  train_labels: np.ndarray | None,
   test_labels: Mapping[str, np.ndarray],
   class_names: Sequence[str],
-) -> str:
-  """Describes the numbers of images of each class in training and in evaluations.
+) -> Iterator[str]:
+  """Yields a line on the images of each class in training and in evaluations.
 
-  `test_labels` are by the name of the evaluation.
+  `test_labels` are by the name of the evaluation. Labels that are unknown are left out.
   """
   num_classes = len(class_names)
-  counts = {'train': count(train_labels, num_classes)}
+  counts = {}
+  if train_labels is not None:
+    counts['train'] = count(train_labels, num_classes)
   for name, labels in test_labels.items():
     counts[f"evaluation '{name}'"] = count(labels, num_classes)
+  if not counts:
+    return
   if num_classes > _SHOWN:
     texts = [f'{x.min():,} to {x.max():,} ({name})' for name, x in counts.items()]
-    return f'Images of each of {num_classes:,} classes: {", ".join(texts)}.'
+    yield f'Images of each of {num_classes:,} classes: {", ".join(texts)}.'
+    return
   texts = []
   for number, class_name in enumerate(class_names):
     numbers = ' + '.join(f'{totals[number]:,}' for totals in counts.values())
     texts.append(f'{class_name} {numbers}')
-  return f'Images of each class, {" + ".join(counts)}: {", ".join(texts)}.'
+  yield f'Images of each class, {" + ".join(counts)}: {", ".join(texts)}.'
 
 
 def warnings(
-  train_labels: np.ndarray,
+  train_labels: np.ndarray | None,
   test_labels: Mapping[str, np.ndarray],
   class_names: Sequence[str],
   loss: str,
 ) -> Iterator[str]:
   """Yields remarks on several labels per image, and on classes with few test images."""
-  num_multiple = int(((train_labels >= 0).sum(axis=1) > 1).sum())
+  num_multiple = num_images = 0
+  if train_labels is not None:
+    num_images = len(train_labels)
+    num_multiple = int(((train_labels >= 0).sum(axis=1) > 1).sum())
   if num_multiple and loss == 'softmax':
     yield (
-      f'{num_multiple:,} of {console.pluralize(len(train_labels), "training image")} '
+      f'{num_multiple:,} of {console.pluralize(num_images, "training image")} '
       "have several labels, but loss='softmax' is for classes that exclude each other: "
       'set --config.loss=sigmoid.'
     )
@@ -65,5 +73,5 @@ def warnings(
         f"Evaluation '{name}' has fewer than {_FEW} images of {len(rare)} of "
         f'{console.pluralize(len(class_names), "class")} ({", ".join(texts)}{ellipsis}), '
         'so what it measures of them is left to chance: test on more images, or on all '
-        'of them by cross-validation (--folds=5).'
+        'of them by cross-validation (--folds=5; not with TFDS).'
       )

@@ -4,8 +4,9 @@
 
 REVISION is a branch, tag or commit, CONFIG one of several configurations ("subsets").
 The splits are those of the data set, sliced as elsewhere: 'train[:90%]'. Each row is an
-example, see vit_jax/data/arrow.py. FEATURE=COLUMN names the column of `image`, `label`
-or a text where several columns could hold it, as in hf://uoft-cs/cifar100?label=coarse_label.
+example, see vit_jax/data/arrow.py. There are folds, 'train[fold=0/5]', as in Parquet files.
+FEATURE=COLUMN names the column of `image`, `label` or a text where several columns could
+hold it, as in hf://uoft-cs/cifar100?label=coarse_label.
 
 `datasets` converts a data set to Arrow files once per machine, in its cache
 (HF_DATASETS_CACHE), and maps them into memory. It works offline once they are there.
@@ -21,13 +22,14 @@ import urllib.parse
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import arrow, registry, slices
+from vit_jax.data import arrow, records, registry, slices
 from vit_jax.data.images import image_files
 from vit_jax.data.tfds import splits
 from vit_jax.distributed import files, processes
 
 if TYPE_CHECKING:
   import ml_collections
+  import pyarrow as pa
 
 _FORM = 'hf://OWNER/NAME[@REVISION][/CONFIG][?FEATURE=COLUMN]'
 _NAME = re.compile(r'([\w.-]+/[\w.-]+)(?:@([^/]+))?(?:/([^/]+))?')
@@ -67,8 +69,32 @@ def open_split(
   split: str,
   features: Sequence[str],
   class_names: Sequence[str] | None = None,
-) -> 'HubSource':
+) -> records.Source:
   """Opens a split of a data set, see sources.open_split."""
+  builder = _prepare(dataset)
+
+  def open_slices(split: str) -> 'HubSource':
+    return _open_slices(config, dataset, split, features, class_names)
+
+  def read_columns(base: str) -> arrow.FoldColumns:
+    splits.whole(builder.info, dataset, base)
+    table = _with_names(builder.as_dataset(split=base), dataset, ('label',))
+    layout = arrow.read_layout(table.features.arrow_schema, dataset)
+    return arrow.FoldColumns(
+      len(table), layout.columns, lambda name: {base: _read_column(table, name)}
+    )
+
+  return arrow.open_with_folds(split, open_slices, read_columns)
+
+
+def _open_slices(
+  config: 'ml_collections.ConfigDict',
+  dataset: str,
+  split: str,
+  features: Sequence[str],
+  class_names: Sequence[str] | None,
+) -> 'HubSource':
+  """Opens slices of a split, see `open_split`."""
   builder = _prepare(dataset)
   tables: dict[str, Any] = {}  # datasets.Dataset by part of the split.
   selected = []
@@ -88,8 +114,7 @@ def open_split(
   if 'label' in layout.columns:
     column = layout.columns['label']
     for base, table in tables.items():
-      values = table.with_format('arrow').select_columns(column.name)[:][column.name]
-      labels[base] = arrow.read_labels(values, column.is_list)
+      labels[base] = arrow.read_labels(_read_column(table, column.name), column.is_list)
     stored_names = layout.class_names.get('label')
     classes = arrow.number_classes(
       labels, column, stored_names, class_names, f'{dataset}/{split}'
@@ -107,6 +132,11 @@ def open_split(
   return HubSource(
     dataset, tables, selected, layout, class_numbers, origin, config.max_image_pixels
   )
+
+
+def _read_column(table: Any, name: str) -> 'pa.ChunkedArray':
+  """Returns a column of a datasets.Dataset."""
+  return table.with_format('arrow').select_columns(name)[:][name]
 
 
 @functools.lru_cache(maxsize=8)
@@ -205,6 +235,9 @@ class HubSource(arrow.ArrowSource):
     self._tables = {}
     for base, table in tables.items():
       self._tables[base] = table.select_columns(list(columns)).with_format('arrow')
+
+  def read_column(self, name: str) -> dict[str, 'pa.ChunkedArray']:
+    return {base: _read_column(table, name) for base, table in self._tables.items()}
 
   def open_file(self, path: str) -> Any:
     return self._tables[path]

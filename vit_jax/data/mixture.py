@@ -85,6 +85,10 @@ class MixtureSource(records.Source):
     lengths = [part.lengths(feature) for part in self.parts]
     return None if any(x is None for x in lengths) else np.concatenate(lengths)
 
+  def labels(self) -> np.ndarray | None:
+    labels = [part.labels() for part in self.parts]
+    return None if any(x is None for x in labels) else records.stack_labels(labels)
+
   def name(self, index: int) -> str:
     part, number = self.locate(index)
     return part.name(number)

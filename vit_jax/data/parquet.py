@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import arrow, folder_formats, folds, records, row_groups, slices
+from vit_jax.data import arrow, folder_formats, records, row_groups, slices
 from vit_jax.data.images import image_files
 from vit_jax.data.lazy import tf
 from vit_jax.data.tfds import shards
@@ -40,7 +40,6 @@ _PLACES = (
   '{}.parquet',
   '{}/*.parquet',
 )
-_GROUP = 'group'  # Column whose equal values stay together in folds.
 _NUMBER = re.compile(r'-(\d+)-of-(\d+)(?:-\w+)?\.parquet$')
 
 
@@ -115,65 +114,21 @@ def open_split(
   class_names: Sequence[str] | None = None,
 ) -> records.Source:
   """Opens a split of a folder, see sources.open_split."""
-  parts = list(slices.parts(split))
-  if any(folds.parse(instruction) for _, instruction in parts):
-    whole = '+'.join(slices.bases(split))
-    source = _open_slices(config, root, whole, features, class_names)
-    subset = records.Subset(source, _rows_in_folds(root, parts))
-    subset.origin = {**source.origin, 'split': split}
-    return subset
-  return _open_slices(config, root, split, features, class_names)
 
+  def open_whole(whole: str) -> records.Source:
+    return _open_slices(config, root, whole, features, class_names)
 
-def _rows_in_folds(root: str, parts: Sequence[tuple[str, str]]) -> np.ndarray:
-  """Returns rows of the parts of a split, of which some are folds, int64 [n].
-
-  They are numbered part by part.
-  """
-  selected = []
-  first = 0  # Number of the part's first row.
-  for base, instruction in parts:
+  def read_columns(base: str) -> arrow.FoldColumns:
     paths = _find_complete(root, base)
     footers = dict(zip(paths, shards.map_files(_read_footer, paths, 'Reading footers')))
     layout = _common_layout(footers)
-    strata = np.zeros(sum(footer.num_rows for footer in footers.values()), np.int64)
-    if 'label' in layout.columns:
-      strata = _read_strata(paths, layout.columns['label'])
-    groups = _read_groups(paths) if _GROUP in layout.columns else None
-    rows = np.arange(len(strata))
-    fold = folds.parse(instruction)
-    if fold is None:
-      rows = slices.take(rows, base, instruction)
-    else:
-      rows = folds.take(rows, base, fold, strata, groups)
-    selected.append(first + rows)
-    first += len(strata)
-  return np.concatenate(selected)
+    return arrow.FoldColumns(
+      sum(footer.num_rows for footer in footers.values()),
+      layout.columns,
+      lambda name: _read_column(paths, name),
+    )
 
-
-def _read_strata(paths: Sequence[str], column: arrow.Column) -> np.ndarray:
-  """Returns a number for the labels of each row, int64 [n]."""
-  values = set[int | str]().union(
-    *(labels.values for labels in _read_labels(paths, column).values())
-  )
-  numbers = {label: number for number, label in enumerate(sorted(values))}
-  labels = _stack(list(_number_labels(paths, column, numbers).values()))
-  _, strata = np.unique(np.sort(labels, axis=1), axis=0, return_inverse=True)
-  return strata.reshape(-1)
-
-
-def _read_groups(paths: Sequence[str]) -> list[int | str]:
-  """Returns the group of each row of files; ValueError if a row has none."""
-  groups = []
-  for path, values in _read_column(paths, _GROUP).items():
-    for number, group in enumerate(values.to_pylist()):
-      if not isinstance(group, int | str):
-        raise ValueError(
-          f"row {number} of '{path}': `{_GROUP}` is {group}, but folds need a string or "
-          'an integer, such as the patient, in every row'
-        )
-      groups.append(group)
-  return groups
+  return arrow.open_with_folds(split, open_whole, read_columns)
 
 
 def _open_slices(
@@ -302,26 +257,6 @@ def _read_labels(paths: Sequence[str], column: arrow.Column) -> dict[str, arrow.
   return labels
 
 
-def _number_labels(
-  paths: Sequence[str], column: arrow.Column, numbers: Mapping[int | str, int]
-) -> dict[str, np.ndarray]:
-  """Returns the class numbers in each file, by path; see arrow.number_labels."""
-  labels = {}
-  for path, values in _read_column(paths, column.name).items():
-    labels[path] = arrow.number_labels(values, column.is_list, numbers)
-  return labels
-
-
-def _stack(labels: Sequence[np.ndarray]) -> np.ndarray:
-  """Concatenates labels, int64 [n, L] of different L, padded with -1."""
-  width = max(array.shape[1] for array in labels)
-  arrays = []
-  for array in labels:
-    padding = (0, 0), (0, width - array.shape[1])
-    arrays.append(np.pad(array, padding, constant_values=-1))
-  return np.concatenate(arrays)
-
-
 def _read_column(paths: Sequence[str], name: str) -> dict[str, 'pa.ChunkedArray']:
   """Returns a column of each file, by path."""
 
@@ -346,8 +281,6 @@ class ParquetSource(arrow.ArrowSource):
     max_pixels: int,
   ) -> None:
     self._root = root
-    self._selected = selection.rows
-    self._labels: np.ndarray | None = None  # Once they are read.
     self._footers = selection.footers
     self._stamps = stamps
     self._group_ends = {}  # Numbers of the rows after each row group, by path.
@@ -362,17 +295,8 @@ class ParquetSource(arrow.ArrowSource):
     self.origin = origin
     self._groups = row_groups.RowGroups(num_bytes)
 
-  def labels(self) -> np.ndarray | None:
-    if 'label' not in self.features:
-      return None
-    if self._labels is None:
-      column = self._columns['label']
-      labels = _number_labels(list(self._footers), column, self._class_numbers)
-      arrays = []
-      for rows in self._selected:
-        arrays.append(labels[rows.filename][rows.skip :][: rows.take])
-      self._labels = _stack(arrays)
-    return self._labels
+  def read_column(self, name: str) -> dict[str, 'pa.ChunkedArray']:
+    return _read_column(list(self._footers), name)
 
   def open_file(self, path: str) -> Any:
     return _open(path, self._footers[path])

@@ -115,7 +115,7 @@ class Source:
   def labels(self) -> np.ndarray | None:
     """Returns the classes of each example, int [num_examples, L], padded with -1.
 
-    None if they are not known without reading the data.
+    None if they are not known without reading many data.
     """
     return None
 
@@ -299,6 +299,16 @@ def stamps(source: Source, blocks: Sequence[range]) -> list[str]:
     return files.digest([np.array(list(map(stamp, block)), np.uint64)])
 
   return image_files.in_threads(digest, blocks, 'Comparing images')
+
+
+def stack_labels(labels: Sequence[np.ndarray]) -> np.ndarray:
+  """Concatenates labels, int64 [n, L] of different L, padded with -1."""
+  width = max(array.shape[1] for array in labels)
+  arrays = []
+  for array in labels:
+    padding = (0, 0), (0, width - array.shape[1])
+    arrays.append(np.pad(array, padding, constant_values=-1))
+  return np.concatenate(arrays)
 
 
 def chunk(num_examples: int, record_bytes: float) -> int:

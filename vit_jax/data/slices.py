@@ -50,8 +50,9 @@ def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
   count, split = info.num_examples, f'{info.name}{instruction}'
   if folds.parse(instruction) is not None:
     raise ValueError(
-      f"split '{split}': only folders of images, manifests and Parquet files have folds; "
-      f"use a slice, such as '{info.name}[:90%]' (config.pp, config.evals)"
+      f"split '{split}': only folders of images, manifests, Parquet files and data sets of "
+      f"the Hugging Face Hub have folds; use a slice, such as '{info.name}[:90%]' "
+      '(config.pp, config.evals)'
     )
   remedy = (
     f"'{info.name}' has {console.pluralize(count, 'example')} (config.pp, config.evals)"

@@ -6,10 +6,12 @@ sets: 'image' is the image among the supervised keys, or else the first image;
 'label' is likewise a class label or a list of class labels.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 import functools
 import operator
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from vit_jax.data.lazy import tf, tfds
 
@@ -105,6 +107,18 @@ class Reader:
     if 'label' in features:
       features['label'] = tf.reshape(tf.cast(features['label'], tf.int64), [-1])
     return features
+
+  def parse_labels(self, contents: Iterable[bytes]) -> np.ndarray:
+    """Returns the classes in serialized records, int64 [n, L], padded with -1."""
+    key = '/'.join(self._paths['label'])
+    rows = []
+    for content in contents:
+      example = tf.train.Example.FromString(content)
+      rows.append(list(example.features.feature[key].int64_list.value))
+    labels = np.full([len(rows), max([1, *map(len, rows)])], -1, np.int64)
+    for row, numbers in zip(labels, rows):
+      row[: len(numbers)] = numbers
+    return labels
 
 
 def _part(feature: Any, keys: Any) -> Any:

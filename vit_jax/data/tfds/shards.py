@@ -29,6 +29,8 @@ _OPEN_FILES = 1024
 _REMOTE_READS = 256
 _RECORD = 'record'  # Feature of `lookup`, which `read` parses.
 REMEDY = 'copy or prepare the data set again'
+# Largest split, in bytes, whose labels are read at the start: they are among its images.
+LABELLED_BYTES = 2**27
 # Words in array_record's errors after which another attempt is useless.
 _LASTING = ('Corrupted', 'Invalid', 'should be at least', 'out of bound')
 
@@ -133,6 +135,17 @@ class SerializedSource(ShardSource):
   ) -> None:
     super().__init__(files, record_bytes, reader.features, reader.names)
     self._reader = reader
+    self._num_bytes = self.num_examples * record_bytes
+    self._labels: np.ndarray | None = None  # Once they are read.
+
+  def labels(self) -> np.ndarray | None:
+    """Returns the classes of the examples; None for a split above 128 MiB."""
+    if 'label' not in self.features or self._num_bytes > LABELLED_BYTES:
+      return None
+    if self._labels is None:
+      contents = self.stored(np.arange(self.num_examples))
+      self._labels = self._reader.parse_labels(contents)
+    return self._labels
 
   def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
     serialized = tf.numpy_function(self.stored, [indices], tf.string, stateful=False)
