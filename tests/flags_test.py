@@ -95,5 +95,8 @@ def test_tasks_have_the_flags_that_predict_lists():
   """The parser does not import the tasks, which import JAX."""
   for name in run_config.TASKS:
     task = run_config.get_task(name)
-    listed = predict_flags.BY_TASK.get(name, ({}, ()))
-    assert (task.FLAGS, task.IMAGELESS) == tuple(listed)
+    listed = predict_flags.BY_TASK.get(name, predict_flags.PredictFlags({}))
+    assert (task.FLAGS, task.IMAGELESS, task.NEEDS) == tuple(listed)
+    for flag, needs in task.NEEDS.items():
+      assert f'--{flag}' in task.FLAGS
+      assert all(f'--{name}' in task.FLAGS or name == 'images' for name in needs)

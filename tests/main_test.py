@@ -253,6 +253,8 @@ def test_evaluate_has_two_names(monkeypatch):
   assert len(seen) == 2
   with pytest.raises(ValueError, match='--split=SPLIT'):
     evaluate.main(['--workdir=/w'])
+  with pytest.raises(ValueError, match='--report= is for evaluation: .*--evaluate'):
+    train.main(['--workdir=/w', '--config=configs/digits.py', '--report'])
   with pytest.raises(ValueError, match='--dataset=x .*--evaluate'):
     train.main(['--workdir=/w', '--config=configs/digits.py', '--dataset=x'])
   with pytest.raises(ValueError, match='--print, --run and --folds'):

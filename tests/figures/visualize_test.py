@@ -163,6 +163,15 @@ def test_rejects_incompatible_flags(run, mixer, tmp_path, monkeypatch, capsys):
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
     ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
     (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
+    (['--inductive_bias', '--class=ant'], '--class changes none of the figures'),
+    (
+      [f'--workdir={run}', '--foreground=positive', '--figures', 'filters'],
+      '--foreground changes none of the figures filters: leave it out',
+    ),
+    (
+      [f'--workdir={run}', '--num_images=2', '--images', 'a.png'],
+      '--num_images=2 takes images from a split',
+    ),
   ):
     with pytest.raises((ValueError, OSError), match=words):
       call(out, *args)

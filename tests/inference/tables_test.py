@@ -505,7 +505,8 @@ def test_the_command_reads_a_dataset_split(weights, tmp_path, data_dir, monkeypa
   [
     (['--out=table.xlsx', 'a.png'], 'no picture: leave out --out, or write a ta'),
     (['--out=exists.csv', 'a.png'], "out='.*exists.csv' exists: delete it, or"),
-    (['--embeddings', 'a.png'], 'need a table: pass --out=table.parquet'),
+    (['--embeddings', 'a.png'], 'for a table of images: .* --out=table.parquet'),
+    (['--broken=stop', 'a.png'], '--broken is for a table of images'),
     (['digits:test'], "'digits:test' is a split of a data set, whose"),
     (['--out=a.csv', 'empty'], "no images in '.*empty'"),
     (['--out=a.csv', 'bad.jsonl'], "bad.jsonl', line 2: must be like"),

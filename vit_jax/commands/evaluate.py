@@ -61,6 +61,7 @@ _FLAGS = {
     help='override an option of the task, such as tight=1; may be repeated',
   ),
 }
+NAMES = tuple(flag.removeprefix('--') for flag in _FLAGS)
 
 
 def make_parser() -> flags.Parser:

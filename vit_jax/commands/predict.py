@@ -55,7 +55,6 @@ _FLAGS = {
   ),
 }
 _OUTPUT = {
-  '--top': dict(type=flags.count, default=5, help='number of classes to print (5)'),
   '--out': dict(
     help='table to write (.parquet, .csv, .jsonl or FOLDER/), or PNG: required by models that '
     'draw images, optional for detectors, which draw boxes'
@@ -67,7 +66,6 @@ _OUTPUT = {
   ),
   '--broken': dict(
     choices=('row', 'stop'),
-    default='row',
     help='tables: what a broken image does: add a row with an error, or stop (row)',
   ),
   '--dtype': dict(
@@ -165,9 +163,21 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       f'{shards[0]} is for a folder with a table of images, not out={args.out}: pass '
       'images and --out=FOLDER/'
     )
+  is_table = str(args.out or '').endswith(TABLES)
+  for name, is_used in (('embeddings', is_table), ('broken', _is_table(args))):
+    if getattr(args, name) and not is_used:
+      raise ValueError(
+        f'--{name} is for a table of images: pass images and --out=table.parquet (.csv, '
+        '.jsonl) or --out=FOLDER/'
+      )
   if shards and args.coordinator:
     raise ValueError(f'{shards[0]} is for independent tasks: leave out --coordinator')
   return args
+
+
+def _is_table(args: argparse.Namespace) -> bool:
+  """Returns whether a table of images is to be written."""
+  return str(args.out or '').endswith(TABLES) and bool(args.images)
 
 
 def _command(argv: Sequence[str]) -> list[str]:
@@ -185,8 +195,7 @@ def main(argv: Sequence[str]) -> int:
       console.log(shlex.join([*_command(argv), f'--shard={shard}/{args.print}']))
     return 0
   # Several hosts share a table of images, but neither a shard nor other outputs.
-  is_table = str(args.out or '').endswith(TABLES) and bool(args.images)
-  args.distributed &= is_table and not args.shard
+  args.distributed &= _is_table(args) and not args.shard
   return hosts.run(args, functools.partial(run, args))
 
 
@@ -200,10 +209,10 @@ def run(args: argparse.Namespace) -> None:
   is_table = tables.is_table(args.out)
   if is_table:
     tables.check(args.out, resumes=bool(args.images))
-  elif jax.process_count() > 1 or args.embeddings:
+  elif jax.process_count() > 1:
     raise ValueError(
-      'several processes, and --embeddings, need a table: pass '
-      '--out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
+      'several processes need a table: pass --out=table.parquet (.csv, .jsonl) or '
+      '--out=FOLDER/'
     )
   split = _split(args.images)
   if not split:
@@ -221,7 +230,7 @@ def run(args: argparse.Namespace) -> None:
   if is_table and args.images:
     _write_table(model, args, options, split)
   else:
-    _print(model, args.images, top=args.top, out=args.out, **options)
+    _print(model, args.images, out=args.out, **options)
 
 
 def _load(args: argparse.Namespace) -> 'predictor_lib.Predictor':
@@ -252,6 +261,13 @@ def _check_flags(
   for name in args.options:
     if f'--{name}' not in task.FLAGS:
       raise ValueError(f'{name_of_task} has no --{name}: leave it out')
+    needs = task.NEEDS.get(name, ())
+    has_images = 'images' in needs and args.images
+    if needs and not (has_images or args.options.keys() & {*needs}):
+      texts = ['images' if x == 'images' else f'--{x}' for x in needs]
+      raise ValueError(
+        f'--{name} needs {" or ".join(texts)}: add it, or leave out --{name}'
+      )
   is_imageless = any(name in task.IMAGELESS for name in args.options)
   if not args.images and not is_imageless:
     raise ValueError(f'{name_of_task} predicts from images: pass image files')
@@ -340,13 +356,13 @@ def _write_table(
     source = sources.open_split(model.config, name, ('image',), dataset=dataset)
   else:
     source = user_images.for_model(args.images, model.config)
-  options = {'embeddings': args.embeddings, 'top': args.top, **options}
+  options = {'embeddings': args.embeddings, **options}
   tables.write(
     model,
     source,
     args.out,
     model.columns(**options),
     {'flags': options, 'split': split},
-    args.broken,
+    args.broken or 'row',
     args.shard,
   )

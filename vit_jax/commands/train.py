@@ -67,7 +67,7 @@ def parse(
       '--print, --run and --folds are for training: leave them out, or leave out '
       '--evaluate'
     )
-  for name in ('dataset', 'real', 'option', 'evaluators'):
+  for name in evaluate.NAMES:
     if args.evaluate is None and getattr(args, name) is not None:
       raise ValueError(
         f'--{name}={getattr(args, name)} is for evaluation: add '

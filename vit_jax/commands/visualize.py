@@ -33,6 +33,13 @@ from vit_jax import console
 from vit_jax.commands import flags
 
 _MOST = 256  # Maximum number of images.
+# Flags that few figures read (gallery.Entry.flags), and their names in the namespace.
+_FLAGS_OF_FIGURES = {
+  '--points': 'points',
+  '--foreground': 'foreground',
+  '--explain': 'explain',
+  '--class': 'class_name',
+}
 
 
 def make_parser() -> flags.Parser:
@@ -50,7 +57,6 @@ def make_parser() -> flags.Parser:
   parser.add_argument(
     '--num_images',
     type=int,
-    default=8,
     help='number of images to take from the split (8)',
   )
   parser.add_argument(
@@ -122,6 +128,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     from vit_jax.configs import schema  # Late: takes a second.
 
     schema.check('split', args.split, schema.Split, '--')
+  if args.num_images is not None and args.images:
+    raise ValueError(
+      f'--num_images={args.num_images} takes images from a split, and --images names '
+      'them: leave out one of the two'
+    )
+  args.num_images = 8 if args.num_images is None else args.num_images
   if not 1 <= args.num_images <= _MOST:
     raise ValueError(f'--num_images={args.num_images} must be from 1 to {_MOST}')
   return args
@@ -171,6 +183,14 @@ def _draw(args: argparse.Namespace) -> None:
     title = f'Inside {name}'
     if args.weights:
       facts['weights'] = args.weights
+  names = [entry.name for entry, _ in entries_and_subjects]
+  for flag, name in _FLAGS_OF_FIGURES.items():
+    is_read = any(flag in entry.flags for entry, _ in entries_and_subjects)
+    if getattr(args, name) and not is_read:
+      raise ValueError(
+        f'{flag} changes none of the figures {", ".join(names) or "of this command"}: '
+        'leave it out, or draw a figure that it changes (--figures)'
+      )
   if args.inductive_bias:
     images = visualize.small_images(args.images, args.max_image_pixels)
     entries_and_subjects.append((gallery.INDUCTIVE_BIAS, images))

@@ -260,6 +260,8 @@ class Entry(NamedTuple):
   # From a Subject to a list of matplotlib Figures, one for each 8 images.
   # (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
   draw: Callable[[Any], list]
+  # Flags of `vit_jax visualize` that few figures read, this one among them.
+  flags: tuple[str, ...] = ()
 
 
 FIGURES = (
@@ -304,6 +306,7 @@ FIGURES = (
     'arXiv 2304.07193 (DINOv2), figure 1',
     _needs_patches,
     _patch_components,
+    ('--foreground',),
   ),
   Entry(
     'attention_distance',
@@ -361,6 +364,7 @@ OF_CLASSES = (
     '1610.02391 (Grad-CAM), 2005.00928 (rollout)',
     _needs_explanations,
     _explanations,
+    ('--explain', '--class'),
   ),
   Entry(
     'class_explanations',
@@ -371,6 +375,7 @@ OF_CLASSES = (
     'the first method of --explain that depends on the class, by default LeGrad',
     _needs_class_explanations,
     _class_explanations,
+    ('--explain',),
   ),
   Entry(
     'confusion',

@@ -240,7 +240,7 @@ class Predictor:
     """Returns arguments of `report` or `columns` from the task's FLAGS by name."""
     return dict(flags)
 
-  def _columns(self, top: int = 5) -> tables.Columns:
+  def _columns(self) -> tables.Columns:
     """Returns the task's own columns, see `columns`."""
     raise tables.NoColumns(
       f"the task '{self.config.task}' predicts pictures, which do not fit into "
@@ -334,14 +334,12 @@ class Predictor:
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: os.PathLike | str | None = None,
   ) -> Iterable[str]:
     """Returns (or yields) what `vit_jax predict` prints for each path.
 
     Args:
       images: paths.
-      top: number of predictions per image, for tasks that have several.
       out: picture to write, see DRAWS of vit_jax.tasks.parts.Hooks; None: none.
 
     Predictors of tasks with FLAGS take these as further keyword arguments.

@@ -20,7 +20,7 @@ from vit_jax.figures import gallery, grids
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.learning import losses
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.tasks import base
+from vit_jax.tasks import base, predict_flags
 
 _TOP5 = 100  # Minimum number of classes for top-5 accuracy.
 _POOLING = 'MAPHead_0/'  # Attention pooling, which weights may lack.
@@ -38,6 +38,7 @@ class Task(base.Task):
   FIGURES = gallery.OF_CLASSES
   MULTICHANNEL = True
   CLASS_WEIGHTS = True
+  FLAGS = predict_flags.CLASSIFY.FLAGS
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -284,7 +284,6 @@ class Predictor(base.Predictor):
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: epath.PathLike | None = None,
   ) -> list[str]:
     """Writes a PNG of the predictions."""

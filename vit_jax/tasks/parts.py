@@ -47,6 +47,7 @@ class Hooks:
       `add_argument`. Those that are set are arguments of the predictor's `report`, or
       of `columns` for a table.
     IMAGELESS: names in FLAGS that `report` can work from without images.
+    NEEDS: name in FLAGS -> names of which it needs one; 'images' are the image files.
   """
 
   LEARNED: ClassVar[tuple[str, ...]] = ()
@@ -61,6 +62,7 @@ class Hooks:
   PRINTS: ClassVar[bool] = True
   FLAGS: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
   IMAGELESS: ClassVar[tuple[str, ...]] = ()
+  NEEDS: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
   # Defined by vit_jax.tasks.base.Task.
   FEATURES: ClassVar[tuple[str, ...]]

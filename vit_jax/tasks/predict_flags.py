@@ -1,10 +1,12 @@
 """The flags of `vit_jax predict` that only some of this package's tasks have.
 
 Without JAX, so that `vit_jax predict --help` is fast. A task outside the package declares
-`FLAGS` and `IMAGELESS` in its class.
+`FLAGS`, `IMAGELESS` and `NEEDS` in its class.
 """
 
 import argparse
+from collections.abc import Mapping
+import types
 from typing import Any, NamedTuple
 
 _MOST_SAMPLES = 4096  # Largest --sample.
@@ -15,6 +17,7 @@ class PredictFlags(NamedTuple):
 
   FLAGS: dict[str, dict[str, Any]]
   IMAGELESS: tuple[str, ...] = ()
+  NEEDS: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
 def _count(text: str) -> int:
@@ -27,11 +30,22 @@ def _count(text: str) -> int:
   return count
 
 
+def _top(text: str) -> int:
+  """Parses --top."""
+  count = int(text) if text.isdecimal() else 0
+  if count < 1:
+    raise argparse.ArgumentTypeError(f"'{text}' must be an integer of at least 1")
+  return count
+
+
+_TOP = {'--top': dict(type=_top, help='number of classes or texts to print (5)')}
+CLASSIFY = PredictFlags(_TOP)
 DETECTION = PredictFlags(
   {'--threshold': dict(type=float, help='lowest score of an object, 0 to 1 (0.7)')}
 )
 IMAGE_TEXT = PredictFlags(
   {
+    **_TOP,
     '--classes': dict(
       metavar='A;B;C',
       help="class names to choose from, as in --classes='a cat;a dog', or a file with one "
@@ -44,6 +58,7 @@ IMAGE_TEXT = PredictFlags(
     ),
   },
   IMAGELESS=('texts',),
+  NEEDS={'top': ('images',), 'classes': ('images',)},
 )
 PIXELS = PredictFlags(
   {
@@ -59,11 +74,21 @@ PIXELS = PredictFlags(
     '--top_k': dict(type=int, help='sample from the k most likely colours (all)'),
   },
   IMAGELESS=('sample', 'complete'),
+  NEEDS={
+    'rows': ('complete',),
+    'seed': ('sample', 'complete'),
+    'temperature': ('sample', 'complete'),
+    'top_k': ('sample', 'complete'),
+  },
+)
+PIXELS_FINETUNE = PredictFlags(
+  {**_TOP, **PIXELS.FLAGS}, PIXELS.IMAGELESS, {'top': ('images',), **PIXELS.NEEDS}
 )
 BY_TASK = {
+  'classify': CLASSIFY,
   'detect': DETECTION,
   'image_text': IMAGE_TEXT,
   'pixels': PIXELS,
-  'pixels_finetune': PIXELS,
+  'pixels_finetune': PIXELS_FINETUNE,
   'segment': DETECTION,
 }

@@ -315,6 +315,8 @@ def test_the_command(run, model, tmp_path, capsys, monkeypatch):
     model.embed_texts(list(rows['text'])),
     atol=1e-6,
   )
+  with pytest.raises(ValueError, match='--top needs images: add it'):
+    run_command(workdir, f'--texts={texts}', '--top=1', f'--out={tmp_path}/new.csv')
   with pytest.raises(ValueError, match='--classes=.*--texts='):
     run_command(workdir, photo)
   with pytest.raises(ValueError, match=r'for a table.*--classes='):

@@ -253,7 +253,9 @@ def test_the_command_samples_completes_and_measures(
     ((image, f'--out={out}'), 'leave out --out'),
     ((), 'pass image files, or one of --complete, --sample'),
     ((image, '--sample=2'), 'images and --sample'),
-    (('--sample=2', '--rows=3', f'--out={out}'), '--rows=3 .*--complete'),
+    (('--sample=2', '--rows=3', f'--out={out}'), '--rows needs --complete: add it'),
+    ((image, '--seed=1'), '--seed needs --sample or --complete'),
+    ((image, '--top=1'), "'pixels' has no --top: leave it out"),
     (('--sample=2', f'--out={out}.csv'), 'out=.*path of a picture'),
   ):
     with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from sklearn import metrics
 
 from tests import conftest
 from vit_jax import predict, train
-from vit_jax.commands import evaluate as command
+from vit_jax.commands import evaluate as command, predict as predict_command
 from vit_jax.data import sources
 from vit_jax.data.images import images
 from vit_jax.run import config as run_config, metrics as metrics_lib
@@ -137,6 +137,12 @@ def test_predictions_tables_and_exports_have_the_units_of_the_data(workdir, data
   assert model.task.output_names == tuple(NAMES)
   [line, *_] = model.report(paths)
   assert line.splitlines()[1] == f'  age  {values[0, 0]:.6g}'
+
+
+def test_predict_refuses_flags_of_classes(workdir, data):
+  image = str(data / 'test' / '0.png')
+  with pytest.raises(ValueError, match="'regress' has no --top: leave it out"):
+    predict_command.main([f'--workdir={workdir}', image, '--top=3'])
 
 
 def test_captions_have_the_units_of_the_data(workdir):

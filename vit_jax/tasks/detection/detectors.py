@@ -123,7 +123,6 @@ class Detector(predictor_lib.Predictor):
 
   def _columns(
     self,
-    top: int = 5,
     threshold: float | None = None,
     image_size: int | tuple[int, int] | None = None,
   ) -> tables.Columns:
@@ -147,7 +146,6 @@ class Detector(predictor_lib.Predictor):
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: epath.PathLike | None = None,
     threshold: float | None = None,
     image_size: int | tuple[int, int] | None = None,

@@ -251,6 +251,7 @@ FIGURES = (
     'arXiv 2005.12872, section 4.3 and figure 3',
     gallery.needs_images,
     _draw_encoder_attention,
+    ('--points',),
   ),
   gallery.Entry(
     'query_attention',

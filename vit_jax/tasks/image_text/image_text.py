@@ -58,7 +58,7 @@ class Task(base.Task):
   LEARNED = ('vocabulary',)
   NEW_PARAMS = ()
   DRAWS = True
-  FLAGS, IMAGELESS = predict_flags.IMAGE_TEXT
+  FLAGS, IMAGELESS, NEEDS = predict_flags.IMAGE_TEXT
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -5,7 +5,7 @@ loss is the sum of the cross-entropies of the classes and of the pixels. A linea
 head reads the mean of the normalised tokens.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 
 from vit_jax.configs import task_options
 from vit_jax.inference import predictor as predictor_lib
-from vit_jax.tasks import base, classify
+from vit_jax.tasks import base, classify, predict_flags
 from vit_jax.tasks.pixels import pixels, sampling
 
 
@@ -26,6 +26,7 @@ class Task(pixels.Task, classify.Task):
   METADATA = (*classify.Task.METADATA, *pixels.Task.METADATA)
   NEW_PARAMS = ('class_head/',)
   CLASS_WEIGHTS = False
+  FLAGS, IMAGELESS, NEEDS = predict_flags.PIXELS_FINETUNE
 
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
@@ -87,8 +88,11 @@ class Predictor(sampling.Predictor, classify.Predictor):
   """Predicts classes, and draws images."""
 
   predict = classify.Predictor.predict
-  describe = classify.Predictor.report
   _columns = classify.Predictor._columns
+
+  def describe(self, images: Sequence[str], **options: Any) -> Iterable[str]:
+    """Returns what `report` prints for each image: its classes."""
+    return classify.Predictor.report(self, images, **options)
 
   def page(self) -> tuple[Callable[..., dict], list, list]:
     """Shows classes, and completions if the model can draw."""

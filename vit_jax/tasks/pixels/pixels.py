@@ -48,7 +48,7 @@ class Task(base.Task):
   METADATA: ClassVar[tuple[str, ...]] = ('palette',)
   LEARNED = ('palette',)
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ()
-  FLAGS, IMAGELESS = predict_flags.PIXELS
+  FLAGS, IMAGELESS, NEEDS = predict_flags.PIXELS
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

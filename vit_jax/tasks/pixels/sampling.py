@@ -163,11 +163,11 @@ class Predictor(predictor_lib.Predictor):
     self._refuse(options)
     return [float(bits) for bits in self.log_likelihood(images)]
 
-  def _columns(self, top: int = 5) -> tables.Columns:
+  def _columns(self) -> tables.Columns:
     name = 'bits_per_dimension'
     return tables.Columns({name: float}, lambda _, bits: {name: bits}, self._bits)
 
-  def describe(self, images: Sequence[str], *, top: int = 5) -> Iterable[str]:
+  def describe(self, images: Sequence[str], **options: Any) -> Iterable[str]:
     """Returns what `report` prints for each image: its bits."""
     return [
       f'{image}\n  {bits:.4f} bits per dimension'
@@ -178,7 +178,6 @@ class Predictor(predictor_lib.Predictor):
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: epath.PathLike | None = None,
     sample: int | None = None,
     complete: Sequence[str] = (),
@@ -186,17 +185,18 @@ class Predictor(predictor_lib.Predictor):
     seed: int = 0,
     temperature: float = 1.0,
     top_k: int | None = None,
+    **options: Any,
   ) -> Iterable[str]:
     """Writes samples, or completions of images; else describes images.
 
     Args:
       images: paths of images to describe.
-      top: number of classes, for models that have some.
       out: picture to write, for `sample` and `complete`.
       sample: number of images to sample.
       complete: paths of images to complete.
       rows: see `complete`.
       seed, temperature, top_k: see `sample`.
+      **options: of `describe`.
 
     Returns:
       Lines about what was written.
@@ -207,10 +207,8 @@ class Predictor(predictor_lib.Predictor):
       raise ValueError(
         f'pass image files, --sample=NUMBER or --complete FILE, not {" and ".join(names)}'
       )
-    if rows is not None and not complete:
-      raise ValueError(f'--rows={rows} needs --complete FILE: add it')
     if images:
-      return self.describe(images, top=top)
+      return self.describe(images, **options)
     if out is None or tables.is_table(out):
       raise ValueError(f'out={out} must be the path of a picture: pass --out=FILE.png')
     if sample is not None:

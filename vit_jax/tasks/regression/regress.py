@@ -200,7 +200,7 @@ class Predictor(base.Predictor):
     """Returns the targets of an image by name."""
     return dict(zip(self.task.output_names, self.task.values(outputs).tolist()))
 
-  def _columns(self, top: int = 5) -> tables.Columns:
+  def _columns(self) -> tables.Columns:
     return tables.Columns(
       dict.fromkeys(self.task.output_names, float),
       lambda inputs, outputs: self._named(outputs),
@@ -210,7 +210,6 @@ class Predictor(base.Predictor):
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: epath.PathLike | None = None,
   ) -> Iterable[str]:
     """Yields the path of each image, then its targets as lines."""
