@@ -4,6 +4,8 @@ import copy
 import io
 import json
 import pathlib
+import re
+import shutil
 
 import jax
 import numpy as np
@@ -258,6 +260,19 @@ def test_statistics_that_do_not_fit_are_named(config, statistics, changes, messa
     changed.pp.update(mean=None, std=None, **changes)
   with pytest.raises((ValueError, FileNotFoundError), match=message):
     pixel_statistics.resolve(changed)
+
+
+def test_statistics_of_another_number_of_images_are_reported(
+  config, statistics, folder, capsys
+):
+  pixel_statistics.resolve(run_config.complete(config))
+  assert 'had 16 images' not in capsys.readouterr().err
+  added = folder / 'train' / 'dry' / 'added.tif'
+  shutil.copy(folder / 'train' / 'dry' / '0.tif', added)
+  pixel_statistics.resolve(run_config.complete(config))
+  added.unlink()
+  message = r"when 'train' had 16 images, and it has 17: .* run vit_jax index \S+ train"
+  assert re.search(message, capsys.readouterr().err)
 
 
 def test_regression_reads_other_channels(config, statistics, paths, tmp_path):

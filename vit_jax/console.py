@@ -48,6 +48,7 @@ _CONTROLS = re.compile(
 _RAISING = ('orbax', 'clu/asynclib')
 _KERAS_CALLBACK = 'tensorboard.plugins.hparams._keras'
 _muted = False
+_logged: set[str] | None = None  # See `muted`.
 # Modules of tasks that --task allows a run to import.
 named_tasks: set[str] = set()
 
@@ -233,15 +234,19 @@ def _is_first() -> bool:
 
 
 @contextlib.contextmanager
-def muted() -> Iterator[None]:
-  """Suppresses lines and bars inside a `with` block."""
-  global _muted
-  before = _muted
-  _muted = True
+def muted(logged: set[str] | None = None) -> Iterator[None]:
+  """Suppresses lines and bars inside a `with` block.
+
+  With `logged`, a set that several blocks may share, `log` prints a text with a `key` that
+  is not in the set, and adds it.
+  """
+  global _muted, _logged
+  before = _muted, _logged
+  _muted, _logged = True, logged
   try:
     yield
   finally:
-    _muted = before
+    _muted, _logged = before
 
 
 def kind_of_output(stream: TextIO | None = None) -> str:
@@ -275,9 +280,16 @@ def bar(stream: TextIO | None = None, **kwargs: Any) -> tqdm.tqdm:
   return importlib.import_module('tqdm.auto').tqdm(**kwargs)
 
 
-def log(text: str) -> None:
-  """Prints a `printable` line from process 0 without breaking progress bars."""
-  if _is_first() and not _muted:
+def log(text: str, key: str = '') -> None:
+  """Prints a `printable` line from process 0 without breaking progress bars.
+
+  For `key` see `muted`.
+  """
+  is_new = False
+  if key and _logged is not None and key not in _logged:
+    _logged.add(key)
+    is_new = True
+  if _is_first() and (is_new or not _muted):
     tqdm.tqdm.write(printable(text))
     sys.stdout.flush()
 

@@ -515,11 +515,14 @@ def _describe(prepared: Prepared):
   num_params = sum(x.size for x in jax.tree.leaves(params))
   devices = console.pluralize(mesh.size, f'{mesh.devices.flat[0].platform} device')
   hosts = console.pluralize(jax.process_count(), 'process')
-  lines = [
+  console.log(
     f'{model_name}, {num_params:,} parameters, on {devices} in {hosts}, mesh '
-    f'{dict(mesh.shape)}.',
-    _describe_data(prepared),
-    *_describe_classes(prepared),
+    f'{dict(mesh.shape)}.\n{_describe_data(prepared)}'
+  )
+  if classes := '\n'.join(_describe_classes(prepared)):
+    # The runs of a study print it once.
+    console.log(classes, key=f'classes of {config.dataset}')
+  lines = [
     _describe_length(prepared),
     f'{_computation(config, mesh)}.',
     *_warnings_of_length(prepared),

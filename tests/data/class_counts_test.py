@@ -8,7 +8,7 @@ import pytest
 from sklearn import datasets as sklearn_datasets
 
 from tests import conftest
-from vit_jax import train
+from vit_jax import console, train
 from vit_jax.data import class_counts
 
 NAMES = ('ant', 'bee', 'cow')
@@ -58,6 +58,16 @@ def test_start_of_a_run_says_the_counts(config, capsys):
   output = capsys.readouterr().out
   assert 'ant 12 + 3, bee 12 + 3, cow 12 + 3' in output
   assert "Evaluation 'test' has fewer than 10 images of 3 of 3 classes" in output
+
+
+def test_runs_of_a_study_say_the_counts_once(config, capsys):
+  prepared, logged = train.prepare(config), set()
+  for _ in range(2):
+    with console.muted(logged):
+      train._describe(prepared)
+  first, second = capsys.readouterr().out.splitlines()
+  assert 'ant 12 + 3' in first
+  assert 'fewer than 10 images' in second
 
 
 def test_classes_of_mixtures_and_tfds_are_counted(config, tiny_config, capsys):

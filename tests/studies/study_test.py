@@ -6,6 +6,7 @@ import ml_collections
 import pytest
 
 from tests.studies import fake_training
+from vit_jax import console
 from vit_jax.commands import train as train_command
 from vit_jax.figures import studies
 from vit_jax.studies import runs as runs_lib, study, summaries
@@ -58,7 +59,13 @@ def test_cross_validation_trains_on_all_but_one_fold(
   tiny_config, monkeypatch, tmp_path, capsys
 ):
   config = study.cross_validation(tiny_config, 3)
-  fake = fake_training.Fake(monkeypatch, measure)
+
+  def log_and_measure(config):
+    console.log('Images of each class: ...', key='classes')
+    console.log('Resuming')
+    return measure(config)
+
+  fake = fake_training.Fake(monkeypatch, log_and_measure)
   [row] = study.study(config, str(tmp_path))
   assert fake.trained == ['fold_0', 'fold_1', 'fold_2']
   for number, run in enumerate(fake.configs.values()):
@@ -67,6 +74,8 @@ def test_cross_validation_trains_on_all_but_one_fold(
   assert row['std'] == pytest.approx(0.001)
   output = capsys.readouterr().out
   assert '1 variant x 3 folds = 3 runs' in output
+  assert output.count('Images of each class') == 1
+  assert 'Resuming' not in output
   assert 'standard deviation over the folds' in output
 
 

@@ -1,5 +1,6 @@
 """Lists the images of a folder and decodes each once, for `vit_jax index`."""
 
+import dataclasses
 import functools
 from typing import TYPE_CHECKING
 
@@ -26,9 +27,7 @@ def make(
   from vit_jax.data.images import image_files, images, index as index_lib
 
   limit = max_pixels or common.get_config().max_image_pixels
-  listings = (x.list_images(root, split) for x in sources.FORMATS)
-  # Class folders, the last format, list any folder.
-  listing = next(listing for listing in listings if listing is not None)
+  listing = sources.list_images(root, split)
   index, explain = listing.index, listing.explain or images.broken_reason
   paths = index_lib.Paths([(index, index.order)])
   channels = None
@@ -45,6 +44,7 @@ def make(
   broken = sorted({f'{paths[i]}: {reason}' for i, reason in reasons.items()})
   if channels is not None:
     measured = pixel_statistics.measure(paths.without(sorted(reasons)), channels)
+    measured = dataclasses.replace(measured, num_images=len(index))
     pixel_statistics.write(pixel_statistics.place(root, split), measured)
   return path, len(index), broken
 

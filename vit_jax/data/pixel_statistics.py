@@ -14,10 +14,10 @@ import ml_collections
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import folder, slices, typed_json
+from vit_jax.data import folder, slices, sources, typed_json
 from vit_jax.data.images import image_files, images, index as index_lib
 from vit_jax.data.lazy import tf
-from vit_jax.distributed import files
+from vit_jax.distributed import files, processes
 from vit_jax.weights import descriptions
 
 # Percentiles that `config.pp.range='percentile'` maps to -1 and 1.
@@ -31,7 +31,7 @@ _ENDING = '.statistics.json'
 class Statistics:
   """Statistics of a split; the lists have a number for each channel."""
 
-  num_images: int
+  num_images: int  # In the split, also those that are broken or not measured.
   lowest: list[float]
   highest: list[float]
   low_percentile: list[float]
@@ -92,7 +92,7 @@ def measure(paths: Sequence[str], channels: int) -> Statistics:
   lowest = np.min([part.lowest for part in parts], axis=0)
   highest = np.max([part.highest for part in parts], axis=0)
   arrays = (lowest, highest, low, high, mean, std)
-  return Statistics(len(parts), *(array.tolist() for array in arrays))
+  return Statistics(len(paths), *(array.tolist() for array in arrays))
 
 
 def _moments(pixels: np.ndarray, num_samples: int, seed: int) -> _Moments:
@@ -189,4 +189,13 @@ def _read(config: ml_collections.ConfigDict) -> Statistics:
       '--config.pp.range, --config.pp.mean and --config.pp.std to numbers'
     )
   console.notify(f"Values are scaled as measured in '{path}'.")
+  num_images = processes.from_first(
+    'counting the images', lambda: len(sources.list_images(dataset, bases[0]).index)
+  )
+  if num_images != statistics.num_images:
+    console.notify(
+      f"'{path}' was measured when '{bases[0]}' had "
+      f'{console.pluralize(statistics.num_images, "image")}, and it has {num_images:,}: '
+      f'to measure them again, run {command}'
+    )
   return statistics

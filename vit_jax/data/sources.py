@@ -202,6 +202,13 @@ def _check_tables(root: str, split: str) -> None:
     )
 
 
+def list_images(root: str, split: str) -> folder_formats.Listing:
+  """Returns the images of a split of a folder, which has no Parquet files."""
+  listings = (x.list_images(root, split) for x in FORMATS)
+  # Class folders, the last format, list any folder.
+  return next(listing for listing in listings if listing is not None)
+
+
 def open_for(
   config: ml_collections.ConfigDict,
   task_class: Any,

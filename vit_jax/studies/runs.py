@@ -119,10 +119,11 @@ def train_all(
   check(runs, workdir, checkpoints)
   width = max((len(run.name) for run in runs), default=0)
   failed: dict[str, str] = {}
+  logged: set[str] = set()  # Lines of the runs that are printed once.
   for i, run in enumerate(runs, 1):
     title = f'{i:>{len(str(len(runs)))}}/{len(runs)}  {run.name:<{width}}'
     try:
-      _train(run, workdir, checkpoints, title)
+      _train(run, workdir, checkpoints, title, logged)
     except _RUN_ERRORS as e:
       # Processes continue together only if all have the same error. The loss,
       # which FloatingPointError is about, is the same on all of them.
@@ -134,7 +135,11 @@ def train_all(
 
 
 def _train(
-  run: Run, workdir: epath.PathLike, checkpoints: schema.Kept, title: str
+  run: Run,
+  workdir: epath.PathLike,
+  checkpoints: schema.Kept,
+  title: str,
+  logged: set[str],
 ) -> None:
   """Trains a run unless it is finished."""
   start_time = time.perf_counter()
@@ -145,7 +150,7 @@ def _train(
   with lock_lib.Holder(f'{workdir}/{run.name}') as lock:
     # Another process may have just finished it.
     if (result := _read(workdir, run)) is None:
-      result = _train_locked(run, workdir, checkpoints, title, lock)
+      result = _train_locked(run, workdir, checkpoints, title, lock, logged)
   duration = console.duration(time.perf_counter() - start_time)
   console.log(f'  {title}  {result.describe(kinds)}, {duration}')
 
@@ -156,14 +161,15 @@ def _train_locked(
   checkpoints: schema.Kept,
   title: str,
   lock: lock_lib.Holder,
+  logged: set[str],
 ) -> _Result:
-  """Trains a run; returns and writes its result."""
+  """Trains a run; returns and writes its result. For `logged` see console.muted."""
   folder = f'{workdir}/{run.name}'
   live: contextlib.AbstractContextManager = contextlib.nullcontext()
   if console.kind_of_output() != 'log':
     live = console.status(title, leave=False)
   result = _Result(_measured(run_config.complete(run.config)))
-  with live, console.muted():
+  with live, console.muted(logged):
     try:
       _, metrics = train.train_and_evaluate(run.config, folder, lock)
       values = metrics or {}

@@ -28,6 +28,15 @@ def tiff(values, photometric='minisblack', **kwargs):
   return file.getvalue()
 
 
+def page_by_page(pages):
+  """Returns a TIFF in which each page is an image of its own."""
+  file = io.BytesIO()
+  with tifffile.TiffWriter(file) as writer:
+    for page in pages:
+      writer.write(page, photometric='minisblack')
+  return file.getvalue()
+
+
 def make_pp(**fields):
   pp = common.get_config().pp
   with pp.ignore_type():
@@ -42,6 +51,7 @@ FILES = {
   'samples': tiff(VALUES, planarconfig='contig'),
   'planes': tiff(PLANES, planarconfig='separate'),
   'pages': tiff(PLANES),
+  'page by page': page_by_page(PLANES),
   'deflate': tiff(VALUES, planarconfig='contig', compression='zlib', rowsperstrip=3),
   'tiles': tiff(VALUES, planarconfig='contig', compression='zlib', tile=(16, 16)),
   'BigTIFF': tiff(VALUES, planarconfig='contig', bigtiff=True, byteorder='>'),
@@ -114,7 +124,15 @@ HOSTILE = {
     'PALETTE',
   ),
   'inverted': (tiff(np.zeros((4, 4), np.uint8), 'miniswhite'), 'MINISWHITE'),
-  'pages of colour': (tiff(np.zeros((5, 4, 4, 3), np.uint8), 'rgb'), 'axes'),
+  'pages of colour': (tiff(np.zeros((5, 4, 4, 3), np.uint8), 'rgb'), 'axes QYXS'),
+  'pages of several sizes': (
+    page_by_page([np.zeros((4, 4), np.uint8), np.zeros((2, 2), np.uint8)]),
+    r'2 pages differ: uint8\[4, 4\] and uint8\[2, 2\]: save one image',
+  ),
+  'pages of several types': (
+    page_by_page([np.zeros((4, 4), np.uint8), np.zeros((4, 4), np.uint16)]),
+    r'2 pages differ: uint8\[4, 4\] and uint16\[4, 4\]',
+  ),
 }
 
 

@@ -61,6 +61,14 @@ def pixels(encoded):
   return np.asarray(Image.open(io.BytesIO(encoded)).convert('RGB')).astype(int)
 
 
+def test_a_tiff_that_mentions_exif_is_turned_once():
+  """Its pixels are turned where they are decoded, by Pillow."""
+  exif = Image.Exif()
+  exif[0x010F], exif[0x0112] = 'EXIF camera', 6
+  encoded = preprocess_test.encode(PICTURE, 'TIFF', exif=exif)
+  np.testing.assert_array_equal(images.decode(encoded), pixels(encoded))
+
+
 @pytest.mark.parametrize(('fmt', 'number'), CASES)
 def test_decoded_images_are_upright(fmt, number):
   encoded = encode(number, fmt)

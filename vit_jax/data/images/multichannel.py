@@ -131,11 +131,13 @@ def _read_tiff(
       )
       if not with_values:
         return image_shape, None
-      series = file.series[0]
-      for page in series.pages:
-        _check_segments(encoded, page)
-      axes = [series.axes.index(axis) for axis in 'YX']
-      values = np.moveaxis(series.asarray(), axes, (0, 1))
+      arrays = []
+      for series in file.series:
+        for page in series.pages:
+          _check_segments(encoded, page)
+        axes = [series.axes.index(axis) for axis in 'YX']
+        arrays.append(np.moveaxis(series.asarray(), axes, (0, 1)))
+      values = arrays[0] if len(arrays) == 1 else np.stack(arrays, axis=-1)
       return image_shape, _turned(values.reshape(height, width, channels), orientation)
   except ValueError:
     raise
@@ -145,18 +147,25 @@ def _read_tiff(
 
 def _tiff_shape(file: Any) -> tuple[int, int, int]:
   """Returns the shape of an open TIFF as stored; ValueError if it is not one image."""
+  remedy = 'save one image, with channels as the only further axis'
   series = file.series
+  # Pages that were written one by one are images of their own.
+  kinds = dict.fromkeys(f'{x.dtype}{list(x.shape)}' for x in series)
+  if len(kinds) > 1:
+    first, second, *_ = kinds
+    raise ValueError(f'its {len(series)} pages differ: {first} and {second}: {remedy}')
   axes = list(zip(series[0].axes, series[0].shape))  # A letter may be repeated.
   others = [size for axis, size in axes if axis not in 'YX' and size > 1]
+  if len(series) > 1:
+    others.append(len(series))
   sizes = dict(axes)
-  if len(series) > 1 or not {'Y', 'X'} <= sizes.keys() or len(others) > 1:
-    raise ValueError(
-      f'its {len(series)} images have the axes {[x.axes for x in series][:5]}: save one '
-      'image, with channels as the only further axis'
-    )
-  photometric = file.pages.first.photometric.name
-  if photometric not in ('MINISBLACK', 'RGB'):
-    raise ValueError(f'its values are {photometric}: save them as MINISBLACK or RGB')
+  if not {'Y', 'X'} <= sizes.keys() or len(others) > 1:
+    pages = f'{len(series)} pages with ' if len(series) > 1 else ''
+    raise ValueError(f'it has {pages}the axes {series[0].axes}: {remedy}')
+  for image in series:
+    photometric = image.keyframe.photometric.name
+    if photometric not in ('MINISBLACK', 'RGB'):
+      raise ValueError(f'its values are {photometric}: save them as MINISBLACK or RGB')
   return _checked((sizes['Y'], sizes['X'], *others), np.dtype(series[0].dtype))
 
 

@@ -17,7 +17,7 @@ import io
 import numpy as np
 from PIL import ExifTags, Image, JpegImagePlugin
 
-from vit_jax.data.images import formats, image_files
+from vit_jax.data.images import formats, image_files, multichannel
 from vit_jax.data.lazy import tf
 
 # Orientation - 1 -> which axes (y, x) to reverse, after swapping those of 5 to 8.
@@ -57,6 +57,8 @@ def _renamed(encoded: 'tf.Tensor', name: str) -> 'tf.Tensor':
 
 
 def _read(encoded: bytes) -> np.int32:
+  if encoded.startswith(multichannel.TIFF):
+    return np.int32(1)  # Its pixels are turned where they are decoded.
   file = io.BytesIO(encoded)
   try:
     if encoded.startswith(b'\xff\xd8'):
