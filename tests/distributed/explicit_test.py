@@ -131,8 +131,7 @@ def small():
   def update(params, images, labels):
     def loss(params):
       logits = model.apply({'params': params}, images, train=True)
-      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-      return losses.mean(), logits
+      return optax.softmax_cross_entropy(logits, labels).mean(), logits
 
     gradients, logits = jax.grad(loss, has_aux=True)(params)
     return optax.apply_updates(params, gradients), logits
@@ -143,7 +142,7 @@ def small():
 def test_updates_on_explicit_axes_equal_one_device(small, mesh):
   """Axes of data, fsdp and model, without a mesh that is set; and a mesh of one device."""
   _, params, update = small
-  labels = np.arange(8) % 5
+  labels = jax.nn.one_hot(np.arange(8) % 5, 5)
   expected = update(params, IMAGES, labels)
   shardings = sharding.tree_shardings(params, (), mesh)
   axes = {axis for leaf in jax.tree.leaves(shardings) for axis in leaf.spec}
