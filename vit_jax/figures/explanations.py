@@ -104,7 +104,7 @@ def lacks(model: Any, method: str) -> str | None:
   if method != 'grad_cam':
     reason = internals.lacks(model)
     if reason is not None:
-      return f"{reason}, or method='grad_cam'"
+      return f"{reason}, or method='grad_cam' (--explain=grad_cam)"
   if method in ('legrad', 'grad_cam') and _is_foreign(model):
     return (
       f'encoder={getattr(model.encoder, "__name__", model.encoder)} has layers of '
