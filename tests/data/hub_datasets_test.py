@@ -10,6 +10,7 @@ import datasets
 import huggingface_hub
 import numpy as np
 from PIL import Image
+import pyarrow.parquet as pq
 import pytest
 
 from tests import looked_up
@@ -102,6 +103,32 @@ def test_rows_are_those_of_datasets(hub, tiny_config, split):
   assert [x.tolist() for x in records['label']] == [[row['fine']] for row in rows]
   assert records['caption'] == [row['caption'].encode() for row in rows]
   assert [x.tolist() for x in records['boxes']] == [row['boxes'] for row in rows]
+
+
+def test_paths_of_rows_lead_to_cached_files_only(
+  hub, tiny_config, tmp_path, monkeypatch
+):
+  """A stranger's data set reads no other files of this machine."""
+  cache = tmp_path / 'cache'
+  cache.mkdir()
+  paths = [cache / 'inside.png', tmp_path / 'outside.png']
+  for path in paths:
+    path.write_bytes(png(7))
+  (cache / 'link.png').symlink_to(paths[1])
+  rows = [*map(str, paths), str(cache / 'link.png'), f'file://{paths[1]}']
+  features = datasets.Features(image=datasets.Image(decode=False))
+  table = datasets.Dataset.from_dict(
+    {'image': [{'bytes': None, 'path': path} for path in rows]}, features
+  )
+  folder = hub / 'zoo' / 'paths'
+  folder.mkdir()
+  pq.write_table(table.data.table, folder / 'train-00000-of-00001.parquet')
+  monkeypatch.setattr(datasets.config, 'HF_DATASETS_CACHE', str(cache))
+  source = open_split(tiny_config, 'hf://zoo/paths', 'train', 'image')
+  assert source.arrays(np.array([0]))[0].tolist() == [png(7)]
+  for number, path in enumerate(rows[1:], start=1):
+    with pytest.raises(ValueError, match=f"row {number} .*'{path}' is not in the caches"):
+      source.arrays(np.array([number]))
 
 
 def test_folds_are_those_of_parquet_files(hub, tiny_config):

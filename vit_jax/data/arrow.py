@@ -557,9 +557,9 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     if content is not None or not path:
       return content
     [shard], _ = self._places(np.array([index]))
-    paths = [path] if '://' in path else self.image_paths(shard, path)
-    existing = next(filter(tf.io.gfile.exists, paths), paths[0])
     try:
+      paths = self.image_paths(shard, path)
+      existing = next(filter(tf.io.gfile.exists, paths), paths[0])
       return image_files.read_file(existing)
     except (ValueError, OSError) as e:
       raise type(e)(f'{self.name(index)}: {e}') from e

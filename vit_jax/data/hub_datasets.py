@@ -15,6 +15,7 @@ hold it, as in hf://uoft-cs/cifar100?label=coarse_label.
 from collections.abc import Sequence
 import functools
 import json
+import os
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 import urllib.parse
@@ -246,7 +247,17 @@ class HubSource(arrow.ArrowSource):
     return self.rows(file[numbers])
 
   def image_paths(self, shard: int, path: str) -> list[str]:
-    return [path]  # A path in the cache of `datasets`.
+    import datasets
+    import huggingface_hub
+
+    caches = (datasets.config.HF_DATASETS_CACHE, huggingface_hub.constants.HF_HUB_CACHE)
+    for cache in caches:
+      if os.path.realpath(path).startswith(os.path.realpath(cache) + os.sep):
+        return [path]
+    raise ValueError(
+      f"its image '{path}' is not in the caches of `datasets` ({', '.join(caches)}): a "
+      'data set of the hub may read no other files of this machine'
+    )
 
   def name(self, index: int) -> str:
     [shard], [place] = self._places(np.array([index]))

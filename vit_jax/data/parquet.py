@@ -323,6 +323,8 @@ class ParquetSource(arrow.ArrowSource):
     return self._groups.get(key, read)
 
   def image_paths(self, shard: int, path: str) -> list[str]:
+    if '://' in path:
+      return [path]
     folders = os.path.dirname(self.paths[shard]), self._root
     return [os.path.join(folder, path) for folder in folders]
 
