@@ -127,7 +127,9 @@ def test_paths_of_rows_lead_to_cached_files_only(
   source = open_split(tiny_config, 'hf://zoo/paths', 'train', 'image')
   assert source.arrays(np.array([0]))[0].tolist() == [png(7)]
   for number, path in enumerate(rows[1:], start=1):
-    with pytest.raises(ValueError, match=f"row {number} .*'{path}' is not in the caches"):
+    with pytest.raises(
+      ValueError, match=f"row {number} .*'{path}' is not in the caches"
+    ):
       source.arrays(np.array([number]))
 
 

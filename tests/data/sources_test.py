@@ -214,18 +214,32 @@ def test_fingerprint_of_a_folder_covers_names_and_labels(
   assert {k for k in first if first[k] != moved[k]} >= {'class_names', 'images'}
 
 
-def test_fingerprint_of_a_manifest_covers_labels(tiny_config, image_folder, tmp_path):
+def test_fingerprint_of_a_manifest_covers_all_features(
+  tiny_config, image_folder, tmp_path
+):
   paths = sorted(str(p) for p in (image_folder / 'test').rglob('*.*'))
   tiny_config.dataset = str(tmp_path)
 
-  def write(labels):
-    lines = [{'image': p, 'label': x} for p, x in zip(paths, labels)]
-    text = '\n'.join(map(json.dumps, lines))
-    (tmp_path / 'train.jsonl').write_text(text)
-    return fingerprint(tiny_config)
+  def write(**columns):
+    lines = []
+    for i, path in enumerate(paths):
+      values = {name: column[i] for name, column in columns.items()}
+      lines.append(json.dumps({'image': path, **values}))
+    (tmp_path / 'train.jsonl').write_text('\n'.join(lines))
+    return fingerprint(tiny_config, features=('image', *columns))
 
-  first, second = write([0, 1, 2] * 3), write([2, 1, 0] * 3)
-  assert {k for k in first if first[k] != second[k]} == {'labels'}
+  columns = {
+    'label': [0, 1, 2] * 3,
+    'caption': [f'number {i}' for i in range(9)],
+    'age': [0.5 * i for i in range(9)],
+    'captions': [['a'] * (i % 3 + 1) for i in range(9)],
+  }
+  first = write(**columns)
+  assert write(**columns) == first
+  for name, column in columns.items():
+    changed = write(**{**columns, name: column[::-1]})
+    different = {key for key in first if first[key] != changed[key]}
+    assert different == {'labels' if name == 'label' else name}
 
 
 def test_fingerprint_of_tfds_and_of_a_mixture(tiny_config):

@@ -79,7 +79,7 @@ class Source:
     """Returns a short description of the data for JSON, to tell data apart.
 
     It is cheap, the same in all processes, and independent of the location of a
-    folder. Names and labels of a folder's images are hashed.
+    folder. Names of a folder's images are hashed, and all their features but pixels.
     """
     names = json.dumps(self.names, sort_keys=True).encode()
     return {
@@ -231,9 +231,8 @@ class FolderSource(MemorySource):
     values = super().fingerprint()
     if self._paths is not None:
       values['images'] = self._paths.digest()
-    if 'label' in self._columns:
-      labels = self._columns['label'].numpy()
-      values['labels'] = files.digest([str(labels.shape).encode(), labels])
+    for name, column in self._columns.items():
+      values['labels' if name == 'label' else name] = _column_digest(column)
     return values
 
   def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
@@ -253,6 +252,20 @@ class FolderSource(MemorySource):
   def store(self, workdir: str | None) -> None:
     if self._paths is not None:
       self._paths.store(workdir)
+
+
+def _column_digest(column: 'tf.Tensor | tf.RaggedTensor') -> str:
+  """Returns a hash of a feature of all examples, texts by a hash of each."""
+  tensors = [column]
+  if isinstance(column, tf.RaggedTensor):
+    tensors = [*column.nested_row_splits, column.flat_values]
+  contents = []
+  for tensor in tensors:
+    if tensor.dtype == tf.string:
+      tensor = tf.strings.to_hash_bucket_fast(tensor, 2**63 - 1)
+    array = tensor.numpy()
+    contents += [str(array.shape).encode(), np.ascontiguousarray(array)]
+  return files.digest(contents)
 
 
 class Subset(Source):
