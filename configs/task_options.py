@@ -167,6 +167,23 @@ class Segment(Detect):
   max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
 
 
+@dataclasses.dataclass
+class SegmentSemantic:
+  """Options of semantic segmentation."""
+
+  # Numbers in masks of pixels that do not count, in addition to the classes that the data
+  # ignore.
+  ignore: tuple[schema.Natural, ...] = (255,)
+  # Whether number 0 in masks does not count, and 1 is the first class, as in ADE20K.
+  reduce_zero_label: bool = False
+  # Layers of a Vision Transformer, numbered from 1, whose tokens the linear head reads side
+  # by side, as in (9, 10, 11, 12); (): the last one.
+  layers: schema.Counts = ()
+  # Evaluation and prediction: images are grouped by their height and width, rounded up to a
+  # multiple of this number, and the measures are compiled for each group.
+  tight: Annotated[schema.Count, schema.FREE] = 64
+
+
 # By the name of the task, config.task.
 OPTIONS = {
   'classify': Classify,
@@ -177,4 +194,5 @@ OPTIONS = {
   'pixels_finetune': PixelsFinetune,
   'regress': Regress,
   'segment': Segment,
+  'segment_semantic': SegmentSemantic,
 }

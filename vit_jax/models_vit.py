@@ -364,7 +364,8 @@ class VisionTransformer(patches_lib.ImageModel):
     mask: Bool[Array, '...'] | None = None,
     only_first: bool = False,
     positioned: bool = False,
-  ) -> Float[Array, '_ ... D']:
+    side_by_side: tuple[int, ...] = (),
+  ) -> Float[Array, '_ ... _']:
     """Adds class token and position embeddings, and applies the encoder.
 
     Args:
@@ -377,6 +378,7 @@ class VisionTransformer(patches_lib.ImageModel):
         encoder class of a user computes all tokens regardless.
       positioned: whether the tokens come from `add_positions`, possibly
         fewer, [B, n, D].
+      side_by_side: see vit_jax.layers.encoder.Encoder.
 
     Returns:
       Tokens [B, N, D] without registers, the class token first if there is one;
@@ -399,6 +401,8 @@ class VisionTransformer(patches_lib.ImageModel):
       extra.update(self._grid(tokens))
     if self.pool_norm:
       extra['last_norm'] = False
+    if side_by_side:
+      extra['side_by_side'] = side_by_side
     if only_first and self.encoder is encoder_lib.Encoder:
       extra['only_first'] = True
     x = self.Transformer(x, train=train, **extra)

@@ -279,23 +279,26 @@ def get_pp(
 
 @no_autograph
 def prepare(
-  encoded: 'tf.Tensor', seed: 'tf.Tensor | None', pp: ml_collections.ConfigDict
+  encoded: 'tf.Tensor',
+  seed: 'tf.Tensor | None',
+  pp: ml_collections.ConfigDict,
+  upright: bool = True,
 ) -> 'tf.Tensor':
   """Decodes one image and prepares it for training or evaluation.
 
   `encoded` is the contents of an image file, a string scalar, and `seed` int64 [2] in
-  training, None in evaluation. Returns float32 [crop height, crop width, channels] in
+  training, None in evaluation. `upright` applies the EXIF orientation. Returns float32 [crop height, crop width, channels] in
   [-1, 1], or standardised by `pp.mean` and `pp.std`.
   """
   if seed is not None:
-    return decode_with_geometry(encoded, seed, pp, upright=True)[0]
+    return decode_with_geometry(encoded, seed, pp, upright=upright)[0]
   if pp.range is not None:
-    return for_evaluation(scaling.decode(encoded, pp), pp)
+    return for_evaluation(scaling.decode(encoded, pp, upright), pp)
   size = None
   if pp.jpeg_shrink:
     size = pp.resize or pp.crop
     size = (size, size) if isinstance(size, int) else size
-  decoded = images.decode(encoded, pp.channels, size, exact=pp.antialias)
+  decoded = images.decode(encoded, pp.channels, size, upright, exact=pp.antialias)
   return for_evaluation(decoded, pp)
 
 

@@ -41,6 +41,8 @@ class Source:
 
   # Numbers of the classes of segments that are not things.
   stuff: Sequence[int] = ()
+  # Classes of the pixels of masks, see vit_jax/data/masks.py; (): `names`, from 0.
+  mask_classes: Sequence[Any] = ()
   # Examples per call of `lookup`, in CALLS parallel calls; None: a whole batch.
   chunk: int | None = None
   # Number of channels of images.decode_values; None: images of 8-bit colour.

@@ -21,6 +21,7 @@ from vit_jax.data import (
   folder_formats,
   folder_layout,
   manifest,
+  mask_folders,
   mixture,
   parquet,
   pseudo_labels,
@@ -38,6 +39,7 @@ FORMATS: list[folder_formats.FolderFormat] = [
   parquet.Format(),
   caption_files.Format(),
   annotated.Format(),
+  mask_folders.Format(),
   folder.Format(),
 ]
 # Features that a classifier needs.

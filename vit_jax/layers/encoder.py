@@ -337,7 +337,8 @@ class Encoder(_Layer):
     grid: tuple[int, int] | None = None,
     parts: tuple[str, ...] = PARTS,
     last_norm: bool = True,
-  ) -> Float[Array, '_ _ D']:
+    side_by_side: tuple[int, ...] = (),
+  ) -> Float[Array, '_ _ _']:
     """Maps tokens [B, N, D] to tokens [B, N, D].
 
     Args:
@@ -352,6 +353,8 @@ class Encoder(_Layer):
       parts: what to apply, a selection from PARTS, so that a model can do something in
         between, such as drop tokens.
       last_norm: whether a norm follows the layers, rather than the model's pooling.
+      side_by_side: numbers of layers, from 1, whose tokens are returned side by side, each
+        after that norm: [B, N, n D] of n layers. (): of the last layer.
 
     Raises ValueError if the tokens do not suit the position embeddings, or only a part
     is applied and later layers add position embeddings too.
@@ -379,9 +382,13 @@ class Encoder(_Layer):
       rates = np.linspace(0, config.stochastic_depth, config.num_layers).tolist()
       for i, rate in enumerate(rates):
         layers[i] = layers[i]._replace(drop_rate=rate)
-    x = self._layers(x, context, layers, only_first)
-    x = x if context.length is None else x[:, : context.length]
-    x = self._norm('encoder_norm')(x) if last_norm else x
+    results = self._layers(x, context, layers, only_first, side_by_side)
+    if context.length is not None:
+      results = [x[:, : context.length] for x in results]
+    if last_norm:
+      norm = self._norm('encoder_norm')
+      results = [norm(x) for x in results]
+    x = results[0] if len(results) == 1 else jnp.concatenate(results, axis=-1)
     self.sow('intermediates', 'tokens', x)
     patches.sow_mean(self, f'layer_{config.num_layers}', x)
     return x
@@ -439,9 +446,11 @@ class Encoder(_Layer):
     context: Context,
     layers: list[LayerInputs],
     only_first: bool,
-  ) -> Float[Array, '_ _ D']:
+    side_by_side: tuple[int, ...],
+  ) -> list[Float[Array, '_ _ D']]:
     """Applies all layers; all but the last in a loop where that is faster.
 
+    Returns the tokens of the layers with the numbers `side_by_side`, or of the last one.
     Initialising parameters and sowing intermediates need separate layers, and
     intermediates need all tokens of the last layer.
     """
@@ -451,6 +460,7 @@ class Encoder(_Layer):
     sows = self.is_mutable_collection('intermediates')
     is_looped = layer_stack.is_looped(config.scan, config.num_layers, context.train)
     is_looped = is_looped and not sows and not self.is_initializing()
+    is_looped = is_looped and not side_by_side
     block: Callable[..., Any] = layer_stack.recomputed(
       AxialBlock if config.attention_pattern == 'axial' else Block,
       config.remat,
@@ -458,13 +468,16 @@ class Encoder(_Layer):
     )
     block = functools.partial(block, config, **dtypes.of(self))
     *names, last_name = [f'encoderblock_{i}' for i in range(config.num_layers)]
+    results = {}
     if is_looped:
       x = self._loop(block(parent=None), names, x, context, layers[:-1])
     else:
       for i, name in enumerate(names):
         x = _apply(block(name=name, layer=i), x, context, layers[i])
+        results[i + 1] = x
     last = block(name=last_name, layer=len(names), only_first=only_first and not sows)
-    return _apply(last, x, context, layers[-1])
+    results[config.num_layers] = _apply(last, x, context, layers[-1])
+    return [results[number] for number in side_by_side or (config.num_layers,)]
 
   @nn.nowrap
   def _loop(

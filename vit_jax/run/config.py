@@ -28,6 +28,7 @@ TASKS = {
   'pixels_finetune': 'vit_jax.tasks.pixels.finetune',
   'regress': 'vit_jax.tasks.regression.regress',
   'segment': 'vit_jax.tasks.detection.segment',
+  'segment_semantic': 'vit_jax.tasks.segmentation.segment_semantic',
 }
 
 # Keys of the original without an effect: the fields of a model imply its type, and

@@ -181,14 +181,13 @@ def _visible(y: 'tf.Tensor', x: 'tf.Tensor', size: Any) -> 'tf.Tensor':
 def to_masks(masks: 'tf.Tensor', geometry: Geometry) -> 'tf.Tensor':
   """Applies a geometry to masks, with nearest-neighbour interpolation.
 
-  Masks are uint8 or bool [n, *geometry.shape], and become [n, *geometry.size]; 0
+  Masks are uint8, int32 or bool [n, *geometry.shape], and become [n, *geometry.size]; 0
   where rotation brings in pixels from outside.
   """
   masks = tf.convert_to_tensor(masks)
   begin, extent = tf.unstack(tf.reshape(geometry.window, [2, 2]))
-  pixels = tf.slice(
-    tf.cast(masks, tf.uint8), [0, *tf.unstack(begin)], [-1, *tf.unstack(extent)]
-  )
+  numbers = tf.cast(masks, tf.uint8) if masks.dtype == tf.bool else masks
+  pixels = tf.slice(numbers, [0, *tf.unstack(begin)], [-1, *tf.unstack(extent)])
   pixels = _flip(pixels, geometry, axis=2)[..., None]
   pixels = tf.image.resize(pixels, geometry.size, method='nearest')
   if geometry.angle is not None:

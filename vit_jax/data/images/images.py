@@ -147,7 +147,7 @@ def count_channels(encoded: bytes) -> int:
   """Returns the number of channels that `decode_values` reads from a file."""
   if multichannel.is_array(encoded):
     return multichannel.shape(encoded)[2]
-  bands = _from_pillow(encoded, lambda image: image.getbands())
+  bands = from_pillow(encoded, lambda image: image.getbands())
   if encoded.startswith(_PNG) and encoded[24] == 16:
     return len(bands)
   return 1 if bands in (('1',), ('L',)) else 3
@@ -213,12 +213,12 @@ def _by_pillow(
   """Returns function(image), of a dtype and shape, for a lazily opened PIL image."""
 
   def call(encoded: bytes) -> np.ndarray:
-    return np.asarray(_from_pillow(encoded, function), dtype.as_numpy_dtype)
+    return np.asarray(from_pillow(encoded, function), dtype.as_numpy_dtype)
 
   return image_files.call_python(call, encoded, dtype, shape)
 
 
-def _from_pillow(encoded: bytes, function: Callable[[Image.Image], Any]) -> Any:
+def from_pillow(encoded: bytes, function: Callable[[Image.Image], Any]) -> Any:
   """Returns function(image) for a lazily opened PIL image."""
   try:
     with Image.open(io.BytesIO(encoded), formats=formats.by_pillow(encoded)) as image:
@@ -236,7 +236,7 @@ def _stored_shape(encoded: bytes) -> np.ndarray:
   if encoded.startswith(multichannel.NPY):
     return np.array(multichannel.shape(encoded)[:2])
   try:
-    return np.array(_from_pillow(encoded, lambda image: image.size[::-1]))
+    return np.array(from_pillow(encoded, lambda image: image.size[::-1]))
   except ValueError:
     if not encoded.startswith(multichannel.TIFF):
       raise

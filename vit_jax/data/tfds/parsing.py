@@ -21,7 +21,8 @@ class Feature(NamedTuple):
 
   path: tuple[str, ...]  # Keys that lead to it in a record of TFDS.
   is_image: bool  # An image, or a sequence of images.
-  class_names: tuple[str, ...] | None  # None if it is not a class label.
+  # Of a class label, or of the pixels of a mask; None for other features.
+  class_names: tuple[str, ...] | None
 
 
 def features(info: Any) -> dict[str, Feature]:
@@ -35,7 +36,7 @@ def features(info: Any) -> dict[str, Feature]:
     rank = _sequence_rank(info.features[name])
     if feature.is_image and not rank:
       images.append(name)
-    if feature.class_names is not None and rank < 2:
+    if feature.class_names is not None and not feature.is_image and rank < 2:
       labels.append(name)
   keys = info.supervised_keys or ('image', 'label')
   primary = {}
@@ -66,7 +67,7 @@ def _leaves(feature: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Feature]
     yield from _leaves(feature.feature, path)
   elif isinstance(feature.get_tensor_info(), tfds.features.TensorInfo):
     class_names = None
-    if isinstance(feature, tfds.features.ClassLabel):
+    if isinstance(feature, tfds.features.ClassLabel | tfds.features.LabeledImage):
       class_names = tuple(feature.names) if feature.num_classes else ()
     is_image = isinstance(feature, tfds.features.Image)
     yield '/'.join(path), Feature(path, is_image, class_names)

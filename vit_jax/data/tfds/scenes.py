@@ -8,6 +8,7 @@ are the same as in TFDS's `coco`:
 scenes            `objects`: a box and a class for each digit
 scenes/panoptic   `panoptic_image` and `panoptic_objects`: the segment of each
                   digit, and of each texture of the ground
+scenes/semantic   `segmentation_mask`: the class of each pixel
 
 A box bounds the visible pixels of a digit. When digits are placed, at most a
 quarter of the smaller of two boxes lies within the other one. The area of an
@@ -139,21 +140,25 @@ def _number(scene: int, segment: Any) -> Any:
 
 
 class Scenes(tfds.core.GeneratorBasedBuilder):
-  """Scenes of digits, images uint8 [128, 128, 3], with boxes or segments."""
+  """Scenes of digits, images uint8 [128, 128, 3], with boxes, segments or masks."""
 
   VERSION = tfds.core.Version('1.1.0')
   # TFDS uses the first one for the plain name 'scenes'.
   BUILDER_CONFIGS: ClassVar = [
-    tfds.core.BuilderConfig(name=name) for name in ('boxes', 'panoptic')
+    tfds.core.BuilderConfig(name=name) for name in ('boxes', 'panoptic', 'semantic')
   ]
 
   @property
   def _is_panoptic(self) -> bool:
     return self.builder_config.name == 'panoptic'
 
+  @property
+  def _is_semantic(self) -> bool:
+    return self.builder_config.name == 'semantic'
+
   def _info(self) -> tfds.core.DatasetInfo:
     names = [str(i) for i in range(10)]
-    if self._is_panoptic:
+    if self._is_panoptic or self._is_semantic:
       names += TEXTURES
     annotation = tfds.features.Sequence(
       {
@@ -173,6 +178,10 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
       features['panoptic_image'] = tfds.features.Image(shape=(SIZE, SIZE, 3))
       features['panoptic_image/filename'] = tfds.features.Text()
       features['panoptic_objects'] = annotation
+    elif self._is_semantic:
+      features['segmentation_mask'] = tfds.features.LabeledImage(
+        labels=names, shape=(SIZE, SIZE, 1)
+      )
     else:
       features['objects'] = annotation
     return self.dataset_info_from_configs(
@@ -208,6 +217,9 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
 
     name = f'{i:06d}'
     example = {'image': scene.pixels, 'image/filename': f'{name}.jpg', 'image/id': i}
+    if self._is_semantic:
+      classes = np.array([*(10 + k for k in scene.textures), *scene.labels], np.uint8)
+      return {**example, 'segmentation_mask': classes[scene.segments][..., None]}
     objects = [annotation(k + 2, label) for k, label in enumerate(scene.labels)]
     if not self._is_panoptic:
       return {**example, 'objects': objects}

@@ -1,0 +1,34 @@
+"""Trains a small ViT to segment scenes of digits, without a download.
+
+  vit_jax train --config=configs/segment_scenes.py --workdir=/tmp/scenes
+
+Each pixel is of one of ten digits or of three textures of the ground.
+"""
+
+import ml_collections
+
+from vit_jax.configs import common, models
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = common.set_dataset(common.get_config(), 'scenes/semantic')
+  config.pretrained_dir = None  # Random initial weights.
+  config.task = 'segment_semantic'
+  config.pp.crop = 64
+  config.pp.crop_area = (0.3, 1.0)
+  # Mirroring would change the meaning of digits.
+  config.pp.flip = False
+
+  config.model = models.get_config('ti16')
+  config.model.model_name = 'ViT-scenes'
+  config.model.patches.size = (4, 4)
+  config.model.hidden_size = 96
+  config.model.classifier = 'gap'
+  config.model.transformer.num_layers = 4
+  config.model.transformer.mlp_dim = 384
+
+  config.update(batch=32, batch_eval=50, total_steps=3_000, warmup_steps=200)
+  config.update(optimizer='adam', optim_dtype='float32', base_lr=1e-3)
+  config.update(weight_decay=0.05, best_metric='miou_test')
+  config.update(progress_every=100, eval_every=1_000, checkpoint_every=1_000)
+  return config

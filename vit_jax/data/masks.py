@@ -1,0 +1,216 @@
+"""Masks of semantic segmentation: images whose pixels are numbers of classes.
+
+A mask is a lossless image of the height and width of its image: grey of 8 or 16 bits or a
+palette, whose indices are the numbers, or colours that `classes.json` lists. That file
+names the classes,
+
+  ["road", "car"]
+
+numbered from 0; or gives numbers, which may have gaps, and colours. Pixels of classes to
+`ignore` do not count:
+
+  [{"name": "road", "id": 7, "color": [128, 64, 128]},
+   {"name": "void", "id": 0, "color": [0, 0, 0], "ignore": true}]
+"""
+
+from collections.abc import Mapping, Sequence
+import functools
+import os
+from typing import Any
+
+import ml_collections
+import msgspec
+import numpy as np
+from PIL import Image
+
+from vit_jax.data import records, typed_json
+from vit_jax.data.images import image_files, images
+from vit_jax.data.lazy import tf
+
+FEATURE = 'segmentation_mask'
+CLASSES = 'classes.json'
+IGNORED = -1  # Class of pixels that do not count.
+_UNKNOWN = -2
+_NUMBERS = 65_536  # Masks have at most 16 bits.
+_EXAMPLE = '["road", "car"], or [{"name": "road", "id": 7, "color": [128, 64, 128]}]'
+_JPEG = b'\xff\xd8'
+
+
+class MaskClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+  """A class of pixels."""
+
+  name: str
+  id: int
+  color: tuple[int, int, int] | None = None
+  ignore: bool = False
+
+
+def read_classes(root: str) -> tuple[MaskClass, ...]:
+  """Reads the classes of a folder from classes.json, see the top.
+
+  Raises FileNotFoundError if there is no such file, ValueError if it is wrong.
+  """
+  path = os.path.join(root, CLASSES)
+  if not tf.io.gfile.exists(path):
+    raise FileNotFoundError(
+      f"folder '{root}' has masks, and no '{CLASSES}' that names their classes: write it, as "
+      f'in {_EXAMPLE}'
+    )
+  content = image_files.read_file(path)
+  try:
+    entries = typed_json.decode(content, list[str | dict])
+    classes = []
+    for number, entry in enumerate(entries):
+      fields = {'name': entry, 'id': number} if isinstance(entry, str) else entry
+      classes.append(msgspec.convert(fields, MaskClass))
+    _check(classes)
+  except (ValueError, msgspec.ValidationError) as e:
+    raise ValueError(
+      f"'{path}' must be a list of classes, as in {_EXAMPLE}: {e}"
+    ) from None
+  return tuple(classes)
+
+
+def _check(classes: Sequence[MaskClass]) -> None:
+  """Raises ValueError for classes that contradict each other."""
+  if all(x.ignore for x in classes):
+    raise ValueError('it has no class to learn')
+  for field in ('id', 'color', 'name'):
+    values = [getattr(x, field) for x in classes if getattr(x, field) is not None]
+    repeated = [x for i, x in enumerate(values) if x in values[:i]]
+    if repeated:
+      raise ValueError(f'two classes have the {field} {repeated[0]!r}')
+  for x in classes:
+    if not 0 <= x.id < _NUMBERS:
+      raise ValueError(f"class '{x.name}' has the id {x.id}: use 0 to {_NUMBERS - 1}")
+    if x.color is not None and not all(0 <= value < 256 for value in x.color):
+      raise ValueError(f"class '{x.name}' has the color {list(x.color)}: use 0 to 255")
+
+
+def classes_of(source: records.Source) -> tuple[MaskClass, ...]:
+  """Returns the classes of a source, whose masks by default count them from 0."""
+  if source.mask_classes:
+    return tuple(source.mask_classes)
+  return numbered(source.names.get(FEATURE, ()))
+
+
+def numbered(names: Sequence[str]) -> tuple[MaskClass, ...]:
+  """Returns classes that are numbered from 0."""
+  return tuple(MaskClass(name, number) for number, name in enumerate(names))
+
+
+def learned(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
+  """Returns the classes that are not ignored, in the order of the logits."""
+  return tuple(x for x in classes if not x.ignore)
+
+
+def reader(config: ml_collections.ConfigDict, classes: Sequence[MaskClass]) -> 'Reader':
+  """Returns the reader of the masks of a run."""
+  options = config.get('task_options') or {}
+  ignore = options.get('ignore', (255,))
+  return Reader(classes, ignore, options.get('reduce_zero_label', False))
+
+
+class Reader:
+  """Reads masks as classes.
+
+  Args:
+    classes: the classes of the data.
+    ignore: further numbers to ignore.
+    reduce_zero_label: whether number 0 is ignored, and 1 is the first class.
+  """
+
+  def __init__(
+    self,
+    classes: Sequence[MaskClass],
+    ignore: Sequence[int] = (),
+    reduce_zero_label: bool = False,
+  ) -> None:
+    shift = int(reduce_zero_label)
+    self.ids = [x.id + shift for x in learned(classes)]
+    self._colors = {x.color: x.id + shift for x in classes if x.color is not None}
+    self._table = np.full(_NUMBERS, _UNKNOWN, np.int32)
+    self._table[list(ignore)] = IGNORED
+    self._table[[x.id + shift for x in classes if x.ignore]] = IGNORED
+    if reduce_zero_label:
+      self._table[0] = IGNORED
+    self._table[self.ids] = np.arange(len(self.ids))
+
+  def settings(self) -> Mapping[str, Any]:
+    """Returns what the result depends on, for JSON."""
+    known = np.flatnonzero(self._table != _UNKNOWN)
+    colors = [[*color, number] for color, number in self._colors.items()]
+    return {
+      'numbers': known.tolist(),
+      'classes': self._table[known].tolist(),
+      'colors': colors,
+    }
+
+  def decode(self, encoded: bytes) -> np.ndarray:
+    """Returns the class of each pixel of an encoded mask, IGNORED for none.
+
+    int32 [height, width]. Raises ValueError if it is not a mask, or has a number or colour
+    of no class.
+    """
+    if encoded.startswith(_JPEG):
+      raise ValueError('it is a JPEG, which changes the numbers of classes: use PNG')
+    numbers = images.from_pillow(encoded, functools.partial(_numbers, self._colors))
+    classes = self._table[numbers]
+    if (classes == _UNKNOWN).any():
+      number = int(numbers[classes == _UNKNOWN][0])
+      raise ValueError(
+        f"it has pixels of {number}, which is no class: add it to '{CLASSES}', or to the "
+        'numbers to ignore (config.task_options.ignore)'
+      )
+    return classes
+
+  def read(self, encoded: 'tf.Tensor', shape: 'tf.Tensor') -> 'tf.Tensor':
+    """Returns the result of `decode` in a TensorFlow graph, int32 of a shape [2].
+
+    Raises InvalidArgumentError if the mask has another shape, and as `decode`.
+    """
+    classes = image_files.call_python(self.decode, encoded, tf.int32, [None, None])
+    tf.debugging.assert_equal(
+      tf.shape(classes), shape, 'a mask has another height or width than its image'
+    )
+    return classes
+
+
+def _numbers(
+  colors: Mapping[tuple[int, int, int], int], image: Image.Image
+) -> np.ndarray:
+  """Returns the number of each pixel of a mask, int [height, width]."""
+  if image.mode in ('1', 'L', 'P') or image.mode.startswith('I'):
+    numbers = np.asarray(image).astype(np.int64)
+    if numbers.min() < 0 or numbers.max() >= _NUMBERS:
+      raise ValueError(f'it has the number {numbers.max()}: use masks of 8 or 16 bits')
+    return numbers
+  if image.mode in ('LA', 'PA'):
+    return np.asarray(image)[..., 0].astype(np.int64)
+  if image.mode not in ('RGB', 'RGBA'):
+    raise ValueError(f"it has Pillow's mode '{image.mode}': use grey or a palette")
+  pixels = np.asarray(image)[..., :3]
+  if not colors:
+    if (pixels == pixels[..., :1]).all():
+      return pixels[..., 0].astype(np.int64)
+    raise ValueError(
+      f"it is a colour image, and '{CLASSES}' has no colours: add them, as in {_EXAMPLE}, "
+      'or use masks of grey or of a palette'
+    )
+  return _by_color(pixels, colors)
+
+
+def _by_color(
+  pixels: np.ndarray, colors: Mapping[tuple[int, int, int], int]
+) -> np.ndarray:
+  """Returns the number of the class of each colour [height, width, 3]."""
+  places = np.array([65_536, 256, 1])
+  keys = np.array(list(colors)) @ places
+  order = np.argsort(keys)
+  packed = pixels @ places
+  position = np.searchsorted(keys[order], packed).clip(max=len(keys) - 1)
+  is_known = keys[order][position] == packed
+  if not is_known.all():
+    color = pixels[~is_known][0].tolist()
+    raise ValueError(f"it has the colour {color}, of no class in '{CLASSES}': add it")
+  return np.array(list(colors.values()))[order][position]

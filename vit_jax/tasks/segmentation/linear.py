@@ -1,0 +1,117 @@
+"""A linear head on the patches of a Vision Transformer, for semantic segmentation.
+
+As in the evaluations of DINOv2 (arXiv 2304.07193, section 7.4): the tokens of one layer,
+or of several side by side, are normalised over the batch, and a linear map predicts the
+classes of each patch. The logits are enlarged to the image, bilinearly.
+
+Shapes: B images of H x W pixels, h x w patches, N tokens, D width of a token, C classes.
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Float
+import ml_collections
+
+from vit_jax import models, models_vit
+from vit_jax.layers.dtypes import Array
+from vit_jax.tasks.segmentation import losses
+
+_STATISTICS = 'batch_stats'  # Flax's collection of the norm's means and variances.
+
+
+class LinearSegmenter(models_vit.VisionTransformer):
+  """A Vision Transformer whose head predicts the classes of each patch."""
+
+  side_by_side: tuple[int, ...] = ()  # See vit_jax.layers.encoder.Encoder.
+
+  def setup(self) -> None:
+    super().setup()
+    self.head_norm = nn.BatchNorm(momentum=0.9, epsilon=1e-5, dtype=jnp.float32)
+
+  def encode(
+    self, tokens: Float[Array, 'B *N D'], *, train: bool, **kwargs: Any
+  ) -> Float[Array, 'B N _']:
+    """Returns the tokens of the layers `side_by_side`; see VisionTransformer.encode."""
+    kwargs['only_first'] = False
+    return super().encode(tokens, train=train, side_by_side=self.side_by_side, **kwargs)
+
+  def classify(
+    self, encoded: Float[Array, 'B N _'], *, train: bool
+  ) -> Float[Array, 'B n classes']:
+    """Predicts the classes of each patch, logits float32 [B, h*w, C]."""
+    first = int(self.has_class_token) + self.distilled
+    patches = encoded[:, first:]
+    x = self.head_norm(patches, use_running_average=not train)
+    self.sow('intermediates', 'features', x.mean(axis=1))
+    return self.head(x)
+
+
+class Linear:
+  """The head of a model of the kind 'vit', see segment_semantic.Head."""
+
+  NEW_PARAMS = ('head',)
+
+  def __init__(
+    self,
+    config: ml_collections.ConfigDict,
+    num_classes: int,
+    class_weights: jax.Array | None,
+  ) -> None:
+    layers = tuple(config.task_options.layers)
+    _check_layers(layers, config.model.transformer)
+    self.model = models.make_model(
+      config.model, cls=LinearSegmenter, num_classes=num_classes, side_by_side=layers
+    )
+    self._config = config
+    self._class_weights = class_weights
+
+  def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
+    variables = self.model.init(rng, images, train=False)
+    return variables['params'], {_STATISTICS: variables[_STATISTICS]}
+
+  def loss(
+    self,
+    params: Any,
+    extra: Any,
+    batch: dict[str, jax.Array],
+    rng: jax.Array,
+    step: jax.Array,
+  ) -> tuple[losses.WeightedSum, dict[str, losses.WeightedSum]]:
+    """Returns the cross-entropy summed over pixels, and the new statistics."""
+    logits, updated = self.model.apply(
+      {'params': params, **extra},
+      batch['image'],
+      train=True,
+      rngs={'dropout': rng},
+      mutable=[_STATISTICS],
+    )
+    scores = self._on_grid(logits, batch['image'])
+    sums = losses.cross_entropy(scores, batch['segmentation'], self._class_weights)
+    count = jnp.float32(len(batch['image']))
+    statistics = updated[_STATISTICS]['head_norm']
+    return sums, {name: (x * count, count) for name, x in statistics.items()}
+
+  def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
+    return {_STATISTICS: {'head_norm': {name: means[name] for name in ('mean', 'var')}}}
+
+  def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
+    logits = self.model.apply({'params': params, **extra}, images, train=False)
+    return self._on_grid(logits, images)
+
+  def _on_grid(self, logits: jax.Array, images: jax.Array) -> jax.Array:
+    """Returns logits [B, h*w, C] as [B, h, w, C]."""
+    grid = models.count_patches(self._config.model, images.shape[1:3])
+    return logits.reshape(logits.shape[0], *grid, logits.shape[-1])
+
+
+def _check_layers(layers: tuple[int, ...], transformer: Any) -> None:
+  """Raises ValueError if a model lacks one of some layers, or is no Transformer."""
+  count = transformer.num_layers
+  if layers and max(layers) > count:
+    raise ValueError(
+      f'layers={layers}: the model has the layers 1 to {count} '
+      '(config.task_options.layers)'
+    )
