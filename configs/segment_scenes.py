@@ -27,8 +27,8 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.transformer.num_layers = 4
   config.model.transformer.mlp_dim = 384
 
-  config.update(batch=32, batch_eval=50, total_steps=3_000, warmup_steps=200)
+  config.update(batch=32, batch_eval=50, total_steps=1_500, warmup_steps=150)
   config.update(optimizer='adam', optim_dtype='float32', base_lr=1e-3)
   config.update(weight_decay=0.05, best_metric='miou_test')
-  config.update(progress_every=100, eval_every=1_000, checkpoint_every=1_000)
+  config.update(progress_every=100, eval_every=500, checkpoint_every=500)
   return config

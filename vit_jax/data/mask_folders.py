@@ -10,7 +10,6 @@ name. For masks and classes.json see vit_jax/data/masks.py.
 """
 
 from collections.abc import Sequence
-import json
 import os
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from vit_jax.data.images import (
   multichannel,
 )
 from vit_jax.data.lazy import tf
-from vit_jax.distributed import files
 
 _SHOWN = 5  # Images without a mask that a message names.
 
@@ -159,14 +157,16 @@ class Format(folder_formats.FolderFormat):
 class _View(NamedTuple):
   """Images and masks of a part of a split: their indices, and rows in the same order."""
 
-  index: index_lib.Index
+  image_index: index_lib.Index
   rows: np.ndarray
   mask_index: index_lib.Index
   mask_rows: np.ndarray
 
   def image_of_mask(self) -> dict[bytes, bytes]:
     """Returns the path of the image of each mask, by its path."""
-    return dict(zip(self.mask_index.paths(self.mask_rows), self.index.paths(self.rows)))
+    return dict(
+      zip(self.mask_index.paths(self.mask_rows), self.image_index.paths(self.rows))
+    )
 
 
 def _open_part(request: folder_formats.Request, base: str, instruction: str) -> _View:
@@ -220,7 +220,7 @@ def _usable(
   reader = masks.reader(config, classes)
   image_of_mask: dict[bytes, bytes] = {}
   for view in views:
-    view.mask_index.check_anew('masks', files.digest([json.dumps(reader.settings())]))
+    view.mask_index.check_anew('masks', reader.digest())
     image_of_mask |= view.image_of_mask()
 
   def explain(path: bytes, max_pixels: int) -> str:
@@ -232,7 +232,7 @@ def _usable(
     'workdir': request.workdir,
   }
   image_paths = checking.usable(
-    [(view.index, view.rows) for view in views],
+    [(view.image_index, view.rows) for view in views],
     where,
     channels=multichannel.stored_channels(config.pp),
     **checks,
@@ -247,7 +247,7 @@ def _usable(
   for number, view in enumerate(views):
     is_usable = np.isin(view.rows, image_paths.parts[number][1])
     is_usable &= np.isin(view.mask_rows, mask_paths.parts[number][1])
-    image_parts.append((view.index, view.rows[is_usable]))
+    image_parts.append((view.image_index, view.rows[is_usable]))
     mask_parts.append((view.mask_index, view.mask_rows[is_usable]))
   return index_lib.Paths(image_parts), index_lib.Paths(mask_parts)
 

@@ -14,7 +14,7 @@ numbered from 0; or gives numbers, which may have gaps, and colours. Pixels of c
 """
 
 from collections.abc import Mapping, Sequence
-import functools
+import json
 import os
 from typing import Any
 
@@ -25,7 +25,8 @@ from PIL import Image
 
 from vit_jax.data import records, typed_json
 from vit_jax.data.images import image_files, images
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
+from vit_jax.distributed import files
 
 FEATURE = 'segmentation_mask'
 CLASSES = 'classes.json'
@@ -36,7 +37,9 @@ _EXAMPLE = '["road", "car"], or [{"name": "road", "id": 7, "color": [128, 64, 12
 _JPEG = b'\xff\xd8'
 
 
-class MaskClass(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MaskClass(  # type: ignore[call-arg]
+  msgspec.Struct, frozen=True, forbid_unknown_fields=True
+):
   """A class of pixels."""
 
   name: str
@@ -99,6 +102,16 @@ def numbered(names: Sequence[str]) -> tuple[MaskClass, ...]:
   return tuple(MaskClass(name, number) for number, name in enumerate(names))
 
 
+def from_json(rows: Sequence[Mapping[str, Any]]) -> tuple[MaskClass, ...]:
+  """Returns the classes of the rows of `to_json`."""
+  return msgspec.convert(rows, tuple[MaskClass, ...])
+
+
+def to_json(classes: Sequence[MaskClass]) -> list[dict[str, Any]]:
+  """Returns classes as values for JSON."""
+  return json.loads(msgspec.json.encode(classes))
+
+
 def learned(classes: Sequence[MaskClass]) -> tuple[MaskClass, ...]:
   """Returns the classes that are not ignored, in the order of the logits."""
   return tuple(x for x in classes if not x.ignore)
@@ -136,15 +149,9 @@ class Reader:
       self._table[0] = IGNORED
     self._table[self.ids] = np.arange(len(self.ids))
 
-  def settings(self) -> Mapping[str, Any]:
-    """Returns what the result depends on, for JSON."""
-    known = np.flatnonzero(self._table != _UNKNOWN)
-    colors = [[*color, number] for color, number in self._colors.items()]
-    return {
-      'numbers': known.tolist(),
-      'classes': self._table[known].tolist(),
-      'colors': colors,
-    }
+  def digest(self) -> str:
+    """Returns a hash of what the result depends on."""
+    return files.digest([self._table, repr(self._colors).encode()])
 
   def decode(self, encoded: bytes) -> np.ndarray:
     """Returns the class of each pixel of an encoded mask, IGNORED for none.
@@ -154,7 +161,8 @@ class Reader:
     """
     if encoded.startswith(_JPEG):
       raise ValueError('it is a JPEG, which changes the numbers of classes: use PNG')
-    numbers = images.from_pillow(encoded, functools.partial(_numbers, self._colors))
+    mode, pixels = images.from_pillow(encoded, _pixels)
+    numbers = _numbers(mode, pixels, self._colors)
     classes = self._table[numbers]
     if (classes == _UNKNOWN).any():
       number = int(numbers[classes == _UNKNOWN][0])
@@ -164,6 +172,7 @@ class Reader:
       )
     return classes
 
+  @no_autograph
   def read(self, encoded: 'tf.Tensor', shape: 'tf.Tensor') -> 'tf.Tensor':
     """Returns the result of `decode` in a TensorFlow graph, int32 of a shape [2].
 
@@ -176,28 +185,33 @@ class Reader:
     return classes
 
 
+def _pixels(image: Image.Image) -> tuple[str, np.ndarray]:
+  """Returns Pillow's mode and the stored values of an image."""
+  return image.mode, np.asarray(image)
+
+
 def _numbers(
-  colors: Mapping[tuple[int, int, int], int], image: Image.Image
+  mode: str, pixels: np.ndarray, colors: Mapping[tuple[int, int, int], int]
 ) -> np.ndarray:
-  """Returns the number of each pixel of a mask, int [height, width]."""
-  if image.mode in ('1', 'L', 'P') or image.mode.startswith('I'):
-    numbers = np.asarray(image).astype(np.int64)
+  """Returns the number of each pixel of a mask, int64 [height, width]."""
+  if mode in ('1', 'L', 'P') or mode.startswith('I'):
+    numbers = pixels.astype(np.int64)
     if numbers.min() < 0 or numbers.max() >= _NUMBERS:
       raise ValueError(f'it has the number {numbers.max()}: use masks of 8 or 16 bits')
     return numbers
-  if image.mode in ('LA', 'PA'):
-    return np.asarray(image)[..., 0].astype(np.int64)
-  if image.mode not in ('RGB', 'RGBA'):
-    raise ValueError(f"it has Pillow's mode '{image.mode}': use grey or a palette")
-  pixels = np.asarray(image)[..., :3]
-  if not colors:
-    if (pixels == pixels[..., :1]).all():
-      return pixels[..., 0].astype(np.int64)
-    raise ValueError(
-      f"it is a colour image, and '{CLASSES}' has no colours: add them, as in {_EXAMPLE}, "
-      'or use masks of grey or of a palette'
-    )
-  return _by_color(pixels, colors)
+  if mode in ('LA', 'PA'):
+    return pixels[..., 0].astype(np.int64)
+  if mode not in ('RGB', 'RGBA'):
+    raise ValueError(f"it has Pillow's mode '{mode}': use grey or a palette")
+  pixels = pixels[..., :3]
+  if colors:
+    return _by_color(pixels, colors)
+  if (pixels == pixels[..., :1]).all():
+    return pixels[..., 0].astype(np.int64)
+  raise ValueError(
+    f"it is a colour image, and '{CLASSES}' has no colours: add them, as in {_EXAMPLE}, "
+    'or use masks of grey or of a palette'
+  )
 
 
 def _by_color(

@@ -14,3 +14,17 @@ FRAMES = (ORANGE, SKY, GREEN, YELLOW, VERMILION, PURPLE, BLUE)
 def of_line(number: int) -> str:
   """Returns the colour of a line, numbered from 0."""
   return LINES[number % len(LINES)]
+
+
+def of_class(number: int) -> tuple[int, int, int]:
+  """Returns the colour of a number from 0 to 255, which is black for 0.
+
+  The numbers of the development kit of "The PASCAL Visual Object Classes Challenge": their
+  bits are dealt to red, green and blue in turn, the lowest to the highest bit of a colour.
+  """
+  color = [0, 0, 0]
+  for place in range(8):
+    for channel in range(3):
+      bit = number >> (3 * place + channel) & 1
+      color[channel] |= bit << (7 - place)
+  return color[0], color[1], color[2]

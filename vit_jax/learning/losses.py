@@ -1,12 +1,14 @@
 """Classification losses, one value per example, computed by optax."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from vit_jax import console
 
 
 def softmax_xent(
@@ -126,6 +128,22 @@ def balanced_weights(counts: np.ndarray) -> np.ndarray:
   Returns float32 [C].
   """
   return (counts.sum() / (len(counts) * counts)).astype(np.float32)
+
+
+def named_weights(
+  weights: Mapping[str, float], class_names: Sequence[str]
+) -> np.ndarray:
+  """Returns weights by name in the order of the classes, 1 by default: float32 [C].
+
+  Raises ValueError for a name that is not a class.
+  """
+  if unknown := sorted(weights.keys() - set(class_names)):
+    raise ValueError(
+      f'class_weights has {unknown[0]!r}, which is not one of the '
+      f'{console.pluralize(len(class_names), "class")}, '
+      f'{list(class_names[:5])}: use names of classes (config.class_weights)'
+    )
+  return np.array([weights.get(name, 1.0) for name in class_names], np.float32)
 
 
 def label_weights(labels: jax.Array, class_weights: jax.Array) -> jax.Array:

@@ -95,14 +95,7 @@ class Task(base.Task):
       return None if counts is None else losses.balanced_weights(np.array(counts))
     if class_weights is None:
       return None
-    weights = class_weights.to_dict()
-    if unknown := sorted(weights.keys() - set(self.class_names)):
-      raise ValueError(
-        f'class_weights has {unknown[0]!r}, which is not one of the '
-        f'{console.pluralize(len(self.class_names), "class")}, '
-        f'{list(self.class_names[:5])}: use names of classes (config.class_weights)'
-      )
-    return np.array([weights.get(name, 1.0) for name in self.class_names], np.float32)
+    return losses.named_weights(class_weights.to_dict(), self.class_names)
 
   def _make_train_loss(self) -> losses.Loss:
     """Returns the loss of training, a function (logits, labels) -> [B]."""

@@ -84,6 +84,15 @@ PIXELS = PredictFlags(
 PIXELS_FINETUNE = PredictFlags(
   {**_TOP, **PIXELS.FLAGS}, PIXELS.IMAGELESS, {'top': ('images',), **PIXELS.NEEDS}
 )
+SEMANTIC = PredictFlags(
+  {
+    '--masks': dict(
+      metavar='FOLDER',
+      help='folder to write a mask per image to, a PNG with a palette whose numbers are '
+      'those of the data; masks that are there are kept, so that the same command resumes',
+    ),
+  }
+)
 BY_TASK = {
   'classify': CLASSIFY,
   'detect': DETECTION,
@@ -91,4 +100,5 @@ BY_TASK = {
   'pixels': PIXELS,
   'pixels_finetune': PIXELS_FINETUNE,
   'segment': DETECTION,
+  'segment_semantic': SEMANTIC,
 }

@@ -24,7 +24,7 @@ from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
 from vit_jax.data.lazy import tf
-from vit_jax.figures import grids
+from vit_jax.figures import grids, overlays
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.learning import optim
 from vit_jax.run import config as run_config
@@ -35,7 +35,6 @@ from vit_jax.tasks.detection import (
   boxes as boxes_lib,
   detectors,
   figures,
-  overlays,
 )
 from vit_jax.weights import fitting
 

@@ -12,10 +12,10 @@ import numpy as np
 from vit_jax import input_pipeline, preprocess
 from vit_jax.configs import schema
 from vit_jax.data.images import images as images_lib
+from vit_jax.figures import overlays
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks.detection import (
   boxes as boxes_lib,
-  overlays,
   segments as segments_lib,
 )
 

@@ -7,9 +7,9 @@ import gradio as gr
 import jax
 import numpy as np
 
-from vit_jax.figures import drawing as figures_drawing, grids
+from vit_jax.figures import drawing as figures_drawing, grids, overlays
 from vit_jax.inference import demo
-from vit_jax.tasks.detection import attention_figures, overlays
+from vit_jax.tasks.detection import attention_figures
 
 Page = tuple[Callable[..., dict], list, list]  # See Predictor.page.
 

@@ -26,14 +26,13 @@ from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
 from vit_jax.data.lazy import tf
-from vit_jax.figures import grids
+from vit_jax.figures import grids, overlays
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.tasks.detection import (
   boxes as boxes_lib,
   detect,
   detectors,
   mask_losses as masks_lib,
-  overlays,
   panoptic_quality as pq,
   segments as segments_lib,
 )

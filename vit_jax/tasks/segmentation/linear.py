@@ -12,11 +12,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Float
 import ml_collections
 
 from vit_jax import models, models_vit
-from vit_jax.layers.dtypes import Array
 from vit_jax.tasks.segmentation import losses
 
 _STATISTICS = 'batch_stats'  # Flax's collection of the norm's means and variances.
@@ -31,16 +29,12 @@ class LinearSegmenter(models_vit.VisionTransformer):
     super().setup()
     self.head_norm = nn.BatchNorm(momentum=0.9, epsilon=1e-5, dtype=jnp.float32)
 
-  def encode(
-    self, tokens: Float[Array, 'B *N D'], *, train: bool, **kwargs: Any
-  ) -> Float[Array, 'B N _']:
+  def encode(self, tokens: jax.Array, *, train: bool, **kwargs: Any) -> jax.Array:
     """Returns the tokens of the layers `side_by_side`; see VisionTransformer.encode."""
     kwargs['only_first'] = False
     return super().encode(tokens, train=train, side_by_side=self.side_by_side, **kwargs)
 
-  def classify(
-    self, encoded: Float[Array, 'B N _'], *, train: bool
-  ) -> Float[Array, 'B n classes']:
+  def classify(self, encoded: jax.Array, *, train: bool) -> jax.Array:
     """Predicts the classes of each patch, logits float32 [B, h*w, C]."""
     first = int(self.has_class_token) + self.distilled
     patches = encoded[:, first:]

@@ -6,13 +6,17 @@ is the mean over the classes that occur or are predicted. The pixels are those o
 masks, at their height and width.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+import json
 from typing import Any, ClassVar
 
+from etils import epath
 import jax
 import numpy as np
 
-from vit_jax.evaluators import base
+from vit_jax.data import records
+from vit_jax.distributed import files
+from vit_jax.evaluators import base, report_files
 from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.segmentation import class_maps
@@ -100,3 +104,64 @@ class Iou:
     values = {name: self.measures[name] for name in METRICS if name != 'loss'}
     loss = float(losses[0] / losses[1]) if losses[1] else np.nan
     return {**values, 'loss': loss, 'num_examples': len(self._by_image)}
+
+  def lines(self) -> list[str]:
+    """Returns the report of the last run as a table in Markdown, a row per class."""
+    cells = [['class', 'IoU', 'accuracy', 'pixels']]
+    for name, iou, accuracy, pixels in self._rows():
+      texts = ['-' if np.isnan(x) else f'{100 * x:.2f} %' for x in (iou, accuracy)]
+      cells.append([name, *texts, f'{pixels:,}'])
+    return report_files.markdown(cells)
+
+  def _rows(self) -> list[tuple[str, float, float, int]]:
+    """Returns name, IoU, accuracy and number of true pixels of each class, then means."""
+    names = self._evaluation.task.class_names
+    pixels = sum(self._by_image.values())[1].tolist()
+    measures = self.measures
+    iou, accuracy = measures['iou'].tolist(), measures['accuracy'].tolist()
+    rows = list(zip(names, iou, accuracy, pixels))
+    return [*rows, ('mean', measures['miou'], measures['mean_accuracy'], sum(pixels))]
+
+  def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
+    """Writes the report of the last run: JSON with `facts`, and CSV."""
+    path = epath.Path(folder)
+    rows: list[list[Any]] = [['class', 'iou', 'accuracy', 'pixels']]
+    for name, iou, accuracy, pixels in self._rows():
+      defined = [report_files.defined(x) for x in (iou, accuracy)]
+      rows.append([name, *defined, pixels])
+    overall = {}
+    for name in METRICS:
+      if name != 'loss':
+        overall[name] = report_files.defined(self.measures[name])
+    classes = {}
+    for name, iou, accuracy, pixels in rows[1:-1]:
+      classes[name] = {'iou': iou, 'accuracy': accuracy, 'pixels': pixels}
+    content = {
+      **facts,
+      'num_examples': len(self._by_image),
+      'overall': overall,
+      'classes': classes,
+    }
+    with files.naming_output(path, 'report'):
+      path.mkdir(parents=True, exist_ok=True)
+      text = json.dumps(content, indent=1, ensure_ascii=False)
+      files.write(path / 'report.json', text + '\n')
+      files.write(path / 'report.csv', report_files.csv_text(rows))
+
+  def write_predictions(self, path: epath.PathLike, source: records.Source) -> None:
+    """Writes a table with mIoU and pixel accuracy of each image of the last run."""
+    rows = []
+    for number in sorted(self._by_image):
+      hits, true, predicted = self._by_image[number].astype(np.float64)
+      union = true + predicted - hits
+      occurs = union > 0
+      rows.append(
+        {
+          'image': source.evaluated.name(number),
+          'miou': float((hits[occurs] / union[occurs]).mean())
+          if occurs.any()
+          else None,
+          'pixel_accuracy': float(hits.sum() / true.sum()) if true.any() else None,
+        }
+      )
+    report_files.write_predictions(path, rows)

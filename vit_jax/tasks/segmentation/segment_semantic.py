@@ -10,7 +10,7 @@ the head: HEADS. Measures are of the masks at their height and width.
 Shapes: B images of H x W pixels, scores on a grid of h x w cells, C classes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 import functools
 import importlib
 from typing import Any, ClassVar, Protocol
@@ -24,10 +24,20 @@ from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data import masks, records
 from vit_jax.data.augmentation import canvases, geometry
-from vit_jax.data.images import images as images_lib, orientation
+from vit_jax.data.images import false_colours, images as images_lib, orientation
 from vit_jax.data.lazy import no_autograph, tf
+from vit_jax.figures import grids, overlays
+from vit_jax.inference import predictor as predictor_lib
+from vit_jax.learning import losses as losses_lib
 from vit_jax.tasks import base
-from vit_jax.tasks.segmentation import class_maps, losses, scores as scores_lib
+from vit_jax.tasks.segmentation import (
+  class_maps,
+  losses,
+  predicting,
+  scores as scores_lib,
+)
+
+_ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
 
 
 class Head(Protocol):
@@ -100,22 +110,27 @@ class Task(base.Task):
   METADATA: ClassVar[tuple[str, ...]] = ('class_names', 'mask_classes')
   Options = task_options.SegmentSemantic
   MULTICHANNEL = True
+  CLASS_WEIGHTS = True
   OWN_PARAMS = ('head',)
   REPORT = scores_lib.Iou
+  DRAWS = True
+  FLAGS = predicting.FLAGS
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
   ) -> None:
     super().__init__(config, metadata)
-    if config.pp.resize is not None:
-      raise ValueError(
-        f'resize={config.pp.resize} crops the centre of images in evaluation, and every '
-        f"pixel counts with task='{config.task}': set --config.pp.resize=None"
-      )
-    classes = [masks.MaskClass(**fields) for fields in metadata['mask_classes']]
+    classes = masks.from_json(metadata['mask_classes'])
     self.classes = masks.learned(classes)
     self._reader = masks.reader(config, classes)
-    self.head = _make_head(config, len(self.classes), None)
+    self.ids = self._reader.ids  # Numbers of the classes in masks.
+    _check_keys(config)
+    weights = None
+    if config.class_weights is not None:
+      weights = losses_lib.named_weights(
+        config.class_weights.to_dict(), self.class_names
+      )
+    self.head = _make_head(config, len(self.classes), weights)
     self.model = self.head.model
 
   # --- Data ---
@@ -223,7 +238,7 @@ class Task(base.Task):
   ) -> tuple[str, ...]:
     return self.head.NEW_PARAMS
 
-  def loss(
+  def loss(  # type: ignore[override]
     self,
     params: Any,
     extra: Any,
@@ -275,20 +290,81 @@ class Task(base.Task):
     scores = self.outputs(params, extra, batch)
     return {'scores': losses.resized(scores, batch['image'].shape[1:3])}
 
+  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
+    return predicting.Predictor(self, params, extra, step)
+
+  def draw_training(self, batch: dict[str, Any]) -> dict[str, np.ndarray]:
+    images = self._pixels(batch)
+    if images is None:
+      return {}
+    return {'training_images': self._draw_maps(images, [batch['segmentation']])}
+
+  def draw_evaluation(
+    self, batch: dict[str, Any], outputs: Any
+  ) -> dict[str, np.ndarray]:
+    """Draws test images with the true classes, the predicted ones, and the errors."""
+    images = self._pixels(batch)
+    if images is None:
+      return {}
+    true = np.asarray(batch['segmentation'])
+    predicted = np.asarray(losses.resized(outputs, true.shape[1:])).argmax(axis=-1)
+    return {'segmentation': self._draw_maps(images, [true, predicted])}
+
+  def _pixels(self, batch: dict[str, Any]) -> np.ndarray | None:
+    """Returns the images of a batch, uint8 [B, H, W, 3]; None if they have no colours."""
+    images = false_colours.of_inputs(batch['image'], self.config.pp)
+    return grids.to_pixels(images) if images.shape[-1] in (1, 3) else None
+
+  def _draw_maps(self, images: np.ndarray, maps: Sequence[np.ndarray]) -> np.ndarray:
+    """Draws each image next to its classes, true and perhaps predicted, and the errors."""
+    titles = ['image', 'classes']
+    if len(maps) == 2:
+      titles += ['predicted', 'errors']
+    tints = predicting.tints(self)
+    pictures = []
+    for i, image in enumerate(images):
+      blank = np.zeros(image.shape[:2], int)
+      pictures.append(overlays.overlay(image, blank, ()))
+      for class_map in maps:
+        pictures.append(
+          overlays.overlay(image, class_map[i] + 1, self.class_names, tints)
+        )
+      if len(maps) == 2:
+        is_wrong = (maps[0][i] >= 0) & (maps[0][i] != maps[1][i])
+        pictures.append(
+          overlays.overlay(image, is_wrong.astype(int), [''], _ERROR[None])
+        )
+    return grids.grid(np.stack(pictures), (), len(titles), titles, grids.MOST)
+
   def describe(self) -> str:
     return f'{console.pluralize(len(self.classes), "class")} of pixels'
 
 
+def _check_keys(config: ml_collections.ConfigDict) -> None:
+  """Raises ValueError if keys are set that have no effect on pixels."""
+  if config.pp.resize is not None:
+    raise ValueError(
+      f'resize={config.pp.resize} crops the centre of images in evaluation, and every '
+      f"pixel counts with task='{config.task}': set --config.pp.resize=None"
+    )
+  for key, default in (('loss', 'softmax'), ('label_smoothing', 0)):
+    if config[key] != default:
+      raise ValueError(
+        f"{key}={config[key]} is for classes of images, not for task='{config.task}': set "
+        f'--config.{key}={default}'
+      )
+  if config.class_weights == 'balanced':
+    raise ValueError(
+      "class_weights='balanced' counts the images of each class, and "
+      f"task='{config.task}' has classes of pixels: set weights by name, as in "
+      '--config.class_weights="{\'road\': 0.5}"'
+    )
+
+
 def _metadata(classes: tuple[masks.MaskClass, ...]) -> dict[str, Any]:
   """Returns METADATA of the classes of masks."""
-  fields = []
-  for x in classes:
-    color = None if x.color is None else list(x.color)
-    fields.append({'name': x.name, 'id': x.id, 'color': color, 'ignore': x.ignore})
-  return {
-    'class_names': [x.name for x in masks.learned(classes)],
-    'mask_classes': fields,
-  }
+  names = [x.name for x in masks.learned(classes)]
+  return {'class_names': names, 'mask_classes': masks.to_json(classes)}
 
 
 def _shape(record: dict[str, 'tf.Tensor'], upright: bool) -> 'tf.Tensor':

@@ -1,4 +1,4 @@
-"""Draws boxes or segments with names on images; needs only Pillow."""
+"""Draws boxes, segments or classes with names on images; needs only Pillow."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -35,7 +35,12 @@ def draw(image: np.ndarray, boxes: np.ndarray, names: Sequence[str]) -> np.ndarr
   return np.asarray(canvas)
 
 
-def overlay(image: np.ndarray, numbers: np.ndarray, names: Sequence[str]) -> np.ndarray:
+def overlay(
+  image: np.ndarray,
+  numbers: np.ndarray,
+  names: Sequence[str],
+  tints: np.ndarray | None = None,
+) -> np.ndarray:
   """Colours the segments of an image, with white lines between them.
 
   Args:
@@ -43,12 +48,15 @@ def overlay(image: np.ndarray, numbers: np.ndarray, names: Sequence[str]) -> np.
     numbers: number of the segment of each pixel, int [H, W], from 1; pixels of none,
       0, stay as they are.
     names: names of the segments, see `draw`.
+    tints: colours of the segments, [n, 3]; by default those of the names.
   """
+  if tints is None:
+    tints = np.array([ImageColor.getrgb(_color(name)) for name in names])
   pixels = drawing.enlarged(image, LEAST).astype(np.float32)
   factor = len(pixels) // len(image)
   large = np.asarray(numbers).repeat(factor, 0).repeat(factor, 1)
-  tints = np.array([(0, 0, 0), *(ImageColor.getrgb(_color(n)) for n in names)])
-  pixels = np.where(large[..., None] > 0, pixels / 2 + tints[large] / 2, pixels)
+  table = np.concatenate([np.zeros((1, 3)), np.reshape(tints, (-1, 3))])
+  pixels = np.where(large[..., None] > 0, pixels / 2 + table[large] / 2, pixels)
   is_edge = np.zeros(large.shape, bool)
   is_edge[1:] |= large[1:] != large[:-1]
   is_edge[:, 1:] |= large[:, 1:] != large[:, :-1]
@@ -61,7 +69,8 @@ def overlay(image: np.ndarray, numbers: np.ndarray, names: Sequence[str]) -> np.
       row = rows[len(rows) // 2]
       columns = columns[rows == row]
       position = int(columns[len(columns) // 2]), int(row)
-      _write(pen, position, name, canvas.size, anchor='mm')
+      tint = tuple(np.asarray(tints[number - 1]).tolist())
+      _write(pen, position, name, canvas.size, 'mm', tint)
   return np.asarray(canvas)
 
 
@@ -76,11 +85,13 @@ def _write(
   name: str,
   size: tuple[int, int],
   anchor: str = 'la',
+  tint: tuple[int, ...] | None = None,
 ) -> None:
-  """Writes a name on a ground of its colour."""
+  """Writes a name on a ground of a colour, by default its own."""
   font = ImageFont.load_default(max(11, min(size) // 40))
-  pen.rectangle(pen.textbbox(position, name, font, anchor), fill=_color(name))
-  pen.text(position, name, 'black', font, anchor)
+  tint = ImageColor.getrgb(_color(name)) if tint is None else tint
+  pen.rectangle(pen.textbbox(position, name, font, anchor), fill=tint)
+  pen.text(position, name, 'black' if sum(tint) > 300 else 'white', font, anchor)
 
 
 def save(pictures: Sequence[np.ndarray], path: epath.PathLike) -> None:

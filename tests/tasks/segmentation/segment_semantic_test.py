@@ -1,0 +1,352 @@
+"""Tests of semantic segmentation, from a folder of images and masks to the report."""
+
+import io
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import pandas as pd
+from PIL import Image
+import pytest
+from sklearn import metrics
+import tensorflow as tf
+import torch
+
+from tests import conftest
+from vit_jax import predict, train
+from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
+from vit_jax.data import masks, sources
+from vit_jax.run import config as run_config
+from vit_jax.tasks.segmentation import class_maps, linear, losses, scores
+
+NAMES = ['sky', 'sea', 'sand']
+COLORS = np.array([(250, 0, 0), (0, 250, 0), (0, 0, 250), (90, 90, 90)], np.uint8)
+IDS = np.array([3, 7, 40, 255])  # Numbers of the classes in masks; 255 is ignored.
+SIZES = ((24, 32), (40, 20), (33, 47))
+
+
+def make_classes(rng, size):
+  """Draws the class of each pixel in blocks; 3 stands for ignored pixels."""
+  blocks = rng.integers(0, 4, (3, 3))
+  rows, columns = (np.arange(n) * 3 // n for n in size)
+  return blocks[rows][:, columns]
+
+
+def write_data(root):
+  """Writes images of several sizes, whose colours are those of the classes."""
+  rng = np.random.default_rng(0)
+  for split, count in (('train', 8), ('test', 5)):
+    for name in ('images', 'masks'):
+      (root / split / name).mkdir(parents=True)
+    for i in range(count):
+      classes = make_classes(rng, SIZES[i % len(SIZES)])
+      Image.fromarray(COLORS[classes]).save(root / split / 'images' / f'{i}.png')
+      mask = Image.fromarray(IDS[classes].astype(np.uint8))
+      mask.save(root / split / 'masks' / f'{i}.png')
+  write_classes(root)
+  return root
+
+
+def write_classes(root):
+  classes = []
+  for name, number, color in zip(NAMES, IDS.tolist(), COLORS.tolist()):
+    classes.append({'name': name, 'id': number, 'color': color})
+  (root / 'classes.json').write_text(json.dumps(classes))
+
+
+def make_config(root, **options):
+  config = conftest.make_tiny_config(None)
+  config.update(
+    task='segment_semantic', dataset=str(root), best_metric='miou_test', batch_eval=8
+  )
+  config.pp.update(crop=16, channels=3)
+  config.model.transformer.num_layers = 2
+  config.task_options = {'layers': (1, 2), **options}
+  return run_config.complete(config)
+
+
+@pytest.fixture(scope='module')
+def data(tmp_path_factory):
+  return write_data(tmp_path_factory.mktemp('segmentation') / 'data')
+
+
+@pytest.fixture(scope='module')
+def workdir(data):
+  """A finished run."""
+  folder = data.parent / 'run'
+  train.train_and_evaluate(make_config(data), str(folder))
+  return folder
+
+
+def read_mask(path):
+  """Reads the classes of a mask, -1 for ignored pixels."""
+  numbers = np.asarray(Image.open(path))
+  classes = np.full(numbers.shape, -1)
+  for i, number in enumerate(IDS[:3]):
+    classes[numbers == number] = i
+  return classes
+
+
+def enlarged(values, size):
+  """Resizes scores [h, w, C] as PyTorch does."""
+  tensor = torch.from_numpy(np.array(values)).permute(2, 0, 1)[None]
+  tensor = torch.nn.functional.interpolate(tensor, size, mode='bilinear')
+  return tensor[0].permute(1, 2, 0).numpy()
+
+
+def test_measures_agree_with_scikit_learn_on_masks_of_any_size(workdir, data):
+  model = predict.load(workdir)
+  paths = [str(data / 'test/images' / f'{i}.png') for i in range(5)]
+  true, predicted = [], []
+  for path, class_map, values in zip(paths, model.predict(paths), model.outputs(paths)):
+    classes = read_mask(path.replace('images', 'masks'))
+    assert class_map.shape == classes.shape
+    expected = enlarged(enlarged(values, (16, 16)), classes.shape).argmax(axis=-1)
+    assert np.mean(class_map != expected) < 0.01  # Ties.
+    true.append(classes[classes >= 0])
+    predicted.append(class_map[classes >= 0])
+  true, predicted = np.concatenate(true), np.concatenate(predicted)
+  values = [json.loads(x) for x in (workdir / 'metrics.jsonl').read_text().splitlines()]
+  values = next(x for x in values if x['step'] == 6 and 'miou_test' in x)
+  iou = metrics.jaccard_score(true, predicted, average='macro')
+  assert values['miou_test'] == pytest.approx(iou)
+  accuracy = metrics.accuracy_score(true, predicted)
+  assert values['pixel_accuracy_test'] == pytest.approx(accuracy)
+  balanced = metrics.balanced_accuracy_score(true, predicted)
+  assert values['mean_accuracy_test'] == pytest.approx(balanced)
+
+
+def test_the_confusion_matrix_is_that_of_scikit_learn():
+  rng = np.random.default_rng(0)
+  true, predicted = rng.integers(-1, 4, (3, 9, 7)), rng.integers(0, 4, (3, 9, 7))
+  counts = class_maps.confusion(jnp.array(true), jnp.array(predicted), 5)
+  for i in range(3):
+    mask = true[i] >= 0
+    expected = metrics.confusion_matrix(
+      true[i][mask], predicted[i][mask], labels=range(5)
+    )
+    np.testing.assert_array_equal(counts[i], expected)
+  measures = scores.measure(np.sum(counts, axis=0))
+  assert np.isnan(measures['iou'][4])  # The fifth class never occurs.
+  mask = true >= 0
+  expected = metrics.jaccard_score(true[mask], predicted[mask], average=None)
+  np.testing.assert_allclose(measures['iou'][:4], expected)
+
+
+def test_the_loss_of_a_head_is_that_of_pytorch():
+  rng = np.random.default_rng(0)
+  values = rng.normal(size=(2, 3, 4, 5)).astype(np.float32)
+  classes = rng.integers(-1, 5, (2, 12, 8))
+  weights = np.array([1, 2, 0.5, 1, 3], np.float32)
+  total, weight = losses.cross_entropy(jnp.array(values), jnp.array(classes), weights)
+  logits = torch.stack([torch.from_numpy(enlarged(x, (12, 8))) for x in values])
+  expected = torch.nn.functional.cross_entropy(
+    logits.permute(0, 3, 1, 2),
+    torch.from_numpy(classes),
+    weight=torch.from_numpy(weights),
+    ignore_index=-1,
+  )
+  assert total / weight == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_the_norm_of_the_head_keeps_statistics_of_the_tokens(workdir):
+  """They follow from two layers of tokens, each after the last norm, as in DINOv2."""
+  task = predict.load(workdir).task
+  rng = jax.random.key(0)
+  params, extra = task.init(rng)
+  images = jax.random.normal(rng, (2, 16, 16, 3))
+  batch = {'image': images, 'segmentation': jnp.zeros((2, 16, 16), jnp.int32)}
+  (_, weight), sums = task.loss(params, extra, batch, rng, 0)
+  assert weight == 2 * 16 * 16
+  means = {name: total / count for name, (total, count) in sums.items()}
+  statistics = task.update_extra(extra, params, means)['batch_stats']['head_norm']
+  _, sown = task.model.apply(
+    {'params': params, **extra},
+    images,
+    train=False,
+    capture_intermediates=lambda module, _: module.name == 'encoder_norm',
+  )
+  layers = sown['intermediates']['Transformer']['encoder_norm']['__call__']
+  tokens = np.concatenate([x[:, 1:] for x in layers], axis=-1)  # Without class token.
+  assert tokens.shape == (2, 16, 32)
+  tokens = tokens.reshape(-1, 32)
+  np.testing.assert_allclose(statistics['mean'], 0.1 * tokens.mean(axis=0), atol=1e-6)
+  np.testing.assert_allclose(
+    statistics['var'], 0.9 + 0.1 * tokens.var(axis=0), atol=1e-5
+  )
+
+
+def test_masks_follow_their_images(data):
+  config = make_config(data)
+  config.pp.update(crop=64, flip=True, rotate=30.0)
+  config.pp.crop_area = (0.3, 1.0)
+  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  cls = run_config.get_task(config.task)
+  task = cls(config, cls.make_metadata(config, source))
+  shares = []
+  for number in range(8):
+    record = source.read(source.record(number))
+    example = task.example(record, tf.constant([1, number], tf.int64))
+    colors = np.round((example['image'].numpy() + 1) * 127.5)
+    classes = example['segmentation'].numpy()
+    is_same = np.abs(colors - COLORS[classes]).max(axis=-1) < 60
+    shares.append(is_same[classes >= 0].mean())
+  assert np.mean(shares) > 0.9  # All but pixels at edges.
+
+
+def encoded(image):
+  file = io.BytesIO()
+  image.save(file, 'PNG')
+  return file.getvalue()
+
+
+def palette_png(numbers, **kwargs):
+  image = Image.fromarray(numbers.astype(np.uint8), 'P')
+  image.putpalette(np.arange(768).astype(np.uint8).tobytes())
+  file = io.BytesIO()
+  image.save(file, 'PNG', **kwargs)
+  return file.getvalue()
+
+
+def test_masks_of_all_forms_have_the_same_classes():
+  rng = np.random.default_rng(0)
+  expected = rng.integers(-1, 3, (6, 5))
+  numbers = IDS[expected]
+  reader = masks.Reader(
+    [masks.MaskClass(*row) for row in zip(NAMES, IDS.tolist(), map(tuple, COLORS))]
+    + [masks.MaskClass('void', 255, tuple(COLORS[3]), True)]
+  )
+  forms = [
+    encoded(Image.fromarray(numbers.astype(np.uint8))),
+    encoded(Image.fromarray(numbers.astype(np.uint16))),
+    palette_png(numbers),
+    palette_png(numbers, transparency=3),
+    encoded(Image.fromarray(COLORS[expected])),
+    encoded(Image.fromarray(COLORS[expected]).convert('RGBA')),
+  ]
+  for form in forms:
+    np.testing.assert_array_equal(reader.decode(form), expected)
+  reader = masks.Reader(masks.numbered('abc'), (255,), reduce_zero_label=True)
+  mask = Image.fromarray(np.array([[0, 1], [3, 255]], np.uint8))
+  np.testing.assert_array_equal(reader.decode(encoded(mask)), [[-1, 0], [2, -1]])
+
+
+@pytest.fixture
+def broken(data, tmp_path):
+  """A copy of the training data to break, and a function that opens it."""
+  root = write_data(tmp_path / 'broken')
+  config = make_config(root)
+
+  def open_it(**options):
+    config.task_options.update(options)
+    return sources.open_split(config, 'train', ('image', masks.FEATURE))
+
+  return root, open_it
+
+
+def test_faults_of_masks_are_named_before_a_run(broken):
+  root, open_it = broken
+  folder = root / 'train/masks'
+  content = (folder / '2.png').read_bytes()
+  (folder / '0.png').write_bytes(content)  # Of another size.
+  (folder / '1.png').write_bytes(content[: len(content) // 2])
+  Image.new('L', SIZES[0][::-1], 9).save(folder / '3.png')
+  Image.new('RGB', SIZES[1][::-1], (1, 2, 3)).save(folder / '4.png')
+  Image.new('RGB', SIZES[2][::-1], (1, 2, 3)).save(folder / '5.png', 'JPEG')
+  with pytest.raises(ValueError, match='5 of 8 images cannot be read') as error:
+    open_it()
+  for fault in (
+    r'0.png: it has 47 x 33 pixels, and its image 32 x 24',
+    r'1.png: ',
+    r'3.png: it has pixels of 9, which is no class: add it',
+    r'4.png: it has the colour [1, 2, 3], of no class',
+    r'5.png: it is a JPEG',
+  ):
+    assert fault in str(error.value)
+  with pytest.raises(ValueError, match='4 of 8 images'):
+    open_it(ignore=(9, 255))
+  (folder / '6.png').unlink()
+  with pytest.raises(ValueError, match=r"without a mask in .*such as \['6.png'\]"):
+    open_it()
+
+
+@pytest.mark.parametrize(
+  'content, error',
+  [
+    ('{"sky": 1}', 'must be a list of classes'),
+    ('[{"name": "sky", "id": 1, "colour": [1, 2, 3]}]', 'colour'),
+    ('["sky", "sky"]', "two classes have the name 'sky'"),
+    ('[{"name": "sky", "id": 70000}]', 'use 0 to 65535'),
+    ('[{"name": "sky", "id": 0, "ignore": true}]', 'no class to learn'),
+  ],
+)
+def test_faults_of_classes_are_named(tmp_path, content, error):
+  (tmp_path / 'classes.json').write_text(content)
+  with pytest.raises(ValueError, match=error):
+    masks.read_classes(str(tmp_path))
+
+
+def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, capsys):
+  paths = [str(data / 'test/images' / f'{i}.png') for i in range(3)]
+  flags = [f'--workdir={workdir}', f'--masks={tmp_path}/masks']
+  (tmp_path / 'masks').mkdir()
+  (tmp_path / 'masks/1.png').write_text('')
+  predict_command.main([*flags, f'--out={tmp_path}/overlay.png', *paths])
+  predict_command.main([*flags, *paths])
+  assert capsys.readouterr().out.count('mask exists') == 3
+  maps = predict.load(workdir).predict(paths)
+  for i, class_map in enumerate(maps):
+    mask = Image.open(tmp_path / 'masks' / f'{i}.png')
+    np.testing.assert_array_equal(np.asarray(mask), IDS[class_map])
+    np.testing.assert_array_equal(mask.convert('RGB'), COLORS[class_map])
+  width, height = Image.open(tmp_path / 'overlay.png').size
+  assert width >= 256
+  assert height >= 3 * 256
+
+
+def test_a_report_lists_the_classes(workdir, tmp_path):
+  folder, table = tmp_path / 'report', tmp_path / 'table.csv'
+  evaluate_command.main(
+    [
+      f'--workdir={workdir}',
+      '--split=test',
+      f'--report={folder}',
+      f'--predictions={table}',
+      '--nodistributed',
+    ]
+  )
+  report = json.loads((folder / 'report.json').read_text())
+  assert list(report['classes']) == NAMES
+  iou = [x['iou'] for x in report['classes'].values()]
+  assert report['overall']['miou'] == pytest.approx(np.mean(iou))
+  assert len(pd.read_csv(folder / 'report.csv')) == 4  # With the mean.
+  assert set(pd.read_csv(table).columns) == {'image', 'miou', 'pixel_accuracy'}
+
+
+def test_layers_that_do_not_exist_are_rejected(data):
+  with pytest.raises(ValueError, match='the model has the layers 1 to 2'):
+    linear.Linear(make_config(data, layers=(3,)), 3, None)
+
+
+@pytest.mark.parametrize(
+  'key, value, error',
+  [
+    (
+      'class_weights',
+      ml_collections.ConfigDict({'lake': 2.0}),
+      "'lake', which is not one of the 3 classes",
+    ),
+    ('class_weights', 'balanced', 'set weights by name'),
+    ('label_smoothing', 0.1, 'set --config.label_smoothing=0'),
+    ('loss', 'sigmoid', 'set --config.loss=softmax'),
+  ],
+)
+def test_keys_without_an_effect_are_rejected(workdir, data, key, value, error):
+  task = predict.load(workdir).task
+  config = make_config(data)
+  with config.ignore_type():
+    config.update({key: value})
+  with pytest.raises(ValueError, match=error):
+    type(task)(config, task.metadata)

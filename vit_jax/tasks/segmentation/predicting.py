@@ -1,0 +1,209 @@
+"""Predicts the class of each pixel of any images; see `Predictor`."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import io
+import os
+from typing import Any
+
+from etils import epath
+import jax
+import jax.numpy as jnp
+import numpy as np
+from PIL import Image
+
+from vit_jax import preprocess
+from vit_jax.data.images import images as images_lib
+from vit_jax.distributed import files
+from vit_jax.figures import colors, overlays
+from vit_jax.inference import predictor as predictor_lib, tables
+from vit_jax.tasks import predict_flags
+
+_CHUNK = 64  # Images whose maps are in memory at the same time.
+FLAGS = predict_flags.SEMANTIC.FLAGS
+
+
+def tints(task: Any) -> np.ndarray:
+  """Returns the colours of the classes of a segment_semantic.Task, uint8 [C, 3]."""
+  rows = []
+  for number, x in enumerate(task.classes, start=1):
+    rows.append(x.color or colors.of_class(number % 256))
+  return np.array(rows, np.uint8)
+
+
+def encode(class_map: np.ndarray, ids: Sequence[int], tints: np.ndarray) -> bytes:
+  """Returns a mask as PNG, whose pixels are the numbers of their classes in the data.
+
+  It has a palette, or 16 bits of grey if a number is above 255.
+
+  Args:
+    class_map: int [H, W], from 0 to C - 1.
+    ids: numbers of the C classes.
+    tints: colours, uint8 [C, 3].
+  """
+  numbers = np.array(ids)[class_map]
+  file = io.BytesIO()
+  if max(ids) > 255:
+    Image.fromarray(numbers.astype(np.uint16)).save(file, 'PNG')
+    return file.getvalue()
+  palette = np.zeros((256, 3), np.uint8)
+  palette[list(ids)] = tints
+  image = Image.fromarray(numbers.astype(np.uint8), 'P')
+  image.putpalette(palette.tobytes())
+  image.save(file, 'PNG')
+  return file.getvalue()
+
+
+class Predictor(predictor_lib.Predictor):
+  """Finds the class of each pixel of images."""
+
+  BATCH = 8
+
+  def segment(self, images: Sequence[Any]) -> list[np.ndarray]:
+    """Returns the class of each pixel, int [height, width] of each image, upright.
+
+    Classes are numbered in the order of `class_names`. For images and errors see
+    `outputs`.
+    """
+    maps = {}
+    columns = self._columns()
+    for number, inputs, outputs in self.stream(
+      images, columns.compute, columns.keep, columns.parts
+    ):
+      maps[number] = _cut(inputs, outputs)
+    return [maps[number] for number in range(len(images))]
+
+  @functools.cached_property
+  def _class_maps(self) -> Callable[..., dict[str, jax.Array]]:
+    task = self.task
+    dtype = jnp.uint8 if len(task.classes) <= 256 else jnp.uint16
+
+    def compute(
+      params: Any, extra: Any, batch: dict[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+      scores = task.outputs(params, extra, batch)
+      maps = task.class_maps(scores, batch['size'], batch['canvas'].shape[1:])
+      # The greatest score tells whether scores are finite.
+      return {'classes': maps.astype(dtype), 'greatest': scores.max(axis=(1, 2, 3))}
+
+    return jax.jit(compute)
+
+  def predict(self, images: Sequence[Any], **options: Any) -> list[np.ndarray]:
+    """Returns what `segment` does."""
+    self._refuse(options)
+    return self.segment(images)
+
+  def shares(self, class_map: np.ndarray) -> list[tuple[str, float]]:
+    """Returns name and share of the pixels of the classes of a map, the largest first."""
+    counts = np.bincount(class_map.ravel(), minlength=len(self.class_names))
+    rows = []
+    for number in np.argsort(-counts, kind='stable'):
+      if counts[number]:
+        rows.append((self.class_names[number], float(counts[number] / class_map.size)))
+    return rows
+
+  def _columns(self, top: int = 5) -> tables.Columns:
+    def row(inputs: dict[str, np.ndarray], outputs: Any) -> dict[str, Any]:
+      names, shares = zip(*self.shares(_cut(inputs, outputs)))
+      return {'classes': names, 'shares': shares}
+
+    return tables.Columns(
+      {'classes': [str], 'shares': [float]},
+      row,
+      self._class_maps,
+      keep=('size',),
+      parts=self.task.parts_to_predict,
+    )
+
+  def report(
+    self,
+    images: Sequence[str],
+    *,
+    top: int = 5,
+    out: epath.PathLike | None = None,
+    masks: str | None = None,
+  ) -> Iterable[str]:
+    """Yields the shares of the largest classes of each image.
+
+    Writes overlays to a picture `out`, and masks to a folder; images whose mask is there
+    are left out. Raises ValueError if two images have the same name.
+    """
+    paths = None if masks is None else _mask_paths(images, masks)
+    pictures = []
+    for path, class_map in self._maps(images, paths, everything=out is not None):
+      if class_map is None:
+        yield f'{path}\n  mask exists'
+        continue
+      lines = [path]
+      for name, share in self.shares(class_map)[:top]:
+        lines.append(f'  {100 * share:6.2f} %  {name}')
+      if paths is not None:
+        with files.naming_output(masks, 'masks'):
+          files.write(epath.Path(paths[path]), self.encode(class_map))
+        lines.append(f'  mask: {paths[path]}')
+      if out is not None:
+        image = preprocess.from_user(path, images_lib.decode).numpy()
+        pictures.append(self.draw(image, class_map))
+      yield '\n'.join(lines)
+    if out is not None:
+      overlays.save(pictures, out)
+      yield f'picture: {out}'
+
+  def _maps(
+    self, images: Sequence[str], paths: dict[str, str] | None, everything: bool
+  ) -> Iterator[tuple[str, np.ndarray | None]]:
+    """Yields images in order with their maps; None where a mask exists, or everything."""
+    for start in range(0, len(images), _CHUNK):
+      chunk = images[start : start + _CHUNK]
+      remaining = []
+      for path in chunk:
+        if everything or paths is None or not epath.Path(paths[path]).exists():
+          remaining.append(path)
+      maps = dict(zip(remaining, self.segment(remaining)))
+      for path in chunk:
+        yield path, maps.get(path)
+
+  def encode(self, class_map: np.ndarray) -> bytes:
+    """Returns the result of `segment` for an image as a mask, see `encode`."""
+    return encode(class_map, self.task.ids, tints(self.task))
+
+  def draw(self, image: np.ndarray, class_map: np.ndarray) -> np.ndarray:
+    """Colours the classes of an image, uint8 [H, W, 3]."""
+    return overlays.overlay(image, class_map + 1, self.class_names, tints(self.task))
+
+  def page(self) -> tuple[Callable[..., dict], list, list]:
+    """Shows an image with its classes, and a table of their shares."""
+    import gradio as gr
+
+    from vit_jax.inference import demo
+
+    picture = demo.picture('Classes', enlarged=False)
+    table = gr.Dataframe(headers=['class', 'share'], label='Pixels', interactive=False)
+
+    def show(photo: Any) -> dict:
+      [class_map] = self.segment([photo.pixels])
+      rows = [[name, f'{100 * share:.2f} %'] for name, share in self.shares(class_map)]
+      return {picture: self.draw(photo.pixels, class_map), table: rows}
+
+    return show, [], [picture, table]
+
+
+def _cut(inputs: dict[str, np.ndarray], outputs: Any) -> np.ndarray:
+  """Returns the map of an image without the rest of its canvas, int [H, W]."""
+  height, width = inputs['size']
+  return outputs['classes'][:height, :width].astype(np.int32)
+
+
+def _mask_paths(images: Sequence[str], folder: str) -> dict[str, str]:
+  """Returns the path of the mask of each image; ValueError if two have the same."""
+  paths: dict[str, str] = {}
+  image_of: dict[str, str] = {}
+  for image in images:
+    name = os.path.splitext(os.path.basename(image))[0] + '.png'
+    if image_of.setdefault(name, image) != image:
+      raise ValueError(
+        f"'{image_of[name]}' and '{image}' would have the same mask, '{folder}/{name}': "
+        'predict them into two folders (--masks)'
+      )
+    paths[image] = os.path.join(folder, name)
+  return paths
