@@ -166,6 +166,7 @@ def test_the_norm_of_the_head_keeps_statistics_of_the_tokens(workdir):
     {'params': params, **extra},
     images,
     train=False,
+    method='segment',
     capture_intermediates=lambda module, _: module.name == 'encoder_norm',
   )
   layers = sown['intermediates']['Transformer']['encoder_norm']['__call__']
@@ -291,8 +292,6 @@ def test_faults_of_classes_are_named(tmp_path, content, error):
 def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, capsys):
   paths = [str(data / 'test/images' / f'{i}.png') for i in range(3)]
   flags = [f'--workdir={workdir}', f'--masks={tmp_path}/masks']
-  (tmp_path / 'masks').mkdir()
-  (tmp_path / 'masks/1.png').write_text('')
   predict_command.main([*flags, f'--out={tmp_path}/overlay.png', *paths])
   predict_command.main([*flags, *paths])
   assert capsys.readouterr().out.count('mask exists') == 3

@@ -15,32 +15,39 @@ import jax.numpy as jnp
 import ml_collections
 
 from vit_jax import models, models_vit
+from vit_jax.layers import dtypes, patches as patches_lib
 from vit_jax.tasks.segmentation import losses
 
 _STATISTICS = 'batch_stats'  # Flax's collection of the norm's means and variances.
 
 
 class LinearSegmenter(models_vit.VisionTransformer):
-  """A Vision Transformer whose head predicts the classes of each patch."""
+  """A Vision Transformer with a head that predicts the classes of each patch.
 
+  The model itself, as others call it, returns the tokens; `segment` applies the head.
+  """
+
+  num_pixel_classes: int = 1  # C.
   side_by_side: tuple[int, ...] = ()  # See vit_jax.layers.encoder.Encoder.
 
   def setup(self) -> None:
     super().setup()
     self.head_norm = nn.BatchNorm(momentum=0.9, epsilon=1e-5, dtype=jnp.float32)
+    types = dtypes.of(self)
+    self.head = patches_lib.make_head(self.num_pixel_classes, 0.0, **types)
 
-  def encode(self, tokens: jax.Array, *, train: bool, **kwargs: Any) -> jax.Array:
-    """Returns the tokens of the layers `side_by_side`; see VisionTransformer.encode."""
-    kwargs['only_first'] = False
-    return super().encode(tokens, train=train, side_by_side=self.side_by_side, **kwargs)
+  def segment(self, images: jax.Array, *, train: bool) -> jax.Array:
+    """Predicts the classes of each patch of images [B, H, W, 3].
 
-  def classify(self, encoded: jax.Array, *, train: bool) -> jax.Array:
-    """Predicts the classes of each patch, logits float32 [B, h*w, C]."""
-    first = int(self.has_class_token) + self.distilled
-    patches = encoded[:, first:]
-    x = self.head_norm(patches, use_running_average=not train)
-    self.sow('intermediates', 'features', x.mean(axis=1))
-    return self.head(x)
+    Returns logits, float32 [B, h, w, C]. `train` turns dropout on, and normalises by the
+    batch, whose statistics go to the collection `batch_stats`.
+    """
+    grid = self.embed(images, flat=False)  # [B, h, w, D]
+    tokens = self.encode(grid, train=train, side_by_side=self.side_by_side)
+    b, h, w, _ = grid.shape
+    patches = tokens[:, -h * w :]  # Without the class token.
+    logits = self.head(self.head_norm(patches, use_running_average=not train))
+    return logits.reshape(b, h, w, self.num_pixel_classes)
 
 
 class Linear:
@@ -57,13 +64,18 @@ class Linear:
     layers = tuple(config.task_options.layers)
     _check_layers(layers, config.model.transformer)
     self.model = models.make_model(
-      config.model, cls=LinearSegmenter, num_classes=num_classes, side_by_side=layers
+      config.model,
+      cls=LinearSegmenter,
+      num_classes=None,
+      classifier=_unpooled(config.model),
+      representation_size=None,
+      num_pixel_classes=num_classes,
+      side_by_side=layers,
     )
-    self._config = config
     self._class_weights = class_weights
 
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
-    variables = self.model.init(rng, images, train=False)
+    variables = self.model.init(rng, images, train=False, method='segment')
     return variables['params'], {_STATISTICS: variables[_STATISTICS]}
 
   def loss(
@@ -75,14 +87,14 @@ class Linear:
     step: jax.Array,
   ) -> tuple[losses.WeightedSum, dict[str, losses.WeightedSum]]:
     """Returns the cross-entropy summed over pixels, and the new statistics."""
-    logits, updated = self.model.apply(
+    scores, updated = self.model.apply(
       {'params': params, **extra},
       batch['image'],
       train=True,
       rngs={'dropout': rng},
       mutable=[_STATISTICS],
+      method='segment',
     )
-    scores = self._on_grid(logits, batch['image'])
     sums = losses.cross_entropy(scores, batch['segmentation'], self._class_weights)
     count = jnp.float32(len(batch['image']))
     statistics = updated[_STATISTICS]['head_norm']
@@ -92,13 +104,15 @@ class Linear:
     return {_STATISTICS: {'head_norm': {name: means[name] for name in ('mean', 'var')}}}
 
   def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
-    logits = self.model.apply({'params': params, **extra}, images, train=False)
-    return self._on_grid(logits, images)
+    variables = {'params': params, **extra}
+    return self.model.apply(variables, images, train=False, method='segment')
 
-  def _on_grid(self, logits: jax.Array, images: jax.Array) -> jax.Array:
-    """Returns logits [B, h*w, C] as [B, h, w, C]."""
-    grid = models.count_patches(self._config.model, images.shape[1:3])
-    return logits.reshape(logits.shape[0], *grid, logits.shape[-1])
+
+def _unpooled(model: ml_collections.ConfigDict) -> str:
+  """Returns the classifier without pooling that keeps the class token of a model."""
+  if model.get('distilled'):
+    return 'token'
+  return 'token_unpooled' if model.classifier.startswith('token') else 'unpooled'
 
 
 def _check_layers(layers: tuple[int, ...], transformer: Any) -> None:

@@ -128,7 +128,11 @@ class Predictor(predictor_lib.Predictor):
     Writes overlays to a picture `out`, and masks to a folder; images whose mask is there
     are left out. Raises ValueError if two images have the same name.
     """
-    paths = None if masks is None else _mask_paths(images, masks)
+    paths = None
+    if masks is not None:
+      paths = _mask_paths(images, masks)
+      with files.naming_output(masks, 'masks'):
+        epath.Path(masks).mkdir(parents=True, exist_ok=True)
     pictures = []
     for path, class_map in self._maps(images, paths, everything=out is not None):
       if class_map is None:
