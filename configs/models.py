@@ -138,7 +138,7 @@ GAP = ('S_16', 'S_32', 'B_16', 'B_32')
 # A field with a default is added to a config that lacks it. Transformer is itself the
 # field of the encoder's modules (vit_jax/layers/encoder.py); the classes of the models
 # describe the other fields: VisionTransformer, MlpMixer, BitResNet, ImageGPT, Detr,
-# LitModel.
+# Eomt, LitModel.
 
 # Choices: modules read them with typing.get_args.
 Float = Literal['float32', 'bfloat16', 'float16']
@@ -293,6 +293,13 @@ class Vit(_Model):
 
 
 @dataclasses.dataclass(kw_only=True)
+class Eomt(Vit):
+  num_queries: schema.Count = 200
+  num_query_layers: schema.Count = 4
+  num_upscales: schema.Natural = 2
+
+
+@dataclasses.dataclass(kw_only=True)
 class Mixer(_Model):
   patches: _Patches
   hidden_dim: schema.Count
@@ -385,6 +392,7 @@ FIELDS = {
   'bit': Bit,
   'igpt': Igpt,
   'detr': Detr,
+  'eomt': Eomt,
   'lit': Lit,
 }
 
@@ -435,10 +443,10 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       variations = VARIATIONS.get(size, {})
       configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
   for size, (sizes, extra_fields) in DINOV2.items():
+    variations = {'gelu': 'erf', 'layer_scale': 1e-5, **extra_fields}
     for suffix, registers in (('', 0), ('-reg4', 4)):
       name = f'DINOv2-{size}_14{suffix}'
       fields: dict[str, Any] = {'registers': registers} if registers else {}
-      variations = {'gelu': 'erf', 'layer_scale': 1e-5, **extra_fields}
       configs[name] = _vit_config(name, sizes, 14, variations=variations, **fields)
   for variant in GAP:
     size, _, patch_size = variant.partition('_')

@@ -11,6 +11,7 @@ from vit_jax import (
   models,
   models_bit,
   models_detr,
+  models_eomt,
   models_igpt,
   models_lit,
   models_mixer,
@@ -120,11 +121,13 @@ def _detectors(batch):
   grid = transformer(position_grid=(8, 8))
   vit = {**_VIT, 'transformer': grid}
   detr_vit = models_detr.Detr(backbone='vit', vit=vit, **decoder)
+  eomt = models_eomt.Eomt(num_classes=4, num_queries=4, num_query_layers=1, **_VIT)
   images = np.zeros((batch, 32, 32, 3), np.float32)
   options = {'mask': np.ones((batch, 32, 32), bool), 'train': False}
   return {
     'detr': (detr, [images], options),
     'detr_vit': (detr_vit, [images], options),
+    'eomt': (eomt, [images[:, :8, :8]], {'train': True}),
   }
 
 

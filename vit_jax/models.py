@@ -37,6 +37,7 @@ KINDS: dict[str, str | type[nn.Module]] = {
   'mixer': 'vit_jax.models_mixer:MlpMixer',
   'bit': 'vit_jax.models_bit:BitResNet',
   'detr': 'vit_jax.models_detr:Detr',
+  'eomt': 'vit_jax.models_eomt:Eomt',
   'igpt': 'vit_jax.models_igpt:ImageGPT',
   'lit': 'vit_jax.models_lit:LitModel',
 }

@@ -336,6 +336,7 @@ class Encoder(_Layer):
     only_first: bool = False,
     grid: tuple[int, int] | None = None,
     parts: tuple[str, ...] = PARTS,
+    layers: range | None = None,
     last_norm: bool = True,
     side_by_side: tuple[int, ...] = (),
   ) -> Float[Array, '_ _ _']:
@@ -352,6 +353,8 @@ class Encoder(_Layer):
         embeddings on a grid, `position_grid` and attention patterns.
       parts: what to apply, a selection from PARTS, so that a model can do something in
         between, such as drop tokens.
+      layers: numbers of the layers to apply, from 0, possibly none; None: all. A model
+        can so add tokens, or change the mask, between two layers.
       last_norm: whether a norm follows the layers, rather than the model's pooling.
       side_by_side: numbers of layers, from 1, whose tokens are returned side by side, each
         after that norm: [B, N, n D] of n layers. (): of the last layer.
@@ -368,29 +371,38 @@ class Encoder(_Layer):
         "inserted, after the first ones are added: use position_layers='stem' "
         '(config.model.transformer.position_layers)'
       )
-    layers = [LayerInputs()] * config.num_layers
+    by_layer = [LayerInputs()] * config.num_layers
     if 'positions' in parts:
-      x, layers = self._with_positions(x, kind, train, grid)
+      x, by_layer = self._with_positions(x, kind, train, grid)
     if 'layers' not in parts:
       return x
-    if config.first_norm:
+    numbers = range(config.num_layers) if layers is None else layers
+    if config.first_norm and 0 in numbers:
       x = self._norm('first_norm')(x)
     context = self._context(x, kind, train, mask, grid)
-    if not any(layer.has_positions for layer in layers):
+    if not any(layer.has_positions for layer in by_layer):
       x, context = self._pad(x, context)
     if config.stochastic_depth:
       rates = np.linspace(0, config.stochastic_depth, config.num_layers).tolist()
       for i, rate in enumerate(rates):
-        layers[i] = layers[i]._replace(drop_rate=rate)
-    results = self._layers(x, context, layers, only_first, side_by_side)
+        by_layer[i] = by_layer[i]._replace(drop_rate=rate)
+    results = {}
+    start = numbers.start
+    for stop in sorted({*side_by_side, numbers.stop}):
+      is_single = only_first and not side_by_side
+      x = self._layers(x, context, by_layer, range(start, stop), is_single)
+      results[stop] = x
+      start = stop
+    chosen = [results[number] for number in side_by_side or (numbers.stop,)]
     if context.length is not None:
-      results = [x[:, : context.length] for x in results]
+      chosen = [x[:, : context.length] for x in chosen]
     if last_norm:
       norm = self._norm('encoder_norm')
-      results = [norm(x) for x in results]
-    x = results[0] if len(results) == 1 else jnp.concatenate(results, axis=-1)
-    self.sow('intermediates', 'tokens', x)
-    patches.sow_mean(self, f'layer_{config.num_layers}', x)
+      chosen = [norm(x) for x in chosen]
+    x = chosen[0] if len(chosen) == 1 else jnp.concatenate(chosen, axis=-1)
+    if numbers.stop == config.num_layers:
+      self.sow('intermediates', 'tokens', x)
+      patches.sow_mean(self, f'layer_{config.num_layers}', x)
     return x
 
   @nn.nowrap
@@ -444,40 +456,40 @@ class Encoder(_Layer):
     self,
     x: Float[Array, 'B N D'],
     context: Context,
-    layers: list[LayerInputs],
+    by_layer: list[LayerInputs],
+    numbers: range,
     only_first: bool,
-    side_by_side: tuple[int, ...],
-  ) -> list[Float[Array, '_ _ D']]:
-    """Applies all layers; all but the last in a loop where that is faster.
+  ) -> Float[Array, '_ _ D']:
+    """Applies the layers of these numbers, all but the last in a loop if faster.
 
-    Returns the tokens of the layers with the numbers `side_by_side`, or of the last one.
     Initialising parameters and sowing intermediates need separate layers, and
     intermediates need all tokens of the last layer.
     """
     config = self.config
+    if not numbers:
+      return x
     if sharding.sequence_shards() > 1:
       x = sharding.constrain_tokens(x)
     sows = self.is_mutable_collection('intermediates')
-    is_looped = layer_stack.is_looped(config.scan, config.num_layers, context.train)
+    is_looped = layer_stack.is_looped(config.scan, len(numbers), context.train)
     is_looped = is_looped and not sows and not self.is_initializing()
-    is_looped = is_looped and not side_by_side
     block: Callable[..., Any] = layer_stack.recomputed(
       AxialBlock if config.attention_pattern == 'axial' else Block,
       config.remat,
       is_looped,
     )
     block = functools.partial(block, config, **dtypes.of(self))
-    *names, last_name = [f'encoderblock_{i}' for i in range(config.num_layers)]
-    results = {}
+    *earlier, last = numbers
     if is_looped:
-      x = self._loop(block(parent=None), names, x, context, layers[:-1])
+      names = [_name(i) for i in earlier]
+      inputs = [by_layer[i] for i in earlier]
+      x = self._loop(block(parent=None), names, x, context, inputs)
     else:
-      for i, name in enumerate(names):
-        x = _apply(block(name=name, layer=i), x, context, layers[i])
-        results[i + 1] = x
-    last = block(name=last_name, layer=len(names), only_first=only_first and not sows)
-    results[config.num_layers] = _apply(last, x, context, layers[-1])
-    return [results[number] for number in side_by_side or (config.num_layers,)]
+      for i in earlier:
+        x = _apply(block(name=_name(i), layer=i), x, context, by_layer[i])
+    is_single = only_first and not sows
+    last_block = block(name=_name(last), layer=last, only_first=is_single)
+    return _apply(last_block, x, context, by_layer[last])
 
   @nn.nowrap
   def _loop(
@@ -580,6 +592,10 @@ class Encoder(_Layer):
   @nn.nowrap
   def _by_layer(self, make: Callable[[str], Array]) -> list[Array | None]:
     return positions.by_layer(make, self.config.position_layers, self.config.num_layers)
+
+
+def _name(layer: int) -> str:
+  return f'encoderblock_{layer}'
 
 
 def _apply(

@@ -21,7 +21,10 @@ from vit_jax.configs import models as model_configs
 from vit_jax.distributed import sharding
 from vit_jax.learning import lora, optim
 
-_AFTER_ENCODER = re.compile('^(head|head_dist|pre_logits|MAPHead_0|pool_norm)/')
+_AFTER_ENCODER = re.compile(
+  '^(head|head_dist|pre_logits|MAPHead_0|pool_norm|class_head|mask_mlp|upscale_[0-9]+)/'
+  '|^queries$'
+)
 _BLOCK = re.compile('encoderblock_([0-9]+)/')
 
 

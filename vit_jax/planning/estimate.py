@@ -55,13 +55,15 @@ class Lowered(NamedTuple):
 def looped_layers(model: ml_collections.ConfigDict) -> int:
   """Returns how many layers TPUs loop over if they are trained; 0 if none.
 
-  `model` is a complete config. Kinds without the option `scan` have no loop.
+  `model` is a complete config. Kinds without the option `scan` have no loop, nor the
+  layers of EoMT that read queries.
   """
   layers = model_configs.layers_of(model)
   if 'scan' not in layers:
     return 0
-  looped = layer_stack.is_looped(layers.scan, layers.num_layers, True, 'tpu')
-  return layers.num_layers if looped else 0
+  num_layers = layers.num_layers - model.get('num_query_layers', 0)
+  looped = layer_stack.is_looped(layers.scan, num_layers, True, 'tpu')
+  return num_layers if looped else 0
 
 
 def lower(
@@ -75,11 +77,12 @@ def lower(
   mesh = sharding.make_mesh(config.mesh, devices)
 
   def gradient(num_layers: int | None = None) -> jax.stages.Lowered:
-    """Lowers the gradient of a micro-batch; `num_layers` replaces the depth."""
+    """Lowers the gradient of a micro-batch; `num_layers` replaces the looped ones."""
     part = copy.deepcopy(config)
     if num_layers:
       layers = model_configs.layers_of(part.model)
-      layers.update(num_layers=num_layers, scan=False)
+      num_others = part.model.get('num_query_layers', 0)
+      layers.update(num_layers=num_layers + num_others, scan=False)
     program = make_program(part, mesh)
     task, abstract = program.task, program.abstract
     params = abstract.params

@@ -66,8 +66,12 @@ def _matches(config_fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool
   file_fields = flax.traverse_util.flatten_dict(sizes, sep='.')
   if _has_resnet(config_fields) != _has_resnet(file_fields):
     return False
-  # An encoder with a variation is not one without it.
-  variations = ('registers', *(f'transformer.{key}' for key in vit.VARIATIONS))
+  # An encoder with a variation, or with queries, is not one without it.
+  variations = (
+    'num_queries',
+    'registers',
+    *(f'transformer.{key}' for key in vit.VARIATIONS),
+  )
   keys = file_fields.keys() | {x for x in config_fields if x.endswith(variations)}
   for key in keys:
     if _NOT_IN_FILES.fullmatch(key):

@@ -17,7 +17,7 @@ from vit_jax.weights.families import leaves, vit_files
 HF_TYPES = ('dinov2', 'dinov2_with_registers', 'dinov3_vit')
 # Names of an MLP with a gate, whose first layer other programs join with the gate.
 JOINED = '.mlp.gate.', '.mlp.up.'
-_ATTENTION = 'MultiHeadDotProductAttention_0'
+ATTENTION = 'MultiHeadDotProductAttention_0'
 CLS = 'embeddings.cls_token'
 _STEM = (
   ('cls', 'same', CLS),
@@ -30,7 +30,7 @@ _STEM = (
   ('Transformer/encoder_norm', 'norm', 'layernorm'),
   ('head', 'dense', 'classifier'),
 )  # fmt: skip
-_LAYER = (
+LAYER = (
   ('LayerNorm_0', 'norm', 'norm1'),
   ('LayerScale_0/gamma', 'same', 'layer_scale1.lambda1'),
   ('LayerNorm_1', 'norm', 'norm2'),
@@ -44,7 +44,7 @@ MEMORY_ATTENTION = (
   ),
   (r'\.attention\.o_proj\.', '.attention.output.dense.'),
 )
-_MEMORY_GATED = (
+MEMORY_GATED = (
   (r'\.mlp\.gate_proj\.', JOINED[0]),
   (r'\.mlp\.up_proj\.', JOINED[1]),
   (r'\.mlp\.down_proj\.', '.mlp.weights_out.'),
@@ -63,10 +63,10 @@ _STEM_3 = (
   ('embedding', 'conv', 'embeddings.patch_embeddings'),
   ('Transformer/encoder_norm', 'norm', 'norm'),
 )
-_LAYER_3 = (
-  *_LAYER,
+LAYER_3 = (
+  *LAYER,
   *leaves.attention(
-    _ATTENTION, 'attention', ends=('q_proj', 'k_proj', 'v_proj', 'o_proj')
+    ATTENTION, 'attention', ends=('q_proj', 'k_proj', 'v_proj', 'o_proj')
   ),
   ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
   ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
@@ -87,14 +87,14 @@ def naming(gated: bool) -> leaves.Naming:
   """Returns Hugging Face's naming, for MLPs with a gate or without."""
   last = 'mlp.weights_out' if gated else 'mlp.fc2'
   ends = ('attention.query', 'attention.key', 'attention.value', 'output.dense')
-  attention = leaves.attention(_ATTENTION, 'attention', ends=ends)
-  layer = (*_LAYER, *attention, *mlp('mlp.fc1', last, gated))
+  attention = leaves.attention(ATTENTION, 'attention', ends=ends)
+  layer = (*LAYER, *attention, *mlp('mlp.fc1', last, gated))
   return leaves.Naming(
     'hf',
     'DINOv2',
     (('', '', _STEM), ('Transformer/encoderblock_{0}/', 'encoder.layer.{0}.', layer)),
     marks=('encoder.layer.0.layer_scale1.lambda1',),
-    old_names=((r'^dinov2(_with_registers)?\.', ''), *MEMORY_ATTENTION, *_MEMORY_GATED),
+    old_names=((r'^dinov2(_with_registers)?\.', ''), *MEMORY_ATTENTION, *MEMORY_GATED),
     joined={'.mlp.weights_in.': JOINED} if gated else {},
     ignored=r'embeddings\.mask_token',
     program="Hugging Face's DINOv2",
@@ -104,7 +104,7 @@ def naming(gated: bool) -> leaves.Naming:
 NAMING_3 = leaves.Naming(
   'hf',
   'DINOv3',
-  (('', '', _STEM_3), ('Transformer/encoderblock_{0}/', 'layer.{0}.', _LAYER_3)),
+  (('', '', _STEM_3), ('Transformer/encoderblock_{0}/', 'layer.{0}.', LAYER_3)),
   marks=('layer.0.layer_scale1.lambda1',),
   old_names=((r'^model\.(?=layer\.)', ''),),  # In memory.
   ignored=r'embeddings\.mask_token',
@@ -174,7 +174,7 @@ def from_hf(config: Mapping[str, Any]) -> descriptions.Description:
   return vit_files.from_hf({'layer_norm_eps': 1e-6, 'hidden_act': 'gelu', **config})
 
 
-def _mlp_ratio(mlp_dim: int, width: int, gated: bool) -> int | None:
+def mlp_ratio(mlp_dim: int, width: int, gated: bool) -> int | None:
   """Returns Hugging Face's `mlp_ratio` of an MLP of this width; None if it has none."""
   largest = mlp_dim * (3 if gated else 2) // 2 // width
   for ratio in range(largest, 0, -1):
@@ -195,7 +195,7 @@ def hf_description(model: Any) -> tuple[dict[str, dict], list[str]]:
     return _hf_description_3(model)
   config, encoder = model.config, model.config.transformer
   is_gated = encoder.get('mlp') == 'swiglu'
-  ratio = _mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
+  ratio = mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
   if ratio is None:
     raise ValueError(
       f"Hugging Face's DINOv2 has no MLP of width {encoder.mlp_dim} for tokens of "

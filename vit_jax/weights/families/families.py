@@ -7,11 +7,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 from vit_jax.weights import descriptions
-from vit_jax.weights.families import base, detr, igpt, lit, text, vit
+from vit_jax.weights.families import base, detr, eomt, igpt, lit, text, vit
 
 # The last one takes all models that belong to no other family.
 _FAMILIES: tuple[base.Family, ...] = (
   detr.Detrs(),
+  eomt.Eomts(),
   igpt.ImageGPTs(),
   lit.ImageTexts(),
   text.Berts(),
@@ -43,7 +44,7 @@ def from_names(names: Iterable[str]) -> tuple[base.Family, str]:
       return family, naming
   raise ValueError(
     "it holds no Vision Transformer with timm's or Hugging Face's names, BiT "
-    f'ResNet, DETR, iGPT, CLIP, SigLIP or BERT; its names are {sorted(names)[:4]} ...'
+    f'ResNet, DETR, EoMT, iGPT, CLIP, SigLIP or BERT; its names are {sorted(names)[:4]} ...'
   )
 
 

@@ -25,6 +25,7 @@ or the layout of a single array:
   table  [rows, width]              in both
   rows   [1, rows, width]           here, [rows, width] in PyTorch
   token  [1, 1, width]              here, [width] in PyTorch
+  deconv [h, w, in, out]            here, [in, out, h, w] in PyTorch
   scalar [1]                        here, [] in PyTorch
   same   the same in both
 
@@ -81,10 +82,13 @@ _LAYOUTS = {
   'table': _Layout(2, lambda x, n: x, lambda x: x),
   'rows': _Layout(2, lambda x, n: x[None], lambda x: x[0]),
   'token': _Layout(1, lambda x, n: x[None, None], lambda x: x[0, 0]),
+  'deconv': _Layout(
+    4, lambda x, n: x.transpose(2, 3, 0, 1), lambda x: x.transpose(2, 3, 0, 1)
+  ),
   'scalar': _Layout(0, lambda x, n: x.reshape(-1), lambda x: x.reshape(())),
   'same': _Layout(0, lambda x, n: x, lambda x: x),
 }
-_SINGLE = ('table', 'rows', 'token', 'scalar', 'same')
+_SINGLE = ('table', 'rows', 'token', 'deconv', 'scalar', 'same')
 # Kind of a layer -> end of a leaf's path, its layout, end of its name.
 _NORM = ('scale', 'same', 'weight'), ('bias', 'same', 'bias')
 _STATISTICS = ('mean', 'same', 'running_mean'), ('var', 'same', 'running_var')

@@ -280,16 +280,23 @@ class Classifiers(base.Family):
   """ViT, hybrids, Mixer and BiT."""
 
   noun = 'a classifier'
-  groups = (model_configs.Vit, model_configs.Mixer, model_configs.Bit)
-  formats = ('npz', 'timm', 'hf', 'workdir')
-  modules = (  # Since transformers 5.
+  groups: tuple[type, ...] = (model_configs.Vit, model_configs.Mixer, model_configs.Bit)
+  formats: tuple[str, ...] = ('npz', 'timm', 'hf', 'workdir')
+  modules: tuple[tuple[str, str], ...] = (  # Since transformers 5.
     (r'encoder\.layer\.', 'layers.'),
     (r'attention\.attention\.(q|k|v)(uery|ey|alue)', r'attention.\1_proj'),
     (r'attention\.output\.dense', 'attention.o_proj'),
     (r'intermediate\.dense', 'mlp.fc1'),
     (r'output\.dense', 'mlp.fc2'),
   )
-  hf_types = ('vit', 'deit', 'vit_mae', 'vit_msn', 'ijepa', *dino.HF_TYPES)
+  hf_types: tuple[str, ...] = (
+    'vit',
+    'deit',
+    'vit_mae',
+    'vit_msn',
+    'ijepa',
+    *dino.HF_TYPES,
+  )
   computes = {  # noqa: RUF012
     'transformer.gelu': _DEFAULTS['gelu'],
     'transformer.norm_eps': _DEFAULTS['norm_eps'],
@@ -321,12 +328,12 @@ class Classifiers(base.Family):
   def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
     if is_bit(names):
       return self.namings['bit']
-    is_gated = _is_gated(names)
+    has_gates = is_gated(names)
     if naming == 'hf' and _has_layer_scale(names):
-      if not any(_LEARNED_POSITIONS.search(name) for name in names):
+      if not has_learned_positions(names):
         return self.namings['dino 3']
-      return self.namings['dino, gated' if is_gated else 'dino']
-    if is_gated:
+      return self.namings['dino, gated' if has_gates else 'dino']
+    if has_gates:
       return self.namings[f'{naming}, gated']
     if naming == 'timm' and _has_bare_root(names):
       return self.namings['bare root']
@@ -567,7 +574,12 @@ def _has_bare_root(names: Iterable[str]) -> bool:
   return f'{_TIMM_RESNET}conv.weight' in names
 
 
-def _is_gated(names: Mapping[str, Any]) -> bool:
+def has_learned_positions(names: Iterable[str]) -> bool:
+  """Returns whether names, here or elsewhere, include a table of positions."""
+  return any(_LEARNED_POSITIONS.search(name) for name in names)
+
+
+def is_gated(names: Mapping[str, Any]) -> bool:
   """Returns whether the MLPs have gates; timm's shapes tell, if not the names."""
   if any(_GATES.search(name) for name in names):
     return True

@@ -1,0 +1,199 @@
+"""EoMT: segmentation with a plain Vision Transformer (arXiv 2503.19108).
+
+Learned queries join the tokens of an image in the last layers of a Vision Transformer,
+without changes to these layers (section 3.2). Each query then yields one class, and one
+mask: the product of its state, after an MLP, with the features of each pixel, which are
+the upscaled tokens of the patches.
+
+In training, the queries of a layer attend only to the patches in the mask that they
+predict before it ("masked attention", section 3.3), each with a probability that a
+schedule anneals to 0. So prediction needs no masks, and the whole model is the encoder.
+
+Shapes in the comments:
+  B images    H, W image height and width    h, w patches down and across
+  N tokens (class token, registers and h*w patches)    Q queries
+  D width of a token    C classes    L2 layers that read the queries
+  U factor by which masks have more cells than patches down, and across
+"""
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Bool, Float
+
+from vit_jax import models_vit
+from vit_jax.distributed import sharding
+from vit_jax.layers import dtypes, encoder
+from vit_jax.layers.dtypes import Array
+
+_NORM_EPS = 1e-6
+# Of the layers after the encoder, as in the released code.
+_INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
+_gelu = encoder.GELUS['erf']
+
+
+class Upscale(nn.Module):
+  """Doubles height and width of a feature map (section 3.1).
+
+  A transposed convolution whose stride is its size, GELU, a depthwise convolution of
+  3 x 3 and a LayerNorm.
+  """
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: Float[Array, 'B h w D']) -> Float[Array, 'B 2*h 2*w D']:
+    b, height, width, channels = x.shape
+    shape = (2, 2, channels, channels)
+    kernel = self.param('kernel', _INIT, shape, self.param_dtype)
+    bias = self.param('bias', nn.initializers.zeros, (channels,), self.param_dtype)
+    x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+    x = jnp.einsum('bhwc,pqcd->bhpwqd', x, kernel)
+    x = _gelu(x.reshape(b, 2 * height, 2 * width, channels) + bias)
+    x = nn.Conv(
+      channels,
+      (3, 3),
+      feature_group_count=channels,
+      use_bias=False,
+      kernel_init=_INIT,
+      name='depthwise',
+      **dtypes.of(self),
+    )(x)
+    return nn.LayerNorm(_NORM_EPS, name='norm', **dtypes.of(self))(x)
+
+
+class MaskMlp(nn.Module):
+  """An MLP of three layers from the states of queries to the kernels of their masks."""
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: Float[Array, 'B Q D']) -> Float[Array, 'B Q D']:
+    width, types = x.shape[-1], dtypes.of(self)
+    x = _gelu(nn.Dense(width, kernel_init=_INIT, **types)(x))
+    x = _gelu(nn.Dense(width, kernel_init=_INIT, **types)(x))
+    return nn.Dense(width, kernel_init=_INIT, **types)(x)
+
+
+class Eomt(models_vit.VisionTransformer):
+  """A Vision Transformer with queries, each of which predicts a class and a mask.
+
+  It has the fields of a Vision Transformer, whose head and pre-logits it lacks, and the
+  parameters of one, so that weights of other Vision Transformers fit. Logits and masks
+  are always float32.
+  """
+
+  num_queries: int = 200  # Q.
+  num_query_layers: int = 4  # L2, the last layers of the encoder.
+  num_upscales: int = 2  # U is 2 to the power of this number.
+
+  def setup(self):
+    """Creates the submodules.
+
+    Raises ValueError if the encoder has fewer layers than read the queries.
+    """
+    super().setup()
+    num_layers = self.transformer['num_layers']
+    if not 1 <= self.num_query_layers <= num_layers:
+      raise ValueError(
+        f'num_query_layers={self.num_query_layers} must be from 1 to the number of '
+        f'layers, {num_layers} (config.model.num_query_layers)'
+      )
+    types = dtypes.of(self)
+    shape = (self.num_queries, self.hidden_size)
+    init = nn.initializers.normal(1.0)
+    self.queries = self.param('queries', init, shape, types['param_dtype'])
+    exact = {**types, 'dtype': jnp.promote_types(types['dtype'], jnp.float32)}
+    outputs = (self.num_classes or 0) + 1
+    self.class_head = nn.Dense(outputs, kernel_init=_INIT, **exact)
+    self.mask_mlp = MaskMlp(**types)
+    self.upscales = [
+      Upscale(name=f'upscale_{i}', **types) for i in range(self.num_upscales)
+    ]
+
+  def __call__(
+    self,
+    images: Float[Array, 'B H W C'],
+    *,
+    train: bool,
+    mask_rates: Float[Array, '*layers'] | None = None,
+  ) -> dict[str, Float[Array, 'P B Q ...']]:
+    """Segments images.
+
+    Args:
+      images: float [B, H, W, C] in [-1, 1].
+      train: whether dropout is on, which needs the rng 'dropout'.
+      mask_rates: float [L2], by layer with queries the probability that a query
+        attends only to the patches of its mask, which needs the rng 'dropout'; None: no
+        masks.
+
+    Returns:
+      A dict of P predictions, the last one after the last layer; with `mask_rates`, P =
+      L2 + 1, those before each layer with queries come first, otherwise P = 1.
+      `logits`, float32 [P, B, Q, num_classes + 1], the last one of no object; `masks`,
+      float32 [P, B, Q, U*h, U*w], logits.
+    """
+    x = self.embed(images, flat=False)
+    grid = x.shape[1:3]
+    options = {'train': train, 'parts': ('layers',), **self._grid(x)}
+    x = self.add_positions(x, train=train)  # [B, N, D]
+    num_layers = self.transformer['num_layers']
+    first = num_layers - self.num_query_layers
+    x = self.Transformer(x, layers=range(first), last_norm=False, **options)
+    queries = self.queries.astype(x.dtype)
+    queries = jnp.broadcast_to(queries, (x.shape[0], *queries.shape))
+    x = jnp.concatenate([sharding.constrain_batch(queries), x], axis=1)
+    if mask_rates is None:
+      x = self.Transformer(x, layers=range(first, num_layers), **options)
+      return jax.tree.map(lambda leaf: leaf[None], self._predict(x, grid))
+    predictions = []
+    for i in range(first, num_layers):
+      state = self.Transformer(x, layers=range(i, i), **options)
+      prediction = self._predict(state, grid)
+      predictions.append(prediction)
+      mask = self._attention_mask(
+        prediction['masks'], mask_rates[i - first], grid, x.shape[1]
+      )
+      x = self.Transformer(
+        x, layers=range(i, i + 1), mask=mask, last_norm=False, **options
+      )
+    state = self.Transformer(x, layers=range(num_layers, num_layers), **options)
+    predictions.append(self._predict(state, grid))
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *predictions)
+
+  def _predict(
+    self, x: Float[Array, 'B Q+N D'], grid: tuple[int, int]
+  ) -> dict[str, Float[Array, 'B Q ...']]:
+    """Returns `logits` and `masks` of normalised tokens, the queries first."""
+    queries = x[:, : self.num_queries]
+    features = x[:, -grid[0] * grid[1] :].reshape(x.shape[0], *grid, -1)
+    for upscale in self.upscales:
+      features = upscale(features)  # [B, U*h, U*w, D]
+    masks = jnp.einsum(
+      'bqd,bhwd->bqhw',
+      self.mask_mlp(queries),
+      features,
+      preferred_element_type=jnp.float32,
+    )
+    return {'logits': self.class_head(queries), 'masks': masks}
+
+  def _attention_mask(
+    self,
+    masks: Float[Array, 'B Q U*h U*w'],
+    rate: Float[Array, ''],
+    grid: tuple[int, int],
+    tokens: int,
+  ) -> Bool[Array, 'B 1 Q+N Q+N']:
+    """Returns which tokens may attend to which: some queries not outside their masks."""
+    shape = (*masks.shape[:2], *grid)
+    masks = jax.image.resize(masks, shape, 'bilinear', antialias=False)
+    is_inside = masks.reshape(*shape[:2], -1) > 0  # [B, Q, h*w]
+    is_masked = jax.random.uniform(self.make_rng('dropout'), shape[:2]) < rate
+    visible = is_inside | ~is_masked[..., None]
+    others = tokens - self.num_queries, tokens - visible.shape[2]
+    padding = ((0, 0), (0, others[0]), (others[1], 0))
+    return jnp.pad(visible, padding, constant_values=True)[:, None]

@@ -1,0 +1,226 @@
+"""EoMT in Hugging Face: names of its arrays, and its JSON files.
+
+`EomtForUniversalSegmentation`, whose encoder is DINOv2's, and
+`EomtDinov3ForUniversalSegmentation` (arXiv 2503.19108), as the files of tue-mps. Their
+class token has no position, which is zero here.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from absl import logging
+from etils import epath
+import numpy as np
+
+from vit_jax.configs import models as model_configs, schema
+from vit_jax.weights import descriptions
+from vit_jax.weights.families import base, dino, leaves, vit, vit_files
+
+_POSEMB = 'Transformer/posembed_input/pos_embedding'
+_PATCHES = 'embeddings.patch_embeddings'
+# Probabilities of masked attention, which are 0 after training.
+_MASK_RATES = 'attn_mask_probs'
+_STEM = (
+  ('cls', 'same', dino.CLS),
+  ('register_tokens', 'same', 'embeddings.register_tokens'),
+  ('Transformer/encoder_norm', 'norm', 'layernorm'),
+  ('queries', 'table', 'query.weight'),
+  ('class_head', 'dense', 'class_predictor'),
+  *((f'mask_mlp/Dense_{i}', 'dense', f'mask_head.fc{i + 1}') for i in range(3)),
+)
+_UPSCALE = (
+  ('kernel', 'deconv', 'conv1.weight'),
+  ('bias', 'same', 'conv1.bias'),
+  ('depthwise', 'conv', 'conv2'),
+  ('norm', 'norm', 'layernorm2d'),
+)
+
+
+def _naming(
+  stem: tuple[leaves.Row, ...], layer: tuple[leaves.Row, ...], **options: Any
+) -> leaves.Naming:
+  """Returns a naming; `stem` and `layer` are rows of the encoder."""
+  return leaves.Naming(
+    'hf',
+    'EoMT',
+    (
+      ('', '', (*_STEM, *stem)),
+      ('Transformer/encoderblock_{0}/', 'layers.{0}.', layer),
+      ('upscale_{0}/', 'upscale_block.block.{0}.', _UPSCALE),
+    ),
+    marks=('mask_head.fc1.weight',),
+    ignored=r'criterion\.',
+    program="Hugging Face's EoMT",
+    **options,
+  )
+
+
+def _naming_2(gated: bool) -> leaves.Naming:
+  """Returns the naming with DINOv2's encoder, whose MLPs may have gates."""
+  stem = (
+    ('embedding', 'conv', f'{_PATCHES}.projection'),
+    (_POSEMB, 'rows', 'embeddings.position_embeddings.weight'),
+  )
+  last = 'mlp.weights_out' if gated else 'mlp.fc2'
+  layer = (
+    *dino.LAYER,
+    *leaves.attention(dino.ATTENTION, 'attention'),
+    *dino.mlp('mlp.fc1', last, gated),
+  )
+  joined = {'.mlp.weights_in.': dino.JOINED} if gated else {}
+  return _naming(stem, layer, joined=joined, old_names=dino.MEMORY_GATED)
+
+
+class Eomts(vit.Classifiers):
+  """EoMT with the encoder of DINOv2 or DINOv3."""
+
+  noun = 'a segmenter'
+  kind = 'eomt'
+  leaf = 'queries'
+  formats = ('hf', 'workdir')
+  hf_types = ('eomt', 'eomt_dinov3')
+  groups = (model_configs.Eomt,)
+  modules = ()
+  computes = {  # noqa: RUF012
+    **{k: x for k, x in vit.Classifiers.computes.items() if k.startswith('transf')},
+    'num_query_layers': 4,
+  }
+  head = 'class_head/bias'
+  namings = {  # noqa: RUF012
+    'hf': _naming_2(gated=False),
+    'hf, gated': _naming_2(gated=True),
+    'hf, DINOv3': _naming((('embedding', 'conv', _PATCHES),), dino.LAYER_3),
+  }
+
+  def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
+    if not vit.has_learned_positions(names):
+      return self.namings['hf, DINOv3']
+    return self.namings['hf, gated' if vit.is_gated(names) else 'hf']
+
+  def load(
+    self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
+  ) -> dict[str, np.ndarray]:
+    rates = flat.pop(_MASK_RATES, np.zeros(1))
+    if rates.any():
+      logging.warning(
+        f'{_MASK_RATES}={rates.tolist()}: these weights were trained with masked '
+        'attention to the end, which predictions here do not have'
+      )
+    params = super().load(flat, naming, num_heads)
+    if _POSEMB in params:
+      params[_POSEMB] = np.pad(params[_POSEMB], ((0, 0), (1, 0), (0, 0)))
+    return params
+
+  def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+    flat = dict(flat)
+    if _POSEMB in flat:
+      first, flat[_POSEMB] = np.split(flat[_POSEMB], [1], axis=1)
+      flat['cls'] = flat['cls'] + first
+    else:
+      flat = {path: x for path, x in flat.items() if not path.endswith('/key/bias')}
+    flat.setdefault('register_tokens', flat['cls'][:, :0])
+    return leaves.dump(flat, self.naming(naming, flat))
+
+  def sizes(
+    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+  ) -> dict[str, Any]:
+    return {
+      'kind': 'eomt',
+      **super().sizes(flat, {}),
+      'num_queries': flat['queries'][0],
+      'num_upscales': leaves.count(flat, 'upscale_{0}/'),
+    }
+
+  def describe(self, fields: Mapping[str, Any]) -> str:
+    return (
+      f'EoMT of {fields["num_queries"]} queries, encoder: {super().describe(fields)}'
+    )
+
+  def num_classes(self, flat: Mapping[str, Any]) -> int:
+    """The last one is "no object"."""
+    return max(0, super().num_classes(flat) - 1)
+
+  def read_description(
+    self,
+    sibling: Callable[[str], epath.Path],
+    file: epath.Path,
+    flat: dict[str, np.ndarray],
+    naming: str,
+  ) -> descriptions.Description:
+    is_dino_3 = self.naming(naming, flat) is self.namings['hf, DINOv3']
+
+    def describe(config: Mapping[str, Any]) -> descriptions.Description:
+      config = {'layer_norm_eps': 1e-6, **config}
+      if is_dino_3:
+        rope = descriptions.field(config, 'rope_parameters', dict, {})
+        description = dino.from_hf_3({**config, **rope})
+      else:
+        description = dino.from_hf(config)
+      count = descriptions.field(config, 'num_blocks', schema.Count, 4)
+      model = {**description.model, 'num_query_layers': count}
+      return description._replace(model=model)
+
+    return descriptions.read(sibling('config.json'), describe)
+
+  def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
+    missing = super().missing(config, to)
+    if to != 'hf':
+      return missing
+    encoder = config.get('transformer') or {}
+    classifier = config.get('classifier', 'token')
+    if classifier != 'token':
+      missing.append(f'classifier={classifier}')
+    if encoder.get('layer_scale') is None:
+      missing.append('transformer.layer_scale=None')
+    return missing
+
+  def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
+    config, encoder = model.config, model.config.transformer
+    is_gated = encoder.get('mlp') == 'swiglu'
+    fields = dict(
+      num_queries=config.num_queries,
+      num_blocks=config.num_query_layers,
+      num_upscale_blocks=config.num_upscales,
+      num_register_tokens=config.get('registers', 0),
+      layerscale_value=encoder.layer_scale,
+      attention_dropout=0.0,
+      **descriptions.label_fields(model),
+    )
+    if encoder.get('position_embedding') == 'rope':
+      return self._files_3(model, fields), []
+    height, width = model.image_size
+    ratio = dino.mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
+    if ratio is None or height != width:
+      raise ValueError(
+        f"Hugging Face's EoMT has no MLP of width {encoder.mlp_dim} for tokens of width "
+        f'{config.hidden_size}, or no position embeddings for images of '
+        f'{model.image_size}: write this model as a run (--to)'
+      )
+    files = vit_files.hf_files(
+      model,
+      model_type='eomt',
+      architectures=['EomtForUniversalSegmentation'],
+      mlp_ratio=ratio,
+      use_swiglu_ffn=is_gated,
+      **fields,
+    )
+    return files, []
+
+  def _files_3(self, model: Any, fields: Mapping[str, Any]) -> dict[str, dict]:
+    """Returns the JSON files of a model with DINOv3's encoder."""
+    encoder = model.config.transformer
+    is_gated = encoder.get('mlp') == 'swiglu'
+    files = vit_files.hf_files(
+      model,
+      model_type='eomt_dinov3',
+      architectures=['EomtDinov3ForUniversalSegmentation'],
+      use_gated_mlp=is_gated,
+      rope_parameters={
+        'rope_type': 'default',
+        'rope_theta': encoder.get('rope_temperature', 100.0),
+      },
+      **fields,
+    )
+    if is_gated:
+      files['config.json']['hidden_act'] = 'silu'
+    return files
