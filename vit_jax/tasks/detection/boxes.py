@@ -114,9 +114,7 @@ def matching_cost(
   Returns:
     float32 [..., N, Q].
   """
-  probabilities = jax.nn.softmax(logits.astype(jnp.float32))  # [..., Q, C + 1]
-  one_hot = jax.nn.one_hot(labels, logits.shape[-1])  # [..., N, C + 1]
-  probability = jnp.einsum('...nc,...qc->...nq', one_hot, probabilities)
+  probability = matching.class_probabilities(logits, labels)  # [..., N, Q]
   targets, boxes = targets[..., :, None, :], boxes[..., None, :, :]
   distance = jnp.abs(targets - boxes).sum(axis=-1)
   overlap = giou(corners(targets), corners(boxes))
@@ -148,32 +146,17 @@ def losses(
     over targets. And `query`, the query of each target, int32 [L, B, N], -1 for
     padding.
   """
-  logits = logits.astype(jnp.float32)
-  no_object_class = logits.shape[-1] - 1
-  num_queries = logits.shape[-2]
   is_target = jnp.arange(labels.shape[-1]) < counts[:, None]  # [B, N]
   cost = matching_cost(logits, boxes, labels[None], targets[None], class_weight)
   query = matching.match(cost, counts)  # [L, B, N]
-  matches = jax.nn.one_hot(query, num_queries)  # [L, B, N, Q], zeros for padding.
-
-  is_matched = matches.sum(axis=-2) > 0  # [L, B, Q]
-  target_class = jnp.einsum('lbnq,bn->lbq', matches, labels.astype(jnp.float32))
-  target_class = jnp.where(
-    is_matched, target_class.round().astype(jnp.int32), no_object_class
-  )
-  weight = jnp.where(is_matched, 1.0, no_object)
-  log_probabilities = jax.nn.log_softmax(logits)
-  cross_entropy = -jnp.take_along_axis(
-    log_probabilities, target_class[..., None], axis=-1
-  )
-
+  matches = jax.nn.one_hot(query, logits.shape[-2])  # [L, B, N, Q], zeros for padding.
   matched_boxes = jnp.einsum(
     'lbnq,lbqk->lbnk', matches, boxes, precision=jax.lax.Precision.HIGHEST
   )
   l1 = jnp.abs(matched_boxes - targets).sum(axis=-1)  # [L, B, N]
   giou_loss = 1 - giou(corners(matched_boxes), corners(targets))
   return {
-    'class': (cross_entropy[..., 0] * weight).sum(axis=-1),
+    'class': matching.class_loss(logits, labels, query, no_object),
     'l1': jnp.where(is_target, l1, 0.0).sum(axis=-1),
     'giou': jnp.where(is_target, giou_loss, 0.0).sum(axis=-1),
     'query': query,

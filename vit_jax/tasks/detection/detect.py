@@ -35,6 +35,7 @@ from vit_jax.tasks.detection import (
   boxes as boxes_lib,
   detectors,
   figures,
+  matching,
 )
 from vit_jax.weights import fitting
 
@@ -381,7 +382,7 @@ class Task(base.Task):
     and the losses of boxes by the number of objects, over all devices.
     """
     count = batch['count'].astype(jnp.float32)  # [B]
-    weight = self._weight_of_queries(count)
+    weight = self._class_weights(count)
     share = jnp.ones_like(count) * len(count)
     return {
       **batch,
@@ -412,10 +413,9 @@ class Task(base.Task):
     }
     return losses, sums['query']
 
-  def _weight_of_queries(self, count: jax.Array) -> jax.Array:
-    """Returns the sum of the class weights of the queries of images, [B]."""
-    weight = self.options.no_object_weight
-    return count + weight * (self.model.num_queries - count)
+  def _class_weights(self, count: jax.Array) -> jax.Array:
+    no_object = self.options.no_object_weight
+    return matching.class_weights(count, self.model.num_queries, no_object)
 
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
@@ -478,7 +478,7 @@ class Task(base.Task):
     """Returns the sum of the losses of images, and the number of images."""
     count = batch['count'].astype(jnp.float32)
     shares = {
-      'class_share': 1 / self._weight_of_queries(count),
+      'class_share': 1 / self._class_weights(count),
       'box_share': 1 / jnp.maximum(count, 1.0),
     }
     losses = self._losses(params, extra, {**batch, **shares}, train=False)

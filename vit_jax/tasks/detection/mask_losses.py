@@ -37,6 +37,26 @@ def dice(logits: jax.Array, targets: jax.Array) -> jax.Array:
   return 1 - (2 * shared + 1) / (total + 1)
 
 
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+  """Computes the binary cross-entropy [...], the mean over points of masks [..., P].
+
+  Targets are from 0 to 1.
+  """
+  return (jax.nn.softplus(logits) - logits * targets).mean(axis=-1)
+
+
+def pairwise(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Computes `cross_entropy` and `dice` of each target with each prediction.
+
+  Maps logits [Q, P] and targets [N, P] to two arrays [N, Q].
+  """
+  shared = targets @ logits.T / logits.shape[-1]
+  entropies = jax.nn.softplus(logits).mean(axis=-1) - shared
+  probabilities = jax.nn.sigmoid(logits)
+  total = probabilities.sum(axis=-1) + targets.sum(axis=-1)[:, None]
+  return entropies, 1 - (2 * targets @ probabilities.T + 1) / (total + 1)
+
+
 def losses(
   logits: jax.Array, segments: jax.Array, counts: jax.Array
 ) -> dict[str, jax.Array]:

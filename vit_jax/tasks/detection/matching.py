@@ -1,6 +1,6 @@
-"""Assigns predictions to targets at the least total cost, on the device.
+"""Assigns predictions to targets at the least total cost, and learns their classes.
 
-The Hungarian algorithm with shortest augmenting paths. Targets are inserted one
+The Hungarian algorithm with shortest augmenting paths, on the device. Targets are inserted one
 after the other. For each, a tree of shortest paths grows column by column until it
 reaches a free column (`_extend`); then the targets on that path move one column
 further (`_walk_back`).
@@ -136,3 +136,45 @@ def _match_all(cost: jax.Array, counts: jax.Array) -> jax.Array:
   largest = jnp.abs(jnp.where(is_finite, cost, 0.0)).max(axis=(1, 2), keepdims=True)
   cost = jnp.where(is_finite, cost, 1 + 2 * targets * largest)
   return jax.vmap(_solve)(cost, counts.reshape(-1)).reshape(*batch, targets)
+
+
+def class_probabilities(logits: jax.Array, labels: jax.Array) -> jax.Array:
+  """Returns by prediction the probabilities of the classes of targets.
+
+  Maps logits [..., Q, C + 1] and classes, int [..., N], to float32 [..., N, Q].
+  """
+  probabilities = jax.nn.softmax(logits.astype(jnp.float32))  # [..., Q, C + 1]
+  one_hot = jax.nn.one_hot(labels, logits.shape[-1])  # [..., N, C + 1]
+  return jnp.einsum('...nc,...qc->...nq', one_hot, probabilities)
+
+
+def class_loss(
+  logits: jax.Array, labels: jax.Array, query: jax.Array, no_object: float
+) -> jax.Array:
+  """Computes the cross-entropy of matched predictions; the others have no object.
+
+  Args:
+    logits: float [..., Q, C + 1]; the last class is "no object".
+    labels: int, broadcastable to [..., N], classes of targets.
+    query: int [..., N], the prediction of each target, see `match`.
+    no_object: weight of a prediction without an object.
+
+  Returns:
+    Sums over predictions, float32 [...].
+  """
+  logits = logits.astype(jnp.float32)
+  num_queries, num_outputs = logits.shape[-2:]
+  matches = jax.nn.one_hot(query, num_queries)  # [..., N, Q], zeros for padding.
+  is_matched = matches.sum(axis=-2) > 0  # [..., Q]
+  labels = jnp.broadcast_to(labels, query.shape).astype(jnp.float32)
+  target = jnp.einsum('...nq,...n->...q', matches, labels)
+  target = jnp.where(is_matched, target.round().astype(jnp.int32), num_outputs - 1)
+  weight = jnp.where(is_matched, 1.0, no_object)
+  log_probabilities = jax.nn.log_softmax(logits)
+  cross_entropy = -jnp.take_along_axis(log_probabilities, target[..., None], axis=-1)
+  return (cross_entropy[..., 0] * weight).sum(axis=-1)
+
+
+def class_weights(counts: jax.Array, num_queries: int, no_object: float) -> jax.Array:
+  """Returns the sum of the weights of an image's predictions in `class_loss`, [B]."""
+  return counts + no_object * (num_queries - counts)

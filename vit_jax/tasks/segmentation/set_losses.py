@@ -1,0 +1,191 @@
+"""Losses of a set of classes and masks, on sampled points (arXiv 2503.19108).
+
+As in Mask2Former (arXiv 2112.01527, section 3.3): predictions are matched with targets
+at points that are the same for all masks of an image; the losses of a mask are computed
+at points of its own, most of which are where the prediction is least certain (PointRend,
+arXiv 1912.08193, section 3.1).
+
+Shapes: L layers with a prediction, B images, Q queries, N objects of an image (padded),
+h x w cells of a predicted mask, H x W pixels, P points. Points are (x, y), shares of
+width and height.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vit_jax.tasks.detection import mask_losses, matching
+
+
+class Options(NamedTuple):
+  """Weights of the losses, also in the matching, and the sampling of points."""
+
+  class_weight: float = 2.0
+  mask_weight: float = 5.0  # Of the cross-entropy of points.
+  dice_weight: float = 5.0
+  no_object_weight: float = 0.1
+  num_points: int = 12_544  # P.
+  # Number of points per point of P from which the least certain ones are taken.
+  oversample: float = 3.0
+  importance: float = 0.75  # Share of P that these are; the others are random.
+
+
+def _corners(size: tuple[int, int], points: jax.Array) -> tuple[jax.Array, jax.Array]:
+  """Returns the four pixels around points [..., P, 2] of maps of a size (h, w).
+
+  Their numbers, row by row, int32 [..., P, 4], and their shares of the value at the
+  point, float32 [..., P, 4], which are 0 outside of the map.
+  """
+  height, width = size
+  places = points * jnp.array([width, height]) - 0.5
+  first = jnp.floor(places)
+  share = places - first
+  numbers = []
+  weights = []
+  for down in (0, 1):
+    for right in (0, 1):
+      x, y = first[..., 0] + right, first[..., 1] + down
+      weight = jnp.abs(1 - right - share[..., 0]) * jnp.abs(1 - down - share[..., 1])
+      is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+      weights.append(jnp.where(is_inside, weight, 0.0))
+      column, row = jnp.clip(x, 0, width - 1), jnp.clip(y, 0, height - 1)
+      numbers.append((row * width + column).astype(jnp.int32))
+  return jnp.stack(numbers, axis=-1), jnp.stack(weights, axis=-1)
+
+
+def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
+  """Interpolates maps [N, h, w] at points bilinearly; they are 0 outside.
+
+  Points are [N, P, 2], or [1, P, 2] for the same points. Returns float32 [N, P].
+  """
+  numbers, weights = _corners(maps.shape[1:], points)
+  flat = maps.reshape(len(maps), -1)
+  values = jnp.take_along_axis(flat, numbers.reshape(len(points), -1), axis=1)
+  return (values.reshape(len(maps), -1, 4) * weights).sum(axis=-1)
+
+
+def sample_objects(
+  segments: jax.Array, objects: jax.Array, points: jax.Array
+) -> jax.Array:
+  """Interpolates the masks of objects at points, without making the masks.
+
+  Args:
+    segments: int [H, W], number of the object of each pixel, from 1; 0 for none.
+    objects: int [N], numbers of objects, from 0.
+    points: [N, P, 2], or [1, P, 2] for the same points.
+
+  Returns:
+    float32 [N, P], from 0 to 1.
+  """
+  numbers, weights = _corners(segments.shape, points)
+  owners = segments.reshape(-1)[numbers]  # [N, P, 4]
+  is_own = owners == objects[:, None, None] + 1
+  return (is_own * weights).sum(axis=-1)
+
+
+def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax.Array:
+  """Samples points for masks [N, h, w], mostly where they are near 0: [N, P, 2]."""
+  num_points = options.num_points
+  num_candidates = int(num_points * options.oversample)
+  num_uncertain = int(num_points * options.importance)
+  candidates_key, others_key = jax.random.split(key)
+  num_masks = len(masks)
+  candidates = jax.random.uniform(candidates_key, (num_masks, num_candidates, 2))
+  certainty = jnp.abs(sample(masks, candidates))
+  _, chosen = jax.lax.top_k(-certainty, num_uncertain)
+  uncertain = jnp.take_along_axis(candidates, chosen[..., None], axis=1)
+  num_others = num_points - num_uncertain
+  others = jax.random.uniform(others_key, (num_masks, num_others, 2))
+  return jnp.concatenate([uncertain, others], axis=1)
+
+
+def _matching_cost(
+  key: jax.Array,
+  logits: jax.Array,
+  masks: jax.Array,
+  labels: jax.Array,
+  segments: jax.Array,
+  options: Options,
+) -> jax.Array:
+  """Returns the cost of giving each target of an image each query, [N, Q]."""
+  points = jax.random.uniform(key, (1, options.num_points, 2))
+  targets = sample_objects(segments, jnp.arange(len(labels)), points)  # [N, P]
+  cross_entropy, dice = mask_losses.pairwise(sample(masks, points), targets)
+  return (
+    options.mask_weight * cross_entropy
+    + options.dice_weight * dice
+    - options.class_weight * matching.class_probabilities(logits, labels)
+  )
+
+
+def _mask_losses(
+  key: jax.Array,
+  masks: jax.Array,
+  query: jax.Array,
+  segments: jax.Array,
+  options: Options,
+) -> dict[str, jax.Array]:
+  """Returns the losses of the masks of an image, summed over its targets."""
+  matched = masks[jnp.maximum(query, 0)]  # [N, h, w]
+  points = _uncertain_points(key, jax.lax.stop_gradient(matched), options)
+  targets = sample_objects(segments, jnp.arange(len(query)), points)
+  logits = sample(matched, points)  # [N, P]
+  is_target = query >= 0
+  losses = {
+    'mask': mask_losses.cross_entropy(logits, targets),
+    'dice': mask_losses.dice(logits[..., None], targets[..., None]),
+  }
+  return {k: jnp.where(is_target, x, 0.0).sum() for k, x in losses.items()}
+
+
+def losses(
+  outputs: dict[str, jax.Array],
+  labels: jax.Array,
+  segments: jax.Array,
+  counts: jax.Array,
+  key: jax.Array,
+  options: Options = Options(),  # noqa: B008
+) -> dict[str, Any]:
+  """Computes the losses of a set prediction after an optimal matching.
+
+  One layer after the other: the points of all layers take gigabytes.
+
+  Args:
+    outputs: `logits`, float [L, B, Q, C + 1], the last class being "no object", and
+      `masks`, logits [L, B, Q, h, w].
+    labels: classes of targets, int [B, N].
+    segments: int [B, H, W], number of the target of each pixel, from 1; 0 for none.
+    counts: number of targets, int [B], the first ones.
+    key: draws the points.
+    options: weights and numbers.
+
+  Returns:
+    Sums, float32 [L, B], without the weights: `class`, the cross-entropy over queries,
+    `mask` and `dice` over targets. And `query`, the query of each target, int32 [L, B,
+    N], -1 for padding.
+  """
+  num_layers, num_images = outputs['logits'].shape[:2]
+  keys = jax.random.split(key, (num_layers, num_images, 2))
+
+  def costs(layer: tuple[jax.Array, ...]) -> jax.Array:
+    cost = functools.partial(_matching_cost, options=options)
+    return jax.vmap(cost)(*layer, labels, segments)
+
+  detached = jax.lax.stop_gradient(outputs)
+  layers = keys[:, :, 0], detached['logits'], detached['masks']
+  query = matching.match(jax.lax.map(costs, layers), counts)  # [L, B, N]
+
+  @jax.checkpoint
+  def of_masks(layer: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
+    of_image = functools.partial(_mask_losses, options=options)
+    return jax.vmap(of_image)(*layer, segments)
+
+  return {
+    'class': matching.class_loss(
+      outputs['logits'], labels, query, options.no_object_weight
+    ),
+    **jax.lax.map(of_masks, (keys[:, :, 1], outputs['masks'], query)),
+    'query': query,
+  }
