@@ -182,6 +182,20 @@ class SegmentSemantic:
   # Evaluation and prediction: images are grouped by their height and width, rounded up to a
   # multiple of this number, and the measures are compiled for each group.
   tight: Annotated[schema.Count, schema.FREE] = 64
+  # EoMT (config.model.kind='eomt'): weights of the losses of classes, of queries without a
+  # class there, and of masks (cross-entropy, Dice).
+  class_weight: schema.NonNegative = 2.0
+  no_object_weight: schema.NonNegative = 0.1
+  mask_weight: schema.NonNegative = 5.0
+  dice_weight: schema.NonNegative = 5.0
+  # Number of points at which the losses of a mask are computed, the number of points per
+  # point from which the least certain ones are taken, and their share.
+  num_points: schema.Count = 12_544
+  oversample: Annotated[float, schema.Range(ge=1)] = 3.0
+  importance: schema.Probability = 0.75
+  # Largest number of classes of an image, at most that of queries; of more, those with most
+  # pixels are learned.
+  max_classes: schema.Count = 64
 
 
 # By the name of the task, config.task.

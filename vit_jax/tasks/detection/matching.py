@@ -178,3 +178,29 @@ def class_loss(
 def class_weights(counts: jax.Array, num_queries: int, no_object: float) -> jax.Array:
   """Returns the sum of the weights of an image's predictions in `class_loss`, [B]."""
   return counts + no_object * (num_queries - counts)
+
+
+def shares(
+  counts: jax.Array, num_queries: int, no_object: float
+) -> dict[str, jax.Array]:
+  """Returns the factors of the losses of images, which depend on the global batch.
+
+  The mean over images of `class_loss` times `class_share` is divided by the sum of the
+  weights of all predictions, that of losses of targets times `target_share` by the number
+  of targets, over all devices.
+
+  Args:
+    counts: number of targets, int [B].
+    num_queries: number of predictions of an image.
+    no_object: weight of a prediction without an object.
+
+  Returns:
+    `class_share` and `target_share`, float32 [B].
+  """
+  counts = counts.astype(jnp.float32)
+  weights = class_weights(counts, num_queries, no_object)
+  batch = jnp.ones_like(counts) * len(counts)
+  return {
+    'class_share': batch / weights.sum(),
+    'target_share': batch / jnp.maximum(counts.sum(), 1.0),
+  }

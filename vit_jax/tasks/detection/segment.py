@@ -145,7 +145,7 @@ class Task(detect.Task):
       {'params': params}, outputs['features'], queries, method='draw_masks'
     )
     mask_losses = masks_lib.losses(masks, batch['segments'], batch['count'])
-    share = batch['box_share']
+    share = batch['target_share']
     return {
       **losses,
       'focal': masks_lib.FOCAL * mask_losses['focal'][None] * share,

@@ -7,6 +7,7 @@ classes of each patch. The logits are enlarged to the image, bilinearly.
 Shapes: B images of H x W pixels, h x w patches, N tokens, D width of a token, C classes.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -53,8 +54,6 @@ class LinearSegmenter(models_vit.VisionTransformer):
 class Linear:
   """The head of a model of the kind 'vit', see segment_semantic.Head."""
 
-  NEW_PARAMS = ('head',)
-
   def __init__(
     self,
     config: ml_collections.ConfigDict,
@@ -77,6 +76,14 @@ class Linear:
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
     variables = self.model.init(rng, images, train=False, method='segment')
     return variables['params'], {_STATISTICS: variables[_STATISTICS]}
+
+  def new_params(
+    self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
+  ) -> tuple[str, ...]:
+    return ('head',)
+
+  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    return batch
 
   def loss(
     self,
@@ -106,6 +113,9 @@ class Linear:
   def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
     variables = {'params': params, **extra}
     return self.model.apply(variables, images, train=False, method='segment')
+
+  def logits(self, scores: jax.Array) -> jax.Array:
+    return scores
 
 
 def _unpooled(model: ml_collections.ConfigDict) -> str:

@@ -47,16 +47,21 @@ class Head(Protocol):
   float32 [C], or None.
 
   Attributes:
-    NEW_PARAMS: prefixes of the paths of parameters that do not come from
-      `config.pretrained`.
     model: the Flax module.
   """
 
-  NEW_PARAMS: ClassVar[tuple[str, ...]]
   model: Any
 
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
     """Returns parameters and extra state, see Task.init; images are zeros [1, H, W, 3]."""
+
+  def new_params(
+    self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
+  ) -> tuple[str, ...]:
+    """Returns what does not come from `config.pretrained`, see Task.new_params."""
+
+  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Adds to a global batch what the loss needs, see Task.augment."""
 
   def loss(
     self,
@@ -68,8 +73,8 @@ class Head(Protocol):
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the loss of a training batch, see Task.loss.
 
-    `batch` has `image`, float32 [B, H, W, 3], and `segmentation`, int32 [B, H, W]: classes
-    of the pixels, negative for pixels that do not count.
+    `batch` has `image`, float32 [B, H, W, 3], `segmentation`, int32 [B, H, W]: classes of
+    the pixels, negative for pixels that do not count; and what `augment` adds.
     """
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
@@ -81,9 +86,13 @@ class Head(Protocol):
     The class of a pixel is that of the greatest score after bilinear resizing.
     """
 
+  def logits(self, scores: jax.Array) -> jax.Array:
+    """Returns logits of the classes, whose cross-entropy is the loss of evaluation."""
+
 
 # Kind of the model (config.model.kind) -> 'module:class' of its head.
 HEADS = {
+  'eomt': 'vit_jax.tasks.segmentation.eomt:Eomt',
   'vit': 'vit_jax.tasks.segmentation.linear:Linear',
 }
 
@@ -236,7 +245,12 @@ class Task(base.Task):
     shapes: Mapping[str, Any],
     class_names: Any,
   ) -> tuple[str, ...]:
-    return self.head.NEW_PARAMS
+    return self.head.new_params(weights, shapes)
+
+  def augment(
+    self, batch: dict[str, jax.Array], rng: jax.Array
+  ) -> dict[str, jax.Array]:
+    return self.head.augment(batch)
 
   def loss(  # type: ignore[override]
     self,
@@ -270,7 +284,8 @@ class Task(base.Task):
   def pixel_losses(self, scores: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns sum and weight of the cross-entropy of each image, float32 [B, 2]."""
     sums = jax.vmap(lambda x, y: losses.cross_entropy(x[None], y[None]))
-    return jnp.stack(sums(scores, batch['segmentation']), axis=-1)
+    logits = self.head.logits(scores)
+    return jnp.stack(sums(logits, batch['segmentation']), axis=-1)
 
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]

@@ -1,0 +1,20 @@
+"""Trains a small EoMT to segment scenes of digits, without a download.
+
+  vit_jax train --config=configs/segment_scenes_eomt.py --workdir=/tmp/eomt
+
+The encoder, data and number of updates are those of segment_scenes.py, whose head is
+linear.
+"""
+
+import ml_collections
+
+from vit_jax.configs import segment_scenes
+
+
+def get_config() -> ml_collections.ConfigDict:
+  config = segment_scenes.get_config()
+  config.model.update(kind='eomt', model_name='EoMT-scenes', num_queries=20)
+  config.model.update(num_query_layers=2, num_upscales=1)
+  # Images have 64 x 64 pixels, and at most seven classes.
+  config.task_options.update(num_points=512, max_classes=8)
+  return config

@@ -1,0 +1,168 @@
+"""EoMT's training for semantic segmentation (arXiv 2503.19108, section 3 and 4.1).
+
+The targets of an image are the classes that occur in it, each with the mask of all its
+pixels. In training, masked attention is switched off layer by layer (`mask_rates`), so
+that prediction does without.
+
+Shapes: B images of H x W pixels, Q queries, N targets of an image (padded), C classes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+
+from vit_jax import models
+from vit_jax.tasks import base
+from vit_jax.tasks.detection import matching
+from vit_jax.tasks.segmentation import postprocess, set_losses
+
+_POWER = 0.9  # Of the schedule of masked attention, as in the released code.
+_NEW_PARAMS = ('queries', 'mask_mlp/', 'upscale_', 'class_head/')
+
+
+def mask_rates(step: jax.Array | int, total_steps: int, num_layers: int) -> jax.Array:
+  """Returns the probabilities of masked attention by layer, float32 [num_layers].
+
+  They decrease from 1 to 0, one layer after the other, each in the same number of steps
+  after the layer before; the first and the last such period have no change.
+  """
+  periods = step / total_steps * (num_layers + 2)
+  progress = jnp.clip(periods - 1 - jnp.arange(num_layers), 0.0, 1.0)
+  return (1 - progress) ** _POWER
+
+
+def targets(
+  segmentation: jax.Array, num_classes: int, most: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the targets of images: the classes that occur in them.
+
+  Args:
+    segmentation: classes of pixels, int32 [B, H, W], negative for none.
+    num_classes: C.
+    most: largest number of targets of an image, N; of more classes those with most
+      pixels are taken.
+
+  Returns:
+    Classes, int32 [B, N], the most frequent one first; the number of the target of each
+    pixel, from 1, or 0 for none, int32 [B, H, W]; and the number of targets, int32 [B].
+  """
+
+  def of_image(classes: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    numbers = jnp.where(classes < 0, num_classes, classes)
+    pixels = jnp.bincount(numbers.ravel(), length=num_classes + 1)[:-1]
+    labels = jnp.argsort(-pixels)[:most]
+    number_of = jnp.zeros(num_classes + 1, jnp.int32)
+    number_of = number_of.at[labels].set(1 + jnp.arange(len(labels)))
+    number_of = number_of.at[num_classes].set(0)
+    return labels, number_of[numbers], (pixels[labels] > 0).sum()
+
+  return jax.vmap(of_image)(segmentation)
+
+
+class Eomt:
+  """The head of a model of the kind 'eomt', see segment_semantic.Head."""
+
+  def __init__(
+    self,
+    config: ml_collections.ConfigDict,
+    num_classes: int,
+    class_weights: jax.Array | None,
+  ) -> None:
+    if class_weights is not None:
+      raise ValueError(
+        "class_weights weight pixels, but a model of kind='eomt' learns masks, all of "
+        'which count the same: leave them out (--config.class_weights)'
+      )
+    self.model = models.make_model(config.model, num_classes=num_classes)
+    self._total_steps = config.total_steps
+    options = config.task_options
+    self._options = set_losses.Options(
+      **{name: options[name] for name in set_losses.Options._fields}
+    )
+    self._num_classes = num_classes
+    self._num_targets = min(num_classes, options.max_classes)
+    if self._num_targets > self.model.num_queries:
+      raise ValueError(
+        f'max_classes={options.max_classes} classes of an image cannot each have one of '
+        f'{self.model.num_queries} queries: lower --config.task_options.max_classes, or '
+        'raise --config.model.num_queries'
+      )
+
+  def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
+    return self.model.init(rng, images, train=False)['params'], {}
+
+  def new_params(
+    self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
+  ) -> tuple[str, ...]:
+    """Returns what weights lack or have for other classes or numbers of queries."""
+    prefixes = []
+    for prefix in _NEW_PARAMS:
+      paths = [path for path in shapes if path.startswith(prefix)]
+      if any(
+        path not in weights or weights[path].shape != shapes[path].shape
+        for path in paths
+      ):
+        prefixes.append(prefix)
+    return tuple(prefixes)
+
+  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Adds the targets of images, and factors of the global batch."""
+    labels, segments, counts = targets(
+      batch['segmentation'], self._num_classes, self._num_targets
+    )
+    shares = matching.shares(
+      counts, self.model.num_queries, self._options.no_object_weight
+    )
+    return {**batch, **shares, 'labels': labels, 'segments': segments, 'counts': counts}
+
+  def loss(
+    self,
+    params: Any,
+    extra: Any,
+    batch: dict[str, jax.Array],
+    rng: jax.Array,
+    step: jax.Array,
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    """Returns the sum over layers of the set loss, and the number of images.
+
+    The metrics are the losses of the last layer, with their weights, and `mask_rate`, the
+    mean probability of masked attention.
+    """
+    points_key, dropout_key = jax.random.split(rng)
+    rates = mask_rates(step, self._total_steps, self.model.num_query_layers)
+    outputs = self.model.apply(
+      {'params': params},
+      batch['image'],
+      train=True,
+      mask_rates=rates,
+      rngs={'dropout': dropout_key},
+    )
+    options = self._options
+    sums = set_losses.losses(
+      outputs, batch['labels'], batch['segments'], batch['counts'], points_key, options
+    )
+    losses = {
+      'class': options.class_weight * sums['class'] * batch['class_share'],
+      'mask': options.mask_weight * sums['mask'] * batch['target_share'],
+      'dice': options.dice_weight * sums['dice'] * batch['target_share'],
+    }
+    count = jnp.float32(len(batch['image']))
+    metrics = {name: (x[-1].sum(), count) for name, x in losses.items()}
+    metrics['mask_rate'] = rates.mean() * count, count
+    total = sum(x.sum() for x in losses.values())
+    return (total, count), metrics
+
+  def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
+    return extra
+
+  def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
+    """Returns the scores of the classes on the grid of the masks, see postprocess."""
+    outputs = self.model.apply({'params': params}, images, train=False)
+    return postprocess.class_scores(outputs['logits'][-1], outputs['masks'][-1])
+
+  def logits(self, scores: jax.Array) -> jax.Array:
+    """Returns logits whose softmax is the share of each class in the scores."""
+    return jnp.log(scores + 1e-6)
