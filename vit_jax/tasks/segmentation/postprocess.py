@@ -1,13 +1,12 @@
 """Semantic, instance and panoptic segmentation from the classes and masks of queries.
 
-As in the released code of EoMT (arXiv 2503.19108). One model has all three results; what
-its training data have decides which are useful.
+As in the released code of EoMT (arXiv 2503.19108). One model has all three results; which
+are useful depends on its training data.
 
 Shapes: B images, Q queries, C classes, h x w cells of a mask, H x W pixels.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,8 @@ import numpy as np
 
 from vit_jax.tasks.detection import segments as segments_lib
 
-# Panoptic segmentation: least score of a query, and least share of a query's mask that
-# is left to its segment where masks overlap.
+# Least score of a query, and least share of a query's mask that is left to its segment
+# where masks overlap.
 THRESHOLD, OVERLAP = 0.8, 0.8
 
 
@@ -28,3 +27,78 @@ def class_scores(logits: jax.Array, masks: jax.Array) -> jax.Array:
   """
   probabilities = jax.nn.softmax(logits.astype(jnp.float32))[..., :-1]
   return jnp.einsum('bqc,bqhw->bhwc', probabilities, jax.nn.sigmoid(masks))
+
+
+def instances(
+  logits: np.ndarray, masks: np.ndarray, threshold: float = THRESHOLD
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns the instances of an image, whose masks may overlap.
+
+  Args:
+    logits: of the classes of queries, float [Q, C + 1], the last one of no object.
+    masks: logits at the size of the image, float [Q, H, W].
+    threshold: least score, the probability of the class times the mean probability of
+      the pixels in the mask.
+
+  Returns:
+    Masks bool [n, H, W], classes int [n] and scores float [n], in the order of queries.
+  """
+  probabilities = _softmax(logits)[:, :-1]
+  labels = probabilities.argmax(axis=-1)
+  is_inside = masks > 0
+  area = is_inside.sum(axis=(1, 2))
+  quality = (_sigmoid(masks) * is_inside).sum(axis=(1, 2)) / (area + 1e-6)
+  scores = probabilities.max(axis=-1) * quality
+  chosen = (area > 0) & (scores >= threshold)
+  return is_inside[chosen], labels[chosen], scores[chosen]
+
+
+def panoptic(
+  logits: np.ndarray,
+  masks: np.ndarray,
+  stuff: Collection[int] = (),
+  threshold: float = THRESHOLD,
+  overlap: float = OVERLAP,
+) -> segments_lib.Segments:
+  """Gives each pixel to one query, or to none; the queries of a class of stuff share one.
+
+  Args:
+    logits: of the classes of queries, float [Q, C + 1], the last one of no object.
+    masks: logits at the size of the image, float [Q, H, W].
+    stuff: classes whose segments are merged.
+    threshold: queries need a greater probability of their class.
+    overlap: queries need a greater share of their mask that no other query takes.
+  """
+  probabilities = _softmax(logits)
+  scores, labels = probabilities.max(axis=-1), probabilities.argmax(axis=-1)
+  queries = np.flatnonzero((labels < logits.shape[1] - 1) & (scores > threshold))
+  numbers = np.zeros(masks.shape[1:], np.int32)
+  chosen: list[int] = []  # The query of each segment.
+  number_of: dict[int, int] = {}  # By class of stuff.
+  if not len(queries):
+    return segments_lib.Segments(numbers, labels[:0], scores[:0])
+  shares = _sigmoid(masks[queries])
+  owners = queries[(scores[queries, None, None] * shares).argmax(axis=0)]  # [H, W]
+  for query, share in zip(queries, shares):
+    is_own, is_inside = owners == query, share >= 0.5
+    segment = is_own & is_inside
+    if not segment.any() or is_own.sum() / is_inside.sum() <= overlap:
+      continue
+    label = int(labels[query])
+    if label in number_of:
+      numbers[segment] = number_of[label]
+      continue
+    chosen.append(query)
+    numbers[segment] = len(chosen)
+    if label in stuff:
+      number_of[label] = len(chosen)
+  return segments_lib.Segments(numbers, labels[chosen], scores[chosen])
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+  exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
+  return exponentials / exponentials.sum(axis=-1, keepdims=True)
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+  return 0.5 * (1 + np.tanh(0.5 * logits))
