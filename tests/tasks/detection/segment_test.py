@@ -195,7 +195,7 @@ def test_loss_uses_the_masks_of_matched_queries(classes):
   task = make_task()
   made = task.example(tensors(record(classes)), None)
   batch = {name: jnp.asarray(value)[None] for name, value in made.items()}
-  shares = {'class_share': jnp.ones(1), 'box_share': jnp.full(1, 0.5)}
+  shares = {'class_share': jnp.ones(1), 'target_share': jnp.full(1, 0.5)}
 
   @jax.jit  # Compiles the matching once.
   def compute(batch):
