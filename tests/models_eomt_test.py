@@ -89,3 +89,18 @@ def test_predictions_match_hugging_face(pair, size, rates):
   assert masks.std() > 0.3
   np.testing.assert_allclose(outputs['logits'], logits, atol=1e-5)
   np.testing.assert_allclose(outputs['masks'], masks, atol=1e-5)
+
+
+def test_hugging_face_reads_written_weights(pair, tmp_path):
+  theirs, _, _ = pair
+  theirs.attn_mask_probs.fill_(0)
+  theirs.save_pretrained(tmp_path / 'theirs')
+  convert.convert(str(tmp_path / 'theirs'), str(tmp_path / 'ours'), 'hf')
+  written = type(theirs).from_pretrained(tmp_path / 'ours').eval()
+  pixels = torch.rand(1, 3, 16, 16)
+  for model in (theirs, written):
+    model.grid_size = (4, 4)
+  with torch.no_grad():
+    expected, actual = theirs(pixels), written(pixels)
+  assert torch.equal(actual.class_queries_logits, expected.class_queries_logits)
+  assert torch.equal(actual.masks_queries_logits, expected.masks_queries_logits)

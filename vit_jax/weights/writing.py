@@ -131,7 +131,7 @@ def _write_folder(model: Model, dst: epath.Path, to: str) -> list[str]:
   """Writes model.safetensors, and the JSON files of a format."""
   family = families.from_config(model.config)
   naming = family.naming_of(model.config, to)
-  state = family.dump(reading.leaves_of(model), naming)
+  state = family.dump(reading.leaves_of(model), naming) | family.buffers(model)
   contents, notes = family.files(model, to)
   if model.preparation.value_range is not None:
     notes.append(

@@ -256,6 +256,10 @@ class Family(abc.ABC):
     """Returns what a user should know about a model in a format."""
     return []
 
+  def buffers(self, model: Any) -> dict[str, np.ndarray]:
+    """Returns arrays of the other program that are no parameters, by name."""
+    return {}
+
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
     """Returns JSON files to write next to the weights by name, and notes.
 

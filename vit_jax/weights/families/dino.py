@@ -36,6 +36,11 @@ LAYER = (
   ('LayerNorm_1', 'norm', 'norm2'),
   ('LayerScale_1/gamma', 'same', 'layer_scale2.lambda1'),
 )
+GATED_MLP = (
+  ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
+  ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
+  ('MlpBlock_0/Dense_1', 'dense', 'mlp.down_proj'),
+)
 # Names in memory of transformers 5 -> in its files: attention, and an MLP with a gate.
 MEMORY_ATTENTION = (
   *(
@@ -68,9 +73,7 @@ LAYER_3 = (
   *leaves.attention(
     ATTENTION, 'attention', ends=('q_proj', 'k_proj', 'v_proj', 'o_proj')
   ),
-  ('MlpBlock_0/gate', 'dense', 'mlp.gate_proj'),
-  ('MlpBlock_0/Dense_0', 'dense', 'mlp.up_proj'),
-  ('MlpBlock_0/Dense_1', 'dense', 'mlp.down_proj'),
+  *GATED_MLP,
 )
 
 

@@ -55,20 +55,16 @@ def _naming(
   )
 
 
-def _naming_2(gated: bool) -> leaves.Naming:
-  """Returns the naming with DINOv2's encoder, whose MLPs may have gates."""
+def _naming_2(
+  mlp: tuple[leaves.Row, ...], joined: Mapping[str, tuple[str, str]] | None = None
+) -> leaves.Naming:
+  """Returns the naming with DINOv2's encoder; `mlp` are rows of a layer."""
   stem = (
     ('embedding', 'conv', f'{_PATCHES}.projection'),
     (_POSEMB, 'rows', 'embeddings.position_embeddings.weight'),
   )
-  last = 'mlp.weights_out' if gated else 'mlp.fc2'
-  layer = (
-    *dino.LAYER,
-    *leaves.attention(dino.ATTENTION, 'attention'),
-    *dino.mlp('mlp.fc1', last, gated),
-  )
-  joined = {'.mlp.weights_in.': dino.JOINED} if gated else {}
-  return _naming(stem, layer, joined=joined, old_names=dino.MEMORY_GATED)
+  attention = leaves.attention(dino.ATTENTION, 'attention')
+  return _naming(stem, (*dino.LAYER, *attention, *mlp), joined=joined or {})
 
 
 class Eomts(vit.Classifiers):
@@ -87,14 +83,20 @@ class Eomts(vit.Classifiers):
   }
   head = 'class_head/bias'
   namings = {  # noqa: RUF012
-    'hf': _naming_2(gated=False),
-    'hf, gated': _naming_2(gated=True),
+    'hf': _naming_2(dino.mlp('mlp.fc1', 'mlp.fc2', gated=False)),
+    'hf, gated': _naming_2(dino.GATED_MLP),
+    # Of transformers 4.
+    'hf, joined': _naming_2(
+      dino.mlp('', 'mlp.weights_out', gated=True), {'.mlp.weights_in.': dino.JOINED}
+    ),
     'hf, DINOv3': _naming((('embedding', 'conv', _PATCHES),), dino.LAYER_3),
   }
 
   def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
     if not vit.has_learned_positions(names):
       return self.namings['hf, DINOv3']
+    if any('.mlp.weights_in.' in name for name in names):
+      return self.namings['hf, joined']
     return self.namings['hf, gated' if vit.is_gated(names) else 'hf']
 
   def load(
@@ -120,6 +122,9 @@ class Eomts(vit.Classifiers):
       flat = {path: x for path, x in flat.items() if not path.endswith('/key/bias')}
     flat.setdefault('register_tokens', flat['cls'][:, :0])
     return leaves.dump(flat, self.naming(naming, flat))
+
+  def buffers(self, model: Any) -> dict[str, np.ndarray]:
+    return {_MASK_RATES: np.zeros(model.config.num_query_layers, np.float32)}
 
   def sizes(
     self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
