@@ -8,6 +8,7 @@ MODULES = (
   'vit_jax.layers',
   'vit_jax.models_bit',
   'vit_jax.models_detr',
+  'vit_jax.models_eomt',
   'vit_jax.models_igpt',
   'vit_jax.models_lit',
   'vit_jax.models_mixer',

@@ -62,7 +62,10 @@ def usable(
     raise ValueError(f"split '{where}' is empty")
   limit = max_pixels or common.get_config().max_image_pixels
 
-  explain = explain or functools.partial(images.broken_reason, channels=channels)
+  if explain is None:
+    explain = images.broken_reason
+    if channels is not None:
+      explain = functools.partial(images.broken_reason, channels=channels)
 
   def check() -> list[tuple[int, str]]:
     for index, rows in views:

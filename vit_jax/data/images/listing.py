@@ -66,6 +66,7 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
         pieces.append(piece)
         visits[piece.identity] += bool(piece.identity)
         if visits[piece.identity] > _MOST_VISITS:
+          pool.shutdown(wait=False, cancel_futures=True)
           raise ValueError(
             f"more than {_MOST_VISITS} links in '{image_files.display(top)}' lead to the "
             f"folder '{image_files.display(piece.name)}': remove links to folders that "
