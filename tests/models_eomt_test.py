@@ -83,7 +83,9 @@ def test_predictions_match_hugging_face(pair, size, rates):
     outputs = jax.jit(apply)(variables, images)
     masks, logits = masks[-1:], logits[-1:]
   else:
-    apply = functools.partial(apply, mask_rates=np.array(rates), rngs={'dropout': key})
+    apply = functools.partial(
+      apply, mask_rates=jax.numpy.array(rates), rngs={'dropout': key}
+    )
     outputs = jax.jit(apply)(variables, images)
   assert outputs['masks'].shape == (len(masks), 2, 5, size[0], size[1])
   assert masks.std() > 0.3

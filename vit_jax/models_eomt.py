@@ -11,7 +11,7 @@ schedule anneals to 0. So prediction needs no masks, and the whole model is the 
 
 Shapes in the comments:
   B images    H, W image height and width    h, w patches down and across
-  N tokens (class token, registers and h*w patches)    Q queries
+  S tokens: Q queries, class token, registers and h*w patches
   D width of a token    C classes    L2 layers that read the queries
   U factor by which masks have more cells than patches down, and across
 """
@@ -154,7 +154,7 @@ class Eomt(models_vit.VisionTransformer):
     x = self.embed(images, flat=False)
     grid = x.shape[1:3]
     options = {'train': train, 'parts': ('layers',), **self._grid(x)}
-    x = self.add_positions(x, train=train)  # [B, N, D]
+    x = self.add_positions(x, train=train)  # [B, S - Q, D]
     num_layers = self.transformer['num_layers']
     first = num_layers - self.num_query_layers
     x = self.Transformer(x, layers=range(first), last_norm=False, **options)
@@ -180,7 +180,7 @@ class Eomt(models_vit.VisionTransformer):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *predictions)
 
   def _predict(
-    self, x: Float[Array, 'B Q+N D'], grid: tuple[int, int]
+    self, x: Float[Array, 'B S D'], grid: tuple[int, int]
   ) -> dict[str, Float[Array, 'B Q ...']]:
     """Returns `logits` and `masks` of normalised tokens, the queries first."""
     queries = x[:, : self.num_queries]
@@ -197,11 +197,11 @@ class Eomt(models_vit.VisionTransformer):
 
   def _attention_mask(
     self,
-    masks: Float[Array, 'B Q U*h U*w'],
+    masks: Float[Array, 'B Q height width'],
     rate: Float[Array, ''],
     grid: tuple[int, int],
     tokens: int,
-  ) -> Bool[Array, 'B 1 Q+N Q+N']:
+  ) -> Bool[Array, 'B 1 S S']:
     """Returns which tokens may attend to which: some queries not outside their masks."""
     shape = (*masks.shape[:2], *grid)
     masks = jax.image.resize(masks, shape, 'bilinear', antialias=False)
