@@ -120,8 +120,9 @@ def test_calibration_is_stored_and_used(workdir, monkeypatch, capsys):
   for model in (after, pickle.loads(pickle.dumps(after))):
     np.testing.assert_allclose(model.probabilities([path]), want, rtol=1e-5)
   (workdir / 'calibration.json').unlink()
-  with pytest.raises(ValueError, match="calibrate='train.:50%.' are the images"):
-    evaluation.calibrated(before, 'train[:50%]')
+  for split in ('train[:50%]', 'test+train[40%:60%]'):
+    with pytest.raises(ValueError, match=r'calibrate=.* overlaps with pp\.train='):
+      evaluation.calibrated(before, split)
 
 
 def test_metrics_of_a_report_can_be_the_best(tiny_config):

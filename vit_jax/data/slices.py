@@ -1,12 +1,14 @@
 """Slices of a split, in the notation of TFDS: 'train[:90%]', 'train+test'."""
 
 from collections.abc import Iterator
+import itertools
 from typing import Any
 
 from vit_jax import console
 from vit_jax.data import folds
 from vit_jax.data.lazy import tfds
 
+_LARGE = 10**9  # Number of examples by which slices are compared.
 VALIDATION = ('validation', 'val', 'valid')  # Names of the same split.
 
 
@@ -69,3 +71,22 @@ def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
   if begin >= end:
     raise ValueError(f"split '{split}' is empty, from {begin} to {end}: {remedy}")
   return begin, end
+
+
+def overlap(a: str, b: str) -> bool:
+  """Returns whether two splits of large data sets overlap."""
+  for (base_a, part_a), (base_b, part_b) in itertools.product(parts(a), parts(b)):
+    if base_a == base_b and _parts_overlap(part_a, part_b):
+      return True
+  return False
+
+
+def _parts_overlap(a: str, b: str) -> bool:
+  """Returns whether two slices or folds of a large split overlap."""
+  fold_a, fold_b = folds.parse(a), folds.parse(b)
+  if fold_a is not None and fold_b is not None:
+    return fold_a.overlaps(fold_b)
+  if fold_a is not None or fold_b is not None:
+    return True
+  range_a, range_b = (take(range(_LARGE), 'train', part) for part in (a, b))
+  return range_a.start < range_b.stop and range_b.start < range_a.stop

@@ -123,9 +123,10 @@ def calibrated(model: Any, split: str) -> Any:
   schema.check('calibrate', split, schema.Split, '--')
   task, mesh = model.task, sharding.mesh_of(model.params)
   report_lib.Report.metrics(model.config)  # Classifiers only.
-  if split == model.config.pp.train:
+  train = model.config.pp.train
+  if slices.overlap(split, train):
     raise ValueError(
-      f"calibrate='{split}' are the images that the run was trained on, for which it is "
+      f"calibrate='{split}' overlaps with pp.train='{train}', for whose images the run is "
       "too confident: use others, such as --calibrate='train[90%:]' after training with "
       "--config.pp.train='train[:90%]'"
     )

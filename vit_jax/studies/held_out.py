@@ -1,14 +1,11 @@
 """Splits training data into a part to train on and a held-out part."""
 
-import itertools
 import re
 from typing import NamedTuple
 
 from vit_jax.configs import schema
 from vit_jax.data import folds, slices
 from vit_jax.data.lazy import tfds
-
-_LARGE = 10**9  # Number of examples by which slices are compared.
 
 
 class Parts(NamedTuple):
@@ -58,33 +55,12 @@ def cut(split: str, test: str, held_out: str | None = None) -> Parts:
         f"pp.train='{split}' leaves no training data to choose on: {remedy}"
       )
   for key, value in (('pp.train', splits.train), ('pp.test', test)):
-    if _overlap(splits.held_out, value):
+    if slices.overlap(splits.held_out, value):
       raise ValueError(
         f"the part to choose on, '{splits.held_out}', overlaps with {key}='{value}': "
         f'{remedy}'
       )
   return splits
-
-
-def _overlap(a: str, b: str) -> bool:
-  """Returns whether two splits of large data sets overlap."""
-  for (base_a, part_a), (base_b, part_b) in itertools.product(
-    slices.parts(a), slices.parts(b)
-  ):
-    if base_a == base_b and _parts_overlap(part_a, part_b):
-      return True
-  return False
-
-
-def _parts_overlap(a: str, b: str) -> bool:
-  """Returns whether two slices or folds of a large split overlap."""
-  fold_a, fold_b = folds.parse(a), folds.parse(b)
-  if fold_a is not None and fold_b is not None:
-    return fold_a.overlaps(fold_b)
-  if fold_a is not None or fold_b is not None:
-    return True
-  range_a, range_b = (slices.take(range(_LARGE), 'train', part) for part in (a, b))
-  return range_a.start < range_b.stop and range_b.start < range_a.stop
 
 
 def _cut_off(base: str, instruction: str, held_out: str) -> Parts:
