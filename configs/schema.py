@@ -379,7 +379,7 @@ def raise_unknown(
     near += [name for name in known_keys if last in name]
   hint = where or f'known keys are {", ".join(sorted(known_keys)) or "none"}'
   if key in synonyms.SYNONYMS and not prefix:
-    hint = f'here it is {synonyms.SYNONYMS[key]}'
+    hint = synonyms.hint(key)
   elif near:
     hint = f"did you mean '{prefix}{near[0]}'?"
   raise ValueError(f"{of} has no key '{prefix}{key}': {hint}")

@@ -110,3 +110,9 @@ SYNONYMS = {
   'data_path': _DATA,
   'dataset_name': _DATA,
 }
+
+
+def hint(name: str) -> str:
+  """Returns how the setting of a name in SYNONYMS is made here, for the end of an error."""
+  text = SYNONYMS[name]
+  return f'use {text}' if text.startswith('--') else text

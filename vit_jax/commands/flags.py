@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
     synonym = synonyms.SYNONYMS.get(first, '')
     is_known = synonym.startswith(tuple(self.flags())) or not synonym.startswith('--')
     if synonym and is_known:
-      hint = f': here it is {synonym}'
+      hint = f': {synonyms.hint(first)}'
     raise ValueError(f'there is no flag {flag}{hint} (see --help)')
 
 

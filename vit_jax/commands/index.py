@@ -114,4 +114,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _rounded(values: Sequence[float]) -> str:
-  return f'({", ".join(f"{value:.4g}" for value in values)})'
+  return f'({", ".join(f"{value:.6g}" for value in values)})'
