@@ -60,24 +60,6 @@ def test_groups_stay_together_and_classes_are_spread():
   assert deviation(numbers) < min(at_random)
 
 
-@pytest.mark.parametrize('count, num_groups', [(2, 9), (5, 60), (7, 150)])
-def test_groups_are_in_the_folds_of_scikit_learn(count, num_groups):
-  rng = np.random.default_rng(count)
-  groups = rng.integers(0, num_groups, len(CLASSES))  # Many have the same counts.
-  fold = folds.parse(f'[fold=0/{count}]')
-  order = np.argsort(np.random.PCG64(0).random_raw(len(CLASSES)), kind='stable')
-  numbers = folds.assign('train', fold, CLASSES, groups)[order]
-  _, first, inverse = np.unique(groups[order], return_index=True, return_inverse=True)
-  codes = np.argsort(np.argsort(first))[inverse]  # By first occurrence.
-  expected = np.empty_like(numbers)
-  splitter = model_selection.StratifiedGroupKFold(count)
-  with pytest.warns(UserWarning, match='least populated class'):
-    parts = list(splitter.split(CLASSES[order], CLASSES[order], codes))
-  for number, (_, rows) in enumerate(parts):
-    expected[rows] = number
-  np.testing.assert_array_equal(numbers, expected)
-
-
 def test_folds_partition_the_items():
   items = np.arange(100, 100 + len(CLASSES))
   parts = []
