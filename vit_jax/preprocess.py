@@ -287,8 +287,8 @@ def prepare(
   """Decodes one image and prepares it for training or evaluation.
 
   `encoded` is the contents of an image file, a string scalar, and `seed` int64 [2] in
-  training, None in evaluation. `upright` applies the EXIF orientation. Returns float32 [crop height, crop width, channels] in
-  [-1, 1], or standardised by `pp.mean` and `pp.std`.
+  training, None in evaluation. `upright` applies the EXIF orientation. Returns float32
+  [crop height, crop width, channels] in [-1, 1], or standardised by `pp.mean` and `pp.std`.
   """
   if seed is not None:
     return decode_with_geometry(encoded, seed, pp, upright=upright)[0]

@@ -9,10 +9,11 @@ mask has the name of its image, apart from the ending, and may be in a folder of
 name. For masks and classes.json see vit_jax/data/masks.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import os
 from typing import Any, NamedTuple
 
+from absl import logging
 import numpy as np
 
 from vit_jax import console
@@ -99,7 +100,9 @@ class MaskedSource(records.FolderSource):
     self._mask_paths = mask_paths
 
   def fingerprint(self) -> dict[str, Any]:
-    return {**super().fingerprint(), 'masks': self._mask_paths.digest()}
+    values = super().fingerprint()
+    values[masks.FEATURE] = self._mask_paths.digest()  # Wherever the folder is.
+    return values
 
   def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     record = super().read(record)
@@ -187,7 +190,17 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
   row_of_name = {}
   every_row = np.arange(len(mask_index))
   for row, name in zip(every_row, mask_index.names(every_row)):
-    row_of_name[_stem(name, place.layout.mask_suffix)] = row
+    if not _has_ending(name, place.layout.mask_suffix):
+      continue  # Another file of the data set, such as a picture of the classes.
+    stem = _stem(name, place.layout.mask_suffix)
+    if stem in row_of_name:
+      raise ValueError(
+        f"two masks in '{mask_index.top}' have the name '{image_files.display(stem)}', "
+        'apart from their endings: keep one of them'
+      )
+    row_of_name[stem] = row
+  if len(row_of_name) > len(index):
+    _warn_of_masks(row_of_name, index, mask_index, place.layout)
   mask_rows, missing = [], []
   for name in index.names(rows):
     row = row_of_name.get(_stem(name, place.layout.image_suffix))
@@ -202,6 +215,29 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
       'move these images elsewhere'
     )
   return _View(index, rows, mask_index, np.array(mask_rows))
+
+
+def _warn_of_masks(
+  row_of_name: Mapping[bytes, int],
+  index: index_lib.Index,
+  mask_index: index_lib.Index,
+  layout: Layout,
+) -> None:
+  """Warns of masks without an image."""
+  without_image = set(row_of_name)
+  for name in index.names(np.arange(len(index))):
+    without_image.discard(_stem(name, layout.image_suffix))
+  logging.warning(
+    "Left out %s without an image in '%s', such as '%s' in '%s'",
+    console.pluralize(len(without_image), 'mask'),
+    index.top,
+    image_files.display(min(without_image)),
+    mask_index.top,
+  )
+
+
+def _has_ending(name: bytes, suffix: str) -> bool:
+  return os.path.splitext(name)[0].endswith(suffix.encode())
 
 
 def _stem(name: bytes, suffix: str) -> bytes:

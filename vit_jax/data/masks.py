@@ -84,6 +84,8 @@ def _check(classes: Sequence[MaskClass]) -> None:
     if repeated:
       raise ValueError(f'two classes have the {field} {repeated[0]!r}')
   for x in classes:
+    if not x.name.strip():
+      raise ValueError(f'the class of id {x.id} has no name')
     if not 0 <= x.id < _NUMBERS:
       raise ValueError(f"class '{x.name}' has the id {x.id}: use 0 to {_NUMBERS - 1}")
     if x.color is not None and not all(0 <= value < 256 for value in x.color):
@@ -131,6 +133,9 @@ class Reader:
     classes: the classes of the data.
     ignore: further numbers to ignore.
     reduce_zero_label: whether number 0 is ignored, and 1 is the first class.
+
+  Raises:
+    ValueError: if a number to ignore is that of a class.
   """
 
   def __init__(
@@ -141,6 +146,13 @@ class Reader:
   ) -> None:
     shift = int(reduce_zero_label)
     self.ids = [x.id + shift for x in learned(classes)]
+    for x in learned(classes):
+      if x.id + shift in ignore:
+        raise ValueError(
+          f"ignore={tuple(ignore)} has the number of the class '{x.name}': leave out "
+          f'{x.id + shift} (config.task_options.ignore), or write "ignore": true for this '
+          f"class in '{CLASSES}'"
+        )
     self._colors = {x.color: x.id + shift for x in classes if x.color is not None}
     self._table = np.full(_NUMBERS, _UNKNOWN, np.int32)
     self._table[list(ignore)] = IGNORED

@@ -117,7 +117,7 @@ class Source:
   def labels(self) -> np.ndarray | None:
     """Returns the classes of each example, int [num_examples, L], padded with -1.
 
-    None if they are not known without reading many data.
+    None if they are not known without reading much data.
     """
     return None
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from tests import conftest
 from vit_jax import predict, train
 from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
 from vit_jax.data import masks, sources
+from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config
 from vit_jax.tasks.segmentation import class_maps, linear, losses, scores
 
@@ -268,6 +270,10 @@ def test_faults_of_masks_are_named_before_a_run(broken):
     assert fault in str(error.value)
   with pytest.raises(ValueError, match='4 of 8 images'):
     open_it(ignore=(9, 255))
+  with pytest.raises(
+    ValueError, match=r"ignore=\(7,\) has the number of .*'sea': leave"
+  ):
+    open_it(ignore=(7,))
   (folder / '6.png').unlink()
   with pytest.raises(ValueError, match=r"without a mask in .*such as \['6.png'\]"):
     open_it()
@@ -281,6 +287,7 @@ def test_faults_of_masks_are_named_before_a_run(broken):
     ('["sky", "sky"]', "two classes have the name 'sky'"),
     ('[{"name": "sky", "id": 70000}]', 'use 0 to 65535'),
     ('[{"name": "sky", "id": 0, "ignore": true}]', 'no class to learn'),
+    ('["sky", ""]', 'the class of id 1 has no name'),
   ],
 )
 def test_faults_of_classes_are_named(tmp_path, content, error):
@@ -322,6 +329,40 @@ def test_a_report_lists_the_classes(workdir, tmp_path):
   assert report['overall']['miou'] == pytest.approx(np.mean(iou))
   assert len(pd.read_csv(folder / 'report.csv')) == 4  # With the mean.
   assert set(pd.read_csv(table).columns) == {'image', 'miou', 'pixel_accuracy'}
+
+
+def test_masks_with_other_numbers_are_not_evaluated(workdir, data, tmp_path):
+  root = tmp_path / 'data'
+  shutil.copytree(data, root)
+  entries = json.loads((root / 'classes.json').read_text())
+  entries[0]['id'], entries[1]['id'] = entries[1]['id'], entries[0]['id']
+  (root / 'classes.json').write_text(json.dumps(entries))
+  with pytest.raises(ValueError, match='other classes, numbers or colours .*training'):
+    evaluation.evaluate(predict.load(workdir), 'test', str(root))
+
+
+def test_masks_without_an_image_are_reported(broken, caplog):
+  root, open_it = broken
+  (root / 'train/images/3.png').unlink()
+  assert open_it().num_examples == 7
+  assert "Left out 1 mask without an image in '" in caplog.text
+  assert "such as '3' in '" in caplog.text
+
+
+def test_a_moved_folder_has_the_same_fingerprint(broken):
+  root, open_it = broken
+  fingerprint = open_it().fingerprint()
+  moved = root.parent / 'moved'
+  shutil.copytree(root, moved)
+  config = make_config(moved)
+  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  assert source.fingerprint() == fingerprint
+  (moved / 'train/masks/0.png').rename(moved / 'train/masks/0.tif')
+  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  assert source.fingerprint() != fingerprint
+  shutil.copy(root / 'train/masks/0.png', moved / 'train/masks/0.png')
+  with pytest.raises(ValueError, match="two masks in .* have the name '0'"):
+    sources.open_split(config, 'train', ('image', masks.FEATURE))
 
 
 def test_layers_that_do_not_exist_are_rejected(data):

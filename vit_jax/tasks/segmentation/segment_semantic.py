@@ -129,9 +129,9 @@ class Task(base.Task):
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
   ) -> None:
     super().__init__(config, metadata)
-    classes = masks.from_json(metadata['mask_classes'])
-    self.classes = masks.learned(classes)
-    self._reader = masks.reader(config, classes)
+    self._mask_classes = masks.from_json(metadata['mask_classes'])
+    self.classes = masks.learned(self._mask_classes)
+    self._reader = masks.reader(config, self._mask_classes)
     self.ids = self._reader.ids  # Numbers of the classes in masks.
     _check_keys(config)
     weights = None
@@ -201,7 +201,16 @@ class Task(base.Task):
     return {'image': self.image_spec(size), 'segmentation': segmentation}
 
   def parts(self, source: records.Source) -> list[input_pipeline.Part]:
-    """Returns the images of each canvas, see `tight` of the options."""
+    """Returns the images of each canvas, see `tight` of the options.
+
+    Raises ValueError if the masks have other classes, numbers or colours than those that
+    the model has learned.
+    """
+    if masks.classes_of(source) != self._mask_classes:
+      raise ValueError(
+        f"the masks have other classes, numbers or colours ('{masks.CLASSES}') than those "
+        'of the training data: evaluate on masks of the same classes'
+      )
     return self._by_canvas(source, self.example)
 
   def parts_to_predict(self, source: records.Source) -> list[input_pipeline.Part]:
