@@ -68,7 +68,7 @@ def predictions_of(theirs, images, rates):
   return tuple(torch.stack(x).numpy() for x in zip(*predictions))
 
 
-# Images of the table of positions, and of as many patches that are no square.
+# Images of the size of the position embeddings, and of as many patches in a rectangle.
 @pytest.mark.parametrize(
   'size, rates',
   [((16, 16), (1.0, 1.0)), ((8, 32), (0.0, 1.0)), ((8, 32), None)],

@@ -62,7 +62,7 @@ class Place(NamedTuple):
   """Where a split is stored."""
 
   layout: Layout
-  images: str  # Folder, relative to that of the data set.
+  images: str  # Folder, relative to the data set's.
   masks: str
 
 

@@ -179,8 +179,8 @@ class Reader:
     if (classes == _UNKNOWN).any():
       number = int(numbers[classes == _UNKNOWN][0])
       raise ValueError(
-        f"it has pixels of {number}, which is no class: add it to '{CLASSES}', or to the "
-        'numbers to ignore (config.task_options.ignore)'
+        f"it has pixels of {number}, which '{CLASSES}' does not have: add it there, or to "
+        'the numbers to ignore (config.task_options.ignore)'
       )
     return classes
 

@@ -22,6 +22,6 @@ def test_targets_are_the_classes_with_most_pixels():
   assert counts.tolist() == [2, 1]
   assert labels[0].tolist() == [3, 1]
   assert labels[1, 0] == 2
-  # The class 0 has least pixels: it is no target, and neither are pixels of none.
+  # Class 0 has the fewest pixels, so it is not a target; nor are pixels without a class.
   assert segments[0].tolist() == [[1, 1, 1], [2, 2, 0]]
   assert segments[1].tolist() == [[0, 0, 0], [1, 0, 0]]

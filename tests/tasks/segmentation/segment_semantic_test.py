@@ -263,7 +263,7 @@ def test_faults_of_masks_are_named_before_a_run(broken):
   for fault in (
     r'0.png: it has 47 x 33 pixels, and its image 32 x 24',
     r'1.png: ',
-    r'3.png: it has pixels of 9, which is no class: add it',
+    "3.png: it has pixels of 9, which 'classes.json' does not have: add it",
     r'4.png: it has the colour [1, 2, 3], of no class',
     r'5.png: it is a JPEG',
   ):
@@ -307,6 +307,13 @@ def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, cap
     mask = Image.open(tmp_path / 'masks' / f'{i}.png')
     np.testing.assert_array_equal(np.asarray(mask), IDS[class_map])
     np.testing.assert_array_equal(mask.convert('RGB'), COLORS[class_map])
+  errors = {
+    f'--masks={paths[0]}': "masks='.*' is a file: pass a folder",
+    f'--out={tmp_path}/table.csv': 'masks=.* is not for a table: leave out --masks',
+  }
+  for flag, error in errors.items():
+    with pytest.raises(ValueError, match=error):
+      predict_command.run(predict_command.parse([*flags, flag, paths[0]]))
   width, height = Image.open(tmp_path / 'overlay.png').size
   assert width >= 256
   assert height >= 3 * 256

@@ -185,9 +185,9 @@ def shares(
 ) -> dict[str, jax.Array]:
   """Returns the factors of the losses of images, which depend on the global batch.
 
-  The mean over images of `class_loss` times `class_share` is divided by the sum of the
-  weights of all predictions, that of losses of targets times `target_share` by the number
-  of targets, over all devices.
+  With `class_share` as a factor, the mean of `class_loss` over images is the sum divided
+  by the weights of all predictions; with `target_share`, the mean of a loss of targets is
+  the sum divided by the number of targets. Both are over all devices.
 
   Args:
     counts: number of targets, int [B].

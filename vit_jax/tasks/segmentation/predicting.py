@@ -19,6 +19,7 @@ from vit_jax.figures import colors, overlays
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks import predict_flags
 
+_SHOWN = 5  # Classes of an image that are printed.
 _CHUNK = 64  # Images whose maps are in memory at the same time.
 FLAGS = predict_flags.SEMANTIC.FLAGS
 
@@ -102,7 +103,7 @@ class Predictor(predictor_lib.Predictor):
         rows.append((self.class_names[number], float(counts[number] / class_map.size)))
     return rows
 
-  def _columns(self, top: int = 5) -> tables.Columns:
+  def _columns(self) -> tables.Columns:
     def row(inputs: dict[str, np.ndarray], outputs: Any) -> dict[str, Any]:
       names, shares = zip(*self.shares(_cut(inputs, outputs)))
       return {'classes': names, 'shares': shares}
@@ -119,7 +120,6 @@ class Predictor(predictor_lib.Predictor):
     self,
     images: Sequence[str],
     *,
-    top: int = 5,
     out: epath.PathLike | None = None,
     masks: str | None = None,
   ) -> Iterable[str]:
@@ -131,6 +131,8 @@ class Predictor(predictor_lib.Predictor):
     paths = None
     if masks is not None:
       paths = _mask_paths(images, masks)
+      if epath.Path(masks).exists() and not epath.Path(masks).is_dir():
+        raise ValueError(f"masks='{masks}' is a file: pass a folder (--masks)")
       with files.naming_output(masks, 'masks'):
         epath.Path(masks).mkdir(parents=True, exist_ok=True)
     pictures = []
@@ -139,7 +141,7 @@ class Predictor(predictor_lib.Predictor):
         yield f'{path}\n  mask exists'
         continue
       lines = [path]
-      for name, share in self.shares(class_map)[:top]:
+      for name, share in self.shares(class_map)[:_SHOWN]:
         lines.append(f'  {100 * share:6.2f} %  {name}')
       if paths is not None:
         with files.naming_output(masks, 'masks'):

@@ -257,7 +257,7 @@ class Family(abc.ABC):
     return []
 
   def buffers(self, model: Any) -> dict[str, np.ndarray]:
-    """Returns arrays of the other program that are no parameters, by name."""
+    """Returns arrays of the other program that are not parameters, by name."""
     return {}
 
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
