@@ -13,6 +13,7 @@ from vit_jax.configs import common, models
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
   config = common.set_dataset(common.get_config(), 'scenes/semantic')
   config.pretrained_dir = None  # Random initial weights.
   config.task = 'segment_semantic'

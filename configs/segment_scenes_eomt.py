@@ -14,6 +14,7 @@ from vit_jax.configs import segment_scenes
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
   config = segment_scenes.get_config()
   config.model.update(kind='eomt', model_name='EoMT-scenes', num_queries=20)
   config.model.update(num_query_layers=2, num_upscales=1)
