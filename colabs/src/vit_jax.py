@@ -283,7 +283,7 @@ if NEW_DATA == 'parity':
 # %% [markdown]
 # ## A training loop of your own
 #
-# Nothing obliges you to use `train_and_evaluate`. Models are plain Flax modules,
+# You do not have to use `train_and_evaluate`. Models are plain Flax modules,
 # batches are dicts of arrays, and an update is a function that you compile. This
 # loop trains the model above from its random weights with Optax: clipped gradients,
 # AdamW with weight decay on kernels only, a warm-up and a cosine. It runs on one

@@ -1,9 +1,9 @@
 """Assigns predictions to targets at the least total cost, and learns their classes.
 
-The Hungarian algorithm with shortest augmenting paths, on the device. Targets are inserted one
-after the other. For each, a tree of shortest paths grows column by column until it
-reaches a free column (`_extend`); then the targets on that path move one column
-further (`_walk_back`).
+The Hungarian algorithm with shortest augmenting paths, on the device. Targets are
+inserted one after the other. For each, a tree of shortest paths grows column by column
+until it reaches a free column (`_extend`); then the targets on that path move one
+column further (`_walk_back`).
 
 All problems of a batch advance together, each in its own phase: one loop takes as
 many rounds as the longest problem needs, and a round costs a few operations on
