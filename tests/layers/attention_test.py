@@ -14,7 +14,7 @@ from tests import tiny_models, trees
 from vit_jax import train
 from vit_jax.configs import pretrain
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention, attention_kernels
+from vit_jax.layers import attention, attention_kernels, dtypes
 from vit_jax.run import config as run_config
 
 B, Q, K, E = 2, 21, 3, 8
@@ -148,6 +148,49 @@ def test_cudnn_is_called_only_with_supported_inputs(monkeypatch, queries, keys, 
     attention.IMPLEMENTATIONS['cudnn'](*args[:3], options)
 
 
+@pytest.mark.parametrize('causal', [False, True])
+def test_flash_with_several_blocks(monkeypatch, causal):
+  monkeypatch.setattr(attention_kernels, '_MOST_IN_BLOCK', 128)
+  compare('flash', inputs(130, 130, (1, 1, 8)), atol=1e-4, causal=causal)
+
+
+@pytest.mark.parametrize(
+  'tokens, size',
+  [(50, 128), (197, 256), (577, 640), (1025, 384), (4096, 512), (4097, 896)],
+)
+def test_flash_pads_little_and_has_few_blocks(monkeypatch, tokens, size):
+  """For example, 4,097 tokens take 5 blocks of 896 tokens; 9 of 512 would be longer."""
+  blocks = []
+  kernel = flash_attention.flash_attention
+
+  def record(*args, block_sizes, **kwargs):
+    blocks.append(block_sizes.block_k_major_dkv)
+    return kernel(*args, block_sizes=block_sizes, **kwargs)
+
+  monkeypatch.setattr(flash_attention, 'flash_attention', record)
+  x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.float32)
+  with pltpu.force_tpu_interpret_mode():
+    out = jax.eval_shape(attention.IMPLEMENTATIONS['flash'], x, x, x)
+  assert (out.shape, blocks) == (x.shape, [size])
+
+
+def test_flash_in_bfloat16_on_tpus_that_multiply_float32(monkeypatch):
+  """Mosaic cannot compile products of bfloat16 for TPU v3."""
+  dtypes_seen = []
+
+  def kernel(query, key, value, **kwargs):
+    dtypes_seen.append(query.dtype)
+    return query
+
+  monkeypatch.setattr(flash_attention, 'flash_attention', kernel)
+  x = jax.ShapeDtypeStruct((1, 5, 1, 8), jnp.bfloat16)
+  for kind in ('TPU v3', 'TPU v5 lite'):
+    monkeypatch.setattr(dtypes, 'device_kind', lambda kind=kind: kind)
+    compute = functools.partial(attention.IMPLEMENTATIONS['flash'])  # Not cached.
+    assert jax.eval_shape(compute, x, x, x).dtype == jnp.bfloat16
+  assert dtypes_seen == [jnp.float32, jnp.bfloat16]
+
+
 def test_flash_with_split_images_and_heads():
   *args, gradient = inputs(17, 17, (4, 2, 8))
   mesh = sharding.make_mesh({'data': 2, 'fsdp': 2, 'model': 2})
@@ -160,8 +203,9 @@ def test_flash_with_split_queries(monkeypatch):
   """A formula replaces the interpreted kernel, which deadlocks with collectives."""
   shapes = []
 
-  def kernel(query, key, value, segment_ids, causal):
+  def kernel(query, key, value, segment_ids, causal, block_sizes):
     assert not causal
+    assert block_sizes.block_q == 128
     shapes.append((query.shape, key.shape))
     same = segment_ids.q[:, None, :, None] == segment_ids.kv[:, None, None]
     logits = jnp.where(same, jnp.einsum('bkqe,bkse->bkqs', query, key), -1e30)

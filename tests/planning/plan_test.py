@@ -190,6 +190,12 @@ def test_a_plan_of_ti16(plans):
     'NOTE +no all-gather.*all-reduce, which.*--config.mesh.fsdp=2',
     plan.table({**got, 'collectives': sums}),
   )
+  # As if the model had kernels.
+  assert 'in kernels' not in out
+  assert re.search(
+    'in kernels +2.00 T.*slower', plan.table({**got, 'flops_unseen_per_core': 2e12})
+  )
+  assert '15.0 to 25.0 hours' in plan.table({**got, 'hours': 10.0})
 
 
 def test_a_damaged_plan_in_the_cache_is_compiled_again(tmp_path, caplog):

@@ -20,15 +20,23 @@ ArrayT = TypeVar('ArrayT', np.ndarray, jax.Array)
 AUTO = 'auto'
 
 
-def platform() -> str:
-  """Returns 'cpu', 'gpu' or 'tpu': what the program that is traced is for.
-
-  These are the devices of the current mesh, else JAX's default device.
-  """
+def _device() -> Any:
+  """Returns a device of the current mesh, else JAX's default device or its platform."""
   mesh = jax.sharding.get_abstract_mesh()
   device = getattr(mesh, 'abstract_device', None)
-  device = device or jax.config.jax_default_device or jax.local_devices()[0]
+  return device or jax.config.jax_default_device or jax.local_devices()[0]
+
+
+def platform() -> str:
+  """Returns 'cpu', 'gpu' or 'tpu': what the program that is traced is for."""
+  device = _device()
   return getattr(device, 'platform', device)
+
+
+def device_kind() -> str:
+  """Returns the kind of device that the program is for, such as 'TPU v3'."""
+  device = _device()
+  return getattr(device, 'device_kind', device)
 
 
 def resolve(dtype: Any, platform_: str | None = None) -> Any:

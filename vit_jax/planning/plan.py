@@ -50,6 +50,9 @@ PAPER_CORE_DAYS = {
   ('ViT-L_16', 'imagenet21k', 90): 230,
   ('BiT-R152x4', 'jft300m', 40): 9_900,
 }
+# Published runs took as many times as long as the estimate: docs/plan.md has the table.
+SLOWER = (1.5, 2.5)
+_IN_KERNELS = 0.01  # Share of the FLOPs from which a plan says that kernels compute them.
 
 
 def make_plan(
@@ -203,6 +206,13 @@ def table(plan: dict) -> str:
       '  images and labels': console.size(plan['batch_bytes']),
       '  activations and the rest': console.size(plan['activations_bytes']),
       'FLOPs a step, a device': (f'{plan["flops_per_step_per_core"] / 1e12:,.2f} T'),
+    }
+    in_kernels = plan['flops_unseen_per_core']
+    if in_kernels > _IN_KERNELS * plan['flops_per_step_per_core']:
+      rows['  in kernels'] = (
+        f'{in_kernels / 1e12:,.2f} T, at the peak in the estimate: kernels are slower'
+      )
+    rows |= {
       'time of a step': f'{1000 * plan["step_seconds"]:,.1f} ms (estimate)',
       'images a second, a device': (
         f'{images_per_second:,.1f} (estimate), {plan["share_of_peak"]:.0%} of peak'
@@ -226,6 +236,11 @@ def table(plan: dict) -> str:
         'chip-hours (estimate, without the network)'
       ),
     }
+    fastest, slowest = (plan['hours'] * x for x in SLOWER)
+    rows['  to be expected'] = (
+      f'{fastest:,.1f} to {slowest:,.1f} hours: published runs took {SLOWER[0]:g} to '
+      f'{SLOWER[1]:g} times as long as such estimates'
+    )
     if spent := plan['paper_core_days']:
       rows['the paper reports'] = f'{spent:,} TPU v3 core-days'
   else:
