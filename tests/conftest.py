@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+import signal
 import sys
 import tempfile
 
@@ -41,6 +42,10 @@ import pytest
 sys.modules.setdefault('triton', None)
 
 gc.set_threshold(100_000, 20, 20)
+
+# A background job and nohup ignore these signals, and processes inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 _COMPILED = 'VIT_JAX_TESTS_COMPILED'
 # A compilation cache that all workers share.
