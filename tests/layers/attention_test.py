@@ -14,7 +14,7 @@ from tests import tiny_models, trees
 from vit_jax import train
 from vit_jax.configs import pretrain
 from vit_jax.distributed import sharding
-from vit_jax.layers import attention, attention_kernels, dtypes
+from vit_jax.layers import attention, attention_kernels, dtypes, fused_attention
 from vit_jax.run import config as run_config
 
 B, Q, K, E = 2, 21, 3, 8
@@ -148,7 +148,38 @@ def test_cudnn_is_called_only_with_supported_inputs(monkeypatch, queries, keys, 
     attention.IMPLEMENTATIONS['cudnn'](*args[:3], options)
 
 
+@pytest.fixture
+def in_blocks(monkeypatch):
+  """Few tokens are computed in blocks, as many are."""
+  monkeypatch.setattr(fused_attention, 'MOST_TOKENS', 0)
+
+
 @pytest.mark.parametrize('causal', [False, True])
+def test_flash_of_few_tokens(monkeypatch, causal):
+  """Two programs of two heads each for an image; then one of three narrow heads."""
+  monkeypatch.setattr(fused_attention, '_MOST_HEADS', 2)
+  compare('flash', inputs(Q, Q, (B, 4, 64)), atol=1e-4, causal=causal)
+  compare('flash', inputs(Q, Q, (B, 3, 8)), atol=1e-4, causal=causal)
+
+
+@pytest.mark.parametrize(
+  'tokens, heads, head_dim, itemsize, lanes',
+  [
+    (197, 6, 64, 2, 384),  # S/16: all heads.
+    (197, 12, 64, 2, 384),
+    (257, 16, 80, 2, 640),  # H/14: 640 is the least multiple of 80 and of 128.
+    (577, 16, 64, 2, 256),
+    (577, 16, 64, 4, 128),
+    (197, 3, 64, 2, 192),  # Ti/16 has no multiple of 128.
+  ],
+)
+def test_flash_has_whole_heads_that_fit(tokens, heads, head_dim, itemsize, lanes):
+  width = heads * head_dim
+  assert fused_attention._lanes(tokens, width, head_dim, itemsize) == lanes
+
+
+@pytest.mark.parametrize('causal', [False, True])
+@pytest.mark.usefixtures('in_blocks')
 def test_flash_with_several_blocks(monkeypatch, causal):
   monkeypatch.setattr(attention_kernels, '_MOST_IN_BLOCK', 128)
   compare('flash', inputs(130, 130, (1, 1, 8)), atol=1e-4, causal=causal)
@@ -158,6 +189,7 @@ def test_flash_with_several_blocks(monkeypatch, causal):
   'tokens, size',
   [(50, 128), (197, 256), (577, 640), (1025, 384), (4096, 512), (4097, 896)],
 )
+@pytest.mark.usefixtures('in_blocks')
 def test_flash_pads_little_and_has_few_blocks(monkeypatch, tokens, size):
   """For example, 4,097 tokens take 5 blocks of 896 tokens; 9 of 512 would be longer."""
   blocks = []
@@ -174,21 +206,39 @@ def test_flash_pads_little_and_has_few_blocks(monkeypatch, tokens, size):
   assert (out.shape, blocks) == (x.shape, [size])
 
 
-def test_flash_in_bfloat16_on_tpus_that_multiply_float32(monkeypatch):
+@pytest.mark.parametrize('tokens', [5, 700])
+def test_flash_in_bfloat16_on_tpus_that_multiply_float32(monkeypatch, tokens):
   """Mosaic cannot compile products of bfloat16 for TPU v3."""
-  dtypes_seen = []
+  factors = []
 
-  def kernel(query, key, value, **kwargs):
-    dtypes_seen.append(query.dtype)
+  def in_blocks(query, key, value, **kwargs):
+    factors.append(query.dtype)
     return query
 
-  monkeypatch.setattr(flash_attention, 'flash_attention', kernel)
-  x = jax.ShapeDtypeStruct((1, 5, 1, 8), jnp.bfloat16)
+  def at_once(query, key, value, head_dim, causal, multiply_as):
+    factors.append(multiply_as or query.dtype)
+    return query
+
+  monkeypatch.setattr(flash_attention, 'flash_attention', in_blocks)
+  monkeypatch.setattr(fused_attention, 'attend', at_once)
+  x = jax.ShapeDtypeStruct((1, tokens, 1, 8), jnp.bfloat16)
   for kind in ('TPU v3', 'TPU v5 lite'):
     monkeypatch.setattr(dtypes, 'device_kind', lambda kind=kind: kind)
     compute = functools.partial(attention.IMPLEMENTATIONS['flash'])  # Not cached.
     assert jax.eval_shape(compute, x, x, x).dtype == jnp.bfloat16
-  assert dtypes_seen == [jnp.float32, jnp.bfloat16]
+  assert factors == [jnp.float32, jnp.bfloat16]
+
+
+def test_flash_in_bfloat16():
+  """Softmax and sums are float32, so that only the factors are rounded."""
+  *args, _ = inputs(Q, Q, (1, 2, 8))
+  narrow = [jnp.asarray(x, jnp.bfloat16) for x in args]
+  wide = [x.astype(jnp.float32) for x in narrow]
+  compute = attention.IMPLEMENTATIONS['flash']
+  with pltpu.force_tpu_interpret_mode():
+    out, exact = compute(*narrow), compute(*wide)
+  assert out.dtype == jnp.bfloat16
+  np.testing.assert_allclose(out.astype(np.float32), exact, atol=0.02)
 
 
 def test_flash_with_split_images_and_heads():

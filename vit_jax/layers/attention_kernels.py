@@ -327,6 +327,10 @@ def _block_size(tokens: int) -> int:
   return min(sizes)[-1]
 
 
+def _side_by_side(x: Float[Array, 'B N K E']) -> Float[Array, 'B N D']:
+  return x.reshape(*x.shape[:2], -1)
+
+
 def _in_blocks(
   x: Float[Array, 'B N K E'], size: int
 ) -> tuple[Float[Array, 'B K whole_blocks E'], Int[Array, 'B whole_blocks']]:
@@ -341,11 +345,24 @@ def _in_blocks(
 def _flash_on_one_device(
   query: Queries, key: Keys, value: Keys, causal: bool
 ) -> Queries:
-  """Computes flash attention on TPUs, in whole blocks of tokens."""
+  """Computes flash attention on TPUs, of few tokens at once, of many in blocks."""
   from jax.experimental.pallas.ops.tpu import flash_attention
 
+  from vit_jax.layers import fused_attention
+
   dtype = query.dtype
-  if dtypes.device_kind() in _WITHOUT_BFLOAT16:
+  needs_float32 = dtypes.device_kind() in _WITHOUT_BFLOAT16
+  if query.shape == key.shape and query.shape[1] <= fused_attention.MOST_TOKENS:
+    out = fused_attention.attend(
+      _side_by_side(query),
+      _side_by_side(key),
+      _side_by_side(value),
+      head_dim=query.shape[-1],
+      causal=causal,
+      multiply_as=jnp.float32 if needs_float32 else None,
+    )
+    return out.reshape(query.shape)
+  if needs_float32:
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
   query_size, key_size = _block_size(query.shape[1]), _block_size(key.shape[1])
   query_blocks, query_segments = _in_blocks(query, query_size)

@@ -52,7 +52,9 @@ PAPER_CORE_DAYS = {
 }
 # Published runs took as many times as long as the estimate: docs/plan.md has the table.
 SLOWER = (1.7, 2.5)
-_IN_KERNELS = 0.01  # Share of the FLOPs from which a plan says that kernels compute them.
+_IN_KERNELS = (
+  0.01  # Share of the FLOPs from which a plan says that kernels compute them.
+)
 
 
 def make_plan(
