@@ -1,14 +1,17 @@
-r"""Makes captioned, boxed or imbalanced images from Fashion-MNIST:
+r"""Makes captioned, boxed, segmented or imbalanced images from Fashion-MNIST:
 
   python -m benchmarks.fashion captions /tmp/captions
   python -m benchmarks.fashion scenes /tmp/scenes
+  python -m benchmarks.fashion segmentation_scenes /tmp/clothes
   python -m benchmarks.fashion imbalanced /tmp/imbalanced
 
 `captions` writes the 70,000 images with English captions of their classes and the
 labels, in a folder that configs/lit_digits.py reads; `scenes` composes 4,000 training
 and 400 test scenes of one to five images, with boxes in COCO's format, in a folder that
-configs/detr_scenes.py reads; `imbalanced` writes class folders with the first
-6000 x .6^i training images of class i, 6,000 to 60, and all test images. TFDS downloads Fashion-MNIST; without a network:
+configs/detr_scenes.py reads; `segmentation_scenes` writes the same scenes with masks of
+ten kinds of clothes and three textures, in a folder that configs/segment_scenes.py reads;
+`imbalanced` writes class folders with the first 6000 x .6^i training images of class i,
+6,000 to 60, and all test images. TFDS downloads Fashion-MNIST; without a network:
 `python -m benchmarks.mnist --help`.
 """
 
@@ -16,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import json
 import pathlib
 import sys
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -80,29 +84,36 @@ def _objects(scene) -> Iterator[tuple[int, list[int]]]:
     yield label, [left, top, width, height]
 
 
-def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
+def _scenes(split: str, images, labels) -> Iterator[tuple[int, Any]]:
+  """Yields the number of each scene of a split, and the scene."""
   from vit_jax.data.tfds import scenes
 
   # Dark clothes, whose outlines do not show, are left out.
   bright = (images > 127).mean(axis=(1, 2, 3)) > 0.1
   images, labels = images[bright, ..., 0] * (16 / 255), labels[bright]
+  first = {'train': 0, 'test': scenes.SCENES['train']}[split]
+  for i in range(first, first + scenes.SCENES[split]):
+    yield i, scenes.compose(np.random.RandomState(i), images, labels)
+
+
+def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
   (folder / split).mkdir()
-  found = {
+  content = {
     'images': [],
     'annotations': [],
     'categories': [{'id': k, 'name': x[0]} for k, x in enumerate(NAMES)],
   }
-  first = {'train': 0, 'test': scenes.SCENES['train']}[split]
-  for i in range(first, first + scenes.SCENES[split]):
-    scene = scenes.compose(np.random.RandomState(i), images, labels)
+  for i, scene in _scenes(split, images, labels):
     name = f'{i:06d}.jpg'
     Image.fromarray(scene.pixels).save(folder / split / name, quality=95)
-    side = {'width': scenes.SIZE, 'height': scenes.SIZE}
-    found['images'].append({'id': i, 'file_name': name, **side})
+    height, width = scene.segments.shape
+    content['images'].append(
+      {'id': i, 'file_name': name, 'width': width, 'height': height}
+    )
     for label, box in _objects(scene):
-      found['annotations'].append(
+      content['annotations'].append(
         {
-          'id': len(found['annotations']),
+          'id': len(content['annotations']),
           'image_id': i,
           'category_id': label,
           'bbox': box,
@@ -112,7 +123,23 @@ def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
       )
   place = folder / 'annotations' / f'instances_{split}.json'
   place.parent.mkdir(exist_ok=True)
-  place.write_text(json.dumps(found))
+  place.write_text(json.dumps(content))
+
+
+def _write_segmentation_scenes(
+  folder: pathlib.Path, split: str, images, labels
+) -> None:
+  from vit_jax.data.tfds import scenes
+
+  classes = [name for name, *_ in NAMES] + list(scenes.TEXTURES)
+  (folder / 'classes.json').write_text(json.dumps(classes))
+  for name in ('images', 'masks'):
+    (folder / split / name).mkdir(parents=True)
+  for i, scene in _scenes(split, images, labels):
+    photo = Image.fromarray(scene.pixels)
+    photo.save(folder / split / 'images' / f'{i:06d}.jpg', quality=95)
+    mask = Image.fromarray(scenes.class_map(scene))
+    mask.save(folder / split / 'masks' / f'{i:06d}.png')
 
 
 def _write_imbalanced(folder: pathlib.Path, split: str, images, labels) -> None:
@@ -128,7 +155,7 @@ def _write_imbalanced(folder: pathlib.Path, split: str, images, labels) -> None:
 
 
 def write(what: str, folder: str, data_dir: str | None = None) -> None:
-  """Writes 'captions', 'scenes' or 'imbalanced' images into a new folder.
+  """Writes images of a kind, a key of _WRITERS, into a new folder.
 
   `data_dir` is TFDS's folder; None: ~/tensorflow_datasets. Raises FileExistsError if
   `folder` exists.
@@ -148,6 +175,7 @@ def write(what: str, folder: str, data_dir: str | None = None) -> None:
 _WRITERS = {
   'captions': _write_captions,
   'scenes': _write_scenes,
+  'segmentation_scenes': _write_segmentation_scenes,
   'imbalanced': _write_imbalanced,
 }
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow_datasets.image_classification import mnist as tfds_mnist
 
 from benchmarks import fashion, mnist
-from vit_jax.configs import detr_scenes, lit_digits
+from vit_jax.configs import detr_scenes, lit_digits, segment_scenes
 from vit_jax.data import sources
 from vit_jax.data.tfds import scenes
 
@@ -129,3 +129,24 @@ def test_scenes_and_their_boxes(files, data_dir, monkeypatch):
   assert count == len(found['annotations']) > 6
   with pytest.raises(FileExistsError, match='scenes'):
     fashion.main(['scenes', place, f'--data_dir={data_dir}'])
+
+
+def test_scenes_and_their_masks(files, data_dir, monkeypatch):
+  folder, want = files
+  monkeypatch.setattr(scenes, 'SCENES', {'train': 6, 'test': 4})
+  place = f'{folder}/masks'
+  fashion.main(['segmentation_scenes', place, f'--data_dir={data_dir}'])
+  config = segment_scenes.get_config()
+  config.dataset = place
+  for split, count in scenes.SCENES.items():
+    source = sources.open_split(config, split, features=('image', 'segmentation_mask'))
+    assert source.names['segmentation_mask'][7::3] == ('sneaker', 'stripes')
+    records = _read(source)
+    assert len(records) == count
+    for record in records:
+      grey = tf.io.decode_jpeg(record['image']).numpy().mean(axis=-1)
+      mask = tf.io.decode_png(record['segmentation_mask']).numpy()[..., 0]
+      is_ground = mask >= 10
+      assert grey[~is_ground].mean() > grey[is_ground].mean() + 30
+      assert set(mask[~is_ground]) <= set(want[split][1])
+      assert 1 <= len(set(mask[is_ground])) <= 2

@@ -126,6 +126,12 @@ def compose(
   return Scene(pixels, segments, textures, scene_labels)
 
 
+def class_map(scene: Scene) -> np.ndarray:
+  """Returns the class of each pixel, uint8 [SIZE, SIZE]: textures are from 10."""
+  classes = [*(10 + kind for kind in scene.textures), *scene.labels]
+  return np.array(classes, np.uint8)[scene.segments]
+
+
 def _box(mask: np.ndarray) -> tfds.features.BBox:
   """Returns the box around the true pixels of a mask [SIZE, SIZE]."""
   positions = np.argwhere(mask)
@@ -218,8 +224,7 @@ class Scenes(tfds.core.GeneratorBasedBuilder):
     name = f'{i:06d}'
     example = {'image': scene.pixels, 'image/filename': f'{name}.jpg', 'image/id': i}
     if self._is_semantic:
-      classes = np.array([*(10 + k for k in scene.textures), *scene.labels], np.uint8)
-      return {**example, 'segmentation_mask': classes[scene.segments][..., None]}
+      return {**example, 'segmentation_mask': class_map(scene)[..., None]}
     objects = [annotation(k + 2, label) for k, label in enumerate(scene.labels)]
     if not self._is_panoptic:
       return {**example, 'objects': objects}
