@@ -17,7 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
   config = common.set_dataset(common.get_config(), 'scenes/semantic')
   config.pretrained_dir = None  # Random initial weights.
   config.task = 'segment_semantic'
-  config.pp.crop = 64
+  config.pp.crop = 48
   config.pp.crop_area = (0.3, 1.0)
   # Mirroring would change the meaning of digits.
   config.pp.flip = False
@@ -25,13 +25,11 @@ def get_config() -> ml_collections.ConfigDict:
   config.model = models.get_config('ti16')
   config.model.model_name = 'ViT-scenes'
   config.model.patches.size = (4, 4)
-  config.model.hidden_size = 96
-  config.model.classifier = 'gap'
-  config.model.transformer.num_layers = 4
-  config.model.transformer.mlp_dim = 384
+  config.model.hidden_size = 64
+  config.model.transformer.update(num_layers=3, num_heads=4, mlp_dim=256)
 
-  config.update(batch=32, batch_eval=50, total_steps=1_500, warmup_steps=150)
-  config.update(optimizer='adam', optim_dtype='float32', base_lr=1e-3)
+  config.update(batch=16, batch_eval=50, total_steps=2_000, warmup_steps=100)
+  config.update(optimizer='muon', momentum=0.95, optim_dtype='float32', base_lr=4e-3)
   config.update(weight_decay=0.05, best_metric='miou_test')
-  config.update(progress_every=100, eval_every=500, checkpoint_every=500)
+  config.update(progress_every=100, eval_every=1_000, checkpoint_every=1_000)
   return config

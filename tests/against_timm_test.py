@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from benchmarks import against_timm
+from benchmarks import against_timm, twins
 from tests import torchvision_ops  # noqa: F401 (timm fails to import without)
 
 # isort: split
@@ -52,7 +52,7 @@ def test_updates_match_pytorch(data_dir, tmp_path, capsys, monkeypatch):
 def test_settings_timm_lacks_are_named(tiny_config, key, value):
   tiny_config.update_from_flattened_dict({'optim_dtype': 'float32', key: value})
   with pytest.raises(ValueError, match=f'config.{key}={value}'):
-    against_timm.compare(tiny_config)
+    twins.compare(against_timm.COMPARISON, tiny_config)
 
 
 def test_weight_decay_applies_to_kernels():
@@ -63,10 +63,10 @@ def test_weight_decay_applies_to_kernels():
   others = [
     name
     for name, x in net.named_parameters()
-    if x.ndim > 1 and not against_timm.is_kernel(name, x)
+    if x.ndim > 1 and not twins.is_kernel(name, x)
   ]
   assert sorted(others) == ['attn_pool.latent', 'cls_token', 'pos_embed', 'reg_token']
-  assert against_timm.is_kernel('head.weight', net.head.weight)
+  assert twins.is_kernel('head.weight', net.head.weight)
 
 
 def test_missing_package_is_named_first(monkeypatch):

@@ -1,0 +1,301 @@
+"""Trains a model here and the same model in PyTorch, in turn, on the same batches.
+
+Both start from the same weights and make all updates of a config, twenty at a time in
+turn, PyTorch with its AdamW on the CPU. against_timm.py and against_transformers.py bring
+the models.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import itertools
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple
+
+import jax
+import ml_collections
+import numpy as np
+
+from vit_jax import checkpoint, console, input_pipeline, train
+from vit_jax.commands import flags
+from vit_jax.learning import schedules
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.studies import summaries
+
+# Key of a config -> the value that PyTorch's side supports.
+_PLAIN = {
+  'optimizer': 'adam', 'l2_decay': 0.0, 'ema_decay': 0.0, 'accum_steps': 1,
+  'lr_multipliers': (), 'layer_decay': 1.0, 'weight_decay_on': 'kernels',
+  'independent_weight_decay': False, 'class_weights': None,
+  'model.transformer.dropout_rate': 0.0,
+  'model.transformer.attention_dropout_rate': 0.0,
+  'model.transformer.stochastic_depth': 0.0, 'optim_dtype': 'float32', 'lora.rank': 0,
+  'model.dtype': 'float32',
+}  # fmt: skip
+_UNTIMED = 3
+_TURN = 20  # Batches of one turn, which are loaded before it.
+
+
+def check(config: ml_collections.ConfigDict, plain: Mapping[str, Any]) -> None:
+  """Raises ValueError if PyTorch's side cannot train as a config says.
+
+  `plain` has further keys of the config, and the value that each must have.
+  """
+  if 'transformer' not in config.model:
+    name = config.model.get('model_name')
+    raise ValueError(
+      f'only Vision Transformers are compared, not {name} (config.model)'
+    )
+  for key, supported in {**_PLAIN, **plain}.items():
+    value: Any = config
+    for name in key.split('.'):
+      value = value.get(name, supported)
+    if value != supported:
+      raise ValueError(f'--config.{key}={value} is not supported here: use {supported}')
+
+
+def is_kernel(name: str, parameter: Any) -> bool:
+  """Returns whether a parameter in PyTorch is a kernel, to which weight decay applies."""
+  return parameter.ndim > 1 and name.endswith('.weight')
+
+
+class Twin:
+  """A model in PyTorch that is trained as a config says; a subclass has the loss.
+
+  Attributes:
+    net: the module.
+    name: name of its library.
+  """
+
+  name = 'PyTorch'
+
+  def __init__(
+    self, config: ml_collections.ConfigDict, net: Any, compiled: bool = False
+  ) -> None:
+    """Makes the optimiser; `compiled` applies torch.compile."""
+    torch = console.require('torch', 'test', 'this comparison')
+    self.net = net
+    self._torch = torch
+    self._run = torch.compile(net) if compiled else net
+    self._clip = config.grad_norm_clip or float('inf')
+    decay = config.weight_decay or 0.0
+    groups = []
+    for name, parameter in net.named_parameters():
+      weight_decay = decay if self.decays(name, parameter) else 0.0
+      groups.append(
+        dict(params=[parameter], weight_decay=weight_decay, factor=self.factor(name))
+      )
+    self._adam = torch.optim.AdamW(groups, betas=(config.b1, config.b2), fused=True)
+
+  def decays(self, name: str, parameter: Any) -> bool:
+    """Returns whether weight decay applies to a parameter."""
+    return is_kernel(name, parameter)
+
+  def factor(self, name: str) -> float:
+    """Returns the factor on the learning rate of a parameter."""
+    return 1.0
+
+  def tensors(self, batch: Mapping[str, Any], name: str) -> Any:
+    """Returns an array of a batch as a tensor, images with the channels first."""
+    array = self._torch.tensor(np.asarray(batch[name]))
+    return array.permute(0, 3, 1, 2) if name == 'image' else array
+
+  def loss(self, batch: Mapping[str, Any], step: int) -> Any:
+    """Returns the mean loss of a batch in training, a tensor."""
+    raise NotImplementedError
+
+  def outputs(self, batch: Mapping[str, Any]) -> Any:
+    """Returns what the task's `outputs` returns, a tensor."""
+    raise NotImplementedError
+
+  def update(self, batch: Mapping[str, Any], step: int, rate: float) -> float:
+    """Makes an update with a learning rate; returns the loss before it."""
+    self.net.train()
+    for group in self._adam.param_groups:
+      group['lr'] = rate * group['factor']
+    loss = self.loss(batch, step)
+    self._adam.zero_grad(set_to_none=True)
+    loss.backward()
+    self._torch.nn.utils.clip_grad_norm_(self.net.parameters(), self._clip)
+    self._adam.step()
+    return loss.item()
+
+  def evaluate(self, batch: Mapping[str, Any]) -> np.ndarray:
+    """Returns the outputs of a batch in evaluation."""
+    self.net.eval()
+    with self._torch.inference_mode():
+      return self.outputs(batch).numpy()
+
+
+class Comparison(NamedTuple):
+  """What a program compares.
+
+  `make_twin` takes what is prepared, the initial parameters and the extra state here, and
+  whether to compile. `measure` takes what is prepared and pairs of an evaluation batch and
+  its outputs; returns a share.
+  """
+
+  make_twin: Callable[[train.Prepared, Any, Any, bool], Twin]
+  measure: Callable[[train.Prepared, Iterable[tuple[dict, np.ndarray]]], float]
+  plain: Mapping[str, Any]  # See `check`.
+  name: str  # Name of the other library.
+  metric: str  # What `measure` returns.
+
+
+def _turns(batches: Iterable) -> Iterator[list[dict]]:
+  """Yields lists of loaded batches; loading during an update would slow it down."""
+  batches = map(jax.device_get, batches)
+  while turn := [*itertools.islice(batches, _TURN)]:
+    yield turn
+
+
+def _timed(
+  function: Callable[..., Any], arguments: Iterable[tuple]
+) -> tuple[list, list[float]]:
+  """Returns the results of calls and their times in seconds."""
+  results, seconds = [], []
+  for args in arguments:
+    start = time.perf_counter()
+    results.append(function(*args))
+    seconds.append(time.perf_counter() - start)
+  return results, seconds
+
+
+def _speed(batch: int, seconds: list[float]) -> float:
+  """Returns images a second, by the median time without the first ones."""
+  return batch / statistics.median(seconds[_UNTIMED:] or seconds)
+
+
+def _evaluate(
+  comparison: Comparison, prepared: train.Prepared, outputs: Callable[[dict], Any]
+) -> tuple[float, float]:
+  """Returns the measure of the first evaluation, and images a second."""
+  split = next(iter(prepared.tests.values()))
+  seconds: list[float] = []
+
+  def pairs() -> Iterator[tuple[dict, np.ndarray]]:
+    batches = input_pipeline.task_batches(prepared.program.task, split, prepared.mesh)
+    for turn in _turns(batches):
+      results, times = _timed(outputs, zip(turn))
+      seconds.extend(times)
+      yield from zip(turn, results)
+
+  value = comparison.measure(prepared, pairs())
+  return value, _speed(prepared.config.batch_eval, seconds)
+
+
+def compare(
+  comparison: Comparison, config: ml_collections.ConfigDict, compiled: bool = False
+) -> dict[str, Any]:
+  """Trains both with the seed of a config; returns losses, measures and speeds.
+
+  `losses` are pairs (ours, theirs) by update; the metric (a share, of the first
+  evaluation), `img_sec` and `img_sec_eval` are such pairs too. `compiled` applies
+  torch.compile to the model in PyTorch. Raises ValueError for a config that trains
+  differently in PyTorch.
+  """
+  check(config, comparison.plain)
+  prepared = train.prepare(config)
+  config, program, mesh = prepared.config, prepared.program, prepared.mesh
+  schedule = schedules.create_learning_rate_schedule(
+    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
+    decay_at=config.decay_at,
+  )  # fmt: skip
+  abstract = program.abstract
+  weights = checkpoint.pretrained_weights(
+    config, program.task, abstract.params, abstract.extra
+  )
+  state = program.create_state(weights)
+  twin = comparison.make_twin(
+    prepared, jax.device_get(state.params), jax.device_get(state.extra), compiled
+  )
+  update, outputs = program.jit_update(), jax.jit(program.task.outputs)
+  batches = input_pipeline.train_batches(
+    config, prepared.train, program.task.example, mesh
+  )
+
+  def our_update(batch: dict, step: int, rate: float) -> float:
+    nonlocal state  # The rate is part of `update`.
+    state, metrics = update(state, batch)
+    return float(metrics['train_loss'])
+
+  def our_outputs(batch: dict) -> np.ndarray:
+    return np.asarray(outputs(state.params, state.extra, batch))
+
+  losses: list[tuple[float, float]] = []
+  seconds: list[tuple[float, float]] = []
+  with jax.set_mesh(mesh):
+    for turn in _turns(itertools.islice(batches, config.total_steps)):
+      steps = range(len(losses), len(losses) + len(turn))
+      rates = [float(schedule(step)) for step in steps]
+      ours, our_seconds = _timed(our_update, zip(turn, steps, rates))
+      theirs, their_seconds = _timed(twin.update, zip(turn, steps, rates))
+      losses += zip(ours, theirs)
+      seconds += zip(our_seconds, their_seconds)
+      console.log(
+        f'step {len(losses)}/{config.total_steps}  loss {ours[-1]:.4f}, '
+        f'{comparison.name} {theirs[-1]:.4f}'
+      )
+    evaluated = [
+      _evaluate(comparison, prepared, function)
+      for function in (our_outputs, twin.evaluate)
+    ]
+  values, img_sec_eval = zip(*evaluated)
+  return {
+    'seed': config.seed,
+    'losses': losses,
+    comparison.metric: values,
+    'img_sec': [_speed(config.batch, times) for times in zip(*seconds)],
+    'img_sec_eval': img_sec_eval,
+  }
+
+
+def main(
+  comparison: Comparison, module: str, doc: str, argv: Sequence[str] | None
+) -> None:
+  """Runs the program of a module of benchmarks with command-line arguments."""
+  parser = flags.Parser('', doc)
+  parser.prog = f'python -m benchmarks.{module}'
+  parser.add_config()
+  parser.add_argument('--seeds', default='0', help='seeds, separated by commas (0)')
+  parser.add_argument(
+    '--compile', action='store_true', help='apply torch.compile to the other model'
+  )
+  parser.add_argument('--json', metavar='FILE', help='write all losses to a file')
+  args = parser.parse_args(sys.argv[1:] if argv is None else argv)
+  flags.require(args, config='FILE')
+  seeds = args.seeds.split(',')
+  if not all(seed.isdecimal() for seed in seeds):
+    raise ValueError(f'--seeds={args.seeds} must be numbers, such as 0,1,2')
+  name, metric = comparison.name, comparison.metric
+  rows = []
+  for seed in seeds:
+    args.config.seed = int(seed)
+    row = compare(comparison, args.config, args.compile)
+    rows.append(row)
+    training, evaluation = (
+      f', {name} '.join(f'{x:,.0f}' for x in row[key])
+      for key in ('img_sec', 'img_sec_eval')
+    )
+    measures = f', {name} '.join(f'{100 * x:.2f} %' for x in row[metric])
+    console.log(
+      f'seed {seed}: {metric} {measures}; img/s in training {training}, in evaluation '
+      f'{evaluation}'
+    )
+    if args.json:
+      pathlib.Path(args.json).write_text(json.dumps(rows))
+  for i, side in enumerate(('vit_jax', name)):
+    values = [row[metric][i] for row in rows]
+    console.log(f'{side}: {summaries.format_values(metrics_lib.SHARE, values)} %')
+
+
+def run(main: Callable[[], None]) -> None:
+  """Runs a program as a command; errors of its arguments end it with one line."""
+  console.use_huge_pages()
+  console.quiet()
+  try:
+    main()
+  except (ValueError, ImportError, OSError) as e:
+    sys.exit(f'Error: {e}')
