@@ -93,12 +93,22 @@ SEMANTIC = PredictFlags(
     ),
   }
 )
+SEGMENT = PredictFlags(
+  {
+    **DETECTION.FLAGS,
+    '--instances': dict(
+      action='store_const',
+      const=True,
+      help='with EoMT: the instances of things, whose masks may overlap, instead of segments',
+    ),
+  }
+)
 BY_TASK = {
   'classify': CLASSIFY,
   'detect': DETECTION,
   'image_text': IMAGE_TEXT,
   'pixels': PIXELS,
   'pixels_finetune': PIXELS_FINETUNE,
-  'segment': DETECTION,
+  'segment': SEGMENT,
   'segment_semantic': SEMANTIC,
 }

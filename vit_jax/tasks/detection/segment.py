@@ -1,19 +1,15 @@
-"""Panoptic segmentation with a detector (DETR, arXiv 2005.12872, section 4.4).
+"""Panoptic segmentation (arXiv 1801.00868) of COCO's data.
 
-Each pixel belongs to one segment: a thing, such as a person, or all stuff of a
-class, such as the sky. A detector finds the boxes of both, stuff being one
-object; a mask head then computes a mask for each query. The detector is trained
-first, by this task and a model without a mask head, and then only the mask head:
-
-  --config.model.mask_head=True --config.pretrained=WORKDIR_OF_THE_DETECTOR
-  --config.lr_multipliers="(('segmentation/', 1.0), ('', 0.0))"
-
-or both at once. The data have the features of TFDS's coco/2017_panoptic.
+Each pixel belongs to one segment: a thing, such as a person, or all stuff of a class,
+such as the sky. The kind of the model decides how segments are learned: MODULES. The data
+have the features of TFDS's coco/2017_panoptic.
 
 Shapes: B images, Q queries, N objects of an image (padded), H x W pixels.
 """
 
+import abc
 from collections.abc import Mapping, Sequence
+import importlib
 from typing import Any
 
 import jax
@@ -21,27 +17,30 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from vit_jax.configs import task_options
+from vit_jax.configs import models as model_configs, task_options
 from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
 from vit_jax.data.lazy import tf
 from vit_jax.figures import grids, overlays
-from vit_jax.inference import predictor as predictor_lib
+from vit_jax.tasks import predict_flags
 from vit_jax.tasks.detection import (
   boxes as boxes_lib,
-  detect,
-  detectors,
-  mask_losses as masks_lib,
-  panoptic_quality as pq,
+  objects,
   segments as segments_lib,
 )
 
 _OBJECTS = 'panoptic_objects/'
 
+# Kind of the model (config.model.kind) -> module of its task; others are detectors.
+MODULES = {
+  'detr': 'vit_jax.tasks.detection.segment_detr',
+  'eomt': 'vit_jax.tasks.segmentation.segment_masks',
+}
 
-class Task(detect.Task):
-  """Learns boxes, classes and masks of things and stuff."""
+
+class Task(objects.Task):
+  """Learns things and stuff; an instance is of the class for the kind of its model."""
 
   FEATURES = (
     'image',
@@ -50,8 +49,11 @@ class Task(detect.Task):
     *(_OBJECTS + name for name in ('id', 'bbox', 'label', 'area?', 'is_crowd?')),
   )
   Options = task_options.Segment
-  METADATA = (*detect.Task.METADATA, 'isthing')
-  NEW_PARAMS = (*detect.Task.NEW_PARAMS, 'segmentation/')
+  METADATA = (*objects.Task.METADATA, 'isthing')
+  FLAGS = predict_flags.SEGMENT.FLAGS
+
+  def __new__(cls, config: Any = None, metadata: Any = None) -> 'Task':
+    return super().__new__(_class_for(config) if cls is Task else cls)
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
@@ -81,15 +83,15 @@ class Task(detect.Task):
     seed: 'tf.Tensor | None',
     canvas: tuple[int, int] | None = None,
   ) -> dict[str, 'tf.Tensor']:
-    """Returns the tensors of a detector, and `segments`, uint8 [H, W].
+    """Returns the tensors of objects, and `segments`, uint8 [H, W].
 
     `segments` has the number of the object of each pixel, from 1, or 0 for none.
     In evaluation also `truth_size`, height and width of the original, at most the
     option of this name, and `truth_segments`, uint8, like `segments` for the
     original, padded, with crowds, in the order of `label`.
     """
-    objects = {k.replace(_OBJECTS, 'objects/'): x for k, x in record.items()}
-    return super().example(objects, seed, canvas)
+    renamed = {k.replace(_OBJECTS, 'objects/'): x for k, x in record.items()}
+    return super().example(renamed, seed, canvas)
 
   def _more_targets(
     self,
@@ -110,7 +112,7 @@ class Task(detect.Task):
     largest = self.options.truth_size
     ids = record['objects/id']
     truth = panoptic.read(record['panoptic_image'], ids, example['size'])
-    is_target = tf.cast(~detect.is_crowd(record), tf.uint8)
+    is_target = tf.cast(~objects.is_crowd(record), tf.uint8)
     number_of = tf.concat([[0], tf.cumsum(is_target) * is_target], axis=0)
     numbers = tf.gather(number_of, tf.cast(truth, tf.int32))
     size = tf.cast(example['size'], tf.float32)
@@ -130,72 +132,41 @@ class Task(detect.Task):
     shape = spec['image'].shape[:3]
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}
 
-  # --- Training ---
-
-  def _losses(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], **kwargs: Any
-  ) -> dict[str, jax.Array]:
-    """Adds the losses of the masks of the last layer's matched queries."""
-    if not self.model.mask_head:
-      return super()._losses(params, extra, batch, **kwargs)
-    outputs = self._apply(params, extra, batch, draw=False, **kwargs)
-    losses, query = self._set_losses(outputs, batch)
-    queries = jnp.maximum(query[-1], 0)
-    masks = self.model.apply(
-      {'params': params}, outputs['features'], queries, method='draw_masks'
-    )
-    mask_losses = masks_lib.losses(masks, batch['segments'], batch['count'])
-    share = batch['target_share']
-    return {
-      **losses,
-      'focal': masks_lib.FOCAL * mask_losses['focal'][None] * share,
-      'dice': masks_lib.DICE * mask_losses['dice'][None] * share,
-    }
-
   # --- Evaluation and prediction ---
 
-  def outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, jax.Array]:
-    """Computes a detector's outputs, and `masks` [B, Q, H / 4, W / 4], logits."""
-    outputs = self._apply(params, extra, batch, train=False)
-    masks = outputs.pop('masks') if self.model.mask_head else None
-    last_layer = {name: x[-1] for name, x in outputs.items()}
-    return last_layer if masks is None else {**last_layer, 'masks': masks}
-
+  @abc.abstractmethod
   def masks(self, outputs: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Returns what `assemble` makes segments of.
+    """Returns what `assemble` makes segments of, arrays [B, ...].
 
-    `masks` [B, Q, h, w], `labels` [B, Q], `scores` [B, Q] and `extent`, float32
-    [B, 2], the shares of the masks that show the image.
+    `masks` are logits [B, Q, h, w]; `extent`, float32 [B, 2], are the shares of their
+    height and width that show the image; the rest is padding.
     """
-    detections = self.detections(outputs)
-    del detections['boxes']
-    return {**detections, 'masks': outputs['masks'], 'extent': boxes_lib.filled(batch)}
+
+  @abc.abstractmethod
+  def assemble(
+    self, masks: Mapping[str, np.ndarray], row: int, size: tuple[int, int]
+  ) -> segments_lib.Segments:
+    """Returns the segments of image `row` of the result of `masks` in NumPy.
+
+    A further argument `threshold` is the least score of a segment; `size` is the height
+    and width of their map.
+    """
 
   @classmethod
   def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
-    evaluators = super().evaluators(config)
-    if config.model.get('mask_head'):
-      evaluators.append(pq.PanopticQuality)
-    return evaluators
+    if cls is Task:
+      return _class_for(config).evaluators(config)
+    return super().evaluators(config)
 
   def describe(self) -> str:
     things = sum(self.is_thing)
     stuff = len(self.is_thing) - things
-    head = 'with' if self.model.mask_head else 'without'
-    return f'{super().describe()}; {things} things, {stuff} stuff; {head} masks'
-
-  def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
-    kind = detectors.Segmenter if self.model.mask_head else detectors.Detector
-    return kind(self, params, extra, step)
+    return f'{super().describe()}; {things} things, {stuff} stuff'
 
   def draw_evaluation(
     self, batch: dict[str, jax.Array], outputs: Any
   ) -> dict[str, np.ndarray]:
-    detections = super().draw_evaluation(batch, outputs)
-    if not self.model.mask_head:
-      return detections
+    """Draws test images: the segments, then the predicted ones."""
     masks = jax.device_get(self.masks(outputs, batch))
     pictures = []
     for i, image in enumerate(grids.to_pixels(batch['image'])):
@@ -209,24 +180,13 @@ class Task(detect.Task):
       names = [self.class_names[label] for label in segments.labels]
       pictures.append(overlays.overlay(image, numbers, names))
     titles = ['segments', 'predicted', 'segments', 'predicted']
-    return {**detections, 'segments': grids.grid(np.stack(pictures), titles=titles)}
+    return {'segments': grids.grid(np.stack(pictures), titles=titles)}
 
-  def assemble(
-    self,
-    masks: Mapping[str, np.ndarray],
-    row: int,
-    size: tuple[int, int],
-    **kwargs: Any,
-  ) -> segments_lib.Segments:
-    """Returns the segments of image `row` of the result of `masks` in NumPy.
 
-    For the other arguments see vit_jax.tasks.detection.segments.assemble.
-    """
-    image_masks = {name: x[row] for name, x in masks.items()}
-    kwargs['merge_stuff'] = self.options.merge_stuff
-    return segments_lib.assemble(
-      **image_masks, is_thing=self.is_thing, size=size, **kwargs
-    )
+def _class_for(config: ml_collections.ConfigDict) -> type[Task]:
+  """Returns the class of the task for the model of a config."""
+  module = MODULES.get(model_configs.kind_of(config.model), MODULES['detr'])
+  return importlib.import_module(module).Task
 
 
 def _things(
