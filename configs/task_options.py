@@ -152,7 +152,21 @@ class Regress:
 
 
 @dataclasses.dataclass
-class Segment(Detect):
+class Masks:
+  """Options of the losses of a set of masks."""
+
+  # EoMT (config.model.kind='eomt'): weights of the losses of masks (cross-entropy, Dice).
+  mask_weight: schema.NonNegative = 5.0
+  dice_weight: schema.NonNegative = 5.0
+  # Number of points at which the losses of a mask are computed, the number of points per
+  # point from which the least certain ones are taken, and their share.
+  num_points: schema.Count = 12_544
+  oversample: Annotated[float, schema.Range(ge=1)] = 3.0
+  importance: schema.Probability = 0.75
+
+
+@dataclasses.dataclass
+class Segment(Masks, Detect):
   """Options of panoptic segmentation."""
 
   # Names of the classes of stuff; (): as the data set says, or none.
@@ -160,15 +174,18 @@ class Segment(Detect):
   # Side of the square in which test images are compared with their segments, in
   # pixels; a larger image is shrunk.
   truth_size: schema.Count = 640
-  # Whether all pixels of several queries that found one class of stuff are
+  # DETR: whether all pixels of several queries that found one class of stuff are
   # its segment. False is the released post-processing, for published PQ.
   merge_stuff: Annotated[bool, schema.FREE] = True
   # The number of an object is a byte.
   max_objects: Annotated[int, schema.Range(ge=1, le=255)] = 100
+  # Weight of the class in the matching and in the loss. None: as published, 1 for DETR and
+  # 2 for EoMT.
+  class_weight: schema.Positive | None = None
 
 
 @dataclasses.dataclass
-class SegmentSemantic:
+class SegmentSemantic(Masks):
   """Options of semantic segmentation."""
 
   # Numbers in masks of pixels that do not count, in addition to the classes that the data
@@ -182,17 +199,9 @@ class SegmentSemantic:
   # Evaluation and prediction: images are grouped by their height and width, rounded up to a
   # multiple of this number, and the measures are compiled for each group.
   tight: Annotated[schema.Count, schema.FREE] = 64
-  # EoMT (config.model.kind='eomt'): weights of the losses of classes, of queries without a
-  # class there, and of masks (cross-entropy, Dice).
+  # EoMT: weights of the loss of classes, and of queries without a class there.
   class_weight: schema.NonNegative = 2.0
   no_object_weight: schema.NonNegative = 0.1
-  mask_weight: schema.NonNegative = 5.0
-  dice_weight: schema.NonNegative = 5.0
-  # Number of points at which the losses of a mask are computed, the number of points per
-  # point from which the least certain ones are taken, and their share.
-  num_points: schema.Count = 12_544
-  oversample: Annotated[float, schema.Range(ge=1)] = 3.0
-  importance: schema.Probability = 0.75
   # Largest number of classes of an image, at most that of queries; of more, those with most
   # pixels are learned.
   max_classes: schema.Count = 64

@@ -346,6 +346,17 @@ def digest(tree: Any) -> str:
   return state.hexdigest()
 
 
+def gather_bytes(content: bytes) -> list[bytes]:
+  """Returns the contents of all processes, in their order; all must call it."""
+  if jax.process_count() == 1:
+    return [content]
+  lengths = multihost_utils.process_allgather(np.int32(len(content)))
+  padded = np.zeros(lengths.max(), np.uint8)
+  padded[: len(content)] = np.frombuffer(content, np.uint8)
+  rows = multihost_utils.process_allgather(padded)  # [processes, bytes]
+  return [row[:length].tobytes() for row, length in zip(rows, lengths)]
+
+
 def tree_shardings(tree: Any, rules: Rules, mesh: jax.sharding.Mesh) -> Any:
   """Returns the sharding of every leaf of `tree` (parameters, optimiser state).
 

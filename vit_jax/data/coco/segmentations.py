@@ -32,6 +32,21 @@ def decode(segmentation: Any, height: int, width: int) -> np.ndarray:
   return _draw(segmentation, height, width)
 
 
+def encode(mask: np.ndarray) -> str:
+  """Returns the compressed run lengths (`counts`) of a mask, bool [height, width]."""
+  from faster_coco_eval import mask as coco_mask
+
+  runs = coco_mask.encode(np.asfortranarray(mask, np.uint8))
+  return runs['counts'].decode()
+
+
+def box(mask: np.ndarray) -> tuple[float, float, float, float]:
+  """Returns x0, y0, x1, y1 of the pixels of a mask, bool [height, width]."""
+  rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
+  x0, y0, x1, y1 = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+  return float(x0), float(y0), float(x1), float(y1)
+
+
 def _draw(segmentation: Any, height: int, width: int) -> np.ndarray:
   from faster_coco_eval import mask as coco_mask
 

@@ -65,7 +65,7 @@ class AveragePrecision:
     for results in self._evaluation.compute(detect, stop):
       rows.update(engine.rows(results))
     truth, detections = [], []
-    for i in sorted(rows, key=lambda i: (_image_id(rows[i]), i)):
+    for i in sorted(rows, key=lambda i: (image_id(rows[i]), i)):
       image_truth, image_detections = _in_pixels(rows[i])
       truth.append(image_truth)
       detections.append(image_detections)
@@ -74,7 +74,7 @@ class AveragePrecision:
     return {**metrics, 'num_examples': len(rows)}
 
 
-def _image_id(row: Mapping[str, np.ndarray]) -> int:
+def image_id(row: Mapping[str, np.ndarray]) -> int:
   """Returns the id of an image, which orders detections of the same score."""
   low, high = row['image_id']
   return int(high) * 2**32 + int(np.uint32(low))
@@ -96,7 +96,10 @@ def _in_pixels(row: Mapping[str, Any]) -> tuple[dict, dict]:
 
 
 def average_precision(
-  truth: Sequence[dict], detections: Sequence[dict], num_classes: int
+  truth: Sequence[dict],
+  detections: Sequence[dict],
+  num_classes: int,
+  overlaps: Sequence[Any] | None = None,
 ) -> dict[str, float]:
   """Computes COCO's average precision.
 
@@ -108,6 +111,9 @@ def average_precision(
     detections: for each image `boxes` [m, 4], `labels` [m] and `scores` [m]. The 100
       most confident count.
     num_classes: number of classes.
+    overlaps: for each image the IoU of each detection with each object, [m, n]. Objects
+      and detections then have no boxes, and detections have `areas` [m]. None: the IoU is
+      that of the boxes.
 
   Returns:
     NAMES, each from 0 to 1, or NaN where there is no object of that size.
@@ -132,6 +138,14 @@ def average_precision(
   )
   predicted = reference.loadRes(results) if results else faster_coco_eval.COCO()
   evaluation = faster_coco_eval.COCOeval_faster(reference, predicted, 'bbox')
+  if overlaps is not None:
+    areas = [area for row in detections for area in row['areas']]
+    for number, area in enumerate(areas, start=1):
+      predicted.anns[number]['area'] = area
+    most = max(evaluation.params.maxDets)
+    evaluation.computeIoU = lambda image, label: _overlaps(
+      truth[image], detections[image], overlaps[image], label, most
+    )
   evaluation.run()
   metrics = {}
   for name, value in zip(NAMES, evaluation.stats):
@@ -139,10 +153,28 @@ def average_precision(
   return metrics
 
 
+def _overlaps(
+  truth: Mapping[str, Any],
+  detections: Mapping[str, Any],
+  overlaps: Any,
+  label: int,
+  most: int,
+) -> Any:
+  """Returns the IoU of the best detections of a class with its objects, [m, n]."""
+  objects = np.flatnonzero(np.array(truth['labels']) == label)
+  rows = np.flatnonzero(np.array(detections['labels']) == label)
+  scores = np.array(detections['scores'])[rows]
+  rows = rows[np.argsort(-scores, kind='stable')][:most]
+  if not len(rows) or not len(objects):
+    return []
+  return np.array(overlaps, np.float64)[np.ix_(rows, objects)]
+
+
 def _lines(images: Sequence[Mapping[str, Any]], *names: str) -> Iterator[tuple]:
   """Yields COCO's line of each box, and what `names` hold for the box."""
   for image, row in enumerate(images):
-    columns = [row[name] for name in ('boxes', 'labels', *names)]
+    boxes = row.get('boxes', np.zeros((len(row['labels']), 4)))
+    columns = [boxes, *(row[name] for name in ('labels', *names))]
     for box, label, *values in zip(*columns):
       x0, y0, x1, y1 = map(float, box)
       bbox = [x0, y0, x1 - x0, y1 - y0]

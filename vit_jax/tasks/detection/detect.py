@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
+from vit_jax import models
 from vit_jax.configs import task_options
 from vit_jax.figures import grids, overlays
 from vit_jax.inference import predictor as predictor_lib
@@ -40,6 +41,16 @@ class Task(objects.Task):
   NEW_PARAMS: ClassVar[tuple[str, ...]] = ('class_head/',)
   FIGURES = figures.FIGURES
   FLAGS = predict_flags.DETECTION.FLAGS
+
+  def __init__(
+    self, config: ml_collections.ConfigDict, metadata: dict[str, Any]
+  ) -> None:
+    super().__init__(config, metadata)
+    if models.kind_of(config.model) == 'eomt':
+      raise ValueError(
+        f"task='{config.task}' learns boxes, which a model of kind='eomt' does not "
+        "predict: use --config.task=segment for its masks, or a model of kind='detr'"
+      )
 
   # --- Training ---
 

@@ -1,6 +1,6 @@
 """Predictors of detectors: the objects and the segments of any images."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import math
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 
 from vit_jax import input_pipeline, preprocess
 from vit_jax.configs import schema
+from vit_jax.data.coco import segmentations
 from vit_jax.data.images import images as images_lib
 from vit_jax.figures import overlays
 from vit_jax.inference import predictor as predictor_lib, tables
@@ -131,12 +132,15 @@ class Detector(predictor_lib.Predictor):
     schema.check('image_size', image_size, schema.Size | None, '--')
 
     def row(inputs: Mapping[str, np.ndarray], outputs: Any) -> dict[str, Any]:
-      _, predictions = self.make(inputs, outputs, threshold)
-      columns = zip(*predictions) if predictions else [()] * len(self.TYPES)
-      return dict(zip(self.TYPES, columns))
+      return self._row(*self.make(inputs, outputs, threshold))
 
     parts = functools.partial(self.task.parts_at, image_size=image_size)
     return tables.Columns(self.TYPES, row, keep=self._inputs_to_keep(), parts=parts)
+
+  def _row(self, shapes: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
+    """Returns the row of a table for the result of `make`."""
+    columns = zip(*predictions) if predictions else [()] * len(self.TYPES)
+    return dict(zip(self.TYPES, columns))
 
   def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
     self._refuse(options)
@@ -201,6 +205,9 @@ class Segmenter(Detector):
     'scores': [float],
     'things': [bool],
     'areas': [int],
+    'boxes': [(float, 4)],
+    'masks': [str],
+    'size': (int, 2),
   }
 
   def _inputs_to_keep(self) -> tuple[str, ...]:
@@ -210,14 +217,14 @@ class Segmenter(Detector):
   def segment(
     self,
     images: Sequence[Any],
-    threshold: float = segments_lib.THRESHOLD,
+    threshold: float | None = None,
     image_size: int | tuple[int, int] | None = None,
   ) -> list[tuple[np.ndarray, list[tuple[str, float, bool, int]]]]:
     """Finds the segments of images.
 
     Args:
       images, image_size: see `detect`, also for errors.
-      threshold: minimum score of a segment, from 0 to 1.
+      threshold: minimum score of a segment, from 0 to 1; None: the model's LEAST.
 
     Returns:
       For each image (map, segments). The map, int32 [height, width] of the
@@ -245,6 +252,28 @@ class Segmenter(Detector):
   def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
     self._refuse(options)
     return self.segment(images)
+
+  def parse_flags(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+    if 'instances' in flags:
+      raise ValueError(
+        f"instances are for a model of kind='eomt', whose masks overlap; the things of "
+        f"'{self.origin}' are among its segments: leave out --instances"
+      )
+    return dict(flags)
+
+  def _row(self, shapes: Any, predictions: Sequence[tuple]) -> dict[str, Any]:
+    """Returns the row of a table; masks are COCO's compressed run lengths."""
+    boxes, masks = [], []
+    for mask in self._masks(shapes, len(predictions)):
+      boxes.append(segmentations.box(mask))
+      masks.append(segmentations.encode(mask))
+    row = super()._row(shapes, predictions)
+    return {**row, 'boxes': boxes, 'masks': masks, 'size': shapes.shape[-2:]}
+
+  def _masks(self, numbers: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """Yields the mask, bool [H, W], of each prediction of `make`."""
+    for number in range(1, count + 1):
+      yield numbers == number
 
   def _describe(self, *details: Any) -> str:
     is_thing, area = details

@@ -47,7 +47,13 @@ class Task(base.Task):
   ) -> None:
     super().__init__(config, metadata)
     self.model = models.make_model(config.model, num_classes=len(self.class_names))
-    queries = self.model.num_queries
+    queries = getattr(self.model, 'num_queries', 0)
+    if not queries:
+      raise ValueError(
+        f"task='{config.task}' is for models with queries, such as kind='detr', not "
+        f"kind='{models.kind_of(config.model)}': use another task or model "
+        '(config.task, config.model)'
+      )
     if self.options.max_objects > queries:
       raise ValueError(
         f'max_objects={self.options.max_objects} objects cannot each have one of '

@@ -35,7 +35,8 @@ NAMES = (
   'SQ_stuff',
   'RQ_stuff',
 )
-_TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
+# Tensors of the task's `example` that describe the true segments.
+TRUTH = ('index', 'mask', 'label', 'crowd', 'truth_size', 'truth_segments')
 
 
 class PanopticQuality:
@@ -45,17 +46,7 @@ class PanopticQuality:
 
   def __init__(self, evaluation: base.Evaluation) -> None:
     self._evaluation, self._task = evaluation, evaluation.task
-    task = evaluation.task
-
-    def compute(
-      params: Any, extra: Any, batch: dict[str, jax.Array]
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-      masks = task.masks(task.outputs(params, extra, batch), batch)
-      return masks, {name: batch[name] for name in _TRUTH}
-
-    # Masks are large: each process gets only the masks of its own images.
-    shardings = sharding.batch_sharding(evaluation.mesh)
-    self._compute = jax.jit(compute, out_shardings=shardings)
+    self._compute = compute_masks(evaluation, TRUTH)
 
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
@@ -84,6 +75,24 @@ class PanopticQuality:
         len(self._task.class_names),
       )
       yield int(truth['index'][i]), counts
+
+
+def compute_masks(evaluation: base.Evaluation, names: Sequence[str]) -> Callable:
+  """Compiles a function (params, extra, batch) to the task's `masks` and the truth.
+
+  Both are dicts of arrays [B, ...]; the truth has the tensors of these names.
+  """
+  task = evaluation.task
+
+  def compute(
+    params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+    masks = task.masks(task.outputs(params, extra, batch), batch)
+    return masks, {name: batch[name] for name in names}
+
+  # Masks are large: each process gets only the masks of its own images.
+  shardings = sharding.batch_sharding(evaluation.mesh)
+  return jax.jit(compute, out_shardings=shardings)
 
 
 def add_up(

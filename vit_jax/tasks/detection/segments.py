@@ -4,7 +4,7 @@ As in "End-to-End Object Detection with Transformers" (arXiv 2005.12872, section
 4.4): each pixel gets the mask with the greatest logit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -84,14 +84,24 @@ def _owners(
   """Returns the mask with the greatest logit at each pixel; -1 without masks."""
   best = np.full(size, -np.inf, np.float32)
   owners = np.full(size, -1, np.int32)
-  bottom, right = np.multiply(masks.shape[1:], extent)
-  # One mask after the other: all masks of a photograph may take gigabytes.
-  for i, mask in enumerate(masks):
-    image = Image.fromarray(np.asarray(mask, np.float32)).resize(
-      size[::-1], Image.Resampling.BILINEAR, box=(0, 0, right, bottom)
-    )
-    large = np.asarray(image)
+  for i, large in enumerate(enlarged(masks, size, extent)):
     is_better = large > best
     best[is_better] = large[is_better]
     owners[is_better] = i
   return owners
+
+
+def enlarged(
+  masks: np.ndarray, size: tuple[int, int], extent: Sequence[float] = (1.0, 1.0)
+) -> Iterator[np.ndarray]:
+  """Yields masks at the size of an image, bilinearly, float32 [H, W] each.
+
+  One after the other: all masks of a photograph may take gigabytes. For the arguments see
+  `assemble`.
+  """
+  bottom, right = np.multiply(masks.shape[1:], extent)
+  for mask in masks:
+    image = Image.fromarray(np.asarray(mask, np.float32))
+    yield np.asarray(
+      image.resize(size[::-1], Image.Resampling.BILINEAR, box=(0, 0, right, bottom))
+    )

@@ -1,8 +1,8 @@
-"""EoMT's training for semantic segmentation (arXiv 2503.19108, section 3 and 4.1).
+"""EoMT's training, and its semantic segmentation (arXiv 2503.19108, section 3 and 4.1).
 
-The targets of an image are the classes that occur in it, each with the mask of all its
-pixels. In training, masked attention is switched off layer by layer (`mask_rates`), so
-that prediction does without.
+In training, masked attention is switched off layer by layer (`mask_rates`), so that
+prediction does without. For semantic segmentation, the targets of an image are the classes
+that occur in it, each with the mask of all its pixels.
 
 Shapes: B images of H x W pixels, Q queries, N targets of an image (padded), C classes.
 """
@@ -62,6 +62,89 @@ def targets(
   return jax.vmap(of_image)(segmentation)
 
 
+def options_of(options: ml_collections.ConfigDict) -> set_losses.Options:
+  """Returns the options of the losses, of `config.task_options`; None: as published."""
+  values = {}
+  for name in set_losses.Options._fields:
+    if options[name] is not None:
+      values[name] = options[name]
+  return set_losses.Options(**values)
+
+
+def new_params(
+  weights: Mapping[str, Any], shapes: Mapping[str, Any]
+) -> tuple[str, ...]:
+  """Returns what weights lack or have for other classes or numbers of queries."""
+  prefixes = []
+  for prefix in _NEW_PARAMS:
+    paths = [path for path in shapes if path.startswith(prefix)]
+    if any(
+      path not in weights or weights[path].shape != shapes[path].shape for path in paths
+    ):
+      prefixes.append(prefix)
+  return tuple(prefixes)
+
+
+def weighted(
+  sums: Mapping[str, jax.Array],
+  shares: Mapping[str, jax.Array],
+  options: set_losses.Options,
+) -> dict[str, jax.Array]:
+  """Returns the results of set_losses.losses with their weights, float32 [L, B].
+
+  `shares` has `class_share` and `target_share` of images, see matching.shares.
+  """
+  return {
+    'class': options.class_weight * sums['class'] * shares['class_share'],
+    'mask': options.mask_weight * sums['mask'] * shares['target_share'],
+    'dice': options.dice_weight * sums['dice'] * shares['target_share'],
+  }
+
+
+def loss(
+  model: Any,
+  params: Any,
+  batch: Mapping[str, jax.Array],
+  rng: jax.Array,
+  progress: tuple[jax.Array | int, int],
+  options: set_losses.Options,
+) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  """Computes the loss of a training batch.
+
+  Args:
+    model: a vit_jax.models_eomt.Eomt.
+    params: its parameters.
+    batch: `image`, and `labels`, `segments` and `counts` as set_losses.losses takes them,
+      with the results of matching.shares.
+    rng: random key.
+    progress: number of updates before this one, and of all updates.
+    options: of the losses.
+
+  Returns:
+    The sum over layers of the set loss, and the number of images. The metrics are the
+    losses of the last layer, with their weights, and `mask_rate`, the mean probability of
+    masked attention.
+  """
+  points_key, dropout_key = jax.random.split(rng)
+  rates = mask_rates(*progress, model.num_query_layers)
+  outputs = model.apply(
+    {'params': params},
+    batch['image'],
+    train=True,
+    mask_rates=rates,
+    rngs={'dropout': dropout_key},
+  )
+  sums = set_losses.losses(
+    outputs, batch['labels'], batch['segments'], batch['counts'], points_key, options
+  )
+  losses = weighted(sums, batch, options)
+  count = jnp.float32(len(batch['image']))
+  metrics = {name: (x[-1].sum(), count) for name, x in losses.items()}
+  metrics['mask_rate'] = rates.mean() * count, count
+  total = sum(x.sum() for x in losses.values())
+  return (total, count), metrics
+
+
 class Eomt:
   """The head of a model of the kind 'eomt', see segment_semantic.Head."""
 
@@ -79,9 +162,7 @@ class Eomt:
     self.model = models.make_model(config.model, num_classes=num_classes)
     self._total_steps = config.total_steps
     options = config.task_options
-    self._options = set_losses.Options(
-      **{name: options[name] for name in set_losses.Options._fields}
-    )
+    self._options = options_of(options)
     self._num_classes = num_classes
     self._num_targets = min(num_classes, options.max_classes)
     if self._num_targets > self.model.num_queries:
@@ -97,16 +178,7 @@ class Eomt:
   def new_params(
     self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
   ) -> tuple[str, ...]:
-    """Returns what weights lack or have for other classes or numbers of queries."""
-    prefixes = []
-    for prefix in _NEW_PARAMS:
-      paths = [path for path in shapes if path.startswith(prefix)]
-      if any(
-        path not in weights or weights[path].shape != shapes[path].shape
-        for path in paths
-      ):
-        prefixes.append(prefix)
-    return tuple(prefixes)
+    return new_params(weights, shapes)
 
   def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """Adds the targets of images, and factors of the global batch."""
@@ -126,34 +198,8 @@ class Eomt:
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
-    """Returns the sum over layers of the set loss, and the number of images.
-
-    The metrics are the losses of the last layer, with their weights, and `mask_rate`, the
-    mean probability of masked attention.
-    """
-    points_key, dropout_key = jax.random.split(rng)
-    rates = mask_rates(step, self._total_steps, self.model.num_query_layers)
-    outputs = self.model.apply(
-      {'params': params},
-      batch['image'],
-      train=True,
-      mask_rates=rates,
-      rngs={'dropout': dropout_key},
-    )
-    options = self._options
-    sums = set_losses.losses(
-      outputs, batch['labels'], batch['segments'], batch['counts'], points_key, options
-    )
-    losses = {
-      'class': options.class_weight * sums['class'] * batch['class_share'],
-      'mask': options.mask_weight * sums['mask'] * batch['target_share'],
-      'dice': options.dice_weight * sums['dice'] * batch['target_share'],
-    }
-    count = jnp.float32(len(batch['image']))
-    metrics = {name: (x[-1].sum(), count) for name, x in losses.items()}
-    metrics['mask_rate'] = rates.mean() * count, count
-    total = sum(x.sum() for x in losses.values())
-    return (total, count), metrics
+    progress = step, self._total_steps
+    return loss(self.model, params, batch, rng, progress, self._options)
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
     return extra

@@ -43,14 +43,42 @@ def instances(
   Returns:
     Masks bool [n, H, W], classes int [n] and scores float [n], in the order of queries.
   """
-  probabilities = _softmax(logits)[:, :-1]
+  probabilities = softmax(logits)[:, :-1]
   labels = probabilities.argmax(axis=-1)
-  is_inside = masks > 0
-  area = is_inside.sum(axis=(1, 2))
-  quality = (_sigmoid(masks) * is_inside).sum(axis=(1, 2)) / (area + 1e-6)
-  scores = probabilities.max(axis=-1) * quality
-  chosen = (area > 0) & (scores >= threshold)
-  return is_inside[chosen], labels[chosen], scores[chosen]
+  scores = probabilities.max(axis=-1) * np.array([quality(mask) for mask in masks])
+  chosen = (scores > 0) & (scores >= threshold)
+  return masks[chosen] > 0, labels[chosen], scores[chosen]
+
+
+def quality(mask: np.ndarray) -> float:
+  """Returns the mean probability of the pixels inside a mask of logits; 0 for none."""
+  inside = mask[mask > 0]
+  return float(_sigmoid(inside).sum() / (len(inside) + 1e-6))
+
+
+def best_pairs(
+  logits: np.ndarray, most: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns the most probable pairs of a query and a class, the best first.
+
+  Takes logits [Q, C + 1], the last one of no object. Returns the queries and classes, int
+  [n], and the probabilities, float [n].
+  """
+  probabilities = softmax(logits)[:, :-1]
+  flat = probabilities.ravel()
+  order = np.argsort(-flat, kind='stable')[:most]
+  queries, labels = np.unravel_index(order, probabilities.shape)
+  return queries, labels, flat[order]
+
+
+def confident(logits: np.ndarray, threshold: float) -> np.ndarray:
+  """Returns the queries, int [n], with a class of a greater probability.
+
+  Takes logits [Q, C + 1], the last one of no object.
+  """
+  probabilities = softmax(logits)
+  is_object = probabilities.argmax(axis=-1) < logits.shape[1] - 1
+  return np.flatnonzero(is_object & (probabilities.max(axis=-1) > threshold))
 
 
 def panoptic(
@@ -69,9 +97,9 @@ def panoptic(
     threshold: queries need a greater probability of their class.
     overlap: queries need a greater share of their mask that no other query takes.
   """
-  probabilities = _softmax(logits)
+  probabilities = softmax(logits)
   scores, labels = probabilities.max(axis=-1), probabilities.argmax(axis=-1)
-  queries = np.flatnonzero((labels < logits.shape[1] - 1) & (scores > threshold))
+  queries = confident(logits, threshold)
   numbers = np.zeros(masks.shape[1:], np.int32)
   chosen: list[int] = []  # The query of each segment.
   number_of: dict[int, int] = {}  # By class of stuff.
@@ -95,7 +123,8 @@ def panoptic(
   return segments_lib.Segments(numbers, labels[chosen], scores[chosen])
 
 
-def _softmax(logits: np.ndarray) -> np.ndarray:
+def softmax(logits: np.ndarray) -> np.ndarray:
+  """Returns the probabilities of logits [..., C + 1]."""
   exponentials = np.exp(logits - logits.max(axis=-1, keepdims=True))
   return exponentials / exponentials.sum(axis=-1, keepdims=True)
 

@@ -158,7 +158,8 @@ def losses(
     labels: classes of targets, int [B, N].
     segments: int [B, H, W], number of the target of each pixel, from 1; 0 for none.
     counts: number of targets, int [B], the first ones.
-    key: draws the points.
+    key: draws the points; or a key of each image [B], so that its points depend on
+      nothing else.
     options: weights and numbers.
 
   Returns:
@@ -167,7 +168,11 @@ def losses(
     N], -1 for padding.
   """
   num_layers, num_images = outputs['logits'].shape[:2]
-  keys = jax.random.split(key, (num_layers, num_images, 2))
+  if key.ndim:
+    split = functools.partial(jax.random.split, num=(num_layers, 2))
+    keys = jax.vmap(split, out_axes=1)(key)
+  else:
+    keys = jax.random.split(key, (num_layers, num_images, 2))
 
   def costs(layer: tuple[jax.Array, ...]) -> jax.Array:
     cost = functools.partial(_matching_cost, options=options)

@@ -1,0 +1,24 @@
+"""Trains a small EoMT to segment things and stuff of scenes, without a download.
+
+vit_jax train --config=configs/eomt_panoptic_scenes.py --workdir=/tmp/eomt_panoptic
+
+Digits are things, and the textures of the ground are stuff. The encoder is that of
+segment_scenes.py.
+"""
+
+import ml_collections
+
+from vit_jax.configs import common, segment_scenes_eomt
+
+
+def get_config() -> ml_collections.ConfigDict:
+  """Returns the config."""
+  config = common.set_dataset(segment_scenes_eomt.get_config(), 'scenes/panoptic')
+  config.task = 'segment'
+  config.pp.crop_area = (0.7, 1.0)
+  config.model.model_name = 'EoMT-scenes-panoptic'
+  # Scenes have 128 x 128 pixels, and at most seven segments.
+  config.task_options = {'num_points': 512, 'max_objects': 8, 'truth_size': 128}
+  config.update(batch=16, best_metric='PQ_test', total_steps=2_000, warmup_steps=200)
+  config.update(eval_every=1_000, checkpoint_every=1_000)
+  return config

@@ -1,0 +1,102 @@
+"""Average precision and recall of the masks of instances, as COCO defines them.
+
+The overlap (IoU) is that of pixels, at the height and width of the original image, or at
+those of `truth_size`; all else is as for boxes, see average_precision.py. Objects are the
+things of panoptic annotations, which do not overlap.
+"""
+
+from collections.abc import Callable, Mapping
+import functools
+from typing import Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from vit_jax.distributed import sharding
+from vit_jax.evaluators import base
+from vit_jax.inference import engine
+from vit_jax.run import metrics as metrics_lib
+from vit_jax.tasks.detection import average_precision as ap, panoptic_quality as pq
+
+_PREFIX = 'mask_'  # Of the metrics.
+_TRUTH = ('image_id', 'area', 'size', *pq.TRUTH)
+
+
+class MaskAveragePrecision:
+  """Evaluates a vit_jax.tasks.detection.segment.Task with `candidates` on a split."""
+
+  metrics: ClassVar = {_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES}
+
+  def __init__(self, evaluation: base.Evaluation) -> None:
+    self._evaluation, self._task = evaluation, evaluation.task
+    self._compute = pq.compute_masks(evaluation, _TRUTH)
+
+  def run(
+    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
+  ) -> dict[str, float]:
+    """Returns the metrics, see average_precision.NAMES, and `num_examples`."""
+    rows = {}
+    compute = functools.partial(self._compute, params, extra)
+    for masks, truth in self._evaluation.compute(compute, stop):
+      for i in np.flatnonzero(truth['mask']):
+        row = {name: x[i] for name, x in truth.items()}
+        size = tuple(row['truth_size'].tolist())
+        candidates = self._task.candidates(masks, i, size)
+        rows[int(row['index'])] = compare(row, self._task.is_thing, candidates)
+    content = msgspec.msgpack.encode(rows)
+    merged: dict[int, Any] = {}  # An image that several processes have counts once.
+    for part in sharding.gather_bytes(content):
+      merged.update(msgspec.msgpack.decode(part, type=dict[int, Any]))
+    order = sorted(merged, key=lambda i: (merged[i]['image_id'], i))
+    images = [merged[i] for i in order]
+    values = ap.average_precision(
+      [image['truth'] for image in images],
+      [image['detections'] for image in images],
+      len(self._task.class_names),
+      [image['overlaps'] for image in images],
+    )
+    metrics = {_PREFIX + name: value for name, value in values.items()}
+    return {**metrics, 'num_examples': len(merged)}
+
+
+def compare(row: Mapping[str, np.ndarray], is_thing: Any, candidates: Any) -> dict:
+  """Compares the candidates of an image with its things.
+
+  Args:
+    row: an example of evaluation of vit_jax.tasks.detection.segment.Task.
+    is_thing: whether each class is a class of things.
+    candidates: (mask bool [H, W], class, score) each; those without pixels do not count.
+
+  Returns:
+    `image_id`; and `truth`, `detections` and `overlaps` for average_precision, lists.
+  """
+  height, width = row['truth_size']
+  numbers = row['truth_segments'][:height, :width]
+  is_object = row['label'] >= 0
+  labels, crowd = row['label'][is_object], row['crowd'][is_object] > 0
+  pixels = np.bincount(numbers.ravel(), minlength=len(labels) + 1)[1:]
+  chosen = np.array(is_thing, bool)[labels] & (pixels > 0)
+  # Pixels of the original per pixel compared.
+  scale = float(np.prod(row['size'].astype(np.float64)) / (int(height) * int(width)))
+  detections: dict[str, list] = {'labels': [], 'scores': [], 'areas': []}
+  overlaps = []
+  for mask, label, score in candidates:
+    area = int(mask.sum())
+    if not area:
+      continue
+    shared = np.bincount(numbers[mask], minlength=len(labels) + 1)[1:]
+    # Of a crowd, only the share of the candidate inside counts.
+    union = np.where(crowd, area, area + pixels - shared)
+    overlaps.append((shared / union)[chosen].tolist())
+    for name, value in zip(detections, (label, score, area * scale)):
+      detections[name].append(value)
+  return {
+    'image_id': ap.image_id(row),
+    'truth': {
+      'labels': labels[chosen].tolist(),
+      'areas': row['area'][is_object][chosen].tolist(),
+      'crowd': crowd[chosen].tolist(),
+    },
+    'detections': detections,
+    'overlaps': overlaps,
+  }
