@@ -5,7 +5,8 @@ arguments of `vit_jax.models.VisionTransformer` (or of the class of another `kin
 `num_classes`. Sources: arXiv 2010.11929 table 1 (B, L, H), 2106.10270 table 2
 (Ti, S, R+Ti, R26+S), 2106.04560 table 2 (G), 2302.05442 table 1 (22B), 2105.01601
 table 1 (Mixer), 1912.11370 (BiT), 2005.12872 (DETR), 2304.07193 and 2309.16588
-(DINOv2); "Generative Pretraining from Pixels", section 3.1, and its released code (iGPT).
+(DINOv2), 2508.10104 (DINOv3), 2503.19108 and its released code (EoMT); "Generative
+Pretraining from Pixels", section 3.1, and its released code (iGPT).
 
 The configs hold sizes only, so that other implementations of the models accept
 them too. FIELDS has all fields of a model, with their types and defaults; set them
@@ -74,6 +75,18 @@ DINOV2 = {
   'B': (SIZES['B'], {}),
   'L': (SIZES['L'], {}),
   'g': ((40, 1536, 4096, 24), {'mlp': 'swiglu'}),
+}
+# DINOv3, with 4 registers and patches of 16 pixels: sizes of SIZES, and how the encoder
+# differs from DINOv2's.
+DINOV3 = ('S', 'B', 'L')
+_DINOV3_ENCODER = {'position_embedding': 'rope', 'norm_eps': 1e-5}
+
+# EoMT, with patches of 16 pixels: encoder -> number of layers that read the queries, as in
+# the released configs. DINOv2's have 4 registers, and their patch embeddings are resized
+# from 14 pixels.
+EOMTS = {
+  **{f'DINOv2-{size}': layers for size, layers in zip('SBLg', (3, 3, 4, 5))},
+  **{f'DINOv3-{size}': layers for size, layers in zip('SBL', (3, 3, 4))},
 }
 
 # Name -> (patch in pixels, width D, blocks, widths of the MLPs over tokens and
@@ -448,6 +461,19 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       name = f'DINOv2-{size}_14{suffix}'
       fields: dict[str, Any] = {'registers': registers} if registers else {}
       configs[name] = _vit_config(name, sizes, 14, variations=variations, **fields)
+  for size in DINOV3:
+    name = f'DINOv3-{size}_16'
+    variations = {'gelu': 'erf', 'layer_scale': 1e-5, **_DINOV3_ENCODER}
+    configs[name] = _vit_config(
+      name, SIZES[size], 16, variations=variations, registers=4
+    )
+  for encoder, query_layers in EOMTS.items():
+    is_dinov3 = encoder.startswith('DINOv3')
+    config = copy.deepcopy(configs[f'{encoder}_{"16" if is_dinov3 else "14-reg4"}'])
+    config.patches.size = (16, 16)
+    name = f'EoMT-{encoder.removeprefix("DINOv2-")}_16'
+    config.update(model_name=name, kind='eomt', num_query_layers=query_layers)
+    configs[name] = config
   for variant in GAP:
     size, _, patch_size = variant.partition('_')
     name = f'ViT-{variant}-gap-norep'
@@ -569,7 +595,7 @@ _SIZE_WORDS = {
   'tiny': 'ti', 'small': 's', 'base': 'b', 'large': 'l', 'huge': 'h', 'giant': 'g',
 }  # fmt: skip
 _OTHER_NAME = re.compile(r'^(?:vit_?)?(ti|s|b|l|h|g)_?(?:patch)?(\d+)(?=_|$)')
-_DINOV2 = re.compile(r'^dinov2_(?:vit)?(s|b|l|g)(?:14)?(_reg)?')
+_DINO = re.compile(r'^dinov(2|3)_(?:vit)?(s|b|l|g)(?:1[46])?(_reg)?')
 
 
 def _translated(name: str) -> list[str]:
@@ -577,13 +603,17 @@ def _translated(name: str) -> list[str]:
   text = name.rpartition('/')[2].partition('.')[0].lower().replace('-', '_')
   for word, size in _SIZE_WORDS.items():
     text = text.replace(word, size)
-  if text.endswith('_dinov2'):  # timm's.
+  if text.endswith(('_dinov2', '_dinov3')):  # timm's.
     registers = '_reg' if '_reg4_' in text else ''
-    text = f'dinov2_{text.split("_")[1]}{registers}'
+    text = f'{text[-6:]}_{text.split("_")[1]}{registers}'
   text = text.replace('with_registers_', '')  # Hugging Face's.
-  if match := _DINOV2.search(text):
-    has_registers = match[2] or 'with-registers' in name
-    short = f'dinov2_{match[1]}14{"_reg4" if has_registers else ""}'
+  if match := _DINO.search(text):
+    version, size, registers = match.groups()
+    if version == '3':
+      short = f'dinov3_{size}16'
+    else:
+      has_registers = registers or 'with-registers' in name
+      short = f'dinov2_{size}14{"_reg4" if has_registers else ""}'
   elif match := _OTHER_NAME.search(text):
     short = f'{match[1]}{match[2]}'
   else:
@@ -594,6 +624,28 @@ def _translated(name: str) -> list[str]:
 def kind_of(model: _Config) -> str:
   """Returns the kind of a model, which the original's configs do not name."""
   return model.get('kind') or ('mixer' if 'tokens_mlp_dim' in model else 'vit')
+
+
+def is_of_weights(model: _Config) -> bool:
+  """Returns whether the fields of a model are those of its weights.
+
+  It has the kind PRETRAINED, or a kind that extends Vision Transformers, without sizes.
+  """
+  kind = kind_of(model)
+  extends_vit = kind != 'vit' and issubclass(FIELDS.get(kind, object), Vit)
+  return kind == PRETRAINED or (extends_vit and 'hidden_size' not in model)
+
+
+def kinds_with_fields_of(kind: str | None) -> list[str]:
+  """Returns the kinds of models that have all fields of a kind, which comes first."""
+  if kind is None:
+    return list(FIELDS)
+  fields = FIELDS.get(kind, Vit if kind == PRETRAINED else None)
+  kinds = [kind]
+  for other_kind, other_fields in FIELDS.items():
+    if fields and other_kind not in (kind, 'vit') and issubclass(other_fields, fields):
+      kinds.append(other_kind)
+  return kinds
 
 
 # Key of a part of a model that is itself a model -> first name of its

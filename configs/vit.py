@@ -8,7 +8,8 @@ r"""Fine-tunes a Vision Transformer, as in the paper (table 4, B.1.1).
     --config.pretrained=hf://facebook/dinov2-base --workdir=/tmp/dinov2
 
 The argument is MODEL,DATA or MODEL,DATA,SIZE. MODEL is a short name from
-models.py, or 'pretrained' for the model of --config.pretrained. DATA is a TFDS name, or
+models.py, or 'pretrained' for the model of --config.pretrained. An EoMT learns to segment
+images, see docs/segmentation.md. DATA is a TFDS name, or
 a folder with train/<class>/* and test/<class>/*. SIZE is the size of the images in
 pixels; without it, images are prepared as the files next to the weights say, if there
 are any (config.pp.match_pretrained). Without --config.pretrained, the weights are the
@@ -46,6 +47,8 @@ def get_config(model_dataset: str = 'b16,cifar10') -> ml_collections.ConfigDict:
     default = PRETRAINED_SIZE
   else:
     config.model = models.get_config(model)
+    if models.kind_of(config.model) == 'eomt':
+      config.update(task='segment_semantic', best_metric='miou_test')
     # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.
     patch = config.model.patches.size[0]
     default = SIZE // patch * patch if patch == 14 else SIZE

@@ -23,6 +23,8 @@ README = DOCS.parent / 'README.md'
 FEW = ('ViT-S_16', 'ViT-B_16', 'ViT-L_16', 'ViT-H_14', 'BiT-R50x1')
 _SIZE = 224  # Pixels.
 _NUM_CLASSES = 1000
+# Of ADE20K, for the segmenters: pixels and classes.
+_SEGMENTED_SIZE, _NUM_PIXEL_CLASSES = 512, 150
 # Published accuracies after pre-training on JFT-300M, on ImageNet-21k, and from scratch.
 PUBLISHED = {
   'ViT-B_32': ('', '', '69.19 % ²'),
@@ -36,6 +38,7 @@ KINDS = (
   'Vision Transformer',
   'with mean pooling',
   'DINOv2',
+  'DINOv3',
   'hybrids',
   'MLP-Mixer',
   'BiT ResNet',
@@ -52,8 +55,8 @@ def kind_of(name: str) -> str | None:
     return {'mixer': 'MLP-Mixer', 'bit': 'BiT ResNet'}[kind]
   if 'resnet' in config:
     return 'hybrids'
-  if name.startswith('DINOv2'):
-    return 'DINOv2'
+  if name.startswith('DINO'):
+    return name.partition('-')[0]
   return 'with mean pooling' if config.classifier == 'gap' else 'Vision Transformer'
 
 
@@ -63,20 +66,22 @@ def classifiers() -> list[str]:
   return sorted(names, key=lambda name: KINDS.index(kind_of(name)))
 
 
-def count_parameters(name: str) -> int:
-  """Counts the parameters of a model with a head of 1,000 classes."""
-  model = models.get_model(name, num_classes=_NUM_CLASSES)
-  images = jax.ShapeDtypeStruct((1, _SIZE, _SIZE, 3), jnp.float32)
+def count_parameters(
+  name: str, size: int = _SIZE, num_classes: int = _NUM_CLASSES
+) -> int:
+  """Counts the parameters of a model for images of size x size pixels."""
+  model = models.get_model(name, num_classes=num_classes)
+  images = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
   variables = jax.eval_shape(
     lambda x: model.init(jax.random.key(0), x, train=False), images
   )
   return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables['params']))
 
 
-def gigaflops(name: str) -> float:
+def gigaflops(name: str, size: int = _SIZE, num_classes: int = _NUM_CLASSES) -> float:
   """Counts the GFLOPs of one forward pass over all tokens of one image."""
-  model = models.get_model(name, num_classes=_NUM_CLASSES)
-  return 1e-9 * flops.forward_flops(model, (_SIZE, _SIZE), whole=True)
+  model = models.get_model(name, num_classes=num_classes)
+  return 1e-9 * flops.forward_flops(model, (size, size), whole=True)
 
 
 def names_of(name: str) -> list[str]:
@@ -117,6 +122,19 @@ def models_tables() -> tuple[str, str]:
   return few, _table([*header, *published], rows_of_all)
 
 
+def segmenters_table() -> str:
+  """Returns a table of the EoMTs."""
+  rows = []
+  for name, config in model_configs.MODEL_CONFIGS.items():
+    if model_configs.kind_of(config) != 'eomt':
+      continue
+    size = {'size': _SEGMENTED_SIZE, 'num_classes': _NUM_PIXEL_CLASSES}
+    numbers = [f'{count_parameters(name, **size):,}', f'{gigaflops(name, **size):,.2f}']
+    rows.append([*names_of(name), *numbers, str(config.num_query_layers)])
+  header = ('segmenter', 'name', 'parameters', 'GFLOPs', 'layers with queries')
+  return _table(header, rows)
+
+
 def replace(page: pathlib.Path, header: str, table: str) -> None:
   """Replaces the table of a page whose header begins with a text."""
   old = re.compile(rf'^\| {re.escape(header)}.*\n(\|.*\n)+', re.MULTILINE)
@@ -130,4 +148,5 @@ if __name__ == '__main__':
   few, all_models = models_tables()
   replace(README, 'model | name', few)
   replace(DOCS / 'models.md', 'model | name', all_models)
+  replace(DOCS / 'models.md', 'segmenter | name', segmenters_table())
   replace(DOCS / 'train.md', 'kind | names', kinds_table())

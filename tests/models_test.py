@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 
 from tests import tiny_models
-from vit_jax import models, models_bit, models_detr, models_igpt, models_lit
+from vit_jax import (
+  models,
+  models_bit,
+  models_detr,
+  models_eomt,
+  models_igpt,
+  models_lit,
+)
 from vit_jax.configs import models as model_configs
 from vit_jax.layers import encoder
 from vit_jax.weights import identify
@@ -56,6 +63,19 @@ COUNTS = {
   'DINOv2-B_14-reg4': 86_582_016 - 1112 * 768 + 1000 * 769,
   'DINOv2-L_14-reg4': 304_370_688 - 1112 * 1024 + 1000 * 1025,
   'DINOv2-g_14-reg4': 1_136_483_840 - 1112 * 1536 + 1000 * 1537,
+  # As in transformers: DINOv3 without its mask token, with 1000 classes; EoMT with 200
+  # queries, 1000 classes, and a position of the class token. Biases of keys are added to
+  # DINOv3's.
+  'DINOv3-S_16': 21_596_544 - 384 + 12 * 384 + 1000 * 385,
+  'DINOv3-B_16': 85_660_416 - 768 + 12 * 768 + 1000 * 769,
+  'DINOv3-L_16': 303_129_600 - 1024 + 24 * 1024 + 1000 * 1025,
+  'EoMT-S_16': 23_770_601 + 384,
+  'EoMT-B_16': 93_251_561 + 768,
+  'EoMT-L_16': 316_146_665 + 1024,
+  'EoMT-g_16': 1_162_798_057 + 1536,
+  'EoMT-DINOv3-S_16': 23_690_729 + 12 * 384,
+  'EoMT-DINOv3-B_16': 93_091_817 + 12 * 768,
+  'EoMT-DINOv3-L_16': 315_921_385 + 24 * 1024,
   # arXiv 1912.11370, 1000 classes.
   'BiT-R50x1': 25_549_352,
   'BiT-R50x2': 97_988_712,
@@ -75,6 +95,8 @@ def published_shapes(name):
   depth, units = 0, ()
   if 'transformer' in config:
     depth, config.transformer.num_layers = config.transformer.num_layers, 1
+    if 'num_query_layers' in config:
+      config.num_query_layers = 1
   elif 'num_blocks' in config:
     depth, config.num_blocks = config.num_blocks, 1
   stages = config if 'num_layers' in config else config.get('resnet')
@@ -162,6 +184,8 @@ def test_every_name_of_the_original_is_a_model():
     ('google/vit-huge-patch14-224-in21k', 'h14'),  # Hugging Face.
     ('facebook/dinov2-giant', 'dinov2_g14'),
     ('facebook/dinov2-with-registers-base', 'dinov2_b14_reg4'),
+    ('facebook/dinov3-vitl16-pretrain-lvd1689m', 'dinov3_l16'),
+    ('vit_base_patch16_dinov3.lvd1689m', 'dinov3_b16'),
     ('dinov2_vits14', 'dinov2_s14'),  # PyTorch's hub.
   ],
 )
@@ -197,6 +221,7 @@ def test_every_config_has_a_kind():
       'Mixer': ('mixer', models.MlpMixer),
       'BiT': ('bit', models_bit.BitResNet),
       'DETR': ('detr', models_detr.Detr),
+      'EoMT': ('eomt', models_eomt.Eomt),
       'iGPT': ('igpt', models_igpt.ImageGPT),
       'LiT': ('lit', models_lit.LitModel),
     }.get(name.split('-')[0], ('vit', models.VisionTransformer))

@@ -15,7 +15,7 @@ import flax.traverse_util
 import ml_collections
 
 from vit_jax import console, models, preprocess
-from vit_jax.configs import common, models as model_configs
+from vit_jax.configs import common, models as model_configs, schema
 from vit_jax.distributed import files
 from vit_jax.weights import (
   descriptions,
@@ -162,15 +162,17 @@ def with_model(
 
   A model of the kind 'pretrained' becomes the one in `config.pretrained`, of an
   image-text model the image tower, without pre-logits, with the fields that the config
-  sets, such as dropout. The model in `stored`, the stored config of the run, replaces
+  sets, such as dropout. So does a model of a kind that extends Vision Transformers, which
+  keeps its kind, if the config does not set its sizes. The model in `stored`, the stored config of the run, replaces
   the weights. For errors see vit_jax.weights.reading.read; ValueError also for a field
   that contradicts the weights, and for weights of other models.
   """
-  if not config.get('model') or config.model.get('kind') != model_configs.PRETRAINED:
+  if not config.get('model') or not model_configs.is_of_weights(config.model):
     return config
   config = config.copy_and_resolve_references()
   overrides = config.model.to_dict()
-  del overrides['kind']
+  if overrides['kind'] == model_configs.PRETRAINED:
+    del overrides['kind']
   stored_model = (stored or {}).get('model')
   model = ml_collections.ConfigDict(
     stored_model or _pretrained_model(config, overrides)
@@ -192,8 +194,13 @@ def _check_overrides(
   fields = flax.traverse_util.flatten_dict(
     model_configs.with_options(model).to_dict(), sep='.'
   )
+  # Such as the number of queries of an EoMT.
+  kind = model_configs.FIELDS.get(overrides.get('kind', ''), model_configs.Vit)
+  extending_fields = (
+    schema.fields(kind).keys() - schema.fields(model_configs.Vit).keys()
+  )
   for key, value in flax.traverse_util.flatten_dict(overrides, sep='.').items():
-    is_free = key in _FREE or key.rpartition('.')[2] in _FREE
+    is_free = {key, key.rpartition('.')[2]} & (_FREE | extending_fields)
     if not is_free and value != fields.get(key):
       raise ValueError(
         f"model.{key}={value}, but the weights in pretrained='{config.pretrained}' are "

@@ -230,7 +230,8 @@ def test_looped_layers_of_all_models():
   depths = {
     'ViT-L': 24, 'R50+ViT-L': 24, 'ViT-H': 32, 'ViT-G': 48, 'ViT-22B': 48, 'LiT-L16L': 24, 'LiT-L16S': 24,
     'LiT-L16Ti': 24, 'iGPT-S': 24, 'iGPT-M': 36, 'iGPT-L': 48, 'iGPT-XL': 60,
-    'DINOv2-L': 24, 'DINOv2-g': 40,
+    'DINOv2-L': 24, 'DINOv2-g': 40, 'DINOv3-L': 24, 'EoMT-L': 20, 'EoMT-g': 35,
+    'EoMT-DINOv3-L': 20,
   }  # fmt: skip
   assert found == {k: depths.get(k.split('_')[0], 0) for k in configs}
   assert {models.kind_of(x) for x in configs.values()} == set(SMALL)
@@ -258,6 +259,10 @@ SMALL = {
     {'batch': 16, 'accum_steps': 2, 'pp.crop': 4, 'pp.resize': 4,
      'model.num_positions': 16,
      'model.num_layers': 3, 'model.scan': True},
+  ),
+  'eomt': (
+    'segment_scenes_eomt.py',
+    {'pp.crop': 16, 'model.transformer.num_layers': 1, 'model.num_query_layers': 1},
   ),
   'lit': (
     'lit_digits.py',

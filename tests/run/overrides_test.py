@@ -197,6 +197,17 @@ def test_wrong_flags_are_reported(flag, message):
     parse(flag)
 
 
+def test_the_kind_of_a_model_determines_its_keys():
+  flags = '--config.model.num_queries=7', '--config.model.kind=eomt'
+  config = parse(*flags, config='configs/vit.py:b16,cifar10')
+  assert (config.model.kind, config.model.num_queries) == ('eomt', 7)
+  assert config.model.hidden_size == 768
+  config = parse(*flags, config='configs/vit.py:pretrained,cifar10')
+  assert config.model.to_dict() == {'kind': 'eomt', 'num_queries': 7}
+  with pytest.raises(ValueError, match=r"kind='detr' has other .*\['vit', 'eomt'\]"):
+    parse('--config.model.kind=detr', config='configs/vit.py:b16,cifar10')
+
+
 def test_synonyms_name_keys_that_exist():
   flags = re.findall(r'--config\.([a-z0-9_.]+)', ' '.join(synonyms.SYNONYMS.values()))
   unchecked = {'best_metric', 'dataset', 'pretrained'}  # Any string is accepted.

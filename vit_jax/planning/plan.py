@@ -75,7 +75,7 @@ def make_plan(
   from vit_jax.run import config as run_config, evaluators as run_evaluators
 
   chip, _, _ = topology_lib.parse(topology)
-  if config.model.get('kind') == model_configs.PRETRAINED:  # The weights exist.
+  if model_configs.is_of_weights(config.model):  # The weights exist.
     config = checkpoint.with_preparation(checkpoint.with_model(config))
   config = run_config.complete(config)
   run_evaluators.check(config)

@@ -27,6 +27,7 @@ from vit_jax import console
 from vit_jax.configs import common, models as model_configs, schema
 
 _MODULE = 'vit_jax_config_file'  # Name of a config file's module.
+_MODEL_KIND = 'model.kind'
 
 # --- Config files ---
 
@@ -115,6 +116,8 @@ def set_keys(
   each wrong key, its value and the valid values; the other keys are set.
   """
   texts = dict(settings)
+  if _MODEL_KIND in texts:
+    _set_model_kind(config, str(texts.pop(_MODEL_KIND)))
   types = known_keys(config)
 
   def set_key(name: str, text: str | bool) -> None:
@@ -124,6 +127,22 @@ def set_keys(
       _assign(config, length, None)
 
   schema.run_checks(functools.partial(set_key, *item) for item in texts.items())
+
+
+def _set_model_kind(config: ml_collections.ConfigDict, kind: str) -> None:
+  """Sets the kind of a model, which determines its other keys.
+
+  ValueError unless the new kind has all fields of the old one.
+  """
+  model = config.get('model')
+  old_kind = model_configs.kind_of(model) if schema.is_mapping(model) else None
+  kinds = model_configs.kinds_with_fields_of(old_kind)
+  if kind not in kinds:
+    raise ValueError(
+      f"model.kind='{kind}' has other fields than the model of this config: use one of "
+      f'{kinds}, or a config of such a model (--config.{_MODEL_KIND})'
+    )
+  _assign(config, _MODEL_KIND, kind)
 
 
 def other_length(name: str) -> str | None:
@@ -178,8 +197,9 @@ def _types_of_run(config: ml_collections.ConfigDict) -> dict[str, Any]:
     options = _types_of_values(model_configs.with_options(model))
     kind = model_configs.kind_of(model)
     fields = model_configs.FIELDS.get(kind)
-    if kind == model_configs.PRETRAINED:  # Nearly always of a Vision Transformer.
-      options = schema.flat(model_configs.Vit)
+    if model_configs.is_of_weights(model):
+      # The sizes of `pretrained` are nearly always of a Vision Transformer.
+      options = schema.flat(fields or model_configs.Vit)
     elif fields:
       fields = schema.flat(fields)
       options = {name: fields.get(name, options[name]) for name in options}

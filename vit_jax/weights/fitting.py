@@ -342,8 +342,10 @@ def note_differences(weights: Any, model_config: Any, place: str = 'model') -> N
         f'heads: check {".".join(key)} and num_heads of the model '
         f'(--config.{place}.{".".join(key)})'
       )
+  known_fields = families.from_tree(reading.leaves_of(weights)).computes
   for key, file_value, model_value in family.differences(weights.model, model_config):
-    if key == 'classifier':  # Another pooling is the new model's choice.
+    # Another pooling is the new model's choice, and so is what only its kind has.
+    if key == 'classifier' or key not in known_fields:
       continue
     if descriptions.as_tuple(file_value) == descriptions.as_tuple(
       model_value

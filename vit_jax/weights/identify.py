@@ -10,6 +10,7 @@ import ml_collections
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.layers import position_kinds
 from vit_jax.weights.families import families, vit
 
 # Fields that shapes do not determine.
@@ -65,6 +66,10 @@ def _matches(config_fields: Mapping[str, Any], sizes: Mapping[str, Any]) -> bool
   """Returns whether a model of the table has these sizes, as far as files tell."""
   file_fields = flax.traverse_util.flatten_dict(sizes, sep='.')
   if _has_resnet(config_fields) != _has_resnet(file_fields):
+    return False
+  has_positions = file_fields.get('transformer.add_position_embedding', True)
+  kind = config_fields.get('transformer.position_embedding', 'learned_1d')
+  if has_positions != (position_kinds.table_kind(kind) != 'none'):
     return False
   # An encoder with a variation, or with queries, is not one without it.
   variations = (

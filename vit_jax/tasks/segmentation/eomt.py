@@ -17,7 +17,7 @@ import ml_collections
 from vit_jax import models
 from vit_jax.tasks import base
 from vit_jax.tasks.detection import matching
-from vit_jax.tasks.segmentation import postprocess, set_losses
+from vit_jax.tasks.segmentation import encoders, postprocess, set_losses
 
 _POWER = 0.9  # Of the schedule of masked attention, as in the released code.
 _NEW_PARAMS = ('queries', 'mask_mlp/', 'upscale_', 'class_head/')
@@ -75,7 +75,7 @@ def new_params(
   weights: Mapping[str, Any], shapes: Mapping[str, Any]
 ) -> tuple[str, ...]:
   """Returns what weights lack or have for other classes or numbers of queries."""
-  prefixes = []
+  prefixes = [*encoders.new_params(weights)]
   for prefix in _NEW_PARAMS:
     paths = [path for path in shapes if path.startswith(prefix)]
     if any(

@@ -17,7 +17,7 @@ import ml_collections
 
 from vit_jax import models, models_vit
 from vit_jax.layers import dtypes, patches as patches_lib
-from vit_jax.tasks.segmentation import losses
+from vit_jax.tasks.segmentation import encoders, losses
 
 _STATISTICS = 'batch_stats'  # Flax's collection of the norm's means and variances.
 
@@ -80,7 +80,7 @@ class Linear:
   def new_params(
     self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
   ) -> tuple[str, ...]:
-    return ('head',)
+    return encoders.new_params(weights)
 
   def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
     return batch

@@ -22,7 +22,10 @@ _FAMILIES: tuple[base.Family, ...] = (
 _BACKBONE = 'a ResNet without a detector'
 # (weights, model) in the words of `describe`: models that can start from other
 # weights than their own.
-STARTS = ((_BACKBONE, detr.Detrs.noun),)
+STARTS = (
+  (_BACKBONE, detr.Detrs.noun),
+  (vit.Classifiers.noun, eomt.Eomts.noun),
+)
 
 
 def from_config(config: Mapping[str, Any]) -> base.Family:
