@@ -199,6 +199,12 @@ class SegmentSemantic(Masks):
   # Evaluation and prediction: images are grouped by their height and width, rounded up to a
   # multiple of this number, and the measures are compiled for each group.
   tight: Annotated[schema.Count, schema.FREE] = 64
+  # Evaluation and prediction: images keep their height / width, their shorter side gets the
+  # length of a window, and windows of this size slide over them; a number or (height,
+  # width). None resizes whole images to `pp.crop`.
+  window: Annotated[schema.Size | None, schema.MEASURED] = None
+  # Distance of two windows; None is two thirds of `window`.
+  stride: Annotated[schema.Size | None, schema.MEASURED] = None
   # EoMT: weights of the loss of classes, and of queries without a class there.
   class_weight: schema.NonNegative = 2.0
   no_object_weight: schema.NonNegative = 0.1

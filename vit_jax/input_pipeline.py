@@ -434,14 +434,14 @@ def task_batches(
 
 
 @functools.lru_cache(maxsize=8)
-def image_shapes(source: records.Source) -> np.ndarray:
-  """Returns height and width of the stored images of a split, int64 [n, 2].
+def image_shapes(source: records.Source, upright: bool = False) -> np.ndarray:
+  """Returns height and width of the images of a split, int64 [n, 2].
 
-  All processes must call it: unless the source knows the shapes, each reads the
+  They are as stored, or `upright`, by the EXIF orientation. All processes must call it: unless the source knows the shapes, each reads the
   headers of its share of the images. Raises ValueError or OSError, the same on all
   processes, if an image cannot be read.
   """
-  known_shapes = source.shapes()
+  known_shapes = source.shapes(upright)
   if known_shapes is not None:
     return known_shapes
   local_numbers = np.arange(
@@ -453,7 +453,8 @@ def image_shapes(source: records.Source) -> np.ndarray:
     return local_numbers[number * _HEADERS :][:_HEADERS]
 
   def shape(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
-    return {'shape': images.shape_of(source.read(record)['image'])}
+    shape_of = images.upright_shape_of if upright else images.shape_of
+    return {'shape': shape_of(source.read(record)['image'])}
 
   def read() -> None:
     if len(local_numbers) <= _FEW:

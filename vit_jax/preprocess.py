@@ -190,15 +190,20 @@ def for_evaluation(image: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Ten
   height, crop width, channels] in [-1, 1], or standardised by `pp.mean` and `pp.std`.
   """
   size = crop_size(pp)
-  if pp.range is None:
-    image = images.to_float(image)
-  target = resized_to(tf.shape(image)[:2], pp)
-  levels = pp.range is None
-  image = resizing.resize(image, target, pp.interpolation, pp.antialias, levels)
+  image = _resize(image, resized_to(tf.shape(image)[:2], pp), pp)
   if pp.resize is not None:
     image = resizing.crop_centre(image, size, pp.crop_rounding)
   image = scaling.standardize(image, pp)
   return tf.ensure_shape(image, [*size, pp.channels])
+
+
+def _resize(
+  image: 'tf.Tensor', size: 'tf.Tensor', pp: ml_collections.ConfigDict
+) -> 'tf.Tensor':
+  """Resizes a decoded image for evaluation; returns float32 [*size, channels]."""
+  levels = pp.range is None
+  image = images.to_float(image) if levels else image
+  return resizing.resize(image, size, pp.interpolation, pp.antialias, levels)
 
 
 def resized_to(shape: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor':
@@ -292,14 +297,40 @@ def prepare(
   """
   if seed is not None:
     return decode_with_geometry(encoded, seed, pp, upright=upright)[0]
+  size = pp.resize or pp.crop
+  size = (size, size) if isinstance(size, int) else size
+  return for_evaluation(_decode_whole(encoded, size, pp, upright), pp)
+
+
+@no_autograph
+def at_sizes(
+  encoded: 'tf.Tensor',
+  sizes: Sequence[Any],
+  pp: ml_collections.ConfigDict,
+  upright: bool = True,
+) -> list['tf.Tensor']:
+  """Decodes one image for evaluation and resizes it to each of some sizes.
+
+  Sizes are (height, width), int32 [2]. Returns float32 [*size, channels] for each, scaled as
+  by `prepare`, which describes the other arguments.
+  """
+  largest = tf.reduce_max(tf.stack(sizes), axis=0)
+  decoded = _decode_whole(encoded, largest, pp, upright)
+  resized = (_resize(decoded, size, pp) for size in sizes)
+  return [scaling.standardize(image, pp) for image in resized]
+
+
+def _decode_whole(
+  encoded: 'tf.Tensor',
+  size: Any,
+  pp: ml_collections.ConfigDict,
+  upright: bool,
+) -> 'tf.Tensor':
+  """Decodes an image that will be resized to at most `size`, (height, width)."""
   if pp.range is not None:
-    return for_evaluation(scaling.decode(encoded, pp, upright), pp)
-  size = None
-  if pp.jpeg_shrink:
-    size = pp.resize or pp.crop
-    size = (size, size) if isinstance(size, int) else size
-  decoded = images.decode(encoded, pp.channels, size, upright, exact=pp.antialias)
-  return for_evaluation(decoded, pp)
+    return scaling.decode(encoded, pp, upright)
+  size = size if pp.jpeg_shrink else None
+  return images.decode(encoded, pp.channels, size, upright, exact=pp.antialias)
 
 
 def from_user(

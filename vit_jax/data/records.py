@@ -107,10 +107,11 @@ class Source:
     del feature
     return None
 
-  def shapes(self) -> np.ndarray | None:
-    """Returns height and width of each stored image, int64 [num_examples, 2].
+  def shapes(self, upright: bool = False) -> np.ndarray | None:
+    """Returns height and width of each image, int64 [num_examples, 2].
 
-    None if they are not known without reading the images.
+    `upright` applies the EXIF orientation. None if they are not known without reading the
+    images.
     """
     return None
 

@@ -99,15 +99,16 @@ class Block(records.Subset):
 
   tolerant = True
 
-  def shapes(self) -> np.ndarray:
+  def shapes(self, upright: bool = False) -> np.ndarray:
     """Returns the sizes of the images, see Source; (1, 1) for broken ones."""
-    known = self._source.shapes()
+    known = self._source.shapes(upright)
     if known is not None:
       return known[self._indices]
 
     def shape(number: int) -> tuple:
       encoded = self.read(self.record(number))['image']
-      return number, images_lib.shape_of(encoded)
+      shape_of = images_lib.upright_shape_of if upright else images_lib.shape_of
+      return number, shape_of(encoded)
 
     data = tf.data.Dataset.range(self.num_examples)
     data = data.map(shape, num_parallel_calls=os.cpu_count())

@@ -46,12 +46,13 @@ def by_short_side(shape: 'tf.Tensor', side: int, truncate: bool = False) -> 'tf.
 
 
 def covering(shape: 'tf.Tensor', size: Any) -> 'tf.Tensor':
-  """Returns the size, int32 [2], of an image resized to cover `size`, int32 [2].
+  """Returns the size, int32 [..., 2], of images resized to cover `size`, int32 [2].
 
-  `shape` is height and width, int [2]; its ratio is kept.
+  `shape` is height and width, int [..., 2]; their ratio is kept.
   """
   shape, size = tf.cast(shape, tf.float64), tf.cast(size, tf.float64)
-  return tf.cast(tf.round(shape / tf.reduce_min(shape / size)), tf.int32)
+  least = tf.reduce_min(shape / size, axis=-1, keepdims=True)
+  return tf.cast(tf.round(shape / least), tf.int32)
 
 
 def crop_centre(

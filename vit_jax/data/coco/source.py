@@ -57,8 +57,8 @@ class AnnotatedSource(records.FolderSource):
   def fingerprint(self) -> dict:
     return {**records.Source.fingerprint(self), 'annotations': self._digest}
 
-  def shapes(self) -> np.ndarray:
-    return self._shapes
+  def shapes(self, upright: bool = False) -> np.ndarray | None:
+    return None if upright else self._shapes
 
   def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
     record = super().read(record)

@@ -267,6 +267,11 @@ def shape_of(encoded: 'tf.Tensor') -> 'tf.Tensor':
   return tf.ensure_shape(shape, [2])
 
 
+def upright_shape_of(encoded: 'tf.Tensor') -> 'tf.Tensor':
+  """Returns height and width of the upright image, int64 [2], see `shape_of`."""
+  return orientation.turn_shape(shape_of(encoded), orientation.read(encoded))
+
+
 @image_files.traced
 def bounded(encoded: 'tf.Tensor', limit: int) -> 'tf.Tensor':
   """Returns an encoded image, a string scalar, unchanged.

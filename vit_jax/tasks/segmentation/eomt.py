@@ -204,10 +204,14 @@ class Eomt:
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
     return extra
 
-  def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
-    """Returns the scores of the classes on the grid of the masks, see postprocess."""
+  def outputs(self, params: Any, extra: Any, images: jax.Array) -> dict[str, jax.Array]:
+    """Returns `logits` [B, Q, C + 1] and `masks` [B, Q, h, w] of the last layer."""
     outputs = self.model.apply({'params': params}, images, train=False)
-    return postprocess.class_scores(outputs['logits'][-1], outputs['masks'][-1])
+    return {name: x[-1] for name, x in outputs.items()}
+
+  def scores(self, outputs: dict[str, jax.Array], size: tuple[int, int]) -> jax.Array:
+    """Returns the scores of the classes on the grid of the masks, see postprocess."""
+    return postprocess.class_scores(outputs['logits'], outputs['masks'])
 
   def logits(self, scores: jax.Array) -> jax.Array:
     """Returns logits whose softmax is the share of each class in the scores."""

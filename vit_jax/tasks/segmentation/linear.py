@@ -110,9 +110,13 @@ class Linear:
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
     return {_STATISTICS: {'head_norm': {name: means[name] for name in ('mean', 'var')}}}
 
-  def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
+  def outputs(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
+    """Returns logits of the classes, float32 [B, h, w, C]."""
     variables = {'params': params, **extra}
     return self.model.apply(variables, images, train=False, method='segment')
+
+  def scores(self, outputs: jax.Array, size: tuple[int, int]) -> jax.Array:
+    return outputs
 
   def logits(self, scores: jax.Array) -> jax.Array:
     return scores

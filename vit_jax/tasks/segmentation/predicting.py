@@ -18,6 +18,7 @@ from vit_jax.distributed import files
 from vit_jax.figures import colors, overlays
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks import predict_flags
+from vit_jax.tasks.segmentation import class_maps
 
 _SHOWN = 5  # Classes of an image that are printed.
 _CHUNK = 64  # Images whose maps are in memory at the same time.
@@ -82,10 +83,13 @@ class Predictor(predictor_lib.Predictor):
     def compute(
       params: Any, extra: Any, batch: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-      scores = task.outputs(params, extra, batch)
-      maps = task.class_maps(scores, batch['size'], batch['canvas'].shape[1:])
-      # The greatest score tells whether scores are finite.
-      return {'classes': maps.astype(dtype), 'greatest': scores.max(axis=(1, 2, 3))}
+      outputs = task.view_outputs(params, extra, batch)
+      canvas = batch['canvas'].shape[1:]
+      maps = class_maps.class_maps(task.head, outputs, batch['size'], canvas)
+      # The greatest output tells whether outputs are finite.
+      leaves = jax.tree.leaves([x.outputs for x in outputs])
+      greatest = [x.reshape(len(x), -1).max(axis=1) for x in leaves]
+      return {'classes': maps.astype(dtype), 'greatest': jnp.stack(greatest, axis=1)}
 
     return jax.jit(compute)
 

@@ -72,11 +72,12 @@ class Iou:
     def compute(
       params: Any, extra: Any, batch: dict[str, jax.Array]
     ) -> dict[str, jax.Array]:
-      scores = task.outputs(params, extra, batch)
-      canvas = batch['truth'].shape[1:]
-      predicted = task.class_maps(scores, batch['size'], canvas)
+      outputs = task.view_outputs(params, extra, batch)
+      predicted, losses = class_maps.classes_and_losses(
+        task.head, outputs, batch['size'], batch['truth']
+      )
       counts = class_maps.confusion(batch['truth'], predicted, len(task.class_names))
-      return {'counts': counts, 'losses': task.pixel_losses(scores, batch)}
+      return {'counts': counts, 'losses': losses}
 
     # Every process gets the counts of all images, which are small.
     self._compute = engine.on_all_hosts(evaluation.mesh, compute)

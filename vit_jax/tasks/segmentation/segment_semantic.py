@@ -13,7 +13,7 @@ Shapes: B images of H x W pixels, scores on a grid of h x w cells, C classes.
 from collections.abc import Mapping, Sequence
 import functools
 import importlib
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,11 @@ from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data import masks, records
 from vit_jax.data.augmentation import canvases, geometry
-from vit_jax.data.images import false_colours, images as images_lib, orientation
+from vit_jax.data.images import false_colours, images as images_lib
 from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.figures import grids, overlays
 from vit_jax.inference import predictor as predictor_lib
+from vit_jax.layers import position_kinds
 from vit_jax.learning import losses as losses_lib
 from vit_jax.tasks import base
 from vit_jax.tasks.segmentation import (
@@ -35,6 +36,7 @@ from vit_jax.tasks.segmentation import (
   losses,
   predicting,
   scores as scores_lib,
+  views,
 )
 
 _ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
@@ -80,10 +82,14 @@ class Head(Protocol):
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
     """Returns the extra state after an update, see Task.update_extra."""
 
-  def scores(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
+  def outputs(self, params: Any, extra: Any, images: jax.Array) -> Any:
+    """Returns what the model predicts for images, a tree of arrays [B, ...]."""
+
+  def scores(self, outputs: Any, size: tuple[int, int]) -> jax.Array:
     """Returns scores of the classes, float32 [B, h, w, C], on any grid over the images.
 
-    The class of a pixel is that of the greatest score after bilinear resizing.
+    Takes the result of `outputs` for images of a size. The class of a pixel is that of the
+    greatest score after bilinear resizing.
     """
 
   def logits(self, scores: jax.Array) -> jax.Array:
@@ -97,9 +103,7 @@ HEADS = {
 }
 
 
-def _make_head(
-  config: ml_collections.ConfigDict, num_classes: int, class_weights: jax.Array | None
-) -> Any:
+def _head_class(config: ml_collections.ConfigDict) -> Any:
   kind = models.kind_of(config.model)
   if kind not in HEADS:
     raise ValueError(
@@ -107,8 +111,14 @@ def _make_head(
       f'{sorted(HEADS)} (config.model)'
     )
   module, name = HEADS[kind].split(':')
-  cls = getattr(importlib.import_module(module), name)
-  return cls(config, num_classes, class_weights)
+  return getattr(importlib.import_module(module), name)
+
+
+class _Canvas(NamedTuple):
+  """Sizes on which images are padded, (height, width)."""
+
+  size: tuple[int, int]  # Of the mask.
+  views: tuple[tuple[int, int], ...]
 
 
 class Task(base.Task):
@@ -139,8 +149,36 @@ class Task(base.Task):
       weights = losses_lib.named_weights(
         config.class_weights.to_dict(), self.class_names
       )
-    self.head = _make_head(config, len(self.classes), weights)
+    head_class = _head_class(config)
+    grid = models.count_patches(config.model, self.image_size)
+    patch = self.image_size[0] // grid[0], self.image_size[1] // grid[1]
+    self.views = views.make(self.options, self.image_size, patch)
+    if any(view.window != self.image_size for view in self.views):
+      config = _at_any_size(config, grid)
+    self.head = head_class(config, len(self.classes), weights)
     self.model = self.head.model
+    self._check_sizes()
+
+  def _check_sizes(self) -> None:
+    """Raises ValueError if the parameters do not fit windows of other sizes."""
+    sizes = {view.window for view in self.views} - {self.image_size}
+    if not sizes:
+      return
+    shapes = jax.eval_shape(self.init, jax.random.key(0))
+    for size in sorted(sizes):
+      try:
+        sized = jax.eval_shape(
+          self.head.init, jax.random.key(0), self.image_spec(1, size)
+        )
+        reason = '' if sized == shapes else 'its parameters have other shapes'
+      except ValueError as e:
+        reason = str(e)
+      if reason:
+        raise ValueError(
+          f'the model, which learns images of {self.image_size}, cannot read windows of '
+          f'{size} ({reason}): change --config.task_options.window or '
+          '--config.task_options.scales'
+        )
 
   # --- Data ---
 
@@ -161,17 +199,11 @@ class Task(base.Task):
     return _metadata(masks.numbered([str(i) for i in range(num_classes or 150)]))
 
   def example(
-    self,
-    record: dict[str, 'tf.Tensor'],
-    seed: 'tf.Tensor | None',
-    canvas: tuple[int, int] | None = None,
+    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns an image and the classes of its pixels.
 
-    Returns:
-      `image`, and `segmentation`, int32 [H, W], IGNORED for pixels that do not count. On a
-      `canvas`, in evaluation, also `size`, int32 [2], height and width of the stored image,
-      and `truth`, int32 [*canvas], its classes, padded.
+    Returns `image`, and `segmentation`, int32 [H, W], IGNORED for pixels that do not count.
     """
     if seed is not None:
       image, transform = preprocess.decode_with_geometry(
@@ -183,17 +215,9 @@ class Task(base.Task):
     classes = self._reader.read(record[masks.FEATURE], transform.shape)
     # Rotation brings in zeros.
     segmentation = geometry.to_masks(classes[None] + 1, transform)[0] - 1
-    example = {
+    return {
       'image': image,
       'segmentation': tf.ensure_shape(segmentation, self.image_size),
-    }
-    if canvas is None:
-      return example
-    truth = canvases.pad(classes + 1, canvas) - 1
-    return {
-      **example,
-      'size': transform.shape,
-      'truth': tf.ensure_shape(truth, canvas),
     }
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -211,37 +235,78 @@ class Task(base.Task):
         f"the masks have other classes, numbers or colours ('{masks.CLASSES}') than those "
         'of the training data: evaluate on masks of the same classes'
       )
-    return self._by_canvas(source, self.example)
+
+    def example(
+      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: _Canvas
+    ) -> dict[str, 'tf.Tensor']:
+      shape = _shape(record, upright=False)
+      classes = self._reader.read(record[masks.FEATURE], shape)
+      truth = canvases.pad(classes + 1, canvas.size) - 1
+      return {
+        **self._view_inputs(record, canvas, shape, upright=False),
+        'size': shape,
+        'truth': tf.ensure_shape(truth, canvas.size),
+      }
+
+    return self._by_canvas(input_pipeline.image_shapes(source), example)
 
   def parts_to_predict(self, source: records.Source) -> list[input_pipeline.Part]:
-    """Returns parts of images without masks, whose examples are `inputs`.
+    """Returns parts of images without masks, with `image` as in `inputs`.
 
-    They also have `size`, and `canvas`, bool [*canvas], whose shape is the canvas.
+    They have the views, and `size`, and `canvas`, bool [*canvas], whose shape is the canvas.
     """
 
     def example(
-      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: tuple[int, int]
+      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: _Canvas
     ) -> dict[str, 'tf.Tensor']:
-      size = _shape(record, upright=True)
-      return {**self.inputs(record), 'size': size, 'canvas': tf.zeros(canvas, tf.bool)}
+      shape = _shape(record, upright=True)
+      inputs = self._view_inputs(record, canvas, shape, upright=True)
+      if 'image' not in inputs:
+        inputs |= self.inputs(record)
+      return {**inputs, 'size': shape, 'canvas': tf.zeros(canvas.size, tf.bool)}
 
-    return self._by_canvas(source, example)
+    shapes = input_pipeline.image_shapes(source, upright=True)
+    return self._by_canvas(shapes, example)
 
-  def _by_canvas(
-    self, source: records.Source, example: Any
-  ) -> list[input_pipeline.Part]:
+  def _by_canvas(self, shapes: np.ndarray, example: Any) -> list[input_pipeline.Part]:
     """Groups images by canvases, the largest first; `example` takes a `canvas`."""
-    shapes = input_pipeline.image_shapes(source)
     sizes = canvases.round_up(shapes, self.options.tight)
     sizes, size_of_image = np.unique(sizes, axis=0, return_inverse=True)
     size_of_image = size_of_image.reshape(-1)
     parts = []
     for i in reversed(range(len(sizes))):
-      canvas = tuple(sizes[i].tolist())
-      on_canvas = no_autograph(functools.partial(example, canvas=canvas))
       numbers = np.flatnonzero(size_of_image == i)
-      parts.append(input_pipeline.Part(numbers, on_canvas, canvas))
+      view_sizes = []
+      for view in self.views:
+        view_sizes.append(view.canvas(view.counts(shapes[numbers])))
+      canvas = _Canvas(tuple(sizes[i].tolist()), tuple(view_sizes))
+      on_canvas = no_autograph(functools.partial(example, canvas=canvas))
+      parts.append(input_pipeline.Part(numbers, on_canvas, canvas.size))
     return parts
+
+  def _view_inputs(
+    self,
+    record: dict[str, 'tf.Tensor'],
+    canvas: _Canvas,
+    shape: 'tf.Tensor',
+    upright: bool,
+  ) -> dict[str, 'tf.Tensor']:
+    """Returns images of the views, float32 [*canvas, C], and extents, int32 [2]."""
+    extents = [view.extent(shape) for view in self.views]
+    images = preprocess.at_sizes(record['image'], extents, self.config.pp, upright)
+    inputs = {}
+    for i, (image, size) in enumerate(zip(images, canvas.views)):
+      padded = canvases.pad(image, size)
+      name = self._view_name(i)
+      inputs[name] = tf.ensure_shape(padded, [*size, self.config.pp.channels])
+      inputs[f'extent_{i}'] = extents[i]
+    return inputs
+
+  def _view_name(self, number: int) -> str:
+    """Returns the name of the images of a view; 'image' if they are as in `inputs`."""
+    view = self.views[number]
+    is_usual = view.is_whole and view.side == self.image_size
+    return 'image' if is_usual else f'view_{number}'
 
   # --- Training ---
 
@@ -277,31 +342,32 @@ class Task(base.Task):
   # --- Evaluation and prediction ---
 
   def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns scores of the classes, float32 [B, h, w, C], see Head.scores."""
-    return self.head.scores(params, extra, batch['image'])
+    """Returns scores of the classes of whole images, float32 [B, h, w, C]."""
+    outputs = self.head.outputs(params, extra, batch['image'])
+    return self.head.scores(outputs, batch['image'].shape[1:3])
 
-  def class_maps(
-    self, scores: jax.Array, size: jax.Array, canvas: tuple[int, int]
-  ) -> jax.Array:
-    """Returns the class of each pixel of images on a canvas, see class_maps.py.
-
-    As in training, scores are first resized to the model's input.
-    """
-    scores = losses.resized(scores, self.image_size)
-    return class_maps.class_maps(scores, size, canvas)
-
-  def pixel_losses(self, scores: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-    """Returns sum and weight of the cross-entropy of each image, float32 [B, 2]."""
-    sums = jax.vmap(lambda x, y: losses.cross_entropy(x[None], y[None]))
-    logits = self.head.logits(scores)
-    return jnp.stack(sums(logits, batch['segmentation']), axis=-1)
+  def view_outputs(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> list[class_maps.ViewOutputs]:
+    """Computes the model on the views of images, see `parts`."""
+    model = functools.partial(self.head.outputs, params, extra)
+    results = []
+    for i, view in enumerate(self.views):
+      extent = batch[f'extent_{i}']
+      outputs = views.outputs(
+        model, batch[self._view_name(i)], extent, view, flips=False
+      )
+      for flip, x in enumerate(outputs):
+        results.append(class_maps.ViewOutputs(x, extent, view, bool(flip)))
+    return results
 
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
-    sums = self.pixel_losses(self.outputs(params, extra, batch), batch)
-    total, weight = (sums * batch['mask'][:, None]).sum(axis=0)
-    return {'loss': (total, weight)}
+    logits = self.head.logits(self.outputs(params, extra, batch))
+    is_real = batch['mask'][:, None, None] > 0
+    segmentation = jnp.where(is_real, batch['segmentation'], masks.IGNORED)
+    return {'loss': losses.cross_entropy(logits, segmentation)}
 
   @classmethod
   def evaluators(cls, config: ml_collections.ConfigDict) -> list[type]:
@@ -323,6 +389,13 @@ class Task(base.Task):
       return {}
     return {'training_images': self._draw_maps(images, [batch['segmentation']])}
 
+  def drawn_outputs(
+    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+  ) -> jax.Array:
+    """Returns the class of each pixel of whole images, int32 [B, H, W]."""
+    scores = self.outputs(params, extra, batch)
+    return losses.resized(scores, batch['image'].shape[1:3]).argmax(axis=-1)
+
   def draw_evaluation(
     self, batch: dict[str, Any], outputs: Any
   ) -> dict[str, np.ndarray]:
@@ -330,9 +403,8 @@ class Task(base.Task):
     images = self._pixels(batch)
     if images is None:
       return {}
-    true = np.asarray(batch['segmentation'])
-    predicted = np.asarray(losses.resized(outputs, true.shape[1:])).argmax(axis=-1)
-    return {'segmentation': self._draw_maps(images, [true, predicted])}
+    maps = [np.asarray(batch['segmentation']), outputs]
+    return {'segmentation': self._draw_maps(images, maps)}
 
   def _pixels(self, batch: dict[str, Any]) -> np.ndarray | None:
     """Returns the images of a batch, uint8 [B, H, W, 3]; None if they have no colours."""
@@ -364,6 +436,20 @@ class Task(base.Task):
     return f'{console.pluralize(len(self.classes), "class")} of pixels'
 
 
+def _at_any_size(
+  config: ml_collections.ConfigDict, grid: tuple[int, int]
+) -> ml_collections.ConfigDict:
+  """Returns a config whose model interpolates its positions from a grid of patches."""
+  config = config.copy_and_resolve_references()
+  transformer = config.model.transformer
+  kind = position_kinds.table_kind(position_kinds.kind_of(transformer))
+  is_learned = kind in ('learned_1d', 'learned_2d')
+  if is_learned and transformer.get('position_grid') is None:
+    with config.unlocked(), config.ignore_type():
+      transformer.position_grid = grid
+  return config
+
+
 def _check_keys(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if keys are set that have no effect on pixels."""
   if config.pp.resize is not None:
@@ -393,6 +479,5 @@ def _metadata(classes: tuple[masks.MaskClass, ...]) -> dict[str, Any]:
 
 def _shape(record: dict[str, 'tf.Tensor'], upright: bool) -> 'tf.Tensor':
   """Returns height and width of the image of a record, int32 [2]."""
-  shape = tf.cast(images_lib.shape_of(record['image']), tf.int32)
-  turned = orientation.read(record['image']) if upright else None
-  return orientation.turn_shape(shape, turned)
+  shape_of = images_lib.upright_shape_of if upright else images_lib.shape_of
+  return tf.cast(shape_of(record['image']), tf.int32)

@@ -1,0 +1,198 @@
+"""What a model sees of an image at test time: sizes, windows and mirror images.
+
+By default the model sees the whole image once, resized to its input. With
+`config.task_options.window`, an image keeps its aspect ratio and its shorter side gets the
+length of a window; windows slide over it by `stride` pixels, and the last one ends with
+the image. Mirror images (`flips`) have windows at mirrored positions. So do
+mmsegmentation (slide_inference) and the evaluations of DINOv2 (arXiv 2304.07193) and
+DINOv3; EoMT (arXiv 2503.19108) has the same windows, but spreads as few as possible
+evenly over the longer side.
+
+Shapes: B images on canvases, Y x X windows.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+
+from vit_jax.data.augmentation import resizing
+from vit_jax.data.lazy import tf
+
+
+class View(NamedTuple):
+  """One size of an image, and the windows of which the model sees it; (height, width)."""
+
+  side: tuple[int, int]  # Whole images take this size, others cover it.
+  window: tuple[int, int]
+  stride: tuple[int, int]
+  is_whole: bool  # There is one window, the image squeezed to `side`.
+
+  def extent(self, shape: Any) -> Any:
+    """Returns the size of a resized image of a shape, int32 [2], as a tensor."""
+    return (
+      tf.constant(self.side) if self.is_whole else resizing.covering(shape, self.side)
+    )
+
+  def counts(self, shapes: np.ndarray) -> tuple[int, int]:
+    """Returns how many windows down and across suffice for images of shapes [n, 2]."""
+    if self.is_whole:
+      return 1, 1
+    longest = resizing.covering(shapes, self.side).numpy().max(axis=0)
+    steps = -(-(longest - self.window) // self.stride)
+    return 1 + int(steps[0]), 1 + int(steps[1])
+
+  def canvas(self, counts: tuple[int, int]) -> tuple[int, int]:
+    """Returns the size that `counts` windows span."""
+    height, width = (
+      window + (count - 1) * stride
+      for window, count, stride in zip(self.window, counts, self.stride)
+    )
+    return height, width
+
+  def counts_on(self, canvas: Sequence[int]) -> tuple[int, int]:
+    """Returns the `counts` of a canvas."""
+    height, width = (
+      1 + (length - window) // stride
+      for length, window, stride in zip(canvas, self.window, self.stride)
+    )
+    return height, width
+
+
+def make(
+  options: ml_collections.ConfigDict,
+  image_size: tuple[int, int],
+  patch: tuple[int, int],
+) -> tuple[View, ...]:
+  """Returns the views of a run, one per scale.
+
+  Args:
+    options: `config.task_options`.
+    image_size: size of training images in pixels.
+    patch: size of a patch in pixels.
+
+  Raises:
+    ValueError: if windows leave gaps or are not whole patches.
+  """
+  if options.window is None and options.stride is not None:
+    raise ValueError(
+      f'stride={options.stride} needs windows: set --config.task_options.window, such as '
+      f'to {image_size[0]}'
+    )
+  window = _pair(options.window) or image_size
+  stride = _pair(options.stride) or tuple(max(1, 2 * side // 3) for side in window)
+  if any(step > side for step, side in zip(stride, window)):
+    raise ValueError(
+      f'stride={options.stride} leaves gaps between windows of {window}: use at most '
+      f'{window} (--config.task_options.stride)'
+    )
+  if any(side % cells for side, cells in zip(window, patch)):
+    raise ValueError(
+      f'window={options.window} must be a multiple of the patch size, {patch} '
+      '(--config.task_options.window)'
+    )
+  return tuple(
+    _view(scale, window, stride, patch, options.window is None) for scale in (1.0,)
+  )
+
+
+def _view(
+  scale: float,
+  window: tuple[int, int],
+  stride: tuple[int, ...],
+  patch: tuple[int, int],
+  is_whole: bool,
+) -> View:
+  """Returns the view of one scale, of whole patches."""
+  sides = []
+  for side, cells in zip(window, patch):
+    sides.append(max(1, round(scale * side / cells)) * cells)
+  windows, strides = [], []
+  for length, side, step in zip(sides, window, stride):
+    windows.append(length if is_whole else min(length, side))
+    strides.append(max(1, step * windows[-1] // side))
+  return View(
+    (sides[0], sides[1]),
+    (windows[0], windows[1]),
+    (strides[0], strides[1]),
+    is_whole,
+  )
+
+
+def _pair(size: Any) -> tuple[int, int] | None:
+  """Returns a size of the options as (height, width)."""
+  return (size, size) if isinstance(size, int) else size and tuple(size)
+
+
+def starts(
+  extent: jax.Array, window: int, stride: int, count: int, flip: bool = False
+) -> tuple[jax.Array, jax.Array]:
+  """Returns where windows start along an axis, and which of them are in use.
+
+  Args:
+    extent: length of the image in pixels, int32 scalar.
+    window: length of a window.
+    stride: distance of windows; the last one ends with the image.
+    count: number of windows, at least as many as the image needs.
+    flip: whether positions are mirrored.
+
+  Returns:
+    int32 [count] and bool [count].
+  """
+  number = jnp.arange(count)
+  first = jnp.minimum(number * stride, extent - window)
+  is_used = (number == 0) | ((number - 1) * stride + window < extent)
+  return jnp.where(flip, extent - window - first, first), is_used
+
+
+def outputs(
+  model: Callable[[jax.Array], Any],
+  images: jax.Array,
+  extent: jax.Array,
+  view: View,
+  flips: bool,
+) -> list[Any]:
+  """Computes a model on all windows of images, one window of each at a time.
+
+  Args:
+    model: from images [B, *view.window, channels] to a tree of arrays [B, ...].
+    images: on a canvas, float [B, H, W, channels].
+    extent: height and width of each image on the canvas, int32 [B, 2].
+    view: the view.
+    flips: whether mirror images are computed too.
+
+  Returns:
+    The results, arrays [B, Y, X, ...]; with `flips` also those of the mirror images,
+    which are mirror images themselves.
+  """
+  counts = view.counts_on(images.shape[1:3])
+  if counts == (1, 1) and not flips:
+    return [jax.tree.map(lambda x: x[:, None, None], model(images))]
+
+  def crop(image: jax.Array, size: jax.Array, index: jax.Array) -> jax.Array:
+    corner = []
+    for axis, is_mirrored in enumerate((False, index[2])):
+      first, _ = starts(
+        size[axis], view.window[axis], view.stride[axis], counts[axis], is_mirrored
+      )
+      corner.append(first[index[axis]])
+    shape = (*view.window, image.shape[-1])
+    window = jax.lax.dynamic_slice(image, (*corner, 0), shape)
+    return jnp.where(index[2], window[:, ::-1], window)
+
+  def compute(index: jax.Array) -> Any:
+    return model(jax.vmap(crop, (0, 0, None))(images, extent, index))
+
+  shape = (1 + flips, *counts)
+  flip, row, column = jnp.indices(shape).reshape(3, -1)
+  results = jax.lax.map(compute, jnp.stack([row, column, flip], axis=-1))
+
+  def of_flip(number: int) -> Any:
+    return jax.tree.map(
+      lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:])[number], 2, 0), results
+    )
+
+  return [of_flip(number) for number in range(shape[0])]
