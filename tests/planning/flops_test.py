@@ -9,6 +9,8 @@ import pytest
 
 from vit_jax import models
 from vit_jax.configs import models as model_configs
+from vit_jax.distributed import sharding
+from vit_jax.layers import attention
 from vit_jax.planning import flops
 
 
@@ -169,3 +171,19 @@ def test_loops_and_recomputation_count():
   assert flops.count_flops(grad) == 3 * 5 * product
   again = jax.jit(jax.grad(jax.checkpoint(loop))).trace(x).jaxpr
   assert flops.count_flops(again) >= 4 * 5 * product
+
+
+def test_kernels_of_all_devices_count():
+  """Attention of 8 images of 5 tokens and 3 heads on 8 devices."""
+  x = jax.ShapeDtypeStruct((8, 5, 3, 64), jnp.float32)
+  flash = attention.IMPLEMENTATIONS['flash']
+
+  def backward(x):
+    return jax.grad(lambda *heads: flash(*heads).sum(), (0, 1, 2))(x, x, x)
+
+  product = 2 * 8 * 3 * 5 * 5 * 64
+  with jax.set_mesh(sharding.make_mesh({'data': 8})):
+    forward = jax.jit(lambda x: flash(x, x, x)).trace(x).jaxpr
+    assert flops.count_flops(forward) == 2 * product
+    # The backward pass computes the logits again.
+    assert flops.count_flops(jax.jit(backward).trace(x).jaxpr) == (2 + 5) * product

@@ -68,6 +68,8 @@ def count_flops(jaxpr: Any) -> int:
       times = eqn.params['length']
     elif name == 'pallas_call':
       times = math.prod(eqn.params['grid_mapping'].grid)
+    elif name == 'shard_map':  # The program of each device.
+      times = eqn.params['mesh'].size
     for inner in _inner_jaxprs(eqn.params):
       total += times * count_flops(inner)
   return total
