@@ -155,9 +155,11 @@ class Regress:
 class Masks:
   """Options of the losses of a set of masks."""
 
-  # EoMT (config.model.kind='eomt'): weights of the losses of masks (cross-entropy, Dice).
+  # EoMT (config.model.kind='eomt'): weight of the cross-entropy of masks.
   mask_weight: schema.NonNegative = 5.0
-  dice_weight: schema.NonNegative = 5.0
+  # Weight of the Dice loss: of masks with EoMT, where None is 5; of classes with the linear
+  # head, where None is 0 and the weight of the cross-entropy 1.
+  dice_weight: schema.NonNegative | None = None
   # Number of points at which the losses of a mask are computed, the number of points per
   # point from which the least certain ones are taken, and their share.
   num_points: schema.Count = 12_544
@@ -184,6 +186,15 @@ class Segment(Masks, Detect):
   class_weight: schema.Positive | None = None
 
 
+Scales = Annotated[
+  tuple[schema.Positive, ...],
+  schema.Fits(
+    'a tuple of one or more different numbers above 0',
+    lambda x: 0 < len(x) == len(set(x)),
+  ),
+]
+
+
 @dataclasses.dataclass
 class SegmentSemantic(Masks):
   """Options of semantic segmentation."""
@@ -203,8 +214,13 @@ class SegmentSemantic(Masks):
   # length of a window, and windows of this size slide over them; a number or (height,
   # width). None resizes whole images to `pp.crop`.
   window: Annotated[schema.Size | None, schema.MEASURED] = None
-  # Distance of two windows; None is two thirds of `window`.
+  # Distance of two windows; None places as few windows as possible, evenly.
   stride: Annotated[schema.Size | None, schema.MEASURED] = None
+  # Evaluation and prediction: sizes of images, as factors of the usual one, rounded to whole
+  # patches, and whether images are also mirrored left and right. The probabilities of
+  # classes are averaged over all of them.
+  scales: Annotated[Scales, schema.MEASURED] = (1.0,)
+  flips: Annotated[bool, schema.MEASURED] = False
   # EoMT: weights of the loss of classes, and of queries without a class there.
   class_weight: schema.NonNegative = 2.0
   no_object_weight: schema.NonNegative = 0.1

@@ -423,3 +423,34 @@ def test_published_layouts_are_read(tmp_path, image, mask):
   assert source.name(0) == str(tmp_path / image)
   encoded_mask = source.read(source.record(0))[masks.FEATURE].numpy()
   assert encoded_mask == (tmp_path / mask).read_bytes()
+
+
+EVALUATE = """
+import sys
+from vit_jax.commands import evaluate
+address, index, *flags = sys.argv[1:]
+place = [f'--coordinator={address}', '--num_processes=2', f'--process_id={index}']
+sys.exit(evaluate.main([*flags, *place]))
+"""
+
+
+def test_windows_are_the_same_on_one_and_eight_devices_and_two_processes(
+  workdir, tmp_path
+):
+  options = {'window': 16, 'stride': 8, 'flips': True}
+  flags = [f'--workdir={workdir}', '--split=test']
+  flags += [f'--option={name}={value}' for name, value in options.items()]
+  statuses, outputs = processes.run_two(
+    EVALUATE, *flags, f'--report={tmp_path}/two', devices=2
+  )
+  assert statuses == [0, 0], outputs
+  evaluate_command.main([*flags, f'--report={tmp_path}/eight', '--nodistributed'])
+  one = tmp_path / 'one'
+  evaluation.evaluate(predict.load(workdir), 'test', options=options, report=str(one))
+  expected = json.loads((one / 'report.json').read_text())
+  for name in ('two', 'eight'):
+    report = json.loads((tmp_path / name / 'report.json').read_text())
+    assert report['num_examples'] == 5
+    assert report['overall'] == pytest.approx(expected['overall'], abs=2e-3)  # Ties.
+    pixels = [x['pixels'] for x in report['classes'].values()]
+    assert pixels == [x['pixels'] for x in expected['classes'].values()]

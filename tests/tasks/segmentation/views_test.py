@@ -9,6 +9,7 @@ from sklearn import metrics
 import tensorflow as tf
 import torch
 
+from tests import tiny_models
 from tests.tasks.segmentation import segment_semantic_test
 from vit_jax.data import masks, sources
 from vit_jax.evaluators import evaluation
@@ -75,10 +76,8 @@ def make_model(data, **options):
   source = sources.open_split(config, 'train', ('image', masks.FEATURE))
   cls = run_config.get_task(config.task)
   task = cls(config, cls.make_metadata(config, source))
-  params, extra = jax.jit(task.init)(jax.random.key(0))
-  params['head']['kernel'] = jax.random.normal(
-    jax.random.key(1), params['head']['kernel'].shape
-  )
+  shapes = jax.eval_shape(task.init, jax.random.key(0))
+  params, extra = (tiny_models.drawn(x) for x in shapes)
   return task.predictor(params, extra, 0)
 
 
@@ -113,6 +112,37 @@ def test_windows_from_files_to_the_report(data):
   iou = metrics.jaccard_score(true, predicted, average='macro')
   assert values['miou'] == pytest.approx(iou)
   assert (data.parent / 'report/report.json').exists()
+
+
+def probabilities(compute, image, size, window, stride):
+  """Returns the mean over an image and its mirror image, [1, C, *size]."""
+  total = 0
+  for step in (1, -1):
+    scores = slide(compute, image[:, ::step], window, stride).double()
+    pixels = interpolate(scores, size, mode='bilinear').softmax(dim=1)
+    total = total + (pixels if step == 1 else pixels.flip(3))
+  return total / 2
+
+
+def test_flips_and_scales_from_files_to_the_report(data):
+  """Of patches of 4 pixels; 0.7 of a window of 16 pixels are 11.2, so 12."""
+  model = make_model(data, window=WINDOW, stride=8, flips=True, scales=(0.7, 1.25))
+  outputs = jax.jit(model.task.head.outputs)
+  compute = lambda x: outputs(model.params, model.extra, x[None])[0]
+  all_true, all_means = [], []
+  for number in range(5):
+    image, true = read(data, number)
+    small = probabilities(compute, resize(image, 12), true.shape, 12, 6)
+    large = probabilities(compute, resize(image, 20), true.shape, WINDOW, 8)
+    means = ((small + large) / 2)[0].permute(1, 2, 0).numpy()
+    all_true.append(true[true >= 0])
+    all_means.append(means[true >= 0])
+  true, means = np.concatenate(all_true), np.concatenate(all_means)
+  values = evaluation.evaluate(model, 'test')
+  loss = -np.log(means[np.arange(len(true)), true]).mean()
+  assert values['loss'] == pytest.approx(loss, rel=1e-4)
+  iou = metrics.jaccard_score(true, means.argmax(axis=-1), average='macro')
+  assert values['miou'] == pytest.approx(iou, abs=2e-3)  # Ties.
 
 
 def test_upright_images_have_maps_of_their_shape(data, tmp_path):

@@ -121,10 +121,7 @@ def _reduce(
       y, x, h, w, _ = scores.shape
       grids.append(scores.swapaxes(1, 2).reshape(y * h, x * w, -1))
       for axis, weights, shape in ((0, rows, (y, h)), (1, columns, (x, w))):
-        is_mirrored = flip and axis == 1
-        first, is_used = views.starts(
-          extent[axis], view.window[axis], view.stride[axis], shape[0], is_mirrored
-        )
+        first, is_used = view.starts(axis, extent[axis], shape[0], flip and axis == 1)
         windows = _Windows(first, is_used, view.window[axis], shape[1])
         weights.append(_weights(canvas[axis], size[axis], extent[axis], windows))
     num_classes = grids[0].shape[-1]

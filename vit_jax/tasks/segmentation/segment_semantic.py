@@ -354,9 +354,8 @@ class Task(base.Task):
     results = []
     for i, view in enumerate(self.views):
       extent = batch[f'extent_{i}']
-      outputs = views.outputs(
-        model, batch[self._view_name(i)], extent, view, flips=False
-      )
+      images = batch[self._view_name(i)]
+      outputs = views.outputs(model, images, extent, view, self.options.flips)
       for flip, x in enumerate(outputs):
         results.append(class_maps.ViewOutputs(x, extent, view, bool(flip)))
     return results

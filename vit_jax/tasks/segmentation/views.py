@@ -3,10 +3,10 @@
 By default the model sees the whole image once, resized to its input. With
 `config.task_options.window`, an image keeps its aspect ratio and its shorter side gets the
 length of a window; windows slide over it by `stride` pixels, and the last one ends with
-the image. Mirror images (`flips`) have windows at mirrored positions. So do
-mmsegmentation (slide_inference) and the evaluations of DINOv2 (arXiv 2304.07193) and
-DINOv3; EoMT (arXiv 2503.19108) has the same windows, but spreads as few as possible
-evenly over the longer side.
+the image, as in mmsegmentation (slide_inference) and the evaluations of DINOv2 (arXiv
+2304.07193) and DINOv3. Without a stride as few windows as possible lie evenly over the
+longer side, as in the released evaluation of EoMT (arXiv 2503.19108). Mirror images
+(`flips`) have windows at mirrored positions.
 
 Shapes: B images on canvases, Y x X windows.
 """
@@ -28,7 +28,7 @@ class View(NamedTuple):
 
   side: tuple[int, int]  # Whole images take this size, others cover it.
   window: tuple[int, int]
-  stride: tuple[int, int]
+  stride: tuple[int, int] | None  # None: as few windows as possible, evenly.
   is_whole: bool  # There is one window, the image squeezed to `side`.
 
   def extent(self, shape: Any) -> Any:
@@ -41,25 +41,68 @@ class View(NamedTuple):
     """Returns how many windows down and across suffice for images of shapes [n, 2]."""
     if self.is_whole:
       return 1, 1
-    longest = resizing.covering(shapes, self.side).numpy().max(axis=0)
-    steps = -(-(longest - self.window) // self.stride)
-    return 1 + int(steps[0]), 1 + int(steps[1])
+    longest = resizing.covering(shapes, self.side).numpy().max(axis=0).tolist()
+    return self._per_axis(
+      longest,
+      lambda length, window: -(-length // window),
+      lambda length, window, stride: 1 - (window - length) // stride,
+    )
 
   def canvas(self, counts: tuple[int, int]) -> tuple[int, int]:
-    """Returns the size that `counts` windows span."""
-    height, width = (
-      window + (count - 1) * stride
-      for window, count, stride in zip(self.window, counts, self.stride)
+    """Returns the largest size on which `counts` windows suffice."""
+    return self._per_axis(
+      counts,
+      lambda count, window: count * window,
+      lambda count, window, stride: window + (count - 1) * stride,
     )
-    return height, width
 
   def counts_on(self, canvas: Sequence[int]) -> tuple[int, int]:
-    """Returns the `counts` of a canvas."""
-    height, width = (
-      1 + (length - window) // stride
-      for length, window, stride in zip(canvas, self.window, self.stride)
+    """Returns the counts of a `canvas`."""
+    return self._per_axis(
+      canvas,
+      lambda length, window: length // window,
+      lambda length, window, stride: 1 + (length - window) // stride,
     )
-    return height, width
+
+  def _per_axis(
+    self,
+    values: Sequence[int],
+    evenly: Callable[[int, int], int],
+    with_stride: Callable[[int, int, int], int],
+  ) -> tuple[int, int]:
+    """Returns the results of a function of each value, the window and any stride."""
+    results = []
+    for axis in (0, 1):
+      if self.stride is None:
+        results.append(evenly(values[axis], self.window[axis]))
+      else:
+        results.append(with_stride(values[axis], self.window[axis], self.stride[axis]))
+    return results[0], results[1]
+
+  def starts(
+    self, axis: int, extent: jax.Array, count: int, flip: Any = False
+  ) -> tuple[jax.Array, jax.Array]:
+    """Returns where windows start along an axis, and which of them are in use.
+
+    Args:
+      axis: 0 or 1.
+      extent: length of the image in pixels, int32 scalar.
+      count: number of windows, at least as many as the image needs.
+      flip: whether positions are mirrored, bool scalar.
+
+    Returns:
+      int32 [count] and bool [count].
+    """
+    window, number = self.window[axis], jnp.arange(count)
+    if self.stride is None:
+      needed = -(-extent // window)
+      first = number * (extent - window) // jnp.maximum(needed - 1, 1)
+    else:
+      stride = self.stride[axis]
+      needed = 1 - (window - extent) // stride
+      first = number * stride
+    first = jnp.minimum(first, extent - window)
+    return jnp.where(flip, extent - window - first, first), number < needed
 
 
 def make(
@@ -83,8 +126,8 @@ def make(
       f'to {image_size[0]}'
     )
   window = _pair(options.window) or image_size
-  stride = _pair(options.stride) or tuple(max(1, 2 * side // 3) for side in window)
-  if any(step > side for step, side in zip(stride, window)):
+  stride = _pair(options.stride)
+  if stride and any(step > side for step, side in zip(stride, window)):
     raise ValueError(
       f'stride={options.stride} leaves gaps between windows of {window}: use at most '
       f'{window} (--config.task_options.stride)'
@@ -95,29 +138,31 @@ def make(
       '(--config.task_options.window)'
     )
   return tuple(
-    _view(scale, window, stride, patch, options.window is None) for scale in (1.0,)
+    _view(scale, window, stride, patch, options.window is None)
+    for scale in options.scales
   )
 
 
 def _view(
   scale: float,
   window: tuple[int, int],
-  stride: tuple[int, ...],
+  stride: tuple[int, int] | None,
   patch: tuple[int, int],
   is_whole: bool,
 ) -> View:
   """Returns the view of one scale, of whole patches."""
-  sides = []
-  for side, cells in zip(window, patch):
-    sides.append(max(1, round(scale * side / cells)) * cells)
-  windows, strides = [], []
-  for length, side, step in zip(sides, window, stride):
-    windows.append(length if is_whole else min(length, side))
-    strides.append(max(1, step * windows[-1] // side))
+  sides, windows, strides = [], [], []
+  for axis in (0, 1):
+    cells = patch[axis]
+    side = max(1, round(scale * window[axis] / cells)) * cells
+    sides.append(side)
+    windows.append(side if is_whole else min(side, window[axis]))
+    if stride is not None:
+      strides.append(max(1, stride[axis] * windows[axis] // window[axis]))
   return View(
     (sides[0], sides[1]),
     (windows[0], windows[1]),
-    (strides[0], strides[1]),
+    (strides[0], strides[1]) if stride is not None else None,
     is_whole,
   )
 
@@ -125,27 +170,6 @@ def _view(
 def _pair(size: Any) -> tuple[int, int] | None:
   """Returns a size of the options as (height, width)."""
   return (size, size) if isinstance(size, int) else size and tuple(size)
-
-
-def starts(
-  extent: jax.Array, window: int, stride: int, count: int, flip: bool = False
-) -> tuple[jax.Array, jax.Array]:
-  """Returns where windows start along an axis, and which of them are in use.
-
-  Args:
-    extent: length of the image in pixels, int32 scalar.
-    window: length of a window.
-    stride: distance of windows; the last one ends with the image.
-    count: number of windows, at least as many as the image needs.
-    flip: whether positions are mirrored.
-
-  Returns:
-    int32 [count] and bool [count].
-  """
-  number = jnp.arange(count)
-  first = jnp.minimum(number * stride, extent - window)
-  is_used = (number == 0) | ((number - 1) * stride + window < extent)
-  return jnp.where(flip, extent - window - first, first), is_used
 
 
 def outputs(
@@ -175,9 +199,7 @@ def outputs(
   def crop(image: jax.Array, size: jax.Array, index: jax.Array) -> jax.Array:
     corner = []
     for axis, is_mirrored in enumerate((False, index[2])):
-      first, _ = starts(
-        size[axis], view.window[axis], view.stride[axis], counts[axis], is_mirrored
-      )
+      first, _ = view.starts(axis, size[axis], counts[axis], is_mirrored)
       corner.append(first[index[axis]])
     shape = (*view.window, image.shape[-1])
     window = jax.lax.dynamic_slice(image, (*corner, 0), shape)
