@@ -130,7 +130,7 @@ def test_the_confusion_matrix_is_that_of_scikit_learn():
       true[i][mask], predicted[i][mask], labels=range(5)
     )
     np.testing.assert_array_equal(counts[i], expected)
-  measures = scores.measure(np.sum(counts, axis=0))
+  measures = scores.measure(np.sum(counts, axis=0), np.zeros((3, 5)))
   assert np.isnan(measures['iou'][4])  # The fifth class never occurs.
   mask = true >= 0
   expected = metrics.jaccard_score(true[mask], predicted[mask], average=None)
@@ -334,6 +334,8 @@ def test_a_report_lists_the_classes(workdir, tmp_path):
   assert list(report['classes']) == NAMES
   iou = [x['iou'] for x in report['classes'].values()]
   assert report['overall']['miou'] == pytest.approx(np.mean(iou))
+  boundary_iou = [x['boundary_iou'] for x in report['classes'].values()]
+  assert report['overall']['boundary_iou'] == pytest.approx(np.mean(boundary_iou))
   assert len(pd.read_csv(folder / 'report.csv')) == 4  # With the mean.
   assert set(pd.read_csv(table).columns) == {'image', 'miou', 'pixel_accuracy'}
 

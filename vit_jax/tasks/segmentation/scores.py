@@ -2,8 +2,9 @@
 
 The IoU of a class is the number of its pixels that are found, divided by those that are
 true or predicted ("The PASCAL Visual Object Classes Challenge", 2015, section 4.3); mIoU
-is the mean over the classes that occur or are predicted. The pixels are those of the
-masks, at their height and width.
+is the mean over the classes that occur or are predicted. Boundary IoU counts only pixels
+near boundaries, see boundaries.py. The pixels are those of the masks, at their height and
+width.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,39 +20,49 @@ from vit_jax.distributed import files
 from vit_jax.evaluators import base, report_files
 from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
-from vit_jax.tasks.segmentation import class_maps
+from vit_jax.tasks.segmentation import boundaries, class_maps
 
 METRICS = {
   'miou': metrics_lib.Metric('%'),
+  'boundary_iou': metrics_lib.Metric('%'),
   'pixel_accuracy': metrics_lib.Metric('%'),
   'mean_accuracy': metrics_lib.Metric('%'),
   'loss': metrics_lib.LOSS,
 }
 
 
-def measure(confusion: np.ndarray) -> dict[str, Any]:
+def measure(confusion: np.ndarray, boundary: np.ndarray) -> dict[str, Any]:
   """Returns the measures of a confusion matrix, shares from 0 to 1.
 
   Args:
     confusion: numbers of pixels by true and predicted class, [C, C].
+    boundary: numbers of pixels in boundary regions, [3, C], see boundaries.counts.
 
   Returns:
-    `miou`, `pixel_accuracy`, `mean_accuracy`, and by class, float64 [C], `iou`, nan for
-    classes that neither occur nor are predicted, and `accuracy`, nan for those that do not
-    occur.
+    `miou`, `boundary_iou`, `pixel_accuracy`, `mean_accuracy`, and by class, float64 [C],
+    `iou` and `class_boundary_iou`, nan for classes that neither occur nor are predicted,
+    and `accuracy`, nan for those that do not occur.
   """
   confusion = np.asarray(confusion, np.float64)
   hits, true = np.diag(confusion), confusion.sum(axis=1)
-  union = true + confusion.sum(axis=0) - hits
-  iou = np.where(union > 0, hits / np.maximum(union, 1), np.nan)
+  iou = _iou(hits, true, confusion.sum(axis=0))
+  boundary_iou = _iou(*np.asarray(boundary, np.float64))
   accuracy = np.where(true > 0, hits / np.maximum(true, 1), np.nan)
   return {
     'miou': _mean(iou),
+    'boundary_iou': _mean(boundary_iou),
     'pixel_accuracy': float(hits.sum() / true.sum()) if true.sum() else np.nan,
     'mean_accuracy': _mean(accuracy),
     'iou': iou,
+    'class_boundary_iou': boundary_iou,
     'accuracy': accuracy,
   }
+
+
+def _iou(hits: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> np.ndarray:
+  """Returns the IoU of each class from numbers of pixels; nan for none."""
+  union = true + predicted - hits
+  return np.where(union > 0, hits / np.maximum(union, 1), np.nan)
 
 
 def _mean(values: np.ndarray) -> float:
@@ -76,8 +87,12 @@ class Iou:
       predicted, losses = class_maps.classes_and_losses(
         task.head, outputs, batch['size'], batch['truth']
       )
-      counts = class_maps.confusion(batch['truth'], predicted, len(task.class_names))
-      return {'counts': counts, 'losses': losses}
+      truth, num_classes = batch['truth'], len(task.class_names)
+      return {
+        'counts': class_maps.confusion(truth, predicted, num_classes),
+        'boundary': boundaries.counts(truth, predicted, batch['size'], num_classes),
+        'losses': losses,
+      }
 
     # Every process gets the counts of all images, which are small.
     self._compute = engine.on_all_hosts(evaluation.mesh, compute)
@@ -89,7 +104,7 @@ class Iou:
   ) -> dict[str, float]:
     """Returns METRICS and `num_examples`."""
     self._by_image = {}
-    confusion = 0
+    confusion = boundary = 0
     losses = np.zeros(2)
     for results in self._evaluation.compute(
       lambda batch: self._compute(params, extra, batch), stop
@@ -97,46 +112,47 @@ class Iou:
       for number, row in engine.rows(results):
         counts = row['counts'].astype(np.int64)
         confusion = confusion + counts
+        boundary = boundary + row['boundary'].astype(np.int64)
         losses += row['losses']
         self._by_image[number] = np.stack(
           [np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)]
         )
-    self.measures = measure(confusion)
+    self.measures = measure(confusion, boundary)
     values = {name: self.measures[name] for name in METRICS if name != 'loss'}
     loss = float(losses[0] / losses[1]) if losses[1] else np.nan
     return {**values, 'loss': loss, 'num_examples': len(self._by_image)}
 
   def lines(self) -> list[str]:
     """Returns the report of the last run as a table in Markdown, a row per class."""
-    cells = [['class', 'IoU', 'accuracy', 'pixels']]
-    for name, iou, accuracy, pixels in self._rows():
-      texts = ['-' if np.isnan(x) else f'{100 * x:.2f} %' for x in (iou, accuracy)]
+    cells = [['class', 'IoU', 'boundary IoU', 'accuracy', 'pixels']]
+    for name, *shares, pixels in self._rows():
+      texts = ['-' if np.isnan(x) else f'{100 * x:.2f} %' for x in shares]
       cells.append([name, *texts, f'{pixels:,}'])
     return report_files.markdown(cells)
 
-  def _rows(self) -> list[tuple[str, float, float, int]]:
-    """Returns name, IoU, accuracy and number of true pixels of each class, then means."""
+  def _rows(self) -> list[tuple]:
+    """Returns name, IoU, boundary IoU, accuracy and true pixels of classes, then means."""
     names = self._evaluation.task.class_names
     pixels = sum(self._by_image.values())[1].tolist()
     measures = self.measures
-    iou, accuracy = measures['iou'].tolist(), measures['accuracy'].tolist()
-    rows = list(zip(names, iou, accuracy, pixels))
-    return [*rows, ('mean', measures['miou'], measures['mean_accuracy'], sum(pixels))]
+    columns = [measures[x].tolist() for x in ('iou', 'class_boundary_iou', 'accuracy')]
+    means = [measures[x] for x in ('miou', 'boundary_iou', 'mean_accuracy')]
+    return [*zip(names, *columns, pixels), ('mean', *means, sum(pixels))]
 
   def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
     """Writes the report of the last run: JSON with `facts`, and CSV."""
     path = epath.Path(folder)
-    rows: list[list[Any]] = [['class', 'iou', 'accuracy', 'pixels']]
-    for name, iou, accuracy, pixels in self._rows():
-      defined = [report_files.defined(x) for x in (iou, accuracy)]
-      rows.append([name, *defined, pixels])
+    fields = ['iou', 'boundary_iou', 'accuracy', 'pixels']
+    rows: list[list[Any]] = [['class', *fields]]
+    for name, *shares, pixels in self._rows():
+      rows.append([name, *map(report_files.defined, shares), pixels])
     overall = {}
     for name in METRICS:
       if name != 'loss':
         overall[name] = report_files.defined(self.measures[name])
     classes = {}
-    for name, iou, accuracy, pixels in rows[1:-1]:
-      classes[name] = {'iou': iou, 'accuracy': accuracy, 'pixels': pixels}
+    for name, *values in rows[1:-1]:
+      classes[name] = dict(zip(fields, values))
     content = {
       **facts,
       'num_examples': len(self._by_image),
