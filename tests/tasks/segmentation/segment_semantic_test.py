@@ -15,7 +15,7 @@ from sklearn import metrics
 import tensorflow as tf
 import torch
 
-from tests import conftest
+from tests import conftest, processes, tiny_models
 from vit_jax import predict, train
 from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
 from vit_jax.data import masks, sources
@@ -150,6 +150,59 @@ def test_the_loss_of_a_head_is_that_of_pytorch():
     weight=torch.from_numpy(weights),
     ignore_index=-1,
   )
+  assert total / weight == pytest.approx(expected.item(), rel=1e-5)
+
+
+def torch_dice(logits, classes):
+  """Computes mmsegmentation's Dice loss of PyTorch's logits [B, C, H, W] by image."""
+  count = logits.shape[1]
+  targets = torch.nn.functional.one_hot(classes.clamp(0), count).permute(0, 3, 1, 2)
+  is_counted = (classes >= 0)[:, None]
+  probabilities = logits.softmax(dim=1) * is_counted
+  targets = targets * is_counted
+  shared = 2 * (probabilities * targets).sum(dim=(2, 3)) + 1
+  total = (probabilities**2 + targets**2).sum(dim=(2, 3)) + 1
+  return (1 - shared / total).mean(dim=1)
+
+
+def test_the_dice_loss_joins_the_cross_entropy(data):
+  """Of the whole batch, whose images have unequal numbers of pixels with a class."""
+  config = make_config(data, dice_weight=2.0)
+  with config.ignore_type():
+    config.class_weights = ml_collections.ConfigDict({'sea': 3.0})
+  cls = run_config.get_task(config.task)
+  task = cls(config, cls.make_metadata(config, open_train(config)))
+  rng = np.random.default_rng(0)
+  classes = rng.integers(-1, 3, (4, 16, 16))
+  classes[0, :10] = -1
+  batch = {
+    'image': rng.normal(size=(4, 16, 16, 3)).astype(np.float32),
+    'segmentation': classes.astype(np.int32),
+  }
+  key = jax.random.key(0)
+
+  shapes = jax.eval_shape(task.init, key)
+  params, extra = (tiny_models.drawn(x) for x in shapes)
+
+  @jax.jit
+  def compute():
+    augmented = task.augment(batch, key)
+    sums, metrics = task.loss(params, extra, augmented, key, 0)
+    variables = {'params': params, **extra}
+    scores, _ = task.model.apply(
+      variables, batch['image'], train=True, mutable=['batch_stats'], method='segment'
+    )
+    return sums, metrics['dice'], scores
+
+  (total, weight), (dice, count), scores = compute()
+  logits = torch.stack([torch.tensor(enlarged(x, (16, 16))) for x in scores])
+  logits, classes = logits.permute(0, 3, 1, 2), torch.tensor(classes)
+  expected = torch_dice(logits, classes).mean()
+  assert dice / count == pytest.approx(expected.item(), rel=1e-5)
+  cross_entropy = torch.nn.functional.cross_entropy(
+    logits, classes, torch.tensor([1.0, 3.0, 1.0]), ignore_index=-1
+  )
+  expected = cross_entropy + 2 * expected
   assert total / weight == pytest.approx(expected.item(), rel=1e-5)
 
 

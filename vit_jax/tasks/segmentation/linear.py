@@ -72,6 +72,7 @@ class Linear:
       side_by_side=layers,
     )
     self._class_weights = class_weights
+    self._dice_weight = config.task_options.dice_weight or 0.0
 
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
     variables = self.model.init(rng, images, train=False, method='segment')
@@ -83,7 +84,13 @@ class Linear:
     return encoders.new_params(weights)
 
   def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    return batch
+    """Adds `pixel_share`, the images per pixel of the global batch, by weight."""
+    if not self._dice_weight:
+      return batch
+    weights = losses.pixel_weights(batch['segmentation'], self._class_weights)
+    count = len(weights)
+    share = count / jnp.maximum(weights.sum(), 1e-6)
+    return {**batch, 'pixel_share': jnp.full(count, share)}
 
   def loss(
     self,
@@ -93,7 +100,10 @@ class Linear:
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[losses.WeightedSum, dict[str, losses.WeightedSum]]:
-    """Returns the cross-entropy summed over pixels, and the new statistics."""
+    """Returns the cross-entropy summed over pixels, and the new statistics.
+
+    With a Dice loss it is the sum over images of both losses, which are also metrics.
+    """
     scores, updated = self.model.apply(
       {'params': params, **extra},
       batch['image'],
@@ -105,7 +115,13 @@ class Linear:
     sums = losses.cross_entropy(scores, batch['segmentation'], self._class_weights)
     count = jnp.float32(len(batch['image']))
     statistics = updated[_STATISTICS]['head_norm']
-    return sums, {name: (x * count, count) for name, x in statistics.items()}
+    metrics = {name: (x * count, count) for name, x in statistics.items()}
+    if not self._dice_weight:
+      return sums, metrics
+    dice = losses.dice(scores, batch['segmentation']).sum()
+    metrics |= {'cross_entropy': sums, 'dice': (dice, count)}
+    total = sums[0] * batch['pixel_share'].mean() + self._dice_weight * dice
+    return (total, count), metrics
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
     return {_STATISTICS: {'head_norm': {name: means[name] for name in ('mean', 'var')}}}
