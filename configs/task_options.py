@@ -207,6 +207,9 @@ class SegmentSemantic(Masks):
   # Layers of a Vision Transformer, numbered from 1, whose tokens the linear head reads side
   # by side, as in (9, 10, 11, 12); (): the last one.
   layers: schema.Counts = ()
+  # Training: greatest share of the pixels of a random crop that are of one class; otherwise
+  # the crop is drawn again, up to ten times. mmsegmentation uses 0.75.
+  max_class_share: schema.Share = 1.0
   # Evaluation and prediction: images are grouped by their height and width, rounded up to a
   # multiple of this number, and the measures are compiled for each group.
   tight: Annotated[schema.Count, schema.FREE] = 64

@@ -47,6 +47,7 @@ def decode_with_geometry(
   seed: 'tf.Tensor',
   pp: ml_collections.ConfigDict,
   upright: bool = False,
+  sample: Callable[..., geometry.Geometry] = geometry.sample,
 ) -> tuple['tf.Tensor', geometry.Geometry]:
   """Decodes and augments one image, and returns its geometry.
 
@@ -56,6 +57,7 @@ def decode_with_geometry(
     pp: `config.pp`.
     upright: whether to apply the EXIF orientation first; boxes and masks refer to the
       stored pixels.
+    sample: draws the geometry, with the arguments and the result of geometry.sample.
 
   Returns:
     (image, geometry): float32 [crop height, crop width, channels] in [-1, 1], and the
@@ -63,7 +65,7 @@ def decode_with_geometry(
   """
 
   def draw(shape: 'tf.Tensor') -> geometry.Geometry:
-    return geometry.sample(shape, seed, pp)
+    return sample(shape, seed, pp)
 
   crops = pp.crop_area is not None
   image, sampled = _decode(encoded, draw, pp, crops=crops, upright=upright)

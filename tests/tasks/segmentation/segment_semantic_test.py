@@ -19,6 +19,7 @@ from tests import conftest, processes, tiny_models
 from vit_jax import predict, train
 from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
 from vit_jax.data import masks, sources
+from vit_jax.data.augmentation import geometry
 from vit_jax.evaluators import evaluation
 from vit_jax.run import config as run_config
 from vit_jax.tasks.segmentation import class_maps, linear, losses, scores
@@ -234,11 +235,15 @@ def test_the_norm_of_the_head_keeps_statistics_of_the_tokens(workdir):
   )
 
 
+def open_train(config):
+  return sources.open_split(config, 'train', ('image', masks.FEATURE))
+
+
 def test_masks_follow_their_images(data):
-  config = make_config(data)
-  config.pp.update(crop=64, flip=True, rotate=30.0)
+  config = make_config(data, max_class_share=0.5)
+  config.pp.update(crop=64, flip=True, rotate=30.0, color_jitter=0.1)
   config.pp.crop_area = (0.3, 1.0)
-  source = sources.open_split(config, 'train', ('image', masks.FEATURE))
+  source = open_train(config)
   cls = run_config.get_task(config.task)
   task = cls(config, cls.make_metadata(config, source))
   shares = []
@@ -250,6 +255,36 @@ def test_masks_follow_their_images(data):
     is_same = np.abs(colors - COLORS[classes]).max(axis=-1) < 60
     shares.append(is_same[classes >= 0].mean())
   assert np.mean(shares) > 0.9  # All but pixels at edges.
+
+
+def test_crops_have_several_classes():
+  """A crop is drawn again only if it has more than 75 % of one class."""
+  classes = np.kron(make_classes(np.random.default_rng(0), (3, 3)), np.ones((20, 20)))
+  classes = np.where(classes == 3, -1, classes).astype(np.int32)
+  pp = make_config('folder').pp
+  pp.crop_area = (0.02, 0.4)
+
+  @tf.function
+  def windows(seed):
+    first = geometry.sample(classes.shape, seed, pp)
+    varied = geometry.sample_varied(classes.shape, seed, pp, classes, 0.75)
+    return first.window, varied.window
+
+  def largest_share(window):
+    y, x, height, width = window.numpy()
+    pixels = classes[y : y + height, x : x + width]
+    counts = np.bincount(pixels[pixels >= 0], minlength=1)
+    return counts.max() / counts.sum() if counts.sum() else 1
+
+  num_redrawn, shares = 0, []
+  for number in range(60):
+    first, varied = windows(tf.constant([1, number], tf.int64))
+    is_same = np.array_equal(first, varied)
+    assert is_same == (largest_share(first) <= 0.75)
+    num_redrawn += not is_same
+    shares.append(largest_share(varied))
+  assert num_redrawn > 20
+  assert np.mean(np.array(shares) <= 0.75) > 0.95
 
 
 def encoded(image):
@@ -441,6 +476,7 @@ def test_layers_that_do_not_exist_are_rejected(data):
       "'lake', which is not one of the 3 classes",
     ),
     ('class_weights', 'balanced', 'set weights by name'),
+    ('pp', {'randaugment': (2, 10)}, 'moves the pixels .* not those of masks'),
     ('label_smoothing', 0.1, 'set --config.label_smoothing=0'),
     ('loss', 'sigmoid', 'set --config.loss=softmax'),
   ],

@@ -23,6 +23,8 @@ from vit_jax.data.lazy import tf
 # Boxes with less visible height or width, in pixels, are dropped: rounding in float32
 # leaves about as much of a box that ends where the crop begins.
 _NOTHING = 0.01
+_CROPS = 10  # Further crops that `sample_varied` draws.
+_REDRAW = 1 << 16  # Folded into their seeds.
 
 
 class Geometry(NamedTuple):
@@ -92,6 +94,39 @@ def sample(
     angle = tf.random.stateless_uniform([], seeds[2], -limit, limit)
     geometry = geometry._replace(angle=angle)
   return geometry
+
+
+def sample_varied(
+  shape: 'tf.Tensor',
+  seed: 'tf.Tensor',
+  pp: ml_collections.ConfigDict,
+  classes: 'tf.Tensor',
+  max_share: float,
+) -> Geometry:
+  """Draws a geometry whose crop has at most a share of pixels of one class.
+
+  As in mmsegmentation (RandomCrop's cat_max_ratio), the crop is drawn up to ten times
+  more, and the last one is taken. `classes` are those of the pixels, int32 [height, width],
+  negative for pixels that do not count. For the rest see `sample`.
+  """
+  geometry = sample(shape, seed, pp)
+
+  def is_uniform(number: 'tf.Tensor', window: 'tf.Tensor') -> 'tf.Tensor':
+    begin, extent = tf.unstack(tf.reshape(window, [2, 2]))
+    counts = tf.math.bincount(tf.reshape(tf.slice(classes, begin, extent), [-1]) + 1)
+    counts = tf.cast(counts[1:], tf.float32)
+    largest = tf.reduce_max(tf.concat([counts, [0.0]], axis=0))
+    is_varied = (largest > 0) & (largest <= max_share * tf.reduce_sum(counts))
+    return (number < _CROPS) & ~is_varied
+
+  def draw(number: 'tf.Tensor', window: 'tf.Tensor') -> tuple['tf.Tensor', 'tf.Tensor']:
+    del window
+    number += 1
+    fold = tf.random.experimental.stateless_fold_in(seed, _REDRAW + number)
+    return number, sample(shape, fold, pp).window
+
+  _, window = tf.while_loop(is_uniform, draw, [tf.constant(0), geometry.window])
+  return geometry._replace(window=window)
 
 
 def _similar(

@@ -205,14 +205,21 @@ class Task(base.Task):
 
     Returns `image`, and `segmentation`, int32 [H, W], IGNORED for pixels that do not count.
     """
-    if seed is not None:
-      image, transform = preprocess.decode_with_geometry(
-        record['image'], seed, self.config.pp
-      )
+    shape = _shape(record, upright=False)
+    classes = self._reader.read(record[masks.FEATURE], shape)
+    pp, max_share = self.config.pp, self.options.max_class_share
+    if seed is None:
+      image = preprocess.prepare(record['image'], None, pp, upright=False)
+      transform = geometry.whole(shape, self.image_size)
     else:
-      image = preprocess.prepare(record['image'], None, self.config.pp, upright=False)
-      transform = geometry.whole(_shape(record, upright=False), self.image_size)
-    classes = self._reader.read(record[masks.FEATURE], transform.shape)
+      sample = geometry.sample
+      if max_share < 1:
+        sample = functools.partial(
+          geometry.sample_varied, classes=classes, max_share=max_share
+        )
+      image, transform = preprocess.decode_with_geometry(
+        record['image'], seed, pp, sample=sample
+      )
     # Rotation brings in zeros.
     segmentation = geometry.to_masks(classes[None] + 1, transform)[0] - 1
     return {
@@ -455,6 +462,16 @@ def _check_keys(config: ml_collections.ConfigDict) -> None:
     raise ValueError(
       f'resize={config.pp.resize} crops the centre of images in evaluation, and every '
       f"pixel counts with task='{config.task}': set --config.pp.resize=None"
+    )
+  if config.pp.randaugment:
+    raise ValueError(
+      f'randaugment={config.pp.randaugment} moves the pixels of images, and not those of '
+      'masks: use --config.pp.color_jitter, --config.pp.rotate or --config.pp.flip'
+    )
+  if config.task_options.max_class_share < 1 and config.pp.crop_area is None:
+    raise ValueError(
+      f'max_class_share={config.task_options.max_class_share} is for random crops: set '
+      '--config.pp.crop_area, or leave out --config.task_options.max_class_share'
     )
   for key, default in (('loss', 'softmax'), ('label_smoothing', 0)):
     if config[key] != default:
