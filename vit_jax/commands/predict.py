@@ -78,6 +78,11 @@ _OUTPUT = {
     help="size of the model's input in pixels, for --weights and for detectors, whose "
     'SIDE is the shorter one (as the weights say, or as in the evaluation of the run)',
   ),
+  '--option': dict(
+    action='append',
+    metavar='NAME=VALUE',
+    help='override an option of the task, such as window=518; may be repeated',
+  ),
 }
 _SHARDS: dict[str, dict[str, Any]] = {
   '--shard': dict(
@@ -204,6 +209,7 @@ def run(args: argparse.Namespace) -> None:
   import jax
 
   from vit_jax.data.images import listing
+  from vit_jax.evaluators import evaluation
   from vit_jax.inference import tables
 
   is_table = tables.is_table(args.out)
@@ -223,6 +229,8 @@ def run(args: argparse.Namespace) -> None:
       'written as a table: pass --out=table.parquet (.csv, .jsonl) or --out=FOLDER/'
     )
   model = _load(args)
+  if args.option:
+    model = model.with_options(evaluation.parse_options(args.option))
   _check_flags(model, args, is_table)
   options = model.parse_flags(args.options)
   if args.image_size is not None and model.task.CANVASES:
@@ -357,11 +365,14 @@ def _write_table(
   else:
     source = user_images.for_model(args.images, model.config)
   options = {'embeddings': args.embeddings, **options}
+  columns = model.columns(**options)
+  if args.option:
+    options['option'] = args.option
   tables.write(
     model,
     source,
     args.out,
-    model.columns(**options),
+    columns,
     {'flags': options, 'split': split},
     args.broken or 'row',
     args.shard,

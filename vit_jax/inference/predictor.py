@@ -86,6 +86,19 @@ class Predictor:
       f"the predictor of the task '{task}' has no '{name}'; it has {names}"
     )
 
+  def with_options(self, options: Mapping[str, Any]) -> 'Predictor':
+    """Returns the predictor with other values of `config.task_options`.
+
+    Raises ValueError if an option is unknown or has a wrong value.
+    """
+    config = self.config.copy_and_resolve_references()
+    with config.unlocked(), config.ignore_type():
+      config.task_options.update(options)
+    task = type(self.task)(config, self.metadata)
+    model = task.predictor(self.params, self.extra, self.step)
+    model.workdir, model.origin = self.workdir, self.origin
+    return model
+
   def _refuse(self, options: Mapping[str, Any]) -> None:
     """Raises ValueError for arguments that only other tasks accept."""
     for name, value in options.items():

@@ -407,6 +407,27 @@ def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, cap
   assert height >= 3 * 256
 
 
+def test_options_of_a_run_are_replaced_in_predictions(workdir, data, tmp_path):
+  """A window of the size of the input does not squeeze the image of 24 x 32 pixels."""
+  path = str(data / 'test/images/0.png')
+  flags = [f'--workdir={workdir}', f'--masks={tmp_path}', '--option=window=16', path]
+  predict_command.main(flags)
+  model = predict.load(workdir)
+  [expected] = model.with_options({'window': 16}).predict([path])
+  np.testing.assert_array_equal(Image.open(tmp_path / '0.png'), IDS[expected])
+  assert (expected != model.predict([path])[0]).any()
+  with pytest.raises(ValueError, match='windw'):
+    model.with_options({'windw': 16})
+
+
+def test_kernels_of_8_bits_predict_the_same_classes(workdir, data):
+  paths = [str(data / 'test/images' / f'{i}.png') for i in range(2)]
+  expected = predict.load(workdir).predict(paths)
+  maps = predict.load(workdir, dtype='int8').predict(paths)
+  for class_map, other in zip(maps, expected):
+    assert np.mean(class_map == other) > 0.9
+
+
 def test_a_report_lists_the_classes(workdir, tmp_path):
   folder, table = tmp_path / 'report', tmp_path / 'table.csv'
   evaluate_command.main(

@@ -210,8 +210,15 @@ class Eomt:
     return {name: x[-1] for name, x in outputs.items()}
 
   def scores(self, outputs: dict[str, jax.Array], size: tuple[int, int]) -> jax.Array:
-    """Returns the scores of the classes on the grid of the masks, see postprocess."""
-    return postprocess.class_scores(outputs['logits'], outputs['masks'])
+    """Returns the scores of the classes of each pixel, see postprocess.
+
+    As in the released code, the logits of the masks are resized before they become
+    probabilities.
+    """
+    masks = outputs['masks']
+    shape = (*masks.shape[:2], *size)
+    masks = jax.image.resize(masks, shape, 'bilinear', antialias=False)
+    return postprocess.class_scores(outputs['logits'], masks)
 
   def logits(self, scores: jax.Array) -> jax.Array:
     """Returns logits whose softmax is the share of each class in the scores."""

@@ -11,6 +11,7 @@ Shapes: B images of H x W pixels, scores on a grid of h x w cells, C classes.
 """
 
 from collections.abc import Mapping, Sequence
+import copy
 import functools
 import importlib
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -156,8 +157,17 @@ class Task(base.Task):
     if any(view.window != self.image_size for view in self.views):
       config = _at_any_size(config, grid)
     self.head = head_class(config, len(self.classes), weights)
-    self.model = self.head.model
     self._check_sizes()
+
+  @property
+  def model(self) -> Any:
+    """The Flax module, which is the head's."""
+    return self.head.model
+
+  @model.setter
+  def model(self, model: Any) -> None:
+    self.head = copy.copy(self.head)
+    self.head.model = model
 
   def _check_sizes(self) -> None:
     """Raises ValueError if the parameters do not fit windows of other sizes."""
