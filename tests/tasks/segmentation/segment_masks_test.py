@@ -4,6 +4,7 @@ import functools
 import json
 import types
 
+import gradio as gr
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -124,19 +125,19 @@ def test_targets_are_visible_things_and_merged_stuff():
 
 
 class ColourModel:
-  """A fake EoMT: query k finds all pixels of the colour of class k."""
+  """A fake EoMT: query k finds all pixels of the colour of class k, the last one none."""
 
   num_queries = 5
 
   def apply(self, variables, images, **_):
     pixels = (images + 1) / 2 * 255
-    colours = COLOURS[:, None, None].astype(np.float32)
-    is_near = jnp.abs(pixels[:, None] - colours).max(axis=-1) < 60  # [B, 4, H, W]
+    colours = np.array([*COLOURS.tolist(), [-99] * 3], np.float32)[:, None, None]
+    is_near = jnp.abs(pixels[:, None] - colours).max(axis=-1) < 60  # [B, 5, H, W]
     b, q, h, w = is_near.shape
     blocks = is_near.reshape(b, q, h // 2, 2, w // 2, 2).mean(axis=(3, 5))
     is_found = is_near.any(axis=(2, 3))[..., None]
-    logits = 5 * jnp.eye(4, 5) * is_found + 2 * jnp.eye(1, 5, 4)
-    logits += 0.1 * jnp.arange(4)[:, None] * jnp.eye(4, 5)
+    logits = 5 * jnp.eye(5) * is_found + 2 * jnp.eye(1, 5, 4)
+    logits += 0.1 * jnp.arange(5) * jnp.eye(5)
     outputs = {'logits': logits[None], 'masks': 8 * (blocks[None] - 0.5)}
     return outputs
 
@@ -157,7 +158,7 @@ def evaluate(task):
   source = sources.open_split(task.config, 'validation', task.FEATURES)
   mesh = sharding.make_mesh({'data': 1}, jax.devices()[:1])
   metrics = {}
-  for evaluator in evaluations.evaluators(task, mesh, source)[1:]:
+  for evaluator in evaluations.evaluators(task, mesh, source):
     metrics.update(evaluator.run({}, {}))
   return metrics
 
@@ -279,6 +280,15 @@ def test_predicts_segments_and_instances(data, colours, tmp_path):
   assert lines[1].endswith(f'{instances[0][3]:,} pixels')
   assert lines[-1] == f'picture: {out}'
   assert 'stuff' in ' '.join(predictor.report([path]))
+
+  with gr.Blocks():
+    show, controls, (_, picture, summary) = predictor.page()
+  photo = types.SimpleNamespace(path=path, pixels=np.asarray(Image.open(path)))
+  assert len(controls) == 2
+  for choice, count in (('segments', 4), ('instances', 2)):
+    shown = show(photo, 0.7, choice)
+    assert shown[summary].startswith(f'{count} {choice} with')
+    assert min(shown[picture].shape[:2]) >= 256
 
 
 def test_trains_evaluates_and_writes_a_table(workdir, data, tmp_path, capsys):

@@ -74,39 +74,50 @@ def detection_page(model: Any) -> Page:
   return show, inputs, [*outputs, attention]
 
 
-def segmentation_page(model: Any) -> Page:
-  """Shows segments above a score."""
-  page, _ = _page(model, None, model.make)
+def segmentation_page(model: Any, instances: Any = None) -> Page:
+  """Shows segments above a score, or the instances of another predictor."""
+  page, _ = _page(model, None, model.make, instances)
   return page
 
 
 def _page(
-  model: Any, compute: Callable | None, make: Callable[..., tuple[Any, list]]
+  model: Any,
+  compute: Callable | None,
+  make: Callable[..., tuple[Any, list]],
+  instances: Any = None,
 ) -> tuple[Page, _Components]:
   """Shows the predictions above a score that the visitor chooses.
 
-  For `compute` see Predictor.stream, for `make` Detector.make.
+  For `compute` see Predictor.stream, for `make` Detector.make. With a predictor of
+  instances, the visitor chooses between segments and instances.
   """
   noun = model.WHAT
   threshold = gr.Slider(
     0, 1, model.LEAST, step=0.01, label=f'Minimum score of the {noun}s'
   )
+  controls: list[Any] = [threshold]
+  if instances is not None:
+    nouns = [f'{x.WHAT}s' for x in (model, instances)]
+    controls.append(gr.Radio(nouns, value=nouns[0], label='What to show'))
   summary = gr.Markdown()
   picture = demo.picture(f'{noun}s'.capitalize(), enlarged=False)
   state = gr.State()
 
-  def draw(result: _Result | None, min_score: float) -> dict:
+  def draw(result: _Result | None, min_score: float, choice: str = '') -> dict:
     if not result:
       return {picture: None, summary: ''}
-    numbers, predictions = make(result.inputs, result.outputs, min_score)
+    view, make_view = model, make
+    if instances is not None and choice.startswith(instances.WHAT):
+      view, make_view = instances, instances.make
+    shapes, predictions = make_view(result.inputs, result.outputs, min_score)
     ending = '' if len(predictions) == 1 else 's'
     text = (
-      f'{len(predictions)} {noun}{ending} with a score of at least '
+      f'{len(predictions)} {view.WHAT}{ending} with a score of at least '
       f'{100 * min_score:g} %'
     )
-    return {picture: model.draw(result.pixels, numbers, predictions), summary: text}
+    return {picture: view.draw(result.pixels, shapes, predictions), summary: text}
 
-  def show(photo: demo.Photo, min_score: float) -> dict:
+  def show(photo: demo.Photo, *values: Any) -> dict:
     columns = model.columns()
     [(_, inputs, outputs)] = model.stream(
       [photo.path], compute, columns.keep, columns.parts
@@ -115,10 +126,11 @@ def _page(
     # Boxes and maps are made for the enlarged picture.
     inputs = {**inputs, 'size': np.array(pixels.shape[:2])}
     result = _Result(pixels, inputs, outputs)
-    return {state: result, **draw(result, min_score)}
+    return {state: result, **draw(result, *values)}
 
-  threshold.change(draw, [state, threshold], [picture, summary])
-  page = show, [threshold], [state, picture, summary]
+  for control in controls:
+    control.change(draw, [state, *controls], [picture, summary])
+  page = show, controls, [state, picture, summary]
   return page, _Components(state, threshold, picture)
 
 

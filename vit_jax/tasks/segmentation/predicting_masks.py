@@ -1,6 +1,6 @@
 """Predicts the segments and the instances of any images; see `Segmenter`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 from typing import Any
 
@@ -65,6 +65,12 @@ class Segmenter(detectors.Segmenter):
     if instances:
       return self._instances.report(images, **options)
     return super().report(images, **options)
+
+  def page(self) -> tuple[Callable[..., dict], list, list]:
+    """Shows segments or instances above a score."""
+    from vit_jax.tasks.detection import page  # Late: imports Gradio.
+
+    return page.segmentation_page(self, self._instances)
 
 
 class _Instances(detectors.Segmenter):
