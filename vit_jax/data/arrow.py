@@ -2,6 +2,8 @@
 
   image  a column {bytes, path}: `image` or the first such column; or `image` is bytes.
          Where the bytes are null, the path of a file
+  segmentation_mask
+         such a column of this name, or `mask`, `annotation` or `label`
   label  number or name of a class, or a list of them; null and -1 are none. `label`, or
          else the first class label in the metadata of `datasets`
   ...    all other columns of numbers, booleans, strings, or lists of these
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 _MOST_CLASSES = 10**6
 _LABEL_KINDS = ('int64', 'string')
 _GROUP = 'group'  # Column whose equal values stay together in folds.
+_MASK = 'segmentation_mask'  # Feature of vit_jax/data/masks.py.
+# Names of columns of images that are masks.
+_MASK_COLUMNS = (_MASK, 'mask', 'annotation', 'label')
 
 
 class Rows(NamedTuple):
@@ -154,6 +159,9 @@ def _candidates(
     if field.name == 'label' or field.name in class_names:
       label_columns.append(column)
   candidates = {'image': image_columns, 'label': label_columns}
+  if masks := _mask_columns(image_columns):
+    candidates[_MASK] = masks
+    candidates['image'] = [x for x in image_columns if x not in masks]
   for feature, columns in candidates.items():
     for column in columns:
       if column.name.removesuffix('.bytes') == feature:
@@ -162,6 +170,13 @@ def _candidates(
   if labels and labels[0].kind not in _LABEL_KINDS:
     candidates['label'] = []
   return candidates
+
+
+def _mask_columns(columns: Sequence[Column]) -> list[Column]:
+  """Returns the columns of images that may hold masks, next to one of images."""
+  columns_by_name = {column.name.removesuffix('.bytes'): column for column in columns}
+  names = [name for name in _MASK_COLUMNS if name in columns_by_name]
+  return [columns_by_name[name] for name in names] if len(columns) > 1 else []
 
 
 def read_class_names(schema: 'pa.Schema', where: str) -> dict[str, tuple[str, ...]]:
@@ -516,9 +531,10 @@ class ArrowSource(shards.ShardSource, abc.ABC):
       if name == 'label':
         arrays.append(self._label_array(values))
         continue
-      if column.path is not None:  # The only one, and the last column of a row.
+      if column.path is not None:
+        place = self.column_names.index(column.path)
         for k, (row, index) in enumerate(zip(rows, indices)):
-          values[k] = self._read_image(values[k], row[-1], index)
+          values[k] = self._read_image(values[k], row[place], index)
       self._check_present(column, values, indices)
       if column.is_list:
         lengths = np.array([len(value) for value in values], np.int64)

@@ -195,6 +195,14 @@ def _parse_examples(
   return manifest_cache.Examples(index, manifests, np.array(places), columns, names)
 
 
+def select_lines(root: str, base: str, instruction: str) -> list[manifest_files.Line]:
+  """Returns the lines of a part of a split, in the order of `read_split`."""
+  lines = manifest_files.parse(root, base)
+  top = os.path.join(root, base)
+  order = index_lib.hash_order(line.key(top) for line in lines)
+  return [lines[number] for number in _select(order, base, instruction, lines)]
+
+
 def _select(
   order: Sequence[int],
   base: str,

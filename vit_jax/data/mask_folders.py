@@ -4,12 +4,15 @@
   train/masks/1.png        masks/train/1.png         annotations/training/1.png
   classes.json             classes.json              classes.json
 
-The third is the layout of ADE20K; LAYOUTS has those of Cityscapes and COCO-Stuff, too. A
-mask has the name of its image, apart from the ending, and may be in a folder of the same
-name. For masks and classes.json see vit_jax/data/masks.py.
+The third is the layout of ADE20K; LAYOUTS has those of Cityscapes, COCO-Stuff and Pascal
+VOC, too. A mask has the name of its image, apart from the ending, and may be in a folder of
+the same name. For masks and classes.json see vit_jax/data/masks.py.
+
+A manifest (vit_jax/data/manifest.py) may name the mask of each image, `segmentation_mask`
+or `mask`, a path relative to the same folder.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 import os
 from typing import Any, NamedTuple
 
@@ -17,7 +20,15 @@ from absl import logging
 import numpy as np
 
 from vit_jax import console
-from vit_jax.data import checking, folder_formats, masks, records, slices
+from vit_jax.data import (
+  checking,
+  folder_formats,
+  manifest,
+  manifest_files,
+  masks,
+  records,
+  slices,
+)
 from vit_jax.data.images import (
   image_files,
   images,
@@ -33,13 +44,15 @@ _SHOWN = 5  # Images without a mask that a message names.
 class Layout(NamedTuple):
   """Where images and masks are; {} is the name of the split.
 
-  The suffixes are parts of the names of images and masks before their endings.
+  The suffixes are parts of the names of images and masks before their endings; `list` is
+  a file with the names of the images of the split, '' for all in the folder.
   """
 
   images: str
   masks: str
   image_suffix: str = ''
   mask_suffix: str = ''
+  list: str = ''
 
 
 LAYOUTS = (
@@ -49,7 +62,16 @@ LAYOUTS = (
   Layout('leftImg8bit/{}', 'gtFine/{}', '_leftImg8bit', '_gtFine_labelTrainIds'),
   Layout('leftImg8bit/{}', 'gtFine/{}', '_leftImg8bit', '_gtFine_labelIds'),
   Layout('{}2017', 'stuffthingmaps/{}2017'),
+  Layout('JPEGImages', 'SegmentationClass', list='ImageSets/Segmentation/{}.txt'),
 )
+# The classes of Pascal VOC, whose archives do not list them, by their numbers.
+_VOC = (
+  'background', 'aeroplane', 'bicycle', 'bird', 'boat', 'bottle', 'bus', 'car', 'cat',
+  'chair', 'cow', 'diningtable', 'dog', 'horse', 'motorbike', 'person', 'pottedplant',
+  'sheep', 'sofa', 'train', 'tvmonitor',
+)  # fmt: skip
+# Names of the column of masks in a manifest.
+_COLUMNS = (masks.FEATURE, 'mask')
 # Name of a split -> other names of it in published data.
 _NAMES = {
   'train': ('train', 'training'),
@@ -64,15 +86,24 @@ class Place(NamedTuple):
   layout: Layout
   images: str  # Folder, relative to the data set's.
   masks: str
+  list: str  # File, likewise; '' for all images.
 
 
 def find(root: str, base: str) -> Place | None:
   """Returns the place of a part of a split; None if a folder has no such part."""
   for layout in LAYOUTS:
     for name in _NAMES.get(base, (base,)):
-      place = Place(layout, layout.images.format(name), layout.masks.format(name))
+      place = Place(
+        layout,
+        layout.images.format(name),
+        layout.masks.format(name),
+        layout.list.format(name),
+      )
       folders = [os.path.join(root, x) for x in (place.images, place.masks)]
-      if all(map(tf.io.gfile.isdir, folders)) and _has_suffix(folders[1], layout):
+      if not all(map(tf.io.gfile.isdir, folders)):
+        continue
+      is_listed = not place.list or tf.io.gfile.exists(os.path.join(root, place.list))
+      if is_listed and _has_suffix(folders[1], layout):
         return place
   return None
 
@@ -130,31 +161,85 @@ class Format(folder_formats.FolderFormat):
 
   def open(self, request: folder_formats.Request) -> MaskedSource:
     where = f"split '{request.split}' of folder '{request.root}'"
-    names = records.resolve(request.features, ('image', masks.FEATURE), where)
-    classes = masks.read_classes(request.root)
-    if request.class_names is not None:
-      known = [x.name for x in masks.learned(classes)]
-      if known != list(request.class_names):
-        records.class_numbers(request.root, known, request.class_names)
-        raise ValueError(
-          f"'{request.root}/{masks.CLASSES}' lists the classes of the training data in "
-          'another order: list them in the same order'
-        )
     views = []
     for base, instruction in slices.parts(request.split):
       views.append(_open_part(request, base, instruction))
-    image_paths, mask_paths = _usable(request, where, views, classes)
-    columns: dict[str, Any] = {'image': image_paths}
-    if masks.FEATURE in names:
-      columns[masks.FEATURE] = tf.constant(mask_paths.encoded(range(len(mask_paths))))
-    limit = request.config.max_image_pixels
-    return MaskedSource(columns, limit, classes, mask_paths)
+    return _open_views(request, where, views)
 
   def list_images(self, root: str, split: str) -> folder_formats.Listing | None:
     place = find(root, split)
     if place is None:
       return None
     return folder_formats.Listing(checking.renew_index(root, place.images))
+
+
+class ManifestFormat(folder_formats.FolderFormat):
+  """Manifests with a column of masks."""
+
+  title = 'a manifest of images and masks'
+
+  def recognizes(self, root: str, split: str, features: Sequence[str] = ()) -> bool:
+    return masks.FEATURE in features and manifest.exists(root, split)
+
+  def open(self, request: folder_formats.Request) -> MaskedSource:
+    views = []
+    for base, instruction in slices.parts(request.split):
+      lines = manifest.select_lines(request.root, base, instruction)
+      image_index = index_lib.from_paths(
+        request.root, f'{base}.jsonl', [line.image for line in lines]
+      )
+      mask_index = index_lib.from_paths(
+        request.root, f'{base}.masks.jsonl', list(map(_mask_of, lines))
+      )
+      views.append(_View(image_index, image_index.order, mask_index, mask_index.order))
+    where = f"split '{request.split}' of folder '{request.root}'"
+    return _open_views(request, where, views)
+
+
+def _mask_of(line: manifest_files.Line) -> str:
+  """Returns the path of the mask of a line."""
+  for name in _COLUMNS:
+    path = line.get(name)
+    if isinstance(path, str) and path:
+      return path if '://' in path else os.path.join(line.folder, path)
+    if path is not None:
+      raise ValueError(
+        f"{line.where}: '{name}' is {manifest_files.short(path)}: write the path of a mask"
+      )
+  raise ValueError(
+    f"{line.where}: there is no '{masks.FEATURE}', the path of the image's mask: add it"
+  )
+
+
+def _open_views(
+  request: folder_formats.Request, where: str, views: 'Sequence[_View]'
+) -> MaskedSource:
+  """Checks images and masks, and returns their source."""
+  names = records.resolve(request.features, ('image', masks.FEATURE), where)
+  classes = _read_classes(request)
+  if request.class_names is not None:
+    known = [x.name for x in masks.learned(classes)]
+    if known != list(request.class_names):
+      records.class_numbers(request.root, known, request.class_names)
+      raise ValueError(
+        f"'{request.root}/{masks.CLASSES}' lists the classes of the training data in "
+        'another order: list them in the same order'
+      )
+  image_paths, mask_paths = _usable(request, where, views, classes)
+  columns: dict[str, Any] = {'image': image_paths}
+  if masks.FEATURE in names:
+    columns[masks.FEATURE] = tf.constant(mask_paths.encoded(range(len(mask_paths))))
+  limit = request.config.max_image_pixels
+  return MaskedSource(columns, limit, classes, mask_paths)
+
+
+def _read_classes(request: folder_formats.Request) -> tuple[masks.MaskClass, ...]:
+  """Returns the classes of a folder."""
+  base = slices.bases(request.split)[0]
+  place = find(request.root, base)
+  is_voc = place is not None and place.layout.masks == 'SegmentationClass'
+  names = _VOC if is_voc else ()
+  return masks.classes_for(request.config, request.root, names)
 
 
 class _View(NamedTuple):
@@ -165,11 +250,10 @@ class _View(NamedTuple):
   mask_index: index_lib.Index
   mask_rows: np.ndarray
 
-  def image_of_mask(self) -> dict[bytes, bytes]:
-    """Returns the path of the image of each mask, by its path."""
-    return dict(
-      zip(self.mask_index.paths(self.mask_rows), self.image_index.paths(self.rows))
-    )
+  def pairs(self) -> Iterator[tuple[bytes, bytes]]:
+    """Yields the paths of each mask and its image."""
+    masks_of_rows = self.mask_index.paths(self.mask_rows)
+    yield from zip(masks_of_rows, self.image_index.paths(self.rows))
 
 
 def _open_part(request: folder_formats.Request, base: str, instruction: str) -> _View:
@@ -186,7 +270,10 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
   index = checking.open_index(request.root, place.images, request.workdir)
   listing.warn_of_ignored(index)
   mask_index = checking.open_index(request.root, place.masks, request.workdir)
-  rows = slices.take(index.order, base, instruction)
+  order = index.order
+  if place.list:
+    order = _listed(request.root, place, index)
+  rows = slices.take(order, base, instruction)
   row_of_name = {}
   every_row = np.arange(len(mask_index))
   for row, name in zip(every_row, mask_index.names(every_row)):
@@ -199,7 +286,7 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
         'apart from their endings: keep one of them'
       )
     row_of_name[stem] = row
-  if len(row_of_name) > len(index):
+  if len(row_of_name) > len(index) and not place.list:
     _warn_of_masks(row_of_name, index, mask_index, place.layout)
   mask_rows, missing = [], []
   for name in index.names(rows):
@@ -215,6 +302,19 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
       'move these images elsewhere'
     )
   return _View(index, rows, mask_index, np.array(mask_rows))
+
+
+def _listed(root: str, place: Place, index: index_lib.Index) -> np.ndarray:
+  """Returns the rows of the images in a layout's list, in the order of the index."""
+  path = os.path.join(root, place.list)
+  names = set(image_files.read_file(path).split())
+  stems = [_stem(name, '') for name in index.names(index.order)]
+  if missing := names - set(stems):
+    raise ValueError(
+      f"'{path}' lists '{image_files.display(min(missing))}', which is not in "
+      f"'{index.top}': add this image, or delete the line"
+    )
+  return index.order[[stem in names for stem in stems]]
 
 
 def _warn_of_masks(
@@ -254,13 +354,14 @@ def _usable(
   """Returns the images and masks that can be read, in the same order."""
   config = request.config
   reader = masks.reader(config, classes)
-  image_of_mask: dict[bytes, bytes] = {}
+  images_of_mask: dict[bytes, list[bytes]] = {}
   for view in views:
     view.mask_index.check_anew('masks', reader.digest())
-    image_of_mask |= view.image_of_mask()
+    for mask_path, image_path in view.pairs():
+      images_of_mask.setdefault(mask_path, []).append(image_path)
 
   def explain(path: bytes, max_pixels: int) -> str:
-    return _fault(reader, path, image_of_mask[path], max_pixels)
+    return _fault(reader, path, images_of_mask[path], max_pixels)
 
   checks = {
     'broken': config.broken_images,
@@ -289,18 +390,21 @@ def _usable(
 
 
 def _fault(
-  reader: masks.Reader, path: bytes, image_path: bytes, max_pixels: int
+  reader: masks.Reader, path: bytes, image_paths: Sequence[bytes], max_pixels: int
 ) -> str:
-  """Returns why a mask cannot be used, '' if it can."""
+  """Returns why a mask of some images cannot be used, '' if it can."""
   try:
     encoded = image_files.read_file(path)
     images.bounded(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
     height, width = reader.decode(encoded).shape
-    shape = images.shape_of(image_files.read_file(image_path)).numpy().tolist()
+    for image_path in image_paths:
+      shape = images.shape_of(image_files.read_file(image_path)).numpy().tolist()
+      if shape != [height, width]:
+        return (
+          f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
+        )
   except FileNotFoundError as e:
     return image_files.first_line(e)
   except images.decode_errors() as e:
     return image_files.first_line(e)
-  if shape == [height, width]:
-    return ''
-  return f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
+  return ''

@@ -59,6 +59,11 @@ def read_classes(root: str) -> tuple[MaskClass, ...]:
       f"folder '{root}' has masks, and no '{CLASSES}' that names their classes: write it, as "
       f'in {_EXAMPLE}'
     )
+  return _read_classes_file(path)
+
+
+def _read_classes_file(path: str) -> tuple[MaskClass, ...]:
+  """Reads a file like classes.json."""
   content = image_files.read_file(path)
   try:
     entries = typed_json.decode(content, list[str | dict])
@@ -72,6 +77,27 @@ def read_classes(root: str) -> tuple[MaskClass, ...]:
       f"'{path}' must be a list of classes, as in {_EXAMPLE}: {e}"
     ) from None
   return tuple(classes)
+
+
+def classes_for(
+  config: ml_collections.ConfigDict, root: str | None, names: Sequence[str] = ()
+) -> tuple[MaskClass, ...]:
+  """Returns the classes of a data set.
+
+  They are those of `config.task_options.classes`, or of classes.json in the folder `root`,
+  or `names`, which the data have. ValueError or FileNotFoundError without any.
+  """
+  path = (config.get('task_options') or {}).get('classes')
+  if path:
+    return _read_classes_file(path)
+  if root is None or (names and not tf.io.gfile.exists(os.path.join(root, CLASSES))):
+    if names:
+      return numbered(names)
+    raise ValueError(
+      'the data do not name the classes of the pixels: write their names to a file, as in '
+      f'{_EXAMPLE}, and pass it (--config.task_options.classes=FILE)'
+    )
+  return read_classes(root)
 
 
 def _check(classes: Sequence[MaskClass]) -> None:

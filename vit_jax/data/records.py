@@ -276,6 +276,7 @@ class Subset(Source):
 
   def __init__(self, source: Source, indices: np.ndarray) -> None:
     super().__init__(len(indices), source.features, source.names)
+    self.mask_classes = source.mask_classes
     self._source = source
     self._indices = np.asarray(indices, np.int64)
     self.chunk = source.chunk

@@ -22,6 +22,7 @@ from vit_jax.data import (
   folder_layout,
   manifest,
   mask_folders,
+  masks,
   mixture,
   parquet,
   pseudo_labels,
@@ -35,6 +36,7 @@ from vit_jax.distributed import files
 
 # Ways to store a data set in a folder; the first that recognizes a split opens it.
 FORMATS: list[folder_formats.FolderFormat] = [
+  mask_folders.ManifestFormat(),
   manifest.Format(),
   parquet.Format(),
   caption_files.Format(),
@@ -104,6 +106,7 @@ def open_split(
   if not folder.is_folder(dataset):
     module = importlib.import_module(registry.module_of(dataset))
     source = module.open_split(config, dataset, existing, features, class_names)
+    _add_mask_classes(source, config, None)
     source.channels = multichannel.stored_channels(config.pp)
     return source
   if workdir is not None:
@@ -126,8 +129,20 @@ def open_split(
   source = folder_format.open(
     folder_formats.Request(config, dataset, existing, features, class_names, workdir)
   )
+  _add_mask_classes(source, config, dataset)
   source.channels = multichannel.stored_channels(config.pp)
   return source
+
+
+def _add_mask_classes(
+  source: records.Source, config: ml_collections.ConfigDict, root: str | None
+) -> None:
+  """Names the classes of masks in a table, whose columns do not."""
+  feature = masks.FEATURE
+  if feature not in source.features or source.mask_classes or feature in source.names:
+    return
+  source.mask_classes = masks.classes_for(config, root)
+  source.names[feature] = tuple(x.name for x in masks.learned(source.mask_classes))
 
 
 def find_format(
