@@ -202,6 +202,8 @@ class SegmentSemantic(Masks):
   # Numbers in masks of pixels that do not count, in addition to the classes that the data
   # ignore.
   ignore: tuple[schema.Natural, ...] = (255,)
+  # File that names the classes as classes.json does, for data without names; '': none.
+  classes: Annotated[str, schema.FREE] = ''
   # Whether number 0 in masks does not count, and 1 is the first class, as in ADE20K.
   reduce_zero_label: bool = False
   # Layers of a Vision Transformer, numbered from 1, whose tokens the linear head reads side

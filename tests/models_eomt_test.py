@@ -1,14 +1,17 @@
 """Tests of EoMT against Hugging Face's models, with random weights."""
 
 import functools
+import json
 
 import jax
 import numpy as np
+from PIL import Image
 import pytest
 import torch
 
 from tests import torch_models
-from vit_jax import models
+from vit_jax import models, predict
+from vit_jax.commands import predict as predict_command
 from vit_jax.weights import convert
 
 transformers = torch_models.transformers
@@ -106,3 +109,75 @@ def test_hugging_face_reads_written_weights(pair, tmp_path):
     expected, actual = theirs(pixels), written(pixels)
   assert torch.equal(actual.class_queries_logits, expected.class_queries_logits)
   assert torch.equal(actual.masks_queries_logits, expected.masks_queries_logits)
+
+
+NAMES = ['sky', 'sea', 'sand', 'tree']
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """A folder as of tue-mps, whose model sees windows of 16 pixels, and a photo."""
+  folder = tmp_path_factory.mktemp('eomt')
+  model = make_model('dinov2')
+  model.config.id2label = dict(enumerate(NAMES))
+  model.attn_mask_probs.fill_(0)
+  with torch.no_grad():  # Queries of different classes, and different masks.
+    model.class_predictor.weight.mul_(10)
+    model.mask_head.fc3.weight.mul_(10)
+  model.save_pretrained(folder / 'weights')
+  size = {'shortest_edge': 16, 'longest_edge': None}
+  processor = transformers.EomtImageProcessorPil(size=size, do_split_image=True)
+  processor.save_pretrained(folder / 'weights')
+  colors = np.random.default_rng(0).integers(0, 256, (5, 8, 3), np.uint8)
+  photo = Image.fromarray(colors).resize((90, 60), Image.Resampling.BICUBIC)
+  photo.save(folder / 'photo.png')  # Resized to 16 x 24 pixels.
+  return folder
+
+
+def class_map_of(weights, photo):
+  """Returns the class of each pixel as in transformers."""
+  model = transformers.EomtForUniversalSegmentation.from_pretrained(weights).eval()
+  processor = transformers.EomtImageProcessorPil.from_pretrained(weights)
+  image = Image.open(photo)
+  inputs = processor(image, return_tensors='pt')
+  assert len(inputs['pixel_values']) == 2  # Windows.
+  with torch.no_grad():
+    outputs = model(**inputs)
+  size = [(image.height, image.width)]
+  return processor.post_process_semantic_segmentation(outputs, size)[0].numpy()
+
+
+def test_maps_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path, capsys):
+  weights, photo = str(folder / 'weights'), str(folder / 'photo.png')
+  expected = class_map_of(weights, photo)
+  assert len(np.unique(expected)) > 1
+  predict_command.main([f'--weights={weights}', f'--masks={tmp_path}/masks', photo])
+  assert 'windows of 16 x 16 over the longer side' in capsys.readouterr().err
+  predicted = np.asarray(Image.open(tmp_path / 'masks/photo.png'))
+  assert np.mean(predicted == expected) > 0.998  # Pillow rounds resized pixels.
+  convert.convert(weights, str(tmp_path / 'run'), 'workdir')
+  model = predict.load(tmp_path / 'run')
+  assert list(model.class_names) == NAMES
+  assert model.task.views == predict.load_weights(weights).task.views
+  convert.convert(str(tmp_path / 'run'), str(tmp_path / 'written'), 'hf')
+  again = class_map_of(tmp_path / 'written', photo)
+  assert np.mean(again == expected) > 0.998
+
+
+def test_folders_of_models_of_objects_are_named(folder, tmp_path):
+  weights = tmp_path / 'weights'
+  transformers.EomtForUniversalSegmentation.from_pretrained(
+    folder / 'weights'
+  ).save_pretrained(weights)
+  size = {'shortest_edge': 16, 'longest_edge': 16}
+  processor = transformers.EomtImageProcessorPil(size=size, do_pad=True)
+  processor.save_pretrained(weights)
+  with pytest.raises(ValueError, match='whose images are padded: .*do_split_image'):
+    predict.load_weights(str(weights))
+  convert.convert(str(weights), str(tmp_path / 'written'), 'hf')
+  written = transformers.EomtImageProcessorPil.from_pretrained(tmp_path / 'written')
+  assert (dict(written.size), written.do_pad) == (size, True)
+  file = weights / 'preprocessor_config.json'
+  file.write_text(json.dumps({**json.loads(file.read_text()), 'do_split_image': True}))
+  with pytest.raises(ValueError, match='windows need the length of the shorter side'):
+    predict.load_weights(str(weights))

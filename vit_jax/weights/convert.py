@@ -80,7 +80,8 @@ def read(
     size = _trained_size(family, config, weights, image_size)
     size = size or image_size or preparation.crop
     new_size = image_size or size
-    if new_size is not None and (image_size or preparation.crop is None):
+    is_unknown = preparation.crop is None and preparation.longest_side is None
+    if new_size is not None and (image_size or is_unknown):
       preparation = preparation.at_size(new_size)
     if weights.kind != 'workdir':
       _check_shapes(weights, config, num_classes, size)

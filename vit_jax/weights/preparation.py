@@ -59,6 +59,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
   'Siglip': {**_VIT, 'resample': 3, 'int_size': ('shortest_edge',)},
   'Siglip2': {**_VIT, 'size': None},
   'ImageGPT': {**_VIT, 'size': {'height': 256, 'width': 256}},
+  'Eomt': {**_DETR, 'size': {'shortest_edge': 640, 'longest_edge': 640}},
   'Detr': _DETR,
   'ConditionalDetr': _DETR,
   'DeformableDetr': _DETR,
@@ -69,7 +70,7 @@ _BY_MODEL_TYPE = {
   'dinov3_vit': 'DINOv3ViT', 'clip': 'CLIP', 'clip_vision_model': 'CLIP',
   'chinese_clip': 'ChineseCLIP', 'siglip': 'Siglip', 'siglip_vision_model': 'Siglip',
   'siglip2': 'Siglip2', 'siglip2_vision_model': 'Siglip2', 'beit': 'Beit',
-  'detr': 'Detr', 'imagegpt': 'ImageGPT',
+  'detr': 'Detr', 'imagegpt': 'ImageGPT', 'eomt': 'Eomt', 'eomt_dinov3': 'Eomt',
 }  # fmt: skip
 # Steps of transformers that change nothing here: images always become RGB, padding has
 # a mask, and labels of segmentation are not read.
@@ -81,9 +82,12 @@ _UNSUPPORTED = {
 }  # fmt: skip
 _DEFAULT_STEPS = {
   'do_resize': True, 'do_rescale': True, 'do_normalize': True, 'do_center_crop': False,
-  'offset': False, 'rescale_factor': 1 / 255,
+  'do_split_image': False, 'offset': False, 'rescale_factor': 1 / 255,
 }  # fmt: skip
-_STEPS = ('do_resize', 'do_center_crop', 'do_rescale', 'do_normalize', *_NEUTRAL_STEPS)
+_STEPS = (
+  'do_resize', 'do_center_crop', 'do_split_image', 'do_rescale', 'do_normalize',
+  *_NEUTRAL_STEPS,
+)  # fmt: skip
 # Keys of `config.pp` that `Preparation.fields` may return for images of one size.
 KEYS = (
   'crop', 'resize', 'resize_mode', 'interpolation', 'antialias', 'crop_rounding',
@@ -126,7 +130,9 @@ class Preparation:
     size: what images are resized to in pixels, a shorter side or (height, width); None:
       the size of the model's input.
     resize_mode: 'squash' or 'cover', if `size` is (height, width), see `config.pp`.
-    longest_side: greatest length of the longer side, of detectors.
+    longest_side: greatest length of the longer side, of models of objects.
+    windows: whether the shorter side gets the length of `crop`, and windows of that size
+      spread over the longer side (EoMT).
     crop: (height, width) of the model's input, the centre of the resized image; None:
       the size that the parameters are for.
     interpolation, antialias, crop_rounding: see `config.pp`.
@@ -140,6 +146,7 @@ class Preparation:
   size: int | tuple[int, int] | None = None
   resize_mode: str = 'squash'
   longest_side: int | None = None
+  windows: bool = False
   crop: tuple[int, int] | None = None
   interpolation: str = 'bilinear'
   antialias: bool = False
@@ -224,7 +231,9 @@ class Preparation:
   def __str__(self) -> str:
     """Describes the steps: 'shorter side 256, bicubic, centre crop 224 x 224'."""
     size = self.size or self.crop
-    if isinstance(size, int):
+    if self.windows and size is not None:
+      resizing = f'windows of {_times(_pair(size))} over the longer side'
+    elif isinstance(size, int):
       resizing = f'shorter side {size}'
     elif size is None:
       resizing = 'whole image'
@@ -267,6 +276,15 @@ def from_pp(pp: ml_collections.ConfigDict) -> Preparation:
   return dataclasses.replace(
     preparation, size=pp.resize, resize_mode=pp.resize_mode, crop=_pair(pp.crop)
   )
+
+
+def from_run(config: ml_collections.ConfigDict) -> Preparation:
+  """Returns how a run prepares images in evaluation."""
+  preparation = from_pp(config.pp)
+  options = config.get('task_options') or {}
+  if options.get('window') is None or options.get('stride') is not None:
+    return preparation
+  return dataclasses.replace(preparation, windows=True, crop=_pair(options.window))
 
 
 def read(sibling: Callable[[str], epath.Path], naming: str) -> Preparation | None:
@@ -324,6 +342,15 @@ def _from_hf(
         'that it has resized: set do_resize to true, and size to the size of your images'
       )
     size, longest_side = None, None  # Images must have the size of the model's input.
+  windows = _field(processor, 'do_split_image', bool)
+  if windows:
+    if not isinstance(size, int) or longest_side is not None or crop is not None:
+      raise ValueError(
+        f'do_split_image is True with size {config.get("size")!r:.80}, but windows need '
+        'the length of the shorter side: set size to {"shortest_edge": ...}, without '
+        'do_center_crop'
+      )
+    crop = size = (size, size)
   _check_sizes(size, longest_side, crop)
   if longest_side is None and crop is None:
     if isinstance(size, int):
@@ -337,6 +364,7 @@ def _from_hf(
   return Preparation(
     size=None if size == crop else size,
     longest_side=longest_side,
+    windows=windows,
     crop=crop,
     interpolation=_RESAMPLE[resample],
     antialias=True,
@@ -411,6 +439,8 @@ def _hf_size(
     case {'height': height, 'width': width} if len(sides) == 2:
       return (height, width), None
     case {'shortest_edge': side} if len(sides) == 1:
+      return side, None
+    case {'shortest_edge': side, 'longest_edge': None} if len(sides) == 2:
       return side, None
     case {'shortest_edge': side, 'longest_edge': longest} if len(sides) == 2:
       return side, longest
@@ -626,6 +656,9 @@ def _hf_resizing(
   """
   size = preparation.size
   crop = preparation.crop or image_size
+  if preparation.windows and crop is not None:
+    edges = {'shortest_edge': crop[0], 'longest_edge': None}
+    return {**_resizer('EomtImageProcessor', edges), 'do_split_image': True}
   if preparation.longest_side is not None or crop is None:
     edges = {'shortest_edge': size, 'longest_edge': preparation.longest_side}
     return _resizer('DetrImageProcessor', edges)

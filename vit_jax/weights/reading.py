@@ -169,7 +169,7 @@ def read_preparation(
     from vit_jax.run import workdir as workdir_lib
 
     config, _ = workdir_lib.load(file)
-    return preparation_lib.from_pp(config.pp)
+    return preparation_lib.from_run(config)
   if file.is_dir() or arrays.format_of(file) != 'npz':
     return read(path, num_heads, entry=entry).preparation
   notes = descriptions.notes_file(file)
@@ -339,7 +339,7 @@ def _read_workdir(folder: epath.Path) -> Weights:
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   task_prefixes = tuple(task_class.OWN_PARAMS)
   flat = {path: x for path, x in flat.items() if not path.startswith(task_prefixes)}
-  preparation = preparation_lib.from_pp(config.pp)
+  preparation = preparation_lib.from_run(config)
   return Weights(
     params=flax.traverse_util.unflatten_dict(flat, sep='/'),
     kind='workdir',
@@ -421,10 +421,10 @@ def _preparation(
   stated = preparation_lib.read(sibling, naming)
   if stated is None:
     return family.preparation
-  if stated.longest_side is not None and family.preparation.longest_side is None:
+  if stated.longest_side is not None and not family.pads:
     raise ValueError(
       f'{stated.source} limits the longer side of images to {stated.longest_side} '
-      'pixels, which this package does only for detectors: correct its size'
+      'pixels, which this package does only for models of objects: correct its size'
     )
   channels = family.scaled_channels(flat)
   shapes = ((), (channels,))

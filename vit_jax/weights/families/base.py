@@ -40,6 +40,7 @@ class Family(abc.ABC):
       key, and their defaults; None if unknown for weights.
     hf_types: `model_type` of its models in Hugging Face's config.json.
     preparation: how images are prepared where no file says it.
+    pads: whether images may be resized within a square, and padded.
     normalization: mean and deviation by which its models normalise pixels from 0 to 1.
     head: a leaf whose last dimension is the number of classes.
     modules: (regex, replacement) from names in Hugging Face's files to modules there;
@@ -55,6 +56,7 @@ class Family(abc.ABC):
   computes: Mapping[str, Any]
   hf_types: tuple[str, ...] = ()
   preparation = preparation_lib.Preparation()
+  pads = False
   normalization: tuple[Any, Any] = (0.5, 0.5)
   head: str = 'head/bias'
   modules: tuple[tuple[str, str], ...] = ()

@@ -173,6 +173,7 @@ class Detrs(base.Family):
   leaf = _QUERIES
   formats = ('hf', 'pth', 'workdir')
   hf_types = ('detr', 'resnet')
+  pads = True
   preparation = preparation.Preparation(
     size=max(recipe.SIDES), longest_side=1333, antialias=True
   )

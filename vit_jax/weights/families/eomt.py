@@ -12,7 +12,7 @@ from absl import logging
 from etils import epath
 import numpy as np
 
-from vit_jax.configs import models as model_configs, schema
+from vit_jax.configs import models as model_configs, schema, task_options
 from vit_jax.weights import descriptions
 from vit_jax.weights.families import base, dino, leaves, vit, vit_files
 
@@ -20,6 +20,7 @@ _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _PATCHES = 'embeddings.patch_embeddings'
 # Probabilities of masked attention, which are 0 after training.
 _MASK_RATES = 'attn_mask_probs'
+_MOST_CLASSES = task_options.SegmentSemantic.max_classes
 _STEM = (
   ('cls', 'same', dino.CLS),
   ('register_tokens', 'same', 'embeddings.register_tokens'),
@@ -82,6 +83,7 @@ class Eomts(vit.Classifiers):
     'num_query_layers': 4,
   }
   head = 'class_head/bias'
+  pads = True
   namings = {  # noqa: RUF012
     'hf': _naming_2(dino.mlp('mlp.fc1', 'mlp.fc2', gated=False)),
     'hf, gated': _naming_2(dino.GATED_MLP),
@@ -167,6 +169,33 @@ class Eomts(vit.Classifiers):
 
     return descriptions.read(sibling('config.json'), describe)
 
+  def run(self, model: Any) -> dict[str, Any]:
+    """ValueError for images that are padded, as those of objects."""
+    prepared = model.preparation
+    if prepared.longest_side is not None:
+      raise ValueError(
+        f'{prepared.source} has size={{"shortest_edge": {prepared.size}, "longest_edge": '
+        f'{prepared.longest_side}}} without do_split_image, as EoMTs of objects, whose '
+        'images are padded: for the classes of pixels set size to {"shortest_edge": '
+        f'{prepared.size}}} and do_split_image to true there'
+      )
+    options: dict[str, Any] = {
+      'max_classes': min(_MOST_CLASSES, model.config.num_queries)
+    }
+    if prepared.windows:
+      options['window'] = prepared.crop
+    return {
+      **super().run(model),
+      'task': 'segment_semantic',
+      'task_options': options,
+      'best_metric': 'miou_test',
+    }
+
+  def metadata(self, model: Any) -> dict[str, Any]:
+    """The numbers of classes in masks count from 0."""
+    names = model.class_names or [str(i) for i in range(model.num_classes)]
+    return {'mask_classes': [{'name': x, 'id': i} for i, x in enumerate(names)]}
+
   def missing(self, config: Mapping[str, Any], to: str) -> list[str]:
     missing = super().missing(config, to)
     if to != 'hf':
@@ -192,7 +221,7 @@ class Eomts(vit.Classifiers):
       **descriptions.label_fields(model),
     )
     if encoder.get('position_embedding') == 'rope':
-      return self._files_3(model, fields), []
+      return _with_padding(self._files_3(model, fields), model), []
     height, width = model.image_size
     ratio = dino.mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
     if ratio is None or height != width:
@@ -209,7 +238,7 @@ class Eomts(vit.Classifiers):
       use_swiglu_ffn=is_gated,
       **fields,
     )
-    return files, []
+    return _with_padding(files, model), []
 
   def _files_3(self, model: Any, fields: Mapping[str, Any]) -> dict[str, dict]:
     """Returns the JSON files of a model with DINOv3's encoder."""
@@ -229,3 +258,13 @@ class Eomts(vit.Classifiers):
     if is_gated:
       files['config.json']['hidden_act'] = 'silu'
     return files
+
+
+def _with_padding(files: dict[str, dict], model: Any) -> dict[str, dict]:
+  """Returns JSON files whose image processor is EoMT's if images are padded."""
+  if model.preparation.longest_side is not None:
+    files['preprocessor_config.json'] |= {
+      'image_processor_type': 'EomtImageProcessor',
+      'do_pad': True,
+    }
+  return files
