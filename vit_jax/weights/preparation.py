@@ -282,9 +282,10 @@ def from_run(config: ml_collections.ConfigDict) -> Preparation:
   """Returns how a run prepares images in evaluation."""
   preparation = from_pp(config.pp)
   options = config.get('task_options') or {}
-  if options.get('window') is None or options.get('stride') is not None:
+  window = options.get('window')
+  if window is None or options.get('stride') is not None:
     return preparation
-  return dataclasses.replace(preparation, windows=True, crop=_pair(options.window))
+  return dataclasses.replace(preparation, windows=True, crop=_pair(window))
 
 
 def read(sibling: Callable[[str], epath.Path], naming: str) -> Preparation | None:
@@ -657,8 +658,8 @@ def _hf_resizing(
   size = preparation.size
   crop = preparation.crop or image_size
   if preparation.windows and crop is not None:
-    edges = {'shortest_edge': crop[0], 'longest_edge': None}
-    return {**_resizer('EomtImageProcessor', edges), 'do_split_image': True}
+    side = {'shortest_edge': crop[0], 'longest_edge': None}
+    return {**_resizer('EomtImageProcessor', side), 'do_split_image': True}
   if preparation.longest_side is not None or crop is None:
     edges = {'shortest_edge': size, 'longest_edge': preparation.longest_side}
     return _resizer('DetrImageProcessor', edges)
