@@ -49,7 +49,7 @@ def class_maps(
   """
 
   def classes(pixels: list[jax.Array]) -> jax.Array:
-    return _best(head, pixels).argmax(axis=-1).astype(jnp.int32)
+    return _combined(head, pixels).argmax(axis=-1).astype(jnp.int32)
 
   return _reduce(classes, head, view_outputs, size, canvas)
 
@@ -68,7 +68,7 @@ def classes_and_losses(
   def classes_and_loss(
     pixels: list[jax.Array], truth: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    scores = _best(head, pixels)
+    scores = _combined(head, pixels)
     logits = head.logits(scores) if len(pixels) == 1 else scores
     log_probabilities = jax.nn.log_softmax(logits)
     labels = jnp.maximum(truth, 0)[..., None]
@@ -83,7 +83,7 @@ def classes_and_losses(
   return maps, sums.sum(axis=1)
 
 
-def _best(head: Any, pixels: list[jax.Array]) -> jax.Array:
+def _combined(head: Any, pixels: list[jax.Array]) -> jax.Array:
   """Returns the scores of one view, or logarithms of mean probabilities of several."""
   if len(pixels) == 1:
     return pixels[0]
@@ -112,52 +112,70 @@ def _reduce(
 
   def of_image(image: tuple[Any, ...]) -> Any:
     size, arrays, *maps = image
-    grids: list[jax.Array] = []
-    rows: list[jax.Array] = []
-    columns: list[jax.Array] = []
+    grids = []
     for (outputs, extent), (view, flip) in zip(arrays, kinds):
-      scores = _window_scores(head, outputs, view)  # [Y, X, h, w, C]
-      scores = scores[:, :, :, ::-1] if flip else scores
-      y, x, h, w, _ = scores.shape
-      grids.append(scores.swapaxes(1, 2).reshape(y * h, x * w, -1))
-      for axis, weights, shape in ((0, rows, (y, h)), (1, columns, (x, w))):
-        first, is_used = view.starts(axis, extent[axis], shape[0], flip and axis == 1)
-        windows = _Windows(first, is_used, view.window[axis], shape[1])
-        weights.append(_weights(canvas[axis], size[axis], extent[axis], windows))
-    num_classes = grids[0].shape[-1]
-    count = max(1, min(canvas[0], _SCORES // (canvas[1] * num_classes)))
-    num_blocks = -(-canvas[0] // count)
+      x = ViewOutputs(outputs, extent, view, flip)
+      grids.append(_grid(head, x, size, canvas))
+    return _by_rows(function, grids, maps)
 
-    def blocks(x: jax.Array) -> jax.Array:
-      padding = ((0, num_blocks * count - canvas[0]), (0, 0))
-      return jnp.pad(x, padding).reshape(num_blocks, count, -1)
+  def of_images(*images: Any) -> Any:
+    return jax.lax.map(of_image, images)
 
-    def of_block(block: tuple[Any, ...]) -> Any:
-      rows, maps = block
-      pixels = []
-      for grid, row_weights, column_weights in zip(grids, rows, columns):
-        lines = jnp.einsum('ri,ijc->rjc', row_weights, grid, precision='highest')
-        pixels.append(
-          jnp.einsum('xj,rjc->rxc', column_weights, lines, precision='highest')
-        )
-      return function(pixels, *maps)
-
-    operands = [blocks(x) for x in rows], [blocks(x) for x in maps]
-    results = jax.lax.map(of_block, operands)
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[: canvas[0]], results)
-
-  def of_rows(*rows: Any) -> Any:
-    return jax.lax.map(of_image, rows)
-
-  return sharding.shard_map_rows(of_rows, size, arrays, *maps)
+  return sharding.shard_map_rows(of_images, size, arrays, *maps)
 
 
-def _window_scores(head: Any, outputs: Any, view: views.View) -> jax.Array:
-  """Returns scores [Y, X, h, w, C] of the windows of an image, one after the other."""
-  counts = jax.tree.leaves(outputs)[0].shape[:2]
-  flat = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[2:]), outputs)
-  scores = jax.lax.map(lambda x: head.scores(x, view.window)[0], flat)
-  return scores.astype(jnp.float32).reshape(*counts, *scores.shape[1:])
+class _Grid(NamedTuple):
+  """Scores of all windows of an image, and their weights for each pixel."""
+
+  scores: jax.Array  # float32 [Y*h, X*w, C]
+  rows: jax.Array  # float32 [H, Y*h]
+  columns: jax.Array  # float32 [W, X*w]
+
+
+def _by_rows(
+  function: Callable[..., Any], grids: Sequence[_Grid], maps: Sequence[jax.Array]
+) -> Any:
+  """Applies the function of `_reduce` to an image; maps are [H, W]."""
+  height, width = len(grids[0].rows), len(grids[0].columns)
+  num_rows = _SCORES // (width * grids[0].scores.shape[-1])
+  num_rows = max(1, min(height, num_rows))
+  num_blocks = -(-height // num_rows)
+
+  def blocks(x: jax.Array) -> jax.Array:
+    padding = ((0, num_blocks * num_rows - height), (0, 0))
+    return jnp.pad(x, padding).reshape(num_blocks, num_rows, -1)
+
+  def of_block(block: tuple[Any, ...]) -> Any:
+    rows, maps = block
+    pixels = []
+    for weights, grid in zip(rows, grids):
+      lines = jnp.einsum('ri,ijc->rjc', weights, grid.scores, precision='highest')
+      pixels.append(jnp.einsum('xj,rjc->rxc', grid.columns, lines, precision='highest'))
+    return function(pixels, *maps)
+
+  operands = [blocks(grid.rows) for grid in grids], [blocks(x) for x in maps]
+  results = jax.lax.map(of_block, operands)
+  return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:height], results)
+
+
+def _grid(head: Any, x: ViewOutputs, size: jax.Array, canvas: tuple[int, int]) -> _Grid:
+  """Returns the scores and weights of one view of an image."""
+  counts = jax.tree.leaves(x.outputs)[0].shape[:2]
+  windows = jax.tree.map(lambda leaf: leaf.reshape(-1, 1, *leaf.shape[2:]), x.outputs)
+  # One window after the other, which saves memory.
+  scores = jax.lax.map(lambda outputs: head.scores(outputs, x.view.window)[0], windows)
+  scores = scores[:, :, ::-1] if x.flip else scores  # [Y*X, h, w, C]
+  cells = scores.shape[1:3]
+  weights = []
+  for axis in (0, 1):
+    starts, is_used = x.view.starts(
+      axis, x.extent[axis], counts[axis], x.flip and axis == 1
+    )
+    windows_of_axis = _Windows(starts, is_used, x.view.window[axis], cells[axis])
+    weights.append(_weights(canvas[axis], size[axis], x.extent[axis], windows_of_axis))
+  scores = scores.astype(jnp.float32).reshape(*counts, *scores.shape[1:])
+  scores = scores.swapaxes(1, 2).reshape(*(len(w[0]) for w in weights), -1)
+  return _Grid(scores, *weights)
 
 
 class _Windows(NamedTuple):

@@ -11,7 +11,7 @@ longer side, as in the released evaluation of EoMT (arXiv 2503.19108). Mirror im
 Shapes: B images on canvases, Y x X windows.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -41,43 +41,25 @@ class View(NamedTuple):
     """Returns how many windows down and across suffice for images of shapes [n, 2]."""
     if self.is_whole:
       return 1, 1
-    longest = resizing.covering(shapes, self.side).numpy().max(axis=0).tolist()
-    return self._per_axis(
-      longest,
-      lambda length, window: -(-length // window),
-      lambda length, window, stride: 1 - (window - length) // stride,
-    )
+    height, width = resizing.covering(shapes, self.side).numpy().max(axis=0).tolist()
+    return self.num_windows(0, height), self.num_windows(1, width)
+
+  def num_windows(self, axis: int, length: Any) -> Any:
+    """Returns how many windows an image of a length needs along an axis."""
+    window = self.window[axis]
+    if self.stride is None:
+      return -(-length // window)
+    return 1 - (window - length) // self.stride[axis]
 
   def canvas(self, counts: tuple[int, int]) -> tuple[int, int]:
-    """Returns the largest size on which `counts` windows suffice."""
-    return self._per_axis(
-      counts,
-      lambda count, window: count * window,
-      lambda count, window, stride: window + (count - 1) * stride,
+    """Returns the size of the largest images for which `counts` windows suffice."""
+    if self.stride is None:
+      return counts[0] * self.window[0], counts[1] * self.window[1]
+    height, width = (
+      window + (count - 1) * stride
+      for window, count, stride in zip(self.window, counts, self.stride)
     )
-
-  def counts_on(self, canvas: Sequence[int]) -> tuple[int, int]:
-    """Returns the counts of a `canvas`."""
-    return self._per_axis(
-      canvas,
-      lambda length, window: length // window,
-      lambda length, window, stride: 1 + (length - window) // stride,
-    )
-
-  def _per_axis(
-    self,
-    values: Sequence[int],
-    evenly: Callable[[int, int], int],
-    with_stride: Callable[[int, int, int], int],
-  ) -> tuple[int, int]:
-    """Returns the results of a function of each value, the window and any stride."""
-    results = []
-    for axis in (0, 1):
-      if self.stride is None:
-        results.append(evenly(values[axis], self.window[axis]))
-      else:
-        results.append(with_stride(values[axis], self.window[axis], self.stride[axis]))
-    return results[0], results[1]
+    return height, width
 
   def starts(
     self, axis: int, extent: jax.Array, count: int, flip: Any = False
@@ -93,16 +75,15 @@ class View(NamedTuple):
     Returns:
       int32 [count] and bool [count].
     """
-    window, number = self.window[axis], jnp.arange(count)
+    number = jnp.arange(count)
+    most = extent - self.window[axis]  # Start of the last window.
+    needed = self.num_windows(axis, extent)
     if self.stride is None:
-      needed = -(-extent // window)
-      first = number * (extent - window) // jnp.maximum(needed - 1, 1)
+      first = number * most // jnp.maximum(needed - 1, 1)
     else:
-      stride = self.stride[axis]
-      needed = 1 - (window - extent) // stride
-      first = number * stride
-    first = jnp.minimum(first, extent - window)
-    return jnp.where(flip, extent - window - first, first), number < needed
+      first = number * self.stride[axis]
+    first = jnp.minimum(first, most)
+    return jnp.where(flip, most - first, first), number < needed
 
 
 def make(
@@ -192,7 +173,7 @@ def outputs(
     The results, arrays [B, Y, X, ...]; with `flips` also those of the mirror images,
     which are mirror images themselves.
   """
-  counts = view.counts_on(images.shape[1:3])
+  counts = view.num_windows(0, images.shape[1]), view.num_windows(1, images.shape[2])
   if counts == (1, 1) and not flips:
     return [jax.tree.map(lambda x: x[:, None, None], model(images))]
 
