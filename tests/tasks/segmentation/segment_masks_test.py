@@ -14,14 +14,14 @@ from pycocotools import coco, cocoeval, mask as coco_mask
 import pytest
 import torch
 
-from tests import conftest, evaluations
+from tests import conftest, evaluations, tiny_models
 from tests.tasks.detection import panoptic_quality_test
 from vit_jax import predict, train
 from vit_jax.commands import predict as predict_command
 from vit_jax.data import sources
 from vit_jax.distributed import sharding
 from vit_jax.run import config as run_config
-from vit_jax.tasks.detection import average_precision as ap, segment
+from vit_jax.tasks.detection import average_precision as ap, detect, segment
 from vit_jax.tasks.segmentation import segment_masks
 
 # Things, and stuff; a colour for each class.
@@ -142,13 +142,18 @@ class ColourModel:
     return outputs
 
 
+def make_task(config):
+  """Returns the task of a config on the folder."""
+  source = sources.open_split(config, 'train', segment.Task.FEATURES)
+  return segment.Task(config, segment.Task.make_metadata(config, source))
+
+
 @pytest.fixture(scope='module')
 def colours(data):
   """The task with a model that knows colours, and its predictor."""
   config = make_config(data)
   config.pp.crop = 32
-  source = sources.open_split(config, 'train', segment.Task.FEATURES)
-  task = segment.Task(config, segment.Task.make_metadata(config, source))
+  task = make_task(config)
   task.model = ColourModel()
   return task, task.predictor({}, {}, 0)
 
@@ -188,6 +193,42 @@ def test_quality_and_precision_match_the_definition_and_pycocotools(data, colour
   assert 0.05 < expected[0] < 0.9
   got = [metrics[f'mask_{name}'] for name in ap.NAMES]
   np.testing.assert_allclose(got, np.where(expected < 0, np.nan, expected))
+
+
+def test_images_of_any_shape_lie_on_canvases(data):
+  config = make_config(data, tight=16)
+  config.pp.update(
+    sides=(24, 32), eval_side=32, longest_side=64, canvases=2, canvas_multiple=16,
+    crop_sides=(),
+  )  # fmt: skip
+  with pytest.raises(ValueError, match='position_grid'):
+    make_task(config)
+  config.model.transformer.position_grid = (4, 4)
+  task = make_task(config)
+  params, _ = jax.eval_shape(task.init, jax.random.key(0))
+  for canvas in ((32, 48), (64, 64)):
+    spec = task.input_spec(canvas, batch=2)
+    outputs = jax.eval_shape(task.outputs, params, {}, spec)
+    assert outputs['masks'].shape == (2, 8, canvas[0] // 2, canvas[1] // 2)
+  config.pp.canvas_multiple = 18
+  with pytest.raises(ValueError, match='canvas_multiple=18 must be a multiple'):
+    make_task(config)
+  config.pp.canvas_multiple = 16
+  task = make_task(config)
+  task.model = ColourModel()
+  assert evaluate(task)['PQ_stuff'] > 0.9
+
+
+def test_models_without_masks_or_boxes_are_named(data):
+  config = make_config(data)
+  config.task = 'detect'
+  config.task_options = {'max_objects': 5}
+  with pytest.raises(ValueError, match='--config.task=segment for its masks'):
+    detect.Task(run_config.complete(config), {'class_names': NAMES})
+  config = make_config(data)
+  config.model = tiny_models.config()
+  with pytest.raises(ValueError, match="models with queries.*kind='vit'"):
+    segment.Task(config, {'class_names': NAMES, 'isthing': [True] * 4})
 
 
 def by_pycocotools(data, task, predictor):
