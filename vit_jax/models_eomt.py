@@ -51,8 +51,10 @@ class _Depthwise(nn.Module):
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     total = jnp.zeros_like(x)
     for i in range(3):
+      rows = jax.lax.slice_in_dim(padded, i, i + height, axis=1)
       for j in range(3):
-        total += padded[:, i : i + height, j : j + width] * kernel[i, j, 0]
+        shifted = jax.lax.slice_in_dim(rows, j, j + width, axis=2)
+        total += shifted * kernel[i, j, 0]
     return total
 
 

@@ -76,7 +76,27 @@ def make_masked():
   return task
 
 
+def make_segmenter(**model):
+  config = common.get_config()
+  config.pp.crop = 32
+  config.task = 'segment_semantic'
+  config.model = model_configs.get_config('ti16')
+  config.model.update(hidden_size=24, **model)
+  config.model.transformer.update(num_layers=1, mlp_dim=32)
+  config.task_options = {'max_classes': 3}
+  classes = [{'name': x, 'id': i} for i, x in enumerate(NAMES['class_names'])]
+  metadata = {**NAMES, 'mask_classes': classes}
+  task_class = run_config.get_task(config.task)
+  return task_class(run_config.complete(config), metadata)
+
+
+def make_eomt():
+  return make_segmenter(kind='eomt', num_queries=4, num_query_layers=1, num_upscales=1)
+
+
 TASKS = {
+  'segmenter': make_segmenter,
+  'eomt': make_eomt,
   'vit': make_vit,
   'mixer': make_mixer,
   'bit': make_bit,
@@ -84,7 +104,12 @@ TASKS = {
   'canvases': make_canvases,
   'masked': make_masked,
 }
-OUTPUTS = {'canvases': {'boxes', 'probabilities'}, 'masked': {'outputs'}}
+OUTPUTS = {
+  'canvases': {'boxes', 'probabilities'},
+  'masked': {'outputs'},
+  'segmenter': {'scores'},
+  'eomt': {'scores'},
+}
 
 
 @functools.cache
@@ -154,7 +179,14 @@ def serve(folder):
 @pytest.mark.parametrize(
   ('name', 'to'),
   # A SavedModel contains the StableHLO; the tests below export the other models.
-  [('mixer', 'onnx'), ('canvases', 'onnx'), ('masked', 'saved_model')],
+  [
+    ('mixer', 'onnx'),
+    ('canvases', 'onnx'),
+    ('masked', 'saved_model'),
+    ('segmenter', 'onnx'),
+    ('eomt', 'onnx'),
+    ('eomt', 'saved_model'),
+  ],
 )
 def test_exported_models_match_jax(name, to, tmp_path):
   (model, compute), out = load(name), tmp_path / 'out'

@@ -20,7 +20,8 @@ The figures: attention_rollout, attention_maps, register_attention, patch_compon
 (colours as in DINOv2's paper), attention_distance, filters, position_similarity,
 reconstructions (of masked patches), learning_curves, explanations and
 class_explanations (how much each patch speaks for a class), confusion and mistakes (of a
-classifier, on the run's test split or --split); for a detector encoder_attention (at
+classifier, on the run's test split or --split); segmentation (classes of pixels, true and
+predicted, and errors); for a detector encoder_attention (at
 the centres of its boxes, or --points), query_attention, and query_boxes (on the whole
 split).
 """

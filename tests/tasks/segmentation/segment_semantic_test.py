@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shutil
 
 import jax
@@ -21,6 +22,7 @@ from vit_jax.commands import evaluate as evaluate_command, predict as predict_co
 from vit_jax.data import masks, sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.evaluators import evaluation
+from vit_jax.figures import visualize
 from vit_jax.run import config as run_config
 from vit_jax.tasks.segmentation import class_maps, linear, losses, scores
 
@@ -566,3 +568,37 @@ def test_windows_are_the_same_on_one_and_eight_devices_and_two_processes(
     assert report['overall'] == pytest.approx(expected['overall'], abs=2e-3)  # Ties.
     pixels = [x['pixels'] for x in report['classes'].values()]
     assert pixels == [x['pixels'] for x in expected['classes'].values()]
+
+
+def test_the_demo_has_a_legend_and_names_masks(workdir, data):
+  from vit_jax.inference import demo  # Gradio takes seconds to import.
+
+  model = predict.load(workdir)
+  show, _, (picture, legend) = model.page()
+  path = str(data / 'test/images/0.png')
+  result = show(demo.read_photo(path, model.config))
+  [class_map] = model.predict([path])
+  drawn = model.draw(np.asarray(Image.open(path)), class_map)
+  np.testing.assert_array_equal(result[picture], drawn)
+  for number, name in enumerate(NAMES):
+    if (class_map == number).any():
+      red, green, blue = COLORS[number]
+      color = f'#{red:02x}{green:02x}{blue:02x}'
+      assert re.search(f'{color}.*{name}</td><td>', result[legend])
+  mask = str(data / 'test/masks/0.png')
+  with pytest.raises(ValueError, match='is a mask, .*: upload the photo'):
+    show(demo.read_photo(mask, model.config))
+
+
+def test_figures_show_true_and_predicted_classes(workdir, data):
+  model = predict.load(workdir)
+  [figure] = visualize.figures(model, names=['segmentation'], num_images=3).values()
+  [axes] = figure.axes
+  titles = [x.get_text() for x in axes.get_yticklabels()]
+  assert titles == ['images', 'true', 'predicted', 'errors']
+  labels = {x.get_text() for x in figure.legends[0].get_texts()}
+  assert labels <= {*NAMES}
+  images = [str(data / 'test/images/0.png')]
+  [figure] = visualize.figures(model, images, names=['segmentation']).values()
+  titles = [x.get_text() for x in figure.axes[0].get_yticklabels()]
+  assert titles == ['images', 'predicted']

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import functools
+import html
 import io
 import os
 from typing import Any
@@ -13,7 +14,7 @@ import numpy as np
 from PIL import Image
 
 from vit_jax import preprocess
-from vit_jax.data.images import images as images_lib
+from vit_jax.data.images import image_files, images as images_lib
 from vit_jax.distributed import files
 from vit_jax.figures import colors, overlays
 from vit_jax.inference import predictor as predictor_lib, tables
@@ -182,20 +183,50 @@ class Predictor(predictor_lib.Predictor):
     return overlays.overlay(image, class_map + 1, self.class_names, tints(self.task))
 
   def page(self) -> tuple[Callable[..., dict], list, list]:
-    """Shows an image with its classes, and a table of their shares."""
+    """Shows an image with its classes, and a legend with their colours and shares."""
     import gradio as gr
 
     from vit_jax.inference import demo
 
     picture = demo.picture('Classes', enlarged=False)
-    table = gr.Dataframe(headers=['class', 'share'], label='Pixels', interactive=False)
+    legend = gr.HTML(label='Legend')
 
     def show(photo: Any) -> dict:
+      if self._is_mask(photo.path):
+        raise ValueError(
+          f"'{photo.path}' is a mask, whose pixels are numbers of classes: upload the photo"
+        )
       [class_map] = self.segment([photo.pixels])
-      rows = [[name, f'{100 * share:.2f} %'] for name, share in self.shares(class_map)]
-      return {picture: self.draw(photo.pixels, class_map), table: rows}
+      return {
+        picture: self.draw(photo.pixels, class_map),
+        legend: self.legend(class_map),
+      }
 
-    return show, [], [picture, table]
+    return show, [], [picture, legend]
+
+  def legend(self, class_map: np.ndarray) -> str:
+    """Returns colour, name and share of the classes of a map as HTML."""
+    tint_of_name = dict(zip(self.class_names, tints(self.task).tolist()))
+    rows = []
+    for name, share in self.shares(class_map):
+      color = '#{:02x}{:02x}{:02x}'.format(*tint_of_name[name])
+      rows.append(
+        f'<tr><td><span style="color:{color}">&#9632;</span></td>'
+        f'<td>{html.escape(name)}</td><td>{100 * share:.2f} %</td></tr>'
+      )
+    return f'<table>{"".join(rows)}</table>'
+
+  def _is_mask(self, path: str) -> bool:
+    """Returns whether an image has a palette or grey values, all numbers of classes."""
+    encoded = image_files.read_file(path)
+    try:
+      mode = images_lib.from_pillow(encoded, lambda image: image.mode)
+      if mode != 'P' and not mode.startswith(('L', 'I')):
+        return False
+      self.task.read_mask(encoded)
+    except images_lib.decode_errors():
+      return False
+    return True
 
 
 def _cut(inputs: dict[str, np.ndarray], outputs: Any) -> np.ndarray:

@@ -34,6 +34,7 @@ from vit_jax.learning import losses as losses_lib
 from vit_jax.tasks import base
 from vit_jax.tasks.segmentation import (
   class_maps,
+  figures,
   losses,
   predicting,
   scores as scores_lib,
@@ -133,6 +134,7 @@ class Task(base.Task):
   CLASS_WEIGHTS = True
   OWN_PARAMS = ('head',)
   REPORT = scores_lib.Iou
+  FIGURES = figures.FIGURES
   DRAWS = True
   FLAGS = predicting.FLAGS
 
@@ -324,6 +326,10 @@ class Task(base.Task):
     view = self.views[number]
     is_usual = view.is_whole and view.side == self.image_size
     return 'image' if is_usual else f'view_{number}'
+
+  def read_mask(self, encoded: bytes) -> np.ndarray:
+    """Returns the class of each pixel of a mask, see masks.Reader.decode."""
+    return self._reader.decode(encoded)
 
   # --- Training ---
 
