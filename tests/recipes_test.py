@@ -16,6 +16,7 @@ from vit_jax.configs import (
   detr_panoptic,
   models,
   pretrain,
+  segment_ade20k,
   vit_i1k,
   vit_s16_i1k,
 )
@@ -420,3 +421,42 @@ def test_detr_for_segmentation_matches_the_paper():
   everything = sum(x.size for x in jax.tree.leaves(shapes))
   frozen = sum(optim.frozen_sizes(masks.lr_multipliers, shapes).values())
   assert everything - frozen == head
+
+
+# The released configs of EoMT: layers that read queries.
+EOMT_LAYERS = {
+  'eomt_s16': 3, 'eomt_b16': 3, 'eomt_l16': 4, 'eomt_g16': 5, 'eomt_dinov3_l16': 4
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('model', [*EOMT_LAYERS, 'dinov2_s14', 'dinov3_l16'])
+def test_ade20k_matches_the_released_configs(model):
+  """Of github.com/tue-mps/eomt, and 40,000 updates of 16 as in both."""
+  config = run_config.complete(segment_ade20k.get_config(f'{model},/data'))
+  run_evaluators.check(config)
+  assert (config.batch, config.total_steps) == (16, 40_000)
+  options, is_eomt = config.task_options, model in EOMT_LAYERS
+  assert options.reduce_zero_label
+  rate = schedules.create_learning_rate_schedule(
+    config.total_steps,
+    config.base_lr,
+    config.decay_type,
+    config.warmup_steps,
+    decay_args=config.decay_args,
+  )
+  if is_eomt:
+    assert config.model.num_queries == 100
+    assert config.model.num_query_layers == EOMT_LAYERS[model]
+    assert (options.num_points, options.class_weight) == (12_544, 2.0)
+    assert (config.layer_decay, config.weight_decay) == (0.8, 0.05)
+    middle = 1_000 + 39_000 // 2
+    assert rate(middle) == pytest.approx(1e-4 * 0.5**0.9, rel=1e-3)
+    assert (options.window, options.stride) == (512, None)
+  else:
+    assert config.lr_multipliers == (('head', 1.0), ('', 0.0))
+    size = 518 if model == 'dinov2_s14' else 512
+    assert (options.window, options.stride) == (size, 2 * size // 3)
+    assert rate(1_500) == pytest.approx(1e-3)
+  task_class = run_config.get_task(config.task)
+  task = task_class(config, task_class.planned_metadata(config, 150))
+  assert len(task.classes) == 150

@@ -281,7 +281,7 @@ def from_pp(pp: ml_collections.ConfigDict) -> Preparation:
 def from_run(config: ml_collections.ConfigDict) -> Preparation:
   """Returns how a run prepares images in evaluation."""
   preparation = from_pp(config.pp)
-  options = config.get('task_options') or {}
+  options: Mapping[str, Any] = config.get('task_options') or {}
   window = options.get('window')
   if window is None or options.get('stride') is not None:
     return preparation
