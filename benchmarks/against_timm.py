@@ -37,9 +37,7 @@ def _import_timm():
 class Timm(twins.Twin):
   """timm's model with the parameters `params` of ours."""
 
-  def __init__(
-    self, prepared: train.Prepared, params: Any, extra: Any, compiled: bool
-  ) -> None:
+  def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
     timm = _import_timm()
     config = prepared.config
     size = prepared.program.task.image_spec(1).shape[1:3]

@@ -112,9 +112,7 @@ def _linear_net(prepared: train.Prepared, params: Any) -> Any:
 class Linear(twins.Twin):
   """A linear head on transformers' encoder, see linear.py of the task."""
 
-  def __init__(
-    self, prepared: train.Prepared, params: Any, extra: Any, compiled: bool
-  ) -> None:
+  def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
     super().__init__(prepared.config, _linear_net(prepared, params), compiled)
 
   def loss(self, batch: Mapping[str, Any], step: int) -> Any:
@@ -131,9 +129,7 @@ class Linear(twins.Twin):
 class Eomt(twins.Twin):
   """EomtForUniversalSegmentation, trained with its own loss."""
 
-  def __init__(
-    self, prepared: train.Prepared, params: Any, extra: Any, compiled: bool
-  ) -> None:
+  def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
     transformers = _import_transformers()
     options = prepared.config.task_options
     fields = {theirs: options[ours] for ours, theirs in _OPTIONS.items()}
@@ -178,11 +174,9 @@ class Eomt(twins.Twin):
 _TWINS = {'vit': Linear, 'eomt': Eomt}
 
 
-def _make_twin(
-  prepared: train.Prepared, params: Any, extra: Any, compiled: bool
-) -> twins.Twin:
+def _make_twin(prepared: train.Prepared, params: Any, compiled: bool) -> twins.Twin:
   kind = prepared.config.model.get('kind', 'vit')
-  return _TWINS[kind](prepared, params, extra, compiled)
+  return _TWINS[kind](prepared, params, compiled)
 
 
 def _miou(prepared: train.Prepared, pairs: Iterable[tuple[dict, np.ndarray]]) -> float:

@@ -66,10 +66,7 @@ class Twin:
 
   Attributes:
     net: the module.
-    name: name of its library.
   """
-
-  name = 'PyTorch'
 
   def __init__(
     self, config: ml_collections.ConfigDict, net: Any, compiled: bool = False
@@ -132,12 +129,12 @@ class Twin:
 class Comparison(NamedTuple):
   """What a program compares.
 
-  `make_twin` takes what is prepared, the initial parameters and the extra state here, and
-  whether to compile. `measure` takes what is prepared and pairs of an evaluation batch and
+  `make_twin` takes what is prepared, the initial parameters here, and whether to compile.
+  `measure` takes what is prepared and pairs of an evaluation batch and
   its outputs; returns a share.
   """
 
-  make_twin: Callable[[train.Prepared, Any, Any, bool], Twin]
+  make_twin: Callable[[train.Prepared, Any, bool], Twin]
   measure: Callable[[train.Prepared, Iterable[tuple[dict, np.ndarray]]], float]
   plain: Mapping[str, Any]  # See `check`.
   name: str  # Name of the other library.
@@ -208,9 +205,7 @@ def compare(
     config, program.task, abstract.params, abstract.extra
   )
   state = program.create_state(weights)
-  twin = comparison.make_twin(
-    prepared, jax.device_get(state.params), jax.device_get(state.extra), compiled
-  )
+  twin = comparison.make_twin(prepared, jax.device_get(state.params), compiled)
   update, outputs = program.jit_update(), jax.jit(program.task.outputs)
   batches = input_pipeline.train_batches(
     config, prepared.train, program.task.example, mesh

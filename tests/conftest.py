@@ -105,7 +105,8 @@ FIRST = (
   'layers/encoder_test.py', 'tasks/masked_patches_test.py', 'checkpoint_test.py',
   'distributed/sequence_test.py', 'figures/visualize_test.py',
   'models_vit_parts_test.py', 'studies/sweep_test.py', 'figures/pictures_test.py',
-  'against_timm_test.py', 'weights/lit_test.py', 'learning/state_test.py',
+  'against_timm_test.py', 'against_transformers_test.py', 'weights/lit_test.py',
+  'learning/state_test.py',
   'tools_test.py', 'predict_test.py', 'weights/detr_test.py',
   'run/early_stopping_test.py', 'multichannel_test.py',
 )  # fmt: skip
