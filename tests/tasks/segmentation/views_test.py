@@ -1,7 +1,6 @@
 """Tests of windows against mmsegmentation's slide_inference, written in PyTorch."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from PIL import Image
 import pytest
@@ -45,7 +44,7 @@ class Identity:
     return outputs
 
 
-@pytest.mark.parametrize('stride', [1, 5, 8])
+@pytest.mark.parametrize('stride', [1, 5])
 def test_scores_of_pixels_do_not_depend_on_the_stride(stride):
   sizes = np.array([[8, 19], [14, 8], [8, 8]])
   originals = np.array([[11, 27], [33, 20], [6, 6]])
@@ -53,11 +52,14 @@ def test_scores_of_pixels_do_not_depend_on_the_stride(stride):
   images = rng.normal(size=(3, 8 + 2 * stride * 6, 8 + 3 * stride * 6, 4))
   images = images.astype(np.float32)
   view = views.View((8, 8), (8, 8), (stride, stride), False)
-  [outputs] = views.outputs(lambda x: x, images, jnp.array(sizes), view, False)
-  view_outputs = class_maps.ViewOutputs(outputs, jnp.array(sizes), view, False)
-  maps = class_maps.class_maps(
-    Identity(), [view_outputs], jnp.array(originals), (40, 30)
-  )
+
+  @jax.jit
+  def compute(images, sizes, originals):
+    [outputs] = views.outputs(lambda x: x, images, sizes, view, False)
+    view_outputs = class_maps.ViewOutputs(outputs, sizes, view, False)
+    return class_maps.class_maps(Identity(), [view_outputs], originals, (40, 30))
+
+  maps = compute(images, sizes, originals)
   for image, (h, w), size, class_map in zip(images, sizes, originals.tolist(), maps):
     pixels = torch.tensor(image[:h, :w]).permute(2, 0, 1)[None]
     expected = interpolate(pixels, size, mode='bilinear')[0].argmax(dim=0)
