@@ -51,10 +51,9 @@ class _Depthwise(nn.Module):
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     total = jnp.zeros_like(x)
     for i in range(3):
-      rows = jax.lax.slice_in_dim(padded, i, i + height, axis=1)
+      rows = padded[:, i : i + height]  # One axis at a time, for ONNX.
       for j in range(3):
-        shifted = jax.lax.slice_in_dim(rows, j, j + width, axis=2)
-        total += shifted * kernel[i, j, 0]
+        total += rows[:, :, j : j + width] * kernel[i, j, 0]
     return total
 
 
