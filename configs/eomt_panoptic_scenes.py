@@ -2,8 +2,14 @@
 
 vit_jax train --config=configs/eomt_panoptic_scenes.py --workdir=/tmp/eomt_panoptic
 
-Digits are things, and the textures of the ground are stuff. The encoder is a small hybrid:
-from random weights, convolutions learn the digits in fewer updates.
+Digits are things, and the textures of the ground are stuff. Encoder and model are those of
+segment_scenes_eomt.py. Expected on the 16 scenes that it is trained on, with
+
+  --config.pp.train=train[:16] --config.pp.test=train[:16] --config.pp.crop_area=None
+  --config.total_steps=400 --config.warmup_steps=40 --config.eval_every=200
+
+after 200 steps, about five minutes of processor time: PQ 90.2, mask AP 80.2. All 4,000
+scenes were not measured: EoMT is meant for pre-trained encoders.
 """
 
 import ml_collections
@@ -17,12 +23,7 @@ def get_config() -> ml_collections.ConfigDict:
   config.task = 'segment'
   config.pp.crop_area = (0.7, 1.0)
   config.model.model_name = 'EoMT-scenes-panoptic'
-  # 8 x 8 tokens of an image of 64 x 64 pixels, and masks of 32 x 32 cells.
-  config.model.resnet = {'num_layers': (1, 1), 'width_factor': 0.5}
-  config.model.patches.size = (1, 1)
-  config.model.num_upscales = 2
   # Scenes have 128 x 128 pixels, and at most seven segments.
   config.task_options = {'num_points': 512, 'max_objects': 8, 'truth_size': 128}
-  config.update(batch=16, best_metric='PQ_test', total_steps=1_000, warmup_steps=100)
-  config.update(eval_every=500, checkpoint_every=500)
+  config.update(batch=16, best_metric='PQ_test')
   return config

@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 
 from vit_jax import models_vit
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes, encoder, position_kinds
+from vit_jax.layers import dtypes, encoder
 from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-6
@@ -51,9 +51,11 @@ class _Depthwise(nn.Module):
     padded = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
     total = jnp.zeros_like(x)
     for i in range(3):
-      rows = padded[:, i : i + height]  # One axis at a time, for ONNX.
+      # Unlike an index, a slice also exports to ONNX with any number of images.
+      rows = jax.lax.slice_in_dim(padded, i, i + height, axis=1)
       for j in range(3):
-        total += rows[:, :, j : j + width] * kernel[i, j, 0]
+        shifted = jax.lax.slice_in_dim(rows, j, j + width, axis=2)
+        total += shifted * kernel[i, j, 0]
     return total
 
 
@@ -109,19 +111,9 @@ class Eomt(models_vit.VisionTransformer):
   def setup(self):
     """Creates the submodules.
 
-    Raises ValueError if the encoder has fewer layers than read the queries, or positions
-    that queries lack.
+    Raises ValueError if the encoder has fewer layers than read the queries.
     """
     super().setup()
-    kind = position_kinds.kind_of(self.transformer)
-    layers = self.transformer.get('position_layers', 'stem')
-    if kind != 'none' and layers != 'stem':
-      raise ValueError(
-        f"position_embedding='{kind}' with position_layers='{layers}' concerns each layer's "
-        "attention between patches, which kind='eomt' extends by queries without a place: "
-        'use a linear head (leave out --config.model.kind=eomt), or weights of an encoder '
-        'with other positions'
-      )
     num_layers = self.transformer['num_layers']
     if not 1 <= self.num_query_layers <= num_layers:
       raise ValueError(

@@ -4,7 +4,10 @@ import numpy as np
 from pycocotools import coco, cocoeval
 import pytest
 
-from vit_jax.tasks.detection import average_precision as ap
+from vit_jax.tasks.detection import (
+  average_precision as ap,
+  mask_average_precision as mask_ap,
+)
 
 CLASSES = 3
 
@@ -85,3 +88,24 @@ def test_no_detections_and_no_objects():
   truth, found = make_image(np.random.RandomState(0), 0, 3)
   got = ap.average_precision([truth], [found], CLASSES)
   assert got == {name: pytest.approx(np.nan, nan_ok=True) for name in ap.NAMES}
+
+
+def test_masks_at_half_the_size_keep_the_areas_of_the_original():
+  row = {
+    'image_id': np.array([7, 1]),
+    'size': np.array([4, 4]),
+    'truth_size': np.array([2, 2]),
+    'truth_segments': np.array([[1, 2, 0], [3, 0, 0], [0, 0, 0]]),  # Padded.
+    'label': np.array([0, 1, 2, 0, -1]),  # The fourth has no pixel left.
+    'area': np.array([4.0, 5.0, 3.0, 1.0, 0.0]),
+    'crowd': np.array([0, 1, 0, 0, 0]),
+  }
+  masks = np.array([[[1, 1], [0, 0]], [[0, 0], [0, 0]]], bool)
+  candidates = [(masks[0], 0, 0.5), (masks[1], 1, 0.4)]
+  # Class 2 is stuff. Of the crowd, half of the candidate is inside.
+  assert mask_ap.compare(row, (True, True, False), candidates) == {
+    'image_id': 2**32 + 7,
+    'truth': {'labels': [0, 1], 'areas': [4.0, 5.0], 'crowd': [False, True]},
+    'detections': {'labels': [0], 'scores': [0.5], 'areas': [8.0]},
+    'overlaps': [[0.5, 0.5]],
+  }

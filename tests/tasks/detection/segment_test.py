@@ -241,6 +241,8 @@ def test_predicts_segments_of_the_original_image(classes, tmp_path):
   assert Image.open(out).size == (384, 288)  # Enlarged by six.
   with pytest.raises(ValueError, match=r'threshold=2 .*\(--threshold\)'):
     predictor.segment([image], threshold=2)
+  with pytest.raises(ValueError, match="kind='eomt'.*leave out --instances"):
+    predictor.parse_flags({'instances': True})
   task = predictor.task
   task.model.mask_head = False
   with pytest.raises(ValueError, match='no mask head'):

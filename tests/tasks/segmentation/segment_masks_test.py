@@ -342,6 +342,7 @@ def test_trains_evaluates_and_writes_a_table(workdir, data, tmp_path, capsys):
   predict_command.main([*flags, paths_of(data)[0]])
   assert 'pixels' in capsys.readouterr().out
   model = predict.load(str(workdir))
+  assert model.export(tmp_path / 'onnx', 'onnx') < 1e-4
   for flag, results in (
     ([], model.segment(paths_of(data), 0.0)),
     (['--instances'], model.instances(paths_of(data), 0.0)),

@@ -306,6 +306,8 @@ class Task(base.Task):
 
     So weights with COCO's 91 category ids fit data with its 80 classes.
     """
+    if 'class_head' not in weights.params:
+      return weights
     return fitting.with_classes(weights, self.class_names)
 
   def augment(
