@@ -12,6 +12,7 @@ import torch
 from tests import torch_models
 from vit_jax import models, predict
 from vit_jax.commands import predict as predict_command
+from vit_jax.evaluators import evaluation
 from vit_jax.weights import convert
 
 transformers = torch_models.transformers
@@ -159,6 +160,14 @@ def test_maps_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path, c
   model = predict.load(tmp_path / 'run')
   assert list(model.class_names) == NAMES
   assert model.task.views == predict.load_weights(weights).task.views
+  data = tmp_path / 'data'
+  mask = Image.fromarray(expected.astype(np.uint8))
+  for name, image in (('images', Image.open(photo)), ('masks', mask)):
+    (data / 'test' / name).mkdir(parents=True)
+    image.save(data / 'test' / name / 'photo.png')
+  (data / 'classes.json').write_text(json.dumps(NAMES))
+  values = evaluation.evaluate(model, 'test', str(data))
+  assert values['pixel_accuracy'] == pytest.approx(np.mean(predicted == expected))
   convert.convert(str(tmp_path / 'run'), str(tmp_path / 'written'), 'hf')
   again = class_map_of(tmp_path / 'written', photo)
   assert np.mean(again == expected) > 0.998
