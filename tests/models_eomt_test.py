@@ -13,6 +13,7 @@ from tests import torch_models
 from vit_jax import models, predict
 from vit_jax.commands import predict as predict_command
 from vit_jax.evaluators import evaluation
+from vit_jax.figures import visualize
 from vit_jax.weights import convert
 
 transformers = torch_models.transformers
@@ -190,3 +191,12 @@ def test_folders_of_models_of_objects_are_named(folder, tmp_path):
   file.write_text(json.dumps({**json.loads(file.read_text()), 'do_split_image': True}))
   with pytest.raises(ValueError, match='windows need the length of the shorter side'):
     predict.load_weights(str(weights))
+
+
+def test_figures_of_attention_are_left_out(folder):
+  model = predict.load_weights(str(folder / 'weights'))
+  photos = [str(folder / 'photo.png')]
+  with pytest.raises(ValueError, match='model=Eomt has queries among its tokens'):
+    visualize.figures(model, photos, names=['attention_rollout'])
+  [figure] = visualize.figures(model, photos, names=['segmentation']).values()
+  assert figure.legends

@@ -90,6 +90,11 @@ def readout(model: Any, tokens: int, before: int, pooling: Any = None) -> Any:
 def lacks(model: Any) -> str | None:
   """Returns why a model has no attention weights, in words; None if it has."""
   if isinstance(model, models_vit.VisionTransformer) and model.transformer is not None:
+    if getattr(model, 'num_queries', 0):
+      return (
+        f'model={type(model).__name__} has queries among its tokens, and these figures '
+        'show pairs of patches only: draw others (--figures)'
+      )
     if model.transformer.get('attention_pattern') != 'axial':
       return None
     return (
