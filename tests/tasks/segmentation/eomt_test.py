@@ -3,10 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 
-from tests import tiny_models
-from tests.tasks.segmentation import segment_semantic_test
-from vit_jax.data import masks
-from vit_jax.run import config as run_config
 from vit_jax.tasks.segmentation import eomt
 
 
@@ -29,16 +25,3 @@ def test_targets_are_the_classes_with_most_pixels():
   # Class 0 has the fewest pixels, so it is not a target; nor are pixels without a class.
   assert segments[0].tolist() == [[1, 1, 1], [2, 2, 0]]
   assert segments[1].tolist() == [[0, 0, 0], [1, 0, 0]]
-
-
-def test_a_model_is_exported_to_onnx(tmp_path):
-  """The export is compared with the model."""
-  config = segment_semantic_test.make_config('folder', max_classes=3, layers=())
-  with config.unlocked(), config.ignore_type():
-    config.model.update(kind='eomt', num_queries=5, num_query_layers=1, num_upscales=1)
-  config = run_config.complete(config)
-  classes = masks.to_json(masks.numbered('abc'))
-  metadata = {'class_names': list('abc'), 'mask_classes': classes}
-  task = run_config.get_task(config.task)(config, metadata)
-  model = task.predictor(*tiny_models.of_task(task), 0)
-  assert model.export(tmp_path / 'onnx', 'onnx') < 1e-5
