@@ -8,8 +8,9 @@ segment_scenes_eomt.py. Expected on the 16 scenes that it is trained on, with
   --config.pp.train=train[:16] --config.pp.test=train[:16] --config.pp.crop_area=None
   --config.total_steps=400 --config.warmup_steps=40 --config.eval_every=200
 
-after 200 steps, about five minutes of processor time: PQ 90.2, mask AP 80.2. All 4,000
-scenes were not measured: EoMT is meant for pre-trained encoders.
+PQ 90.2 and mask AP 80.2 after 200 steps, about five minutes of processor time, and 91.1
+and 83.5 after 400. All 4,000 scenes were not measured: EoMT is meant for pre-trained
+encoders.
 """
 
 import ml_collections

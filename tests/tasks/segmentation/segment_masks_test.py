@@ -327,7 +327,10 @@ def test_predicts_segments_and_instances(data, colours, tmp_path):
   assert lines[0] == path
   assert lines[1].endswith(f'{instances[0][3]:,} pixels')
   assert lines[-1] == f'picture: {out}'
-  assert 'stuff' in ' '.join(predictor.report([path]))
+  lines = list(predictor.report([path]))
+  assert 'stuff' in ' '.join(lines)
+  scores = [float(line.split(' %')[0]) for line in lines[1:]]
+  assert scores == sorted(scores, reverse=True)
 
   with gr.Blocks():
     show, controls, (_, picture, summary) = predictor.page()

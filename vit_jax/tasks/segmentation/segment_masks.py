@@ -182,12 +182,18 @@ class Task(segment.Task):
     size: tuple[int, int],
     threshold: float = postprocess.THRESHOLD,
   ) -> segments_lib.Segments:
-    """Returns the segments of an image, see postprocess.panoptic."""
+    """Returns the segments of an image, the best first; see postprocess.panoptic."""
     logits = masks['logits'][row]
     # Only masks that count are enlarged.
     queries = postprocess.confident(logits, threshold)
     large = _enlarged(masks, row, queries, size)
-    return postprocess.panoptic(logits[queries], large, self._stuff, threshold)
+    segments = postprocess.panoptic(logits[queries], large, self._stuff, threshold)
+    order = np.argsort(-segments.scores, kind='stable')
+    number_of = np.zeros(len(order) + 1, np.int32)
+    number_of[order + 1] = 1 + np.arange(len(order))
+    return segments_lib.Segments(
+      number_of[segments.numbers], segments.labels[order], segments.scores[order]
+    )
 
   def instances(
     self,
