@@ -69,7 +69,11 @@ def _accuracy(
   return float(right / count)
 
 
-COMPARISON = twins.Comparison(Timm, _accuracy, _PLAIN, 'timm', 'accuracy')
+def _outputs(task: Any, params: Any, extra: Any, batch: dict) -> Any:
+  return task.outputs(params, extra, batch)
+
+
+COMPARISON = twins.Comparison(Timm, _outputs, _accuracy, _PLAIN, 'timm', 'accuracy')
 
 
 def main(argv: Sequence[str] | None = None) -> None:

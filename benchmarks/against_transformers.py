@@ -32,6 +32,7 @@ from vit_jax.weights import writing
 # Key of a config -> the value that transformers' side supports.
 _PLAIN = {
   'task': 'segment_semantic', 'model.classifier': 'token', 'task_options.layers': (),
+  'task_options.window': None, 'task_options.scales': (1.0,), 'task_options.flips': False,
 }  # fmt: skip
 # Option of the task -> its name in transformers.
 _OPTIONS = {
@@ -113,6 +114,7 @@ class Linear(twins.Twin):
   """A linear head on transformers' encoder, see linear.py of the task."""
 
   def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
+    twins.check(prepared.config, {'task_options.dice_weight': None})
     super().__init__(prepared.config, _linear_net(prepared, params), compiled)
 
   def loss(self, batch: Mapping[str, Any], step: int) -> Any:
@@ -131,7 +133,7 @@ class Eomt(twins.Twin):
 
   def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
     transformers = _import_transformers()
-    options = prepared.config.task_options
+    options = eomt.options_of(prepared.config.task_options)._asdict()
     fields = {theirs: options[ours] for ours, theirs in _OPTIONS.items()}
     cls = transformers.EomtForUniversalSegmentation
     net = _load(prepared, params, cls, **fields)
@@ -156,9 +158,9 @@ class Eomt(twins.Twin):
   def outputs(self, batch: Mapping[str, Any]) -> Any:
     self._set_mask_rates([0.0] * len(self.net.attn_mask_probs))
     outputs = self._run(self.tensors(batch, 'image'))
-    probabilities = outputs.class_queries_logits.softmax(dim=-1)[..., :-1]
-    masks = outputs.masks_queries_logits.sigmoid()
-    return self._torch.einsum('bqc,bqhw->bhwc', probabilities, masks)
+    return {
+      'logits': outputs.class_queries_logits, 'masks': outputs.masks_queries_logits
+    }  # fmt: skip
 
   def decays(self, name: str, parameter: Any) -> bool:
     # Tables of queries and positions are not kernels.
@@ -179,26 +181,33 @@ def _make_twin(prepared: train.Prepared, params: Any, compiled: bool) -> twins.T
   return _TWINS[kind](prepared, params, compiled)
 
 
-def _miou(prepared: train.Prepared, pairs: Iterable[tuple[dict, np.ndarray]]) -> float:
-  """Returns the mIoU of scores of patches or cells, at the size of the masks."""
+def _outputs(task: Any, params: Any, extra: Any, batch: dict) -> Any:
+  return task.head.outputs(params, extra, batch['image'])
+
+
+def _miou(prepared: train.Prepared, pairs: Iterable[tuple[dict, Any]]) -> float:
+  """Returns the mIoU at the size of the masks."""
   task = prepared.program.task
   num_classes = len(task.class_names)
 
   @jax.jit
-  def count(scores: jax.Array, batch: Mapping[str, jax.Array]) -> jax.Array:
-    truth = batch['truth']
-    predicted = task.class_maps(scores, batch['size'], truth.shape[1:])
+  def count(outputs: Any, batch: Mapping[str, jax.Array]) -> jax.Array:
+    windows = jax.tree.map(lambda x: x[:, None, None], outputs)  # One of each image.
+    view = class_maps.ViewOutputs(windows, batch['extent_0'], task.views[0], False)
+    truth, size = batch['truth'], batch['size']
+    predicted = class_maps.class_maps(task.head, [view], size, truth.shape[1:])
     counts = class_maps.confusion(truth, predicted, num_classes)
     return (counts * batch['mask'][:, None, None]).sum(axis=0)
 
   confusion = np.zeros([num_classes, num_classes])
-  for batch, scores in pairs:
-    names = ('truth', 'size', 'mask')
-    confusion += np.asarray(count(scores, {name: batch[name] for name in names}))
-  return scores_lib.measure(confusion)['miou']
+  for batch, outputs in pairs:
+    confusion += np.asarray(count(outputs, batch))
+  return scores_lib.measure(confusion, np.zeros([3, num_classes]))['miou']
 
 
-COMPARISON = twins.Comparison(_make_twin, _miou, _PLAIN, 'transformers', 'mIoU')
+COMPARISON = twins.Comparison(
+  _make_twin, _outputs, _miou, _PLAIN, 'transformers', 'mIoU'
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

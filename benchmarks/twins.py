@@ -6,6 +6,7 @@ the models.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
 import itertools
 import json
 import pathlib
@@ -104,7 +105,7 @@ class Twin:
     raise NotImplementedError
 
   def outputs(self, batch: Mapping[str, Any]) -> Any:
-    """Returns what the task's `outputs` returns, a tensor."""
+    """Returns what `Comparison.outputs` returns, with tensors."""
     raise NotImplementedError
 
   def update(self, batch: Mapping[str, Any], step: int, rate: float) -> float:
@@ -119,23 +120,25 @@ class Twin:
     self._adam.step()
     return loss.item()
 
-  def evaluate(self, batch: Mapping[str, Any]) -> np.ndarray:
-    """Returns the outputs of a batch in evaluation."""
+  def evaluate(self, batch: Mapping[str, Any]) -> Any:
+    """Returns the outputs of a batch in evaluation, with NumPy arrays."""
     self.net.eval()
     with self._torch.inference_mode():
-      return self.outputs(batch).numpy()
+      return jax.tree.map(lambda tensor: tensor.numpy(), self.outputs(batch))
 
 
 class Comparison(NamedTuple):
   """What a program compares.
 
   `make_twin` takes what is prepared, the initial parameters here, and whether to compile.
-  `measure` takes what is prepared and pairs of an evaluation batch and
-  its outputs; returns a share.
+  `outputs` takes the task here, parameters, extra state and an evaluation batch; returns a
+  tree of arrays. `measure` takes what is prepared and pairs of a batch and its outputs;
+  returns a share.
   """
 
   make_twin: Callable[[train.Prepared, Any, bool], Twin]
-  measure: Callable[[train.Prepared, Iterable[tuple[dict, np.ndarray]]], float]
+  outputs: Callable[[Any, Any, Any, dict], Any]
+  measure: Callable[[train.Prepared, Iterable[tuple[dict, Any]]], float]
   plain: Mapping[str, Any]  # See `check`.
   name: str  # Name of the other library.
   metric: str  # What `measure` returns.
@@ -172,7 +175,7 @@ def _evaluate(
   split = next(iter(prepared.tests.values()))
   seconds: list[float] = []
 
-  def pairs() -> Iterator[tuple[dict, np.ndarray]]:
+  def pairs() -> Iterator[tuple[dict, Any]]:
     batches = input_pipeline.task_batches(prepared.program.task, split, prepared.mesh)
     for turn in _turns(batches):
       results, times = _timed(outputs, zip(turn))
@@ -206,7 +209,8 @@ def compare(
   )
   state = program.create_state(weights)
   twin = comparison.make_twin(prepared, jax.device_get(state.params), compiled)
-  update, outputs = program.jit_update(), jax.jit(program.task.outputs)
+  update = program.jit_update()
+  outputs = jax.jit(functools.partial(comparison.outputs, program.task))
   batches = input_pipeline.train_batches(
     config, prepared.train, program.task.example, mesh
   )
@@ -216,8 +220,8 @@ def compare(
     state, metrics = update(state, batch)
     return float(metrics['train_loss'])
 
-  def our_outputs(batch: dict) -> np.ndarray:
-    return np.asarray(outputs(state.params, state.extra, batch))
+  def our_outputs(batch: dict) -> Any:
+    return jax.device_get(outputs(state.params, state.extra, batch))
 
   losses: list[tuple[float, float]] = []
   seconds: list[tuple[float, float]] = []
