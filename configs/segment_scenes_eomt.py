@@ -2,10 +2,10 @@
 
   vit_jax train --config=configs/segment_scenes_eomt.py --workdir=/tmp/eomt
 
-The encoder, data and number of updates are those of segment_scenes.py, whose head is
-linear. After 1,000 steps of 16 images from scratch, mIoU is 12.6 % on the 400 test
-scenes; with the linear head, 24.7 % (--config.batch=16 --config.total_steps=1000).
-EoMT is meant for pre-trained encoders.
+The encoder, data and recipe are those of segment_scenes.py, whose head is linear. The
+config was not run to its end: after 200 updates from scratch
+(--config.total_steps=200 --config.warmup_steps=20), mIoU is 7.8 % on the 400 test scenes,
+one seed. EoMT is meant for pre-trained encoders.
 """
 
 import ml_collections
@@ -18,6 +18,6 @@ def get_config() -> ml_collections.ConfigDict:
   config = segment_scenes.get_config()
   config.model.update(kind='eomt', model_name='EoMT-scenes', num_queries=20)
   config.model.update(num_query_layers=2, num_upscales=1)
-  # Images have 64 x 64 pixels, and at most seven classes.
+  # Images have 48 x 48 pixels, and at most seven classes.
   config.task_options.update(num_points=512, max_classes=8)
   return config
