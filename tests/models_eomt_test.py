@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -174,21 +175,46 @@ def test_maps_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path, c
   assert np.mean(again == expected) > 0.998
 
 
-def test_folders_of_models_of_objects_are_named(folder, tmp_path):
-  weights = tmp_path / 'weights'
-  transformers.EomtForUniversalSegmentation.from_pretrained(
-    folder / 'weights'
-  ).save_pretrained(weights)
+def test_segments_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path):
+  """Images of models of objects are padded with black."""
+  weights = str(tmp_path / 'weights')
+  theirs = transformers.EomtForUniversalSegmentation.from_pretrained(folder / 'weights')
+  with torch.no_grad():
+    theirs.class_predictor.weight.mul_(3)
+  theirs.save_pretrained(weights)
   size = {'shortest_edge': 16, 'longest_edge': 16}
   processor = transformers.EomtImageProcessorPil(size=size, do_pad=True)
   processor.save_pretrained(weights)
-  with pytest.raises(ValueError, match='whose images are padded: .*do_split_image'):
-    predict.load_weights(str(weights))
-  convert.convert(str(weights), str(tmp_path / 'written'), 'hf')
+  photo = Image.open(folder / 'photo.png')
+  inputs = processor(photo, return_tensors='pt')
+  with torch.no_grad():
+    outputs = theirs.eval()(pixel_values=inputs['pixel_values'])
+  [expected] = processor.post_process_panoptic_segmentation(
+    outputs, [(photo.height, photo.width)], threshold=0.3
+  )
+  model = predict.load_weights(weights)
+  predicted = model.outputs([photo])
+  masks = outputs.masks_queries_logits.numpy()
+  # Pillow rounds resized pixels.
+  np.testing.assert_allclose(predicted['masks'], masks, atol=0.01 * abs(masks).max())
+  [(numbers, segments)] = model.segment([photo], threshold=0.3)
+  names = np.array(['', *(name for name, *_ in segments)])[numbers]
+  label_of = {x['id']: NAMES[x['label_id']] for x in expected['segments_info']}
+  ids = expected['segmentation'].numpy().astype(int)
+  expected_names = np.vectorize(lambda x: label_of.get(x, ''))(ids)
+  assert len(np.unique(expected_names)) > 1
+  assert np.mean(names == expected_names) > 0.99
+  convert.convert(weights, str(tmp_path / 'written'), 'hf')
   written = transformers.EomtImageProcessorPil.from_pretrained(tmp_path / 'written')
   assert (dict(written.size), written.do_pad) == (size, True)
+
+
+def test_windows_need_the_length_of_the_shorter_side(folder, tmp_path):
+  weights = tmp_path / 'weights'
+  shutil.copytree(folder / 'weights', weights)
   file = weights / 'preprocessor_config.json'
-  file.write_text(json.dumps({**json.loads(file.read_text()), 'do_split_image': True}))
+  size = {'shortest_edge': 16, 'longest_edge': 16}
+  file.write_text(json.dumps({**json.loads(file.read_text()), 'size': size}))
   with pytest.raises(ValueError, match='windows need the length of the shorter side'):
     predict.load_weights(str(weights))
 

@@ -16,6 +16,7 @@ import ml_collections
 import numpy as np
 
 from vit_jax.configs import models as model_configs
+from vit_jax.data.augmentation import canvases
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import position_kinds
 from vit_jax.tasks import base
@@ -35,6 +36,7 @@ from vit_jax.tasks.segmentation import (
 )
 
 _MOST = 100  # Candidates of an image in the average precision, as in COCO's rules.
+_BLACK = -1.0  # The padding of canvases, as in the released code.
 
 
 def targets(
@@ -84,7 +86,7 @@ class Task(segment.Task):
   ) -> None:
     super().__init__(config, metadata)
     if config.pp.sides:
-      _check_canvases(config)
+      _check_canvases(config, self.options.tight)
     is_stuff = ~np.array(self.is_thing, bool)
     self._stuff = frozenset(np.flatnonzero(is_stuff).tolist())
     self._loss_options = eomt.options_of(self.options)
@@ -127,6 +129,7 @@ class Task(segment.Task):
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    batch = {**batch, 'image': _with_black_padding(batch)}
     progress = step, self.config.total_steps
     return eomt.loss(self.model, params, batch, rng, progress, self._loss_options)
 
@@ -136,7 +139,8 @@ class Task(segment.Task):
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, jax.Array]:
     """Computes `logits` [B, Q, C + 1] and `masks`, logits [B, Q, h, w]."""
-    outputs = self.model.apply({'params': params}, batch['image'], train=False)
+    images = _with_black_padding(batch)
+    outputs = self.model.apply({'params': params}, images, train=False)
     return {name: x[-1] for name, x in outputs.items()}
 
   def exported(
@@ -238,6 +242,12 @@ class Task(segment.Task):
     return predicting_masks.Segmenter(self, params, extra, step)
 
 
+def _with_black_padding(batch: Mapping[str, jax.Array]) -> jax.Array:
+  """Returns the images of a batch [B, H, W, C], black where there is padding."""
+  images, real = batch['image'], batch.get('real')
+  return images if real is None else jnp.where(real[..., None], images, _BLACK)
+
+
 def _enlarged(
   masks: Mapping[str, np.ndarray], row: int, queries: np.ndarray, size: tuple[int, int]
 ) -> np.ndarray:
@@ -247,7 +257,7 @@ def _enlarged(
   return np.array([*large], np.float32).reshape(-1, *size)
 
 
-def _check_canvases(config: ml_collections.ConfigDict) -> None:
+def _check_canvases(config: ml_collections.ConfigDict, tight: int) -> None:
   """Raises ValueError if a model cannot read images on canvases of several sizes."""
   multiple, patch = config.pp.canvas_multiple, config.model.patches.size
   if any(multiple % side for side in patch):
@@ -258,7 +268,9 @@ def _check_canvases(config: ml_collections.ConfigDict) -> None:
   layers = model_configs.layers_of(config.model)
   kind = position_kinds.kind_of(layers)
   is_resizable = position_kinds.needs_grid(kind, layers.get('position_grid'))
-  if kind != 'none' and not is_resizable:
+  groups = [*canvases.groups(config.pp), canvases.evaluation(config.pp)]
+  has_one_canvas = not tight and len({group.canvas for group in groups}) == 1
+  if kind != 'none' and not is_resizable and not has_one_canvas:
     raise ValueError(
       f"position_embedding='{kind}' without a grid is for images of one size, and "
       f'pp.sides={config.pp.sides} makes several: set '

@@ -20,6 +20,8 @@ _POSEMB = 'Transformer/posembed_input/pos_embedding'
 _PATCHES = 'embeddings.patch_embeddings'
 # Probabilities of masked attention, which are 0 after training.
 _MASK_RATES = 'attn_mask_probs'
+# Number of classes -> things among them, which come first: COCO's panoptic classes.
+_THINGS = {133: 80}
 _MOST_CLASSES = task_options.SegmentSemantic.max_classes
 _STEM = (
   ('cls', 'same', dino.CLS),
@@ -170,15 +172,10 @@ class Eomts(vit.Classifiers):
     return descriptions.read(sibling('config.json'), describe)
 
   def run(self, model: Any) -> dict[str, Any]:
-    """ValueError for images that are padded, as those of objects."""
+    """Models whose images are padded are those of things and stuff."""
     prepared = model.preparation
     if prepared.longest_side is not None:
-      raise ValueError(
-        f'{prepared.source} has size={{"shortest_edge": {prepared.size}, "longest_edge": '
-        f'{prepared.longest_side}}} without do_split_image, as EoMTs of objects, whose '
-        'images are padded: for the classes of pixels set size to {"shortest_edge": '
-        f'{prepared.size}}} and do_split_image to true there'
-      )
+      return self._run_of_objects(model)
     options: dict[str, Any] = {
       'max_classes': min(_MOST_CLASSES, model.config.num_queries)
     }
@@ -191,8 +188,29 @@ class Eomts(vit.Classifiers):
       'best_metric': 'miou_test',
     }
 
+  def _run_of_objects(self, model: Any) -> dict[str, Any]:
+    """Images fill the upper left of a square of the size of the positions."""
+    prepared = model.preparation
+    max_objects = min(task_options.Segment.max_objects, model.config.num_queries)
+    return {
+      **super().run(model),
+      'task': 'segment',
+      'task_options': {'max_objects': max_objects, 'tight': 0},
+      'pp': {
+        'resize': None,
+        'sides': (prepared.size,),
+        'eval_side': prepared.size,
+        'longest_side': prepared.longest_side,
+        'canvas_multiple': max(model.config.patches.size),
+      },
+      'best_metric': 'PQ_test',
+    }
+
   def metadata(self, model: Any) -> dict[str, Any]:
-    """The numbers of classes in masks count from 0."""
+    """The numbers of classes in masks count from 0, and things come before stuff."""
+    if model.preparation.longest_side is not None:
+      num_things = _THINGS.get(model.num_classes, model.num_classes)
+      return {'isthing': [i < num_things for i in range(model.num_classes)]}
     names = model.class_names or [str(i) for i in range(model.num_classes)]
     return {'mask_classes': [{'name': x, 'id': i} for i, x in enumerate(names)]}
 
