@@ -431,7 +431,7 @@ EOMT_LAYERS = {
 
 @pytest.mark.parametrize('model', [*EOMT_LAYERS, 'dinov2_s14', 'dinov3_l16'])
 def test_ade20k_matches_the_released_configs(model):
-  """Of github.com/tue-mps/eomt, and 40,000 updates of 16 as in both."""
+  """Of github.com/tue-mps/eomt and of DINOv2; 40,000 updates of 16 as in both."""
   config = run_config.complete(segment_ade20k.get_config(f'{model},/data'))
   run_evaluators.check(config)
   assert (config.batch, config.total_steps) == (16, 40_000)
@@ -455,7 +455,8 @@ def test_ade20k_matches_the_released_configs(model):
   else:
     assert config.lr_multipliers == (('head', 1.0), ('', 0.0))
     size = 518 if model == 'dinov2_s14' else 512
-    assert (options.window, options.stride) == (size, 2 * size // 3)
+    assert (options.window, options.stride) == (size, 341)
+    assert options.max_class_share == 0.75
     assert rate(1_500) == pytest.approx(1e-3)
   task_class = run_config.get_task(config.task)
   task = task_class(config, task_class.planned_metadata(config, 150))
