@@ -67,6 +67,14 @@ CHOICES = [
     '--workdir=/tmp/masked',
   ),
   Choice(
+    'segmentation_scenes.png', 'Classes of pixels, true and predicted, and the errors',
+    'Segment images: the class of each pixel', 'segmentation.md', 'dinov2_b14',
+    'vit_jax train --config=configs/vit.py:dinov2_b14,/path/to/folder,518 '
+    '--config.pretrained=hf://facebook/dinov2-base --config.task=segment_semantic '
+    '--config.best_metric=miou_test '
+    '--workdir=/tmp/segmentation',
+  ),
+  Choice(
     'detr_fashion.png', 'Detected objects with their boxes',
     'Detect or segment objects', 'detection.md', 'DETR with a ResNet-50',
     'vit_jax train --config=configs/detr.py:r50,/path/to/folder '
