@@ -17,6 +17,7 @@ import ml_collections
 
 from vit_jax import models, models_vit
 from vit_jax.layers import dtypes, patches as patches_lib
+from vit_jax.tasks import base
 from vit_jax.tasks.segmentation import encoders, losses
 
 _STATISTICS = 'batch_stats'  # Flax's collection of the norm's means and variances.
@@ -99,7 +100,7 @@ class Linear:
     batch: dict[str, jax.Array],
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[losses.WeightedSum, dict[str, losses.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the cross-entropy summed over pixels, and the new statistics.
 
     With a Dice loss it is the sum over images of both losses, which are also metrics.

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-WeightedSum = tuple[jax.Array, jax.Array]  # float32 scalars: a sum, and its weight.
+from vit_jax.tasks import base
 
 
 def resized(scores: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -19,7 +19,7 @@ def resized(scores: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def cross_entropy(
   scores: jax.Array, classes: jax.Array, class_weights: jax.Array | None = None
-) -> WeightedSum:
+) -> base.WeightedSum:
   """Returns the cross-entropy of logits that are resized to the pixels.
 
   Args:

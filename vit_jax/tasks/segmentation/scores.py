@@ -1,7 +1,7 @@
 """Measures of semantic segmentation, from the confusion matrix of a whole split.
 
-The IoU of a class is the number of its pixels that are found, divided by those that are
-true or predicted ("The PASCAL Visual Object Classes Challenge", 2015, section 4.3); mIoU
+The IoU of a class is the number of its pixels that are predicted right, divided by those
+that are true or predicted ("The PASCAL Visual Object Classes Challenge", 2015, section 4.3); mIoU
 is the mean over the classes that occur or are predicted. Boundary IoU counts only pixels
 near boundaries, see boundaries.py. The pixels are those of the masks, at their height and
 width.
@@ -44,19 +44,29 @@ def measure(confusion: np.ndarray, boundary: np.ndarray) -> dict[str, Any]:
     and `accuracy`, nan for those that do not occur.
   """
   confusion = np.asarray(confusion, np.float64)
-  hits, true = np.diag(confusion), confusion.sum(axis=1)
-  iou = _iou(hits, true, confusion.sum(axis=0))
+  hits, true, predicted = _pixel_counts(confusion)
+  iou = _iou(hits, true, predicted)
   boundary_iou = _iou(*np.asarray(boundary, np.float64))
   accuracy = np.where(true > 0, hits / np.maximum(true, 1), np.nan)
   return {
     'miou': _mean(iou),
     'boundary_iou': _mean(boundary_iou),
-    'pixel_accuracy': float(hits.sum() / true.sum()) if true.sum() else np.nan,
+    'pixel_accuracy': _pixel_accuracy(hits, true),
     'mean_accuracy': _mean(accuracy),
     'iou': iou,
     'class_boundary_iou': boundary_iou,
     'accuracy': accuracy,
   }
+
+
+def _pixel_counts(confusion: np.ndarray) -> np.ndarray:
+  """Returns the pixels of each class that are right, true and predicted, [3, C]."""
+  return np.stack([np.diag(confusion), confusion.sum(axis=1), confusion.sum(axis=0)])
+
+
+def _pixel_accuracy(hits: np.ndarray, true: np.ndarray) -> float:
+  """Returns the share of pixels that are right; nan without any."""
+  return float(hits.sum() / true.sum()) if true.any() else np.nan
 
 
 def _iou(hits: np.ndarray, true: np.ndarray, predicted: np.ndarray) -> np.ndarray:
@@ -96,7 +106,8 @@ class Iou:
 
     # Every process gets the counts of all images, which are small.
     self._compute = engine.on_all_hosts(evaluation.mesh, compute)
-    self._by_image: dict[int, np.ndarray] = {}  # Of the last run.
+    # Pixel counts of the last run, by image.
+    self._by_image: dict[int, np.ndarray] = {}
     self.measures: dict[str, Any] = {}
 
   def run(
@@ -114,9 +125,7 @@ class Iou:
         confusion = confusion + counts
         boundary = boundary + row['boundary'].astype(np.int64)
         losses += row['losses']
-        self._by_image[number] = np.stack(
-          [np.diag(counts), counts.sum(axis=1), counts.sum(axis=0)]
-        )
+        self._by_image[number] = _pixel_counts(counts)
     self.measures = measure(confusion, boundary)
     values = {name: self.measures[name] for name in METRICS if name != 'loss'}
     loss = float(losses[0] / losses[1]) if losses[1] else np.nan
@@ -170,15 +179,11 @@ class Iou:
     rows = []
     for number in sorted(self._by_image):
       hits, true, predicted = self._by_image[number].astype(np.float64)
-      union = true + predicted - hits
-      occurs = union > 0
-      rows.append(
-        {
-          'image': source.evaluated.name(number),
-          'miou': float((hits[occurs] / union[occurs]).mean())
-          if occurs.any()
-          else None,
-          'pixel_accuracy': float(hits.sum() / true.sum()) if true.any() else None,
-        }
-      )
+      miou = _mean(_iou(hits, true, predicted))
+      row = {
+        'image': source.evaluated.name(number),
+        'miou': report_files.defined(miou),
+        'pixel_accuracy': report_files.defined(_pixel_accuracy(hits, true)),
+      }
+      rows.append(row)
     report_files.write_predictions(path, rows)
