@@ -72,8 +72,8 @@ _VOC = (
 )  # fmt: skip
 # Names of the column of masks in a manifest.
 _COLUMNS = (masks.FEATURE, 'mask')
-# Name of a split -> other names of it in published data.
-_NAMES = {
+# Name of a split -> its names in published data.
+_SPLIT_NAMES = {
   'train': ('train', 'training'),
   'validation': ('validation', 'val'),
   'val': ('val', 'validation'),
@@ -92,7 +92,7 @@ class Place(NamedTuple):
 def find(root: str, base: str) -> Place | None:
   """Returns the place of a part of a split; None if a folder has no such part."""
   for layout in LAYOUTS:
-    for name in _NAMES.get(base, (base,)):
+    for name in _SPLIT_NAMES.get(base, (base,)):
       place = Place(
         layout,
         layout.images.format(name),
@@ -103,12 +103,12 @@ def find(root: str, base: str) -> Place | None:
       if not all(map(tf.io.gfile.isdir, folders)):
         continue
       is_listed = not place.list or tf.io.gfile.exists(os.path.join(root, place.list))
-      if is_listed and _has_suffix(folders[1], layout):
+      if is_listed and _has_masks(folders[1], layout):
         return place
   return None
 
 
-def _has_suffix(folder: str, layout: Layout) -> bool:
+def _has_masks(folder: str, layout: Layout) -> bool:
   """Returns whether a folder has masks with the suffix of a layout."""
   if not layout.mask_suffix:
     return True
@@ -218,9 +218,9 @@ def _open_views(
   names = records.resolve(request.features, ('image', masks.FEATURE), where)
   classes = _read_classes(request)
   if request.class_names is not None:
-    known = [x.name for x in masks.learned(classes)]
-    if known != list(request.class_names):
-      records.class_numbers(request.root, known, request.class_names)
+    names_of_folder = [x.name for x in masks.learned(classes)]
+    if names_of_folder != list(request.class_names):
+      records.class_numbers(request.root, names_of_folder, request.class_names)
       raise ValueError(
         f"'{request.root}/{masks.CLASSES}' lists the classes of the training data in "
         'another order: list them in the same order'
@@ -270,31 +270,18 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
   index = checking.open_index(request.root, place.images, request.workdir)
   listing.warn_of_ignored(index)
   mask_index = checking.open_index(request.root, place.masks, request.workdir)
-  order = index.order
-  if place.list:
-    order = _listed(request.root, place, index)
+  order = _listed(request.root, place, index) if place.list else index.order
   rows = slices.take(order, base, instruction)
-  row_of_name = {}
-  every_row = np.arange(len(mask_index))
-  for row, name in zip(every_row, mask_index.names(every_row)):
-    if not _has_ending(name, place.layout.mask_suffix):
-      continue  # Another file of the data set, such as a picture of the classes.
-    stem = _stem(name, place.layout.mask_suffix)
-    if stem in row_of_name:
-      raise ValueError(
-        f"two masks in '{mask_index.top}' have the name '{image_files.display(stem)}', "
-        'apart from their endings: keep one of them'
-      )
-    row_of_name[stem] = row
-  if len(row_of_name) > len(index) and not place.list:
-    _warn_of_masks(row_of_name, index, mask_index, place.layout)
+  mask_row_of_stem = _mask_rows(mask_index, place.layout.mask_suffix)
+  if len(mask_row_of_stem) > len(index) and not place.list:
+    _warn_of_masks(mask_row_of_stem, index, mask_index, place.layout)
   mask_rows, missing = [], []
   for name in index.names(rows):
-    row = row_of_name.get(_stem(name, place.layout.image_suffix))
-    if row is None:
+    mask_row = mask_row_of_stem.get(_stem(name, place.layout.image_suffix))
+    if mask_row is None:
       missing.append(image_files.display(name))
     else:
-      mask_rows.append(row)
+      mask_rows.append(mask_row)
   if missing:
     raise ValueError(
       f"{console.pluralize(len(missing), 'image')} of '{index.top}' without a mask in "
@@ -302,6 +289,23 @@ def _open_part(request: folder_formats.Request, base: str, instruction: str) -> 
       'move these images elsewhere'
     )
   return _View(index, rows, mask_index, np.array(mask_rows))
+
+
+def _mask_rows(mask_index: index_lib.Index, suffix: str) -> dict[bytes, int]:
+  """Returns the rows of masks by stem; ValueError if two masks have the same one."""
+  row_of_stem: dict[bytes, int] = {}
+  rows = np.arange(len(mask_index))
+  for row, name in zip(rows, mask_index.names(rows)):
+    if not _has_suffix(name, suffix):
+      continue  # Another file of the data set, such as a picture of the classes.
+    stem = _stem(name, suffix)
+    if stem in row_of_stem:
+      raise ValueError(
+        f"two masks in '{mask_index.top}' have the name '{image_files.display(stem)}', "
+        'apart from their endings: keep one of them'
+      )
+    row_of_stem[stem] = row
+  return row_of_stem
 
 
 def _listed(root: str, place: Place, index: index_lib.Index) -> np.ndarray:
@@ -318,13 +322,13 @@ def _listed(root: str, place: Place, index: index_lib.Index) -> np.ndarray:
 
 
 def _warn_of_masks(
-  row_of_name: Mapping[bytes, int],
+  mask_row_of_stem: Mapping[bytes, int],
   index: index_lib.Index,
   mask_index: index_lib.Index,
   layout: Layout,
 ) -> None:
   """Warns of masks without an image."""
-  without_image = set(row_of_name)
+  without_image = set(mask_row_of_stem)
   for name in index.names(np.arange(len(index))):
     without_image.discard(_stem(name, layout.image_suffix))
   logging.warning(
@@ -336,13 +340,22 @@ def _warn_of_masks(
   )
 
 
-def _has_ending(name: bytes, suffix: str) -> bool:
+def _has_suffix(name: bytes, suffix: str) -> bool:
   return os.path.splitext(name)[0].endswith(suffix.encode())
 
 
 def _stem(name: bytes, suffix: str) -> bytes:
   """Returns the name of a file without a suffix and its ending."""
   return os.path.splitext(name)[0].removesuffix(suffix.encode())
+
+
+def _images_of_masks(views: Sequence[_View]) -> dict[bytes, list[bytes]]:
+  """Returns the paths of the images by the path of their mask."""
+  images_of_mask: dict[bytes, list[bytes]] = {}
+  for view in views:
+    for mask_path, image_path in view.pairs():
+      images_of_mask.setdefault(mask_path, []).append(image_path)
+  return images_of_mask
 
 
 def _usable(
@@ -354,11 +367,9 @@ def _usable(
   """Returns the images and masks that can be read, in the same order."""
   config = request.config
   reader = masks.reader(config, classes)
-  images_of_mask: dict[bytes, list[bytes]] = {}
   for view in views:
     view.mask_index.check_anew('masks', reader.digest())
-    for mask_path, image_path in view.pairs():
-      images_of_mask.setdefault(mask_path, []).append(image_path)
+  images_of_mask = _images_of_masks(views)
 
   def explain(path: bytes, max_pixels: int) -> str:
     return _fault(reader, path, images_of_mask[path], max_pixels)
@@ -381,9 +392,10 @@ def _usable(
     **checks,
   )
   image_parts, mask_parts = [], []
-  for number, view in enumerate(views):
-    is_usable = np.isin(view.rows, image_paths.parts[number][1])
-    is_usable &= np.isin(view.mask_rows, mask_paths.parts[number][1])
+  for view, (_, rows), (_, mask_rows) in zip(
+    views, image_paths.parts, mask_paths.parts
+  ):
+    is_usable = np.isin(view.rows, rows) & np.isin(view.mask_rows, mask_rows)
     image_parts.append((view.image_index, view.rows[is_usable]))
     mask_parts.append((view.mask_index, view.mask_rows[is_usable]))
   return index_lib.Paths(image_parts), index_lib.Paths(mask_parts)
@@ -403,8 +415,6 @@ def _fault(
         return (
           f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
         )
-  except FileNotFoundError as e:
-    return image_files.first_line(e)
-  except images.decode_errors() as e:
+  except (FileNotFoundError, *images.decode_errors()) as e:
     return image_files.first_line(e)
   return ''

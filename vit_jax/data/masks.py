@@ -71,7 +71,7 @@ def _read_classes_file(path: str) -> tuple[MaskClass, ...]:
     for number, entry in enumerate(entries):
       fields = {'name': entry, 'id': number} if isinstance(entry, str) else entry
       classes.append(msgspec.convert(fields, MaskClass))
-    _check(classes)
+    _check_classes(classes)
   except (ValueError, msgspec.ValidationError) as e:
     raise ValueError(
       f"'{path}' must be a list of classes, as in {_EXAMPLE}: {e}"
@@ -100,7 +100,7 @@ def classes_for(
   return read_classes(root)
 
 
-def _check(classes: Sequence[MaskClass]) -> None:
+def _check_classes(classes: Sequence[MaskClass]) -> None:
   """Raises ValueError for classes that contradict each other."""
   if all(x.ignore for x in classes):
     raise ValueError('it has no class to learn')
