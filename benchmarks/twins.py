@@ -25,7 +25,7 @@ from vit_jax.learning import schedules
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.studies import summaries
 
-# Key of a config -> the value that PyTorch's side supports.
+# Key of a config -> the only value that PyTorch's side supports.
 _PLAIN = {
   'optimizer': 'adam', 'l2_decay': 0.0, 'ema_decay': 0.0, 'accum_steps': 1,
   'lr_multipliers': (), 'layer_decay': 1.0, 'weight_decay_on': 'kernels',
@@ -35,7 +35,7 @@ _PLAIN = {
   'model.transformer.stochastic_depth': 0.0, 'optim_dtype': 'float32', 'lora.rank': 0,
   'model.dtype': 'float32',
 }  # fmt: skip
-_UNTIMED = 3
+_NUM_UNTIMED = 3  # The first batches, which include compilation.
 _TURN = 20  # Batches of one turn, which are loaded before it.
 
 
@@ -165,7 +165,7 @@ def _timed(
 
 def _speed(batch: int, seconds: list[float]) -> float:
   """Returns images a second, by the median time without the first ones."""
-  return batch / statistics.median(seconds[_UNTIMED:] or seconds)
+  return batch / statistics.median(seconds[_NUM_UNTIMED:] or seconds)
 
 
 def _evaluate(
@@ -186,6 +186,59 @@ def _evaluate(
   return value, _speed(prepared.config.batch_eval, seconds)
 
 
+class _Trainer:
+  """The model here, with the methods of `Twin`."""
+
+  def __init__(self, comparison: Comparison, prepared: train.Prepared) -> None:
+    program = prepared.program
+    abstract = program.abstract
+    weights = checkpoint.pretrained_weights(
+      prepared.config, program.task, abstract.params, abstract.extra
+    )
+    self.state = program.create_state(weights)
+    self._jit_update = program.jit_update()
+    self._outputs = jax.jit(functools.partial(comparison.outputs, program.task))
+
+  def update(self, batch: dict, step: int, rate: float) -> float:
+    """Makes an update, which has its own learning rate; returns the loss before it."""
+    del step, rate
+    self.state, metrics = self._jit_update(self.state, batch)
+    return float(metrics['train_loss'])
+
+  def evaluate(self, batch: dict) -> Any:
+    """Returns the outputs of a batch in evaluation, with NumPy arrays."""
+    state = self.state
+    return jax.device_get(self._outputs(state.params, state.extra, batch))
+
+
+def _train(
+  prepared: train.Prepared, trainer: _Trainer, twin: Twin, name: str
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+  """Makes all updates, in turn; returns pairs (ours, theirs) of losses and seconds."""
+  config = prepared.config
+  schedule = schedules.create_learning_rate_schedule(
+    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
+    decay_at=config.decay_at,
+  )  # fmt: skip
+  batches = input_pipeline.train_batches(
+    config, prepared.train, prepared.program.task.example, prepared.mesh
+  )
+  losses: list[tuple[float, float]] = []
+  seconds: list[tuple[float, float]] = []
+  for turn in _turns(itertools.islice(batches, config.total_steps)):
+    steps = range(len(losses), len(losses) + len(turn))
+    rates = [float(schedule(step)) for step in steps]
+    our_losses, our_seconds = _timed(trainer.update, zip(turn, steps, rates))
+    their_losses, their_seconds = _timed(twin.update, zip(turn, steps, rates))
+    losses += zip(our_losses, their_losses)
+    seconds += zip(our_seconds, their_seconds)
+    console.log(
+      f'step {len(losses)}/{config.total_steps}  loss {our_losses[-1]:.4f}, '
+      f'{name} {their_losses[-1]:.4f}'
+    )
+  return losses, seconds
+
+
 def compare(
   comparison: Comparison, config: ml_collections.ConfigDict, compiled: bool = False
 ) -> dict[str, Any]:
@@ -198,55 +251,19 @@ def compare(
   """
   check(config, comparison.plain)
   prepared = train.prepare(config)
-  config, program, mesh = prepared.config, prepared.program, prepared.mesh
-  schedule = schedules.create_learning_rate_schedule(
-    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
-    decay_at=config.decay_at,
-  )  # fmt: skip
-  abstract = program.abstract
-  weights = checkpoint.pretrained_weights(
-    config, program.task, abstract.params, abstract.extra
-  )
-  state = program.create_state(weights)
-  twin = comparison.make_twin(prepared, jax.device_get(state.params), compiled)
-  update = program.jit_update()
-  outputs = jax.jit(functools.partial(comparison.outputs, program.task))
-  batches = input_pipeline.train_batches(
-    config, prepared.train, program.task.example, mesh
-  )
-
-  def our_update(batch: dict, step: int, rate: float) -> float:
-    nonlocal state  # The rate is part of `update`.
-    state, metrics = update(state, batch)
-    return float(metrics['train_loss'])
-
-  def our_outputs(batch: dict) -> Any:
-    return jax.device_get(outputs(state.params, state.extra, batch))
-
-  losses: list[tuple[float, float]] = []
-  seconds: list[tuple[float, float]] = []
-  with jax.set_mesh(mesh):
-    for turn in _turns(itertools.islice(batches, config.total_steps)):
-      steps = range(len(losses), len(losses) + len(turn))
-      rates = [float(schedule(step)) for step in steps]
-      ours, our_seconds = _timed(our_update, zip(turn, steps, rates))
-      theirs, their_seconds = _timed(twin.update, zip(turn, steps, rates))
-      losses += zip(ours, theirs)
-      seconds += zip(our_seconds, their_seconds)
-      console.log(
-        f'step {len(losses)}/{config.total_steps}  loss {ours[-1]:.4f}, '
-        f'{comparison.name} {theirs[-1]:.4f}'
-      )
-    evaluated = [
-      _evaluate(comparison, prepared, function)
-      for function in (our_outputs, twin.evaluate)
-    ]
+  trainer = _Trainer(comparison, prepared)
+  params = jax.device_get(trainer.state.params)
+  twin = comparison.make_twin(prepared, params, compiled)
+  with jax.set_mesh(prepared.mesh):
+    losses, seconds = _train(prepared, trainer, twin, comparison.name)
+    evaluated = [_evaluate(comparison, prepared, x.evaluate) for x in (trainer, twin)]
   values, img_sec_eval = zip(*evaluated)
+  batch = prepared.config.batch
   return {
-    'seed': config.seed,
+    'seed': prepared.config.seed,
     'losses': losses,
     comparison.metric: values,
-    'img_sec': [_speed(config.batch, times) for times in zip(*seconds)],
+    'img_sec': [_speed(batch, times) for times in zip(*seconds)],
     'img_sec_eval': img_sec_eval,
   }
 
@@ -274,11 +291,9 @@ def main(
     args.config.seed = int(seed)
     row = compare(comparison, args.config, args.compile)
     rows.append(row)
-    training, evaluation = (
-      f', {name} '.join(f'{x:,.0f}' for x in row[key])
-      for key in ('img_sec', 'img_sec_eval')
-    )
     measures = f', {name} '.join(f'{100 * x:.2f} %' for x in row[metric])
+    training = f', {name} '.join(f'{x:,.0f}' for x in row['img_sec'])
+    evaluation = f', {name} '.join(f'{x:,.0f}' for x in row['img_sec_eval'])
     console.log(
       f'seed {seed}: {metric} {measures}; img/s in training {training}, in evaluation '
       f'{evaluation}'
