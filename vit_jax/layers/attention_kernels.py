@@ -122,7 +122,7 @@ def _mask(options: Options, keys: int) -> Mask | None:
   return is_token if options.mask is None else options.mask & is_token
 
 
-def _past(queries: int, keys: int) -> Bool[Array, '1 1 Q S']:
+def _causal_mask(queries: int, keys: int) -> Bool[Array, '1 1 Q S']:
   """Returns the mask of causal attention."""
   return jnp.tri(queries, keys, dtype=bool)[None, None]
 
@@ -131,8 +131,8 @@ def _allowed(mask: Mask | None, causal: bool, queries: int, keys: int) -> Mask |
   """Combines mask and causality into one mask, or None."""
   if not causal:
     return mask
-  past = _past(queries, keys)
-  return past if mask is None else mask & past
+  causal_mask = _causal_mask(queries, keys)
+  return causal_mask if mask is None else mask & causal_mask
 
 
 def _logits(
@@ -180,11 +180,11 @@ def attention_weights(
   return jnp.where(allowed.any(axis=-1, keepdims=True), weights, 0.0)
 
 
-def _zero_blind(out: Queries, mask: Mask, causal: bool, keys: int) -> Queries:
+def _zero_masked(out: Queries, mask: Mask, causal: bool, keys: int) -> Queries:
   """Sets the outputs [B, Q, K, E] of queries without an allowed key to 0."""
-  allowed = mask & _past(out.shape[1], keys) if causal else mask
-  sees = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
-  return jnp.where(sees, out, jnp.zeros_like(out))
+  allowed = mask & _causal_mask(out.shape[1], keys) if causal else mask
+  has_key = allowed.any(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
+  return jnp.where(has_key, out, jnp.zeros_like(out))
 
 
 def _default(
@@ -199,7 +199,7 @@ def _default(
     return _causal(query, key, value)
   allowed = _allowed(mask, options.causal, queries, keys)
   out = average(_logits(query, key, allowed, bias), value)
-  return out if mask is None else _zero_blind(out, mask, options.causal, keys)
+  return out if mask is None else _zero_masked(out, mask, options.causal, keys)
 
 
 def _causal(query: Queries, key: Keys, value: Keys) -> Queries:
@@ -236,7 +236,7 @@ def _xla(
     is_causal=options.causal,
     implementation='xla',
   )
-  return out if mask is None else _zero_blind(out, mask, options.causal, keys)
+  return out if mask is None else _zero_masked(out, mask, options.causal, keys)
 
 
 def _cudnn(
@@ -266,12 +266,12 @@ def _cudnn(
     if (keys % 2 or options.length) and not options.causal:
       lengths = jnp.full(key.shape[0], options.length or keys, jnp.int32)
     return compute(key_value_seq_lengths=lengths)[:, :queries]
-  allowed = mask & _past(queries, keys) if options.causal else mask
+  allowed = mask & _causal_mask(queries, keys) if options.causal else mask
   allowed = jnp.broadcast_to(allowed, (*allowed.shape[:2], queries, keys))
   padding = ((0, 0), (0, 0), (0, queries % 2), (0, keys % 2))
   allowed = jnp.pad(allowed, padding)
   out = compute(mask=allowed | ~allowed.any(axis=-1, keepdims=True))[:, :queries]
-  return _zero_blind(out, mask, options.causal, keys)
+  return _zero_masked(out, mask, options.causal, keys)
 
 
 def _even(x: Float[Array, 'B N K E']) -> Float[Array, 'B even K E']:
@@ -402,7 +402,7 @@ AUTO = 'auto'  # Chosen by the devices, see `choose`.
 NAMES = typing.get_args(model_configs.Attention)
 # cuDNN's flash attention needs this, and heads of at most this width.
 _CAPABILITY = (8, 0)  # Ampere.
-_HEAD_DIM = 128
+_MOST_HEAD_DIM = 128
 
 
 def has_cudnn() -> bool:
@@ -426,10 +426,10 @@ def choose(name: str, dtype: Dtype, head_dim: int, plain: bool = True) -> str:
   """
   if name != AUTO:
     return name
-  suits = plain and jnp.dtype(dtype).itemsize == 2
-  suits = suits and sharding.sequence_shards() == 1
-  suits = suits and head_dim % 8 == 0 and head_dim <= _HEAD_DIM
-  return 'cudnn' if suits and has_cudnn() else 'default'
+  is_supported = plain and jnp.dtype(dtype).itemsize == 2
+  is_supported = is_supported and sharding.sequence_shards() == 1
+  is_supported = is_supported and head_dim % 8 == 0 and head_dim <= _MOST_HEAD_DIM
+  return 'cudnn' if is_supported and has_cudnn() else 'default'
 
 
 def check(

@@ -1,9 +1,9 @@
-"""Attention of few tokens on TPUs, whose logits stay in the memory of the core.
+"""Attention of few tokens on TPUs, whose logits stay in the vector memory of the core.
 
-A program of the kernel has all tokens of one image and several heads: it reads queries,
-keys and values once, and writes the result, or in the backward pass the three gradients.
-The compiler's own attention writes the logits and reads them several times, B K N N
-numbers, which for 197 tokens are half of what a layer moves.
+A program of the kernel handles all tokens and several heads of one image: it reads
+queries, keys and values once, and writes the result, or in the backward pass the three
+gradients. The attention that XLA compiles writes the logits, B K N N numbers, and reads
+them several times, which for 197 tokens is half of a layer's memory traffic.
 
 Shapes: B images, N tokens, K heads, E width of a head; D = K E. Heads lie side by side.
 """
@@ -24,9 +24,9 @@ from vit_jax.layers.dtypes import Array
 Tokens: TypeAlias = Float[Array, 'B N D']
 # Logits of more tokens do not fit into the vector memory of a core.
 MOST_TOKENS = 640
-# Room for the arrays of a program, in bytes; the rest is for logits.
-_ROOM = 6 * 2**20
-# More heads of a program take long to compile, since each has code of its own.
+# Memory for the arrays of a program, in bytes; the rest is for logits.
+_ARRAY_BYTES = 6 * 2**20
+# Programs with more heads compile slowly, since the code is repeated for each head.
 _MOST_HEADS = 8
 _LANES = 128
 _LOWEST = -1e30
@@ -44,8 +44,8 @@ def attend(
 
   Args:
     query: queries that are already scaled, at most MOST_TOKENS tokens.
-    key: keys, and `value`: values, as many as queries.
-    value: see `key`.
+    key: keys, as many as queries.
+    value: values, as many as keys.
     head_dim: E.
     causal: whether token i attends to tokens 0 to i only.
     multiply_as: the type of the factors of matrix products; None: that of the arrays.
@@ -108,7 +108,7 @@ def _call(
 
 
 def _lanes(num_tokens: int, width: int, head_dim: int, itemsize: int) -> int:
-  """Returns the width of the heads that a program has, the most that there is room for.
+  """Returns the total width of a program's heads, as many as fit into memory.
 
   It is a multiple of 128, or the whole width.
   """
@@ -116,7 +116,7 @@ def _lanes(num_tokens: int, width: int, head_dim: int, itemsize: int) -> int:
   if width % unit:
     return width
   # Seven arrays in the backward pass, each twice: the next ones are read meanwhile.
-  most = min(_ROOM // (14 * num_tokens * itemsize), _MOST_HEADS * head_dim)
+  most = min(_ARRAY_BYTES // (14 * num_tokens * itemsize), _MOST_HEADS * head_dim)
   num_units = width // unit
   fitting = [
     n for n in range(1, num_units + 1) if num_units % n == 0 and n * unit <= most
@@ -160,15 +160,15 @@ def _backward_kernel(
   for start in range(0, query.shape[1], head_dim):
     head = slice(start, start + head_dim)
     weights = _weights(query[:, head], key[:, head], causal)
-    by_weight = _dot(gradient[:, head], value[:, head], (1, 1))
-    mean = (weights * by_weight).sum(axis=-1, keepdims=True)
-    by_logit = (weights * (by_weight - mean)).astype(dtype)
-    by_query = _dot(by_logit, key[:, head], (1, 0))
-    by_key = _dot(by_logit, query[:, head], (0, 0))
-    by_value = _dot(weights.astype(dtype), gradient[:, head], (0, 0))
-    query_gradient_ref[0, :, head] = by_query.astype(query_gradient_ref.dtype)
-    key_gradient_ref[0, :, head] = by_key.astype(key_gradient_ref.dtype)
-    value_gradient_ref[0, :, head] = by_value.astype(value_gradient_ref.dtype)
+    weight_gradient = _dot(gradient[:, head], value[:, head], (1, 1))
+    mean = (weights * weight_gradient).sum(axis=-1, keepdims=True)
+    logit_gradient = (weights * (weight_gradient - mean)).astype(dtype)
+    query_gradient = _dot(logit_gradient, key[:, head], (1, 0))
+    key_gradient = _dot(logit_gradient, query[:, head], (0, 0))
+    value_gradient = _dot(weights.astype(dtype), gradient[:, head], (0, 0))
+    query_gradient_ref[0, :, head] = query_gradient.astype(query_gradient_ref.dtype)
+    key_gradient_ref[0, :, head] = key_gradient.astype(key_gradient_ref.dtype)
+    value_gradient_ref[0, :, head] = value_gradient.astype(value_gradient_ref.dtype)
 
 
 def _weights(
