@@ -73,7 +73,7 @@ class Predictor(predictor_lib.Predictor):
     for number, inputs, outputs in self.stream(
       images, columns.compute, columns.keep, columns.parts
     ):
-      maps[number] = _cut(inputs, outputs)
+      maps[number] = _without_padding(inputs, outputs)
     return [maps[number] for number in range(len(images))]
 
   @functools.cached_property
@@ -110,7 +110,7 @@ class Predictor(predictor_lib.Predictor):
 
   def _columns(self) -> tables.Columns:
     def row(inputs: dict[str, np.ndarray], outputs: Any) -> dict[str, Any]:
-      names, shares = zip(*self.shares(_cut(inputs, outputs)))
+      names, shares = zip(*self.shares(_without_padding(inputs, outputs)))
       return {'classes': names, 'shares': shares}
 
     return tables.Columns(
@@ -133,25 +133,22 @@ class Predictor(predictor_lib.Predictor):
     Writes overlays to a picture `out`, and masks to a folder; images whose mask is there
     are left out. Raises ValueError if two images have the same name.
     """
-    paths = None
+    mask_paths = None
     if masks is not None:
-      paths = _mask_paths(images, masks)
-      if epath.Path(masks).exists() and not epath.Path(masks).is_dir():
-        raise ValueError(f"masks='{masks}' is a file: pass a folder (--masks)")
-      with files.naming_output(masks, 'masks'):
-        epath.Path(masks).mkdir(parents=True, exist_ok=True)
+      mask_paths = _mask_paths(images, masks)
+      _make_folder(masks)
     pictures = []
-    for path, class_map in self._maps(images, paths, everything=out is not None):
+    for path, class_map in self._maps(images, mask_paths, resume=out is None):
       if class_map is None:
         yield f'{path}\n  mask exists'
         continue
       lines = [path]
       for name, share in self.shares(class_map)[:_SHOWN]:
         lines.append(f'  {100 * share:6.2f} %  {name}')
-      if paths is not None:
+      if mask_paths is not None:
         with files.naming_output(masks, 'masks'):
-          files.write(epath.Path(paths[path]), self.encode(class_map))
-        lines.append(f'  mask: {paths[path]}')
+          files.write(epath.Path(mask_paths[path]), self.encode(class_map))
+        lines.append(f'  mask: {mask_paths[path]}')
       if out is not None:
         image = preprocess.from_user(path, images_lib.decode).numpy()
         pictures.append(self.draw(image, class_map))
@@ -161,15 +158,14 @@ class Predictor(predictor_lib.Predictor):
       yield f'picture: {out}'
 
   def _maps(
-    self, images: Sequence[str], paths: dict[str, str] | None, everything: bool
+    self, images: Sequence[str], mask_paths: dict[str, str] | None, resume: bool
   ) -> Iterator[tuple[str, np.ndarray | None]]:
-    """Yields images in order with their maps; None where a mask exists, or everything."""
+    """Yields images in order with their maps; to `resume`, None where a mask exists."""
     for start in range(0, len(images), _CHUNK):
       chunk = images[start : start + _CHUNK]
-      remaining = []
-      for path in chunk:
-        if everything or paths is None or not epath.Path(paths[path]).exists():
-          remaining.append(path)
+      remaining = chunk
+      if resume and mask_paths is not None:
+        remaining = [x for x in chunk if not epath.Path(mask_paths[x]).exists()]
       maps = dict(zip(remaining, self.segment(remaining)))
       for path in chunk:
         yield path, maps.get(path)
@@ -229,10 +225,19 @@ class Predictor(predictor_lib.Predictor):
     return True
 
 
-def _cut(inputs: dict[str, np.ndarray], outputs: Any) -> np.ndarray:
+def _without_padding(inputs: dict[str, np.ndarray], outputs: Any) -> np.ndarray:
   """Returns the map of an image without the rest of its canvas, int [H, W]."""
   height, width = inputs['size']
   return outputs['classes'][:height, :width].astype(np.int32)
+
+
+def _make_folder(masks: str) -> None:
+  """Makes the folder of masks; ValueError if it is a file."""
+  folder = epath.Path(masks)
+  if folder.exists() and not folder.is_dir():
+    raise ValueError(f"masks='{masks}' is a file: pass a folder (--masks)")
+  with files.naming_output(masks, 'masks'):
+    folder.mkdir(parents=True, exist_ok=True)
 
 
 def _mask_paths(images: Sequence[str], folder: str) -> dict[str, str]:
