@@ -1,6 +1,6 @@
 """Trains a small EoMT to segment things and stuff of scenes, without a download.
 
-vit_jax train --config=configs/eomt_panoptic_scenes.py --workdir=/tmp/eomt_panoptic
+  vit_jax train --config=configs/eomt_panoptic_scenes.py --workdir=/tmp/eomt_panoptic
 
 Digits are things, and the textures of the ground are stuff. Encoder and model are those of
 segment_scenes_eomt.py. Expected on the 16 scenes that it is trained on, with

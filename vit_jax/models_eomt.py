@@ -100,8 +100,8 @@ class Eomt(models_vit.VisionTransformer):
   """A Vision Transformer with queries, each of which predicts a class and a mask.
 
   It has the fields of a Vision Transformer, whose head and pre-logits it lacks, and the
-  parameters of one, so that weights of other Vision Transformers fit. Logits and masks
-  are always float32.
+  parameters of one, so that it loads the weights of other Vision Transformers. Logits and
+  masks are always float32.
   """
 
   num_queries: int = 200  # Q.
@@ -111,7 +111,7 @@ class Eomt(models_vit.VisionTransformer):
   def setup(self):
     """Creates the submodules.
 
-    Raises ValueError if the encoder has fewer layers than read the queries.
+    Raises ValueError if the encoder has fewer layers than `num_query_layers`.
     """
     super().setup()
     num_layers = self.transformer['num_layers']
@@ -124,9 +124,9 @@ class Eomt(models_vit.VisionTransformer):
     shape = (self.num_queries, self.hidden_size)
     init = nn.initializers.normal(1.0)
     self.queries = self.param('queries', init, shape, types['param_dtype'])
-    exact = {**types, 'dtype': jnp.promote_types(types['dtype'], jnp.float32)}
-    outputs = (self.num_classes or 0) + 1
-    self.class_head = nn.Dense(outputs, kernel_init=_INIT, **exact)
+    wide_types = {**types, 'dtype': jnp.promote_types(types['dtype'], jnp.float32)}
+    num_logits = (self.num_classes or 0) + 1
+    self.class_head = nn.Dense(num_logits, kernel_init=_INIT, **wide_types)
     self.mask_mlp = MaskMlp(**types)
     self.upscales = [
       Upscale(name=f'upscale_{i}', **types) for i in range(self.num_upscales)
@@ -144,7 +144,7 @@ class Eomt(models_vit.VisionTransformer):
     Args:
       images: float [B, H, W, C] in [-1, 1].
       train: whether dropout is on, which needs the rng 'dropout'.
-      mask_rates: float [L2], by layer with queries the probability that a query
+      mask_rates: float [L2], for each layer with queries the probability that a query
         attends only to the patches of its mask, which needs the rng 'dropout'; None: no
         masks.
 
@@ -203,14 +203,15 @@ class Eomt(models_vit.VisionTransformer):
     masks: Float[Array, 'B Q height width'],
     rate: Float[Array, ''],
     grid: tuple[int, int],
-    tokens: int,
+    num_tokens: int,
   ) -> Bool[Array, 'B 1 S S']:
-    """Returns which tokens may attend to which: some queries not outside their masks."""
+    """Returns which tokens may attend to which: some queries only inside their masks."""
     shape = (*masks.shape[:2], *grid)
     masks = jax.image.resize(masks, shape, 'bilinear', antialias=False)
     is_inside = masks.reshape(*shape[:2], -1) > 0  # [B, Q, h*w]
     is_masked = jax.random.uniform(self.make_rng('dropout'), shape[:2]) < rate
     visible = is_inside | ~is_masked[..., None]
-    others = tokens - self.num_queries, tokens - visible.shape[2]
-    padding = ((0, 0), (0, others[0]), (others[1], 0))
+    # The patches are the last tokens; tokens that are not queries attend to all.
+    num_before_patches = num_tokens - visible.shape[2]
+    padding = ((0, 0), (0, num_tokens - self.num_queries), (num_before_patches, 0))
     return jnp.pad(visible, padding, constant_values=True)[:, None]

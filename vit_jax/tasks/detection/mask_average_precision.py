@@ -1,11 +1,11 @@
 """Average precision and recall of the masks of instances, as COCO defines them.
 
 The overlap (IoU) is that of pixels, at the height and width of the original image, or at
-those of `truth_size`; all else is as for boxes, see average_precision.py. Objects are the
+those of `truth_size`; everything else is as for boxes, see average_precision.py. Objects are the
 things of panoptic annotations, which do not overlap.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 import functools
 from typing import Any, ClassVar
 
@@ -59,13 +59,17 @@ class MaskAveragePrecision:
     return {**metrics, 'num_examples': len(merged)}
 
 
-def compare(row: Mapping[str, np.ndarray], is_thing: Any, candidates: Any) -> dict:
+def compare(
+  row: Mapping[str, np.ndarray],
+  is_thing: Sequence[bool],
+  candidates: Iterable[tuple[np.ndarray, int, float]],
+) -> dict[str, Any]:
   """Compares the candidates of an image with its things.
 
   Args:
-    row: an example of evaluation of vit_jax.tasks.detection.segment.Task.
+    row: an evaluation example of vit_jax.tasks.detection.segment.Task.
     is_thing: whether each class is a class of things.
-    candidates: (mask bool [H, W], class, score) each; those without pixels do not count.
+    candidates: (mask bool [H, W], class, score); those without pixels do not count.
 
   Returns:
     `image_id`; and `truth`, `detections` and `overlaps` for average_precision, lists.
@@ -75,7 +79,7 @@ def compare(row: Mapping[str, np.ndarray], is_thing: Any, candidates: Any) -> di
   is_object = row['label'] >= 0
   labels, crowd = row['label'][is_object], row['crowd'][is_object] > 0
   pixels = np.bincount(numbers.ravel(), minlength=len(labels) + 1)[1:]
-  chosen = np.array(is_thing, bool)[labels] & (pixels > 0)
+  is_visible_thing = np.array(is_thing, bool)[labels] & (pixels > 0)
   # Pixels of the original per pixel compared.
   scale = float(np.prod(row['size'].astype(np.float64)) / (int(height) * int(width)))
   detections: dict[str, list] = {'labels': [], 'scores': [], 'areas': []}
@@ -87,15 +91,15 @@ def compare(row: Mapping[str, np.ndarray], is_thing: Any, candidates: Any) -> di
     shared = np.bincount(numbers[mask], minlength=len(labels) + 1)[1:]
     # Of a crowd, only the share of the candidate inside counts.
     union = np.where(crowd, area, area + pixels - shared)
-    overlaps.append((shared / union)[chosen].tolist())
+    overlaps.append((shared / union)[is_visible_thing].tolist())
     for name, value in zip(detections, (label, score, area * scale)):
       detections[name].append(value)
   return {
     'image_id': ap.image_id(row),
     'truth': {
-      'labels': labels[chosen].tolist(),
-      'areas': row['area'][is_object][chosen].tolist(),
-      'crowd': crowd[chosen].tolist(),
+      'labels': labels[is_visible_thing].tolist(),
+      'areas': row['area'][is_object][is_visible_thing].tolist(),
+      'crowd': crowd[is_visible_thing].tolist(),
     },
     'detections': detections,
     'overlaps': overlaps,

@@ -163,7 +163,7 @@ class Task(base.Task):
     return {
       **inputs,
       **self._targets(boxes, record['objects/label'], mask),
-      **self._more_targets(record, inputs, transform, mask),
+      **self._extra_targets(record, inputs, transform, mask),
     }
 
   def _decode(
@@ -178,14 +178,14 @@ class Task(base.Task):
     group = canvases.group_at(step, self.config.seed, pp)
     return preprocess.on_canvas_for_training(record['image'], seed, group, pp)
 
-  def _more_targets(
+  def _extra_targets(
     self,
     record: dict[str, 'tf.Tensor'],
     inputs: dict[str, 'tf.Tensor'],
     transform: geometry.Geometry,
     mask: 'tf.Tensor',
   ) -> dict[str, 'tf.Tensor']:
-    """Returns further tensors of a training example, for subclasses."""
+    """Returns more tensors of a training example; a hook for subclasses."""
     return {}
 
   def inputs(
@@ -268,10 +268,10 @@ class Task(base.Task):
     tf.debugging.assert_less_equal(
       tf.shape(x)[0],
       max_objects,
-      f'an image has more objects than {_more_objects(max_objects)}',
+      f'an image has more objects than {_objects_remedy(max_objects)}',
     )
-    missing = max_objects - tf.shape(x)[0]
-    x = tf.pad(x, [[0, missing]] + [[0, 0]] * (x.shape.rank - 1))
+    num_padding = max_objects - tf.shape(x)[0]
+    x = tf.pad(x, [[0, num_padding]] + [[0, 0]] * (x.shape.rank - 1))
     return tf.ensure_shape(x, [max_objects, *x.shape[1:]])
 
   def input_spec(
@@ -371,13 +371,13 @@ def is_crowd(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
 
 
 def _boxes(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
-  """Returns the boxes of a record [n, 4]; an error if they are not boxes."""
+  """Returns the boxes of a record, [n, 4]; raises an error if they are invalid."""
   boxes = tf.reshape(record['objects/bbox'], [-1, 4])
   low, high = boxes[:, :2], boxes[:, 2:]
   # False for NaN.
-  is_box = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
+  is_valid = (low <= high) & (low >= -_ROUNDING) & (high <= 1 + _ROUNDING)
   tf.debugging.assert_equal(
-    tf.reduce_all(is_box),
+    tf.reduce_all(is_valid),
     True,
     "objects/bbox must be (ymin, xmin, ymax, xmax), shares of the image's height "
     'and width from 0 to 1: correct the data',
@@ -385,7 +385,7 @@ def _boxes(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
   return boxes
 
 
-def _more_objects(max_objects: int) -> str:
+def _objects_remedy(max_objects: int) -> str:
   """Returns how to allow more objects of an image."""
   return (
     f'max_objects={max_objects}: raise --config.task_options.max_objects, and with it '
@@ -409,5 +409,5 @@ def _check_counts(config: ml_collections.ConfigDict, source: records.Source) -> 
     raise ValueError(
       f'{np.sum(counts > max_objects):,} of {len(counts):,} images have more objects '
       f"than the model can find; most are in '{source.name(int(counts.argmax()))}': "
-      f'{counts.max()}, and {_more_objects(max_objects)}, to at least {counts.max()}'
+      f'{counts.max()}, and {_objects_remedy(max_objects)}, to at least {counts.max()}'
     )

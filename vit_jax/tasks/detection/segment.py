@@ -68,7 +68,7 @@ class Task(objects.Task):
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
     names = list(cls.class_names_of(source))
-    return {'class_names': names, 'isthing': _things(config, source, names)}
+    return {'class_names': names, 'isthing': _thing_flags(config, source, names)}
 
   @classmethod
   def planned_metadata(
@@ -93,7 +93,7 @@ class Task(objects.Task):
     renamed = {k.replace(_OBJECTS, 'objects/'): x for k, x in record.items()}
     return super().example(renamed, seed, canvas)
 
-  def _more_targets(
+  def _extra_targets(
     self,
     record: dict[str, 'tf.Tensor'],
     inputs: dict[str, 'tf.Tensor'],
@@ -159,9 +159,9 @@ class Task(objects.Task):
     return super().evaluators(config)
 
   def describe(self) -> str:
-    things = sum(self.is_thing)
-    stuff = len(self.is_thing) - things
-    return f'{super().describe()}; {things} things, {stuff} stuff'
+    num_things = sum(self.is_thing)
+    num_stuff = len(self.is_thing) - num_things
+    return f'{super().describe()}; {num_things} things, {num_stuff} stuff'
 
   def draw_evaluation(
     self, batch: dict[str, jax.Array], outputs: Any
@@ -189,7 +189,7 @@ def _class_for(config: ml_collections.ConfigDict) -> type[Task]:
   return importlib.import_module(module).Task
 
 
-def _things(
+def _thing_flags(
   config: ml_collections.ConfigDict, source: records.Source, names: Sequence[str]
 ) -> list[bool]:
   """Returns whether each class is a class of things."""

@@ -107,8 +107,8 @@ class Task(segment.Task, detect.Task):
     return f'{super().describe()}; {head} masks'
 
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
-    kind = detectors.Segmenter if self.model.mask_head else detectors.Detector
-    return kind(self, params, extra, step)
+    cls = detectors.Segmenter if self.model.mask_head else detectors.Detector
+    return cls(self, params, extra, step)
 
   def draw_evaluation(
     self, batch: dict[str, jax.Array], outputs: Any

@@ -1,10 +1,10 @@
 """Boundary IoU: the IoU of pixels near the boundaries of classes (arXiv 2103.16562).
 
-The boundary region of a class are its pixels from which an erosion by d pixels, in
-squares, reaches other classes or the outside of the image; d is 2 % of the diagonal of
-the image, rounded, and at least 1. So a pixel is in the region of its class unless all
-pixels in the square of 2 d + 1 pixels around it are of that class, which counts of edges
-between pixels tell for all classes at once.
+The boundary region of a class consists of the pixels that an erosion of the class by d
+pixels, in squares, removes; d is 2 % of the diagonal of the image, rounded, and at least
+1. So a pixel is in the region of its class unless the square of 2 d + 1 pixels around it
+lies in the image and has that class only. Such a square has no edges between pixels of
+different classes, and edges are counted for all classes at once.
 
 Shapes: B images on canvases of H x W pixels, C classes.
 """
@@ -12,7 +12,7 @@ Shapes: B images on canvases of H x W pixels, C classes.
 import jax
 import jax.numpy as jnp
 
-_RATIO = 50  # Of the diagonal to d (section 4.1).
+_DIVISOR = 50  # Of the diagonal, to get d (section 4.1).
 
 
 def boundaries(classes: jax.Array, size: jax.Array) -> jax.Array:
@@ -23,7 +23,7 @@ def boundaries(classes: jax.Array, size: jax.Array) -> jax.Array:
     size: height and width of the image on the canvas, int32 [2].
   """
   diagonal = jnp.sqrt((size.astype(jnp.float32) ** 2).sum())
-  distance = jnp.maximum(1, jnp.round(diagonal / _RATIO)).astype(jnp.int32)
+  distance = jnp.maximum(1, jnp.round(diagonal / _DIVISOR)).astype(jnp.int32)
   is_edge_down = jnp.pad(classes[1:] != classes[:-1], ((0, 1), (0, 0)))
   is_edge_right = jnp.pad(classes[:, 1:] != classes[:, :-1], ((0, 0), (0, 1)))
   first, last, reaches_outside = [], [], []
@@ -43,7 +43,7 @@ def _sums(
   rows: tuple[jax.Array, jax.Array],
   columns: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
-  """Returns sums of values [H, W] over rectangles, [H, W], from first to before last."""
+  """Sums values [H, W] over a rectangle per pixel, from first to before last: [H, W]."""
   sums = jnp.pad(values.astype(jnp.int32).cumsum(axis=0), ((1, 0), (0, 0)))
   first, last = (x.clip(0, len(values)) for x in rows)
   sums = jnp.pad((sums[last] - sums[first]).cumsum(axis=1), ((0, 0), (1, 0)))

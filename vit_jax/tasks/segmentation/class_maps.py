@@ -1,17 +1,19 @@
 """The class of each pixel of an image of any size, from scores on a grid.
 
 Scores of windows are enlarged to their pixels, averaged where windows overlap, and
-resized to the original height and width of the image, all bilinearly. So a score is a sum
-of products with the weights of rows and of columns, see `_weights`. The class of a pixel
+resized to the original height and width of the image, all bilinearly. So the scores of
+pixels are products of matrices, weights of rows and of columns, with those of the cells:
+see `_weights`. The class of a pixel
 is that of the greatest score, or of the greatest mean probability over several views.
-Images of several sizes share a canvas, whose upper left each fills, so that a program is
-compiled for each canvas only.
+Images of several sizes share a canvas, whose upper left corner each fills, so that one
+program is compiled per canvas.
 
 Shapes: B images, Y x X windows with scores on h x w cells, canvas of H x W pixels, C
 classes.
 """
 
 from collections.abc import Callable, Sequence
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,9 @@ import jax.numpy as jnp
 from vit_jax.distributed import sharding
 from vit_jax.tasks.segmentation import views
 
-_SCORES = 2**24  # Scores of pixels at a time: those of a large image take gigabytes.
+_BLOCK_SCORES = (
+  2**24
+)  # Scores computed at a time: those of a large image take gigabytes.
 
 
 class ViewOutputs(NamedTuple):
@@ -87,10 +91,8 @@ def _combined(head: Any, pixels: list[jax.Array]) -> jax.Array:
   """Returns the scores of one view, or logarithms of mean probabilities of several."""
   if len(pixels) == 1:
     return pixels[0]
-  logarithms = [jax.nn.log_softmax(head.logits(x)) for x in pixels]
-  total = logarithms[0]
-  for x in logarithms[1:]:
-    total = jnp.logaddexp(total, x)
+  log_probabilities = [jax.nn.log_softmax(head.logits(scores)) for scores in pixels]
+  total = functools.reduce(jnp.logaddexp, log_probabilities)
   return total - jnp.log(len(pixels))
 
 
@@ -137,7 +139,7 @@ def _by_rows(
 ) -> Any:
   """Applies the function of `_reduce` to an image; maps are [H, W]."""
   height, width = len(grids[0].rows), len(grids[0].columns)
-  num_rows = _SCORES // (width * grids[0].scores.shape[-1])
+  num_rows = _BLOCK_SCORES // (width * grids[0].scores.shape[-1])
   num_rows = max(1, min(height, num_rows))
   num_blocks = -(-height // num_rows)
 
@@ -198,15 +200,16 @@ def _weights(
   position = (jnp.arange(count) + 0.5) * (extent / length) - 0.5
   position = position.clip(0, extent - 1)
   low = jnp.floor(position)
-  # Two pixels of the resized image for each pixel.
-  resized = jnp.stack([low, jnp.minimum(low + 1, extent - 1)])  # [2, count]
-  shares = jnp.stack([1 - (position - low), position - low])
-  offset = resized[..., None] - windows.starts  # [2, count, windows]
+  # The two pixels of the resized image around each pixel, and their weights.
+  neighbours = jnp.stack([low, jnp.minimum(low + 1, extent - 1)])  # [2, count]
+  neighbour_weights = jnp.stack([1 - (position - low), position - low])
+  offset = neighbours[..., None] - windows.starts  # [2, count, windows]
   covers = windows.is_used & (offset >= 0) & (offset < windows.length)
-  window_weights = shares[..., None] * covers / covers.sum(axis=-1, keepdims=True)
+  window_weights = neighbour_weights[..., None] * covers
+  window_weights /= covers.sum(axis=-1, keepdims=True)
   cells = windows.cells
-  place = ((offset + 0.5) * (cells / windows.length) - 0.5).clip(0, cells - 1)
-  cell_weights = jnp.maximum(0, 1 - abs(place[..., None] - jnp.arange(cells)))
+  cell = ((offset + 0.5) * (cells / windows.length) - 0.5).clip(0, cells - 1)
+  cell_weights = jnp.maximum(0, 1 - abs(cell[..., None] - jnp.arange(cells)))
   weights = (window_weights[..., None] * cell_weights).sum(axis=0)
   return weights.reshape(count, -1)
 

@@ -1,7 +1,7 @@
-"""EoMT's training, and its semantic segmentation (arXiv 2503.19108, section 3 and 4.1).
+"""EoMT's training, and its semantic segmentation (arXiv 2503.19108, sections 3 and 4.1).
 
 In training, masked attention is switched off layer by layer (`mask_rates`), so that
-prediction does without. For semantic segmentation, the targets of an image are the classes
+prediction needs none. For semantic segmentation, the targets of an image are the classes
 that occur in it, each with the mask of all its pixels.
 
 Shapes: B images of H x W pixels, Q queries, N targets of an image (padded), C classes.
@@ -62,8 +62,8 @@ def targets(
   return jax.vmap(of_image)(segmentation)
 
 
-def options_of(options: ml_collections.ConfigDict) -> set_losses.Options:
-  """Returns the options of the losses, of `config.task_options`; None: as published."""
+def loss_options(options: ml_collections.ConfigDict) -> set_losses.Options:
+  """Returns the loss options of `config.task_options`; None there: as published."""
   values = {}
   for name in set_losses.Options._fields:
     if options[name] is not None:
@@ -117,7 +117,7 @@ def loss(
     batch: `image`, and `labels`, `segments` and `counts` as set_losses.losses takes them,
       with the results of matching.shares.
     rng: random key.
-    progress: number of updates before this one, and of all updates.
+    progress: numbers of updates before this one, and in all.
     options: of the losses.
 
   Returns:
@@ -162,7 +162,7 @@ class Eomt:
     self.model = models.make_model(config.model, num_classes=num_classes)
     self._total_steps = config.total_steps
     options = config.task_options
-    self._options = options_of(options)
+    self._options = loss_options(options)
     self._num_classes = num_classes
     self._num_targets = min(num_classes, options.max_classes)
     if self._num_targets > self.model.num_queries:

@@ -1,7 +1,7 @@
 """Semantic, instance and panoptic segmentation from the classes and masks of queries.
 
-As in the released code of EoMT (arXiv 2503.19108). One model has all three results; which
-are useful depends on its training data.
+As in the released code of EoMT (arXiv 2503.19108). One model yields all three results;
+which are useful depends on its training data.
 
 Shapes: B images, Q queries, C classes, h x w cells of a mask, H x W pixels.
 """
@@ -46,8 +46,8 @@ def instances(
   probabilities = softmax(logits)[:, :-1]
   labels = probabilities.argmax(axis=-1)
   scores = probabilities.max(axis=-1) * np.array([quality(mask) for mask in masks])
-  chosen = (scores > 0) & (scores >= threshold)
-  return masks[chosen] > 0, labels[chosen], scores[chosen]
+  is_instance = (scores > 0) & (scores >= threshold)
+  return masks[is_instance] > 0, labels[is_instance], scores[is_instance]
 
 
 def quality(mask: np.ndarray) -> float:
@@ -101,26 +101,28 @@ def panoptic(
   scores, labels = probabilities.max(axis=-1), probabilities.argmax(axis=-1)
   queries = confident(logits, threshold)
   numbers = np.zeros(masks.shape[1:], np.int32)
-  chosen: list[int] = []  # The query of each segment.
-  number_of: dict[int, int] = {}  # By class of stuff.
+  query_of_segment: list[int] = []
+  segment_of_stuff: dict[int, int] = {}  # By class.
   if not len(queries):
     return segments_lib.Segments(numbers, labels[:0], scores[:0])
-  shares = _sigmoid(masks[queries])
-  owners = queries[(scores[queries, None, None] * shares).argmax(axis=0)]  # [H, W]
-  for query, share in zip(queries, shares):
-    is_own, is_inside = owners == query, share >= 0.5
-    segment = is_own & is_inside
-    if not segment.any() or is_own.sum() / is_inside.sum() <= overlap:
+  mask_probabilities = _sigmoid(masks[queries])
+  weighted = scores[queries, None, None] * mask_probabilities
+  query_of_pixel = queries[weighted.argmax(axis=0)]  # [H, W]
+  for query, mask in zip(queries, mask_probabilities):
+    is_winner, is_inside = query_of_pixel == query, mask >= 0.5
+    segment = is_winner & is_inside
+    if not segment.any() or is_winner.sum() / is_inside.sum() <= overlap:
       continue
     label = int(labels[query])
-    if label in number_of:
-      numbers[segment] = number_of[label]
+    if label in segment_of_stuff:
+      numbers[segment] = segment_of_stuff[label]
       continue
-    chosen.append(query)
-    numbers[segment] = len(chosen)
+    query_of_segment.append(query)
+    numbers[segment] = len(query_of_segment)
     if label in stuff:
-      number_of[label] = len(chosen)
-  return segments_lib.Segments(numbers, labels[chosen], scores[chosen])
+      segment_of_stuff[label] = len(query_of_segment)
+  labels, scores = labels[query_of_segment], scores[query_of_segment]
+  return segments_lib.Segments(numbers, labels, scores)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -60,20 +60,23 @@ def targets(
   """
   numbers = jnp.arange(labels.shape[1])
 
+  def with_zero(table: jax.Array) -> jax.Array:
+    # Pixels of no object have the number 0.
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), table])
+
   def of_image(
     labels: jax.Array, segments: jax.Array, count: jax.Array
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     is_stuff = jnp.isin(labels, jnp.array(sorted(stuff), jnp.int32)) & (numbers < count)
-    same = is_stuff & is_stuff[:, None] & (labels == labels[:, None])
-    first = jnp.where(is_stuff, same.argmax(axis=1), numbers)  # Object it belongs to.
-    first = jnp.concatenate([jnp.zeros(1, jnp.int32), first + 1])
-    merged = first[segments]  # [H, W]
-    pixels = jnp.bincount(merged.ravel(), length=len(first))[1:]
+    is_same = is_stuff & is_stuff[:, None] & (labels == labels[:, None])
+    first = jnp.where(is_stuff, is_same.argmax(axis=1), numbers)  # Of the same stuff.
+    merged = with_zero(first + 1)[segments]  # [H, W]
+    pixels = jnp.bincount(merged.ravel(), length=len(numbers) + 1)[1:]
     is_visible = pixels > 0
-    number_of = jnp.where(is_visible, jnp.cumsum(is_visible), 0)
-    number_of = jnp.concatenate([jnp.zeros(1, jnp.int32), number_of])
+    target_numbers = jnp.where(is_visible, jnp.cumsum(is_visible), 0)
     order = jnp.argsort(~is_visible, stable=True)
-    return labels[order], number_of[merged].astype(jnp.int32), is_visible.sum()
+    segments = with_zero(target_numbers)[merged].astype(jnp.int32)
+    return labels[order], segments, is_visible.sum()
 
   return jax.vmap(of_image)(labels, segments, counts)
 
@@ -89,7 +92,7 @@ class Task(segment.Task):
       _check_canvases(config, self.options.tight)
     is_stuff = ~np.array(self.is_thing, bool)
     self._stuff = frozenset(np.flatnonzero(is_stuff).tolist())
-    self._loss_options = eomt.options_of(self.options)
+    self._loss_options = eomt.loss_options(self.options)
 
   # --- Training ---
 

@@ -147,9 +147,9 @@ class Task(base.Task):
     self._reader = masks.reader(config, self._mask_classes)
     self.ids = self._reader.ids  # Numbers of the classes in masks.
     _check_keys(config)
-    weights = None
+    class_weights = None
     if config.class_weights is not None:
-      weights = losses_lib.named_weights(
+      class_weights = losses_lib.named_weights(
         config.class_weights.to_dict(), self.class_names
       )
     head_class = _head_class(config)
@@ -158,7 +158,7 @@ class Task(base.Task):
     self.views = views.make(self.options, self.image_size, patch)
     if any(view.window != self.image_size for view in self.views):
       config = _at_any_size(config, grid)
-    self.head = head_class(config, len(self.classes), weights)
+    self.head = head_class(config, len(self.classes), class_weights)
     self._check_sizes()
 
   @property
@@ -316,16 +316,16 @@ class Task(base.Task):
     inputs = {}
     for i, (image, size) in enumerate(zip(images, canvas.views)):
       padded = canvases.pad(image, size)
-      name = self._view_name(i)
-      inputs[name] = tf.ensure_shape(padded, [*size, self.config.pp.channels])
+      shape_on_canvas = [*size, self.config.pp.channels]
+      inputs[self._view_name(i)] = tf.ensure_shape(padded, shape_on_canvas)
       inputs[f'extent_{i}'] = extents[i]
     return inputs
 
   def _view_name(self, number: int) -> str:
     """Returns the name of the images of a view; 'image' if they are as in `inputs`."""
     view = self.views[number]
-    is_usual = view.is_whole and view.side == self.image_size
-    return 'image' if is_usual else f'view_{number}'
+    is_input = view.is_whole and view.side == self.image_size
+    return 'image' if is_input else f'view_{number}'
 
   def read_mask(self, encoded: bytes) -> np.ndarray:
     """Returns the class of each pixel of a mask, see masks.Reader.decode."""
@@ -434,7 +434,7 @@ class Task(base.Task):
     return grids.to_pixels(images) if images.shape[-1] in (1, 3) else None
 
   def _draw_maps(self, images: np.ndarray, maps: Sequence[np.ndarray]) -> np.ndarray:
-    """Draws each image next to its classes, true and perhaps predicted, and the errors."""
+    """Draws images next to their classes, or to true and predicted ones and the errors."""
     titles = ['image', 'classes']
     if len(maps) == 2:
       titles += ['predicted', 'errors']

@@ -6,8 +6,8 @@ at points of its own, most of which are where the prediction is least certain (P
 arXiv 1912.08193, section 3.1).
 
 Shapes: L layers with a prediction, B images, Q queries, N objects of an image (padded),
-h x w cells of a predicted mask, H x W pixels, P points. Points are (x, y), shares of
-width and height.
+h x w cells of a predicted mask, H x W pixels, P points. Points are (x, y), as
+fractions of width and height.
 """
 
 import functools
@@ -29,30 +29,30 @@ class Options(NamedTuple):
   num_points: int = 12_544  # P.
   # Number of points per point of P from which the least certain ones are taken.
   oversample: float = 3.0
-  importance: float = 0.75  # Share of P that these are; the others are random.
+  importance: float = 0.75  # Fraction of P that these are; the rest are random.
 
 
 def _corners(size: tuple[int, int], points: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns the four pixels around points [..., P, 2] of maps of a size (h, w).
 
-  Their numbers, row by row, int32 [..., P, 4], and their shares of the value at the
+  Their indices in the flat map, int32 [..., P, 4], and their weights in the value at the
   point, float32 [..., P, 4], which are 0 outside of the map.
   """
   height, width = size
-  places = points * jnp.array([width, height]) - 0.5
-  first = jnp.floor(places)
-  share = places - first
-  numbers = []
+  positions = points * jnp.array([width, height]) - 0.5
+  first = jnp.floor(positions)
+  offset = positions - first
+  indices = []
   weights = []
   for down in (0, 1):
     for right in (0, 1):
       x, y = first[..., 0] + right, first[..., 1] + down
-      weight = jnp.abs(1 - right - share[..., 0]) * jnp.abs(1 - down - share[..., 1])
+      weight = jnp.abs(1 - right - offset[..., 0]) * jnp.abs(1 - down - offset[..., 1])
       is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
       weights.append(jnp.where(is_inside, weight, 0.0))
       column, row = jnp.clip(x, 0, width - 1), jnp.clip(y, 0, height - 1)
-      numbers.append((row * width + column).astype(jnp.int32))
-  return jnp.stack(numbers, axis=-1), jnp.stack(weights, axis=-1)
+      indices.append((row * width + column).astype(jnp.int32))
+  return jnp.stack(indices, axis=-1), jnp.stack(weights, axis=-1)
 
 
 def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
@@ -60,9 +60,9 @@ def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
 
   Points are [N, P, 2], or [1, P, 2] for the same points. Returns float32 [N, P].
   """
-  numbers, weights = _corners(maps.shape[1:], points)
+  indices, weights = _corners(maps.shape[1:], points)
   flat = maps.reshape(len(maps), -1)
-  values = jnp.take_along_axis(flat, numbers.reshape(len(points), -1), axis=1)
+  values = jnp.take_along_axis(flat, indices.reshape(len(points), -1), axis=1)
   return (values.reshape(len(maps), -1, 4) * weights).sum(axis=-1)
 
 
@@ -79,10 +79,10 @@ def sample_objects(
   Returns:
     float32 [N, P], from 0 to 1.
   """
-  numbers, weights = _corners(segments.shape, points)
-  owners = segments.reshape(-1)[numbers]  # [N, P, 4]
-  is_own = owners == objects[:, None, None] + 1
-  return (is_own * weights).sum(axis=-1)
+  indices, weights = _corners(segments.shape, points)
+  numbers = segments.reshape(-1)[indices]  # [N, P, 4]
+  is_inside = numbers == objects[:, None, None] + 1
+  return (is_inside * weights).sum(axis=-1)
 
 
 def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax.Array:
@@ -90,15 +90,15 @@ def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax
   num_points = options.num_points
   num_candidates = int(num_points * options.oversample)
   num_uncertain = int(num_points * options.importance)
-  candidates_key, others_key = jax.random.split(key)
+  candidates_key, random_key = jax.random.split(key)
   num_masks = len(masks)
   candidates = jax.random.uniform(candidates_key, (num_masks, num_candidates, 2))
   certainty = jnp.abs(sample(masks, candidates))
-  _, chosen = jax.lax.top_k(-certainty, num_uncertain)
-  uncertain = jnp.take_along_axis(candidates, chosen[..., None], axis=1)
-  num_others = num_points - num_uncertain
-  others = jax.random.uniform(others_key, (num_masks, num_others, 2))
-  return jnp.concatenate([uncertain, others], axis=1)
+  _, indices = jax.lax.top_k(-certainty, num_uncertain)
+  uncertain = jnp.take_along_axis(candidates, indices[..., None], axis=1)
+  num_random = num_points - num_uncertain
+  random = jax.random.uniform(random_key, (num_masks, num_random, 2))
+  return jnp.concatenate([uncertain, random], axis=1)
 
 
 def _matching_cost(
@@ -109,7 +109,7 @@ def _matching_cost(
   segments: jax.Array,
   options: Options,
 ) -> jax.Array:
-  """Returns the cost of giving each target of an image each query, [N, Q]."""
+  """Returns the costs of matching the targets of an image with queries, [N, Q]."""
   points = jax.random.uniform(key, (1, options.num_points, 2))
   targets = sample_objects(segments, jnp.arange(len(labels)), points)  # [N, P]
   cross_entropy, dice = mask_losses.pairwise(sample(masks, points), targets)
@@ -158,8 +158,8 @@ def losses(
     labels: classes of targets, int [B, N].
     segments: int [B, H, W], number of the target of each pixel, from 1; 0 for none.
     counts: number of targets, int [B], the first ones.
-    key: draws the points; or a key of each image [B], so that its points depend on
-      nothing else.
+    key: key of the points; or one per image [B], so that its points depend on nothing
+      else.
     options: weights and numbers.
 
   Returns:

@@ -2,8 +2,8 @@
 
 By default the model sees the whole image once, resized to its input. With
 `config.task_options.window`, an image keeps its aspect ratio and its shorter side gets the
-length of a window; windows slide over it by `stride` pixels, and the last one ends with
-the image, as in mmsegmentation (slide_inference) and the evaluations of DINOv2 (arXiv
+length of a window; windows slide over it by `stride` pixels, and the last one ends at the
+edge of the image, as in mmsegmentation (slide_inference) and the evaluations of DINOv2 (arXiv
 2304.07193) and DINOv3. Without a stride as few windows as possible lie evenly over the
 longer side, as in the released evaluation of EoMT (arXiv 2503.19108). Mirror images
 (`flips`) have windows at mirrored positions.
@@ -24,9 +24,12 @@ from vit_jax.data.lazy import tf
 
 
 class View(NamedTuple):
-  """One size of an image, and the windows of which the model sees it; (height, width)."""
+  """One size of an image, and the windows through which the model sees it.
 
-  side: tuple[int, int]  # Whole images take this size, others cover it.
+  Sizes are (height, width).
+  """
+
+  side: tuple[int, int]  # Size of whole images; images with windows cover it.
   window: tuple[int, int]
   stride: tuple[int, int] | None  # None: as few windows as possible, evenly.
   is_whole: bool  # There is one window, the image squeezed to `side`.
@@ -76,14 +79,14 @@ class View(NamedTuple):
       int32 [count] and bool [count].
     """
     number = jnp.arange(count)
-    most = extent - self.window[axis]  # Start of the last window.
-    needed = self.num_windows(axis, extent)
+    last = extent - self.window[axis]  # Start of the last window.
+    num_used = self.num_windows(axis, extent)
     if self.stride is None:
-      first = number * most // jnp.maximum(needed - 1, 1)
+      starts = number * last // jnp.maximum(num_used - 1, 1)
     else:
-      first = number * self.stride[axis]
-    first = jnp.minimum(first, most)
-    return jnp.where(flip, most - first, first), number < needed
+      starts = number * self.stride[axis]
+    starts = jnp.minimum(starts, last)
+    return jnp.where(flip, last - starts, starts), number < num_used
 
 
 def make(
@@ -160,10 +163,10 @@ def outputs(
   view: View,
   flips: bool,
 ) -> list[Any]:
-  """Computes a model on all windows of images, one window of each at a time.
+  """Applies a model to all windows of images, one window of each image at a time.
 
   Args:
-    model: from images [B, *view.window, channels] to a tree of arrays [B, ...].
+    model: maps images [B, *view.window, channels] to a tree of arrays [B, ...].
     images: on a canvas, float [B, H, W, channels].
     extent: height and width of each image on the canvas, int32 [B, 2].
     view: the view.
@@ -180,8 +183,8 @@ def outputs(
   def crop(image: jax.Array, size: jax.Array, index: jax.Array) -> jax.Array:
     corner = []
     for axis, is_mirrored in enumerate((False, index[2])):
-      first, _ = view.starts(axis, size[axis], counts[axis], is_mirrored)
-      corner.append(first[index[axis]])
+      starts, _ = view.starts(axis, size[axis], counts[axis], is_mirrored)
+      corner.append(starts[index[axis]])
     shape = (*view.window, image.shape[-1])
     window = jax.lax.dynamic_slice(image, (*corner, 0), shape)
     return jnp.where(index[2], window[:, ::-1], window)

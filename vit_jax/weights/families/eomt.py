@@ -58,7 +58,7 @@ def _naming(
   )
 
 
-def _naming_2(
+def _dino_2_naming(
   mlp: tuple[leaves.Row, ...], joined: Mapping[str, tuple[str, str]] | None = None
 ) -> leaves.Naming:
   """Returns the naming with DINOv2's encoder; `mlp` are rows of a layer."""
@@ -87,10 +87,10 @@ class Eomts(vit.Classifiers):
   head = 'class_head/bias'
   pads = True
   namings = {  # noqa: RUF012
-    'hf': _naming_2(dino.mlp('mlp.fc1', 'mlp.fc2', gated=False)),
-    'hf, gated': _naming_2(dino.GATED_MLP),
+    'hf': _dino_2_naming(dino.mlp('mlp.fc1', 'mlp.fc2', gated=False)),
+    'hf, gated': _dino_2_naming(dino.GATED_MLP),
     # Of transformers 4.
-    'hf, joined': _naming_2(
+    'hf, joined': _dino_2_naming(
       dino.mlp('', 'mlp.weights_out', gated=True), {'.mlp.weights_in.': dino.JOINED}
     ),
     'hf, DINOv3': _naming((('embedding', 'conv', _PATCHES),), dino.LAYER_3),
@@ -146,7 +146,7 @@ class Eomts(vit.Classifiers):
     )
 
   def num_classes(self, flat: Mapping[str, Any]) -> int:
-    """The last one is "no object"."""
+    """Returns the number of classes, without "no object"."""
     return max(0, super().num_classes(flat) - 1)
 
   def read_description(
@@ -172,7 +172,7 @@ class Eomts(vit.Classifiers):
     return descriptions.read(sibling('config.json'), describe)
 
   def run(self, model: Any) -> dict[str, Any]:
-    """Models whose images are padded are those of things and stuff."""
+    """Returns the keys of a run; models with padded images are of things and stuff."""
     prepared = model.preparation
     if prepared.longest_side is not None:
       return self._run_of_objects(model)
@@ -189,7 +189,7 @@ class Eomts(vit.Classifiers):
     }
 
   def _run_of_objects(self, model: Any) -> dict[str, Any]:
-    """Images fill the upper left of a square of the size of the positions."""
+    """Returns the keys of a run on squares whose upper left corner images fill."""
     prepared = model.preparation
     max_objects = min(task_options.Segment.max_objects, model.config.num_queries)
     return {
@@ -207,7 +207,7 @@ class Eomts(vit.Classifiers):
     }
 
   def metadata(self, model: Any) -> dict[str, Any]:
-    """The numbers of classes in masks count from 0, and things come before stuff."""
+    """Returns the classes: numbers count from 0, and things come before stuff."""
     if model.preparation.longest_side is not None:
       num_things = _THINGS.get(model.num_classes, model.num_classes)
       return {'isthing': [i < num_things for i in range(model.num_classes)]}
@@ -239,7 +239,7 @@ class Eomts(vit.Classifiers):
       **descriptions.label_fields(model),
     )
     if encoder.get('position_embedding') == 'rope':
-      return _with_padding(self._files_3(model, fields), model), []
+      return _with_padding(self._dino_3_files(model, fields), model), []
     height, width = model.image_size
     ratio = dino.mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
     if ratio is None or height != width:
@@ -258,7 +258,7 @@ class Eomts(vit.Classifiers):
     )
     return _with_padding(files, model), []
 
-  def _files_3(self, model: Any, fields: Mapping[str, Any]) -> dict[str, dict]:
+  def _dino_3_files(self, model: Any, fields: Mapping[str, Any]) -> dict[str, dict]:
     """Returns the JSON files of a model with DINOv3's encoder."""
     encoder = model.config.transformer
     is_gated = encoder.get('mlp') == 'swiglu'
