@@ -76,8 +76,16 @@ def predictions_of(theirs, images, rates):
 
 # Images of the size of the position embeddings, and of as many patches in a rectangle.
 @pytest.mark.parametrize(
-  'size, rates',
-  [((16, 16), (1.0, 1.0)), ((8, 32), (0.0, 1.0)), ((8, 32), None)],
+  'pair, size, rates',
+  [
+    ('dinov2', (16, 16), (1.0, 1.0)),
+    ('dinov2', (8, 32), (0.0, 1.0)),
+    ('dinov2', (8, 32), None),
+    ('dinov2, gated', (8, 32), None),
+    ('dinov3', (16, 16), None),
+    ('dinov3', (8, 32), (1.0, 1.0)),
+  ],
+  indirect=['pair'],
 )
 def test_predictions_match_hugging_face(pair, size, rates):
   theirs, ours, variables = pair

@@ -32,7 +32,7 @@ from vit_jax.tasks.segmentation import segment_masks
 
 # Things, and stuff; a colour for each class.
 NAMES = ['cat', 'dog', 'sand', 'sky']
-COLOURS = np.array([(250, 0, 0), (0, 250, 0), (0, 0, 250), (90, 90, 90)], np.uint8)
+COLORS = np.array([(250, 0, 0), (0, 250, 0), (0, 0, 250), (90, 90, 90)], np.uint8)
 SIZES = ((24, 32), (40, 20), (33, 47))
 CROWD = 1  # Number of a thing that is a crowd, in images of the third size.
 
@@ -61,10 +61,10 @@ def write_split(root, split, numbers):
   for number in numbers:
     segments, labels, crowds = make_scene(number)
     name = f'{number}.png'
-    Image.fromarray(COLOURS[np.array(labels)[segments]]).save(root / split / name)
+    Image.fromarray(COLORS[np.array(labels)[segments]]).save(root / split / name)
     ids = 300 * segments + 7
-    colours = ids[..., None] // np.array([1, 256, 65_536]) % 256
-    Image.fromarray(colours.astype(np.uint8)).save(folder / name)
+    id_pixels = ids[..., None] // np.array([1, 256, 65_536]) % 256
+    Image.fromarray(id_pixels.astype(np.uint8)).save(folder / name)
     height, width = segments.shape
     images.append({'id': number, 'file_name': name, 'height': height, 'width': width})
     info = []
@@ -123,29 +123,28 @@ def test_targets_are_visible_things_and_merged_stuff():
   # Objects: stuff 3, thing 0, stuff 3, thing 1 without pixels, thing 0; then padding.
   labels = jnp.array([[3, 0, 3, 1, 0, 0]])
   segments = jnp.array([[[1, 1, 2], [3, 0, 5]]], jnp.uint8)
-  find = jax.jit(functools.partial(segment_masks.targets, stuff={3}))
-  labels, numbers, counts = find(labels, segments, jnp.array([5]))
+  targets = jax.jit(functools.partial(segment_masks.targets, stuff={3}))
+  labels, numbers, counts = targets(labels, segments, jnp.array([5]))
   assert counts.tolist() == [3]
   assert labels[0, :3].tolist() == [3, 0, 0]
   assert numbers[0].tolist() == [[1, 1, 2], [1, 0, 3]]
 
 
-class ColourModel:
+class ColorModel:
   """A fake EoMT: query k finds all pixels of the colour of class k, the last one none."""
 
   num_queries = 5
 
   def apply(self, variables, images, **_):
     pixels = (images + 1) / 2 * 255
-    colours = np.array([*COLOURS.tolist(), [-99] * 3], np.float32)[:, None, None]
-    is_near = jnp.abs(pixels[:, None] - colours).max(axis=-1) < 60  # [B, 5, H, W]
+    colors = np.array([*COLORS.tolist(), [-99] * 3], np.float32)[:, None, None]
+    is_near = jnp.abs(pixels[:, None] - colors).max(axis=-1) < 60  # [B, 5, H, W]
     b, q, h, w = is_near.shape
     blocks = is_near.reshape(b, q, h // 2, 2, w // 2, 2).mean(axis=(3, 5))
-    is_found = is_near.any(axis=(2, 3))[..., None]
-    logits = 5 * jnp.eye(5) * is_found + 2 * jnp.eye(1, 5, 4)
+    occurs = is_near.any(axis=(2, 3))[..., None]
+    logits = 5 * jnp.eye(5) * occurs + 2 * jnp.eye(1, 5, 4)
     logits += 0.1 * jnp.arange(5) * jnp.eye(5)
-    outputs = {'logits': logits[None], 'masks': 8 * (blocks[None] - 0.5)}
-    return outputs
+    return {'logits': logits[None], 'masks': 8 * (blocks[None] - 0.5)}
 
 
 def make_task(config):
@@ -155,12 +154,12 @@ def make_task(config):
 
 
 @pytest.fixture(scope='module')
-def colours(data):
+def color_task(data):
   """The task with a model that knows colours, and its predictor."""
   config = make_config(data)
   config.pp.crop = 32
   task = make_task(config)
-  task.model = ColourModel()
+  task.model = ColorModel()
   return task, task.predictor({}, {}, 0)
 
 
@@ -179,18 +178,18 @@ def paths_of(data):
   return [str(data / 'val' / f'{i}.png') for i in range(8, 13)]
 
 
-def test_quality_and_precision_match_the_definition_and_pycocotools(data, colours):
-  task, predictor = colours
+def test_quality_and_precision_match_the_definition_and_pycocotools(data, color_task):
+  task, predictor = color_task
   metrics = evaluate(task, pq.PanopticQuality, mask_ap.MaskAveragePrecision)
   assert metrics['num_examples'] == 5
 
   images = []
-  for number, (numbers, found) in zip(
+  for number, (predicted, predictions) in zip(
     range(8, 13), predictor.segment(paths_of(data)), strict=True
   ):
     segments, labels, crowds = make_scene(number)
-    found_labels = [NAMES.index(name) for name, *_ in found]
-    images.append((segments + 1, labels, crowds, numbers, found_labels))
+    predicted_labels = [NAMES.index(name) for name, *_ in predictions]
+    images.append((segments + 1, labels, crowds, predicted, predicted_labels))
   quality = panoptic_quality_test.by_definition(images, 4)
   assert 0.2 < metrics['PQ'] < 0.9
   assert metrics['PQ'] == pytest.approx(np.mean(list(quality.values())))
@@ -198,8 +197,8 @@ def test_quality_and_precision_match_the_definition_and_pycocotools(data, colour
 
   expected = by_pycocotools(data, task, predictor)
   assert 0.05 < expected[0] < 0.9
-  got = [metrics[f'mask_{name}'] for name in ap.NAMES]
-  np.testing.assert_allclose(got, np.where(expected < 0, np.nan, expected))
+  precisions = [metrics[f'mask_{name}'] for name in ap.NAMES]
+  np.testing.assert_allclose(precisions, np.where(expected < 0, np.nan, expected))
 
 
 def test_images_of_any_shape_lie_on_canvases(data):
@@ -222,7 +221,7 @@ def test_images_of_any_shape_lie_on_canvases(data):
     make_task(config)
   config.pp.canvas_multiple = 16
   task = make_task(config)
-  task.model = ColourModel()
+  task.model = ColorModel()
   assert evaluate(task, pq.PanopticQuality)['PQ_stuff'] > 0.9
 
 
@@ -283,9 +282,9 @@ def test_candidates_are_those_of_the_released_code():
   masks = torch.tensor(rng.normal(0, 2, (40, 6, 5)), dtype=torch.float32)
   scores, indices = logits.softmax(-1)[:, :-1].flatten().topk(100)
   queries, labels = indices // 4, indices % 4
-  chosen = masks[queries]
-  inside = chosen > 0
-  quality = (chosen.sigmoid() * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
+  pair_masks = masks[queries]
+  inside = pair_masks > 0
+  quality = (pair_masks.sigmoid() * inside).sum((1, 2)) / (inside.sum((1, 2)) + 1e-6)
   expected = [
     (label, score, pixels)
     for label, score, pixels in zip(
@@ -296,18 +295,17 @@ def test_candidates_are_those_of_the_released_code():
   task = types.SimpleNamespace(is_thing=(True, True, False, False))
   row = {'logits': logits[None].numpy(), 'masks': masks[None].numpy()}
   row['extent'] = np.ones((1, 2))
-  got = [
-    (label, score, int(mask.sum()))
-    for mask, label, score in segment_masks.Task.candidates(task, row, 0, (6, 5))
-  ]
-  assert 30 < len(got) < 70
+  candidates = []
+  for mask, label, score in segment_masks.Task.candidates(task, row, 0, (6, 5)):
+    candidates.append((label, score, int(mask.sum())))
+  assert 30 < len(candidates) < 70
   order = lambda rows: sorted(rows, key=lambda x: -x[1])
-  for ours, theirs in zip(order(got), order(expected), strict=True):
-    assert ours == pytest.approx(theirs, rel=1e-5)
+  for candidate, reference in zip(order(candidates), order(expected), strict=True):
+    assert candidate == pytest.approx(reference, rel=1e-5)
 
 
-def test_predicts_segments_and_instances(data, colours, tmp_path):
-  _, predictor = colours
+def test_predicts_segments_and_instances(data, color_task, tmp_path):
+  _, predictor = color_task
   [path, *_] = paths_of(data)
   segments, labels, _ = make_scene(8)
   classes = np.array(labels)[segments]
@@ -359,11 +357,12 @@ def test_trains_evaluates_and_writes_a_table(workdir, data, tmp_path, capsys):
   ):
     out = tmp_path / f'{len(flag)}.parquet'
     predict_command.main([*flags, *flag, f'--out={out}', *paths_of(data)])
-    for row, (shapes, found) in zip(
+    for row, (shapes, predictions) in zip(
       pd.read_parquet(out).to_dict('records'), results, strict=True
     ):
-      assert row['classes'].tolist() == [name for name, *_ in found]
-      np.testing.assert_allclose(row['scores'], [x[1] for x in found], atol=1e-5)
+      assert row['classes'].tolist() == [name for name, *_ in predictions]
+      scores = [x[1] for x in predictions]
+      np.testing.assert_allclose(row['scores'], scores, atol=1e-5)
       for k, counts in enumerate(row['masks']):
         runs = {'size': row['size'].tolist(), 'counts': counts}
         mask = shapes[k] if flag else shapes == k + 1

@@ -85,6 +85,12 @@ def workdir(data):
   return folder
 
 
+@pytest.fixture(scope='module')
+def model(workdir):
+  """The predictor of the run."""
+  return predict.load(workdir)
+
+
 def read_mask(path):
   """Reads the classes of a mask, -1 for ignored pixels."""
   numbers = np.asarray(Image.open(path))
@@ -101,8 +107,7 @@ def enlarged(values, size):
   return tensor[0].permute(1, 2, 0).numpy()
 
 
-def test_measures_agree_with_scikit_learn_on_masks_of_any_size(workdir, data):
-  model = predict.load(workdir)
+def test_measures_agree_with_scikit_learn_on_masks_of_any_size(model, workdir, data):
   paths = [str(data / 'test/images' / f'{i}.png') for i in range(5)]
   true, predicted = [], []
   for path, class_map, values in zip(paths, model.predict(paths), model.outputs(paths)):
@@ -209,24 +214,30 @@ def test_the_dice_loss_joins_the_cross_entropy(data):
   assert total / weight == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_the_norm_of_the_head_keeps_statistics_of_the_tokens(workdir):
+def test_the_norm_of_the_head_keeps_statistics_of_the_tokens(model):
   """They follow from two layers of tokens, each after the last norm, as in DINOv2."""
-  task = predict.load(workdir).task
+  task = model.task
   rng = jax.random.key(0)
-  params, extra = task.init(rng)
   images = jax.random.normal(rng, (2, 16, 16, 3))
   batch = {'image': images, 'segmentation': jnp.zeros((2, 16, 16), jnp.int32)}
-  (_, weight), sums = task.loss(params, extra, batch, rng, 0)
+
+  @jax.jit
+  def compute():
+    params, extra = task.init(rng)
+    (_, weight), sums = task.loss(params, extra, batch, rng, 0)
+    means = {name: total / count for name, (total, count) in sums.items()}
+    statistics = task.update_extra(extra, params, means)['batch_stats']['head_norm']
+    _, sown = task.model.apply(
+      {'params': params, **extra},
+      images,
+      train=False,
+      method='segment',
+      capture_intermediates=lambda module, _: module.name == 'encoder_norm',
+    )
+    return weight, statistics, sown
+
+  weight, statistics, sown = compute()
   assert weight == 2 * 16 * 16
-  means = {name: total / count for name, (total, count) in sums.items()}
-  statistics = task.update_extra(extra, params, means)['batch_stats']['head_norm']
-  _, sown = task.model.apply(
-    {'params': params, **extra},
-    images,
-    train=False,
-    method='segment',
-    capture_intermediates=lambda module, _: module.name == 'encoder_norm',
-  )
   layers = sown['intermediates']['Transformer']['encoder_norm']['__call__']
   tokens = np.concatenate([x[:, 1:] for x in layers], axis=-1)  # Without class token.
   assert tokens.shape == (2, 16, 32)
@@ -386,14 +397,15 @@ def test_faults_of_classes_are_named(tmp_path, content, error):
     masks.read_classes(str(tmp_path))
 
 
-def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, capsys):
+def test_masks_are_written_with_numbers_and_palette(
+  model, workdir, data, tmp_path, capsys
+):
   paths = [str(data / 'test/images' / f'{i}.png') for i in range(3)]
   flags = [f'--workdir={workdir}', f'--masks={tmp_path}/masks']
   predict_command.main([*flags, f'--out={tmp_path}/overlay.png', *paths])
   predict_command.main([*flags, *paths])
   assert capsys.readouterr().out.count('mask exists') == 3
-  maps = predict.load(workdir).predict(paths)
-  for i, class_map in enumerate(maps):
+  for i, class_map in enumerate(model.predict(paths)):
     mask = Image.open(tmp_path / 'masks' / f'{i}.png')
     np.testing.assert_array_equal(np.asarray(mask), IDS[class_map])
     np.testing.assert_array_equal(mask.convert('RGB'), COLORS[class_map])
@@ -409,12 +421,11 @@ def test_masks_are_written_with_numbers_and_palette(workdir, data, tmp_path, cap
   assert height >= 3 * 256
 
 
-def test_options_of_a_run_are_replaced_in_predictions(workdir, data, tmp_path):
+def test_options_of_a_run_are_replaced_in_predictions(model, workdir, data, tmp_path):
   """A window of the size of the input does not squeeze the image of 24 x 32 pixels."""
   path = str(data / 'test/images/0.png')
   flags = [f'--workdir={workdir}', f'--masks={tmp_path}', '--option=window=16', path]
   predict_command.main(flags)
-  model = predict.load(workdir)
   [expected] = model.with_options({'window': 16}).predict([path])
   np.testing.assert_array_equal(Image.open(tmp_path / '0.png'), IDS[expected])
   assert (expected != model.predict([path])[0]).any()
@@ -422,25 +433,33 @@ def test_options_of_a_run_are_replaced_in_predictions(workdir, data, tmp_path):
     model.with_options({'windw': 16})
 
 
-def test_kernels_of_8_bits_predict_the_same_classes(workdir, data):
+def test_kernels_of_8_bits_predict_the_same_classes(model, workdir, data):
   paths = [str(data / 'test/images' / f'{i}.png') for i in range(2)]
-  expected = predict.load(workdir).predict(paths)
   maps = predict.load(workdir, dtype='int8').predict(paths)
-  for class_map, other in zip(maps, expected):
-    assert np.mean(class_map == other) > 0.9
+  for class_map, expected in zip(maps, model.predict(paths)):
+    assert np.mean(class_map == expected) > 0.9
 
 
-def test_a_report_lists_the_classes(workdir, tmp_path):
-  folder, table = tmp_path / 'report', tmp_path / 'table.csv'
-  evaluate_command.main(
-    [
-      f'--workdir={workdir}',
-      '--split=test',
-      f'--report={folder}',
-      f'--predictions={table}',
-      '--nodistributed',
-    ]
-  )
+OPTIONS = {'window': 16, 'stride': 8, 'flips': True}
+
+
+def evaluate_flags(workdir):
+  options = [f'--option={name}={value}' for name, value in OPTIONS.items()]
+  return [f'--workdir={workdir}', '--split=test', *options]
+
+
+@pytest.fixture(scope='module')
+def report_folder(workdir):
+  """The files of `vit_jax evaluate` with windows on eight devices."""
+  folder = workdir.parent / 'report'
+  flags = [f'--report={folder}', f'--predictions={folder}/table.csv', '--nodistributed']
+  folder.mkdir()
+  evaluate_command.main([*evaluate_flags(workdir), *flags])
+  return folder
+
+
+def test_a_report_lists_the_classes(report_folder):
+  folder, table = report_folder, report_folder / 'table.csv'
   report = json.loads((folder / 'report.json').read_text())
   assert list(report['classes']) == NAMES
   iou = [x['iou'] for x in report['classes'].values()]
@@ -451,14 +470,14 @@ def test_a_report_lists_the_classes(workdir, tmp_path):
   assert set(pd.read_csv(table).columns) == {'image', 'miou', 'pixel_accuracy'}
 
 
-def test_masks_with_other_numbers_are_not_evaluated(workdir, data, tmp_path):
+def test_masks_with_other_numbers_are_not_evaluated(model, data, tmp_path):
   root = tmp_path / 'data'
   shutil.copytree(data, root)
   entries = json.loads((root / 'classes.json').read_text())
   entries[0]['id'], entries[1]['id'] = entries[1]['id'], entries[0]['id']
   (root / 'classes.json').write_text(json.dumps(entries))
   with pytest.raises(ValueError, match='other classes, numbers or colours .*training'):
-    evaluation.evaluate(predict.load(workdir), 'test', str(root))
+    evaluation.evaluate(model, 'test', str(root))
 
 
 def test_masks_without_an_image_are_reported(broken, caplog):
@@ -504,13 +523,12 @@ def test_layers_that_do_not_exist_are_rejected(data):
     ('loss', 'sigmoid', 'set --config.loss=softmax'),
   ],
 )
-def test_keys_without_an_effect_are_rejected(workdir, data, key, value, error):
-  task = predict.load(workdir).task
+def test_keys_without_an_effect_are_rejected(model, data, key, value, error):
   config = make_config(data)
   with config.ignore_type():
     config.update({key: value})
   with pytest.raises(ValueError, match=error):
-    type(task)(config, task.metadata)
+    type(model.task)(config, model.task.metadata)
 
 
 @pytest.mark.parametrize(
@@ -549,31 +567,26 @@ sys.exit(evaluate.main([*flags, *place]))
 
 
 def test_windows_are_the_same_on_one_and_eight_devices_and_two_processes(
-  workdir, tmp_path
+  model, workdir, report_folder, tmp_path
 ):
-  options = {'window': 16, 'stride': 8, 'flips': True}
-  flags = [f'--workdir={workdir}', '--split=test']
-  flags += [f'--option={name}={value}' for name, value in options.items()]
+  two, one = tmp_path / 'two', tmp_path / 'one'
   statuses, outputs = processes.run_two(
-    EVALUATE, *flags, f'--report={tmp_path}/two', devices=2
+    EVALUATE, *evaluate_flags(workdir), f'--report={two}'
   )
   assert statuses == [0, 0], outputs
-  evaluate_command.main([*flags, f'--report={tmp_path}/eight', '--nodistributed'])
-  one = tmp_path / 'one'
-  evaluation.evaluate(predict.load(workdir), 'test', options=options, report=str(one))
+  evaluation.evaluate(model, 'test', options=OPTIONS, report=str(one))
   expected = json.loads((one / 'report.json').read_text())
-  for name in ('two', 'eight'):
-    report = json.loads((tmp_path / name / 'report.json').read_text())
+  for folder in (two, report_folder):
+    report = json.loads((folder / 'report.json').read_text())
     assert report['num_examples'] == 5
     assert report['overall'] == pytest.approx(expected['overall'], abs=2e-3)  # Ties.
     pixels = [x['pixels'] for x in report['classes'].values()]
     assert pixels == [x['pixels'] for x in expected['classes'].values()]
 
 
-def test_the_demo_has_a_legend_and_names_masks(workdir, data):
+def test_the_demo_has_a_legend_and_names_masks(model, data):
   from vit_jax.inference import demo  # Gradio takes seconds to import.
 
-  model = predict.load(workdir)
   show, _, (picture, legend) = model.page()
   path = str(data / 'test/images/0.png')
   result = show(demo.read_photo(path, model.config))
@@ -590,8 +603,7 @@ def test_the_demo_has_a_legend_and_names_masks(workdir, data):
     show(demo.read_photo(mask, model.config))
 
 
-def test_figures_show_true_and_predicted_classes(workdir, data):
-  model = predict.load(workdir)
+def test_figures_show_true_and_predicted_classes(model, data):
   [figure] = visualize.figures(model, names=['segmentation'], num_images=3).values()
   [axes] = figure.axes
   titles = [x.get_text() for x in axes.get_yticklabels()]

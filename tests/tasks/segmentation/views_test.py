@@ -74,7 +74,8 @@ def data(tmp_path_factory):
 
 def make_model(data, **options):
   """Returns a predictor with random parameters."""
-  config = segment_semantic_test.make_config(data, **options)
+  config = segment_semantic_test.make_config(data, layers=(), **options)
+  config.model.transformer.num_layers = 1
   source = sources.open_split(config, 'train', ('image', masks.FEATURE))
   cls = run_config.get_task(config.task)
   task = cls(config, cls.make_metadata(config, source))
