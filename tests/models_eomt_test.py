@@ -145,6 +145,12 @@ def folder(tmp_path_factory):
   return folder
 
 
+@pytest.fixture(scope='module')
+def released(folder):
+  """The predictor of the folder."""
+  return predict.load_weights(str(folder / 'weights'))
+
+
 def class_map_of(weights, photo):
   """Returns the class of each pixel as in transformers."""
   model = transformers.EomtForUniversalSegmentation.from_pretrained(weights).eval()
@@ -158,7 +164,9 @@ def class_map_of(weights, photo):
   return processor.post_process_semantic_segmentation(outputs, size)[0].numpy()
 
 
-def test_maps_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path, capsys):
+def test_maps_of_a_released_folder_are_those_of_hugging_face(
+  folder, released, tmp_path, capsys
+):
   weights, photo = str(folder / 'weights'), str(folder / 'photo.png')
   expected = class_map_of(weights, photo)
   assert len(np.unique(expected)) > 1
@@ -169,7 +177,7 @@ def test_maps_of_a_released_folder_are_those_of_hugging_face(folder, tmp_path, c
   convert.convert(weights, str(tmp_path / 'run'), 'workdir')
   model = predict.load(tmp_path / 'run')
   assert list(model.class_names) == NAMES
-  assert model.task.views == predict.load_weights(weights).task.views
+  assert model.task.views == released.task.views
   data = tmp_path / 'data'
   mask = Image.fromarray(expected.astype(np.uint8))
   for name, image in (('images', Image.open(photo)), ('masks', mask)):
@@ -227,10 +235,9 @@ def test_windows_need_the_length_of_the_shorter_side(folder, tmp_path):
     predict.load_weights(str(weights))
 
 
-def test_figures_of_attention_are_left_out(folder):
-  model = predict.load_weights(str(folder / 'weights'))
+def test_figures_of_attention_are_left_out(folder, released):
   photos = [str(folder / 'photo.png')]
   with pytest.raises(ValueError, match='model=Eomt has queries among its tokens'):
-    visualize.figures(model, photos, names=['attention_rollout'])
-  [figure] = visualize.figures(model, photos, names=['segmentation']).values()
+    visualize.figures(released, photos, names=['attention_rollout'])
+  [figure] = visualize.figures(released, photos, names=['segmentation']).values()
   assert figure.legends

@@ -1,5 +1,8 @@
 """Tests of the targets and the schedule of EoMT."""
 
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -18,7 +21,8 @@ def test_masked_attention_ends_layer_by_layer():
 
 def test_targets_are_the_classes_with_most_pixels():
   segmentation = jnp.array([[[3, 3, 3], [1, 1, 0]], [[-1, -1, -1], [2, -1, -1]]])
-  labels, segments, counts = eomt.targets(segmentation, 4, 2)
+  targets = jax.jit(functools.partial(eomt.targets, num_classes=4, most=2))
+  labels, segments, counts = targets(segmentation)
   assert counts.tolist() == [2, 1]
   assert labels[0].tolist() == [3, 1]
   assert labels[1, 0] == 2

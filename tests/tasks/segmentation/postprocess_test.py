@@ -29,7 +29,7 @@ def test_results_match_hugging_face():
     patch_offsets=None,
   )
   [expected] = processor.post_process_semantic_segmentation(outputs, [SIZE])
-  scores = postprocess.class_scores(logits, masks)
+  scores = jax.jit(postprocess.class_scores)(logits, masks)
   np.testing.assert_array_equal(np.argmax(scores[0], axis=-1), expected)
 
   [expected] = processor.post_process_instance_segmentation(

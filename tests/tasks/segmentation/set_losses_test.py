@@ -2,7 +2,6 @@
 
 import jax
 import numpy as np
-import pytest
 import torch
 
 from tests import torch_models
@@ -56,10 +55,9 @@ def hugging_face_losses(masks, logits, labels, segments):
   return {name: x.item() for name, x in losses.items()}, masks.grad.numpy()
 
 
-@pytest.mark.parametrize('cells', [(8, 8), (5, 7)])
-def test_losses_and_gradients_match_hugging_face(cells, monkeypatch):
+def test_losses_and_gradients_match_hugging_face(monkeypatch):
   rng = np.random.RandomState(0)
-  masks = 3 * rng.randn(2, 3, QUERIES, *cells).astype(np.float32)
+  masks = 3 * rng.randn(2, 3, QUERIES, 5, 7).astype(np.float32)
   logits = rng.randn(2, 3, QUERIES, NUM_CLASSES + 1).astype(np.float32)
   labels = rng.randint(0, NUM_CLASSES, (3, 4))
   segments = rng.randint(0, 5, (3, *PIXELS))
@@ -96,15 +94,16 @@ def test_losses_and_gradients_match_hugging_face(cells, monkeypatch):
     expected, slope = hugging_face_losses(masks[layer], logits[layer], labels, segments)
     assert len(expected) == 3
     for name, value in expected.items():
-      got = losses[name.removeprefix('loss_')][layer]
-      np.testing.assert_allclose(got, value, rtol=1e-5, err_msg=name)
+      loss = losses[name.removeprefix('loss_')][layer]
+      np.testing.assert_allclose(loss, value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(gradient[layer], slope, atol=1e-6)
 
 
 def test_points_at_the_centres_of_pixels_have_their_values():
   maps = np.arange(12.0).reshape(1, 3, 4)
   points = np.array([[[0.5 / 4, 0.5 / 3], [3.5 / 4, 1.5 / 3], [1.0 / 4, 2.5 / 3]]])
-  np.testing.assert_allclose(set_losses.sample(maps, points), [[0, 7, 8.5]], rtol=1e-6)
+  sample = jax.jit(set_losses.sample)
+  np.testing.assert_allclose(sample(maps, points), [[0, 7, 8.5]], rtol=1e-6)
   # The corner is shared with three pixels outside, which are 0.
   corner = np.ones((1, 1, 2))
-  np.testing.assert_allclose(set_losses.sample(maps, corner), [[11 / 4]], rtol=1e-6)
+  np.testing.assert_allclose(sample(maps, corner), [[11 / 4]], rtol=1e-6)
