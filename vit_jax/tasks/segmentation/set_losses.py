@@ -14,9 +14,14 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+from jax import ad_checkpoint
 import jax.numpy as jnp
 
 from vit_jax.tasks.detection import mask_losses, matching
+
+# The backward pass computes everything again but the points, which take long to choose.
+_POINTS = 'points'
+_SAVE_POINTS = jax.checkpoint_policies.save_only_these_names(_POINTS)
 
 
 class Options(NamedTuple):
@@ -130,6 +135,7 @@ def _mask_losses(
   """Returns the losses of the masks of an image, summed over its targets."""
   matched = masks[jnp.maximum(query, 0)]  # [N, h, w]
   points = _uncertain_points(key, jax.lax.stop_gradient(matched), options)
+  points = ad_checkpoint.checkpoint_name(points, _POINTS)
   targets = sample_objects(segments, jnp.arange(len(query)), points)
   logits = sample(matched, points)  # [N, P]
   is_target = query >= 0
@@ -182,7 +188,7 @@ def losses(
   layers = keys[:, :, 0], detached['logits'], detached['masks']
   query = matching.match(jax.lax.map(costs, layers), counts)  # [L, B, N]
 
-  @jax.checkpoint
+  @functools.partial(jax.checkpoint, policy=_SAVE_POINTS)
   def of_masks(layer: tuple[jax.Array, ...]) -> dict[str, jax.Array]:
     of_image = functools.partial(_mask_losses, options=options)
     return jax.vmap(of_image)(*layer, segments)
