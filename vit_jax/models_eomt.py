@@ -100,7 +100,7 @@ class Eomt(models_vit.VisionTransformer):
   """A Vision Transformer with queries, each of which predicts a class and a mask.
 
   It has the fields of a Vision Transformer, whose head and pre-logits it lacks, and the
-  parameters of one, so that it loads the weights of other Vision Transformers. Logits and
+  parameters of one, so that it loads weights of other Vision Transformers. Logits and
   masks are always float32.
   """
 

@@ -1,8 +1,8 @@
 """Average precision and recall of the masks of instances, as COCO defines them.
 
 The overlap (IoU) is that of pixels, at the height and width of the original image, or at
-those of `truth_size`; everything else is as for boxes, see average_precision.py. Objects are the
-things of panoptic annotations, which do not overlap.
+those of `truth_size`; everything else is as for boxes, see average_precision.py. Objects
+are the things of panoptic annotations, which do not overlap.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -2,11 +2,10 @@
 
 Scores of windows are enlarged to their pixels, averaged where windows overlap, and
 resized to the original height and width of the image, all bilinearly. So the scores of
-pixels are products of matrices, weights of rows and of columns, with those of the cells:
-see `_weights`. The class of a pixel
-is that of the greatest score, or of the greatest mean probability over several views.
-Images of several sizes share a canvas, whose upper left corner each fills, so that one
-program is compiled per canvas.
+pixels are products of matrices: those of the cells, with the weights of rows and of
+columns, see `_weights`. The class of a pixel is that of the greatest score, or of the
+greatest mean probability over several views. Images of several sizes share a canvas,
+whose upper left corner each fills, so that one program is compiled per canvas.
 
 Shapes: B images, Y x X windows with scores on h x w cells, canvas of H x W pixels, C
 classes.
@@ -22,9 +21,8 @@ import jax.numpy as jnp
 from vit_jax.distributed import sharding
 from vit_jax.tasks.segmentation import views
 
-_BLOCK_SCORES = (
-  2**24
-)  # Scores computed at a time: those of a large image take gigabytes.
+# Scores of pixels computed at a time: those of a large image take gigabytes.
+_BLOCK_SCORES = 2**24
 
 
 class ViewOutputs(NamedTuple):

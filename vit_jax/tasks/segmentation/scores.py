@@ -1,10 +1,10 @@
 """Measures of semantic segmentation, from the confusion matrix of a whole split.
 
 The IoU of a class is the number of its pixels that are predicted right, divided by those
-that are true or predicted ("The PASCAL Visual Object Classes Challenge", 2015, section 4.3); mIoU
-is the mean over the classes that occur or are predicted. Boundary IoU counts only pixels
-near boundaries, see boundaries.py. The pixels are those of the masks, at their height and
-width.
+that are true or predicted ("The PASCAL Visual Object Classes Challenge", 2015, section
+4.3); mIoU is the mean over the classes that occur or are predicted. Boundary IoU counts
+only pixels near boundaries, see boundaries.py. The pixels are those of the masks, at
+their height and width.
 """
 
 from collections.abc import Callable, Mapping
