@@ -415,6 +415,8 @@ def _fault(
         return (
           f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
         )
-  except (FileNotFoundError, *images.decode_errors()) as e:
+  except FileNotFoundError as e:
+    return image_files.first_line(e)
+  except images.decode_errors() as e:
     return image_files.first_line(e)
   return ''
