@@ -471,12 +471,13 @@ def test_a_report_lists_the_classes(report_folder):
   assert set(pd.read_csv(table).columns) == {'image', 'miou', 'pixel_accuracy'}
 
 
-def test_masks_with_other_numbers_are_not_evaluated(model, data, tmp_path):
+def test_masks_with_other_numbers_are_not_evaluated(workdir, data, tmp_path):
   root = tmp_path / 'data'
   shutil.copytree(data, root)
   entries = json.loads((root / 'classes.json').read_text())
   entries[0]['id'], entries[1]['id'] = entries[1]['id'], entries[0]['id']
   (root / 'classes.json').write_text(json.dumps(entries))
+  model = predict.load(workdir)  # Keeps the data set.
   with pytest.raises(ValueError, match='other classes, numbers or colours .*training'):
     evaluation.evaluate(model, 'test', str(root))
 
@@ -571,9 +572,8 @@ def test_windows_are_the_same_on_one_and_eight_devices_and_two_processes(
   model, workdir, report_folder, tmp_path
 ):
   two, one = tmp_path / 'two', tmp_path / 'one'
-  statuses, outputs = processes.run_two(
-    EVALUATE, *evaluate_flags(workdir), f'--report={two}'
-  )
+  flags = [*evaluate_flags(workdir), f'--report={two}']
+  statuses, outputs = processes.run_two(EVALUATE, *flags, devices=2)
   assert statuses == [0, 0], outputs
   evaluation.evaluate(model, 'test', options=OPTIONS, report=str(one))
   expected = json.loads((one / 'report.json').read_text())
