@@ -25,7 +25,7 @@ from jaxtyping import Bool, Float
 
 from vit_jax import models_vit
 from vit_jax.distributed import sharding
-from vit_jax.layers import dtypes, encoder
+from vit_jax.layers import dtypes, encoder, position_kinds
 from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-6
@@ -111,9 +111,19 @@ class Eomt(models_vit.VisionTransformer):
   def setup(self):
     """Creates the submodules.
 
-    Raises ValueError if the encoder has fewer layers than `num_query_layers`.
+    Raises ValueError if the encoder has fewer layers than read the queries, or positions
+    that queries lack.
     """
     super().setup()
+    kind = position_kinds.kind_of(self.transformer)
+    layers = self.transformer.get('position_layers', 'stem')
+    if kind != 'none' and layers != 'stem':
+      raise ValueError(
+        f"position_embedding='{kind}' with position_layers='{layers}' concerns each layer's "
+        "attention between patches, which kind='eomt' extends by queries without a place: "
+        'use a linear head (leave out --config.model.kind=eomt), or weights of an encoder '
+        'with other positions'
+      )
     num_layers = self.transformer['num_layers']
     if not 1 <= self.num_query_layers <= num_layers:
       raise ValueError(
