@@ -187,9 +187,9 @@ class Segment(Masks, Detect):
 
 
 Scales = Annotated[
-  tuple[schema.Positive, ...],
+  tuple[Annotated[float, schema.Range(gt=0, le=16)], ...],
   schema.Fits(
-    'a tuple of one or more different numbers above 0',
+    'a tuple of one or more different numbers above 0, at most 16',
     lambda x: 0 < len(x) == len(set(x)),
   ),
 ]

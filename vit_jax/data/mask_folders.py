@@ -410,11 +410,17 @@ def _fault(
     images.bounded(tf.constant(encoded), tf.constant(max_pixels, tf.int64))
     height, width = reader.decode(encoded).shape
     for image_path in image_paths:
-      shape = images.shape_of(image_files.read_file(image_path)).numpy().tolist()
+      image = image_files.read_file(image_path)
+      shape = images.shape_of(image).numpy().tolist()
       if shape != [height, width]:
-        return (
+        fault = (
           f'it has {width} x {height} pixels, and its image {shape[1]} x {shape[0]}'
         )
+        if images.upright_shape_of(image).numpy().tolist() == [height, width]:
+          fault += (
+            ' before it is rotated by its EXIF orientation: store the image upright'
+          )
+        return fault
   except FileNotFoundError as e:
     return image_files.first_line(e)
   except images.decode_errors() as e:

@@ -89,6 +89,11 @@ def classes_for(
   """
   path = (config.get('task_options') or {}).get('classes')
   if path:
+    if not tf.io.gfile.exists(os.path.expanduser(path)):
+      raise FileNotFoundError(
+        f"classes='{path}' does not exist: write the names of the classes there, as in "
+        f'{_EXAMPLE}, or change --config.task_options.classes'
+      )
     return _read_classes_file(path)
   if root is None or (names and not tf.io.gfile.exists(os.path.join(root, CLASSES))):
     if names:
@@ -161,7 +166,7 @@ class Reader:
     reduce_zero_label: whether number 0 is ignored, and 1 is the first class.
 
   Raises:
-    ValueError: if a number to ignore is that of a class.
+    ValueError: if a number to ignore is that of a class, or a number is above 65,535.
   """
 
   def __init__(
@@ -172,6 +177,12 @@ class Reader:
   ) -> None:
     shift = int(reduce_zero_label)
     self.ids = [x.id + shift for x in learned(classes)]
+    for number in (*ignore, *(x.id + shift for x in classes)):
+      if number >= _NUMBERS:
+        raise ValueError(
+          f'masks have numbers up to {_NUMBERS - 1}, not {number}: change '
+          f"config.task_options.ignore, or the id in '{CLASSES}'"
+        )
     for x in learned(classes):
       if x.id + shift in ignore:
         raise ValueError(
@@ -199,6 +210,10 @@ class Reader:
     """
     if encoded.startswith(_JPEG):
       raise ValueError('it is a JPEG, which changes the numbers of classes: use PNG')
+    if encoded[8:12] == b'WEBP' and b'VP8L' not in encoded:
+      raise ValueError(
+        'it is a lossy WebP, which changes the numbers of classes: use PNG'
+      )
     mode, pixels = images.from_pillow(encoded, _pixels)
     numbers = _numbers(mode, pixels, self._colors)
     classes = self._table[numbers]

@@ -338,6 +338,35 @@ def test_masks_of_all_forms_have_the_same_classes():
   np.testing.assert_array_equal(reader.decode(encoded(mask)), [[-1, 0], [2, -1]])
 
 
+def test_lossless_webp_is_a_mask_and_lossy_webp_is_not():
+  reader = masks.Reader(masks.numbered('abc'))
+  expected = np.arange(64).reshape(8, 8) % 3
+  image = Image.fromarray(expected.astype(np.uint8)).convert('RGB')
+  for is_lossless in (True, False):
+    file = io.BytesIO()
+    image.save(file, 'WEBP', lossless=is_lossless)
+    if is_lossless:
+      np.testing.assert_array_equal(reader.decode(file.getvalue()), expected)
+    else:
+      with pytest.raises(ValueError, match='a lossy WebP, .* use PNG'):
+        reader.decode(file.getvalue())
+
+
+@pytest.mark.parametrize(
+  'class_id, ignore, shifted, number',
+  [(0, (70_000,), False, 70_000), (65_535, (), True, 65_536)],
+)
+def test_numbers_above_16_bits_are_named(class_id, ignore, shifted, number):
+  with pytest.raises(ValueError, match=f'numbers up to 65535, not {number}: change'):
+    masks.Reader([masks.MaskClass('sky', class_id)], ignore, shifted)
+
+
+def test_missing_file_of_classes_is_named():
+  config = ml_collections.ConfigDict({'task_options': {'classes': '/none.json'}})
+  with pytest.raises(FileNotFoundError, match="classes='/none.json' does not exist: "):
+    masks.classes_for(config, None)
+
+
 @pytest.fixture
 def broken(data, tmp_path):
   """A copy of the training data to break, and a function that opens it."""
@@ -360,7 +389,13 @@ def test_faults_of_masks_are_named_before_a_run(broken):
   Image.new('L', SIZES[0][::-1], 9).save(folder / '3.png')
   Image.new('RGB', SIZES[1][::-1], (1, 2, 3)).save(folder / '4.png')
   Image.new('RGB', SIZES[2][::-1], (1, 2, 3)).save(folder / '5.png', 'JPEG')
-  with pytest.raises(ValueError, match='5 of 8 images cannot be read') as error:
+  exif = Image.Exif()
+  exif[274] = 6  # To be rotated by 90 degrees.
+  image = Image.open(root / 'train/images/7.png')
+  image.save(root / 'train/images/7.png', 'JPEG', exif=exif)
+  mask = Image.open(folder / '7.png')
+  mask.transpose(Image.Transpose.ROTATE_270).save(folder / '7.png')
+  with pytest.raises(ValueError, match='6 of 8 images cannot be read') as error:
     open_it()
   for fault in (
     r'0.png: it has 47 x 33 pixels, and its image 32 x 24',
@@ -368,9 +403,10 @@ def test_faults_of_masks_are_named_before_a_run(broken):
     "3.png: it has pixels of 9, which 'classes.json' does not have: add it",
     r'4.png: it has the colour [1, 2, 3], of no class',
     r'5.png: it is a JPEG',
+    'before it is rotated by its EXIF orientation: store the image upright',
   ):
     assert fault in str(error.value)
-  with pytest.raises(ValueError, match='4 of 8 images'):
+  with pytest.raises(ValueError, match='5 of 8 images'):
     open_it(ignore=(9, 255))
   with pytest.raises(
     ValueError, match=r"ignore=\(7,\) has the number of .*'sea': leave"

@@ -127,6 +127,12 @@ def probabilities(compute, image, size, window, stride):
   return total / 2
 
 
+@pytest.mark.parametrize('scales', [(1e9,), (1.0, 17.0)])
+def test_scales_of_absurd_sizes_are_rejected(data, scales):
+  with pytest.raises(ValueError, match='numbers above 0, at most 16'):
+    segment_semantic_test.make_config(data, scales=scales)
+
+
 def test_flips_and_scales_from_files_to_the_report(data):
   """Of patches of 4 pixels; 0.7 of a window of 16 pixels are 11.2, so 12."""
   model = make_model(data, window=WINDOW, stride=8, flips=True, scales=(0.7, 1.25))
