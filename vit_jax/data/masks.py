@@ -231,7 +231,14 @@ class Reader:
 
     Raises InvalidArgumentError if the mask has another shape, and as `decode`.
     """
-    classes = image_files.call_python(self.decode, encoded, tf.int32, [None, None])
+
+    def decode(encoded: bytes) -> np.ndarray:
+      try:
+        return self.decode(encoded)
+      except images.decode_errors() as e:
+        raise ValueError(f'a mask cannot be read: {e}') from None
+
+    classes = image_files.call_python(decode, encoded, tf.int32, [None, None])
     tf.debugging.assert_equal(
       tf.shape(classes), shape, 'a mask has another height or width than its image'
     )

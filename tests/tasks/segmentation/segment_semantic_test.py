@@ -361,6 +361,12 @@ def test_numbers_above_16_bits_are_named(class_id, ignore, shifted, number):
     masks.Reader([masks.MaskClass('sky', class_id)], ignore, shifted)
 
 
+def test_damaged_mask_of_a_table_is_called_a_mask():
+  reader = masks.Reader(masks.numbered('abc'))
+  with pytest.raises(ValueError, match='a mask cannot be read: not'):
+    reader.read(tf.constant(b'no image'), tf.constant([2, 2]))
+
+
 def test_missing_file_of_classes_is_named():
   config = ml_collections.ConfigDict({'task_options': {'classes': '/none.json'}})
   with pytest.raises(FileNotFoundError, match="classes='/none.json' does not exist: "):
