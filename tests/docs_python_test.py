@@ -19,8 +19,10 @@ import urllib.request
 
 import jax
 import numpy as np
+import pandas as pd
 from PIL import Image
 import pyarrow as pa
+from pycocotools import mask
 import pytest
 from sklearn import datasets
 import tensorflow as tf
@@ -179,6 +181,13 @@ def igpt(workdir):
   return untrained(config, workdir, palette=palette)
 
 
+def table_of_masks(path):
+  """Writes a table of one image with one mask; returns its path."""
+  counts = mask.encode(np.asfortranarray(np.eye(3, dtype=np.uint8)))['counts']
+  pd.DataFrame({'masks': [[counts.decode()]], 'size': [[3, 3]]}).to_parquet(path)
+  return str(path)
+
+
 @pytest.fixture(scope='module')
 def stand_ins(examples, trained, tmp_path_factory):
   """Names in the pages, and their replacements."""
@@ -196,6 +205,7 @@ def stand_ins(examples, trained, tmp_path_factory):
     'photo.png': photo,
     'photo.jpg': photo,
     'LiT-B16B.npz': str(folder / 'LiT.npz'),
+    'table.parquet': table_of_masks(folder / 'table.parquet'),
     'rows=16': 'rows=2',
     'image_size=800': 'image_size=48',
     '/tmp/digits/example.png': str(examples / 'parity' / '0.png'),
