@@ -203,7 +203,7 @@ class SegmentSemantic(Masks):
   # ignore.
   ignore: tuple[schema.Natural, ...] = (255,)
   # File that names the classes as classes.json does, for data without names; '': none.
-  classes: Annotated[str, schema.FREE] = ''
+  classes: str = ''
   # Whether number 0 in masks does not count, and 1 is the first class, as in ADE20K.
   reduce_zero_label: bool = False
   # Layers of a Vision Transformer, numbered from 1, whose tokens the linear head reads side
