@@ -5,6 +5,7 @@ turn, PyTorch with its AdamW on the CPU. against_timm.py and against_transformer
 the models.
 """
 
+import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import functools
 import itertools
@@ -62,7 +63,7 @@ def is_kernel(name: str, parameter: Any) -> bool:
   return parameter.ndim > 1 and name.endswith('.weight')
 
 
-class Twin:
+class Twin(abc.ABC):
   """A model in PyTorch that is trained as a config says; a subclass has the loss.
 
   Attributes:
@@ -100,13 +101,13 @@ class Twin:
     array = self._torch.tensor(np.asarray(batch[name]))
     return array.permute(0, 3, 1, 2) if name == 'image' else array
 
+  @abc.abstractmethod
   def loss(self, batch: Mapping[str, Any], step: int) -> Any:
     """Returns the mean loss of a batch in training, a tensor."""
-    raise NotImplementedError
 
+  @abc.abstractmethod
   def outputs(self, batch: Mapping[str, Any]) -> Any:
     """Returns what `Comparison.outputs` returns, with tensors."""
-    raise NotImplementedError
 
   def update(self, batch: Mapping[str, Any], step: int, rate: float) -> float:
     """Makes an update with a learning rate; returns the loss before it."""

@@ -6,6 +6,7 @@ import pickle
 
 import jax
 import numpy as np
+import pandas as pd
 import pytest
 from sklearn import metrics
 
@@ -13,7 +14,7 @@ from tests import conftest
 from vit_jax import predict
 from vit_jax.commands import evaluate as command
 from vit_jax.distributed import sharding
-from vit_jax.evaluators import calibration, evaluation
+from vit_jax.evaluators import calibration, evaluation, report_files
 from vit_jax.run import config as run_config, evaluators as run_evaluators
 
 NAMES = ['ant', 'bee', 'cow']
@@ -153,3 +154,9 @@ def test_wrong_uses_are_named_before_anything_is_computed(workdir, tiny_config):
   config.task = 'masked_patches'
   with pytest.raises(ValueError, match="'masked_patches' has no report"):
     run_evaluators.report(config)
+
+
+def test_a_first_image_without_a_value_leaves_the_type_to_others(tmp_path):
+  rows = [{'image': 'a', 'miou': None}, {'image': 'b', 'miou': 0.25}]
+  report_files.write_predictions(tmp_path / 'table.parquet', rows)
+  assert pd.read_parquet(tmp_path / 'table.parquet').miou.tolist()[1:] == [0.25]

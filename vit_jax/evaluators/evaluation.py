@@ -1,6 +1,7 @@
 """Evaluates a trained model on any split, without training."""
 
 from collections.abc import Mapping, Sequence
+import copy
 import functools
 from typing import Any
 
@@ -52,7 +53,10 @@ def evaluate(
   """
   schema.check('split', split, schema.Split, '--')
   mesh = sharding.mesh_of(model.params)
-  config, task = model.config, model.task
+  # The model keeps its config.
+  config = model.config.copy_and_resolve_references()
+  task = copy.copy(model.task)
+  task.config = config
   if predictions is not None:
     report_files.check_predictions(predictions)
   is_report = report is not None or predictions is not None

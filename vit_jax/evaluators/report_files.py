@@ -48,9 +48,17 @@ def check_predictions(path: str) -> None:
   tables.arrow()
 
 
+def _type_of_column(rows: Sequence[Mapping[str, Any]], name: str) -> type:
+  """Returns the type of the first value that is not None; float without any."""
+  for row in rows:
+    if row[name] is not None:
+      return type(row[name])
+  return float
+
+
 def write_predictions(path: epath.PathLike, rows: Sequence[Mapping[str, Any]]) -> None:
   """Writes a table with a row per image; the ending of the path is its format."""
-  types = {name: type(value) for name, value in rows[0].items()}
+  types = {name: _type_of_column(rows, name) for name in rows[0]}
   with files.naming_output(path, 'predictions'), files.replacing(path) as file:
     ending = epath.Path(path).suffix
     tables.encode(iter([tables.to_arrow(rows, types)]), file, ending)

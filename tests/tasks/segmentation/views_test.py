@@ -172,6 +172,7 @@ def test_upright_images_have_maps_of_their_shape(data, tmp_path):
     ({'stride': 8}, 'stride=8 needs windows: set --config.task_options.window'),
     ({'window': 16, 'stride': 17}, 'stride=17 leaves gaps between windows'),
     ({'window': 18}, 'window=18 must be a multiple of the patch size'),
+    ({'window': 4000}, 'window=4000 is more than 8 times .*use at most'),
   ],
 )
 def test_wrong_windows_are_named(data, options, error):

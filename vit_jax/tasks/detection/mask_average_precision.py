@@ -18,7 +18,7 @@ from vit_jax.inference import engine
 from vit_jax.run import metrics as metrics_lib
 from vit_jax.tasks.detection import average_precision as ap, panoptic_quality as pq
 
-_PREFIX = 'mask_'  # Of the metrics.
+_PREFIX = 'mask_'  # Begins the names of the metrics.
 _TRUTH = ('image_id', 'area', 'size', *pq.TRUTH)
 
 
@@ -89,7 +89,7 @@ def compare(
     if not area:
       continue
     shared = np.bincount(numbers[mask], minlength=len(labels) + 1)[1:]
-    # Of a crowd, only the share of the candidate inside counts.
+    # The union with a crowd is only the candidate.
     union = np.where(crowd, area, area + pixels - shared)
     overlaps.append((shared / union)[is_visible_thing].tolist())
     for name, value in zip(detections, (label, score, area * scale)):

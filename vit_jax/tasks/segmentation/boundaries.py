@@ -12,7 +12,8 @@ Shapes: B images on canvases of H x W pixels, C classes.
 import jax
 import jax.numpy as jnp
 
-_DIVISOR = 50  # Of the diagonal, to get d (section 4.1).
+# The diagonal divided by this number is d (section 4.1).
+_DIVISOR = 50
 
 
 def boundaries(classes: jax.Array, size: jax.Array) -> jax.Array:

@@ -69,7 +69,8 @@ def targets(
   ) -> tuple[jax.Array, jax.Array, jax.Array]:
     is_stuff = jnp.isin(labels, jnp.array(sorted(stuff), jnp.int32)) & (numbers < count)
     is_same = is_stuff & is_stuff[:, None] & (labels == labels[:, None])
-    first = jnp.where(is_stuff, is_same.argmax(axis=1), numbers)  # Of the same stuff.
+    # Each object gets the number of the first one of the same stuff.
+    first = jnp.where(is_stuff, is_same.argmax(axis=1), numbers)
     merged = with_zero(first + 1)[segments]  # [H, W]
     pixels = jnp.bincount(merged.ravel(), length=len(numbers) + 1)[1:]
     is_visible = pixels > 0

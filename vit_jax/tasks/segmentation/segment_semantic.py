@@ -119,7 +119,7 @@ def _head_class(config: ml_collections.ConfigDict) -> Any:
 class _Canvas(NamedTuple):
   """Sizes on which images are padded, (height, width)."""
 
-  size: tuple[int, int]  # Of the mask.
+  size: tuple[int, int]  # The mask.
   views: tuple[tuple[int, int], ...]
 
 

@@ -22,6 +22,8 @@ import numpy as np
 from vit_jax.data.augmentation import resizing
 from vit_jax.data.lazy import tf
 
+_MOST_TIMES = 8  # A window may be as many times as large as training images.
+
 
 class View(NamedTuple):
   """One size of an image, and the windows through which the model sees it.
@@ -102,7 +104,7 @@ def make(
     patch: size of a patch in pixels.
 
   Raises:
-    ValueError: if windows leave gaps or are not whole patches.
+    ValueError: if windows leave gaps, are huge, or are not whole patches.
   """
   if options.window is None and options.stride is not None:
     raise ValueError(
@@ -115,6 +117,12 @@ def make(
     raise ValueError(
       f'stride={options.stride} leaves gaps between windows of {window}: use at most '
       f'{window} (--config.task_options.stride)'
+    )
+  most = tuple(_MOST_TIMES * side for side in image_size)
+  if any(side > limit for side, limit in zip(window, most)):
+    raise ValueError(
+      f'window={options.window} is more than {_MOST_TIMES} times the {image_size} pixels of '
+      f'training images: use at most {most} (--config.task_options.window)'
     )
   if any(side % cells for side, cells in zip(window, patch)):
     raise ValueError(
