@@ -225,13 +225,31 @@ def test_segments_of_a_released_folder_are_those_of_hugging_face(folder, tmp_pat
   assert (dict(written.size), written.do_pad) == (size, True)
 
 
-def test_windows_need_the_length_of_the_shorter_side(folder, tmp_path):
+@pytest.mark.parametrize(
+  'file, changes, message',
+  [
+    (
+      'preprocessor_config.json',
+      {'size': {'shortest_edge': 16, 'longest_edge': 16}},
+      'windows need the length of the shorter side',
+    ),
+    (
+      'preprocessor_config.json',
+      {'size': {'shortest_edge': 20, 'longest_edge': 20}, 'do_split_image': False},
+      'squares of 20 pixels, but the position embeddings are for images of .16, 16.',
+    ),
+    ('config.json', {'num_queries': 7}, 'num_queries=7, but the weights have 5'),
+    ('config.json', {'num_upscale_blocks': 5}, 'num_upscale_blocks=5, but the weights'),
+  ],
+)
+def test_files_that_contradict_the_weights_are_named(
+  folder, tmp_path, file, changes, message
+):
   weights = tmp_path / 'weights'
   shutil.copytree(folder / 'weights', weights)
-  file = weights / 'preprocessor_config.json'
-  size = {'shortest_edge': 16, 'longest_edge': 16}
-  file.write_text(json.dumps({**json.loads(file.read_text()), 'size': size}))
-  with pytest.raises(ValueError, match='windows need the length of the shorter side'):
+  path = weights / file
+  path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+  with pytest.raises(ValueError, match=message):
     predict.load_weights(str(weights))
 
 

@@ -70,6 +70,20 @@ def _dino_2_naming(
   return _naming(stem, (*dino.LAYER, *attention, *mlp), joined=joined or {})
 
 
+def _check_counts(config: Mapping[str, Any], flat: Mapping[str, np.ndarray]) -> None:
+  """Raises ValueError if config.json states other numbers than the arrays have."""
+  counts = {
+    'num_queries': len(flat['query.weight']),
+    'num_upscale_blocks': leaves.count(flat, 'upscale_block.block.{0}.'),
+  }
+  for name, count in counts.items():
+    stated = descriptions.field(config, name, schema.Natural, count)
+    if stated != count:
+      raise ValueError(
+        f'it says {name}={stated}, but the weights have {count}: download them again'
+      )
+
+
 class Eomts(vit.Classifiers):
   """EoMT with the encoder of DINOv2 or DINOv3."""
 
@@ -159,6 +173,7 @@ class Eomts(vit.Classifiers):
     is_dino_3 = self.naming(naming, flat) is self.namings['hf, DINOv3']
 
     def describe(config: Mapping[str, Any]) -> descriptions.Description:
+      _check_counts(config, flat)
       config = {'layer_norm_eps': 1e-6, **config}
       if is_dino_3:
         rope = descriptions.field(config, 'rope_parameters', dict, {})
@@ -191,6 +206,14 @@ class Eomts(vit.Classifiers):
   def _run_of_objects(self, model: Any) -> dict[str, Any]:
     """Returns the keys of a run on squares whose upper left corner images fill."""
     prepared = model.preparation
+    patch = max(model.config.patches.size)
+    side = -(-prepared.longest_side // patch) * patch
+    has_positions = model.config.transformer.get('position_embedding') != 'rope'
+    if has_positions and (side, side) != tuple(model.image_size):
+      raise ValueError(
+        f'{prepared.source} puts images on squares of {side} pixels, but the position '
+        f'embeddings are for images of {model.image_size}: correct its size'
+      )
     max_objects = min(task_options.Segment.max_objects, model.config.num_queries)
     return {
       **super().run(model),
@@ -201,7 +224,7 @@ class Eomts(vit.Classifiers):
         'sides': (prepared.size,),
         'eval_side': prepared.size,
         'longest_side': prepared.longest_side,
-        'canvas_multiple': max(model.config.patches.size),
+        'canvas_multiple': patch,
       },
       'best_metric': 'PQ_test',
     }
