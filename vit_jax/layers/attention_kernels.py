@@ -39,6 +39,8 @@ _WITHOUT_BFLOAT16 = ('TPU v2', 'TPU v3')
 # Least number of queries in a block of causal attention, and most blocks.
 CAUSAL_BLOCK = 256
 CAUSAL_BLOCKS = 4
+# Number of keys from which on products on CPUs have heads before tokens.
+_KEYS_FOR_HEADS_FIRST = 32
 
 
 class Options(NamedTuple):
@@ -62,6 +64,27 @@ def _softmax(logits: Logits, dtype: Dtype) -> Logits:
   return jax.nn.softmax(logits.astype(wide), axis=-1).astype(dtype)
 
 
+def _heads_first(keys: int) -> bool:
+  """Returns whether operands of products are transposed to have heads before tokens.
+
+  XLA's CPU programs for attention are up to four times as fast for this order.
+  """
+  return dtypes.platform() == 'cpu' and keys >= _KEYS_FOR_HEADS_FIRST
+
+
+def _dot_keys(query: Queries, key: Keys) -> Logits:
+  if _heads_first(key.shape[1]):
+    return jnp.einsum('bkqe,bkse->bkqs', query.swapaxes(1, 2), key.swapaxes(1, 2))
+  return jnp.einsum('bqke,bske->bkqs', query, key)
+
+
+def _dot_values(weights: Logits, value: Keys) -> Queries:
+  if _heads_first(value.shape[1]):
+    # An einsum would swap the operands.
+    return jnp.matmul(weights, value.swapaxes(1, 2)).swapaxes(1, 2)
+  return jnp.einsum('bkqs,bske->bqke', weights, value)
+
+
 @jax.custom_jvp
 def average(logits: Logits, value: Keys) -> Queries:
   """Averages values, weighted by the softmax of logits.
@@ -75,7 +98,7 @@ def average(logits: Logits, value: Keys) -> Queries:
 
   Maps logits [B, K, Q, S] and values [B, S, K, E] to [B, Q, K, E].
   """
-  return jnp.einsum('bkqs,bske->bqke', _softmax(logits, value.dtype), value)
+  return _dot_values(_softmax(logits, value.dtype), value)
 
 
 @average.defjvp
@@ -85,14 +108,14 @@ def _average_jvp(
   logits, value = primals
   logits_dot, value_dot = tangents
   weights = _softmax(logits, value.dtype)
-  out = jnp.einsum('bkqs,bske->bqke', weights, value)
+  out = _dot_values(weights, value)
   # softmax(logits)' = weights * (logits' - sum(weights * logits')).
   wide = jnp.promote_types(logits.dtype, jnp.float32)
   first = _softmax(logits, wide) * logits_dot.astype(wide)
   mean = first.sum(axis=-1).swapaxes(1, 2)[..., None]  # [B, Q, K, 1]
   dot = (
-    jnp.einsum('bkqs,bske->bqke', weights, value_dot)
-    + jnp.einsum('bkqs,bske->bqke', first.astype(value.dtype), value)
+    _dot_values(weights, value_dot)
+    + _dot_values(first.astype(value.dtype), value)
     - (mean * out.astype(wide)).astype(value.dtype)
   )
   return out, dot
@@ -147,7 +170,7 @@ def _logits(
   the layer's largest array. The lowest finite number keeps the softmax of a fully
   masked row finite.
   """
-  logits = jnp.einsum('bqke,bske->bkqs', query, key)
+  logits = _dot_keys(query, key)
   logits = logits if bias is None else logits + bias
   if allowed is None:
     return logits
