@@ -825,7 +825,9 @@ class Config:
   # Number of newest checkpoints to keep; the best one by `best_metric` is kept
   # too.
   keep_checkpoints: Annotated[schema.Count, schema.FREE] = 2
-  best_metric: Annotated[schema.Text, schema.FREE, schema.SWEPT] = 'accuracy_test'
+  # Name of a metric and of an evaluation, such as 'accuracy_test'. None: the task's main
+  # metric in the first evaluation.
+  best_metric: Annotated[schema.Text | None, schema.FREE, schema.SWEPT] = None
   early_stopping: Annotated[EarlyStopping, schema.FREE] = dataclasses.field(
     default_factory=EarlyStopping
   )

@@ -87,7 +87,6 @@ def get_config(arg: str = 'r50,coco/2017') -> ml_collections.ConfigDict:
     # The least multiple of a patch's side that is at least 28 pixels.
     patch = _patch(config.model.vit)
     config.pp.canvas_multiple = -(-28 // patch) * patch
-  config.best_metric = 'AP_test'
   config.progress_every = 50
   # 118,287 images: an epoch is 1,848 steps.
   config.eval_every = 10_000

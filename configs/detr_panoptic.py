@@ -39,9 +39,9 @@ def get_config(arg: str = 'r50,coco/2017_panoptic,boxes') -> ml_collections.Conf
   config = detr.get_config(detr_arg)
   config.task = 'segment'
   if part == 'boxes':
+    config.best_metric = 'AP_test'
     return config
   config.model.mask_head = True
-  config.best_metric = 'PQ_test'
   if part == 'masks':
     config.lr_multipliers = (('^segmentation/', 1.0), ('', 0.0))
     config.total_epochs = 25.0

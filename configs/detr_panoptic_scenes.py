@@ -21,6 +21,6 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.mask_head = True
   config.model.masks_at_a_time = 0
   config.task_options.truth_size = 128
-  config.update(best_metric='PQ_test', total_steps=3_000)
+  config.total_steps = 3_000
   config.update(eval_every=1_000, checkpoint_every=1_000)
   return config

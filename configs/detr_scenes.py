@@ -54,6 +54,5 @@ def get_config(dataset: str = 'scenes') -> ml_collections.ConfigDict:
   config.update(weight_decay=1e-4, grad_norm_clip=0.1)
   # From random weights the backbone learns faster with a larger rate.
   config.lr_multipliers = (('^backbone/', 3.0), ('', 1.0))
-  config.best_metric = 'AP_test'
   config.update(progress_every=100, eval_every=1_600, checkpoint_every=1_600)
   return config

@@ -26,5 +26,5 @@ def get_config() -> ml_collections.ConfigDict:
   config.model.model_name = 'EoMT-scenes-panoptic'
   # Scenes have 128 x 128 pixels, and at most seven segments.
   config.task_options = {'num_points': 512, 'max_objects': 8, 'truth_size': 128}
-  config.update(batch=16, best_metric='PQ_test')
+  config.batch = 16
   return config

@@ -45,7 +45,6 @@ def get_config(arg: str = 's,imagenet2012,32') -> ml_collections.ConfigDict:
   config.update(batch_eval=128, warmup_epochs=1.0)
   set_adam(config)
   config.update(base_lr=LEARNING_RATES[size], decay_type='cosine')
-  config.best_metric = 'bits_per_dim_test'
   config.update(eval_every=10_000, checkpoint_every=5_000, progress_every=50)
   return config
 

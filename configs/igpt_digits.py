@@ -48,7 +48,7 @@ def get_config(dataset: str = 'digits') -> ml_collections.ConfigDict:
   config.update(batch=32, batch_eval=120, total_steps=800, warmup_steps=50)
   config.update(optimizer='adam', b2=0.95, optim_dtype='float32')
   config.update(base_lr=3e-3, grad_norm_clip=1.0)
-  config.update(best_metric='bits_per_dim_test', log_images=16)
+  config.log_images = 16
   config.update(progress_every=50, eval_every=400, checkpoint_every=400)
   if dataset == 'fashion_mnist':
     # Each side is halved: with all 784 pixels, an update takes ten times as long.

@@ -42,5 +42,4 @@ def get_config(arg: str = 's,cifar10,32') -> ml_collections.ConfigDict:
     config.decay_type = 'constant'
     config.update(eval_every=1_000, checkpoint_every=1_000, progress_every=50)
   config.task = 'pixels_finetune'
-  config.best_metric = 'accuracy_test'
   return config

@@ -62,7 +62,6 @@ def get_config(arg: str = 'b16b_2,coco_captions') -> ml_collections.ConfigDict:
   if settings['loss'] == 'siglip':
     config.loss = 'sigmoid'
     config.model.bias_init = -10.0  # arXiv 2303.15343, section 3.2.
-  config.best_metric = 'image_to_text_r1_test'
   config.update(optimizer='adam', optim_dtype='float32', base_lr=1e-3)
   config.update(weight_decay=0.01, grad_norm_clip=1.0, decay_type='cosine')
   config.update(batch=4096, batch_eval=1024, total_steps=5_000)

@@ -13,7 +13,7 @@ from vit_jax.configs import digits
 
 def get_config() -> ml_collections.ConfigDict:
   config = digits.get_config()
-  config.update(task='regress', dataset='digit_angles', best_metric='mae_test')
+  config.update(task='regress', dataset='digit_angles')
   config.task_options = {'targets': ('angle',)}
   # Rotations would change the target, and so would crops of other proportions.
   config.pp.crop_ratio = None

@@ -42,7 +42,6 @@ def get_config(
   config.pp.update(train='train', test='validation')
   config.model = models.get_config(model)
   config.task = 'segment_semantic'
-  config.best_metric = 'miou_test'
 
   patch = config.model.patches.size[0]
   config.pp.crop = -(-_SIZE // patch) * patch  # 518 for patches of 14 pixels.

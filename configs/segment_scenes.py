@@ -31,6 +31,6 @@ def get_config() -> ml_collections.ConfigDict:
 
   config.update(batch=16, batch_eval=50, total_steps=2_000, warmup_steps=100)
   config.update(optimizer='muon', momentum=0.95, optim_dtype='float32', base_lr=4e-3)
-  config.update(weight_decay=0.05, best_metric='miou_test')
+  config.weight_decay = 0.05
   config.update(progress_every=100, eval_every=1_000, checkpoint_every=1_000)
   return config

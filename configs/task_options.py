@@ -1,6 +1,7 @@
 """Options of the tasks of this package, `config.task_options`: types and defaults.
 
-A task elsewhere has its own dataclass, `Task.Options`.
+A task elsewhere has its own dataclass, `Task.Options`. BEST_METRIC names the metric that
+`config.best_metric` selects by default, without the name of an evaluation.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from vit_jax.configs import schema
 @dataclasses.dataclass
 class Classify:
   """Options of classification."""
+
+  BEST_METRIC = 'accuracy'
 
   # Mixes pairs of images and their labels (arXiv 1710.09412). The value is the
   # parameter of the Beta distribution of the weights; 0 turns mixup off.
@@ -36,6 +39,8 @@ class Classify:
 class Detect:
   """Options of detection."""
 
+  BEST_METRIC = 'AP'
+
   # Maximum number of objects of an image; at most the number of queries.
   max_objects: schema.Count = 100
   # Weight of the class in the matching and in the loss. The published one
@@ -54,6 +59,8 @@ class Detect:
 @dataclasses.dataclass
 class ImageText:
   """Options of contrastive learning of images and texts."""
+
+  BEST_METRIC = 'image_to_text_r1'
 
   # Sentences about a class, for zero-shot classification: 'short' (8), 'full'
   # (the 80 of CLIP), one template with {} for the name, or a file with one per
@@ -84,6 +91,8 @@ def _check_corruption(options: ml_collections.ConfigDict) -> None:
 class MaskedPatches:
   """Options of masked patch prediction."""
 
+  BEST_METRIC = 'accuracy'
+
   # Share of the patches that are corrupted (15 % is slightly worse). Of the
   # corrupted patches, `masked` is the share that becomes the mask token and
   # `swapped` the share that becomes another patch; the rest stay as they are.
@@ -102,6 +111,8 @@ class MaskedPatches:
 class Pixels:
   """Options of prediction of pixels."""
 
+  BEST_METRIC = 'bits_per_dim'
+
   # The palette: a .npy float [colours, channels] in [-1, 1], or a folder that
   # has one: the workdir of a run, or a model of Hugging Face. '': the palette of
   # config.pretrained, else one that k-means finds in the training images.
@@ -113,6 +124,8 @@ class Pixels:
 @dataclasses.dataclass
 class PixelsFinetune(Pixels, Classify):
   """Options of classification by models of pixels."""
+
+  BEST_METRIC = 'accuracy'
 
   # Weight of the cross-entropy of the pixels; 0 to learn only the classes.
   generation: schema.NonNegative = 1.0
@@ -138,6 +151,8 @@ def _check_targets(options: ml_collections.ConfigDict) -> None:
 @dataclasses.dataclass
 class Regress:
   """Options of regression."""
+
+  BEST_METRIC = 'mae'
 
   # Names of the columns of the data to predict, as in age or
   # --config.task_options.targets="('age', 'weight')". A column has a number in each row, or a
@@ -171,6 +186,8 @@ class Masks:
 class Segment(Masks, Detect):
   """Options of panoptic segmentation."""
 
+  BEST_METRIC = 'PQ'
+
   # Names of the classes of stuff; (): as the data set says, or none.
   stuff: schema.Names = ()
   # Side of the square in which test images are compared with their segments, in
@@ -198,6 +215,8 @@ Scales = Annotated[
 @dataclasses.dataclass
 class SegmentSemantic(Masks):
   """Options of semantic segmentation."""
+
+  BEST_METRIC = 'miou'
 
   # Numbers in masks of pixels that do not count, in addition to the classes that the data
   # ignore.

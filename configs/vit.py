@@ -48,7 +48,7 @@ def get_config(model_dataset: str = 'b16,cifar10') -> ml_collections.ConfigDict:
   else:
     config.model = models.get_config(model)
     if models.kind_of(config.model) == 'eomt':
-      config.update(task='segment_semantic', best_metric='miou_test')
+      config.task = 'segment_semantic'
     # Patches of 14 pixels do not divide 384: 27 of them fit, the rest is dropped.
     patch = config.model.patches.size[0]
     default = SIZE // patch * patch if patch == 14 else SIZE

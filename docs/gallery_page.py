@@ -71,7 +71,6 @@ CHOICES = [
     'Segment images: the class of each pixel', 'segmentation.md', 'dinov2_b14',
     'vit_jax train --config=configs/vit.py:dinov2_b14,/path/to/folder,518 '
     '--config.pretrained=hf://facebook/dinov2-base --config.task=segment_semantic '
-    '--config.best_metric=miou_test '
     '--workdir=/tmp/segmentation',
   ),
   Choice(

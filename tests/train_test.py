@@ -412,7 +412,7 @@ def test_linear_probe_trains_only_the_head(tiny_config, tmp_path, capsys, monkey
     ({'evals': (('test', 'tset'),)}, "has no split 'tset'"),
     ({'evals': (('test', 'test'),) * 2}, 'must differ'),
     (
-      {'evals': (('val', 'test'),)},
+      {'evals': (('val', 'test'),), 'best_metric': 'accuracy_test'},
       "best_metric='accuracy_test' is not among.*accuracy_val",
     ),
     ({'lr_multipliers': (('hed/', 0.0),)}, r"\['hed/'\] match nothing"),

@@ -57,6 +57,18 @@ def add(config, **entries):
   return config
 
 
+@pytest.mark.parametrize(
+  'task, metric',
+  [('classify', 'accuracy'), ('regress', 'mae'), ('tests.toy_task', 'loss')],
+)
+def test_best_metric_is_the_main_one_of_the_first_evaluation(task, metric, tiny_config):
+  tiny_config.update(task=task, evals=(('val', 'test'), ('train', 'train')))
+  config = run_config.complete(tiny_config)
+  assert config.best_metric == f'{metric}_val'
+  tiny_config.best_metric = f'{metric}_train'
+  assert run_config.complete(tiny_config).best_metric == f'{metric}_train'
+
+
 def test_an_entry_is_a_metric_of_every_evaluation(config, module):
   config.evals = (('test', 'test'), ('val', 'train[:50]'))
   entry = {'type': 'measures:Calibration', 'bins': 10}

@@ -26,7 +26,6 @@ def make_classify(data_dir):
 def make_detect(data_dir):
   config = segment_test.make_config()
   config.task = 'detect'
-  config.best_metric = 'AP_test'
   config.task_options = {'max_objects': 4}
   return detect.Task(run_config.complete(config), {'class_names': ['a', 'b']})
 

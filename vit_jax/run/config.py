@@ -111,6 +111,10 @@ def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   config = with_keys(config)
   with config.unlocked():
     config.task_options = options_of_task(config)
+    if config.best_metric is None:
+      metric = getattr(_options_group(config), 'BEST_METRIC', 'loss')
+      first_evaluation, _, _ = evaluations(config)[0]
+      config.best_metric = f'{metric}_{first_evaluation}'
   return config
 
 

@@ -128,7 +128,7 @@ def cross_validation(
       'base': base,
       'variants': (('fold', {}),),
       'seeds': tuple(range(num_folds)),
-      'metric': base.best_metric,
+      'metric': run_config.complete(config).best_metric,
       'title': f'{num_folds} folds',
     }
   )

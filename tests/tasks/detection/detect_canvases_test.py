@@ -95,7 +95,7 @@ def make_config(root):
   config.update(
     batch=8, batch_eval=8, total_steps=4, warmup_steps=0, optimizer='sgd',
     base_lr=1e-3, eval_every=4, checkpoint_every=4, progress_every=2,
-    best_metric='AP_test', log_images=0, seed=3,
+    log_images=0, seed=3,
   )  # fmt: skip
   return config
 

@@ -45,7 +45,7 @@ def make_config(**fields):
   config.update(
     batch=8, batch_eval=8, total_steps=5, warmup_steps=0, base_lr=0.1,
     optimizer='sgd', optim_dtype='float32', decay_type='constant',
-    best_metric='AP_test', **fields,
+    **fields,
   )  # fmt: skip
   return run_config.complete(config)
 

@@ -363,7 +363,6 @@ def test_pairs_from_a_manifest(data_dir, tmp_path):
   config = make_config(
     data_dir, dataset=str(tmp_path), loss='sigmoid', lr_multipliers=()
   )
-  config.best_metric = 'image_to_text_r1_test'
   config.model.bias_init = -2.0
   config = run_config.complete(config)
   source = sources.open_split(config, 'test', image_text.Task.FEATURES)

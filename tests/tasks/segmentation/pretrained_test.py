@@ -76,7 +76,6 @@ def load(path, *flags):
       '--config=configs/vit.py:pretrained,/data',
       f'--config.pretrained={path}',
       '--config.task=segment_semantic',
-      '--config.best_metric=miou_test',
       '--config.pp.crop=8,12',
       '--workdir=/tmp/run',
       *flags,

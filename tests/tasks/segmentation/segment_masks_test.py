@@ -96,7 +96,7 @@ def write_data(root):
 
 def make_config(root, **options):
   config = conftest.make_tiny_config(None)
-  config.update(task='segment', dataset=str(root), best_metric='PQ_test', batch_eval=8)
+  config.update(task='segment', dataset=str(root), batch_eval=8)
   config.pp.update(crop=16, channels=3, train='train', test='validation')
   config.eval_every = 6
   config.model.update(kind='eomt', num_queries=8, num_query_layers=1, num_upscales=1)

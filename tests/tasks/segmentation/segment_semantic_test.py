@@ -63,9 +63,7 @@ def write_classes(root):
 
 def make_config(root, **options):
   config = conftest.make_tiny_config(None)
-  config.update(
-    task='segment_semantic', dataset=str(root), best_metric='miou_test', batch_eval=8
-  )
+  config.update(task='segment_semantic', dataset=str(root), batch_eval=8)
   config.pp.update(crop=16, channels=3)
   config.model.transformer.num_layers = 2
   config.task_options = {'layers': (1, 2), **options}

@@ -2,7 +2,7 @@ r"""Regression: predicts numbers, such as an age or the corners of a shape.
 
   vit_jax train --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=ViT-B_16.npz --config.task=regress \
-    --config.task_options.targets=age --config.best_metric=mae_test --workdir=/tmp/ages
+    --config.task_options.targets=age --workdir=/tmp/ages
 
 The targets are columns of the data. The model predicts them in standard deviations from
 their means in the training data, which are stored with the run in targets.json;

@@ -2,7 +2,7 @@ r"""Semantic segmentation: the class of each pixel.
 
   vit_jax train --config=configs/vit.py:b16,/path/to/folder \
     --config.pretrained=ViT-B_16.npz --config.task=segment_semantic \
-    --config.best_metric=miou_test --workdir=/tmp/segmentation
+    --workdir=/tmp/segmentation
 
 The data have images and masks, see vit_jax/data/masks.py. The kind of the model decides on
 the head: HEADS. Measures are of the masks at their height and width.

@@ -200,7 +200,6 @@ class Eomts(vit.Classifiers):
       **super().run(model),
       'task': 'segment_semantic',
       'task_options': options,
-      'best_metric': 'miou_test',
     }
 
   def _run_of_objects(self, model: Any) -> dict[str, Any]:
@@ -226,7 +225,6 @@ class Eomts(vit.Classifiers):
         'longest_side': prepared.longest_side,
         'canvas_multiple': patch,
       },
-      'best_metric': 'PQ_test',
     }
 
   def metadata(self, model: Any) -> dict[str, Any]:
