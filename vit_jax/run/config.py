@@ -113,7 +113,7 @@ def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
     config.task_options = options_of_task(config)
     if config.best_metric is None:
       metric = getattr(_options_group(config), 'BEST_METRIC', 'loss')
-      first_evaluation, _, _ = evaluations(config)[0]
+      first_evaluation, _, _ = _parse_evals(config)[0]
       config.best_metric = f'{metric}_{first_evaluation}'
   return config
 
@@ -230,6 +230,22 @@ def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str |
   Reads `evals`, or `pp.test` if that is empty. ValueError if an entry has another
   form, or two entries have the same name.
   """
+  evals = _parse_evals(config)
+  for _, split, _ in evals:
+    schema.check('evals', split, schema.Split)
+  names = [name for name, _, _ in evals]
+  if len(set(names)) < len(names):
+    raise ValueError(
+      f'evals: the names {names} must differ, because the names of metrics end in '
+      'them (config.evals)'
+    )
+  return evals
+
+
+def _parse_evals(
+  config: ml_collections.ConfigDict,
+) -> list[tuple[str, str, str | None]]:
+  """Returns what `evaluations` does, with splits that may be templates."""
   evals: list[tuple[str, str, str | None]] = []
   entries = config.evals or (('test', config.pp.test),)
   if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
@@ -241,15 +257,8 @@ def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str |
         f'evals: {entry!r} must be (name, split) or (name, split, data set), as in '
         "(('val', 'train[90%:]'),) (config.evals)"
       )
-    schema.check('evals', entry[1], schema.Split)
     name, split = entry[:2]
     evals.append((name, split, entry[2] if len(entry) == 3 else None))
-  names = [name for name, _, _ in evals]
-  if len(set(names)) < len(names):
-    raise ValueError(
-      f'evals: the names {names} must differ, because the names of metrics end in '
-      'them (config.evals)'
-    )
   return evals
 
 
