@@ -3,7 +3,7 @@ r"""Times what users wait for, and writes a table and JSON; run in a checkout:
   python -m benchmarks --json=/tmp/benchmark.json
 
 Sections (choose with --only): import, start, train, inference, pipeline, weights,
-checkpoints, sampling, hosts. Each is warmed up, repeated, and reported as median,
+checkpoints, sampling, hosts, engines. Each is warmed up, repeated, and reported as median,
 minimum and maximum. A step's share of the peak is relative to a large matrix product of
 the same type, measured in the same run. Programs that are compared take turns.
 
@@ -36,6 +36,7 @@ SECTIONS = {
   'checkpoints': 'checkpoints:rows',
   'sampling': 'sampling:rows',
   'hosts': 'hosts:rows',
+  'engines': 'engines:rows',
 }
 
 

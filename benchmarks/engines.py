@@ -1,0 +1,90 @@
+"""Times exported models in ONNX Runtime and OpenVINO, next to JAX, on the CPU.
+
+Needs `pip install onnx onnxruntime openvino`.
+"""
+
+import argparse
+from collections.abc import Callable
+import functools
+import os
+import pathlib
+import tempfile
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import timing
+from vit_jax import console, models, predict
+from vit_jax.inference import predictor as predictor_lib
+from vit_jax.weights import writing
+
+
+def _write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
+  """Writes random weights of a model of a name for 1,000 classes; returns the file."""
+  model = models.get_model(name, num_classes=1000)
+  init = functools.partial(model.init, train=False)
+  size = np.zeros([1, 224, 224, 3], np.float32)
+  params = jax.jit(init)(jax.random.key(0), size)['params']
+  # A head of zeros would be constant.
+  params['head']['kernel'] = jax.random.normal(
+    jax.random.key(1), params['head']['kernel'].shape
+  )
+  path = folder / 'weights.npz'
+  writing.save(jax.device_get(params), os.fspath(path))
+  return path
+
+
+def _jax(model: predictor_lib.Predictor, images: np.ndarray) -> Callable[[], Any]:
+  outputs = jax.jit(model.task.outputs)
+
+  def run() -> None:
+    jax.device_get(outputs(model.params, model.extra, {'image': images}))
+
+  return run
+
+
+def _onnx_runtime(path: pathlib.Path, images: np.ndarray) -> Callable[[], Any]:
+  onnxruntime = console.require('onnxruntime', 'onnx', 'timing ONNX Runtime')
+  options = onnxruntime.SessionOptions()
+  options.intra_op_num_threads = len(os.sched_getaffinity(0))
+  session = onnxruntime.InferenceSession(
+    os.fspath(path), options, providers=['CPUExecutionProvider']
+  )
+  return functools.partial(session.run, None, {'image': images})
+
+
+def _openvino(path: pathlib.Path, images: np.ndarray) -> Callable[[], Any]:
+  import openvino
+
+  threads = {'INFERENCE_NUM_THREADS': len(os.sched_getaffinity(0))}
+  model = openvino.Core().compile_model(os.fspath(path), 'CPU', threads)
+  return functools.partial(model, {'image': images})
+
+
+def rows(args: argparse.Namespace) -> list[dict]:
+  """Times batches of `args.batch` random images in all engines, which take turns."""
+  with tempfile.TemporaryDirectory() as temporary:
+    folder = pathlib.Path(temporary)
+    weights = _write_model(args.model, folder)
+    shape = (args.batch, args.image_size, args.image_size, 3)
+    images = np.random.RandomState(0).uniform(-1, 1, shape).astype(np.float32)
+    engines = {}
+    for dtype in (None, 'int8'):  # As in the file: float32.
+      name = dtype or 'float32'
+      model = predict.load_weights(os.fspath(weights), dtype=dtype)
+      engines[f'JAX, {name}'] = _jax(model, images)
+      exported = folder / name
+      model = predict.load_weights(os.fspath(weights))
+      model.export(os.fspath(exported), 'onnx', dtype=dtype)
+      path = exported / 'model.onnx'
+      engines[f'ONNX Runtime, {name}'] = _onnx_runtime(path, images)
+      if dtype is None:  # OpenVINO 2026.4 fails to compile the model in int8.
+        engines[f'OpenVINO, {name}'] = _openvino(path, images)
+    times = timing.measure(*engines.values(), repeats=args.repeats)
+  result = []
+  for name, seconds in zip(engines, times):
+    speeds = [args.batch / x for x in seconds]
+    title = f'{args.model}, batch {args.batch}, {name}'
+    result.append(timing.row(title, speeds, 'img/s'))
+  return result
