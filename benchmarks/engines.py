@@ -20,18 +20,18 @@ from vit_jax.inference import predictor as predictor_lib
 from vit_jax.weights import writing
 
 
-def _write_model(name: str, folder: pathlib.Path) -> pathlib.Path:
-  """Writes random weights of a model of a name for 1,000 classes; returns the file."""
-  model = models.get_model(name, num_classes=1000)
-  init = functools.partial(model.init, train=False)
-  size = np.zeros([1, 224, 224, 3], np.float32)
-  params = jax.jit(init)(jax.random.key(0), size)['params']
+def _write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
+  """Writes random weights of a model for 1,000 classes; returns the file."""
+  model = models.get_model(args.model, num_classes=1000)
+  init = jax.jit(functools.partial(model.init, train=False))
+  image = np.zeros([1, args.image_size, args.image_size, 3], np.float32)
+  params = init(jax.random.key(0), image)['params']
   # A head of zeros would be constant.
   params['head']['kernel'] = jax.random.normal(
     jax.random.key(1), params['head']['kernel'].shape
   )
-  path = folder / 'weights.npz'
-  writing.save(jax.device_get(params), os.fspath(path))
+  path = os.fspath(folder / 'weights.npz')
+  writing.save(jax.device_get(params), path)
   return path
 
 
@@ -66,16 +66,16 @@ def rows(args: argparse.Namespace) -> list[dict]:
   """Times batches of `args.batch` random images in all engines, which take turns."""
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)
-    weights = _write_model(args.model, folder)
+    weights = _write_weights(args, folder)
     shape = (args.batch, args.image_size, args.image_size, 3)
     images = np.random.RandomState(0).uniform(-1, 1, shape).astype(np.float32)
     engines = {}
     for dtype in (None, 'int8'):  # As in the file: float32.
       name = dtype or 'float32'
-      model = predict.load_weights(os.fspath(weights), dtype=dtype)
+      model = predict.load_weights(weights, dtype=dtype)
       engines[f'JAX, {name}'] = _jax(model, images)
       exported = folder / name
-      model = predict.load_weights(os.fspath(weights))
+      model = predict.load_weights(weights)
       model.export(os.fspath(exported), 'onnx', dtype=dtype)
       path = exported / 'model.onnx'
       engines[f'ONNX Runtime, {name}'] = _onnx_runtime(path, images)

@@ -14,6 +14,7 @@ import torch
 
 from benchmarks import (
   __main__ as program,
+  engines,
   explanations,
   patterns,
   pipeline,
@@ -111,6 +112,17 @@ def test_weights_and_checkpoints(monkeypatch, tmp_path):
   assert ratio['median'] == pytest.approx(saved['median'] / plain['median'])
   assert restored['name'].startswith('checkpoint, testing, ')
   assert restored['median'] > 0
+
+
+def test_engines_take_turns(monkeypatch, tmp_path):
+  # OpenVINO is not among the packages of the tests.
+  monkeypatch.setattr(engines, '_openvino', engines._onnx_runtime)
+  flags = ('--only=engines', '--model=testing', '--image_size=32', '--batch=2')
+  rows = run(tmp_path, *flags)['results']['engines']
+  float32, int8 = ('JAX', 'ONNX Runtime', 'OpenVINO'), ('JAX', 'ONNX Runtime')
+  names = [f'{x}, float32' for x in float32] + [f'{x}, int8' for x in int8]
+  assert [row['name'] for row in rows] == [f'testing, batch 2, {x}' for x in names]
+  assert all(row['median'] > 0 for row in rows)
 
 
 def test_sampling_comparison(monkeypatch, tmp_path):
