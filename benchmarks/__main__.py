@@ -89,22 +89,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in results[section]:
       print(_text(row), flush=True)
   if args.json:
-    found = {'machine': machine, 'results': results}
-    pathlib.Path(args.json).write_text(json.dumps(found, indent=1))
+    report = {'machine': machine, 'results': results}
+    pathlib.Path(args.json).write_text(json.dumps(report, indent=1))
 
 
 def _text(row):
-  words = [
+  columns = [
     f'{row["name"]:<45} {row["median"]:>9.2f} {row["unit"]:<8} '
     f'({row["min"]:.2f} to {row["max"]:.2f})'
   ]
   if share := row.get('share_of_peak'):
-    words.append(f'{100 * share:.0f} % of peak')
+    columns.append(f'{100 * share:.0f} % of peak')
   if seconds := row.get('first_call_seconds'):
-    words.append(f'compiled in {console.duration(seconds)}')
+    columns.append(f'compiled in {console.duration(seconds)}')
   if peak := row.get('peak_bytes'):
-    words.append(f'memory {console.size(peak)}')
-  return '  '.join(words)
+    columns.append(f'memory {console.size(peak)}')
+  return '  '.join(columns)
 
 
 if __name__ == '__main__':

@@ -43,10 +43,10 @@ class Timm(twins.Twin):
     size = prepared.program.task.image_spec(1).shape[1:3]
     heads = config.model.transformer.num_heads
     with tempfile.TemporaryDirectory() as folder:
-      source, there = f'{folder}/initial.npz', f'{folder}/timm'
+      source, target = f'{folder}/initial.npz', f'{folder}/timm'
       checkpoint.save(params, source)
-      convert.convert(source, there, 'timm', image_size=size, num_heads=heads)
-      net = timm.create_model(f'local-dir:{there}', pretrained=True)
+      convert.convert(source, target, 'timm', image_size=size, num_heads=heads)
+      net = timm.create_model(f'local-dir:{target}', pretrained=True)
     super().__init__(config, net, compiled)
     self._loss = self._torch.nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
 

@@ -134,7 +134,7 @@ class Eomt(twins.Twin):
   def __init__(self, prepared: train.Prepared, params: Any, compiled: bool) -> None:
     transformers = _import_transformers()
     options = eomt.loss_options(prepared.config.task_options)._asdict()
-    fields = {theirs: options[ours] for ours, theirs in _OPTIONS.items()}
+    fields = {name: options[ours] for ours, name in _OPTIONS.items()}
     cls = transformers.EomtForUniversalSegmentation
     net = _load(prepared, params, cls, **fields)
     super().__init__(prepared.config, net, compiled)

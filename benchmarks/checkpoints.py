@@ -35,8 +35,8 @@ def rows(args) -> list[dict]:
       checkpoints.wait()
 
     def restore():
-      found, _ = checkpoints.restore(jax.tree.map(_like, state))
-      jax.block_until_ready(found)
+      restored, _ = checkpoints.restore(jax.tree.map(_like, state))
+      jax.block_until_ready(restored)
 
     def write():
       with (pathlib.Path(folder) / 'bytes').open('wb') as file:

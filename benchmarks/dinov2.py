@@ -97,7 +97,7 @@ def photographs() -> Iterator[bytes]:
   from sklearn import datasets
 
   china, flower = datasets.load_sample_images().images
-  parts = [
+  sources = [
     china, flower, china[:300, :600], flower[:400, :400], china[:, 200:342],
     flower[:427, 300:442], china[100:220, 100:220], flower[50:151, 80:283],
   ]  # fmt: skip
@@ -105,7 +105,7 @@ def photographs() -> Iterator[bytes]:
     np.asarray(Image.fromarray(x).resize(size, Image.Resampling.LANCZOS))
     for x, size in ((china, (1601, 1067)), (flower, (967, 1453)))
   ]
-  for x in [*parts, *large]:
+  for x in [*sources, *large]:
     buffer = io.BytesIO()
     Image.fromarray(x).save(buffer, 'JPEG', quality=95)
     yield buffer.getvalue()
@@ -171,7 +171,7 @@ def _kinds() -> dict[str, tuple[str, dict, Callable]]:
   """Returns the descriptions that are compared, by what they say."""
   short = {'size': {'shortest_edge': 256}, 'do_center_crop': True, 'crop_size': _INPUT}
   square = {'size': {'height': _INPUT, 'width': _INPUT}}
-  found = {}
+  kinds = {}
   for backend in ('pil', 'torchvision'):
     for name, kind, fields in (
       ('DINOv2: shorter side 256, bicubic, crop', 'Bit', short),
@@ -181,16 +181,16 @@ def _kinds() -> dict[str, tuple[str, dict, Callable]]:
       ('DeiT: 256 x 256, bicubic, crop', 'DeiT', {'size': 256, 'crop_size': _INPUT}),
     ):
       stated = {'image_processor_type': f'{kind}ImageProcessor', **fields, **_IMAGENET}
-      found[f'transformers ({backend}), {name}'] = _transformers(backend, **stated)
+      kinds[f'transformers ({backend}), {name}'] = _transformers(backend, **stated)
   for share, mode, interpolation in (
     (0.9, 'center', 'bicubic'), (0.875, 'center', 'bilinear'), (1.0, 'squash', 'bicubic')
   ):  # fmt: skip
-    found[f'timm, crop_pct {share}, {mode}, {interpolation}'] = _timm(
+    kinds[f'timm, crop_pct {share}, {mode}, {interpolation}'] = _timm(
       crop_pct=share, crop_mode=mode, interpolation=interpolation
     )
   for mode in ('shortest', 'squash'):
-    found[f'open_clip, {mode}, bicubic'] = _open_clip(mode)
-  return found
+    kinds[f'open_clip, {mode}, bicubic'] = _open_clip(mode)
+  return kinds
 
 
 def compare_pixels(folder: str) -> None:
@@ -223,20 +223,20 @@ def compare_pixels(folder: str) -> None:
     'description | levels before: mean, max | now | cosine before: min, median | now'
   )
   for name, (naming, files, prepared) in kinds.items():
-    with tempfile.TemporaryDirectory() as there:
+    with tempfile.TemporaryDirectory() as workdir:
       for file, content in files.items():
-        (pathlib.Path(there) / file).write_text(json.dumps(content))
-      how = preparation.read(epath.Path(there).joinpath, naming)
+        (pathlib.Path(workdir) / file).write_text(json.dumps(content))
+      how = preparation.read(epath.Path(workdir).joinpath, naming)
     pp = common.get_config().pp
     with pp.ignore_type():
       pp.update(how.fields((_INPUT, _INPUT)))
     want = np.stack([prepared(x) for x in encoded])
-    wanted = features(want)
+    expected = features(want)
     cells = []
     for used in (before, pp):
       pixels = normalised(used)
       levels = np.abs(pixels - want) * std * 255
-      cosines = (features(pixels) * wanted).sum(-1)
+      cosines = (features(pixels) * expected).sum(-1)
       cells.append((levels.mean(), levels.max(), cosines.min(), np.median(cosines)))
     (mean_0, most_0, least_0, middle_0), (mean_1, most_1, least_1, middle_1) = cells
     console.log(
@@ -288,14 +288,14 @@ def probe(
       algorithm='brute',
       weights=lambda distances: np.exp((1 - distances) / solvers.TEMPERATURE),
     )
-    other = classifier.fit(x, y).score(test_set.values, test_set.labels)
-    console.log(f'{k}-NN | {100 * accuracy:.2f} % | {100 * other:.2f} %')
+    reference = classifier.fit(x, y).score(test_set.values, test_set.labels)
+    console.log(f'{k}-NN | {100 * accuracy:.2f} % | {100 * reference:.2f} %')
   [linear] = measured.linear(extracted).values()
   regression = linear_model.LogisticRegression(max_iter=1000)
   classifier = pipeline.make_pipeline(preprocessing.StandardScaler(), regression)
-  other = classifier.fit(x, y).score(test_set.values, test_set.labels)
+  reference = classifier.fit(x, y).score(test_set.values, test_set.labels)
   console.log(
-    f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | {100 * other:.2f} %'
+    f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | {100 * reference:.2f} %'
   )
 
 

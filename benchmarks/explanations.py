@@ -100,16 +100,16 @@ def measure(subject: results.Subject) -> dict[str, tuple[float, float]]:
     else:
       function = functools.partial(explanations.explain, task.model, method=method)
       explain = jax.jit(function)
-      parts = [explain(model.params, images[i], classes[i]) for i in _batches(images)]
-      relevance = np.concatenate(parts)
+      batches = [explain(model.params, images[i], classes[i]) for i in _batches(images)]
+      relevance = np.concatenate(batches)
     order = ranks(relevance, rng)
     curves = []
     for start, end in ((images, mean), (blurred, images)):
-      parts = [
+      batches = [
         compute_curve(model.params, start[i], end[i], order[i], classes[i])
         for i in _batches(images)
       ]
-      curves.append(np.concatenate(parts, axis=1))
+      curves.append(np.concatenate(batches, axis=1))
     areas[method] = (area(curves[0]), area(curves[1]))
   return areas
 

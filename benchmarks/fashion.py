@@ -154,7 +154,7 @@ def _write_imbalanced(folder: pathlib.Path, split: str, images, labels) -> None:
       Image.fromarray(images[number, ..., 0]).save(path)
 
 
-def write(what: str, folder: str, data_dir: str | None = None) -> None:
+def write(kind: str, folder: str, data_dir: str | None = None) -> None:
   """Writes images of a kind, a key of _WRITERS, into a new folder.
 
   `data_dir` is TFDS's folder; None: ~/tensorflow_datasets. Raises FileExistsError if
@@ -166,7 +166,7 @@ def write(what: str, folder: str, data_dir: str | None = None) -> None:
   if pathlib.Path(folder).exists():
     raise FileExistsError(f"'{folder}' exists: choose a new FOLDER, or remove it")
   data = tfds.as_numpy(tfds.load('fashion_mnist', data_dir=data_dir, batch_size=-1))
-  function = _WRITERS[what]
+  function = _WRITERS[kind]
   with files.new_folder(folder) as new:
     for split in ('train', 'test'):
       function(pathlib.Path(new), split, data[split]['image'], data[split]['label'])

@@ -49,30 +49,30 @@ def _play(members, clients, address, pipe):
 
   from vit_jax.distributed import heartbeats, processes
 
-  mine = _PerThread()
-  processes._numbers = mine  # pylint: disable=protected-access
-  heartbeats.client = lambda: mine.of.client
-  jax.process_index = lambda: mine.of.number
+  threads = _PerThread()
+  processes._numbers = threads  # pylint: disable=protected-access
+  heartbeats.client = lambda: threads.of.client
+  jax.process_index = lambda: threads.of.number
   jax.process_count = lambda: clients
   connected, begin = threading.Barrier(len(members) + 1), threading.Event()
-  seconds, kept = [], []  # A client that is deleted waits for the others.
+  seconds, open_clients = [], []  # A client that is deleted waits for the others.
 
   def run(number):
-    mine.of.number, mine.of.calls = number, itertools.count()
-    mine.of.client = _jax.get_distributed_runtime_client(
+    threads.of.number, threads.of.calls = number, itertools.count()
+    threads.of.client = _jax.get_distributed_runtime_client(
       address, number, init_timeout=300, use_compression=True
     )
-    mine.of.client.connect()
-    kept.append(mine.of.client)
+    threads.of.client.connect()
+    open_clients.append(threads.of.client)
     processes.gather('beginning', 0)
     connected.wait()
     begin.wait()
     for i in range(GATHERS):
       start = time.monotonic()
-      found = processes.gather(f'comparing {i}', f'{number:032d}')
+      gathered = processes.gather(f'comparing {i}', f'{number:032d}')
       if not number:
         seconds.append(time.monotonic() - start)
-      assert found == [f'{i:032d}' for i in range(clients)]
+      assert gathered == [f'{i:032d}' for i in range(clients)]
     connected.wait()
 
   for number in members:
@@ -97,9 +97,9 @@ def measure(clients: int) -> tuple[list[float], float]:
     (_serve, (address, clients)),
     *((_play, (range(i, clients, GROUPS), clients, address)) for i in range(GROUPS)),
   ]:
-    ours, theirs = start.Pipe()
-    start.Process(target=target, args=(*args, theirs), daemon=True).start()
-    pipes.append(ours)
+    parent_end, child_end = start.Pipe()
+    start.Process(target=target, args=(*args, child_end), daemon=True).start()
+    pipes.append(parent_end)
   service, *players = pipes
   for pipe in pipes:
     pipe.recv()
@@ -118,9 +118,9 @@ def measure(clients: int) -> tuple[list[float], float]:
 def rows(args) -> list[dict]:
   """Times gathers of several numbers of processes."""
   del args
-  found = []
+  table = []
   for clients in CLIENTS:
     seconds, cpu = measure(clients)
-    found.append(timing.row(f'gather of {clients} processes', seconds, 's'))
-    found.append(timing.row('  CPU of the service', [cpu], 's'))
-  return found
+    table.append(timing.row(f'gather of {clients} processes', seconds, 's'))
+    table.append(timing.row('  CPU of the service', [cpu], 's'))
+  return table

@@ -65,24 +65,27 @@ def pairs(side: int) -> int:
 def draw(rows: list[dict]):
   """Draws FLOPs and times by image size, a line for each pattern."""
   fig = drawing.new_figure(4.2, 'Layers of ViT-B/16, forward, one image', 10.0)
-  left, right = fig.subplots(1, 2)
+  flops_axes, time_axes = fig.subplots(1, 2)
   config = model_configs.get_config('ViT-B_16')
-  for axes, key in ((left, 'gflops'), (right, 'ms')):
+  for axes, key in ((flops_axes, 'gflops'), (time_axes, 'ms')):
     for i, pattern in enumerate(PATTERNS):
-      chosen, color = [x for x in rows if x['pattern'] == pattern], colors.of_line(i)
+      pattern_rows = [row for row in rows if row['pattern'] == pattern]
+      color = colors.of_line(i)
       line = ('o-', 's--', '^-')[i]
-      axes.plot(SIZES, [row[key] for row in chosen], line, c=color, label=pattern)
+      axes.plot(SIZES, [row[key] for row in pattern_rows], line, c=color, label=pattern)
       if (pattern, key) == ('local', 'gflops'):
         unseen = [(n // PATCH) ** 4 - pairs(n // PATCH) for n in SIZES]
-        each = 4e-9 * config.hidden_size * config.transformer.num_layers
-        least = [row[key] - each * n for row, n in zip(chosen, unseen)]
+        gflops_per_token = 4e-9 * config.hidden_size * config.transformer.num_layers
+        least = [
+          row[key] - gflops_per_token * n for row, n in zip(pattern_rows, unseen)
+        ]
         axes.plot(SIZES, least, ':', c=color, label='local, pairs that attend')
     axes.set(xlabel='image size, px', yscale='log')
     axes.set_xticks(SIZES, SIZES)
     axes.grid(alpha=0.25)
-  left.set(ylabel='GFLOPs')
-  right.set(ylabel='ms, TPU v3 core (estimate)')
-  left.legend()
+  flops_axes.set(ylabel='GFLOPs')
+  time_axes.set(ylabel='ms, TPU v3 core (estimate)')
+  flops_axes.legend()
   return fig
 
 
@@ -97,11 +100,11 @@ def main() -> None:
   device = topology.get_topology('v3:2x2')[0]
   file = args.json and pathlib.Path(args.json)
   rows = json.loads(file.read_text()) if file and file.exists() else []
-  known = {(row['pattern'], row['size']) for row in rows}
+  measured = {(row['pattern'], row['size']) for row in rows}
   layers = model_configs.get_config('ViT-B_16').transformer.num_layers
   for size in SIZES:
     for pattern in PATTERNS:
-      if (pattern, size) not in known:
+      if (pattern, size) not in measured:
         count, seconds = (layers * cost for cost in layer_costs(pattern, size, device))
         costs = {'gflops': 1e-9 * count, 'ms': 1e3 * seconds}
         rows.append({'pattern': pattern, 'size': size, **costs})

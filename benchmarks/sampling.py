@@ -45,6 +45,11 @@ def _draw_uncached(model, params, batch: int) -> Callable:
   return lambda start: run(params, start).block_until_ready()
 
 
+def _speeds(times: list[list[float]], pixels: int) -> list[float]:
+  """Returns the pixels per second of each turn, the mean over positions."""
+  return [pixels / statistics.mean(turn) for turn in zip(*times)]
+
+
 def rows(args) -> list[dict]:
   """Times sampling pixels at three positions of an image; reports their mean."""
   model = models.get_model(MODEL)
@@ -58,9 +63,7 @@ def rows(args) -> list[dict]:
     *(functools.partial(run, at) for run in programs for at in places),
     repeats=args.repeats,
   )
-  cached, uncached = (
-    [args.batch * steps / statistics.mean(turn) for turn in zip(*found)]
-    for steps, found in ((STEPS, times[:3]), (1, times[3:]))
-  )
+  cached = _speeds(times[:3], args.batch * STEPS)
+  uncached = _speeds(times[3:], args.batch)
   name = f'samples, {MODEL}, with cached keys and values'
   return timing.compared(name, cached, 'without', uncached, 'pixel/s')

@@ -33,8 +33,10 @@ def import_rows(args) -> list[dict]:
     return lambda: subprocess.run([sys.executable, '-c', statement], check=True)
 
   names = 'import vit_jax.models', 'import flax.linen, optax'
-  ours, theirs = timing.measure(*map(run, names), repeats=args.repeats)
-  return timing.compared(names[0], ours, names[1], theirs, 's')
+  package_times, framework_times = timing.measure(
+    *map(run, names), repeats=args.repeats
+  )
+  return timing.compared(names[0], package_times, names[1], framework_times, 's')
 
 
 def start_rows(args) -> list[dict]:

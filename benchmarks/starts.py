@@ -36,9 +36,11 @@ def _measured(name, function, *args):
   tf.constant(0)
   peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
   before, start = peak(), time.perf_counter()
-  found = function(*args)
+  result = function(*args)
   seconds = time.perf_counter() - start
-  print(f'{name}: {seconds:.1f} s, {peak() - before:,.0f} MB more, {found}', flush=True)
+  print(
+    f'{name}: {seconds:.1f} s, {peak() - before:,.0f} MB more, {result}', flush=True
+  )
 
 
 def _open_manifest(root):
@@ -64,14 +66,16 @@ def manifest(folder, count):
     _measure(start, _open_manifest, folder)
 
 
-def _instructions(paths, each):
+def _instructions(paths, per_shard):
   return [
-    types.SimpleNamespace(filename=path, skip=0, take=each, examples_in_shard=each)
+    types.SimpleNamespace(
+      filename=path, skip=0, take=per_shard, examples_in_shard=per_shard
+    )
     for path in paths
   ]
 
 
-def _open_shards(paths, each):
+def _open_shards(paths, per_shard):
   from array_record.python import array_record_module as module
 
   from vit_jax.data.tfds import shards
@@ -79,34 +83,36 @@ def _open_shards(paths, each):
   opens, reader = [], module.ArrayRecordReader
   module.ArrayRecordReader = lambda *a, **kw: opens.append(a) or reader(*a, **kw)
   parser = types.SimpleNamespace(features=(), names={})
-  source = shards.ArrayRecordSource(_instructions(paths, each), 100, parser)
+  source = shards.ArrayRecordSource(_instructions(paths, per_shard), 100, parser)
   indices = np.random.default_rng(0).integers(source.num_examples, size=4096)
   count = len(source.stored(indices))
   descriptors = len(os.listdir('/proc/self/fd'))
   return f'{count} records, {len(opens)} opens, {descriptors} descriptors'
 
 
-def shards(folder, count, each=20):
+def shards(folder, count, per_shard=20):
   """Times opening and reading `count` array_record shards."""
   from array_record.python import array_record_module as module
 
   paths = [f'{folder}/x-{i:05d}.array_record' for i in range(count)]
   for i, path in enumerate(paths):
     writer = module.ArrayRecordWriter(path, 'group_size:1')
-    for k in range(each):
+    for k in range(per_shard):
       writer.write(b'%d/%d' % (i, k) * 20)
     writer.close()
-  _measure('open and read 4,096', _open_shards, paths, each)
+  _measure('open and read 4,096', _open_shards, paths, per_shard)
 
 
-def _open_offsets(paths, each):
+def _open_offsets(paths, per_shard):
   from vit_jax.data.tfds import tfrecords
 
   tfrecords._scan = lambda path, size, count: [116] * count  # Not what is timed.
-  found = tfrecords.offsets(paths, [each] * len(paths))
+  offsets = tfrecords.offsets(paths, [per_shard] * len(paths))
   smaps = open('/proc/self/smaps').read().split('\n')
   private = sum(int(line.split()[1]) for line in smaps if line[:13] == 'Private_Dirty')
-  return f'{len(found) * each:,} records, private memory {private / 1024:,.0f} MB'
+  return (
+    f'{len(offsets) * per_shard:,} records, private memory {private / 1024:,.0f} MB'
+  )
 
 
 def offsets(folder, count):
@@ -164,7 +170,7 @@ def _framed(data):
   return length + next(checksums) + data + next(checksums)
 
 
-def _read_bucket(paths, each, shuffled):
+def _read_bucket(paths, per_shard, shuffled):
   from vit_jax.data import records
   from vit_jax.data.lazy import tf
   from vit_jax.data.tfds import tfrecords
@@ -179,24 +185,26 @@ def _read_bucket(paths, each, shuffled):
         time.sleep(0.04)
         reads.append(length)
         rows = range(begin // size, (begin + length) // size)
-        return b''.join(_framed(b'%-100d' % (shard * each + i)) for i in rows)
+        return b''.join(_framed(b'%-100d' % (shard * per_shard + i)) for i in rows)
 
       return read_range
 
   reads = []
-  tfrecords.offsets = lambda paths, counts: [np.arange(each + 1) * 116] * len(paths)
+  tfrecords.offsets = lambda paths, counts: (
+    [np.arange(per_shard + 1) * 116] * len(paths)
+  )
   parser = types.SimpleNamespace(features=(), names={})
-  source = Slow(_instructions(paths, each), 100_000, parser)
+  source = Slow(_instructions(paths, per_shard), 100_000, parser)
   numbers = np.arange(16384)
   if shuffled:
     numbers = np.random.default_rng(0).permutation(source.num_examples)[:16384]
   data = tf.data.Dataset.from_tensor_slices(numbers).batch(source.chunk)
   data = data.map(source.lookup, num_parallel_calls=records.CALLS)
   start = time.perf_counter()
-  found = [x for batch in data.as_numpy_iterator() for x in batch['record']]
+  values = [x for batch in data.as_numpy_iterator() for x in batch['record']]
   seconds = time.perf_counter() - start
-  assert [int(x) for x in found] == numbers.tolist()
-  return f'{len(found) / seconds:,.0f} records/s, {len(reads):,} reads'
+  assert [int(x) for x in values] == numbers.tolist()
+  return f'{len(values) / seconds:,.0f} records/s, {len(reads):,} reads'
 
 
 def bucket(folder, count):

@@ -82,8 +82,8 @@ def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
 def _seconds(step, count) -> float:
   """Returns the seconds of one of `count` calls."""
   start = time.perf_counter()
-  own = step(count)  # Another process times itself.
-  return (own or time.perf_counter() - start) / count
+  seconds = step(count)  # Another process times itself.
+  return (seconds or time.perf_counter() - start) / count
 
 
 def _peak_bytes(device) -> int:
@@ -96,7 +96,11 @@ def _rows(args, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
   on_cpu = device.platform == 'cpu'
-  model_config, other, theirs = model_configs.get_config(args.model), None, {}
+  model_config, reference, reference_facts = (
+    model_configs.get_config(args.model),
+    None,
+    {},
+  )
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
     before = _peak_bytes(device)
@@ -105,18 +109,18 @@ def _rows(args, train: bool) -> list[dict]:
     if _peak_bytes(device) > before:
       facts['peak_bytes'] = _peak_bytes(device)
     if args.beside:
-      other = args.beside
+      reference = args.beside
       process = timm_steps.Beside(
         model=model_config.model_name, batch=args.batch,
         image_size=args.image_size, dtype=args.dtype, train=train,
-        compiled=other == 'timm',
+        compiled=reference == 'timm',
       )  # fmt: skip
       stack.callback(process.close)
-      theirs = {'first_call_seconds': process.first.pop('seconds')}
-      theirs |= process.first
+      reference_facts = {'first_call_seconds': process.first.pop('seconds')}
+      reference_facts |= process.first
       steps.append(process)
     elif 'transformer' in model_config:
-      other = 'attention=xla'
+      reference = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
     size = timing.PRODUCT_SIZE * (1 if on_cpu else 4)
     *times, products = timing.measure(
@@ -133,9 +137,9 @@ def _rows(args, train: bool) -> list[dict]:
   facts['share_of_peak'] = share / statistics.median(peak)
   kind = 'training step' if train else 'inference'
   name = f'{kind}, {args.model}, batch {args.batch}, {args.dtype}'
-  if other:
-    rows = timing.compared(name, speeds[0], other, speeds[1], 'img/s')
-    rows[1] |= theirs
+  if reference:
+    rows = timing.compared(name, speeds[0], reference, speeds[1], 'img/s')
+    rows[1] |= reference_facts
   else:
     rows = [timing.row(name, speeds[0], 'img/s')]
   rows[0] |= facts

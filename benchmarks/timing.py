@@ -19,10 +19,10 @@ def measure(*functions: Callable, repeats: int) -> list[list[float]]:
   for turn in range(repeats + 1):
     for times, function in zip(seconds, functions):
       start = time.perf_counter()
-      own = function()
+      reported = function()
       if turn:
         elapsed = time.perf_counter() - start
-        times.append(own if isinstance(own, float) else elapsed)
+        times.append(reported if isinstance(reported, float) else elapsed)
   return seconds
 
 
@@ -34,11 +34,19 @@ def row(name: str, values: list[float], unit: str) -> dict:
 
 
 def compared(
-  name: str, ours: list[float], other: str, theirs: list[float], unit: str
+  name: str,
+  values: list[float],
+  reference: str,
+  reference_values: list[float],
+  unit: str,
 ) -> list[dict]:
   """Makes rows of two programs that took turns, and of their ratio."""
-  ratios = [a / b for a, b in zip(ours, theirs)]
-  return [row(name, ours, unit), row(other, theirs, unit), row('ratio', ratios, 'x')]
+  ratios = [a / b for a, b in zip(values, reference_values)]
+  return [
+    row(name, values, unit),
+    row(reference, reference_values, unit),
+    row('ratio', ratios, 'x'),
+  ]
 
 
 def matrix_product(dtype: str, size: int) -> Callable:

@@ -40,9 +40,9 @@ class Beside:
     )
     self.first = self._ask(kwargs)
 
-  def _ask(self, what):
+  def _ask(self, question):
     with contextlib.suppress(BrokenPipeError):
-      print(json.dumps(what), file=self._process.stdin, flush=True)
+      print(json.dumps(question), file=self._process.stdin, flush=True)
     answer = self._process.stdout.readline()
     if not answer:
       raise OSError(

@@ -124,30 +124,30 @@ def _read(path: pathlib.Path) -> list[dict]:
 
 
 def _commit() -> str:
-  found = subprocess.run(
+  process = subprocess.run(
     ['git', 'describe', '--always', '--dirty'], capture_output=True, text=True
   )
-  return found.stdout.strip()
+  return process.stdout.strip()
 
 
-def compare(name: str, found: dict, before: dict | None, product: float) -> str:
+def compare(name: str, result: dict, before: dict | None, product: float) -> str:
   """Describes a job's result, compared with the last run.
 
   Args:
     name: of the job.
-    found: its 'value' and 'unit' (img/s: more is better; s: less), and losses.
+    result: its 'value' and 'unit' (img/s: more is better; s: less), and losses.
     before: the job's result in the last run; None if it has none.
     product: speed of the matrix product, relative to the last run.
   """
-  text = f'{name:<9} {found["value"]:9.2f} {found["unit"]:<6}'
+  text = f'{name:<9} {result["value"]:9.2f} {result["unit"]:<6}'
   if not before:
     return text
-  ratio = found['value'] / before['value']
-  speed = 1 / ratio if found['unit'] == 's' else ratio
+  ratio = result['value'] / before['value']
+  speed = 1 / ratio if result['unit'] == 's' else ratio
   text += f' {speed:5.2f} x as fast ({speed / product:.2f} x relative to the product)'
   for key in ('train_loss', 'loss_test'):
-    if found.get(key) != before.get(key):
-      text += f'; {key} {before.get(key)} -> {found.get(key)}'
+    if result.get(key) != before.get(key):
+      text += f'; {key} {before.get(key)} -> {result.get(key)}'
   return text
 
 
@@ -179,8 +179,8 @@ def main(argv: Sequence[str] | None = None) -> None:
   console.log(f'product   {product:9.2f} GFLOP/s{ratio}')
   with tempfile.TemporaryDirectory() as folder:
     for name in args.only or JOBS:
-      found = line['jobs'][name] = JOBS[name](pathlib.Path(folder))
-      console.log(compare(name, found, last['jobs'].get(name), relative))
+      result = line['jobs'][name] = JOBS[name](pathlib.Path(folder))
+      console.log(compare(name, result, last['jobs'].get(name), relative))
   with args.file.open('a') as file:
     file.write(json.dumps(line) + '\n')
 

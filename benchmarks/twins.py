@@ -142,7 +142,7 @@ class Comparison(NamedTuple):
   measure: Callable[[train.Prepared, Iterable[tuple[dict, Any]]], float]
   plain: Mapping[str, Any]  # See `check`.
   name: str  # Name of the other library.
-  metric: str  # What `measure` returns.
+  metric: str  # Name of the number that `measure` returns.
 
 
 def _turns(batches: Iterable) -> Iterator[list[dict]]:

@@ -677,13 +677,13 @@ class Config:
   sampling: Literal['uniform', 'balanced'] = 'uniform'
   # Batches kept ready on the devices.
   prefetch: Annotated[int, schema.Range(ge=0, le=1_000), schema.FREE] = 2
-  # What to do about images of a folder that cannot be decoded. 'error' decodes
+  # How to handle images of a folder that cannot be decoded. 'error' decodes
   # all images once before training, names the broken ones and stops; 'skip'
   # leaves them out and counts them; 'trust' checks nothing, and a broken image
   # stops the run when it is read. Results are kept in the workdir, or next to
   # the images by vit_jax.data.indexing.
   broken_images: Annotated[Literal['error', 'skip', 'trust'], schema.FREE] = 'error'
-  # What to do about boxes of an annotation file (COCO's JSON) that reach beyond
+  # How to handle boxes of an annotation file (COCO's JSON) that reach beyond
   # their image, have no area or a negative size, or that are absent, empty or
   # NaN. 'refuse' names them and stops; 'skip' leaves them out and counts them;
   # 'clip' cuts them off at the border of the image, and drops boxes of which

@@ -233,8 +233,8 @@ class Transformer:
   # MLP; it increases linearly from 0 in the first layer (arXiv 1603.09382). An image
   # skips both or neither of a layer with `parallel`.
   stochastic_depth: schema.Rate = 0.0
-  # What the backward pass recomputes. '': nothing; 'full': everything but each layer's
-  # input; 'dots': everything but the inputs and the results of the dense layers.
+  # Activations that the backward pass recomputes. '': none; 'full': all but each layer's
+  # input; 'dots': all but the inputs and the results of the dense layers.
   remat: Annotated[Remat, schema.FREE] = ''
   # Whether to apply all layers but the last in a loop, which compiles faster. Results
   # are the same except for dropout's noise, and parameters keep their names. None: in

@@ -99,7 +99,7 @@ class MaskedPatches:
   corruption: schema.Share = 0.5
   masked: schema.Probability = 0.8
   swapped: schema.Probability = 0.1
-  # What is predicted for a patch: 'mean', its mean colour in 3 bits per
+  # Target of a masked patch: 'mean', its mean colour in 3 bits per
   # channel; '4x4', the mean colour of each of its 4 x 4 cells; 'l2', all of
   # its pixels, by regression.
   target: Literal['mean', '4x4', 'l2'] = 'mean'

@@ -25,8 +25,8 @@ def _leave_libtpu():
     return
   find = importlib.util.find_spec
   jax = sys.modules.get('jax')
-  chosen = jax and jax.config.jax_platforms
-  if chosen or find('jax_plugins') or not find('libtpu'):
+  platforms = jax and jax.config.jax_platforms
+  if platforms or find('jax_plugins') or not find('libtpu'):
     return
   os.environ['JAX_PLATFORMS'] = 'cpu'
   if jax:

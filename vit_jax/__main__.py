@@ -104,11 +104,11 @@ def run(command: str, argv: Sequence[str] | None = None):
 
 
 def _no_device(error: Exception) -> str:
-  wanted = sys.modules['jax'].config.jax_platforms
+  platforms = sys.modules['jax'].config.jax_platforms
   lines = str(error).splitlines()
   cause = f' ({lines[0]})' if lines else ''
   return (
-    f'JAX_PLATFORMS={wanted}: JAX finds no such device on this machine{cause}: '
+    f'JAX_PLATFORMS={platforms}: JAX finds no such device on this machine{cause}: '
     'install JAX for it, or unset JAX_PLATFORMS'
   )
 
@@ -118,9 +118,9 @@ def main(argv: Sequence[str] | None = None):
 
   `argv` defaults to the arguments of the process.
   """
-  name, *rest = (sys.argv[1:] if argv is None else argv) or ('',)
+  name, *arguments = (sys.argv[1:] if argv is None else argv) or ('',)
   if name in COMMANDS:
-    run(name, rest)
+    run(name, arguments)
   from vit_jax import console
 
   if name in ('-h', '--help', 'help'):

@@ -318,11 +318,11 @@ def pretrained_weights(
   published_extra = {k: v for k, v in extra.items() if k in reading.EXTRA}
   weights: dict[str, Any] = {}
   for part, path in paths.from_config(config).items():
-    parts = sorted({*params, *extra})
-    if part and part not in parts:
+    collections = sorted({*params, *extra})
+    if part and part not in collections:
       raise ValueError(
         f"pretrained={{'{part}': '{path}'}}: the model has no parameters "
-        f"'{part}/', but {parts}; name one of these (config.pretrained)"
+        f"'{part}/', but {collections}; name one of these (config.pretrained)"
       )
     with paths.with_remedy(config):
       if part in extra:

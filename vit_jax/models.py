@@ -56,10 +56,10 @@ def register(kind: str, cls: type[nn.Module]) -> None:
   Raises ValueError if another class has this kind.
   """
   location = lambda cls: f'{cls.__module__}:{cls.__qualname__}'
-  known = KINDS.get(kind, cls)
-  known = known if isinstance(known, str) else location(known)
-  if known != location(cls):
-    raise ValueError(f"kind='{kind}' is taken by {known}: use another name")
+  registered = KINDS.get(kind, cls)
+  path = registered if isinstance(registered, str) else location(registered)
+  if path != location(cls):
+    raise ValueError(f"kind='{kind}' is taken by {path}: use another name")
   KINDS[kind] = cls  # Replaces the class if a notebook defines it again.
 
 
@@ -131,16 +131,16 @@ def make_model(
   fields.pop('kind', None)
   if 'dtype' in fields:
     fields['dtype'] = dtypes.resolve(fields['dtype'])
-  known = model.__dataclass_fields__
-  names = set(known) - {'parent', 'name'}
+  known_fields = model.__dataclass_fields__
+  names = set(known_fields) - {'parent', 'name'}
   unknown = sorted(set(fields) - names)
   if unknown:
     raise ValueError(
       f'config.model has unknown fields {unknown}: {model.__name__} takes '
       f'{sorted(names)}'
     )
-  if 'encoder' in known:
-    encoder = fields.get('encoder', known['encoder'].default)
+  if 'encoder' in known_fields:
+    encoder = fields.get('encoder', known_fields['encoder'].default)
     if fields.get('transformer') is not None:
       models_vit.encoder_fields(encoder, fields['transformer'])
   return model(**fields)

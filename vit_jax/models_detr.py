@@ -191,8 +191,10 @@ class Detr(patches.ImageModel):
     Returns the logits, float32 [B, N, H / 4, W / 4].
     """
     queries = queries[..., None]
-    chosen = jnp.take_along_axis(features.queries, queries, axis=1)  # [B, N, D]
-    return self.segmentation(features._replace(queries=chosen))
+    segment_queries = jnp.take_along_axis(
+      features.queries, queries, axis=1
+    )  # [B, N, D]
+    return self.segmentation(features._replace(queries=segment_queries))
 
   def _stages(
     self,

@@ -29,7 +29,7 @@ from vit_jax.layers import dtypes, encoder, position_kinds
 from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-6
-# Of the layers after the encoder, as in the released code.
+# Initializes the layers after the encoder, as the released code does.
 _INIT = nn.initializers.variance_scaling(1 / 3, 'fan_in', 'uniform')
 _gelu = encoder.GELUS['erf']
 

@@ -115,8 +115,8 @@ class ImageGPT(patches.ImageModel):
       self.class_head = head(self.num_classes)
 
   def _block_fields(self) -> dict[str, Any]:
-    same = ('num_heads', 'num_layers', 'causal', 'attention')
-    return {'scale': self.attention_scale, **dtypes.of(self, *same)}
+    shared_names = ('num_heads', 'num_layers', 'causal', 'attention')
+    return {'scale': self.attention_scale, **dtypes.of(self, *shared_names)}
 
   def __call__(
     self,
@@ -314,8 +314,8 @@ def _sample(
   before = jnp.pad(prefix, ((0, 0), (1, 0)))  # [B, M + 1]
   first, cache = draw_next(before, 0, model.empty_cache(len(prefix)))
   positions = jnp.arange(prefix.shape[1] + 1, model.num_positions)
-  rest, _ = draw_pixels(draw_next, first, cache, positions)
-  return jnp.concatenate([prefix, first[:, None], rest], axis=1)
+  later, _ = draw_pixels(draw_next, first, cache, positions)
+  return jnp.concatenate([prefix, first[:, None], later], axis=1)
 
 
 def next_pixel(

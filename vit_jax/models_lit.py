@@ -130,8 +130,8 @@ class LitModel(patches.ImageModel):
           'tokens must be integers [texts, tokens], got '
           f'{tokens.dtype}{list(tokens.shape)}: see get_tokenizer()'
         )
-      ztxt, more = self.text_tower(name='txt')(tokens)
-      out.update({f'txt/{name}': value for name, value in more.items()})
+      ztxt, intermediates = self.text_tower(name='txt')(tokens)
+      out.update({f'txt/{name}': value for name, value in intermediates.items()})
       ztxt, out['txt/norm'] = normalized(ztxt)
       out['txt/normalized'] = ztxt
     if images is not None:

@@ -145,9 +145,9 @@ def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict[str, An
       unknown[key] = value
   if unknown:
     name = getattr(encoder, '__name__', encoder)
-    known = sorted(set(parameters) - {'parent', 'name'})
+    accepted = sorted(set(parameters) - {'parent', 'name'})
     raise ValueError(
-      f'config.model has unknown fields {sorted(unknown)}: {name} takes {known}, but '
+      f'config.model has unknown fields {sorted(unknown)}: {name} takes {accepted}, but '
       f'the config gives {", ".join(f"{k}={v}" for k, v in unknown.items())} '
       '(config.model.transformer)'
     )

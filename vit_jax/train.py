@@ -279,14 +279,14 @@ def _opener(
   """Returns the `open_split` of an Evaluation."""
 
   def open_split(
-    split: str, further: tuple[str, ...] = (), other_dataset: str | None = None
+    split: str, more_features: tuple[str, ...] = (), other_dataset: str | None = None
   ):
-    if split in opened and not further and not other_dataset:
+    if split in opened and not more_features and not other_dataset:
       return opened[split]
     metadata = {} if other_dataset else task.metadata
     data = other_dataset or dataset
     return sources.open_for(
-      task.config, type(task), metadata, split, data, workdir, further
+      task.config, type(task), metadata, split, data, workdir, more_features
     )
 
   return open_split
@@ -418,8 +418,8 @@ def _describe_start(params: Any, weights: Mapping[str, Any]) -> str:
     names = loaded if path in weights else new
     names.add(path.split('/')[0])
   if len(loaded) < len(new):
-    parts = ', '.join(sorted(loaded))
-    return f'Starting from pre-trained weights of {parts}; the rest is new.'
+    collections = ', '.join(sorted(loaded))
+    return f'Starting from pre-trained weights of {collections}; the rest is new.'
   heads = f', with a new {", ".join(sorted(new))}' if new else ''
   return f'Starting from pre-trained weights{heads}.'
 

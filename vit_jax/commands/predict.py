@@ -160,8 +160,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         args.options[name] = getattr(args, name)
     imageless.update(task.IMAGELESS)
   if not args.images and not imageless & args.options.keys():
-    others = ', '.join(f'--{name}' for name in sorted(imageless))
-    raise ValueError(f'pass image files, or one of {others} (see --help)')
+    alternatives = ', '.join(f'--{name}' for name in sorted(imageless))
+    raise ValueError(f'pass image files, or one of {alternatives} (see --help)')
   shards = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
   if shards and not (args.images and str(args.out or '').endswith('/')):
     raise ValueError(

@@ -330,12 +330,12 @@ def open_with_folds(
 
   `open_slices` opens a split without folds, `read_columns` takes the name of a part.
   """
-  parts = list(slices.parts(split))
-  if not any(folds.parse(instruction) for _, instruction in parts):
+  terms = list(slices.parts(split))
+  if not any(folds.parse(instruction) for _, instruction in terms):
     return open_slices(split)
   selected = []
   first = 0  # Number of the part's first row.
-  for base, instruction in parts:
+  for base, instruction in terms:
     columns = read_columns(base)
     rows = np.arange(columns.num_rows)
     fold = folds.parse(instruction)

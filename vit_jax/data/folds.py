@@ -95,12 +95,12 @@ def assign(
   groups: Sequence[Hashable] | None = None,
 ) -> np.ndarray:
   """Returns the number of the fold of each example, int64 [n], see `take`."""
-  num_parts, parts = len(strata), 'example'
+  count, unit = len(strata), 'example'
   if groups is not None:
-    num_parts, parts = len(set(groups)), 'group'
-  if num_parts < fold.num_folds:
+    count, unit = len(set(groups)), 'group'
+  if count < fold.num_folds:
     raise ValueError(
-      f"'{name}' has {console.pluralize(num_parts, parts)}, too few for {fold.num_folds} "
+      f"'{name}' has {console.pluralize(count, unit)}, too few for {fold.num_folds} "
       'folds: use fewer folds, or add data (config.pp, config.evals)'
     )
   # Raw numbers of PCG64 are the same in all versions of NumPy.

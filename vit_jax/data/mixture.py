@@ -39,15 +39,17 @@ class MixtureSource(records.Source):
   """
 
   def __init__(
-    self, parts: Sequence[records.Source], pairs: Sequence[tuple[str, float]]
+    self, sources: Sequence[records.Source], pairs: Sequence[tuple[str, float]]
   ) -> None:
-    common = set.intersection(*(set(part.features) for part in parts)) - {_SOFT}
-    features = [name for name in parts[0].features if name in common]
-    names = {k: v for k, v in parts[0].names.items() if k in common}
-    *self.offsets, size = np.cumsum([0, *(p.num_examples for p in parts)]).tolist()
+    common = set.intersection(*(set(source.features) for source in sources)) - {_SOFT}
+    features = [name for name in sources[0].features if name in common]
+    names = {k: v for k, v in sources[0].names.items() if k in common}
+    *self.offsets, size = np.cumsum(
+      [0, *(source.num_examples for source in sources)]
+    ).tolist()
     super().__init__(size, features, names)
-    self._has_soft = any(_SOFT in part.features for part in parts)
-    self.parts = tuple(parts)
+    self._has_soft = any(_SOFT in source.features for source in sources)
+    self.parts = tuple(sources)
     self._shares = _shares([weight for _, weight in pairs])
     self._check([name for name, _ in pairs])
 
@@ -78,8 +80,8 @@ class MixtureSource(records.Source):
     return self.parts[0]
 
   def fingerprint(self) -> dict:
-    parts = [part.fingerprint() for part in self.parts]
-    return {**super().fingerprint(), 'parts': parts}
+    fingerprints = [part.fingerprint() for part in self.parts]
+    return {**super().fingerprint(), 'parts': fingerprints}
 
   def lengths(self, feature: str) -> np.ndarray | None:
     lengths = [part.lengths(feature) for part in self.parts]

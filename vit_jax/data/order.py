@@ -119,9 +119,9 @@ def training_indices(source: Any, positions: np.ndarray, seed: int) -> np.ndarra
   if not isinstance(source, mixture.MixtureSource):
     return _indices(source, tf.constant(positions), seed, 0).numpy()
   indices = np.empty_like(positions)
-  parts, local_positions = source.place(positions)
+  part_numbers, local_positions = source.place(positions)
   for k, (part, offset) in enumerate(zip(source.parts, source.offsets)):
-    mask = (parts == k).numpy()
+    mask = (part_numbers == k).numpy()
     if mask.any():
       local = _indices(part, local_positions[mask], seed, _stream(k))
       indices[mask] = local.numpy() + offset

@@ -115,8 +115,8 @@ def open_split(
 ) -> records.Source:
   """Opens a split of a folder, see sources.open_split."""
 
-  def open_whole(whole: str) -> records.Source:
-    return _open_slices(config, root, whole, features, class_names)
+  def open_whole(whole_splits: str) -> records.Source:
+    return _open_slices(config, root, whole_splits, features, class_names)
 
   def read_columns(base: str) -> arrow.FoldColumns:
     paths = _find_complete(root, base)

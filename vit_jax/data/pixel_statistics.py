@@ -81,16 +81,18 @@ def measure(paths: Sequence[str], channels: int) -> Statistics:
     return _moments(values.reshape(-1, channels), num_samples, number)
 
   title = 'Measuring images'
-  parts = image_files.in_threads(measure_image, numbers.tolist(), title, ' images')
-  sample = np.concatenate([part.sample for part in parts])
+  statistics = image_files.in_threads(measure_image, numbers.tolist(), title, ' images')
+  sample = np.concatenate([part.sample for part in statistics])
   low, high = np.percentile(sample, PERCENTILES, axis=0)
-  counts = np.array([part.num_pixels for part in parts])[:, None]  # [n, 1]
-  means = np.stack([part.mean for part in parts])  # [n, C]
+  counts = np.array([part.num_pixels for part in statistics])[:, None]  # [n, 1]
+  means = np.stack([part.mean for part in statistics])  # [n, C]
   mean = (counts * means).sum(axis=0) / counts.sum()
-  squares = np.stack([part.squares for part in parts]) + counts * (means - mean) ** 2
+  squares = (
+    np.stack([part.squares for part in statistics]) + counts * (means - mean) ** 2
+  )
   std = np.sqrt(squares.sum(axis=0) / counts.sum())
-  lowest = np.min([part.lowest for part in parts], axis=0)
-  highest = np.max([part.highest for part in parts], axis=0)
+  lowest = np.min([part.lowest for part in statistics], axis=0)
+  highest = np.max([part.highest for part in statistics], axis=0)
   arrays = (lowest, highest, low, high, mean, std)
   return Statistics(len(paths), *(array.tolist() for array in arrays))
 

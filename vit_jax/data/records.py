@@ -359,8 +359,8 @@ def resolve(
     if not matches and not name.endswith('?') and key != 'index':
       kinds = {'image': ', an image', 'label': ', a class label of the image'}
       remedy = 'use other data, or a task that does not need it'
-      others = [x for x in available if x not in requested]
-      similar = difflib.get_close_matches(key, others, 1)
+      candidates = [x for x in available if x not in requested]
+      similar = difflib.get_close_matches(key, candidates, 1)
       if similar and noun == 'column':
         remedy = f"rename '{similar[0]}' to '{key}'"
       raise ValueError(

@@ -125,7 +125,7 @@ def open_split(
   folder_format = find_format(dataset, existing, features)
   if folder_format is None:
     _check_tables(dataset, existing)
-    folder_format = FORMATS[-1]  # Whose error describes the layout of class folders.
+    folder_format = FORMATS[-1]  # Its error describes the layout of class folders.
   source = folder_format.open(
     folder_formats.Request(config, dataset, existing, features, class_names, workdir)
   )
@@ -233,9 +233,9 @@ def open_for(
   split: str,
   dataset: str | Sequence[tuple[str, float]] | None = None,
   workdir: str | None = None,
-  further: Iterable[str] = (),
+  more_features: Iterable[str] = (),
 ) -> records.Source:
-  """Opens a split with the classes of the training data, and `further` features."""
-  features = (*task_class.record_features(config), *further)
+  """Opens a split with the classes of the training data, and `more_features`."""
+  features = (*task_class.record_features(config), *more_features)
   class_names = metadata.get('class_names')
   return open_split(config, split, features, class_names, dataset, workdir)

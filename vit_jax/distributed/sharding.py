@@ -115,8 +115,8 @@ def make_mesh(
 
 def batch_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:
   """Returns the names of the axes that split the batch."""
-  others = (MODEL_AXIS, SEQUENCE_AXIS)
-  return tuple(name for name in mesh.axis_names if name not in others)
+  model_axes = (MODEL_AXIS, SEQUENCE_AXIS)
+  return tuple(name for name in mesh.axis_names if name not in model_axes)
 
 
 def mesh_of(tree: Any) -> jax.sharding.Mesh:

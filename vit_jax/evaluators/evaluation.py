@@ -64,7 +64,9 @@ def evaluate(
   entries = _entries(config, split, evaluators, real_labels, reporter_class)
   run_splits = []
   if dataset is None:
-    run_splits = [x for _, x, other in run_config.evaluations(config) if not other]
+    run_splits = [
+      x for _, x, other_dataset in run_config.evaluations(config) if not other_dataset
+    ]
     split, dataset = _by_name(config, split)
   if dataset is not None:
     with config.ignore_type():  # The data set of the run may be a mixture.
@@ -157,18 +159,18 @@ def _open_split(
   task: Any,
   run_splits: Sequence[str],
   split: str,
-  further: Sequence[str] = (),
+  more_features: Sequence[str] = (),
   dataset: str | None = None,
 ) -> Any:
   """Opens a split of the evaluation's data set, with its classes, or of another one.
 
-  `run_splits` are the splits to name in an error, and `further` are names of features.
+  `run_splits` are the splits to name in an error, and `more_features` are names of features.
   """
   config = task.config
   metadata = {} if dataset else task.metadata
   try:
     source = sources.open_for(
-      config, type(task), metadata, split, dataset, further=further
+      config, type(task), metadata, split, dataset, more_features=more_features
     )
   except FileNotFoundError as e:
     message = e.message if isinstance(e, slices.NoSplitError) else e

@@ -222,10 +222,10 @@ def _fitting(
 
 
 def _check_neighbours(counts: Sequence[int], labels: np.ndarray):
-  known = int((labels >= 0).sum())
-  if max(counts, default=0) > known:
+  num_labelled = int((labels >= 0).sum())
+  if max(counts, default=0) > num_labelled:
     raise ValueError(
-      f'knn={max(counts)} is more than the {known} labelled images of the training '
+      f'knn={max(counts)} is more than the {num_labelled} labelled images of the training '
       'split: use fewer neighbours or a larger split (--knn, --train; '
       'config.fewshot.knn, config.fewshot.train)'
     )
@@ -295,7 +295,7 @@ class LayerProbe(Probe):
       task, evaluation.mesh, evaluation.workdir, splits=(None, *own_splits(config)),
       layers=(*select(task, ALL), features.PIXELS), shots=(images,),
       seeds=range(DRAWS), pp=config.pp, skip_empty=True,
-      fit=lambda x: solvers.logistic(x, L2, each=False),
+      fit=lambda x: solvers.logistic(x, L2, per_feature=False),
     )  # fmt: skip
 
   def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
@@ -341,8 +341,8 @@ def splits(
 
 def own_splits(config: ml_collections.ConfigDict) -> tuple[str, str]:
   """Returns the training and the first test split of the run's data set."""
-  _, split, other = run_config.evaluations(config)[0]
-  return config.pp.train, split if other is None else config.pp.test
+  _, split, other_dataset = run_config.evaluations(config)[0]
+  return config.pp.train, split if other_dataset is None else config.pp.test
 
 
 def squeezed(pp: ml_collections.ConfigDict, factor: float | None):
@@ -388,30 +388,30 @@ def choose(
       'shots or a larger split (--shots, --train; config.fewshot.shots, '
       'config.fewshot.train; config.layer_probe)'
     )
-  chosen = []
+  rows = []
   for i, (begin, count) in enumerate(zip(begins, counts)):
     examples = np.random.default_rng([seed, i]).permutation(count)[:shots]
-    chosen.append(order[begin + examples])
-  return np.stack(chosen)
+    rows.append(order[begin + examples])
+  return np.stack(rows)
 
 
 def select(task: Any, layer: str) -> list[str]:
   """Returns the layers of 'all', 'last', a number or a name."""
   if layer not in (ALL, 'last') and not layer.isdecimal():
     return [layer]
-  known = list(features.layers(task))
-  if not known:
+  layers = list(features.layers(task))
+  if not layers:
     raise ValueError(
       f"model.kind='{task.config.model.get('kind', 'vit')}' does not sow layer_0, "
       "layer_1, ... into the collection 'intermediates': sow them, or probe a single "
       'layer by its path'
     )
   if layer == ALL:
-    return known
-  name = known[-1] if layer == 'last' else f'layer_{layer}'
-  if name not in known:
+    return layers
+  name = layers[-1] if layer == 'last' else f'layer_{layer}'
+  if name not in layers:
     raise ValueError(
-      f'layer={layer} is not in the model, which has {", ".join(known)} (--layer)'
+      f'layer={layer} is not in the model, which has {", ".join(layers)} (--layer)'
     )
   return [name]
 

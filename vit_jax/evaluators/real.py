@@ -53,11 +53,11 @@ class Real:
       'reading the ReaL labels',
       lambda: labels.extend(read_labels(path, len(task.class_names))),
     )
-    whole = '+'.join(dict.fromkeys(slices.bases(split)))
-    total = evaluation.open_split(whole, (FILE_NAME,)).evaluated.num_examples
+    whole_split = '+'.join(dict.fromkeys(slices.bases(split)))
+    total = evaluation.open_split(whole_split, (FILE_NAME,)).evaluated.num_examples
     if len(labels) != total:
       raise ValueError(
-        f"real='{path}' has labels of {len(labels):,} images, and split '{whole}' "
+        f"real='{path}' has labels of {len(labels):,} images, and split '{whole_split}' "
         f'has {total:,} images: pass the labels of this split (--real)'
       )
     self._task, self._mesh = task, evaluation.mesh

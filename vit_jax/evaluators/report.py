@@ -270,12 +270,12 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
   cells = [header, *(_cells(row) for row in rows + _means(scores))]
   lines = report_files.markdown(cells)
   units = {'ece': metrics_lib.SHARE, 'balanced_accuracy': metrics_lib.SHARE}
-  others = {}
+  overall = {}
   for name in ('balanced_accuracy', 'kappa', 'ece', 'log_loss'):
     if name in scores.overall:
-      others[name] = scores.overall[name]
-  if others:
-    lines += ['', metrics_lib.format_metrics(others, units)]
+      overall[name] = scores.overall[name]
+  if overall:
+    lines += ['', metrics_lib.format_metrics(overall, units)]
   if missing:
     lines.append(
       f'No test images of {console.pluralize(len(missing), "class")}: '

@@ -70,18 +70,18 @@ def least_squares(train: features.Features, num_classes: int, l2: float) -> Line
   return Linear(kernel, CONSTANT * weights[-1] - mean @ kernel)
 
 
-def logistic(train: features.Features, l2: float, each: bool = True) -> Any:
+def logistic(train: features.Features, l2: float, per_feature: bool = True) -> Any:
   """Returns a multinomial logistic regression with an L2 penalty, fitted by L-BFGS.
 
   It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by
-  its standard deviation; without `each`, all by the root mean square of their length,
+  its standard deviation; without `per_feature`, all by the root mean square of their length,
   so that one penalty suits layers of any width and pixels keep their contrast.
   """
   from sklearn import linear_model, pipeline, preprocessing
 
   x = train.values
   scaler = preprocessing.StandardScaler().fit(x)
-  if not each:
+  if not per_feature:
     scaler.scale_[:] = np.sqrt(scaler.var_.sum()) or 1.0
   model = linear_model.LogisticRegression(C=1 / (l2 * len(x)), max_iter=1000, tol=1e-5)
   with threadpoolctl.threadpool_limits(1 if x.size <= _SMALL else None):

@@ -196,9 +196,9 @@ def _legrad(
       return call(*args, **kwargs)
     if path == layers[0]:
       tokens.clear()
-    inputs, *rest = args
+    inputs, *other_args = args
     # A layer's score depends on its own weights only.
-    x = call(jax.lax.stop_gradient(inputs), *rest, **kwargs)
+    x = call(jax.lax.stop_gradient(inputs), *other_args, **kwargs)
     tokens.append(x if pools else jnp.broadcast_to(x.mean(1, keepdims=True), x.shape))
     if path != layers[-1]:
       return x

@@ -158,8 +158,8 @@ def path_key(path: str) -> tuple[bool, list[int | str]]:
 
   Numbers are compared by value: encoderblock_10 comes after encoderblock_2.
   """
-  parts = [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
-  return path.startswith('MAPHead'), parts
+  pieces = [int(x) if x.isdigit() else x for x in re.split(r'(\d+)', path)]
+  return path.startswith('MAPHead'), pieces
 
 
 def mean_distances(attention: Attention, patch: tuple[float, float]) -> np.ndarray:

@@ -76,8 +76,8 @@ class Pictures:
       images = self._task.draw_evaluation(batch, outputs)
       if self._grid is None:
         return images
-      shown = false_colours.of_inputs(batch['image'], self._task.config.pp)
-      picture = draw_attention(self._task.model, shown, weights, self._grid)
+      visible = false_colours.of_inputs(batch['image'], self._task.config.pp)
+      picture = draw_attention(self._task.model, visible, weights, self._grid)
       return {**images, 'attention': picture}
 
     return _attempt(draw)

@@ -324,9 +324,9 @@ def _class_number(class_names: Sequence[str], name: str | None) -> int | None:
     return None
   if name not in class_names:
     names = ', '.join(class_names[:_NAMES])
-    more = ', ...' if len(class_names) > _NAMES else ''
+    ellipsis = ', ...' if len(class_names) > _NAMES else ''
     raise ValueError(
-      f"class_name='{name}' is not a class of this model: use one of {names}{more} "
+      f"class_name='{name}' is not a class of this model: use one of {names}{ellipsis} "
       '(--class)'
     )
   return list(class_names).index(name)

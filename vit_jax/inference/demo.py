@@ -291,8 +291,8 @@ def read_photo(path: str, config: ml_collections.ConfigDict) -> Photo:
       return decode_for_page(encoded).numpy()
     _check_texts(encoded)
     scaled = scaling.decode(encoded, pp).numpy()
-    shown = false_colours.of_scaled(scaled, pp)
-    pixels = ((shown + 1) * 127.5).round().astype(np.uint8)
+    visible = false_colours.of_scaled(scaled, pp)
+    pixels = ((visible + 1) * 127.5).round().astype(np.uint8)
     return np.broadcast_to(pixels, (*pixels.shape[:2], 3))
 
   pixels = preprocess.from_user(path, decode, config.max_image_pixels)

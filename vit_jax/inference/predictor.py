@@ -223,13 +223,13 @@ class Predictor:
       ValueError: if there is no such layer, or an argument is out of range.
     """
     names = inspect.signature(self._columns).parameters
-    others = {k: v for k, v in options.items() if k not in names}
-    for name, value in others.items():
+    extra_options = {k: v for k, v in options.items() if k not in names}
+    for name, value in extra_options.items():
       if f'--{name}' in self.task.FLAGS:
         raise ValueError(
           f'{name}={value!r:.80} is not for a table: leave out --{name}, or the table (--out)'
         )
-    self._refuse(others)
+    self._refuse(extra_options)
     if embeddings is None:
       return self._columns(**options)
     _check_layer('embeddings', embeddings, ' (--embeddings)')

@@ -101,9 +101,9 @@ class Block(records.Subset):
 
   def shapes(self, upright: bool = False) -> np.ndarray:
     """Returns the sizes of the images, see Source; (1, 1) for broken ones."""
-    known = self._source.shapes(upright)
-    if known is not None:
-      return known[self._indices]
+    recorded = self._source.shapes(upright)
+    if recorded is not None:
+      return recorded[self._indices]
 
     def shape(number: int) -> tuple:
       encoded = self.read(self.record(number))['image']
@@ -436,12 +436,12 @@ class _Table:
       return any(path.suffix != '.tmp' for path in self.folder.iterdir())
     return False
 
-  def _check_facts(self, place: epath.Path, more: Mapping[str, Any]):
+  def _check_facts(self, place: epath.Path, file_facts: Mapping[str, Any]):
     """Raises ValueError if `place` has a table of other facts, or something else."""
     remedy = f"delete '{place}', or use another path (--out)"
     try:
       stored = files.read_json(self._facts_path)
-      expected = {**self._facts, **more}
+      expected = {**self._facts, **file_facts}
       differing = [key for key, value in expected.items() if stored.get(key) != value]
     except FileNotFoundError:
       raise ValueError(
@@ -454,8 +454,8 @@ class _Table:
         f"'{place}' is a table of other {', '.join(differing)}: {remedy}"
       )
 
-  def _write_facts(self, more: Mapping[str, Any]):
-    files.write(self._facts_path, json.dumps({**self._facts, **more}, indent=1))
+  def _write_facts(self, file_facts: Mapping[str, Any]):
+    files.write(self._facts_path, json.dumps({**self._facts, **file_facts}, indent=1))
 
   def _file_facts(self, size: int) -> dict[str, Any]:
     """Returns the facts of a joined file of some bytes."""

@@ -86,7 +86,7 @@ def _check_inputs(
     return None
   full = (images, num_heads, queries, (x if kv is None else kv).shape[1])
   fits = mask.ndim <= 4 and all(
-    size in (1, whole) for size, whole in zip(mask.shape[::-1], full[::-1])
+    size in (1, limit) for size, limit in zip(mask.shape[::-1], full[::-1])
   )
   if mask.dtype != bool or not fits:
     raise ValueError(

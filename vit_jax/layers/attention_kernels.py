@@ -319,15 +319,16 @@ def _flash(
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty:
     return compute(query, key, value)
-  parts = mesh.shape.get(sharding.MODEL_AXIS, 1)
-  is_split = parts > 1 and query.shape[2] % parts == 0
+  head_shards = mesh.shape.get(sharding.MODEL_AXIS, 1)
+  is_split = head_shards > 1 and query.shape[2] % head_shards == 0
   heads = sharding.MODEL_AXIS if is_split else None
   whole_spec = jax.P(sharding.batch_axes(mesh), None, heads)
   query_spec = whole_spec
-  parts, queries = sharding.sequence_shards(), query.shape[1]
-  if parts > 1:
+  queries = query.shape[1]
+  query_shards = sharding.sequence_shards()
+  if query_shards > 1:
     query_spec = jax.P(sharding.batch_axes(mesh), sharding.SEQUENCE_AXIS, heads)
-    query = jnp.pad(query, ((0, 0), (0, -queries % parts), (0, 0), (0, 0)))
+    query = jnp.pad(query, ((0, 0), (0, -queries % query_shards), (0, 0), (0, 0)))
   out = jax.shard_map(
     compute,
     in_specs=(query_spec, whole_spec, whole_spec),

@@ -38,10 +38,10 @@ def sine_positions(
   """
   half = width // 2
   powers = temperature ** (2 * (jnp.arange(half) // 2) / half)  # [D/2]
-  counted = mask.astype(jnp.float32)
+  weights = mask.astype(jnp.float32)
   features = []
   for axis in (1, 2):
-    place = jnp.cumsum(counted, axis)  # [B, h, w]
+    place = jnp.cumsum(weights, axis)  # [B, h, w]
     last = jnp.take(place, jnp.array([-1]), axis=axis)
     place = place / (last + 1e-6) * 2 * math.pi
     angle = place[..., None] / powers  # [B, h, w, D/2]

@@ -393,13 +393,13 @@ class Encoder(_Layer):
       x = self._layers(x, context, by_layer, range(start, stop), is_single)
       results[stop] = x
       start = stop
-    chosen = [results[number] for number in side_by_side or (numbers.stop,)]
+    outputs = [results[number] for number in side_by_side or (numbers.stop,)]
     if context.length is not None:
-      chosen = [x[:, : context.length] for x in chosen]
+      outputs = [x[:, : context.length] for x in outputs]
     if last_norm:
       norm = self._norm('encoder_norm')
-      chosen = [norm(x) for x in chosen]
-    x = chosen[0] if len(chosen) == 1 else jnp.concatenate(chosen, axis=-1)
+      outputs = [norm(x) for x in outputs]
+    x = outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)
     if numbers.stop == config.num_layers:
       self.sow('intermediates', 'tokens', x)
       patches.sow_mean(self, f'layer_{config.num_layers}', x)

@@ -106,8 +106,8 @@ def cross_validation(
   are fewer than two folds.
   """
   split = run_config.with_keys(config).pp.train
-  [*parts] = slices.parts(split)
-  if len(parts) > 1 or parts[0][1]:
+  [*terms] = slices.parts(split)
+  if len(terms) > 1 or terms[0][1]:
     raise ValueError(
       f"pp.train='{split}' must be a whole split to divide into folds, such as 'train' "
       '(--config.pp.train, --folds)'

@@ -121,13 +121,13 @@ def sample(
   """
   seed = tf.random.experimental.stateless_fold_in(seed, _IMAGE)
   seeds = tf.random.experimental.stateless_split(seed, 4)  # [4, 2]
-  whole = geometry.whole(shape, (1, 1))
-  window, extent = whole.window, whole.shape
+  uncropped = geometry.whole(shape, (1, 1))
+  window, extent = uncropped.window, uncropped.shape
   if pp.crop_sides:
     window, extent = tf.cond(
       _coin(seeds[0]),
       lambda: (window, extent),
-      lambda: _crop(whole.shape, seeds[1], pp),
+      lambda: _crop(uncropped.shape, seeds[1], pp),
     )
   all_groups = groups(pp)
   counts = [len(group.sides) for group in all_groups]
@@ -136,8 +136,8 @@ def sample(
   longest = tf.gather([group.longest for group in all_groups], number)
   size = fitted(extent, tf.gather(sorted(pp.sides), side), longest)
   size = tf.minimum(size, tf.gather([group.canvas for group in all_groups], number))
-  flip = _coin(seeds[3]) if pp.flip else whole.flip
-  return whole._replace(window=window, flip=flip, size=size)
+  flip = _coin(seeds[3]) if pp.flip else uncropped.flip
+  return uncropped._replace(window=window, flip=flip, size=size)
 
 
 def _coin(seed: 'tf.Tensor') -> 'tf.Tensor':

@@ -66,8 +66,8 @@ def encoded_endings() -> tuple[bytes, ...]:
 
 def known_endings() -> str:
   """Says which endings are known, for messages."""
-  known = ', '.join((*endings(), multichannel.NPY_ENDING))
-  return f'the known endings are {known}, in upper or lower case'
+  endings_text = ', '.join((*endings(), multichannel.NPY_ENDING))
+  return f'the known endings are {endings_text}, in upper or lower case'
 
 
 def _iso_format(encoded: bytes) -> str | None:

@@ -155,18 +155,18 @@ def _tiff_shape(file: Any) -> tuple[int, int, int]:
     first, second, *_ = kinds
     raise ValueError(f'its {len(series)} pages differ: {first} and {second}: {remedy}')
   axes = list(zip(series[0].axes, series[0].shape))  # A letter may be repeated.
-  others = [size for axis, size in axes if axis not in 'YX' and size > 1]
+  channel_sizes = [size for axis, size in axes if axis not in 'YX' and size > 1]
   if len(series) > 1:
-    others.append(len(series))
+    channel_sizes.append(len(series))
   sizes = dict(axes)
-  if not {'Y', 'X'} <= sizes.keys() or len(others) > 1:
+  if not {'Y', 'X'} <= sizes.keys() or len(channel_sizes) > 1:
     pages = f'{len(series)} pages with ' if len(series) > 1 else ''
     raise ValueError(f'it has {pages}the axes {series[0].axes}: {remedy}')
   for image in series:
     photometric = image.keyframe.photometric.name
     if photometric not in ('MINISBLACK', 'RGB'):
       raise ValueError(f'its values are {photometric}: save them as MINISBLACK or RGB')
-  return _checked((sizes['Y'], sizes['X'], *others), np.dtype(series[0].dtype))
+  return _checked((sizes['Y'], sizes['X'], *channel_sizes), np.dtype(series[0].dtype))
 
 
 def _check_segments(encoded: bytes, page: Any) -> None:

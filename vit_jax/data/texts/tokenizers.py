@@ -224,8 +224,8 @@ class BertTokenizer(Tokenizer):
     split = _words_of_tensorflow_text(package)
 
     def split_short(text: str) -> list[str]:
-      words = split(text)
-      return [word if len(word.encode()) <= _LONGEST else '[UNK]' for word in words]
+      pieces = split(text)
+      return [word if len(word.encode()) <= _LONGEST else '[UNK]' for word in pieces]
 
     return split_short
 
@@ -406,8 +406,8 @@ def word_vocabulary(texts: Iterable[str]) -> list[str]:
     counts.update(split(text))
   characters = sorted(set(''.join(counts)))
   inner = [f'##{character}' for character in characters]
-  words = sorted(counts, key=lambda word: (-counts[word], word))
-  long_words = [word for word in words if len(word) > 1]
+  by_frequency = sorted(counts, key=lambda word: (-counts[word], word))
+  long_words = [word for word in by_frequency if len(word) > 1]
   return [*SPECIAL, *characters, *inner, *long_words]
 
 

@@ -21,7 +21,7 @@ class Feature(NamedTuple):
 
   path: tuple[str, ...]  # Keys that lead to it in a record of TFDS.
   is_image: bool  # An image, or a sequence of images.
-  # Of a class label, or of the pixels of a mask; None for other features.
+  # Classes of a label, or of the pixels of a mask; None for other features.
   class_names: tuple[str, ...] | None
 
 

@@ -90,10 +90,10 @@ def _stamp(
 
 def _is_crowded(box: np.ndarray, boxes: Sequence[np.ndarray]) -> bool:
   """Returns whether a box (top, left, bottom, right) overlaps others too much."""
-  for placed in boxes:
-    low, high = np.maximum(box[:2], placed[:2]), np.minimum(box[2:], placed[2:])
+  for earlier in boxes:
+    low, high = np.maximum(box[:2], earlier[:2]), np.minimum(box[2:], earlier[2:])
     intersection = np.prod(np.maximum(high - low, 0))
-    smaller_area = min(np.prod(x[2:] - x[:2]) for x in (box, placed))
+    smaller_area = min(np.prod(x[2:] - x[:2]) for x in (box, earlier))
     if intersection > _OVERLAP * smaller_area:
       return True
   return False

@@ -67,7 +67,7 @@ def tfds_split(info: Any, dataset: str, split: str) -> str:
     'train800val200': [(train, 800), (val, 200)],
     'test': [(test, None)],
   }
-  parts: list[tuple[str, int | None]] = []
+  limited_splits: list[tuple[str, int | None]] = []
   for name in map(str.strip, split.split('+')):
     if name not in parts_of_splits:
       raise ValueError(
@@ -75,8 +75,8 @@ def tfds_split(info: Any, dataset: str, split: str) -> str:
         'which cannot be sliced (config.pp.train, config.pp.test, config.evals, '
         '--split)'
       )
-    parts += parts_of_splits[name]
-  return '+'.join(_first(info, dataset, base, count) for base, count in parts)
+    limited_splits += parts_of_splits[name]
+  return '+'.join(_first(info, dataset, base, count) for base, count in limited_splits)
 
 
 def _first(info: Any, dataset: str, split: str, count: int | None) -> str:

@@ -333,12 +333,12 @@ class Task(base.Task):
 
   def texts_of(self, tokens: np.ndarray) -> list[str]:
     """Returns the texts of tokens [n, N], '' if the vocabulary is not of words."""
-    words = self.metadata['vocabulary']
-    if not self._has_words or not words:
+    vocabulary = self.metadata['vocabulary']
+    if not self._has_words or not vocabulary:
       return [''] * len(tokens)
     texts = []
     for row in tokens:
-      text = ' '.join(words[token] for token in row[1:] if token)
+      text = ' '.join(vocabulary[token] for token in row[1:] if token)
       texts.append(text.replace(' ##', ''))
     return texts
 

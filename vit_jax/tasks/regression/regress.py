@@ -166,8 +166,8 @@ class Task(base.Task):
 
   def describe(self) -> str:
     texts = [f'{x.name} {x.mean:.4g} ± {x.std:.4g}' for x in self.targets[:_LINES]]
-    more = ', ...' if len(self.targets) > _LINES else ''
-    return f'to predict {", ".join(texts)}{more} (mean and standard deviation)'
+    ellipsis = ', ...' if len(self.targets) > _LINES else ''
+    return f'to predict {", ".join(texts)}{ellipsis} (mean and standard deviation)'
 
 
 def _check_keys(config: ml_collections.ConfigDict) -> None:

@@ -19,7 +19,7 @@ from vit_jax.tasks import base
 from vit_jax.tasks.detection import matching
 from vit_jax.tasks.segmentation import encoders, postprocess, set_losses
 
-_POWER = 0.9  # Of the schedule of masked attention, as in the released code.
+_POWER = 0.9  # Exponent of the schedule of masked attention, as in the released code.
 _NEW_PARAMS = ('queries', 'mask_mlp/', 'upscale_', 'class_head/')
 
 

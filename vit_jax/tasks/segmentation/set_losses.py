@@ -28,7 +28,7 @@ class Options(NamedTuple):
   """Weights of the losses, also in the matching, and the sampling of points."""
 
   class_weight: float = 2.0
-  mask_weight: float = 5.0  # Of the cross-entropy of points.
+  mask_weight: float = 5.0  # Weight of the cross-entropy of points.
   dice_weight: float = 5.0
   no_object_weight: float = 0.1
   num_points: int = 12_544  # P.

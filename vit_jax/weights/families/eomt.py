@@ -103,7 +103,7 @@ class Eomts(vit.Classifiers):
   namings = {  # noqa: RUF012
     'hf': _dino_2_naming(dino.mlp('mlp.fc1', 'mlp.fc2', gated=False)),
     'hf, gated': _dino_2_naming(dino.GATED_MLP),
-    # Of transformers 4.
+    # transformers 4 writes this naming.
     'hf, joined': _dino_2_naming(
       dino.mlp('', 'mlp.weights_out', gated=True), {'.mlp.weights_in.': dino.JOINED}
     ),
