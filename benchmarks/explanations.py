@@ -76,7 +76,8 @@ def area(curve: np.ndarray) -> float:
 
 def measure(subject: results.Subject) -> dict[str, tuple[float, float]]:
   """Returns {method: (deletion, insertion)} of a model on the images of a Subject."""
-  model, images = subject.model, subject.batch['image']
+  model = subject.model
+  images = subject.batch['image']
   task = model.task
 
   def probabilities(params: Any, images: jax.Array) -> jax.Array:

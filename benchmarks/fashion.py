@@ -90,7 +90,8 @@ def _scenes(split: str, images, labels) -> Iterator[tuple[int, Any]]:
 
   # Dark clothes, whose outlines do not show, are left out.
   bright = (images > 127).mean(axis=(1, 2, 3)) > 0.1
-  images, labels = images[bright, ..., 0] * (16 / 255), labels[bright]
+  images = images[bright, ..., 0] * (16 / 255)
+  labels = labels[bright]
   first = {'train': 0, 'test': scenes.SCENES['train']}[split]
   for i in range(first, first + scenes.SCENES[split]):
     yield i, scenes.compose(np.random.RandomState(i), images, labels)

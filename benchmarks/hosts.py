@@ -54,11 +54,13 @@ def _play(members, clients, address, pipe):
   heartbeats.client = lambda: threads.of.client
   jax.process_index = lambda: threads.of.number
   jax.process_count = lambda: clients
-  connected, begin = threading.Barrier(len(members) + 1), threading.Event()
+  connected = threading.Barrier(len(members) + 1)
+  begin = threading.Event()
   seconds, open_clients = [], []  # A client that is deleted waits for the others.
 
   def run(number):
-    threads.of.number, threads.of.calls = number, itertools.count()
+    threads.of.number = number
+    threads.of.calls = itertools.count()
     threads.of.client = _jax.get_distributed_runtime_client(
       address, number, init_timeout=300, use_compression=True
     )

@@ -35,7 +35,8 @@ def _measured(name, function, *args):
 
   tf.constant(0)
   peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-  before, start = peak(), time.perf_counter()
+  before = peak()
+  start = time.perf_counter()
   result = function(*args)
   seconds = time.perf_counter() - start
   print(
@@ -80,7 +81,8 @@ def _open_shards(paths, per_shard):
 
   from vit_jax.data.tfds import shards
 
-  opens, reader = [], module.ArrayRecordReader
+  opens = []
+  reader = module.ArrayRecordReader
   module.ArrayRecordReader = lambda *a, **kw: opens.append(a) or reader(*a, **kw)
   parser = types.SimpleNamespace(features=(), names={})
   source = shards.ArrayRecordSource(_instructions(paths, per_shard), 100, parser)
@@ -179,7 +181,8 @@ def _read_bucket(paths, per_shard, shuffled):
     """Records of 100 bytes, of which each read takes 40 ms."""
 
     def open_file(self, path):
-      shard, size = paths.index(path), 116
+      shard = paths.index(path)
+      size = 116
 
       def read_range(begin, length):
         time.sleep(0.04)

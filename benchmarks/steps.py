@@ -96,11 +96,9 @@ def _rows(args, train: bool) -> list[dict]:
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]
   on_cpu = device.platform == 'cpu'
-  model_config, reference, reference_facts = (
-    model_configs.get_config(args.model),
-    None,
-    {},
-  )
+  model_config = model_configs.get_config(args.model)
+  reference = None
+  reference_facts = {}
   with jax.set_mesh(mesh), contextlib.ExitStack() as stack:
     steps = [_make_step(args, mesh, train, None)]
     before = _peak_bytes(device)
@@ -143,7 +141,8 @@ def _rows(args, train: bool) -> list[dict]:
   else:
     rows = [timing.row(name, speeds[0], 'img/s')]
   rows[0] |= facts
-  name, peak = f'matrix product, {args.dtype}', [p / 1e9 for p in peak]
+  name = f'matrix product, {args.dtype}'
+  peak = [p / 1e9 for p in peak]
   return [*rows, timing.row(name, peak, 'GFLOP/s')]
 
 

@@ -48,7 +48,8 @@ MIXUP_EXAMPLES, MIXUP = 20_000, 0.1
 SMALL_IMAGE = 96
 SMALL_SIZES, LARGE_SIZES = (160, 128), (512, 480)
 # The latter in the paper, for all models but the largest.
-PAPER_SIZES, PAPER_EXCEPT = (448, 384), 'bit_r152x4'
+PAPER_SIZES = (448, 384)
+PAPER_EXCEPT = 'bit_r152x4'
 _PAPER = ',paper'
 _FORMS = 'MODEL,DATA or MODEL,DATA,EXAMPLES,PIXELS'
 _EXAMPLE = 'bit_hyperrule.py:bit_r50x1,/path/to/folder,5000,500'

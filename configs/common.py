@@ -587,7 +587,8 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
       f"such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
       '(config.optimizer_args, config.optimizer)'
     )
-  arguments, defaults = OPTIMIZERS, dict(schema.defaults(Config))
+  arguments = OPTIMIZERS
+  defaults = dict(schema.defaults(Config))
   for key in sorted({*itertools.chain(*arguments.values())}):
     if config[key] != defaults[key] and key not in arguments[config.optimizer]:
       having = [name for name in arguments if key in arguments[name]]

@@ -392,9 +392,11 @@ def _transferable(
 
   `name` is the prefix of its parameters in the run's; '' for the whole model.
   """
-  model, place = config.model, 'model'
+  model = config.model
+  place = 'model'
   if key not in (None, 'text'):
-    model, place = config.model[key], f'model.{key}'
+    model = config.model[key]
+    place = f'model.{key}'
   image = model_configs.vit_of(model)
   encoder = image.get('transformer') or {}
   new_grid = encoder.get('position_grid')

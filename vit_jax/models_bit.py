@@ -122,7 +122,8 @@ class BitResNet(patches.ImageModel):
       patches.sow_mean(self, f'layer_{i}', x)
       make = functools.partial(unit, width * 2**i, eps=eps, **types)
       first = {'strides': (2, 2) if i else (1, 1)}
-      name, names = f'block{i + 1}', 'unit{:02d}'
+      name = f'block{i + 1}'
+      names = 'unit{:02d}'
       x = resnet.Stage(make, num_units, first, {}, names, name=name)(x)
     x = nn.relu(_group_norm(eps, types, 'norm-pre-head')(x))  # [B, h, w, D]
     patches.sow_mean(self, f'layer_{len(self.num_layers)}', x)

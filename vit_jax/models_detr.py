@@ -262,13 +262,15 @@ class Detr(patches.ImageModel):
   ) -> Float[Array, 'L B Q D']:
     """Returns the normalised state after each layer."""
     types = dtypes.of(self)
-    init, shape = nn.initializers.normal(1.0), (self.num_queries, self.hidden_size)
+    init = nn.initializers.normal(1.0)
+    shape = (self.num_queries, self.hidden_size)
     queries = self.param('query_embedding', init, shape, types['param_dtype'])
     queries = queries.astype(types['dtype'])
     queries = jnp.broadcast_to(queries, (memory.shape[0], *queries.shape))
     queries = sharding.constrain_batch(queries)
     norm = nn.LayerNorm(1e-5, name='decoder_norm', **types)
-    x, states = jnp.zeros_like(queries), []
+    x = jnp.zeros_like(queries)
+    states = []
     cls, count = detection.DecoderLayer, self.num_decoder_layers
     for layer in self._layers(cls, count, 'decoder_layer'):
       x = layer(x, queries, memory, positions, cells, train=train)

@@ -90,7 +90,8 @@ class MaskMlp(nn.Module):
 
   @nn.compact
   def __call__(self, x: Float[Array, 'B Q D']) -> Float[Array, 'B Q D']:
-    width, types = x.shape[-1], dtypes.of(self)
+    width = x.shape[-1]
+    types = dtypes.of(self)
     x = _gelu(nn.Dense(width, kernel_init=_INIT, **types)(x))
     x = _gelu(nn.Dense(width, kernel_init=_INIT, **types)(x))
     return nn.Dense(width, kernel_init=_INIT, **types)(x)

@@ -87,7 +87,8 @@ class ImageGPT(patches.ImageModel):
       ('remat', model_configs.Remat),
     ):
       schema.check(name, getattr(self, name), kind, 'config.model.')
-    width, types = self.hidden_size, dtypes.of(self)
+    width = self.hidden_size
+    types = dtypes.of(self)
     dtype = types['param_dtype']
     if width % self.num_heads:
       raise ValueError(
@@ -103,7 +104,8 @@ class ImageGPT(patches.ImageModel):
     self.color_embedding = normal('color_embedding', 0.02, self.num_colors, width)
     table = 'position_embedding'
     self.position_embedding = normal(table, 0.01, self.num_positions, width)
-    block, fields = loop_lib.recomputed(decoder.Block, self.remat), self._block_fields()
+    block = loop_lib.recomputed(decoder.Block, self.remat)
+    fields = self._block_fields()
     self.block = [block(layer=i, **fields) for i in range(self.num_layers)]
     self.norm = nn.RMSNorm(decoder.NORM_EPS, **types)
     exact = dict(dtype=jnp.float32, param_dtype=dtype)
@@ -168,7 +170,8 @@ class ImageGPT(patches.ImageModel):
     apart = self.is_initializing() or self.is_mutable_collection('intermediates')
     layers = self.block
     if loop_lib.is_looped(self.scan, self.num_layers, train) and not apart:
-      params, layers = self.variables['params'], self.block[-1:]
+      params = self.variables['params']
+      layers = self.block[-1:]
       blocks = [params[f'block_{i}'] for i in range(self.num_layers - 1)]
       cls = loop_lib.recomputed(decoder.Block, self.remat, looped=True)
       block = cls(**self._block_fields(), parent=None)

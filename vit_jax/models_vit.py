@@ -253,14 +253,16 @@ class VisionTransformer(patches_lib.ImageModel):
           "without a row or column, which attention_pattern='axial' needs: use 'gap', "
           "'map' or 'unpooled', and 0 (config.model)"
         )
-      width, dtype = self.hidden_size, types['param_dtype']
+      width = self.hidden_size
+      dtype = types['param_dtype']
       if self.has_class_token:
         self.cls = self.param('cls', nn.initializers.zeros, (1, 1, width), dtype)
       if self.distilled:
         init = nn.initializers.normal(stddev=0.02)
         self.dist = self.param('dist', init, (1, 1, width), dtype)
       if self.registers:
-        shape, init = (1, self.registers, width), nn.initializers.normal(1e-6)
+        shape = (1, self.registers, width)
+        init = nn.initializers.normal(1e-6)
         self.register_tokens = self.param('register_tokens', init, shape, dtype)
       self.Transformer = self.encoder(
         **encoder_fields(self.encoder, {**types, **fields})

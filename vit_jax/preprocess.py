@@ -364,7 +364,8 @@ def from_user(
   is_pillow = isinstance(image, Image.Image)
   has_values = image.mode[0] in 'IF' if is_pillow else hasattr(image, '__array__')
   if channels is not None and has_values:
-    image, max_pixels = _as_npy(image, channels), None
+    image = _as_npy(image, channels)
+    max_pixels = None
   if isinstance(image, io.BytesIO):
     image = image.getvalue()
   elif isinstance(image, io.BufferedIOBase):

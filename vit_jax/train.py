@@ -468,7 +468,9 @@ def train_and_evaluate(
 def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
   """Makes the remaining updates; returns the last metrics."""
   prepared, step = run.prepared, run.step
-  config, task, mesh = prepared.config, prepared.program.task, prepared.mesh
+  config = prepared.config
+  task = prepared.program.task
+  mesh = prepared.mesh
   with (
     jax.set_mesh(mesh),
     contextlib.closing(run),
@@ -478,7 +480,8 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
     metrics = run.catch_up(stop)
     if not run.done:
       workdir_lock.check()
-      params, extra = lora.merged(run.state.params, config), run.state.extra
+      params = lora.merged(run.state.params, config)
+      extra = run.state.extra
       try:
         task.begin(
           params, extra, prepared.train, mesh, run.workdir, stop.should_interrupt
@@ -589,7 +592,8 @@ def _describe_length(prepared: Prepared) -> str:
 
 def _warnings_of_length(prepared: Prepared) -> Iterator[str]:
   """Yields remarks on a batch that is too large, and on few steps."""
-  config, num_examples = prepared.config, prepared.train.num_examples
+  config = prepared.config
+  num_examples = prepared.train.num_examples
   if config.batch > num_examples:
     yield (
       f'A batch of {config.batch:,} images repeats each of the {num_examples:,} '

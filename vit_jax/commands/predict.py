@@ -152,7 +152,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   argv = [f'{bare}=features' if word == bare else word for word in argv]
   tasks = _tasks(_named_modules(argv))
   args = make_parser(tasks).parse_args(argv)
-  args.options, imageless = {}, set()
+  args.options = {}
+  imageless = set()
   for task in tasks.values():
     for flag in task.FLAGS:
       name = flag.removeprefix('--')

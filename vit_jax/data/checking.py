@@ -268,7 +268,8 @@ def _find_index(root: str, base: str, workdir: str | None) -> index_lib.Index:
   stored = _stored(root, base, workdir)
   for index in stored:
     if index.is_up_to_date():
-      date, path = index.facts['listed'], index.path
+      date = index.facts['listed']
+      path = index.path
       console.log(f"Images of '{top}' as listed on {date} in '{path}'.")
       return _remember(index)
   if stored:

@@ -95,9 +95,11 @@ def assign(
   groups: Sequence[Hashable] | None = None,
 ) -> np.ndarray:
   """Returns the number of the fold of each example, int64 [n], see `take`."""
-  count, unit = len(strata), 'example'
+  count = len(strata)
+  unit = 'example'
   if groups is not None:
-    count, unit = len(set(groups)), 'group'
+    count = len(set(groups))
+    unit = 'group'
   if count < fold.num_folds:
     raise ValueError(
       f"'{name}' has {console.pluralize(count, unit)}, too few for {fold.num_folds} "

@@ -28,7 +28,8 @@ def make(
 
   limit = max_pixels or common.get_config().max_image_pixels
   listing = sources.list_images(root, split)
-  index, explain = listing.index, listing.explain or images.broken_reason
+  index = listing.index
+  explain = listing.explain or images.broken_reason
   paths = index_lib.Paths([(index, index.order)])
   channels = None
   if statistics and len(paths):

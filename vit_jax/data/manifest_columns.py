@@ -40,7 +40,8 @@ def label_names(
   for line in lines:
     for label in line.labels():
       if first_line is None:
-        first, first_line = label, line.where
+        first = label
+        first_line = line.where
       fault = ''
       if type(label) not in (int, str):
         fault = 'use the name or the number of a class, or a list of them'

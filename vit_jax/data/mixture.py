@@ -68,7 +68,8 @@ class MixtureSource(records.Source):
             f'{where} {len(first_names)}, {list(first_names[:5])}: the data sets of a '
             'mixture must have the same (config.dataset)'
           )
-        kind, first_kind = _describe(spec[name]), _describe(specs[0][name])
+        kind = _describe(spec[name])
+        first_kind = _describe(specs[0][name])
         if kind != first_kind:
           raise ValueError(
             f"'{name}' is {kind} {where} {first_kind}: the data sets of a mixture "
@@ -133,7 +134,8 @@ class MixtureSource(records.Source):
 def _shares(weights: Sequence[float]) -> list[tuple[int, fractions.Fraction]]:
   """Returns (part, its share of what the parts before it leave), heaviest first."""
   exact = [fractions.Fraction(weight) for weight in weights]
-  shares, remaining = [], sum(exact)
+  shares = []
+  remaining = sum(exact)
   # This order keeps rounding errors small.
   for part in sorted(range(len(exact)), key=lambda k: -exact[k]):
     shares.append((part, (exact[part] / remaining).limit_denominator(_DENOMINATOR)))

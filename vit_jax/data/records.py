@@ -381,7 +381,8 @@ def class_numbers(
   """
   if tuple(names) == tuple(expected):
     return np.arange(len(expected))
-  counts, expected_counts = collections.Counter(names), collections.Counter(expected)
+  counts = collections.Counter(names)
+  expected_counts = collections.Counter(expected)
   differing = {'has': counts - expected_counts, 'lacks': expected_counts - counts}
   faults = []
   for verb, classes in differing.items():

@@ -49,7 +49,8 @@ def bounds(info: 'tfds.core.SplitInfo', instruction: str) -> tuple[int, int]:
 
   Raises ValueError if it is empty or exceeds the split.
   """
-  count, split = info.num_examples, f'{info.name}{instruction}'
+  count = info.num_examples
+  split = f'{info.name}{instruction}'
   if folds.parse(instruction) is not None:
     raise ValueError(
       f"split '{split}': only folders of images, manifests, Parquet files and data sets of "

@@ -210,7 +210,8 @@ def has_split(config: ml_collections.ConfigDict, split: str) -> bool:
 def _check_tables(root: str, split: str) -> None:
   """Raises FileNotFoundError if a folder has Parquet files of other splits."""
   if tables := [name for name in checking.SPLITS if parquet.exists(root, name)]:
-    first, last = tables[0], tables[-1]
+    first = tables[0]
+    last = tables[-1]
     raise slices.NoSplitError(
       f"folder '{root}' has no split '{split}': its Parquet files are the splits "
       f'{tables}',

@@ -149,7 +149,8 @@ def replacing(path: epath.PathLike) -> Iterator[BinaryIO]:
   leaves nothing behind; the error of a full disk names `path`. The folder of `path`
   must exist.
   """
-  path, temporary = epath.Path(path), temporary_name(path)
+  temporary = temporary_name(path)
+  path = epath.Path(path)
   local = not is_remote(path)
   try:
     with temporary.open('wb') as file:
@@ -191,7 +192,8 @@ def new_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   Yields the path to write to. After an error nothing is left behind.
   FileExistsError if `path` exists at the end and is not an empty folder.
   """
-  path, temporary = epath.Path(path), temporary_name(path)
+  temporary = temporary_name(path)
+  path = epath.Path(path)
   temporary.mkdir(parents=True)
   try:
     yield temporary

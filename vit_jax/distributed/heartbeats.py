@@ -160,7 +160,8 @@ class Watch:
 
   def _agree_on_stop(self) -> None:
     """Agrees on the last step when a process asks to stop; waits in a thread."""
-    first, me = _wait_for('stop'), jax.process_index()
+    first = _wait_for('stop')
+    me = jax.process_index()
     if first is None:
       return
     if first != me:

@@ -89,7 +89,8 @@ def make_mesh(
     )
   for name in free:
     sizes[name] = len(devices) // fixed
-  names, shape = tuple(sizes), tuple(sizes.values())
+  names = tuple(sizes)
+  shape = tuple(sizes.values())
   types = (jax.sharding.AxisType.Auto,) * len(sizes)
   num_slices = len({getattr(device, 'slice_index', 0) for device in devices})
   if num_slices == 1:

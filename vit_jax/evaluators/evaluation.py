@@ -127,7 +127,8 @@ def calibrated(model: Any, split: str) -> Any:
   probabilities; for errors see `evaluate` and calibration.fit.
   """
   schema.check('calibrate', split, schema.Split, '--')
-  task, mesh = model.task, sharding.mesh_of(model.params)
+  task = model.task
+  mesh = sharding.mesh_of(model.params)
   report_lib.Report.metrics(model.config)  # Classifiers only.
   train = model.config.pp.train
   if slices.overlap(split, train):

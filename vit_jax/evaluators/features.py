@@ -210,7 +210,8 @@ class Extractor:
 
 def check_memory(count: int, width: int, copies: int = 1):
   """Raises ValueError if copies of float32 [count, width] fill half of the memory."""
-  needed, memory = 4 * copies * count * width, least_memory()
+  needed = 4 * copies * count * width
+  memory = least_memory()
   if needed > memory / 2:
     raise ValueError(
       f'{count:,} examples with {width:,} features each take '

@@ -58,7 +58,8 @@ class Means:
       total, weight = pairs.sum(axis=0)
       metrics[name] = total / weight if weight else float('nan')
     counts = [int(count) for _, count in totals]
-    count, timed = sum(counts), sum(counts[1:])
+    count = sum(counts)
+    timed = sum(counts[1:])
     speed = count / (end_time - start_time)
     if timed:
       speed = timed / (end_time - first_end)

@@ -79,7 +79,8 @@ class Probe:
     drop_shots: bool = False,
   ):
     self.task, self.mesh, self.workdir = task, mesh, workdir
-    self.shots, self._fit = tuple(shots), fit
+    self.shots = tuple(shots)
+    self._fit = fit
     dataset, train, test = splits
 
     self.extractor = features.Extractor(task, mesh, layers, pp)
@@ -255,7 +256,8 @@ class FewShot(Probe):
     drop_shots: bool = False,
     **options: Any,
   ):
-    task, keys = evaluation.task, _complete(options)
+    task = evaluation.task
+    keys = _complete(options)
     self.knn = tuple(keys.knn)
     super().__init__(
       task, evaluation.mesh, evaluation.workdir, splits=splits(task.config, keys),
@@ -290,7 +292,8 @@ class LayerProbe(Probe):
   metrics: ClassVar = dict.fromkeys(('probe_best', 'probe_pixels'), metrics_lib.SHARE)
 
   def __init__(self, evaluation: base.Evaluation, images: schema.Count):
-    task, config = evaluation.task, evaluation.task.config
+    task = evaluation.task
+    config = evaluation.task.config
     super().__init__(
       task, evaluation.mesh, evaluation.workdir, splits=(None, *own_splits(config)),
       layers=(*select(task, ALL), features.PIXELS), shots=(images,),
@@ -311,7 +314,8 @@ class LayerProbe(Probe):
         mean, std = metrics_lib.mean_std(draws)
         rows.append({'layer': layer, 'accuracy': mean, 'std': std})
       write(epath.Path(self.workdir) / 'probe.json', {'layers': rows}, by_layer)
-    best, pixels = by_layer[best_layer(by_layer)], by_layer[features.PIXELS]
+    best = by_layer[best_layer(by_layer)]
+    pixels = by_layer[features.PIXELS]
     return {'probe_best': float(np.mean(best)), 'probe_pixels': float(np.mean(pixels))}
 
 

@@ -60,7 +60,8 @@ class Real:
         f"real='{path}' has labels of {len(labels):,} images, and split '{whole_split}' "
         f'has {total:,} images: pass the labels of this split (--real)'
       )
-    self._task, self._mesh = task, evaluation.mesh
+    self._task = task
+    self._mesh = evaluation.mesh
     self._source = evaluation.open_split(split, (FILE_NAME,)).evaluated
     self._numbers = None
     if 'file_name' not in self._source.features:

@@ -90,7 +90,8 @@ def collect(
 
 def score(outputs: Outputs, task: Any, num_bins: int = 15) -> Scores:
   """Measures the outputs of a classification task."""
-  labels, probabilities = outputs.labels, probabilities_of(outputs, task)
+  labels = outputs.labels
+  probabilities = probabilities_of(outputs, task)
   if task.exclusive:
     mask = labels.sum(axis=1) == 1
     labels, probabilities = labels[mask], probabilities[mask]

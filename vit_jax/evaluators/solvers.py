@@ -128,7 +128,8 @@ def neighbours(
   MAX_SIMILARITIES cosines, or one row of them.
   """
   train = train.take(train.labelled())
-  keys, labels = _normalised(train.values), train.labels
+  keys = _normalised(train.values)
+  labels = train.labels
   num_classes = int(labels.max()) + 1
 
   @jax.jit

@@ -127,7 +127,8 @@ def confusion(
   from matplotlib import colors as scales
 
   matrix = np.asarray(predictions.confusion)
-  total, correct = matrix.sum(), np.trace(matrix)
+  total = matrix.sum()
+  correct = np.trace(matrix)
   fig = drawing.new_figure(
     7.2,
     f"Confusion matrix of split '{split}': {correct:,} of {total:,} correct "
@@ -256,7 +257,8 @@ def mistakes(
   rows = -(-len(wrong) // columns)
   ratio = wrong[0].image.shape[0] / wrong[0].image.shape[1]
   width = drawing.WIDTH / columns - 0.3  # Width of an image's text in inches.
-  points, small = drawing.STYLE['font.size'], 12
+  points = drawing.STYLE['font.size']
+  small = 12
   titles, names = [], []
   for mistake in wrong:
     titles.append(

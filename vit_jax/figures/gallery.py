@@ -227,7 +227,8 @@ def _class_explanations(subject: results.Subject) -> list:
     for image_shares, number in zip(shares, classes, strict=True):
       row.append(f'{names[number]} {100 * image_shares[number]:.0f} %')
     texts.append(row)
-  images, stacked = subject.pictures, np.stack(maps)
+  images = subject.pictures
+  stacked = np.stack(maps)
   name = explanations.METHODS[method]
   figures = []
   for page in pages(subject):

@@ -73,7 +73,8 @@ def grid(
     texts.append(drawing.wrapped(caption.text, letters, _MOST_LINES).split('\n'))
   lines = max(map(len, texts), default=0)
   top = _TITLE if titles else _GAP
-  across, down = width + _GAP, height + _GAP + lines * _LINE
+  across = width + _GAP
+  down = height + _GAP + lines * _LINE
   size = (-(-len(images) // columns) * down + top, columns * across + _GAP, 3)
   canvas = np.full(size, 255, np.uint8)
   written = []

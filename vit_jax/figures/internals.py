@@ -281,7 +281,8 @@ def patch_colours(tokens: Any, foreground: str = '') -> tuple[np.ndarray, np.nda
     rows = rows[mask] - rows[mask].mean(axis=0)
   components, shares = _principal(rows, 3)
   values = rows @ components.T
-  low, spread = values.min(axis=0), np.ptp(values, axis=0)
+  low = values.min(axis=0)
+  spread = np.ptp(values, axis=0)
   colours = np.zeros((len(mask), 3), np.float32)
   colours[mask] = (values - low) / np.where(spread > 0, spread, 1)
   return colours.reshape(*tokens.shape[:-1], 3), shares.astype(np.float32)

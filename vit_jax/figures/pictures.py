@@ -101,7 +101,8 @@ class Pictures:
 
   def _first_images(self) -> dict[str, Any]:
     """Returns a batch of at least `log_images` rows that the devices divide."""
-    config, shards = self._task.config, sharding.batch_shards(self._mesh)
+    config = self._task.config
+    shards = sharding.batch_shards(self._mesh)
     config = copy.deepcopy(config)
     config.update(batch_eval=-(-self._count // shards) * shards, prefetch=1)
     batches = input_pipeline.eval_batches(

@@ -65,7 +65,8 @@ def curves(
       continue
     at = np.array([place for place, _ in points], np.float64)
     mean, std = np.array([metrics_lib.mean_std(runs) for _, runs in points]).T
-    colour, marker = colors.of_line(number), _MARKERS[number % 8]
+    colour = colors.of_line(number)
+    marker = _MARKERS[number % 8]
     axes.plot(at, mean, color=colour, label=label, zorder=3, marker=marker)
     if std.any():
       axes.fill_between(at, mean - std, mean + std, color=colour, alpha=0.15, lw=0)

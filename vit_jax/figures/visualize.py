@@ -63,7 +63,8 @@ def subject(
       source = sources.open_for(
         model.config, type(model.task), model.metadata, split or default_split, dataset
       )
-      split, lacking = split or default_split, ''
+      split = split or default_split
+      lacking = ''
     except (OSError, ValueError) as e:
       if split is not None:
         raise

@@ -336,7 +336,8 @@ def _write_examples(
       with Image.open(io.BytesIO(encoded)) as image:
         ending = image.format.lower()
     if ending in _NOT_IN_BROWSERS and config.pp.range is None:
-      encoded, ending = images_lib.encode_png(images_lib.decode(encoded).numpy()), 'png'
+      encoded = images_lib.encode_png(images_lib.decode(encoded).numpy())
+      ending = 'png'
     name = f'example_{number + 1}.{ending}'
     paths.append(str(folder / name))
     pathlib.Path(paths[-1]).write_bytes(encoded)

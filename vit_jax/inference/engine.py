@@ -117,7 +117,8 @@ class _Progress:
 
   def log(self) -> None:
     """Logs rate and remaining time, unless that was done within the last minute."""
-    total, now = self._total, time.monotonic()
+    total = self._total
+    now = time.monotonic()
     if not total or now <= self._log_time + _LOG_EVERY:
       return
     self._log_time = now

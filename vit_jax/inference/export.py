@@ -567,7 +567,8 @@ def _preprocessing(
   task: Any, inputs: Mapping[str, jax.ShapeDtypeStruct], uint8: bool
 ) -> dict:
   """Returns how images (vit_jax/preprocess.py) or texts become inputs."""
-  pp, spec = task.config.pp, inputs.get('image')
+  pp = task.config.pp
+  spec = inputs.get('image')
   if spec is None:
     facts = {name: task.config.model.pp[name] for name in ('tokenizer_name', 'max_len')}
     return {**facts, 'vocab_path': task.vocabulary_name}

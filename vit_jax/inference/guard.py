@@ -99,7 +99,8 @@ class _Guard:
 
     Raises _Rejected for a request that the page does not send.
     """
-    request, body = requests.Request(scope, receive), bytearray()
+    request = requests.Request(scope, receive)
+    body = bytearray()
     if scope['path'] == _UPLOAD:
       receive = _limited(receive, self.max_bytes + _FORM)
     else:
@@ -118,7 +119,8 @@ class _Guard:
   def _allows(
     self, path: str, headers: Mapping[str, str], body: bytes | bytearray
   ) -> bool:
-    origin, host = headers.get('origin'), headers.get('host', '')
+    origin = headers.get('origin')
+    host = headers.get('host', '')
     if origin not in (None, f'http://{host}', f'https://{host}'):
       return False
     if path.startswith(_FILE):

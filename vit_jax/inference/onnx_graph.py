@@ -184,7 +184,8 @@ class _Graph:
 
   def _translate(self, eqn: core.JaxprEqn, values: Sequence[Value]) -> list[Value]:
     """Adds one operation; returns its outputs."""
-    name, params = eqn.primitive.name, eqn.params
+    name = eqn.primitive.name
+    params = eqn.params
     if name in _CALLS:
       inner = params[_CALLS[name]]
       if not hasattr(inner, 'consts'):

@@ -172,7 +172,8 @@ class Predictor:
     total = source.num_examples
     if not total:
       return
-    compute, keep = compute or self._outputs, tuple(keep)
+    compute = compute or self._outputs
+    keep = tuple(keep)
     params, extra, mesh = self._placed(total)
     batches = input_pipeline.part_batches(
       self.config,
@@ -273,7 +274,8 @@ class Predictor:
     such as `class` and `probability`, and `error`; the other columns of a broken image
     are null. Raises ImportError without pyarrow.
     """
-    columns, source = self.columns(**options), self._source(images)
+    columns = self.columns(**options)
+    source = self._source(images)
     blocks = [range(source.num_examples)] if source.num_examples else []
     rows = []
     for _, block_rows in tables.rows(self, source, columns, blocks):

@@ -40,7 +40,8 @@ _FEWEST, _MOST, _BLOCKS = 256, 4096, 250
 BLOCK_BYTES = 2**26  # Most bytes of features per block, unless one image has more.
 # Fewest rows and most bytes of a row group of a joined Parquet file, which is read or
 # skipped as a whole. Joining takes about twice as much memory.
-GROUP_ROWS, GROUP_BYTES = 100_000, 2**29
+GROUP_ROWS = 100_000
+GROUP_BYTES = 2**29
 _READ = 2**24  # Bytes read at a time.
 # Errors of a single image; other errors of the storage may concern all images.
 _BROKEN = (ValueError, FileNotFoundError, PermissionError)

@@ -76,7 +76,8 @@ def _check_inputs(
       f'{name} needs keys of the same sequence, since positions of another one (kv) '
       'have no offset: leave out one of them'
     )
-  shape, bias = [2 * queries - 1, width // num_heads], [num_heads, queries, queries]
+  shape = [2 * queries - 1, width // num_heads]
+  bias = [num_heads, queries, queries]
   if relative is not None and list(relative.shape) not in (shape, bias):
     raise ValueError(
       f'relative must be [heads, queries, keys] = {bias}, or [2 x {queries} tokens - 1, '
@@ -195,7 +196,8 @@ class MultiHeadDotProductAttention(nn.Module):
     check(
       self.attention, dropout_rate, mask=mask is not None, bias=relative is not None
     )
-    kv, causal = x if kv is None else kv, self.causal
+    kv = x if kv is None else kv
+    causal = self.causal
     if self.only_first:
       x = first_token(x)  # [B, 1, D]
       if causal:  # The first query sees the first token only.

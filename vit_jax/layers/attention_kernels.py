@@ -388,7 +388,8 @@ def _flash_on_one_device(
     return out.reshape(query.shape)
   if needs_float32:
     query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-  query_size, key_size = _block_size(query.shape[1]), _block_size(key.shape[1])
+  query_size = _block_size(query.shape[1])
+  key_size = _block_size(key.shape[1])
   query_blocks, query_segments = _in_blocks(query, query_size)
   key_blocks, key_segments = _in_blocks(key, key_size)
   value_blocks, _ = _in_blocks(value, key_size)

@@ -86,7 +86,8 @@ class Attention(_Layer):
   ) -> tuple[Float[Array, 'B N D'], Cache | None]:
     """Maps tokens [B, N, D] to [B, N, D]; see Block."""
     width = x.shape[-1]
-    head_dim, normal = width // self.num_heads, nn.initializers.normal
+    head_dim = width // self.num_heads
+    normal = nn.initializers.normal
     dense = functools.partial(nn.DenseGeneral, use_bias=False, **dtypes.of(self))
     heads = functools.partial(
       dense, (self.num_heads, head_dim), kernel_init=normal(width**-0.5)
@@ -117,7 +118,8 @@ class Mlp(nn.Module):
   @nn.compact
   def __call__(self, x: Float[Array, 'B N D']) -> Float[Array, 'B N D']:
     """Maps tokens [B, N, D] to [B, N, D]."""
-    width, init = x.shape[-1], nn.initializers.normal(0.02)
+    width = x.shape[-1]
+    init = nn.initializers.normal(0.02)
     dense = functools.partial(
       nn.Dense, use_bias=False, kernel_init=init, **dtypes.of(self)
     )

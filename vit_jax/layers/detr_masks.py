@@ -117,7 +117,8 @@ class FirstConvolution(nn.Module):
     [3, 3, K, D + K].
     """
     width = features.shape[-1]
-    channels, dtype = width + num_maps, self.param_dtype
+    channels = width + num_maps
+    dtype = self.param_dtype
     shape = (3, 3, channels, channels)
     kernel = self.param('kernel', _CONV_INIT, shape, dtype).astype(self.dtype)
     bias = self.param('bias', nn.initializers.zeros, (channels,), dtype)
@@ -201,7 +202,8 @@ class MaskHead(nn.Module):
     maps = attend(features.queries, features.memory, features.mask)  # [B, Q, h, w, K]
     stages = []
     for i, stage in enumerate(features.stages):
-      width, name = self.hidden_size // 2 ** (i + 1), f'adapter_{i}'
+      width = self.hidden_size // 2 ** (i + 1)
+      name = f'adapter_{i}'
       adapter = nn.Conv(width, (1, 1), kernel_init=_CONV_INIT, name=name, **types)
       stages.append(adapter(stage))
     first = FirstConvolution(name='conv_0', **types)
@@ -213,7 +215,8 @@ class MaskHead(nn.Module):
     ) -> Float[Array, 'B Q H W']:
       return module(maps, shared, kernel, stages)
 
-    queries, size = maps.shape[1], self.chunk_size
+    queries = maps.shape[1]
+    size = self.chunk_size
     if not size or queries <= size:
       return compute(convolutions, maps)
 

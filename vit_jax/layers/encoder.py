@@ -432,7 +432,8 @@ class Encoder(_Layer):
     mask: Bool[Array, '...'] | None,
     grid: tuple[int, int] | None,
   ) -> Context:
-    config, tokens = self.config, x.shape[1]
+    config = self.config
+    tokens = x.shape[1]
     if config.attention_pattern != 'global':
       field = f"attention_pattern='{config.attention_pattern}'"
       grid = positions.checked_grid(field, grid, tokens)

@@ -98,7 +98,8 @@ def resize(table: dtypes.ArrayT, size: int, axis: int = 0) -> dtypes.ArrayT:
   if isinstance(table, np.ndarray):
     resized = np.tensordot(table, weights, axes=(axis, 1))
     return np.moveaxis(resized, -1, axis)
-  weights, precision = weights.astype(np.float32), jax.lax.Precision.HIGHEST
+  weights = weights.astype(np.float32)
+  precision = jax.lax.Precision.HIGHEST
   resized = jnp.tensordot(table, weights, axes=(axis, 1), precision=precision)
   return jnp.moveaxis(resized, -1, axis)
 
@@ -144,7 +145,8 @@ def _bicubic(old: int, new: int, antialias: bool) -> np.ndarray:
   scale = max(old / new, 1.0) if antialias else 1.0
   a = -0.5 if antialias else -0.75
   centres = (np.arange(new) + 0.5) * old / new - 0.5
-  first, last = -3 * math.ceil(scale), old + 3 * math.ceil(scale)
+  first = -3 * math.ceil(scale)
+  last = old + 3 * math.ceil(scale)
   places = np.arange(first, last)
   x = abs(centres[:, None] - places) / scale
   near = ((a + 2) * x - (a + 3)) * x**2 + 1
@@ -354,7 +356,8 @@ class RelativeBias(nn.Module):
     token to class token.
     """
     grid = checked_grid("position_embedding='relative_bias'", grid, tokens)
-    (height, width), patches = grid, grid[0] * grid[1]
+    height, width = grid
+    patches = height * width
     offsets = (2 * height - 1) * (2 * width - 1)
     shape = (offsets + 3, num_heads)
     table = self.param('relative_bias', self.init, shape, self.param_dtype)

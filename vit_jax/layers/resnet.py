@@ -93,7 +93,8 @@ class Bottleneck(nn.Module):
     self, x: Float[Array, 'B H W C']
   ) -> Float[Array, 'B _ _ 4*{self.features}']:
     features, first = self.features, self.norms_first
-    out, one = 4 * features, (1, 1)
+    out = 4 * features
+    one = (1, 1)
     residual = x
     if first:
       x = nn.relu(self.norm('1')(x))

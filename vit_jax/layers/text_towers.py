@@ -53,7 +53,8 @@ class BertModel(nn.Module):
     if isinstance(fields, str):
       schema.check('config', fields, Literal[*BERTS], 'config.model.text.')
       fields = BERTS[fields]
-    types, out = dtypes.of(self), {}
+    types = dtypes.of(self)
+    out = {}
     encode = bert.BertEncoder(name='BertEncoder_0', **{**types, **fields})
     x = out['transformed'] = encode(tokens)
     x = out['pre_logits'] = x[:, 0]
@@ -92,7 +93,9 @@ class TextTransformer(nn.Module):
     numbers of tokens and positions differ, or `pool` is unknown.
     """
     schema.check('pool', self.pool, model_configs.TextPool, 'config.model.text.')
-    types, out, tokens = dtypes.of(self), {}, x
+    types = dtypes.of(self)
+    out = {}
+    tokens = x
     x = nn.Embed(self.vocab_size, self.width, **types)(tokens)  # [B, N, D]
     out['embedded'] = x
     x = x + self._positions(tokens.shape[1]).astype(x.dtype)

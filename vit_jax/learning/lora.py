@@ -113,7 +113,8 @@ def merged(params: Any, config: ml_collections.ConfigDict) -> Any:
   scale = (config.lora.alpha or config.lora.rank) / config.lora.rank
   for path in [path for path in flat if path.endswith(A)]:
     name = path.removesuffix(A)
-    a, b = flat.pop(path), flat.pop(name + B)
+    a = flat.pop(path)
+    b = flat.pop(name + B)
     flat[name] += scale * jnp.tensordot(a, b, 1, precision='highest')
   return flax.traverse_util.unflatten_dict(flat, sep='/')
 

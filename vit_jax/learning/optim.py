@@ -366,7 +366,8 @@ def check(config: ml_collections.ConfigDict):
   """
   if not config.optimizer.startswith(common.OPTAX):
     return
-  setting, constant = _setting(config), optax.constant_schedule(0.1)
+  setting = _setting(config)
+  constant = optax.constant_schedule(0.1)
   tx = optax.with_extra_args_support(_optax_optimizer(config, constant))
   params = {
     'kernel': jax.ShapeDtypeStruct((256, 256), jnp.float32),

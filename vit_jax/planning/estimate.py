@@ -144,9 +144,11 @@ def collectives(hlo: str) -> dict[str, dict]:
     if match := _SEND.search(line):
       kind, group = BETWEEN, 0
     elif match := _FUSED.search(line):
-      kind, group = 'reduce-scatter', groups.get(match['fusion'], 0)
+      kind = 'reduce-scatter'
+      group = groups.get(match['fusion'], 0)
     elif match := _CALL.search(line):
-      kind, group = match['kind'], _group_size(line)
+      kind = match['kind']
+      group = _group_size(line)
     else:
       continue
     size = _num_bytes(match['shape'])

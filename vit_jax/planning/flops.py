@@ -91,7 +91,8 @@ def loop_lengths(jaxpr: Any) -> set[int]:
 
 def _convolution_flops(eqn: Any) -> int:
   """Counts the FLOPs of a convolution without products with inserted zeros."""
-  numbers, params = eqn.params['dimension_numbers'], eqn.params
+  numbers = eqn.params['dimension_numbers']
+  params = eqn.params
   image, kernel = (v.aval.shape for v in eqn.invars)
   out = eqn.outvars[0].aval.shape
   batch, features, *out_axes = numbers.out_spec

@@ -141,7 +141,9 @@ def _rates(
   num_examples: int,
 ) -> dict[str, Any]:
   """Returns speed, duration and cost of a run; `flops` are of a step and core."""
-  seconds, steps, cores = plan['step_seconds'], config.total_steps, plan['cores']
+  seconds = plan['step_seconds']
+  steps = config.total_steps
+  cores = plan['cores']
   images = config.batch / cores
   hours = seconds * steps / 3600
   name = str(config.dataset)

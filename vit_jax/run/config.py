@@ -319,7 +319,8 @@ def _check_model_fields(config: ml_collections.ConfigDict) -> None:
 def _check_model(model: ml_collections.ConfigDict, name: str = 'model') -> None:
   for part in model_configs.parts_of(model).values():
     _check_model(model[part], f'{name}.{part}')
-  fields, width = model.get('transformer') or model, model.get('hidden_size')
+  fields = model.get('transformer') or model
+  width = model.get('hidden_size')
   heads = fields.get('num_heads')
   if isinstance(heads, int) and isinstance(width, int) and width % heads:
     key = name if fields is model else f'{name}.transformer'
@@ -369,7 +370,8 @@ def check_sequence(config: ml_collections.ConfigDict, shards: int) -> None:
   vit = model_configs.vit_of(config.model)
   layers = model_configs.layers_of(config.model)
   place = f'config.{model_configs.place_of_layers(config.model)}'
-  name, problem = layers.get('attention'), None
+  name = layers.get('attention')
+  problem = None
   if not vit.get('transformer'):
     kind = model_configs.kind_of(config.model)
     problem = (

@@ -65,7 +65,8 @@ class Mlflow(_Tracker):
     self._mlflow = mlflow
     name = epath.Path(workdir).name
     run = self._mlflow.start_run(run_id=run_id, run_name=name)
-    self.run_id, self._client = run.info.run_id, self._mlflow.MlflowClient()
+    self.run_id = run.info.run_id
+    self._client = self._mlflow.MlflowClient()
 
   def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     self._mlflow.log_metrics(scalars, step=step, run_id=self.run_id)

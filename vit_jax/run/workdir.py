@@ -144,7 +144,8 @@ def _check_config(
         f"workdir='{path}' has checkpoints but no {_CONFIG}: use another --workdir"
       )
     return False
-  old, new = to_plain(_read_config(path)), to_plain(config)
+  old = to_plain(_read_config(path))
+  new = to_plain(config)
   if not finished:
     for key in run_config.marked_keys(config, schema.MOVABLE):
       # A mixture is a list of paths and weights, which cannot move.
@@ -184,7 +185,8 @@ def _unknown_lengths(config: Mapping[str, Any]) -> list[str]:
 
 def _check_metadata(file: epath.Path, value: Any) -> None:
   """Checks that the metadata of the data are the ones that the run has learned."""
-  old, new = _read(file, object), json.loads(json.dumps(value))
+  old = _read(file, object)
+  new = json.loads(json.dumps(value))
   if old == new:
     return
   difference = f'{old!r:.100} there, {new!r:.100} here'

@@ -78,7 +78,8 @@ def _cut_off(base: str, instruction: str, held_out: str) -> Parts:
       'percent, or both numbers of examples (--held_out)'
     )
   amount = float(held_out.rstrip('%'))
-  begin, end = spec.from_ or 0, spec.to or (100 if unit else 0)
+  begin = spec.from_ or 0
+  end = spec.to or (100 if unit else 0)
   middle = end - amount
   if not amount or (end > 0 and middle <= begin):
     raise ValueError(

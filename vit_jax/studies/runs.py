@@ -355,7 +355,8 @@ def changed(
         raise ValueError(f"'{prefix.rstrip('.')}' is not a group of keys")
       if name not in group:
         schema.raise_unknown(name, group.keys(), prefix)
-      inside, prefix = group[name], f'{prefix}{name}.'
+      inside = group[name]
+      prefix = f'{prefix}{name}.'
     with group.unlocked(), group.ignore_type():
       group[name] = value
       length = overrides.other_length(key)

@@ -71,7 +71,8 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   study.json, see summaries.report. Raises ValueError if the config is wrong, before
   anything is trained, and runs.Failed after the table if runs failed.
   """
-  config, workdir = _complete(config), files.expanded(workdir)
+  config = _complete(config)
+  workdir = files.expanded(workdir)
   variants = _variants(config)
   # All seeds take the same compute.
   places = []

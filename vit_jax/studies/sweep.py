@@ -97,7 +97,8 @@ def sweep(
   the rows of test.json. Diverged combinations just lose; if other runs failed,
   runs.Failed is raised after a table.
   """
-  plan, workdir = make(config, values, **options), files.expanded(workdir)
+  plan = make(config, values, **options)
+  workdir = files.expanded(workdir)
   runs = plan.choice_runs()
   if only is not None:
     tests = map(plan.test_runs, plan.combinations())

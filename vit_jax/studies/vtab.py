@@ -44,7 +44,8 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   without data. Raises as study.study does, and FileNotFoundError if no task has data on
   this machine.
   """
-  runs, workdir = _by_task(config), files.expanded(workdir)
+  runs = _by_task(config)
+  workdir = files.expanded(workdir)
   all_runs = [*itertools.chain(*runs.values())]
   runs_lib.check(all_runs, workdir, config.checkpoints)
   done = runs_lib.collect(all_runs, workdir).done
@@ -168,7 +169,8 @@ def report(
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
-  name, models = 'vtab', list(PUBLISHED)
+  name = 'vtab'
+  models = list(PUBLISHED)
   images = "the test images, and the paper's (table 9, means over the same tasks)"
   if config.validate:  # The paper has no accuracies on these.
     name, models, images = 'vtab_val', [], 'val200'

@@ -89,7 +89,8 @@ class Task(base.Task):
 
   def _make_class_weights(self) -> np.ndarray | None:
     """Returns the weights of the classes, float32 [classes]; None for equal ones."""
-    class_weights, counts = self.config.class_weights, self.metadata.get('class_counts')
+    class_weights = self.config.class_weights
+    counts = self.metadata.get('class_counts')
     if class_weights == 'balanced':
       # A trained model, without counts, computes no training loss.
       return None if counts is None else losses.balanced_weights(np.array(counts))
@@ -168,7 +169,8 @@ class Task(base.Task):
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
     """Computes accuracy and loss, with at least 100 classes also `accuracy_top5`."""
-    logits, label = self.outputs(params, extra, batch), batch['label']
+    logits = self.outputs(params, extra, batch)
+    label = batch['label']
     best = jax.nn.one_hot(logits.argmax(axis=-1), logits.shape[-1])
     values = {
       'accuracy': (best * label).sum(axis=-1) > 0,

@@ -76,7 +76,8 @@ class MaskedViT(models_vit.VisionTransformer):
 
 def _reconstructions(subject: Any) -> list:
   """Draws images, masked images and predictions, see gallery.Entry."""
-  model, task = subject.model, subject.model.task
+  model = subject.model
+  task = subject.model.task
   outputs = jax.jit(task.outputs)(model.params, model.extra, subject.batch)
   pictures = task.pictures(subject.batch, outputs)
   return [

@@ -462,7 +462,8 @@ def at_crop(model: Any) -> Any:
   interpolation: with antialiasing in timm, open_clip and DINOv2 with registers.
   ValueError if the model has parameters that belong to one size.
   """
-  old_size, size = model.image_size, model.preparation.crop
+  old_size = model.image_size
+  size = model.preparation.crop
   if size is None or old_size is None or size == old_size:
     return model
   config = model_configs.vit_of(model.config)

@@ -79,7 +79,8 @@ def fetch(path: epath.PathLike, revision: str | None = None) -> epath.Path:
   has another hash than there; ValueError if the path does not name a model.
   """
   uri = parse(path)
-  revision, name = revision or uri.revision, uri.path_in_repo
+  revision = revision or uri.revision
+  name = uri.path_in_repo
   # Patterns of files; the next are tried if the model has none of the first.
   patterns = [[glob.escape(name)]] if name else [[file] for file in FILES]
   for names in patterns:
@@ -109,7 +110,8 @@ def check_push(path: epath.PathLike) -> None:
   uri = parse(path)
   if uri.revision or uri.path_in_repo:
     raise ValueError(f"push='{path}' must be hf://OWNER/NAME (--push)")
-  hub, alternative = _library(f"push='{path}'"), 'or pass DST instead of --push'
+  hub = _library(f"push='{path}'")
+  alternative = 'or pass DST instead of --push'
   if hub.is_offline_mode():
     raise ValueError(
       f"push='{path}' needs the hub: unset HF_HUB_OFFLINE, {alternative}"

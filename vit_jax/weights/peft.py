@@ -84,9 +84,11 @@ def _trained_layers(
       layers.whole.add(layer)
     elif factor == lora.A:
       layers.adapted.add(layer)
-      name, array = f'{layer}.lora_A.weight', _to_peft_a(x, array.shape)
+      name = f'{layer}.lora_A.weight'
+      array = _to_peft_a(x, array.shape)
     else:
-      name, array = f'{layer}.lora_B.weight', _to_peft_b(x, array.shape)
+      name = f'{layer}.lora_B.weight'
+      array = _to_peft_b(x, array.shape)
     layers.state[f'{_PREFIX}{name}'] = np.ascontiguousarray(array)
   _check_whole(layers, [leaves.renamed(name, family.modules) for name in converted])
   return layers

@@ -324,7 +324,8 @@ def _read_workdir(folder: epath.Path) -> Weights:
   config, metadata = workdir_lib.load(folder)
   task_class = run_config.get_task(config.task)
   stored = checkpoints.load_weights(folder, EXTRA)
-  params, trained = stored.params, None
+  params = stored.params
+  trained = None
   if config.lora.rank:
     if str(folder) in paths.from_config(config).values():
       raise ValueError(

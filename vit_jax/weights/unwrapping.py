@@ -57,7 +57,8 @@ def unwrap(
   Raises:
     ValueError: if there are no arrays by name, or no such entry.
   """
-  state, options = content, []
+  state = content
+  options = []
   for _ in range(_MOST_ENTRIES):
     if names := _entries(state, entry):
       options += names

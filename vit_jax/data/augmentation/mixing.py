@@ -55,7 +55,8 @@ def mix(
     pixel_weights = jnp.where(is_cutmix, cutmix_weights, pixel_weights)
     label_weight = jnp.where(is_cutmix, cutmix_weights.mean(), label_weight)
   elif cutmix:
-    pixel_weights, label_weight = cutmix_weights, cutmix_weights.mean()
+    pixel_weights = cutmix_weights
+    label_weight = cutmix_weights.mean()
   return {
     **batch,
     'image': _blend(batch['image'], pixel_weights[..., None]),

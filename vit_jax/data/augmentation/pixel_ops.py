@@ -305,7 +305,8 @@ def color_jitter(
   steps = []
   for start, strength, factor_seed in changes:
     if strength:
-      low, high = max(0.0, 1.0 - strength), 1.0 + strength
+      low = max(0.0, 1.0 - strength)
+      high = 1.0 + strength
       factor = tf.random.stateless_uniform([], factor_seed, low, high)
       steps.append(functools.partial(_towards, start, factor))
   order = tf.random.experimental.stateless_shuffle(tf.range(len(steps)), seeds[3])

@@ -42,8 +42,12 @@ def encode(mask: np.ndarray) -> str:
 
 def box(mask: np.ndarray) -> tuple[float, float, float, float]:
   """Returns x0, y0, x1, y1 of the pixels of a mask, bool [height, width]."""
-  rows, columns = np.flatnonzero(mask.any(axis=1)), np.flatnonzero(mask.any(axis=0))
-  x0, y0, x1, y1 = columns[0], rows[0], columns[-1] + 1, rows[-1] + 1
+  rows = np.flatnonzero(mask.any(axis=1))
+  columns = np.flatnonzero(mask.any(axis=0))
+  x0 = columns[0]
+  y0 = rows[0]
+  x1 = columns[-1] + 1
+  y1 = rows[-1] + 1
   return float(x0), float(y0), float(x1), float(y1)
 
 

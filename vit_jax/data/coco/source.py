@@ -118,7 +118,8 @@ def open_split(
   """Opens a split of a folder laid out as in layout.py; see sources.open_split."""
   available, kind = _OBJECTS, 'instances'
   if any(name.startswith('panoptic') for name in features):
-    available, kind = _PANOPTIC, layout.kind_of_segments(root, split)
+    available = _PANOPTIC
+    kind = layout.kind_of_segments(root, split)
   origin = f"split '{split}' of folder '{root}'"
   names = records.resolve(features, available, origin)
   parts = open_parts(root, split, kind, config.broken_boxes, class_names)

@@ -215,7 +215,8 @@ class Index:
       stamp = image_files.stamp(path)
       return explain(path, max_pixels), stamp
 
-    save_time, pause = time.monotonic(), _SAVE_EVERY
+    save_time = time.monotonic()
+    pause = _SAVE_EVERY
     for block, results in self._map_blocks(rows, check_file, 'Checking images'):
       for row, (reason, stamp) in zip(block.tolist(), results):
         stamps[row] = stamp

@@ -53,7 +53,8 @@ _ISOLATED = (
 )
 # Largest number of bytes of a vocabulary. Gemma's, of 256,000 tokens, has 2**25.
 _LARGEST = 2**27
-_MOST_TOKENS, _MOST_GROWTH = 2**24, 100
+_MOST_TOKENS = 2**24
+_MOST_GROWTH = 100
 _LONGEST = 100  # Letters of a word (bytes in tensorflow_text); longer ones are [UNK].
 _NO_PUNCTUATION = str.maketrans('', '', string.punctuation)
 

@@ -105,7 +105,8 @@ class DigitCaptions(tfds.core.GeneratorBasedBuilder):
   def _generate_examples(
     self, indices: np.ndarray, texts: Callable[[int], list[str]]
   ) -> Iterator[tuple[int, dict]]:
-    images, target = digits.images(), digits.load().target
+    images = digits.images()
+    target = digits.load().target
     for i in indices:
       label = int(target[i])
       yield int(i), {'image': images[i], 'label': label, 'texts': texts(label)}

@@ -93,7 +93,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
 
   def _few(self, train: np.ndarray, test: np.ndarray) -> dict[str, np.ndarray]:
     """Returns the images of each split, with few labels."""
-    name, target = self.builder_config.name, load().target
+    name = self.builder_config.name
+    target = load().target
     shots, draws = FEW[name]
     if name == '5to9_few':
       train = np.concatenate([train, test])
@@ -110,7 +111,8 @@ class Digits(tfds.core.GeneratorBasedBuilder):
     return {**splits, 'test': test}
 
   def _generate_examples(self, indices: np.ndarray) -> Iterator[tuple[int, dict]]:
-    pixels, target = images(), load().target
+    pixels = images()
+    target = load().target
     first = self._classes()[0]
     for i in indices:
       yield int(i), {'image': pixels[i], 'label': int(target[i]) - first}

@@ -49,7 +49,8 @@ class Scene(NamedTuple):
 def _texture(rng: np.random.RandomState, kind: int) -> np.ndarray:
   """Draws a texture of one colour, float [SIZE, SIZE, 3] from 0 to 255."""
   y, x = np.mgrid[:SIZE, :SIZE]
-  period, angle = rng.uniform(6, 16), rng.uniform(0, np.pi)
+  period = rng.uniform(6, 16)
+  angle = rng.uniform(0, np.pi)
   along = (x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period
   across = (y * np.cos(angle) - x * np.sin(angle)) * 2 * np.pi / period
   wave = {
@@ -68,7 +69,8 @@ def _ground(
   """Returns pixels, segments and textures of the ground."""
   kinds = tuple(int(k) for k in rng.choice(len(TEXTURES), 2, replace=False))
   y, x = np.mgrid[:SIZE, :SIZE] - SIZE / 2
-  angle, shift = rng.uniform(0, 2 * np.pi), rng.uniform(-SIZE / 4, SIZE / 4)
+  angle = rng.uniform(0, 2 * np.pi)
+  shift = rng.uniform(-SIZE / 4, SIZE / 4)
   segments = (x * np.cos(angle) + y * np.sin(angle) > shift).astype(np.int32)
   first, second = [_texture(rng, kind) for kind in kinds]
   pixels = np.where(segments[..., None], second, first)
@@ -91,7 +93,8 @@ def _stamp(
 def _is_crowded(box: np.ndarray, boxes: Sequence[np.ndarray]) -> bool:
   """Returns whether a box (top, left, bottom, right) overlaps others too much."""
   for earlier in boxes:
-    low, high = np.maximum(box[:2], earlier[:2]), np.minimum(box[2:], earlier[2:])
+    low = np.maximum(box[:2], earlier[:2])
+    high = np.minimum(box[2:], earlier[2:])
     intersection = np.prod(np.maximum(high - low, 0))
     smaller_area = min(np.prod(x[2:] - x[:2]) for x in (box, earlier))
     if intersection > _OVERLAP * smaller_area:

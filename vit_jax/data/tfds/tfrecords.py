@@ -69,7 +69,8 @@ class TfRecordSource(shards.SerializedSource):
     gaps = np.flatnonzero(np.diff(numbers) != 1) + 1
     contents = []
     for run in np.split(np.array(numbers), gaps):  # Neighbours take one read.
-      begin, end = int(offsets[run[0]]), int(offsets[run[-1] + 1])
+      begin = int(offsets[run[0]])
+      end = int(offsets[run[-1] + 1])
       block = file(begin, end - begin)
       for i in run.tolist():
         record = block[offsets[i] - begin : offsets[i + 1] - begin]
@@ -212,7 +213,8 @@ def _is_current(row: np.ndarray, count: int, stamp: Sequence[int]) -> bool:
   """Returns whether a stored row, see _FILE, has the records of the unchanged file."""
   if row.dtype != np.int64 or row.shape != (count + 2,):
     return False
-  (size, time), lengths = row[:2].tolist(), row[2:]
+  size, time = row[:2].tolist()
+  lengths = row[2:]
   is_possible = ((lengths > 0) & (lengths <= size)).all() and lengths.sum() == size
   return [size, time] == list(stamp) and bool(is_possible)
 

@@ -20,7 +20,9 @@ from vit_jax.tasks.detection import matching
 
 # Weights of the class, of the distance and of the overlap, in the matching and
 # in the loss (section 4, "Technical details"; appendix A.4).
-CLASS, L1, GIOU = task_options.Detect.class_weight, 5.0, 2.0
+CLASS = task_options.Detect.class_weight
+L1 = 5.0
+GIOU = 2.0
 # Weight of a query without an object in the loss of the classes, as published.
 NO_OBJECT = task_options.Detect.no_object_weight
 
@@ -115,7 +117,8 @@ def matching_cost(
     float32 [..., N, Q].
   """
   probability = matching.class_probabilities(logits, labels)  # [..., N, Q]
-  targets, boxes = targets[..., :, None, :], boxes[..., None, :, :]
+  targets = targets[..., :, None, :]
+  boxes = boxes[..., None, :, :]
   distance = jnp.abs(targets - boxes).sum(axis=-1)
   overlap = giou(corners(targets), corners(boxes))
   return L1 * distance - class_weight * probability - GIOU * overlap

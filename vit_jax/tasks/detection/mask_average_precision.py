@@ -28,7 +28,8 @@ class MaskAveragePrecision:
   metrics: ClassVar = {_PREFIX + name: metrics_lib.Metric() for name in ap.NAMES}
 
   def __init__(self, evaluation: base.Evaluation) -> None:
-    self._evaluation, self._task = evaluation, evaluation.task
+    self._evaluation = evaluation
+    self._task = evaluation.task
     self._compute = pq.compute_masks(evaluation, _TRUTH)
 
   def run(
@@ -77,7 +78,8 @@ def compare(
   height, width = row['truth_size']
   numbers = row['truth_segments'][:height, :width]
   is_object = row['label'] >= 0
-  labels, crowd = row['label'][is_object], row['crowd'][is_object] > 0
+  labels = row['label'][is_object]
+  crowd = row['crowd'][is_object] > 0
   pixels = np.bincount(numbers.ravel(), minlength=len(labels) + 1)[1:]
   is_visible_thing = np.array(is_thing, bool)[labels] & (pixels > 0)
   # Pixels of the original per pixel compared.

@@ -92,7 +92,8 @@ def _solve(cost: jax.Array, count: jax.Array) -> jax.Array:
   )
 
   def advance(state: _State) -> _State:
-    walked, extended = _walk_back(state), _extend(state, cost)
+    walked = _walk_back(state)
+    extended = _extend(state, cost)
     return jax.tree.map(
       lambda a, b: jnp.where(state.walks_back, a, b), walked, extended
     )

@@ -231,7 +231,9 @@ class Task(base.Task):
   ) -> dict[str, 'tf.Tensor']:
     """Returns an example for evaluation, see `example`."""
     inputs = self.inputs(record, canvas=canvas)
-    crowd, boxes, label = is_crowd(record), _boxes(record), record['objects/label']
+    crowd = is_crowd(record)
+    boxes = _boxes(record)
+    label = record['objects/label']
     area = record.get('objects/area')
     if area is None:
       pixels = tf.cast(tf.reduce_prod(inputs['size']), tf.float32)

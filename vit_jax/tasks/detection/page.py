@@ -108,7 +108,8 @@ def _page(
       return {picture: None, summary: ''}
     view, make_view = model, make
     if instances is not None and choice.startswith(instances.WHAT):
-      view, make_view = instances, instances.make
+      view = instances
+      make_view = instances.make
     shapes, predictions = make_view(result.inputs, result.outputs, min_score)
     ending = '' if len(predictions) == 1 else 's'
     text = (
@@ -136,7 +137,8 @@ def _page(
 
 def clicked(boxes: Sequence[Sequence[float]], x: float, y: float) -> int | None:
   """Returns the number of the smallest box that contains a point, if any."""
-  smallest, smallest_area = None, np.inf
+  smallest = None
+  smallest_area = np.inf
   for number, (x0, y0, x1, y1) in enumerate(boxes):
     area = (x1 - x0) * (y1 - y0)
     # The last one of several boxes of the same area is on top.

@@ -45,7 +45,8 @@ class PanopticQuality:
   metrics: ClassVar = dict.fromkeys(NAMES, metrics_lib.Metric())
 
   def __init__(self, evaluation: base.Evaluation) -> None:
-    self._evaluation, self._task = evaluation, evaluation.task
+    self._evaluation = evaluation
+    self._task = evaluation.task
     self._compute = compute_masks(evaluation, TRUTH)
 
   def run(
@@ -139,12 +140,14 @@ def compare(
     float64 [4, C], by class the sum of the IoU of matches, and the numbers of matches
     and of unmatched predicted and true segments.
   """
-  n, m = len(labels), len(predicted.labels)
+  n = len(labels)
+  m = len(predicted.labels)
   pairs = numbers.astype(np.int64) * (m + 1) + predicted.numbers
   pixels = np.bincount(pairs.ravel(), minlength=(n + 1) * (m + 1))
   pixels = pixels.reshape(n + 1, m + 1)  # Row and column 0 are void.
   true_area, predicted_area = pixels.sum(axis=1)[1:], pixels.sum(axis=0)[1:]
-  void, intersection = pixels[0, 1:], pixels[1:, 1:]
+  void = pixels[0, 1:]
+  intersection = pixels[1:, 1:]
   union = true_area[:, None] + (predicted_area - void)[None] - intersection
   iou = intersection / np.maximum(union, 1)
   same_class = labels[:, None] == predicted.labels[None]

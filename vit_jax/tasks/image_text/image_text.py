@@ -396,7 +396,8 @@ def _is_locked(multipliers: Sequence[tuple[str, float]] | None, params: Any) -> 
 
 def _check(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if keys of a config do not fit this task."""
-  model, pp = config.model, config.model.get('pp')
+  model = config.model
+  pp = config.model.get('pp')
   if model.get('kind') != 'lit':
     raise ValueError(
       f"task='image_text' needs an image and a text tower (kind='lit'), but the "

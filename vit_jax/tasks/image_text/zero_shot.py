@@ -134,7 +134,8 @@ class ZeroShot:
   metrics = METRICS_OF_CLASSES
 
   def __init__(self, evaluation: base.Evaluation) -> None:
-    task, class_names = evaluation.task, evaluation.source.class_names
+    task = evaluation.task
+    class_names = evaluation.source.class_names
     self._names = task.words_of(class_names) if class_names else ()
     self._embed = Embedder(task, evaluation.mesh)
     self._means = means.Means(evaluation)
@@ -157,7 +158,9 @@ class Retrieval:
 
   def __init__(self, evaluation: base.Evaluation) -> None:
     task, source = evaluation.task, evaluation.source
-    self._task, self._mesh, self._source = task, evaluation.mesh, source
+    self._task = task
+    self._mesh = evaluation.mesh
+    self._source = source
     if captions.feature(source) is None:
       self.metrics = {}
     if not source.class_names:
@@ -206,7 +209,8 @@ class Retrieval:
   def _example(
     self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
-    texts, max_texts = captions.from_record(record), self._task.options.most_texts
+    texts = captions.from_record(record)
+    max_texts = self._task.options.most_texts
     tokens, count = captions.tokenize(self._task.tokenizer, texts, max_texts)
     return {**self._task.inputs(record), 'tokens': tokens, 'count': count}
 

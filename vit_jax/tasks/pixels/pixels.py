@@ -71,12 +71,14 @@ class Task(base.Task):
     _check_model(config)
     path = config.task_options.palette or config.pretrained
     if isinstance(path, str):
-      palette, origin = palette_lib.load(path), f" of '{path}'"
+      palette = palette_lib.load(path)
+      origin = f" of '{path}'"
     else:
       colors = processes.from_first(
         'finding a palette', lambda: _find_palette(config, source).tolist()
       )
-      palette, origin = np.asarray(colors, np.float32), ''
+      palette = np.asarray(colors, np.float32)
+      origin = ''
     num_colors = config.model.get('num_colors', len(palette))
     palette_lib.check(palette, num_colors, config.pp.channels, origin)
     return {'palette': palette.tolist()}

@@ -109,7 +109,8 @@ def panoptic(
   weighted = scores[queries, None, None] * mask_probabilities
   query_of_pixel = queries[weighted.argmax(axis=0)]  # [H, W]
   for query, mask in zip(queries, mask_probabilities):
-    is_winner, is_inside = query_of_pixel == query, mask >= 0.5
+    is_winner = query_of_pixel == query
+    is_inside = mask >= 0.5
     segment = is_winner & is_inside
     if not segment.any() or is_winner.sum() / is_inside.sum() <= overlap:
       continue

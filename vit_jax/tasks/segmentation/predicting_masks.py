@@ -97,7 +97,8 @@ class _Instances(detectors.Segmenter):
     regions, labels, scores = self.task.instances(masks, 0, size, threshold)
     predictions = []
     for mask, label, score in zip(regions, labels, scores):
-      box, area = segmentations.box(mask), int(mask.sum())
+      box = segmentations.box(mask)
+      area = int(mask.sum())
       predictions.append((self.class_names[label], float(score), box, area))
     return regions, predictions
 

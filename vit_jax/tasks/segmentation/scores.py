@@ -97,7 +97,8 @@ class Iou:
       predicted, losses = class_maps.classes_and_losses(
         task.head, outputs, batch['size'], batch['truth']
       )
-      truth, num_classes = batch['truth'], len(task.class_names)
+      truth = batch['truth']
+      num_classes = len(task.class_names)
       return {
         'counts': class_maps.confusion(truth, predicted, num_classes),
         'boundary': boundaries.counts(truth, predicted, batch['size'], num_classes),

@@ -248,7 +248,8 @@ class Task(segment.Task):
 
 def _with_black_padding(batch: Mapping[str, jax.Array]) -> jax.Array:
   """Returns the images of a batch [B, H, W, C], black where there is padding."""
-  images, real = batch['image'], batch.get('real')
+  images = batch['image']
+  real = batch.get('real')
   return images if real is None else jnp.where(real[..., None], images, _BLACK)
 
 
@@ -263,7 +264,8 @@ def _enlarged(
 
 def _check_canvases(config: ml_collections.ConfigDict, tight: int) -> None:
   """Raises ValueError if a model cannot read images on canvases of several sizes."""
-  multiple, patch = config.pp.canvas_multiple, config.model.patches.size
+  multiple = config.pp.canvas_multiple
+  patch = config.model.patches.size
   if any(multiple % side for side in patch):
     raise ValueError(
       f'canvas_multiple={multiple} must be a multiple of the patches of {tuple(patch)} '

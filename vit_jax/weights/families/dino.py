@@ -196,7 +196,8 @@ def hf_description(model: Any) -> tuple[dict[str, dict], list[str]]:
   """
   if model.config.transformer.get('position_embedding') == 'rope':
     return _hf_description_3(model)
-  config, encoder = model.config, model.config.transformer
+  config = model.config
+  encoder = model.config.transformer
   is_gated = encoder.get('mlp') == 'swiglu'
   ratio = mlp_ratio(encoder.mlp_dim, config.hidden_size, is_gated)
   if ratio is None:

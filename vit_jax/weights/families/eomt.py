@@ -248,7 +248,8 @@ class Eomts(vit.Classifiers):
     return missing
 
   def files(self, model: Any, to: str) -> tuple[dict[str, dict], list[str]]:
-    config, encoder = model.config, model.config.transformer
+    config = model.config
+    encoder = model.config.transformer
     is_gated = encoder.get('mlp') == 'swiglu'
     fields = dict(
       num_queries=config.num_queries,

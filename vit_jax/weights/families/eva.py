@@ -214,7 +214,8 @@ def timm_arguments(
   """
   encoder = config.transformer
   kind = class_in_timm(config)
-  is_gated, gelu = encoder.get('mlp') == 'swiglu', encoder.get('gelu', 'tanh')
+  is_gated = encoder.get('mlp') == 'swiglu'
+  gelu = encoder.get('gelu', 'tanh')
   if not is_gated and gelu != 'erf':
     raise ValueError(
       f"gelu='{gelu}', but timm's {str(kind).title()} computes the exact function: "

@@ -204,7 +204,8 @@ class ImageGPTs(base.Family):
       )
 
   def notes(self, model: Any, to: str) -> list[str]:
-    config, notes = model.config, []
+    config = model.config
+    notes = []
     size = config.hidden_size // config.num_heads
     if 'hf' in (model.source, to) and math.isqrt(size) ** 2 != size:
       scale = config.get('attention_scale', _SCALES[0])

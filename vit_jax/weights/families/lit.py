@@ -284,7 +284,8 @@ class ImageTexts(base.Family):
     tower, reference_tower = _bert_config(config), _bert_config(reference)
     if tower is None or reference_tower is None:
       return
-    sizes, reference_sizes = text.bert_fields(tower), text.bert_fields(reference_tower)
+    sizes = text.bert_fields(tower)
+    reference_sizes = text.bert_fields(reference_tower)
     if sizes['num_heads'] != reference_sizes['num_heads']:
       yield 'text.config', sizes, reference_sizes
 
@@ -435,7 +436,8 @@ class ImageTexts(base.Family):
     config = model.config
     image, tower = config.image, config.text
     style = _style_in_hf(config)
-    width, channels = _out_dims(config)[1], leaves.channels(model.params['img'])
+    width = _out_dims(config)[1]
+    channels = leaves.channels(model.params['img'])
     text_fields = dict(
       model_type=f'{style}_text_model',
       **vit_files.hf_encoder(tower, tower.width),
@@ -551,7 +553,8 @@ def _out_dims(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
 
 def _style_in_hf(config: ml_collections.ConfigDict) -> str | None:
   """Returns which of Hugging Face's models has these fields, if any."""
-  image, tower = config.image, config.get('text') or {}
+  image = config.image
+  tower = config.get('text') or {}
   encoder = image.get('transformer') or {}
   image_dim, text_dim = _out_dims(config)
   patch_height, patch_width = image.patches.size
@@ -587,7 +590,8 @@ def _from_hf(
   kinds = (style, 'siglip2') if style == 'siglip' else (style,)
   descriptions.field(config, 'model_type', Literal[*kinds])
   gelu, eps, default_image_heads, default_text_heads = _DEFAULTS[style]
-  image, tower = _tower_config(config, 'vision'), _tower_config(config, 'text')
+  image = _tower_config(config, 'vision')
+  tower = _tower_config(config, 'text')
   stated_gelu = gelu if config else None
   encoder = vit_files.from_hf_encoder(image, stated_gelu, eps)
   text_fields = vit_files.from_hf_encoder(tower, stated_gelu, eps)

@@ -72,9 +72,11 @@ def tower_config(
   model: ml_collections.ConfigDict,
 ) -> tuple[ml_collections.ConfigDict, str]:
   """Returns fields and kind of an image-text model's text tower, and their key."""
-  fields, key = model.get('text') or {}, 'model.text'
+  fields = model.get('text') or {}
+  key = 'model.text'
   if model.text_model == 'bert':
-    fields, key = bert_fields(fields.get('config', 'base')), 'model.text.config'
+    fields = bert_fields(fields.get('config', 'base'))
+    key = 'model.text.config'
   return ml_collections.ConfigDict({'kind': model.text_model, **fields}), key
 
 

@@ -24,7 +24,8 @@ _BLOCK = 'Transformer/encoderblock_{0}/'
 _ATTENTION = 'MultiHeadDotProductAttention_0'
 _MAP = 'MAPHead_0/'
 # Leaves that tell fields of a model.
-_POOLING, _POOL_NORM = f'{_MAP}probe', 'pool_norm/scale'
+_POOLING = f'{_MAP}probe'
+_POOL_NORM = 'pool_norm/scale'
 _FIRST_NORM = 'Transformer/first_norm/scale'
 # Parts of names, here and elsewhere, that tell the variant of a model.
 _GATES = re.compile(r'MlpBlock_0/gate/|\.mlp\.(gate|gate_proj|weights_in|fc1_g|w12)\.')

@@ -307,7 +307,8 @@ def timm_description(model: Any) -> tuple[dict[str, dict], list[str]]:
 
 def _timm_vit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a ViT or hybrid, and its arguments there."""
-  config, encoder = model.config, model.config.transformer
+  config = model.config
+  encoder = model.config.transformer
   is_gated = encoder.get('mlp') == 'swiglu'
   hidden = 2 * encoder.mlp_dim if is_gated else encoder.mlp_dim
   args = dict(
@@ -362,7 +363,8 @@ def _timm_architecture(config: ml_collections.ConfigDict) -> str:
 def timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
   """Returns timm's name of a BiT ResNet, and its arguments there."""
   config = model.config
-  units, width = tuple(config.num_layers), config.width_factor
+  units = tuple(config.num_layers)
+  width = config.width_factor
   if units not in _TIMM_BITS:
     raise ValueError(
       f'timm has no BiT ResNet of {units} units: it has {list(_TIMM_BITS)} (--to)'
