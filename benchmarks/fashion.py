@@ -56,7 +56,11 @@ TEST_NAMES = (
 
 def captions(label: int) -> list[str]:
   """Returns the training captions of a class."""
-  return [t.replace('{}', name) for name in NAMES[label] for t in TEMPLATES]
+  texts = []
+  for name in NAMES[label]:
+    for template in TEMPLATES:
+      texts.append(template.replace('{}', name))
+  return texts
 
 
 def _write_captions(folder: pathlib.Path, split: str, images, labels) -> None:

@@ -95,10 +95,11 @@ def measure(clients: int) -> tuple[list[float], float]:
     address = f'127.0.0.1:{free.getsockname()[1]}'
   start = multiprocessing.get_context('spawn')
   pipes = []
-  for target, args in [
-    (_serve, (address, clients)),
-    *((_play, (range(i, clients, GROUPS), clients, address)) for i in range(GROUPS)),
-  ]:
+  targets = [(_serve, (address, clients))]
+  for i in range(GROUPS):
+    members = range(i, clients, GROUPS)
+    targets.append((_play, (members, clients, address)))
+  for target, args in targets:
     parent_end, child_end = start.Pipe()
     start.Process(target=target, args=(*args, child_end), daemon=True).start()
     pipes.append(parent_end)
@@ -109,7 +110,9 @@ def measure(clients: int) -> tuple[list[float], float]:
   before = service.recv()
   for pipe in players:
     pipe.send('begin')
-  seconds = [second for pipe in players for second in pipe.recv()]
+  seconds = []
+  for pipe in players:
+    seconds += pipe.recv()
   service.send('cpu')
   cpu = (service.recv() - before) / GATHERS
   for pipe in pipes:

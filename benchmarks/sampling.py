@@ -59,11 +59,12 @@ def rows(args) -> list[dict]:
   make = (model, params, args.batch)
   places = [pixels // 6, pixels // 2, pixels * 5 // 6]
   programs = _draw_pixels(*make), _draw_uncached(*make)
-  times = timing.measure(
-    *(functools.partial(run, at) for run in programs for at in places),
-    repeats=args.repeats,
-  )
-  cached = _speeds(times[:3], args.batch * STEPS)
-  uncached = _speeds(times[3:], args.batch)
+  functions = []
+  for program in programs:
+    for place in places:
+      functions.append(functools.partial(program, place))
+  times = timing.measure(*functions, repeats=args.repeats)
+  cached = _speeds(times[: len(places)], args.batch * STEPS)
+  uncached = _speeds(times[len(places) :], args.batch)
   name = f'samples, {MODEL}, with cached keys and values'
   return timing.compared(name, cached, 'without', uncached, 'pixel/s')

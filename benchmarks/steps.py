@@ -109,10 +109,13 @@ def _rows(args, train: bool) -> list[dict]:
     if args.beside:
       reference = args.beside
       process = timm_steps.Beside(
-        model=model_config.model_name, batch=args.batch,
-        image_size=args.image_size, dtype=args.dtype, train=train,
+        model=model_config.model_name,
+        batch=args.batch,
+        image_size=args.image_size,
+        dtype=args.dtype,
+        train=train,
         compiled=reference == 'timm',
-      )  # fmt: skip
+      )
       stack.callback(process.close)
       reference_facts = {'first_call_seconds': process.first.pop('seconds')}
       reference_facts |= process.first
@@ -120,17 +123,19 @@ def _rows(args, train: bool) -> list[dict]:
     elif 'transformer' in model_config:
       reference = 'attention=xla'
       steps.append(_make_step(args, mesh, train, 'xla'))
-    size = timing.PRODUCT_SIZE * (1 if on_cpu else 4)
-    *times, products = timing.measure(
-      *(functools.partial(_seconds, s, 1 if on_cpu else 10) for s in steps),
-      timing.matrix_product(args.dtype, size),
-      repeats=args.repeats,
-    )
+    count, size = 10, 4 * timing.PRODUCT_SIZE
+    if on_cpu:
+      count, size = 1, timing.PRODUCT_SIZE
+    functions = [functools.partial(_seconds, step, count) for step in steps]
+    functions.append(timing.matrix_product(args.dtype, size))
+    *times, products = timing.measure(*functions, repeats=args.repeats)
   model = models.get_model(args.model, num_classes=1000)
   work = args.batch * flops.forward_flops(model, 2 * (args.image_size,))
   work = 3 * work if train else work
   peak = [2 * size**3 / t * mesh.size for t in products]
-  speeds = [[args.batch / t for t in turns] for turns in times]
+  speeds = []
+  for seconds in times:
+    speeds.append([args.batch / x for x in seconds])
   share = work * statistics.median(speeds[0]) / args.batch
   facts['share_of_peak'] = share / statistics.median(peak)
   kind = 'training step' if train else 'inference'

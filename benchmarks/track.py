@@ -51,11 +51,14 @@ def _vit_jax(*args: str) -> float:
 def _trained(config: str, workdir: pathlib.Path, *args: str) -> dict:
   """Trains; returns the median speed, in images a second, and the last losses."""
   _vit_jax('train', f'--config={config}', f'--workdir={workdir}', *args)
-  lines = metrics.read(workdir)
-  speeds = [x['img_sec_core_train'] for x in lines if 'img_sec_core_train' in x]
-  losses = {
-    key: [x[key] for x in lines if key in x][-1] for key in ('train_loss', 'loss_test')
-  }
+  speeds = []
+  losses = {}
+  for line in metrics.read(workdir):
+    if 'img_sec_core_train' in line:
+      speeds.append(line['img_sec_core_train'])
+    for key in ('train_loss', 'loss_test'):
+      if key in line:
+        losses[key] = line[key]
   return {'value': statistics.median(speeds), 'unit': 'img/s', **losses}
 
 
@@ -66,18 +69,26 @@ def _start(folder: pathlib.Path) -> dict:
 
 def _digits(folder: pathlib.Path) -> dict:
   return _trained(
-    'configs/digits.py', folder / 'digits', '--config.total_epochs=None',
-    '--config.warmup_epochs=None', '--config.total_steps=200',
-    '--config.warmup_steps=50', '--config.progress_every=20', '--config.log_images=0',
-  )  # fmt: skip
+    'configs/digits.py',
+    folder / 'digits',
+    '--config.total_epochs=None',
+    '--config.warmup_epochs=None',
+    '--config.total_steps=200',
+    '--config.warmup_steps=50',
+    '--config.progress_every=20',
+    '--config.log_images=0',
+  )
 
 
 def _fashion(folder: pathlib.Path) -> dict:
   return _trained(
-    'configs/fashion_mnist.py', folder / 'fashion', '--config.total_epochs=1',
-    '--config.warmup_epochs=0.1', '--config.progress_every=50',
+    'configs/fashion_mnist.py',
+    folder / 'fashion',
+    '--config.total_epochs=1',
+    '--config.warmup_epochs=0.1',
+    '--config.progress_every=50',
     '--config.log_images=0',
-  )  # fmt: skip
+  )
 
 
 def _predict(folder: pathlib.Path) -> dict:
@@ -86,9 +97,11 @@ def _predict(folder: pathlib.Path) -> dict:
   photos = folder / 'photos'
   pipeline.photographs(photos, count=_PHOTOS // 2)  # Two splits.
   seconds = _vit_jax(
-    'predict', f'--workdir={folder / "digits"}', f'--out={folder / "table.csv"}',
+    'predict',
+    f'--workdir={folder / "digits"}',
+    f'--out={folder / "table.csv"}',
     str(photos),
-  )  # fmt: skip
+  )
   return {'value': _PHOTOS / seconds, 'unit': 'img/s'}
 
 
@@ -113,7 +126,7 @@ def _read(path: pathlib.Path) -> list[dict]:
   for number, line in enumerate(lines, 1):
     try:
       result = json.loads(line)
-      results.append({key: result[key] for key in ('product', 'jobs')})
+      results.append({'product': result['product'], 'jobs': result['jobs']})
     except (ValueError, TypeError, KeyError):
       console.log(f'{path}: line {number} is not a result; it is ignored.')
   if lines and not results:
@@ -152,6 +165,7 @@ def compare(name: str, result: dict, before: dict | None, product: float) -> str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Runs the jobs, prints how they compare and appends their results to the file."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.track'
   parser.add_argument('file', metavar='FILE', type=pathlib.Path, help='lines of JSON')

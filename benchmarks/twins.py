@@ -218,9 +218,12 @@ def _train(
   """Makes all updates, in turn; returns pairs (ours, theirs) of losses and seconds."""
   config = prepared.config
   schedule = schedules.create_learning_rate_schedule(
-    config.total_steps, config.base_lr, config.decay_type, config.warmup_steps,
+    config.total_steps,
+    config.base_lr,
+    config.decay_type,
+    config.warmup_steps,
     decay_at=config.decay_at,
-  )  # fmt: skip
+  )
   batches = input_pipeline.train_batches(
     config, prepared.train, prepared.program.task.example, prepared.mesh
   )
@@ -257,15 +260,15 @@ def compare(
   twin = comparison.make_twin(prepared, params, compiled)
   with jax.set_mesh(prepared.mesh):
     losses, seconds = _train(prepared, trainer, twin, comparison.name)
-    evaluated = [_evaluate(comparison, prepared, x.evaluate) for x in (trainer, twin)]
-  values, img_sec_eval = zip(*evaluated)
+    value, speed_eval = _evaluate(comparison, prepared, trainer.evaluate)
+    twin_value, twin_speed_eval = _evaluate(comparison, prepared, twin.evaluate)
   batch = prepared.config.batch
   return {
     'seed': prepared.config.seed,
     'losses': losses,
-    comparison.metric: values,
-    'img_sec': [_speed(batch, times) for times in zip(*seconds)],
-    'img_sec_eval': img_sec_eval,
+    comparison.metric: (value, twin_value),
+    'img_sec': [_speed(batch, list(times)) for times in zip(*seconds)],
+    'img_sec_eval': (speed_eval, twin_speed_eval),
   }
 
 

@@ -353,9 +353,8 @@ def _check_channel_values(pp: ml_collections.ConfigDict) -> None:
       f'{pp.channels - 1} (config.pp.shown_channels)'
     )
   low, high = (None, None) if pp.range == 'percentile' else pp.range
-  for name, value in (
-    ('range', low), ('range', high), ('mean', pp.mean), ('std', pp.std)
-  ):  # fmt: skip
+  values = (('range', low), ('range', high), ('mean', pp.mean), ('std', pp.std))
+  for name, value in values:
     if isinstance(value, tuple | list) and len(value) != pp.channels:
       raise ValueError(
         f'{name}={pp[name]} has {len(value)} values, and channels={pp.channels}: use one '

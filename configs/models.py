@@ -592,8 +592,13 @@ def get_config(name: str) -> ml_collections.ConfigDict:
 
 # Words of timm, Hugging Face and torchvision for sizes.
 _SIZE_WORDS = {
-  'tiny': 'ti', 'small': 's', 'base': 'b', 'large': 'l', 'huge': 'h', 'giant': 'g',
-}  # fmt: skip
+  'tiny': 'ti',
+  'small': 's',
+  'base': 'b',
+  'large': 'l',
+  'huge': 'h',
+  'giant': 'g',
+}
 _OTHER_NAME = re.compile(r'^(?:vit_?)?(ti|s|b|l|h|g)_?(?:patch)?(\d+)(?=_|$)')
 _DINO = re.compile(r'^dinov(2|3)_(?:vit)?(s|b|l|g)(?:1[46])?(_reg)?')
 

@@ -80,10 +80,19 @@ LENGTHS = ('7ep', '14ep', '30ep', '90ep', '300ep')
 
 # For data that table 3 does not have, such as a folder: not a published recipe.
 OTHER = dict(
-  total_epochs=100.0, warmup_epochs=5.0, base_lr=1e-3, decay_type='cosine',
-  weight_decay=0.1, loss='softmax', label_smoothing=0.1, batch=128,
-  batch_eval=128, eval_every=200, progress_every=10, checkpoint_every=200,
-)  # fmt: skip
+  total_epochs=100.0,
+  warmup_epochs=5.0,
+  base_lr=1e-3,
+  decay_type='cosine',
+  weight_decay=0.1,
+  loss='softmax',
+  label_smoothing=0.1,
+  batch=128,
+  batch_eval=128,
+  eval_every=200,
+  progress_every=10,
+  checkpoint_every=200,
+)
 
 
 def get_config(arg: str = 'b16,imagenet2012') -> ml_collections.ConfigDict:

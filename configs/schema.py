@@ -40,12 +40,13 @@ class Range:
   lt: float | None = None
 
   def holds(self, value: Any) -> bool:
-    return (
-      (self.ge is None or value >= self.ge)
-      and (self.gt is None or value > self.gt)
-      and (self.le is None or value <= self.le)
-      and (self.lt is None or value < self.lt)
-    )
+    if self.ge is not None and not value >= self.ge:
+      return False
+    if self.gt is not None and not value > self.gt:
+      return False
+    if self.le is not None and not value <= self.le:
+      return False
+    return self.lt is None or value < self.lt
 
   def __str__(self) -> str:
     bounds = {
@@ -97,9 +98,13 @@ def accepts(value: Any, kind: Any) -> bool:
       args = len(value) * args[:1]
     return len(value) == len(args) and all(map(accepts, value, args))
   if origin is dict:
-    return is_mapping(value) and all(
-      accepts(k, args[0]) and accepts(v, args[1]) for k, v in value.items()
-    )
+    if not is_mapping(value):
+      return False
+    key_type, value_type = args
+    for key, item in value.items():
+      if not (accepts(key, key_type) and accepts(item, value_type)):
+        return False
+    return True
   if dataclasses.is_dataclass(kind):
     return isinstance(value, ml_collections.ConfigDict)
   if kind is Any:

@@ -368,8 +368,10 @@ def size(count: float | None) -> str:
 
 def pluralize(number: int, noun: str) -> str:
   """Formats a number with a noun: '1 seed', '2 processes', '1,000 images'."""
-  plural = '' if number == 1 else 'es' if noun.endswith('s') else 's'
-  return f'{number:,} {noun}{plural}'
+  if number == 1:
+    return f'1 {noun}'
+  ending = 'es' if noun.endswith('s') else 's'
+  return f'{number:,} {noun}{ending}'
 
 
 def require(package: str, extra: str, user: str) -> types.ModuleType:
@@ -412,23 +414,25 @@ def error_location(error: Exception, file: str | None = None) -> str:
   """Returns 'file:line' where an error was raised, within `file` if given."""
   if isinstance(error, SyntaxError):
     return f'{error.filename}:{error.lineno}'
-  frame = [
-    frame
-    for frame in traceback.extract_tb(error.__traceback__)
-    # '<' begins the names of Python's import machinery.
-    if frame.filename == file or not (file or frame.filename.startswith('<'))
-  ][-1]
-  return f'{frame.filename}:{frame.lineno}'
+  location = ''
+  for frame in traceback.extract_tb(error.__traceback__):
+    if file:
+      is_wanted = frame.filename == file
+    else:
+      # '<' begins the names of Python's import machinery.
+      is_wanted = not frame.filename.startswith('<')
+    if is_wanted:
+      location = f'{frame.filename}:{frame.lineno}'
+  return location
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
   """Returns a table as text: first column left-aligned, the others right-aligned."""
-  lines = [[str(cell) for cell in row] for row in (header, *rows)]
-  widths = [max(map(len, column)) for column in zip(*lines)]
-  return '\n'.join(
-    '  '.join(
-      cell.rjust(width) if column else cell.ljust(width)
-      for column, (cell, width) in enumerate(zip(line, widths))
-    ).rstrip()
-    for line in lines
-  )
+  cells = [list(map(str, row)) for row in (header, *rows)]
+  widths = [max(map(len, column)) for column in zip(*cells)]
+  lines = []
+  for first, *others in cells:
+    padded = [first.ljust(widths[0])]
+    padded += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+    lines.append('  '.join(padded).rstrip())
+  return '\n'.join(lines)

@@ -198,7 +198,8 @@ class Eomt(models_vit.VisionTransformer):
   ) -> dict[str, Float[Array, 'B Q ...']]:
     """Returns `logits` and `masks` of normalised tokens, the queries first."""
     queries = x[:, : self.num_queries]
-    features = x[:, -grid[0] * grid[1] :].reshape(x.shape[0], *grid, -1)
+    num_patches = grid[0] * grid[1]
+    features = x[:, -num_patches:].reshape(x.shape[0], *grid, -1)
     for upscale in self.upscales:
       features = upscale(features)  # [B, U*h, U*w, D]
     masks = jnp.einsum(

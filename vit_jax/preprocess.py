@@ -382,7 +382,8 @@ def from_user(
       'bytes, a PIL image or an array uint8 [height, width(, channels)]'
     )
   if not isinstance(image, bytes):
-    name, image = image_files.display(image), image_files.read_file(image)
+    name = image_files.display(image)
+    image = image_files.read_file(image)
   try:
     if max_pixels is None:
       return function(image)
@@ -423,7 +424,8 @@ def _channels_last(image: Any, numbers: Sequence[int] = (1, 3, 4)) -> np.ndarray
 
 
 def _to_pillow(image: np.ndarray) -> Image.Image:
-  fits = image.ndim == 2 or (image.ndim == 3 and image.shape[2] in (1, 3, 4))
+  shape = image.shape if image.ndim == 3 else (*image.shape, 1)
+  fits = len(shape) == 3 and shape[2] in (1, 3, 4)
   if not fits or not image.size or image.dtype != np.uint8:
     raise ValueError(
       f'image is an array {image.dtype}{list(image.shape)}: pass uint8 [height, '

@@ -181,12 +181,12 @@ class Prepared(NamedTuple):
   @property
   def metrics(self) -> dict[str, metrics_lib.Metric]:
     """The metrics of the evaluators by name, such as 'accuracy_test'."""
-    return {
-      f'{metric}_{name}': kind
-      for name, evaluators in self.evaluators.items()
-      for evaluator in evaluators
-      for metric, kind in evaluator.metrics.items()
-    }
+    metrics = {}
+    for name, evaluators in self.evaluators.items():
+      for evaluator in evaluators:
+        for metric, kind in evaluator.metrics.items():
+          metrics[f'{metric}_{name}'] = kind
+    return metrics
 
 
 def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Prepared:
@@ -217,10 +217,11 @@ def prepare(config: ml_collections.ConfigDict, workdir: str | None = None) -> Pr
     **_learned(task_class, config, train, workdir),
   }
   evaluations = run_config.evaluations(config)
-  tests = {
-    name: sources.open_for(config, task_class, metadata, split, dataset, workdir)
-    for name, split, dataset in evaluations
-  }
+  tests = {}
+  for name, split, dataset in evaluations:
+    tests[name] = sources.open_for(
+      config, task_class, metadata, split, dataset, workdir
+    )
   config = run_config.resolve_steps(config, train.num_examples)
   train, labels, class_counts = _balance(task_class, config, train, workdir)
   program = make_program(config, {**metadata, **class_counts}, mesh)
@@ -261,15 +262,14 @@ def _make_evaluators(
   task: Any, mesh: jax.sharding.Mesh, tests: Mapping[str, Any], workdir: str | None
 ) -> dict[str, list[Any]]:
   """Returns the evaluators by the name of the evaluation."""
-  evaluators = {}
+  evaluators: dict[str, list[Any]] = {}
   for name, split, dataset in run_config.evaluations(task.config):
     open_split = _opener(task, dataset, workdir, {split: tests[name]})
     evaluation = base.Evaluation(task, mesh, split, open_split, workdir)
-    evaluators[name] = [
-      entry.make(evaluation)
-      for entry in run_evaluators.run_entries(task.config)
-      if entry.is_in(name)
-    ]
+    evaluators[name] = []
+    for entry in run_evaluators.run_entries(task.config):
+      if entry.is_in(name):
+        evaluators[name].append(entry.make(evaluation))
   return evaluators
 
 

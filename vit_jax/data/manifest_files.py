@@ -50,8 +50,10 @@ class Line(NamedTuple):
     """Returns a value; None if it is null or missing."""
     if name in self.values:
       return self.values[name]
-    # An empty list of dicts is an empty list of each of their values.
-    return [] if any(self.values.get(x) == [] for x in parents(name)) else None
+    for parent in parents(name):
+      if self.values.get(parent) == []:
+        return []  # An empty list of dicts is an empty list of each of their values.
+    return None
 
   def labels(self) -> list:
     """Returns `label` as a list; [] without a label."""
@@ -199,7 +201,9 @@ def _typed(
       texts[name].add(text)
   types = {name: _type(column - {''}) for name, column in texts.items()}
   for number, row in rows:
-    values = {name: types[name](text) if text else None for name, text in row.items()}
+    values = {}
+    for name, text in row.items():
+      values[name] = types[name](text) if text else None
     yield number, values
 
 

@@ -44,9 +44,8 @@ class MixtureSource(records.Source):
     common = set.intersection(*(set(source.features) for source in sources)) - {_SOFT}
     features = [name for name in sources[0].features if name in common]
     names = {k: v for k, v in sources[0].names.items() if k in common}
-    *self.offsets, size = np.cumsum(
-      [0, *(source.num_examples for source in sources)]
-    ).tolist()
+    counts = [source.num_examples for source in sources]
+    *self.offsets, size = np.cumsum([0, *counts]).tolist()
     super().__init__(size, features, names)
     self._has_soft = any(_SOFT in source.features for source in sources)
     self.parts = tuple(sources)
@@ -55,8 +54,7 @@ class MixtureSource(records.Source):
 
   def _check(self, titles: Sequence[str]) -> None:
     """Compares the classes and types of the features of all parts."""
-    one = tf.data.Dataset.range(1).batch(1)
-    specs = [one.map(p.lookup).unbatch().map(p.read).element_spec for p in self.parts]
+    specs = [_element_spec(part) for part in self.parts]
     for name in self.features:
       for title, part, spec in zip(titles, self.parts, specs):
         where = f"in '{title}', and in '{titles[0]}'"
@@ -86,11 +84,15 @@ class MixtureSource(records.Source):
 
   def lengths(self, feature: str) -> np.ndarray | None:
     lengths = [part.lengths(feature) for part in self.parts]
-    return None if any(x is None for x in lengths) else np.concatenate(lengths)
+    if any(x is None for x in lengths):
+      return None
+    return np.concatenate(lengths)
 
   def labels(self) -> np.ndarray | None:
     labels = [part.labels() for part in self.parts]
-    return None if any(x is None for x in labels) else records.stack_labels(labels)
+    if any(x is None for x in labels):
+      return None
+    return records.stack_labels(labels)
 
   def name(self, index: int) -> str:
     part, number = self.locate(index)
@@ -131,6 +133,12 @@ class MixtureSource(records.Source):
     return self.parts[part], index - self.offsets[part]
 
 
+def _element_spec(source: records.Source) -> dict[str, Any]:
+  """Returns the TypeSpecs of a record's features."""
+  data = tf.data.Dataset.range(1).batch(1)
+  return data.map(source.lookup).unbatch().map(source.read).element_spec
+
+
 def _shares(weights: Sequence[float]) -> list[tuple[int, fractions.Fraction]]:
   """Returns (part, its share of what the parts before it leave), heaviest first."""
   exact = [fractions.Fraction(weight) for weight in weights]
@@ -138,7 +146,8 @@ def _shares(weights: Sequence[float]) -> list[tuple[int, fractions.Fraction]]:
   remaining = sum(exact)
   # This order keeps rounding errors small.
   for part in sorted(range(len(exact)), key=lambda k: -exact[k]):
-    shares.append((part, (exact[part] / remaining).limit_denominator(_DENOMINATOR)))
+    share = exact[part] / remaining
+    shares.append((part, share.limit_denominator(_DENOMINATOR)))
     remaining -= exact[part]
   return shares
 

@@ -69,7 +69,7 @@ def layers(task: Any) -> dict[str, str]:
                       stages
     BiT               the feature map that enters the stage; last: after the last norm
   """
-  matches = [match for path in _sown(task) if (match := _SOWN.search(path))]
+  matches = list(filter(None, map(_SOWN.search, _sown(task))))
   matches.sort(key=lambda match: (match[2] == 'layer', int(match[3])))
   return {match[1]: match.string for match in matches}
 
@@ -107,7 +107,8 @@ def patches(task: Any) -> Compute:
 
   def compute(params: Any, extra: Any, batch: dict[str, Any]):
     tokens = task.intermediates(params, extra, batch)[path][-1]  # [B, N, D]
-    tokens = tokens[:, -grid[0] * grid[1] :].astype(jnp.float32)
+    num_patches = grid[0] * grid[1]
+    tokens = tokens[:, -num_patches:].astype(jnp.float32)
     return tokens.reshape(-1, *grid, tokens.shape[-1])
 
   return compute
@@ -200,10 +201,14 @@ class Extractor:
       source = records.Subset(source, indices)
     check_memory(source.num_examples, self.width)
     columns = engine.collect(
-      self._config, self._mesh, source, self.example,
-      functools.partial(self._compute, params, extra), stop,
+      self._config,
+      self._mesh,
+      source,
+      self.example,
+      functools.partial(self._compute, params, extra),
+      stop,
       'Extracting features',
-    )  # fmt: skip
+    )
     labels = columns.get('label', np.full(source.num_examples, -1, np.int32))
     return Features(columns['image'], labels)
 
@@ -263,8 +268,12 @@ def _label(record: dict[str, Any]) -> dict[str, Any]:
 
 def _of_layers(task: Any, names: Sequence[str]) -> Compute:
   """Returns a function (params, extra, batch) -> list of layers."""
-  paths_by_layer, sown = layers(task), _sown(task)
-  paths = {name: paths_by_layer.get(name, name) for name in names if name != PIXELS}
+  paths_by_layer = layers(task)
+  sown = _sown(task)
+  paths = {}
+  for name in names:
+    if name != PIXELS:
+      paths[name] = paths_by_layer.get(name, name)
   captured = {path for path in paths.values() if path not in sown}
 
   def capture(module: Any, method: str):

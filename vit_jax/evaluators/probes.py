@@ -260,12 +260,18 @@ class FewShot(Probe):
     keys = _complete(options)
     self.knn = tuple(keys.knn)
     super().__init__(
-      task, evaluation.mesh, evaluation.workdir, splits=splits(task.config, keys),
-      layers=layers or keys.layer, shots=keys.shots, seeds=keys.seeds,
+      task,
+      evaluation.mesh,
+      evaluation.workdir,
+      splits=splits(task.config, keys),
+      layers=layers or keys.layer,
+      shots=keys.shots,
+      seeds=keys.seeds,
       pp=squeezed(task.config.pp, keys.squeeze),
       fit=lambda x: solvers.least_squares(x, len(self.class_names), keys.l2),
-      knn=keys.knn, drop_shots=drop_shots,
-    )  # fmt: skip
+      knn=keys.knn,
+      drop_shots=drop_shots,
+    )
 
   def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
     """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
@@ -295,11 +301,17 @@ class LayerProbe(Probe):
     task = evaluation.task
     config = evaluation.task.config
     super().__init__(
-      task, evaluation.mesh, evaluation.workdir, splits=(None, *own_splits(config)),
-      layers=(*select(task, ALL), features.PIXELS), shots=(images,),
-      seeds=range(DRAWS), pp=config.pp, skip_empty=True,
+      task,
+      evaluation.mesh,
+      evaluation.workdir,
+      splits=(None, *own_splits(config)),
+      layers=(*select(task, ALL), features.PIXELS),
+      shots=(images,),
+      seeds=range(DRAWS),
+      pp=config.pp,
+      skip_empty=True,
       fit=lambda x: solvers.logistic(x, L2, per_feature=False),
-    )  # fmt: skip
+    )
 
   def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
     """Returns the mean accuracy of the best layer and of the pixels."""

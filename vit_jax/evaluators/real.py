@@ -81,10 +81,14 @@ class Real:
   ) -> dict[str, float]:
     """Returns `accuracy_real` and `num_real`, see `score`."""
     columns = engine.collect(
-      self._task.config, self._mesh, self._source, self._example,
-      functools.partial(self._best, params, extra), stop,
+      self._task.config,
+      self._mesh,
+      self._source,
+      self._example,
+      functools.partial(self._best, params, extra),
+      stop,
       'Evaluating by ReaL labels',
-    )  # fmt: skip
+    )
     numbers = self._numbers
     if numbers is None:
       numbers = columns['number']

@@ -15,15 +15,24 @@ from vit_jax.inference import tables
 
 def markdown(cells: Sequence[Sequence[str]]) -> list[str]:
   """Returns the lines of a table with columns of equal width; the first row is the header."""
-  escaped = [[cell.replace('|', '\\|') for cell in row] for row in cells]
+  escaped = []
+  for row in cells:
+    escaped.append([cell.replace('|', '\\|') for cell in row])
   widths = [max(map(len, column)) for column in zip(*escaped)]
   lines = []
-  for row in escaped:
-    padded = [row[0].ljust(widths[0])]
-    padded += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:])]
-    lines.append(f'| {" | ".join(padded)} |')
-  rules = ['-' * widths[0], *('-' * (width - 1) + ':' for width in widths[1:])]
-  return [lines[0], f'| {" | ".join(rules)} |', *lines[1:]]
+  for first, *others in escaped:
+    padded = [first.ljust(widths[0])]
+    padded += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+    lines.append(_markdown_line(padded))
+  rules = [widths[0] * '-']
+  for width in widths[1:]:
+    rules.append(f'{(width - 1) * "-"}:')  # Aligned to the right.
+  lines.insert(1, _markdown_line(rules))
+  return lines
+
+
+def _markdown_line(cells: Sequence[str]) -> str:
+  return f'| {" | ".join(cells)} |'
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:
@@ -37,6 +46,11 @@ def defined(value: Any) -> Any:
   """Returns a number for JSON and CSV, or None for nan."""
   value = value.item() if isinstance(value, np.generic) else value
   return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def cell(value: float, template: str) -> str:
+  """Formats a number for a printed table: '{:.4g}'; '-' for nan."""
+  return '-' if math.isnan(value) else template.format(value)
 
 
 def check_predictions(path: str) -> None:

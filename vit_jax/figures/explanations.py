@@ -217,7 +217,8 @@ def _legrad(
   else:
     relevance = jnp.stack(positive)  # [L, B, K, N, N]
   relevance = relevance.mean(axis=(0, 2, 3))  # [B, N]
-  return relevance[:, -grid[0] * grid[1] :].reshape(-1, *grid)
+  num_patches = grid[0] * grid[1]
+  return relevance[:, -num_patches:].reshape(-1, *grid)
 
 
 def _attention_gradients(
@@ -306,7 +307,8 @@ def _grad_cam(
 def _patches(x: jax.Array, grid: tuple[int, int]) -> jax.Array:
   """Returns the values of patches, float32 [B, h*w, D]."""
   flat = x.reshape(len(x), -1, x.shape[-1])
-  return flat[:, -grid[0] * grid[1] :].astype(jnp.float32)
+  num_patches = grid[0] * grid[1]
+  return flat[:, -num_patches:].astype(jnp.float32)
 
 
 def _cam_path(model: Any) -> Path:
@@ -318,8 +320,9 @@ def _cam_path(model: Any) -> Path:
   if model.transformer is None:
     return ('embedding',)
   layer = f'encoderblock_{model.transformer["num_layers"] - 1}'
-  is_axial = model.transformer.get('attention_pattern') == 'axial'
-  return ('Transformer', layer, *(['row'] if is_axial else []), 'LayerNorm_0')
+  if model.transformer.get('attention_pattern') == 'axial':
+    return 'Transformer', layer, 'row', 'LayerNorm_0'
+  return 'Transformer', layer, 'LayerNorm_0'
 
 
 def _token_grid(

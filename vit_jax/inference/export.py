@@ -340,6 +340,7 @@ def _write_saved_model(program: Program, folder: epath.Path) -> None:
   hlo = stablehlo.serialize_portable_artifact_str(module_text, version)
 
   def static(shape: Sequence[Any]) -> list[int | None]:
+    """Returns a shape in which None stands for a free size."""
     return [size if isinstance(size, int) else None for size in shape]
 
   def serve(**inputs: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
@@ -520,15 +521,16 @@ def _facts(
 ) -> dict:
   """Returns the content of `model.json`."""
   names = ('vit_jax', 'jax', 'flax')
+  outputs = {}
+  for name, x in want.items():
+    spec = jax.ShapeDtypeStruct(('batch', *x.shape[1:]), x.dtype)
+    outputs[name] = _described(spec)
   return {
     'task': model.config.task,
     'model': model.config.model.get('model_name'),
     'step': model.step,
-    'inputs': {k: _described(x) for k, x in program.inputs.items()},
-    'outputs': {
-      k: _described(jax.ShapeDtypeStruct(('batch', *x.shape[1:]), x.dtype))
-      for k, x in want.items()
-    },
+    'inputs': {name: _described(spec) for name, spec in program.inputs.items()},
+    'outputs': outputs,
     'labels': list(model.task.output_names),
     'preprocessing': _preprocessing(model.task, program.inputs, uint8),
     'versions': {name: importlib.metadata.version(name) for name in names},

@@ -54,8 +54,6 @@ def of(module: nn.Module, *fields: str) -> dict[str, Any]:
 
   A type may be given by name; None stays None, see flax.linen.Dense.
   """
-  types = {
-    'dtype': resolve(module.dtype), 'param_dtype': module.param_dtype
-  }  # fmt: skip
+  types = {'dtype': resolve(module.dtype), 'param_dtype': module.param_dtype}
   types = {k: None if v is None else jnp.dtype(v) for k, v in types.items()}
   return {**types, **{name: getattr(module, name) for name in fields}}

@@ -197,12 +197,14 @@ class ResNet(nn.Module):
     maps = []
     for i, units in enumerate(self.units):
       is_dilated = self.dilate_last and i == len(self.units) - 1
+      stride = 1 if i == 0 or is_dilated else 2
+      dilation = 2 if is_dilated else 1
       unit = functools.partial(_Unit, self.width * 2**i, kind=self.norm, **types)
       stage = Stage(
         unit,
         units,
-        first={'strides': (1, 1) if i == 0 or is_dilated else (2, 2)},
-        others={'dilation': 2 if is_dilated else 1},
+        first={'strides': (stride, stride)},
+        others={'dilation': dilation},
         name=f'block{i + 1}',
       )
       x = stage(x)

@@ -266,9 +266,12 @@ def _muon(
 
   # The rate of -1 cancels the sign; the chain of get_optimizer has the schedule.
   muon = optax.contrib.muon(
-    -1.0, beta=beta, mu_dtype=dtype, consistent_rms=_MUON_RMS,
+    -1.0,
+    beta=beta,
+    mu_dtype=dtype,
+    consistent_rms=_MUON_RMS,
     muon_weight_dimension_numbers=matrices,
-  )  # fmt: skip
+  )
   return optax.partition({'muon': muon, 'adam': adam}, labels)
 
 

@@ -311,11 +311,11 @@ class _NewestAndBest:
     if not self.metric:
       return None
     sign = -1 if self.low else 1
-    rated = [
-      (sign * line[self.metric], line['step'])
-      for line in metrics_lib.read(self.workdir)
-      if line['step'] in steps and math.isfinite(line.get(self.metric, math.nan))
-    ]
+    rated = []
+    for line in metrics_lib.read(self.workdir):
+      value = line.get(self.metric, math.nan)
+      if line['step'] in steps and math.isfinite(value):
+        rated.append((sign * value, line['step']))
     return max(rated)[1] if rated else None
 
 

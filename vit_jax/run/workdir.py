@@ -245,11 +245,12 @@ def differences(
     new = {key: value for key, value in new.items() if key in shared}
   old, new = flatten(old), flatten(new)
   prefixes = tuple(f'{key}.' for key in free)
-  return [
-    f'{key}: {old.get(key)} there, {new.get(key)} here'
-    for key in sorted(old.keys() | new.keys())
-    if old.get(key) != new.get(key) and not f'{key}.'.startswith(prefixes)
-  ]
+  lines = []
+  for key in sorted(old.keys() | new.keys()):
+    is_free = f'{key}.'.startswith(prefixes)
+    if old.get(key) != new.get(key) and not is_free:
+      lines.append(f'{key}: {old.get(key)} there, {new.get(key)} here')
+  return lines
 
 
 @processes.by_first('writing the workdir')

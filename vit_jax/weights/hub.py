@@ -99,7 +99,9 @@ def fetch(path: epath.PathLike, revision: str | None = None) -> epath.Path:
 def _shards(index: str) -> list[str]:
   """Returns a pattern of the files that an index lists; [] for another file."""
   match = INDEX.fullmatch(index)
-  return [f'{match[1]}{match[3] or ""}-*.{match[2]}'] if match else []
+  if not match:
+    return []
+  return [f'{match[1]}{match[3] or ""}-*.{match[2]}']
 
 
 def check_push(path: epath.PathLike) -> None:

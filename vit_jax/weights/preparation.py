@@ -32,18 +32,28 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 _RESAMPLE = {1: 'lanczos', 2: 'bilinear', 3: 'bicubic'}
 _SQUARE = {'height': 224, 'width': 224}
 _VIT = {
-  'size': _SQUARE, 'resample': 2, 'image_mean': _HALF, 'image_std': _HALF,
-  'crop_size': _SQUARE, 'int_size': ('height', 'width'),
-}  # fmt: skip
+  'size': _SQUARE,
+  'resample': 2,
+  'image_mean': _HALF,
+  'image_std': _HALF,
+  'crop_size': _SQUARE,
+  'int_size': ('height', 'width'),
+}
 _CLIP = {
-  'size': {'shortest_edge': 224}, 'resample': 3, 'int_size': ('shortest_edge',),
-  'do_center_crop': True, 'crop_size': _SQUARE,
-  'image_mean': _CLIP_MEAN, 'image_std': _CLIP_STD,
-}  # fmt: skip
+  'size': {'shortest_edge': 224},
+  'resample': 3,
+  'int_size': ('shortest_edge',),
+  'do_center_crop': True,
+  'crop_size': _SQUARE,
+  'image_mean': _CLIP_MEAN,
+  'image_std': _CLIP_STD,
+}
 _DETR = {
-  'size': {'shortest_edge': 800, 'longest_edge': 1333}, 'resample': 2,
-  'int_size': ('shortest_edge',), **_IMAGENET,
-}  # fmt: skip
+  'size': {'shortest_edge': 800, 'longest_edge': 1333},
+  'resample': 2,
+  'int_size': ('shortest_edge',),
+  **_IMAGENET,
+}
 # Image processors of transformers without the ending of their names -> their defaults,
 # and the keys of a size that is a number (`int_size`).
 _PROCESSORS: dict[str, dict[str, Any]] = {
@@ -81,9 +91,14 @@ _UNSUPPORTED = {
   'ensure_multiple_of', 'size_divisor', 'crop_pct',
 }  # fmt: skip
 _DEFAULT_STEPS = {
-  'do_resize': True, 'do_rescale': True, 'do_normalize': True, 'do_center_crop': False,
-  'do_split_image': False, 'offset': False, 'rescale_factor': 1 / 255,
-}  # fmt: skip
+  'do_resize': True,
+  'do_rescale': True,
+  'do_normalize': True,
+  'do_center_crop': False,
+  'do_split_image': False,
+  'offset': False,
+  'rescale_factor': 1 / 255,
+}
 _STEPS = (
   'do_resize', 'do_center_crop', 'do_split_image', 'do_rescale', 'do_normalize',
   *_NEUTRAL_STEPS,
@@ -587,13 +602,17 @@ def _pair(size: int | Sequence[int]) -> tuple[int, int]:
 
 # Types of the attributes that the notes next to an .npz may hold.
 _NOTES = {
-  'size': schema.Size, 'resize_mode': Literal['squash', 'cover'],
-  'longest_side': schema.Count, 'crop': schema.HeightWidth,
-  'interpolation': Literal['bilinear', 'bicubic', 'lanczos'], 'antialias': bool,
+  'size': schema.Size,
+  'resize_mode': Literal['squash', 'cover'],
+  'longest_side': schema.Count,
+  'crop': schema.HeightWidth,
+  'interpolation': Literal['bilinear', 'bicubic', 'lanczos'],
+  'antialias': bool,
   'crop_rounding': Literal['down', 'even'],
-  'value_range': common.ValueRange, 'value_mean': common.ChannelValues,
+  'value_range': common.ValueRange,
+  'value_mean': common.ChannelValues,
   'value_std': common.Deviations,
-}  # fmt: skip
+}
 
 
 def to_notes(preparation: Preparation) -> dict[str, Any]:

@@ -19,7 +19,6 @@ The ids of categories may have gaps; classes are numbered from 0 in their order.
 import collections
 from collections.abc import Sequence
 import functools
-import itertools
 import json
 import os
 import re
@@ -169,8 +168,8 @@ def _read(path: str, kind: str, stamp: Any) -> Annotations:
   else:
     ids = _unique(path, 'annotations', objects, 'id')
     image = _numbers(path, objects, ids, 'image_id', image_ids, 'images')
-  boxes = [x.bbox if x.bbox and len(x.bbox) == 4 else 4 * [np.nan] for x in objects]
-  boxes = np.array(boxes, np.float64).reshape(-1, 4)  # None becomes NaN.
+  boxes = np.array([_box(x) for x in objects], np.float64)  # None becomes NaN.
+  boxes = boxes.reshape(-1, 4)
   area = np.array([x.area for x in objects], np.float64)  # None becomes NaN.
   area = np.where(np.isfinite(area), area, boxes[:, 2] * boxes[:, 3])
   outlines = None
@@ -193,6 +192,13 @@ def _read(path: str, kind: str, stamp: Any) -> Annotations:
     outlines=outlines,
   )
   return annotations.select(np.argsort(image, kind='stable'))
+
+
+def _box(item: _Segment) -> list[float | None]:
+  """Returns the box of an object, [4]; NaN without one."""
+  if item.bbox and len(item.bbox) == 4:
+    return item.bbox
+  return 4 * [np.nan]
 
 
 def parse(path: str, kind: type[_T], name: str, requirement: str = '') -> _T:
@@ -259,8 +265,11 @@ def _flat(
       f"'{path}': image {image_ids[pngs.index('')]} has no annotation: add "
       'its segments, or remove the image'
     )
-  segments = list(itertools.chain(*(row.segments_info for row in rows)))
-  counts = [len(row.segments_info) for row in rows]
+  segments: list[_Segment] = []
+  counts = []
+  for row in rows:
+    segments += row.segments_info
+    counts.append(len(row.segments_info))
   return segments, np.repeat(image_of_row, counts), pngs
 
 

@@ -45,17 +45,21 @@ def _readable() -> tuple[_Format, ...]:
     importlib.import_module(_PACKAGE).register_heif_opener()
   except ImportError:
     pass
-  return tuple(
-    x
-    for x in _BY_PILLOW
-    if x.name in Image.OPEN and (x.feature is None or features.check(x.feature))
-  )
+  readable = []
+  for image_format in _BY_PILLOW:
+    is_built_in = image_format.feature is None or features.check(image_format.feature)
+    if image_format.name in Image.OPEN and is_built_in:
+      readable.append(image_format)
+  return tuple(readable)
 
 
 @functools.cache
 def endings() -> tuple[str, ...]:
   """Returns the endings of the files that are read, in lower case."""
-  return tuple(ending for x in (_JPEG, *_readable()) for ending in x.endings)
+  endings = list(_JPEG.endings)
+  for image_format in _readable():
+    endings += image_format.endings
+  return tuple(endings)
 
 
 @functools.cache
@@ -83,7 +87,9 @@ def by_pillow(encoded: bytes) -> tuple[str, ...]:
   names = tuple(x.name for x in _readable())
   # Pillow's readers of AVIF and HEIF raise errors for files of the other.
   iso = _iso_format(encoded)
-  return names if iso is None else tuple(name for name in names if name == iso)
+  if iso is None:
+    return names
+  return (iso,) if iso in names else ()
 
 
 def why_unreadable(encoded: bytes) -> str:

@@ -83,6 +83,10 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
     is_class = piece.name and b'/' not in piece.name
     if is_class and not piece.num_images:
       bare.append(image_files.display(piece.name))
+  metadata = []
+  for path in map(os.fsdecode, ignored):
+    if os.path.basename(path) in METADATA:
+      metadata.append(path)
   facts = {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in pieces},
@@ -91,11 +95,7 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
       'first': image_files.display(ignored[0]) if ignored else None,
       'by_ending': collections.Counter(map(_ending, ignored)),
     },
-    'metadata': [
-      os.fsdecode(path)
-      for path in ignored
-      if os.path.basename(os.fsdecode(path)) in METADATA
-    ],
+    'metadata': metadata,
     'bare': bare,
   }
   names = b''.join(piece.names for piece in holding)
@@ -185,9 +185,9 @@ def _remote_entries(
   """Yields the same as `_local_entries` for a remote folder."""
   for entry in map(os.fsencode, tf.io.gfile.listdir(path)):
     name = entry.rstrip(b'/')
-    is_folder = entry != name or (
-      not is_image(name) and tf.io.gfile.isdir(os.path.join(path, name))
-    )
+    is_folder = entry.endswith(b'/')
+    if not is_folder and not is_image(name):
+      is_folder = tf.io.gfile.isdir(os.path.join(path, name))
     yield name, not is_folder, is_folder, False
 
 

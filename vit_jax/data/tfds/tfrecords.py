@@ -41,9 +41,8 @@ _GZIP = b'\x1f\x8b'  # The first bytes of a compressed file.
 # Name of a tfrecord file -> its size, its time, and the lengths of its records,
 # including headers and checksums.
 _FILE = '.tfrecord_offsets.npz'
-_LARGE = (
-  2**20
-)  # Bytes of offsets that processes share; each has smaller ones for itself.
+# Bytes of offsets that processes share; each has smaller ones for itself.
+_LARGE = 2**20
 
 
 class TfRecordSource(shards.SerializedSource):
@@ -308,8 +307,10 @@ def _save(folder: str, stored: dict[str, np.ndarray]) -> None:
       error = e
   logging.warning(
     "The offsets of the records in '%s' cannot be stored and are read at every "
-    'start: %s', folder, image_files.first_line(error),
-  )  # fmt: skip
+    'start: %s',
+    folder,
+    image_files.first_line(error),
+  )
 
 
 def _load(path: str) -> dict:

@@ -103,8 +103,9 @@ class Report:
     self.outputs = self._collect(params, extra, stop)
     self.scores = {}
     for i, target in enumerate(self._evaluation.task.targets):
-      true, predicted = self.outputs.true[:, i], self.outputs.predicted[:, i]
-      self.scores[target.name] = measure(true, predicted)
+      self.scores[target.name] = measure(
+        self.outputs.true[:, i], self.outputs.predicted[:, i]
+      )
     values = {'loss': float(self.outputs.losses.mean()), **self._means()}
     columns = self._evaluation.task.options.targets
     if len(columns) > 1:
@@ -120,10 +121,9 @@ class Report:
     ):
       rows.update(engine.rows(results))
     numbers = sorted(rows)
-    arrays = {
-      name: np.stack([rows[number][name] for number in numbers])
-      for name in ('outputs', 'target', 'losses')
-    }
+    arrays = {}
+    for name in ('outputs', 'target', 'losses'):
+      arrays[name] = np.stack([rows[number][name] for number in numbers])
     if not np.isfinite(arrays['target']).all():
       row = np.isfinite(arrays['target']).all(axis=1).argmin()
       name = self._evaluation.source.evaluated.name(numbers[row])
@@ -140,11 +140,10 @@ class Report:
 
   def _means(self, column: str | None = None) -> dict[str, float]:
     """Returns the means of the scores over all targets, or over those in a column."""
-    names = [
-      target.name
-      for target in self._evaluation.task.targets
-      if column in (None, target.column)
-    ]
+    names = []
+    for target in self._evaluation.task.targets:
+      if column in (None, target.column):
+        names.append(target.name)
     means = {}
     for measure_name in MEASURES:
       values = [self.scores[name][measure_name] for name in names]
@@ -156,14 +155,16 @@ class Report:
     titles = [title for title, _ in MEASURES.values()]
     cells = [['target', *titles]]
     for name, values in self._rows():
-      texts = ['-' if np.isnan(x) else f'{x:.4g}' for x in values.values()]
+      texts = [report_files.cell(value, '{:.4g}') for value in values.values()]
       cells.append([name, *texts])
     return report_files.markdown(cells)
 
   def _rows(self) -> list[tuple[str, dict[str, float]]]:
     """Returns the measures of each target, and of several their means."""
     rows = list(self.scores.items())
-    return [*rows, ('mean', self._means())] if len(rows) > 1 else rows
+    if len(rows) > 1:
+      rows.append(('mean', self._means()))
+    return rows
 
   def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
     """Writes the report of the last run: JSON with `facts`, CSV and a picture."""

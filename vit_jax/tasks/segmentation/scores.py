@@ -136,7 +136,7 @@ class Iou:
     """Returns the report of the last run as a table in Markdown, a row per class."""
     cells = [['class', 'IoU', 'boundary IoU', 'accuracy', 'pixels']]
     for name, *shares, pixels in self._rows():
-      texts = ['-' if np.isnan(x) else f'{100 * x:.2f} %' for x in shares]
+      texts = [report_files.cell(100 * share, '{:.2f} %') for share in shares]
       cells.append([name, *texts, f'{pixels:,}'])
     return report_files.markdown(cells)
 

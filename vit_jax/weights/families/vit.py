@@ -655,19 +655,22 @@ def _variations(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   axial = any(path.startswith('row/') for path in inner)
   inner = {path.removeprefix('row/') for path in inner}
   attention = f'{_ATTENTION}/query'
-  return varied(
-    {
-      'norm': 'layer' if 'LayerNorm_0/bias' in inner else 'rms',
-      'qkv_bias': f'{attention}/bias' in inner,
-      'qk_norm': f'{attention}_ln/scale' in inner,
-      'parallel': 'LayerNorm_1/scale' not in inner,
-      'mlp': 'swiglu' if 'MlpBlock_0/gate/bias' in inner else 'gelu',
-      'layer_scale': 1e-5 if 'LayerScale_0/gamma' in inner else None,  # As in DINOv2.
-      'attention_pattern': 'axial' if axial else 'global',
-      'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
-      'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
-    }
-  )
+  fields: dict[str, Any] = {
+    'qkv_bias': f'{attention}/bias' in inner,
+    'qk_norm': f'{attention}_ln/scale' in inner,
+    'parallel': 'LayerNorm_1/scale' not in inner,
+    'mlp_norm': 'MlpBlock_0/LayerNorm_0/scale' in inner,
+    'attention_norm': f'{_ATTENTION}/out_ln/scale' in inner,
+  }
+  if 'LayerNorm_0/bias' not in inner:
+    fields['norm'] = 'rms'
+  if 'MlpBlock_0/gate/bias' in inner:
+    fields['mlp'] = 'swiglu'
+  if 'LayerScale_0/gamma' in inner:
+    fields['layer_scale'] = 1e-5  # As in DINOv2.
+  if axial:
+    fields['attention_pattern'] = 'axial'
+  return varied(fields)
 
 
 def _position_fields(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
