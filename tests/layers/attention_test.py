@@ -107,6 +107,20 @@ def test_causal_in_blocks(monkeypatch):
   compare('default', inputs(), atol=1e-4, causal=True)  # 6, 6, 6 and 3 queries.
 
 
+@pytest.mark.parametrize(
+  'queries, mask, causal',
+  [
+    (5, None, False),
+    (40, random_mask(B, K, 40, 40), False),
+    (40, None, True),
+  ],
+)
+def test_many_keys(queries, mask, causal):
+  # From 32 keys on, operands are transposed on CPUs.
+  args = inputs(queries, 40)
+  compare('default', args, atol=1e-4, mask=mask, causal=causal)
+
+
 KEYS = np.arange(Q) < np.array([13, 21])[:, None, None, None]
 NOTHING = np.zeros((B, 1, 1, 1), bool)
 
