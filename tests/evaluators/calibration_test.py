@@ -51,6 +51,9 @@ def test_a_temperature_is_for_one_step(tmp_path):
   assert calibration.stored(tmp_path, 6) == stored
   assert calibration.stored(tmp_path, 9) is None
   assert calibration.stored(tmp_path / 'other', 6) is None
-  (tmp_path / 'calibration.json').write_text('{"temperature": -1}')
-  with pytest.raises(ValueError, match='calibration.json.*damaged'):
-    calibration.stored(tmp_path, 6)
+  path = tmp_path / 'calibration.json'
+  whole = path.read_text()
+  for text in (whole.replace('1.5', '2.5'), '{"temperature": 1.5}', '[]', whole[:-3]):
+    path.write_text(text)
+    with pytest.raises(ValueError, match='calibration.json.*damaged'):
+      calibration.stored(tmp_path, 6)

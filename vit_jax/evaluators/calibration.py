@@ -75,11 +75,15 @@ def fit(logits: np.ndarray, labels: np.ndarray, exclusive: bool) -> float:
   return float(np.exp(result.x))
 
 
+def _digest(calibration: Calibration) -> str:
+  return files.digest([json.dumps(calibration).encode()])
+
+
 @processes.by_first('writing the calibration')
 def store(workdir: epath.PathLike, calibration: Calibration) -> None:
-  """Writes the calibration of a run to its workdir."""
-  text = json.dumps(calibration._asdict(), indent=1)
-  files.write(epath.Path(workdir) / _FILE, text + '\n')
+  """Writes the calibration of a run, and a hash of it, to its workdir."""
+  facts = {**calibration._asdict(), 'digest': _digest(calibration)}
+  files.write(epath.Path(workdir) / _FILE, json.dumps(facts, indent=1) + '\n')
 
 
 def stored(workdir: epath.PathLike, step: int) -> Calibration | None:
@@ -88,9 +92,11 @@ def stored(workdir: epath.PathLike, step: int) -> Calibration | None:
   if not path.exists():
     return None
   try:
-    calibration = Calibration(**files.read_json(path))
-    is_valid = _LOWEST <= calibration.temperature <= _HIGHEST
-  except (ValueError, TypeError):
+    facts = files.read_json(path)
+    digest = facts.pop('digest')
+    calibration = Calibration(**facts)
+    is_valid = digest == _digest(calibration)
+  except (ValueError, TypeError, KeyError, AttributeError):
     is_valid = False
   if not is_valid:
     raise ValueError(
