@@ -6,5 +6,5 @@ from vit_jax.configs import digits
 def get_config():
   """Returns the config."""
   config = digits.get_config()
-  config.update(task='tests.toy_task', best_metric='loss_test')
+  config.task = 'tests.toy_task'
   return config

@@ -96,7 +96,7 @@ def test_a_task_in_the_current_folder(data_dir, tmp_path):
 
 def test_a_missing_batch_spec_is_named(tiny_config, tmp_path, monkeypatch):
   monkeypatch.delattr(toy_task.Task, 'batch_spec')
-  tiny_config.update(task='tests.toy_task', best_metric='loss_test')
+  tiny_config.task = 'tests.toy_task'
   with pytest.raises(ValueError, match="toy_task.*'color'.*batch_spec"):
     train.train_and_evaluate(tiny_config, tmp_path / 'run')
 

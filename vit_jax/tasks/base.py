@@ -57,7 +57,7 @@ class Task(parts.Hooks, abc.ABC):
       evaluation, 'accuracy_test', can be `config.best_metric`.
     METADATA: names of the values that `make_metadata` and `learn` return; each is
       a JSON file in the workdir.
-    Options: dataclass of `config.task_options`, see configs/schema.py.
+    Options: dataclass of `config.task_options`, see configs/task_options.py.
     config: the complete config of the run.
     metadata: result of `make_metadata`.
     options: `config.task_options`, complete.
