@@ -43,7 +43,7 @@ def class_maps(
   """Returns the class of each pixel, int32 [B, H, W].
 
   Args:
-    head: the head of the model, a segment_semantic.Head.
+    head: the head of the model, a heads.Head.
     view_outputs: what the model returned for each view.
     size: height and width of each image on the canvas, int32 [B, 2]; pixels beyond them
       repeat its edge.

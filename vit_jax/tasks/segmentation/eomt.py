@@ -146,7 +146,7 @@ def loss(
 
 
 class Eomt:
-  """The head of a model of the kind 'eomt', see segment_semantic.Head."""
+  """The head of a model of the kind 'eomt', see heads.Head."""
 
   def __init__(
     self,

@@ -1,4 +1,4 @@
-"""Draws images next to their classes, see vit_jax/figures/gallery.py."""
+"""Draws images next to their classes, for TensorBoard and vit_jax/figures/gallery.py."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from vit_jax.figures import drawing, gallery
+from vit_jax.figures import drawing, gallery, grids, overlays
 from vit_jax.tasks.segmentation import predicting
 
 _MOST = 24  # Classes of a legend.
-_ERROR = (1.0, 0.0, 0.0)
+_ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
 
 
 @drawing.styled
@@ -43,7 +43,7 @@ def class_maps(
   if {'true', 'predicted'} <= maps.keys():
     is_wrong = (maps['true'] >= 0) & (maps['true'] != maps['predicted'])
     errors = np.where(is_wrong, 0, -1)
-    rows['errors'] = _tinted(pixels, _enlarged(errors, factor), np.array([_ERROR]))
+    rows['errors'] = _tinted(pixels, _enlarged(errors, factor), _ERROR[None] / 255)
   pictures = np.stack(list(rows.values()))
   ratio = pictures.shape[2] / pictures.shape[3]
   cell = min(11.2 / len(names), 2.2 / ratio)
@@ -69,6 +69,38 @@ def _tinted(pixels: np.ndarray, maps: np.ndarray, colours: np.ndarray) -> np.nda
   """Mixes pixels [B, H, W, 3] in [0, 1] with the colours of their classes."""
   mixed = (pixels + colours[np.maximum(maps, 0)]) / 2
   return np.where(maps[..., None] >= 0, mixed, pixels)
+
+
+def side_by_side(
+  images: np.ndarray, maps: Sequence[np.ndarray], task: Any
+) -> np.ndarray:
+  """Draws images next to their classes, or to true and predicted ones and the errors.
+
+  Args:
+    images: uint8 [B, H, W, 3].
+    maps: one map, or the true and the predicted one: classes of pixels, int [B, H, W],
+      negative for none.
+    task: a segment_semantic.Task.
+
+  Returns:
+    A picture with a row per image, uint8 [height, width, 3].
+  """
+  titles = ['image', 'classes']
+  if len(maps) == 2:
+    titles += ['predicted', 'errors']
+  tints = predicting.tints(task)
+  pictures = []
+  for i, image in enumerate(images):
+    blank = np.zeros(image.shape[:2], int)
+    pictures.append(overlays.overlay(image, blank, ()))
+    for class_map in maps:
+      numbers = class_map[i] + 1
+      pictures.append(overlays.overlay(image, numbers, task.class_names, tints))
+    if len(maps) == 2:
+      true, predicted = maps[0][i], maps[1][i]
+      is_wrong = (true >= 0) & (true != predicted)
+      pictures.append(overlays.overlay(image, is_wrong.astype(int), [''], _ERROR[None]))
+  return grids.grid(np.stack(pictures), (), len(titles), titles, grids.MOST)
 
 
 def _draw(subject: Any) -> list[Any]:

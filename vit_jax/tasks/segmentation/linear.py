@@ -53,7 +53,7 @@ class LinearSegmenter(models_vit.VisionTransformer):
 
 
 class Linear:
-  """The head of a model of the kind 'vit', see segment_semantic.Head."""
+  """The head of a model of the kind 'vit', see heads.Head."""
 
   def __init__(
     self,

@@ -5,16 +5,15 @@ r"""Semantic segmentation: the class of each pixel.
     --workdir=/tmp/segmentation
 
 The data have images and masks, see vit_jax/data/masks.py. The kind of the model decides on
-the head: HEADS. Measures are of the masks at their height and width.
+the head: heads.HEADS. Measures are of the masks at their height and width.
 
 Shapes: B images of H x W pixels, scores on a grid of h x w cells, C classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 import copy
 import functools
-import importlib
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from vit_jax.data import masks, records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import false_colours, images as images_lib
 from vit_jax.data.lazy import no_autograph, tf
-from vit_jax.figures import grids, overlays
+from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import position_kinds
 from vit_jax.learning import losses as losses_lib
@@ -35,85 +34,12 @@ from vit_jax.tasks import base
 from vit_jax.tasks.segmentation import (
   class_maps,
   figures,
+  heads,
   losses,
   predicting,
   scores as scores_lib,
   views,
 )
-
-_ERROR = np.array([255, 0, 0])  # Colour of pixels of a wrong class.
-
-
-class Head(Protocol):
-  """What the kind of a model brings: its parameters, its loss and its scores.
-
-  The constructor gets the config, the number of classes, and weights of the classes,
-  float32 [C], or None.
-
-  Attributes:
-    model: the Flax module.
-  """
-
-  model: Any
-
-  def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
-    """Returns parameters and extra state, see Task.init; images are zeros [1, H, W, 3]."""
-
-  def new_params(
-    self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
-  ) -> tuple[str, ...]:
-    """Returns what does not come from `config.pretrained`, see Task.new_params."""
-
-  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """Adds to a global batch what the loss needs, see Task.augment."""
-
-  def loss(
-    self,
-    params: Any,
-    extra: Any,
-    batch: dict[str, jax.Array],
-    rng: jax.Array,
-    step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
-    """Returns the loss of a training batch, see Task.loss.
-
-    `batch` has `image`, float32 [B, H, W, 3], `segmentation`, int32 [B, H, W]: classes of
-    the pixels, negative for pixels that do not count; and what `augment` adds.
-    """
-
-  def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
-    """Returns the extra state after an update, see Task.update_extra."""
-
-  def outputs(self, params: Any, extra: Any, images: jax.Array) -> Any:
-    """Returns what the model predicts for images, a tree of arrays [B, ...]."""
-
-  def scores(self, outputs: Any, size: tuple[int, int]) -> jax.Array:
-    """Returns scores of the classes, float32 [B, h, w, C], on any grid over the images.
-
-    Takes the result of `outputs` for images of a size. The class of a pixel is that of the
-    greatest score after bilinear resizing.
-    """
-
-  def logits(self, scores: jax.Array) -> jax.Array:
-    """Returns logits of the classes, whose cross-entropy is the loss of evaluation."""
-
-
-# Kind of the model (config.model.kind) -> 'module:class' of its head.
-HEADS = {
-  'eomt': 'vit_jax.tasks.segmentation.eomt:Eomt',
-  'vit': 'vit_jax.tasks.segmentation.linear:Linear',
-}
-
-
-def _head_class(config: ml_collections.ConfigDict) -> Any:
-  kind = models.kind_of(config.model)
-  if kind not in HEADS:
-    raise ValueError(
-      f"task='{config.task}' has no head for a model of kind='{kind}': use one of "
-      f'{sorted(HEADS)} (config.model)'
-    )
-  module, name = HEADS[kind].split(':')
-  return getattr(importlib.import_module(module), name)
 
 
 class _Canvas(NamedTuple):
@@ -152,7 +78,7 @@ class Task(base.Task):
       class_weights = losses_lib.named_weights(
         config.class_weights.to_dict(), self.class_names
       )
-    head_class = _head_class(config)
+    head_class = heads.class_of(config)
     grid = models.count_patches(config.model, self.image_size)
     patch = self.image_size[0] // grid[0], self.image_size[1] // grid[1]
     self.views = views.make(self.options, self.image_size, patch)
@@ -409,7 +335,9 @@ class Task(base.Task):
     images = self._pixels(batch)
     if images is None:
       return {}
-    return {'training_images': self._draw_maps(images, [batch['segmentation']])}
+    return {
+      'training_images': figures.side_by_side(images, [batch['segmentation']], self)
+    }
 
   def drawn_outputs(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
@@ -426,33 +354,12 @@ class Task(base.Task):
     if images is None:
       return {}
     maps = [np.asarray(batch['segmentation']), outputs]
-    return {'segmentation': self._draw_maps(images, maps)}
+    return {'segmentation': figures.side_by_side(images, maps, self)}
 
   def _pixels(self, batch: dict[str, Any]) -> np.ndarray | None:
     """Returns the images of a batch, uint8 [B, H, W, 3]; None if they have no colours."""
     images = false_colours.of_inputs(batch['image'], self.config.pp)
     return grids.to_pixels(images) if images.shape[-1] in (1, 3) else None
-
-  def _draw_maps(self, images: np.ndarray, maps: Sequence[np.ndarray]) -> np.ndarray:
-    """Draws images next to their classes, or to true and predicted ones and the errors."""
-    titles = ['image', 'classes']
-    if len(maps) == 2:
-      titles += ['predicted', 'errors']
-    tints = predicting.tints(self)
-    pictures = []
-    for i, image in enumerate(images):
-      blank = np.zeros(image.shape[:2], int)
-      pictures.append(overlays.overlay(image, blank, ()))
-      for class_map in maps:
-        pictures.append(
-          overlays.overlay(image, class_map[i] + 1, self.class_names, tints)
-        )
-      if len(maps) == 2:
-        is_wrong = (maps[0][i] >= 0) & (maps[0][i] != maps[1][i])
-        pictures.append(
-          overlays.overlay(image, is_wrong.astype(int), [''], _ERROR[None])
-        )
-    return grids.grid(np.stack(pictures), (), len(titles), titles, grids.MOST)
 
   def describe(self) -> str:
     return f'{console.pluralize(len(self.classes), "class")} of pixels'
