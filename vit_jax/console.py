@@ -426,13 +426,18 @@ def error_location(error: Exception, file: str | None = None) -> str:
   return location
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
   """Returns a table as text: first column left-aligned, the others right-aligned."""
   cells = [list(map(str, row)) for row in (header, *rows)]
-  widths = [max(map(len, column)) for column in zip(*cells)]
-  lines = []
-  for first, *others in cells:
-    padded = [first.ljust(widths[0])]
-    padded += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-    lines.append('  '.join(padded).rstrip())
-  return '\n'.join(lines)
+  return '\n'.join('  '.join(row).rstrip() for row in padded(cells))
+
+
+def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+  """Pads the cells of a table to equal widths: the first column on the right."""
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  padded_rows = []
+  for first, *others in rows:
+    row = [first.ljust(widths[0])]
+    row += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+    padded_rows.append(row)
+  return padded_rows

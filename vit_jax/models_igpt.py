@@ -90,11 +90,7 @@ class ImageGPT(patches.ImageModel):
     width = self.hidden_size
     types = dtypes.of(self)
     dtype = types['param_dtype']
-    if width % self.num_heads:
-      raise ValueError(
-        f'num_heads={self.num_heads} does not divide the width {width} '
-        '(config.model.hidden_size): choose a divisor'
-      )
+    attention_lib.check_heads(self.num_heads, width)
 
     def normal(name: str, std: float, *shape: int) -> Float[Array, '...']:
       return self.param(name, nn.initializers.normal(std), shape, dtype)

@@ -64,12 +64,12 @@ class Parser(argparse.ArgumentParser):
     for name, options in table.items():
       place.add_argument(name, **options)
 
-  def add_config(self, text: str = 'config file') -> None:
+  def add_config(self) -> None:
     """Adds --config=FILE.py:ARG and --config.KEY=VALUE.
 
     The namespace has the path in `config_file`, and the config (or None) in `config`.
     """
-    text = f'{text}; --config.KEY=VALUE sets a key'
+    text = 'config file; --config.KEY=VALUE sets a key'
     self.add({f'--{_CONFIG}': dict(metavar='FILE[:ARG]', help=text)})
     self.set_defaults(config_file=None)
 

@@ -9,6 +9,7 @@ from typing import Any
 from etils import epath
 import numpy as np
 
+from vit_jax import console
 from vit_jax.distributed import files
 from vit_jax.inference import tables
 
@@ -18,17 +19,11 @@ def markdown(cells: Sequence[Sequence[str]]) -> list[str]:
   escaped = []
   for row in cells:
     escaped.append([cell.replace('|', '\\|') for cell in row])
-  widths = [max(map(len, column)) for column in zip(*escaped)]
-  lines = []
-  for first, *others in escaped:
-    padded = [first.ljust(widths[0])]
-    padded += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
-    lines.append(_markdown_line(padded))
-  rules = [widths[0] * '-']
-  for width in widths[1:]:
-    rules.append(f'{(width - 1) * "-"}:')  # Aligned to the right.
-  lines.insert(1, _markdown_line(rules))
-  return lines
+  header, *rows = console.padded(escaped)
+  rules = [len(header[0]) * '-']
+  for cell in header[1:]:
+    rules.append(f'{(len(cell) - 1) * "-"}:')  # Aligned to the right.
+  return [_markdown_line(row) for row in (header, rules, *rows)]
 
 
 def _markdown_line(cells: Sequence[str]) -> str:

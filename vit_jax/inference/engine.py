@@ -159,12 +159,11 @@ def split(
   mesh: jax.sharding.Mesh,
   compute: Callable[[dict], Any],
   stop: Callable[[], bool] = never,
-  label: str = 'Evaluating',
 ) -> Iterator[Any]:
   """Yields the results for a split, in the parts of its task; see `run`."""
   batches = input_pipeline.task_batches(task, source, mesh)
   total = source.evaluated.num_examples
-  return run(compute, batches, mesh, stop, label, total)
+  return run(compute, batches, mesh, stop, 'Evaluating', total)
 
 
 def collect(

@@ -55,6 +55,15 @@ def first_token(x: Float[Array, 'B N D']) -> Float[Array, 'B 1 D']:
   return x.sum(axis=1, keepdims=True, where=first)
 
 
+def check_heads(num_heads: int, width: int) -> None:
+  """Raises ValueError unless a number of heads divides the width."""
+  if width % num_heads:
+    raise ValueError(
+      f'num_heads={num_heads} does not divide the width {width} '
+      '(config.model.hidden_size): choose a divisor'
+    )
+
+
 def _check_inputs(
   x: Float[Array, 'B Q D'],
   kv: Float[Array, 'B S _'] | None,
@@ -65,11 +74,7 @@ def _check_inputs(
 ) -> Bool[Array, '#B #K #Q #S'] | None:
   """Checks shapes and types; returns the mask with four dimensions."""
   images, queries, width = x.shape
-  if width % num_heads:
-    raise ValueError(
-      f'num_heads={num_heads} does not divide the width {width} '
-      '(config.model.hidden_size): choose a divisor'
-    )
+  check_heads(num_heads, width)
   if kv is not None and (causal or relative is not None):
     name = 'causal=True' if causal else 'relative'
     raise ValueError(

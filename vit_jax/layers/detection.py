@@ -21,11 +21,10 @@ from vit_jax.layers import attention, dtypes
 from vit_jax.layers.dtypes import Array
 
 _NORM_EPS = 1e-5
+_TEMPERATURE = 10_000.0  # Greatest wavelength of `sine_positions` over 2 pi.
 
 
-def sine_positions(
-  mask: Bool[Array, 'B h w'], width: int, temperature: float = 10_000.0
-) -> Float[Array, 'B h w D']:
+def sine_positions(mask: Bool[Array, 'B h w'], width: int) -> Float[Array, 'B h w D']:
   """Computes position embeddings of the cells of padded images.
 
   A cell's row and column are counted among the cells that are not padding, and
@@ -33,11 +32,10 @@ def sine_positions(
   the other half the column, as sines and cosines in turn.
 
   Maps a mask, bool [B, h, w], True for cells that are not padding, to float32
-  [B, h, w, D]. The width D is a multiple of 4, the temperature the greatest
-  wavelength over 2 pi.
+  [B, h, w, D]. The width D is a multiple of 4.
   """
   half = width // 2
-  powers = temperature ** (2 * (jnp.arange(half) // 2) / half)  # [D/2]
+  powers = _TEMPERATURE ** (2 * (jnp.arange(half) // 2) / half)  # [D/2]
   weights = mask.astype(jnp.float32)
   features = []
   for axis in (1, 2):

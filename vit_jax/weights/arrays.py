@@ -153,7 +153,9 @@ def warn_if_not_finite(file: epath.PathLike, arrays: dict[str, np.ndarray]) -> N
     )
 
 
-def join_names(names: list[str], limit: int = 10) -> str:
-  """Joins names for a message; leaves out those after the first `limit`."""
-  ending = f' and {len(names) - limit} more' if len(names) > limit else ''
-  return ', '.join(names[:limit]) + ending
+def join_names(names: list[str]) -> str:
+  """Joins names for a message; leaves out those after the tenth."""
+  text = ', '.join(names[:10])
+  if len(names) > 10:
+    text += f' and {len(names) - 10} more'
+  return text
