@@ -174,9 +174,10 @@ def _candidates(
 
 def _mask_columns(columns: Sequence[Column]) -> list[Column]:
   """Returns the columns of images that may hold masks, next to one of images."""
+  if len(columns) < 2:
+    return []
   columns_by_name = {column.name.removesuffix('.bytes'): column for column in columns}
-  names = [name for name in _MASK_COLUMNS if name in columns_by_name]
-  return [columns_by_name[name] for name in names] if len(columns) > 1 else []
+  return [columns_by_name[name] for name in _MASK_COLUMNS if name in columns_by_name]
 
 
 def read_class_names(schema: 'pa.Schema', where: str) -> dict[str, tuple[str, ...]]:
@@ -214,11 +215,8 @@ def read_column(name: str, arrow_type: Any) -> Column:
 
   if types.is_struct(arrow_type):
     return _read_struct(name, arrow_type)
-  if (
-    types.is_list(arrow_type)
-    or types.is_large_list(arrow_type)
-    or types.is_fixed_size_list(arrow_type)
-  ):
+  list_kinds = (types.is_list, types.is_large_list, types.is_fixed_size_list)
+  if any(is_kind(arrow_type) for is_kind in list_kinds):
     inner = read_column(name, arrow_type.value_type)
     is_usable = inner.kind != 'bytes' and not inner.is_list
     return Column(name, inner.kind if is_usable else '', is_list=True)
@@ -300,9 +298,9 @@ def number_labels(
 ) -> np.ndarray:
   """Returns the class numbers of the rows of a column, int64 [n, L], padded with -1."""
   lengths, codes, labels = _encode_labels(values, is_list)
-  # The last number stands for the code -1.
-  table = np.array([*(numbers.get(label, -1) for label in labels), -1], np.int64)
-  flat = table[codes]
+  table = [numbers.get(label, -1) for label in labels]
+  table.append(-1)  # The last number stands for the code -1.
+  flat = np.array(table, np.int64)[codes]
   if lengths is None:
     return flat[:, None]
   rows = np.repeat(np.arange(len(lengths)), np.maximum(lengths, 0))
@@ -403,7 +401,9 @@ def number_classes(
   Raises:
     ValueError: if there is no label, or one that is not among the classes.
   """
-  all_labels = set[int | str]().union(*(x.values for x in labels.values()))
+  all_labels = set[int | str]()
+  for file_labels in labels.values():
+    all_labels |= file_labels.values
   if not all_labels:
     raise ValueError(f"no row of '{where}' has a label in '{column.name}'")
   names = tuple(
@@ -434,9 +434,9 @@ def _make_class_names(labels: set, column: Column, where: str) -> list[str]:
     return sorted(labels)
   lowest, highest = min(labels), max(labels)
   if lowest < 0 or highest >= _MOST_CLASSES:
+    label = lowest if lowest < 0 else highest
     raise ValueError(
-      f"'{where}' has the label {lowest if lowest < 0 else highest} in "
-      f"'{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
+      f"'{where}' has the label {label} in '{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
       'label; renumber the classes, or use their names'
     )
   return [str(i) for i in range(highest + 1)]

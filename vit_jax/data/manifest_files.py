@@ -173,10 +173,8 @@ def _with_image(where: str, values: dict[str, Any], key: str) -> dict[str, Any]:
   """Returns the values of a line with the path of the image as `image`."""
   image = values.get(key)
   if not isinstance(image, str) or not image or '\0' in image:
-    raise ValueError(
-      f'{where}: `{key}` must be the path of an image, but is '
-      f'{short(image) if key in values else "missing"}'
-    )
+    actual = short(image) if key in values else 'missing'
+    raise ValueError(f'{where}: `{key}` must be the path of an image, but is {actual}')
   return {'image': values.pop(key), **values}
 
 

@@ -268,8 +268,8 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
   if len(rows) > _MOST_ROWS:
     rows = []
   header = ['class', *_TITLES.values(), 'images']
-  cells = [header, *(_cells(row) for row in rows + _means(scores))]
-  lines = report_files.markdown(cells)
+  cells = [_cells(row) for row in rows + _means(scores)]
+  lines = report_files.markdown([header, *cells])
   units = {'ece': metrics_lib.SHARE, 'balanced_accuracy': metrics_lib.SHARE}
   overall = {}
   for name in ('balanced_accuracy', 'kappa', 'ece', 'log_loss'):
@@ -278,10 +278,12 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
   if overall:
     lines += ['', metrics_lib.format_metrics(overall, units)]
   if missing:
+    classes = ', '.join(missing[:10])
+    if len(missing) > 10:
+      classes += ', ...'
     lines.append(
-      f'No test images of {console.pluralize(len(missing), "class")}: '
-      f'{", ".join(missing[:10])}{", ..." if len(missing) > 10 else ""}. They do not '
-      'count in means.'
+      f'No test images of {console.pluralize(len(missing), "class")}: {classes}. They '
+      'do not count in means.'
     )
   if scores.num_left_out:
     lines.append(
@@ -293,8 +295,11 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
 
 def _cells(row: Sequence[Any]) -> list[str]:
   """Returns a row of the printed table: shares in percent, '-' for no value."""
-  shares = ['-' if value is None else f'{100 * value:.2f}' for value in row[1:-1]]
-  return [row[0], *shares, f'{row[-1]:,}']
+  name, *shares, count = row
+  cells = [name]
+  for share in shares:
+    cells.append('-' if share is None else f'{100 * share:.2f}')
+  return [*cells, f'{count:,}']
 
 
 def _json(scores: Scores, names: Sequence[str], facts: Mapping[str, Any]) -> str:

@@ -126,8 +126,9 @@ def _checked_classes(classes: Any, count: int, num_classes: int) -> jax.Array:
   if not isinstance(classes, jax.core.Tracer):
     low, high = int(classes.min()), int(classes.max())
     if low < 0 or high >= num_classes:
+      number = low if low < 0 else high
       raise ValueError(
-        f'classes={low if low < 0 else high} is not among the {num_classes} classes '
+        f'classes={number} is not among the {num_classes} classes '
         f'of the model: use 0 to {num_classes - 1}'
       )
   return jnp.broadcast_to(classes, (count,))

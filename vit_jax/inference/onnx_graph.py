@@ -95,7 +95,7 @@ class _Graph:
 
     Inputs are Values, arrays, or integers and lists of them, constants of int64.
     """
-    values = [x if isinstance(x, Value) else self.constant(x) for x in inputs]
+    values = list(map(self.value, inputs))
     if shape is None:
       shape = jnp.broadcast_shapes(*(x.shape for x in values))
     self._count += 1
@@ -103,6 +103,10 @@ class _Graph:
     names = [x.name for x in values]
     self.nodes.append(self._onnx.helper.make_node(op, names, [name], **kwargs))
     return Value(name, tuple(shape))
+
+  def value(self, x: Any) -> Value:
+    """Returns a Value as it is, and adds an array or integers as a constant."""
+    return x if isinstance(x, Value) else self.constant(x)
 
   def constant(self, x: Any, name: str | None = None) -> Value:
     """Adds a constant: an array, or integers."""
@@ -152,7 +156,9 @@ class _Graph:
     """Broadcasts a tensor to a shape."""
     if value.shape == tuple(shape):
       return value
-    sizes = [[n] if isinstance(n, int) else self._length(n) for n in shape]
+    sizes = []
+    for size in shape:
+      sizes.append([size] if isinstance(size, int) else self._length(size))
     target = self.node('Concat', *sizes, shape=(len(sizes),), axis=0)
     return self.node('Expand', value, target, shape=shape)
 
@@ -169,8 +175,8 @@ class _Graph:
     self, jaxpr: core.Jaxpr, consts: Sequence[Any], args: Sequence[Value]
   ) -> list[Value]:
     """Adds the operations of a trace; returns its outputs."""
-    consts = [x if isinstance(x, Value) else self.constant(x) for x in consts]
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args]))
+    env = dict(zip(jaxpr.constvars, map(self.value, consts)))
+    env.update(zip(jaxpr.invars, args))
 
     def read(var: Any) -> Value:
       if isinstance(var, core.Literal):
@@ -389,8 +395,8 @@ def _dot(graph: _Graph, eqn: core.JaxprEqn, lhs: Value, rhs: Value) -> Value:
 
 def _other_dims(value: Value, *groups: Sequence[int]) -> list[int]:
   """Returns the dimensions that are in none of the groups, in order."""
-  dims = range(len(value.shape))
-  return [i for i in dims if not any(i in group for group in groups)]
+  covered = set().union(*groups)
+  return [i for i in range(len(value.shape)) if i not in covered]
 
 
 def _pads(padding: Sequence[tuple[int, int]]) -> list[int]:
@@ -476,13 +482,15 @@ def _gather(graph: _Graph, eqn: core.JaxprEqn, x: Value, indices: Value) -> Valu
   if sizes[axis] != 1:
     raise _unknown('an indexing by ranges')
   x = graph.transpose(x, [*first_dims, axis, *slice_dims])
-  shape = [*indices.shape[:-1], *(sizes[i] for i in slice_dims)]
+  slice_shape = [sizes[i] for i in slice_dims]
+  shape = [*indices.shape[:-1], *slice_shape]
   result = graph.node('GatherND', x, indices, shape=shape, batch_dims=len(first_dims))
   # `offset_dims`: positions in the result of the dimensions that are not collapsed.
   uncollapsed = _other_dims(x, batch_dims, numbers.collapsed_slice_dims)
   offsets = dict(zip(uncollapsed, numbers.offset_dims))
-  outer = set(range(len(_shape(eqn)))) - set(numbers.offset_dims)
-  order = [*sorted(outer), *(offsets[i] for i in slice_dims)]
+  order = sorted(set(range(len(_shape(eqn)))) - set(numbers.offset_dims))
+  for i in slice_dims:
+    order.append(offsets[i])
   result = graph.transpose(result, np.argsort(order).tolist())
   return graph.reshape(result, _shape(eqn))
 
@@ -515,16 +523,16 @@ def _scan(graph: _Graph, eqn: core.JaxprEqn, *values: Value) -> list[Value]:
   rows = []
   for step in reversed(steps) if eqn.params['reverse'] else steps:
     row = [graph.node('Gather', x, step, shape=x.shape[1:], axis=0) for x in inputs]
+    outputs = graph.run(body.jaxpr, body_consts, [*consts, *carry, *row])
     results = []
-    for value, var in zip(
-      graph.run(body.jaxpr, body_consts, [*consts, *carry, *row]), body.jaxpr.outvars
-    ):
+    for value, var in zip(outputs, body.jaxpr.outvars):
       results.append(graph.broadcast(value, var.aval.shape))
     carry = results[:num_carried]
     rows.append(results[num_carried:])
   if eqn.params['reverse']:
     rows.reverse()
-  return [*carry, *(_stack(graph, 0, column) for column in zip(*rows))]
+  stacked = [_stack(graph, 0, column) for column in zip(*rows)]
+  return [*carry, *stacked]
 
 
 def _count_whole(variables: Sequence[Any], body_variables: Sequence[Any]) -> int:

@@ -47,9 +47,10 @@ def needs_grid(kind: str | None, table_grid: tuple[int, int] | None = None) -> b
 def check_width(kind: str, width: int) -> None:
   """Raises ValueError if an embedding cannot have the width D."""
   divisor = {'learned_2d': 2, 'sincos2d': 4}.get(kind, 1)
-  if width % divisor or (kind == 'sincos2d' and width < 8):
+  minimum = ', at least 8' if kind == 'sincos2d' else ''
+  if width % divisor or (minimum and width < 8):
     raise ValueError(
       f"position_embedding='{kind}' needs a width that is a multiple of {divisor}"
-      f'{", at least 8" if divisor == 4 else ""}, not {width} '
+      f'{minimum}, not {width} '
       '(config.model.hidden_size)'
     )

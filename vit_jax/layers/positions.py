@@ -288,7 +288,8 @@ def rotate(
 ) -> Float[Array, 'B N K E']:
   """Turns channels i and i + E/2 of a token by its angle i."""
   a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  sin, cos = jnp.sin(angles)[:, None], jnp.cos(angles)[:, None]  # [N, 1, E/2]
+  sin = jnp.sin(angles)[:, None]  # [N, 1, E/2]
+  cos = jnp.cos(angles)[:, None]
   turned = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
   return turned.astype(x.dtype)
 

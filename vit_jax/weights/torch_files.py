@@ -20,12 +20,14 @@ _SETTINGS = (
   'numpy.dtype',
   'numpy.core.multiarray.scalar',
   'numpy._core.multiarray.scalar',
-  *(f'numpy.dtypes.{kind}DType' for kind in ('Float32', 'Float64', 'Int64', 'Bool')),
-  *(
-    f'{module}.{kind}Path'
-    for module in ('pathlib', 'pathlib._local')
-    for kind in ('Posix', 'Windows')
-  ),
+  'numpy.dtypes.Float32DType',
+  'numpy.dtypes.Float64DType',
+  'numpy.dtypes.Int64DType',
+  'numpy.dtypes.BoolDType',
+  'pathlib.PosixPath',
+  'pathlib.WindowsPath',
+  'pathlib._local.PosixPath',
+  'pathlib._local.WindowsPath',
 )
 
 

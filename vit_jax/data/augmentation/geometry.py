@@ -196,7 +196,8 @@ def to_boxes(boxes: 'tf.Tensor', geometry: Geometry) -> tuple['tf.Tensor', 'tf.T
     x = tf.gather((x - 0.5) * size[1], [0, 1, 0, 1], axis=1)
     cos, sin = tf.cos(geometry.angle), tf.sin(geometry.angle)
     y, x = cos * y - sin * x, sin * y + cos * x
-    y, x = _range(y / size[0] + 0.5), _range(x / size[1] + 0.5)
+    y = _range(y / size[0] + 0.5)
+    x = _range(x / size[1] + 0.5)
     is_visible &= _visible(y, x, size)
   return tf.reshape(tf.stack([y, x], axis=-1), [-1, 4]), is_visible
 
@@ -209,7 +210,8 @@ def _range(values: 'tf.Tensor') -> 'tf.Tensor':
 
 def _visible(y: 'tf.Tensor', x: 'tf.Tensor', size: Any) -> 'tf.Tensor':
   """Returns bool [n]: whether boxes from y[:, 0] to y[:, 1], and so in x, are visible."""
-  height, width = (y[:, 1] - y[:, 0]) * size[0], (x[:, 1] - x[:, 0]) * size[1]
+  height = (y[:, 1] - y[:, 0]) * size[0]
+  width = (x[:, 1] - x[:, 0]) * size[1]
   return (height > _NOTHING) & (width > _NOTHING)
 
 

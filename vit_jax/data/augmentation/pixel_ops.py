@@ -171,7 +171,8 @@ def _rectangle(image: 'tf.Tensor', begin: 'tf.Tensor', extent: Any) -> 'tf.Tenso
   height, width, channels = image.shape
   y = tf.range(height, dtype=tf.float32) - begin[0]
   x = tf.repeat(tf.range(width, dtype=tf.float32), channels) - begin[1]
-  rows, columns = (y >= 0) & (y < extent[0]), (x >= 0) & (x < extent[1])
+  rows = (y >= 0) & (y < extent[0])
+  columns = (x >= 0) & (x < extent[1])
   return tf.reshape(rows[:, None] & columns, image.shape)
 
 

@@ -35,7 +35,8 @@ def standardize(image: 'tf.Tensor', pp: ml_collections.ConfigDict) -> 'tf.Tensor
 def standardization(pp: ml_collections.ConfigDict) -> tuple[np.ndarray, np.ndarray]:
   """Returns scale and offset of `standardize`, float32, for each channel or for all."""
   low, high = (np.asarray(bound, np.float64) for bound in pp.range)
-  mean, std = np.asarray(pp.mean, np.float64), np.asarray(pp.std, np.float64)
+  mean = np.asarray(pp.mean, np.float64)
+  std = np.asarray(pp.std, np.float64)
   # A value is low + (x + 1) / 2 * (high - low).
   scale = (high - low) / 2 / std
   offset = ((high + low) / 2 - mean) / std

@@ -69,10 +69,11 @@ class Task(base.Task):
   def planned_metadata(
     cls, config: ml_collections.ConfigDict, num_classes: int | None
   ) -> dict[str, Any]:
-    targets = [
-      targets_lib.Target(name, name, 0.0, 1.0) for name in config.task_options.targets
-    ]
-    return {'targets': [target._asdict() for target in targets]}
+    targets = []
+    for name in config.task_options.targets:
+      target = targets_lib.Target(name, name, mean=0.0, std=1.0)
+      targets.append(target._asdict())
+    return {'targets': targets}
 
   @property
   def output_names(self) -> tuple[str, ...]:
@@ -82,10 +83,9 @@ class Task(base.Task):
     self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and the standardised `target`, float32 [K]."""
-    columns = [
-      tf.reshape(targets_lib.numbers(record, name), [-1])
-      for name in self.options.targets
-    ]
+    columns = []
+    for name in self.options.targets:
+      columns.append(tf.reshape(targets_lib.numbers(record, name), [-1]))
     values = tf.ensure_shape(tf.concat(columns, axis=0), [len(self.targets)])
     target = tf.cast((values - self._means) / self._stds, tf.float32)
     return {**self.inputs(record, seed), 'target': target}
@@ -143,10 +143,9 @@ class Task(base.Task):
     true = self.values(batch['target'])
     if outputs is None:
       return [grids.Caption(text) for text in self._texts(true)]
+    predicted = self.values(outputs)
     captions = []
-    for predicted_text, true_text in zip(
-      self._texts(self.values(outputs)), self._texts(true)
-    ):
+    for predicted_text, true_text in zip(self._texts(predicted), self._texts(true)):
       captions.append(grids.Caption(f'{predicted_text}\ntrue: {true_text}'))
     return captions
 
@@ -155,9 +154,10 @@ class Task(base.Task):
 
   def _texts(self, values: np.ndarray) -> list[str]:
     """Returns the first targets of each image, a line each."""
+    names = [target.name for target in self.targets[:_LINES]]
     texts = []
     for row in values:
-      lines = [f'{x.name} {value:.4g}' for x, value in zip(self.targets[:_LINES], row)]
+      lines = [f'{name} {value:.4g}' for name, value in zip(names, row)]
       texts.append('\n'.join(lines))
     return texts
 

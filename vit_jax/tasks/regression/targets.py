@@ -132,7 +132,8 @@ def _targets(column: str, values: np.ndarray) -> Iterator[Target]:
   count = values.shape[1]
   for i in range(count):
     name = f'{column}[{i}]' if count > 1 else column
-    mean, std = float(values[:, i].mean()), float(values[:, i].std())
+    mean = float(values[:, i].mean())
+    std = float(values[:, i].std())
     if not std:
       raise ValueError(
         f"the target '{name}' is {mean:g} in all training examples, so there is nothing "

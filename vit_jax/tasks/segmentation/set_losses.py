@@ -55,7 +55,8 @@ def _corners(size: tuple[int, int], points: jax.Array) -> tuple[jax.Array, jax.A
       weight = jnp.abs(1 - right - offset[..., 0]) * jnp.abs(1 - down - offset[..., 1])
       is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
       weights.append(jnp.where(is_inside, weight, 0.0))
-      column, row = jnp.clip(x, 0, width - 1), jnp.clip(y, 0, height - 1)
+      column = jnp.clip(x, 0, width - 1)
+      row = jnp.clip(y, 0, height - 1)
       indices.append((row * width + column).astype(jnp.int32))
   return jnp.stack(indices, axis=-1), jnp.stack(weights, axis=-1)
 

@@ -13,6 +13,7 @@ are at 'frozen/' in the tree, separate from the parameters.
 
 from collections.abc import Callable, Mapping, Sequence
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -33,11 +34,15 @@ _QUERIES = 'query_embedding'
 _ROOT = (('conv_root', 'conv', 'conv1', 'embedder.embedder.convolution'),)
 _ROOT_NORM = (('bn_root', 'frozen', 'bn1', 'embedder.embedder.normalization'),)
 _UNIT = (
-  *((f'conv{i}', 'conv', f'conv{i}', f'layer.{i - 1}.convolution') for i in (1, 2, 3)),
+  ('conv1', 'conv', 'conv1', 'layer.0.convolution'),
+  ('conv2', 'conv', 'conv2', 'layer.1.convolution'),
+  ('conv3', 'conv', 'conv3', 'layer.2.convolution'),
   ('conv_proj', 'conv', 'downsample.0', 'shortcut.convolution'),
 )
 _UNIT_NORMS = (
-  *((f'bn{i}', 'frozen', f'bn{i}', f'layer.{i - 1}.normalization') for i in (1, 2, 3)),
+  ('bn1', 'frozen', 'bn1', 'layer.0.normalization'),
+  ('bn2', 'frozen', 'bn2', 'layer.1.normalization'),
+  ('bn3', 'frozen', 'bn3', 'layer.2.normalization'),
   ('bn_proj', 'frozen', 'downsample.1', 'shortcut.normalization'),
 )
 _UNITS = 'backbone/block{1}/unit{1}/'
@@ -64,20 +69,28 @@ _OTHERS = (
   ('input_proj', 'conv', 'model.input_projection', 'input_proj'),
   ('decoder_norm', 'norm', 'model.decoder.layernorm', 'transformer.decoder.norm'),
   ('class_head', 'dense', 'class_labels_classifier', 'class_embed'),
-  *(
-    (f'box_head/Dense_{i}', 'dense', f'bbox_predictor.layers.{i}', f'bbox_embed.layers.{i}')
-    for i in range(3)
-  ),
-)  # fmt: skip
+  ('box_head/Dense_0', 'dense', 'bbox_predictor.layers.0', 'bbox_embed.layers.0'),
+  ('box_head/Dense_1', 'dense', 'bbox_predictor.layers.1', 'bbox_embed.layers.1'),
+  ('box_head/Dense_2', 'dense', 'bbox_predictor.layers.2', 'bbox_embed.layers.2'),
+)
 _MASK_ROWS = (
   ('attention/query', 'heads', 'bbox_attention.q_linear'),
   ('attention/key', 'heads', 'bbox_attention.k_linear'),
   ('conv_0', 'conv', 'mask_head.lay1'),
-  *((f'convolutions/conv_{i}', 'conv', f'mask_head.lay{i + 1}') for i in range(1, 5)),
-  *((f'convolutions/norm_{i}', 'norm', f'mask_head.gn{i + 1}') for i in range(5)),
-  *((f'adapter_{i}', 'conv', f'mask_head.adapter{i + 1}') for i in range(3)),
+  ('convolutions/conv_1', 'conv', 'mask_head.lay2'),
+  ('convolutions/conv_2', 'conv', 'mask_head.lay3'),
+  ('convolutions/conv_3', 'conv', 'mask_head.lay4'),
+  ('convolutions/conv_4', 'conv', 'mask_head.lay5'),
+  ('convolutions/norm_0', 'norm', 'mask_head.gn1'),
+  ('convolutions/norm_1', 'norm', 'mask_head.gn2'),
+  ('convolutions/norm_2', 'norm', 'mask_head.gn3'),
+  ('convolutions/norm_3', 'norm', 'mask_head.gn4'),
+  ('convolutions/norm_4', 'norm', 'mask_head.gn5'),
+  ('adapter_0', 'conv', 'mask_head.adapter1'),
+  ('adapter_1', 'conv', 'mask_head.adapter2'),
+  ('adapter_2', 'conv', 'mask_head.adapter3'),
   ('convolutions/output', 'conv', 'mask_head.out_lay'),
-)  # fmt: skip
+)
 
 
 # Names in memory of transformers 5 -> in its files.
@@ -88,18 +101,15 @@ _MEMORY = (
   (r'^bbox_attention\.([qk])_proj\.', r'bbox_attention.\1_linear.'),
   (r'^mask_head\.conv([12])\.conv\.', r'mask_head.lay\1.'),
   (r'^mask_head\.conv([12])\.norm\.', r'mask_head.gn\1.'),
-  *(
-    (rf'^mask_head\.fpn_stages\.{i}\.fpn_adapter\.', f'mask_head.adapter{i + 1}.')
-    for i in range(3)
-  ),
-  *(
-    (rf'^mask_head\.fpn_stages\.{i}\.refine\.conv\.', f'mask_head.lay{i + 3}.')
-    for i in range(3)
-  ),
-  *(
-    (rf'^mask_head\.fpn_stages\.{i}\.refine\.norm\.', f'mask_head.gn{i + 3}.')
-    for i in range(3)
-  ),
+  (r'^mask_head\.fpn_stages\.0\.fpn_adapter\.', 'mask_head.adapter1.'),
+  (r'^mask_head\.fpn_stages\.1\.fpn_adapter\.', 'mask_head.adapter2.'),
+  (r'^mask_head\.fpn_stages\.2\.fpn_adapter\.', 'mask_head.adapter3.'),
+  (r'^mask_head\.fpn_stages\.0\.refine\.conv\.', 'mask_head.lay3.'),
+  (r'^mask_head\.fpn_stages\.1\.refine\.conv\.', 'mask_head.lay4.'),
+  (r'^mask_head\.fpn_stages\.2\.refine\.conv\.', 'mask_head.lay5.'),
+  (r'^mask_head\.fpn_stages\.0\.refine\.norm\.', 'mask_head.gn3.'),
+  (r'^mask_head\.fpn_stages\.1\.refine\.norm\.', 'mask_head.gn4.'),
+  (r'^mask_head\.fpn_stages\.2\.refine\.norm\.', 'mask_head.gn5.'),
   (r'^mask_head\.output_conv\.', 'mask_head.out_lay.'),
 )
 
@@ -145,7 +155,11 @@ _NAMINGS = {
   'hf': _detector('hf', 0, 0, _HF_BACKBONE, 'model'),
   'hf, own backbone': _detector('hf', 0, 1, _HF_BACKBONE, 'model'),
   'pth': _detector(
-    'pth', 1, 0, 'backbone.0.body.', 'transformer',
+    'pth',
+    1,
+    0,
+    'backbone.0.body.',
+    'transformer',
     joined={'.in_proj_': ('.q_proj.', '.k_proj.', '.v_proj.')},
   ),
   'resnet': leaves.Naming(
@@ -156,7 +170,7 @@ _NAMINGS = {
     old_names=((r'^resnet\.', ''),),
     ignored=r'(fc|classifier)\.',
   ),
-}  # fmt: skip
+}
 
 
 # Number of classes of the published panoptic models, and the first one of stuff.
@@ -255,7 +269,7 @@ class Detrs(base.Family):
     naming: str,
   ) -> descriptions.Description:
     """Reads config.json; without it, the file's name may say 'dc5'."""
-    describe = lambda config: _from_config(config, file.name)
+    describe = functools.partial(_from_config, name=file.name)
     return descriptions.read(sibling('config.json'), describe)
 
   def checked_names(self, names: Sequence[str], num_classes: int) -> tuple[str, ...]:

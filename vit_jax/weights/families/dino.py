@@ -43,10 +43,9 @@ GATED_MLP = (
 )
 # Names in memory of transformers 5 -> in its files: attention, and an MLP with a gate.
 MEMORY_ATTENTION = (
-  *(
-    (rf'\.attention\.{x}_proj\.', f'.attention.attention.{name}.')
-    for x, name in (('q', 'query'), ('k', 'key'), ('v', 'value'))
-  ),
+  (r'\.attention\.q_proj\.', '.attention.attention.query.'),
+  (r'\.attention\.k_proj\.', '.attention.attention.key.'),
+  (r'\.attention\.v_proj\.', '.attention.attention.value.'),
   (r'\.attention\.o_proj\.', '.attention.output.dense.'),
 )
 MEMORY_GATED = (

@@ -29,7 +29,9 @@ _STEM = (
   ('Transformer/encoder_norm', 'norm', 'layernorm'),
   ('queries', 'table', 'query.weight'),
   ('class_head', 'dense', 'class_predictor'),
-  *((f'mask_mlp/Dense_{i}', 'dense', f'mask_head.fc{i + 1}') for i in range(3)),
+  ('mask_mlp/Dense_0', 'dense', 'mask_head.fc1'),
+  ('mask_mlp/Dense_1', 'dense', 'mask_head.fc2'),
+  ('mask_mlp/Dense_2', 'dense', 'mask_head.fc3'),
 )
 _UPSCALE = (
   ('kernel', 'deconv', 'conv1.weight'),

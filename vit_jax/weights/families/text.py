@@ -22,16 +22,15 @@ _LAYER = f'{_BERT}encoder_block/layer_sequence/layers_{{0}}/'
 _EMBEDDING = f'{_BERT}embedder/embedders_{{}}_ids/embedding'
 # Rows of vit_jax.weights.families.leaves.
 _BLOCK = (
-  *(
-    (f'attention_block/attention_layer/{name}', 'dense', f'attention.self.{name}')
-    for name in ('query', 'key', 'value')
-  ),
+  ('attention_block/attention_layer/query', 'dense', 'attention.self.query'),
+  ('attention_block/attention_layer/key', 'dense', 'attention.self.key'),
+  ('attention_block/attention_layer/value', 'dense', 'attention.self.value'),
   ('attention_block/dense_layer', 'dense', 'attention.output.dense'),
   ('attention_block/layer_norm', 'norm', 'attention.output.LayerNorm'),
   ('mlp_block/mlp/dense_layer', 'dense', 'intermediate.dense'),
   ('mlp_block/dense_layer', 'dense', 'output.dense'),
   ('mlp_block/layer_norm', 'norm', 'output.LayerNorm'),
-)  # fmt: skip
+)
 _OTHERS = (
   (_EMBEDDING.format('token'), 'table', 'embeddings.word_embeddings.weight'),
   (_EMBEDDING.format('position'), 'table', 'embeddings.position_embeddings.weight'),

@@ -151,12 +151,17 @@ _TIMM_LAYER = (
   (f'{_ATTENTION}/key_ln', 'norm', 'attn.k_norm'),
   (f'{_ATTENTION}/out_ln', 'norm', 'attn.norm'),
   ('MlpBlock_0/LayerNorm_0', 'norm', 'mlp.norm'),
-  *((f'LayerScale_{i}/gamma', 'same', f'ls{i + 1}.gamma') for i in (0, 1)),
+  ('LayerScale_0/gamma', 'same', 'ls1.gamma'),
+  ('LayerScale_1/gamma', 'same', 'ls2.gamma'),
 )
 _ROOT = ('conv_root', 'conv', 'conv'), ('gn_root', 'norm', 'norm')
 _UNIT = (
-  *((f'conv{i}', 'conv', f'conv{i}') for i in (1, 2, 3)),
-  *((f'gn{i}', 'norm', f'norm{i}') for i in (1, 2, 3)),
+  ('conv1', 'conv', 'conv1'),
+  ('conv2', 'conv', 'conv2'),
+  ('conv3', 'conv', 'conv3'),
+  ('gn1', 'norm', 'norm1'),
+  ('gn2', 'norm', 'norm2'),
+  ('gn3', 'norm', 'norm3'),
   ('conv_proj', 'conv', 'downsample.conv'),
   ('gn_proj', 'norm', 'downsample.norm'),
 )
