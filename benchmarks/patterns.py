@@ -58,7 +58,10 @@ def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
 def pairs(side: int) -> int:
   """Returns how many pairs of patches attend in local attention."""
   reach = min(model_configs.Transformer.attention_window // 2, side - 1)
-  return (side + 2 * sum(side - d for d in range(1, reach + 1))) ** 2
+  pairs_on_axis = side
+  for distance in range(1, reach + 1):
+    pairs_on_axis += 2 * (side - distance)
+  return pairs_on_axis**2
 
 
 @drawing.styled

@@ -75,6 +75,11 @@ def measure_one(name: str, folder: str):
   print(time.perf_counter() - start)
 
 
+def _speeds(times: list[float]) -> list[float]:
+  """Returns the images per second of each time."""
+  return [BATCH * BATCHES / seconds for seconds in times]
+
+
 def rows(args) -> list[dict]:
   """Times training crops of 224 px from 500x375 JPEGs of photographs."""
 
@@ -89,6 +94,7 @@ def rows(args) -> list[dict]:
     ours, plain = timing.measure(
       run('ours', folder), run('plain', folder), repeats=args.repeats
     )
-  speeds = [[BATCH * BATCHES / t for t in times] for times in (ours, plain)]
   name = 'input pipeline, 500x375 JPEG -> 224 px'
-  return timing.compared(name, speeds[0], 'decode all, then crop', speeds[1], 'img/s')
+  return timing.compared(
+    name, _speeds(ours), 'decode all, then crop', _speeds(plain), 'img/s'
+  )

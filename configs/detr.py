@@ -102,13 +102,17 @@ def _suit(pp: ml_collections.ConfigDict, folder: str) -> None:
       if name.lower().endswith(_ENDINGS):
         paths.append(os.path.join(parent, name))
   paths.sort()
+  interval = max(1, math.ceil(len(paths) / _SAMPLE))
   shorter = []
-  for path in filter(os.path.isfile, paths[:: -(-len(paths) // _SAMPLE) or 1]):
+  for path in filter(os.path.isfile, paths[::interval]):
     # Opening the data reports broken images.
     with contextlib.suppress(OSError, Image.DecompressionBombError):
       with Image.open(path) as image:
         shorter.append(min(image.size))
-  factor = sorted(shorter)[len(shorter) * 9 // 10] / SIDES[0] if shorter else 1
+  if not shorter:
+    return
+  shorter.sort()
+  factor = shorter[len(shorter) * 9 // 10] / SIDES[0]
   if factor >= 1:
     return
   for key in ('sides', 'crop_sides', 'crop_range'):

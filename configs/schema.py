@@ -382,7 +382,8 @@ def raise_unknown(
   near += [by_last[name] for name in difflib.get_close_matches(last, by_last, n=1)]
   if len(last) > 1:  # Keys that contain it, such as base_lr for lr.
     near += [name for name in known_keys if last in name]
-  hint = where or f'known keys are {", ".join(sorted(known_keys)) or "none"}'
+  known_text = ', '.join(sorted(known_keys)) or 'none'
+  hint = where or f'known keys are {known_text}'
   if key in synonyms.SYNONYMS and not prefix:
     hint = synonyms.hint(key)
   elif near:

@@ -70,4 +70,5 @@ def select(variants: Iterable[str], arg: str) -> tuple[list[str], str]:
       )
   if len(dataset_names) > 1:
     raise ValueError(f"'{arg}' names {len(dataset_names)} data sets: use one")
-  return variant_names or [*variants], (dataset_names or ['digits'])[0]
+  dataset = dataset_names[0] if dataset_names else 'digits'
+  return variant_names or list(variants), dataset

@@ -89,8 +89,9 @@ def get_directory_info(directory: str) -> dict:
 def _examples_glob(root: str, split: str) -> str | None:
   """Returns a pattern for the files of a split of class folders, else None."""
   top = root if split == '.' else f'{root}/{split}'
-  has_list = any(kind.exists(root, split) for kind in (manifest, parquet))
-  return None if has_list or not tf.io.gfile.isdir(top) else f'{top}/*/*'
+  if manifest.exists(root, split) or parquet.exists(root, split):
+    return None
+  return f'{top}/*/*' if tf.io.gfile.isdir(top) else None
 
 
 def _split_of(directory: str, split: str) -> str:

@@ -95,7 +95,9 @@ def main(argv: Sequence[str]) -> int:
   options = {name: getattr(args, name) for name in names}
   options['seeds'] = args.seeds and tuple(args.seeds)
   options = {k: v for k, v in options.items() if v is not None}
-  knn = probe.KNN if args.knn == [] else args.knn or ()
+  knn = args.knn or ()
+  if args.knn == []:  # --knn without numbers.
+    knn = probe.KNN
   result = probe.probe(model, mesh, args.shots, args.linear, knn, **options)
   step = '' if args.weights else f', step {model.step}'
   console.log(f'{args.weights or args.workdir}{step}\n{probe.table(result)}')

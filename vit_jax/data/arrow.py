@@ -241,10 +241,12 @@ def _read_struct(name: str, arrow_type: Any) -> Column:
 
   fields = {field.name: field.type for field in arrow_type}
   has_paths = 'path' in fields and read_column('path', fields['path']).kind == 'string'
-  is_image = 'bytes' in fields and (
-    read_column('bytes', fields['bytes']).kind == 'bytes'
-    or (has_paths and types.is_null(fields['bytes']))
-  )
+  is_image = False
+  if 'bytes' in fields:
+    is_null = types.is_null(fields['bytes'])  # All images are files.
+    is_image = (
+      has_paths if is_null else read_column('', fields['bytes']).kind == 'bytes'
+    )
   return Column(
     f'{name}.bytes',
     kind='bytes' if is_image else '',

@@ -193,9 +193,8 @@ def _rows(source: records.Source, numbers: np.ndarray) -> list[np.ndarray]:
     source, tf.data.Dataset.from_tensor_slices(numbers).batch(_BATCH), source.lookup
   )
   read = no_autograph(source.read)
-  batches = data.map(lambda record: {'label': read(record)['label']}).padded_batch(
-    _BATCH, padding_values={'label': np.int64(-1)}
-  )
+  labels = data.map(lambda record: {'label': read(record)['label']})
+  batches = labels.padded_batch(_BATCH, padding_values={'label': np.int64(-1)})
 
   def indices(number: int) -> np.ndarray:
     return numbers[number * _BATCH :][:_BATCH]
@@ -226,14 +225,15 @@ def _load(path: epath.Path, source: records.Source) -> np.ndarray | None:
   if content.keys() != {'labels', 'digest'}:
     return None
   numbers = content['labels']
-  is_valid = (
-    str(content['digest']) == _digest(numbers, source)
-    and numbers.dtype.kind == 'i'
-    and numbers.ndim == 2
-    and len(numbers) == source.num_examples
-    and int(numbers.max(initial=-1)) < len(source.class_names)
-  )
-  return numbers if is_valid else None
+  if str(content['digest']) != _digest(numbers, source):
+    return None
+  if numbers.dtype.kind != 'i' or numbers.ndim != 2:
+    return None
+  if len(numbers) != source.num_examples:
+    return None
+  if numbers.max(initial=-1) >= len(source.class_names):
+    return None
+  return numbers
 
 
 def _stored(path: epath.Path, source: records.Source) -> np.ndarray | None:

@@ -116,10 +116,14 @@ def _find_place(
     num_bytes += size
   if num_bytes < LARGE:
     return None
-  name = files.digest([json.dumps([os.path.abspath(root), manifests]).encode()])
-  arguments = _VERSION, root, split, features, class_names, stamps
-  key = files.digest([json.dumps(arguments).encode()])
+  name = _digest(os.path.abspath(root), manifests)
+  key = _digest(_VERSION, root, split, features, class_names, stamps)
   return _Place(root, split, name, key, stamps)
+
+
+def _digest(*values: Any) -> str:
+  """Returns a hash of values of JSON."""
+  return files.digest([json.dumps(values).encode()])
 
 
 def _remove_old(place: _Place) -> None:

@@ -81,7 +81,9 @@ def find(root: str, base: str) -> str | None:
   if path is not None:
     return path
   path = _find_metadata(root)
-  return path if path is not None and any(_split_rows(path, base)) else None
+  if path is not None and any(_split_rows(path, base)):
+    return path
+  return None
 
 
 def _find_metadata(folder: str) -> str | None:

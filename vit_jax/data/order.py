@@ -68,7 +68,8 @@ def _encrypted(
   last = num_examples - 1
   # For powers of 4, TensorFlow's block has no room for the last value.
   is_power_of_4 = last.bit_count() == 1 and last.bit_length() % 2 == 1
-  max_index = last + 1 if is_power_of_4 and last >= 2**_SMALLEST_BLOCK else last
+  lacks_room = is_power_of_4 and last >= 2**_SMALLEST_BLOCK
+  max_index = last + 1 if lacks_room else last
   word_bits = (max((max_index - 1).bit_length(), _SMALLEST_BLOCK) + 1) // 2
 
   def encrypt(values: 'tf.Tensor', *key_words: Any) -> 'tf.Tensor':

@@ -68,7 +68,8 @@ def measure(paths: Sequence[str], channels: int) -> Statistics:
   """Returns the statistics of images; ValueError names one that cannot be read."""
   if not paths:
     raise ValueError('the split has no images to measure: pass one that has')
-  numbers = np.unique(np.linspace(0, len(paths) - 1, _MOST_IMAGES).round().astype(int))
+  spaced = np.linspace(0, len(paths) - 1, _MOST_IMAGES)
+  numbers = np.unique(spaced.round().astype(int))
   num_samples = max(1, _MOST_VALUES // (channels * len(numbers)))
 
   def measure_image(number: int) -> _Moments:

@@ -349,10 +349,10 @@ def splits(
 ) -> tuple[str | None, str, str]:
   """Returns data set (None: the run's), training and test split of few-shot options."""
   if options.dataset is None:
-    usual = own_splits(config)
+    train, test = own_splits(config)
   else:
-    usual = common.SPLITS.get(options.dataset, ('train', 'test'))
-  return options.dataset, options.train or usual[0], options.test or usual[1]
+    train, test = common.SPLITS.get(options.dataset, ('train', 'test'))
+  return options.dataset, options.train or train, options.test or test
 
 
 def own_splits(config: ml_collections.ConfigDict) -> tuple[str, str]:

@@ -249,7 +249,8 @@ def _attention_gradients(
   gradients = flax.traverse_util.flatten_dict(gradients, sep='/')
   sown = flax.traverse_util.flatten_dict(sown, sep='/')
   paths = sorted(gradients, key=internals.path_key)
-  return [sown[path][0] for path in paths], [gradients[path] for path in paths]
+  weights = [sown[path][0] for path in paths]
+  return weights, [gradients[path] for path in paths]
 
 
 def _apply(

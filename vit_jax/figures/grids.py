@@ -1,6 +1,7 @@
 """Draws small images in a grid with captions, for TensorBoard and a workdir."""
 
 from collections.abc import Mapping, Sequence
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -75,7 +76,8 @@ def grid(
   top = _TITLE if titles else _GAP
   across = width + _GAP
   down = height + _GAP + lines * _LINE
-  size = (-(-len(images) // columns) * down + top, columns * across + _GAP, 3)
+  rows = math.ceil(len(images) / columns)
+  size = (rows * down + top, columns * across + _GAP, 3)
   canvas = np.full(size, 255, np.uint8)
   written = []
   for i, title in enumerate(titles):

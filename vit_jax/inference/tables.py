@@ -339,7 +339,8 @@ def _compute(
   computed = sum(map(len, missing))
   rate = computed / max(time.monotonic() - start_time, 1e-9)
   results = processes.attempt('computing the table', lambda: [computed, rate])
-  return sum(computed for computed, _ in results), sum(rate for _, rate in results)
+  counts, rates = zip(*results)
+  return sum(counts), sum(rates)
 
 
 def _config_digest(model: Any) -> str:

@@ -91,8 +91,9 @@ def _check_inputs(
   if mask is None:
     return None
   full = (images, num_heads, queries, (x if kv is None else kv).shape[1])
-  fits = mask.ndim <= 4 and all(
-    size in (1, limit) for size, limit in zip(mask.shape[::-1], full[::-1])
+  mask_shape = (1,) * (4 - mask.ndim) + mask.shape
+  fits = len(mask_shape) == 4 and all(
+    size in (1, limit) for size, limit in zip(mask_shape, full)
   )
   if mask.dtype != bool or not fits:
     raise ValueError(
@@ -100,7 +101,7 @@ def _check_inputs(
       f'to [batch, heads, queries, keys] = {list(full)}, got {mask.dtype} '
       f'{list(mask.shape)}; [batch, 1, 1, keys] hides keys from all queries'
     )
-  return mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+  return mask.reshape(mask_shape)
 
 
 class _Heads(nn.Module):

@@ -231,7 +231,8 @@ def num_inputs(name: str, ndim: int) -> int:
 
   An attention kernel is [D, K, E] or, of `out`, [K, E, D].
   """
-  return 1 if ndim == 3 and not name.endswith('/out/kernel') else ndim - 1
+  is_query_key_or_value = ndim == 3 and not name.endswith('/out/kernel')
+  return 1 if is_query_key_or_value else ndim - 1
 
 
 def _matrix(path: Any, x: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:

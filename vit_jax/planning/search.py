@@ -127,7 +127,8 @@ def _fewest_that_fit(
       i -= 1
     else:  # Twice as many micro-batches save half of the memory at most.
       needed = result['memory_per_core_bytes'] or 0
-      i += max(1, int(math.log2(max(1, needed / result['memory_of_core_bytes']))))
+      excess = max(1, needed / result['memory_of_core_bytes'])
+      i += max(1, int(math.log2(excess)))
 
 
 def _images_per_second(plan: Mapping[str, Any]) -> float:

@@ -82,11 +82,10 @@ def load(text: str) -> tuple[ml_collections.ConfigDict, str]:
     try:
       inspect.signature(module.get_config).bind(*arguments)
     except TypeError as e:
-      raise ValueError(
-        f'get_config takes no argument: leave out :{argument}'
-        if arguments
-        else 'get_config needs an argument: use FILE.py:ARGUMENT'
-      ) from e
+      problem = 'get_config needs an argument: use FILE.py:ARGUMENT'
+      if arguments:
+        problem = f'get_config takes no argument: leave out :{argument}'
+      raise ValueError(problem) from e
     config = module.get_config(*arguments)
     if not isinstance(config, Mapping | ml_collections.ConfigDict):
       raise ValueError(f'get_config returns {type(config).__name__}, not a ConfigDict')

@@ -319,8 +319,8 @@ def _with_plain_positions(
     return model, []
   is_tower = 'transformer' not in model.config
   is_per_layer = kind in (*position_kinds.ROPES, 'relative_bias')
-  is_held = kind == 'none' or (is_per_layer and to in ('hf', 'timm'))
-  if is_held and not is_tower:  # See `formats_of`.
+  can_hold = kind == 'none' or (is_per_layer and to in ('hf', 'timm'))
+  if can_hold and not is_tower:  # See `formats_of`.
     return model, []
   if kind == 'relative' or is_per_layer or layers != 'stem' or is_tower:
     raise ValueError(

@@ -42,6 +42,10 @@ def notes_file(npz: epath.PathLike) -> epath.Path:
   return epath.Path(f'{npz}.json')
 
 
+def _without_null(fields: dict[str, Any]) -> dict[str, Any]:
+  return {name: value for name, value in fields.items() if value is not None}
+
+
 def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
   """Applies `describe` to the object in a JSON file, {} if there is no file.
 
@@ -51,9 +55,8 @@ def read(path: epath.Path, describe: Callable[[dict], Any] = dict) -> Any:
   with arrays.file_errors(path):
     content = {}
     if path.exists():
-      without_null = lambda x: {k: v for k, v in x.items() if v is not None}
       with fetch.local_input(path) as local_path:
-        content = files.read_json(local_path, object_hook=without_null)
+        content = files.read_json(local_path, object_hook=_without_null)
     if not isinstance(content, dict):
       raise ValueError(f'it holds {content!r:.80} and must hold an object: {{...}}')
     return describe(content)
@@ -155,13 +158,17 @@ def labels(config: Mapping[str, Any], gap: str | None = None) -> tuple[str, ...]
         return False
       if int(number) >= 2**20 or not isinstance(name, str):
         return False
-    return gap is not None or set(names) == {str(i) for i in range(len(names))}
+    if gap is not None:
+      return True
+    return set(names) == set(map(str, range(len(names))))
 
   form = 'an object that names each class: {"0": ..., "1": ...}'
   kind = Annotated[dict, schema.Fits(form, is_label_table)]
   names = field(config, 'id2label', kind, {})
-  num_classes = 1 + max(map(int, names), default=-1)
-  return tuple(names.get(str(i), gap) for i in range(num_classes)) or None
+  if not names:
+    return None
+  num_classes = 1 + max(map(int, names))
+  return tuple(names.get(str(i), gap) for i in range(num_classes))
 
 
 def label_fields(model: Any) -> dict[str, dict]:

@@ -37,9 +37,10 @@ def local(path: str) -> epath.Path:
   """Returns where `fetch` puts a remote file; a local path itself."""
   if not is_remote(path):
     return epath.Path(files.expanded(path))
-  name = path.split('?')[0].rpartition('/')[2].lstrip('.')[-_LONGEST_NAME:]
+  without_query = path.split('?')[0]
+  name = without_query.rpartition('/')[2].lstrip('.')
   folder = hashlib.sha256(path.encode()).hexdigest()[:16]
-  return epath.Path(console.cache_folder() / folder / name)
+  return epath.Path(console.cache_folder() / folder / name[-_LONGEST_NAME:])
 
 
 def fetch(path: str) -> epath.Path:

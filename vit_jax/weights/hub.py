@@ -81,10 +81,9 @@ def fetch(path: epath.PathLike, revision: str | None = None) -> epath.Path:
   uri = parse(path)
   revision = revision or uri.revision
   name = uri.path_in_repo
-  # Patterns of files; the next are tried if the model has none of the first.
-  patterns = [[glob.escape(name)]] if name else [[file] for file in FILES]
-  for names in patterns:
-    names += _shards(names[0])
+  # The next pattern is tried if the model has no file of the first.
+  for pattern in [glob.escape(name)] if name else FILES:
+    names = [pattern, *_shards(pattern)]
     folder = _snapshot(path, uri, revision, names)
     revision = folder.name  # The branch may move before the next call.
     if any(folder.glob(names[-1])):

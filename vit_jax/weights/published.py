@@ -61,12 +61,13 @@ def linen_names(names: Iterable[str]) -> dict[str, str]:
 
 def file_names(paths: Iterable[str]) -> dict[str, str]:
   """Returns the name in a file of each path in Linen."""
-  bit_names = {}
+  layers = {linen: name for name, linen in _BLOCK.items()}
+  names = {path: _in_block(path, layers) for path in paths}
   if vit.is_bit(paths):
     for path, _, name in leaves.walk(_BIT, paths, by_path=True):
-      bit_names[path] = name
-  layers = {linen: name for name, linen in _BLOCK.items()}
-  return {path: bit_names.get(path) or _in_block(path, layers) for path in paths}
+      if path in names:
+        names[path] = name
+  return names
 
 
 def _in_block(path: str, names: Mapping[str, str]) -> str:

@@ -263,9 +263,9 @@ def _fetched(path: str) -> epath.Path:
 
 def check_packages(path: str) -> None:
   """Raises ImportError if a package is missing that reads these weights."""
-  file = epath.Path(
-    str(path).partition('?')[0].partition('://')[2] or files.expanded(path)
-  )
+  without_query = str(path).partition('?')[0]
+  _, _, path_of_url = without_query.partition('://')
+  file = epath.Path(path_of_url or files.expanded(path))
   if hub.is_hub_path(path):
     file = epath.Path(hub.parse(path).path_in_repo or hub.FILES[0])
   elif file.is_dir() and not _is_workdir(file):

@@ -131,8 +131,9 @@ def sample(
     )
   all_groups = groups(pp)
   counts = [len(group.sides) for group in all_groups]
-  first = tf.gather(np.cumsum([0, *counts[:-1]]).astype(np.int32), number)
-  side = first + _index(seeds[2], tf.gather(counts, number))
+  # Number of the first length of each group.
+  first_sides = np.cumsum([0, *counts[:-1]]).astype(np.int32)
+  side = tf.gather(first_sides, number) + _index(seeds[2], tf.gather(counts, number))
   longest = tf.gather([group.longest for group in all_groups], number)
   size = fitted(extent, tf.gather(sorted(pp.sides), side), longest)
   size = tf.minimum(size, tf.gather([group.canvas for group in all_groups], number))

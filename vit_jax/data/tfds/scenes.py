@@ -51,12 +51,13 @@ def _texture(rng: np.random.RandomState, kind: int) -> np.ndarray:
   y, x = np.mgrid[:SIZE, :SIZE]
   period = rng.uniform(6, 16)
   angle = rng.uniform(0, np.pi)
-  along = (x * np.cos(angle) + y * np.sin(angle)) * 2 * np.pi / period
-  across = (y * np.cos(angle) - x * np.sin(angle)) * 2 * np.pi / period
+  cos, sin = np.cos(angle), np.sin(angle)
+  along = np.sin((x * cos + y * sin) * 2 * np.pi / period)
+  across = np.sin((y * cos - x * sin) * 2 * np.pi / period)
   wave = {
-    'stripes': np.sin(along),
-    'checks': np.sign(np.sin(along) * np.sin(across)),
-    'dots': 2.0 * (np.sin(along) * np.sin(across) > 0.7) - 1,
+    'stripes': along,
+    'checks': np.sign(along * across),
+    'dots': 2.0 * (along * across > 0.7) - 1,
   }[TEXTURES[kind]]
   colour = rng.uniform(40, 130, 3)
   noise = rng.normal(0, 6, (SIZE, SIZE, 1))

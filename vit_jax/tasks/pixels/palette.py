@@ -75,7 +75,8 @@ def fit(pixels: np.ndarray, num_colors: int, seed: int = 0) -> np.ndarray:
     means = cluster.MiniBatchKMeans(num_colors, random_state=seed, n_init=1)
     # The first step chooses the initial colours.
     size = max(_BATCH, 3 * num_colors)
-    starts = _PASSES * list(range(0, max(1, len(pixels) - size + 1), size))
+    last = max(0, len(pixels) - size)
+    starts = _PASSES * list(range(0, last + 1, size))
     for start in console.bar(
       iterable=starts, desc='Finding a palette', delay=3, leave=False
     ):

@@ -91,8 +91,8 @@ class _Instances(detectors.Segmenter):
     self, inputs: Mapping[str, np.ndarray], outputs: Any, threshold: float
   ) -> tuple[np.ndarray, list]:
     """Returns masks and instances of one image, see Segmenter.instances."""
-    one = lambda tree: jax.tree.map(lambda x: x[None], tree)
-    masks = jax.device_get(self.task.masks(one(outputs), one(inputs)))
+    batch = jax.tree.map(lambda x: x[None], (outputs, inputs))
+    masks = jax.device_get(self.task.masks(*batch))
     size = tuple(inputs['size'].tolist())
     regions, labels, scores = self.task.instances(masks, 0, size, threshold)
     predictions = []

@@ -161,7 +161,9 @@ def _view(
 
 def _pair(size: Any) -> tuple[int, int] | None:
   """Returns a size of the options as (height, width)."""
-  return (size, size) if isinstance(size, int) else size and tuple(size)
+  if isinstance(size, int):
+    return size, size
+  return size and tuple(size)
 
 
 def outputs(
@@ -205,8 +207,10 @@ def outputs(
   results = jax.lax.map(compute, jnp.stack([row, column, flip], axis=-1))
 
   def of_flip(number: int) -> Any:
-    return jax.tree.map(
-      lambda x: jnp.moveaxis(x.reshape(*shape, *x.shape[1:])[number], 2, 0), results
-    )
+    def batch_first(x: jax.Array) -> jax.Array:
+      by_flip = x.reshape(*shape, *x.shape[1:])  # [flips, Y, X, B, ...]
+      return jnp.moveaxis(by_flip[number], 2, 0)
+
+    return jax.tree.map(batch_first, results)
 
   return [of_flip(number) for number in range(shape[0])]

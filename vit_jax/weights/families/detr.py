@@ -281,11 +281,14 @@ class Detrs(base.Family):
   def run(self, model: Any) -> dict[str, Any]:
     """Images of an unknown size are prepared as in the published recipe."""
     largest = model.preparation.size or max(recipe.SIDES)
-    sides = tuple(x for x in recipe.SIDES if x <= largest) or (largest,)
+    sides = tuple(side for side in recipe.SIDES if side <= largest)
+    pp = {}
+    if model.image_size is None:
+      pp['sides'] = sides or (largest,)
     return {
       'task': 'segment' if model.config.get('mask_head') else 'detect',
       'task_options': {'max_objects': min(100, model.config.num_queries)},
-      'pp': {'sides': sides} if model.image_size is None else {},
+      'pp': pp,
     }
 
   def metadata(self, model: Any) -> dict[str, Any]:

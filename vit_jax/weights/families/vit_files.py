@@ -371,7 +371,9 @@ def timm_bit(model: Any) -> tuple[str, dict[str, Any]]:
     )
   architecture, factor = _TIMM_BITS[units]
   # timm multiplies these by the width factor of the architecture.
-  widths = [int(256 * 2**i * width) // factor for i in range(len(units))]
+  widths = []
+  for i in range(len(units)):
+    widths.append(int(256 * 2**i * width) // factor)
   return architecture, dict(
     in_chans=leaves.channels(model.params),
     stem_chs=int(64 * width) // factor,
