@@ -41,6 +41,7 @@ SECTIONS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks'
   add = parser.add_argument
@@ -60,6 +61,7 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Times the sections, prints their rows and writes them to --json."""
   args = make_parser().parse_args(sys.argv[1:] if argv is None else argv)
   flags.check_output('json', args.json)
   if 'jax' not in sys.modules:  # JAX reads these when it is imported.

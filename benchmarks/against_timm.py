@@ -51,9 +51,11 @@ class Timm(twins.Twin):
     self._loss = self._torch.nn.CrossEntropyLoss(label_smoothing=config.label_smoothing)
 
   def loss(self, batch: Mapping[str, Any], step: int) -> Any:
+    """Returns the mean cross-entropy of a batch, a tensor."""
     return self._loss(self.outputs(batch), self.tensors(batch, 'label'))
 
   def outputs(self, batch: Mapping[str, Any]) -> Any:
+    """Returns the logits of a batch, a tensor [B, C]."""
     return self._run(self.tensors(batch, 'image'))
 
 
@@ -77,6 +79,7 @@ COMPARISON = twins.Comparison(Timm, _outputs, _accuracy, _PLAIN, 'timm', 'accura
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Runs the comparison with command-line arguments."""
   _import_timm()
   twins.main(COMPARISON, 'against_timm', __doc__, argv)
 

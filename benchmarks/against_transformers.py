@@ -211,6 +211,7 @@ COMPARISON = twins.Comparison(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Runs the comparison with command-line arguments."""
   _import_transformers()
   twins.main(COMPARISON, 'against_transformers', __doc__, argv)
 

@@ -246,6 +246,7 @@ def format_table_2(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.costs'
   add = parser.add_argument
@@ -285,6 +286,7 @@ def _positive(text: str) -> float:
 
 
 def main(argv: Sequence[str]):
+  """Prints the tables, and writes the rows to --json."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   if bool(args.model) != bool(args.epochs):

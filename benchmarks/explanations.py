@@ -133,6 +133,7 @@ def table(measured: Sequence[dict[str, tuple[float, float]]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Measures all methods on the test images of runs, and prints the table."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.explanations'
   parser.add_argument('workdirs', nargs='+', metavar='WORKDIR', help='trained runs')

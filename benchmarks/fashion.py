@@ -186,6 +186,7 @@ _WRITERS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Writes the images of a kind into a new folder."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.fashion'
   parser.add_argument('what', choices=[*_WRITERS], help='what to make')

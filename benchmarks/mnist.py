@@ -97,6 +97,7 @@ def prepare(name: str, folder: str, data_dir: str | None = None) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
+  """Prepares a data set of TFDS from its four files."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.mnist'
   parser.add_argument('name', choices=_BUILDERS, help='name of the data set in TFDS')

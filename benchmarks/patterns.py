@@ -93,6 +93,7 @@ def draw(rows: list[dict]):
 
 
 def main() -> None:
+  """Computes the costs that --json lacks, prints them and draws the figure."""
   parser = flags.Parser('', __doc__)
   parser.prog = 'python -m benchmarks.patterns'
   parser.add_argument('--json', metavar='FILE', help='file for the results')

@@ -14,6 +14,7 @@ from vit_jax.configs import common, detr_scenes
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = detr_scenes.get_config()
   common.set_dataset(config, 'scenes/panoptic')
   config.task = 'segment'

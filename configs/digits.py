@@ -11,6 +11,7 @@ from vit_jax.configs import common, models
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = common.set_dataset(common.get_config(), 'digits')
   config.pretrained_dir = None  # Random initial weights.
   # 8x8 pixels, grey, enlarged to 16x16: 16 patches of 4x4.

@@ -11,6 +11,7 @@ import ml_collections
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = ml_collections.ConfigDict()
   # The program to run.
   config.trainer = 'inference_time'

@@ -14,6 +14,7 @@ from vit_jax.configs import digits
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = digits.get_config()
   config.task = 'masked_patches'
   config.update(total_epochs=100.0, label_smoothing=0.0)

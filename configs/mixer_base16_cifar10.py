@@ -14,6 +14,7 @@ from vit_jax.configs import common, models
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = common.with_dataset(common.get_config(), 'cifar10')
   config.model = models.get_config('mixer_b16')
   config.pp.crop = 224

@@ -291,6 +291,8 @@ class _ResNet:
 
 @dataclasses.dataclass(kw_only=True)
 class Vit(_Model):
+  """Fields of vit_jax.models_vit.VisionTransformer in a config."""
+
   patches: _Patches
   hidden_size: schema.Count
   transformer: Transformer
@@ -307,6 +309,8 @@ class Vit(_Model):
 
 @dataclasses.dataclass(kw_only=True)
 class Eomt(Vit):
+  """Fields of vit_jax.models_eomt.Eomt in a config."""
+
   num_queries: schema.Count = 200
   num_query_layers: schema.Count = 4
   num_upscales: schema.Natural = 2
@@ -314,6 +318,8 @@ class Eomt(Vit):
 
 @dataclasses.dataclass(kw_only=True)
 class Mixer(_Model):
+  """Fields of vit_jax.models_mixer.MlpMixer in a config."""
+
   patches: _Patches
   hidden_dim: schema.Count
   num_blocks: schema.Count
@@ -323,6 +329,8 @@ class Mixer(_Model):
 
 @dataclasses.dataclass(kw_only=True)
 class Bit(_Model):
+  """Fields of vit_jax.models_bit.BitResNet in a config."""
+
   num_layers: schema.Units
   width_factor: schema.WidthFactor
   head_bias_init: float = 0.0
@@ -332,6 +340,8 @@ class Bit(_Model):
 
 @dataclasses.dataclass(kw_only=True)
 class Igpt(_Model):
+  """Fields of vit_jax.models_igpt.ImageGPT in a config."""
+
   hidden_size: schema.Count
   num_layers: schema.Count
   num_heads: schema.Count
@@ -346,6 +356,8 @@ class Igpt(_Model):
 
 @dataclasses.dataclass(kw_only=True)
 class Detr(_Model):
+  """Fields of vit_jax.models_detr.Detr in a config."""
+
   backbone: Backbone
   vit: Vit
   units: schema.Units
@@ -366,6 +378,8 @@ class Detr(_Model):
 
 @dataclasses.dataclass(kw_only=True)
 class TextTower:
+  """Fields of the text tower of a vit_jax.models_lit.LitModel in a config."""
+
   config: str | dict
   width: schema.Count
   num_layers: schema.Count
@@ -389,6 +403,8 @@ class _Tokens:
 
 @dataclasses.dataclass(kw_only=True)
 class Lit(_Model):
+  """Fields of vit_jax.models_lit.LitModel in a config."""
+
   image: Vit
   text: TextTower
   text_model: TextModel

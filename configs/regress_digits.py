@@ -12,6 +12,7 @@ from vit_jax.configs import digits
 
 
 def get_config() -> ml_collections.ConfigDict:
+  """Returns the config, see the top of this file."""
   config = digits.get_config()
   config.update(task='regress', dataset='digit_angles')
   config.task_options = {'targets': ('angle',)}

@@ -40,6 +40,7 @@ class Range:
   lt: float | None = None
 
   def holds(self, value: Any) -> bool:
+    """Returns whether a number is within the bounds; NaN is not."""
     if self.ge is not None and not value >= self.ge:
       return False
     if self.gt is not None and not value > self.gt:
@@ -183,6 +184,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_mapping(value: Any) -> bool:
+  """Returns whether a value is a dict, a ConfigDict or another mapping."""
   return isinstance(value, Mapping | ml_collections.ConfigDict)
 
 
@@ -491,6 +493,7 @@ Names = Annotated[
 
 
 def is_regex(text: str) -> bool:
+  """Returns whether a string is a regular expression."""
   try:
     re.compile(text)
   except re.error:

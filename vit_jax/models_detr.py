@@ -133,6 +133,7 @@ class Detr(patches.ImageModel):
   param_dtype: Any = jnp.float32
 
   def setup(self):
+    """Creates the mask head if the model has one."""
     if self.mask_head:
       self.segmentation = detr_masks.MaskHead(
         self.hidden_size, self.num_heads, self.masks_at_a_time, **dtypes.of(self)

@@ -50,6 +50,7 @@ from vit_jax.distributed import files, text_files
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('convert', __doc__)
   parser.add_argument('src', metavar='SRC', help='weights in any format')
   parser.add_argument('dst', metavar='DST', nargs='?', help='file or folder to write')
@@ -78,6 +79,7 @@ def make_parser() -> flags.Parser:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the flags; ValueError unless exactly one of DST and --push is given."""
   args = make_parser().parse_args(argv)
   if (args.dst is None) == (args.push is None):
     raise ValueError('pass either DST, the place to write, or --push')
@@ -85,6 +87,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Converts weights; returns the exit status."""
   args = parse(argv)
   # Like Ctrl-C, it leaves no temporary files.
   signal.signal(signal.SIGTERM, signal.default_int_handler)

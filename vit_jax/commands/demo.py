@@ -26,6 +26,7 @@ _FLAGS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('demo', __doc__)
   flags.add_model_flags(parser)
   flags.add_image_flags(parser, _MAX_PIXELS)

@@ -65,6 +65,7 @@ NAMES = tuple(flag.removeprefix('--') for flag in _FLAGS)
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('evaluate', __doc__)
   parser.add({'--workdir': dict(help='folder of the run, local or gs://')})
   add_flags(parser, '--split')
@@ -79,6 +80,7 @@ def add_flags(parser: flags.Parser, split: str) -> None:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the flags; ValueError without --workdir or --split."""
   args = make_parser().parse_args(argv)
   flags.require(args, workdir='FOLDER')
   if not args.evaluate:
@@ -116,4 +118,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Evaluates a run; returns the exit status."""
   return run(parse(argv))

@@ -51,6 +51,7 @@ _FLAGS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('export', __doc__)
   flags.add_model_flags(parser)
   parser.add(_FLAGS)
@@ -58,6 +59,7 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Exports a model; returns the exit status."""
   args = make_parser().parse_args(argv)
   # Like Ctrl-C, it leaves no temporary files.
   signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -113,6 +113,7 @@ class Parser(argparse.ArgumentParser):
     return flags
 
   def error(self, message: str) -> NoReturn:
+    """Raises ValueError instead of ending the process."""
     raise ValueError(f'{message.removeprefix("argument ")} (see --help)')
 
   def flags(self) -> list[str]:

@@ -52,6 +52,7 @@ _FLAGS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   return flags.Parser('index', __doc__, _FLAGS)
 
 

@@ -30,6 +30,7 @@ from vit_jax.planning import topology
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('plan', __doc__)
   parser.add_config()
   parser.add_argument(
@@ -65,6 +66,7 @@ def parse(
   argv: Sequence[str],
   check_config: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.Namespace:
+  """Parses the flags, see flags.Parser.parse_args; ValueError without --config."""
   args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, config='FILE')
   return args
@@ -77,6 +79,7 @@ def _check_config(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Prints the plan of a run; returns the exit status."""
   args = parse(argv, _check_config)
   flags.check_output('json', args.json)
   topology.parse(args.topology)

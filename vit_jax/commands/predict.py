@@ -194,6 +194,7 @@ def _command(argv: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Prints or writes predictions; returns the exit status."""
   args = parse(argv)
   flags.check_output('out', args.out, is_folder=str(args.out or '').endswith('/'))
   if args.print:

@@ -58,6 +58,7 @@ _FLAGS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('probe', __doc__)
   flags.add_model_flags(parser)
   parser.add(_FLAGS)
@@ -65,6 +66,7 @@ def make_parser() -> flags.Parser:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Prints the accuracies of probes; returns the exit status."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)
   folder = args.tfds_data_dir

@@ -59,6 +59,7 @@ _FLAGS = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('sweep', __doc__)
   parser.add_config()
   parser.add(_FLAGS)
@@ -99,6 +100,7 @@ def parse(
   argv: Sequence[str],
   check_config: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.Namespace:
+  """Parses the flags, see flags.Parser.parse_args; `tried` has the values of keys."""
   args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, config='FILE', workdir='FOLDER')
   args.tried = parse_values(args.values) if args.values else None
@@ -112,6 +114,7 @@ def _check_config(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Trains the runs of a sweep, or prints their commands; returns the exit status."""
   args = parse(argv, _check_config)
 
   def work() -> None:

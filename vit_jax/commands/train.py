@@ -41,6 +41,7 @@ _FOLDS_HELP = (
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('train', __doc__)
   parser.add_config()
   text = 'folder for checkpoints, metrics and config, local or gs://'
@@ -56,6 +57,7 @@ def parse(
   argv: Sequence[str],
   check_config: Callable[[argparse.Namespace], None] | None = None,
 ) -> argparse.Namespace:
+  """Parses the flags; ValueError for flags that contradict each other."""
   args = make_parser().parse_args(argv, check_config=check_config)
   flags.require(args, workdir='FOLDER')
   if args.evaluate is None and args.config is None:
@@ -84,6 +86,7 @@ def _check_config(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Runs the trainer of a config, or an evaluation; returns the exit status."""
   args = parse(argv, _check_config)
   if args.evaluate is not None:
     return evaluate.run(args)

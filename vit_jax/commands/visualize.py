@@ -44,6 +44,7 @@ _FLAGS_OF_FIGURES = {
 
 
 def make_parser() -> flags.Parser:
+  """Returns the parser of the command."""
   parser = flags.Parser('visualize', __doc__)
   flags.add_model_flags(parser, required=False)
   flags.add_image_flags(parser)
@@ -111,6 +112,7 @@ def _point(text: str) -> tuple[float, float]:
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
+  """Parses the flags; ValueError if they ask for nothing to draw."""
   args = make_parser().parse_args(argv)
   if not (args.workdir or args.weights or args.inductive_bias):
     raise ValueError(
@@ -141,6 +143,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str]) -> int:
+  """Draws figures into a folder; returns the exit status."""
   args = parse(argv)
   from vit_jax.data.images import listing
 

@@ -499,6 +499,7 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     return list(zip(*values))
 
   def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+    """Returns the features of rows, int64 [b]; lists are ragged."""
     types = []
     for name, column in self._columns.items():
       if name == 'label':

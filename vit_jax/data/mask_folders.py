@@ -136,6 +136,7 @@ class MaskedSource(records.FolderSource):
     return values
 
   def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+    """Reads the image, and the content of its mask."""
     record = super().read(record)
     if masks.FEATURE not in record:
       return record

@@ -129,6 +129,7 @@ class MixtureSource(records.Source):
     return features
 
   def locate(self, index: int) -> tuple[records.Source, int]:
+    """Returns the part that holds an example, and its number there."""
     part = np.searchsorted(self.offsets, index, side='right') - 1
     return self.parts[part], index - self.offsets[part]
 

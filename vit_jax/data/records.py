@@ -231,6 +231,7 @@ class FolderSource(MemorySource):
     return {name: columns[name] for name in self.features}
 
   def fingerprint(self) -> dict[str, Any]:
+    """Returns hashes of the paths and of each feature too."""
     values = super().fingerprint()
     if self._paths is not None:
       values['images'] = self._paths.digest()

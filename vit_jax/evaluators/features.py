@@ -75,6 +75,7 @@ def layers(task: Any) -> dict[str, str]:
 
 
 def output_shapes(task: Any, compute: Compute) -> Any:
+  """Returns what `compute` returns for one image, as ShapeDtypeStructs."""
   params, extra = jax.eval_shape(task.init, jax.random.key(0))
   batch = {'image': task.image_spec(1)}
   return jax.eval_shape(compute, params, extra, batch)

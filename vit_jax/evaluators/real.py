@@ -142,6 +142,11 @@ def score(best: np.ndarray, labels: Sequence[Sequence[int]]) -> dict[str, float]
 
 
 def read_labels(path: str, num_classes: int) -> list[list[int]]:
+  """Reads the classes of each image, lists of numbers below `num_classes`.
+
+  The list of an image without a class is empty. ValueError if the file holds anything
+  else.
+  """
   try:
     labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
     is_known = {*itertools.chain(*labels)} <= {*range(num_classes)}

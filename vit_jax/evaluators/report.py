@@ -134,6 +134,7 @@ class Report:
     bins: schema.Count = 15,
     classes: schema.Names = (),
   ) -> Mapping[str, metrics_lib.Metric]:
+    """Returns the metrics of the loss; ValueError if the task does not classify."""
     task_class = run_config.get_task(config.task)
     if not hasattr(task_class, 'exclusive'):
       raise ValueError(
@@ -177,6 +178,7 @@ class Report:
   def run(
     self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
   ) -> Mapping[str, float]:
+    """Returns the metrics, and keeps `outputs` and `scores` for the report."""
     task = self._evaluation.task
     self.outputs = collect(self._evaluation, params, extra, stop)
     self.scores = score(self.outputs, task, self._bins)

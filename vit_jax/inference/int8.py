@@ -17,6 +17,8 @@ from vit_jax.learning import optim
 
 
 class Kernel(NamedTuple):
+  """A kernel of 8 bits: `values` times `scale`, see `converted`."""
+
   values: jax.Array  # int8, with the shape of the kernel.
   scale: jax.Array  # float32 [1, ..., *outputs].
 
@@ -71,5 +73,6 @@ class Model:
     return getattr(self.module, name)
 
   def apply(self, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """Applies the module to `params` with kernels of 8 bits."""
     variables = {**variables, 'params': restored(variables['params'])}
     return self.module.apply(variables, *args, **kwargs)

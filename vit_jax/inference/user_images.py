@@ -59,6 +59,7 @@ class UserImages(records.Source):
     return {'image': indices}
 
   def read(self, record: dict[str, Any]) -> dict[str, Any]:
+    """Reads an image as the content of a file."""
     if tf.executing_eagerly():  # Without `numpy_function`, whose threads may run out.
       image = tf.constant(self.encoded(int(record['image'])))
     else:
@@ -92,6 +93,7 @@ class UserImages(records.Source):
     return image_files.stamp(image) if is_file else 0
 
   def check(self, record: dict[str, Any], index: int) -> None:
+    """Raises ValueError or OSError if an image cannot be read."""
     decode = images_lib.decode
     if self.channels is not None:
       decode = functools.partial(images_lib.decode_values, channels=self.channels)

@@ -86,6 +86,7 @@ class LayerInputs(NamedTuple):
 
   @property
   def has_positions(self) -> bool:
+    """Whether position embeddings enter the layer or follow it."""
     return self.relative is not None or self.added is not None
 
 

@@ -83,9 +83,11 @@ class Bottleneck(nn.Module):
   def conv(
     self, features: int, size: int, strides: tuple[int, int], name: str
   ) -> nn.Module:
+    """Returns a square convolution of `size` x `size` with `features` channels."""
     raise NotImplementedError
 
   def norm(self, name: str) -> nn.Module:
+    """Returns the norm of a name."""
     raise NotImplementedError
 
   @nn.compact

@@ -67,6 +67,8 @@ def decay_mask(params: optax.Params) -> Any:
 
 
 class EmaState(NamedTuple):
+  """State of `track_ema`."""
+
   ema: Any  # Exponential average of the parameters: a tree like them, in float32.
 
 

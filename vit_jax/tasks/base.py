@@ -74,7 +74,7 @@ class Task(parts.Hooks, abc.ABC):
 
   @dataclasses.dataclass
   class Options:
-    pass
+    """The keys of `config.task_options`: none."""
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -59,6 +59,7 @@ class Task(base.Task):
   def make_metadata(
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
+    """Returns the names of the classes; ValueError for a softmax over one class."""
     class_names = list(source.class_names)
     if len(class_names) == 1 and config.loss == 'softmax':
       raise ValueError(
@@ -84,6 +85,7 @@ class Task(base.Task):
 
   @classmethod
   def needs_class_counts(cls, config: ml_collections.ConfigDict) -> bool:
+    """Returns whether logits are adjusted, or classes weighted, by their counts."""
     adjusts = config.task_options.logit_adjustment > 0
     return adjusts or config.class_weights == 'balanced'
 
@@ -120,6 +122,7 @@ class Task(base.Task):
     shapes: Mapping[str, Any],
     class_names: Sequence[str] | None,
   ) -> Sequence[str]:
+    """Returns the head and, unless the weights have it, the attention pooling."""
     prefixes = super().new_params(weights, shapes, class_names)
     has_pooling = any(path.startswith(_POOLING) for path in weights)
     return prefixes if has_pooling else (*prefixes, _POOLING)
@@ -134,12 +137,14 @@ class Task(base.Task):
     return self._example(record, seed)
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `image`, and `label`, float32 [size, C]."""
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
   def augment(
     self, batch: dict[str, jax.Array], rng: jax.Array
   ) -> dict[str, jax.Array]:
+    """Applies Mixup or CutMix to a global batch, see mixing.mix."""
     if not (self.options.mixup or self.options.cutmix):
       return batch
     return mixing.mix(batch, rng, self.options.mixup, self.options.cutmix)
@@ -232,6 +237,7 @@ class Task(base.Task):
     return grids.Caption(f'{first}\nis {true}', grids.WRONG)
 
   def labels_of(self, outputs: Any, labels: np.ndarray | None = None) -> list[str]:
+    """Returns the best class of each image with its probability, and the true one."""
     if not self.class_names:
       return []
     texts = []

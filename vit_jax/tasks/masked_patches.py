@@ -45,6 +45,7 @@ class MaskedViT(models_vit.VisionTransformer):
   """A Vision Transformer that can corrupt tokens before it encodes them."""
 
   def setup(self) -> None:
+    """Creates the mask token, [1, 1, D], in addition."""
     super().setup()
     self.mask_token = self.param(
       'mask_token',
@@ -154,12 +155,14 @@ class Task(base.Task):
     image_size: tuple[int, int] | None = None,
     batch: Any = 1,
   ) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `image`, and `fate` and `other` of each patch, int32 [batch, N]."""
     grid = models.count_patches(self.config.model, image_size or self.image_size)
     patches = jax.ShapeDtypeStruct((batch, math.prod(grid)), jnp.int32)
     image = self.image_spec(batch, image_size)
     return {'image': image, 'fate': patches, 'other': patches}
 
   def init(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the parameters, and no extra state."""
     batch = jax.tree.map(jnp.zeros_like, self.batch_spec(1))
     variables = self.model.init(
       rng, *_arguments(batch), train=False, method='predict_patches'
@@ -207,6 +210,7 @@ class Task(base.Task):
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    """Returns the loss of the corrupted patches, and the accuracy as a metric."""
     outputs = self._apply(params, batch, train=True, rngs={'dropout': rng})
     sums = self._sums(outputs, batch)
     return sums['loss'], {'accuracy': sums['accuracy']}
@@ -218,6 +222,7 @@ class Task(base.Task):
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
+    """Returns loss and accuracy of the corrupted patches."""
     return self._sums(self.outputs(params, extra, batch), batch)
 
   def describe(self) -> str:

@@ -61,6 +61,7 @@ class AnnotatedSource(records.FolderSource):
     return None if upright else self._shapes
 
   def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+    """Reads the image, and its map of segments: a PNG, or painted from outlines."""
     record = super().read(record)
     if SEGMENTS not in record:
       return record

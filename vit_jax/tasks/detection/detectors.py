@@ -36,6 +36,7 @@ class Detector(predictor_lib.Predictor):
     return ('size',)
 
   def batch_size(self, part: input_pipeline.Part) -> int:
+    """Returns as many images as fit in PIXELS, at most BATCH."""
     pixels = math.prod(part.image_size or self.task.image_size)
     return max(1, min(self.BATCH, self.PIXELS // pixels))
 
@@ -143,6 +144,7 @@ class Detector(predictor_lib.Predictor):
     return dict(zip(self.TYPES, columns))
 
   def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
+    """Returns the objects of each image, see `detect`."""
     self._refuse(options)
     return self.detect(images)
 
@@ -250,10 +252,12 @@ class Segmenter(Detector):
     return segments.numbers, predictions
 
   def predict(self, images: Sequence[Any], **options: Any) -> list[Any]:
+    """Returns the segments of each image, see `segment`."""
     self._refuse(options)
     return self.segment(images)
 
   def parse_flags(self, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of flags; ValueError for --instances."""
     if 'instances' in flags:
       raise ValueError(
         f"instances are for a model of kind='eomt', whose masks overlap; the things of "

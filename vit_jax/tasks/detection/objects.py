@@ -281,6 +281,7 @@ class Task(base.Task):
     image_size: tuple[int, int] | None = None,
     batch: Any = 1,
   ) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `image` and `size`, int32 [batch, 2]; on canvases also `real`, bool."""
     if image_size is None and self.config.pp.sides:
       image_size = canvases.evaluation(self.config.pp).canvas
     image = self.image_spec(batch, image_size)
@@ -291,6 +292,7 @@ class Task(base.Task):
     return {'image': image, 'real': real, 'size': size}
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns the inputs, and `max_objects` boxes and classes with their `count`."""
     max_objects = self.options.max_objects
     inputs = self.input_spec(self.image_size, size)
     del inputs['size']  # Training has no use for it.

@@ -67,6 +67,7 @@ class Task(objects.Task):
   def make_metadata(
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
+    """Returns the names of the classes, and which are things."""
     names = list(cls.class_names_of(source))
     return {'class_names': names, 'isthing': _thing_flags(config, source, names)}
 
@@ -128,6 +129,7 @@ class Task(objects.Task):
     }
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `segments` too, uint8 [size, H, W]."""
     spec = super().batch_spec(size)
     shape = spec['image'].shape[:3]
     return {**spec, 'segments': jax.ShapeDtypeStruct(shape, jnp.uint8)}

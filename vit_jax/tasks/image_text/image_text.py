@@ -202,6 +202,7 @@ class Task(base.Task):
     return tf.ensure_shape(row, self._embeddings.shape[1:])
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `tokens`, int32 [size, max_len], and `image` or its embedding `zimg`."""
     model = self.config.model
     tokens = jax.ShapeDtypeStruct((size, model.pp.max_len), jnp.int32)
     if self.options.precompute:
@@ -212,6 +213,7 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the parameters of both towers, and no extra state."""
     images = jnp.zeros(self.image_spec(1).shape)
     tokens = jnp.zeros((1, self.config.model.pp.max_len), jnp.int32)
     return self.model.init(rng, images=images, tokens=tokens)['params'], {}
@@ -327,6 +329,7 @@ class Task(base.Task):
   def captions_of(
     self, batch: dict[str, jax.Array], outputs: Any = None
   ) -> Sequence[grids.Caption]:
+    """Returns the texts of a batch; () if it has none."""
     if 'tokens' not in batch:
       return ()
     return [grids.Caption(text) for text in self.texts_of(batch['tokens'])]
@@ -361,6 +364,7 @@ class TextTask(Task):
     image_size: tuple[int, int] | None = None,
     batch: Any = 1,
   ) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `tokens`, int32 [batch, max_len]."""
     shape = (batch, self.config.model.pp.max_len)
     return {'tokens': jax.ShapeDtypeStruct(shape, jnp.int32)}
 

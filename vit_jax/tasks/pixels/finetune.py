@@ -60,12 +60,14 @@ class Task(pixels.Task, classify.Task):
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
+    """Returns the metrics of the classes and of the pixels."""
     return {
       **classify.Task.measure(self, params, extra, batch),
       **pixels.Task.measure(self, params, extra, batch),
     }
 
   def drawn_outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+    """Returns the `logits` of the classes too, [B, C]."""
     outputs = super().drawn_outputs(params, extra, batch)
     return {**outputs, 'logits': self.outputs(params, extra, batch)}
 

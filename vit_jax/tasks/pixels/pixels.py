@@ -117,6 +117,7 @@ class Task(base.Task):
   # --- Training ---
 
   def init(self, rng: jax.Array) -> tuple[Any, Any]:
+    """Returns the parameters, and no extra state."""
     colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
     return self.model.init(rng, colors, train=False)['params'], {}
 

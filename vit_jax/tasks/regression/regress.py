@@ -62,6 +62,7 @@ class Task(base.Task):
   def make_metadata(
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
+    """Returns the targets with their means and standard deviations."""
     names = config.task_options.targets
     return {'targets': targets_lib.measure(config, source, names)}
 
@@ -91,6 +92,7 @@ class Task(base.Task):
     return {**self.inputs(record, seed), 'target': target}
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `image`, and `target`, float32 [size, K]."""
     target = jax.ShapeDtypeStruct((size, len(self.targets)), jnp.float32)
     return {'image': self.image_spec(size), 'target': target}
 
@@ -107,6 +109,7 @@ class Task(base.Task):
   def loss(
     self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    """Returns the mean loss over targets, summed over images."""
     outputs = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
@@ -116,6 +119,7 @@ class Task(base.Task):
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
+    """Returns the loss, in which padding does not count."""
     losses = self.losses(self.outputs(params, extra, batch), batch['target'])
     mask = batch['mask']
     return {'loss': ((losses * mask).sum(), mask.sum())}
@@ -150,6 +154,7 @@ class Task(base.Task):
     return captions
 
   def labels_of(self, outputs: Any, labels: np.ndarray | None = None) -> list[str]:
+    """Returns the predicted targets of each image, a line each."""
     return self._texts(self.values(outputs))
 
   def _texts(self, values: np.ndarray) -> list[str]:

@@ -70,6 +70,7 @@ class Report:
   def metrics(
     cls, config: ml_collections.ConfigDict
   ) -> Mapping[str, metrics_lib.Metric]:
+    """Returns the loss, MEASURES and, with several columns, the MAE of each."""
     metrics = {'loss': metrics_lib.LOSS}
     for name, (_, kind) in MEASURES.items():
       metrics[name] = kind

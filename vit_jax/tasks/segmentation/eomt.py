@@ -173,11 +173,13 @@ class Eomt:
       )
 
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
+    """Returns parameters, and an empty extra state."""
     return self.model.init(rng, images, train=False)['params'], {}
 
   def new_params(
     self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
   ) -> tuple[str, ...]:
+    """Returns the prefixes of paths that do not come from weights."""
     return new_params(weights, shapes)
 
   def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -198,10 +200,12 @@ class Eomt:
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    """Returns the weighted sum of the losses of all layers, see `loss`."""
     progress = step, self._total_steps
     return loss(self.model, params, batch, rng, progress, self._options)
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
+    """Returns the extra state, which does not change."""
     return extra
 
   def outputs(self, params: Any, extra: Any, images: jax.Array) -> dict[str, jax.Array]:

@@ -33,6 +33,7 @@ class LinearSegmenter(models_vit.VisionTransformer):
   side_by_side: tuple[int, ...] = ()  # See vit_jax.layers.encoder.Encoder.
 
   def setup(self) -> None:
+    """Creates the norm and the head in addition."""
     super().setup()
     self.head_norm = nn.BatchNorm(momentum=0.9, epsilon=1e-5, dtype=jnp.float32)
     types = dtypes.of(self)
@@ -76,12 +77,14 @@ class Linear:
     self._dice_weight = config.task_options.dice_weight or 0.0
 
   def init(self, rng: jax.Array, images: jax.Array) -> tuple[Any, Any]:
+    """Returns parameters, and the statistics of the norm as extra state."""
     variables = self.model.init(rng, images, train=False, method='segment')
     return variables['params'], {_STATISTICS: variables[_STATISTICS]}
 
   def new_params(
     self, weights: Mapping[str, Any], shapes: Mapping[str, Any]
   ) -> tuple[str, ...]:
+    """Returns the prefixes of paths that do not come from weights."""
     return encoders.new_params(weights)
 
   def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -125,6 +128,7 @@ class Linear:
     return (total, count), metrics
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:
+    """Returns the new statistics of the norm, the means over the mesh."""
     return {_STATISTICS: {'head_norm': {name: means[name] for name in ('mean', 'var')}}}
 
   def outputs(self, params: Any, extra: Any, images: jax.Array) -> jax.Array:
@@ -133,9 +137,11 @@ class Linear:
     return self.model.apply(variables, images, train=False, method='segment')
 
   def scores(self, outputs: jax.Array, size: tuple[int, int]) -> jax.Array:
+    """Returns `outputs`, float32 [B, h, w, C]."""
     return outputs
 
   def logits(self, scores: jax.Array) -> jax.Array:
+    """Returns `scores`, which are logits."""
     return scores
 
 

@@ -133,6 +133,7 @@ class Task(segment.Task):
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+    """Returns the weighted sum of the losses of all layers, see eomt.loss."""
     batch = {**batch, 'image': _with_black_padding(batch)}
     progress = step, self.config.total_steps
     return eomt.loss(self.model, params, batch, rng, progress, self._loss_options)

@@ -128,6 +128,7 @@ class Task(base.Task):
   def make_metadata(
     cls, config: ml_collections.ConfigDict, source: records.Source
   ) -> dict[str, Any]:
+    """Returns the classes of masks, and the names of those that are learned."""
     return _metadata(masks.classes_of(source))
 
   @classmethod
@@ -166,6 +167,7 @@ class Task(base.Task):
     }
 
   def batch_spec(self, size: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns `image`, and `segmentation`, int32 [size, H, W]."""
     segmentation = jax.ShapeDtypeStruct((size, *self.image_size), jnp.int32)
     return {'image': self.image_spec(size), 'segmentation': segmentation}
 
@@ -312,6 +314,7 @@ class Task(base.Task):
   def measure(
     self, params: Any, extra: Any, batch: dict[str, jax.Array]
   ) -> dict[str, base.WeightedSum]:
+    """Returns the mean cross-entropy of the pixels, without padding images."""
     logits = self.head.logits(self.outputs(params, extra, batch))
     is_real = batch['mask'][:, None, None] > 0
     segmentation = jnp.where(is_real, batch['segmentation'], masks.IGNORED)

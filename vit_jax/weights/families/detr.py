@@ -212,6 +212,7 @@ class Detrs(base.Family):
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
   ) -> dict[str, np.ndarray]:
+    """Returns the parameters; models of width 256 have 8 heads, as published."""
     table = self.namings[naming]
     leaves.rename(flat, table.old_names)
     queries = flat.get(table.marks[0])
@@ -220,6 +221,7 @@ class Detrs(base.Family):
     return super().load(flat, naming, num_heads)
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+    """Returns the arrays by name; with a mask head the others begin with 'detr.'."""
     state = super().dump(flat, naming)
     if not any(path.startswith(_MASK_HEAD) for path in flat):
       return state

@@ -122,6 +122,7 @@ class Eomts(vit.Classifiers):
   def load(
     self, flat: dict[str, np.ndarray], naming: str, num_heads: base.NumHeads
   ) -> dict[str, np.ndarray]:
+    """Returns the parameters; the class token gets a position embedding of 0."""
     rates = flat.pop(_MASK_RATES, np.zeros(1))
     if rates.any():
       logging.warning(
@@ -134,6 +135,7 @@ class Eomts(vit.Classifiers):
     return params
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+    """Returns the arrays; the class token includes its position embedding."""
     flat = dict(flat)
     if _POSEMB in flat:
       first, flat[_POSEMB] = np.split(flat[_POSEMB], [1], axis=1)

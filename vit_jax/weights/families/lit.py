@@ -196,6 +196,7 @@ class ImageTexts(base.Family):
   namings = {style: _naming(style) for style in _OWN}  # noqa: RUF012
 
   def naming(self, naming: str, names: Iterable[str]) -> leaves.Naming:
+    """Returns the naming of CLIP, SigLIP or a tower that the names tell."""
     return self.namings[self._style(naming, names)]
 
   def _style(self, naming: str, names: Iterable[str]) -> str:
@@ -419,6 +420,7 @@ class ImageTexts(base.Family):
     return {'vocabulary': []}  # That of the model's file.
 
   def formats_of(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns 'hf' too for models that transformers computes."""
     return ('hf', *self.formats) if _style_in_hf(config) else self.formats
 
   def notes(self, model: Any, to: str) -> list[str]:

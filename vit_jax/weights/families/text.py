@@ -91,6 +91,8 @@ class _TextTowers(base.Family):
 
 
 class Berts(_TextTowers):
+  """BERT, also as a text tower of image-text models."""
+
   noun = 'a BERT'
   kind = 'bert'
   leaf = f'{_BERT}layer_norm/scale'
@@ -127,6 +129,8 @@ class Berts(_TextTowers):
 
 
 class TextTransformers(_TextTowers):
+  """Text transformers of image-text models, such as CLIP's and SigLIP's."""
+
   noun = 'a text transformer'
   kind = 'text_transformer'
   leaf = 'Embed_0/embedding'

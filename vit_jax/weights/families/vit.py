@@ -332,6 +332,7 @@ class Classifiers(base.Family):
   }
 
   def naming(self, naming: str, names: Mapping[str, Any]) -> leaves.Naming:
+    """Returns the naming of BiT, DINOv2, DINOv3 or a gated MLP if the names tell it."""
     if is_bit(names):
       return self.namings['bit']
     has_gates = is_gated(names)
@@ -381,6 +382,7 @@ class Classifiers(base.Family):
     return params
 
   def dump(self, flat: Mapping[str, np.ndarray], naming: str) -> dict[str, np.ndarray]:
+    """Returns the arrays by the names of timm, or of a model of transformers."""
     if naming == 'timm':
       return super().dump(_for_timm(flat), naming)
     if naming in ('eva', 'beit'):
