@@ -14,13 +14,14 @@ also times timm's model with torch.compile ('.[test]' brings timm) on the same
 device: images per second, time to compile, memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import importlib
 import json
 import os
 import pathlib
 import platform
 import sys
+from typing import Any
 
 from vit_jax import console
 from vit_jax.commands import flags
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pathlib.Path(args.json).write_text(json.dumps(report, indent=1))
 
 
-def _text(row):
+def _text(row: Mapping[str, Any]) -> str:
   columns = [
     f'{row["name"]:<45} {row["median"]:>9.2f} {row["unit"]:<8} '
     f'({row["min"]:.2f} to {row["max"]:.2f})'

@@ -26,7 +26,7 @@ _PLAIN = {
 }  # fmt: skip
 
 
-def _import_timm():
+def _import_timm() -> Any:
   """Returns timm."""
   console.require('torch', 'test', 'this comparison')
   from tests import torchvision_ops  # noqa: F401 (timm fails to import without)

@@ -1,9 +1,11 @@
 """Times saving and restoring a checkpoint of a model with the moments of Adam."""
 
+import argparse
 import os
 import pathlib
 import tempfile
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from vit_jax.learning import state as state_lib
 from vit_jax.run import checkpoints as checkpoints_lib
 
 
-def rows(args) -> list[dict]:
+def rows(args: argparse.Namespace) -> list[dict]:
   """Times a save, until training continues and until it is complete, and a restore.
 
   Writing the same bytes to a file takes turns with them.
@@ -27,18 +29,18 @@ def rows(args) -> list[dict]:
   with tempfile.TemporaryDirectory() as folder:
     checkpoints = checkpoints_lib.Checkpoints(folder, keep=1)
 
-    def save():
+    def save() -> None:
       begin = time.perf_counter()
       step = len(blocked)
       checkpoints.save(step, state.replace(step=np.int32(step)))
       blocked.append(time.perf_counter() - begin)
       checkpoints.wait()
 
-    def restore():
+    def restore() -> None:
       restored, _ = checkpoints.restore(jax.tree.map(_like, state))
       jax.block_until_ready(restored)
 
-    def write():
+    def write() -> None:
       with (pathlib.Path(folder) / 'bytes').open('wb') as file:
         for array in arrays:
           file.write(array)
@@ -55,5 +57,5 @@ def rows(args) -> list[dict]:
   ]
 
 
-def _like(x):
+def _like(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, 'sharding', None))

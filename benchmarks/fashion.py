@@ -63,7 +63,9 @@ def captions(label: int) -> list[str]:
   return texts
 
 
-def _write_captions(folder: pathlib.Path, split: str, images, labels) -> None:
+def _write_captions(
+  folder: pathlib.Path, split: str, images: np.ndarray, labels: np.ndarray
+) -> None:
   classes = [name for name, *_ in NAMES]
   (folder / 'classes.json').write_text(json.dumps(classes))
   (folder / split).mkdir()
@@ -79,7 +81,7 @@ def _write_captions(folder: pathlib.Path, split: str, images, labels) -> None:
   (folder / f'{split}.jsonl').write_text(''.join(lines))
 
 
-def _objects(scene) -> Iterator[tuple[int, list[int]]]:
+def _objects(scene: Any) -> Iterator[tuple[int, list[int]]]:
   """Yields the label and the box (x, y, width, height) of the objects of a scene."""
   for k, label in enumerate(scene.labels):
     places = np.argwhere(scene.segments == k + 2)
@@ -88,7 +90,9 @@ def _objects(scene) -> Iterator[tuple[int, list[int]]]:
     yield label, [left, top, width, height]
 
 
-def _scenes(split: str, images, labels) -> Iterator[tuple[int, Any]]:
+def _scenes(
+  split: str, images: np.ndarray, labels: np.ndarray
+) -> Iterator[tuple[int, Any]]:
   """Yields the number of each scene of a split, and the scene."""
   from vit_jax.data.tfds import scenes
 
@@ -101,7 +105,9 @@ def _scenes(split: str, images, labels) -> Iterator[tuple[int, Any]]:
     yield i, scenes.compose(np.random.RandomState(i), images, labels)
 
 
-def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
+def _write_scenes(
+  folder: pathlib.Path, split: str, images: np.ndarray, labels: np.ndarray
+) -> None:
   (folder / split).mkdir()
   content = {
     'images': [],
@@ -132,7 +138,7 @@ def _write_scenes(folder: pathlib.Path, split: str, images, labels) -> None:
 
 
 def _write_segmentation_scenes(
-  folder: pathlib.Path, split: str, images, labels
+  folder: pathlib.Path, split: str, images: np.ndarray, labels: np.ndarray
 ) -> None:
   from vit_jax.data.tfds import scenes
 
@@ -147,7 +153,9 @@ def _write_segmentation_scenes(
     mask.save(folder / split / 'masks' / f'{i:06d}.png')
 
 
-def _write_imbalanced(folder: pathlib.Path, split: str, images, labels) -> None:
+def _write_imbalanced(
+  folder: pathlib.Path, split: str, images: np.ndarray, labels: np.ndarray
+) -> None:
   for i, (name, *_) in enumerate(NAMES):
     class_folder = folder / split / name
     class_folder.mkdir(parents=True)

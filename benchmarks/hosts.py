@@ -4,8 +4,10 @@ The processes are threads of a few operating-system processes, each with its own
 of one coordination service on this machine: the calls are real, the hosts are not.
 """
 
+import argparse
 import itertools
 import multiprocessing
+from multiprocessing.connection import Connection
 import os
 import resource
 import socket
@@ -25,11 +27,11 @@ class _PerThread:
   def __init__(self):
     self.of = threading.local()
 
-  def __next__(self):
+  def __next__(self) -> int:
     return next(self.of.calls)
 
 
-def _serve(address, clients, pipe):
+def _serve(address: str, clients: int, pipe: Connection) -> None:
   """Runs the service; sends its CPU seconds when asked."""
   from jax._src.lib import _jax
 
@@ -42,7 +44,7 @@ def _serve(address, clients, pipe):
   os._exit(0)
 
 
-def _play(members, clients, address, pipe):
+def _play(members: range, clients: int, address: str, pipe: Connection) -> None:
   """Plays some processes of a run: each gathers 32 characters, several times."""
   import jax
   from jax._src.lib import _jax
@@ -58,7 +60,7 @@ def _play(members, clients, address, pipe):
   begin = threading.Event()
   seconds, open_clients = [], []  # A client that is deleted waits for the others.
 
-  def run(number):
+  def run(number: int) -> None:
     threads.of.number = number
     threads.of.calls = itertools.count()
     threads.of.client = _jax.get_distributed_runtime_client(
@@ -120,7 +122,7 @@ def measure(clients: int) -> tuple[list[float], float]:
   return seconds, cpu
 
 
-def rows(args) -> list[dict]:
+def rows(args: argparse.Namespace) -> list[dict]:
   """Times gathers of several numbers of processes."""
   del args
   table = []

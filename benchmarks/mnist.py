@@ -15,12 +15,13 @@ set, so that any command finds it under TFDS's name; where there is a network, T
 downloads the same files.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import gzip
 import math
 import pathlib
 import sys
 import tempfile
+from typing import Any
 from unittest import mock
 import zlib
 
@@ -81,7 +82,7 @@ def prepare(name: str, folder: str, data_dir: str | None = None) -> str:
   with tempfile.TemporaryDirectory() as scratch:
     places = pathlib.Path(folder), pathlib.Path(scratch)
 
-    def unpack(self, urls):
+    def unpack(self: Any, urls: Mapping[str, str]) -> dict[str, pathlib.Path]:
       del self  # A download manager.
       names = {key: url.rpartition('/')[2][: -len('.gz')] for key, url in urls.items()}
       return {

@@ -13,6 +13,7 @@ import json
 import pathlib
 import sys
 import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ PATCH = 16
 _TOKENS = 8192  # At most, per batch.
 
 
-def layer_costs(pattern: str, size: int, device) -> tuple[float, float]:
+def layer_costs(pattern: str, size: int, device: Any) -> tuple[float, float]:
   """Returns FLOPs and estimated seconds of a layer's forward pass, per image."""
   config = model_configs.get_config('ViT-B_16')
   side = size // PATCH
@@ -65,7 +66,7 @@ def pairs(side: int) -> int:
 
 
 @drawing.styled
-def draw(rows: list[dict]):
+def draw(rows: list[dict]) -> Any:
   """Draws FLOPs and times by image size, a line for each pattern."""
   fig = drawing.new_figure(4.2, 'Layers of ViT-B/16, forward, one image', 10.0)
   flops_axes, time_axes = fig.subplots(1, 2)

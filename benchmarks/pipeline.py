@@ -1,10 +1,13 @@
 """Times the input pipeline next to the usual one."""
 
+import argparse
+from collections.abc import Callable
 import pathlib
 import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +18,7 @@ BATCH = 64
 BATCHES = 20
 
 
-def photographs(folder: pathlib.Path, count: int = 64):
+def photographs(folder: pathlib.Path, count: int = 64) -> None:
   """Writes JPEGs of 500x375 pixels, crops of scikit-learn's photographs."""
   from PIL import Image
   from sklearn import datasets
@@ -32,11 +35,11 @@ def photographs(folder: pathlib.Path, count: int = 64):
       Image.fromarray(image[y : y + 375, x : x + 500]).save(path, quality=90)
 
 
-def plain(folder: str):
+def plain(folder: str) -> Any:
   """Returns the usual pipeline: decodes whole images, then crops."""
   from vit_jax.data.lazy import tf
 
-  def augment(path):
+  def augment(path: Any) -> Any:
     image = tf.io.decode_jpeg(tf.io.read_file(path), channels=3)
     begin, size, _ = tf.image.sample_distorted_bounding_box(
       tf.shape(image), tf.zeros([0, 0, 4]), area_range=(0.05, 1.0),
@@ -52,7 +55,7 @@ def plain(folder: str):
   return data.batch(BATCH).prefetch(1)
 
 
-def measure_one(name: str, folder: str):
+def measure_one(name: str, folder: str) -> None:
   """Prints the seconds that 20 batches of 'ours' or 'plain' take."""
   from vit_jax import input_pipeline
   from vit_jax.data import sources
@@ -80,10 +83,10 @@ def _speeds(times: list[float]) -> list[float]:
   return [BATCH * BATCHES / seconds for seconds in times]
 
 
-def rows(args) -> list[dict]:
+def rows(args: argparse.Namespace) -> list[dict]:
   """Times training crops of 224 px from 500x375 JPEGs of photographs."""
 
-  def run(name, folder):
+  def run(name: str, folder: str) -> Callable[[], float]:
     # Two pipelines in one process would slow each other down.
     call = f'pipeline.measure_one({name!r}, {folder!r})'
     command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']

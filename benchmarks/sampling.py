@@ -1,8 +1,10 @@
 """Times sampling images from an iGPT."""
 
+import argparse
 from collections.abc import Callable
 import functools
 import statistics
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,13 +16,13 @@ MODEL = 'iGPT-S'
 STEPS = 8  # Pixels sampled per call.
 
 
-def _draw_pixels(model, params, batch: int) -> Callable:
+def _draw_pixels(model: Any, params: Any, batch: int) -> Callable:
   """Returns a function that samples STEPS pixels from a given position on."""
   keys = jax.random.split(jax.random.key(0), batch)
   color = np.zeros(batch, np.int32)
 
   @jax.jit
-  def run(params, cache, start):
+  def run(params: Any, cache: Any, start: int) -> jax.Array:
     positions = start + jax.numpy.arange(STEPS)
     draw_next = models_igpt.next_pixel(model, params, keys)
     return models_igpt.draw_pixels(draw_next, color, cache, positions)[0]
@@ -29,12 +31,12 @@ def _draw_pixels(model, params, batch: int) -> Callable:
   return lambda start: run(params, cache, start).block_until_ready()
 
 
-def _draw_uncached(model, params, batch: int) -> Callable:
+def _draw_uncached(model: Any, params: Any, batch: int) -> Callable:
   """Returns a function that samples one pixel, without cached keys and values."""
   keys = jax.random.split(jax.random.key(0), batch)
 
   @functools.partial(jax.jit, static_argnums=1)
-  def run(params, start):
+  def run(params: Any, start: int) -> jax.Array:
     part = model.clone(num_positions=start + 1)
     table = params['position_embedding'][: start + 1]
     params = {**params, 'position_embedding': table}
@@ -50,7 +52,7 @@ def _speeds(times: list[list[float]], pixels: int) -> list[float]:
   return [pixels / statistics.mean(turn) for turn in zip(*times)]
 
 
-def rows(args) -> list[dict]:
+def rows(args: argparse.Namespace) -> list[dict]:
   """Times sampling pixels at three positions of an image; reports their mean."""
   model = models.get_model(MODEL)
   pixels = model.num_positions

@@ -1,11 +1,15 @@
 """Times what users wait for before a run: imports, the first step, weights."""
 
+import argparse
+from collections.abc import Callable
 import functools
 import subprocess
 import sys
 import tempfile
+from typing import Any
 
 import jax
+import ml_collections
 import numpy as np
 
 from benchmarks import timing
@@ -15,7 +19,7 @@ from vit_jax.configs import models as model_configs
 WEIGHTS_MODEL = 'ViT-B_16'
 
 
-def random_params(name: str, image_size: int):
+def random_params(name: str, image_size: int) -> tuple[ml_collections.ConfigDict, Any]:
   """Returns the config of a model, and parameters of random numbers."""
   config = model_configs.get_config(name)
   model = models.make_model(config, num_classes=1000)
@@ -26,10 +30,10 @@ def random_params(name: str, image_size: int):
   return config, jax.tree.map(lambda x: rng.random(x.shape, np.float32), shapes)
 
 
-def import_rows(args) -> list[dict]:
+def import_rows(args: argparse.Namespace) -> list[dict]:
   """Times `import vit_jax.models`, and the two packages that it imports."""
 
-  def run(statement):
+  def run(statement: str) -> Callable[[], Any]:
     return lambda: subprocess.run([sys.executable, '-c', statement], check=True)
 
   names = 'import vit_jax.models', 'import flax.linen, optax'
@@ -39,10 +43,10 @@ def import_rows(args) -> list[dict]:
   return timing.compared(names[0], package_times, names[1], framework_times, 's')
 
 
-def start_rows(args) -> list[dict]:
+def start_rows(args: argparse.Namespace) -> list[dict]:
   """Times the digits run from the start of the process to its first step."""
 
-  def run():
+  def run() -> float:
     command = '-m vit_jax.main --config=configs/digits.py --workdir'.split()
     how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with tempfile.TemporaryDirectory() as folder:
@@ -60,15 +64,15 @@ def start_rows(args) -> list[dict]:
   return [timing.row('digits: start to first step', times, 's')]
 
 
-def weights_rows(args) -> list[dict]:
+def weights_rows(args: argparse.Namespace) -> list[dict]:
   """Times loading an .npz into the parameters of a model, with all checks."""
   config, params = random_params(WEIGHTS_MODEL, 224)
 
-  def read():
+  def read() -> list[np.ndarray]:
     with np.load(path) as arrays:
       return [arrays[name] for name in arrays.files]
 
-  def load():
+  def load() -> Any:
     return checkpoint.load_pretrained(
       pretrained_path=path, init_params=params, model_config=config
     )

@@ -189,7 +189,7 @@ def check(folder: str, count: int) -> None:
   _measure('check', _check, folder, count)
 
 
-def _framed(data):
+def _framed(data: bytes) -> bytes:
   """Returns a record of a tfrecord file."""
   from vit_jax.data.tfds import tfrecords
 

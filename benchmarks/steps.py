@@ -4,11 +4,13 @@ A large matrix product of the same type takes turns with them and, if requested,
 models.
 """
 
+import argparse
 from collections.abc import Callable
 import contextlib
 import functools
 import statistics
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ from vit_jax.distributed import sharding
 from vit_jax.planning import flops
 
 
-def check(args):
+def check(args: argparse.Namespace) -> None:
   """Checks --beside before anything is timed."""
   if not args.beside:
     return
@@ -37,7 +39,9 @@ def check(args):
     )
 
 
-def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
+def _make_step(
+  args: argparse.Namespace, mesh: jax.sharding.Mesh, train: bool, attention: str | None
+) -> Callable:
   """Returns a function that makes `count` updates, or computes logits."""
   from vit_jax import train as train_lib
   from vit_jax.run import config as run_config
@@ -67,7 +71,7 @@ def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
   predict = jax.jit(program.task.outputs)
   update = jax.jit(program.update, donate_argnums=0)
 
-  def step(count):
+  def step(count: int) -> None:
     nonlocal state
     for _ in range(count):
       if train:
@@ -79,19 +83,19 @@ def _make_step(args, mesh, train: bool, attention: str | None) -> Callable:
   return step
 
 
-def _seconds(step, count) -> float:
+def _seconds(step: Callable, count: int) -> float:
   """Returns the seconds of one of `count` calls."""
   start = time.perf_counter()
   seconds = step(count)  # Another process times itself.
   return (seconds or time.perf_counter() - start) / count
 
 
-def _peak_bytes(device) -> int:
+def _peak_bytes(device: Any) -> int:
   """Returns the most memory that JAX has had on a device, 0 if unknown."""
   return (device.memory_stats() or {}).get('peak_bytes_in_use', 0)
 
 
-def _rows(args, train: bool) -> list[dict]:
+def _rows(args: argparse.Namespace, train: bool) -> list[dict]:
   mesh = sharding.make_mesh({'data': -1})
   sharding.local_rows(mesh, args.batch)
   device = mesh.devices.flat[0]

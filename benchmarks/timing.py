@@ -55,7 +55,7 @@ def matrix_product(dtype: str, size: int) -> Callable:
   precision = jax.lax.Precision.HIGHEST if dtype == 'float32' else None
   multiply = jax.jit(lambda a: jax.lax.dot(a, a, precision=precision))
 
-  def run():
+  def run() -> float:
     # The first call finds the caches filled by the program before it.
     call = lambda: multiply(a).block_until_ready()
     return min(measure(call, repeats=4)[0])

@@ -5,13 +5,13 @@ a line of JSON with the arguments of `_make_step` and answers with the cost of t
 first call; then, for each line with a number of calls, with the seconds they took.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 import contextlib
 import json
 import subprocess
 import sys
 import time
-from typing import TextIO
+from typing import Any, TextIO
 
 # Name of a model here -> timm's name of the same architecture.
 NAMES = {
@@ -34,13 +34,13 @@ class Beside:
   of memory on a GPU. Raises OSError if the process ends.
   """
 
-  def __init__(self, **kwargs):
+  def __init__(self, **kwargs: Any) -> None:
     self._process = subprocess.Popen(
       COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     self.first = self._ask(kwargs)
 
-  def _ask(self, question):
+  def _ask(self, question: Any) -> Any:
     with contextlib.suppress(BrokenPipeError):
       print(json.dumps(question), file=self._process.stdin, flush=True)
     answer = self._process.stdout.readline()
@@ -55,13 +55,15 @@ class Beside:
     """Makes `count` steps; returns the seconds that they took."""
     return self._ask(count)
 
-  def close(self):
+  def close(self) -> None:
     """Ends the process, which frees its memory on the device."""
     self._process.kill()
     self._process.communicate()
 
 
-def _make_step(model, batch, image_size, dtype, train, compiled):
+def _make_step(
+  model: str, batch: int, image_size: int, dtype: str, train: bool, compiled: bool
+) -> Callable[[], Any]:
   """Returns a function that makes an update by fused AdamW, or the logits.
 
   It does not wait for the device. 'bfloat16' is by torch.autocast.
@@ -83,7 +85,7 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
     net.eval()
 
     @torch.inference_mode()
-    def logits():
+    def logits() -> Any:
       with types():
         run(images)
 
@@ -91,7 +93,7 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
   labels = torch.randint(1000, (batch,), device=device)
   tx = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
 
-  def update():
+  def update() -> None:
     with types():
       loss = torch.nn.functional.cross_entropy(run(images), labels)
     loss.backward()
@@ -101,14 +103,14 @@ def _make_step(model, batch, image_size, dtype, train, compiled):
   return update
 
 
-def main(requests: Iterable[str], answers: TextIO):
+def main(requests: Iterable[str], answers: TextIO) -> None:
   """Answers lines of JSON, see the top."""
   import torch
 
   cuda = torch.cuda.is_available()
   requests = iter(requests)
 
-  def timed(step, count):
+  def timed(step: Callable[[], Any], count: int) -> float:
     start = time.perf_counter()
     for _ in range(count):
       step()
