@@ -298,7 +298,8 @@ def probe(
   classifier = pipeline.make_pipeline(preprocessing.StandardScaler(), regression)
   reference = classifier.fit(x, y).score(test_set.values, test_set.labels)
   console.log(
-    f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | {100 * reference:.2f} %'
+    f'linear, penalty {linear.l2:g} | {100 * linear.accuracy:.2f} % | '
+    f'{100 * reference:.2f} %'
   )
 
 

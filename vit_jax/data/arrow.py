@@ -438,8 +438,9 @@ def _make_class_names(labels: set, column: Column, where: str) -> list[str]:
   if lowest < 0 or highest >= _MOST_CLASSES:
     label = lowest if lowest < 0 else highest
     raise ValueError(
-      f"'{where}' has the label {label} in '{column.name}': class numbers are 0 to {_MOST_CLASSES - 1:,}, and -1 means no "
-      'label; renumber the classes, or use their names'
+      f"'{where}' has the label {label} in '{column.name}': class numbers are 0 to "
+      f'{_MOST_CLASSES - 1:,}, and -1 means no label; renumber the classes, or use their '
+      'names'
     )
   return [str(i) for i in range(highest + 1)]
 

@@ -165,7 +165,7 @@ def _open_split(
 ) -> Any:
   """Opens a split of the evaluation's data set, with its classes, or of another one.
 
-  `run_splits` are the splits to name in an error, and `more_features` are names of features.
+  `run_splits` are the splits to name in an error, `more_features` names of features.
   """
   config = task.config
   metadata = {} if dataset else task.metadata

@@ -74,8 +74,8 @@ def logistic(train: features.Features, l2: float, per_feature: bool = True) -> A
   """Returns a multinomial logistic regression with an L2 penalty, fitted by L-BFGS.
 
   It is a scikit-learn Pipeline. All examples have labels. Each feature is divided by
-  its standard deviation; without `per_feature`, all by the root mean square of their length,
-  so that one penalty suits layers of any width and pixels keep their contrast.
+  its standard deviation; without `per_feature`, all by the root mean square of their
+  length, so that one penalty suits layers of any width and pixels keep their contrast.
   """
   from sklearn import linear_model, pipeline, preprocessing
 

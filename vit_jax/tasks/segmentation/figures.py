@@ -1,4 +1,4 @@
-"""Draws images next to their classes, for TensorBoard and vit_jax/figures/gallery.py."""
+"""Draws images with their classes, for TensorBoard and `vit_jax visualize`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
