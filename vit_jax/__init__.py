@@ -13,7 +13,7 @@ __version__ = '0.1.0'
 os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '3')
 
 
-def _leave_libtpu():
+def _leave_libtpu() -> None:
   """Keeps JAX on the CPU if libtpu is installed, for plans, but there is no TPU.
 
   JAX would load libtpu, which prints errors and lets no other process plan.

@@ -56,7 +56,7 @@ def _interrupts_end_process() -> Iterator[None]:
     signal.signal(signal.SIGINT, handler)
 
 
-def run(command: str, argv: Sequence[str] | None = None):
+def run(command: str, argv: Sequence[str] | None = None) -> None:
   """Runs a module of vit_jax/commands and exits with the status it returns.
 
   Errors raised by this package (a wrong flag, a missing folder) are printed in one
@@ -113,7 +113,7 @@ def _no_device(error: Exception) -> str:
   )
 
 
-def main(argv: Sequence[str] | None = None):
+def main(argv: Sequence[str] | None = None) -> None:
   """Runs the command named by the first argument and exits with its status.
 
   `argv` defaults to the arguments of the process.

@@ -132,7 +132,7 @@ class Detr(patches.ImageModel):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def setup(self):
+  def setup(self) -> None:
     """Creates the mask head if the model has one."""
     if self.mask_head:
       self.segmentation = detr_masks.MaskHead(

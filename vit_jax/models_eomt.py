@@ -109,7 +109,7 @@ class Eomt(models_vit.VisionTransformer):
   num_query_layers: int = 4  # L2, the last layers of the encoder.
   num_upscales: int = 2  # U is 2 to the power of this number.
 
-  def setup(self):
+  def setup(self) -> None:
     """Creates the submodules.
 
     Raises ValueError if the encoder has fewer layers than read the queries, or positions

@@ -79,7 +79,7 @@ class ImageGPT(patches.ImageModel):
   dtype: Any = jnp.float32
   param_dtype: Any = jnp.float32
 
-  def setup(self):
+  def setup(self) -> None:
     """Creates parameters and layers; raises ValueError for wrong fields."""
     attention_lib.check(self.attention, 0.0, key='config.model.attention')
     for name, kind in (

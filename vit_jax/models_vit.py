@@ -210,7 +210,7 @@ class VisionTransformer(patches_lib.ImageModel):
   # logits are the mean of both heads', in training too (arXiv 2012.12877, section 4).
   distilled: bool = False
 
-  def setup(self):
+  def setup(self) -> None:
     """Creates the submodules, with published names.
 
     Raises ValueError if the classifier is unknown or does not suit `distilled`, or if

@@ -9,7 +9,7 @@ import ml_collections
 from vit_jax import checkpoint, models
 
 
-def create_checkpoint(model_config: ml_collections.ConfigDict, path: str):
+def create_checkpoint(model_config: ml_collections.ConfigDict, path: str) -> None:
   """Writes an .npz of initial weights, for one class and images of 16 x 16 pixels."""
   model = models.make_model(model_config, num_classes=1)
   init = jax.jit(functools.partial(model.init, train=False))

@@ -143,17 +143,17 @@ def make_update_fn(
 
   def update_fn(
     params: Any, opt_state: optax.OptState, batch: dict[str, Any], rng: jax.Array
-  ):
+  ) -> tuple[Any, Any, jax.Array, jax.Array]:
     patches.check_keys(rng)
     _, new_rng = jax.random.split(rng)
 
-    def loss_fn(params: Any, rows: Any, key: jax.Array):
+    def loss_fn(params: Any, rows: Any, key: jax.Array) -> jax.Array:
       logits = apply_fn(
         {'params': params}, rows['image'], train=True, rngs={'dropout': key}
       )
       return losses.softmax_xent(logits, rows['label']).mean()
 
-    def compute(rows: Any, number: Any):
+    def compute(rows: Any, number: Any) -> tuple[Any, Any]:
       key = jax.random.fold_in(rng, number)
       return jax.value_and_grad(loss_fn)(params, rows, key)
 
@@ -280,7 +280,7 @@ def _opener(
 
   def open_split(
     split: str, more_features: tuple[str, ...] = (), other_dataset: str | None = None
-  ):
+  ) -> Any:
     if split in opened and not more_features and not other_dataset:
       return opened[split]
     metadata = {} if other_dataset else task.metadata
@@ -510,7 +510,7 @@ def _train(run: loop.Run, workdir_lock: lock.Holder) -> dict[str, Any] | None:
   return metrics
 
 
-def _describe(prepared: Prepared):
+def _describe(prepared: Prepared) -> None:
   """Prints a description of the run."""
   config, mesh, program = prepared.config, prepared.mesh, prepared.program
   params = program.abstract.params
@@ -619,7 +619,7 @@ def _describe_early_stop(run: loop.Run) -> str:
   )
 
 
-def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float):
+def _summarise(run: loop.Run, metrics: Mapping[str, Any], seconds: float) -> None:
   """Prints final results, and suggests the next command."""
   prepared, workdir = run.prepared, run.workdir
   best_step = None

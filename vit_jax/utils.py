@@ -20,7 +20,7 @@ def accumulate_gradient(
   images: jax.Array,
   labels: jax.Array,
   accum_steps: int | None,
-):
+) -> Any:
   """Computes loss and gradient of a batch in micro-batches, to save memory.
 
   `loss_and_grad_fn` is (params, images, labels) -> (loss, gradient), both means over
@@ -42,7 +42,7 @@ class GFileHandler(python_logging.StreamHandler):
     path.parent.mkdir(parents=True, exist_ok=True)
     super().__init__(path.open(mode))
 
-  def close(self):
+  def close(self) -> None:
     """Closes the file."""
     self.stream.close()
     super().close()

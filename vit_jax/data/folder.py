@@ -72,7 +72,7 @@ def read_split(
   split: str,
   features: Iterable[str],
   class_names: Sequence[str] | None = None,
-  **kwargs,
+  **kwargs: Any,
 ) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
   """Reads the requested features of a split, like manifest.read_split."""
   workdir = kwargs.get('workdir')
@@ -101,7 +101,7 @@ def list_split(
   class_names: Sequence[str] | None = None,
   broken: str = 'error',
   labelled: bool = True,
-  **kwargs,
+  **kwargs: Any,
 ) -> tuple[index_lib.Paths, np.ndarray | None, tuple[str, ...]]:
   """Lists the images of a split with classes, `root/<split>/<class>/<image>`.
 

@@ -36,7 +36,7 @@ def no_autograph(function: Callable) -> Callable:
   """
 
   @functools.wraps(function)
-  def call(*args, **kwargs) -> Any:
+  def call(*args: Any, **kwargs: Any) -> Any:
     return tf.autograph.experimental.do_not_convert(function)(*args, **kwargs)
 
   setattr(call, 'autograph_info__', {})  # noqa: B010 - Marks what AutoGraph leaves alone.

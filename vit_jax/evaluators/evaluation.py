@@ -252,7 +252,7 @@ def parse_options(texts: Sequence[str]) -> dict[str, Any]:
   return options
 
 
-def fit_batches(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh):
+def fit_batches(config: ml_collections.ConfigDict, mesh: jax.sharding.Mesh) -> None:
   """Rounds the batch sizes up, in place, to multiples of the devices."""
   shards = sharding.batch_shards(mesh)
   for key in ('batch', 'batch_eval'):

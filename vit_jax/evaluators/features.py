@@ -84,7 +84,7 @@ def output_shapes(task: Any, compute: Compute) -> Any:
 def _sown(task: Any, capture: Any = False) -> dict[str, Any]:
   """Returns the shapes that a task's model sows for an image, by path."""
 
-  def compute(params: Any, extra: Any, batch: dict[str, Any]):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]) -> Any:
     return task.intermediates(params, extra, batch, capture)
 
   return output_shapes(task, compute)
@@ -106,7 +106,7 @@ def patches(task: Any) -> Compute:
       f"'{task.config.task}' lacks: use another layer, such as {LAYER}"
     )
 
-  def compute(params: Any, extra: Any, batch: dict[str, Any]):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]) -> Any:
     tokens = task.intermediates(params, extra, batch)[path][-1]  # [B, N, D]
     num_patches = grid[0] * grid[1]
     tokens = tokens[:, -num_patches:].astype(jnp.float32)
@@ -150,7 +150,7 @@ class Extractor:
     self.widths = {name: x.shape[-1] for name, x in zip(names, shapes)}
     self.width = sum(self.widths.values())
 
-    def compute(params: Any, extra: Any, batch: dict[str, Any]):
+    def compute(params: Any, extra: Any, batch: dict[str, Any]) -> Any:
       return {**batch, 'image': self.compute(params, extra, batch)}
 
     self._compute = engine.on_all_hosts(mesh, compute)
@@ -214,7 +214,7 @@ class Extractor:
     return Features(columns['image'], labels)
 
 
-def check_memory(count: int, width: int, copies: int = 1):
+def check_memory(count: int, width: int, copies: int = 1) -> None:
   """Raises ValueError if copies of float32 [count, width] fill half of the memory."""
   needed = 4 * copies * count * width
   memory = least_memory()
@@ -235,7 +235,7 @@ def least_memory() -> int:
 class _Labels(records.Subset):
   """A source whose images are not read."""
 
-  def lookup(self, indices: Any):
+  def lookup(self, indices: Any) -> dict[str, Any]:
     columns = super().lookup(indices)
     return {name: x for name, x in columns.items() if name != 'image'}
 
@@ -247,7 +247,7 @@ def read_labels(
   source = source.evaluated
   source = _Labels(source, np.arange(source.num_examples))
 
-  def example(record: dict[str, Any], seed: Any):
+  def example(record: dict[str, Any], seed: Any) -> dict[str, Any]:
     del seed
     return _label(record)
 
@@ -277,7 +277,7 @@ def _of_layers(task: Any, names: Sequence[str]) -> Compute:
       paths[name] = paths_by_layer.get(name, name)
   captured = {path for path in paths.values() if path not in sown}
 
-  def capture(module: Any, method: str):
+  def capture(module: Any, method: str) -> bool:
     return method == '__call__' and '/'.join(module.path) in captured
 
   modules = _sown(task, True) if captured else {}
@@ -291,7 +291,7 @@ def _of_layers(task: Any, names: Sequence[str]) -> Compute:
         f'modules such as {", ".join(near)}'
       )
 
-  def compute(params: Any, extra: Any, batch: dict[str, Any]):
+  def compute(params: Any, extra: Any, batch: dict[str, Any]) -> Any:
     intermediates = {}
     if paths:
       intermediates = task.intermediates(params, extra, batch, capture)

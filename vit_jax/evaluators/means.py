@@ -26,7 +26,7 @@ class Means:
   def __init__(self, evaluation: base.Evaluation):
     self._evaluation = evaluation
 
-    def sums(params: Any, extra: Any, batch: dict[str, Any]):
+    def sums(params: Any, extra: Any, batch: dict[str, Any]) -> Any:
       count = (batch['mask'] > 0).sum()
       return evaluation.task.measure(params, extra, batch), count
 
@@ -42,7 +42,7 @@ class Means:
     start_time = time.perf_counter()
     first_end = None
 
-    def compute(batch: dict[str, Any]):
+    def compute(batch: dict[str, Any]) -> Any:
       nonlocal first_end
       sums = self._sums(params, extra, batch)
       if first_end is None:  # The first batch may compile, so it is not timed.

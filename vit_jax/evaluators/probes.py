@@ -222,7 +222,7 @@ def _fitting(
   return fitting
 
 
-def _check_neighbours(counts: Sequence[int], labels: np.ndarray):
+def _check_neighbours(counts: Sequence[int], labels: np.ndarray) -> None:
   num_labelled = int((labels >= 0).sum())
   if max(counts, default=0) > num_labelled:
     raise ValueError(
@@ -273,7 +273,9 @@ class FewShot(Probe):
       drop_shots=drop_shots,
     )
 
-  def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
+  def run(
+    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
+  ) -> dict[str, float]:
     """Returns {'fewshot_5': mean accuracy over the seeds, ..., 'knn_20': accuracy}."""
     self.check_memory(linear=False, knn=bool(self.knn))
     extracted = self.extract(params, extra, all_images=bool(self.knn), stop=stop)
@@ -313,7 +315,9 @@ class LayerProbe(Probe):
       fit=lambda x: solvers.logistic(x, L2, per_feature=False),
     )
 
-  def run(self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never):
+  def run(
+    self, params: Any, extra: Any, stop: Callable[[], bool] = engine.never
+  ) -> dict[str, float]:
     """Returns the mean accuracy of the best layer and of the pixels."""
     extracted = self.extract(params, extra, all_images=False, stop=stop)
     by_shots = self.accuracies(extracted)
@@ -361,7 +365,9 @@ def own_splits(config: ml_collections.ConfigDict) -> tuple[str, str]:
   return config.pp.train, split if other_dataset is None else config.pp.test
 
 
-def squeezed(pp: ml_collections.ConfigDict, factor: float | None):
+def squeezed(
+  pp: ml_collections.ConfigDict, factor: float | None
+) -> ml_collections.ConfigDict:
   """Returns preprocessing for a key `config.fewshot.squeeze`."""
   if factor is None:
     if pp.antialias:
@@ -460,13 +466,13 @@ def best_layer(by_layer: Accuracies) -> str:
   return max(names, key=lambda name: np.mean(by_layer[name]))
 
 
-def write(path: epath.Path, content: dict, by_layer: Accuracies | None = None):
+def write(path: epath.Path, content: dict, by_layer: Accuracies | None = None) -> None:
   """Writes `content` as JSON, and a plot of the accuracy by layer, if any, next to it.
 
   Process 0 writes. Without matplotlib, the plot is left out.
   """
 
-  def do():
+  def do() -> None:
     files.write(path, json.dumps(content, indent=1) + '\n')
     if not by_layer:
       return

@@ -69,7 +69,7 @@ class Real:
       self._numbers = np.array([_number(name) for name in names])
       self._check(self._numbers)
 
-    def best(params: Any, extra: Any, batch: dict[str, Any]):
+    def best(params: Any, extra: Any, batch: dict[str, Any]) -> dict[str, Any]:
       logits = task.outputs(params, extra, batch)  # [B, classes]
       classes = logits.argmax(axis=-1).astype(jnp.int32)  # [B]
       return {'best': classes, 'number': batch['number']}
@@ -108,7 +108,7 @@ class Real:
       )
     return {**self._task.inputs(record, seed), 'number': number}
 
-  def _check(self, numbers: np.ndarray):
+  def _check(self, numbers: np.ndarray) -> None:
     """Raises ValueError if an image cannot be matched."""
     rows = np.flatnonzero((numbers < 1) | (numbers > len(self._labels)))
     if len(rows):

@@ -99,11 +99,11 @@ def tuned(train: features.Features, test: features.Features) -> Result:
   num_held_out = max(1, round(HELD_OUT * len(rows)))
   held_out_rows, fitted_rows = rows[:num_held_out], rows[num_held_out:]
 
-  def score(rows: np.ndarray, images: features.Features, l2: float):
+  def score(rows: np.ndarray, images: features.Features, l2: float) -> float:
     model = logistic(train.take(rows), l2)
     return images.accuracy(model.predict(images.values))
 
-  def solve():
+  def solve() -> list[Any]:
     held_out = train.take(held_out_rows)
     with console.bar(iterable=penalties, desc='L-BFGS', delay=3, leave=False) as bar:
       accuracies = [score(fitted_rows, held_out, l2) for l2 in bar]
@@ -133,7 +133,7 @@ def neighbours(
   num_classes = int(labels.max()) + 1
 
   @jax.jit
-  def vote(keys: jax.Array, labels: jax.Array, queries: jax.Array):
+  def vote(keys: jax.Array, labels: jax.Array, queries: jax.Array) -> list[jax.Array]:
     cosines = jnp.matmul(_normalised(queries), keys.T, precision='highest')
     nearest, rows = jax.lax.top_k(cosines, max(counts))  # [B, k], from the nearest on.
     votes = jnp.exp(nearest / TEMPERATURE)[..., None]

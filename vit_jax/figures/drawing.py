@@ -53,7 +53,7 @@ def styled(function: Callable) -> Callable:
   """Decorates a function to draw with STYLE; it then also takes `path`, of a PNG."""
 
   @functools.wraps(function)
-  def draw(*args, path: epath.PathLike | None = None, **kwargs) -> Any:
+  def draw(*args: Any, path: epath.PathLike | None = None, **kwargs: Any) -> Any:
     require_matplotlib()
     import matplotlib
 
@@ -66,7 +66,7 @@ def styled(function: Callable) -> Callable:
   return draw
 
 
-def to_file(make: Callable, *args, path: epath.PathLike, **kwargs) -> None:
+def to_file(make: Callable, *args: Any, path: epath.PathLike, **kwargs: Any) -> None:
   """Calls a `styled` function on process 0; without matplotlib, says so."""
   if jax.process_index():
     return
@@ -167,7 +167,7 @@ def show_tiles(
   rows: Sequence,
   gap: float = 0.06,
   fill: float = 1.0,
-  **kwargs,
+  **kwargs: Any,
 ) -> Any:
   """Draws pictures [rows, columns, H, W, ...] with labels; enlarges small ones.
 
@@ -462,6 +462,6 @@ def _over_pictures(
   return fig
 
 
-def _colour_bar(fig: Any, axes: Any, values: Any, label: str, **kwargs) -> None:
+def _colour_bar(fig: Any, axes: Any, values: Any, label: str, **kwargs: Any) -> None:
   bar = fig.colorbar(values, ax=axes, shrink=0.9, pad=0.01, label=label, **kwargs)
   bar.outline.set_visible(False)

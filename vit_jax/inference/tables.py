@@ -124,7 +124,7 @@ def is_table(out: str | os.PathLike | None) -> bool:
   return os.fspath(out or '').endswith(ENDINGS)
 
 
-def check(out: str | os.PathLike, resumes: bool = True):
+def check(out: str | os.PathLike, resumes: bool = True) -> None:
   """Raises ValueError unless a table can be written to a path (--out).
 
   `resumes`: whether an earlier run of the command may have written it.
@@ -214,7 +214,7 @@ def write(
   facts: Mapping[str, Any],
   broken: str = 'row',
   shard: tuple[int, int] | None = None,
-):
+) -> None:
   """Writes a table of `rows` or resumes it; all processes must call it.
 
   Args:
@@ -282,7 +282,7 @@ def write(
   console.log(summary)
 
 
-def _check_arrays(out: str | os.PathLike, column_types: Mapping[str, Any]):
+def _check_arrays(out: str | os.PathLike, column_types: Mapping[str, Any]) -> None:
   """Raises ValueError if a format cannot hold the array of a column."""
   if epath.Path(out).suffix not in ('.csv', '.jsonl'):
     return
@@ -438,7 +438,7 @@ class _Table:
       return any(path.suffix != '.tmp' for path in self.folder.iterdir())
     return False
 
-  def _check_facts(self, place: epath.Path, file_facts: Mapping[str, Any]):
+  def _check_facts(self, place: epath.Path, file_facts: Mapping[str, Any]) -> None:
     """Raises ValueError if `place` has a table of other facts, or something else."""
     remedy = f"delete '{place}', or use another path (--out)"
     try:
@@ -456,7 +456,7 @@ class _Table:
         f"'{place}' is a table of other {', '.join(differing)}: {remedy}"
       )
 
-  def _write_facts(self, file_facts: Mapping[str, Any]):
+  def _write_facts(self, file_facts: Mapping[str, Any]) -> None:
     files.write(self._facts_path, json.dumps({**self._facts, **file_facts}, indent=1))
 
   def _file_facts(self, size: int) -> dict[str, Any]:
@@ -487,7 +487,7 @@ class _Table:
         'was written: delete it, and run the same command again to compute it anew'
       )
 
-  def _stamp(self, blocks: Sequence[range]):
+  def _stamp(self, blocks: Sequence[range]) -> None:
     """Reads sizes and times of the images of blocks, for `_inputs`."""
     new = [block for block in blocks if block not in self._stamps]
     self._stamps.update(zip(new, records.stamps(self._source, new)))
@@ -503,7 +503,7 @@ class _Table:
     return self.folder / f'{name}.parquet', self.folder / f'.{name}.json'
 
   @_named_errors
-  def write(self, block: range, table: Any):
+  def write(self, block: range, table: Any) -> None:
     """Writes the part of a block, a pyarrow.Table."""
     buffer = io.BytesIO()
     arrow().parquet.write_table(table, buffer)
@@ -574,7 +574,7 @@ class _Table:
     self._delete_parts()
     return num_broken
 
-  def _delete_parts(self):
+  def _delete_parts(self) -> None:
     with contextlib.suppress(OSError):  # The next start deletes what is left.
       self.folder.rmtree()
 
@@ -603,7 +603,7 @@ class _Checksummed(io.RawIOBase):
     return self._file.write(content)
 
 
-def encode(tables: Iterator[Any], file: Any, ending: str):
+def encode(tables: Iterator[Any], file: Any, ending: str) -> None:
   """Writes the rows of pyarrow.Tables with the same columns to one file.
 
   `ending` is one of ENDINGS, and `file` is open for bytes.
@@ -620,7 +620,7 @@ def encode(tables: Iterator[Any], file: Any, ending: str):
     file.write(text.encode())
 
 
-def _encode_parquet(tables: Iterator[Any], file: Any):
+def _encode_parquet(tables: Iterator[Any], file: Any) -> None:
   """Writes pyarrow.Tables to one Parquet file with large row groups."""
   writer = None
   try:

@@ -88,7 +88,7 @@ class ImageModel(nn.Module):
   argument of `jax.jit`. Mappings become ml_collections.FrozenConfigDict, lists tuples.
   """
 
-  def __post_init__(self):
+  def __post_init__(self) -> None:
     for field in dataclasses.fields(self):
       value = getattr(self, field.name)
       if schema.is_mapping(value) or isinstance(value, list):

@@ -46,7 +46,7 @@ def adapted(init: Init, config: ml_collections.ConfigDict) -> Init:
   if not config.lora.rank:
     return init
 
-  def init_adapted(rng: jax.Array):
+  def init_adapted(rng: jax.Array) -> tuple[Any, Any]:
     params, extra = init(rng)
     flat = flax.traverse_util.flatten_dict(params, sep='/')
     kernels = [path for path in sorted(flat) if _is_adapted(path, flat[path], config)]
@@ -150,7 +150,7 @@ def base(
   return {path: weights[path] for path in frozen}
 
 
-def check_stored(params: Any, shapes: Any, config: ml_collections.ConfigDict):
+def check_stored(params: Any, shapes: Any, config: ml_collections.ConfigDict) -> None:
   """Raises ValueError unless stored parameters are the `trained` ones of a model."""
   stored = _shapes_by_path(params)
   expected = _shapes_by_path(trained(shapes, config))

@@ -47,7 +47,7 @@ def accumulate(compute: Callable[[Any, Any], Any], batch: Any, steps: int) -> An
     lambda x: x.reshape(-1, steps, *x.shape[1:]).swapaxes(0, 1), batch
   )
 
-  def add(total: Any, micro_batch: Any):
+  def add(total: Any, micro_batch: Any) -> tuple[Any, None]:
     number, rows = micro_batch
     rows = jax.tree.map(sharding.constrain_batch, rows)
     return jax.tree.map(jnp.add, total, compute(rows, number)), None
@@ -85,10 +85,12 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
   reads the average from the optimiser state.
   """
 
-  def init(params: Any):
+  def init(params: Any) -> EmaState:
     return EmaState(_copied(params))
 
-  def update(updates: Any, state: Any, params: Any, *, step: jax.Array, **_):
+  def update(
+    updates: Any, state: Any, params: Any, *, step: jax.Array, **_
+  ) -> tuple[Any, EmaState]:
     new = optax.apply_updates(params, updates)
     share = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))  # 1 - decay.
     # In this form constant parameters equal their average bit for bit.
@@ -184,7 +186,7 @@ def stop_frozen(params: optax.Params, factors: Any) -> optax.Params:
   if factors is None:
     return params
 
-  def stop(x: Any, factor: float):
+  def stop(x: Any, factor: float) -> Any:
     return x if factor else jax.lax.stop_gradient(x)
 
   return jax.tree.map(stop, params, factors)
@@ -195,13 +197,13 @@ def _with_factors(
 ) -> optax.GradientTransformation:
   """Multiplies the updates of `tx` by factors; a factor of 0 freezes."""
 
-  def label(factor: float):
+  def label(factor: float) -> str:
     return 'trained' if factor else 'frozen'
 
-  def scale(update: jax.Array, factor: float):
+  def scale(update: jax.Array, factor: float) -> jax.Array:
     return update * jnp.asarray(factor, update.dtype)
 
-  def scale_all(updates: Any, params: Any):
+  def scale_all(updates: Any, params: Any) -> Any:
     del params
     return jax.tree.map(scale, updates, factors)
 
@@ -215,7 +217,7 @@ def _with_factors(
 def _adafactor(b1: float, b2: float, dtype: jnp.dtype) -> optax.GradientTransformation:
   """Adafactor of arXiv 2106.04560, 3.4: with momentum, b2 of at most 0.999."""
 
-  def decay_rate(step: jax.Array, power: float):
+  def decay_rate(step: jax.Array, power: float) -> jax.Array:
     return jnp.minimum(b2, 1 - (step + 1.0) ** -power)
 
   return optax.chain(
@@ -252,13 +254,13 @@ def _muon(
 ) -> optax.GradientTransformation:
   """Muon for the matrices of hidden layers, `adam` for all other parameters."""
 
-  def matrices(params: Any):
+  def matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(_matrix, params)
 
-  def label(path: Any, x: Any):
+  def label(path: Any, x: Any) -> str:
     return 'adam' if _matrix(path, x) is None else 'muon'
 
-  def labels(params: Any):
+  def labels(params: Any) -> Any:
     by_param = jax.tree_util.tree_map_with_path(label, params)
     if 'muon' not in jax.tree.leaves(by_param):
       raise ValueError(
@@ -364,7 +366,7 @@ def _optax_optimizer(
   return setting._replace(arguments=arguments).call(make, {})
 
 
-def check(config: ml_collections.ConfigDict):
+def check(config: ml_collections.ConfigDict) -> None:
   """Checks an optimiser of optax, before any data are read.
 
   Raises ValueError if optax does not have it with these arguments, or if it needs more

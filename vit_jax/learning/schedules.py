@@ -106,7 +106,7 @@ def rsqrt_decay(
       'whose rate would begin near 0: lower it, or train longer (config.total_steps)'
     )
 
-  def schedule(step: jax.Array):
+  def schedule(step: jax.Array) -> Any:
     rate = base / jnp.sqrt(1 + (step + shift) / timescale)
     if cooldown:
       rate *= jnp.minimum(1.0, (steps - step) / cooldown)
@@ -115,7 +115,7 @@ def rsqrt_decay(
   return schedule
 
 
-def check(config: ml_collections.ConfigDict):
+def check(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError unless a config's decay can be made, before any data are read."""
   if config.decay_type == 'rsqrt' or config.decay_type.startswith(common.OPTAX):
     _decay_with_arguments(

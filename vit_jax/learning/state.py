@@ -56,7 +56,7 @@ def abstract_state(
     TrainState of jax.ShapeDtypeStruct with shardings.
   """
 
-  def create(weights: Any):
+  def create(weights: Any) -> TrainState:
     params, extra = init(rng)
     params, remaining = _replaced(params, weights)
     if remaining:
@@ -146,16 +146,16 @@ def make_update(
   tx = optax.with_extra_args_support(tx)
   loss_of, update_extra = map(with_step, (task.loss, task.update_extra))
 
-  def update(state: Any, batch: dict[str, Any]):
+  def update(state: Any, batch: dict[str, Any]) -> tuple[TrainState, dict[str, Any]]:
     rng = step_key(seed, state.step)
     batch = augment(task, batch, rng)
 
-    def compute(rows: Any, number: Any):
+    def compute(rows: Any, number: Any) -> tuple[Any, Any]:
       key = rng
       if accum_steps > 1:
         key = jax.random.fold_in(rng, number)
 
-      def loss_fn(params: Any):
+      def loss_fn(params: Any) -> tuple[jax.Array, Any]:
         params = merge(optim.stop_frozen(params, factors))
         (total, weight), metrics = loss_of(
           params, state.extra, rows, key, step=state.step

@@ -35,7 +35,7 @@ def traced(function: Callable) -> Callable:
     return graph_function
 
   @functools.wraps(function)
-  def call(encoded: 'tf.Tensor | bytes', *args, **kwargs) -> Any:
+  def call(encoded: 'tf.Tensor | bytes', *args: Any, **kwargs: Any) -> Any:
     # TensorFlow would trace again for each value that is not a tensor.
     return compiled()(tf.convert_to_tensor(encoded), *args, **kwargs)
 

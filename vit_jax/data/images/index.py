@@ -455,7 +455,7 @@ def _as_bytes(facts: dict[str, Any]) -> np.ndarray:
   return np.frombuffer(json.dumps(facts).encode(), np.uint8)
 
 
-def _write(path: epath.PathLike, **arrays) -> None:
+def _write(path: epath.PathLike, **arrays: Any) -> None:
   """Writes arrays to a .npz file atomically."""
   path = epath.Path(path)
   path.parent.mkdir(parents=True, exist_ok=True)
