@@ -91,10 +91,11 @@ AUGREG = {
 
 def _preset(dataset: str, total_steps: int) -> ml_collections.ConfigDict:
   train, test = SPLITS.get(dataset, ('train', 'test'))
+  warmup_steps = _WARMUP if total_steps >= 2_500 else _SHORT_WARMUP
   preset = ml_collections.ConfigDict(
     {
       'total_steps': total_steps,
-      'warmup_steps': _WARMUP if total_steps >= 2_500 else _SHORT_WARMUP,
+      'warmup_steps': warmup_steps,
       'pp': {'train': train, 'test': test, 'crop': 384},
     }
   )

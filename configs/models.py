@@ -566,7 +566,9 @@ def short_name(name: str) -> str:
   size, _, variant = vit_name.partition('_')
   size = SHORT_SIZES.get(size, size)
   short = (size + variant).replace('-', '_')  # mixer_b16 for Mixer-B_16.
-  return (f'{hybrid}_{short}' if hybrid else short).lower()
+  if hybrid:
+    short = f'{hybrid}_{short}'
+  return short.lower()
 
 
 MODEL_CONFIGS = _make_configs()

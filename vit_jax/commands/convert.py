@@ -95,9 +95,12 @@ def main(argv: Sequence[str]) -> int:
 
   from vit_jax.weights import convert, identify
 
+  class_names = None
+  if args.class_names:
+    class_names = read_class_names(args.class_names)
   options = dict(
     to=args.to,
-    class_names=read_class_names(args.class_names) if args.class_names else None,
+    class_names=class_names,
     image_size=args.image_size,
     num_heads=args.num_heads,
     gelu=args.gelu,

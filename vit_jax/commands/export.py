@@ -71,12 +71,15 @@ def main(argv: Sequence[str]) -> int:
     raise ValueError(
       f"the task '{model.config.task}' has no text tower: leave out --texts"
     )
-  names = ('features', 'dtype', 'uint8', 'image_size')
+  options = {'texts': True} if args.texts else {}
   model.export(
     args.out,
     args.to,
+    features=args.features,
+    dtype=args.dtype,
+    uint8=args.uint8,
+    image_size=args.image_size,
     command=shlex.join(['vit_jax', 'export', *argv]),
-    **{name: getattr(args, name) for name in names},
-    **({'texts': True} if args.texts else {}),
+    **options,
   )
   return 0

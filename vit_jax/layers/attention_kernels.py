@@ -379,6 +379,7 @@ def _flash_on_one_device(
 
   dtype = query.dtype
   needs_float32 = dtypes.device_kind() in _WITHOUT_BFLOAT16
+  operand_type = jnp.float32 if needs_float32 else None
   if query.shape == key.shape and query.shape[1] <= fused_attention.MOST_TOKENS:
     out = fused_attention.attend(
       _side_by_side(query),
@@ -386,7 +387,7 @@ def _flash_on_one_device(
       _side_by_side(value),
       head_dim=query.shape[-1],
       causal=causal,
-      multiply_as=jnp.float32 if needs_float32 else None,
+      multiply_as=operand_type,
     )
     return out.reshape(query.shape)
   if needs_float32:

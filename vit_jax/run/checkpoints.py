@@ -237,10 +237,12 @@ class Checkpoints:
     if not damages:
       return None, 0
     newest, damage = next(iter(damages.items()))
-    remedy = '; move the folder away to start anew, or use another --workdir'
+    remedy = ''
+    if not self._read_only:
+      remedy = '; move the folder away to start anew, or use another --workdir'
     raise ValueError(
       f"no checkpoint in '{self.directory}' can be restored; the newest, step "
-      f'{newest}: {damage}{"" if self._read_only else remedy}'
+      f'{newest}: {damage}{remedy}'
     )
 
   def _check_step(self, step: int, stored_step: int) -> None:

@@ -3,7 +3,7 @@
 Terminals and notebooks show a progress bar, log files plain lines.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 import contextlib
 import math
 import time
@@ -74,12 +74,12 @@ class Run:
       batch_spec = prepared.program.task.batch_spec(self.config.batch)
       self._compiled.append(_shapes(batch_spec))
     self._has_updated = False
-    options, metric = self.config.early_stopping, self.config.best_metric
+    options = self.config.early_stopping
+    earlier: Sequence[Any] = ()
+    if options.patience:
+      earlier = early_stopping.evaluated(workdir, self.config.best_metric, step)
     self.early_stopping = early_stopping.EarlyStopping(
-      options.patience,
-      options.min_delta,
-      run_evaluators.is_low(self.config),
-      early_stopping.evaluated(workdir, metric, step) if options.patience else (),
+      options.patience, options.min_delta, run_evaluators.is_low(self.config), earlier
     )
     # Paths of the pictures of the last evaluation.
     self.pictures: list[epath.Path] = []
@@ -165,7 +165,8 @@ class Run:
     was_done = self.done
     with self._progress.pause():
       try:
-        metrics = self._measure(params, stop, (False, True) if was_done else (False,))
+        finals = (False, True) if was_done else (False,)
+        metrics = self._measure(params, stop, finals)
         self._check_best_metric(metrics)
         self._note_progress(metrics)
         if self.done and not was_done:

@@ -77,7 +77,8 @@ def study(config: ml_collections.ConfigDict, workdir: str) -> list[dict]:
   # All seeds take the same compute.
   places = []
   for (line, x), runs in zip(config.x, variants.values()):
-    places.append((line, exaflops(runs[0].config) if x == 'exaflops' else x))
+    place = exaflops(runs[0].config) if x == 'exaflops' else x
+    places.append((line, place))
   num_variants = console.pluralize(len(variants), 'variant')
   unit = _unit(config.base)
   num_seeds = console.pluralize(len(config.seeds), unit)

@@ -223,10 +223,12 @@ def _measures(config: ml_collections.ConfigDict) -> run_evaluators.Metrics:
 
 def _name(values: Mapping[str, Any]) -> str:
   """Returns the name of a run's folder: 'base_lr=0.01,classifier=gap'."""
-  last = [key.rpartition('.')[2] for key in values]
+  last_names = [key.rpartition('.')[2] for key in values]
   settings = []
-  for (key, value), name in zip(values.items(), last):
-    settings.append(f'{name if last.count(name) == 1 else key}={value}')
+  for (key, value), last_name in zip(values.items(), last_names):
+    is_unique = last_names.count(last_name) == 1
+    name = last_name if is_unique else key
+    settings.append(f'{name}={value}')
   return re.sub(r'[^\w.=+,-]+', '_', ','.join(settings))
 
 
@@ -266,15 +268,9 @@ def _show_choice(
   summaries.publish(workdir, 'choice', rows, 'Choice:', header, lines)
   title = f"Choice on '{plan.parts.held_out}' of {plan.config.dataset}"
   log = curves and min(tried) > 0 and max(tried) >= _LOG_RANGE * min(tried)
-  summaries.plot(
-    metric,
-    plan.kind,
-    title,
-    points,
-    f'{workdir}/sweep.png',
-    first if curves else None,
-    log,
-  )
+  x_label = first if curves else None
+  path = f'{workdir}/sweep.png'
+  summaries.plot(metric, plan.kind, title, points, path, x_label, log)
 
 
 def _best(plan: Sweep, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

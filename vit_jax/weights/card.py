@@ -82,11 +82,11 @@ def make(model: writing.Model, src: str, folder: epath.Path, name: str) -> str:
   description = task(run_config.complete(run), metadata).describe()
   fields = json.loads((folder / 'config.json').read_text())
   library = 'timm' if 'pretrained_cfg' in fields else 'transformers'
-  has_head = run.task != 'classify' or model.num_classes
+  pipeline = _PIPELINES.get(run.task, _FEATURES)
+  if run.task == 'classify' and not model.num_classes:
+    pipeline = _FEATURES
   data = hub.ModelCardData(
-    library_name=library,
-    pipeline_tag=_PIPELINES.get(run.task, _FEATURES) if has_head else _FEATURES,
-    tags=['vit_jax', 'jax'],
+    library_name=library, pipeline_tag=pipeline, tags=['vit_jax', 'jax']
   )
   return hub.ModelCard.from_template(
     data,

@@ -365,7 +365,8 @@ class Index:
       return True
     folders = self.facts['times']
     paths = [os.path.join(self.top, folder) for folder in folders]
-    return image_files.in_threads(image_files.time_of, paths) == [*folders.values()]
+    times = image_files.in_threads(image_files.time_of, paths)
+    return times == list(folders.values())
 
 
 class Paths(Sequence):
@@ -466,8 +467,8 @@ def _write(path: epath.PathLike, **arrays: Any) -> None:
 def place(workdir: str | None, root: str, base: str) -> str:
   """Returns the path of the stored index of a split, by default next to it."""
   if workdir is None:
-    is_root = base in ('', '.')
-    return (root.rstrip('/') if is_root else f'{root}/{base}') + '.index.npz'
+    folder = root.rstrip('/') if base in ('', '.') else f'{root}/{base}'
+    return f'{folder}.index.npz'
   name = ''.join(c if c.isalnum() else '_' for c in base)
   key = files.digest([f'{root}/{base}'.encode()])[:8]
   return f'{workdir}/data/{name}-{key}.npz'
@@ -475,7 +476,6 @@ def place(workdir: str | None, root: str, base: str) -> str:
 
 def from_paths(root: str, base: str, paths: Sequence[str]) -> Index:
   """Makes an index of listed files; `order` is the order of the list."""
-  # They sort as pairs of folder and name.
   split = [b'\0'.join(os.path.split(os.fsencode(path))) for path in paths]
   rows = sorted(range(len(split)), key=split.__getitem__)
   order = np.empty(len(rows), np.uint32)

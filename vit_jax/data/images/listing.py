@@ -138,23 +138,29 @@ def _scan(top: bytes, endings: tuple[bytes, ...], name: bytes) -> _Piece:
     for entry, is_file, is_folder, is_link in entries:
       if entry.startswith(b'.'):
         continue
-      image = is_image(entry)
-      if image and is_file:
-        image_names.append(entry)
-      elif not image and is_folder and not (is_link and _is_loop(top, prefix + entry)):
-        inner.append(prefix + entry)
+      name = prefix + entry
+      if is_image(entry):
+        if is_file:
+          image_names.append(entry)
+        else:
+          ignored.append(name)
+      elif is_folder and not (is_link and _is_loop(top, name)):
+        inner.append(name)
       else:
-        ignored.append(prefix + entry)
+        ignored.append(name)
     return sorted(image_names), sorted(inner), sorted(ignored)
 
   image_names, inner, ignored = image_files.retried(path, list_entries)
+  digests = []
+  for image_name in image_names:
+    digests.append(index_lib.hash_name(b'/' + prefix + image_name))
   return _Piece(
     name=name,
     identity=_identity(path) if local else (),
     time=changed,
     num_images=len(image_names),
-    names=b''.join(x + b'\0' for x in image_names),
-    digests=b''.join(index_lib.hash_name(b'/' + prefix + x) for x in image_names),
+    names=b''.join(image_name + b'\0' for image_name in image_names),
+    digests=b''.join(digests),
     inner=inner,
     ignored=ignored,
   )

@@ -32,9 +32,8 @@ def matrix(images: np.ndarray, texts: Sequence[str], logits: np.ndarray) -> np.n
   for column, image in enumerate(grids.to_pixels(images)):
     small = Image.fromarray(image).resize((_CELL, _CELL))
     canvas.paste(small, (_TEXT + column * step, 0))
-  colors = grids.heat(probabilities[None], probabilities.shape)[0].astype(
-    int
-  )  # [m, n, 3]
+  [heat] = grids.heat(probabilities[None], probabilities.shape)
+  colors = heat.astype(int)  # [m, n, 3]
   for row, text in enumerate(texts):
     y = (row + 1) * step
     lines = textwrap.wrap(text, _TEXT // 7)[:4]

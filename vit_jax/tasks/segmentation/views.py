@@ -11,7 +11,7 @@ longer side, as in the released evaluation of EoMT (arXiv 2503.19108). Mirror im
 Shapes: B images on canvases, Y x X windows.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -145,18 +145,19 @@ def _view(
   """Returns the view of one scale, of whole patches."""
   sides, windows, strides = [], [], []
   for axis in (0, 1):
-    cells = patch[axis]
-    side = max(1, round(scale * window[axis] / cells)) * cells
+    num_cells = max(1, round(scale * window[axis] / patch[axis]))
+    side = num_cells * patch[axis]
+    length = side if is_whole else min(side, window[axis])
     sides.append(side)
-    windows.append(side if is_whole else min(side, window[axis]))
+    windows.append(length)
     if stride is not None:
-      strides.append(max(1, stride[axis] * windows[axis] // window[axis]))
-  return View(
-    (sides[0], sides[1]),
-    (windows[0], windows[1]),
-    (strides[0], strides[1]) if stride is not None else None,
-    is_whole,
-  )
+      strides.append(max(1, stride[axis] * length // window[axis]))
+  return View(_two(sides), _two(windows), _two(strides) if strides else None, is_whole)
+
+
+def _two(lengths: Sequence[int]) -> tuple[int, int]:
+  height, width = lengths
+  return height, width
 
 
 def _pair(size: Any) -> tuple[int, int] | None:

@@ -519,8 +519,9 @@ def _read_tower(
   def describe(config: Mapping[str, Any]) -> descriptions.Description:
     image = descriptions.field(config, 'vision_config', dict, config)
     heads = descriptions.field(image, 'num_attention_heads', schema.Count, count)
+    encoder = vit_files.from_hf_encoder(image, gelu if config else None, eps)
     return descriptions.Description(
-      dict(transformer=vit_files.from_hf_encoder(image, gelu if config else None, eps)),
+      dict(transformer=encoder),
       descriptions.labels(config),
       _image_size(config, image),
       num_heads=heads if config else None,

@@ -180,6 +180,12 @@ def _timm_naming(
 ) -> leaves.Naming:
   """Returns timm's naming; `root`: prefix of a hybrid's first convolution."""
   layer = (*leaves.column(_LAYER, 0), *dino.mlp(*_MLP[0], gated), *_TIMM_LAYER)
+  joined = {
+    '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
+    'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
+  }
+  if gated:
+    joined['.mlp.fc1.'] = dino.JOINED
   return leaves.Naming(
     'timm',
     'plain Vision Transformer',
@@ -192,11 +198,7 @@ def _timm_naming(
     ),
     marks=('patch_embed.proj.weight',),
     old_names=(_PARALLEL, *eva.OLD_NAMES, *dino.OLD_NAMES, *torchvision.OLD_NAMES),
-    joined={
-      '.attn.qkv.': ('.attn.q.', '.attn.k.', '.attn.v.'),
-      'attn_pool.kv.': ('attn_pool.k.', 'attn_pool.v.'),
-      **({'.mlp.fc1.': dino.JOINED} if gated else {}),
-    },
+    joined=joined,
     ignored=_IGNORED,
     program='timm',
     features={

@@ -214,10 +214,9 @@ def scaled(model: Any, part: str | None = None) -> Any:
       'bias': bias.astype(embedding['bias'].dtype),
     },
   }
-  return model._replace(
-    params={**model.params, part: params} if part else params,
-    preparation=model.preparation.unscaled(),
-  )
+  if part:
+    params = {**model.params, part: params}
+  return model._replace(params=params, preparation=model.preparation.unscaled())
 
 
 def pair(size: int | Sequence[int] | None) -> tuple[int, int] | None:
@@ -406,10 +405,11 @@ def hf_description(model: Any) -> tuple[dict[str, dict], list[str]]:
     )
   has_classifier = model.num_classes and not has_pre_logits
   bare_class, classifier_class = _HF_CLASSES[kind]
+  architecture = classifier_class if has_classifier else bare_class
   files = hf_files(
     model,
     model_type=kind,
-    architectures=[classifier_class if has_classifier else bare_class],
+    architectures=[architecture],
     pooler_act='tanh',
     pooler_output_size=config.get('representation_size') or config.hidden_size,
     **descriptions.label_fields(model),
