@@ -462,7 +462,23 @@ def _vit_config(
   )
 
 
-def _make_configs() -> dict[str, ml_collections.ConfigDict]:
+_Configs = dict[str, ml_collections.ConfigDict]
+
+
+def _make_configs() -> _Configs:
+  configs = {**_vits(), **_dinos()}
+  configs.update(_eomts(configs))
+  configs.update(_gap_vits())
+  configs.update(_hybrids())
+  configs.update(_mixers())
+  configs.update(_bits())
+  configs.update(_igpts())
+  configs.update(_detrs())
+  configs.update(_lits(configs))
+  return configs
+
+
+def _vits() -> _Configs:
   configs = {}
   for name, classifier in TESTING.items():
     configs[name] = _vit_config(name, (1, 10, 10, 2), 16, classifier)
@@ -471,6 +487,11 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       name = f'ViT-{size}_{patch}'
       variations = VARIATIONS.get(size, {})
       configs[name] = _vit_config(name, SIZES[size], patch, variations=variations)
+  return configs
+
+
+def _dinos() -> _Configs:
+  configs = {}
   for size, (sizes, extra_fields) in DINOV2.items():
     variations = {'gelu': 'erf', 'layer_scale': 1e-5, **extra_fields}
     for suffix, registers in (('', 0), ('-reg4', 4)):
@@ -483,20 +504,40 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
     configs[name] = _vit_config(
       name, SIZES[size], 16, variations=variations, registers=4
     )
+  return configs
+
+
+def _eomts(encoders: _Configs) -> _Configs:
+  configs = {}
   for encoder, query_layers in EOMTS.items():
-    is_dinov3 = encoder.startswith('DINOv3')
-    config = copy.deepcopy(configs[f'{encoder}_{"16" if is_dinov3 else "14-reg4"}'])
+    variant = '16' if encoder.startswith('DINOv3') else '14-reg4'
+    config = copy.deepcopy(encoders[f'{encoder}_{variant}'])
     config.patches.size = (16, 16)
     name = f'EoMT-{encoder.removeprefix("DINOv2-")}_16'
     config.update(model_name=name, kind='eomt', num_query_layers=query_layers)
     configs[name] = config
+  return configs
+
+
+def _gap_vits() -> _Configs:
+  configs = {}
   for variant in GAP:
     size, _, patch_size = variant.partition('_')
     name = f'ViT-{variant}-gap-norep'
     configs[name] = _vit_config(name, SIZES[size], int(patch_size), 'gap')
+  return configs
+
+
+def _hybrids() -> _Configs:
+  configs = {}
   for name, (size, patch, units, width_factor) in HYBRIDS.items():
     resnet = {'num_layers': units, 'width_factor': width_factor}
     configs[name] = _vit_config(name, SIZES[size], patch, resnet=resnet)
+  return configs
+
+
+def _mixers() -> _Configs:
+  configs = {}
   for name, (patch, width, blocks, tokens, channels) in MIXERS.items():
     configs[name] = _config(
       name,
@@ -506,15 +547,26 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       tokens_mlp_dim=tokens,
       channels_mlp_dim=channels,
     )
+  return configs
+
+
+def _bits() -> _Configs:
+  configs = {}
   for depth, (units, width_factors) in BITS.items():
     for factor in width_factors:
       name = f'BiT-{depth}x{factor}'
       configs[name] = _config(
         name, kind='bit', num_layers=units, width_factor=float(factor)
       )
+  return configs
+
+
+def _igpts() -> _Configs:
+  configs = {}
   for size, (layers, width, heads) in IGPTS.items():
-    configs[f'iGPT-{size}'] = _config(
-      f'iGPT-{size}',
+    name = f'iGPT-{size}'
+    configs[name] = _config(
+      name,
       kind='igpt',
       hidden_size=width,
       num_layers=layers,
@@ -522,6 +574,11 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       num_colors=512,
       num_positions=32 * 32,
     )
+  return configs
+
+
+def _detrs() -> _Configs:
+  configs = {}
   for name, (units, dilate_last) in DETRS.items():
     configs[name] = _config(
       name,
@@ -535,7 +592,13 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
       num_heads=8,
       mlp_dim=2048,
     )
+  return configs
+
+
+def _lits(images: _Configs) -> _Configs:
+  configs = {}
   for name, (image, tokenizer, text, out_dim) in LITS.items():
+    text_model = 'bert' if tokenizer == 'bert' else 'text_transformer'
     if tokenizer == 'sentencepiece':
       layers, width, mlp_dim, heads = SIZES[text]
       text = dict(
@@ -548,9 +611,9 @@ def _make_configs() -> dict[str, ml_collections.ConfigDict]:
     configs[name] = _config(
       name,
       kind='lit',
-      image=copy.deepcopy(configs[image]),
+      image=copy.deepcopy(images[image]),
       text=text,
-      text_model='bert' if tokenizer == 'bert' else 'text_transformer',
+      text_model=text_model,
       pp={'tokenizer_name': tokenizer, 'size': 224, 'max_len': 16},
       out_dim=out_dim,
     )

@@ -235,24 +235,7 @@ class VisionTransformer(patches_lib.ImageModel):
     )
     fields = dict(self.transformer or {})
     if self.transformer is not None:
-      if fields.get('causal') and self.classifier == 'token':
-        raise ValueError(
-          "classifier='token' reads the class token, which comes first and with "
-          "causal=True attends to itself only: use 'gap' or 'unpooled' "
-          '(config.model.classifier)'
-        )
-      if fields.get('causal') and self.registers:
-        raise ValueError(
-          f'registers={self.registers} come before the patches and with causal=True '
-          'attend to none of them: use 0 (config.model.registers)'
-        )
-      is_axial = fields.get('attention_pattern') == 'axial'
-      if is_axial and (self.has_class_token or self.registers):
-        raise ValueError(
-          f"classifier='{self.classifier}' and registers={self.registers} add tokens "
-          "without a row or column, which attention_pattern='axial' needs: use 'gap', "
-          "'map' or 'unpooled', and 0 (config.model)"
-        )
+      self._check_attention(fields)
       width = self.hidden_size
       dtype = types['param_dtype']
       if self.has_class_token:
@@ -279,6 +262,28 @@ class VisionTransformer(patches_lib.ImageModel):
       self.head = make_head(self.num_classes, **options)
       if self.distilled:
         self.head_dist = make_head(self.num_classes, **options, name='head_dist')
+
+  @nn.nowrap
+  def _check_attention(self, fields: Mapping[str, Any]) -> None:
+    """Raises ValueError if attention keeps tokens from those that they need."""
+    if fields.get('causal') and self.classifier == 'token':
+      raise ValueError(
+        "classifier='token' reads the class token, which comes first and with "
+        "causal=True attends to itself only: use 'gap' or 'unpooled' "
+        '(config.model.classifier)'
+      )
+    if fields.get('causal') and self.registers:
+      raise ValueError(
+        f'registers={self.registers} come before the patches and with causal=True '
+        'attend to none of them: use 0 (config.model.registers)'
+      )
+    is_axial = fields.get('attention_pattern') == 'axial'
+    if is_axial and (self.has_class_token or self.registers):
+      raise ValueError(
+        f"classifier='{self.classifier}' and registers={self.registers} add tokens "
+        "without a row or column, which attention_pattern='axial' needs: use 'gap', "
+        "'map' or 'unpooled', and 0 (config.model)"
+      )
 
   @property
   def has_class_token(self) -> bool:

@@ -13,7 +13,7 @@ See docs/runs.md, docs/detection.md, docs/image_text.md and docs/pixels.md.
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent import futures
 import contextlib
 import functools
@@ -153,16 +153,27 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
   tasks = _tasks(_named_modules(argv))
   args = make_parser(tasks).parse_args(argv)
   args.options = {}
-  imageless = set()
+  imageless: set[str] = set()
   for task in tasks.values():
     for flag in task.FLAGS:
       name = flag.removeprefix('--')
       if getattr(args, name) is not None:
         args.options[name] = getattr(args, name)
     imageless.update(task.IMAGELESS)
-  if not args.images and not imageless & args.options.keys():
+  _check_images(args, imageless)
+  _check_tables(args)
+  return args
+
+
+def _check_images(args: argparse.Namespace, imageless: Collection[str]) -> None:
+  """Raises ValueError if there is nothing to predict from."""
+  if not args.images and args.options.keys().isdisjoint(imageless):
     alternatives = ', '.join(f'--{name}' for name in sorted(imageless))
     raise ValueError(f'pass image files, or one of {alternatives} (see --help)')
+
+
+def _check_tables(args: argparse.Namespace) -> None:
+  """Raises ValueError for flags of tables without one, or of shards with others."""
   shards = [f'--{name}' for name in ('shard', 'print') if getattr(args, name)]
   if shards and not (args.images and str(args.out or '').endswith('/')):
     raise ValueError(
@@ -178,7 +189,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
       )
   if shards and args.coordinator:
     raise ValueError(f'{shards[0]} is for independent tasks: leave out --coordinator')
-  return args
 
 
 def _is_table(args: argparse.Namespace) -> bool:

@@ -110,10 +110,12 @@ def _check_classes(classes: Sequence[MaskClass]) -> None:
   if all(x.ignore for x in classes):
     raise ValueError('it has no class to learn')
   for field in ('id', 'color', 'name'):
-    values = [getattr(x, field) for x in classes if getattr(x, field) is not None]
-    repeated = [x for i, x in enumerate(values) if x in values[:i]]
-    if repeated:
-      raise ValueError(f'two classes have the {field} {repeated[0]!r}')
+    values: list[Any] = []
+    for x in classes:
+      value = getattr(x, field)
+      if value is not None and value in values:
+        raise ValueError(f'two classes have the {field} {value!r}')
+      values.append(value)
   for x in classes:
     if not x.name.strip():
       raise ValueError(f'the class of id {x.id} has no name')

@@ -73,22 +73,7 @@ def make_mesh(
   the number of devices.
   """
   devices = jax.devices() if devices is None else devices
-  sizes = {name: int(size) for name, size in axes.items() if size is not None}
-  free = [name for name, size in sizes.items() if size == -1]
-  bad = any(size < 1 and size != -1 for size in sizes.values())
-  if bad or len(free) > 1 or 'data' not in sizes:
-    raise ValueError(
-      f'mesh={dict(axes)}: sizes must be positive, at most one of them -1 (the '
-      "rest), and the axis 'data' is needed; use --config.mesh.data=-1"
-    )
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  if len(devices) % fixed or (not free and fixed != len(devices)):
-    raise ValueError(
-      f'mesh={dict(axes)} does not fit {len(devices)} devices: the sizes must '
-      f'multiply to {len(devices)}, of which --config.mesh.data=-1 takes the rest'
-    )
-  for name in free:
-    sizes[name] = len(devices) // fixed
+  sizes = _axis_sizes(axes, len(devices))
   names = tuple(sizes)
   shape = tuple(sizes.values())
   types = (jax.sharding.AxisType.Auto,) * len(sizes)
@@ -112,6 +97,35 @@ def make_mesh(
     within, across, devices, allow_split_physical_axes=True
   )
   return jax.sharding.Mesh(arranged, names, axis_types=types)
+
+
+def _axis_sizes(axes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+  """Returns the sizes of the axes by name, none of them -1; see `make_mesh`."""
+  sizes = {}
+  free = []
+  fixed = 1
+  for name, size in axes.items():
+    if size is None:
+      continue
+    sizes[name] = int(size)
+    if sizes[name] == -1:
+      free.append(name)
+    else:
+      fixed *= sizes[name]
+  is_positive = all(size > 0 for name, size in sizes.items() if name not in free)
+  if not is_positive or len(free) > 1 or 'data' not in sizes:
+    raise ValueError(
+      f'mesh={dict(axes)}: sizes must be positive, at most one of them -1 (the '
+      "rest), and the axis 'data' is needed; use --config.mesh.data=-1"
+    )
+  if num_devices % fixed or (not free and fixed != num_devices):
+    raise ValueError(
+      f'mesh={dict(axes)} does not fit {num_devices} devices: the sizes must '
+      f'multiply to {num_devices}, of which --config.mesh.data=-1 takes the rest'
+    )
+  for name in free:
+    sizes[name] = num_devices // fixed
+  return sizes
 
 
 def batch_axes(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> tuple[str, ...]:

@@ -51,7 +51,18 @@ def list_folder(root: str, base: str) -> index_lib.Index:
 
 def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.Index:
   """Lists the files of a split whose names end with one of `endings`."""
-  top = os.fsencode(os.path.join(root, base))
+  pieces = _scan_all(os.fsencode(os.path.join(root, base)), endings)
+  holding = [piece for piece in pieces if piece.num_images]
+  names = b''.join(piece.names for piece in holding)
+  digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
+  order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
+  folders = [piece.name for piece in holding]
+  counts = [piece.num_images for piece in holding]
+  return index_lib.Index(root, base, folders, counts, names, order, _facts(pieces))
+
+
+def _scan_all(top: bytes, endings: tuple[bytes, ...]) -> list['_Piece']:
+  """Lists a folder and all folders below it, sorted by name."""
   level = [b'']
   pieces = []
   visits: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -74,8 +85,11 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
           )
         level += piece.inner
         bar.update(piece.num_images)
-  pieces.sort(key=lambda piece: piece.name)
-  holding = [piece for piece in pieces if piece.num_images]
+  return sorted(pieces, key=lambda piece: piece.name)
+
+
+def _facts(pieces: Sequence['_Piece']) -> dict[str, Any]:
+  """Returns the facts of an Index."""
   ignored = []
   bare = []
   for piece in pieces:
@@ -87,7 +101,7 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
   for path in map(os.fsdecode, ignored):
     if os.path.basename(path) in METADATA:
       metadata.append(path)
-  facts = {
+  return {
     'listed': f'{datetime.datetime.now():%Y-%m-%d %H:%M}',
     'times': {os.fsdecode(piece.name): piece.time for piece in pieces},
     'endings': list(formats.endings()),
@@ -98,12 +112,6 @@ def _list_folder(root: str, base: str, endings: tuple[bytes, ...]) -> index_lib.
     'metadata': metadata,
     'bare': bare,
   }
-  names = b''.join(piece.names for piece in holding)
-  digests = np.frombuffer(b''.join(piece.digests for piece in holding), '>u8')
-  order = np.lexsort(digests.reshape(-1, 2).T[::-1]).astype(np.uint32)
-  folders = [piece.name for piece in holding]
-  counts = [piece.num_images for piece in holding]
-  return index_lib.Index(root, base, folders, counts, names, order, facts)
 
 
 class _Piece(NamedTuple):
