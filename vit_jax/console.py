@@ -436,8 +436,8 @@ def padded(rows: Sequence[Sequence[str]]) -> list[list[str]]:
   """Pads the cells of a table to equal widths: the first column on the right."""
   widths = [max(map(len, column)) for column in zip(*rows)]
   padded_rows = []
-  for first, *others in rows:
+  for first, *numbers in rows:
     row = [first.ljust(widths[0])]
-    row += [cell.rjust(width) for cell, width in zip(others, widths[1:])]
+    row += [cell.rjust(width) for cell, width in zip(numbers, widths[1:])]
     padded_rows.append(row)
   return padded_rows

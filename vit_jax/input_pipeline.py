@@ -45,6 +45,7 @@ from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import processes, sharding
 from vit_jax.run import config as run_config
 
+Batch = dict[str, jax.Array]  # The arrays of examples by name, [B, ...].
 _CALLS = os.cpu_count() or 1  # Images decoded at a time.
 _HEADERS = 64  # Image headers read at a time.
 _FEW = 8  # So few examples are prepared without a pipeline, which starts in 0.2 s.
@@ -213,7 +214,7 @@ def labelled_example(config: ml_collections.ConfigDict, num_classes: int) -> Cal
 
   @no_autograph
   def example(
-    record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     image = preprocess.prepare(record['image'], seed, config.pp)
     label = _many_hot(record['label'], num_classes)
@@ -239,9 +240,7 @@ def train_dataset(
   """
   read = no_autograph(source.read)
 
-  def make(
-    position: 'tf.Tensor', record: dict[str, 'tf.Tensor']
-  ) -> dict[str, 'tf.Tensor']:
+  def make(position: 'tf.Tensor', record: records.Record) -> dict[str, 'tf.Tensor']:
     seed = tf.stack([tf.cast(config.seed, tf.int64), position])
     return example(read(record), seed)
 
@@ -269,7 +268,7 @@ def eval_dataset(
   real = numbers[positions[positions < len(numbers)]].astype(np.int64)
   read = no_autograph(source.read)
 
-  def make(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def make(record: records.Record) -> dict[str, 'tf.Tensor']:
     tensors = example(read(record), None)
     index = tf.cast(record['index'], tf.int32)
     return {**tensors, 'mask': tf.ones([]), 'index': index}
@@ -453,7 +452,7 @@ def image_shapes(source: records.Source, upright: bool = False) -> np.ndarray:
   def indices(number: int) -> np.ndarray:
     return local_numbers[number * _HEADERS :][:_HEADERS]
 
-  def shape(record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def shape(record: records.Record) -> dict[str, 'tf.Tensor']:
     shape_of = images.upright_shape_of if upright else images.shape_of
     return {'shape': shape_of(source.read(record)['image'])}
 

@@ -499,7 +499,7 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     values = [columns[name].to_pylist() for name in self.column_names]
     return list(zip(*values))
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> records.Record:
     """Returns the features of rows, int64 [b]; lists are ragged."""
     types = []
     for name, column in self._columns.items():
@@ -584,7 +584,7 @@ class ArrowSource(shards.ShardSource, abc.ABC):
     except (ValueError, OSError) as e:
       raise type(e)(f'{self.name(index)}: {e}') from e
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: records.Record) -> records.Record:
     if 'image' not in record:
       return record
     return {**record, 'image': images.bounded(record['image'], self._max_pixels)}

@@ -135,7 +135,7 @@ class MaskedSource(records.FolderSource):
     values[masks.FEATURE] = self._mask_paths.digest()  # Wherever the folder is.
     return values
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: records.Record) -> records.Record:
     """Reads the image, and the content of its mask."""
     record = super().read(record)
     if masks.FEATURE not in record:

@@ -121,7 +121,7 @@ class MixtureSource(records.Source):
       local = tf.where(is_part, before, local)
     return number, local
 
-  def select(self, record: dict[str, 'tf.Tensor']) -> dict:
+  def select(self, record: records.Record) -> dict:
     """Returns the features of the mixture in a record that a part has read."""
     features = {name: record[name] for name in self.features}
     if self._has_soft:

@@ -175,7 +175,7 @@ def _records(
 
   def look_up(
     position: 'tf.Tensor', local: 'tf.Tensor'
-  ) -> tuple['tf.Tensor', dict[str, 'tf.Tensor']]:
+  ) -> tuple['tf.Tensor', records.Record]:
     index = _indices(source, local, seed, stream)
     return position, {'index': index, **source.lookup(index)}
 
@@ -193,8 +193,8 @@ def _part_records(
     return tf.boolean_mask(position, part == k), tf.boolean_mask(local, part == k)
 
   def read(
-    position: 'tf.Tensor', record: dict[str, 'tf.Tensor']
-  ) -> tuple['tf.Tensor', dict[str, 'tf.Tensor']]:
+    position: 'tf.Tensor', record: records.Record
+  ) -> tuple['tf.Tensor', records.Record]:
     index = record['index'] + source.offsets[k]
     return position, {'index': index, **source.select(source.parts[k].read(record))}
 

@@ -160,7 +160,7 @@ class PseudoSource(records.Subset):
     most = records.chunk(self.num_examples, 4 * len(self.class_names))
     self.chunk = min(most, self.chunk or most)
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> records.Record:
     record = super().lookup(indices) if 'image' in self.features else {}
     rows = tf.gather(self._rows, indices)
     classes = tf.gather(self._classes, rows)  # [b, k]

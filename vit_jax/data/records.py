@@ -30,6 +30,9 @@ _CHUNK_BYTES = 8 * 2**20
 _CHUNK = 1024
 
 
+Record = dict[str, 'tf.Tensor']  # The features of an example, or of several, by name.
+
+
 class Source:
   """Base class of sources.
 
@@ -55,7 +58,7 @@ class Source:
   # Name of the data for the fingerprint: {'dataset': 'cifar10/3.0.2', ...}.
   origin: Mapping[str, Any] = {}
   # Maps numbers of examples [b] to their records; a mixture has none.
-  lookup: Callable[..., dict[str, 'tf.Tensor']]
+  lookup: Callable[..., Record]
 
   def __init__(
     self,
@@ -130,7 +133,7 @@ class Source:
     records = self.lookup(tf.reshape(tf.cast(number, tf.int64), [1]))
     return {name: value[0] for name, value in records.items()}
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: Record) -> Record:
     """Returns the features of one example, with images instead of paths."""
     return record
 
@@ -143,7 +146,7 @@ class Source:
     del index
     return 0
 
-  def check(self, record: dict[str, 'tf.Tensor'], index: int) -> None:
+  def check(self, record: Record, index: int) -> None:
     """Decodes the image of an example, by its record before `read` and number.
 
     ValueError if the image cannot be decoded, OSError if its file cannot be read.
@@ -183,7 +186,7 @@ class MemorySource(Source):
     sizes = [column.shape[0] for column in self._columns.values()]
     super().__init__(sizes[0] if sizes else 0, columns, names)
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> Record:
     return {name: tf.gather(x, indices) for name, x in self._columns.items()}
 
   def values(self, feature: str) -> 'tf.Tensor | tf.RaggedTensor | None':
@@ -219,7 +222,7 @@ class FolderSource(MemorySource):
     if self._paths is not None:
       self.num_examples = len(self._paths)
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> Record:
     columns = super().lookup(indices)
     if 'label' in columns:
       columns['label'] = tf.cast(columns['label'], tf.int64)
@@ -239,7 +242,7 @@ class FolderSource(MemorySource):
       values['labels' if name == 'label' else name] = _column_digest(column)
     return values
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: Record) -> Record:
     if 'image' not in record:
       return record
     encoded = tf.io.read_file(record['image'])
@@ -282,10 +285,10 @@ class Subset(Source):
     self._indices = np.asarray(indices, np.int64)
     self.chunk = source.chunk
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> Record:
     return self._source.lookup(tf.gather(self._indices, indices))
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: Record) -> Record:
     return self._source.read(record)
 
   def name(self, index: int) -> str:

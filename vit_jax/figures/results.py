@@ -98,7 +98,7 @@ def classify(model: Any, source: records.Source, num_mistakes: int = 8) -> Resul
   mesh = sharding.mesh_of(model.params)
 
   def compare(
-    params: Any, extra: Any, batch: dict[str, jax.Array]
+    params: Any, extra: Any, batch: input_pipeline.Batch
   ) -> dict[str, jax.Array]:
     logits = task.outputs(params, extra, batch)
     shares = task.squash(logits.astype(jnp.float32))  # [B, classes]

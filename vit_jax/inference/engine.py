@@ -61,11 +61,11 @@ def run(
   compiled_shapes = set()
   progress = _Progress(label, total)
 
-  def dispatch(batch: dict[str, jax.Array]) -> Any:
+  def dispatch(batch: input_pipeline.Batch) -> Any:
     with jax.set_mesh(mesh):
       return compute(batch)
 
-  def wait(batch: dict[str, jax.Array]) -> Any:
+  def wait(batch: input_pipeline.Batch) -> Any:
     return jax.block_until_ready(dispatch(batch))
 
   with (

@@ -183,7 +183,7 @@ class Predictor:
       functools.partial(self._rows, mesh),
     )
 
-    def with_inputs(batch: dict[str, jax.Array]) -> dict[str, Any]:
+    def with_inputs(batch: input_pipeline.Batch) -> dict[str, Any]:
       return {
         'index': batch['index'],
         'mask': batch['mask'],
@@ -244,7 +244,7 @@ class Predictor:
 
     @jax.jit
     def with_features(
-      params: Any, extra: Any, batch: dict[str, jax.Array]
+      params: Any, extra: Any, batch: input_pipeline.Batch
     ) -> tuple[Any, jax.Array]:
       return compute(params, extra, batch), features(params, extra, batch)
 

@@ -43,6 +43,7 @@ from vit_jax.run import config as run_config, metrics as metrics_lib
 from vit_jax.tasks import parts
 
 Predictor = predictor_lib.Predictor
+Batch = parts.Batch
 WeightedSum = tuple[jax.Array, jax.Array]  # float32 scalars: a sum, and its weight.
 
 

@@ -128,7 +128,7 @@ class Task(base.Task):
     return prefixes if has_pooling else (*prefixes, _POOLING)
 
   def example(
-    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and `label`, float32 [classes], 1 for each true class.
 
@@ -141,15 +141,13 @@ class Task(base.Task):
     label = jax.ShapeDtypeStruct((size, len(self.class_names)), jnp.float32)
     return {'image': self.image_spec(size), 'label': label}
 
-  def augment(
-    self, batch: dict[str, jax.Array], rng: jax.Array
-  ) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Applies Mixup or CutMix to a global batch, see mixing.mix."""
     if not (self.options.mixup or self.options.cutmix):
       return batch
     return mixing.mix(batch, rng, self.options.mixup, self.options.cutmix)
 
-  def _row_weights(self, batch: dict[str, jax.Array]) -> jax.Array:
+  def _row_weights(self, batch: base.Batch) -> jax.Array:
     """Returns float32 [B]: 1 for rows that count; softmax needs a label."""
     label = batch['label']
     if self.config.loss == 'sigmoid':
@@ -157,7 +155,7 @@ class Task(base.Task):
     return (label.sum(axis=-1) > 0).astype(jnp.float32)
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the cross-entropy summed over rows, and the sum of their weights."""
     logits = self.model.apply(
@@ -171,7 +169,7 @@ class Task(base.Task):
     return (total, weights.sum()), {}
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Computes accuracy and loss, with at least 100 classes also `accuracy_top5`."""
     logits = self.outputs(params, extra, batch)
@@ -204,7 +202,7 @@ class Task(base.Task):
     return np.asarray(self.squash(logits))
 
   def captions_of(
-    self, batch: dict[str, jax.Array], outputs: Any = None
+    self, batch: base.Batch, outputs: Any = None
   ) -> Sequence[grids.Caption]:
     """Returns the labels in training, else the predicted class and what is true."""
     if outputs is None:
@@ -250,7 +248,7 @@ class Task(base.Task):
     return texts
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `logits` and `probabilities`, float32 [B, classes].
 

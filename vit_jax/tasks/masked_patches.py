@@ -169,16 +169,12 @@ class Task(base.Task):
     )
     return variables['params'], {}
 
-  def _apply(
-    self, params: Any, batch: dict[str, jax.Array], **kwargs: Any
-  ) -> jax.Array:
+  def _apply(self, params: Any, batch: base.Batch, **kwargs: Any) -> jax.Array:
     variables = {'params': params}
     arguments = _arguments(batch)
     return self.model.apply(variables, *arguments, method='predict_patches', **kwargs)
 
-  def _losses(
-    self, outputs: Any, batch: dict[str, jax.Array]
-  ) -> tuple[jax.Array, jax.Array]:
+  def _losses(self, outputs: Any, batch: base.Batch) -> tuple[jax.Array, jax.Array]:
     """Computes the loss, and the share of correct colours, of patches, [B, N]."""
     outputs = outputs.astype(jnp.float32)
     patches = patches_lib.cut(batch['image'], self.grid)  # [B, N, p, q, C]
@@ -194,9 +190,7 @@ class Task(base.Task):
     correct = logits.argmax(axis=-1) == target
     return loss.mean(axis=-1), correct.astype(jnp.float32).mean(axis=-1)
 
-  def _sums(
-    self, outputs: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, base.WeightedSum]:
+  def _sums(self, outputs: Any, batch: base.Batch) -> dict[str, base.WeightedSum]:
     loss, correct = self._losses(outputs, batch)
     weights = (batch['fate'] != KEPT).astype(jnp.float32)  # [B, N]
     if 'mask' in batch:
@@ -208,19 +202,19 @@ class Task(base.Task):
     }
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the loss of the corrupted patches, and the accuracy as a metric."""
     outputs = self._apply(params, batch, train=True, rngs={'dropout': rng})
     sums = self._sums(outputs, batch)
     return sums['loss'], {'accuracy': sums['accuracy']}
 
-  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> Any:
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
     return self._apply(params, batch, train=False)
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns loss and accuracy of the corrupted patches."""
     return self._sums(self.outputs(params, extra, batch), batch)
@@ -240,13 +234,11 @@ class Task(base.Task):
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return Predictor(self, params, extra, step)
 
-  def draw_evaluation(
-    self, batch: dict[str, jax.Array], outputs: Any
-  ) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     """Draws test images next to the masked images and the predictions."""
     return {'masked_patches': _draw(self.pictures(batch, outputs), grids.MOST)}
 
-  def pictures(self, batch: dict[str, jax.Array], outputs: Any) -> np.ndarray:
+  def pictures(self, batch: base.Batch, outputs: Any) -> np.ndarray:
     """Returns each image, the masked image and the prediction.
 
     float32 [B, 3, H, W, C] in [-1, 1]; masked patches are grey.
@@ -315,7 +307,7 @@ def _draw(pictures: np.ndarray, most: int | None = None) -> np.ndarray:
   return grids.side_by_side(dict(zip(_VERSIONS, pictures.swapaxes(0, 1))), most)
 
 
-def _arguments(batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _arguments(batch: base.Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
   """Returns the arguments of MaskedViT.predict_patches from a batch of the task."""
   return batch['image'], batch['fate'], batch['other']
 

@@ -23,6 +23,8 @@ from vit_jax.inference import predictor as predictor_lib
 from vit_jax.learning import lora
 from vit_jax.run import workdir as workdir_lib
 
+Batch = input_pipeline.Batch
+
 
 class Hooks:
   """The optional hooks.
@@ -237,7 +239,7 @@ class Hooks:
   def _intermediates(
     self,
     params: Any,
-    batch: dict[str, jax.Array],
+    batch: Batch,
     capture: Any,
     model: Any = None,
   ) -> dict[str, Any]:
@@ -296,7 +298,7 @@ class Hooks:
     return ()
 
   def _draw(
-    self, name: str, batch: dict[str, jax.Array], outputs: Any = None
+    self, name: str, batch: Batch, outputs: Any = None
   ) -> dict[str, np.ndarray]:
     images = batch.get('image')
     if images is None or images.ndim != 4:

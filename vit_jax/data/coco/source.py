@@ -60,7 +60,7 @@ class AnnotatedSource(records.FolderSource):
   def shapes(self, upright: bool = False) -> np.ndarray | None:
     return None if upright else self._shapes
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: records.Record) -> records.Record:
     """Reads the image, and its map of segments: a PNG, or painted from outlines."""
     record = super().read(record)
     if SEGMENTS not in record:

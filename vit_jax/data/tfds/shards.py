@@ -147,11 +147,11 @@ class SerializedSource(ShardSource):
       self._labels = self._reader.parse_labels(contents)
     return self._labels
 
-  def lookup(self, indices: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def lookup(self, indices: 'tf.Tensor') -> records.Record:
     serialized = tf.numpy_function(self.stored, [indices], tf.string, stateful=False)
     return {_RECORD: tf.ensure_shape(serialized, [None])}
 
-  def read(self, record: dict[str, 'tf.Tensor']) -> dict[str, 'tf.Tensor']:
+  def read(self, record: records.Record) -> records.Record:
     """Parses the record of one example; its image stays as it was prepared."""
     if _RECORD not in record:  # Pseudo-labels without their images.
       return record

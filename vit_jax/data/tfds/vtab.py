@@ -42,7 +42,7 @@ class Reader(parsing.Reader):
     class_names = task.label.class_names or self.names.get('label', ())
     self.names = {'label': class_names} if 'label' in names else {}
 
-  def parse(self, serialized: 'tf.Tensor') -> dict[str, 'tf.Tensor']:
+  def parse(self, serialized: 'tf.Tensor') -> records.Record:
     """Parses a record, computes its label, and scales its pixels."""
     record = super().parse(serialized)
     features = {}

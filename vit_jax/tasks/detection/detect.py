@@ -100,13 +100,13 @@ class Task(objects.Task):
       )
 
   def _apply(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], **kwargs: Any
+    self, params: Any, extra: Any, batch: base.Batch, **kwargs: Any
   ) -> dict[str, jax.Array]:
     variables = {'params': params, **extra}
     return self.model.apply(variables, batch['image'], batch.get('real'), **kwargs)
 
   def _set_losses(
-    self, outputs: dict[str, jax.Array], batch: dict[str, jax.Array]
+    self, outputs: dict[str, jax.Array], batch: base.Batch
   ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns the weighted losses of each image by name, [L, B], and the queries.
 
@@ -132,7 +132,7 @@ class Task(objects.Task):
     return losses, sums['query']
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the sum over layers of the set loss, and the number of images."""
     losses = self._losses(params, extra, batch, train=True, rngs={'dropout': rng})
@@ -142,7 +142,7 @@ class Task(objects.Task):
     return (total, count), last_layer
 
   def _losses(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], **kwargs: Any
+    self, params: Any, extra: Any, batch: base.Batch, **kwargs: Any
   ) -> dict[str, jax.Array]:
     """Returns all losses, see `_set_losses`; `kwargs` are for the model."""
     losses, _ = self._set_losses(self._apply(params, extra, batch, **kwargs), batch)
@@ -150,15 +150,13 @@ class Task(objects.Task):
 
   # --- Evaluation and prediction ---
 
-  def outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, jax.Array]:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> dict[str, jax.Array]:
     """Computes `logits` [B, Q, C + 1] and `boxes` [B, Q, 4] (centre, size)."""
     layers = self._apply(params, extra, batch, train=False)
     return {name: x[-1] for name, x in layers.items()}
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `boxes` [B, Q, 4], corners x0, y0, x1, y1 as shares of the image.
 
@@ -187,7 +185,7 @@ class Task(objects.Task):
     }
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the sum of the losses of images, and the number of images."""
     shares = self.image_shares(batch['count'])
@@ -205,9 +203,7 @@ class Task(objects.Task):
   def predictor(self, params: Any, extra: Any, step: int) -> predictor_lib.Predictor:
     return detectors.Detector(self, params, extra, step)
 
-  def draw_evaluation(
-    self, batch: dict[str, jax.Array], outputs: Any
-  ) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     """Draws test images: the objects, then the detections."""
     detections = jax.device_get(self.detections(outputs))
     shares = np.asarray(boxes_lib.filled(batch))

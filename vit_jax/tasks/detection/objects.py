@@ -110,7 +110,7 @@ class Task(base.Task):
         pp.update(crop=tuple(image_size), resize=None)
 
     def example(
-      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: tuple[int, int]
+      record: records.Record, seed: 'tf.Tensor | None', canvas: tuple[int, int]
     ) -> dict[str, 'tf.Tensor']:
       canvas_group = None if group is None else group._replace(canvas=canvas)
       return self._inputs(record, pp, canvas_group)
@@ -138,7 +138,7 @@ class Task(base.Task):
 
   def example(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     seed: 'tf.Tensor | None',
     canvas: tuple[int, int] | None = None,
   ) -> dict[str, 'tf.Tensor']:
@@ -167,7 +167,7 @@ class Task(base.Task):
     }
 
   def _decode(
-    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor'
+    self, record: records.Record, seed: 'tf.Tensor'
   ) -> tuple[dict[str, 'tf.Tensor'], geometry.Geometry]:
     """Returns `image`, on canvases also `real`, of training, and their Geometry."""
     pp = self.config.pp
@@ -180,7 +180,7 @@ class Task(base.Task):
 
   def _extra_targets(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     inputs: dict[str, 'tf.Tensor'],
     transform: geometry.Geometry,
     mask: 'tf.Tensor',
@@ -190,7 +190,7 @@ class Task(base.Task):
 
   def inputs(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     seed: 'tf.Tensor | None' = None,
     canvas: tuple[int, int] | None = None,
   ) -> dict[str, 'tf.Tensor']:
@@ -211,7 +211,7 @@ class Task(base.Task):
 
   def _inputs(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     pp: ml_collections.ConfigDict,
     group: canvases.Group | None,
   ) -> dict[str, 'tf.Tensor']:
@@ -227,7 +227,7 @@ class Task(base.Task):
     return {**inputs, 'size': transform.shape}
 
   def _for_evaluation(
-    self, record: dict[str, 'tf.Tensor'], canvas: tuple[int, int] | None
+    self, record: records.Record, canvas: tuple[int, int] | None
   ) -> dict[str, 'tf.Tensor']:
     """Returns an example for evaluation, see `example`."""
     inputs = self.inputs(record, canvas=canvas)
@@ -314,9 +314,7 @@ class Task(base.Task):
       return weights
     return fitting.with_classes(weights, self.class_names)
 
-  def augment(
-    self, batch: dict[str, jax.Array], rng: jax.Array
-  ) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Adds the factors of the losses, which depend on the global batch.
 
     The cross-entropy is divided by the sum of the class weights of all queries,
@@ -359,7 +357,7 @@ def _parts(
   return parts
 
 
-def _image_id(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
+def _image_id(record: records.Record) -> 'tf.Tensor':
   """Returns COCO's number of an image in two halves, since JAX has no int64."""
   number = record.get('image/id', tf.constant(0, tf.int64))
   if number.dtype == tf.string:
@@ -367,14 +365,14 @@ def _image_id(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
   return tf.bitcast(tf.reshape(tf.cast(number, tf.int64), []), tf.int32)
 
 
-def is_crowd(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
+def is_crowd(record: records.Record) -> 'tf.Tensor':
   """Returns whether each object is a crowd, bool [n]."""
   if 'objects/is_crowd' in record:
     return tf.cast(record['objects/is_crowd'], tf.bool)
   return tf.zeros_like(record['objects/label'], tf.bool)
 
 
-def _boxes(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor':
+def _boxes(record: records.Record) -> 'tf.Tensor':
   """Returns the boxes of a record, [n, 4]; raises an error if they are invalid."""
   boxes = tf.reshape(record['objects/bbox'], [-1, 4])
   low, high = boxes[:, :2], boxes[:, 2:]

@@ -80,7 +80,7 @@ class Task(objects.Task):
 
   def example(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     seed: 'tf.Tensor | None',
     canvas: tuple[int, int] | None = None,
   ) -> dict[str, 'tf.Tensor']:
@@ -96,7 +96,7 @@ class Task(objects.Task):
 
   def _extra_targets(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     inputs: dict[str, 'tf.Tensor'],
     transform: geometry.Geometry,
     mask: 'tf.Tensor',
@@ -107,7 +107,7 @@ class Task(objects.Task):
     return {'segments': _padded(numbers, inputs['image'])}
 
   def _for_evaluation(
-    self, record: dict[str, 'tf.Tensor'], canvas: tuple[int, int] | None
+    self, record: records.Record, canvas: tuple[int, int] | None
   ) -> dict[str, 'tf.Tensor']:
     example = super()._for_evaluation(record, canvas)
     largest = self.options.truth_size

@@ -21,7 +21,7 @@ def feature(source: records.Source) -> str | None:
   return next((name for name in FEATURES if name in source.features), None)
 
 
-def from_record(record: dict[str, 'tf.Tensor']) -> 'tf.Tensor | None':
+def from_record(record: records.Record) -> 'tf.Tensor | None':
   """Returns the texts of a record, a string tensor [n]; None if it has none."""
   name = next((name for name in FEATURES if name in record), None)
   if name is None:

@@ -176,7 +176,7 @@ class Task(base.Task):
     return names
 
   def example(
-    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and the `tokens`, int32 [N], of one of its texts.
 
@@ -233,7 +233,7 @@ class Task(base.Task):
       )
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the contrastive loss summed over pairs, and their number.
 
@@ -259,7 +259,7 @@ class Task(base.Task):
 
   # --- Evaluation and prediction ---
 
-  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> Any:
     """Returns the embeddings of images, float32 [B, E], of length 1."""
     return self.model.apply({'params': params}, images=batch['image'])[0]
 
@@ -268,7 +268,7 @@ class Task(base.Task):
     return self.model.apply({'params': params}, tokens=tokens)[1]
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `embedding`, float32 [B, E], of images."""
     return {'embedding': self.outputs(params, extra, batch)}
@@ -284,7 +284,7 @@ class Task(base.Task):
     return self.outputs if layer == 'features' else super().features(layer)
 
   def intermediates(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
+    self, params: Any, extra: Any, batch: base.Batch, capture: Any = False
   ) -> dict[str, Any]:
     """Computes what the image tower sows."""
     tower = self.model.image_tower()
@@ -297,7 +297,7 @@ class Task(base.Task):
     return [input_pipeline.Part(None, example)]
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Computes zero-shot accuracy; `extra['classes']` are the classes' embeddings."""
     zimg = self.outputs(params, extra, batch)
@@ -309,16 +309,14 @@ class Task(base.Task):
 
   # --- Pictures ---
 
-  def drawn_outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+  def drawn_outputs(self, params: Any, extra: Any, batch: base.Batch) -> Any:
     """Returns the logits of the images and the first texts of a batch."""
     zimg, ztxt, out = self.model.apply(
       {'params': params}, images=batch['image'], tokens=batch.get('tokens')
     )
     return {} if ztxt is None else contrastive.logits_of(zimg, ztxt, out)
 
-  def draw_evaluation(
-    self, batch: dict[str, jax.Array], outputs: Any
-  ) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     """Draws images, and the matrix of their similarities to their texts."""
     pictures = self._draw('test_images', batch)
     if 'tokens' in batch:
@@ -327,7 +325,7 @@ class Task(base.Task):
     return pictures
 
   def captions_of(
-    self, batch: dict[str, jax.Array], outputs: Any = None
+    self, batch: base.Batch, outputs: Any = None
   ) -> Sequence[grids.Caption]:
     """Returns the texts of a batch; () if it has none."""
     if 'tokens' not in batch:
@@ -369,7 +367,7 @@ class TextTask(Task):
     return {'tokens': jax.ShapeDtypeStruct(shape, jnp.int32)}
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `embedding`, float32 [B, E], of texts."""
     return {'embedding': self.embed_tokens(params, extra, batch['tokens'])}

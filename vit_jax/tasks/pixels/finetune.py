@@ -29,7 +29,7 @@ class Task(pixels.Task, classify.Task):
   FLAGS, IMAGELESS, NEEDS = predict_flags.PIXELS_FINETUNE
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the sum of both losses over images, and the number of images.
 
@@ -50,7 +50,7 @@ class Task(pixels.Task, classify.Task):
     metrics = {'generation': (generation, count), 'classes': (classes, count)}
     return (total, count), metrics
 
-  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> Any:
     """Returns the logits of the classes, float32 [B, classes]."""
     _, (_, class_logits) = self._read(params, batch)
     return class_logits
@@ -58,7 +58,7 @@ class Task(pixels.Task, classify.Task):
   exported = classify.Task.exported
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the metrics of the classes and of the pixels."""
     return {
@@ -66,14 +66,12 @@ class Task(pixels.Task, classify.Task):
       **pixels.Task.measure(self, params, extra, batch),
     }
 
-  def drawn_outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> Any:
+  def drawn_outputs(self, params: Any, extra: Any, batch: base.Batch) -> Any:
     """Returns the `logits` of the classes too, [B, C]."""
     outputs = super().drawn_outputs(params, extra, batch)
     return {**outputs, 'logits': self.outputs(params, extra, batch)}
 
-  def draw_evaluation(
-    self, batch: dict[str, jax.Array], outputs: Any
-  ) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     return {
       **self._draw('test_images', batch, outputs['logits']),
       **super().draw_evaluation(batch, outputs),

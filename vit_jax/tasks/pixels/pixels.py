@@ -102,7 +102,7 @@ class Task(base.Task):
     return pixels.reshape(len(pixels), *self.image_size, pixels.shape[-1])
 
   def _inputs(
-    self, batch: dict[str, jax.Array], keys: Callable[[int], jax.Array]
+    self, batch: base.Batch, keys: Callable[[int], jax.Array]
   ) -> dict[str, jax.Array]:
     """Returns the arguments of the model; `keys` maps B to B random keys."""
     colors = self.colors(batch['image'])
@@ -121,9 +121,7 @@ class Task(base.Task):
     colors = jnp.zeros((1, self.model.num_positions), jnp.int32)
     return self.model.init(rng, colors, train=False)['params'], {}
 
-  def augment(
-    self, batch: dict[str, jax.Array], rng: jax.Array
-  ) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Replaces images by `colors`, and for 'bert' adds `masked`, bool [B, N]."""
     batch = dict(super().augment(batch, rng))
     inputs = self._inputs(batch, lambda count: jax.random.split(rng, count))
@@ -158,7 +156,7 @@ class Task(base.Task):
     return means, jnp.minimum(count, 1.0)
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the mean nats of images, summed, and the number of images."""
     logits = self.model.apply({'params': params}, **batch, train=True)
@@ -168,9 +166,7 @@ class Task(base.Task):
 
   # --- Evaluation ---
 
-  def _read(
-    self, params: Any, batch: dict[str, jax.Array]
-  ) -> tuple[dict[str, jax.Array], Any]:
+  def _read(self, params: Any, batch: base.Batch) -> tuple[dict[str, jax.Array], Any]:
     """Returns the model's arguments for test images, and its outputs.
 
     The index of an image determines which of its pixels are masked.
@@ -183,9 +179,7 @@ class Task(base.Task):
     inputs = self._inputs(batch, keys)
     return inputs, self.model.apply({'params': params}, **inputs, train=False)
 
-  def read(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, jax.Array]:
+  def read(self, params: Any, extra: Any, batch: base.Batch) -> dict[str, jax.Array]:
     """Computes how well the model predicts the pixels of images.
 
     Arrays [B, N]: `colors`, int32; `bits`, float32, of each pixel; `weights`,
@@ -206,7 +200,7 @@ class Task(base.Task):
   outputs = read
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Raises ValueError: to sample pixels, a model runs repeatedly."""
     raise ValueError(
@@ -215,7 +209,7 @@ class Task(base.Task):
     )
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the mean bits of images, summed, and the number of images."""
     results = self.read(params, extra, batch)
@@ -224,7 +218,7 @@ class Task(base.Task):
     return {'bits_per_dim': (bits.sum(), image_weights.sum())}
 
   def intermediates(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], capture: Any = False
+    self, params: Any, extra: Any, batch: base.Batch, capture: Any = False
   ) -> dict[str, Any]:
     """Returns what the model sows, `layer_0`, ...; for 'bert' nothing is masked."""
     colors = self.colors(batch['image'])
@@ -232,11 +226,11 @@ class Task(base.Task):
 
   # --- Pictures ---
 
-  def draw_training(self, batch: dict[str, jax.Array]) -> dict[str, np.ndarray]:
+  def draw_training(self, batch: base.Batch) -> dict[str, np.ndarray]:
     return super().draw_training({**batch, 'image': self.images(batch['colors'])})
 
   def drawn_outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Computes `read`, and for 'ar' samples and completions of upper halves."""
     results = self.read(params, extra, batch)
@@ -251,9 +245,7 @@ class Task(base.Task):
       'completions': models_igpt.sample(self.model, params, upper, key),
     }
 
-  def draw_evaluation(
-    self, batch: dict[str, jax.Array], outputs: Any
-  ) -> dict[str, np.ndarray]:
+  def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     """Draws samples and completions; for 'bert' masked pixels and guesses."""
     images = self.images(outputs['colors'])
     if self.model.causal:
@@ -317,7 +309,7 @@ def _find_palette(
   steps = -(-count // config.batch)
 
   def example(
-    record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     del seed  # No augmentation: the palette is for whole images.
     return {'image': preprocess.prepare(record['image'], None, config.pp)}

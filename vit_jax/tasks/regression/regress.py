@@ -81,7 +81,7 @@ class Task(base.Task):
     return tuple(target.name for target in self.targets)
 
   def example(
-    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns `image`, and the standardised `target`, float32 [K]."""
     columns = []
@@ -107,7 +107,7 @@ class Task(base.Task):
     return functions[self.options.loss](outputs, target).mean(axis=-1)
 
   def loss(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array], rng: jax.Array
+    self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
     """Returns the mean loss over targets, summed over images."""
     outputs = self.model.apply(
@@ -117,7 +117,7 @@ class Task(base.Task):
     return (losses.sum(), jnp.float32(len(losses))), {}
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the loss, in which padding does not count."""
     losses = self.losses(self.outputs(params, extra, batch), batch['target'])
@@ -133,7 +133,7 @@ class Task(base.Task):
     return np.asarray(outputs, np.float64) * self._stds + self._means
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `values`, float32 [B, K], in the units of the data."""
     outputs = self.outputs(params, extra, batch).astype(jnp.float32)
@@ -141,7 +141,7 @@ class Task(base.Task):
     return {'values': outputs * stds + means}
 
   def captions_of(
-    self, batch: dict[str, jax.Array], outputs: Any = None
+    self, batch: base.Batch, outputs: Any = None
   ) -> Sequence[grids.Caption]:
     """Returns the targets in training, else what is predicted and what is true."""
     true = self.values(batch['target'])

@@ -182,7 +182,7 @@ class Eomt:
     """Returns the prefixes of paths that do not come from weights."""
     return new_params(weights, shapes)
 
-  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch) -> base.Batch:
     """Adds the targets of images, and factors of the global batch."""
     labels, segments, counts = targets(
       batch['segmentation'], self._num_classes, self._num_targets
@@ -196,7 +196,7 @@ class Eomt:
     self,
     params: Any,
     extra: Any,
-    batch: dict[str, jax.Array],
+    batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:

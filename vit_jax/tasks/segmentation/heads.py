@@ -31,14 +31,14 @@ class Head(Protocol):
   ) -> tuple[str, ...]:
     """Returns what does not come from `config.pretrained`, see Task.new_params."""
 
-  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch) -> base.Batch:
     """Adds to a global batch what the loss needs, see Task.augment."""
 
   def loss(
     self,
     params: Any,
     extra: Any,
-    batch: dict[str, jax.Array],
+    batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:

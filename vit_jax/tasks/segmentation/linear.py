@@ -87,7 +87,7 @@ class Linear:
     """Returns the prefixes of paths that do not come from weights."""
     return encoders.new_params(weights)
 
-  def augment(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch) -> base.Batch:
     """Adds `pixel_share`, the images per pixel of the global batch, by weight."""
     if not self._dice_weight:
       return batch
@@ -100,7 +100,7 @@ class Linear:
     self,
     params: Any,
     extra: Any,
-    batch: dict[str, jax.Array],
+    batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:

@@ -109,9 +109,7 @@ class Task(segment.Task):
       return tuple(dict.fromkeys((*prefixes, 'class_head/')))
     return prefixes
 
-  def augment(
-    self, batch: dict[str, jax.Array], rng: jax.Array
-  ) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Adds the targets of images, and factors of the global batch."""
     batch = self._with_targets(batch)
     shares = matching.shares(
@@ -119,7 +117,7 @@ class Task(segment.Task):
     )
     return {**batch, **shares}
 
-  def _with_targets(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def _with_targets(self, batch: base.Batch) -> base.Batch:
     labels, segments, counts = targets(
       batch['class'], batch['segments'], batch['count'], self._stuff
     )
@@ -129,7 +127,7 @@ class Task(segment.Task):
     self,
     params: Any,
     extra: Any,
-    batch: dict[str, jax.Array],
+    batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
@@ -140,16 +138,14 @@ class Task(segment.Task):
 
   # --- Evaluation and prediction ---
 
-  def outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> dict[str, jax.Array]:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> dict[str, jax.Array]:
     """Computes `logits` [B, Q, C + 1] and `masks`, logits [B, Q, h, w]."""
     images = _with_black_padding(batch)
     outputs = self.model.apply({'params': params}, images, train=False)
     return {name: x[-1] for name, x in outputs.items()}
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `probabilities` [B, Q, C], without "no object", and logits `masks`."""
     outputs = self.outputs(params, extra, batch)
@@ -157,7 +153,7 @@ class Task(segment.Task):
     return {'probabilities': probabilities, 'masks': outputs['masks']}
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the sum of the losses of images, and the number of images.
 
@@ -180,7 +176,7 @@ class Task(segment.Task):
     image_losses = sum(x[-1] for x in losses.values())  # [B]
     return {'loss': ((image_losses * batch['mask']).sum(), batch['mask'].sum())}
 
-  def masks(self, outputs: Any, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
+  def masks(self, outputs: Any, batch: base.Batch) -> dict[str, jax.Array]:
     """Returns `logits` [B, Q, C + 1], `masks` and `extent`."""
     return {**outputs, 'extent': boxes_lib.filled(batch)}
 

@@ -138,7 +138,7 @@ class Task(base.Task):
     return _metadata(masks.numbered([str(i) for i in range(num_classes or 150)]))
 
   def example(
-    self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None'
+    self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
     """Returns an image and the classes of its pixels.
 
@@ -184,7 +184,7 @@ class Task(base.Task):
       )
 
     def example(
-      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: _Canvas
+      record: records.Record, seed: 'tf.Tensor | None', canvas: _Canvas
     ) -> dict[str, 'tf.Tensor']:
       shape = _shape(record, upright=False)
       classes = self._reader.read(record[masks.FEATURE], shape)
@@ -204,7 +204,7 @@ class Task(base.Task):
     """
 
     def example(
-      record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None', canvas: _Canvas
+      record: records.Record, seed: 'tf.Tensor | None', canvas: _Canvas
     ) -> dict[str, 'tf.Tensor']:
       shape = _shape(record, upright=True)
       inputs = self._view_inputs(record, canvas, shape, upright=True)
@@ -233,7 +233,7 @@ class Task(base.Task):
 
   def _view_inputs(
     self,
-    record: dict[str, 'tf.Tensor'],
+    record: records.Record,
     canvas: _Canvas,
     shape: 'tf.Tensor',
     upright: bool,
@@ -272,16 +272,14 @@ class Task(base.Task):
   ) -> tuple[str, ...]:
     return self.head.new_params(weights, shapes)
 
-  def augment(
-    self, batch: dict[str, jax.Array], rng: jax.Array
-  ) -> dict[str, jax.Array]:
+  def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     return self.head.augment(batch)
 
   def loss(  # type: ignore[override]
     self,
     params: Any,
     extra: Any,
-    batch: dict[str, jax.Array],
+    batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
   ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
@@ -292,13 +290,13 @@ class Task(base.Task):
 
   # --- Evaluation and prediction ---
 
-  def outputs(self, params: Any, extra: Any, batch: dict[str, jax.Array]) -> jax.Array:
+  def outputs(self, params: Any, extra: Any, batch: base.Batch) -> jax.Array:
     """Returns scores of the classes of whole images, float32 [B, h, w, C]."""
     outputs = self.head.outputs(params, extra, batch['image'])
     return self.head.scores(outputs, batch['image'].shape[1:3])
 
   def view_outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> list[class_maps.ViewOutputs]:
     """Computes the model on the views of images, see `parts`."""
     model = functools.partial(self.head.outputs, params, extra)
@@ -312,7 +310,7 @@ class Task(base.Task):
     return results
 
   def measure(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, base.WeightedSum]:
     """Returns the mean cross-entropy of the pixels, without padding images."""
     logits = self.head.logits(self.outputs(params, extra, batch))
@@ -325,7 +323,7 @@ class Task(base.Task):
     return [scores_lib.Iou]
 
   def exported(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
+    self, params: Any, extra: Any, batch: base.Batch
   ) -> dict[str, jax.Array]:
     """Returns `scores`, float32 [B, H, W, C], the scores of the classes of each pixel."""
     scores = self.outputs(params, extra, batch)
@@ -342,9 +340,7 @@ class Task(base.Task):
       'training_images': figures.side_by_side(images, [batch['segmentation']], self)
     }
 
-  def drawn_outputs(
-    self, params: Any, extra: Any, batch: dict[str, jax.Array]
-  ) -> jax.Array:
+  def drawn_outputs(self, params: Any, extra: Any, batch: base.Batch) -> jax.Array:
     """Returns the class of each pixel of whole images, int32 [B, H, W]."""
     scores = self.outputs(params, extra, batch)
     return losses.resized(scores, batch['image'].shape[1:3]).argmax(axis=-1)
@@ -419,7 +415,7 @@ def _metadata(classes: tuple[masks.MaskClass, ...]) -> dict[str, Any]:
   return {'class_names': names, 'mask_classes': masks.to_json(classes)}
 
 
-def _shape(record: dict[str, 'tf.Tensor'], upright: bool) -> 'tf.Tensor':
+def _shape(record: records.Record, upright: bool) -> 'tf.Tensor':
   """Returns height and width of the image of a record, int32 [2]."""
   shape_of = images_lib.upright_shape_of if upright else images_lib.shape_of
   return tf.cast(shape_of(record['image']), tf.int32)
