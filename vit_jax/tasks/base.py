@@ -45,6 +45,7 @@ from vit_jax.tasks import parts
 Predictor = predictor_lib.Predictor
 Batch = parts.Batch
 WeightedSum = tuple[jax.Array, jax.Array]  # float32 scalars: a sum, and its weight.
+WeightedSums = dict[str, WeightedSum]  # By the name of the metric.
 
 
 class Task(parts.Hooks, abc.ABC):
@@ -175,7 +176,7 @@ class Task(parts.Hooks, abc.ABC):
   @abc.abstractmethod
   def loss(
     self, params: Any, extra: Any, batch: dict, rng: jax.Array
-  ) -> tuple[WeightedSum, dict[str, WeightedSum]]:
+  ) -> tuple[WeightedSum, WeightedSums]:
     """Computes the loss of a batch or of a part of it.
 
     `rng` is for dropout. A method with a further argument `step` gets the number of

@@ -156,7 +156,7 @@ class Task(base.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the cross-entropy summed over rows, and the sum of their weights."""
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
@@ -168,9 +168,7 @@ class Task(base.Task):
     weights = losses.label_weights(batch['label'], self._class_weights)  # [B]
     return (total, weights.sum()), {}
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Computes accuracy and loss, with at least 100 classes also `accuracy_top5`."""
     logits = self.outputs(params, extra, batch)
     label = batch['label']

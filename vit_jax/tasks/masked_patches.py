@@ -190,7 +190,7 @@ class Task(base.Task):
     correct = logits.argmax(axis=-1) == target
     return loss.mean(axis=-1), correct.astype(jnp.float32).mean(axis=-1)
 
-  def _sums(self, outputs: Any, batch: base.Batch) -> dict[str, base.WeightedSum]:
+  def _sums(self, outputs: Any, batch: base.Batch) -> base.WeightedSums:
     loss, correct = self._losses(outputs, batch)
     weights = (batch['fate'] != KEPT).astype(jnp.float32)  # [B, N]
     if 'mask' in batch:
@@ -203,7 +203,7 @@ class Task(base.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the loss of the corrupted patches, and the accuracy as a metric."""
     outputs = self._apply(params, batch, train=True, rngs={'dropout': rng})
     sums = self._sums(outputs, batch)
@@ -213,9 +213,7 @@ class Task(base.Task):
     """Returns logits of colours, or pixels, per patch: float32 [B, N, ...]."""
     return self._apply(params, batch, train=False)
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns loss and accuracy of the corrupted patches."""
     return self._sums(self.outputs(params, extra, batch), batch)
 

@@ -133,7 +133,7 @@ class Task(objects.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the sum over layers of the set loss, and the number of images."""
     losses = self._losses(params, extra, batch, train=True, rngs={'dropout': rng})
     count = jnp.float32(len(batch['count']))
@@ -184,9 +184,7 @@ class Task(objects.Task):
       'scores': probabilities.max(axis=-1),
     }
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the sum of the losses of images, and the number of images."""
     shares = self.image_shares(batch['count'])
     losses = self._losses(params, extra, {**batch, **shares}, train=False)

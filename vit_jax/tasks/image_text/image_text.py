@@ -234,7 +234,7 @@ class Task(base.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the contrastive loss summed over pairs, and their number.
 
     The metrics are the inverse temperature `t`, and `accuracy`, the share of images
@@ -296,9 +296,7 @@ class Task(base.Task):
     example = input_pipeline.labelled_example(self.config, count)
     return [input_pipeline.Part(None, example)]
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Computes zero-shot accuracy; `extra['classes']` are the classes' embeddings."""
     zimg = self.outputs(params, extra, batch)
     return zero_shot.measure(zimg, extra['classes'], batch)

@@ -30,7 +30,7 @@ class Task(pixels.Task, classify.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the sum of both losses over images, and the number of images.
 
     The loss of the pixels of an image is their mean. An image without a label
@@ -57,9 +57,7 @@ class Task(pixels.Task, classify.Task):
 
   exported = classify.Task.exported
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the metrics of the classes and of the pixels."""
     return {
       **classify.Task.measure(self, params, extra, batch),

@@ -157,7 +157,7 @@ class Task(base.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the mean nats of images, summed, and the number of images."""
     logits = self.model.apply({'params': params}, **batch, train=True)
     nats, weights = self._means(*self._scores(logits, batch))
@@ -208,9 +208,7 @@ class Task(base.Task):
       'program to export: export its features (--features)'
     )
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the mean bits of images, summed, and the number of images."""
     results = self.read(params, extra, batch)
     weights = results['counted'] * batch['mask'][:, None]

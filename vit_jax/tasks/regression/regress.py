@@ -108,7 +108,7 @@ class Task(base.Task):
 
   def loss(
     self, params: Any, extra: Any, batch: base.Batch, rng: jax.Array
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the mean loss over targets, summed over images."""
     outputs = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
@@ -116,9 +116,7 @@ class Task(base.Task):
     losses = self.losses(outputs, batch['target'])
     return (losses.sum(), jnp.float32(len(losses))), {}
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the loss, in which padding does not count."""
     losses = self.losses(self.outputs(params, extra, batch), batch['target'])
     mask = batch['mask']

@@ -108,7 +108,7 @@ def loss(
   rng: jax.Array,
   progress: tuple[jax.Array | int, int],
   options: set_losses.Options,
-) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+) -> tuple[base.WeightedSum, base.WeightedSums]:
   """Computes the loss of a training batch.
 
   Args:
@@ -199,7 +199,7 @@ class Eomt:
     batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the weighted sum of the losses of all layers, see `loss`."""
     progress = step, self._total_steps
     return loss(self.model, params, batch, rng, progress, self._options)

@@ -41,7 +41,7 @@ class Head(Protocol):
     batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the loss of a training batch, see Task.loss.
 
     `batch` has `image`, float32 [B, H, W, 3], `segmentation`, int32 [B, H, W]: classes of

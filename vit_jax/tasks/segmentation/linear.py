@@ -103,7 +103,7 @@ class Linear:
     batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the cross-entropy summed over pixels, and the new statistics.
 
     With a Dice loss it is the sum over images of both losses, which are also metrics.

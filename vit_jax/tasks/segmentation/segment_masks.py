@@ -130,7 +130,7 @@ class Task(segment.Task):
     batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     """Returns the weighted sum of the losses of all layers, see eomt.loss."""
     batch = {**batch, 'image': _with_black_padding(batch)}
     progress = step, self.config.total_steps
@@ -152,9 +152,7 @@ class Task(segment.Task):
     probabilities = jax.nn.softmax(outputs['logits'])[..., :-1]
     return {'probabilities': probabilities, 'masks': outputs['masks']}
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the sum of the losses of images, and the number of images.
 
     The points at which masks are compared depend only on the number of the image.

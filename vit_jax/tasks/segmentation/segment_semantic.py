@@ -282,7 +282,7 @@ class Task(base.Task):
     batch: base.Batch,
     rng: jax.Array,
     step: jax.Array,
-  ) -> tuple[base.WeightedSum, dict[str, base.WeightedSum]]:
+  ) -> tuple[base.WeightedSum, base.WeightedSums]:
     return self.head.loss(params, extra, batch, rng, step)
 
   def update_extra(self, extra: Any, params: Any, metrics: dict[str, Any]) -> Any:
@@ -309,9 +309,7 @@ class Task(base.Task):
         results.append(class_maps.ViewOutputs(x, extent, view, bool(flip)))
     return results
 
-  def measure(
-    self, params: Any, extra: Any, batch: base.Batch
-  ) -> dict[str, base.WeightedSum]:
+  def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the mean cross-entropy of the pixels, without padding images."""
     logits = self.head.logits(self.outputs(params, extra, batch))
     is_real = batch['mask'][:, None, None] > 0

@@ -89,7 +89,7 @@ class Family(abc.ABC):
 
   @abc.abstractmethod
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     """Returns the fields of the model that has leaves of these shapes.
 

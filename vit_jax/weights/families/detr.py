@@ -230,7 +230,7 @@ class Detrs(base.Family):
     return state
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     sizes = {
       'kind': 'detr',

@@ -149,7 +149,7 @@ class Eomts(vit.Classifiers):
     return {_MASK_RATES: np.zeros(model.config.num_query_layers, np.float32)}
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     return {
       'kind': 'eomt',

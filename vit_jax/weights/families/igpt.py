@@ -126,7 +126,7 @@ class ImageGPTs(base.Family):
     return state
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     num_colors, width = flat['color_embedding']
     return {

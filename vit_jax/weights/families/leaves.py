@@ -46,6 +46,7 @@ from vit_jax.weights import arrays
 Row = tuple[str, ...]  # Path, kind, name elsewhere; or several such names.
 Group = tuple[str, str, tuple[Row, ...]]  # Prefix here, prefix elsewhere, rows.
 Leaf = tuple[str, str, str]  # Path, layout, name elsewhere.
+Shapes = Mapping[str, tuple[int, ...]]  # The shape of each array, by path.
 
 
 class _Layout(NamedTuple):

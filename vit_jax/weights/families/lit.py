@@ -236,7 +236,7 @@ class ImageTexts(base.Family):
     return super().dump(flat, naming)
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     image_leaves, text_leaves = _below(flat, _IMAGE), _below(flat, _TEXT)
     image = vit.Classifiers().sizes(image_leaves, {})
@@ -495,7 +495,7 @@ def _tokenizer_fields(
   return pp
 
 
-def _head_width(shapes: Mapping[str, tuple[int, ...]]) -> int | None:
+def _head_width(shapes: leaves.Shapes) -> int | None:
   return shapes['head/kernel'][-1] if 'head/kernel' in shapes else None
 
 

@@ -101,7 +101,7 @@ class Berts(_TextTowers):
   namings = {'bert': _NAMING}  # noqa: RUF012
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     vocab_size, width = flat[_EMBEDDING.format('token')]
     mlp = _LAYER.format(0) + 'mlp_block/mlp/dense_layer/kernel'
@@ -142,7 +142,7 @@ class TextTransformers(_TextTowers):
   }
 
   def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], known_fields: Mapping[str, Any]
+    self, flat: leaves.Shapes, known_fields: Mapping[str, Any]
   ) -> dict[str, Any]:
     rows, width = flat['Embed_0/embedding']
     block = 'Encoder_0/encoderblock_0/'

@@ -401,9 +401,7 @@ class Classifiers(base.Family):
     leaves.rename(state, ((r'^(?!\w*classifier\.)', f'{kind}.'),))
     return state
 
-  def sizes(
-    self, flat: Mapping[str, tuple[int, ...]], fields: Mapping[str, Any]
-  ) -> dict[str, Any]:
+  def sizes(self, flat: leaves.Shapes, fields: Mapping[str, Any]) -> dict[str, Any]:
     if is_bit(flat):
       return {
         'num_layers': leaves.units(flat, _UNITS),
@@ -604,7 +602,7 @@ def _is_hybrid(names: Iterable[str]) -> bool:
   return any(name.startswith(_TIMM_RESNET) for name in names)
 
 
-def _vit_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _vit_sizes(flat: leaves.Shapes) -> dict[str, Any]:
   down, across, _, width = flat['embedding/kernel']
   num_layers = leaves.count(flat, _BLOCK)
   block = f'Transformer/encoderblock_{num_layers - 1}/'
@@ -641,7 +639,7 @@ def _vit_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   return sizes
 
 
-def _classifier(flat: Mapping[str, tuple[int, ...]], width: int) -> str:
+def _classifier(flat: leaves.Shapes, width: int) -> str:
   """Returns the `classifier` of a ViT for tokens of a width."""
   has_cls = 'cls' in flat
   if _POOLING in flat:
@@ -655,7 +653,7 @@ def _classifier(flat: Mapping[str, tuple[int, ...]], width: int) -> str:
   return 'token_with_gap' if kernel[:1] == (2 * width,) else 'token'
 
 
-def _variations(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _variations(flat: leaves.Shapes) -> dict[str, Any]:
   """Returns the fields of VARIATIONS that differ from their defaults.
 
   Parameters cannot distinguish 'rms' from 'layer_no_bias', nor 'local' from 'global'.
@@ -682,7 +680,7 @@ def _variations(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   return varied(fields)
 
 
-def _position_fields(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _position_fields(flat: leaves.Shapes) -> dict[str, Any]:
   """Returns the fields of position embeddings, see layers/positions.py.
 
   Parameters cannot distinguish 'stem' from 'shared', nor 'sincos2d' from 'none'.
@@ -702,7 +700,7 @@ def _position_fields(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
   return {'add_position_embedding': False}
 
 
-def _mixer_sizes(flat: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def _mixer_sizes(flat: leaves.Shapes) -> dict[str, Any]:
   down, across, _, width = flat['stem/kernel']
   return {
     'patches': {'size': (down, across)},
