@@ -50,15 +50,18 @@ def __getattr__(name: str) -> Any:
   raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
 
 
+def _location(cls: type) -> str:
+  return f'{cls.__module__}:{cls.__qualname__}'
+
+
 def register(kind: str, cls: type[nn.Module]) -> None:
   """Registers a class, whose fields become keys of `config.model`, under a kind.
 
   Raises ValueError if another class has this kind.
   """
-  location = lambda cls: f'{cls.__module__}:{cls.__qualname__}'
   registered = KINDS.get(kind, cls)
-  path = registered if isinstance(registered, str) else location(registered)
-  if path != location(cls):
+  path = registered if isinstance(registered, str) else _location(registered)
+  if path != _location(cls):
     raise ValueError(f"kind='{kind}' is taken by {path}: use another name")
   KINDS[kind] = cls  # Replaces the class if a notebook defines it again.
 

@@ -67,9 +67,12 @@ class RootBlock(nn.Module):
   def __call__(self, x: Float[Array, 'B H W C']) -> Float[Array, 'B _ _ F']:
     """Maps images to [B, H / 4, W / 4, F]."""
     conv = _conv(self.features, 7, (2, 2), name='conv_root', **dtypes.of(self, 'eps'))
-    # The published models pad with zeros, which count in the maximum.
-    pad = lambda x: jnp.pad(conv(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
-    return sharding.constrain_batch(resnet.stem(x, pad, None, 'VALID'))
+
+    def padded_conv(x: Float[Array, 'B H W C']) -> Float[Array, 'B _ _ F']:
+      # The published models pad with zeros, which count in the maximum.
+      return jnp.pad(conv(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
+
+    return sharding.constrain_batch(resnet.stem(x, padded_conv, None, 'VALID'))
 
 
 class BitResNet(patches.ImageModel):

@@ -71,10 +71,10 @@ def explain(error: Exception, source: records.Source, indices: Iterable[int]) ->
     try:
       record = part.record(number)
     except tf.errors.OpError as cause:
-      damaged = isinstance(cause, tf.errors.InvalidArgumentError)
-      raise (ValueError if damaged else OSError)(
-        f'{part.name(number)}: {image_files.first_line(cause)}'
-      ) from None
+      reason = f'{part.name(number)}: {image_files.first_line(cause)}'
+      if isinstance(cause, tf.errors.InvalidArgumentError):
+        raise ValueError(reason) from None  # It is damaged.
+      raise OSError(reason) from None
     if 'image' in part.features:
       part.check(record, number)
   raise ValueError(

@@ -179,7 +179,8 @@ class Reader:
   ) -> None:
     shift = int(reduce_zero_label)
     self.ids = [x.id + shift for x in learned(classes)]
-    for number in (*ignore, *(x.id + shift for x in classes)):
+    shifted_ids = [x.id + shift for x in classes]
+    for number in (*ignore, *shifted_ids):
       if number >= _NUMBERS:
         raise ValueError(
           f'masks have numbers up to {_NUMBERS - 1}, not {number}: change '

@@ -41,7 +41,9 @@ class MixtureSource(records.Source):
   def __init__(
     self, sources: Sequence[records.Source], pairs: Sequence[tuple[str, float]]
   ) -> None:
-    common = set.intersection(*(set(source.features) for source in sources)) - {_SOFT}
+    common = set(sources[0].features) - {_SOFT}
+    for source in sources[1:]:
+      common &= set(source.features)
     features = [name for name in sources[0].features if name in common]
     names = {k: v for k, v in sources[0].names.items() if k in common}
     counts = [source.num_examples for source in sources]

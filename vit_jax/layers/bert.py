@@ -84,10 +84,12 @@ class _AttentionLayer(_Layer):
     self, x: Float[Array, 'B N D'], mask: Bool[Array, 'B 1 1 N']
   ) -> Float[Array, 'B N D']:
     width = x.shape[-1]
-    split = lambda x: x.reshape(*x.shape[:2], self.num_heads, -1)
-    query, key, value = (
-      split(self.dense(width, name)(x)) for name in ('query', 'key', 'value')
-    )  # [B, N, K, E]
+
+    def heads(name: str) -> Float[Array, 'B N K E']:
+      y = self.dense(width, name)(x)
+      return y.reshape(*y.shape[:2], self.num_heads, -1)
+
+    query, key, value = heads('query'), heads('key'), heads('value')
     query = query * query.shape[-1] ** -0.5
     attend = attention_kernels.IMPLEMENTATIONS['default']
     options = attention_kernels.Options(mask=mask)

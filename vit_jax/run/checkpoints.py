@@ -177,10 +177,12 @@ class Checkpoints:
     no complete checkpoint; ValueError if `step` (default: the newest) has none; see
     also `restore`.
     """
-    if step is not None and step not in (steps := self._agreed_steps()):
-      raise ValueError(
-        f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
-      )
+    if step is not None:
+      steps = self._agreed_steps()
+      if step not in steps:
+        raise ValueError(
+          f"step={step} is not among the checkpoints in '{self.directory}': {steps}"
+        )
 
     def read(path: epath.Path) -> dict:
       return _read_weights(path, params, extra, dtype)

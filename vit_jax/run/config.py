@@ -417,6 +417,11 @@ def check_memory(config: ml_collections.ConfigDict, processes: int) -> None:
       )
 
 
+def _base_splits(split: str) -> set[str]:
+  """Returns the names in a split: 'train' for 'train[:90%]'."""
+  return {part.split('[')[0].strip() for part in split.split('+')}
+
+
 def with_test_folder(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   """Returns a complete config, with `evals` on test/ if it is one of the original.
 
@@ -425,10 +430,8 @@ def with_test_folder(config: ml_collections.ConfigDict) -> ml_collections.Config
   if `pp.test` is part of the training images, the folder has a split `test`, and
   `evals` is empty, the config is assumed to be an original one, which has no folds.
   """
-  train, test = (
-    {part.split('[')[0].strip() for part in config.pp[key].split('+')}
-    for key in ('train', 'test')
-  )
+  train = _base_splits(config.pp.train)
+  test = _base_splits(config.pp.test)
   if config.evals or not isinstance(config.dataset, str) or not test <= train:
     return config
   if schema.FOLD.search(config.pp.test):

@@ -193,7 +193,9 @@ class Task(base.Task):
     """Turns logits [n, classes] into probabilities; can be jitted."""
     if self.temperature != 1:
       logits = logits / self.temperature
-    return (jax.nn.softmax if self.exclusive else jax.nn.sigmoid)(logits)
+    if self.exclusive:
+      return jax.nn.softmax(logits)
+    return jax.nn.sigmoid(logits)
 
   def probabilities(self, logits: jax.Array) -> np.ndarray:
     """Turns logits [n, classes] into probabilities, float32 [n, classes]."""

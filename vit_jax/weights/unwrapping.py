@@ -122,7 +122,8 @@ def _modules(
     inner = [x.removeprefix(prefix) for x in names if x.startswith(prefix)]
     levels = _modules(inner, is_known, entry, depth + 1)
     if levels is not None:
-      return [[module, *(x for x in options if x != module)], *levels]
+      other_options = [x for x in options if x != module]
+      return [[module, *other_options], *levels]
   return None
 
 

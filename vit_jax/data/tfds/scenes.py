@@ -132,7 +132,8 @@ def compose(
 
 def class_map(scene: Scene) -> np.ndarray:
   """Returns the class of each pixel, uint8 [SIZE, SIZE]: textures are from 10."""
-  classes = [*(10 + kind for kind in scene.textures), *scene.labels]
+  textures = [10 + kind for kind in scene.textures]
+  classes = [*textures, *scene.labels]
   return np.array(classes, np.uint8)[scene.segments]
 
 

@@ -53,7 +53,8 @@ class Reader(parsing.Reader):
         features['image'] = tf.io.encode_png(pixels)
     if 'label' in self.features:
       label = self._task.label
-      number = label.compute(*(record[name] for name in label.reads))
+      values = [record[name] for name in label.reads]
+      number = label.compute(*values)
       features['label'] = tf.reshape(tf.cast(number, tf.int64), [1])
     return features
 

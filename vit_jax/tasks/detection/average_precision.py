@@ -139,9 +139,11 @@ def average_precision(
   predicted = reference.loadRes(results) if results else faster_coco_eval.COCO()
   evaluation = faster_coco_eval.COCOeval_faster(reference, predicted, 'bbox')
   if overlaps is not None:
-    areas = [area for row in detections for area in row['areas']]
-    for number, area in enumerate(areas, start=1):
-      predicted.anns[number]['area'] = area
+    number = 0
+    for row in detections:
+      for area in row['areas']:
+        number += 1
+        predicted.anns[number]['area'] = area
     most = max(evaluation.params.maxDets)
     evaluation.computeIoU = lambda image, label: _overlaps(
       truth[image], detections[image], overlaps[image], label, most

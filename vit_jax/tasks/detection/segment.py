@@ -53,7 +53,8 @@ class Task(objects.Task):
   FLAGS = predict_flags.SEGMENT.FLAGS
 
   def __new__(cls, config: Any = None, metadata: Any = None) -> 'Task':
-    return super().__new__(_class_for(config) if cls is Task else cls)
+    task_class = _class_for(config) if cls is Task else cls
+    return super().__new__(task_class)
 
   def __init__(
     self, config: ml_collections.ConfigDict, metadata: dict[str, Any]

@@ -174,8 +174,9 @@ def _grid(head: Any, x: ViewOutputs, size: jax.Array, canvas: tuple[int, int]) -
     windows_of_axis = _Windows(starts, is_used, x.view.window[axis], cells[axis])
     weights.append(_weights(canvas[axis], size[axis], x.extent[axis], windows_of_axis))
   scores = scores.astype(jnp.float32).reshape(*counts, *scores.shape[1:])
-  scores = scores.swapaxes(1, 2).reshape(*(len(w[0]) for w in weights), -1)
-  return _Grid(scores, *weights)
+  down, across = weights
+  scores = scores.swapaxes(1, 2).reshape(down.shape[1], across.shape[1], -1)
+  return _Grid(scores, down, across)
 
 
 class _Windows(NamedTuple):

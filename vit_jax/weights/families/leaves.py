@@ -146,10 +146,11 @@ def attention(
   `ends` are the names below these of the layers of queries, keys, values and outputs.
   """
   layers = (('query', 'heads'), ('key', 'heads'), ('value', 'heads'), ('out', 'out'))
-  return tuple(
-    (f'{path}/{layer}', kind, *(f'{name}.{end}' for name in names))
-    for (layer, kind), end in zip(layers, ends)
-  )
+  rows = []
+  for (layer, kind), end in zip(layers, ends):
+    names_of_layer = [f'{name}.{end}' for name in names]
+    rows.append((f'{path}/{layer}', kind, *names_of_layer))
+  return tuple(rows)
 
 
 def numbers(prefix: str, names: Iterable[str]) -> list[tuple[int, ...]]:

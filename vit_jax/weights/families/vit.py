@@ -407,7 +407,9 @@ class Classifiers(base.Family):
         'num_layers': leaves.units(flat, _UNITS),
         'width_factor': flat['root_block/conv_root/kernel'][-1] / 64,
       }
-    return (_mixer_sizes if 'stem/kernel' in flat else _vit_sizes)(flat)
+    if 'stem/kernel' in flat:
+      return _mixer_sizes(flat)
+    return _vit_sizes(flat)
 
   def defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
     name = 'mixer_b16' if 'num_blocks' in fields else 'b16'
