@@ -19,7 +19,7 @@ import numpy as np
 from vit_jax import console, models, preprocess
 from vit_jax.configs import models as model_configs
 from vit_jax.data import records
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import processes
 from vit_jax.inference import engine
 
@@ -178,6 +178,7 @@ class Extractor:
       features_of[name] = Features(values, features.labels)
     return features_of
 
+  @no_autograph
   def example(self, record: dict[str, Any], seed: Any) -> dict[str, Any]:
     """Returns `image` and `label` of a record; without augmentation."""
     del seed
@@ -247,6 +248,7 @@ def read_labels(
   source = source.evaluated
   source = _Labels(source, np.arange(source.num_examples))
 
+  @no_autograph
   def example(record: dict[str, Any], seed: Any) -> dict[str, Any]:
     del seed
     return _label(record)

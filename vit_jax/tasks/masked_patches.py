@@ -23,7 +23,7 @@ import numpy as np
 from vit_jax import console, models, models_vit
 from vit_jax.configs import task_options
 from vit_jax.data.images import images as images_lib
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.figures import charts, gallery, grids
 from vit_jax.inference import predictor as predictor_lib
 from vit_jax.layers import patches as patches_lib
@@ -132,6 +132,7 @@ class Task(base.Task):
       outputs = math.prod(self.patch) * channels
     self.model = models.make_model(config.model, cls=MaskedViT, num_classes=outputs)
 
+  @no_autograph
   def inputs(
     self, record: dict[str, 'tf.Tensor'], seed: 'tf.Tensor | None' = None
   ) -> dict[str, 'tf.Tensor']:

@@ -18,7 +18,7 @@ from vit_jax.configs import models as model_configs
 from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.images import images as images_lib
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.run import config as run_config
 from vit_jax.tasks import base
 from vit_jax.tasks.detection import matching
@@ -109,6 +109,7 @@ class Task(base.Task):
       with pp.ignore_type():
         pp.update(crop=tuple(image_size), resize=None)
 
+    @no_autograph
     def example(
       record: records.Record, seed: 'tf.Tensor | None', canvas: tuple[int, int]
     ) -> dict[str, 'tf.Tensor']:
@@ -136,6 +137,7 @@ class Task(base.Task):
       images_and_canvases.append((np.flatnonzero(size_of_image == i), canvas))
     return images_and_canvases
 
+  @no_autograph
   def example(
     self,
     record: records.Record,
@@ -188,6 +190,7 @@ class Task(base.Task):
     """Returns more tensors of a training example; a hook for subclasses."""
     return {}
 
+  @no_autograph
   def inputs(
     self,
     record: records.Record,

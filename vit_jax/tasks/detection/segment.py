@@ -21,7 +21,7 @@ from vit_jax.configs import models as model_configs, task_options
 from vit_jax.data import records
 from vit_jax.data.augmentation import canvases, geometry
 from vit_jax.data.coco import panoptic
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.figures import grids, overlays
 from vit_jax.tasks import predict_flags
 from vit_jax.tasks.detection import (
@@ -79,6 +79,7 @@ class Task(objects.Task):
     names = super().planned_metadata(config, num_classes or 133)['class_names']
     return {'class_names': names, 'isthing': [True] * len(names)}
 
+  @no_autograph
   def example(
     self,
     record: records.Record,

@@ -30,7 +30,7 @@ import numpy as np
 from vit_jax import console, input_pipeline, models, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data import records
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.data.texts import templates as templates_lib, tokenizers
 from vit_jax.distributed import text_files
 from vit_jax.figures import grids
@@ -175,6 +175,7 @@ class Task(base.Task):
       )
     return names
 
+  @no_autograph
   def example(
     self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:

@@ -27,7 +27,7 @@ import optax
 from vit_jax import console, input_pipeline, models, models_igpt, preprocess
 from vit_jax.configs import task_options
 from vit_jax.data import feeding, order, records
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.distributed import processes
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib
@@ -306,6 +306,7 @@ def _find_palette(
   rows = np.arange(config.batch)
   steps = -(-count // config.batch)
 
+  @no_autograph
   def example(
     record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:

@@ -25,7 +25,7 @@ import optax
 from vit_jax import models
 from vit_jax.configs import task_options
 from vit_jax.data import records
-from vit_jax.data.lazy import tf
+from vit_jax.data.lazy import no_autograph, tf
 from vit_jax.figures import grids
 from vit_jax.inference import predictor as predictor_lib, tables
 from vit_jax.tasks import base
@@ -80,6 +80,7 @@ class Task(base.Task):
   def output_names(self) -> tuple[str, ...]:
     return tuple(target.name for target in self.targets)
 
+  @no_autograph
   def example(
     self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:

@@ -137,6 +137,7 @@ class Task(base.Task):
   ) -> dict[str, Any]:
     return _metadata(masks.numbered([str(i) for i in range(num_classes or 150)]))
 
+  @no_autograph
   def example(
     self, record: records.Record, seed: 'tf.Tensor | None'
   ) -> dict[str, 'tf.Tensor']:
