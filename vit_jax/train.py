@@ -112,7 +112,8 @@ def make_program(
     decay_args=config.decay_args.to_dict(),
   )
   rng = jax.random.key(config.seed)
-  init = lora.adapted(task.init, config)
+  # The functions below share one trace; inlined, their programs are the same.
+  init = jax.jit(lora.adapted(task.init, config), inline=True)
   factors = rate_factors.make(config, lambda: jax.eval_shape(init, rng)[0])
   tx = optim.get_optimizer(config, schedule, factors)
   merge = functools.partial(lora.merged, config=config)
