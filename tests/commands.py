@@ -40,6 +40,8 @@ BASES = (
   'configs/segment_scenes.py',
 )
 
+_VALID: set[str] = set()  # Runs without errors, as JSON.
+
 
 def runs_in(config):
   """Yields the config of each run that a config describes."""
@@ -58,10 +60,15 @@ def runs_in(config):
 def check_config(config):
   """Checks every value of a config, and of each run that it describes."""
   for run in runs_in(config):
+    content = run.to_json_best_effort(sort_keys=True)
+    if content in _VALID:
+      continue  # Commands share configs, and the runs of a study values.
     run_config.check_values(run)
-    run_evaluators.check(run_config.complete(run))
-    schedules.check(run_config.complete(run))
-    optim.check(run_config.complete(run))
+    completed = run_config.complete(run)
+    run_evaluators.check(completed)
+    schedules.check(completed)
+    optim.check(completed)
+    _VALID.add(content)
 
 
 def module_of(command):

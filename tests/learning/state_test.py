@@ -169,8 +169,9 @@ def test_rows_without_a_label_are_ignored(data_dir):
       if not initial:
         initial.append(jax.device_get(program.create_state({})))
       state, seen = jax.device_put(initial[0], sharding.replicated(mesh)), []
+      update = program.jit_update()
       for _ in range(3):
-        state, metrics = program.jit_update()(state, batch)
+        state, metrics = update(state, batch)
         seen.append([float(metrics[k]) for k in ('train_loss', 'grad_norm')])
     return seen
 

@@ -4,7 +4,6 @@ import functools
 import json
 import types
 
-import gradio as gr
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -329,6 +328,8 @@ def test_predicts_segments_and_instances(data, color_task, tmp_path):
   assert 'stuff' in ' '.join(lines)
   scores = [float(line.split(' %')[0]) for line in lines[1:]]
   assert scores == sorted(scores, reverse=True)
+
+  import gradio as gr  # Takes seconds.
 
   with gr.Blocks():
     show, controls, (_, picture, summary) = predictor.page()
