@@ -7,7 +7,7 @@ two cores, including the generation of the scenes.
 
 The argument, if any, is a folder of scenes of the same size, such as those of clothes
 that `python -m benchmarks.fashion scenes FOLDER` writes. Expected there, after 20
-minutes of processor time: AP 25.1 ± 1.5, AP50 51.1 ± 2.5 (docs/benchmarks.md).
+minutes of processor time: AP 25.6 ± 3.0, AP50 51.3 ± 3.2 (docs/benchmarks.md).
 """
 
 import ml_collections
