@@ -16,8 +16,8 @@ three seeds, in percent:
    1,437   93.5 ± 0.9   99.1 ± 0.2   99.1 ± 0.4
 
 As in the paper, the ViT catches up with more images; with so few it does not
-overtake the ResNet. docs/benchmarks.md has the results of Fashion-MNIST, about two hours
-of processor time.
+overtake the ResNet. docs/benchmarks.md has the results of Fashion-MNIST, about one hour of
+processor time.
 """
 
 import ml_collections
