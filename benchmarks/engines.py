@@ -16,7 +16,6 @@ import numpy as np
 
 from benchmarks import timing
 from vit_jax import console, models, predict
-from vit_jax.inference import predictor as predictor_lib
 from vit_jax.weights import writing
 
 
@@ -35,7 +34,16 @@ def _write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
   return path
 
 
-def _jax(model: predictor_lib.Predictor, images: np.ndarray) -> Callable[[], Any]:
+def _export(weights: str, folder: pathlib.Path, dtype: str | None) -> pathlib.Path:
+  """Exports weights in a stored type, None for float32; returns the ONNX file."""
+  exported = folder / (dtype or 'float32')
+  model = predict.load_weights(weights)
+  model.export(os.fspath(exported), 'onnx', dtype=dtype)
+  return exported / 'model.onnx'
+
+
+def _jax(weights: str, dtype: str | None, images: np.ndarray) -> Callable[[], Any]:
+  model = predict.load_weights(weights, dtype=dtype)
   outputs = jax.jit(model.task.outputs)
 
   def run() -> None:
@@ -54,11 +62,15 @@ def _onnx_runtime(path: pathlib.Path, images: np.ndarray) -> Callable[[], Any]:
   return functools.partial(session.run, None, {'image': images})
 
 
-def _openvino(path: pathlib.Path, images: np.ndarray) -> Callable[[], Any]:
+def _openvino(path: pathlib.Path, images: np.ndarray, dtype: str) -> Callable[[], Any]:
   import openvino
 
-  threads = {'INFERENCE_NUM_THREADS': len(os.sched_getaffinity(0))}
-  model = openvino.Core().compile_model(os.fspath(path), 'CPU', threads)
+  properties = {
+    'INFERENCE_NUM_THREADS': len(os.sched_getaffinity(0)),
+    # By default bfloat16, on processors that multiply it.
+    'INFERENCE_PRECISION_HINT': dtype,
+  }
+  model = openvino.Core().compile_model(os.fspath(path), 'CPU', properties)
   return functools.partial(model, {'image': images})
 
 
@@ -69,18 +81,17 @@ def rows(args: argparse.Namespace) -> list[dict]:
     weights = _write_weights(args, folder)
     shape = (args.batch, args.image_size, args.image_size, 3)
     images = np.random.RandomState(0).uniform(-1, 1, shape).astype(np.float32)
-    engines = {}
-    for dtype in (None, 'int8'):  # As in the file: float32.
-      name = dtype or 'float32'
-      model = predict.load_weights(weights, dtype=dtype)
-      engines[f'JAX, {name}'] = _jax(model, images)
-      exported = folder / name
-      model = predict.load_weights(weights)
-      model.export(os.fspath(exported), 'onnx', dtype=dtype)
-      path = exported / 'model.onnx'
-      engines[f'ONNX Runtime, {name}'] = _onnx_runtime(path, images)
-      if dtype is None:  # OpenVINO 2026.4 fails to compile the model in int8.
-        engines[f'OpenVINO, {name}'] = _openvino(path, images)
+    float32 = _export(weights, folder, None)
+    int8 = _export(weights, folder, 'int8')
+    engines = {
+      'JAX, float32': _jax(weights, None, images),
+      'ONNX Runtime, float32': _onnx_runtime(float32, images),
+      'OpenVINO, float32': _openvino(float32, images, 'f32'),
+      'OpenVINO, bfloat16': _openvino(float32, images, 'bf16'),
+      'JAX, int8': _jax(weights, 'int8', images),
+      # OpenVINO 2026.4 fails to compile the model in int8.
+      'ONNX Runtime, int8': _onnx_runtime(int8, images),
+    }
     times = timing.measure(*engines.values(), repeats=args.repeats)
   result = []
   for name, seconds in zip(engines, times):
