@@ -26,9 +26,8 @@ def _write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
   image = np.zeros([1, args.image_size, args.image_size, 3], np.float32)
   params = init(jax.random.key(0), image)['params']
   # A head of zeros would be constant.
-  params['head']['kernel'] = jax.random.normal(
-    jax.random.key(1), params['head']['kernel'].shape
-  )
+  kernel = params['head']['kernel']
+  params['head']['kernel'] = 0.02 * jax.random.normal(jax.random.key(1), kernel.shape)
   path = os.fspath(folder / 'weights.npz')
   writing.save(jax.device_get(params), path)
   return path
