@@ -57,3 +57,11 @@ def test_a_temperature_is_for_one_step(tmp_path):
     path.write_text(text)
     with pytest.raises(ValueError, match='calibration.json.*damaged'):
       calibration.stored(tmp_path, 6)
+
+
+@pytest.mark.parametrize('temperature', [-1.0, 0.0, float('nan'), 1e9, '2', None])
+def test_a_temperature_of_a_stranger_is_checked(temperature, tmp_path):
+  strange = calibration.Calibration(temperature, 6, 'val', 10)
+  calibration.store(tmp_path, strange)  # With the right hash.
+  with pytest.raises(ValueError, match='calibration.json.*damaged'):
+    calibration.stored(tmp_path, 6)

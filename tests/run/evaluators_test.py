@@ -69,6 +69,17 @@ def test_best_metric_is_the_main_one_of_the_first_evaluation(task, metric, tiny_
   assert run_config.complete(tiny_config).best_metric == f'{metric}_train'
 
 
+@pytest.mark.parametrize(
+  'evals, message',
+  [(5, 'evals=5 must be a tuple'), (((5, 5),), r'evals: \(5, 5\) must')],
+)
+def test_wrong_evaluations_are_named(evals, message, tiny_config):
+  with tiny_config.ignore_type():
+    tiny_config.evals = evals
+  with pytest.raises(ValueError, match=message):
+    run_config.complete(tiny_config)
+
+
 def test_an_entry_is_a_metric_of_every_evaluation(config, module):
   config.evals = (('test', 'test'), ('val', 'train[:50]'))
   entry = {'type': 'measures:Calibration', 'bins': 10}

@@ -95,7 +95,8 @@ def stored(workdir: epath.PathLike, step: int) -> Calibration | None:
     facts = files.read_json(path)
     digest = facts.pop('digest')
     calibration = Calibration(**facts)
-    is_valid = digest == _digest(calibration)
+    is_in_range = _LOWEST <= calibration.temperature <= _HIGHEST
+    is_valid = is_in_range and digest == _digest(calibration)
   except (ValueError, TypeError, KeyError, AttributeError):
     is_valid = False
   if not is_valid:

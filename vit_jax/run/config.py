@@ -31,6 +31,8 @@ TASKS = {
   'segment_semantic': 'vit_jax.tasks.segmentation.segment_semantic',
 }
 
+_DEFAULT_EVALUATION = 'test'  # Name of the evaluation on `pp.test`.
+
 # Keys of the original without an effect: the fields of a model imply its type, and
 # data are shuffled without a buffer.
 _OBSOLETE = ('model_type', 'shuffle_buffer')
@@ -112,10 +114,18 @@ def complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
   with config.unlocked():
     config.task_options = options_of_task(config)
     if config.best_metric is None:
-      metric = getattr(_options_group(config), 'BEST_METRIC', 'loss')
-      first_evaluation, _, _ = _parse_evals(config)[0]
-      config.best_metric = f'{metric}_{first_evaluation}'
+      config.best_metric = _main_metric(config)
   return config
+
+
+def _main_metric(config: ml_collections.ConfigDict) -> str:
+  """Returns the name of the task's main metric in the first evaluation."""
+  metric = getattr(_options_group(config), 'BEST_METRIC', 'loss')
+  schema.check('evals', config.evals, tuple)
+  evaluation = _DEFAULT_EVALUATION
+  if config.evals:
+    evaluation, _, _ = _parse_evals(config)[0]
+  return f'{metric}_{evaluation}'
 
 
 def complete_stored(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
@@ -247,7 +257,7 @@ def _parse_evals(
 ) -> list[tuple[str, str, str | None]]:
   """Returns what `evaluations` does, with splits that may be templates."""
   evals: list[tuple[str, str, str | None]] = []
-  entries = config.evals or (('test', config.pp.test),)
+  entries = config.evals or ((_DEFAULT_EVALUATION, config.pp.test),)
   if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
     entries = (entries,)  # A single entry, written without the trailing comma.
   for entry in entries:

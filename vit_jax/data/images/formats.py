@@ -56,10 +56,10 @@ def _readable() -> tuple[_Format, ...]:
 @functools.cache
 def endings() -> tuple[str, ...]:
   """Returns the endings of the files that are read, in lower case."""
-  endings = list(_JPEG.endings)
+  readable = list(_JPEG.endings)
   for image_format in _readable():
-    endings += image_format.endings
-  return tuple(endings)
+    readable += image_format.endings
+  return tuple(readable)
 
 
 @functools.cache
