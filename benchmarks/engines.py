@@ -6,9 +6,11 @@ Needs `pip install onnx onnxruntime openvino`.
 import argparse
 from collections.abc import Callable
 import functools
+import importlib
 import os
 import pathlib
 import tempfile
+import types
 from typing import Any
 
 import jax
@@ -17,6 +19,13 @@ import numpy as np
 from benchmarks import timing
 from vit_jax import console, models, predict
 from vit_jax.weights import writing
+
+
+def _num_cores() -> int:
+  """Returns the number of processors that this process may use."""
+  if hasattr(os, 'sched_getaffinity'):  # Not on macOS.
+    return len(os.sched_getaffinity(0))
+  return os.cpu_count() or 1
 
 
 def _write_weights(args: argparse.Namespace, folder: pathlib.Path) -> str:
@@ -54,18 +63,27 @@ def _jax(weights: str, dtype: str | None, images: np.ndarray) -> Callable[[], An
 def _onnx_runtime(path: pathlib.Path, images: np.ndarray) -> Callable[[], Any]:
   onnxruntime = console.require('onnxruntime', 'onnx', 'timing ONNX Runtime')
   options = onnxruntime.SessionOptions()
-  options.intra_op_num_threads = len(os.sched_getaffinity(0))
+  options.intra_op_num_threads = _num_cores()
   session = onnxruntime.InferenceSession(
     os.fspath(path), options, providers=['CPUExecutionProvider']
   )
   return functools.partial(session.run, None, {'image': images})
 
 
-def _openvino(path: pathlib.Path, images: np.ndarray, dtype: str) -> Callable[[], Any]:
-  import openvino
+def _import_openvino() -> types.ModuleType:
+  try:
+    return importlib.import_module('openvino')
+  except ImportError as e:
+    raise ImportError(
+      'the section engines times OpenVINO too: pip install openvino, or leave the '
+      'section out (--only)'
+    ) from e
 
+
+def _openvino(path: pathlib.Path, images: np.ndarray, dtype: str) -> Callable[[], Any]:
+  openvino = _import_openvino()
   properties = {
-    'INFERENCE_NUM_THREADS': len(os.sched_getaffinity(0)),
+    'INFERENCE_NUM_THREADS': _num_cores(),
     # By default bfloat16, on processors that multiply it.
     'INFERENCE_PRECISION_HINT': dtype,
   }
@@ -75,6 +93,7 @@ def _openvino(path: pathlib.Path, images: np.ndarray, dtype: str) -> Callable[[]
 
 def rows(args: argparse.Namespace) -> list[dict]:
   """Times batches of `args.batch` random images in all engines, which take turns."""
+  _import_openvino()  # Fails here rather than after the exports.
   with tempfile.TemporaryDirectory() as temporary:
     folder = pathlib.Path(temporary)
     weights = _write_weights(args, folder)

@@ -119,6 +119,7 @@ def test_engines_take_turns(monkeypatch, tmp_path):
     assert dtype in ('f32', 'bf16')
     return engines._onnx_runtime(path, images)
 
+  monkeypatch.setitem(sys.modules, 'openvino', types.ModuleType('openvino'))
   monkeypatch.setattr(engines, '_openvino', openvino)
   flags = ('--only=engines', '--model=testing', '--image_size=32', '--batch=2')
   rows = run(tmp_path, *flags)['results']['engines']
@@ -127,6 +128,13 @@ def test_engines_take_turns(monkeypatch, tmp_path):
     'JAX, int8', 'ONNX Runtime, int8',
   ]  # fmt: skip
   assert all(row['median'] > 0 for row in rows)
+
+
+def test_engines_are_timed_only_on_request(monkeypatch, tmp_path):
+  assert {*program.SECTIONS} - {*program.DEFAULT_SECTIONS} == {'engines'}
+  monkeypatch.setitem(sys.modules, 'openvino', None)  # Not installed.
+  with pytest.raises(ImportError, match='pip install openvino.*--only'):
+    run(tmp_path, '--only=engines', '--model=testing')
 
 
 def test_sampling_comparison(monkeypatch, tmp_path):
