@@ -19,11 +19,13 @@ import urllib.request
 
 import jax
 import numpy as np
+import optax
 import pandas as pd
 from PIL import Image
 import pyarrow as pa
 from pycocotools import mask
 import pytest
+from safetensors import numpy as safetensors
 from sklearn import datasets
 import tensorflow as tf
 import uvicorn
@@ -34,8 +36,9 @@ from vit_jax.commands import export
 from vit_jax.configs import common, detr_scenes, igpt_digits, models as model_configs
 from vit_jax.data import registry, sources
 from vit_jax.evaluators import evaluation
-from vit_jax.learning import rate_factors
-from vit_jax.run import config as run_config
+from vit_jax.learning import optim, rate_factors, schedules
+from vit_jax.run import config as run_config, evaluators as run_evaluators
+from vit_jax.studies import study
 
 DOCS = markdown.ROOT / 'docs'
 
@@ -57,7 +60,8 @@ def examples(tmp_path_factory):
   sys.path.remove(str(folder))
   sys.modules.pop('prompts', None)
   sys.modules.pop('calibration', None)
-  sys.modules.pop('squares', None)
+  for name in ('squares', 'rezero', 'noise', 'signum'):
+    sys.modules.pop(name, None)
 
 
 @pytest.fixture(scope='module')
@@ -119,6 +123,88 @@ def test_the_example_of_an_evaluator_measures_a_run(examples, trained, capsys):
   assert f'ece {100 * again["ece"]:.2f} %' in capsys.readouterr().out
   [best] = (workdir / 'checkpoints').glob('[0-9]*')
   assert best.name == '23'
+
+
+def task_of(config, module):
+  """Returns the task of an example, with two classes."""
+  config.task = module
+  config = run_config.complete(config)
+  return run_config.get_task(module)(config, {'class_names': ['even', 'odd']})
+
+
+def test_the_example_of_a_layer_changes_tokens_by_its_factor(examples, tiny_config):
+  task = task_of(tiny_config, 'rezero')
+  plain = models.make_model(tiny_config.model, num_classes=2, classifier='unpooled')
+  model = task.model.clone(classifier='unpooled')
+  images = jax.random.normal(jax.random.key(1), task.image_spec(2).shape)
+  params = tiny_models.numbers(plain, images.shape[1], channels=1)
+  layer = params['Transformer']['encoderblock_0']
+  for factor in (0.0, 1.0):
+    layer['factor'] = np.float32(factor)
+    logits = model.apply({'params': params}, images, train=False)
+    without = {name: x for name, x in layer.items() if name != 'factor'}
+    if not factor:  # Branches of zeros change nothing either.
+      without = jax.tree.map(np.zeros_like, without)
+    encoder = {**params['Transformer'], 'encoderblock_0': without}
+    expected = plain.apply(
+      {'params': {**params, 'Transformer': encoder}}, images, train=False
+    )
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_example_of_an_augmentation_adds_noise_in_training(examples, tiny_config):
+  tiny_config.pp.update(crop_area=None, crop_ratio=None)
+  task = task_of(tiny_config, 'noise')
+  pixels = np.full((8, 8, 1), 255, np.uint8)
+  record = {'image': tf.io.encode_png(pixels), 'label': tf.constant([1], tf.int64)}
+  evaluated = task.example(record, None)['image']
+  assert set(np.unique(evaluated)) == {1.0}
+  [first, again, other] = (
+    task.example(record, tf.constant(seed, tf.int64))['image'] - evaluated
+    for seed in ([0, 1], [0, 1], [0, 2])
+  )
+  np.testing.assert_array_equal(first, again)
+  assert 0.05 < np.std(first) < 0.15
+  assert np.abs(first - other).max() > 0.05
+
+
+def test_the_example_of_an_optimiser_takes_steps_of_equal_length(
+  examples, tiny_config, monkeypatch
+):
+  for name in ('signum', 'stairs'):  # Removed again after the test.
+    monkeypatch.setattr(optax, name, None, raising=False)
+  runpy.run_path(str(examples / 'signum.py'))
+  tiny_config.update(optimizer='optax:signum', grad_norm_clip=0.0)
+  schedule = schedules.create_learning_rate_schedule(
+    9, 0.5, 'optax:stairs', 0, decay_args={'number': 3}
+  )
+  rates = [float(schedule(step)) for step in range(10)]
+  expected = [0.5] * 3 + [1 / 3] * 3 + [1 / 6] * 3 + [0]
+  np.testing.assert_allclose(rates, expected, atol=1e-6)
+  tx = optim.get_optimizer(run_config.complete(tiny_config), schedule)
+  grads = {'kernel': np.array([3.0, -0.1, 0.0], np.float32)}
+  updates, _ = tx.update(grads, tx.init(grads), grads)
+  np.testing.assert_allclose(updates['kernel'], [-0.5, 0.5, 0.0])
+
+
+def test_the_example_of_renamed_weights_reads_them(examples, tmp_path):
+  arrays = {'stem.weight': np.ones(2), 'body.3.mix.out.bias': np.zeros(3)}
+  arrays |= {'body.0.norm1.bias': np.zeros(1)}
+  safetensors.save_file(arrays, tmp_path / 'other.safetensors')
+  names = runpy.run_path(str(examples / 'rename_weights.py'))
+  names['rename'](tmp_path / 'other.safetensors', tmp_path / 'timm.safetensors')
+  assert sorted(safetensors.load_file(tmp_path / 'timm.safetensors')) == [
+    'blocks.0.norm1.bias', 'blocks.3.attn.proj.bias', 'patch_embed.proj.weight'
+  ]  # fmt: skip
+
+
+def test_the_example_of_a_study_lists_its_runs(examples):
+  config = runpy.run_path(str(examples / 'activations.py'))['get_config']()
+  runs = study.make_runs(config)
+  assert [(run.config.model.transformer.gelu, run.config.seed) for run in runs] == [
+    ('tanh', 0), ('tanh', 1), ('quick', 0), ('quick', 1)
+  ]  # fmt: skip
+  run_evaluators.check(run_config.complete(runs[0].config))
 
 
 def test_the_example_of_a_folder_format_opens_a_folder(

@@ -40,6 +40,10 @@ def test_commands_are_valid(monkeypatch, tmp_path):
   markdown.write_modules(DOCS / 'extend.md', tmp_path, '/tmp/parity')
   monkeypatch.syspath_prepend(str(tmp_path))  # A command names one of them.
   for page, command, args in markdown.commands():
+    args = [
+      arg.replace('--config=activations', f'--config={tmp_path}/activations')
+      for arg in args
+    ]
     try:
       commands.parse(command, args)
     except ValueError as e:

@@ -11,7 +11,7 @@ a head.
 from collections.abc import Callable
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -325,7 +325,12 @@ class Encoder(_Layer):
   Where attention is cuDNN's, tokens are padded to a multiple of 8 before the first
   layer, and the padding is cut off after the last, if no mask, dropout or positions in
   later layers need to know; nothing else sees it.
+
+  A subclass can replace BLOCK, the class of a layer: a Module with the fields and
+  arguments of Block. Axial attention has its own.
   """
+
+  BLOCK: ClassVar[type[nn.Module]] = Block
 
   @nn.compact
   def __call__(
@@ -476,7 +481,7 @@ class Encoder(_Layer):
     is_looped = layer_stack.is_looped(config.scan, len(numbers), context.train)
     is_looped = is_looped and not sows and not self.is_initializing()
     block: Callable[..., Any] = layer_stack.recomputed(
-      AxialBlock if config.attention_pattern == 'axial' else Block,
+      AxialBlock if config.attention_pattern == 'axial' else self.BLOCK,
       config.remat,
       is_looped,
     )
