@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from tests import toy_task
-from vit_jax.commands import convert, flags, predict, train
+from vit_jax.commands import convert, evaluate, flags, predict, train
 from vit_jax.run import config as run_config
 from vit_jax.tasks import predict_flags
 from vit_jax.weights import fetch
@@ -100,3 +100,9 @@ def test_tasks_have_the_flags_that_predict_lists():
     for flag, needs in task.NEEDS.items():
       assert f'--{flag}' in task.FLAGS
       assert all(f'--{name}' in task.FLAGS or name == 'images' for name in needs)
+
+
+@pytest.mark.parametrize('value', ['brier:Brier', "{'b': 'brier:Brier'}"])
+def test_wrong_evaluators_are_named_with_an_example(value):
+  with pytest.raises(ValueError, match="--evaluators.*'type': 'my_module:Calibration'"):
+    evaluate.main(['--workdir=w', '--split=test', f'--evaluators={value}'])

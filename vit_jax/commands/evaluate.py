@@ -18,7 +18,10 @@ def _evaluators(text: str) -> dict:
   """Parses the value of --evaluators, a dict."""
   from vit_jax.configs import common, schema  # Late, for a fast --help.
 
-  return schema.parse('evaluators', text, common.Evaluators)
+  try:
+    return schema.parse('evaluators', text, common.Evaluators)
+  except ValueError as e:
+    raise argparse.ArgumentTypeError(f'{e}') from e
 
 
 _SPLIT = dict(
