@@ -51,3 +51,13 @@ def test_split_of_the_data_comes_before_the_name_of_an_evaluation(
   shutil.copytree(model.config.dataset, tmp_path / 'test')
   monkeypatch.setitem(model.config, 'dataset', str(tmp_path))
   assert evaluation.evaluate(model, 'test')['num_examples'] == 30
+
+
+@pytest.mark.parametrize('form', ['mean', 'vectors'])
+def test_measures_that_are_not_sums_and_weights_are_named(form, model, monkeypatch):
+  def measure(params, extra, batch):
+    return {'loss': 0.5 if form == 'mean' else (batch['mask'], batch['mask'])}
+
+  monkeypatch.setattr(model.task, 'measure', measure, raising=False)
+  with pytest.raises(ValueError, match=r"measure=.*'loss'.*pairs of .*\(sum, weight\)"):
+    evaluation.evaluate(model, 'test')

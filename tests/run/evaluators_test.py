@@ -1,6 +1,7 @@
 """Tests of the evaluators that a config adds; nothing here is compiled."""
 
 import sys
+import types
 
 import ml_collections
 import pytest
@@ -32,6 +33,10 @@ class Last(Calibration):
 
 class NoRun:
   metrics = {}
+
+class NoStop(Calibration):
+  def run(self, params):
+    return {'ece': 0.125}
 
 class Names(Calibration):
   metrics = ('ece',)
@@ -131,6 +136,10 @@ def test_keys_of_probes_are_entries_too(config):
     ({'type': 'measures'}, r"evaluators.e.type='measures'.*'MODULE:CLASS'"),
     ({'type': 'measures:Ece'}, r'evaluators.e.type=.*no class Ece'),
     ({'type': 'measures:NoRun'}, r'evaluators.e.type=.*no attribute run'),
+    (
+      {'type': 'measures:NoStop'},
+      r'evaluators.e.type=.*run\(self, params, extra, stop',
+    ),
     ({'type': 'measures:Names'}, r"evaluators.e: metrics=\('ece',\).*must be a dict"),
     ({'bins': 0}, r'evaluators.e.bins=0 must be an integer of at least 1'),
     ({'bin': 5}, r"evaluators.e.type=.*'bin'.*bins, name"),
@@ -142,6 +151,23 @@ def test_wrong_entry_is_named(config, module, entry, message):
   add(config, e={'type': 'measures:Calibration', **entry})
   with pytest.raises(ValueError, match=message):
     evaluators.check(config)
+
+
+@pytest.mark.parametrize(
+  'values, message',
+  [
+    (0.5, r"run=0.5, the result of SimpleNamespace.run: return a dict.*'ece'"),
+    (None, 'run=None.*return a dict'),
+    ({'ece': [0.5, 0.5]}, 'run=.*return a dict with a number'),
+    ({'ecc': 0.5}, r"run=\['ecc'\].*lacks \['ece'\].*`measure`"),
+  ],
+)
+def test_wrong_results_of_an_evaluator_are_named(values, message):
+  evaluator = types.SimpleNamespace(
+    metrics={'ece': metrics.SHARE}, run=lambda params, extra, stop: values
+  )
+  with pytest.raises(ValueError, match=message):
+    evaluators.run(evaluator, {}, {}, None)
 
 
 def test_metrics_of_the_last_step_do_not_compare_checkpoints(config, module):

@@ -83,7 +83,9 @@ def evaluate(
   values: dict[str, float] = {}
   metrics: dict[str, metrics_lib.Metric] = {}
   for evaluator in instances:
-    values.update(evaluator.run(model.params, model.extra, engine.never))
+    values.update(
+      run_evaluators.run(evaluator, model.params, model.extra, engine.never)
+    )
     metrics.update(evaluator.metrics)
   console.log(
     f"{model.workdir}, step {model.step}, split '{split}' of {config.dataset}: "

@@ -54,6 +54,12 @@ class Means:
     end_time = time.perf_counter()
     metrics = {}
     for name in totals[0][0]:
+      shapes = jax.tree.map(np.shape, totals[0][0][name])
+      if tuple(shapes) != ((), ()):
+        raise ValueError(
+          f"measure={{'{name}': {shapes}}}, the shapes that a task's `measure` returns, "
+          'must be pairs of scalars, (sum, weight), see vit_jax/tasks/base.py (config.task)'
+        )
       pairs = np.array([sums[name] for sums, _ in totals], np.float64)
       total, weight = pairs.sum(axis=0)
       metrics[name] = total / weight if weight else float('nan')

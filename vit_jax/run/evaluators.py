@@ -6,12 +6,13 @@ All are entries of the same form. `config.evaluators` has entries by name, such 
 package. vit_jax/evaluators/base.py describes the classes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 import dataclasses
 import inspect
 from typing import Any
 
 import ml_collections
+import numpy as np
 
 from vit_jax.configs import schema
 from vit_jax.run import config as run_config, metrics as metrics_lib, user_code
@@ -133,6 +134,13 @@ def _parse(key: str, fields: Mapping[str, Any]) -> Entry:
         f'{setting} has no attribute {name}: an evaluator needs `metrics` and `run`, '
         f'see vit_jax/evaluators/base.py (config.{key}.type)'
       )
+  try:
+    inspect.signature(cls.run).bind(None, None, None, None)
+  except TypeError as e:
+    raise ValueError(
+      f'{setting}: its method must be run(self, params, extra, stop): {e} '
+      f'(config.{key}.type)'
+    ) from e
   evals = arguments.pop('evals', None)
   schema.check(f'{key}.evals', evals, tuple[str, ...] | None)
   _check_arguments(key, setting, cls, arguments)
@@ -164,6 +172,25 @@ def _check_arguments(
 
 
 # --- Metrics ---
+
+
+def run(
+  evaluator: Any, params: Any, extra: Any, stop: Callable[[], bool]
+) -> Mapping[str, Any]:
+  """Runs an evaluator; ValueError unless it returns a number for each metric."""
+  values = evaluator.run(params, extra, stop)
+  form = (
+    f'return a dict with a number for each of {[*evaluator.metrics]} (a task: from '
+    '`measure`)'
+  )
+  name = type(evaluator).__name__
+  if not isinstance(values, Mapping) or any(map(np.ndim, values.values())):
+    raise ValueError(f'run={values!r:.200}, the result of {name}.run: {form}')
+  if missing := sorted(evaluator.metrics.keys() - values.keys()):
+    raise ValueError(
+      f'run={[*values]}, the result of {name}.run, lacks {missing}: {form}'
+    )
+  return values
 
 
 def measures(entries: Sequence[Entry], config: ml_collections.ConfigDict) -> Metrics:

@@ -213,7 +213,9 @@ class Run:
       for evaluator in evaluators:
         if getattr(evaluator, 'final', False) not in finals:
           continue
-        values = evaluator.run(params, self.state.extra, stop.should_interrupt)
+        values = run_evaluators.run(
+          evaluator, params, self.state.extra, stop.should_interrupt
+        )
         for name, value in values.items():
           metrics[f'{name}_{evaluation}'] = value
     return metrics
