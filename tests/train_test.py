@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -429,3 +430,43 @@ def test_wrong_tasks_and_evaluations_are_named(tiny_config, tmp_path, fields, me
   with tiny_config.ignore_type():
     tiny_config.update(fields)
   refuse(tiny_config, tmp_path / 'run', message)
+
+
+@pytest.mark.parametrize(
+  'task_class, message',
+  [
+    ('class Task: pass', 'Task must be a subclass of vit_jax.tasks.base.Task'),
+    (
+      'class Task(classify.Task):\n  class Options: pass',
+      r"Options lacks .*'mixup'.*vit_jax.tasks.classify.Task.Options",
+    ),
+    (
+      'class Task(classify.Task):\n  def loss(self, *_): return jnp.float32(1)',
+      r'loss=\(\), .*must be \(\(sum, weight\), metrics\)',
+    ),
+    (
+      'class Task(classify.Task):\n  def loss(self, *_): return jnp.zeros(2), 16',
+      r'loss=\(\(2,\), \(\)\), .*must be \(\(sum, weight\), metrics\)',
+    ),
+    (
+      'class Task(classify.Task):\n'
+      '  def loss(self, params, extra, batch, rng):\n'
+      "    batch = {**batch, 'label': batch['label'][:, None]}\n"
+      '    return super().loss(params, extra, batch, rng)',
+      r'logits=\(16, 10\) .*shape of the labels, \(16, 1, 10\)',
+    ),
+  ],
+)
+def test_wrong_task_classes_are_named(
+  tiny_config, tmp_path, monkeypatch, task_class, message
+):
+  module = (
+    f'import jax.numpy as jnp\nfrom vit_jax.tasks import classify\n{task_class}\n'
+  )
+  (tmp_path / 'wrong_task.py').write_text(module)
+  monkeypatch.syspath_prepend(tmp_path)
+  monkeypatch.delitem(sys.modules, 'wrong_task', raising=False)
+  tiny_config.task = 'wrong_task'
+  with pytest.raises(ValueError, match=message):
+    fit(tiny_config, tmp_path / 'run')
+  sys.modules.pop('wrong_task')

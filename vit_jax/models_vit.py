@@ -148,8 +148,8 @@ def encoder_fields(encoder: Callable, fields: Mapping[str, Any]) -> dict[str, An
     accepted = sorted(set(parameters) - {'parent', 'name'})
     raise ValueError(
       f'config.model has unknown fields {sorted(unknown)}: {name} takes {accepted}, but '
-      f'the config gives {", ".join(f"{k}={v}" for k, v in unknown.items())} '
-      '(config.model.transformer)'
+      f'the config gives {", ".join(f"{k}={v}" for k, v in unknown.items())}'
+      '; add these fields to it, or set the defaults (config.model.transformer)'
     )
   return arguments
 

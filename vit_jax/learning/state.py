@@ -113,6 +113,18 @@ def augment(
   return task.augment(batch, jax.random.fold_in(rng, _AUGMENT))
 
 
+def _checked_loss(result: Any) -> Any:
+  """Returns what a task's `loss` has returned; ValueError if it has another form."""
+  match result:
+    case ((total, weight), Mapping()) if jnp.ndim(total) == jnp.ndim(weight) == 0:
+      return result
+  shapes = jax.tree.map(jnp.shape, result)
+  raise ValueError(
+    f"loss={shapes}, the shapes that a task's `loss` returns, must be ((sum, weight), "
+    'metrics): two scalars and a dict, see vit_jax/tasks/base.py (config.task)'
+  )
+
+
 def _identity(params: Any) -> Any:
   return params
 
@@ -157,9 +169,8 @@ def make_update(
 
       def loss_fn(params: Any) -> tuple[jax.Array, Any]:
         params = merge(optim.stop_frozen(params, factors))
-        (total, weight), metrics = loss_of(
-          params, state.extra, rows, key, step=state.step
-        )
+        result = loss_of(params, state.extra, rows, key, step=state.step)
+        (total, weight), metrics = _checked_loss(result)
         # The mean for a whole batch, the sum for a micro-batch.
         value = mean(total, weight) if accum_steps == 1 else total
         return value, ((total, weight), metrics)

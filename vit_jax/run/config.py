@@ -231,7 +231,26 @@ def marked_keys(config: ml_collections.ConfigDict, *marks: schema.Mark) -> list[
 
 def _options_group(config: ml_collections.ConfigDict) -> type:
   """Returns the dataclass of the options of a config's task."""
-  return task_options.OPTIONS.get(config.task) or get_task(config.task).Options
+  return task_options.OPTIONS.get(config.task) or _options_of_class(config.task)
+
+
+def _options_of_class(name: str) -> type:
+  """Returns the options of a user's task; ValueError if they lack the base class's."""
+  task_class = get_task(name)
+  classes: list[Any] = [cls for cls in task_class.__mro__ if 'Options' in vars(cls)]
+  if not classes:
+    raise ValueError(
+      f"task='{name}': its class Task must be a subclass of "
+      'vit_jax.tasks.base.Task or of a task of this package (config.task)'
+    )
+  kinds = schema.fields(task_class.Options)
+  for cls in classes:
+    if missing := sorted(schema.fields(cls.Options).keys() - kinds.keys()):
+      raise ValueError(
+        f"task='{name}': its class Options lacks {missing}: derive it from "
+        f'{cls.__module__}.{cls.__name__}.Options (config.task)'
+      )
+  return task_class.Options
 
 
 def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str | None]]:

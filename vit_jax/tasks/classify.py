@@ -161,6 +161,12 @@ class Task(base.Task):
     logits = self.model.apply(
       {'params': params}, batch['image'], train=True, rngs={'dropout': rng}
     )
+    if logits.shape != batch['label'].shape:
+      raise ValueError(
+        f'logits={logits.shape} of the model must have the shape of the labels, '
+        f'{batch["label"].shape}: return [images, classes] from its `__call__` '
+        '(config.model)'
+      )
     mask = self._row_weights(batch)  # [B]
     total = (self._train_loss(logits, batch['label']) * mask).sum()
     if self._class_weights is None or self.config.loss == 'sigmoid':
