@@ -218,22 +218,22 @@ from vit_jax.weights import convert
 def write(*args, **options):
   with files.new_folder('model') as folder:
     (folder / 'weights').write_text('0')
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), int(sys.argv[1]))
 convert.convert = flags.load_model = write
-program.run(sys.argv[1], sys.argv[2:])
+program.run(sys.argv[2], sys.argv[3:])
 """
 
 
 @pytest.mark.parametrize(
-  'argv',
+  'number, argv',
   [
-    ['convert', 'a.npz', 'model'],
-    ['export', '--workdir=a', '--to=onnx', '--out=model'],
+    (signal.SIGTERM, ['convert', 'a.npz', 'model']),
+    (signal.SIGHUP, ['export', '--workdir=a', '--to=onnx', '--out=model']),
   ],
 )
-def test_sigterm_leaves_no_temporary_files(argv, tmp_path):
+def test_signals_leave_no_temporary_files(number, argv, tmp_path):
   process = subprocess.run(
-    [sys.executable, '-c', _TERMINATED, *argv],
+    [sys.executable, '-c', _TERMINATED, str(int(number)), *argv],
     capture_output=True, text=True, check=False, cwd=tmp_path,
     env={**os.environ, 'PYTHONPATH': str(ROOT)},
   )  # fmt: skip

@@ -122,6 +122,16 @@ def _show_unraisable(show: Callable, unraisable: 'sys.UnraisableHookArgs') -> No
     show(unraisable)
 
 
+def interrupt_on_signals() -> None:
+  """Lets SIGTERM and SIGHUP act like Ctrl-C, after which no temporary files are left.
+
+  SIGHUP, of a terminal that was closed, stays ignored if it was, as by nohup.
+  """
+  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
+
+
 def exit_at_once(status: int) -> None:
   """Ends this process without Python's shutdown.
 

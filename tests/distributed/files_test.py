@@ -5,6 +5,7 @@ import errno
 import os
 import socket
 import threading
+import time
 
 import pytest
 
@@ -68,6 +69,23 @@ def test_file_is_replaced_once_complete(tmp_path):
     file.write('no bytes')
   assert path.read_text() == 'new'
   assert [p.name for p in tmp_path.iterdir()] == ['a.txt']
+
+
+def test_files_of_killed_writers_are_deleted_a_day_later(tmp_path):
+  abandoned = ['.a.0123abcd.tmp', '.b[1].0123abcd.tmp']
+  others = ['.a.4567abcd.tmp', '.aa.0123abcd.tmp', '.a.tmp', '.a.notes123.tmp']
+  for name in abandoned + others:
+    folder = tmp_path / name
+    folder.mkdir()
+    (folder / 'part').touch()
+    day_old = 0 if name == '.a.4567abcd.tmp' else 25 * 3600
+    os.utime(folder, (time.time() - day_old,) * 2)
+  (tmp_path / '.a.89abcdef.tmp').touch()
+  os.utime(tmp_path / '.a.89abcdef.tmp', (0, 0))
+  files.write(tmp_path / 'a', 'whole')
+  with files.new_folder(tmp_path / 'b[1]'):
+    pass
+  assert {p.name for p in tmp_path.iterdir()} == {'a', 'b[1]', *others}
 
 
 def test_error_of_a_full_disk_names_the_file(tmp_path):

@@ -514,19 +514,21 @@ def free_port():
 
 @pytest.fixture
 def _own_signals():
-  before = signal.getsignal(signal.SIGTERM)
+  numbers = (signal.SIGTERM, signal.SIGHUP)
+  before = [signal.getsignal(number) for number in numbers]
   yield
-  signal.signal(signal.SIGTERM, before)
+  for number, handler in zip(numbers, before):
+    signal.signal(number, handler)
 
 
 def run_command(monkeypatch, flags, visit):
-  """Runs the command, calls `visit`, sends SIGTERM; returns the output."""
+  """Runs the command, calls `visit`, sends SIGHUP; returns the output."""
 
   class Event(threading.Event):
     def wait(self, timeout=None):
       if timeout is None:  # The command waits for Ctrl-C here.
         visit()
-        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGHUP)
       return super().wait(timeout)
 
   fake = types.SimpleNamespace(Event=Event, Thread=threading.Thread)

@@ -40,7 +40,6 @@ GELU, the epsilons of norms) are written to the config of DST, or reported.
 
 import argparse
 from collections.abc import Sequence
-import signal
 
 from etils import epath
 
@@ -89,8 +88,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 def main(argv: Sequence[str]) -> int:
   """Converts weights; returns the exit status."""
   args = parse(argv)
-  # Like Ctrl-C, it leaves no temporary files.
-  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  console.interrupt_on_signals()
   import jax
 
   from vit_jax.weights import convert, identify

@@ -13,8 +13,8 @@ difference is large, nothing is kept.
 
 from collections.abc import Sequence
 import shlex
-import signal
 
+from vit_jax import console
 from vit_jax.commands import flags
 
 
@@ -61,8 +61,7 @@ def make_parser() -> flags.Parser:
 def main(argv: Sequence[str]) -> int:
   """Exports a model; returns the exit status."""
   args = make_parser().parse_args(argv)
-  # Like Ctrl-C, it leaves no temporary files.
-  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  console.interrupt_on_signals()
   from vit_jax.inference import export
 
   export.check(args.out, args.to, args.dtype, args.image_size)

@@ -4,11 +4,15 @@ import collections
 from collections.abc import Callable, Iterable, Iterator, Sequence
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
+import re
 import secrets
+import shutil
 import stat
+import time
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -17,6 +21,7 @@ from etils import epath
 # the index of a model of 400 billion parameters 0.1 MB.
 JSON_LIMIT = 2**24
 _BLOCK = 2**18  # Bytes read at a time.
+_ABANDONED = 24 * 3600  # Age in seconds of temporary files that nobody writes to.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _KINDS = (
   (stat.S_ISFIFO, 'named pipe'),
@@ -141,17 +146,44 @@ def temporary_name(path: epath.PathLike) -> epath.Path:
   return path.parent / f'.{path.name[:60]}.{secrets.token_hex(4)}.tmp'
 
 
+def _delete_abandoned(path: epath.Path) -> None:
+  """Deletes what killed processes have left of writing a local path."""
+  own_name = re.compile(rf'\.{re.escape(path.name[:60])}\.[0-9a-f]{{8}}\.tmp')
+  for name in _abandoned(os.path.abspath(path.parent)):
+    if own_name.fullmatch(name):
+      abandoned = path.parent / name
+      if abandoned.is_dir():
+        shutil.rmtree(abandoned, ignore_errors=True)
+      else:
+        abandoned.unlink(missing_ok=True)
+
+
+@functools.cache  # A folder may get a million files, one after another.
+def _abandoned(folder: str) -> list[str]:
+  """Returns the names of old temporary files and folders in a folder."""
+  names = []
+  with contextlib.suppress(OSError), os.scandir(folder) as entries:
+    for entry in entries:
+      if entry.name.endswith('.tmp'):
+        age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+        if age > _ABANDONED:
+          names.append(entry.name)
+  return names
+
+
 @contextlib.contextmanager
 def replacing(path: epath.PathLike) -> Iterator[BinaryIO]:
   """Opens a file for bytes, which replaces `path` when it is complete.
 
   No reader ever sees the file incomplete, not even after a power failure. An error
-  leaves nothing behind; the error of a full disk names `path`. The folder of `path`
-  must exist.
+  leaves nothing behind, and what a kill leaves is deleted by a write a day later; the
+  error of a full disk names `path`. The folder of `path` must exist.
   """
   temporary = temporary_name(path)
   path = epath.Path(path)
   local = not is_remote(path)
+  if local:
+    _delete_abandoned(path)
   try:
     with temporary.open('wb') as file:
       yield file
@@ -189,11 +221,13 @@ def _sync_folder(path: epath.PathLike) -> None:
 def new_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   """Makes a folder, which appears at `path` when it is complete.
 
-  Yields the path to write to. After an error nothing is left behind.
+  Yields the path to write to. Nothing is left behind, see `replacing`.
   FileExistsError if `path` exists at the end and is not an empty folder.
   """
   temporary = temporary_name(path)
   path = epath.Path(path)
+  if not is_remote(path):
+    _delete_abandoned(path)
   temporary.mkdir(parents=True)
   try:
     yield temporary

@@ -13,7 +13,6 @@ import html
 import io
 import os
 import pathlib
-import signal
 import socket
 import tempfile
 import threading
@@ -95,8 +94,8 @@ def check(host: str, port: int | None) -> None:
 def serve(
   model: Any, title: str, facts: Mapping[str, str], host: str, port: int
 ) -> None:
-  """Serves the page until Ctrl-C or SIGTERM; see `served` for the arguments."""
-  signal.signal(signal.SIGTERM, signal.default_int_handler)
+  """Serves the page until a signal ends it; see `served` for the arguments."""
+  console.interrupt_on_signals()
   with contextlib.suppress(KeyboardInterrupt):
     with served(model, title, facts, host, port) as url:
       console.log(f'Serving the demo on {url} until you press Ctrl-C.')
