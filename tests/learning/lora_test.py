@@ -146,12 +146,15 @@ def test_run_resumes_bit_for_bit_only_on_the_same_base(adapted, tmp_path):
       read()
 
 
-def test_adapters_of_themselves_are_rejected(adapted, tmp_path):
+@pytest.mark.parametrize('base', ['run', 'run/', 'link', 'other'])
+def test_adapters_of_themselves_are_rejected(adapted, tmp_path, base):
   _, folder, _ = adapted
-  shutil.copytree(folder / 'run', tmp_path / 'run')
-  stored_runs.change_config(tmp_path / 'run', pretrained=str(tmp_path / 'run'))
+  for name, pretrained in ('run', base), ('other', 'run'):
+    shutil.copytree(folder / 'run', tmp_path / name)
+    stored_runs.change_config(tmp_path / name, pretrained=f'{tmp_path}/{pretrained}')
+  (tmp_path / 'link').symlink_to('run')
   for load in checkpoint.load, predict.load:
-    with pytest.raises(ValueError, match="adapters in '.*run' start from themselves"):
+    with pytest.raises(ValueError, match='adapters in .* start from themselves'):
       load(str(tmp_path / 'run'))
 
 

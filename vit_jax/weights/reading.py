@@ -29,7 +29,10 @@ All but a workdir may also be on the Hugging Face Hub, see
 vit_jax/weights/hub.py.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import contextvars
+import os
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -58,6 +61,9 @@ from vit_jax.weights.families import base, families
 
 # Collections in `extra` that weights include: constants of frozen norms.
 EXTRA = ('frozen',)
+# Folders of the runs whose bases are being read: each but the first is the base of the
+# one before.
+_runs: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar('runs')
 
 
 class Weights(NamedTuple):
@@ -327,16 +333,12 @@ def _read_workdir(folder: epath.Path) -> Weights:
   params = stored.params
   trained = None
   if config.lora.rank:
-    if str(folder) in paths.from_config(config).values():
-      raise ValueError(
-        f"the adapters in '{folder}' start from themselves: restore its config.json "
-        '(config.pretrained)'
-      )
     trained = config, flax.traverse_util.flatten_dict(params, sep='/')
     task = task_class(config, metadata)
     init = lora.adapted(task.init, config)
     shapes, extra = jax.eval_shape(init, jax.random.key(0))
-    params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
+    with _reading_base_of(folder):
+      params = jax.tree.map(np.asarray, task.merged(params, shapes, extra, folder))
   flat = flax.traverse_util.flatten_dict(params, sep='/')
   task_prefixes = tuple(task_class.OWN_PARAMS)
   flat = {path: x for path, x in flat.items() if not path.startswith(task_prefixes)}
@@ -352,6 +354,23 @@ def _read_workdir(folder: epath.Path) -> Weights:
     preparation=preparation,
     adapters=trained,
   )
+
+
+@contextlib.contextmanager
+def _reading_base_of(folder: epath.Path) -> Iterator[None]:
+  """Raises ValueError if the base of a run is that run, directly or by others."""
+  runs = _runs.get(())
+  place = os.path.realpath(folder)
+  if place in runs:
+    raise ValueError(
+      f"the adapters in '{folder}' start from themselves: restore its config.json "
+      '(config.pretrained)'
+    )
+  token = _runs.set((*runs, place))
+  try:
+    yield
+  finally:
+    _runs.reset(token)
 
 
 def _read_torch(
