@@ -21,6 +21,9 @@ _PREFIX = re.compile(r'^base_model\.model\.')
 # PEFT's wrappers of a layer, which are in names of biases and of whole layers.
 _WRAPPER = re.compile(r'\.(base_layer|(modules_to_save\.)?default)(?=\.)')
 _LORA = '.lora_'
+# Values of init_lora_weights with which PEFT keeps the base as it is. With others, such
+# as PiSSA, it subtracts the initial adapters from the base whenever it loads them.
+_Initialization = bool | Literal['gaussian', 'eva', 'orthogonal'] | None
 
 
 class Adapters(NamedTuple):
@@ -30,11 +33,13 @@ class Adapters(NamedTuple):
     state: arrays by PEFT's names.
     alpha: the product of two low-rank arrays is multiplied by alpha / rank.
     by_root: whether it is multiplied by alpha / sqrt(rank) instead (rsLoRA).
+    ranks: the ranks that the config allows.
   """
 
   state: dict[str, np.ndarray]
   alpha: float
   by_root: bool
+  ranks: set[int]
 
 
 def has_adapters(names: Iterable[str]) -> bool:
@@ -60,8 +65,11 @@ def from_config(config: Mapping[str, Any], state: dict[str, np.ndarray]) -> Adap
   alpha = descriptions.field(config, 'lora_alpha', schema.Positive)
   if alpha is None:
     raise ValueError('it lacks lora_alpha: use the adapter_config.json that PEFT wrote')
+  descriptions.field(config, 'init_lora_weights', _Initialization)
   by_root = descriptions.field(config, 'use_rslora', bool, False)
-  return Adapters(state, float(alpha), by_root)
+  rank = descriptions.field(config, 'r', schema.Count, 8)  # PEFT's default.
+  other_ranks = descriptions.field(config, 'rank_pattern', dict | None) or {}
+  return Adapters(state, float(alpha), by_root, {rank, *other_ranks.values()})
 
 
 def merge(
@@ -97,6 +105,11 @@ def merge(
       raise ValueError(
         f"the adapter of '{name}' has the shapes {a.shape} and {b.shape}, but the layer "
         f'of the base {shape}: use the base that it was trained with'
+      )
+    if rank not in adapters.ranks:
+      raise ValueError(
+        f"the adapter of '{name}' has rank {rank}, and {CONFIG} allows "
+        f'{sorted(adapters.ranks)}: use the {CONFIG} of these adapters'
       )
     product = np.tensordot(b.reshape(len(b), rank), a, 1)
     scale = adapters.alpha / (math.sqrt(rank) if adapters.by_root else rank)
