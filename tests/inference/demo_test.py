@@ -314,6 +314,21 @@ def test_an_upload_cannot_be_larger_than_a_file(url):
   assert 'upload has more than' in answer.text
 
 
+def test_other_requests_are_small(url):
+  """They are held in memory, those of all visitors at once."""
+  for size, status in (2**20, 403), (2**20 + 1, 413):
+    answer = CLIENT.post(f'{url}/gradio_api/queue/join', content=b' ' * size)
+    assert answer.status_code == status
+
+
+def test_uploads_cannot_fill_the_disk(url, monkeypatch):
+  monkeypatch.setattr('vit_jax.inference.guard._STORED', 0)
+  answer = post_file(url)
+  assert (answer.status_code, 'Too many uploads' in answer.text) == (503, True)
+  monkeypatch.undo()
+  assert post_file(url).status_code == 200
+
+
 def test_shows_errors_about_uploaded_files(browser, url, model, photos, tmp_path):
   broken = tmp_path / 'my photo.jpg'
   broken.write_bytes(b'no image')
@@ -556,8 +571,6 @@ def test_command_serves_locally_and_keeps_nothing(workdir, monkeypatch):
       socket.create_connection(('127.0.0.2', port))
     examples = files()
     assert post_file(url, bytes(2_001)).status_code == 413
-    answer = CLIENT.post(f'{url}/gradio_api/queue/join', content=b' ' * 2_001)
-    assert answer.status_code == 413
     [path] = post_file(url, bytes(2_000)).json()
     assert files() == examples | {pathlib.Path(path)}
     deadline = time.monotonic() + 30

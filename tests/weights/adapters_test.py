@@ -95,7 +95,11 @@ def test_adapters_alone_name_their_base(base, tmp_path):
     ({}, {'use_dora': True}, "config.json'.*use_dora is True"),
     ({}, {'alpha_pattern': {'q': 4}}, "config.json'.*alpha_pattern"),
     ({}, {'lora_alpha': None}, "config.json'.*lacks lora_alpha"),
-    ({}, {'init_lora_weights': 'pissa_niter_4'}, "init_lora_weights is 'pissa_niter_4'"),
+    (
+      {},
+      {'init_lora_weights': 'pissa_niter_4'},
+      "init_lora_weights is 'pissa_niter_4'",
+    ),
     ({}, {'r': 8, 'rank_pattern': {'q_proj': 4}}, r'has rank 2, .* allows \[4, 8\]'),
     ({f'{_QUERY}.lora_B.weight': torch.ones(9, 2)}, {}, r'shapes .*\(9, 2\)'),
     ({f'{_QUERY}.lora_B.weight': torch.ones(32, 3)}, {}, r'shapes .*\(32, 3\)'),

@@ -6,6 +6,7 @@ files exist.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
+import contextlib
 import ipaddress
 import json
 import os
@@ -22,6 +23,8 @@ middleware_lib = console.require('starlette.middleware', _EXTRA, _PURPOSE)
 trustedhost = console.require('starlette.middleware.trustedhost', _EXTRA, _PURPOSE)
 
 _FORM = 2**16  # Bytes of an upload around the content of the file.
+_EVENT = 2**20  # Bytes of any other body, which is held in memory.
+_STORED = 64  # Uploads are refused while this many of the largest are stored.
 _FILE, _UPLOAD = '/gradio_api/file=', '/gradio_api/upload'
 _EVENTS = '/gradio_api/queue/join', '/gradio_api/run/predict'
 _ROUTES = re.compile(
@@ -39,8 +42,8 @@ def middleware(page: Any, folder: str, host: str, max_bytes: int) -> Sequence:
     folder: its files, a path without links.
     host: address of the server. On loopback, other host names are rejected, as
       protection against DNS rebinding.
-    max_bytes: largest body of a request. Gradio limits each file of an upload, but
-      neither their sum nor the other fields.
+    max_bytes: largest upload. Gradio limits each file of an upload, but neither
+      their sum nor the other fields.
   """
   guard = middleware_lib.Middleware(_Guard, set(page.fns), folder, max_bytes)
   if not is_loopback(host):
@@ -102,13 +105,15 @@ class _Guard:
     request = requests.Request(scope, receive)
     body = bytearray()
     if scope['path'] == _UPLOAD:
+      if _size(self.folder) > _STORED * self.max_bytes:
+        raise _Rejected(503, 'Too many uploads are stored: try again in ten minutes')
       receive = _limited(receive, self.max_bytes + _FORM)
     else:
       try:
         async for chunk in request.stream():
           body += chunk
-          if len(body) > self.max_bytes:
-            raise _Rejected(413, f'The body has more than {self.max_bytes} bytes')
+          if len(body) > _EVENT:
+            raise _Rejected(413, f'The body has more than {_EVENT} bytes')
       except requests.ClientDisconnect:
         return None
       receive = _again(body, receive)
@@ -138,6 +143,16 @@ class _Guard:
     if 'path' in value and not is_inside(value['path'], self.folder):
       raise ValueError(value)
     return value
+
+
+def _size(folder: str) -> int:
+  """Returns the number of bytes of the files below a folder."""
+  size = 0
+  for parent, _, names in os.walk(folder):
+    for name in names:
+      with contextlib.suppress(FileNotFoundError):  # Deleted in the meantime.
+        size += os.lstat(os.path.join(parent, name)).st_size
+  return size
 
 
 class _Rejected(Exception):
