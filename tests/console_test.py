@@ -1,6 +1,7 @@
 """Tests of what commands print: control characters of strangers' texts."""
 
 import logging as python_logging
+import subprocess
 import sys
 
 from absl import logging
@@ -54,6 +55,21 @@ def test_warnings_are_printable(capsys, monkeypatch):
   handler.setFormatter(before[0])
   logging.set_verbosity(before[1])
   python_logging.getLogger('asyncio').setLevel(python_logging.NOTSET)
+
+
+_RETRYING = """
+from vit_jax import console
+console.quiet()
+from huggingface_hub.utils import logging
+logging.get_logger('huggingface_hub.utils').warning('Retrying in 1s.')
+"""
+
+
+def test_warnings_of_the_hub_are_printed_once():
+  process = subprocess.run(
+    [sys.executable, '-c', _RETRYING], capture_output=True, text=True, check=True
+  )
+  assert process.stderr == 'Retrying in 1s.\n'
 
 
 def test_the_error_of_a_command_is_printable(capsys):

@@ -100,6 +100,8 @@ def quiet() -> None:
   handler.addFilter(_is_not_raised)
   handler.setFormatter(_Formatter('%(levelname)s: %(message)s'))
   python_logging.getLogger('asyncio').setLevel(python_logging.CRITICAL)
+  # It has its own handler.
+  python_logging.getLogger('huggingface_hub').propagate = False
   sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
 
 
