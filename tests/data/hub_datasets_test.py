@@ -105,6 +105,20 @@ def test_rows_are_those_of_datasets(hub, tiny_config, split):
   assert [x.tolist() for x in records['boxes']] == [row['boxes'] for row in rows]
 
 
+@pytest.mark.parametrize('size', [2_000, 0])
+def test_damaged_cache_is_named(hub, tiny_config, size):
+  write(hub / 'zoo' / f'damaged{size}', 'train', range(20))
+  dataset = f'hf://zoo/damaged{size}'
+  open_split(tiny_config, f'{dataset}?image=img&label=fine')
+  [arrow_file] = (hub / 'cache').glob(f'damaged{size}/**/*-train.arrow')
+  content = arrow_file.read_bytes()
+  arrow_file.unlink()
+  arrow_file.write_bytes(content[:size])
+  message = f"'train' in '{arrow_file.parent}' are damaged: .*: delete this folder"
+  with pytest.raises(ValueError, match=message):
+    open_split(tiny_config, f'{dataset}?image=img&label=fine')
+
+
 def test_paths_of_rows_lead_to_cached_files_only(
   hub, tiny_config, tmp_path, monkeypatch
 ):

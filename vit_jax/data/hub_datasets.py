@@ -79,7 +79,7 @@ def open_split(
 
   def read_columns(base: str) -> arrow.FoldColumns:
     splits.whole(builder.info, dataset, base)
-    table = _with_names(builder.as_dataset(split=base), dataset, ('label',))
+    table = _with_names(_read_split(builder, dataset, base), dataset, ('label',))
     layout = arrow.read_layout(table.features.arrow_schema, dataset)
     return arrow.FoldColumns(
       len(table), layout.columns, lambda name: {base: _read_column(table, name)}
@@ -101,7 +101,8 @@ def _open_slices(
   selected = []
   for base, instruction in slices.parts(split):
     splits.whole(builder.info, dataset, base)
-    tables[base] = _with_names(builder.as_dataset(split=base), dataset, features)
+    table = _read_split(builder, dataset, base)
+    tables[base] = _with_names(table, dataset, features)
     count = len(tables[base])
     rows = slices.take(range(count), base, instruction)
     selected += arrow.select_rows([base], [count], rows)
@@ -133,6 +134,20 @@ def _open_slices(
   return HubSource(
     dataset, tables, selected, layout, class_numbers, origin, config.max_image_pixels
   )
+
+
+def _read_split(builder: Any, dataset: str, base: str) -> Any:
+  """Returns the datasets.Dataset of a split; ValueError if its files are damaged."""
+  try:
+    table = builder.as_dataset(split=base)
+    table.data.validate(full=True)  # Reading damaged offsets may end the process.
+  except Exception as e:  # Arrow and `datasets` raise various errors.
+    raise ValueError(
+      f"dataset='{dataset}': the files of '{base}' in '{builder.cache_dir}' are damaged: "
+      f'{image_files.first_line(e)}: delete this folder, which is made again '
+      '(config.dataset)'
+    ) from e
+  return table
 
 
 def _read_column(table: Any, name: str) -> 'pa.ChunkedArray':
