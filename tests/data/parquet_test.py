@@ -128,6 +128,26 @@ def test_row_groups_are_read_once_per_host(
   assert 'random order is slow' in caplog.text
 
 
+def test_row_groups_with_damaged_offsets_are_rewritten(tmp_path, monkeypatch):
+  """Arrow does not check them; reading there can end the process."""
+  monkeypatch.setenv('VIT_JAX_CACHE', str(tmp_path))
+  texts = {'text': [b'ab', b'cde', b'f']}
+
+  def read():
+    groups = row_groups.RowGroups(num_bytes=row_groups.MEMORY + 1)
+    return groups.get(('file', 0), lambda: pa.table(texts)).to_pydict()
+
+  assert read() == texts
+  [path] = (tmp_path / 'parquet').iterdir()
+  content = path.read_bytes()
+  offsets, damaged = (np.int32([0, 2, x, 6]).tobytes() for x in (5, 2**30))
+  assert content.count(offsets) == 1
+  path.unlink()
+  path.write_bytes(content.replace(offsets, damaged))
+  assert read() == texts
+  assert path.read_bytes() == content
+
+
 @pytest.mark.parametrize(
   'train, names, test, classes, want',
   [

@@ -98,6 +98,8 @@ def _map_file(path: pathlib.Path) -> 'pa.Table | None':
   import pyarrow as pa
 
   try:
-    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+    table.validate(full=True)  # Reading damaged offsets may end the process.
+    return table
   except (OSError, ValueError):
     return None

@@ -280,9 +280,9 @@ def convert(
     else:
       with files.new_folder(target) as folder:
         notes += write(model, folder)
-  except FileExistsError:  # Its message says what to do.
-    raise
   except OSError as e:
+    if isinstance(e, FileExistsError) and e.errno is None:
+      raise  # Its message says what to do.
     raise OSError(f"DST '{dst}' cannot be written: {e}; use another") from e
   return model, notes
 
