@@ -35,6 +35,8 @@ _UNKNOWN = -2
 _NUMBERS = 65_536  # Masks have at most 16 bits.
 _EXAMPLE = '["road", "car"], or [{"name": "road", "id": 7, "color": [128, 64, 128]}]'
 _JPEG = b'\xff\xd8'
+# Pillow's names of other formats whose compression may change the numbers.
+_LOSSY = ('AVIF', 'HEIF', 'JPEG2000')
 
 
 class MaskClass(  # type: ignore[call-arg]
@@ -110,12 +112,12 @@ def _check_classes(classes: Sequence[MaskClass]) -> None:
   if all(x.ignore for x in classes):
     raise ValueError('it has no class to learn')
   for field in ('id', 'color', 'name'):
-    values: list[Any] = []
+    values: set[Any] = set()
     for x in classes:
       value = getattr(x, field)
       if value is not None and value in values:
         raise ValueError(f'two classes have the {field} {value!r}')
-      values.append(value)
+      values.add(value)
   for x in classes:
     if not x.name.strip():
       raise ValueError(f'the class of id {x.id} has no name')
@@ -217,7 +219,9 @@ class Reader:
       raise ValueError(
         'it is a lossy WebP, which changes the numbers of classes: use PNG'
       )
-    mode, pixels = images.from_pillow(encoded, _pixels)
+    fault, mode, pixels = images.from_pillow(encoded, _pixels)
+    if fault:
+      raise ValueError(fault)
     numbers = _numbers(mode, pixels, self._colors)
     classes = self._table[numbers]
     if (classes == _UNKNOWN).any():
@@ -243,14 +247,37 @@ class Reader:
 
     classes = image_files.call_python(decode, encoded, tf.int32, [None, None])
     tf.debugging.assert_equal(
-      tf.shape(classes), shape, 'a mask has another height or width than its image'
+      tf.shape(classes),
+      shape,
+      'a mask has another height or width than its image: correct the data',
     )
     return classes
 
 
-def _pixels(image: Image.Image) -> tuple[str, np.ndarray]:
-  """Returns Pillow's mode and the stored values of an image."""
-  return image.mode, np.asarray(image)
+def _pixels(image: Image.Image) -> tuple[str, str, np.ndarray]:
+  """Returns why values are not the stored ones, '' if they are, Pillow's mode, values."""
+  fault = ''
+  if image.format in _LOSSY or image.info.get('compression') == 'jpeg':
+    fault = (
+      f'it is {image.format} with a compression that may change the numbers of classes: '
+      'use PNG'
+    )
+  # Pillow scales grey of 2 or 4 bits, and colours of 16 bits, to 8 bits.
+  is_scaled = image.mode in ('L', 'LA', 'RGB', 'RGBA') and ';' in _raw_mode(image)
+  if is_scaled:
+    fault = (
+      f"it has values of the form '{_raw_mode(image)}', which Pillow scales to 8 bits: use "
+      'grey of 8 or 16 bits without transparency, or a palette'
+    )
+  return fault, image.mode, np.asarray(image)
+
+
+def _raw_mode(image: Image.Image) -> str:
+  """Returns Pillow's name of the form of values in a file, '' if it is unknown."""
+  if not image.tile:
+    return ''
+  args = image.tile[0].args
+  return str(args[0]) if isinstance(args, tuple) else str(args)
 
 
 def _numbers(

@@ -4,6 +4,9 @@ import io
 import json
 import re
 import shutil
+import struct
+import time
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +24,7 @@ from vit_jax import predict, train
 from vit_jax.commands import evaluate as evaluate_command, predict as predict_command
 from vit_jax.data import masks, sources
 from vit_jax.data.augmentation import geometry
+from vit_jax.data.images import image_files
 from vit_jax.evaluators import evaluation
 from vit_jax.figures import visualize
 from vit_jax.run import config as run_config
@@ -348,6 +352,66 @@ def test_lossless_webp_is_a_mask_and_lossy_webp_is_not():
     else:
       with pytest.raises(ValueError, match='a lossy WebP, .* use PNG'):
         reader.decode(file.getvalue())
+
+
+def png_of(depth, color_type, row, width):
+  """Returns a PNG of one row."""
+  chunks = [
+    (b'IHDR', struct.pack('>IIBBBBB', width, 1, depth, color_type, 0, 0, 0)),
+    (b'IDAT', zlib.compress(b'\0' + row)),
+    (b'IEND', b''),
+  ]
+  content = b'\x89PNG\r\n\x1a\n'
+  for name, data in chunks:
+    crc = zlib.crc32(name + data)
+    content += struct.pack('>I', len(data)) + name + data + struct.pack('>I', crc)
+  return content
+
+
+@pytest.mark.parametrize(
+  'depth, color_type, row, width',
+  [
+    (2, 0, bytes([0b00110011]), 4),  # Grey; Pillow reads 0, 255, 0, 255.
+    (4, 0, bytes([0x01, 0x0F]), 4),  # 0, 17, 0, 255.
+    (16, 4, struct.pack('>4H', 1, 65_535, 2, 65_535), 2),  # Grey and alpha: 0, 0.
+    (16, 2, struct.pack('>6H', 1, 1, 1, 2, 2, 2), 2),  # Colours: 0, 0.
+  ],
+)
+def test_masks_that_pillow_scales_are_refused(depth, color_type, row, width):
+  reader = masks.Reader(masks.numbered([str(i) for i in range(20)]), (255,))
+  with pytest.raises(ValueError, match='Pillow scales to 8 bits: use grey of 8 or 16'):
+    reader.decode(png_of(depth, color_type, row, width))
+
+
+@pytest.mark.parametrize(
+  'kind, options',
+  [('TIFF', {'compression': 'jpeg'}), ('JPEG2000', {})],
+)
+def test_masks_whose_compression_may_be_lossy_are_refused(kind, options):
+  reader = masks.Reader(masks.numbered('abcd'))
+  file = io.BytesIO()
+  Image.new('RGB', (16, 16)).save(file, kind, **options)
+  with pytest.raises(ValueError, match=f'is {kind} with a compression .* use PNG'):
+    reader.decode(file.getvalue())
+
+
+def test_mask_of_another_size_in_a_table_is_named_in_one_line():
+  reader = masks.Reader(masks.numbered('abc'))
+  content = encoded(Image.new('L', (2, 2)))
+  data = tf.data.Dataset.from_tensors(content)
+  data = data.map(lambda mask: reader.read(mask, tf.constant([2, 3])))
+  with pytest.raises(tf.errors.InvalidArgumentError) as error:
+    list(data)
+  line = image_files.first_line(error.value)
+  assert line == 'a mask has another height or width than its image: correct the data'
+
+
+def test_many_classes_are_checked_in_linear_time(tmp_path):
+  names = [f'class {i}' for i in range(65_536)]
+  (tmp_path / 'classes.json').write_text(json.dumps(names))
+  start = time.monotonic()
+  assert len(masks.read_classes(str(tmp_path))) == len(names)
+  assert time.monotonic() - start < 10  # Seconds; in quadratic time more than a minute.
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,7 @@ def first_line(error: Exception) -> str:
     r' \[Op:.*',
   ):
     line = re.sub(pattern, '', line)
+  line = re.sub(r'^assertion failed: \[(.*?)\] \[.*', r'\1', line)
   if line.startswith('jpeg::Uncompress failed'):
     line = 'its JPEG data are damaged or truncated'
   return line[:400]
