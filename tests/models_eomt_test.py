@@ -235,7 +235,20 @@ def test_segments_of_a_released_folder_are_those_of_hugging_face(folder, tmp_pat
     ),
     (
       'preprocessor_config.json',
-      {'size': {'shortest_edge': 20, 'longest_edge': 20}, 'do_split_image': False},
+      {
+        'size': {'shortest_edge': 16, 'longest_edge': 16},
+        'do_split_image': False,
+        'do_pad': False,
+      },
+      'preprocessor_config.json.*do_pad is False .* the model takes one shape: set do_pad',
+    ),
+    (
+      'preprocessor_config.json',
+      {
+        'size': {'shortest_edge': 20, 'longest_edge': 20},
+        'do_split_image': False,
+        'do_pad': True,
+      },
       'squares of 20 pixels, but the position embeddings are for images of .16, 16.',
     ),
     ('config.json', {'num_queries': 7}, 'num_queries=7, but the weights have 5'),

@@ -83,7 +83,7 @@ _BY_MODEL_TYPE = {
   'detr': 'Detr', 'imagegpt': 'ImageGPT', 'eomt': 'Eomt', 'eomt_dinov3': 'Eomt',
 }  # fmt: skip
 # Steps of transformers that change nothing here: images always become RGB, padding has
-# a mask, and labels of segmentation are not read.
+# a mask except with EoMT, and labels of segmentation are not read.
 _NEUTRAL_STEPS = ('do_convert_rgb', 'do_pad', 'do_reduce_labels', 'do_color_quantize')
 # Keys of steps that this package lacks; False and 1 leave them out.
 _UNSUPPORTED = {
@@ -96,6 +96,7 @@ _DEFAULT_STEPS = {
   'do_normalize': True,
   'do_center_crop': False,
   'do_split_image': False,
+  'do_pad': False,
   'offset': False,
   'rescale_factor': 1 / 255,
 }
@@ -368,6 +369,12 @@ def _from_hf(
       )
     crop = size = (size, size)
   _check_sizes(size, longest_side, crop)
+  if processor['is_eomt'] and longest_side is not None:
+    if not _field(processor, 'do_pad', bool):
+      raise ValueError(
+        'do_pad is False without do_split_image, so that images keep their shapes, but '
+        'the model takes one shape: set do_pad or do_split_image to true'
+      )
   if longest_side is None and crop is None:
     if isinstance(size, int):
       raise ValueError(
@@ -420,7 +427,13 @@ def _with_defaults(config: Mapping[str, Any], model_type: str | None) -> dict[st
     kind = kind.removesuffix(ending)
   defaults = _PROCESSORS.get(kind, {})
   int_size = defaults.get('int_size', ('height', 'width'))
-  return {**_DEFAULT_STEPS, **defaults, **config, 'int_size': int_size}
+  return {
+    **_DEFAULT_STEPS,
+    **defaults,
+    **config,
+    'int_size': int_size,
+    'is_eomt': kind == 'Eomt',
+  }
 
 
 def _field(processor: Mapping[str, Any], key: str, kind: Any) -> Any:
