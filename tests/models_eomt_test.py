@@ -253,6 +253,10 @@ def test_segments_of_a_released_folder_are_those_of_hugging_face(folder, tmp_pat
     ),
     ('config.json', {'num_queries': 7}, 'num_queries=7, but the weights have 5'),
     ('config.json', {'num_upscale_blocks': 5}, 'num_upscale_blocks=5, but the weights'),
+    ('config.json', {'num_blocks': 1}, 'num_blocks=1, but the weights have 2'),
+    ('config.json', {'patch_size': 8}, r'patches.size=\(4, 4\), but .* says \(8, 8\)'),
+    ('config.json', {'model_type': 'eomt_dinov3'}, "model_type is 'eomt_dinov3', but"),
+    ('config.json', {'model_type': 'dinov2'}, "model_type is 'dinov2', but must be"),
   ],
 )
 def test_files_that_contradict_the_weights_are_named(
@@ -264,6 +268,13 @@ def test_files_that_contradict_the_weights_are_named(
   path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
   with pytest.raises(ValueError, match=message):
     predict.load_weights(str(weights))
+
+
+def test_layers_with_queries_are_counted_without_config_json(folder, tmp_path):
+  shutil.copytree(folder / 'weights', tmp_path / 'weights')
+  (tmp_path / 'weights/config.json').unlink()
+  weights = convert.read(str(tmp_path / 'weights'), num_heads=2)
+  assert weights.config.num_query_layers == SIZES['num_blocks']
 
 
 def test_figures_of_attention_are_left_out(folder, released):

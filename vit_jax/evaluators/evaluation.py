@@ -243,14 +243,14 @@ def _by_name(config: ml_collections.ConfigDict, name: str) -> tuple[str, str | N
   return split, dataset
 
 
-def parse_options(texts: Sequence[str]) -> dict[str, Any]:
-  """Parses options of the form 'NAME=VALUE'."""
+def parse_options(texts: Sequence[str]) -> dict[str, str]:
+  """Splits options of the form 'NAME=VALUE'."""
   options = {}
   for text in texts:
     name, equals, value = text.partition('=')
     if not name or not equals:
       raise ValueError(f'--option={text} must be NAME=VALUE, such as tight=1')
-    options[name] = schema.literal(value)
+    options[name] = value  # The task parses it by its own types.
   return options
 
 

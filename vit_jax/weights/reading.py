@@ -460,7 +460,7 @@ def _preparation(
 
 
 def _check_complete(params: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-  """Raises ValueError if layers or registers that config.json states are missing."""
+  """Raises ValueError if config.json states other layers, registers or patches."""
   field = descriptions.field
   image = field(config, 'vision_config', dict, config)
   args = field(config, 'model_args', dict, {})
@@ -469,7 +469,8 @@ def _check_complete(params: Mapping[str, Any], config: Mapping[str, Any]) -> Non
   registers = field(args, 'num_reg_tokens', schema.Natural)
   registers = field(args, 'reg_tokens', schema.Natural, registers)
   stated_registers = field(image, 'num_register_tokens', schema.Natural, registers)
-  if stated_layers is None and stated_registers is None:
+  stated_patch = field(image, 'patch_size', schema.Size)
+  if stated_layers is None and stated_registers is None and stated_patch is None:
     return
   model = identify.model_config(params)
   if model is None:
@@ -481,9 +482,13 @@ def _check_complete(params: Mapping[str, Any], config: Mapping[str, Any]) -> Non
   if layers is None:
     return
   registers = model.get('registers', 0)
+  patch = tuple(model.patches.size) if 'patches' in model else None
+  if isinstance(stated_patch, int):
+    stated_patch = stated_patch, stated_patch
   for name, actual, expected in (
     ('num_layers', layers, stated_layers),
     ('registers', registers, stated_registers),
+    ('patches.size', patch, descriptions.as_tuple(stated_patch)),
   ):
     if expected is not None and actual != expected:
       raise ValueError(

@@ -534,6 +534,9 @@ def test_options_of_a_run_are_replaced_in_predictions(model, workdir, data, tmp_
   [expected] = model.with_options({'window': 16}).predict([path])
   np.testing.assert_array_equal(Image.open(tmp_path / '0.png'), IDS[expected])
   assert (expected != model.predict([path])[0]).any()
+  options = evaluation.parse_options(['scales=1.5', 'flips=true'])
+  options = model.with_options(options).task.options
+  assert (options.scales, options.flips) == ((1.5,), True)
   with pytest.raises(ValueError, match='windw'):
     model.with_options({'windw': 16})
 

@@ -6,7 +6,7 @@ class token has no position, which is zero here.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from absl import logging
 from etils import epath
@@ -78,6 +78,8 @@ def _check_counts(config: Mapping[str, Any], flat: Mapping[str, np.ndarray]) -> 
     'num_queries': len(flat['query.weight']),
     'num_upscale_blocks': leaves.count(flat, 'upscale_block.block.{0}.'),
   }
+  if _MASK_RATES in flat:
+    counts['num_blocks'] = len(flat[_MASK_RATES])
   for name, count in counts.items():
     stated = descriptions.field(config, name, schema.Natural, count)
     if stated != count:
@@ -177,6 +179,8 @@ class Eomts(vit.Classifiers):
     is_dino_3 = self.naming(naming, flat) is self.namings['hf, DINOv3']
 
     def describe(config: Mapping[str, Any]) -> descriptions.Description:
+      model_type = 'eomt_dinov3' if is_dino_3 else 'eomt'
+      descriptions.field(config, 'model_type', Literal[model_type])
       _check_counts(config, flat)
       config = {'layer_norm_eps': 1e-6, **config}
       if is_dino_3:
@@ -184,7 +188,8 @@ class Eomts(vit.Classifiers):
         description = dino.from_hf_3({**config, **rope})
       else:
         description = dino.from_hf(config)
-      count = descriptions.field(config, 'num_blocks', schema.Count, 4)
+      stored_count = len(flat[_MASK_RATES]) if _MASK_RATES in flat else 4
+      count = descriptions.field(config, 'num_blocks', schema.Count, stored_count)
       model = {**description.model, 'num_query_layers': count}
       return description._replace(model=model)
 
