@@ -89,6 +89,15 @@ def test_image_sizes_match_released_code():
     np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.parametrize('longest', [16, 640])
+def test_images_fill_a_square_as_in_the_released_code_of_eomt(longest):
+  shapes = np.array([*USUAL, (500, 334), (500, 50), (13, 10), (40, 300), (7, 7)])
+  factor = longest / shapes.max(axis=1, keepdims=True)
+  # scale_img_size_instance_panoptic of training/lightning_module.py.
+  expected = np.round(shapes * factor)
+  np.testing.assert_array_equal(canvases.fitted(shapes, longest, longest), expected)
+
+
 def test_smallest_canvas_for_an_image():
   group = canvases.evaluation(detr.get_config().pp)
   shapes = [(480, 640), (640, 480), (612, 612), (100, 900)]

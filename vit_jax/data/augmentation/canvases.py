@@ -81,15 +81,18 @@ def fitted(shape: 'tf.Tensor', side: Any, longest: Any) -> 'tf.Tensor':
   The shorter side of `shape`, int [..., 2] or [..., 3], becomes `side`, unless the
   longer one would exceed `longest`. As in the released code of DETR
   (datasets/transforms.py), the shorter side is rounded and the longer one truncated,
-  so that a very long image may exceed `longest` by a few pixels.
+  so that a very long image may exceed `longest` by a few pixels. If `side` and `longest`
+  are equal, the longer side becomes `longest`, as in the released code of EoMT.
   """
   shape = tf.cast(tf.convert_to_tensor(shape)[..., :2], tf.float64)
   side, longest = tf.cast(side, tf.float64), tf.cast(longest, tf.float64)
   least = tf.reduce_min(shape, axis=-1, keepdims=True)
   most = tf.reduce_max(shape, axis=-1, keepdims=True)
+  fills_square = side == longest
   side = tf.where(most / least * side > longest, tf.round(longest * least / most), side)
   side = tf.maximum(side, 1.0)
   size = tf.where(shape == least, side, tf.floor(side * shape / least))
+  size = tf.where(fills_square & (shape == most), longest, size)
   return tf.cast(size, tf.int32)
 
 
