@@ -153,16 +153,18 @@ Trackers = Annotated[
     "a tuple of different names of 'wandb', 'mlflow'", lambda x: len(set(x)) == len(x)
   ),
 ]
-OPTAX = 'optax:'  # Prefix of the names of optax's optimisers and schedules.
-OptaxName = Annotated[
+NamedFunction = Annotated[
   str,
   schema.Fits(
-    "the name of one of optax's, such as 'optax:NAME' or 'optax:contrib.NAME'",
-    lambda x: re.fullmatch(rf'{OPTAX}(contrib\.)?[a-z]\w*', x) is not None,
+    "'MODULE:NAME', one of optax's, such as 'optax:NAME' or 'optax.contrib:NAME', or your "
+    'own',
+    lambda x: re.fullmatch(r'\w+(\.\w+)*:\w+', x) is not None,
   ),
 ]
-Optimizer = Literal[tuple(OPTIMIZERS)] | OptaxName  # type: ignore[valid-type]
-DecayType = Literal['cosine', 'linear', 'constant', 'staircase', 'rsqrt'] | OptaxName
+Optimizer = Literal[tuple(OPTIMIZERS)] | NamedFunction  # type: ignore[valid-type]
+DecayType = (
+  Literal['cosine', 'linear', 'constant', 'staircase', 'rsqrt'] | NamedFunction
+)
 _SHARES = schema.Fits(
   '(smallest, largest), numbers above 0 and at most 1', lambda x: x[1] <= 1
 )
@@ -558,18 +560,23 @@ def _check_decay(config: ml_collections.ConfigDict) -> None:
       '--config.decay_at="(0.3, 0.6, 0.9)", and other decays take none'
     )
   if config.decay_args and not (
-    config.decay_type == 'rsqrt' or config.decay_type.startswith(OPTAX)
+    config.decay_type == 'rsqrt' or is_named_function(config.decay_type)
   ):
     raise ValueError(
       f"decay_args={config.decay_args.to_dict()} are for decay_type='rsqrt' or a "
-      f"schedule of optax, not for '{config.decay_type}': leave them out "
+      f"schedule 'MODULE:NAME', not for '{config.decay_type}': leave them out "
       '(config.decay_args)'
     )
 
 
+def is_named_function(value: str) -> bool:
+  """Returns whether an optimiser or a decay is a function 'MODULE:NAME'."""
+  return ':' in value
+
+
 def _check_optimizer(config: ml_collections.ConfigDict) -> None:
-  if config.optimizer.startswith(OPTAX):
-    _check_optax_keys(config)
+  if is_named_function(config.optimizer):
+    _check_keys_of_others(config)
   else:
     _check_optimizer_keys(config)
   if config.independent_weight_decay and not config.base_lr:
@@ -583,8 +590,8 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
   """Checks that an optimiser of this package reads the keys that are set."""
   if config.optimizer_args:
     raise ValueError(
-      f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser of optax, '
-      f"such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
+      f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser '
+      f"'MODULE:NAME', such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
       '(config.optimizer_args, config.optimizer)'
     )
   arguments = OPTIMIZERS
@@ -598,8 +605,8 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
       )
 
 
-def _check_optax_keys(config: ml_collections.ConfigDict) -> None:
-  """Checks that no key is set that an optimiser of optax does not read."""
+def _check_keys_of_others(config: ml_collections.ConfigDict) -> None:
+  """Checks that no key is set that an optimiser 'MODULE:NAME' does not read."""
   defaults = dict(schema.defaults(Config))
   changed = {
     key: config[key]
@@ -736,11 +743,12 @@ class Config:
   total_steps: Annotated[Steps | None, schema.LENGTH] = None
   total_epochs: Annotated[schema.Positive | None, schema.LENGTH] = None
   # 'sgd' (with momentum), 'adam', 'lion', 'adafactor' or 'muon', compared in
-  # docs/train.md, or an optimiser of optax, such as 'optax:lamb'.
+  # docs/train.md, or 'MODULE:NAME', an optimiser of optax, such as 'optax:lamb', or your
+  # own.
   optimizer: Optimizer = 'sgd'  # type: ignore[valid-type]
-  # Keyword arguments of an optimiser of optax, which replace the keys of the others, as in
-  # {'b2': 0.95, 'weight_decay': 0.1, 'mask': 'kernels'}. A mask of 'kernels' selects the
-  # kernels of dense and convolutional layers.
+  # Keyword arguments of an optimiser 'MODULE:NAME', which replace the keys of the others,
+  # as in {'b2': 0.95, 'weight_decay': 0.1, 'mask': 'kernels'}. A mask of 'kernels' selects
+  # the kernels of dense and convolutional layers.
   optimizer_args: dict = dataclasses.field(default_factory=dict)
   # Momentum of SGD, and of Muon, which is published with 0.95.
   momentum: schema.Rate = 0.9
@@ -750,18 +758,18 @@ class Config:
   # The same optimisers: decay of Adam's second moment, its greatest value for
   # Adafactor, and decay of Lion's momentum, which is published with 0.99.
   b2: schema.Rate = 0.999
-  # Type of the accumulator: momentum, or the first moment. Optimisers of optax have their
-  # own, such as `mu_dtype` in `optimizer_args`.
+  # Type of the accumulator: momentum, or the first moment. Other optimisers have their
+  # own, such as optax's `mu_dtype` in `optimizer_args`.
   optim_dtype: Literal['float32', 'bfloat16'] = 'bfloat16'
   # Learning rate after the warm-up.
   base_lr: schema.NonNegative = 0.03
   # The decay after the warm-up: 'cosine', 'linear', 'constant', 'staircase', 'rsqrt' (the
-  # reciprocal square root of the steps), or a schedule of optax, such as
-  # 'optax:exponential_decay', whose values are multiplied by `base_lr`.
+  # reciprocal square root of the steps), or 'MODULE:NAME', a schedule of optax, such as
+  # 'optax:exponential_decay', or your own, whose values are multiplied by `base_lr`.
   decay_type: DecayType = 'cosine'
-  # Keyword arguments of 'rsqrt' (vit_jax/learning/optim.py) or of a schedule of optax,
-  # as in {'decay_rate': 0.1}. By default, optax's `init_value` is 1, and `decay_steps` or
-  # `transition_steps` is the number of updates after the warm-up.
+  # Keyword arguments of 'rsqrt' (vit_jax/learning/schedules.py) or of a schedule
+  # 'MODULE:NAME', as in {'decay_rate': 0.1}. By default, its `init_value` is 1, and
+  # `decay_steps` or `transition_steps` is the number of updates after the warm-up.
   decay_args: dict = dataclasses.field(default_factory=dict)
   # Staircase: divides the learning rate by 10 after each of these shares of all
   # updates, for example (0.3, 0.6, 0.9).

@@ -19,7 +19,6 @@ import urllib.request
 
 import jax
 import numpy as np
-import optax
 import pandas as pd
 from PIL import Image
 import pyarrow as pa
@@ -168,15 +167,10 @@ def test_the_example_of_an_augmentation_adds_noise_in_training(examples, tiny_co
   assert np.abs(first - other).max() > 0.05
 
 
-def test_the_example_of_an_optimiser_takes_steps_of_equal_length(
-  examples, tiny_config, monkeypatch
-):
-  for name in ('signum', 'stairs'):  # Removed again after the test.
-    monkeypatch.setattr(optax, name, None, raising=False)
-  runpy.run_path(str(examples / 'signum.py'))
-  tiny_config.update(optimizer='optax:signum', grad_norm_clip=0.0)
+def test_the_example_of_an_optimiser_takes_steps_of_equal_length(examples, tiny_config):
+  tiny_config.update(optimizer='signum:signum', grad_norm_clip=0.0)
   schedule = schedules.create_learning_rate_schedule(
-    9, 0.5, 'optax:stairs', 0, decay_args={'number': 3}
+    9, 0.5, 'signum:stairs', 0, decay_args={'number': 3}
   )
   rates = [float(schedule(step)) for step in range(10)]
   expected = [0.5] * 3 + [1 / 3] * 3 + [1 / 6] * 3 + [0]

@@ -26,22 +26,23 @@ def config(**kwargs):
   'keys, message',
   [
     ({'optimizer': 'optax:lamp'}, "optimizer='optax:lamp'.*'optax:lamb'"),
-    ({'optimizer': 'optax:contrib.prodigi'}, "'optax:contrib.prodigy'"),
+    ({'optimizer': 'optax.contrib:prodigi'}, "'optax.contrib:prodigy'"),
+    ({'optimizer': 'optacks:lamb'}, "optimizer='optacks:lamb'.*no module 'optacks'"),
     ({'optimizer': 'optax:scale_by_adam'}, 'no argument learning_rate'),
     ({'optimizer': 'optax:lamb', 'optimizer_args': {'b3': 0.5}}, "'b3'.*b1, b2, eps"),
     ({'optimizer': 'optax:lamb', 'optimizer_args': {'learning_rate': 1.0}}, 'multiple'),
     ({'optimizer': 'optax:lamb', 'optimizer_args': {'b1': 'x'}}, 'cannot update'),
     ({'optimizer': 'optax:lbfgs'}, 'cannot update .* by their gradient alone'),
     (
-      {'optimizer': 'optax:contrib.schedule_free_adamw', 'ema_decay': 0.9},
+      {'optimizer': 'optax.contrib:schedule_free_adamw', 'ema_decay': 0.9},
       'other parameters.*ema_decay=0.9',
     ),
     (
-      {'optimizer': 'optax:contrib.sam', 'lr_multipliers': (('cls', 0.1),)},
+      {'optimizer': 'optax.contrib:sam', 'lr_multipliers': (('cls', 0.1),)},
       'other parameters.*lr_multipliers',
     ),
     (
-      {'optimizer': 'optax:contrib.sam', 'optimizer_args': {'optimizer': 'optax:sdg'}},
+      {'optimizer': 'optax.contrib:sam', 'optimizer_args': {'optimizer': 'optax:sdg'}},
       "'optax:sdg' is not .* 'optax:sgd'",
     ),
   ],
@@ -463,17 +464,17 @@ def updated(tx, params=None):
 
 
 def bare(name, **arguments):
-  """Returns the config of an optimiser of optax without anything else."""
-  return config(optimizer=f'optax:{name}', optimizer_args=arguments, grad_norm_clip=0.0)
+  """Returns the config of an optimiser 'MODULE:NAME' without anything else."""
+  return config(optimizer=name, optimizer_args=arguments, grad_norm_clip=0.0)
 
 
 @pytest.mark.parametrize(
   'name, function, arguments',
   [
-    ('lamb', optax.lamb, {'weight_decay': 0.1}),
-    ('lars', optax.lars, {'weight_decay': 0.1, 'momentum': 0.8}),
-    ('adafactor', optax.adafactor, {'weight_decay_rate': 1e-3}),
-    ('contrib.ademamix', optax.contrib.ademamix, {'weight_decay': 0.1}),
+    ('optax:lamb', optax.lamb, {'weight_decay': 0.1}),
+    ('optax:lars', optax.lars, {'weight_decay': 0.1, 'momentum': 0.8}),
+    ('optax:adafactor', optax.adafactor, {'weight_decay_rate': 1e-3}),
+    ('optax.contrib:ademamix', optax.contrib.ademamix, {'weight_decay': 0.1}),
   ],
 )
 def test_an_optimiser_of_optax_keeps_its_own_order(name, function, arguments):
@@ -504,7 +505,7 @@ def by_config(cfg, schedule):
 
 
 def test_prodigy_is_optax_s():
-  rows = by_config(bare('contrib.prodigy', weight_decay=0.1), lambda _: 0.5)
+  rows = by_config(bare('optax.contrib:prodigy', weight_decay=0.1), lambda _: 0.5)
   tx = optax.contrib.prodigy(lambda _: 0.5, weight_decay=0.1)
   for (params, evaluated), (expected, _) in zip(rows, by_hand(tx), strict=True):
     trees.assert_same(params, expected)
@@ -512,7 +513,7 @@ def test_prodigy_is_optax_s():
 
 
 def test_schedule_free_optimisers_evaluate_their_average():
-  rows = by_config(bare('contrib.schedule_free_adamw', b1=0.8), lambda _: 0.1)
+  rows = by_config(bare('optax.contrib:schedule_free_adamw', b1=0.8), lambda _: 0.1)
   tx = optax.contrib.schedule_free_adamw(lambda _: 0.1, b1=0.8)
   for (params, evaluated), (expected, state) in zip(rows, by_hand(tx), strict=True):
     trees.assert_same(params, expected)
@@ -522,7 +523,7 @@ def test_schedule_free_optimisers_evaluate_their_average():
 
 def test_checkpoints_hold_the_parameters_to_evaluate(tmp_path):
   """Prediction, export and the best checkpoint read them as they read averages."""
-  cfg = bare('contrib.schedule_free_sgd')
+  cfg = bare('optax.contrib:schedule_free_sgd')
   params, state = list(by_hand(optim.get_optimizer(cfg, lambda _: 0.1)))[-1]
   train_state = state_lib.TrainState(jnp.int32(3), params, state)
   (tmp_path / 'config.json').touch()
@@ -539,7 +540,7 @@ def test_checkpoints_hold_the_parameters_to_evaluate(tmp_path):
 def test_sam_evaluates_the_parameters_without_adversarial_steps():
   """Its optimiser runs at every other step, with the learning rate of that step."""
   schedule = lambda step: jnp.array([0.1, 0.2, 0.05])[step]
-  cfg = bare('contrib.sam', optimizer='optax:adam', rho=0.1, b1=0.8)
+  cfg = bare('optax.contrib:sam', optimizer='optax:adam', rho=0.1, b1=0.8)
   adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.1))
   tx = optax.contrib.sam(
     optax.adam(lambda count: schedule(2 * count + 1), 0.8), adversary
@@ -554,7 +555,7 @@ def test_sam_evaluates_the_parameters_without_adversarial_steps():
 
 
 def test_weight_decay_of_optax_can_be_limited_to_kernels():
-  cfg = bare('adamw', weight_decay=0.1, mask='kernels')
+  cfg = bare('optax:adamw', weight_decay=0.1, mask='kernels')
   got = updated(optim.get_optimizer(cfg, lambda _: 0.1))
   mask = {'dense': {'kernel': True, 'bias': False}}
   want = updated(optax.adamw(lambda _: 0.1, weight_decay=0.1, mask=mask))
@@ -562,7 +563,7 @@ def test_weight_decay_of_optax_can_be_limited_to_kernels():
 
 
 def test_clipping_factors_and_averages_wrap_an_optimiser_of_optax():
-  cfg = bare('lamb', weight_decay=0.1)
+  cfg = bare('optax:lamb', weight_decay=0.1)
   cfg.update(grad_norm_clip=0.5, ema_decay=0.5)
   factors = {'dense': {'kernel': 0.5, 'bias': 0.0}}
   tx = optim.get_optimizer(cfg, lambda _: 0.1, factors)

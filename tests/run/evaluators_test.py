@@ -6,12 +6,12 @@ import types
 import ml_collections
 import pytest
 
+from vit_jax import user_code
 from vit_jax.commands import train as train_command
 from vit_jax.run import (
   config as run_config,
   evaluators,
   metrics,
-  user_code,
   workdir as workdir_lib,
 )
 

@@ -44,7 +44,7 @@ def learning_curves(workdir: epath.PathLike) -> dict[str, Curve]:
   """Reads the metrics of a run, by name.
 
   The units of evaluators of users are unknown unless their modules are trusted, see
-  vit_jax/run/user_code.py.
+  vit_jax/user_code.py.
   """
   config, _ = workdir_lib.load(workdir)
   entries = run_evaluators.run_entries(config, trusted=False)

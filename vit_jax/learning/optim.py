@@ -17,7 +17,7 @@ import optax.contrib
 
 from vit_jax.configs import common
 from vit_jax.distributed import sharding
-from vit_jax.learning import from_optax
+from vit_jax.learning import named_functions
 
 # Adafactor factors the second moment of arrays with two dimensions of at least this
 # size, such as the width of a head (big_vision's default).
@@ -308,8 +308,8 @@ def _weight_decay(
   return [optax.add_decayed_weights(config.weight_decay / unit, mask)]
 
 
-def _setting(config: ml_collections.ConfigDict) -> from_optax.Setting:
-  return from_optax.Setting(
+def _setting(config: ml_collections.ConfigDict) -> named_functions.Setting:
+  return named_functions.Setting(
     'optimizer', config.optimizer, 'optimizer_args', config.optimizer_args.to_dict()
   )
 
@@ -326,7 +326,7 @@ def sam(
   The updates before every `sync_period`-th one are adversarial steps of length `rho`.
   `optimizer` makes the others, with `arguments` and the learning rate of their step.
   """
-  setting = from_optax.Setting('optimizer', optimizer, 'optimizer_args', arguments)
+  setting = named_functions.Setting('optimizer', optimizer, 'optimizer_args', arguments)
 
   def schedule(count: jax.Array) -> jax.Array:
     return learning_rate(count * sync_period + sync_period - 1)
@@ -338,8 +338,8 @@ def sam(
   return optax.GradientTransformation(tx.init, tx.update)
 
 
-_SAM = f'{common.OPTAX}contrib.sam'
-_SCHEDULE_FREE = f'{common.OPTAX}contrib.schedule_free_'
+_SAM = 'optax.contrib:sam'
+_SCHEDULE_FREE = 'optax.contrib:schedule_free_'
 
 
 def _evaluates_others(config: ml_collections.ConfigDict) -> bool:
@@ -347,10 +347,10 @@ def _evaluates_others(config: ml_collections.ConfigDict) -> bool:
   return config.optimizer.startswith((_SAM, _SCHEDULE_FREE))
 
 
-def _optax_optimizer(
+def _named_optimizer(
   config: ml_collections.ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-  """Returns an optimiser of optax, which applies weight decay in its own order."""
+  """Returns an optimiser 'MODULE:NAME', which applies weight decay in its own order."""
   setting = _setting(config)
   arguments = dict(setting.arguments)
   for name, value in arguments.items():
@@ -367,16 +367,16 @@ def _optax_optimizer(
 
 
 def check(config: ml_collections.ConfigDict) -> None:
-  """Checks an optimiser of optax, before any data are read.
+  """Checks an optimiser 'MODULE:NAME', before any data are read.
 
-  Raises ValueError if optax does not have it with these arguments, or if it needs more
-  than the gradient.
+  Raises ValueError if the module does not have it with these arguments, or if it needs
+  more than the gradient.
   """
-  if not config.optimizer.startswith(common.OPTAX):
+  if not common.is_named_function(config.optimizer):
     return
   setting = _setting(config)
   constant = optax.constant_schedule(0.1)
-  tx = optax.with_extra_args_support(_optax_optimizer(config, constant))
+  tx = optax.with_extra_args_support(_named_optimizer(config, constant))
   params = {
     'kernel': jax.ShapeDtypeStruct((256, 256), jnp.float32),
     'bias': jax.ShapeDtypeStruct((256,), jnp.float32),
@@ -411,8 +411,8 @@ def get_optimizer(
   parameter's factor, and average the parameters. Weight decay is thus
   multiplied by the learning rate, as in AdamW: T3's 0.1 with lr 1e-3 takes
   1e-4 off at the peak. Independent weight decay is multiplied by lr / base_lr
-  instead. Frozen parameters have no optimiser state. An optimiser of optax replaces the
-  steps from preconditioning to the learning rate.
+  instead. Frozen parameters have no optimiser state. An optimiser 'MODULE:NAME'
+  replaces the steps from preconditioning to the learning rate.
 
   `factors` are the result of `multipliers`; None: 1 for all parameters. With
   `ema_decay`, `update` of the optax.GradientTransformation takes the argument
@@ -424,8 +424,8 @@ def get_optimizer(
     chain.append(optax.clip_by_global_norm(config.grad_norm_clip))
   if config.l2_decay:
     chain.append(optax.add_decayed_weights(config.l2_decay, decay_mask))
-  if config.optimizer.startswith(common.OPTAX):
-    chain.append(_optax_optimizer(config, schedule))
+  if common.is_named_function(config.optimizer):
+    chain.append(_named_optimizer(config, schedule))
   else:
     chain += [_precondition(config), *_weight_decay(config)]
     chain.append(optax.scale_by_learning_rate(schedule))

@@ -12,7 +12,7 @@ import ml_collections
 import optax
 
 from vit_jax.configs import common, schema
-from vit_jax.learning import from_optax
+from vit_jax.learning import named_functions
 
 _STAIR = 0.1  # Factor of each drop of a staircase.
 _CHECKED_STEPS = 2**31 - 1  # Length of the schedules that `check` makes.
@@ -34,13 +34,13 @@ def create_learning_rate_schedule(
     base: learning rate at the end of the warm-up.
     decay_type: 'cosine' (to 0), 'linear' (to `linear_end`), 'constant',
       'staircase' (to a tenth at each of `decay_at`), 'rsqrt' (see `rsqrt_decay`), or
-      'optax:NAME', a schedule of optax, which is multiplied by `base`.
+      'MODULE:NAME', a schedule of optax or of the user, which is multiplied by `base`.
     warmup_steps: number of warm-up updates; the first has the learning rate
       base / warmup_steps, not 0. None: common.default_warmup. Logs a warning if it
       is not below `total_steps`: the learning rate then only rises.
     linear_end: last learning rate of the linear decay (1e-5; issue #2).
     decay_at: when a staircase drops, as increasing fractions of `total_steps`.
-    decay_args: keyword arguments of `rsqrt_decay` or of the schedule of optax.
+    decay_args: keyword arguments of `rsqrt_decay` or of the schedule 'MODULE:NAME'.
 
   Returns:
     A function from the step (0 for the first update) to the learning rate.
@@ -117,7 +117,7 @@ def rsqrt_decay(
 
 def check(config: ml_collections.ConfigDict) -> None:
   """Raises ValueError unless a config's decay can be made, before any data are read."""
-  if config.decay_type == 'rsqrt' or config.decay_type.startswith(common.OPTAX):
+  if config.decay_type == 'rsqrt' or common.is_named_function(config.decay_type):
     _decay_with_arguments(
       config.decay_type, 1.0, _CHECKED_STEPS, config.decay_args.to_dict()
     )
@@ -127,7 +127,7 @@ def _decay_with_arguments(
   decay_type: str, base: float, steps: int, arguments: Mapping[str, Any]
 ) -> optax.Schedule:
   """Returns a decay that has `decay_args`."""
-  setting = from_optax.Setting('decay_type', decay_type, 'decay_args', arguments)
+  setting = named_functions.Setting('decay_type', decay_type, 'decay_args', arguments)
   if decay_type == 'rsqrt':
     make = functools.partial(rsqrt_decay, base, steps)
     for name, parameter in inspect.signature(make).parameters.items():

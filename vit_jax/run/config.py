@@ -11,11 +11,10 @@ from absl import logging
 from etils import epath
 import ml_collections
 
-from vit_jax import console
+from vit_jax import console, user_code
 from vit_jax.configs import common, models as model_configs, schema, task_options
 from vit_jax.distributed import files
 from vit_jax.layers import position_kinds
-from vit_jax.run import user_code
 
 # Name -> module of the tasks of this package. A config can also name any other
 # module, by its dotted name.

@@ -14,8 +14,9 @@ from typing import Any
 import ml_collections
 import numpy as np
 
+from vit_jax import user_code
 from vit_jax.configs import schema
-from vit_jax.run import config as run_config, metrics as metrics_lib, user_code
+from vit_jax.run import config as run_config, metrics as metrics_lib
 
 Metrics = Mapping[str, metrics_lib.Metric]
 # Evaluators that have keys of their own.

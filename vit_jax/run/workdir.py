@@ -23,11 +23,11 @@ from absl import logging
 from etils import epath
 import ml_collections
 
-from vit_jax import console
+from vit_jax import console, user_code
 from vit_jax.configs import common, schema
 from vit_jax.distributed import files, processes
 from vit_jax.layers import dtypes
-from vit_jax.run import config as run_config, user_code
+from vit_jax.run import config as run_config
 
 _CONFIG, _DATA = 'config.json', 'data.json'
 # Keys of a config.json of timm and Hugging Face.

@@ -1,4 +1,4 @@
-"""Imports the classes that a config names: tasks and evaluators, also from user code.
+"""Imports what a config names: tasks, evaluators and optimisers, also of users.
 
 Configs and workdirs may come from anyone. A stored config is only trusted with the
 modules of this package, those that the command line names, and those that this process
@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import os
 import sys
+import types
 
 from vit_jax import console
 
@@ -44,14 +45,14 @@ def check_exists(module: str, setting: str, remedy: str) -> None:
     )
 
 
-def import_class(module: str, name: str, setting: str, remedy: str) -> type:
-  """Imports a class of a module; for the arguments and errors see `check_exists`.
+def import_module(module: str, setting: str, remedy: str) -> types.ModuleType:
+  """Imports a module; for the arguments see `check_exists`.
 
-  ValueError if the module fails, or has no such class.
+  UnknownModuleError if there is none, ValueError if it fails.
   """
   check_exists(module, setting, remedy)
   try:
-    imported = importlib.import_module(module)
+    return importlib.import_module(module)
   except Exception as e:
     missing = isinstance(e, ModuleNotFoundError) and e.name
     if missing and f'{module}.'.startswith(f'{missing}.'):
@@ -61,6 +62,11 @@ def import_class(module: str, name: str, setting: str, remedy: str) -> type:
     raise ValueError(
       f'{setting} cannot be imported: {type(e).__name__} at {console.error_location(e)}: {e}'
     ) from e
+
+
+def import_class(module: str, name: str, setting: str, remedy: str) -> type:
+  """Imports a class of a module, as `import_module`; ValueError if it has none."""
+  imported = import_module(module, setting, remedy)
   if not isinstance(getattr(imported, name, None), type):
     raise ValueError(f'{setting}: the module has no class {name}; {remedy}')
   return getattr(imported, name)

@@ -1,14 +1,19 @@
-"""Calls the optimisers and schedules of optax that a config names, 'optax:NAME'."""
+"""Calls the optimisers and schedules that a config names, 'MODULE:NAME'.
+
+They are functions of optax, such as 'optax:lamb', or of a module of the user.
+"""
 
 from collections.abc import Callable, Mapping
 import difflib
 import inspect
 from typing import Any, NamedTuple
 
-import optax
-import optax.contrib
+from vit_jax import user_code
 
-from vit_jax.configs import common
+_HINT = (
+  "use a function of optax, such as 'optax:lamb' or 'optax.contrib:muon', or one of a "
+  "module that Python finds from the current folder or PYTHONPATH, 'my_module:NAME'"
+)
 
 
 class Setting(NamedTuple):
@@ -28,19 +33,21 @@ class Setting(NamedTuple):
     )
 
   def function(self) -> Callable[..., Any]:
-    """Returns the function of optax; ValueError if optax has none of that name."""
-    package, _, name = self.name.removeprefix(common.OPTAX).rpartition('.')
-    module = optax.contrib if package else optax
+    """Returns the function; ValueError if its module has none of that name."""
+    module_name, _, name = self.name.partition(':')
+    setting = f"{self.key}='{self.name}'"
+    module = user_code.import_module(
+      module_name, setting, f'{_HINT} (config.{self.key})'
+    )
     function = getattr(module, name, None)
-    if inspect.isfunction(function):
+    if callable(function):
       return function
     functions = dict(inspect.getmembers(module, inspect.isfunction))
-    prefix = f'{common.OPTAX}contrib.' if package else common.OPTAX
-    hint = 'see the API of optax'
+    hint = _HINT
     if near := difflib.get_close_matches(name, functions, n=1):
-      hint = f"did you mean '{prefix}{near[0]}'?"
+      hint = f"did you mean '{module_name}:{near[0]}'?"
     raise ValueError(
-      f"{self.key}='{self.name}' is not a function of optax: {hint} (config.{self.key})"
+      f'{setting} is not a function of that module: {hint} (config.{self.key})'
     )
 
   def call(self, function: Callable[..., Any], defaults: Mapping[str, Any]) -> Any:
