@@ -15,20 +15,19 @@ PIXELS = 20, 28
 
 def draws_of(key, num_layers, query):
   """Yields the points of Hugging Face's loss in its order, from the same keys."""
-  uniform = jax.random.uniform
   keys = jax.random.split(key, (num_layers, len(COUNTS), 2))
   num_uncertain = int(OPTIONS.importance * NUM_POINTS)
   shapes = int(OPTIONS.oversample * NUM_POINTS), NUM_POINTS - num_uncertain
   for layer in range(num_layers):
     for image in range(len(COUNTS)):
-      yield uniform(keys[layer, image, 0], (1, NUM_POINTS, 2))
+      yield set_losses.random_points(keys[layer, image, 0], (1, NUM_POINTS))
     parts = [[], []]
     for image, count in enumerate(COUNTS):
       order = np.argsort(query[layer, image, :count])  # Masks are in order of queries.
       for part, shape, subkey in zip(
         parts, shapes, jax.random.split(keys[layer, image, 1])
       ):
-        points = uniform(subkey, (query.shape[2], shape, 2))
+        points = set_losses.random_points(subkey, (query.shape[2], shape))
         part.append(points[order])
     yield from map(np.concatenate, parts)
 

@@ -37,39 +37,43 @@ class Options(NamedTuple):
   importance: float = 0.75  # Fraction of P that these are; the rest are random.
 
 
-def _corners(size: tuple[int, int], points: jax.Array) -> tuple[jax.Array, jax.Array]:
-  """Returns the four pixels around points [..., P, 2] of maps of a size (h, w).
+def _squares(maps: jax.Array) -> jax.Array:
+  """Returns the four pixels around each corner of maps [N, h, w], 0 outside of them.
 
-  Their indices in the flat map, int32 [..., P, 4], and their weights in the value at the
-  point, float32 [..., P, 4], which are 0 outside of the map.
+  A point reads its four pixels at once, as a row of [N, (h + 1) * (w + 1), 4].
+  """
+  padded = jnp.pad(maps, ((0, 0), (1, 1), (1, 1)))
+  upper, lower = padded[:, :-1], padded[:, 1:]
+  pixels = upper[..., :-1], upper[..., 1:], lower[..., :-1], lower[..., 1:]
+  return jnp.stack(pixels, axis=-1).reshape(len(maps), -1, 4)
+
+
+def _rows_and_weights(
+  size: tuple[int, int], points: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns the rows of `_squares` that points [..., P, 2] read, and their weights.
+
+  These are int32 [..., P] and float32 [..., P, 4], for maps of a size (h, w).
   """
   height, width = size
   positions = points * jnp.array([width, height]) - 0.5
   first = jnp.floor(positions)
-  offset = positions - first
-  indices = []
-  weights = []
-  for down in (0, 1):
-    for right in (0, 1):
-      x, y = first[..., 0] + right, first[..., 1] + down
-      weight = jnp.abs(1 - right - offset[..., 0]) * jnp.abs(1 - down - offset[..., 1])
-      is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
-      weights.append(jnp.where(is_inside, weight, 0.0))
-      column = jnp.clip(x, 0, width - 1)
-      row = jnp.clip(y, 0, height - 1)
-      indices.append((row * width + column).astype(jnp.int32))
-  return jnp.stack(indices, axis=-1), jnp.stack(weights, axis=-1)
+  x, y = jnp.moveaxis(positions - first, -1, 0)
+  weights = (1 - x) * (1 - y), x * (1 - y), (1 - x) * y, x * y
+  column, row = jnp.moveaxis(first.astype(jnp.int32) + 1, -1, 0)
+  return row * (width + 1) + column, jnp.stack(weights, axis=-1)
 
 
 def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
-  """Interpolates maps [N, h, w] at points bilinearly; they are 0 outside.
+  """Interpolates maps [N, h, w] at points bilinearly; outside of them is 0.
 
-  Points are [N, P, 2], or [1, P, 2] for the same points. Returns float32 [N, P].
+  Points are [N, P, 2], or [1, P, 2] for the same points, from 0 to 1. Returns float32 [N,
+  P].
   """
-  indices, weights = _corners(maps.shape[1:], points)
-  flat = maps.reshape(len(maps), -1)
-  values = jnp.take_along_axis(flat, indices.reshape(len(points), -1), axis=1)
-  return (values.reshape(len(maps), -1, 4) * weights).sum(axis=-1)
+  rows, weights = _rows_and_weights(maps.shape[1:], points)
+  rows = jnp.broadcast_to(rows, (len(maps), rows.shape[1]))
+  values = jax.vmap(lambda squares, rows: squares[rows])(_squares(maps), rows)
+  return (values * weights).sum(axis=-1)
 
 
 def sample_objects(
@@ -80,15 +84,21 @@ def sample_objects(
   Args:
     segments: int [H, W], number of the object of each pixel, from 1; 0 for none.
     objects: int [N], numbers of objects, from 0.
-    points: [N, P, 2], or [1, P, 2] for the same points.
+    points: [N, P, 2], or [1, P, 2] for the same points, from 0 to 1.
 
   Returns:
     float32 [N, P], from 0 to 1.
   """
-  indices, weights = _corners(segments.shape, points)
-  numbers = segments.reshape(-1)[indices]  # [N, P, 4]
+  rows, weights = _rows_and_weights(segments.shape, points)
+  numbers = _squares(segments[None])[0, rows]  # [N, P, 4]
   is_inside = numbers == objects[:, None, None] + 1
   return (is_inside * weights).sum(axis=-1)
+
+
+def random_points(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
+  """Returns random points [*shape, 2]; one number yields both coordinates."""
+  bits = jax.random.bits(key, shape, jnp.uint32)
+  return jnp.stack([bits >> 16, bits & 0xFFFF], axis=-1) / 2**16
 
 
 def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax.Array:
@@ -98,12 +108,12 @@ def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax
   num_uncertain = int(num_points * options.importance)
   candidates_key, random_key = jax.random.split(key)
   num_masks = len(masks)
-  candidates = jax.random.uniform(candidates_key, (num_masks, num_candidates, 2))
+  candidates = random_points(candidates_key, (num_masks, num_candidates))
   certainty = jnp.abs(sample(masks, candidates))
   _, indices = jax.lax.top_k(-certainty, num_uncertain)
   uncertain = jnp.take_along_axis(candidates, indices[..., None], axis=1)
   num_random = num_points - num_uncertain
-  random = jax.random.uniform(random_key, (num_masks, num_random, 2))
+  random = random_points(random_key, (num_masks, num_random))
   return jnp.concatenate([uncertain, random], axis=1)
 
 
@@ -116,7 +126,7 @@ def _matching_cost(
   options: Options,
 ) -> jax.Array:
   """Returns the costs of matching the targets of an image with queries, [N, Q]."""
-  points = jax.random.uniform(key, (1, options.num_points, 2))
+  points = random_points(key, (1, options.num_points))
   targets = sample_objects(segments, jnp.arange(len(labels)), points)  # [N, P]
   cross_entropy, dice = mask_losses.pairwise(sample(masks, points), targets)
   return (
