@@ -9,7 +9,7 @@ benchmarks.mnist --help`.
 
 On one core, a run takes 9 to 14 (hybrid; bit on MNIST) or 24 to 45 minutes (others).
 Expected on Fashion-MNIST over three seeds, in percent: vit 89.33 ± 0.31, hybrid 89.89 ±
-0.17, bit 92.37 ± 0.17, mixer 90.52 ± 0.16, and on MNIST hybrid
+0.17, bit 92.37 ± 0.17, mixer 90.52 ± 0.16, and on MNIST vit 98.85 ± 0.26, hybrid
 99.18 ± 0.04, bit 99.41 ± 0.08. With --config.optimizer=muon and --config.momentum=0.95,
 vit reaches 91.49 ± 0.18 on Fashion-MNIST, and 93.1 after 36 epochs with
 --config.pp.crop_area="(0.8, 1.0)", one seed; more in docs/benchmarks.md.
