@@ -138,7 +138,8 @@ def test_files_of_an_export_are_compared_with_their_checksums(tmp_path):
   program = tmp_path / '1' / 'model'
   # Of 'abc', from FIPS 180-2.
   digest = 'ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad'
-  (tmp_path / 'model.json').write_text(json.dumps({'files': {'1/model': digest}}))
+  facts = serving.with_checksum({'files': {'1/model': digest}, 'labels': ['cat']})
+  (tmp_path / 'model.json').write_text(json.dumps(facts))
   with pytest.raises(ValueError, match='1/model.* is missing'):
     serving.read_facts(tmp_path)
   os.mkfifo(program)
@@ -149,7 +150,14 @@ def test_files_of_an_export_are_compared_with_their_checksums(tmp_path):
   with pytest.raises(ValueError, match='1/model.* is damaged or of another export'):
     serving.read_facts(tmp_path)
   program.write_bytes(b'abc')
-  assert serving.read_facts(tmp_path)['files'] == {'1/model': digest}
+  assert serving.read_facts(tmp_path) == facts
+  content = json.dumps(facts)
+  (tmp_path / 'model.json').write_text(content.replace('cat', 'bat'))
+  with pytest.raises(ValueError, match="model.json' differs from what"):
+    serving.read_facts(tmp_path)
+  (tmp_path / 'model.json').write_text(content[:-9])
+  with pytest.raises(ValueError, match="model.json' is damaged"):
+    serving.read_facts(tmp_path)
   for content in ('{}', '[]', '{"files": 3}'):
     (tmp_path / 'model.json').write_text(content)
     with pytest.raises(ValueError, match="model.json' has no checksums"):

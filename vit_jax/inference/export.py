@@ -136,7 +136,8 @@ def export(
       'difference': comparison.difference,
       'compared_on': comparison.inputs_description,
     }
-    (folder / 'model.json').write_text(json.dumps(facts, indent=1))
+    content = json.dumps(serving.with_checksum(facts), indent=1)
+    (folder / 'model.json').write_text(content)
   console.log(
     f"'{out}': {to}; largest difference from JAX on {comparison.inputs_description}: "
     f'{comparison.difference:.1e}'

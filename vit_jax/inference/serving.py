@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 
 from vit_jax.data.images import multichannel, rgb
 
+_CHECKSUM = 'sha256'  # Key of the checksum of all other keys of model.json.
 # Keys of `preprocessing` besides 'resize'.
 _KEYS = {
   'size',
@@ -37,16 +38,24 @@ _KEYS = {
 def read_facts(folder: str | os.PathLike) -> dict[str, Any]:
   """Returns the content of the `model.json` that `vit_jax export` wrote to a folder.
 
-  Compares the SHA-256 of all files of the export first: runtimes load many damaged
-  models, which then compute other numbers. Raises ValueError if a file is missing,
-  damaged or of another export.
+  Compares the SHA-256 of this file and of all others of the export first: runtimes load
+  many damaged models, which then compute other numbers. Raises ValueError if a file is
+  missing, damaged or of another export.
   """
   folder = pathlib.Path(folder)
-  facts = json.loads((folder / 'model.json').read_text())
+  file = folder / 'model.json'
+  try:
+    facts = json.loads(file.read_text())
+  except ValueError as e:
+    raise ValueError(f"'{file}' is damaged: {e}; copy the whole export again") from e
   checksums = facts.get('files') if isinstance(facts, dict) else None
   if not isinstance(checksums, dict):
+    raise ValueError(f"'{file}' has no checksums in 'files': export the model again")
+  content = {name: value for name, value in facts.items() if name != _CHECKSUM}
+  if facts != with_checksum(content):
     raise ValueError(
-      f"'{folder / 'model.json'}' has no checksums in 'files': export the model again"
+      f"'{file}' differs from what `vit_jax export` wrote: copy the whole export again, "
+      'or export the model again'
     )
   for name, expected in checksums.items():
     path = folder / name
@@ -58,6 +67,12 @@ def read_facts(folder: str | os.PathLike) -> dict[str, Any]:
         f'{expected} in model.json: copy the whole export again'
       )
   return facts
+
+
+def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns facts of an export with their own SHA-256."""
+  content = json.dumps(facts, sort_keys=True).encode()
+  return {**facts, _CHECKSUM: hashlib.sha256(content).hexdigest()}
 
 
 def sha256(path: pathlib.Path) -> str:
