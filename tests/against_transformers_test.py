@@ -6,6 +6,7 @@ import pytest
 from benchmarks import against_transformers, twins
 from tests import torch_models
 from tests.tasks.segmentation import segment_semantic_test as data_test
+from vit_jax.tasks.segmentation import set_losses
 
 torch = torch_models.torch
 
@@ -42,17 +43,17 @@ def test_eomt_matches_transformers_on_the_same_points(config, monkeypatch):
   config.task_options = {'max_classes': 3, 'num_points': 49, 'importance': 0.0}
   config.update(grad_norm_clip=0.0, total_steps=6)
   grid = (torch.cartesian_prod(torch.arange(7), torch.arange(7)) + 0.5) / 7
-  uniform, rand = jax.random.uniform, torch.rand
+  random_points, rand = set_losses.random_points, torch.rand
 
-  def our_points(key, shape=(), *args, **kwargs):
-    if shape[1:] == (49, 2):
-      return jax.numpy.broadcast_to(grid.numpy(), shape)
-    return uniform(key, shape, *args, **kwargs)
+  def our_points(key, shape):
+    if shape[1] == 49:
+      return jax.numpy.broadcast_to(grid.numpy(), (*shape, 2))
+    return random_points(key, shape)
 
   def their_points(*shape, **kwargs):
     return grid.expand(shape) if shape[1:] == (49, 2) else rand(*shape, **kwargs)
 
-  monkeypatch.setattr(jax.random, 'uniform', our_points)
+  monkeypatch.setattr(set_losses, 'random_points', our_points)
   monkeypatch.setattr(torch, 'rand', their_points)
   (ours, theirs), mious = compare(config)
   assert ours[:3] == pytest.approx(theirs[:3], rel=1e-4)

@@ -472,7 +472,7 @@ def test_rejects_impossible_conversions(tmp_path, tiny):
   with pytest.raises(OSError, match="DST '/proc/o' cannot be written: "):
     convert.convert(path, '/proc/o', 'hf', image_size=(8, 12))
   with pytest.raises(OSError, match=r"DST '.*\.npz' cannot be written: .*File exists"):
-    convert.convert(path, f'{path}/below_a_file.npz')
+    convert.convert(path, f'{path}/below_a_file.npz', image_size=(8, 12))
   assert not list(tmp_path.glob('.*'))
 
 
