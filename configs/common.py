@@ -591,8 +591,8 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
   if config.optimizer_args:
     raise ValueError(
       f'optimizer_args={config.optimizer_args.to_dict()} are for an optimiser '
-      f"'MODULE:NAME', such as 'optax:{config.optimizer}': leave them out, or change the optimiser "
-      '(config.optimizer_args, config.optimizer)'
+      f"'MODULE:NAME', such as 'optax:{config.optimizer}': leave them out, or change the "
+      'optimiser (config.optimizer_args, config.optimizer)'
     )
   arguments = OPTIMIZERS
   defaults = dict(schema.defaults(Config))

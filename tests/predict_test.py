@@ -6,6 +6,7 @@ import functools
 import gc
 import http.server
 import io
+import json
 import pathlib
 import pickle
 import shutil
@@ -18,7 +19,7 @@ import numpy as np
 from PIL import Image
 import pytest
 
-from tests import processes, tiny_models
+from tests import processes, tiny_models, trees
 from vit_jax import checkpoint, input_pipeline, predict, train
 from vit_jax.commands import predict as predict_command, visualize as visualize_command
 from vit_jax.configs import pretrain
@@ -48,6 +49,24 @@ def folder_run(image_folder, tmp_path_factory):
 def model(folder_run):
   """The model of the run, which no test changes."""
   return predict.load(str(folder_run[1]))
+
+
+def test_functions_of_a_strangers_config_are_not_called(folder_run, model, tmp_path):
+  workdir = tmp_path / 'run'
+  shutil.copytree(folder_run[1], workdir)
+  called = tmp_path / 'called'
+  config = json.loads((workdir / 'config.json').read_text())
+  config.update(optimizer='payload:run', decay_type='os:system')
+  config['decay_args'] = {'command': f'touch {called}'}
+  (workdir / 'config.json').write_text(json.dumps(config))
+  facts = json.loads((workdir / 'data.json').read_text())
+  del facts['config']  # A stranger would write another hash there.
+  (workdir / 'data.json').write_text(json.dumps(facts))
+  loaded = predict.load(str(workdir))
+  trees.assert_same(loaded.params, model.params)
+  loaded_metrics, metrics = (evaluation.evaluate(x, 'test') for x in (loaded, model))
+  assert loaded_metrics['loss'] == metrics['loss']
+  assert not called.exists()
 
 
 def test_learns_a_folder_from_scratch(folder_run):

@@ -61,7 +61,11 @@ def load(
   from vit_jax.evaluators import calibration
   from vit_jax.inference import int8
   from vit_jax.learning import lora
-  from vit_jax.run import checkpoints as checkpoints_lib, workdir as workdir_lib
+  from vit_jax.run import (
+    checkpoints as checkpoints_lib,
+    config as run_config,
+    workdir as workdir_lib,
+  )
 
   workdir = files.expanded(workdir)
   if epath.Path(workdir).is_file():
@@ -71,6 +75,7 @@ def load(
     )
   config, metadata = workdir_lib.load(workdir)
   _limit_images(config, max_image_pixels)
+  run_config.replace_stored_functions(config)
   mesh = mesh or _mesh(config)
   axes = {name for name, size in config.mesh.items() if size is not None}
   if axes - set(mesh.shape):

@@ -43,6 +43,8 @@ WRONG = [
   ('lora.alpha', 1e39, 'alpha=1e.39 must be a finite float32 number above 0'),
   ('decay_type', 'staircase', r'decay_at=\(\)'),
   ('decay_type', 'optax:', "'rsqrt' or 'MODULE:NAME'"),
+  ('decay_type', 'nowhere:stairs', "no module 'nowhere'.*config.decay_type"),
+  ('optimizer', 'nowhere:lion', "no module 'nowhere'.*such as 'optax:lamb'"),
   (
     'decay_args',
     {'timescale': 5},

@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import stat
-import time
 from typing import Any, BinaryIO
 
 from etils import epath
@@ -146,29 +145,32 @@ def temporary_name(path: epath.PathLike) -> epath.Path:
   return path.parent / f'.{path.name[:60]}.{secrets.token_hex(4)}.tmp'
 
 
-def _delete_abandoned(path: epath.Path) -> None:
-  """Deletes what killed processes have left of writing a local path."""
+def _delete_abandoned(path: epath.Path, temporary: epath.Path) -> None:
+  """Deletes what killed processes left of writing a local path.
+
+  `temporary` is new: its time is of the clock that the files' times are of.
+  """
   own_name = re.compile(rf'\.{re.escape(path.name[:60])}\.[0-9a-f]{{8}}\.tmp')
-  for name in _abandoned(os.path.abspath(path.parent)):
-    if own_name.fullmatch(name):
+  latest = temporary.stat().mtime - _ABANDONED
+  for name, modified in _temporaries(os.path.abspath(path.parent)).items():
+    if modified < latest and own_name.fullmatch(name):
       abandoned = path.parent / name
       if abandoned.is_dir():
         shutil.rmtree(abandoned, ignore_errors=True)
       else:
-        abandoned.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # It may be of another user.
+          abandoned.unlink()
 
 
 @functools.cache  # A folder may get a million files, one after another.
-def _abandoned(folder: str) -> list[str]:
-  """Returns the names of old temporary files and folders in a folder."""
-  names = []
+def _temporaries(folder: str) -> dict[str, float]:
+  """Returns the temporary files and folders in a folder, and when they were modified."""
+  times = {}
   with contextlib.suppress(OSError), os.scandir(folder) as entries:
     for entry in entries:
       if entry.name.endswith('.tmp'):
-        age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-        if age > _ABANDONED:
-          names.append(entry.name)
-  return names
+        times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
+  return times
 
 
 @contextlib.contextmanager
@@ -182,10 +184,10 @@ def replacing(path: epath.PathLike) -> Iterator[BinaryIO]:
   temporary = temporary_name(path)
   path = epath.Path(path)
   local = not is_remote(path)
-  if local:
-    _delete_abandoned(path)
   try:
     with temporary.open('wb') as file:
+      if local:
+        _delete_abandoned(path, temporary)
       yield file
       if local:
         file.flush()
@@ -226,10 +228,10 @@ def new_folder(path: epath.PathLike) -> Iterator[epath.Path]:
   """
   temporary = temporary_name(path)
   path = epath.Path(path)
-  if not is_remote(path):
-    _delete_abandoned(path)
   temporary.mkdir(parents=True)
   try:
+    if not is_remote(path):
+      _delete_abandoned(path, temporary)
     yield temporary
     try:
       if is_remote(path):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from vit_jax import user_code
 
-_HINT = (
+HINT = (
   "use a function of optax, such as 'optax:lamb' or 'optax.contrib:muon', or one of a "
   "module that Python finds from the current folder or PYTHONPATH, 'my_module:NAME'"
 )
@@ -37,13 +37,13 @@ class Setting(NamedTuple):
     module_name, _, name = self.name.partition(':')
     setting = f"{self.key}='{self.name}'"
     module = user_code.import_module(
-      module_name, setting, f'{_HINT} (config.{self.key})'
+      module_name, setting, f'{HINT} (config.{self.key})'
     )
     function = getattr(module, name, None)
     if callable(function):
       return function
     functions = dict(inspect.getmembers(module, inspect.isfunction))
-    hint = _HINT
+    hint = HINT
     if near := difflib.get_close_matches(name, functions, n=1):
       hint = f"did you mean '{module_name}:{near[0]}'?"
     raise ValueError(

@@ -15,6 +15,7 @@ from vit_jax import console, user_code
 from vit_jax.configs import common, models as model_configs, schema, task_options
 from vit_jax.distributed import files
 from vit_jax.layers import position_kinds
+from vit_jax.learning import named_functions
 
 # Name -> module of the tasks of this package. A config can also name any other
 # module, by its dotted name.
@@ -89,6 +90,22 @@ def check_stored_task(name: str) -> None:
   """Raises ForeignModuleError if a stored config would import code of a stranger."""
   if isinstance(name, str) and name not in TASKS:
     user_code.check_trusted(name, 'its task')
+
+
+def replace_stored_functions(config: ml_collections.ConfigDict) -> None:
+  """Replaces optimiser and decay of a stored config unless they are optax's.
+
+  Other modules may be code of a stranger, also those that are imported already: a config
+  could name `subprocess:run` with arguments. Prediction needs neither of them.
+  """
+  for key, arguments, replacement in (
+    ('optimizer', 'optimizer_args', 'adam'),
+    ('decay_type', 'decay_args', 'cosine'),
+  ):
+    module, colon, _ = config[key].partition(':')
+    if colon and module not in ('optax', 'optax.contrib'):
+      config[key] = replacement
+      config[arguments] = {}
 
 
 def get_evaluator(key: str, name: str) -> type[Any]:
@@ -305,7 +322,13 @@ def check_values(config: ml_collections.ConfigDict) -> None:
       'configs/pretrain.py:ti16,DATA (config.model)'
     )
   checks = list(schema.rules(config, common.Config))
-  for check_keys in (_check_task, _check_evaluators, _check_model_fields, evaluations):
+  for check_keys in (
+    _check_task,
+    _check_evaluators,
+    _check_named_functions,
+    _check_model_fields,
+    evaluations,
+  ):
     checks.append(functools.partial(check_keys, config))
   schema.run_checks(checks)
 
@@ -338,6 +361,15 @@ def _check_evaluators(config: ml_collections.ConfigDict) -> None:
     functools.partial(check_one, name, entry['type'])
     for name, entry in config.evaluators.items()
   )
+
+
+def _check_named_functions(config: ml_collections.ConfigDict) -> None:
+  """Checks that the modules of optimiser and decay exist, without importing them."""
+  for key in ('optimizer', 'decay_type'):
+    if common.is_named_function(config[key]):
+      module = config[key].partition(':')[0]
+      setting = f"{key}='{config[key]}'"
+      user_code.check_exists(module, setting, f'{named_functions.HINT} (config.{key})')
 
 
 def _check_model_fields(config: ml_collections.ConfigDict) -> None:

@@ -38,9 +38,9 @@ class Options(NamedTuple):
 
 
 def _squares(maps: jax.Array) -> jax.Array:
-  """Returns the four pixels around each corner of maps [N, h, w], 0 outside of them.
+  """Returns the 2 x 2 pixels around each corner of a pixel, [N, (h + 1) * (w + 1), 4].
 
-  A point reads its four pixels at once, as a row of [N, (h + 1) * (w + 1), 4].
+  Maps are [N, h, w], and 0 outside. A point reads its four pixels at once, as a row.
   """
   padded = jnp.pad(maps, ((0, 0), (1, 1), (1, 1)))
   upper, lower = padded[:, :-1], padded[:, 1:]
