@@ -576,7 +576,7 @@ def is_named_function(value: str) -> bool:
 
 def _check_optimizer(config: ml_collections.ConfigDict) -> None:
   if is_named_function(config.optimizer):
-    _check_keys_of_others(config)
+    _check_named_optimizer(config)
   else:
     _check_optimizer_keys(config)
   if config.independent_weight_decay and not config.base_lr:
@@ -605,7 +605,7 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
       )
 
 
-def _check_keys_of_others(config: ml_collections.ConfigDict) -> None:
+def _check_named_optimizer(config: ml_collections.ConfigDict) -> None:
   """Checks that no key is set that an optimiser 'MODULE:NAME' does not read."""
   defaults = dict(schema.defaults(Config))
   changed = {

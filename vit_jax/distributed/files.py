@@ -150,10 +150,10 @@ def _delete_abandoned(path: epath.Path, temporary: epath.Path) -> None:
 
   `temporary` is new: its time is of the clock that the files' times are of.
   """
-  own_name = re.compile(rf'\.{re.escape(path.name[:60])}\.[0-9a-f]{{8}}\.tmp')
+  pattern = re.compile(rf'\.{re.escape(path.name[:60])}\.[0-9a-f]{{8}}\.tmp')
   latest = temporary.stat().mtime - _ABANDONED
   for name, modified in _temporaries(os.path.abspath(path.parent)).items():
-    if modified < latest and own_name.fullmatch(name):
+    if modified < latest and pattern.fullmatch(name):
       abandoned = path.parent / name
       if abandoned.is_dir():
         shutil.rmtree(abandoned, ignore_errors=True)

@@ -360,13 +360,13 @@ def _read_workdir(folder: epath.Path) -> Weights:
 def _reading_base_of(folder: epath.Path) -> Iterator[None]:
   """Raises ValueError if the base of a run is that run, directly or by others."""
   runs = _runs.get(())
-  place = os.path.realpath(folder)
-  if place in runs:
+  path = os.path.realpath(folder)
+  if path in runs:
     raise ValueError(
       f"the adapters in '{folder}' start from themselves: restore its config.json "
       '(config.pretrained)'
     )
-  token = _runs.set((*runs, place))
+  token = _runs.set((*runs, path))
   try:
     yield
   finally:
