@@ -373,7 +373,6 @@ def test_inspect(client, walked):
   assert 'attention weights of a layer: (8, 3, 17, 17)' in arrays
   assert 'rollout: (8, 4, 4)' in arrays
   assert pictures(notebook.cell('entropies')) == 1
-  assert pictures(notebook.cell('inductive_bias')) == 1
 
 
 def test_lit(client, tmp_path):

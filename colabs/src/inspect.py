@@ -12,8 +12,8 @@
 # This notebook draws the figures of the paper
 # ([arXiv 2010.11929](https://arxiv.org/abs/2010.11929), section 4.5) for any training
 # run or any file of weights: filters, position embeddings, attention. It shows the
-# learning curves and the mistakes of a run, gives you the arrays behind the figures
-# to draw your own, and compares what different architectures assume of an image.
+# learning curves and the mistakes of a run, and gives you the arrays behind the
+# figures to draw your own.
 #
 # As it stands, it takes the model of the handwritten digits that `vit_jax.ipynb`
 # trains, and trains it first where that has not been done (about 100 seconds on two
@@ -154,15 +154,3 @@ axes.set_ylabel('entropy of attention (bits)')
 axes.set_xticks(range(1, len(entropies) + 1))
 axes.set_ylim(bottom=0)
 plt.show()
-
-# %% [markdown]
-# ## Inductive bias
-#
-# What does an architecture assume of images before it has seen any? The last figure
-# takes small models with random parameters, shifts images, and lets their patches
-# change places. A Vision Transformer without position embeddings and with mean
-# pooling does not notice where a patch is; position embeddings change that; a hybrid
-# looks at pixels through convolutions; a Mixer has a weight for each place.
-
-# %%
-visualize.inductive_bias()

@@ -12,7 +12,7 @@ from tests import conftest, tiny_models
 from vit_jax import checkpoint, models, predict
 from vit_jax.commands import visualize as visualize_command
 from vit_jax.configs import pretrain
-from vit_jax.figures import drawing, gallery, invariance, visualize
+from vit_jax.figures import drawing, gallery, visualize
 from vit_jax.run import config as run_config
 from vit_jax.tasks import classify, masked_patches
 
@@ -158,12 +158,10 @@ def test_errors_of_undrawable_figures(run, mixer, photo, tmp_path, monkeypatch):
 def test_rejects_incompatible_flags(run, mixer, tmp_path, monkeypatch, capsys):
   out = f'--out={tmp_path / "out"}'
   for args, words in (
-    ([], 'nothing to draw'),
+    ([], '--workdir --weights is required'),
     ([f'--weights={mixer}', '--step=3'], '--step=3 selects a checkpoint of a run'),
     ([f'--workdir={run}', '--num_images=0'], '--num_images=0 must be from 1'),
     ([f'--workdir={run}', '--out=/proc/x'], "out='/proc/x' cannot be written"),
-    (['--inductive_bias', '--figures', 'filters'], '--figures=filters needs'),
-    (['--inductive_bias', '--class=ant'], '--class changes none of the figures'),
     (
       [f'--workdir={run}', '--foreground=positive', '--figures', 'filters'],
       '--foreground changes none of the figures filters: leave it out',
@@ -201,25 +199,6 @@ def test_missing_data_skips_only_figures_that_need_it(run, photo):
   assert set(missing) == {'confusion', 'mistakes'}
   assert 'the data of the run cannot be opened' in missing['confusion']
   assert '/no/such/folder' in missing['confusion']
-
-
-def test_inductive_bias_needs_neither_a_run_nor_weights(tmp_path, monkeypatch):
-  calls = []
-
-  def compare(images):
-    calls.append(images)
-    change = np.zeros((2, 3), np.float32)
-    return invariance.Comparison(('a', 'b'), np.arange(3), change, change[:, 0], 2)
-
-  monkeypatch.setattr(invariance, 'compare', compare)
-  out = tmp_path / 'out'
-  call('--inductive_bias', f'--out={out}')
-  names = sorted(path.name for path in out.iterdir())
-  assert names == ['index.html', 'inductive_bias.png']
-  [images] = calls
-  assert images.shape == (2, 64, 64, 3)
-  assert images.min() < -0.5
-  assert images.max() > 0.5
 
 
 def test_masked_patches_are_reconstructed(image_folder):

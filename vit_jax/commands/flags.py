@@ -256,9 +256,9 @@ def load_model(args: argparse.Namespace, **options: Any) -> 'predictor.Predictor
   )
 
 
-def add_model_flags(parser: Parser, required: bool = True) -> None:
+def add_model_flags(parser: Parser) -> None:
   """Adds the flags that select a model."""
-  source = parser.add_mutually_exclusive_group(required=required)
+  source = parser.add_mutually_exclusive_group(required=True)
   source.add_argument('--workdir', help='folder of a run')
   source.add_argument(
     '--weights', help='file or folder of weights, or hf://OWNER/NAME, instead of a run'

@@ -9,7 +9,6 @@ r"""Draw the paper's figures for a run or a file of weights.
     --figures encoder_attention query_attention --points 0.3,0.5 0.7,0.4
   vit_jax visualize --workdir=/tmp/run --images a.jpg --out=DIR \
     --figures explanations --explain legrad grad_cam --class=bee
-  vit_jax visualize --inductive_bias --out=DIR
 
 Each command writes one PNG per figure, and index.html, which shows all of them. It
 leaves out figures that the model cannot have, and says why.
@@ -28,7 +27,6 @@ split).
 
 import argparse
 from collections.abc import Sequence
-from typing import Any
 
 from vit_jax import console
 from vit_jax.commands import flags
@@ -46,7 +44,7 @@ _FLAGS_OF_FIGURES = {
 def make_parser() -> flags.Parser:
   """Returns the parser of the command."""
   parser = flags.Parser('visualize', __doc__)
-  flags.add_model_flags(parser, required=False)
+  flags.add_model_flags(parser)
   flags.add_image_flags(parser)
   parser.add_argument(
     '--images',
@@ -90,11 +88,6 @@ def make_parser() -> flags.Parser:
     help='class to explain in explanations (the predicted one)',
   )
   parser.add_argument(
-    '--inductive_bias',
-    action='store_true',
-    help='draw how shifts and permuted patches change untrained models',
-  )
-  parser.add_argument(
     '--out', required=True, help='new or empty folder for the figures'
   )
   return parser
@@ -114,15 +107,6 @@ def _point(text: str) -> tuple[float, float]:
 def parse(argv: Sequence[str]) -> argparse.Namespace:
   """Parses the flags; ValueError if they ask for nothing to draw."""
   args = make_parser().parse_args(argv)
-  if not (args.workdir or args.weights or args.inductive_bias):
-    raise ValueError(
-      'nothing to draw: pass --workdir=RUN, --weights=FILE or --inductive_bias'
-    )
-  if args.figures and not (args.workdir or args.weights):
-    raise ValueError(
-      f'--figures={" ".join(args.figures)} needs a model: pass --workdir=RUN or '
-      '--weights=FILE'
-    )
   if args.split is not None and not args.workdir:
     raise ValueError(
       f'--split={args.split} needs a run: pass --workdir=RUN, or omit --split'
@@ -165,47 +149,37 @@ def _draw(args: argparse.Namespace) -> None:
 
   drawing.require_matplotlib()
   out = html_page.check(workdir_lib.absolute(args.out))
-  title = 'Inductive bias of Vision Transformers'
-  facts: dict[str, Any] = {}
-  entries_and_subjects: list[tuple[Any, Any]] = []
-  lacking: dict[str, str] = {}
-  if args.workdir or args.weights:
-    model = flags.load_model(args, max_image_pixels=args.max_image_pixels)
-    subject = visualize.subject(
-      model,
-      args.images,
-      args.split,
-      args.num_images,
-      args.points,
-      args.foreground,
-      args.explain,
-      args.class_name,
-    )
-    entries, lacking = gallery.choose(subject, args.figures)
-    entries_and_subjects += [(entry, subject) for entry in entries]
-    name, facts = visualize.describe(model)
-    title = f'Inside {name}'
-    if args.weights:
-      facts['weights'] = args.weights
-  names = [entry.name for entry, _ in entries_and_subjects]
+  model = flags.load_model(args, max_image_pixels=args.max_image_pixels)
+  subject = visualize.subject(
+    model,
+    args.images,
+    args.split,
+    args.num_images,
+    args.points,
+    args.foreground,
+    args.explain,
+    args.class_name,
+  )
+  entries, lacking = gallery.choose(subject, args.figures)
+  names = ', '.join(entry.name for entry in entries)
   for flag, name in _FLAGS_OF_FIGURES.items():
-    is_read = any(flag in entry.flags for entry, _ in entries_and_subjects)
+    is_read = any(flag in entry.flags for entry in entries)
     if getattr(args, name) and not is_read:
       raise ValueError(
-        f'{flag} changes none of the figures {", ".join(names) or "of this command"}: '
-        'leave it out, or draw a figure that it changes (--figures)'
+        f'{flag} changes none of the figures {names}: leave it out, or draw a figure '
+        'that it changes (--figures)'
       )
-  if args.inductive_bias:
-    images = visualize.small_images(args.images, args.max_image_pixels)
-    entries_and_subjects.append((gallery.INDUCTIVE_BIAS, images))
   for name, reason in lacking.items():
     console.log(f'Left out: {name}: {reason}.')
   sections = []
-  for entry, subject in entries_and_subjects:
+  for entry in entries:
     with console.status(entry.title):
       figures = gallery.draw(entry, subject)
       pictures = {name: drawing.png(figure) for name, figure in figures.items()}
     sections.append((entry, pictures))
-  html_page.write(out, title, facts, sections, lacking)
+  title, facts = visualize.describe(model)
+  if args.weights:
+    facts['weights'] = args.weights
+  html_page.write(out, f'Inside {title}', facts, sections, lacking)
   count = sum(len(pictures) for _, pictures in sections)
   console.log(f'Wrote {count} figures and {out}/index.html, which shows them all.')

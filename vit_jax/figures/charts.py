@@ -5,14 +5,12 @@ Each function takes arrays and returns a matplotlib Figure; for the style and
 """
 
 from collections.abc import Mapping, Sequence
-import itertools
-import textwrap
 from typing import Any
 
 import numpy as np
 
 from vit_jax import console
-from vit_jax.figures import colors, drawing, invariance, results
+from vit_jax.figures import colors, drawing, results
 
 # Prefixes of the logged values that are not drawn.
 _NOT_DRAWN = ('grad_norm', 'img_sec_core', 'num_examples')
@@ -294,36 +292,4 @@ def reconstructions(pictures: np.ndarray, titles: Sequence[str]) -> Any:
     0.6 + rows * cell * 1.07 * height / width, 'Masked patches, predicted'
   )
   drawing.show_tiles(fig.subplots(), pixels, [''] * columns, titles)
-  return fig
-
-
-@drawing.styled
-def inductive_bias(comparison: invariance.Comparison) -> Any:
-  """Draws how features change when images are shifted or patches permuted."""
-  fig = drawing.new_figure(
-    7.2, 'Inductive bias: how much the output of untrained models changes'
-  )
-  curves_axes, bars_axes = fig.subplots(1, 2, width_ratios=(2, 1))
-  colours = [colors.of_line(i) for i in range(len(comparison.names))]
-  for name, line, colour, marker in zip(
-    comparison.names, comparison.shifted, colours, itertools.cycle('osD^vPX*')
-  ):
-    curves_axes.plot(
-      comparison.shifts, line, color=colour, marker=marker, markersize=6, label=name
-    )
-  for position in range(0, int(comparison.shifts[-1]) + 1, comparison.patch):
-    curves_axes.axvline(position, color=colors.GREY, linestyle=':', linewidth=1.5)
-  curves_axes.set_xlabel(f'shift (pixels; dotted: whole patches of {comparison.patch})')
-  curves_axes.set_ylabel('relative change of the output')
-  curves_axes.set_title('images shifted')
-  rows = range(len(comparison.names))
-  bars = bars_axes.barh(rows, comparison.shuffled, color=colours)
-  bars_axes.bar_label(bars, fmt='%.2g', padding=4, fontsize=12)
-  names = [textwrap.fill(name, 22) for name in comparison.names]
-  bars_axes.set_yticks(rows, names, fontsize=12)
-  bars_axes.invert_yaxis()
-  bars_axes.set_title('patches permuted')
-  bars_axes.set_xlabel('relative change of the output')
-  bars_axes.set_xlim(0, 1.25 * max(float(comparison.shuffled.max()), 1e-6))
-  fig.legend(*curves_axes.get_legend_handles_labels(), **_LEGEND)
   return fig

@@ -17,7 +17,6 @@ from vit_jax.figures import (
   drawing,
   explanations,
   internals,
-  invariance,
   results,
 )
 from vit_jax.layers import position_kinds, positions
@@ -259,7 +258,6 @@ class Entry(NamedTuple):
   # From a Subject to what the figure lacks, in words, or None.
   lacks: Callable[[Any], str | None]
   # From a Subject to a list of matplotlib Figures, one for each 8 images.
-  # (INDUCTIVE_BIAS takes images, float32 [B, H, W, C].)
   draw: Callable[[Any], list]
   # Flags of `vit_jax visualize` that few figures read, this one among them.
   flags: tuple[str, ...] = ()
@@ -397,18 +395,6 @@ OF_CLASSES = (
     _needs_labels,
     functools.partial(_of_results, charts.mistakes),
   ),
-)
-# Needs no trained model, only images; see invariance.compare.
-INDUCTIVE_BIAS = Entry(
-  'inductive_bias',
-  'Inductive bias',
-  'The curves and bars show how much the output of small models with random '
-  'parameters changes when an image is shifted (what leaves it on one side comes '
-  'in on the other), and when its patches change places. The output of a ViT '
-  'without position embeddings stays the same as long as whole patches move.',
-  'arXiv 2010.11929, section 3.1, "Inductive bias"',
-  lambda images: None,
-  lambda images: [charts.inductive_bias(invariance.compare(images))],
 )
 
 

@@ -2,8 +2,8 @@
 
 In Python, with or without a list of images:
 
-  found = visualize.figures(predict.load('/tmp/digits'), ['a.png'])
-  found['attention_rollout']  # A matplotlib Figure.
+  figures = visualize.figures(predict.load('/tmp/digits'), ['a.png'])
+  figures['attention_rollout']  # A matplotlib Figure.
 
 `vit_jax visualize` (vit_jax/commands/visualize.py) is the command.
 """
@@ -12,15 +12,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from vit_jax import console
 from vit_jax.run import workdir as workdir_lib
 
 if TYPE_CHECKING:
   from vit_jax.figures import results
-
-_SMALL = 64  # Side in pixels of the images for the figure of inductive bias.
 
 
 def subject(
@@ -114,38 +111,6 @@ def figures(
   for entry in gallery.choose(model_subject, names)[0]:
     results.update(gallery.draw(entry, model_subject))
   return results
-
-
-def inductive_bias(images: Sequence[Any] | None = None) -> Any:
-  """Draws how shifts and permuted patches change outputs of untrained models.
-
-  Images are as for `subject`; by default the two photographs of scikit-learn.
-  """
-  from vit_jax.figures import gallery
-
-  [figure] = gallery.INDUCTIVE_BIAS.draw(small_images(images))
-  return figure
-
-
-def small_images(
-  images: Sequence[Any] | None, max_image_pixels: int | None = None
-) -> np.ndarray:
-  """Returns images as float32 [B, 64, 64, 3] in [-1, 1]."""
-  from vit_jax import preprocess
-  from vit_jax.configs import common
-
-  if not images:
-    from sklearn import datasets
-
-    images = datasets.load_sample_images().images
-  config = common.get_config()
-  config.pp.crop = config.pp.resize = _SMALL
-
-  def prepare(encoded: bytes) -> np.ndarray:
-    return preprocess.prepare(encoded, None, config.pp).numpy()
-
-  limit = max_image_pixels or config.max_image_pixels
-  return np.stack([preprocess.from_user(x, prepare, limit) for x in images])
 
 
 def describe(model: Any) -> tuple[str, dict[str, str]]:
