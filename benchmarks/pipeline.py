@@ -1,7 +1,22 @@
-"""Times the input pipeline next to the usual one."""
+"""Times the input pipeline next to others, in images per second of processor time.
+
+  python -m benchmarks --only pipeline
+
+Every pipeline reads JPEG photographs and returns batches of random crops of 224 px,
+mirrored and scaled to [-1, 1]: ours; TensorFlow's operations as tutorials write them,
+which decode whole images; Pillow in a DataLoader of PyTorch and in Grain, where these are
+installed ('.[test]' brings both). The last row of a size is the least that a pipeline can
+take: libjpeg-turbo decodes the windows that ours reads, and nothing else.
+
+Processor time is that of all threads of one process, so that the figures are those of
+one core, whatever the number of cores.
+"""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+import importlib.util
+import json
+import math
 import pathlib
 import subprocess
 import sys
@@ -15,11 +30,15 @@ from benchmarks import timing
 from vit_jax.configs import common
 
 BATCH = 64
-BATCHES = 20
+SIDE = 224  # Pixels of a crop.
+# (width, height) of the photographs -> number of batches to time.
+BATCHES = {(500, 375): 20, (4000, 3000): 4}
 
 
-def photographs(folder: pathlib.Path, count: int = 64) -> None:
-  """Writes JPEGs of 500x375 pixels, crops of scikit-learn's photographs."""
+def photographs(
+  folder: pathlib.Path, size: tuple[int, int] = (500, 375), count: int = 64
+) -> None:
+  """Writes JPEGs of (width, height) pixels, crops of scikit-learn's photographs."""
   from PIL import Image
   from sklearn import datasets
 
@@ -32,11 +51,25 @@ def photographs(folder: pathlib.Path, count: int = 64) -> None:
       x = rng.randint(image.shape[1] - 499)
       path = folder / split / f'class{i % len(images)}' / f'{i}.jpg'
       path.parent.mkdir(parents=True, exist_ok=True)
-      Image.fromarray(image[y : y + 375, x : x + 500]).save(path, quality=90)
+      crop = Image.fromarray(image[y : y + 375, x : x + 500])
+      crop.resize(size, Image.Resampling.BICUBIC).save(path, quality=90)
 
 
-def plain(folder: str) -> Any:
-  """Returns the usual pipeline: decodes whole images, then crops."""
+def ours(folder: str) -> Iterator[Any]:
+  """Returns the batches of `vit_jax train`."""
+  from vit_jax import input_pipeline
+  from vit_jax.data import sources
+
+  config = _config(folder)
+  source = sources.open_split(config, 'train')
+  example = input_pipeline.labelled_example(config, len(source.class_names))
+  rows = np.arange(BATCH)
+  data = input_pipeline.train_dataset(config, source, example, rows)
+  return data.as_numpy_iterator()
+
+
+def decode_all(folder: str) -> Iterator[Any]:
+  """Returns batches of tf.data that decodes whole images, then crops."""
   from vit_jax.data.lazy import tf
 
   def augment(path: Any) -> Any:
@@ -46,58 +79,171 @@ def plain(folder: str) -> Any:
       min_object_covered=0, use_image_if_no_bounding_boxes=True,
     )  # fmt: skip
     image = tf.slice(image, begin, size)
-    image = tf.image.resize(image, (224, 224))
+    image = tf.image.resize(image, (SIDE, SIDE))
     image = tf.image.random_flip_left_right(image)
     return (image - 127.5) / 127.5
 
   files = tf.data.Dataset.list_files(f'{folder}/train/*/*').cache().repeat()
   data = files.shuffle(1000).map(augment, tf.data.AUTOTUNE)
-  return data.batch(BATCH).prefetch(1)
+  return data.batch(BATCH).prefetch(1).as_numpy_iterator()
 
 
-def measure_one(name: str, folder: str) -> None:
-  """Prints the seconds that 20 batches of 'ours' or 'plain' take."""
-  from vit_jax import input_pipeline
-  from vit_jax.data import sources
+def torch_loader(folder: str) -> Iterator[Any]:
+  """Returns batches of a DataLoader of PyTorch, which reads with Pillow."""
+  import torch
 
-  if name == 'ours':
-    config = common.set_dataset(common.get_config(), folder)
-    config.batch = BATCH
-    source = sources.open_split(config, 'train')
-    example = input_pipeline.labelled_example(config, len(source.class_names))
-    rows = np.arange(BATCH)
-    data = input_pipeline.train_dataset(config, source, example, rows)
+  class Photographs(torch.utils.data.Dataset):
+    def __init__(self) -> None:
+      self.paths = _paths(folder)
+
+    def __len__(self) -> int:
+      return len(self.paths)
+
+    def __getitem__(self, index: int) -> np.ndarray:
+      return _with_pillow(self.paths[index], rng)
+
+  rng = np.random.RandomState(0)
+  # Without workers: the figures are those of one core.
+  loader = torch.utils.data.DataLoader(
+    Photographs(), BATCH, shuffle=True, drop_last=True
+  )
+  while True:
+    yield from loader
+
+
+def grain_loader(folder: str) -> Iterator[Any]:
+  """Returns batches of Grain, which reads with Pillow."""
+  import grain
+
+  def read(path: str, rng: np.random.Generator) -> np.ndarray:
+    return _with_pillow(path, rng)
+
+  data = grain.MapDataset.source(_paths(folder)).seed(0).shuffle().repeat()
+  data = data.random_map(read).batch(BATCH)
+  return iter(data.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+
+
+def decode_windows(folder: str) -> Iterator[Any]:
+  """Returns batches of the decoded windows of the images that `ours` reads."""
+  from vit_jax.data import order, sources
+  from vit_jax.data.augmentation import geometry
+  from vit_jax.data.images import images, jpeg
+  from vit_jax.data.lazy import tf
+
+  config = _config(folder)
+  source = sources.open_split(config, 'train')
+
+  def plan(position: Any, record: Any) -> tuple[Any, Any, Any]:
+    encoded = source.read(record)['image']
+    seed = tf.stack([tf.constant(config.seed, tf.int64), position])
+    shape = tf.cast(images.shape_of(encoded), tf.int32)
+    window = geometry.sample(shape, seed, config.pp).window
+    ratio = jpeg.ratio(window[2:], (SIDE, SIDE))
+    return encoded, window // ratio, ratio
+
+  records = order.training_records(config, source, np.arange(BATCH), 0)
+  plans = records.map(plan).take(sum(BATCHES.values()) * BATCH).cache()
+  for _ in plans:  # Fills the cache.
+    pass
+
+  def decode(encoded: Any, window: Any, ratio: Any) -> Any:
+    return tf.size(jpeg.decode(encoded, ratio, window))
+
+  data = plans.repeat().map(decode, tf.data.AUTOTUNE)
+  return data.batch(BATCH).as_numpy_iterator()
+
+
+PIPELINES: dict[str, Callable[[str], Iterator[Any]]] = {
+  'ours': ours,
+  'tf.data, decode all, then crop': decode_all,
+  'PyTorch DataLoader, Pillow': torch_loader,
+  'Grain, Pillow': grain_loader,
+  'decode of the windows alone': decode_windows,
+}
+# Left out where their package is not installed.
+_PACKAGES = {'PyTorch DataLoader, Pillow': 'torch', 'Grain, Pillow': 'grain'}
+
+
+def _config(folder: str) -> Any:
+  config = common.set_dataset(common.get_config(), folder)
+  config.batch = BATCH
+  config.pp.crop = SIDE
+  return config
+
+
+def _paths(folder: str) -> list[str]:
+  return sorted(str(path) for path in pathlib.Path(folder, 'train').rglob('*.jpg'))
+
+
+def _with_pillow(path: str, rng: Any) -> np.ndarray:
+  """Reads a random crop as torchvision's transforms on Pillow do, float32 [H, W, 3]."""
+  from PIL import Image
+
+  with Image.open(path) as file:
+    image = file.convert('RGB')
+  width, height = image.size
+  for _ in range(10):
+    area = rng.uniform(0.05, 1.0) * width * height
+    ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+    w = round(math.sqrt(area * ratio))
+    h = round(math.sqrt(area / ratio))
+    if w <= width and h <= height:
+      break
   else:
-    data = plain(folder)
-  iterator = data.as_numpy_iterator()
-  for _ in range(5):
-    next(iterator)
-  start = time.perf_counter()
-  for _ in range(BATCHES):
-    next(iterator)
-  print(time.perf_counter() - start)
+    w, h = width, height
+  left = int(rng.uniform(0, width - w + 1))
+  top = int(rng.uniform(0, height - h + 1))
+  box = (left, top, left + w, top + h)
+  image = image.resize((SIDE, SIDE), Image.Resampling.BILINEAR, box)
+  if rng.uniform() < 0.5:
+    image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+  return np.asarray(image, np.float32) / 127.5 - 1
 
 
-def _speeds(times: list[float]) -> list[float]:
-  """Returns the images per second of each time."""
-  return [BATCH * BATCHES / seconds for seconds in times]
+def measure_one(name: str, folder: str, batches: int) -> None:
+  """Prints the elapsed and the processor seconds of a pipeline, a JSON list."""
+  iterator = PIPELINES[name](folder)
+  for _ in range(2):
+    next(iterator)
+  start, processor_start = time.perf_counter(), time.process_time()
+  for _ in range(batches):
+    next(iterator)
+  elapsed = time.perf_counter() - start
+  print(json.dumps([elapsed, time.process_time() - processor_start]))
+
+
+def _measure(names: list[str], folder: str, batches: int, repeats: int) -> dict:
+  """Returns name -> (images per second, per second of processor time) of each turn."""
+  speeds: dict[str, list[np.ndarray]] = {name: [] for name in names}
+  for _ in range(repeats):
+    for name in names:
+      # Two pipelines in one process would slow each other down.
+      call = f'pipeline.measure_one({name!r}, {folder!r}, {batches})'
+      command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']
+      seconds = json.loads(subprocess.check_output(command, text=True))
+      speeds[name].append(BATCH * batches / np.array(seconds))
+  return {name: np.array(values).T.tolist() for name, values in speeds.items()}
 
 
 def rows(args: argparse.Namespace) -> list[dict]:
-  """Times training crops of 224 px from 500x375 JPEGs of photographs."""
-
-  def run(name: str, folder: str) -> Callable[[], float]:
-    # Two pipelines in one process would slow each other down.
-    call = f'pipeline.measure_one({name!r}, {folder!r})'
-    command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']
-    return lambda: float(subprocess.check_output(command, text=True))
-
-  with tempfile.TemporaryDirectory() as folder:
-    photographs(pathlib.Path(folder))
-    ours, plain = timing.measure(
-      run('ours', folder), run('plain', folder), repeats=args.repeats
-    )
-  name = 'input pipeline, 500x375 JPEG -> 224 px'
-  return timing.compared(
-    name, _speeds(ours), 'decode all, then crop', _speeds(plain), 'img/s'
-  )
+  """Times training crops of 224 px from JPEG photographs of two sizes."""
+  names = []
+  for name in PIPELINES:
+    package = _PACKAGES.get(name)
+    if package is None or importlib.util.find_spec(package):
+      names.append(name)
+  table = []
+  for size, batches in BATCHES.items():
+    with tempfile.TemporaryDirectory() as folder:
+      photographs(pathlib.Path(folder), size)
+      speeds = _measure(names, folder, batches, args.repeats)
+    title = f'{size[0]}x{size[1]} JPEG -> {SIDE} px'
+    throughput, _ = speeds['ours']
+    table.append(timing.row(f'{title}: ours, all cores', throughput, 'img/s'))
+    _, reference = speeds['ours']
+    for name, (_, values) in speeds.items():
+      table.append(timing.row(f'{title}: {name}', values, 'img/cpu-s'))
+      ratios = [a / b for a, b in zip(reference, values)]
+      if name != 'ours':
+        table.append(timing.row(f'ours / {name}', ratios, 'x'))
+  return table
