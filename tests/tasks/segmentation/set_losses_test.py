@@ -2,9 +2,11 @@
 
 import jax
 import numpy as np
+import pytest
 import torch
 
 from tests import torch_models
+from vit_jax.layers import xla_hints
 from vit_jax.tasks.segmentation import set_losses
 
 NUM_POINTS, NUM_CLASSES, QUERIES = 40, 3, 6
@@ -54,7 +56,13 @@ def hugging_face_losses(masks, logits, labels, segments):
   return {name: x.item() for name, x in losses.items()}, masks.grad.numpy()
 
 
-def test_losses_and_gradients_match_hugging_face(monkeypatch):
+@pytest.fixture(params=['cpu', 'tpu'])
+def platform(request, monkeypatch):
+  """Traces the functions for a platform; both are computed on the CPU."""
+  monkeypatch.setattr(xla_hints, 'on_tpus', lambda: request.param == 'tpu')
+
+
+def test_losses_and_gradients_match_hugging_face(platform, monkeypatch):
   rng = np.random.RandomState(0)
   masks = 3 * rng.randn(2, 3, QUERIES, 5, 7).astype(np.float32)
   logits = rng.randn(2, 3, QUERIES, NUM_CLASSES + 1).astype(np.float32)
@@ -98,7 +106,7 @@ def test_losses_and_gradients_match_hugging_face(monkeypatch):
     np.testing.assert_allclose(gradient[layer], slope, atol=1e-6)
 
 
-def test_points_at_the_centres_of_pixels_have_their_values():
+def test_points_at_the_centres_of_pixels_have_their_values(platform):
   maps = np.arange(12.0).reshape(1, 3, 4)
   points = np.array([[[0.5 / 4, 0.5 / 3], [3.5 / 4, 1.5 / 3], [1.0 / 4, 2.5 / 3]]])
   sample = jax.jit(set_losses.sample)

@@ -17,11 +17,13 @@ import jax
 from jax import ad_checkpoint
 import jax.numpy as jnp
 
+from vit_jax.layers import xla_hints
 from vit_jax.tasks.detection import mask_losses, matching
 
-# The backward pass computes everything again but the points, which take long to choose.
-_POINTS = 'points'
-_SAVE_POINTS = jax.checkpoint_policies.save_only_these_names(_POINTS)
+# The backward pass computes everything again but the points, which take long to choose,
+# and the targets at them.
+_POINTS, _TARGETS = 'points', 'targets'
+_SAVE_POINTS = jax.checkpoint_policies.save_only_these_names(_POINTS, _TARGETS)
 
 
 class Options(NamedTuple):
@@ -37,31 +39,75 @@ class Options(NamedTuple):
   importance: float = 0.75  # Fraction of P that these are; the rest are random.
 
 
-def _squares(maps: jax.Array) -> jax.Array:
-  """Returns the 2 x 2 pixels around each corner of a pixel, [N, (h + 1) * (w + 1), 4].
-
-  Maps are [N, h, w], and 0 outside. A point reads its four pixels at once, as a row.
-  """
-  padded = jnp.pad(maps, ((0, 0), (1, 1), (1, 1)))
-  upper, lower = padded[:, :-1], padded[:, 1:]
-  pixels = upper[..., :-1], upper[..., 1:], lower[..., :-1], lower[..., 1:]
-  return jnp.stack(pixels, axis=-1).reshape(len(maps), -1, 4)
-
-
-def _rows_and_weights(
+def _corners(
   size: tuple[int, int], points: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-  """Returns the rows of `_squares` that points [..., P, 2] read, and their weights.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+  """Returns the first row and column of the 2 x 2 pixels around points, and weights.
 
-  These are int32 [..., P] and float32 [..., P, 4], for maps of a size (h, w).
+  Maps points [..., P, 2] to int32 [..., P] twice, from -1, and float32 [..., P, 4], for
+  maps of a size (h, w).
   """
   height, width = size
   positions = points * jnp.array([width, height]) - 0.5
   first = jnp.floor(positions)
   x, y = jnp.moveaxis(positions - first, -1, 0)
   weights = (1 - x) * (1 - y), x * (1 - y), (1 - x) * y, x * y
-  column, row = jnp.moveaxis(first.astype(jnp.int32) + 1, -1, 0)
-  return row * (width + 1) + column, jnp.stack(weights, axis=-1)
+  column, row = jnp.moveaxis(first.astype(jnp.int32), -1, 0)
+  return row, column, jnp.stack(weights, axis=-1)
+
+
+def _read(maps: jax.Array, row: jax.Array, column: jax.Array) -> jax.Array:
+  """Returns the 2 x 2 pixels of maps [N, h, w] from rows and columns [N, P]: [N, P, 4].
+
+  Pixels outside are 0. A point reads its four pixels at once, as a row of a table.
+  """
+  num_maps, _, width = maps.shape
+  padded = jnp.pad(maps, ((0, 0), (1, 1), (1, 1)))
+  upper, lower = padded[:, :-1], padded[:, 1:]
+  pixels = upper[..., :-1], upper[..., 1:], lower[..., :-1], lower[..., 1:]
+  table = jnp.stack(pixels, axis=-1).reshape(num_maps, -1, 4)
+  index = (row + 1) * (width + 1) + column + 1
+  return jax.vmap(lambda rows, index: rows[index])(table, index)
+
+
+# TPUs read single elements slowly. The next functions multiply by weights of all pixels
+# of a row and of a column, which XLA computes inside the product.
+
+
+def _hats(positions: jax.Array, size: int) -> jax.Array:
+  """Returns weights of the pixels of an axis, float32 [..., P, size], at most two not 0.
+
+  Positions [..., P] are from 0 to 1.
+  """
+  distances = positions[..., None] * size - 0.5 - jnp.arange(size)
+  return jnp.maximum(0.0, 1.0 - jnp.abs(distances))
+
+
+def _sample_by_products(maps: jax.Array, points: jax.Array) -> jax.Array:
+  height, width = maps.shape[1:]
+  points = jnp.broadcast_to(points, (len(maps), *points.shape[1:]))
+  columns, rows = _hats(points[..., 0], width), _hats(points[..., 1], height)
+  precision = jax.lax.Precision.HIGH
+  values = jnp.einsum('nph,nhw->npw', rows, maps, precision=precision)
+  return (values * columns).sum(axis=-1)
+
+
+def _read_by_products(
+  segments: jax.Array, row: jax.Array, column: jax.Array, largest: int
+) -> jax.Array:
+  """Returns pixels of segments [H, W], integers up to `largest`: [P, 4], see `_read`."""
+  height, width = segments.shape
+  both = jnp.arange(2)
+  rows = jax.nn.one_hot(row[:, None] + both, height)  # [P, 2, H]
+  columns = jax.nn.one_hot(column[:, None] + both, width)
+  # bfloat16, in which TPUs multiply by default, is exact up to 256.
+  precision = jax.lax.Precision.DEFAULT
+  if largest > 256:
+    precision = jax.lax.Precision.HIGHEST
+  values = segments.astype(jnp.float32)
+  lines = jnp.einsum('pih,hw->piw', rows, values, precision=precision)
+  pixels = (lines[:, :, None] * columns[:, None]).sum(axis=-1)  # [P, 2, 2]
+  return pixels.reshape(-1, 4)
 
 
 def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
@@ -70,16 +116,18 @@ def sample(maps: jax.Array, points: jax.Array) -> jax.Array:
   Points are [N, P, 2], or [1, P, 2] for the same points, from 0 to 1. Returns float32 [N,
   P].
   """
-  rows, weights = _rows_and_weights(maps.shape[1:], points)
-  rows = jnp.broadcast_to(rows, (len(maps), rows.shape[1]))
-  values = jax.vmap(lambda squares, rows: squares[rows])(_squares(maps), rows)
-  return (values * weights).sum(axis=-1)
+  if xla_hints.on_tpus():
+    return _sample_by_products(maps, points)
+  row, column, weights = _corners(maps.shape[1:], points)
+  shape = len(maps), row.shape[1]
+  pixels = _read(maps, jnp.broadcast_to(row, shape), jnp.broadcast_to(column, shape))
+  return (pixels * weights).sum(axis=-1)
 
 
 def sample_objects(
   segments: jax.Array, objects: jax.Array, points: jax.Array
 ) -> jax.Array:
-  """Interpolates the masks of objects at points, without making the masks.
+  """Interpolates the masks of objects at points.
 
   Args:
     segments: int [H, W], number of the object of each pixel, from 1; 0 for none.
@@ -89,15 +137,27 @@ def sample_objects(
   Returns:
     float32 [N, P], from 0 to 1.
   """
-  rows, weights = _rows_and_weights(segments.shape, points)
-  numbers = _squares(segments[None])[0, rows]  # [N, P, 4]
+  is_shared = len(points) == 1
+  if xla_hints.on_tpus() and not is_shared:
+    masks = segments == objects[:, None, None] + 1
+    return sample(masks.astype(jnp.float32), points)
+  row, column, weights = _corners(segments.shape, points)
+  if xla_hints.on_tpus():
+    numbers = _read_by_products(segments, row[0], column[0], len(objects))
+  else:
+    flat = row.reshape(1, -1), column.reshape(1, -1)
+    numbers = _read(segments[None], *flat).reshape(*row.shape, 4)
   is_inside = numbers == objects[:, None, None] + 1
   return (is_inside * weights).sum(axis=-1)
 
 
-def random_points(key: jax.Array, shape: tuple[int, int]) -> jax.Array:
-  """Returns random points [*shape, 2]; one number yields both coordinates."""
-  bits = jax.random.bits(key, shape, jnp.uint32)
+def random_points(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+  """Returns random points [*shape, 2], see `_from_bits`."""
+  return _from_bits(jax.random.bits(key, shape, jnp.uint32))
+
+
+def _from_bits(bits: jax.Array) -> jax.Array:
+  """Returns points [..., 2]; each uint32 number yields both coordinates."""
   return jnp.stack([bits >> 16, bits & 0xFFFF], axis=-1) / 2**16
 
 
@@ -107,14 +167,17 @@ def _uncertain_points(key: jax.Array, masks: jax.Array, options: Options) -> jax
   num_candidates = int(num_points * options.oversample)
   num_uncertain = int(num_points * options.importance)
   candidates_key, random_key = jax.random.split(key)
-  num_masks = len(masks)
-  candidates = random_points(candidates_key, (num_masks, num_candidates))
-  certainty = jnp.abs(sample(masks, candidates))
-  _, indices = jax.lax.top_k(-certainty, num_uncertain)
-  uncertain = jnp.take_along_axis(candidates, indices[..., None], axis=1)
-  num_random = num_points - num_uncertain
-  random = random_points(random_key, (num_masks, num_random))
-  return jnp.concatenate([uncertain, random], axis=1)
+  shape = (len(masks), num_candidates)
+  candidates = jax.random.bits(candidates_key, shape, jnp.uint32)
+  certainty = jnp.abs(sample(masks, _from_bits(candidates)))
+  if xla_hints.on_tpus():  # Sorts the candidates too, which TPUs read slowly.
+    _, candidates = jax.lax.sort((certainty, candidates), num_keys=1)
+    uncertain = candidates[:, :num_uncertain]
+  else:
+    _, indices = jax.lax.top_k(-certainty, num_uncertain)
+    uncertain = jnp.take_along_axis(candidates, indices, axis=1)
+  random = random_points(random_key, (len(masks), num_points - num_uncertain))
+  return jnp.concatenate([_from_bits(uncertain), random], axis=1)
 
 
 def _matching_cost(
@@ -148,6 +211,7 @@ def _mask_losses(
   points = _uncertain_points(key, jax.lax.stop_gradient(matched), options)
   points = ad_checkpoint.checkpoint_name(points, _POINTS)
   targets = sample_objects(segments, jnp.arange(len(query)), points)
+  targets = ad_checkpoint.checkpoint_name(targets, _TARGETS)
   logits = sample(matched, points)  # [N, P]
   is_target = query >= 0
   losses = {
