@@ -13,7 +13,7 @@ one core, whatever the number of cores.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 import importlib.util
 import json
 import math
@@ -212,17 +212,26 @@ def measure_one(name: str, folder: str, batches: int) -> None:
   print(json.dumps([elapsed, time.process_time() - processor_start]))
 
 
-def _measure(names: list[str], folder: str, batches: int, repeats: int) -> dict:
-  """Returns name -> (images per second, per second of processor time) of each turn."""
-  speeds: dict[str, list[np.ndarray]] = {name: [] for name in names}
-  for _ in range(repeats):
-    for name in names:
-      # Two pipelines in one process would slow each other down.
-      call = f'pipeline.measure_one({name!r}, {folder!r}, {batches})'
-      command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']
-      seconds = json.loads(subprocess.check_output(command, text=True))
-      speeds[name].append(BATCH * batches / np.array(seconds))
-  return {name: np.array(values).T.tolist() for name, values in speeds.items()}
+def speeds(
+  names: Sequence[str], size: tuple[int, int], repeats: int
+) -> dict[str, list[list[float]]]:
+  """Times pipelines in turn on photographs of (width, height) pixels.
+
+  Returns by name the images per second of each turn, and those per second of processor
+  time.
+  """
+  batches = BATCHES[size]
+  turns: dict[str, list[np.ndarray]] = {name: [] for name in names}
+  with tempfile.TemporaryDirectory() as folder:
+    photographs(pathlib.Path(folder), size)
+    for _ in range(repeats):
+      for name in names:
+        # Two pipelines in one process would slow each other down.
+        call = f'pipeline.measure_one({name!r}, {folder!r}, {batches})'
+        command = [sys.executable, '-c', f'from benchmarks import pipeline; {call}']
+        seconds = json.loads(subprocess.check_output(command, text=True))
+        turns[name].append(BATCH * batches / np.array(seconds))
+  return {name: np.array(values).T.tolist() for name, values in turns.items()}
 
 
 def rows(args: argparse.Namespace) -> list[dict]:
@@ -233,15 +242,12 @@ def rows(args: argparse.Namespace) -> list[dict]:
     if package is None or importlib.util.find_spec(package):
       names.append(name)
   table = []
-  for size, batches in BATCHES.items():
-    with tempfile.TemporaryDirectory() as folder:
-      photographs(pathlib.Path(folder), size)
-      speeds = _measure(names, folder, batches, args.repeats)
+  for size in BATCHES:
+    results = speeds(names, size, args.repeats)
     title = f'{size[0]}x{size[1]} JPEG -> {SIDE} px'
-    throughput, _ = speeds['ours']
+    throughput, reference = results['ours']
     table.append(timing.row(f'{title}: ours, all cores', throughput, 'img/s'))
-    _, reference = speeds['ours']
-    for name, (_, values) in speeds.items():
+    for name, (_, values) in results.items():
       table.append(timing.row(f'{title}: {name}', values, 'img/cpu-s'))
       ratios = [a / b for a, b in zip(reference, values)]
       if name != 'ours':
