@@ -95,14 +95,6 @@ def add_cell(client, source):
   return cell
 
 
-# figures/invariance_test.py compares all models.
-ONE_MODEL = """
-from vit_jax.figures import invariance
-models = invariance.standard_models(patch=16)
-invariance.standard_models = lambda patch: {'ViT': models['ViT']}
-"""
-
-
 class Notebook:
   """A running notebook, in the kernel that all notebooks share.
 
@@ -353,7 +345,6 @@ def test_augreg(client, tmp_path):
 
 def test_inspect(client, walked):
   notebook = Notebook(client, 'inspect', RUN=str(walked.workdir))
-  notebook.add(ONE_MODEL)
   notebook.run_all()
   assert 'ViT-digits, after 90 steps' in printed(notebook.cell('predict.load('))
   drawn = notebook.cell('visualize.figures')
