@@ -175,10 +175,10 @@ def _check(folder: str, count: int, images: int = 1_000_000) -> str:
   for process in reversed(range(count)):
     index.checks = index_lib.Checks.empty(images)
     jax.process_index = lambda process=process: process
-    checking._check_share(index, np.arange(images), None, 10**9, folder)
+    checking._check_local(index, np.arange(images), None, 10**9, folder)
   size = sum(file.stat().st_size for file in pathlib.Path(folder).glob('data/*'))
   start = time.perf_counter()
-  checking._merge_shares(index, folder)
+  checking._merge_results(index, folder)
   seconds = time.perf_counter() - start
   assert index.checks.status.all()
   return f'{size / 2**20:,.0f} MB written by all, merged in {seconds:.1f} s'

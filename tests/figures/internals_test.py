@@ -257,19 +257,19 @@ def test_rejects_models_without_attention_weights():
 
 def test_filters_are_the_principal_components_up_to_sign():
   kernel = np.random.RandomState(0).randn(4, 3, 2, 40).astype(np.float32)
-  found, shares = internals.principal_filters(kernel, 7)
+  components, explained = internals.principal_filters(kernel, 7)
   filters = kernel.reshape(24, 40).T
   pca = decomposition.PCA(7, svd_solver='full').fit(filters)
-  assert found.shape == (7, 4, 3, 2)
-  products = (found.reshape(7, 24) * pca.components_).sum(axis=1)
+  assert components.shape == (7, 4, 3, 2)
+  products = (components.reshape(7, 24) * pca.components_).sum(axis=1)
   np.testing.assert_allclose(np.abs(products), 1, atol=1e-5)
-  np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-5)
+  np.testing.assert_allclose(explained, pca.explained_variance_ratio_, rtol=1e-5)
 
 
 @pytest.mark.parametrize('foreground', ['', 'negative'])
 def test_colours_are_the_principal_components_of_patches(foreground):
   tokens = np.random.RandomState(0).randn(3, 4, 5, 8) * np.arange(1, 9) + 7
-  found, shares = internals.patch_colours(tokens, foreground)
+  colours, explained = internals.patch_colours(tokens, foreground)
   rows, kept = tokens.reshape(-1, 8), np.ones(60, bool)
   if foreground:
     pca = decomposition.PCA(1, svd_solver='full')
@@ -279,12 +279,12 @@ def test_colours_are_the_principal_components_of_patches(foreground):
   pca = decomposition.PCA(3, svd_solver='full')
   values = pca.fit_transform(rows[kept])
   want = (values - values.min(axis=0)) / np.ptp(values, axis=0)
-  got = found.reshape(60, 3)
+  got = colours.reshape(60, 3)
   assert not got[~kept].any()
   same = np.abs(got[kept] - want).max(axis=0) < 1e-4
   turned = np.abs(got[kept] - (1 - want)).max(axis=0) < 1e-4
   assert (same | turned).all()
-  np.testing.assert_allclose(shares, pca.explained_variance_ratio_, rtol=1e-4)
+  np.testing.assert_allclose(explained, pca.explained_variance_ratio_, rtol=1e-4)
 
 
 def test_similarity_is_the_cosine_without_the_class_token():

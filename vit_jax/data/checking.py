@@ -1,6 +1,6 @@
 """Lists the images of a folder and checks each one, once for all processes.
 
-Process 0 lists a folder, and each process checks its share of the images. The
+Process 0 lists a folder, and each process checks some of the images. The
 result, an index, is stored in the workdir of the run or next to the images
 (`vit_jax index`), and all processes use it.
 """
@@ -39,7 +39,7 @@ def usable(
 ) -> index_lib.Paths:
   """Checks that images can be decoded; returns those that are not broken.
 
-  Each process checks its share. In a run's `workdir`, results are stored about every
+  Each process checks some of them. In a run's `workdir`, results are stored about every
   minute and before raising an error, so that the next start checks only the
   remaining and the changed files.
 
@@ -72,7 +72,7 @@ def usable(
       index.check_anew('channels', channels)
       index.forget_changed(rows)
       if broken != 'trust':
-        _check_share(index, rows, explain, limit, workdir)
+        _check_local(index, rows, explain, limit, workdir)
     local_reasons = paths.broken()
     shown_numbers = _first_of_each(paths, local_reasons)
     results = []
@@ -81,13 +81,13 @@ def usable(
     return results
 
   reasons: dict[int, str] = {}
-  for share in processes.attempt(f"checking the images of '{where}'", check):
-    for number, reason in share:
+  for process_results in processes.attempt(f"checking the images of '{where}'", check):
+    for number, reason in process_results:
       reasons[number] = reasons.get(number) or reason
 
   def store() -> None:
     for index, _ in views:
-      _merge_shares(index, workdir)
+      _merge_results(index, workdir)
     if reasons and broken == 'error':
       paths.store(workdir)
 
@@ -138,14 +138,14 @@ def _first_of_each(paths: index_lib.Paths, numbers: Iterable[int]) -> list[int]:
   return [number for _, number in sorted(by_path.items())[:_SHOWN]]
 
 
-def _check_share(
+def _check_local(
   index: index_lib.Index,
   rows: np.ndarray,
   explain: Callable[[bytes, int], str],
   limit: int,
   workdir: str | None,
 ) -> None:
-  """Checks this process's share of some rows."""
+  """Checks the rows that belong to this process."""
   process = jax.process_index()
   rows = np.unique(rows[rows % jax.process_count() == process])
   if not workdir:
@@ -163,13 +163,13 @@ def _check_share(
     index.save_checks(path, rows)
 
 
-def _merge_shares(index: index_lib.Index, workdir: str | None) -> None:
+def _merge_results(index: index_lib.Index, workdir: str | None) -> None:
   """Moves the stored results of the other processes into the stored index."""
   path = index_lib.place(workdir, index.root, index.base)
   folder, name = os.path.split(path)
   entries = tf.io.gfile.listdir(folder) if tf.io.gfile.isdir(folder) else []
   paths = [f'{folder}/{entry}' for entry in entries if entry.startswith(f'{name}.')]
-  # Shares of a different number of processes may be out of date.
+  # Results of a different number of processes may be out of date.
   current = [path for path in paths if path.endswith(f'of{jax.process_count()}')]
   checks = index.load_checks(current)
   if checks.status.any():

@@ -174,16 +174,16 @@ class PseudoSource(records.Subset):
   def _spread(self, classes: 'tf.Tensor', probabilities: 'tf.Tensor') -> 'tf.Tensor':
     """Returns the probabilities of all classes, float32 [b, classes]."""
     count = len(self.class_names)
-    share = tf.zeros_like(probabilities[:, :1])  # [b, 1]
+    other = tf.zeros_like(probabilities[:, :1])  # Of each other class, [b, 1].
     if self._exclusive and classes.shape[1] < count:
       remaining = 1 - tf.reduce_sum(probabilities, 1, keepdims=True)
-      share = tf.maximum(remaining, 0) / (count - classes.shape[1])
+      other = tf.maximum(remaining, 0) / (count - classes.shape[1])
     size = tf.shape(classes)[0]
     num_known = classes.shape[1]
     places = tf.stack(
       [tf.repeat(tf.range(size), num_known), tf.reshape(classes, [-1])], 1
     )
     dense = tf.tensor_scatter_nd_update(
-      tf.tile(share, [1, count]), places, tf.reshape(probabilities, [-1])
+      tf.tile(other, [1, count]), places, tf.reshape(probabilities, [-1])
     )
     return tf.ensure_shape(dense, [None, count])

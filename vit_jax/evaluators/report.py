@@ -296,11 +296,11 @@ def _lines(scores: Scores, names: Sequence[str]) -> list[str]:
 
 
 def _cells(row: Sequence[Any]) -> list[str]:
-  """Returns a row of the printed table: shares in percent, '-' for no value."""
-  name, *shares, count = row
+  """Returns a row of the printed table: measures in percent, '-' for no value."""
+  name, *measures, count = row
   cells = [name]
-  for share in shares:
-    cells.append('-' if share is None else f'{100 * share:.2f}')
+  for value in measures:
+    cells.append('-' if value is None else f'{100 * value:.2f}')
   return [*cells, f'{count:,}']
 
 

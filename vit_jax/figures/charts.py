@@ -133,18 +133,17 @@ def confusion(
     f'({100 * correct / max(1, total):.2f} %)',
   )
   axes, right = fig.subplots(1, 2, width_ratios=(1.7, 1))
-  shares = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
+  fractions = matrix / np.maximum(1, matrix.sum(axis=1, keepdims=True))
   count = len(class_names)
   block = -(-count // _MOST_CELLS)
   starts = range(0, count, block)
-  # The largest share of each block of classes.
-  cells = np.maximum.reduceat(np.maximum.reduceat(shares, starts), starts, 1)
-  # The power 0.5 makes small shares of mistakes visible.
+  # The largest fraction of each block of classes.
+  cells = np.maximum.reduceat(np.maximum.reduceat(fractions, starts), starts, 1)
   end = len(cells) * block - 0.5
   image = axes.imshow(
     100 * cells,
     cmap='cividis',
-    norm=scales.PowerNorm(0.5, 0, 100),
+    norm=scales.PowerNorm(0.5, 0, 100),  # Makes rare mistakes visible.
     extent=(-0.5, end, end, -0.5),
     interpolation='nearest',
   )
@@ -155,7 +154,7 @@ def confusion(
     axes.set_yticks(range(count), names)
   if count <= _MOST_COUNTED:
     for i, j in np.argwhere(matrix):
-      colour = 'black' if shares[i, j] > 0.3 else 'white'
+      colour = 'black' if fractions[i, j] > 0.3 else 'white'
       axes.text(j, i, matrix[i, j], ha='center', va='center', color=colour, fontsize=12)
   axes.spines[:].set_visible(False)
   axes.set_xlabel('predicted class')

@@ -233,10 +233,10 @@ def wrapped_all(
 
 
 @styled
-def filters(components: np.ndarray, shares: np.ndarray) -> Any:
+def filters(components: np.ndarray, explained: np.ndarray) -> Any:
   """Draws the principal components of filters (figure 7, left).
 
-  For components [n, p, q, C] and shares [n] see internals.principal_filters.
+  For components [n, p, q, C] and explained variances [n] see internals.principal_filters.
   """
   count, height, width, channels = components.shape
   columns = min(7, count)
@@ -246,7 +246,7 @@ def filters(components: np.ndarray, shares: np.ndarray) -> Any:
   fig = new_figure(
     1.4 + 1.06 * cell * rows * ratio,
     f'The first {count} principal components of the filters '
-    f'explain {100 * shares.sum():.0f} % of the variance',
+    f'explain {100 * explained.sum():.0f} % of the variance',
     width=max(10.0, 2.2 + 1.06 * cell * columns),
   )
   in_colour = channels == 3
@@ -390,24 +390,24 @@ def class_explanations(
 
 @styled
 def patch_components(
-  images: np.ndarray, colours: np.ndarray, shares: np.ndarray, labels: Sequence[str]
+  images: np.ndarray, colours: np.ndarray, explained: np.ndarray, labels: Sequence[str]
 ) -> Any:
   """Draws images, and below them the principal components of their patches.
 
-  Takes images as `attention_maps`; for the colours of these images and the shares see
-  internals.patch_colours.
+  Takes images as `attention_maps`; for the colours of these images and the explained
+  variances see internals.patch_colours.
   """
   pixels = as_pixels(images)
   height, width = pixels.shape[1:3]
   rows = np.arange(height) * colours.shape[1] // height
   columns = np.arange(width) * colours.shape[2] // width
-  explained = ' + '.join(f'{100 * share:.0f}' for share in shares)
+  percentages = ' + '.join(f'{100 * fraction:.0f}' for fraction in explained)
   return _over_pictures(
     'Principal components of patches',
     np.stack([pixels, colours[:, rows][:, :, columns]]),
     labels,
     ['image', 'patches'],
-    f'red, green, blue: {explained} % of the variance',
+    f'red, green, blue: {percentages} % of the variance',
     bar='',
   )
 

@@ -178,12 +178,12 @@ def _register_attention(subject: results.Subject) -> list:
 
 
 def _patch_components(subject: results.Subject) -> list:
-  colours, shares = internals.patch_colours(subject.patches, subject.foreground)
+  colours, explained = internals.patch_colours(subject.patches, subject.foreground)
   images, names = subject.pictures, subject.names
   figures = []
   for page in pages(subject):
     figures.append(
-      drawing.patch_components(images[page], colours[page], shares, names[page])
+      drawing.patch_components(images[page], colours[page], explained, names[page])
     )
   return figures
 
@@ -215,16 +215,16 @@ def _explanations(subject: results.Subject) -> list:
 
 
 def _class_explanations(subject: results.Subject) -> list:
-  shares = subject.model.task.probabilities(subject.outputs)  # [B, classes]
-  ranks = np.argsort(-shares, axis=-1, kind='stable')[:, :_RANKS]  # [B, n]
+  probabilities = subject.model.task.probabilities(subject.outputs)  # [B, classes]
+  ranks = np.argsort(-probabilities, axis=-1, kind='stable')[:, :_RANKS]  # [B, n]
   method = next(m for m in subject.methods if m != 'rollout')
   names = subject.model.class_names
   maps, texts = [], []
   for classes in ranks.T:
     maps.append(subject.relevance(method, classes))
     row = []
-    for image_shares, number in zip(shares, classes, strict=True):
-      row.append(f'{names[number]} {100 * image_shares[number]:.0f} %')
+    for image_probabilities, number in zip(probabilities, classes, strict=True):
+      row.append(f'{names[number]} {100 * image_probabilities[number]:.0f} %')
     texts.append(row)
   images = subject.pictures
   stacked = np.stack(maps)

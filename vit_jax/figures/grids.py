@@ -46,8 +46,8 @@ def heat(values: np.ndarray, size: tuple[int, int]) -> np.ndarray:
 
   values = np.nan_to_num(np.asarray(values, np.float32))
   largest = values.max(axis=(1, 2), keepdims=True)
-  shares = values / np.where(largest > 0, largest, 1.0)
-  pixels = matplotlib.colormaps['viridis'](shares, bytes=True)[..., :3]
+  scaled = values / np.where(largest > 0, largest, 1.0)
+  pixels = matplotlib.colormaps['viridis'](scaled, bytes=True)[..., :3]
   return _resized(pixels, *size, Image.Resampling.NEAREST)
 
 

@@ -240,23 +240,24 @@ def principal_filters(kernel: Any, count: int = 28) -> tuple[np.ndarray, np.ndar
   """Computes at most `count` principal components of D filters [p, q, C, D].
 
   Returns the components, float32 [count, p, q, C], of norm 1 and with the largest
-  magnitude positive; and the share of the variance that each explains.
+  magnitude positive; and the fraction of the variance that each explains.
   """
   kernel = np.asarray(kernel, np.float64)
   filters = kernel.reshape(-1, kernel.shape[-1]).T  # [D, p*q*C]
   filters = filters - filters.mean(axis=0)
-  components, shares = _principal(filters, min(count, *filters.shape))
+  components, explained = _principal(filters, min(count, *filters.shape))
   components = components.reshape(-1, *kernel.shape[:-1])  # [count, p, q, C]
-  return components.astype(np.float32), shares.astype(np.float32)
+  return components.astype(np.float32), explained.astype(np.float32)
 
 
 def _principal(rows: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-  """Returns components [count, D] of centred rows [n, D], and their shares [count]."""
+  """Returns components [count, D] of centred rows [n, D], and explained variances."""
   variances, vectors = np.linalg.eigh(rows.T @ rows)  # Ascending.
   components = vectors.T[::-1][:count]
   largest = np.abs(components).argmax(axis=1)
-  components = components * np.sign(components[np.arange(count), largest])[:, None]
-  return components, variances[::-1][:count] / max(variances.sum(), 1e-30)
+  signs = np.sign(components[np.arange(count), largest])
+  explained = variances[::-1][:count] / max(variances.sum(), 1e-30)  # [count]
+  return components * signs[:, None], explained
 
 
 def patch_colours(tokens: Any, foreground: str = '') -> tuple[np.ndarray, np.ndarray]:
@@ -269,7 +270,7 @@ def patch_colours(tokens: Any, foreground: str = '') -> tuple[np.ndarray, np.nda
   `principal_filters`, so which of them is the foreground depends on the images.
 
   Takes the tokens of patches, float [B, h, w, D] with D of at least 3. Returns float32
-  [B, h, w, 3] and the share of the variance that each component explains, float32 [3].
+  [B, h, w, 3] and the fraction of the variance that each component explains, float32 [3].
   """
   tokens = np.asarray(tokens, np.float32)
   rows = tokens.reshape(-1, tokens.shape[-1])
@@ -279,13 +280,13 @@ def patch_colours(tokens: Any, foreground: str = '') -> tuple[np.ndarray, np.nda
     first = rows @ _principal(rows, 1)[0][0]
     mask = first >= 0 if foreground == 'positive' else first <= 0
     rows = rows[mask] - rows[mask].mean(axis=0)
-  components, shares = _principal(rows, 3)
+  components, explained = _principal(rows, 3)
   values = rows @ components.T
   low = values.min(axis=0)
   spread = np.ptp(values, axis=0)
   colours = np.zeros((len(mask), 3), np.float32)
   colours[mask] = (values - low) / np.where(spread > 0, spread, 1)
-  return colours.reshape(*tokens.shape[:-1], 3), shares.astype(np.float32)
+  return colours.reshape(*tokens.shape[:-1], 3), explained.astype(np.float32)
 
 
 def position_similarity(embeddings: Any, grid: tuple[int, int]) -> np.ndarray:

@@ -101,12 +101,12 @@ def classify(model: Any, source: records.Source, num_mistakes: int = 8) -> Resul
     params: Any, extra: Any, batch: input_pipeline.Batch
   ) -> dict[str, jax.Array]:
     logits = task.outputs(params, extra, batch)
-    shares = task.squash(logits.astype(jnp.float32))  # [B, classes]
+    probabilities = task.squash(logits.astype(jnp.float32))  # [B, classes]
     label = batch['label']
     return {
       'true': jnp.where(label.sum(axis=-1) == 1, label.argmax(axis=-1), -1),
-      'predicted': shares.argmax(axis=-1),
-      'probability': shares.max(axis=-1),
+      'predicted': probabilities.argmax(axis=-1),
+      'probability': probabilities.max(axis=-1),
     }
 
   compare_batch = engine.on_all_hosts(mesh, compare)

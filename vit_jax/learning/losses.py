@@ -32,15 +32,15 @@ def softmax_xent(
       probability p is multiplied by (1 - p)**gamma.
   """
   logits = logits.astype(jnp.float32)
-  labels = _to_shares(labels)
+  labels = _at_most_one(labels)
   if class_weights is not None:
     labels = labels * class_weights
   if smoothing and class_weights is None:
-    labels = _to_shares(optax.smooth_labels(labels, smoothing))
+    labels = _at_most_one(optax.smooth_labels(labels, smoothing))
   elif smoothing:
     # Smoothing before weighting would give rare classes more weight than the label.
-    share = labels.sum(axis=-1, keepdims=True) / labels.shape[-1]
-    labels = (1 - smoothing) * labels + smoothing * share
+    mean = labels.sum(axis=-1, keepdims=True) / labels.shape[-1]
+    labels = (1 - smoothing) * labels + smoothing * mean
   if not gamma:
     return optax.softmax_cross_entropy(logits, labels)
   log_p = jax.nn.log_softmax(logits)
@@ -152,9 +152,9 @@ def label_weights(labels: jax.Array, class_weights: jax.Array) -> jax.Array:
   It is the weight of its class, or the mean over its labels [B, C]: a mixed image of
   30 % of one class and 70 % of another has .3 and .7 of their weights.
   """
-  return (_to_shares(labels) * class_weights).sum(axis=-1)
+  return (_at_most_one(labels) * class_weights).sum(axis=-1)
 
 
-def _to_shares(labels: jax.Array) -> jax.Array:
+def _at_most_one(labels: jax.Array) -> jax.Array:
   """Scales rows with a sum above 1 to sum to 1."""
   return labels / jnp.maximum(labels.sum(axis=-1, keepdims=True), 1.0)

@@ -92,9 +92,9 @@ def track_ema(decay: float) -> optax.GradientTransformationExtraArgs:
     updates: Any, state: Any, params: Any, *, step: jax.Array, **_
   ) -> tuple[Any, EmaState]:
     new = optax.apply_updates(params, updates)
-    share = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))  # 1 - decay.
+    step_size = jnp.maximum(1.0 - decay, 9.0 / (10.0 + step))
     # In this form constant parameters equal their average bit for bit.
-    ema = jax.tree.map(lambda old, x: old + share * (x - old), state.ema, new)
+    ema = jax.tree.map(lambda old, x: old + step_size * (x - old), state.ema, new)
     return updates, EmaState(ema)
 
   return optax.GradientTransformationExtraArgs(init, update)

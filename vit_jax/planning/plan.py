@@ -190,11 +190,11 @@ def table(plan: dict) -> str:
   needed, limit = plan['memory_per_core_bytes'], plan['memory_of_core_bytes']
   fits = 'fits' if plan['fits'] else 'DOES NOT FIT'
   sequence = plan['mesh'].get(sharding.SEQUENCE_AXIS, 1)
-  share = 'a device' if sequence == 1 else f'on every {sequence} devices'
+  devices = 'a device' if sequence == 1 else f'on every {sequence} devices'
   rows = {
     'model': f'{plan["model"]}, {plan["parameters"]:,} parameters',
     'devices': f'{plan["cores"]} of {plan["topology"]}, mesh {plan["mesh"]}',
-    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} {share}',
+    'batch': f'{plan["batch"]:,}, {plan["batch_per_core"]:,} {devices}',
     'memory a device': f'{console.size(needed)} of {console.size(limit)}: {fits}',
     '  parameters': console.size(plan['params_bytes']),
   }

@@ -59,7 +59,7 @@ def search(
   for mesh in meshes(config, devices):
     start = best[0]['accum_steps'] if best else 1
     for remat, enough in remats:
-      if best and _share(best[0]) >= enough:
+      if best and _share_of_peak(best[0]) >= enough:
         continue
       settings: dict[str, Any] = {f'mesh.{axis}': size for axis, size in mesh.items()}
       if remat_key:
@@ -136,7 +136,7 @@ def _images_per_second(plan: Mapping[str, Any]) -> float:
   return plan['images_per_second_per_core_with_network']
 
 
-def _share(plan: Mapping[str, Any]) -> float:
+def _share_of_peak(plan: Mapping[str, Any]) -> float:
   """Share of the peak that a plan reaches, network time added."""
   alone = plan['images_per_second_per_core']
   return plan['share_of_peak'] * _images_per_second(plan) / alone

@@ -105,8 +105,10 @@ def _predict(
 
   def best(params: Any, extra: Any, batch: Any) -> dict[str, jax.Array]:
     logits = task.outputs(params, extra, batch)
-    shares = task.squash(logits.astype(jnp.float32))
-    probabilities, classes = jax.lax.top_k(shares, min(num_classes or count, count))
+    probabilities = task.squash(logits.astype(jnp.float32))
+    probabilities, classes = jax.lax.top_k(
+      probabilities, min(num_classes or count, count)
+    )
     return {'classes': classes, 'probabilities': probabilities}
 
   predict_batch = engine.on_all_hosts(mesh, best)

@@ -55,9 +55,10 @@ def make(
 
   def show(photo: demo.Photo, method: str | None = None) -> dict:
     [(_, inputs, outputs)] = model.stream([photo.path], compute, ['image'])
-    shares = outputs['probabilities']
-    classes = np.argsort(-shares, kind='stable')[:_SHOWN].tolist()
-    names = demo.confidences((model.class_names[i], float(shares[i])) for i in classes)
+    probabilities = outputs['probabilities']
+    classes = np.argsort(-probabilities, kind='stable')[:_SHOWN].tolist()
+    rows = [(model.class_names[i], float(probabilities[i])) for i in classes]
+    names = demo.confidences(rows)
     if method is None:
       return {label: names}
     # The model may see only a centre crop of the photo.

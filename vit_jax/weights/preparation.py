@@ -548,7 +548,7 @@ def _from_timm(config: Mapping[str, Any]) -> Preparation | None:
   mode = field('crop_mode', Literal['center', 'squash'], 'center')
   return _as_in_timm(
     crop=(height, width),
-    share=field('crop_pct', schema.Positive, 0.875),
+    crop_pct=field('crop_pct', schema.Positive, 0.875),
     is_squash=mode == 'squash',
     interpolation=field(
       'interpolation', Literal['bilinear', 'bicubic', 'lanczos'], 'bicubic'
@@ -574,7 +574,7 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
   is_bilinear = field('interpolation', filters) == 'bilinear'
   return _as_in_timm(
     crop=_pair(field('size', schema.Size, usual)),
-    share=1.0,
+    crop_pct=1.0,
     is_squash=mode == 'squash',
     interpolation='bilinear' if is_bilinear else 'bicubic',
     mean=descriptions.as_tuple(field('mean', _Values, _CLIP_MEAN)),
@@ -584,10 +584,10 @@ def _from_open_clip(config: Mapping[str, Any]) -> Preparation | None:
 
 
 def _as_in_timm(
-  crop: tuple[int, int], share: float, is_squash: bool, **options: Any
+  crop: tuple[int, int], crop_pct: float, is_squash: bool, **options: Any
 ) -> Preparation:
-  """Returns a preparation whose crop is a share of the sides of the resized image."""
-  height, width = (math.floor(side / share) for side in crop)
+  """Returns a preparation whose crop is the fraction `crop_pct` of the sides of the resized image."""
+  height, width = (math.floor(side / crop_pct) for side in crop)
   _check_sizes((height, width), None, crop)
   size: int | tuple[int, int] | None = (height, width)
   if is_squash and size == crop:
@@ -735,13 +735,13 @@ def to_timm(
   # sides ('squash') or the shorter one ('center') to the result. A little less, so that
   # rounding in the division does not cost a pixel.
   sides = _pair(preparation.size)
-  share = math.nextafter(crop[0] / sides[0], 0.0)
-  if tuple(math.floor(side / share) for side in crop) != sides:
+  crop_pct = math.nextafter(crop[0] / sides[0], 0.0)
+  if tuple(math.floor(side / crop_pct) for side in crop) != sides:
     return fields, [
       f'timm cannot resize to {preparation.size} before cropping {crop}: it will resize '
       'the whole image, and its predictions will differ a little'
     ]
   keeps_shape = isinstance(preparation.size, int) or preparation.resize_mode == 'cover'
   fields['crop_mode'] = 'center' if keeps_shape else 'squash'
-  fields['crop_pct'] = share
+  fields['crop_pct'] = crop_pct
   return fields, []

@@ -246,7 +246,7 @@ def test_results_for_another_process_count_are_not_merged(root, tmp_path, monkey
   index.save_checks(f'{path}.1of4', np.arange(1, 33, 4))
   index.save_checks(f'{path}.1of2', np.arange(1, 33, 2)[:5])
   new = listing.list_folder(str(root), 'train')
-  checking._merge_shares(new, str(tmp_path))
+  checking._merge_results(new, str(tmp_path))
   assert np.flatnonzero(new.checks.status).tolist() == [1, 3, 5, 7, 9]
   assert [x.name for x in (tmp_path / 'data').iterdir()] == [os.path.basename(path)]
 

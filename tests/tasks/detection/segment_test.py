@@ -195,12 +195,12 @@ def test_loss_uses_the_masks_of_matched_queries(classes):
   task = make_task()
   made = task.example(tensors(record(classes)), None)
   batch = {name: jnp.asarray(value)[None] for name, value in made.items()}
-  shares = {'class_share': jnp.ones(1), 'target_share': jnp.full(1, 0.5)}
+  factors = {'class_factor': jnp.ones(1), 'target_factor': jnp.full(1, 0.5)}
 
   @jax.jit  # Compiles the matching once.
   def compute(batch):
     extra = {'frozen': {}}
-    terms = task._losses({}, extra, {**batch, **shares}, train=True)
+    terms = task._losses({}, extra, {**batch, **factors}, train=True)
     loss = task.measure({}, extra, {**batch, 'mask': jnp.ones(1)})['loss']
     masks = task.outputs({}, extra, batch)['masks']
     # Object n is of class n, which query n finds.

@@ -31,8 +31,8 @@ def mix(
   Mixup draws a ~ Beta(mixup, mixup) and weights an image by max(a, 1 - a) and
   its partner by the rest, as in big_vision. CutMix draws l ~ Beta(cutmix,
   cutmix) and a centre, uniform over the pixels. A rectangle about the centre,
-  of the image's aspect ratio and the share 1 - l of its area, is clipped to the
-  image and taken from the partner. The label's weight is the remaining share of
+  of the image's aspect ratio and the fraction 1 - l of its area, is clipped to the
+  image and taken from the partner. The label's weight is the remaining part of
   the area. If both parameters are above 0, one of the methods is drawn with
   probability 1/2; with a parameter of 0 nothing is mixed.
 
@@ -45,8 +45,8 @@ def mix(
   rng_method, rng_mixup, rng_cutmix = jax.random.split(rng, 3)
   height, width = batch['image'].shape[1:3]
   if mixup:
-    share = jax.random.beta(rng_mixup, mixup, mixup)
-    label_weight = jnp.maximum(share, 1 - share)
+    weight = jax.random.beta(rng_mixup, mixup, mixup)
+    label_weight = jnp.maximum(weight, 1 - weight)
     pixel_weights = jnp.full((height, width), label_weight)
   if cutmix:
     cutmix_weights = _outside_of_box(rng_cutmix, cutmix, height, width)  # [H, W]
@@ -71,8 +71,8 @@ def _blend(rows: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _outside_of_box(rng: jax.Array, p: float, height: int, width: int) -> jax.Array:
   """Returns 1 outside a random box and 0 inside, float32 [H, W]."""
-  rng_share, *rngs = jax.random.split(rng, 3)
-  side = jnp.sqrt(1 - jax.random.beta(rng_share, p, p))
+  rng_area, *rngs = jax.random.split(rng, 3)
+  side = jnp.sqrt(1 - jax.random.beta(rng_area, p, p))
   inside = []
   for size, key in zip((height, width), rngs, strict=True):
     length = jnp.round(size * side).astype(jnp.int32)

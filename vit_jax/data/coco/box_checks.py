@@ -1,4 +1,4 @@
-"""Checks the boxes and outlines of a file, and converts boxes to shares."""
+"""Checks the boxes and outlines of a file, and scales boxes to the size of the image."""
 
 from collections.abc import Mapping
 
@@ -24,7 +24,7 @@ def check(
 
   Returns:
     The annotations without the objects left out; and their boxes, float32 [m, 4], ymin,
-    xmin, ymax, xmax as shares of the image, from 0 to 1.
+    xmin, ymax, xmax as fractions of the image, from 0 to 1.
   """
   numbers = annotations.boxes[np.isfinite(annotations.boxes)]
   if len(numbers) and numbers.max() <= 1:
@@ -37,10 +37,10 @@ def check(
   low = annotations.boxes[:, [1, 0]]
   high = low + annotations.boxes[:, [3, 2]]
   is_outside = ((low < -_ROUNDING) | (high > sizes + _ROUNDING)).any(axis=1)
-  shares = np.concatenate([low / sizes, high / sizes], axis=1).clip(0, 1)
-  shares = shares.astype(np.float32)
+  boxes = np.concatenate([low / sizes, high / sizes], axis=1).clip(0, 1)
+  boxes = boxes.astype(np.float32)
   outline_faults = segmentations.faults(annotations)
-  mask = (shares[:, 2:] > shares[:, :2]).all(axis=1)
+  mask = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
   mask[list(outline_faults)] = False
   is_wrong = ~mask | is_outside
   if is_wrong.any():
@@ -53,7 +53,7 @@ def check(
       f"Boxes of '{annotations.path}': {np.sum(~mask):,} of {len(mask):,} left out, "
       f'{np.sum(mask & is_outside):,} clipped (broken_boxes={broken}).'
     )
-  return annotations.select(mask), shares[mask]
+  return annotations.select(mask), boxes[mask]
 
 
 def _describe(

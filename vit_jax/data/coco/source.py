@@ -153,7 +153,7 @@ class Part(NamedTuple):
   """A part of a split: its annotations, checked, and which of its images belong to it."""
 
   annotations: annotation_files.Annotations
-  shares: np.ndarray  # float32 [m, 4], see box_checks.check.
+  boxes: np.ndarray  # float32 [m, 4], see box_checks.check.
   paths: dict[str, list[str]]  # Paths of the images, by feature.
   rows: np.ndarray  # int64, numbers of the images in the annotations, in order.
 
@@ -170,7 +170,7 @@ class Part(NamedTuple):
       ids = np.concatenate([np.arange(n) + 1 for n in annotations.counts])
     table = records.class_numbers(annotations.path, annotations.classes, classes)
     values = {
-      'bbox': self.shares,
+      'bbox': self.boxes,
       'label': table[annotations.label],
       'area': annotations.area,
       'is_crowd': annotations.crowd,
@@ -229,7 +229,7 @@ def _open_part(
   if not place.name.startswith(base):
     console.log(f"Split '{base}' of '{root}' is '{place.path}'.")
   annotations = annotation_files.read(place.path, kind)
-  annotations, shares = box_checks.check(annotations, broken_boxes)
+  annotations, boxes = box_checks.check(annotations, broken_boxes)
   order = index_lib.hash_order(f'/{name}' for name in annotations.files)
   rows = slices.take(np.array(order), base, instruction)
   paths = {}
@@ -240,7 +240,7 @@ def _open_part(
     if names:
       folder = layout.folder_of(place.path, folders, names)
       paths[feature] = [os.path.join(folder, names[i]) for i in rows]
-  return Part(annotations, shares, paths, rows)
+  return Part(annotations, boxes, paths, rows)
 
 
 def open_index(

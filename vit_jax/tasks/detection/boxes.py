@@ -41,17 +41,17 @@ def to_pixels(boxes: np.ndarray, size: Any) -> np.ndarray:
   return boxes * np.asarray(size)[..., [1, 0, 1, 0]]
 
 
-def shown_size(canvas: Sequence[int], share: Sequence[float]) -> tuple[int, int]:
+def shown_size(canvas: Sequence[int], fractions: Sequence[float]) -> tuple[int, int]:
   """Returns the size of an image on a canvas of (height, width), in pixels.
 
-  For `share`, of the height and of the width, see `filled`.
+  `fractions` are a row of the result of `filled`.
   """
-  height, width = np.round(np.multiply(canvas, share)).astype(int).tolist()
+  height, width = np.round(np.multiply(canvas, fractions)).astype(int).tolist()
   return max(1, height), max(1, width)
 
 
 def filled(batch: dict[str, jax.Array]) -> jax.Array:
-  """Returns the shares of the canvas that images fill, down and across.
+  """Returns the fractions of the canvas that images fill, down and across.
 
   Args:
     batch: `image`, [B, H, W, C], and where there is padding `real`, bool [B, H, W].

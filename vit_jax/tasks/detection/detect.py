@@ -110,7 +110,7 @@ class Task(objects.Task):
   ) -> tuple[dict[str, jax.Array], jax.Array]:
     """Returns the weighted losses of each image by name, [L, B], and the queries.
 
-    The batch has the shares that `augment` adds.
+    The batch has the factors that `augment` adds.
     """
     class_weight = self.options.class_weight
     if class_weight is None:  # The published one, see task_options.Segment.
@@ -125,9 +125,9 @@ class Task(objects.Task):
       self.options.no_object_weight,
     )
     losses = {
-      'class': class_weight * sums['class'] * batch['class_share'],
-      'l1': boxes_lib.L1 * sums['l1'] * batch['target_share'],
-      'giou': boxes_lib.GIOU * sums['giou'] * batch['target_share'],
+      'class': class_weight * sums['class'] * batch['class_factor'],
+      'l1': boxes_lib.L1 * sums['l1'] * batch['target_factor'],
+      'giou': boxes_lib.GIOU * sums['giou'] * batch['target_factor'],
     }
     return losses, sums['query']
 
@@ -186,8 +186,8 @@ class Task(objects.Task):
 
   def measure(self, params: Any, extra: Any, batch: base.Batch) -> base.WeightedSums:
     """Returns the sum of the losses of images, and the number of images."""
-    shares = self.image_shares(batch['count'])
-    losses = self._losses(params, extra, {**batch, **shares}, train=False)
+    factors = self.image_loss_factors(batch['count'])
+    losses = self._losses(params, extra, {**batch, **factors}, train=False)
     image_losses = sum(x[-1] for x in losses.values())  # [B]
     return {'loss': ((image_losses * batch['mask']).sum(), batch['mask'].sum())}
 
@@ -204,10 +204,10 @@ class Task(objects.Task):
   def draw_evaluation(self, batch: base.Batch, outputs: Any) -> dict[str, np.ndarray]:
     """Draws test images: the objects, then the detections."""
     detections = jax.device_get(self.detections(outputs))
-    shares = np.asarray(boxes_lib.filled(batch))
+    filled = np.asarray(boxes_lib.filled(batch))
     pictures = []
     for i, image in enumerate(grids.to_pixels(batch['image'])):
-      size = boxes_lib.shown_size(image.shape[:2], shares[i])
+      size = boxes_lib.shown_size(image.shape[:2], filled[i])
       is_object = batch['label'][i] >= 0
       names = [self.class_names[label] for label in batch['label'][i][is_object]]
       boxes = boxes_lib.to_pixels(batch['truth'][i][is_object], size)

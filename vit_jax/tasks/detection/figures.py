@@ -172,8 +172,8 @@ def _grid(
     axes.set_axis_off()
     axes.title.set_fontsize(12)
   pictures = []
-  for axes, image, share, name in zip(grid[:, 0], images, attention.filled, names):
-    height, width = boxes_lib.shown_size(image.shape[:2], share)
+  for axes, image, filled, name in zip(grid[:, 0], images, attention.filled, names):
+    height, width = boxes_lib.shown_size(image.shape[:2], filled)
     pictures.append(drawing.as_pixels(image[:height, :width]))
     axes.imshow(pictures[-1])
     axes.set_title(drawing.shorten(name, 22))

@@ -78,17 +78,18 @@ def _walk_back(state: _State) -> _State:
 
 def _solve(cost: jax.Array, count: jax.Array) -> jax.Array:
   """Solves one problem of finite costs [N, Q]; see `match`."""
-  targets, root = cost.shape
+  num_targets, num_columns = cost.shape
+  root = num_columns
   state = _State(
     target=jnp.int32(0),
     column=jnp.int32(root),
     walks_back=jnp.bool_(False),
-    owner=jnp.full(root + 1, -1, jnp.int32).at[root].set(0),
-    before=jnp.full(root, root, jnp.int32),
-    length=jnp.full(root, jnp.inf, cost.dtype),
-    done=jnp.zeros(root + 1, bool),
-    target_price=jnp.zeros(targets, cost.dtype),
-    column_price=jnp.zeros(root + 1, cost.dtype),
+    owner=jnp.full(num_columns + 1, -1, jnp.int32).at[root].set(0),
+    before=jnp.full(num_columns, root, jnp.int32),
+    length=jnp.full(num_columns, jnp.inf, cost.dtype),
+    done=jnp.zeros(num_columns + 1, bool),
+    target_price=jnp.zeros(num_targets, cost.dtype),
+    column_price=jnp.zeros(num_columns + 1, cost.dtype),
   )
 
   def advance(state: _State) -> _State:
@@ -99,9 +100,10 @@ def _solve(cost: jax.Array, count: jax.Array) -> jax.Array:
     )
 
   state = jax.lax.while_loop(lambda state: state.target < count, advance, state)
-  owner = jnp.where(state.owner[:-1] < 0, targets, state.owner[:-1])
-  column_of_target = jnp.full(targets, -1, jnp.int32)
-  return column_of_target.at[owner].set(jnp.arange(root, dtype=jnp.int32), mode='drop')
+  owner = jnp.where(state.owner[:-1] < 0, num_targets, state.owner[:-1])
+  column_of_target = jnp.full(num_targets, -1, jnp.int32)
+  columns = jnp.arange(num_columns, dtype=jnp.int32)
+  return column_of_target.at[owner].set(columns, mode='drop')
 
 
 def match(cost: jax.Array, counts: jax.Array) -> jax.Array:
@@ -116,10 +118,10 @@ def match(cost: jax.Array, counts: jax.Array) -> jax.Array:
   Returns:
     int32 [..., N]: the prediction of each target; -1 for padding.
   """
-  *batch, targets, num = cost.shape
-  if targets > num:
+  *batch, num_targets, num_queries = cost.shape
+  if num_targets > num_queries:
     raise ValueError(
-      f'{targets} targets cannot each have one of {num} predictions: raise the '
+      f'{num_targets} targets cannot each have one of {num_queries} predictions: raise the '
       'number of queries'
     )
   cost = jax.lax.stop_gradient(cost).astype(jnp.float32)
@@ -131,12 +133,13 @@ def match(cost: jax.Array, counts: jax.Array) -> jax.Array:
 
 def _match_all(cost: jax.Array, counts: jax.Array) -> jax.Array:
   """Solves problems [..., N, Q] together; see `match`."""
-  *batch, targets, num = cost.shape
-  cost = cost.reshape(-1, targets, num)
+  *batch, num_targets, num_queries = cost.shape
+  cost = cost.reshape(-1, num_targets, num_queries)
   is_finite = jnp.isfinite(cost)
   largest = jnp.abs(jnp.where(is_finite, cost, 0.0)).max(axis=(1, 2), keepdims=True)
-  cost = jnp.where(is_finite, cost, 1 + 2 * targets * largest)
-  return jax.vmap(_solve)(cost, counts.reshape(-1)).reshape(*batch, targets)
+  cost = jnp.where(is_finite, cost, 1 + 2 * num_targets * largest)
+  columns = jax.vmap(_solve)(cost, counts.reshape(-1))
+  return columns.reshape(*batch, num_targets)
 
 
 def class_probabilities(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -181,13 +184,13 @@ def class_weights(counts: jax.Array, num_queries: int, no_object: float) -> jax.
   return counts + no_object * (num_queries - counts)
 
 
-def shares(
+def loss_factors(
   counts: jax.Array, num_queries: int, no_object: float
 ) -> dict[str, jax.Array]:
   """Returns the factors of the losses of images, which depend on the global batch.
 
-  With `class_share` as a factor, the mean of `class_loss` over images is the sum divided
-  by the weights of all predictions; with `target_share`, the mean of a loss of targets is
+  With `class_factor` as a factor, the mean of `class_loss` over images is the sum divided
+  by the weights of all predictions; with `target_factor`, the mean of a loss of targets is
   the sum divided by the number of targets. Both are over all devices.
 
   Args:
@@ -196,12 +199,12 @@ def shares(
     no_object: weight of a prediction without an object.
 
   Returns:
-    `class_share` and `target_share`, float32 [B].
+    `class_factor` and `target_factor`, float32 [B].
   """
   counts = counts.astype(jnp.float32)
   weights = class_weights(counts, num_queries, no_object)
-  batch = jnp.ones_like(counts) * len(counts)
+  num_images = len(counts)
   return {
-    'class_share': batch / weights.sum(),
-    'target_share': batch / jnp.maximum(counts.sum(), 1.0),
+    'class_factor': jnp.full(num_images, num_images / weights.sum()),
+    'target_factor': jnp.full(num_images, num_images / jnp.maximum(counts.sum(), 1.0)),
   }

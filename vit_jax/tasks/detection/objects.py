@@ -324,16 +324,16 @@ class Task(base.Task):
     and the losses of boxes by the number of objects, over all devices.
     """
     no_object = self.options.no_object_weight
-    shares = matching.shares(batch['count'], self.model.num_queries, no_object)
-    return {**batch, **shares}
+    factors = matching.loss_factors(batch['count'], self.model.num_queries, no_object)
+    return {**batch, **factors}
 
-  def image_shares(self, counts: jax.Array) -> dict[str, jax.Array]:
+  def image_loss_factors(self, counts: jax.Array) -> dict[str, jax.Array]:
     """Returns the factors of the losses of single images, for numbers of objects [B]."""
     counts = counts.astype(jnp.float32)
     weights = matching.class_weights(
       counts, self.model.num_queries, self.options.no_object_weight
     )
-    return {'class_share': 1 / weights, 'target_share': 1 / jnp.maximum(counts, 1.0)}
+    return {'class_factor': 1 / weights, 'target_factor': 1 / jnp.maximum(counts, 1.0)}
 
   def check_counts(self, source: records.Source) -> None:
     """Raises ValueError if an image of a source is known to have too many objects."""

@@ -54,11 +54,11 @@ class Task(segment.Task, detect.Task):
       {'params': params}, outputs['features'], queries, method='draw_masks'
     )
     mask_losses = masks_lib.losses(masks, batch['segments'], batch['count'])
-    share = batch['target_share']
+    factor = batch['target_factor']
     return {
       **losses,
-      'focal': masks_lib.FOCAL * mask_losses['focal'][None] * share,
-      'dice': masks_lib.DICE * mask_losses['dice'][None] * share,
+      'focal': masks_lib.FOCAL * mask_losses['focal'][None] * factor,
+      'dice': masks_lib.DICE * mask_losses['dice'][None] * factor,
     }
 
   # --- Evaluation and prediction ---

@@ -87,17 +87,17 @@ def new_params(
 
 def weighted(
   sums: Mapping[str, jax.Array],
-  shares: Mapping[str, jax.Array],
+  factors: Mapping[str, jax.Array],
   options: set_losses.Options,
 ) -> dict[str, jax.Array]:
   """Returns the results of set_losses.losses with their weights, float32 [L, B].
 
-  `shares` has `class_share` and `target_share` of images, see matching.shares.
+  `factors` are those of the images, see matching.loss_factors.
   """
   return {
-    'class': options.class_weight * sums['class'] * shares['class_share'],
-    'mask': options.mask_weight * sums['mask'] * shares['target_share'],
-    'dice': options.dice_weight * sums['dice'] * shares['target_share'],
+    'class': options.class_weight * sums['class'] * factors['class_factor'],
+    'mask': options.mask_weight * sums['mask'] * factors['target_factor'],
+    'dice': options.dice_weight * sums['dice'] * factors['target_factor'],
   }
 
 
@@ -115,7 +115,7 @@ def loss(
     model: a vit_jax.models_eomt.Eomt.
     params: its parameters.
     batch: `image`, and `labels`, `segments` and `counts` as set_losses.losses takes them,
-      with the results of matching.shares.
+      with the results of matching.loss_factors.
     rng: random key.
     progress: numbers of updates before this one, and in all.
     options: of the losses.
@@ -187,10 +187,16 @@ class Eomt:
     labels, segments, counts = targets(
       batch['segmentation'], self._num_classes, self._num_targets
     )
-    shares = matching.shares(
+    factors = matching.loss_factors(
       counts, self.model.num_queries, self._options.no_object_weight
     )
-    return {**batch, **shares, 'labels': labels, 'segments': segments, 'counts': counts}
+    return {
+      **batch,
+      **factors,
+      'labels': labels,
+      'segments': segments,
+      'counts': counts,
+    }
 
   def loss(
     self,
@@ -225,5 +231,5 @@ class Eomt:
     return postprocess.class_scores(outputs['logits'], masks)
 
   def logits(self, scores: jax.Array) -> jax.Array:
-    """Returns logits whose softmax is the share of each class in the scores."""
+    """Returns logits whose softmax is the fraction of each class in the scores."""
     return jnp.log(scores + 1e-6)

@@ -88,13 +88,13 @@ class Linear:
     return encoders.new_params(weights)
 
   def augment(self, batch: base.Batch) -> base.Batch:
-    """Adds `pixel_share`, the images per pixel of the global batch, by weight."""
+    """Adds `pixel_factor`, the images per pixel of the global batch, by weight."""
     if not self._dice_weight:
       return batch
     weights = losses.pixel_weights(batch['segmentation'], self._class_weights)
     count = len(weights)
-    share = count / jnp.maximum(weights.sum(), 1e-6)
-    return {**batch, 'pixel_share': jnp.full(count, share)}
+    factor = count / jnp.maximum(weights.sum(), 1e-6)
+    return {**batch, 'pixel_factor': jnp.full(count, factor)}
 
   def loss(
     self,
@@ -124,7 +124,7 @@ class Linear:
       return sums, metrics
     dice = losses.dice(scores, batch['segmentation']).sum()
     metrics |= {'cross_entropy': sums, 'dice': (dice, count)}
-    total = sums[0] * batch['pixel_share'].mean() + self._dice_weight * dice
+    total = sums[0] * batch['pixel_factor'].mean() + self._dice_weight * dice
     return (total, count), metrics
 
   def update_extra(self, extra: Any, means: dict[str, jax.Array]) -> Any:

@@ -135,8 +135,8 @@ class Iou:
   def lines(self) -> list[str]:
     """Returns the report of the last run as a table in Markdown, a row per class."""
     cells = [['class', 'IoU', 'boundary IoU', 'accuracy', 'pixels']]
-    for name, *shares, pixels in self._rows():
-      texts = [report_files.cell(100 * share, '{:.2f} %') for share in shares]
+    for name, *measures, pixels in self._rows():
+      texts = [report_files.cell(100 * value, '{:.2f} %') for value in measures]
       cells.append([name, *texts, f'{pixels:,}'])
     return report_files.markdown(cells)
 
@@ -147,15 +147,17 @@ class Iou:
     measures = self.measures
     columns = [measures[x].tolist() for x in ('iou', 'class_boundary_iou', 'accuracy')]
     means = [measures[x] for x in ('miou', 'boundary_iou', 'mean_accuracy')]
-    return [*zip(names, *columns, pixels), ('mean', *means, sum(pixels))]
+    rows: list[tuple] = list(zip(names, *columns, pixels))
+    rows.append(('mean', *means, sum(pixels)))
+    return rows
 
   def write(self, folder: epath.PathLike, facts: Mapping[str, Any]) -> None:
     """Writes the report of the last run: JSON with `facts`, and CSV."""
     path = epath.Path(folder)
     fields = ['iou', 'boundary_iou', 'accuracy', 'pixels']
     rows: list[list[Any]] = [['class', *fields]]
-    for name, *shares, pixels in self._rows():
-      rows.append([name, *map(report_files.defined, shares), pixels])
+    for name, *measures, pixels in self._rows():
+      rows.append([name, *map(report_files.defined, measures), pixels])
     overall = {}
     for name in METRICS:
       if name != 'loss':

@@ -112,10 +112,10 @@ class Task(segment.Task):
   def augment(self, batch: base.Batch, rng: jax.Array) -> base.Batch:
     """Adds the targets of images, and factors of the global batch."""
     batch = self._with_targets(batch)
-    shares = matching.shares(
+    factors = matching.loss_factors(
       batch['counts'], self.model.num_queries, self.options.no_object_weight
     )
-    return {**batch, **shares}
+    return {**batch, **factors}
 
   def _with_targets(self, batch: base.Batch) -> base.Batch:
     labels, segments, counts = targets(
@@ -169,8 +169,8 @@ class Task(segment.Task):
       keys,
       self._loss_options,
     )
-    shares = self.image_shares(batch['counts'])
-    losses = eomt.weighted(sums, shares, self._loss_options)
+    factors = self.image_loss_factors(batch['counts'])
+    losses = eomt.weighted(sums, factors, self._loss_options)
     image_losses = sum(x[-1] for x in losses.values())  # [B]
     return {'loss': ((image_losses * batch['mask']).sum(), batch['mask'].sum())}
 
