@@ -18,7 +18,8 @@ RATES = {'base_lr': (0.001, 0.01, 0.1)}
 
 def measure(config):
   """Metrics that are best at a learning rate of 0.01."""
-  [(name, *_)] = run_config.evaluations(config)
+  [evaluation] = run_config.evaluations(config)
+  name = evaluation.name
   away = abs(math.log10(config.base_lr) + 2) / 10
   return {f'accuracy_{name}': 0.9 - away + config.seed / 100, f'loss_{name}': 1 + away}
 

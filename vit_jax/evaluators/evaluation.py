@@ -64,9 +64,9 @@ def evaluate(
   entries = _entries(config, split, evaluators, real_labels, reporter_class)
   run_splits = []
   if dataset is None:
-    run_splits = [
-      x for _, x, other_dataset in run_config.evaluations(config) if not other_dataset
-    ]
+    for run_evaluation in run_config.evaluations(config):
+      if not run_evaluation.dataset:
+        run_splits.append(run_evaluation.split)
     split, dataset = _by_name(config, split)
   if dataset is not None:
     with config.ignore_type():  # The data set of the run may be a mixture.
@@ -207,9 +207,9 @@ def _entries(
   with config.unlocked():
     config.evaluators = ml_collections.ConfigDict({**stored, **added})
   names = {name}
-  for evaluation, split, _ in run_config.evaluations(config):
-    if split == name:
-      names.add(evaluation)
+  for evaluation in run_config.evaluations(config):
+    if evaluation.split == name:
+      names.add(evaluation.name)
   entries = []
   for entry in run_evaluators.config_entries(config):
     if entry.evals is None or names.intersection(entry.evals):
@@ -226,21 +226,17 @@ def _entries(
 def _by_name(config: ml_collections.ConfigDict, name: str) -> tuple[str, str | None]:
   """Returns split and data set of a name: a split, or else an evaluation of the run."""
   split, dataset = name, None
-  for evaluation, evaluation_split, evaluation_dataset in run_config.evaluations(
-    config
-  ):
-    if evaluation == name:
-      split, dataset = evaluation_split, evaluation_dataset
+  for evaluation in run_config.evaluations(config):
+    if evaluation.name == name:
+      split, dataset = evaluation.split, evaluation.dataset
   if split == name and dataset is None:
     return name, None
+  has_split = functools.partial(sources.has_split, config, name)
   try:
-    if processes.from_first(
-      'looking for a split', lambda: sources.has_split(config, name)
-    ):
-      return name, None
+    is_split = processes.from_first('looking for a split', has_split)
   except FileNotFoundError:  # The data have moved, which is reported later.
-    return name, None
-  return split, dataset
+    is_split = True
+  return (name, None) if is_split else (split, dataset)
 
 
 def parse_options(texts: Sequence[str]) -> dict[str, str]:

@@ -361,8 +361,9 @@ def splits(
 
 def own_splits(config: ml_collections.ConfigDict) -> tuple[str, str]:
   """Returns the training and the first test split of the run's data set."""
-  _, split, other_dataset = run_config.evaluations(config)[0]
-  return config.pp.train, split if other_dataset is None else config.pp.test
+  first = run_config.evaluations(config)[0]
+  test = first.split if first.dataset is None else config.pp.test
+  return config.pp.train, test
 
 
 def squeezed(

@@ -55,12 +55,13 @@ def subject(
   source = None
   lacking = 'weights without a run have no data'
   if model.workdir:
-    _, default_split, dataset = run_config.evaluations(model.config)[0]
+    first = run_config.evaluations(model.config)[0]
+    split_or_default = split or first.split
     try:
       source = sources.open_for(
-        model.config, type(model.task), model.metadata, split or default_split, dataset
+        model.config, type(model.task), model.metadata, split_or_default, first.dataset
       )
-      split = split or default_split
+      split = split_or_default
       lacking = ''
     except (OSError, ValueError) as e:
       if split is not None:

@@ -5,7 +5,7 @@ Importing this module does not import JAX, so that errors in a config are fast.
 
 import copy
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 from absl import logging
 from etils import epath
@@ -140,7 +140,7 @@ def _main_metric(config: ml_collections.ConfigDict) -> str:
   schema.check('evals', config.evals, tuple)
   evaluation = _DEFAULT_EVALUATION
   if config.evals:
-    evaluation, _, _ = _parse_evals(config)[0]
+    evaluation = _parse_evals(config)[0].name
   return f'{metric}_{evaluation}'
 
 
@@ -269,16 +269,24 @@ def _options_of_class(name: str) -> type:
   return task_class.Options
 
 
-def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str | None]]:
-  """Returns the evaluations of a run: (name, split, data set or None).
+class EvaluatedSplit(NamedTuple):
+  """An evaluation of a run."""
+
+  name: str  # Names of metrics end in it.
+  split: str
+  dataset: str | None = None  # None: the run's.
+
+
+def evaluations(config: ml_collections.ConfigDict) -> list[EvaluatedSplit]:
+  """Returns the evaluations of a run.
 
   Reads `evals`, or `pp.test` if that is empty. ValueError if an entry has another
   form, or two entries have the same name.
   """
   evals = _parse_evals(config)
-  for _, split, _ in evals:
-    schema.check('evals', split, schema.Split)
-  names = [name for name, _, _ in evals]
+  for evaluation in evals:
+    schema.check('evals', evaluation.split, schema.Split)
+  names = [evaluation.name for evaluation in evals]
   if len(set(names)) < len(names):
     raise ValueError(
       f'evals: the names {names} must differ, because the names of metrics end in '
@@ -287,11 +295,9 @@ def evaluations(config: ml_collections.ConfigDict) -> list[tuple[str, str, str |
   return evals
 
 
-def _parse_evals(
-  config: ml_collections.ConfigDict,
-) -> list[tuple[str, str, str | None]]:
+def _parse_evals(config: ml_collections.ConfigDict) -> list[EvaluatedSplit]:
   """Returns what `evaluations` does, with splits that may be templates."""
-  evals: list[tuple[str, str, str | None]] = []
+  evals = []
   entries = config.evals or ((_DEFAULT_EVALUATION, config.pp.test),)
   if all(isinstance(x, str) for x in entries) and len(entries) in (2, 3):
     entries = (entries,)  # A single entry, written without the trailing comma.
@@ -302,8 +308,7 @@ def _parse_evals(
         f'evals: {entry!r} must be (name, split) or (name, split, data set), as in '
         "(('val', 'train[90%:]'),) (config.evals)"
       )
-    name, split = entry[:2]
-    evals.append((name, split, entry[2] if len(entry) == 3 else None))
+    evals.append(EvaluatedSplit(*entry))
   return evals
 
 

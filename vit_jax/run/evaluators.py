@@ -111,7 +111,7 @@ def report(config: ml_collections.ConfigDict) -> Entry:
 
 def _of_keys(config: ml_collections.ConfigDict) -> dict[str, dict[str, Any]]:
   """Returns the entries that keys of their own stand for, of the first evaluation."""
-  first, _, _ = run_config.evaluations(config)[0]
+  first = run_config.evaluations(config)[0].name
   entries: dict[str, dict[str, Any]] = {}
   if config.fewshot.shots or config.fewshot.knn:
     entries['fewshot'] = {'type': _FEW_SHOT, **config.fewshot}
@@ -211,11 +211,11 @@ def metrics_of(
   """
   entries = run_entries(config) if entries is None else entries
   metrics: dict[str, metrics_lib.Metric] = {}
-  for evaluation, _, _ in run_config.evaluations(config):
+  for evaluation in run_config.evaluations(config):
     for entry in entries:
-      if entry.is_in(evaluation):
+      if entry.is_in(evaluation.name):
         for name, metric in entry.metrics(config).items():
-          metrics[f'{name}_{evaluation}'] = metric
+          metrics[f'{name}_{evaluation.name}'] = metric
   return metrics
 
 
@@ -233,8 +233,9 @@ def check(config: ml_collections.ConfigDict) -> None:
   entries = run_entries(config)
   for entry in entries:
     _check_evals(entry, config)
-  for name, _, _ in run_config.evaluations(config):
-    check_entries([entry for entry in entries if entry.is_in(name)], config)
+  for evaluation in run_config.evaluations(config):
+    entries_of_split = [entry for entry in entries if entry.is_in(evaluation.name)]
+    check_entries(entries_of_split, config)
   # Metrics of the last step cannot compare checkpoints.
   repeated = [entry for entry in entries if not getattr(entry.cls, 'final', False)]
   metrics = [*metrics_of(config, repeated)]
@@ -247,7 +248,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 def _check_evals(entry: Entry, config: ml_collections.ConfigDict) -> None:
   """Raises ValueError if an entry is for an evaluation that the run lacks."""
-  names = [name for name, _, _ in run_config.evaluations(config)]
+  names = [evaluation.name for evaluation in run_config.evaluations(config)]
   if unknown := sorted(set(entry.evals or ()) - set(names)):
     raise ValueError(
       f"{entry.key}.evals={entry.evals}: this run has no evaluation '{unknown[0]}', "

@@ -174,8 +174,8 @@ def make(
   metrics = _measures(config)
   if metric is None:
     metric = config.best_metric  # Without the name of the evaluation.
-    for name, _, _ in run_config.evaluations(config):
-      metric = metric.removesuffix(f'_{name}')
+    for evaluation in run_config.evaluations(config):
+      metric = metric.removesuffix(f'_{evaluation.name}')
   schema.check('refit', refit, Refit, '--')
   schema.check('seeds', seeds, Annotated[int, schema.Range(ge=1, le=1_000)], '--')
   schema.check('metric', metric, Literal[tuple(metrics)], '--')
