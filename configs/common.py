@@ -7,7 +7,6 @@ example `--config.base_lr=0.01 --config.pp.crop=64`.
 from collections.abc import Iterable, Sequence
 import copy
 import dataclasses
-import itertools
 import operator
 import re
 from typing import Annotated, Any, Literal
@@ -594,11 +593,10 @@ def _check_optimizer_keys(config: ml_collections.ConfigDict) -> None:
       f"'MODULE:NAME', such as 'optax:{config.optimizer}': leave them out, or change the "
       'optimiser (config.optimizer_args, config.optimizer)'
     )
-  arguments = OPTIMIZERS
   defaults = dict(schema.defaults(Config))
-  for key in sorted({*itertools.chain(*arguments.values())}):
-    if config[key] != defaults[key] and key not in arguments[config.optimizer]:
-      having = [name for name in arguments if key in arguments[name]]
+  for key in sorted(set().union(*OPTIMIZERS.values())):
+    if config[key] != defaults[key] and key not in OPTIMIZERS[config.optimizer]:
+      having = [name for name in OPTIMIZERS if key in OPTIMIZERS[name]]
       raise ValueError(
         f"{key}={config[key]} is not an argument of optimizer='{config.optimizer}', "
         f'only of {", ".join(having)}: set --config.{key}={defaults[key]}'

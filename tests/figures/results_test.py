@@ -105,7 +105,7 @@ def test_learning_curves(tmp_path, model):
 def test_labels_of_images(model, source):
   subject = results.Subject(model, source=source, split='train', count=4)
   assert subject.names == [pathlib.Path(source.name(i)).name for i in range(4)]
-  rows = special.softmax(subject.seen.outputs, axis=-1)
+  rows = special.softmax(subject.attention.outputs, axis=-1)
   labels, title = subject.labels
   assert title == 'predicted class, probability'
   for label, row, one_hot in zip(labels, rows, subject.batch['label'], strict=True):

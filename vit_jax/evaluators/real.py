@@ -17,7 +17,6 @@ by the number in the name of their file.
 
 from collections.abc import Callable, Sequence
 import functools
-import itertools
 import json
 import re
 from typing import Any, ClassVar
@@ -149,7 +148,7 @@ def read_labels(path: str, num_classes: int) -> list[list[int]]:
   """
   try:
     labels = [list(classes) for classes in json.loads(image_files.read_file(path))]
-    is_known = {*itertools.chain(*labels)} <= {*range(num_classes)}
+    is_known = set().union(*labels) <= set(range(num_classes))
   except (ValueError, TypeError, RecursionError) as e:
     raise ValueError(
       f"real='{path}' is not a list of lists of class numbers, one per image: "

@@ -143,7 +143,7 @@ def _attention_distance(subject: results.Subject) -> list:
   [[alike]] = internals.mean_distances(
     internals.Attention(uniform, None, grid, 0, None), patch
   )
-  distances = subject.seen.distances
+  distances = subject.attention.distances
   return [charts.attention_distances(distances, float(alike), len(subject.names))]
 
 
@@ -174,7 +174,7 @@ def _register_attention(subject: results.Subject) -> list:
     names.append(f'register {1 + i}')
   heading = 'Attention in the last layer, mean over the heads'
   draw = functools.partial(drawing.named_maps, heading, names)
-  return _with_maps(draw, subject.seen.tokens, subject)
+  return _with_maps(draw, subject.attention.tokens, subject)
 
 
 def _patch_components(subject: results.Subject) -> list:
@@ -272,7 +272,7 @@ FIGURES = (
     'is followed through all layers, relative to the largest value of each map.',
     'arXiv 2010.11929, section 4.5, figures 6 and 14; rollout: arXiv 2005.00928',
     _needs_attention,
-    lambda x: _with_maps(drawing.rollout, x.seen.rollout, x),
+    lambda x: _with_maps(drawing.rollout, x.attention.rollout, x),
   ),
   Entry(
     'attention_maps',
@@ -283,7 +283,7 @@ FIGURES = (
     'it. Each map is scaled to its largest value.',
     'arXiv 2010.11929, section 4.5 and appendix D.8',
     _needs_attention,
-    lambda x: _with_maps(drawing.attention_maps, x.seen.maps, x),
+    lambda x: _with_maps(drawing.attention_maps, x.attention.maps, x),
   ),
   Entry(
     'register_attention',

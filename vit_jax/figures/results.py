@@ -168,7 +168,7 @@ def most_confused(confusion: np.ndarray, count: int) -> list[tuple[int, int, int
   return pairs
 
 
-class Seen(NamedTuple):
+class AttentionSummary(NamedTuple):
   """Attention and outputs of a model of L layers and K heads for B images."""
 
   maps: np.ndarray  # Attention maps of each layer, float32 [L, B, h, w].
@@ -245,9 +245,9 @@ class Subject:
     return false_colours.of_inputs(self.batch['image'], self.model.config.pp)
 
   @functools.cached_property
-  def seen(self) -> Seen:
+  def attention(self) -> AttentionSummary:
     """Computes attention and outputs for the images, once."""
-    return look(self.model, self.batch['image'], self.grid)
+    return summarize_attention(self.model, self.batch['image'], self.grid)
 
   @functools.cached_property
   def patches(self) -> np.ndarray:
@@ -301,7 +301,7 @@ class Subject:
   @functools.cached_property
   def labels(self) -> tuple[list[str], str]:
     """A label per image, what is predicted or its name, and their title."""
-    labels = self.model.task.labels_of(self.seen.outputs, self._labels)
+    labels = self.model.task.labels_of(self.attention.outputs, self._labels)
     if labels:
       return labels, 'predicted class, probability'
     return self.names, ''
@@ -332,7 +332,9 @@ def _class_number(class_names: Sequence[str], name: str | None) -> int | None:
   return list(class_names).index(name)
 
 
-def look(model: Any, images: np.ndarray, grid: tuple[int, int]) -> Seen:
+def summarize_attention(
+  model: Any, images: np.ndarray, grid: tuple[int, int]
+) -> AttentionSummary:
   """Computes attention and outputs, image by image: all weights take much memory.
 
   Takes a Predictor of a Vision Transformer, float32 [B, H, W, C] in [-1, 1], and
@@ -341,20 +343,23 @@ def look(model: Any, images: np.ndarray, grid: tuple[int, int]) -> Seen:
   compute = jax.jit(functools.partial(internals.forward, model.task.model))
   patch = tuple(size / cells for size, cells in zip(images.shape[1:3], grid))
 
-  def compute_seen(image: np.ndarray) -> Seen:
-    weights, outputs = jax.device_get(compute(model.params, image))
+  summaries = []
+  for i in range(len(images)):
+    weights, outputs = jax.device_get(compute(model.params, images[i : i + 1]))
     attention = internals.make_attention(model.task.model, weights, outputs, grid)
-    return Seen(
-      internals.maps(attention).swapaxes(0, 1),
+    summary = AttentionSummary(
+      internals.maps(attention),
       internals.rollout_maps(attention),
-      internals.token_maps(attention).swapaxes(0, 1),
-      internals.mean_distances(attention, patch)[None],
+      internals.token_maps(attention),
+      internals.mean_distances(attention, patch),
       outputs,
     )
-
-  results = engine.by_parts(compute_seen, images, 1)
-  return results._replace(
-    maps=results.maps.swapaxes(0, 1),
-    tokens=results.tokens.swapaxes(0, 1),
-    distances=results.distances.mean(axis=0),
+    summaries.append(summary)
+  maps, rollouts, tokens, distances, outputs = zip(*summaries)
+  return AttentionSummary(
+    np.concatenate(maps, axis=1),
+    np.concatenate(rollouts),
+    np.concatenate(tokens, axis=1),
+    np.mean(distances, axis=0),
+    np.concatenate(outputs),
   )

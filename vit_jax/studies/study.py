@@ -16,7 +16,7 @@ import ml_collections
 
 from vit_jax import console, models
 from vit_jax.configs import common, schema
-from vit_jax.data import slices, sources
+from vit_jax.data import sources
 from vit_jax.data.augmentation import geometry
 from vit_jax.distributed import files
 from vit_jax.planning import flops
@@ -108,8 +108,7 @@ def cross_validation(
   are fewer than two folds.
   """
   split = run_config.with_keys(config).pp.train
-  [*terms] = slices.parts(split)
-  if len(terms) > 1 or terms[0][1]:
+  if '+' in split or '[' in split:
     raise ValueError(
       f"pp.train='{split}' must be a whole split to divide into folds, such as 'train' "
       '(--config.pp.train, --folds)'
@@ -182,7 +181,7 @@ def compare(
   **options: Any,
 ) -> list[dict]:
   """Trains the runs of variants, and reports a metric; see summaries.report."""
-  runs = [*itertools.chain(*variants.values())]
+  runs = list(itertools.chain.from_iterable(variants.values()))
   outcome = runs_lib.train_all(runs, workdir, checkpoints)
   values = {}
   for variant, variant_runs in variants.items():
@@ -198,7 +197,8 @@ def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
 
   Checks the study's config, but not the configs of its runs.
   """
-  return [*itertools.chain(*_variants(_complete(config)).values())]
+  variants = _variants(_complete(config))
+  return list(itertools.chain.from_iterable(variants.values()))
 
 
 def _complete(config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:

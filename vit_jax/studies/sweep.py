@@ -101,8 +101,9 @@ def sweep(
   workdir = files.expanded(workdir)
   runs = plan.choice_runs()
   if only is not None:
-    tests = map(plan.test_runs, plan.combinations())
-    runs = runs_lib.select([*runs, *itertools.chain(*tests)], only)
+    for combination in plan.combinations():
+      runs += plan.test_runs(combination)
+    runs = runs_lib.select(runs, only)
   runs_lib.check(runs, workdir, checkpoints)
   if options.get('held_out') and not runs_lib.collect(runs, workdir).done:
     # A missing split is an error before anything is trained.

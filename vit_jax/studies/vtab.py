@@ -46,7 +46,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
   """
   runs = _by_task(config)
   workdir = files.expanded(workdir)
-  all_runs = [*itertools.chain(*runs.values())]
+  all_runs = list(itertools.chain.from_iterable(runs.values()))
   runs_lib.check(all_runs, workdir, config.checkpoints)
   done = runs_lib.collect(all_runs, workdir).done
   skipped = skipped_tasks(config, runs, done)
@@ -71,7 +71,7 @@ def vtab(config: ml_collections.ConfigDict, workdir: str) -> dict[str, Any]:
 
 def make_runs(config: ml_collections.ConfigDict) -> list[runs_lib.Run]:
   """Returns the runs of all tasks and seeds; their configs are not checked."""
-  return [*itertools.chain(*_by_task(config).values())]
+  return list(itertools.chain.from_iterable(_by_task(config).values()))
 
 
 def _by_task(config: ml_collections.ConfigDict) -> dict[str, list[runs_lib.Run]]:
@@ -147,11 +147,12 @@ def skipped_tasks(
 def _missing(run: ml_collections.ConfigDict, tasks: Sequence[str]) -> dict[str, str]:
   """Returns how to get the data of the tasks that any process lacks."""
 
-  def look() -> dict[str, str | None]:
+  def remedies_here() -> dict[str, str | None]:
     return {task: data.missing(run, f'vtab/{task}') for task in tasks}
 
   remedies: dict[str, str] = {}
-  for remedies_of_process in reversed(processes.attempt('looking for data sets', look)):
+  by_process = processes.attempt('looking for data sets', remedies_here)
+  for remedies_of_process in reversed(by_process):
     for task, remedy in remedies_of_process.items():
       if remedy:
         remedies[task] = remedy
@@ -169,11 +170,14 @@ def report(
   `accuracies` are {task: {seed: accuracy from 0 to 1, None if it is missing}}.
   """
   rows = _rows(config, accuracies)
-  name = 'vtab'
-  models = list(PUBLISHED)
-  images = "the test images, and the paper's (table 9, means over the same tasks)"
   if config.validate:  # The paper has no accuracies on these.
-    name, models, images = 'vtab_val', [], 'val200'
+    name = 'vtab_val'
+    models = []
+    images = 'val200'
+  else:
+    name = 'vtab'
+    models = list(PUBLISHED)
+    images = "the test images, and the paper's (table 9, means over the same tasks)"
   lines = []
   for row in rows:
     mean, _ = summaries.cells(metrics_lib.SHARE, row)
@@ -185,8 +189,8 @@ def report(
   header = ('task', 'this model', *models)
   summaries.publish(workdir, name, rows, heading, header, lines)
   if not config.validate:
-    means = (f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
-    console.log(f'Table 2, mean over all {len(TASKS)} tasks: {", ".join(means)}.')
+    means = ', '.join(f'{name} {mean:.2f}' for name, mean in vtab_config.MEANS.items())
+    console.log(f'Table 2, mean over all {len(TASKS)} tasks: {means}.')
   return rows
 
 
